@@ -1,0 +1,1 @@
+"""Names, rules and placement: how logical axes become a device mesh."""

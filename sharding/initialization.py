@@ -1,0 +1,116 @@
+"""Initial values that do not depend on how the model is laid out.
+
+The value of a variable in layer i is
+
+  initializer(fold_in(fold_in(key(seed), hash(name)), i), layer shape, dtype)
+
+where `name` is the logical name without the slot in a repeated pattern. So
+scan, unrolling, the period of a pattern, pipeline stages and the mesh never
+change step 0: layer 7 starts the same wherever it is stored. (JAX's default
+threefry keys give the same bits however an array is sharded.)
+"""
+
+from collections.abc import Callable, Sequence
+import hashlib
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from paxon.sharding import axes
+from paxon.sharding import variables
+
+_STACKED = re.compile(r"(?:^|/)layers/blocks_(\d+)(?=/)")
+_SINGLE = re.compile(r"(?:^|/)layers_(\d+)(?=/)")
+
+
+def initial_values(
+  specs: variables.Specs,
+  seed: int | jax.Array,
+  *,
+  fallback: Callable[[], Any] | None = None,
+) -> Any:
+  """Computes every variable's first value.
+
+  Meant to be traced under `Layout.jit` with `out_shardings`, so that no device
+  ever holds a whole large array.
+
+  Args:
+    specs: Nested dicts of `VariableSpec`.
+    seed: The experiment's seed.
+    fallback: Returns a tree like `specs` with the values of variables that
+      have no initializer of their own (linen modules from elsewhere); usually
+      `lambda: variables.unbox(model.init(...))`. The others are not used.
+
+  Returns:
+    Nested dicts of arrays, as `specs` says.
+
+  Raises:
+    ValueError: A variable has no initializer, and there is no fallback.
+  """
+  root = jax.random.key(seed)
+  leaves, treedef = jax.tree.flatten(specs)
+  foreign = [spec.name for spec in leaves if spec.initializer is None]
+  if not foreign:
+    return treedef.unflatten([_value(root, spec) for spec in leaves])
+  if fallback is None:
+    raise ValueError(
+      f"{foreign[0]} has no initializer of its own; give `fallback`."
+    )
+  others = treedef.flatten_up_to(fallback())
+  return treedef.unflatten(
+    [
+      other if spec.initializer is None else _value(root, spec)
+      for spec, other in zip(leaves, others, strict=True)
+    ]
+  )
+
+
+def _value(root: jax.Array, spec: variables.VariableSpec) -> jax.Array:
+  """The value of one variable, all its layers stacked."""
+  assert spec.initializer is not None
+  init, shape, dtype = spec.initializer, spec.layer_shape, spec.dtype
+  key = jax.random.fold_in(root, _hash(_layerless(spec.name)))
+  for index in _SINGLE.findall(spec.name):
+    key = jax.random.fold_in(key, int(index))
+  if not spec.stacked:
+    return jnp.asarray(init(key, shape, dtype), dtype)
+  keys = _layer_keys(key, spec)
+  values = jax.vmap(lambda k: jnp.asarray(init(k, shape, dtype), dtype))(keys)
+  return values.reshape(spec.shape)
+
+
+def _layer_keys(key: jax.Array, spec: variables.VariableSpec) -> jax.Array:
+  """One key per layer, in storage order."""
+  lengths = spec.shape[: len(spec.stacked)]
+  keys = key[None]
+  for length, index in zip(lengths, _indices(spec), strict=True):
+    fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+    keys = jax.vmap(fold, in_axes=(0, None))(keys, jnp.asarray(index))
+    keys = keys.reshape(keys.shape[0] * length)
+  assert keys.shape == (math.prod(lengths),)
+  return keys
+
+
+def _indices(spec: variables.VariableSpec) -> Sequence[list[int]]:
+  """The layer's index along each stacked axis, for each stored entry."""
+  slots = iter([int(slot) for slot in _STACKED.findall(spec.name)])
+  indices = []
+  for (axis, period), length in zip(spec.stacked, spec.shape, strict=False):
+    slot = next(slots, 0) if axis == axes.LAYERS else 0
+    indices.append([group * period + slot for group in range(length)])
+  return indices
+
+
+def _layerless(name: str) -> str:
+  """The name without the slot or the number of a layer."""
+  name = _STACKED.sub(lambda m: m.group(0).rpartition("/")[0], name)
+  return _SINGLE.sub(lambda m: m.group(0).rpartition("_")[0], name)
+
+
+def _hash(name: str) -> int:
+  """31 stable bits: `hash()` differs between processes."""
+  digest = hashlib.sha256(name.encode()).digest()
+  return int.from_bytes(digest[:4], "big") >> 1

@@ -1,0 +1,109 @@
+"""A layout: one mesh, one rule set, and everything that is compiled for them.
+
+Rules are entered inside the traced function, and each layout makes a new
+function, because linen's rules are no part of jit's cache key: a step traced
+under one rule set would otherwise be reused, silently, under another.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+import math
+from typing import Any
+
+from flax import linen as nn
+import jax
+
+from paxon.sharding import axes as axis_names
+from paxon.sharding import rules as sharding_rules
+from paxon.sharding import variables
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+  """Where arrays lie.
+
+  Attributes:
+    mesh: The devices, see `mesh.make_mesh`.
+    rules: Which mesh axes split which logical axis.
+  """
+
+  mesh: jax.sharding.Mesh
+  rules: sharding_rules.Rules = sharding_rules.DEFAULT_RULES
+
+  def sharding(self, axes: Sequence[str | None]) -> jax.sharding.NamedSharding:
+    """Returns the sharding of an array whose dimensions are `axes`."""
+    spec = sharding_rules.to_partition_spec(axes, rules=self.rules)
+    return jax.sharding.NamedSharding(self.mesh, spec)
+
+  @property
+  def replicated(self) -> jax.sharding.NamedSharding:
+    """The sharding of an array that every device holds whole."""
+    return self.sharding(())
+
+  def batch_sharding(self, ndim: int) -> jax.sharding.NamedSharding:
+    """Returns the sharding of a batch's array [batch, length, ...]."""
+    names = (axis_names.BATCH, axis_names.LENGTH)[:ndim]
+    return self.sharding(names + (None,) * (ndim - len(names)))
+
+  def shards(self, axis: str) -> int:
+    """Returns into how many parts an array with this one axis is split."""
+    (entry,) = self.sharding((axis,)).spec
+    names = (entry,) if isinstance(entry, str) else entry or ()
+    return math.prod(self.mesh.shape[name] for name in names)
+
+  def shardings(self, specs: variables.Specs) -> Any:
+    """Returns a sharding per `VariableSpec`.
+
+    Raises:
+      ValueError: A dimension does not divide by its shards; the message names
+        every such variable, axis and size.
+    """
+    leaves = jax.tree.leaves(specs)
+    problems = [p for spec in leaves for p in self._indivisible(spec)]
+    if problems:
+      raise ValueError("; ".join(problems))
+    return jax.tree.map(lambda spec: self.sharding(spec.axes), specs)
+
+  def jit(self, fn: Callable[..., Any], **options: Any) -> "LaidOut":
+    """Returns `jax.jit(fn, **options)` for this layout."""
+    return LaidOut(self, fn, options)
+
+  def _indivisible(self, spec: variables.VariableSpec) -> list[str]:
+    entries = self.sharding(spec.axes).spec
+    problems = []
+    for axis, size, entry in zip(spec.axes, spec.shape, entries, strict=True):
+      names = (entry,) if isinstance(entry, str) else entry or ()
+      parts = math.prod(self.mesh.shape[name] for name in names)
+      if size % parts:
+        over = ", ".join(f"{n}={self.mesh.shape[n]}" for n in names)
+        problems.append(
+          f"{spec.name}: axis '{axis}' of size {size} does not divide by "
+          f"{over}; change the size or the mesh"
+        )
+    return problems
+
+
+class LaidOut:
+  """A jitted function that always runs under its layout."""
+
+  def __init__(
+    self, layout: Layout, fn: Callable[..., Any], options: dict[str, Any]
+  ) -> None:
+    @functools.wraps(fn)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+      with nn.logical_axis_rules(layout.rules):
+        return fn(*args, **kwargs)
+
+    self._layout = layout
+    self._jitted = jax.jit(traced, **options)
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    """Runs the function, compiling it at the first call."""
+    with jax.set_mesh(self._layout.mesh):
+      return self._jitted(*args, **kwargs)
+
+  def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    """Traces and lowers; `.compile()` of the result needs no context."""
+    with jax.set_mesh(self._layout.mesh):
+      return self._jitted.lower(*args, **kwargs)

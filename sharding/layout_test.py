@@ -1,0 +1,102 @@
+"""Tests for layouts, constraints and placement, on 8 fake devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxon.sharding import arrays
+from paxon.sharding import layout
+from paxon.sharding import logical
+from paxon.sharding import mesh
+from paxon.sharding import rules
+from paxon.sharding import variables
+
+
+def _layout(text, rule_set=rules.DEFAULT_RULES):
+  return layout.Layout(mesh.make_mesh(mesh.MeshSpec.parse(text)), rule_set)
+
+
+def _spec(name, shape, axes):
+  return variables.VariableSpec(
+    name=name, shape=shape, dtype=jnp.dtype("float32"), axes=axes
+  )
+
+
+def _double(x):
+  return logical.constrain(x * 2, ("batch", "activation_mlp"))
+
+
+def test_constraint_reaches_the_compiled_program():
+  compiled = _layout("fsdp=2,tensor=4").jit(_double).lower(np.ones((4, 8)))
+  (sharding,) = jax.tree.leaves(compiled.compile().output_shardings)
+  assert sharding.shard_shape((4, 8)) == (2, 2)
+
+
+def test_each_layout_traces_anew():
+  x = np.ones((8, 8), np.float32)
+  shapes = [
+    laid.jit(_double)(x).sharding.shard_shape((8, 8))
+    for laid in (
+      _layout("fsdp=8"),
+      _layout("tensor=8"),
+      _layout("tensor=8", (("batch", "tensor"), ("activation_mlp", None))),
+    )
+  ]
+  assert shapes == [(1, 8), (8, 1), (1, 8)]
+
+
+def test_constraint_outside_a_layout_does_nothing():
+  x = jnp.ones((3, 5))
+  np.testing.assert_array_equal(_double(x), x * 2)
+
+
+def test_constraint_leaves_dimensions_of_size_one_whole():
+  y = _layout("fsdp=2,tensor=4").jit(_double)(np.ones((1, 8)))
+  assert y.sharding.shard_shape((1, 8)) == (1, 2)
+
+
+def test_constraint_that_does_not_divide():
+  with pytest.raises(ValueError, match=r"'activation_mlp' of size 6 does not"):
+    _layout("fsdp=2,tensor=4").jit(_double)(np.ones((4, 6)))
+
+
+def test_constraint_with_a_wrong_rank():
+  with pytest.raises(ValueError, match=r"needs 2 logical axes, got \('batch'"):
+    logical.constrain(jnp.ones((2, 2)), ("batch",))
+
+
+def test_shardings_of_specs():
+  laid = _layout("fsdp=4,tensor=2")
+  specs = {"up": _spec("params/up", (8, 4), ("embed", "mlp"))}
+  assert laid.shardings(specs)["up"].shard_shape((8, 4)) == (2, 2)
+  assert laid.replicated.is_fully_replicated
+
+
+def test_every_indivisible_axis_is_named():
+  specs = {
+    "a": _spec("params/a", (6, 4), ("embed", "mlp")),
+    "b": _spec("params/b", (8, 3), ("embed", "mlp")),
+  }
+  with pytest.raises(ValueError, match="change the size or the mesh") as error:
+    _layout("fsdp=4,tensor=2").shardings(specs)
+  text = str(error.value)
+  assert "params/a: axis 'embed' of size 6 does not divide by fsdp=4" in text
+  assert "params/b: axis 'mlp' of size 3 does not divide by tensor=2" in text
+
+
+def test_batch_is_placed_by_rows():
+  laid = _layout("data=2,fsdp=2,tensor=2")
+  host = {"inputs": np.arange(32).reshape(8, 4), "weight": np.ones(8)}
+  batch = arrays.to_global(host, laid)
+  assert laid.shards("batch") == 4
+  assert batch["inputs"].sharding.shard_shape((8, 4)) == (2, 4)
+  assert batch["weight"].sharding.shard_shape((8,)) == (2,)
+  np.testing.assert_array_equal(batch["inputs"], host["inputs"])
+
+
+def test_batch_that_does_not_divide():
+  with pytest.raises(
+    ValueError, match=r"global_batch_size \(6\) must be a mul"
+  ):
+    arrays.to_global({"inputs": np.ones((6, 4))}, _layout("data=8"))

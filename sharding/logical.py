@@ -1,0 +1,97 @@
+"""Logical axes on parameters and activations, for use inside layers."""
+
+from collections.abc import Callable, Sequence
+import math
+from typing import Any, cast
+
+from flax import linen as nn
+import jax
+
+from paxon.sharding import rules
+from paxon.sharding import variables
+
+Initializer = Callable[..., Any]
+
+
+def partitioned(
+  init: Initializer,
+  axes: Sequence[str | None],
+  *,
+  regularized: bool | None = None,
+  trainable: bool = True,
+) -> Initializer:
+  """Returns `init` whose parameter carries its metadata.
+
+  Args:
+    init: `(key, shape, dtype) -> array` for the value of one layer.
+    axes: One logical axis (or None) per dimension.
+    regularized: Whether weight decay applies; by default to matrices and up.
+    trainable: False keeps the parameter out of the optimizer.
+
+  Returns:
+    An initializer for `self.param`; callers see a plain array.
+  """
+  names = tuple(axes)
+
+  def boxed_init(key: jax.Array, shape: Sequence[int], *args: Any) -> Any:
+    if len(shape) != len(names):
+      raise ValueError(
+        f"A parameter of shape {tuple(shape)} needs {len(shape)} logical "
+        f"axes, got {names}."
+      )
+    return variables.Variable(
+      init(key, shape, *args),
+      names,
+      initializer=init,
+      regularized=regularized,
+      trainable=trainable,
+    )
+
+  # Flax unboxes the result inside `Module.param`, so callers see an array.
+  return cast(Initializer, boxed_init)
+
+
+def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
+  """Shards `x` as the active rules say; a no-op outside of a layout.
+
+  A dimension of size one (a broadcast, a single decoding step) stays whole.
+
+  Args:
+    x: An activation.
+    axes: One logical axis (or None) per dimension of `x`.
+
+  Returns:
+    `x`, with a sharding constraint while a `Layout` traces.
+
+  Raises:
+    ValueError: The number of names is not the rank of `x`, or a dimension does
+      not divide by the shards of its axis.
+  """
+  if x.ndim != len(axes):
+    raise ValueError(
+      f"An array of shape {x.shape} needs {x.ndim} logical axes, got "
+      f"{tuple(axes)}."
+    )
+  active = nn.get_logical_axis_rules()
+  if not active:
+    return x
+  names = [a if n > 1 else None for a, n in zip(axes, x.shape, strict=True)]
+  spec = rules.to_partition_spec(names, rules=tuple(active))
+  _check_divides(x, axes, spec)
+  return jax.lax.with_sharding_constraint(x, spec)
+
+
+def _check_divides(
+  x: jax.Array,
+  axes: Sequence[str | None],
+  spec: jax.sharding.PartitionSpec,
+) -> None:
+  sizes = jax.sharding.get_abstract_mesh().shape
+  for axis, size, entry in zip(axes, x.shape, spec, strict=True):
+    names = (entry,) if isinstance(entry, str) else entry or ()
+    if size % math.prod(sizes[name] for name in names):
+      over = ", ".join(f"{name}={sizes[name]}" for name in names)
+      raise ValueError(
+        f"The activation {tuple(axes)} of shape {x.shape} cannot be split: "
+        f"'{axis}' of size {size} does not divide by {over}."
+      )

@@ -1,0 +1,80 @@
+"""Sharding rules: which mesh axes split which logical axis.
+
+A rule set is an ordered tuple of `(logical axis, mesh axes)`. The mesh axes of
+one array are given out in the order of the rules, each mesh axis at most once
+per array; a logical axis whose mesh axes are taken stays whole. A logical axis
+that no rule names is an error, so that a misspelled axis cannot end up
+silently replicated.
+"""
+
+from collections.abc import Sequence
+import difflib
+
+from jax.sharding import PartitionSpec
+
+from paxon.sharding import axes
+
+MeshAxes = str | tuple[str, ...] | None
+Rules = tuple[tuple[str, MeshAxes], ...]
+
+# Batches over `data` and `fsdp`, weights over `fsdp` (ZeRO-3) and `tensor`
+# (Megatron), sequences over `sequence`. Meshes that lack an axis have it with
+# size one, so this one set serves data, FSDP, tensor and mixed parallelism.
+DEFAULT_RULES: Rules = (
+  (axes.BATCH, (axes.DATA, axes.FSDP, axes.EXPERT)),
+  (axes.STAGES, axes.STAGE),
+  (axes.EXPERTS, axes.EXPERT),
+  (axes.VOCAB, axes.TENSOR),
+  (axes.MLP, axes.TENSOR),
+  (axes.HEADS, axes.TENSOR),
+  (axes.KV_HEADS, axes.TENSOR),
+  (axes.EMBED, axes.FSDP),
+  (axes.LENGTH, axes.SEQUENCE),
+  (axes.KV_LENGTH, None),
+  (axes.HEAD_DIM, None),
+  (axes.RANK, None),
+  (axes.LAYERS, None),
+  (axes.ACTIVATION_EXPERTS, axes.EXPERT),
+  (axes.ACTIVATION_VOCAB, axes.TENSOR),
+  (axes.ACTIVATION_MLP, axes.TENSOR),
+  (axes.ACTIVATION_HEADS, axes.TENSOR),
+  (axes.ACTIVATION_KV_HEADS, axes.TENSOR),
+  (axes.ACTIVATION_HEAD_DIM, None),
+  (axes.ACTIVATION_EMBED, None),
+)
+
+
+def to_partition_spec(
+  logical_axes: Sequence[str | None], *, rules: Rules
+) -> PartitionSpec:
+  """Returns the mesh axes of each dimension of one array.
+
+  Args:
+    logical_axes: One logical axis (or None: never split) per dimension.
+    rules: The rule set.
+
+  Returns:
+    A `PartitionSpec` with one entry per dimension.
+
+  Raises:
+    ValueError: A logical axis has no rule.
+  """
+  known = {logical for logical, _ in rules}
+  for name in logical_axes:
+    if name is not None and name not in known:
+      close = difflib.get_close_matches(name, sorted(known), n=1)
+      hint = f" Did you mean {close[0]!r}?" if close else ""
+      raise ValueError(
+        f"No sharding rule names the logical axis {name!r} of "
+        f"{tuple(logical_axes)}; add a rule for it.{hint}"
+      )
+  entries: list[MeshAxes] = [None] * len(logical_axes)
+  taken: set[str] = set()
+  for logical, mesh_axes in rules:
+    wanted = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes or ()
+    for i, name in enumerate(logical_axes):
+      if name == logical and entries[i] is None:
+        free = tuple(axis for axis in wanted if axis not in taken)
+        taken.update(free)
+        entries[i] = free[0] if len(free) == 1 else (free or None)
+  return PartitionSpec(*entries)

@@ -1,0 +1,233 @@
+"""Metadata of variables: what a variable is, beside its value.
+
+Layers attach metadata where they create a variable (`logical.partitioned` for
+parameters, `boxed` for other collections). It travels through linen's lifted
+transforms in the box `Variable`, and is stripped once, after an abstract init,
+into a tree of `VariableSpec`. From then on state is plain arrays, and the
+stack, the learner, the checkpointer and the plan get the specs as an argument.
+There is no other registry.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import enum
+from typing import Any
+
+from flax import linen as nn
+from flax import struct
+from flax.core import meta
+import jax
+from jax.typing import DTypeLike
+
+from paxon.sharding import axes as axis_names
+
+Initializer = Callable[..., Any]
+
+# Key of `metadata_params` under which a stack says how many blocks one step of
+# its pattern has.
+PERIOD = "period"
+
+
+class UpdateRule(enum.Enum):
+  """How a variable gets its next value."""
+
+  OPTIMIZER = "optimizer"
+  # From the collection that the forward pass returned.
+  REPLACE = "replace"
+  # The gradient is the next value (scales of fp8 training).
+  OVERWRITE_WITH_GRADIENT = "overwrite_with_gradient"
+
+
+class CombineRule(enum.Enum):
+  """How values from replicas and microbatches become one."""
+
+  MEAN = "mean"
+  SUM = "sum"
+  MAX = "max"
+
+
+class Variable(nn.LogicallyPartitioned):
+  """The metadata box that linen carries around a variable.
+
+  Attributes:
+    initializer: Makes the value of one layer: `(key, shape, dtype) -> array`.
+    stacked: `(axis, period)` of each leading axis that a lifted transform
+      added, outermost first.
+    update: How the variable is updated.
+    combine: How values of replicas and microbatches are combined.
+    regularized: Whether weight decay applies; None means to matrices and up.
+    trainable: Whether a learner may change it.
+  """
+
+  initializer: Initializer | None = struct.field(
+    default=None, pytree_node=False
+  )
+  stacked: tuple[tuple[str, int], ...] = struct.field(
+    default=(), pytree_node=False
+  )
+  update: UpdateRule = struct.field(
+    default=UpdateRule.OPTIMIZER, pytree_node=False
+  )
+  combine: CombineRule = struct.field(
+    default=CombineRule.MEAN, pytree_node=False
+  )
+  regularized: bool | None = struct.field(default=None, pytree_node=False)
+  trainable: bool = struct.field(default=True, pytree_node=False)
+
+  def unbox(self, apply_constraint: bool = True) -> Any:
+    """Returns the value; placement is the state's, never the box's."""
+    del apply_constraint
+    return self.value
+
+  def add_axis(self, index: int, params: dict[Any, Any]) -> "Variable":
+    """Records an axis that `nn.scan` or `nn.vmap` adds."""
+    if index != 0:
+      raise ValueError(
+        "Lifted transforms must add axis 0 to variables that name their "
+        f"axes, got axis {index} for {self.names}."
+      )
+    name = params[meta.PARTITION_NAME]
+    return self.replace(
+      names=(name, *self.names),
+      stacked=((name, params.get(PERIOD, 1)), *self.stacked),
+    )
+
+  def remove_axis(self, index: int, params: dict[Any, Any]) -> "Variable":
+    """Undoes `add_axis` for the value of one layer."""
+    del index, params
+    return self.replace(names=self.names[1:], stacked=self.stacked[1:])
+
+
+def boxed(
+  initializer: Initializer,
+  axes: Sequence[str | None],
+  *,
+  shape: Sequence[int],
+  dtype: DTypeLike,
+  update: UpdateRule = UpdateRule.REPLACE,
+  combine: CombineRule = CombineRule.MEAN,
+) -> Callable[[], Variable]:
+  """Returns the init function for `self.variable(collection, name, ...)`.
+
+  Args:
+    initializer: `(key, shape, dtype) -> array`; the key is a constant inside
+      linen and the real one in `initialization.initial_values`.
+    axes: One logical axis (or None) per dimension.
+    shape: Shape of the variable in one layer.
+    dtype: Its dtype.
+    update: How it gets its next value.
+    combine: How replicas and microbatches are combined.
+
+  Returns:
+    A function without arguments that makes the boxed variable.
+  """
+
+  def init() -> Variable:
+    return Variable(
+      initializer(jax.random.key(0), tuple(shape), dtype),
+      tuple(axes),
+      initializer=initializer,
+      update=update,
+      combine=combine,
+      regularized=False,
+      trainable=update is not UpdateRule.REPLACE,
+    )
+
+  return init
+
+
+@dataclasses.dataclass(frozen=True)
+class VariableSpec:
+  """Everything about one variable but its value. A leaf, not a pytree node.
+
+  Attributes:
+    name: Logical name, `collection/module/.../variable`.
+    shape: Shape of the stored array, leading `layers` axes included.
+    dtype: Its dtype.
+    axes: One logical axis (or None) per dimension.
+    initializer: Makes the value of one layer; None for a variable of a linen
+      module that does not name its axes.
+    stacked: `(axis, period)` of the leading axes of stacks, outermost first.
+    update: How it is updated.
+    combine: How values of replicas and microbatches are combined.
+    regularized: Whether weight decay applies.
+    trainable: Whether a learner may change it.
+  """
+
+  name: str
+  shape: tuple[int, ...]
+  dtype: jax.numpy.dtype
+  axes: tuple[str | None, ...]
+  initializer: Initializer | None = None
+  stacked: tuple[tuple[str, int], ...] = ()
+  update: UpdateRule = UpdateRule.OPTIMIZER
+  combine: CombineRule = CombineRule.MEAN
+  regularized: bool = False
+  trainable: bool = True
+
+  @property
+  def layer_shape(self) -> tuple[int, ...]:
+    """Shape of the value in one layer."""
+    return self.shape[len(self.stacked) :]
+
+
+Specs = Mapping[str, Any]
+
+
+def specs_of(abstract_variables: Mapping[str, Any]) -> Specs:
+  """Strips the boxes of an abstract init into a tree of specs.
+
+  Args:
+    abstract_variables: What `jax.eval_shape(model.init, ...)` returned:
+      collections of nested dicts, boxed or not.
+
+  Returns:
+    Nested dicts of `VariableSpec`, one per variable.
+  """
+  is_box = lambda leaf: isinstance(leaf, meta.AxisMetadata)
+  return jax.tree_util.tree_map_with_path(
+    lambda path, leaf: _spec("/".join(str(p.key) for p in path), leaf),
+    abstract_variables,
+    is_leaf=is_box,
+  )
+
+
+def unbox(boxed_variables: Any) -> Any:
+  """Returns the tree with plain values in place of boxes."""
+  return meta.unbox(boxed_variables)
+
+
+def abstract(specs: Specs) -> Any:
+  """Returns a `jax.ShapeDtypeStruct` per spec."""
+  return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), specs)
+
+
+def _spec(name: str, leaf: Any) -> VariableSpec:
+  value = leaf.unbox() if isinstance(leaf, meta.AxisMetadata) else leaf
+  collection = name.partition("/")[0]
+  if isinstance(leaf, Variable):
+    rank = value.ndim - len(leaf.stacked)
+    decayed = rank >= 2 if leaf.regularized is None else leaf.regularized
+    return VariableSpec(
+      name=name,
+      shape=value.shape,
+      dtype=value.dtype,
+      axes=tuple(leaf.names),
+      initializer=leaf.initializer,
+      stacked=leaf.stacked,
+      update=leaf.update,
+      combine=leaf.combine,
+      regularized=decayed,
+      trainable=leaf.trainable,
+    )
+  is_param = collection == "params"
+  names = getattr(leaf, "names", None) or (None,) * value.ndim
+  return VariableSpec(
+    name=name,
+    shape=value.shape,
+    dtype=value.dtype,
+    axes=tuple(n if n in axis_names.LOGICAL_AXES else None for n in names),
+    update=UpdateRule.OPTIMIZER if is_param else UpdateRule.REPLACE,
+    regularized=is_param and value.ndim >= 2,
+    trainable=is_param,
+  )
