@@ -19,8 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from paxon.sharding import axes
-from paxon.sharding import variables
+from paxon.sharding import axes, variables
 
 _STACKED = re.compile(r"(?:^|/)layers/blocks_(\d+)(?=/)")
 _SINGLE = re.compile(r"(?:^|/)layers_(\d+)(?=/)")

@@ -6,10 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.sharding import initialization
-from paxon.sharding import layout
-from paxon.sharding import mesh
-from paxon.sharding import variables
+from paxon.sharding import initialization, layout, mesh, variables
 
 NORMAL = nn.initializers.normal(1.0)
 
@@ -103,14 +100,14 @@ def test_mesh_does_not_change_a_bit():
     value = run()["v"]
     assert len(value.sharding.device_set) == count
     values.append(np.asarray(value))
-  np.testing.assert_array_equal(*values)
+  np.testing.assert_array_equal(values[0], values[1])
 
 
 def test_foreign_variables_come_from_the_fallback():
   foreign = _spec("params/dense/kernel", (2,), initializer=None)
   specs = {"own": _spec("params/own", (2,)), "foreign": foreign}
-  fallback = lambda: {"own": jnp.zeros(2), "foreign": jnp.arange(2.0)}
-  values = initialization.initial_values(specs, 0, fallback=fallback)
+  others = {"own": jnp.zeros(2), "foreign": jnp.arange(2.0)}
+  values = initialization.initial_values(specs, 0, fallback=lambda: others)
   np.testing.assert_array_equal(values["foreign"], [0.0, 1.0])
   assert (np.asarray(values["own"]) != 0).all()
 

@@ -52,8 +52,8 @@ class Layout:
     names = (entry,) if isinstance(entry, str) else entry or ()
     return math.prod(self.mesh.shape[name] for name in names)
 
-  def shardings(self, specs: variables.Specs) -> Any:
-    """Returns a sharding per `VariableSpec`.
+  def shardings(self, specs: Any) -> Any:
+    """Returns a sharding per `VariableSpec` of a pytree of them.
 
     Raises:
       ValueError: A dimension does not divide by its shards; the message names

@@ -5,12 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.sharding import arrays
-from paxon.sharding import layout
-from paxon.sharding import logical
-from paxon.sharding import mesh
-from paxon.sharding import rules
-from paxon.sharding import variables
+from paxon.sharding import arrays, layout, logical, mesh, rules, variables
 
 
 def _layout(text, rule_set=rules.DEFAULT_RULES):

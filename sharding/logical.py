@@ -7,8 +7,7 @@ from typing import Any, cast
 from flax import linen as nn
 import jax
 
-from paxon.sharding import rules
-from paxon.sharding import variables
+from paxon.sharding import rules, variables
 
 Initializer = Callable[..., Any]
 

@@ -155,7 +155,8 @@ def _hybrid(
     blocks = np.asarray(devices, dtype=object).reshape(*dcn, *ici)
     rank = len(ici)
     order = [i + n * rank for i in range(rank) for n in range(2)]
-    return blocks.transpose(order).reshape([d * i for d, i in zip(dcn, ici)])
+    sizes = [d * i for d, i in zip(dcn, ici, strict=True)]
+    return blocks.transpose(order).reshape(sizes)
   return mesh_utils.create_hybrid_device_mesh(
     ici, dcn, devices, process_is_granule=by_process
   )

@@ -4,8 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from paxon.sharding import axes
-from paxon.sharding import mesh
+from paxon.sharding import axes, mesh
 
 
 @pytest.mark.parametrize(

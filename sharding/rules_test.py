@@ -3,8 +3,7 @@
 from jax.sharding import PartitionSpec
 import pytest
 
-from paxon.sharding import axes
-from paxon.sharding import rules
+from paxon.sharding import axes, rules
 
 
 def test_default_rules_name_every_logical_axis():

@@ -184,11 +184,10 @@ def specs_of(abstract_variables: Mapping[str, Any]) -> Specs:
   Returns:
     Nested dicts of `VariableSpec`, one per variable.
   """
-  is_box = lambda leaf: isinstance(leaf, meta.AxisMetadata)
   return jax.tree_util.tree_map_with_path(
     lambda path, leaf: _spec("/".join(str(p.key) for p in path), leaf),
     abstract_variables,
-    is_leaf=is_box,
+    is_leaf=lambda leaf: isinstance(leaf, meta.AxisMetadata),
   )
 
 

@@ -5,8 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from paxon.sharding import logical
-from paxon.sharding import variables
+from paxon.sharding import logical, variables
 
 
 class Layer(nn.Module):

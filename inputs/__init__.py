@@ -1,0 +1,1 @@
+"""Input pipelines: sources, tokenizers, packing and the data position."""

@@ -1,0 +1,142 @@
+"""`BaseInput`, what the training loop knows of an input pipeline.
+
+An input returns one batch after another, a plain `dict[str, np.ndarray]`, and
+can name the place it has reached, so that a restored run reads on from there.
+Three rules hold for every subclass:
+
+* Batch number k has the same bytes on any number of hosts. A host returns its
+  rows of that global batch, `[index * B / n, (index + 1) * B / n)`.
+* The state is small, can be written as JSON, is the same on every host, and
+  says what comes after the last batch that was returned.
+* Restoring a state does not read again what came before it.
+
+The tokenizer, the source and the packing are parts of a subclass; prefetching
+and moving rows to devices belong to the runner and to sharding.
+"""
+
+import abc
+from collections.abc import Iterator, Mapping
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+Batch = dict[str, np.ndarray]
+# What JSON can hold.
+State = dict[str, Any]
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class BaseInput(abc.ABC):
+  """One batch after another, from any position.
+
+  A subclass is a keyword-only dataclass too. It may extend another input by
+  overriding `get_next`, calling `super().get_next()` and editing the rows; the
+  state keeps working, because it is about the position only.
+
+  Attributes:
+    global_batch_size: Rows of one batch over all hosts together.
+    length: Tokens of a row.
+    infeed_host_index: Which host's rows `get_next` returns.
+    num_infeed_hosts: Over how many hosts the rows of a batch are spread.
+  """
+
+  global_batch_size: int
+  length: int
+  infeed_host_index: int = dataclasses.field(default=0, init=False)
+  num_infeed_hosts: int = dataclasses.field(default=1, init=False)
+
+  def __post_init__(self) -> None:
+    for name in ("global_batch_size", "length"):
+      value = getattr(self, name)
+      if value <= 0:
+        raise ValueError(
+          f"{type(self).__name__}.{name} must be positive, got {value}."
+        )
+
+  @abc.abstractmethod
+  def get_next(self) -> Batch:
+    """Returns this host's rows of the next batch.
+
+    Raises:
+      StopIteration: A finite input has ended; it stays so until `reset`, or
+        until a state is set. All hosts end after the same number of batches.
+    """
+
+  @abc.abstractmethod
+  def reset(self) -> None:
+    """Goes back to the first batch."""
+
+  @abc.abstractmethod
+  def get_state(self) -> State:
+    """Returns the position after the last batch that was returned."""
+
+  @abc.abstractmethod
+  def set_state(self, state: State) -> None:
+    """Goes to a position that `get_state` returned.
+
+    Args:
+      state: It may come from a run on another number of hosts.
+
+    Raises:
+      ValueError: The state is damaged or belongs to other data.
+    """
+
+  @property
+  def per_host_batch_size(self) -> int:
+    """The rows that one call of `get_next` returns."""
+    return self.global_batch_size // self.num_infeed_hosts
+
+  def set_infeed_hosts(
+    self, *, infeed_host_index: int, num_infeed_hosts: int
+  ) -> None:
+    """Chooses the rows of this host; the runner calls it, once, at the start.
+
+    Args:
+      infeed_host_index: The place of this host, from 0.
+      num_infeed_hosts: How many hosts share each batch.
+
+    Raises:
+      ValueError: There is no such host, or the batch cannot be divided.
+    """
+    if num_infeed_hosts <= 0:
+      raise ValueError(
+        f"num_infeed_hosts must be positive, got {num_infeed_hosts}."
+      )
+    if not 0 <= infeed_host_index < num_infeed_hosts:
+      raise ValueError(
+        f"infeed_host_index must be at least 0 and less than num_infeed_hosts"
+        f" ({num_infeed_hosts}), got {infeed_host_index}."
+      )
+    if self.global_batch_size % num_infeed_hosts:
+      raise ValueError(
+        f"{type(self).__name__}.global_batch_size ({self.global_batch_size})"
+        f" must be a multiple of the number of infeed hosts"
+        f" ({num_infeed_hosts})."
+      )
+    self.infeed_host_index = infeed_host_index
+    self.num_infeed_hosts = num_infeed_hosts
+
+  def host_rows(self, batch: Mapping[str, np.ndarray]) -> Batch:
+    """Returns this host's rows of a global batch, for use in `get_next`.
+
+    Args:
+      batch: Arrays of `global_batch_size` rows each.
+    """
+    for key, value in batch.items():
+      if value.shape[:1] != (self.global_batch_size,):
+        raise ValueError(
+          f"The array {key!r} of a global batch must have"
+          f" {self.global_batch_size} rows (global_batch_size), got the shape"
+          f" {value.shape}."
+        )
+    start = self.infeed_host_index * self.per_host_batch_size
+    rows = slice(start, start + self.per_host_batch_size)
+    return {key: value[rows] for key, value in batch.items()}
+
+  def __iter__(self) -> Iterator[Batch]:
+    """Iterates from the position reached, without going back first."""
+    return self
+
+  def __next__(self) -> Batch:
+    return self.get_next()

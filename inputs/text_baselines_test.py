@@ -1,0 +1,65 @@
+"""Tests for the baselines."""
+
+import argparse
+import lzma
+import os
+import pathlib
+import random
+
+import pytest
+
+from paxon.inputs import document_source, text_baselines, trigram_model
+
+_TRAIN = document_source.InMemoryDocuments(
+  [b"for line in lines:\n", b"if line:\n  return line\n", b"lines = []\n"]
+)
+_HELD_OUT = document_source.InMemoryDocuments(
+  [b"for line in line:\n", b"", b"  return lines\n"]
+)
+
+
+def test_xz_is_the_size_of_the_file_of_joined_documents():
+  # Long enough that the preset matters.
+  parts = [pathlib.Path(m.__file__).read_bytes() for m in (argparse, os)]
+  joined = parts[0] + parts[1]
+  # The presets of the command `xz -9e`, spelled as lzma's filter chain.
+  filters = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}]
+  size = len(lzma.compress(joined, format=lzma.FORMAT_XZ, filters=filters))
+  weaker = len(lzma.compress(joined, preset=9))
+  assert size < weaker
+  source = document_source.InMemoryDocuments(parts)
+  assert text_baselines.xz_bits_per_byte(source) == 8 * size / len(joined)
+
+
+def test_xz_of_noise_is_eight_bits_and_of_zeros_almost_none():
+  noise = document_source.InMemoryDocuments(
+    [random.Random(0).randbytes(50_000)]
+  )
+  zeros = document_source.InMemoryDocuments([bytes(25_000)] * 2)
+  assert text_baselines.xz_bits_per_byte(noise) == pytest.approx(8, rel=0.01)
+  assert text_baselines.xz_bits_per_byte(zeros) < 0.05
+
+
+def test_trigram_counts_ends_as_targets_but_not_as_bytes():
+  model = trigram_model.fit(_TRAIN)
+  actual = text_baselines.trigram_bits_per_byte(_HELD_OUT, train=_TRAIN)
+  assert actual == model.bits(_HELD_OUT) / 33
+
+
+def test_both_are_named_and_have_titles():
+  baselines = text_baselines.TextBaselines(train=_TRAIN, held_out=_HELD_OUT)
+  results = baselines()
+  assert results == {
+    "xz": text_baselines.xz_bits_per_byte(_HELD_OUT),
+    "trigram": text_baselines.trigram_bits_per_byte(_HELD_OUT, train=_TRAIN),
+  }
+  assert text_baselines.TITLES.keys() == results.keys()
+
+
+@pytest.mark.parametrize("documents", [[], [b"", b""]])
+def test_rejects_held_out_documents_without_bytes(documents):
+  empty = document_source.InMemoryDocuments(documents)
+  with pytest.raises(ValueError, match=r"held-out documents have no bytes"):
+    text_baselines.xz_bits_per_byte(empty)
+  with pytest.raises(ValueError, match=r"held-out documents have no bytes"):
+    text_baselines.trigram_bits_per_byte(empty, train=_TRAIN)

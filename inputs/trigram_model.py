@@ -1,0 +1,143 @@
+"""An interpolated byte trigram model, a baseline for language models.
+
+The probability of a symbol t (a byte, or the end of the document) after the
+symbols c2 c1 is a mixture of four estimates from counts n in training text:
+
+    p(t | c2 c1) = w3 n(c2 c1 t) / n(c2 c1) + w2 n(c1 t) / n(c1)
+                   + w1 n(t) / n + w0 / 257
+
+Before a document's first byte stand two begin symbols, so nothing is known
+of the document before. Where a context never occurred, its estimate is that
+of the next shorter context. The four weights (they sum to 1) are those of
+Jelinek and Mercer (1980): the most likely ones for every 20th document of the
+training text, given the counts of the others, found by expectation
+maximization. The model then counts all training documents.
+"""
+
+from collections.abc import Iterable
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+
+from paxon.inputs import document_source
+
+# A symbol is a byte, or 256: as a context the begin, as a target the end.
+_EDGE = 256
+_NUM_SYMBOLS = 257
+_TUNING_STRIDE = 20
+_NUM_ITERATIONS = 20
+# Counting many documents together spares calls, a bounded number spares memory.
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class TrigramModel:
+  """Counts of text and the weights of their mixture.
+
+  Attributes:
+    counts: How often each triple (c2, c1, t) occurred, uint32 [257, 257, 257].
+    weights: w0 to w3, float64 [4].
+  """
+
+  counts: npt.NDArray[np.uint32]
+  weights: npt.NDArray[np.float64]
+
+  def bits(self, documents: document_source.DocumentSource) -> float:
+    """Returns the code length of the documents, their ends included."""
+    estimates = _Estimates(self.counts)
+    total = 0.0
+    for document in (documents[i] for i in range(len(documents))):
+      probabilities = self.weights @ estimates.of(*_triples([document]))
+      total -= float(np.log2(probabilities).sum())
+    return total
+
+
+def fit(documents: document_source.DocumentSource) -> TrigramModel:
+  """Returns the model of some training documents.
+
+  Args:
+    documents: At least 2, as the weights are chosen on one in 20, from the
+      first on, and need counts of others.
+  """
+  if len(documents) < 2:
+    raise ValueError(
+      f"A trigram model needs at least 2 documents, got {len(documents)}."
+    )
+  numbers = range(len(documents))
+  tuning = [documents[i] for i in numbers[::_TUNING_STRIDE]]
+  others = (documents[i] for i in numbers if i % _TUNING_STRIDE)
+  counts = np.zeros((_NUM_SYMBOLS,) * 3, np.uint32)
+  _count(counts, others)
+  weights = _likeliest_weights(_Estimates(counts).of(*_triples(tuning)))
+  _count(counts, tuning)
+  return TrigramModel(counts=counts, weights=weights)
+
+
+class _Estimates:
+  """The four estimates of the mixture, with the sums that they need."""
+
+  def __init__(self, counts: npt.NDArray[np.uint32]) -> None:
+    # Every target has just one trigram, one bigram and one unigram, so that
+    # the smaller tables are sums of the largest.
+    self._trigrams = counts
+    self._bigrams = counts.sum(axis=0, dtype=np.int64)
+    self._unigrams = self._bigrams.sum(axis=0)
+    self._after_two = counts.sum(axis=2, dtype=np.int64)
+    self._after_one = self._bigrams.sum(axis=1)
+
+  def of(
+    self, c2: np.ndarray, c1: np.ndarray, t: np.ndarray
+  ) -> npt.NDArray[np.float64]:
+    """Returns estimates from no, one, two and three symbols, [4, N]."""
+    result = np.empty((4, len(t)), np.float64)
+    result[0] = 1 / _NUM_SYMBOLS
+    levels = (
+      (self._unigrams[t], np.broadcast_to(self._unigrams.sum(), t.shape)),
+      (self._bigrams[c1, t], self._after_one[c1]),
+      (self._trigrams[c2, c1, t], self._after_two[c2, c1]),
+    )
+    for level, (count, total) in enumerate(levels, start=1):
+      result[level] = np.divide(
+        count, total, out=result[level - 1].copy(), where=total > 0
+      )
+    return result
+
+
+def _triples(
+  documents: Iterable[bytes],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """Returns every (c2, c1, t) of the documents, three intp [N]."""
+  parts = [np.empty((3, 0), np.intp)]
+  for document in documents:
+    symbols = np.full(len(document) + 3, _EDGE, np.intp)
+    symbols[2:-1] = np.frombuffer(document, np.uint8)
+    parts.append(np.stack((symbols[:-2], symbols[1:-1], symbols[2:])))
+  c2, c1, t = np.concatenate(parts, axis=1)
+  return c2, c1, t
+
+
+def _count(counts: npt.NDArray[np.uint32], documents: Iterable[bytes]) -> None:
+  """Adds the triples of the documents to `counts`, in place."""
+  chunk, size = [], 0
+  for document in documents:
+    chunk.append(document)
+    size += len(document)
+    if size >= _CHUNK_BYTES:
+      np.add.at(counts, _triples(chunk), 1)
+      chunk, size = [], 0
+  np.add.at(counts, _triples(chunk), 1)
+
+
+def _likeliest_weights(
+  estimates: npt.NDArray[np.float64],
+) -> npt.NDArray[np.float64]:
+  """Returns weights, above zero, that make the targets about the likeliest."""
+  weights = np.full(4, 0.25)
+  for _ in range(_NUM_ITERATIONS):
+    share = weights[:, None] * estimates
+    share /= share.sum(axis=0)
+    # As if each estimate had explained one more symbol: a weight of zero would
+    # make a symbol impossible that the tuning documents happen not to hold.
+    weights = (share.sum(axis=1) + 1) / (estimates.shape[1] + 4)
+  return weights

@@ -1,0 +1,140 @@
+"""Tests for the trigram model against hand, a dictionary and identities."""
+
+import collections
+import math
+
+import numpy as np
+import pytest
+
+from paxon.inputs import document_source, trigram_model
+
+_TEXT = [
+  b"the cat sat on the mat",
+  b"the dog sat on the log",
+  b"a cat and a dog",
+  b"",
+  b"\x00\xff\x00\xff",
+  b"then the hat",
+]
+
+
+class DictionaryTrigram:
+  """The definition, with dictionaries and no arrays."""
+
+  def __init__(self, documents, weights):
+    self.weights = weights
+    self.counts = collections.Counter()
+    for document in documents:
+      for history, symbol in self.events(document):
+        for order in range(3):
+          self.counts[history[2 - order :], symbol] += 1
+          self.counts[history[2 - order :]] += 1
+
+  @staticmethod
+  def events(document):
+    symbols = ["begin", "begin", *document, "end"]
+    for i in range(2, len(symbols)):
+      yield tuple(symbols[i - 2 : i]), symbols[i]
+
+  def probability(self, history, symbol):
+    estimate = 1 / 257
+    total = self.weights[0] * estimate
+    for order in range(3):
+      context = history[2 - order :]
+      if self.counts[context]:
+        estimate = self.counts[context, symbol] / self.counts[context]
+      total += self.weights[order + 1] * estimate
+    return total
+
+  def bits(self, documents):
+    return -sum(
+      math.log2(self.probability(history, symbol))
+      for document in documents
+      for history, symbol in self.events(document)
+    )
+
+
+def _source(documents):
+  return document_source.InMemoryDocuments(documents)
+
+
+def test_bits_worked_out_by_hand():
+  counts = np.zeros((257, 257, 257), np.uint32)
+  # One training document, "ab": begin begin -> a, begin a -> b, a b -> end.
+  a, b, edge = ord("a"), ord("b"), 256
+  counts[edge, edge, a] = counts[edge, a, b] = counts[a, b, edge] = 1
+  model = trigram_model.TrigramModel(
+    counts=counts, weights=np.array([0.1, 0.2, 0.3, 0.4])
+  )
+  # "bb": b after begin begin: 0.1 / 257 + 0.2 / 3. b after begin b, a context
+  # that never occurred, whose place the bigram takes; b was followed by the
+  # end only: the same. The end after b b: the bigram says 1 for both.
+  twice = 0.1 / 257 + 0.2 / 3
+  end = 0.1 / 257 + 0.2 / 3 + 0.3 + 0.4
+  expected = -(2 * math.log2(twice) + math.log2(end))
+  assert model.bits(_source([b"bb"])) == pytest.approx(expected, rel=1e-12)
+
+
+def test_context_of_a_new_document_is_nothing():
+  model = trigram_model.fit(_source(_TEXT))
+  one_by_one = [model.bits(_source([text])) for text in _TEXT]
+  assert model.bits(_source(_TEXT)) == pytest.approx(sum(one_by_one))
+
+
+def test_matches_a_dictionary():
+  model = trigram_model.fit(_source(_TEXT))
+  oracle = DictionaryTrigram(_TEXT, model.weights)
+  held_out = [b"the rat sat", b"", b"\x80 and\xff\x00"]
+  assert model.bits(_source(held_out)) == pytest.approx(
+    oracle.bits(held_out), rel=1e-12
+  )
+  symbols = [*range(256), "end"]
+  for history in [(116, 104), (104, 200), (200, 201), ("begin", "begin")]:
+    total = sum(oracle.probability(history, symbol) for symbol in symbols)
+    assert total == pytest.approx(1)
+
+
+def test_counts_hold_all_training_documents():
+  model = trigram_model.fit(_source(_TEXT))
+  # Every byte and every end is one target.
+  assert model.counts.sum() == sum(len(text) + 1 for text in _TEXT)
+  assert model.counts[ord("t"), ord("h"), ord("e")] == 6
+  assert model.counts[256, 256, 256] == 1
+
+
+def test_documents_in_many_chunks_are_counted_alike(monkeypatch):
+  expected = trigram_model.fit(_source(_TEXT))
+  monkeypatch.setattr(trigram_model, "_CHUNK_BYTES", 5)
+  actual = trigram_model.fit(_source(_TEXT))
+  np.testing.assert_array_equal(actual.counts, expected.counts)
+  np.testing.assert_array_equal(actual.weights, expected.weights)
+
+
+def test_weights_are_about_the_likeliest_for_every_twentieth_document():
+  rng = np.random.default_rng(0)
+  words = [b"alpha ", b"beta ", b"gamma ", b"delta ", b"x", b"1", b"\n"]
+  documents = [
+    b"".join(words[i] for i in rng.integers(0, len(words), 60))
+    for _ in range(41)
+  ]
+  weights = trigram_model.fit(_source(documents)).weights
+  assert weights.sum() == pytest.approx(1)
+  assert weights.min() > 0
+  tuning = documents[::20]
+  others = [d for i, d in enumerate(documents) if i % 20]
+  best = DictionaryTrigram(others, weights).bits(tuning)
+  for candidate in rng.dirichlet([1, 1, 1, 1], 60):
+    assert DictionaryTrigram(others, candidate).bits(tuning) > 0.999 * best
+
+
+def test_weights_are_not_chosen_on_documents_that_were_counted():
+  # Of noise, three symbols tell nothing but where they have been seen.
+  rng = np.random.default_rng(1)
+  documents = [rng.bytes(300) for _ in range(41)]
+  weights = trigram_model.fit(_source(documents)).weights
+  assert weights[3] < 0.05
+
+
+def test_rejects_too_few_documents():
+  with pytest.raises(ValueError, match=r"at least 2 documents, got 1"):
+    trigram_model.fit(_source([b"text"]))
