@@ -66,7 +66,9 @@ class DocumentStream:
     self._tokenizer = tokenizer
     self._piece_length = piece_length
     # Entry i is the number of the first piece of document i.
-    self._first_pieces = None if piece_length is None else self._cut()
+    self._first_pieces = (
+      None if piece_length is None else self._cut(piece_length)
+    )
     num_pieces = (
       len(source) if self._first_pieces is None else int(self._first_pieces[-1])
     )
@@ -152,9 +154,9 @@ class DocumentStream:
     begin, end = self._tokenizer.begin_id, self._tokenizer.end_id
     return np.concatenate(([begin], ids, [end])).astype(np.int32)
 
-  def _cut(self) -> npt.NDArray[np.int64]:
+  def _cut(self, piece_length: int) -> npt.NDArray[np.int64]:
     targets = [len(self._document(i)) - 1 for i in range(len(self._source))]
-    pieces = -(-np.asarray(targets, np.int64) // self._piece_length)
+    pieces = -(-np.asarray(targets, np.int64) // piece_length)
     return np.concatenate(([0], np.cumsum(pieces)))
 
   def _advanced(

@@ -1,5 +1,7 @@
 """Tests for the stream of targets."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -166,5 +168,5 @@ def test_pieces_keep_every_target_once(piece_length):
 def test_pieces_of_one_document_are_shuffled_apart():
   _, runs = _pieces_of([bytes(range(100)), bytes(range(100, 200))], 4)
   first = [int(run[-1]) >= 103 for run in runs]
-  changes = sum(x != y for x, y in zip(first, first[1:], strict=False))
+  changes = sum(x != y for x, y in itertools.pairwise(first))
   assert changes > 10

@@ -358,13 +358,13 @@ def test_pieces_resume_exactly(piece_length):
 def test_a_position_among_other_pieces_is_refused():
   state = _make(piece_length=3).get_state()
   with pytest.raises(
-    ValueError, match="saved with piece_length 3, .* has .* 4"
+    ValueError, match=r"saved with piece_length 3, .* has .* 4"
   ):
     _make(piece_length=4).set_state(state)
 
 
 def test_rejects_an_empty_piece():
   with pytest.raises(
-    ValueError, match="piece_length must be positive, or None"
+    ValueError, match=r"piece_length must be positive, or None"
   ):
     _make(piece_length=0)

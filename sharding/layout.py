@@ -18,6 +18,9 @@ from paxon.sharding import axes as axis_names
 from paxon.sharding import rules as sharding_rules
 from paxon.sharding import variables
 
+# More than these would bury the message.
+_MAX_PROBLEMS = 5
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
@@ -57,12 +60,15 @@ class Layout:
 
     Raises:
       ValueError: A dimension does not divide by its shards; the message names
-        every such variable, axis and size.
+        the first such variables, axes and sizes.
     """
     leaves = jax.tree.leaves(specs)
     problems = [p for spec in leaves for p in self._indivisible(spec)]
     if problems:
-      raise ValueError("; ".join(problems))
+      # The moments of an optimizer repeat what its parameters say.
+      more = len(problems) - _MAX_PROBLEMS
+      rest = [f"and {more} more"] if more > 0 else []
+      raise ValueError("; ".join(problems[:_MAX_PROBLEMS] + rest))
     return jax.tree.map(lambda spec: self.sharding(spec.axes), specs)
 
   def jit(self, fn: Callable[..., Any], **options: Any) -> "LaidOut":

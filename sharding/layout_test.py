@@ -68,6 +68,13 @@ def test_shardings_of_specs():
   assert laid.replicated.is_fully_replicated
 
 
+def test_many_indivisible_axes_are_counted():
+  specs = {f"{i}": _spec(f"params/{i}", (6,), ("embed",)) for i in range(9)}
+  with pytest.raises(ValueError, match=r"params/4: .*; and 4 more$") as error:
+    _layout("fsdp=8").shardings(specs)
+  assert "params/5" not in str(error.value)
+
+
 def test_every_indivisible_axis_is_named():
   specs = {
     "a": _spec("params/a", (6, 4), ("embed", "mlp")),

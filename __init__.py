@@ -1,0 +1,1 @@
+"""Paxon configures, proves and trains large models in JAX."""

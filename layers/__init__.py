@@ -1,0 +1,1 @@
+"""Building blocks of neural networks, as plain flax linen modules."""

@@ -1,0 +1,1 @@
+"""Attention: masks as data, kernels, caches, and the layers that use them."""

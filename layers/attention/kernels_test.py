@@ -1,0 +1,153 @@
+"""Tests for attention kernels: one battery for all of them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxon.layers import testing
+from paxon.layers.attention import kernels
+from paxon.layers.attention import mask as attention_mask
+
+KERNELS = [
+  pytest.param(kernels.plain, id="plain"),
+  pytest.param(kernels.fused, id="fused"),
+]
+LENGTH, HEAD_DIM = 6, 4
+# Two documents and padding; one document.
+POSITIONS = [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]]
+SEGMENTS = [[1, 1, 1, 2, 2, 0], [1, 1, 1, 1, 1, 1]]
+
+
+def _mask(**kwargs):
+  positions, segments = (
+    jnp.asarray(rows, jnp.int32) for rows in (POSITIONS, SEGMENTS)
+  )
+  return attention_mask.AttentionMask(
+    q_positions=positions,
+    kv_positions=positions,
+    q_segment_ids=segments,
+    kv_segment_ids=segments,
+    **kwargs,
+  )
+
+
+def _inputs(heads, kv_heads, dtype=jnp.float32):
+  shapes = [heads, kv_heads, kv_heads]
+  return tuple(
+    testing.normal(2, LENGTH, n, HEAD_DIM, seed=i, dtype=dtype)
+    for i, n in enumerate(shapes)
+  )
+
+
+def _visible(b, t, s, causal=True, window=None):
+  """The rules of the mask, from its description."""
+  if SEGMENTS[b][t] != SEGMENTS[b][s] or SEGMENTS[b][s] == 0:
+    return False
+  distance = POSITIONS[b][t] - POSITIONS[b][s]
+  if causal and distance < 0:
+    return False
+  return window is None or abs(distance) < window
+
+
+def _oracle(query, key, value, **settings):
+  """One query, one head at a time, over the visible keys only."""
+  query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+  groups = query.shape[2] // key.shape[2]
+  out = np.zeros_like(query)
+  for b, t, n in np.ndindex(query.shape[:3]):
+    seen = [s for s in range(LENGTH) if _visible(b, t, s, **settings)]
+    if not seen:
+      continue
+    k = n // groups
+    logits = [query[b, t, n] @ key[b, s, k] / HEAD_DIM**0.5 for s in seen]
+    weights = np.exp(logits) / np.sum(np.exp(logits))
+    for s, weight in zip(seen, weights, strict=True):
+      out[b, t, n] += weight * value[b, s, k]
+  return out
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 1)])
+@pytest.mark.parametrize(
+  "settings", [{}, {"window": 2}, {"causal": False}], ids=str
+)
+def test_matches_numpy(kernel, heads, kv_heads, settings):
+  inputs = _inputs(heads, kv_heads)
+  np.testing.assert_allclose(
+    kernel(*inputs, _mask(**settings)),
+    _oracle(*inputs, **settings),
+    rtol=1e-5,
+    atol=1e-6,
+  )
+
+
+def test_gradients_match_finite_differences():
+  def loss(inputs):
+    query, key, value = inputs
+    return jnp.sum(jnp.sin(kernels.plain(query, key, value, _mask())))
+
+  testing.assert_gradients_match(loss, _inputs(4, 2))
+
+
+def test_gradients_of_all_kernels_agree():
+  def gradients(kernel):
+    def loss(inputs):
+      return jnp.sum(jnp.sin(kernel(*inputs, _mask())))
+
+    return jax.grad(loss)(_inputs(4, 2))
+
+  expected = gradients(kernels.plain)
+  for actual in (gradients(k.values[0]) for k in KERNELS[1:]):
+    for a, e in zip(actual, expected, strict=True):
+      np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_query_without_keys_gives_zeros_and_zero_gradients(kernel):
+  def padded(inputs):
+    return kernel(*inputs, _mask())[0, 5]
+
+  inputs = _inputs(4, 2)
+  assert not np.any(padded(inputs))
+  gradients = jax.grad(lambda i: jnp.sum(jnp.cos(padded(i)) + padded(i)))(
+    inputs
+  )
+  assert not any(np.any(g) for g in gradients)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_hidden_keys_have_no_influence(kernel):
+  query, key, value = _inputs(4, 2)
+  before = kernel(query, key, value, _mask())
+  # Position 2 of row 0 is the last of the first document.
+  changed = kernel(
+    query, key.at[0, 2].set(50.0), value.at[0, 2].set(50.0), _mask()
+  )
+  same = np.asarray(before) == np.asarray(changed)
+  assert same[0, [0, 1, 3, 4, 5]].all()
+  assert not same[0, 2].any()
+  assert same[1].all()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_huge_logits_stay_finite(kernel):
+  query, key, value = _inputs(4, 2)
+  out = kernel(1e4 * query, 1e4 * key, value, _mask())
+  assert np.all(np.isfinite(out))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_bfloat16_softmax_is_in_float32(kernel):
+  inputs = _inputs(4, 2, jnp.bfloat16)
+  out = kernel(*inputs, _mask())
+  assert out.dtype == jnp.bfloat16
+  np.testing.assert_allclose(
+    np.asarray(out, np.float32), _oracle(*inputs), rtol=2e-2, atol=2e-2
+  )
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_rejects_heads_that_do_not_divide(kernel):
+  with pytest.raises(ValueError, match=r"\(3\) must be a multiple .* \(2\)"):
+    kernel(*_inputs(3, 2), _mask())

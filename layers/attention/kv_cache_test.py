@@ -1,0 +1,109 @@
+"""Tests for the contiguous cache."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxon.layers import testing
+from paxon.layers.attention import kv_cache
+from paxon.sharding import variables
+
+BATCH, KV_HEADS, HEAD_DIM = 2, 2, 3
+
+
+def _tokens(length, seed=0, dtype=jnp.float32):
+  """Keys, values, positions, segments; the second row ends in padding."""
+  shape = (BATCH, length, KV_HEADS, HEAD_DIM)
+  segments = testing.ones(BATCH, length).at[1, -1].set(0)
+  return (
+    testing.normal(*shape, seed=seed, dtype=dtype),
+    testing.normal(*shape, seed=seed + 1, dtype=dtype),
+    testing.counted(BATCH, length),
+    segments,
+  )
+
+
+def _run(cache, state, tokens, **kwargs):
+  return cache.apply(state, *tokens, mutable=["cache"], **kwargs)
+
+
+def test_stores_nothing_unless_asked():
+  cache = kv_cache.ContiguousCache()
+  seen, state = _run(cache, {}, _tokens(3))
+  assert not state
+  np.testing.assert_array_equal(seen.key, _tokens(3)[0])
+  assert not cache.init(jax.random.key(0), *_tokens(3))
+
+
+def test_keeps_tokens_in_the_order_of_arrival():
+  cache = kv_cache.ContiguousCache()
+  first, second, third = _tokens(3), _tokens(1, 5), _tokens(2, 9)
+  seen, state = _run(cache, {}, first, cache_length=8)
+  assert seen.key.shape[1] == 3
+  _, state = _run(cache, state, second)
+  seen, state = _run(cache, state, third)
+  stored = (seen.key, seen.value, seen.positions, seen.segment_ids)
+  for i, got in enumerate(stored):
+    given = np.concatenate([first[i], second[i], third[i]], axis=1)
+    np.testing.assert_array_equal(got[:, :6], given)
+    assert not np.any(got[:, 6:])
+  assert variables.unbox(state)["cache"]["index"] == 6
+
+
+def test_plain_values_serve_as_well_as_boxed_ones():
+  cache = kv_cache.ContiguousCache()
+  _, state = _run(cache, {}, _tokens(3), cache_length=4)
+  boxed, _ = _run(cache, state, _tokens(1, 5))
+  plain, _ = _run(cache, variables.unbox(state), _tokens(1, 5))
+  np.testing.assert_array_equal(boxed.key, plain.key)
+
+
+def test_storage_dtype():
+  cache = kv_cache.ContiguousCache(dtype=jnp.bfloat16)
+  _, state = _run(cache, {}, _tokens(2), cache_length=3)
+  stored = variables.unbox(state)["cache"]
+  assert stored["key"].dtype == stored["value"].dtype == jnp.bfloat16
+  seen, _ = _run(cache, state, _tokens(1, 5))
+  assert seen.key.dtype == jnp.float32
+  rounded = _tokens(2)[0].astype(jnp.bfloat16).astype(jnp.float32)
+  np.testing.assert_array_equal(seen.key[:, :2], rounded)
+
+
+def test_logical_axes():
+  cache = kv_cache.ContiguousCache()
+  axes = testing.axes(cache, *_tokens(2), cache_length=3)
+  heads = ("batch", "kv_length", "kv_heads", "head_dim")
+  assert axes == {
+    "cache/key": heads,
+    "cache/value": heads,
+    "cache/positions": heads[:2],
+    "cache/segment_ids": heads[:2],
+    "cache/index": (),
+  }
+
+
+def test_a_token_beyond_the_last_slot_gives_nan():
+  cache = kv_cache.ContiguousCache()
+  _, state = _run(cache, {}, _tokens(2), cache_length=3)
+  seen, state = _run(cache, state, _tokens(1, 5))
+  assert np.all(np.isfinite(seen.key))
+  seen, _ = _run(cache, state, _tokens(1, 7))
+  assert np.isnan(seen.key).any()
+  assert np.isnan(seen.value).any()
+
+
+def test_rejects_too_few_slots():
+  cache = kv_cache.ContiguousCache()
+  with pytest.raises(ValueError, match=r"cache_length \(2\) must be at least"):
+    _run(cache, {}, _tokens(3), cache_length=2)
+  _, state = _run(cache, {}, _tokens(2), cache_length=3)
+  with pytest.raises(ValueError, match=r"4 tokens do not fit into the 3 slots"):
+    _run(cache, state, _tokens(4))
+
+
+def test_rejects_a_second_cache():
+  cache = kv_cache.ContiguousCache()
+  _, state = _run(cache, {}, _tokens(2), cache_length=3)
+  with pytest.raises(ValueError, match=r"there is a cache already"):
+    _run(cache, state, _tokens(2), cache_length=3)

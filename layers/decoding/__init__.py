@@ -1,0 +1,1 @@
+"""Generation: samplers and the loop that uses them."""

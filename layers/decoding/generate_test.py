@@ -1,0 +1,221 @@
+"""Tests for generation: the loop with a scripted model, then a real one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxon.layers import testing
+from paxon.layers.decoding import generate, model_steps, prompts, samplers
+from paxon.layers.models import testing as models_testing
+
+VOCAB = 10
+
+
+def _scripted():
+  """A model that continues n with n + 1, modulo VOCAB, and counts its steps.
+
+  Its cache is the number of steps and the last positions it was given.
+  """
+
+  def logits(ids):
+    return 5.0 * jax.nn.one_hot((ids + 1) % VOCAB, VOCAB)
+
+  def prefill(ids, positions, segment_ids, *, cache_length):
+    del segment_ids, cache_length
+    return logits(ids), (jnp.int32(0), positions[:, -1])
+
+  def decode_step(cache, ids, positions, segment_ids):
+    del segment_ids
+    return logits(ids), (cache[0] + 1, positions[:, 0])
+
+  return prefill, decode_step
+
+
+def _run(rows, steps=None, **kwargs):
+  batch = prompts.right_padded(rows)
+  prefill, decode_step = steps or _scripted()
+
+  def run(ids, lengths):
+    return generate.generate(
+      prefill,
+      decode_step,
+      ids,
+      lengths,
+      **{
+        "sampler": samplers.Greedy(),
+        "key": jax.random.key(0),
+        "max_new_tokens": 4,
+        **kwargs,
+      },
+    )
+
+  return jax.jit(run)(jnp.asarray(batch.ids), jnp.asarray(batch.lengths))
+
+
+def test_continues_each_prompt_from_its_own_end():
+  result = _run([[1, 2, 3], [7], [4, 5]])
+  assert result.ids.dtype == result.lengths.dtype == jnp.int32
+  assert result.ids.tolist() == [[4, 5, 6, 7], [8, 9, 0, 1], [6, 7, 8, 9]]
+  assert result.lengths.tolist() == [4, 4, 4]
+
+
+def test_a_row_ends_after_its_end_id():
+  result = _run([[1, 2, 3], [7], [4]], end_id=6)
+  assert result.ids.tolist() == [[4, 5, 6, 0], [8, 9, 0, 1], [5, 6, 0, 0]]
+  assert result.lengths.tolist() == [3, 4, 2]
+
+
+def test_one_new_token_needs_no_step():
+  result = _run([[1], [2]], max_new_tokens=1)
+  assert result.ids.tolist() == [[2], [3]]
+
+
+@pytest.mark.parametrize(
+  ("end_id", "steps"), [(None, 5), (4, 2), (3, 1), (2, 0)]
+)
+def test_stops_as_soon_as_all_rows_have_ended(end_id, steps):
+  """Steps are counted in the sampler's keys and by a host callback."""
+  calls = []
+  prefill, decode_step = _scripted()
+
+  def counting(*args):
+    jax.debug.callback(lambda: calls.append(1))
+    return decode_step(*args)
+
+  result = _run(
+    [[1], [1]], (prefill, counting), end_id=end_id, max_new_tokens=6
+  )
+  jax.effects_barrier()
+  jax.block_until_ready(result)
+  assert len(calls) == steps
+
+
+def test_steps_get_positions_after_their_prompt_and_enough_slots():
+  seen = {}
+  prefill, decode_step = _scripted()
+
+  def watched(ids, positions, segment_ids, *, cache_length):
+    seen["slots"] = cache_length
+    jax.debug.callback(
+      lambda p, s: seen.update(p=p, s=s), positions, segment_ids
+    )
+    return prefill(ids, positions, segment_ids, cache_length=cache_length)
+
+  positions = []
+
+  def stepped(cache, ids, at, segment_ids):
+    jax.debug.callback(lambda p: positions.append(p.tolist()), at)
+    return decode_step(cache, ids, at, segment_ids)
+
+  _run([[1, 2, 3], [7]], (watched, stepped), max_new_tokens=3)
+  jax.effects_barrier()
+  assert seen["slots"] == 5
+  assert seen["p"].tolist() == [[0, 1, 2]] * 2
+  assert seen["s"].tolist() == [[1, 1, 1], [1, 0, 0]]
+  assert sorted(positions) == [[[3], [1]], [[4], [2]]]
+
+
+def test_keys_are_folded_by_step():
+  def sampler(logits, key):
+    return jax.random.randint(key, logits.shape[:1], 0, 1000)
+
+  result = _run([[1], [2]], sampler=sampler, key=jax.random.key(9))
+  for i in range(4):
+    key = jax.random.fold_in(jax.random.key(9), i)
+    expected = jax.random.randint(key, (2,), 0, 1000)
+    np.testing.assert_array_equal(result.ids[:, i], expected)
+
+
+@pytest.fixture(name="model", scope="module")
+def _model():
+  model = models_testing.tiny_decoder()
+  tokens = jnp.ones((1, 4), jnp.int32)
+  args = tokens, testing.counted(1, 4), testing.ones(1, 4)
+  values = testing.random_values(model, *args)
+  # Far from uniform, so that a small error does not swap two ids.
+  values = jax.tree.map(lambda x: 2 * x, values)
+  return model, values
+
+
+def _steps(model, values):
+  return model_steps.prefill(model, values), model_steps.decode_step(
+    model, values
+  )
+
+
+def test_greedy_equals_the_full_forward_pass_at_each_step(model):
+  model, values = model
+  rows = [[1, 2, 3, 4], [5], [6, 7]]
+  result = _run(rows, _steps(model, values), max_new_tokens=5)
+  forward = jax.jit(model.apply)
+  for row, ids in enumerate(rows):
+    text = list(ids)
+    for new in result.ids[row].tolist():
+      # One padded width, so that one compilation serves all steps.
+      padded = jnp.asarray([text + [0] * (9 - len(text))], jnp.int32)
+      segments = jnp.asarray([[1] * len(text) + [0] * (9 - len(text))])
+      logits = forward(
+        values, padded, testing.counted(1, 9), segments.astype(jnp.int32)
+      )
+      assert int(jnp.argmax(logits[0, len(text) - 1])) == new
+      text.append(new)
+
+
+def test_rows_do_not_depend_on_the_rest_of_the_batch(model):
+  rows = [[1, 2, 3, 4, 5], [6], [7, 8, 9]]
+  steps = _steps(*model)
+  together = _run(rows, steps, max_new_tokens=6)
+  for row, ids in enumerate(rows):
+    alone = _run([ids], steps, max_new_tokens=6)
+    np.testing.assert_array_equal(together.ids[row], alone.ids[0])
+
+
+def test_what_stands_in_the_padding_has_no_influence(model):
+  prefill, decode_step = _steps(*model)
+  lengths = jnp.asarray([2, 3], jnp.int32)
+
+  @jax.jit
+  def run(ids):
+    return generate.generate(
+      prefill,
+      decode_step,
+      ids,
+      lengths,
+      sampler=samplers.Temperature(top_p=0.9),
+      key=jax.random.key(1),
+      max_new_tokens=3,
+    )
+
+  clean = jnp.asarray([[3, 4, 0], [5, 6, 7]], jnp.int32)
+  dirty = clean.at[0, 2].set(9)
+  np.testing.assert_array_equal(run(clean).ids, run(dirty).ids)
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    ({"max_new_tokens": 0}, r"max_new_tokens must be positive, got 0"),
+    ({"prompts": jnp.zeros((2, 0), jnp.int32)}, r"\(2, 0\) are empty"),
+    (
+      {"prompt_lengths": jnp.ones((3,), jnp.int32)},
+      r"prompt_lengths of shape \(3,\) must have one entry for each of the 2",
+    ),
+  ],
+)
+def test_rejects_bad_requests(fields, message):
+  prefill, decode_step = _scripted()
+  arguments = {
+    "prompts": jnp.ones((2, 3), jnp.int32),
+    "prompt_lengths": jnp.ones((2,), jnp.int32),
+    "max_new_tokens": 1,
+    **fields,
+  }
+  with pytest.raises(ValueError, match=message):
+    generate.generate(
+      prefill,
+      decode_step,
+      sampler=samplers.Greedy(),
+      key=jax.random.key(0),
+      **arguments,
+    )

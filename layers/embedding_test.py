@@ -1,0 +1,117 @@
+"""Tests for the embedding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxon.layers import embedding, testing
+
+VOCAB, EMBED = 11, 6
+IDS = jnp.asarray([[1, 0, 10], [3, 3, 2]], jnp.int32)
+
+
+def _layer(**kwargs):
+  return embedding.Embedding(VOCAB, embed_dim=EMBED, **kwargs)
+
+
+def _table(values):
+  return np.asarray(values["params"]["table"], np.float64)
+
+
+def test_looks_up_scaled_rows():
+  layer = _layer(input_scale=2.5)
+  values = testing.random_values(layer, IDS)
+  y = testing.apply(layer, values, IDS)
+  expected = np.zeros((*IDS.shape, EMBED))
+  for b, t in np.ndindex(IDS.shape):
+    expected[b, t] = 2.5 * _table(values)[int(IDS[b, t])]
+  np.testing.assert_allclose(y, expected, rtol=1e-6)
+
+
+def test_attends_to_unscaled_rows():
+  layer = _layer(input_scale=2.5)
+  values = testing.random_values(layer, IDS)
+  x = testing.normal(2, 3, EMBED)
+  y = testing.apply(layer, values, x, method="attend")
+  expected = np.zeros((2, 3, VOCAB))
+  for b, t, v in np.ndindex(expected.shape):
+    expected[b, t, v] = np.asarray(x, np.float64)[b, t] @ _table(values)[v]
+  np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_tied_gradient_matches_finite_differences():
+  layer = _layer(input_scale=2.0)
+
+  def loss(values):
+    logits = testing.apply(
+      layer, values, testing.apply(layer, values, IDS), method="attend"
+    )
+    return jnp.sum(jnp.sin(logits))
+
+  testing.assert_gradients_match(loss, testing.random_values(layer, IDS))
+
+
+def test_ids_outside_of_the_vocabulary_give_nan_and_spare_the_others():
+  layer = _layer()
+  values = testing.random_values(layer, IDS)
+  y = np.asarray(testing.apply(layer, values, IDS.at[0, 1].set(VOCAB)))
+  bad = np.isnan(y).any(axis=-1)
+  assert bad.tolist() == [[False, True, False], [False] * 3]
+
+
+def test_rows_start_with_length_one():
+  layer = embedding.Embedding(500, embed_dim=64)
+  table = testing.initial_values(layer, IDS)["params"]["table"]
+  lengths = np.linalg.norm(np.asarray(table), axis=-1)
+  np.testing.assert_allclose(lengths.mean(), 1.0, atol=0.02)
+
+
+def test_bfloat16_compute_keeps_float32_params_and_logits():
+  layer = _layer(dtype=jnp.bfloat16)
+  values = testing.random_values(layer, IDS)
+  x = testing.apply(layer, values, IDS)
+  assert x.dtype == jnp.bfloat16
+  assert values["params"]["table"].dtype == jnp.float32
+  logits = testing.apply(layer, values, x, method="attend")
+  assert logits.dtype == jnp.float32
+  rounded = next(np.asarray(a.astype(jnp.bfloat16), np.float64) for a in (x,))
+  table = np.asarray(values["params"]["table"].astype(jnp.bfloat16), np.float64)
+  # No rounding after that of the operands: the sum itself is in float32.
+  np.testing.assert_allclose(logits, rounded @ table.T, rtol=1e-5, atol=1e-6)
+
+
+def test_param_dtype_is_the_stored_dtype():
+  values = testing.random_values(_layer(param_dtype=jnp.bfloat16), IDS)
+  assert values["params"]["table"].dtype == jnp.bfloat16
+
+
+def test_logical_axes():
+  assert testing.axes(_layer(), IDS) == {"params/table": ("vocab", "embed")}
+
+
+def test_einsum_is_injected():
+  calls = []
+
+  def einsum(equation, *args, **kwargs):
+    calls.append(equation)
+    return jnp.einsum(equation, *args, **kwargs)
+
+  layer = _layer(einsum=einsum)
+  values = testing.random_values(layer, IDS)
+  testing.apply(layer, values, testing.normal(2, 3, EMBED), method="attend")
+  assert calls == ["BTD,VD->BTV"]
+
+
+@pytest.mark.parametrize("field", ["vocab_size", "embed_dim"])
+def test_rejects_nonpositive_sizes(field):
+  sizes = {"vocab_size": VOCAB, "embed_dim": EMBED, field: 0}
+  with pytest.raises(ValueError, match=f"Embedding.{field} must be positive"):
+    embedding.Embedding(**sizes)
+
+
+def test_lookup_is_traceable_with_abstract_ids():
+  layer = _layer()
+  ids = jax.ShapeDtypeStruct((4, 5), jnp.int32)
+  values = testing.random_values(layer, IDS)
+  assert jax.eval_shape(layer.apply, values, ids).shape == (4, 5, EMBED)

@@ -1,0 +1,82 @@
+"""Gated feed-forward layers: `down(activation(gate(x)) * up(x))`.
+
+With `nn.silu` this is SwiGLU, with `nn.gelu` GEGLU, with `nn.relu` ReGLU
+(Shazeer 2020, https://arxiv.org/abs/2002.05202). There is no bias, norm,
+dropout or residual here: those belong to the block that owns the layer.
+
+Einsum letters: B batch, T length, D embed, F mlp.
+"""
+
+from collections.abc import Callable
+
+from flax import linen as nn
+from flax.linen import dtypes
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from paxon.layers import remat
+from paxon.sharding import axes, logical
+
+_default_init = nn.initializers.variance_scaling(
+  1.0, "fan_in", "truncated_normal"
+)
+
+
+class GatedFeedForward(nn.Module):
+  """A gated feed-forward layer over the last axis of its input.
+
+  Attributes:
+    mlp_dim: Width of the hidden activation, final: the caller does any 2/3
+      scaling or rounding.
+    activation: Applied to the gate branch only.
+    kernel_init: Initializer of all three kernels.
+    dtype: Dtype of the computation. `None` promotes inputs and kernels.
+    param_dtype: Dtype in which the kernels are stored.
+    einsum: The contraction; swapped by quantization.
+  """
+
+  mlp_dim: int
+  activation: Callable[[jax.Array], jax.Array] = nn.silu
+  kernel_init: nn.initializers.Initializer = _default_init
+  dtype: DTypeLike | None = None
+  param_dtype: DTypeLike = jnp.float32
+  einsum: Callable[..., jax.Array] = jnp.einsum
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if self.mlp_dim <= 0:
+      raise ValueError(
+        f"GatedFeedForward.mlp_dim must be positive, got {self.mlp_dim}."
+      )
+
+  @nn.compact
+  def __call__(
+    self, x: Float[Array, "batch length embed"]
+  ) -> Float[Array, "batch length embed"]:
+    """Returns the transformed `x`; every position is independent."""
+    embed_dim = x.shape[-1]
+    inward = (embed_dim, self.mlp_dim), (axes.EMBED, axes.MLP)
+    outward = (self.mlp_dim, embed_dim), (axes.MLP, axes.EMBED)
+    gate = self._kernel("gate", *inward)
+    up = self._kernel("up", *inward)
+    down = self._kernel("down", *outward)
+    x, gate, up, down = dtypes.promote_dtype(
+      x, gate, up, down, dtype=self.dtype
+    )
+    hidden = self.activation(self.einsum("BTD,DF->BTF", x, gate))
+    hidden *= self.einsum("BTD,DF->BTF", x, up)
+    # Pinned so that tensor parallelism splits F here, not D at the output.
+    hidden = logical.constrain(
+      hidden, (axes.BATCH, axes.LENGTH, axes.ACTIVATION_MLP)
+    )
+    hidden = remat.tag(hidden, remat.FEED_FORWARD_HIDDEN)
+    output = self.einsum("BTF,FD->BTD", hidden, down)
+    return remat.tag(output, remat.FEED_FORWARD_OUTPUT)
+
+  def _kernel(
+    self, name: str, shape: tuple[int, int], names: tuple[str, str]
+  ) -> jax.Array:
+    init = logical.partitioned(self.kernel_init, names)
+    return self.param(name, init, shape, self.param_dtype)

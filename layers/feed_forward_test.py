@@ -1,0 +1,104 @@
+"""Tests for gated feed-forward layers."""
+
+from flax import linen as nn
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxon.layers import feed_forward, testing
+
+BATCH, LENGTH, EMBED, MLP = 2, 3, 4, 8
+
+
+def _x(dtype=jnp.float32):
+  return testing.normal(BATCH, LENGTH, EMBED, dtype=dtype)
+
+
+def _layer(**kwargs):
+  return feed_forward.GatedFeedForward(mlp_dim=MLP, **kwargs)
+
+
+def _oracle(params, x, activation):
+  """The definition, in float64 numpy, one position at a time."""
+  gate, up, down = (
+    np.asarray(params[k], np.float64) for k in ("gate", "up", "down")
+  )
+  y = np.zeros_like(x, np.float64)
+  for index in np.ndindex(x.shape[:-1]):
+    y[index] = (activation(x[index] @ gate) * (x[index] @ up)) @ down
+  return y
+
+
+@pytest.mark.parametrize(
+  ("activation", "reference"),
+  [
+    pytest.param(nn.silu, lambda v: v / (1 + np.exp(-v)), id="swiglu"),
+    pytest.param(nn.relu, lambda v: np.maximum(v, 0), id="reglu"),
+  ],
+)
+def test_matches_numpy(activation, reference):
+  layer = _layer(activation=activation)
+  values = testing.random_values(layer, _x())
+  expected = _oracle(values["params"], np.asarray(_x()), reference)
+  np.testing.assert_allclose(
+    testing.apply(layer, values, _x()), expected, rtol=1e-5, atol=1e-6
+  )
+
+
+def test_gradients_match_finite_differences():
+  layer = _layer()
+
+  def loss(at):
+    return jnp.sum(jnp.sin(layer.apply(*at)))
+
+  at = (testing.random_values(layer, _x()), _x())
+  testing.assert_gradients_match(loss, at)
+
+
+def test_positions_are_independent():
+  layer = _layer()
+  values = testing.random_values(layer, _x())
+  before = np.asarray(testing.apply(layer, values, _x()))
+  after = np.asarray(testing.apply(layer, values, _x().at[:, 1].set(0.0)))
+  np.testing.assert_array_equal(after[:, [0, 2]], before[:, [0, 2]])
+  assert not np.any(after[:, 1])
+
+
+def test_bfloat16_compute_keeps_float32_params():
+  layer = _layer(dtype=jnp.bfloat16)
+  values = testing.random_values(layer, _x())
+  y = testing.apply(layer, values, _x())
+  assert y.dtype == jnp.bfloat16
+  assert {p.dtype for p in values["params"].values()} == {jnp.dtype("float32")}
+  np.testing.assert_allclose(
+    np.asarray(y, np.float32),
+    testing.apply(_layer(), values, _x()),
+    rtol=2e-2,
+    atol=2e-2,
+  )
+
+
+def test_logical_axes():
+  assert testing.axes(_layer(), _x()) == {
+    "params/gate": ("embed", "mlp"),
+    "params/up": ("embed", "mlp"),
+    "params/down": ("mlp", "embed"),
+  }
+
+
+def test_einsum_is_injected():
+  calls = []
+
+  def einsum(equation, *args):
+    calls.append(equation)
+    return jnp.einsum(equation, *args)
+
+  layer = _layer(einsum=einsum)
+  testing.apply(layer, testing.random_values(_layer(), _x()), _x())
+  assert calls == ["BTD,DF->BTF", "BTD,DF->BTF", "BTF,FD->BTD"]
+
+
+def test_rejects_nonpositive_mlp_dim():
+  message = r"GatedFeedForward.mlp_dim must be positive, got 0"
+  with pytest.raises(ValueError, match=message):
+    feed_forward.GatedFeedForward(mlp_dim=0)

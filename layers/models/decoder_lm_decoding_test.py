@@ -1,0 +1,145 @@
+"""Prefill and steps of the decoder language model equal its forward pass."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxon.layers import testing
+from paxon.layers.attention import kernels
+from paxon.layers.models import testing as models_testing
+from paxon.sharding import variables
+
+LENGTH = 7
+
+
+def _ids(batch=2, seed=3):
+  rng = np.random.default_rng(seed)
+  shape = (batch, LENGTH)
+  return jnp.asarray(rng.integers(1, models_testing.VOCAB, shape), jnp.int32)
+
+
+def _args(ids):
+  return ids, testing.counted(*ids.shape), testing.ones(*ids.shape)
+
+
+def _step(model):
+  return jax.jit(
+    lambda v, *a: model.apply(v, *a, method="decode_step", mutable=["cache"])
+  )
+
+
+def _decode(model, values, args, prompt, slots, sizes):
+  """Logits of the prompt and of each following chunk of tokens."""
+  logits, state = testing.apply(
+    model,
+    values,
+    *(a[:, :prompt] for a in args),
+    cache_length=slots,
+    method="prefill",
+    mutable=["cache"],
+  )
+  outputs, step, start = [logits], _step(model), prompt
+  for size in sizes:
+    chunk = (a[:, start : start + size] for a in args)
+    logits, state = step({**values, **state}, *chunk)
+    outputs.append(logits)
+    start += size
+  return jnp.concatenate(outputs, axis=1)
+
+
+@pytest.mark.parametrize(
+  ("prompt", "slots", "sizes"),
+  [
+    pytest.param(1, 7, (1,) * 6, id="one token and steps"),
+    pytest.param(4, 7, (1,) * 3, id="half and steps"),
+    pytest.param(6, 12, (1,), id="spare slots"),
+    pytest.param(2, 8, (3, 1, 1), id="chunked prompt"),
+  ],
+)
+def test_steps_give_the_forward_pass(prompt, slots, sizes):
+  model, args = models_testing.tiny_decoder(), _args(_ids())
+  values = testing.random_values(model, *args)
+  np.testing.assert_allclose(
+    _decode(model, values, args, prompt, slots, sizes),
+    testing.apply(model, values, *args),
+    rtol=1e-5,
+    atol=1e-5,
+  )
+
+
+@pytest.mark.parametrize(
+  "settings",
+  [
+    pytest.param({"scan": False}, id="unrolled"),
+    pytest.param({"kernel": kernels.fused}, id="fused"),
+    pytest.param({"tied": False}, id="own head"),
+  ],
+)
+def test_variants_decode_alike(settings):
+  model, args = models_testing.tiny_decoder(**settings), _args(_ids())
+  values = testing.random_values(model, *args)
+  np.testing.assert_allclose(
+    _decode(model, values, args, 5, LENGTH, (1, 1)),
+    testing.apply(model, values, *args),
+    rtol=1e-5,
+    atol=1e-5,
+  )
+
+
+def test_ragged_prompts_decode_as_each_alone():
+  """Right-padded prompts of 2, 5 and 3 ids, then two steps each."""
+  model, lengths, width = models_testing.tiny_decoder(), (2, 5, 3), 5
+  ids = _ids(batch=3)
+  values = testing.random_values(model, *_args(ids))
+  positions = testing.counted(3, width)
+  inside = positions < jnp.asarray(lengths)[:, None]
+  _, state = testing.apply(
+    model,
+    values,
+    jnp.where(inside, ids[:, :width], 0),
+    positions,
+    inside.astype(jnp.int32),
+    cache_length=LENGTH,
+    method="prefill",
+    mutable=["cache"],
+  )
+  step = _step(model)
+  for i in range(2):
+    at = jnp.asarray(lengths, jnp.int32)[:, None] + i
+    next_ids = jnp.take_along_axis(ids, at, axis=1)
+    logits, state = step({**values, **state}, next_ids, at, testing.ones(3, 1))
+    for row, length in enumerate(lengths):
+      alone = _args(ids[row : row + 1, : length + i + 1])
+      expected = testing.apply(model, values, *alone)[:, -1]
+      np.testing.assert_allclose(logits[row], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_cache_is_stacked_and_named_like_parameters():
+  model, args = models_testing.tiny_decoder(), _args(_ids())
+  specs = testing.specs(model, *args, cache_length=9)["cache"]["stack"]
+  key = specs["layers"]["blocks_1"]["attention"]["cache"]["key"]
+  assert key.shape == (1, 2, 9, 2, 4)
+  assert key.axes == (
+    "layers",
+    "batch",
+    "kv_length",
+    "kv_heads",
+    "head_dim",
+  )
+  assert key.update is variables.UpdateRule.REPLACE
+  single = specs["layers_2"]["attention"]["cache"]["key"]
+  assert single.shape == (2, 9, 2, 4)
+
+
+def test_training_makes_no_cache():
+  model, args = models_testing.tiny_decoder(), _args(_ids())
+  assert set(testing.specs(model, *args)) == {"params"}
+
+
+def test_a_full_cache_gives_nan():
+  model, args = models_testing.tiny_decoder(), _args(_ids())
+  values = testing.random_values(model, *args)
+  logits = _decode(model, values, args, 5, 6, (1, 1))
+  assert np.all(np.isfinite(logits[:, :6]))
+  assert np.all(np.isnan(logits[:, 6]))

@@ -1,0 +1,313 @@
+"""Tests for the decoder language model: numbers, losses, packing, axes."""
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxon.layers import embedding, remat, testing
+from paxon.layers.attention import kernels
+from paxon.layers.models import decoder_lm
+from paxon.layers.models import testing as models_testing
+
+BATCH = models_testing.packed_batch([[5, 2], [4], [7]], 7)
+ARGS = models_testing.token_args(BATCH)
+WINDOWS = (3, None)
+
+
+def _numpy_model(values, inputs, positions, segments):
+  """The whole model from its papers, in float64 numpy.
+
+  Pre-norm RMSNorm, half-split rotary embedding, grouped-query attention with
+  alternating windows, SwiGLU, tied or separate head. One row at a time; the
+  matrices of a row are its positions by features.
+  """
+  params = jax.tree.map(lambda p: np.asarray(p, np.float64), values["params"])
+
+  def norm(x, scale):
+    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-6) * scale
+
+  def rotate(x, at):
+    half = x.shape[-1] // 2
+    angle = at[:, None] * 10_000.0 ** (-np.arange(half) / half)[None]
+    a, b = x[:, :half], x[:, half:]
+    return np.concatenate(
+      [
+        a * np.cos(angle) - b * np.sin(angle),
+        b * np.cos(angle) + a * np.sin(angle),
+      ],
+      axis=-1,
+    )
+
+  def attention(p, x, at, segment, window):
+    out = np.zeros_like(x)
+    length, num_heads = len(x), p["query"].shape[1]
+    for n in range(num_heads):
+      k = n // (num_heads // p["key"].shape[1])
+      query = rotate(x @ p["query"][:, n], at)
+      key = rotate(x @ p["key"][:, k], at)
+      value = x @ p["value"][:, k]
+      for t in range(length):
+        seen = [
+          s
+          for s in range(t + 1)
+          if segment[s] == segment[t] != 0
+          and (window is None or t - s < window)
+        ]
+        if seen:
+          share = np.exp(key[seen] @ query[t] / np.sqrt(query.shape[-1]))
+          out[t] += (share / share.sum()) @ value[seen] @ p["out"][n]
+    return out
+
+  def layer(i):
+    group, slot = divmod(i, len(WINDOWS))
+    stacked = params["stack"]["layers"][f"blocks_{slot}"]
+    single = params["stack"].get(f"layers_{i}")
+    return single or jax.tree.map(lambda x: x[group], stacked)
+
+  logits = []
+  for ids, at, segment in zip(
+    *(np.asarray(a) for a in (inputs, positions, segments)), strict=True
+  ):
+    x = params["embedding"]["table"][ids]
+    for i in range(3):
+      p = layer(i)
+      normed = norm(x, p["attention_norm"]["scale"])
+      x = x + attention(p["attention"], normed, at, segment, WINDOWS[i % 2])
+      normed = norm(x, p["feed_forward_norm"]["scale"])
+      gate = normed @ p["feed_forward"]["gate"]
+      hidden = gate / (1 + np.exp(-gate)) * (normed @ p["feed_forward"]["up"])
+      x = x + hidden @ p["feed_forward"]["down"]
+    x = norm(x, params["final_norm"]["scale"])
+    head = params.get("head", {}).get("kernel", params["embedding"]["table"].T)
+    logits.append(x @ head)
+  return np.stack(logits)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "own head"])
+def test_logits_match_numpy(tied):
+  model = models_testing.tiny_decoder(tied=tied)
+  values = testing.random_values(model, *ARGS)
+  logits = testing.apply(model, values, *ARGS)
+  assert logits.dtype == jnp.float32
+  np.testing.assert_allclose(
+    logits, _numpy_model(values, *ARGS), rtol=1e-4, atol=1e-4
+  )
+
+
+def test_first_values_give_the_numpy_logits_too():
+  model = models_testing.tiny_decoder()
+  values = testing.initial_values(model, *ARGS)
+  np.testing.assert_allclose(
+    testing.apply(model, values, *ARGS),
+    _numpy_model(values, *ARGS),
+    rtol=1e-4,
+    atol=1e-4,
+  )
+
+
+def test_loss_and_metrics_match_numpy():
+  model = models_testing.tiny_decoder()
+  values = testing.random_values(model, *ARGS)
+  weights = BATCH["weights"].at[2, 3].set(0.5)
+  loss, metrics, outputs = testing.apply(
+    model, values, {**BATCH, "weights": weights}, method="loss"
+  )
+  logits = _numpy_model(values, *ARGS)
+  total = hits = 0.0
+  for b, t in np.ndindex(weights.shape):
+    target = int(BATCH["targets"][b, t])
+    nll = np.log(np.exp(logits[b, t]).sum()) - logits[b, t, target]
+    np.testing.assert_allclose(outputs["token_nll"][b, t], nll, rtol=1e-4)
+    total += float(weights[b, t]) * nll
+    hits += float(weights[b, t]) * (np.argmax(logits[b, t]) == target)
+  expected = {"log_pplx": total, "accuracy": hits}
+  assert set(metrics) == set(expected)
+  for name, value in expected.items():
+    assert metrics[name][0].dtype == metrics[name][1].dtype == jnp.float32
+    np.testing.assert_allclose(metrics[name], (value, 17.5), rtol=1e-4)
+  np.testing.assert_allclose(loss, (total, 17.5), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+  "kernel", [kernels.plain, kernels.fused], ids=["plain", "fused"]
+)
+def test_packed_documents_are_separate_documents(kernel):
+  model = models_testing.tiny_decoder(kernel=kernel)
+  packed = models_testing.packed_batch([[3, 5, 2]], 12)
+  values = testing.random_values(model, *models_testing.token_args(packed))
+  together = testing.apply(model, values, *models_testing.token_args(packed))
+  start = 0
+  for size in (3, 5, 2):
+    inside = slice(start, start + size)
+    alone = testing.apply(
+      model,
+      values,
+      packed["inputs"][:, inside],
+      testing.counted(1, size),
+      testing.ones(1, size),
+    )
+    np.testing.assert_allclose(together[:, inside], alone, rtol=1e-5, atol=1e-5)
+    start += size
+
+
+def test_gradient_of_packed_loss_is_the_sum_over_documents():
+  model = models_testing.tiny_decoder()
+  packed = models_testing.packed_batch([[3, 4]], 9)
+
+  @jax.jit
+  def gradient(values, batch):
+    loss = lambda v: model.apply(v, batch, method="loss")[0][0]  # noqa: E731
+    return jax.grad(loss)(values)
+
+  def cut(a, b):
+    return {name: x[:, a:b] for name, x in packed.items()}
+
+  values = testing.random_values(model, *models_testing.token_args(packed))
+  parts = [gradient(values, cut(0, 3)), gradient(values, cut(3, 7))]
+  jax.tree.map(
+    lambda whole, *own: np.testing.assert_allclose(
+      whole, sum(own), rtol=1e-4, atol=1e-5
+    ),
+    gradient(values, packed),
+    *parts,
+  )
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "own head"])
+def test_gradients_of_the_loss_match_finite_differences(tied):
+  model = models_testing.tiny_decoder(
+    tied=tied, remat_policy=remat.save_nothing
+  )
+  values = testing.random_values(model, *ARGS)
+
+  def loss(values):
+    total, weight = model.apply(values, BATCH, method="loss")[0]
+    return total / weight
+
+  testing.assert_gradients_match(loss, values)
+
+
+def test_padding_has_no_influence():
+  model = models_testing.tiny_decoder()
+  batch = models_testing.packed_batch([[4]], 6)
+  inputs, positions, segments = models_testing.token_args(batch)
+  values = testing.random_values(model, inputs, positions, segments)
+  before = testing.apply(model, values, inputs, positions, segments)
+  after = testing.apply(
+    model, values, inputs.at[:, 4:].set(9), positions, segments
+  )
+  np.testing.assert_array_equal(before[:, :4], after[:, :4])
+  assert np.all(np.isfinite(after))
+
+
+def test_bfloat16_compute_keeps_float32_params_and_logits():
+  model = models_testing.tiny_decoder(dtype=jnp.bfloat16)
+  values = testing.random_values(model, *ARGS)
+  assert {p.dtype for p in jax.tree.leaves(values)} == {jnp.dtype("float32")}
+  logits = testing.apply(model, values, *ARGS)
+  assert logits.dtype == jnp.float32
+  np.testing.assert_allclose(
+    logits, _numpy_model(values, *ARGS), rtol=0.1, atol=0.15
+  )
+  gradient = jax.jit(
+    jax.grad(lambda v: model.apply(v, BATCH, method="loss")[0][0])
+  )(values)
+  assert {g.dtype for g in jax.tree.leaves(gradient)} == {jnp.dtype("float32")}
+
+
+def test_dropout_needs_its_key_and_changes_the_loss():
+  model = models_testing.tiny_decoder(dropout=nn.Dropout(0.3))
+  values = testing.random_values(model, *ARGS)
+
+  @jax.jit
+  def loss(key):
+    rngs = {"dropout": key}
+    return model.apply(
+      values, BATCH, deterministic=False, method="loss", rngs=rngs
+    )[0][0]
+
+  first, second = (float(loss(jax.random.key(i))) for i in range(2))
+  assert first != second
+  assert first == float(loss(jax.random.key(0)))
+
+
+def test_names_and_axes():
+  axes = testing.axes(models_testing.tiny_decoder(tied=False), *ARGS)
+  tops = {
+    name: a for name, a in axes.items() if not name.startswith("params/stack/")
+  }
+  assert tops == {
+    "params/embedding/table": ("vocab", "embed"),
+    "params/final_norm/scale": ("embed",),
+    "params/head/kernel": ("embed", "vocab"),
+  }
+  assert axes["params/stack/layers/blocks_1/attention/key"] == (
+    "layers",
+    "embed",
+    "kv_heads",
+    "head_dim",
+  )
+
+
+class Same(nn.Module):
+  """Returns its input."""
+
+  def __call__(self, x):
+    return x
+
+
+class Shown(nn.Module):
+  """A stack that shows in its output what it was called with."""
+
+  def __call__(self, x, positions, segments, *, cache_length, deterministic):
+    shown = positions + 10 * segments + 100 * cache_length
+    shown += 1000 * int(deterministic)
+    return x + shown[:, :, None].astype(x.dtype)
+
+
+def test_parts_get_what_the_model_was_called_with():
+  model = decoder_lm.DecoderLm(
+    embedding=embedding.Embedding(8, embed_dim=4),
+    stack=Shown(),
+    final_norm=Same(),
+    head=Same(),
+  )
+  ids = jnp.asarray([[3, 1]], jnp.int32)
+  positions, segments = jnp.asarray([[[4, 5]], [[6, 7]]], jnp.int32)
+  values = testing.random_values(
+    model, ids, positions, segments, cache_length=2
+  )
+  table = values["params"]["embedding"]["table"]
+  for deterministic in (True, False):
+    y = model.apply(
+      values,
+      ids,
+      positions,
+      segments,
+      cache_length=2,
+      deterministic=deterministic,
+    )
+    extra = jnp.asarray([[264.0, 275.0]]) + 1000.0 * deterministic
+    np.testing.assert_allclose(y, table[ids] + extra[:, :, None], rtol=1e-6)
+
+
+def test_equal_models_are_equal():
+  one, two = (models_testing.tiny_decoder() for _ in range(2))
+  assert one == two
+  assert hash(one) == hash(two)
+
+
+def test_prefill_and_decode_step_say_what_they_need():
+  model = models_testing.tiny_decoder()
+  values = testing.random_values(model, *ARGS)
+  with pytest.raises(ValueError, match=r'prefill .*mutable=\["cache"\]'):
+    model.apply(values, *ARGS, cache_length=9, method="prefill")
+  with pytest.raises(ValueError, match="needs the cache that prefill made"):
+    model.apply(values, *ARGS, method="decode_step", mutable=["cache"])
+  _, state = model.apply(
+    values, *ARGS, cache_length=9, method="prefill", mutable=["cache"]
+  )
+  with pytest.raises(ValueError, match="needs the cache that prefill made"):
+    model.apply({**values, **state}, *ARGS, method="decode_step")

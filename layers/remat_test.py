@@ -1,0 +1,90 @@
+"""Tests for rematerialization policies, by what they make JAX save."""
+
+import jax
+from jax import ad_checkpoint
+import jax.numpy as jnp
+import pytest
+
+from paxon.layers import feed_forward, remat, testing
+from paxon.layers.attention import grouped_query
+
+
+def _saved(capsys, fn, policy, *args):
+  """What the backward pass keeps, less the arguments of `fn`."""
+  ad_checkpoint.print_saved_residuals(jax.checkpoint(fn, policy=policy), *args)
+  lines = capsys.readouterr().out.splitlines()
+  return [line for line in lines if "from the argument" not in line]
+
+
+def _named(x):
+  first = remat.tag(jnp.sin(x), "first")
+  return jnp.sum(jnp.cos(remat.tag(jnp.sin(first), "second")))
+
+
+def test_save_only_keeps_the_named_values(capsys):
+  x = jnp.ones((3,))
+  kept = _saved(capsys, _named, remat.save_only("second"), x)
+  assert len(kept) == 1
+  assert "second" in kept[0]
+  both = _saved(capsys, _named, remat.save_only("first", "second"), x)
+  assert len(both) == 2
+
+
+def test_save_nothing_keeps_arguments_only(capsys):
+  assert not _saved(capsys, _named, remat.save_nothing, jnp.ones((3,)))
+
+
+def test_save_projections_keeps_products_with_weights(capsys):
+  def fn(x, weight):
+    y = jnp.sin(jnp.einsum("BTD,DF->BTF", x, weight))
+    return jnp.sum(jnp.sin(jnp.einsum("BTF,BSF->BTS", y, y)))
+
+  args = (jnp.ones((2, 3, 4)), jnp.ones((4, 5)))
+  kept = _saved(capsys, fn, remat.save_projections, *args)
+  assert ["f32[2,3,5]" in line for line in kept] == [True]
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    remat.ATTENTION_QUERY,
+    remat.ATTENTION_KEY,
+    remat.ATTENTION_VALUE,
+    remat.ATTENTION_CONTEXT,
+  ],
+)
+def test_attention_names_its_values(capsys, name):
+  layer = grouped_query.GroupedQueryAttention(2, num_kv_heads=1, head_dim=4)
+  x = testing.normal(1, 3, 4)
+  tokens = testing.counted(1, 3), testing.ones(1, 3)
+  values = testing.random_values(layer, x, *tokens)
+
+  def loss(values, x):
+    return jnp.sum(jnp.sin(layer.apply(values, x, *tokens)))
+
+  kept = _saved(capsys, loss, remat.save_only(name), values, x)
+  assert any(name in line for line in kept)
+
+
+def test_every_layer_names_its_output_and_hidden(capsys):
+  layer = feed_forward.GatedFeedForward(8)
+  x = testing.normal(1, 3, 4)
+  values = testing.random_values(layer, x)
+
+  def loss(values, x):
+    return jnp.sum(jnp.sin(layer.apply(values, x)))
+
+  names = (remat.FEED_FORWARD_HIDDEN, remat.FEED_FORWARD_OUTPUT)
+  kept = _saved(capsys, loss, remat.save_only(*names), values, x)
+  assert [any(name in line for line in kept) for name in names] == [True] * 2
+
+
+def test_equal_names_make_equal_policies():
+  assert remat.save_only("a", "b") == remat.save_only("a", "b")
+  assert hash(remat.save_only("a")) == hash(remat.SaveOnly(("a",)))
+  assert remat.save_only("a") != remat.save_only("b")
+
+
+def test_rejects_no_names():
+  with pytest.raises(ValueError, match=r"must not be empty; use `save_nothing"):
+    remat.save_only()

@@ -1,0 +1,55 @@
+"""Root-mean-square norm: `x / sqrt(mean(x ** 2) + epsilon) * scale`.
+
+Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467. No mean is
+subtracted and there is no bias.
+"""
+
+from flax import linen as nn
+from flax.linen import dtypes
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from paxon.layers import precision
+from paxon.sharding import axes, logical
+
+
+class RmsNorm(nn.Module):
+  """Normalizes the last axis of its input.
+
+  Attributes:
+    epsilon: Added to the mean square.
+    scale_init: Initializer of the factor per feature.
+    dtype: Dtype of the result. `None` promotes input and scale.
+    param_dtype: Dtype in which the scale is stored.
+  """
+
+  epsilon: float = 1e-6
+  scale_init: nn.initializers.Initializer = nn.initializers.ones
+  dtype: DTypeLike | None = None
+  param_dtype: DTypeLike = jnp.float32
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if self.epsilon <= 0:
+      raise ValueError(f"RmsNorm.epsilon must be positive, got {self.epsilon}.")
+
+  @nn.compact
+  def __call__(
+    self, x: Float[Array, "batch length embed"]
+  ) -> Float[Array, "batch length embed"]:
+    """Returns the normalized `x`; every position is independent."""
+    scale = self.param(
+      "scale",
+      logical.partitioned(self.scale_init, (axes.EMBED,)),
+      (x.shape[-1],),
+      self.param_dtype,
+    )
+    dtype = dtypes.canonicalize_dtype(x, scale, dtype=self.dtype)
+    # float32 because the sum of squares of a wide bfloat16 vector loses all
+    # but its first digits, and the scale is applied before rounding.
+    x = precision.widened(x)
+    mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    x *= jax.lax.rsqrt(mean_square + self.epsilon)
+    return (x * scale.astype(x.dtype)[None, None, :]).astype(dtype)

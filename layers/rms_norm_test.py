@@ -1,0 +1,83 @@
+"""Tests for the root-mean-square norm."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxon.layers import rms_norm, testing
+
+BATCH, LENGTH, EMBED = 2, 3, 8
+
+
+def _x(dtype=jnp.float32):
+  return testing.normal(BATCH, LENGTH, EMBED, dtype=dtype)
+
+
+def _oracle(x, scale, epsilon):
+  x, scale = np.asarray(x, np.float64), np.asarray(scale, np.float64)
+  y = np.zeros_like(x)
+  for b, t in np.ndindex(x.shape[:2]):
+    mean_square = sum(v * v for v in x[b, t]) / x.shape[-1]
+    y[b, t] = x[b, t] / np.sqrt(mean_square + epsilon) * scale
+  return y
+
+
+@pytest.mark.parametrize("epsilon", [1e-6, 0.5])
+def test_matches_numpy(epsilon):
+  layer = rms_norm.RmsNorm(epsilon=epsilon)
+  values = testing.random_values(layer, _x())
+  expected = _oracle(_x(), values["params"]["scale"], epsilon)
+  np.testing.assert_allclose(
+    testing.apply(layer, values, _x()), expected, rtol=1e-5, atol=1e-6
+  )
+
+
+def test_gradients_match_finite_differences():
+  layer = rms_norm.RmsNorm()
+
+  def loss(at):
+    return jnp.sum(jnp.sin(layer.apply(*at)))
+
+  at = (testing.random_values(layer, _x()), _x())
+  testing.assert_gradients_match(loss, at)
+
+
+def test_result_does_not_depend_on_the_scale_of_the_input():
+  layer = rms_norm.RmsNorm(epsilon=1e-12)
+  values = testing.random_values(layer, _x())
+  np.testing.assert_allclose(
+    testing.apply(layer, values, 1000 * _x()),
+    testing.apply(layer, values, _x()),
+    rtol=1e-5,
+  )
+
+
+def test_zeros_stay_zero():
+  layer = rms_norm.RmsNorm()
+  values = testing.random_values(layer, _x())
+  assert not np.any(testing.apply(layer, values, jnp.zeros_like(_x())))
+
+
+def test_bfloat16_statistics_are_in_float32():
+  layer = rms_norm.RmsNorm(dtype=jnp.bfloat16)
+  # A sum of 4096 equal squares stalls at 256 of them in bfloat16.
+  x = jnp.full((1, 1, 4096), 3.0, jnp.bfloat16)
+  values = testing.initial_values(layer, x)
+  y = testing.apply(layer, values, x)
+  assert y.dtype == jnp.bfloat16
+  assert values["params"]["scale"].dtype == jnp.float32
+  np.testing.assert_array_equal(np.asarray(y, np.float32), 1.0)
+
+
+def test_logical_axes():
+  assert testing.axes(rms_norm.RmsNorm(), _x()) == {"params/scale": ("embed",)}
+
+
+def test_scale_is_not_regularized():
+  specs = testing.specs(rms_norm.RmsNorm(), _x())
+  assert specs["params"]["scale"].regularized is False
+
+
+def test_rejects_nonpositive_epsilon():
+  with pytest.raises(ValueError, match=r"RmsNorm.epsilon must be positive"):
+    rms_norm.RmsNorm(epsilon=0.0)

@@ -1,0 +1,79 @@
+"""Tests for the cross entropy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxon.layers import softmax_cross_entropy, testing
+
+TARGETS = jnp.asarray([[0, 4, 2]], jnp.int32)
+
+
+def _logits(dtype=jnp.float32):
+  return 3 * testing.normal(1, 3, 5, dtype=dtype)
+
+
+def _oracle(logits, targets):
+  logits = np.asarray(logits, np.float64)
+  logits -= logits.max(axis=-1, keepdims=True)
+  nll = np.zeros(targets.shape)
+  for b, t in np.ndindex(targets.shape):
+    target = logits[b, t, int(targets[b, t])]
+    nll[b, t] = np.log(np.exp(logits[b, t]).sum()) - target
+  return nll
+
+
+def test_matches_the_definition():
+  nll = softmax_cross_entropy.softmax_cross_entropy(_logits(), TARGETS)
+  expected = _oracle(_logits(), TARGETS)
+  np.testing.assert_allclose(nll, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_gradient_matches_finite_differences():
+  def loss(x):
+    return jnp.sum(softmax_cross_entropy.softmax_cross_entropy(x, TARGETS))
+
+  testing.assert_gradients_match(loss, _logits())
+
+
+def test_gradient_is_probability_minus_target():
+  def loss(x):
+    return jnp.sum(softmax_cross_entropy.softmax_cross_entropy(x, TARGETS))
+
+  expected = jax.nn.softmax(_logits()) - jax.nn.one_hot(TARGETS, 5)
+  np.testing.assert_allclose(
+    jax.grad(loss)(_logits()), expected, rtol=1e-5, atol=1e-6
+  )
+
+
+def test_a_constant_added_to_logits_changes_nothing():
+  loss = softmax_cross_entropy.softmax_cross_entropy
+  np.testing.assert_allclose(
+    loss(_logits() + 300.0, TARGETS), loss(_logits(), TARGETS), atol=1e-4
+  )
+
+
+@pytest.mark.parametrize(("scale", "offset"), [(1, 1e4), (1, -1e4), (1e3, 0)])
+def test_large_logits_lose_no_digits(scale, offset):
+  logits = scale * _logits() + offset
+  nll = softmax_cross_entropy.softmax_cross_entropy(logits, TARGETS)
+  np.testing.assert_allclose(nll, _oracle(logits, TARGETS), rtol=1e-6)
+
+
+def test_huge_logits_stay_finite():
+  nll = softmax_cross_entropy.softmax_cross_entropy(1e30 * _logits(), TARGETS)
+  assert np.all(np.isfinite(nll))
+
+
+def test_bfloat16_logits_are_widened():
+  logits = _logits(jnp.bfloat16)
+  nll = softmax_cross_entropy.softmax_cross_entropy(logits, TARGETS)
+  assert nll.dtype == jnp.float32
+  np.testing.assert_allclose(nll, _oracle(logits, TARGETS), rtol=1e-5)
+
+
+def test_ids_outside_of_the_vocabulary_give_nan():
+  targets = jnp.asarray([[5, -1, 4]], jnp.int32)
+  nll = softmax_cross_entropy.softmax_cross_entropy(_logits(), targets)
+  assert np.isnan(nll).tolist() == [[True, True, False]]

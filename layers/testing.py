@@ -1,0 +1,110 @@
+"""What the tests of layers share: initial values, axes, gradient checks."""
+
+from collections.abc import Callable
+import math
+from typing import Any
+
+from flax import linen as nn
+import jax
+import numpy as np
+
+from paxon.sharding import initialization, variables
+
+
+def specs(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+  """Returns the tree of specs of `module` called with these arguments."""
+
+  def init(*a):
+    return module.init(jax.random.key(0), *a, **kwargs)
+
+  return variables.specs_of(jax.eval_shape(init, *args))
+
+
+def axes(module: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
+  """Returns the logical axes of each variable by its name."""
+  tree = specs(module, *args, **kwargs)
+  return {spec.name: spec.axes for spec in jax.tree.leaves(tree)}
+
+
+def initial_values(
+  module: nn.Module, *args: Any, seed: int = 0, **kwargs: Any
+) -> Any:
+  """Returns first values as training computes them."""
+  tree = specs(module, *args, **kwargs)
+  return jax.jit(lambda: initialization.initial_values(tree, seed))()
+
+
+def random_values(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+  """Returns values drawn by numpy, none of them special (as scales of one).
+
+  Matrices keep the size of what they multiply; they are not the module's own
+  initial values, and cost no compilation.
+  """
+  rng = np.random.default_rng(7)
+
+  def draw(spec: variables.VariableSpec) -> jax.Array:
+    shape, values = spec.layer_shape, rng.standard_normal(spec.shape)
+    if len(shape) < 2:
+      values = 1 + 0.3 * values
+    else:
+      values *= (math.prod(shape) / max(shape)) ** -0.5
+    return jax.numpy.asarray(values, spec.dtype)
+
+  return jax.tree.map(draw, specs(module, *args, **kwargs))
+
+
+def apply(module: nn.Module, values: Any, *args: Any, **static: Any) -> Any:
+  """Returns `module.apply(values, *args, **static)`, compiled as a whole."""
+  return jax.jit(lambda v, *a: module.apply(v, *a, **static))(values, *args)
+
+
+def normal(*shape: int, seed: int = 1, dtype: Any = np.float32) -> jax.Array:
+  """Returns random normal numbers."""
+  values = np.random.default_rng(seed).standard_normal(shape)
+  return jax.numpy.asarray(values, dtype)
+
+
+def counted(batch: int, length: int) -> jax.Array:
+  """Returns positions 0, 1, ... int32 [batch, length]."""
+  row = np.arange(length, dtype=np.int32)
+  return jax.numpy.asarray(np.tile(row, (batch, 1)))
+
+
+def ones(batch: int, length: int) -> jax.Array:
+  """Returns segment ids of one document a row, int32 [batch, length]."""
+  return jax.numpy.ones((batch, length), np.int32)
+
+
+def assert_gradients_match(
+  fn: Callable[[Any], jax.Array], at: Any, *, rtol: float = 1e-6
+) -> None:
+  """Compares the gradient of `fn` with finite differences, in float64.
+
+  Each leaf of `at` is moved along one random unit vector by itself.
+
+  Args:
+    fn: Maps a tree of float arrays to a scalar.
+    at: Where to differentiate.
+    rtol: Relative tolerance of each directional derivative.
+  """
+  with jax.enable_x64(True):
+    at = jax.tree.map(lambda x: jax.numpy.asarray(x, np.float64), at)
+    leaves, treedef = jax.tree.flatten(at)
+    compiled = jax.jit(fn)
+    gradients = jax.tree.leaves(jax.jit(jax.grad(fn))(at))
+    rng = np.random.default_rng(0)
+    step = 1e-5
+    for i, (leaf, gradient) in enumerate(zip(leaves, gradients, strict=True)):
+      direction = rng.standard_normal(leaf.shape)
+      direction /= np.linalg.norm(direction)
+      moved = [
+        float(compiled(treedef.unflatten([*leaves[:i], x, *leaves[i + 1 :]])))
+        for x in (leaf + step * direction, leaf - step * direction)
+      ]
+      numeric = (moved[0] - moved[1]) / (2 * step)
+      analytic = float(np.sum(np.asarray(gradient) * direction))
+      assert gradient.dtype == np.float64
+      assert analytic != 0.0, f"leaf {i} has no influence"
+      np.testing.assert_allclose(
+        analytic, numeric, rtol=rtol, atol=1e-9, err_msg=f"leaf {i}"
+      )

@@ -1,0 +1,71 @@
+"""Output head with weights of its own: `logits = x @ kernel`, without bias.
+
+A head that shares the input table is `Embedding.attend`.
+
+Einsum letters: B batch, T length, D embed, V vocab.
+"""
+
+from collections.abc import Callable
+
+from flax import linen as nn
+from flax.linen import dtypes
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from paxon.layers import precision
+from paxon.sharding import axes, logical
+
+_default_init = nn.initializers.variance_scaling(
+  1.0, "fan_in", "truncated_normal"
+)
+
+
+class Unembedding(nn.Module):
+  """A linear map from the residual stream to logits.
+
+  Attributes:
+    vocab_size: Number of logits.
+    kernel_init: Initializer of the kernel [D, V].
+    dtype: Dtype of the operands. `None` promotes input and kernel.
+    param_dtype: Dtype in which the kernel is stored.
+    einsum: The contraction.
+  """
+
+  vocab_size: int
+  kernel_init: nn.initializers.Initializer = _default_init
+  dtype: DTypeLike | None = None
+  param_dtype: DTypeLike = jnp.float32
+  einsum: Callable[..., jax.Array] = jnp.einsum
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if self.vocab_size <= 0:
+      raise ValueError(
+        f"Unembedding.vocab_size must be positive, got {self.vocab_size}."
+      )
+
+  @nn.compact
+  def __call__(
+    self, x: Float[Array, "batch length embed"]
+  ) -> Float[Array, "batch length vocab"]:
+    """Returns the logits of `x`, in at least float32."""
+    kernel = self.param(
+      "kernel",
+      logical.partitioned(self.kernel_init, (axes.EMBED, axes.VOCAB)),
+      (x.shape[-1], self.vocab_size),
+      self.param_dtype,
+    )
+    x, kernel = dtypes.promote_dtype(x, kernel, dtype=self.dtype)
+    logits = self.einsum(
+      "BTD,DV->BTV",
+      x,
+      kernel,
+      # float32 because the loss subtracts logits of similar size.
+      preferred_element_type=precision.at_least_float32(x.dtype),
+    )
+    # Pinned so that the largest tensor of the model is split over V.
+    return logical.constrain(
+      logits, (axes.BATCH, axes.LENGTH, axes.ACTIVATION_VOCAB)
+    )

@@ -1,0 +1,1 @@
+"""Learning: metrics, schedules, optimizers, train state and train step."""

@@ -1,0 +1,118 @@
+"""Tests for what only Adafactor has; the battery is `optimizers_test`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from paxon.learners import (
+  adafactor,
+  constant,
+  factored_rms,
+  optimizer_state,
+  testing,
+)
+
+RATE = constant.Constant(value=0.3)
+
+
+def _specs(**shapes):
+  axes = {1: ("embed",), 2: ("embed", "mlp"), 3: ("layers", "embed", "mlp")}
+  return {
+    "params": {
+      name: testing.spec(
+        f"params/{name}",
+        shape,
+        axes=axes[len(shape)],
+        stacked=(("layers", 1),) if len(shape) == 3 else (),
+      )
+      for name, shape in shapes.items()
+    }
+  }
+
+
+def _factored(specs):
+  return factored_rms.scale_by_factored_rms(
+    decay_exponent=0.8, epsilon=1e-30, min_dim_to_factor=4, specs=specs
+  )
+
+
+def test_statistics_have_the_axes_of_their_parameter():
+  specs = _specs(
+    wide=(6, 9), tall=(9, 6), square=(6, 6), stack=(12, 6, 9), small=(3, 9)
+  )
+  state = optimizer_state.specs(_factored(specs), specs)
+
+  def described(name):
+    return [
+      (leaf.shape, leaf.axes)
+      for leaf in (
+        tree["params"][name] for tree in (state.row, state.column, state.full)
+      )
+    ]
+
+  one = ((1, 1), (None, None))
+  row, column = ("embed", None), (None, "mlp")
+  assert described("wide") == [((6, 1), row), ((1, 9), column), one]
+  assert described("tall") == [((1, 6), column), ((9, 1), row), one]
+  assert described("square") == [((6, 1), row), ((1, 6), column), one]
+  assert described("small") == [one, one, ((3, 9), ("embed", "mlp"))]
+  assert described("stack") == [
+    ((12, 6, 1), ("layers", "embed", None)),
+    ((12, 1, 9), ("layers", None, "mlp")),
+    ((12, 1, 1), ("layers", None, None)),
+  ]
+  assert state.row["params"]["stack"].stacked == (("layers", 1),)
+
+
+@pytest.mark.parametrize("shape", [(6, 9), (9, 6), (6, 6), (5, 6, 7), (7,), ()])
+def test_one_layer_agrees_with_optax(shape):
+  ours = adafactor.Adafactor(
+    schedule=RATE, min_dim_to_factor=4, b1=0.9
+  ).transform()
+  theirs = optax.adafactor(
+    0.3, min_dim_size_to_factor=4, momentum=0.9, decay_rate=0.8
+  )
+  random = np.random.default_rng(0)
+  params = [jnp.asarray(random.normal(size=shape), jnp.float32)] * 2
+  states = [t.init(p) for t, p in zip((ours, theirs), params, strict=True)]
+  with jax.numpy_dtype_promotion("standard"):
+    for _ in range(10):
+      gradient = jnp.asarray(random.normal(size=shape), jnp.float32)
+      for i, transform in enumerate((ours, theirs)):
+        updates, states[i] = transform.update(gradient, states[i], params[i])
+        params[i] = optax.apply_updates(params[i], updates)
+  np.testing.assert_allclose(params[0], params[1], rtol=1e-5, atol=1e-6)
+
+
+def test_a_stack_is_many_layers():
+  """The same numbers as each layer alone, though it is deeper than wide."""
+  stacked = _specs(stack=(12, 6, 9))
+  alone = _specs(stack=(6, 9))
+  random = np.random.default_rng(0)
+  value, gradient = (
+    jnp.asarray(random.normal(size=(12, 6, 9)), jnp.float32) for _ in range(2)
+  )
+
+  def update(specs, value, gradient):
+    transform = adafactor.Adafactor(
+      schedule=RATE, min_dim_to_factor=4
+    ).transform(specs)
+    params = {"params": {"stack": value}}
+    return transform.update(
+      {"params": {"stack": gradient}}, transform.init(params), params
+    )[0]["params"]["stack"]
+
+  whole = update(stacked, value, gradient)
+  for i in range(12):
+    np.testing.assert_allclose(
+      whole[i], update(alone, value[i], gradient[i]), rtol=1e-6
+    )
+
+
+def test_memory_is_that_of_rows_and_columns():
+  specs = _specs(stack=(12, 60, 90))
+  state = optimizer_state.specs(_factored(specs), specs)
+  size = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(state))
+  assert size == 1 + 12 * (60 + 90 + 1)

@@ -1,0 +1,61 @@
+"""AdamW: Adam with decoupled weight decay.
+
+  m <- b1 m + (1 - b1) g          m' = m / (1 - b1^t)
+  v <- b2 v + (1 - b2) g^2        v' = v / (1 - b2^t)
+  p <- p - rate(t - 1) (m' / (sqrt(v') + epsilon) + weight_decay p)
+
+with t counted from 1 (Loshchilov & Hutter 2019,
+https://arxiv.org/abs/1711.05101; as in most libraries, the decay is scaled by
+the learning rate). The quotient can be clipped by its RMS. Moments are float32
+and sharded like their parameters. Decay applies to the variables whose
+`VariableSpec` says `regularized`.
+"""
+
+import dataclasses
+
+import optax
+
+from paxon.learners import field_checks, optimizer, variable_groups
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdamW:
+  """An optimizer: makes an optax transformation for given variables.
+
+  Attributes:
+    schedule: From a step to a learning rate.
+    b1: Decay of the mean of gradients.
+    b2: Decay of the mean of squared gradients.
+    epsilon: Added to the root of the mean of squared gradients.
+    weight_decay: Share of a parameter that is subtracted at rate one.
+    max_update_rms: Limit of the root mean square of m' / (sqrt(v') + epsilon)
+      of each variable; `None` is none.
+  """
+
+  schedule: optax.Schedule
+  b1: float = 0.9
+  b2: float = 0.999
+  epsilon: float = 1e-8
+  weight_decay: float = 0.0
+  max_update_rms: float | None = None
+
+  def __post_init__(self) -> None:
+    field_checks.decay(self, "b1", "b2")
+    field_checks.positive(self, "epsilon", "max_update_rms")
+    field_checks.not_negative(self, "weight_decay")
+
+  def transform(
+    self, specs: variable_groups.Specs | None = None
+  ) -> optax.GradientTransformation:
+    """Returns the update rule as an optax transformation.
+
+    Args:
+      specs: Of the variables that are optimized. `None` decays all of them.
+    """
+    return optimizer.descent(
+      optax.scale_by_adam(b1=self.b1, b2=self.b2, eps=self.epsilon),
+      schedule=self.schedule,
+      weight_decay=self.weight_decay,
+      specs=specs,
+      max_update_rms=self.max_update_rms,
+    )

@@ -1,0 +1,93 @@
+"""Tests for AdamW."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from paxon.learners import adamw, testing, warmup_cosine
+
+SCHEDULE = warmup_cosine.WarmupCosine(peak=0.1, warmup_steps=5, total_steps=20)
+SPECS = {
+  "params": {
+    "kernel": testing.spec("params/kernel", (3, 4)),
+    "scale": testing.spec("params/scale", (4,)),
+  }
+}
+
+
+class _PaperAdamW:
+  """Algorithm 2 of the paper for one array, float64."""
+
+  def __init__(self, value, *, b1, b2, epsilon, decay):
+    self.value = np.asarray(value, np.float64)
+    self.mean = np.zeros_like(self.value)
+    self.square = np.zeros_like(self.value)
+    self.t = 0
+    self.b1, self.b2, self.epsilon, self.decay = b1, b2, epsilon, decay
+
+  def update(self, gradient):
+    gradient = np.asarray(gradient, np.float64)
+    rate = 0.1 * (self.t + 1) / 6
+    if self.t > 5:
+      rate = 0.1 * (1 + np.cos(np.pi * (self.t - 5) / 15)) / 2
+    self.t += 1
+    self.mean = self.b1 * self.mean + (1 - self.b1) * gradient
+    self.square = self.b2 * self.square + (1 - self.b2) * gradient**2
+    mean = self.mean / (1 - self.b1**self.t)
+    square = self.square / (1 - self.b2**self.t)
+    self.value = self.value - rate * (
+      mean / (np.sqrt(square) + self.epsilon) + self.decay * self.value
+    )
+
+
+@pytest.mark.parametrize(
+  ("specs", "decays"),
+  [
+    pytest.param(SPECS, {"kernel": 0.1, "scale": 0.0}, id="by spec"),
+    pytest.param(None, {"kernel": 0.1, "scale": 0.1}, id="all"),
+  ],
+)
+def test_twenty_steps_match_the_paper(specs, decays):
+  random = np.random.default_rng(0)
+  params = {
+    name: jnp.asarray(random.normal(size=spec.shape), jnp.float32)
+    for name, spec in SPECS["params"].items()
+  }
+  oracles = {
+    name: _PaperAdamW(value, b1=0.9, b2=0.95, epsilon=1e-6, decay=decays[name])
+    for name, value in params.items()
+  }
+  params = {"params": params}
+  transform = adamw.AdamW(
+    schedule=SCHEDULE, b1=0.9, b2=0.95, epsilon=1e-6, weight_decay=0.1
+  ).transform(specs)
+  state = transform.init(params)
+  update = jax.jit(transform.update)
+  for _ in range(20):
+    gradients = jax.tree.map(
+      lambda p: jnp.asarray(random.normal(size=p.shape), jnp.float32), params
+    )
+    updates, state = update(gradients, state, params)
+    params = optax.apply_updates(params, updates)
+    for name, oracle in oracles.items():
+      oracle.update(gradients["params"][name])
+  for name, oracle in oracles.items():
+    np.testing.assert_allclose(
+      params["params"][name], oracle.value, rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    ({"b1": 1.0}, r"AdamW.b1 must be at least 0 and less than 1, got 1.0"),
+    ({"b2": -0.1}, r"AdamW.b2 must be at least 0 and less than 1, got -0.1"),
+    ({"epsilon": 0.0}, r"AdamW.epsilon must be positive, got 0.0"),
+    ({"weight_decay": -1.0}, r"weight_decay must not be negative, got -1.0"),
+  ],
+)
+def test_rejects(fields, message):
+  with pytest.raises(ValueError, match=message):
+    adamw.AdamW(schedule=SCHEDULE, **fields)

@@ -1,0 +1,100 @@
+"""Values that microbatches give to variables no optimizer touches.
+
+All microbatches of a step begin with the same values. Where microbatches give
+values v_1 ... v_k to a variable that had the value o, its `CombineRule` says
+what becomes of it:
+
+             overwritten with gradient     replaced by the forward pass
+  MEAN       mean of the v_i               mean of the v_i
+  SUM        sum of the v_i                o + sum of the v_i - o
+  MAX        max of the v_i                max of the v_i
+
+A microbatch whose loss did not reach an overwritten variable (or its part of
+one layer or expert) does not count. A replaced variable with MEAN that is not
+of floating point, such as a count of steps, has the last microbatch's value.
+"""
+
+from typing import Any
+
+from flax import traverse_util
+import jax
+import jax.numpy as jnp
+
+from paxon.learners import variable_groups, variable_updates
+from paxon.sharding import variables as variables_lib
+
+_Rule = variables_lib.CombineRule
+
+
+def overwritten(
+  values: variable_groups.Tree, *, specs: variable_groups.Specs
+) -> dict[str, Any]:
+  """Returns one value for each variable, zero where the loss never reached it.
+
+  Args:
+    values: Gradients of all microbatches, stacked along a new first axis.
+    specs: Of these variables at least.
+  """
+  return variable_groups.map_paths(_overwritten, values, specs)
+
+
+def replaced(
+  values: variable_groups.Tree,
+  *,
+  old: variable_groups.Tree,
+  specs: variable_groups.Specs,
+) -> dict[str, Any]:
+  """Returns one value for each variable that the forward pass returned.
+
+  Args:
+    values: Of all microbatches, stacked along a new first axis.
+    old: The values before the step.
+    specs: Of the variables that may be replaced. Others are passed on, for
+      `variable_updates.replace` to refuse.
+  """
+  flat_old: dict[Any, Any] = traverse_util.flatten_dict(old)
+  flat_specs: dict[Any, Any] = traverse_util.flatten_dict(specs)
+  flat_values: dict[Any, Any] = traverse_util.flatten_dict(values)
+  return traverse_util.unflatten_dict(
+    {
+      path: _replaced(value, flat_old[path], flat_specs[path])
+      if path in flat_old and path in flat_specs
+      else value[-1]
+      for path, value in flat_values.items()
+    }
+  )
+
+
+def _overwritten(
+  values: jax.Array, spec: variables_lib.VariableSpec
+) -> jax.Array:
+  reached = jnp.broadcast_to(
+    jax.vmap(lambda value: variable_updates.reached(value, spec))(values),
+    values.shape,
+  )
+  match spec.combine:
+    case _Rule.MAX:
+      least = jnp.asarray(jnp.finfo(values.dtype).min, values.dtype)
+      top = jnp.max(jnp.where(reached, values, least), axis=0)
+      return jnp.where(jnp.any(reached, axis=0), top, jnp.zeros_like(top))
+    case _Rule.SUM:
+      return jnp.sum(values, axis=0)
+    case _Rule.MEAN:
+      total = jnp.sum(values.astype(jnp.float32), axis=0)
+      count = jnp.sum(reached.astype(jnp.float32), axis=0)
+      return (total / jnp.maximum(count, 1)).astype(values.dtype)
+
+
+def _replaced(
+  values: jax.Array, old: jax.Array, spec: variables_lib.VariableSpec
+) -> jax.Array:
+  match spec.combine:
+    case _Rule.MAX:
+      return jnp.max(values, axis=0)
+    case _Rule.SUM:
+      return old + jnp.sum(values - old[None], axis=0).astype(old.dtype)
+    case _Rule.MEAN:
+      if not jnp.issubdtype(values.dtype, jnp.floating):
+        return values[-1]
+      mean = jnp.mean(values.astype(jnp.float32), axis=0)
+      return mean.astype(values.dtype)

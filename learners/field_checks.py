@@ -1,0 +1,37 @@
+"""Checks of numeric fields, for `__post_init__`.
+
+Messages name the field as the user wrote it. NaN fails every check; a field
+that is `None` is unset and passes.
+"""
+
+from collections.abc import Callable
+import math
+
+
+def positive(part: object, *fields: str) -> None:
+  """Raises ValueError unless each field is more than zero and finite."""
+  _check(part, fields, lambda v: 0 < v < math.inf, "be positive")
+
+
+def not_negative(part: object, *fields: str) -> None:
+  """Raises ValueError unless each field is at least zero and finite."""
+  _check(part, fields, lambda v: 0 <= v < math.inf, "not be negative")
+
+
+def decay(part: object, *fields: str) -> None:
+  """Raises ValueError unless each field is the decay of a running mean."""
+  _check(part, fields, lambda v: 0 <= v < 1, "be at least 0 and less than 1")
+
+
+def _check(
+  part: object,
+  fields: tuple[str, ...],
+  holds: Callable[[float], bool],
+  requirement: str,
+) -> None:
+  for field in fields:
+    value = getattr(part, field)
+    if value is not None and not holds(value):
+      raise ValueError(
+        f"{type(part).__name__}.{field} must {requirement}, got {value}."
+      )

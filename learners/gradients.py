@@ -1,0 +1,181 @@
+"""Gradients of a batch's mean loss, at once or accumulated over microbatches.
+
+Accumulated, the gradient is that of the whole batch: gradients of the *sum* of
+losses are added, and divided once by the weight of all microbatches. A mean of
+the microbatches' means would weigh a token more the more padding its
+microbatch has.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from paxon.learners import (
+  combining,
+  loss_function,
+  metric_functions,
+  microbatches,
+  optimizer_state,
+  variable_groups,
+)
+from paxon.sharding import logical
+from paxon.sharding import variables as variables_lib
+
+_Tree: TypeAlias = variable_groups.Tree
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Variables:
+  """The variables of a model, by what a step does with them.
+
+  Attributes:
+    params: Those that are optimized.
+    overwritten: Those whose gradient is their next value.
+    constant: All others, replaced or frozen.
+  """
+
+  params: _Tree
+  overwritten: _Tree
+  constant: _Tree
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gradients:
+  """What a batch says about the variables.
+
+  Attributes:
+    params: Gradients of the mean loss, float32.
+    overwritten: Next values, zero where the loss did not reach.
+    new_collections: What the forward pass returned.
+    metrics: Of the batch.
+  """
+
+  params: _Tree
+  overwritten: _Tree
+  new_collections: _Tree
+  metrics: loss_function.Metrics
+
+
+GradientFn: TypeAlias = Callable[
+  [Variables, metric_functions.Batch, dict[str, jax.Array]], Gradients
+]
+
+
+def make_gradient_fn(
+  loss_fn: loss_function.LossFn,
+  *,
+  metric_fns: Sequence[metric_functions.MetricFn],
+  num_microbatches: int,
+  specs: variable_groups.Specs,
+) -> GradientFn:
+  """Returns `(variables, batch, rngs) -> Gradients`.
+
+  Args:
+    loss_fn: Its random keys are those given, or, with several microbatches,
+      follow from them and the microbatch's index.
+    metric_fns: Evaluated on each (micro)batch and its outputs.
+    num_microbatches: Memory for activations is that of one.
+    specs: A `VariableSpec` for each variable.
+  """
+  if num_microbatches == 1:
+    return _whole(loss_fn, metric_fns)
+  return _accumulated(loss_fn, metric_fns, num_microbatches, specs)
+
+
+def _whole(
+  loss_fn: loss_function.LossFn,
+  metric_fns: Sequence[metric_functions.MetricFn],
+) -> GradientFn:
+  def gradient_fn(
+    variables: Variables,
+    batch: metric_functions.Batch,
+    rngs: dict[str, jax.Array],
+  ) -> Gradients:
+    def objective(
+      params: _Tree, overwritten: _Tree
+    ) -> tuple[jax.Array, loss_function.LossOutput]:
+      merged = variable_groups.merge(params, overwritten, variables.constant)
+      result = loss_fn(merged, batch, rngs)
+      total, weight = result.loss
+      return total / loss_function.divisor(weight), result
+
+    (params, overwritten), result = jax.grad(
+      objective, argnums=(0, 1), has_aux=True
+    )(variables.params, variables.overwritten)
+    return Gradients(
+      params=optimizer_state.as_float32(params),
+      overwritten=overwritten,
+      new_collections=result.new_collections,
+      metrics=loss_function.measure(result, metric_fns=metric_fns, batch=batch),
+    )
+
+  return gradient_fn
+
+
+def _accumulated(
+  loss_fn: loss_function.LossFn,
+  metric_fns: Sequence[metric_functions.MetricFn],
+  num_microbatches: int,
+  specs: variable_groups.Specs,
+) -> GradientFn:
+  def gradient_fn(
+    variables: Variables,
+    batch: metric_functions.Batch,
+    rngs: dict[str, jax.Array],
+  ) -> Gradients:
+    parts, shared = microbatches.split(batch, num_microbatches=num_microbatches)
+
+    def objective(
+      params: _Tree,
+      overwritten: _Tree,
+      part: metric_functions.Batch,
+      keys: dict[str, jax.Array],
+    ) -> tuple[jax.Array, loss_function.LossOutput]:
+      merged = variable_groups.merge(params, overwritten, variables.constant)
+      result = loss_fn(merged, part, keys)
+      return result.loss[0], result
+
+    def add_one(
+      total: _Tree, indexed: tuple[jax.Array, dict[str, jax.Array]]
+    ) -> tuple[_Tree, tuple[_Tree, _Tree, loss_function.Metrics]]:
+      index, part = indexed
+      part = part | shared
+      keys = {k: jax.random.fold_in(key, index) for k, key in rngs.items()}
+      (params, overwritten), result = jax.grad(
+        objective, argnums=(0, 1), has_aux=True
+      )(variables.params, variables.overwritten, part, keys)
+      metrics = loss_function.measure(result, metric_fns=metric_fns, batch=part)
+      total = jax.tree.map(jnp.add, total, optimizer_state.as_float32(params))
+      new = variables_lib.unbox(result.new_collections)
+      return _placed(total, specs), (overwritten, new, metrics)
+
+    zeros = jax.tree.map(
+      lambda p: jnp.zeros(p.shape, jnp.float32), variables.params
+    )
+    total, (overwritten, new, metrics) = jax.lax.scan(
+      add_one,
+      _placed(zeros, specs),
+      (jnp.arange(num_microbatches), parts),
+    )
+    metrics = jax.tree.map(lambda x: jnp.sum(x, axis=0), metrics)
+    divisor = loss_function.divisor(metrics["loss"][1])
+    return Gradients(
+      params=jax.tree.map(lambda x: x / divisor, total),
+      overwritten=combining.overwritten(overwritten, specs=specs),
+      new_collections=combining.replaced(
+        new, old=variables.constant, specs=specs
+      ),
+      metrics=metrics,
+    )
+
+  return gradient_fn
+
+
+def _placed(params: _Tree, specs: variable_groups.Specs) -> _Tree:
+  """Shards sums of gradients like the parameters, not like one gradient."""
+  return variable_groups.map_paths(
+    lambda x, spec: logical.constrain(x, spec.axes), params, specs
+  )

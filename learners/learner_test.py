@@ -1,0 +1,125 @@
+"""Tests for learners."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from paxon.learners import learner as learner_lib
+from paxon.learners import optimizer_state, testing
+from paxon.sharding import variables
+
+SPECS = {
+  "params": {
+    "a": testing.spec("params/a", (2, 2)),
+    "b": testing.spec("params/b", (3,)),
+    "frozen": testing.spec("params/frozen", (4,), trainable=False),
+  },
+  "stats": {
+    "mean": testing.spec("stats/mean", (), update=variables.UpdateRule.REPLACE)
+  },
+}
+
+
+class _Sgd:
+  """p <- p - g with a state, and remembers which specs it got."""
+
+  def __init__(self):
+    self.schedule = lambda step: 0.5 * step
+    self.specs = None
+
+  def transform(self, specs=None):
+    self.specs = specs
+    return optax.sgd(1.0, momentum=0.0)
+
+
+def _updates(max_grad_norm, gradients):
+  learner = learner_lib.Learner(optimizer=_Sgd(), max_grad_norm=max_grad_norm)
+  transform = learner.transform(SPECS)
+  updates, _ = transform.update(gradients, transform.init(gradients), gradients)
+  return updates["params"]
+
+
+def _gradients(scale):
+  random = np.random.default_rng(0)
+  return {
+    "params": {
+      "a": jnp.asarray(scale * random.normal(size=(2, 2)), jnp.float32),
+      "b": jnp.asarray(scale * random.normal(size=3), jnp.float32),
+    }
+  }
+
+
+@pytest.mark.parametrize("scale", [0.001, 10.0], ids=["below", "above"])
+def test_clips_by_the_norm_over_all_variables(scale):
+  gradients = _gradients(scale)
+  leaves = [np.asarray(g, np.float64) for g in jax.tree.leaves(gradients)]
+  norm = np.sqrt(sum(np.sum(g**2) for g in leaves))
+  expected = [-g * min(1.0, 1.5 / norm) for g in leaves]
+  actual = jax.tree.leaves(_updates(1.5, gradients))
+  for a, e in zip(actual, expected, strict=True):
+    np.testing.assert_allclose(a, e, rtol=1e-6)
+
+
+def test_clips_each_variable_before_all_together():
+  gradients = _gradients(10.0)
+  learner = learner_lib.Learner(
+    optimizer=_Sgd(), max_variable_grad_norm=2.0, max_grad_norm=1.5
+  )
+  transform = learner.transform(SPECS)
+  updates, _ = transform.update(gradients, transform.init(gradients), gradients)
+  # Both are longer than 2, so together they are 2 sqrt(2).
+  for name, g in gradients["params"].items():
+    g = np.asarray(g, np.float64)
+    expected = -1.5 / np.sqrt(2) * g / np.sqrt(np.sum(g**2))
+    np.testing.assert_allclose(updates["params"][name], expected, rtol=1e-6)
+
+
+def test_without_a_norm_gradients_pass_unchanged():
+  gradients = _gradients(1000.0)
+  updates = _updates(None, gradients)
+  np.testing.assert_array_equal(updates["b"], -gradients["params"]["b"])
+
+
+def test_clipping_does_not_change_the_names_of_the_state():
+  specs = [
+    optimizer_state.specs(
+      learner_lib.Learner(optimizer=_Sgd(), max_grad_norm=norm).transform(
+        SPECS
+      ),
+      {"params": {"a": SPECS["params"]["a"]}},
+    )
+    for norm in (None, 1.0)
+  ]
+  assert specs[0] == specs[1]
+  assert [s.name for s in jax.tree.leaves(specs[0])] == [
+    "opt_state/0/trace/params/a"
+  ]
+
+
+def test_the_optimizer_sees_optimized_variables_only():
+  optimizer = _Sgd()
+  learner_lib.Learner(optimizer=optimizer).transform(SPECS)
+  assert jax.tree.map(lambda s: s.name, optimizer.specs) == {
+    "params": {"a": "params/a", "b": "params/b"}
+  }
+
+
+def test_learning_rate_is_float32():
+  rate = learner_lib.Learner(optimizer=_Sgd()).learning_rate(3)
+  assert (rate.dtype, float(rate)) == (jnp.float32, 1.5)
+
+
+@pytest.mark.parametrize(
+  ("field", "value"),
+  [
+    ("max_grad_norm", 0.0),
+    ("max_variable_grad_norm", -1.0),
+    ("num_microbatches", 0),
+  ],
+)
+def test_rejects(field, value):
+  message = rf"Learner.{field} must be positive, got {value}"
+  with pytest.raises(ValueError, match=message):
+    learner_lib.Learner(optimizer=_Sgd(), **{field: value})

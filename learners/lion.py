@@ -1,0 +1,53 @@
+"""Lion: the sign of an interpolated momentum.
+
+  p <- p - rate(t - 1) (sign(b1 m + (1 - b1) g) + weight_decay p)
+  m <- b2 m + (1 - b2) g
+
+(Chen et al. 2023, https://arxiv.org/abs/2302.06675, algorithm 2.) Each element
+moves by the rate itself, so rates are 3 to 10 times smaller than AdamW's and
+decays as much larger. The momentum is float32 and sharded like its parameter.
+Decay applies to the variables whose `VariableSpec` says `regularized`.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import optax
+
+from paxon.learners import field_checks, optimizer, variable_groups
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lion:
+  """An optimizer: makes an optax transformation for given variables.
+
+  Attributes:
+    schedule: From a step to a learning rate.
+    b1: Share of the momentum in the direction.
+    b2: Decay of the momentum.
+    weight_decay: Share of a parameter that is subtracted at rate one.
+  """
+
+  schedule: optax.Schedule
+  b1: float = 0.9
+  b2: float = 0.99
+  weight_decay: float = 0.0
+
+  def __post_init__(self) -> None:
+    field_checks.decay(self, "b1", "b2")
+    field_checks.not_negative(self, "weight_decay")
+
+  def transform(
+    self, specs: variable_groups.Specs | None = None
+  ) -> optax.GradientTransformation:
+    """Returns the update rule as an optax transformation.
+
+    Args:
+      specs: Of the variables that are optimized. `None` decays all of them.
+    """
+    return optimizer.descent(
+      optax.scale_by_lion(b1=self.b1, b2=self.b2, mu_dtype=jnp.float32),
+      schedule=self.schedule,
+      weight_decay=self.weight_decay,
+      specs=specs,
+    )

@@ -1,0 +1,159 @@
+"""Several optimizers in one, chosen by the names of variables.
+
+Rules are ordered, and the first whose pattern matches the whole logical name
+(such as "params/decoder/embedding/table") has the variable. Each optimizer sees
+its own variables only, so that all it takes over its variables is over these.
+Gradients are clipped before, over all optimized variables; variables that are
+overwritten with their gradient never get here.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import re
+from typing import Any
+
+from flax import traverse_util
+import optax
+
+from paxon.learners import optimizer as optimizer_lib
+from paxon.learners import variable_groups
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PathRule:
+  """One optimizer and its variables.
+
+  Attributes:
+    name: Of the optimizer, in metrics and in checkpoints.
+    pattern: A regular expression that matches whole logical names.
+    optimizer: Such as `adamw.AdamW`.
+  """
+
+  name: str
+  pattern: str
+  optimizer: optimizer_lib.Optimizer
+
+  def __post_init__(self) -> None:
+    if not re.fullmatch(r"\w+", self.name):
+      raise ValueError(
+        "PathRule.name must consist of letters, digits and underscores, got"
+        f" {self.name!r}."
+      )
+    try:
+      re.compile(self.pattern)
+    except re.error as error:
+      raise ValueError(
+        f"PathRule.pattern must be a regular expression, got {self.pattern!r}:"
+        f" {error}."
+      ) from error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerByPath:
+  """An optimizer: makes an optax transformation for given variables.
+
+  Attributes:
+    rules: In order; the first that matches a variable has it.
+  """
+
+  rules: Sequence[PathRule]
+
+  def __post_init__(self) -> None:
+    if not self.rules:
+      raise ValueError("OptimizerByPath.rules must hold at least one rule.")
+    names = [rule.name for rule in self.rules]
+    for name in names:
+      if names.count(name) > 1:
+        raise ValueError(
+          f"OptimizerByPath.rules must have different names, got {name!r}"
+          f" {names.count(name)} times."
+        )
+
+  @property
+  def schedule(self) -> optax.Schedule:
+    """The first rule's, which stands for all in the metric learning_rate."""
+    return self.rules[0].optimizer.schedule
+
+  @property
+  def schedules(self) -> dict[str, optax.Schedule]:
+    """The schedule of each optimizer, by name."""
+    return {rule.name: rule.optimizer.schedule for rule in self.rules}
+
+  def transform(
+    self, specs: variable_groups.Specs | None = None
+  ) -> optax.GradientTransformation:
+    """Returns the update rule, whose state is {name of a rule: its state}.
+
+    Args:
+      specs: Of the variables that are optimized; needed for their names.
+
+    Raises:
+      ValueError: There are no specs, a variable matches no pattern, or a
+        pattern has no variable.
+    """
+    if specs is None:
+      raise ValueError(
+        "OptimizerByPath.transform needs the specs of the variables, because"
+        " patterns match their names."
+      )
+    paths = self._paths(specs)
+    transforms = {
+      rule.name: rule.optimizer.transform(_select(specs, paths[rule.name]))
+      for rule in self.rules
+    }
+
+    def init(params: optax.Params) -> dict[str, optax.OptState]:
+      return {
+        name: transform.init(_select(params, paths[name]))
+        for name, transform in transforms.items()
+      }
+
+    def update(
+      updates: optax.Updates,
+      state: Any,
+      params: optax.Params | None = None,
+    ) -> tuple[optax.Updates, Any]:
+      parts, new_state = [], {}
+      for name, transform in transforms.items():
+        part, new_state[name] = transform.update(
+          _select(updates, paths[name]),
+          state[name],
+          None if params is None else _select(params, paths[name]),
+        )
+        parts.append(part)
+      return variable_groups.merge(*parts), new_state
+
+    return optax.GradientTransformation(init, update)
+
+  def _paths(
+    self, specs: variable_groups.Specs
+  ) -> dict[str, list[tuple[str, ...]]]:
+    """Returns the paths of each rule's variables, by the rule's name."""
+    paths: dict[str, list[Any]] = {rule.name: [] for rule in self.rules}
+    flat: dict[Any, Any] = traverse_util.flatten_dict(specs)
+    for path, spec in flat.items():
+      matching = [
+        rule.name
+        for rule in self.rules
+        if re.fullmatch(rule.pattern, spec.name)
+      ]
+      if not matching:
+        patterns = ", ".join(repr(rule.pattern) for rule in self.rules)
+        raise ValueError(
+          f"No pattern of OptimizerByPath matches {spec.name} (patterns:"
+          f" {patterns}); add a rule, such as a last one with '.*'."
+        )
+      paths[matching[0]].append(path)
+    for rule in self.rules:
+      if not paths[rule.name]:
+        raise ValueError(
+          f"The rule {rule.name!r} of OptimizerByPath has no variable: its"
+          f" pattern {rule.pattern!r} matches none that an earlier rule has"
+          " not; the whole logical name must match."
+        )
+    return paths
+
+
+def _select(tree: Any, paths: list[tuple[str, ...]]) -> dict[str, Any]:
+  flat: dict[Any, Any] = traverse_util.flatten_dict(tree)
+  return traverse_util.unflatten_dict({path: flat[path] for path in paths})

@@ -1,0 +1,340 @@
+"""One battery for all optimizers; a new optimizer is one row of `CASES`.
+
+The oracles are written from the papers, in float64, for one array of one layer.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from paxon.learners import (
+  adafactor,
+  adamw,
+  constant,
+  lion,
+  optimizer_state,
+  sgd,
+  testing,
+  train_state,
+  warmup_decay,
+)
+from paxon.learners import learner as learner_lib
+from paxon.sharding import layout as layouts
+from paxon.sharding import mesh as meshes
+
+SCHEDULE = warmup_decay.WarmupLinear(peak=0.1, warmup_steps=5, total_steps=30)
+DECAY = 0.1
+STACKED = (("layers", 1),)
+SPECS = {
+  "params": {
+    # More layers than rows: `layers` must not be taken for a matrix's side.
+    "kernel": testing.spec(
+      "params/kernel",
+      (12, 8, 4),
+      axes=("layers", "embed", "mlp"),
+      stacked=STACKED,
+    ),
+    "square": testing.spec("params/square", (8, 8), axes=("embed", "mlp")),
+    "scale": testing.spec("params/scale", (8,), axes=("embed",)),
+    "scales": testing.spec(
+      "params/scales",
+      (12, 8),
+      axes=("layers", "embed"),
+      stacked=STACKED,
+      regularized=False,
+    ),
+    "offset": testing.spec("params/offset", ()),
+  }
+}
+
+
+def _rate(t):
+  """Of the update with number t, from 1."""
+  return 0.1 * (t / 6 if t <= 6 else (31 - t) / 25)
+
+
+class _AdamW:
+  """Loshchilov & Hutter 2019, algorithm 2."""
+
+  def __init__(self, shape, max_rms=None):
+    self.m, self.v, self.max_rms = np.zeros(shape), np.zeros(shape), max_rms
+
+  def direction(self, p, g, t):
+    self.m = 0.9 * self.m + 0.1 * g
+    self.v = 0.95 * self.v + 0.05 * g**2
+    u = (self.m / (1 - 0.9**t)) / (np.sqrt(self.v / (1 - 0.95**t)) + 1e-6)
+    if self.max_rms is not None:
+      u = u / max(1, np.sqrt(np.mean(u**2)) / self.max_rms)
+    return u
+
+
+class _Lion:
+  """Chen et al. 2023, algorithm 2."""
+
+  def __init__(self, shape):
+    self.m = np.zeros(shape)
+
+  def direction(self, p, g, t):
+    u = np.sign(0.9 * self.m + (1 - 0.9) * g)
+    self.m = 0.99 * self.m + (1 - 0.99) * g
+    return u
+
+
+class _Sgd:
+  """Sutskever et al. 2013, in the form of the docstring."""
+
+  def __init__(self, shape, momentum=None, nesterov=False):
+    self.m, self.momentum, self.nesterov = np.zeros(shape), momentum, nesterov
+
+  def direction(self, p, g, t):
+    if self.momentum is None:
+      return g
+    self.m = self.momentum * self.m + g
+    return self.momentum * self.m + g if self.nesterov else self.m
+
+
+class _Adafactor:
+  """Shazeer & Stern 2018, algorithms 4 and 5, with a given step size."""
+
+  def __init__(self, shape, b1=None, factored=True):
+    self.b1, self.m, self.v = b1, np.zeros(shape), np.zeros(shape)
+    self.factored = factored and len(shape) == 2
+    if self.factored:
+      self.rows, self.columns = np.zeros(shape[0]), np.zeros(shape[1])
+
+  def direction(self, p, g, t):
+    b2 = 1 - t**-0.8
+    square = g**2 + 1e-30
+    if self.factored:
+      self.rows = b2 * self.rows + (1 - b2) * square.mean(1)
+      self.columns = b2 * self.columns + (1 - b2) * square.mean(0)
+      v = np.outer(self.rows, self.columns) / self.rows.mean()
+    else:
+      v = self.v = b2 * self.v + (1 - b2) * square
+    u = g / np.sqrt(v)
+    u = u / max(1, np.sqrt(np.mean(u**2)))
+    u = u * max(1e-3, np.sqrt(np.mean(p**2)))
+    if self.b1 is not None:
+      u = self.m = self.b1 * self.m + (1 - self.b1) * u
+    return u
+
+
+def _adamw(**fields):
+  return adamw.AdamW(b2=0.95, epsilon=1e-6, **fields)
+
+
+def _factored(**fields):
+  return adafactor.Adafactor(min_dim_to_factor=4, **fields)
+
+
+CASES = {
+  "adamw": (_adamw, _AdamW, {}, {}),
+  "adamw, clipped": (
+    _adamw,
+    _AdamW,
+    {"max_update_rms": 0.5},
+    {"max_rms": 0.5},
+  ),
+  "lion": (lion.Lion, _Lion, {}, {}),
+  "sgd": (sgd.Sgd, _Sgd, {}, {}),
+  "momentum": (sgd.Sgd, _Sgd, {"momentum": 0.9}, {"momentum": 0.9}),
+  "nesterov": (
+    sgd.Sgd,
+    _Sgd,
+    {"momentum": 0.9, "nesterov": True},
+    {"momentum": 0.9, "nesterov": True},
+  ),
+  "adafactor": (_factored, _Adafactor, {}, {}),
+  "adafactor, momentum": (_factored, _Adafactor, {"b1": 0.9}, {"b1": 0.9}),
+  "adafactor, not factored": (
+    adafactor.Adafactor,
+    _Adafactor,
+    {},
+    {"factored": False},
+  ),
+}
+ALL = pytest.mark.parametrize("case", CASES)
+
+
+def _optimizer(case, schedule=SCHEDULE, weight_decay=DECAY):
+  make, _, fields, _ = CASES[case]
+  return make(schedule=schedule, weight_decay=weight_decay, **fields)
+
+
+def _random(seed, specs=SPECS):
+  random = np.random.default_rng(seed)
+  return jax.tree.map(
+    lambda s: jnp.asarray(random.normal(size=s.shape), s.dtype), specs
+  )
+
+
+@ALL
+def test_twenty_steps_match_the_paper(case):
+  transform = _optimizer(case).transform(SPECS)
+  params = _random(0)
+  state = optimizer_state.initial(transform, params)
+  update = jax.jit(transform.update)
+  _, oracle, _, fields = CASES[case]
+  # One oracle for each layer of each variable.
+  layers = {}
+  for name, spec in SPECS["params"].items():
+    value = np.asarray(params["params"][name], np.float64)
+    for i in np.ndindex(spec.shape[: len(spec.stacked)]):
+      layers[name, i] = [value[i], oracle(spec.layer_shape, **fields)]
+  for t in range(1, 21):
+    gradients = _random(t)
+    updates, state = update(gradients, state, params)
+    params = optax.apply_updates(params, updates)
+    for (name, i), layer in layers.items():
+      value, rule = layer
+      g = np.asarray(gradients["params"][name], np.float64)[i]
+      decay = DECAY if SPECS["params"][name].regularized else 0.0
+      layer[0] = value - _rate(t) * (
+        rule.direction(value, g, t) + decay * value
+      )
+  for (name, i), (value, _) in layers.items():
+    np.testing.assert_allclose(
+      params["params"][name][i], value, rtol=2e-5, atol=2e-6, err_msg=name
+    )
+
+
+@ALL
+def test_reduces_a_quadratic(case):
+  transform = _optimizer(
+    case, constant.Constant(value=0.02), weight_decay=0.0
+  ).transform(SPECS)
+  params, target = _random(0), _random(1)
+
+  def loss(params):
+    return optax.tree.norm(optax.tree.sub(params, target), squared=True) / 2
+
+  @jax.jit
+  def step(params, state):
+    updates, state = transform.update(jax.grad(loss)(params), state, params)
+    return optax.apply_updates(params, updates), state
+
+  state, first = optimizer_state.initial(transform, params), loss(params)
+  for _ in range(300):
+    params, state = step(params, state)
+  assert loss(params) < first / 20
+
+
+@ALL
+def test_only_regularized_variables_decay(case):
+  transform = _optimizer(case, constant.Constant(value=0.5)).transform(SPECS)
+  params = _random(0)
+  zeros = jax.tree.map(jnp.zeros_like, params)
+  state = optimizer_state.initial(transform, params)
+  updates, _ = transform.update(zeros, state, params)
+  for name, spec in SPECS["params"].items():
+    share = 0.5 * DECAY if spec.regularized else 0.0
+    np.testing.assert_allclose(
+      updates["params"][name], -share * params["params"][name], rtol=1e-6
+    )
+
+
+@ALL
+def test_without_specs_all_variables_decay(case):
+  transform = _optimizer(case, constant.Constant(value=0.5)).transform()
+  params = _random(0)
+  zeros = jax.tree.map(jnp.zeros_like, params)
+  state = optimizer_state.initial(transform, params)
+  updates, _ = transform.update(zeros, state, params)
+  np.testing.assert_allclose(
+    updates["params"]["scale"], -0.05 * params["params"]["scale"], rtol=1e-6
+  )
+
+
+@ALL
+def test_state_is_float32_for_bfloat16_parameters(case):
+  specs = jax.tree.map(
+    lambda s: dataclasses.replace(s, dtype=jnp.dtype(jnp.bfloat16)), SPECS
+  )
+  transform = _optimizer(case).transform(specs)
+  state = optimizer_state.initial(transform, _random(0, specs))
+  floats = {x.dtype for x in jax.tree.leaves(state) if x.ndim}
+  assert floats <= {jnp.dtype(jnp.float32)}
+
+
+@ALL
+def test_specs_describe_the_state_and_layout_changes_no_value(case):
+  learner = learner_lib.Learner(optimizer=_optimizer(case))
+  transform = learner.transform(SPECS)
+  specs = train_state.state_specs(SPECS, learner=learner)
+  layout = layouts.Layout(
+    meshes.make_mesh(meshes.MeshSpec.parse("fsdp=4,tensor=2"))
+  )
+  shardings = layout.shardings(specs)
+
+  def run():
+    params = _random(0)
+    state = train_state.initial(params, learner=learner, specs=SPECS)
+    updates, opt_state = transform.update(_random(1), state.opt_state, params)
+    return updates, dataclasses.replace(state, opt_state=opt_state)
+
+  updates, state = layout.jit(
+    run, out_shardings=(shardings.variables, shardings)
+  )()
+  described = jax.tree.map(lambda s: (s.shape, s.dtype.name), specs)
+  assert described == jax.tree.map(lambda x: (x.shape, x.dtype.name), state)
+  names = [spec.name for spec in jax.tree.leaves(specs)]
+  assert len(set(names)) == len(names)
+  alone, alone_state = jax.jit(run)()
+  for ours, theirs in (
+    (updates, alone),
+    (state.opt_state, alone_state.opt_state),
+  ):
+    jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7),
+      ours,
+      theirs,
+    )
+  # Whatever has the shape of its parameter is split as the parameter is.
+  for spec, x in zip(
+    jax.tree.leaves(specs.opt_state),
+    jax.tree.leaves(state.opt_state),
+    strict=True,
+  ):
+    owner = SPECS["params"].get(spec.name.rpartition("/")[2])
+    if owner is not None and owner.shape == spec.shape:
+      assert spec.axes == owner.axes
+      assert spec.stacked == owner.stacked
+      expected = layout.sharding(owner.axes)
+      assert x.sharding.is_equivalent_to(expected, x.ndim)
+
+
+@pytest.mark.parametrize(
+  ("kind", "fields", "message"),
+  [
+    (lion.Lion, {"b1": 1.0}, r"Lion.b1 must be at least 0 and less than 1"),
+    (lion.Lion, {"b2": -0.1}, r"Lion.b2 must .*, got -0.1"),
+    (lion.Lion, {"weight_decay": -1.0}, r"Lion.weight_decay must not be neg"),
+    (sgd.Sgd, {"momentum": 1.0}, r"Sgd.momentum must .*, got 1.0"),
+    (sgd.Sgd, {"weight_decay": -1.0}, r"Sgd.weight_decay must not be negative"),
+    (sgd.Sgd, {"nesterov": True}, r"Sgd.nesterov needs Sgd.momentum"),
+    *(
+      (adafactor.Adafactor, {field: 0.0}, rf"{field} must be positive, got 0")
+      for field in (
+        "decay_exponent",
+        "epsilon",
+        "max_update_rms",
+        "min_param_rms",
+      )
+    ),
+    (
+      adafactor.Adafactor,
+      {"min_dim_to_factor": 0},
+      r"min_dim_to_factor must be positive, got 0",
+    ),
+    (adafactor.Adafactor, {"b1": 1.0}, r"Adafactor.b1 must .*, got 1.0"),
+    (adafactor.Adafactor, {"weight_decay": -1.0}, r"must not be negative"),
+    (adamw.AdamW, {"max_update_rms": 0.0}, r"max_update_rms must be positive"),
+  ],
+)
+def test_rejects(kind, fields, message):
+  with pytest.raises(ValueError, match=message):
+    kind(schedule=SCHEDULE, **fields)

@@ -1,0 +1,102 @@
+"""An exponential moving average of the parameters, for evaluation.
+
+  a_t = decay a_{t-1} + (1 - decay) p_t        p_t: after the t-th update
+
+begins with a_0 = p_0 and is used as it is. Debiased (Kingma & Ba 2015,
+https://arxiv.org/abs/1412.6980, section 3), it begins with a_0 = 0 and
+a_t / (1 - decay^t) is used: a weighted mean of p_1 ... p_t, without p_0.
+
+The average is float32, whatever the parameters are. Skipped updates do not
+count.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from paxon.learners import variable_groups
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AverageState:
+  """The running average.
+
+  Attributes:
+    count: int32 scalar, the number of updates in it.
+    average: float32, the paths of the optimized variables.
+  """
+
+  count: Any
+  average: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParameterAverage:
+  """How parameters are averaged.
+
+  Attributes:
+    decay: Share of the average that an update keeps; the average is over about
+      1 / (1 - decay) updates.
+    debias: Whether the average is of updated parameters only.
+  """
+
+  decay: float
+  debias: bool = False
+
+  def __post_init__(self) -> None:
+    if not 0 < self.decay < 1:
+      raise ValueError(
+        "ParameterAverage.decay must be more than 0 and less than 1, got"
+        f" {self.decay}."
+      )
+
+  def initial(self, params: variable_groups.Tree) -> AverageState:
+    """Returns the average before the first update."""
+    if self.debias:
+      average = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    else:
+      # A copy, because a step donates both.
+      average = jax.tree.map(
+        lambda p: jnp.array(p, jnp.float32, copy=True), params
+      )
+    return AverageState(count=jnp.zeros((), jnp.int32), average=average)
+
+  def update(
+    self, state: AverageState, params: variable_groups.Tree
+  ) -> AverageState:
+    """Returns the average with the parameters after one more update."""
+    # Not decay * a + (1 - decay) * p: rounded to float32, the two factors of a
+    # decay near one do not add up to one, which would scale the average.
+    share = 1 - self.decay
+    average = jax.tree.map(
+      lambda a, p: a + share * (p.astype(jnp.float32) - a),
+      state.average,
+      params,
+    )
+    return AverageState(count=state.count + 1, average=average)
+
+  def values(
+    self, state: AverageState, params: variable_groups.Tree
+  ) -> variable_groups.Tree:
+    """Returns what to evaluate with, in the dtypes of the parameters.
+
+    Args:
+      state: The average.
+      params: The parameters; returned themselves before the first update.
+    """
+    if not self.debias:
+      return jax.tree.map(lambda a, p: a.astype(p.dtype), state.average, params)
+    count = state.count.astype(jnp.float32)
+    # 1 - decay^count; expm1, because decay^count may be close to one.
+    share = -jnp.expm1(count * math.log(self.decay))
+    none = state.count == 0
+    share = jnp.where(none, jnp.ones_like(share), share)
+    return jax.tree.map(
+      lambda a, p: jnp.where(none, p, (a / share).astype(p.dtype)),
+      state.average,
+      params,
+    )

@@ -1,0 +1,137 @@
+"""Tests for the average of parameters."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxon.learners import (
+  constant,
+  parameter_average,
+  sgd,
+  testing,
+  train_state,
+)
+from paxon.learners import learner as learner_lib
+from paxon.sharding import variables
+
+SPECS = {
+  "params": {
+    "a": testing.spec("params/a", (4, 2), axes=("embed", "mlp")),
+    "frozen": testing.spec("params/frozen", (2,), trainable=False),
+  },
+  "stats": {
+    "mean": testing.spec("stats/mean", (), update=variables.UpdateRule.REPLACE)
+  },
+}
+
+
+def _params(t):
+  values = np.random.default_rng(t).normal(size=(4, 2))
+  return {"params": {"a": jnp.asarray(values, jnp.float32)}}
+
+
+def _after(average, steps):
+  state = average.initial(_params(0))
+  update = jax.jit(average.update)
+  for t in range(1, steps + 1):
+    state = update(state, _params(t))
+  return average.values(state, _params(steps))["params"]["a"]
+
+
+def _exact(t):
+  return np.asarray(_params(t)["params"]["a"], np.float64)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 20])
+@pytest.mark.parametrize("decay", [0.5, 0.99])
+def test_matches_the_definition(steps, decay):
+  expected = _exact(0)
+  for t in range(1, steps + 1):
+    expected = decay * expected + (1 - decay) * _exact(t)
+  average = parameter_average.ParameterAverage(decay=decay)
+  np.testing.assert_allclose(
+    _after(average, steps), expected, rtol=1e-5, atol=1e-6
+  )
+
+
+@pytest.mark.parametrize("steps", [1, 2, 20])
+@pytest.mark.parametrize("decay", [0.5, 0.99, 0.9999])
+def test_debiased_is_a_weighted_mean_of_updated_parameters(steps, decay):
+  weights = decay ** np.arange(steps - 1, -1, -1.0)
+  expected = sum(
+    w * _exact(t) for t, w in enumerate(weights, start=1)
+  ) / np.sum(weights)
+  average = parameter_average.ParameterAverage(decay=decay, debias=True)
+  np.testing.assert_allclose(
+    _after(average, steps), expected, rtol=1e-5, atol=1e-6
+  )
+
+
+def test_debiased_before_the_first_update_is_the_parameters():
+  average = parameter_average.ParameterAverage(decay=0.9, debias=True)
+  np.testing.assert_array_equal(_after(average, 0), _params(0)["params"]["a"])
+
+
+def test_an_average_of_what_does_not_change_does_not_change():
+  average = parameter_average.ParameterAverage(decay=0.9999)
+  state = average.initial(_params(0))
+  update = jax.jit(average.update)
+  for _ in range(2000):
+    state = update(state, _params(0))
+  np.testing.assert_array_equal(
+    average.values(state, _params(0))["params"]["a"], _params(0)["params"]["a"]
+  )
+
+
+def _learner(**fields):
+  return learner_lib.Learner(
+    optimizer=sgd.Sgd(schedule=constant.Constant(value=0.1)), **fields
+  )
+
+
+def test_evaluation_uses_the_average_of_optimized_variables_only():
+  average = parameter_average.ParameterAverage(decay=0.9)
+  learner = _learner(average=average)
+  values = jax.tree.map(lambda s: jnp.ones(s.shape, jnp.bfloat16), SPECS)
+  state = train_state.initial(values, learner=learner, specs=SPECS)
+  doubled = dataclasses.replace(
+    state, variables=jax.tree.map(lambda x: 2 * x, state.variables)
+  )
+  used = train_state.evaluation_variables(doubled, learner=learner, specs=SPECS)
+  assert jax.tree.map(lambda x: float(x.ravel()[0]), used) == {
+    "params": {"a": 1.0, "frozen": 2.0},
+    "stats": {"mean": 2.0},
+  }
+  assert used["params"]["a"].dtype == jnp.bfloat16
+  assert state.average.average["params"]["a"].dtype == jnp.float32
+
+
+def test_without_an_average_variables_are_evaluated_themselves():
+  learner = _learner()
+  values = jax.tree.map(lambda s: jnp.ones(s.shape), SPECS)
+  state = train_state.initial(values, learner=learner, specs=SPECS)
+  used = train_state.evaluation_variables(state, learner=learner, specs=SPECS)
+  assert used is state.variables
+  assert state.average is None
+
+
+def test_specs_of_the_average():
+  average = parameter_average.ParameterAverage(decay=0.9)
+  learner = _learner(average=average)
+  specs = train_state.state_specs(SPECS, learner=learner)
+  a = specs.average.average["params"]["a"]
+  assert (a.name, a.axes) == ("average/params/a", ("embed", "mlp"))
+  assert specs.average.count.name == "average/count"
+  values = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), SPECS)
+  state = train_state.initial(values, learner=learner, specs=SPECS)
+  described = jax.tree.map(lambda s: (s.shape, s.dtype.name), specs)
+  assert described == jax.tree.map(lambda x: (x.shape, x.dtype.name), state)
+
+
+@pytest.mark.parametrize("decay", [0.0, 1.0, -0.5])
+def test_rejects(decay):
+  with pytest.raises(ValueError, match=rf"decay must be .*, got {decay}"):
+    parameter_average.ParameterAverage(decay=decay)

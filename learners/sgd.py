@@ -1,0 +1,64 @@
+"""Stochastic gradient descent, with heavy-ball or Nesterov momentum.
+
+  m <- momentum m + g
+  p <- p - rate(t - 1) (d + weight_decay p)
+
+where d is m, or `momentum m + g` with the new m for Nesterov's (Sutskever et
+al. 2013, https://proceedings.mlr.press/v28/sutskever13.html). Without momentum
+d is g, and there is no state. The momentum is float32 and sharded like its
+parameter. Decay applies to the variables whose `VariableSpec` says
+`regularized`.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import optax
+
+from paxon.learners import field_checks, optimizer, variable_groups
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sgd:
+  """An optimizer: makes an optax transformation for given variables.
+
+  Attributes:
+    schedule: From a step to a learning rate.
+    momentum: Decay of the sum of gradients; `None` has no such sum.
+    nesterov: Looks ahead along the momentum, which it needs.
+    weight_decay: Share of a parameter that is subtracted at rate one.
+  """
+
+  schedule: optax.Schedule
+  momentum: float | None = None
+  nesterov: bool = False
+  weight_decay: float = 0.0
+
+  def __post_init__(self) -> None:
+    field_checks.decay(self, "momentum")
+    field_checks.not_negative(self, "weight_decay")
+    if self.nesterov and self.momentum is None:
+      raise ValueError(
+        "Sgd.nesterov needs Sgd.momentum, which is None; set it, such as to"
+        " 0.9."
+      )
+
+  def transform(
+    self, specs: variable_groups.Specs | None = None
+  ) -> optax.GradientTransformation:
+    """Returns the update rule as an optax transformation.
+
+    Args:
+      specs: Of the variables that are optimized. `None` decays all of them.
+    """
+    direction = optax.identity()
+    if self.momentum is not None:
+      direction = optax.trace(
+        self.momentum, nesterov=self.nesterov, accumulator_dtype=jnp.float32
+      )
+    return optimizer.descent(
+      direction,
+      schedule=self.schedule,
+      weight_decay=self.weight_decay,
+      specs=specs,
+    )

@@ -1,0 +1,190 @@
+"""Tests for skipped updates, through the train step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxon.learners import (
+  adamw,
+  parameter_average,
+  skipping,
+  testing,
+  train_state,
+  train_step,
+  warmup_decay,
+  weighted,
+)
+from paxon.learners import learner as learner_lib
+from paxon.sharding import variables
+
+REPLACE = variables.UpdateRule.REPLACE
+OVERWRITE = variables.UpdateRule.OVERWRITE_WITH_GRADIENT
+SPECS = {
+  "params": {
+    "kernel": testing.spec("params/kernel", (3, 2)),
+    "fixed": testing.spec("params/fixed", (2,), trainable=False),
+  },
+  "fp8": {"scale": testing.spec("fp8/scale", (), update=OVERWRITE)},
+  "stats": {"mean": testing.spec("stats/mean", (), update=REPLACE)},
+}
+SCHEDULE = warmup_decay.WarmupLinear(peak=0.1, warmup_steps=2, total_steps=20)
+
+
+SKIP = skipping.SkipUpdates()
+
+
+def _learner(skip=SKIP, **fields):
+  return learner_lib.Learner(
+    optimizer=adamw.AdamW(schedule=SCHEDULE, weight_decay=0.1),
+    max_grad_norm=1.0,
+    skip=skip,
+    average=parameter_average.ParameterAverage(decay=0.9, debias=True),
+    **fields,
+  )
+
+
+@jax.custom_vjp
+def _scaled(x, scale, amax):
+  """`x`; the gradient of `scale` is `amax`."""
+  del scale, amax
+  return x
+
+
+_scaled.defvjp(
+  lambda x, scale, amax: (x, amax), lambda amax, g: (g, amax, None)
+)
+
+
+@jax.custom_jvp
+def _poisoned(x, factor):
+  """`x`, and its gradient is multiplied by `factor`."""
+  del factor
+  return x
+
+
+_poisoned.defjvp(
+  lambda primals, tangents: (primals[0], tangents[0] * primals[1])
+)
+
+
+def _loss(values, batch, rngs):
+  del rngs
+  factor = jnp.max(batch["factor"])
+  kernel = _poisoned(values["params"]["kernel"], factor)
+  x = _scaled(batch["x"], values["fp8"]["scale"], jnp.max(batch["amax"]))
+  predicted = x @ kernel + values["params"]["fixed"][None]
+  nll = jnp.sum((predicted - batch["y"]) ** 2, axis=-1)
+  return train_step.LossOutput(
+    loss=weighted.total(nll, weights=batch["weights"]),
+    metrics={},
+    outputs={},
+    new_collections={"stats": {"mean": jnp.mean(batch["x"])}},
+  )
+
+
+def _batch(t, **changes):
+  random = np.random.default_rng(t)
+  changed = {k: jnp.full((4,), v) for k, v in changes.items()}
+  return {
+    "x": jnp.asarray(random.normal(size=(4, 3)), jnp.float32),
+    "y": jnp.asarray(random.normal(size=(4, 2)), jnp.float32),
+    "weights": jnp.ones((4,)),
+    "factor": jnp.ones((4,)),
+    "amax": jnp.full((4,), 2.0),
+  } | changed
+
+
+def _state(learner):
+  random = np.random.default_rng(0)
+  values = jax.tree.map(
+    lambda s: jnp.asarray(random.normal(size=s.shape), jnp.float32), SPECS
+  )
+  return train_state.initial(values, learner=learner, specs=SPECS)
+
+
+def _step(learner):
+  return jax.jit(
+    train_step.make_train_step(_loss, learner=learner, specs=SPECS, seed=0)
+  )
+
+
+def _without_counters(state):
+  return {
+    "variables": state.variables,
+    "opt_state": state.opt_state,
+    "average": state.average,
+  }
+
+
+def _assert_equal(a, b):
+  assert jax.tree.structure(a) == jax.tree.structure(b)
+  jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+HARMFUL = {
+  "gradient of NaN": {"factor": jnp.nan},
+  "infinite gradient": {"factor": jnp.inf},
+  "loss of NaN": {"weights": jnp.nan},
+  "next value of NaN": {"amax": jnp.nan},
+  "too large a gradient": {"factor": 1e6},
+}
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("kind", HARMFUL)
+def test_a_harmful_batch_changes_counters_only(kind, num_microbatches):
+  learner = _learner(
+    skipping.SkipUpdates(above_grad_norm=1e4), num_microbatches=num_microbatches
+  )
+  step = _step(learner)
+  before, _ = step(_state(learner), _batch(1))
+  after, metrics = step(before, _batch(2, **HARMFUL[kind]))
+  _assert_equal(_without_counters(after), _without_counters(before))
+  assert (int(before.step), int(before.skipped)) == (1, 0)
+  assert (int(after.step), int(after.skipped)) == (2, 1)
+  assert [float(x) for x in metrics["skipped"]] == [1.0, 1.0]
+
+
+def test_training_goes_on_as_if_the_batch_had_not_been_there():
+  learner = _learner()
+  step = _step(learner)
+  disturbed = undisturbed = _state(learner)
+  for t in range(1, 9):
+    if t in (3, 4):
+      disturbed, _ = step(disturbed, _batch(t, factor=jnp.nan))
+      continue
+    disturbed, metrics = step(disturbed, _batch(t))
+    undisturbed, expected = step(undisturbed, _batch(t))
+    # Also the rate that is shown is the rate that is used.
+    assert metrics["learning_rate"] == expected["learning_rate"]
+  _assert_equal(_without_counters(disturbed), _without_counters(undisturbed))
+  assert (int(disturbed.step), int(disturbed.skipped)) == (8, 2)
+  assert (int(undisturbed.step), int(undisturbed.skipped)) == (6, 0)
+
+
+def test_without_the_option_nothing_is_skipped_or_stored():
+  learner = _learner(None)
+  after, metrics = _step(learner)(_state(learner), _batch(1, factor=jnp.nan))
+  assert after.skipped is None
+  assert "skipped" not in metrics
+  assert np.isnan(after.variables["params"]["kernel"]).all()
+
+
+def test_a_large_gradient_is_no_reason_without_a_limit():
+  learner = _learner()
+  after, _ = _step(learner)(_state(learner), _batch(1, factor=1e6))
+  assert int(after.skipped) == 0
+
+
+def test_the_counter_is_part_of_the_specs():
+  specs = train_state.state_specs(SPECS, learner=_learner())
+  assert (specs.skipped.name, specs.skipped.shape) == ("skipped", ())
+  assert jax.tree.structure(specs) == jax.tree.structure(_state(_learner()))
+
+
+def test_rejects_a_limit_of_zero():
+  with pytest.raises(
+    ValueError, match=r"above_grad_norm must be positive, got"
+  ):
+    skipping.SkipUpdates(above_grad_norm=0.0)

@@ -1,0 +1,149 @@
+"""The train state: everything that training changes, as plain arrays."""
+
+import dataclasses
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from paxon.learners import learner as learner_lib
+from paxon.learners import (
+  optimizer_state,
+  parameter_average,
+  variable_groups,
+)
+from paxon.sharding import variables as variables_lib
+
+# In a state an array; in trees made from one also a spec, a shape, a sharding.
+Leaf: TypeAlias = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainState:
+  """Step, variables and the optimizer's state.
+
+  Attributes:
+    step: int32 scalar, the number of steps made.
+    variables: Nested dicts {collection: {module: ... {variable: array}}}.
+    opt_state: The state of `Learner.transform`, for the optimized variables.
+    skipped: int32 scalar, how many of the steps made no update; `None` unless
+      the learner skips.
+    average: `parameter_average.AverageState` of the optimized variables; `None`
+      unless the learner averages.
+  """
+
+  step: Leaf
+  variables: variable_groups.Tree
+  opt_state: optax.OptState
+  skipped: Leaf = None
+  average: Leaf = None
+
+
+def initial(
+  variables: variable_groups.Tree,
+  *,
+  learner: learner_lib.Learner,
+  specs: variable_groups.Specs,
+) -> TrainState:
+  """Returns the state before the first step.
+
+  Args:
+    variables: Initial values, plain arrays.
+    learner: Makes the optimizer's state.
+    specs: A `VariableSpec` for each variable.
+  """
+  optimized = variable_groups.select(
+    variables, variable_groups.Group.OPTIMIZED, specs=specs
+  )
+  return TrainState(
+    step=jnp.zeros((), jnp.int32),
+    variables=variables,
+    opt_state=optimizer_state.initial(learner.transform(specs), optimized),
+    skipped=None if learner.skip is None else jnp.zeros((), jnp.int32),
+    average=(
+      None if learner.average is None else learner.average.initial(optimized)
+    ),
+  )
+
+
+def state_specs(
+  specs: variable_groups.Specs, *, learner: learner_lib.Learner
+) -> TrainState:
+  """Returns a state with a `VariableSpec` in place of each array.
+
+  A layout maps it to shardings, and `variables.abstract` to shapes.
+
+  Args:
+    specs: A `VariableSpec` for each variable of the model.
+    learner: Makes the optimizer's state.
+  """
+  optimized = variable_groups.select(
+    specs, variable_groups.Group.OPTIMIZED, specs=specs
+  )
+  return TrainState(
+    step=_counter("step"),
+    variables=specs,
+    opt_state=optimizer_state.specs(learner.transform(specs), optimized),
+    skipped=None if learner.skip is None else _counter("skipped"),
+    average=None if learner.average is None else _average_specs(optimized),
+  )
+
+
+def evaluation_variables(
+  state: TrainState,
+  *,
+  learner: learner_lib.Learner,
+  specs: variable_groups.Specs,
+) -> variable_groups.Tree:
+  """Returns the variables to evaluate and to decode with.
+
+  Args:
+    state: Not changed. Without an average its variables are returned as they
+      are; with one it is best called inside the compiled function that uses the
+      result, so that no second copy of the parameters is kept.
+    learner: Says whether and how parameters are averaged.
+    specs: A `VariableSpec` for each variable.
+  """
+  if learner.average is None or state.average is None:
+    return state.variables
+  optimized, others = (
+    variable_groups.select(state.variables, *groups, specs=specs)
+    for groups in (
+      (variable_groups.Group.OPTIMIZED,),
+      tuple(set(variable_groups.Group) - {variable_groups.Group.OPTIMIZED}),
+    )
+  )
+  return variable_groups.merge(
+    learner.average.values(state.average, optimized), others
+  )
+
+
+def _counter(name: str) -> variables_lib.VariableSpec:
+  return variables_lib.VariableSpec(
+    name=name,
+    shape=(),
+    dtype=jnp.dtype(jnp.int32),
+    axes=(),
+    trainable=False,
+  )
+
+
+def _average_specs(
+  optimized: variable_groups.Specs,
+) -> parameter_average.AverageState:
+  return parameter_average.AverageState(
+    count=_counter("average/count"),
+    average=jax.tree.map(
+      lambda spec: dataclasses.replace(
+        spec,
+        name=f"average/{spec.name}",
+        dtype=jnp.dtype(jnp.float32),
+        initializer=None,
+        regularized=False,
+        trainable=False,
+      ),
+      optimized,
+    ),
+  )

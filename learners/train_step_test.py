@@ -1,0 +1,249 @@
+"""Tests for the train step and the evaluation step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxon.learners import (
+  adamw,
+  bits_per_byte,
+  random_keys,
+  testing,
+  train_state,
+  train_step,
+  warmup_cosine,
+  weighted,
+)
+from paxon.learners import learner as learner_lib
+from paxon.sharding import variables
+
+REPLACE = variables.UpdateRule.REPLACE
+OVERWRITE = variables.UpdateRule.OVERWRITE_WITH_GRADIENT
+SPECS = {
+  "params": {
+    "kernel": testing.spec("params/kernel", (3, 2)),
+    "bias": testing.spec("params/bias", (2,)),
+    "fixed": testing.spec("params/fixed", (2,), trainable=False),
+  },
+  "fp8": {
+    "used": testing.spec("fp8/used", (), update=OVERWRITE),
+    "unused": testing.spec("fp8/unused", (), update=OVERWRITE),
+  },
+  "stats": {"mean": testing.spec("stats/mean", (), update=REPLACE)},
+}
+# Not 0.999, whose float32 bias correction alone is off by 1e-5.
+RATE, DECAY, MAX_NORM, B2 = 0.05, 0.1, 0.7, 0.95
+LEARNER = learner_lib.Learner(
+  optimizer=adamw.AdamW(
+    schedule=warmup_cosine.WarmupCosine(
+      peak=RATE, warmup_steps=0, total_steps=1000, end=RATE
+    ),
+    b2=B2,
+    weight_decay=DECAY,
+  ),
+  max_grad_norm=MAX_NORM,
+)
+
+
+@jax.custom_vjp
+def _scaled(x, scale):
+  """`x`; the gradient of `scale` is the largest absolute value of `x`."""
+  del scale
+  return x
+
+
+_scaled.defvjp(
+  lambda x, scale: (x, jnp.max(jnp.abs(x))), lambda amax, g: (g, amax)
+)
+
+
+def _values():
+  random = np.random.default_rng(0)
+  values = jax.tree.map(
+    lambda s: jnp.asarray(random.normal(size=s.shape), jnp.float32), SPECS
+  )
+  values["fp8"] = {"used": jnp.float32(1), "unused": jnp.float32(3)}
+  return values
+
+
+def _batch(step):
+  random = np.random.default_rng(100 + step)
+  return {
+    "x": jnp.asarray(random.normal(size=(5, 3)), jnp.float32),
+    "y": jnp.asarray(random.normal(size=(5, 2)), jnp.float32),
+    "weights": jnp.asarray(random.random(size=5) < 0.7, jnp.float32),
+  }
+
+
+def _loss(values, batch, rngs):
+  """Weighted squared error of a linear model."""
+  del rngs
+  params = values["params"]
+  x = _scaled(batch["x"], values["fp8"]["used"])
+  predicted = x @ params["kernel"] + (params["bias"] + params["fixed"])[None]
+  nll = jnp.sum((predicted - batch["y"]) ** 2, axis=-1)
+  loss = weighted.total(nll, weights=batch["weights"])
+  return train_step.LossOutput(
+    loss=loss,
+    metrics={"twice": (2 * loss[0], loss[1])},
+    outputs={"token_nll": nll},
+    new_collections={"stats": {"mean": jnp.mean(batch["x"])}},
+  )
+
+
+def _step(loss=_loss, **options):
+  return jax.jit(
+    train_step.make_train_step(
+      loss, learner=LEARNER, specs=SPECS, seed=7, **options
+    )
+  )
+
+
+def _state():
+  return train_state.initial(_values(), learner=LEARNER, specs=SPECS)
+
+
+def test_twenty_steps_match_float64_numpy():
+  state, step = _state(), _step()
+  params = {
+    k: np.asarray(v, np.float64) for k, v in _values()["params"].items()
+  }
+  moments = {k: [np.zeros_like(params[k])] * 2 for k in ("kernel", "bias")}
+  for t in range(1, 21):
+    batch = _batch(t)
+    x, y, w = (np.asarray(batch[k], np.float64) for k in ("x", "y", "weights"))
+    error = x @ params["kernel"] + params["bias"] + params["fixed"] - y
+    loss = np.sum(w * np.sum(error**2, -1)) / np.sum(w)
+    by_output = 2 * w[:, None] * error / np.sum(w)
+    gradients = {"kernel": x.T @ by_output, "bias": by_output.sum(0)}
+    norm = np.sqrt(sum(np.sum(g**2) for g in gradients.values()))
+
+    state, metrics = step(state, batch)
+
+    np.testing.assert_allclose(
+      metrics["loss"][0] / metrics["loss"][1], loss, rtol=1e-5
+    )
+    np.testing.assert_allclose(metrics["grad_norm"][0], norm, rtol=1e-5)
+    for name, gradient in gradients.items():
+      gradient = gradient * min(1.0, MAX_NORM / norm)
+      mean, square = moments[name]
+      mean = 0.9 * mean + 0.1 * gradient
+      square = B2 * square + (1 - B2) * gradient**2
+      moments[name] = [mean, square]
+      direction = (mean / (1 - 0.9**t)) / (np.sqrt(square / (1 - B2**t)) + 1e-8)
+      decay = DECAY if name == "kernel" else 0.0
+      params[name] = params[name] - RATE * (direction + decay * params[name])
+  for name, value in params.items():
+    np.testing.assert_allclose(
+      state.variables["params"][name], value, rtol=1e-5, atol=1e-6
+    )
+  assert int(state.step) == 20
+
+
+def test_each_variable_follows_its_update_rule():
+  batch = _batch(0)
+  before = _state()
+  after, _ = _step()(before, batch)
+  x = np.asarray(batch["x"])
+  old, new = before.variables, after.variables
+  np.testing.assert_array_equal(new["params"]["fixed"], old["params"]["fixed"])
+  assert float(new["fp8"]["used"]) == np.abs(x).max()
+  np.testing.assert_allclose(new["stats"]["mean"], x.mean(), rtol=1e-6)
+
+
+def test_a_scale_that_does_not_reach_the_loss_is_kept():
+  after, _ = _step()(_state(), _batch(0))
+  assert float(after.variables["fp8"]["unused"]) == 3.0
+
+
+def test_overwritten_variables_stay_out_of_clipping_and_optimizer():
+  batch = _batch(0)
+  _, small = _step()(_state(), batch)
+  large = _state()
+  large.variables["fp8"]["used"] = jnp.float32(1e6)
+  after, metrics = _step()(large, batch)
+  assert metrics["grad_norm"] == small["grad_norm"]
+  assert metrics["param_norm"] == small["param_norm"]
+  assert jax.tree.structure(after) == jax.tree.structure(_state())
+
+
+def test_padding_does_not_count():
+  batch = _batch(1)
+  changed = dict(batch)
+  padding = (batch["weights"] == 0)[:, None]
+  assert padding.any()
+  changed["y"] = jnp.where(padding, 1e3, batch["y"])
+  a, b = (_step()(_state(), each)[0] for each in (batch, changed))
+  np.testing.assert_array_equal(
+    a.variables["params"]["kernel"], b.variables["params"]["kernel"]
+  )
+
+
+def test_a_batch_of_padding_makes_no_nan():
+  batch = _batch(1) | {"weights": jnp.zeros((5,))}
+  state, metrics = _step()(_state(), batch)
+  assert metrics["loss"] == (0.0, 0.0)
+  assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
+
+
+def test_metrics():
+  metrics = _step(metric_fns=(_count,))(_state(), _batch(1))[1]
+  assert set(metrics) == {
+    "loss",
+    "twice",
+    "count",
+    "learning_rate",
+    "grad_norm",
+    "param_norm",
+  }
+  assert float(metrics["learning_rate"][0]) == np.float32(RATE)
+  params = _values()["params"]
+  norm = np.sqrt(
+    np.sum(np.square(params["kernel"])) + np.sum(np.square(params["bias"]))
+  )
+  np.testing.assert_allclose(metrics["param_norm"][0], norm, rtol=1e-6)
+
+
+def test_random_keys_follow_from_seed_and_step():
+  def loss(values, batch, rngs):
+    result = _loss(values, batch, {})
+    noise = jax.random.normal(rngs["dropout"], ())
+    return result._replace(metrics={"noise": (noise, jnp.float32(1))})
+
+  state, step = _state(), _step(loss)
+  for expected in range(3):
+    state, metrics = step(state, _batch(0))
+    key = random_keys.key_for(7, step=expected, stream="dropout")
+    assert metrics["noise"][0] == jax.random.normal(key, ())
+
+
+def test_evaluation_measures_the_same_without_an_update():
+  measure = jax.jit(train_step.make_eval_step(_loss, metric_fns=(_count,)))
+  batch = _batch(3)
+  measured = measure(_values(), batch)
+  _, trained = _step(metric_fns=(_count,))(_state(), batch)
+  assert set(measured) == {"loss", "twice", "count"}
+  for name, pair in measured.items():
+    np.testing.assert_allclose(pair, trained[name], rtol=1e-6)
+
+
+def test_metric_functions_get_the_outputs_per_example():
+  batch = _batch(3) | {"target_bytes": jnp.full((5,), 2, jnp.int32)}
+  metric_fns = (bits_per_byte.bits_per_byte,)
+  measure = train_step.make_eval_step(_loss, metric_fns=metric_fns)
+  metrics = measure(_values(), batch)
+  bits, source = metrics["bits_per_byte"]
+  loss, weight = metrics["loss"]
+  assert float(source) == 2 * float(weight)
+  np.testing.assert_allclose(bits * np.log(2), loss, rtol=1e-6)
+
+
+def test_two_metrics_of_one_name_are_refused():
+  measure = train_step.make_eval_step(_loss, metric_fns=(_count, _count))
+  with pytest.raises(ValueError, match=r"Two metrics are called 'count'"):
+    measure(_values(), _batch(0))
+
+
+def _count(batch, outputs):
+  return {"count": weighted.total(jnp.ones(5), weights=batch["weights"])}

@@ -1,0 +1,102 @@
+"""Updates of variables that no optimizer touches.
+
+Scales of fp8 training get their next value as their gradient; running
+statistics get theirs from the forward pass.
+"""
+
+from typing import Any
+
+from flax import traverse_util
+import jax
+import jax.numpy as jnp
+
+from paxon.learners import variable_groups
+from paxon.sharding import axes
+from paxon.sharding import variables as variables_lib
+
+# Along these axes the loss reaches parts of a variable independently.
+_INDEPENDENT_AXES = (axes.LAYERS, axes.STAGES, axes.EXPERTS)
+
+
+def overwrite(
+  old: variable_groups.Tree,
+  gradients: variable_groups.Tree,
+  *,
+  specs: variable_groups.Specs,
+) -> dict[str, Any]:
+  """Returns the gradients as values, where the loss reached the variable.
+
+  A variable that the loss did not reach in this step (an expert without tokens,
+  a branch not taken) has a gradient of exactly zero, and a scale of zero would
+  make the next step divide by zero. Such a variable, or its part for one layer
+  or expert, keeps its value.
+
+  Args:
+    old: The variables.
+    gradients: Of the same paths.
+    specs: Of these variables at least.
+  """
+  return variable_groups.map_paths(_reached_or_old, old, gradients, specs)
+
+
+def replace(
+  old: variable_groups.Tree,
+  new: variable_groups.Tree,
+  *,
+  specs: variable_groups.Specs,
+) -> dict[str, Any]:
+  """Returns `old` with the values that the forward pass returned.
+
+  Args:
+    old: Variables that are replaced or frozen.
+    new: The collections that the forward pass returned; may lack variables.
+    specs: Of all variables.
+
+  Raises:
+    ValueError: `new` has a variable that is not to be replaced.
+  """
+  result = traverse_util.flatten_dict(old)
+  flat_specs: dict[Any, Any] = traverse_util.flatten_dict(specs)
+  for path, value in traverse_util.flatten_dict(
+    variables_lib.unbox(new)
+  ).items():
+    spec = flat_specs.get(path)
+    if spec is None or (
+      variable_groups.group_of(spec) is not variable_groups.Group.REPLACED
+    ):
+      known = "is not one of the model's variables"
+      rule = (
+        known if spec is None else f"has the update rule {spec.update.value}"
+      )
+      raise ValueError(
+        f"The forward pass returned {'/'.join(path)}, which {rule}; only"
+        " variables with the rule 'replace' may be returned."
+      )
+    result[path] = value
+  return traverse_util.unflatten_dict(result)
+
+
+def reached(gradient: jax.Array, spec: variables_lib.VariableSpec) -> jax.Array:
+  """Returns where the loss reached a variable: its gradient is not all zero.
+
+  Args:
+    gradient: Of the variable.
+    spec: Names its axes; each layer, stage and expert is judged alone.
+
+  Returns:
+    Booleans of the gradient's rank, of size one in all other dimensions.
+  """
+  inner = tuple(
+    i for i, axis in enumerate(spec.axes) if axis not in _INDEPENDENT_AXES
+  )
+  return jnp.any(gradient != 0, axis=inner, keepdims=True)
+
+
+def _reached_or_old(
+  old: jax.Array, gradient: jax.Array, spec: variables_lib.VariableSpec
+) -> jax.Array:
+  return jnp.where(
+    jnp.broadcast_to(reached(gradient, spec), old.shape),
+    gradient.astype(old.dtype),
+    old,
+  )

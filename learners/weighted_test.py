@@ -1,0 +1,62 @@
+"""Tests for weighted sums."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxon.learners import weighted
+
+
+def test_total_ignores_values_of_weight_zero():
+  values = jnp.asarray([[1.0, 2.0], [3.0, 100.0]])
+  weights = jnp.asarray([[1.0, 0.5], [2.0, 0.0]])
+  value, weight = weighted.total(values, weights=weights)
+  assert (float(value), float(weight)) == (8.0, 3.5)
+
+
+def test_total_of_bfloat16_is_summed_in_float32():
+  values = jnp.ones((1000,), jnp.bfloat16)
+  value, weight = weighted.total(values, weights=values)
+  # A bfloat16 sum would stop at 256.
+  assert (float(value), float(weight)) == (1000.0, 1000.0)
+  assert value.dtype == weight.dtype == jnp.float32
+
+
+def test_mean_over_batches_is_the_mean_over_all_tokens():
+  random = np.random.default_rng(0)
+  values = random.normal(size=(5, 8)).astype(np.float32)
+  weights = (random.random(size=(5, 8)) < 0.6).astype(np.float32)
+  totals = weighted.Totals()
+  for row, mask in zip(values, weights, strict=True):
+    pair = weighted.total(jnp.asarray(row), weights=jnp.asarray(mask))
+    totals.add({"loss": pair})
+  expected = np.sum(values * weights, dtype=np.float64) / weights.sum()
+  assert totals.means()["loss"] == pytest.approx(expected, rel=1e-6)
+  assert totals.weight("loss") == weights.sum()
+
+
+def test_mean_does_not_depend_on_the_order():
+  random = np.random.default_rng(1)
+  values = random.normal(size=1000) * 10.0 ** random.integers(-6, 6, 1000)
+  pairs = [(jnp.float32(v), jnp.float32(1)) for v in values]
+  forward, backward = weighted.Totals(), weighted.Totals()
+  for pair in pairs:
+    forward.add({"x": pair})
+  for pair in reversed(pairs):
+    backward.add({"x": pair})
+  assert forward.means() == backward.means()
+
+
+def test_scalar_counts_once():
+  value, weight = weighted.scalar(jnp.bfloat16(0.5))
+  assert (value.dtype, float(value)) == (jnp.float32, 0.5)
+  assert float(weight) == 1.0
+
+
+def test_nothing_has_no_mean():
+  totals = weighted.Totals()
+  totals.add({"x": (jnp.float32(0), jnp.float32(0))})
+  assert math.isnan(totals.means()["x"])
+  assert totals.weight("never added") == 0.0

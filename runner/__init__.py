@@ -1,0 +1,1 @@
+"""Experiments, jobs and the programs that train, evaluate and decode."""

@@ -1,0 +1,1 @@
+"""Checkpoints: asynchronous, atomic, named logically, for any mesh."""

@@ -1,0 +1,1 @@
+"""From an experiment's name and a command line to a resolved configuration."""

@@ -1,0 +1,285 @@
+"""A resolved configuration as text and as JSON, the same on every machine.
+
+One line a value: `path = value` for values, defaults included, and
+`path: import.path` for parts, with `path = *other.path` where a part is used
+again. There are no addresses, no order of hashing, no private modules, so two
+configurations are equal where their texts are, whichever Python and library
+wrote them. A value that has no such text is an error.
+"""
+
+from collections.abc import Iterator, Mapping
+import dataclasses
+import enum
+import functools
+import json
+from typing import Any
+
+import fiddle as fdl
+
+from paxon.runner import user_error
+from paxon.runner.configuration import annotations, stable_names, tree
+
+_ROOT = "<root>"
+_REQUIRED = "<required>"
+_DEFAULT = "<default>"
+
+
+class UnstableValueError(user_error.UserError):
+  """A value that would be written differently by the next process."""
+
+
+def to_text(config: fdl.Buildable) -> str:
+  """Returns the configuration, one value a line.
+
+  Args:
+    config: The root.
+
+  Raises:
+    UnstableValueError: A value has no stable text.
+  """
+  return "".join(f"{line}\n" for line in _lines(config, "", {}))
+
+
+def to_json(config: fdl.Buildable) -> str:
+  """Returns the configuration as nested JSON objects, with a final newline.
+
+  A part is an object whose `@type` is its class or function (`@partial` where
+  it is called later). What JSON lacks is an object with one key: `@dtype`,
+  `@callable`, `@value`, `@enum`, `@float`, `@bytes`, `@default`, `@required`,
+  and `@same_as`, the path of the place where a shared part is written out.
+
+  Args:
+    config: The root.
+
+  Raises:
+    UnstableValueError: A value has no stable text.
+  """
+  return json.dumps(_jsonable(config, "", {}), indent=1) + "\n"
+
+
+def _lines(value: Any, path: str, seen: dict[int, str]) -> Iterator[str]:
+  """Yields the lines of `value`; `seen` has the first path of each node."""
+  label = path or _ROOT
+  if isinstance(value, functools.partial):
+    value = _as_node(value, path)
+  if isinstance(value, fdl.Buildable):
+    if id(value) in seen:
+      yield f"{label} = *{seen[id(value)]}"
+      return
+    seen[id(value)] = label
+    kind = "partial " if isinstance(value, fdl.Partial) else ""
+    yield f"{label}: {kind}{_node_name(value, path)}"
+    for name in tree.field_names(value):
+      child_path = tree.join(path, name)
+      text = _unset_text(value, name, child_path)
+      if text is not None:
+        yield f"{child_path} = {text}"
+      else:
+        yield from _lines(tree.value_of(value, name), child_path, seen)
+  elif _holds_nodes(value):
+    for step, child in _sorted_children(value):
+      yield from _lines(child, tree.join(path, step), seen)
+  else:
+    yield f"{label} = {_text(value, path)}"
+
+
+def _holds_nodes(value: Any) -> bool:
+  return any(
+    isinstance(child, fdl.Buildable | functools.partial) or _holds_nodes(child)
+    for _, child in _sorted_children(value)
+  )
+
+
+def _sorted_children(value: Any) -> list[tuple[str | int, Any]]:
+  """Returns the children; those of a mapping in the order of their keys."""
+  if isinstance(value, Mapping):
+    return sorted(value.items(), key=lambda item: str(item[0]))
+  return list(tree.children(value))
+
+
+def _as_node(value: functools.partial, path: str) -> fdl.Buildable:
+  try:
+    return fdl.Partial(value.func, *value.args, **value.keywords)
+  except (TypeError, ValueError) as error:
+    raise UnstableValueError(
+      f"{path or _ROOT}: cannot write a functools.partial of {value.func!r}"
+      f" ({error}); use fdl.Partial."
+    ) from error
+
+
+def _node_name(node: fdl.Buildable, path: str) -> str:
+  target = fdl.get_callable(node)
+  name = stable_names.name_of(target)
+  if name is None:
+    raise _unstable(target, path)
+  return name
+
+
+def _unset_text(node: fdl.Buildable, name: str, path: str) -> str | None:
+  """Returns the text of an unset field that cannot be written as a value."""
+  if tree.is_set(node, name):
+    return None
+  value = tree.value_of(node, name)
+  if value is fdl.NO_VALUE:
+    return _REQUIRED
+  target = fdl.get_callable(node)
+  if _is_callable_value(value):
+    module = getattr(target, "__module__", None)
+    # A default without a name is still fixed by the class that has it.
+    return stable_names.name_of(value, user=module) or _DEFAULT
+  try:
+    _text(value, path)
+  except UnstableValueError:
+    return _DEFAULT
+  return None
+
+
+def _is_callable_value(value: Any) -> bool:
+  return (
+    callable(value)
+    and not isinstance(value, functools.partial)
+    and _dtype_name(value) is None
+    and stable_names.is_function_or_class(value)
+  )
+
+
+def _text(value: Any, path: str) -> str:
+  """Returns one value, which holds no node, as text."""
+  dtype = _dtype_name(value)
+  if dtype is not None:
+    return dtype
+  if isinstance(value, enum.Enum):
+    return f"{stable_names.name_of(type(value))}.{value.name}"
+  if value is None or isinstance(value, bool | int | float | bytes):
+    return repr(value)
+  if isinstance(value, str):
+    # JSON's escapes: what repr() escapes depends on Python's Unicode tables.
+    return json.dumps(value)
+  if isinstance(value, tuple):
+    items = [_text(item, path) for item in value]
+    return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
+  if isinstance(value, list):
+    return f"[{', '.join(_text(item, path) for item in value)}]"
+  if isinstance(value, set | frozenset):
+    return f"{{{', '.join(sorted(_text(item, path) for item in value))}}}"
+  if isinstance(value, Mapping):
+    items = [
+      f"{_text(key, path)}: {_text(item, path)}"
+      for key, item in _sorted_children(value)
+    ]
+    return f"{{{', '.join(items)}}}"
+  if _is_finished_part(value):
+    items = [
+      f"{field.name}={_field_text(value, field.name, path)}"
+      for field in dataclasses.fields(value)
+      if not (tree.is_linen(type(value)) and field.name in ("parent", "name"))
+    ]
+    return f"{stable_names.name_of(type(value))}({', '.join(items)})"
+  name = None
+  if _is_callable_value(value):
+    name = stable_names.name_of(value)
+  if name is None:
+    raise _unstable(value, path)
+  return name
+
+
+def _is_finished_part(value: Any) -> bool:
+  """Whether an object is the same as its fields, and does not change."""
+  if isinstance(value, type):
+    return False
+  if tree.is_linen(type(value)):
+    return value.name is None and value.scope is None
+  parameters = getattr(type(value), "__dataclass_params__", None)
+  return parameters is not None and parameters.frozen
+
+
+def _field_text(owner: Any, name: str, path: str) -> str:
+  value = getattr(owner, name)
+  if _is_callable_value(value):
+    # The value may be a default that only the owner's module has a name for.
+    known = stable_names.name_of(value, user=type(owner).__module__)
+    if known is not None:
+      return known
+  return _text(value, tree.join(path, name))
+
+
+def _jsonable(value: Any, path: str, seen: dict[int, str]) -> Any:
+  if isinstance(value, functools.partial):
+    value = _as_node(value, path)
+  if isinstance(value, fdl.Buildable):
+    label = path or _ROOT
+    if id(value) in seen:
+      return {"@same_as": seen[id(value)]}
+    seen[id(value)] = label
+    kind = "@partial" if isinstance(value, fdl.Partial) else "@type"
+    result: dict[str, Any] = {kind: _node_name(value, path)}
+    for name in tree.field_names(value):
+      result[name] = _jsonable_field(value, name, tree.join(path, name), seen)
+    return result
+  dtype = _dtype_name(value)
+  if dtype is not None:
+    return {"@dtype": dtype}
+  if isinstance(value, enum.Enum):
+    return {"@enum": _text(value, path)}
+  if isinstance(value, float) and value - value != 0:  # NaN or infinite.
+    return {"@float": repr(value)}
+  if value is None or isinstance(value, bool | int | float | str):
+    return value
+  if isinstance(value, bytes):
+    return {"@bytes": value.hex()}
+  if isinstance(value, Mapping):
+    return {
+      str(key): _jsonable(child, tree.join(path, key), seen)
+      for key, child in _sorted_children(value)
+    }
+  if isinstance(value, set | frozenset):
+    value = sorted(value, key=lambda item: _text(item, path))
+  if isinstance(value, list | tuple):
+    return [
+      _jsonable(child, tree.join(path, i), seen)
+      for i, child in enumerate(value)
+    ]
+  kind = "@value" if _is_finished_part(value) else "@callable"
+  return {kind: _text(value, path)}
+
+
+def _jsonable_field(
+  node: fdl.Buildable, name: str, path: str, seen: dict[int, str]
+) -> Any:
+  text = _unset_text(node, name, path)
+  if text == _REQUIRED:
+    return {"@required": True}
+  if text == _DEFAULT:
+    return {"@default": True}
+  if text is not None:
+    return {"@callable": text}
+  return _jsonable(tree.value_of(node, name), path, seen)
+
+
+def _dtype_name(value: Any) -> str | None:
+  """Returns the name of a dtype or scalar type (`jnp.bfloat16`), or None."""
+  kind = type(value)
+  is_dtype = any(
+    (base.__module__, base.__name__) == ("numpy", "dtype")
+    for base in kind.__mro__
+  )
+  is_scalar_type = isinstance(value, type) and any(
+    (base.__module__, base.__name__) == ("numpy", "generic")
+    for base in value.__mro__
+  )
+  # jax's scalar types (jnp.float32) are instances of a metaclass of its own.
+  is_jax_scalar_type = kind.__name__ == "_ScalarMeta"
+  if not (is_dtype or is_scalar_type or is_jax_scalar_type):
+    return None
+  return annotations.to_dtype(value).name
+
+
+def _unstable(value: Any, path: str) -> UnstableValueError:
+  what = type(value).__name__
+  name = getattr(value, "__qualname__", None)
+  return UnstableValueError(
+    f"{path or _ROOT} holds {name or 'a'} ({what}), which cannot be written"
+    " down; use fdl.Config or fdl.Partial of something that a module defines by"
+    " name, instead of a lambda, an inner function, an array or a finished"
+    " object."
+  )

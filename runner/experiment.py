@@ -1,0 +1,324 @@
+"""Experiments: complete, named recipes whose variants change only knobs.
+
+```python
+class Small(experiment.Experiment):
+  num_train_steps = 1000  # A knob of every experiment.
+  global_batch_size = 16
+  embed_dim: int = 128  # A knob of this one.
+
+  def task(self): ...  # fdl.Config of a Task, made from self.embed_dim, ...
+  def datasets(self): ...  # {"train": fdl.Config, "validation": ...}
+
+
+class Wide(Small):
+  embed_dim = 512
+```
+
+`Wide().job()` is the resolved configuration of a run: a `fdl.Config[Job]` that
+depends on the knobs alone. A name that no class declares cannot be assigned,
+and a knob that has no effect on the configuration is an error.
+"""
+
+import abc
+from collections.abc import Callable, Generator, Mapping
+import contextlib
+import copy
+from typing import Any, ClassVar, Literal, TypeVar
+
+import fiddle as fdl
+
+from paxon.inputs import base_input
+from paxon.runner import generation_settings
+from paxon.runner import job as job_lib
+from paxon.runner import knobs as knobs_lib
+from paxon.runner import task as task_lib
+from paxon.runner.configuration import compute_dtype, tree
+from paxon.sharding import rules as rules_lib
+
+# Not `typing.Self`, which the shape checker of the tests cannot read.
+_Self = TypeVar("_Self", bound="Experiment")
+
+_TRAIN = "train"
+_MUTABLE = (list, dict, set)
+
+
+class Experiment(abc.ABC):
+  """The base of all experiments.
+
+  Subclasses declare knobs as annotated attributes and implement `task` and
+  `datasets`. A knob is read as an attribute of the instance. `0` and `False`
+  are values like any other; what is not set is None.
+
+  Attributes:
+    num_train_steps: The step at which training ends.
+    global_batch_size: Sequences in a training batch, over all devices.
+    checkpoint_every_steps: Interval of checkpoints; None for one at the end.
+    eval_every_steps: Interval of evaluations; None for one at the end.
+    summary_every_steps: Interval of training summaries.
+    seed: Of initial values, random keys and the order of the data.
+    mesh: Sizes of the device mesh's axes, such as `fsdp=4,tensor=2`; one `-1`
+      takes the devices that are left.
+    dtype: What parts compute in that do not say their own `dtype`. Parameters
+      stay in theirs.
+    name: The experiment's word in reports; by default its class's name.
+  """
+
+  num_train_steps: int
+  global_batch_size: int
+  checkpoint_every_steps: int | None = None
+  eval_every_steps: int | None = None
+  summary_every_steps: int = 10
+  seed: int = 0
+  mesh: str = "data=-1"
+  dtype: Literal["float32", "bfloat16"] = "float32"
+
+  name: ClassVar[str] = ""
+
+  _knobs: ClassVar[Mapping[str, knobs_lib.Knob]] = {}
+  _given: dict[str, Any]
+  _read: set[str] | None
+
+  def __init_subclass__(cls, **kwargs: object) -> None:
+    """Checks the knobs of a new experiment class.
+
+    Raises:
+      knobs.KnobError: A knob is misspelled or has another type.
+    """
+    super().__init_subclass__(**kwargs)
+    if "job" in vars(cls):
+      raise knobs_lib.KnobError(
+        f"{cls.__name__}.job: job() is not overridden, because it checks that"
+        " every knob is read; change the job in adjust(config)."
+      )
+    if "name" not in vars(cls):
+      cls.name = cls.__name__
+    cls._knobs = knobs_lib.collect(cls, root=Experiment)
+
+  def __init__(self, **given: object) -> None:
+    """Makes the experiment, with other values for some of its knobs.
+
+    Args:
+      **given: Values by knob.
+
+    Raises:
+      knobs.KnobError: There is no such knob, a value has another type, or a
+        knob without a default is missing.
+    """
+    cls, known = type(self), type(self)._knobs
+    values = {}
+    for name, value in given.items():
+      if name not in known:
+        raise knobs_lib.unknown(cls, name, known)
+      values[name] = knobs_lib.value(cls, known[name], value)
+    for name, knob in known.items():
+      if knob.default is knobs_lib.REQUIRED and name not in values:
+        raise knobs_lib.KnobError(
+          f"{cls.__name__}.{name} has no value; set it in a subclass, or make"
+          f" the experiment with {name}=..."
+        )
+    object.__setattr__(self, "_given", values)
+    object.__setattr__(self, "_read", None)
+
+  def __getattribute__(self, name: str) -> Any:
+    """Returns an attribute; notes that a knob was read."""
+    if name.startswith("_") or name not in type(self)._knobs:
+      return object.__getattribute__(self, name)
+    if self._read is not None:
+      self._read.add(name)
+    knob = type(self)._knobs[name]
+    if name in self._given:
+      value = self._given[name]
+    elif isinstance(knob.default, property):
+      value = object.__getattribute__(self, name)
+      value = knobs_lib.value(type(self), knob, value)
+    else:
+      value = knob.default
+    # A list that a caller changes must not change the class.
+    return copy.deepcopy(value) if isinstance(value, _MUTABLE) else value
+
+  def __setattr__(self, name: str, value: object) -> None:
+    """Refuses: knobs are set where the experiment is made."""
+    raise AttributeError(
+      f"{type(self).__name__} cannot be changed; make another one with"
+      f" replace({name}=...)."
+    )
+
+  def __repr__(self) -> str:
+    given = ", ".join(f"{name}={v!r}" for name, v in self._given.items())
+    return f"{type(self).__name__}({given})"
+
+  @classmethod
+  def knobs(cls) -> Mapping[str, knobs_lib.Knob]:
+    """Returns the knobs by name, those of bases first."""
+    return cls._knobs
+
+  @classmethod
+  def import_path(cls) -> str:
+    """Returns the name that `--exp` finds this class by."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+  def replace(self: _Self, **given: object) -> _Self:
+    """Returns this experiment with other values for some of its knobs.
+
+    Args:
+      **given: Values by knob.
+
+    Raises:
+      knobs.KnobError: As for making one.
+    """
+    return type(self)(**{**self._given, **given})
+
+  def shrink(self: _Self) -> _Self:
+    """Returns the experiment at toy size, for a smoke run on a CPU.
+
+    Here two steps of at most eight sequences, with an evaluation and a
+    checkpoint at each. Subclasses shrink their model's knobs too:
+    `return super().shrink().replace(embed_dim=16)`.
+    """
+    toy: dict[str, object] = {
+      "num_train_steps": min(self.num_train_steps, 2),
+      "global_batch_size": min(self.global_batch_size, 8),
+      "summary_every_steps": 1,
+    }
+    for interval in ("checkpoint_every_steps", "eval_every_steps"):
+      if getattr(self, interval) is not None:
+        toy[interval] = 1
+    return self.replace(**toy)
+
+  @abc.abstractmethod
+  def task(self) -> fdl.Config[task_lib.Task]:
+    """Returns what is trained."""
+
+  @abc.abstractmethod
+  def datasets(self) -> dict[str, fdl.Config[base_input.BaseInput]]:
+    """Returns the inputs by split: `train`, and those to evaluate on."""
+
+  def generation(
+    self,
+  ) -> fdl.Config[generation_settings.GenerationSettings] | None:
+    """Returns what to sample at the end of a run; None for nothing."""
+    return None
+
+  def baselines(
+    self,
+  ) -> Callable[[], dict[str, float]] | fdl.Buildable[Any] | None:
+    """Returns what computes figures to compare with; None for nothing.
+
+    A configuration is of something callable, or is partial.
+    """
+    return None
+
+  def rules(self) -> rules_lib.Rules:
+    """Returns the rules from logical axes to mesh axes."""
+    return rules_lib.DEFAULT_RULES
+
+  def adjust(self, config: fdl.Config[job_lib.Job]) -> None:  # noqa: B027
+    """Changes the finished job in place, for what no other method gives.
+
+    Args:
+      config: The whole configuration, before the dtype is set where it is not.
+    """
+
+  def job(self) -> fdl.Config[job_lib.Job]:
+    """Returns the resolved configuration of a run, the same at every call.
+
+    Raises:
+      knobs.KnobError: A knob was read by nothing.
+      ValueError: A part of the configuration is missing or not allowed.
+    """
+    with self._reading() as read:
+      config = fdl.Config(
+        job_lib.Job,
+        experiment=self.import_path(),
+        task=self._checked_task(),
+        **self._inputs(),
+        num_train_steps=self.num_train_steps,
+        checkpoint_every_steps=self.checkpoint_every_steps,
+        eval_every_steps=self.eval_every_steps,
+        summary_every_steps=self.summary_every_steps,
+        mesh=self.mesh,
+        rules=self.rules(),
+        seed=self.seed,
+        generation=self.generation(),
+        baselines=self.baselines(),
+      )
+      self.adjust(config)
+      if compute_dtype.set_where_unset(config.task, self._given_or("dtype")):
+        read.add("dtype")
+    self._check_read(read)
+    _check_names(config)
+    return config
+
+  def _given_or(self, name: str) -> Any:
+    """Returns a knob's value without counting as a reader."""
+    read, value = self._read, None
+    object.__setattr__(self, "_read", None)
+    try:
+      value = getattr(self, name)
+    finally:
+      object.__setattr__(self, "_read", read)
+    return value
+
+  @contextlib.contextmanager
+  def _reading(self) -> Generator[set[str], None, None]:
+    read: set[str] = set()
+    object.__setattr__(self, "_read", read)
+    try:
+      yield read
+    finally:
+      object.__setattr__(self, "_read", None)
+
+  def _checked_task(self) -> fdl.Config[task_lib.Task]:
+    task = self.task()
+    if not isinstance(task, fdl.Buildable):
+      raise ValueError(
+        f"{type(self).__name__}.task() must return a fdl.Config of a Task, got"
+        f" {type(task).__name__}."
+      )
+    return task
+
+  def _inputs(self) -> dict[str, Any]:
+    datasets = dict(self.datasets())
+    if _TRAIN not in datasets:
+      splits = ", ".join(map(repr, datasets)) or "nothing"
+      raise ValueError(
+        f"{type(self).__name__}.datasets() must have the split {_TRAIN!r}; it"
+        f" has {splits}."
+      )
+    return {"train_input": datasets.pop(_TRAIN), "eval_inputs": datasets}
+
+  def _check_read(self, read: set[str]) -> None:
+    cls = type(self)
+    for name, knob in cls._knobs.items():
+      if name in read or self._given_or(name) is None:
+        continue
+      base = Experiment.__annotations__
+      untouched = (
+        name in base
+        and name not in self._given
+        and knob.default is vars(Experiment).get(name, knobs_lib.REQUIRED)
+      )
+      # Nobody asked for the value of a knob that every experiment has.
+      if untouched:
+        continue
+      what = (
+        "no part of the task takes it: none has an unset field 'dtype'"
+        if name == "dtype"
+        else "nothing read it while the configuration was built"
+      )
+      raise knobs_lib.KnobError(
+        f"{cls.__name__}.{name} has no effect: {what}. Read self.{name} in"
+        " task() or datasets(), or set the knob to None if it allows that."
+      )
+
+
+def _check_names(config: fdl.Config) -> None:
+  for path, node in tree.nodes(config):
+    if not tree.is_linen(fdl.get_callable(node)):
+      continue
+    for field in ("name", "parent"):
+      if tree.is_set(node, field):
+        raise ValueError(
+          f"{tree.join(path, field)} is set, which would not name the module's"
+          " parameters; the field that holds a module does."
+        )

@@ -1,0 +1,118 @@
+"""Tests for whole files and the folders of runs."""
+
+import datetime
+import os
+import pathlib
+
+from etils import epath
+import pytest
+
+from paxon.runner import files, run_dir, user_error
+
+_NOW = datetime.datetime(2024, 5, 6, 7, 8, 9)
+
+
+def test_file_is_written_whole_and_folders_are_made(tmp_path):
+  path = tmp_path / "a" / "b.txt"
+  files.write_text(path, "caf\u00e9\r\n")
+  assert path.read_bytes() == "caf\u00e9\r\n".encode()
+  files.write_bytes(path, b"")
+  assert path.read_bytes() == b""
+  assert os.listdir(path.parent) == ["b.txt"]
+
+
+def test_failed_write_leaves_the_old_file_and_nothing_else(
+  tmp_path, monkeypatch
+):
+  path = tmp_path / "a.txt"
+  files.write_text(path, "old")
+
+  def fail(*args):
+    raise OSError("disk full")
+
+  monkeypatch.setattr(os, "fsync", fail)
+  with pytest.raises(OSError, match="disk full"):
+    files.write_text(path, "new")
+  assert path.read_text() == "old"
+  assert os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_reader_never_sees_a_part_of_a_file(tmp_path, monkeypatch):
+  path = tmp_path / "a.txt"
+  files.write_text(path, "old")
+  seen = []
+  sync = os.fsync
+
+  def look(descriptor):
+    seen.append(path.read_text())
+    sync(descriptor)
+
+  monkeypatch.setattr(os, "fsync", look)
+  files.write_text(path, "new")
+  assert seen == ["old"]
+  assert path.read_text() == "new"
+
+
+def test_remote_files_are_written_in_one_go(monkeypatch):
+  written = []
+  for method in ("mkdir", "write_bytes"):
+
+    def record(self, *args, method=method, **kwargs):
+      written.append((method, os.fspath(self), *args))
+
+    monkeypatch.setattr(type(epath.Path("gs://b")), method, record)
+  files.write_text("gs://bucket/run/a.txt", "text")
+  assert written == [
+    ("mkdir", "gs://bucket/run"),
+    ("write_bytes", "gs://bucket/run/a.txt", b"text"),
+  ]
+
+
+@pytest.mark.parametrize(
+  ("given", "environ", "expected"),
+  [
+    ("x", {}, "{cwd}/x"),
+    ("x", {"BUILD_WORKING_DIRECTORY": "/home/me"}, "/home/me/x"),
+    ("/x", {"BUILD_WORKING_DIRECTORY": "/home/me"}, "/x"),
+    ("~/x", {"BUILD_WORKING_DIRECTORY": "/home/me"}, "{home}/x"),
+    ("gs://b/x", {"BUILD_WORKING_DIRECTORY": "/home/me"}, "gs://b/x"),
+  ],
+)
+def test_folder_is_relative_to_where_the_user_stands(given, environ, expected):
+  expected = expected.format(cwd=os.getcwd(), home=pathlib.Path.home())
+  assert os.fspath(run_dir.resolve(given, environ)) == expected
+
+
+def test_new_folders_are_unique(tmp_path):
+  environ = {"BUILD_WORKING_DIRECTORY": str(tmp_path)}
+  made = [run_dir.create_new("Toy", environ, now=_NOW) for _ in range(3)]
+  assert [path.name for path in made] == [
+    "Toy-20240506-070809",
+    "Toy-20240506-070809-2",
+    "Toy-20240506-070809-3",
+  ]
+  assert all(path.parent == tmp_path / "runs" for path in made)
+
+
+def test_folders_that_cannot_be_are_named(tmp_path):
+  blocked = tmp_path / "file"
+  blocked.write_text("")
+  for path in (blocked, blocked / "below"):
+    with pytest.raises(user_error.UserError, match=r"file.*cannot be made"):
+      run_dir.create(epath.Path(path))
+    with pytest.raises(user_error.UserError, match="there is no such folder"):
+      run_dir.existing(epath.Path(path))
+  run_dir.create(epath.Path(tmp_path))
+  assert run_dir.existing(epath.Path(tmp_path)) == epath.Path(tmp_path)
+
+
+@pytest.mark.parametrize(
+  ("text", "line"),
+  [
+    ("a\n  b\r\n", "a b"),
+    ("\x1b[31m", "\\x1b[31m"),
+    ("caf\u00e9", "caf\u00e9"),
+  ],
+)
+def test_errors_are_one_printable_line(text, line):
+  assert user_error.one_line(user_error.UserError(text)) == line

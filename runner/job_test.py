@@ -1,0 +1,79 @@
+"""Tests for jobs, tasks and what to generate."""
+
+import dataclasses
+
+import fiddle as fdl
+from flax import linen as nn
+import pytest
+
+from paxon.runner import generation_settings, job, task, toy_experiment
+
+
+def _job():
+  return fdl.build(toy_experiment.Toy().job())
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    ({"checkpoint_every_steps": 0}, r"checkpoint_every_steps must be .*got 0"),
+    ({"eval_every_steps": -1}, r"eval_every_steps must be positive, got -1"),
+    ({"summary_every_steps": 0}, r"summary_every_steps must be positive, got"),
+    ({"max_checkpoints": 0}, r"max_checkpoints must be positive, got 0"),
+    ({"num_train_steps": -1}, r"num_train_steps must not be negative, got -1"),
+    ({"mesh": "fsdp"}, r"mesh 'fsdp': 'fsdp' is not axis=size"),
+    ({"mesh": "fdsp=2"}, r"unknown axis 'fdsp'; did you mean 'fsdp'"),
+  ],
+)
+def test_a_job_rejects(fields, message):
+  with pytest.raises(ValueError, match=message):
+    dataclasses.replace(_job(), **fields)
+
+
+def test_intervals_may_be_unset():
+  changed = dataclasses.replace(
+    _job(), checkpoint_every_steps=None, eval_every_steps=None
+  )
+  assert isinstance(changed, job.Job)
+
+
+def test_a_split_cannot_be_called_train():
+  one = _job()
+  with pytest.raises(
+    ValueError, match=r"eval_inputs has a split named 'train'"
+  ):
+    dataclasses.replace(one, eval_inputs={"train": one.train_input})
+
+
+def test_generation_needs_a_model_that_generates():
+  one = _job()
+  silent = dataclasses.replace(one.task, tokenizer=None)
+  assert not silent.generates
+  with pytest.raises(ValueError, match=r"Job.generation is set, but the task"):
+    dataclasses.replace(
+      one,
+      task=silent,
+      generation=generation_settings.GenerationSettings(prompts=("a",)),
+    )
+
+
+def test_a_task_needs_a_name():
+  with pytest.raises(ValueError, match=r"Task.name must not be empty"):
+    dataclasses.replace(_job().task, name="")
+
+
+def test_a_model_needs_a_loss():
+  with pytest.raises(TypeError, match=r"`loss`, and Dense has none"):
+    task.Task(name="x", model=nn.Dense(3), learner=_job().task.learner)
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    ({"prompts": ()}, r"prompts is empty; give at least one"),
+    ({"max_new_tokens": 0}, r"max_new_tokens must be positive, got 0"),
+  ],
+)
+def test_generation_rejects(fields, message):
+  with pytest.raises(ValueError, match=message):
+    generation_settings.GenerationSettings(**fields)

@@ -1,0 +1,225 @@
+"""The knobs of an experiment class: annotated class attributes, checked.
+
+In Pax a misspelled knob was a new attribute that nobody read, and the run
+trained the wrong model in silence. Here every public name in the body of an
+experiment is either a method, a constant annotated as `ClassVar`, or a knob
+that the class or one of its bases declares by an annotation; anything else is
+an error at class creation.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+import functools
+import inspect
+import typing
+from typing import Any, ClassVar
+
+from paxon.runner import user_error
+from paxon.runner.configuration import annotations, suggestions
+
+REQUIRED: Any = object()
+
+# `name` is the experiment's word in reports; every class may set it.
+_FREE_NAMES = frozenset({"name"})
+_COMPUTED = (property, functools.cached_property)
+
+
+class KnobError(TypeError):
+  """A knob that does not exist, has another type, or that nothing reads."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Knob:
+  """One knob of an experiment class.
+
+  Attributes:
+    name: Its name.
+    annotation: Its evaluated type.
+    owner: The name of the class that declares it.
+    default: Its value in the class, `REQUIRED` if it has none. A property
+      computes the default of each instance from other knobs.
+  """
+
+  name: str
+  annotation: Any
+  owner: str
+  default: Any
+
+
+def collect(cls: type, *, root: type | None) -> dict[str, Knob]:
+  """Checks a new class and returns its knobs, those of bases first.
+
+  Args:
+    cls: The class, just created.
+    root: The class whose methods an experiment implements; None while that
+      class itself is made.
+
+  Raises:
+    KnobError: The class has a public attribute that no base declares, a
+      default of another type, or a method where a knob is, or the reverse.
+  """
+  declared: dict[str, tuple[Any, str]] = {}
+  for klass in reversed(cls.__mro__):
+    # What a base checked is not checked again; mixins are checked here.
+    checked = klass is not cls and root is not None and issubclass(klass, root)
+    own = {} if klass is object else _own_annotations(klass)
+    if not checked and klass.__module__ not in ("builtins", "abc", "typing"):
+      _check_body(cls, klass, own, declared)
+    for name, annotation in own.items():
+      if not _is_class_variable(annotation):
+        declared[name] = annotation, klass.__name__
+  return {
+    name: _knob(cls, name, annotation, owner)
+    for name, (annotation, owner) in declared.items()
+  }
+
+
+def value(cls: type, knob: Knob, given: Any) -> Any:
+  """Returns a value as the knob's type.
+
+  Args:
+    cls: The experiment, for the message.
+    knob: Which knob.
+    given: The value.
+
+  Raises:
+    KnobError: The value has another type.
+  """
+  try:
+    return annotations.coerce(given, knob.annotation)
+  except annotations.MismatchError as error:
+    text = f"{cls.__name__}.{knob.name}: {error}"
+    raise KnobError(user_error.sentence(text)) from None
+
+
+def unknown(cls: type, name: str, known: Mapping[str, Knob]) -> KnobError:
+  """Returns the error for a knob that does not exist."""
+  return KnobError(
+    f"{cls.__name__} has no knob {name!r}{suggestions.hint(name, known)}"
+  )
+
+
+def _knob(cls: type, name: str, annotation: Any, owner: str) -> Knob:
+  default = inspect.getattr_static(cls, name, REQUIRED)
+  knob = Knob(name=name, annotation=annotation, owner=owner, default=default)
+  if default is REQUIRED or isinstance(default, _COMPUTED):
+    return knob
+  checked = value(cls, knob, default)
+  return dataclasses.replace(knob, default=checked)
+
+
+def _own_annotations(klass: type) -> dict[str, Any]:
+  """Returns the evaluated public annotations of one class body."""
+  try:
+    found = inspect.get_annotations(klass, eval_str=True)
+  except Exception as error:
+    raise KnobError(
+      f"{klass.__name__} has an annotation that cannot be evaluated: {error}."
+      " Knobs need types that exist at run time."
+    ) from error
+  return {
+    name: annotation
+    for name, annotation in found.items()
+    if not name.startswith("_") and name not in _FREE_NAMES
+  }
+
+
+def _is_class_variable(annotation: Any) -> bool:
+  return annotation is ClassVar or typing.get_origin(annotation) is ClassVar
+
+
+def _check_body(
+  cls: type,
+  klass: type,
+  own: Mapping[str, Any],
+  declared: Mapping[str, tuple[Any, str]],
+) -> None:
+  """Checks the names that one class body binds or annotates."""
+  for name in own:
+    if _method_of_bases(klass, name):
+      raise KnobError(
+        f"{klass.__name__}.{name} is annotated as a knob, but"
+        f" {_method_of_bases(klass, name)} has a method of that name."
+      )
+  for name, bound in _public(klass):
+    if name in own:
+      continue
+    method_owner = _method_of_bases(klass, name)
+    is_method = _is_defined_in(bound, klass)
+    if name in declared:
+      if is_method and not isinstance(bound, _COMPUTED):
+        raise KnobError(
+          f"{klass.__name__}.{name} is a method, but {declared[name][1]}"
+          f" declares a knob of that name; assign a value, or make it a"
+          " property."
+        )
+    elif method_owner and (not is_method or isinstance(bound, _COMPUTED)):
+      raise KnobError(
+        f"{klass.__name__}.{name} must be a method, as in {method_owner}, but"
+        f" is a {type(bound).__name__}."
+      )
+    elif not is_method and not _is_constant_of_bases(klass, name):
+      known = {*declared, *own, *_knobs_below(cls, klass)}
+      close = suggestions.hint(name, known)
+      raise KnobError(
+        f"{klass.__name__}.{name} is assigned, but no class declares a knob"
+        f" {name!r}{close} A new knob needs an annotation, such as '{name}:"
+        f" {type(bound).__name__} = ...', a constant ClassVar."
+      )
+
+
+def _public(klass: type) -> Iterator[tuple[str, Any]]:
+  for name, bound in vars(klass).items():
+    if not name.startswith("_") and name not in _FREE_NAMES:
+      yield name, bound
+
+
+def _knobs_below(cls: type, klass: type) -> set[str]:
+  """Returns annotated names of all of `cls`, for suggestions to a mixin."""
+  return {
+    name
+    for base in cls.__mro__
+    if base not in (klass, object)
+    for name in inspect.get_annotations(base)
+    if not name.startswith("_")
+  }
+
+
+def _is_defined_in(bound: Any, klass: type) -> bool:
+  """Whether a value is a method, property or class written in this body.
+
+  A function from elsewhere that is assigned to a name is a value, not a method.
+  """
+  if isinstance(bound, classmethod | staticmethod):
+    return True
+  if isinstance(bound, property):
+    return True
+  if isinstance(bound, functools.cached_property | functools.partialmethod):
+    return True
+  qualname = getattr(bound, "__qualname__", "")
+  return (
+    isinstance(bound, Callable)
+    and getattr(bound, "__module__", None) == klass.__module__
+    and qualname.startswith(f"{klass.__qualname__}.")
+  )
+
+
+def _method_of_bases(klass: type, name: str) -> str | None:
+  """Returns the name of the base that has a plain method of this name."""
+  for base in klass.__mro__[1:]:
+    bound = vars(base).get(name)
+    if bound is not None:
+      is_method = isinstance(
+        bound, classmethod | staticmethod
+      ) or inspect.isfunction(bound)
+      return base.__name__ if is_method and base is not object else None
+  return None
+
+
+def _is_constant_of_bases(klass: type, name: str) -> bool:
+  """Whether a base declares the name as `ClassVar`."""
+  for base in klass.__mro__[1:]:
+    annotation = inspect.get_annotations(base).get(name)
+    if annotation is not None:
+      return "ClassVar" in str(annotation)
+  return False

@@ -1,0 +1,369 @@
+"""The command line: trains, evaluates or samples an experiment.
+
+  main --exp=tasks.lm.params.quickstart.PythonStdlibLm --fdl.num_train_steps=100
+
+Only this module knows flags. Wrong use is answered by one line on stderr and
+exit status 2. jax and the programs are imported after the flags have been
+understood, so that such answers come at once.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import datetime
+import os
+import re
+import sys
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from absl import flags
+
+from paxon.runner import user_error
+from paxon.runner.configuration import suggestions
+
+if TYPE_CHECKING:
+  from etils import epath
+  import fiddle as fdl
+
+  from paxon.runner import experiment as experiment_lib
+  from paxon.runner import job as job_lib
+  from paxon.runner.configuration import experiment_index
+  from paxon.runner.configuration import overrides as overrides_lib
+
+MODES = ("train", "eval", "decode")
+
+_WRONG_USE = 2
+_INTERRUPTED = 130
+_FDL_HELP = (
+  "--fdl.NAME=VALUE sets a knob of the experiment, or a path in its"
+  " configuration, such as --fdl.task.learner.max_grad_norm=0.5."
+)
+
+
+def run(
+  packages: Sequence[str] = ("paxon.tasks",), argv: Sequence[str] | None = None
+) -> NoReturn:
+  """Runs the command line and exits the process with its status.
+
+  Args:
+    packages: Where `--list` looks for experiments, and where names close to a
+      misspelled one are sought. `--exp` itself takes any importable class.
+    argv: The program's name and its arguments; by default the process's.
+  """
+  try:
+    status = _run(packages, list(sys.argv if argv is None else argv))
+  except user_error.UserError as error:
+    print(user_error.one_line(error), file=sys.stderr)
+    status = _WRONG_USE
+  except KeyboardInterrupt:
+    status = _INTERRUPTED
+  sys.exit(status)
+
+
+def make_flags() -> flags.FlagValues:
+  """Returns the flags with their help; `--fdl.` is not among them."""
+  values = flags.FlagValues()
+  flags.DEFINE_string(
+    "exp", None, "The experiment, such as tasks.lm.C.", flag_values=values
+  )
+  flags.DEFINE_string(
+    "job_log_dir",
+    None,
+    "The folder of the run; one that exists is gone on in. Default: a new one"
+    " under ./runs.",
+    flag_values=values,
+  )
+  flags.DEFINE_string(
+    "mode", "train", f"One of {', '.join(MODES)}.", flag_values=values
+  )
+  flags.DEFINE_string(
+    "prompt", None, "For --mode=decode: the text to go on.", flag_values=values
+  )
+  flags.DEFINE_bool(
+    "list", False, "Print the experiments and exit.", flag_values=values
+  )
+  flags.DEFINE_bool(
+    "help",
+    False,
+    "Print this, and with --exp that experiment's knobs; and exit.",
+    flag_values=values,
+  )
+  return values
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Command:
+  """A command line that was understood."""
+
+  exp: str | None
+  job_log_dir: str | None
+  mode: str
+  prompt: str | None
+  list: bool
+  help: bool
+  overrides: tuple["overrides_lib.Override", ...]
+
+
+def _run(packages: Sequence[str], argv: Sequence[str]) -> int:
+  command = _parse(argv)
+  if command.help:
+    return _print_help(command, packages)
+  if command.list:
+    return _print_list(packages)
+  _check(command, packages)
+  experiment, paths = _make_experiment(command, packages)
+  config, notes = _configure(experiment, paths)
+  job = _build(config)
+  run_dir = _run_dir(command, type(experiment).__name__)
+  print(f"job_log_dir: {os.fspath(run_dir)}", flush=True)
+  for note in notes:
+    print(note)
+  return _start(command, job, config, run_dir)
+
+
+def _parse(argv: Sequence[str]) -> _Command:
+  """Reads the arguments.
+
+  Raises:
+    user_error.UserError: One of them is wrong.
+  """
+  from paxon.runner.configuration import overrides as overrides_lib
+
+  overrides, rest = [], [argv[0] if argv else "main"]
+  for argument in argv[1:]:
+    override = overrides_lib.parse_argument(argument)
+    if override is not None:
+      overrides.append(override)
+    else:
+      rest.append(argument)
+  values = make_flags()
+  for argument in rest[1:]:
+    # absl's own, which it takes even where nobody defined them.
+    if re.match(r"--?(flagfile|undefok)\b", argument):
+      raise _unknown_flag(argument.lstrip("-").partition("=")[0], values)
+  try:
+    positional = values(rest)[1:]
+  except flags.UnrecognizedFlagError as error:
+    raise _unknown_flag(error.flagname, values) from error
+  except flags.Error as error:
+    raise user_error.UserError(f"{error} (--help explains.)") from error
+  if positional:
+    raise user_error.UserError(
+      f"There is an argument {positional[0]!r}, but only flags are taken,"
+      " written --name=value."
+    )
+  # Libraries may read absl's own flags, and they find the defaults.
+  flags.FLAGS.mark_as_parsed()
+  given = values.flag_values_dict()
+  return _Command(overrides=tuple(overrides), **given)
+
+
+def _unknown_flag(name: str, values: flags.FlagValues) -> user_error.UserError:
+  close = suggestions.closest(name.partition(".")[0], list(values))
+  if name.partition(".")[0] in ("fld", "fd", "fdll", "fiddle"):
+    what = f"did you mean '--fdl.{name.partition('.')[2] or 'NAME'}'?"
+  elif name in ("h", "?"):
+    what = "did you mean '--help'?"
+  elif close:
+    what = f"did you mean '--{close[0]}'?"
+  else:
+    what = f"a knob or a path is set by --fdl.{name}=VALUE."
+  return user_error.UserError(f"There is no flag --{name}; {what}")
+
+
+def _check(command: _Command, packages: Sequence[str]) -> None:
+  """Checks what can be known before an experiment is imported."""
+  if command.mode not in MODES:
+    raise user_error.UserError(
+      f"--mode={command.mode} is no mode{suggestions.hint(command.mode, MODES)}"
+    )
+  if not command.exp:
+    entries = _entries(packages)
+    example = f", such as --exp={_short(entries[0].name)}" if entries else ""
+    raise user_error.UserError(
+      f"--exp is missing: name an experiment{example}; --list prints them."
+    )
+  if command.prompt is not None and command.mode != "decode":
+    raise user_error.UserError(
+      f"--prompt is for --mode=decode, and the mode is {command.mode}."
+    )
+  if any("\ud800" <= char <= "\udfff" for char in command.prompt or ""):
+    raise user_error.UserError(
+      f"--prompt={command.prompt!r} is no UTF-8 text; each \\udcXX is the byte"
+      " XX, which belongs to no character."
+    )
+  if command.mode != "train" and not command.job_log_dir:
+    raise user_error.UserError(
+      f"--mode={command.mode} needs --job_log_dir, the folder of a trained run."
+    )
+  if command.job_log_dir is not None and not command.job_log_dir.strip():
+    raise user_error.UserError("--job_log_dir is empty; give a folder.")
+
+
+def _make_experiment(
+  command: _Command, packages: Sequence[str]
+) -> tuple["experiment_lib.Experiment", list["overrides_lib.Override"]]:
+  """Returns the experiment with its knobs set, and the overrides of paths."""
+  from paxon.runner.configuration import find_experiment
+
+  cls = find_experiment.find_experiment(command.exp or "", packages=packages)
+  from paxon.runner import knobs
+  from paxon.runner.configuration import annotations, text_values
+
+  known = cls.knobs()
+  values: dict[str, Any] = {}
+  paths = []
+  for override in command.overrides:
+    knob = known.get(override.path)
+    if knob is None:
+      paths.append(override)
+      continue
+    try:
+      values[knob.name] = text_values.parse(
+        override.text, knob.annotation, current=knob.default
+      )
+    except annotations.MismatchError as error:
+      raise user_error.UserError(
+        user_error.sentence(f"{override}: {error}")
+      ) from error
+  try:
+    return cls(**values), paths
+  except knobs.KnobError as error:
+    raise user_error.UserError(str(error)) from error
+
+
+def _configure(
+  experiment: "experiment_lib.Experiment",
+  paths: Sequence["overrides_lib.Override"],
+) -> tuple["fdl.Config[job_lib.Job]", list[str]]:
+  """Returns the resolved configuration, and remarks on its overrides."""
+  from paxon.runner import job as job_lib
+  from paxon.runner import knobs
+  from paxon.runner.configuration import overrides as overrides_lib
+  from paxon.runner.configuration import tree
+
+  try:
+    config = experiment.job()
+  except knobs.KnobError as error:
+    raise user_error.UserError(str(error)) from error
+  except (ValueError, TypeError) as error:
+    raise user_error.UserError(
+      f"{type(experiment).__name__} gives no configuration: {error}"
+      f" ({user_error.place_of(error)})"
+    ) from error
+  notes = []
+  for override in paths:
+    steps = overrides_lib.steps_of(override)
+    fields = [*tree.field_names(config), *type(experiment).knobs()]
+    if steps[0] not in fields:
+      hint = suggestions.hint(str(steps[0]), fields)
+      raise user_error.UserError(
+        f"{override}: {type(experiment).__name__} has no knob and"
+        f" {job_lib.Job.__name__} no field {steps[0]!r}{hint}"
+      )
+    notes.append(overrides_lib.apply(config, override))
+  return config, [note for note in notes if note]
+
+
+def _build(config: "fdl.Config[job_lib.Job]") -> "job_lib.Job":
+  """Makes the job; what its parts refuse is the user's mistake."""
+  import fiddle as fdl
+
+  try:
+    return fdl.build(config)
+  except (ValueError, TypeError) as error:
+    # Fiddle adds the place in the configuration to the text.
+    message, _, context = str(error).partition("\n\nFiddle context:")
+    found = re.search(r" at <root>\.?(.*?) with positional", context)
+    path = re.sub(r"\['(\w+)'\]", r".\1", found[1]) if found else ""
+    if path:
+      message = f"{message.rstrip('.')} (at {path})."
+    raise user_error.UserError(message) from error
+
+
+def _run_dir(command: _Command, experiment: str) -> "epath.Path":
+  from paxon.runner import run_dir
+
+  if command.job_log_dir is None:
+    now = datetime.datetime.now()
+    return run_dir.create_new(experiment, os.environ, now=now)
+  path = run_dir.resolve(command.job_log_dir, os.environ)
+  if command.mode == "train":
+    run_dir.create(path)
+    return path
+  return run_dir.existing(path)
+
+
+def _start(
+  command: _Command,
+  job: "job_lib.Job",
+  config: "fdl.Config[job_lib.Job]",
+  run_dir: "epath.Path",
+) -> int:
+  """Runs the program of the mode and returns its exit status."""
+  if command.mode == "eval":
+    from paxon.runner.programs import evaluate
+
+    return evaluate.run(job, run_dir)
+  if command.mode == "decode":
+    from paxon.runner.programs import decode
+
+    return decode.run(job, run_dir, command.prompt)
+  from paxon.runner.programs import train
+
+  return train.run(job, config, run_dir)
+
+
+def _print_list(packages: Sequence[str]) -> int:
+  for entry in _entries(packages):
+    name = _short(entry.name)
+    print(f"{name}  {entry.summary}" if entry.summary else name)
+  return 0
+
+
+def _entries(packages: Sequence[str]) -> list["experiment_index.Entry"]:
+  from paxon.runner.configuration import experiment_index
+
+  try:
+    return experiment_index.list_experiments(packages)
+  except ImportError as error:
+    raise user_error.UserError(
+      f"The packages of experiments, {', '.join(packages)}, cannot be listed:"
+      f" {error}."
+    ) from error
+
+
+def _print_help(command: _Command, packages: Sequence[str]) -> int:
+  print((__doc__ or "").partition("\n\nOnly")[0] + "\n\nFlags:")
+  values = make_flags()
+  for name in values:
+    print(f"  --{name}: {values[name].help}")
+  print(f"  {_FDL_HELP}")
+  if command.exp:
+    _print_knobs(command.exp, packages)
+  return 0
+
+
+def _print_knobs(name: str, packages: Sequence[str]) -> None:
+  from paxon.runner.configuration import find_experiment
+
+  cls = find_experiment.find_experiment(name, packages=packages)
+  from paxon.runner import knobs
+  from paxon.runner.configuration import annotations
+
+  print(f"\nKnobs of {cls.__name__}:")
+  for knob in cls.knobs().values():
+    default = f" = {knob.default!r}"
+    if knob.default is knobs.REQUIRED:
+      default = ", must be set"
+    elif isinstance(knob.default, property):
+      default = ", computed from others"
+    kind = annotations.describe(knob.annotation)
+    print(f"  --fdl.{knob.name}: {kind}{default}")
+
+
+def _short(name: str) -> str:
+  return name.removeprefix("paxon.")
+
+
+if __name__ == "__main__":
+  run()

@@ -1,0 +1,301 @@
+"""Tests for the command line."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import fiddle as fdl
+import pytest
+
+from paxon.runner import job, main, toy_experiment, user_error
+from paxon.runner.programs import decode, evaluate, train
+
+_TOY = "--exp=runner.toy_experiment.Toy"
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.delenv("BUILD_WORKING_DIRECTORY", raising=False)
+
+
+@pytest.fixture(name="calls")
+def _calls(monkeypatch):
+  """Replaces the programs; returns what they are called with."""
+  calls = []
+  for module in (train, evaluate, decode):
+
+    def run(*args, module=module):
+      calls.append((module, args))
+      return 7
+
+    monkeypatch.setattr(module, "run", run)
+  return calls
+
+
+@pytest.fixture(name="call")
+def _call(capsys):
+  """Runs the command line here; returns status, output and errors."""
+
+  def call(*arguments, packages=("paxon.runner",)):
+    with pytest.raises(SystemExit) as caught:
+      main.run(packages, ["main", *arguments])
+    return caught.value.code, *capsys.readouterr()
+
+  return call
+
+
+_WRONG = [
+  # What is typed, and what the one line must name: the bad and the right word.
+  (
+    [],
+    r"--exp is missing: name an experiment, such as --exp=runner\..*; --list",
+  ),
+  (["--exp="], r"--exp is missing"),
+  (["--exp"], r"[Mm]issing value for flag --exp"),
+  (["--exp=runner.toy_experiment.Tyo"], r"'Tyo'; did you mean 'Toy'"),
+  (["--exp=runner.toy_experment.Toy"], r"did you mean 'runner.toy_experiment"),
+  (["--exp=runner.toy_experiment"], r"is a module; name a class in it"),
+  (["--exp=Toy"], r"no module; write it as a.b.C; did you mean 'runner.toy_e"),
+  (["--exp=runner.toy_experiment.Layer"], r"Layer is no experiment"),
+  ([_TOY, "--mode=trian"], r"--mode=trian is no mode; did you mean 'train'\?"),
+  ([_TOY, "--mode=plan9"], r"--mode=plan9 is no mode; .*train"),
+  ([_TOY, "--mode="], r"--mode= is no mode; there are: decode, eval, train"),
+  ([_TOY, "--mdoe=eval"], r"no flag --mdoe; did you mean '--mode'"),
+  ([_TOY, "--mdoe", "eval"], r"no flag --mdoe; did you mean '--mode'"),
+  ([_TOY, "--job_logdir=x"], r"no flag --job_logdir; did you mean '--job_log_"),
+  ([_TOY, "--seed=3"], r"no flag --seed; a knob .* --fdl.seed=VALUE"),
+  ([_TOY, "-h"], r"no flag --h; did you mean '--help'"),
+  ([_TOY, "--fld.seed=3"], r"no flag --fld.seed; did you mean '--fdl.seed'"),
+  ([_TOY, "--flagfile=/etc/hostname"], r"There is no flag --flagfile"),
+  ([_TOY, "--undefok=x", "--x=3"], r"There is no flag --undefok"),
+  ([_TOY, "--list=maybe"], r"flag --list=maybe"),
+  ([_TOY, "seed=3"], r"an argument 'seed=3', but only flags are taken"),
+  ([_TOY, "--fdl.seed"], r"--fdl.seed has no value; write --fdl.seed=VALUE"),
+  (
+    [_TOY, "--fdl.sede=3"],
+    r"no knob and Job no field 'sede'; did you mean 'se",
+  ),
+  ([_TOY, "--fdl.width=3.5"], r"--fdl.width=3.5: expected int, got float\.$"),
+  ([_TOY, "--fdl.width=True"], r"expected int, got bool"),
+  ([_TOY, "--fdl.width="], r"expected int, got the word ''"),
+  ([_TOY, "--fdl.dtype=float16"], r"'float16'; did you mean 'bfloat16'\?$"),
+  ([_TOY, "--fdl.seed=None"], r"--fdl.seed=None: expected int, got None"),
+  ([_TOY, "--fdl.seed.x=3"], r"seed is a int; it has no field 'x'"),
+  ([_TOY, "--fdl.tsk.model=3"], r"field 'tsk'; did you mean 'task'"),
+  (
+    [_TOY, "--fdl.task.modle.head=3"],
+    r"no field 'modle'; did you mean 'model'",
+  ),
+  (
+    [_TOY, "--fdl.task.model.layers[9].width=3"],
+    r"no element 9; valid are 0 to",
+  ),
+  ([_TOY, "--fdl.task.model.head.name=x"], r"no field 'name'"),
+  ([_TOY, "--fdl.task.model.head.activation=relu"], r"only an experiment can"),
+  ([_TOY, "--fdl.task..model=3"], r"cannot read '..model'"),
+  # Refused by the parts themselves, while the configuration is built.
+  (
+    [_TOY, "--fdl.width=0"],
+    r"Layer.width must be positive, got 0 \(at task.model.layers\[0\]\)",
+  ),
+  (
+    [_TOY, "--fdl.summary_every_steps=0"],
+    r"Job.summary_every_steps must be po",
+  ),
+  (
+    [_TOY, "--fdl.train_input.length=-1"],
+    r"length must be .*\(at train_input\)",
+  ),
+  (
+    [_TOY, "--fdl.eval_inputs.validation.length=0"],
+    r"\(at eval_inputs.validation\)",
+  ),
+  ([_TOY, "--fdl.mesh=fdsp=4"], r"'fdsp'; did you mean 'fsdp'"),
+  (
+    [_TOY, "--prompt=x"],
+    r"--prompt is for --mode=decode, and the mode is train",
+  ),
+  (
+    [_TOY, "--mode=decode", "--job_log_dir=no", "--prompt=\udcff"],
+    r"--prompt='\\udcff' is no UTF-8 text",
+  ),
+  ([_TOY, "--mode=eval"], r"--mode=eval needs --job_log_dir"),
+  ([_TOY, "--mode=decode"], r"--mode=decode needs --job_log_dir"),
+  ([_TOY, "--mode=eval", "--job_log_dir=no"], r"no: there is no such folder"),
+  ([_TOY, "--job_log_dir="], r"--job_log_dir is empty"),
+  ([_TOY, "--job_log_dir=/dev/null/x"], r"the folder cannot be made"),
+  ([_TOY, "--fdl.width=3\n4"], r"got the word '3\\n4'"),
+  ([_TOY, "--fdl.\x1b[31m=3"], r"cannot read"),
+]
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"), _WRONG, ids=[" ".join(c[0]) for c in _WRONG]
+)
+def test_wrong_use_is_one_line_and_status_2(call, calls, arguments, message):
+  status, out, err = call(*arguments)
+  assert status == 2
+  assert re.search(message, err.rstrip("\n")), err
+  assert err.endswith("\n")
+  assert err.count("\n") == 1
+  assert err.rstrip("\n").isprintable()
+  assert (out, calls) == ("", [])
+
+
+def test_experiment_that_gives_no_configuration_says_where(call, monkeypatch):
+  def task(self):
+    raise ValueError("no such\nthing")
+
+  monkeypatch.setattr(toy_experiment.Toy, "task", task)
+  status, _, err = call(_TOY)
+  assert (status, err.count("\n")) == (2, 1)
+  assert re.search(
+    r"Toy gives no configuration: no such thing \(main_test.py:\d+\)", err
+  )
+
+
+def test_knob_without_effect_is_one_line(call, monkeypatch):
+  task = toy_experiment.Toy().task()
+  monkeypatch.setattr(toy_experiment.Toy, "task", lambda self: task)
+  status, _, err = call(_TOY, "--fdl.width=9")
+  assert (status, err.count("\n")) == (2, 1)
+  assert err.startswith("Toy.width has no effect: nothing read it")
+
+
+def test_flags_are_the_frozen_list():
+  assert sorted(main.make_flags()) == [
+    *("exp", "help", "job_log_dir", "list", "mode", "prompt"),
+  ]
+  assert main.MODES == ("train", "eval", "decode")
+
+
+def test_help_explains_every_flag_and_with_exp_the_knobs(call):
+  status, out, err = call("--help")
+  assert (status, err) == (0, "")
+  for name in (*main.make_flags(), "fdl.NAME=VALUE"):
+    assert f"--{name}" in out
+  status, out, err = call("--help", _TOY)
+  assert (status, err) == (0, "")
+  assert "--fdl.width: int = 8" in out
+  assert "--fdl.dtype: 'float32' | 'bfloat16' = 'float32'" in out
+
+
+def test_list_prints_the_experiments(call):
+  status, out, err = call("--list")
+  assert (status, err) == (0, "")
+  assert "runner.toy_experiment.Toy  A toy for tests.\n" in out
+
+
+def test_packages_that_are_missing_are_named(call):
+  status, _, err = call("--list", packages=("not_there",))
+  assert (status, err.count("\n")) == (2, 1)
+  assert "not_there, cannot be listed" in err
+
+
+def test_train_gets_the_job_its_configuration_and_a_new_folder(call, calls):
+  status, out, err = call(_TOY, "--fdl.width=3", "--fdl.seed=5")
+  assert (status, err) == (7, "")
+  [(module, (built, config, folder))] = calls
+  assert module is train
+  assert isinstance(built, job.Job)
+  assert (built.seed, config.seed) == (5, 5)
+  assert config.task.model.head.width == 3
+  assert fdl.get_callable(config) is job.Job
+  assert out.splitlines()[0] == f"job_log_dir: {folder}"
+  assert re.fullmatch(r"Toy-\d{8}-\d{6}", folder.name)
+  assert folder.parent == pathlib.Path.cwd() / "runs"
+  assert folder.is_dir()
+
+
+def test_paths_are_stronger_than_knobs_whatever_their_order(call, calls):
+  path = "--fdl.task.model.layers[0].width=3"
+  for order in ((path, "--fdl.width=5"), ("--fdl.width=5", path)):
+    call(_TOY, *order)
+    config = calls.pop()[1][1]
+    assert config.task.model.layers[0].width == 3
+  call(_TOY, "--fdl.width=5", "--fdl.width=6")
+  assert calls.pop()[1][1].task.model.head.width == 6
+
+
+def test_shared_part_is_remarked_after_the_folder(call, calls):
+  status, out, err = call(_TOY, "--fdl.task.model.head.width=3")
+  assert (status, err, len(calls)) == (7, "", 1)
+  assert "also changes task.model.layers[0]" in out.splitlines()[1]
+
+
+@pytest.mark.parametrize("form", ["--job_log_dir=mine", "-job_log_dir=mine"])
+def test_relative_folder_is_where_the_user_stands(
+  call, calls, tmp_path, monkeypatch, form
+):
+  elsewhere = tmp_path / "elsewhere"
+  monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(elsewhere))
+  call(_TOY, form)
+  call(_TOY)
+  assert calls[0][1][2] == elsewhere / "mine"
+  assert calls[1][1][2].parent == elsewhere / "runs"
+  assert (elsewhere / "mine").is_dir()
+
+
+def test_eval_and_decode_get_the_folder_of_a_run(call, calls, tmp_path):
+  (tmp_path / "run").mkdir()
+  at = "--job_log_dir=run"
+  assert call(_TOY, "--mode=eval", at)[0] == 7
+  assert call(_TOY, "--mode", "decode", at)[0] == 7
+  assert call(_TOY, "--mode=decode", at, "--prompt=--x y")[0] == 7
+  assert [module for module, _ in calls] == [evaluate, decode, decode]
+  assert [args[1] for _, args in calls] == [tmp_path / "run"] * 3
+  assert [args[2:] for _, args in calls] == [(), (None,), ("--x y",)]
+
+
+def test_user_error_of_a_program_is_one_line(call, monkeypatch):
+  def run(*args):
+    raise user_error.UserError("No checkpoint\nin here.")
+
+  monkeypatch.setattr(train, "run", run)
+  status, _, err = call(_TOY)
+  assert (status, err) == (2, "No checkpoint in here.\n")
+
+
+def test_other_errors_of_a_program_keep_their_traceback(monkeypatch):
+  def run(*args):
+    raise ValueError("a bug")
+
+  monkeypatch.setattr(train, "run", run)
+  with pytest.raises(ValueError, match="a bug"):
+    main.run(("paxon.runner",), ["main", _TOY])
+
+
+def test_interrupt_before_the_start_is_quiet(call, monkeypatch):
+  def run(*args):
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(train, "run", run)
+  status, _, err = call(_TOY)
+  assert (status, err) == (130, "")
+
+
+def test_as_a_program_it_answers_before_jax_is_imported():
+  code = (
+    "import sys\n"
+    "from paxon.runner import main\n"
+    "try:\n"
+    "  main.run(('paxon.runner',), ['main', *sys.argv[1:]])\n"
+    "finally:\n"
+    "  assert 'jax' not in sys.modules, 'jax was imported'\n"
+  )
+  environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+  for arguments, status in ((["--list"], 0), (["--mode=trian"], 2), ([], 2)):
+    done = subprocess.run(
+      [sys.executable, "-c", code, *arguments],
+      capture_output=True,
+      text=True,
+      env=environ,
+      check=False,
+    )
+    lines = (done.stderr + done.stdout).splitlines()
+    assert done.returncode == status, done.stderr
+    assert not any("Traceback" in line for line in lines)
+    assert len(done.stderr.splitlines()) == (1 if status else 0)

@@ -1,0 +1,1 @@
+"""Programs: training, evaluation and decoding of one job."""

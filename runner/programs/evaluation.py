@@ -1,0 +1,91 @@
+"""Evaluation of whole splits."""
+
+from collections.abc import Callable
+import time
+from typing import Any
+
+import jax
+
+from paxon.inputs import base_input
+from paxon.learners import train_state, weighted
+from paxon.runner.programs import compiled_steps, prefetch
+from paxon.runner.programs import session as session_lib
+
+
+class Evaluator:
+  """Measures a state on the splits of a job.
+
+  Every batch of a split counts, sums are exact, and a mean is taken once, over
+  the whole split.
+  """
+
+  def __init__(self, session: session_lib.Session) -> None:
+    """Prepares; the step is compiled when the first batch is there.
+
+    Args:
+      session: The job on its devices.
+    """
+    self._session = session
+    self._steps: dict[Any, jax.stages.Compiled] = {}
+
+  def evaluate(
+    self,
+    state: train_state.TrainState,
+    *,
+    is_stopped: Callable[[], bool] = lambda: False,
+  ) -> dict[str, dict[str, float]] | None:
+    """Returns the metrics of every split.
+
+    Args:
+      state: Placed as the session's shardings say; only what evaluation needs.
+      is_stopped: Asked after each batch; true gives up.
+
+    Returns:
+      Values by metric by split, or `None` if it gave up.
+    """
+    results = {}
+    for split, source in self._session.job.eval_inputs.items():
+      values = self._evaluate_split(
+        source, session_lib.for_evaluation(state), is_stopped
+      )
+      if values is None:
+        return None
+      results[split] = values
+    return results
+
+  def _evaluate_split(
+    self,
+    source: base_input.BaseInput,
+    state: train_state.TrainState,
+    is_stopped: Callable[[], bool],
+  ) -> dict[str, float] | None:
+    totals, pending = weighted.Totals(), None
+    seconds, begin = 0.0, time.monotonic()
+    source.reset()
+    with prefetch.Prefetcher(source, place=self._session.place) as batches:
+      for batch in batches:
+        if is_stopped():
+          return None
+        step, compiling = self._step(batch.arrays)
+        seconds -= compiling
+        metrics = step(state, batch.arrays)
+        # One batch late, so that the device never waits for the host.
+        if pending is not None:
+          totals.add(pending)
+        pending = metrics
+      if pending is not None:
+        totals.add(pending)
+    seconds += time.monotonic() - begin
+    return totals.means() | {
+      "tokens_per_second": totals.weight("loss") / max(seconds, 1e-9)
+    }
+
+  def _step(
+    self, batch: dict[str, jax.Array]
+  ) -> tuple[jax.stages.Compiled, float]:
+    """Returns the step for a batch, and the seconds it took to compile."""
+    begin = time.monotonic()
+    key = tuple(sorted((k, v.shape, v.dtype.name) for k, v in batch.items()))
+    if key not in self._steps:
+      self._steps[key] = compiled_steps.compile_eval_step(self._session, batch)
+    return self._steps[key], time.monotonic() - begin

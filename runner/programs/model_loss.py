@@ -1,0 +1,79 @@
+"""A linen model as the plain loss function that steps are made of."""
+
+from typing import Any
+
+from flax import linen as nn
+import jax
+
+from paxon.learners import metric_functions, train_step, variable_groups
+from paxon.sharding import variables
+
+
+def make_loss_fn(
+  model: nn.Module, *, specs: variable_groups.Specs, deterministic: bool
+) -> train_step.LossFn:
+  """Returns `(variables, batch, rngs) -> LossOutput`.
+
+  Args:
+    model: Has the method `loss(batch, *, deterministic)`.
+    specs: A `VariableSpec` for each variable of the model.
+    deterministic: Whether dropout is off. Then no collection changes either.
+
+  Raises:
+    ValueError: A collection mixes variables that the forward pass replaces with
+      others, which linen cannot express.
+  """
+  mutable = [] if deterministic else replaced_collections(specs)
+
+  def loss_fn(
+    values: variable_groups.Tree,
+    batch: metric_functions.Batch,
+    rngs: dict[str, jax.Array],
+  ) -> train_step.LossOutput:
+    (loss, metrics, outputs), new = model.apply(
+      values,
+      batch,
+      deterministic=deterministic,
+      method="loss",
+      rngs=rngs,
+      mutable=mutable,
+    )
+    return train_step.LossOutput(loss, metrics, outputs, new)
+
+  return loss_fn
+
+
+def replaced_collections(specs: variable_groups.Specs) -> list[str]:
+  """Returns the collections whose variables the forward pass replaces."""
+  replaced = []
+  for collection, tree in specs.items():
+    rules: dict[bool, variables.VariableSpec] = {}
+    for spec in jax.tree.leaves(tree):
+      is_replaced = spec.update is variables.UpdateRule.REPLACE
+      rules[is_replaced] = spec
+    if len(rules) == 2:
+      raise ValueError(
+        f"The collection {collection!r} holds {rules[True].name}, which the"
+        f" forward pass replaces, and {rules[False].name}, which it does not;"
+        " put them in two collections."
+      )
+    if True in rules:
+      replaced.append(collection)
+  return replaced
+
+
+def abstract_variables(model: nn.Module, batch: Any) -> Any:
+  """Returns the shapes of the model's variables, in their boxes.
+
+  Args:
+    model: Has the method `loss`.
+    batch: Arrays, or their shapes and dtypes.
+  """
+  return jax.eval_shape(lambda batch: init(model, batch), batch)
+
+
+def init(model: nn.Module, batch: Any) -> Any:
+  """Returns linen's own initial values; ours come from `sharding`."""
+  return model.init(
+    {"params": jax.random.key(0)}, batch, deterministic=True, method="loss"
+  )

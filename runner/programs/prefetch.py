@@ -1,0 +1,124 @@
+"""Batches read and placed by a thread, beside the device.
+
+Each batch carries the position of the input after it. A checkpoint stores the
+position that came with the last batch it has learnt from, so what the thread
+has read ahead is neither skipped nor repeated by the run that goes on.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+import queue
+import threading
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+
+from paxon.inputs import base_input
+
+Place = Callable[[Mapping[str, np.ndarray]], dict[str, jax.Array]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlacedBatch:
+  """One batch on its devices.
+
+  Attributes:
+    arrays: Global arrays.
+    position: The state of the input after this batch, JSON values.
+  """
+
+  arrays: dict[str, jax.Array]
+  position: Mapping[str, Any]
+
+
+class _End:
+  """Says that the input has ended."""
+
+
+class Prefetcher:
+  """Iterates over an input from its position on; use it as a context.
+
+  Nobody else may use the input meanwhile.
+  """
+
+  def __init__(
+    self,
+    source: base_input.BaseInput,
+    *,
+    place: Place,
+    limit: int | None = None,
+    depth: int = 2,
+  ) -> None:
+    """Starts reading.
+
+    Args:
+      source: Where batches come from.
+      place: Moves one host batch to the devices.
+      limit: How many batches to read at most.
+      depth: How many are kept ready.
+    """
+    self._source = source
+    self._place = place
+    self._limit = limit
+    self._ready: queue.Queue[PlacedBatch | _End | BaseException] = queue.Queue(
+      depth
+    )
+    self._closed = threading.Event()
+    self._thread = threading.Thread(
+      target=self._read, name="prefetch", daemon=True
+    )
+    self._thread.start()
+
+  def __enter__(self) -> "Prefetcher":
+    return self
+
+  def __exit__(
+    self,
+    exception_type: type[BaseException] | None,
+    exception: BaseException | None,
+    traceback: TracebackType | None,
+  ) -> None:
+    self.close()
+
+  def __iter__(self) -> Iterator[PlacedBatch]:
+    """Yields batches; raises here what the input raised in the thread."""
+    while True:
+      item = self._ready.get()
+      if isinstance(item, _End):
+        return
+      if isinstance(item, BaseException):
+        raise item
+      yield item
+
+  def close(self) -> None:
+    """Ends the thread; batches that are ready are dropped."""
+    self._closed.set()
+    while self._thread.is_alive():
+      # The thread may be waiting for a free place.
+      try:
+        self._ready.get(timeout=0.01)
+      except queue.Empty:
+        continue
+    self._thread.join()
+
+  def _read(self) -> None:
+    item: PlacedBatch | _End | BaseException
+    count = 0
+    while not self._closed.is_set():
+      try:
+        item = _End() if count == self._limit else self._next()
+      except StopIteration:
+        item = _End()
+      except BaseException as error:
+        item = error
+      self._ready.put(item)
+      if not isinstance(item, PlacedBatch):
+        return
+      count += 1
+
+  def _next(self) -> PlacedBatch:
+    batch = self._source.get_next()
+    position = self._source.get_state()
+    return PlacedBatch(arrays=self._place(batch), position=position)

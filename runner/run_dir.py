@@ -1,0 +1,97 @@
+"""The folder of a run: its place, and the names of the files in it."""
+
+from collections.abc import Mapping
+import datetime
+import os
+
+from etils import epath
+
+from paxon.runner import files, user_error
+
+CONFIG_TEXT = "config.txt"
+CONFIG_JSON = "config.json"
+METRICS = "metrics.jsonl"
+EVENTS = "events"
+CHECKPOINTS = "checkpoints"
+REPORT = "report.html"
+SAMPLES = "samples.txt"
+
+_DEFAULT_PARENT = "runs"
+
+
+def resolve(given: str, environ: Mapping[str, str]) -> epath.Path:
+  """Returns the folder that the text of `--job_log_dir` means.
+
+  A relative path starts where the user stands, which `bazel run` tells by an
+  environment variable because it starts programs elsewhere.
+
+  Args:
+    given: A local path, `~` allowed, or one of a store, such as `gs://a/b`.
+    environ: The environment.
+  """
+  if not files.is_local(given):
+    return epath.Path(given)
+  start = environ.get("BUILD_WORKING_DIRECTORY") or os.getcwd()
+  return epath.Path(os.path.join(start, os.path.expanduser(given)))
+
+
+def create(path: epath.Path) -> None:
+  """Makes the folder of a run, or goes on in one that exists.
+
+  Raises:
+    user_error.UserError: It cannot be made or written to.
+  """
+  try:
+    path.mkdir(parents=True, exist_ok=True)
+    writable = not files.is_local(path) or os.access(path, os.W_OK | os.X_OK)
+  except OSError as error:
+    raise user_error.UserError(
+      f"--job_log_dir={os.fspath(path)}: the folder cannot be made"
+      f" ({error.strerror or error})."
+    ) from error
+  if not writable:
+    raise user_error.UserError(
+      f"--job_log_dir={os.fspath(path)}: the folder cannot be written to."
+    )
+
+
+def create_new(
+  experiment: str, environ: Mapping[str, str], *, now: datetime.datetime
+) -> epath.Path:
+  """Makes a new folder under `runs`, named by experiment and time.
+
+  Args:
+    experiment: The name of its class.
+    environ: The environment.
+    now: The time of the start.
+
+  Raises:
+    user_error.UserError: It cannot be made.
+  """
+  parent = resolve(_DEFAULT_PARENT, environ)
+  create(parent)
+  base = f"{experiment}-{now:%Y%m%d-%H%M%S}"
+  number = 1
+  while True:
+    path = parent / (base if number == 1 else f"{base}-{number}")
+    try:
+      # Fails if it exists, so that two runs of one second never share it.
+      path.mkdir(exist_ok=False)
+    except FileExistsError:
+      number += 1
+    else:
+      return path
+
+
+def existing(path: epath.Path) -> epath.Path:
+  """Returns the folder of an earlier run.
+
+  Raises:
+    user_error.UserError: There is none.
+  """
+  if not path.is_dir():
+    raise user_error.UserError(
+      f"--job_log_dir={os.fspath(path)}: there is no such folder; give that of"
+      " an earlier --mode=train."
+    )
+  return path

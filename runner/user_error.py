@@ -1,0 +1,51 @@
+"""The error of a user's mistake, shown as one line instead of a traceback."""
+
+import os
+import traceback
+
+
+class UserError(Exception):
+  """Something was asked wrongly; the message says what, and what is right.
+
+  The command line prints `one_line(error)` on stderr and exits with status 2.
+  """
+
+
+def place_of(error: BaseException) -> str:
+  """Returns the file and line where an error was raised: `quickstart.py:12`.
+
+  Args:
+    error: As caught.
+  """
+  if isinstance(error, SyntaxError) and error.filename:
+    return f"{os.path.basename(error.filename)}:{error.lineno}"
+  frames = [
+    frame
+    for frame in traceback.extract_tb(error.__traceback__)
+    # The import system and Fiddle only pass errors on.
+    if not any(part in frame.filename for part in ("importlib", "fiddle/_src"))
+  ]
+  if not frames:
+    return "unknown place"
+  return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}"
+
+
+def sentence(text: str) -> str:
+  """Returns the text with a period at its end, unless it ends by itself."""
+  return text if text.endswith((".", "?", "!")) else f"{text}."
+
+
+def one_line(error: object) -> str:
+  """Returns the text of an error as one printable line.
+
+  Lines are joined by spaces and control characters are escaped, because the
+  text may quote whatever the user typed.
+
+  Args:
+    error: An exception or a text.
+  """
+  joined = " ".join(part.strip() for part in str(error).splitlines()).strip()
+  return "".join(
+    char if char.isprintable() else char.encode("unicode_escape").decode()
+    for char in joined
+  )

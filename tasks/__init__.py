@@ -1,0 +1,1 @@
+"""Experiments: complete, named configurations."""

@@ -1,0 +1,171 @@
+"""The first experiment: a byte-level language model of Python's own library.
+
+It needs no download: the text is the source of the standard library of the
+interpreter that runs it, so it trains for real on any machine.
+"""
+
+import math
+
+import fiddle as fdl
+
+from paxon.inputs import (
+  byte_tokenizer,
+  packed_lm_input,
+  python_stdlib,
+  text_baselines,
+)
+from paxon.layers import (
+  block,
+  embedding,
+  feed_forward,
+  rms_norm,
+  rotary_embedding,
+  stack,
+)
+from paxon.layers.attention import grouped_query
+from paxon.layers.decoding import samplers
+from paxon.layers.models import decoder_lm
+from paxon.learners import adamw, bits_per_byte, learner, warmup_cosine
+from paxon.runner import experiment, generation_settings
+from paxon.runner import task as task_lib
+
+
+class PythonStdlibLm(experiment.Experiment):
+  """A decoder-only transformer of 0.8 M parameters on 11 MB of source text.
+
+  bazel run //runner:main -- --exp=tasks.lm.params.quickstart.PythonStdlibLm
+  """
+
+  num_train_steps = 1400
+  global_batch_size = 8
+  checkpoint_every_steps = 200
+  eval_every_steps = 700
+  summary_every_steps = 20
+
+  length: int = 128
+  num_layers: int = 4
+  embed_dim: int = 128
+  mlp_dim: int = 384
+  num_heads: int = 4
+  num_kv_heads: int = 1
+  head_dim: int = 32
+  scan_layers: bool = True
+  peak_learning_rate: float = 4e-3
+  warmup_steps: int = 70
+  weight_decay: float = 0.1
+  max_new_tokens: int = 400
+
+  def task(self) -> fdl.Config[task_lib.Task]:
+    """Returns the model and how it learns."""
+    attention = fdl.Config(
+      grouped_query.GroupedQueryAttention,
+      num_heads=self.num_heads,
+      num_kv_heads=self.num_kv_heads,
+      head_dim=self.head_dim,
+      rotary=fdl.Config(rotary_embedding.Rotary),
+    )
+    transformer_block = fdl.Config(
+      block.TransformerBlock,
+      attention_norm=fdl.Config(rms_norm.RmsNorm),
+      attention=attention,
+      feed_forward_norm=fdl.Config(rms_norm.RmsNorm),
+      feed_forward=fdl.Config(
+        feed_forward.GatedFeedForward, mlp_dim=self.mlp_dim
+      ),
+    )
+    model = fdl.Config(
+      decoder_lm.DecoderLm,
+      embedding=fdl.Config(
+        embedding.Embedding,
+        vocab_size=byte_tokenizer.ByteTokenizer().padded_vocab_size,
+        embed_dim=self.embed_dim,
+        input_scale=math.sqrt(self.embed_dim),
+      ),
+      stack=fdl.Config(
+        stack.Stack,
+        blocks=[transformer_block],
+        num_layers=self.num_layers,
+        scan=self.scan_layers,
+      ),
+      final_norm=fdl.Config(rms_norm.RmsNorm),
+    )
+    optimizer = fdl.Config(
+      adamw.AdamW,
+      schedule=fdl.Config(
+        warmup_cosine.WarmupCosine,
+        peak=self.peak_learning_rate,
+        warmup_steps=min(self.warmup_steps, self.num_train_steps),
+        total_steps=self.num_train_steps,
+        end=0.05 * self.peak_learning_rate,
+      ),
+      b2=0.99,
+      weight_decay=self.weight_decay,
+    )
+    return fdl.Config(
+      task_lib.Task,
+      name=self.name,
+      model=model,
+      learner=fdl.Config(
+        learner.Learner, optimizer=optimizer, max_grad_norm=1.0
+      ),
+      metrics=(bits_per_byte.bits_per_byte,),
+      tokenizer=fdl.Config(byte_tokenizer.ByteTokenizer),
+    )
+
+  def datasets(self) -> dict[str, fdl.Config]:
+    """Returns the training split and the held-out files."""
+    shared = {
+      "tokenizer": fdl.Config(byte_tokenizer.ByteTokenizer),
+      "length": self.length,
+    }
+    return {
+      "train": fdl.Config(
+        packed_lm_input.PackedLmInput,
+        source=fdl.Config(python_stdlib.PythonStdlib, split="train"),
+        global_batch_size=self.global_batch_size,
+        shuffle_seed=self.seed,
+        piece_length=self.length,
+        **shared,
+      ),
+      "validation": fdl.Config(
+        packed_lm_input.PackedLmInput,
+        source=fdl.Config(python_stdlib.PythonStdlib, split="validation"),
+        global_batch_size=8 * self.global_batch_size,
+        shuffle_seed=None,
+        num_epochs=1,
+        **shared,
+      ),
+    }
+
+  def generation(self) -> fdl.Config[generation_settings.GenerationSettings]:
+    """Returns what is sampled at the end."""
+    return fdl.Config(
+      generation_settings.GenerationSettings,
+      prompts=("def ", "class ", "import "),
+      max_new_tokens=self.max_new_tokens,
+      sampler=fdl.Config(samplers.Temperature, temperature=0.7, top_k=40),
+    )
+
+  def baselines(self) -> fdl.Config[text_baselines.TextBaselines]:
+    """Returns what xz and a trigram model reach on the same bytes."""
+    return fdl.Config(
+      text_baselines.TextBaselines,
+      train=fdl.Config(python_stdlib.PythonStdlib, split="train"),
+      held_out=fdl.Config(python_stdlib.PythonStdlib, split="validation"),
+    )
+
+  def shrink(self) -> "PythonStdlibLm":
+    """Returns a toy-sized version for smoke runs."""
+    return (
+      super()
+      .shrink()
+      .replace(
+        length=32,
+        num_layers=2,
+        embed_dim=16,
+        mlp_dim=32,
+        num_heads=2,
+        head_dim=8,
+        max_new_tokens=8,
+      )
+    )

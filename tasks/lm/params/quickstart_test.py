@@ -1,0 +1,54 @@
+"""Tests for the first experiment."""
+
+import fiddle as fdl
+import pytest
+
+from paxon.runner import knobs
+from paxon.tasks.lm.params import quickstart
+
+
+def _job(**given):
+  return quickstart.PythonStdlibLm(**given).job()
+
+
+def test_evaluation_counts_every_held_out_byte_once():
+  held_out = fdl.build(_job().eval_inputs["validation"])
+  counted = sum(int(batch["target_bytes"].sum()) for batch in held_out)
+  source = held_out.source
+  assert counted == sum(len(source[i]) for i in range(len(source)))
+
+
+def test_training_sees_no_held_out_file():
+  job = _job()
+  train, held_out = (
+    set(fdl.build(config.source).paths)
+    for config in (job.train_input, job.eval_inputs["validation"])
+  )
+  assert train.isdisjoint(held_out)
+  assert len(train) > 20 * len(held_out) > 0
+
+
+def test_vocabulary_holds_every_id_and_divides():
+  job = _job()
+  size = job.task.model.embedding.vocab_size
+  assert size >= fdl.build(job.task.tokenizer).vocab_size
+  assert size % 8 == 0
+
+
+def test_knobs_reach_the_configuration():
+  job = _job(num_layers=2, mlp_dim=8, seed=5, dtype="bfloat16")
+  stack = job.task.model.stack
+  assert stack.num_layers == 2
+  assert stack.blocks[0].feed_forward.mlp_dim == 8
+  assert stack.blocks[0].feed_forward.dtype == "bfloat16"
+  assert job.train_input.shuffle_seed == job.seed == 5
+
+
+def test_warm_up_is_no_longer_than_a_short_run():
+  schedule = _job(num_train_steps=3).task.learner.optimizer.schedule
+  assert fdl.build(schedule).warmup_steps == 3
+
+
+def test_misspelled_knob():
+  with pytest.raises(knobs.KnobError, match=r"num_layer.*num_layers"):
+    quickstart.PythonStdlibLm(num_layer=2)

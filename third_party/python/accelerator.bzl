@@ -1,0 +1,49 @@
+"""The switch that says which accelerator's wheels programs and tests get."""
+
+# Setting -> the targets that it adds to every program and test. JAX finds
+# these plugins by itself, so no module of ours imports them.
+WHEELS = {
+    "cuda": [
+        "@pypi_cuda//:jax_cuda13_pjrt",
+        "@pypi_cuda//:jax_cuda13_plugin",
+    ],
+    "plan": [
+        "@pypi_plan//:jax_cuda13_pjrt",
+        "@pypi_plan//:jax_cuda13_plugin",
+        "@pypi_plan//:libtpu",
+    ],
+    "tpu": ["@pypi_tpu//:libtpu"],
+}
+
+def _accelerator(ctx):
+    values = ["none"] + WHEELS.keys()
+    if ctx.build_setting_value not in values:
+        fail("%s must be one of %s, got `%s`." %
+             (ctx.label, ", ".join(values), ctx.build_setting_value))
+
+_accelerator_flag = rule(
+    implementation = _accelerator,
+    build_setting = config.string(flag = True),
+)
+
+def accelerator(name):
+    """A flag, `none` by default, and a config_setting for each other value."""
+    _accelerator_flag(
+        name = name,
+        build_setting_default = "none",
+        visibility = ["//visibility:public"],
+    )
+    for value in WHEELS:
+        native.config_setting(
+            name = value,
+            flag_values = {":" + name: value},
+            visibility = ["//visibility:public"],
+        )
+
+def accelerator_wheels():
+    """The deps that the flag adds to a program or a test."""
+    branches = {
+        str(Label("//third_party/python:" + value)): wheels
+        for value, wheels in WHEELS.items()
+    }
+    return select(dict(branches, **{"//conditions:default": []}))

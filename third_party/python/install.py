@@ -1,0 +1,342 @@
+"""Installs one lock file and writes the BUILD file of its repository.
+
+Run by `repositories.bzl` with the Python of the tool environment (the one
+that has pip), inside the folder of the repository:
+
+  1. Keep the pins whose markers hold for this Python, less those that a base
+     repository already has (same version, or it is an error).
+  2. Let pip download and unpack them into `site/`, every file checked
+     against its hash, no dependency resolved.
+  3. Compile the bytecode, because what is read-only later would otherwise be
+     compiled again at each import.
+  4. Write one `wheel` target a distribution: its own folders and files, and
+     edges to the distributions that its metadata names.
+
+Besides the standard library it uses `packaging`, from pip's own copy.
+"""
+
+import argparse
+import collections
+from collections.abc import Iterable, Mapping, Sequence
+import compileall
+import dataclasses
+from importlib import metadata
+import os
+import pathlib
+import py_compile
+import re
+import shutil
+import subprocess
+import sys
+
+from packaging import requirements, utils
+
+_Path = tuple[str, ...]
+
+
+class LockError(Exception):
+  """A lock that cannot be installed as it stands."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pin:
+  """One pinned distribution of a lock.
+
+  Attributes:
+    name: The target's name: normalized, lower case, `_` for `-`.
+    version: The pinned version.
+    extras: The extras under which something in the lock asked for it.
+    text: The lines of the lock, hashes included.
+  """
+
+  name: str
+  version: str
+  extras: frozenset[str]
+  text: str
+
+
+def target_name(distribution: str) -> str:
+  """Returns the target's name of a distribution: `absl-py` -> `absl_py`."""
+  return utils.canonicalize_name(distribution).replace("-", "_")
+
+
+def read_lock(text: str) -> dict[str, Pin]:
+  """Returns the pins of a lock that apply to the running Python, by name."""
+  pins: dict[str, Pin] = {}
+  lines = [
+    line for line in text.splitlines() if not line.lstrip().startswith("#")
+  ]
+  for entry in re.split(r"(?<!\\)\n", "\n".join(lines)):
+    if not entry.strip():
+      continue
+    specification = re.split(r"\s*\\\n|\s+--hash", entry.strip(), maxsplit=1)[0]
+    requirement = requirements.Requirement(specification)
+    pinned = re.fullmatch(r"==([^*,]+)", str(requirement.specifier))
+    if pinned is None or "--hash=" not in entry:
+      raise LockError(
+        f"`{specification}` is not pinned with `==` and a hash; make the lock"
+        " again with update_locks.sh."
+      )
+    if requirement.marker is not None and not requirement.marker.evaluate():
+      continue
+    name = target_name(requirement.name)
+    version, extras = pinned.group(1), frozenset(requirement.extras)
+    if name in pins:
+      # uv writes one entry for each marker under which extras differ.
+      if pins[name].version != version:
+        raise LockError(f"`{name}` has two pins for this Python.")
+      extras |= pins[name].extras
+    pins[name] = Pin(name, version, extras, entry)
+  return pins
+
+
+def without_base(
+  pins: Mapping[str, Pin], base: Mapping[str, Pin]
+) -> dict[str, Pin]:
+  """Returns the pins that the base lock lacks; versions must agree."""
+  for name in sorted(pins.keys() & base.keys()):
+    if pins[name].version != base[name].version:
+      raise LockError(
+        f"`{name}` is pinned to {pins[name].version}, but the core lock has"
+        f" {base[name].version}; make the locks again with update_locks.sh."
+      )
+  return {name: pin for name, pin in pins.items() if name not in base}
+
+
+def dependencies(
+  requires: Iterable[str],
+  extras: Iterable[str],
+  known: Mapping[str, str],
+  substitutes: Mapping[str, str],
+  base_requires: Mapping[str, Sequence[str]],
+) -> list[str]:
+  """Returns the labels of what a distribution's metadata asks for.
+
+  Args:
+    requires: The `Requires-Dist` lines.
+    extras: The extras that are on.
+    known: Labels by target name, of this repository and of its base.
+    substitutes: What stands in for a distribution that is left out on
+      purpose; an empty string leaves it out without one.
+    base_requires: The `Requires-Dist` lines of the base's distributions. The
+      base knows nothing of the extras that are asked of it here.
+
+  Raises:
+    LockError: Something is required that no lock has.
+  """
+  labels = set()
+  for line in requires:
+    requirement = requirements.Requirement(line)
+    environments = [{"extra": extra} for extra in ("", *sorted(extras))]
+    if requirement.marker is not None and not any(
+      requirement.marker.evaluate(environment) for environment in environments
+    ):
+      continue
+    name = target_name(requirement.name)
+    name = substitutes.get(name, name)
+    if not name:
+      continue
+    if name not in known:
+      raise LockError(f"`{line}` is required, but is in no lock.")
+    labels.add(known[name])
+    if requirement.extras and name in base_requires:
+      labels.update(
+        dependencies(
+          (r for r in base_requires[name] if "extra" in r),
+          requirement.extras,
+          known,
+          substitutes,
+          base_requires,
+        )
+      )
+  return sorted(labels)
+
+
+def own_paths(files: Mapping[str, Sequence[_Path]]) -> dict[str, list[str]]:
+  """Returns the shortest paths that hold each owner's files and no other's.
+
+  A folder is one symlink in the runfiles however many files it has, so the
+  topmost folder that belongs to one distribution alone is taken; a namespace
+  folder, shared by several, is split.
+  """
+  owners: dict[_Path, set[str]] = collections.defaultdict(set)
+  for owner, paths in files.items():
+    for path in paths:
+      for depth in range(1, len(path) + 1):
+        owners[path[:depth]].add(owner)
+  result = {}
+  for owner, paths in files.items():
+    chosen = set()
+    for path in paths:
+      depth = 1
+      while depth < len(path) and len(owners[path[:depth]]) > 1:
+        depth += 1
+      chosen.add("/".join(path[:depth]))
+    result[owner] = sorted(chosen)
+  return result
+
+
+def cycles(edges: Mapping[str, Iterable[str]]) -> list[list[str]]:
+  """Returns the groups of two or more nodes that reach one another."""
+
+  def reach(start: str) -> set[str]:
+    seen: set[str] = set()
+    todo = list(edges.get(start, ()))
+    while todo:
+      node = todo.pop()
+      if node not in seen:
+        seen.add(node)
+        todo.extend(edges.get(node, ()))
+    return seen
+
+  reached = {node: reach(node) for node in edges}
+  groups = {
+    tuple(sorted({n for n in reached[node] if node in reached.get(n, ())}))
+    for node in edges
+    if node in reached[node]
+  }
+  return sorted(list(group) for group in groups if len(group) > 1)
+
+
+def build_file(
+  data: Mapping[str, Sequence[str]], deps: Mapping[str, Sequence[str]]
+) -> str:
+  """Returns the text of the BUILD file, one target a distribution.
+
+  Distributions that need one another become one target with all their files,
+  and a name for each: Bazel has no cycles.
+  """
+  lines = [
+    'load("@paxon//third_party/python:wheel.bzl", "wheel")',
+    "",
+    'package(default_visibility = ["//visibility:public"])',
+  ]
+
+  def emit(name: str, data: Iterable[str], deps: Iterable[str]) -> None:
+    lines.extend(["", "wheel(", f'    name = "{name}",'])
+    for attribute, values in (("data", data), ("deps", deps)):
+      unique = sorted(set(values))
+      if unique:
+        lines.append(f"    {attribute} = [")
+        lines.extend(f'        "{value}",' for value in unique)
+        lines.append("    ],")
+    lines.append(")")
+
+  edges = {name: [d[1:] for d in deps[name] if d[0] == ":"] for name in data}
+  group_of = {name: group for group in cycles(edges) for name in group}
+  for group in sorted({tuple(group) for group in group_of.values()}):
+    inside = {f":{name}" for name in group}
+    emit(
+      "+".join(group),
+      [path for name in group for path in data[name]],
+      [d for name in group for d in deps[name] if d not in inside],
+    )
+  for name in sorted(data):
+    if name in group_of:
+      emit(name, [], [":" + "+".join(group_of[name])])
+    else:
+      emit(name, data[name], [d for d in deps[name] if d != f":{name}"])
+  return "\n".join(lines) + "\n"
+
+
+def _download(
+  pins: Mapping[str, Pin], site: pathlib.Path, from_source: Sequence[str]
+) -> None:
+  lock = site.with_name("installed.txt")
+  lock.write_text("".join(f"{pin.text}\n" for pin in pins.values()))
+  command = [
+    *(sys.executable, "-m", "pip", "install", "--require-hashes", "--no-deps"),
+    *("--target", str(site), "--no-compile", "--disable-pip-version-check"),
+    *("--no-warn-conflicts", "--progress-bar=off", "--no-input"),
+    "--only-binary=" + ",".join(sorted(pins.keys() - set(from_source))),
+    *("--requirement", str(lock)),
+  ]
+  # Root's warning about the system's packages does not apply to --target.
+  environment = dict(os.environ, PIP_ROOT_USER_ACTION="ignore", PIP_USER="0")
+  subprocess.run(command, check=True, env=environment)
+  # Programs start by `python -m`; these have another machine's shebangs.
+  shutil.rmtree(site / "bin", ignore_errors=True)
+
+
+def _compile(site: pathlib.Path) -> None:
+  compileall.compile_dir(
+    site,
+    quiet=2,
+    workers=0,
+    # Not by time stamp: a copy or a cache may change it.
+    invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH,
+  )
+
+
+def _files(distribution: metadata.Distribution, site: pathlib.Path):
+  paths = set()
+  for file in distribution.files or ():
+    if file.parts[0] in ("..", "bin") or not (site / file).exists():
+      continue
+    paths.add(tuple(file.parts))
+    cached = f"{file.stem}.{sys.implementation.cache_tag}.pyc"
+    compiled = (*file.parts[:-1], "__pycache__", cached)
+    if file.suffix == ".py" and site.joinpath(*compiled).exists():
+      paths.add(compiled)
+  return sorted(paths)
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--lock", type=pathlib.Path, required=True)
+  parser.add_argument("--base-lock", type=pathlib.Path)
+  parser.add_argument("--base-site", type=pathlib.Path)
+  parser.add_argument("--substitute", action="append", default=[])
+  parser.add_argument("--from-source", action="append", default=[])
+  return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> None:
+  """Installs into `./site` and writes `./BUILD.bazel`."""
+  arguments = _arguments(argv)
+  pins = read_lock(arguments.lock.read_text())
+  known = {name: f":{name}" for name in pins}
+  base_requires = {}
+  if arguments.base_lock is not None:
+    base = read_lock(arguments.base_lock.read_text())
+    pins = without_base(pins, base)
+    known |= {name: f"@pypi//:{name}" for name in base}
+    base_requires = {
+      target_name(distribution.metadata["Name"]): distribution.requires or []
+      for distribution in metadata.distributions(
+        path=[str(arguments.base_site)]
+      )
+    }
+  substitutes = dict(pair.split("=", 1) for pair in arguments.substitute)
+
+  site = pathlib.Path("site").resolve()
+  site.mkdir(exist_ok=True)
+  if pins:
+    _download(pins, site, arguments.from_source)
+  _compile(site)
+
+  files, deps = {}, {}
+  for distribution in metadata.distributions(path=[str(site)]):
+    name = target_name(distribution.metadata["Name"])
+    files[name] = _files(distribution, site)
+    deps[name] = dependencies(
+      distribution.requires or (),
+      pins[name].extras,
+      known,
+      substitutes,
+      base_requires,
+    )
+  missing = sorted(pins.keys() - files.keys())
+  if missing:
+    raise LockError(f"pip did not install {', '.join(missing)}.")
+  text = build_file(own_paths(files), deps)
+  pathlib.Path("BUILD.bazel").write_text(text)
+
+
+if __name__ == "__main__":
+  try:
+    main(sys.argv[1:])
+  except LockError as error:
+    sys.exit(f"{sys.argv[0]}: {error}")
+  except subprocess.CalledProcessError as error:
+    sys.exit(f"pip failed with exit status {error.returncode}.")

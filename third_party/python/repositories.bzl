@@ -1,0 +1,175 @@
+"""The external repositories: the Python interpreter and the locked wheels.
+
+A WORKSPACE, ours or one that depends on us, calls `paxon_repositories()`.
+Each repository is fetched when a target first needs it, and never otherwise:
+
+  @paxon_python  the interpreter: an isolated virtual environment
+  @pypi          core: JAX, Flax, optax, orbax, Fiddle, pytest ...
+  @pypi_tf       TensorFlow (CPU), SeqIO and what they need
+  @pypi_plan     compilers for absent hardware (CUDA, TPU), no run time
+  @pypi_cuda     JAX's CUDA plugin with its run time
+  @pypi_tpu      JAX's TPU run time
+  @pypi_oracle   what tests compare with (torch, transformers)
+"""
+
+load(":bazel4.bzl", "bazel4_stand_ins")
+
+_VERSIONS = ["3.11", "3.12", "3.13"]
+
+# pip reads the rest of its environment (index, proxy, certificates) by itself,
+# and what it brings is fixed by hashes: a change there fetches nothing anew.
+_ENVIRONMENT = {
+    "PYTHONHOME": "",
+    "PYTHONNOUSERSITE": "1",
+    "PYTHONDONTWRITEBYTECODE": "",
+}
+
+_INTERPRETER_BUILD = """\
+load("@bazel_tools//tools/python:toolchain.bzl", "py_runtime_pair")
+
+package(default_visibility = ["//visibility:public"])
+
+py_runtime(
+    name = "runtime",
+    files = ["environment/pyvenv.cfg"],
+    interpreter = "environment/bin/python3",
+    python_version = "PY3",
+    stub_shebang = "#!{base}",
+)
+
+py_runtime_pair(
+    name = "pair",
+    py3_runtime = ":runtime",
+)
+
+toolchain(
+    name = "toolchain",
+    toolchain = ":pair",
+    toolchain_type = "@bazel_tools//tools/python:toolchain_type",
+)
+"""
+
+def _run(ctx, arguments, timeout = 600, python_path = ""):
+    return ctx.execute(
+        arguments,
+        timeout = timeout,
+        environment = dict(_ENVIRONMENT, PYTHONPATH = python_path),
+    )
+
+def _find_python(ctx):
+    """Returns the base interpreter's path; fails where none will do."""
+    wanted = ctx.os.environ.get("PAXON_PYTHON", "")
+    python = wanted if wanted.startswith("/") else ctx.which(wanted or "python3")
+    if not python:
+        fail(("no `%s` on the PATH: install Python %s (Debian: apt-get install " +
+              "python3 python3-venv), or name one in PAXON_PYTHON.") %
+             (wanted or "python3", " or ".join(_VERSIONS)))
+    result = _run(ctx, [python, "-c", "\n".join([
+        "import os, sys",
+        "print('%d.%d' % sys.version_info[:2])",
+        "print(os.path.realpath(sys.executable))",
+        "print(sys.implementation.name)",
+    ])])
+    if result.return_code:
+        fail("`%s` does not run: %s" % (python, result.stderr))
+    version, path, implementation = result.stdout.strip().split("\n")
+    if version not in _VERSIONS or implementation != "cpython":
+        fail(("`%s` is %s %s, and Paxon needs CPython %s: install one, and " +
+              "name it in PAXON_PYTHON=/path/to/python3.11.") %
+             (python, implementation, version, ", ".join(_VERSIONS)))
+    return path
+
+def _python_interpreter(ctx):
+    base = _find_python(ctx)
+
+    # One environment with pip to install with, one with nothing at all to run
+    # in: neither pip nor the machine's site-packages can be imported there.
+    result = _run(ctx, [base, "-m", "venv", "installer"])
+    if result.return_code:
+        fail(("`%s -m venv` failed: install the `venv` and `ensurepip` modules " +
+              "of that Python (Debian: apt-get install python3-venv), then run " +
+              "Bazel again.\n%s%s") % (base, result.stdout, result.stderr))
+    result = _run(ctx, [base, "-m", "venv", "--without-pip", "environment"])
+    if result.return_code:
+        fail("`%s -m venv --without-pip` failed:\n%s" % (base, result.stderr))
+    ctx.file("BUILD.bazel", _INTERPRETER_BUILD.format(base = base))
+
+python_interpreter = repository_rule(
+    implementation = _python_interpreter,
+    doc = "An isolated Python, registered as the toolchain of every target.",
+    environ = ["PAXON_PYTHON"],
+)
+
+def _python_wheels(ctx):
+    interpreter = ctx.path(Label("@paxon_python//:BUILD.bazel")).dirname
+    python = str(interpreter) + "/installer/bin/python3"
+    vendored = _run(ctx, [python, "-c", "import pip._vendor as v; print(*v.__path__)"])
+    arguments = [python, ctx.path(ctx.attr._install), "--lock", ctx.path(ctx.attr.lock)]
+    if ctx.attr.base_lock:
+        base = ctx.path(Label("@pypi//:BUILD.bazel")).dirname
+        arguments += ["--base-lock", ctx.path(ctx.attr.base_lock)]
+        arguments += ["--base-site", str(base) + "/site"]
+    for name, other in ctx.attr.substitutes.items():
+        arguments += ["--substitute", "%s=%s" % (name, other)]
+    for name in ctx.attr.from_source:
+        arguments += ["--from-source", name]
+    ctx.report_progress("pip installs " + ctx.attr.lock.name)
+    result = _run(ctx, arguments, timeout = 7200, python_path = vendored.stdout.strip())
+    if result.return_code:
+        fail(("cannot install %s (is the package index reachable? pip's own " +
+              "settings, PIP_INDEX_URL, PIP_CERT and the like, are honoured):\n%s\n%s") %
+             (ctx.attr.lock, result.stdout[-2000:], result.stderr[-4000:]))
+
+python_wheels = repository_rule(
+    implementation = _python_wheels,
+    doc = "The distributions of one lock, each a strict target of its own.",
+    attrs = {
+        "lock": attr.label(
+            mandatory = True,
+            allow_single_file = True,
+            doc = "Pins with hashes, made by update_locks.sh.",
+        ),
+        "base_lock": attr.label(
+            allow_single_file = True,
+            doc = "The lock of @pypi, whose distributions are used from there.",
+        ),
+        "substitutes": attr.string_dict(
+            doc = "Left-out distribution to the one that stands in for it.",
+        ),
+        "from_source": attr.string_list(
+            doc = "Distributions that may be built, for want of a wheel.",
+        ),
+        "_install": attr.label(
+            default = Label("//third_party/python:install.py"),
+            allow_single_file = True,
+        ),
+    },
+)
+
+def _extra(name, **kwargs):
+    python_wheels(
+        name = "pypi_" + name,
+        lock = Label("//third_party/python:requirements_%s_lock.txt" % name),
+        base_lock = Label("//third_party/python:requirements_lock.txt"),
+        **kwargs
+    )
+
+def paxon_repositories():
+    """Declares all repositories and registers the Python toolchain."""
+    bazel4_stand_ins()
+    python_interpreter(name = "paxon_python")
+    python_wheels(
+        name = "pypi",
+        lock = Label("//third_party/python:requirements_lock.txt"),
+    )
+    _extra("cuda")
+    _extra("oracle")
+    _extra("plan")
+    _extra(
+        "tf",
+        # The first has no wheel at all, the second none for Python 3.13.
+        from_source = ["promise", "editdistance"],
+        substitutes = {"tensorflow": "tensorflow_cpu"},
+    )
+    _extra("tpu")
+    native.register_toolchains("@paxon_python//:toolchain")

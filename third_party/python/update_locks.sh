@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Makes the locks of this folder again from their .in files; needs `uv`.
+#
+#   update_locks.sh            keeps every pin that still fits
+#   update_locks.sh --upgrade  takes the newest versions that fit
+#
+# The other locks are resolved within the versions of the core lock, so that
+# what they share is installed once, in @pypi. Run `tools/bazelw test //...`
+# and `tools/check` afterwards.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+lock() {
+  local name=$1
+  shift
+  echo "$name.in -> ${name}_lock.txt"
+  UV_CUSTOM_COMPILE_COMMAND="third_party/python/update_locks.sh" \
+    uv pip compile --quiet --universal --python-version 3.11 \
+    --generate-hashes --no-strip-extras \
+    --no-emit-index-url --no-emit-find-links --excludes excluded.txt \
+    "$name.in" --output-file "${name}_lock.txt" "$@"
+}
+
+core=(--constraints requirements_lock.txt)
+lock requirements "$@"
+lock requirements_tf "${core[@]}" "$@"
+lock requirements_plan "${core[@]}" "$@"
+lock requirements_cuda "${core[@]}" "$@"
+lock requirements_tpu "${core[@]}" "$@"
+lock requirements_oracle "${core[@]}" \
+  --constraints requirements_tf_lock.txt "$@"
+lock requirements_dev "$@"

@@ -1,0 +1,1 @@
+"""Build macros, checks and command lines."""

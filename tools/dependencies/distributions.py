@@ -1,0 +1,118 @@
+"""Distributions of the locks, and which of them an import belongs to.
+
+A lock is a hash-pinned `requirements` file as `uv pip compile` writes it. The
+repository rule gives every distribution a target, `@pypi//:ml_dtypes`.
+"""
+
+from collections.abc import Iterable, Mapping
+import dataclasses
+import re
+
+# Imports that are not called like their distribution. The longest wins.
+_DISTRIBUTION_OF = {
+  "PIL": "pillow",
+  "absl": "absl_py",
+  "google.protobuf": "protobuf",
+  "orbax.checkpoint": "orbax_checkpoint",
+  "tensorflow": "tensorflow_cpu",
+  "yaml": "pyyaml",
+}
+_PINNED = re.compile(r"^([\w.-]+)(?:\[[^]]*\])?==[^\s;]+\s*(?:;\s*([^\\]*))?")
+# uv says below each pin what asked for it: a distribution, or a file.
+_ASKED_BY = re.compile(r"^    #(?: via |   )([\w.-]+)(?:\[[^]]*\])?\s*$")
+
+
+@dataclasses.dataclass(frozen=True)
+class Distributions:
+  """All locked distributions.
+
+  Attributes:
+    repositories: For every distribution, the repository that holds it.
+    requirements: For every distribution, those that it requires itself.
+  """
+
+  repositories: Mapping[str, str]
+  requirements: Mapping[str, frozenset[str]]
+
+  @property
+  def top_levels(self) -> frozenset[str]:
+    """The names that `import` knows them by, up to the first dot."""
+    plain = set(self.repositories) - set(_DISTRIBUTION_OF.values())
+    return frozenset(plain).union(
+      name.partition(".")[0]
+      for name, distribution in _DISTRIBUTION_OF.items()
+      if distribution in self.repositories
+    )
+
+  def label(self, dotted: str) -> str | None:
+    """Returns the target that gives the module `dotted`, if a lock has it."""
+    distribution = _distribution(dotted)
+    repository = self.repositories.get(distribution)
+    return f"@{repository}//:{distribution}" if repository else None
+
+  def closure(self, names: Iterable[str]) -> frozenset[str]:
+    """Returns all distributions that `names` need, themselves included."""
+    reached: set[str] = set()
+    waiting = list(names)
+    while waiting:
+      name = waiting.pop()
+      if name not in reached:
+        reached.add(name)
+        waiting += self.requirements.get(name, ())
+    return frozenset(reached)
+
+
+def parse_locks(locks: Mapping[str, str]) -> Distributions:
+  """Returns the distributions of the locks.
+
+  Args:
+    locks: The text of each repository's lock, by the repository's name. What
+      several hold comes from the first.
+  """
+  repositories: dict[str, str] = {}
+  requirements: dict[str, set[str]] = {}
+  for repository, text in locks.items():
+    found = pins(text)
+    for name in found:
+      repositories.setdefault(name, repository)
+    for name, askers in found.items():
+      for asker in askers:
+        # A lock may ask for more extras of what comes from another one.
+        if repositories.get(asker) == repository:
+          requirements.setdefault(asker, set()).add(name)
+  return Distributions(
+    repositories, {name: frozenset(of) for name, of in requirements.items()}
+  )
+
+
+def pins(lock: str) -> dict[str, set[str]]:
+  """Returns what a lock pins, and which distributions asked for each.
+
+  The names are those of the targets. What is for Windows only is left out;
+  other conditions, such as Python's version, are not looked at.
+  """
+  found: dict[str, set[str]] = {}
+  asked_by: set[str] = set()
+  for line in lock.splitlines():
+    if pin := _PINNED.match(line):
+      windows = "== 'win32'" in (pin[2] or "")
+      name = target_name(pin[1])
+      asked_by = set() if windows else found.setdefault(name, set())
+    elif asker := _ASKED_BY.match(line):
+      asked_by.add(target_name(asker[1]))
+  return found
+
+
+def target_name(distribution: str) -> str:
+  """Returns the name of a distribution's target: `ml-dtypes` -> `ml_dtypes`."""
+  return re.sub(r"[-_.]+", "_", distribution).lower()
+
+
+def _distribution(dotted: str) -> str:
+  """Returns the distribution that holds the module `dotted`."""
+  parts = dotted.split(".")
+  for length in range(len(parts), 0, -1):
+    prefix = ".".join(parts[:length])
+    if prefix in _DISTRIBUTION_OF:
+      return _DISTRIBUTION_OF[prefix]
+  return target_name(parts[0])

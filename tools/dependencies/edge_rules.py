@@ -1,0 +1,107 @@
+"""A target depends on exactly what its sources import.
+
+Bazel alone refuses an import from outside the transitive closure. It allows
+one of what only another target depends on, and any number of unused edges;
+both are refused here.
+"""
+
+from collections.abc import Iterator
+
+from paxon.tools.dependencies import build_file, violation, workspace
+
+# Files whose purpose is to import by name: the experiment that `--exp` names
+# and its test, and the test that tries what must not be importable.
+COMPUTED_IMPORTS = frozenset(
+  {
+    "runner/configuration/find_experiment.py",
+    "runner/configuration/find_experiment_test.py",
+    "tools/closure_test.py",
+  }
+)
+
+# What the macros add.
+_ADDED = frozenset({workspace.ROOT_TARGET})
+_ADDED_TO_TESTS = _ADDED | {"@pypi//:pytest"}
+
+
+def check(tree: workspace.Workspace) -> Iterator[violation.Violation]:
+  """Yields a violation for each import or edge without its counterpart."""
+  for target in tree.targets.values():
+    if not target.is_python:
+      continue
+    added = _ADDED_TO_TESTS if target.is_test else _ADDED
+    mistaken = list(_check_labels(tree, target, added))
+    yield from mistaken
+    used: set[str] = set()
+    for use in tree.uses(target):
+      used.update(use.labels)
+      yield from _check_use(tree, target, use, added)
+    # A target without sources stands for its deps: nothing is imported.
+    if target.srcs and not mistaken:
+      for label in target.deps:
+        if label not in used:
+          yield _at(
+            target,
+            f'"{label}" is in deps but no source imports it; remove it, or'
+            " name it in runtime_deps if it is looked up while running.",
+          )
+
+
+def _check_use(
+  tree: workspace.Workspace,
+  target: build_file.Target,
+  use: workspace.Use,
+  added: frozenset[str],
+) -> Iterator[violation.Violation]:
+  """Yields what is wrong with one import."""
+  if use.problem:
+    if use.dotted or use.path not in COMPUTED_IMPORTS:
+      yield violation.Violation(use.path, use.line, target.label, use.problem)
+    return
+  if not use.labels or added.intersection(use.labels):
+    return
+  if set(use.labels).isdisjoint(target.deps):
+    label = use.labels[0]
+    transitive = label in tree.closure(target.edges)
+    reason = (
+      "which only a dependency's dependency brings"
+      if transitive
+      else "which is not in deps"
+    )
+    yield violation.Violation(
+      use.path,
+      use.line,
+      target.label,
+      f'imports `{use.dotted}`, {reason}; add "{label}" to its deps in'
+      f" {target.build_path}.",
+    )
+
+
+def _check_labels(
+  tree: workspace.Workspace, target: build_file.Target, added: frozenset[str]
+) -> Iterator[violation.Violation]:
+  """Yields labels that name nothing, stand twice, or come by themselves."""
+  for index, label in enumerate(target.edges):
+    if label in target.edges[:index]:
+      yield _at(target, f'"{label}" stands twice; remove one.')
+    elif label in added:
+      yield _at(target, f'"{label}" is added by the macro; remove it.')
+    elif label.startswith("//") and label not in tree.targets:
+      yield _at(target, f'there is no target "{label}"; check the spelling.')
+    elif label.startswith("@") and not _is_locked(tree, label):
+      yield _at(
+        target,
+        f'"{label}" is in no lock of {workspace.LOCK_FOLDER}; check the'
+        " spelling, or add it to a requirements file there.",
+      )
+
+
+def _is_locked(tree: workspace.Workspace, label: str) -> bool:
+  repository, _, name = label.removeprefix("@").partition("//:")
+  return tree.distributions.repositories.get(name) == repository
+
+
+def _at(target: build_file.Target, message: str) -> violation.Violation:
+  return violation.Violation(
+    target.build_path, target.line, target.label, message
+  )

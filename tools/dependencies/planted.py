@@ -1,0 +1,136 @@
+"""A small workspace without fault, and changes that plant one in it."""
+
+from collections.abc import Callable, Iterator, Mapping
+import pathlib
+
+from paxon.tools.dependencies import violation, workspace
+
+Changes = Mapping[str, str | None]
+Rule = Callable[[workspace.Workspace], Iterator[violation.Violation]]
+
+_HEADINGS = """
+## Use it
+```python
+from paxon.{package} import {module}
+```
+## Rules here
+## Depends on
+## Decisions
+"""
+
+
+def _readme(package: str, module: str) -> str:
+  table = (
+    f"## Modules\n| Module | Gives |\n| --- | --- |\n| `{module}` | it |\n"
+  )
+  headings = _HEADINGS.format(package=package, module=module)
+  return f"# {package}\n{table}{headings}"
+
+
+def lock(*names: str) -> str:
+  """Returns a lock that pins `names`."""
+  return "".join(f"{name}==1.0 \\\n    --hash=sha256:00\n" for name in names)
+
+
+_BUILD = """
+load("//tools:py.bzl", "py_library", "py_test")
+load("//tools:readme.bzl", "readme_test")
+
+package(default_visibility = ["//:__subpackages__"])
+
+py_library(
+  name = "{module}",
+  srcs = ["{module}.py"],
+  visibility = ["//visibility:public"],
+  deps = [{deps}],
+)
+
+py_test(
+  name = "{module}_test",
+  size = "small",
+  srcs = ["{module}_test.py"],
+  deps = [":{module}"],
+)
+
+readme_test(deps = [":{module}"])
+"""
+
+
+def build_text(module: str, deps: str = "") -> str:
+  """Returns a BUILD file with a library, its test and its README's test."""
+  return _BUILD.format(module=module, deps=deps)
+
+
+def package(
+  folder: str, module: str, source: str, deps: str = ""
+) -> dict[str, str]:
+  """Returns the files of a faultless folder with one module.
+
+  Args:
+    folder: Where it is.
+    module: The name of the module, of its target and of its test.
+    source: The content of the module.
+    deps: The deps of the module, as written in BUILD.
+  """
+  return {
+    f"{folder}/BUILD": build_text(module, deps),
+    f"{folder}/README.md": _readme(folder.replace("/", "."), module),
+    f"{folder}/__init__.py": '"""A package."""\n',
+    f"{folder}/{module}.py": source,
+    f"{folder}/{module}_test.py": (
+      f"import pytest\nfrom paxon.{folder.replace('/', '.')} import {module}\n"
+    ),
+  }
+
+
+# A workspace without fault: runner:task -> layers:block -> sharding:axes ->
+# numpy, and learners:adamw, which needs nothing.
+CLEAN: Mapping[str, str] = {
+  "WORKSPACE": "",
+  "BUILD": 'py_root(name = "paxon", srcs = ["__init__.py"])\n',
+  "README.md": "| `layers/` | `learners/` | `runner/` | `sharding/` |\n",
+  "__init__.py": '"""The root."""\n',
+  "third_party/python/requirements_lock.txt": lock(
+    "absl-py", "flax", "jax", "numpy", "pytest", "scipy"
+  ),
+  "third_party/python/requirements_tf_lock.txt": lock("seqio", "numpy"),
+  **package("sharding", "axes", "import numpy\n", '"@pypi//:numpy"'),
+  **package(
+    "layers",
+    "block",
+    "import math\n\nfrom paxon.sharding import axes\n",
+    '"//sharding:axes"',
+  ),
+  **package("learners", "adamw", "VALUE = 1\n"),
+  **package(
+    "runner",
+    "task",
+    "from paxon.layers import block\n",
+    '"//layers:block"',
+  ),
+}
+
+
+def write(root: pathlib.Path, changes: Changes) -> None:
+  """Writes the clean workspace with `changes`; None leaves a file out."""
+  for path, text in {**CLEAN, **changes}.items():
+    if text is not None:
+      (root / path).parent.mkdir(parents=True, exist_ok=True)
+      (root / path).write_text(text)
+
+
+def found_by(rule: Rule, root: pathlib.Path, changes: Changes) -> list[str]:
+  """Writes the workspace with `changes`; returns what `rule` says to it."""
+  write(root, changes)
+  return [str(found) for found in rule(workspace.load(root))]
+
+
+def edit(path: str, old: str, new: str) -> dict[str, str]:
+  """Returns the change of one file that puts `new` for `old`."""
+  assert old in CLEAN[path], f"{old!r} is not in {path}"
+  return {path: CLEAN[path].replace(old, new)}
+
+
+def build(folder: str, old: str, new: str) -> dict[str, str]:
+  """Returns the change of a BUILD file that puts `new` for `old`."""
+  return edit(f"{folder}/BUILD", old, new)

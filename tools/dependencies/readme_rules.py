@@ -1,0 +1,135 @@
+"""Every package has a README that tells what it has, and no more.
+
+The five headings let a reader skim ten packages. The table of modules is what
+other repositories may use, so it is held against the public targets. Examples
+are run, by the package's `readme_test`.
+"""
+
+from collections.abc import Iterator
+import re
+
+from paxon.tools.dependencies import (
+  build_file,
+  folder_rules,
+  violation,
+  workspace,
+)
+from paxon.tools.dependencies import imports as python_imports
+
+HEADINGS = ("Modules", "Use it", "Rules here", "Depends on", "Decisions")
+MAX_EXAMPLE_LINES = 15
+_MAX_ROOT_EXAMPLE_LINES = 20
+
+# Packages that are used from BUILD files and the command line.
+_NOT_FOR_IMPORT = ("third_party", "tools")
+
+_HEADING = re.compile(r"^## (.+?)\s*$", re.MULTILINE)
+_ROW = re.compile(r"^\|[^|`]*`([^`|]+)`[^|]*\|", re.MULTILINE)
+
+
+def check(tree: workspace.Workspace) -> Iterator[violation.Violation]:
+  """Yields a violation for each README that is missing or out of date."""
+  for package in tree.packages():
+    path = f"{package}/README.md".lstrip("/")
+    if package.startswith("third_party/"):
+      continue  # Told by third_party/README.md.
+    if path not in tree.files:
+      messages = ["is missing; say what the package is for."]
+    else:
+      text = tree.text(path)
+      messages = list(_example_problems(tree, package, text))
+      if package:
+        messages += _heading_problems(text)
+        messages += _table_problems(tree, package, text)
+      else:
+        messages += _map_problems(tree, text)
+    for message in messages:
+      yield violation.Violation(path, 0, path, message)
+
+
+def _heading_problems(text: str) -> Iterator[str]:
+  headings = tuple(_HEADING.findall(_without_code(text)))
+  if headings != HEADINGS:
+    yield (
+      f"has the headings {', '.join(headings) or '(none)'}; every package has"
+      f" {', '.join(HEADINGS)}, in this order."
+    )
+
+
+def _table_problems(
+  tree: workspace.Workspace, package: str, text: str
+) -> Iterator[str]:
+  """Yields differences between the table of modules and public targets."""
+  public = {
+    target.name
+    for target in tree.targets.values()
+    if target.package == package and _is_listed(target)
+  }
+  section = re.search(r"^## Modules\n(.*?)(?=^## |\Z)", text, re.S | re.M)
+  cells = set(_ROW.findall(section[1])) if section else set()
+  folders = {cell for cell in cells if cell.endswith("/")}
+  for folder in sorted(folders):
+    if f"{package}/{folder}BUILD" not in tree.files:
+      yield f"lists the folder `{folder}`, which has no BUILD; remove the row."
+  rows = {cell.removesuffix(".py") for cell in cells - folders}
+  for name in sorted(public - rows):
+    yield (
+      f"does not list the public target //{package}:{name}; add a row"
+      f" `{name}` to its Modules table, or make the target not public."
+    )
+  for name in sorted(rows - public):
+    yield (
+      f"lists `{name}`, but //{package}:{name} is no public target; make it"
+      " public, or remove the row."
+    )
+
+
+def _is_listed(target: build_file.Target) -> bool:
+  """Returns whether a target belongs in the table of modules."""
+  if folder_rules.top_of(target.package) == "tools":
+    # Used by its own folder alone: the table tells what there is.
+    return target.kind == "py_library" and not target.testonly
+  return target.is_python and target.is_public
+
+
+def _example_problems(
+  tree: workspace.Workspace, package: str, text: str
+) -> Iterator[str]:
+  """Yields examples that are missing, too long, or run by no test."""
+  blocks = list(python_imports.python_blocks(text))
+  limit = MAX_EXAMPLE_LINES if package else _MAX_ROOT_EXAMPLE_LINES
+  for block in blocks:
+    lines = block.text.count("\n")
+    if lines > limit:
+      yield (
+        f"the example at line {block.line} has {lines} lines; make it at most"
+        f" {limit}."
+      )
+  importable = any(
+    target.package == package
+    and target.kind == "py_library"
+    and target.is_public
+    for target in tree.targets.values()
+  )
+  kept_apart = folder_rules.top_of(package) in _NOT_FOR_IMPORT
+  if importable and package and not blocks and not kept_apart:
+    yield "has no example; add a ```python block under Use it."
+  if blocks and f"//{package}:readme_test" not in tree.targets:
+    yield (
+      "has an example that no test runs; add readme_test(deps = [...]) to"
+      " BUILD, from //tools:readme.bzl."
+    )
+
+
+def _map_problems(tree: workspace.Workspace, text: str) -> Iterator[str]:
+  """Yields top-level folders that the root README does not name."""
+  folders = {
+    folder_rules.top_of(package) for package in tree.packages() if package
+  }
+  for folder in sorted(folders):
+    if f"`{folder}/`" not in text:
+      yield f"its map has no line for `{folder}/`; add one."
+
+
+def _without_code(text: str) -> str:
+  return re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M)

@@ -1,0 +1,80 @@
+"""READMEs that are missing or out of date are caught."""
+
+import pytest
+
+from paxon.tools.dependencies import planted, readme_rules
+
+_PLANTED = [
+  pytest.param(
+    planted.edit("learners/README.md", "| `adamw` | it |\n", ""),
+    "learners/README.md: does not list the public target //learners:adamw; add"
+    " a row `adamw` to its Modules table, or make the target not public.",
+    id="a public target that is not in it",
+  ),
+  pytest.param(
+    planted.build("learners", "//visibility:public", "//:__subpackages__"),
+    "learners/README.md: lists `adamw`, but //learners:adamw is no public"
+    " target; make it public, or remove the row.",
+    id="a row without a public target",
+  ),
+  pytest.param(
+    planted.edit("learners/README.md", "`adamw` |", "`adamw` |\n| `moe/` |"),
+    "learners/README.md: lists the folder `moe/`, which has no BUILD; remove"
+    " the row.",
+    id="a row without a folder",
+  ),
+  pytest.param(
+    {"learners/README.md": None},
+    "learners/README.md: is missing; say what the package is for.",
+    id="missing",
+  ),
+  pytest.param(
+    planted.edit("learners/README.md", "## Decisions\n", ""),
+    "learners/README.md: has the headings Modules, Use it, Rules here, Depends"
+    " on; every package has Modules, Use it, Rules here, Depends on, Decisions,"
+    " in this order.",
+    id="headings",
+  ),
+  pytest.param(
+    planted.edit("learners/README.md", "```python", "```text"),
+    "learners/README.md: has no example; add a ```python block under Use it.",
+    id="no example",
+  ),
+  pytest.param(
+    planted.edit(
+      "learners/README.md", "import adamw\n", "import adamw\n" + "1\n" * 15
+    ),
+    "learners/README.md: the example at line 9 has 16 lines; make it at most"
+    " 15.",
+    id="a long example",
+  ),
+  pytest.param(
+    planted.build("learners", 'readme_test(deps = [":adamw"])\n', ""),
+    "learners/README.md: has an example that no test runs; add"
+    " readme_test(deps = [...]) to BUILD, from //tools:readme.bzl.",
+    id="an example that is not run",
+  ),
+  pytest.param(
+    planted.edit("README.md", "| `layers/` ", ""),
+    "README.md: its map has no line for `layers/`; add one.",
+    id="a folder that is not in the map",
+  ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), _PLANTED)
+def test_catches_the_planted_violation(tmp_path, changes, message):
+  assert planted.found_by(readme_rules.check, tmp_path, changes) == [message]
+
+
+def test_allows_the_clean_workspace(tmp_path):
+  assert planted.found_by(readme_rules.check, tmp_path, {}) == []
+
+
+def test_tools_list_modules_that_are_not_public(tmp_path):
+  changes = planted.package("tools", "check_deps", "VALUE = 1\n")
+  changes["tools/BUILD"] = changes["tools/BUILD"].replace(
+    '  visibility = ["//visibility:public"],\n', ""
+  )
+  changes["README.md"] = planted.CLEAN["README.md"] + "`tools/`"
+  assert planted.found_by(readme_rules.check, tmp_path, changes) == []

@@ -1,0 +1,216 @@
+"""A workspace as the rules see it: targets, sources, and who imports what."""
+
+from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+import pathlib
+import sys
+
+from paxon.tools.dependencies import build_file, source_tree, violation
+from paxon.tools.dependencies import distributions as locked
+from paxon.tools.dependencies import imports as python_imports
+
+IMPORT_ROOT = "paxon"
+ROOT_TARGET = "//:paxon"
+
+LOCK_FOLDER = "third_party/python"
+_LOCK_END = "_lock.txt"
+# The lock of the developers' own tools is installed by no repository.
+_NO_REPOSITORY = frozenset({"pypi_dev"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+  """One import of a target, resolved.
+
+  Attributes:
+    path: The source that imports.
+    line: The line of the import.
+    dotted: What is imported.
+    labels: The targets that give it, any of which will do; empty for the
+      standard library, and where there is a problem.
+    problem: Why it is refused, with the mend; None if it is not.
+  """
+
+  path: str
+  line: int
+  dotted: str
+  labels: tuple[str, ...] = ()
+  problem: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Workspace:
+  """Everything that is read from disk, once.
+
+  Attributes:
+    root: The folder of WORKSPACE.
+    files: All source files, relative to the root.
+    targets: The targets of all BUILD files, by label.
+    imports: The imports of every Python source and of README examples.
+    distributions: What the locks hold.
+    unreadable: BUILD files and sources that could not be parsed.
+  """
+
+  root: pathlib.Path
+  files: Sequence[str]
+  targets: Mapping[str, build_file.Target]
+  imports: Mapping[str, Sequence[python_imports.Import]]
+  distributions: locked.Distributions
+  unreadable: Sequence[violation.Violation]
+
+  def text(self, path: str) -> str:
+    """Returns the content of a file of the workspace."""
+    return (self.root / path).read_text()
+
+  def packages(self) -> list[str]:
+    """Returns the folders that have a BUILD file; the root is empty."""
+    return [
+      _folder(path) for path in self.files if pathlib.Path(path).name == "BUILD"
+    ]
+
+  def owners(self, path: str) -> list[build_file.Target]:
+    """Returns the Python targets that have `path` among their sources."""
+    return [
+      target
+      for target in self.targets.values()
+      if target.is_python and path in target.source_paths()
+    ]
+
+  def uses(self, target: build_file.Target) -> Iterator[Use]:
+    """Yields the imports of all sources of a target."""
+    for path in target.source_paths():
+      for item in self.imports.get(path, ()):
+        use = self._resolve(path, item)
+        # A source may import another one of the same target.
+        if target.label not in use.labels:
+          yield use
+
+  def closure(self, labels: Sequence[str]) -> set[str]:
+    """Returns all labels that `labels` bring along, themselves included."""
+    reached: set[str] = set()
+    waiting = list(labels)
+    while waiting:
+      label = waiting.pop()
+      if label not in reached:
+        reached.add(label)
+        if label in self.targets:
+          waiting += self.targets[label].edges
+    return reached
+
+  def _resolve(self, path: str, item: python_imports.Import) -> Use:
+    """Returns where an import leads."""
+    labels: tuple[str, ...] = ()
+    problem = None
+    top = item.module.partition(".")[0]
+    if item.level:
+      problem = f"relative import; write `from {_parent(path)} import ...`."
+    elif not item.module:
+      problem = (
+        "imports a name computed at run time, which hides an edge; import the"
+        " module, or take it as an argument."
+      )
+    elif top == IMPORT_ROOT:
+      labels, problem = self._resolve_own(item)
+    elif top in sys.stdlib_module_names:
+      pass
+    elif self._is_own_folder(top):
+      problem = (
+        f"`{item.module}` without `{IMPORT_ROOT}.` makes a second copy of the"
+        f" module; write `{IMPORT_ROOT}.{item.module}`."
+      )
+    elif any(part.startswith("_") for part in item.module.split(".")):
+      problem = f"`{item.module}` is private; use the public API."
+    else:
+      label = self.distributions.label(item.dotted)
+      if label:
+        labels = (label,)
+      else:
+        problem = (
+          f"`{top}` is neither ours, nor of the standard library, nor in a"
+          f" lock of {LOCK_FOLDER}; add it to a requirements file there."
+        )
+    return Use(path, item.line, item.dotted, labels, problem)
+
+  def _resolve_own(
+    self, item: python_imports.Import
+  ) -> tuple[tuple[str, ...], str | None]:
+    """Returns the targets of a module of ours, or why there is none."""
+    if item.dotted == IMPORT_ROOT:
+      return (ROOT_TARGET,), None
+    path = self._module_path(item.dotted)
+    if path:
+      return tuple(target.label for target in self.owners(path)), None
+    if item.name and self._module_path(item.module):
+      parent, _, module = item.module.rpartition(".")
+      return (), (
+        f"imports a name; import the module, `from {parent} import {module}`,"
+        f" and write `{module}.{item.name}`."
+      )
+    folder = "/".join(item.dotted.split(".")[1:])
+    if any(name.startswith(f"{folder}/") for name in self.files):
+      return (), (
+        f"`{item.dotted}` is a package, which holds nothing; import a module"
+        " of it."
+      )
+    return (), f"there is no module `{item.dotted}`; check the spelling."
+
+  def _module_path(self, dotted: str) -> str | None:
+    path = "/".join(dotted.split(".")[1:]) + ".py"
+    return path if path in self.imports else None
+
+  def _is_own_folder(self, name: str) -> bool:
+    return any(path.startswith(f"{name}/") for path in self.files)
+
+
+def load(root: pathlib.Path) -> Workspace:
+  """Reads the workspace at `root`."""
+  files = source_tree.files(root)
+  unreadable = []
+  targets: dict[str, build_file.Target] = {}
+  imports: dict[str, list[python_imports.Import]] = {}
+  for path in files:
+    name = pathlib.Path(path).name
+    if name not in ("BUILD", "README.md") and not path.endswith(".py"):
+      continue
+    text = (root / path).read_text()
+    try:
+      if name == "BUILD":
+        parsed = build_file.parse(text, _folder(path))
+        targets.update((target.label, target) for target in parsed)
+      elif name == "README.md":
+        imports[path] = [
+          item
+          for block in python_imports.python_blocks(text)
+          for item in python_imports.parse(block.text, block.line)
+        ]
+      else:
+        imports[path] = python_imports.parse(text)
+    except build_file.BuildFileError as error:
+      unreadable.append(violation.Violation(path, error.line, path, str(error)))
+    except SyntaxError as error:
+      unreadable.append(
+        violation.Violation(path, error.lineno or 0, path, f"{error.msg}.")
+      )
+  return Workspace(
+    root, files, targets, imports, _distributions(root), unreadable
+  )
+
+
+def _distributions(root: pathlib.Path) -> locked.Distributions:
+  """Reads the locks; `requirements_tf_lock.txt` is that of `@pypi_tf`."""
+  locks = {}
+  for path in (root / LOCK_FOLDER).glob(f"requirements*{_LOCK_END}"):
+    kind = path.name.removeprefix("requirements").removesuffix(_LOCK_END)
+    locks[f"pypi{kind}"] = path.read_text()
+  for name in _NO_REPOSITORY:
+    locks.pop(name, None)
+  # `@pypi` comes first: the others take from it what it has.
+  return locked.parse_locks(dict(sorted(locks.items())))
+
+
+def _folder(path: str) -> str:
+  return path.rpartition("/")[0]
+
+
+def _parent(path: str) -> str:
+  return ".".join([IMPORT_ROOT, *path.split("/")[:-1]])

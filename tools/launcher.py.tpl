@@ -1,0 +1,32 @@
+"""Starts {main} with a module search path that holds declared things only."""
+
+import importlib.util
+import os
+import runpy
+import sys
+
+# Python puts the folder of the file that it starts, in the source tree, first
+# on the path: siblings nobody declared, and names of the standard library.
+if not sys.flags.safe_path:
+  del sys.path[0]
+os.environ["PYTHONSAFEPATH"] = "1"
+
+# Bazel puts the workspace itself there too, which would make `import layers` a
+# second copy of `paxon.layers`.
+_root = os.path.dirname(importlib.util.find_spec("paxon").origin)
+sys.path[:] = [entry for entry in sys.path if entry != _root]
+os.environ["PYTHONPATH"] = os.pathsep.join(
+  entry
+  for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+  if entry != _root
+)
+
+# tools/bazelw, called from outside the workspace, says where the user stands;
+# Bazel itself knows only where it was started.
+if directory := os.environ.pop("PAXON_WORKING_DIRECTORY", ""):
+  os.environ["BUILD_WORKING_DIRECTORY"] = directory
+
+runpy.run_path(
+  os.path.join(os.path.dirname(os.path.abspath(__file__)), "{main}"),
+  run_name="__main__",
+)

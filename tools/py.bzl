@@ -1,0 +1,138 @@
+"""The one door to Bazel's Python rules: `py_library`, `py_test`, `py_binary`.
+
+All three add the root package, so that `import paxon` is ours and not an
+installed copy, and refuse what Bazel would do behind the author's back. A
+change of Bazel, or of its rules, is a change of this file.
+"""
+
+load("//third_party/python:accelerator.bzl", "accelerator_wheels")
+
+_ROOT = Label("//:paxon")
+_PYTEST_MAIN = Label("//tools:pytest_main.py")
+_RUNNER_DEPS = [
+    Label("@pypi//:beartype"),
+    Label("@pypi//:jaxtyping"),
+    Label("@pypi//:pytest"),
+]
+
+def _joined(deps, *added):
+    """Returns `deps` and what is added, each label once; Bazel wants it so."""
+    seen = {str(dep).lstrip("@"): None for dep in deps}
+    result = list(deps)
+    for label in [label for labels in added for label in labels]:
+        if str(label).lstrip("@") not in seen:
+            seen[str(label).lstrip("@")] = None
+            result.append(label)
+    return result
+
+def py_root(name, srcs, **kwargs):
+    """The root package itself; only the workspace's top BUILD has one."""
+    native.py_library(name = name, srcs = srcs, **kwargs)
+
+def py_library(name, srcs = [], deps = [], runtime_deps = [], **kwargs):
+    """A Python module.
+
+    Args:
+      name: The module's name.
+      srcs: Its file.
+      deps: What it imports, exactly.
+      runtime_deps: What it needs without importing it by name.
+      **kwargs: As for Bazel's py_library.
+    """
+    native.py_library(
+        name = name,
+        srcs = srcs,
+        deps = _joined(deps, runtime_deps, [_ROOT]),
+        **kwargs
+    )
+
+def py_test(
+        name,
+        srcs,
+        size,
+        deps = [],
+        runtime_deps = [],
+        args = [],
+        devices = 8,
+        env = {},
+        **kwargs):
+    """Test files, run by pytest in one process.
+
+    Args:
+      name: The target's name.
+      srcs: One or more `x_test.py`.
+      size: Bazel's size, which is also the time limit.
+      deps: What the files import, exactly, less pytest and the root package.
+      runtime_deps: What they need without importing it by name.
+      args: More arguments for pytest.
+      devices: How many CPU devices JAX shows.
+      env: More environment variables; these win over the macro's own.
+      **kwargs: As for Bazel's py_test, such as `data`, `tags`, `shard_count`.
+    """
+    native.py_test(
+        name = name,
+        size = size,
+        srcs = srcs + [_PYTEST_MAIN],
+        main = _PYTEST_MAIN,
+        args = ["$(rootpath %s)" % src for src in srcs] + args,
+        env = dict({
+            "JAX_NUMPY_DTYPE_PROMOTION": "strict",
+            "JAX_NUMPY_RANK_PROMOTION": "raise",
+            "JAX_NUM_CPU_DEVICES": str(devices),
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONSAFEPATH": "1",
+        }, **env),
+        legacy_create_init = False,
+        deps = _joined(deps, runtime_deps, _RUNNER_DEPS, [_ROOT]) + accelerator_wheels(),
+        **kwargs
+    )
+
+def _launcher(ctx):
+    output = ctx.actions.declare_file(ctx.label.name + ".py")
+    ctx.actions.expand_template(
+        template = ctx.file._template,
+        output = output,
+        substitutions = {"{main}": ctx.file.main.basename},
+    )
+    return [DefaultInfo(files = depset([output]))]
+
+_py_launcher = rule(
+    implementation = _launcher,
+    attrs = {
+        "main": attr.label(mandatory = True, allow_single_file = [".py"]),
+        "_template": attr.label(
+            default = Label("//tools:launcher.py.tpl"),
+            allow_single_file = True,
+        ),
+    },
+)
+
+def py_binary(name, srcs, main = None, deps = [], runtime_deps = [], **kwargs):
+    """A Python program.
+
+    It starts as a test does: the folder of its main file is not on
+    `sys.path`, so it can import only what it declares.
+
+    Args:
+      name: The target's name.
+      srcs: Its files.
+      main: The file to run, `name.py` by default.
+      deps: What the files import, exactly.
+      runtime_deps: What they need without importing it by name.
+      **kwargs: As for Bazel's py_binary.
+    """
+    launcher = "_%s_launcher" % name
+    _py_launcher(
+        name = launcher,
+        main = main or name + ".py",
+        testonly = kwargs.get("testonly", False),
+        visibility = ["//visibility:private"],
+    )
+    native.py_binary(
+        name = name,
+        srcs = srcs + [launcher],
+        main = launcher + ".py",
+        legacy_create_init = False,
+        deps = _joined(deps, runtime_deps, [_ROOT]) + accelerator_wheels(),
+        **kwargs
+    )

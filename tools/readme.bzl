@@ -1,0 +1,32 @@
+"""A test of the examples in a package's README."""
+
+load("//tools:py.bzl", "py_test")
+
+def readme_test(
+        deps,
+        name = "readme_test",
+        size = "small",
+        runtime_deps = [],
+        **kwargs):
+    """Runs the ```python blocks of this package's README.md.
+
+    check_deps holds `deps` against what the blocks import, so that they also
+    tell a reader what the example needs.
+
+    Args:
+      deps: What the examples import, exactly.
+      name: The target's name, best left as it is.
+      size: Bazel's size, which is also the time limit.
+      runtime_deps: What they need without importing it by name.
+      **kwargs: As for py_test.
+    """
+    py_test(
+        name = name,
+        size = size,
+        srcs = ["//tools:run_readme_examples.py"],
+        data = ["README.md"],
+        env = {"PAXON_README": "$(rootpath README.md)"},
+        runtime_deps = runtime_deps + ["//tools/dependencies:imports"],
+        deps = deps,
+        **kwargs
+    )
