@@ -36,13 +36,13 @@ class PythonStdlibLm(experiment.Experiment):
   bazel run //runner:main -- --exp=tasks.lm.params.quickstart.PythonStdlibLm
   """
 
-  num_train_steps = 1400
+  num_train_steps = 1000
   global_batch_size = 8
   checkpoint_every_steps = 200
-  eval_every_steps = 700
+  eval_every_steps = 500
   summary_every_steps = 20
 
-  length: int = 128
+  length: int = 256
   num_layers: int = 4
   embed_dim: int = 128
   mlp_dim: int = 384
@@ -51,9 +51,11 @@ class PythonStdlibLm(experiment.Experiment):
   head_dim: int = 32
   scan_layers: bool = True
   peak_learning_rate: float = 4e-3
-  warmup_steps: int = 70
+  warmup_steps: int = 50
   weight_decay: float = 0.1
-  max_new_tokens: int = 400
+  # With the prompt no more than `length`: positions it has not seen in training
+  # make a model of this size babble.
+  max_new_tokens: int = 240
 
   def task(self) -> fdl.Config[task_lib.Task]:
     """Returns the model and how it learns."""
@@ -130,7 +132,7 @@ class PythonStdlibLm(experiment.Experiment):
       "validation": fdl.Config(
         packed_lm_input.PackedLmInput,
         source=fdl.Config(python_stdlib.PythonStdlib, split="validation"),
-        global_batch_size=8 * self.global_batch_size,
+        global_batch_size=4 * self.global_batch_size,
         shuffle_seed=None,
         num_epochs=1,
         **shared,
