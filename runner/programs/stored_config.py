@@ -4,7 +4,7 @@ from etils import epath
 import fiddle as fdl
 
 from paxon.runner import files, run_dir, user_error
-from paxon.runner.configuration import dump
+from paxon.runner.configuration import dump, tree
 
 # Values that do not change what the steps made so far have computed.
 _FREE = (
@@ -17,6 +17,8 @@ _FREE = (
   "generation",
   "baselines",
 )
+# How a stack is computed, not what it computes.
+_FREE_FIELDS = ("scan", "remat_policy")
 # These too, where the number of steps has changed: a schedule spans a run.
 _SCHEDULE = ".schedule."
 
@@ -38,8 +40,13 @@ def check(config: fdl.Buildable, folder: epath.Path) -> list[str]:
   if not stored.exists():
     return []
   changes = differences(stored.read_text(), dump.to_text(config))
+  before = _values(stored.read_text())
+  # A field that a later version has added, left at its default.
+  added = {path for path in _unset(config) if path not in before}
   refused = [
-    line for path, line in changes.items() if not _is_free(path, changes)
+    line
+    for path, line in changes.items()
+    if path not in added and not _is_free(path, changes)
   ]
   if refused:
     more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
@@ -80,8 +87,19 @@ def differences(old: str, new: str) -> dict[str, str]:
 
 def _is_free(path: str, changes: dict[str, str]) -> bool:
   root = path.partition(".")[0].partition("[")[0]
+  field = path.rpartition(".")[2]
   is_of_schedule = "num_train_steps" in changes and _SCHEDULE in path
-  return root in _FREE or is_of_schedule
+  return root in _FREE or field in _FREE_FIELDS or is_of_schedule
+
+
+def _unset(config: fdl.Buildable) -> set[str]:
+  """Returns the paths of fields that have their defaults."""
+  return {
+    tree.join(path, name)
+    for path, node in tree.nodes(config)
+    for name in tree.field_names(node)
+    if not tree.is_set(node, name)
+  }
 
 
 def _values(text: str) -> dict[str, str]:

@@ -74,3 +74,32 @@ def test_lines_that_only_one_side_has():
     "b": "b is m.C there and nothing here",
     "c": "c is nothing there and 2 here",
   }
+
+
+def _without(folder, line):
+  stored = folder / run_dir.CONFIG_TEXT
+  text = stored.read_text()
+  assert f"{line}\n" in text
+  stored.write_text(text.replace(f"{line}\n", ""))
+
+
+def test_a_field_that_a_later_version_added_may_have_its_default(tmp_path):
+  folder = _stored(tmp_path)
+  _without(folder, "task.learner.optimizer.max_update_rms = None")
+  (change,) = stored_config.check(_config(), folder)
+  assert "max_update_rms is nothing there and None here" in change
+
+
+def test_a_field_that_was_not_there_may_not_be_set(tmp_path):
+  folder, config = _stored(tmp_path), _config()
+  _without(folder, "task.learner.optimizer.max_update_rms = None")
+  config.task.learner.optimizer.max_update_rms = 1.0
+  with pytest.raises(user_error.UserError, match=r"max_update_rms is nothing"):
+    stored_config.check(config, folder)
+
+
+def test_how_a_stack_is_computed_may_change(tmp_path):
+  folder, config = _stored(tmp_path), _config()
+  config.task.model.stack.scan = not config.task.model.stack.scan
+  (change,) = stored_config.check(config, folder)
+  assert "task.model.stack.scan" in change
