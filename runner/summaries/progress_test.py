@@ -73,9 +73,22 @@ def test_durations_read_like_a_clock(seconds, text):
   assert progress.duration(seconds) == text
 
 
+class _MemoryTerminal(io.StringIO):
+  """Stands in where there are no pseudo-terminals, as in a bare chroot."""
+
+  def isatty(self) -> bool:
+    return True
+
+
 def _terminal(columns, use):
   """Runs `use(stream)` on a pseudo-terminal; returns what it showed."""
-  parent, child = pty.openpty()
+  try:
+    parent, child = pty.openpty()
+  except OSError:
+    with pytest.MonkeyPatch.context() as patch:
+      patch.setenv("COLUMNS", str(columns))
+      use(stream := _MemoryTerminal())
+      return stream.getvalue()
   fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
   with os.fdopen(child, "w") as stream:
     use(stream)
@@ -99,7 +112,17 @@ def _environment(monkeypatch):
   return monkeypatch
 
 
-def test_terminal_gets_a_live_bar(terminal):
+@pytest.fixture(name="terminal_kind", params=["pty", "memory"])
+def _kind(request, monkeypatch):
+  def refuse():
+    raise OSError("out of pty devices")
+
+  if request.param == "memory":
+    monkeypatch.setattr(pty, "openpty", refuse)
+
+
+@pytest.mark.usefixtures("terminal", "terminal_kind")
+def test_terminal_gets_a_live_bar():
   def use(stream):
     bar = progress.make(num_train_steps=100, first_step=20, stream=stream)
     assert isinstance(bar, progress.ProgressBar)
@@ -125,7 +148,8 @@ def test_terminal_gets_a_live_bar(terminal):
   assert "baseline" not in text
 
 
-def test_bar_fits_into_80_columns(terminal):
+@pytest.mark.usefixtures("terminal", "terminal_kind")
+def test_bar_fits_into_80_columns():
   def use(stream):
     bar = progress.make(num_train_steps=10000, stream=stream)
     bar.write(9990, "train", {**_FIGURES, "loss": 12.5})

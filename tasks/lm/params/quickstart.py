@@ -34,6 +34,10 @@ class PythonStdlibLm(experiment.Experiment):
   """A decoder-only transformer of 0.8 M parameters on 11 MB of source text.
 
   bazel run //runner:main -- --exp=tasks.lm.params.quickstart.PythonStdlibLm
+
+  Measured 2026-11-21 on two CPU cores, with the library of Python 3.11.2: about
+  five minutes for training, evaluation and samples; 1.60 bits per byte on the
+  held-out files, where `xz -9e` reaches 1.56 and a byte trigram model 2.44.
   """
 
   num_train_steps = 1000
