@@ -79,7 +79,13 @@ class Checkpointer:
       else:
         # Cleans up what a killed process left unfinished.
         options = ocp.CheckpointManagerOptions(
-          cleanup_tmp_directories=True, max_to_keep=max_checkpoints
+          cleanup_tmp_directories=True,
+          max_to_keep=max_checkpoints,
+          # Where folders are made in the background and that fails, orbax's
+          # writing threads wait for them, and the process cannot exit.
+          async_options=ocp.AsyncOptions(
+            create_directories_asynchronously=False
+          ),
         )
       with _told_already():
         self._manager = ocp.CheckpointManager(
