@@ -22,6 +22,10 @@ from typing import Any
 import numpy as np
 
 Batch = dict[str, np.ndarray]
+# By the key of a batch: shape and dtype of its array.
+Shapes = dict[str, tuple[tuple[int, ...], np.dtype]]
+# Arrays on devices are indexed by int32.
+_TOO_LARGE = 2**31
 # What JSON can hold.
 State = dict[str, Any]
 
@@ -53,6 +57,15 @@ class BaseInput(abc.ABC):
         raise ValueError(
           f"{type(self).__name__}.{name} must be positive, got {value}."
         )
+      if value >= _TOO_LARGE:
+        raise ValueError(
+          f"{type(self).__name__}.{name} must be less than 2**31, got {value}."
+        )
+
+  @property
+  def is_endless(self) -> bool:
+    """Whether `get_next` is known never to end; then none can evaluate."""
+    return False
 
   @abc.abstractmethod
   def get_next(self) -> Batch:
@@ -62,6 +75,13 @@ class BaseInput(abc.ABC):
       StopIteration: A finite input has ended; it stays so until `reset`, or
         until a state is set. All hosts end after the same number of batches.
     """
+
+  def batch_shapes(self) -> Shapes | None:
+    """Returns shape and dtype of this host's arrays, if known without reading.
+
+    None, the default, has the runner read one batch to learn them.
+    """
+    return None
 
   @abc.abstractmethod
   def reset(self) -> None:
@@ -81,6 +101,17 @@ class BaseInput(abc.ABC):
     Raises:
       ValueError: The state is damaged or belongs to other data.
     """
+
+  def documents_between(self, before: State, after: State) -> list[int] | None:
+    """Returns the numbers of the documents between two positions, if known.
+
+    It changes nothing, so that it may be asked while a thread reads batches.
+
+    Args:
+      before: What `get_state` returned.
+      after: What it returned later.
+    """
+    del before, after
 
   @property
   def per_host_batch_size(self) -> int:

@@ -109,6 +109,28 @@ class DocumentStream:
       position = self._advanced(position, len(run) - 1, len(tokens) - 1)
     return runs, position
 
+  def documents_between(self, before: Position, after: Position) -> list[int]:
+    """Returns the numbers of the documents read between two positions.
+
+    Reads none of them.
+
+    Args:
+      before: The first position.
+      after: Not before it.
+
+    Returns:
+      In the order of the stream; one that is read again, in several pieces or
+      epochs, is there once.
+    """
+    numbers = []
+    epoch, index = before.epoch, before.index
+    while (epoch, index, 0) < (after.epoch, after.index, after.offset):
+      numbers.append(self._document_of(self._order.document(epoch, index)))
+      index += 1
+      if index == self.num_pieces:
+        epoch, index = epoch + 1, 0
+    return list(dict.fromkeys(numbers))
+
   def check(self, position: Position) -> None:
     """Checks that a position exists; reads at most one document.
 
@@ -142,11 +164,15 @@ class DocumentStream:
   def _read_piece(self, number: int) -> npt.NDArray[np.int32]:
     if self._first_pieces is None or self._piece_length is None:
       return self._document(number)
-    document = int(
-      np.searchsorted(self._first_pieces, number, side="right") - 1
-    )
+    document = self._document_of(number)
     begin = (number - int(self._first_pieces[document])) * self._piece_length
     return self._document(document)[begin : begin + self._piece_length + 1]
+
+  def _document_of(self, piece: int) -> int:
+    """Returns the number of the document that a piece is of."""
+    if self._first_pieces is None:
+      return piece
+    return int(np.searchsorted(self._first_pieces, piece, side="right") - 1)
 
   def _document(self, number: int) -> npt.NDArray[np.int32]:
     """Returns BEGIN, the tokens and END of a document."""

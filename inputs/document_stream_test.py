@@ -170,3 +170,34 @@ def test_pieces_of_one_document_are_shuffled_apart():
   first = [int(run[-1]) >= 103 for run in runs]
   changes = sum(x != y for x, y in itertools.pairwise(first))
   assert changes > 10
+
+
+@pytest.mark.parametrize("piece_length", [None, 2])
+@pytest.mark.parametrize("num_targets", [0, 1, 2, 3, 5, 9, 20])
+def test_documents_between_two_positions_are_those_that_were_read(
+  num_targets, piece_length
+):
+  source = CountedDocuments([bytes([2 + i]) * (i % 4 + 1) for i in range(10)])
+  stream = _stream(source, shuffle_seed=3, piece_length=piece_length)
+  position = _position()
+  for _ in range(6):
+    runs, after = stream.take(position, num_targets)
+    reads = CountedDocuments.reads
+    found = stream.documents_between(position, after)
+    assert CountedDocuments.reads == reads
+    # A run that holds nothing but an end is of no document's bytes.
+    seen = [int(max(run)) for run in runs if max(run) > 2]
+    # The tokenizer adds 3 to bytes, and document i is of bytes 2 + i.
+    seen = list(dict.fromkeys(token - 5 for token in seen))
+    assert [number for number in found if number in seen] == seen
+    assert len(found) <= len(runs)
+    position = after
+
+
+def test_documents_between_are_in_the_order_of_reading():
+  stream = _stream()
+  between = stream.documents_between
+  assert between(_position(0, 1, 0), _position(0, 1, 0)) == []
+  assert between(_position(0, 0, 1), _position(0, 0, 2)) == [0]
+  assert between(_position(0, 1, 0), _position(0, 2, 0)) == [1]
+  assert between(_position(0, 1, 0), _position(1, 1, 1)) == [1, 2, 0]

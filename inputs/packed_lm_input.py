@@ -100,6 +100,22 @@ class PackedLmInput(base_input.BaseInput):
     self._position = position
     return self.host_rows(batch)
 
+  @property
+  def is_endless(self) -> bool:
+    """Whether no number of epochs is given."""
+    return self.num_epochs is None
+
+  def batch_shapes(self) -> base_input.Shapes | None:
+    """Returns what `get_next` will return, where that needs no document."""
+    if type(self).get_next is not PackedLmInput.get_next:
+      return None  # A subclass may add arrays of its own.
+    if self.num_epochs is not None:
+      return None  # There may be no batch left.
+    shape = self.per_host_batch_size, self.length
+    keys = ("inputs", "targets", "positions", "segment_ids", "target_bytes")
+    integers = {key: (shape, np.dtype(np.int32)) for key in keys}
+    return {**integers, "weights": (shape, np.dtype(np.float32))}
+
   def reset(self) -> None:
     """Goes back to the first batch."""
     self._position = document_stream.Position()
@@ -144,6 +160,16 @@ class PackedLmInput(base_input.BaseInput):
     position = document_stream.Position(**numbers)
     self._stream.check(position)
     self._position = position
+
+  def documents_between(
+    self, before: base_input.State, after: base_input.State
+  ) -> list[int] | None:
+    """Returns the numbers in `source`, in the order of reading."""
+    first, last = (
+      document_stream.Position(**{key: state[key] for key in _POSITION_KEYS})
+      for state in (before, after)
+    )
+    return self._stream.documents_between(first, last)
 
   @functools.cached_property
   def _stream(self) -> document_stream.DocumentStream:

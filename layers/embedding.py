@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from paxon.layers import precision
+from paxon.layers import dimensions, precision
 from paxon.sharding import axes, logical
 
 # Standard deviation embed_dim ** -0.5: rows have length one, and tied logits
@@ -48,10 +48,7 @@ class Embedding(nn.Module):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    for field in ("vocab_size", "embed_dim"):
-      value = getattr(self, field)
-      if value <= 0:
-        raise ValueError(f"Embedding.{field} must be positive, got {value}.")
+    dimensions.check(self, "vocab_size", "embed_dim")
 
   def setup(self) -> None:
     """Makes the table, for both methods."""
@@ -67,6 +64,11 @@ class Embedding(nn.Module):
   ) -> Float[Array, "batch length embed"]:
     """Returns the rows of `ids`."""
     (table,) = dtypes.promote_dtype(self.table, dtype=self.dtype)
+    # Rows whole, as a weight is gathered before its use: each device then looks
+    # up its own ids. Rows that stay split over D would give an output that is
+    # split otherwise than the batch, and XLA would replicate all of it to get
+    # from one to the other.
+    table = logical.constrain(table, (axes.VOCAB, axes.ACTIVATION_EMBED))
     x = jnp.take(table, ids, axis=0, mode="fill") * self.input_scale
     # Pinned so that a table split over V or D does not split the residual
     # stream the same way.

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from paxon.layers import embedding, testing
+from paxon.sharding import layout, mesh
 
 VOCAB, EMBED = 11, 6
 IDS = jnp.asarray([[1, 0, 10], [3, 3, 2]], jnp.int32)
@@ -108,6 +109,47 @@ def test_rejects_nonpositive_sizes(field):
   sizes = {"vocab_size": VOCAB, "embed_dim": EMBED, field: 0}
   with pytest.raises(ValueError, match=f"Embedding.{field} must be positive"):
     embedding.Embedding(**sizes)
+
+
+@pytest.mark.parametrize(
+  ("text", "gathers"),
+  [("data=2,fsdp=2,tensor=2", 1), ("data=2,fsdp=4", 1), ("data=4,tensor=2", 0)],
+)
+def test_a_split_table_is_looked_up_in_place(text, gathers, capfd):
+  """Over fsdp rows are gathered as a weight, and no output is moved."""
+  layer = embedding.Embedding(16, embed_dim=8)
+  ids = jnp.asarray(np.arange(64).reshape(8, 8) % 16, jnp.int32)
+  scale = testing.normal(8, 8, 8)
+  specs = testing.specs(layer, ids)
+  values = testing.random_values(layer, ids)
+
+  def total(values, ids, scale):
+    return jnp.sum(layer.apply(values, ids) * scale)
+
+  gradient = jax.value_and_grad(total)
+  where = layout.Layout(mesh.make_mesh(mesh.MeshSpec.parse(text)))
+  shardings = where.shardings(specs)
+  places = shardings, where.batch_sharding(2), where.batch_sharding(3)
+  compiled = (
+    where.jit(
+      gradient, in_shardings=places, out_shardings=(where.replicated, shardings)
+    )
+    .lower(values, ids, scale)
+    .compile()
+  )
+  # XLA writes there that it replicates a whole tensor to move it.
+  assert "rematerialization" not in capfd.readouterr().err
+  program = compiled.as_text()
+  for moved in ("all-to-all", "collective-permute"):
+    assert f" {moved}" not in program
+  assert program.count(" all-gather(") == gathers
+  actual = compiled(*jax.device_put((values, ids, scale), places))
+  expected = gradient(values, ids, scale)
+  jax.tree.map(
+    lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5),
+    actual,
+    expected,
+  )
 
 
 def test_lookup_is_traceable_with_abstract_ids():

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from paxon.layers import remat
+from paxon.layers import dimensions, remat
 from paxon.sharding import axes, logical
 
 _default_init = nn.initializers.variance_scaling(
@@ -46,10 +46,7 @@ class GatedFeedForward(nn.Module):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    if self.mlp_dim <= 0:
-      raise ValueError(
-        f"GatedFeedForward.mlp_dim must be positive, got {self.mlp_dim}."
-      )
+    dimensions.check(self, "mlp_dim")
 
   @nn.compact
   def __call__(

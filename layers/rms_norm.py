@@ -32,8 +32,10 @@ class RmsNorm(nn.Module):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    if self.epsilon <= 0:
-      raise ValueError(f"RmsNorm.epsilon must be positive, got {self.epsilon}.")
+    if not 0 < self.epsilon < 1:
+      raise ValueError(
+        f"RmsNorm.epsilon must be positive and less than 1, got {self.epsilon}."
+      )
 
   @nn.compact
   def __call__(
@@ -50,6 +52,8 @@ class RmsNorm(nn.Module):
     # float32 because the sum of squares of a wide bfloat16 vector loses all
     # but its first digits, and the scale is applied before rounding.
     x = precision.widened(x)
-    mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    # Not `jnp.square(x)`, whose derivative keeps `2 x` beside `x` in memory
+    # from the forward to the backward pass.
+    mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
     x *= jax.lax.rsqrt(mean_square + self.epsilon)
     return (x * scale.astype(x.dtype)[None, None, :]).astype(dtype)

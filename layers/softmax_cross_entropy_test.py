@@ -77,3 +77,37 @@ def test_ids_outside_of_the_vocabulary_give_nan():
   targets = jnp.asarray([[5, -1, 4]], jnp.int32)
   nll = softmax_cross_entropy.softmax_cross_entropy(_logits(), targets)
   assert np.isnan(nll).tolist() == [[True, True, False]]
+
+
+def test_terms_match_the_definition():
+  terms = softmax_cross_entropy.softmax_terms(_logits(), TARGETS)
+  logits = np.asarray(_logits(), np.float64)
+  log_z = np.log(np.exp(logits).sum(axis=-1))
+  np.testing.assert_allclose(terms.log_normalizer, log_z, rtol=1e-5)
+  uniform = (log_z[..., None] - logits).mean(axis=-1)
+  np.testing.assert_allclose(terms.uniform_nll, uniform, rtol=1e-5)
+  best = np.argmax(logits, axis=-1) == np.asarray(TARGETS)
+  np.testing.assert_array_equal(terms.hits, best)
+
+
+def test_gradients_of_terms_match_finite_differences():
+  def total(x):
+    terms = softmax_cross_entropy.softmax_terms(x, TARGETS)
+    return jnp.sum(terms.uniform_nll + jnp.square(terms.log_normalizer))
+
+  testing.assert_gradients_match(total, _logits())
+
+
+def test_of_equal_logits_the_first_counts():
+  terms = softmax_cross_entropy.softmax_terms(
+    jnp.zeros((1, 2, 5)), jnp.asarray([[0, 3]], jnp.int32)
+  )
+  assert terms.hits.tolist() == [[True, False]]
+
+
+def test_logits_that_are_nan_are_no_hits():
+  terms = softmax_cross_entropy.softmax_terms(
+    jnp.full((1, 1, 5), jnp.nan), jnp.asarray([[0]], jnp.int32)
+  )
+  assert not terms.hits.any()
+  assert np.isnan(terms.nll).all()

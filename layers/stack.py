@@ -18,7 +18,7 @@ from typing import Any
 from flax import linen as nn
 import jax
 
-from paxon.layers import remat
+from paxon.layers import dimensions, remat
 from paxon.sharding import axes, variables
 
 
@@ -51,10 +51,7 @@ class Stack(nn.Module):
     super().__post_init__()
     if not self.blocks:
       raise ValueError("Stack.blocks must not be empty.")
-    if self.num_layers <= 0:
-      raise ValueError(
-        f"Stack.num_layers must be positive, got {self.num_layers}."
-      )
+    dimensions.check(self, "num_layers")
 
   @nn.compact
   def __call__(self, x: jax.Array, *args: Any, **static: Any) -> Any:

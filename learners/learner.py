@@ -79,8 +79,9 @@ class Learner:
           updates, max_norm=self.max_variable_grad_norm, specs=optimized
         )
       if self.max_grad_norm is not None:
-        clip = optax.clip_by_global_norm(self.max_grad_norm)
-        updates, _ = clip.update(updates, optax.EmptyState(), params)
+        updates = variable_clipping.by_global_norm(
+          updates, max_norm=self.max_grad_norm
+        )
       return inner.update(updates, state, params)
 
     return optax.GradientTransformation(inner.init, update)

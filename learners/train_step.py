@@ -4,7 +4,7 @@ Both take plain arrays and return plain arrays, know nothing of devices, and are
 compiled by the runner under a layout.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -24,6 +24,7 @@ from paxon.learners import (
   weighted,
 )
 from paxon.learners import learner as learner_lib
+from paxon.learners import norm_groups as norm_groups_lib
 
 _Group = variable_groups.Group
 _GROUPS = {
@@ -52,6 +53,7 @@ def make_train_step(
   seed: int,
   metric_fns: Sequence[metric_functions.MetricFn] = (),
   streams: Sequence[str] = ("dropout",),
+  norm_groups: Mapping[str, str] | None = None,
 ) -> TrainStep:
   """Returns the function that makes one update.
 
@@ -62,14 +64,19 @@ def make_train_step(
     seed: Of the run; random keys follow from it and the step.
     metric_fns: Evaluated on the batch and the loss function's outputs.
     streams: Names of the random keys that `loss_fn` gets.
+    norm_groups: Groups whose norms are told too, see `norm_groups.of_patterns`.
 
   Returns:
     `(state, batch) -> (state, metrics)`. Metrics are those of the loss function
     and of `metric_fns`, and `loss`, `learning_rate`, `grad_norm` (before
     clipping) and `param_norm` (before the update); `skipped`, the number of
-    steps so far that made no update, if the learner skips.
+    steps so far that made no update, if the learner skips; `grad_norm/<group>`
+    and `param_norm/<group>` of the groups.
   """
   transform = learner.transform(specs)
+  groups = {}
+  if norm_groups is not None:
+    groups = norm_groups_lib.of_patterns(norm_groups, specs=specs)
   gradient_fn = gradients.make_gradient_fn(
     loss_fn,
     metric_fns=metric_fns,
@@ -120,6 +127,8 @@ def make_train_step(
       **_rates(learner, state),
       "grad_norm": weighted.scalar(grad_norm),
       "param_norm": weighted.scalar(optax.tree.norm(params32)),
+      **norm_groups_lib.norms(result.params, groups=groups, prefix="grad_norm"),
+      **norm_groups_lib.norms(params32, groups=groups, prefix="param_norm"),
     }
     if learner.skip is not None:
       harmless = learner.skip.is_harmless(

@@ -1,11 +1,12 @@
-"""Clipping of each variable by itself, and of each layer of a stack by itself.
+"""Clipping of all variables together, of each one, and of each layer of one.
 
-  by_norm   x min(1, max_norm / |x|)       |x| = sqrt(sum x^2)
-  by_rms    x min(1, max_rms / rms(x))     rms(x) = sqrt(mean x^2)
+  by_global_norm   x min(1, max_norm / |all|)
+  by_norm          x min(1, max_norm / |x|)      |x| = sqrt(sum x^2)
+  by_rms           x min(1, max_rms / rms(x))    rms(x) = sqrt(mean x^2)
 
-A stacked variable holds one value per layer along its leading axes, and each is
-clipped alone, as it would be in a model that is not stacked. Clipping of
-updates by their RMS is part of Adafactor (Shazeer & Stern 2018,
+For the last two, a stacked variable holds one value per layer along its leading
+axes, and each is clipped alone, as it would be in a model that is not stacked.
+Clipping of updates by their RMS is part of Adafactor (Shazeer & Stern 2018,
 https://arxiv.org/abs/1804.04235, section 6).
 """
 
@@ -13,8 +14,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from paxon.learners import variable_groups
+
+
+def by_global_norm(tree: Any, *, max_norm: float) -> Any:
+  """Returns the arrays, scaled down together to a norm of at most `max_norm`.
+
+  One scalar is computed and multiplied in. A quotient per element, as
+  `optax.clip_by_global_norm` has it, is a pass over all arrays of its own: XLA
+  stores it rather than divide again in each moment of the optimizer.
+
+  Args:
+    tree: float32 arrays.
+    max_norm: Of all of them.
+  """
+  share = max_norm / jnp.maximum(optax.tree.norm(tree), max_norm)
+  return jax.tree.map(lambda x: x * share, tree)
 
 
 def by_norm(

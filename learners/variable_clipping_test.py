@@ -1,8 +1,9 @@
-"""Tests for clipping of single variables, float64 numpy as the oracle."""
+"""Tests for clipping, with float64 numpy and optax as oracles."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from paxon.learners import testing, variable_clipping
@@ -53,6 +54,18 @@ def test_each_layer_is_clipped_alone(clip, size):
       largest = size(before[i])
       share = 1.0 if largest <= limit else limit / largest
       np.testing.assert_allclose(clipped[name][i], before[i] * share, rtol=1e-6)
+
+
+@pytest.mark.parametrize("limit", [0.3, 1e3], ids=["above", "below"])
+def test_all_variables_are_clipped_together_as_by_optax(limit):
+  values = _values()
+  clipped = variable_clipping.by_global_norm(values, max_norm=limit)
+  with jax.numpy_dtype_promotion("standard"):
+    oracle = optax.clip_by_global_norm(limit)
+    expected, _ = oracle.update(values, oracle.init(values))
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), clipped, expected
+  )
 
 
 def test_without_specs_a_stack_is_one_variable():

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from paxon.learners import field_checks
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WarmupCosine:
@@ -34,8 +36,7 @@ class WarmupCosine:
   end: float = 0.0
 
   def __post_init__(self) -> None:
-    if self.peak <= 0:
-      raise ValueError(f"WarmupCosine.peak must be positive, got {self.peak}.")
+    field_checks.positive(self, "peak")
     if not 0 <= self.end <= self.peak:
       raise ValueError(
         f"WarmupCosine.end must lie between 0 and the peak ({self.peak}), got"

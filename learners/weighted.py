@@ -3,17 +3,23 @@
 A pair is divided only when it is shown. Pairs of several batches, microbatches
 or hosts are added, so that the mean over all of them is exact, whatever each
 part's share of padding.
+
+A metric may have several values at once, such as one for each layer: an array
+of sums with one weight. Its name says where their numbers go (`indexed`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 import math
-from typing import TypeAlias
+import re
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-# A sum and its weight, both float32 scalars.
+# A sum and its weight, both float32; scalars but for `indexed` sums.
 Weighted: TypeAlias = tuple[jax.Array, jax.Array]
+
+_INDEXED = re.compile(r"\[(\d+)::(\d+)\]")
 
 
 def total(values: jax.Array, *, weights: jax.Array) -> Weighted:
@@ -32,6 +38,20 @@ def scalar(value: jax.Array) -> Weighted:
   return value.astype(jnp.float32), jnp.float32(1.0)
 
 
+def indexed(start: int, step: int) -> str:
+  """Returns the part of a metric's name that stands for its values' numbers.
+
+  A metric `layers/[1::2]/rms` of the sums [a, b] is shown as the two metrics
+  `layers/1/rms` and `layers/3/rms`. With several such parts, each stands for
+  one dimension.
+
+  Args:
+    start: The number of the first value.
+    step: From one number to the next.
+  """
+  return f"[{start}::{step}]"
+
+
 class Totals:
   """Adds up metrics of many steps on the host, without rounding.
 
@@ -44,10 +64,11 @@ class Totals:
 
   def add(self, metrics: Mapping[str, Weighted]) -> None:
     """Adds one step's metrics; waits until they are computed."""
-    for name, (value, weight) in jax.device_get(dict(metrics)).items():
-      values, weights = self._parts.setdefault(name, ([], []))
-      values.append(float(value))
-      weights.append(float(weight))
+    for group, (value, weight) in jax.device_get(dict(metrics)).items():
+      for name, each in _singly(group, value):
+        values, weights = self._parts.setdefault(name, ([], []))
+        values.append(float(each))
+        weights.append(float(weight))
 
   def means(self) -> dict[str, float]:
     """Returns each metric's mean; NaN where the weights add up to zero."""
@@ -61,3 +82,17 @@ class Totals:
   def weight(self, name: str) -> float:
     """Returns the sum of a metric's weights; zero for one never added."""
     return math.fsum(self._parts.get(name, ((), ()))[1])
+
+
+def _singly(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+  """Yields the name and number of each of a metric's values."""
+  found = _INDEXED.search(name)
+  if found is None or not value.ndim:
+    yield name, value
+    return
+  start, step = int(found[1]), int(found[2])
+  for i, each in enumerate(value):
+    number = str(start + i * step)
+    yield from _singly(
+      name[: found.start()] + number + name[found.end() :], each
+    )

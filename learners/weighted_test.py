@@ -60,3 +60,26 @@ def test_nothing_has_no_mean():
   totals.add({"x": (jnp.float32(0), jnp.float32(0))})
   assert math.isnan(totals.means()["x"])
   assert totals.weight("never added") == 0.0
+
+
+def test_a_metric_of_several_values_is_shown_as_one_for_each():
+  totals = weighted.Totals()
+  name = f"layers/{weighted.indexed(1, 2)}/rms"
+  for scale in (1.0, 3.0):
+    values = scale * jnp.asarray([10.0, 20.0, 30.0])
+    totals.add({name: (values, jnp.float32(2))})
+  assert totals.means() == {
+    "layers/1/rms": 10.0,
+    "layers/3/rms": 20.0,
+    "layers/5/rms": 30.0,
+  }
+
+
+def test_each_dimension_has_its_place_in_the_name():
+  totals = weighted.Totals()
+  name = f"a/{weighted.indexed(0, 1)}/b/{weighted.indexed(0, 2)}/x"
+  values = jnp.arange(6.0).reshape(2, 3)
+  totals.add({name: (values, jnp.float32(1))})
+  assert totals.means() == {
+    f"a/{i}/b/{2 * j}/x": 3.0 * i + j for i in range(2) for j in range(3)
+  }

@@ -32,7 +32,12 @@ from paxon.runner import generation_settings
 from paxon.runner import job as job_lib
 from paxon.runner import knobs as knobs_lib
 from paxon.runner import task as task_lib
+from paxon.runner.checkpoints import retention as retention_lib
+from paxon.runner.checkpoints import warm_start as warm_start_lib
 from paxon.runner.configuration import compute_dtype, tree
+from paxon.runner.observability import settings as settings_lib
+from paxon.runner.observability import spikes, watchdog
+from paxon.runner.programs import early_stopping as early_stopping_lib
 from paxon.sharding import rules as rules_lib
 
 # Not `typing.Self`, which the shape checker of the tests cannot read.
@@ -199,6 +204,16 @@ class Experiment(abc.ABC):
     """Returns what to sample at the end of a run; None for nothing."""
     return None
 
+  def early_stopping(
+    self,
+  ) -> fdl.Config[early_stopping_lib.EarlyStopping] | None:
+    """Returns when to end before the last step; None for never."""
+    return None
+
+  def warm_start(self) -> fdl.Config[warm_start_lib.WarmStart] | None:
+    """Returns which checkpoint a new run begins with; None for none."""
+    return None
+
   def baselines(
     self,
   ) -> Callable[[], dict[str, float]] | fdl.Buildable[Any] | None:
@@ -211,6 +226,18 @@ class Experiment(abc.ABC):
   def rules(self) -> rules_lib.Rules:
     """Returns the rules from logical axes to mesh axes."""
     return rules_lib.DEFAULT_RULES
+
+  def retention(self) -> fdl.Config[retention_lib.Retention]:
+    """Returns which checkpoints are kept; here the three newest."""
+    return fdl.Config(retention_lib.Retention)
+
+  def observability(self) -> fdl.Config[settings_lib.Settings]:
+    """Returns what the training watches beside its figures."""
+    return fdl.Config(
+      settings_lib.Settings,
+      watchdog=fdl.Config(watchdog.WatchdogSettings),
+      spikes=fdl.Config(spikes.SpikeSettings),
+    )
 
   def adjust(self, config: fdl.Config[job_lib.Job]) -> None:  # noqa: B027
     """Changes the finished job in place, for what no other method gives.
@@ -239,9 +266,18 @@ class Experiment(abc.ABC):
         mesh=self.mesh,
         rules=self.rules(),
         seed=self.seed,
+        retention=self.retention(),
+        observability=self.observability(),
         generation=self.generation(),
         baselines=self.baselines(),
       )
+      warm_start = self.warm_start()
+      # Left unset without one: runs stored before there was the field go on.
+      if warm_start is not None:
+        config.warm_start = warm_start
+      early_stopping = self.early_stopping()
+      if early_stopping is not None:
+        config.early_stopping = early_stopping
       self.adjust(config)
       if compute_dtype.set_where_unset(config.task, self._given_or("dtype")):
         read.add("dtype")

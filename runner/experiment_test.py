@@ -8,6 +8,7 @@ import pytest
 
 from paxon.runner import experiment, job, knobs, toy_experiment
 from paxon.runner.configuration import dump, tree
+from paxon.runner.programs import early_stopping
 
 
 def _class(name="New", bases=(toy_experiment.Toy,), **body) -> Any:
@@ -312,9 +313,22 @@ def test_adjust_changes_the_job():
     kept: int = 9
 
     def adjust(self, config):
-      config.max_checkpoints = self.kept
+      config.retention.newest = self.kept
 
-  assert Adjusted().job().max_checkpoints == 9
+  assert Adjusted().job().retention.newest == 9
+
+
+def test_early_stopping_is_a_method_that_may_read_knobs():
+  class Stopping(toy_experiment.Toy):
+    eval_every_steps = 2
+    patience: int = 5
+
+    def early_stopping(self):
+      return fdl.Config(early_stopping.EarlyStopping, patience=self.patience)
+
+  rule = fdl.build(Stopping(patience=7).job()).early_stopping
+  assert rule.patience == 7
+  assert toy_experiment.Toy().job().early_stopping is None
 
 
 def test_missing_parts_are_named():

@@ -24,8 +24,10 @@ class GenerationSettings:
       raise ValueError(
         "GenerationSettings.prompts is empty; give at least one, such as ('',)."
       )
+    name = "GenerationSettings.max_new_tokens"
     if self.max_new_tokens <= 0:
+      raise ValueError(f"{name} must be positive, got {self.max_new_tokens}.")
+    if self.max_new_tokens >= 2**31:  # Positions are int32.
       raise ValueError(
-        "GenerationSettings.max_new_tokens must be positive, got"
-        f" {self.max_new_tokens}."
+        f"{name} must be less than 2**31, got {self.max_new_tokens}."
       )

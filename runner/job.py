@@ -6,6 +6,11 @@ import dataclasses
 from paxon.inputs import base_input
 from paxon.runner import generation_settings
 from paxon.runner import task as task_lib
+from paxon.runner.checkpoints import retention as retention_lib
+from paxon.runner.checkpoints import warm_start as warm_start_lib
+from paxon.runner.configuration import suggestions
+from paxon.runner.observability import settings as settings_lib
+from paxon.runner.programs import early_stopping as early_stopping_lib
 from paxon.sharding import mesh as meshes
 from paxon.sharding import rules as rules_lib
 
@@ -33,7 +38,11 @@ class Job:
       end; `None` means no other.
     eval_every_steps: Interval of evaluations; `None` means only at the end.
     summary_every_steps: Interval of training summaries.
-    max_checkpoints: How many of the newest checkpoints are kept.
+    retention: Which checkpoints are kept; the others are deleted.
+    warm_start: Where the first values come from, if the run has no checkpoint
+      of its own yet; `None` for initial values.
+    early_stopping: When to end before the last step; `None` for never.
+    observability: What the training watches beside its figures.
     generation: What to sample at the end; `None` for nothing.
     baselines: Computes figures to compare `bits_per_byte` with, by name. It
       is called after training and may take seconds. `None` for none.
@@ -50,13 +59,20 @@ class Job:
   mesh: str = ""
   rules: rules_lib.Rules = rules_lib.DEFAULT_RULES
   seed: int = 0
-  max_checkpoints: int = 3
+  retention: retention_lib.Retention = dataclasses.field(
+    default_factory=retention_lib.Retention
+  )
+  warm_start: warm_start_lib.WarmStart | None = None
+  early_stopping: early_stopping_lib.EarlyStopping | None = None
+  observability: settings_lib.Settings = dataclasses.field(
+    default_factory=settings_lib.Settings
+  )
   generation: generation_settings.GenerationSettings | None = None
   baselines: Callable[[], dict[str, float]] | None = None
 
   def __post_init__(self) -> None:
     meshes.MeshSpec.parse(self.mesh)
-    for field in (*_INTERVALS, "max_checkpoints"):
+    for field in _INTERVALS:
       value = getattr(self, field)
       if value is not None and value <= 0:
         raise ValueError(f"Job.{field} must be positive, got {value}.")
@@ -64,13 +80,48 @@ class Job:
       raise ValueError(
         f"Job.num_train_steps must not be negative, got {self.num_train_steps}."
       )
+    # Steps are counted in int32, and keys are made of 32 bits.
+    for field, limit in (("num_train_steps", 31), ("seed", 32)):
+      if getattr(self, field) >= 2**limit:
+        raise ValueError(
+          f"Job.{field} must be less than 2**{limit}, got"
+          f" {getattr(self, field)}."
+        )
+    if self.seed < 0:
+      raise ValueError(f"Job.seed must not be negative, got {self.seed}.")
     if "train" in self.eval_inputs:
       raise ValueError(
         "Job.eval_inputs has a split named 'train', which is the name of the"
         " training summaries; choose another name."
       )
+    for split, source in self.eval_inputs.items():
+      if source.is_endless:
+        raise ValueError(
+          f"Job.eval_inputs[{split!r}] never ends, so it cannot be evaluated;"
+          " set its num_epochs to 1."
+        )
+    rule = self.early_stopping
+    if rule is not None:
+      self._check_watched("Job.early_stopping", rule.metric, rule.split)
+    if self.retention.metric is not None:
+      self._check_watched(
+        "Retention.best", self.retention.metric, self.retention.split
+      )
     if self.generation is not None and not self.task.generates:
       raise ValueError(
         "Job.generation is set, but the task cannot generate: it needs a"
         " tokenizer, and a model with `prefill` and `decode_step`."
+      )
+
+  def _check_watched(self, what: str, metric: str, split: str | None) -> None:
+    """Checks the metric of an evaluation on which something depends."""
+    if self.eval_every_steps is None:
+      raise ValueError(
+        f"{what} needs evaluations to decide on; set Job.eval_every_steps."
+      )
+    if split not in self.eval_inputs:
+      hint = suggestions.hint(split or "", self.eval_inputs)
+      raise ValueError(
+        f"{what} has the metric {metric!r}, but Job.eval_inputs has no split"
+        f" {split!r}{hint}"
       )

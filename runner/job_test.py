@@ -7,6 +7,8 @@ from flax import linen as nn
 import pytest
 
 from paxon.runner import generation_settings, job, task, toy_experiment
+from paxon.runner.checkpoints import retention
+from paxon.runner.programs import early_stopping
 
 
 def _job():
@@ -19,7 +21,28 @@ def _job():
     ({"checkpoint_every_steps": 0}, r"checkpoint_every_steps must be .*got 0"),
     ({"eval_every_steps": -1}, r"eval_every_steps must be positive, got -1"),
     ({"summary_every_steps": 0}, r"summary_every_steps must be positive, got"),
-    ({"max_checkpoints": 0}, r"max_checkpoints must be positive, got 0"),
+    (
+      {"retention": retention.Retention(best=1, metric="validation/loss")},
+      r"Retention.best needs evaluations .* set Job.eval_every_steps",
+    ),
+    (
+      {
+        "retention": retention.Retention(best=1, metric="validatoin/loss"),
+        "eval_every_steps": 2,
+      },
+      r"no split 'validatoin'; did you mean 'validation'",
+    ),
+    (
+      {"early_stopping": early_stopping.EarlyStopping()},
+      r"Job.early_stopping needs evaluations .* set Job.eval_every_steps",
+    ),
+    (
+      {
+        "early_stopping": early_stopping.EarlyStopping(metric="valid/loss"),
+        "eval_every_steps": 2,
+      },
+      r"early_stopping has the metric 'valid/loss', but .*mean 'validation'",
+    ),
     ({"num_train_steps": -1}, r"num_train_steps must not be negative, got -1"),
     ({"mesh": "fsdp"}, r"mesh 'fsdp': 'fsdp' is not axis=size"),
     ({"mesh": "fdsp=2"}, r"unknown axis 'fdsp'; did you mean 'fsdp'"),

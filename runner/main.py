@@ -13,23 +13,26 @@ import datetime
 import os
 import re
 import sys
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from absl import flags
 
 from paxon.runner import user_error
 from paxon.runner.configuration import suggestions
+from paxon.runner.observability import launch, profile_window
 
 if TYPE_CHECKING:
   from etils import epath
   import fiddle as fdl
 
-  from paxon.runner import experiment as experiment_lib
   from paxon.runner import job as job_lib
   from paxon.runner.configuration import experiment_index
   from paxon.runner.configuration import overrides as overrides_lib
 
-MODES = ("train", "eval", "decode")
+MODES = ("train", "eval", "decode", "plan")
+
+# Those that need a run, and know its experiment and settings from its folder.
+_OF_A_RUN = ("eval", "decode")
 
 _WRONG_USE = 2
 _INTERRUPTED = 130
@@ -76,7 +79,29 @@ def make_flags() -> flags.FlagValues:
     "mode", "train", f"One of {', '.join(MODES)}.", flag_values=values
   )
   flags.DEFINE_string(
-    "prompt", None, "For --mode=decode: the text to go on.", flag_values=values
+    "prompt",
+    None,
+    "For --mode=decode: the text to go on; @FILE has one a line.",
+    flag_values=values,
+  )
+  flags.DEFINE_bool(
+    "continuous",
+    False,
+    "For --mode=eval: evaluate each new checkpoint, until the run is finished.",
+    flag_values=values,
+  )
+  flags.DEFINE_string(
+    "profile_steps",
+    None,
+    "For --mode=train: steps to profile, such as 10:13 for 10, 11 and 12.",
+    flag_values=values,
+  )
+  flags.DEFINE_string(
+    "target",
+    None,
+    "For --mode=plan: the hardware, such as cpu:8, h200:64x8, v5e:16x16 or"
+    " v4:2x(4x4x4); several with commas.",
+    flag_values=values,
   )
   flags.DEFINE_bool(
     "list", False, "Print the experiments and exit.", flag_values=values
@@ -98,6 +123,9 @@ class _Command:
   job_log_dir: str | None
   mode: str
   prompt: str | None
+  continuous: bool
+  profile_steps: str | None
+  target: str | None
   list: bool
   help: bool
   overrides: tuple["overrides_lib.Override", ...]
@@ -110,14 +138,41 @@ def _run(packages: Sequence[str], argv: Sequence[str]) -> int:
   if command.list:
     return _print_list(packages)
   _check(command, packages)
-  experiment, paths = _make_experiment(command, packages)
-  config, notes = _configure(experiment, paths)
-  job = _build(config)
-  run_dir = _run_dir(command, type(experiment).__name__)
+  command, notes = _with_settings_of_run(command, packages)
+  from paxon.runner.configuration import resolving
+
+  resolved = resolving.resolve(
+    command.exp or "", command.overrides, packages=packages
+  )
+  job = resolving.build(resolved.config)
+  _check_profile(command, num_train_steps=job.num_train_steps)
+  run_dir, is_new = _run_dir(command, type(resolved.experiment).__name__)
   print(f"job_log_dir: {os.fspath(run_dir)}", flush=True)
-  for note in notes:
+  for note in (*notes, *resolved.notes):
     print(note)
-  return _start(command, job, config, run_dir)
+  try:
+    return _start(command, job, resolved.config, run_dir)
+  except Exception as error:
+    refusal = _refusal(error, resolved.config)
+    if refusal is None:
+      raise
+    if is_new:
+      from paxon.runner import run_dir as run_dirs
+
+      run_dirs.remove_empty(run_dir)
+    raise refusal from error
+
+
+def _refusal(
+  error: Exception, config: "fdl.Config[job_lib.Job]"
+) -> user_error.UserError | None:
+  """Returns what a program's error means to its user, or None for a bug."""
+  if isinstance(error, user_error.UserError):
+    return error
+  from paxon.runner.configuration import refusals
+
+  message = refusals.of(error, config)
+  return None if message is None else user_error.UserError(message)
 
 
 def _parse(argv: Sequence[str]) -> _Command:
@@ -176,12 +231,18 @@ def _check(command: _Command, packages: Sequence[str]) -> None:
     raise user_error.UserError(
       f"--mode={command.mode} is no mode{suggestions.hint(command.mode, MODES)}"
     )
-  if not command.exp:
+  if not command.exp and command.mode not in _OF_A_RUN:
     entries = _entries(packages)
     example = f", such as --exp={_short(entries[0].name)}" if entries else ""
     raise user_error.UserError(
       f"--exp is missing: name an experiment{example}; --list prints them."
     )
+  if command.continuous and command.mode != "eval":
+    raise user_error.UserError(
+      f"--continuous is for --mode=eval, and the mode is {command.mode}."
+    )
+  _check_profile(command, num_train_steps=None)
+  _check_target(command)
   if command.prompt is not None and command.mode != "decode":
     raise user_error.UserError(
       f"--prompt is for --mode=decode, and the mode is {command.mode}."
@@ -191,7 +252,7 @@ def _check(command: _Command, packages: Sequence[str]) -> None:
       f"--prompt={command.prompt!r} is no UTF-8 text; each \\udcXX is the byte"
       " XX, which belongs to no character."
     )
-  if command.mode != "train" and not command.job_log_dir:
+  if command.mode in _OF_A_RUN and not command.job_log_dir:
     raise user_error.UserError(
       f"--mode={command.mode} needs --job_log_dir, the folder of a trained run."
     )
@@ -199,98 +260,73 @@ def _check(command: _Command, packages: Sequence[str]) -> None:
     raise user_error.UserError("--job_log_dir is empty; give a folder.")
 
 
-def _make_experiment(
-  command: _Command, packages: Sequence[str]
-) -> tuple["experiment_lib.Experiment", list["overrides_lib.Override"]]:
-  """Returns the experiment with its knobs set, and the overrides of paths."""
-  from paxon.runner.configuration import find_experiment
-
-  cls = find_experiment.find_experiment(command.exp or "", packages=packages)
-  from paxon.runner import knobs
-  from paxon.runner.configuration import annotations, text_values
-
-  known = cls.knobs()
-  values: dict[str, Any] = {}
-  paths = []
-  for override in command.overrides:
-    knob = known.get(override.path)
-    if knob is None:
-      paths.append(override)
-      continue
-    try:
-      values[knob.name] = text_values.parse(
-        override.text, knob.annotation, current=knob.default
-      )
-    except annotations.MismatchError as error:
+def _check_target(command: _Command) -> None:
+  """Checks `--target`, of which `--mode=plan` needs one."""
+  if command.mode != "plan":
+    if command.target is not None:
       raise user_error.UserError(
-        user_error.sentence(f"{override}: {error}")
-      ) from error
-  try:
-    return cls(**values), paths
-  except knobs.KnobError as error:
-    raise user_error.UserError(str(error)) from error
+        f"--target is for --mode=plan, and the mode is {command.mode}."
+      )
+    return
+  from paxon.runner.plan import target as targets
 
-
-def _configure(
-  experiment: "experiment_lib.Experiment",
-  paths: Sequence["overrides_lib.Override"],
-) -> tuple["fdl.Config[job_lib.Job]", list[str]]:
-  """Returns the resolved configuration, and remarks on its overrides."""
-  from paxon.runner import job as job_lib
-  from paxon.runner import knobs
-  from paxon.runner.configuration import overrides as overrides_lib
-  from paxon.runner.configuration import tree
-
-  try:
-    config = experiment.job()
-  except knobs.KnobError as error:
-    raise user_error.UserError(str(error)) from error
-  except (ValueError, TypeError) as error:
+  if not command.target:
     raise user_error.UserError(
-      f"{type(experiment).__name__} gives no configuration: {error}"
-      f" ({user_error.place_of(error)})"
-    ) from error
-  notes = []
-  for override in paths:
-    steps = overrides_lib.steps_of(override)
-    fields = [*tree.field_names(config), *type(experiment).knobs()]
-    if steps[0] not in fields:
-      hint = suggestions.hint(str(steps[0]), fields)
-      raise user_error.UserError(
-        f"{override}: {type(experiment).__name__} has no knob and"
-        f" {job_lib.Job.__name__} no field {steps[0]!r}{hint}"
-      )
-    notes.append(overrides_lib.apply(config, override))
-  return config, [note for note in notes if note]
-
-
-def _build(config: "fdl.Config[job_lib.Job]") -> "job_lib.Job":
-  """Makes the job; what its parts refuse is the user's mistake."""
-  import fiddle as fdl
-
+      f"--mode=plan needs --target, the hardware: write {targets.FORMS}."
+    )
   try:
-    return fdl.build(config)
-  except (ValueError, TypeError) as error:
-    # Fiddle adds the place in the configuration to the text.
-    message, _, context = str(error).partition("\n\nFiddle context:")
-    found = re.search(r" at <root>\.?(.*?) with positional", context)
-    path = re.sub(r"\['(\w+)'\]", r".\1", found[1]) if found else ""
-    if path:
-      message = f"{message.rstrip('.')} (at {path})."
-    raise user_error.UserError(message) from error
+    targets.parse_all(command.target)
+  except ValueError as error:
+    raise user_error.UserError(str(error)) from error
 
 
-def _run_dir(command: _Command, experiment: str) -> "epath.Path":
+def _check_profile(command: _Command, *, num_train_steps: int | None) -> None:
+  """Checks `--profile_steps`, as far as the number of steps is known."""
+  if command.profile_steps is None:
+    return
+  if command.mode != "train":
+    raise user_error.UserError(
+      f"--profile_steps is for --mode=train, and the mode is {command.mode}."
+    )
+  try:
+    window = profile_window.parse(command.profile_steps)
+    if num_train_steps is not None:
+      profile_window.check(window, num_train_steps=num_train_steps)
+  except ValueError as error:
+    raise user_error.UserError(str(error)) from error
+
+
+def _with_settings_of_run(
+  command: _Command, packages: Sequence[str]
+) -> tuple[_Command, tuple[str, ...]]:
+  """Adds what the run's folder says, for modes that need a trained run."""
+  if command.mode not in _OF_A_RUN:
+    return command, ()
+  from paxon.runner.programs import stored_settings
+
+  folder, _ = _run_dir(command, "")
+  if command.continuous:
+    stored_settings.wait(folder)
+  completed = stored_settings.complete(
+    command.exp, command.overrides, folder, packages=packages
+  )
+  command = dataclasses.replace(
+    command, exp=completed.experiment, overrides=completed.overrides
+  )
+  return command, completed.notes
+
+
+def _run_dir(command: _Command, experiment: str) -> tuple["epath.Path", bool]:
+  """Returns the run's folder, and whether it was made for this run."""
   from paxon.runner import run_dir
 
   if command.job_log_dir is None:
     now = datetime.datetime.now()
-    return run_dir.create_new(experiment, os.environ, now=now)
+    return run_dir.create_new(experiment, os.environ, now=now), True
   path = run_dir.resolve(command.job_log_dir, os.environ)
-  if command.mode == "train":
-    run_dir.create(path)
-    return path
-  return run_dir.existing(path)
+  if command.mode not in _OF_A_RUN:
+    return path, run_dir.create(path)
+  return run_dir.existing(path), False
 
 
 def _start(
@@ -303,14 +339,39 @@ def _start(
   if command.mode == "eval":
     from paxon.runner.programs import evaluate
 
-    return evaluate.run(job, run_dir)
+    return evaluate.run(job, run_dir, continuous=command.continuous)
   if command.mode == "decode":
     from paxon.runner.programs import decode
 
     return decode.run(job, run_dir, command.prompt)
+  if command.mode == "plan":
+    return _plan(command, job, run_dir)
   from paxon.runner.programs import train
 
-  return train.run(job, config, run_dir)
+  text = command.profile_steps
+  return train.run(
+    job,
+    config,
+    run_dir,
+    overrides=command.overrides,
+    launch=launch.Launch(
+      profile=None if text is None else profile_window.parse(text),
+      begin=launch.process_begin(),
+    ),
+  )
+
+
+def _plan(command: _Command, job: "job_lib.Job", run_dir: "epath.Path") -> int:
+  from paxon.runner.plan import target as targets
+  from paxon.runner.programs.plan import plan_program
+
+  return plan_program.run(
+    job,
+    experiment=command.exp or "",
+    overrides=command.overrides,
+    to=targets.parse_all(command.target or ""),
+    run_dir=run_dir,
+  )
 
 
 def _print_list(packages: Sequence[str]) -> int:

@@ -1,16 +1,21 @@
 """Tests for the command line."""
 
+import functools
 import os
 import pathlib
 import re
 import subprocess
 import sys
+import time
 
+from etils import epath
 import fiddle as fdl
 import pytest
 
 from paxon.runner import job, main, toy_experiment, user_error
-from paxon.runner.programs import decode, evaluate, train
+from paxon.runner.configuration import overrides
+from paxon.runner.observability import profile_window
+from paxon.runner.programs import decode, evaluate, stored_settings, train
 
 _TOY = "--exp=runner.toy_experiment.Toy"
 
@@ -27,8 +32,8 @@ def _calls(monkeypatch):
   calls = []
   for module in (train, evaluate, decode):
 
-    def run(*args, module=module):
-      calls.append((module, args))
+    def run(*args, module=module, **kwargs):
+      calls.append((module, args, kwargs))
       return 7
 
     monkeypatch.setattr(module, "run", run)
@@ -61,8 +66,8 @@ _WRONG = [
   (["--exp=Toy"], r"no module; write it as a.b.C; did you mean 'runner.toy_e"),
   (["--exp=runner.toy_experiment.Layer"], r"Layer is no experiment"),
   ([_TOY, "--mode=trian"], r"--mode=trian is no mode; did you mean 'train'\?"),
-  ([_TOY, "--mode=plan9"], r"--mode=plan9 is no mode; .*train"),
-  ([_TOY, "--mode="], r"--mode= is no mode; there are: decode, eval, train"),
+  ([_TOY, "--mode=plan9"], r"--mode=plan9 is no mode; did you mean 'plan'"),
+  ([_TOY, "--mode="], r"--mode= is no mode; there are: decode, eval, plan"),
   ([_TOY, "--mdoe=eval"], r"no flag --mdoe; did you mean '--mode'"),
   ([_TOY, "--mdoe", "eval"], r"no flag --mdoe; did you mean '--mode'"),
   ([_TOY, "--job_logdir=x"], r"no flag --job_logdir; did you mean '--job_log_"),
@@ -122,6 +127,25 @@ _WRONG = [
     [_TOY, "--mode=decode", "--job_log_dir=no", "--prompt=\udcff"],
     r"--prompt='\\udcff' is no UTF-8 text",
   ),
+  (
+    [_TOY, "--continuous"],
+    r"--continuous is for --mode=eval, and the mode is train",
+  ),
+  ([_TOY, "--profile_steps=x"], r"--profile_steps=x must be two numbers of"),
+  ([_TOY, "--profile_steps=3:3"], r"--profile_steps=3:3 holds no step"),
+  (
+    [_TOY, "--profile_steps=3:6"],
+    r"--profile_steps=3:6 goes on to step 5, but num_train_steps is 4",
+  ),
+  (
+    [_TOY, "--mode=decode", "--job_log_dir=x", "--profile_steps=1:2"],
+    r"--profile_steps is for --mode=train, and the mode is decode",
+  ),
+  ([_TOY, "--target=cpu:8"], r"--target is for --mode=plan, .* mode is train"),
+  ([_TOY, "--mode=plan"], r"--mode=plan needs --target, the hardware: write c"),
+  ([_TOY, "--mode=plan", "--target=h300:8"], r"h300:8 is no target: write cpu"),
+  ([_TOY, "--mode=plan", "--target=v5e:3x3"], r"no v5e slice of 3x3; there ar"),
+  ([_TOY, "--mode=plan", "--target=cpu:2,"], r"--target= is no target"),
   ([_TOY, "--mode=eval"], r"--mode=eval needs --job_log_dir"),
   ([_TOY, "--mode=decode"], r"--mode=decode needs --job_log_dir"),
   ([_TOY, "--mode=eval", "--job_log_dir=no"], r"no: there is no such folder"),
@@ -167,9 +191,10 @@ def test_knob_without_effect_is_one_line(call, monkeypatch):
 
 def test_flags_are_the_frozen_list():
   assert sorted(main.make_flags()) == [
-    *("exp", "help", "job_log_dir", "list", "mode", "prompt"),
+    *("continuous", "exp", "help", "job_log_dir", "list", "mode"),
+    *("profile_steps", "prompt", "target"),
   ]
-  assert main.MODES == ("train", "eval", "decode")
+  assert main.MODES == ("train", "eval", "decode", "plan")
 
 
 def test_help_explains_every_flag_and_with_exp_the_knobs(call):
@@ -198,7 +223,13 @@ def test_packages_that_are_missing_are_named(call):
 def test_train_gets_the_job_its_configuration_and_a_new_folder(call, calls):
   status, out, err = call(_TOY, "--fdl.width=3", "--fdl.seed=5")
   assert (status, err) == (7, "")
-  [(module, (built, config, folder))] = calls
+  [(module, (built, config, folder), options)] = calls
+  assert [str(o) for o in options["overrides"]] == [
+    "--fdl.width=3",
+    "--fdl.seed=5",
+  ]
+  assert options["launch"].profile is None
+  assert options["launch"].begin <= time.time()
   assert module is train
   assert isinstance(built, job.Job)
   assert (built.seed, config.seed) == (5, 5)
@@ -208,6 +239,12 @@ def test_train_gets_the_job_its_configuration_and_a_new_folder(call, calls):
   assert re.fullmatch(r"Toy-\d{8}-\d{6}", folder.name)
   assert folder.parent == pathlib.Path.cwd() / "runs"
   assert folder.is_dir()
+
+
+def test_train_gets_the_steps_to_profile(call, calls):
+  assert call(_TOY, "--profile_steps=2:5")[0] == 7
+  [(_, _, options)] = calls
+  assert options["launch"].profile == profile_window.ProfileWindow(2, 5)
 
 
 def test_paths_are_stronger_than_knobs_whatever_their_order(call, calls):
@@ -245,13 +282,85 @@ def test_eval_and_decode_get_the_folder_of_a_run(call, calls, tmp_path):
   assert call(_TOY, "--mode=eval", at)[0] == 7
   assert call(_TOY, "--mode", "decode", at)[0] == 7
   assert call(_TOY, "--mode=decode", at, "--prompt=--x y")[0] == 7
-  assert [module for module, _ in calls] == [evaluate, decode, decode]
-  assert [args[1] for _, args in calls] == [tmp_path / "run"] * 3
-  assert [args[2:] for _, args in calls] == [(), (None,), ("--x y",)]
+  assert [module for module, *_ in calls] == [evaluate, decode, decode]
+  assert [args[1] for _, args, _ in calls] == [tmp_path / "run"] * 3
+  assert [args[2:] for _, args, _ in calls] == [(), (None,), ("--x y",)]
+
+
+def _store_settings(folder, *arguments, experiment=None):
+  folder.mkdir()
+  stored_settings.store(
+    experiment or toy_experiment.Toy.import_path(),
+    [overrides.parse_argument(a) for a in arguments],
+    epath.Path(folder),
+  )
+
+
+def test_eval_and_decode_take_the_settings_of_the_run(call, calls, tmp_path):
+  _store_settings(tmp_path / "run", "--fdl.width=9", "--fdl.seed=5")
+  at = "--job_log_dir=run"
+  for exp in ([_TOY], []):
+    _, out, _ = call(*exp, "--mode=eval", at)
+    _, (built, _), _ = calls.pop()
+    assert (built.seed, built.task.model.head.width) == (5, 9)
+    assert out.splitlines()[1] == (
+      "settings of the run: --fdl.width=9 --fdl.seed=5"
+    )
+  _, out, _ = call("--mode=decode", at, "--fdl.width=3")
+  _, (built, _, _), _ = calls.pop()
+  assert (built.seed, built.task.model.head.width) == (5, 3)
+  assert out.splitlines()[1] == "settings of the run: --fdl.seed=5"
+
+
+def test_settings_of_a_run_are_not_those_of_another_experiment(
+  call, calls, tmp_path
+):
+  _store_settings(tmp_path / "run", "--fdl.width=9", experiment="shop.Other")
+  _, out, _ = call(_TOY, "--mode=eval", "--job_log_dir=run")
+  _, (built, _), _ = calls.pop()
+  assert built.task.model.head.width == toy_experiment.Toy().width
+  assert "is of shop.Other; its settings are not used for runner.toy" in out
+
+
+def test_a_run_that_does_not_say_its_experiment(call, calls, tmp_path):
+  (tmp_path / "run").mkdir()
+  status, _, err = call("--mode=eval", "--job_log_dir=run")
+  assert (status, calls) == (2, [])
+  assert re.search(r"--exp is missing, and .*/run has no settings.json", err)
+
+
+def test_training_takes_no_settings_from_the_folder(call, calls, tmp_path):
+  _store_settings(tmp_path / "run", "--fdl.width=9")
+  call(_TOY, "--job_log_dir=run")
+  assert calls[0][1][0].task.model.head.width == toy_experiment.Toy().width
+
+
+def test_continuous_evaluation_waits_for_the_run(
+  call, calls, tmp_path, monkeypatch
+):
+  (tmp_path / "run").mkdir()
+
+  def begin(seconds):
+    (tmp_path / "run").rmdir()
+    _store_settings(tmp_path / "run", "--fdl.width=9")
+
+  monkeypatch.setattr(
+    stored_settings,
+    "wait",
+    functools.partial(stored_settings.wait, sleep=begin),
+  )
+  at = ("--mode=eval", "--job_log_dir=run")
+  _, out, _ = call(*at, "--continuous")
+  _, (built, _), options = calls.pop()
+  assert options == {"continuous": True}
+  assert built.task.model.head.width == 9
+  assert re.match(r"waiting for a run to begin in .*/run\n", out)
+  call(*at)
+  assert calls.pop()[2] == {"continuous": False}
 
 
 def test_user_error_of_a_program_is_one_line(call, monkeypatch):
-  def run(*args):
+  def run(*args, **kwargs):
     raise user_error.UserError("No checkpoint\nin here.")
 
   monkeypatch.setattr(train, "run", run)
@@ -260,7 +369,7 @@ def test_user_error_of_a_program_is_one_line(call, monkeypatch):
 
 
 def test_other_errors_of_a_program_keep_their_traceback(monkeypatch):
-  def run(*args):
+  def run(*args, **kwargs):
     raise ValueError("a bug")
 
   monkeypatch.setattr(train, "run", run)
@@ -269,7 +378,7 @@ def test_other_errors_of_a_program_keep_their_traceback(monkeypatch):
 
 
 def test_interrupt_before_the_start_is_quiet(call, monkeypatch):
-  def run(*args):
+  def run(*args, **kwargs):
     raise KeyboardInterrupt
 
   monkeypatch.setattr(train, "run", run)

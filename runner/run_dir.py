@@ -1,6 +1,7 @@
 """The folder of a run: its place, and the names of the files in it."""
 
 from collections.abc import Mapping
+import contextlib
 import datetime
 import os
 
@@ -10,11 +11,19 @@ from paxon.runner import files, user_error
 
 CONFIG_TEXT = "config.txt"
 CONFIG_JSON = "config.json"
+SETTINGS = "settings.json"
 METRICS = "metrics.jsonl"
 EVENTS = "events"
 CHECKPOINTS = "checkpoints"
 REPORT = "report.html"
+FINISHED = "finished.json"
+# What `--mode=eval` and `--mode=decode` write.
+EVAL = "eval"
+DECODE = "decode"
 SAMPLES = "samples.txt"
+GOODPUT = "goodput.jsonl"
+PROFILE = "profile"
+SPIKES = "spikes.jsonl"
 
 _DEFAULT_PARENT = "runs"
 
@@ -35,13 +44,17 @@ def resolve(given: str, environ: Mapping[str, str]) -> epath.Path:
   return epath.Path(os.path.join(start, os.path.expanduser(given)))
 
 
-def create(path: epath.Path) -> None:
+def create(path: epath.Path) -> bool:
   """Makes the folder of a run, or goes on in one that exists.
+
+  Returns:
+    Whether it was made.
 
   Raises:
     user_error.UserError: It cannot be made or written to.
   """
   try:
+    is_new = not path.exists()
     path.mkdir(parents=True, exist_ok=True)
     writable = not files.is_local(path) or os.access(path, os.W_OK | os.X_OK)
   except OSError as error:
@@ -53,6 +66,13 @@ def create(path: epath.Path) -> None:
     raise user_error.UserError(
       f"--job_log_dir={os.fspath(path)}: the folder cannot be written to."
     )
+  return is_new
+
+
+def remove_empty(path: epath.Path) -> None:
+  """Removes the folder of a run that could not start, if nothing is in it."""
+  with contextlib.suppress(OSError):
+    path.rmdir()
 
 
 def create_new(

@@ -75,6 +75,11 @@ class Layout:
     """Returns `jax.jit(fn, **options)` for this layout."""
     return LaidOut(self, fn, options)
 
+  def lower(self, traced: jax.stages.Traced) -> jax.stages.Lowered:
+    """Lowers what a function of this layout was traced to."""
+    with jax.set_mesh(self.mesh):
+      return traced.lower()
+
   def _indivisible(self, spec: variables.VariableSpec) -> list[str]:
     entries = self.sharding(spec.axes).spec
     problems = []
@@ -108,6 +113,11 @@ class LaidOut:
     """Runs the function, compiling it at the first call."""
     with jax.set_mesh(self._layout.mesh):
       return self._jitted(*args, **kwargs)
+
+  def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+    """Traces the function; `Layout.lower` goes on from there."""
+    with jax.set_mesh(self._layout.mesh):
+      return self._jitted.trace(*args, **kwargs)
 
   def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
     """Traces and lowers; `.compile()` of the result needs no context."""

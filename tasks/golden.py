@@ -109,6 +109,8 @@ def main(argv: list[str]) -> int:
   ]
   for name in differing:
     print(f"differs from its golden file: {name}")
+  if differing:
+    print("where this is wanted: tools/python -m paxon.tasks.golden --update")
   return 1 if differing else 0
 
 

@@ -5,6 +5,13 @@ import os
 import runpy
 import sys
 
+# XLA's CPU backend takes its temporaries from malloc in each step and gives them
+# back; huge pages spare it a fault for each 4 kB (docs/design/0011-bench.md).
+# The C library reads this when a process starts, so it starts once more.
+if "GLIBC_TUNABLES" not in os.environ:
+  os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
+  os.execv(sys.executable, sys.orig_argv)
+
 # Python puts the folder of the file that it starts, in the source tree, first
 # on the path: siblings nobody declared, and names of the standard library.
 if not sys.flags.safe_path:

@@ -1,4 +1,4 @@
-"""A test of the examples in a package's README."""
+"""Tests of the examples in a package's README and in a page of docs/."""
 
 load("//tools:py.bzl", "py_test")
 
@@ -29,4 +29,22 @@ def readme_test(
         runtime_deps = runtime_deps + ["//tools/dependencies:imports"],
         deps = deps,
         **kwargs
+    )
+
+def page_test(name, page, size, runtime_deps):
+    """Runs the code of a page in order, in one folder.
+
+    Args:
+      name: The target's name.
+      page: The label of the page, a Markdown file.
+      size: Bazel's size, which is also the time limit.
+      runtime_deps: What the code imports; it runs in processes of its own.
+    """
+    py_test(
+        name = name,
+        size = size,
+        srcs = ["//tools:run_page_examples.py"],
+        data = [page],
+        env = {"PAXON_PAGE": "$(rootpath %s)" % page},
+        runtime_deps = runtime_deps,
     )

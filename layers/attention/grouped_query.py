@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from paxon.layers import remat, rotary_embedding
+from paxon.layers import dimensions, remat, rotary_embedding
 from paxon.layers.attention import kernels, kv_cache
 from paxon.layers.attention import mask as attention_mask
 from paxon.sharding import axes, logical
@@ -32,6 +32,10 @@ _projection_init = nn.initializers.variance_scaling(
 _output_init = nn.initializers.variance_scaling(
   1.0, "fan_in", "truncated_normal", in_axis=(0, 1), out_axis=2
 )
+
+
+# Numbers of key/value heads that a message proposes.
+_MAX_PROPOSED = 256
 
 
 class GroupedQueryAttention(nn.Module):
@@ -75,13 +79,13 @@ class GroupedQueryAttention(nn.Module):
   def __post_init__(self) -> None:
     super().__post_init__()
     name = type(self).__name__
-    for field in ("num_heads", "num_kv_heads", "head_dim", "window"):
-      value = getattr(self, field)
-      if value is not None and value <= 0:
-        raise ValueError(f"{name}.{field} must be positive, got {value}.")
+    dimensions.check(self, "num_heads", "num_kv_heads", "head_dim", "window")
     if self.num_heads % self.num_kv_heads:
       heads = self.num_heads
-      divisors = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+      # The small ones suffice, and a huge number is not worth a search.
+      small = range(1, min(heads, _MAX_PROPOSED) + 1)
+      divisors = [str(n) for n in (*small, heads) if heads % n == 0]
+      divisors = list(dict.fromkeys(divisors))
       choice = " or ".join(filter(None, (", ".join(divisors[:-1]), str(heads))))
       raise ValueError(
         f"{name}.num_heads ({heads}) must be a multiple of num_kv_heads "

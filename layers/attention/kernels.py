@@ -15,7 +15,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from paxon.layers import precision
 from paxon.layers.attention import mask as attention_mask
@@ -38,7 +38,7 @@ def plain(
   """
   groups = _groups(query, key)
   B, T, N, H = query.shape
-  visible = mask.to_array()[:, :, None]
+  visible = mask.to_array()
   query = query.reshape(B, T, N // groups, groups, H)
   logits = jnp.einsum(
     "BTKGH,BSKH->BKGTS",
@@ -49,11 +49,11 @@ def plain(
   )
   logits *= H**-0.5
   # Finite, because a row of -inf would make its softmax NaN.
-  logits = jnp.where(visible, logits, float(jnp.finfo(jnp.float32).min))
-  weights = jnp.where(visible, jax.nn.softmax(logits, axis=-1), 0)
-  weights = weights.astype(value.dtype)
-  out = jnp.einsum("BKGTS,BSKH->BTKGH", weights, value)
-  return out.reshape(B, T, N, H)
+  lowest = float(jnp.finfo(jnp.float32).min)
+  logits = jnp.where(visible[:, :, None], logits, lowest)
+  weights = jax.nn.softmax(logits, axis=-1).astype(value.dtype)
+  out = jnp.einsum("BKGTS,BSKH->BTKGH", weights, value).reshape(B, T, N, H)
+  return _zero_unless_seen(out, visible)
 
 
 def fused(
@@ -89,7 +89,18 @@ def fused(
     out = jax.nn.dot_product_attention(
       query, key, value, mask=visible, implementation=implementation
     )
-  # JAX averages all values where nothing is visible.
+  return _zero_unless_seen(out, visible)
+
+
+def _zero_unless_seen(
+  out: Float[Array, "batch length heads head_dim"],
+  visible: Bool[Array, "batch 1 length kv_length"],
+) -> jax.Array:
+  """Returns `out` with zeros for queries that see no key.
+
+  Their softmax is an average of all values. Zeroing the output and not the
+  weights saves passes over the largest tensor of attention, [B,N,T,S].
+  """
   sees_any = jnp.any(visible, axis=-1)[:, 0, :, None, None]
   return jnp.where(sees_any, out, jnp.zeros((), out.dtype))
 

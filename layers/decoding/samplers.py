@@ -7,6 +7,7 @@ every set below has exactly the size that was asked for.
 
 from collections.abc import Callable
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +48,7 @@ class Temperature:
   top_p: float | None = None
 
   def __post_init__(self) -> None:
-    if self.temperature <= 0:
+    if not 0 < self.temperature < math.inf:
       raise ValueError(
         f"Temperature.temperature must be positive, got {self.temperature}; "
         "use Greedy for the limit 0."

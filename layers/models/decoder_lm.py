@@ -1,19 +1,20 @@
 """Decoder-only language model: embedding, stack, norm, head.
 
 `loss` is what a learner calls; `prefill` and `decode_step` are what decoding
-calls. All run the same `__call__`, so they give the same numbers.
+calls. All run the same layers and head, so they give the same numbers.
 
 Letters: B batch, T length, V vocab.
 """
 
 from collections.abc import Mapping
+from typing import cast
 
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from paxon.layers import precision, softmax_cross_entropy
+from paxon.layers import precision, soft_cap, softmax_loss
 from paxon.layers.attention import kv_cache
 
 Weighted = tuple[jax.Array, jax.Array]
@@ -28,13 +29,25 @@ class DecoderLm(nn.Module):
     stack: Called with tokens, positions, segment ids, and the keywords
       `cache_length` and `deterministic`.
     final_norm: Maps [B,T,D] to [B,T,D].
-    head: Maps [B,T,D] to logits; `None` uses `embedding.attend` (tied).
+    head: Maps [B,T,D] to logits, each position by itself; `None` uses
+      `embedding.attend` (tied).
+    logit_cap: Bends logits into `(-logit_cap, logit_cap)`; `None` does not.
+    token_loss: What `loss` computes from the head, and in which chunks.
   """
 
   embedding: nn.Module
   stack: nn.Module
   final_norm: nn.Module
   head: nn.Module | None = None
+  logit_cap: float | None = None
+  token_loss: softmax_loss.SoftmaxLoss = softmax_loss.SoftmaxLoss()
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if self.logit_cap is not None and not self.logit_cap > 0:
+      raise ValueError(
+        f"DecoderLm.logit_cap must be positive or None, got {self.logit_cap}."
+      )
 
   def __call__(
     self,
@@ -54,22 +67,20 @@ class DecoderLm(nn.Module):
       cache_length: Makes a cache with this number of slots (prefill).
       deterministic: Whether dropout is off.
     """
-    x = self.embedding(inputs)
-    x = self.stack(
-      x,
+    x = self._hidden(
+      inputs,
       positions,
       segment_ids,
       cache_length=cache_length,
       deterministic=deterministic,
     )
-    x = self.final_norm(x)
     head = self.embedding.attend if self.head is None else self.head
-    return precision.widened(head(x))
+    return self._capped(head(x))
 
   def loss(
     self, batch: Batch, *, deterministic: bool = True
   ) -> tuple[Weighted, dict[str, Weighted], dict[str, jax.Array]]:
-    """Returns the loss, metrics and per-token outputs of a batch.
+    """Returns the loss, metrics and per-example outputs of a batch.
 
     Args:
       batch: `inputs`, `targets`, `positions`, `segment_ids` int32 [B,T] and
@@ -77,24 +88,44 @@ class DecoderLm(nn.Module):
       deterministic: Whether dropout is off.
 
     Returns:
-      `(sum, weight)` of the negative log likelihood in nats; the metrics
-      `log_pplx` and `accuracy` as such pairs; and `token_nll` [B,T].
+      `(sum, weight)` of what `token_loss` computes, in nats. Metrics, as such
+      pairs: `log_pplx`, the negative log likelihood alone; `accuracy`; and
+      `z_loss` where it is part of the loss. Outputs, none of them
+      differentiable: `token_nll` [B,T] and `token_hits` [B,T], without weights,
+      and their weighted sums by row, `row_nll`, `row_hits` and `row_weight`
+      [B]. A packed row is several documents, told apart by `segment_ids`.
     """
-    logits = self(
+    x = self._hidden(
       batch["inputs"],
       batch["positions"],
       batch["segment_ids"],
+      cache_length=None,
       deterministic=deterministic,
     )
-    targets, weights = batch["targets"], batch["weights"]
-    nll = softmax_cross_entropy.softmax_cross_entropy(logits, targets)
-    weights = weights.astype(nll.dtype)
+    logits_fn, variables = self._unbound_head(x)
+    result = self.token_loss(
+      logits_fn,
+      variables,
+      x,
+      targets=batch["targets"],
+      weights=batch["weights"],
+    )
+    weights = batch["weights"].astype(result.token_nll.dtype)
+    hits = result.token_hits.astype(weights.dtype)
+    rows = {
+      "row_nll": jnp.sum(result.token_nll * weights, axis=1),
+      "row_hits": jnp.sum(hits * weights, axis=1),
+      "row_weight": jnp.sum(weights, axis=1),
+    }
     total = jnp.sum(weights)
-    loss = jnp.sum(nll * weights), total
-    best = jnp.argmax(logits, axis=-1).astype(targets.dtype)
-    hits = (best == targets).astype(nll.dtype)
-    metrics = {"log_pplx": loss, "accuracy": (jnp.sum(hits * weights), total)}
-    return loss, metrics, {"token_nll": nll}
+    metrics = {
+      "log_pplx": (jnp.sum(rows["row_nll"]), total),
+      "accuracy": (jnp.sum(rows["row_hits"]), total),
+    }
+    if self.token_loss.z_loss_weight:
+      metrics["z_loss"] = jnp.sum(result.token_z_loss * weights), total
+    outputs = {"token_nll": result.token_nll, "token_hits": hits, **rows}
+    return (result.loss, total), metrics, outputs
 
   def prefill(
     self,
@@ -135,3 +166,46 @@ class DecoderLm(nn.Module):
         'with that collection among the variables and mutable=["cache"].'
       )
     return self(inputs, positions, segment_ids)
+
+  def _hidden(
+    self,
+    inputs: jax.Array,
+    positions: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    cache_length: int | None,
+    deterministic: bool,
+  ) -> jax.Array:
+    """Returns what the head is applied to, [B,T,D]."""
+    x = self.stack(
+      self.embedding(inputs),
+      positions,
+      segment_ids,
+      cache_length=cache_length,
+      deterministic=deterministic,
+    )
+    return self.final_norm(x)
+
+  def _capped(self, logits: jax.Array) -> jax.Array:
+    logits = precision.widened(logits)
+    if self.logit_cap is None:
+      return logits
+    return soft_cap.soft_cap(logits, self.logit_cap)
+
+  def _unbound_head(
+    self, x: jax.Array
+  ) -> tuple[softmax_loss.LogitsFn, softmax_loss.Variables]:
+    """Returns the head as a function of its variables, and these."""
+    bound = self.embedding if self.head is None else self.head
+    method = "attend" if self.head is None else "__call__"
+    if self.is_initializing():
+      # Makes the variables that are read below.
+      getattr(bound, method)(x)
+    # The loss calls the head in a loop, where a bound module must not be used.
+    head, variables = bound.unbind()
+
+    def logits_fn(variables: softmax_loss.Variables, x: jax.Array) -> jax.Array:
+      logits = cast(jax.Array, head.apply(variables, x, method=method))
+      return self._capped(logits)
+
+    return logits_fn, variables

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import embedding, remat, testing
+from paxon.layers import embedding, remat, softmax_loss, testing
 from paxon.layers.attention import kernels
 from paxon.layers.models import decoder_lm
 from paxon.layers.models import testing as models_testing
@@ -122,12 +122,82 @@ def test_loss_and_metrics_match_numpy():
     np.testing.assert_allclose(outputs["token_nll"][b, t], nll, rtol=1e-4)
     total += float(weights[b, t]) * nll
     hits += float(weights[b, t]) * (np.argmax(logits[b, t]) == target)
+  rows = np.sum(outputs["token_nll"] * weights, axis=1)
+  np.testing.assert_allclose(outputs["row_nll"], rows, rtol=1e-5)
+  np.testing.assert_array_equal(outputs["row_weight"], [7, 4, 6.5])
+  np.testing.assert_allclose(np.sum(outputs["row_hits"]), hits, rtol=1e-6)
+  assert set(outputs["token_hits"].ravel().tolist()) <= {0.0, 1.0}
   expected = {"log_pplx": total, "accuracy": hits}
   assert set(metrics) == set(expected)
   for name, value in expected.items():
     assert metrics[name][0].dtype == metrics[name][1].dtype == jnp.float32
     np.testing.assert_allclose(metrics[name], (value, 17.5), rtol=1e-4)
   np.testing.assert_allclose(loss, (total, 17.5), rtol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "own head"])
+def test_chunks_of_the_loss_change_nothing(tied):
+  one, several = (
+    models_testing.tiny_decoder(tied=tied, num_layers=1).clone(
+      token_loss=softmax_loss.SoftmaxLoss(chunk_length=length)
+    )
+    for length in (None, 3)
+  )
+  values = testing.random_values(one, *ARGS)
+  assert testing.specs(one, BATCH, method="loss") == testing.specs(
+    several, BATCH, method="loss"
+  )
+
+  def gradient(model):
+    loss = lambda v: model.apply(v, BATCH, method="loss")[0][0]  # noqa: E731
+    return jax.jit(jax.value_and_grad(loss))(values)
+
+  jax.tree.map(
+    lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6),
+    gradient(several),
+    gradient(one),
+  )
+
+
+def test_smoothing_and_z_loss_are_in_the_loss_and_not_in_log_pplx():
+  plain = models_testing.tiny_decoder(num_layers=1)
+  model = plain.clone(
+    token_loss=softmax_loss.SoftmaxLoss(
+      label_smoothing=0.1, z_loss_weight=0.01, chunk_length=4
+    )
+  )
+  values = testing.random_values(model, *ARGS)
+  before = testing.apply(plain, values, BATCH, method="loss")
+  loss, metrics, _ = testing.apply(model, values, BATCH, method="loss")
+  np.testing.assert_allclose(metrics["log_pplx"], before[0], rtol=1e-6)
+  logits = testing.apply(model, values, *ARGS)
+  weights = BATCH["weights"]
+  log_z = jax.nn.logsumexp(logits, axis=-1)
+  z_loss = 0.01 * np.sum(log_z**2 * weights)
+  np.testing.assert_allclose(metrics["z_loss"], (z_loss, 18), rtol=1e-5)
+  uniform = np.sum((log_z - logits.mean(axis=-1)) * weights)
+  expected = 0.9 * metrics["log_pplx"][0] + 0.1 * uniform + z_loss
+  np.testing.assert_allclose(loss[0], expected, rtol=1e-5)
+
+
+def test_the_logit_cap_is_in_logits_and_loss():
+  plain = models_testing.tiny_decoder(num_layers=1)
+  model = plain.clone(logit_cap=0.5)
+  values = testing.random_values(model, *ARGS)
+  logits = 0.5 * np.tanh(testing.apply(plain, values, *ARGS) / 0.5)
+  np.testing.assert_allclose(
+    testing.apply(model, values, *ARGS), logits, rtol=1e-5, atol=1e-6
+  )
+  outputs = testing.apply(model, values, BATCH, method="loss")[2]
+  chosen = np.take_along_axis(logits, BATCH["targets"][:, :, None], axis=2)
+  nll = jax.nn.logsumexp(logits, axis=-1) - chosen[:, :, 0]
+  np.testing.assert_allclose(outputs["token_nll"], nll, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("cap", [0.0, float("nan")])
+def test_rejects_a_cap_that_is_not_positive(cap):
+  with pytest.raises(ValueError, match=r"DecoderLm\.logit_cap must be"):
+    models_testing.tiny_decoder().clone(logit_cap=cap)
 
 
 @pytest.mark.parametrize(

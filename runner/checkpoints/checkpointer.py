@@ -1,20 +1,23 @@
 """Saves and restores the state of a run with orbax.
 
-A checkpoint of step s is the folder `s/` with three items:
+A checkpoint of step s is the folder `s/` with four items:
 
   state      the arrays, by logical names
   data       the position of the training data after s steps, JSON
-  metadata   format version, step, and each array's shape, dtype and axes, JSON
+  metadata   format version, step, time, and each array's shape, dtype and
+             axes, JSON
+  manifest   the size and checksum of each file of the other three, JSON
 
 Saving copies the arrays to the host and returns; writing goes on in the
-background. A folder gets its final name only when it is complete, so a killed
-process leaves the checkpoint before as the latest one.
+background. A folder gets its final name only when it is complete, manifest
+included, so a killed process leaves the checkpoint before as the latest one.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
-import logging
+import json
+import time
 from types import TracebackType
 from typing import Any
 
@@ -22,13 +25,24 @@ from etils import epath
 import jax
 import orbax.checkpoint as ocp
 
-from paxon.runner.checkpoints import compatibility, named_tree
+from paxon.runner.checkpoints import (
+  checked_item,
+  compatibility,
+  manifest,
+  named_tree,
+  orbax_noise,
+)
+from paxon.runner.checkpoints import retention as retention_lib
 
 _STATE, _DATA, _METADATA = "state", "data", "metadata"
+_MANIFEST = "manifest"
+# Orbax calls it so in the folder of a JSON item.
+_JSON_FILE = "metadata"
+_HAS_MANIFEST = 2
 
 
 class DamagedCheckpointError(Exception):
-  """A checkpoint cannot be read; the message names its folder."""
+  """A checkpoint cannot be read; the message names its folder and files."""
 
 
 class SaveError(Exception):
@@ -57,40 +71,54 @@ class Checkpointer:
     self,
     folder: epath.Path,
     *,
-    max_checkpoints: int | None = None,
+    retention: retention_lib.Retention | None = None,
     read_only: bool = False,
   ) -> None:
     """Opens a folder.
 
     Args:
       folder: Made when missing, unless read only.
-      max_checkpoints: How many of the newest are kept; `None` for all.
+      retention: Which checkpoints are kept; `None` for all.
       read_only: Never changes the folder, which another process may write to.
     """
     self._folder = folder
     self._read_only = read_only
+    self._retention = retention or retention_lib.Retention(newest=None)
+    self._value: Callable[[int], float | None] = lambda step: None
+    self._values: dict[int, float | None] = {}
+    self._times: dict[int, float] = {}
+    self._left_out = set[int]()
     self._manager: ocp.CheckpointManager | None = None
+    self._end_silence = orbax_noise.silence()
     if folder.exists() or not read_only:
-      if read_only:
-        # Other defaults do not go with it, and orbax warns of each.
-        options = ocp.CheckpointManagerOptions(
-          read_only=True, create=False, save_interval_steps=0
-        )
-      else:
+      self._manager = self._open()
+
+  def _open(self) -> ocp.CheckpointManager:
+    if self._read_only:
+      # Other defaults do not go with it, and orbax warns of each.
+      options = ocp.CheckpointManagerOptions(
+        read_only=True, create=False, save_interval_steps=0
+      )
+    else:
+      options = ocp.CheckpointManagerOptions(
         # Cleans up what a killed process left unfinished.
-        options = ocp.CheckpointManagerOptions(
-          cleanup_tmp_directories=True,
-          max_to_keep=max_checkpoints,
-          # Where folders are made in the background and that fails, orbax's
-          # writing threads wait for them, and the process cannot exit.
-          async_options=ocp.AsyncOptions(
-            create_directories_asynchronously=False
-          ),
-        )
-      with _told_already():
-        self._manager = ocp.CheckpointManager(
-          folder, options=options, item_names=(_STATE, _DATA, _METADATA)
-        )
+        cleanup_tmp_directories=True,
+        preservation_policy=_Policy(self._is_kept),
+        # Where folders are made in the background and that fails, orbax's
+        # writing threads wait for them, and the process cannot exit.
+        async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+      )
+    return ocp.CheckpointManager(
+      self._folder,
+      options=options,
+      item_handlers={
+        _STATE: ocp.PyTreeCheckpointHandler(),
+        _DATA: ocp.JsonCheckpointHandler(),
+        _METADATA: ocp.JsonCheckpointHandler(),
+        # Comes last, because items are finished in this order.
+        _MANIFEST: checked_item.ManifestHandler((_STATE, _DATA, _METADATA)),
+      },
+    )
 
   def __enter__(self) -> "Checkpointer":
     return self
@@ -103,9 +131,38 @@ class Checkpointer:
   ) -> None:
     self.close()
 
+  def steps(self) -> list[int]:
+    """Returns the steps of all complete checkpoints, in order.
+
+    Those that were left out are not among them.
+    """
+    steps = self._manager.all_steps() if self._manager else ()
+    return sorted(set(steps) - self._left_out)
+
   def latest_step(self) -> int | None:
     """Returns the step of the newest complete checkpoint, `None` without."""
-    return self._manager.latest_step() if self._manager else None
+    steps = self.steps()
+    return steps[-1] if steps else None
+
+  def leave_out(self, step: int) -> None:
+    """Treats a checkpoint as if it were not there, because it is damaged.
+
+    Its files stay until its step is saved anew. It does not count as one of
+    those that are kept.
+
+    Args:
+      step: Of the checkpoint.
+    """
+    self._left_out.add(step)
+
+  def rank_by(self, value: Callable[[int], float | None]) -> None:
+    """Sets what the best checkpoints are told by.
+
+    Args:
+      value: Gives the metric of the retention at a step; `None` where it is
+        not known. It is asked at each save.
+    """
+    self._value = value
 
   def save(
     self, step: int, tree: Any, *, specs: Any, data: Mapping[str, Any]
@@ -113,7 +170,8 @@ class Checkpointer:
     """Starts saving; the arrays may be donated as soon as it returns.
 
     Waits for the save before, if that is still under way. Does nothing if this
-    step is already saved.
+    step is already saved. When it is complete, checkpoints that are not to be
+    kept are deleted.
 
     Args:
       step: The number of training steps made.
@@ -126,26 +184,138 @@ class Checkpointer:
     """
     if self._manager is None or self._read_only:
       raise ValueError(f"{self._folder} is open for reading only, or closed.")
-    if step in self._manager.all_steps():
+    if step in self.steps():
       return
+    self._values = {each: self._value(each) for each in self.steps()}
+    self._times[step] = time.time()
+    metadata = {
+      "format_version": compatibility.FORMAT_VERSION,
+      "step": step,
+      "time": self._times[step],
+      "arrays": compatibility.describe(specs),
+    }
     args = ocp.args.Composite(
       **{
         _STATE: ocp.args.PyTreeSave(named_tree.to_named(tree, specs=specs)),
         _DATA: ocp.args.JsonSave(dict(data)),
-        _METADATA: ocp.args.JsonSave(
-          {
-            "format_version": compatibility.FORMAT_VERSION,
-            "step": step,
-            "arrays": compatibility.describe(specs),
-          }
-        ),
+        _METADATA: ocp.args.JsonSave(metadata),
+        _MANIFEST: checked_item.ManifestArgs(),
       }
     )
     with self._saving():
-      self._manager.save(step, args=args)
+      if step in self._left_out:
+        self._manager.delete(step)
+        self._left_out.remove(step)
+      # Forced, because a later one that is damaged may be there.
+      self._manager.save(step, args=args, force=True)
+
+  def _is_kept(
+    self, steps: Sequence[int], times: Sequence[float]
+  ) -> list[bool]:
+    """Decides at a save; the newest of the steps is being saved."""
+    saved = [
+      retention_lib.Saved(step=step, time=self._time(step, otherwise=time))
+      for step, time in zip(steps, times, strict=True)
+      if step not in self._left_out
+    ]
+    reasons = self._retention.reasons(saved, value=self._values.get)
+    return [step in self._left_out or bool(reasons[step]) for step in steps]
+
+  def _time(self, step: int, *, otherwise: float) -> float:
+    """Returns when a checkpoint was saved, in seconds since the epoch."""
+    if step not in self._times:
+      try:
+        self._times[step] = float(self._metadata(step)["time"])
+      # Format version 1 has none; and a damaged one is found when it is read.
+      except (DamagedCheckpointError, KeyError, TypeError, ValueError):
+        self._times[step] = otherwise
+    return self._times[step]
+
+  def describe(self, step: int) -> dict[str, Any]:
+    """Returns what a checkpoint says of itself, as JSON values.
+
+    Args:
+      step: Of the checkpoint.
+
+    Returns:
+      `format_version`, `step`, `time` (since format version 2, seconds since
+      the epoch), `arrays` (shape, dtype and axes by name) and `checksums` (size
+      and CRC-32 by file; `None` before format version 2).
+
+    Raises:
+      DamagedCheckpointError: The metadata or the manifest cannot be read.
+    """
+    entries = self._entries(step)
+    return {
+      **self._metadata(step),
+      "checksums": None
+      if entries is None
+      else {name: dataclasses.asdict(each) for name, each in entries.items()},
+    }
+
+  def verify(self, step: int) -> None:
+    """Reads all files of a checkpoint and compares their checksums.
+
+    Args:
+      step: Of the checkpoint. One of format version 1 has no checksums, and
+        only its metadata is read.
+
+    Raises:
+      DamagedCheckpointError: Files are missing, incomplete or changed; the
+        message names them.
+      CheckpointMismatchError: A later version of this program has written it.
+    """
+    self._verify(step)
+
+  def _verify(self, step: int) -> dict[str, Any]:
+    """Returns the metadata of a checkpoint that is as it was written."""
+    path = self._folder / str(step)
+    entries = self._entries(step)
+    if entries is not None:
+      # First, because the version in it says what the rest means.
+      own = {n: e for n, e in entries.items() if n.startswith(f"{_METADATA}/")}
+      self._refuse(step, manifest.problems(path, own))
+    metadata = self._metadata(step)
+    version = metadata["format_version"]
+    compatibility.check_version(version, where=f"The checkpoint {path}")
+    if entries is not None:
+      self._refuse(step, manifest.problems(path, entries))
+    elif version >= _HAS_MANIFEST:
+      self._refuse(step, [f"{_MANIFEST}/{checked_item.FILE_NAME} is missing"])
+    return metadata
+
+  def _entries(self, step: int) -> dict[str, manifest.Entry] | None:
+    name = f"{_MANIFEST}/{checked_item.FILE_NAME}"
+    try:
+      return manifest.from_text((self._folder / str(step) / name).read_text())
+    except FileNotFoundError:
+      return None
+    except (OSError, ValueError) as error:
+      raise self._damaged(step, f"{name}: {_first_line(error)}") from error
+
+  def _metadata(self, step: int) -> dict[str, Any]:
+    name = f"{_METADATA}/{_JSON_FILE}"
+    try:
+      metadata = json.loads((self._folder / str(step) / name).read_text())
+      if not isinstance(metadata["format_version"], int):
+        raise ValueError("its format_version is no number")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+      raise self._damaged(step, f"{name}: {_first_line(error)}") from error
+    return metadata
+
+  def _refuse(self, step: int, problems: list[str]) -> None:
+    if problems:
+      more = len(problems) - 1
+      also = f" (and {more} more)" if more else ""
+      raise self._damaged(step, f"{problems[0]}{also}")
+
+  def _damaged(self, step: int, what: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+      f"The checkpoint {self._folder / str(step)} is damaged: {what}"
+    )
 
   def restore(self, step: int, *, specs: Any, shardings: Any) -> Restored:
-    """Reads a checkpoint, placed for the mesh at hand.
+    """Reads a checkpoint, placed for the mesh at hand, after verifying it.
 
     Args:
       step: Of the checkpoint.
@@ -158,27 +328,26 @@ class Checkpointer:
     """
     if self._manager is None:
       raise ValueError(f"{self._folder} does not exist.")
+    metadata = self._verify(step)
     try:
-      return self._read(self._manager, step, specs, shardings)
+      return self._read(self._manager, metadata, step, specs, shardings)
     except compatibility.CheckpointMismatchError:
       raise
     # What orbax raises depends on the file; its other causes are tested here.
     except Exception as error:
-      raise DamagedCheckpointError(
-        f"The checkpoint {self._folder / str(step)} cannot be read"
-        f" ({type(error).__name__}: {_first_line(error)})"
+      raise self._damaged(
+        step,
+        f"it cannot be read ({type(error).__name__}: {_first_line(error)})",
       ) from error
 
   def _read(
-    self, manager: ocp.CheckpointManager, step: int, specs: Any, shardings: Any
+    self,
+    manager: ocp.CheckpointManager,
+    metadata: Mapping[str, Any],
+    step: int,
+    specs: Any,
+    shardings: Any,
   ) -> Restored:
-    described = manager.restore(
-      step,
-      args=ocp.args.Composite(
-        **{_DATA: ocp.args.JsonRestore(), _METADATA: ocp.args.JsonRestore()}
-      ),
-    )
-    metadata = described[_METADATA]
     compatibility.check(
       metadata["arrays"],
       specs=specs,
@@ -195,21 +364,22 @@ class Checkpointer:
       ),
       specs=specs,
     )
-    arrays = manager.restore(
+    restored = manager.restore(
       step,
       args=ocp.args.Composite(
         **{
+          _DATA: ocp.args.JsonRestore(),
           _STATE: ocp.args.PyTreeRestore(
             item=wanted,
             restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
             partial_restore=True,
-          )
+          ),
         }
       ),
-    )[_STATE]
+    )
     return Restored(
-      tree=named_tree.from_named(arrays, specs=specs),
-      data=described[_DATA],
+      tree=named_tree.from_named(restored[_STATE], specs=specs),
+      data=restored[_DATA],
       step=metadata["step"],
     )
 
@@ -225,9 +395,12 @@ class Checkpointer:
 
   def close(self) -> None:
     """Waits for saves under way and ends the background threads."""
-    if self._manager:
-      self._manager.close()
+    try:
+      if self._manager:
+        self._manager.close()
+    finally:
       self._manager = None
+      self._end_silence()
 
   @contextlib.contextmanager
   def _saving(self) -> Iterator[None]:
@@ -237,27 +410,43 @@ class Checkpointer:
     except Exception as error:
       # Closing would wait for the failed save, and raise it again.
       self._manager = None
+      # Orbax's threads may end later than this object, and would be heard.
+      self._end_silence = lambda: None
+      orbax_noise.silence_what_follows_a_failure()
       raise SaveError(
-        f"A checkpoint could not be written to {self._folder}:"
-        f" {_first_line(error)}"
+        f"A checkpoint could not be written to {self._folder}: {_reason(error)}"
       ) from error
 
 
-@contextlib.contextmanager
-def _told_already() -> Iterator[None]:
-  """Drops orbax's warning that what is opened for reading is read only."""
+class _Policy:
+  """Asks a function which checkpoints orbax shall keep."""
 
-  def keep(record: logging.LogRecord) -> bool:
-    return "read only" not in str(record.msg)
+  def __init__(
+    self, is_kept: Callable[[Sequence[int], Sequence[float]], list[bool]]
+  ) -> None:
+    self._is_kept = is_kept
 
-  logger = logging.getLogger("absl")
-  logger.addFilter(keep)
-  try:
-    yield
-  finally:
-    logger.removeFilter(keep)
+  def should_preserve(
+    self,
+    # Orbax's `PolicyCheckpointInfo`, which cannot be checked at run time.
+    checkpoints: Sequence[Any],
+    *,
+    context: ocp.checkpoint_managers.PreservationContext,
+  ) -> Sequence[bool]:
+    """Returns the decision of each."""
+    del context
+    return self._is_kept(
+      [info.step for info in checkpoints],
+      [info.time.timestamp() for info in checkpoints],
+    )
+
+
+def _reason(error: BaseException) -> str:
+  """Returns why a write failed: of TensorStore's long story the last clause."""
+  story = _first_line(error).partition(" [tensorstore_spec=")[0]
+  return story.rpartition('": ')[2]
 
 
 def _first_line(error: BaseException) -> str:
   lines = str(error).splitlines()
-  return lines[0][:300] if lines else "no message"
+  return lines[0] if lines else type(error).__name__

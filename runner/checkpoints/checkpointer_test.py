@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.runner.checkpoints import checkpointer, compatibility
+from paxon.runner.checkpoints import checkpointer, compatibility, retention
 from paxon.sharding import layout as layouts
 from paxon.sharding import mesh as meshes
 from paxon.sharding import variables
@@ -116,7 +116,7 @@ def test_part_of_a_checkpoint_can_be_read(tmp_path):
 
 def test_keeps_the_newest(tmp_path):
   with checkpointer.Checkpointer(
-    epath.Path(tmp_path), max_checkpoints=2
+    epath.Path(tmp_path), retention=retention.Retention(newest=2)
   ) as checkpoints:
     for step in (1, 2, 10, 20):
       checkpoints.save(step, _tree(step), specs=SPECS, data={})
@@ -218,9 +218,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path, name, damage):
     (folder / "1" / name).unlink()
   with (
     checkpointer.Checkpointer(folder, read_only=True) as checkpoints,
-    pytest.raises(
-      checkpointer.DamagedCheckpointError, match=r"/1 cannot be read"
-    ),
+    pytest.raises(checkpointer.DamagedCheckpointError, match=r"/1 is damaged"),
   ):
     checkpoints.restore(1, specs=SPECS, shardings=layout.shardings(SPECS))
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import jax
 
-FORMAT_VERSION = 1
+# Version 1 has no manifest and no time.
+FORMAT_VERSION = 2
 # More than these would bury the message.
 _MAX_PROBLEMS = 5
 
@@ -31,6 +32,23 @@ def describe(specs: Any) -> dict[str, Any]:
   }
 
 
+def check_version(version: int, *, where: str) -> None:
+  """Raises an error if a format is not one of those that are read.
+
+  Args:
+    version: The checkpoint's format.
+    where: Names the checkpoint in the message.
+
+  Raises:
+    CheckpointMismatchError: A later version of this program has written it.
+  """
+  if not 1 <= version <= FORMAT_VERSION:
+    raise CheckpointMismatchError(
+      f"{where} has format version {version}; this program reads versions 1 to"
+      f" {FORMAT_VERSION}."
+    )
+
+
 def check(
   stored: Mapping[str, Any], *, specs: Any, version: int, where: str
 ) -> None:
@@ -47,11 +65,7 @@ def check(
     CheckpointMismatchError: The format is not ours, or a name is missing, not
       used, or has another shape or dtype. The message names the variables.
   """
-  if version != FORMAT_VERSION:
-    raise CheckpointMismatchError(
-      f"{where} has format version {version}; this program reads version"
-      f" {FORMAT_VERSION}."
-    )
+  check_version(version, where=where)
   wanted = {spec.name: spec for spec in jax.tree.leaves(specs)}
   problems = []
   for name, spec in wanted.items():

@@ -79,6 +79,6 @@ def test_names_what_does_not_fit(stored, wanted, message):
 def test_rejects_another_format():
   with pytest.raises(
     compatibility.CheckpointMismatchError,
-    match=r"x/7 has format version 2; this program reads version 1",
+    match=r"x/7 has format version 3; this program reads versions 1 to 2",
   ):
-    _check([], [], version=2)
+    _check([], [], version=3)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
   from paxon.runner import experiment
 
 _PREFIXES = ("paxon.", "")
+# No import path is longer, and a message that quotes one stays readable.
+_MAX_NAME = 250
 
 
 def find_experiment(
@@ -33,6 +35,10 @@ def find_experiment(
     user_error.UserError: There is no such module or class, its module cannot
       be imported, or it is no experiment that can run.
   """
+  if len(name) > _MAX_NAME:
+    raise user_error.UserError(
+      f"--exp={name[:20]}... has {len(name)} characters; write it as a.b.C."
+    )
   module_name, _, class_name = name.rpartition(".")
   modules = [f"{p}{module_name}" for p in _PREFIXES if _exists(module_name, p)]
   for module in modules:
@@ -41,7 +47,11 @@ def find_experiment(
       return _checked(found, f"{module}.{class_name}", packages)
   for prefix in _PREFIXES:
     if _exists(name, prefix):
-      hint = _hint(name, [f"{prefix}{name}"])
+      # A package may hold anything, such as another checkout's worth of
+      # folders; a module is read in no time.
+      spec = importlib.util.find_spec(f"{prefix}{name}")
+      is_package = spec is not None and spec.submodule_search_locations
+      hint = _hint(name, packages if is_package else [f"{prefix}{name}"])
       raise user_error.UserError(
         f"--exp={name} is a module; name a class in it{hint}"
       )

@@ -33,6 +33,8 @@ _CONTAINERS = (
   collections.abc.MutableMapping,
 )
 _NOT_LITERAL = object()
+# Programs compute in float32, where more is infinite; `inf` says so in words.
+_MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 
 def parse(text: str, annotation: Any, *, current: object = None) -> Any:
@@ -80,6 +82,10 @@ def _parse_one(text: str, literal: Any, annotation: Any) -> Any:
     return _BOOLS[text]
   if annotation is float and text in _INFINITIES:
     return _INFINITIES[text]
+  if annotation is float and _exceeds_float32(literal):
+    raise annotations.MismatchError(
+      f"expected a float of at most {_MAX_FLOAT32:.2g}, got {_shown(text)}"
+    )
   if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
     if text in annotation.__members__:
       return annotation[text]
@@ -159,6 +165,11 @@ def _literal(text: str) -> Any:
       return ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
       return _NOT_LITERAL
+
+
+def _exceeds_float32(literal: Any) -> bool:
+  is_number = isinstance(literal, int | float) and not isinstance(literal, bool)
+  return is_number and abs(literal) > _MAX_FLOAT32
 
 
 def _shown(text: str) -> str:

@@ -78,6 +78,8 @@ def test_text_becomes_the_annotated_type(text, annotation, expected):
     ("yes", bool, r"^expected bool, got the word 'yes'$"),
     ("True", float, r"^expected float, got bool$"),
     ("nan", float, r"got the word 'nan'"),
+    ("1e39", float, r"^expected a float of at most 3.4e\+38, got '1e39'$"),
+    ("-1" + 39 * "0", float | None, r"expected float \| None, got int"),
     ("None", int, r"^expected int, got None$"),
     ("", int, r"^expected int, got the word ''$"),
     ("a", tuple[str, ...], r"^expected tuple\[str, ...\], got the word 'a'$"),
@@ -124,7 +126,10 @@ def test_every_int_round_trips(value):
   assert text_values.parse(str(value), int | None) == value
 
 
-@hypothesis.given(st.floats(allow_nan=False))
+@hypothesis.given(
+  st.floats(min_value=-3.4e38, max_value=3.4e38)
+  | st.sampled_from([float("inf"), -float("inf")])
+)
 def test_every_float_round_trips(value):
   assert text_values.parse(repr(value), float) == value
 

@@ -1,7 +1,6 @@
 """The steps of a session, compiled ahead of the loops that run them."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 
@@ -10,12 +9,25 @@ from paxon.runner.programs import model_loss
 from paxon.runner.programs import session as session_lib
 
 
-def compile_train_step(session: session_lib.Session) -> jax.stages.Compiled:
+def compile_train_step(
+  session: session_lib.Session, traced: jax.stages.Traced | None = None
+) -> jax.stages.Compiled:
   """Returns `(state, batch) -> (state, metrics)`.
 
   The state is donated: its memory is that of the state returned. Metrics are
   replicated, so that every host can read them.
+
+  Args:
+    session: The job on its devices.
+    traced: What `trace_train_step` returned for it, to save doing it again.
   """
+  if traced is None:
+    traced = trace_train_step(session)
+  return session.layout.lower(traced).compile()
+
+
+def trace_train_step(session: session_lib.Session) -> jax.stages.Traced:
+  """Returns the step of `compile_train_step`, traced; nothing is computed."""
   job = session.job
   step = train_step.make_train_step(
     model_loss.make_loss_fn(
@@ -25,14 +37,15 @@ def compile_train_step(session: session_lib.Session) -> jax.stages.Compiled:
     specs=session.specs,
     seed=job.seed,
     metric_fns=job.task.metrics,
+    norm_groups=job.observability.norm_groups,
   )
   jitted = session.layout.jit(
     step,
     donate_argnums=0,
     out_shardings=(session.state_shardings, session.layout.replicated),
   )
-  state = abstract(session.state_specs, session.state_shardings)
-  return jitted.lower(state, dict(session.batch)).compile()
+  state = session.abstract_state()
+  return jitted.trace(state, dict(session.batch))
 
 
 def compile_eval_step(
@@ -56,20 +69,6 @@ def compile_eval_step(
   ) -> train_step.Metrics:
     return measure(session.evaluation_variables(state), batch)
 
-  state = abstract(
-    session_lib.for_evaluation(session.state_specs),
-    session_lib.for_evaluation(session.state_shardings),
-  )
+  state = session_lib.for_evaluation(session.abstract_state())
   jitted = session.layout.jit(step, out_shardings=session.layout.replicated)
   return jitted.lower(state, dict(batch)).compile()
-
-
-def abstract(specs: Any, shardings: Any) -> Any:
-  """Returns a placed `jax.ShapeDtypeStruct` for each spec."""
-  return jax.tree.map(
-    lambda spec, sharding: jax.ShapeDtypeStruct(
-      spec.shape, spec.dtype, sharding=sharding
-    ),
-    specs,
-    shardings,
-  )

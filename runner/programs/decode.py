@@ -1,35 +1,44 @@
 """Generates text with the newest checkpoint of a run."""
 
+import os
+
 from etils import epath
 
 from paxon.runner import job as job_lib
 from paxon.runner import run_dir as run_dirs
 from paxon.runner.checkpoints import checkpointer
-from paxon.runner.programs import restoring, samples
+from paxon.runner.programs import (
+  prompt_texts,
+  restoring,
+  samples,
+  samples_file,
+)
 from paxon.runner.programs import session as session_lib
 
 
 def run(job: job_lib.Job, run_dir: epath.Path, prompt: str | None) -> int:
-  """Prints the prompts and what the model adds to them.
+  """Prints and writes the prompts and what the model adds to them.
 
   Args:
     job: The resolved configuration, built.
     run_dir: The folder of a run of this job.
-    prompt: The text to continue; `None` for the job's prompts.
+    prompt: The text to continue, or a file of them, as `prompt_texts` reads it;
+      `None` for the job's prompts.
 
   Returns:
     The exit status, 0.
 
   Raises:
-    UserError: There is no checkpoint that fits the job, or the job does not
-      generate text.
+    UserError: There is no checkpoint that fits the job, no such file of
+      prompts, or the job does not generate text.
   """
+  texts = None if prompt is None else prompt_texts.parse(prompt, os.environ)
   session = session_lib.open_session(job)
   folder = run_dir / run_dirs.CHECKPOINTS
   with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
     state = restoring.restore_for_evaluation(session, checkpoints, folder)
-  drawn = samples.draw(
-    session, state, prompts=None if prompt is None else [prompt]
-  )
+  drawn = samples.draw(session, state, prompts=texts)
   print(samples.to_text(drawn), flush=True)
+  path = samples_file.write(run_dir, drawn, step=int(state.step), job=job)
+  print(f"samples: {os.fspath(path)}", flush=True)
   return 0

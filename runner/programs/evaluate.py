@@ -1,4 +1,4 @@
-"""Evaluates the newest checkpoint of a run."""
+"""Evaluates the newest checkpoint of a run, or each new one."""
 
 import contextlib
 
@@ -8,17 +8,29 @@ from paxon.runner import job as job_lib
 from paxon.runner import run_dir as run_dirs
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer
-from paxon.runner.programs import evaluation, figures, restoring
+from paxon.runner.programs import (
+  evaluation,
+  figures,
+  following,
+  restoring,
+  stop_signals,
+)
 from paxon.runner.programs import session as session_lib
-from paxon.runner.summaries import run_summaries
+from paxon.runner.summaries import report, run_summaries
 
 
-def run(job: job_lib.Job, run_dir: epath.Path) -> int:
+def run(
+  job: job_lib.Job, run_dir: epath.Path, *, continuous: bool = False
+) -> int:
   """Measures every evaluation split, and writes and prints the figures.
+
+  They are written to files of their own, so the run may be training meanwhile.
 
   Args:
     job: The resolved configuration, built.
     run_dir: The folder of a run of this job.
+    continuous: Whether to go on with every new checkpoint until the run is
+      finished, instead of ending after the newest one.
 
   Returns:
     The exit status, 0.
@@ -32,6 +44,18 @@ def run(job: job_lib.Job, run_dir: epath.Path) -> int:
       f"{job.experiment} has no split to evaluate on; add one to its datasets."
     )
   session = session_lib.open_session(job)
+  if continuous:
+    with stop_signals.StopSignals(when="after this batch") as stop:
+      following.Follower(session=session, run_dir=run_dir, stop=stop).run()
+  else:
+    _evaluate_newest(session, run_dir)
+  # The run has written its report without these figures.
+  if (run_dir / run_dirs.REPORT).exists():
+    report.write(run_dir)
+  return 0
+
+
+def _evaluate_newest(session: session_lib.Session, run_dir: epath.Path) -> None:
   folder = run_dir / run_dirs.CHECKPOINTS
   with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
     state = restoring.restore_for_evaluation(session, checkpoints, folder)
@@ -43,4 +67,3 @@ def run(job: job_lib.Job, run_dir: epath.Path) -> int:
       writer.write(step, split, values)
   for line in figures.lines(step, results):
     print(line)
-  return 0

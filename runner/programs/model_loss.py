@@ -2,10 +2,13 @@
 
 from typing import Any
 
+from flax import core as flax_core
 from flax import linen as nn
 import jax
 
+from paxon.layers import summaries
 from paxon.learners import metric_functions, train_step, variable_groups
+from paxon.runner.programs import layer_summaries
 from paxon.sharding import variables
 
 
@@ -17,13 +20,16 @@ def make_loss_fn(
   Args:
     model: Has the method `loss(batch, *, deterministic)`.
     specs: A `VariableSpec` for each variable of the model.
-    deterministic: Whether dropout is off. Then no collection changes either.
+    deterministic: Whether dropout is off. Then no collection changes either,
+      and layers tell no summaries.
 
   Raises:
     ValueError: A collection mixes variables that the forward pass replaces with
       others, which linen cannot express.
   """
-  mutable = [] if deterministic else replaced_collections(specs)
+  mutable = []
+  if not deterministic:
+    mutable = [*replaced_collections(specs), summaries.COLLECTION]
 
   def loss_fn(
     values: variable_groups.Tree,
@@ -38,6 +44,9 @@ def make_loss_fn(
       rngs=rngs,
       mutable=mutable,
     )
+    new = dict(new)
+    sown = new.pop(summaries.COLLECTION, {})
+    metrics = metrics | layer_summaries.metrics(sown, specs=specs)
     return train_step.LossOutput(loss, metrics, outputs, new)
 
   return loss_fn
@@ -75,5 +84,10 @@ def abstract_variables(model: nn.Module, batch: Any) -> Any:
 def init(model: nn.Module, batch: Any) -> Any:
   """Returns linen's own initial values; ours come from `sharding`."""
   return model.init(
-    {"params": jax.random.key(0)}, batch, deterministic=True, method="loss"
+    {"params": jax.random.key(0)},
+    batch,
+    deterministic=True,
+    method="loss",
+    # What layers sow is no variable.
+    mutable=flax_core.DenyList(("intermediates", summaries.COLLECTION)),
   )

@@ -92,6 +92,10 @@ class Prefetcher:
         raise item
       yield item
 
+  def is_ready(self) -> bool:
+    """Whether the next batch, or the end, can be had without waiting."""
+    return not self._ready.empty()
+
   def close(self) -> None:
     """Ends the thread; batches that are ready are dropped."""
     self._closed.set()

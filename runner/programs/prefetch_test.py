@@ -1,6 +1,7 @@
 """Tests for batches read by a thread."""
 
 import threading
+import time
 
 import jax.numpy as jnp
 import pytest
@@ -95,3 +96,21 @@ def test_closing_ends_the_thread():
   next(iter(batches))
   batches.close()
   assert "prefetch" not in {t.name for t in threading.enumerate()}
+
+
+def test_says_whether_a_batch_can_be_had_without_waiting():
+  go_on = threading.Event()
+
+  def place(batch):
+    go_on.wait(20)
+    return _identity(batch)
+
+  with prefetch.Prefetcher(_source(), place=place, limit=1) as batches:
+    assert not batches.is_ready()
+    go_on.set()
+    next(iter(batches))
+    deadline = time.monotonic() + 20
+    # The end can be had too.
+    while not batches.is_ready() and time.monotonic() < deadline:
+      time.sleep(0.001)
+    assert batches.is_ready()

@@ -1,7 +1,9 @@
 """Tests for the programs: training, evaluation and decoding of one job."""
 
+import contextlib
 import dataclasses
 import functools
+import io
 import json
 import math
 
@@ -11,11 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.learners import parameter_average
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer
 from paxon.runner.programs import (
-  compiled_steps,
   decode,
   evaluate,
   evaluation,
@@ -25,6 +25,7 @@ from paxon.runner.programs import (
   train,
 )
 from paxon.runner.programs import session as session_lib
+from paxon.runner.summaries import metrics_file
 
 MESH = "data=2,fsdp=2,tensor=2"
 
@@ -35,12 +36,14 @@ def folder(tmp_path_factory):
   path = epath.Path(tmp_path_factory.mktemp("run"))
   job, config = testing.make(mesh=MESH)
   job = dataclasses.replace(job, baselines=lambda: {"xz": 2.5, "trigram": 9.0})
-  assert train.run(job, config, path) == 0
+  with contextlib.redirect_stdout(io.StringIO()) as output:
+    assert train.run(job, config, path) == 0
+  (path / "output.txt").write_text(output.getvalue())
   return path
 
 
-def _records(folder):
-  lines = (folder / "metrics.jsonl").read_text().splitlines()
+def _records(folder, name="metrics.jsonl"):
+  lines = (folder / name).read_text().splitlines()
   return [json.loads(line) for line in lines]
 
 
@@ -59,9 +62,11 @@ def test_training_writes_everything(folder):
     "config.json",
     "config.txt",
     "events",
+    "finished.json",
     "metrics.jsonl",
     "report.html",
     "samples.txt",
+    "settings.json",
   }
   steps = {path.name for path in (folder / "checkpoints").iterdir()}
   assert steps == {"4", "8", "12"}
@@ -110,76 +115,60 @@ def test_evaluation_is_exact_over_the_whole_split(folder):
   )
 
 
-def test_evaluation_takes_the_average_of_the_parameters_if_there_is_one(folder):
-  session, state = _restored(folder)
-  task = session.job.task
-  learner = dataclasses.replace(
-    task.learner, average=parameter_average.ParameterAverage(decay=0.5)
-  )
-  job = dataclasses.replace(
-    session.job, task=dataclasses.replace(task, learner=learner)
-  )
-  averaging = session_lib.open_session(job)
-  initial = averaging.initial_state()
-  # One update moves the average halfway; compared with what is meant by it.
-  step = compiled_steps.compile_train_step(averaging)
-  source = job.train_input
-  source.reset()
-  for _ in range(3):
-    initial, _ = step(initial, averaging.place(source.get_next()))
-  average = averaging.evaluation_variables(initial)
-  by_hand = evaluation.Evaluator(session).evaluate(
-    dataclasses.replace(state, variables=average)
-  )
-  actual = evaluation.Evaluator(averaging).evaluate(initial)
-  last = evaluation.Evaluator(session).evaluate(
-    dataclasses.replace(initial, average=None)
-  )
-  loss = [r["validation"]["loss"] for r in (actual, by_hand, last)]
-  assert loss[0] == pytest.approx(loss[1], rel=1e-6)
-  assert abs(loss[0] - loss[2]) > 1e-4
-
-
 def test_evaluating_gives_up_when_asked(folder):
   session, state = _restored(folder)
   evaluator = evaluation.Evaluator(session)
   assert evaluator.evaluate(state, is_stopped=lambda: True) is None
 
 
+def test_each_evaluation_is_shown_once(folder):
+  output = (folder / "output.txt").read_text()
+  assert output.count("step 6/12  validation  loss") == 1
+  assert output.count("step 12/12  validation  loss") == 1
+  assert output.count("validation") == 3  # The third compares with baselines.
+
+
 def test_evaluate_reads_the_checkpoint_and_writes_the_same_figures(
   folder, capsys
 ):
-  before = {(r["step"], r["split"]): r for r in _records(folder)}
+  before = (folder / "metrics.jsonl").read_text()
+  report = (folder / "report.html").read_text()
   assert evaluate.run(testing.make(mesh=MESH)[0], folder) == 0
   assert "step 12: validation: bits_per_byte" in capsys.readouterr().out
-  after = {(r["step"], r["split"]): r for r in _records(folder)}
-  assert after.keys() == before.keys()
-  for name, value in before[12, "validation"].items():
+  # A run that is training meanwhile writes its own file.
+  assert (folder / "metrics.jsonl").read_text() == before
+  (own,) = _records(folder, "eval/metrics.jsonl")
+  assert (own["step"], own["split"]) == (12, "validation")
+  (trained,) = (
+    r for r in _records(folder) if (r["step"], r["split"]) == (12, "validation")
+  )
+  assert own.keys() == trained.keys()
+  for name, value in trained.items():
     if name != "tokens_per_second":
-      assert after[12, "validation"][name] == value
+      assert own[name] == value
+  joined = metrics_file.read_run(folder)
+  assert len(joined) == len(_records(folder))
+  assert (folder / "report.html").read_text() != report
 
 
 def test_decode_equals_the_forward_pass(folder, capsys):
   session, state = _restored(folder)
   assert decode.run(testing.make(mesh=MESH)[0], folder, "return x") == 0
   printed = capsys.readouterr().out
-  tokenizer = session.job.task.tokenizer
-  ids = [tokenizer.begin_id, *tokenizer.encode("return x").tolist()]
-  prompt_length = len(ids)
-  for _ in range(session.job.generation.max_new_tokens):
-    tokens = jnp.asarray([ids], jnp.int32)
-    logits = session.job.task.model.apply(
-      state.variables,
-      tokens,
-      jnp.arange(len(ids), dtype=jnp.int32)[None],
-      jnp.ones_like(tokens),
-    )
-    ids.append(int(jnp.argmax(logits[0, -1])))
-    if ids[-1] == tokenizer.end_id:
-      break
-  expected = "return x" + tokenizer.decode(ids[prompt_length:])
-  assert expected in printed
-  assert int(state.step) == 12
+  text, ids = testing.greedy_continuation(session, state.variables, "return x")
+  assert f"return x{text}\nsamples: {folder}/decode/12.jsonl\n" in printed
+  (line,) = _records(folder, "decode/12.jsonl")
+  assert (line["continuation"], line["ids"]) == (text, ids)
+  assert (line["prompt"], line["step"], line["seed"]) == ("return x", 12, 0)
+
+
+def test_decode_takes_prompts_from_a_file(folder, tmp_path, capsys):
+  (tmp_path / "prompts.txt").write_text("def \nx\n")
+  job, _ = testing.make(mesh=MESH)
+  assert decode.run(job, folder, f"@{tmp_path / 'prompts.txt'}") == 0
+  printed = capsys.readouterr().out
+  # The prompts of the job are the same, and greedy.
+  assert printed.startswith((folder / "samples.txt").read_text())
 
 
 def test_samples_are_the_same_on_another_mesh(folder):
@@ -193,11 +182,14 @@ def test_samples_are_the_same_on_another_mesh(folder):
 
 def test_a_finished_run_trains_no_more(folder, capsys):
   job, config = testing.make(mesh=MESH)
-  before = {r["step"]: r for r in _records(folder) if r["split"] == "train"}
+  before = _records(folder)
   assert train.run(job, config, folder) == 0
-  assert "step 12 is there already" in capsys.readouterr().out
-  after = {r["step"]: r for r in _records(folder) if r["split"] == "train"}
-  assert after == before
+  output = capsys.readouterr().out
+  assert "step 12 is there already" in output
+  # It was evaluated, too, and that is shown, not made again.
+  assert output.count("step 12: validation: bits_per_byte") == 1
+  assert "step 12/12" not in output
+  assert _records(folder) == before
 
 
 @pytest.mark.parametrize(
@@ -258,6 +250,11 @@ def test_data_of_another_kind_than_the_checkpoint_was_trained_on(folder):
     (
       {"mesh": "data=8", "global_batch_size": 12},
       r"global_batch_size \(12\) of the split 'train' must be a multiple of 8",
+    ),
+    (
+      {"mesh": "data=4,tensor=2", "num_microbatches": 4},
+      r"global_batch_size \(8\) .* must be a multiple of 16: num_microbatches"
+      r" \(4\) times the 4 parts into which mesh 'data=4,tensor=2'",
     ),
     (
       {"mesh": "fsdp=8", "embed_dim": 12},

@@ -1,5 +1,11 @@
-"""The state that a program starts from."""
+"""The state that a program starts from.
 
+A checkpoint that is damaged is reported in one line, and the one before it is
+used. A checkpoint that does not fit the configuration is an error instead: the
+one before would not fit either.
+"""
+
+import sys
 from typing import Any
 
 from etils import epath
@@ -8,6 +14,7 @@ from paxon.learners import train_state
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer, compatibility
 from paxon.runner.programs import session as session_lib
+from paxon.runner.programs import warm_starting
 
 
 def restore_or_start(
@@ -15,22 +22,26 @@ def restore_or_start(
 ) -> train_state.TrainState:
   """Returns the newest checkpoint's state, or the initial one; says which.
 
-  The training input is left at the batch that comes next.
+  The initial one has values of another run where the job has a warm start. The
+  training input is left at the batch that comes next.
 
   Args:
     session: The job on its devices.
     checkpoints: Of the run.
 
   Raises:
-    UserError: The checkpoint does not fit the job or its data.
+    UserError: The checkpoint, or that of the warm start, does not fit the job
+      or its data; or all checkpoints are damaged.
   """
-  step = checkpoints.latest_step()
-  if step is None:
-    session.job.train_input.reset()
-    return session.initial_state()
-  restored = _restore(
-    checkpoints, step, session.state_specs, session.state_shardings
+  restored = _restore_newest(
+    checkpoints, session.state_specs, session.state_shardings
   )
+  if restored is None:
+    session.job.train_input.reset()
+    if session.job.warm_start is not None:
+      return warm_starting.start(session, session.job.warm_start)
+    return session.initial_state()
+  step = restored.step
   try:
     session.job.train_input.set_state(dict(restored.data))
   except ValueError as error:
@@ -63,31 +74,46 @@ def restore_for_evaluation(
     folder: Theirs, named in the message.
 
   Raises:
-    UserError: There is no checkpoint, or it does not fit the job.
+    UserError: There is no checkpoint, it does not fit the job, or all are
+      damaged.
   """
-  step = checkpoints.latest_step()
-  if step is None:
+  restored = _restore_newest(
+    checkpoints,
+    session_lib.for_evaluation(session.state_specs),
+    session_lib.for_evaluation(session.state_shardings),
+  )
+  if restored is None:
     raise user_error.UserError(
       f"There is no checkpoint in {folder}; train first, or give the"
       " --job_log_dir of a run that has one."
     )
-  restored = _restore(
-    checkpoints,
-    step,
-    session_lib.for_evaluation(session.state_specs),
-    session_lib.for_evaluation(session.state_shardings),
-  )
   return restored.tree
 
 
-def _restore(
-  checkpoints: checkpointer.Checkpointer, step: int, specs: Any, shardings: Any
-) -> checkpointer.Restored:
-  try:
-    return checkpoints.restore(step, specs=specs, shardings=shardings)
-  except compatibility.CheckpointMismatchError as error:
-    raise user_error.UserError(str(error)) from error
-  except checkpointer.DamagedCheckpointError as error:
+def _restore_newest(
+  checkpoints: checkpointer.Checkpointer, specs: Any, shardings: Any
+) -> checkpointer.Restored | None:
+  """Returns the newest checkpoint that is not damaged; None without any."""
+  damaged: list[str] = []
+  while (step := checkpoints.latest_step()) is not None:
+    try:
+      restored = checkpoints.restore(step, specs=specs, shardings=shardings)
+    except compatibility.CheckpointMismatchError as error:
+      raise user_error.UserError(str(error)) from error
+    except checkpointer.DamagedCheckpointError as error:
+      damaged.append(user_error.one_line(error))
+      checkpoints.leave_out(step)
+      continue
+    for line in damaged:
+      print(
+        f"{line}; the one of step {restored.step} is used instead",
+        file=sys.stderr,
+        flush=True,
+      )
+    return restored
+  if damaged:
     raise user_error.UserError(
-      f"{error}; remove that folder to go on from the checkpoint before."
-    ) from error
+      f"There is no checkpoint left that can be used: {'; '.join(damaged)}."
+      " Start anew with another --job_log_dir, or put back a copy of one."
+    )
+  return None

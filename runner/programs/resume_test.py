@@ -24,6 +24,8 @@ KNOBS = (
   "eval_every_steps=7",
   "delay=0.15",
 )
+# Figures of the machine, which differ from run to run.
+_MEASURED = re.compile("_second|goodput|mfu|tflops|memory").search
 CONTINUING = r"continuing from the checkpoint of step (\d+)"
 
 
@@ -71,8 +73,10 @@ def _train_metrics(folder):
   """Everything written of training, without what depends on the clock."""
   lines = (folder / "metrics.jsonl").read_text().splitlines()
   records = [json.loads(line) for line in lines]
-  for record in records:
-    del record["tokens_per_second"]
+  records = [
+    {name: value for name, value in record.items() if not _MEASURED(name)}
+    for record in records
+  ]
   records = [r for r in records if r["split"] in ("train", "validation")]
   return {(r["step"], r["split"]): r for r in records}
 
@@ -117,3 +121,28 @@ def test_stopped_by_a_signal_and_restarted(undisturbed, tmp_path, name):
   assert re.search(CONTINUING, output).group(1) == stopped.group(1)
   assert _digest(tmp_path) == _digest(undisturbed)
   assert _train_metrics(tmp_path) == _train_metrics(undisturbed)
+
+
+def test_killed_before_it_ends_early(tmp_path):
+  # The first evaluation is the best one, so the third one ends the run.
+  knobs = ("patience=2", "eval_every_steps=3")
+  folders = [tmp_path / name for name in ("undisturbed", "killed")]
+  output = _finish(_start(folders[0], *knobs, "delay=0.0"))
+  assert "training ends early, at step 9: validation/bits_per_byte" in output
+
+  process = _start(folders[1], *knobs)
+  _wait_for_checkpoint(folders[1], process)
+  time.sleep(random.random())
+  process.send_signal(signal.SIGKILL)
+  process.communicate()
+  output = _finish(_start(folders[1], *knobs))
+  assert re.search(CONTINUING, output)
+  assert "training ends early, at step 9: validation/bits_per_byte" in output
+  assert _digest(folders[1]) == _digest(folders[0])
+  assert _digest(folders[1])[0] == 9
+  assert _train_metrics(folders[1]) == _train_metrics(folders[0])
+
+  # It is finished: once more, nothing is trained.
+  output = _finish(_start(folders[1], *knobs))
+  assert "training ends early, at step 9: validation/bits_per_byte" in output
+  assert _digest(folders[1])[0] == 9

@@ -6,10 +6,11 @@ import dataclasses
 import jax
 import numpy as np
 
+from paxon.inputs import tokenizer_protocol
 from paxon.layers.decoding import generate, model_steps
 from paxon.layers.decoding import prompts as prompts_lib
 from paxon.learners import random_keys, train_state
-from paxon.runner import user_error
+from paxon.runner import generation_settings, user_error
 from paxon.runner.programs import session as session_lib
 from paxon.sharding import axes
 from paxon.sharding import layout as layouts
@@ -24,10 +25,12 @@ class Sample:
   Attributes:
     prompt: The text given.
     continuation: The text added, without the mark of the document's end.
+    ids: Those generated, with that mark.
   """
 
   prompt: str
   continuation: str
+  ids: tuple[int, ...]
 
   @property
   def text(self) -> str:
@@ -51,13 +54,56 @@ def draw(
   Raises:
     UserError: The job says nothing about generation.
   """
+  settings, tokenizer = _settings(session)
+  texts = list(settings.prompts if prompts is None else prompts)
+  generator, batch = _generator(session, texts)
+  key = random_keys.key_for(session.job.seed, step=state.step, stream=_STREAM)
+  result = generator(
+    session_lib.for_evaluation(state), batch.ids, batch.lengths, key
+  )
+  ids, lengths = jax.device_get((result.ids, result.lengths))
+  return [
+    Sample(
+      prompt=text,
+      continuation=tokenizer.decode(row[:length]),
+      ids=tuple(row[:length].tolist()),
+    )
+    # Rows beyond the prompts only fill the batch.
+    for text, row, length in zip(texts, ids, lengths, strict=False)
+  ]
+
+
+def trace(session: session_lib.Session) -> jax.stages.Traced:
+  """Returns the program that `draw` runs, traced; nothing is computed.
+
+  Args:
+    session: The job on its devices; it says what to generate.
+  """
+  settings, _ = _settings(session)
+  generator, batch = _generator(session, settings.prompts)
+  state = session_lib.for_evaluation(session.abstract_state())
+  return generator.trace(state, batch.ids, batch.lengths, jax.random.key(0))
+
+
+def _settings(
+  session: session_lib.Session,
+) -> tuple[
+  generation_settings.GenerationSettings, tokenizer_protocol.Tokenizer
+]:
   settings, tokenizer = session.job.generation, session.job.task.tokenizer
   if settings is None or tokenizer is None:
     raise user_error.UserError(
       f"{session.job.experiment} cannot generate text: its generation settings"
       " or its tokenizer are missing."
     )
-  texts = list(settings.prompts if prompts is None else prompts)
+  return settings, tokenizer
+
+
+def _generator(
+  session: session_lib.Session, texts: Sequence[str]
+) -> tuple[layouts.LaidOut, prompts_lib.Prompts]:
+  """Returns the function that continues prompts, and them as its arguments."""
+  settings, tokenizer = _settings(session)
   batch = prompts_lib.right_padded(
     [[tokenizer.begin_id, *tokenizer.encode(text).tolist()] for text in texts]
   )
@@ -83,16 +129,7 @@ def draw(
       end_id=tokenizer.end_id,
     )
 
-  key = random_keys.key_for(session.job.seed, step=state.step, stream=_STREAM)
-  result = layout.jit(run, out_shardings=layout.replicated)(
-    session_lib.for_evaluation(state), batch.ids, batch.lengths, key
-  )
-  ids, lengths = jax.device_get((result.ids, result.lengths))
-  return [
-    Sample(prompt=text, continuation=tokenizer.decode(row[:length]))
-    # Rows beyond the prompts only fill the batch.
-    for text, row, length in zip(texts, ids, lengths, strict=False)
-  ]
+  return layout.jit(run, out_shardings=layout.replicated), batch
 
 
 def to_text(drawn: Sequence[Sample]) -> str:

@@ -12,7 +12,7 @@ from paxon.inputs import base_input
 from paxon.learners import train_state, variable_groups
 from paxon.runner import job as job_lib
 from paxon.runner import user_error
-from paxon.runner.programs import model_loss
+from paxon.runner.programs import memory_fit, model_loss
 from paxon.sharding import arrays, axes, initialization, variables
 from paxon.sharding import layout as layouts
 from paxon.sharding import mesh as meshes
@@ -38,21 +38,50 @@ class Session:
   state_shardings: train_state.TrainState
   batch: Mapping[str, jax.ShapeDtypeStruct]
 
-  def initial_state(self) -> train_state.TrainState:
-    """Computes the state before the first step, each shard where it belongs."""
+  def abstract_state(self) -> train_state.TrainState:
+    """Returns a placed `jax.ShapeDtypeStruct` for each array of the state."""
+    return jax.tree.map(
+      lambda spec, sharding: jax.ShapeDtypeStruct(
+        spec.shape, spec.dtype, sharding=sharding
+      ),
+      self.state_specs,
+      self.state_shardings,
+    )
+
+  def initial_state(
+    self, given: Mapping[str, jax.Array] | None = None
+  ) -> train_state.TrainState:
+    """Computes the state before the first step, each shard where it belongs.
+
+    Args:
+      given: Values by logical name that take the place of the computed ones,
+        with the state's shapes, dtypes and shardings. They are donated. The
+        optimizer's state is made from the variables as given.
+    """
     task = self.job.task
 
     def fallback() -> Any:
       batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.batch)
       return variables.unbox(model_loss.init(task.model, batch))
 
-    def compute() -> train_state.TrainState:
+    def compute(given: Mapping[str, jax.Array]) -> train_state.TrainState:
+      def replaced(specs: Any, values: Any) -> Any:
+        return jax.tree.map(
+          lambda spec, value: given.get(spec.name, value), specs, values
+        )
+
       values = initialization.initial_values(
         self.specs, self.job.seed, fallback=fallback
       )
-      return train_state.initial(values, learner=task.learner, specs=self.specs)
+      state = train_state.initial(
+        replaced(self.specs, values), learner=task.learner, specs=self.specs
+      )
+      return replaced(self.state_specs, state)
 
-    return self.layout.jit(compute, out_shardings=self.state_shardings)()
+    start = self.layout.jit(
+      compute, out_shardings=self.state_shardings, donate_argnums=0
+    )
+    return start(dict(given or {}))
 
   def evaluation_variables(
     self, state: train_state.TrainState
@@ -85,19 +114,24 @@ def open_session(
   except ValueError as error:
     raise user_error.UserError(str(error)) from error
   layout = layouts.Layout(mesh, job.rules)
+  _check_rules(layout)
   for name, source in (("train", job.train_input), *job.eval_inputs.items()):
     _check_batch(source, name=name, layout=layout, mesh=job.mesh)
     source.set_infeed_hosts(
       infeed_host_index=jax.process_index(),
       num_infeed_hosts=jax.process_count(),
     )
+    memory_fit.check_batch(source)
+    # Opens the data: a folder that is missing is found here.
+    source.get_state()
+  _check_microbatches(job, layout)
   batch = _abstract_batch(job.train_input, layout)
   specs = variables.specs_of(
     model_loss.abstract_variables(job.task.model, batch)
   )
   state_specs = train_state.state_specs(specs, learner=job.task.learner)
   try:
-    shardings = layout.shardings({"state": state_specs})["state"]
+    shardings = layout.shardings(state_specs)
   except ValueError as error:
     raise user_error.UserError(f"mesh {job.mesh!r}: {error}") from error
   return Session(
@@ -119,6 +153,14 @@ def for_evaluation(tree: train_state.TrainState) -> train_state.TrainState:
   return dataclasses.replace(tree, opt_state=(), skipped=None)
 
 
+def _check_rules(layout: layouts.Layout) -> None:
+  try:
+    for axis in (axes.BATCH, axes.LENGTH):
+      layout.shards(axis)
+  except ValueError as error:
+    raise user_error.UserError(f"Job.rules: {error}") from error
+
+
 def _check_batch(
   source: base_input.BaseInput, *, name: str, layout: layouts.Layout, mesh: str
 ) -> None:
@@ -129,11 +171,44 @@ def _check_batch(
       f" must be a multiple of {shards}, the number of parts into which mesh"
       f" {mesh!r} splits a batch over {layout.mesh.size} devices."
     )
+  parts = layout.shards(axes.LENGTH)
+  if source.length % parts:
+    raise user_error.UserError(
+      f"length ({source.length}) of the split {name!r} must be a multiple of"
+      f" {parts}, the number of parts into which mesh {mesh!r} splits a row."
+    )
+
+
+def _check_microbatches(job: job_lib.Job, layout: layouts.Layout) -> None:
+  rows = job.train_input.global_batch_size
+  parts = job.task.learner.num_microbatches
+  shards = layout.shards(axes.BATCH)
+  if rows % (parts * shards):
+    raise user_error.UserError(
+      f"global_batch_size ({rows}) of the split 'train' must be a multiple of"
+      f" {parts * shards}: num_microbatches ({parts}) times the {shards} parts"
+      f" into which mesh {job.mesh!r} splits each."
+    )
 
 
 def _abstract_batch(
   source: base_input.BaseInput, layout: layouts.Layout
 ) -> dict[str, jax.ShapeDtypeStruct]:
+  """Returns the arrays of a global batch; reads one only if need be."""
+  shapes = source.batch_shapes()
+  if shapes is None:
+    shapes = _read_shapes(source)
+  return {
+    name: jax.ShapeDtypeStruct(
+      (shape[0] * source.num_infeed_hosts, *shape[1:]),
+      dtype,
+      sharding=layout.batch_sharding(len(shape)),
+    )
+    for name, (shape, dtype) in shapes.items()
+  }
+
+
+def _read_shapes(source: base_input.BaseInput) -> base_input.Shapes:
   """Reads one batch for its shapes and goes back."""
   position = source.get_state()
   try:
@@ -144,11 +219,4 @@ def _abstract_batch(
       " global_batch_size."
     ) from None
   source.set_state(position)
-  return {
-    name: jax.ShapeDtypeStruct(
-      (value.shape[0] * source.num_infeed_hosts, *value.shape[1:]),
-      value.dtype,
-      sharding=layout.batch_sharding(value.ndim),
-    )
-    for name, value in batch.items()
-  }
+  return {name: (value.shape, value.dtype) for name, value in batch.items()}

@@ -1,6 +1,10 @@
 """Ctrl-C and SIGTERM as requests to stop, seen between two steps."""
 
+from collections.abc import Iterator
+import contextlib
+import os
 import signal
+import socket
 import sys
 import threading
 from types import FrameType, TracebackType
@@ -20,9 +24,16 @@ class StopSignals:
     requested: The name of the signal that asked to stop, or `None`.
   """
 
-  def __init__(self) -> None:
+  def __init__(self, *, when: str = "after this step and a checkpoint") -> None:
+    """Prepares; signals are noted once it is entered.
+
+    Args:
+      when: Said to the user: when the program stops.
+    """
+    self._when = when
     self.requested: str | None = None
     self._before: dict[signal.Signals, Any] = {}
+    self._is_at_once = False
 
   def __enter__(self) -> "StopSignals":
     if threading.current_thread() is threading.main_thread():
@@ -40,21 +51,69 @@ class StopSignals:
       signal.signal(number, handler)
     self._before = {}
 
+  @contextlib.contextmanager
+  def at_once(self) -> Iterator[None]:
+    """While entered, a signal ends the process: nothing would be lost.
+
+    A compilation runs native code for minutes, and Python calls no handler
+    meanwhile. So a thread hears of the signal, which the interpreter writes to
+    a socket at once. The exit status is the shell's, 128 and the signal.
+    """
+    if not self._before or self.requested is not None:
+      yield
+      return
+    heard, told = socket.socketpair()
+    told.setblocking(False)
+    thread = threading.Thread(
+      target=_end_at_signal, args=(heard,), name="stop_signals", daemon=True
+    )
+    thread.start()
+    before = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    self._is_at_once = True
+    try:
+      yield
+    finally:
+      self._is_at_once = False
+      signal.set_wakeup_fd(before)
+      # After the signals that came before, if there are any.
+      told.send(b"\0")
+      thread.join()
+      told.close()
+      heard.close()
+
   def _note(self, number: int, frame: FrameType | None) -> None:
     del frame
+    if self._is_at_once:
+      return
     self.requested = signal.Signals(number).name
     # The system's own action, which needs no Python to run: a second signal
     # ends the process even while it is deep in a compilation.
     for each in _SIGNALS:
       signal.signal(each, signal.SIG_DFL)
-    # A process that dies so leaves the cursor as it is, and the bar hides it.
-    # Past `sys.stdout`, which the bar replaces by one that drops such codes.
-    terminal = sys.__stdout__
-    if terminal is not None and terminal.isatty():
-      terminal.write(_SHOW_CURSOR)
-      terminal.flush()
+    _show_cursor()
     print(
-      f"{self.requested}: stopping after this step and a checkpoint;"
-      " once more to stop at once, without one.",
+      f"{self.requested}: stopping {self._when}; once more to stop at once,"
+      " without that.",
       flush=True,
     )
+
+
+def _end_at_signal(heard: socket.socket) -> None:
+  """Ends the process at the first of the signals; returns at a zero byte."""
+  while number := heard.recv(1)[0]:
+    if number in _SIGNALS:
+      _show_cursor()
+      name = signal.Signals(number).name
+      line = f"{name}: stopped before the first step; nothing is lost.\n"
+      os.write(1, line.encode())
+      # Not `sys.exit`, which would wait for the main thread.
+      os._exit(128 + number)
+
+
+def _show_cursor() -> None:
+  # A process that dies leaves the cursor as it is, and the bar hides it.
+  # Past `sys.stdout`, which the bar replaces by one that drops such codes.
+  terminal = sys.__stdout__
+  if terminal is not None and terminal.isatty():
+    terminal.write(_SHOW_CURSOR)
+    terminal.flush()

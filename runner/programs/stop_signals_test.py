@@ -38,12 +38,52 @@ def test_the_second_signal_ends_the_process_at_once():
   assert done.returncode == -signal.SIGTERM
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_native_code_at_once_where_nothing_would_be_lost(number):
+  # Native code of a minute, like a compilation: no handler runs meanwhile.
+  program = (
+    "import hashlib\n"
+    "from paxon.runner.programs import stop_signals\n"
+    "with stop_signals.StopSignals() as stop, stop.at_once():\n"
+    "  print('ready', flush=True)\n"
+    "  hashlib.pbkdf2_hmac('sha256', b'', b'', 200_000_000)\n"
+  )
+  process = subprocess.Popen(
+    [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+  )
+  try:
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=20)
+  finally:
+    process.kill()
+  assert process.returncode == 128 + number
+  assert output == (
+    f"{number.name}: stopped before the first step; nothing is lost.\n"
+  )
+
+
+def test_after_that_a_signal_is_a_request_again():
+  before = signal.set_wakeup_fd(-1)
+  signal.set_wakeup_fd(before)
+  with stop_signals.StopSignals() as stop:
+    with stop.at_once():
+      pass
+    assert signal.set_wakeup_fd(before) == before
+    assert stop.requested is None
+    signal.raise_signal(signal.SIGTERM)
+    assert stop.requested == "SIGTERM"
+    # Asked already: the loop ends by itself.
+    with stop.at_once():
+      assert signal.set_wakeup_fd(before) == before
+
+
 def test_does_nothing_in_another_thread():
   before = signal.getsignal(signal.SIGTERM)
   during = []
 
   def body():
-    with stop_signals.StopSignals():
+    with stop_signals.StopSignals() as stop, stop.at_once():
       during.append(signal.getsignal(signal.SIGTERM))
 
   thread = threading.Thread(target=body)

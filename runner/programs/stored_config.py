@@ -4,23 +4,11 @@ from etils import epath
 import fiddle as fdl
 
 from paxon.runner import files, run_dir, user_error
-from paxon.runner.configuration import dump, tree
+from paxon.runner.configuration import comparison, dump, tree
 
-# Values that do not change what the steps made so far have computed.
-_FREE = (
-  "num_train_steps",
-  "checkpoint_every_steps",
-  "eval_every_steps",
-  "summary_every_steps",
-  "max_checkpoints",
-  "mesh",
-  "generation",
-  "baselines",
-)
-# How a stack is computed, not what it computes.
-_FREE_FIELDS = ("scan", "remat_policy")
-# These too, where the number of steps has changed: a schedule spans a run.
+# May change too, where the number of steps has: a schedule spans a run.
 _SCHEDULE = ".schedule."
+_LENGTH = "num_train_steps"
 
 
 def check(config: fdl.Buildable, folder: epath.Path) -> list[str]:
@@ -39,22 +27,26 @@ def check(config: fdl.Buildable, folder: epath.Path) -> list[str]:
   stored = folder / run_dir.CONFIG_TEXT
   if not stored.exists():
     return []
-  changes = differences(stored.read_text(), dump.to_text(config))
-  before = _values(stored.read_text())
+  before = stored.read_text()
+  changes = comparison.differences(before, dump.to_text(config))
   # A field that a later version has added, left at its default.
-  added = {path for path in _unset(config) if path not in before}
+  added = _unset(config) - set(comparison.values(before))
+  spans = any(each.path == _LENGTH for each in changes)
   refused = [
-    line
-    for path, line in changes.items()
-    if path not in added and not _is_free(path, changes)
+    each
+    for each in changes
+    if each.path not in added
+    and not each.rule.may_change
+    and not (spans and _SCHEDULE in each.path)
   ]
   if refused:
     more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
     raise user_error.UserError(
-      f"{folder} holds a run with another configuration: {refused[0]}{more};"
-      " give the same values, or another --job_log_dir."
+      f"{folder} holds a run with another configuration:"
+      f" {_line(refused[0])}{more}; give the same values, or another"
+      " --job_log_dir."
     )
-  return list(changes.values())
+  return [_line(each) for each in changes]
 
 
 def store(config: fdl.Buildable, folder: epath.Path) -> None:
@@ -68,28 +60,8 @@ def store(config: fdl.Buildable, folder: epath.Path) -> None:
   files.write_text(folder / run_dir.CONFIG_JSON, dump.to_json(config))
 
 
-def differences(old: str, new: str) -> dict[str, str]:
-  """Returns what differs between two dumps, by path.
-
-  Args:
-    old: What `dump.to_text` wrote.
-    new: The same, later.
-  """
-  before, after = _values(old), _values(new)
-  missing = "nothing"
-  return {
-    path: f"{path} is {before.get(path, missing)} there and"
-    f" {after.get(path, missing)} here"
-    for path in before | after
-    if before.get(path) != after.get(path)
-  }
-
-
-def _is_free(path: str, changes: dict[str, str]) -> bool:
-  root = path.partition(".")[0].partition("[")[0]
-  field = path.rpartition(".")[2]
-  is_of_schedule = "num_train_steps" in changes and _SCHEDULE in path
-  return root in _FREE or field in _FREE_FIELDS or is_of_schedule
+def _line(change: comparison.Difference) -> str:
+  return f"{change.path} is {change.before} there and {change.after} here"
 
 
 def _unset(config: fdl.Buildable) -> set[str]:
@@ -100,13 +72,3 @@ def _unset(config: fdl.Buildable) -> set[str]:
     for name in tree.field_names(node)
     if not tree.is_set(node, name)
   }
-
-
-def _values(text: str) -> dict[str, str]:
-  values = {}
-  for line in text.splitlines():
-    path, equals, value = line.partition(" = ")
-    if not equals:
-      path, _, value = line.partition(": ")
-    values[path] = value
-  return values

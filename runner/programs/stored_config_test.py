@@ -68,14 +68,6 @@ def test_another_run_is_refused(tmp_path, knobs, message):
     stored_config.check(_config(**knobs), _stored(tmp_path))
 
 
-def test_lines_that_only_one_side_has():
-  old, new = "a = 1\nb: m.C\n", "a = 1\nc = 2\n"
-  assert stored_config.differences(old, new) == {
-    "b": "b is m.C there and nothing here",
-    "c": "c is nothing there and 2 here",
-  }
-
-
 def _without(folder, line):
   stored = folder / run_dir.CONFIG_TEXT
   text = stored.read_text()

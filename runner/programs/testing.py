@@ -32,12 +32,18 @@ from paxon.layers import (
 )
 from paxon.layers.attention import grouped_query
 from paxon.layers.models import decoder_lm
-from paxon.learners import adamw, bits_per_byte, warmup_cosine
+from paxon.learners import (
+  adamw,
+  bits_per_byte,
+  parameter_average,
+  warmup_cosine,
+)
 from paxon.learners import learner as learner_lib
 from paxon.runner import experiment, generation_settings
 from paxon.runner import job as job_lib
 from paxon.runner import task as task_lib
-from paxon.runner.programs import train
+from paxon.runner.programs import early_stopping, train
+from paxon.runner.programs import session as session_lib
 
 _WORDS = ("def ", "return ", "x", "y", " = ", "1", " + ", "\n", "  ", "(", ")")
 
@@ -85,6 +91,9 @@ class TinyLm(experiment.Experiment):
   learning_rate: float = 3e-3
   delay: float = 0.0
   max_new_tokens: int = 12
+  num_microbatches: int = 1
+  average_decay: float | None = None
+  patience: int | None = None
 
   def task(self) -> fdl.Config[task_lib.Task]:
     """Returns a byte-level decoder."""
@@ -103,6 +112,11 @@ class TinyLm(experiment.Experiment):
         feed_forward.GatedFeedForward, mlp_dim=2 * self.embed_dim
       ),
     )
+    average = None
+    if self.average_decay is not None:
+      average = fdl.Config(
+        parameter_average.ParameterAverage, decay=self.average_decay
+      )
     return fdl.Config(
       task_lib.Task,
       name=self.name,
@@ -134,6 +148,8 @@ class TinyLm(experiment.Experiment):
           weight_decay=0.1,
         ),
         max_grad_norm=1.0,
+        num_microbatches=self.num_microbatches,
+        average=average,
       ),
       metrics=(bits_per_byte.bits_per_byte,),
       tokenizer=fdl.Config(byte_tokenizer.ByteTokenizer),
@@ -163,6 +179,16 @@ class TinyLm(experiment.Experiment):
       ),
     }
 
+  def early_stopping(
+    self,
+  ) -> fdl.Config[early_stopping.EarlyStopping] | None:
+    """Returns a rule that no run of this size satisfies, if there is one."""
+    if self.patience is None:
+      return None
+    return fdl.Config(
+      early_stopping.EarlyStopping, patience=self.patience, min_delta=100.0
+    )
+
   def generation(self) -> fdl.Config[generation_settings.GenerationSettings]:
     """Returns two greedy samples."""
     return fdl.Config(
@@ -176,6 +202,36 @@ def make(**knobs: Any) -> tuple[job_lib.Job, fdl.Config[job_lib.Job]]:
   """Returns the job of `TinyLm` with other knobs, and its configuration."""
   config = TinyLm(**knobs).job()
   return fdl.build(config), config
+
+
+def greedy_continuation(
+  session: session_lib.Session, variables: Any, prompt: str
+) -> tuple[str, list[int]]:
+  """Continues a prompt by whole forward passes, without a cache.
+
+  Args:
+    session: The job on its devices; it says how many tokens.
+    variables: Of the model.
+    prompt: The text to continue.
+
+  Returns:
+    The text and the ids added.
+  """
+  tokenizer = session.job.task.tokenizer
+  settings = session.job.generation
+  assert tokenizer is not None
+  assert settings is not None
+  ids = [tokenizer.begin_id, *tokenizer.encode(prompt).tolist()]
+  start, length = len(ids), len(ids) + settings.max_new_tokens
+  apply = jax.jit(session.job.task.model.apply)
+  while len(ids) < length and ids[-1] != tokenizer.end_id:
+    tokens = np.zeros((1, length), np.int32)
+    tokens[0, : len(ids)] = ids
+    positions = np.arange(length, dtype=np.int32)[None]
+    segment_ids = (positions < len(ids)).astype(np.int32)
+    logits = apply(variables, tokens, positions, segment_ids)
+    ids.append(int(np.argmax(logits[0, len(ids) - 1])))
+  return tokenizer.decode(ids[start:]), ids[start:]
 
 
 def digest(tree: Any) -> str:

@@ -18,8 +18,9 @@ class Throughput:
     self._restart()
 
   def add(self, tokens: float) -> None:
-    """Counts the tokens of a finished step."""
+    """Counts a finished step and its tokens."""
     self._tokens += tokens
+    self._steps += 1
 
   @contextlib.contextmanager
   def paused(self) -> Iterator[None]:
@@ -29,6 +30,10 @@ class Throughput:
       yield
     finally:
       self._start += self._clock() - begin
+
+  def step_seconds(self) -> float:
+    """Returns the mean time of the steps since the report before."""
+    return (self._clock() - self._start) / max(self._steps, 1)
 
   def report(self) -> float:
     """Returns the tokens per second since the report before."""
@@ -40,3 +45,4 @@ class Throughput:
   def _restart(self) -> None:
     self._start = self._clock()
     self._tokens = 0.0
+    self._steps = 0

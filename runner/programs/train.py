@@ -1,40 +1,65 @@
 """Trains a job to its last step, from the beginning or from a checkpoint."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import contextlib
 import errno
+import json
 import os
 
 from etils import epath
 import fiddle as fdl
+import jax
 
 from paxon.learners import train_state
 from paxon.runner import files, user_error
 from paxon.runner import job as job_lib
 from paxon.runner import run_dir as run_dirs
 from paxon.runner.checkpoints import checkpointer
+from paxon.runner.configuration import dump
+from paxon.runner.configuration import overrides as overrides_lib
+from paxon.runner.observability import goodput
+from paxon.runner.observability import launch as launch_lib
+from paxon.runner.observability import observer as observer_lib
 from paxon.runner.programs import (
   evaluation,
+  evaluation_log,
   figures,
+  finished,
+  preflight,
   restoring,
   samples,
   stop_signals,
   stored_config,
+  stored_settings,
   train_loop,
 )
 from paxon.runner.programs import session as session_lib
-from paxon.runner.summaries import report, run_summaries, summary_writer
+from paxon.runner.summaries import (
+  metrics_file,
+  report,
+  run_summaries,
+  summary_writer,
+  wandb_writer,
+)
 
-_Results = Mapping[str, Mapping[str, float]]
 
-
-def run(job: job_lib.Job, config: fdl.Buildable, run_dir: epath.Path) -> int:
+def run(
+  job: job_lib.Job,
+  config: fdl.Buildable,
+  run_dir: epath.Path,
+  *,
+  overrides: Sequence[overrides_lib.Override] = (),
+  launch: launch_lib.Launch | None = None,
+) -> int:
   """Trains, evaluates, samples and reports; goes on where a run has stopped.
 
   Args:
     job: The resolved configuration, built.
     config: The same, not built, which is stored with the run.
     run_dir: The run's folder, which exists.
+    overrides: The assignments by which the command line made `config`, stored
+      too, so that evaluation and decoding need not be told them again.
+    launch: What belongs to this start only; None for nothing.
 
   Returns:
     The exit status: 0, also where a signal asked to stop.
@@ -43,7 +68,7 @@ def run(job: job_lib.Job, config: fdl.Buildable, run_dir: epath.Path) -> int:
     UserError: The folder's run or the machine does not fit the job.
   """
   try:
-    return _run(job, config, run_dir)
+    return _run(job, config, run_dir, overrides, launch or launch_lib.Launch())
   except checkpointer.SaveError as error:
     raise user_error.UserError(str(error)) from error
   except OSError as error:
@@ -55,52 +80,127 @@ def run(job: job_lib.Job, config: fdl.Buildable, run_dir: epath.Path) -> int:
     ) from error
 
 
-def _run(job: job_lib.Job, config: fdl.Buildable, run_dir: epath.Path) -> int:
+def _run(
+  job: job_lib.Job,
+  config: fdl.Buildable,
+  run_dir: epath.Path,
+  overrides: Sequence[overrides_lib.Override],
+  launch: launch_lib.Launch,
+) -> int:
+  ledger = goodput.Ledger(run_dir / run_dirs.GOODPUT, begin=launch.begin)
+  if job.observability.wandb_project is not None:
+    wandb_writer.check_installed()
+  session = session_lib.open_session(job)
+  traced = preflight.check(session)
+  for warning in preflight.warnings(session):
+    print(f"warning: {warning}")
+  # Only what can run leaves anything in the folder.
   with contextlib.ExitStack() as stack:
     stop = stack.enter_context(stop_signals.StopSignals())
     checkpoints = stack.enter_context(
       checkpointer.Checkpointer(
-        run_dir / run_dirs.CHECKPOINTS, max_checkpoints=job.max_checkpoints
+        run_dir / run_dirs.CHECKPOINTS, retention=job.retention
       )
     )
+    cause = goodput.Cause.STARTUP
     # A start that failed before its first checkpoint binds nobody.
     if checkpoints.latest_step() is not None:
+      cause = goodput.Cause.RESTORE
       for change in stored_config.check(config, run_dir):
         print(f"changed: {change}")
-    session = session_lib.open_session(job)
-    state = restoring.restore_or_start(session, checkpoints)
+    with ledger.span(cause):
+      state = restoring.restore_or_start(session, checkpoints)
+    stored_settings.store(job.experiment, overrides, run_dir)
     stored_config.store(config, run_dir)
-    writer = stack.enter_context(
-      contextlib.closing(
-        run_summaries.make_train(
-          run_dir,
-          num_train_steps=job.num_train_steps,
-          resume_step=int(state.step),
-        )
+    finished.unmark(run_dir)
+    log = _evaluation_log(job, run_dir, until=int(state.step))
+    checkpoints.rank_by(lambda step: job.retention.value(log.at(step) or {}))
+    writer = run_summaries.make_train(
+      run_dir,
+      num_train_steps=job.num_train_steps,
+      resume_step=int(state.step),
+      more=_wandb(job, config, run_dir),
+    )
+    stack.enter_context(contextlib.closing(writer))
+    observer = stack.enter_context(
+      observer_lib.Observer(
+        job.observability,
+        ledger=ledger,
+        run_dir=run_dir,
+        launch=launch,
+        train_input=job.train_input,
+        resume_step=int(state.step),
       )
     )
     loop = train_loop.TrainLoop(
       session=session,
+      traced=traced,
       checkpoints=checkpoints,
       writer=writer,
       evaluator=evaluation.Evaluator(session),
+      log=log,
       stop=stop,
+      observer=observer,
     )
     state = loop.run(state)
-    checkpoints.wait()
+    with ledger.span(goodput.Cause.CHECKPOINT):
+      checkpoints.wait()
+    ledger.rest()
     lines = _finish(loop, state, run_dir)
-  # After the writers are closed: below the last state of the progress bar.
+  account = ledger.finish(complete=stop.requested is None)
   if stop.requested is not None:
-    lines = [
-      f"stopped by {stop.requested} at step {int(state.step)} of"
-      f" {job.num_train_steps}; the same command with"
-      f" --job_log_dir={os.fspath(run_dir)} goes on from there"
-    ]
-  else:
-    report.write(run_dir)
-    lines.append(f"report: {os.fspath(run_dir / run_dirs.REPORT)}")
+    lines = []
+  lines += [account.line(), _close(job, run_dir, stop, int(state.step))]
+  # After the writers are closed: below the last state of the progress bar.
   print("\n".join(lines), flush=True)
   return 0
+
+
+def _close(
+  job: job_lib.Job,
+  run_dir: epath.Path,
+  stop: stop_signals.StopSignals,
+  step: int,
+) -> str:
+  """Leaves a finished run with its report; returns what to print last."""
+  if stop.requested is not None:
+    return (
+      f"stopped by {stop.requested} at step {step} of {job.num_train_steps};"
+      f" the same command with --job_log_dir={os.fspath(run_dir)} goes on from"
+      " there"
+    )
+  finished.mark(run_dir, step=step, job=job)
+  report.write(run_dir)
+  return f"report: {os.fspath(run_dir / run_dirs.REPORT)}"
+
+
+def _wandb(
+  job: job_lib.Job, config: fdl.Buildable, run_dir: epath.Path
+) -> list[summary_writer.SummaryWriter]:
+  """Returns what sends figures to Weights & Biases, from one host."""
+  settings = job.observability
+  if settings.wandb_project is None or jax.process_index() > 0:
+    return []
+  return [
+    wandb_writer.WandbWriter(
+      run_dir,
+      project=settings.wandb_project,
+      entity=settings.wandb_entity,
+      config=json.loads(dump.to_json(config)),
+    )
+  ]
+
+
+def _evaluation_log(
+  job: job_lib.Job, run_dir: epath.Path, *, until: int
+) -> evaluation_log.EvaluationLog:
+  """Returns what this run has recorded up to a step."""
+  path = run_dir / run_dirs.METRICS
+  return evaluation_log.EvaluationLog(
+    metrics_file.read(path) if path.exists() else (),
+    splits=job.eval_inputs,
+    until=until,
+  )
 
 
 def _finish(
@@ -110,13 +210,23 @@ def _finish(
   job, step = loop.session.job, int(state.step)
   lines = []
   if step < job.num_train_steps and loop.stop.requested is None:
-    lines.append(f"the training input ended after {step} steps")
-  results = loop.evaluate(step, state)
+    early = loop.early_end()
+    lines.append(
+      f"the training input ended after {step} steps"
+      if early is None
+      else f"training ends early, at step {step}: {early}"
+    )
+  results = loop.log.at(step)
+  if results is None:
+    results = loop.evaluate(step, state)
+  elif not loop.log.is_made_here(step):
+    # Those made here were shown as progress.
+    lines += figures.lines(step, results)
   if results is None or loop.stop.requested is not None:
     return lines
-  lines += figures.lines(step, results)
   if job.generation is not None:
-    drawn = samples.draw(loop.session, state)
+    with loop.observer.span(goodput.Cause.SAMPLING):
+      drawn = samples.draw(loop.session, state)
     text = samples.to_text(drawn)
     files.write_text(run_dir / run_dirs.SAMPLES, text)
     lines = [text, *lines]
@@ -127,7 +237,7 @@ def _finish(
 
 def _compare(
   writer: summary_writer.SummaryWriter,
-  results: _Results,
+  results: evaluation_log.Results,
   baselines: Mapping[str, float],
 ) -> list[str]:
   """Writes the baselines and returns the comparison."""

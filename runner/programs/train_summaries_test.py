@@ -1,8 +1,10 @@
 """Tests for training summaries and throughput."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 
+from paxon.runner.observability import observer
 from paxon.runner.programs import throughput, train_summaries
 from paxon.runner.summaries import summary_writer
 
@@ -90,3 +92,67 @@ def test_throughput_counts_a_failed_pause_as_one():
   now[0] += 2
   rate.add(4.0)
   assert rate.report() == 2.0
+
+
+class _Witness(observer.Observer):
+  """Notes what it is told."""
+
+  def __init__(self):
+    super().__init__()
+    self.told = []
+
+  def finished(self, step, values):
+    self.told.append((step, dict(values)))
+
+  def figures(self, step_seconds):
+    return {"step_seconds": step_seconds}
+
+
+def test_each_step_is_told_and_only_what_is_written_is_read():
+  memory, witness = _Memory(), _Witness()
+  summaries = train_summaries.TrainSummaries(
+    memory, every_steps=2, last_step=3, observer=witness
+  )
+  for step in (1, 2, 3):
+    many = {"accuracy": (jnp.float32(2), jnp.float32(4))}
+    summaries.add(step, _metrics(step) | many)
+  summaries.drain()
+  assert [step for step, _ in witness.told] == [1, 2, 3]
+  assert [values["loss"] for _, values in witness.told] == [1.0, 2.0, 3.0]
+  assert "accuracy" not in witness.told[0][1]
+  assert [(step, v["accuracy"]) for step, _, v in memory.written] == [
+    (2, 0.5),
+    (3, 0.5),
+  ]
+  assert all(v["step_seconds"] > 0 for _, _, v in memory.written)
+
+
+def test_devices_are_busy_until_the_last_step_is_there():
+  @jax.jit
+  def slow(x):
+    return jax.lax.fori_loop(0, 200, lambda _, x: jnp.sin(x @ x), x)[0, 0]
+
+  x = jnp.ones((256, 256))
+  slow(x).block_until_ready()
+  summaries = train_summaries.TrainSummaries(
+    _Memory(), every_steps=1, last_step=3
+  )
+  assert not summaries.is_busy()
+  loss = slow(x)
+  summaries.add(1, {"loss": (loss, jnp.float32(4))})
+  assert summaries.is_busy()
+  jax.block_until_ready(loss)
+  assert not summaries.is_busy()
+
+
+def test_mean_time_of_a_step_since_the_last_report():
+  now = [100.0]
+  rate = throughput.Throughput(clock=lambda: now[0])
+  for _ in range(4):
+    rate.add(1.0)
+  now[0] += 8
+  assert rate.step_seconds() == 2.0
+  rate.report()
+  rate.add(1.0)
+  now[0] += 3
+  assert rate.step_seconds() == 3.0

@@ -1,10 +1,12 @@
 """Tests that a folder that cannot be gone on in is told in one line."""
 
+import re
+
 from etils import epath
 import pytest
 
 from paxon.runner import user_error
-from paxon.runner.programs import testing, train
+from paxon.runner.programs import evaluate, testing, train
 
 SHORT = {"num_train_steps": 2, "checkpoint_every_steps": 1}
 
@@ -26,14 +28,42 @@ def test_a_start_that_failed_binds_nobody(folder):
     _train(folder, global_batch_size=16)
 
 
-def test_a_damaged_checkpoint_can_be_removed(folder, capsys):
+def _damage(folder, step):
+  (folder / "checkpoints" / str(step) / "data" / "metadata").write_text("{")
+
+
+def test_the_checkpoint_before_a_damaged_one_is_used(folder, capsys):
   _train(folder)
-  (folder / "checkpoints" / "2" / "metadata" / "metadata").write_text("")
-  with pytest.raises(user_error.UserError, match=r"/2 cannot .*remove"):
-    _train(folder)
-  (folder / "checkpoints" / "2").rmtree()
+  _damage(folder, 2)
+  capsys.readouterr()
   assert _train(folder) == 0
-  assert "continuing from the checkpoint of step 1" in capsys.readouterr().out
+  told = capsys.readouterr()
+  lines = [line for line in told.err.splitlines() if "checkpoint" in line]
+  assert len(lines) == 1
+  assert re.search(
+    r"/2 is damaged: data/metadata has 1 bytes and should have \d+; the one of"
+    r" step 1 is used instead$",
+    lines[0],
+  )
+  assert "continuing from the checkpoint of step 1" in told.out
+  # Step 2 was made and saved anew.
+  _train(folder)
+  told = capsys.readouterr()
+  assert "step 2 is there already" in told.out
+  assert "damaged" not in told.err
+  for step in (1, 2):
+    _damage(folder, step)
+  with pytest.raises(
+    user_error.UserError,
+    match=r"left .*/2 is damaged: .*/1 is damaged: .*Start",
+  ):
+    _train(folder)
+  job, _ = testing.make(**SHORT)
+  with pytest.raises(
+    user_error.UserError, match=r"no checkpoint left that can"
+  ):
+    evaluate.run(job, folder)
+  assert not (folder / "checkpoints" / "3").exists()
 
 
 def test_damaged_figures(folder):

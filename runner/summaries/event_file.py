@@ -18,8 +18,8 @@ from etils import epath
 from tensorboardX import record_writer
 from tensorboardX.proto import event_pb2, summary_pb2
 
-from paxon.runner import files
-from paxon.runner.summaries import flush_pace, summary_writer
+from paxon.runner import files, flush_pace
+from paxon.runner.summaries import summary_writer
 
 _VERSION = "brain.Event:2"
 

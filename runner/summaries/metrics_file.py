@@ -18,8 +18,8 @@ from typing import Any
 
 from etils import epath
 
-from paxon.runner import files, user_error
-from paxon.runner.summaries import flush_pace, summary_writer
+from paxon.runner import files, flush_pace, run_dir, user_error
+from paxon.runner.summaries import summary_writer
 
 _KEYS = ("step", "split")
 
@@ -118,6 +118,25 @@ def read(path: epath.PathLike) -> list[Record]:
         f" {line[:80]!r}; remove the line or the file."
       ) from error
   return records
+
+
+def read_run(folder: epath.PathLike) -> list[Record]:
+  """Returns the figures of a run: of its training and of separate evaluations.
+
+  Where both have figures of the same step and split, the separate ones stand.
+
+  Args:
+    folder: Of the run.
+
+  Raises:
+    DamagedFileError: A line is no record.
+  """
+  root = epath.Path(folder)
+  found = {}
+  for path in (root / run_dir.METRICS, root / run_dir.EVAL / run_dir.METRICS):
+    for record in read(path) if path.exists() else ():
+      found[record.step, record.split] = record
+  return list(found.values())
 
 
 def _to_line(record: Record) -> str:

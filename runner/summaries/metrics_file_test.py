@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from paxon.runner import files
+from paxon.runner import files, flush_pace
 from paxon.runner.summaries import (
   composite_writer,
-  flush_pace,
   metrics_file,
   summary_writer,
 )
@@ -198,4 +197,26 @@ def test_composite_passes_everything_on_and_closes_all():
     ("a", 1, "train", {"loss": 2.0}),
     ("b", 1, "train", {"loss": 2.0}),
     *[("a", "flush"), ("b", "flush"), ("a", "close"), ("b", "close")],
+  ]
+
+
+def test_a_run_has_the_figures_of_training_and_of_separate_evaluations(
+  tmp_path,
+):
+  assert metrics_file.read_run(tmp_path) == []
+  for folder, values in (
+    (tmp_path, {(1, "train"): 3.0, (2, "a"): 4.0}),
+    (tmp_path / "eval", {(2, "a"): 5.0, (4, "a"): 6.0}),
+  ):
+    writer = metrics_file.MetricsFile(
+      folder / "metrics.jsonl", resume_step=None
+    )
+    for (step, split), loss in values.items():
+      writer.write(step, split, {"loss": loss})
+    writer.close()
+  joined = metrics_file.read_run(tmp_path)
+  assert [(r.step, r.split, r.values["loss"]) for r in joined] == [
+    (1, "train", 3.0),
+    (2, "a", 5.0),
+    (4, "a", 6.0),
   ]

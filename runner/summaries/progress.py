@@ -12,7 +12,13 @@ from paxon.runner.summaries import summary_writer
 
 _TRAIN = "train"
 # In the order shown; what a run does not write is left out.
-_TRAIN_FIGURES = ("loss", "learning_rate", "tokens_per_second")
+_TRAIN_FIGURES = (
+  "loss",
+  "learning_rate",
+  "tokens_per_second",
+  "model_tflops_per_device",
+  "mfu",
+)
 _EVAL_FIGURES = ("loss", "bits_per_byte", "accuracy")
 
 
@@ -194,6 +200,8 @@ def _figures(split: str, values: Mapping[str, float]) -> list[str]:
     "loss": "loss {:.4f}",
     "learning_rate": "lr {:.2e}",
     "tokens_per_second": "{:,.0f} tokens/s",
+    "model_tflops_per_device": "{:.3g} TFLOP/s",
+    "mfu": "MFU {:.1%}",
   }
   return [
     formats[name].format(values[name])

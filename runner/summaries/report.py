@@ -13,11 +13,15 @@ from etils import epath
 
 from paxon.runner import files
 from paxon.runner import run_dir as run_dir_lib
+from paxon.runner.observability import goodput
+from paxon.runner.observability import spikes as spikes_lib
 from paxon.runner.summaries import line_chart, metrics_file, summary_writer
 
 _TRAIN = "train"
 _MAIN_CHARTS = ("loss", "bits_per_byte")
-_SMALL_CHARTS = ("learning_rate", "grad_norm", "tokens_per_second")
+_SMALL_CHARTS = ("learning_rate", "grad_norm", "tokens_per_second", "mfu")
+_SHARES = ("goodput", "mfu")
+_MIB = 2.0**20
 _STYLES = 4
 
 _CSS = """
@@ -60,17 +64,21 @@ def write(run_dir: epath.PathLike) -> epath.Path:
   """Writes the report of a run and returns its path.
 
   Args:
-    run_dir: The folder with `metrics.jsonl` and, where there are, `samples.txt`
-      and `config.txt`.
+    run_dir: The folder with `metrics.jsonl` and, where there are,
+      `eval/metrics.jsonl`, `goodput.jsonl`, `spikes.jsonl`, `samples.txt` and
+      `config.txt`.
 
   Raises:
     ValueError: The metrics are damaged.
   """
   folder = epath.Path(run_dir)
-  metrics = folder / run_dir_lib.METRICS
   path = folder / run_dir_lib.REPORT
+  times, jumps = folder / run_dir_lib.GOODPUT, folder / run_dir_lib.SPIKES
+  attempts = goodput.read(times) if times.exists() else []
   page = make(
-    metrics_file.read(metrics) if metrics.exists() else [],
+    metrics_file.read_run(folder),
+    account=goodput.account(attempts) if attempts else None,
+    spikes=spikes_lib.read(jumps) if jumps.exists() else (),
     sample=_read(folder / run_dir_lib.SAMPLES),
     config=_read(folder / run_dir_lib.CONFIG_TEXT),
     folder=folder.name,
@@ -82,6 +90,8 @@ def write(run_dir: epath.PathLike) -> epath.Path:
 def make(
   records: Sequence[metrics_file.Record],
   *,
+  account: goodput.Account | None = None,
+  spikes: Sequence[spikes_lib.Spike] = (),
   sample: str = "",
   config: str = "",
   folder: str = "",
@@ -90,6 +100,8 @@ def make(
 
   Args:
     records: The lines of `metrics.jsonl`.
+    account: Where the time went.
+    spikes: Jumps of the loss or the gradient.
     sample: Text that the model wrote.
     config: The resolved configuration, as `dump.to_text` writes it.
     folder: The name of the run's folder.
@@ -105,6 +117,8 @@ def make(
     f'<p class="soft">{_escape(_subtitle(experiment, folder, records))}</p>',
     *_charts(records),
     *_table(records),
+    *_times(account),
+    *_spikes(spikes),
   ]
   if sample:
     parts.append(f"<h2>Sample</h2><pre>{_escape(sample)}</pre>")
@@ -171,14 +185,61 @@ def _table(records: Sequence[metrics_file.Record]) -> list[str]:
   if not rows:
     return []
   metrics = list(dict.fromkeys(name for row in rows for name in row.values))
-  names = [_split_name(row) for row in rows]
-  parts = ['<h2>Final figures</h2><div class="table"><table>']
-  parts.append(_row("", names, "th"))
+  parts = ["<h2>Final figures</h2>"]
+  parts += _figures(rows, [name for name in metrics if "/" not in name])
+  # Of each layer or group of variables: there may be hundreds.
+  many = [name for name in metrics if "/" in name]
+  if many:
+    parts.append(f"<details><summary>Show {len(many)} figures of parts of the")
+    parts += ["model</summary>", *_figures(rows, many), "</details>"]
+  return parts
+
+
+def _figures(
+  rows: Sequence[metrics_file.Record], metrics: Sequence[str]
+) -> list[str]:
+  """Returns a table with a column for each record."""
+  parts = ['<div class="table"><table>']
+  parts.append(_row("", [_split_name(row) for row in rows], "th"))
   steps = ["" if _is_baseline(row) else f"{row.step:,}" for row in rows]
   parts.append(_row("step", steps))
   for metric in metrics:
-    cells = [_figure(row.values.get(metric)) for row in rows]
-    parts.append(_row(_words(metric), cells))
+    cells = [_shown(metric, row.values.get(metric)) for row in rows]
+    parts.append(_row(_words(metric.removesuffix("_bytes")), cells))
+  return [*parts, "</table></div>"]
+
+
+def _times(account: goodput.Account | None) -> list[str]:
+  """Returns where the time went: the productive time, then losses by size."""
+  if account is None:
+    return []
+  attempts = f" in {account.attempts} attempts" if account.attempts > 1 else ""
+  parts = [
+    "<h2>Time</h2>",
+    f'<p class="soft">Goodput {account.goodput:.1%} of'
+    f" {account.wall_seconds:,.1f} s{attempts}: the share of wall time spent on"
+    " steps that count.</p>",
+    '<div class="table"><table>',
+    _row("", ["seconds", "share"], "th"),
+  ]
+  for cause, seconds in account.by_size():
+    share = seconds / max(account.wall_seconds, 1e-9)
+    parts.append(_row(cause.value, [f"{seconds:,.1f}", f"{share:.1%}"]))
+  return [*parts, "</table></div>"]
+
+
+def _spikes(spikes: Sequence[spikes_lib.Spike]) -> list[str]:
+  if not spikes:
+    return []
+  parts = [
+    "<h2>Spikes</h2>",
+    f'<p class="soft">Their batches are named in {run_dir_lib.SPIKES}.</p>',
+    '<div class="table"><table>',
+    _row("step", ["metric", "value", "expected"], "th"),
+  ]
+  for spike in spikes:
+    numbers = [_figure(spike.value), _figure(spike.expected)]
+    parts.append(_row(f"{spike.step:,}", [_words(spike.metric), *numbers]))
   return [*parts, "</table></div>"]
 
 
@@ -220,6 +281,17 @@ def _experiment(config: str) -> str:
     if name == "experiment" and equals:
       return str(json.loads(value))
   return ""
+
+
+def _shown(metric: str, value: float | None) -> str:
+  """Returns a figure in the unit that suits it."""
+  if value is None or not math.isfinite(value):
+    return _figure(value)
+  if metric in _SHARES:
+    return f"{value:.1%}"
+  if metric.endswith("_bytes"):
+    return f"{value / _MIB:,.0f} MiB" if value >= _MIB else f"{value:,.0f} B"
+  return _figure(value)
 
 
 def _figure(value: float | None) -> str:

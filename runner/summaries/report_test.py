@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from paxon.runner.observability import goodput, spikes
 from paxon.runner.summaries import line_chart, metrics_file, report
 
 _VOID = ("meta", "!doctype")
@@ -234,6 +235,75 @@ def test_table_has_the_last_figures():
     ["bits per byte", "4.2500", "4.0000", "6.0000", "4.7500"],
     ["learning rate", "", "1.000e-03", "", ""],
   ]
+
+
+def test_figures_of_parts_of_the_model_are_folded_away():
+  values = {"loss": 2.0, "grad_norm/stack": 1.0, "summaries/a/rms": 3.0}
+  page = report.make([metrics_file.Record(1, "train", values)])
+  folded = page[page.index("<details>") : page.index("</details>")]
+  assert "Show 2 figures" in folded
+  assert "summaries/a/rms" in folded
+  assert "<th>loss</th>" not in folded
+  _parsed(page)
+
+
+def test_figures_have_units():
+  values = {
+    "goodput": 0.5,
+    "mfu": 0.4321,
+    "host_memory_peak_bytes": 3 * 2.0**20,
+  }
+  page = report.make([metrics_file.Record(1, "train", values)])
+  assert "<tr><th>goodput</th><td>50.0%</td></tr>" in page
+  assert "<tr><th>mfu</th><td>43.2%</td></tr>" in page
+  assert "<tr><th>host memory peak</th><td>3 MiB</td></tr>" in page
+
+
+def _attempt(begin, end, first_step, last_step, **seconds):
+  return goodput.Attempt(
+    begin=begin,
+    end=end,
+    first_step=first_step,
+    last_step=last_step,
+    finished=False,
+    seconds=seconds,
+  )
+
+
+def test_time_is_shown_by_cause():
+  account = goodput.account(
+    [
+      _attempt(0.0, 60.0, 0, 10, productive=40.0, compile=20.0),
+      _attempt(80.0, 120.0, 5, 20, productive=40.0),
+    ]
+  )
+  page = report.make(_records(), account=account)
+  assert "Goodput 50.0% of 120.0 s in 2 attempts" in _parsed(page).text
+  rows = re.findall(
+    r"<tr><th>([\w -]+)</th><td>([\d.]+)</td><td>([\d.]+%)</td></tr>", page
+  )
+  assert rows == [
+    ("productive", "60.0", "50.0%"),
+    ("compile", "20.0", "16.7%"),
+    ("repeated steps", "20.0", "16.7%"),
+    ("idle", "20.0", "16.7%"),
+  ]
+
+
+def test_spikes_are_listed():
+  spike = spikes.Spike(
+    step=1234,
+    metric="grad_norm",
+    value=math.nan,
+    expected=1.5,
+    limit=2.0,
+    position_before={},
+    position_after={},
+  )
+  page = report.make(_records(), spikes=[spike])
+  cells = "<th>1,234</th><td>grad norm</td><td>nan</td><td>1.5000</td>"
+  assert cells in page
+  _parsed(page)
 
 
 def test_sample_and_configuration_are_escaped():

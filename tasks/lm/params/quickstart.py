@@ -20,6 +20,7 @@ from paxon.layers import (
   feed_forward,
   rms_norm,
   rotary_embedding,
+  softmax_loss,
   stack,
 )
 from paxon.layers.attention import grouped_query
@@ -94,6 +95,7 @@ class PythonStdlibLm(experiment.Experiment):
         scan=self.scan_layers,
       ),
       final_norm=fdl.Config(rms_norm.RmsNorm),
+      token_loss=fdl.Config(softmax_loss.SoftmaxLoss),
     )
     optimizer = fdl.Config(
       adamw.AdamW,

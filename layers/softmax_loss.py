@@ -1,0 +1,317 @@
+"""The loss of a softmax head that never holds all logits at once.
+
+For each token, with the terms of `softmax_cross_entropy`,
+
+  loss = (1 - a) * nll + a * uniform_nll + b * log_normalizer ** 2
+
+- `a` is label smoothing with uniform mass over the whole vocabulary, the target
+  included (Szegedy et al. 2015, https://arxiv.org/abs/1512.00567, section 7);
+- `b` weighs the z-loss, which keeps log Z near zero (PaLM, Chowdhery et al.
+  2022, https://arxiv.org/abs/2204.02311, section 5, with b = 1e-4).
+
+The head runs on chunks of positions, [batch, chunk, vocab] logits at a time,
+each device on its own share of the batch and of the positions.
+The gradient is computed in the same pass: the loss is a sum of token losses
+with known weights, so the gradient of each chunk's logits is known as soon as
+they are, and nothing is kept or computed twice for the backward pass, which
+only scales. See docs/design/0008-loss.md.
+
+Letters: B batch, T length, D embed, V vocab.
+"""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import functools
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+from jax import custom_derivatives
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from paxon.layers import precision, softmax_cross_entropy
+from paxon.sharding import axes, shards
+
+Variables: TypeAlias = Mapping[str, Any]
+# `(variables, x [B,T,D]) -> logits [B,T,V]`, each position by itself.
+LogitsFn: TypeAlias = Callable[[Variables, jax.Array], jax.Array]
+
+_SUMMED = "params"
+
+
+class _Tokens(NamedTuple):
+  """What is known of each token, [B,T] each."""
+
+  loss: jax.Array
+  nll: jax.Array
+  z_loss: jax.Array
+  hits: jax.Array
+
+
+class SoftmaxLossOutput(NamedTuple):
+  """The loss of a batch, and what it is made of.
+
+  Attributes:
+    loss: Weighted sum of the token losses; the one differentiable output.
+    token_nll: Negative log likelihood of each target, in nats, without
+      smoothing and z-loss.
+    token_z_loss: Weight of the z-loss times the square of log Z.
+    token_hits: Whether the target has the largest logit.
+  """
+
+  loss: Float[Array, ""]
+  token_nll: Float[Array, "batch length"]
+  token_z_loss: Float[Array, "batch length"]
+  token_hits: Bool[Array, "batch length"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SoftmaxLoss:
+  """Cross entropy with label smoothing and z-loss, chunk by chunk.
+
+  Attributes:
+    label_smoothing: Share of the uniform distribution in the target
+      distribution, in `[0, 1)`.
+    z_loss_weight: Factor of the squared log normalizer.
+    chunk_length: Most positions of each row whose logits a device has at the
+      same time; `None` takes all at once. A chunk should have some thousand
+      tokens on each device, or adding up the gradient of the head takes longer
+      than computing it.
+  """
+
+  label_smoothing: float = 0.0
+  z_loss_weight: float = 0.0
+  chunk_length: int | None = 512
+
+  def __post_init__(self) -> None:
+    if not 0 <= self.label_smoothing < 1:
+      raise ValueError(
+        "SoftmaxLoss.label_smoothing must be in [0, 1), got "
+        f"{self.label_smoothing}."
+      )
+    if not 0 <= self.z_loss_weight < float("inf"):
+      raise ValueError(
+        "SoftmaxLoss.z_loss_weight must be finite and not negative, got "
+        f"{self.z_loss_weight}."
+      )
+    if self.chunk_length is not None and self.chunk_length <= 0:
+      raise ValueError(
+        "SoftmaxLoss.chunk_length must be positive or None, got "
+        f"{self.chunk_length}."
+      )
+
+  def __call__(
+    self,
+    logits_fn: LogitsFn,
+    variables: Variables,
+    x: Float[Array, "batch length embed"],
+    *,
+    targets: Int[Array, "batch length"],
+    weights: Float[Array, "batch length"],
+  ) -> SoftmaxLossOutput:
+    """Returns the loss of the tokens that follow the states `x`.
+
+    Args:
+      logits_fn: The head. It must not close over traced arrays.
+      variables: Collections of the head. Gradients of chunks are added up, so
+        only those of `params` are differentiable.
+      x: Hidden states.
+      targets: Ids; those outside of the vocabulary give NaN.
+      weights: Of each token in the sum; zero for padding.
+    """
+    weights = weights.astype(precision.at_least_float32(weights.dtype))
+    return _loss(self, logits_fn, variables, x, targets, weights)
+
+  def num_chunks(self, length: int) -> int:
+    """Returns into how many chunks rows of this length are cut."""
+    return -(-length // (self.chunk_length or length))
+
+  def _chunk(
+    self,
+    logits_fn: LogitsFn,
+    variables: Variables,
+    x: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+  ) -> tuple[jax.Array, _Tokens]:
+    """Returns the weighted sum, and the values of each token."""
+    terms = softmax_cross_entropy.softmax_terms(
+      logits_fn(variables, x), targets
+    )
+    loss = terms.nll
+    if self.label_smoothing:
+      share = self.label_smoothing
+      loss = (1 - share) * terms.nll + share * terms.uniform_nll
+    z_loss = self.z_loss_weight * jnp.square(terms.log_normalizer)
+    if self.z_loss_weight:
+      loss += z_loss
+    total = jnp.sum(loss * weights.astype(loss.dtype))
+    return total, _Tokens(loss, terms.nll, z_loss, terms.hits)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _loss(
+  loss: SoftmaxLoss,
+  logits_fn: LogitsFn,
+  variables: Variables,
+  x: jax.Array,
+  targets: jax.Array,
+  weights: jax.Array,
+) -> SoftmaxLossOutput:
+  def one_chunk(carry: None, chunk: tuple[jax.Array, ...]) -> Any:
+    return carry, loss._chunk(logits_fn, variables, *chunk)[1]
+
+  _, tokens = _over_chunks(one_chunk, None, (x, targets, weights), loss)
+  return _output(tokens, weights)
+
+
+def _forward(
+  loss: SoftmaxLoss,
+  logits_fn: LogitsFn,
+  variables: Variables,
+  x: Any,
+  targets: Any,
+  weights: Any,
+) -> tuple[SoftmaxLossOutput, tuple[Any, jax.Array, jax.Array]]:
+  """The loss and, for a cotangent of one, its gradients."""
+  arrays = x.value, targets.value, weights.value
+  merge, params = _differentiated(variables)
+
+  def one_chunk(
+    total: list[jax.Array], chunk: tuple[jax.Array, ...]
+  ) -> tuple[list[jax.Array], Any]:
+    x, targets, weights = chunk
+
+    def objective(params: list[jax.Array], x: jax.Array) -> Any:
+      return loss._chunk(logits_fn, merge(params), x, targets, weights)
+
+    value, gradient, tokens = jax.vjp(objective, params, x, has_aux=True)
+    params_bar, x_bar = gradient(jnp.ones_like(value))
+    total = [
+      t + g.astype(t.dtype) for t, g in zip(total, params_bar, strict=True)
+    ]
+    return total, (x_bar, tokens)
+
+  # At least float32, because there may be many chunks.
+  zeros = [
+    jnp.zeros(p.shape, precision.at_least_float32(p.dtype)) for p in params
+  ]
+  total, (x_bar, tokens) = _over_chunks(one_chunk, zeros, arrays, loss)
+  total = [t.astype(p.dtype) for t, p in zip(total, params, strict=True)]
+  residuals = merge(total, gradient=True), x_bar, tokens.loss
+  return _output(tokens, weights.value), residuals
+
+
+def _backward(
+  loss: SoftmaxLoss,
+  logits_fn: LogitsFn,
+  residuals: tuple[Any, jax.Array, jax.Array],
+  cotangents: SoftmaxLossOutput,
+) -> tuple[Any, ...]:
+  del loss, logits_fn
+  for name, cotangent in zip(
+    SoftmaxLossOutput._fields[1:], cotangents[1:], strict=True
+  ):
+    if not isinstance(cotangent, custom_derivatives.SymbolicZero):
+      raise ValueError(
+        f"SoftmaxLossOutput.{name} was differentiated; only `loss` has a "
+        "gradient. Change the weights of the loss, or take the cross entropy "
+        "of logits (layers.softmax_cross_entropy)."
+      )
+  factor = cotangents.loss
+  if isinstance(factor, custom_derivatives.SymbolicZero):
+    return None, None, None, None
+
+  def scaled(gradient: jax.Array) -> jax.Array:
+    wide = precision.widened(gradient)
+    return (wide * factor.astype(wide.dtype)).astype(gradient.dtype)
+
+  variables_bar, x_bar, weights_bar = jax.tree.map(scaled, residuals)
+  return variables_bar, x_bar, None, weights_bar
+
+
+_loss.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _differentiated(
+  variables: Any,
+) -> tuple[Callable[..., Any], list[jax.Array]]:
+  """Returns the variables with a gradient, and how to put them back.
+
+  Args:
+    variables: A tree of `CustomVJPPrimal`.
+
+  Returns:
+    `merge(values, gradient=False)` puts values among those without a gradient
+    (or among `None`, for a tree of gradients); and the values.
+  """
+  leaves, treedef = jax.tree.flatten_with_path(
+    variables,
+    is_leaf=lambda x: isinstance(x, custom_derivatives.CustomVJPPrimal),
+  )
+  for path, leaf in leaves:
+    if leaf.perturbed and path[0].key != _SUMMED:
+      raise ValueError(
+        f"The head's variable {jax.tree_util.keystr(path)} has a gradient, but "
+        f"is not in the collection {_SUMMED!r}: what chunks of the loss give "
+        "cannot be added up."
+      )
+
+  def merge(values: list[jax.Array], *, gradient: bool = False) -> Any:
+    given = iter(values)
+    return treedef.unflatten(
+      next(given) if p.perturbed else None if gradient else p.value
+      for _, p in leaves
+    )
+
+  return merge, [leaf.value for _, leaf in leaves if leaf.perturbed]
+
+
+def _output(tokens: _Tokens, weights: jax.Array) -> SoftmaxLossOutput:
+  """Returns the sum over the whole batch, and the values of each token."""
+  total = jnp.sum(tokens.loss * weights.astype(tokens.loss.dtype))
+  return SoftmaxLossOutput(total, tokens.nll, tokens.z_loss, tokens.hits)
+
+
+def _over_chunks(
+  fn: Callable[..., Any], carry: Any, arrays: Any, loss: SoftmaxLoss
+) -> tuple[Any, Any]:
+  """Runs `fn` over chunks of positions.
+
+  Args:
+    fn: `(carry, chunk) -> (carry, outputs)`.
+    carry: Its first value, a sum of nothing.
+    arrays: [B,T,...] each.
+    loss: Says how long a chunk is. Rows that do not divide into chunks are
+      padded with zeros, which have weight zero.
+
+  Returns:
+    The sum over all chunks and devices; the outputs, joined to [B,T,...].
+  """
+
+  # Each device has sums of its own until the end: added up over devices in
+  # each step, the head's gradient would be sent once per chunk.
+  def run(arrays: Any) -> tuple[Any, Any]:
+    length = jax.tree.leaves(arrays)[0].shape[1]
+    chunks = loss.num_chunks(length)
+    if chunks == 1:
+      return fn(carry, arrays)
+    parts = jax.tree.map(lambda x: _cut(x, chunks), arrays)
+    total, outputs = jax.lax.scan(fn, carry, parts)
+    return total, jax.tree.map(lambda x: _joined(x, length), outputs)
+
+  return shards.map_shards(run, arrays, axes=(axes.BATCH, axes.LENGTH))
+
+
+def _cut(x: jax.Array, chunks: int) -> jax.Array:
+  """Returns [chunks, B, T of a chunk, ...]."""
+  widths = [(0, 0)] * x.ndim
+  widths[1] = (0, -x.shape[1] % chunks)
+  x = jnp.pad(x, widths)
+  return jnp.moveaxis(x.reshape(x.shape[0], chunks, -1, *x.shape[2:]), 1, 0)
+
+
+def _joined(x: jax.Array, length: int) -> jax.Array:
+  """Undoes `_cut`."""
+  x = jnp.moveaxis(x, 0, 1)
+  return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]

@@ -1,0 +1,67 @@
+"""Tests for figures that layers tell."""
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxon.layers import summaries
+
+
+class _Layer(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    summaries.summarize(self, "mean", jnp.mean(x))
+    summaries.summarize(self, "half", jnp.mean(x).astype(jnp.bfloat16))
+    return nn.Dense(2)(x)
+
+
+class _Wrong(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    summaries.summarize(self, "x", x)
+    return x
+
+
+X = jnp.arange(6.0).reshape(2, 3)
+
+
+def test_values_are_float32_scalars_in_their_collection():
+  variables = _Layer().init(jax.random.key(0), X)
+  _, new = _Layer().apply(variables, X, mutable=[summaries.COLLECTION])
+  told = new[summaries.COLLECTION]
+  assert {k: float(v[0]) for k, v in told.items()} == {"mean": 2.5, "half": 2.5}
+  assert {v[0].dtype.name for v in told.values()} == {"float32"}
+
+
+def test_initial_values_have_none():
+  assert set(_Layer().init(jax.random.key(0), X)) == {"params"}
+
+
+def test_nothing_is_computed_where_nobody_listens():
+  variables = _Layer().init(jax.random.key(0), X)
+
+  def count(**options):
+    fn = jax.jit(lambda x: _Layer().apply(variables, x, **options))
+    return fn.lower(X).compile().as_text().count("reduce")
+
+  assert count() == 0
+  assert count(mutable=[summaries.COLLECTION]) > 0
+
+
+def test_no_gradient_passes():
+  variables = _Layer().init(jax.random.key(0), X)
+
+  def told(x):
+    _, new = _Layer().apply(variables, x, mutable=[summaries.COLLECTION])
+    return new[summaries.COLLECTION]["mean"][0]
+
+  np.testing.assert_array_equal(jax.grad(told)(X), jnp.zeros_like(X))
+
+
+def test_only_scalars():
+  with pytest.raises(
+    ValueError, match=r"summary 'x' of _Wrong must be a scalar.*shape \(2, 3\)"
+  ):
+    _Wrong().apply({}, X)

@@ -1,0 +1,70 @@
+"""Tests that no part of a learner takes NaN or infinity for a number."""
+
+from collections.abc import Sequence
+import dataclasses
+import math
+
+import pytest
+
+from paxon.learners import (
+  adafactor,
+  adamw,
+  constant,
+  learner,
+  lion,
+  parameter_average,
+  piecewise,
+  sgd,
+  skipping,
+  warmup_cosine,
+  warmup_decay,
+  warmup_stable_decay,
+)
+
+RATE = constant.Constant(value=0.1)
+PARTS = (
+  RATE,
+  warmup_cosine.WarmupCosine(peak=0.1, warmup_steps=1, total_steps=4),
+  warmup_decay.WarmupLinear(peak=0.1, warmup_steps=1, total_steps=4),
+  warmup_decay.WarmupRsqrt(peak=0.1, warmup_steps=1),
+  warmup_decay.WarmupExponential(
+    peak=0.1, warmup_steps=1, total_steps=4, end=0.01
+  ),
+  warmup_stable_decay.WarmupStableDecay(
+    peak=0.1, warmup_steps=1, decay_steps=1, total_steps=4
+  ),
+  piecewise.PiecewiseConstant(boundaries=(2,), values=(0.1, 0.2)),
+  piecewise.PiecewiseLinear(steps=(0, 2), values=(0.1, 0.2)),
+  adafactor.Adafactor(schedule=RATE),
+  adamw.AdamW(schedule=RATE),
+  lion.Lion(schedule=RATE),
+  sgd.Sgd(schedule=RATE),
+  learner.Learner(optimizer=sgd.Sgd(schedule=RATE)),
+  skipping.SkipUpdates(),
+  parameter_average.ParameterAverage(decay=0.5),
+)
+
+_NUMBERS = (str(float), str(float | None), str(Sequence[float]))
+
+
+def _cases():
+  for part in PARTS:
+    for field in dataclasses.fields(part):
+      if str(field.type) in _NUMBERS:
+        for bad in (math.nan, math.inf, -math.inf):
+          name = f"{type(part).__name__}.{field.name}-{bad}"
+          yield pytest.param(part, field.name, bad, id=name)
+
+
+@pytest.mark.parametrize(("part", "field", "bad"), list(_cases()))
+def test_a_number_must_be_finite(part, field, bad):
+  value = getattr(part, field)
+  new = (*value[:-1], bad) if isinstance(value, tuple) else bad
+  with pytest.raises(
+    ValueError, match=rf"{type(part).__name__}\.\w+ must .*{bad}"
+  ):
+    dataclasses.replace(part, **{field: new})
+
+
+def test_every_part_has_such_a_field():
+  assert len({case.id.partition(".")[0] for case in _cases()}) == len(PARTS)

@@ -1,0 +1,234 @@
+"""Tests that damage to a checkpoint is found, wherever it is."""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+
+from etils import epath
+import jax
+import numpy as np
+import pytest
+
+from paxon.runner.checkpoints import (
+  checked_item,
+  checkpointer,
+  compatibility,
+  golden,
+  manifest,
+)
+
+STEP = golden.STEP
+# Orbax writes them after the last item; nothing is read from them.
+MARKS = (
+  "_CHECKPOINT_METADATA",
+  "commit_success.txt",
+  "manifest/commit_success.txt",
+)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("whole")
+  golden.write(epath.Path(folder))
+  return folder
+
+
+@pytest.fixture
+def copy(whole, tmp_path):
+  shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+  return tmp_path
+
+
+def _files(folder: pathlib.Path) -> list[str]:
+  """The files of the items; those in `d` have random names."""
+  top = folder / str(STEP)
+  names = (
+    os.fspath(path.relative_to(top))
+    for path in top.rglob("*")
+    if path.is_file() and path.parent != top
+  )
+  return sorted(name for name in names if name not in MARKS)
+
+
+def _restore(folder):
+  shardings = jax.tree.map(
+    lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]),
+    golden.specs(),
+  )
+  with checkpointer.Checkpointer(
+    epath.Path(folder), read_only=True
+  ) as checkpoints:
+    return checkpoints.restore(STEP, specs=golden.specs(), shardings=shardings)
+
+
+def _verify(folder):
+  with checkpointer.Checkpointer(
+    epath.Path(folder), read_only=True
+  ) as checkpoints:
+    checkpoints.verify(STEP)
+
+
+def _removed(path: pathlib.Path) -> str:
+  path.unlink()
+  return "is missing"
+
+
+def _cut_off(path: pathlib.Path) -> str:
+  content = path.read_bytes()
+  path.write_bytes(content[: len(content) // 2])
+  half, size = len(content) // 2, len(content)
+  return f"has {half:,} bytes and should have {size:,}"
+
+
+def _grown(path: pathlib.Path) -> str:
+  content = path.read_bytes()
+  path.write_bytes(content + b"\n")
+  return f"has {len(content) + 1:,} bytes and should have {len(content):,}"
+
+
+def _bit_flipped(path: pathlib.Path) -> str:
+  content = bytearray(path.read_bytes())
+  content[len(content) // 2] ^= 0x10
+  path.write_bytes(content)
+  return "checksum differs"
+
+
+@pytest.mark.parametrize("damage", [_removed, _cut_off, _grown, _bit_flipped])
+def test_damage_of_any_file_is_found_and_named(whole, tmp_path, damage):
+  names = _files(whole)
+  assert any(name.startswith("state/ocdbt.process_0/d/") for name in names)
+  for number, name in enumerate(names):
+    is_manifest = name == f"manifest/{checked_item.FILE_NAME}"
+    if is_manifest and damage == _grown:
+      # An empty line more: what it says is unchanged.
+      continue
+    folder = tmp_path / str(number)
+    shutil.copytree(whole, folder)
+    problem = damage(folder / str(STEP) / name)
+    if is_manifest and damage != _removed:
+      # It is no JSON, or its own checksum differs.
+      problem = ""
+    message = f"/{STEP} is damaged: {re.escape(name)}.*{re.escape(problem)}"
+    with pytest.raises(checkpointer.DamagedCheckpointError, match=message):
+      _verify(folder)
+    with pytest.raises(checkpointer.DamagedCheckpointError, match=message):
+      _restore(folder)
+
+
+def test_a_whole_checkpoint_is_verified_and_described(whole):
+  _verify(whole)
+  with checkpointer.Checkpointer(
+    epath.Path(whole), read_only=True
+  ) as checkpoints:
+    described = checkpoints.describe(STEP)
+  assert described["format_version"] == compatibility.FORMAT_VERSION
+  assert described["step"] == STEP
+  assert described["arrays"] == compatibility.describe(golden.specs())
+  names = [n for n in _files(whole) if not n.startswith("manifest/")]
+  assert sorted(described["checksums"]) == names
+  for name, entry in described["checksums"].items():
+    assert entry["size"] == (whole / str(STEP) / name).stat().st_size
+  # Everything a tool may want to print or compare.
+  assert json.loads(json.dumps(described)) == described
+
+
+@pytest.mark.parametrize("name", MARKS)
+@pytest.mark.parametrize("damage", [_cut_off, _bit_flipped])
+def test_what_orbax_keeps_beside_the_items_cannot_change_values(
+  copy, name, damage
+):
+  damage(copy / str(STEP) / name)
+  try:
+    restored = _restore(copy)
+  except checkpointer.DamagedCheckpointError:
+    return
+  jax.tree.map(np.testing.assert_array_equal, restored.tree, golden.values())
+
+
+def test_a_damaged_checkpoint_can_be_left_out_and_saved_anew(copy):
+  specs, values = golden.specs(), golden.values()
+  with checkpointer.Checkpointer(epath.Path(copy)) as checkpoints:
+    checkpoints.save(STEP - 2, values, specs=specs, data={})
+    checkpoints.wait()
+    _bit_flipped(copy / str(STEP) / "metadata" / "metadata")
+    checkpoints.leave_out(STEP)
+    assert checkpoints.steps() == [STEP - 2]
+    assert checkpoints.latest_step() == STEP - 2
+    # Orbax alone would refuse a step before the newest one.
+    checkpoints.save(STEP - 1, values, specs=specs, data={})
+    checkpoints.wait()
+    assert (copy / str(STEP)).exists()
+    checkpoints.save(STEP, values, specs=specs, data={"anew": 1})
+    checkpoints.wait()
+    assert checkpoints.steps() == [STEP - 2, STEP - 1, STEP]
+    checkpoints.verify(STEP)
+  assert _restore(copy).data == {"anew": 1}
+
+
+def test_several_problems_are_counted(copy):
+  for name in ("data/metadata", "state/_METADATA", "state/_sharding"):
+    (copy / str(STEP) / name).unlink()
+  with pytest.raises(
+    checkpointer.DamagedCheckpointError,
+    match=r"data/metadata is missing \(and 2 more\)",
+  ):
+    _verify(copy)
+
+
+def test_a_missing_checkpoint_is_named(copy):
+  with (
+    checkpointer.Checkpointer(epath.Path(copy), read_only=True) as checkpoints,
+    pytest.raises(
+      checkpointer.DamagedCheckpointError,
+      match=r"/99 is damaged: metadata/metadata: .*No such file",
+    ),
+  ):
+    checkpoints.verify(99)
+
+
+def test_a_large_file_is_read_in_pieces(tmp_path):
+  content = np.random.default_rng(0).bytes((9 << 20) + 5)
+  (tmp_path / "a").mkdir()
+  (tmp_path / "a" / "large").write_bytes(content)
+  (tmp_path / "empty").write_bytes(b"")
+  folder = epath.Path(tmp_path)
+  entries = manifest.compute(folder, names=["empty", "a"])
+  assert list(entries) == ["a/large", "empty"]
+  # By the definition of CRC-32, bit by bit, of the bytes 0 to 8.
+  assert entries["empty"] == manifest.Entry(0, 0)
+  assert entries["a/large"].size == len(content)
+  assert manifest.problems(folder, entries) == []
+  (tmp_path / "a" / "large").write_bytes(content[:-1] + b"\0")
+  assert manifest.problems(folder, entries) == ["a/large: checksum differs"]
+
+
+def test_checksums_are_crc32_by_its_definition(tmp_path):
+  content = bytes(range(200))
+  register = 0xFFFFFFFF
+  for byte in content:
+    register ^= byte
+    for _ in range(8):
+      register = (register >> 1) ^ (0xEDB88320 if register & 1 else 0)
+  (tmp_path / "file").write_bytes(content)
+  entries = manifest.compute(epath.Path(tmp_path), names=["file"])
+  assert entries == {"file": manifest.Entry(200, register ^ 0xFFFFFFFF)}
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"crc32": 1, "files": {}}'])
+def test_a_manifest_that_is_none_is_refused(text):
+  with pytest.raises(manifest.UnreadableManifestError):
+    manifest.from_text(text)
+
+
+def test_a_manifest_is_read_as_written():
+  entries = {"a/b": manifest.Entry(3, 5), "caf\u00e9": manifest.Entry(0, 0)}
+  assert manifest.from_text(manifest.to_text(entries)) == entries
+
+
+def test_the_manifest_comes_last(tmp_path):
+  handler = checked_item.ManifestHandler(["state"])
+  (tmp_path / "manifest").mkdir()
+  with pytest.raises(ValueError, match=r"items \['state'\] .* not finished"):
+    handler.finalize(epath.Path(tmp_path / "manifest"))

@@ -1,0 +1,76 @@
+"""Tests that a save that fails says so in one line and spoils nothing."""
+
+import os
+import subprocess
+import sys
+import time
+
+from etils import epath
+import pytest
+
+from paxon.runner.checkpoints import checkpointer, golden
+
+# Run in a process of its own, which must come to its end by itself.
+PROGRAM = """
+import resource, sys
+import jax.numpy as jnp
+from etils import epath
+from paxon.runner.checkpoints import checkpointer, golden
+from paxon.sharding import variables
+
+float32 = jnp.dtype("float32")
+specs = [variables.VariableSpec("params/a", (300_000,), float32, (None,))]
+tree = [jnp.arange(300_000, dtype=jnp.float32)]
+folder = epath.Path(sys.argv[1])
+try:
+  with checkpointer.Checkpointer(folder) as checkpoints:
+    checkpoints.save(1, tree, specs=specs, data={})
+    checkpoints.wait()
+    limit = int(sys.argv[2])
+    # As on a full disk, a file cannot grow any more.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    checkpoints.save(2, tree, specs=specs, data={})
+    checkpoints.wait()
+except checkpointer.SaveError as error:
+  print(error, file=sys.stderr)
+  sys.exit(2)
+"""
+
+
+@pytest.mark.parametrize(
+  "limit",
+  [
+    pytest.param(100_000, id="arrays"),
+    pytest.param(30, id="everything"),
+  ],
+)
+def test_a_full_disk(tmp_path, limit):
+  start = time.monotonic()
+  ended = subprocess.run(
+    [sys.executable, "-c", PROGRAM, os.fspath(tmp_path), str(limit)],
+    stderr=subprocess.PIPE,
+    text=True,
+    check=False,
+    timeout=150,
+  )
+  assert time.monotonic() - start < 120
+  assert ended.returncode == 2, ended.stderr
+  lines = ended.stderr.splitlines()
+  assert len(lines) == 1, ended.stderr
+  assert lines[0].startswith(
+    f"A checkpoint could not be written to {os.fspath(tmp_path)}:"
+  )
+  assert "File too large" in lines[0]
+
+  # What is half written is taken for no checkpoint, and is cleaned up.
+  with checkpointer.Checkpointer(
+    epath.Path(tmp_path), read_only=True
+  ) as checkpoints:
+    assert checkpoints.steps() == [1]
+    checkpoints.verify(1)
+  with checkpointer.Checkpointer(epath.Path(tmp_path)) as checkpoints:
+    checkpoints.save(2, golden.values(), specs=golden.specs(), data={})
+    checkpoints.wait()
+    assert checkpoints.steps() == [1, 2]
+    checkpoints.verify(2)
+  assert {path.name for path in tmp_path.iterdir()} == {"1", "2"}

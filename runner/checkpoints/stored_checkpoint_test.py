@@ -1,0 +1,101 @@
+"""Tests for finding checkpoints and reading what they say they hold."""
+
+import json
+import time
+
+from etils import epath
+import jax.numpy as jnp
+import pytest
+
+from paxon.runner import user_error
+from paxon.runner.checkpoints import checkpointer, stored_checkpoint
+from paxon.sharding import variables
+
+SPECS = [
+  variables.VariableSpec("step", (), jnp.dtype("int32"), ()),
+  variables.VariableSpec(
+    "params/up", (2, 3), jnp.dtype("bfloat16"), ("embed", None)
+  ),
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+  path = epath.Path(tmp_path_factory.mktemp("run"))
+  values = [jnp.asarray(0, jnp.int32), jnp.zeros((2, 3), jnp.bfloat16)]
+  with checkpointer.Checkpointer(path / "checkpoints") as checkpoints:
+    for step in (5, 20, 100):
+      checkpoints.save(step, values, specs=SPECS, data={})
+  return path
+
+
+@pytest.mark.parametrize("below", ["", "checkpoints", "checkpoints/100"])
+def test_the_newest_is_found_from_any_folder(run, below):
+  found = stored_checkpoint.find(run / below)
+  assert (found.step, found.folder) == (100, run / "checkpoints")
+  assert found.path == run / "checkpoints" / "100"
+  assert found.run_path == run
+
+
+def test_metadata_is_read(run):
+  before = time.time()
+  found = stored_checkpoint.find(run, step=20)
+  assert before - 600 < found.time <= before
+  assert list(found.arrays) == ["step", "params/up"]
+  up = found.arrays["params/up"]
+  assert (up.shape, up.dtype, up.axes) == ((2, 3), "bfloat16", ("embed", None))
+  assert (up.size, up.num_bytes) == (6, 12)
+  assert list(found.variables()) == ["params/up"]
+  assert stored_checkpoint.total_bytes(found.arrays.values()) == 16
+
+
+def test_steps_are_ascending(run):
+  assert stored_checkpoint.steps(run)[1] == [5, 20, 100]
+  assert stored_checkpoint.steps(run / "checkpoints" / "20")[1] == [20]
+
+
+def test_a_configuration_is_read_if_it_is_there(tmp_path):
+  folder = epath.Path(tmp_path)
+  assert stored_checkpoint.read_config(folder) is None
+  (folder / "config.json").write_text('{"seed": 3}')
+  assert stored_checkpoint.read_config(folder) == {"seed": 3}
+
+
+def test_what_is_not_there_is_named(run, tmp_path):
+  empty = epath.Path(tmp_path)
+  with pytest.raises(user_error.UserError, match=r"no folder .*/none; give"):
+    stored_checkpoint.find(empty / "none")
+  with pytest.raises(user_error.UserError, match="There is no checkpoint in"):
+    stored_checkpoint.find(empty)
+  with pytest.raises(
+    user_error.UserError, match=r"no checkpoint of step 7 in .*5, 20, 100\."
+  ):
+    stored_checkpoint.find(run, step=7)
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ("{", r"3 cannot be read: its metadata is missing or damaged"),
+    ("{}", r"missing or damaged \(KeyError\)"),
+    ("[]", r"missing or damaged"),
+    (
+      json.dumps({"format_version": 99, "arrays": {}}),
+      r"format version 99; this program reads versions 1 to",
+    ),
+  ],
+)
+def test_damaged_metadata_is_named(tmp_path, text, message):
+  folder = epath.Path(tmp_path)
+  (folder / "3" / "metadata").mkdir(parents=True)
+  (folder / "3" / "metadata" / "metadata").write_text(text)
+  with pytest.raises(user_error.UserError, match=message):
+    stored_checkpoint.read(folder, 3)
+
+
+def test_variables_are_told_from_the_rest():
+  names = ("params/a", "fp8/b", "step", "opt_state/0/mu/params/a")
+  assert [stored_checkpoint.is_variable(n) for n in names] == [
+    *(True, True),
+    *(False, False),
+  ]

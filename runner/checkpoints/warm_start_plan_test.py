@@ -1,0 +1,248 @@
+"""Tests for what a warm start decides to read, and what it tells."""
+
+from etils import epath
+import jax.numpy as jnp
+import pytest
+
+from paxon.runner import user_error
+from paxon.runner.checkpoints import (
+  stored_checkpoint,
+  warm_start,
+  warm_start_plan,
+  warm_start_preview,
+)
+from paxon.sharding import variables
+
+# Names with their shapes; dtypes are float32 unless said otherwise.
+SOURCE = {
+  "step": (),
+  "params/decoder/table": (8, 4),
+  "params/decoder/up": (2, 4, 6),
+  "params/head/kernel": (4, 8),
+  "params/old/a": (3,),
+  "params/old/b": (3,),
+  "fp8/decoder/scale": (2,),
+  "opt_state/0/count": (),
+  "opt_state/0/mu/params/decoder/table": (8, 4),
+  "opt_state/0/mu/params/decoder/up": (2, 4, 6),
+  "opt_state/0/mu/params/head/kernel": (4, 8),
+  "average/count": (),
+  "average/params/decoder/table": (8, 4),
+}
+TARGET = {
+  "step": (),
+  "params/encoder/table": (8, 4),
+  "params/encoder/up": (2, 4, 6),
+  "params/classifier/kernel": (4, 3),
+  "fp8/encoder/scale": (2,),
+  "opt_state/0/count": (),
+  "opt_state/0/mu/params/encoder/table": (8, 4),
+  "opt_state/0/mu/params/encoder/up": (2, 4, 6),
+  "opt_state/0/mu/params/classifier/kernel": (4, 3),
+}
+RENAMED = (r"(params|fp8)/encoder/(.*)", r"\1/decoder/\2")
+NEW_HEAD = (r"params/classifier/.*", None)
+
+
+def _checkpoint(shapes=None, dtype="float32"):
+  return stored_checkpoint.StoredCheckpoint(
+    folder=epath.Path("base/checkpoints"),
+    step=100,
+    format_version=1,
+    time=None,
+    arrays={
+      name: stored_checkpoint.StoredArray(
+        name=name, shape=shape, dtype=dtype, axes=(None,) * len(shape)
+      )
+      for name, shape in (shapes or SOURCE).items()
+    },
+  )
+
+
+def _plan(*, source=None, target=None, dtype="float32", to="float32", **fields):
+  specs = [
+    variables.VariableSpec(
+      name=name, shape=shape, dtype=jnp.dtype(to), axes=(None,) * len(shape)
+    )
+    for name, shape in (target or TARGET).items()
+  ]
+  return warm_start_plan.make(
+    warm_start.WarmStart(checkpoint="base", **fields),
+    checkpoint=_checkpoint(source, dtype),
+    targets=specs,
+  )
+
+
+def test_reads_variables_only_unless_asked():
+  plan = _plan(patterns=(RENAMED, NEW_HEAD))
+  assert plan.reads == {
+    "params/encoder/table": "params/decoder/table",
+    "params/encoder/up": "params/decoder/up",
+    "fp8/encoder/scale": "fp8/decoder/scale",
+  }
+  assert plan.matching.initial == ("params/classifier/kernel",)
+  assert plan.matching.unused == (
+    "params/head/kernel",
+    "params/old/a",
+    "params/old/b",
+  )
+
+
+def test_the_optimizers_state_goes_its_variables_way():
+  plan = _plan(patterns=(RENAMED, NEW_HEAD), training_state=True)
+  others = {
+    n: s for n, s in plan.reads.items() if n not in plan.matching.sources
+  }
+  assert others == {
+    "step": "step",
+    "opt_state/0/count": "opt_state/0/count",
+    "opt_state/0/mu/params/encoder/table": (
+      "opt_state/0/mu/params/decoder/table"
+    ),
+    "opt_state/0/mu/params/encoder/up": "opt_state/0/mu/params/decoder/up",
+  }
+  assert plan.kept == ("opt_state/0/mu/params/classifier/kernel",)
+
+
+def test_another_optimizers_state_must_be_allowed_to_be_missing():
+  target = {**TARGET, "opt_state/0/nu/params/encoder/up": (2, 4, 6)}
+  fields = {"patterns": (RENAMED, NEW_HEAD), "training_state": True}
+  with pytest.raises(
+    user_error.UserError,
+    match=r"lacks 1 of .*opt_state/0/nu/params/decoder/up \(for opt_state/0/nu",
+  ):
+    _plan(target=target, **fields)
+  plan = _plan(target=target, may_be_missing=(r"opt_state/0/nu/.*",), **fields)
+  assert "opt_state/0/nu/params/encoder/up" in plan.kept
+
+
+def test_what_may_be_missing_keeps_its_initial_value():
+  plan = _plan(patterns=(RENAMED,), may_be_missing=(r"params/classifier/.*",))
+  assert set(plan.matching.absent) == {"params/classifier/kernel"}
+  assert "params/classifier/kernel" not in plan.reads
+
+
+def test_averages_take_the_place_of_what_they_are_of():
+  plan = _plan(patterns=(RENAMED, NEW_HEAD), averaged=True)
+  assert plan.averages == {
+    "params/encoder/table": "average/params/decoder/table"
+  }
+  assert plan.reads["params/encoder/table"] == "params/decoder/table"
+
+
+def test_floats_are_cast_where_that_is_allowed():
+  patterns = (RENAMED, NEW_HEAD)
+  assert _plan(patterns=patterns, to="bfloat16", cast=True).reads
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    pytest.param(
+      {"patterns": (RENAMED,)},
+      r"base/checkpoints/100 lacks 1 of .*: params/classifier/kernel, the"
+      r" closest is params/.*; give a pattern .*may_be_missing",
+      id="missing",
+    ),
+    pytest.param(
+      {"may_be_missing": (r".*",)},
+      r"would read nothing: .*it has params/decoder/table, .* and 3 more, and"
+      r" the model has params/encoder/table",
+      id="nothing",
+    ),
+    pytest.param(
+      {"patterns": ((r".*", None),)}, r"would read nothing", id="all initial"
+    ),
+    pytest.param(
+      {"patterns": ((r"params/encodr/(.*)", r"\1"),)},
+      r"WarmStart\.patterns\[0\] .* matches no variable .* closest name is"
+      r" 'params/encoder/",
+      id="pattern",
+    ),
+    pytest.param(
+      {"patterns": (RENAMED, NEW_HEAD), "may_be_missing": (r"params/clas",)},
+      r"WarmStart\.may_be_missing\[0\] \('params/clas'\) matches no variable",
+      id="may be missing",
+    ),
+    pytest.param(
+      {"patterns": (RENAMED, (r"(.*)/classifier/(.*)", r"\1/head/\2"))},
+      r"does not fit .*params/classifier/kernel \(from params/head/kernel\) has"
+      r" shape \(4, 8\) there and \(4, 3\) in the model",
+      id="shape",
+    ),
+    pytest.param(
+      {"patterns": (RENAMED, NEW_HEAD), "to": "bfloat16"},
+      r"has dtype float32 there and bfloat16 in the model; .*cast=True",
+      id="dtype",
+    ),
+    pytest.param(
+      {"patterns": (RENAMED, NEW_HEAD), "to": "int32", "cast": True},
+      r"has dtype float32 there and int32 in the model[^;]*;",
+      id="no cast to integers",
+    ),
+    pytest.param(
+      {
+        "source": {k: v for k, v in SOURCE.items() if "average" not in k},
+        "patterns": (RENAMED, NEW_HEAD),
+        "averaged": True,
+      },
+      r"WarmStart\.averaged is set, but base/checkpoints/100 has no averaged",
+      id="average",
+    ),
+  ],
+)
+def test_what_does_not_fit_is_one_line(fields, message):
+  with pytest.raises(user_error.UserError, match=message) as caught:
+    _plan(**fields)
+  assert "\n" not in str(caught.value)
+
+
+def test_many_problems_are_cut_short():
+  target = {f"params/x{i}": (1,) for i in range(9)}
+  target["params/old/a"] = (3,)
+  with pytest.raises(user_error.UserError, match=r"lacks 9 .*and 4 more; give"):
+    _plan(target=target)
+
+
+def test_the_summary_counts_and_groups():
+  plan = _plan(
+    patterns=(RENAMED, NEW_HEAD), training_state=True, may_be_missing=(".*",)
+  )
+  assert warm_start_preview.summary(plan) == [
+    "warm start from step 100 of base/checkpoints",
+    "  read      3 of 4 variables, 82 of 94 values",
+    r"            (params|fp8)/encoder/(.*) <- \1/decoder/\2: 3",
+    "            params/classifier/.* <- initial values: 1",
+    "  training  begins at step 100; 4 arrays beside variables read",
+    "  initial   params/classifier/kernel",
+    "  fresh     opt_state/0/mu/params/classifier/kernel",
+    "  unused    params/head/kernel",
+    "            params/old/* (2)",
+  ]
+
+
+def test_the_summary_stays_short():
+  source = {**SOURCE, **{f"params/z{i}": () for i in range(20)}}
+  plan = _plan(source=source, patterns=(RENAMED, NEW_HEAD))
+  shown = warm_start_preview.summary(plan)
+  assert shown[-1].split() == ["and", "14", "more"]
+  assert len(shown) < 20
+
+
+def test_the_table_has_every_name():
+  plan = _plan(patterns=(RENAMED,), may_be_missing=(r"params/classifier/.*",))
+  table = [line.split() for line in warm_start_preview.table(plan)]
+  assert table == [
+    ["read", "params/encoder/table", "[8,4]", "<-", "params/decoder/table"],
+    ["read", "params/encoder/up", "[2,4,6]", "<-", "params/decoder/up"],
+    ["missing", "params/classifier/kernel", "[4,3]"],
+    ["read", "fp8/encoder/scale", "[2]", "<-", "fp8/decoder/scale"],
+    ["unused", "<-", "params/head/kernel"],
+    ["unused", "<-", "params/old/a"],
+    ["unused", "<-", "params/old/b"],
+  ]
+  whole = _plan(patterns=(RENAMED, NEW_HEAD), training_state=True)
+  table = [line.split() for line in warm_start_preview.table(whole)]
+  assert ["read", "step", "[]"] in table
+  assert ["initial", "params/classifier/kernel", "[4,3]"] in table
+  assert len(table) == len(TARGET) + len(whole.matching.unused)

@@ -1,0 +1,101 @@
+"""Tests for telling a refusal of a part from a bug."""
+
+import dataclasses
+
+import fiddle as fdl
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+
+from paxon.runner.configuration import refusals
+
+
+class _Layer(nn.Module):
+  """Does what its field says."""
+
+  what: str
+
+  @nn.compact
+  def __call__(self, x):
+    if self.what == "raise":
+      raise ValueError("_Layer.what must be kind,\ngot 'raise'.")
+    if self.what == "shape":
+      return jnp.einsum("ab,bc->ac", x, jnp.zeros((7, 7)))
+    if self.what == "unpack":
+      a, b = (1, 2, 3)  # pyrefly: ignore[bad-unpacking]
+      return a + b
+    if self.what == "huge":
+      return x + jnp.full((1, 1), 2**70)
+    return x.nothing
+
+
+@dataclasses.dataclass(frozen=True)
+class _Model:
+  layers: tuple[_Layer, ...]
+
+  def run(self):
+    for layer in self.layers:
+      jax.eval_shape(lambda x, f=layer: f.init(jax.random.key(0), x), _X)
+
+
+_X = jax.ShapeDtypeStruct((2, 3), jnp.float32)
+
+
+def _refusal(*whats: str) -> str | None:
+  config = fdl.Config(
+    _Model, layers=tuple(fdl.Config(_Layer, what=what) for what in whats)
+  )
+  with pytest.raises(Exception) as caught:  # noqa: PT011
+    fdl.build(config).run()
+  return refusals.of(caught.value, config)
+
+
+def test_what_a_part_raises_is_its_refusal_with_its_place():
+  assert _refusal("raise") == "_Layer.what must be kind, (at layers[0])."
+
+
+def test_every_place_of_the_class_is_named():
+  said = _refusal("raise", "raise", "raise", "raise", "raise")
+  assert said is not None
+  assert said.endswith("(at layers[0] or layers[1] or layers[2] or 2 more).")
+
+
+@pytest.mark.parametrize("what", ["shape", "unpack", "attribute"])
+def test_a_bug_of_a_part_keeps_its_traceback(what):
+  assert _refusal(what) is None
+
+
+def test_a_number_beyond_a_word_is_a_refusal():
+  said = _refusal("huge")
+  assert said is not None
+  assert said.startswith("A number is too large (")
+  assert said.endswith("(at layers[0]).")
+
+
+def test_an_error_outside_of_all_parts_is_a_bug():
+  config = fdl.Config(_Model, layers=())
+  for error in (ValueError("a"), OSError("b"), OverflowError("c")):
+    with pytest.raises(type(error)) as caught:
+      raise error
+    assert refusals.of(caught.value, config) is None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+  folder: str
+
+  def read(self):
+    with open(self.folder) as file:
+      return file.read()
+
+
+def test_a_missing_file_of_a_part_is_a_refusal(tmp_path):
+  config = fdl.Config(_Source, folder=str(tmp_path / "none"))
+  root = fdl.Config(dict, source=config)
+  with pytest.raises(FileNotFoundError) as caught:
+    fdl.build(config).read()
+  said = refusals.of(caught.value, root)
+  assert said is not None
+  assert "No such file or directory" in said
+  assert said.endswith("(at source).")

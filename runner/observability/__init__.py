@@ -1,0 +1,1 @@
+"""What a training run tells about itself: see README.md."""

@@ -1,0 +1,316 @@
+"""Goodput: the share of wall time in which a run made steps that count.
+
+The host's time is cut without gaps: at every moment it belongs to one cause,
+the innermost that was entered, so the seconds of all causes add up to the wall
+time. A run that was interrupted has one record for each attempt:
+
+  wall time   from the start of the first attempt to the end of the last one
+  productive  time of making steps, less that of steps made again
+  repeated    steps that a later attempt had to make again, because they came
+              after the checkpoint it went on from, at the mean time of a step
+  idle        from the end of an attempt to the start of the next, unless the
+              run was finished
+  goodput     productive / wall time
+
+A wait for data is a loss only while the devices have nothing to do: see
+`Ledger.waits`. What runs in the background, such as the writing of a
+checkpoint, costs nothing here.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+import contextlib
+import dataclasses
+import enum
+import itertools
+import json
+import time
+from typing import Any, TypeVar
+
+from etils import epath
+
+from paxon.runner import files, flush_pace, user_error
+
+_T = TypeVar("_T")
+# How often a wait for data looks whether the devices are still at work.
+_LOOK_SECONDS = 1e-3
+
+
+class Cause(enum.Enum):
+  """What time is spent on; the values are words of the files and reports."""
+
+  PRODUCTIVE = "productive"
+  STARTUP = "start-up"
+  COMPILE = "compile"
+  RESTORE = "restore"
+  DATA = "data wait"
+  CHECKPOINT = "checkpoint"
+  EVALUATION = "evaluation"
+  SAMPLING = "sampling"
+  REPEATED = "repeated steps"
+  IDLE = "idle"
+  OTHER = "other"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attempt:
+  """One process of a run, from its start to where it was last seen.
+
+  Attributes:
+    begin: Seconds since the epoch.
+    end: The same; of the last write if it died.
+    first_step: The step it began with; the next is the first it made.
+    last_step: The last step it made.
+    finished: Whether it reached the last step of the training.
+    seconds: By the value of a `Cause`.
+  """
+
+  begin: float
+  end: float
+  first_step: int
+  last_step: int
+  finished: bool
+  seconds: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Account:
+  """The time of a whole run.
+
+  Attributes:
+    wall_seconds: All of it.
+    seconds: By cause, in the order of `Cause`; they add up to the wall time.
+    attempts: How many processes it took.
+  """
+
+  wall_seconds: float
+  seconds: dict[Cause, float]
+  attempts: int
+
+  @property
+  def goodput(self) -> float:
+    """The productive share, from 0 to 1."""
+    if self.wall_seconds <= 0:
+      return 0.0
+    return self.seconds[Cause.PRODUCTIVE] / self.wall_seconds
+
+  def by_size(self) -> list[tuple[Cause, float]]:
+    """Returns the productive time, and then the losses, the largest first."""
+    first = Cause.PRODUCTIVE
+    losses = [(c, s) for c, s in self.seconds.items() if s and c is not first]
+    losses.sort(key=lambda item: -item[1])
+    return [(first, self.seconds[first]), *losses]
+
+  def line(self) -> str:
+    """Returns one line for the terminal: goodput, and losses by size."""
+    wall = max(self.wall_seconds, 1e-9)
+    shown = ", ".join(
+      f"{cause.value} {seconds / wall:.1%}"
+      for cause, seconds in self.by_size()[1:]
+    )
+    return (
+      f"goodput {self.goodput:.1%} of {self.wall_seconds:,.1f} s"
+      + (f" in {self.attempts} attempts" if self.attempts > 1 else "")
+      + (f"; lost: {shown}" if shown else "")
+    )
+
+
+class Ledger:
+  """Says where the time goes, and keeps it in a file over all attempts."""
+
+  def __init__(
+    self,
+    path: epath.PathLike | None = None,
+    *,
+    begin: float | None = None,
+    clock: Callable[[], float] | None = None,
+    sleep: Callable[[float], None] = time.sleep,
+  ) -> None:
+    """Begins an attempt with start-up.
+
+    Args:
+      path: Of `goodput.jsonl`; None keeps nothing.
+      begin: When the process started, in seconds since the epoch; by default
+        this moment. Earlier than the end of the attempt before, it is moved.
+      clock: Gives seconds since the epoch and never goes back.
+      sleep: Waits for seconds.
+    """
+    self._path = None if path is None else epath.Path(path)
+    self._clock = clock or _steady_clock()
+    self._sleep = sleep
+    self._pace = flush_pace.FlushPace()
+    self._before: list[Attempt] = []
+    if self._path is not None and self._path.exists():
+      self._before = read(self._path)
+    self._mark = self._clock()
+    self._begin = self._mark if begin is None else min(begin, self._mark)
+    if self._before:
+      self._begin = min(max(self._begin, self._before[-1].end), self._mark)
+    self._seconds = dict.fromkeys(Cause, 0.0)
+    self._seconds[Cause.STARTUP] = self._mark - self._begin
+    self._cause = Cause.STARTUP
+    self._first_step: int | None = None
+    self._last_step = 0
+    self._finished = False
+
+  def start(self, step: int) -> None:
+    """Says from which step the attempt goes on, before its first one."""
+    self._first_step = self._last_step = step
+
+  def made(self, step: int) -> None:
+    """Says that a step was made; writes the file now and then."""
+    self._last_step = step
+    if self._pace.is_due():
+      self.flush()
+
+  @contextlib.contextmanager
+  def span(self, cause: Cause) -> Iterator[None]:
+    """Gives the time in the context to a cause, but for spans inside it.
+
+    Args:
+      cause: Of the main thread's time.
+    """
+    before = self._cause
+    self._enter(cause)
+    try:
+      yield
+    finally:
+      self._enter(before)
+
+  def rest(self) -> None:
+    """Gives the time from here on that is in no span to `OTHER`."""
+    self._enter(Cause.OTHER)
+
+  def waits(
+    self,
+    batches: Iterable[_T],
+    *,
+    is_ready: Callable[[], bool],
+    is_busy: Callable[[], bool],
+  ) -> Iterator[_T]:
+    """Yields from `batches`; a wait with idle devices is lost to data.
+
+    While the devices are busy with the steps they have, waiting costs nothing.
+
+    Args:
+      batches: What the loop reads.
+      is_ready: Whether the next batch can be had without waiting.
+      is_busy: Whether the devices have work.
+    """
+    iterator = iter(batches)
+    while True:
+      while not is_ready() and is_busy():
+        self._sleep(_LOOK_SECONDS)
+      with self.span(Cause.DATA):
+        try:
+          item = next(iterator)
+        except StopIteration:
+          return
+      yield item
+
+  def account(self) -> Account:
+    """Returns the time of the whole run until this moment."""
+    return account([*self._before, self._attempt()])
+
+  def flush(self) -> None:
+    """Writes the file, also before a checkpoint is committed."""
+    path = self._path
+    if path is not None:
+      text = to_text([*self._before, self._attempt()])
+      self._pace.run(lambda: files.write_text(path, text))
+
+  def finish(self, *, complete: bool) -> Account:
+    """Writes the file a last time; returns the time of the whole run.
+
+    Args:
+      complete: Whether the training has reached its last step. A later attempt
+        that finds nothing to do then leaves no record.
+    """
+    self._finished = complete
+    nothing_done = self._last_step == (self._first_step or 0)
+    if nothing_done and self._before and self._before[-1].finished:
+      return account(self._before)
+    self.flush()
+    return self.account()
+
+  def _enter(self, cause: Cause) -> None:
+    now = self._clock()
+    self._seconds[self._cause] += now - self._mark
+    self._mark, self._cause = now, cause
+
+  def _attempt(self) -> Attempt:
+    self._enter(self._cause)
+    return Attempt(
+      begin=self._begin,
+      end=self._mark,
+      first_step=self._first_step or 0,
+      last_step=self._last_step,
+      finished=self._finished,
+      seconds={c.value: s for c, s in self._seconds.items() if s},
+    )
+
+
+def account(attempts: Sequence[Attempt]) -> Account:
+  """Returns the time of a run; see the module.
+
+  Args:
+    attempts: In order, at least one.
+  """
+  seconds = dict.fromkeys(Cause, 0.0)
+  for attempt in attempts:
+    for name, value in attempt.seconds.items():
+      seconds[Cause(name)] += value
+  # The step from which later attempts went on, the lowest of them.
+  kept = attempts[-1].last_step
+  for attempt in reversed(attempts):
+    made = attempt.last_step - attempt.first_step
+    again = attempt.last_step - max(kept, attempt.first_step)
+    if made > 0 and again > 0:
+      lost = attempt.seconds.get(Cause.PRODUCTIVE.value, 0.0) * again / made
+      seconds[Cause.PRODUCTIVE] -= lost
+      seconds[Cause.REPEATED] += lost
+    kept = min(kept, attempt.first_step)
+  for before, after in itertools.pairwise(attempts):
+    if not before.finished:
+      seconds[Cause.IDLE] += max(after.begin - before.end, 0.0)
+  return Account(
+    wall_seconds=sum(seconds.values()),
+    seconds=seconds,
+    attempts=len(attempts),
+  )
+
+
+def to_text(attempts: Sequence[Attempt]) -> str:
+  """Returns the content of `goodput.jsonl`, one line an attempt."""
+  lines = [json.dumps(dataclasses.asdict(attempt)) for attempt in attempts]
+  return "".join(f"{line}\n" for line in lines)
+
+
+def read(path: epath.PathLike) -> list[Attempt]:
+  """Returns the attempts of a run, in order.
+
+  Args:
+    path: Of `goodput.jsonl`.
+
+  Raises:
+    UserError: A line is no attempt.
+  """
+  attempts = []
+  lines = epath.Path(path).read_text().splitlines()
+  for number, line in enumerate(lines, start=1):
+    try:
+      fields: dict[str, Any] = json.loads(line)
+      seconds: dict[str, Any] = fields["seconds"]
+      fields["seconds"] = {Cause(k).value: float(v) for k, v in seconds.items()}
+      attempts.append(Attempt(**fields))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+      raise user_error.UserError(
+        f"{path}, line {number}, is no record of an attempt ({error!r}):"
+        f" {line[:80]!r}; remove the line or the file."
+      ) from error
+  return attempts
+
+
+def _steady_clock() -> Callable[[], float]:
+  """Returns seconds since the epoch that no correction of the clock moves."""
+  origin = time.time() - time.monotonic()
+  return lambda: origin + time.monotonic()

@@ -1,0 +1,276 @@
+"""Reports of jumps of the loss or the gradient's norm, with their batches.
+
+A value jumps if it is not finite, or if it lies above both of
+
+  median + num_deviations * 1.4826 * MAD      of the last `window` steps,
+  median * (1 + rise)                         so that noise is none of it,
+
+or above `median * factor`, however noisy the steps were. 1.4826 times the
+median absolute deviation (MAD) estimates a standard deviation that outliers do
+not move. A jump that lasts is reported at its first step.
+
+A report holds the position of the data before and after the batch, so the batch
+can be read again: `batch_of`.
+"""
+
+import collections
+from collections.abc import Mapping, Sequence
+import dataclasses
+import json
+import math
+from typing import Any
+
+from etils import epath
+import numpy as np
+
+from paxon.inputs import base_input
+from paxon.runner import files, user_error
+from paxon.runner.observability import field_checks
+
+_TO_SIGMA = 1.4826
+# The least relative rise of a jump. The norm of a gradient often doubles.
+_RISES = {"loss": 0.05, "grad_norm": 1.0}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpikeSettings:
+  """What counts as a jump; see the module.
+
+  Attributes:
+    window: How many steps before are compared with.
+    min_steps: Below this number of them, only values that are not finite count.
+    num_deviations: Above the median.
+    loss_factor: Times the median is always a jump of the loss.
+    grad_norm_factor: The same for the norm of the gradient.
+  """
+
+  window: int = 200
+  min_steps: int = 50
+  num_deviations: float = 10.0
+  loss_factor: float = 1.5
+  grad_norm_factor: float = 10.0
+
+  def __post_init__(self) -> None:
+    field_checks.check_positive(
+      self, "window", "min_steps", "num_deviations", *_factors()
+    )
+    if self.min_steps > self.window:
+      raise ValueError(
+        f"SpikeSettings.min_steps ({self.min_steps}) must be at most window"
+        f" ({self.window})."
+      )
+    for field in _factors():
+      if getattr(self, field) <= 1:
+        raise ValueError(
+          f"SpikeSettings.{field} must be greater than 1, got"
+          f" {getattr(self, field)}."
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spike:
+  """One jump.
+
+  Attributes:
+    step: In which it happened.
+    metric: `loss` or `grad_norm`.
+    value: Of the metric.
+    expected: The median of the steps before; NaN without any.
+    limit: Above which the value jumped; NaN if it is not finite itself.
+    position_before: The state of the input from which the batch was read.
+    position_after: Its state after the batch.
+    documents: The numbers of the batch's documents, where the input can tell.
+  """
+
+  step: int
+  metric: str
+  value: float
+  expected: float
+  limit: float
+  position_before: Mapping[str, Any]
+  position_after: Mapping[str, Any]
+  documents: Sequence[int] | None = None
+
+  def line(self) -> str:
+    """Returns one line for the terminal."""
+    return (
+      f"spike at step {self.step}: {self.metric} {self.value:.4g}, expected"
+      f" {self.expected:.4g} (limit {self.limit:.4g}); its batch was read from"
+      f" {json.dumps(self.position_before)} to"
+      f" {json.dumps(self.position_after)}"
+    )
+
+
+class Detector:
+  """Finds jumps of one metric."""
+
+  def __init__(
+    self, settings: SpikeSettings, *, factor: float, rise: float
+  ) -> None:
+    """Starts without any step.
+
+    Args:
+      settings: The window and the deviations.
+      factor: Times the median is always a jump.
+      rise: The least relative rise of a jump.
+    """
+    self._settings = settings
+    self._factor = factor
+    self._rise = rise
+    self._values: collections.deque[float] = collections.deque(
+      maxlen=settings.window
+    )
+    self._was_high = False
+
+  def find(self, value: float) -> tuple[float, float] | None:
+    """Takes the value of the next step.
+
+    Args:
+      value: May be NaN or infinite; then it is no part of the window.
+
+    Returns:
+      The median and the limit if the value jumps and the one before did not.
+    """
+    median, limit = self._limit()
+    is_high = not math.isfinite(value) or value > limit
+    is_new, self._was_high = is_high and not self._was_high, is_high
+    if math.isfinite(value):
+      self._values.append(value)
+    return (median, limit) if is_new else None
+
+  def _limit(self) -> tuple[float, float]:
+    if not self._values:
+      return math.nan, math.nan
+    values = np.asarray(self._values)
+    median = float(np.median(values))
+    if len(values) < self._settings.min_steps:
+      return median, math.nan
+    deviation = _TO_SIGMA * float(np.median(np.abs(values - median)))
+    limit = median + max(
+      self._settings.num_deviations * deviation, self._rise * abs(median)
+    )
+    if median > 0:
+      limit = min(limit, self._factor * median)
+    return median, limit
+
+
+class SpikeReport:
+  """Writes `spikes.jsonl` and says each jump on the terminal."""
+
+  def __init__(
+    self,
+    settings: SpikeSettings,
+    path: epath.PathLike,
+    *,
+    resume_step: int = 0,
+    train_input: base_input.BaseInput | None = None,
+  ) -> None:
+    """Goes on with the file that is there.
+
+    Args:
+      settings: What counts as a jump.
+      path: Of the file, which is made at the first jump.
+      resume_step: Jumps of later steps are dropped: they are made again.
+      train_input: Is asked for the documents of a batch.
+    """
+    self._train_input = train_input
+    self._path = epath.Path(path)
+    self._detectors = {
+      metric: Detector(
+        settings, factor=getattr(settings, f"{metric}_factor"), rise=rise
+      )
+      for metric, rise in _RISES.items()
+    }
+    self._spikes: list[Spike] = []
+    if self._path.exists():
+      self._spikes = [s for s in read(self._path) if s.step <= resume_step]
+
+  def observe(
+    self,
+    step: int,
+    values: Mapping[str, float],
+    *,
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+  ) -> list[Spike]:
+    """Takes the metrics of the next step; returns its jumps.
+
+    Args:
+      step: Its number.
+      values: Its metrics, of which `loss` and `grad_norm` count.
+      before: The position of the data before its batch.
+      after: The same after it.
+    """
+    found: list[Spike] = []
+    for metric, detector in self._detectors.items():
+      if metric not in values:
+        continue
+      jump = detector.find(values[metric])
+      if jump is not None:
+        found.append(
+          Spike(
+            step=step,
+            metric=metric,
+            value=values[metric],
+            expected=jump[0],
+            limit=jump[1],
+            position_before=before,
+            position_after=after,
+            documents=self._documents(before, after),
+          )
+        )
+    if found:
+      self._spikes += found
+      lines = [json.dumps(dataclasses.asdict(s)) for s in self._spikes]
+      files.write_text(self._path, "".join(f"{line}\n" for line in lines))
+      print("\n".join(spike.line() for spike in found), flush=True)
+    return found
+
+  def _documents(
+    self, before: Mapping[str, Any], after: Mapping[str, Any]
+  ) -> list[int] | None:
+    if self._train_input is None:
+      return None
+    return self._train_input.documents_between(dict(before), dict(after))
+
+
+def read(path: epath.PathLike) -> list[Spike]:
+  """Returns the jumps of a run, in order.
+
+  Args:
+    path: Of `spikes.jsonl`.
+
+  Raises:
+    UserError: A line is no jump.
+  """
+  spikes = []
+  lines = epath.Path(path).read_text().splitlines()
+  for number, line in enumerate(lines, start=1):
+    try:
+      spikes.append(Spike(**json.loads(line)))
+    except (ValueError, TypeError) as error:
+      raise user_error.UserError(
+        f"{path}, line {number}, is no record of a spike ({error!r}):"
+        f" {line[:80]!r}; remove the line or the file."
+      ) from error
+  return spikes
+
+
+def batch_of(
+  spike: Spike, train_input: base_input.BaseInput
+) -> base_input.Batch:
+  """Reads the batch of a jump again; moves the input.
+
+  Args:
+    spike: From `read`.
+    train_input: The run's, such as `job.train_input`.
+
+  Raises:
+    ValueError: The position belongs to other data.
+  """
+  train_input.set_state(dict(spike.position_before))
+  return train_input.get_next()
+
+
+def _factors() -> tuple[str, ...]:
+  return tuple(f"{metric}_factor" for metric in _RISES)

@@ -1,0 +1,52 @@
+"""What to change first in a program that does not fit."""
+
+from collections.abc import Mapping, Sequence
+
+from paxon.runner.plan import flops as flops_lib
+from paxon.runner.plan import result
+
+
+def of(
+  memory: result.Memory,
+  flops: flops_lib.Flops,
+  *,
+  mesh: Mapping[str, int],
+  batch: Sequence[int] | None,
+) -> tuple[str, ...]:
+  """Returns changes, the first to try first; none if the program fits.
+
+  Args:
+    memory: Of the program.
+    flops: Of the program; says whether anything is recomputed.
+    mesh: Size of each mesh axis.
+    batch: Rows and their length, if known.
+  """
+  if memory.fit is not result.Fit.DOES_NOT_FIT:
+    return ()
+  state, usable = memory.state_and_batch, memory.usable
+  shards = " x ".join(f"{a}={n}" for a, n in mesh.items() if n > 1) or "one"
+  if usable is not None and state > usable:
+    parts = -(-state // int(usable)) * 2
+    return (
+      f"The state alone takes {_gib(state)} of {_gib(usable)} on each device:"
+      f" split it over more devices, for example over {parts} times as many by"
+      f" the mesh axis fsdp (the mesh is {shards}).",
+      "An optimizer with less state (adafactor, lion) takes less.",
+    )
+  changes = []
+  if not flops.phase(flops_lib.Phase.REMAT):
+    changes.append(
+      "Nothing is recomputed: set the stack's remat_policy, for example"
+      " --fdl.task.model.stack.remat_policy to layers.remat.save_nothing."
+    )
+  if batch is not None and batch[0] > 1:
+    changes.append(
+      f"Halve the activations: global_batch_size={batch[0] // 2}, or the"
+      " learner's num_microbatches=2 with the same batch."
+    )
+  changes.append(f"Split it over more devices; the mesh is {shards}.")
+  return tuple(changes)
+
+
+def _gib(size: float | int) -> str:
+  return f"{size / 2**30:.1f} GiB"

@@ -1,0 +1,244 @@
+"""Tests for what is made of a plan's figures: bound, advice, text."""
+
+import dataclasses
+
+import pytest
+
+from paxon.runner.plan import advice, flops, hardware, report, result, roofline
+from paxon.runner.plan.program_text import collectives
+
+_GIB = 2**30
+_H200 = hardware.named("h200")
+
+
+def _collective(members, **fields):
+  base = {
+    "kind": "all-gather",
+    "axes": ("fsdp",),
+    "whole_axes": True,
+    "group_size": len(members),
+    "count": 3,
+    "payload_bytes": 800,
+    "wire_bytes": 700.0,
+    "members": tuple(members),
+  }
+  return collectives.Collective(**base | fields)
+
+
+def _flops(forward=0, backward=0, remat=0, attention=0):
+  def key(phase, kind=flops.Kind.MATMUL):
+    return flops.Key(phase=phase, kind=kind, part="m", dtype="bfloat16")
+
+  return flops.Flops(
+    {
+      key(flops.Phase.FORWARD): forward,
+      key(flops.Phase.BACKWARD): backward,
+      key(flops.Phase.REMAT): remat,
+      key(flops.Phase.FORWARD, flops.Kind.ATTENTION): attention,
+    }
+  )
+
+
+def test_sums_collectives_by_link():
+  # Two hosts of four: the first group stays inside, the others do not.
+  domains = [0, 0, 0, 0, 1, 1, 1, 1]
+  inside, across, flat = roofline.summarize(
+    [
+      _collective([0, 1, 2, 3], wire_bytes=1e9),
+      _collective([0, 4], axes=("data",), wire_bytes=1e8),
+      _collective(range(8), axes=("data", "fsdp"), wire_bytes=1e7),
+    ],
+    kind=_H200,
+    domains=domains,
+  )
+  assert (inside.link, across.link, flat.link) == ("fast", "network", "network")
+  assert inside.seconds == pytest.approx(3 * 1e9 / 450e9)
+  # One member a host has one adapter; four have four.
+  assert across.seconds == pytest.approx(3 * 1e8 / 50e9)
+  assert flat.seconds == pytest.approx(3 * 1e7 / 200e9)
+
+
+def test_sums_equal_collectives():
+  one = _collective([0, 1], is_asynchronous=True)
+  (found,) = roofline.summarize(
+    [one, dataclasses.replace(one, is_asynchronous=False, count=2)],
+    kind=hardware.named("cpu"),
+    domains=[0, 0],
+  )
+  assert (found.count, found.asynchronous) == (5, 3)
+  assert (found.payload_bytes, found.wire_bytes) == (4000, 3500)
+  assert found.seconds is None
+
+
+def test_the_bound_is_the_slowest_part():
+  options = {"kind": _H200, "num_devices": 2, "batch_shape": (4, 8)}
+  work = _flops(forward=2 * 10**12, backward=4 * 10**12, attention=10**12)
+  found = roofline.bound(work, collectives=(), traffic=4.8e9, **options)
+  assert found is not None
+  assert found.compute == pytest.approx(3.5e12 / 989.4e12)
+  assert found.memory == pytest.approx(1e-3)
+  assert found.step == found.compute
+  assert found.tokens_per_second == pytest.approx(32 / found.step)
+  causal = 7e12 - 1e12 * (1 - (1 + 1 / 8) / 2)
+  assert found.mfu == pytest.approx(causal / 7e12)
+
+  slow = roofline.summarize(
+    [_collective([0, 1], wire_bytes=50e9)], kind=_H200, domains=[0, 1]
+  )
+  found = roofline.bound(work, collectives=slow, traffic=0.0, **options)
+  assert found is not None
+  assert (found.step, found.network) == (pytest.approx(3.0), found.step)
+  assert found.fast_link == 0
+
+
+def test_there_is_no_bound_without_rates():
+  assert (
+    roofline.bound(
+      _flops(forward=1),
+      kind=hardware.named("cpu"),
+      num_devices=1,
+      collectives=(),
+      traffic=1.0,
+      batch_shape=None,
+    )
+    is None
+  )
+
+
+def _memory(**fields):
+  base = {
+    "parameters": 2 * _GIB,
+    "other_variables": 0,
+    "optimizer": 4 * _GIB,
+    "batch": 0,
+    "gradients": 2 * _GIB,
+    "usable": 10.0 * _GIB,
+    "capacity": 16.0 * _GIB,
+  }
+  return result.Memory(**base | fields)
+
+
+@pytest.mark.parametrize(
+  ("fields", "fit"),
+  [
+    ({}, result.Fit.UNKNOWN),
+    ({"peak": 8 * _GIB}, result.Fit.FITS),
+    ({"peak": int(9.5 * _GIB)}, result.Fit.TIGHT),
+    # The compiler for CUDA accepts it all the same.
+    ({"peak": 11 * _GIB}, result.Fit.DOES_NOT_FIT),
+    ({"refusal": "RESOURCE_EXHAUSTED"}, result.Fit.DOES_NOT_FIT),
+    ({"usable": None, "peak": 11 * _GIB}, result.Fit.UNKNOWN),
+    ({"parameters": 7 * _GIB}, result.Fit.DOES_NOT_FIT),
+  ],
+)
+def test_whether_it_fits(fields, fit):
+  assert _memory(**fields).fit is fit
+
+
+def _advice(memory, work):
+  return advice.of(memory, work, mesh={"fsdp": 4, "data": 1}, batch=(32, 8))
+
+
+def test_what_to_change_first():
+  assert _advice(_memory(peak=5 * _GIB), _flops()) == ()
+
+  large = _memory(peak=11 * _GIB)
+  first, second, third = _advice(large, _flops(forward=1))
+  assert "remat_policy" in first
+  assert "global_batch_size=16" in second
+  assert "the mesh is fsdp=4" in third
+  assert "global_batch_size=16" in _advice(large, _flops(remat=1))[0]
+
+  first = _advice(_memory(parameters=70 * _GIB, peak=90 * _GIB), _flops())[0]
+  assert "The state alone takes 74.0 GiB of 10.0 GiB" in first
+  assert "over more devices" in first
+
+
+def _plan(**fields):
+  base = {
+    "experiment": "tasks.a.B",
+    "overrides": ("--fdl.mesh=fsdp=4",),
+    "target": "h200:1x4",
+    "device_kind": "h200",
+    "num_devices": 4,
+    "num_chips": 4,
+    "mesh": {"fsdp": 4},
+    "batch": {"inputs": (8, 16), "weights": (8, 16)},
+    "compiled": True,
+    "memory": _memory(peak=8 * _GIB, arguments=6 * _GIB, temporaries=2 * _GIB),
+    "flops": result.Flops(
+      model=10**12,
+      causal_model=0.9e12,
+      hardware=125 * 10**10,
+      recomputed=25 * 10**10,
+      by_part={"Lm/head": 10**12},
+      by_kind={},
+      by_dtype={},
+    ),
+    "collectives": roofline.summarize(
+      [_collective([0, 1, 2, 3])], kind=_H200, domains=[0] * 4
+    ),
+    "kernels": {"__cudnn$fmhaSoftmax": 32},
+    "bound": result.Bound(
+      compute=0.5,
+      memory=0.1,
+      fast_link=2e-6,
+      network=0.0,
+      step=0.5,
+      tokens_per_second=256.0,
+      mfu=0.42,
+    ),
+    "fit": "fits",
+    "advice": (),
+    "findings": ("a table is whole",),
+    "notes": ("a loop is counted once",),
+    "fingerprint": "abc",
+    "versions": {"jax": "0.10.2"},
+    "compile_seconds": 4.0,
+  }
+  return result.Plan(**base | fields)
+
+
+def test_the_text_has_every_figure():
+  text = report.to_text(_plan())
+  for part in (
+    "plan of tasks.a.B on h200:1x4: 4 devices (4 chips) as fsdp=4, batch 8x16",
+    "  --fdl.mesh=fsdp=4",
+    "  parameters                        2.00 GiB",
+    "  peak                              8.00 GiB",
+    "1.000 TFLOP of the model",
+    "250.000 GFLOP are recomputation, 20 % of all",
+    " 80.0 %  Lm/head",
+    "3 all-gather         fsdp          fast ",
+    "32  __cudnn$fmhaSoftmax",
+    "  matrix products         500 ms",
+    "at most 256 tokens/s",
+    "MFU is at most 42 %",
+    "warning: a table is whole",
+    "note: a loop is counted once",
+    "h200:1x4: fits: 80 % of what is usable",
+  ):
+    assert part in text
+
+
+def test_a_refusal_is_shown_with_what_to_change():
+  memory = _memory(refusal="RESOURCE_EXHAUSTED: 36.47G exceeds 30.75G")
+  plan = _plan(memory=memory, compiled=False, advice=("Halve it.",))
+  text = report.to_text(plan)
+  assert "the compiler says: RESOURCE_EXHAUSTED: 36.47G" in text
+  assert text.endswith("h200:1x4: does not fit\n  1. Halve it.")
+  assert "collectives" not in text
+
+
+def test_a_plan_survives_its_file():
+  plans = (_plan(), _plan(bound=None, fingerprint=None))
+  assert result.from_json(result.to_json(plans)) == plans
+
+
+def test_the_table_has_one_line_a_target():
+  other = _plan(target="cpu:8", bound=None, memory=_memory(usable=None))
+  assert report.to_table([_plan(), other]).splitlines() == [
+    "target    devices  peak      usable     bound   MFU <=  fit",
+    "h200:1x4  4        8.00 GiB  10.00 GiB  500 ms  42 %    fits",
+    "cpu:8     4        -         -          -       -       fits",
+  ]

@@ -1,0 +1,339 @@
+"""Tests for the counting of FLOPs."""
+
+from flax import linen as nn
+import jax
+from jax.experimental import pallas as pl
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxon.layers import (
+  block,
+  embedding,
+  feed_forward,
+  remat,
+  rms_norm,
+  rotary_embedding,
+  stack,
+  unembedding,
+)
+from paxon.layers.attention import grouped_query
+from paxon.layers.models import decoder_lm
+from paxon.learners import (
+  adamw,
+  learner,
+  train_state,
+  train_step,
+  warmup_cosine,
+)
+from paxon.runner.plan import flops
+from paxon.runner.programs import model_loss
+from paxon.sharding import variables
+
+_Phase = flops.Phase
+
+
+def _decoder(shape, **stack_fields) -> decoder_lm.DecoderLm:
+  heads, kv_heads, head_dim = shape["N"], shape["K"], shape["H"]
+  layer = block.TransformerBlock(
+    attention_norm=rms_norm.RmsNorm(),
+    attention=grouped_query.GroupedQueryAttention(
+      heads,
+      num_kv_heads=kv_heads,
+      head_dim=head_dim,
+      rotary=rotary_embedding.Rotary(),
+    ),
+    feed_forward_norm=rms_norm.RmsNorm(),
+    feed_forward=feed_forward.GatedFeedForward(shape["F"]),
+  )
+  tied = shape.get("tied", True)
+  return decoder_lm.DecoderLm(
+    embedding=embedding.Embedding(shape["V"], embed_dim=shape["D"]),
+    stack=stack.Stack((layer,), num_layers=shape["L"], **stack_fields),
+    final_norm=rms_norm.RmsNorm(),
+    head=None if tied else unembedding.Unembedding(shape["V"]),
+  )
+
+
+def _trace(shape, num_microbatches=1, **stack_fields):
+  """Traces the real train step; nothing is computed."""
+  model = _decoder(shape, **stack_fields)
+  rows = jax.ShapeDtypeStruct((shape["B"], shape["T"]), jnp.int32)
+  batch = dict.fromkeys(
+    ("inputs", "targets", "positions", "segment_ids"), rows
+  ) | {"weights": jax.ShapeDtypeStruct(rows.shape, jnp.float32)}
+  specs = variables.specs_of(model_loss.abstract_variables(model, batch))
+  learn = learner.Learner(
+    optimizer=adamw.AdamW(
+      schedule=warmup_cosine.WarmupCosine(
+        peak=1e-3, warmup_steps=1, total_steps=9
+      )
+    ),
+    max_grad_norm=1.0,
+    num_microbatches=num_microbatches,
+  )
+  step = train_step.make_train_step(
+    model_loss.make_loss_fn(model, specs=specs, deterministic=False),
+    learner=learn,
+    specs=specs,
+    seed=0,
+  )
+  state = jax.tree.map(
+    lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype),
+    train_state.state_specs(specs, learner=learn),
+  )
+  traced = jax.jit(step).trace(state, batch)
+  params = sum(
+    int(np.prod(spec.shape))
+    for spec in jax.tree.leaves(specs)
+    if "norm" not in spec.name
+    and not (spec.name.endswith("embedding/table") and not shape.get("tied", 1))
+  )
+  return traced, params
+
+
+_SMALL = {"B": 2, "T": 16, "D": 8, "F": 24, "N": 4, "K": 2, "H": 4}
+_SHAPES = [
+  pytest.param(_SMALL | {"L": 3, "V": 32}, id="grouped"),
+  pytest.param(
+    {"B": 3, "T": 8, "D": 16, "F": 20, "N": 2, "K": 1, "H": 12, "L": 2}
+    | {"V": 40, "tied": False},
+    id="untied",
+  ),
+  pytest.param(
+    {"B": 1, "T": 64, "D": 32, "F": 8, "N": 8, "K": 8, "H": 2, "L": 5}
+    | {"V": 11},
+    id="long",
+  ),
+]
+
+
+def _expected(shape, params):
+  """The identity of the module's docstring, as (all, attention only)."""
+  B, T, L = shape["B"], shape["T"], shape["L"]
+  attention = 12 * L * shape["N"] * shape["H"] * T**2 * B
+  return 6 * params * B * T + attention, attention
+
+
+@pytest.mark.parametrize("shape", _SHAPES)
+@pytest.mark.parametrize("scan", [True, False], ids=["scan", "unrolled"])
+def test_train_step_costs_what_the_formula_says(shape, scan):
+  traced, params = _trace(shape, scan=scan)
+  found = flops.count(traced.jaxpr)
+  total, attention = _expected(shape, params)
+  assert found.notes == ()
+  assert found.model_flops == found.hardware_flops == total
+  assert found.by("kind")["attention"] == attention
+  # Backward is twice forward: one product for each operand's gradient.
+  assert found.phase(_Phase.BACKWARD) == 2 * found.phase(_Phase.FORWARD)
+
+
+@pytest.mark.parametrize("scan", [True, False], ids=["scan", "unrolled"])
+def test_recomputation_is_apart(scan):
+  shape = _SHAPES[0].values[0]
+  traced, params = _trace(shape, scan=scan, remat_policy=remat.save_nothing)
+  found = flops.count(traced.jaxpr)
+  total, _ = _expected(shape, params)
+  assert found.model_flops == total
+  # Of each block all is computed again but its last product, `down`.
+  B, T, L, D, F = (shape[k] for k in "BTLDF")
+  head = 2 * B * T * D * shape["V"]
+  down = 2 * B * T * L * D * F
+  assert found.phase(_Phase.REMAT) == total // 3 - head - down
+  assert found.hardware_flops == total + found.phase(_Phase.REMAT)
+
+
+def test_microbatches_change_nothing():
+  shape = _SHAPES[0].values[0]
+  traced, params = _trace(shape, num_microbatches=2)
+  assert flops.count(traced.jaxpr).model_flops == _expected(shape, params)[0]
+
+
+def test_causal_attention_is_half_and_half_a_row():
+  shape = _SHAPES[0].values[0]
+  traced, params = _trace(shape)
+  total, attention = _expected(shape, params)
+  T = shape["T"]
+  visible = sum(t + 1 for t in range(T)) / T**2
+  found = flops.count(traced.jaxpr).causal_model_flops(T)
+  assert found == pytest.approx(total - attention + visible * attention)
+
+
+def test_sums_by_part_of_the_model():
+  shape = _SHAPES[0].values[0]
+  traced, _ = _trace(shape, remat_policy=remat.save_nothing)
+  found = flops.count(traced.jaxpr)
+  B, T, L, D, F = (shape[k] for k in "BTLDF")
+  block_path = "DecoderLm/stack/layers/blocks_0"
+  parts = found.by("part", remat=False)
+  assert parts.pop(f"{block_path}/feed_forward") == 3 * 6 * B * T * L * D * F
+  projections = 2 * D * shape["H"] * (shape["N"] + shape["K"])
+  _, attention = _expected(shape, 0)
+  assert (
+    parts.pop(f"{block_path}/attention")
+    == 6 * B * T * L * projections + attention
+  )
+  # What is left is the tied head.
+  (head,) = parts
+  assert head.startswith("DecoderLm/")
+  assert parts[head] == 6 * B * T * D * shape["V"]
+  assert found.by("dtype") == {"float32": found.hardware_flops}
+
+
+def test_agrees_with_xla_on_an_unrolled_program():
+  shape = {"B": 2, "T": 64, "D": 128, "F": 512, "N": 4, "K": 4, "H": 32}
+  traced, _ = _trace(shape | {"L": 2, "V": 256}, scan=False)
+  ours = flops.count(traced.jaxpr).hardware_flops
+  costs = traced.lower().cost_analysis()
+  assert costs is not None
+  # XLA also counts elementwise work.
+  assert 1.0 < costs["flops"] / ours < 1.04
+
+
+def _count(function, *shapes, **options):
+  args = [
+    s if hasattr(s, "dtype") else jax.ShapeDtypeStruct(s, jnp.float32)
+    for s in shapes
+  ]
+  return flops.count(jax.jit(function).trace(*args).jaxpr, **options)
+
+
+def test_loops_count_every_trip():
+  def loop(x):
+    y, _ = jax.lax.scan(lambda c, _: (c @ c, None), x, length=5)
+    return jax.lax.fori_loop(0, 3, lambda _, c: c @ c, y)
+
+  assert _count(loop, (4, 4)).hardware_flops == 8 * 2 * 4**3
+
+
+def test_a_loop_of_unknown_length_is_counted_once_and_said():
+  def loop(x):
+    return jax.lax.while_loop(lambda c: jnp.sum(c) < 9, lambda c: c @ c, x)
+
+  found = _count(loop, (4, 4))
+  assert found.hardware_flops == 2 * 4**3
+  (note,) = found.notes
+  assert "while loop" in note
+  assert "counted once" in note
+
+
+def test_a_condition_costs_its_dearest_branch():
+  def choose(x):
+    return jax.lax.cond(jnp.sum(x) > 0, lambda x: x @ x @ x, lambda x: x @ x, x)
+
+  assert _count(choose, (4, 4)).hardware_flops == 2 * 2 * 4**3
+
+
+def test_outer_products_are_elementwise():
+  assert (
+    _count(lambda x, y: jnp.einsum("i,j->ij", x, y), (3,), (4,)).counts == {}
+  )
+
+
+def test_convolutions_and_their_gradients():
+  def conv(x, w):
+    return jax.lax.conv_general_dilated(
+      x,
+      w,
+      (2, 2),
+      "VALID",
+      dimension_numbers=("NHWC", "HWIO", "NHWC"),
+      feature_group_count=2,
+    ).sum()
+
+  x, w = (3, 8, 8, 4), (2, 2, 2, 6)
+  forward = 2 * (3 * 4 * 4 * 6) * (2 * 2 * 2)
+  assert _count(conv, x, w).by("kind") == {"convolution": forward}
+  found = _count(jax.value_and_grad(conv, (0, 1)), x, w)
+  assert found.phase(_Phase.FORWARD) == forward
+  assert found.phase(_Phase.BACKWARD) == 2 * forward
+
+
+def test_ragged_products_and_their_gradients():
+  sizes = jax.ShapeDtypeStruct((3,), jnp.int32)
+
+  def ragged(x, w, sizes):
+    return jax.lax.ragged_dot(x, w, sizes).sum()
+
+  found = _count(jax.value_and_grad(ragged, (0, 1)), (8, 4), (3, 4, 5), sizes)
+  assert found.phase(_Phase.FORWARD) == 2 * 8 * 4 * 5
+  assert found.phase(_Phase.BACKWARD) == 2 * (2 * 8 * 4 * 5)
+
+
+def test_a_part_of_each_device_is_multiplied():
+  mesh = jax.make_mesh(
+    (2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2
+  )
+
+  def body(x):
+    return x @ x.T
+
+  def mapped(names):
+    spec = jax.P(tuple(names))
+    return jax.shard_map(
+      body, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=names
+    )
+
+  # Each device multiplies its [1, 4]; along `a` alone, its [4, 4].
+  assert _count(mapped({"a", "b"}), (8, 4)).hardware_flops == 8 * 2 * 1 * 1 * 4
+  assert _count(mapped({"a"}), (8, 4)).hardware_flops == 2 * 2 * 4 * 4 * 4
+
+
+def test_custom_derivatives_are_entered():
+  @jax.custom_vjp
+  def square(x):
+    return x @ x
+
+  square.defvjp(lambda x: (x @ x, x), lambda x, g: (g @ x.T + x.T @ g,))
+  assert _count(square, (4, 4)).hardware_flops == 2 * 4**3
+  found = _count(jax.value_and_grad(lambda x: square(x).sum()), (4, 4))
+  assert found.phase(_Phase.FORWARD) == 2 * 4**3
+  assert found.phase(_Phase.BACKWARD) == 2 * 2 * 4**3
+
+
+def _pallas(x, y, *, estimate=None):
+  def kernel(x_ref, y_ref, out_ref):
+    out_ref[...] = x_ref[...] @ y_ref[...]
+
+  return pl.pallas_call(
+    kernel,
+    out_shape=jax.ShapeDtypeStruct((8, 4), jnp.float32),
+    grid=(2,),
+    in_specs=[
+      pl.BlockSpec((4, 4), lambda i: (i, 0)),
+      pl.BlockSpec((4, 4), lambda i: (0, 0)),
+    ],
+    out_specs=pl.BlockSpec((4, 4), lambda i: (i, 0)),
+    name="my_matmul",
+    cost_estimate=estimate,
+  )(x, y)
+
+
+def test_kernels_by_formula_by_estimate_or_by_their_body():
+  shapes = (8, 4), (4, 4)
+  by_body = _count(_pallas, *shapes)
+  assert by_body.by("kind") == {"kernel": 2 * 8 * 4 * 4}
+
+  estimate = pl.CostEstimate(flops=77, bytes_accessed=1, transcendentals=0)
+  by_estimate = _count(lambda x, y: _pallas(x, y, estimate=estimate), *shapes)
+  assert by_estimate.hardware_flops == 77
+
+  formula = {"my_matmul": lambda eqn: (flops.Kind.ATTENTION, 100, 11)}
+  by_formula = _count(_pallas, *shapes, kernels=formula)
+  assert by_formula.model_flops == 100
+  assert by_formula.phase(_Phase.REMAT) == 11
+
+
+class _Dense(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return nn.Dense(5, dtype=jnp.bfloat16, name="inner")(x)
+
+
+def test_keeps_the_dtype_of_the_operands():
+  layer = _Dense()
+  params = jax.eval_shape(layer.init, jax.random.key(0), jnp.ones((2, 3)))
+  traced = jax.jit(layer.apply).trace(params, jnp.ones((2, 3)))
+  found = flops.count(traced.jaxpr)
+  assert found.by("dtype") == {"bfloat16": 2 * 2 * 3 * 5}
+  assert found.by("part") == {"_Dense/inner": 2 * 2 * 3 * 5}

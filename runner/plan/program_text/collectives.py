@@ -1,0 +1,349 @@
+"""The communication of a compiled program, with loops multiplied out.
+
+What counts as what (`payload` is per device and execution):
+
+  all-gather           result              wire  payload * (g-1)/g
+  reduce-scatter       operand             wire  payload * (g-1)/g
+  all-reduce           operand             wire  payload * 2(g-1)/g
+  all-to-all           operand             wire  payload * (g-1)/g
+  collective-permute   operand             wire  payload
+  send                 operand             wire  payload
+
+in groups of g devices. Three things are not what they look like:
+
+* On TPUs a reduce-scatter is a fusion that holds an all-reduce and roots in a
+  slice of it; it is counted as a reduce-scatter.
+* An asynchronous collective on TPUs stands in several fusions, with one channel
+  id; it is counted once.
+* Traffic between TPU slices is no collective but a `send` with megascale
+  attributes; its kind is what the attribute says, over the axes of `dcn`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+import math
+import re
+
+import numpy as np
+
+from paxon.runner.plan.program_text import hlo, replica_groups, trip_counts
+
+KINDS = (
+  "all-gather",
+  "all-reduce",
+  "all-to-all",
+  "collective-permute",
+  "reduce-scatter",
+)
+_MEGASCALE = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+# Calls that are no loops: their computations run once each time. Of a
+# conditional all branches are counted.
+_CALLERS = ("async-start", "call", "conditional", "fusion")
+_CALLED = (
+  "calls",
+  "to_apply",
+  "branch_computations",
+  "true_computation",
+  "false_computation",
+)
+# Custom calls that compute nothing.
+_NO_KERNELS = frozenset(
+  (
+    "AllocateBuffer",
+    "AssumeGatherIndicesInBound",
+    "AsyncCollectiveDone",
+    "AsyncCollectiveStart",
+    "ConcatBitcast",
+    "SliceId",
+    "ZeroCrop",
+  )
+)
+_PASSED_ON = ("bitcast", "copy", "reshape", "transpose")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Collective:
+  """One collective instruction.
+
+  Attributes:
+    kind: One of `KINDS`; for traffic between slices, what it stands for.
+    axes: Mesh axes along which its groups lie.
+    whole_axes: Whether a group covers these axes.
+    group_size: Devices in a group.
+    count: Executions in one run of the program.
+    payload_bytes: Of one execution, per device.
+    wire_bytes: Sent by one device, in one execution.
+    members: Positions in the mesh of the first group.
+    between_slices: Whether it is a transfer between TPU slices.
+    is_asynchronous: Whether the compiler split it into a start and a done.
+    gathers: For an all-reduce, whether it is a gather of padded parts.
+    name: JAX's name stack.
+  """
+
+  kind: str
+  axes: tuple[str, ...]
+  whole_axes: bool
+  group_size: int
+  count: int
+  payload_bytes: int
+  wire_bytes: float
+  members: tuple[int, ...]
+  between_slices: bool = False
+  is_asynchronous: bool = False
+  gathers: bool = False
+  name: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Communication:
+  """All collectives of a program.
+
+  Attributes:
+    collectives: In the order of the text.
+    kernels: Executions of each custom call, by its target.
+    notes: What is not known, one sentence each.
+  """
+
+  collectives: tuple[Collective, ...]
+  kernels: Mapping[str, int]
+  notes: tuple[str, ...]
+
+
+def find(
+  program: hlo.Program, *, mesh: Mapping[str, int], dcn: Sequence[str] = ()
+) -> Communication:
+  """Finds all collectives of a program.
+
+  Args:
+    program: The compiled program of one device.
+    mesh: Size of each mesh axis, in the order of the mesh.
+    dcn: The mesh axes between slices.
+  """
+  finder = _Finder(program, mesh, tuple(dcn))
+  found = tuple(finder.walk(program.entry, 0, 1))
+  return Communication(
+    found, finder.kernels, tuple(dict.fromkeys(finder.notes))
+  )
+
+
+class _Finder:
+  """Walks a program from its entry."""
+
+  def __init__(
+    self, program: hlo.Program, mesh: Mapping[str, int], dcn: tuple[str, ...]
+  ) -> None:
+    self._program = program
+    self._mesh = mesh
+    self._dcn = dcn
+    # Channels by the run of a computation in which they were met.
+    self._seen: set[tuple[int, str, str]] = set()
+    self._num_scopes = 0
+    self.kernels: dict[str, int] = {}
+    self.notes: list[str] = []
+
+  def walk(
+    self,
+    computation: hlo.Computation,
+    scope: int,
+    times: int,
+    *,
+    is_part: bool = False,
+  ) -> Iterator[Collective]:
+    """Yields the collectives of a computation that runs `times` times.
+
+    Args:
+      computation: An entry, the body of a loop or call, or that of a fusion.
+      scope: Number of the caller that is no fusion.
+      times: How often it runs.
+      is_part: Whether it is that of a fusion, which may hold one part of an
+        asynchronous collective.
+    """
+    for instruction in computation.instructions.values():
+      opcode = instruction.opcode
+      if opcode.removesuffix("-start") in KINDS:
+        if not is_part or self._is_new(instruction, scope):
+          yield self._collective(instruction, computation, times)
+      elif opcode == "send" and _MEGASCALE.search(instruction.attributes):
+        yield self._between_slices(instruction, times)
+      elif opcode == "fusion" and self._is_scatter(instruction):
+        (inner,) = instruction.called("calls")
+        yield from self._scatter(self._program.computations[inner], times)
+      elif opcode == "while":
+        yield from self._loop(instruction, computation, times)
+      else:
+        if opcode == "custom-call":
+          self._add_kernel(instruction, times)
+        yield from self._called(instruction, scope, times)
+
+  def _add_kernel(self, call: hlo.Instruction, times: int) -> None:
+    target = (call.attribute("custom_call_target") or "").strip('"')
+    if target not in _NO_KERNELS:
+      self.kernels[target] = self.kernels.get(target, 0) + times
+
+  def _called(
+    self, instruction: hlo.Instruction, scope: int, times: int
+  ) -> Iterator[Collective]:
+    if instruction.opcode not in _CALLERS:
+      return
+    # The parts of one asynchronous collective share what calls them.
+    is_part = instruction.opcode in ("fusion", "async-start")
+    for attribute in _CALLED:
+      for name in instruction.called(attribute):
+        inner = self._program.computations[name]
+        inner_scope = scope if is_part else self._new_scope()
+        yield from self.walk(inner, inner_scope, times, is_part=is_part)
+
+  def _new_scope(self) -> int:
+    self._num_scopes += 1
+    return self._num_scopes
+
+  def _loop(
+    self, loop: hlo.Instruction, computation: hlo.Computation, times: int
+  ) -> Iterator[Collective]:
+    trips = trip_counts.of(loop, computation, self._program)
+    (name,) = loop.called("body")
+    body = self._program.computations[name]
+    times *= 1 if trips is None else trips
+    found = list(self.walk(body, self._new_scope(), times))
+    if trips is None and found:
+      self.notes.append(
+        f"The trips of the loop {loop.name} are not known; its collectives are"
+        " counted once."
+      )
+    yield from found
+
+  def _is_new(self, instruction: hlo.Instruction, scope: int) -> bool:
+    channel = instruction.attribute("channel_id")
+    if channel is None:
+      return True
+    key = (scope, instruction.opcode, channel)
+    is_new = key not in self._seen
+    self._seen.add(key)
+    return is_new
+
+  def _collective(
+    self,
+    instruction: hlo.Instruction,
+    computation: hlo.Computation,
+    times: int,
+    *,
+    scatters: bool = False,
+  ) -> Collective:
+    kind = instruction.opcode.removesuffix("-start")
+    is_start = instruction.opcode != kind
+    if kind == "collective-permute":
+      members, axes, whole = self._permuted(instruction)
+    else:
+      groups = replica_groups.of(
+        instruction.attributes, num_devices=math.prod(self._mesh.values())
+      )
+      members = groups[0]
+      axes, whole = replica_groups.mesh_axes(members, self._mesh)
+    group = len(members)
+    payload = _result(instruction, kind).num_bytes
+    if kind == "reduce-scatter":
+      payload *= group
+    gathers = kind == "all-reduce" and self._is_padded(instruction, computation)
+    if scatters:
+      kind = "reduce-scatter"
+    return Collective(
+      kind=kind,
+      axes=axes,
+      whole_axes=whole,
+      group_size=group,
+      count=times,
+      payload_bytes=payload,
+      wire_bytes=payload * _wire_factor(kind, group),
+      members=tuple(int(member) for member in members),
+      is_asynchronous=is_start
+      or "async_collective_name" in (instruction.attributes),
+      gathers=gathers and not scatters,
+      name=instruction.op_name,
+    )
+
+  def _permuted(
+    self, instruction: hlo.Instruction
+  ) -> tuple[np.ndarray, tuple[str, ...], bool]:
+    """The ring that the first source of a permutation is in."""
+    text = instruction.attribute("source_target_pairs") or ""
+    pairs = [(int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", text)]
+    following = dict(pairs)
+    ring = [pairs[0][0]]
+    while following.get(ring[-1], ring[0]) not in ring:
+      ring.append(following[ring[-1]])
+    members = np.array(ring)
+    return members, *replica_groups.mesh_axes(members, self._mesh)
+
+  def _between_slices(
+    self, instruction: hlo.Instruction, times: int
+  ) -> Collective:
+    match = _MEGASCALE.search(instruction.attributes)
+    assert match is not None
+    payload = instruction.type.elements[0].num_bytes
+    return Collective(
+      kind=match[1].lower().replace("_", "-"),
+      axes=self._dcn,
+      whole_axes=True,
+      group_size=math.prod(self._mesh[axis] for axis in self._dcn),
+      count=times,
+      payload_bytes=payload,
+      wire_bytes=float(payload),
+      members=(),
+      between_slices=True,
+      is_asynchronous=True,
+      name=instruction.op_name,
+    )
+
+  def _is_scatter(self, fusion: hlo.Instruction) -> bool:
+    (name,) = fusion.called("calls")
+    inner = self._program.computations[name]
+    root = self._behind(inner.root, inner)
+    if root.opcode != "dynamic-slice":
+      return False
+    source = self._behind(inner.instructions[root.operands[0]], inner)
+    return source.opcode == "all-reduce"
+
+  def _scatter(
+    self, computation: hlo.Computation, times: int
+  ) -> Iterator[Collective]:
+    for instruction in computation.instructions.values():
+      if instruction.opcode == "all-reduce":
+        yield self._collective(instruction, computation, times, scatters=True)
+
+  def _is_padded(
+    self, instruction: hlo.Instruction, computation: hlo.Computation
+  ) -> bool:
+    """Whether what is reduced is one part in a frame of zeros."""
+    operand = computation.instructions.get(instruction.operands[0])
+    if operand is None:
+      return False
+    operand = self._behind(operand, computation)
+    if operand.opcode == "fusion":
+      (name,) = operand.called("calls")
+      inner = self._program.computations[name]
+      operand = self._behind(inner.root, inner)
+    return operand.opcode == "dynamic-update-slice"
+
+  def _behind(
+    self, instruction: hlo.Instruction, computation: hlo.Computation
+  ) -> hlo.Instruction:
+    while instruction.opcode in _PASSED_ON:
+      instruction = computation.instructions[instruction.operands[0]]
+    return instruction
+
+
+def _result(instruction: hlo.Instruction, kind: str) -> hlo.Type:
+  """The type of the result: a start also lists its operands, and more."""
+  found = instruction.type
+  is_start = instruction.opcode.endswith("-start")
+  # `all-reduce-start` alone has the type of its result.
+  if is_start and kind != "all-reduce" and len(found.elements) > 1:
+    return found.elements[1]
+  return found
+
+
+def _wire_factor(kind: str, group: int) -> float:
+  if kind == "collective-permute":
+    return 1.0
+  part = (group - 1) / group
+  return 2 * part if kind == "all-reduce" else part

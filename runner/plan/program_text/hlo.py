@@ -1,0 +1,248 @@
+"""A compiled program as computations and instructions, parsed from its text.
+
+Only what a plan needs: names, types, opcodes, operands by name, and attributes
+as text. Types nest parentheses in layouts and hold comments in tuples, so
+brackets are matched; nothing is split at a comma alone.
+"""
+
+from collections.abc import Iterator, Mapping
+import dataclasses
+import functools
+import math
+import re
+
+_OPEN, _CLOSE = "([{", ")]}"
+_COMMENT = re.compile(r"/\*.*?\*/")
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{\s*$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
+_ARRAY = re.compile(r"^(\w+)\[([\d,<=]*)\](?:\{(.*)\})?$")
+_SPACE = re.compile(r"S\((\d+)\)")
+
+# Bits of an element; what is not here is a token or an opaque value.
+_BITS = {
+  "pred": 8, "s2": 2, "u2": 2, "s4": 4, "u4": 4, "s8": 8, "u8": 8,
+  "s16": 16, "u16": 16, "s32": 32, "u32": 32, "s64": 64, "u64": 64,
+  "f4e2m1fn": 4, "f8e3m4": 8, "f8e4m3": 8, "f8e4m3fn": 8, "f8e4m3b11fnuz": 8,
+  "f8e4m3fnuz": 8, "f8e5m2": 8, "f8e5m2fnuz": 8, "f8e8m0fnu": 8, "f16": 16,
+  "bf16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128,
+}  # fmt: skip
+
+
+class ParseError(ValueError):
+  """A text that is not understood."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Type:
+  """The type of a value: an array, or a tuple of types.
+
+  Attributes:
+    dtype: HLO's name of the element type; empty for a tuple.
+    shape: Sizes; empty for a tuple.
+    elements: Types of a tuple's elements.
+    memory_space: Number in `S(n)`; 0 is the device's main memory, 5 the host's.
+  """
+
+  dtype: str
+  shape: tuple[int, ...] = ()
+  elements: tuple["Type", ...] = ()
+  memory_space: int = 0
+
+  @property
+  def num_bytes(self) -> int:
+    """Size without padding."""
+    if self.elements:
+      return sum(element.num_bytes for element in self.elements)
+    return -(-math.prod(self.shape) * _BITS.get(self.dtype, 0) // 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+  """One instruction.
+
+  Attributes:
+    name: Its name, without the percent sign.
+    type: Of its value.
+    opcode: As HLO writes it, such as `all-gather-start`.
+    operands: Names of other instructions; a constant's or parameter's text.
+    attributes: The text behind the operands.
+  """
+
+  name: str
+  type: Type
+  opcode: str
+  operands: tuple[str, ...]
+  attributes: str
+
+  def attribute(self, name: str) -> str | None:
+    """Returns the text of one attribute, brackets included."""
+    match = re.search(rf"(?:^|, ){name}=", self.attributes)
+    return None if match is None else _value(self.attributes[match.end() :])
+
+  def called(self, name: str) -> tuple[str, ...]:
+    """Returns the computations that an attribute names."""
+    text = self.attribute(name) or ""
+    return tuple(re.findall(r"[\w.\-]+", text))
+
+  @property
+  def op_name(self) -> str:
+    """JAX's name stack."""
+    match = re.search(r'op_name="([^"]*)"', self.attributes)
+    return match[1] if match else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+  """A named list of instructions, in the order of execution."""
+
+  name: str
+  instructions: Mapping[str, Instruction]
+  root: Instruction
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """All computations of a module."""
+
+  entry: Computation
+  computations: Mapping[str, Computation]
+
+
+def parse(text: str) -> Program:
+  """Parses what `jax.stages.Compiled.as_text()` returns.
+
+  Raises:
+    ParseError: There is no entry computation, or a line has another form.
+  """
+  computations: dict[str, Computation] = {}
+  entry = None
+  lines = iter(text.splitlines())
+  for line in lines:
+    header = _HEADER.match(line)
+    if header is None:
+      continue
+    body: dict[str, Instruction] = {}
+    root = None
+    for line in _body(lines):
+      match = _INSTRUCTION.match(line)
+      if match is None:
+        raise ParseError(f"Not an instruction: {line[:120]!r}.")
+      instruction = _instruction(match[2], match[3])
+      body[instruction.name] = instruction
+      if match[1] or root is None:
+        root = instruction
+    if root is None:
+      raise ParseError(f"The computation {header[2]} is empty.")
+    computation = Computation(header[2], body, root)
+    computations[header[2]] = computation
+    if header[1]:
+      entry = computation
+  if entry is None:
+    raise ParseError("The text has no ENTRY computation.")
+  return Program(entry, computations)
+
+
+def _body(lines: Iterator[str]) -> Iterator[str]:
+  for line in lines:
+    if line.startswith("}"):
+      return
+    if line.strip():
+      yield line
+
+
+def _instruction(name: str, text: str) -> Instruction:
+  text = _COMMENT.sub("", text)
+  end = _end_of_type(text)
+  match = re.match(r"\s*([\w\-]+)\(", text[end:])
+  if match is None:
+    raise ParseError(f"No opcode in {name} = {text[:120]!r}.")
+  start = end + match.end()
+  stop = _matching(text, start - 1)
+  operands = tuple(
+    part.strip().rpartition(" ")[2].removeprefix("%")
+    for part in _split(text[start:stop])
+  )
+  return Instruction(
+    name=name,
+    type=parse_type(text[:end]),
+    opcode=match[1],
+    operands=operands,
+    attributes=text[stop + 1 :].removeprefix(", "),
+  )
+
+
+def _end_of_type(text: str) -> int:
+  """Where a leading type ends: the first space outside of brackets."""
+  depth = 0
+  for i, char in enumerate(text):
+    if char in _OPEN:
+      depth += 1
+    elif char in _CLOSE:
+      depth -= 1
+    elif char == " " and not depth:
+      return i
+  raise ParseError(f"No instruction in {text[:120]!r}.")
+
+
+def _matching(text: str, start: int) -> int:
+  """The position of the bracket that closes the one at `start`."""
+  depth = 0
+  for i in range(start, len(text)):
+    if text[i] in _OPEN:
+      depth += 1
+    elif text[i] in _CLOSE:
+      depth -= 1
+      if not depth:
+        return i
+  raise ParseError(f"Brackets do not match in {text[:120]!r}.")
+
+
+def _split(text: str) -> list[str]:
+  """Splits at commas outside of brackets."""
+  parts, depth, begin = [], 0, 0
+  for i, char in enumerate(text):
+    if char in _OPEN:
+      depth += 1
+    elif char in _CLOSE:
+      depth -= 1
+    elif char == "," and not depth:
+      parts.append(text[begin:i])
+      begin = i + 1
+  parts.append(text[begin:])
+  return [part for part in parts if part.strip()]
+
+
+def _value(text: str) -> str:
+  """The attribute's value at the beginning of `text`."""
+  depth, quoted = 0, False
+  for i, char in enumerate(text):
+    if char == '"' and text[i - 1 : i] != "\\":
+      quoted = not quoted
+    elif quoted:
+      continue
+    elif char in _OPEN:
+      depth += 1
+    elif char in _CLOSE:
+      depth -= 1
+    elif char == "," and not depth:
+      return text[:i]
+  return text
+
+
+@functools.lru_cache(maxsize=4096)
+def parse_type(text: str) -> Type:
+  """Parses a type such as `(f32[2,3]{1,0:T(8,128)S(1)}, s32[])`.
+
+  Raises:
+    ParseError: The text has another form.
+  """
+  text = _COMMENT.sub("", text).strip()
+  if text.startswith("("):
+    return Type("", elements=tuple(map(parse_type, _split(text[1:-1]))))
+  match = _ARRAY.match(text)
+  if match is None:
+    # `token[]` and the like hold no data.
+    return Type(text)
+  space = _SPACE.search(match[3] or "")
+  shape = tuple(int(n.lstrip("<=")) for n in match[2].split(",") if n)
+  return Type(match[1], shape, memory_space=int(space[1]) if space else 0)

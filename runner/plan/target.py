@@ -1,0 +1,135 @@
+"""What to plan for: hardware and how much of it, as text.
+
+cpu:8             eight CPU devices
+h200:64x8         64 hosts of 8 GPUs (a100, h100, h200, b200)
+v5e:16x16         one TPU slice, chips along each dimension (v4, v5e, ...)
+v4:2x(4x4x4)      two such slices
+"""
+
+import dataclasses
+import math
+import re
+from typing import Final
+
+from paxon.runner.plan import hardware
+
+FORMS: Final = (
+  "cpu:8, h200:HOSTSxGPUS such as h200:64x8, or v4:SHAPE such as v4:4x4x4,"
+  " v5e:16x16 or, for two slices, v4:2x(4x4x4)"
+)
+_GPUS_PER_HOST: Final = (1, 2, 4, 8)
+_FLAT: Final = (
+  (1, 1),
+  (2, 2),
+  (2, 4),
+  (4, 4),
+  (4, 8),
+  (8, 8),
+  (8, 16),
+  (16, 16),
+)
+_SMALL: Final = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
+# Chips of the largest slice that is sold; larger ones are cubes of 4x4x4.
+_MAX_CHIPS: Final = {"v4": 4096, "v5p": 6144, "v7x": 9216}
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+  """A number of devices of one kind.
+
+  Attributes:
+    text: As it was written.
+    hardware: The kind.
+    shape: Chips along each dimension of a slice; (hosts, GPUs) for GPUs.
+    slices: Number of slices, or 1.
+  """
+
+  text: str
+  hardware: hardware.Hardware
+  shape: tuple[int, ...]
+  slices: int = 1
+
+  @property
+  def num_chips(self) -> int:
+    """Number of chips, GPUs or CPU devices."""
+    return self.slices * math.prod(self.shape)
+
+  @property
+  def num_devices(self) -> int:
+    """Number of devices as JAX counts them."""
+    return self.num_chips * self.hardware.devices_per_chip
+
+  def __str__(self) -> str:
+    return self.text
+
+
+def parse(text: str) -> Target:
+  """Reads a target.
+
+  Raises:
+    ValueError: It has another form, or there is no such hardware; the message
+      lists what there is.
+  """
+  name, colon, size = text.strip().partition(":")
+  kind = hardware.for_device_kind(name)
+  if kind is None or not colon or not size:
+    known = ", ".join(hardware.names())
+    raise ValueError(
+      f"--target={text} is no target: write {FORMS}; kinds are {known}."
+    )
+  match = re.fullmatch(r"(?:(\d+)x\((\d+(?:x\d+)*)\)|(\d+(?:x\d+)*))", size)
+  if match is None:
+    raise ValueError(f"--target={text} has no size {size!r}: write {FORMS}.")
+  shape = tuple(int(n) for n in (match[2] or match[3]).split("x"))
+  slices = int(match[1] or 1)
+  if 0 in shape or not slices:
+    raise ValueError(f"--target={text}: sizes must be positive.")
+  problem = _problem(kind, shape, is_sliced=match[1] is not None)
+  if problem:
+    raise ValueError(f"--target={text}: {problem}.")
+  return Target(text.strip(), kind, shape, slices)
+
+
+def parse_all(text: str) -> tuple[Target, ...]:
+  """Reads several targets with commas between them.
+
+  Raises:
+    ValueError: One of them has another form.
+  """
+  return tuple(parse(part) for part in text.split(","))
+
+
+def _problem(
+  kind: hardware.Hardware, shape: tuple[int, ...], *, is_sliced: bool
+) -> str:
+  """What is wrong with a size; empty if nothing is."""
+  if kind.platform is hardware.Platform.CPU:
+    right = len(shape) == 1 and not is_sliced
+    return "" if right else "the cpu takes one number, such as cpu:8"
+  if kind.platform is hardware.Platform.CUDA:
+    if is_sliced or len(shape) != 2:
+      return f"write hosts and GPUs of each, such as {kind.name}:64x8"
+    if shape[1] not in _GPUS_PER_HOST:
+      return f"a host has 1, 2, 4 or 8 GPUs, not {shape[1]}"
+    if shape[0] > 1 and shape[1] != kind.devices_per_host:
+      return f"of several hosts each has all its {kind.devices_per_host} GPUs"
+    return ""
+  return _tpu_problem(kind, shape)
+
+
+def _tpu_problem(kind: hardware.Hardware, shape: tuple[int, ...]) -> str:
+  size = "x".join(map(str, shape))
+  most = _MAX_CHIPS.get(kind.name)
+  if most is None:
+    if shape in _FLAT:
+      return ""
+    known = ", ".join("x".join(map(str, flat)) for flat in _FLAT)
+    return f"there is no {kind.name} slice of {size}; there are {known}"
+  is_cubes = len(shape) == 3 and not any(n % 4 for n in shape)
+  if shape in _SMALL or (is_cubes and math.prod(shape) <= most):
+    return ""
+  known = ", ".join("x".join(map(str, small)) for small in _SMALL)
+  return (
+    f"there is no {kind.name} slice of {size}; there are {known}, and three"
+    f" multiples of 4 such as 4x4x8, up to {most} chips"
+  )

@@ -1,0 +1,57 @@
+"""Tests for targets."""
+
+import pytest
+
+from paxon.runner.plan import target
+
+
+@pytest.mark.parametrize(
+  ("text", "name", "shape", "slices", "chips", "devices"),
+  [
+    ("cpu:8", "cpu", (8,), 1, 8, 8),
+    ("h200:1x1", "h200", (1, 1), 1, 1, 1),
+    ("h200:64x8", "h200", (64, 8), 1, 512, 512),
+    ("v4:4x4x4", "v4", (4, 4, 4), 1, 64, 64),
+    ("v4:8x16x16", "v4", (8, 16, 16), 1, 2048, 2048),
+    ("v4:2x(4x4x4)", "v4", (4, 4, 4), 2, 128, 128),
+    ("v5e:16x16", "v5e", (16, 16), 1, 256, 256),
+    ("v5p:2x2x1", "v5p", (2, 2, 1), 1, 4, 4),
+    # Two devices a chip.
+    ("v7x:2x2x1", "v7x", (2, 2, 1), 1, 4, 8),
+  ],
+)
+def test_reads_a_target(text, name, shape, slices, chips, devices):
+  found = target.parse(text)
+  assert (found.hardware.name, found.shape, found.slices) == (
+    name,
+    shape,
+    slices,
+  )
+  assert (found.num_chips, found.num_devices) == (chips, devices)
+  assert str(found) == text
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ("h300:1x8", r"--target=h300:1x8 is no target: write cpu:8, .*kinds are"),
+    ("h200", r"is no target: write cpu:8, h200:HOSTSxGPUS"),
+    ("h200:", "is no target"),
+    ("h200:8 gpus", r"has no size '8 gpus': write"),
+    ("h200:8", r"write hosts and GPUs of each, such as h200:64x8"),
+    ("h200:2x(4x8)", "write hosts and GPUs"),
+    ("h200:0x8", "sizes must be positive"),
+    ("h200:1x3", r"a host has 1, 2, 4 or 8 GPUs, not 3"),
+    ("h200:2x4", r"of several hosts each has all its 8 GPUs"),
+    ("cpu:2x4", r"the cpu takes one number"),
+    ("v5e:32x32", r"no v5e slice of 32x32; there are 1x1, 2x2, .*16x16"),
+    ("v5e:4x4x4", r"no v5e slice of 4x4x4"),
+    ("v4:3x4x4", r"no v4 slice of 3x4x4; there are 2x2x1, .* multiples of 4"),
+    ("v4:16x16", r"no v4 slice of 16x16"),
+    ("v4:24x16x16", r"no v4 slice of 24x16x16.* up to 4096 chips"),
+    ("v4:2x(4x4)", r"no v4 slice of 4x4"),
+  ],
+)
+def test_says_what_is_wrong_with_a_target(text, message):
+  with pytest.raises(ValueError, match=message):
+    target.parse(text)

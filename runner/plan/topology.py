@@ -1,0 +1,192 @@
+"""Devices that are not there, for a compiler that is.
+
+Everything here but `environment` and `missing` runs in a process of its own:
+two vendors' plugins do not go together, and their variables must be set before
+JAX starts.
+"""
+
+from collections.abc import Mapping
+import importlib.util
+from typing import Any, Final
+
+import jax
+from jax.experimental import topologies
+
+from paxon.runner.plan import hardware
+from paxon.runner.plan import target as targets
+
+_Platform = hardware.Platform
+
+# Of the vendor's data sheets and CUDA's device properties, by kind: compute
+# capability, multiprocessors, L2 cache, clock, shared memory of each.
+_GPUS: Final[Mapping[str, tuple[tuple[int, int], int, int, float, int]]] = {
+  "a100": ((8, 0), 108, 41943040, 1.41, 167936),
+  "h100": ((9, 0), 132, 52428800, 1.98, 233472),
+  "h200": ((9, 0), 132, 52428800, 1.98, 233472),
+  "b200": ((10, 0), 148, 132644864, 1.965, 233472),
+}
+
+# GpuTargetConfigProto. CUDA reserves 1 KiB of each block's shared memory.
+_GPU_CONFIG: Final = """
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {shared}
+  threads_per_core_limit: 2048
+  core_count: {cores}
+  fpus_per_core: {fpus}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {bandwidth:.0f}
+  l2_cache_size: {l2}
+  clock_rate_ghz: {clock}
+  device_memory_size: {memory:.0f}
+  shared_memory_per_block_optin: {optin}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+runtime_version {{ major: 12 minor: 9 }}
+device_description_str: "NVIDIA {name}"
+"""
+
+
+def environment(target: targets.Target) -> dict[str, str]:
+  """Returns the variables to set before JAX starts."""
+  variables = dict(_QUIET)
+  platform = target.hardware.platform
+  if platform is _Platform.CPU:
+    variables["JAX_NUM_CPU_DEVICES"] = str(target.num_devices)
+  elif platform is _Platform.CUDA:
+    # There is no GPU to try algorithms on.
+    variables["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"
+  return variables
+
+
+# JAX loads all plugins that are installed, whatever they are wanted for. None
+# shall look for its hardware.
+_QUIET: Final = {
+  "JAX_PLATFORMS": "cpu",
+  "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+  "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+  "TPU_ACCELERATOR_TYPE": "v5e-8",
+  "TPU_SKIP_MDS_QUERY": "1",
+  "TPU_WORKER_HOSTNAMES": "localhost",
+  "TPU_LOG_DIR": "disabled",
+  "TPU_MIN_LOG_LEVEL": "3",
+  "TPU_STDERR_LOG_LEVEL": "3",
+}
+
+
+def missing(target: targets.Target) -> tuple[str, ...]:
+  """Returns the distributions that the target's compiler lacks here."""
+  platform = target.hardware.platform
+  if platform is _Platform.TPU:
+    return () if importlib.util.find_spec("libtpu") else ("libtpu",)
+  if platform is _Platform.CUDA:
+    names = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+    if not any(map(_is_module, names)):
+      return ("jax-cuda13-plugin", "jax-cuda13-pjrt")
+  return ()
+
+
+def devices(target: targets.Target) -> list[jax.Device]:
+  """Returns devices that programs can be compiled for, not run on.
+
+  Raises:
+    ValueError: Their number is not the target's.
+  """
+  platform = target.hardware.platform
+  if platform is _Platform.CPU:
+    found = jax.devices("cpu")
+  elif platform is _Platform.CUDA:
+    hosts, gpus = target.shape
+    found = topologies.get_topology_desc(
+      "any",
+      platform="cuda",
+      topology=f"{target.slices}x{hosts}x{gpus}",
+      target_config=_gpu_config(target.hardware),
+    ).devices
+  else:
+    found = topologies.get_topology_desc(
+      platform="tpu", **_tpu_topology(target)
+    ).devices
+  if len(found) != target.num_devices:
+    raise ValueError(
+      f"{target} has {target.num_devices} devices, but its compiler shows"
+      f" {len(found)}."
+    )
+  return list(found)
+
+
+def compile_for(
+  target: targets.Target, traced: jax.stages.Traced, mesh: jax.sharding.Mesh
+) -> jax.stages.Compiled:
+  """Compiles a traced function whose mesh has the target's devices."""
+  platform = target.hardware.platform.value
+  with jax.set_mesh(mesh):
+    lowered = traced.lower(lowering_platforms=(platform,))
+  return lowered.compile(compiler_options=_COMPILER_OPTIONS.get(platform))
+
+
+# Without it the collectives of CUDA programs wait for each other.
+_COMPILER_OPTIONS: Final[Mapping[str, dict[str, Any]]] = {
+  "cuda": {"xla_gpu_enable_latency_hiding_scheduler": True}
+}
+
+
+def domains(target: targets.Target, mesh: jax.sharding.Mesh) -> list[int]:
+  """Returns, for each position of the mesh, which fast network it is in.
+
+  That is the host of a GPU, and the slice of a TPU.
+  """
+  if target.hardware.platform is _Platform.CUDA:
+    per_host = target.shape[1]
+    order = sorted(device.id for device in mesh.devices.flat)
+    rank = {number: i for i, number in enumerate(order)}
+    return [rank[device.id] // per_host for device in mesh.devices.flat]
+  return [getattr(d, "slice_index", None) or 0 for d in mesh.devices.flat]
+
+
+def _is_module(name: str) -> bool:
+  try:
+    return importlib.util.find_spec(name) is not None
+  except ModuleNotFoundError:
+    return False
+
+
+def _tpu_topology(target: targets.Target) -> dict[str, Any]:
+  names = {"v7x": "tpu7x"}
+  name = names.get(target.hardware.name, target.hardware.name)
+  options: dict[str, Any] = {
+    "topology_name": f"{name}:{'x'.join(map(str, target.shape))}"
+  }
+  if target.slices > 1:
+    options["num_slices"] = target.slices
+  if target.hardware.name == "v4":
+    # One device a chip, as on a real v4; the default is one a core.
+    options["chip_config_name"] = "megacore"
+  if target.shape == (1, 1):
+    options["chips_per_host_bounds"] = (1, 1, 1)
+  return options
+
+
+def _gpu_config(kind: hardware.Hardware) -> str:
+  (major, minor), cores, l2, clock, shared = _GPUS[kind.name]
+  return _GPU_CONFIG.format(
+    name=kind.name.upper(),
+    major=major,
+    minor=minor,
+    cores=cores,
+    fpus=128 if major > 8 else 64,
+    l2=l2,
+    clock=clock,
+    shared=shared,
+    optin=shared - 1024,
+    memory=kind.memory_bytes,
+    bandwidth=kind.memory_bandwidth,
+  )

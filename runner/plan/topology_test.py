@@ -1,0 +1,53 @@
+"""Tests for the choice of compilers and their devices."""
+
+import importlib.util
+
+import jax
+import pytest
+
+from paxon.runner.plan import target, topology
+from paxon.sharding import mesh as meshes
+
+
+def test_sets_what_each_compiler_needs():
+  cpu = topology.environment(target.parse("cpu:4"))
+  assert cpu["JAX_NUM_CPU_DEVICES"] == "4"
+  gpu = topology.environment(target.parse("h200:1x8"))
+  assert gpu["XLA_FLAGS"] == "--xla_gpu_autotune_level=0"
+  for variables in (cpu, gpu, topology.environment(target.parse("v5e:2x2"))):
+    # No plugin may look for hardware.
+    assert variables["JAX_PLATFORMS"] == "cpu"
+    assert variables["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] == "1"
+    assert variables["TPU_SKIP_MDS_QUERY"] == "1"
+
+
+@pytest.mark.parametrize(
+  ("text", "modules", "missing"),
+  [
+    ("cpu:8", (), ()),
+    ("v5e:2x2", (), ("libtpu",)),
+    ("v5e:2x2", ("libtpu",), ()),
+    ("h200:1x1", (), ("jax-cuda13-plugin", "jax-cuda13-pjrt")),
+    ("h200:1x1", ("jax_plugins.xla_cuda12",), ()),
+  ],
+)
+def test_names_the_compiler_that_is_missing(
+  monkeypatch, text, modules, missing
+):
+  monkeypatch.setattr(
+    importlib.util, "find_spec", lambda name: name if name in modules else None
+  )
+  assert topology.missing(target.parse(text)) == missing
+
+
+def test_this_machine_stands_for_itself():
+  cpu = target.parse("cpu:8")
+  devices = topology.devices(cpu)
+  assert devices == jax.devices()
+  mesh = meshes.make_mesh(meshes.MeshSpec.parse("fsdp=8"), devices=devices)
+  assert topology.domains(cpu, mesh) == [0] * 8
+
+
+def test_a_wrong_number_of_devices_is_an_error():
+  with pytest.raises(ValueError, match=r"cpu:4 has 4 devices, but .* shows 8"):
+    topology.devices(target.parse("cpu:4"))

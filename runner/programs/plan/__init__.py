@@ -1,0 +1,1 @@
+"""`--mode=plan`, the program; what it measures with is in `runner/plan`."""

@@ -1,0 +1,99 @@
+"""Tests for planning on this machine's devices, in one process."""
+
+import hashlib
+
+import fiddle as fdl
+import jax
+import pytest
+
+from paxon.layers import remat
+from paxon.runner import user_error
+from paxon.runner.plan import flops, result
+from paxon.runner.plan import target as targets
+from paxon.runner.programs import compiled_steps, session, testing
+from paxon.runner.programs.plan import measure
+
+_CPU8 = targets.parse("cpu:8")
+
+
+def _plan(job, **options):
+  return measure.measure(job, _CPU8, experiment="a.B", **options)
+
+
+def _job(policy=None, **knobs):
+  _, config = testing.make(**knobs)
+  config.task.model.stack.remat_policy = policy
+  return fdl.build(config)
+
+
+@pytest.fixture(scope="module", name="plan")
+def _plan_of_tiny():
+  return _plan(_job(mesh="fsdp=4,tensor=2"))
+
+
+def test_memory_by_arithmetic_is_what_the_compiler_says(plan):
+  memory = plan.memory
+  assert memory.arguments == memory.state_and_batch
+  # Adam keeps two moments of every parameter, and some counters.
+  assert 2 * memory.parameters <= memory.optimizer
+  assert memory.optimizer < 2 * memory.parameters + 64
+  assert memory.gradients == memory.parameters
+  assert memory.temporaries > 0
+  assert memory.peak >= memory.arguments + memory.temporaries
+  assert memory.fit is result.Fit.UNKNOWN
+
+
+def test_the_plan_is_of_the_program_that_runs(plan):
+  job = _job(mesh="fsdp=4,tensor=2")
+  opened = session.open_session(job)
+  compiled = compiled_steps.compile_train_step(opened)
+  text = measure.without_sources(compiled.as_text())
+  assert plan.fingerprint == hashlib.sha256(text.encode()).hexdigest()
+  sizes = compiled.memory_analysis()
+  assert plan.memory.temporaries == sizes.temp_size_in_bytes
+  traced = compiled_steps.trace_train_step(opened)
+  assert plan.flops.model == flops.count(traced.jaxpr).model_flops
+
+
+def test_says_what_was_planned(plan):
+  assert (plan.num_devices, plan.num_chips) == (8, 8)
+  assert plan.mesh == {"fsdp": 4, "tensor": 2}
+  assert plan.batch["inputs"] == (8, 16)
+  assert plan.versions["jax"] == jax.__version__
+  assert plan.compiled
+  # No vendor states the rates of this machine.
+  assert plan.bound is None
+  assert {c.link for c in plan.collectives} == {"fast"}
+  kinds = {(c.kind, c.axes) for c in plan.collectives}
+  assert ("all-gather", ("fsdp",)) in kinds
+  assert ("all-reduce", ("tensor",)) in kinds
+
+
+def test_without_a_compiler_there_is_the_closed_form(plan):
+  traced = _plan(_job(mesh="fsdp=4,tensor=2"), is_compiled=False)
+  assert not traced.compiled
+  assert traced.flops == plan.flops
+  assert traced.memory.state_and_batch == plan.memory.state_and_batch
+  assert traced.memory.peak is None
+  assert (traced.collectives, traced.fingerprint) == ((), None)
+
+
+def test_a_larger_batch_takes_more_temporaries(plan):
+  double = _plan(_job(mesh="fsdp=4,tensor=2", global_batch_size=16))
+  assert double.memory.temporaries > 1.2 * plan.memory.temporaries
+  assert double.memory.batch == 2 * plan.memory.batch
+  assert double.memory.parameters == plan.memory.parameters
+
+
+def test_recomputation_takes_less_and_is_reported():
+  knobs = {"mesh": "fsdp=8", "num_layers": 12, "global_batch_size": 64}
+  saved = _plan(_job(**knobs))
+  recomputed = _plan(_job(remat.save_nothing, **knobs))
+  assert recomputed.memory.temporaries < 0.8 * saved.memory.temporaries
+  assert recomputed.flops.model == saved.flops.model
+  assert saved.flops.recomputed == 0 < recomputed.flops.recomputed
+
+
+def test_a_mesh_that_does_not_fit_the_target():
+  with pytest.raises(user_error.UserError, match=r"needs exactly 4 devices"):
+    _plan(_job(mesh="fsdp=4"))

@@ -1,0 +1,262 @@
+"""The sharding lint: what is wrong with a layout, before any device is touched.
+
+Plain arithmetic on names and sizes: no mesh of devices is needed, so the layout
+of the largest model on the largest pod is checked on a laptop.
+
+An error makes the program fail or its compiler refuse; a warning is memory or
+work that the mesh does not share, though the mesh has an axis for it.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+import enum
+import math
+from typing import Any
+
+import jax
+
+from paxon.sharding import axes as axis_names
+from paxon.sharding import rules as sharding_rules
+from paxon.sharding import variables
+
+# A replicated tensor below this size is not worth a collective.
+LARGE_BYTES = 64 * 2**20
+
+# The field that sets the size of an axis, where it is always the same.
+_FIELDS = {
+  axis_names.HEADS: "num_heads",
+  axis_names.KV_HEADS: "num_kv_heads",
+  axis_names.EXPERTS: "num_experts",
+  axis_names.EMBED: "embed_dim",
+  axis_names.MLP: "mlp_dim",
+  axis_names.VOCAB: "vocab_size",
+  axis_names.LAYERS: "num_layers",
+  axis_names.BATCH: "global_batch_size",
+  axis_names.LENGTH: "length",
+}
+
+
+class Rule(enum.Enum):
+  """What a finding is about."""
+
+  DOES_NOT_DIVIDE = "does not divide"
+  AXIS_USED_TWICE = "axis used twice"
+  LEFT_REPLICATED = "left replicated"
+  WORK_NOT_SHARED = "work not shared"
+  UNKNOWN_AXIS = "unknown axis"
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+  """One thing to change.
+
+  Attributes:
+    rule: What it is about.
+    is_error: Whether the program cannot run at all.
+    message: Path, sizes, and the change to make; one sentence.
+  """
+
+  rule: Rule
+  is_error: bool
+  message: str
+
+
+def check(
+  specs: Any,
+  *,
+  batch: Mapping[str, Sequence[int]],
+  mesh: Mapping[str, int],
+  rules: sharding_rules.Rules = sharding_rules.DEFAULT_RULES,
+  large_bytes: int = LARGE_BYTES,
+) -> list[Finding]:
+  """Checks a layout.
+
+  Args:
+    specs: A pytree of `VariableSpec`, usually those of a model.
+    batch: Shapes of a global batch's arrays, [batch, length, ...].
+    mesh: Size of each mesh axis.
+    rules: Which mesh axes split which logical axis.
+    large_bytes: From which size on a replicated variable is worth a warning.
+
+  Returns:
+    The errors, then the warnings; of findings that say the same of several
+    variables there is one, which names the first.
+  """
+  findings = _check_rules(rules, mesh)
+  if findings:
+    return findings
+  arrays = [
+    (f"batch/{name}", tuple(shape), _batch_axes(len(shape)))
+    for name, shape in batch.items()
+  ]
+  leaves: list[variables.VariableSpec] = jax.tree.leaves(specs)
+  arrays += [(spec.name, spec.shape, spec.axes) for spec in leaves]
+  checker = _Checker(mesh, rules)
+  findings = [
+    *_grouped(p for array in arrays for p in checker.indivisible(*array)),
+    *_grouped(p for array in arrays for p in checker.used_twice(*array)),
+    *_grouped(p for s in leaves for p in checker.replicated(s, large_bytes)),
+    *checker.idle_axes(),
+  ]
+  return sorted(findings, key=lambda finding: not finding.is_error)
+
+
+# A finding, and what it has in common with others of its kind.
+_Problem = tuple[tuple[Any, ...], Finding]
+
+
+def _grouped(problems: Iterable[_Problem]) -> list[Finding]:
+  groups: dict[tuple[Any, ...], list[Finding]] = {}
+  for key, finding in problems:
+    groups.setdefault(key, []).append(finding)
+  return [
+    dataclasses.replace(first, message=first.message + _others(len(more)))
+    for first, *more in groups.values()
+  ]
+
+
+def _others(number: int) -> str:
+  if not number:
+    return ""
+  return f" (and {number} more variable{'s' if number > 1 else ''} like it)"
+
+
+def _check_rules(
+  rules: sharding_rules.Rules, mesh: Mapping[str, int]
+) -> list[Finding]:
+  findings = []
+  for logical, entry in rules:
+    names = _as_tuple(entry)
+    for name in dict.fromkeys(names):
+      if name not in mesh:
+        message = (
+          f"the rule of {logical!r} names the mesh axis {name!r}, but the mesh"
+          f" has {', '.join(mesh)}; correct the rule"
+        )
+        findings.append(Finding(Rule.UNKNOWN_AXIS, True, message))
+      if names.count(name) > 1:
+        message = (
+          f"the rule of {logical!r} names the mesh axis {name!r}"
+          f" {names.count(name)} times; name it once"
+        )
+        findings.append(Finding(Rule.AXIS_USED_TWICE, True, message))
+  return findings
+
+
+class _Checker:
+  """Checks arrays, given as name, shape and logical axes."""
+
+  def __init__(
+    self, mesh: Mapping[str, int], rules: sharding_rules.Rules
+  ) -> None:
+    self._mesh = mesh
+    self._rules = rules
+
+  def indivisible(
+    self, name: str, shape: Sequence[int], axes: Sequence[str | None]
+  ) -> Iterable[_Problem]:
+    for axis, size, names in zip(axes, shape, self._split(axes), strict=True):
+      parts = math.prod(self._mesh[n] for n in names)
+      if size % parts:
+        over = ", ".join(f"{n}={self._mesh[n]}" for n in names)
+        field = _FIELDS.get(axis or "", f"the size of {axis!r}")
+        message = (
+          f"{name}: axis {axis!r} of size {size} does not divide by {over};"
+          f" make {field} a multiple of {parts}, such as"
+          f" {-(-size // parts) * parts}, or the mesh smaller along"
+          f" {' and '.join(names)}, so that it divides {size}"
+        )
+        key = (axis, size, names)
+        yield key, Finding(Rule.DOES_NOT_DIVIDE, True, message)
+
+  def used_twice(
+    self, name: str, shape: Sequence[int], axes: Sequence[str | None]
+  ) -> Iterable[_Problem]:
+    split = self._split(axes)
+    for i, (axis, size) in enumerate(zip(axes, shape, strict=True)):
+      for mesh_axis in self._wanted(axis):
+        others = [k for k, names in enumerate(split) if mesh_axis in names]
+        if not others or others == [i]:
+          continue
+        (other,) = others
+        message = (
+          f"{name}: the mesh axis {mesh_axis!r} is asked for twice, by"
+          f" {axes[other]!r} of size {shape[other]}, which gets it, and by"
+          f" {axis!r} of size {size}, which is not split by it; give one of"
+          " them another rule"
+        )
+        key = (axis, axes[other], mesh_axis)
+        yield key, Finding(Rule.AXIS_USED_TWICE, False, message)
+
+  def replicated(
+    self, spec: variables.VariableSpec, large_bytes: int
+  ) -> Iterable[_Problem]:
+    size = math.prod(spec.shape) * spec.dtype.itemsize
+    parts = math.prod(
+      self._mesh[n] for names in self._split(spec.axes) for n in names
+    )
+    sharing = [
+      f"{axis}={n}"
+      for axis, n in self._mesh.items()
+      if n > 1 and axis != axis_names.DATA
+    ]
+    if size < large_bytes or parts > 1 or not sharing:
+      return
+    message = (
+      f"{spec.name}: {size / 2**20:.0f} MiB of shape {spec.shape} are on every"
+      f" device, though the mesh has {', '.join(sharing)}; its axes are"
+      f" {spec.axes}: name them, or give one a rule with a mesh axis in use"
+    )
+    key = (spec.shape, spec.axes)
+    yield key, Finding(Rule.LEFT_REPLICATED, False, message)
+
+  def idle_axes(self) -> Iterable[Finding]:
+    """Mesh axes that split weights at most, so that work is done twice."""
+    working = {
+      name
+      for logical, entry in self._rules
+      for name in _as_tuple(entry)
+      if logical in _WORK
+    }
+    for axis, size in self._mesh.items():
+      if size > 1 and axis not in working:
+        message = (
+          f"the mesh axis {axis}={size} splits neither the batch nor any other"
+          f" axis of activations, so each of its {size} devices does the same"
+          f" work; add {axis!r} to the rule of {axis_names.BATCH!r}, or take"
+          " it out of the mesh"
+        )
+        yield Finding(Rule.WORK_NOT_SHARED, False, message)
+
+  def _split(self, axes: Sequence[str | None]) -> list[tuple[str, ...]]:
+    """The mesh axes in use that split each dimension."""
+    spec = sharding_rules.to_partition_spec(axes, rules=self._rules)
+    return [self._in_use(_as_tuple(entry)) for entry in spec]
+
+  def _wanted(self, axis: str | None) -> tuple[str, ...]:
+    """The mesh axes in use that the first rule of an axis asks for."""
+    for logical, entry in self._rules:
+      if logical == axis:
+        return self._in_use(_as_tuple(entry))
+    return ()
+
+  def _in_use(self, names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in names if self._mesh[name] > 1)
+
+
+# Axes whose splitting splits the work of a step.
+_WORK = frozenset(
+  name
+  for name in axis_names.LOGICAL_AXES
+  if name.startswith("activation_")
+  or name in (axis_names.BATCH, axis_names.LENGTH, axis_names.STAGES)
+)
+
+
+def _as_tuple(entry: sharding_rules.MeshAxes) -> tuple[str, ...]:
+  return (entry,) if isinstance(entry, str) else entry or ()
+
+
+def _batch_axes(ndim: int) -> tuple[str | None, ...]:
+  names = (axis_names.BATCH, axis_names.LENGTH)[:ndim]
+  return names + (None,) * (ndim - len(names))

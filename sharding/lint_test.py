@@ -1,0 +1,160 @@
+"""Tests for the sharding lint."""
+
+import re
+import time
+
+import jax.numpy as jnp
+import pytest
+
+from paxon.sharding import axes, lint, rules, variables
+
+
+def _spec(name, shape, names):
+  return variables.VariableSpec(
+    name=name, shape=shape, dtype=jnp.dtype("float32"), axes=names
+  )
+
+
+def _mesh(**sizes):
+  return dict.fromkeys(axes.MESH_AXES, 1) | sizes
+
+
+_KERNEL = _spec("params/up", (64, 256), (axes.EMBED, axes.MLP))
+_BATCH = {"inputs": (32, 128), "weights": (32, 128)}
+
+
+def _check(*specs, mesh, batch=None, **options):
+  return lint.check(
+    list(specs) or [_KERNEL], batch=batch or _BATCH, mesh=mesh, **options
+  )
+
+
+@pytest.mark.parametrize(
+  "mesh",
+  [
+    _mesh(),
+    _mesh(data=2, fsdp=4, tensor=2),
+    _mesh(fsdp=32),
+    _mesh(sequence=4, tensor=8),
+    _mesh(data=4, expert=2),
+  ],
+  ids=str,
+)
+def test_finds_nothing_in_a_good_layout(mesh):
+  assert _check(mesh=mesh) == []
+
+
+def test_dimensions_that_do_not_divide():
+  (finding,) = _check(mesh=_mesh(fsdp=32, tensor=3))
+  assert finding.is_error
+  assert finding.rule is lint.Rule.DOES_NOT_DIVIDE
+  assert finding.message == (
+    "params/up: axis 'mlp' of size 256 does not divide by tensor=3; make"
+    " mlp_dim a multiple of 3, such as 258, or the mesh smaller along tensor,"
+    " so that it divides 256"
+  )
+
+
+@pytest.mark.parametrize(
+  ("axis", "field", "mesh"),
+  [
+    (axes.HEADS, "num_heads", {"tensor": 4}),
+    (axes.KV_HEADS, "num_kv_heads", {"tensor": 4}),
+    (axes.EXPERTS, "num_experts", {"expert": 4}),
+  ],
+)
+def test_heads_and_experts_against_their_axes(axis, field, mesh):
+  spec = _spec("params/attention/key", (64, 6, 16), (axes.EMBED, axis, None))
+  (finding,) = _check(spec, mesh=_mesh(**mesh))
+  assert finding.is_error
+  assert re.search(
+    rf"attention/key: axis '{axis}' of size 6 .* make {field} a multiple of 4,"
+    " such as 8",
+    finding.message,
+  )
+
+
+def test_a_batch_that_does_not_cover_the_mesh():
+  findings = _check(mesh=_mesh(data=8, fsdp=8), batch={"inputs": (32, 128)})
+  (finding,) = findings
+  assert finding.is_error
+  assert "batch/inputs: axis 'batch' of size 32" in finding.message
+  assert "data=8, fsdp=8" in finding.message
+  assert "global_batch_size a multiple of 64, such as 64" in finding.message
+
+
+def test_rows_that_do_not_divide_by_the_sequence_axis():
+  (finding,) = _check(mesh=_mesh(sequence=3))
+  assert "'length' of size 128 does not divide by sequence=3" in finding.message
+  # The other array of the batch has the same problem.
+  assert finding.message.endswith("(and 1 more variable like it)")
+
+
+def test_an_axis_used_twice():
+  square = _spec("params/square", (64, 128), (axes.EMBED, axes.EMBED))
+  (finding,) = _check(square, mesh=_mesh(fsdp=4))
+  assert finding.rule is lint.Rule.AXIS_USED_TWICE
+  assert not finding.is_error
+  assert "params/square: the mesh axis 'fsdp' is asked for twice" in (
+    finding.message
+  )
+  assert "'embed' of size 64, which gets it" in finding.message
+  assert "'embed' of size 128, which is not split" in finding.message
+
+
+def test_an_axis_twice_in_one_rule():
+  wrong = ((axes.BATCH, ("data", "data")), *rules.DEFAULT_RULES[1:])
+  (finding,) = _check(mesh=_mesh(data=2), rules=wrong)
+  assert finding.is_error
+  assert finding.message == (
+    "the rule of 'batch' names the mesh axis 'data' 2 times; name it once"
+  )
+
+
+def test_a_rule_for_an_axis_that_no_mesh_has():
+  wrong = ((axes.BATCH, "replica"), *rules.DEFAULT_RULES[1:])
+  (finding,) = _check(mesh=_mesh(), rules=wrong)
+  assert finding.rule is lint.Rule.UNKNOWN_AXIS
+  assert "names the mesh axis 'replica', but the mesh has" in finding.message
+
+
+def test_large_tensors_left_replicated():
+  large = _spec("params/table", (1 << 20, 64), (None, None))
+  (finding,) = _check(large, mesh=_mesh(fsdp=8))
+  assert not finding.is_error
+  assert "params/table: 256 MiB of shape (1048576, 64)" in finding.message
+  assert "though the mesh has fsdp=8" in finding.message
+  # Data parallelism replicates by intent, and small tensors do no harm.
+  assert _check(large, mesh=_mesh(data=8)) == []
+  assert _check(large, mesh=_mesh(fsdp=8), large_bytes=1 << 30) == []
+
+
+def test_a_mesh_axis_that_shares_no_work():
+  weights_only = ((axes.BATCH, "data"), *rules.DEFAULT_RULES[1:])
+  (finding,) = _check(mesh=_mesh(data=2, fsdp=4), rules=weights_only)
+  assert finding.rule is lint.Rule.WORK_NOT_SHARED
+  assert "fsdp=4 splits neither the batch" in finding.message
+  assert "add 'fsdp' to the rule of 'batch'" in finding.message
+
+
+def test_groups_variables_and_puts_errors_first():
+  specs = [
+    _spec(f"params/{i}", (1 << 20, 6, 16), (axes.VOCAB, axes.EMBED, None))
+    for i in range(3)
+  ]
+  large = _spec("params/table", (1 << 20, 64), (None, None))
+  warning_first = [large, *specs]
+  findings = _check(*warning_first, mesh=_mesh(fsdp=4))
+  assert [finding.is_error for finding in findings] == [True, False]
+  assert findings[0].message.startswith("params/0: axis 'embed' of size 6")
+  assert findings[0].message.endswith("(and 2 more variables like it)")
+
+
+def test_is_fast_for_the_largest():
+  specs = [
+    _spec(f"params/{i}/up", (16384, 65536), (axes.EMBED, axes.MLP))
+    for i in range(2000)
+  ]
+  begin = time.monotonic()
+  assert _check(*specs, mesh=_mesh(data=2, fsdp=32, tensor=32)) != []
+  assert time.monotonic() - begin < 10

@@ -1,0 +1,116 @@
+"""A function of activations, applied to each shard of them by itself.
+
+A sum over an axis that is split over devices is added up over the devices where
+it is computed; in a loop, once per step. A function that is mapped over the
+shards has one such sum per shard instead, on the shard's own devices, and they
+are added up once, at its end.
+"""
+
+from collections.abc import Callable, Sequence
+import itertools
+import math
+from typing import Any
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from paxon.sharding import rules
+
+Arrays = Any
+
+
+def map_shards(
+  fn: Callable[[Arrays], tuple[Any, Any]],
+  arrays: Arrays,
+  *,
+  axes: Sequence[str],
+) -> tuple[Any, Any]:
+  """Returns `fn(arrays)`, computed shard by shard, all at the same time.
+
+  Inside of `fn` the mesh axes that split `axes` do not exist: an activation is
+  a shard of itself, and constraints leave these mesh axes out.
+
+  Args:
+    fn: Maps arrays to sums (arrays of any shape, which are to be added up over
+      shards) and outputs (with the leading axes `axes`).
+    arrays: Activations with the leading axes `axes`.
+    axes: Logical axes; the active rules say what splits them. Outside of a
+      layout there is one shard.
+
+  Raises:
+    ValueError: An axis does not divide by its shards.
+  """
+  active = tuple(nn.get_logical_axis_rules())
+  if not active:
+    return fn(arrays)
+  # A dimension of size one stays whole, as it does for `logical.constrain`.
+  shape = jax.tree.leaves(arrays)[0].shape
+  names = [a if n > 1 else None for a, n in zip(axes, shape, strict=False)]
+  entries = rules.to_partition_spec(names, rules=active)
+  mesh_axes = [(e,) if isinstance(e, str) else tuple(e or ()) for e in entries]
+  sizes = jax.sharding.get_abstract_mesh().shape
+  counts = [math.prod(sizes[name] for name in names) for names in mesh_axes]
+  if math.prod(counts) == 1:
+    return fn(arrays)
+  every = tuple(itertools.chain(*mesh_axes))
+
+  def mapped(arrays: Arrays) -> tuple[Any, Any]:
+    with nn.logical_axis_rules(_without(every, active)):
+      return fn(arrays)
+
+  for names in reversed(mesh_axes):
+    mapped = jax.vmap(mapped, spmd_axis_name=names or None)
+
+  def placed(x: jax.Array) -> jax.Array:
+    rest = [PartitionSpec.UNCONSTRAINED] * (x.ndim - len(counts))
+    spec = PartitionSpec(*(names or None for names in mesh_axes), *rest)
+    return jax.lax.with_sharding_constraint(x, spec)
+
+  parts = jax.tree.map(lambda x: placed(_split(x, axes, counts)), arrays)
+  sums, outputs = mapped(parts)
+  rank = len(counts)
+
+  def added(x: jax.Array) -> jax.Array:
+    # One axis of all shards, so that one reduction goes over all devices.
+    x = placed(x).reshape(-1, *x.shape[rank:])
+    rest = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
+    spec = PartitionSpec(every, *rest)
+    return jnp.sum(jax.lax.with_sharding_constraint(x, spec), axis=0)
+
+  return (
+    jax.tree.map(added, sums),
+    jax.tree.map(lambda x: _joined(placed(x), rank), outputs),
+  )
+
+
+def _without(taken: tuple[str, ...], active: rules.Rules) -> rules.Rules:
+  """Returns the rules without the mesh axes that are taken."""
+
+  def left(entry: rules.MeshAxes) -> rules.MeshAxes:
+    names = (entry,) if isinstance(entry, str) else entry or ()
+    return tuple(name for name in names if name not in taken) or None
+
+  return tuple((logical, left(entry)) for logical, entry in active)
+
+
+def _split(x: jax.Array, axes: Sequence[str], counts: list[int]) -> jax.Array:
+  """Returns [shards by axis ..., sizes of a shard by axis ..., other ...]."""
+  shape: list[int] = []
+  for axis, count, size in zip(axes, counts, x.shape, strict=False):
+    if size % count:
+      raise ValueError(
+        f"The axis '{axis}' of an activation of shape {x.shape} does not "
+        f"divide by its {count} shards."
+      )
+    shape += [count, size // count]
+  x = x.reshape(*shape, *x.shape[len(counts) :])
+  return jnp.moveaxis(x, range(0, len(shape), 2), range(len(counts)))
+
+
+def _joined(x: jax.Array, rank: int) -> jax.Array:
+  """Undoes `_split`."""
+  x = jnp.moveaxis(x, range(rank), range(0, 2 * rank, 2))
+  sizes = [x.shape[i] * x.shape[i + 1] for i in range(0, 2 * rank, 2)]
+  return x.reshape(*sizes, *x.shape[2 * rank :])

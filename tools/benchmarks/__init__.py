@@ -1,0 +1,1 @@
+"""The bench: pairs of contenders timed in turn, and hand-written baselines."""

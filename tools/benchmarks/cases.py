@@ -1,0 +1,179 @@
+"""The cases of the bench, by name."""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+from typing import Any
+
+from paxon.tools.benchmarks import (
+  comparison,
+  decoder_lm_workload,
+  pure_jax_decoder_lm,
+)
+
+Workload = decoder_lm_workload.Workload
+Config = pure_jax_decoder_lm.Config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+  """Something that can be measured.
+
+  Attributes:
+    summary: One line of what it compares.
+    workload: Its sizes; options of the command line change them.
+    run: `(workload, name, rounds) -> Comparison`.
+    rounds: How many rounds it has by default.
+    is_default: Whether it is measured when no case is named.
+  """
+
+  summary: str
+  workload: Workload
+  run: Callable[[Workload, str, int], comparison.Comparison]
+  rounds: int
+  is_default: bool = True
+
+
+# As in tasks/lm/params/quickstart.py, which tools must not import.
+QUICKSTART = Workload(
+  config=Config(
+    vocab_size=264,
+    num_layers=4,
+    embed_dim=128,
+    mlp_dim=384,
+    num_heads=4,
+    num_kv_heads=1,
+    head_dim=32,
+  ),
+  global_batch_size=8,
+  length=256,
+)
+# About six times the work in matrix products.
+LARGER = Workload(
+  config=Config(
+    vocab_size=1024,
+    num_layers=6,
+    embed_dim=256,
+    mlp_dim=768,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=32,
+  ),
+  global_batch_size=8,
+  length=256,
+)
+# GPT-2's sizes with this model's parts: three mlp kernels of 2048 have as many
+# parameters as GPT-2's two of 3072. The vocabulary is rounded up to 64.
+GPT2_124M = Workload(
+  config=Config(
+    vocab_size=50_304,
+    num_layers=12,
+    embed_dim=768,
+    mlp_dim=2048,
+    num_heads=12,
+    num_kv_heads=12,
+    head_dim=64,
+    dtype="bfloat16",
+  ),
+  global_batch_size=16,
+  length=1024,
+)
+DENSE_1B = Workload(
+  config=Config(
+    vocab_size=32_768,
+    num_layers=16,
+    embed_dim=2048,
+    mlp_dim=6144,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=128,
+    dtype="bfloat16",
+  ),
+  global_batch_size=4,
+  length=2048,
+)
+
+
+def _train_step(
+  steps: int,
+) -> Callable[[Workload, str, int], comparison.Comparison]:
+  def run(workload: Workload, name: str, rounds: int) -> comparison.Comparison:
+    from paxon.tools.benchmarks import train_step_case
+
+    return train_step_case.run(workload, name=name, rounds=rounds, steps=steps)
+
+  return run
+
+
+# Imported when they run: these need the packages of the whole program.
+def _loop(workload: Workload, name: str, rounds: int) -> comparison.Comparison:
+  from paxon.tools.benchmarks import loop_case
+
+  return loop_case.run(workload, name=name, rounds=rounds)
+
+
+def _save(workload: Workload, name: str, rounds: int) -> comparison.Comparison:
+  from paxon.tools.benchmarks import save_case
+
+  return save_case.run(workload, name=name, rounds=rounds)
+
+
+CASES: Mapping[str, Case] = {
+  "train_step": Case(
+    summary="our train step / plain JAX, at the quickstart's size",
+    workload=QUICKSTART,
+    run=_train_step(3),
+    rounds=15,
+  ),
+  "train_step_larger": Case(
+    summary="the same with about six times the work",
+    workload=LARGER,
+    run=_train_step(1),
+    rounds=11,
+  ),
+  "save_blocking": Case(
+    summary="the time for which a save blocks / a step",
+    workload=QUICKSTART,
+    run=_save,
+    rounds=15,
+  ),
+  "loop": Case(
+    summary="the whole training program / its bare step",
+    workload=QUICKSTART,
+    run=_loop,
+    rounds=5,
+  ),
+  "gpt2_124m": Case(
+    summary="our train step / plain JAX, GPT-2 124M; for a GPU",
+    workload=GPT2_124M,
+    run=_train_step(10),
+    rounds=11,
+    is_default=False,
+  ),
+  "dense_1b": Case(
+    summary="our train step / plain JAX, 1B parameters; for a large GPU",
+    workload=DENSE_1B,
+    run=_train_step(5),
+    rounds=11,
+    is_default=False,
+  ),
+}
+
+
+def defaults() -> list[str]:
+  """Returns the names of the cases that are measured when none is named."""
+  return [name for name, case in CASES.items() if case.is_default]
+
+
+def resized(workload: Workload, sizes: Mapping[str, Any]) -> Workload:
+  """Returns a workload with other sizes.
+
+  Args:
+    workload: Not changed.
+    sizes: By name: fields of the workload, or of its model. `None` is as it is.
+  """
+  given = {name: value for name, value in sizes.items() if value is not None}
+  own = {f.name for f in dataclasses.fields(Workload)}
+  model = {name: given.pop(name) for name in set(given) - own}
+  return dataclasses.replace(
+    workload, **given, config=dataclasses.replace(workload.config, **model)
+  )

@@ -1,0 +1,149 @@
+"""A decoder-only language model and its train step in plain JAX, in one file.
+
+What one would write by hand, without a framework: pre-norm blocks of rotary
+grouped-query attention and a gated feed-forward, tied embeddings, AdamW with
+warm-up and cosine decay to 5 %, clipping to norm 1. Layers are scanned, the
+state is donated, kernels multiply in `dtype`, sums and norms are float32.
+
+Letters: batch B, length T S, embed D, heads N, key/value heads K, head_dim H.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Arrays = dict[str, jax.Array]
+einsum32 = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+  """Sizes of the model, and how it learns."""
+
+  vocab_size: int
+  num_layers: int
+  embed_dim: int
+  mlp_dim: int
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  dtype: str = "float32"
+  peak: float = 4e-3
+  warmup_steps: int = 50
+  total_steps: int = 1000
+  b2: float = 0.99
+  weight_decay: float = 0.1
+
+
+def initial_state(c: Config, key: jax.Array) -> dict[str, Any]:
+  """Returns step, parameters and moments; all float32 but the step."""
+  L, D, F, H = c.num_layers, c.embed_dim, c.mlp_dim, c.head_dim
+  shapes = {"table": (c.vocab_size, D), "gate": (L, D, F), "up": (L, D, F)}
+  shapes |= {"down": (L, F, D), "out": (L, c.num_heads, H, D)}
+  shapes |= {"q": (L, D, c.num_heads, H), "k": (L, D, c.num_kv_heads, H)}
+  shapes |= {"v": shapes["k"]}
+  fan_in = {"down": F, "out": c.num_heads * H}
+  keys = iter(jax.random.split(key, len(shapes)))
+  params = {
+    name: jax.random.normal(next(keys), shape) / fan_in.get(name, D) ** 0.5
+    for name, shape in shapes.items()
+  }
+  norms = {"attention_norm": (L, D), "mlp_norm": (L, D), "final_norm": (D,)}
+  params |= {name: jnp.ones(shape) for name, shape in norms.items()}
+  mu, nu = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
+  return {"step": jnp.int32(0), "params": params, "mu": mu, "nu": nu}
+
+
+def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+  """Returns `x` [B,T,D] over its root mean square, times `scale`."""
+  y = x.astype(jnp.float32)
+  y *= jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + 1e-6)
+  return (y * scale[None, None]).astype(x.dtype)
+
+
+def rotate(x: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
+  """Returns heads [B,T,N,H] turned by angles [B,T,1,H/2]."""
+  a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  turned = a * cos - b * sin, b * cos + a * sin
+  return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+def attention(x: jax.Array, w: Arrays, mask: Any, turn: Any) -> jax.Array:
+  """Returns what each token of `x` [B,T,D] gathers from those it sees."""
+  q, k, v = (jnp.einsum("BTD,DNH->BTNH", x, w[name]) for name in "qkv")
+  (B, T, N, H), K = q.shape, k.shape[2]
+  q, k = rotate(q, *turn).reshape(B, T, K, N // K, H), rotate(k, *turn)
+  scores = einsum32("BTKGH,BSKH->BKGTS", q, k) * H**-0.5
+  scores = jnp.where(mask[:, None, None], scores, -1e30)
+  shares = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
+  y = jnp.einsum("BKGTS,BSKH->BTKGH", shares, v).reshape(B, T, N, H)
+  return jnp.einsum("BTNH,NHD->BTD", y, w["out"])
+
+
+def forward(params: Arrays, batch: Arrays, c: Config) -> jax.Array:
+  """Returns logits [B,T,V], float32."""
+  positions, segments = batch["positions"], batch["segment_ids"]
+  mask = positions[:, :, None] >= positions[:, None, :]
+  mask &= segments[:, :, None] == segments[:, None, :]
+  speed = 1e4 ** -(jnp.arange(0, c.head_dim, 2) / c.head_dim)
+  angle = jnp.einsum("BT,H->BTH", positions.astype(speed.dtype), speed)
+  turn = jnp.sin(angle)[:, :, None], jnp.cos(angle)[:, :, None]
+
+  def layer(x: jax.Array, w: Arrays) -> tuple[jax.Array, None]:
+    w = {n: p.astype(c.dtype) if p.ndim > 1 else p for n, p in w.items()}
+    x += attention(norm(x, w["attention_norm"]), w, mask, turn)
+    y = norm(x, w["mlp_norm"])
+    y = jax.nn.silu(y @ w["gate"]) * (y @ w["up"])
+    return x + y @ w["down"], None
+
+  w = dict(params)
+  table, scale = w.pop("table").astype(c.dtype), w.pop("final_norm")
+  x = table[batch["inputs"]] * c.embed_dim**0.5
+  x = norm(jax.lax.scan(layer, x, w)[0], scale)
+  return einsum32("BTD,VD->BTV", x, table)
+
+
+def loss(params: Arrays, batch: Arrays, c: Config) -> tuple[jax.Array, Arrays]:
+  """Returns the mean loss in nats, and metrics."""
+  logits, targets = forward(params, batch, c), batch["targets"]
+  chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+  share = batch["weights"] / jnp.sum(batch["weights"])
+  mean = jnp.sum((jax.nn.logsumexp(logits, axis=-1) - chosen) * share)
+  hits = jnp.sum(jnp.where(jnp.argmax(logits, axis=-1) == targets, share, 0))
+  return mean, {"loss": mean, "accuracy": hits}
+
+
+def learning_rate(step: jax.Array, c: Config) -> jax.Array:
+  """Returns the rate of the update made at `step`, a float."""
+  warmup = (step + 1) / (c.warmup_steps + 1)
+  done = (step - c.warmup_steps) / (c.total_steps - c.warmup_steps)
+  cosine = 0.5 + 0.5 * jnp.cos(jnp.pi * jnp.minimum(done, 1))
+  return c.peak * jnp.where(done < 0, warmup, 0.05 + 0.95 * cosine)
+
+
+def train_step(state: Any, batch: Arrays, *, c: Config) -> tuple[Any, Arrays]:
+  """Returns the state after one update, and metrics."""
+  new: Any = {"step": state["step"] + 1, "params": {}, "mu": {}, "nu": {}}
+  grads, metrics = jax.grad(loss, has_aux=True)(state["params"], batch, c)
+  for name, tree in ("grad_norm", grads), ("param_norm", state["params"]):
+    metrics[name] = jnp.sqrt(sum(jnp.sum(x * x) for x in tree.values()))
+  clip = 1 / jnp.maximum(metrics["grad_norm"], 1)
+  t = new["step"].astype(jnp.float32)
+  metrics["learning_rate"] = rate = learning_rate(t - 1, c)
+  for name, p in state["params"].items():
+    g, m, v = clip * grads[name], state["mu"][name], state["nu"][name]
+    m, v = 0.9 * m + 0.1 * g, c.b2 * v + (1 - c.b2) * g * g
+    step = m / (1 - 0.9**t) / (jnp.sqrt(v / (1 - c.b2**t)) + 1e-8)
+    decay = 0 if name.endswith("norm") else c.weight_decay
+    new["params"][name] = p - rate * (step + decay * p)
+    new["mu"][name], new["nu"][name] = m, v
+  return new, metrics
+
+
+def compile_step(c: Config, state: Any, batch: Arrays) -> jax.stages.Compiled:
+  """Returns the step for such arguments; it takes the state's memory over."""
+  step = jax.jit(functools.partial(train_step, c=c), donate_argnums=0)
+  return step.lower(state, batch).compile()

@@ -1,0 +1,130 @@
+"""Tests that the hand-written step and ours compute the same.
+
+They share no code, so each is a witness for the other.
+"""
+
+import ast
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from paxon.tools.benchmarks import (
+  decoder_lm_job,
+  decoder_lm_workload,
+  pure_jax_decoder_lm,
+)
+
+STEPS = 5
+
+
+def _workload(**config) -> decoder_lm_workload.Workload:
+  sizes = {
+    "vocab_size": 40,
+    "num_layers": 2,
+    "embed_dim": 32,
+    "mlp_dim": 48,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "warmup_steps": 2,
+    "total_steps": 6,
+  }
+  return decoder_lm_workload.Workload(
+    config=pure_jax_decoder_lm.Config(**{**sizes, **config}),
+    global_batch_size=4,
+    length=32,
+  )
+
+
+def _trained(workload: decoder_lm_workload.Workload):
+  """Returns both states after some steps, and the metrics of each step."""
+  job = workload.job()
+  ours = decoder_lm_workload.compile_ours(job, devices=jax.devices()[:1])
+  first = ours.start(count=1)
+  second = decoder_lm_workload.pure_jax_steps(ours, workload, count=1)
+  metrics = []
+  state, other = first.state, second.state
+  for i in range(STEPS):
+    batch = ours.batches[i % len(ours.batches)]
+    keys = decoder_lm_workload.PURE_JAX_KEYS
+    state, pairs = ours.step(state, batch)
+    other, values = second.step(other, {k: batch[k] for k in keys})
+    means = {name: pair[0] / pair[1] for name, pair in pairs.items()}
+    metrics.append((jax.device_get(means), jax.device_get(values)))
+  return decoder_lm_job.to_pure_jax(state), other, metrics
+
+
+def _distance(a, b) -> float:
+  a, b = (np.asarray(x, np.float64) for x in (a, b))
+  return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+@pytest.fixture(scope="module", name="float32")
+def _float32():
+  return _trained(_workload())
+
+
+def test_metrics_agree_with_ours_at_every_step(float32):
+  for means, values in float32[2]:
+    assert values.keys() <= means.keys()
+    for name, value in values.items():
+      np.testing.assert_allclose(means[name], value, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("group", ["params", "mu", "nu"])
+def test_state_agrees_with_ours_after_five_steps(float32, group):
+  ours, theirs, _ = float32
+  assert ours["step"] == theirs["step"] == STEPS
+  assert ours[group].keys() == theirs[group].keys()
+  for name, value in theirs[group].items():
+    assert _distance(ours[group][name], value) < 1e-5, name
+
+
+def test_the_loss_falls(float32):
+  losses = [values["loss"] for _, values in float32[2]]
+  # The first batch comes again as the fifth.
+  assert losses[4] < losses[0] - 0.01
+
+
+def test_bfloat16_agrees_within_its_precision():
+  ours, theirs, metrics = _trained(_workload(dtype="bfloat16"))
+  for means, values in metrics:
+    np.testing.assert_allclose(means["loss"], values["loss"], rtol=2e-3)
+  for name, value in theirs["params"].items():
+    assert value.dtype == np.float32
+    assert _distance(ours["params"][name], value) < 2e-2, name
+
+
+def test_its_own_initial_values_have_the_shapes_of_ours():
+  workload = _workload()
+  own = pure_jax_decoder_lm.initial_state(workload.config, jax.random.key(0))
+  ours = decoder_lm_workload.compile_ours(
+    workload.job(), devices=jax.devices()[:1]
+  )
+  loaded = decoder_lm_job.to_pure_jax(ours.session.initial_state())
+
+  def shapes(tree):
+    return jax.tree.map(lambda x: (x.shape, x.dtype.name), tree)
+
+  assert shapes(own) == shapes(loaded)
+  for name, value in own["params"].items():
+    deviation = np.std(loaded["params"][name])
+    np.testing.assert_allclose(np.std(value), deviation, rtol=0.2, atol=1e-6)
+
+
+def test_the_file_is_short_and_needs_only_jax():
+  text = pathlib.Path(pure_jax_decoder_lm.__file__).read_text()
+  assert len(text.splitlines()) < 150
+  imported = {
+    name
+    for node in ast.walk(ast.parse(text))
+    if isinstance(node, ast.Import | ast.ImportFrom)
+    for name in (
+      [a.name for a in node.names]
+      if isinstance(node, ast.Import)
+      else [node.module]
+    )
+  }
+  assert imported == {"dataclasses", "functools", "typing", "jax", "jax.numpy"}

@@ -1,0 +1,63 @@
+"""Tests of the made-up batches."""
+
+import numpy as np
+import pytest
+
+from paxon.tools.benchmarks import random_tokens
+
+
+def _input(**fields) -> random_tokens.RandomTokens:
+  sizes = {"global_batch_size": 4, "length": 128, "vocab_size": 50}
+  return random_tokens.RandomTokens(**{**sizes, **fields})
+
+
+def test_rows_are_packed_documents():
+  batch = _input().get_next()
+  real = batch["weights"] == 1
+  assert 0.9 < real.mean() < 1
+  assert (batch["segment_ids"][~real] == 0).all()
+  assert (batch["segment_ids"][real] > 0).all()
+  assert batch["segment_ids"].max() > 1
+  for segments, positions in zip(
+    batch["segment_ids"], batch["positions"], strict=True
+  ):
+    for segment in set(segments) - {0}:
+      places = positions[segments == segment]
+      np.testing.assert_array_equal(places, np.arange(len(places)))
+
+
+def test_targets_are_the_next_tokens():
+  batch = _input().get_next()
+  inside = batch["weights"][:, 1:] == 1
+  np.testing.assert_array_equal(
+    batch["inputs"][:, 1:][inside], batch["targets"][:, :-1][inside]
+  )
+  assert batch["inputs"].max() < 50
+
+
+def test_a_restored_state_reads_the_same_batches():
+  source = _input()
+  source.get_next()
+  state = source.get_state()
+  expected = source.get_next()
+  other = _input()
+  other.set_state(state)
+  np.testing.assert_equal(other.get_next(), expected)
+  other.reset()
+  first = other.get_next()
+  assert (first["inputs"] != expected["inputs"]).any()
+
+
+def test_hosts_share_a_batch():
+  whole = _input().get_next()
+  parts = []
+  for host in range(2):
+    source = _input()
+    source.set_infeed_hosts(infeed_host_index=host, num_infeed_hosts=2)
+    parts.append(source.get_next()["inputs"])
+  np.testing.assert_array_equal(np.concatenate(parts), whole["inputs"])
+
+
+def test_refuses_the_state_of_another_input():
+  with pytest.raises(ValueError, match="RandomTokens has no such state"):
+    _input().set_state({"epoch": 1})

@@ -1,0 +1,109 @@
+"""Whether checkpoints can be read whole, and whether all values are finite."""
+
+from collections.abc import Iterator
+import dataclasses
+
+from etils import epath
+import numpy as np
+
+from paxon.runner import user_error
+from paxon.runner.checkpoints import (
+  checkpointer,
+  stored_arrays,
+  stored_checkpoint,
+  text_table,
+)
+
+# Values that are looked at together.
+_PIECE = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+  """What was found of one checkpoint.
+
+  Attributes:
+    step: Of the checkpoint.
+    is_sound: Whether all of it can be read and is what was written.
+    line: What to print.
+  """
+
+  step: int
+  is_sound: bool
+  line: str
+
+
+def verify(path: epath.Path, *, step: int | None = None) -> Iterator[Report]:
+  """Yields a report for each checkpoint, the oldest first.
+
+  Args:
+    path: The folder of a run, of its checkpoints, or of one of them.
+    step: Of the only one to look at.
+
+  Raises:
+    user_error.UserError: There is none.
+  """
+  folder, steps = stored_checkpoint.steps(path)
+  if step is not None:
+    stored_checkpoint.find(path, step=step)
+    steps = [step]
+  for each in steps:
+    yield _verify(folder, each)
+
+
+def _verify(folder: epath.Path, step: int) -> Report:
+  try:
+    checkpoint = stored_checkpoint.read(folder, step)
+    with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
+      checkpoints.verify(step)
+      has_checksums = checkpoints.describe(step)["checksums"] is not None
+    not_finite = _read_all(checkpoint)
+  except (checkpointer.DamagedCheckpointError, user_error.UserError) as error:
+    return Report(
+      step=step,
+      is_sound=False,
+      line=f"step {step}: DAMAGED. {user_error.one_line(error)}",
+    )
+  arrays = checkpoint.arrays.values()
+  size = text_table.size(stored_checkpoint.total_bytes(arrays))
+  line = f"step {step}: sound, {len(arrays)} arrays of {size} read"
+  if not has_checksums:
+    line += f"; no checksums in format version {checkpoint.format_version}"
+  if not_finite:
+    total = sum(not_finite.values())
+    names = ", ".join(list(not_finite)[:3])
+    more = f" and {len(not_finite) - 3} more" if len(not_finite) > 3 else ""
+    line += f"; {total:,} values are not finite, in {names}{more}"
+  return Report(step=step, is_sound=True, line=line)
+
+
+def _read_all(checkpoint: stored_checkpoint.StoredCheckpoint) -> dict[str, int]:
+  """Reads each array; returns how many values are not finite, if any."""
+  counts = {
+    name: _read_one(checkpoint, stored)
+    for name, stored in checkpoint.arrays.items()
+  }
+  return {name: count for name, count in counts.items() if count}
+
+
+def _read_one(
+  checkpoint: stored_checkpoint.StoredCheckpoint,
+  stored: stored_checkpoint.StoredArray,
+) -> int:
+  # A function, so that one array is gone before the next is read.
+  (array,) = stored_arrays.read_numpy(checkpoint, [stored.name]).values()
+  if (array.shape, array.dtype.name) != (stored.shape, stored.dtype):
+    raise checkpointer.DamagedCheckpointError(
+      f"The checkpoint {checkpoint.path} holds {stored.name} as"
+      f" {array.dtype.name}{text_table.shape(array.shape)}, and its metadata"
+      f" says {stored.dtype}{text_table.shape(stored.shape)}"
+    )
+  return _count_not_finite(array)
+
+
+def _count_not_finite(array: np.ndarray) -> int:
+  flat = array.reshape(-1)
+  return sum(
+    int((~np.isfinite(flat[i : i + _PIECE].astype(np.float64))).sum())
+    for i in range(0, flat.size, _PIECE)
+  )

@@ -1,0 +1,168 @@
+"""The command line for configurations.
+
+  tools/configs dump EXP [--fdl....] [--json]
+                      the resolved configuration, defaults included
+  tools/configs validate EXP [--fdl....] [--devices=N]
+                      builds and traces it for N devices; nothing is computed
+  tools/configs compare A [--fdl....] [B [--fdl....]]
+                      what differs, and what each difference does; status 1 if
+                      anything does
+
+EXP is an experiment, as for `--exp`. A and B are experiments or folders of
+runs. Overrides belong to the name before them; with one experiment alone, it is
+compared with and without them. Wrong use, or a configuration that cannot run,
+is one line on stderr and status 2.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import sys
+from typing import NoReturn
+
+from paxon.runner import user_error
+from paxon.runner.configuration import overrides, resolving, suggestions
+
+COMMANDS = ("dump", "validate", "compare")
+_PACKAGES = ("paxon.tasks",)
+_SAME, _DIFFERENT, _WRONG_USE = 0, 1, 2
+_INTERRUPTED = 130
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Operand:
+  """A name on the command line, with the overrides that follow it."""
+
+  name: str
+  given: tuple[overrides.Override, ...] = ()
+
+  def __str__(self) -> str:
+    return " ".join([self.name, *map(str, self.given)])
+
+
+def main(argv: Sequence[str]) -> int:
+  """Runs one command and returns its exit status.
+
+  Args:
+    argv: The command and its arguments.
+  """
+  try:
+    return _run(list(argv))
+  except user_error.UserError as error:
+    print(user_error.one_line(error), file=sys.stderr)
+    return _WRONG_USE
+
+
+def _run(argv: list[str]) -> int:
+  if not argv or argv[0] in ("-h", "--help", "help"):
+    print(__doc__)
+    return _SAME if argv else _WRONG_USE
+  command, *rest = argv
+  if command not in COMMANDS:
+    raise user_error.UserError(
+      f"There is no command {command!r}{suggestions.hint(command, COMMANDS)}"
+    )
+  if command == "dump":
+    return _dump(rest)
+  if command == "validate":
+    return _validate(rest)
+  return _compare(rest)
+
+
+def _dump(argv: list[str]) -> int:
+  as_json = "--json" in argv
+  resolved = _resolve(_one(_operands([a for a in argv if a != "--json"])))
+  from paxon.runner.configuration import dump
+
+  write = dump.to_json if as_json else dump.to_text
+  print(write(resolved.config), end="")
+  return _SAME
+
+
+def _validate(argv: list[str]) -> int:
+  devices = [a for a in argv if a.startswith("--devices")]
+  operand = _one(_operands([a for a in argv if a not in devices]))
+  number = _number(devices[-1]) if devices else None
+  resolved = _resolve(operand)
+  from paxon.tools import configs_validation
+
+  print("\n".join(configs_validation.lines(resolved.config, number)))
+  return _SAME
+
+
+def _compare(argv: list[str]) -> int:
+  operands = _operands(argv)
+  if len(operands) == 1 and operands[0].given:
+    operands = [Operand(name=operands[0].name), operands[0]]
+  if len(operands) != 2:
+    raise user_error.UserError(
+      f"compare takes two experiments or folders, got {len(operands)}; or one"
+      " experiment with --fdl.NAME=VALUE."
+    )
+  from paxon.tools import configs_comparison
+
+  found = configs_comparison.compare(
+    *(configs_comparison.side(o.name, o.given, _PACKAGES) for o in operands)
+  )
+  print(f"A: {operands[0]}\nB: {operands[1]}\n" + "\n".join(found.lines))
+  return _DIFFERENT if found.differs else _SAME
+
+
+def _operands(argv: Sequence[str]) -> list[Operand]:
+  """Returns the names with the overrides that follow each.
+
+  Raises:
+    user_error.UserError: There is another flag, or an override without a name.
+  """
+  found: list[Operand] = []
+  for argument in argv:
+    override = overrides.parse_argument(argument)
+    if override is None and argument.startswith("-"):
+      raise user_error.UserError(
+        f"There is no flag {argument.partition('=')[0]} here; --help explains."
+      )
+    if override is None:
+      found.append(Operand(name=argument))
+    elif not found:
+      raise user_error.UserError(f"{override} stands before any experiment.")
+    else:
+      last = found[-1]
+      found[-1] = Operand(name=last.name, given=(*last.given, override))
+  return found
+
+
+def _one(operands: Sequence[Operand]) -> Operand:
+  if len(operands) != 1:
+    raise user_error.UserError(
+      f"Name one experiment, such as tasks.lm.C; got {len(operands)}."
+    )
+  return operands[0]
+
+
+def _number(argument: str) -> int:
+  text = argument.partition("=")[2]
+  if not (text.isascii() and text.isdigit() and 0 < int(text[:6]) < 10**5):
+    raise user_error.UserError(
+      f"{argument}: write --devices=N, a number from 1 to 99999."
+    )
+  return int(text)
+
+
+def _resolve(operand: Operand) -> resolving.Resolved:
+  resolved = resolving.resolve(operand.name, operand.given, packages=_PACKAGES)
+  for note in resolved.notes:
+    print(note, file=sys.stderr)
+  return resolved
+
+
+def _exit() -> NoReturn:
+  try:
+    status = main(sys.argv[1:])
+  except KeyboardInterrupt:
+    status = _INTERRUPTED
+  except BrokenPipeError:  # Such as `| head`.
+    status = _SAME
+  sys.exit(status)
+
+
+if __name__ == "__main__":
+  _exit()

@@ -1,0 +1,1 @@
+"""Runs that are interrupted on purpose, and what is left of them."""

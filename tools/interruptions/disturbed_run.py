@@ -1,0 +1,172 @@
+"""One run, disturbed some times and then left alone, and what must hold.
+
+After each disturbance the next process goes on from the newest checkpoint that
+was complete and undamaged: nothing committed is lost. At the end the arrays are
+bitwise, and the figures exactly, those of a run that nobody disturbed.
+"""
+
+from collections.abc import Sequence
+import contextlib
+import dataclasses
+import pathlib
+import random
+import subprocess
+import time
+
+from paxon.tools.interruptions import disturbances, scratch_disk, tiny_run
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Expected:
+  """What an undisturbed run gave.
+
+  Attributes:
+    run: Its folder.
+    digest: Of its arrays.
+    seconds: How long it took, from process start to end.
+  """
+
+  run: tiny_run.TinyRun
+  digest: str
+  seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Struck:
+  """One disturbance and what followed.
+
+  Attributes:
+    kind: A key of `disturbances.KINDS`.
+    moment: When it struck, in seconds from the start of the process.
+    status: The process's exit status.
+    newest: The newest whole checkpoint afterwards; `None` for none.
+    problems: What did not hold, one sentence each.
+  """
+
+  kind: str
+  moment: float
+  status: int
+  newest: int | None
+  problems: tuple[str, ...]
+
+
+def undisturbed(folder: pathlib.Path) -> Expected:
+  """Runs to the end.
+
+  Args:
+    folder: An empty one.
+
+  Raises:
+    RuntimeError: The run failed.
+  """
+  run, start = tiny_run.TinyRun(folder / "run"), time.monotonic()
+  ended = run.finish(run.start())
+  seconds = time.monotonic() - start
+  if ended.status:
+    raise RuntimeError(f"The undisturbed run failed:\n{ended.output}")
+  return Expected(run=run, digest=run.digest(), seconds=seconds)
+
+
+def disturbed(
+  folder: pathlib.Path,
+  kinds: Sequence[str],
+  *,
+  expected: Expected,
+  choice: random.Random,
+) -> list[Struck]:
+  """Disturbs a run once by each kind, in order, and lets it end.
+
+  Args:
+    folder: An empty one.
+    kinds: Keys of `disturbances.KINDS`.
+    expected: Of the same run, undisturbed.
+    choice: Of moments, files and bits.
+
+  Returns:
+    What happened; the problems of the run's end stand with the last one.
+  """
+  needs_disk = "disk full" in kinds
+  with scratch_disk.scratch_disk(folder, wanted=needs_disk):
+    run, newest, results = tiny_run.TinyRun(folder / "run"), None, []
+    for kind in kinds:
+      struck = _strike(run, kind, newest, expected, choice)
+      newest = struck.newest
+      results.append(struck)
+    problems = _end(run, newest, expected)
+    last = results[-1]
+    results[-1] = dataclasses.replace(
+      last, problems=(*last.problems, *problems)
+    )
+  return results
+
+
+def _strike(
+  run: tiny_run.TinyRun,
+  kind: str,
+  before: int | None,
+  expected: Expected,
+  choice: random.Random,
+) -> Struck:
+  moment = choice.uniform(0, expected.seconds)
+  process = run.start()
+  with contextlib.suppress(subprocess.TimeoutExpired):
+    process.wait(moment)
+  try:
+    ended = disturbances.KINDS[kind](run, process, choice)
+  except subprocess.TimeoutExpired:
+    return Struck(
+      kind=kind,
+      moment=moment,
+      status=process.returncode,
+      newest=_newest(run),
+      problems=(f"{kind}: the process did not end",),
+    )
+  newest = _newest(run)
+  problems = _start_problems(ended, before)
+  # What was damaged on purpose may be lost.
+  if "checkpoint" not in kind:
+    problems += _lost(before, newest)
+  return Struck(
+    kind=kind,
+    moment=moment,
+    status=ended.status,
+    newest=newest,
+    problems=tuple(problems),
+  )
+
+
+def _end(
+  run: tiny_run.TinyRun, newest: int | None, expected: Expected
+) -> list[str]:
+  ended = run.finish(run.start())
+  if ended.status:
+    lines = ended.output.strip().splitlines() or ["no output"]
+    return [f"the last process failed ({ended.status}): {lines[-1]}"]
+  problems = _start_problems(ended, newest)
+  if run.digest() != expected.digest:
+    problems.append("the arrays differ from those of the undisturbed run")
+  if run.figures() != expected.run.figures():
+    problems.append("the figures differ from those of the undisturbed run")
+  return problems
+
+
+def _newest(run: tiny_run.TinyRun) -> int | None:
+  return max(run.whole_steps(), default=None)
+
+
+def _start_problems(ended: tiny_run.Ended, newest: int | None) -> list[str]:
+  """Whether a process went on from the newest whole checkpoint, if it began."""
+  came_so_far = ended.continued_from is not None or "step 1/" in ended.output
+  done = newest == tiny_run.NUM_STEPS
+  if not came_so_far or done or ended.continued_from == newest:
+    return []
+  return [
+    f"went on from step {ended.continued_from}, and the newest whole checkpoint"
+    f" was of step {newest}"
+  ]
+
+
+def _lost(before: int | None, after: int | None) -> list[str]:
+  if (after or 0) < (before or 0):
+    return [f"the checkpoint of step {before} was lost; the newest is {after}"]
+  return []

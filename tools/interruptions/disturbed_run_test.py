@@ -1,0 +1,106 @@
+"""Tests that disturbed runs end as undisturbed ones, and that it is noticed."""
+
+import dataclasses
+import random
+
+import pytest
+
+from paxon.tools.interruptions import (
+  disturbances,
+  disturbed_run,
+  main,
+  table,
+  tiny_run,
+)
+
+# Each kind once; `tools/chaos` does many more.
+PLANS = (
+  ("SIGKILL", "newest checkpoint bit-flipped"),
+  ("SIGTERM", "newest checkpoint truncated"),
+  ("SIGINT", "disk full"),
+)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+  return disturbed_run.undisturbed(tmp_path_factory.mktemp("undisturbed"))
+
+
+@pytest.mark.parametrize("kinds", PLANS, ids=" and ".join)
+def test_a_disturbed_run_ends_as_an_undisturbed_one(expected, tmp_path, kinds):
+  # Random on purpose: any moment must do.
+  struck = disturbed_run.disturbed(
+    tmp_path, kinds, expected=expected, choice=random.Random()
+  )
+  assert [each.kind for each in struck] == list(kinds)
+  assert not [problem for each in struck for problem in each.problems]
+
+
+def test_the_test_covers_all_kinds():
+  assert sorted(kind for kinds in PLANS for kind in kinds) == sorted(
+    disturbances.KINDS
+  )
+
+
+def test_other_arrays_and_figures_are_noticed(expected, tmp_path):
+  class Other(tiny_run.TinyRun):
+    def figures(self):
+      return {(1, "train"): {"loss": 0.5}}
+
+  other = dataclasses.replace(
+    expected, digest="0" * 64, run=Other(tmp_path / "run")
+  )
+  problems = disturbed_run._end(expected.run, tiny_run.NUM_STEPS, other)
+  assert problems == [
+    "the arrays differ from those of the undisturbed run",
+    "the figures differ from those of the undisturbed run",
+  ]
+
+
+def test_a_wrong_start_and_a_lost_checkpoint_are_noticed():
+  text = "continuing from the checkpoint of step 4\n"
+  ended = tiny_run.Ended(status=0, output=text)
+  assert ended.continued_from == 4
+  assert disturbed_run._start_problems(ended, 4) == []
+  assert disturbed_run._start_problems(ended, 6) == [
+    "went on from step 4, and the newest whole checkpoint was of step 6"
+  ]
+  began_anew = tiny_run.Ended(status=0, output="step 1/40  loss 5.6")
+  assert disturbed_run._start_problems(began_anew, 6)
+  assert disturbed_run._lost(6, 4) == [
+    "the checkpoint of step 6 was lost; the newest is 4"
+  ]
+  assert disturbed_run._lost(None, 2) == disturbed_run._lost(4, 4) == []
+
+
+def test_every_kind_comes_in_turn_and_the_seed_decides():
+  plan = main.plan(50, seed=0)
+  assert plan == main.plan(50, seed=0)
+  assert plan != main.plan(50, seed=1)
+  assert {kinds[0] for kinds in plan} == set(disturbances.KINDS)
+  assert {len(kinds) for kinds in plan} == {1, 2, 3}
+
+
+def test_the_table_counts():
+  def struck(kind, newest, *problems):
+    return disturbed_run.Struck(
+      kind=kind, moment=1.0, status=-9, newest=newest, problems=problems
+    )
+
+  runs = [
+    [struck("SIGKILL", None), struck("SIGKILL", 4)],
+    [struck("disk full", 6, "it went wrong")],
+  ]
+  text = table.to_markdown(runs, command="tools/chaos", date="2026-01-02")
+  assert "2 runs of 40 steps, disturbed 3 times. 1 ended" in text
+  assert "| SIGKILL | 2 | 1 | 1 | -9 | 0 |" in text
+  assert "| disk full | 1 | 0 | 1 | -9 | 1 |" in text
+  assert "Run 1, disk full after 1.00 s: it went wrong." in text
+
+
+@pytest.mark.parametrize("argument", ["--runs=0", "--jobs=-1", "--runs=x"])
+def test_wrong_numbers_are_refused(argument, capsys):
+  with pytest.raises(SystemExit) as error:
+    main.run([argument])
+  assert error.value.code == 2
+  assert argument.partition("=")[0] in capsys.readouterr().err

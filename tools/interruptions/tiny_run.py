@@ -1,0 +1,143 @@
+"""A small training as its own process, and what its folder holds.
+
+The process is the real command line, on one CPU device, with a model that needs
+milliseconds a step; each batch comes late, so that a run takes some seconds.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from typing import Any
+
+from etils import epath
+
+from paxon.runner import run_dir
+from paxon.runner.checkpoints import (
+  checkpointer,
+  stored_arrays,
+  stored_checkpoint,
+)
+
+EXPERIMENT = "paxon.runner.programs.testing.TinyLm"
+NUM_STEPS = 40
+_KNOBS = {
+  "num_train_steps": NUM_STEPS,
+  "checkpoint_every_steps": 2,
+  "eval_every_steps": 15,
+  "delay": 0.05,
+}
+_CONTINUING = re.compile(r"continuing from the checkpoint of step (\d+)")
+# Figures of the machine, which differ from run to run.
+_MEASURED = re.compile("_second|goodput|mfu|tflops|memory").search
+_LIMIT_SECONDS = 300
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ended:
+  """A process that has ended.
+
+  Attributes:
+    status: Its exit status; negative for the signal that killed it.
+    output: What it printed, both streams.
+  """
+
+  status: int
+  output: str
+
+  @property
+  def continued_from(self) -> int | None:
+    """The step of the checkpoint that it went on from; `None` for none."""
+    found = _CONTINUING.search(self.output)
+    return int(found[1]) if found else None
+
+
+class TinyRun:
+  """One run's folder."""
+
+  def __init__(self, folder: pathlib.Path) -> None:
+    """Names the folder.
+
+    Args:
+      folder: Where the run is, or will be. Output of its processes goes beside
+        it, because its own disk may be full.
+    """
+    self.folder = folder
+    self._log = folder.parent.parent / f"{folder.parent.name}.log"
+
+  @property
+  def checkpoints(self) -> pathlib.Path:
+    """The folder of the checkpoints."""
+    return self.folder / run_dir.CHECKPOINTS
+
+  def start(self) -> subprocess.Popen[bytes]:
+    """Starts a process that trains, from the newest checkpoint if any."""
+    command = [
+      *(sys.executable, "-m", "paxon.runner.main"),
+      *(f"--exp={EXPERIMENT}", f"--job_log_dir={self.folder}"),
+      *(f"--fdl.{name}={value}" for name, value in _KNOBS.items()),
+    ]
+    environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    with self._log.open("wb") as log:
+      return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env=os.environ | environment,
+      )
+
+  def finish(self, process: subprocess.Popen[bytes]) -> Ended:
+    """Waits for a process.
+
+    Raises:
+      subprocess.TimeoutExpired: It hangs; it is killed.
+    """
+    try:
+      status = process.wait(_LIMIT_SECONDS)
+    except subprocess.TimeoutExpired:
+      process.kill()
+      process.wait()
+      raise
+    return Ended(status=status, output=self._log.read_text(errors="replace"))
+
+  def whole_steps(self) -> list[int]:
+    """Returns the steps of the complete checkpoints that are undamaged."""
+    whole = []
+    folder = epath.Path(self.checkpoints)
+    with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
+      for step in checkpoints.steps():
+        try:
+          checkpoints.verify(step)
+        except checkpointer.DamagedCheckpointError:
+          continue
+        whole.append(step)
+    return whole
+
+  def digest(self) -> str:
+    """Returns the sha256 of all arrays of the newest checkpoint, by name."""
+    stored = stored_checkpoint.find(epath.Path(self.checkpoints))
+    result = hashlib.sha256(f"step {stored.step}".encode())
+    for name, array in sorted(
+      stored_arrays.read_numpy(stored, stored.arrays).items()
+    ):
+      result.update(f"{name} {array.shape} {array.dtype}".encode())
+      result.update(array.tobytes())
+    return result.hexdigest()
+
+  def figures(self) -> Mapping[tuple[int, str], Mapping[str, Any]]:
+    """Returns what was written of each step, without what a clock says."""
+    lines = (self.folder / run_dir.METRICS).read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return {
+      (record["step"], record["split"]): {
+        name: value for name, value in record.items() if not _MEASURED(name)
+      }
+      for record in records
+      if record["split"] in ("train", "validation")
+    }

@@ -1,0 +1,133 @@
+"""Runs the code of one page of the documentation, in order, in one folder.
+
+  ```python file=a/b.py   is written to that file
+  ```python               is run as a program of its own
+  ```sh                   is run by bash, and must succeed
+  ```sh status=2          the same, and must end with that status
+
+The macro in readme.bzl makes a test of this file and names the page in the
+environment. Programs are run by the Python that runs the test.
+"""
+
+import dataclasses
+import os
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+
+PAGE_VARIABLE = "PAXON_PAGE"
+
+_BLOCK = re.compile(
+  r"^```(?P<kind>python|sh)(?: (?P<key>file|status)=(?P<value>\S+))?\n"
+  r"(?P<text>.*?)^```$",
+  re.DOTALL | re.MULTILINE,
+)
+_SECONDS = 280
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Block:
+  """One block of code.
+
+  Attributes:
+    kind: `python` or `sh`.
+    text: The code.
+    line: Its first line in the page, from 1.
+    file: Where it is written instead of being run, or None.
+    status: The exit status that it must have.
+  """
+
+  kind: str
+  text: str
+  line: int
+  file: str | None = None
+  status: int = 0
+
+
+def blocks(page: str) -> list[Block]:
+  """Returns the blocks of a page in order.
+
+  Args:
+    page: Markdown.
+
+  Raises:
+    ValueError: There is none, or one cannot be read.
+  """
+  found = []
+  for match in _BLOCK.finditer(page):
+    key, value = match["key"], match["value"]
+    found.append(
+      Block(
+        kind=match["kind"],
+        text=match["text"],
+        line=page.count("\n", 0, match.start("text")) + 1,
+        file=value if key == "file" else None,
+        status=int(value) if key == "status" else 0,
+      )
+    )
+  if not found or len(found) != len(
+    re.findall("^```[a-z]", page, re.MULTILINE)
+  ):
+    raise ValueError(
+      f"Of the page's blocks {len(found)} can be read; write ```python,"
+      " ```python file=PATH, ```sh or ```sh status=N."
+    )
+  return found
+
+
+def run(block: Block, folder: pathlib.Path) -> None:
+  """Runs one block in a folder.
+
+  Args:
+    block: What to run.
+    folder: Where the blocks before it have left their files.
+
+  Raises:
+    AssertionError: It ended with another status; its output is in the message.
+  """
+  if block.file is not None:
+    path = folder / block.file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(block.text)
+    return
+  program = (
+    [sys.executable, "-c", block.text]
+    if block.kind == "python"
+    else ["bash", "-euo", "pipefail", "-c", _SHELL + block.text]
+  )
+  done = subprocess.run(
+    program,
+    cwd=folder,
+    env=_environment(),
+    capture_output=True,
+    text=True,
+    timeout=_SECONDS,
+    check=False,
+  )
+  assert done.returncode == block.status, (
+    f"line {block.line}: status {done.returncode}, wanted {block.status}\n"
+    f"{block.text}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+  )
+
+
+# `python` in the page is this one.
+_SHELL = f'python() {{ {shlex.quote(sys.executable)} "$@"; }}\n'
+
+
+def _environment() -> dict[str, str]:
+  environment = dict(os.environ)
+  # The reader's own folder is one to import from.
+  environment.pop("PYTHONSAFEPATH", None)
+  environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+  environment["JAX_NUM_CPU_DEVICES"] = "1"
+  return environment
+
+
+def test_the_page_runs_from_its_first_block_to_its_last(
+  tmp_path: pathlib.Path,
+) -> None:
+  """Every block does what the page says."""
+  for block in blocks(pathlib.Path(os.environ[PAGE_VARIABLE]).read_text()):
+    run(block, tmp_path)
