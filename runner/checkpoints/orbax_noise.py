@@ -16,15 +16,25 @@ _ORBAX = f"{os.sep}orbax{os.sep}"
 
 
 def silence() -> Callable[[], None]:
-  """Drops what orbax logs, in all threads; returns what ends it."""
+  """Drops what orbax causes to be logged; returns what ends it."""
 
   def is_of_others(record: logging.LogRecord) -> bool:
     return _ORBAX not in record.pathname
 
-  # Orbax logs by absl, whose logger is a named one of Python's.
-  logger = logging.getLogger("absl")
-  logger.addFilter(is_of_others)
-  return lambda: logger.removeFilter(is_of_others)
+  def is_retrieved(record: logging.LogRecord) -> bool:
+    return "exception was never retrieved" not in record.getMessage()
+
+  # Orbax logs by absl, whose logger is a named one of Python's. Of several
+  # writes that fail together it awaits one, and asyncio tells of the others.
+  filters = {"absl": is_of_others, "asyncio": is_retrieved}
+  for name, each in filters.items():
+    logging.getLogger(name).addFilter(each)
+
+  def end() -> None:
+    for name, each in filters.items():
+      logging.getLogger(name).removeFilter(each)
+
+  return end
 
 
 def silence_what_follows_a_failure() -> None:
