@@ -83,6 +83,13 @@ class BaseInput(abc.ABC):
     """
     return None
 
+  def check_readable(self) -> None:  # noqa: B027
+    """Raises ValueError if `get_next` is bound to fail.
+
+    A program that reads calls it before it computes anything; one that only
+    wants to know shapes does not.
+    """
+
   @abc.abstractmethod
   def reset(self) -> None:
     """Goes back to the first batch."""

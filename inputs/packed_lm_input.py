@@ -20,6 +20,14 @@ from paxon.inputs import (
 
 _POSITION_KEYS = ("epoch", "index", "offset")
 _DATA_KEYS = ("num_documents", "piece_length", "shuffle_seed")
+_INTEGERS = ("inputs", "targets", "positions", "segment_ids", "target_bytes")
+
+
+def shapes_of(rows: int, length: int) -> base_input.Shapes:
+  """Returns shape and dtype of the arrays of a batch of packed rows."""
+  shape = rows, length
+  integers = {key: (shape, np.dtype(np.int32)) for key in _INTEGERS}
+  return {**integers, "weights": (shape, np.dtype(np.float32))}
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -111,10 +119,7 @@ class PackedLmInput(base_input.BaseInput):
       return None  # A subclass may add arrays of its own.
     if self.num_epochs is not None:
       return None  # There may be no batch left.
-    shape = self.per_host_batch_size, self.length
-    keys = ("inputs", "targets", "positions", "segment_ids", "target_bytes")
-    integers = {key: (shape, np.dtype(np.int32)) for key in keys}
-    return {**integers, "weights": (shape, np.dtype(np.float32))}
+    return shapes_of(self.per_host_batch_size, self.length)
 
   def reset(self) -> None:
     """Goes back to the first batch."""

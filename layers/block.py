@@ -3,7 +3,8 @@
   x = x + dropout(attention(attention_norm(x)))
   x = x + dropout(feed_forward(feed_forward_norm(x)))
 
-Rematerialization belongs to the stack that owns the block.
+Rematerialization belongs to the stack that owns the block. Other orders of the
+same parts are `post_norm_block`, `sandwich_block` and `parallel_block`.
 """
 
 from flax import linen as nn
@@ -53,16 +54,22 @@ class TransformerBlock(nn.Module):
     branch = self.attention(
       self.attention_norm(x), positions, segment_ids, cache_length=cache_length
     )
-    x += self._dropped(branch, deterministic)
+    x += dropped(branch, self.dropout, deterministic)
     branch = self.feed_forward(self.feed_forward_norm(x))
-    x += self._dropped(branch, deterministic)
-    # Pinned so that the residual stream, which a stack carries from layer to
-    # layer and saves for the backward pass, is split the same in all of them.
-    return logical.constrain(
-      x, (axes.BATCH, axes.LENGTH, axes.ACTIVATION_EMBED)
-    )
+    return pinned(x + dropped(branch, self.dropout, deterministic))
 
-  def _dropped(self, x: jax.Array, deterministic: bool) -> jax.Array:
-    if self.dropout is None:
-      return x
-    return self.dropout(x, deterministic=deterministic)
+
+def dropped(
+  x: jax.Array, dropout: nn.Module | None, deterministic: bool
+) -> jax.Array:
+  """Returns a branch after its dropout, if it has one."""
+  return x if dropout is None else dropout(x, deterministic=deterministic)
+
+
+def pinned(x: jax.Array) -> jax.Array:
+  """Pins the residual stream, which a stack carries from layer to layer.
+
+  It is saved for the backward pass, so it is split the same in all layers.
+  """
+  names = (axes.BATCH, axes.LENGTH, axes.ACTIVATION_EMBED)
+  return logical.constrain(x, names)

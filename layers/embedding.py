@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from paxon.layers import dimensions, precision
+from paxon.layers import dimensions, precision, wide_einsum
 from paxon.sharding import axes, logical
 
 # Standard deviation embed_dim ** -0.5: rows have length one, and tied logits
@@ -44,7 +44,7 @@ class Embedding(nn.Module):
   embedding_init: nn.initializers.Initializer = _default_init
   dtype: DTypeLike | None = None
   param_dtype: DTypeLike = jnp.float32
-  einsum: Callable[..., jax.Array] = jnp.einsum
+  einsum: Callable[..., jax.Array] = wide_einsum.wide_einsum
 
   def __post_init__(self) -> None:
     super().__post_init__()

@@ -1,8 +1,11 @@
-"""Gated feed-forward layers: `down(activation(gate(x)) * up(x))`.
+"""Feed-forward layers: gated ones, and plain ones with or without bias.
 
-With `nn.silu` this is SwiGLU, with `nn.gelu` GEGLU, with `nn.relu` ReGLU
-(Shazeer 2020, https://arxiv.org/abs/2002.05202). There is no bias, norm,
-dropout or residual here: those belong to the block that owns the layer.
+  gated: down(activation(gate(x)) * up(x))
+  plain: down(activation(up(x) + up_bias)) + down_bias
+
+Gated with `nn.silu` is SwiGLU, with `nn.gelu` GEGLU, with `nn.relu` ReGLU
+(Shazeer 2020, https://arxiv.org/abs/2002.05202). There is no norm, dropout or
+residual here: those belong to the block that owns the layer.
 
 Einsum letters: B batch, T length, D embed, F mlp.
 """
@@ -25,7 +28,7 @@ _default_init = nn.initializers.variance_scaling(
 
 
 class GatedFeedForward(nn.Module):
-  """A gated feed-forward layer over the last axis of its input.
+  """A gated feed-forward layer over the last axis of its input, without bias.
 
   Attributes:
     mlp_dim: Width of the hidden activation, final: the caller does any 2/3
@@ -77,3 +80,75 @@ class GatedFeedForward(nn.Module):
   ) -> jax.Array:
     init = logical.partitioned(self.kernel_init, names)
     return self.param(name, init, shape, self.param_dtype)
+
+
+class FeedForward(nn.Module):
+  """A plain feed-forward layer over the last axis of its input.
+
+  Attributes:
+    mlp_dim: Width of the hidden activation.
+    activation: Applied to the hidden activation.
+    use_bias: Whether learned values are added before the activation and to the
+      output.
+    kernel_init: Initializer of both kernels.
+    bias_init: Initializer of both biases.
+    dtype: Dtype of the computation. `None` promotes inputs and parameters.
+    param_dtype: Dtype in which the parameters are stored.
+    einsum: The contraction; swapped by quantization.
+  """
+
+  mlp_dim: int
+  activation: Callable[[jax.Array], jax.Array] = nn.relu
+  use_bias: bool = True
+  kernel_init: nn.initializers.Initializer = _default_init
+  bias_init: nn.initializers.Initializer = nn.initializers.zeros
+  dtype: DTypeLike | None = None
+  param_dtype: DTypeLike = jnp.float32
+  einsum: Callable[..., jax.Array] = jnp.einsum
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    dimensions.check(self, "mlp_dim")
+
+  @nn.compact
+  def __call__(
+    self, x: Float[Array, "batch length embed"]
+  ) -> Float[Array, "batch length embed"]:
+    """Returns the transformed `x`; every position is independent."""
+    D, F = x.shape[-1], self.mlp_dim
+    names = {"up": (axes.EMBED, axes.MLP), "down": (axes.MLP, axes.EMBED)}
+    up = self._param("up", self.kernel_init, (D, F), names["up"])
+    down = self._param("down", self.kernel_init, (F, D), names["down"])
+    up_bias = down_bias = None
+    if self.use_bias:
+      up_bias = self._param("up_bias", self.bias_init, (F,), names["up"][1:])
+      down_bias = self._param(
+        "down_bias", self.bias_init, (D,), names["down"][1:]
+      )
+    x, up, down, up_bias, down_bias = dtypes.promote_dtype(
+      x, up, down, up_bias, down_bias, dtype=self.dtype
+    )
+    hidden = self.activation(
+      _with_bias(self.einsum("BTD,DF->BTF", x, up), up_bias)
+    )
+    # Pinned so that tensor parallelism splits F here, not D at the output.
+    hidden = logical.constrain(
+      hidden, (axes.BATCH, axes.LENGTH, axes.ACTIVATION_MLP)
+    )
+    hidden = remat.tag(hidden, remat.FEED_FORWARD_HIDDEN)
+    output = _with_bias(self.einsum("BTF,FD->BTD", hidden, down), down_bias)
+    return remat.tag(output, remat.FEED_FORWARD_OUTPUT)
+
+  def _param(
+    self,
+    name: str,
+    init: nn.initializers.Initializer,
+    shape: tuple[int, ...],
+    names: tuple[str, ...],
+  ) -> jax.Array:
+    init = logical.partitioned(init, names)
+    return self.param(name, init, shape, self.param_dtype)
+
+
+def _with_bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:
+  return x if bias is None else x + bias[None, None, :]

@@ -1,4 +1,4 @@
-"""Tests for gated feed-forward layers."""
+"""Tests for feed-forward layers, gated and plain."""
 
 from flax import linen as nn
 import jax.numpy as jnp
@@ -102,3 +102,82 @@ def test_rejects_nonpositive_mlp_dim():
   message = r"GatedFeedForward.mlp_dim must be positive, got 0"
   with pytest.raises(ValueError, match=message):
     feed_forward.GatedFeedForward(mlp_dim=0)
+
+
+def _plain(**kwargs):
+  return feed_forward.FeedForward(mlp_dim=MLP, **kwargs)
+
+
+def _plain_oracle(params, x, activation):
+  params = {k: np.asarray(v, np.float64) for k, v in params.items()}
+  y = np.zeros_like(x, np.float64)
+  for index in np.ndindex(x.shape[:-1]):
+    hidden = activation(x[index] @ params["up"] + params.get("up_bias", 0))
+    y[index] = hidden @ params["down"] + params.get("down_bias", 0)
+  return y
+
+
+@pytest.mark.parametrize("use_bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize(
+  ("activation", "reference"),
+  [
+    pytest.param(nn.relu, lambda v: np.maximum(v, 0), id="relu"),
+    pytest.param(jnp.tanh, np.tanh, id="tanh"),
+  ],
+)
+def test_plain_matches_numpy(activation, reference, use_bias):
+  layer = _plain(activation=activation, use_bias=use_bias)
+  values = testing.random_values(layer, _x())
+  np.testing.assert_allclose(
+    testing.apply(layer, values, _x()),
+    _plain_oracle(values["params"], np.asarray(_x()), reference),
+    rtol=1e-5,
+    atol=1e-6,
+  )
+
+
+def test_gradients_of_plain_match_finite_differences():
+  layer = _plain(activation=jnp.tanh)
+
+  def loss(at):
+    return jnp.sum(jnp.sin(layer.apply(*at)))
+
+  at = (testing.random_values(layer, _x()), _x())
+  testing.assert_gradients_match(loss, at)
+
+
+def test_plain_axes_start_and_decay():
+  specs = testing.specs(_plain(), _x())["params"]
+  assert {k: (s.axes, s.regularized) for k, s in specs.items()} == {
+    "up": (("embed", "mlp"), True),
+    "up_bias": (("mlp",), False),
+    "down": (("mlp", "embed"), True),
+    "down_bias": (("embed",), False),
+  }
+  params = testing.initial_values(_plain(), _x())["params"]
+  assert not np.any(params["up_bias"])
+  assert not np.any(params["down_bias"])
+  assert set(testing.axes(_plain(use_bias=False), _x())) == {
+    "params/up",
+    "params/down",
+  }
+
+
+def test_plain_bfloat16_compute_keeps_float32_params():
+  layer = _plain(dtype=jnp.bfloat16)
+  values = testing.random_values(layer, _x())
+  y = testing.apply(layer, values, _x())
+  assert y.dtype == jnp.bfloat16
+  assert {p.dtype for p in values["params"].values()} == {jnp.dtype("float32")}
+  np.testing.assert_allclose(
+    np.asarray(y, np.float32),
+    testing.apply(_plain(), values, _x()),
+    rtol=2e-2,
+    atol=2e-2,
+  )
+
+
+def test_plain_rejects_nonpositive_mlp_dim():
+  message = r"FeedForward.mlp_dim must be positive, got -1"
+  with pytest.raises(ValueError, match=message):
+    feed_forward.FeedForward(mlp_dim=-1)

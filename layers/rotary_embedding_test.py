@@ -1,10 +1,12 @@
 """Tests for the rotary embedding."""
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import rotary_embedding, testing
+from paxon.layers import rotary_embedding, rotary_scaling, testing
 
 BATCH, LENGTH, HEADS, HEAD_DIM = 2, 4, 3, 6
 POSITIONS = jnp.asarray([[0, 1, 2, 3], [0, 1, 0, 500]], jnp.int32)
@@ -90,3 +92,173 @@ def test_rejects_odd_head_dim():
 def test_rejects_short_wavelength():
   with pytest.raises(ValueError, match=r"max_wavelength must exceed 1, got 1"):
     rotary_embedding.Rotary(max_wavelength=1.0)
+
+
+def _llama3_1(frequencies, factor, low, high, old_length):
+  """The reference code of Llama 3.1 (`apply_scaling`), in float64."""
+  low_wavelength, high_wavelength = old_length / low, old_length / high
+  scaled = []
+  for frequency in frequencies:
+    wavelength = 2 * math.pi / frequency
+    if wavelength < high_wavelength:
+      scaled.append(frequency)
+    elif wavelength > low_wavelength:
+      scaled.append(frequency / factor)
+    else:
+      smooth = (old_length / wavelength - low) / (high - low)
+      scaled.append((1 - smooth) * frequency / factor + smooth * frequency)
+  return np.asarray(scaled)
+
+
+@pytest.mark.parametrize(
+  "settings",
+  [(8.0, 1.0, 4.0, 8192), (32.0, 1.0, 4.0, 8192), (2.0, 2.0, 3.0, 64)],
+)
+def test_llama3_scaling_matches_the_reference(settings):
+  factor, low, high, length = settings
+  scaling = rotary_embedding.Llama3Scaling(
+    factor=factor,
+    low_frequency_factor=low,
+    high_frequency_factor=high,
+    original_length=length,
+  )
+  plain = 500_000.0 ** (-np.arange(64) / 64)
+  expected = _llama3_1(plain, *settings)
+  # All three kinds of pairs are there.
+  kinds = np.unique(np.round(plain / expected, 6))
+  assert {1.0, float(factor)} < set(kinds.tolist())
+  np.testing.assert_allclose(
+    scaling(jnp.asarray(plain, jnp.float32), 500_000.0), expected, rtol=1e-5
+  )
+
+
+def test_a_scaled_rotary_turns_by_the_scaled_frequencies():
+  scaling = rotary_embedding.Llama3Scaling(original_length=32)
+  rotary = rotary_embedding.Rotary(max_wavelength=100.0, scaling=scaling)
+  x, half = testing.normal(1, 1, 1, 8), 4
+  plain = 100.0 ** (-np.arange(half) / half)
+  angle = 37 * _llama3_1(plain, 8.0, 1.0, 4.0, 32)
+  values = np.asarray(x, np.float64)[0, 0, 0]
+  turned = (values[:half] + 1j * values[half:]) * np.exp(1j * angle)
+  np.testing.assert_allclose(
+    rotary(x, jnp.asarray([[37]]))[0, 0, 0],
+    np.concatenate([turned.real, turned.imag]),
+    rtol=1e-5,
+    atol=1e-5,
+  )
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    ({"factor": 0.5}, r"Llama3Scaling.factor must be at least 1, got 0\.5"),
+    ({"high_frequency_factor": 1.0}, r"must exceed .* got 1\.0 and 1\.0"),
+    ({"original_length": 0}, r"original_length must be positive, got 0"),
+  ],
+)
+def test_rejects_wrong_scaling(fields, message):
+  with pytest.raises(ValueError, match=message):
+    rotary_embedding.Llama3Scaling(**fields)
+
+
+def _linear(plain, base):
+  del base
+  return plain / 4.0
+
+
+def _ntk(plain, base):
+  dim = 2 * len(plain)
+  longer = base * 4.0 ** (dim / (dim - 2))
+  return longer ** (-np.arange(dim // 2) * 2 / dim)
+
+
+def _yarn(plain, base, factor=4.0, length=64, fast=32.0, slow=1.0):
+  """As transformers' `_compute_yarn_parameters`, one pair at a time."""
+  dim = 2 * len(plain)
+
+  def correction(turns):
+    return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+  low = max(math.floor(correction(fast)), 0)
+  high = min(math.ceil(correction(slow)), dim - 1)
+  scaled = []
+  for i, frequency in enumerate(plain):
+    ramp = min(max((i - low) / (high - low), 0), 1)
+    kept = 1 - ramp
+    scaled.append(frequency / factor * (1 - kept) + frequency * kept)
+  return np.asarray(scaled)
+
+
+SCALINGS = {
+  "linear": (rotary_scaling.LinearScaling(factor=4.0), _linear, 1.0),
+  "ntk": (rotary_scaling.NtkScaling(factor=4.0), _ntk, 1.0),
+  "yarn": (
+    rotary_scaling.YarnScaling(factor=4.0, original_length=64),
+    _yarn,
+    0.1 * math.log(4.0) + 1,
+  ),
+}
+
+
+@pytest.mark.parametrize("case", SCALINGS)
+@pytest.mark.parametrize("base", [100.0, 10_000.0])
+def test_scalings_match_their_formulas(case, base):
+  scaling, formula, amplitude = SCALINGS[case]
+  plain = base ** (-np.arange(16) / 16)
+  expected = formula(plain, base)
+  assert np.any(np.abs(expected / plain - 1) > 0.1)
+  np.testing.assert_allclose(
+    scaling(jnp.asarray(plain, jnp.float32), base), expected, rtol=1e-5
+  )
+  rotary = rotary_embedding.Rotary(max_wavelength=base, scaling=scaling)
+  x, half = testing.normal(1, 1, 1, 32), 16
+  values = np.asarray(x, np.float64)[0, 0, 0]
+  turned = values[:half] + 1j * values[half:]
+  turned *= amplitude * np.exp(1j * 53 * expected)
+  np.testing.assert_allclose(
+    rotary(x, jnp.asarray([[53]]))[0, 0, 0],
+    np.concatenate([turned.real, turned.imag]),
+    rtol=1e-4,
+    atol=1e-4,
+  )
+
+
+def test_interleaved_pairs_are_neighbours():
+  """GPT-J's pairs, one at a time."""
+  rotary = rotary_embedding.Rotary(interleaved=True)
+  y = np.asarray(rotary(_x(), POSITIONS))
+  x = np.asarray(_x(), np.float64)
+  for b, t, n, i in np.ndindex((*x.shape[:3], HEAD_DIM // 2)):
+    angle = int(POSITIONS[b, t]) * 10_000.0 ** (-2 * i / HEAD_DIM)
+    pair = complex(x[b, t, n, 2 * i], x[b, t, n, 2 * i + 1])
+    turned = pair * np.exp(1j * angle)
+    np.testing.assert_allclose(
+      y[b, t, n, 2 * i : 2 * i + 2], (turned.real, turned.imag), atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_partial_rotary_leaves_the_last_features(interleaved):
+  part = rotary_embedding.Rotary(rotary_dim=4, interleaved=interleaved)
+  whole = rotary_embedding.Rotary(interleaved=interleaved)
+  y = part(_x(), POSITIONS)
+  np.testing.assert_array_equal(y[..., 4:], _x()[..., 4:])
+  np.testing.assert_allclose(
+    y[..., :4], whole(_x()[..., :4], POSITIONS), rtol=1e-6
+  )
+
+
+def test_rejects_wrong_dims_and_scalings():
+  with pytest.raises(ValueError, match=r"rotary_dim \(8\) must be at most .*6"):
+    rotary_embedding.Rotary(rotary_dim=8)(_x(), POSITIONS)
+  with pytest.raises(ValueError, match=r"even head_dim, got 3"):
+    rotary_embedding.Rotary(rotary_dim=3)(_x(), POSITIONS)
+  with pytest.raises(ValueError, match=r"rotary_dim must be positive, got 0"):
+    rotary_embedding.Rotary(rotary_dim=0)
+  for scaling in (rotary_scaling.LinearScaling, rotary_scaling.NtkScaling):
+    with pytest.raises(
+      ValueError, match=r"factor must be at least 1, got 0\.5"
+    ):
+      scaling(factor=0.5)
+  with pytest.raises(ValueError, match=r"fast_turns must exceed slow_turns"):
+    rotary_scaling.YarnScaling(factor=2.0, original_length=8, fast_turns=1.0)

@@ -31,12 +31,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from paxon.layers import precision, softmax_cross_entropy
 from paxon.sharding import axes, shards
+from paxon.sharding import variables as variables_lib
 
 Variables: TypeAlias = Mapping[str, Any]
 # `(variables, x [B,T,D]) -> logits [B,T,V]`, each position by itself.
 LogitsFn: TypeAlias = Callable[[Variables, jax.Array], jax.Array]
 
-_SUMMED = "params"
+_SUMMED = ("params", variables_lib.SHARED)
 
 
 class _Tokens(NamedTuple):
@@ -250,11 +251,11 @@ def _differentiated(
     is_leaf=lambda x: isinstance(x, custom_derivatives.CustomVJPPrimal),
   )
   for path, leaf in leaves:
-    if leaf.perturbed and path[0].key != _SUMMED:
+    if leaf.perturbed and path[0].key not in _SUMMED:
       raise ValueError(
         f"The head's variable {jax.tree_util.keystr(path)} has a gradient, but "
-        f"is not in the collection {_SUMMED!r}: what chunks of the loss give "
-        "cannot be added up."
+        f"is in none of the collections {_SUMMED}: what chunks of the loss "
+        "give cannot be added up."
       )
 
   def merge(values: list[jax.Array], *, gradient: bool = False) -> Any:

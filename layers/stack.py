@@ -18,7 +18,7 @@ from typing import Any
 from flax import linen as nn
 import jax
 
-from paxon.layers import dimensions, remat
+from paxon.layers import dimensions, remat, shared
 from paxon.sharding import axes, variables
 
 
@@ -33,7 +33,8 @@ class Stack(nn.Module):
 
   Attributes:
     blocks: One period of the pattern. They are templates: each layer gets a
-      copy with variables of its own, also where one object stands twice.
+      copy with variables of its own, also where one object stands twice. What
+      is marked `shared` (`layers.shared`) has one set of parameters for all.
     num_layers: Number of layers, of any remainder by the period.
     scan: Whether the compiled program loops over the periods.
     remat_policy: What is saved for the backward pass (`layers.remat`); `None`
@@ -70,13 +71,14 @@ class Stack(nn.Module):
     # Protected from common-subexpression elimination, which would undo it.
     call = self._call(static, prevent_cse=True)
     for i in range(groups * period, self.num_layers):
-      x = call(self.blocks[i % period].copy(name=f"layers_{i}"), x, *args)
+      block = shared.with_stores(self.blocks[i % period], owner=self)
+      x = call(block.clone(parent=self, name=f"layers_{i}"), x, *args)
     return x
 
   def _group(self) -> _Group:
-    # `copy` and not `clone`: a clone keeps the children of its original, and
-    # all layers would silently have the same parameters.
-    copies = tuple(b.copy(parent=None, name=None) for b in self.blocks)
+    # Deep copies: a clone keeps the children of its original, and all layers
+    # would silently have the same parameters.
+    copies = tuple(shared.with_stores(b, owner=self) for b in self.blocks)
     return _Group(copies, name=axes.LAYERS)
 
   def _scanned(self, groups: int, num_args: int, static: dict[str, Any]) -> Any:
@@ -91,8 +93,10 @@ class Stack(nn.Module):
 
     return nn.scan(
       body,
-      # Every collection and random stream, those that users name included.
+      # Every collection and random stream, those that users name included, but
+      # for parameters that are one set for all layers.
       variable_axes={True: 0},
+      variable_broadcast=[shared.COLLECTION],
       split_rngs={True: True},
       in_axes=(nn.broadcast,) * num_args,
       length=groups,

@@ -82,6 +82,34 @@ def test_equals_a_python_loop(num_layers, scan):
   )
 
 
+def _local_and_global():
+  """Five layers that see two tokens, and one that sees all."""
+
+  def attention(window):
+    return grouped_query.GroupedQueryAttention(
+      2, num_kv_heads=1, head_dim=4, window=window
+    )
+
+  return (attention(2),) * 5 + (attention(None),)
+
+
+def test_five_local_layers_to_a_global_one_are_one_loop():
+  blocks = _local_and_global()
+  layer = stack.Stack(blocks, num_layers=14, remat_policy=remat.save_nothing)
+  values = testing.random_values(layer, *_args())
+  assert set(values["params"]["layers"]) == {f"blocks_{i}" for i in range(6)}
+  looped = jax.jit(lambda v, *a: _loop(v, blocks, 14, *a))
+  np.testing.assert_allclose(
+    testing.apply(layer, values, *_args()),
+    looped(values, *_args()),
+    rtol=1e-5,
+    atol=1e-6,
+  )
+  jaxpr = jax.make_jaxpr(layer.apply)(values, *_args())
+  loops = [e for e in jaxpr.eqns if e.primitive.name == "scan"]
+  assert [loop.params["length"] for loop in loops] == [2]
+
+
 LAYOUTS = {
   "unrolled": {"scan": False},
   "scan, save nothing": {"remat_policy": remat.save_nothing},
@@ -230,9 +258,15 @@ class Counting(nn.Module):
     return x + noise
 
 
+@pytest.mark.parametrize(
+  "policy", [None, remat.save_nothing], ids=["save all", "remat"]
+)
 @pytest.mark.parametrize("scan", [True, False], ids=["scan", "unrolled"])
-def test_user_named_collections_and_random_streams(scan):
-  layer = stack.Stack([Counting()], num_layers=3, scan=scan)
+def test_user_named_collections_and_random_streams(scan, policy):
+  """Kept through init and apply (google/praxis issue 22)."""
+  layer = stack.Stack(
+    [Counting()], num_layers=3, scan=scan, remat_policy=policy
+  )
   x = testing.normal(2, 3)
   rngs = {"my_noise": jax.random.key(1), "params": jax.random.key(0)}
   state = layer.init(rngs, x)

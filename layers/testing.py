@@ -1,8 +1,8 @@
-"""What the tests of layers share: initial values, axes, gradient checks."""
+"""What tests of layers share: values, axes, dtypes of products, gradients."""
 
 from collections.abc import Callable
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax import linen as nn
 import jax
@@ -73,6 +73,29 @@ def counted(batch: int, length: int) -> jax.Array:
 def ones(batch: int, length: int) -> jax.Array:
   """Returns segment ids of one document a row, int32 [batch, length]."""
   return jax.numpy.ones((batch, length), np.int32)
+
+
+class Dot(NamedTuple):
+  """The dtypes of one product."""
+
+  operands: tuple[Any, ...]
+  result: Any
+
+
+def dots(closed: Any) -> list[Dot]:
+  """Returns the products of a jaxpr, those of inner jaxprs included."""
+  found, waiting = [], [closed.jaxpr]
+  while waiting:
+    for eqn in waiting.pop().eqns:
+      if eqn.primitive.name == "dot_general":
+        types = tuple(v.aval.dtype for v in eqn.invars)
+        found.append(Dot(types, eqn.outvars[0].aval.dtype))
+      for value in jax.tree.leaves(list(eqn.params.values())):
+        # A closed jaxpr holds a jaxpr.
+        inner = getattr(value, "jaxpr", value)
+        if hasattr(inner, "eqns"):
+          waiting.append(inner)
+  return found
 
 
 def assert_gradients_match(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from paxon.layers import precision
+from paxon.layers import precision, wide_einsum
 from paxon.sharding import axes, logical
 
 _default_init = nn.initializers.variance_scaling(
@@ -37,7 +37,7 @@ class Unembedding(nn.Module):
   kernel_init: nn.initializers.Initializer = _default_init
   dtype: DTypeLike | None = None
   param_dtype: DTypeLike = jnp.float32
-  einsum: Callable[..., jax.Array] = jnp.einsum
+  einsum: Callable[..., jax.Array] = wide_einsum.wide_einsum
 
   def __post_init__(self) -> None:
     super().__post_init__()

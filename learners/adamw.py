@@ -7,12 +7,14 @@
 with t counted from 1 (Loshchilov & Hutter 2019,
 https://arxiv.org/abs/1711.05101; as in most libraries, the decay is scaled by
 the learning rate). The quotient can be clipped by its RMS. Moments are float32
-and sharded like their parameters. Decay applies to the variables whose
-`VariableSpec` says `regularized`.
+unless `momentum_dtype` says otherwise of m, and sharded like their parameters.
+Decay applies to the variables whose `VariableSpec` says `regularized`.
 """
 
 import dataclasses
 
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 import optax
 
 from paxon.learners import field_checks, optimizer, variable_groups
@@ -30,6 +32,10 @@ class AdamW:
     weight_decay: Share of a parameter that is subtracted at rate one.
     max_update_rms: Limit of the root mean square of m' / (sqrt(v') + epsilon)
       of each variable; `None` is none.
+    momentum_dtype: Dtype in which m is kept between steps. bfloat16 takes half
+      the memory; gradients are added in float32, and what is kept is rounded,
+      so m forgets changes below 2^-9 of itself. v is float32 always: with b2
+      near one its steps would be rounded away.
   """
 
   schedule: optax.Schedule
@@ -38,11 +44,13 @@ class AdamW:
   epsilon: float = 1e-8
   weight_decay: float = 0.0
   max_update_rms: float | None = None
+  momentum_dtype: DTypeLike = jnp.float32
 
   def __post_init__(self) -> None:
     field_checks.decay(self, "b1", "b2")
     field_checks.positive(self, "epsilon", "max_update_rms")
     field_checks.not_negative(self, "weight_decay")
+    field_checks.floating(self, "momentum_dtype")
 
   def transform(
     self, specs: variable_groups.Specs | None = None
@@ -53,7 +61,12 @@ class AdamW:
       specs: Of the variables that are optimized. `None` decays all of them.
     """
     return optimizer.descent(
-      optax.scale_by_adam(b1=self.b1, b2=self.b2, eps=self.epsilon),
+      optax.scale_by_adam(
+        b1=self.b1,
+        b2=self.b2,
+        eps=self.epsilon,
+        mu_dtype=self.momentum_dtype,
+      ),
       schedule=self.schedule,
       weight_decay=self.weight_decay,
       specs=specs,

@@ -42,6 +42,43 @@ class _PaperAdamW:
     )
 
 
+def _run(transform, params, *, steps=20):
+  """Returns the parameters, the gradients of each step, and the state."""
+  random = np.random.default_rng(1)
+  state = transform.init(params)
+  update = jax.jit(transform.update)
+  every = []
+  for _ in range(steps):
+    gradients = jax.tree.map(
+      lambda p: jnp.asarray(random.normal(size=p.shape), jnp.float32), params
+    )
+    updates, state = update(gradients, state, params)
+    params = optax.apply_updates(params, updates)
+    every.append(gradients)
+  return params, every, state
+
+
+def test_momentum_may_be_kept_in_bfloat16():
+  params = {"kernel": jnp.ones((64, 64), jnp.float32)}
+  optimizer = adamw.AdamW(schedule=SCHEDULE, momentum_dtype=jnp.bfloat16)
+  params, every, state = _run(optimizer.transform(), params)
+  moments = {
+    name: {x.dtype.name for x in jax.tree.leaves(getattr(state[0], name))}
+    for name in ("mu", "nu")
+  }
+  assert moments == {"mu": {"bfloat16"}, "nu": {"float32"}}
+  oracle = _PaperAdamW(
+    np.ones((64, 64)), b1=0.9, b2=0.999, epsilon=1e-8, decay=0.0
+  )
+  for gradients in every:
+    oracle.update(gradients["kernel"])
+  # Rounded at each step by 2^-9 at most, twice; ten steps are remembered. The
+  # quotient is about one, and the rates sum to 1.1.
+  error = np.abs(params["kernel"] - oracle.value)
+  assert 1e-6 < np.max(error) < 1.1 * 20 * 2**-9
+  assert np.sqrt(np.mean(error**2)) < 1.1 * 2**-9
+
+
 @pytest.mark.parametrize(
   ("specs", "decays"),
   [
@@ -86,6 +123,10 @@ def test_twenty_steps_match_the_paper(specs, decays):
     ({"b2": -0.1}, r"AdamW.b2 must be at least 0 and less than 1, got -0.1"),
     ({"epsilon": 0.0}, r"AdamW.epsilon must be positive, got 0.0"),
     ({"weight_decay": -1.0}, r"weight_decay must not be negative, got -1.0"),
+    (
+      {"momentum_dtype": jnp.int8},
+      r"momentum_dtype must be a floating .* int8",
+    ),
   ],
 )
 def test_rejects(fields, message):

@@ -1,4 +1,4 @@
-"""Checks of numeric fields, for `__post_init__`.
+"""Checks of fields, for `__post_init__`.
 
 Messages name the field as the user wrote it. NaN fails every check; a field
 that is `None` is unset and passes.
@@ -6,6 +6,8 @@ that is `None` is unset and passes.
 
 from collections.abc import Callable
 import math
+
+import jax.numpy as jnp
 
 
 def positive(part: object, *fields: str) -> None:
@@ -21,6 +23,17 @@ def not_negative(part: object, *fields: str) -> None:
 def decay(part: object, *fields: str) -> None:
   """Raises ValueError unless each field is the decay of a running mean."""
   _check(part, fields, lambda v: 0 <= v < 1, "be at least 0 and less than 1")
+
+
+def floating(part: object, *fields: str) -> None:
+  """Raises ValueError unless each field is a dtype of real numbers."""
+  for field in fields:
+    dtype = jnp.dtype(getattr(part, field))
+    if not jnp.issubdtype(dtype, jnp.floating):
+      raise ValueError(
+        f"{type(part).__name__}.{field} must be a floating dtype such as"
+        f" bfloat16, got {dtype.name}."
+      )
 
 
 def _check(

@@ -5,13 +5,14 @@
 
 (Chen et al. 2023, https://arxiv.org/abs/2302.06675, algorithm 2.) Each element
 moves by the rate itself, so rates are 3 to 10 times smaller than AdamW's and
-decays as much larger. The momentum is float32 and sharded like its parameter.
+decays as much larger. The momentum is sharded like its parameter.
 Decay applies to the variables whose `VariableSpec` says `regularized`.
 """
 
 import dataclasses
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 import optax
 
 from paxon.learners import field_checks, optimizer, variable_groups
@@ -26,16 +27,20 @@ class Lion:
     b1: Share of the momentum in the direction.
     b2: Decay of the momentum.
     weight_decay: Share of a parameter that is subtracted at rate one.
+    momentum_dtype: Dtype in which the momentum is kept between steps; bfloat16
+      takes half the memory, and rounds it.
   """
 
   schedule: optax.Schedule
   b1: float = 0.9
   b2: float = 0.99
   weight_decay: float = 0.0
+  momentum_dtype: DTypeLike = jnp.float32
 
   def __post_init__(self) -> None:
     field_checks.decay(self, "b1", "b2")
     field_checks.not_negative(self, "weight_decay")
+    field_checks.floating(self, "momentum_dtype")
 
   def transform(
     self, specs: variable_groups.Specs | None = None
@@ -46,7 +51,7 @@ class Lion:
       specs: Of the variables that are optimized. `None` decays all of them.
     """
     return optimizer.descent(
-      optax.scale_by_lion(b1=self.b1, b2=self.b2, mu_dtype=jnp.float32),
+      optax.scale_by_lion(b1=self.b1, b2=self.b2, mu_dtype=self.momentum_dtype),
       schedule=self.schedule,
       weight_decay=self.weight_decay,
       specs=specs,

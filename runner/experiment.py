@@ -23,11 +23,13 @@ import abc
 from collections.abc import Callable, Generator, Mapping
 import contextlib
 import copy
+import types
 from typing import Any, ClassVar, Literal, TypeVar
 
 import fiddle as fdl
 
 from paxon.inputs import base_input
+from paxon.runner import compiler_options as compiler_options_lib
 from paxon.runner import generation_settings
 from paxon.runner import job as job_lib
 from paxon.runner import knobs as knobs_lib
@@ -37,6 +39,7 @@ from paxon.runner.checkpoints import warm_start as warm_start_lib
 from paxon.runner.configuration import compute_dtype, tree
 from paxon.runner.observability import settings as settings_lib
 from paxon.runner.observability import spikes, watchdog
+from paxon.runner.plan import kernel_contract
 from paxon.runner.programs import early_stopping as early_stopping_lib
 from paxon.sharding import rules as rules_lib
 
@@ -65,6 +68,7 @@ class Experiment(abc.ABC):
       takes the devices that are left.
     dtype: What parts compute in that do not say their own `dtype`. Parameters
       stay in theirs.
+    compiler_options: Options of XLA by name, see `Job.compiler_options`.
     name: The experiment's word in reports; by default its class's name.
   """
 
@@ -76,6 +80,9 @@ class Experiment(abc.ABC):
   seed: int = 0
   mesh: str = "data=-1"
   dtype: Literal["float32", "bfloat16"] = "float32"
+  compiler_options: Mapping[str, compiler_options_lib.Value] = (
+    types.MappingProxyType({})
+  )
 
   name: ClassVar[str] = ""
 
@@ -227,6 +234,12 @@ class Experiment(abc.ABC):
     """Returns the rules from logical axes to mesh axes."""
     return rules_lib.DEFAULT_RULES
 
+  def expected_kernels(
+    self,
+  ) -> tuple[fdl.Config[kernel_contract.ExpectedKernel], ...]:
+    """Returns the kernels that the compiled step must have; none here."""
+    return ()
+
   def retention(self) -> fdl.Config[retention_lib.Retention]:
     """Returns which checkpoints are kept; here the three newest."""
     return fdl.Config(retention_lib.Retention)
@@ -278,6 +291,11 @@ class Experiment(abc.ABC):
       early_stopping = self.early_stopping()
       if early_stopping is not None:
         config.early_stopping = early_stopping
+      if self.compiler_options:
+        config.compiler_options = dict(self.compiler_options)
+      expected_kernels = self.expected_kernels()
+      if expected_kernels:
+        config.expected_kernels = expected_kernels
       self.adjust(config)
       if compute_dtype.set_where_unset(config.task, self._given_or("dtype")):
         read.add("dtype")

@@ -8,6 +8,7 @@ import pytest
 
 from paxon.runner import experiment, job, knobs, toy_experiment
 from paxon.runner.configuration import dump, tree
+from paxon.runner.plan import kernel_contract
 from paxon.runner.programs import early_stopping
 
 
@@ -306,6 +307,33 @@ def test_job_holds_the_knobs():
   assert (built.seed, built.mesh, built.eval_every_steps) == (3, "data=2", None)
   assert list(built.eval_inputs) == ["validation"]
   assert built.train_input.global_batch_size == 2
+
+
+def test_compiler_options_and_expected_kernels_reach_the_job():
+  untouched = toy_experiment.Toy().job()
+  # Runs that were stored before there were such fields go on.
+  assert not tree.is_set(untouched, "compiler_options")
+  assert not tree.is_set(untouched, "expected_kernels")
+  expected = kernel_contract.ExpectedKernel(
+    part="attention forward", kernel="cudnn"
+  )
+
+  class New(toy_experiment.Toy):
+    compiler_options = {"xla_gpu_x": 2}  # noqa: RUF012  A knob, not shared.
+
+    def expected_kernels(self):
+      return (expected,)
+
+  given = {"xla_tpu_y": True}
+  for made, options in (
+    (New(), {"xla_gpu_x": 2}),
+    (New(compiler_options=given), given),
+  ):
+    built = fdl.build(made.job())
+    assert built.compiler_options == options
+    assert built.expected_kernels == (expected,)
+  with pytest.raises(knobs.KnobError, match=r"New\.compiler_options: expected"):
+    New(compiler_options={"xla_gpu_x": [1]})
 
 
 def test_adjust_changes_the_job():

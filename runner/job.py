@@ -1,15 +1,17 @@
 """The root of a resolved configuration: everything that a run needs to know."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import dataclasses
 
 from paxon.inputs import base_input
+from paxon.runner import compiler_options as options_lib
 from paxon.runner import generation_settings
 from paxon.runner import task as task_lib
 from paxon.runner.checkpoints import retention as retention_lib
 from paxon.runner.checkpoints import warm_start as warm_start_lib
 from paxon.runner.configuration import suggestions
 from paxon.runner.observability import settings as settings_lib
+from paxon.runner.plan import kernel_contract
 from paxon.runner.programs import early_stopping as early_stopping_lib
 from paxon.sharding import mesh as meshes
 from paxon.sharding import rules as rules_lib
@@ -46,6 +48,11 @@ class Job:
     generation: What to sample at the end; `None` for nothing.
     baselines: Computes figures to compare `bits_per_byte` with, by name. It
       is called after training and may take seconds. `None` for none.
+    compiler_options: Options of XLA for the compiled steps, beside or instead
+      of `compiler_options.DEFAULTS`; those of another platform
+      (`xla_gpu_...` on a TPU) are left out.
+    expected_kernels: Kernels that the compiled training step must have; a plan
+      and a run that have others are refused.
   """
 
   experiment: str
@@ -69,6 +76,10 @@ class Job:
   )
   generation: generation_settings.GenerationSettings | None = None
   baselines: Callable[[], dict[str, float]] | None = None
+  compiler_options: Mapping[str, options_lib.Value] = dataclasses.field(
+    default_factory=dict
+  )
+  expected_kernels: tuple[kernel_contract.ExpectedKernel, ...] = ()
 
   def __post_init__(self) -> None:
     meshes.MeshSpec.parse(self.mesh)
@@ -89,6 +100,7 @@ class Job:
         )
     if self.seed < 0:
       raise ValueError(f"Job.seed must not be negative, got {self.seed}.")
+    options_lib.check_names(self.compiler_options)
     if "train" in self.eval_inputs:
       raise ValueError(
         "Job.eval_inputs has a split named 'train', which is the name of the"

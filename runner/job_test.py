@@ -44,6 +44,10 @@ def _job():
       r"early_stopping has the metric 'valid/loss', but .*mean 'validation'",
     ),
     ({"num_train_steps": -1}, r"num_train_steps must not be negative, got -1"),
+    (
+      {"compiler_options": {"--xla_x": True}},
+      r"Job.compiler_options has the name '--xla_x', .* write 'xla_x'\.",
+    ),
     ({"mesh": "fsdp"}, r"mesh 'fsdp': 'fsdp' is not axis=size"),
     ({"mesh": "fdsp=2"}, r"unknown axis 'fdsp'; did you mean 'fsdp'"),
   ],

@@ -104,6 +104,13 @@ def make_flags() -> flags.FlagValues:
     flag_values=values,
   )
   flags.DEFINE_bool(
+    "plan_search",
+    False,
+    "For --mode=plan: explore meshes, remat policies and microbatches, and"
+    " print the best in time and memory.",
+    flag_values=values,
+  )
+  flags.DEFINE_bool(
     "list", False, "Print the experiments and exit.", flag_values=values
   )
   flags.DEFINE_bool(
@@ -126,6 +133,7 @@ class _Command:
   continuous: bool
   profile_steps: str | None
   target: str | None
+  plan_search: bool
   list: bool
   help: bool
   overrides: tuple["overrides_lib.Override", ...]
@@ -261,11 +269,15 @@ def _check(command: _Command, packages: Sequence[str]) -> None:
 
 
 def _check_target(command: _Command) -> None:
-  """Checks `--target`, of which `--mode=plan` needs one."""
+  """Checks `--target` and `--plan_search`, which are of `--mode=plan`."""
   if command.mode != "plan":
     if command.target is not None:
       raise user_error.UserError(
         f"--target is for --mode=plan, and the mode is {command.mode}."
+      )
+    if command.plan_search:
+      raise user_error.UserError(
+        f"--plan_search is for --mode=plan, and the mode is {command.mode}."
       )
     return
   from paxon.runner.plan import target as targets
@@ -345,7 +357,7 @@ def _start(
 
     return decode.run(job, run_dir, command.prompt)
   if command.mode == "plan":
-    return _plan(command, job, run_dir)
+    return _plan(command, job, config, run_dir)
   from paxon.runner.programs import train
 
   text = command.profile_steps
@@ -361,16 +373,23 @@ def _start(
   )
 
 
-def _plan(command: _Command, job: "job_lib.Job", run_dir: "epath.Path") -> int:
+def _plan(
+  command: _Command,
+  job: "job_lib.Job",
+  config: "fdl.Config[job_lib.Job]",
+  run_dir: "epath.Path",
+) -> int:
   from paxon.runner.plan import target as targets
   from paxon.runner.programs.plan import plan_program
 
   return plan_program.run(
     job,
+    config,
     experiment=command.exp or "",
     overrides=command.overrides,
     to=targets.parse_all(command.target or ""),
     run_dir=run_dir,
+    is_searched=command.plan_search,
   )
 
 

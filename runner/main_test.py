@@ -99,7 +99,10 @@ _WRONG = [
     r"no element 9; valid are 0 to",
   ),
   ([_TOY, "--fdl.task.model.head.name=x"], r"no field 'name'"),
-  ([_TOY, "--fdl.task.model.head.activation=relu"], r"only an experiment can"),
+  (
+    [_TOY, "--fdl.task.model.head.activation=relu"],
+    r"path of a function, such",
+  ),
   ([_TOY, "--fdl.task..model=3"], r"cannot read '..model'"),
   # Refused by the parts themselves, while the configuration is built.
   (
@@ -143,9 +146,10 @@ _WRONG = [
   ),
   ([_TOY, "--target=cpu:8"], r"--target is for --mode=plan, .* mode is train"),
   ([_TOY, "--mode=plan"], r"--mode=plan needs --target, the hardware: write c"),
+  ([_TOY, "--plan_search"], r"--plan_search is for --mode=plan, .* is train"),
   ([_TOY, "--mode=plan", "--target=h300:8"], r"h300:8 is no target: write cpu"),
   ([_TOY, "--mode=plan", "--target=v5e:3x3"], r"no v5e slice of 3x3; there ar"),
-  ([_TOY, "--mode=plan", "--target=cpu:2,"], r"--target= is no target"),
+  ([_TOY, "--mode=plan", "--target=cpu:2,"], r"--target=cpu:2, has an empty"),
   ([_TOY, "--mode=eval"], r"--mode=eval needs --job_log_dir"),
   ([_TOY, "--mode=decode"], r"--mode=decode needs --job_log_dir"),
   ([_TOY, "--mode=eval", "--job_log_dir=no"], r"no: there is no such folder"),
@@ -192,7 +196,7 @@ def test_knob_without_effect_is_one_line(call, monkeypatch):
 def test_flags_are_the_frozen_list():
   assert sorted(main.make_flags()) == [
     *("continuous", "exp", "help", "job_log_dir", "list", "mode"),
-    *("profile_steps", "prompt", "target"),
+    *("plan_search", "profile_steps", "prompt", "target"),
   ]
   assert main.MODES == ("train", "eval", "decode", "plan")
 

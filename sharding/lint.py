@@ -96,7 +96,7 @@ def check(
     *_grouped(p for array in arrays for p in checker.indivisible(*array)),
     *_grouped(p for array in arrays for p in checker.used_twice(*array)),
     *_grouped(p for s in leaves for p in checker.replicated(s, large_bytes)),
-    *checker.idle_axes(),
+    *checker.idle_axes({axis for spec in leaves for axis in spec.axes}),
   ]
   return sorted(findings, key=lambda finding: not finding.is_error)
 
@@ -210,13 +210,14 @@ class _Checker:
     key = (spec.shape, spec.axes)
     yield key, Finding(Rule.LEFT_REPLICATED, False, message)
 
-  def idle_axes(self) -> Iterable[Finding]:
+  def idle_axes(self, named: set[str | None]) -> Iterable[Finding]:
     """Mesh axes that split weights at most, so that work is done twice."""
     working = {
       name
       for logical, entry in self._rules
       for name in _as_tuple(entry)
-      if logical in _WORK
+      # Stages are there only if the model is cut into some.
+      if logical in _WORK and (logical != axis_names.STAGES or logical in named)
     }
     for axis, size in self._mesh.items():
       if size > 1 and axis not in working:

@@ -137,6 +137,13 @@ def test_a_mesh_axis_that_shares_no_work():
   assert "add 'fsdp' to the rule of 'batch'" in finding.message
 
 
+def test_stages_of_a_model_that_has_none():
+  (finding,) = _check(mesh=_mesh(stage=2))
+  assert "the mesh axis stage=2 splits neither the batch" in finding.message
+  staged = _spec("params/up", (2, 64, 256), (axes.STAGES, axes.EMBED, axes.MLP))
+  assert _check(staged, mesh=_mesh(stage=2)) == []
+
+
 def test_groups_variables_and_puts_errors_first():
   specs = [
     _spec(f"params/{i}", (1 << 20, 6, 16), (axes.VOCAB, axes.EMBED, None))

@@ -71,26 +71,46 @@ def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
       f"An array of shape {x.shape} needs {x.ndim} logical axes, got "
       f"{tuple(axes)}."
     )
+  spec = partition_spec(x.shape, axes)
+  return x if spec is None else jax.lax.with_sharding_constraint(x, spec)
+
+
+def partition_spec(
+  shape: Sequence[int], axes: Sequence[str | None]
+) -> jax.sharding.PartitionSpec | None:
+  """Returns how the active rules shard an activation.
+
+  Args:
+    shape: Its shape; a dimension of size one stays whole.
+    axes: One logical axis (or None) per dimension.
+
+  Returns:
+    One entry per dimension, or None outside of a layout.
+
+  Raises:
+    ValueError: A dimension does not divide by the shards of its axis.
+  """
   active = nn.get_logical_axis_rules()
   if not active:
-    return x
-  names = [a if n > 1 else None for a, n in zip(axes, x.shape, strict=True)]
+    return None
+  names = [a if n > 1 else None for a, n in zip(axes, shape, strict=True)]
   spec = rules.to_partition_spec(names, rules=tuple(active))
-  _check_divides(x, axes, spec)
-  return jax.lax.with_sharding_constraint(x, spec)
+  _check_divides(shape, axes, spec)
+  return spec
 
 
 def _check_divides(
-  x: jax.Array,
+  shape: Sequence[int],
   axes: Sequence[str | None],
   spec: jax.sharding.PartitionSpec,
 ) -> None:
   sizes = jax.sharding.get_abstract_mesh().shape
-  for axis, size, entry in zip(axes, x.shape, spec, strict=True):
+  for axis, size, entry in zip(axes, shape, spec, strict=True):
     names = (entry,) if isinstance(entry, str) else entry or ()
     if size % math.prod(sizes[name] for name in names):
       over = ", ".join(f"{name}={sizes[name]}" for name in names)
       raise ValueError(
-        f"The activation {tuple(axes)} of shape {x.shape} cannot be split: "
+        f"The activation {tuple(axes)} of shape {tuple(shape)} cannot be"
+        " split: "
         f"'{axis}' of size {size} does not divide by {over}."
       )

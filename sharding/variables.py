@@ -27,6 +27,10 @@ Initializer = Callable[..., Any]
 # its pattern has.
 PERIOD = "period"
 
+# The collection of parameters that several parts of a model use. Lifted
+# transforms hand it on whole, without an axis of its own.
+SHARED = "shared"
+
 
 class UpdateRule(enum.Enum):
   """How a variable gets its next value."""
@@ -219,7 +223,7 @@ def _spec(name: str, leaf: Any) -> VariableSpec:
       regularized=decayed,
       trainable=leaf.trainable,
     )
-  is_param = collection == "params"
+  is_param = collection in ("params", SHARED)
   names = getattr(leaf, "names", None) or (None,) * value.ndim
   return VariableSpec(
     name=name,

@@ -32,7 +32,18 @@ def test_dependencies_and_test_extra_are_the_core_lock():
   assert _normal(asked) == _requested("requirements.in")
 
 
-@pytest.mark.parametrize("extra", ["cuda", "plan", "tf", "tpu"])
-def test_extra_is_its_lock(extra):
+@pytest.mark.parametrize(
+  ("extra", "locks"),
+  [
+    ("cuda", ["cuda"]),
+    ("plan", ["plan_cuda", "tpu"]),
+    ("plan-cuda", ["plan_cuda"]),
+    ("plan-cudnn", ["plan_cudnn"]),
+    ("tf", ["tf"]),
+    ("tpu", ["tpu"]),
+  ],
+)
+def test_extra_is_its_locks(extra, locks):
   asked = _project()["optional-dependencies"][extra]
-  assert _normal(asked) == _requested(f"requirements_{extra}.in")
+  requested = [_requested(f"requirements_{lock}.in") for lock in locks]
+  assert _normal(asked) == set().union(*requested)

@@ -69,6 +69,7 @@ def py_test(
       env: More environment variables; these win over the macro's own.
       **kwargs: As for Bazel's py_test, such as `data`, `tags`, `shard_count`.
     """
+    joined = _joined(deps, runtime_deps, _RUNNER_DEPS, [_ROOT])
     native.py_test(
         name = name,
         size = size,
@@ -81,9 +82,15 @@ def py_test(
             "JAX_NUM_CPU_DEVICES": str(devices),
             "JAX_PLATFORMS": "cpu",
             "PYTHONSAFEPATH": "1",
+            # Half of a test's time is XLA's compiling; its last optimizations
+            # of CPU code take half of that, and tests run programs once.
+            "XLA_FLAGS": " ".join([
+                "--xla_backend_optimization_level=1",
+                "--xla_llvm_disable_expensive_passes=true",
+            ]),
         }, **env),
         legacy_create_init = False,
-        deps = _joined(deps, runtime_deps, _RUNNER_DEPS, [_ROOT]) + accelerator_wheels(),
+        deps = joined + accelerator_wheels(joined),
         **kwargs
     )
 
@@ -128,11 +135,12 @@ def py_binary(name, srcs, main = None, deps = [], runtime_deps = [], **kwargs):
         testonly = kwargs.get("testonly", False),
         visibility = ["//visibility:private"],
     )
+    joined = _joined(deps, runtime_deps, [_ROOT])
     native.py_binary(
         name = name,
         srcs = srcs + [launcher],
         main = launcher + ".py",
         legacy_create_init = False,
-        deps = _joined(deps, runtime_deps, [_ROOT]) + accelerator_wheels(),
+        deps = joined + accelerator_wheels(joined),
         **kwargs
     )

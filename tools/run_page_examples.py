@@ -4,12 +4,18 @@
   ```python               is run as a program of its own
   ```sh                   is run by bash, and must succeed
   ```sh status=2          the same, and must end with that status
+  ```text                 is what the command before it prints: these lines in
+                          this order, others between them
+
+Numbers in a text may be 2 % off, as what a compiler makes differs with its
+version; all other words are exact.
 
 The macro in readme.bzl makes a test of this file and names the page in the
 environment. Programs are run by the Python that runs the test.
 """
 
 import dataclasses
+import math
 import os
 import pathlib
 import re
@@ -20,10 +26,13 @@ import sys
 PAGE_VARIABLE = "PAXON_PAGE"
 
 _BLOCK = re.compile(
-  r"^```(?P<kind>python|sh)(?: (?P<key>file|status)=(?P<value>\S+))?\n"
+  r"^```(?P<kind>python|sh|text)(?: (?P<key>file|status)=(?P<value>\S+))?\n"
   r"(?P<text>.*?)^```$",
   re.DOTALL | re.MULTILINE,
 )
+# A number, such as 1,234.5; digits in a word are a part of the word.
+_NUMBER = re.compile(r"(?<![\w.,])\d[\d,]*(?:\.\d+)?(?![\w,]|\.\d)")
+_TOLERANCE = 0.02
 _SECONDS = 280
 
 
@@ -32,7 +41,7 @@ class Block:
   """One block of code.
 
   Attributes:
-    kind: `python` or `sh`.
+    kind: `python`, `sh` or `text`.
     text: The code.
     line: Its first line in the page, from 1.
     file: Where it is written instead of being run, or None.
@@ -72,17 +81,20 @@ def blocks(page: str) -> list[Block]:
   ):
     raise ValueError(
       f"Of the page's blocks {len(found)} can be read; write ```python,"
-      " ```python file=PATH, ```sh or ```sh status=N."
+      " ```python file=PATH, ```sh, ```sh status=N or ```text."
     )
   return found
 
 
-def run(block: Block, folder: pathlib.Path) -> None:
+def run(block: Block, folder: pathlib.Path) -> str:
   """Runs one block in a folder.
 
   Args:
     block: What to run.
     folder: Where the blocks before it have left their files.
+
+  Returns:
+    What it printed.
 
   Raises:
     AssertionError: It ended with another status; its output is in the message.
@@ -91,7 +103,7 @@ def run(block: Block, folder: pathlib.Path) -> None:
     path = folder / block.file
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(block.text)
-    return
+    return ""
   program = (
     [sys.executable, "-c", block.text]
     if block.kind == "python"
@@ -100,7 +112,7 @@ def run(block: Block, folder: pathlib.Path) -> None:
   done = subprocess.run(
     program,
     cwd=folder,
-    env=_environment(),
+    env=_environment(folder),
     capture_output=True,
     text=True,
     timeout=_SECONDS,
@@ -110,18 +122,56 @@ def run(block: Block, folder: pathlib.Path) -> None:
     f"line {block.line}: status {done.returncode}, wanted {block.status}\n"
     f"{block.text}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
   )
+  return done.stdout
+
+
+def check(block: Block, printed: str) -> None:
+  """Checks that a text is what was printed.
+
+  Args:
+    block: Of the kind `text`.
+    printed: By the block before it.
+
+  Raises:
+    AssertionError: A line is not there, or not after the one before it.
+  """
+  rest = printed.splitlines()
+  for number, line in enumerate(block.text.splitlines()):
+    met = next((i for i, other in enumerate(rest) if _is_same(line, other)), -1)
+    assert met >= 0, (
+      f"line {block.line + number}: {line!r} is not in what follows:\n"
+      + "\n".join(rest)
+    )
+    rest = rest[met + 1 :]
+
+
+def _is_same(line: str, other: str) -> bool:
+  """Whether two lines have the same words, and almost the same numbers."""
+  words = [" ".join(_NUMBER.sub("#", each).split()) for each in (line, other)]
+  if words[0] != words[1]:
+    return False
+  numbers = [
+    [float(found.replace(",", "")) for found in _NUMBER.findall(each)]
+    for each in (line, other)
+  ]
+  return all(
+    math.isclose(a, b, rel_tol=_TOLERANCE)
+    for a, b in zip(*numbers, strict=True)
+  )
 
 
 # `python` in the page is this one.
 _SHELL = f'python() {{ {shlex.quote(sys.executable)} "$@"; }}\n'
 
 
-def _environment() -> dict[str, str]:
+def _environment(folder: pathlib.Path) -> dict[str, str]:
   environment = dict(os.environ)
   # The reader's own folder is one to import from.
   environment.pop("PYTHONSAFEPATH", None)
   environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
   environment["JAX_NUM_CPU_DEVICES"] = "1"
+  # What was made before, outside of the page, does not count.
+  environment["XDG_CACHE_HOME"] = str(folder / ".cache")
   return environment
 
 
@@ -129,5 +179,9 @@ def test_the_page_runs_from_its_first_block_to_its_last(
   tmp_path: pathlib.Path,
 ) -> None:
   """Every block does what the page says."""
+  printed = ""
   for block in blocks(pathlib.Path(os.environ[PAGE_VARIABLE]).read_text()):
-    run(block, tmp_path)
+    if block.kind == "text":
+      check(block, printed)
+    else:
+      printed = run(block, tmp_path)

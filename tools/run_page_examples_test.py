@@ -50,3 +50,50 @@ def test_a_block_that_fails_is_shown(tmp_path):
 def test_a_block_that_is_not_understood_is_an_error(page):
   with pytest.raises(ValueError, match="blocks 0 can be read"):
     run_page_examples.blocks(page)
+
+
+_PRINTED = (
+  "plan of a.B\n  peak     466.71 GiB\nkernels\n  1,024 x\nfits: 60 %\n"
+)
+
+
+@pytest.mark.parametrize(
+  "text",
+  [
+    "plan of a.B\nfits: 60 %",
+    "peak 466.71 GiB\n1,024 x",
+    "peak 460 GiB",
+    "1,030 x",
+  ],
+)
+def test_a_text_is_what_was_printed(text):
+  (block,) = run_page_examples.blocks(f"```text\n{text}\n```\n")
+  run_page_examples.check(block, _PRINTED)
+
+
+@pytest.mark.parametrize(
+  ("text", "line"),
+  [
+    ("peak 480 GiB", 2),
+    ("peak 466.71 MiB", 2),
+    ("plan of a.C", 2),
+    ("fits: 60 %\nplan of a.B", 3),
+    ("1,024 x\n1,024 x", 3),
+    ("peak", 2),
+  ],
+)
+def test_another_text_is_an_error(text, line):
+  (block,) = run_page_examples.blocks(f"```text\n{text}\n```\n")
+  with pytest.raises(AssertionError, match=f"^line {line}: .* is not in what"):
+    run_page_examples.check(block, _PRINTED)
+
+
+def test_a_page_that_is_given_another_text_fails(tmp_path, monkeypatch):
+  page = tmp_path / "page.md"
+  monkeypatch.setenv(run_page_examples.PAGE_VARIABLE, str(page))
+  whole = run_page_examples.test_the_page_runs_from_its_first_block_to_its_last
+  page.write_text("```sh\necho 3 parts\n```\n```text\n3 parts\n```\n")
+  whole(tmp_path)
+  page.write_text("```sh\necho 3 parts\n```\n```text\n4 parts\n```\n")
+  with pytest.raises(AssertionError, match="line 5: '4 parts' is not in what"):
+    whole(tmp_path)

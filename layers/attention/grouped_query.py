@@ -2,8 +2,8 @@
 
 With `num_kv_heads == num_heads` this is multi-head attention, with one
 key/value head multi-query attention, between them grouped-query attention
-(Ainslie et al. 2023, https://arxiv.org/abs/2305.13245). There is no bias,
-norm, dropout or residual here.
+(Ainslie et al. 2023, https://arxiv.org/abs/2305.13245). There is no dropout or
+residual here, and no norm but those of queries and keys.
 
 Einsum letters: B batch, T length, D embed, N heads, K key/value heads,
 H head_dim.
@@ -12,6 +12,7 @@ H head_dim.
 from collections.abc import Callable
 import dataclasses
 import functools
+from typing import Any
 
 from flax import linen as nn
 from flax.linen import dtypes
@@ -23,6 +24,7 @@ from jaxtyping import Array, Float, Int
 from paxon.layers import dimensions, remat, rotary_embedding
 from paxon.layers.attention import kernels, kv_cache
 from paxon.layers.attention import mask as attention_mask
+from paxon.layers.attention import projections as attention_projections
 from paxon.sharding import axes, logical
 
 # Both scale by the true number of summed terms: D into heads, N * H out.
@@ -56,6 +58,18 @@ class GroupedQueryAttention(nn.Module):
     dtype: Dtype of the computation. `None` promotes inputs and kernels.
     param_dtype: Dtype in which the kernels are stored.
     einsum: The contraction of the projections.
+    projections: How queries, keys and values are made: with a kernel for each
+      (`SeparateProjections`), or with one (`CombinedProjections`).
+    use_bias: Whether learned values are added to queries, keys, values and the
+      output.
+    logit_cap: Bends attention logits into `(-logit_cap, logit_cap)`, if the
+      kernel can; `None` does not.
+    query_norm: Maps queries [B,T,N,H] to the same, before they are rotated;
+      `None` leaves them.
+    key_norm: Maps keys [B,T,K,H] likewise, before they are stored.
+    position_bias: Called with the positions of queries [B,T] and of keys [B,S]
+      and the number of heads; what it returns, [B,N,T,S], is added to the
+      logits, if the kernel can. `None` adds nothing.
   """
 
   num_heads: int
@@ -75,6 +89,14 @@ class GroupedQueryAttention(nn.Module):
   dtype: DTypeLike | None = None
   param_dtype: DTypeLike = jnp.float32
   einsum: Callable[..., jax.Array] = jnp.einsum
+  projections: attention_projections.Projections = (
+    attention_projections.SeparateProjections()
+  )
+  use_bias: bool = False
+  logit_cap: float | None = None
+  query_norm: nn.Module | None = None
+  key_norm: nn.Module | None = None
+  position_bias: nn.Module | None = None
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -91,10 +113,16 @@ class GroupedQueryAttention(nn.Module):
         f"{name}.num_heads ({heads}) must be a multiple of num_kv_heads "
         f"({self.num_kv_heads}); use {choice}."
       )
-
+    if self.logit_cap is not None and not self.logit_cap > 0:
+      raise ValueError(
+        f"{name}.logit_cap must be positive or None, got {self.logit_cap}."
+      )
     # Known early for our own embedding; other callables check when called.
-    is_rotary = isinstance(self.rotary, rotary_embedding.Rotary)
-    if is_rotary and self.head_dim % 2:
+    rotary = self.rotary
+    whole = isinstance(rotary, rotary_embedding.Rotary) and (
+      rotary.rotary_dim is None
+    )
+    if whole and self.head_dim % 2:
       raise ValueError(
         f"{name}.head_dim must be even for Rotary, got {self.head_dim}."
       )
@@ -116,7 +144,11 @@ class GroupedQueryAttention(nn.Module):
       segment_ids: Their segments; 0 is padding, which gathers zeros.
       cache_length: Makes a cache with this number of slots (prefill).
     """
-    query, key, value = self._projections(x)
+    query, key, value = self._projected(x)
+    if self.query_norm is not None:
+      query = self.query_norm(query)
+    if self.key_norm is not None:
+      key = self.key_norm(key)
     if self.rotary is not None:
       query = self.rotary(query, positions)
       key = self.rotary(key, positions)
@@ -135,30 +167,32 @@ class GroupedQueryAttention(nn.Module):
       causal=self.causal,
       window=self.window,
     )
-    context = self.kernel(query, seen.key, seen.value, mask)
+    # Given where they are set only, so that a kernel need not know of them.
+    more: dict[str, Any] = {}
+    if self.logit_cap is not None:
+      more["logit_cap"] = self.logit_cap
+    if self.position_bias is not None:
+      more["bias"] = self.position_bias(
+        positions, seen.positions, self.num_heads
+      )
+    context = self.kernel(query, seen.key, seen.value, mask, **more)
     context = remat.tag(context, remat.ATTENTION_CONTEXT)
     return self._output(context, x.shape[-1])
 
-  def _projections(self, x: jax.Array) -> tuple[jax.Array, ...]:
+  def _projected(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns queries [B,T,N,H], keys and values [B,T,K,H]."""
-    D, N, K, H = x.shape[-1], self.num_heads, self.num_kv_heads, self.head_dim
-    init = self.projection_init
-    weights = [
-      self._weight("query", init, (D, N, H), (axes.EMBED, axes.HEADS)),
-      self._weight("key", init, (D, K, H), (axes.EMBED, axes.KV_HEADS)),
-      self._weight("value", init, (D, K, H), (axes.EMBED, axes.KV_HEADS)),
-    ]
-    x, *weights = dtypes.promote_dtype(x, *weights, dtype=self.dtype)
-    # Pinned so that tensor parallelism splits heads, and a sequence split over
-    # devices stays split through the projections.
-    heads = (axes.ACTIVATION_HEADS,) + 2 * (axes.ACTIVATION_KV_HEADS,)
-    return tuple(
-      logical.constrain(
-        self.einsum("BTD,DNH->BTNH", x, weight),
-        (axes.BATCH, axes.LENGTH, head, axes.ACTIVATION_HEAD_DIM),
-      )
-      for weight, head in zip(weights, heads, strict=True)
+    layer = attention_projections.Layer(
+      num_heads=self.num_heads,
+      num_kv_heads=self.num_kv_heads,
+      head_dim=self.head_dim,
+      use_bias=self.use_bias,
+      kernel_init=self.projection_init,
+      dtype=self.dtype,
+      param_dtype=self.param_dtype,
+      einsum=self.einsum,
+      param=self.param,
     )
+    return self.projections(layer, x)
 
   def _output(self, context: jax.Array, embed_dim: int) -> jax.Array:
     shape = (self.num_heads, self.head_dim, embed_dim)
@@ -166,16 +200,14 @@ class GroupedQueryAttention(nn.Module):
       self.output_init, (axes.HEADS, axes.HEAD_DIM, axes.EMBED)
     )
     weight = self.param("out", init, shape, self.param_dtype)
-    context, weight = dtypes.promote_dtype(context, weight, dtype=self.dtype)
+    bias = None
+    if self.use_bias:
+      bias_init = logical.partitioned(nn.initializers.zeros, (axes.EMBED,))
+      bias = self.param("out_bias", bias_init, (embed_dim,), self.param_dtype)
+    context, weight, bias = dtypes.promote_dtype(
+      context, weight, bias, dtype=self.dtype
+    )
     output = self.einsum("BTNH,NHD->BTD", context, weight)
+    if bias is not None:
+      output += bias[None, None, :]
     return remat.tag(output, remat.ATTENTION_OUTPUT)
-
-  def _weight(
-    self,
-    name: str,
-    init: nn.initializers.Initializer,
-    shape: tuple[int, ...],
-    names: tuple[str, str],
-  ) -> jax.Array:
-    init = logical.partitioned(init, (*names, axes.HEAD_DIM))
-    return self.param(name, init, shape, self.param_dtype)

@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from paxon.layers import precision
+from paxon.layers import precision, soft_cap, wide_einsum
 from paxon.layers.attention import mask as attention_mask
 
-Kernel = Callable[
-  [jax.Array, jax.Array, jax.Array, attention_mask.AttentionMask], jax.Array
-]
+# `(query, key, value, mask, *, logit_cap=None, bias=None)`. A keyword comes
+# only where it is asked for.
+Kernel = Callable[..., jax.Array]
 
 
 def plain(
@@ -30,8 +30,22 @@ def plain(
   key: Float[Array, "batch kv_length kv_heads head_dim"],
   value: Float[Array, "batch kv_length kv_heads head_dim"],
   mask: attention_mask.AttentionMask,
+  *,
+  logit_cap: float | None = None,
+  bias: Float[Array, "batch heads length kv_length"] | None = None,
 ) -> Float[Array, "batch length heads head_dim"]:
   """Attention by two contractions; logits and softmax in float32.
+
+  Args:
+    query: Queries.
+    key: Keys.
+    value: Values.
+    mask: Which keys each query sees.
+    logit_cap: Bends the scaled logits into `(-logit_cap, logit_cap)`.
+    bias: Added to the scaled logits, before they are bent.
+
+  Returns:
+    The weighted values.
 
   Raises:
     ValueError: The heads do not divide into groups.
@@ -40,7 +54,7 @@ def plain(
   B, T, N, H = query.shape
   visible = mask.to_array()
   query = query.reshape(B, T, N // groups, groups, H)
-  logits = jnp.einsum(
+  logits = wide_einsum.wide_einsum(
     "BTKGH,BSKH->BKGTS",
     query,
     key,
@@ -48,6 +62,10 @@ def plain(
     preferred_element_type=precision.at_least_float32(query.dtype),
   )
   logits *= H**-0.5
+  if bias is not None:
+    logits += bias.reshape(logits.shape).astype(logits.dtype)
+  if logit_cap is not None:
+    logits = soft_cap.soft_cap(logits, logit_cap)
   # Finite, because a row of -inf would make its softmax NaN.
   lowest = float(jnp.finfo(jnp.float32).min)
   logits = jnp.where(visible[:, :, None], logits, lowest)
@@ -62,6 +80,8 @@ def fused(
   value: Float[Array, "batch kv_length kv_heads head_dim"],
   mask: attention_mask.AttentionMask,
   *,
+  logit_cap: float | None = None,
+  bias: Float[Array, "batch heads length kv_length"] | None = None,
   implementation: Literal["xla", "cudnn"] | None = None,
 ) -> Float[Array, "batch length heads head_dim"]:
   """Attention by `jax.nn.dot_product_attention`.
@@ -73,6 +93,8 @@ def fused(
     key: Keys.
     value: Values.
     mask: Which keys each query sees.
+    logit_cap: Refused: JAX's function has no such setting.
+    bias: Added to the scaled logits.
     implementation: Passed on to JAX: "cudnn" asks for the fused kernel of
       NVIDIA GPUs (bfloat16 or float16 only), None leaves the choice to JAX.
 
@@ -80,14 +102,19 @@ def fused(
     The weighted values.
 
   Raises:
-    ValueError: The heads do not divide into groups.
+    ValueError: The heads do not divide into groups, or a cap is asked for.
   """
+  if logit_cap is not None:
+    raise ValueError(
+      f"kernels.fused cannot cap logits (logit_cap is {logit_cap}): "
+      "jax.nn.dot_product_attention has no cap; use kernels.plain."
+    )
   _groups(query, key)
   visible = mask.to_array()
   # JAX's own code mixes bfloat16 with float32, an error under strict promotion.
   with jax.numpy_dtype_promotion("standard"):
     out = jax.nn.dot_product_attention(
-      query, key, value, mask=visible, implementation=implementation
+      query, key, value, bias, mask=visible, implementation=implementation
     )
   return _zero_unless_seen(out, visible)
 

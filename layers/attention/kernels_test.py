@@ -1,17 +1,22 @@
 """Tests for attention kernels: one battery for all of them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from paxon.layers import testing
-from paxon.layers.attention import kernels
+from paxon.layers.attention import cudnn_attention, kernels
 from paxon.layers.attention import mask as attention_mask
 
 KERNELS = [
   pytest.param(kernels.plain, id="plain"),
   pytest.param(kernels.fused, id="fused"),
+  pytest.param(
+    functools.partial(cudnn_attention.cudnn, implementation="xla"), id="cudnn"
+  ),
 ]
 LENGTH, HEAD_DIM = 6, 4
 # Two documents and padding; one document.
@@ -50,7 +55,7 @@ def _visible(b, t, s, causal=True, window=None):
   return window is None or abs(distance) < window
 
 
-def _oracle(query, key, value, **settings):
+def _oracle(query, key, value, logit_cap=None, **settings):
   """One query, one head at a time, over the visible keys only."""
   query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
   groups = query.shape[2] // key.shape[2]
@@ -61,6 +66,8 @@ def _oracle(query, key, value, **settings):
       continue
     k = n // groups
     logits = [query[b, t, n] @ key[b, s, k] / HEAD_DIM**0.5 for s in seen]
+    if logit_cap is not None:
+      logits = logit_cap * np.tanh(np.asarray(logits) / logit_cap)
     weights = np.exp(logits) / np.sum(np.exp(logits))
     for s, weight in zip(seen, weights, strict=True):
       out[b, t, n] += weight * value[b, s, k]
@@ -145,6 +152,41 @@ def test_bfloat16_softmax_is_in_float32(kernel):
   np.testing.assert_allclose(
     np.asarray(out, np.float32), _oracle(*inputs), rtol=2e-2, atol=2e-2
   )
+
+
+def test_plain_caps_the_scaled_logits():
+  query, key, value = _inputs(4, 2)
+  inputs = 3 * query, key, value
+  capped = kernels.plain(*inputs, _mask(), logit_cap=1.5)
+  np.testing.assert_allclose(
+    capped, _oracle(*inputs, logit_cap=1.5), rtol=1e-5, atol=1e-6
+  )
+  assert np.max(np.abs(capped - kernels.plain(*inputs, _mask()))) > 0.1
+
+
+def test_fused_says_that_it_cannot_cap():
+  message = r"kernels\.fused cannot cap .*30\.0.*use kernels\.plain"
+  query, key, value = _inputs(4, 2)
+  with pytest.raises(ValueError, match=message):
+    kernels.fused(query, key, value, _mask(), logit_cap=30.0)
+
+
+@pytest.mark.parametrize(
+  # The two of `fused` are backward products of JAX's own form for XLA.
+  ("kernel", "wide"),
+  [
+    pytest.param(kernels.plain, 0, id="plain"),
+    pytest.param(kernels.fused, 2, id="fused"),
+  ],
+)
+def test_products_with_a_float32_operand(kernel, wide):
+  def loss(inputs):
+    return jnp.sum(kernel(*inputs, _mask()).astype(jnp.float32))
+
+  gradient = jax.make_jaxpr(jax.grad(loss))(_inputs(4, 2, jnp.bfloat16))
+  dots = testing.dots(gradient)
+  assert len(dots) == 6
+  assert sum(jnp.float32 in d.operands for d in dots) == wide
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

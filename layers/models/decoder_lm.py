@@ -33,6 +33,9 @@ class DecoderLm(nn.Module):
       `embedding.attend` (tied).
     logit_cap: Bends logits into `(-logit_cap, logit_cap)`; `None` does not.
     token_loss: What `loss` computes from the head, and in which chunks.
+    position_embedding: Called with positions [B,T] and the width of a token;
+      what it returns, [B,T,D], is added to the embedded tokens. `None` leaves
+      positions to the attention.
   """
 
   embedding: nn.Module
@@ -41,6 +44,7 @@ class DecoderLm(nn.Module):
   head: nn.Module | None = None
   logit_cap: float | None = None
   token_loss: softmax_loss.SoftmaxLoss = softmax_loss.SoftmaxLoss()
+  position_embedding: nn.Module | None = None
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -177,8 +181,11 @@ class DecoderLm(nn.Module):
     deterministic: bool,
   ) -> jax.Array:
     """Returns what the head is applied to, [B,T,D]."""
+    x = self.embedding(inputs)
+    if self.position_embedding is not None:
+      x += self.position_embedding(positions, x.shape[-1]).astype(x.dtype)
     x = self.stack(
-      self.embedding(inputs),
+      x,
       positions,
       segment_ids,
       cache_length=cache_length,

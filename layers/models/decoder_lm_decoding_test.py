@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import testing
+from paxon.layers import position_embedding, testing
 from paxon.layers.attention import kernels
 from paxon.layers.models import testing as models_testing
 from paxon.sharding import variables
@@ -85,6 +85,32 @@ def test_variants_decode_alike(settings):
     rtol=1e-5,
     atol=1e-5,
   )
+
+
+@pytest.mark.parametrize(
+  "positions", [None, position_embedding.SinusoidalPositions()], ids=str
+)
+def test_absolute_positions_go_on_while_decoding(positions):
+  model = models_testing.tiny_gpt2(positions=positions)
+  args = _args(_ids())
+  values = testing.random_values(model, *args)
+  np.testing.assert_allclose(
+    _decode(model, values, args, 3, 9, (2, 1, 1)),
+    testing.apply(model, values, *args),
+    rtol=1e-5,
+    atol=1e-5,
+  )
+
+
+def test_decoding_beyond_a_learned_table_gives_nan():
+  model = models_testing.tiny_gpt2(
+    positions=position_embedding.LearnedPositions(5)
+  )
+  args = _args(_ids())
+  values = testing.random_values(model, *(a[:, :5] for a in args))
+  logits = _decode(model, values, args, 4, LENGTH, (1, 1))
+  assert np.all(np.isfinite(logits[:, :5]))
+  assert np.all(np.isnan(logits[:, 5]))
 
 
 def test_ragged_prompts_decode_as_each_alone():

@@ -81,6 +81,27 @@ def test_sharded_equals_unsharded(text, settings, collectives):
   assert query.addressable_shards[0].data.size * over == query.size
 
 
+def test_absolute_positions_and_combined_projections_shard_alike():
+  model = models_testing.tiny_gpt2()
+  specs = testing.specs(model, *ARGS)
+  values = testing.random_values(model, *ARGS)
+  expected = jax.jit(_loss_and_gradient(model))(values, BATCH)
+  where = _layout("fsdp=2,sequence=2,tensor=2")
+  shardings = where.shardings(specs)
+  run = where.jit(
+    _loss_and_gradient(model), out_shardings=(where.replicated, shardings)
+  )
+  actual = run(
+    jax.device_put(values, shardings),
+    jax.device_put(BATCH, where.batch_sharding(2)),
+  )
+  jax.tree.map(
+    lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-6),
+    actual,
+    expected,
+  )
+
+
 def test_first_values_do_not_depend_on_the_mesh():
   # A small stack, because each initializer is compiled twice here.
   model = stack.Stack((feed_forward.GatedFeedForward(8),), num_layers=2)

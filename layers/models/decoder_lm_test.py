@@ -6,7 +6,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import embedding, remat, softmax_loss, testing
+from paxon.layers import (
+  embedding,
+  position_embedding,
+  remat,
+  shared,
+  softmax_loss,
+  testing,
+)
 from paxon.layers.attention import kernels
 from paxon.layers.models import decoder_lm
 from paxon.layers.models import testing as models_testing
@@ -159,6 +166,36 @@ def test_chunks_of_the_loss_change_nothing(tied):
   )
 
 
+def test_a_shared_embedding_is_head_and_table():
+  """Chunks of the loss, gradient and names as those of the tied model."""
+  tied = models_testing.tiny_decoder(num_layers=1).clone(
+    token_loss=softmax_loss.SoftmaxLoss(chunk_length=3)
+  )
+  table = embedding.Embedding(
+    models_testing.VOCAB, embed_dim=models_testing.EMBED
+  )
+  model = tied.clone(embedding=shared.shared("ids", table))
+  values = testing.random_values(tied, *ARGS)
+  own = dict(values["params"])
+  split = {"shared": {"ids": own.pop("embedding")}, "params": own}
+  specs = testing.specs(model, BATCH, method="loss")
+  assert specs["shared"]["ids"]["table"].name == "shared/ids/table"
+  assert specs["shared"]["ids"]["table"].axes == ("vocab", "embed")
+
+  def gradient(model, values):
+    loss = lambda v: model.apply(v, BATCH, method="loss")[0][0]  # noqa: E731
+    return jax.jit(jax.value_and_grad(loss))(values)
+
+  expected, actual = gradient(tied, values), gradient(model, split)
+  np.testing.assert_allclose(actual[0], expected[0], rtol=1e-6)
+  np.testing.assert_allclose(
+    actual[1]["shared"]["ids"]["table"],
+    expected[1]["params"]["embedding"]["table"],
+    rtol=1e-5,
+    atol=1e-6,
+  )
+
+
 def test_smoothing_and_z_loss_are_in_the_loss_and_not_in_log_pplx():
   plain = models_testing.tiny_decoder(num_layers=1)
   model = plain.clone(
@@ -201,10 +238,14 @@ def test_rejects_a_cap_that_is_not_positive(cap):
 
 
 @pytest.mark.parametrize(
-  "kernel", [kernels.plain, kernels.fused], ids=["plain", "fused"]
+  "model",
+  [
+    pytest.param(models_testing.tiny_decoder(), id="plain"),
+    pytest.param(models_testing.tiny_decoder(kernel=kernels.fused), id="fused"),
+    pytest.param(models_testing.tiny_gpt2(), id="absolute positions"),
+  ],
 )
-def test_packed_documents_are_separate_documents(kernel):
-  model = models_testing.tiny_decoder(kernel=kernel)
+def test_packed_documents_are_separate_documents(model):
   packed = models_testing.packed_batch([[3, 5, 2]], 12)
   values = testing.random_values(model, *models_testing.token_args(packed))
   together = testing.apply(model, values, *models_testing.token_args(packed))
@@ -287,6 +328,43 @@ def test_bfloat16_compute_keeps_float32_params_and_logits():
   assert {g.dtype for g in jax.tree.leaves(gradient)} == {jnp.dtype("float32")}
 
 
+@pytest.mark.parametrize(
+  "model",
+  [
+    pytest.param(
+      models_testing.tiny_decoder(
+        dtype=jnp.bfloat16, remat_policy=remat.save_nothing
+      ),
+      id="tied, remat",
+    ),
+    pytest.param(
+      models_testing.tiny_decoder(dtype=jnp.bfloat16, tied=False, scan=False),
+      id="own head, unrolled",
+    ),
+    pytest.param(
+      models_testing.tiny_gpt2(dtype=jnp.bfloat16).clone(
+        token_loss=softmax_loss.SoftmaxLoss(chunk_length=2, z_loss_weight=1e-3)
+      ),
+      id="absolute positions, chunks",
+    ),
+  ],
+)
+def test_a_bfloat16_step_multiplies_bfloat16_only(model):
+  """Forward, backward and update: no product has a float32 operand."""
+  values = jax.eval_shape(lambda: testing.random_values(model, *ARGS))
+
+  def step(values, batch):
+    loss = lambda v: model.apply(v, batch, method="loss")[0][0]  # noqa: E731
+    gradient = jax.grad(loss)(values)
+    return jax.tree.map(lambda v, g: v - 0.1 * g, values, gradient)
+
+  dots = testing.dots(jax.make_jaxpr(step)(values, BATCH))
+  narrow = jnp.dtype(jnp.bfloat16)
+  assert {d.operands for d in dots} == {(narrow, narrow)}
+  # Logits of the head and of attention, forward only.
+  assert any(d.result == jnp.float32 for d in dots)
+
+
 def test_dropout_needs_its_key_and_changes_the_loss():
   model = models_testing.tiny_decoder(dropout=nn.Dropout(0.3))
   values = testing.random_values(model, *ARGS)
@@ -328,6 +406,14 @@ class Same(nn.Module):
     return x
 
 
+class Taken(nn.Module):
+  """A stack that returns what it is given."""
+
+  def __call__(self, x, positions, segments, **static):
+    del positions, segments, static
+    return x
+
+
 class Shown(nn.Module):
   """A stack that shows in its output what it was called with."""
 
@@ -363,10 +449,62 @@ def test_parts_get_what_the_model_was_called_with():
     np.testing.assert_allclose(y, table[ids] + extra[:, :, None], rtol=1e-6)
 
 
+class Ones(nn.Module):
+  """A position embedding that shows what it was called with."""
+
+  def __call__(self, positions, embed_dim):
+    return jnp.tile(positions.astype(jnp.float32)[:, :, None], embed_dim)
+
+
+def test_positions_are_added_to_the_embedded_tokens():
+  model = decoder_lm.DecoderLm(
+    embedding=embedding.Embedding(8, embed_dim=4, dtype=jnp.bfloat16),
+    stack=Taken(),
+    final_norm=Same(),
+    head=Same(),
+    position_embedding=Ones(),
+  )
+  ids, positions = jnp.asarray([[[3, 1, 1]], [[0, 1, 7]]], jnp.int32)
+  values = testing.random_values(model, ids, positions, ids)
+  table = values["params"]["embedding"]["table"].astype(jnp.bfloat16)
+  expected = table[ids] + positions[:, :, None].astype(jnp.bfloat16)
+  y = model.apply(values, ids, positions, ids)
+  np.testing.assert_array_equal(y, expected.astype(jnp.float32))
+
+
+def test_a_row_longer_than_the_learned_positions_is_an_error():
+  model = models_testing.tiny_gpt2(
+    positions=position_embedding.LearnedPositions(6)
+  )
+  with pytest.raises(ValueError, match=r"max_length \(6\) .* got 7 tokens"):
+    testing.specs(model, *ARGS)
+
+
+def test_names_of_a_model_with_absolute_positions():
+  axes = testing.axes(models_testing.tiny_gpt2(), *ARGS)
+  assert axes["params/position_embedding/table"] == (None, "embed")
+  layer = "params/stack/layers/blocks_0"
+  assert {n.removeprefix(layer) for n in axes if n.startswith(layer)} == {
+    "/attention_norm/scale",
+    "/attention_norm/bias",
+    "/attention/qkv",
+    "/attention/qkv_bias",
+    "/attention/out",
+    "/attention/out_bias",
+    "/feed_forward_norm/scale",
+    "/feed_forward_norm/bias",
+    "/feed_forward/up",
+    "/feed_forward/up_bias",
+    "/feed_forward/down",
+    "/feed_forward/down_bias",
+  }
+
+
 def test_equal_models_are_equal():
-  one, two = (models_testing.tiny_decoder() for _ in range(2))
-  assert one == two
-  assert hash(one) == hash(two)
+  for make in (models_testing.tiny_decoder, models_testing.tiny_gpt2):
+    one, two = make(), make()
+    assert one == two
+    assert hash(one) == hash(two)
 
 
 def test_prefill_and_decode_step_say_what_they_need():

@@ -9,12 +9,14 @@ from paxon.layers import (
   block,
   embedding,
   feed_forward,
+  layer_norm,
+  position_embedding,
   rms_norm,
   rotary_embedding,
   stack,
   unembedding,
 )
-from paxon.layers.attention import grouped_query, kernels
+from paxon.layers.attention import grouped_query, kernels, projections
 from paxon.layers.models import decoder_lm
 
 VOCAB = 16
@@ -66,6 +68,41 @@ def tiny_decoder(
     ),
     final_norm=rms_norm.RmsNorm(dtype=dtype),
     head=head,
+  )
+
+
+def tiny_gpt2(
+  *, positions: Any = None, dtype: Any = None, **stack_fields: Any
+) -> decoder_lm.DecoderLm:
+  """Returns a model of the first transformers: absolute positions and biases.
+
+  Args:
+    positions: The position embedding; by default a table of 16 positions.
+    dtype: Dtype of the computation.
+    **stack_fields: Fields of the stack.
+  """
+  layer = block.TransformerBlock(
+    attention_norm=layer_norm.LayerNorm(dtype=dtype),
+    attention=grouped_query.GroupedQueryAttention(
+      4,
+      num_kv_heads=4,
+      head_dim=4,
+      projections=projections.CombinedProjections(),
+      use_bias=True,
+      logit_cap=5.0,
+      dtype=dtype,
+    ),
+    feed_forward_norm=layer_norm.LayerNorm(dtype=dtype),
+    feed_forward=feed_forward.FeedForward(
+      12, activation=jax.nn.gelu, dtype=dtype
+    ),
+  )
+  return decoder_lm.DecoderLm(
+    embedding=embedding.Embedding(VOCAB, embed_dim=EMBED, dtype=dtype),
+    stack=stack.Stack((layer,), num_layers=2, **stack_fields),
+    final_norm=layer_norm.LayerNorm(dtype=dtype),
+    position_embedding=positions
+    or position_embedding.LearnedPositions(16, dtype=dtype),
   )
 
 

@@ -78,6 +78,12 @@ def is_dtype(annotation: Any) -> bool:
   )
 
 
+def is_function(annotation: Any) -> bool:
+  """Whether this one annotation, no union, is that of a callable."""
+  origin = typing.get_origin(annotation) or annotation
+  return origin is collections.abc.Callable
+
+
 def to_dtype(value: object) -> Any:
   """Returns the numpy dtype that a name, scalar type or dtype stands for.
 
@@ -111,10 +117,7 @@ def describe(annotation: Any) -> str:
   origin, args = typing.get_origin(annotation), typing.get_args(annotation)
   if origin is Literal:
     return " | ".join(repr(arg) for arg in args)
-  if origin is collections.abc.Callable or annotation in (
-    Callable,
-    typing.Callable,
-  ):
+  if is_function(annotation):
     return "a callable"
   if origin is not None and args:
     name = getattr(origin, "__name__", str(origin))

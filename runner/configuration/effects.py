@@ -56,6 +56,7 @@ RULES: Mapping[str, Rule] = types.MappingProxyType(
     f"{_JOB}.max_checkpoints": Rule(Effect.BOOKKEEPING, may_change=True),
     f"{_JOB}.retention": Rule(Effect.BOOKKEEPING, may_change=True),
     f"{_JOB}.observability": Rule(Effect.BOOKKEEPING, may_change=True),
+    f"{_JOB}.expected_kernels": Rule(Effect.BOOKKEEPING, may_change=True),
     f"{_JOB}.mesh": Rule(Effect.THROUGHPUT, may_change=True),
     f"{_JOB}.rules": Rule(Effect.THROUGHPUT),
     "paxon.runner.task.Task.name": Rule(Effect.BOOKKEEPING),

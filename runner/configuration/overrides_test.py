@@ -145,7 +145,7 @@ def test_value_is_set(argument, read, expected):
     ),
     ("task.model.layers=3", r"expects tuple\[Module, ...\], which only an exp"),
     ("task.model=None", r"task.model is a part \(Model\)"),
-    ("task.model.layers[1].activation=relu", r"expects a callable, which only"),
+    ("task.model.layers[1].activation=relu", r"the import path of a function"),
     (
       "task.model.layers[1].activation.x=3",
       r"is a function or class, which ca",

@@ -8,9 +8,11 @@
 | `Literal`, `Enum` | one of the words, or of the members' names |
 | `tuple`, `list`, `dict` | Python's notation: `(1, 2)`, `['a']`, `{'a': 1}` |
 | a dtype | its name: `bfloat16` |
+| a callable | its import path: `layers.remat.save_nothing` |
 | `x | None` | `None` |
 
-Parts, functions and classes have no text: experiments set those.
+Parts and classes have no text: experiments set those. Of functions see
+`text_functions`.
 """
 
 import ast
@@ -21,7 +23,11 @@ import typing
 from typing import Any, Literal
 import warnings
 
-from paxon.runner.configuration import annotations, suggestions
+from paxon.runner.configuration import (
+  annotations,
+  suggestions,
+  text_functions,
+)
 
 _BOOLS = {"true": True, "false": False, "True": True, "False": False}
 _INFINITIES = {"inf": float("inf"), "-inf": -float("inf")}
@@ -66,7 +72,10 @@ def parse(text: str, annotation: Any, *, current: object = None) -> Any:
     try:
       return _parse_one(text, literal, part)
     except annotations.MismatchError as error:
-      if len(parts) == 1:
+      others = [other for other in parts if other is not types.NoneType]
+      # Of a function, or None, the function's reason says more.
+      is_clear = others == [part] and annotations.is_function(part)
+      if len(parts) == 1 or (is_clear and literal is not None):
         raise error
   settable = [part for part in parts if _has_text(part)]
   if settable in ([], [types.NoneType]):
@@ -100,6 +109,8 @@ def _parse_one(text: str, literal: Any, annotation: Any) -> Any:
       return text
     value = text if literal is _NOT_LITERAL else literal
     return annotations.coerce(value, annotation)
+  if annotations.is_function(annotation):
+    return text_functions.parse(text)
   if not _has_text(annotation):
     raise _without_text(annotation)
   if literal is _NOT_LITERAL:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 import enum
+import math
 from typing import Any, Literal
 
 from flax import linen as nn
@@ -58,6 +59,7 @@ class _Color(enum.Enum):
     ("None", DTypeLike | None, None),
     ("None", nn.Module | None, None),
     ("None", Callable | None, None),
+    ("math.sqrt", Callable | None, math.sqrt),
     ("[1]", Any, [1]),
   ],
 )
@@ -90,7 +92,8 @@ def test_text_becomes_the_annotated_type(text, annotation, expected):
     ("REDD", _Color, r"did you mean 'RED'"),
     ("bfloat61", DTypeLike, r"expected a dtype.*did you mean 'bfloat16'"),
     ("i4,i4", DTypeLike, r"expected a dtype, got 'i4,i4'"),
-    ("nn.relu", Callable[..., Any], r"expects a callable, which only an exp"),
+    ("nn.relu", Callable[..., Any], r"^there is no module .nn.; write the imp"),
+    ("3", Callable | None, r"^expected the import path of a function, such as"),
     ("3", nn.Module, r"expects Module, which only an experiment can set"),
     ("3", nn.Module | None, r"expects Module \| None, which only"),
     ("relu", Any, r"got the word 'relu'; its type is not annotated"),

@@ -24,8 +24,8 @@ from etils import epath
 import numpy as np
 
 from paxon.inputs import base_input
+from paxon.learners import field_checks
 from paxon.runner import files, user_error
-from paxon.runner.observability import field_checks
 
 _TO_SIGMA = 1.4826
 # The least relative rise of a jump. The norm of a gradient often doubles.
@@ -51,7 +51,7 @@ class SpikeSettings:
   grad_norm_factor: float = 10.0
 
   def __post_init__(self) -> None:
-    field_checks.check_positive(
+    field_checks.positive(
       self, "window", "min_steps", "num_deviations", *_factors()
     )
     if self.min_steps > self.window:

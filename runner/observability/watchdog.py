@@ -21,8 +21,8 @@ from types import TracebackType
 
 from etils import epath
 
+from paxon.learners import field_checks
 from paxon.runner import files
-from paxon.runner.observability import field_checks
 
 _MEMORY_STEPS = 101
 # How often the thread looks, as a share of the limit, and at most in seconds.
@@ -42,7 +42,7 @@ class WatchdogSettings:
   factor: float = 20.0
 
   def __post_init__(self) -> None:
-    field_checks.check_positive(self, "min_seconds", "factor")
+    field_checks.positive(self, "min_seconds", "factor")
 
 
 class Watchdog:

@@ -1,6 +1,10 @@
-"""What to change first in a program that does not fit."""
+"""What to change in a program that does not fit, in words.
+
+For what `plan_search` cannot find, or was not asked for.
+"""
 
 from collections.abc import Mapping, Sequence
+import math
 
 from paxon.runner.plan import flops as flops_lib
 from paxon.runner.plan import result
@@ -31,13 +35,14 @@ def of(
       f"The state alone takes {_gib(state)} of {_gib(usable)} on each device:"
       f" split it over more devices, for example over {parts} times as many by"
       f" the mesh axis fsdp (the mesh is {shards}).",
-      "An optimizer with less state (adafactor, lion) takes less.",
+      "An optimizer with less state (adafactor, lion) takes less, and needs a"
+      " learning rate of its own.",
     )
   changes = []
   if not flops.phase(flops_lib.Phase.REMAT):
     changes.append(
       "Nothing is recomputed: set the stack's remat_policy, for example"
-      " --fdl.task.model.stack.remat_policy to layers.remat.save_nothing."
+      " --fdl.task.model.stack.remat_policy=layers.remat.save_nothing."
     )
   if batch is not None and batch[0] > 1:
     changes.append(
@@ -46,6 +51,25 @@ def of(
     )
   changes.append(f"Split it over more devices; the mesh is {shards}.")
   return tuple(changes)
+
+
+def devices_for(whole: int, *, usable: float, num_devices: int) -> str:
+  """Returns how many devices a state needs that these cannot hold.
+
+  Args:
+    whole: Bytes of the state, not split.
+    usable: Bytes of a device.
+    num_devices: How many there are.
+  """
+  least = math.ceil(whole / usable)
+  # Of a power of two as many divide most sizes, and half stays for the rest.
+  roomy = 2 ** math.ceil(math.log2(max(2 * whole / usable, 1)))
+  return (
+    f"The state takes {_gib(whole)} in all; split over {num_devices} devices it"
+    f" is {_gib(whole / num_devices)} of {_gib(usable)} on each. At least"
+    f" {least} such devices hold it, {roomy} leave half of their memory to"
+    f" activations: a larger --target, with --fdl.mesh=fsdp={roomy}."
+  )
 
 
 def _gib(size: float | int) -> str:

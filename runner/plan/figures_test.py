@@ -1,10 +1,10 @@
-"""Tests for what is made of a plan's figures: bound, advice, text."""
+"""Tests for what is made of a plan's figures: bound, advice."""
 
 import dataclasses
 
 import pytest
 
-from paxon.runner.plan import advice, flops, hardware, report, result, roofline
+from paxon.runner.plan import advice, flops, hardware, result, roofline
 from paxon.runner.plan.program_text import collectives
 
 _GIB = 2**30
@@ -154,91 +154,10 @@ def test_what_to_change_first():
   assert "over more devices" in first
 
 
-def _plan(**fields):
-  base = {
-    "experiment": "tasks.a.B",
-    "overrides": ("--fdl.mesh=fsdp=4",),
-    "target": "h200:1x4",
-    "device_kind": "h200",
-    "num_devices": 4,
-    "num_chips": 4,
-    "mesh": {"fsdp": 4},
-    "batch": {"inputs": (8, 16), "weights": (8, 16)},
-    "compiled": True,
-    "memory": _memory(peak=8 * _GIB, arguments=6 * _GIB, temporaries=2 * _GIB),
-    "flops": result.Flops(
-      model=10**12,
-      causal_model=0.9e12,
-      hardware=125 * 10**10,
-      recomputed=25 * 10**10,
-      by_part={"Lm/head": 10**12},
-      by_kind={},
-      by_dtype={},
-    ),
-    "collectives": roofline.summarize(
-      [_collective([0, 1, 2, 3])], kind=_H200, domains=[0] * 4
-    ),
-    "kernels": {"__cudnn$fmhaSoftmax": 32},
-    "bound": result.Bound(
-      compute=0.5,
-      memory=0.1,
-      fast_link=2e-6,
-      network=0.0,
-      step=0.5,
-      tokens_per_second=256.0,
-      mfu=0.42,
-    ),
-    "fit": "fits",
-    "advice": (),
-    "findings": ("a table is whole",),
-    "notes": ("a loop is counted once",),
-    "fingerprint": "abc",
-    "versions": {"jax": "0.10.2"},
-    "compile_seconds": 4.0,
-  }
-  return result.Plan(**base | fields)
-
-
-def test_the_text_has_every_figure():
-  text = report.to_text(_plan())
-  for part in (
-    "plan of tasks.a.B on h200:1x4: 4 devices (4 chips) as fsdp=4, batch 8x16",
-    "  --fdl.mesh=fsdp=4",
-    "  parameters                        2.00 GiB",
-    "  peak                              8.00 GiB",
-    "1.000 TFLOP of the model",
-    "250.000 GFLOP are recomputation, 20 % of all",
-    " 80.0 %  Lm/head",
-    "3 all-gather         fsdp          fast ",
-    "32  __cudnn$fmhaSoftmax",
-    "  matrix products         500 ms",
-    "at most 256 tokens/s",
-    "MFU is at most 42 %",
-    "warning: a table is whole",
-    "note: a loop is counted once",
-    "h200:1x4: fits: 80 % of what is usable",
-  ):
-    assert part in text
-
-
-def test_a_refusal_is_shown_with_what_to_change():
-  memory = _memory(refusal="RESOURCE_EXHAUSTED: 36.47G exceeds 30.75G")
-  plan = _plan(memory=memory, compiled=False, advice=("Halve it.",))
-  text = report.to_text(plan)
-  assert "the compiler says: RESOURCE_EXHAUSTED: 36.47G" in text
-  assert text.endswith("h200:1x4: does not fit\n  1. Halve it.")
-  assert "collectives" not in text
-
-
-def test_a_plan_survives_its_file():
-  plans = (_plan(), _plan(bound=None, fingerprint=None))
-  assert result.from_json(result.to_json(plans)) == plans
-
-
-def test_the_table_has_one_line_a_target():
-  other = _plan(target="cpu:8", bound=None, memory=_memory(usable=None))
-  assert report.to_table([_plan(), other]).splitlines() == [
-    "target    devices  peak      usable     bound   MFU <=  fit",
-    "h200:1x4  4        8.00 GiB  10.00 GiB  500 ms  42 %    fits",
-    "cpu:8     4        -         -          -       -       fits",
-  ]
+def test_how_many_devices_a_state_takes():
+  text = advice.devices_for(1000 * _GIB, usable=100.0 * _GIB, num_devices=8)
+  assert text == (
+    "The state takes 1000.0 GiB in all; split over 8 devices it is 125.0 GiB of"
+    " 100.0 GiB on each. At least 10 such devices hold it, 32 leave half of"
+    " their memory to activations: a larger --target, with --fdl.mesh=fsdp=32."
+  )

@@ -1,175 +1,278 @@
-"""A plan as text, for a terminal."""
+"""Plans as text, for a terminal."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Final
 
-from paxon.runner.plan import result
+from paxon.runner.plan import comparison, result, sentences, units
+from paxon.runner.plan.search import table
 
-_MAX_PARTS = 8
-_MAX_COLLECTIVES = 12
+_MAX_PARTS: Final = 8
+_MAX_COLLECTIVES: Final = 12
+_FINGERPRINT_DIGITS: Final = 16
+# FLOPs that compilers move between products lie within these ratios.
+_SAME: Final = (0.999, 1.02)
 
 
 def to_text(plan: result.Plan) -> str:
   """Returns the whole plan, several lines."""
+  sections = [
+    _head(plan),
+    _memory(plan),
+    _flops(plan),
+    _collectives(plan) if plan.compiled else [],
+    _resharding(plan),
+    _kernels(plan),
+    _bound(plan),
+    _estimate(plan),
+    _made(plan),
+    [
+      *(f"warning: {text}" for text in (*plan.findings, *plan.warnings)),
+      *(f"note: {text}" for text in plan.notes),
+    ],
+    _verdict(plan),
+  ]
+  return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
+
+
+def to_table(
+  plans: Sequence[result.Plan], failures: Sequence[result.Failure] = ()
+) -> str:
+  """Returns one line a target, to compare them; `*` marks the best."""
+  compared = comparison.compare(plans, failures)
+  rows = [compared.titles]
+  for row in compared.rows:
+    rows.append(tuple(c.text + ("*" if c.is_best else "") for c in row))
+  lines = [line.rstrip() for line in _aligned(rows)]
+  width = max(len(row[0]) for row in rows)
+  for failure in compared.failures:
+    lines.append(f"{failure.target.ljust(width)}  no plan: {failure.message}")
+  return "\n".join([*lines, f"* best. {compared.legend}"])
+
+
+def _head(plan: result.Plan) -> list[str]:
   mesh = " x ".join(f"{a}={n}" for a, n in plan.mesh.items()) or "one device"
   batch = ", ".join(
     "x".join(map(str, shape)) for shape in dict.fromkeys(plan.batch.values())
   )
-  lines = [
-    f"plan of {plan.experiment} on {plan.target}: {plan.num_devices} devices"
-    f" ({plan.num_chips} chips) as {mesh}, batch {batch}",
-    *(f"  {override}" for override in plan.overrides),
-    "",
-    *_memory(plan),
-    "",
-    *_flops(plan),
-  ]
-  if plan.compiled:
-    lines += ["", *_collectives(plan.collectives)]
-  if plan.kernels:
-    lines.append("kernels per step")
-    for name, number in sorted(plan.kernels.items()):
-      lines.append(f"  {number:>8}  {name}")
-  if plan.bound is not None:
-    lines += ["", *_bound(plan.bound)]
-  if plan.findings or plan.notes:
-    lines.append("")
-  lines += [f"warning: {text}" for text in plan.findings]
-  lines += [f"note: {text}" for text in plan.notes]
-  lines += ["", _verdict(plan)]
-  return "\n".join(lines)
-
-
-def to_table(plans: Sequence[result.Plan]) -> str:
-  """Returns one line a plan, to compare targets."""
-  rows = [("target", "devices", "peak", "usable", "bound", "MFU <=", "fit")]
-  for plan in plans:
-    memory, bound = plan.memory, plan.bound
-    rows.append(
-      (
-        plan.target,
-        str(plan.num_devices),
-        "-" if memory.peak is None else _bytes(memory.peak),
-        "-" if memory.usable is None else _bytes(memory.usable),
-        "-" if bound is None else _seconds(bound.step),
-        "-" if bound is None else f"{100 * bound.mfu:.0f} %",
-        plan.fit,
-      )
-    )
-  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-  return "\n".join(
-    "  ".join(
-      cell.ljust(w) for cell, w in zip(row, widths, strict=True)
-    ).rstrip()
-    for row in rows
-  )
+  lines = [f"plan of {plan.experiment} on {plan.target}"]
+  lines += [f"  {override}" for override in plan.overrides]
+  lines.append(f"  {sentences.devices(plan)} as {mesh}, batch {batch}")
+  return lines
 
 
 def _memory(plan: result.Plan) -> list[str]:
   memory = plan.memory
-  rows: list[tuple[str, float | None]] = [
-    ("parameters", memory.parameters),
-    ("other variables", memory.other_variables or None),
-    ("optimizer", memory.optimizer),
-    ("batch", memory.batch),
-    ("arguments, laid out", memory.arguments),
-    ("temporaries", memory.temporaries),
-    ("  of which gradients, at most", memory.gradients),
-    ("peak", memory.peak),
-    ("usable", memory.usable),
+  is_compiled = memory.temporaries is not None
+  saved = [(f"  saved: {name}", n) for name, n in memory.saved.items()]
+  lines = [
+    "memory per device",
+    *_sizes(
+      ("parameters", memory.parameters),
+      ("optimizer", memory.optimizer),
+      ("other variables", memory.other_variables or None),
+      ("batch", memory.batch),
+      ("all of these, as the compiler lays them out", memory.arguments),
+      ("temporaries", memory.temporaries),
+    ),
+    f"  {'  of which' if is_compiled else 'temporaries'}, by closed form",
+    *_sizes(
+      ("  gradients, at most", memory.gradients),
+      *saved,
+      ("peak", memory.peak),
+      ("peak, by closed form", memory.forecast),
+      ("usable", memory.usable),
+      ("read and written in a step", plan.hbm_bytes),
+    ),
+    f"  {sentences.capacity(plan)}",
   ]
-  lines = ["memory per device"]
-  for name, size in rows:
-    if size is not None:
-      lines.append(f"  {name:<30}{_bytes(size):>12}")
   if memory.refusal is not None:
     lines.append(f"  the compiler says: {memory.refusal}")
   return lines
 
 
+def _sizes(*rows: tuple[str, float | int | None]) -> list[str]:
+  return [
+    f"  {name:<44}{units.size(size):>12}"
+    for name, size in rows
+    if size is not None
+  ]
+
+
 def _flops(plan: result.Plan) -> list[str]:
   flops = plan.flops
-  lines = [f"FLOPs per step, all devices: {_count(flops.model)} of the model"]
-  if flops.causal_model is not None:
-    lines.append(f"  {_count(flops.causal_model)} without what is masked")
-  if flops.recomputed:
-    share = 100 * flops.recomputed / flops.hardware
-    lines.append(
-      f"  {_count(flops.recomputed)} are recomputation, {share:.0f} % of all"
-    )
-  for part, number in list(flops.by_part.items())[:_MAX_PARTS]:
-    share = 100 * number / max(flops.hardware, 1)
-    lines.append(f"  {share:5.1f} %  {part or '(outside of modules)'}")
+  rows: list[tuple[str, float | None]] = [
+    ("of the model", flops.model),
+    ("  without what is masked (causal)", flops.causal_model),
+    ("recomputed", flops.recomputed),
+    ("executed", flops.hardware),
+    ("executed, by the compiled text", plan.compiled_flops),
+  ]
+  lines = ["FLOPs per step, all devices"]
+  for name, number in rows:
+    if number is not None:
+      lines.append(f"  {name:<44}{units.flops(number):>18}")
+  ratio = (plan.compiled_flops or flops.hardware) / max(flops.hardware, 1)
+  if not _SAME[0] <= ratio <= _SAME[1]:
+    lines.append(f"  the program executes {ratio:.3f} times what the step asks")
+  lines.append("of which, executed")
+  parts = list(flops.by_part.items())
+  for part, number in parts[:_MAX_PARTS]:
+    share = units.share(number / max(flops.hardware, 1))
+    lines.append(f"  {share:>6}  {part or '(outside of modules)'}")
+  if len(parts) > _MAX_PARTS:
+    lines.append(f"  and {len(parts) - _MAX_PARTS} parts more")
   return lines
 
 
-def _collectives(collectives: Sequence[result.Collectives]) -> list[str]:
-  lines = ["collectives per step and device"]
-  for entry in collectives[:_MAX_COLLECTIVES]:
-    axes = ",".join(entry.axes) or "-"
-    time = "" if entry.seconds is None else f"  >= {_seconds(entry.seconds)}"
-    remark = "  (a gather of padded parts)" if entry.gathers else ""
-    lines.append(
-      f"  {entry.count:>7} {entry.kind:<19}{axes:<14}{entry.link:<8}"
-      f"{_bytes(entry.payload_bytes):>11}, {_bytes(entry.wire_bytes)} sent"
-      f"{time}{remark}"
+def _collectives(plan: result.Plan) -> list[str]:
+  rows = [("", "kind", "axes", "link", "count", "payload", "sent", "at least")]
+  for entry in plan.collectives[:_MAX_COLLECTIVES]:
+    time = "-" if entry.seconds is None else units.seconds(entry.seconds)
+    rows.append(
+      (
+        "",
+        entry.kind + (" of padded parts" if entry.gathers else ""),
+        ",".join(entry.axes) or "-",
+        entry.link,
+        f"{entry.count:,}",
+        units.size(entry.payload_bytes),
+        units.size(entry.wire_bytes),
+        time,
+      )
     )
-  if not collectives:
-    lines.append("  none")
-  elif len(collectives) > _MAX_COLLECTIVES:
-    lines.append(f"  and {len(collectives) - _MAX_COLLECTIVES} kinds more")
-  return lines
+  more = len(plan.collectives) - _MAX_COLLECTIVES
+  return [
+    "collectives per step, of one device",
+    *(_aligned(rows) if plan.collectives else ["  none"]),
+    *([f"  and {more} kinds more"] if more > 0 else []),
+  ]
 
 
-def _bound(bound: result.Bound) -> list[str]:
+def _resharding(plan: result.Plan) -> list[str]:
+  if not plan.resharding:
+    return []
+  rows = [
+    (
+      "",
+      entry.kind,
+      ",".join(entry.axes) or "-",
+      f"{entry.count:,}",
+      units.size(entry.payload_bytes),
+      entry.part or "-",
+    )
+    for entry in plan.resharding
+  ]
+  return ["of these, activations moved inside the layer loop", *_aligned(rows)]
+
+
+def _kernels(plan: result.Plan) -> list[str]:
+  rows = [
+    (
+      "",
+      c.part,
+      c.kernel,
+      sentences.decision(c),
+      c.dtype,
+      sentences.executions(c),
+    )
+    for c in plan.kernel_choices
+  ]
+  lines = _aligned(rows)
+  lines += [
+    f"  {number:>9,}  {name}" for name, number in sorted(plan.kernels.items())
+  ]
+  return ["kernels per step", *lines] if lines else []
+
+
+def _bound(plan: result.Plan) -> list[str]:
+  bound = plan.bound
+  if bound is None:
+    return []
   rows = [
     ("matrix products", bound.compute),
     ("memory", bound.memory),
     ("fast links", bound.fast_link),
     ("network", bound.network),
+    ("all overlapped", bound.step),
   ]
-  lines = ["a step takes at least (rates of the data sheet, not an estimate)"]
-  for name, seconds in rows:
-    if seconds is not None:
-      lines.append(f"  {name:<18}{_seconds(seconds):>12}")
-  rate = bound.tokens_per_second
-  tokens = "" if rate is None else f", at most {rate:,.0f} tokens/s"
-  lines.append(f"  all overlapped    {_seconds(bound.step):>12}{tokens}")
-  lines.append(f"  so the MFU is at most {100 * bound.mfu:.0f} %")
-  return lines
+  lines = ["bound: a step takes at least (data sheet, no estimate)"]
+  lines += _times(rows)
+  if bound.tokens_per_second is not None:
+    lines.append(f"  at most {bound.tokens_per_second:,.0f} tokens/s")
+  return [*lines, f"  so the MFU is at most {units.share(bound.mfu)}"]
 
 
-def _verdict(plan: result.Plan) -> str:
-  memory = plan.memory
-  if memory.fit is not result.Fit.DOES_NOT_FIT:
-    share = ""
-    if memory.peak is not None and memory.usable:
-      share = f": {100 * memory.peak / memory.usable:.0f} % of what is usable"
-    return f"{plan.target}: {plan.fit}{share}"
-  lines = [f"{plan.target}: does not fit"]
-  for number, change in enumerate(plan.advice, start=1):
-    lines.append(f"  {number}. {change}")
-  return "\n".join(lines)
-
-
-def _bytes(size: float | int) -> str:
-  for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-    if size >= scale:
-      return f"{size / scale:.2f} {unit}"
-  return f"{size:.0f} B"
-
-
-def _count(number: float | int) -> str:
-  for unit, scale in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9)):
-    if number >= scale:
-      return f"{number / scale:.3f} {unit}FLOP"
-  return f"{number / 1e6:.3f} MFLOP"
-
-
-def _seconds(seconds: float) -> str:
-  if seconds >= 1:
-    return f"{seconds:.2f} s"
-  return (
-    f"{1e3 * seconds:.3g} ms"
-    if seconds >= 1e-3
-    else (f"{1e6 * seconds:.3g} us")
+def _estimate(plan: result.Plan) -> list[str]:
+  found = plan.estimate
+  if found is None:
+    return []
+  low, high = found.band
+  rows = [
+    ("matrix products", found.compute),
+    ("memory", found.memory),
+    ("between kernels", found.overhead),
+    *((f"waiting for {axes or '-'}", s) for axes, s in found.exposed.items()),
+    ("a step", found.step),
+  ]
+  lines = ["estimate: a step may take (calibrated, apart from the bound)"]
+  lines += _times(rows)
+  lines.append(
+    f"  between {units.seconds(low * found.step)} and"
+    f" {units.seconds(high * found.step)}"
   )
+  if found.tokens_per_second is not None:
+    lines.append(
+      f"  {found.tokens_per_second:,.0f} tokens/s, from"
+      f" {found.tokens_per_second / high:,.0f} to"
+      f" {found.tokens_per_second / low:,.0f}"
+    )
+  lines.append(
+    f"  MFU: {units.share(found.ceiling_mfu)} if products were all;"
+    f" {units.share(found.data_sheet_mfu)} at the rates of the data sheet;"
+    f" {units.share(found.mfu)} estimated, from"
+    f" {units.share(found.mfu / high)} to {units.share(found.mfu / low)}"
+  )
+  return [*lines, f"  factors: {found.source}"]
+
+
+def _made(plan: result.Plan) -> list[str]:
+  options = [f"  {k}={v}" for k, v in plan.compiler_options.items()]
+  lines = [f"made: {sentences.origin(plan)}"]
+  if plan.fingerprint is not None:
+    lines.append(f"  fingerprint {plan.fingerprint[:_FINGERPRINT_DIGITS]}")
+  return lines + options
+
+
+def _verdict(plan: result.Plan) -> list[str]:
+  memory = plan.memory
+  lines = [f"{plan.target}: {sentences.verdict(plan)}"]
+  changes = table.verified(plan)
+  if memory.fit is result.Fit.DOES_NOT_FIT and not changes:
+    for number, change in enumerate(plan.advice, start=1):
+      lines.append(f"  {number}. {change}")
+  return [*lines, *changes, *table.front(plan)]
+
+
+def _times(rows: Iterable[tuple[str, float | None]]) -> list[str]:
+  return [
+    f"  {name:<26}{units.seconds(seconds):>12}"
+    for name, seconds in rows
+    if seconds is not None
+  ]
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+  """Returns lines whose columns have equal widths; figures stand right."""
+  columns = list(zip(*rows, strict=True))
+  widths = [max(map(len, column)) for column in columns]
+  is_figure = [
+    all(cell[:1].isdigit() or cell == "-" for cell in column[1:]) and i > 0
+    for i, column in enumerate(columns)
+  ]
+  return [
+    "  ".join(
+      cell.rjust(width) if figure else cell.ljust(width)
+      for cell, width, figure in zip(row, widths, is_figure, strict=True)
+    ).rstrip()
+    for row in rows
+  ]

@@ -1,8 +1,9 @@
 """What a plan found out, as `plan.json` holds it.
 
-The file is `{"version": 1, "plans": [PLAN, ...]}`; each plan has the fields of
-`Plan`. Bytes are per device, FLOPs are of all devices together, times are in
-seconds for one training step.
+The file is `{"version": 2, "plans": [PLAN, ...], "failures": [FAILURE, ...]}`;
+each plan has the fields of `Plan`, each failure those of `Failure`. Bytes are
+per device, FLOPs are of all devices together, times are in seconds for one
+training step.
 """
 
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ import enum
 import json
 from typing import Any, Final
 
-VERSION: Final = 1
+VERSION: Final = 2
 
 # Above this share of what may be used, a program that fits today may not fit
 # with another compiler.
@@ -44,6 +45,10 @@ class Memory:
     usable: What a program may use; `None` where that is not known.
     capacity: The memory of the device.
     refusal: What the compiler said when it found that the program does not fit.
+    saved: What is held from the forward pass for the backward pass, by closed
+      form and by remat name; `layer inputs` is what a loop of layers carries,
+      `unnamed` the rest.
+    forecast: `peak`, by closed form.
   """
 
   parameters: int
@@ -57,6 +62,8 @@ class Memory:
   usable: float | None = None
   capacity: float | None = None
   refusal: str | None = None
+  saved: Mapping[str, int] = dataclasses.field(default_factory=dict)
+  forecast: int | None = None
 
   @property
   def state_and_batch(self) -> int:
@@ -131,6 +138,28 @@ class Collectives:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Resharding:
+  """Collectives of one kind that move activations inside the loop of layers.
+
+  What tensor parallelism needs is among them: sums over its axis. Over an axis
+  that splits the batch there should be none.
+
+  Attributes:
+    kind: HLO's name.
+    axes: Mesh axes.
+    part: Path of the linen module.
+    count: Executions in a step.
+    payload_bytes: Of the activations in all executions, of one device.
+  """
+
+  kind: str
+  axes: tuple[str, ...]
+  part: str
+  count: int
+  payload_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Bound:
   """What a step takes at least, at the rates of the data sheet.
 
@@ -154,6 +183,97 @@ class Bound:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Estimate:
+  """What a step takes by simulation, with factors of a calibration.
+
+  `step` is the sum of `compute`, `memory`, `overhead` and all of `exposed`.
+
+  Attributes:
+    step: Seconds.
+    compute: Of that, in instructions that products bound.
+    memory: In instructions that the memory bounds.
+    overhead: Between kernels.
+    exposed: Waiting for communication, by mesh axes with commas between.
+    tokens_per_second: Of all devices.
+    mfu: Model FLOPs (causal where known) at that time over the peak rate.
+    band: The step is expected between these two multiples of `step`.
+    source: Where the factors are from.
+    data_sheet_step: The same simulation at the rates of the data sheet.
+    data_sheet_mfu: The MFU at that time.
+    ceiling_mfu: The MFU if products were all there is, at peak rates; only
+      recomputation, and dtypes with lower rates, are in it.
+  """
+
+  step: float
+  compute: float
+  memory: float
+  overhead: float
+  exposed: Mapping[str, float]
+  tokens_per_second: float | None
+  mfu: float
+  band: tuple[float, float]
+  source: str
+  data_sheet_step: float
+  data_sheet_mfu: float
+  ceiling_mfu: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Change:
+  """Assignments for the command line, and what they do to a plan.
+
+  Attributes:
+    overrides: To add to the command line, such as `--fdl.mesh=fsdp=8`.
+    words: The same for a reader.
+    compiled: Whether the figures are those of the compiled program; if not,
+      they are closed forms.
+    fit: Whether the changed program fits.
+    peak_before: Bytes of one device; `None` where it is not known.
+    peak_after: The same with the change.
+    recomputed_share: Of all FLOPs of the changed program.
+    bound_before: `Bound.step`; by closed form it counts what the mesh
+      communicates by arithmetic.
+    bound_after: The same with the change.
+    estimate_before: Seconds of a step by the estimate, if there is one.
+    estimate_after: The same with the change.
+  """
+
+  overrides: tuple[str, ...]
+  words: str
+  compiled: bool
+  fit: str
+  peak_before: int | None
+  peak_after: int | None
+  recomputed_share: float
+  bound_before: float | None
+  bound_after: float | None
+  estimate_before: float | None = None
+  estimate_after: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelChoice:
+  """Which kernel computes a part of the step.
+
+  Attributes:
+    part: What it computes: `attention forward`, `attention backward`, `matrix
+      products`, or `other` for kernels of the model's own.
+    kernel: Our name of it, such as `cudnn`; `kernel_contract.KERNELS` has all.
+    is_decided: Whether the run will have it too. What is not decided is left to
+      the autotuning of the run.
+    count: Executions in a step, loops multiplied out, recomputation included;
+      of `plain` attention each product counts, two in a forward pass.
+    dtype: Of its widest operand; empty where it is not known.
+  """
+
+  part: str
+  kernel: str
+  is_decided: bool
+  count: int
+  dtype: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
   """One experiment on one target.
 
@@ -171,15 +291,33 @@ class Plan:
     memory: Of a device.
     flops: Of a step.
     collectives: Largest first; empty if not compiled.
-    kernels: Executions of each custom call in a step.
+    kernels: Executions of each custom call, and of each fusion of a named kind,
+      in a step.
+    hbm_bytes: What one device reads from and writes to its memory in a step, at
+      the borders of the compiled instructions; `None` if not compiled.
+    compiled_flops: FLOPs of the products in the compiled text, of all devices;
+      what exceeds `flops.hardware` the compiler recomputes or replicates.
+    resharding: Activations that are moved between devices inside loops, the
+      largest first.
+    warnings: What in the compiled program costs more than it needs to.
+    kernel_choices: Which kernels compute attention and matrix products.
+    compiler_options: With which the run is compiled; how the plan differs, its
+      notes say.
     bound: `None` where the hardware's rates are not known (cpu).
+    estimate: `None` where it cannot be made; `notes` say why.
     fit: Whether it fits.
     advice: The first things to change if it does not.
+    verified_changes: Of a program that does not fit, the changes that were
+      compiled, the smallest that fits first; then those that do not.
+    search: Of `--plan_search`, the Pareto front of time and memory, the fastest
+      first.
     findings: What the sharding lint warns of.
     notes: What is not known, and what to do about it.
     fingerprint: sha256 of the compiled program without names of source files.
     versions: Of the libraries that made it.
     compile_seconds: How long the compiler took.
+    made_at: When the plan was made, UTC, such as `2026-11-21T10:41:09Z`.
+    is_from_cache: Whether it was taken from the cache of plans.
   """
 
   experiment: str
@@ -203,13 +341,38 @@ class Plan:
   fingerprint: str | None
   versions: Mapping[str, str]
   compile_seconds: float | None
+  verified_changes: tuple[Change, ...] = ()
+  search: tuple[Change, ...] = ()
+  estimate: Estimate | None = None
+  kernel_choices: tuple[KernelChoice, ...] = ()
+  compiler_options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  hbm_bytes: int | None = None
+  compiled_flops: int | None = None
+  resharding: tuple[Resharding, ...] = ()
+  warnings: tuple[str, ...] = ()
+  made_at: str = ""
+  is_from_cache: bool = False
 
 
-def to_json(plans: tuple[Plan, ...]) -> str:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Failure:
+  """A target of which there is no plan.
+
+  Attributes:
+    target: As it was written.
+    message: Why.
+  """
+
+  target: str
+  message: str
+
+
+def to_json(plans: tuple[Plan, ...], failures: tuple[Failure, ...] = ()) -> str:
   """Returns the text of `plan.json`."""
   content = {
     "version": VERSION,
     "plans": [dataclasses.asdict(plan) for plan in plans],
+    "failures": [dataclasses.asdict(failure) for failure in failures],
   }
   return json.dumps(content, indent=2) + "\n"
 
@@ -230,21 +393,38 @@ def from_json(text: str) -> tuple[Plan, ...]:
 
 
 def _plan(fields: dict[str, Any]) -> Plan:
-  bound = fields["bound"]
+  bound, estimate = fields["bound"], fields["estimate"]
   return Plan(
     **fields
     | {
       "memory": Memory(**fields["memory"]),
       "flops": Flops(**fields["flops"]),
       "bound": None if bound is None else Bound(**bound),
+      "estimate": None
+      if estimate is None
+      else Estimate(**estimate | {"band": tuple(estimate["band"])}),
       "batch": {k: tuple(v) for k, v in fields["batch"].items()},
       "collectives": tuple(
         Collectives(**entry | {"axes": tuple(entry["axes"])})
         for entry in fields["collectives"]
       ),
+      "kernel_choices": tuple(
+        KernelChoice(**entry) for entry in fields["kernel_choices"]
+      ),
       **{
         name: tuple(fields[name])
-        for name in ("overrides", "advice", "findings", "notes")
+        for name in ("overrides", "advice", "findings", "notes", "warnings")
+      },
+      "resharding": tuple(
+        Resharding(**entry | {"axes": tuple(entry["axes"])})
+        for entry in fields["resharding"]
+      ),
+      **{
+        name: tuple(
+          Change(**entry | {"overrides": tuple(entry["overrides"])})
+          for entry in fields[name]
+        )
+        for name in ("verified_changes", "search")
       },
     }
   )

@@ -94,9 +94,20 @@ def parse_all(text: str) -> tuple[Target, ...]:
   """Reads several targets with commas between them.
 
   Raises:
-    ValueError: One of them has another form.
+    ValueError: One of them has another form, is empty or is named twice.
   """
-  return tuple(parse(part) for part in text.split(","))
+  found: dict[str, Target] = {}
+  for part in text.split(","):
+    if not part.strip():
+      raise ValueError(
+        f"--target={text} has an empty entry; write targets with one comma"
+        " between them, such as h200:1x8,v5e:4x4."
+      )
+    target = parse(part)
+    if target.text in found:
+      raise ValueError(f"--target={text} names {target} twice.")
+    found[target.text] = target
+  return tuple(found.values())
 
 
 def _problem(

@@ -55,3 +55,23 @@ def test_reads_a_target(text, name, shape, slices, chips, devices):
 def test_says_what_is_wrong_with_a_target(text, message):
   with pytest.raises(ValueError, match=message):
     target.parse(text)
+
+
+def test_reads_several_targets():
+  found = target.parse_all("cpu:8, v4:2x(4x4x4)")
+  assert [one.text for one in found] == ["cpu:8", "v4:2x(4x4x4)"]
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ("cpu:8,", r"--target=cpu:8, has an empty entry; write targets with one"),
+    ("cpu:8,,cpu:4", "has an empty entry"),
+    ("cpu:8,cpu:4, cpu:8", r"--target=cpu:8,cpu:4, cpu:8 names cpu:8 twice"),
+    # One bad entry is a slip of the pen, and nothing is planned.
+    ("cpu:8,h300:1x8", r"--target=h300:1x8 is no target"),
+  ],
+)
+def test_says_what_is_wrong_with_several_targets(text, message):
+  with pytest.raises(ValueError, match=message):
+    target.parse_all(text)

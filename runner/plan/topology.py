@@ -7,11 +7,13 @@ JAX starts.
 
 from collections.abc import Mapping
 import importlib.util
+import pathlib
 from typing import Any, Final
 
 import jax
 from jax.experimental import topologies
 
+from paxon.runner import compiler_options
 from paxon.runner.plan import hardware
 from paxon.runner.plan import target as targets
 
@@ -61,9 +63,6 @@ def environment(target: targets.Target) -> dict[str, str]:
   platform = target.hardware.platform
   if platform is _Platform.CPU:
     variables["JAX_NUM_CPU_DEVICES"] = str(target.num_devices)
-  elif platform is _Platform.CUDA:
-    # There is no GPU to try algorithms on.
-    variables["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"
   return variables
 
 
@@ -92,6 +91,27 @@ def missing(target: targets.Target) -> tuple[str, ...]:
     if not any(map(_is_module, names)):
       return ("jax-cuda13-plugin", "jax-cuda13-pjrt")
   return ()
+
+
+def missing_for_cudnn() -> tuple[str, ...]:
+  """Returns the distributions that cuDNN attention lacks here.
+
+  They have no modules: JAX loads their libraries from below `nvidia`.
+  """
+  spec = importlib.util.find_spec("nvidia")
+  folders = list(spec.submodule_search_locations or ()) if spec else []
+  return tuple(
+    name
+    for name, library in _CUDNN.items()
+    if not any(pathlib.Path(folder, library).exists() for folder in folders)
+  )
+
+
+_CUDNN: Final = {
+  "nvidia-cudnn-cu13": "cudnn/lib/libcudnn.so.9",
+  "nvidia-cuda-nvrtc": "cu13/lib/libnvrtc.so.13",
+  "nvidia-cuda-runtime": "cu13/lib/libcudart.so.13",
+}
 
 
 def devices(target: targets.Target) -> list[jax.Device]:
@@ -124,19 +144,31 @@ def devices(target: targets.Target) -> list[jax.Device]:
 
 
 def compile_for(
-  target: targets.Target, traced: jax.stages.Traced, mesh: jax.sharding.Mesh
+  target: targets.Target,
+  traced: jax.stages.Traced,
+  mesh: jax.sharding.Mesh,
+  *,
+  given: compiler_options.Options | None = None,
 ) -> jax.stages.Compiled:
-  """Compiles a traced function whose mesh has the target's devices."""
-  platform = target.hardware.platform.value
+  """Compiles a traced function whose mesh has the target's devices.
+
+  Args:
+    target: What to compile for.
+    traced: The function.
+    mesh: The target's devices.
+    given: The compiler options of the job, as a run would be given them.
+
+  Raises:
+    UserError: The compiler does not know an option, or refuses its value.
+  """
+  platform = target.hardware.platform
+  device = mesh.devices.flat[0]
+  options = compiler_options.of(given or {}, device)
+  options |= compiler_options.planned(platform)
   with jax.set_mesh(mesh):
-    lowered = traced.lower(lowering_platforms=(platform,))
-  return lowered.compile(compiler_options=_COMPILER_OPTIONS.get(platform))
-
-
-# Without it the collectives of CUDA programs wait for each other.
-_COMPILER_OPTIONS: Final[Mapping[str, dict[str, Any]]] = {
-  "cuda": {"xla_gpu_enable_latency_hiding_scheduler": True}
-}
+    lowered = traced.lower(lowering_platforms=(platform.value,))
+  with compiler_options.refusals(device):
+    return lowered.compile(compiler_options=options)
 
 
 def domains(target: targets.Target, mesh: jax.sharding.Mesh) -> list[int]:

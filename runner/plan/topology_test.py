@@ -1,8 +1,10 @@
 """Tests for the choice of compilers and their devices."""
 
 import importlib.util
+import types
 
 import jax
+from jax.experimental import topologies
 import pytest
 
 from paxon.runner.plan import target, topology
@@ -13,7 +15,8 @@ def test_sets_what_each_compiler_needs():
   cpu = topology.environment(target.parse("cpu:4"))
   assert cpu["JAX_NUM_CPU_DEVICES"] == "4"
   gpu = topology.environment(target.parse("h200:1x8"))
-  assert gpu["XLA_FLAGS"] == "--xla_gpu_autotune_level=0"
+  # Options go to each compilation, not to the process.
+  assert "XLA_FLAGS" not in gpu
   for variables in (cpu, gpu, topology.environment(target.parse("v5e:2x2"))):
     # No plugin may look for hardware.
     assert variables["JAX_PLATFORMS"] == "cpu"
@@ -51,3 +54,19 @@ def test_this_machine_stands_for_itself():
 def test_a_wrong_number_of_devices_is_an_error():
   with pytest.raises(ValueError, match=r"cpu:4 has 4 devices, but .* shows 8"):
     topology.devices(target.parse("cpu:4"))
+
+
+def test_devices_that_are_no_chips_are_an_error(monkeypatch):
+  # As a compiler without megacore shows them: both cores of each chip.
+  asked = {}
+
+  def show(**options):
+    asked.update(options)
+    return types.SimpleNamespace(devices=[object()] * 8)
+
+  monkeypatch.setattr(topologies, "get_topology_desc", show)
+  with pytest.raises(
+    ValueError, match=r"v4:2x2x1 has 4 devices, but .* shows 8"
+  ):
+    topology.devices(target.parse("v4:2x2x1"))
+  assert asked["chip_config_name"] == "megacore"

@@ -23,7 +23,8 @@ def compile_train_step(
   """
   if traced is None:
     traced = trace_train_step(session)
-  return session.layout.lower(traced).compile()
+  lowered = session.layout.lower(traced)
+  return lowered.compile(compiler_options=session.compiler_options)
 
 
 def trace_train_step(session: session_lib.Session) -> jax.stages.Traced:
@@ -71,4 +72,5 @@ def compile_eval_step(
 
   state = session_lib.for_evaluation(session.abstract_state())
   jitted = session.layout.jit(step, out_shardings=session.layout.replicated)
-  return jitted.lower(state, dict(batch)).compile()
+  lowered = jitted.lower(state, dict(batch))
+  return lowered.compile(compiler_options=session.compiler_options)

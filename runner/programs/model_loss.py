@@ -6,8 +6,10 @@ from flax import core as flax_core
 from flax import linen as nn
 import jax
 
-from paxon.layers import summaries
+from paxon.layers import summaries, tied_parts
+from paxon.layers.attention import cudnn_attention
 from paxon.learners import metric_functions, train_step, variable_groups
+from paxon.runner import user_error
 from paxon.runner.programs import layer_summaries
 from paxon.sharding import variables
 
@@ -77,8 +79,21 @@ def abstract_variables(model: nn.Module, batch: Any) -> Any:
   Args:
     model: Has the method `loss`.
     batch: Arrays, or their shapes and dtypes.
+
+  Raises:
+    user_error.UserError: One part with parameters stands in two places.
   """
-  return jax.eval_shape(lambda batch: init(model, batch), batch)
+
+  def of(model: nn.Module) -> Any:
+    # Of attention only the shapes matter.
+    with cudnn_attention.stand_in():
+      return jax.eval_shape(lambda batch: init(model, batch), batch)
+
+  try:
+    tied_parts.check(model, of)
+  except tied_parts.TiedError as error:
+    raise user_error.UserError(str(error)) from error
+  return of(model)
 
 
 def init(model: nn.Module, batch: Any) -> Any:

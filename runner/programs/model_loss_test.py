@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from paxon.runner import user_error
 from paxon.runner.programs import model_loss
 from paxon.sharding import variables
 
@@ -74,3 +75,25 @@ def test_a_collection_must_have_one_rule():
     ValueError, match=r"'state' holds state/a, which .* and state/b, which it"
   ):
     model_loss.replaced_collections(mixed)
+
+
+class _Two(nn.Module):
+  """Two parts, which may be one object."""
+
+  first: nn.Module
+  second: nn.Module
+
+  def loss(self, batch, *, deterministic=True):
+    del deterministic
+    y = self.second(self.first(batch["x"]))
+    return (jnp.sum(y), jnp.float32(y.shape[0])), {}, {"y": y}
+
+
+def test_one_part_in_two_places_is_an_error():
+  part = nn.Dense(4)
+  with pytest.raises(
+    user_error.UserError, match=r"One Dense stands in two .*first and second"
+  ):
+    model_loss.abstract_variables(_Two(part, part), BATCH)
+  two = model_loss.abstract_variables(_Two(nn.Dense(4), nn.Dense(4)), BATCH)
+  assert set(two["params"]) == {"first", "second"}

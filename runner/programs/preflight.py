@@ -7,7 +7,12 @@ second, and the step is compiled from this very trace.
 
 import jax
 
-from paxon.runner.programs import compiled_steps, memory_fit, samples
+from paxon.runner.programs import (
+  compiled_steps,
+  expected_kernels,
+  memory_fit,
+  samples,
+)
 from paxon.runner.programs import session as session_lib
 from paxon.sharding import lint
 
@@ -20,9 +25,16 @@ def check(session: session_lib.Session) -> jax.stages.Traced:
 
   Raises:
     UserError: The job needs more memory than there is.
-    ValueError: A part of the model refused its configuration; the caller says
-      where it stands (`configuration.refusals`).
+    ValueError: A part of the model refused its configuration, or the training
+      input has nothing to read; the caller says where it stands
+      (`configuration.refusals`).
   """
+  session.job.train_input.check_readable()
+  expected_kernels.check_devices(
+    session.job,
+    platform=expected_kernels.platform_of(session),
+    where="the devices that are here",
+  )
   check_memory(session)
   step, generation = trace(session)
   advice = "make the batch, length or model smaller"

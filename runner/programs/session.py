@@ -10,10 +10,10 @@ import numpy as np
 
 from paxon.inputs import base_input
 from paxon.learners import train_state, variable_groups
+from paxon.runner import compiler_options, user_error
 from paxon.runner import job as job_lib
-from paxon.runner import user_error
 from paxon.runner.programs import memory_fit, model_loss
-from paxon.sharding import arrays, axes, initialization, variables
+from paxon.sharding import arrays, axes, initialization, lint, variables
 from paxon.sharding import layout as layouts
 from paxon.sharding import mesh as meshes
 
@@ -37,6 +37,13 @@ class Session:
   state_specs: train_state.TrainState
   state_shardings: train_state.TrainState
   batch: Mapping[str, jax.ShapeDtypeStruct]
+
+  @property
+  def compiler_options(self) -> dict[str, bool | str]:
+    """The options with which its steps are compiled, here or in a plan."""
+    return compiler_options.of(
+      self.job.compiler_options, _one_device(self.layout.mesh)
+    )
 
   def abstract_state(self) -> train_state.TrainState:
     """Returns a placed `jax.ShapeDtypeStruct` for each array of the state."""
@@ -106,15 +113,17 @@ def open_session(
     devices: Those of the mesh; by default all.
 
   Raises:
-    UserError: The mesh does not fit the devices, or a batch or a variable does
-      not divide by the mesh.
+    UserError: The mesh does not fit the devices, a batch or a variable does
+      not divide by the mesh, or the compiler does not know an option.
   """
   try:
     mesh = meshes.make_mesh(meshes.MeshSpec.parse(job.mesh), devices=devices)
   except ValueError as error:
     raise user_error.UserError(str(error)) from error
   layout = layouts.Layout(mesh, job.rules)
+  _check_layout(job, layout, {}, {})
   _check_rules(layout)
+  compiler_options.check(job.compiler_options, _one_device(mesh))
   for name, source in (("train", job.train_input), *job.eval_inputs.items()):
     _check_batch(source, name=name, layout=layout, mesh=job.mesh)
     source.set_infeed_hosts(
@@ -129,6 +138,7 @@ def open_session(
   specs = variables.specs_of(
     model_loss.abstract_variables(job.task.model, batch)
   )
+  _check_layout(job, layout, specs, batch)
   state_specs = train_state.state_specs(specs, learner=job.task.learner)
   try:
     shardings = layout.shardings(state_specs)
@@ -151,6 +161,13 @@ def for_evaluation(tree: train_state.TrainState) -> train_state.TrainState:
     tree: A train state of arrays, specs or shardings.
   """
   return dataclasses.replace(tree, opt_state=(), skipped=None)
+
+
+def _one_device(mesh: jax.sharding.Mesh) -> jax.Device:
+  """Returns a device of the mesh, one of this process if there is one."""
+  devices = list(mesh.devices.flat)
+  here = jax.process_index()
+  return next((d for d in devices if d.process_index == here), devices[0])
 
 
 def _check_rules(layout: layouts.Layout) -> None:
@@ -177,6 +194,24 @@ def _check_batch(
       f"length ({source.length}) of the split {name!r} must be a multiple of"
       f" {parts}, the number of parts into which mesh {mesh!r} splits a row."
     )
+
+
+def _check_layout(
+  job: job_lib.Job,
+  layout: layouts.Layout,
+  specs: variable_groups.Specs,
+  batch: Mapping[str, jax.ShapeDtypeStruct],
+) -> None:
+  """Refuses what the sharding lint calls an error, as a plan does."""
+  found = lint.check(
+    specs,
+    batch={name: value.shape for name, value in batch.items()},
+    mesh=dict(layout.mesh.shape),
+    rules=layout.rules,
+  )
+  errors = [finding.message for finding in found if finding.is_error]
+  if errors:
+    raise user_error.UserError(f"mesh {job.mesh!r}: {'; '.join(errors)}.")
 
 
 def _check_microbatches(job: job_lib.Job, layout: layouts.Layout) -> None:

@@ -6,6 +6,7 @@ FOLDER knob=value ...`, for tests that kill it.
 
 import ast
 import dataclasses
+import functools
 import hashlib
 import sys
 import time
@@ -23,15 +24,13 @@ from paxon.inputs import (
   packed_lm_input,
 )
 from paxon.layers import (
-  block,
   embedding,
   feed_forward,
   rms_norm,
   rotary_embedding,
-  stack,
 )
 from paxon.layers.attention import grouped_query
-from paxon.layers.models import decoder_lm
+from paxon.layers.models import pre_norm_decoder
 from paxon.learners import (
   adamw,
   bits_per_byte,
@@ -97,20 +96,12 @@ class TinyLm(experiment.Experiment):
 
   def task(self) -> fdl.Config[task_lib.Task]:
     """Returns a byte-level decoder."""
-    layer = fdl.Config(
-      block.TransformerBlock,
-      attention_norm=fdl.Config(rms_norm.RmsNorm),
-      attention=fdl.Config(
-        grouped_query.GroupedQueryAttention,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=8,
-        rotary=fdl.Config(rotary_embedding.Rotary),
-      ),
-      feed_forward_norm=fdl.Config(rms_norm.RmsNorm),
-      feed_forward=fdl.Config(
-        feed_forward.GatedFeedForward, mlp_dim=2 * self.embed_dim
-      ),
+    attention = fdl.Config(
+      grouped_query.GroupedQueryAttention,
+      num_heads=2,
+      num_kv_heads=2,
+      head_dim=8,
+      rotary=fdl.Config(rotary_embedding.Rotary),
     )
     average = None
     if self.average_decay is not None:
@@ -120,20 +111,20 @@ class TinyLm(experiment.Experiment):
     return fdl.Config(
       task_lib.Task,
       name=self.name,
-      model=fdl.Config(
-        decoder_lm.DecoderLm,
+      model=pre_norm_decoder.compose(
+        fdl.Config,
         embedding=fdl.Config(
           embedding.Embedding,
           vocab_size=byte_tokenizer.ByteTokenizer().padded_vocab_size,
           embed_dim=self.embed_dim,
         ),
-        stack=fdl.Config(
-          stack.Stack,
-          blocks=[layer],
-          num_layers=self.num_layers,
-          scan=self.scan,
+        norm=functools.partial(fdl.Config, rms_norm.RmsNorm),
+        attention=attention,
+        feed_forward=fdl.Config(
+          feed_forward.GatedFeedForward, mlp_dim=2 * self.embed_dim
         ),
-        final_norm=fdl.Config(rms_norm.RmsNorm),
+        num_layers=self.num_layers,
+        scan=self.scan,
       ),
       learner=fdl.Config(
         learner_lib.Learner,

@@ -21,6 +21,7 @@ from paxon.runner.programs import (
   compiled_steps,
   evaluation,
   evaluation_log,
+  expected_kernels,
   garbage,
   prefetch,
   stop_signals,
@@ -127,6 +128,7 @@ class TrainLoop:
     """Compiles the step, while the first batches are read."""
     with self.observer.span(goodput.Cause.COMPILE):
       train_step = compiled_steps.compile_train_step(self.session, self.traced)
+      expected_kernels.check_compiled(self.session, train_step)
       self.observer.compiled(
         self.traced,
         train_step,

@@ -1,5 +1,11 @@
 """The switch that says which accelerator's wheels programs and tests get."""
 
+_PLAN = [
+    "@pypi_plan_cuda//:jax_cuda13_pjrt",
+    "@pypi_plan_cuda//:jax_cuda13_plugin",
+    "@pypi_tpu//:libtpu",
+]
+
 # Setting -> the targets that it adds to every program and test. JAX finds
 # these plugins by itself, so no module of ours imports them.
 WHEELS = {
@@ -7,10 +13,11 @@ WHEELS = {
         "@pypi_cuda//:jax_cuda13_pjrt",
         "@pypi_cuda//:jax_cuda13_plugin",
     ],
-    "plan": [
-        "@pypi_plan//:jax_cuda13_pjrt",
-        "@pypi_plan//:jax_cuda13_plugin",
-        "@pypi_plan//:libtpu",
+    "plan": _PLAN,
+    "plan_cudnn": _PLAN + [
+        "@pypi_plan_cudnn//:nvidia_cuda_nvrtc",
+        "@pypi_plan_cudnn//:nvidia_cuda_runtime",
+        "@pypi_plan_cudnn//:nvidia_cudnn_cu13",
     ],
     "tpu": ["@pypi_tpu//:libtpu"],
 }
@@ -40,10 +47,21 @@ def accelerator(name):
             visibility = ["//visibility:public"],
         )
 
-def accelerator_wheels():
-    """The deps that the flag adds to a program or a test."""
+def accelerator_wheels(present):
+    """The deps that the flag adds to a program or a test.
+
+    Args:
+      present: The deps that it has anyway; none may be there twice.
+
+    Returns:
+      A select of labels.
+    """
     branches = {
-        str(Label("//third_party/python:" + value)): wheels
+        str(Label("//third_party/python:" + value)): [
+            wheel
+            for wheel in wheels
+            if wheel not in present
+        ]
         for value, wheels in WHEELS.items()
     }
     return select(dict(branches, **{"//conditions:default": []}))

@@ -3,13 +3,14 @@
 A WORKSPACE, ours or one that depends on us, calls `paxon_repositories()`.
 Each repository is fetched when a target first needs it, and never otherwise:
 
-  @paxon_python  the interpreter: an isolated virtual environment
-  @pypi          core: JAX, Flax, optax, orbax, Fiddle, pytest ...
-  @pypi_tf       TensorFlow (CPU), SeqIO and what they need
-  @pypi_plan     compilers for absent hardware (CUDA, TPU), no run time
-  @pypi_cuda     JAX's CUDA plugin with its run time
-  @pypi_tpu      JAX's TPU run time
-  @pypi_oracle   what tests compare with (torch, transformers)
+  @paxon_python     the interpreter: an isolated virtual environment
+  @pypi             core: JAX, Flax, optax, orbax, Fiddle, pytest ...
+  @pypi_tf          TensorFlow (CPU), SeqIO and what they need
+  @pypi_plan_cuda   JAX's CUDA plugin alone: it compiles for absent GPUs
+  @pypi_plan_cudnn  what it needs besides to compile cuDNN attention
+  @pypi_cuda        JAX's CUDA plugin with its run time
+  @pypi_tpu         JAX's TPU run time, which also compiles for absent TPUs
+  @pypi_oracle      what tests compare with (torch, transformers)
 """
 
 load(":bazel4.bzl", "bazel4_stand_ins")
@@ -164,7 +165,12 @@ def paxon_repositories():
     )
     _extra("cuda")
     _extra("oracle")
-    _extra("plan")
+    _extra("plan_cuda")
+    _extra(
+        "plan_cudnn",
+        # Half a gigabyte that only a run needs.
+        substitutes = {"nvidia_cublas": ""},
+    )
     _extra(
         "tf",
         # The first has no wheel at all, the second none for Python 3.13.

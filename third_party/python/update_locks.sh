@@ -24,8 +24,10 @@ lock() {
 core=(--constraints requirements_lock.txt)
 lock requirements "$@"
 lock requirements_tf "${core[@]}" "$@"
-lock requirements_plan "${core[@]}" "$@"
+lock requirements_plan_cuda "${core[@]}" "$@"
 lock requirements_cuda "${core[@]}" "$@"
+lock requirements_plan_cudnn --constraints requirements_cuda_lock.txt \
+  --excludes excluded_plan_cudnn.txt "$@"
 lock requirements_tpu "${core[@]}" "$@"
 lock requirements_oracle "${core[@]}" \
   --constraints requirements_tf_lock.txt "$@"

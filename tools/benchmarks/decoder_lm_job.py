@@ -5,6 +5,7 @@ changes sizes only.
 """
 
 from collections.abc import Mapping
+import functools
 import math
 from typing import Any
 
@@ -12,15 +13,13 @@ import jax
 import jax.numpy as jnp
 
 from paxon.layers import (
-  block,
   embedding,
   feed_forward,
   rms_norm,
   rotary_embedding,
-  stack,
 )
 from paxon.layers.attention import grouped_query
-from paxon.layers.models import decoder_lm
+from paxon.layers.models import decoder_lm, pre_norm_decoder
 from paxon.learners import adamw, learner, train_state, warmup_cosine
 from paxon.runner import job as job_lib
 from paxon.runner import task
@@ -45,8 +44,15 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 def make_model(c: pure_jax_decoder_lm.Config) -> decoder_lm.DecoderLm:
   """Returns the model with the sizes of `c`."""
   dtype = jnp.dtype(c.dtype)
-  layer = block.TransformerBlock(
-    attention_norm=rms_norm.RmsNorm(dtype=dtype),
+  return pre_norm_decoder.compose(
+    pre_norm_decoder.build,
+    embedding=embedding.Embedding(
+      vocab_size=c.vocab_size,
+      embed_dim=c.embed_dim,
+      input_scale=math.sqrt(c.embed_dim),
+      dtype=dtype,
+    ),
+    norm=functools.partial(rms_norm.RmsNorm, dtype=dtype),
     attention=grouped_query.GroupedQueryAttention(
       num_heads=c.num_heads,
       num_kv_heads=c.num_kv_heads,
@@ -54,18 +60,8 @@ def make_model(c: pure_jax_decoder_lm.Config) -> decoder_lm.DecoderLm:
       rotary=rotary_embedding.Rotary(),
       dtype=dtype,
     ),
-    feed_forward_norm=rms_norm.RmsNorm(dtype=dtype),
     feed_forward=feed_forward.GatedFeedForward(mlp_dim=c.mlp_dim, dtype=dtype),
-  )
-  return decoder_lm.DecoderLm(
-    embedding=embedding.Embedding(
-      vocab_size=c.vocab_size,
-      embed_dim=c.embed_dim,
-      input_scale=math.sqrt(c.embed_dim),
-      dtype=dtype,
-    ),
-    stack=stack.Stack(blocks=[layer], num_layers=c.num_layers),
-    final_norm=rms_norm.RmsNorm(dtype=dtype),
+    num_layers=c.num_layers,
   )
 
 

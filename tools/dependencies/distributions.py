@@ -27,12 +27,17 @@ class Distributions:
   """All locked distributions.
 
   Attributes:
-    repositories: For every distribution, the repository that holds it.
+    repositories: For every distribution, the repository that imports of it
+      lead to.
     requirements: For every distribution, those that it requires itself.
+    labels: The targets of all repositories. Those of `@pypi` are nowhere else;
+      the others may hold the same distribution, such as JAX's CUDA plugin with
+      its run time and without.
   """
 
   repositories: Mapping[str, str]
   requirements: Mapping[str, frozenset[str]]
+  labels: frozenset[str]
 
   @property
   def top_levels(self) -> frozenset[str]:
@@ -67,21 +72,26 @@ def parse_locks(locks: Mapping[str, str]) -> Distributions:
 
   Args:
     locks: The text of each repository's lock, by the repository's name. What
-      several hold comes from the first.
+      several hold is imported from the first, which is the core.
   """
   repositories: dict[str, str] = {}
   requirements: dict[str, set[str]] = {}
+  labels = set()
+  core = next(iter(locks), "")
   for repository, text in locks.items():
     found = pins(text)
     for name in found:
-      repositories.setdefault(name, repository)
+      first = repositories.setdefault(name, repository)
+      labels.add(f"@{core if first == core else repository}//:{name}")
     for name, askers in found.items():
       for asker in askers:
         # A lock may ask for more extras of what comes from another one.
         if repositories.get(asker) == repository:
           requirements.setdefault(asker, set()).add(name)
   return Distributions(
-    repositories, {name: frozenset(of) for name, of in requirements.items()}
+    repositories,
+    {name: frozenset(of) for name, of in requirements.items()},
+    frozenset(labels),
   )
 
 

@@ -121,6 +121,17 @@ def test_an_import_leads_to_the_distribution_that_has_it(dotted, label):
   assert _ALL.label(dotted) == label
 
 
+def test_repositories_may_hold_the_same_but_not_what_the_core_has():
+  found = distributions.parse_locks(
+    {"pypi": _CORE, "pypi_a": _TENSORFLOW, "pypi_b": _TENSORFLOW}
+  )
+  assert {"@pypi_a//:protobuf", "@pypi_b//:protobuf"} <= found.labels
+  assert "@pypi//:absl_py" in found.labels
+  assert "@pypi_a//:absl_py" not in found.labels
+  assert "@pypi//:protobuf" not in found.labels
+  assert found.label("google.protobuf") == "@pypi_a//:protobuf"
+
+
 def test_top_levels_are_what_import_statements_say():
   assert _ALL.top_levels >= {
     *("absl", "google", "jax", "ml_dtypes", "orbax", "tensorflow", "yaml")

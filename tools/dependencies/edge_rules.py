@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from paxon.tools.dependencies import build_file, violation, workspace
 
 # Files whose purpose is to import by name: the experiment that `--exp` names
-# and its test, a package that users install beside ours, and the test that
-# tries what must not be importable.
+# and its test, the function that an override names, a package that users
+# install beside ours, and the test that tries what must not be importable.
 COMPUTED_IMPORTS = frozenset(
   {
     "runner/configuration/find_experiment.py",
     "runner/configuration/find_experiment_test.py",
+    "runner/configuration/text_functions.py",
     "runner/summaries/wandb_writer.py",
     "tools/closure_test.py",
   }
@@ -90,17 +91,12 @@ def _check_labels(
       yield _at(target, f'"{label}" is added by the macro; remove it.')
     elif label.startswith("//") and label not in tree.targets:
       yield _at(target, f'there is no target "{label}"; check the spelling.')
-    elif label.startswith("@") and not _is_locked(tree, label):
+    elif label.startswith("@") and label not in tree.distributions.labels:
       yield _at(
         target,
         f'"{label}" is in no lock of {workspace.LOCK_FOLDER}; check the'
         " spelling, or add it to a requirements file there.",
       )
-
-
-def _is_locked(tree: workspace.Workspace, label: str) -> bool:
-  repository, _, name = label.removeprefix("@").partition("//:")
-  return tree.distributions.repositories.get(name) == repository
 
 
 def _at(target: build_file.Target, message: str) -> violation.Violation:

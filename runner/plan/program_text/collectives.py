@@ -26,7 +26,13 @@ import re
 
 import numpy as np
 
-from paxon.runner.plan.program_text import hlo, replica_groups, trip_counts
+from paxon.runner.plan.program_text import (
+  costs,
+  hlo,
+  kernels,
+  replica_groups,
+  trip_counts,
+)
 
 KINDS = (
   "all-gather",
@@ -36,28 +42,9 @@ KINDS = (
   "reduce-scatter",
 )
 _MEGASCALE = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
-# Calls that are no loops: their computations run once each time. Of a
-# conditional all branches are counted.
-_CALLERS = ("async-start", "call", "conditional", "fusion")
-_CALLED = (
-  "calls",
-  "to_apply",
-  "branch_computations",
-  "true_computation",
-  "false_computation",
-)
-# Custom calls that compute nothing.
-_NO_KERNELS = frozenset(
-  (
-    "AllocateBuffer",
-    "AssumeGatherIndicesInBound",
-    "AsyncCollectiveDone",
-    "AsyncCollectiveStart",
-    "ConcatBitcast",
-    "SliceId",
-    "ZeroCrop",
-  )
-)
+# Calls that are no loops: their computations run once each time.
+_CALLERS = ("async-start", "call", "fusion")
+_CALLED = ("calls", "to_apply")
 _PASSED_ON = ("bitcast", "copy", "reshape", "transpose")
 
 
@@ -78,6 +65,8 @@ class Collective:
     is_asynchronous: Whether the compiler split it into a start and a done.
     gathers: For an all-reduce, whether it is a gather of padded parts.
     name: JAX's name stack.
+    computation: Name of the computation that it stands in.
+    instruction: Its own name.
   """
 
   kind: str
@@ -92,6 +81,8 @@ class Collective:
   is_asynchronous: bool = False
   gathers: bool = False
   name: str = ""
+  computation: str = ""
+  instruction: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +91,7 @@ class Communication:
 
   Attributes:
     collectives: In the order of the text.
-    kernels: Executions of each custom call, by its target.
+    kernels: Executions of each kernel, by its name (see `kernels.name`).
     notes: What is not known, one sentence each.
   """
 
@@ -138,6 +129,7 @@ class _Finder:
     # Channels by the run of a computation in which they were met.
     self._seen: set[tuple[int, str, str]] = set()
     self._num_scopes = 0
+    self._branches = costs.dearest_branches(program)
     self.kernels: dict[str, int] = {}
     self.notes: list[str] = []
 
@@ -164,21 +156,24 @@ class _Finder:
         if not is_part or self._is_new(instruction, scope):
           yield self._collective(instruction, computation, times)
       elif opcode == "send" and _MEGASCALE.search(instruction.attributes):
-        yield self._between_slices(instruction, times)
+        yield self._between_slices(instruction, computation, times)
       elif opcode == "fusion" and self._is_scatter(instruction):
         (inner,) = instruction.called("calls")
         yield from self._scatter(self._program.computations[inner], times)
       elif opcode == "while":
         yield from self._loop(instruction, computation, times)
+      elif opcode == "conditional":
+        branch = self._branches[computation.name, instruction.name]
+        inner = self._program.computations[branch]
+        yield from self.walk(inner, self._new_scope(), times)
       else:
-        if opcode == "custom-call":
-          self._add_kernel(instruction, times)
+        self._add_kernel(instruction, times)
         yield from self._called(instruction, scope, times)
 
-  def _add_kernel(self, call: hlo.Instruction, times: int) -> None:
-    target = (call.attribute("custom_call_target") or "").strip('"')
-    if target not in _NO_KERNELS:
-      self.kernels[target] = self.kernels.get(target, 0) + times
+  def _add_kernel(self, instruction: hlo.Instruction, times: int) -> None:
+    name = kernels.name(instruction)
+    if name is not None:
+      self.kernels[name] = self.kernels.get(name, 0) + times
 
   def _called(
     self, instruction: hlo.Instruction, scope: int, times: int
@@ -255,10 +250,11 @@ class _Finder:
       payload_bytes=payload,
       wire_bytes=payload * _wire_factor(kind, group),
       members=tuple(int(member) for member in members),
-      is_asynchronous=is_start
-      or "async_collective_name" in (instruction.attributes),
+      is_asynchronous=is_start or _is_split(instruction, computation),
       gathers=gathers and not scatters,
       name=instruction.op_name,
+      computation=computation.name,
+      instruction=instruction.name,
     )
 
   def _permuted(
@@ -275,7 +271,10 @@ class _Finder:
     return members, *replica_groups.mesh_axes(members, self._mesh)
 
   def _between_slices(
-    self, instruction: hlo.Instruction, times: int
+    self,
+    instruction: hlo.Instruction,
+    computation: hlo.Computation,
+    times: int,
   ) -> Collective:
     match = _MEGASCALE.search(instruction.attributes)
     assert match is not None
@@ -292,15 +291,30 @@ class _Finder:
       between_slices=True,
       is_asynchronous=True,
       name=instruction.op_name,
+      computation=computation.name,
+      instruction=instruction.name,
     )
 
   def _is_scatter(self, fusion: hlo.Instruction) -> bool:
+    """Whether all results are slices of what is reduced inside."""
     (name,) = fusion.called("calls")
     inner = self._program.computations[name]
-    root = self._behind(inner.root, inner)
+    roots = [inner.root]
+    if inner.root.opcode == "tuple":
+      roots = [inner.instructions[operand] for operand in inner.root.operands]
+    return bool(roots) and all(self._is_slice(root, inner) for root in roots)
+
+  def _is_slice(
+    self, instruction: hlo.Instruction, computation: hlo.Computation
+  ) -> bool:
+    root = self._behind(instruction, computation)
     if root.opcode != "dynamic-slice":
       return False
-    source = self._behind(inner.instructions[root.operands[0]], inner)
+    source = self._behind(
+      computation.instructions[root.operands[0]], computation
+    )
+    if source.opcode == "get-tuple-element":
+      source = computation.instructions[source.operands[0]]
     return source.opcode == "all-reduce"
 
   def _scatter(
@@ -330,6 +344,17 @@ class _Finder:
     while instruction.opcode in _PASSED_ON:
       instruction = computation.instructions[instruction.operands[0]]
     return instruction
+
+
+def _is_split(
+  instruction: hlo.Instruction, computation: hlo.Computation
+) -> bool:
+  """Whether a TPU's collective without a start and a done has both."""
+  return "async_collective_name" in instruction.attributes or any(
+    other.opcode == "custom-call"
+    and kernels.target(other) == "AsyncCollectiveStart"
+    for other in computation.instructions.values()
+  )
 
 
 def _result(instruction: hlo.Instruction, kind: str) -> hlo.Type:

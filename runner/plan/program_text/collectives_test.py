@@ -121,13 +121,18 @@ def test_loops_multiply():
 
 
 @pytest.mark.parametrize(
-  ("file", "mesh"),
+  ("file", "mesh", "kernels"),
   [
-    ("h200_1x8.txt", {"data": 1, "fsdp": 8}),
-    ("v5e_2x4.txt", {"data": 1, "fsdp": 4, "tensor": 2}),
+    # A product forward, two backward, of each layer.
+    (
+      "h200_1x8.txt",
+      {"data": 1, "fsdp": 8},
+      {"__triton_nested_gemm_fusion": 3 * testing.LAYERS},
+    ),
+    ("v5e_2x4.txt", {"data": 1, "fsdp": 4, "tensor": 2}, {}),
   ],
 )
-def test_a_training_loop_on_absent_hardware(file, mesh):
+def test_a_training_loop_on_absent_hardware(file, mesh, kernels):
   found = collectives.find(hlo.parse(testing.stored(file)), mesh=mesh)
   layers, size = testing.LAYERS, testing.WIDTH**2 * 2
   part = (mesh["fsdp"] - 1) / mesh["fsdp"]
@@ -147,7 +152,7 @@ def test_a_training_loop_on_absent_hardware(file, mesh):
   assert found.notes == ()
   # The gathers of the forward pass overlap with products.
   assert any(c.is_asynchronous for c in found.collectives)
-  assert found.kernels == {}
+  assert found.kernels == kernels
 
 
 def test_traffic_between_slices():
@@ -207,6 +212,69 @@ def test_a_scatter_that_hides_in_a_fusion():
   (one,) = found.collectives
   assert (one.kind, one.axes) == ("reduce-scatter", ("fsdp",))
   assert (one.payload_bytes, one.wire_bytes) == (32, 24)
+
+
+def test_several_scatters_in_a_fusion():
+  part = "f32[2]{{0}} dynamic-slice({}, %z), dynamic_slice_sizes={{2}}"
+  found = _find(
+    [
+      "%p = f32[8]{0} parameter(0)",
+      "%f = (f32[2]{0}, f32[2]{0}) fusion(%p), kind=kCustom,"
+      " calls=%all-reduce-scatter",
+      "ROOT %g = f32[2]{0} get-tuple-element(%f), index=0",
+    ],
+    all_reduce_scatter=[
+      "%p = f32[8]{0} parameter(0)",
+      "%z = s32[] constant(0)",
+      f"%r = (f32[8]{{0}}, f32[8]{{0}}) all-reduce(%p, %p), {_REDUCE}",
+      "%a = f32[8]{0} get-tuple-element(%r), index=0",
+      "%b = f32[8]{0} get-tuple-element(%r), index=1",
+      f"%c = {part.format('%a')}",
+      f"%d = {part.format('%b')}",
+      "ROOT %t = (f32[2]{0}, f32[2]{0}) tuple(%c, %d)",
+    ],
+  )
+  (one,) = found.collectives
+  assert (one.kind, one.axes) == ("reduce-scatter", ("fsdp",))
+  assert (one.payload_bytes, one.wire_bytes) == (64, 48)
+
+
+def test_of_a_conditional_the_dearest_branch():
+  reduce = f"all-reduce(%p), {_REDUCE}"
+  found = _find(
+    [
+      "%p = f32[8]{0} parameter(0)",
+      "%i = s32[] constant(0)",
+      "ROOT %c = f32[8]{0} conditional(%i, %p, %p),"
+      " branch_computations={%none, %two}",
+    ],
+    none=["%p = f32[8]{0} parameter(0)", f"ROOT %r = f32[8]{{0}} {reduce}"],
+    two=[
+      "%p = f32[8]{0} parameter(0)",
+      f"%r = f32[8]{{0}} {reduce}",
+      f"ROOT %s = f32[8]{{0}} {reduce}",
+    ],
+  )
+  assert [c.count for c in found.collectives] == [1, 1]
+  assert {c.computation for c in found.collectives} == {"two"}
+
+
+def test_a_collective_that_products_carry_along():
+  found = _find(
+    [
+      "%p = f32[8]{0} parameter(0)",
+      "ROOT %f = f32[8]{0} fusion(%p), kind=kCustom, calls=%begin",
+    ],
+    begin=[
+      "%p = f32[8]{0} parameter(0)",
+      f"%r = f32[8]{{0}} all-reduce(%p), {_REDUCE}",
+      "ROOT %c = f32[8]{0} custom-call(%r),"
+      ' custom_call_target="AsyncCollectiveStart"',
+    ],
+  )
+  (one,) = found.collectives
+  assert one.is_asynchronous
+  assert found.kernels == {}
 
 
 def test_a_gather_that_is_an_all_reduce_of_padded_parts():

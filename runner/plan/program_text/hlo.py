@@ -12,6 +12,11 @@ import math
 import re
 
 _OPEN, _CLOSE = "([{", ")]}"
+_BRACKET = re.compile(r"[()\[\]{}]")
+_BRACKET_OR_COMMA = re.compile(r"[()\[\]{},]")
+_BRACKET_OR_SPACE = re.compile(r"[()\[\]{} ]")
+_BRACKET_COMMA_OR_QUOTE = re.compile(r'[()\[\]{},"]')
+_OPCODE = re.compile(r"\s*([\w\-]+)\(")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
@@ -49,11 +54,28 @@ class Type:
   memory_space: int = 0
 
   @property
+  def bits(self) -> int:
+    """Bits of an element; 0 for a tuple, a token or an opaque value."""
+    return _BITS.get(self.dtype, 0)
+
+  @functools.cached_property
+  def size(self) -> int:
+    """Number of elements; 1 for a scalar and for what is no array."""
+    return math.prod(self.shape)
+
+  @functools.cached_property
   def num_bytes(self) -> int:
     """Size without padding."""
     if self.elements:
       return sum(element.num_bytes for element in self.elements)
-    return -(-math.prod(self.shape) * _BITS.get(self.dtype, 0) // 8)
+    return -(-self.size * self.bits // 8)
+
+  @functools.cached_property
+  def leaves(self) -> tuple["Type", ...]:
+    """The arrays in it, tuples flattened."""
+    if not self.elements:
+      return (self,)
+    return tuple(leaf for element in self.elements for leaf in element.leaves)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +98,11 @@ class Instruction:
 
   def attribute(self, name: str) -> str | None:
     """Returns the text of one attribute, brackets included."""
-    match = re.search(rf"(?:^|, ){name}=", self.attributes)
-    return None if match is None else _value(self.attributes[match.end() :])
+    text, wanted = self.attributes, f"{name}="
+    begin = text.find(wanted)
+    while begin > 0 and text[begin - 2 : begin] != ", ":
+      begin = text.find(wanted, begin + 1)
+    return None if begin < 0 else _value(text[begin + len(wanted) :])
 
   def called(self, name: str) -> tuple[str, ...]:
     """Returns the computations that an attribute names."""
@@ -87,8 +112,8 @@ class Instruction:
   @property
   def op_name(self) -> str:
     """JAX's name stack."""
-    match = re.search(r'op_name="([^"]*)"', self.attributes)
-    return match[1] if match else ""
+    _, found, rest = self.attributes.partition('op_name="')
+    return rest.partition('"')[0] if found else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,12 +176,13 @@ def _body(lines: Iterator[str]) -> Iterator[str]:
 
 
 def _instruction(name: str, text: str) -> Instruction:
-  text = _COMMENT.sub("", text)
+  if "/*" in text:
+    text = _COMMENT.sub("", text)
   end = _end_of_type(text)
-  match = re.match(r"\s*([\w\-]+)\(", text[end:])
+  match = _OPCODE.match(text, end)
   if match is None:
     raise ParseError(f"No opcode in {name} = {text[:120]!r}.")
-  start = end + match.end()
+  start = match.end()
   stop = _matching(text, start - 1)
   operands = tuple(
     part.strip().rpartition(" ")[2].removeprefix("%")
@@ -174,40 +200,39 @@ def _instruction(name: str, text: str) -> Instruction:
 def _end_of_type(text: str) -> int:
   """Where a leading type ends: the first space outside of brackets."""
   depth = 0
-  for i, char in enumerate(text):
+  for match in _BRACKET_OR_SPACE.finditer(text):
+    char = match[0]
     if char in _OPEN:
       depth += 1
     elif char in _CLOSE:
       depth -= 1
-    elif char == " " and not depth:
-      return i
+    elif not depth:
+      return match.start()
   raise ParseError(f"No instruction in {text[:120]!r}.")
 
 
 def _matching(text: str, start: int) -> int:
   """The position of the bracket that closes the one at `start`."""
   depth = 0
-  for i in range(start, len(text)):
-    if text[i] in _OPEN:
-      depth += 1
-    elif text[i] in _CLOSE:
-      depth -= 1
-      if not depth:
-        return i
+  for match in _BRACKET.finditer(text, start):
+    depth += 1 if match[0] in _OPEN else -1
+    if not depth:
+      return match.start()
   raise ParseError(f"Brackets do not match in {text[:120]!r}.")
 
 
 def _split(text: str) -> list[str]:
   """Splits at commas outside of brackets."""
   parts, depth, begin = [], 0, 0
-  for i, char in enumerate(text):
+  for match in _BRACKET_OR_COMMA.finditer(text):
+    char = match[0]
     if char in _OPEN:
       depth += 1
     elif char in _CLOSE:
       depth -= 1
-    elif char == "," and not depth:
-      parts.append(text[begin:i])
-      begin = i + 1
+    elif not depth:
+      parts.append(text[begin : match.start()])
+      begin = match.end()
   parts.append(text[begin:])
   return [part for part in parts if part.strip()]
 
@@ -215,7 +240,8 @@ def _split(text: str) -> list[str]:
 def _value(text: str) -> str:
   """The attribute's value at the beginning of `text`."""
   depth, quoted = 0, False
-  for i, char in enumerate(text):
+  for match in _BRACKET_COMMA_OR_QUOTE.finditer(text):
+    char, i = match[0], match.start()
     if char == '"' and text[i - 1 : i] != "\\":
       quoted = not quoted
     elif quoted:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import tempfile
@@ -49,10 +50,14 @@ def plan(
     request_file = pathlib.Path(folder, "request.json")
     result_file = pathlib.Path(folder, "result.json")
     request_file.write_text(json.dumps(request))
+    # The worker reads from a pipe that ends when this process does, in
+    # whatever way, and then ends too.
+    read_end, write_end = os.pipe()
     try:
       done = subprocess.run(
         [sys.executable, "-m", _WORKER, str(request_file), str(result_file)],
         env=environment(target, is_compiled=is_compiled),
+        stdin=read_end,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -64,11 +69,14 @@ def plan(
       raise user_error.UserError(
         f"--target={target}: the compiler took more than {time_limit:.0f} s."
       ) from error
+    finally:
+      os.close(read_end)
+      os.close(write_end)
     if done.returncode or not result_file.exists():
       last = done.stdout.splitlines()[-_LAST_LINES:]
       lines = "\n".join(line[:_LINE_LENGTH] for line in last)
       raise RuntimeError(
-        f"Planning for {target} ended with status {done.returncode}:\n{lines}"
+        f"Planning for {target} {_how_it_ended(done.returncode)}:\n{lines}"
       )
     text = result_file.read_text()
   refused = json.loads(text).get("error")
@@ -76,6 +84,15 @@ def plan(
     raise user_error.UserError(refused)
   (found,) = result.from_json(text)
   return found
+
+
+def _how_it_ended(status: int) -> str:
+  if status != -signal.SIGKILL:
+    return f"ended with status {status}"
+  return (
+    f"was killed (status {status}); a compiler takes up to 3 GB, so the machine"
+    " may have run out of memory"
+  )
 
 
 def environment(target: targets.Target, *, is_compiled: bool) -> dict[str, str]:

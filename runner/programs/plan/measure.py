@@ -8,20 +8,33 @@ from collections.abc import Iterable, Mapping
 import hashlib
 import importlib.metadata
 import math
+import os
 import re
 import time
 from typing import Any
 
 import jax
 
+from paxon.runner import compiler_options
 from paxon.runner import job as job_lib
-from paxon.runner.plan import advice, hardware, result, roofline, topology
+from paxon.runner.plan import (
+  advice,
+  hardware,
+  kernel_contract,
+  result,
+  roofline,
+  topology,
+)
 from paxon.runner.plan import flops as flops_lib
 from paxon.runner.plan import target as targets
-from paxon.runner.plan.program_text import collectives as collectives_lib
+from paxon.runner.plan.estimate import calibration as calibrations
+from paxon.runner.plan.estimate import placement, prediction
+from paxon.runner.plan.memory import forecast as forecast_lib
 from paxon.runner.plan.program_text import hlo
-from paxon.runner.programs import compiled_steps
+from paxon.runner.plan.program_text import reading as reading_lib
+from paxon.runner.programs import expected_kernels
 from paxon.runner.programs import session as session_lib
+from paxon.runner.programs.plan import tracing
 from paxon.sharding import axes, variables
 from paxon.sharding import mesh as meshes
 
@@ -51,25 +64,39 @@ def measure(
     The plan, without the findings of the lint.
 
   Raises:
-    UserError: The mesh does not fit the target, or a size does not divide.
+    UserError: The mesh does not fit the target, a size does not divide, or the
+      step has other kernels than expected.
   """
+  expected_kernels.check_devices(
+    job, platform=target.hardware.platform, where=target.text
+  )
   devices = topology.devices(target) if is_compiled else jax.devices("cpu")
   session = session_lib.open_session(job, devices=devices)
-  traced = compiled_steps.trace_train_step(session)
+  traced, obstacles = tracing.trace(session)
   flops = flops_lib.count(traced.jaxpr)
   memory = _closed_form(session, target)
   mesh = session.layout.mesh
   program = _Program(target, session)
-  if is_compiled:
-    memory = program.compile(traced, memory)
+  if is_compiled and not obstacles:
+    memory = program.compile(traced, memory, flops)
+    expected_kernels.check(
+      job, program.kernel_choices, platform=target.hardware.platform
+    )
+  memory = _forecast(session, traced, memory, target)
   kind = target.hardware
   collectives = roofline.summarize(
-    program.communication.collectives, kind=kind, domains=program.domains
+    program.reading.communication.collectives,
+    kind=kind,
+    domains=program.domains,
   )
   inputs = session.batch.get("inputs")
   shape = None if inputs is None else inputs.shape
   is_rows = shape is not None and len(shape) > 1
-  notes = [*flops.notes, *program.communication.notes]
+  notes = [*obstacles, *flops.notes, *program.reading.notes]
+  if program.is_compiled:
+    notes += compiler_options.differences(kind.platform)
+  estimate, why_not = program.estimate(flops, shape)
+  notes += why_not
   return result.Plan(
     experiment=experiment,
     overrides=tuple(overrides),
@@ -91,7 +118,11 @@ def measure(
       by_dtype=flops.by("dtype"),
     ),
     collectives=collectives,
-    kernels=program.communication.kernels,
+    kernels=program.reading.communication.kernels,
+    kernel_choices=program.kernel_choices,
+    compiler_options=compiler_options.to_text(
+      compiler_options.for_platform(job.compiler_options, kind.platform)
+    ),
     bound=roofline.bound(
       flops,
       kind=kind,
@@ -100,6 +131,11 @@ def measure(
       traffic=program.traffic,
       batch_shape=shape,
     ),
+    estimate=estimate,
+    hbm_bytes=program.reading.hbm_bytes,
+    compiled_flops=program.reading.compiled_flops,
+    resharding=program.reading.resharding,
+    warnings=program.reading.warnings,
     fit=memory.fit.value,
     advice=advice.of(memory, flops, mesh=dict(mesh.shape), batch=shape),
     findings=(),
@@ -125,22 +161,31 @@ class _Program:
   ) -> None:
     self._target = target
     self._mesh = session.layout.mesh
+    self._options = session.job.compiler_options
     full = meshes.MeshSpec.parse(session.job.mesh).resolve(self._mesh.size)
     self._dcn = [axis for axis in axes.MESH_AXES if full.dcn[axis] > 1]
+    self._batch_axes = _axes_of_rows(session.batch)
     self.is_compiled = False
     self.domains = [0] * self._mesh.size
-    self.communication = collectives_lib.Communication((), {}, ())
+    self.reading = reading_lib.NOTHING
     self.fingerprint: str | None = None
     self.seconds: float | None = None
     self.traffic: float | None = None
+    self._text: hlo.Program | None = None
+    self.kernel_choices: tuple[result.KernelChoice, ...] = ()
 
   def compile(
-    self, traced: jax.stages.Traced, memory: result.Memory
+    self,
+    traced: jax.stages.Traced,
+    memory: result.Memory,
+    flops: flops_lib.Flops,
   ) -> result.Memory:
-    """Compiles, and returns the memory as the compiler sees it."""
+    """Compiles and reads; returns the memory as the compiler sees it."""
     begin = time.monotonic()
     try:
-      compiled = topology.compile_for(self._target, traced, self._mesh)
+      compiled = topology.compile_for(
+        self._target, traced, self._mesh, given=self._options
+      )
     except jax.errors.JaxRuntimeError as error:
       if "RESOURCE_EXHAUSTED" not in str(error):
         raise
@@ -152,8 +197,18 @@ class _Program:
     stripped = without_sources(text).encode()
     self.fingerprint = hashlib.sha256(stripped).hexdigest()
     self.domains = topology.domains(self._target, self._mesh)
-    self.communication = collectives_lib.find(
-      hlo.parse(text), mesh=dict(self._mesh.shape), dcn=self._dcn
+    self._text = hlo.parse(text)
+    self.kernel_choices = kernel_contract.choices(
+      self._text,
+      is_tuned=self._target.hardware.platform is not hardware.Platform.CUDA,
+    )
+    self.reading = reading_lib.read(
+      self._text,
+      mesh=dict(self._mesh.shape),
+      dcn=self._dcn,
+      batch_axes=self._batch_axes,
+      platform=self._target.hardware.platform.value,
+      traced=flops.by("part"),
     )
     sizes = compiled.memory_analysis()
     assert sizes is not None
@@ -166,6 +221,50 @@ class _Program:
       temporaries=sizes.temp_size_in_bytes,
       peak=_peak(sizes, self._target.hardware.platform),
     )
+
+  def estimate(
+    self, flops: flops_lib.Flops, batch_shape: tuple[int, ...] | None
+  ) -> tuple[result.Estimate | None, tuple[str, ...]]:
+    """Returns the estimate of the step's time, and why there is none."""
+    if self._text is None:
+      return None, ()
+    kind = self._target.hardware
+    return prediction.of(
+      self._text,
+      communication=self.reading.communication,
+      placement=placement.of(kind, list(self._mesh.devices.flat), self.domains),
+      kind=kind,
+      calibration=calibrations.chosen(kind, os.environ),
+      flops=flops,
+      batch_shape=batch_shape,
+    )
+
+
+def _axes_of_rows(batch: Mapping[str, jax.ShapeDtypeStruct]) -> list[str]:
+  """The mesh axes over which a batch is split."""
+  found: dict[str, None] = {}
+  for array in batch.values():
+    spec = getattr(array.sharding, "spec", None) or (None,)
+    rows = spec[0] or ()
+    found |= dict.fromkeys((rows,) if isinstance(rows, str) else rows)
+  return list(found)
+
+
+def _forecast(
+  session: session_lib.Session,
+  traced: jax.stages.Traced,
+  memory: result.Memory,
+  target: targets.Target,
+) -> result.Memory:
+  """Returns the memory with the closed form of what lives during the step."""
+  found = forecast_lib.forecast(
+    traced,
+    inputs=(session.abstract_state(), dict(session.batch)),
+    mesh=session.layout.mesh,
+    arguments=memory.arguments or memory.state_and_batch,
+    platform=target.hardware.platform,
+  )
+  return _with(memory, saved=found.saved, forecast=found.peak)
 
 
 def _peak(sizes: Any, platform: hardware.Platform) -> int:

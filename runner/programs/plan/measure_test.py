@@ -55,6 +55,43 @@ def test_the_plan_is_of_the_program_that_runs(plan):
   assert plan.flops.model == flops.count(traced.jaxpr).model_flops
 
 
+def test_the_options_of_a_run_are_those_of_its_plan(plan):
+  knobs = {
+    "mesh": "fsdp=4,tensor=2",
+    "compiler_options": {"xla_disable_hlo_passes": "fusion", "xla_gpu_x": 1},
+  }
+  planned = _plan(_job(**knobs))
+  opened = session.open_session(_job(**knobs))
+  assert opened.compiler_options == {"xla_disable_hlo_passes": "fusion"}
+  assert planned.compiler_options == opened.compiler_options
+  # They reach the compiler, of both.
+  assert planned.fingerprint != plan.fingerprint
+  text = measure.without_sources(
+    compiled_steps.compile_train_step(opened).as_text()
+  )
+  assert planned.fingerprint == hashlib.sha256(text.encode()).hexdigest()
+  assert plan.compiler_options == {}
+
+
+def test_the_options_of_an_absent_gpu_are_planned_with_ours():
+  job = _job(mesh="data=8", compiler_options={"xla_gpu_x": 1, "xla_tpu_x": 1})
+  planned = measure.measure(
+    job, targets.parse("h200:1x8"), experiment="a.B", is_compiled=False
+  )
+  assert planned.compiler_options == {
+    "xla_gpu_enable_latency_hiding_scheduler": "True",
+    "xla_gpu_x": "1",
+  }
+
+
+def test_an_option_that_the_compiler_does_not_know_is_refused():
+  job = _job(mesh="data=8", compiler_options={"xla_no_such_option": True})
+  with pytest.raises(
+    user_error.UserError, match=r"for cpu has no option 'xla_no_such_option'"
+  ):
+    _plan(job)
+
+
 def test_says_what_was_planned(plan):
   assert (plan.num_devices, plan.num_chips) == (8, 8)
   assert plan.mesh == {"fsdp": 4, "tensor": 2}
@@ -63,10 +100,22 @@ def test_says_what_was_planned(plan):
   assert plan.compiled
   # No vendor states the rates of this machine.
   assert plan.bound is None
+  assert plan.estimate is None
+  assert any("there is no calibration for cpu" in note for note in plan.notes)
   assert {c.link for c in plan.collectives} == {"fast"}
   kinds = {(c.kind, c.axes) for c in plan.collectives}
   assert ("all-gather", ("fsdp",)) in kinds
   assert ("all-reduce", ("tensor",)) in kinds
+
+
+def test_the_compiled_text_does_what_was_traced(plan):
+  assert plan.compiled_flops == pytest.approx(plan.flops.hardware, rel=0.01)
+  assert plan.hbm_bytes > plan.memory.arguments
+  # Tensor parallelism sums activations; nothing else moves them in the loop.
+  moved = {(entry.kind, entry.axes) for entry in plan.resharding}
+  assert moved == {("all-reduce", ("tensor",))}
+  assert plan.warnings == ()
+  assert not any("not known" in note for note in plan.notes)
 
 
 def test_without_a_compiler_there_is_the_closed_form(plan):

@@ -3,17 +3,28 @@
 from collections.abc import Sequence
 import dataclasses
 import os
+import sys
 
 from etils import epath
+import fiddle as fdl
 
 from paxon.runner import files, user_error
 from paxon.runner import job as job_lib
 from paxon.runner.configuration import overrides as overrides_lib
 from paxon.runner.plan import report, result, topology
 from paxon.runner.plan import target as targets
-from paxon.runner.programs.plan import child, job_lint
+from paxon.runner.plan.web_page import page
+from paxon.runner.programs.plan import (
+  child,
+  job_lint,
+  plan_cache,
+  plan_key,
+  plan_search,
+  tracer,
+)
 
 PLAN = "plan.json"
+PAGE = "plan.html"
 
 # The largest programs known take under five minutes on two cores.
 _TIME_LIMIT = 1800.0
@@ -21,65 +32,198 @@ _TIME_LIMIT = 1800.0
 
 def run(
   job: job_lib.Job,
+  config: "fdl.Config[job_lib.Job]",
   *,
   experiment: str,
   overrides: Sequence[overrides_lib.Override],
   to: Sequence[targets.Target],
   run_dir: epath.Path,
+  is_searched: bool = False,
 ) -> int:
-  """Plans a job, prints the plans and writes `plan.json`.
+  """Plans a job, prints the plans and writes `plan.json` and `plan.html`.
+
+  A target that cannot be planned does not lose the others: what is wrong with
+  it stands in its row.
 
   Args:
     job: The resolved configuration, built.
+    config: The resolved configuration.
     experiment: As `--exp` takes it.
     overrides: Assignments of the command line.
     to: What to plan for.
     run_dir: A folder, which exists.
+    is_searched: Whether meshes, remat policies and microbatches are explored.
 
   Returns:
     The exit status: 1 if the program fits on none of the targets.
 
   Raises:
-    UserError: The job cannot run on one of the targets.
+    UserError: There is a plan for none of the targets, or one of them cannot be
+      searched for.
   """
+  if is_searched:
+    _check_searchable(to)
+  shapes = job_lint.shapes_of(job)
   # All of them before the first compiler starts.
-  warnings = [_lint(job, target) for target in to]
-  plans = []
-  for target, findings in zip(to, warnings, strict=True):
-    missing = topology.missing(target)
-    plan = child.plan(
-      experiment,
-      overrides,
-      target,
-      is_compiled=not missing,
-      time_limit=_TIME_LIMIT,
-    )
-    notes = (*plan.notes, *_how_to_compile(target, missing))
-    plan = dataclasses.replace(plan, findings=findings, notes=notes)
-    print(report.to_text(plan), flush=True)
-    plans.append(plan)
-  if len(plans) > 1:
-    print("\n" + report.to_table(plans))
-  files.write_text(run_dir / PLAN, result.to_json(tuple(plans)))
-  print(f"plan: {os.fspath(run_dir / PLAN)}", flush=True)
+  lints = [_lint(job, target, shapes) for target in to]
+  plans: list[result.Plan] = []
+  failures: list[result.Failure] = []
+  for target, findings in zip(to, lints, strict=True):
+    found = findings
+    if not isinstance(findings, result.Failure):
+      request = _Request(experiment, target, shapes, findings)
+      found = _plan(request, config, overrides)
+      if isinstance(found, result.Plan):
+        found = _with_changes(
+          found, request, job, config, overrides, is_searched=is_searched
+        )
+    if isinstance(found, result.Plan):
+      plans.append(found)
+      print(report.to_text(found), flush=True)
+    elif isinstance(found, result.Failure):
+      failures.append(found)
+      if len(to) > 1:
+        print(f"{target}: no plan: {found.message}\n", flush=True)
+  if not plans:
+    raise user_error.UserError("; ".join(f.message for f in failures))
+  if len(to) > 1:
+    print("\n" + report.to_table(plans, failures))
+  _write(run_dir / PLAN, result.to_json(tuple(plans), tuple(failures)))
+  _write(run_dir / PAGE, page.to_html(plans, failures))
   fits = [plan.memory.fit is not result.Fit.DOES_NOT_FIT for plan in plans]
   return 0 if any(fits) else 1
 
 
-def _lint(job: job_lib.Job, target: targets.Target) -> tuple[str, ...]:
-  """Returns the lint's warnings.
+def _write(path: epath.Path, text: str) -> None:
+  try:
+    files.write_text(path, text)
+  except OSError as error:
+    raise user_error.UserError(
+      f"{os.fspath(path)} cannot be written ({error.strerror or error})."
+    ) from error
+  print(f"plan: {os.fspath(path)}", flush=True)
 
-  Raises:
-    UserError: It found an error.
-  """
-  findings = job_lint.check(
-    job, num_devices=target.num_devices, num_slices=target.slices
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+  """What is planned for a target, whatever is changed to make it fit."""
+
+  experiment: str
+  target: targets.Target
+  shapes: job_lint.JobShapes
+  findings: tuple[str, ...]
+
+
+def _plan(
+  request: _Request,
+  config: "fdl.Config[job_lib.Job]",
+  overrides: Sequence[overrides_lib.Override],
+) -> result.Plan | result.Failure:
+  """Plans for a target in a process of its own, or takes an earlier plan."""
+  target = request.target
+  is_compiled = not topology.missing(target)
+
+  def find_key() -> str | None:
+    return plan_key.of(
+      config,
+      target,
+      is_compiled=is_compiled,
+      shapes=request.shapes,
+      environ=os.environ,
+      others=(request.experiment,),
+    )
+
+  def make() -> result.Plan:
+    print(f"planning for {target} ...", flush=True)
+    return child.plan(
+      request.experiment,
+      overrides,
+      target,
+      is_compiled=is_compiled,
+      time_limit=_TIME_LIMIT,
+    )
+
+  try:
+    found = plan_cache.plan(make, find_key=find_key, environ=os.environ)
+  except user_error.UserError as error:
+    return result.Failure(target=target.text, message=str(error))
+  except RuntimeError as error:
+    first, _, rest = str(error).partition("\n")
+    print(rest, file=sys.stderr)
+    return result.Failure(target=target.text, message=f"{first.rstrip(':')}.")
+  missing = _how_to_compile(target, topology.missing(target))
+  return dataclasses.replace(
+    found,
+    # Other assignments may lead to the same configuration.
+    overrides=tuple(f"--fdl.{o.path}={o.text}" for o in overrides),
+    findings=request.findings,
+    notes=(*found.notes, *missing),
   )
+
+
+def _with_changes(
+  found: result.Plan,
+  request: _Request,
+  job: job_lib.Job,
+  config: "fdl.Config[job_lib.Job]",
+  overrides: Sequence[overrides_lib.Override],
+  *,
+  is_searched: bool,
+) -> result.Plan:
+  """Adds what makes it fit if it does not, and what was searched for."""
+
+  def plan(
+    config: "fdl.Config[job_lib.Job]",
+    overrides: Sequence[overrides_lib.Override],
+  ) -> result.Plan | result.Failure:
+    return _plan(request, config, overrides)
+
+  subject = plan_search.Subject(
+    experiment=request.experiment,
+    overrides=overrides,
+    config=config,
+    job=job,
+    shapes=request.shapes,
+    target=request.target,
+    plan=plan,
+    is_compiled=not topology.missing(request.target),
+  )
+  try:
+    if plan_search.is_needed(found):
+      found = plan_search.fix(subject, found)
+    if is_searched:
+      found = plan_search.explore(subject, found)
+  except tracer.TraceError as error:
+    # The plan itself is sound; it is shown without changes.
+    note = f"No changes were searched for: {user_error.one_line(error)}"
+    found = dataclasses.replace(found, notes=(*found.notes, note))
+  return found
+
+
+def _check_searchable(to: Sequence[targets.Target]) -> None:
+  for target in to:
+    problem = plan_search.problem(target)
+    if problem is not None:
+      raise user_error.UserError(f"--plan_search: {problem}.")
+
+
+def _lint(
+  job: job_lib.Job, target: targets.Target, shapes: job_lint.JobShapes
+) -> tuple[str, ...] | result.Failure:
+  """Returns the lint's warnings, or what is wrong with the target."""
+  try:
+    findings = job_lint.check(
+      job,
+      num_devices=target.num_devices,
+      num_slices=target.slices,
+      shapes=shapes,
+    )
+  except user_error.UserError as error:
+    return result.Failure(target=target.text, message=str(error))
   errors = [f.message for f in findings if f.is_error]
   if errors:
-    raise user_error.UserError(
-      f"mesh {job.mesh!r} on {target}: {'; '.join(errors)}."
-    )
+    message = f"mesh {job.mesh!r} on {target}: {'; '.join(errors)}."
+    return result.Failure(target=target.text, message=message)
   return tuple(finding.message for finding in findings)
 
 

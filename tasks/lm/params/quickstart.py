@@ -4,6 +4,7 @@ It needs no download: the text is the source of the standard library of the
 interpreter that runs it, so it trains for real on any machine.
 """
 
+import functools
 import math
 
 import fiddle as fdl
@@ -15,17 +16,15 @@ from paxon.inputs import (
   text_baselines,
 )
 from paxon.layers import (
-  block,
   embedding,
   feed_forward,
   rms_norm,
   rotary_embedding,
   softmax_loss,
-  stack,
 )
 from paxon.layers.attention import grouped_query
 from paxon.layers.decoding import samplers
-from paxon.layers.models import decoder_lm
+from paxon.layers.models import pre_norm_decoder
 from paxon.learners import adamw, bits_per_byte, learner, warmup_cosine
 from paxon.runner import experiment, generation_settings
 from paxon.runner import task as task_lib
@@ -71,30 +70,21 @@ class PythonStdlibLm(experiment.Experiment):
       head_dim=self.head_dim,
       rotary=fdl.Config(rotary_embedding.Rotary),
     )
-    transformer_block = fdl.Config(
-      block.TransformerBlock,
-      attention_norm=fdl.Config(rms_norm.RmsNorm),
-      attention=attention,
-      feed_forward_norm=fdl.Config(rms_norm.RmsNorm),
-      feed_forward=fdl.Config(
-        feed_forward.GatedFeedForward, mlp_dim=self.mlp_dim
-      ),
-    )
-    model = fdl.Config(
-      decoder_lm.DecoderLm,
+    model = pre_norm_decoder.compose(
+      fdl.Config,
       embedding=fdl.Config(
         embedding.Embedding,
         vocab_size=byte_tokenizer.ByteTokenizer().padded_vocab_size,
         embed_dim=self.embed_dim,
         input_scale=math.sqrt(self.embed_dim),
       ),
-      stack=fdl.Config(
-        stack.Stack,
-        blocks=[transformer_block],
-        num_layers=self.num_layers,
-        scan=self.scan_layers,
+      norm=functools.partial(fdl.Config, rms_norm.RmsNorm),
+      attention=attention,
+      feed_forward=fdl.Config(
+        feed_forward.GatedFeedForward, mlp_dim=self.mlp_dim
       ),
-      final_norm=fdl.Config(rms_norm.RmsNorm),
+      num_layers=self.num_layers,
+      scan=self.scan_layers,
       token_loss=fdl.Config(softmax_loss.SoftmaxLoss),
     )
     optimizer = fdl.Config(

@@ -1,0 +1,226 @@
+"""Tests for cuDNN attention: its masks, its layout over devices, its refusals.
+
+There is no GPU here: XLA computes from the same description of the mask. What
+the compiler for GPUs makes of it is tested with the plan.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxon.layers import testing
+from paxon.layers.attention import cudnn_attention, kernels
+from paxon.layers.attention import mask as attention_mask
+from paxon.sharding import layout as layouts
+from paxon.sharding import mesh as meshes
+
+LENGTH, HEAD_DIM = 8, 16
+described = functools.partial(
+  cudnn_attention.cudnn, packed=False, implementation="xla"
+)
+
+
+def _mask(segments, positions=None, **settings):
+  segments = jnp.asarray(segments, jnp.int32)
+  if positions is None:
+    positions = jnp.broadcast_to(
+      jnp.arange(segments.shape[1], dtype=jnp.int32), segments.shape
+    )
+  positions = jnp.asarray(positions, jnp.int32)
+  return attention_mask.AttentionMask(
+    q_positions=positions,
+    kv_positions=positions,
+    q_segment_ids=segments,
+    kv_segment_ids=segments,
+    **settings,
+  )
+
+
+def _rows(*lengths):
+  return [[1] * n + [0] * (LENGTH - n) for n in lengths]
+
+
+def _inputs(heads=4, kv_heads=2, batch=3, dtype=jnp.float32, length=LENGTH):
+  return tuple(
+    testing.normal(batch, length, n, HEAD_DIM, seed=i, dtype=dtype)
+    for i, n in enumerate((heads, kv_heads, kv_heads))
+  )
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(
+  "settings", [{}, {"window": 1}, {"window": 3}, {"causal": False}], ids=str
+)
+def test_a_described_mask_is_the_mask(kv_heads, settings):
+  mask = _mask(_rows(LENGTH, 5, 0), **settings)
+  inputs = _inputs(kv_heads=kv_heads)
+  np.testing.assert_allclose(
+    described(*inputs, mask),
+    kernels.plain(*inputs, mask),
+    rtol=1e-5,
+    atol=1e-6,
+  )
+
+
+def test_gradients_through_a_described_mask():
+  mask = _mask(_rows(LENGTH, 5, 0), window=3)
+
+  def gradients(kernel):
+    def loss(inputs):
+      return jnp.sum(jnp.sin(kernel(*inputs, mask)))
+
+    return jax.grad(loss)(_inputs())
+
+  for actual, expected in zip(
+    gradients(described), gradients(kernels.plain), strict=True
+  ):
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ("segments", "positions"),
+  [
+    pytest.param([1, 1, 1, 2, 2, 2, 0, 0], None, id="two documents"),
+    pytest.param([0, 0, 1, 1, 1, 1, 1, 1], None, id="padding in front"),
+    pytest.param([1, 1, 0, 1, 1, 1, 1, 1], None, id="padding inside"),
+    pytest.param([1] * 8, [0, 1, 2, 3, 0, 1, 2, 3], id="positions restart"),
+    pytest.param([1] * 8, [7, 6, 5, 4, 3, 2, 1, 0], id="positions reversed"),
+  ],
+)
+def test_a_broken_promise_is_nan_in_its_row_only(segments, positions):
+  ordinary = list(range(LENGTH))
+  mask = _mask(
+    [segments, [1] * LENGTH, [2] * LENGTH],
+    [positions or ordinary, ordinary, [n + 5 for n in ordinary]],
+  )
+  inputs = _inputs()
+  out = described(*inputs, mask)
+  seen = np.asarray(segments) != 0
+  assert np.all(np.isnan(np.asarray(out)[0, seen]))
+  expected = kernels.plain(*inputs, mask)
+  np.testing.assert_allclose(out[1:], expected[1:], rtol=1e-5, atol=1e-6)
+
+
+def test_one_document_a_row_is_not_packed():
+  mask, inputs = _mask(_rows(LENGTH, 5, 0)), _inputs(dtype=jnp.bfloat16)
+  with cudnn_attention.stand_in():
+    found = cudnn_attention.one_document(*inputs, mask)
+    expected = cudnn_attention.cudnn(*inputs, mask, packed=False)
+    np.testing.assert_array_equal(found, expected)
+    # It has the promise of `packed=False`, and what a broken one does.
+    broken = _mask([[1] * 3 + [2] * 5] * 3)
+    assert np.isnan(cudnn_attention.one_document(*inputs, broken)).all()
+    with pytest.raises(ValueError, match=r"cannot cap logits \(logit_cap is"):
+      cudnn_attention.one_document(*inputs, mask, logit_cap=5.0)
+
+
+def test_a_call_with_a_cache_takes_any_mask():
+  (query, _, _), (_, key, value) = _inputs(length=2), _inputs()
+  mask = attention_mask.AttentionMask(
+    q_positions=jnp.asarray([[3, 4]] * 3, jnp.int32),
+    kv_positions=_mask(_rows(5, 5, 5)).q_positions,
+    q_segment_ids=jnp.ones((3, 2), jnp.int32),
+    kv_segment_ids=jnp.asarray(_rows(5, 5, 5), jnp.int32),
+  )
+  np.testing.assert_allclose(
+    described(query, key, value, mask),
+    kernels.plain(query, key, value, mask),
+    rtol=1e-5,
+    atol=1e-6,
+  )
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+  ("spec", "kv_heads"),
+  [("data=2,tensor=4", 4), ("fsdp=4,tensor=2", 1), ("data=8", 2)],
+)
+def test_each_device_computes_its_rows_and_heads(spec, kv_heads, packed):
+  mesh = meshes.make_mesh(meshes.MeshSpec.parse(spec))
+  layout = layouts.Layout(mesh)
+  kernel = functools.partial(
+    cudnn_attention.cudnn, packed=packed, implementation="xla"
+  )
+  mask = _mask(_rows(8, 7, 6, 5, 4, 3, 2, 1))
+
+  def loss(inputs):
+    out = kernel(*inputs, mask)
+    return jnp.sum(jnp.sin(out)), out
+
+  inputs = _inputs(heads=4, kv_heads=kv_heads, batch=8)
+  step = jax.grad(loss, has_aux=True)
+  expected, actual = step(inputs), layout.jit(step)(inputs)
+  for a, e in zip(
+    jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True
+  ):
+    np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ("spec", "kv_heads", "message"),
+  [
+    ("sequence=8", 2, r"needs whole rows on each device, .* 'length' over"),
+    ("tensor=8", 2, r"'activation_kv_heads' of size 2 does not divide by"),
+  ],
+)
+def test_what_a_mesh_splits_wrongly_is_refused(spec, kv_heads, message):
+  mesh = meshes.make_mesh(meshes.MeshSpec.parse(spec))
+  inputs = _inputs(heads=8, kv_heads=kv_heads, batch=8)
+  mask = _mask(_rows(*[8] * 8))
+  with pytest.raises(ValueError, match=message):
+    layouts.Layout(mesh).jit(lambda i: described(*i, mask))(inputs)
+
+
+def test_heads_of_queries_and_keys_must_be_together():
+  mesh = meshes.make_mesh(meshes.MeshSpec.parse("tensor=2,data=4"))
+  rules = tuple(
+    (name, None if name == "activation_kv_heads" else axis)
+    for name, axis in layouts.Layout(mesh).rules
+  )
+  inputs = _inputs(batch=4)
+  mask = _mask(_rows(8, 8, 8, 8))
+  with pytest.raises(ValueError, match=r"queries and of keys on the same dev"):
+    layouts.Layout(mesh, rules).jit(lambda i: described(*i, mask))(inputs)
+
+
+@pytest.mark.parametrize(
+  ("head_dim", "dtype", "message"),
+  [
+    (128, "float32", r"its dtype is float32, and cuDNN takes bfloat16 or fl"),
+    (60, "bfloat16", r"its head_dim is 60, .* multiples of 8 up to 256"),
+    (512, "float16", r"its head_dim is 512"),
+  ],
+)
+def test_layers_that_cudnn_cannot_serve(head_dim, dtype, message):
+  assert cudnn_attention.problem(head_dim=128, dtype="bfloat16") is None
+  query = jnp.zeros((1, LENGTH, 1, head_dim), dtype)
+  with pytest.raises(ValueError, match=message):
+    cudnn_attention.cudnn(query, query, query, _mask(_rows(LENGTH)))
+
+
+def test_what_cudnn_has_no_word_for_is_refused():
+  inputs = _inputs(dtype=jnp.bfloat16)
+  mask = _mask(_rows(8, 8, 8), causal=False, window=3)
+  with pytest.raises(ValueError, match=r"windows for causal masks only"):
+    cudnn_attention.cudnn(*inputs, mask, packed=False)
+  with pytest.raises(ValueError, match=r"cannot cap .*logit_cap is 30\.0"):
+    cudnn_attention.cudnn(*inputs, mask, logit_cap=30.0)
+  with pytest.raises(
+    ValueError, match=r"no bias here, .* \(4, 8, 8\); use ker"
+  ):
+    cudnn_attention.one_document(*inputs, mask, bias=jnp.zeros((4, 8, 8)))
+
+
+def test_without_cudnn_it_says_so_and_xla_can_stand_in():
+  inputs = _inputs(dtype=jnp.bfloat16)
+  mask = _mask(_rows(8, 5, 0))
+  with pytest.raises(
+    cudnn_attention.CudnnMissingError, match=r"JAX says: .*kernels\.fused\."
+  ):
+    cudnn_attention.cudnn(*inputs, mask, packed=False)
+  with cudnn_attention.stand_in():
+    out = cudnn_attention.cudnn(*inputs, mask, packed=False)
+  np.testing.assert_array_equal(out, described(*inputs, mask))

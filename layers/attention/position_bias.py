@@ -1,0 +1,131 @@
+"""What is added to attention logits for the distance of query and key.
+
+A part of an attention layer: `(q_positions [B,T], kv_positions [B,S], number of
+heads) -> [B,N,T,S]` in float32. Positions restart in each packed document;
+pairs across documents get a number too, which the mask hides.
+
+Letters: B batch, T queries, S keys, N heads.
+"""
+
+import math
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from paxon.layers import dimensions, precision
+from paxon.sharding import axes, logical
+
+
+class Alibi(nn.Module):
+  """Minus the distance, times a slope of each head's own.
+
+  With N heads, a power of two, the slopes are `2 ** (-8 * (n + 1) / N)`; for
+  another N, those of the power of two below, and then every other one of twice
+  that power. Press et al. 2021, https://arxiv.org/abs/2108.12409. There is
+  nothing to learn.
+  """
+
+  def __call__(
+    self,
+    q_positions: Int[Array, "batch length"],
+    kv_positions: Int[Array, "batch kv_length"],
+    num_heads: int,
+  ) -> Float[Array, "batch heads length kv_length"]:
+    """Returns the bias of each head, query and key."""
+    distance = jnp.abs(_distance(q_positions, kv_positions))
+    slopes = jnp.asarray(_slopes(num_heads), jnp.float32)
+    return -slopes[None, :, None, None] * distance.astype(jnp.float32)[:, None]
+
+
+class RelativeBias(nn.Module):
+  """A learned value per head and bucket of distances, as T5 has it.
+
+  Half of the buckets (of each direction) hold one distance each; the others
+  grow, so that the last one begins near `max_distance`. Raffel et al. 2019,
+  https://arxiv.org/abs/1910.10683, section 2.1. T5 has one table for all
+  layers: mark the part with `layers.shared.shared`.
+
+  Attributes:
+    num_buckets: Number of values of a head; even, and a multiple of 4 if
+      bidirectional.
+    max_distance: All distances from here on share the last bucket.
+    bidirectional: Whether later keys have buckets of their own (half of them);
+      otherwise they are taken as distance 0.
+    table_init: Initializer of the table [buckets, N].
+    param_dtype: Dtype in which the table is stored.
+  """
+
+  num_buckets: int = 32
+  max_distance: int = 128
+  bidirectional: bool = False
+  table_init: nn.initializers.Initializer = nn.initializers.normal(1.0)
+  param_dtype: DTypeLike = jnp.float32
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    dimensions.check(self, "num_buckets", "max_distance")
+    parts = 4 if self.bidirectional else 2
+    if self.num_buckets % parts:
+      raise ValueError(
+        f"RelativeBias.num_buckets must be a multiple of {parts}, got "
+        f"{self.num_buckets}."
+      )
+    if self.max_distance <= self.num_buckets // parts:
+      raise ValueError(
+        f"RelativeBias.max_distance ({self.max_distance}) must exceed the "
+        f"{self.num_buckets // parts} distances with a bucket of their own."
+      )
+
+  @nn.compact
+  def __call__(
+    self,
+    q_positions: Int[Array, "batch length"],
+    kv_positions: Int[Array, "batch kv_length"],
+    num_heads: int,
+  ) -> Float[Array, "batch heads length kv_length"]:
+    """Returns the bias of each head, query and key."""
+    table = self.param(
+      "table",
+      logical.partitioned(
+        self.table_init, (None, axes.HEADS), regularized=False
+      ),
+      (self.num_buckets, num_heads),
+      self.param_dtype,
+    )
+    bucket = self._bucket(_distance(q_positions, kv_positions))
+    bias = jnp.take(precision.widened(table), bucket, axis=0, mode="clip")
+    return jnp.moveaxis(bias, 3, 1)
+
+  def _bucket(self, distance: jax.Array) -> jax.Array:
+    """The bucket of each distance; positive where the key is earlier."""
+    buckets, first = self.num_buckets, jnp.zeros_like(distance)
+    if self.bidirectional:
+      buckets //= 2
+      first = jnp.where(distance < 0, buckets, 0)
+      distance = jnp.abs(distance)
+    else:
+      distance = jnp.maximum(distance, 0)
+    exact = buckets // 2
+    # How far along the growing buckets, by the logarithm.
+    ratio = jnp.maximum(distance, exact).astype(jnp.float32) / exact
+    along = jnp.log(ratio) / math.log(self.max_distance / exact)
+    growing = exact + (along * (buckets - exact)).astype(distance.dtype)
+    growing = jnp.minimum(growing, buckets - 1)
+    return first + jnp.where(distance < exact, distance, growing)
+
+
+def _distance(
+  q_positions: jax.Array, kv_positions: jax.Array
+) -> Int[Array, "batch length kv_length"]:
+  return q_positions[:, :, None] - kv_positions[:, None, :]
+
+
+def _slopes(num_heads: int) -> list[float]:
+  def of(power: int) -> list[float]:
+    return [2.0 ** (-8.0 * (n + 1) / power) for n in range(power)]
+
+  below = 2 ** int(math.log2(num_heads))
+  return (of(below) + of(2 * below)[::2])[:num_heads]

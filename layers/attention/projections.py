@@ -1,0 +1,192 @@
+"""How an attention layer makes queries, keys and values of its tokens.
+
+Projections are a part of the layer: functions of what it is (`Layer`) and of
+the tokens. `SeparateProjections` has a kernel for each of the three;
+`CombinedProjections` has one, so that the tokens are read, and a kernel that is
+split over devices is gathered, once instead of three times. Both start with
+values of the same distribution.
+
+Einsum letters: B batch, T length, D embed, N heads, K key/value heads,
+H head_dim, C what is combined.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+
+from flax import linen as nn
+from flax.linen import dtypes
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from paxon.sharding import axes, logical
+
+Initializer = nn.initializers.Initializer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layer:
+  """What projections need to know of the layer that owns them.
+
+  Attributes:
+    num_heads: Number of query heads, N.
+    num_kv_heads: Number of key/value heads, K; divides N.
+    head_dim: Width of a head, H.
+    use_bias: Whether a learned value is added to what a kernel gives.
+    kernel_init: Initializer of a kernel [D, heads, H].
+    dtype: Dtype of the computation; `None` promotes.
+    param_dtype: Dtype in which parameters are stored.
+    einsum: The contraction.
+    param: `(name, initializer, shape, dtype)` makes a parameter of the layer.
+  """
+
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  use_bias: bool
+  kernel_init: Initializer
+  dtype: DTypeLike | None
+  param_dtype: DTypeLike
+  einsum: Callable[..., jax.Array]
+  param: Callable[..., jax.Array]
+
+
+# `(layer, tokens [B,T,D]) -> (queries [B,T,N,H], keys [B,T,K,H], values)`.
+Projections = Callable[
+  [Layer, jax.Array], tuple[jax.Array, jax.Array, jax.Array]
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class SeparateProjections:
+  """Kernels `query` [D, N, H], `key` and `value` [D, K, H]."""
+
+  def __call__(
+    self, layer: Layer, x: jax.Array
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns queries, keys and values."""
+    D, H = x.shape[-1], layer.head_dim
+    parts = {
+      "query": (layer.num_heads, axes.HEADS),
+      "key": (layer.num_kv_heads, axes.KV_HEADS),
+      "value": (layer.num_kv_heads, axes.KV_HEADS),
+    }
+    kernels, biases = [], []
+    for name, (heads, axis) in parts.items():
+      kernel_axes = (axes.EMBED, axis, axes.HEAD_DIM)
+      kernels.append(
+        _kernel(layer, name, layer.kernel_init, (D, heads, H), kernel_axes)
+      )
+      biases.append(_bias(layer, name, (heads, H), kernel_axes[1:]))
+    x, *params = dtypes.promote_dtype(x, *kernels, *biases, dtype=layer.dtype)
+    query, key, value = (
+      _with_bias(layer.einsum("BTD,DNH->BTNH", x, kernel), bias)
+      for kernel, bias in zip(params[:3], params[3:], strict=True)
+    )
+    return _pinned(query, key, value)
+
+
+@dataclasses.dataclass(frozen=True)
+class CombinedProjections:
+  """One kernel `qkv`, and one product.
+
+  It is [D, 3, N, H] where there are as many key/value heads as query heads.
+  Else it is [D, K, N / K + 2, H]: each key/value head, after the queries that
+  use it. The dimension along which the result is taken apart is never split,
+  so tensor parallelism splits heads and moves nothing.
+  """
+
+  def __call__(
+    self, layer: Layer, x: jax.Array
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns queries, keys and values."""
+    N, K, H = layer.num_heads, layer.num_kv_heads, layer.head_dim
+    if N == K:
+      shape, names, at = (3, N, H), (None, axes.HEADS, axes.HEAD_DIM), 2
+      equation, sizes = "BTD,DCNH->BTCNH", (1, 1, 1)
+    else:
+      shape, names, at = (K, N // K + 2, H), (axes.KV_HEADS, None), 3
+      names = (*names, axes.HEAD_DIM)
+      equation, sizes = "BTD,DKCH->BTKCH", (N // K, 1, 1)
+    init = _CombinedInit(layer.kernel_init, N, K)
+    kernel_shape, kernel_axes = (x.shape[-1], *shape), (axes.EMBED, *names)
+    kernel = _kernel(layer, "qkv", init, kernel_shape, kernel_axes)
+    bias = _bias(layer, "qkv", shape, names)
+    x, kernel, bias = dtypes.promote_dtype(x, kernel, bias, dtype=layer.dtype)
+    combined = _with_bias(layer.einsum(equation, x, kernel), bias)
+    # Taken apart by `split`, whose derivative is one concatenation.
+    query, key, value = jax.lax.split(combined, sizes, axis=at)
+    return _pinned(
+      query.reshape(*x.shape[:2], N, H),
+      key.reshape(*x.shape[:2], K, H),
+      value.reshape(*x.shape[:2], K, H),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _CombinedInit:
+  """Makes each part of a combined kernel as if it stood alone.
+
+  A class, because equal initializers must compare equal.
+  """
+
+  init: Initializer
+  num_heads: int
+  num_kv_heads: int
+
+  def __call__(
+    self, key: jax.Array, shape: Sequence[int], dtype: DTypeLike = jnp.float32
+  ) -> jax.Array:
+    N, K, (D, H) = self.num_heads, self.num_kv_heads, (shape[0], shape[-1])
+    keys = jax.random.split(key, 3)
+    query, key, value = (
+      self.init(k, (D, heads, H), dtype)
+      for k, heads in zip(keys, (N, K, K), strict=True)
+    )
+    if N == K:
+      return jnp.stack([query, key, value], axis=1)
+    grouped = query.reshape(D, K, N // K, H)
+    parts = (grouped, key[:, :, None], value[:, :, None])
+    return jnp.concatenate(parts, axis=2)
+
+
+def _kernel(
+  layer: Layer,
+  name: str,
+  init: Initializer,
+  shape: tuple[int, ...],
+  names: tuple[str | None, ...],
+) -> jax.Array:
+  init = logical.partitioned(init, names)
+  return layer.param(name, init, shape, layer.param_dtype)
+
+
+def _bias(
+  layer: Layer,
+  name: str,
+  shape: tuple[int, ...],
+  names: tuple[str | None, ...],
+) -> jax.Array | None:
+  if not layer.use_bias:
+    return None
+  # Of rank two or more, but no matrix: weight decay is not for it.
+  init = logical.partitioned(nn.initializers.zeros, names, regularized=False)
+  return layer.param(f"{name}_bias", init, shape, layer.param_dtype)
+
+
+def _with_bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:
+  return x if bias is None else x + bias[None, None]
+
+
+def _pinned(
+  query: jax.Array, key: jax.Array, value: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Pins all three, so that tensor parallelism splits heads.
+
+  A sequence that is split over devices stays split through the projections.
+  """
+  pin = logical.constrain
+  names = (axes.BATCH, axes.LENGTH), (axes.ACTIVATION_HEAD_DIM,)
+  heads = (*names[0], axes.ACTIVATION_HEADS, *names[1])
+  kv_heads = (*names[0], axes.ACTIVATION_KV_HEADS, *names[1])
+  return pin(query, heads), pin(key, kv_heads), pin(value, kv_heads)

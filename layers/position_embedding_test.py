@@ -1,0 +1,101 @@
+"""Tests for position vectors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxon.layers import position_embedding, testing
+
+EMBED = 6
+# Two packed documents and padding; one document.
+POSITIONS = jnp.asarray([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]], jnp.int32)
+
+
+def _learned(max_length=8, **kwargs):
+  return position_embedding.LearnedPositions(max_length, **kwargs)
+
+
+def _waves(position, embed_dim, shortest=1.0, longest=10_000.0):
+  """The definition of sinusoidal positions, one feature at a time."""
+  half = embed_dim // 2
+  out = np.zeros(embed_dim)
+  for i in range(half):
+    timescale = shortest * (longest / shortest) ** (i / max(half - 1, 1))
+    out[i] = np.sin(position / timescale)
+    out[half + i] = np.cos(position / timescale)
+  return out
+
+
+def test_learned_rows_follow_positions():
+  values = testing.random_values(_learned(), POSITIONS, embed_dim=EMBED)
+  x = _learned().apply(values, POSITIONS, embed_dim=EMBED)
+  table = np.asarray(values["params"]["table"])
+  for b, t in np.ndindex(POSITIONS.shape):
+    np.testing.assert_array_equal(x[b, t], table[POSITIONS[b, t]])
+
+
+def test_gradient_of_the_table_counts_positions():
+  values = testing.random_values(_learned(), POSITIONS, embed_dim=EMBED)
+  gradient = jax.grad(
+    lambda v: jnp.sum(_learned().apply(v, POSITIONS, embed_dim=EMBED))
+  )(values)["params"]["table"]
+  expected = np.bincount(np.ravel(POSITIONS), minlength=8)
+  np.testing.assert_array_equal(gradient, np.tile(expected, (EMBED, 1)).T)
+
+
+def test_learned_axes_dtypes_and_start():
+  layer = _learned(max_length=512, dtype=jnp.bfloat16)
+  assert testing.axes(layer, POSITIONS, embed_dim=64) == {
+    "params/table": (None, "embed")
+  }
+  values = testing.initial_values(layer, POSITIONS, embed_dim=64)
+  table = values["params"]["table"]
+  assert table.dtype == jnp.float32
+  np.testing.assert_allclose(np.std(table), 64**-0.5, rtol=0.02)
+  assert layer.apply(values, POSITIONS, embed_dim=64).dtype == jnp.bfloat16
+
+
+def test_a_row_longer_than_the_table_is_an_error():
+  message = r"LearnedPositions.max_length \(5\) must be at least .* got 6 tok"
+  with pytest.raises(ValueError, match=message):
+    testing.specs(_learned(5), POSITIONS, embed_dim=EMBED)
+
+
+def test_a_position_beyond_the_table_gives_nan():
+  values = testing.random_values(_learned(), POSITIONS, embed_dim=EMBED)
+  step = testing.apply(
+    _learned(), values, jnp.asarray([[7], [8]]), embed_dim=EMBED
+  )
+  assert np.isfinite(step[0]).all()
+  assert np.isnan(step[1]).all()
+
+
+@pytest.mark.parametrize("embed_dim", [2, 6, 7])
+@pytest.mark.parametrize(
+  "scales", [(1.0, 10_000.0), (2.0, 50.0)], ids=["default", "own"]
+)
+def test_sinusoidal_matches_the_definition(embed_dim, scales):
+  layer = position_embedding.SinusoidalPositions(*scales)
+  x = layer.apply({}, POSITIONS, embed_dim)
+  expected = [
+    [_waves(p, embed_dim, *scales) for p in r] for r in POSITIONS.tolist()
+  ]
+  np.testing.assert_allclose(x, np.stack(expected), rtol=1e-5, atol=1e-6)
+
+
+def test_sinusoidal_keeps_long_positions_in_bfloat16():
+  layer = position_embedding.SinusoidalPositions(dtype=jnp.bfloat16)
+  x = layer.apply({}, jnp.asarray([[4_001]]), 8)
+  assert x.dtype == jnp.bfloat16
+  np.testing.assert_allclose(
+    np.asarray(x[0, 0], np.float32), _waves(4_001, 8), atol=1e-2
+  )
+
+
+def test_rejects_wrong_sizes():
+  with pytest.raises(ValueError, match=r"max_length must be positive, got 0"):
+    _learned(0)
+  message = r"max_timescale must exceed min_timescale.* got 1\.0 and 2\.0"
+  with pytest.raises(ValueError, match=message):
+    position_embedding.SinusoidalPositions(2.0, 1.0)

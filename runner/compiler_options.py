@@ -1,0 +1,226 @@
+"""Options of the compiler: one table for the run and for its plan.
+
+They are given to each compilation, never to the process by XLA_FLAGS, so that
+what a plan was compiled with is what the run is compiled with. `Job`'s own
+options come on top; those of another platform are left out, so that one
+experiment can name options for GPUs and for TPUs and still run on a CPU.
+"""
+
+from collections.abc import Iterator, Mapping
+import contextlib
+import dataclasses
+import re
+import types
+from typing import Final
+
+import jax
+import numpy as np
+
+from paxon.runner import user_error
+from paxon.runner.configuration import suggestions
+from paxon.runner.plan import hardware
+
+Value = bool | int | float | str
+Options = Mapping[str, Value]
+
+_Platform = hardware.Platform
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Option:
+  """An option that is set unless the job says otherwise.
+
+  Attributes:
+    name: As XLA calls it.
+    value: Its value.
+    platform: Whose compiler has it.
+    purpose: What it is for.
+    source: Who recommends it.
+  """
+
+  name: str
+  value: Value
+  platform: hardware.Platform
+  purpose: str
+  source: str
+
+
+DEFAULTS: Final = (
+  Option(
+    name="xla_gpu_enable_latency_hiding_scheduler",
+    value=True,
+    platform=_Platform.CUDA,
+    purpose="collectives overlap with products instead of waiting for them",
+    source=(
+      "docs.jax.dev, GPU performance tips; docs.nvidia.com/jax-toolbox,"
+      " environment variables"
+    ),
+  ),
+)
+
+# For `Job.compiler_options`, and no default: it makes the gathers of FSDP
+# asynchronous on TPU v4, where they are not by themselves, for more memory and
+# a longer compilation. MaxText trains with these options (the v4 scripts of
+# github.com/AI-Hypercomputer/maxtext). On v5e they are on by themselves.
+TPU_ASYNC_GATHERS: Final[Options] = types.MappingProxyType(
+  {
+    "xla_enable_async_all_gather": True,
+    "xla_tpu_enable_async_collective_fusion": True,
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+    "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
+    "xla_tpu_overlap_compute_collective_tc": True,
+  }
+)
+
+# How a plan for GPUs differs from the run: there is no GPU to try kernels on.
+PLANNED: Final[Mapping[hardware.Platform, Options]] = types.MappingProxyType(
+  {_Platform.CUDA: {"xla_gpu_autotune_level": 0}}
+)
+
+_PREFIXES: Final = {
+  "xla_cpu_": _Platform.CPU,
+  "xla_gpu_": _Platform.CUDA,
+  "xla_tpu_": _Platform.TPU,
+}
+# TPU options whose names do not say so.
+_TPU_ONLY: Final = frozenset({"xla_enable_async_all_gather"})
+_PLATFORMS: Final = {
+  "cpu": _Platform.CPU,
+  "cuda": _Platform.CUDA,
+  "gpu": _Platform.CUDA,
+  "tpu": _Platform.TPU,
+}
+_NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
+_UNKNOWN: Final = re.compile(r"No such compile option: '([^']*)'")
+_BAD_VALUE: Final = re.compile(r"While setting option (\w+), (.*)")
+
+
+def check_names(options: Mapping[str, object]) -> None:
+  """Checks what can be known of options without a compiler.
+
+  Raises:
+    ValueError: A name has another form, or a value another type.
+  """
+  for name, value in options.items():
+    if not _NAME.fullmatch(name):
+      hint = f"; write {name.lstrip('-')!r}" if name.startswith("-") else ""
+      raise ValueError(
+        f"Job.compiler_options has the name {name!r}, but options are written"
+        f" as xla_gpu_autotune_level is, without dashes{hint}."
+      )
+    if not isinstance(value, bool | int | float | str):
+      raise ValueError(
+        f"Job.compiler_options[{name!r}] must be a bool, a number or text, got"
+        f" {value!r}."
+      )
+
+
+def of(given: Options, device: jax.Device) -> dict[str, bool | str]:
+  """Returns the options with which programs for a device are compiled.
+
+  Args:
+    given: Those of the job, which win.
+    device: One of the devices, which may be absent.
+  """
+  return for_platform(given, _PLATFORMS.get(device.platform))
+
+
+def for_platform(
+  given: Options, platform: hardware.Platform | None
+) -> dict[str, bool | str]:
+  """Returns what `of` does, for a platform without a device of it."""
+  options: dict[str, Value] = {
+    option.name: option.value
+    for option in DEFAULTS
+    if option.platform is platform
+  }
+  for name, value in given.items():
+    if _platform_of(name) in (platform, None):
+      options[name] = value
+  return _as_jax_takes_them(options)
+
+
+def check(given: Options, device: jax.Device) -> None:
+  """Has the compiler of a device check a job's options, on a tiny program.
+
+  Args:
+    given: Those of the job.
+    device: One of the devices, which may be absent.
+
+  Raises:
+    UserError: The compiler does not know one of them, or refuses its value.
+  """
+  options = of(given, device)
+  if not set(options) & set(given):
+    return
+  sharding = jax.sharding.SingleDeviceSharding(device)
+  tiny = jax.ShapeDtypeStruct((), np.float32, sharding=sharding)
+  with refusals(device):
+    # Not an identity, which is never compiled.
+    jax.jit(lambda x: x + x).lower(tiny).compile(compiler_options=options)
+
+
+@contextlib.contextmanager
+def refusals(device: jax.Device) -> Iterator[None]:
+  """Explains what a compiler says of options inside the `with` statement.
+
+  Args:
+    device: What is compiled for.
+
+  Raises:
+    UserError: The compiler does not know an option, or refuses its value.
+  """
+  try:
+    yield
+  except jax.errors.JaxRuntimeError as error:
+    unknown = _UNKNOWN.search(str(error))
+    refused = _BAD_VALUE.search(str(error))
+    if unknown is not None:
+      known = {option.name for option in DEFAULTS} | set(TPU_ASYNC_GATHERS)
+      # The compiler has hundreds more, and no list of them.
+      close = suggestions.closest(unknown[1], known)
+      hint = f"; did you mean {close[0]!r}?" if close else "."
+      raise user_error.UserError(
+        f"Job.compiler_options: the compiler for {device.device_kind} has no"
+        f" option {unknown[1]!r}{hint}"
+      ) from error
+    if refused is not None:
+      raise user_error.UserError(
+        f"Job.compiler_options[{refused[1]!r}]: {refused[2]}"
+      ) from error
+    raise
+
+
+def differences(platform: hardware.Platform) -> tuple[str, ...]:
+  """Returns how a plan's compilation differs from the run's, in sentences."""
+  return tuple(
+    f"Compiled with {name}={value}, because there is no GPU to try kernels on:"
+    " which kernels multiply matrices is decided when the run starts."
+    for name, value in PLANNED.get(platform, {}).items()
+  )
+
+
+def to_text(options: Options) -> dict[str, str]:
+  """Returns options as a plan holds them."""
+  return {name: str(value) for name, value in sorted(options.items())}
+
+
+def planned(platform: hardware.Platform) -> dict[str, bool | str]:
+  """Returns the options by which a plan's compilation differs."""
+  return _as_jax_takes_them(PLANNED.get(platform, {}))
+
+
+def _as_jax_takes_them(options: Options) -> dict[str, bool | str]:
+  """Numbers as text; XLA reads them by the option's type."""
+  return {
+    name: value if isinstance(value, bool | str) else str(value)
+    for name, value in options.items()
+  }
+
+
+def _platform_of(name: str) -> hardware.Platform | None:
+  """Whose compiler has an option; None for one of all compilers."""
+  if name in _TPU_ONLY:
+    return _Platform.TPU
+  found = (p for prefix, p in _PREFIXES.items() if name.startswith(prefix))
+  return next(found, None)

@@ -1,0 +1,122 @@
+"""Tests for compiler options: which a program gets, and what is refused."""
+
+import jax
+import numpy as np
+import pytest
+
+from paxon.runner import compiler_options, user_error
+from paxon.runner.plan import hardware
+
+_LATENCY = "xla_gpu_enable_latency_hiding_scheduler"
+_CPU, _CUDA, _TPU = (
+  hardware.Platform.CPU,
+  hardware.Platform.CUDA,
+  hardware.Platform.TPU,
+)
+
+
+@pytest.mark.parametrize(
+  ("platform", "given", "expected"),
+  [
+    (_CPU, {}, {}),
+    (_TPU, {}, {}),
+    (None, {}, {}),
+    (_CUDA, {}, {_LATENCY: True}),
+    (_CUDA, {_LATENCY: False}, {_LATENCY: False}),
+    (
+      _CUDA,
+      {"xla_tpu_x": 1, "xla_gpu_x": 2},
+      {_LATENCY: True, "xla_gpu_x": "2"},
+    ),
+    (_TPU, {"xla_tpu_x": 1, "xla_gpu_x": 2}, {"xla_tpu_x": "1"}),
+    (
+      _CPU,
+      {"xla_cpu_x": 1.5, "xla_all": "a"},
+      {"xla_cpu_x": "1.5", "xla_all": "a"},
+    ),
+    (_CPU, compiler_options.TPU_ASYNC_GATHERS, {}),
+    (
+      _TPU,
+      compiler_options.TPU_ASYNC_GATHERS,
+      compiler_options.TPU_ASYNC_GATHERS,
+    ),
+  ],
+)
+def test_a_program_gets_the_options_of_its_platform(platform, given, expected):
+  assert compiler_options.for_platform(given, platform) == expected
+
+
+def test_every_default_says_what_it_is_for_and_who_says_so():
+  names = [(o.platform, o.name) for o in compiler_options.DEFAULTS]
+  assert len(set(names)) == len(names)
+  for option in compiler_options.DEFAULTS:
+    assert option.purpose
+    assert option.source
+    compiler_options.check_names({option.name: option.value})
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    ({"--xla_x": 1}, r"name '--xla_x', .* dashes; write 'xla_x'\."),
+    ({"xla x": 1}, r"the name 'xla x', but options are written"),
+    (
+      {"xla_x": None},
+      r"\['xla_x'\] must be a bool, a number or text, got None",
+    ),
+    ({"xla_x": ["a"]}, r"must be a bool, a number or text, got \['a'\]"),
+  ],
+)
+def test_what_no_compiler_knows_is_refused_without_one(options, message):
+  with pytest.raises(ValueError, match=message):
+    compiler_options.check_names(options)
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    ({"no_such": 1}, r"compiler for cpu has no option 'no_such'\.$"),
+    (
+      {"xla_enable_async_all_gathers": True},
+      r"did you mean 'xla_enable_async_all_gather'\?",
+    ),
+    (
+      {"xla_cpu_enable_fast_math": "maybe"},
+      r"\['xla_cpu_enable_fast_math'\]: 'maybe' is not a valid bool value",
+    ),
+  ],
+)
+def test_the_compiler_is_asked_before_anything_runs(options, message):
+  with pytest.raises(user_error.UserError, match=message):
+    compiler_options.check(options, jax.devices()[0])
+
+
+def test_options_of_other_platforms_are_not_asked_about():
+  compiler_options.check({"xla_gpu_no_such": 1}, jax.devices()[0])
+
+
+def test_an_option_changes_the_compiled_program():
+  device = jax.devices()[0]
+  given = {"xla_disable_hlo_passes": "fusion"}
+
+  def text(options):
+    lowered = jax.jit(lambda x: x * 2.0 + 1.0).lower(np.ones(8, np.float32))
+    return lowered.compile(compiler_options=options).as_text()
+
+  # What is not fused with others becomes a fusion of its own.
+  assert "wrapped_multiply" not in text(compiler_options.of({}, device))
+  assert "wrapped_multiply" in text(compiler_options.of(given, device))
+
+
+def test_a_plan_says_how_it_differs_from_the_run():
+  (note,) = compiler_options.differences(_CUDA)
+  assert note.startswith("Compiled with xla_gpu_autotune_level=0, because ")
+  assert compiler_options.differences(_TPU) == ()
+
+
+def test_another_error_of_the_compiler_is_passed_on():
+  with (
+    pytest.raises(jax.errors.JaxRuntimeError, match=r"RESOURCE_EXHAUSTED"),
+    compiler_options.refusals(jax.devices()[0]),
+  ):
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: too large")

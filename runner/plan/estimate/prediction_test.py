@@ -1,0 +1,145 @@
+"""Tests for the estimate of a plan, and for why there is none."""
+
+import dataclasses
+import functools
+
+import pytest
+
+from paxon.runner.plan import flops as flops_lib
+from paxon.runner.plan import hardware, testing
+from paxon.runner.plan.estimate import calibration, placement, prediction
+from paxon.runner.plan.program_text import collectives, costs, hlo
+
+_H200 = hardware.named("h200")
+_ROWS = (64, 32)
+
+
+@functools.cache
+def _program():
+  return hlo.parse(testing.stored("h200_1x8.txt"))
+
+
+def _compiled_flops():
+  """Of all eight devices."""
+  return 8 * costs.total(_program()).flops
+
+
+def _flops(count, *, recomputed=0):
+  def key(phase):
+    return flops_lib.Key(
+      phase=phase, kind=flops_lib.Kind.MATMUL, part="", dtype="bfloat16"
+    )
+
+  counts = {key(flops_lib.Phase.FORWARD): count - recomputed}
+  if recomputed:
+    counts[key(flops_lib.Phase.REMAT)] = recomputed
+  return flops_lib.Flops(counts)
+
+
+def _of(flops, *, program=None, given=None, kind=_H200, batch=_ROWS):
+  program = program or _program()
+  return prediction.of(
+    program,
+    communication=collectives.find(program, mesh={"fsdp": 8}),
+    placement=placement.Placement(domains=(0,) * 8),
+    kind=kind,
+    calibration=given,
+    flops=flops,
+    batch_shape=batch,
+  )
+
+
+def test_the_parts_make_up_the_step():
+  count = _compiled_flops()
+  given = calibration.for_hardware(_H200)
+  found, notes = _of(_flops(count, recomputed=count // 4), given=given)
+  assert notes == ()
+  parts = [found.compute, found.memory, found.overhead]
+  assert found.step == pytest.approx(sum(parts) + sum(found.exposed.values()))
+  # Model FLOPs leave recomputation out; a peak is 989.4 TFLOP/s.
+  model = count - count // 4
+  peak = 8 * 989.4e12
+  assert found.mfu == pytest.approx(model / peak / found.step)
+  assert found.data_sheet_mfu == pytest.approx(
+    model / peak / found.data_sheet_step
+  )
+  assert found.ceiling_mfu == pytest.approx(0.75)
+  assert found.mfu < found.data_sheet_mfu < found.ceiling_mfu
+  assert found.tokens_per_second == pytest.approx(64 * 32 / found.step)
+  assert found.band == given.band
+  assert found.source == given.summary
+
+
+def test_at_full_rates_it_is_the_data_sheets():
+  given = calibration.for_hardware(_H200).whole()
+  found, _ = _of(_flops(_compiled_flops()), given=given)
+  assert found.step == found.data_sheet_step
+  assert (found.overhead, found.mfu) == (0.0, found.data_sheet_mfu)
+
+
+def test_without_rows_there_are_no_tokens():
+  given = calibration.for_hardware(_H200)
+  found, _ = _of(_flops(_compiled_flops()), given=given, batch=None)
+  assert found.tokens_per_second is None
+
+
+@pytest.mark.parametrize("ratio", [0.9991, 1.0, 1.019])
+def test_a_little_more_flops_are_the_compilers_recomputation(ratio):
+  given = calibration.for_hardware(_H200)
+  found, _ = _of(_flops(round(_compiled_flops() / ratio)), given=given)
+  assert found is not None
+
+
+@pytest.mark.parametrize("ratio", [0.5, 0.998, 1.021, 1.5])
+def test_other_flops_are_another_program(ratio):
+  given = calibration.for_hardware(_H200)
+  found, notes = _of(_flops(round(_compiled_flops() / ratio)), given=given)
+  assert found is None
+  (note,) = notes
+  assert note == (
+    "The time of a step is not predicted: the compiled program has"
+    f" {ratio:.4f} of the FLOPs of the traced one, not 0.999 to 1.02."
+  )
+
+
+def test_without_a_calibration_it_says_how_to_make_one():
+  found, (note,) = _of(_flops(_compiled_flops()))
+  assert found is None
+  assert "there is no calibration for h200; tools/calibrate measures" in note
+  assert "PAXON_PLAN_CALIBRATION=FILE" in note
+
+
+def test_an_unknown_kernel_is_named():
+  text = testing.stored("h200_1x8.txt")
+  root = next(line for line in text.splitlines() if line.startswith("ENTRY"))
+  call = '  %mine = f32[2]{0} custom-call(), custom_call_target="mine"'
+  program = hlo.parse(text.replace(root, f"{root}\n{call}"))
+  given = calibration.for_hardware(_H200)
+  found, (note,) = _of(_flops(_compiled_flops()), program=program, given=given)
+  assert found is None
+  assert "there is no formula for the FLOPs of mine." in note
+
+
+def test_an_unknown_loop_is_named():
+  text = testing.stored("h200_1x8.txt")
+  for known in ("known_trip_count", "direction=LT"):
+    text = text.replace(known, "x")
+  given = calibration.for_hardware(_H200)
+  program = hlo.parse(text)
+  count = 8 * costs.total(program).flops
+  found, (note,) = _of(_flops(count), program=program, given=given)
+  assert found is None
+  assert "the trips of the loop while" in note
+
+
+def test_a_chosen_file_is_taken_for_its_kinds(tmp_path):
+  own = dataclasses.replace(
+    calibration.for_hardware(_H200), hardware=("h200",), source="mine"
+  )
+  file = tmp_path / "mine.json"
+  file.write_text(calibration.to_json(own))
+  environ = {"PAXON_PLAN_CALIBRATION": str(file)}
+  assert calibration.chosen(_H200, environ) == own
+  other = hardware.named("v4")
+  assert calibration.chosen(other, environ) == calibration.for_hardware(other)
+  assert calibration.chosen(_H200, {}) == calibration.for_hardware(_H200)

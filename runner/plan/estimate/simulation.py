@@ -1,0 +1,393 @@
+"""Walks the schedule of a compiled program and adds up time.
+
+The instructions of a scheduled program run one after the other:
+
+  clock += max(FLOPs / rate of products, bytes / rate of the memory)
+
+A collective takes the time that `links` gives: one that is synchronous stops
+the clock, one with a start and a done queues on its links and is waited for at
+the done. So what is hidden behind other work, and what is not, follows from
+the schedule; there is no factor for overlap. Asynchronous copies use the time
+in which the memory would rest. Loops are walked, a second time if the first
+leaves work to the next, and multiplied by their trips.
+"""
+
+from collections.abc import Iterator, Mapping
+import copy
+import dataclasses
+import math
+import re
+from typing import Final
+
+from paxon.runner.plan.estimate import links
+from paxon.runner.plan.estimate import rates as rates_lib
+from paxon.runner.plan.program_text import (
+  collectives,
+  costs,
+  hlo,
+  trip_counts,
+)
+
+# Keys of the sums; mesh axes are the others.
+COMPUTE: Final = "compute of products"
+MEMORY: Final = "memory"
+OVERHEAD: Final = "overhead"
+
+_RENDEZVOUS: Final = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
+_CALLED: Final = ("calls", "to_apply")
+_BRANCHES: Final = (
+  "branch_computations",
+  "true_computation",
+  "false_computation",
+)
+# Kinds of costs that are no kernels.
+_FREE: Final = (costs.NONE, costs.CALL, costs.LOOP)
+
+
+class NotPredictedError(ValueError):
+  """A program whose time is not known; the text is why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+  """What one run of a program takes, in seconds.
+
+  Attributes:
+    compute: In instructions that products bound.
+    memory: In instructions that the memory bounds.
+    overhead: Between kernels.
+    exposed: Waiting for collectives, by mesh axes with commas between.
+  """
+
+  compute: float
+  memory: float
+  overhead: float
+  exposed: Mapping[str, float]
+
+  @property
+  def total(self) -> float:
+    """All of it."""
+    parts = (self.compute, self.memory, self.overhead, *self.exposed.values())
+    return math.fsum(parts)
+
+
+Key = tuple[str, str]
+
+
+def simulate(
+  program: hlo.Program,
+  *,
+  operations: Mapping[Key, costs.Cost],
+  transfers: Mapping[Key, links.Transfer],
+  rates: rates_lib.Rates,
+) -> Timeline:
+  """Simulates one run of a program.
+
+  Args:
+    program: The compiled program of one device.
+    operations: Costs by computation and instruction.
+    transfers: Its collectives by computation and instruction, those inside
+      fusions by their own names.
+    rates: Of the device.
+
+  Returns:
+    Its time.
+
+  Raises:
+    NotPredictedError: Something about it is not known.
+  """
+  walker = _Walker(program, operations, transfers, rates)
+  state = _State()
+  walker.walk(program.entry, state)
+  sums = dict(state.sums)
+  compute, memory, overhead = (
+    sums.pop(name, 0.0) for name in (COMPUTE, MEMORY, OVERHEAD)
+  )
+  return Timeline(
+    compute, memory, overhead, dict(sorted(sums.items(), key=lambda x: -x[1]))
+  )
+
+
+class _State:
+  """The clock, and what is under way."""
+
+  def __init__(self) -> None:
+    self.sums: dict[str, float] = {}
+    self.clock = 0.0
+    # When each queue is free.
+    self.free: dict[str, float] = {}
+    # When each transfer ends, by the instruction that started it.
+    self.ends: dict[str, tuple[float, str]] = {}
+    # Seconds of memory traffic of copies under way, the oldest first.
+    self.copies: dict[str, float] = {}
+
+  def spend(self, what: str, seconds: float, *, memory: float = 0.0) -> None:
+    """Moves the clock; for `memory` of it the memory is busy."""
+    self.sums[what] = self.sums.get(what, 0.0) + seconds
+    self.clock += seconds
+    self._drain(max(seconds - memory, 0.0))
+
+  def start(
+    self, name: str, transfer: links.Transfer, *, at: float | None = None
+  ) -> None:
+    """Queues a transfer, of data that are there now or since `at`."""
+    assert transfer.seconds is not None
+    ready = self.clock if at is None else at
+    end = max(ready, self.free.get(transfer.queue, 0.0)) + transfer.seconds
+    self.free[transfer.queue] = end
+    self.ends[name] = end, transfer.axes
+
+  def wait(self, name: str) -> None:
+    end, axes = self.ends.pop(name, (0.0, ""))
+    if end > self.clock:
+      self.spend(axes, end - self.clock)
+
+  def wait_for_copy(self, name: str) -> None:
+    if name in self.copies:
+      names = list(self.copies)
+      # They follow each other, so all before it end first.
+      before = names[: names.index(name) + 1]
+      self.spend(MEMORY, math.fsum(self.copies[n] for n in before))
+      for each in before:
+        self.copies.pop(each, None)
+
+  def is_busy(self) -> bool:
+    """Whether anything is left over for what comes next."""
+    return bool(self.copies) or any(t > self.clock for t in self.free.values())
+
+  def repeat(self, before: "_State", times: int) -> None:
+    """Adds what has happened since `before` so many times more."""
+    added = times * (self.clock - before.clock)
+    for what, seconds in self.sums.items():
+      self.sums[what] += times * (seconds - before.sums.get(what, 0.0))
+    self.clock += added
+    for queue, end in self.free.items():
+      if end != before.free.get(queue):
+        self.free[queue] = end + added
+    for name, (end, axes) in self.ends.items():
+      if (end, axes) != before.ends.get(name):
+        self.ends[name] = end + added, axes
+
+  def _drain(self, seconds: float) -> None:
+    for name in list(self.copies):
+      done = min(seconds, self.copies[name])
+      self.copies[name] -= done
+      seconds -= done
+      if self.copies[name] > 0:
+        return
+      del self.copies[name]
+
+
+class _Walker:
+  """Walks computations and changes a state."""
+
+  def __init__(
+    self,
+    program: hlo.Program,
+    operations: Mapping[Key, costs.Cost],
+    transfers: Mapping[Key, links.Transfer],
+    rates: rates_lib.Rates,
+  ) -> None:
+    self._program = program
+    self._operations = operations
+    self._transfers = transfers
+    self._rates = rates
+    for transfer in transfers.values():
+      if transfer.seconds is None:
+        raise NotPredictedError(
+          f"the bandwidth of the network along {transfer.axes} is not known"
+        )
+
+  def walk(self, computation: hlo.Computation, state: _State) -> None:
+    """Runs a computation once."""
+    parts = self._parts(computation)
+    for instruction in computation.instructions.values():
+      opcode = instruction.opcode
+      if opcode == "while":
+        self._loop(instruction, computation, state)
+      elif opcode == "conditional":
+        self._choose(instruction, state)
+      elif opcode == "call":
+        for name in self._computations(instruction, _CALLED):
+          self.walk(self._program.computations[name], state)
+      elif opcode in ("send", "recv", "send-done", "recv-done"):
+        self._between_slices(instruction, computation, state)
+      elif opcode.endswith(("-done", "-update")):
+        self._done(instruction, state)
+      else:
+        self._run(instruction, computation, state, parts)
+
+  def _loop(
+    self, loop: hlo.Instruction, caller: hlo.Computation, state: _State
+  ) -> None:
+    trips = trip_counts.of(loop, caller, self._program)
+    if trips is None:
+      raise NotPredictedError(
+        f"the trips of the loop {loop.name} are not known"
+      )
+    (name,) = loop.called("body")
+    body = self._program.computations[name]
+    for trip in range(min(trips, 2)):
+      before = copy.deepcopy(state)
+      self.walk(body, state)
+      # The first trip is like all others if nothing is under way before and
+      # after it; otherwise the second is.
+      if trip or not (before.is_busy() or state.is_busy()):
+        state.repeat(before, trips - trip - 1)
+        return
+
+  def _choose(self, instruction: hlo.Instruction, state: _State) -> None:
+    """Takes the dearest branch."""
+    ends = []
+    for name in self._computations(instruction, _BRANCHES):
+      branch = copy.deepcopy(state)
+      self.walk(self._program.computations[name], branch)
+      ends.append(branch)
+    dearest = max(ends, key=lambda branch: branch.clock, default=state)
+    vars(state).update(vars(dearest))
+
+  def _between_slices(
+    self,
+    instruction: hlo.Instruction,
+    computation: hlo.Computation,
+    state: _State,
+  ) -> None:
+    """A send starts a transfer, and the receiver of the same name waits."""
+    opcode = instruction.opcode
+    if opcode.endswith("-done"):
+      instruction = computation.instructions[instruction.operands[0]]
+    match = _RENDEZVOUS.search(instruction.attributes)
+    transfer = self._transfers.get((computation.name, instruction.name))
+    if match is None or (opcode == "send" and transfer is None):
+      raise NotPredictedError(f"{instruction.name} sends to an unknown place")
+    if opcode == "send":
+      assert transfer is not None
+      state.start(match[1], transfer)
+    elif opcode == "recv-done":
+      state.wait(match[1])
+
+  def _done(self, instruction: hlo.Instruction, state: _State) -> None:
+    if instruction.opcode.endswith("-update"):
+      return
+    started = instruction.operands[0]
+    state.wait(started)
+    state.wait_for_copy(started)
+
+  def _run(
+    self,
+    instruction: hlo.Instruction,
+    computation: hlo.Computation,
+    state: _State,
+    parts: Mapping[str, str],
+  ) -> None:
+    """Runs what is one kernel, one collective, or one part of one."""
+    name, begin = instruction.name, state.clock
+    transfer = self._transfer(instruction, computation)
+    if transfer is None or parts.get(name, name) != name:
+      # Of a collective in several fusions the first has started it.
+      self._compute(instruction, computation, state)
+      state.wait(name)
+      return
+    last = next((n for n, first in parts.items() if first == name), name)
+    if instruction.opcode == "fusion":
+      self._compute(instruction, computation, state)
+    else:
+      self._overhead(state)
+    if last != name or instruction.opcode.endswith("-start"):
+      state.start(last, transfer)
+    else:
+      # What a fusion does with data that come in, it does while they come.
+      state.start(name, transfer, at=begin)
+      state.wait(name)
+
+  def _compute(
+    self,
+    instruction: hlo.Instruction,
+    computation: hlo.Computation,
+    state: _State,
+  ) -> None:
+    cost = self._operations.get((computation.name, instruction.name))
+    if cost is None:
+      raise NotPredictedError(
+        f"what {instruction.name} ({instruction.opcode}) costs is not known"
+      )
+    if cost.is_approximate:
+      raise NotPredictedError(
+        f"there is no formula for the kernel {instruction.name}"
+      )
+    if cost.kind in _FREE:
+      return
+    memory = cost.hbm_bytes / self._rates.memory
+    if instruction.opcode.endswith("-start") and not cost.flops:
+      state.copies[instruction.name] = memory
+      return
+    compute = self._products(cost, instruction)
+    what = COMPUTE if compute > memory else MEMORY
+    state.spend(what, max(compute, memory), memory=memory)
+    self._overhead(state)
+
+  def _products(self, cost: costs.Cost, instruction: hlo.Instruction) -> float:
+    if not cost.flops:
+      return 0.0
+    is_kernel = cost.kind == costs.ATTENTION and (
+      instruction.opcode == "custom-call"
+    )
+    rate = self._rates.flops(cost.dtype, is_attention=is_kernel)
+    if rate is None:
+      raise NotPredictedError(
+        f"the rate of products of {cost.dtype} is not known"
+      )
+    # Costs count all pairs of positions; such a kernel skips half of them.
+    skips = is_kernel and "CAUSAL" in instruction.attributes
+    return cost.flops * (0.5 if skips else 1.0) / rate
+
+  def _overhead(self, state: _State) -> None:
+    if self._rates.kernel_overhead:
+      state.spend(OVERHEAD, self._rates.kernel_overhead)
+
+  def _transfer(
+    self, instruction: hlo.Instruction, computation: hlo.Computation
+  ) -> links.Transfer | None:
+    own = self._transfers.get((computation.name, instruction.name))
+    if own is not None:
+      return own
+    for inner, part in self._inside(instruction):
+      found = self._transfers.get((inner, part.name))
+      if found is not None:
+        return found
+    return None
+
+  def _inside(
+    self, instruction: hlo.Instruction
+  ) -> Iterator[tuple[str, hlo.Instruction]]:
+    """The collectives in the computation of a fusion or an async-start."""
+    if instruction.opcode in ("fusion", "async-start"):
+      for name in self._computations(instruction, _CALLED):
+        for inner in self._program.computations[name].instructions.values():
+          if inner.opcode in collectives.KINDS:
+            yield name, inner
+          elif inner.opcode == "fusion":
+            yield from self._inside(inner)
+
+  def _parts(self, computation: hlo.Computation) -> dict[str, str]:
+    """The first of the fusions that hold one collective, by the later ones.
+
+    The last of them comes first.
+    """
+    met: dict[str, list[str]] = {}
+    for instruction in computation.instructions.values():
+      for _, inner in self._inside(instruction):
+        channel = inner.attribute("channel_id")
+        if channel is not None:
+          names = met.setdefault(f"{inner.opcode} {channel}", [])
+          names.append(instruction.name)
+    return {
+      name: names[0] for names in met.values() for name in reversed(names[1:])
+    }
+
+  def _computations(
+    self, instruction: hlo.Instruction, attributes: tuple[str, ...]
+  ) -> list[str]:
+    return [
+      name for attribute in attributes for name in instruction.called(attribute)
+    ]

@@ -1,0 +1,1 @@
+"""Memory of a training step in closed form, from its jaxpr; no compiler."""

@@ -1,0 +1,395 @@
+"""What each instruction of a compiled program costs one device.
+
+FLOPs are those of products (`dot`, `convolution`, known kernels); bytes are
+those that cross the border of an instruction to and from the device's main
+memory. One execution is counted; `multiplicities` says how often each
+computation runs: loops by their trips, of a conditional the dearest branch.
+"""
+
+from collections.abc import Iterator, Mapping
+import dataclasses
+import re
+
+from paxon.runner.plan.program_text import (
+  hlo,
+  kernels,
+  name_stack,
+  products,
+  traffic,
+  trip_counts,
+)
+
+MATMUL = "matmul"
+ATTENTION = "attention"
+CONVOLUTION = "convolution"
+KERNEL = "kernel"
+COLLECTIVE = "collective"
+COPY = "copy"
+ELEMENTWISE = "elementwise"
+LOOP = "loop"
+CALL = "call"
+NONE = "none"
+
+_COLLECTIVES = (
+  "all-gather",
+  "all-reduce",
+  "all-to-all",
+  "collective-permute",
+  "recv",
+  "reduce-scatter",
+  "send",
+)
+_MOVES = frozenset(
+  (
+    "bitcast",
+    "broadcast",
+    "concatenate",
+    "constant",
+    "convert",
+    "copy",
+    "copy-start",
+    "dynamic-slice",
+    "dynamic-update-slice",
+    "gather",
+    "get-tuple-element",
+    "pad",
+    "parameter",
+    "reshape",
+    "reverse",
+    "slice",
+    "slice-start",
+    "transpose",
+    "tuple",
+  )
+)
+_BRANCHES = ("branch_computations", "true_computation", "false_computation")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cost:
+  """What one execution of an instruction costs one device.
+
+  Attributes:
+    flops: Of its products, those inside a fusion included; the bodies of loops
+      and calls are not.
+    dtype: JAX's name of the widest operand of its products; empty without.
+    hbm_bytes: Read from and written to the device's main memory.
+    kind: `matmul`, `convolution`, `attention`, `kernel`, `collective`,
+      `copy`, `elementwise`, `loop`, `call`, or `none` for what costs nothing.
+    name: JAX's name stack.
+    is_approximate: Whether something was not known (a kernel without a
+      formula).
+  """
+
+  flops: int
+  dtype: str
+  hbm_bytes: int
+  kind: str
+  name: str
+  is_approximate: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Total:
+  """Costs of a whole program on one device, loops multiplied out.
+
+  Attributes:
+    hbm_bytes: Read and written at the borders of instructions.
+    counts: FLOPs of products by path of the linen module and dtype of the
+      operands.
+    unknown: Kernels without a formula; their FLOPs are missing.
+    notes: What is not known, one sentence each.
+  """
+
+  hbm_bytes: int
+  counts: Mapping[tuple[str, str], int]
+  unknown: tuple[str, ...]
+  notes: tuple[str, ...]
+
+  @property
+  def flops(self) -> int:
+    """FLOPs of all products."""
+    return sum(self.counts.values())
+
+  def by_part(self, dtype: str | None = None) -> dict[str, int]:
+    """Returns FLOPs by part of the model.
+
+    Args:
+      dtype: Of the products to count; None counts all.
+    """
+    sums: dict[str, int] = {}
+    for (part, found), count in self.counts.items():
+      if dtype in (None, found):
+        sums[part] = sums.get(part, 0) + count
+    return sums
+
+  def of_dtypes(self, *dtypes: str) -> int:
+    """Returns FLOPs of products with operands of these dtypes."""
+    return sum(n for (_, dtype), n in self.counts.items() if dtype in dtypes)
+
+
+def costs(program: hlo.Program) -> dict[tuple[str, str], Cost]:
+  """Returns the cost of each instruction that is executed by itself.
+
+  Instructions inside fusions are part of the fusion and not listed.
+
+  Args:
+    program: The compiled program of one device.
+
+  Returns:
+    Costs by (name of the computation, name of the instruction).
+  """
+  return {
+    (name, instruction.name): _cost(instruction, computation, program)
+    for name, computation in _executed(program).items()
+    for instruction in computation.instructions.values()
+  }
+
+
+def multiplicities(program: hlo.Program) -> Mapping[str, int]:
+  """Returns how often each computation runs in one run of the program.
+
+  Args:
+    program: The compiled program.
+
+  Returns:
+    Runs by the computation's name; computations of fusions are not listed. A
+    loop whose trips are not known counts once, a branch that is not the dearest
+    not at all.
+  """
+  return _Runs(program, costs(program)).found
+
+
+def dearest_branches(program: hlo.Program) -> Mapping[tuple[str, str], str]:
+  """Returns the branch with the most FLOPs, or bytes, of each conditional.
+
+  Args:
+    program: The compiled program.
+
+  Returns:
+    Names of branches by (name of the computation, name of the conditional).
+  """
+  is_any = any(
+    instruction.opcode == "conditional"
+    for computation in program.computations.values()
+    for instruction in computation.instructions.values()
+  )
+  return _Runs(program, costs(program)).branches if is_any else {}
+
+
+def total(program: hlo.Program) -> Total:
+  """Returns the costs of a whole program on one device.
+
+  Args:
+    program: The compiled program.
+  """
+  found = costs(program)
+  runs = _Runs(program, found)
+  hbm_bytes = 0
+  counts: dict[tuple[str, str], int] = {}
+  unknown = set()
+  for (computation, name), cost in found.items():
+    times = runs.found.get(computation, 0)
+    hbm_bytes += times * cost.hbm_bytes
+    if times and cost.is_approximate:
+      instruction = program.computations[computation].instructions[name]
+      unknown.add(kernels.name(instruction) or name)
+    if times and cost.flops:
+      key = name_stack.part(cost.name), cost.dtype
+      counts[key] = counts.get(key, 0) + times * cost.flops
+  notes = tuple(dict.fromkeys(runs.notes))
+  return Total(hbm_bytes, counts, tuple(sorted(unknown)), notes)
+
+
+def _executed(program: hlo.Program) -> Mapping[str, hlo.Computation]:
+  """The entry, and what loops, calls and conditionals execute."""
+  found: dict[str, hlo.Computation] = {}
+  waiting = [program.entry.name]
+  while waiting:
+    name = waiting.pop()
+    if name not in found:
+      computation = found[name] = program.computations[name]
+      for instruction in computation.instructions.values():
+        waiting += _run_by(instruction)
+  return found
+
+
+def _run_by(instruction: hlo.Instruction) -> list[str]:
+  """Computations that an instruction runs, those of fusions not."""
+  if instruction.opcode == "while":
+    attributes: tuple[str, ...] = ("condition", "body")
+  elif instruction.opcode == "call":
+    attributes = ("to_apply",)
+  elif instruction.opcode == "conditional":
+    attributes = _BRANCHES
+  else:
+    return []
+  return [name for a in attributes for name in instruction.called(a)]
+
+
+class _Runs:
+  """How often computations run, from the entry down."""
+
+  def __init__(
+    self, program: hlo.Program, found: Mapping[tuple[str, str], Cost]
+  ) -> None:
+    self._program = program
+    self._costs = found
+    self._weights: dict[str, tuple[int, int]] = {}
+    self.found: dict[str, int] = {}
+    self.branches: dict[tuple[str, str], str] = {}
+    self.notes: list[str] = []
+    self._add(program.entry, 1)
+
+  def _add(self, computation: hlo.Computation, times: int) -> None:
+    self.found[computation.name] = self.found.get(computation.name, 0) + times
+    for instruction in computation.instructions.values():
+      for name, trips in self._run(instruction, computation):
+        self._add(self._program.computations[name], times * trips)
+
+  def _run(
+    self, instruction: hlo.Instruction, computation: hlo.Computation
+  ) -> list[tuple[str, int]]:
+    names = _run_by(instruction)
+    if instruction.opcode == "while":
+      condition, body = names
+      trips = trip_counts.of(instruction, computation, self._program)
+      trips = 1 if trips is None else trips
+      return [(condition, trips + 1), (body, trips)]
+    if instruction.opcode == "conditional":
+      weights = [self._weight(name) for name in names]
+      dearest = names[max(range(len(names)), key=weights.__getitem__)]
+      self.branches[computation.name, instruction.name] = dearest
+      if len(set(weights)) > 1:
+        part = name_stack.part(instruction.op_name) or instruction.name
+        self.notes.append(
+          f"The branches of a conditional in {part} cost differently; the"
+          " dearest is counted."
+        )
+      return [(dearest, 1)]
+    return [(name, 1) for name in names]
+
+  def _weight(self, name: str) -> tuple[int, int]:
+    """FLOPs and bytes of one run of a computation."""
+    if name not in self._weights:
+      computation = self._program.computations[name]
+      flops = hbm_bytes = 0
+      for instruction in computation.instructions.values():
+        cost = self._costs[name, instruction.name]
+        flops += cost.flops
+        hbm_bytes += cost.hbm_bytes
+        for inner, times in self._run(instruction, computation):
+          more = self._weight(inner)
+          flops += times * more[0]
+          hbm_bytes += times * more[1]
+      self._weights[name] = flops, hbm_bytes
+    return self._weights[name]
+
+
+def _cost(
+  instruction: hlo.Instruction,
+  computation: hlo.Computation,
+  program: hlo.Program,
+) -> Cost:
+  opcode = instruction.opcode
+  if traffic.is_free(instruction):
+    kind = LOOP if opcode == "while" else NONE
+    kind = CALL if opcode in ("call", "conditional") else kind
+    return Cost(flops=0, dtype="", hbm_bytes=0, kind=kind, name="")
+  name = instruction.op_name
+  found: list[products.Product] = []
+  is_approximate = False
+  if opcode in ("dot", "convolution"):
+    found = list(_products([(instruction, computation)]))
+  elif opcode in ("fusion", "async-start"):
+    inside = list(_inside(instruction, program))
+    found = list(_products(inside))
+    # A fusion may be named for what it ends with.
+    name = _name_of_product(inside) or name
+  elif opcode == "custom-call":
+    operands = [computation.instructions[o].type for o in instruction.operands]
+    count = kernels.flops(instruction, operands)
+    is_approximate = count is None
+    if count:
+      widest = max(operands[:2], key=lambda t: t.bits).dtype
+      dtype = products.dtype_name(widest)
+      found = [products.Product(count, dtype, is_batched=False)]
+  return Cost(
+    flops=sum(product.flops for product in found),
+    dtype=max(found, key=lambda product: product.flops).dtype if found else "",
+    hbm_bytes=traffic.num_bytes(instruction, computation, program),
+    kind=_kind(instruction, found, program),
+    name=name,
+    is_approximate=is_approximate,
+  )
+
+
+_Placed = tuple[hlo.Instruction, hlo.Computation]
+
+
+def _inside(
+  instruction: hlo.Instruction, program: hlo.Program
+) -> Iterator[_Placed]:
+  """Instructions in a fusion, and in fusions inside it."""
+  for name in instruction.called("calls"):
+    computation = program.computations[name]
+    for inner in computation.instructions.values():
+      if inner.opcode == "fusion":
+        yield from _inside(inner, program)
+      yield inner, computation
+
+
+def _products(placed: list[_Placed]) -> Iterator[products.Product]:
+  for instruction, computation in placed:
+    product = products.of(instruction, computation)
+    if product is not None:
+      yield product
+
+
+def _name_of_product(inside: list[_Placed]) -> str:
+  for instruction, _ in inside:
+    if instruction.opcode in ("dot", "convolution"):
+      return instruction.op_name
+  return ""
+
+
+def _kind(
+  instruction: hlo.Instruction,
+  found: list[products.Product],
+  program: hlo.Program,
+) -> str:
+  opcode = instruction.opcode
+  if opcode == "custom-call":
+    target = kernels.target(instruction)
+    if kernels.is_attention(target):
+      return ATTENTION
+    if target.startswith("__cudnn$conv"):
+      return CONVOLUTION
+    return MATMUL if target.startswith("__cublas") else KERNEL
+  inside = [instruction]
+  if opcode in ("fusion", "async-start"):
+    inside = [inner for inner, _ in _inside(instruction, program)]
+  if found:
+    is_attention = any(
+      product.is_batched and _is_attention(inner.op_name)
+      for product in found
+      for inner in inside
+      if inner.opcode in ("dot", "convolution")
+    )
+    return ATTENTION if is_attention else MATMUL
+  opcodes = {inner.opcode for inner in inside}
+  if any(o.removesuffix("-start") in _COLLECTIVES for o in opcodes):
+    return COLLECTIVE
+  return COPY if opcodes <= _MOVES else ELEMENTWISE
+
+
+def _is_attention(stack: str) -> bool:
+  """Whether a batched product is of queries with keys, weights with values.
+
+  Gradients of projections may have batch dimensions too, so that an equation
+  says more than the name of the module.
+  """
+  equations = re.findall(r"[\w.,]+->\w+", stack)
+  if equations:
+    return {"T", "S"} <= set(equations[-1])
+  return "attention" in name_stack.part(stack).lower()

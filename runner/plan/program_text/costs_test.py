@@ -1,0 +1,183 @@
+"""Tests for the costs of compiled programs."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from paxon.runner.plan import testing
+from paxon.runner.plan.program_text import costs, hlo
+
+
+def _program(function, *shapes):
+  args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+  return hlo.parse(jax.jit(function).lower(*args).compile().as_text())
+
+
+def _loop(x, weights):
+  def layer(y, w):
+    with jax.named_scope("layer"):
+      return jnp.tanh(y @ w), None
+
+  return jax.lax.scan(layer, x, weights)[0]
+
+
+def test_loops_are_multiplied():
+  program = _program(_loop, (16, 64), (10, 64, 64))
+  total = costs.total(program)
+  assert total.flops == 10 * 2 * 16 * 64 * 64
+  assert total.by_part() == {"layer": total.flops}
+  assert total.of_dtypes("float32") == total.flops
+  assert total.of_dtypes("bfloat16") == 0
+  assert total.by_part("bfloat16") == {}
+  assert (total.unknown, total.notes) == ((), ())
+
+
+def test_multiplicities():
+  program = _program(_loop, (16, 64), (10, 64, 64))
+  (loop,) = (
+    instruction
+    for instruction in program.entry.instructions.values()
+    if instruction.opcode == "while"
+  )
+  found = costs.multiplicities(program)
+  (body,), (condition,) = loop.called("body"), loop.called("condition")
+  assert found[program.entry.name] == 1
+  # A loop asks once more than it runs.
+  assert (found[body], found[condition]) == (10, 11)
+
+
+def test_each_instruction_has_its_cost():
+  program = _program(_loop, (16, 64), (10, 64, 64))
+  found = costs.costs(program)
+  products = [cost for cost in found.values() if cost.flops]
+  assert [cost.kind for cost in products] == ["matmul"]
+  assert products[0].flops == 2 * 16 * 64 * 64
+  assert products[0].dtype == "float32"
+  assert products[0].name.endswith("layer/dot_general")
+  assert {cost.kind for cost in found.values()} >= {"none", "loop", "matmul"}
+  # What a fusion does is the fusion's.
+  fused = {
+    name
+    for computation in program.computations.values()
+    for instruction in computation.instructions.values()
+    if instruction.opcode == "fusion"
+    for name in instruction.called("calls")
+  }
+  assert not fused & {computation for computation, _ in found}
+
+
+@pytest.mark.parametrize(
+  # Along the tensor axis of the second, devices do the same work.
+  ("file", "parts_of_rows"),
+  [("h200_1x8.txt", 8), ("v5e_2x4.txt", 4), ("v4_2_slices.txt", 8)],
+)
+def test_a_training_loop_on_absent_hardware(file, parts_of_rows):
+  total = costs.total(hlo.parse(testing.stored(file)))
+  rows, width, layers = testing.ROWS, testing.WIDTH, testing.LAYERS
+  # Forward, and backward for the kernels and for what they multiply.
+  product = 2 * rows * width * width // parts_of_rows
+  assert total.flops == 3 * layers * product
+  assert total.of_dtypes("bfloat16") == total.flops
+  assert not total.unknown
+  # Each kernel once and each layer's rows both ways, if nothing stays on chip.
+  once = layers * (2 * width**2 + 4 * rows * width // parts_of_rows)
+  assert 0 < total.hbm_bytes < 20 * once
+  assert file != "h200_1x8.txt" or total.hbm_bytes > once
+
+
+_BRANCHES = """HloModule m
+
+%dear (d: f32[64,64]) -> f32[64,64] {{
+  %d = f32[64,64]{{1,0}} parameter(0)
+  ROOT %p = f32[64,64]{{1,0}} dot(%d, %d), lhs_contracting_dims={{1}}, \
+rhs_contracting_dims={{0}}, metadata={{op_name="jit(f)/expert/dot_general"}}
+}}
+
+%cheap (c: f32[64,64]) -> f32[64,64] {{
+  %c = f32[64,64]{{1,0}} parameter(0)
+  ROOT %n = f32[64,64]{{1,0}} negate(%c)
+}}
+
+ENTRY %main (i: s32[], x: f32[64,64]) -> f32[64,64] {{
+  %i = s32[] parameter(0)
+  %x = f32[64,64]{{1,0}} parameter(1)
+  ROOT %r = f32[64,64]{{1,0}} conditional(%i, %x, %x), \
+branch_computations={{{branches}}}, metadata={{op_name="jit(f)/router/cond"}}
+}}
+"""
+
+
+@pytest.mark.parametrize("branches", ["%cheap, %dear", "%dear, %cheap"])
+def test_of_a_conditional_the_dearest_branch(branches):
+  program = hlo.parse(_BRANCHES.format(branches=branches))
+  total = costs.total(program)
+  assert total.flops == 2 * 64**3
+  (note,) = total.notes
+  assert note.startswith("The branches of a conditional in router cost differ")
+  key = program.entry.name, "r"
+  assert costs.dearest_branches(program) == {key: "dear"}
+  assert "cheap" not in costs.multiplicities(program)
+
+
+def test_branches_that_cost_the_same_need_no_note():
+  program = hlo.parse(_BRANCHES.format(branches="%dear, %dear"))
+  assert costs.total(program).notes == ()
+
+
+def test_a_compiled_conditional():
+  def f(i, x):
+    return jax.lax.cond(i > 0, lambda y: jnp.tanh(y @ y), lambda y: y, x)
+
+  args = (
+    jax.ShapeDtypeStruct((), jnp.int32),
+    jax.ShapeDtypeStruct((64, 64), jnp.float32),
+  )
+  program = hlo.parse(jax.jit(f).lower(*args).compile().as_text())
+  assert costs.total(program).flops == 2 * 64**3
+
+
+@pytest.mark.parametrize(
+  ("target", "kind"),
+  [("mine", "kernel"), ("__cudnn$convForward", "convolution")],
+)
+def test_a_kernel_without_a_formula_is_said(target, kind):
+  text = f"""HloModule m
+
+ENTRY %main (x: f32[8]) -> f32[8] {{
+  %x = f32[8]{{0}} parameter(0)
+  ROOT %c = f32[8]{{0}} custom-call(%x), custom_call_target="{target}"
+}}
+"""
+  program = hlo.parse(text)
+  assert costs.total(program).unknown == (target,)
+  cost = costs.costs(program)["main", "c"]
+  assert (cost.kind, cost.is_approximate, cost.flops) == (kind, True, 0)
+
+
+_ATTENTION = """HloModule m
+
+ENTRY %main (q: bf16[2,4,8,16], k: bf16[2,4,9,16]) -> bf16[2,4,8,9] {{
+  %q = bf16[2,4,8,16]{{3,2,1,0}} parameter(0)
+  %k = bf16[2,4,9,16]{{3,2,1,0}} parameter(1)
+  ROOT %s = bf16[2,4,8,9]{{3,2,1,0}} dot(%q, %k), lhs_batch_dims={{0,1}}, \
+rhs_batch_dims={{0,1}}, lhs_contracting_dims={{3}}, rhs_contracting_dims={{3}}\
+, metadata={{op_name="jit(f)/{stack}/dot_general"}}
+}}
+"""
+
+
+@pytest.mark.parametrize(
+  ("stack", "kind"),
+  [
+    ("Lm/attention/BTKGH,BSKH->BKGTS", "attention"),
+    ("Lm/mixer/BTKGH,BSKH->BKGTS", "attention"),
+    ("Lm/self_attention", "attention"),
+    # The gradient of a projection, as the compiler may write it.
+    ("Lm/attention/BTD,DCNH->BTCNH", "matmul"),
+    ("Lm/experts", "matmul"),
+  ],
+)
+def test_products_of_activations_are_attention(stack, kind):
+  program = hlo.parse(_ATTENTION.format(stack=stack))
+  cost = costs.costs(program)["main", "s"]
+  assert (cost.kind, cost.dtype) == (kind, "bfloat16")

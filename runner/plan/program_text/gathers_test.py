@@ -1,0 +1,111 @@
+"""Tests for gathers of weights."""
+
+import pytest
+
+from paxon.runner.plan.program_text import collectives, gathers, hlo
+
+_TEXT = """HloModule m
+
+%take (stack: f32[9,2,64], i: s32[]) -> f32[1,2,64] {{
+  %stack = f32[9,2,64]{{2,1,0}} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %d = f32[1,2,64]{{2,1,0}} dynamic-slice(%stack, %i, %zero, %zero), \
+dynamic_slice_sizes={{1,2,64}}
+}}
+
+%other (stack: f32[9,2,64], i: s32[]) -> f32[1,2,64] {{
+  %stack = f32[9,2,64]{{2,1,0}} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  ROOT %d = f32[1,2,64]{{2,1,0}} dynamic-slice(%stack, %next, %zero, %zero), \
+dynamic_slice_sizes={{1,2,64}}
+}}
+
+ENTRY %main (t: (s32[], f32[9,2,64], f32[9,2,64])) -> f32[8,64] {{
+  %t = (s32[], f32[9,2,64]{{2,1,0}}, f32[9,2,64]{{2,1,0}}) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %w = f32[9,2,64]{{2,1,0}} get-tuple-element(%t), index=1
+  %w.again = f32[9,2,64]{{2,1,0}} get-tuple-element(%t), index=1
+  %v = f32[9,2,64]{{2,1,0}} get-tuple-element(%t), index=2
+  %a = f32[1,2,64]{{2,1,0}} fusion(%w, %i), kind=kLoop, calls=%take
+  %b = f32[1,2,64]{{2,1,0}} fusion({again}, %i), kind=kLoop, calls={how}
+  %a.1 = bf16[1,2,64]{{2,1,0}} convert(%a)
+  %b.1 = bf16[2,64]{{1,0}} bitcast(%b)
+  %x = f32[8,64]{{1,0}} constant(0)
+{lines}
+}}
+"""
+_GROUPS = "replica_groups=[1,4]<=[4], dimensions={0}"
+_TWO = (
+  f"%g = bf16[4,2,64]{{2,1,0}} all-gather(%a.1), channel_id=1, {_GROUPS}",
+  f"%h = bf16[8,64]{{1,0}} all-gather(%b.1), channel_id=2, {_GROUPS}",
+)
+
+
+def _found(*lines, again="%w", how="%take"):
+  program = hlo.parse(
+    _TEXT.format(
+      lines="\n".join(f"  {line}" for line in lines), again=again, how=how
+    )
+  )
+  return program, collectives.find(program, mesh={"fsdp": 4}).collectives
+
+
+def test_the_same_layer_of_the_same_stack():
+  program, (first, second) = _found(*_TWO, again="%w.again")
+  find = gathers.Finder(program)
+  assert find.sources(first) == find.sources(second)
+
+
+@pytest.mark.parametrize(
+  "options", [{"again": "%v"}, {"how": "%other"}], ids=["stack", "layer"]
+)
+def test_another_stack_or_layer(options):
+  program, (first, second) = _found(*_TWO, **options)
+  find = gathers.Finder(program)
+  assert find.sources(first) != find.sources(second)
+
+
+def test_forward_and_backward_gather_for_themselves():
+  later = _TWO[1] + ', metadata={op_name="jit(f)/transpose(jvp(Lm))/dot"}'
+  program, (first, second) = _found(_TWO[0], later)
+  find = gathers.Finder(program)
+  assert find.sources(first) != find.sources(second)
+
+
+_START = (
+  "%s = (f32[1,2,64]{2,1,0}, f32[4,2,64]{2,1,0}) all-gather-start(%a),"
+  f" channel_id=1, {_GROUPS}"
+)
+_DONE = "%e = f32[4,2,64]{2,1,0} all-gather-done(%s)"
+_WORK = "%y = f32[8,64]{1,0} negate(%x)"
+
+
+@pytest.mark.parametrize(
+  ("lines", "is_synchronous"),
+  [
+    (_TWO, True),
+    ((_START, _DONE, _WORK), True),
+    ((_START, _WORK, _DONE), False),
+    # Taking apart a tuple, or another collective, is no work.
+    ((_START, "%k = s32[] get-tuple-element(%t), index=0", _DONE), True),
+    ((_START, f"%r = f32[8,64]{{1,0}} all-reduce(%x), {_GROUPS}", _DONE), True),
+    (
+      (f'{_START}, backend_config={{"is_sync":true}}', _WORK, _DONE),
+      True,
+    ),
+    (
+      (
+        f"{_TWO[0]},"
+        ' frontend_attributes={async_collective_name="all-gather-start.1"}',
+      ),
+      False,
+    ),
+  ],
+)  # fmt: skip
+def test_whether_something_runs_meanwhile(lines, is_synchronous):
+  program, found = _found(*lines)
+  assert gathers.is_synchronous(program, found[0]) == is_synchronous

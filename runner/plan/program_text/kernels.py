@@ -1,0 +1,135 @@
+"""Kernels of a compiled program: custom calls and fusions of a named kind.
+
+Products inside a kernel do not stand in the text; they follow from its operands
+and its configuration:
+
+  cuDNN attention, forward       2 products of [B,N,T,H] and [B,N,S,H]
+  cuDNN attention, backward      5: four, and the scores once more
+  cuBLAS, cuBLASLt               as a `dot` with the configured dimensions
+  Pallas on TPUs                 what its author's cost estimate says
+"""
+
+import math
+import re
+
+from paxon.runner.plan.program_text import hlo
+
+# Custom calls that compute nothing.
+_NO_KERNELS = frozenset(
+  (
+    "AllocateBuffer",
+    "AssumeGatherIndicesInBound",
+    "AsyncCollectiveDone",
+    "AsyncCollectiveStart",
+    "ConcatBitcast",
+    "SliceId",
+    "ZeroCrop",
+  )
+)
+# Kernels without products: sorting and packing.
+_NO_PRODUCTS = frozenset(
+  (
+    "GatherScatterIndicesBitpacked",
+    "TopK",
+    "__cub$DeviceRadixSort",
+    "__cub$DeviceRadixSortUnassignedKeys",
+    "MoveToHost",
+    "MoveToDevice",
+  )
+)
+_FUSION_KIND = re.compile(r'"fusion_backend_config":\{"kind":"([^"]+)"')
+_CUSTOM_NAME = re.compile(r'"custom_fusion_config":\{"name":"([^"]+)"')
+# XLA writes some of its JSON with spaces.
+_SCORES = re.compile(
+  r'"intermediate_tensor_shape":\s*\{[^{}]*?"dimensions":\s*\[([^\]]*)\]'
+)
+_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
+_ESTIMATE = re.compile(r'"cost_estimate":\s*\{[^{}]*"flops":\s*"?(\d+)')
+_FMHA = "__cudnn$fmha"
+_GEMM = "__cublas$"
+
+
+def name(instruction: hlo.Instruction) -> str | None:
+  """Returns what a kernel is counted as, or None for what is no kernel.
+
+  Args:
+    instruction: Any.
+
+  Returns:
+    The target of a custom call; of a fusion of a kind of its own that kind,
+    such as `__triton_nested_gemm_fusion`, or the name of its implementation.
+  """
+  if instruction.opcode == "custom-call":
+    found = target(instruction)
+    return None if found in _NO_KERNELS else found
+  if instruction.opcode != "fusion":
+    return None
+  kind = _FUSION_KIND.search(instruction.attributes)
+  if kind is None:
+    return None
+  custom = _CUSTOM_NAME.search(instruction.attributes)
+  if kind[1] != "__custom_fusion" or custom is None:
+    return kind[1]
+  # A copy of a slice is no kernel.
+  return None if custom[1] == "dynamic_slice_fusion" else custom[1]
+
+
+def target(call: hlo.Instruction) -> str:
+  """Returns the target of a custom call."""
+  return (call.attribute("custom_call_target") or "").strip('"')
+
+
+def is_free(call: hlo.Instruction) -> bool:
+  """Returns whether a custom call computes nothing."""
+  return target(call) in _NO_KERNELS
+
+
+def is_attention(kernel: str) -> bool:
+  """Returns whether a kernel of this name is cuDNN's attention."""
+  return kernel.startswith(_FMHA)
+
+
+def is_attention_backward(kernel: str) -> bool:
+  """Returns whether a kernel of this name is its backward pass."""
+  return is_attention(kernel) and "Backward" in kernel
+
+
+def flops(call: hlo.Instruction, operands: list[hlo.Type]) -> int | None:
+  """Returns the FLOPs of a custom call's products, None without a formula.
+
+  Args:
+    call: The custom call.
+    operands: Types of its operands.
+  """
+  found = target(call)
+  if found in _NO_KERNELS or found in _NO_PRODUCTS:
+    return 0
+  if is_attention(found):
+    scores = _SCORES.search(call.attributes)
+    if scores is None or not operands:
+      return None
+    products = 5 if is_attention_backward(found) else 2
+    size = math.prod(_ints(scores[1]))
+    return products * 2 * size * operands[0].shape[-1]
+  if found.startswith(_GEMM):
+    contracted = _CONTRACTED.search(call.attributes)
+    if contracted is None or not operands:
+      return None
+    shared = math.prod(operands[0].shape[i] for i in _ints(contracted[1]))
+    out = call.type.elements[0] if call.type.elements else call.type
+    return 2 * math.prod(out.shape) * shared
+  estimate = _ESTIMATE.search(call.attributes.replace('\\"', '"'))
+  return int(estimate[1]) if estimate else None
+
+
+def workspace(call: hlo.Instruction) -> int:
+  """Returns bytes among a call's results that are scratch memory."""
+  found = target(call)
+  last = call.type.elements[-1] if call.type.elements else None
+  if last is None or not found.startswith((_FMHA, _GEMM)):
+    return 0
+  return last.num_bytes if last.dtype in ("s8", "u8") else 0
+
+
+def _ints(text: str) -> list[int]:
+  return [int(number) for number in re.findall(r"\d+", text)]

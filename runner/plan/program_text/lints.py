@@ -1,0 +1,274 @@
+"""What in a compiled program costs more than it needs to, as warnings.
+
+Each names the part of the model, sizes and counts of one device and step, and
+what to change. Small things are silent.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+import dataclasses
+
+from paxon.runner.plan.program_text import (
+  costs,
+  dataflow,
+  gathers,
+  hlo,
+  kernels,
+  movements,
+)
+
+# Below this many bytes in a step, and this share of all that collectives move,
+# a finding is not worth a line.
+_SMALL = 2.0**20
+_LITTLE = 0.001
+# Shares of all FLOPs below which an odd dtype is not worth one.
+_FEW = 0.01
+# Of compiled FLOPs over those of the jaxpr.
+RATIO = (0.999, 1.02)
+_TWICE = 1.5
+
+# Options with which compilers begin gathers earlier.
+_OVERLAP: Mapping[str, str] = {
+  "cuda": "xla_gpu_enable_pipelined_all_gather=True, or a lower"
+  " xla_gpu_all_gather_combine_threshold_bytes",
+  "tpu": "xla_enable_async_all_gather=True and"
+  " xla_tpu_enable_async_collective_fusion_fuse_all_gather=True",
+}
+
+_Activations = dataflow.Data.ACTIVATIONS
+_Gradients = dataflow.Data.GRADIENTS
+_Weights = dataflow.Data.WEIGHTS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Subject:
+  """What is linted.
+
+  Attributes:
+    program: The compiled training step of one device.
+    moved: What its collectives move.
+    total: Its costs.
+    kernels: Executions of each kernel.
+    batch_axes: Mesh axes over which the batch is split.
+    platform: `cpu`, `cuda` or `tpu`.
+  """
+
+  program: hlo.Program
+  moved: Sequence[movements.Movement]
+  total: costs.Total
+  kernels: Mapping[str, int]
+  batch_axes: Sequence[str]
+  platform: str
+
+  @property
+  def least(self) -> float:
+    """Bytes in a step that are worth a warning."""
+    return max(_SMALL, _LITTLE * _total(self.moved))
+
+
+def check(subject: Subject) -> tuple[str, ...]:
+  """Returns all warnings, those on communication first."""
+  # The compiler for CPUs splits no collective and scatters no gradient, and it
+  # computes bfloat16 in float32; that says nothing about the experiment.
+  rules = _RULES if subject.platform == "cpu" else (*_RULES, *_FOR_HARDWARE)
+  return tuple(text for rule in rules for text in rule(subject))
+
+
+def recomputation(
+  compiled: Mapping[str, int], traced: Mapping[str, int]
+) -> str | None:
+  """Returns a warning if the compiled program does not do what was traced.
+
+  Args:
+    compiled: FLOPs of its products on all devices, by part of the model.
+    traced: The same of the jaxpr.
+
+  Returns:
+    The warning, or None if the ratio of the sums is within `RATIO`.
+  """
+  if not sum(traced.values()):
+    return None
+  ratio = sum(compiled.values()) / sum(traced.values())
+  if RATIO[0] <= ratio <= RATIO[1]:
+    return None
+  if ratio < 1:
+    return (
+      f"The compiled program has {ratio:.3f} of the FLOPs that were traced: the"
+      " compiler turned products into something else, or a kernel's FLOPs are"
+      " not known. Do not trust times."
+    )
+  excess = {part: compiled.get(part, 0) - traced[part] for part in traced}
+  worst = max(excess, key=excess.__getitem__)
+  where = ""
+  if excess[worst] > 0:
+    times = compiled[worst] / traced[worst]
+    where = f", {worst or 'what is outside of modules'} {times:.2f} times"
+  if ratio < _TWICE:
+    return (
+      f"The compiled program does {ratio:.3f} of the FLOPs that were traced"
+      f"{where}: the compiler recomputes to fit into the memory, or devices do"
+      " the same work. Save less, split over more devices, or shard that part."
+    )
+  return (
+    f"The compiled program does {ratio:.2f} of the FLOPs that were traced"
+    f"{where}: devices do the same work. An axis of the mesh splits neither the"
+    " batch nor the weights there; change the mesh or the axis rules."
+  )
+
+
+def _resharding(subject: Subject) -> Iterable[str]:
+  found = [
+    m
+    for m in subject.moved
+    if m.is_in_loop
+    and m.data is _Activations
+    and m.collective.kind != "all-to-all"
+    and set(m.collective.axes) & set(subject.batch_axes)
+  ]
+  for part, group in _by_part(found, subject):
+    kinds = ", ".join(dict.fromkeys(m.collective.kind for m in group))
+    axes = ",".join(dict.fromkeys(a for m in group for a in m.collective.axes))
+    yield (
+      f"{part}: activations cross the axis {axes}, which splits the batch:"
+      f" {_figures(group)} ({kinds}) in the loop of layers. Constrain what goes"
+      " in and out of this part by its logical axes."
+    )
+
+
+def _padded(subject: Subject) -> Iterable[str]:
+  found = [m for m in subject.moved if m.collective.gathers]
+  for part, group in _by_part(found, subject):
+    yield (
+      f"{part}: weights are gathered as all-reduces of padded parts:"
+      f" {_figures(group)}, about twice what gathers send. Another size of"
+      f" {_axes(group)}, or splitting another dimension, avoids it."
+    )
+
+
+def _unscattered(subject: Subject) -> Iterable[str]:
+  gathered = {
+    axis
+    for m in subject.moved
+    if m.data is _Weights and m.collective.kind == "all-gather"
+    for axis in m.collective.axes
+  }
+  found = [
+    m
+    for m in subject.moved
+    if m.data is _Gradients
+    and m.collective.kind == "all-reduce"
+    and set(m.collective.axes) & gathered
+  ]
+  for part, group in _by_part(found, subject):
+    yield (
+      f"{part}: gradients are all-reduced over {_axes(group)}, along which the"
+      f" weights are split: {_figures(group)}, twice what scatters send. Local"
+      " parts that are multiples of 128 or 256 are scattered more often; try"
+      f" another size of {_axes(group)}."
+    )
+
+
+def _duplicates(subject: Subject) -> Iterable[str]:
+  extra: dict[str, list[movements.Movement]] = {}
+  found = [
+    m
+    for m in subject.moved
+    if m.is_in_loop and m.data is _Weights and m.collective.kind == "all-gather"
+  ]
+  find = gathers.Finder(subject.program)
+  seen: set[gathers.Source] = set()
+  for movement in found:
+    sources = find.sources(movement.collective)
+    if sources and seen.issuperset(sources):
+      extra.setdefault(movement.part, []).append(movement)
+    seen.update(sources)
+  for part, group in extra.items():
+    if _total(group) >= subject.least:
+      yield (
+        f"{part or 'an unnamed part'}: the same weights are gathered again in"
+        f" the same pass: {_figures(group)} that could be saved. The pass"
+        " recomputes products before it needs their weights again; a remat"
+        " policy that saves these products avoids it."
+      )
+
+
+def _synchronous(subject: Subject) -> Iterable[str]:
+  found = [
+    m
+    for m in subject.moved
+    if m.is_in_loop
+    and m.data is _Weights
+    and m.collective.kind == "all-gather"
+    and gathers.is_synchronous(subject.program, m.collective)
+  ]
+  if _total(found) >= subject.least:
+    yield (
+      f"{movements.largest_part(found)}: gathers of weights over {_axes(found)}"
+      f" wait, nothing is computed meanwhile: {_figures(found)}. The"
+      f" experiment's compiler_options may say {_OVERLAP[subject.platform]}."
+    )
+
+
+def _wide_products(subject: Subject) -> Iterable[str]:
+  flops = subject.total.flops
+  narrow = subject.total.of_dtypes("bfloat16", "float16")
+  wide = subject.total.of_dtypes("float32")
+  if narrow > flops / 2 and wide > _FEW * flops:
+    parts = subject.total.by_part("float32")
+    part = max(parts, key=parts.__getitem__)
+    yield (
+      f"{part or 'an unnamed part'}: {100 * wide / flops:.0f} % of the FLOPs"
+      " are products of float32 operands in a model that computes in 16 bits;"
+      " on GPUs at half the rate or less. Cast the operands, or what their"
+      " gradient arrives in (preferred_element_type)."
+    )
+
+
+def _attention(subject: Subject) -> Iterable[str]:
+  forward = backward = 0
+  for name, count in subject.kernels.items():
+    if kernels.is_attention_backward(name):
+      backward += count
+    elif kernels.is_attention(name):
+      forward += count
+  if forward > backward > 0:
+    yield (
+      f"attention: {forward} forward kernels for {backward} backward ones:"
+      f" {forward - backward} are recomputed. Save the kernel's own residuals,"
+      " its output and its softmax statistics, in the remat policy."
+    )
+
+
+_Rule = Callable[[Subject], Iterable[str]]
+_RULES: tuple[_Rule, ...] = (_resharding, _attention)
+_FOR_HARDWARE: tuple[_Rule, ...] = (
+  _padded,
+  _unscattered,
+  _duplicates,
+  _synchronous,
+  _wide_products,
+)
+
+
+def _by_part(
+  found: Iterable[movements.Movement], subject: Subject
+) -> Iterable[tuple[str, list[movements.Movement]]]:
+  """Groups by part, without small ones, the largest first."""
+  groups: dict[str, list[movements.Movement]] = {}
+  for movement in found:
+    groups.setdefault(movement.part or "an unnamed part", []).append(movement)
+  large = [item for item in groups.items() if _total(item[1]) >= subject.least]
+  return sorted(large, key=lambda item: -_total(item[1]))
+
+
+def _total(group: Iterable[movements.Movement]) -> int:
+  return sum(m.total_bytes for m in group)
+
+
+def _figures(group: Sequence[movements.Movement]) -> str:
+  count = sum(m.collective.count for m in group)
+  return f"{count} times, {_total(group) / 2**20:.1f} MiB a step"
+
+
+def _axes(group: Sequence[movements.Movement]) -> str:
+  found = dict.fromkeys(a for m in group for a in m.collective.axes)
+  return ",".join(found) or "-"

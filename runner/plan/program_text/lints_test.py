@@ -1,0 +1,208 @@
+"""Tests for warnings about compiled programs."""
+
+import re
+
+import pytest
+
+from paxon.runner.plan.program_text import (
+  collectives,
+  costs,
+  dataflow,
+  hlo,
+  lints,
+  movements,
+)
+
+_Data = dataflow.Data
+_PART = "Lm/stack/layers/blocks_0/mlp"
+_MIB = 2**20
+
+# Two gathers of the same value, and one that runs beside something.
+_PROGRAM = hlo.parse("""HloModule m
+
+ENTRY %main (p: f32[2,8]) -> f32[8] {
+  %p = f32[2,8]{1,0} parameter(0)
+  %g = f32[8,8]{1,0} all-gather(%p), dimensions={0}
+  %h = f32[8,8]{1,0} all-gather(%p), dimensions={0}
+  %q = f32[2,8]{1,0} negate(%p)
+  %s = (f32[2,8]{1,0}, f32[8,8]{1,0}) all-gather-start(%q), dimensions={0}
+  %x = f32[8,8]{1,0} add(%g, %h)
+  %d = f32[8,8]{1,0} all-gather-done(%s)
+  ROOT %r = f32[8]{0} all-reduce(%x), to_apply=%main
+}
+""")
+
+
+def _moved(data, kind, *, instruction="r", size=_MIB, axes=("fsdp",), **fields):
+  options = {"part": _PART, "is_in_loop": True} | {
+    name: fields.pop(name) for name in ("part", "is_in_loop") if name in fields
+  }
+  return movements.Movement(
+    collective=collectives.Collective(
+      kind=kind,
+      axes=axes,
+      whole_axes=True,
+      group_size=4,
+      count=8,
+      payload_bytes=size,
+      wire_bytes=float(size),
+      members=(0, 1, 2, 3),
+      computation="main",
+      instruction=instruction,
+      **fields,
+    ),
+    data=data,
+    payload_bytes=size,
+    **options,
+  )
+
+
+def _gather(instruction="s", **fields):
+  is_start = instruction == "s"
+  return _moved(
+    _Data.WEIGHTS,
+    "all-gather",
+    instruction=instruction,
+    is_asynchronous=is_start,
+    **fields,
+  )
+
+
+def _check(*moved, counts=None, kernels=None, platform="cuda"):
+  return lints.check(
+    lints.Subject(
+      program=_PROGRAM,
+      moved=moved,
+      total=costs.Total(0, counts or {}, (), ()),
+      kernels=kernels or {},
+      batch_axes=("data", "fsdp"),
+      platform=platform,
+    )
+  )
+
+
+def test_nothing_to_say():
+  assert (
+    _check(
+      _gather(),
+      _moved(_Data.GRADIENTS, "reduce-scatter"),
+      _moved(_Data.ACTIVATIONS, "all-reduce", axes=("tensor",)),
+      # A router sends tokens to experts.
+      _moved(_Data.ACTIVATIONS, "all-to-all"),
+      counts={(_PART, "bfloat16"): 10**6},
+      kernels={"__cudnn$fmhaSoftmax": 4, "__cudnn$fmhaSoftmaxBackward": 4},
+    )
+    == ()
+  )
+
+
+def test_small_things_are_silent():
+  assert _check(*(
+    _moved(data, kind, size=1000)
+    for data in _Data
+    for kind in ("all-gather", "all-reduce")
+  )) == ()  # fmt: skip
+
+
+def test_what_is_little_beside_the_rest_is_silent():
+  norms = _moved(_Data.GRADIENTS, "all-reduce")
+  assert _check(norms, _gather(size=200 * _MIB))
+  assert _check(norms, _gather(size=2000 * _MIB)) == ()
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+def test_activations_over_an_axis_of_the_batch(platform):
+  (text,) = _check(
+    _moved(_Data.ACTIVATIONS, "all-gather"),
+    _moved(_Data.ACTIVATIONS, "collective-permute"),
+    _moved(_Data.ACTIVATIONS, "all-gather", is_in_loop=False),
+    platform=platform,
+  )
+  assert text.startswith(f"{_PART}: activations cross the axis fsdp, which")
+  assert "16 times, 16.0 MiB a step (all-gather, collective-permute)" in text
+
+
+def test_gathers_as_all_reduces():
+  (text,) = _check(_moved(_Data.WEIGHTS, "all-reduce", gathers=True))
+  assert f"{_PART}: weights are gathered as all-reduces of padded" in text
+  assert "8 times, 8.0 MiB a step" in text
+  assert "Another size of fsdp" in text
+
+
+def test_gradients_that_are_not_scattered():
+  gradients = _moved(_Data.GRADIENTS, "all-reduce")
+  # Without weights split over the axis there is nothing to scatter to.
+  assert _check(gradients) == ()
+  (text,) = _check(gradients, _gather())
+  assert f"{_PART}: gradients are all-reduced over fsdp, along which" in text
+  assert "8 times, 8.0 MiB a step, twice what scatters send" in text
+  assert _check(gradients, _gather(), platform="cpu") == ()
+
+
+def test_weights_that_are_gathered_twice():
+  texts = _check(_gather("g"), _gather("h"), _gather())
+  (text,) = (text for text in texts if "again" in text)
+  assert text.startswith(f"{_PART}: the same weights are gathered again in the")
+  assert "8 times, 8.0 MiB a step that could be saved" in text
+
+
+@pytest.mark.parametrize(
+  ("platform", "option"),
+  [
+    ("cuda", "xla_gpu_enable_pipelined_all_gather=True"),
+    ("tpu", "xla_enable_async_all_gather=True"),
+  ],
+)
+def test_gathers_that_wait(platform, option):
+  (text,) = _check(_gather("g"), _gather(), platform=platform)
+  assert f"{_PART}: gathers of weights over fsdp wait" in text
+  assert "8 times, 8.0 MiB a step" in text
+  assert option in text
+
+
+def test_products_in_float32():
+  narrow, wide = (_PART, "bfloat16"), ("Lm/head", "float32")
+  (text,) = _check(counts={narrow: 60, wide: 40})
+  assert text.startswith("Lm/head: 40 % of the FLOPs are products of float32")
+  # A model in float32 means it, and a little of it is no matter.
+  assert _check(counts={narrow: 40, wide: 60}) == ()
+  assert _check(counts={narrow: 1000, wide: 1}) == ()
+
+
+def test_attention_that_is_recomputed():
+  (text,) = _check(
+    kernels={"__cudnn$fmhaSoftmax": 64, "__cudnn$fmhaSoftmaxBackward": 32}
+  )
+  assert "attention: 64 forward kernels for 32 backward ones: 32 are" in text
+  # In evaluation there is no backward pass.
+  assert _check(kernels={"__cudnn$fmhaSoftmax": 64}) == ()
+
+
+@pytest.mark.parametrize(
+  ("compiled", "message"),
+  [
+    ({"a": 1000, "b": 1000}, None),
+    ({"a": 1019, "b": 1000}, None),
+    (
+      {"a": 1000, "b": 1200},
+      r"does 1\.100 of the FLOPs that were traced, b 1\.20 times: the compiler"
+      r" recomputes to fit",
+    ),
+    (
+      {"a": 3000, "b": 1000},
+      r"does 2\.00 of the FLOPs that were traced, a 3\.00 times: devices do",
+    ),
+    ({"a": 1000}, r"has 0\.500 of the FLOPs that were traced"),
+    ({"c": 3000}, r"does 1\.50 of the FLOPs that were traced: devices do the"),
+  ],
+)
+def test_what_the_compiler_adds(compiled, message):
+  found = lints.recomputation(compiled, {"a": 1000, "b": 1000})
+  if message is None:
+    assert found is None
+  else:
+    assert re.search(message, found)
+
+
+def test_without_products_there_is_nothing_to_compare():
+  assert lints.recomputation({}, {}) is None

@@ -1,0 +1,99 @@
+"""Which part of a model an operation belongs to, from JAX's name stack.
+
+The compiled text carries the name stack as `op_name`. Where the compiler joined
+operations, it lists what differs in parentheses: `a/b/(c/dot:d/mul)`.
+"""
+
+import itertools
+import re
+
+_TRANSFORM = re.compile(
+  r"\b(?:jvp|transpose|vmap|custom_jvp|custom_vjp|remat|checkpoint)\("
+)
+# What JAX adds for its own control flow.
+_NO_PARTS = frozenset(
+  (
+    "",
+    "body",
+    "branch_0_fun",
+    "branch_1_fun",
+    "checkpoint",
+    "closed_call",
+    "cond",
+    "eval_jaxpr",
+    "remat",
+    "rematted_computation",
+    "scan",
+    "shard_map",
+    "while",
+  )
+)
+
+
+def part(stack: str) -> str:
+  """Returns the path of modules, such as `DecoderLm/stack/layers/blocks_0`.
+
+  Transforms, methods, einsums, control flow, repetitions and the operation
+  itself are left out.
+  """
+  begin = _begin_of_list(stack)
+  if begin is None:
+    return _path(stack.rpartition("/")[0])
+  paths = [
+    _path(f"{stack[:begin]}{text}".rpartition("/")[0]).split("/")
+    for text in _alternatives(stack[begin + 1 : -1])
+  ]
+  shared = itertools.takewhile(
+    lambda names: len(set(names)) == 1, zip(*paths, strict=False)
+  )
+  return "/".join(names[0] for names in shared)
+
+
+def is_backward(stack: str) -> bool:
+  """Returns whether an operation is of the backward pass."""
+  return "transpose(" in stack
+
+
+def is_recomputed(stack: str) -> bool:
+  """Returns whether an operation is done again for the backward pass."""
+  return "rematted_computation" in stack
+
+
+def _begin_of_list(stack: str) -> int | None:
+  """Where the parenthesis of a list of operations opens, at the end."""
+  if not stack.endswith(")"):
+    return None
+  depth = 0
+  for i in reversed(range(len(stack))):
+    depth += (stack[i] == ")") - (stack[i] == "(")
+    if not depth:
+      # `jvp(` and the like are transforms.
+      return i if not i or stack[i - 1] == "/" else None
+  return None
+
+
+def _alternatives(text: str) -> list[str]:
+  """Splits at colons outside of brackets."""
+  found, depth, begin = [], 0, 0
+  for i, char in enumerate(text):
+    if char == "(":
+      depth += 1
+    elif char == ")":
+      depth -= 1
+    elif char == ":" and not depth:
+      found.append(text[begin:i])
+      begin = i + 1
+  return [*found, text[begin:]]
+
+
+def _path(stack: str) -> str:
+  names: list[str] = []
+  for piece in stack.split("/"):
+    if piece.startswith(("jit(", "pjit(")):
+      continue
+    name = _TRANSFORM.sub("", piece).replace(")", "").partition(".")[0]
+    skipped = "->" in piece or name in _NO_PARTS
+    if not skipped and (not names or names[-1] != name):
+      names.append(name)
+  # A model's name comes back where transforms are nested.
+  return "/".join(dict.fromkeys(names))

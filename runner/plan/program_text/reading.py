@@ -1,0 +1,125 @@
+"""All that a plan reads from the text of a compiled training step."""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import math
+
+from paxon.runner.plan import result
+from paxon.runner.plan.program_text import (
+  collectives,
+  costs,
+  dataflow,
+  hlo,
+  lints,
+  movements,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+  """What the text says.
+
+  Attributes:
+    communication: All collectives and kernels.
+    hbm_bytes: Read and written by one device.
+    compiled_flops: FLOPs of products, of all devices; None if the FLOPs of a
+      kernel are not known.
+    resharding: Activations that move inside loops, the largest first.
+    notes: What is not known, one sentence each.
+    warnings: What costs more than it needs to.
+  """
+
+  communication: collectives.Communication
+  hbm_bytes: int | None = None
+  compiled_flops: int | None = None
+  resharding: tuple[result.Resharding, ...] = ()
+  notes: tuple[str, ...] = ()
+  warnings: tuple[str, ...] = ()
+
+
+NOTHING = Reading(collectives.Communication((), {}, ()))
+
+
+def read(
+  program: hlo.Program,
+  *,
+  mesh: Mapping[str, int],
+  dcn: Sequence[str],
+  batch_axes: Sequence[str],
+  platform: str,
+  traced: Mapping[str, int],
+) -> Reading:
+  """Reads a compiled training step.
+
+  Args:
+    program: The program of one device.
+    mesh: Size of each mesh axis, in the order of the mesh.
+    dcn: The mesh axes between slices.
+    batch_axes: The mesh axes over which the batch is split.
+    platform: `cpu`, `cuda` or `tpu`.
+    traced: FLOPs of the jaxpr by part of the model, of all devices.
+
+  Returns:
+    What it says.
+  """
+  communication = collectives.find(program, mesh=mesh, dcn=dcn)
+  total = costs.total(program)
+  moved = movements.find(program, communication)
+  notes = [*communication.notes, *total.notes]
+  if moved is None:
+    moved = ()
+    notes.append(
+      "What the collectives move is not known: no parameter of the program is"
+      " named as the batch."
+    )
+  warnings = lints.check(
+    lints.Subject(
+      program=program,
+      moved=moved,
+      total=total,
+      kernels=communication.kernels,
+      batch_axes=batch_axes,
+      platform=platform,
+    )
+  )
+  compiled_flops = None
+  if total.unknown:
+    notes.append(
+      f"The FLOPs of {', '.join(total.unknown)} are not known, so those of the"
+      " compiled program are not compared with what was traced."
+    )
+  else:
+    num_devices = math.prod(mesh.values())
+    compiled_flops = num_devices * total.flops
+    parts = {p: num_devices * n for p, n in total.by_part().items()}
+    more = lints.recomputation(parts, traced)
+    warnings = (*warnings, *([] if more is None else [more]))
+  return Reading(
+    communication=communication,
+    hbm_bytes=total.hbm_bytes,
+    compiled_flops=compiled_flops,
+    resharding=_resharding(moved),
+    notes=tuple(notes),
+    warnings=warnings,
+  )
+
+
+def _resharding(
+  moved: Sequence[movements.Movement],
+) -> tuple[result.Resharding, ...]:
+  groups: dict[tuple[str, tuple[str, ...], str], list[movements.Movement]] = {}
+  for m in moved:
+    if m.is_in_loop and m.data is dataflow.Data.ACTIVATIONS:
+      key = m.collective.kind, m.collective.axes, m.part
+      groups.setdefault(key, []).append(m)
+  sums = [
+    result.Resharding(
+      kind=kind,
+      axes=axes,
+      part=part,
+      count=sum(m.collective.count for m in members),
+      payload_bytes=sum(m.total_bytes for m in members),
+    )
+    for (kind, axes, part), members in groups.items()
+  ]
+  return tuple(sorted(sums, key=lambda r: -r.payload_bytes))

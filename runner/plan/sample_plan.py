@@ -1,0 +1,188 @@
+"""A plan with a figure in every field, for tests of what shows plans.
+
+The figures are made up; no two of them read alike.
+"""
+
+from typing import Any
+
+from paxon.runner.plan import result
+
+_GIB = 2**30
+
+
+def memory(**fields: Any) -> result.Memory:
+  """Returns the memory of one H200 that the program fits.
+
+  Args:
+    **fields: What to replace.
+  """
+  base: dict[str, Any] = {
+    "parameters": 10 * _GIB,
+    "other_variables": 3 * 2**20,
+    "optimizer": 20 * _GIB,
+    "batch": 5 * 2**20,
+    "gradients": 9 * _GIB,
+    "arguments": 31 * _GIB,
+    "temporaries": 41 * _GIB,
+    "peak": 72 * _GIB,
+    "usable": 118.0 * _GIB,
+    "capacity": 131.0 * _GIB,
+    "saved": {"layer inputs": 12 * _GIB, "mlp": 17 * _GIB, "unnamed": _GIB},
+    "forecast": 70 * _GIB,
+  }
+  return result.Memory(**base | fields)
+
+
+def estimate(**fields: Any) -> result.Estimate:
+  """Returns an estimate.
+
+  Args:
+    **fields: What to replace.
+  """
+  base: dict[str, Any] = {
+    "step": 0.9,
+    "compute": 0.61,
+    "memory": 0.12,
+    "overhead": 0.007,
+    "exposed": {"fsdp": 0.143, "data,fsdp": 0.02},
+    "tokens_per_second": 72_816.0,
+    "mfu": 0.364,
+    "band": (0.8, 1.25),
+    "source": "h200.json, measured 2026-11-01 on one NVIDIA H200",
+    "data_sheet_step": 0.732,
+    "data_sheet_mfu": 0.447,
+    "ceiling_mfu": 0.768,
+  }
+  return result.Estimate(**base | fields)
+
+
+def plan(**fields: Any) -> result.Plan:
+  """Returns a plan for eight H200s.
+
+  Args:
+    **fields: What to replace.
+  """
+  shape = (16, 4096)
+  base: dict[str, Any] = {
+    "experiment": "tasks.a.B",
+    "overrides": ("--fdl.mesh=fsdp=8",),
+    "target": "h200:1x8",
+    "device_kind": "h200",
+    "num_devices": 8,
+    "num_chips": 8,
+    "mesh": {"fsdp": 8},
+    "batch": {"inputs": shape, "weights": shape},
+    "compiled": True,
+    "memory": memory(),
+    "flops": result.Flops(
+      model=3_210 * 10**12,
+      causal_model=2_987e12,
+      hardware=4_012 * 10**12,
+      recomputed=802 * 10**12,
+      by_part={
+        "DecoderLm/stack/layers/blocks_0/feed_forward": 2_501 * 10**12,
+        "DecoderLm/stack/layers/blocks_0/attention": 1_305 * 10**12,
+        "DecoderLm/Embedding": 206 * 10**12,
+      },
+      by_kind={"matmul": 3_711 * 10**12, "attention": 301 * 10**12},
+      by_dtype={"bfloat16": 4_009 * 10**12, "float32": 3 * 10**12},
+    ),
+    "collectives": _collectives(),
+    "hbm_bytes": 777 * _GIB,
+    "compiled_flops": 4_011 * 10**12,
+    "resharding": (
+      result.Resharding(
+        kind="all-to-all",
+        axes=("fsdp",),
+        part="DecoderLm/stack/layers/blocks_0/norm",
+        count=65,
+        payload_bytes=7 * _GIB,
+      ),
+    ),
+    "warnings": ("gathers wait for each other",),
+    "kernels": {"__cudnn$fmhaSoftmax": 32},
+    "kernel_choices": (
+      result.KernelChoice(
+        part="attention forward",
+        kernel="cudnn",
+        is_decided=True,
+        count=33,
+        dtype="bf16",
+      ),
+      result.KernelChoice(
+        part="matrix products",
+        kernel="cublas or triton",
+        is_decided=False,
+        count=451,
+        dtype="bf16",
+      ),
+    ),
+    "compiler_options": {"xla_gpu_some_option": "true"},
+    "bound": result.Bound(
+      compute=0.522,
+      memory=0.0132,
+      fast_link=0.217,
+      network=0.0043,
+      step=0.522,
+      tokens_per_second=125_548.0,
+      mfu=0.723,
+    ),
+    "estimate": estimate(),
+    "fit": "fits",
+    "advice": (),
+    "findings": ("a table is left whole",),
+    "notes": ("a loop is counted once",),
+    "fingerprint": "0123456789abcdef" * 4,
+    "versions": {"jax": "0.10.2"},
+    "compile_seconds": 4.5,
+    "made_at": "2026-11-21T10:41:09Z",
+  }
+  return result.Plan(**base | fields)
+
+
+def change(**fields: Any) -> result.Change:
+  """Returns a change that makes a program fit.
+
+  Args:
+    **fields: What to replace.
+  """
+  base: dict[str, Any] = {
+    "overrides": ("--fdl.num_microbatches=2",),
+    "words": "two microbatches",
+    "compiled": True,
+    "fit": "fits",
+    "peak_before": 140 * _GIB,
+    "peak_after": 88 * _GIB,
+    "recomputed_share": 0.253,
+    "bound_before": 0.571,
+    "bound_after": 0.583,
+    "estimate_before": 0.93,
+    "estimate_after": 0.95,
+  }
+  return result.Change(**base | fields)
+
+
+def _collectives() -> tuple[result.Collectives, ...]:
+  return (
+    result.Collectives(
+      kind="all-gather",
+      axes=("fsdp",),
+      link="fast",
+      count=129,
+      asynchronous=127,
+      payload_bytes=61 * _GIB,
+      wire_bytes=53.375 * _GIB,
+      seconds=0.1275,
+    ),
+    result.Collectives(
+      kind="all-reduce",
+      axes=("data", "fsdp"),
+      link="network",
+      count=3,
+      asynchronous=0,
+      payload_bytes=812,
+      wire_bytes=1421.0,
+      seconds=0.0043,
+      gathers=True,
+    ),
+  )

@@ -1,0 +1,1 @@
+"""Changes of an experiment: which there are, what they cost, which are best."""

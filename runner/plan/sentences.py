@@ -1,0 +1,113 @@
+"""Sentences about a plan, the same on a terminal and on a page."""
+
+import re
+from typing import Final
+
+from paxon.runner.plan import hardware, result, units
+
+_GIB: Final = 2.0**30
+
+# Whose programs a distribution compiles; all others are for all.
+_COMPILERS: Final = {
+  "libtpu": hardware.Platform.TPU,
+  "jax-cuda13-plugin": hardware.Platform.CUDA,
+}
+
+# What JAX takes of a GPU's memory by default.
+_RESERVED: Final = 0.75
+
+
+def devices(plan: result.Plan) -> str:
+  """Returns how many devices there are, and on how many chips.
+
+  Args:
+    plan: Of a known kind of hardware.
+  """
+  kind = hardware.named(plan.device_kind)
+  of_chips = f"{plan.num_devices:,} devices on {plan.num_chips:,}"
+  if kind.platform is hardware.Platform.CPU:
+    text = f"{plan.num_devices:,} devices of the CPU"
+  elif kind.platform is hardware.Platform.CUDA:
+    text = f"{of_chips} GPUs"
+  elif kind.devices_per_chip > 1:
+    text = f"{of_chips} chips ({kind.devices_per_chip} a chip)"
+  elif kind.name == "v4":
+    # Without megacore, each of its two cores would be a device.
+    text = f"{of_chips} chips (megacore: both cores of a chip are one device)"
+  else:
+    text = f"{of_chips} chips"
+  # Of one there is no plural.
+  return re.sub(r"\b1 (devices|GPUs|chips)\b", lambda m: m[0][:-1], text)
+
+
+def verdict(plan: result.Plan) -> str:
+  """Returns whether the program fits, and how full the memory is."""
+  memory = plan.memory
+  if memory.peak is not None and memory.usable:
+    share = units.share(memory.peak / memory.usable)
+    return f"{plan.fit}, {share} of what is usable"
+  if memory.fit is not result.Fit.UNKNOWN:
+    return plan.fit
+  text = "whether it fits is not known"
+  if memory.forecast is not None and memory.usable:
+    share = units.share(memory.forecast / memory.usable)
+    text += f"; by closed form it takes {share} of what is usable"
+  return text
+
+
+def capacity(plan: result.Plan) -> str:
+  """Returns what a program may use of a device's memory, and who says so."""
+  memory = plan.memory
+  if memory.usable is None or memory.capacity is None:
+    return "usable is what the machine has, with which nothing is compared"
+  sizes = f"{memory.usable / _GIB:.2f} of {memory.capacity / _GIB:.2f} GiB"
+  platform = hardware.named(plan.device_kind).platform
+  if platform is hardware.Platform.TPU:
+    return f"{sizes} are usable, which its compiler enforces"
+  text = (
+    f"{sizes} are usable; the compiler for CUDA refuses nothing, so the plan"
+    " compares the peak itself"
+  )
+  if memory.peak is not None and (
+    _RESERVED * memory.capacity < memory.peak <= memory.usable
+  ):
+    text += (
+      "; JAX takes three quarters of a GPU, so run it with"
+      " XLA_PYTHON_CLIENT_MEM_FRACTION=0.9"
+    )
+  return text
+
+
+def decision(choice: result.KernelChoice) -> str:
+  """Returns whether the run will have a kernel too."""
+  return "decided" if choice.is_decided else "left to autotuning"
+
+
+def executions(choice: result.KernelChoice) -> str:
+  """Returns how often something runs in a step, and what is counted.
+
+  Args:
+    choice: `plain` attention has no kernel of its own: its products are
+      counted, two in a forward pass, and again where they are recomputed.
+  """
+  is_product = choice.kernel == "plain" or choice.part == "matrix products"
+  return f"{choice.count:,} {'products' if is_product else 'calls'}"
+
+
+def origin(plan: result.Plan) -> str:
+  """Returns when, by what and in what time the plan was made."""
+  platform = hardware.named(plan.device_kind).platform
+  by = ", ".join(
+    f"{name} {number}"
+    for name, number in plan.versions.items()
+    if _COMPILERS.get(name, platform) is platform
+  )
+  if plan.compile_seconds is None:
+    what = "traced, not compiled"
+  elif plan.compiled:
+    what = f"compiled in {plan.compile_seconds:.1f} s"
+  else:
+    what = f"refused by the compiler after {plan.compile_seconds:.1f} s"
+  when = f" on {plan.made_at}" if plan.made_at else ""
+  cached = "from cache, " if plan.is_from_cache else ""
+  return f"{cached}{what}{when} by {by}"

@@ -1,0 +1,1 @@
+"""Plans as one HTML page that needs no network and no scripts."""

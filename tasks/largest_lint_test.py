@@ -1,0 +1,66 @@
+"""Tests that the lint of the largest experiment needs no hardware, nor time."""
+
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from paxon.runner.configuration import resolving
+from paxon.runner.plan import target as targets
+from paxon.runner.programs.plan import child, job_lint
+
+_LARGEST = "tasks.lm.params.lm_cloud.LmCloudSpmd1024B"
+_PLATFORM = {"JAX_PLATFORMS": "no_such_platform"}
+
+
+def _run(folder, code_or_module, *arguments):
+  target = targets.parse("v4:8x16x16")
+  return subprocess.run(
+    [sys.executable, *code_or_module, *arguments],
+    # A platform that is not there fails as soon as a backend is asked for.
+    env=child.environment(target, is_compiled=True) | _PLATFORM,
+    cwd=folder,
+    capture_output=True,
+    text=True,
+    timeout=200,
+    check=False,
+  )
+
+
+def test_without_that_platform_nothing_runs(tmp_path):
+  done = _run(tmp_path, ["-c"], "import jax; jax.devices()")
+  assert "no_such_platform" in done.stderr
+  assert done.returncode == 1
+
+
+@pytest.mark.parametrize(
+  ("mesh", "message"),
+  [
+    (
+      "tensor=2048",
+      r"axis 'heads' of size \d+ does not divide by tensor=2048; make num_heads"
+      r" a multiple of 2048, such as 2048, or the mesh smaller along tensor",
+    ),
+    ("fsdp=512", r"The mesh 'fsdp=512' needs exactly 512 devices.* are 2048"),
+  ],
+)
+def test_it_is_refused_before_a_backend_is_there(tmp_path, mesh, message):
+  done = _run(
+    tmp_path,
+    ["-m", "paxon.runner.main"],
+    *(f"--exp={_LARGEST}", "--mode=plan", "--target=v4:8x16x16"),
+    f"--fdl.mesh={mesh}",
+  )
+  assert done.returncode == 2, done.stderr
+  assert re.search(message, done.stderr)
+  assert done.stderr.count("\n") == 1
+
+
+def test_it_takes_seconds():
+  job = resolving.build(resolving.resolve(_LARGEST, []).config)
+  begin = time.monotonic()
+  findings = job_lint.check(job, num_devices=2048)
+  assert time.monotonic() - begin < 10
+  assert not any(finding.is_error for finding in findings)

@@ -1,0 +1,134 @@
+"""Pax's dense language models of C4 on several slices.
+
+Sizes, batches and meshes are those of `paxml/tasks/lm/params/c4_multislice.py`:
+parameters are split inside a slice (`fsdp`) and repeated in each (`dcn.data`).
+See `c4` for the data, `tasks.lm.transformer_lm_spmd` for the models, and
+`docs/plans.md` for what they take.
+"""
+
+from paxon.tasks.lm.params import c4
+
+
+class C4Spmd22BAdamMaxText(c4.C4Spmd1BAdam4Replicas):
+  """21.9 B parameters on 8 chips, 16 rows each: MaxText's sizes."""
+
+  num_layers = 48
+  embed_dim = 6144
+  head_dim = 256
+  vocab_size = 32_768
+  global_batch_size = 128
+  mesh = "fsdp=4,tensor=2"
+
+
+class C4Spmd22BAdam1xv4_128(C4Spmd22BAdamMaxText):  # noqa: N801
+  """21.9 B parameters on one slice v4-128 (64 chips), 16 rows each."""
+
+  global_batch_size = 1024
+  mesh = "fsdp=64"
+
+
+class C4Spmd22BAdam2xv4_128(C4Spmd22BAdam1xv4_128):  # noqa: N801
+  """21.9 B parameters on two slices v4-128, 16 rows a chip."""
+
+  global_batch_size = 2048
+  mesh = "fsdp=64,dcn.data=2"
+
+
+class C4Spmd22BAdam4xv4_128(C4Spmd22BAdam1xv4_128):  # noqa: N801
+  """21.9 B parameters on four slices v4-128, 16 rows a chip."""
+
+  global_batch_size = 4096
+  mesh = "fsdp=64,dcn.data=4"
+
+
+class C4Spmd22BAdam1xv4_128LimitSteps(C4Spmd22BAdam1xv4_128):  # noqa: N801
+  """`C4Spmd22BAdam1xv4_128` for 300 steps."""
+
+  num_train_steps = 300
+
+
+class C4Spmd22BAdam2xv4_128LimitSteps(C4Spmd22BAdam2xv4_128):  # noqa: N801
+  """`C4Spmd22BAdam2xv4_128` for 300 steps."""
+
+  num_train_steps = 300
+
+
+class C4Spmd22BAdam4xv4_128LimitSteps(C4Spmd22BAdam4xv4_128):  # noqa: N801
+  """`C4Spmd22BAdam4xv4_128` for 300 steps."""
+
+  num_train_steps = 300
+
+
+class C4Spmd22BAdam1xv4_384(C4Spmd22BAdamMaxText):  # noqa: N801
+  """24.8 B parameters on one slice v4-384 (192 chips), 10 rows each."""
+
+  num_layers = 24
+  embed_dim = 9216
+  head_dim = 384
+  global_batch_size = 1920
+  mesh = "fsdp=192"
+
+
+class C4Spmd22BAdam2xv4_384(C4Spmd22BAdam1xv4_384):  # noqa: N801
+  """24.8 B parameters on two slices v4-384, 10 rows a chip."""
+
+  global_batch_size = 3840
+  mesh = "fsdp=192,dcn.data=2"
+
+
+class C4Spmd22BAdam1xv4_8(C4Spmd22BAdamMaxText):  # noqa: N801
+  """0.9 B parameters on one slice v4-8 (4 chips), 16 rows each."""
+
+  num_layers = 16
+  embed_dim = 2048
+  global_batch_size = 64
+  mesh = "fsdp=4"
+
+
+class C4Spmd22BAdam2xv4_8(C4Spmd22BAdam1xv4_8):  # noqa: N801
+  """0.9 B parameters on two slices v4-8, 16 rows a chip."""
+
+  global_batch_size = 128
+  mesh = "fsdp=4,dcn.data=2"
+
+
+class C4Spmd22BAdam4xv4_8(C4Spmd22BAdam1xv4_8):  # noqa: N801
+  """0.9 B parameters on four slices v4-8, 16 rows a chip."""
+
+  global_batch_size = 256
+  mesh = "fsdp=4,dcn.data=4"
+
+
+class C4Spmd22BAdam1xv4_8LimitSteps(C4Spmd22BAdam1xv4_8):  # noqa: N801
+  """`C4Spmd22BAdam1xv4_8` for 300 steps."""
+
+  num_train_steps = 300
+
+
+class C4Spmd22BAdam2xv4_8LimitSteps(C4Spmd22BAdam2xv4_8):  # noqa: N801
+  """`C4Spmd22BAdam2xv4_8` for 300 steps."""
+
+  num_train_steps = 300
+
+
+class C4Spmd22BAdam4xv4_8LimitSteps(C4Spmd22BAdam4xv4_8):  # noqa: N801
+  """`C4Spmd22BAdam4xv4_8` for 300 steps."""
+
+  num_train_steps = 300
+
+
+class C4Spmd32BAdam1xv5_256(C4Spmd22BAdamMaxText):  # noqa: N801
+  """32.5 B parameters on one slice of 128 chips, 2 rows of 2,048 each."""
+
+  num_layers = 40
+  embed_dim = 8192
+  length = 2048
+  global_batch_size = 256
+  mesh = "fsdp=128"
+
+
+class C4Spmd32BAdam2xv5_256(C4Spmd32BAdam1xv5_256):  # noqa: N801
+  """32.5 B parameters on two slices of 128 chips, 2 rows a chip."""
+
+  global_batch_size = 512
+  mesh = "fsdp=128,dcn.data=2"

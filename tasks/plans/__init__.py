@@ -1,0 +1,1 @@
+"""Golden plans: what experiments take on hardware, as files to compare with."""

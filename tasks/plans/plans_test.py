@@ -1,0 +1,43 @@
+"""Compares golden plans with what compilers say today.
+
+The compiler for CUDA is here always, that for TPUs under `--config=plan`, and
+what cuDNN's attention needs beside under `--config=plan_cudnn`.
+"""
+
+import importlib.metadata
+
+import pytest
+
+from paxon.runner.plan import golden, testing
+from paxon.tasks.plans import measuring, pairs
+
+
+def _skip_other_versions(versions):
+  """Figures of other compilers are others; the lock's are those of the files.
+
+  That they are, `pairs_test` checks on every version of Python.
+  """
+  for name, version in versions.items():
+    found = importlib.metadata.version(name)
+    if found != version:
+      pytest.skip(f"was made with {name} {version}, and {found} is here")
+
+
+@pytest.mark.parametrize("pair", pairs.PAIRS, ids=lambda pair: pair.name)
+def test_a_plan_is_as_in_its_file(pair, monkeypatch):
+  # Those of tests are for speed; they would change the program.
+  monkeypatch.delenv("XLA_FLAGS", raising=False)
+  expected = pair.read()
+  testing.target(pair.target)
+  if pair.missing:
+    pytest.skip(f"needs {' and '.join(pair.missing)}: --config=plan_cudnn")
+  _skip_other_versions(expected.versions)
+  found = measuring.measure(pair)
+  lines = golden.differences(expected.figures, found.figures)
+  assert not lines, "\n  ".join(
+    [
+      f"{pair.name} differs from its file (expected -> found):",
+      *lines,
+      f"where this is wanted: tools/plans --update {pair.name}, then --table",
+    ]
+  )

@@ -1,0 +1,365 @@
+"""`docs/plan_accuracy.md`: predictions beside what others have published."""
+
+from collections.abc import Callable, Iterable, Sequence
+import dataclasses
+import json
+import statistics
+from typing import Any, Final
+
+from paxon.runner.plan import result
+from paxon.tools import published_speeds
+
+_VERSION: Final = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prediction:
+  """What a plan says of a published speed.
+
+  Attributes:
+    name: Of the speed.
+    bound_mfu: What no program can beat.
+    bound_step: Seconds of a step at that bound.
+    estimate: Of the step's time.
+    used: Share of the usable memory.
+    date: Of the plan.
+    fingerprint: Of the compiled program.
+    versions: Of libraries.
+  """
+
+  name: str
+  bound_mfu: float
+  bound_step: float
+  estimate: result.Estimate
+  used: float
+  date: str
+  fingerprint: str
+  versions: dict[str, str]
+
+
+def of_plan(name: str, plan: result.Plan, *, date: str) -> Prediction:
+  """Returns what a plan predicts.
+
+  Args:
+    name: Of the speed.
+    plan: Of its experiment.
+    date: Of the plan.
+
+  Raises:
+    ValueError: The plan has no estimate; the message says why.
+  """
+  if plan.estimate is None or plan.bound is None or not plan.memory.peak:
+    said = [plan.memory.refusal, *plan.notes]
+    raise ValueError(f"{name} has no estimate: {' '.join(filter(None, said))}")
+  return Prediction(
+    name=name,
+    bound_mfu=plan.bound.mfu,
+    bound_step=plan.bound.step,
+    estimate=plan.estimate,
+    used=plan.memory.peak / (plan.memory.usable or plan.memory.peak),
+    date=date,
+    fingerprint=plan.fingerprint or "",
+    versions=dict(plan.versions),
+  )
+
+
+def to_json(predictions: Iterable[Prediction]) -> str:
+  """Returns the text that is stored beside the page."""
+  rows = [dataclasses.asdict(prediction) for prediction in predictions]
+  content = {"version": _VERSION, "predictions": rows}
+  return json.dumps(content, indent=2) + "\n"
+
+
+def from_json(text: str) -> dict[str, Prediction]:
+  """Returns stored predictions by name.
+
+  Raises:
+    ValueError: They are of another version.
+  """
+  content = json.loads(text)
+  if content.get("version") != _VERSION:
+    raise ValueError(
+      f"These predictions have version {content.get('version')}, not"
+      f" {_VERSION}; make them again."
+    )
+  return {row["name"]: _prediction(row) for row in content["predictions"]}
+
+
+def _prediction(row: dict[str, Any]) -> Prediction:
+  estimate = row["estimate"]
+  return Prediction(
+    **row
+    | {
+      "estimate": result.Estimate(
+        **estimate | {"band": tuple(estimate["band"])}
+      )
+    }
+  )
+
+
+Pair = tuple[published_speeds.Speed, Prediction]
+
+# Ways to predict an MFU, by the words of the page.
+_WAYS: Final[dict[str, Callable[[Prediction], float]]] = {
+  "products alone, at peak": lambda p: p.estimate.ceiling_mfu,
+  "bound": lambda p: p.bound_mfu,
+  "simulated, data sheet": lambda p: p.estimate.data_sheet_mfu,
+  "estimate": lambda p: p.estimate.mfu,
+}
+_ESTIMATE: Final = "estimate"
+
+
+def to_markdown(predictions: dict[str, Prediction]) -> str:
+  """Returns the page.
+
+  Args:
+    predictions: By the name of the speed; some may be missing.
+  """
+  pairs = [
+    (speed, predictions[speed.name])
+    for speed in published_speeds.ALL
+    if speed.name in predictions
+  ]
+  missing = [s.name for s in published_speeds.ALL if s.name not in predictions]
+  parts = [
+    _INTRODUCTION,
+    _table(
+      ("", "on", "published", *_WAYS, "band", "in it", "error"),
+      (_row(*pair) for pair in pairs),
+    ),
+  ]
+  if missing:
+    parts.append(f"Not predicted yet: {', '.join(missing)}.")
+  parts += [_ERRORS, _errors(pairs), _verdict(pairs), _TIME, _times(pairs)]
+  parts += [_REASONS, _reasons(pairs), _GENERAL, _how(pairs)]
+  return "\n\n".join(parts) + "\n"
+
+
+def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
+  """Returns the rank correlation, None where one side does not vary.
+
+  Equal values share the mean of their ranks.
+  """
+  ranks = _ranks(a), _ranks(b)
+  if any(len(set(side)) < 2 for side in ranks):
+    return None
+  return statistics.correlation(*ranks)
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+  ordered = sorted(values)
+  return [
+    ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values
+  ]
+
+
+def _row(speed: published_speeds.Speed, found: Prediction) -> list[str]:
+  lower, upper = _band(found)
+  is_inside = lower <= speed.mfu <= upper
+  return [
+    speed.name,
+    f"`{speed.target}`",
+    _percent(speed.mfu),
+    *(_percent(way(found)) for way in _WAYS.values()),
+    f"{100 * lower:.0f} to {_percent(upper)}",
+    "yes" if is_inside else "no",
+    _error(speed, found),
+  ]
+
+
+def _error(speed: published_speeds.Speed, found: Prediction) -> str:
+  """Points that the estimate is above what was published."""
+  # Rounded first, so that there is no -0.
+  return f"{round(100 * (found.estimate.mfu - speed.mfu)):+d}"
+
+
+def _band(found: Prediction) -> tuple[float, float]:
+  """The MFU at the longest and at the shortest step."""
+  shortest, longest = found.estimate.band
+  return found.estimate.mfu / longest, found.estimate.mfu / shortest
+
+
+def _errors(pairs: Sequence[Pair]) -> str:
+  rows = []
+  series = dict.fromkeys(speed.series for speed, _ in pairs)
+  groups = [
+    (name, [p for p in pairs if p[0].series == name]) for name in series
+  ]
+  if len(groups) > 1:
+    groups.append(("all", list(pairs)))
+  for name, group in groups:
+    published = [speed.mfu for speed, _ in group]
+    for way, of in _WAYS.items():
+      predicted = [of(found) for _, found in group]
+      rows.append(_error_row(name, way, predicted, published))
+    if len(group) > 1:
+      others = [
+        statistics.fmean(published[:i] + published[i + 1 :])
+        for i in range(len(published))
+      ]
+      # Leaving one out orders the rest backwards, which says nothing.
+      row = _error_row(name, "the mean of the others", others, published)
+      rows.append([*row[:-1], "-"])
+  heads = ("rows", "predicted by", "mean error", "worst", "rank correlation")
+  return _table(heads, rows)
+
+
+def _error_row(
+  group: str, way: str, predicted: list[float], published: list[float]
+) -> list[str]:
+  errors = [100 * abs(a - b) for a, b in zip(predicted, published, strict=True)]
+  order = spearman(predicted, published) if len(predicted) > 2 else None
+  return [
+    group,
+    way,
+    f"{statistics.fmean(errors):.1f}",
+    f"{max(errors):.0f}",
+    "-" if order is None else f"{order:+.2f}",
+  ]
+
+
+def _verdict(pairs: Sequence[Pair]) -> str:
+  inside = sum(_row(*pair)[-2] == "yes" for pair in pairs)
+  return (
+    f"{inside} of {len(pairs)} published figures lie inside the band of their"
+    " estimate."
+  )
+
+
+def _times(pairs: Sequence[Pair]) -> str:
+  axes = dict.fromkeys(
+    axis
+    for _, found in pairs
+    for axis, seconds in found.estimate.exposed.items()
+    if seconds > 0.005 * found.estimate.step
+  )
+  heads = ("", "a step", "products", "memory", "between kernels")
+  rows = []
+  for speed, found in pairs:
+    estimate = found.estimate
+    parts = [estimate.compute, estimate.memory, estimate.overhead]
+    parts += [estimate.exposed.get(axis, 0.0) for axis in axes]
+    rows.append(
+      [
+        speed.name,
+        f"{estimate.step:.3g} s",
+        *(f"{100 * part / estimate.step:.0f} %" for part in parts),
+      ]
+    )
+  return _table((*heads, *(f"waiting for {axis}" for axis in axes)), rows)
+
+
+def _reasons(pairs: Sequence[Pair]) -> str:
+  lines = list(_one_sided(pairs))
+  for differs in dict.fromkeys(speed.differs for speed, _ in pairs):
+    members = [pair for pair in pairs if pair[0].differs == differs]
+    names = ", ".join(speed.name for speed, _ in members)
+    errors = ", ".join(_error(*member) for member in members)
+    lines.append(f"- {names} ({errors}): {differs}.")
+    lines += [
+      f"  {speed.name} {words}."
+      for speed, found in members
+      for words in _where(found.estimate)
+    ]
+  return "\n".join(lines)
+
+
+def _one_sided(pairs: Sequence[Pair]) -> Iterable[str]:
+  """What it means that all rows of a series err in one direction."""
+  for series in dict.fromkeys(speed.series for speed, _ in pairs):
+    signs = {
+      found.estimate.mfu > speed.mfu
+      for speed, found in pairs
+      if speed.series == series
+    }
+    if signs == {True}:
+      yield (
+        f"- {series}: every row is predicted too fast. The shares are more than"
+        " those programs reached, or they waited for what no estimate has."
+      )
+    elif signs == {False}:
+      yield (
+        f"- {series}: every row is predicted too slow. The shares are less than"
+        " those programs reached, or they do less than ours."
+      )
+
+
+def _where(estimate: result.Estimate) -> Iterable[str]:
+  """What most of the time that is not spent on products goes to."""
+  for axis, seconds in list(estimate.exposed.items())[:1]:
+    if seconds > 0.05 * estimate.step:
+      share = _percent(seconds / estimate.step)
+      yield f"waits {share} of its step for `{axis}`"
+  if estimate.memory > 0.3 * estimate.step:
+    share = _percent(estimate.memory / estimate.step)
+    yield f"spends {share} of its step in kernels that the memory bounds"
+
+
+def _how(pairs: Sequence[Pair]) -> str:
+  sources = dict.fromkeys(found.estimate.source for _, found in pairs)
+  lines = ["## How this page was made", ""]
+  lines += [f"- Rates: {source}." for source in sources]
+  for speed, found in pairs:
+    knobs = "".join(f" --fdl.{n}={v}" for n, v in speed.assigned)
+    lines.append(
+      f"- {speed.name}: `--exp={speed.experiment} --target={speed.target}"
+      f"{knobs}`, {100 * found.used:.0f} % of the memory, program"
+      f" {found.fingerprint[:12]}, {found.date}. Published: {speed.source}."
+    )
+  versions = dict.fromkeys(
+    ", ".join(f"{name} {text}" for name, text in found.versions.items())
+    for _, found in pairs
+  )
+  lines += [f"- With {text}." for text in versions]
+  lines += ["", _AGAIN]
+  return "\n".join(lines)
+
+
+def _percent(share: float) -> str:
+  return f"{100 * share:.0f} %"
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+  lines = [heads, ["---"] * len(heads), *rows]
+  return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+_INTRODUCTION: Final = """# How good the predictions of the plan are
+
+`tools/plan_accuracy` writes this page. It plans programs whose speed others
+have published, and compares. No factor was fitted to these figures: rates are
+those of the data sheets, times the shares that the files in
+`runner/plan/estimate/calibrations` held before the first comparison. All
+figures are MFU: model FLOPs (no recomputation, nothing that is masked) over the
+peak. Errors are in points of it."""
+
+_ERRORS: Final = """## How far off
+
+A prediction is of use if it is nearer than a guess. The guess here is the mean
+of the other published figures of the same rows. A rank correlation says little
+of predictions that differ by less than a point, as those of products alone."""
+
+_TIME: Final = """## Where the time of the estimates goes"""
+
+_REASONS: Final = """## Why they differ"""
+
+_GENERAL: Final = """What holds for all of them:
+
+- The shares are round figures of other people's microbenchmarks.
+  `tools/calibrate` measures those of a machine; then the band is narrower.
+- Kernels are not tuned where there is no device, so which product runs how fast
+  is not known: one share stands for products of all shapes.
+- Of the chart, a point is read to about one point of MFU, and how many runs a
+  published figure was chosen from is not known.
+- Waiting for hosts, for data and for slow machines is in no estimate.
+
+Use an estimate to compare two plans of the same kind of hardware. It is no
+promise of a speed."""
+
+_AGAIN: Final = """To make it again, with compilers as for `--mode=plan` (what
+`docs/plan_accuracy.json` holds is not planned again):
+
+```sh
+tools/plan_accuracy --again=16B   # one row, or all without a name
+tools/plan_accuracy               # what is missing, and the page
+```"""
