@@ -321,7 +321,7 @@ def test_compiler_options_and_expected_kernels_reach_the_job():
   class New(toy_experiment.Toy):
     compiler_options = {"xla_gpu_x": 2}  # noqa: RUF012  A knob, not shared.
 
-    def expected_kernels(self):
+    def expected_kernels(self) -> Any:
       return (expected,)
 
   given = {"xla_tpu_y": True}

@@ -43,11 +43,14 @@ def _rows(*lengths):
   return [[1] * n + [0] * (LENGTH - n) for n in lengths]
 
 
-def _inputs(heads=4, kv_heads=2, batch=3, dtype=jnp.float32, length=LENGTH):
-  return tuple(
+def _inputs(
+  heads=4, kv_heads=2, batch=3, dtype=jnp.float32, length=LENGTH
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  query, key, value = (
     testing.normal(batch, length, n, HEAD_DIM, seed=i, dtype=dtype)
     for i, n in enumerate((heads, kv_heads, kv_heads))
   )
+  return query, key, value
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
@@ -147,7 +150,7 @@ def test_each_device_computes_its_rows_and_heads(spec, kv_heads, packed):
   mask = _mask(_rows(8, 7, 6, 5, 4, 3, 2, 1))
 
   def loss(inputs):
-    out = kernel(*inputs, mask)
+    out = kernel(inputs[0], inputs[1], inputs[2], mask)
     return jnp.sum(jnp.sin(out)), out
 
   inputs = _inputs(heads=4, kv_heads=kv_heads, batch=8)
@@ -171,7 +174,9 @@ def test_what_a_mesh_splits_wrongly_is_refused(spec, kv_heads, message):
   inputs = _inputs(heads=8, kv_heads=kv_heads, batch=8)
   mask = _mask(_rows(*[8] * 8))
   with pytest.raises(ValueError, match=message):
-    layouts.Layout(mesh).jit(lambda i: described(*i, mask))(inputs)
+    layouts.Layout(mesh).jit(lambda i: described(i[0], i[1], i[2], mask))(
+      inputs
+    )
 
 
 def test_heads_of_queries_and_keys_must_be_together():
@@ -183,7 +188,9 @@ def test_heads_of_queries_and_keys_must_be_together():
   inputs = _inputs(batch=4)
   mask = _mask(_rows(8, 8, 8, 8))
   with pytest.raises(ValueError, match=r"queries and of keys on the same dev"):
-    layouts.Layout(mesh, rules).jit(lambda i: described(*i, mask))(inputs)
+    layouts.Layout(mesh, rules).jit(
+      lambda i: described(i[0], i[1], i[2], mask)
+    )(inputs)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ def test_the_best_and_the_newest_remain_also_after_a_restart(
 ):
   folder = epath.Path(tmp_path)
   choose = min if goal is retention.Goal.MIN else max
+  best = last = 0
   for last in ends:
     losses, kept = _train(folder, last, goal, learning_rate)
     assert sorted(losses) == list(range(1, last + 1))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+from typing import Any
 
 import pytest
 
@@ -62,7 +63,7 @@ def test_without_a_data_sheet_the_best_stands_for_it():
   assert (made.memory, made.fast_link) == (1.0, 1.0)
 
 
-def _plan(**changes):
+def _plan(**changes) -> Any:
   """A plan of 8 devices: 1e12 FLOPs and 8 x 256 tokens a step."""
   estimate = result.Estimate(
     step=0.5,

@@ -133,9 +133,9 @@ def test_an_unknown_loop_is_named():
 
 
 def test_a_chosen_file_is_taken_for_its_kinds(tmp_path):
-  own = dataclasses.replace(
-    calibration.for_hardware(_H200), hardware=("h200",), source="mine"
-  )
+  given = calibration.for_hardware(_H200)
+  assert given is not None
+  own = dataclasses.replace(given, hardware=("h200",), source="mine")
   file = tmp_path / "mine.json"
   file.write_text(calibration.to_json(own))
   environ = {"PAXON_PLAN_CALIBRATION": str(file)}

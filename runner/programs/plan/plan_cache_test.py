@@ -62,8 +62,8 @@ def test_a_key_depends_on_what_a_plan_depends_on(shapes, tmp_path):
   ("name", "counts"),
   [
     ("layers/feed_forward.py", True),
-    ("runner/programs/plan/measure.py", True),
-    ("layers/feed_forward_test.py", False),
+    ("runner/programs/plan/plan_cache.py", True),
+    ("runner/programs/plan/plan_cache_test.py", False),
   ],
 )
 def test_a_changed_source_changes_the_key(monkeypatch, shapes, name, counts):
