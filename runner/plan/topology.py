@@ -7,7 +7,10 @@ JAX starts.
 
 from collections.abc import Mapping
 import importlib.util
+import os
 import pathlib
+import shutil
+import sys
 from typing import Any, Final
 
 import jax
@@ -90,6 +93,8 @@ def missing(target: targets.Target) -> tuple[str, ...]:
     names = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
     if not any(map(_is_module, names)):
       return ("jax-cuda13-plugin", "jax-cuda13-pjrt")
+    if not has_ptxas():
+      return (PTXAS,)
   return ()
 
 
@@ -112,6 +117,22 @@ _CUDNN: Final = {
   "nvidia-cuda-nvrtc": "cu13/lib/libnvrtc.so.13",
   "nvidia-cuda-runtime": "cu13/lib/libcudart.so.13",
 }
+
+
+PTXAS: Final = "ptxas (of CUDA's toolkit, or the wheel nvidia-cuda-nvcc)"
+
+
+def has_ptxas() -> bool:
+  """Returns whether XLA finds the assembler without which it makes no program.
+
+  The wheels of JAX's plugin do not hold it.
+  """
+  if shutil.which("ptxas") or os.path.exists("/usr/local/cuda/bin/ptxas"):
+    return True
+  return any(
+    os.path.exists(os.path.join(folder, "nvidia", "cu13", "bin", "ptxas"))
+    for folder in sys.path
+  )
 
 
 def devices(target: targets.Target) -> list[jax.Device]:
