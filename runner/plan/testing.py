@@ -38,13 +38,10 @@ def target(text: str) -> targets.Target:
 
   Bazel brings the compiler for CUDA to every test that names it, so that one
   missing there is a failure. libtpu has a licence of its own and comes with
-  `--config=plan` only. PAXON_PLAN_COMPILERS says that both must be here. What
-  no wheel of ours brings, CUDA's assembler, is the machine's.
+  `--config=plan` only. PAXON_PLAN_COMPILERS says that both must be here.
   """
   found = targets.parse(text)
   missing = topology.missing(found)
-  if missing == (topology.PTXAS,):
-    pytest.skip(f"needs {topology.PTXAS}")
   is_cuda = found.hardware.platform is hardware.Platform.CUDA
   is_needed = "PAXON_PLAN_COMPILERS" in os.environ or (
     is_cuda and "TEST_TARGET" in os.environ

@@ -7,10 +7,8 @@ JAX starts.
 
 from collections.abc import Mapping
 import importlib.util
-import os
 import pathlib
 import shutil
-import sys
 from typing import Any, Final
 
 import jax
@@ -93,25 +91,23 @@ def missing(target: targets.Target) -> tuple[str, ...]:
     names = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
     if not any(map(_is_module, names)):
       return ("jax-cuda13-plugin", "jax-cuda13-pjrt")
-    if not has_ptxas():
-      return (PTXAS,)
+    if not _has_toolkit():
+      return tuple(_TOOLKIT)
   return ()
 
 
 def missing_for_cudnn() -> tuple[str, ...]:
-  """Returns the distributions that cuDNN attention lacks here.
-
-  They have no modules: JAX loads their libraries from below `nvidia`.
-  """
-  spec = importlib.util.find_spec("nvidia")
-  folders = list(spec.submodule_search_locations or ()) if spec else []
-  return tuple(
-    name
-    for name, library in _CUDNN.items()
-    if not any(pathlib.Path(folder, library).exists() for folder in folders)
-  )
+  """Returns the distributions that cuDNN attention lacks here."""
+  return _without(_CUDNN)
 
 
+# Distributions without modules: JAX and XLA look for their files, which stand
+# below the package `nvidia`.
+_TOOLKIT: Final = {
+  "nvidia-cuda-nvcc": "cu13/bin/ptxas",
+  "nvidia-nvvm": "cu13/nvvm/libdevice/libdevice.10.bc",
+}
+_TOOLKIT_FOLDER: Final = pathlib.Path("/usr/local/cuda")
 _CUDNN: Final = {
   "nvidia-cudnn-cu13": "cudnn/lib/libcudnn.so.9",
   "nvidia-cuda-nvrtc": "cu13/lib/libnvrtc.so.13",
@@ -119,20 +115,24 @@ _CUDNN: Final = {
 }
 
 
-PTXAS: Final = "ptxas (of CUDA's toolkit, or the wheel nvidia-cuda-nvcc)"
-
-
-def has_ptxas() -> bool:
-  """Returns whether XLA finds the assembler without which it makes no program.
-
-  The wheels of JAX's plugin do not hold it.
-  """
-  if shutil.which("ptxas") or os.path.exists("/usr/local/cuda/bin/ptxas"):
-    return True
-  return any(
-    os.path.exists(os.path.join(folder, "nvidia", "cu13", "bin", "ptxas"))
-    for folder in sys.path
+def _without(files: Mapping[str, str]) -> tuple[str, ...]:
+  """Returns the distributions whose file is not there."""
+  spec = importlib.util.find_spec("nvidia")
+  folders = list(spec.submodule_search_locations or ()) if spec else []
+  return tuple(
+    name
+    for name, file in files.items()
+    if not any(pathlib.Path(folder, file).exists() for folder in folders)
   )
+
+
+def _has_toolkit() -> bool:
+  """Returns whether XLA finds CUDA's assembler and device functions.
+
+  The wheels of JAX's plugin hold neither. They may be the machine's own.
+  """
+  own = shutil.which("ptxas") or (_TOOLKIT_FOLDER / "bin" / "ptxas").exists()
+  return bool(own) or not _without(_TOOLKIT)
 
 
 def devices(target: targets.Target) -> list[jax.Device]:

@@ -40,7 +40,32 @@ def test_names_the_compiler_that_is_missing(
   monkeypatch.setattr(
     importlib.util, "find_spec", lambda name: name if name in modules else None
   )
+  monkeypatch.setattr(topology.shutil, "which", lambda name: name)
   assert topology.missing(target.parse(text)) == missing
+
+
+def test_needs_the_files_of_cudas_toolkit_from_somewhere(monkeypatch, tmp_path):
+  monkeypatch.setattr(topology.shutil, "which", lambda name: None)
+  monkeypatch.setattr(topology, "_TOOLKIT_FOLDER", tmp_path / "none")
+  spec = types.SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+  monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+  gpu = target.parse("h200:1x1")
+  assert topology.missing(gpu) == ("nvidia-cuda-nvcc", "nvidia-nvvm")
+  for file in ("bin/ptxas", "nvvm/libdevice/libdevice.10.bc"):
+    path = tmp_path / "cu13" / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+  assert topology.missing(gpu) == ()
+
+
+def test_a_toolkit_of_the_machine_suffices(monkeypatch, tmp_path):
+  monkeypatch.setattr(topology.shutil, "which", lambda name: None)
+  monkeypatch.setattr(topology, "_TOOLKIT_FOLDER", tmp_path)
+  spec = types.SimpleNamespace(submodule_search_locations=[])
+  monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+  (tmp_path / "bin").mkdir()
+  (tmp_path / "bin" / "ptxas").touch()
+  assert topology.missing(target.parse("h200:1x1")) == ()
 
 
 def test_this_machine_stands_for_itself():

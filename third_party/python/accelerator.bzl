@@ -3,6 +3,8 @@
 _PLAN = [
     "@pypi_plan_cuda//:jax_cuda13_pjrt",
     "@pypi_plan_cuda//:jax_cuda13_plugin",
+    "@pypi_plan_cuda//:nvidia_cuda_nvcc",
+    "@pypi_plan_cuda//:nvidia_nvvm",
     "@pypi_tpu//:libtpu",
 ]
 
