@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 from paxon.layers import (
+  block,
   feed_forward,
   layer_norm,
   parallel_block,
   post_norm_block,
   rms_norm,
   sandwich_block,
+  shared,
   stack,
   testing,
 )
@@ -104,6 +106,65 @@ def test_dropout_is_on_branches_only(order):
   y = layer.apply({}, *_args(), deterministic=False)
   expected = n(m(x)) if order == "post" else x
   np.testing.assert_allclose(y, expected, rtol=1e-6)
+
+
+class Told(nn.Module):
+  """An attention that says what it was told."""
+
+  def __call__(self, x, *args, **kwargs):
+    """Returns `x` where it was told a prefix, else nothing."""
+    assert set(kwargs) == {"cache_length"}
+    assert len(args) in (2, 3)
+    told = args[2] if len(args) == 3 else jnp.zeros(x.shape[:2], bool)
+    return jnp.where(told[:, :, None], x, 0)
+
+
+BLOCKS = {
+  "pre": block.TransformerBlock(N, Told(), N, F),
+  "post": post_norm_block.PostNormBlock(Told(), N, F, N),
+  "sandwich": sandwich_block.SandwichBlock(Told(), N, F, N, N, N),
+  "parallel": parallel_block.ParallelBlock(N, Told(), F),
+}
+
+
+@pytest.mark.parametrize("order", BLOCKS)
+def test_attention_hears_of_a_prefix_where_there_is_one(order):
+  layer = BLOCKS[order]
+  none = layer.apply({}, *_args())
+  np.testing.assert_array_equal(layer.apply({}, *_args(), None), none)
+  prefix = jnp.asarray(testing.counted(BATCH, LENGTH) < 2)
+  told = np.asarray(layer.apply({}, *_args(), prefix) != none).any(axis=-1)
+  np.testing.assert_array_equal(told, prefix)
+
+
+class Silent(nn.Module):
+  """A feed-forward layer that says whether its dropout is on."""
+
+  dropout: nn.Module | None = None
+
+  @nn.compact
+  def __call__(self, x, **kwargs):
+    """Returns ones while training."""
+    self.param("unused", nn.initializers.zeros, (1,))
+    assert set(kwargs) == ({"deterministic"} if self.dropout else set())
+    deterministic = kwargs.get("deterministic", True)
+    return jnp.full_like(x, 0 if deterministic else 1)
+
+
+@pytest.mark.parametrize("order", BLOCKS)
+@pytest.mark.parametrize("mark", [lambda x: x, lambda x: shared.shared("x", x)])
+def test_feed_forward_hears_of_training_where_it_has_a_dropout(order, mark):
+  none = BLOCKS[order].clone(feed_forward=mark(Silent()))
+  hidden = none.clone(feed_forward=mark(Silent(nn.Dropout(0.5))))
+  args, key = _args(), jax.random.key(0)
+  evaluated = none.init_with_output(key, *args)[0]
+  for layer, deterministic, same in (
+    (none, False, True),
+    (hidden, True, True),
+    (hidden, False, False),
+  ):
+    y, _ = layer.init_with_output(key, *args, deterministic=deterministic)
+    assert np.array_equal(y, evaluated) is same
 
 
 def _attention(**kwargs):

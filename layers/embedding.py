@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from paxon.layers import dimensions, precision, wide_einsum
+from paxon.layers import lookup as lookup_lib
 from paxon.sharding import axes, logical
 
 # Standard deviation embed_dim ** -0.5: rows have length one, and tied logits
@@ -36,6 +37,11 @@ class Embedding(nn.Module):
     dtype: Dtype of the computation. `None` takes that of the table.
     param_dtype: Dtype in which the table is stored.
     einsum: The contraction of `attend`.
+    use_bias: Whether `attend` adds a learned value to each logit.
+    bias_init: Initializer of the bias.
+    attend_scale: Factor on what `attend` is given, before the product. T5 and
+      GShard shrink it by `embed_dim ** -0.5`.
+    lookup: How rows are looked up (`layers.lookup`).
   """
 
   vocab_size: int
@@ -45,19 +51,26 @@ class Embedding(nn.Module):
   dtype: DTypeLike | None = None
   param_dtype: DTypeLike = jnp.float32
   einsum: Callable[..., jax.Array] = wide_einsum.wide_einsum
+  use_bias: bool = False
+  bias_init: nn.initializers.Initializer = nn.initializers.zeros
+  attend_scale: float = 1.0
+  lookup: lookup_lib.Lookup = lookup_lib.gather
 
   def __post_init__(self) -> None:
     super().__post_init__()
     dimensions.check(self, "vocab_size", "embed_dim")
 
   def setup(self) -> None:
-    """Makes the table, for both methods."""
+    """Makes the parameters, for both methods."""
     self.table = self.param(
       "table",
       logical.partitioned(self.embedding_init, (axes.VOCAB, axes.EMBED)),
       (self.vocab_size, self.embed_dim),
       self.param_dtype,
     )
+    if self.use_bias:
+      init = logical.partitioned(self.bias_init, (axes.VOCAB,))
+      self.bias = self.param("bias", init, (self.vocab_size,), self.param_dtype)
 
   def __call__(
     self, ids: Int[Array, "batch length"]
@@ -69,7 +82,7 @@ class Embedding(nn.Module):
     # split otherwise than the batch, and XLA would replicate all of it to get
     # from one to the other.
     table = logical.constrain(table, (axes.VOCAB, axes.ACTIVATION_EMBED))
-    x = jnp.take(table, ids, axis=0, mode="fill") * self.input_scale
+    x = self.lookup(table, ids) * self.input_scale
     # Pinned so that a table split over V or D does not split the residual
     # stream the same way.
     return logical.constrain(
@@ -81,6 +94,8 @@ class Embedding(nn.Module):
   ) -> Float[Array, "batch length vocab"]:
     """Returns the products of `x` with every row, in at least float32."""
     x, table = dtypes.promote_dtype(x, self.table, dtype=self.dtype)
+    if self.attend_scale != 1:
+      x *= self.attend_scale
     logits = self.einsum(
       "BTD,VD->BTV",
       x,
@@ -88,6 +103,8 @@ class Embedding(nn.Module):
       # float32 because the loss subtracts logits of similar size.
       preferred_element_type=precision.at_least_float32(x.dtype),
     )
+    if self.use_bias:
+      logits += self.bias.astype(logits.dtype)[None, None, :]
     # Pinned so that the largest tensor of the model is split over V.
     return logical.constrain(
       logits, (axes.BATCH, axes.LENGTH, axes.ACTIVATION_VOCAB)

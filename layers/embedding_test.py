@@ -41,6 +41,21 @@ def test_attends_to_unscaled_rows():
   np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_attends_with_a_bias_and_a_scaled_input():
+  layer = _layer(use_bias=True, attend_scale=EMBED**-0.5)
+  values = testing.random_values(layer, IDS)
+  x = testing.normal(2, 3, EMBED)
+  expected = np.asarray(x, np.float64) @ _table(values).T / np.sqrt(EMBED)
+  expected += np.asarray(values["params"]["bias"], np.float64)
+  np.testing.assert_allclose(
+    testing.apply(layer, values, x, method="attend"),
+    expected,
+    rtol=1e-5,
+    atol=1e-6,
+  )
+  assert testing.axes(layer, IDS)["params/bias"] == ("vocab",)
+
+
 def test_tied_gradient_matches_finite_differences():
   layer = _layer(input_scale=2.0)
 

@@ -4,8 +4,8 @@
   plain: down(activation(up(x) + up_bias)) + down_bias
 
 Gated with `nn.silu` is SwiGLU, with `nn.gelu` GEGLU, with `nn.relu` ReGLU
-(Shazeer 2020, https://arxiv.org/abs/2002.05202). There is no norm, dropout or
-residual here: those belong to the block that owns the layer.
+(Shazeer 2020, https://arxiv.org/abs/2002.05202). There is no norm, residual or
+dropout of the result here: those belong to the block that owns the layer.
 
 Einsum letters: B batch, T length, D embed, F mlp.
 """
@@ -38,6 +38,8 @@ class GatedFeedForward(nn.Module):
     dtype: Dtype of the computation. `None` promotes inputs and kernels.
     param_dtype: Dtype in which the kernels are stored.
     einsum: The contraction; swapped by quantization.
+    dropout: Of the hidden activation; called with it and `deterministic`, as
+      `nn.Dropout` is. `None` is none.
   """
 
   mlp_dim: int
@@ -46,6 +48,7 @@ class GatedFeedForward(nn.Module):
   dtype: DTypeLike | None = None
   param_dtype: DTypeLike = jnp.float32
   einsum: Callable[..., jax.Array] = jnp.einsum
+  dropout: nn.Module | None = None
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -53,7 +56,7 @@ class GatedFeedForward(nn.Module):
 
   @nn.compact
   def __call__(
-    self, x: Float[Array, "batch length embed"]
+    self, x: Float[Array, "batch length embed"], *, deterministic: bool = True
   ) -> Float[Array, "batch length embed"]:
     """Returns the transformed `x`; every position is independent."""
     embed_dim = x.shape[-1]
@@ -72,6 +75,8 @@ class GatedFeedForward(nn.Module):
       hidden, (axes.BATCH, axes.LENGTH, axes.ACTIVATION_MLP)
     )
     hidden = remat.tag(hidden, remat.FEED_FORWARD_HIDDEN)
+    if self.dropout is not None:
+      hidden = self.dropout(hidden, deterministic=deterministic)
     output = self.einsum("BTF,FD->BTD", hidden, down)
     return remat.tag(output, remat.FEED_FORWARD_OUTPUT)
 
@@ -95,6 +100,8 @@ class FeedForward(nn.Module):
     dtype: Dtype of the computation. `None` promotes inputs and parameters.
     param_dtype: Dtype in which the parameters are stored.
     einsum: The contraction; swapped by quantization.
+    dropout: Of the hidden activation; called with it and `deterministic`, as
+      `nn.Dropout` is. `None` is none.
   """
 
   mlp_dim: int
@@ -105,6 +112,7 @@ class FeedForward(nn.Module):
   dtype: DTypeLike | None = None
   param_dtype: DTypeLike = jnp.float32
   einsum: Callable[..., jax.Array] = jnp.einsum
+  dropout: nn.Module | None = None
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -112,7 +120,7 @@ class FeedForward(nn.Module):
 
   @nn.compact
   def __call__(
-    self, x: Float[Array, "batch length embed"]
+    self, x: Float[Array, "batch length embed"], *, deterministic: bool = True
   ) -> Float[Array, "batch length embed"]:
     """Returns the transformed `x`; every position is independent."""
     D, F = x.shape[-1], self.mlp_dim
@@ -136,6 +144,8 @@ class FeedForward(nn.Module):
       hidden, (axes.BATCH, axes.LENGTH, axes.ACTIVATION_MLP)
     )
     hidden = remat.tag(hidden, remat.FEED_FORWARD_HIDDEN)
+    if self.dropout is not None:
+      hidden = self.dropout(hidden, deterministic=deterministic)
     output = _with_bias(self.einsum("BTF,FD->BTD", hidden, down), down_bias)
     return remat.tag(output, remat.FEED_FORWARD_OUTPUT)
 

@@ -181,3 +181,16 @@ def test_plain_rejects_nonpositive_mlp_dim():
   message = r"FeedForward.mlp_dim must be positive, got -1"
   with pytest.raises(ValueError, match=message):
     feed_forward.FeedForward(mlp_dim=-1)
+
+
+@pytest.mark.parametrize("make", [_layer, _plain])
+def test_dropout_falls_on_the_hidden_activation(make):
+  """Where all of it is dropped only the last bias is left."""
+  layer = make(dropout=nn.Dropout(1.0))
+  values = testing.random_values(layer, _x())
+  y = testing.apply(layer, values, _x(), deterministic=False)
+  left = values["params"].get("down_bias", jnp.zeros((EMBED,)))
+  np.testing.assert_allclose(y, np.broadcast_to(left, y.shape), rtol=1e-6)
+  np.testing.assert_array_equal(
+    testing.apply(layer, values, _x()), testing.apply(make(), values, _x())
+  )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from paxon.layers import precision
+from paxon.layers import norm_scale, precision
 from paxon.sharding import axes, logical
 
 
@@ -25,6 +25,9 @@ class LayerNorm(nn.Module):
     bias_init: Initializer of the bias.
     dtype: Dtype of the result. `None` promotes input and parameters.
     param_dtype: Dtype in which scale and bias are stored.
+    use_scale: Whether there is a factor per feature.
+    scale_offset: Added to what is stored to get the factor; `scale_init` is
+      that of the factor still. Pax stores the factor less one.
   """
 
   epsilon: float = 1e-6
@@ -33,6 +36,8 @@ class LayerNorm(nn.Module):
   bias_init: nn.initializers.Initializer = nn.initializers.zeros
   dtype: DTypeLike | None = None
   param_dtype: DTypeLike = jnp.float32
+  use_scale: bool = True
+  scale_offset: float = 0.0
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -44,10 +49,10 @@ class LayerNorm(nn.Module):
 
   @nn.compact
   def __call__(
-    self, x: Float[Array, "batch length embed"]
-  ) -> Float[Array, "batch length embed"]:
-    """Returns the normalized `x`; every position is independent."""
-    scale = self._vector("scale", self.scale_init, x.shape[-1])
+    self, x: Float[Array, "*batch embed"]
+  ) -> Float[Array, "*batch embed"]:
+    """Returns the normalized `x`; every vector is independent."""
+    scale = norm_scale.stored(self, x.shape[-1], axes.EMBED)
     dtype = dtypes.canonicalize_dtype(x, scale, dtype=self.dtype)
     # float32 because the sums over a wide bfloat16 vector lose all but their
     # first digits; scale and bias are applied before rounding.
@@ -57,14 +62,9 @@ class LayerNorm(nn.Module):
     x -= jnp.mean(x, axis=-1, keepdims=True)
     variance = jnp.mean(x * x, axis=-1, keepdims=True)
     x *= jax.lax.rsqrt(variance + self.epsilon)
-    x *= scale.astype(x.dtype)[None, None, :]
+    x = norm_scale.scaled(x, scale, self.scale_offset)
     if self.use_bias:
-      bias = self._vector("bias", self.bias_init, x.shape[-1])
-      x += bias.astype(x.dtype)[None, None, :]
+      init = logical.partitioned(self.bias_init, (axes.EMBED,))
+      bias = self.param("bias", init, (x.shape[-1],), self.param_dtype)
+      x += norm_scale.over_features(bias, x)
     return x.astype(dtype)
-
-  def _vector(
-    self, name: str, init: nn.initializers.Initializer, size: int
-  ) -> jax.Array:
-    init = logical.partitioned(init, (axes.EMBED,))
-    return self.param(name, init, (size,), self.param_dtype)

@@ -88,3 +88,25 @@ def test_logical_axes():
 def test_rejects_an_epsilon_outside_of_its_range(epsilon):
   with pytest.raises(ValueError, match=r"LayerNorm\.epsilon must be positive"):
     layer_norm.LayerNorm(epsilon=epsilon)
+
+
+def test_an_offset_and_no_scale():
+  """Pax stores the factor less one; GPT-like ablations have none."""
+  x = testing.normal(2, 3, 8) + 1
+  plain = layer_norm.LayerNorm()
+  values = testing.random_values(plain, x)
+  expected = testing.apply(plain, values, x)
+  shifted = {**values["params"], "scale": values["params"]["scale"] - 1.0}
+  layer = layer_norm.LayerNorm(scale_offset=1.0)
+  actual = testing.apply(layer, {"params": shifted}, x)
+  np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+  first = testing.initial_values(layer, x)["params"]
+  assert not np.any(first["scale"])
+  bare = layer_norm.LayerNorm(use_scale=False, use_bias=False)
+  assert testing.axes(bare, x) == {}
+  wide = np.asarray(x, np.float64)
+  centred = wide - wide.mean(-1, keepdims=True)
+  deviation = np.sqrt(np.mean(centred**2, -1, keepdims=True) + 1e-6)
+  np.testing.assert_allclose(
+    bare.apply({}, x), centred / deviation, rtol=1e-5, atol=1e-6
+  )

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from paxon.layers import dimensions
+from paxon.layers import lookup as lookup_lib
 from paxon.sharding import axes, logical
 
 # Standard deviation embed_dim ** -0.5: rows of length one, as those of tokens.
@@ -32,12 +33,14 @@ class LearnedPositions(nn.Module):
       deviation `embed_dim ** -0.5`.
     dtype: Dtype of the result. `None` takes that of the table.
     param_dtype: Dtype in which the table is stored.
+    lookup: How rows are looked up (`layers.lookup`).
   """
 
   max_length: int
   embedding_init: nn.initializers.Initializer = _default_init
   dtype: DTypeLike | None = None
   param_dtype: DTypeLike = jnp.float32
+  lookup: lookup_lib.Lookup = lookup_lib.gather
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -69,7 +72,7 @@ class LearnedPositions(nn.Module):
     (table,) = dtypes.promote_dtype(table, dtype=self.dtype)
     # Gathered whole before its use, as the table of tokens is.
     table = logical.constrain(table, (None, axes.ACTIVATION_EMBED))
-    return jnp.take(table, positions, axis=0, mode="fill")
+    return self.lookup(table, positions)
 
 
 class SinusoidalPositions(nn.Module):

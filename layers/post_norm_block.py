@@ -8,7 +8,7 @@ such blocks has no norm of its own after the stack.
 """
 
 from flax import linen as nn
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from paxon.layers import block
 
@@ -17,12 +17,15 @@ class PostNormBlock(nn.Module):
   """Attention and feed-forward, each with a norm after its residual.
 
   Attributes:
-    attention: Called with tokens, positions, segment ids and `cache_length`.
+    attention: Called with tokens, positions, segment ids, the prefix where
+      there is one, and `cache_length`.
     attention_norm: Maps [B,T,D] to [B,T,D].
     feed_forward: Maps [B,T,D] to [B,T,D].
     feed_forward_norm: Maps [B,T,D] to [B,T,D].
     dropout: Called with a branch and `deterministic`, as `nn.Dropout` is;
       `None` is no dropout.
+    residual: Adds a branch to the residual stream, such as
+      `StochasticResidual`; `None` is a plain sum.
   """
 
   attention: nn.Module
@@ -30,25 +33,26 @@ class PostNormBlock(nn.Module):
   feed_forward: nn.Module
   feed_forward_norm: nn.Module
   dropout: nn.Module | None = None
+  residual: nn.Module | None = None
 
   def __call__(
     self,
     x: Float[Array, "batch length embed"],
     positions: Int[Array, "batch length"],
     segment_ids: Int[Array, "batch length"],
+    prefix: Bool[Array, "batch length"] | None = None,
     *,
     cache_length: int | None = None,
     deterministic: bool = True,
+    layer_index: Int[Array, ""] | None = None,
   ) -> Float[Array, "batch length embed"]:
     """Returns the transformed tokens; as `TransformerBlock` is called."""
-    branch = self.attention(
-      x, positions, segment_ids, cache_length=cache_length
+    feed_forward = block.fed(self.feed_forward, deterministic)
+    add = block.added(self.dropout, self.residual, deterministic, layer_index)
+    branch = block.attended(
+      self.attention, x, positions, segment_ids, prefix, cache_length
     )
-    x = self.attention_norm(
-      x + block.dropped(branch, self.dropout, deterministic)
-    )
-    branch = self.feed_forward(x)
-    x = self.feed_forward_norm(
-      x + block.dropped(branch, self.dropout, deterministic)
-    )
+    x = self.attention_norm(add(x, branch))
+    branch = feed_forward(x)
+    x = self.feed_forward_norm(add(x, branch))
     return block.pinned(x)

@@ -1,9 +1,30 @@
 """What a stack keeps of its forward pass for the backward pass.
 
 A policy says which intermediate values of a block are saved; the others are
-computed again ("rematerialized"). A stack without a policy saves everything.
-Layers give their large intermediate values the names below, and `save_only`
-makes a policy that saves the named ones alone.
+computed again ("rematerialized"). A stack without a policy saves everything,
+and with any policy the input of each block. Layers give their large
+intermediate values the names below; `save_only` saves named ones on the device,
+`offload` moves them to the memory of the host and back, and `|` joins policies:
+
+  remat.save_only(remat.ATTENTION_OUTPUT) | remat.offload(remat.ATTENTION_QUERY)
+  remat.save_projections | remat.save_only(remat.ATTENTION_CONTEXT)
+
+The first of several policies that keeps a value says where. On a CPU, device
+and host are one memory, and an offloaded value is saved as any other.
+
+  Pax's AutodiffCheckpointType      here
+  SAVE_EVERYTHING                   None
+  SAVE_NOTHING, ITERATION_INPUT,
+  TRANSFORMER_LAYER_OUTPUT          save_nothing
+  DOT_ONLY                          save_products
+  DOT_WITH_NO_BATCH_DIM             save_projections
+  OUT_PROJ, CONTEXT                 save_only(ATTENTION_OUTPUT), ..._CONTEXT
+  QKV_OUT_PROJ(_SEPARATE)           save_only(*ATTENTION_INPUTS,
+                                      ATTENTION_OUTPUT)
+  DOT_FOR_MLPERF_200B               save_only(*ATTENTION)
+  DOT_EXCEPT_LOGITS_FFN1            save_only(*ATTENTION, FEED_FORWARD_OUTPUT)
+  DOT_EXCEPT_LOGITS                 save_only(*ATTENTION, *FEED_FORWARD)
+  QUANTIZED, UNET_CONV(_ALL)        save_only of the names that layers `tag`
 """
 
 from collections.abc import Callable
@@ -26,6 +47,14 @@ ATTENTION_OUTPUT: Final = "attention_output"
 FEED_FORWARD_HIDDEN: Final = "feed_forward_hidden"
 FEED_FORWARD_OUTPUT: Final = "feed_forward_output"
 
+ATTENTION_INPUTS: Final = (ATTENTION_QUERY, ATTENTION_KEY, ATTENTION_VALUE)
+ATTENTION: Final = (*ATTENTION_INPUTS, ATTENTION_CONTEXT, ATTENTION_OUTPUT)
+FEED_FORWARD: Final = (FEED_FORWARD_HIDDEN, FEED_FORWARD_OUTPUT)
+
+# Kinds of memory, as JAX calls them.
+_DEVICE: Final = "device"
+_HOST: Final = "pinned_host"
+
 
 def save_nothing(*args: Any, **params: Any) -> Any:
   """Policy: keep the input of each block only; least memory, one more pass."""
@@ -38,8 +67,31 @@ def save_projections(*args: Any, **params: Any) -> Any:
   return policy(*args, **params)
 
 
+def save_products(*args: Any, **params: Any) -> Any:
+  """Policy: keep all matrix products and convolutions, also of attention."""
+  return jax.checkpoint_policies.dots_saveable(*args, **params)
+
+
+def offload_projections(*args: Any, **params: Any) -> Any:
+  """Policy: move what `save_projections` keeps to the host."""
+  policy = jax.checkpoint_policies.offload_dot_with_no_batch_dims(
+    _DEVICE, _HOST
+  )
+  return policy(*args, **params)
+
+
+class _Joinable:
+  """A policy that `|` joins with others, functions included."""
+
+  def __or__(self, other: Policy) -> "Either":
+    return Either((*_policies(self), *_policies(other)))
+
+  def __ror__(self, other: Policy) -> "Either":
+    return Either((*_policies(other), *_policies(self)))
+
+
 @dataclasses.dataclass(frozen=True)
-class SaveOnly:
+class SaveOnly(_Joinable):
   """Policy: keep the values with these names. Equal names, equal policies.
 
   Attributes:
@@ -61,9 +113,67 @@ class SaveOnly:
     return policy(*args, **params)
 
 
+@dataclasses.dataclass(frozen=True)
+class Offload(_Joinable):
+  """Policy: move the values with these names to the host, and back.
+
+  Attributes:
+    names: Names given by `tag`, usually constants of this module.
+  """
+
+  names: tuple[str, ...]
+
+  def __post_init__(self) -> None:
+    if not self.names:
+      raise ValueError("Offload.names must not be empty.")
+
+  def __call__(self, *args: Any, **params: Any) -> Any:
+    """Answers JAX's question what to do with one value."""
+    return _named(offloaded=self.names)(*args, **params)
+
+
+@dataclasses.dataclass(frozen=True)
+class Either(_Joinable):
+  """Policy: what the first of several policies does that keeps a value.
+
+  Attributes:
+    policies: Asked in this order.
+  """
+
+  policies: tuple[Policy, ...]
+
+  def __call__(self, *args: Any, **params: Any) -> Any:
+    """Answers JAX's question what to do with one value."""
+    # JAX's word for "compute it again", which has no public name.
+    again = _named()(*args, **params)
+    for policy in self.policies:
+      answer = policy(*args, **params)
+      if answer is not False and not isinstance(answer, type(again)):
+        return answer
+    return again
+
+
+def _policies(policy: Any) -> tuple[Policy, ...]:
+  return policy.policies if isinstance(policy, Either) else (policy,)
+
+
+def _named(*, offloaded: tuple[str, ...] = ()) -> Policy:
+  return jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=list(offloaded),
+    offload_src=_DEVICE,
+    offload_dst=_HOST,
+  )
+
+
 def save_only(*names: str) -> SaveOnly:
   """Returns the policy that keeps the values with these names alone."""
   return SaveOnly(names)
+
+
+def offload(*names: str) -> Offload:
+  """Returns the policy that moves the values with these names to the host."""
+  return Offload(names)
 
 
 def tag(x: jax.Array, name: str) -> jax.Array:

@@ -3,9 +3,10 @@
 import jax
 from jax import ad_checkpoint
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from paxon.layers import feed_forward, remat, testing
+from paxon.layers import feed_forward, remat, stack, testing
 from paxon.layers.attention import grouped_query
 
 
@@ -88,3 +89,104 @@ def test_equal_names_make_equal_policies():
 def test_rejects_no_names():
   with pytest.raises(ValueError, match=r"must not be empty; use `save_nothing"):
     remat.save_only()
+
+
+JOINED = remat.save_only("first") | remat.offload("second")
+
+
+def test_joined_policies_keep_what_either_keeps(capsys):
+  kept = _saved(capsys, _named, JOINED, jnp.ones((3,)))
+  assert len(kept) == 2
+  assert sum("<host>" in line for line in kept) == 1
+
+
+def test_the_first_policy_that_keeps_a_value_says_where(capsys):
+  for policy, moved in (
+    (remat.save_only("first") | remat.offload("first", "second"), 1),
+    (remat.offload("first", "second") | remat.save_only("first"), 2),
+  ):
+    kept = _saved(capsys, _named, policy, jnp.ones((3,)))
+    assert len(kept) == 2
+    assert sum("<host>" in line for line in kept) == moved
+
+
+def test_functions_and_names_are_joined_in_either_order(capsys):
+  def fn(x, weight):
+    y = remat.tag(jnp.sin(jnp.einsum("BTD,DF->BTF", x, weight)), "named")
+    return jnp.sum(jnp.sin(jnp.einsum("BTF,BSF->BTS", y, y)))
+
+  args = (jnp.ones((2, 3, 4)), jnp.ones((4, 5)))
+  name = remat.save_only("named")
+  for policy in (name | remat.save_projections, remat.save_projections | name):
+    assert len(_saved(capsys, fn, policy, *args)) == 2
+  # All products: that of attention, too.
+  assert len(_saved(capsys, fn, remat.save_products, *args)) == 2
+  moved = _saved(capsys, fn, remat.offload_projections, *args)
+  assert ["<host>" in line for line in moved] == [True]
+
+
+@pytest.mark.parametrize(
+  ("policy", "saved"),
+  [
+    (remat.save_only(*remat.ATTENTION), 5),
+    (remat.save_only(*remat.ATTENTION_INPUTS, remat.ATTENTION_OUTPUT), 4),
+    (remat.save_only(remat.ATTENTION_OUTPUT), 1),
+  ],
+)
+def test_attention_policies_of_pax(capsys, policy, saved):
+  layer = grouped_query.GroupedQueryAttention(2, num_kv_heads=1, head_dim=4)
+  x = testing.normal(1, 3, 4)
+  tokens = testing.counted(1, 3), testing.ones(1, 3)
+  values = testing.random_values(layer, x, *tokens)
+
+  def loss(values, x):
+    return jnp.sum(jnp.sin(layer.apply(values, x, *tokens)))
+
+  kept = _saved(capsys, loss, policy, values, x)
+  assert sum("named" in line for line in kept) == saved
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_offloaded_values_change_no_number(scan):
+  """In a stack, compiled: where there is one memory, a copy within it."""
+  names = remat.FEED_FORWARD_HIDDEN, remat.FEED_FORWARD_OUTPUT
+
+  def gradients(policy):
+    layers = stack.Stack(
+      (feed_forward.GatedFeedForward(8),),
+      num_layers=3,
+      scan=scan,
+      remat_policy=policy,
+    )
+    x = testing.normal(1, 3, 4)
+    values = testing.random_values(layers, x)
+
+    def loss(values):
+      return jnp.sum(jnp.sin(layers.apply(values, x)))
+
+    return jax.jit(jax.grad(loss))(values)
+
+  expected = gradients(None)
+  for policy in (
+    remat.offload(*names),
+    remat.save_only(names[0]) | remat.offload(names[1]),
+  ):
+    jax.tree.map(
+      lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6),
+      gradients(policy),
+      expected,
+    )
+
+
+def test_joined_policies_are_values():
+  again = remat.save_only("first") | remat.offload("second")
+  assert again == JOINED
+  assert hash(again) == hash(JOINED)
+  assert JOINED | remat.save_products == remat.Either(
+    (remat.save_only("first"), remat.offload("second"), remat.save_products)
+  )
+
+
+def test_rejects_nothing_to_offload():
+  with pytest.raises(ValueError, match=r"Offload.names must not be empty"):
+    remat.offload()

@@ -1,7 +1,7 @@
 """Root-mean-square norm: `x / sqrt(mean(x ** 2) + epsilon) * scale`.
 
 Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467. No mean is
-subtracted and there is no bias.
+subtracted and there is no bias. The norm of heads is `attention.head_norm`.
 """
 
 from flax import linen as nn
@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from paxon.layers import precision
-from paxon.sharding import axes, logical
+from paxon.layers import norm_scale, precision
+from paxon.sharding import axes
 
 
 class RmsNorm(nn.Module):
@@ -23,31 +23,34 @@ class RmsNorm(nn.Module):
     scale_init: Initializer of the factor per feature.
     dtype: Dtype of the result. `None` promotes input and scale.
     param_dtype: Dtype in which the scale is stored.
+    use_scale: Whether there is a factor per feature.
+    scale_offset: Added to what is stored to get the factor; `scale_init` is
+      that of the factor still. Gemma and Pax store the factor less one.
+    axis: Logical axis of the features.
   """
 
   epsilon: float = 1e-6
   scale_init: nn.initializers.Initializer = nn.initializers.ones
   dtype: DTypeLike | None = None
   param_dtype: DTypeLike = jnp.float32
+  use_scale: bool = True
+  scale_offset: float = 0.0
+  axis: str = axes.EMBED
 
   def __post_init__(self) -> None:
     super().__post_init__()
     if not 0 < self.epsilon < 1:
       raise ValueError(
-        f"RmsNorm.epsilon must be positive and less than 1, got {self.epsilon}."
+        f"{type(self).__name__}.epsilon must be positive and less than 1, got "
+        f"{self.epsilon}."
       )
 
   @nn.compact
   def __call__(
-    self, x: Float[Array, "batch length embed"]
-  ) -> Float[Array, "batch length embed"]:
-    """Returns the normalized `x`; every position is independent."""
-    scale = self.param(
-      "scale",
-      logical.partitioned(self.scale_init, (axes.EMBED,)),
-      (x.shape[-1],),
-      self.param_dtype,
-    )
+    self, x: Float[Array, "*batch features"]
+  ) -> Float[Array, "*batch features"]:
+    """Returns the normalized `x`; every vector is independent."""
+    scale = norm_scale.stored(self, x.shape[-1], self.axis)
     dtype = dtypes.canonicalize_dtype(x, scale, dtype=self.dtype)
     # float32 because the sum of squares of a wide bfloat16 vector loses all
     # but its first digits, and the scale is applied before rounding.
@@ -56,4 +59,4 @@ class RmsNorm(nn.Module):
     # from the forward to the backward pass.
     mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
     x *= jax.lax.rsqrt(mean_square + self.epsilon)
-    return (x * scale.astype(x.dtype)[None, None, :]).astype(dtype)
+    return norm_scale.scaled(x, scale, self.scale_offset).astype(dtype)

@@ -81,3 +81,52 @@ def test_scale_is_not_regularized():
 def test_rejects_nonpositive_epsilon():
   with pytest.raises(ValueError, match=r"RmsNorm.epsilon must be positive"):
     rms_norm.RmsNorm(epsilon=0.0)
+
+
+def test_an_offset_changes_what_is_stored_and_not_the_first_result():
+  """Gemma's `1 + weight`, with a first weight of zero."""
+  layer = rms_norm.RmsNorm(scale_offset=1.0)
+  first = testing.initial_values(layer, _x())
+  assert not np.any(first["params"]["scale"])
+  plain = testing.initial_values(rms_norm.RmsNorm(), _x())
+  np.testing.assert_array_equal(
+    testing.apply(layer, first, _x()),
+    testing.apply(rms_norm.RmsNorm(), plain, _x()),
+  )
+  values = testing.random_values(layer, _x())
+  factor = 1 + np.asarray(values["params"]["scale"], np.float64)
+  np.testing.assert_allclose(
+    testing.apply(layer, values, _x()),
+    _oracle(_x(), factor, 1e-6),
+    rtol=1e-5,
+    atol=1e-6,
+  )
+
+
+def test_a_small_stored_scale_survives_bfloat16():
+  """One plus a thousandth is one in bfloat16."""
+  layer = rms_norm.RmsNorm(scale_offset=1.0, param_dtype=jnp.bfloat16)
+  x = jnp.ones((1, 1, 4))
+  values = {"params": {"scale": jnp.full((4,), 1e-3, jnp.bfloat16)}}
+  y = testing.apply(layer.clone(dtype=jnp.float32), values, x)
+  np.testing.assert_allclose(y, 1.001, rtol=1e-5)
+
+
+def test_without_scale_there_is_no_parameter():
+  layer = rms_norm.RmsNorm(use_scale=False)
+  assert testing.axes(layer, _x()) == {}
+  np.testing.assert_allclose(
+    layer.apply({}, _x()), _oracle(_x(), 1.0, 1e-6), rtol=1e-5, atol=1e-6
+  )
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 3, 4, 5)])
+def test_any_rank_is_a_batch_of_vectors(shape):
+  layer = rms_norm.RmsNorm(axis="head_dim")
+  x = testing.normal(*shape)
+  values = testing.random_values(layer, x)
+  rows = testing.apply(layer, values, x.reshape(1, -1, 5))
+  np.testing.assert_array_equal(
+    testing.apply(layer, values, x), rows.reshape(shape)
+  )
+  assert testing.axes(layer, x) == {"params/scale": ("head_dim",)}

@@ -262,3 +262,36 @@ def test_rejects_wrong_dims_and_scalings():
       scaling(factor=0.5)
   with pytest.raises(ValueError, match=r"fast_turns must exceed slow_turns"):
     rotary_scaling.YarnScaling(factor=2.0, original_length=8, fast_turns=1.0)
+
+
+@pytest.mark.parametrize("dim", [2, 4, 6])
+@pytest.mark.parametrize("base", [10_000.0, 100.0])
+def test_partial_interleaved_pairs_match_gpt_j_by_hand(dim, base):
+  """GPT-J: features 2 i and 2 i + 1 of the first `dim` turn as a plane."""
+  x = testing.normal(2, 5, 3, 6, seed=4)
+  positions = jnp.asarray([[0, 1, 2, 3, 4], [7, 0, 900, 3, 1]], jnp.int32)
+  rotary = rotary_embedding.Rotary(
+    max_wavelength=base, rotary_dim=dim, interleaved=True
+  )
+  expected = np.asarray(x, np.float64).copy()
+  for b, t, n, i in np.ndindex(2, 5, 3, dim // 2):
+    angle = int(positions[b, t]) * base ** (-2 * i / dim)
+    turn = np.asarray(
+      [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
+    )
+    pair = slice(2 * i, 2 * i + 2)
+    expected[b, t, n, pair] = turn @ expected[b, t, n, pair]
+  np.testing.assert_allclose(rotary(x, positions), expected, atol=2e-4)
+
+
+def test_a_least_timescale_is_a_linear_scaling():
+  """Pax's timescales from 5 to 1000: `5 * (1000 / 5) ** (2 i / head_dim)`."""
+  x, positions = testing.normal(1, 4, 1, 6), testing.counted(1, 4)
+  scaling = rotary_scaling.LinearScaling(factor=5.0)
+  rotary = rotary_embedding.Rotary(max_wavelength=200.0, scaling=scaling)
+  expected = np.asarray(x, np.float64).copy()
+  for t, i in np.ndindex(4, 3):
+    turn = np.exp(1j * t / (5 * 200 ** (2 * i / 6)))
+    turned = (expected[0, t, 0, i] + 1j * expected[0, t, 0, i + 3]) * turn
+    expected[0, t, 0, [i, i + 3]] = turned.real, turned.imag
+  np.testing.assert_allclose(rotary(x, positions), expected, atol=1e-5)

@@ -102,3 +102,34 @@ def softmax_cross_entropy(
     Values in at least float32.
   """
   return softmax_terms(logits, targets).nll
+
+
+def of_probabilities(
+  logits: Float[Array, "batch length vocab"],
+  probabilities: Float[Array, "batch length vocab"],
+) -> Float[Array, "batch length"]:
+  """Returns the cross entropy with target distributions, in nats.
+
+  Args:
+    logits: As those of `softmax_terms`.
+    probabilities: Of each id, adding up to one; of a teacher, or several
+      labels. No gradient passes through them.
+
+  Returns:
+    `-sum(probabilities * log_probabilities(logits))`, in at least float32.
+  """
+  log_p = log_probabilities(logits)
+  wanted = jax.lax.stop_gradient(probabilities).astype(log_p.dtype)
+  # Zero times minus infinity is zero here: what nobody wants costs nothing.
+  return -jnp.sum(jnp.where(wanted > 0, wanted * log_p, 0), axis=-1)
+
+
+def log_probabilities(
+  logits: Float[Array, "*batch vocab"],
+) -> Float[Array, "*batch vocab"]:
+  """Returns the logarithms of the softmax, in at least float32.
+
+  Args:
+    logits: Of a model, which has capped them where it does.
+  """
+  return jax.nn.log_softmax(precision.widened(logits), axis=-1)

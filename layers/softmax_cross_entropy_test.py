@@ -111,3 +111,41 @@ def test_logits_that_are_nan_are_no_hits():
   )
   assert not terms.hits.any()
   assert np.isnan(terms.nll).all()
+
+
+def test_target_distributions_match_the_definition():
+  wanted = jax.nn.softmax(testing.normal(1, 3, 5, seed=2))
+  wanted = wanted.at[0, 1].set(jnp.asarray([0, 1.0, 0, 0, 0]))
+  logits = np.asarray(_logits(), np.float64)
+  log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+  expected = -(np.asarray(wanted, np.float64) * log_p).sum(-1)
+  actual = softmax_cross_entropy.of_probabilities(_logits(), wanted)
+  np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(
+    softmax_cross_entropy.log_probabilities(_logits()), log_p, rtol=1e-5
+  )
+
+
+def test_one_hot_distributions_are_targets():
+  one_hot = jax.nn.one_hot(TARGETS, 5)
+  of_distribution = softmax_cross_entropy.of_probabilities(_logits(), one_hot)
+  of_target = softmax_cross_entropy.softmax_cross_entropy(_logits(), TARGETS)
+  np.testing.assert_allclose(of_distribution, of_target, rtol=1e-6)
+
+
+def test_a_forbidden_id_that_nobody_wants_costs_nothing():
+  logits = _logits().at[:, :, 3].set(-jnp.inf)
+  wanted = jax.nn.one_hot(TARGETS, 5)
+  loss = softmax_cross_entropy.of_probabilities(logits, wanted)
+  assert np.all(np.isfinite(loss))
+
+
+def test_gradient_of_distributions_matches_finite_differences():
+  wanted = jax.nn.softmax(testing.normal(1, 3, 5, seed=2))
+
+  def loss(x):
+    return jnp.sum(
+      softmax_cross_entropy.of_probabilities(x, wanted.astype(x.dtype))
+    )
+
+  testing.assert_gradients_match(loss, _logits())

@@ -5,7 +5,9 @@ For each token, with the terms of `softmax_cross_entropy`,
   loss = (1 - a) * nll + a * uniform_nll + b * log_normalizer ** 2
 
 - `a` is label smoothing with uniform mass over the whole vocabulary, the target
-  included (Szegedy et al. 2015, https://arxiv.org/abs/1512.00567, section 7);
+  included (Szegedy et al. 2015, https://arxiv.org/abs/1512.00567, section 7),
+  or, with `smooth_others_only`, over the other V - 1 ids (Pax's full softmax),
+  which is the same with a share of `a * V / (V - 1)`;
 - `b` weighs the z-loss, which keeps log Z near zero (PaLM, Chowdhery et al.
   2022, https://arxiv.org/abs/2204.02311, section 5, with b = 1e-4).
 
@@ -78,11 +80,17 @@ class SoftmaxLoss:
       same time; `None` takes all at once. A chunk should have some thousand
       tokens on each device, or adding up the gradient of the head takes longer
       than computing it.
+    smooth_others_only: Whether the target has no part in the mass that label
+      smoothing spreads.
+    smooth_in_evaluation: Whether the loss that evaluation reports is smoothed.
+      The negative log likelihood never is.
   """
 
   label_smoothing: float = 0.0
   z_loss_weight: float = 0.0
   chunk_length: int | None = 512
+  smooth_others_only: bool = False
+  smooth_in_evaluation: bool = True
 
   def __post_init__(self) -> None:
     if not 0 <= self.label_smoothing < 1:
@@ -123,6 +131,12 @@ class SoftmaxLoss:
     weights = weights.astype(precision.at_least_float32(weights.dtype))
     return _loss(self, logits_fn, variables, x, targets, weights)
 
+  def evaluated(self) -> "SoftmaxLoss":
+    """Returns the loss as evaluation computes it."""
+    if self.smooth_in_evaluation:
+      return self
+    return dataclasses.replace(self, label_smoothing=0.0)
+
   def num_chunks(self, length: int) -> int:
     """Returns into how many chunks rows of this length are cut."""
     return -(-length // (self.chunk_length or length))
@@ -136,12 +150,13 @@ class SoftmaxLoss:
     weights: jax.Array,
   ) -> tuple[jax.Array, _Tokens]:
     """Returns the weighted sum, and the values of each token."""
-    terms = softmax_cross_entropy.softmax_terms(
-      logits_fn(variables, x), targets
-    )
+    logits = logits_fn(variables, x)
+    terms = softmax_cross_entropy.softmax_terms(logits, targets)
     loss = terms.nll
     if self.label_smoothing:
       share = self.label_smoothing
+      if self.smooth_others_only:
+        share *= logits.shape[-1] / (logits.shape[-1] - 1)
       loss = (1 - share) * terms.nll + share * terms.uniform_nll
     z_loss = self.z_loss_weight * jnp.square(terms.log_normalizer)
     if self.z_loss_weight:

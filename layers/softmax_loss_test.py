@@ -70,8 +70,12 @@ def _oracle(loss, variables, x, weights=WEIGHTS, targets=TARGETS):
   for at in np.ndindex(weights.shape):
     logits = x[at] @ kernel
     log_z = logits.max() + np.log(np.exp(logits - logits.max()).sum())
-    wanted = np.full(len(logits), loss.label_smoothing / len(logits))
-    wanted[int(targets[at])] += 1 - loss.label_smoothing
+    if loss.smooth_others_only:
+      wanted = np.full(len(logits), loss.label_smoothing / (len(logits) - 1))
+      wanted[int(targets[at])] = 1 - loss.label_smoothing
+    else:
+      wanted = np.full(len(logits), loss.label_smoothing / len(logits))
+      wanted[int(targets[at])] += 1 - loss.label_smoothing
     token = log_z - wanted @ logits + loss.z_loss_weight * log_z**2
     nlls[at] = log_z - logits[int(targets[at])]
     share = np.exp(logits - log_z)
@@ -86,6 +90,9 @@ def _oracle(loss, variables, x, weights=WEIGHTS, targets=TARGETS):
 OPTIONS = [
   pytest.param({}, id="plain"),
   pytest.param({"label_smoothing": 0.2}, id="smoothing"),
+  pytest.param(
+    {"label_smoothing": 0.2, "smooth_others_only": True}, id="of others"
+  ),
   pytest.param({"z_loss_weight": 0.03}, id="z loss"),
   pytest.param({"label_smoothing": 0.1, "z_loss_weight": 0.01}, id="both"),
 ]
@@ -326,6 +333,17 @@ def test_products_with_the_head_are_those_of_the_gradient():
   assert _products(both, _kernel(), _x()) == 3
   frozen = jax.grad(total, argnums=1)
   assert _products(frozen, _kernel(), _x()) == 2
+
+
+def test_evaluation_may_report_no_smoothing():
+  smooth = _loss(label_smoothing=0.2, z_loss_weight=0.1)
+  assert smooth.evaluated() is smooth
+  plain = _loss(
+    label_smoothing=0.2, z_loss_weight=0.1, smooth_in_evaluation=False
+  ).evaluated()
+  expected, _, _ = _oracle(_loss(z_loss_weight=0.1), _kernel(), _x())
+  output = _outputs(plain, _kernel(), _x())
+  np.testing.assert_allclose(output.loss, expected, rtol=1e-6)
 
 
 def test_equal_losses_are_equal():

@@ -9,6 +9,11 @@ Layers that do not fill a whole period are stored singly as `layers_<i>/...`.
 every layer on its own, which takes longer to compile and may run faster. It is
 the same tree of variables either way, so the choice can change at any time.
 
+What differs between the layers of one slot, but is no variable, they compute
+from their number: with `pass_layer_index` each is called with `layer_index`,
+an array, because the program loops; tables are indexed by it (`table[i]`). A
+stack is a block, too: the layers of a stack of stacks count through.
+
 This is the only module of `layers` that uses linen's lifted transforms.
 """
 
@@ -17,8 +22,9 @@ from typing import Any
 
 from flax import linen as nn
 import jax
+import jax.numpy as jnp
 
-from paxon.layers import dimensions, remat, shared
+from paxon.layers import dimensions, remat, shared, stacked_cache
 from paxon.sharding import axes, variables
 
 
@@ -39,12 +45,15 @@ class Stack(nn.Module):
     scan: Whether the compiled program loops over the periods.
     remat_policy: What is saved for the backward pass (`layers.remat`); `None`
       saves everything.
+    pass_layer_index: Whether each layer is called with `layer_index`, its
+      number from 0, an int32 scalar.
   """
 
   blocks: Sequence[nn.Module]
   num_layers: int
   scan: bool = True
   remat_policy: remat.Policy | None = None
+  pass_layer_index: bool = False
 
   def __post_init__(self) -> None:
     # A tuple keeps the module hashable where a list was given.
@@ -55,25 +64,43 @@ class Stack(nn.Module):
     dimensions.check(self, "num_layers")
 
   @nn.compact
-  def __call__(self, x: jax.Array, *args: Any, **static: Any) -> Any:
+  def __call__(
+    self,
+    x: jax.Array,
+    *args: Any,
+    layer_index: jax.Array | None = None,
+    **static: Any,
+  ) -> Any:
     """Returns `x` after all layers.
 
     Args:
       x: What each layer maps to something of the same shape and dtype.
       *args: Arrays (or trees of them) given to every layer, unchanged.
+      layer_index: The number of this stack among those of an outer stack.
       **static: Keyword arguments for every layer, constants of the
         compilation such as `deterministic` and `cache_length`.
     """
     period = len(self.blocks)
     groups = self.num_layers // period
+    indices = self._indices(layer_index)
     if groups:
-      x, _ = self._scanned(groups, len(args), static)(self._group(), x, *args)
+      scanned = self._scanned(groups, len(args), static)
+      starts = None if indices is None else indices[: groups * period : period]
+      x, _ = scanned(self._group(), x, starts, *args)
     # Protected from common-subexpression elimination, which would undo it.
     call = self._call(static, prevent_cse=True)
     for i in range(groups * period, self.num_layers):
       block = shared.with_stores(self.blocks[i % period], owner=self)
-      x = call(block.clone(parent=self, name=f"layers_{i}"), x, *args)
+      layer = block.clone(parent=self, name=f"layers_{i}")
+      x = call(layer, x, None if indices is None else indices[i], *args)
     return x
+
+  def _indices(self, layer_index: jax.Array | None) -> jax.Array | None:
+    """Returns the number of each layer, [L], where layers are told it."""
+    if not self.pass_layer_index:
+      return None
+    first = 0 if layer_index is None else layer_index * self.num_layers
+    return first + jnp.arange(self.num_layers, dtype=jnp.int32)
 
   def _group(self) -> _Group:
     # Deep copies: a clone keeps the children of its original, and all layers
@@ -82,38 +109,82 @@ class Stack(nn.Module):
     return _Group(copies, name=axes.LAYERS)
 
   def _scanned(self, groups: int, num_args: int, static: dict[str, Any]) -> Any:
-    """Returns `(group, x, *args) -> (x, None)` over all groups."""
+    """Returns `(group, x, starts, *args) -> (x, None)` over all groups."""
     # A loop cannot be merged with its recomputation, straight code can.
     call = self._call(static, prevent_cse=not self.scan)
 
-    def body(group: _Group, x: jax.Array, *args: Any) -> tuple[Any, None]:
-      for block in group.blocks:
-        x = call(block, x, *args)
+    def body(
+      group: _Group, x: jax.Array, start: jax.Array | None, *args: Any
+    ) -> tuple[Any, None]:
+      for slot, block in enumerate(group.blocks):
+        x = call(block, x, _plus(start, slot), *args)
       return x, None
 
-    return nn.scan(
-      body,
-      # Every collection and random stream, those that users name included, but
-      # for parameters that are one set for all layers.
-      variable_axes={True: 0},
-      variable_broadcast=[shared.COLLECTION],
-      split_rngs={True: True},
-      in_axes=(nn.broadcast,) * num_args,
-      length=groups,
-      unroll=1 if self.scan else groups,
-      metadata_params={
-        nn.PARTITION_NAME: axes.LAYERS,
-        variables.PERIOD: len(self.blocks),
-      },
-    )
+    def decoding(
+      group: _Group, carry: Any, start: jax.Array | None, *args: Any
+    ) -> tuple[Any, None]:
+      x, number = carry
+      for slot, block in enumerate(group.blocks):
+        view = stacked_cache.LayerView(number)
+        x = nn.map_variables(
+          call,
+          stacked_cache.COLLECTION,
+          trans_in_fn=view.given,
+          trans_out_fn=view.taken,
+          mutable=True,
+        )(block, x, _plus(start, slot), *args)
+      return (x, number + 1), None
+
+    def lifted(body: Any, **axes_of: Any) -> Any:
+      return nn.scan(
+        body,
+        # Every collection and random stream, those that users name included,
+        # but for parameters that are one set for all layers.
+        variable_axes={True: 0},
+        variable_broadcast=[shared.COLLECTION],
+        split_rngs={True: True},
+        in_axes=(0, *(nn.broadcast,) * num_args),
+        length=groups,
+        unroll=1 if self.scan else groups,
+        metadata_params={
+          nn.PARTITION_NAME: axes.LAYERS,
+          variables.PERIOD: len(self.blocks),
+        },
+        **axes_of,
+      )
+
+    if not self._is_decoding():
+      return lifted(body)
+    carried = lifted(decoding, variable_carry=stacked_cache.COLLECTION)
+
+    def scanned(group: _Group, x: jax.Array, *args: Any) -> tuple[Any, None]:
+      (x, _), _ = carried(group, (x, jnp.int32(0)), *args)
+      return x, None
+
+    return scanned
+
+  def _is_decoding(self) -> bool:
+    """Whether layers have caches, and change them."""
+    made = self.variables.get(stacked_cache.COLLECTION, {})
+    is_mutable = self.is_mutable_collection(stacked_cache.COLLECTION)
+    return axes.LAYERS in made and is_mutable
 
   def _call(self, static: dict[str, Any], *, prevent_cse: bool) -> Any:
-    """Returns `(block, x, *args) -> x`, rematerialized by the policy."""
+    """Returns `(block, x, index, *args) -> x`, rematerialized by the policy."""
 
     # Static arguments by closure: as arguments they would be traced.
-    def call(block: nn.Module, x: jax.Array, *args: Any) -> Any:
-      return block(x, *args, **static)
+    def call(
+      block: nn.Module, x: jax.Array, index: jax.Array | None, *args: Any
+    ) -> Any:
+      if index is None:
+        return block(x, *args, **static)
+      return block(x, *args, layer_index=index, **static)
 
     if self.remat_policy is None:
       return call
     return nn.remat(call, policy=self.remat_policy, prevent_cse=prevent_cse)
+
+
+def _plus(start: jax.Array | None, slot: int) -> jax.Array | None:
+  """Returns the number of a layer, where layers are told it."""
+  return None if start is None else start + slot

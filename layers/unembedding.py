@@ -1,4 +1,4 @@
-"""Output head with weights of its own: `logits = x @ kernel`, without bias.
+"""Output head with weights of its own: `logits = x @ kernel + bias`.
 
 A head that shares the input table is `Embedding.attend`.
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from paxon.layers import precision, wide_einsum
+from paxon.layers import dimensions, precision, wide_einsum
 from paxon.sharding import axes, logical
 
 _default_init = nn.initializers.variance_scaling(
@@ -31,6 +31,10 @@ class Unembedding(nn.Module):
     dtype: Dtype of the operands. `None` promotes input and kernel.
     param_dtype: Dtype in which the kernel is stored.
     einsum: The contraction.
+    use_bias: Whether a learned value is added to each logit.
+    bias_init: Initializer of the bias.
+    input_scale: Factor on `x` before the product, for models that shrink it by
+      `embed_dim ** -0.5`.
   """
 
   vocab_size: int
@@ -38,13 +42,13 @@ class Unembedding(nn.Module):
   dtype: DTypeLike | None = None
   param_dtype: DTypeLike = jnp.float32
   einsum: Callable[..., jax.Array] = wide_einsum.wide_einsum
+  use_bias: bool = False
+  bias_init: nn.initializers.Initializer = nn.initializers.zeros
+  input_scale: float = 1.0
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    if self.vocab_size <= 0:
-      raise ValueError(
-        f"Unembedding.vocab_size must be positive, got {self.vocab_size}."
-      )
+    dimensions.check(self, "vocab_size")
 
   @nn.compact
   def __call__(
@@ -57,7 +61,13 @@ class Unembedding(nn.Module):
       (x.shape[-1], self.vocab_size),
       self.param_dtype,
     )
+    bias = None
+    if self.use_bias:
+      init = logical.partitioned(self.bias_init, (axes.VOCAB,))
+      bias = self.param("bias", init, (self.vocab_size,), self.param_dtype)
     x, kernel = dtypes.promote_dtype(x, kernel, dtype=self.dtype)
+    if self.input_scale != 1:
+      x *= self.input_scale
     logits = self.einsum(
       "BTD,DV->BTV",
       x,
@@ -65,6 +75,8 @@ class Unembedding(nn.Module):
       # float32 because the loss subtracts logits of similar size.
       preferred_element_type=precision.at_least_float32(x.dtype),
     )
+    if bias is not None:
+      logits += bias.astype(logits.dtype)[None, None, :]
     # Pinned so that the largest tensor of the model is split over V.
     return logical.constrain(
       logits, (axes.BATCH, axes.LENGTH, axes.ACTIVATION_VOCAB)

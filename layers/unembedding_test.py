@@ -66,3 +66,23 @@ def test_rejects_nonpositive_vocab_size():
   message = r"Unembedding.vocab_size must be positive, got -1"
   with pytest.raises(ValueError, match=message):
     unembedding.Unembedding(-1)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_bias_and_scaled_input(dtype):
+  layer = unembedding.Unembedding(
+    VOCAB, use_bias=True, input_scale=0.25, dtype=dtype
+  )
+  values = testing.random_values(layer, _x(dtype))
+  logits = testing.apply(layer, values, _x(dtype))
+  assert logits.dtype == jnp.float32
+  kernel = values["params"]["kernel"].astype(dtype)
+  # A quarter is exact in any dtype, and the bias is added in float32.
+  exact = 0.25 * np.asarray(_x(dtype), np.float64)
+  exact = exact @ np.asarray(kernel, np.float64)
+  exact += np.asarray(values["params"]["bias"], np.float64)
+  np.testing.assert_allclose(logits, exact, rtol=1e-5, atol=1e-6)
+  assert testing.axes(layer, _x()) == {
+    "params/kernel": ("embed", "vocab"),
+    "params/bias": ("vocab",),
+  }

@@ -37,6 +37,8 @@ class Learner:
       which saves memory; the gradient is that of the whole batch.
     skip: Which updates are skipped; `None` skips none.
     average: An average of the parameters for evaluation; `None` keeps none.
+    count_tokens: Whether the train state counts the tokens of all updates, and
+      the metric `tokens_trained` tells it.
   """
 
   optimizer: Optimizer
@@ -45,6 +47,7 @@ class Learner:
   num_microbatches: int = 1
   skip: skipping.SkipUpdates | None = None
   average: parameter_average.ParameterAverage | None = None
+  count_tokens: bool = False
 
   def __post_init__(self) -> None:
     field_checks.positive(

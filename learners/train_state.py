@@ -11,6 +11,7 @@ from paxon.learners import learner as learner_lib
 from paxon.learners import (
   optimizer_state,
   parameter_average,
+  token_count,
   variable_groups,
 )
 from paxon.sharding import variables as variables_lib
@@ -32,6 +33,8 @@ class TrainState:
       the learner skips.
     average: `parameter_average.AverageState` of the optimized variables; `None`
       unless the learner averages.
+    tokens: `token_count` of the weights of the losses of all updates, int32
+      [2]; `None` unless the learner counts.
   """
 
   step: Leaf
@@ -39,6 +42,7 @@ class TrainState:
   opt_state: optax.OptState
   skipped: Leaf = None
   average: Leaf = None
+  tokens: Leaf = None
 
 
 def initial(
@@ -65,6 +69,7 @@ def initial(
     average=(
       None if learner.average is None else learner.average.initial(optimized)
     ),
+    tokens=token_count.zero() if learner.count_tokens else None,
   )
 
 
@@ -88,6 +93,7 @@ def state_specs(
     opt_state=optimizer_state.specs(learner.transform(specs), optimized),
     skipped=None if learner.skip is None else _counter("skipped"),
     average=None if learner.average is None else _average_specs(optimized),
+    tokens=_counter("tokens", shape=(2,)) if learner.count_tokens else None,
   )
 
 
@@ -120,12 +126,14 @@ def evaluation_variables(
   )
 
 
-def _counter(name: str) -> variables_lib.VariableSpec:
+def _counter(
+  name: str, *, shape: tuple[int, ...] = ()
+) -> variables_lib.VariableSpec:
   return variables_lib.VariableSpec(
     name=name,
-    shape=(),
+    shape=shape,
     dtype=jnp.dtype(jnp.int32),
-    axes=(),
+    axes=(None,) * len(shape),
     trainable=False,
   )
 

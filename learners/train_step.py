@@ -18,6 +18,7 @@ from paxon.learners import (
   optimizer_state,
   random_keys,
   skipping,
+  token_count,
   train_state,
   variable_groups,
   variable_updates,
@@ -52,7 +53,7 @@ def make_train_step(
   specs: variable_groups.Specs,
   seed: int,
   metric_fns: Sequence[metric_functions.MetricFn] = (),
-  streams: Sequence[str] = ("dropout",),
+  streams: Sequence[str] = ("dropout", "masking"),
   norm_groups: Mapping[str, str] | None = None,
 ) -> TrainStep:
   """Returns the function that makes one update.
@@ -70,8 +71,9 @@ def make_train_step(
     `(state, batch) -> (state, metrics)`. Metrics are those of the loss function
     and of `metric_fns`, and `loss`, `learning_rate`, `grad_norm` (before
     clipping) and `param_norm` (before the update); `skipped`, the number of
-    steps so far that made no update, if the learner skips; `grad_norm/<group>`
-    and `param_norm/<group>` of the groups.
+    steps so far that made no update, if the learner skips; `tokens_trained` of
+    all updates so far, if it counts; `grad_norm/<group>` and
+    `param_norm/<group>` of the groups.
   """
   transform = learner.transform(specs)
   groups = {}
@@ -121,6 +123,7 @@ def make_train_step(
       opt_state=opt_state,
       skipped=state.skipped,
       average=average,
+      tokens=_tokens(state, result.metrics),
     )
     metrics = {
       **result.metrics,
@@ -138,6 +141,9 @@ def make_train_step(
       )
       new_state = _skip_unless(harmless, new_state, state)
       metrics["skipped"] = weighted.scalar(new_state.skipped)
+    if new_state.tokens is not None:
+      count = token_count.as_float(new_state.tokens)
+      metrics["tokens_trained"] = weighted.scalar(count)
     return new_state, metrics
 
   return step
@@ -171,6 +177,14 @@ def _add(param: jax.Array, update: jax.Array) -> jax.Array:
   return (param.astype(jnp.float32) + update).astype(param.dtype)
 
 
+def _tokens(state: train_state.TrainState, metrics: Metrics) -> Any:
+  """The tokens of all updates, this one's included."""
+  if state.tokens is None:
+    return None
+  # The weight of the whole batch, of all its microbatches.
+  return token_count.added(state.tokens, metrics["loss"][1])
+
+
 def _rates(
   learner: learner_lib.Learner, state: train_state.TrainState
 ) -> Metrics:
@@ -191,14 +205,15 @@ def _skip_unless(
   """Returns `new`, or `old` with its counters advanced."""
   chosen: Any = skipping.choose(
     harmless,
-    (new.variables, new.opt_state, new.average),
-    (old.variables, old.opt_state, old.average),
+    (new.variables, new.opt_state, new.average, new.tokens),
+    (old.variables, old.opt_state, old.average, old.tokens),
   )
-  variables, opt_state, average = chosen
+  variables, opt_state, average, tokens = chosen
   return train_state.TrainState(
     step=new.step,
     variables=variables,
     opt_state=opt_state,
     skipped=old.skipped + (~harmless).astype(jnp.int32),
     average=average,
+    tokens=tokens,
   )

@@ -11,6 +11,7 @@ There is no other registry.
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import enum
+import re
 from typing import Any
 
 from flax import linen as nn
@@ -22,6 +23,9 @@ from jax.typing import DTypeLike
 from paxon.sharding import axes as axis_names
 
 Initializer = Callable[..., Any]
+
+# Where a stack stores one slot of its pattern.
+_SLOT = re.compile(r"(?:^|/)layers/blocks_(\d+)(?=/)")
 
 # Key of `metadata_params` under which a stack says how many blocks one step of
 # its pattern has.
@@ -188,10 +192,15 @@ def specs_of(abstract_variables: Mapping[str, Any]) -> Specs:
   Returns:
     Nested dicts of `VariableSpec`, one per variable.
   """
-  return jax.tree_util.tree_map_with_path(
-    lambda path, leaf: _spec("/".join(str(p.key) for p in path), leaf),
+  leaves, treedef = jax.tree_util.tree_flatten_with_path(
     abstract_variables,
     is_leaf=lambda leaf: isinstance(leaf, meta.AxisMetadata),
+  )
+  names = ["/".join(str(p.key) for p in path) for path, _ in leaves]
+  periods = _periods(names)
+  return treedef.unflatten(
+    _spec(name, leaf, periods)
+    for name, (_, leaf) in zip(names, leaves, strict=True)
   )
 
 
@@ -205,7 +214,37 @@ def abstract(specs: Specs) -> Any:
   return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), specs)
 
 
-def _spec(name: str, leaf: Any) -> VariableSpec:
+def _periods(names: Sequence[str]) -> dict[str, int]:
+  """Returns how many slots the pattern of each stack has, by its path."""
+  periods: dict[str, int] = {}
+  for name in names:
+    for match in _SLOT.finditer(name):
+      stack, slot = name[: match.start()], int(match.group(1))
+      periods[stack] = max(periods.get(stack, 0), slot + 1)
+  return periods
+
+
+def _foreign_axes(
+  name: str, leaf: Any, rank: int, periods: Mapping[str, int]
+) -> tuple[tuple[str | None, ...], tuple[tuple[str, int], ...]]:
+  """Returns axes and stacked axes of a variable without our box.
+
+  Linen's own boxes name axes, those of stacks included; where there is no box,
+  the path tells of stacks, because each has added an axis in front.
+  """
+  stacked = tuple(
+    (axis_names.LAYERS, periods[name[: match.start()]])
+    for match in _SLOT.finditer(name)
+  )
+  names = getattr(leaf, "names", None)
+  if names is None:
+    front = tuple(axis for axis, _ in stacked)
+    names = (*front, *(None,) * (rank - len(front)))
+  known = (n if n in axis_names.LOGICAL_AXES else None for n in names)
+  return tuple(known), stacked
+
+
+def _spec(name: str, leaf: Any, periods: Mapping[str, int]) -> VariableSpec:
   value = leaf.unbox() if isinstance(leaf, meta.AxisMetadata) else leaf
   collection = name.partition("/")[0]
   if isinstance(leaf, Variable):
@@ -224,13 +263,14 @@ def _spec(name: str, leaf: Any) -> VariableSpec:
       trainable=leaf.trainable,
     )
   is_param = collection in ("params", SHARED)
-  names = getattr(leaf, "names", None) or (None,) * value.ndim
+  axes, stacked = _foreign_axes(name, leaf, value.ndim, periods)
   return VariableSpec(
     name=name,
     shape=value.shape,
     dtype=value.dtype,
-    axes=tuple(n if n in axis_names.LOGICAL_AXES else None for n in names),
+    axes=axes,
+    stacked=stacked,
     update=UpdateRule.OPTIMIZER if is_param else UpdateRule.REPLACE,
-    regularized=is_param and value.ndim >= 2,
+    regularized=is_param and value.ndim - len(stacked) >= 2,
     trainable=is_param,
   )

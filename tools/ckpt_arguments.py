@@ -1,4 +1,4 @@
-"""Arguments of `tools/ckpt`: places of checkpoints; mistakes are one line."""
+"""Arguments of `tools/ckpt` and `tools/hf`: places; mistakes are one line."""
 
 import argparse
 import os
@@ -47,15 +47,18 @@ def parse_place(place: str) -> tuple[epath.Path, int | None]:
 class Parser(argparse.ArgumentParser):
   """Reads one command's arguments; a mistake is a `UserError`."""
 
-  def __init__(self, command: str, description: str) -> None:
+  def __init__(
+    self, command: str, description: str, *, program: str = "tools/ckpt"
+  ) -> None:
     """Makes a parser without arguments.
 
     Args:
       command: Its name.
       description: One sentence.
+      program: What it is a command of.
     """
     super().__init__(
-      prog=f"tools/ckpt {command}",
+      prog=f"{program} {command}",
       description=description,
       allow_abbrev=False,
     )

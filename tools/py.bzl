@@ -16,7 +16,12 @@ _RUNNER_DEPS = [
 ]
 
 def _joined(deps, *added):
-    """Returns `deps` and what is added, each label once; Bazel wants it so."""
+    """Returns `deps` and what is added, each label once; Bazel wants it so.
+
+    A select cannot be looked into; it must hold nothing of what is added.
+    """
+    if type(deps) != type([]):
+        return deps + _joined([], *added)
     seen = {str(dep).lstrip("@"): None for dep in deps}
     result = list(deps)
     for label in [label for labels in added for label in labels]:
@@ -54,6 +59,7 @@ def py_test(
         runtime_deps = [],
         args = [],
         devices = 8,
+        keep_compilations = False,
         env = {},
         **kwargs):
     """Test files, run by pytest in one process.
@@ -66,6 +72,8 @@ def py_test(
       runtime_deps: What they need without importing it by name.
       args: More arguments for pytest.
       devices: How many CPU devices JAX shows.
+      keep_compilations: Whether what one process of the test compiles serves
+        the others, which saves time where several compile the same.
       env: More environment variables; these win over the macro's own.
       **kwargs: As for Bazel's py_test, such as `data`, `tags`, `shard_count`.
     """
@@ -81,6 +89,7 @@ def py_test(
             "JAX_NUMPY_RANK_PROMOTION": "raise",
             "JAX_NUM_CPU_DEVICES": str(devices),
             "JAX_PLATFORMS": "cpu",
+            "PAXON_KEEP_COMPILATIONS": "1" if keep_compilations else "",
             "PYTHONSAFEPATH": "1",
             # Half of a test's time is XLA's compiling; its last optimizations
             # of CPU code take half of that, and tests run programs once.
@@ -90,7 +99,9 @@ def py_test(
             ]),
         }, **env),
         legacy_create_init = False,
-        deps = joined + accelerator_wheels(joined),
+        deps = joined + accelerator_wheels(
+            joined if type(joined) == type([]) else [],
+        ),
         **kwargs
     )
 

@@ -14,6 +14,9 @@ import sys
 
 import pytest
 
+# The macro's `keep_compilations`, by this environment variable.
+KEEP_COMPILATIONS = "PAXON_KEEP_COMPILATIONS"
+
 
 class _Shard:
   """Keeps every n-th test, as Bazel's sharding protocol asks."""
@@ -89,6 +92,14 @@ def main(argv: Sequence[str]) -> int:
     os.environ.setdefault("HOME", scratch)
     os.environ["TMPDIR"] = scratch
     os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", scratch)
+    if os.environ.get(KEEP_COMPILATIONS):
+      # For targets whose processes compile the same programs. Of this target
+      # alone: what one test compiled is no input of another.
+      os.environ.update(
+        JAX_COMPILATION_CACHE_DIR=os.path.join(scratch, "compilations"),
+        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+        JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
+      )
   shard = _Shard(
     int(os.environ.get("TEST_SHARD_INDEX", "0")),
     int(os.environ.get("TEST_TOTAL_SHARDS", "1")),

@@ -9,10 +9,11 @@ JAX's public function knows nothing; for them the mask becomes a bias
 Letters: B batch, T queries, S keys, N heads, K key/value heads, H head_dim.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 import contextlib
 import contextvars
-from typing import Any, Final, Literal
+import dataclasses
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,23 +21,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 import numpy as np
 
+from paxon.layers.attention import kernel_request, kernel_support, per_device
 from paxon.layers.attention import mask as attention_mask
-from paxon.sharding import axes, logical
 
-_DTYPES: Final = ("bfloat16", "float16")
-_MAX_HEAD_DIM: Final = 256
-_HEADS: Final = (
-  axes.BATCH,
-  axes.LENGTH,
-  axes.ACTIVATION_HEADS,
-  axes.ACTIVATION_HEAD_DIM,
-)
-_KV_HEADS: Final = (
-  axes.BATCH,
-  axes.LENGTH,
-  axes.ACTIVATION_KV_HEADS,
-  axes.ACTIVATION_HEAD_DIM,
-)
 # Where cuDNN is not needed, because nothing is compiled for its GPUs.
 _stands_in: contextvars.ContextVar[bool] = contextvars.ContextVar(
   "cudnn_stands_in", default=False
@@ -67,17 +54,26 @@ def problem(*, head_dim: int, dtype: DTypeLike) -> str | None:
     head_dim: Width of a head.
     dtype: Of queries, keys and values.
   """
-  name = np.dtype(dtype).name
-  if name not in _DTYPES:
-    return f"its dtype is {name}, and cuDNN takes {' or '.join(_DTYPES)}"
-  if head_dim % 8 or head_dim > _MAX_HEAD_DIM:
-    return (
-      f"its head_dim is {head_dim}, and cuDNN takes multiples of 8 up to"
-      f" {_MAX_HEAD_DIM} (128 before Hopper)"
-    )
-  return None
+  request = kernel_request.Request(
+    head_dim=head_dim, dtype=np.dtype(dtype).name
+  )
+  return next(kernel_support.CUDNN.problems(request), None)
 
 
+def _support(settings: Mapping[str, Any]) -> kernel_support.Support:
+  support = (
+    kernel_support.CUDNN
+    if settings.get("packed", True)
+    else kernel_support.CUDNN_ONE_DOCUMENT
+  )
+  if settings.get("implementation", "cudnn") == "cudnn":
+    return support
+  return dataclasses.replace(
+    support, dtypes=(), platforms=(), head_dim_multiple=1, max_head_dim=None
+  )
+
+
+@kernel_support.declared(_support)
 def cudnn(
   query: Float[Array, "batch length heads head_dim"],
   key: Float[Array, "batch kv_length kv_heads head_dim"],
@@ -86,6 +82,8 @@ def cudnn(
   *,
   logit_cap: float | None = None,
   bias: jax.Array | None = None,
+  scale: float | None = None,
+  sinks: jax.Array | None = None,
   packed: bool = True,
   implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> Float[Array, "batch length heads head_dim"]:
@@ -98,6 +96,8 @@ def cudnn(
     mask: Which keys each query sees.
     logit_cap: Refused: cuDNN does not bend logits.
     bias: Refused: of its gradient cuDNN makes something of size T x S.
+    scale: What products are multiplied by; `None` is `H ** -0.5`.
+    sinks: Refused likewise.
     packed: Whether rows may hold several documents. False promises that each
       row is one document with padding behind it; rows for which that is not
       true become NaN. Calls with a cache (S is not T) do not depend on it.
@@ -111,33 +111,41 @@ def cudnn(
     ValueError: cuDNN cannot serve this call; the message says why.
     CudnnMissingError: cuDNN is not here.
   """
-  if implementation == "cudnn":
-    _check(query, logit_cap, bias)
+  is_described = not packed and query.shape[1] == key.shape[1]
+  settings = {"packed": not is_described, "implementation": implementation}
+  kernel_support.check_call(
+    _support(settings),
+    query,
+    key,
+    value,
+    mask,
+    logit_cap=logit_cap,
+    bias=bias,
+    sinks=sinks,
+  )
   if _stands_in.get():
     implementation = "xla"
-  if query.shape[2] % key.shape[2]:
-    raise ValueError(
-      f"The heads of queries ({query.shape[2]}) must be a multiple of those of"
-      f" keys ({key.shape[2]})."
-    )
-  is_described = not packed and query.shape[1] == key.shape[1]
-  if is_described and mask.window is not None and not mask.causal:
-    raise ValueError(
-      "cuDNN attention has windows for causal masks only; use kernels.fused."
-    )
 
   def attend(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     mask: attention_mask.AttentionMask,
+    sinks: None,
   ) -> jax.Array:
-    settings = _described(mask) if is_described else {"mask": mask.to_array()}
+    settings: dict[str, Any] = (
+      _described(mask) if is_described else {"mask": mask.to_array()}
+    )
     # JAX's own code mixes bfloat16 with float32, an error under strict
     # promotion.
     with jax.numpy_dtype_promotion("standard"):
       out = jax.nn.dot_product_attention(
-        query, key, value, implementation=implementation, **settings
+        query,
+        key,
+        value,
+        scale=scale,
+        implementation=implementation,
+        **settings,
       )
     if is_described:
       sees_any = mask.q_segment_ids != 0
@@ -149,7 +157,7 @@ def cudnn(
     return jnp.where(sees_any[:, :, None, None], out, zero)
 
   try:
-    return _on_each_device(attend, query, key, value, mask)
+    return per_device.call(attend, query, key, value, mask, name="cuDNN")
   except NotImplementedError as error:
     raise ValueError(f"cuDNN attention cannot serve this call: {error}") from (
       error
@@ -163,6 +171,7 @@ def cudnn(
     ) from error
 
 
+@kernel_support.declared(kernel_support.CUDNN_ONE_DOCUMENT)
 def one_document(
   query: Float[Array, "batch length heads head_dim"],
   key: Float[Array, "batch kv_length kv_heads head_dim"],
@@ -171,6 +180,8 @@ def one_document(
   *,
   logit_cap: float | None = None,
   bias: jax.Array | None = None,
+  scale: float | None = None,
+  sinks: jax.Array | None = None,
 ) -> Float[Array, "batch length heads head_dim"]:
   """`cudnn` for rows of one document each: what is masked is not computed.
 
@@ -184,31 +195,23 @@ def one_document(
       padding behind it become NaN.
     logit_cap: Refused, as by `cudnn`.
     bias: Refused, as by `cudnn`.
+    scale: What products are multiplied by; `None` is `H ** -0.5`.
+    sinks: Refused, as by `cudnn`.
 
   Returns:
     The weighted values.
   """
   return cudnn(
-    query, key, value, mask, logit_cap=logit_cap, bias=bias, packed=False
+    query,
+    key,
+    value,
+    mask,
+    logit_cap=logit_cap,
+    bias=bias,
+    scale=scale,
+    sinks=sinks,
+    packed=False,
   )
-
-
-def _check(
-  query: jax.Array, logit_cap: float | None, bias: jax.Array | None
-) -> None:
-  if logit_cap is not None:
-    raise ValueError(
-      f"cuDNN attention cannot cap logits (logit_cap is {logit_cap}); use"
-      " kernels.plain."
-    )
-  if bias is not None:
-    raise ValueError(
-      f"cuDNN attention takes no bias here, got one of shape {bias.shape}; use"
-      " kernels.fused."
-    )
-  found = problem(head_dim=query.shape[-1], dtype=query.dtype)
-  if found is not None:
-    raise ValueError(f"cuDNN attention cannot serve this layer: {found}.")
 
 
 def _described(mask: attention_mask.AttentionMask) -> dict[str, Any]:
@@ -236,59 +239,3 @@ def _is_one_document(
   expected = jnp.where(inside, ids[:, :1], 0)
   in_order = (positions - positions[:, :1] == index) | ~inside
   return jnp.all((ids == expected) & in_order, axis=-1)
-
-
-def _on_each_device(
-  attend: Any,
-  query: jax.Array,
-  key: jax.Array,
-  value: jax.Array,
-  mask: attention_mask.AttentionMask,
-) -> jax.Array:
-  """Calls `attend` for each device's rows and heads.
-
-  Left to the partitioner, the kernel would be a call that cannot be serialized
-  and that fails on heads that do not divide.
-  """
-  heads = _real_splits(logical.partition_spec(query.shape, _HEADS))
-  kv_heads = _real_splits(logical.partition_spec(key.shape, _KV_HEADS))
-  if heads is None or kv_heads is None:
-    return attend(query, key, value, mask)
-  if heads[1] is not None or kv_heads[1] is not None:
-    raise ValueError(
-      "cuDNN attention needs whole rows on each device, but the mesh splits"
-      f" '{axes.LENGTH}' over {_words(heads[1] or kv_heads[1])}."
-    )
-  if heads[2] != kv_heads[2] and key.shape[2] > 1:
-    raise ValueError(
-      "cuDNN attention needs heads of queries and of keys on the same devices,"
-      f" but the mesh splits them over {_words(heads[2])} and over"
-      f" {_words(kv_heads[2])}."
-    )
-  rows = jax.P(heads[0])
-  mapped = jax.shard_map(
-    attend,
-    in_specs=(heads, kv_heads, kv_heads, rows),
-    out_specs=heads,
-  )
-  return mapped(query, key, value, mask)
-
-
-def _real_splits(
-  spec: jax.sharding.PartitionSpec | None,
-) -> jax.sharding.PartitionSpec | None:
-  """Returns the spec without mesh axes of size one."""
-  if spec is None:
-    return None
-  sizes = jax.sharding.get_abstract_mesh().shape
-  entries: list[tuple[str, ...] | None] = []
-  for entry in spec:
-    names = (entry,) if isinstance(entry, str) else entry or ()
-    entries.append(tuple(name for name in names if sizes[name] > 1) or None)
-  return jax.P(*entries)
-
-
-def _words(entry: Any) -> str:
-  return ", ".join(
-    (entry,) if isinstance(entry, str) else entry or ("nothing",)
-  )

@@ -116,7 +116,9 @@ def test_one_document_a_row_is_not_packed():
     # It has the promise of `packed=False`, and what a broken one does.
     broken = _mask([[1] * 3 + [2] * 5] * 3)
     assert np.isnan(cudnn_attention.one_document(*inputs, broken)).all()
-    with pytest.raises(ValueError, match=r"cannot cap logits \(logit_cap is"):
+    with pytest.raises(
+      ValueError, match=r"one_document .* logit_cap is 5\.0, but "
+    ):
       cudnn_attention.one_document(*inputs, mask, logit_cap=5.0)
 
 
@@ -196,7 +198,7 @@ def test_heads_of_queries_and_keys_must_be_together():
 @pytest.mark.parametrize(
   ("head_dim", "dtype", "message"),
   [
-    (128, "float32", r"its dtype is float32, and cuDNN takes bfloat16 or fl"),
+    (128, "float32", r"dtype is float32, and the kernel takes bfloat16 or fl"),
     (60, "bfloat16", r"its head_dim is 60, .* multiples of 8 up to 256"),
     (512, "float16", r"its head_dim is 512"),
   ],
@@ -213,12 +215,25 @@ def test_what_cudnn_has_no_word_for_is_refused():
   mask = _mask(_rows(8, 8, 8), causal=False, window=3)
   with pytest.raises(ValueError, match=r"windows for causal masks only"):
     cudnn_attention.cudnn(*inputs, mask, packed=False)
-  with pytest.raises(ValueError, match=r"cannot cap .*logit_cap is 30\.0"):
+  with pytest.raises(
+    ValueError,
+    match=r"logit_cap is 30\.0, but jax\.nn\..* has no cap; use",
+  ):
     cudnn_attention.cudnn(*inputs, mask, logit_cap=30.0)
   with pytest.raises(
-    ValueError, match=r"no bias here, .* \(4, 8, 8\); use ker"
+    ValueError, match=r"a bias of shape \(4, 8, 8\), but of its gradient"
   ):
     cudnn_attention.one_document(*inputs, mask, bias=jnp.zeros((4, 8, 8)))
+
+
+def test_scale_is_that_of_all_kernels():
+  mask, inputs = _mask(_rows(LENGTH, 5, 0)), _inputs()
+  np.testing.assert_allclose(
+    described(*inputs, mask, scale=0.7),
+    kernels.plain(*inputs, mask, scale=0.7),
+    rtol=1e-5,
+    atol=1e-6,
+  )
 
 
 def test_without_cudnn_it_says_so_and_xla_can_stand_in():

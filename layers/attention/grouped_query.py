@@ -15,17 +15,15 @@ import functools
 from typing import Any
 
 from flax import linen as nn
-from flax.linen import dtypes
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from paxon.layers import dimensions, remat, rotary_embedding
-from paxon.layers.attention import kernels, kv_cache
+from paxon.layers.attention import field_checks, kernels, kv_cache
 from paxon.layers.attention import mask as attention_mask
 from paxon.layers.attention import projections as attention_projections
-from paxon.sharding import axes, logical
 
 # Both scale by the true number of summed terms: D into heads, N * H out.
 _projection_init = nn.initializers.variance_scaling(
@@ -34,10 +32,6 @@ _projection_init = nn.initializers.variance_scaling(
 _output_init = nn.initializers.variance_scaling(
   1.0, "fan_in", "truncated_normal", in_axis=(0, 1), out_axis=2
 )
-
-
-# Numbers of key/value heads that a message proposes.
-_MAX_PROPOSED = 256
 
 
 class GroupedQueryAttention(nn.Module):
@@ -60,16 +54,32 @@ class GroupedQueryAttention(nn.Module):
     einsum: The contraction of the projections.
     projections: How queries, keys and values are made: with a kernel for each
       (`SeparateProjections`), or with one (`CombinedProjections`).
-    use_bias: Whether learned values are added to queries, keys, values and the
-      output.
+    use_bias: Whether learned values are added to queries, keys, values and,
+      unless `output_bias` says otherwise, the output.
     logit_cap: Bends attention logits into `(-logit_cap, logit_cap)`, if the
       kernel can; `None` does not.
-    query_norm: Maps queries [B,T,N,H] to the same, before they are rotated;
-      `None` leaves them.
+    query_norm: Maps queries [B,T,N,H] to the same, before they are rotated
+      unless `norm_rotated`; `None` leaves them.
     key_norm: Maps keys [B,T,K,H] likewise, before they are stored.
     position_bias: Called with the positions of queries [B,T] and of keys [B,S]
       and the number of heads; what it returns, [B,N,T,S], is added to the
       logits, if the kernel can. `None` adds nothing.
+    logit_scale: What products of queries and keys are multiplied by; `None` is
+      `head_dim ** -0.5`.
+    output_bias: Whether a learned value is added to the output; `None` is as
+      `use_bias` says.
+    sinks: Called with the number of heads; what it returns, [N], are logits for
+      nothing (`attention.sinks`), if the kernel can. `None` is no sinks.
+    query_scale: Maps queries [B,T,N,H] to the same, after they are rotated;
+      `None` leaves them.
+    chunk: Number of positions of a chunk, which see each other only; None for
+      no chunks.
+    right_window: How many later positions a token sees, if not `causal`; then
+      `window` holds for earlier ones. None is as `window` says.
+    norm_rotated: Whether the norms come after the rotation, as in Pax.
+    relative_position: Called with the queries and the scale of logits; gives
+      queries, and a function of them and of positions that makes a bias
+      (`attention.transformer_xl`), if the kernel can. `None` leaves them.
   """
 
   num_heads: int
@@ -97,26 +107,29 @@ class GroupedQueryAttention(nn.Module):
   query_norm: nn.Module | None = None
   key_norm: nn.Module | None = None
   position_bias: nn.Module | None = None
+  logit_scale: float | None = None
+  output_bias: bool | None = None
+  sinks: nn.Module | None = None
+  query_scale: nn.Module | None = None
+  chunk: int | None = None
+  right_window: int | None = None
+  norm_rotated: bool = False
+  relative_position: nn.Module | None = None
 
   def __post_init__(self) -> None:
     super().__post_init__()
     name = type(self).__name__
-    dimensions.check(self, "num_heads", "num_kv_heads", "head_dim", "window")
-    if self.num_heads % self.num_kv_heads:
-      heads = self.num_heads
-      # The small ones suffice, and a huge number is not worth a search.
-      small = range(1, min(heads, _MAX_PROPOSED) + 1)
-      divisors = [str(n) for n in (*small, heads) if heads % n == 0]
-      divisors = list(dict.fromkeys(divisors))
-      choice = " or ".join(filter(None, (", ".join(divisors[:-1]), str(heads))))
-      raise ValueError(
-        f"{name}.num_heads ({heads}) must be a multiple of num_kv_heads "
-        f"({self.num_kv_heads}); use {choice}."
-      )
-    if self.logit_cap is not None and not self.logit_cap > 0:
-      raise ValueError(
-        f"{name}.logit_cap must be positive or None, got {self.logit_cap}."
-      )
+    dimensions.check(self, "num_heads", "num_kv_heads", "head_dim")
+    dimensions.check(self, "window", "chunk")
+    field_checks.check_heads(name, self.num_heads, self.num_kv_heads)
+    field_checks.check_positive(self, "logit_cap", "logit_scale")
+    attention_mask.check_rules(
+      name,
+      causal=self.causal,
+      window=self.window,
+      right_window=self.right_window,
+      chunk=self.chunk,
+    )
     # Known early for our own embedding; other callables check when called.
     rotary = self.rotary
     whole = isinstance(rotary, rotary_embedding.Rotary) and (
@@ -133,6 +146,7 @@ class GroupedQueryAttention(nn.Module):
     x: Float[Array, "batch length embed"],
     positions: Int[Array, "batch length"],
     segment_ids: Int[Array, "batch length"],
+    prefix: Bool[Array, "batch length"] | None = None,
     *,
     cache_length: int | None = None,
   ) -> Float[Array, "batch length embed"]:
@@ -142,16 +156,27 @@ class GroupedQueryAttention(nn.Module):
       x: The tokens.
       positions: Their positions, from 0 in each segment.
       segment_ids: Their segments; 0 is padding, which gathers zeros.
+      prefix: Which of them are of their segment's prefix, whose tokens see each
+        other although attention is causal. While decoding, new tokens are of no
+        prefix: all of it must be in the prompt.
       cache_length: Makes a cache with this number of slots (prefill).
+
+    Raises:
+      ValueError: Shapes do not fit, or a prefix is given that cannot be seen.
     """
-    query, key, value = self._projected(x)
-    if self.query_norm is not None:
-      query = self.query_norm(query)
-    if self.key_norm is not None:
-      key = self.key_norm(key)
-    if self.rotary is not None:
-      query = self.rotary(query, positions)
-      key = self.rotary(key, positions)
+    field_checks.check_tokens(
+      self, x, positions=positions, segment_ids=segment_ids, prefix=prefix
+    )
+    layer = self._layer()
+    query, key, value = self.projections(layer, x)
+    query = self._placed(query, positions, self.query_norm)
+    key = self._placed(key, positions, self.key_norm)
+    if self.query_scale is not None:
+      query = self.query_scale(query)
+    relative = None
+    if self.relative_position is not None:
+      scale = self.logit_scale or self.head_dim**-0.5
+      query, relative = self.relative_position(query, scale)
     query = remat.tag(query, remat.ATTENTION_QUERY)
     key = remat.tag(key, remat.ATTENTION_KEY)
     value = remat.tag(value, remat.ATTENTION_VALUE)
@@ -159,29 +184,39 @@ class GroupedQueryAttention(nn.Module):
     seen = self.cache(
       key, value, positions, segment_ids, cache_length=cache_length
     )
+    if prefix is not None and seen.key.shape[1] != x.shape[1]:
+      raise ValueError(
+        f"{type(self).__name__} got a prefix while decoding; the whole prefix "
+        "must be in the prompt (with `cache_length`)."
+      )
     mask = attention_mask.AttentionMask(
       q_positions=positions,
       kv_positions=seen.positions,
       q_segment_ids=segment_ids,
       kv_segment_ids=seen.segment_ids,
+      q_prefix=prefix,
+      kv_prefix=prefix,
       causal=self.causal,
       window=self.window,
+      right_window=self.right_window,
+      chunk=self.chunk,
     )
-    # Given where they are set only, so that a kernel need not know of them.
-    more: dict[str, Any] = {}
-    if self.logit_cap is not None:
-      more["logit_cap"] = self.logit_cap
-    if self.position_bias is not None:
-      more["bias"] = self.position_bias(
-        positions, seen.positions, self.num_heads
-      )
+    seen.check_reach(type(self).__name__, mask.reach[0])
+    more = self._more(query, mask, relative)
     context = self.kernel(query, seen.key, seen.value, mask, **more)
     context = remat.tag(context, remat.ATTENTION_CONTEXT)
-    return self._output(context, x.shape[-1])
+    bias = self.use_bias if self.output_bias is None else self.output_bias
+    return attention_projections.output(
+      layer,
+      context,
+      x.shape[-1],
+      kernel_init=self.output_init,
+      use_bias=bias,
+    )
 
-  def _projected(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns queries [B,T,N,H], keys and values [B,T,K,H]."""
-    layer = attention_projections.Layer(
+  def _layer(self) -> attention_projections.Layer:
+    """Returns what projections need to know."""
+    return attention_projections.Layer(
       num_heads=self.num_heads,
       num_kv_heads=self.num_kv_heads,
       head_dim=self.head_dim,
@@ -192,22 +227,49 @@ class GroupedQueryAttention(nn.Module):
       einsum=self.einsum,
       param=self.param,
     )
-    return self.projections(layer, x)
 
-  def _output(self, context: jax.Array, embed_dim: int) -> jax.Array:
-    shape = (self.num_heads, self.head_dim, embed_dim)
-    init = logical.partitioned(
-      self.output_init, (axes.HEADS, axes.HEAD_DIM, axes.EMBED)
-    )
-    weight = self.param("out", init, shape, self.param_dtype)
-    bias = None
-    if self.use_bias:
-      bias_init = logical.partitioned(nn.initializers.zeros, (axes.EMBED,))
-      bias = self.param("out_bias", bias_init, (embed_dim,), self.param_dtype)
-    context, weight, bias = dtypes.promote_dtype(
-      context, weight, bias, dtype=self.dtype
-    )
-    output = self.einsum("BTNH,NHD->BTD", context, weight)
-    if bias is not None:
-      output += bias[None, None, :]
-    return remat.tag(output, remat.ATTENTION_OUTPUT)
+  def _placed(
+    self, x: jax.Array, positions: jax.Array, norm: nn.Module | None
+  ) -> jax.Array:
+    """Returns queries or keys, normalized and rotated."""
+    if norm is not None and not self.norm_rotated:
+      x = norm(x)
+    if self.rotary is not None:
+      x = self.rotary(x, positions)
+    if norm is not None and self.norm_rotated:
+      x = norm(x)
+    return x
+
+  def _more(
+    self,
+    query: jax.Array,
+    mask: attention_mask.AttentionMask,
+    relative: Callable[..., jax.Array] | None,
+  ) -> dict[str, Any]:
+    """Returns what is set, only, so that a kernel need not know of the rest."""
+    more: dict[str, Any] = {}
+    if self.logit_cap is not None:
+      more["logit_cap"] = self.logit_cap
+    if self.logit_scale is not None:
+      more["scale"] = self.logit_scale
+    if self.sinks is not None:
+      more["sinks"] = self.sinks(self.num_heads)
+
+    def bias(
+      query: jax.Array, q_positions: jax.Array, kv_positions: jax.Array
+    ) -> jax.Array:
+      total = None
+      if relative is not None:
+        total = relative(query, q_positions, kv_positions)
+      if self.position_bias is not None:
+        fixed = self.position_bias(q_positions, kv_positions, self.num_heads)
+        total = fixed if total is None else total + fixed.astype(total.dtype)
+      assert total is not None
+      return total
+
+    if self.position_bias is not None or relative is not None:
+      if getattr(self.kernel, "takes_bias_function", False):
+        more["bias"] = bias
+      else:
+        more["bias"] = bias(query, mask.q_positions, mask.kv_positions)
+    return more

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from paxon.layers import rotary_embedding, testing
-from paxon.layers.attention import grouped_query, kernels, kv_cache
+from paxon.layers.attention import grouped_query, kernels, kv_cache, storage
 
 BATCH, LENGTH, EMBED, HEAD_DIM = 2, 6, 8, 4
 # Two documents and padding; one document.
@@ -182,7 +182,9 @@ def test_einsum_and_cache_are_parts():
     calls.append(equation)
     return jnp.einsum(equation, *args)
 
-  layer = _layer(einsum=einsum, cache=kv_cache.ContiguousCache(jnp.bfloat16))
+  layer = _layer(
+    einsum=einsum, cache=kv_cache.ContiguousCache(storage.Cast(jnp.bfloat16))
+  )
   values = testing.random_values(_layer(), *_args())
   _, state = testing.apply(
     layer, values, *_args(), cache_length=7, mutable=["cache"]

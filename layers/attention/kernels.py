@@ -4,64 +4,80 @@
 
 over the keys `s` that the mask shows to `t`, with `k = n // (N / K)`: each
 group of N / K neighbouring query heads shares a key/value head. A query that
-sees no key (padding) gives zeros, in every kernel.
+sees no key (padding) gives zeros, in every kernel. With `sinks` [N] there is
+one more term `exp(sinks[n])` in the denominator of the softmax, and nothing
+for it in the sum (the "zero sink" of Xiao et al. 2023,
+https://arxiv.org/abs/2309.17453).
 
 Einsum letters: B batch, T queries, S keys, N heads, K key/value heads,
 G groups (N / K), H head_dim.
 """
 
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from paxon.layers import precision, soft_cap, wide_einsum
+from paxon.layers.attention import field_checks, kernel_support
 from paxon.layers.attention import mask as attention_mask
 
-# `(query, key, value, mask, *, logit_cap=None, bias=None)`. A keyword comes
-# only where it is asked for.
+# `(query, key, value, mask, *, logit_cap=None, bias=None, scale=None,
+# sinks=None)`. A keyword comes only where it is asked for. A kernel whose
+# `takes_bias_function` is true gets as `bias` not [B,N,T,S], but what makes it:
+# `(query [B,T,N,H], q_positions [B,T], kv_positions [B,S]) -> [B,N,T,S]`.
 Kernel = Callable[..., jax.Array]
 
 
+@kernel_support.declared(kernel_support.PLAIN)
 def plain(
   query: Float[Array, "batch length heads head_dim"],
   key: Float[Array, "batch kv_length kv_heads head_dim"],
-  value: Float[Array, "batch kv_length kv_heads head_dim"],
+  value: Float[Array, "batch kv_length kv_heads value_dim"],
   mask: attention_mask.AttentionMask,
   *,
   logit_cap: float | None = None,
   bias: Float[Array, "batch heads length kv_length"] | None = None,
-) -> Float[Array, "batch length heads head_dim"]:
+  scale: float | None = None,
+  sinks: Float[Array, " heads"] | None = None,
+) -> Float[Array, "batch length heads value_dim"]:
   """Attention by two contractions; logits and softmax in float32.
 
   Args:
     query: Queries.
     key: Keys.
-    value: Values.
+    value: Values; they may have a width of their own.
     mask: Which keys each query sees.
     logit_cap: Bends the scaled logits into `(-logit_cap, logit_cap)`.
     bias: Added to the scaled logits, before they are bent.
+    scale: What products are multiplied by; `None` is `H ** -0.5`.
+    sinks: A logit of each head for nothing: neither scaled nor bent.
 
   Returns:
     The weighted values.
 
   Raises:
-    ValueError: The heads do not divide into groups.
+    ValueError: Shapes do not fit, or heads do not divide into groups.
   """
-  groups = _groups(query, key)
+  field_checks.check_arrays(
+    "kernels.plain", query, key, value, mask.q_positions, mask.kv_positions
+  )
   B, T, N, H = query.shape
+  groups = N // key.shape[2]
   visible = mask.to_array()
-  query = query.reshape(B, T, N // groups, groups, H)
+  if groups > 1:
+    query = query.reshape(B, T, N // groups, groups, H)
   logits = wide_einsum.wide_einsum(
-    "BTKGH,BSKH->BKGTS",
+    # With a dimension of one in its products XLA:CPU would copy the logits.
+    "BTKGH,BSKH->BKGTS" if groups > 1 else "BTKH,BSKH->BKTS",
     query,
     key,
     # float32 because the softmax takes differences of logits.
     preferred_element_type=precision.at_least_float32(query.dtype),
-  )
-  logits *= H**-0.5
+  ).reshape(B, N // groups, groups, T, key.shape[1])
+  logits *= H**-0.5 if scale is None else scale
   if bias is not None:
     logits += bias.reshape(logits.shape).astype(logits.dtype)
   if logit_cap is not None:
@@ -69,11 +85,24 @@ def plain(
   # Finite, because a row of -inf would make its softmax NaN.
   lowest = float(jnp.finfo(jnp.float32).min)
   logits = jnp.where(visible[:, :, None], logits, lowest)
-  weights = jax.nn.softmax(logits, axis=-1).astype(value.dtype)
-  out = jnp.einsum("BKGTS,BSKH->BTKGH", weights, value).reshape(B, T, N, H)
+  weights = jax.nn.softmax(logits, axis=-1)
+  if sinks is not None:
+    weights *= _share_of_keys(logits, sinks)
+  weights = weights.astype(value.dtype)
+  if groups > 1:
+    out = jnp.einsum("BKGTS,BSKH->BTKGH", weights, value)
+  else:
+    out = jnp.einsum("BKTS,BSKH->BTKH", weights[:, :, 0], value)
+  out = out.reshape(B, T, N, value.shape[-1])
   return _zero_unless_seen(out, visible)
 
 
+def _of_fused(settings: Mapping[str, Any]) -> kernel_support.Support:
+  is_cudnn = settings.get("implementation") == "cudnn"
+  return kernel_support.FUSED_BY_CUDNN if is_cudnn else kernel_support.FUSED
+
+
+@kernel_support.declared(_of_fused)
 def fused(
   query: Float[Array, "batch length heads head_dim"],
   key: Float[Array, "batch kv_length kv_heads head_dim"],
@@ -82,6 +111,8 @@ def fused(
   *,
   logit_cap: float | None = None,
   bias: Float[Array, "batch heads length kv_length"] | None = None,
+  scale: float | None = None,
+  sinks: Float[Array, " heads"] | None = None,
   implementation: Literal["xla", "cudnn"] | None = None,
 ) -> Float[Array, "batch length heads head_dim"]:
   """Attention by `jax.nn.dot_product_attention`.
@@ -95,6 +126,8 @@ def fused(
     mask: Which keys each query sees.
     logit_cap: Refused: JAX's function has no such setting.
     bias: Added to the scaled logits.
+    scale: What products are multiplied by; `None` is `H ** -0.5`.
+    sinks: Refused likewise.
     implementation: Passed on to JAX: "cudnn" asks for the fused kernel of
       NVIDIA GPUs (bfloat16 or float16 only), None leaves the choice to JAX.
 
@@ -102,25 +135,36 @@ def fused(
     The weighted values.
 
   Raises:
-    ValueError: The heads do not divide into groups, or a cap is asked for.
+    ValueError: The heads do not divide into groups, or a cap or sinks are
+      asked for.
   """
-  if logit_cap is not None:
-    raise ValueError(
-      f"kernels.fused cannot cap logits (logit_cap is {logit_cap}): "
-      "jax.nn.dot_product_attention has no cap; use kernels.plain."
-    )
-  _groups(query, key)
+  kernel_support.check_call(
+    _of_fused({"implementation": implementation}),
+    query,
+    key,
+    value,
+    mask,
+    logit_cap=logit_cap,
+    bias=bias,
+    sinks=sinks,
+  )
   visible = mask.to_array()
   # JAX's own code mixes bfloat16 with float32, an error under strict promotion.
   with jax.numpy_dtype_promotion("standard"):
     out = jax.nn.dot_product_attention(
-      query, key, value, bias, mask=visible, implementation=implementation
+      query,
+      key,
+      value,
+      bias,
+      mask=visible,
+      scale=scale,
+      implementation=implementation,
     )
   return _zero_unless_seen(out, visible)
 
 
 def _zero_unless_seen(
-  out: Float[Array, "batch length heads head_dim"],
+  out: Float[Array, "batch length heads value_dim"],
   visible: Bool[Array, "batch 1 length kv_length"],
 ) -> jax.Array:
   """Returns `out` with zeros for queries that see no key.
@@ -132,11 +176,14 @@ def _zero_unless_seen(
   return jnp.where(sees_any, out, jnp.zeros((), out.dtype))
 
 
-def _groups(query: jax.Array, key: jax.Array) -> int:
-  heads, kv_heads = query.shape[2], key.shape[2]
-  if heads % kv_heads:
-    raise ValueError(
-      f"The heads of queries ({heads}) must be a multiple of those of keys "
-      f"({kv_heads})."
-    )
-  return heads // kv_heads
+def _share_of_keys(
+  logits: Float[Array, "batch kv_heads groups length kv_length"],
+  sinks: Float[Array, " heads"],
+) -> jax.Array:
+  """Returns what the keys have of the softmax with sinks, [B,K,G,T,1].
+
+  `e ** l / (e ** l + e ** sink)` for `e ** l`, the sum over keys.
+  """
+  total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+  sinks = sinks.reshape(1, *logits.shape[1:3], 1, 1).astype(total.dtype)
+  return jax.nn.sigmoid(total - sinks)

@@ -3,20 +3,23 @@
 A cache is a part of an attention layer. It lives in the collection `cache`:
 
   * no collection and no `cache_length` (training): nothing is stored;
-  * `cache_length` given (prefill): a cache with that many slots is made, and
-    the given tokens fill the first ones;
+  * `cache_length` given (prefill): a cache for that many tokens is made, and
+    the given tokens are its first;
   * the collection is there (decoding): the given tokens are appended.
 
-Each slot keeps its token's position and segment. Padding (segment 0) takes
-slots but is never attended, so the prompts of a batch may have any lengths.
+Each slot keeps its token's position and segment. Padding (segment 0) is never
+attended, so the prompts of a batch may have any lengths.
+
+This module holds the plainest cache, and the record that all caches return.
+`sliding_cache` and `sequence_cache` are others; what they share besides is in
+`cache_variables` and `slot_writes`.
 
 Letters: B batch, T new tokens, S slots, K key/value heads, H head_dim.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 import dataclasses
 import functools
-from typing import Any
 
 from flax import linen as nn
 import jax
@@ -24,15 +27,19 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from paxon.sharding import axes, variables
+from paxon.layers.attention import cache_variables, slot_writes
+from paxon.layers.attention import storage as cache_storage
+from paxon.sharding import axes
 
-COLLECTION = "cache"
+COLLECTION = cache_variables.COLLECTION
+
+_ROWS = ("key", "value")
 
 
 @functools.partial(
   jax.tree_util.register_dataclass,
   data_fields=("key", "value", "positions", "segment_ids"),
-  meta_fields=(),
+  meta_fields=("reach",),
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeyValues:
@@ -40,31 +47,50 @@ class KeyValues:
 
   Attributes:
     key: Float [B, S, K, H].
-    value: Float [B, S, K, H].
+    value: Float [B, S, K, H'], or None where the key says all.
     positions: Int [B, S].
     segment_ids: Int [B, S]; 0 where a slot is padding or empty.
+    reach: For how many positions back, the query's own included, everything is
+      here; None is no limit.
   """
 
   key: jax.Array
-  value: jax.Array
+  value: jax.Array | None
   positions: jax.Array
   segment_ids: jax.Array
+  reach: int | None = None
+
+  def check_reach(self, name: str, before: int | None) -> None:
+    """Raises ValueError if a layer looks back further than the cache.
+
+    Args:
+      name: Class of the layer, for the message.
+      before: How many positions before its own a query may see; None is no
+        limit.
+    """
+    if self.reach is None or (before is not None and before < self.reach):
+      return
+    sees = "all positions" if before is None else f"{before + 1} positions"
+    raise ValueError(
+      f"{name} sees {sees}, but its cache keeps the last {self.reach} only; "
+      "give the cache the window of the layer, or use ContiguousCache."
+    )
 
 
 class ContiguousCache(nn.Module):
   """Stores every token, in the order of arrival.
 
   Attributes:
-    dtype: Dtype in which keys and values are stored; `None` keeps theirs.
+    storage: How keys and values are kept.
   """
 
-  dtype: DTypeLike | None = None
+  storage: cache_storage.Storage = cache_storage.AsIs()
 
   @nn.compact
   def __call__(
     self,
     key: Float[Array, "batch length kv_heads head_dim"],
-    value: Float[Array, "batch length kv_heads head_dim"],
+    value: Float[Array, "batch length kv_heads value_dim"] | None,
     positions: Int[Array, "batch length"],
     segment_ids: Int[Array, "batch length"],
     *,
@@ -78,7 +104,7 @@ class ContiguousCache(nn.Module):
 
     Args:
       key: Keys of the new tokens, rotated.
-      value: Their values.
+      value: Their values; None where the key says all.
       positions: Their positions.
       segment_ids: Their segments.
       cache_length: Makes a new cache with this number of slots.
@@ -89,90 +115,213 @@ class ContiguousCache(nn.Module):
     Raises:
       ValueError: The slots are too few, or there is a cache already.
     """
-    new = KeyValues(
-      key=key, value=value, positions=positions, segment_ids=segment_ids
-    )
+    new = tokens(key, value, positions, segment_ids)
     if cache_length is not None:
-      self._fill(new, cache_length)
+      check_prefill(self, new, cache_length)
+      filled = jax.tree.map(
+        lambda x: padded(x, cache_length), packed(new, self.storage)
+      )
+      cache_variables.save(self, filled, key.shape[1], slot_axis=axes.KV_LENGTH)
       return new
-    if not self.has_variable(COLLECTION, "index"):
+    if not cache_variables.is_filled(self):
       return new
-    return self._append(new)
+    slots, index = cache_variables.load(self)
+    fits = index + key.shape[1] <= slots["positions"].shape[1]
+    rows = packed(poisoned(new, fits), self.storage)
+    check_append(rows, slots)
+    slots = cache_variables.append(
+      self,
+      rows,
+      functools.partial(slot_writes.from_slot, first=index),
+      total=index + key.shape[1],
+      slot_axis=axes.KV_LENGTH,
+    )
+    return unpacked(slots, self.storage, dtype=key.dtype)
 
-  def _fill(self, new: KeyValues, cache_length: int) -> None:
-    length = new.key.shape[1]
-    if cache_length < length:
+
+class NoCache(nn.Module):
+  """Keeps nothing: each call sees its own tokens only, also in decoding.
+
+  For layers that look at what one step is given and at nothing before it.
+  """
+
+  def __call__(
+    self,
+    key: Float[Array, "batch length kv_heads head_dim"],
+    value: Float[Array, "batch length kv_heads value_dim"] | None,
+    positions: Int[Array, "batch length"],
+    segment_ids: Int[Array, "batch length"],
+    *,
+    cache_length: int | None = None,
+  ) -> KeyValues:
+    """Returns the new tokens."""
+    del cache_length
+    return tokens(key, value, positions, segment_ids)
+
+
+def tokens(
+  key: jax.Array,
+  value: jax.Array | None,
+  positions: jax.Array,
+  segment_ids: jax.Array,
+  *,
+  reach: int | None = None,
+) -> KeyValues:
+  """Returns the record of new tokens.
+
+  Args:
+    key: Keys [B,T,K,H].
+    value: Values [B,T,K,H'], or None.
+    positions: Positions [B,T].
+    segment_ids: Segments [B,T].
+    reach: See `KeyValues`.
+
+  Raises:
+    ValueError: Ranks or shapes do not go together.
+  """
+  if key.ndim != 4:
+    raise ValueError(
+      "A cache needs keys of shape [batch, length, kv_heads, head_dim], got "
+      f"{key.shape}."
+    )
+  rows = key.shape[:3] if value is None else value.shape[:3]
+  for name, found, wanted in (
+    ("value", rows, key.shape[:3]),
+    ("positions", positions.shape, key.shape[:2]),
+    ("segment_ids", segment_ids.shape, key.shape[:2]),
+  ):
+    if found != wanted:
       raise ValueError(
-        f"cache_length ({cache_length}) must be at least the length of the "
-        f"prompt ({length})."
+        f"A cache needs `{name}` that begins with {wanted} for keys of shape "
+        f"{key.shape}, got {found}."
       )
-    if self.has_variable(COLLECTION, "index"):
-      raise ValueError(
-        "cache_length was given, but there is a cache already; leave the "
-        f"collection {COLLECTION!r} out to start a new one, or cache_length "
-        "to append to it."
-      )
-    empty = jax.tree.map(
-      lambda x: jnp.zeros((x.shape[0], cache_length, *x.shape[2:]), x.dtype),
-      self._stored(new),
-    )
-    self._store(_write(empty, self._stored(new), jnp.int32(0)), length)
-
-  def _append(self, new: KeyValues) -> KeyValues:
-    stored = {
-      name: variables.unbox(self.get_variable(COLLECTION, name))
-      for name in (*(f.name for f in dataclasses.fields(KeyValues)), "index")
-    }
-    index = stored.pop("index")
-    old = KeyValues(**stored)
-    length, slots = new.key.shape[1], old.key.shape[1]
-    if length > slots:
-      raise ValueError(
-        f"{length} tokens do not fit into the {slots} slots of the cache."
-      )
-    fits = index + length <= slots
-
-    def poison(x):
-      return jnp.where(fits, x, jnp.full((), jnp.nan, x.dtype))
-
-    new = dataclasses.replace(new, key=poison(new.key), value=poison(new.value))
-    everything = _write(old, self._stored(new), index)
-    self._store(everything, index + length)
-    return dataclasses.replace(
-      everything,
-      key=everything.key.astype(new.key.dtype),
-      value=everything.value.astype(new.value.dtype),
-    )
-
-  def _stored(self, new: KeyValues) -> KeyValues:
-    return dataclasses.replace(
-      new,
-      key=new.key.astype(self.dtype or new.key.dtype),
-      value=new.value.astype(self.dtype or new.value.dtype),
-    )
-
-  def _store(self, contents: KeyValues, index: int | jax.Array) -> None:
-    per_slot = (axes.BATCH, axes.KV_LENGTH)
-    per_head = (*per_slot, axes.KV_HEADS, axes.HEAD_DIM)
-    for field in dataclasses.fields(KeyValues):
-      x = getattr(contents, field.name)
-      self._put(field.name, x, per_head if x.ndim == 4 else per_slot)
-    self._put("index", jnp.asarray(index, jnp.int32), ())
-
-  def _put(
-    self, name: str, x: jax.Array, names: tuple[str | None, ...]
-  ) -> None:
-    # Linen unboxes what is read, and keeps the box around what is written.
-    init: Callable[[], Any] = variables.boxed(
-      nn.initializers.zeros, names, shape=x.shape, dtype=x.dtype
-    )
-    self.variable(COLLECTION, name, init).value = x
-
-
-def _write(old: KeyValues, new: KeyValues, index: jax.Array) -> KeyValues:
-  """Returns `old` with `new` in the slots from `index` on."""
-  return jax.tree.map(
-    lambda o, n: jax.lax.dynamic_update_slice_in_dim(o, n, index, axis=1),
-    old,
-    new,
+  return KeyValues(
+    key=key,
+    value=value,
+    positions=positions,
+    segment_ids=segment_ids,
+    reach=reach,
   )
+
+
+def packed(
+  new: KeyValues, storage: cache_storage.Storage
+) -> dict[str, jax.Array]:
+  """Returns the arrays [B,T,...] in which tokens are kept, by variable."""
+  arrays = {"positions": new.positions, "segment_ids": new.segment_ids}
+  for row in _ROWS:
+    x = getattr(new, row)
+    parts = {} if x is None else storage.encode(x)
+    arrays.update({_name(row, part): kept for part, kept in parts.items()})
+  return arrays
+
+
+def unpacked(
+  slots: Mapping[str, jax.Array],
+  storage: cache_storage.Storage,
+  *,
+  dtype: DTypeLike,
+  reach: int | None = None,
+) -> KeyValues:
+  """Returns what the arrays [B,S,...] of a cache hold.
+
+  Args:
+    slots: What `packed` returned, with slots in place of tokens.
+    storage: What encoded the rows.
+    dtype: Dtype of the keys and values.
+    reach: See `KeyValues`.
+  """
+  rows: dict[str, jax.Array | None] = {}
+  for row in _ROWS:
+    parts = {
+      name.removeprefix(row).removeprefix("_"): x
+      for name, x in slots.items()
+      if name == row or name.startswith(f"{row}_")
+    }
+    rows[row] = storage.decode(parts, dtype) if parts else None
+  key = rows["key"]
+  assert key is not None
+  return KeyValues(
+    key=key,
+    value=rows["value"],
+    positions=slots["positions"],
+    segment_ids=slots["segment_ids"],
+    reach=reach,
+  )
+
+
+def padded(x: jax.Array, slots: int) -> jax.Array:
+  """Returns [B,S,...]: the array [B,T,...] of tokens, and empty slots."""
+  after = [(0, slots - x.shape[1] if i == 1 else 0) for i in range(x.ndim)]
+  return jnp.pad(x, after)
+
+
+def poisoned(new: KeyValues, fits: jax.Array) -> KeyValues:
+  """Returns the tokens, with NaN for keys and values unless they fit.
+
+  Args:
+    new: New tokens.
+    fits: Whether there is a slot: Bool of rank 0, or [B].
+  """
+
+  def mark(x: jax.Array) -> jax.Array:
+    rows = fits.reshape(fits.shape + (1,) * (x.ndim - fits.ndim))
+    return jnp.where(rows, x, jnp.full((), jnp.nan, x.dtype))
+
+  value = None if new.value is None else mark(new.value)
+  return dataclasses.replace(new, key=mark(new.key), value=value)
+
+
+def check_prefill(cache: nn.Module, new: KeyValues, cache_length: int) -> None:
+  """Raises ValueError if a prompt does not fit, or there is a cache."""
+  length = new.key.shape[1]
+  if cache_length < length:
+    raise ValueError(
+      f"cache_length ({cache_length}) must be at least the length of the "
+      f"prompt ({length})."
+    )
+  if cache_variables.is_filled(cache):
+    raise ValueError(
+      "cache_length was given, but there is a cache already; leave the "
+      f"collection {COLLECTION!r} out to start a new one, or cache_length "
+      "to append to it."
+    )
+
+
+def check_append(
+  new: Mapping[str, jax.Array],
+  slots: Mapping[str, jax.Array],
+  *,
+  is_ring: bool = False,
+) -> None:
+  """Raises ValueError if new tokens cannot be appended.
+
+  Args:
+    new: The tokens, as they are kept, [B,T,...] by variable.
+    slots: What the cache holds, [B,S,...] by variable.
+    is_ring: Whether tokens may take the slots of earlier ones.
+  """
+  batch, length = new["positions"].shape
+  rows, count = slots["positions"].shape
+  if batch != rows:
+    raise ValueError(
+      f"{batch} rows of tokens do not go with the {rows} rows of the cache; "
+      "layers.decoding.cache_rows makes one for other rows."
+    )
+  if length > count and not is_ring:
+    raise ValueError(
+      f"{length} tokens do not fit into the {count} slots of the cache."
+    )
+  given, kept = (
+    {name: f"{x.dtype.name}{list(x.shape[2:])}" for name, x in each.items()}
+    for each in (new, slots)
+  )
+  if given != kept:
+    raise ValueError(
+      f"Tokens are kept as {given}, but the cache holds {kept}; decode with "
+      "the layer, dtype and storage that made it."
+    )
+
+
+def _name(row: str, part: str) -> str:
+  return f"{row}_{part}" if part else row

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paxon.layers import testing
-from paxon.layers.attention import kv_cache
+from paxon.layers.attention import kv_cache, storage
 from paxon.sharding import variables
 
 BATCH, KV_HEADS, HEAD_DIM = 2, 2, 3
@@ -60,7 +60,7 @@ def test_plain_values_serve_as_well_as_boxed_ones():
 
 
 def test_storage_dtype():
-  cache = kv_cache.ContiguousCache(dtype=jnp.bfloat16)
+  cache = kv_cache.ContiguousCache(storage.Cast(jnp.bfloat16))
   _, state = _run(cache, {}, _tokens(2), cache_length=3)
   stored = variables.unbox(state)["cache"]
   assert stored["key"].dtype == stored["value"].dtype == jnp.bfloat16
@@ -107,3 +107,36 @@ def test_rejects_a_second_cache():
   _, state = _run(cache, {}, _tokens(2), cache_length=3)
   with pytest.raises(ValueError, match=r"there is a cache already"):
     _run(cache, state, _tokens(2), cache_length=3)
+
+
+def test_rejects_what_another_layer_or_storage_kept():
+  cache = kv_cache.ContiguousCache()
+  _, state = _run(cache, {}, _tokens(2), cache_length=3)
+  other = kv_cache.ContiguousCache(storage.Cast(jnp.bfloat16))
+  message = (
+    r"'key': 'bfloat16\[2, 3\]'.* but the cache holds .*'float32\[2, 3\]'"
+  )
+  with pytest.raises(ValueError, match=message):
+    _run(other, state, _tokens(1))
+  rows = jax.tree.map(lambda x: x[:1], _tokens(1))
+  with pytest.raises(
+    ValueError, match=r"1 rows of tokens do not go with the 2"
+  ):
+    _run(cache, state, rows)
+
+
+def test_rejects_ranks_and_shapes_that_do_not_go_together():
+  key, value, positions, segments = _tokens(2)
+  message = (
+    r"keys of shape \[batch, length, kv_heads, head_dim\], got \(2, 2, 2"
+  )
+  with pytest.raises(ValueError, match=message):
+    kv_cache.tokens(key[..., 0], value, positions, segments)
+  with pytest.raises(ValueError, match=r"`value` that begins with \(2, 2, 2\)"):
+    kv_cache.tokens(key, value[:, :, :1], positions, segments)
+  with pytest.raises(
+    ValueError, match=r"`positions` .*\(2, 2\).* got \(2, 1\)"
+  ):
+    kv_cache.tokens(key, value, positions[:, :1], segments)
+  with pytest.raises(ValueError, match=r"`segment_ids` .* got \(2, 2, 1\)"):
+    kv_cache.tokens(key, None, positions, segments[:, :, None])

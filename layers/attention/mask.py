@@ -3,12 +3,18 @@
 A key is visible to a query if all of these hold:
 
   * both are in the same segment (document), and that is not 0 (padding);
-  * if `causal`: the key's position is not after the query's;
-  * if `window` is given: their positions differ by less than `window`.
+  * if `causal`: the key's position is not after the query's, or both are
+    tokens of a prefix;
+  * if `window` is given: the key is less than `window` positions away;
+  * if `right_window` is given: the key is at most so many positions later,
+    and `window` holds for earlier keys only;
+  * if `chunk` is given: their positions are in the same chunk, which is
+    `position // chunk`.
 
 Positions restart in each segment, so they are compared inside a segment only.
 A kernel gets this description and decides how to apply it; `to_array` is the
-plain way. Letters: B batch, T queries, S keys.
+plain way. A kernel that goes by the fields itself refuses the `rules` that it
+does not know. Letters: B batch, T queries, S keys.
 """
 
 import dataclasses
@@ -16,7 +22,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool
+
+# Names of what hides or shows keys beyond segments; those of the fields.
+CAUSAL = "causal"
+WINDOW = "window"
+RIGHT_WINDOW = "right_window"
+CHUNK = "chunk"
+PREFIX = "prefix"
 
 
 @functools.partial(
@@ -26,8 +39,10 @@ from jaxtyping import Array, Bool, Int
     "kv_positions",
     "q_segment_ids",
     "kv_segment_ids",
+    "q_prefix",
+    "kv_prefix",
   ),
-  meta_fields=("causal", "window"),
+  meta_fields=("causal", "window", "right_window", "chunk"),
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionMask:
@@ -41,6 +56,13 @@ class AttentionMask:
     causal: Whether later keys are hidden.
     window: How many positions are visible, the query's own included; on both
       sides if not causal. `None` is no limit.
+    right_window: How many later positions are visible, if not causal; 0 is
+      none. `None` is as `window` says.
+    chunk: Number of positions of a chunk, which see each other only. `None` is
+      one chunk.
+    q_prefix: Which queries are of a prefix, bool [B, T]: `causal` hides
+      nothing of the prefix from them. `None` is no prefix.
+    kv_prefix: Which keys are, bool [B, S]; given where `q_prefix` is.
   """
 
   q_positions: jax.Array
@@ -49,30 +71,117 @@ class AttentionMask:
   kv_segment_ids: jax.Array
   causal: bool = True
   window: int | None = None
+  right_window: int | None = None
+  chunk: int | None = None
+  q_prefix: jax.Array | None = None
+  kv_prefix: jax.Array | None = None
 
   def __post_init__(self) -> None:
-    if self.window is not None and self.window <= 0:
+    check_rules(
+      "AttentionMask",
+      causal=self.causal,
+      window=self.window,
+      right_window=self.right_window,
+      chunk=self.chunk,
+    )
+    if (self.q_prefix is None) != (self.kv_prefix is None):
       raise ValueError(
-        f"AttentionMask.window must be positive, got {self.window}; None is "
-        "no limit."
+        "AttentionMask.q_prefix and kv_prefix must be given together."
       )
+    if self.q_prefix is not None and not self.causal:
+      raise ValueError(
+        "AttentionMask.q_prefix needs causal=True; without it all tokens see "
+        "each other already."
+      )
+
+  @property
+  def rules(self) -> frozenset[str]:
+    """Which rules are in force besides segments; names as of the fields."""
+    in_force = {
+      CAUSAL: self.causal,
+      WINDOW: self.window is not None,
+      RIGHT_WINDOW: self.right_window is not None,
+      CHUNK: self.chunk is not None,
+      PREFIX: self.q_prefix is not None,
+    }
+    return frozenset(name for name, is_set in in_force.items() if is_set)
+
+  @property
+  def reach(self) -> tuple[int | None, int | None]:
+    """How many positions before and after a query may be visible, at most.
+
+    `None` is no limit.
+    """
+    size = self.window if self.chunk is None else self.chunk
+    side = None if size is None else size - 1
+    if self.causal and self.q_prefix is None:
+      return side, 0
+    return side, side if self.right_window is None else self.right_window
 
   def to_array(self) -> Bool[Array, "batch 1 length kv_length"]:
     """Returns the mask as a matrix for all heads; True means attend."""
     segment = _column(self.q_segment_ids)
     kv_segment = _row(self.kv_segment_ids)
     visible = (segment == kv_segment) & (kv_segment != 0)
-    distance = _column(self.q_positions) - _row(self.kv_positions)
+    position, kv_position = _column(self.q_positions), _row(self.kv_positions)
+    distance = position - kv_position
     if self.causal:
-      visible &= distance >= 0
+      earlier = distance >= 0
+      if self.q_prefix is not None and self.kv_prefix is not None:
+        earlier |= _column(self.q_prefix) & _row(self.kv_prefix)
+      visible &= earlier
     if self.window is not None:
-      visible &= jnp.abs(distance) < self.window
+      far = distance if self.right_window is not None else jnp.abs(distance)
+      visible &= far < self.window
+    if self.right_window is not None:
+      visible &= distance >= -self.right_window
+    if self.chunk is not None:
+      visible &= position // self.chunk == kv_position // self.chunk
     return visible
 
 
-def _column(x: Int[Array, "batch length"]) -> jax.Array:
+def check_rules(
+  name: str,
+  *,
+  causal: bool,
+  window: int | None,
+  right_window: int | None,
+  chunk: int | None,
+) -> None:
+  """Raises ValueError unless the rules make sense together.
+
+  Args:
+    name: Whose fields they are.
+    causal: As of `AttentionMask`, and so are the others.
+    window: See there.
+    right_window: See there.
+    chunk: See there.
+  """
+  for field, size in (("window", window), ("chunk", chunk)):
+    if size is not None and size <= 0:
+      raise ValueError(
+        f"{name}.{field} must be positive, got {size}; None is no limit."
+      )
+  if right_window is not None and right_window < 0:
+    raise ValueError(
+      f"{name}.right_window must be at least 0, got {right_window}; None is as "
+      "`window` says."
+    )
+  if right_window is not None and causal:
+    raise ValueError(
+      f"{name}.right_window ({right_window}) needs causal=False: causal "
+      "attention sees nothing later."
+    )
+  if chunk is not None and (window is not None or right_window is not None):
+    raise ValueError(
+      f"{name}.chunk ({chunk}) and a window ({window}, right_window "
+      f"{right_window}) exclude each other; leave one of them None."
+    )
+
+
+def _column(x: jax.Array) -> jax.Array:
   return x[:, None, :, None]
 
 
-def _row(x: Int[Array, "batch kv_length"]) -> jax.Array:
+def _row(x: jax.Array) -> jax.Array:
   return x[:, None, None, :]

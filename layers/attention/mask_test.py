@@ -12,13 +12,23 @@ def _array(rows):
   return jnp.asarray(rows, jnp.int32)
 
 
-def _mask(positions, segments, kv_positions=None, kv_segments=None, **kwargs):
+def _mask(
+  positions,
+  segments,
+  kv_positions=None,
+  kv_segments=None,
+  prefix=None,
+  **kwargs,
+):
+  prefix = None if prefix is None else jnp.asarray([prefix], bool)
   q_positions, q_segments = _array([positions]), _array([segments])
   return attention_mask.AttentionMask(
     q_positions=q_positions,
     kv_positions=_array([kv_positions]) if kv_positions else q_positions,
     q_segment_ids=q_segments,
     kv_segment_ids=_array([kv_segments]) if kv_segments else q_segments,
+    q_prefix=prefix,
+    kv_prefix=prefix,
     **kwargs,
   )
 
@@ -55,6 +65,50 @@ CASES = {
   "window in packed": (
     _mask([0, 1, 2, 0, 1], [3, 3, 3, 4, 4], window=2),
     ["x....", "xx...", ".xx..", "...x.", "...xx"],
+  ),
+  "later positions up to a limit": (
+    _mask([0, 1, 2, 3], [1, 1, 1, 1], causal=False, right_window=1),
+    ["xx..", "xxx.", "xxxx", "xxxx"],
+  ),
+  "limits on both sides": (
+    _mask([0, 1, 2, 3], [1, 1, 1, 1], causal=False, window=3, right_window=1),
+    ["xx..", "xxx.", "xxxx", ".xxx"],
+  ),
+  "nothing later is causal": (
+    _mask([0, 1, 2], [1, 1, 1], causal=False, right_window=0),
+    ["x..", "xx.", "xxx"],
+  ),
+  "limits in packed": (
+    _mask([0, 1, 2, 0, 1], [1, 1, 1, 2, 2], causal=False, right_window=1),
+    ["xx...", "xxx..", "xxx..", "...xx", "...xx"],
+  ),
+  "chunks": (
+    _mask([0, 1, 2, 3, 4], [1] * 5, chunk=2),
+    ["x....", "xx...", "..x..", "..xx.", "....x"],
+  ),
+  "chunks in both directions": (
+    _mask([0, 1, 2, 3, 4], [1] * 5, chunk=2, causal=False),
+    ["xx...", "xx...", "..xx.", "..xx.", "....x"],
+  ),
+  "chunks begin with the document": (
+    _mask([0, 1, 2, 0, 1, 2], [1, 1, 1, 2, 2, 2], chunk=2),
+    ["x.....", "xx....", "..x...", "...x..", "...xx.", ".....x"],
+  ),
+  "prefix": (
+    _mask([0, 1, 2, 3], [1] * 4, prefix=[1, 1, 0, 0]),
+    ["xx..", "xx..", "xxx.", "xxxx"],
+  ),
+  "prefixes of packed documents": (
+    _mask([0, 1, 2, 0, 1, 0], [1, 1, 1, 2, 2, 0], prefix=[1, 1, 0, 1, 1, 1]),
+    ["xx....", "xx....", "xxx...", "...xx.", "...xx.", "......"],
+  ),
+  "prefix in a window": (
+    _mask([0, 1, 2, 3], [1] * 4, prefix=[1, 1, 1, 0], window=2),
+    ["xx..", "xxx.", ".xx.", "..xx"],
+  ),
+  "one step on chunks": (
+    _mask([3], [1], [0, 1, 2, 3, 0], [1, 1, 1, 1, 0], chunk=2),
+    ["..xx."],
   ),
   "one step on a cache with padding and an empty slot": (
     _mask([2], [1], [0, 1, 0, 2, 0], [1, 1, 0, 1, 0]),
@@ -98,6 +152,67 @@ def test_is_a_pytree_with_static_settings():
   np.testing.assert_array_equal(through.to_array(), mask.to_array())
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_reach_covers_what_is_visible(case):
+  mask, rows = CASES[case]
+  before, after = mask.reach
+  q_positions, kv_positions = (
+    np.asarray(p[0]) for p in (mask.q_positions, mask.kv_positions)
+  )
+  for t, s in np.ndindex(len(rows), len(rows[0])):
+    distance = q_positions[t] - kv_positions[s]
+    if rows[t][s] == "x":
+      assert before is None or distance <= before
+      assert after is None or -distance <= after
+
+
+def test_reach_and_rules():
+  assert _mask([0], [1]).reach == (None, 0)
+  assert _mask([0], [1], window=3).reach == (2, 0)
+  assert _mask([0], [1], window=3, causal=False).reach == (2, 2)
+  assert _mask([0], [1], window=3, prefix=[1]).reach == (2, 2)
+  assert _mask([0], [1], chunk=4).reach == (3, 0)
+  limited = _mask([0], [1], window=3, right_window=5, causal=False)
+  assert limited.reach == (2, 5)
+  assert limited.rules == {"window", "right_window"}
+  assert _mask([0], [1], chunk=4, prefix=[1]).rules == {
+    "causal",
+    "chunk",
+    "prefix",
+  }
+
+
 def test_rejects_an_empty_window():
   with pytest.raises(ValueError, match=r"window must be positive, got 0"):
     _mask([0], [1], window=0)
+
+
+@pytest.mark.parametrize(
+  ("rules", "message"),
+  [
+    ({"chunk": 0}, r"chunk must be positive, got 0; None is no limit"),
+    ({"right_window": -1, "causal": False}, r"right_window must be at least 0"),
+    ({"right_window": 2}, r"right_window \(2\) needs causal=False"),
+    ({"chunk": 2, "window": 2}, r"chunk \(2\) and a window \(2, .* exclude"),
+    (
+      {"chunk": 2, "right_window": 1, "causal": False},
+      r"chunk \(2\) and a window \(None, right_window 1\) exclude",
+    ),
+    ({"prefix": [1], "causal": False}, r"q_prefix needs causal=True"),
+  ],
+  ids=str,
+)
+def test_rejects_rules_without_sense(rules, message):
+  with pytest.raises(ValueError, match="AttentionMask." + message):
+    _mask([0], [1], **rules)
+
+
+def test_rejects_a_prefix_of_queries_alone():
+  with pytest.raises(ValueError, match=r"q_prefix and kv_prefix must be given"):
+    attention_mask.AttentionMask(
+      q_positions=_array([[0]]),
+      kv_positions=_array([[0]]),
+      q_segment_ids=_array([[1]]),
+      kv_segment_ids=_array([[1]]),
+      q_prefix=jnp.ones((1, 1), bool),
+    )

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from paxon.layers import remat
 from paxon.sharding import axes, logical
 
 Initializer = nn.initializers.Initializer
@@ -59,7 +60,13 @@ Projections = Callable[
 
 @dataclasses.dataclass(frozen=True)
 class SeparateProjections:
-  """Kernels `query` [D, N, H], `key` and `value` [D, K, H]."""
+  """Kernels `query` [D, N, H], `key` and `value` [D, K, H].
+
+  Attributes:
+    query_init: Initializer of the kernel of queries; `None` is that of all.
+  """
+
+  query_init: Initializer | None = None
 
   def __call__(
     self, layer: Layer, x: jax.Array
@@ -74,9 +81,10 @@ class SeparateProjections:
     kernels, biases = [], []
     for name, (heads, axis) in parts.items():
       kernel_axes = (axes.EMBED, axis, axes.HEAD_DIM)
-      kernels.append(
-        _kernel(layer, name, layer.kernel_init, (D, heads, H), kernel_axes)
-      )
+      init = layer.kernel_init
+      if name == "query":
+        init = self.query_init or init
+      kernels.append(_kernel(layer, name, init, (D, heads, H), kernel_axes))
       biases.append(_bias(layer, name, (heads, H), kernel_axes[1:]))
     x, *params = dtypes.promote_dtype(x, *kernels, *biases, dtype=layer.dtype)
     query, key, value = (
@@ -94,7 +102,13 @@ class CombinedProjections:
   Else it is [D, K, N / K + 2, H]: each key/value head, after the queries that
   use it. The dimension along which the result is taken apart is never split,
   so tensor parallelism splits heads and moves nothing.
+
+  Attributes:
+    query_init: Initializer of the part of queries, [D, N, H]; `None` is that of
+      all.
   """
+
+  query_init: Initializer | None = None
 
   def __call__(
     self, layer: Layer, x: jax.Array
@@ -108,7 +122,9 @@ class CombinedProjections:
       shape, names, at = (K, N // K + 2, H), (axes.KV_HEADS, None), 3
       names = (*names, axes.HEAD_DIM)
       equation, sizes = "BTD,DKCH->BTKCH", (N // K, 1, 1)
-    init = _CombinedInit(layer.kernel_init, N, K)
+    init = _CombinedInit(
+      layer.kernel_init, N, K, self.query_init or layer.kernel_init
+    )
     kernel_shape, kernel_axes = (x.shape[-1], *shape), (axes.EMBED, *names)
     kernel = _kernel(layer, "qkv", init, kernel_shape, kernel_axes)
     bias = _bias(layer, "qkv", shape, names)
@@ -133,21 +149,55 @@ class _CombinedInit:
   init: Initializer
   num_heads: int
   num_kv_heads: int
+  query_init: Initializer
 
   def __call__(
     self, key: jax.Array, shape: Sequence[int], dtype: DTypeLike = jnp.float32
   ) -> jax.Array:
     N, K, (D, H) = self.num_heads, self.num_kv_heads, (shape[0], shape[-1])
     keys = jax.random.split(key, 3)
+    inits = (self.query_init, self.init, self.init)
     query, key, value = (
-      self.init(k, (D, heads, H), dtype)
-      for k, heads in zip(keys, (N, K, K), strict=True)
+      init(k, (D, heads, H), dtype)
+      for init, k, heads in zip(inits, keys, (N, K, K), strict=True)
     )
     if N == K:
       return jnp.stack([query, key, value], axis=1)
     grouped = query.reshape(D, K, N // K, H)
     parts = (grouped, key[:, :, None], value[:, :, None])
     return jnp.concatenate(parts, axis=2)
+
+
+def output(
+  layer: Layer,
+  context: jax.Array,
+  embed_dim: int,
+  *,
+  kernel_init: Initializer,
+  use_bias: bool,
+) -> jax.Array:
+  """Returns tokens [B,T,D] of what heads gathered.
+
+  Args:
+    layer: The layer, which gets the parameters `out` [N, H, D] and, if asked
+      for, `out_bias` [D].
+    context: What each head gathered, [B,T,N,H].
+    embed_dim: D.
+    kernel_init: Initializer of `out`.
+    use_bias: Whether there is a bias.
+  """
+  shape = (*context.shape[2:], embed_dim)
+  kernel_axes = (axes.HEADS, axes.HEAD_DIM, axes.EMBED)
+  kernel = _kernel(layer, "out", kernel_init, shape, kernel_axes)
+  bias = None
+  if use_bias:
+    bias_init = logical.partitioned(nn.initializers.zeros, (axes.EMBED,))
+    bias = layer.param("out_bias", bias_init, (embed_dim,), layer.param_dtype)
+  context, kernel, bias = dtypes.promote_dtype(
+    context, kernel, bias, dtype=layer.dtype
+  )
+  x = _with_bias(layer.einsum("BTNH,NHD->BTD", context, kernel), bias)
+  return remat.tag(x, remat.ATTENTION_OUTPUT)
 
 
 def _kernel(

@@ -8,9 +8,13 @@ import pytest
 from paxon.layers import rotary_embedding, testing
 from paxon.layers.attention import (
   grouped_query,
+  gshard_init,
   head_norm,
+  per_dim_scale,
   position_bias,
   projections,
+  sinks,
+  transformer_xl,
 )
 from paxon.sharding import layout, mesh
 
@@ -123,6 +127,43 @@ def test_combined_starts_as_separate_does():
     assert np.any(parts["key"] != parts["value"])
 
 
+@pytest.mark.parametrize("combined", [True, False], ids=["one", "three"])
+@pytest.mark.parametrize("heads", [(16, 16), (16, 8)], ids=str)
+def test_starts_as_gshard_does(heads, combined):
+  """Standard deviations of the paper, for D 64, N 16, H 8."""
+  part = projections.SeparateProjections
+  if combined:
+    part = projections.CombinedProjections
+  layer = grouped_query.GroupedQueryAttention(
+    heads[0],
+    num_kv_heads=heads[1],
+    head_dim=8,
+    projections=part(query_init=gshard_init.query),
+    projection_init=gshard_init.key_value,
+    output_init=gshard_init.output,
+  )
+  args = testing.normal(1, 2, 64), testing.counted(1, 2), testing.ones(1, 2)
+  params = testing.initial_values(layer, *args)["params"]
+  parts = _apart(params, heads)["params"]
+  expected = {"query": 64 * 8, "key": 64, "value": 64, "out": 16 * 8}
+  for name, terms in expected.items():
+    deviation = np.std(np.asarray(parts[name]))
+    np.testing.assert_allclose(deviation, terms**-0.5, rtol=0.05, err_msg=name)
+
+
+def test_biases_of_queries_keys_and_values_only():
+  """As Qwen 2 has them; and of the output only."""
+  layer = _layer(combined=False, use_bias=True, output_bias=False)
+  names = set(testing.axes(layer, *_args()))
+  assert {n for n in names if n.endswith("_bias")} == {
+    "params/query_bias",
+    "params/key_bias",
+    "params/value_bias",
+  }
+  names = testing.axes(_layer(output_bias=True), *_args())
+  assert [n for n in names if n.endswith("_bias")] == ["params/out_bias"]
+
+
 def test_names_axes_and_decay():
   specs = testing.specs(_layer((4, 4), use_bias=True), *_args())["params"]
   assert {k: (s.shape, s.axes, s.regularized) for k, s in specs.items()} == {
@@ -169,6 +210,16 @@ def test_combined_is_one_product():
         "position_bias": position_bias.RelativeBias(4, 6),
       },
       id="grouped, norms, bias by position",
+    ),
+    pytest.param(
+      (8, 4),
+      {
+        "window": 3,
+        "relative_position": transformer_xl.TransformerXlPosition(embed_dim=4),
+        "query_scale": per_dim_scale.PerDimScale(),
+        "sinks": sinks.LearnedSinks(),
+      },
+      id="grouped, transformer xl, scale, sinks",
     ),
   ],
 )

@@ -9,10 +9,11 @@
 The function is traceable: compile it with everything but the arrays closed
 over. It knows no model; `model_steps` makes the two steps from one.
 
-Letters: B batch, P prompt length, V vocab.
+Letters: B batch, P prompt length, V vocab, R rows: B times the samples of each
+prompt.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 import dataclasses
 import functools
 from typing import Any
@@ -21,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Key
 
-from paxon.layers.decoding import samplers
+from paxon.layers.decoding import cache_rows, samplers
 
 # (ids, positions, segment_ids, each [B,P], *, cache_length: int)
 #   -> (logits [B,P,V], a cache with that many slots)
@@ -32,10 +33,13 @@ DecodeStep = Callable[
   [Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]
 ]
 
+# (cache, count) -> the cache with `count` neighbouring copies of each row.
+Repeat = Callable[[Any, int], Any]
+
 
 @functools.partial(
   jax.tree_util.register_dataclass,
-  data_fields=("ids", "lengths"),
+  data_fields=("ids", "lengths", "log_probs"),
   meta_fields=(),
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,12 +47,17 @@ class Generation:
   """What was generated, without the prompts.
 
   Attributes:
-    ids: int32 [B, max_new_tokens]; 0 after the end of a row.
-    lengths: int32 [B]; number of generated ids, an `end_id` included.
+    ids: int32 [R, max_new_tokens]; 0 after the end of a row. The samples of a
+      prompt are neighbours.
+    lengths: int32 [R]; number of generated ids, an `end_id` included.
+    log_probs: float32 [R, max_new_tokens]; logarithm of the probability that
+      the model gave to each id, whatever the sampler made of it. 0 after the
+      end of a row, so that their sum is that of the text.
   """
 
   ids: jax.Array
   lengths: jax.Array
+  log_probs: jax.Array
 
 
 @functools.partial(
@@ -58,7 +67,7 @@ class Generation:
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _State:
-  """Carried by the loop; `last` [B] and `done` [B] are of the last step."""
+  """Carried by the loop; `last` [R] and `done` [R] are of the last step."""
 
   step: jax.Array
   cache: Any
@@ -76,7 +85,9 @@ def generate(
   sampler: samplers.Sampler,
   key: Key[Array, ""],
   max_new_tokens: int,
-  end_id: int | None = None,
+  end_id: int | Collection[int] | None = None,
+  num_samples: int = 1,
+  repeat: Repeat = cache_rows.repeated,
 ) -> Generation:
   """Continues each prompt; a row does not depend on its neighbours' lengths.
 
@@ -89,16 +100,22 @@ def generate(
     sampler: Chooses ids from logits.
     key: Random key; step `i` uses `fold_in(key, i)`.
     max_new_tokens: Number of ids to generate at most.
-    end_id: A row ends after this id; `None` never ends one early.
+    end_id: A row ends after this id, or after any of these; `None` never ends
+      one early.
+    num_samples: Number of continuations of each prompt. A prompt is read once,
+      and its cache copied.
+    repeat: Copies the rows of a cache; the default knows those of our layers.
 
   Returns:
     The generated ids.
 
   Raises:
-    ValueError: `max_new_tokens` is not positive, or the shapes disagree.
+    ValueError: A number is not positive, `end_id` is empty, or the shapes
+      disagree.
   """
-  _check(prompts, prompt_lengths, max_new_tokens)
-  batch, width = prompts.shape
+  _check(prompts, prompt_lengths, max_new_tokens, num_samples)
+  end_ids = _end_ids(end_id)
+  rows, width = prompts.shape[0] * num_samples, prompts.shape[1]
   lengths = prompt_lengths.astype(jnp.int32)
   positions = jax.lax.broadcasted_iota(jnp.int32, prompts.shape, 1)
   inside = positions < lengths[:, None]
@@ -111,10 +128,15 @@ def generate(
     cache_length=slots,
   )
   at_end = jnp.take_along_axis(logits, (lengths - 1)[:, None, None], axis=1)
+  if num_samples > 1:
+    cache = repeat(cache, num_samples)
+    at_end, lengths = (
+      jnp.repeat(x, num_samples, axis=0) for x in (at_end, lengths)
+    )
 
   def chosen(logits: jax.Array, state: _State) -> _State:
     ids = sampler(logits, jax.random.fold_in(key, state.step))
-    return _appended(state, ids, end_id)
+    return _appended(state, ids, _log_probs(logits, ids), end_ids)
 
   def body(state: _State) -> _State:
     # The first generated id stands right after the prompt.
@@ -123,7 +145,7 @@ def generate(
       state.cache,
       state.last[:, None],
       position[:, None],
-      jnp.ones((batch, 1), jnp.int32),
+      jnp.ones((rows, 1), jnp.int32),
     )
     return chosen(logits[:, 0], dataclasses.replace(state, cache=cache))
 
@@ -131,42 +153,76 @@ def generate(
     return (state.step < max_new_tokens) & ~jnp.all(state.done)
 
   empty = Generation(
-    ids=jnp.zeros((batch, max_new_tokens), jnp.int32),
-    lengths=jnp.zeros((batch,), jnp.int32),
+    ids=jnp.zeros((rows, max_new_tokens), jnp.int32),
+    lengths=jnp.zeros((rows,), jnp.int32),
+    log_probs=jnp.zeros((rows, max_new_tokens), jnp.float32),
   )
   state = _State(
     step=jnp.int32(0),
     cache=cache,
-    last=jnp.zeros((batch,), jnp.int32),
-    done=jnp.zeros((batch,), bool),
+    last=jnp.zeros((rows,), jnp.int32),
+    done=jnp.zeros((rows,), bool),
     result=empty,
   )
   state = chosen(at_end[:, 0], state)
   return jax.lax.while_loop(is_running, body, state).result
 
 
-def _appended(state: _State, ids: jax.Array, end_id: int | None) -> _State:
+def _appended(
+  state: _State,
+  ids: jax.Array,
+  log_probs: jax.Array,
+  end_ids: tuple[int, ...],
+) -> _State:
   """Adds one id to each row that has not ended."""
   ids = jnp.where(state.done, 0, ids)
+  log_probs = jnp.where(state.done, 0, log_probs)
+
+  def with_column(x: jax.Array, column: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(
+      x, column[:, None], state.step, axis=1
+    )
+
   result = Generation(
-    ids=jax.lax.dynamic_update_slice_in_dim(
-      state.result.ids, ids[:, None], state.step, axis=1
-    ),
+    ids=with_column(state.result.ids, ids),
     lengths=state.result.lengths + (~state.done).astype(jnp.int32),
+    log_probs=with_column(state.result.log_probs, log_probs),
   )
   done = state.done
-  if end_id is not None:
+  for end_id in end_ids:
     done = done | (ids == end_id)
   return dataclasses.replace(
     state, step=state.step + 1, last=ids, done=done, result=result
   )
 
 
+def _log_probs(logits: jax.Array, ids: jax.Array) -> jax.Array:
+  """Returns the log probability of each row's id, float32."""
+  log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+  return jnp.take_along_axis(log_probs, ids[:, None], axis=-1)[:, 0]
+
+
+def _end_ids(end_id: int | Collection[int] | None) -> tuple[int, ...]:
+  if end_id is None:
+    return ()
+  end_ids = (end_id,) if isinstance(end_id, int) else tuple(end_id)
+  if not end_ids:
+    raise ValueError(
+      "end_id has no ids; use None where no id ends a row, or give one."
+    )
+  return end_ids
+
+
 def _check(
-  prompts: jax.Array, prompt_lengths: jax.Array, max_new_tokens: int
+  prompts: jax.Array,
+  prompt_lengths: jax.Array,
+  max_new_tokens: int,
+  num_samples: int,
 ) -> None:
   if max_new_tokens <= 0:
     raise ValueError(f"max_new_tokens must be positive, got {max_new_tokens}.")
+  if num_samples <= 0:
+    raise ValueError(f"num_samples must be positive, got {num_samples}.")
   if prompts.shape[1] == 0:
     raise ValueError(
       f"prompts of shape {prompts.shape} are empty; begin them with at least "

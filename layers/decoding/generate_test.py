@@ -66,6 +66,22 @@ def test_a_row_ends_after_its_end_id():
   assert result.lengths.tolist() == [3, 4, 2]
 
 
+@pytest.mark.parametrize("end_id", [(6, 9), {9, 6}, [6, 9, 6]], ids=str)
+def test_a_row_ends_after_any_of_its_end_ids(end_id):
+  result = _run([[1, 2, 3], [7], [4]], end_id=end_id)
+  assert result.ids.tolist() == [[4, 5, 6, 0], [8, 9, 0, 0], [5, 6, 0, 0]]
+  assert result.lengths.tolist() == [3, 2, 2]
+
+
+def test_log_probabilities_are_those_of_the_model():
+  """Whatever the temperature; 0 after the end."""
+  sampler = samplers.Temperature(temperature=0.01)
+  result = _run([[1], [4]], sampler=sampler, end_id=6)
+  each = float(jax.nn.log_softmax(5.0 * jax.nn.one_hot(0, VOCAB))[0])
+  expected = np.asarray([[each] * 4, [each, each, 0, 0]])
+  np.testing.assert_allclose(result.log_probs, expected, rtol=1e-5)
+
+
 def test_one_new_token_needs_no_step():
   result = _run([[1], [2]], max_new_tokens=1)
   assert result.ids.tolist() == [[2], [3]]
@@ -162,6 +178,30 @@ def test_greedy_equals_the_full_forward_pass_at_each_step(model):
       text.append(new)
 
 
+def test_samples_of_a_prompt_are_as_many_rows_with_that_prompt(model):
+  """Their cache is copied: the same ids, from the same random keys."""
+  rows = [[1, 2, 3], [5]]
+  settings = {"sampler": samplers.Temperature(), "max_new_tokens": 4}
+  steps = _steps(*model)
+  copied = _run(rows, steps, num_samples=3, **settings)
+  repeated = _run([r for r in rows for _ in range(3)], steps, **settings)
+  np.testing.assert_array_equal(copied.ids, repeated.ids)
+  np.testing.assert_allclose(
+    copied.log_probs, repeated.log_probs, rtol=1e-4, atol=1e-5
+  )
+  assert len({tuple(row) for row in copied.ids[:3].tolist()}) > 1
+
+
+def test_a_cache_that_names_no_rows_is_not_copied():
+  with pytest.raises(
+    ValueError, match=r"variable \[0\] does not name its axes"
+  ):
+    _run([[1]], num_samples=2)
+  repeat = lambda cache, n: (cache[0], jnp.repeat(cache[1], n))  # noqa: E731
+  result = _run([[1], [4]], num_samples=2, repeat=repeat, max_new_tokens=2)
+  assert result.ids.tolist() == [[2, 3], [2, 3], [5, 6], [5, 6]]
+
+
 def test_rows_do_not_depend_on_the_rest_of_the_batch(model):
   rows = [[1, 2, 3, 4, 5], [6], [7, 8, 9]]
   steps = _steps(*model)
@@ -196,6 +236,8 @@ def test_what_stands_in_the_padding_has_no_influence(model):
   ("fields", "message"),
   [
     ({"max_new_tokens": 0}, r"max_new_tokens must be positive, got 0"),
+    ({"num_samples": 0}, r"num_samples must be positive, got 0"),
+    ({"end_id": ()}, r"end_id has no ids; use None"),
     ({"prompts": jnp.zeros((2, 0), jnp.int32)}, r"\(2, 0\) are empty"),
     (
       {"prompt_lengths": jnp.ones((3,), jnp.int32)},

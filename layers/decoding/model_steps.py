@@ -16,8 +16,19 @@ from paxon.layers.decoding import generate
 Variables = Mapping[str, Any]
 
 
-def prefill(model: nn.Module, variables: Variables) -> generate.Prefill:
-  """Returns the step that reads the prompts and makes the cache."""
+def prefill(
+  model: nn.Module, variables: Variables, **inputs: jax.Array
+) -> generate.Prefill:
+  """Returns the step that reads the prompts and makes the cache.
+
+  Args:
+    model: Not bound.
+    variables: Its variables; a cache among them is not used.
+    **inputs: More of what the model's `prefill` is called with, one row for
+      each prompt, such as `encoder_inputs`, `encoder_positions` and
+      `encoder_segment_ids` of an encoder-decoder.
+  """
+  more: dict[str, Any] = dict(inputs)
 
   def step(
     ids: jax.Array,
@@ -32,6 +43,7 @@ def prefill(model: nn.Module, variables: Variables) -> generate.Prefill:
       positions,
       segment_ids,
       cache_length=cache_length,
+      **more,
       method="prefill",
       mutable=[kv_cache.COLLECTION],
     )

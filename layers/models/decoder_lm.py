@@ -6,19 +6,20 @@ calls. All run the same layers and head, so they give the same numbers.
 Letters: B batch, T length, V vocab.
 """
 
-from collections.abc import Mapping
-from typing import cast
+from collections.abc import Sequence
+from typing import Any
 
 from flax import linen as nn
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from paxon.layers import precision, soft_cap, softmax_loss
+from paxon.layers import softmax_loss
 from paxon.layers.attention import kv_cache
-
-Weighted = tuple[jax.Array, jax.Array]
-Batch = Mapping[str, jax.Array]
+from paxon.layers.models import (
+  document_scores,
+  embedded_tokens,
+  language_head,
+)
 
 
 class DecoderLm(nn.Module):
@@ -26,9 +27,10 @@ class DecoderLm(nn.Module):
 
   Attributes:
     embedding: Maps ids [B,T] to [B,T,D], and back by `attend`.
-    stack: Called with tokens, positions, segment ids, and the keywords
-      `cache_length` and `deterministic`.
-    final_norm: Maps [B,T,D] to [B,T,D].
+    stack: Called with tokens, positions, segment ids, the prefix where there is
+      one, and the keywords `cache_length` and `deterministic`.
+    final_norm: Maps [B,T,D] to [B,T,D]; `None` where the last block ends with a
+      norm.
     head: Maps [B,T,D] to logits, each position by itself; `None` uses
       `embedding.attend` (tied).
     logit_cap: Bends logits into `(-logit_cap, logit_cap)`; `None` does not.
@@ -36,28 +38,38 @@ class DecoderLm(nn.Module):
     position_embedding: Called with positions [B,T] and the width of a token;
       what it returns, [B,T,D], is added to the embedded tokens. `None` leaves
       positions to the attention.
+    embedding_norm: Maps that sum to what the stack is given; `None` leaves it.
+    embedding_dropout: Called with it and `deterministic`; `None` is no dropout.
+    record: What `loss` adds to its outputs: `activations` [B,T,D], which the
+      head is applied to, and `logits` [B,T,V].
+    auxiliary_loss_weight: Factor of the losses that layers add themselves
+      (`layers.auxiliary_loss`); 0 leaves them out.
   """
 
   embedding: nn.Module
   stack: nn.Module
-  final_norm: nn.Module
+  final_norm: nn.Module | None
   head: nn.Module | None = None
   logit_cap: float | None = None
   token_loss: softmax_loss.SoftmaxLoss = softmax_loss.SoftmaxLoss()
   position_embedding: nn.Module | None = None
+  embedding_norm: nn.Module | None = None
+  embedding_dropout: nn.Module | None = None
+  record: Sequence[str] = ()
+  auxiliary_loss_weight: float = 1.0
 
   def __post_init__(self) -> None:
+    # A tuple keeps the module hashable where a list was given.
+    self.record = tuple(self.record)
     super().__post_init__()
-    if self.logit_cap is not None and not self.logit_cap > 0:
-      raise ValueError(
-        f"DecoderLm.logit_cap must be positive or None, got {self.logit_cap}."
-      )
+    language_head.check(self)
 
   def __call__(
     self,
     inputs: Int[Array, "batch length"],
     positions: Int[Array, "batch length"],
     segment_ids: Int[Array, "batch length"],
+    prefix: Bool[Array, "batch length"] | None = None,
     *,
     cache_length: int | None = None,
     deterministic: bool = True,
@@ -68,68 +80,96 @@ class DecoderLm(nn.Module):
       inputs: Token ids.
       positions: Positions, from 0 in each segment.
       segment_ids: Segments (documents); 0 is padding.
+      prefix: Tokens of a document that see each other in both directions; for
+        blocks that take it.
       cache_length: Makes a cache with this number of slots (prefill).
       deterministic: Whether dropout is off.
     """
-    x = self._hidden(
+    x = self.hidden(
       inputs,
       positions,
       segment_ids,
+      prefix,
       cache_length=cache_length,
       deterministic=deterministic,
     )
-    head = self.embedding.attend if self.head is None else self.head
-    return self._capped(head(x))
+    return self._head().logits(x)
+
+  def hidden(
+    self,
+    inputs: Int[Array, "batch length"],
+    positions: Int[Array, "batch length"],
+    segment_ids: Int[Array, "batch length"],
+    prefix: Bool[Array, "batch length"] | None = None,
+    *,
+    cache_length: int | None = None,
+    deterministic: bool = True,
+  ) -> Float[Array, "batch length embed"]:
+    """Returns what the head is applied to; called as the model is."""
+    x = embedded_tokens.embedded(
+      inputs,
+      positions,
+      embedding=self.embedding,
+      position_embedding=self.position_embedding,
+      norm=self.embedding_norm,
+      dropout=self.embedding_dropout,
+      deterministic=deterministic,
+    )
+    # Only where it is given, so that a block need not know of it.
+    more: tuple[Any, ...] = () if prefix is None else (prefix,)
+    x = self.stack(
+      x,
+      positions,
+      segment_ids,
+      *more,
+      cache_length=cache_length,
+      deterministic=deterministic,
+    )
+    return embedded_tokens.normed(x, self.final_norm)
 
   def loss(
-    self, batch: Batch, *, deterministic: bool = True
-  ) -> tuple[Weighted, dict[str, Weighted], dict[str, jax.Array]]:
+    self, batch: language_head.Batch, *, deterministic: bool = True
+  ) -> language_head.Result:
     """Returns the loss, metrics and per-example outputs of a batch.
 
     Args:
       batch: `inputs`, `targets`, `positions`, `segment_ids` int32 [B,T] and
-        `weights` float32 [B,T].
+        `weights` float32 [B,T]. Where they are there, `prefix` bool [B,T], as
+        the model is called with, and `example_weights` float32 [B], a factor of
+        the weights of each row.
       deterministic: Whether dropout is off.
 
     Returns:
-      `(sum, weight)` of what `token_loss` computes, in nats. Metrics, as such
-      pairs: `log_pplx`, the negative log likelihood alone; `accuracy`; and
-      `z_loss` where it is part of the loss. Outputs, none of them
-      differentiable: `token_nll` [B,T] and `token_hits` [B,T], without weights,
-      and their weighted sums by row, `row_nll`, `row_hits` and `row_weight`
-      [B]. A packed row is several documents, told apart by `segment_ids`.
+      `(sum, weight)` of what `token_loss` computes, in nats, and of what layers
+      add. Metrics, as such pairs: `log_pplx`, the negative log likelihood
+      alone; `accuracy`; `z_loss` where it is part of the loss; and
+      `auxiliary_loss/...`. Outputs, none of them differentiable: `token_nll`
+      [B,T] and `token_hits` [B,T], without weights; `token_weights` [B,T];
+      their weighted sums by row, `row_nll`, `row_hits` and `row_weight` [B];
+      and what is recorded. A packed row is several documents, told apart by
+      `segment_ids`.
     """
-    x = self._hidden(
-      batch["inputs"],
-      batch["positions"],
-      batch["segment_ids"],
-      cache_length=None,
+    return self._head().loss(
+      self._states(batch, deterministic=deterministic),
+      batch,
+      token_loss=self.token_loss,
       deterministic=deterministic,
+      auxiliary_weight=self.auxiliary_loss_weight,
+      record=self.record,
     )
-    logits_fn, variables = self._unbound_head(x)
-    result = self.token_loss(
-      logits_fn,
-      variables,
-      x,
-      targets=batch["targets"],
-      weights=batch["weights"],
+
+  def score(self, batch: language_head.Batch) -> document_scores.DocumentScores:
+    """Returns the log likelihood of each document, and its length.
+
+    Args:
+      batch: As that of `loss`.
+    """
+    _, _, outputs = self._head().loss(
+      self._states(batch, deterministic=True),
+      batch,
+      token_loss=self.token_loss,
     )
-    weights = batch["weights"].astype(result.token_nll.dtype)
-    hits = result.token_hits.astype(weights.dtype)
-    rows = {
-      "row_nll": jnp.sum(result.token_nll * weights, axis=1),
-      "row_hits": jnp.sum(hits * weights, axis=1),
-      "row_weight": jnp.sum(weights, axis=1),
-    }
-    total = jnp.sum(weights)
-    metrics = {
-      "log_pplx": (jnp.sum(rows["row_nll"]), total),
-      "accuracy": (jnp.sum(rows["row_hits"]), total),
-    }
-    if self.token_loss.z_loss_weight:
-      metrics["z_loss"] = jnp.sum(result.token_z_loss * weights), total
-    outputs = {"token_nll": result.token_nll, "token_hits": hits, **rows}
-    return (result.loss, total), metrics, outputs
+    return document_scores.of_outputs(outputs, batch["segment_ids"])
 
   def prefill(
     self,
@@ -146,10 +186,7 @@ class DecoderLm(nn.Module):
     Raises:
       ValueError: The cache is not mutable.
     """
-    if not self.is_mutable_collection(kv_cache.COLLECTION):
-      raise ValueError(
-        'DecoderLm.prefill makes a cache; apply it with mutable=["cache"].'
-      )
+    check_prefill(self)
     return self(inputs, positions, segment_ids, cache_length=cache_length)
 
   def decode_step(
@@ -163,56 +200,44 @@ class DecoderLm(nn.Module):
     Raises:
       ValueError: There is no cache, or it is not mutable.
     """
-    has_cache = kv_cache.COLLECTION in self.variables
-    if not has_cache or not self.is_mutable_collection(kv_cache.COLLECTION):
-      raise ValueError(
-        "DecoderLm.decode_step needs the cache that prefill made; apply it "
-        'with that collection among the variables and mutable=["cache"].'
-      )
+    check_decode_step(self)
     return self(inputs, positions, segment_ids)
 
-  def _hidden(
-    self,
-    inputs: jax.Array,
-    positions: jax.Array,
-    segment_ids: jax.Array,
-    *,
-    cache_length: int | None,
-    deterministic: bool,
+  def _states(
+    self, batch: language_head.Batch, *, deterministic: bool
   ) -> jax.Array:
-    """Returns what the head is applied to, [B,T,D]."""
-    x = self.embedding(inputs)
-    if self.position_embedding is not None:
-      x += self.position_embedding(positions, x.shape[-1]).astype(x.dtype)
-    x = self.stack(
-      x,
-      positions,
-      segment_ids,
-      cache_length=cache_length,
+    return self.hidden(
+      batch["inputs"],
+      batch["positions"],
+      batch["segment_ids"],
+      batch.get("prefix"),
       deterministic=deterministic,
     )
-    return self.final_norm(x)
 
-  def _capped(self, logits: jax.Array) -> jax.Array:
-    logits = precision.widened(logits)
-    if self.logit_cap is None:
-      return logits
-    return soft_cap.soft_cap(logits, self.logit_cap)
+  def _head(self) -> language_head.LanguageHead:
+    return language_head.LanguageHead(
+      owner=self,
+      embedding=self.embedding,
+      head=self.head,
+      cap=self.logit_cap,
+    )
 
-  def _unbound_head(
-    self, x: jax.Array
-  ) -> tuple[softmax_loss.LogitsFn, softmax_loss.Variables]:
-    """Returns the head as a function of its variables, and these."""
-    bound = self.embedding if self.head is None else self.head
-    method = "attend" if self.head is None else "__call__"
-    if self.is_initializing():
-      # Makes the variables that are read below.
-      getattr(bound, method)(x)
-    # The loss calls the head in a loop, where a bound module must not be used.
-    head, variables = bound.unbind()
 
-    def logits_fn(variables: softmax_loss.Variables, x: jax.Array) -> jax.Array:
-      logits = cast(jax.Array, head.apply(variables, x, method=method))
-      return self._capped(logits)
+def check_prefill(model: nn.Module) -> None:
+  """Raises ValueError where a model cannot make a cache."""
+  if not model.is_mutable_collection(kv_cache.COLLECTION):
+    raise ValueError(
+      f"{type(model).__name__}.prefill makes a cache; apply it with "
+      'mutable=["cache"].'
+    )
 
-    return logits_fn, variables
+
+def check_decode_step(model: nn.Module) -> None:
+  """Raises ValueError where a model has no cache to append to."""
+  has_cache = kv_cache.COLLECTION in model.variables
+  if not has_cache or not model.is_mutable_collection(kv_cache.COLLECTION):
+    raise ValueError(
+      f"{type(model).__name__}.decode_step needs the cache that prefill made; "
+      "apply it with that collection among the variables and "
+      'mutable=["cache"].'
+    )

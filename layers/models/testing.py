@@ -1,23 +1,45 @@
-"""A small decoder language model and batches for it, for tests."""
+"""Small models of each kind and batches for them, for tests."""
 
 from typing import Any
 
+from flax import linen as nn
 import jax
 import numpy as np
 
 from paxon.layers import (
   block,
   embedding,
+  encoder_decoder_block,
   feed_forward,
   layer_norm,
+  linear,
   position_embedding,
+  post_norm_block,
   rms_norm,
   rotary_embedding,
+  shared,
   stack,
   unembedding,
 )
-from paxon.layers.attention import grouped_query, kernels, projections
-from paxon.layers.models import decoder_lm
+from paxon.layers.attention import (
+  cross_attention,
+  grouped_query,
+  kernels,
+  position_bias,
+  projections,
+)
+from paxon.layers.models import (
+  classifier,
+  decoder_lm,
+  encoder_decoder,
+  head_transform,
+  masked_lm,
+  pooling,
+  prefix_lm,
+  random_masking,
+  text_encoder,
+)
+from paxon.sharding import axes
 
 VOCAB = 16
 EMBED = 8
@@ -106,6 +128,163 @@ def tiny_gpt2(
   )
 
 
+def tiny_prefix_lm(**stack_fields: Any) -> prefix_lm.PrefixLm:
+  """Returns a prefix language model of two layers with rotary embedding."""
+  layer = block.TransformerBlock(
+    attention_norm=rms_norm.RmsNorm(),
+    attention=_attention(rotary=rotary_embedding.Rotary()),
+    feed_forward_norm=rms_norm.RmsNorm(),
+    feed_forward=feed_forward.GatedFeedForward(12),
+  )
+  return prefix_lm.PrefixLm(
+    embedding=embedding.Embedding(VOCAB, embed_dim=EMBED),
+    stack=stack.Stack((layer,), num_layers=2, **stack_fields),
+    final_norm=rms_norm.RmsNorm(),
+  )
+
+
+def tiny_t5(
+  *, tied: bool = True, **stack_fields: Any
+) -> encoder_decoder.EncoderDecoder:
+  """Returns an encoder-decoder as T5: pre-norm, one bias by distance a side.
+
+  Args:
+    tied: Whether the head shares the embedding table, with its smaller scale.
+    **stack_fields: Fields of both stacks.
+  """
+
+  def attention(side: str, *, causal: bool) -> nn.Module:
+    bias = position_bias.RelativeBias(8, 16, bidirectional=not causal)
+    return _attention(
+      causal=causal,
+      logit_scale=1.0,
+      position_bias=shared.shared(f"{side}_bias", bias),
+    )
+
+  def mlp() -> nn.Module:
+    return feed_forward.FeedForward(12, use_bias=False)
+
+  encoder = block.TransformerBlock(
+    attention_norm=rms_norm.RmsNorm(),
+    attention=attention("encoder", causal=False),
+    feed_forward_norm=rms_norm.RmsNorm(),
+    feed_forward=mlp(),
+  )
+  decoder = encoder_decoder_block.CrossBlock(
+    self_attention_norm=rms_norm.RmsNorm(),
+    self_attention=attention("decoder", causal=True),
+    cross_attention_norm=rms_norm.RmsNorm(),
+    cross_attention=cross_attention.CrossAttention(
+      4, num_kv_heads=4, head_dim=4, logit_scale=1.0
+    ),
+    feed_forward_norm=rms_norm.RmsNorm(),
+    feed_forward=mlp(),
+  )
+  scale = EMBED**-0.5 if tied else 1.0
+  return encoder_decoder.EncoderDecoder(
+    embedding=embedding.Embedding(VOCAB, embed_dim=EMBED, attend_scale=scale),
+    encoder=stack.Stack((encoder,), num_layers=2, **stack_fields),
+    encoder_norm=rms_norm.RmsNorm(),
+    decoder=stack.Stack((decoder,), num_layers=2, **stack_fields),
+    decoder_norm=rms_norm.RmsNorm(),
+    head=None if tied else unembedding.Unembedding(VOCAB),
+  )
+
+
+def tiny_transformer(**stack_fields: Any) -> encoder_decoder.EncoderDecoder:
+  """Returns the first encoder-decoder: post-norm, biases, sinusoids, 3 tables.
+
+  Args:
+    **stack_fields: Fields of both stacks.
+  """
+  norm = layer_norm.LayerNorm
+  encoder = post_norm_block.PostNormBlock(
+    _attention(causal=False, use_bias=True),
+    norm(),
+    feed_forward.FeedForward(12),
+    norm(),
+  )
+  decoder = encoder_decoder_block.PostNormCrossBlock(
+    self_attention=_attention(use_bias=True),
+    self_attention_norm=norm(),
+    cross_attention=cross_attention.CrossAttention(
+      4, num_kv_heads=2, head_dim=4, use_bias=True
+    ),
+    cross_attention_norm=norm(),
+    feed_forward=feed_forward.FeedForward(12),
+    feed_forward_norm=norm(),
+  )
+  sinusoids = position_embedding.SinusoidalPositions
+  return encoder_decoder.EncoderDecoder(
+    embedding=embedding.Embedding(VOCAB, embed_dim=EMBED),
+    encoder=stack.Stack((encoder,), num_layers=2, **stack_fields),
+    encoder_norm=None,
+    decoder=stack.Stack((decoder,), num_layers=2, **stack_fields),
+    decoder_norm=None,
+    head=unembedding.Unembedding(VOCAB),
+    encoder_embedding=embedding.Embedding(VOCAB, embed_dim=EMBED),
+    encoder_position_embedding=sinusoids(),
+    decoder_position_embedding=sinusoids(),
+  )
+
+
+def tiny_bert(
+  *, masking: random_masking.RandomMasking | None = None, **stack_fields: Any
+) -> masked_lm.MaskedLm:
+  """Returns a masked language model as BERT.
+
+  Args:
+    masking: Hides tokens in each step.
+    **stack_fields: Fields of the stack.
+  """
+  dense = linear.Linear(
+    EMBED, activation=jax.nn.gelu, kernel_axes=(axes.EMBED, None)
+  )
+  return masked_lm.MaskedLm(
+    **_text_parts(**stack_fields),
+    transform=head_transform.HeadTransform(dense, layer_norm.LayerNorm()),
+    masking=masking,
+  )
+
+
+def tiny_classifier(
+  num_classes: int = 6, **stack_fields: Any
+) -> classifier.Classifier:
+  """Returns a classifier of texts.
+
+  Args:
+    num_classes: Number of classes.
+    **stack_fields: Fields of the stack.
+  """
+  return classifier.Classifier(
+    encoder=text_encoder.TextEncoder(**_text_parts(**stack_fields)),
+    head=linear.Linear(num_classes, kernel_axes=(axes.EMBED, None)),
+    pooling=pooling.mean,
+  )
+
+
+def _text_parts(**stack_fields: Any) -> dict[str, Any]:
+  layer = post_norm_block.PostNormBlock(
+    _attention(causal=False, use_bias=True),
+    layer_norm.LayerNorm(),
+    feed_forward.FeedForward(12, activation=jax.nn.gelu),
+    layer_norm.LayerNorm(),
+  )
+  return {
+    "embedding": embedding.Embedding(VOCAB, embed_dim=EMBED, use_bias=True),
+    "stack": stack.Stack((layer,), num_layers=2, **stack_fields),
+    "position_embedding": position_embedding.LearnedPositions(16),
+    "type_embedding": embedding.Embedding(2, embed_dim=EMBED),
+    "embedding_norm": layer_norm.LayerNorm(),
+  }
+
+
+def _attention(**fields: Any) -> grouped_query.GroupedQueryAttention:
+  return grouped_query.GroupedQueryAttention(
+    4, num_kv_heads=4, head_dim=4, **fields
+  )
+
+
 def packed_batch(rows: list[list[int]], length: int) -> dict[str, jax.Array]:
   """Returns a batch of random documents of the given lengths, packed.
 
@@ -131,6 +310,32 @@ def packed_batch(rows: list[list[int]], length: int) -> dict[str, jax.Array]:
       start += size
   batch["weights"] = (batch["segment_ids"] > 0).astype(np.float32)
   return {name: jax.numpy.asarray(x) for name, x in batch.items()}
+
+
+def paired_batch(
+  rows: list[list[tuple[int, int]]], *, source: int, length: int
+) -> dict[str, jax.Array]:
+  """Returns a batch of random pairs of documents, packed on both sides.
+
+  Args:
+    rows: The lengths of each pair of each row, on the encoder's side first.
+    source: Length of a row of the encoder.
+    length: Length of a row of the decoder.
+  """
+  encoder = packed_batch([[size for size, _ in row] for row in rows], source)
+  batch = packed_batch([[size for _, size in row] for row in rows], length)
+  for name in ("inputs", "positions", "segment_ids"):
+    batch[f"encoder_{name}"] = encoder[name]
+  return batch
+
+
+def paired_args(batch: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+  """Returns the positional arguments of an encoder-decoder."""
+  names = ("inputs", "positions", "segment_ids")
+  return (
+    *token_args(batch),
+    *(batch[f"encoder_{name}"] for name in names),
+  )
 
 
 def token_args(batch: dict[str, jax.Array]) -> tuple[jax.Array, ...]:

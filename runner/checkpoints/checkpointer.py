@@ -28,6 +28,7 @@ import orbax.checkpoint as ocp
 from paxon.runner.checkpoints import (
   checked_item,
   compatibility,
+  lazy_array,
   manifest,
   named_tree,
   orbax_noise,
@@ -73,6 +74,7 @@ class Checkpointer:
     *,
     retention: retention_lib.Retention | None = None,
     read_only: bool = False,
+    lazy: bool = False,
   ) -> None:
     """Opens a folder.
 
@@ -80,8 +82,11 @@ class Checkpointer:
       folder: Made when missing, unless read only.
       retention: Which checkpoints are kept; `None` for all.
       read_only: Never changes the folder, which another process may write to.
+      lazy: Trees that are saved have leaves of `lazy_array.LazyArray`, written
+        one by one before `save` returns.
     """
     self._folder = folder
+    self._lazy = lazy
     self._read_only = read_only
     self._retention = retention or retention_lib.Retention(newest=None)
     self._value: Callable[[int], float | None] = lambda step: None
@@ -112,7 +117,9 @@ class Checkpointer:
       self._folder,
       options=options,
       item_handlers={
-        _STATE: ocp.PyTreeCheckpointHandler(),
+        _STATE: lazy_array.handler()
+        if self._lazy
+        else ocp.PyTreeCheckpointHandler(),
         _DATA: ocp.JsonCheckpointHandler(),
         _METADATA: ocp.JsonCheckpointHandler(),
         # Comes last, because items are finished in this order.

@@ -18,7 +18,13 @@ from paxon.runner import run_dir, user_error
 from paxon.runner.checkpoints import checkpointer, compatibility
 
 # What a train state holds beside the variables of its model.
-_NOT_VARIABLES = ("step", "skipped", "opt_state", "average")
+_NOT_VARIABLES = (
+  "step",
+  "skipped",
+  "opt_state",
+  "average",
+  "tokens",
+)
 _METADATA = "metadata"
 _STATE = "state"
 

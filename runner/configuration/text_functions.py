@@ -6,8 +6,9 @@
 | `jax.nn.relu` | the same of any other module |
 | `layers.remat.SaveOnly(('a', 'b'))` | a frozen dataclass that can be called |
 
-The last is how a configuration is written down, so what `config.txt` shows can
-be given back. Only such a class is called here: a function is named, not run.
+What such a class is given are numbers, texts, functions, and tuples of them. It
+is how a configuration is written down, so what `config.txt` shows can be given
+back. Only such a class is called here: a function is named, not run.
 """
 
 import ast
@@ -128,11 +129,14 @@ def _finished(cls: Any, path: str, call: ast.Call) -> Any:
       " here"
     )
   try:
-    args = [ast.literal_eval(arg) for arg in call.args]
-    options = {k.arg or "**": ast.literal_eval(k.value) for k in call.keywords}
+    args = [_argument(arg) for arg in call.args]
+    options = {k.arg or "**": _argument(k.value) for k in call.keywords}
+  except annotations.MismatchError:
+    raise
   except ValueError:
     raise annotations.MismatchError(
-      f"the arguments of {path} must be numbers, texts and tuples of them"
+      f"the arguments of {path} must be numbers, texts and functions, and"
+      " tuples of them"
     ) from None
   try:
     value = cls(*args, **options)
@@ -146,3 +150,12 @@ def _finished(cls: Any, path: str, call: ast.Call) -> Any:
         f"{cls.__name__}.{name}: {error}"
       ) from None
   return value
+
+
+def _argument(tree: ast.expr) -> Any:
+  """Returns a value that a finished class is given."""
+  if isinstance(tree, ast.Tuple):
+    return tuple(_argument(entry) for entry in tree.elts)
+  if isinstance(tree, ast.Attribute | ast.Call):
+    return parse(ast.unparse(tree))
+  return ast.literal_eval(tree)

@@ -44,7 +44,8 @@ def test_text_becomes_the_function(text, expected):
 
 
 def test_what_a_configuration_shows_can_be_given_back():
-  for value in (remat.save_projections, remat.SaveOnly(("a", "b"))):
+  joined = remat.save_only("a") | remat.offload("b") | remat.save_projections
+  for value in (remat.save_projections, remat.SaveOnly(("a", "b")), joined):
     config = fdl.Config(stack.Stack, num_layers=1, remat_policy=value)
     (shown,) = re.findall(r"remat_policy = (.*)", dump.to_text(config))
     assert text_functions.parse(shown) == value
@@ -66,6 +67,11 @@ def test_what_a_configuration_shows_can_be_given_back():
     ("layers.remat.SaveOnly(())", r"SaveOnly.names must not be empty"),
     ("layers.remat.SaveOnly(nam=1)", r"'names?'"),
     ("layers.remat.SaveOnly(x)", r"arguments of layers.remat.SaveOnly must be"),
+    (
+      "layers.remat.Either((layers.remat.Off(('a',)),))",
+      r"function 'Off'; did",
+    ),
+    ("layers.remat.Either((os.system('x'),))", r"os.system\(...\) would run s"),
     ("os.system('touch pwned')", r"^os.system\(...\) would run something; onl"),
     ("__import__('os').system('x')", r"import path of a function, such as"),
     (f"{_ME}.Loose()", r"Loose\(...\) would run something; only a frozen"),

@@ -224,6 +224,8 @@ def _key(stack: str, kind: Kind, flops: int, eqn: Any, phase: Phase) -> _Counts:
     for v in eqn.invars
     if jax.dtypes.issubdtype(getattr(v.aval, "dtype", bool), np.number)
   ]
+  # Before its operands a kernel may have tables of integers.
+  dtypes = [d for d in dtypes if jax.dtypes.issubdtype(d, np.inexact)] or dtypes
   widest = max(dtypes[:2], key=lambda d: d.itemsize).name if dtypes else ""
   key = Key(phase=phase, kind=kind, part=_part(stack), dtype=widest)
   return {key: flops}
@@ -350,9 +352,39 @@ def _cudnn_backward(eqn: Any) -> tuple[Kind, int, int]:
   return Kind.ATTENTION, 4 * _cudnn(eqn), _cudnn(eqn)
 
 
+def _splash(eqn: Any) -> int:
+  """FLOPs of one product of queries [..T,H] with keys [..S,H], in splash."""
+  shapes = [
+    v.aval.shape
+    for v in eqn.invars
+    if jax.dtypes.issubdtype(v.aval.dtype, np.floating)
+  ]
+  query, key = shapes[:2]
+  return 2 * math.prod(query) * key[-2]
+
+
+def _splash_forward(eqn: Any) -> tuple[Kind, int, int]:
+  return Kind.ATTENTION, 2 * _splash(eqn), 0
+
+
+def _splash_queries(eqn: Any) -> tuple[Kind, int, int]:
+  # The scores and the gradient of the weights, once more.
+  return Kind.ATTENTION, _splash(eqn), 2 * _splash(eqn)
+
+
+def _splash_keys(eqn: Any) -> tuple[Kind, int, int]:
+  # The scores once more; the fused kernel has gradients of queries too.
+  is_fused = len(eqn.outvars) > 4
+  return Kind.ATTENTION, (4 if is_fused else 3) * _splash(eqn), _splash(eqn)
+
+
 _KNOWN_KERNELS: Mapping[str, KernelFormula] = {
   "dot_product_attention_fwd": _cudnn_forward,
   "dot_product_attention_fwd_wrapper": _cudnn_forward,
   "dot_product_attention_bwd": _cudnn_backward,
   "dot_product_attention_bwd_wrapper": _cudnn_backward,
+  "splash_mha_fwd_segmented_residuals": _splash_forward,
+  "splash_mha_fwd_segmented_no_residuals": _splash_forward,
+  "splash_mha_dq_segmented_no_residuals": _splash_queries,
+  "splash_mha_dkv_segmented_no_residuals": _splash_keys,
 }

@@ -17,7 +17,8 @@ from paxon.layers import (
   stack,
   unembedding,
 )
-from paxon.layers.attention import grouped_query
+from paxon.layers.attention import grouped_query, kernels, ring, splash
+from paxon.layers.attention import mask as attention_mask
 from paxon.layers.models import decoder_lm
 from paxon.learners import (
   adamw,
@@ -322,6 +323,41 @@ def test_kernels_by_formula_by_estimate_or_by_their_body():
   by_formula = _count(_pallas, *shapes, kernels=formula)
   assert by_formula.model_flops == 100
   assert by_formula.phase(_Phase.REMAT) == 11
+
+
+@pytest.mark.parametrize(
+  ("kernel", "recomputed", "rows"),
+  [
+    # Splash has one more product, of each result with its gradient.
+    pytest.param(splash.Splash(), 3, 1, id="splash"),
+    pytest.param(splash.Splash(fused_backward=True), 1, 1, id="splash, fused"),
+    pytest.param(ring.Ring(block_q=64, block_kv=32), 1, 0, id="ring"),
+  ],
+)
+def test_attention_kernels_count_as_plain_attention(kernel, recomputed, rows):
+  ids = jnp.ones((2, 128), jnp.int32)
+  mask = attention_mask.AttentionMask(
+    q_positions=ids, kv_positions=ids, q_segment_ids=ids, kv_segment_ids=ids
+  )
+
+  def count(kernel):
+    def loss(*inputs):
+      # The name of the module that calls it.
+      with jax.named_scope("attention"):
+        return jnp.sum(kernel(*inputs, mask))
+
+    shapes = (2, 128, 4, 16), (2, 128, 2, 16), (2, 128, 2, 16)
+    return _count(jax.grad(loss, argnums=(0, 1, 2)), *shapes)
+
+  found, expected = count(kernel), count(kernels.plain)
+  row = 2 * (2 * 4 * 128 * 16)
+  product, rows = 128 * row, rows * row
+  assert found.phase(_Phase.FORWARD) == expected.phase(_Phase.FORWARD)
+  assert expected.model_flops == 6 * product
+  assert found.model_flops == 6 * product + rows
+  assert found.phase(_Phase.REMAT) == recomputed * product
+  assert {key.kind for key in found.counts} == {flops.Kind.ATTENTION}
+  assert {key.dtype for key in found.counts} == {"float32"}
 
 
 class _Dense(nn.Module):

@@ -25,6 +25,7 @@ PARTS: Final = (FORWARD, BACKWARD, PRODUCTS)
 CUDNN: Final = "cudnn"
 SPLASH: Final = "splash"
 PALLAS: Final = "pallas"
+RING: Final = "ring"
 PLAIN: Final = "plain"
 CUBLAS: Final = "cublas"
 CUBLAS_FP8: Final = "cublas fp8"
@@ -49,6 +50,7 @@ KERNELS: Final[Mapping[str, _Kernel]] = types.MappingProxyType(
     CUDNN: _Kernel(_Platform.CUDA, _ATTENTION, "cuDNN's fused attention"),
     SPLASH: _Kernel(_Platform.TPU, _ATTENTION, "splash attention"),
     PALLAS: _Kernel(None, _ATTENTION, "a Pallas kernel"),
+    RING: _Kernel(None, _ATTENTION, "products, in blocks of ring attention"),
     PLAIN: _Kernel(None, _ATTENTION, "products, with all logits in memory"),
     CUBLAS: _Kernel(_Platform.CUDA, (PRODUCTS,), "cuBLAS or cuBLASLt"),
     CUBLAS_FP8: _Kernel(_Platform.CUDA, (PRODUCTS,), "cuBLASLt in fp8"),
@@ -56,6 +58,8 @@ KERNELS: Final[Mapping[str, _Kernel]] = types.MappingProxyType(
     XLA: _Kernel(None, (PRODUCTS,), "XLA's own code"),
   }
 )
+# The scope that `layers.attention.ring` names.
+_RING: Final = "ring_attention"
 # What autotuning chooses among; fp8 is decided by the operands.
 _TUNED: Final = frozenset({CUBLAS, TRITON})
 
@@ -187,7 +191,7 @@ def _classified(
     is_attention = "attention" in name_stack.part(cost.name).lower()
     return (attention if is_attention else OTHER), PALLAS
   if cost.kind == costs.ATTENTION and not _is_projection(cost.name):
-    return attention, PLAIN
+    return attention, RING if _RING in cost.name else PLAIN
   if cost.kind in (costs.ATTENTION, costs.MATMUL, costs.CONVOLUTION):
     return PRODUCTS, TRITON if "triton" in kernel else XLA
   return None

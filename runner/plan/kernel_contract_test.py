@@ -106,6 +106,27 @@ def test_reads_the_kernels_of_a_tpu():
   ]
 
 
+def test_the_blocks_of_a_ring_are_told_from_plain_attention():
+  text = """HloModule m, is_scheduled=true
+
+ENTRY %main (z: bf16[2,8,8]) -> bf16[2,8,8] {
+  %z = bf16[2,8,8]{2,1,0} parameter(0)
+  %s = bf16[2,8,8]{2,1,0} dot(%z, %z), lhs_batch_dims={0}, \
+rhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_contracting_dims={1}, \
+metadata={op_name="jit(f)/jvp()/attention/ring_attention/shard_map/while/body/\
+BTKGH,BSKH->BKGTS/dot_general"}
+  ROOT %d = bf16[2,8,8]{2,1,0} dot(%s, %z), lhs_batch_dims={0}, \
+rhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_contracting_dims={1}, \
+metadata={op_name="jit(f)/transpose(jvp())/attention/ring_attention/while/\
+BKGTS,BTKGH->BSKH/dot_general"}
+}
+"""
+  assert _found(text) == [
+    ("attention forward", "ring", True, 1),
+    ("attention backward", "ring", True, 1),
+  ]
+
+
 def test_the_gradient_of_a_projection_is_no_attention():
   text = """HloModule m, is_scheduled=true
 

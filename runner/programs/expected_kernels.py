@@ -1,22 +1,48 @@
 """The kernels that a job expects, held against a compiled step."""
 
-from collections.abc import Iterator, Sequence
-import dataclasses
+from collections.abc import Sequence
 import functools
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import jax
 
-from paxon.layers.attention import cudnn_attention
+from paxon.layers.attention import kernel_request, kernel_support
 from paxon.runner import job as job_lib
 from paxon.runner import user_error
 from paxon.runner.plan import hardware, kernel_contract, result
 from paxon.runner.plan.program_text import hlo
+from paxon.runner.programs import attention_kernels
 from paxon.runner.programs import session as session_lib
 
-_ADVICE = (
-  "layers.attention.cudnn_attention.one_document (or .cudnn, for packed rows)"
-)
+
+class _Part(NamedTuple):
+  """The parts that become a kernel: how others differ, what to set."""
+
+  supports: tuple[kernel_support.Support, ...]
+  other: str
+  advice: str
+
+
+_PARTS: Final = {
+  kernel_contract.CUDNN: _Part(
+    (
+      kernel_support.CUDNN,
+      kernel_support.CUDNN_ONE_DOCUMENT,
+      kernel_support.FUSED_BY_CUDNN,
+    ),
+    "never calls cuDNN",
+    "layers.attention.cudnn_attention.one_document (or .cudnn, for packed"
+    " rows)",
+  ),
+  kernel_contract.SPLASH: _Part(
+    (kernel_support.SPLASH,),
+    "is not splash attention",
+    kernel_support.SPLASH.name,
+  ),
+  kernel_contract.RING: _Part(
+    (kernel_support.RING,), "is not ring attention", kernel_support.RING.name
+  ),
+}
 _PLATFORMS = {"gpu": "cuda"}
 
 
@@ -84,16 +110,9 @@ def check_devices(
     where: What the devices are called.
 
   Raises:
-    UserError: It asks for cuDNN elsewhere than on NVIDIA GPUs.
+    UserError: It does; the message says which kernels it can have.
   """
-  if platform is hardware.Platform.CUDA:
-    return
-  for path, layer in _attention_layers(job.task.model, "task.model"):
-    if _is_cudnn(layer.kernel):
-      raise user_error.UserError(
-        f"{path}.kernel is cuDNN's attention, which runs on NVIDIA GPUs, and"
-        f" not on {where}; use layers.attention.kernels.fused there."
-      )
+  attention_kernels.check(job, platform=platform.value, where=where)
 
 
 def platform_of(session: session_lib.Session) -> hardware.Platform:
@@ -104,53 +123,37 @@ def platform_of(session: session_lib.Session) -> hardware.Platform:
 
 def _reason(job: job_lib.Job, expected: kernel_contract.ExpectedKernel) -> str:
   """Why attention has another kernel: what the model's layers ask for."""
-  if expected.kernel != kernel_contract.CUDNN:
+  part = _PARTS.get(expected.kernel)
+  if part is None:
     return ""
-  words = dict.fromkeys(
-    f"{path}.kernel is {_name(layer.kernel)}, which never calls cuDNN;"
-    f" set it to {_ADVICE}{_obstacle(layer)}"
-    for path, layer in _attention_layers(job.task.model, "task.model")
-    if not _is_cudnn(layer.kernel)
+  for path, layer in attention_kernels.layers(job.task.model, "task.model"):
+    if not _is_one_of(layer.kernel, part):
+      return (
+        f"{path}.kernel is {_name(layer.kernel)}, which {part.other};"
+        f" set it to {part.advice}{_obstacle(layer, part)}"
+      )
+  return ""
+
+
+def _obstacle(layer: Any, part: _Part) -> str:
+  request = kernel_request.of_layer(layer)
+  problems = list(part.supports[0].problems(request))
+  return f", after a change of the layer: {problems[0]}" if problems else ""
+
+
+def _is_one_of(kernel: Any, part: _Part) -> bool:
+  support = kernel_support.of(kernel)
+  # One that XLA stands in for has the name, and runs everywhere.
+  return support is not None and any(
+    (support.name, support.platforms) == (s.name, s.platforms)
+    for s in part.supports
   )
-  return next(iter(words), "")
-
-
-def _obstacle(layer: Any) -> str:
-  dtype = getattr(layer, "dtype", None)
-  if dtype is None:
-    return ""
-  problem = cudnn_attention.problem(head_dim=layer.head_dim, dtype=dtype)
-  return f", after a change of the layer: {problem}" if problem else ""
-
-
-def _is_cudnn(kernel: Any) -> bool:
-  if isinstance(kernel, functools.partial):
-    settings, kernel = kernel.keywords, kernel.func
-    if settings.get("implementation") == "cudnn":
-      return True
-    if "implementation" in settings:
-      return False
-  return kernel in (cudnn_attention.cudnn, cudnn_attention.one_document)
 
 
 def _name(kernel: Any) -> str:
+  support = kernel_support.of(kernel)
+  if support is not None:
+    return support.name
   kernel = kernel.func if isinstance(kernel, functools.partial) else kernel
   module = getattr(kernel, "__module__", "").removeprefix("paxon.")
   return f"{module}.{getattr(kernel, '__qualname__', repr(kernel))}"
-
-
-def _attention_layers(node: Any, path: str) -> Iterator[tuple[str, Any]]:
-  """Yields the attention layers of a model, by their paths."""
-  if isinstance(node, list | tuple):
-    for i, item in enumerate(node):
-      yield from _attention_layers(item, f"{path}[{i}]")
-  elif dataclasses.is_dataclass(node) and not isinstance(node, type):
-    names = [field.name for field in dataclasses.fields(node)]
-    if {"kernel", "head_dim"} <= set(names):
-      yield path, node
-    for name in names:
-      # A module's parent would lead back up.
-      if name not in ("parent", "name"):
-        yield from _attention_layers(
-          getattr(node, name, None), f"{path}.{name}"
-        )

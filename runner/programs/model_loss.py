@@ -6,7 +6,7 @@ from flax import core as flax_core
 from flax import linen as nn
 import jax
 
-from paxon.layers import summaries, tied_parts
+from paxon.layers import auxiliary_loss, summaries, tied_parts
 from paxon.layers.attention import cudnn_attention
 from paxon.learners import metric_functions, train_step, variable_groups
 from paxon.runner import user_error
@@ -29,9 +29,9 @@ def make_loss_fn(
     ValueError: A collection mixes variables that the forward pass replaces with
       others, which linen cannot express.
   """
-  mutable = []
+  mutable = [auxiliary_loss.COLLECTION]
   if not deterministic:
-    mutable = [*replaced_collections(specs), summaries.COLLECTION]
+    mutable += [*replaced_collections(specs), summaries.COLLECTION]
 
   def loss_fn(
     values: variable_groups.Tree,
@@ -48,6 +48,8 @@ def make_loss_fn(
     )
     new = dict(new)
     sown = new.pop(summaries.COLLECTION, {})
+    # The model has added them to its loss.
+    new.pop(auxiliary_loss.COLLECTION, None)
     metrics = metrics | layer_summaries.metrics(sown, specs=specs)
     return train_step.LossOutput(loss, metrics, outputs, new)
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from paxon.inputs import tokenizer_protocol
@@ -52,7 +53,7 @@ def draw(
     prompts: By default those of the job.
 
   Raises:
-    UserError: The job says nothing about generation.
+    UserError: The job says nothing about generation, or its model cannot.
   """
   settings, tokenizer = _settings(session)
   texts = list(settings.prompts if prompts is None else prompts)
@@ -91,6 +92,13 @@ def _settings(
   generation_settings.GenerationSettings, tokenizer_protocol.Tokenizer
 ]:
   settings, tokenizer = session.job.generation, session.job.task.tokenizer
+  model = session.job.task.model
+  for method in ("prefill", "decode_step"):
+    if not callable(getattr(model, method, None)):
+      raise user_error.UserError(
+        f"{session.job.experiment} cannot generate text: its model, "
+        f"{type(model).__name__}, has no {method}."
+      )
   if settings is None or tokenizer is None:
     raise user_error.UserError(
       f"{session.job.experiment} cannot generate text: its generation settings"
@@ -104,12 +112,19 @@ def _generator(
 ) -> tuple[layouts.LaidOut, prompts_lib.Prompts]:
   """Returns the function that continues prompts, and them as its arguments."""
   settings, tokenizer = _settings(session)
-  batch = prompts_lib.right_padded(
-    [[tokenizer.begin_id, *tokenizer.encode(text).tolist()] for text in texts]
-  )
+  model = session.job.task.model
+  # An encoder-decoder reads the text and writes another.
+  reads_source = callable(getattr(model, "encode", None))
+
+  def ids_of(text: str) -> list[int]:
+    ids = tokenizer.encode(text).tolist()
+    if reads_source:
+      return [*ids, tokenizer.end_id]
+    return [tokenizer.begin_id, *ids]
+
+  batch = prompts_lib.right_padded([ids_of(text) for text in texts])
   layout = _decoding_layout(session.layout)
   batch = _padded(batch, rows=layout.shards(axes.BATCH))
-  model = session.job.task.model
 
   def run(
     state: train_state.TrainState,
@@ -118,8 +133,13 @@ def _generator(
     key: jax.Array,
   ) -> generate.Generation:
     variables = session.evaluation_variables(state)
+    source = {}
+    if reads_source:
+      source = _source(ids, lengths)
+      ids = jnp.full((ids.shape[0], 1), tokenizer.begin_id, jnp.int32)
+      lengths = jnp.ones_like(lengths)
     return generate.generate(
-      model_steps.prefill(model, variables),
+      model_steps.prefill(model, variables, **source),
       model_steps.decode_step(model, variables),
       ids,
       lengths,
@@ -130,6 +150,17 @@ def _generator(
     )
 
   return layout.jit(run, out_shardings=layout.replicated), batch
+
+
+def _source(ids: jax.Array, lengths: jax.Array) -> dict[str, jax.Array]:
+  """Returns texts, padded on the right, as the inputs of an encoder."""
+  positions = jax.lax.broadcasted_iota(jnp.int32, ids.shape, 1)
+  inside = (positions < lengths[:, None]).astype(jnp.int32)
+  return {
+    "encoder_inputs": ids * inside,
+    "encoder_positions": positions,
+    "encoder_segment_ids": inside,
+  }
 
 
 def to_text(drawn: Sequence[Sample]) -> str:

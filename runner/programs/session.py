@@ -12,7 +12,7 @@ from paxon.inputs import base_input
 from paxon.learners import train_state, variable_groups
 from paxon.runner import compiler_options, user_error
 from paxon.runner import job as job_lib
-from paxon.runner.programs import memory_fit, model_loss
+from paxon.runner.programs import attention_kernels, memory_fit, model_loss
 from paxon.sharding import arrays, axes, initialization, lint, variables
 from paxon.sharding import layout as layouts
 from paxon.sharding import mesh as meshes
@@ -123,6 +123,7 @@ def open_session(
   layout = layouts.Layout(mesh, job.rules)
   _check_layout(job, layout, {}, {})
   _check_rules(layout)
+  attention_kernels.check(job, length_shards=layout.shards(axes.LENGTH))
   compiler_options.check(job.compiler_options, _one_device(mesh))
   for name, source in (("train", job.train_input), *job.eval_inputs.items()):
     _check_batch(source, name=name, layout=layout, mesh=job.mesh)
@@ -160,7 +161,7 @@ def for_evaluation(tree: train_state.TrainState) -> train_state.TrainState:
   Args:
     tree: A train state of arrays, specs or shardings.
   """
-  return dataclasses.replace(tree, opt_state=(), skipped=None)
+  return dataclasses.replace(tree, opt_state=(), skipped=None, tokens=None)
 
 
 def _one_device(mesh: jax.sharding.Mesh) -> jax.Device:

@@ -1,4 +1,4 @@
-"""The switch that says which accelerator's wheels programs and tests get."""
+"""The switches that say which wheels programs and tests get."""
 
 _PLAN = [
     "@pypi_plan_cuda//:jax_cuda13_pjrt",
@@ -48,6 +48,28 @@ def accelerator(name):
             flag_values = {":" + name: value},
             visibility = ["//visibility:public"],
         )
+
+def _switch(ctx):
+    # buildifier: disable=unused-variable
+    _ = ctx
+
+_switch_flag = rule(
+    implementation = _switch,
+    build_setting = config.bool(flag = True),
+)
+
+def switch(name):
+    """A flag, off by default, and the config_setting `with_<name>`."""
+    _switch_flag(
+        name = name,
+        build_setting_default = False,
+        visibility = ["//visibility:public"],
+    )
+    native.config_setting(
+        name = "with_" + name,
+        flag_values = {":" + name: "True"},
+        visibility = ["//visibility:public"],
+    )
 
 def accelerator_wheels(present):
     """The deps that the flag adds to a program or a test.

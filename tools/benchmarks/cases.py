@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Mapping
 import dataclasses
-from typing import Any
+from typing import Any, Final
 
 from paxon.tools.benchmarks import (
   comparison,
   decoder_lm_workload,
+  layer_contests,
   pure_jax_decoder_lm,
 )
 
@@ -24,6 +25,8 @@ class Case:
     run: `(workload, name, rounds) -> Comparison`.
     rounds: How many rounds it has by default.
     is_default: Whether it is measured when no case is named.
+    group: Name by which all cases of a group are measured.
+    unused: Sizes of the workload that it has no use for.
   """
 
   summary: str
@@ -31,6 +34,8 @@ class Case:
   run: Callable[[Workload, str, int], comparison.Comparison]
   rounds: int
   is_default: bool = True
+  group: str | None = None
+  unused: tuple[str, ...] = ()
 
 
 # As in tasks/lm/params/quickstart.py, which tools must not import.
@@ -60,6 +65,38 @@ LARGER = Workload(
   ),
   global_batch_size=8,
   length=256,
+)
+# Of one layer.
+LAYER = Workload(
+  config=Config(
+    vocab_size=264,
+    num_layers=1,
+    embed_dim=256,
+    mlp_dim=768,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=32,
+  ),
+  global_batch_size=8,
+  length=256,
+)
+# A step reads 72 MB of parameters; with less, the time of a single operation
+# would count.
+GENERATION = Workload(
+  config=Config(
+    vocab_size=1024,
+    num_layers=6,
+    embed_dim=512,
+    mlp_dim=1536,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+  ),
+  global_batch_size=8,
+  length=128,
+)
+DEEP = dataclasses.replace(
+  QUICKSTART, config=dataclasses.replace(QUICKSTART.config, num_layers=48)
 )
 # GPT-2's sizes with this model's parts: three mlp kernels of 2048 have as many
 # parameters as GPT-2's two of 3072. The vocabulary is rounded up to 64.
@@ -117,6 +154,30 @@ def _save(workload: Workload, name: str, rounds: int) -> comparison.Comparison:
   return save_case.run(workload, name=name, rounds=rounds)
 
 
+def _layer(workload: Workload, name: str, rounds: int) -> comparison.Comparison:
+  from paxon.tools.benchmarks import layer_case
+
+  return layer_case.run(workload, name=name, rounds=rounds, calls=3)
+
+
+def _generation(
+  workload: Workload, name: str, rounds: int
+) -> comparison.Comparison:
+  from paxon.tools.benchmarks import generation_case
+
+  return generation_case.run(workload, name=name, rounds=rounds)
+
+
+def _compile_depth(
+  workload: Workload, name: str, rounds: int
+) -> comparison.Comparison:
+  from paxon.tools.benchmarks import compile_depth_case
+
+  return compile_depth_case.run(workload, name=name, rounds=rounds)
+
+
+LAYERS: Final = "layers"
+
 CASES: Mapping[str, Case] = {
   "train_step": Case(
     summary="our train step / plain JAX, at the quickstart's size",
@@ -156,7 +217,42 @@ CASES: Mapping[str, Case] = {
     rounds=11,
     is_default=False,
   ),
+  **{
+    name: Case(
+      summary=f"forward and backward / plain JAX: {summary}",
+      workload=LAYER,
+      run=_layer,
+      rounds=11,
+      is_default=False,
+      group=LAYERS,
+      unused=("vocab_size", "num_layers"),
+    )
+    for name, (summary, _) in layer_contests.CONTESTS.items()
+  },
+  "generation": Case(
+    summary="greedy, 128 tokens after 128, batch 8 / plain JAX",
+    workload=GENERATION,
+    run=_generation,
+    rounds=9,
+    is_default=False,
+    group=LAYERS,
+  ),
+  "compile_depth": Case(
+    summary="time to compile 48 scanned layers / 2 layers",
+    workload=DEEP,
+    run=_compile_depth,
+    rounds=5,
+    is_default=False,
+    group=LAYERS,
+  ),
 }
+
+
+def named(name: str) -> list[str]:
+  """Returns the cases of a name: one, those of a group, or none."""
+  if name in CASES:
+    return [name]
+  return [case for case, value in CASES.items() if value.group == name]
 
 
 def defaults() -> list[str]:

@@ -127,6 +127,21 @@ def to_pure_jax(state: train_state.TrainState) -> dict[str, Any]:
   return jax.tree.map(jnp.copy, result | {"step": state.step})
 
 
+def from_pure_jax(params: Mapping[str, jax.Array]) -> dict[str, Any]:
+  """Returns the parameters of the other model in the form of ours.
+
+  Args:
+    params: By their names there.
+  """
+  tree: dict[str, Any] = {}
+  for name, (*outer, last) in NAMES.items():
+    inner = tree
+    for part in outer:
+      inner = inner.setdefault(part, {})
+    inner[last] = params[name]
+  return tree
+
+
 def _at(tree: Any, path: tuple[str, ...]) -> jax.Array:
   for name in path:
     tree = tree[name]

@@ -2,6 +2,7 @@
 
   tools/bench                        # the default cases, under six minutes
   tools/bench loop --rounds=9
+  tools/bench layers                 # each layer, generation, compilation
   tools/bench gpt2_124m --global_batch_size=32
   tools/bench --json=out.json --markdown=docs/benchmarks.md
 
@@ -35,7 +36,7 @@ _DTYPES = ("float32", "bfloat16")
 def make_parser() -> argparse.ArgumentParser:
   """Returns what reads the command line."""
   known = "\n".join(
-    f"  {name:18} {case.summary}{'' if case.is_default else ' (not default)'}"
+    f"  {name:23} {case.summary}{'' if case.is_default else ' (not default)'}"
     for name, case in cases.CASES.items()
   )
   parser = argparse.ArgumentParser(
@@ -44,7 +45,9 @@ def make_parser() -> argparse.ArgumentParser:
     formatter_class=argparse.RawDescriptionHelpFormatter,
     allow_abbrev=False,
   )
-  parser.add_argument("case", nargs="*", help="which; by default some")
+  parser.add_argument(
+    "case", nargs="*", help="which, or the group layers; by default some"
+  )
   parser.add_argument("--rounds", type=_positive, help="of every case")
   parser.add_argument("--json", type=pathlib.Path, help="write all figures")
   parser.add_argument("--markdown", type=pathlib.Path, help="write a page")
@@ -58,18 +61,24 @@ def run(argv: Sequence[str]) -> int:
   """Measures what the arguments ask for; returns the exit status."""
   parser = make_parser()
   options = parser.parse_args(argv)
+  chosen = [n for name in options.case for n in cases.named(name)]
   for name in options.case:
-    if name not in cases.CASES:
+    if not cases.named(name):
       parser.error(
-        f"there is no case {name!r}; there are {', '.join(cases.CASES)}"
+        f"there is no case {name!r}; there are {', '.join(cases.CASES)}, and "
+        f"the group {cases.LAYERS}"
       )
   for path in filter(None, (options.json, options.markdown)):
     if not path.absolute().parent.is_dir():
       parser.error(f"the folder of {path} does not exist")
   facts = environment.describe(datetime.datetime.now())
   sizes = {name: getattr(options, name) for name in (*_SIZES, "dtype")}
+  for name in chosen:
+    for size in cases.CASES[name].unused:
+      if sizes[size] is not None:
+        parser.error(f"the case {name} has no use for --{size}")
   results: list[comparison.Comparison] = []
-  for name in options.case or cases.defaults():
+  for name in chosen or cases.defaults():
     case = cases.CASES[name]
     rounds = options.rounds or case.rounds
     print(f"{name}: {case.summary}, {rounds} rounds", file=sys.stderr)

@@ -41,6 +41,14 @@ def test_measures_the_default_cases_in_order(asked, capsys):
   assert "train_step_larger  a / b" in capsys.readouterr().out
 
 
+def test_a_group_is_measured_by_its_name(asked):
+  assert main.run(["layers", "--rounds=2"]) == 0
+  names = [name for name, _, _ in asked]
+  assert {"attention_grouped", "block_pre", "generation"} <= set(names)
+  assert names[-1] == "compile_depth"
+  assert not set(names) & set(cases.defaults())
+
+
 def test_sizes_and_rounds_are_options(asked):
   main.run(["gpt2_124m", "--num_layers=2", "--length=64", "--rounds=3"])
   ((name, workload, rounds),) = asked
@@ -69,6 +77,10 @@ def test_writes_json_and_a_page(asked, tmp_path):
   ("arguments", "message"),
   [
     (["lop"], "there is no case 'lop'; there are train_step,"),
+    (
+      ["block_pre", "--num_layers=3"],
+      "the case block_pre has no use for --num_layers",
+    ),
     (["--rounds=0"], "must be a positive integer, got 0"),
     (["--length=x"], "must be a positive integer, got x"),
     (["--dtype=int8"], "invalid choice: 'int8'"),

@@ -41,7 +41,7 @@ class Value:
 
   Attributes:
     shape: Of the whole array, or of one device's part inside of `shard_map`.
-    itemsize: Bytes of an element.
+    itemsize: Bytes of an element; zero in the memory of the host.
     is_floating: Whether it can be a part of a gradient.
     node: What computes it; `None` for what a graph is given.
     spec: Mesh axes that split each dimension.
@@ -216,6 +216,9 @@ def _called(eqn: Any) -> core.Jaxpr | None:
 def _value(aval: Any) -> Value:
   dtype = getattr(aval, "dtype", None)
   size = getattr(dtype, "itemsize", 0) or 0
+  # What remat policies offload.
+  if getattr(aval, "memory_space", None) is jax.memory.Space.Host:
+    size = 0
   floating = dtype is not None and jax.dtypes.issubdtype(
     dtype, jax.numpy.floating
   )

@@ -74,8 +74,10 @@ def _of_level(graph: graphs.Graph, mesh: dict[str, int]) -> dict[str, int]:
         held.add(value)
   sums: dict[str, int] = {}
   for value in held:
-    name = names.get(value) or _name(value)
-    sums[name] = sums.get(name, 0) + buffers.size(value)
+    # The host holds what has no bytes here.
+    if size := buffers.size(value):
+      name = names.get(value) or _name(value)
+      sums[name] = sums.get(name, 0) + size
   return sums
 
 

@@ -47,6 +47,15 @@ _POLICIES = jax.checkpoint_policies
       _POLICIES.save_only_these_names("hidden"),
       {"layer inputs", "hidden"},
     ),
+    (
+      _POLICIES.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["hidden"],
+        offload_src="device",
+        offload_dst="pinned_host",
+      ),
+      {"layer inputs"},
+    ),
   ],
 )
 def test_names_and_sizes_are_those_of_the_policy(policy, expected):

@@ -311,7 +311,8 @@ def _cost(
     count = kernels.flops(instruction, operands)
     is_approximate = count is None
     if count:
-      widest = max(operands[:2], key=lambda t: t.bits).dtype
+      factors = kernels.factors(operands)
+      widest = max(factors, key=lambda t: t.bits).dtype
       dtype = products.dtype_name(widest)
       found = [products.Product(count, dtype, is_batched=False)]
   return Cost(
@@ -361,7 +362,7 @@ def _kind(
   opcode = instruction.opcode
   if opcode == "custom-call":
     target = kernels.target(instruction)
-    if kernels.is_attention(target):
+    if kernels.is_attention(target) or kernels.is_splash(instruction):
       return ATTENTION
     if target.startswith("__cudnn$conv"):
       return CONVOLUTION

@@ -168,11 +168,23 @@ def parse(text: str) -> Program:
 
 
 def _body(lines: Iterator[str]) -> Iterator[str]:
+  """Yields the lines of a computation, each with those that go on with it.
+
+  The metadata of a Pallas kernel holds line breaks; what follows one is not
+  indented, as instructions are.
+  """
+  held = ""
   for line in lines:
-    if line.startswith("}"):
-      return
-    if line.strip():
-      yield line
+    if line.rstrip() == "}":
+      break
+    if line[:1].isspace() or not held:
+      if held.strip():
+        yield held
+      held = line
+    else:
+      held += " " + line
+  if held.strip():
+    yield held
 
 
 def _instruction(name: str, text: str) -> Instruction:

@@ -55,6 +55,20 @@ backend_config={"x":{"n":"1"}}
 """
 
 
+def test_an_instruction_may_hold_line_breaks():
+  """As the metadata of Pallas kernels does."""
+  text = _TEXT.replace(
+    'metadata={op_name="jit(f)',
+    'x={k={\n"m":"{1}"\n}}, metadata={op_name="jit(g)',
+  )
+  (found,) = [
+    i for i in hlo.parse(text).entry.instructions.values() if i.name == "f"
+  ]
+  assert found.op_name == "jit(g)/a, b=c/neg"
+  assert found.called("calls") == ("inner",)
+  assert found.attribute("x") == '{k={ "m":"{1}" }}'
+
+
 def test_reads_a_program():
   program = hlo.parse(_TEXT)
   assert set(program.computations) == {"inner", "main.1"}

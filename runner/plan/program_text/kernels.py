@@ -6,7 +6,9 @@ and its configuration:
   cuDNN attention, forward       2 products of [B,N,T,H] and [B,N,S,H]
   cuDNN attention, backward      5: four, and the scores once more
   cuBLAS, cuBLASLt               as a `dot` with the configured dimensions
-  Pallas on TPUs                 what its author's cost estimate says
+  splash attention               2 forward; 3 for queries and 4 for keys and
+                                 values backward, or 5 of one kernel for all
+  other Pallas on TPUs           what its author's cost estimate says
 """
 
 import math
@@ -47,6 +49,11 @@ _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
 _ESTIMATE = re.compile(r'"cost_estimate":\s*\{[^{}]*"flops":\s*"?(\d+)')
 _FMHA = "__cudnn$fmha"
 _GEMM = "__cublas$"
+# The name that JAX gives the Pallas call.
+_SPLASH = re.compile(r"/splash_m[hq]a_(fwd|dq|dkv)_")
+_SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
+# Results of the backward pass for keys and values; that for all has more.
+_SPLASH_RESULTS = 4
 
 
 def name(instruction: hlo.Instruction) -> str | None:
@@ -94,6 +101,21 @@ def is_attention_backward(kernel: str) -> bool:
   return is_attention(kernel) and "Backward" in kernel
 
 
+def is_splash(call: hlo.Instruction) -> bool:
+  """Returns whether a custom call is splash attention."""
+  return _SPLASH.search(call.op_name) is not None
+
+
+def factors(operands: list[hlo.Type]) -> list[hlo.Type]:
+  """Returns the first two operands of numbers that a kernel multiplies.
+
+  Args:
+    operands: Of a custom call; tables of integers may come before.
+  """
+  floats = [t for t in operands if t.dtype.startswith(("f", "bf"))]
+  return (floats or operands)[:2]
+
+
 def flops(call: hlo.Instruction, operands: list[hlo.Type]) -> int | None:
   """Returns the FLOPs of a custom call's products, None without a formula.
 
@@ -118,6 +140,12 @@ def flops(call: hlo.Instruction, operands: list[hlo.Type]) -> int | None:
     shared = math.prod(operands[0].shape[i] for i in _ints(contracted[1]))
     out = call.type.elements[0] if call.type.elements else call.type
     return 2 * math.prod(out.shape) * shared
+  splash = _SPLASH.search(call.op_name)
+  if splash is not None:
+    query, key = factors(operands)
+    is_all = len(call.type.elements) > _SPLASH_RESULTS and splash[1] == "dkv"
+    products = 5 if is_all else _SPLASH_PRODUCTS[splash[1]]
+    return products * 2 * math.prod(query.shape) * key.shape[-2]
   estimate = _ESTIMATE.search(call.attributes.replace('\\"', '"'))
   return int(estimate[1]) if estimate else None
 

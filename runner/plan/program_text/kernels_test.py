@@ -95,6 +95,35 @@ def test_pallas_says_its_own_cost():
   assert kernels.flops(*_call(_custom("tpu_custom_call"))) is None
 
 
+@pytest.mark.parametrize(
+  ("phase", "results", "products"),
+  [("fwd", 5, 2), ("dq", 2, 3), ("dkv", 4, 4), ("dkv", 6, 5)],
+)
+def test_splash_attention_multiplies_queries_with_keys(
+  phase, results, products
+):
+  result = f"({', '.join(['bf16[2,4,640,128]{3,2,1,0}'] * results)})"
+  text = f"""HloModule m
+
+ENTRY %m (t: s8[1,5,5], q: bf16[2,4,640,128]) -> {result} {{
+  %t = s8[1,5,5]{{2,1,0}} parameter(0)
+  %q = bf16[2,4,640,128]{{3,2,1,0}} parameter(1)
+  %k = bf16[2,1,384,128]{{3,2,1,0}} parameter(2)
+  ROOT %s = {result} custom-call(%t, %q, %k, %k), \
+custom_call_target="tpu_custom_call", \
+metadata={{op_name="jit(f)/shard_map/splash_mha_{phase}_segmented/pallas_call"}}
+}}
+"""
+  program = hlo.parse(text)
+  instructions = program.entry.instructions
+  call = instructions["s"]
+  operands = [instructions[name].type for name in call.operands]
+  assert kernels.is_splash(call)
+  expected = products * 2 * (2 * 4 * 640 * 128) * 384
+  assert kernels.flops(call, operands) == expected
+  assert {t.dtype for t in kernels.factors(operands)} == {"bf16"}
+
+
 def test_what_is_not_known_is_none():
   assert kernels.flops(*_call(_custom("__cudnn$fmhaSoftmax"))) is None
   assert kernels.flops(*_call(_custom("mine"))) is None

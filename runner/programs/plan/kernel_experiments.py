@@ -12,7 +12,13 @@ import fiddle as fdl
 import jax
 import jax.numpy as jnp
 
-from paxon.layers.attention import cudnn_attention, kernels
+from paxon.layers.attention import (
+  cudnn_attention,
+  kernels,
+  position_bias,
+  ring,
+  splash,
+)
 from paxon.layers.attention import mask as attention_mask
 from paxon.runner import job as job_lib
 from paxon.runner.plan import kernel_contract, topology
@@ -22,6 +28,15 @@ from paxon.sharding import layout as layouts
 from paxon.sharding import mesh as meshes
 
 LENGTH, HEADS, HEAD_DIM = 640, 4, 64
+
+
+def _both_passes(
+  kernel: str,
+) -> tuple[fdl.Config[kernel_contract.ExpectedKernel], ...]:
+  return tuple(
+    fdl.Config(kernel_contract.ExpectedKernel, part=part, kernel=kernel)
+    for part in (kernel_contract.FORWARD, kernel_contract.BACKWARD)
+  )
 
 
 class ExpectsCudnn(testing.TinyLm):
@@ -38,12 +53,7 @@ class ExpectsCudnn(testing.TinyLm):
     self,
   ) -> tuple[fdl.Config[kernel_contract.ExpectedKernel], ...]:
     """Returns both passes of attention."""
-    return tuple(
-      fdl.Config(
-        kernel_contract.ExpectedKernel, part=part, kernel=kernel_contract.CUDNN
-      )
-      for part in (kernel_contract.FORWARD, kernel_contract.BACKWARD)
-    )
+    return _both_passes(kernel_contract.CUDNN)
 
   def adjust(self, config: fdl.Config[job_lib.Job]) -> None:
     """Sets the kernel and the width of heads."""
@@ -58,6 +68,38 @@ class ExpectsCudnnOfPlain(ExpectsCudnn):
 
   kernel = "plain"
   packed = True
+
+
+class HasKernel(testing.TinyLm):
+  """Has one of the kernels that do not serve every layer."""
+
+  dtype = "bfloat16"
+  kernel: Literal["cudnn", "splash", "ring"] = "splash"
+  position_bias: bool = False
+
+  _kernels: ClassVar = {
+    "cudnn": cudnn_attention.cudnn,
+    "splash": fdl.Config(splash.Splash),
+    "ring": fdl.Config(ring.Ring),
+  }
+
+  def adjust(self, config: fdl.Config[job_lib.Job]) -> None:
+    """Sets the kernel, and what is added to logits."""
+    config.generation = None
+    attention = config.task.model.stack.blocks[0].attention
+    attention.kernel = self._kernels[self.kernel]
+    if self.position_bias:
+      attention.position_bias = fdl.Config(position_bias.Alibi)
+
+
+class ExpectsSplash(HasKernel):
+  """Expects splash attention and has it."""
+
+  def expected_kernels(
+    self,
+  ) -> tuple[fdl.Config[kernel_contract.ExpectedKernel], ...]:
+    """Returns both passes of attention."""
+    return _both_passes(kernel_contract.SPLASH)
 
 
 class Expects(testing.TinyLm):

@@ -12,7 +12,7 @@ import fiddle as fdl
 import pytest
 
 from paxon.runner import compiler_options, user_error
-from paxon.runner.configuration import overrides, refusals
+from paxon.runner.configuration import overrides
 from paxon.runner.plan import target as targets
 from paxon.runner.plan import testing, topology
 from paxon.runner.programs import train
@@ -25,7 +25,7 @@ _KERNEL = r"task\.model\.stack\.blocks\[0\]\.attention\.kernel"
 
 def _plan(experiment, target="h200:1x8", *, is_compiled=False, **knobs):
   """Plans in this process, where only CPUs can be compiled for."""
-  config = experiment(mesh="data=8", **knobs).job()
+  config = experiment(**{"mesh": "data=8", **knobs}).job()
   return measure.measure(
     fdl.build(config),
     targets.parse(target),
@@ -34,13 +34,13 @@ def _plan(experiment, target="h200:1x8", *, is_compiled=False, **knobs):
   )
 
 
-def _compiled(name, **knobs):
-  """Plans in another process, with the compiler for GPUs."""
+def _compiled(name, target="h200:1x8", **knobs):
+  """Plans in another process, with the compiler for the target."""
   given = [overrides.Override(k, str(v)) for k, v in knobs.items()]
   return child.plan(
     f"{_MODULE}.{name}",
     [*given, overrides.Override("mesh", "fsdp=4,tensor=2")],
-    testing.target("h200:1x8"),
+    testing.target(target),
     is_compiled=True,
     time_limit=600.0,
   )
@@ -117,16 +117,28 @@ def test_a_wrong_kernel_is_an_error_of_the_plan_with_the_reason():
   ],
 )
 def test_a_layer_that_cudnn_cannot_serve_is_named(knobs, message):
-  config = kernel_experiments.ExpectsCudnn(**knobs).job()
-  with pytest.raises(ValueError, match=message) as caught:
+  with pytest.raises(user_error.UserError, match=f"^{_KERNEL}.*{message}"):
     _plan(kernel_experiments.ExpectsCudnn, **knobs)
-  text = refusals.of(caught.value, config)
-  assert text is not None
-  assert re.search(message, text)
+
+
+@pytest.mark.parametrize(
+  ("kernel", "target", "knobs", "message"),
+  [
+    ("splash", "h200:1x8", {}, r" on h200:1x8: .* runs on tpu, not on cuda"),
+    ("splash", "v5e:2x4", {"mesh": "sequence=8"}, r": .*splits rows into 8 pa"),
+    ("ring", "v5e:2x4", {"position_bias": True}, r" on v5e:2x4: .*_bias is Alibi"),
+    ("cudnn", "h200:1x8", {"mesh": "sequence=8"}, r": .*splits rows into 8 pa"),
+  ],
+)
+def test_a_kernel_that_does_not_fit_is_refused_before_tracing(
+  kernel, target, knobs, message
+):
+  with pytest.raises(user_error.UserError, match=_KERNEL + message):
+    _plan(kernel_experiments.HasKernel, target, kernel=kernel, **knobs)
 
 
 def test_cudnn_elsewhere_than_on_gpus_is_refused():
-  message = _KERNEL + r" is cuDNN's attention, .* not on cpu:8; use"
+  message = _KERNEL + r" on cpu:8: .* it runs on cuda, not on cpu; use .*fused"
   with pytest.raises(user_error.UserError, match=message):
     _plan(kernel_experiments.ExpectsCudnn, "cpu:8", is_compiled=True)
 
@@ -142,6 +154,15 @@ def test_a_plan_without_cudnn_names_what_is_missing():
   assert len(notes) == 1
   assert f"the compiler needs {', '.join(missing)}" in notes[0]
   assert "--config=plan_cudnn" in notes[0]
+
+
+def test_splash_attention_is_compiled_for_each_layer():
+  plan = _compiled("ExpectsSplash", "v5e:2x4", num_layers=3)
+  assert plan.compiled
+  found = {(c.part, c.kernel, c.count) for c in plan.kernel_choices}
+  assert ("attention forward", "splash", 3) in found
+  # One for queries, and one for keys and values.
+  assert ("attention backward", "splash", 6) in found
 
 
 def test_cudnn_attention_is_compiled_for_each_layer():
@@ -216,6 +237,6 @@ def test_a_run_is_refused_before_its_first_step(tmp_path):
 def test_a_run_refuses_cudnn_without_a_gpu(tmp_path):
   config = kernel_experiments.ExpectsCudnn().job()
   with pytest.raises(
-    user_error.UserError, match=_KERNEL + r" is cuDNN's .* devices that are he"
+    user_error.UserError, match=_KERNEL + r" on the devices that are here: "
   ):
     train.run(fdl.build(config), config, epath.Path(tmp_path))

@@ -1,0 +1,94 @@
+"""Activations that `flax.linen` lacks, and all of them by name.
+
+A field takes the function itself (`activation=nn.silu`). `named` is for
+configurations that are text.
+
+  squared_relu(x) = max(x, 0) ** 2     (Primer, https://arxiv.org/abs/2109.08668)
+  cubed_relu(x)   = max(x, 0) ** 3
+  sine_relu(x)    = sin(max(x, 0))
+"""
+
+from collections.abc import Callable, Mapping
+import difflib
+import functools
+import types
+from typing import Final
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+
+Activation = Callable[[jax.Array], jax.Array]
+
+
+def squared_relu(x: jax.Array) -> jax.Array:
+  """Returns `max(x, 0) ** 2`."""
+  x = nn.relu(x)
+  return x * x
+
+
+def cubed_relu(x: jax.Array) -> jax.Array:
+  """Returns `max(x, 0) ** 3`."""
+  x = nn.relu(x)
+  return x * x * x
+
+
+def sine_relu(x: jax.Array) -> jax.Array:
+  """Returns `sin(max(x, 0))`."""
+  return jnp.sin(nn.relu(x))
+
+
+def gelu_sigmoid(x: jax.Array) -> jax.Array:
+  """Returns `x * sigmoid(1.702 * x)`, known as quick GELU."""
+  return x * nn.sigmoid(1.702 * x)
+
+
+def identity(x: jax.Array) -> jax.Array:
+  """Returns `x`."""
+  return x
+
+
+NAMED: Final[Mapping[str, Activation]] = types.MappingProxyType(
+  {
+    "cubed_relu": cubed_relu,
+    "elu": nn.elu,
+    "exp": jnp.exp,
+    "gelu_exact": functools.partial(nn.gelu, approximate=False),
+    "gelu_sigmoid": gelu_sigmoid,
+    "gelu_tanh": functools.partial(nn.gelu, approximate=True),
+    "identity": identity,
+    "leaky_relu": nn.leaky_relu,
+    "relu": nn.relu,
+    "relu6": nn.relu6,
+    "sigmoid": nn.sigmoid,
+    "silu": nn.silu,
+    "sine_relu": sine_relu,
+    "softplus": nn.softplus,
+    "squared_relu": squared_relu,
+    "swish": nn.silu,
+    "tanh": nn.tanh,
+  }
+)
+
+
+def named(name: str) -> Activation:
+  """Returns the activation with this name, of any case, with `_` or without.
+
+  The same name gives the same object, so parts made of it are equal.
+
+  Raises:
+    ValueError: There is none; `gelu` alone says too little.
+  """
+  plain = {key.replace("_", ""): value for key, value in NAMED.items()}
+  wanted = name.lower().replace("_", "")
+  if wanted == "gelu":
+    raise ValueError(
+      f"The activation {name!r} is ambiguous: 'gelu_exact' (Hugging Face's "
+      "gelu) or 'gelu_tanh' (that of Pax and JAX)."
+    )
+  if wanted not in plain:
+    close = difflib.get_close_matches(name.lower(), NAMED, n=3) or sorted(NAMED)
+    raise ValueError(
+      f"There is no activation {name!r}; choose {', '.join(close)}."
+    )
+  return plain[wanted]

@@ -1,0 +1,223 @@
+"""Tests for attention to a memory."""
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxon.layers import stack, testing
+from paxon.layers.attention import cross_attention, head_norm, storage
+from paxon.sharding import variables
+
+BATCH, LENGTH, MEMORY, EMBED, MEMORY_EMBED, HEAD_DIM = 2, 4, 5, 6, 3, 4
+# Two packed examples with padding on both sides; one, with a short memory.
+SEGMENTS = jnp.asarray([[1, 1, 2, 0], [1, 1, 1, 1]], jnp.int32)
+MEMORY_SEGMENTS = jnp.asarray([[1, 2, 2, 2, 0], [1, 1, 0, 0, 0]], jnp.int32)
+
+
+def _layer(num_heads=4, num_kv_heads=2, **kwargs):
+  return cross_attention.CrossAttention(
+    num_heads, num_kv_heads=num_kv_heads, head_dim=HEAD_DIM, **kwargs
+  )
+
+
+def _x():
+  return testing.normal(BATCH, LENGTH, EMBED)
+
+
+def _memory():
+  return testing.normal(BATCH, MEMORY, MEMORY_EMBED, seed=2)
+
+
+def _args():
+  return _x(), _memory(), SEGMENTS, MEMORY_SEGMENTS
+
+
+def _oracle(params, *, scale=HEAD_DIM**-0.5):
+  """The definition, in float64 numpy, one query and head at a time."""
+  w = {k: np.asarray(v, np.float64) for k, v in params.items()}
+  x, memory = (np.asarray(a, np.float64) for a in (_x(), _memory()))
+  groups = w["query"].shape[1] // w["key"].shape[1]
+
+  def heads(name, tokens, n):
+    return tokens @ w[name][:, n] + w.get(f"{name}_bias", np.zeros((9, 1)))[n]
+
+  out = np.zeros_like(x)
+  for b, t, n in np.ndindex(BATCH, LENGTH, w["query"].shape[1]):
+    same = np.asarray(MEMORY_SEGMENTS[b] == SEGMENTS[b, t])
+    seen = memory[b][same & np.asarray(MEMORY_SEGMENTS[b] != 0)]
+    if len(seen):
+      query = heads("query", x[b, t], n)
+      share = np.exp(heads("key", seen, n // groups) @ query * scale)
+      share /= share.sum()
+      out[b, t] += share @ heads("value", seen, n // groups) @ w["out"][n]
+  return out + w.get("out_bias", 0.0)
+
+
+@pytest.mark.parametrize(
+  "fields", [{}, {"use_bias": True}, {"logit_scale": 1.0}], ids=str
+)
+def test_matches_numpy(fields):
+  layer = _layer(**fields)
+  values = testing.random_values(layer, *_args())
+  scale = fields.get("logit_scale", HEAD_DIM**-0.5)
+  np.testing.assert_allclose(
+    testing.apply(layer, values, *_args()),
+    _oracle(values["params"], scale=scale),
+    rtol=1e-5,
+    atol=1e-5,
+  )
+
+
+def test_gradients_match_finite_differences():
+  layer = _layer()
+  values = testing.random_values(layer, *_args())
+
+  def loss(at):
+    y = layer.apply(at[0], at[1], at[2], SEGMENTS, MEMORY_SEGMENTS)
+    return jnp.sum(jnp.sin(y))
+
+  testing.assert_gradients_match(loss, (values, _x(), _memory()))
+
+
+def test_padding_and_other_examples_have_no_influence():
+  layer = _layer()
+  values = testing.random_values(layer, *_args())
+  x, memory, *segments = _args()
+  changed = memory.at[0, 1:4].set(9.0).at[0, 4].set(7.0).at[1, 2:].set(8.0)
+  before, after = (
+    np.asarray(testing.apply(layer, values, x, m, *segments))
+    for m in (memory, changed)
+  )
+  same = (before == after).all(axis=-1)
+  assert same.tolist() == [[True, True, False, True], [True] * 4]
+
+
+class _Residual(nn.Module):
+  """A block, so that the memory goes through a stack."""
+
+  layer: nn.Module
+
+  @nn.compact
+  def __call__(self, x, memory, segments, memory_segments, *, cache_length):
+    return x + self.layer(
+      x, memory, segments, memory_segments, cache_length=cache_length
+    )
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_decoding_without_the_memory_gives_what_the_forward_pass_gives(scan):
+  calls = []
+
+  def einsum(equation, x, *args):
+    calls.append(x.shape)
+    return jnp.einsum(equation, x, *args)
+
+  layer = _layer(einsum=einsum, key_norm=head_norm.HeadNorm())
+  model = stack.Stack((_Residual(layer),), num_layers=2, scan=scan)
+  x, memory, segments, memory_segments = _args()
+  # The prompt of the second row is shorter.
+  segments = jnp.ones_like(segments).at[1, 1].set(0)
+  args = (x, memory, segments, memory_segments)
+  values = testing.random_values(model, *args, cache_length=None)
+  expected = testing.apply(model, values, *args, cache_length=None)
+  first = (x[:, :2], memory, segments[:, :2], memory_segments)
+  y, state = testing.apply(
+    model, values, *first, cache_length=2, mutable=["cache"]
+  )
+  outputs = [y]
+  calls.clear()
+
+  @jax.jit
+  def step(v, x, segments):
+    return model.apply(
+      v, x, None, segments, None, cache_length=None, mutable=["cache"]
+    )
+
+  for t in range(2, LENGTH):
+    at = slice(t, t + 1)
+    y, state = step({**values, **state}, x[:, at], segments[:, at])
+    outputs.append(y)
+  # Neither keys nor values were made again.
+  assert calls
+  assert {shape[1] for shape in calls} == {1}
+  np.testing.assert_allclose(
+    jnp.concatenate(outputs, axis=1), expected, rtol=1e-5, atol=1e-6
+  )
+
+
+def test_several_samples_share_the_memory_of_their_prompt():
+  layer = _layer()
+  values = testing.random_values(layer, *_args())
+  _, state = testing.apply(
+    layer, values, *_args(), cache_length=9, mutable=["cache"]
+  )
+  x = testing.normal(2 * BATCH, 1, EMBED, seed=5)
+  segments = jnp.ones((2 * BATCH, 1), jnp.int32)
+  y = testing.apply(layer, {**values, **state}, x, None, segments, None)
+  repeated = (jnp.repeat(a, 2, axis=0) for a in (_memory(), MEMORY_SEGMENTS))
+  memory, memory_segments = repeated
+  expected = testing.apply(layer, values, x, memory, segments, memory_segments)
+  np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_storage_is_a_part():
+  cache = cross_attention.MemoryCache(storage.Cast(jnp.bfloat16))
+  layer = _layer(cache=cache)
+  values = testing.random_values(layer, *_args())
+  y, state = testing.apply(
+    layer, values, *_args(), cache_length=4, mutable=["cache"]
+  )
+  kept = variables.unbox(state)["cache"]["cache"]
+  assert kept["key"].dtype == kept["value"].dtype == jnp.bfloat16
+  again = testing.apply(layer, {**values, **state}, _x(), None, SEGMENTS, None)
+  np.testing.assert_allclose(again, y, rtol=2e-2, atol=2e-2)
+
+
+def test_logical_axes():
+  kept = ("batch", "kv_length", "kv_heads", "head_dim")
+  found = testing.axes(_layer(use_bias=True), *_args(), cache_length=4)
+  assert found == {
+    "params/query": ("embed", "heads", "head_dim"),
+    "params/query_bias": ("heads", "head_dim"),
+    "params/key": ("embed", "kv_heads", "head_dim"),
+    "params/key_bias": ("kv_heads", "head_dim"),
+    "params/value": ("embed", "kv_heads", "head_dim"),
+    "params/value_bias": ("kv_heads", "head_dim"),
+    "params/out": ("heads", "head_dim", "embed"),
+    "params/out_bias": ("embed",),
+    "cache/cache/key": kept,
+    "cache/cache/value": kept,
+    "cache/cache/positions": kept[:2],
+    "cache/cache/segment_ids": kept[:2],
+    "cache/cache/index": (),
+  }
+
+
+def test_rejects_what_does_not_go_together():
+  layer = _layer()
+  values = testing.random_values(layer, *_args())
+
+  def run(variables, x, memory, segments, memory_segments, **static):
+    args = (variables, x, memory, segments, memory_segments)
+    call = lambda v, *a: layer.apply(v, *a, **static, mutable=["cache"])  # noqa: E731
+    return jax.eval_shape(call, *args)
+
+  x, memory, segments, memory_segments = _args()
+  with pytest.raises(ValueError, match=r"no memory, and no cache that holds"):
+    run(values, x, None, segments, None)
+  with pytest.raises(ValueError, match=r"needs memory_segment_ids"):
+    run(values, x, memory, segments, None)
+  rows = jnp.ones((3, 1, EMBED)), memory, jnp.ones((3, 1), jnp.int32)
+  with pytest.raises(ValueError, match=r"3 rows of tokens for 2 rows of mem"):
+    run(values, *rows, memory_segments)
+  _, state = run(values, *_args(), cache_length=4)
+  with pytest.raises(ValueError, match=r"holds its keys and values already"):
+    run({**values, **state}, *_args())
+
+
+def test_rejects_heads_that_do_not_divide():
+  message = r"CrossAttention.num_heads \(4\) must be a multiple of .* \(3\)"
+  with pytest.raises(ValueError, match=message):
+    _layer(4, 3)

@@ -1,0 +1,325 @@
+"""Multi-head latent attention: keys and values of all heads from one vector.
+
+Each token has a latent `c` [R] and one rotated key `k` [P], which all heads
+share; with a head's own matrices,
+
+  key = [key_kernel c, k]      value = value_kernel c
+  query = [unrotated part, rotated part]
+
+A cache keeps `c` and `k` only. DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434,
+section 2.1 (V3 has the same); Rotary stands for its RoPE.
+
+Training and prefill make keys and values ("expanded"). Decoding attends to the
+latents themselves, by the identity
+
+  query . (key_kernel c) = (key_kernel^T query) . c
+
+("absorbed"): one key/value head of width R + P serves all query heads, and
+nothing is made of the past tokens.
+
+Einsum letters: B batch, T length, S keys, D embed, N heads, H head_dim (of any
+part), R latent.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import functools
+from typing import Any
+
+from flax import linen as nn
+from flax.linen import dtypes
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from paxon.layers import dimensions, linear, remat, rotary_embedding
+from paxon.layers.attention import (
+  field_checks,
+  head_maps,
+  kernel_request,
+  kernel_support,
+  kernels,
+  kv_cache,
+  projections,
+)
+from paxon.layers.attention import mask as attention_mask
+from paxon.sharding import axes, logical
+
+# All scale by the true number of summed terms.
+_latent_init = nn.initializers.variance_scaling(
+  1.0, "fan_in", "truncated_normal"
+)
+_projection_init = nn.initializers.variance_scaling(
+  1.0, "fan_in", "truncated_normal", in_axis=0, out_axis=(1, 2)
+)
+_output_init = nn.initializers.variance_scaling(
+  1.0, "fan_in", "truncated_normal", in_axis=(0, 1), out_axis=2
+)
+
+
+class LatentAttention(nn.Module):
+  """Attention of a sequence to itself, by latents.
+
+  Attributes:
+    num_heads: Number of heads.
+    head_dim: Width of the part of queries and keys without positions.
+    rope_dim: Width of the part that is rotated.
+    value_dim: Width of the values of a head.
+    latent_dim: Width of the latent of keys and values, R.
+    rotary: Maps heads [B,T,N,rope_dim] and positions [B,T] to rotated ones.
+    query_latent_dim: Width of a latent of queries; `None` makes queries from
+      the tokens.
+    latent_norm: Maps latents [B,T,R] to the same, before they are kept; the
+      paper has an RMS norm. `None` leaves them.
+    query_latent_norm: Maps latents of queries likewise.
+    kernel: Computes attention from expanded keys and values.
+    latent_kernel: Computes attention to latents, while decoding: one key/value
+      head of width `latent_dim + rope_dim`.
+    cache: Where latents and rotated keys are kept while decoding.
+    causal: Whether later tokens are hidden.
+    window: How many positions a token sees, its own included; None for all.
+    logit_scale: What products of queries and keys are multiplied by; `None` is
+      `(head_dim + rope_dim) ** -0.5`.
+    latent_init: Initializer of the kernels of latents [D, R].
+    projection_init: Initializer of the kernels of queries, keys and values.
+    output_init: Initializer of the kernel of the output.
+    dtype: Dtype of the computation. `None` promotes inputs and kernels.
+    param_dtype: Dtype in which the kernels are stored.
+    einsum: The contraction of the projections.
+  """
+
+  num_heads: int
+  head_dim: int
+  rope_dim: int
+  value_dim: int
+  latent_dim: int
+  rotary: Callable[[jax.Array, jax.Array], jax.Array]
+  query_latent_dim: int | None = None
+  latent_norm: nn.Module | None = None
+  query_latent_norm: nn.Module | None = None
+  kernel: kernels.Kernel = kernels.plain
+  latent_kernel: kernels.Kernel = kernels.plain
+  # A new part for each layer: a shared default would be a shared cache.
+  cache: nn.Module = dataclasses.field(
+    default_factory=functools.partial(kv_cache.ContiguousCache, parent=None)
+  )
+  causal: bool = True
+  window: int | None = None
+  logit_scale: float | None = None
+  latent_init: nn.initializers.Initializer = _latent_init
+  projection_init: nn.initializers.Initializer = _projection_init
+  output_init: nn.initializers.Initializer = _output_init
+  dtype: DTypeLike | None = None
+  param_dtype: DTypeLike = jnp.float32
+  einsum: Callable[..., jax.Array] = jnp.einsum
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    widths = ("head_dim", "rope_dim", "value_dim", "latent_dim")
+    dimensions.check(self, "num_heads", *widths, "query_latent_dim", "window")
+    field_checks.check_positive(self, "logit_scale")
+    is_rotary = isinstance(self.rotary, rotary_embedding.Rotary)
+    if is_rotary and self.rope_dim % 2:
+      raise ValueError(
+        f"LatentAttention.rope_dim must be even for Rotary, got "
+        f"{self.rope_dim}."
+      )
+    if self.query_latent_norm is not None and self.query_latent_dim is None:
+      raise ValueError(
+        "LatentAttention.query_latent_norm needs query_latent_dim; without it "
+        "there is no latent of queries."
+      )
+
+  @nn.compact
+  def __call__(
+    self,
+    x: Float[Array, "batch length embed"],
+    positions: Int[Array, "batch length"],
+    segment_ids: Int[Array, "batch length"],
+    prefix: Bool[Array, "batch length"] | None = None,
+    *,
+    cache_length: int | None = None,
+  ) -> Float[Array, "batch length embed"]:
+    """Returns what each token gathered from those it sees.
+
+    Args:
+      x: The tokens.
+      positions: Their positions, from 0 in each segment.
+      segment_ids: Their segments; 0 is padding, which gathers zeros.
+      prefix: Which of them are of their segment's prefix, whose tokens see each
+        other although attention is causal; in the prompt only.
+      cache_length: Makes a cache with this number of slots (prefill).
+
+    Raises:
+      ValueError: Shapes do not fit, or a prefix is given that cannot be seen.
+    """
+    field_checks.check_tokens(
+      self, x, positions=positions, segment_ids=segment_ids, prefix=prefix
+    )
+    layer = self._layer()
+    query = self._query(layer, x, positions)
+    seen = self.cache(
+      self._latents(x, positions)[:, :, None],
+      None,
+      positions,
+      segment_ids,
+      cache_length=cache_length,
+    )
+    is_decoding = seen.key.shape[1] != x.shape[1]
+    if prefix is not None and is_decoding:
+      raise ValueError(
+        "LatentAttention got a prefix while decoding; the whole prefix must be "
+        "in the prompt (with `cache_length`)."
+      )
+    mask = attention_mask.AttentionMask(
+      q_positions=positions,
+      kv_positions=seen.positions,
+      q_segment_ids=segment_ids,
+      kv_segment_ids=seen.segment_ids,
+      q_prefix=prefix,
+      kv_prefix=prefix,
+      causal=self.causal,
+      window=self.window,
+    )
+    seen.check_reach(type(self).__name__, mask.reach[0])
+    form = self._absorbed if is_decoding else self._expanded
+    context = form(query, seen.key, mask, *self._head_kernels(query.dtype))
+    context = remat.tag(context, remat.ATTENTION_CONTEXT)
+    return projections.output(
+      layer,
+      context,
+      x.shape[-1],
+      kernel_init=self.output_init,
+      use_bias=False,
+    )
+
+  def _layer(self) -> projections.Layer:
+    """Returns what projections need to know."""
+    return projections.Layer(
+      num_heads=self.num_heads,
+      num_kv_heads=self.num_heads,
+      head_dim=self.head_dim,
+      use_bias=False,
+      kernel_init=self.projection_init,
+      dtype=self.dtype,
+      param_dtype=self.param_dtype,
+      einsum=self.einsum,
+      param=self.param,
+    )
+
+  def _query(
+    self, layer: projections.Layer, x: jax.Array, positions: jax.Array
+  ) -> jax.Array:
+    """Returns queries [B,T,N,head_dim + rope_dim], the last part rotated."""
+    if self.query_latent_dim is not None:
+      x = self._down("query_latent", self.query_latent_dim)(x)
+      if self.query_latent_norm is not None:
+        x = self.query_latent_norm(x)
+    width = self.head_dim + self.rope_dim
+    query = head_maps.to_heads(layer, "query", x, self.num_heads, width)
+    plain, rotated = jnp.split(query, [self.head_dim], axis=-1)
+    rotated = self.rotary(rotated, positions)
+    query = jnp.concatenate([plain, rotated], axis=-1)
+    return remat.tag(query, remat.ATTENTION_QUERY)
+
+  def _latents(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+    """Returns what is kept of a token: latent and rotated key [B,T,R + P]."""
+    # One product makes both, as both are read from the same tokens.
+    both = self._down("latent", self.latent_dim + self.rope_dim)(x)
+    latent, key = jnp.split(both, [self.latent_dim], axis=-1)
+    if self.latent_norm is not None:
+      latent = self.latent_norm(latent)
+    key = self.rotary(key[:, :, None], positions)[:, :, 0]
+    return jnp.concatenate([latent, key], axis=-1)
+
+  def _down(self, name: str, width: int) -> linear.Linear:
+    return linear.Linear(
+      width,
+      use_bias=False,
+      kernel_axes=(axes.EMBED, axes.RANK),
+      kernel_init=self.latent_init,
+      dtype=self.dtype,
+      param_dtype=self.param_dtype,
+      einsum=self.einsum,
+      name=name,
+    )
+
+  def _head_kernels(self, dtype: DTypeLike) -> list[jax.Array]:
+    """Returns the kernels [R,N,H] of keys and of values."""
+    made = []
+    for name, width in (("key", self.head_dim), ("value", self.value_dim)):
+      # `embed`, as of all kernels: the dimension that is split over `fsdp`.
+      init = logical.partitioned(
+        self.projection_init, (axes.EMBED, axes.HEADS, axes.HEAD_DIM)
+      )
+      shape = (self.latent_dim, self.num_heads, width)
+      made.append(self.param(name, init, shape, self.param_dtype))
+    return dtypes.promote_dtype(*made, dtype=dtype)
+
+  def _expanded(
+    self,
+    query: jax.Array,
+    seen: jax.Array,
+    mask: attention_mask.AttentionMask,
+    key_kernel: jax.Array,
+    value_kernel: jax.Array,
+  ) -> jax.Array:
+    """Returns the context [B,T,N,value_dim] by keys and values of each head."""
+    latent, rotated = jnp.split(seen[:, :, 0], [self.latent_dim], axis=-1)
+    names = (axes.BATCH, axes.LENGTH, axes.ACTIVATION_HEADS)
+    key, value = (
+      logical.constrain(
+        self.einsum("BSR,RNH->BSNH", latent, kernel),
+        (*names, axes.ACTIVATION_HEAD_DIM),
+      )
+      for kernel in (key_kernel, value_kernel)
+    )
+    shape = (*key.shape[:3], self.rope_dim)
+    shared = jnp.broadcast_to(rotated[:, :, None], shape)
+    key = jnp.concatenate([key, shared], axis=-1)
+    key = remat.tag(key, remat.ATTENTION_KEY)
+    value = remat.tag(value, remat.ATTENTION_VALUE)
+    more: dict[str, Any] = {}
+    if self.logit_scale is not None:
+      more["scale"] = self.logit_scale
+    if not _takes_other_widths(self.kernel):
+      more["scale"] = self._scale()
+      width = max(self.head_dim + self.rope_dim, self.value_dim)
+      query, key, value = (_widened(x, width) for x in (query, key, value))
+    context = self.kernel(query, key, value, mask, **more)
+    return context[..., : self.value_dim]
+
+  def _absorbed(
+    self,
+    query: jax.Array,
+    seen: jax.Array,
+    mask: attention_mask.AttentionMask,
+    key_kernel: jax.Array,
+    value_kernel: jax.Array,
+  ) -> jax.Array:
+    """Returns the same context by latents alone."""
+    plain, rotated = jnp.split(query, [self.head_dim], axis=-1)
+    plain = self.einsum("BTNH,RNH->BTNR", plain, key_kernel)
+    query = jnp.concatenate([plain, rotated], axis=-1)
+    # The rotated keys go along as values, and are cut off: a value without
+    # them would be a copy of the cache.
+    context = self.latent_kernel(query, seen, seen, mask, scale=self._scale())
+    context = context[..., : self.latent_dim]
+    return self.einsum("BTNR,RNH->BTNH", context, value_kernel)
+
+  def _scale(self) -> float:
+    width = self.head_dim + self.rope_dim
+    return width**-0.5 if self.logit_scale is None else self.logit_scale
+
+
+def _takes_other_widths(kernel: kernels.Kernel) -> bool:
+  """Whether values may have another width than keys; no, if not declared."""
+  support = kernel_support.of(kernel)
+  refused = kernel_request.Feature.VALUE_WIDTH
+  return support is not None and refused not in support.refused
+
+
+def _widened(x: jax.Array, width: int) -> jax.Array:
+  """Returns heads with zeros as further features."""
+  return jnp.pad(x, [(0, 0)] * 3 + [(0, width - x.shape[-1])])

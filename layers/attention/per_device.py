@@ -1,0 +1,128 @@
+"""Attention kernels called on each device, with its own rows and heads.
+
+A kernel that the compiler cannot take apart (cuDNN's, Pallas's) would be called
+with the whole arrays, gathered on every device. Attention of different rows and
+heads is independent, so each device calls it with what it has.
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+import jax
+
+from paxon.layers.attention import mask as attention_mask
+from paxon.sharding import axes, logical
+
+HEADS: Final = (
+  axes.BATCH,
+  axes.LENGTH,
+  axes.ACTIVATION_HEADS,
+  axes.ACTIVATION_HEAD_DIM,
+)
+KV_HEADS: Final = (
+  axes.BATCH,
+  axes.LENGTH,
+  axes.ACTIVATION_KV_HEADS,
+  axes.ACTIVATION_HEAD_DIM,
+)
+
+# `(query, key, value, mask, sinks) -> out`, all of one device.
+Attend = Callable[..., jax.Array]
+
+
+def call(
+  attend: Attend,
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  mask: attention_mask.AttentionMask,
+  sinks: jax.Array | None = None,
+  *,
+  name: str,
+) -> jax.Array:
+  """Calls `attend` for each device's rows and heads.
+
+  Args:
+    attend: The kernel of one device; it gets whole rows.
+    query: Queries [B,T,N,H] of all devices.
+    key: Keys [B,S,K,H].
+    value: Values [B,S,K,H].
+    mask: Which keys each query sees.
+    sinks: One logit of each query head [N], or None.
+    name: What messages call the kernel.
+
+  Returns:
+    The weighted values [B,T,N,H].
+
+  Raises:
+    ValueError: The mesh splits rows, or puts heads of queries elsewhere than
+      their keys.
+  """
+  heads, kv_heads = splits(query, key, name=name)
+  if heads is None or kv_heads is None:
+    return attend(query, key, value, mask, sinks)
+  if heads[1] or kv_heads[1]:
+    raise ValueError(
+      f"{name} attention needs whole rows on each device, but the mesh splits"
+      f" '{axes.LENGTH}' over {words(heads[1] or kv_heads[1])}; use"
+      " layers.attention.ring.Ring."
+    )
+  rows = jax.P(heads[0])
+  mapped = jax.shard_map(
+    attend,
+    in_specs=(heads, kv_heads, kv_heads, rows, jax.P(heads[2])),
+    out_specs=heads,
+    # A Pallas call does not say over which axes its outputs vary.
+    check_vma=False,
+  )
+  return mapped(query, key, value, mask, sinks)
+
+
+def splits(
+  query: jax.Array, key: jax.Array, *, name: str
+) -> tuple[jax.sharding.PartitionSpec | None, ...]:
+  """Returns how the active rules split queries and keys, or None twice.
+
+  Args:
+    query: Queries [B,T,N,H].
+    key: Keys [B,S,K,H].
+    name: What messages call the kernel.
+
+  Raises:
+    ValueError: Heads of queries are elsewhere than their keys.
+  """
+  heads = _real_splits(logical.partition_spec(query.shape, HEADS))
+  kv_heads = _real_splits(logical.partition_spec(key.shape, KV_HEADS))
+  if heads is None or kv_heads is None:
+    return None, None
+  if heads[2] != kv_heads[2] and key.shape[2] > 1:
+    raise ValueError(
+      f"{name} attention needs heads of queries and of keys on the same"
+      f" devices, but the mesh splits them over {words(heads[2])} and over"
+      f" {words(kv_heads[2])}."
+    )
+  return heads, kv_heads
+
+
+def _real_splits(
+  spec: jax.sharding.PartitionSpec | None,
+) -> jax.sharding.PartitionSpec | None:
+  """Returns the spec without mesh axes of size one."""
+  if spec is None:
+    return None
+  sizes = jax.sharding.get_abstract_mesh().shape
+  entries: list[tuple[str, ...] | None] = []
+  for entry in spec:
+    used = tuple(name for name in names(entry) if sizes[name] > 1)
+    entries.append(used or None)
+  return jax.P(*entries)
+
+
+def names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+  """Returns the mesh axes of an entry of a partition spec."""
+  return (entry,) if isinstance(entry, str) else entry or ()
+
+
+def words(entry: str | tuple[str, ...] | None) -> str:
+  """Returns an entry of a partition spec, for a message."""
+  return ", ".join(names(entry) or ("nothing",))

@@ -1,0 +1,238 @@
+"""Ring attention: rows split over devices, keys and values going round.
+
+Each device keeps its queries, and the keys and values of all devices come by,
+so that neither a row's keys nor its logits are ever in one place. What a device
+holds at a time is its own part of a row twice, and the logits of a block. See
+`ring_passes` for what happens on a device.
+
+Of a causal row the last device sees all and the first almost nothing. Therefore
+each device first gets two pieces of the row, one from either end, whose visible
+keys are the same number on all devices and at every step (zigzag).
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from paxon.layers.attention import kernel_support, per_device, ring_passes
+from paxon.layers.attention import mask as attention_mask
+
+_RULES = ("causal", "window", "right_window", "chunk")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ring:
+  """A kernel as those of `kernels` are, for rows split over devices.
+
+  Without a mesh, or where rows are whole, it is attention in blocks. A single
+  query (a decoding step) stays where it is: each device gathers from its own
+  keys, and the sums are put together.
+
+  A block is the largest number of tokens that divides a device's part of a row
+  and is not above its field.
+
+  Attributes:
+    block_q: Queries of a block.
+    block_kv: Keys of a block.
+    balanced: Whether causal work is dealt out evenly, for one more exchange of
+      queries, keys, values and results between devices.
+  """
+
+  block_q: int = 512
+  block_kv: int = 512
+  balanced: bool = True
+  support: ClassVar[kernel_support.Support] = kernel_support.RING
+
+  def __post_init__(self) -> None:
+    for name in ("block_q", "block_kv"):
+      size = getattr(self, name)
+      if size <= 0:
+        raise ValueError(f"Ring.{name} must be positive, got {size}.")
+
+  def __call__(
+    self,
+    query: Float[Array, "batch length heads head_dim"],
+    key: Float[Array, "batch kv_length kv_heads head_dim"],
+    value: Float[Array, "batch kv_length kv_heads value_dim"],
+    mask: attention_mask.AttentionMask,
+    *,
+    logit_cap: float | None = None,
+    bias: jax.Array | None = None,
+    scale: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+  ) -> Float[Array, "batch length heads value_dim"]:
+    """Returns the weighted values; the softmax is in float32.
+
+    Args:
+      query: Queries.
+      key: Keys.
+      value: Values.
+      mask: Which keys each query sees.
+      logit_cap: Bends the scaled logits into `(-logit_cap, logit_cap)`.
+      bias: Refused: a ring avoids anything of size T x S.
+      scale: What products are multiplied by; `None` is `H ** -0.5`.
+      sinks: A logit of each head for nothing.
+
+    Raises:
+      ValueError: It cannot serve this call; the message says why.
+    """
+    kernel_support.check_call(
+      self.support,
+      query,
+      key,
+      value,
+      mask,
+      logit_cap=logit_cap,
+      bias=bias,
+      sinks=sinks,
+    )
+    heads, kv_heads = per_device.splits(query, key, name="Ring")
+    attend = functools.partial(
+      self._attend,
+      rules=tuple((name, getattr(mask, name)) for name in _RULES),
+      scale=query.shape[-1] ** -0.5 if scale is None else scale,
+      logit_cap=logit_cap,
+    )
+    q_tokens = ring_passes.Tokens(
+      mask.q_positions, mask.q_segment_ids, mask.q_prefix
+    )
+    kv_tokens = ring_passes.Tokens(
+      mask.kv_positions, mask.kv_segment_ids, mask.kv_prefix
+    )
+    # The name by which a plan knows it.
+    with jax.named_scope("ring_attention"):
+      if heads is None or kv_heads is None:
+        attend = functools.partial(attend, q_axes=(), kv_axes=())
+        return attend(query, key, value, q_tokens, kv_tokens, sinks)
+      attend = functools.partial(
+        attend,
+        q_axes=per_device.names(heads[1]),
+        kv_axes=per_device.names(kv_heads[1]),
+      )
+      mapped = jax.shard_map(
+        attend,
+        in_specs=(
+          heads,
+          kv_heads,
+          kv_heads,
+          jax.P(*heads[:2]),
+          jax.P(*kv_heads[:2]),
+          jax.P(heads[2]),
+        ),
+        out_specs=heads,
+        # What goes round varies over the ring and is not marked as varying.
+        check_vma=False,
+      )
+      return mapped(query, key, value, q_tokens, kv_tokens, sinks)
+
+  def _attend(
+    self,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    q_tokens: ring_passes.Tokens,
+    kv_tokens: ring_passes.Tokens,
+    sinks: jax.Array | None,
+    *,
+    q_axes: tuple[str, ...],
+    kv_axes: tuple[str, ...],
+    rules: tuple[tuple[str, Any], ...],
+    scale: float,
+    logit_cap: float | None,
+  ) -> jax.Array:
+    """Attention of one device."""
+    B, T, N, _ = query.shape
+    K = key.shape[2]
+    sizes = jax.sharding.get_abstract_mesh().shape
+    size = math.prod(sizes[axis] for axis in kv_axes)
+    is_ring = size > 1 and q_axes == kv_axes
+    is_zigzag = (is_ring and self.balanced and is_uneven(dict(rules))) and not (
+      T % 2 or key.shape[1] % 2
+    )
+    pieces = 2 if is_zigzag else 1
+    setup = ring_passes.Setup(
+      axes=kv_axes,
+      size=size if is_ring else 1,
+      block_q=_block(self.block_q, T // pieces),
+      block_kv=_block(self.block_kv, key.shape[1] // pieces),
+      scale=scale,
+      logit_cap=logit_cap,
+      rules=rules,
+    )
+    query = query.reshape(B, T, K, N // K, -1)
+    if sinks is not None:
+      sinks = sinks.reshape(K, N // K)
+    if size > 1 and not is_ring:
+      out = _together(setup, query, key, value, q_tokens, kv_tokens, sinks)
+      return out.reshape(B, T, N, -1)
+    arrays: Any = (query, key, value, q_tokens, kv_tokens)
+    if is_zigzag:
+      arrays = dealt(arrays, kv_axes, size)
+    out = ring_passes.attend(setup, *arrays, sinks)
+    if is_zigzag:
+      out = dealt(out, kv_axes, size, is_back=True)
+    return out.reshape(B, T, N, -1)
+
+
+def is_uneven(rules: dict[str, Any]) -> bool:
+  """Whether later queries see many more keys than earlier ones."""
+  return rules["causal"] and rules["window"] is None and rules["chunk"] is None
+
+
+def _block(most: int, length: int) -> int:
+  """The largest divisor of `length` up to `most`."""
+  return max(n for n in range(1, min(most, length) + 1) if length % n == 0)
+
+
+def _together(
+  setup: ring_passes.Setup,
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  q_tokens: ring_passes.Tokens,
+  kv_tokens: ring_passes.Tokens,
+  sinks: jax.Array | None,
+) -> jax.Array:
+  """Attention of queries that every device has, to keys that are split."""
+  highest, total, values = ring_passes.gathered(
+    setup, query, key, value, q_tokens, kv_tokens
+  )
+  # No gradient: the result does not depend on it.
+  top = jax.lax.pmax(jax.lax.stop_gradient(highest), setup.axes)
+  shrink = jnp.exp(highest - top)
+  sums = ring_passes.Sums(
+    top,
+    jax.lax.psum(total * shrink, setup.axes),
+    jax.lax.psum(values * shrink[..., None], setup.axes),
+  )
+  out, _ = ring_passes.finished(sums, sinks)
+  return out.astype(query.dtype)
+
+
+def dealt(
+  tree: Any, axes: tuple[str, ...], size: int, *, is_back: bool = False
+) -> Any:
+  """Returns arrays [B,length,...] with a piece from either end of the rows.
+
+  Of 2 * size pieces of a row, device i has 2i and 2i + 1, and gets one of
+  i and 2 * size - 1 - i for each; `is_back` undoes it.
+  """
+
+  def to(piece: int) -> int:
+    return min(piece, 2 * size - 1 - piece)
+
+  def of(x: jax.Array) -> jax.Array:
+    halves = []
+    for half, part in enumerate(jnp.split(x, 2, axis=1)):
+      pairs = [(i, to(2 * i + half)) for i in range(size)]
+      if is_back:
+        pairs = [(b, a) for a, b in pairs]
+      halves.append(jax.lax.ppermute(part, axes, pairs))
+    return jnp.concatenate(halves, axis=1)
+
+  return jax.tree.map(of, tree)

@@ -1,0 +1,48 @@
+"""Tests for rows whose places are, and are not, positions."""
+
+import jax.numpy as jnp
+import pytest
+
+from paxon.layers.attention import mask as attention_mask
+from paxon.layers.attention import row_order
+
+
+@pytest.mark.parametrize(
+  ("segments", "positions", "expected"),
+  [
+    pytest.param([1, 1, 1, 1], [0, 1, 2, 3], True, id="one document"),
+    pytest.param([1, 1, 1, 1], [7, 8, 9, 10], True, id="from another position"),
+    pytest.param([1, 1, 4, 4], [0, 1, 0, 1], True, id="two documents"),
+    pytest.param([0, 1, 1, 0], [9, 0, 1, 5], True, id="padding around"),
+    pytest.param([1, 0, 2, 2], [0, 9, 0, 1], True, id="padding between"),
+    pytest.param([0, 0, 0, 0], [3, 3, 1, 0], True, id="padding only"),
+    pytest.param([1, 1, 1, 1], [0, 1, 1, 2], False, id="a position twice"),
+    pytest.param([1, 1, 1, 1], [3, 2, 1, 0], False, id="backwards"),
+    pytest.param([1, 2, 1, 2], [0, 0, 1, 1], False, id="interleaved"),
+    pytest.param([1, 2, 2, 1], [0, 0, 1, 3], False, id="in two pieces"),
+    pytest.param([1, 1, 0, 1], [0, 1, 2, 3], False, id="padding inside"),
+    pytest.param([2, 2, 1, 1], [0, 1, 0, 1], False, id="ids that fall"),
+  ],
+)
+def test_each_row_is_judged_alone(segments, positions, expected):
+  ids = jnp.asarray([segments, [1, 1, 1, 1]], jnp.int32)
+  places = jnp.asarray([positions, [0, 1, 2, 3]], jnp.int32)
+  mask = attention_mask.AttentionMask(
+    q_positions=places,
+    kv_positions=places,
+    q_segment_ids=ids,
+    kv_segment_ids=ids,
+  )
+  assert row_order.is_in_order(mask).tolist() == [expected, True]
+
+
+def test_queries_and_keys_must_be_the_same_tokens():
+  ids = jnp.asarray([[1, 1], [1, 0], [1, 1]], jnp.int32)
+  positions = jnp.asarray([[0, 1], [0, 1], [0, 1]], jnp.int32)
+  mask = attention_mask.AttentionMask(
+    q_positions=positions,
+    kv_positions=jnp.asarray([[1, 2], [0, 7], [0, 1]], jnp.int32),
+    q_segment_ids=ids,
+    kv_segment_ids=jnp.asarray([[1, 1], [1, 0], [2, 2]], jnp.int32),
+  )
+  assert row_order.is_in_order(mask).tolist() == [False, True, False]

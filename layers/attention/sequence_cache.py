@@ -1,0 +1,152 @@
+"""A cache whose slots are split over devices, for contexts that fill many.
+
+The slots have the logical axis `length`, which the rules split over the mesh
+axis `sequence`. A new token is written by the device that has its slot, by
+itself; attention over the slots adds up maxima, sums and weighted values over
+devices. Keys and values never leave the device that holds them.
+
+Letters: B batch, T new tokens, S slots, K key/value heads, H head_dim.
+"""
+
+import functools
+import math
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from paxon.layers.attention import cache_variables, kv_cache, slot_writes
+from paxon.layers.attention import storage as cache_storage
+from paxon.sharding import axes, logical, rules
+
+
+class SequenceCache(nn.Module):
+  """Stores every token, in the order of arrival, in slots that are split.
+
+  Attributes:
+    storage: How keys and values are kept.
+  """
+
+  storage: cache_storage.Storage = cache_storage.AsIs()
+
+  @nn.compact
+  def __call__(
+    self,
+    key: Float[Array, "batch length kv_heads head_dim"],
+    value: Float[Array, "batch length kv_heads value_dim"] | None,
+    positions: Int[Array, "batch length"],
+    segment_ids: Int[Array, "batch length"],
+    *,
+    cache_length: int | None = None,
+  ) -> kv_cache.KeyValues:
+    """Stores the new tokens and returns all that may be attended to.
+
+    Tokens beyond the last slot turn the last slots into NaN, as in
+    `ContiguousCache`.
+
+    Args:
+      key: Keys of the new tokens, rotated.
+      value: Their values; None where the key says all.
+      positions: Their positions.
+      segment_ids: Their segments.
+      cache_length: Makes a new cache with this number of slots, rounded up to
+        a multiple of the devices.
+
+    Returns:
+      The new tokens alone, or all slots while decoding.
+
+    Raises:
+      ValueError: The slots are too few, there is a cache already, or it has
+        other rows.
+    """
+    new = kv_cache.tokens(key, value, positions, segment_ids)
+    length = key.shape[1]
+    if cache_length is not None:
+      kv_cache.check_prefill(self, new, cache_length)
+      shards = _shards(_split(axes.LENGTH))
+      count = -(-cache_length // shards) * shards
+      filled = {
+        name: _placed(kv_cache.padded(x, count))
+        for name, x in kv_cache.packed(new, self.storage).items()
+      }
+      cache_variables.save(self, filled, length, slot_axis=axes.LENGTH)
+      return new
+    if not cache_variables.is_filled(self):
+      return new
+    slots, index = cache_variables.load(self)
+    count = slots["positions"].shape[1]
+    new = kv_cache.poisoned(new, index + length <= count)
+    rows = kv_cache.packed(new, self.storage)
+    kv_cache.check_append(rows, slots)
+    slots = cache_variables.append(
+      self,
+      rows,
+      # As `dynamic_update_slice` does, where there are too few slots.
+      functools.partial(_write, first=jnp.minimum(index, count - length)),
+      total=index + length,
+      slot_axis=axes.LENGTH,
+    )
+    return kv_cache.unpacked(slots, self.storage, dtype=key.dtype)
+
+
+def _write(
+  whole: jax.Array, new: jax.Array, layer: jax.Array, first: jax.Array
+) -> jax.Array:
+  """Returns slots with tokens from `first` on, each device its own.
+
+  Args:
+    whole: Slots of all layers, [L,B,S,...].
+    new: Tokens [B,T,...].
+    layer: Whose slots.
+    first: The slot of the first token.
+  """
+
+  def write(
+    whole: jax.Array, new: jax.Array, layer: jax.Array, first: jax.Array
+  ) -> jax.Array:
+    if new.shape[1] == 1:
+      return slot_writes.one_or_none(whole, new, layer, first)
+    slots = first + jnp.arange(new.shape[1], dtype=first.dtype)
+    slots = jnp.broadcast_to(slots[None], new.shape[:2])
+    return slot_writes.to_slots(whole, new, layer, slots)
+
+  one_layer = whole.shape[1:]
+  names = cache_variables.slot_axes(one_layer, axes.LENGTH)
+  spec = logical.partition_spec(one_layer, names)
+  if spec is None or _shards(spec[1]) == 1:
+    return write(whole, new, layer, first)
+  split = spec[1]
+
+  def write_shard(
+    whole: jax.Array, new: jax.Array, layer: jax.Array, first: jax.Array
+  ) -> jax.Array:
+    before = jax.lax.axis_index(split) * whole.shape[2]
+    return write(whole, new, layer, first - before)
+
+  tokens = jax.P(spec[0], None, *spec[2:])
+  stacked = jax.P(None, *spec)
+  return jax.shard_map(
+    write_shard,
+    in_specs=(stacked, tokens, jax.P(), jax.P()),
+    out_specs=stacked,
+  )(whole, new, layer, first)
+
+
+def _placed(x: jax.Array) -> jax.Array:
+  return logical.constrain(x, cache_variables.slot_axes(x.shape, axes.LENGTH))
+
+
+def _split(axis: str) -> rules.MeshAxes:
+  """Returns the mesh axes that split a logical axis."""
+  active = nn.get_logical_axis_rules()
+  if not active:
+    return None
+  return rules.to_partition_spec((axis,), rules=tuple(active))[0]
+
+
+def _shards(entry: rules.MeshAxes) -> int:
+  """Returns into how many parts mesh axes split."""
+  names = (entry,) if isinstance(entry, str) else entry or ()
+  sizes = jax.sharding.get_abstract_mesh().shape
+  return math.prod(sizes[name] for name in names)

@@ -1,0 +1,136 @@
+"""A cache for layers with a window: a ring with a slot for each position.
+
+  slot(token) = (number of real tokens of its row before it) mod window
+
+A new token takes the slot of the one that has just left the window, so memory
+is the same whatever the length. Padding takes no slot: prompts of several
+lengths stand in one batch, and each row counts for itself.
+
+It is exact where each document's tokens come one after another, and the
+positions of neighbours differ by one, as everywhere in Paxon.
+
+Letters: B batch, T new tokens, S slots, K key/value heads, H head_dim.
+"""
+
+import functools
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from paxon.layers import dimensions
+from paxon.layers.attention import cache_variables, kv_cache, slot_writes
+from paxon.layers.attention import storage as cache_storage
+
+
+class SlidingCache(nn.Module):
+  """Stores the last tokens of each row.
+
+  Attributes:
+    window: How many tokens are kept; at least the window (or chunk) of the
+      layer, which checks it.
+    storage: How keys and values are kept.
+  """
+
+  window: int
+  storage: cache_storage.Storage = cache_storage.AsIs()
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    dimensions.check(self, "window")
+
+  @nn.compact
+  def __call__(
+    self,
+    key: Float[Array, "batch length kv_heads head_dim"],
+    value: Float[Array, "batch length kv_heads value_dim"] | None,
+    positions: Int[Array, "batch length"],
+    segment_ids: Int[Array, "batch length"],
+    *,
+    cache_length: int | None = None,
+  ) -> kv_cache.KeyValues:
+    """Stores the new tokens and returns all that may be attended to.
+
+    Where `cache_length` is less than the window there are that many slots, and
+    a token that finds none is stored as NaN. Otherwise the ring is never full.
+
+    Args:
+      key: Keys of the new tokens, rotated.
+      value: Their values; None where the key says all.
+      positions: Their positions.
+      segment_ids: Their segments.
+      cache_length: Makes a new cache, for this number of tokens.
+
+    Returns:
+      The new tokens alone; while decoding also those kept before.
+
+    Raises:
+      ValueError: The prompt is longer than `cache_length`, there is a cache
+        already, or it has other rows.
+    """
+    new = kv_cache.tokens(key, value, positions, segment_ids, reach=self.window)
+    packed = kv_cache.packed(new, self.storage)
+    if cache_length is not None:
+      kv_cache.check_prefill(self, new, cache_length)
+      count = min(self.window, cache_length)
+      total, target = _slots(
+        segment_ids, jnp.zeros_like(segment_ids[:, 0]), count
+      )
+      filled = {
+        name: slot_writes.to_slots(
+          jnp.zeros((1, x.shape[0], count, *x.shape[2:]), x.dtype),
+          x,
+          jnp.int32(0),
+          target,
+        )[0]
+        for name, x in packed.items()
+      }
+      cache_variables.save(self, filled, total, slot_axis=None)
+      return new
+    if not cache_variables.is_filled(self):
+      return new
+    slots, index = cache_variables.load(self)
+    count = slots["positions"].shape[1]
+    kv_cache.check_append(packed, slots, is_ring=count == self.window)
+    total, target = _slots(segment_ids, index, count)
+    if count < self.window:
+      new = kv_cache.poisoned(new, total <= count)
+      packed = kv_cache.packed(new, self.storage)
+    kept = cache_variables.append(
+      self,
+      packed,
+      functools.partial(slot_writes.to_slots, slots=target),
+      total=total,
+      # Never split over devices: it is short, and its slots have no order.
+      slot_axis=None,
+    )
+    if key.shape[1] > 1:
+      # The first of several tokens sees what the last of them pushes out.
+      kept = {
+        name: jnp.concatenate([slots[name], packed[name]], axis=1)
+        for name in slots
+      }
+    return kv_cache.unpacked(
+      kept, self.storage, dtype=key.dtype, reach=self.window
+    )
+
+
+def _slots(
+  segment_ids: jax.Array, index: jax.Array, count: int
+) -> tuple[jax.Array, jax.Array]:
+  """Returns how many real tokens there are then, [B], and their slots [B,T].
+
+  Padding, and all but the last of the tokens for one slot, get the slot
+  `count`, which does not exist.
+
+  Args:
+    segment_ids: Of the new tokens, [B,T].
+    index: How many real tokens each row had before, int [B].
+    count: Number of slots.
+  """
+  is_real = segment_ids != 0
+  order = index[:, None] + jnp.cumsum(is_real, axis=1, dtype=index.dtype) - 1
+  total = index + jnp.sum(is_real, axis=1, dtype=index.dtype)
+  is_kept = is_real & (order >= total[:, None] - count)
+  return total, jnp.where(is_kept, order % count, count)

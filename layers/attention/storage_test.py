@@ -1,0 +1,119 @@
+"""Tests for what caches hold, and for the seam that lets others in."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxon.layers import rotary_embedding, testing
+from paxon.layers.attention import (
+  grouped_query,
+  kv_cache,
+  sequence_cache,
+  sliding_cache,
+  storage,
+)
+from paxon.sharding import variables
+
+BATCH, LENGTH, PROMPT, EMBED = 2, 7, 4, 8
+
+
+@dataclasses.dataclass(frozen=True)
+class _Int8Rows:
+  """The tests' own: 8 bits a feature, and a scale for each row."""
+
+  def encode(self, x):
+    scale = jnp.max(jnp.abs(x), axis=-1).astype(jnp.float32) / 127
+    rows = x / jnp.where(scale == 0, 1, scale)[..., None].astype(x.dtype)
+    return {"": jnp.round(rows).astype(jnp.int8), "scale": scale}
+
+  def decode(self, parts, dtype):
+    rows = parts[""].astype(jnp.float32) * parts["scale"][..., None]
+    return rows.astype(dtype)
+
+
+CACHES = {
+  "contiguous": lambda kept: kv_cache.ContiguousCache(kept),
+  "sliding": lambda kept: sliding_cache.SlidingCache(3, kept),
+  "sequence": lambda kept: sequence_cache.SequenceCache(kept),
+}
+
+
+def _layer(cache):
+  return grouped_query.GroupedQueryAttention(
+    4,
+    num_kv_heads=2,
+    head_dim=16,
+    window=3,
+    rotary=rotary_embedding.Rotary(),
+    cache=cache,
+  )
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_a_storage_of_ones_own_serves_in_every_cache(name):
+  layer = _layer(CACHES[name](_Int8Rows()))
+  x = testing.normal(BATCH, LENGTH, EMBED)
+  args = (x, testing.counted(BATCH, LENGTH), testing.ones(BATCH, LENGTH))
+  values = testing.random_values(layer, *args)
+  expected = np.asarray(testing.apply(layer, values, *args))
+  cut = lambda a, b: [y[:, a:b] for y in args]  # noqa: E731
+  _, state = testing.apply(
+    layer, values, *cut(0, PROMPT), cache_length=LENGTH, mutable=["cache"]
+  )
+  kept = variables.unbox(state)["cache"]["cache"]
+  slots = kept["positions"].shape
+  assert (kept["key"].dtype, kept["key"].shape) == (jnp.int8, (*slots, 2, 16))
+  assert kept["value_scale"].dtype == jnp.float32
+  assert kept["value_scale"].shape == (*slots, 2)
+  step = jax.jit(lambda v, *a: layer.apply(v, *a, mutable=["cache"]))
+  largest = 0.0
+  for t in range(PROMPT, LENGTH):
+    y, state = step({**values, **state}, *cut(t, t + 1))
+    largest = max(largest, float(np.abs(y - expected[:, t : t + 1]).max()))
+  # Close by the rounding of 8 bits, which is there.
+  assert 1e-5 < largest < 3e-2 * np.abs(expected).max()
+
+
+def test_a_full_cache_is_nan_in_a_storage_of_ones_own():
+  cache = kv_cache.ContiguousCache(_Int8Rows())
+  x = testing.normal(BATCH, 2, 2, 4)
+  tokens = (x, x, testing.counted(BATCH, 2), testing.ones(BATCH, 2))
+  _, state = cache.apply({}, *tokens, cache_length=3, mutable=["cache"])
+  seen, _ = cache.apply(state, *tokens, mutable=["cache"])
+  assert np.isnan(seen.key[:, 1:]).all()
+  assert np.isfinite(seen.key[:, :1]).all()
+
+
+def test_as_is_keeps_the_dtype_and_casts_what_it_returns():
+  x = testing.normal(2, 3, 1, 4)
+  kept = storage.AsIs().encode(x)
+  assert kept[""].dtype == jnp.float32
+  decoded = storage.AsIs().decode(kept, jnp.bfloat16)
+  np.testing.assert_array_equal(decoded, x.astype(jnp.bfloat16))
+
+
+def test_cast_rounds_once():
+  x = testing.normal(2, 3, 1, 4)
+  kept = storage.Cast(jnp.bfloat16).encode(x)
+  assert kept[""].dtype == jnp.bfloat16
+  decoded = storage.Cast(jnp.bfloat16).decode(kept, jnp.float32)
+  assert decoded.dtype == jnp.float32
+  expected = np.asarray(x.astype(jnp.bfloat16).astype(jnp.float32))
+  np.testing.assert_array_equal(decoded, expected)
+
+
+def test_logical_axes_follow_the_parts():
+  cache = kv_cache.ContiguousCache(_Int8Rows())
+  x = jnp.ones((BATCH, 2, 2, 4))
+  tokens = (x, x, testing.counted(BATCH, 2), testing.ones(BATCH, 2))
+  found = testing.axes(cache, *tokens, cache_length=3)
+  assert found["cache/key_scale"] == ("batch", "kv_length", "kv_heads")
+  assert found["cache/key"] == ("batch", "kv_length", "kv_heads", "head_dim")
+
+
+def test_rejects_integers_without_a_scale():
+  with pytest.raises(ValueError, match=r"Cast.dtype must be .* got int8"):
+    storage.Cast(jnp.int8)

@@ -1,0 +1,98 @@
+"""Tests for rows and slots of caches."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxon.layers import rotary_embedding, stack, testing
+from paxon.layers.attention import grouped_query, sliding_cache
+from paxon.layers.decoding import cache_rows
+from paxon.sharding import axes, variables
+
+BATCH, PROMPT, EMBED = 3, 4, 8
+LENGTHS = jnp.asarray([2, 4, 3])
+
+
+@functools.cache
+def _prefilled():
+  """A model with two kinds of cache, its step, and a full cache."""
+  make = functools.partial(
+    grouped_query.GroupedQueryAttention,
+    2,
+    num_kv_heads=2,
+    head_dim=4,
+    rotary=rotary_embedding.Rotary(),
+  )
+  local = make(window=2, cache=sliding_cache.SlidingCache(2))
+  model = stack.Stack((local, make()), num_layers=2)
+  x, positions = testing.normal(BATCH, PROMPT, EMBED), testing.counted(3, 4)
+  segments = (positions < LENGTHS[:, None]).astype(jnp.int32)
+  values = testing.random_values(model, x, positions, segments)
+  _, cache = testing.apply(
+    model,
+    values,
+    x,
+    positions,
+    segments,
+    cache_length=PROMPT + 1,
+    mutable=["cache"],
+  )
+
+  @jax.jit
+  def step(cache, x, positions):
+    ones = jnp.ones(x.shape[:2], jnp.int32)
+    return model.apply(
+      {**values, **cache}, x, positions, ones, mutable=["cache"]
+    )
+
+  return step, cache
+
+
+def _next(rows):
+  """The next token of each of some rows, and its position."""
+  x = testing.normal(BATCH, 1, EMBED, seed=5)
+  return x[rows], LENGTHS[rows][:, None]
+
+
+@pytest.mark.parametrize("rows", [[2, 0, 0], [1, 1, 2, 2, 0, 0]], ids=str)
+def test_taken_rows_go_on_as_those_they_were(rows):
+  step, cache = _prefilled()
+  rows = jnp.asarray(rows)
+  expected, _ = step(cache, *_next(jnp.arange(BATCH)))
+  y, _ = step(cache_rows.taken(cache, rows), *_next(rows))
+  np.testing.assert_allclose(y, expected[rows], rtol=1e-5, atol=1e-6)
+
+
+def test_repeated_rows_are_neighbours():
+  _, cache = _prefilled()
+  repeated = cache_rows.repeated(cache, 2)
+  taken = cache_rows.taken(cache, jnp.asarray([0, 0, 1, 1, 2, 2]))
+  jax.tree.map(np.testing.assert_array_equal, repeated, taken)
+
+
+def test_slots_can_be_added():
+  step, cache = _prefilled()
+  tokens = _next(jnp.arange(BATCH))
+
+  def padded(x, axis):
+    return jnp.pad(x, [(0, 3 if i == axis else 0) for i in range(x.ndim)])
+
+  longer = cache_rows.mapped(cache, axes.KV_LENGTH, padded)
+  shapes = {x.shape for x in jax.tree.leaves(variables.unbox(longer))}
+  # Of the ring there are two, as before.
+  assert (1, BATCH, 2, 2, 4) in shapes
+  assert (1, BATCH, PROMPT + 1 + 3, 2, 4) in shapes
+  (first, cache), (same, longer) = step(cache, *tokens), step(longer, *tokens)
+  np.testing.assert_allclose(first, same, rtol=1e-5, atol=1e-6)
+  (full, _), (more, _) = step(cache, *tokens), step(longer, *tokens)
+  assert np.isnan(full).all()
+  assert np.isfinite(more).all()
+
+
+def test_rejects_variables_without_axes():
+  _, cache = _prefilled()
+  with pytest.raises(ValueError, match=r"\['index'\].* does not name its axes"):
+    cache_rows.taken(variables.unbox(cache), jnp.asarray([0]))

@@ -1,0 +1,139 @@
+"""Blocks of a decoder that also reads a memory, what an encoder gave.
+
+Pre-norm (`CrossBlock`):
+
+  x = x + dropout(self_attention(self_attention_norm(x)))
+  x = x + dropout(cross_attention(cross_attention_norm(x), memory))
+  x = x + dropout(feed_forward(feed_forward_norm(x)))
+
+and post-norm (`PostNormCrossBlock`), each norm after its residual. The blocks
+of the encoder are those of any stack, with attention that is not causal.
+"""
+
+from flax import linen as nn
+from jaxtyping import Array, Float, Int
+
+from paxon.layers import block
+
+
+class CrossBlock(nn.Module):
+  """Self-attention, attention to a memory and feed-forward.
+
+  Attributes:
+    self_attention_norm: Maps [B,T,D] to [B,T,D].
+    self_attention: Called with tokens, positions, segment ids and
+      `cache_length`.
+    cross_attention_norm: Maps [B,T,D] to [B,T,D].
+    cross_attention: Called with tokens, the memory, the segment ids of both and
+      `cache_length`.
+    feed_forward_norm: Maps [B,T,D] to [B,T,D].
+    feed_forward: Maps [B,T,D] to [B,T,D].
+    dropout: Called with a branch and `deterministic`, as `nn.Dropout` is;
+      `None` is no dropout.
+    residual: Adds a branch to the residual stream, such as
+      `StochasticResidual`; `None` is a plain sum.
+  """
+
+  self_attention_norm: nn.Module
+  self_attention: nn.Module
+  cross_attention_norm: nn.Module
+  cross_attention: nn.Module
+  feed_forward_norm: nn.Module
+  feed_forward: nn.Module
+  dropout: nn.Module | None = None
+  residual: nn.Module | None = None
+
+  def __call__(
+    self,
+    x: Float[Array, "batch length embed"],
+    positions: Int[Array, "batch length"],
+    segment_ids: Int[Array, "batch length"],
+    memory: Float[Array, "batch memory_length memory_embed"] | None,
+    memory_segment_ids: Int[Array, "batch memory_length"] | None,
+    *,
+    cache_length: int | None = None,
+    deterministic: bool = True,
+    skip_memory: bool = False,
+    layer_index: Int[Array, ""] | None = None,
+  ) -> Float[Array, "batch length embed"]:
+    """Returns the transformed tokens.
+
+    Args:
+      x: The residual stream.
+      positions: Positions, from 0 in each segment.
+      segment_ids: Segments; 0 is padding. A token reads the memory of its own
+        segment.
+      memory: What the encoder gave; `None` while decoding, where its keys and
+        values are in the cache.
+      memory_segment_ids: Its segments; `None` where there is no memory.
+      cache_length: Makes a cache with this number of slots (prefill).
+      deterministic: Whether dropout is off; otherwise the random stream
+        `dropout` is needed.
+      skip_memory: Leaves the attention to the memory out.
+      layer_index: The number of the layer, for `residual`.
+    """
+    feed_forward = block.fed(self.feed_forward, deterministic)
+    add = block.added(self.dropout, self.residual, deterministic, layer_index)
+    branch = self.self_attention(
+      self.self_attention_norm(x),
+      positions,
+      segment_ids,
+      cache_length=cache_length,
+    )
+    x = add(x, branch)
+    if not skip_memory:
+      branch = self.cross_attention(
+        self.cross_attention_norm(x),
+        memory,
+        segment_ids,
+        memory_segment_ids,
+        cache_length=cache_length,
+      )
+      x = add(x, branch)
+    branch = feed_forward(self.feed_forward_norm(x))
+    return block.pinned(add(x, branch))
+
+
+class PostNormCrossBlock(nn.Module):
+  """`CrossBlock` with each norm after its residual, as the first transformers.
+
+  Its parts have the same names. Vaswani et al. 2017,
+  https://arxiv.org/abs/1706.03762, section 3.1.
+  """
+
+  self_attention: nn.Module
+  self_attention_norm: nn.Module
+  cross_attention: nn.Module
+  cross_attention_norm: nn.Module
+  feed_forward: nn.Module
+  feed_forward_norm: nn.Module
+  dropout: nn.Module | None = None
+  residual: nn.Module | None = None
+
+  def __call__(
+    self,
+    x: Float[Array, "batch length embed"],
+    positions: Int[Array, "batch length"],
+    segment_ids: Int[Array, "batch length"],
+    memory: Float[Array, "batch memory_length memory_embed"] | None,
+    memory_segment_ids: Int[Array, "batch memory_length"] | None,
+    *,
+    cache_length: int | None = None,
+    deterministic: bool = True,
+    skip_memory: bool = False,
+    layer_index: Int[Array, ""] | None = None,
+  ) -> Float[Array, "batch length embed"]:
+    """Returns the transformed tokens; as `CrossBlock` is called."""
+    feed_forward = block.fed(self.feed_forward, deterministic)
+    add = block.added(self.dropout, self.residual, deterministic, layer_index)
+    branch = self.self_attention(
+      x, positions, segment_ids, cache_length=cache_length
+    )
+    x = self.self_attention_norm(add(x, branch))
+    if not skip_memory:
+      branch = self.cross_attention(
+        x, memory, segment_ids, memory_segment_ids, cache_length=cache_length
+      )
+      x = self.cross_attention_norm(add(x, branch))
+    x = self.feed_forward_norm(add(x, feed_forward(x)))
+    return block.pinned(x)

@@ -1,0 +1,121 @@
+"""Group norm: features in groups, each with a mean and variance of its example.
+
+Wu and He 2018, https://arxiv.org/abs/1803.08494. The groups are runs of
+neighbouring features; the statistics are those of a group over all positions of
+an example, or, `cumulative`, over its positions up to the present one, which
+makes the norm causal. Positions that a mask leaves out do not count.
+"""
+
+from flax import linen as nn
+from flax.linen import dtypes
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float
+
+from paxon.layers import dimensions, moments, norm_scale
+from paxon.sharding import axes, logical
+
+
+class GroupNorm(nn.Module):
+  """Normalizes [B,T,D], [B,H,W,D] or [B,T,H,W,D].
+
+  Attributes:
+    num_groups: Number of groups, which divides the number of features. There
+      are fewer where they would be smaller than `min_group_size`.
+    min_group_size: Least number of features in a group; divides the number of
+      features.
+    cumulative: Whether the statistics at a time (axis 1) are those up to it.
+    epsilon: Added to the variance.
+    use_scale: Whether there is a factor per feature.
+    use_bias: Whether a learned value is added to each feature.
+    scale_init: Initializer of the factor.
+    scale_offset: Added to what is stored to get the factor. Pax stores the
+      factor less one.
+    bias_init: Initializer of the bias.
+    dtype: Dtype of the result. `None` promotes input and parameters.
+    param_dtype: Dtype in which the parameters are stored.
+  """
+
+  num_groups: int = 32
+  min_group_size: int = 1
+  cumulative: bool = False
+  epsilon: float = 1e-3
+  use_scale: bool = True
+  use_bias: bool = True
+  scale_init: nn.initializers.Initializer = nn.initializers.ones
+  scale_offset: float = 0.0
+  bias_init: nn.initializers.Initializer = nn.initializers.zeros
+  dtype: DTypeLike | None = None
+  param_dtype: DTypeLike = jnp.float32
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    dimensions.check(self, "num_groups", "min_group_size")
+    if not 0 < self.epsilon < 1:
+      raise ValueError(
+        "GroupNorm.epsilon must be positive and less than 1, got "
+        f"{self.epsilon}."
+      )
+
+  @nn.compact
+  def __call__(
+    self,
+    x: Float[Array, "batch *positions embed"],
+    mask: Bool[Array, "batch time"] | None = None,
+  ) -> Float[Array, "batch *positions embed"]:
+    """Returns the normalized `x`.
+
+    Args:
+      x: Of rank 3, 4 or 5.
+      mask: What counts along axis 1; `None` is everything. What does not
+        count becomes zero.
+
+    Raises:
+      ValueError: The rank is another one, or the features make no groups.
+    """
+    if x.ndim not in (3, 4, 5):
+      raise ValueError(
+        f"GroupNorm needs an input of rank 3, 4 or 5, got the shape {x.shape}."
+      )
+    features, groups = x.shape[-1], self._groups(x.shape[-1])
+    scale = norm_scale.stored(self, features, axes.EMBED)
+    bias = None
+    if self.use_bias:
+      init = logical.partitioned(self.bias_init, (axes.EMBED,))
+      bias = self.param("bias", init, (features,), self.param_dtype)
+    dtype = dtypes.canonicalize_dtype(x, scale, bias, dtype=self.dtype)
+    grouped = x.reshape(*x.shape[:-1], groups, -1)
+    kept = None if mask is None else _as_rank(mask, grouped.ndim)
+    first = 2 if self.cumulative else 1
+    mean, variance = moments.moments(
+      grouped,
+      kept,
+      axes=(*range(first, x.ndim - 1), x.ndim),
+      cumulative_axis=1 if self.cumulative else None,
+    )
+    y = (grouped.astype(mean.dtype) - mean) * jax.lax.rsqrt(
+      variance + self.epsilon
+    )
+    y = norm_scale.scaled(y.reshape(x.shape), scale, self.scale_offset)
+    if bias is not None:
+      y += norm_scale.over_features(bias, y)
+    if mask is not None:
+      y = jnp.where(_as_rank(mask, y.ndim), y, 0)
+    return y.astype(dtype)
+
+  def _groups(self, features: int) -> int:
+    """Returns the number of groups."""
+    size = max(features // self.num_groups, self.min_group_size)
+    whole = features % self.num_groups == 0 or features < self.num_groups
+    if not whole or features % size:
+      raise ValueError(
+        f"{features} features must divide into GroupNorm.num_groups "
+        f"({self.num_groups}) and by min_group_size ({self.min_group_size})."
+      )
+    return features // size
+
+
+def _as_rank(mask: jax.Array, rank: int) -> jax.Array:
+  """Returns the mask of [B,T] with trailing axes of size one."""
+  return mask.reshape(mask.shape + (1,) * (rank - mask.ndim))

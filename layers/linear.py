@@ -1,0 +1,192 @@
+"""Linear layers: over the last axis, and by any equation.
+
+  Linear:  activation(x @ kernel + bias)
+  Einsum:  einsum(equation, x, kernel) + bias
+
+There is no norm, dropout or residual here. A perceptron of several layers is
+`nn.Sequential([Linear(128, activation=nn.relu), ..., Linear(10)])`.
+
+Einsum letters: D what goes in, F what comes out.
+"""
+
+from collections.abc import Callable, Mapping
+
+from flax import linen as nn
+from flax.linen import dtypes
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from paxon.layers import dimensions, initializers, remat
+from paxon.sharding import axes, logical
+
+_default_init = nn.initializers.variance_scaling(
+  1.0, "fan_in", "truncated_normal"
+)
+
+
+class Linear(nn.Module):
+  """A linear map of the last axis, of any rank.
+
+  Attributes:
+    output_dim: Width of the result.
+    use_bias: Whether a learned value is added to each feature.
+    activation: Applied to the result; `None` is none.
+    kernel_axes: Logical axes of the kernel [D, F].
+    output_axes: Logical axes of the result, as many as it has; `None` leaves
+      its sharding to the compiler.
+    remat_name: By which policies of `remat` know the result; `None` is none.
+    kernel_init: Initializer of the kernel.
+    bias_init: Initializer of the bias.
+    dtype: Dtype of the computation. `None` promotes input and parameters.
+    param_dtype: Dtype in which the parameters are stored.
+    einsum: The contraction; swapped by quantization.
+  """
+
+  output_dim: int
+  use_bias: bool = True
+  activation: Callable[[jax.Array], jax.Array] | None = None
+  kernel_axes: tuple[str | None, str | None] = (axes.EMBED, axes.MLP)
+  output_axes: tuple[str | None, ...] | None = None
+  remat_name: str | None = None
+  kernel_init: nn.initializers.Initializer = _default_init
+  bias_init: nn.initializers.Initializer = nn.initializers.zeros
+  dtype: DTypeLike | None = None
+  param_dtype: DTypeLike = jnp.float32
+  einsum: Callable[..., jax.Array] = jnp.einsum
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    dimensions.check(self, "output_dim")
+
+  @nn.compact
+  def __call__(
+    self, x: Float[Array, "*batch embed"]
+  ) -> Float[Array, "*batch output"]:
+    """Returns the transformed `x`; every vector is independent."""
+    kernel = self.param(
+      "kernel",
+      logical.partitioned(self.kernel_init, self.kernel_axes),
+      (x.shape[-1], self.output_dim),
+      self.param_dtype,
+    )
+    bias = None
+    if self.use_bias:
+      init = logical.partitioned(self.bias_init, self.kernel_axes[1:])
+      bias = self.param("bias", init, (self.output_dim,), self.param_dtype)
+    x, kernel, bias = dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
+    y = self.einsum("...D,DF->...F", x, kernel)
+    if bias is not None:
+      y += bias.reshape((1,) * (y.ndim - 1) + (-1,))
+    if self.activation is not None:
+      y = self.activation(y)
+    if self.output_axes is not None:
+      y = logical.constrain(y, self.output_axes)
+    return y if self.remat_name is None else remat.tag(y, self.remat_name)
+
+
+class Einsum(nn.Module):
+  """A contraction of its input with a kernel, by an equation.
+
+  `Einsum("BTD,DNH->BTNH", {"N": 4, "H": 8}, ("embed", "heads", "head_dim"))`
+  projects to heads; `"BTED,EDF->BTEF"` has a kernel for each expert.
+
+  Attributes:
+    equation: `input,kernel->output`, one letter an axis.
+    sizes: Of the letters of the kernel that the input does not have.
+    kernel_axes: Logical axes of the kernel.
+    use_bias: Whether a learned value is added. It has the axes of the kernel
+      that are in the output, in the output's order.
+    output_axes: Logical axes of the result; `None` leaves its sharding to the
+      compiler.
+    kernel_init: Initializer of the kernel; `None` has the standard deviation
+      `1 / sqrt(fan_in)`, with the fan-in that the equation has.
+    bias_init: Initializer of the bias.
+    dtype: Dtype of the computation. `None` promotes input and parameters.
+    param_dtype: Dtype in which the parameters are stored.
+    einsum: The contraction; swapped by quantization.
+  """
+
+  equation: str
+  sizes: Mapping[str, int]
+  kernel_axes: tuple[str | None, ...]
+  use_bias: bool = False
+  output_axes: tuple[str | None, ...] | None = None
+  kernel_init: nn.initializers.Initializer | None = None
+  bias_init: nn.initializers.Initializer = nn.initializers.zeros
+  dtype: DTypeLike | None = None
+  param_dtype: DTypeLike = jnp.float32
+  einsum: Callable[..., jax.Array] = jnp.einsum
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    letters, _, output = self.equation.partition("->")
+    terms = (*letters.split(","), output)
+    if len(terms) != 3 or not all(
+      term.isalpha() and len(set(term)) == len(term) for term in terms
+    ):
+      raise ValueError(
+        "Einsum.equation must be 'input,kernel->output' with one letter an "
+        f"axis, none of them twice in a term, got {self.equation!r}."
+      )
+    new = set(terms[1]) - set(terms[0])
+    if new != set(self.sizes):
+      raise ValueError(
+        "Einsum.sizes must have the letters that only the kernel of "
+        f"{self.equation!r} has, {sorted(new)}, got {sorted(self.sizes)}."
+      )
+    for letter, size in self.sizes.items():
+      if size <= 0:
+        raise ValueError(
+          f"Einsum.sizes[{letter!r}] must be positive, got {size}."
+        )
+
+  @nn.compact
+  def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*output"]:
+    """Returns the contraction.
+
+    Raises:
+      ValueError: `x` has another rank than the equation says.
+    """
+    letters, _, output = self.equation.partition("->")
+    given, kernel_letters = letters.split(",")
+    if x.ndim != len(given):
+      raise ValueError(
+        f"Einsum.equation {self.equation!r} needs an input of rank "
+        f"{len(given)}, got the shape {x.shape}."
+      )
+    sizes = dict(zip(given, x.shape, strict=True)) | dict(self.sizes)
+    axis_of = dict(zip(kernel_letters, self.kernel_axes, strict=True))
+    init = self.kernel_init or _init(given, kernel_letters, output)
+    kernel = self._param("kernel", init, kernel_letters, sizes, axis_of)
+    kept = "".join(letter for letter in output if letter in kernel_letters)
+    bias = None
+    if self.use_bias:
+      bias = self._param("bias", self.bias_init, kept, sizes, axis_of)
+    x, kernel, bias = dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
+    y = self.einsum(self.equation, x, kernel)
+    if bias is not None:
+      y += bias.reshape([sizes[c] if c in kept else 1 for c in output])
+    if self.output_axes is None:
+      return y
+    return logical.constrain(y, self.output_axes)
+
+  def _param(
+    self,
+    name: str,
+    init: nn.initializers.Initializer,
+    letters: str,
+    sizes: Mapping[str, int],
+    axis_of: Mapping[str, str | None],
+  ) -> jax.Array:
+    boxed = logical.partitioned(init, [axis_of[c] for c in letters])
+    shape = tuple(sizes[c] for c in letters)
+    return self.param(name, boxed, shape, self.param_dtype)
+
+
+def _init(given: str, kernel: str, output: str) -> initializers.FanScaled:
+  """The default of a kernel: what it sums over is what the output lacks."""
+  summed = tuple(i for i, c in enumerate(kernel) if c not in output)
+  made = tuple(i for i, c in enumerate(kernel) if c not in given)
+  return initializers.lecun(in_axes=summed, out_axes=made)

@@ -1,0 +1,308 @@
+"""Encoder-decoder: reads one sequence both ways, and writes another.
+
+`loss` is what a learner calls; `prefill`, which runs the encoder once, and
+`decode_step` are what decoding calls.
+
+Packed rows hold several pairs: the tokens of a document of the decoder read the
+memory of the encoder's document with the same segment id.
+
+Letters: B batch, T length of the decoder, S length of the encoder, V vocab.
+"""
+
+from collections.abc import Sequence
+
+from flax import linen as nn
+import jax
+from jaxtyping import Array, Float, Int
+
+from paxon.layers import softmax_loss
+from paxon.layers.models import (
+  decoder_lm,
+  document_scores,
+  embedded_tokens,
+  language_head,
+)
+
+_ENCODER_KEYS = ("encoder_inputs", "encoder_positions", "encoder_segment_ids")
+
+
+class EncoderDecoder(nn.Module):
+  """Predicts the next token from those before it and from a source.
+
+  Attributes:
+    embedding: Maps ids [B,T] to [B,T,D], and back by `attend`. (T5 shrinks
+      states before a tied head: `Embedding(attend_scale=D ** -0.5)`.)
+    encoder: Called with tokens, positions, segment ids and `deterministic`; its
+      attention is not causal.
+    encoder_norm: Maps [B,S,D] to [B,S,D]; `None` where the last block ends with
+      a norm.
+    decoder: Called with tokens, positions, segment ids, the memory [B,S,D] and
+      its segment ids, and the keywords `cache_length`, `deterministic` and
+      `skip_memory`.
+    decoder_norm: As `encoder_norm`, of the decoder.
+    head: Maps [B,T,D] to logits; `None` uses `embedding.attend` (tied).
+    encoder_embedding: Of the encoder's ids; `None` uses `embedding`.
+    encoder_position_embedding: Called with positions and the width of a token,
+      and added; `None` leaves positions to the attention. For one table for
+      both sides, mark both with `layers.shared.shared`.
+    decoder_position_embedding: That of the decoder.
+    logit_cap: Bends logits into `(-logit_cap, logit_cap)`; `None` does not.
+    token_loss: What `loss` computes from the head, and in which chunks.
+    encoder_embedding_norm: Maps the encoder's embedded tokens; `None` leaves
+      them.
+    decoder_embedding_norm: That of the decoder.
+    embedding_dropout: Called with embedded tokens and `deterministic`; `None`
+      is no dropout.
+    source_optional: Whether batches without an encoder's keys train the decoder
+      alone, without its attention to a memory. Otherwise they are an error.
+    record: As in `DecoderLm`.
+    auxiliary_loss_weight: As in `DecoderLm`.
+  """
+
+  embedding: nn.Module
+  encoder: nn.Module
+  encoder_norm: nn.Module | None
+  decoder: nn.Module
+  decoder_norm: nn.Module | None
+  head: nn.Module | None = None
+  encoder_embedding: nn.Module | None = None
+  encoder_position_embedding: nn.Module | None = None
+  decoder_position_embedding: nn.Module | None = None
+  logit_cap: float | None = None
+  token_loss: softmax_loss.SoftmaxLoss = softmax_loss.SoftmaxLoss()
+  encoder_embedding_norm: nn.Module | None = None
+  decoder_embedding_norm: nn.Module | None = None
+  embedding_dropout: nn.Module | None = None
+  source_optional: bool = False
+  record: Sequence[str] = ()
+  auxiliary_loss_weight: float = 1.0
+
+  def __post_init__(self) -> None:
+    # A tuple keeps the module hashable where a list was given.
+    self.record = tuple(self.record)
+    super().__post_init__()
+    language_head.check(self)
+
+  def __call__(
+    self,
+    inputs: Int[Array, "batch length"],
+    positions: Int[Array, "batch length"],
+    segment_ids: Int[Array, "batch length"],
+    encoder_inputs: Int[Array, "batch source"],
+    encoder_positions: Int[Array, "batch source"],
+    encoder_segment_ids: Int[Array, "batch source"],
+    *,
+    cache_length: int | None = None,
+    deterministic: bool = True,
+  ) -> Float[Array, "batch length vocab"]:
+    """Returns logits in at least float32.
+
+    Args:
+      inputs: Token ids of the decoder.
+      positions: Their positions, from 0 in each segment.
+      segment_ids: Their segments; 0 is padding.
+      encoder_inputs: Token ids of the encoder.
+      encoder_positions: Their positions.
+      encoder_segment_ids: Their segments; a document has one id on both sides.
+      cache_length: Makes a cache with this number of slots (prefill).
+      deterministic: Whether dropout is off.
+    """
+    memory = self.encode(
+      encoder_inputs,
+      encoder_positions,
+      encoder_segment_ids,
+      deterministic=deterministic,
+    )
+    x = self._decoded(
+      inputs,
+      positions,
+      segment_ids,
+      memory,
+      encoder_segment_ids,
+      cache_length=cache_length,
+      deterministic=deterministic,
+    )
+    return self._head().logits(x)
+
+  def encode(
+    self,
+    encoder_inputs: Int[Array, "batch source"],
+    encoder_positions: Int[Array, "batch source"],
+    encoder_segment_ids: Int[Array, "batch source"],
+    *,
+    deterministic: bool = True,
+  ) -> Float[Array, "batch source embed"]:
+    """Returns the memory, what the decoder reads."""
+    table = self.encoder_embedding
+    x = embedded_tokens.embedded(
+      encoder_inputs,
+      encoder_positions,
+      embedding=self.embedding if table is None else table,
+      position_embedding=self.encoder_position_embedding,
+      norm=self.encoder_embedding_norm,
+      dropout=self.embedding_dropout,
+      deterministic=deterministic,
+    )
+    x = self.encoder(
+      x, encoder_positions, encoder_segment_ids, deterministic=deterministic
+    )
+    return embedded_tokens.normed(x, self.encoder_norm)
+
+  def hidden(
+    self, batch: language_head.Batch, *, deterministic: bool = True
+  ) -> Float[Array, "batch length embed"]:
+    """Returns what the head is applied to.
+
+    Args:
+      batch: As that of `loss`.
+      deterministic: Whether dropout is off.
+
+    Raises:
+      ValueError: The batch has no source, or a part of one.
+    """
+    missing = [key for key in _ENCODER_KEYS if key not in batch]
+    skip = self.source_optional and len(missing) == len(_ENCODER_KEYS)
+    if missing and not skip:
+      raise ValueError(
+        f"EncoderDecoder needs batch[{missing[0]!r}], int32 [B,S]; the "
+        f"batch has {sorted(batch)}."
+      )
+    memory = segments = None
+    if not skip:
+      segments = batch["encoder_segment_ids"]
+      memory = self.encode(
+        *(batch[key] for key in _ENCODER_KEYS), deterministic=deterministic
+      )
+    return self._decoded(
+      batch["inputs"],
+      batch["positions"],
+      batch["segment_ids"],
+      memory,
+      segments,
+      deterministic=deterministic,
+      skip_memory=skip,
+    )
+
+  def loss(
+    self, batch: language_head.Batch, *, deterministic: bool = True
+  ) -> language_head.Result:
+    """Returns the loss, metrics and per-example outputs of a batch.
+
+    Args:
+      batch: As that of `DecoderLm.loss`, with `encoder_inputs`,
+        `encoder_positions` and `encoder_segment_ids` int32 [B,S].
+      deterministic: Whether dropout is off.
+
+    Returns:
+      As `DecoderLm.loss`.
+
+    Raises:
+      ValueError: The batch has no source, and it is not optional.
+    """
+    return self._head().loss(
+      self.hidden(batch, deterministic=deterministic),
+      batch,
+      token_loss=self.token_loss,
+      deterministic=deterministic,
+      auxiliary_weight=self.auxiliary_loss_weight,
+      record=self.record,
+    )
+
+  def score(self, batch: language_head.Batch) -> document_scores.DocumentScores:
+    """Returns the log likelihood of each document, and its length.
+
+    Args:
+      batch: As that of `loss`.
+    """
+    _, _, outputs = self._head().loss(
+      self.hidden(batch),
+      batch,
+      token_loss=self.token_loss,
+    )
+    return document_scores.of_outputs(outputs, batch["segment_ids"])
+
+  def prefill(
+    self,
+    inputs: Int[Array, "batch length"],
+    positions: Int[Array, "batch length"],
+    segment_ids: Int[Array, "batch length"],
+    *,
+    encoder_inputs: Int[Array, "batch source"],
+    encoder_positions: Int[Array, "batch source"],
+    encoder_segment_ids: Int[Array, "batch source"],
+    cache_length: int,
+  ) -> Float[Array, "batch length vocab"]:
+    """Reads sources and prompts; apply with `mutable=["cache"]`.
+
+    Both are padded on the right with segment 0.
+
+    Raises:
+      ValueError: The cache is not mutable.
+    """
+    decoder_lm.check_prefill(self)
+    return self(
+      inputs,
+      positions,
+      segment_ids,
+      encoder_inputs,
+      encoder_positions,
+      encoder_segment_ids,
+      cache_length=cache_length,
+    )
+
+  def decode_step(
+    self,
+    inputs: Int[Array, "batch length"],
+    positions: Int[Array, "batch length"],
+    segment_ids: Int[Array, "batch length"],
+  ) -> Float[Array, "batch length vocab"]:
+    """Appends tokens to the cache; apply with `mutable=["cache"]`.
+
+    Raises:
+      ValueError: There is no cache, or it is not mutable.
+    """
+    decoder_lm.check_decode_step(self)
+    x = self._decoded(inputs, positions, segment_ids, None, None)
+    return self._head().logits(x)
+
+  def _decoded(
+    self,
+    inputs: jax.Array,
+    positions: jax.Array,
+    segment_ids: jax.Array,
+    memory: jax.Array | None,
+    memory_segment_ids: jax.Array | None,
+    *,
+    cache_length: int | None = None,
+    deterministic: bool = True,
+    skip_memory: bool = False,
+  ) -> jax.Array:
+    """Returns the states of the decoder, [B,T,D]."""
+    x = embedded_tokens.embedded(
+      inputs,
+      positions,
+      embedding=self.embedding,
+      position_embedding=self.decoder_position_embedding,
+      norm=self.decoder_embedding_norm,
+      dropout=self.embedding_dropout,
+      deterministic=deterministic,
+    )
+    x = self.decoder(
+      x,
+      positions,
+      segment_ids,
+      memory,
+      memory_segment_ids,
+      cache_length=cache_length,
+      deterministic=deterministic,
+      skip_memory=skip_memory,
+    )
+    return embedded_tokens.normed(x, self.decoder_norm)
+
+  def _head(self) -> language_head.LanguageHead:
+    return language_head.LanguageHead(
+      owner=self,
+      embedding=self.embedding,
+      head=self.head,
+      cap=self.logit_cap,
+    )

@@ -1,0 +1,1 @@
+"""Models of Hugging Face's transformers: their shapes, and their weights."""

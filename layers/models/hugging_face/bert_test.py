@@ -1,0 +1,179 @@
+"""Tests for BERT, against golden files of transformers."""
+
+from etils import epath
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from paxon.layers.models.hugging_face import (
+  bert,
+  config_fields,
+  golden_case,
+  testing,
+  weight_files,
+)
+
+LOGITS = testing.Outcome.OTHER_LOGITS
+TENSORS = testing.Outcome.OTHER_TENSORS
+REFUSED = testing.Outcome.REFUSED
+CASES = ("bert", "bert_untied")
+
+
+def _run(config, *args):
+  weights = testing.variables(bert.names(config))
+  return np.asarray(testing.run(bert.model(config).apply, weights, *args))
+
+
+def _logits(of, config, ids):
+  """Returns the logits of tokens, and what is stored where there is padding."""
+  del ids
+  return testing.logits(of, config, golden_case.read("bert").arrays)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_with_padding_and_types(case):
+  golden = golden_case.read(case)
+  mask = golden.arrays["mask"].astype(bool)
+  assert not mask.all()
+  assert len(np.unique(golden.arrays["type_ids"][mask])) > 1
+  found = _run(golden.config, *testing.model_args(golden.arrays))
+  np.testing.assert_allclose(
+    found[mask],
+    golden.arrays["logits"][mask],
+    rtol=0,
+    atol=testing.TOLERANCE,
+  )
+  # What a head is for: the ids that it says for tokens.
+  np.testing.assert_array_equal(
+    found[mask].argmax(-1), golden.arrays["logits"][mask].argmax(-1)
+  )
+
+
+def test_packed():
+  """Two texts in one row give the logits of each."""
+  golden = golden_case.read("bert")
+  arrays, mask = golden.arrays, golden.arrays["mask"].astype(bool)
+  sizes = mask.sum(axis=1)
+  # Both whole would be more than there are positions for.
+  keep = [slice(0, 10), slice(0, sizes[1])]
+  short = {name: x[:1, :10] for name, x in arrays.items()}
+  alone = _run(golden.config, *testing.model_args(short))
+  rows = [
+    np.concatenate([arrays[name][i, keep[i]] for i in range(2)])
+    for name in ("ids", "type_ids")
+  ]
+  positions = np.concatenate([np.arange(10), np.arange(sizes[1])])
+  segments = np.repeat([1, 2], [10, sizes[1]])
+  args = (rows[0], positions, segments, rows[1])
+  found = _run(golden.config, *(jnp.asarray(x[None], jnp.int32) for x in args))
+  expected = np.concatenate([alone[0], arrays["logits"][1, keep[1]]])
+  np.testing.assert_allclose(found[0], expected, rtol=0, atol=testing.TOLERANCE)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_names(case):
+  testing.check_names(bert.FAMILY, case)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_part_can_be_configured(case):
+  testing.check_make(bert.FAMILY, case)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_round_trip(case):
+  testing.check_round_trip(bert.FAMILY, case)
+
+
+_CHANGES = (
+  ("hidden_act", "relu", LOGITS),
+  ("hidden_act", "gelu_new", LOGITS),
+  ("hidden_act", "other", REFUSED),
+  ("hidden_size", 48, TENSORS),
+  ("intermediate_size", 32, TENSORS),
+  ("is_decoder", True, REFUSED),
+  ("layer_norm_eps", 1e-2, LOGITS),
+  ("max_position_embeddings", 30, TENSORS),
+  ("num_attention_heads", 2, LOGITS),
+  ("num_attention_heads", 5, REFUSED),
+  ("num_hidden_layers", 1, TENSORS),
+  ("position_embedding_type", "relative_key", REFUSED),
+  ("tie_word_embeddings", False, TENSORS),
+  ("type_vocab_size", 3, TENSORS),
+  ("vocab_size", 65, TENSORS),
+)
+
+
+@pytest.mark.parametrize(("field", "value", "outcome"), _CHANGES)
+def test_every_field_counts(field, value, outcome):
+  testing.check_sensitive(bert.FAMILY, "bert", {field: value}, outcome, _logits)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_field_is_left_out(case):
+  fields = {field for field, *_ in _CHANGES}
+  training = {"attention_probs_dropout_prob", "hidden_dropout_prob"}
+  testing.check_all_covered(case, fields | training)
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    (
+      {"position_embedding_type": "relative_key"},
+      "position_embedding_type is 'relative_key', .* with 'absolute' only",
+    ),
+    ({"is_decoder": True}, "is_decoder is True, but bert is served with False"),
+    (
+      {"num_attention_heads": 5},
+      r"num_attention_heads is 5, .* a divisor of hidden_size \(32\) only",
+    ),
+    (
+      {"architectures": ["BertModel"]},
+      r"architectures is \['BertModel'\], .* with \['BertForMaskedLM'\] only",
+    ),
+  ],
+)
+def test_what_is_not_served_is_told(changes, message):
+  config = {**golden_case.read("bert").config, **changes}
+  with pytest.raises(config_fields.UnservedConfigError, match=message):
+    bert.names(config)
+
+
+def _stored(config, folder, also=()):
+  """Weight files with the names of the first versions, and more tensors."""
+  names = bert.names(config)
+  tensors = {
+    name: golden_case.weight(name, tensor.shape)
+    for name, tensor in names.tensors.items()
+  }
+  since = {"LayerNorm.weight": "gamma", "LayerNorm.bias": "beta"}
+  former = {}
+  for name, value in tensors.items():
+    for ending, end in since.items():
+      name = name.replace(ending, f"LayerNorm.{end}")
+    former[name] = value
+  assert sum(name.endswith("gamma") for name in former) == 6
+  more = {name: np.ones((2, 2), np.float32) for name in also}
+  safetensors.numpy.save_file(former | more, folder / "model.safetensors")
+  return weight_files.find(epath.Path(folder), names=names), tensors
+
+
+def test_files_of_the_first_versions_are_read(tmp_path):
+  """They call factors of norms gamma and have weights of another task."""
+  other = "bert.pooler.dense.weight", "cls.seq_relationship.weight"
+  config = golden_case.read("bert").config
+  files, tensors = _stored(config, tmp_path, other)
+  files.check()
+  for name, value in tensors.items():
+    rows = files.read_rows(name, 0, len(value))
+    np.testing.assert_array_equal(rows, value, err_msg=name)
+
+
+def test_other_weights_are_told(tmp_path):
+  config = golden_case.read("bert").config
+  files, _ = _stored(config, tmp_path, ["classifier.weight"])
+  message = "classifier.weight is in the file and not in the model"
+  with pytest.raises(weight_files.WeightsError, match=message):
+    files.check()

@@ -1,0 +1,218 @@
+"""Tests for reading the fields of a `config.json`."""
+
+import math
+
+from flax import linen as nn
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxon.layers.models.hugging_face import (
+  activations,
+  config_fields,
+  gated_decoder,
+  long_rope,
+  patterns,
+  rope,
+  windows,
+)
+
+Error = config_fields.UnservedConfigError
+
+
+def _fields(**values):
+  return config_fields.Fields(
+    {"model_type": "llama", **values}, architecture="LlamaForCausalLM"
+  )
+
+
+def test_values_and_defaults():
+  fields = _fields(a=3, b=None, c=0.5, d=False, e="silu", f=[1])
+  assert fields.size("a") == 3
+  assert fields.size("missing", 7) == 7
+  assert fields.optional_size("b", 4) is None
+  assert fields.optional_size("missing", 4) == 4
+  assert fields.number("c") == 0.5
+  assert fields.flag("d", True) is False
+  assert fields.one_of("e", "relu", {"silu": 1}) == 1
+  assert fields.any("f") == [1]
+  assert fields.has("b")
+  assert not fields.has("missing")
+
+
+@pytest.mark.parametrize(
+  ("read", "message"),
+  [
+    (lambda f: f.size("text"), "text is 'x', but llama is served with a pos"),
+    (lambda f: f.size("flag"), "flag is True, but llama is served with a pos"),
+    (lambda f: f.number("text"), "text is 'x', but llama is served with a pos"),
+    (lambda f: f.flag("text"), "with true or false only"),
+    (lambda f: f.one_of("text", "a", {"a": 1, "b": 2}), "'a' or 'b' only"),
+    (lambda f: f.one_of("list", "a", {"a": 1}), "with 'a' only"),
+    (lambda f: f.size("missing"), "missing is missing, but llama needs it"),
+  ],
+)
+def test_values_that_are_not_served(read, message):
+  with pytest.raises(Error, match=message):
+    read(_fields(text="x", flag=True, list=[1]))
+
+
+def test_every_field_is_read_or_known():
+  fields = _fields(a=3, torch_dtype="bfloat16", use_cache=True, eos_token_id=2)
+  fields.size("a")
+  fields.check_all_read()
+  with pytest.raises(
+    Error, match=r"b \(2\) is not known of llama \(and so are c"
+  ):
+    _fields(b=2, c=3).check_all_read()
+
+
+def test_decoders_have_no_encoder():
+  _fields(is_encoder_decoder=False).check_all_read()
+  with pytest.raises(Error, match="is_encoder_decoder is True"):
+    _fields(is_encoder_decoder=True).check_all_read()
+
+
+def test_fields_that_must_not_be_set():
+  _fields(pruned_heads={}, quantization_config=None)
+  with pytest.raises(Error, match=r"quantization_config is \{'bits': 4\}"):
+    _fields(quantization_config={"bits": 4})
+  with pytest.raises(Error, match=r"architectures is \['LlamaModel'\]"):
+    _fields(architectures=["LlamaModel"])
+
+
+def test_heads_divide():
+  sizes = {"hidden_size": 32, "num_attention_heads": 4}
+  found = gated_decoder.heads(_fields(**sizes), kv_heads=None, head_dim=None)
+  assert found == {
+    "embed_dim": 32,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+    "head_dim": 8,
+  }
+  with pytest.raises(Error, match=r"num_key_value_heads is 3, .* divisor of"):
+    gated_decoder.heads(
+      _fields(**sizes, num_key_value_heads=3), kv_heads=None, head_dim=None
+    )
+  sizes["num_attention_heads"] = 5
+  with pytest.raises(Error, match=r"num_attention_heads is 5, .* divisor of"):
+    gated_decoder.heads(_fields(**sizes), kv_heads=None, head_dim=None)
+
+
+def _rope(**values):
+  return rope.read(_fields(**values), head_dim=16, max_length=32, partial=1.0)
+
+
+def test_older_files_say_rope_otherwise():
+  new = _rope(rope_parameters={"rope_theta": 50.0, "rope_type": "default"})
+  assert _rope(rope_theta=50.0) == new
+  assert _rope(rope_theta=50.0, rope_scaling=None) == new
+  scaling = {"type": "linear", "factor": 2.0}
+  new = _rope(
+    rope_parameters={"rope_theta": 9.0, "rope_type": "linear", "factor": 2.0}
+  )
+  assert _rope(rope_theta=9.0, rope_scaling=scaling) == new
+  assert _rope(partial_rotary_factor=0.5).rotary_dim == 8
+  assert _rope(partial_rotary_factor=1.0).rotary_dim is None
+
+
+@pytest.mark.parametrize(
+  ("values", "message"),
+  [
+    ({"rope_scaling": {"type": "dynamic"}}, "rope_type 'default' or 'linear'"),
+    ({"rope_scaling": 3}, "an object or null"),
+    ({"rope_scaling": {"type": "linear"}}, "a number as factor"),
+    ({"rope_scaling": {"type": "linear", "factor": -1}}, "a positive factor"),
+    ({"rope_scaling": {"type": "default", "x": 1}}, r"the keys \(\) of"),
+    ({"partial_rotary_factor": 2}, "above 0 and at most 1"),
+    ({"partial_rotary_factor": 0.2}, "an even number of rotated features"),
+    (
+      {"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}},
+      "truncate true",
+    ),
+    (
+      {"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": 2}},
+      "an attention_factor of 1.069315",
+    ),
+    (
+      {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
+      "a short_factor of 8 numbers",
+    ),
+  ],
+)
+def test_rope_that_is_not_served(values, message):
+  with pytest.raises(Error, match=message):
+    _rope(**values)
+
+
+def test_a_family_without_partial_rotation_refuses_it():
+  fields = _fields(partial_rotary_factor=0.5)
+  with pytest.raises(Error, match="rotation of all features"):
+    rope.read(fields, head_dim=16, max_length=32)
+
+
+def test_long_rope_says_what_is_wrong():
+  with pytest.raises(
+    ValueError, match=r"PairScaling\.factors must be positive"
+  ):
+    long_rope.PairScaling(factors=(1.0, 0.0))
+  with pytest.raises(ValueError, match=r"BoundedRotary\.length"):
+    long_rope.BoundedRotary(rotary=_rope().build(_build), length=0)
+  assert long_rope.wave_factor(factor=1.0, original_length=4096) == 1.0
+  # Phi-3-mini-128k: sqrt(1 + ln(32) / ln(4096)).
+  found = long_rope.wave_factor(factor=32.0, original_length=4096)
+  assert found == pytest.approx(1.190238)
+
+
+def _build(cls, **fields):
+  return cls(**fields)
+
+
+def test_patterns():
+  assert patterns.one_period([7, 7, 7]) == (7,)
+  assert patterns.one_period([1, 2, 1, 2, 1]) == (1, 2)
+  assert patterns.one_period([1, 1, 2]) == (1, 1, 2)
+  assert patterns.one_period([]) == ()
+
+
+def _windows(**values):
+  return windows.read(_fields(**values), num_layers=3)
+
+
+def test_windows():
+  assert _windows() == (None, None, None)
+  assert _windows(sliding_window=5) == (None, None, None)
+  assert _windows(use_sliding_window=True, max_window_layers=1) == (
+    None,
+    4096,
+    4096,
+  )
+  used = {"use_sliding_window": True, "sliding_window": 5}
+  kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+  assert _windows(**used, layer_types=kinds) == (5, None, 5)
+  with pytest.raises(Error, match="where no sliding_window is in use"):
+    _windows(layer_types=kinds)
+  with pytest.raises(Error, match="a list of 3 kinds"):
+    _windows(**used, layer_types=kinds[:2])
+  with pytest.raises(Error, match="a number of layers"):
+    _windows(**used, max_window_layers=-1)
+
+
+def test_activations():
+  x = np.linspace(-3, 3, 7)
+  phi = np.array([(1 + math.erf(each / math.sqrt(2))) / 2 for each in x])
+  inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+  sigmoid = 1 / (1 + np.exp(-x))
+  expected = {
+    activations.gelu_exact: x * phi,
+    activations.gelu_tanh: x * (1 + np.tanh(inner)) / 2,
+    activations.gelu_sigmoid: x / (1 + np.exp(-1.702 * x)),
+    activations.relu_squared: np.maximum(x, 0) ** 2,
+    nn.relu: np.maximum(x, 0),
+    nn.silu: x * sigmoid,
+    nn.tanh: np.tanh(x),
+  }
+  assert set(activations.SERVED.values()) == set(expected)
+  for function, values in expected.items():
+    found = function(jnp.asarray(x, jnp.float32))
+    np.testing.assert_allclose(found, values, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,240 @@
+"""GPT-NeoX and Pythia (Black et al. 2022, https://arxiv.org/abs/2204.06745).
+
+Layer norms, rotary positions on a part of each head, biases, a plain
+feed-forward layer, and a head of its own. Attention and feed-forward stand side
+by side, each with a norm of its own, or one after the other. In a tensor of
+queries, keys and values, the three of a head are neighbours.
+"""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+from typing import Any
+
+from paxon.layers import (
+  block,
+  embedding,
+  feed_forward,
+  layer_norm,
+  parallel_block,
+  stack,
+  unembedding,
+)
+from paxon.layers.attention import grouped_query, projections
+from paxon.layers.models import decoder_lm, pre_norm_decoder
+from paxon.layers.models.hugging_face import (
+  activations,
+  config_fields,
+  family,
+  rope,
+)
+
+
+def model(
+  config: Mapping[str, Any], make: Callable[..., Any] = pre_norm_decoder.build
+) -> Any:
+  """Returns the model of a `config.json`, or what `make` makes of it.
+
+  Args:
+    config: The content of the file.
+    make: Called with a class and its fields.
+
+  Raises:
+    UnservedConfigError: A field has a value that is not served.
+  """
+  found = _read(config)
+
+  def norm() -> Any:
+    return make(layer_norm.LayerNorm, epsilon=found.epsilon)
+
+  attention = make(
+    grouped_query.GroupedQueryAttention,
+    num_heads=found.num_heads,
+    num_kv_heads=found.num_heads,
+    head_dim=found.head_dim,
+    rotary=found.rope.build(make),
+    projections=make(projections.CombinedProjections),
+    use_bias=found.attention_bias,
+  )
+  mlp = make(
+    feed_forward.FeedForward, mlp_dim=found.mlp_dim, activation=found.activation
+  )
+  if found.is_parallel:
+    layer = make(
+      parallel_block.ParallelBlock,
+      norm=norm(),
+      attention=attention,
+      feed_forward=mlp,
+      feed_forward_norm=norm(),
+    )
+  else:
+    layer = make(
+      block.TransformerBlock,
+      attention_norm=norm(),
+      attention=attention,
+      feed_forward_norm=norm(),
+      feed_forward=mlp,
+    )
+  head = None
+  if not found.tied:
+    head = make(unembedding.Unembedding, vocab_size=found.vocab_size)
+  return make(
+    decoder_lm.DecoderLm,
+    embedding=make(
+      embedding.Embedding,
+      vocab_size=found.vocab_size,
+      embed_dim=found.embed_dim,
+    ),
+    stack=make(stack.Stack, blocks=[layer], num_layers=found.num_layers),
+    final_norm=norm(),
+    head=head,
+  )
+
+
+def names(config: Mapping[str, Any]) -> family.Names:
+  """Returns the names of the weights.
+
+  Args:
+    config: The content of the file.
+
+  Raises:
+    UnservedConfigError: A field has a value that is not served.
+  """
+  found = _read(config)
+  head = family.rule("embed_out.weight", "params/head/kernel", "V D -> D V")
+  table = "gpt_neox.embed_in.weight"
+  return family.Names(
+    sizes={
+      "V": found.vocab_size,
+      "D": found.embed_dim,
+      "F": found.mlp_dim,
+      "N": found.num_heads,
+      "H": found.head_dim,
+      "C": 3,
+    },
+    rules=(
+      family.rule(table, "params/embedding/table", "V D -> V D"),
+      *_norm("gpt_neox.final_layer_norm", "params/final_norm"),
+      *(() if found.tied else (head,)),
+    ),
+    stacks=(
+      family.StackRules(
+        stack="params/stack",
+        num_layers=found.num_layers,
+        rules=_layer("gpt_neox.layers.{}.", found),
+      ),
+    ),
+    tied={"embed_out.weight": table} if found.tied else {},
+    # Masks and frequencies, which old files hold.
+    ignored=(
+      r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias)",
+      r"gpt_neox\.layers\.\d+\.attention\.rotary_emb\.inv_freq",
+    ),
+    prefix="gpt_neox.",
+  )
+
+
+FAMILY = family.Family(
+  model_type="gpt_neox",
+  architecture="GPTNeoXForCausalLM",
+  model=model,
+  names=names,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _GptNeox:
+  """What a file says."""
+
+  vocab_size: int
+  embed_dim: int
+  mlp_dim: int
+  num_heads: int
+  num_layers: int
+  rope: rope.Rope
+  activation: activations.Activation
+  epsilon: float
+  tied: bool
+  attention_bias: bool
+  is_parallel: bool
+
+  @property
+  def head_dim(self) -> int:
+    """Width of a head."""
+    return self.embed_dim // self.num_heads
+
+
+def _read(config: Mapping[str, Any]) -> _GptNeox:
+  fields = config_fields.Fields(
+    config, architecture=FAMILY.architecture, inert=("is_decoder",)
+  )
+  embed_dim = fields.size("hidden_size", 6144)
+  num_heads = fields.size("num_attention_heads", 64)
+  if embed_dim % num_heads:
+    fields.refuse(
+      "num_attention_heads", f"a divisor of hidden_size ({embed_dim})"
+    )
+  result = _GptNeox(
+    vocab_size=fields.size("vocab_size", 50_432),
+    embed_dim=embed_dim,
+    mlp_dim=fields.size("intermediate_size", 24_576),
+    num_heads=num_heads,
+    num_layers=fields.size("num_hidden_layers", 44),
+    rope=rope.read(
+      fields,
+      head_dim=embed_dim // num_heads,
+      max_length=fields.size("max_position_embeddings", 2048),
+      partial=0.25,
+      theta_field="rotary_emb_base",
+      partial_field="rotary_pct",
+    ),
+    activation=fields.one_of("hidden_act", "gelu", activations.SERVED),
+    epsilon=fields.number("layer_norm_eps", 1e-5),
+    tied=fields.flag("tie_word_embeddings", False),
+    attention_bias=fields.flag("attention_bias", True),
+    is_parallel=fields.flag("use_parallel_residual", True),
+  )
+  fields.check_all_read()
+  return result
+
+
+def _norm(theirs: str, ours: str) -> tuple[family.Rule, ...]:
+  return (
+    family.rule(f"{theirs}.weight", f"{ours}/scale", "D -> D"),
+    family.rule(f"{theirs}.bias", f"{ours}/bias", "D -> D"),
+  )
+
+
+def _layer(at: str, found: _GptNeox) -> tuple[family.Rule, ...]:
+  attention, mlp = f"{at}attention", f"{at}mlp"
+  biases = (
+    family.rule(
+      f"{attention}.query_key_value.bias",
+      "attention/qkv_bias",
+      "(N C H) -> C N H",
+    ),
+    family.rule(f"{attention}.dense.bias", "attention/out_bias", "D -> D"),
+  )
+  return (
+    *_norm(
+      f"{at}input_layernorm",
+      "norm" if found.is_parallel else "attention_norm",
+    ),
+    *_norm(f"{at}post_attention_layernorm", "feed_forward_norm"),
+    family.rule(
+      f"{attention}.query_key_value.weight",
+      "attention/qkv",
+      "(N C H) D -> D C N H",
+    ),
+    family.rule(
+      f"{attention}.dense.weight", "attention/out", "D (N H) -> N H D"
+    ),
+    *(biases if found.attention_bias else ()),
+    family.rule(f"{mlp}.dense_h_to_4h.weight", "feed_forward/up", "F D -> D F"),
+    family.rule(f"{mlp}.dense_h_to_4h.bias", "feed_forward/up_bias", "F -> F"),
+    family.rule(
+      f"{mlp}.dense_4h_to_h.weight", "feed_forward/down", "D F -> F D"
+    ),
+    family.rule(
+      f"{mlp}.dense_4h_to_h.bias", "feed_forward/down_bias", "D -> D"
+    ),
+  )

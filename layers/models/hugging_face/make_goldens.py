@@ -1,0 +1,220 @@
+"""Computes the golden files by transformers, anew.
+
+  python -m paxon.layers.models.hugging_face.make_goldens [CASE ...]
+
+It needs torch and transformers 5 and is never part of a program; `python` is
+one that has both. Without arguments it makes all cases.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+import json
+import sys
+from typing import Any
+
+import numpy as np
+import torch  # pyrefly: ignore[missing-import]
+import transformers  # pyrefly: ignore[missing-import]
+
+from paxon.layers.models.hugging_face import (
+  bert_cases,
+  decoder_cases,
+  gemma_cases,
+  golden_case,
+  t5_cases,
+)
+
+_CASES = {
+  case.name: case
+  for case in (
+    *decoder_cases.CASES,
+    *gemma_cases.CASES,
+    *t5_cases.CASES,
+    *bert_cases.CASES,
+  )
+}
+# A continuation whose best two ids are closer depends on rounding.
+_MARGIN = 1e-3
+
+
+def names() -> tuple[str, ...]:
+  """Returns the names of all cases."""
+  return tuple(_CASES)
+
+
+def torch_model(name: str, **changes: Any) -> transformers.PreTrainedModel:
+  """Returns the model of a case, with its weights.
+
+  Args:
+    name: Of the case.
+    **changes: Arguments of its configuration, in place of those of the case.
+  """
+  case = _CASES[name]
+  cls = getattr(transformers, case.architecture)
+  model = cls(cls.config_class(**{**case.config, **changes}))
+  model.config.architectures = [case.architecture]
+  if case.has_own_head:
+    # Where both are in a file and differ, transformers does not tie them.
+    head = model.lm_head
+    head.weight = torch.nn.Parameter(torch.empty_like(head.weight))
+  set_weights(model, case.renamed)
+  return model.eval()
+
+
+def set_weights(model: torch.nn.Module, renamed: Mapping[str, str]) -> None:
+  """Gives each parameter the values of its name.
+
+  Args:
+    model: Whose tied parameters have one name, the first.
+    renamed: Names in files, by the name of the parameter, where they differ.
+  """
+  with torch.no_grad():
+    for name, parameter in model.named_parameters():
+      name = renamed.get(name, name)
+      value = golden_case.weight(name, tuple(parameter.shape))
+      parameter.copy_(torch.from_numpy(value))
+
+
+def make(name: str) -> golden_case.Golden:
+  """Computes one case.
+
+  Args:
+    name: Its name.
+
+  Raises:
+    ValueError: Two ids are so close that a greedy choice depends on rounding.
+  """
+  case = _CASES[name]
+  model = torch_model(name)
+  return golden_case.Golden(
+    config=json.loads(model.config.to_json_string()),
+    arrays=_ARRAYS.get(case.architecture, _causal_lm)(case, model),
+  )
+
+
+def _causal_lm(
+  case: golden_case.Case, model: transformers.PreTrainedModel
+) -> dict[str, np.ndarray]:
+  ids = golden_case.ids(case.name, vocab_size=model.config.vocab_size)
+  prompts = ids[:, : golden_case.PROMPT_LENGTH]
+  return {
+    "ids": ids,
+    "logits": logits(model, {"ids": ids}),
+    "greedy": _greedy(
+      case, model, input_ids=prompts, attention_mask=np.ones_like(prompts)
+    ),
+  }
+
+
+def _encoder_decoder(
+  case: golden_case.Case, model: transformers.PreTrainedModel
+) -> dict[str, np.ndarray]:
+  vocab_size = model.config.vocab_size
+  ids = golden_case.ids(case.name, vocab_size=vocab_size)
+  encoder_ids = golden_case.ids(
+    case.name, vocab_size=vocab_size, salt="encoder"
+  )
+  mask = golden_case.mask()
+  inputs = {"ids": ids, "encoder_ids": encoder_ids, "encoder_mask": mask}
+  greedy = _greedy(case, model, input_ids=encoder_ids, attention_mask=mask)
+  return {**inputs, "logits": logits(model, inputs), "greedy": greedy}
+
+
+def _masked_lm(
+  case: golden_case.Case, model: transformers.PreTrainedModel
+) -> dict[str, np.ndarray]:
+  ids = golden_case.ids(case.name, vocab_size=model.config.vocab_size)
+  types = golden_case.ids(
+    case.name, vocab_size=model.config.type_vocab_size + 1, salt="types"
+  )
+  types -= 1
+  mask = golden_case.mask()
+  inputs = {"ids": ids, "mask": mask, "type_ids": types}
+  return {**inputs, "logits": logits(model, inputs)}
+
+
+_ARRAYS = {
+  "T5ForConditionalGeneration": _encoder_decoder,
+  "BertForMaskedLM": _masked_lm,
+}
+
+
+def logits(
+  model: transformers.PreTrainedModel, arrays: Mapping[str, np.ndarray]
+) -> np.ndarray:
+  """Returns what a model gives for stored inputs.
+
+  Args:
+    model: Of a case.
+    arrays: `ids`, and what else is given to models of its kind; others are
+      left out.
+  """
+  theirs = {
+    "ids": "decoder_input_ids" if "encoder_ids" in arrays else "input_ids",
+    "encoder_ids": "input_ids",
+    "encoder_mask": "attention_mask",
+    "mask": "attention_mask",
+    "type_ids": "token_type_ids",
+  }
+  given = {
+    name: arrays[ours] for ours, name in theirs.items() if ours in arrays
+  }
+  with torch.no_grad():
+    result = model(**_tensors(given)).logits
+  return result.numpy().astype(np.float32)
+
+
+def _greedy(
+  case: golden_case.Case,
+  model: transformers.PreTrainedModel,
+  **inputs: np.ndarray,
+) -> np.ndarray:
+  """Returns the ids [ROWS, NEW_IDS] that follow."""
+  generated = model.generate(
+    **_tensors(inputs),
+    max_new_tokens=golden_case.NEW_IDS,
+    do_sample=False,
+    eos_token_id=None,
+    pad_token_id=0,
+    return_dict_in_generate=True,
+    output_logits=True,
+  )
+  check_margins(case.name, generated.logits)
+  found = generated.sequences[:, -golden_case.NEW_IDS :]
+  return found.numpy().astype(np.int32)
+
+
+def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+  return {name: torch.from_numpy(x).long() for name, x in arrays.items()}
+
+
+def check_margins(name: str, logits: Iterable[torch.Tensor]) -> None:
+  """Raises an error where the two best ids are too close.
+
+  Args:
+    name: Of the case.
+    logits: Of each step, [rows, vocab].
+
+  Raises:
+    ValueError: Two ids are so close that a greedy choice depends on rounding.
+  """
+  for step in logits:
+    best = torch.topk(step, 2, dim=-1).values
+    margin = float((best[:, 0] - best[:, 1]).min())
+    if margin < _MARGIN:
+      raise ValueError(f"{name}: the best two ids differ by {margin:.2g} only.")
+
+
+def main(argv: Sequence[str]) -> None:
+  """Writes the files of the named cases.
+
+  Args:
+    argv: Their names; none for all.
+  """
+  for name in argv or names():
+    golden = make(name)
+    golden_case.write(name, golden)
+    print(name, *golden.arrays.get("greedy", ()))
+
+
+if __name__ == "__main__":
+  main(sys.argv[1:])

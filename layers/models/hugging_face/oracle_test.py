@@ -1,0 +1,142 @@
+"""Makes the golden files anew by transformers, where it is installed.
+
+  bazel test --config=oracle //layers/models/hugging_face:oracle_test
+
+Elsewhere everything here is skipped, and says so: what transformers computed
+is in the golden files, with which the other tests compare.
+"""
+
+import importlib.util
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxon.layers.models.hugging_face import (
+  activations,
+  families,
+  golden_case,
+)
+
+pytestmark = pytest.mark.skipif(
+  importlib.util.find_spec("torch") is None
+  or importlib.util.find_spec("transformers") is None,
+  reason="torch and transformers are not here; --config=oracle brings them",
+)
+
+# What two versions of torch may differ in.
+_TOLERANCE = 1e-5
+_CASES = sorted(path.stem for path in golden_case.FOLDER.glob("*.npz"))
+# Sizes that a file always gives; every other field has its default.
+_SIZES = {
+  "hidden_size": 512,
+  "intermediate_size": 48,
+  "num_attention_heads": 32,
+  # More than a period of any family.
+  "num_hidden_layers": 7,
+  "vocab_size": 40_000,
+}
+
+
+def _make_goldens():
+  from paxon.layers.models.hugging_face import make_goldens
+
+  return make_goldens
+
+
+def test_every_case_is_stored():
+  assert sorted(_make_goldens().names()) == _CASES
+
+
+@pytest.mark.parametrize("name", _CASES)
+@pytest.mark.filterwarnings("ignore")
+def test_golden_files_are_what_transformers_computes(name):
+  stored, made = golden_case.read(name), _make_goldens().make(name)
+  assert dict(stored.config) | {"transformers_version": ""} == dict(
+    made.config
+  ) | {"transformers_version": ""}
+  assert set(stored.arrays) == set(made.arrays)
+  for key, expected in made.arrays.items():
+    if expected.dtype == np.float32:
+      np.testing.assert_allclose(
+        stored.arrays[key], expected, rtol=0, atol=_TOLERANCE
+      )
+    else:
+      np.testing.assert_array_equal(stored.arrays[key], expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+  "model_type",
+  [
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "gpt_neox",
+    "llama",
+    "mistral",
+    "phi3",
+    "qwen2",
+    "qwen3",
+  ],
+)
+def test_defaults_are_those_of_transformers(model_type):
+  import transformers  # pyrefly: ignore[missing-import]
+
+  of = families.find({"model_type": model_type})
+  minimal = {"model_type": model_type, **_SIZES}
+  cls = getattr(transformers, of.architecture).config_class
+  full = cls(**_SIZES).to_dict()
+  assert len(full) > len(minimal)
+  assert of.model(minimal) == of.model(full)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_defaults_of_gpt2():
+  import transformers  # pyrefly: ignore[missing-import]
+
+  of = families.find({"model_type": "gpt2"})
+  full = transformers.GPT2Config().to_dict()
+  assert of.model({"model_type": "gpt2"}) == of.model(full)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_defaults_of_t5():
+  import transformers  # pyrefly: ignore[missing-import]
+
+  of = families.find({"model_type": "t5"})
+  sizes = {
+    "vocab_size": 32128,
+    "d_model": 512,
+    "d_kv": 64,
+    "d_ff": 2048,
+    "num_layers": 6,
+    "num_heads": 8,
+  }
+  for changes in ({}, {"tie_word_embeddings": False}):
+    full = transformers.T5Config(**changes).to_dict()
+    minimal = {"model_type": "t5", **sizes, **changes}
+    assert of.model(minimal) == of.model(full)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_defaults_of_bert():
+  import transformers  # pyrefly: ignore[missing-import]
+
+  of = families.find({"model_type": "bert"})
+  full = transformers.BertConfig().to_dict()
+  minimal = {"model_type": "bert", "vocab_size": 30522}
+  assert of.model(minimal) == of.model(full)
+
+
+@pytest.mark.parametrize("name", activations.SERVED)
+def test_activations(name):
+  import torch  # pyrefly: ignore[missing-import]
+  from transformers import (  # pyrefly: ignore[missing-import]
+    activations as theirs,
+  )
+
+  x = np.linspace(-4, 4, 33, dtype=np.float32)
+  expected = theirs.ACT2FN[name](torch.from_numpy(x)).numpy()
+  found = activations.SERVED[name](jnp.asarray(x))
+  np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)

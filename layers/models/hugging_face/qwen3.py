@@ -1,0 +1,71 @@
+"""Qwen 3 (Yang et al. 2025, https://arxiv.org/abs/2505.09388)."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from paxon.layers.models import pre_norm_decoder
+from paxon.layers.models.hugging_face import (
+  activations,
+  config_fields,
+  family,
+  gated_decoder,
+  rope,
+  windows,
+)
+
+
+def model(
+  config: Mapping[str, Any], make: Callable[..., Any] = pre_norm_decoder.build
+) -> Any:
+  """Returns the model of a `config.json`, or what `make` makes of it.
+
+  Args:
+    config: The content of the file.
+    make: Called with a class and its fields.
+
+  Raises:
+    UnservedConfigError: A field has a value that is not served.
+  """
+  return _read(config).model(make)
+
+
+def names(config: Mapping[str, Any]) -> family.Names:
+  """Returns the names of the weights.
+
+  Args:
+    config: The content of the file.
+
+  Raises:
+    UnservedConfigError: A field has a value that is not served.
+  """
+  return _read(config).names()
+
+
+FAMILY = family.Family(
+  model_type="qwen3", architecture="Qwen3ForCausalLM", model=model, names=names
+)
+
+
+def _read(config: Mapping[str, Any]) -> gated_decoder.GatedDecoder:
+  fields = config_fields.Fields(config, architecture=FAMILY.architecture)
+  sizes = gated_decoder.heads(fields, kv_heads=32, head_dim=128)
+  bias = fields.flag("attention_bias", False)
+  result = gated_decoder.GatedDecoder(
+    vocab_size=fields.size("vocab_size"),
+    mlp_dim=fields.size("intermediate_size"),
+    windows=windows.read(fields, num_layers=fields.size("num_hidden_layers")),
+    rope=rope.read(
+      fields,
+      head_dim=sizes["head_dim"],
+      max_length=fields.size("max_position_embeddings", 32_768),
+    ),
+    activation=fields.one_of("hidden_act", "silu", activations.SERVED),
+    epsilon=fields.number("rms_norm_eps", 1e-6),
+    tied=fields.flag("tie_word_embeddings", False),
+    qkv_bias=bias,
+    output_bias=bias,
+    has_head_norm=True,
+    **sizes,
+  )
+  fields.check_all_read()
+  return result

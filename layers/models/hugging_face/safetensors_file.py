@@ -1,0 +1,225 @@
+"""Files of tensors in the safetensors format, read and written in pieces.
+
+A file is the length of a header, 8 bytes little-endian; the header, JSON that
+gives each tensor's dtype, shape and place; and the bytes of the tensors without
+gaps. The `safetensors` package maps whole files into memory and writes a dict
+of tensors that are all there; here only the rows that are asked for are read,
+from any path that `epath` knows, and rows are written as they come.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import functools
+import json
+import math
+import os
+from typing import Any
+
+from etils import epath
+import jax.numpy as jnp
+import numpy as np
+
+_LENGTH_BYTES = 8
+# Larger ones are refused by the package, too.
+_MAX_HEADER_BYTES = 100_000_000
+_METADATA = "__metadata__"
+# Names of the format and numpy's; bfloat16 is `ml_dtypes`'s.
+_DTYPES: Mapping[str, Any] = {
+  "BF16": jnp.bfloat16,
+  "F16": np.float16,
+  "F32": np.float32,
+  "F64": np.float64,
+  "I8": np.int8,
+  "I16": np.int16,
+  "I32": np.int32,
+  "I64": np.int64,
+  "U8": np.uint8,
+  "BOOL": np.bool_,
+}
+
+
+class DamagedFileError(ValueError):
+  """A file is not one of this format, or is cut off; one line says why."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+  """One tensor of a file.
+
+  Attributes:
+    dtype: Its name in the format, such as `BF16`.
+    shape: Its shape.
+    start: Of its bytes, counted from the beginning of the file.
+    stop: The byte after its last.
+  """
+
+  dtype: str
+  shape: tuple[int, ...]
+  start: int
+  stop: int
+
+  @functools.cached_property
+  def numpy_dtype(self) -> np.dtype:
+    """Its dtype.
+
+    Raises:
+      DamagedFileError: It is one that numpy does not have.
+    """
+    if self.dtype not in _DTYPES:
+      raise DamagedFileError(
+        f"dtype {self.dtype} is not read; those read are {', '.join(_DTYPES)}."
+      )
+    return np.dtype(_DTYPES[self.dtype])
+
+  @property
+  def row_bytes(self) -> int:
+    """The bytes of one entry of the first dimension."""
+    return math.prod(self.shape[1:]) * self.numpy_dtype.itemsize
+
+
+def dtype_name(dtype: Any) -> str:
+  """Returns the format's name of a dtype.
+
+  Args:
+    dtype: Of numpy.
+
+  Raises:
+    ValueError: The format has none for it.
+  """
+  for name, each in _DTYPES.items():
+    if np.dtype(each) == np.dtype(dtype):
+      return name
+  raise ValueError(f"safetensors has no dtype {np.dtype(dtype)}.")
+
+
+def read_header(path: epath.Path) -> dict[str, Entry]:
+  """Returns the tensors of a file by name; none of their bytes are read.
+
+  Args:
+    path: Of the file.
+
+  Raises:
+    DamagedFileError: The file is cut off, or no file of this format.
+  """
+  size = path.stat().length
+  with path.open("rb") as file:
+    length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+    if size < _LENGTH_BYTES or not 2 <= length <= _MAX_HEADER_BYTES:
+      raise _damaged(path, "it does not begin as a safetensors file does")
+    begin = _LENGTH_BYTES + length
+    if size < begin:
+      raise _damaged(path, f"it has {size:,} bytes and a header of {length:,}")
+    text = file.read(length)
+  try:
+    entries = {
+      name: Entry(
+        dtype=each["dtype"],
+        shape=tuple(map(int, each["shape"])),
+        start=begin + int(each["data_offsets"][0]),
+        stop=begin + int(each["data_offsets"][1]),
+      )
+      for name, each in json.loads(text).items()
+      if name != _METADATA
+    }
+  except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    raise _damaged(path, "its header cannot be read") from error
+  end = max((entry.stop for entry in entries.values()), default=begin)
+  if end > size:
+    raise _damaged(
+      path,
+      f"it has {size:,} bytes and should have {end:,}; copy it again",
+    )
+  for name, entry in entries.items():
+    if entry.dtype in _DTYPES:
+      expected = math.prod(entry.shape) * entry.numpy_dtype.itemsize
+      if entry.start < begin or entry.stop - entry.start != expected:
+        raise _damaged(path, f"the bytes of {name} do not fit its shape")
+  return entries
+
+
+def read_rows(
+  path: epath.Path, entry: Entry, start: int, stop: int
+) -> np.ndarray:
+  """Returns rows of a tensor, to look at only; nothing else is read.
+
+  Args:
+    path: Of the file.
+    entry: The tensor, of `read_header`.
+    start: The first row.
+    stop: The row after the last.
+  """
+  shape = (stop - start, *entry.shape[1:])
+  wanted = (stop - start) * entry.row_bytes
+  with path.open("rb") as file:
+    file.seek(entry.start + start * entry.row_bytes)
+    content = file.read(wanted)
+  if len(content) != wanted:
+    raise _damaged(path, "it ends within a tensor")
+  return np.frombuffer(content, entry.numpy_dtype).reshape(shape)
+
+
+class Writer:
+  """Writes one file on this machine's disks, in any order. Use it as a context.
+
+  All tensors are laid out as the `safetensors` package does, so that the same
+  tensors give the same file, byte by byte.
+  """
+
+  def __init__(
+    self, path: epath.Path, tensors: Mapping[str, tuple[Any, tuple[int, ...]]]
+  ) -> None:
+    """Makes the file, with zeros for all tensors.
+
+    Args:
+      path: Of the file, which is replaced.
+      tensors: Dtype and shape by name.
+    """
+    # The order of the package: wide values first, then by name.
+    order = sorted(tensors, key=lambda n: (-_itemsize(tensors[n]), n))
+    header: dict[str, Any] = {_METADATA: {"format": "pt"}}
+    stop = 0
+    for name in order:
+      dtype, shape = tensors[name]
+      start, stop = stop, stop + math.prod(shape) * np.dtype(dtype).itemsize
+      header[name] = {
+        "dtype": dtype_name(dtype),
+        "shape": list(shape),
+        "data_offsets": [start, stop],
+      }
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False)
+    encoded = text.encode()
+    encoded += b" " * (-len(encoded) % _LENGTH_BYTES)
+    self._path = path
+    self._file = open(path, "w+b")  # noqa: SIM115
+    self._file.write(len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded)
+    self._file.truncate(_LENGTH_BYTES + len(encoded) + stop)
+    self._file.flush()
+    self._entries = read_header(path)
+
+  def __enter__(self) -> "Writer":
+    return self
+
+  def __exit__(self, *exception: object) -> None:
+    self._file.close()
+
+  def write_rows(self, name: str, start: int, rows: np.ndarray) -> None:
+    """Writes rows of a tensor.
+
+    Args:
+      name: Of the tensor.
+      start: The first row.
+      rows: Their values, of the tensor's dtype.
+    """
+    entry = self._entries[name]
+    assert rows.dtype == entry.numpy_dtype
+    assert rows.shape[1:] == entry.shape[1:]
+    self._file.seek(entry.start + start * entry.row_bytes)
+    self._file.write(np.ascontiguousarray(rows).tobytes())
+
+
+def _itemsize(tensor: tuple[Any, tuple[int, ...]]) -> int:
+  return np.dtype(tensor[0]).itemsize
+
+
+def _damaged(path: epath.Path, what: str) -> DamagedFileError:
+  return DamagedFileError(f"{os.fspath(path)} cannot be read: {what}.")

@@ -1,0 +1,107 @@
+"""Tests for files of tensors, against the `safetensors` package."""
+
+from etils import epath
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors import numpy as oracle
+
+from paxon.layers.models.hugging_face import safetensors_file
+
+
+def _tensors():
+  random = np.random.RandomState(0)
+  return {
+    "b": random.standard_normal((3, 4)).astype(np.float32),
+    "a": random.standard_normal((5,)).astype(jnp.bfloat16),
+    "ä": random.standard_normal((2, 2, 2)).astype(np.float16),
+    "c": np.arange(6, dtype=np.int64).reshape(6),
+    "scalar": np.asarray(3, np.float32),
+  }
+
+
+def _write(path, tensors):
+  described = {n: (x.dtype, x.shape) for n, x in tensors.items()}
+  with safetensors_file.Writer(path, described) as file:
+    for name, x in tensors.items():
+      for row in range(len(x) if x.ndim else 0):
+        file.write_rows(name, row, x[row : row + 1])
+
+
+def test_reads_what_the_package_writes(tmp_path):
+  path = epath.Path(tmp_path / "x.safetensors")
+  tensors = _tensors()
+  oracle.save_file(tensors, path)
+  entries = safetensors_file.read_header(path)
+  assert set(entries) == set(tensors)
+  for name, x in tensors.items():
+    assert entries[name].shape == x.shape
+    if not x.ndim:
+      continue
+    rows = safetensors_file.read_rows(path, entries[name], 1, len(x))
+    assert rows.dtype == x.dtype
+    np.testing.assert_array_equal(rows, x[1:])
+
+
+def test_writes_what_the_package_writes(tmp_path):
+  tensors = {name: x for name, x in _tensors().items() if x.ndim}
+  _write(epath.Path(tmp_path / "ours"), tensors)
+  oracle.save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
+  ours, theirs = (tmp_path / n for n in ("ours", "theirs"))
+  assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_a_file_that_is_cut_off(tmp_path):
+  path = epath.Path(tmp_path / "x.safetensors")
+  oracle.save_file(_tensors(), path)
+  content = path.read_bytes()
+  path.write_bytes(content[:-1])
+  size = len(content)
+  with pytest.raises(
+    safetensors_file.DamagedFileError,
+    match=f"has {size - 1:,} bytes and should have {size:,}; copy it again",
+  ):
+    safetensors_file.read_header(path)
+  path.write_bytes(content[:100])
+  with pytest.raises(
+    safetensors_file.DamagedFileError, match="has 100 bytes and a header of"
+  ):
+    safetensors_file.read_header(path)
+
+
+def test_another_kind_of_file(tmp_path):
+  path = epath.Path(tmp_path / "x.safetensors")
+  path.write_bytes(b"PK\x03\x04 a file of pickled tensors, for example")
+  with pytest.raises(
+    safetensors_file.DamagedFileError, match="does not begin as a safetensors"
+  ):
+    safetensors_file.read_header(path)
+  path.write_bytes((8).to_bytes(8, "little") + b"{'a': 1}")
+  with pytest.raises(
+    safetensors_file.DamagedFileError, match="its header cannot be read"
+  ):
+    safetensors_file.read_header(path)
+
+
+def test_bytes_that_do_not_fit(tmp_path):
+  path = epath.Path(tmp_path / "x.safetensors")
+  header = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}  '
+  path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 4)
+  with pytest.raises(
+    safetensors_file.DamagedFileError, match="bytes of a do not fit its shape"
+  ):
+    safetensors_file.read_header(path)
+
+
+def test_a_dtype_that_is_not_read(tmp_path):
+  path = epath.Path(tmp_path / "x.safetensors")
+  header = b'{"a":{"dtype":"F8_E4M3","shape":[4],"data_offsets":[0,4]}}'
+  header += b" " * (-len(header) % 8)
+  path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 4)
+  entry = safetensors_file.read_header(path)["a"]
+  with pytest.raises(
+    safetensors_file.DamagedFileError, match="dtype F8_E4M3 is not read"
+  ):
+    safetensors_file.read_rows(path, entry, 0, 4)
+  with pytest.raises(ValueError, match="has no dtype complex64"):
+    safetensors_file.dtype_name(np.complex64)

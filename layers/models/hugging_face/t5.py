@@ -1,0 +1,329 @@
+"""T5 v1.0 and v1.1, and what has their form, such as Flan-T5.
+
+Raffel et al. 2019, https://arxiv.org/abs/1910.10683. Version 1.0 has plain
+feed-forward layers, and its head is the embedding, applied to states times
+`d_model ** -0.5`. Version 1.1 has gated ones and a head of its own. One table
+of relative positions serves all layers of the encoder, another one all of the
+decoder; attention to the memory has none.
+"""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from paxon.layers import (
+  block,
+  embedding,
+  encoder_decoder_block,
+  feed_forward,
+  rms_norm,
+  shared,
+  stack,
+  unembedding,
+)
+from paxon.layers.attention import (
+  cross_attention,
+  grouped_query,
+  position_bias,
+)
+from paxon.layers.models import encoder_decoder, pre_norm_decoder
+from paxon.layers.models.hugging_face import (
+  activations,
+  config_fields,
+  family,
+)
+
+# Names that older and newer files have for what changes no output.
+_INERT = ("dropout_rate", "n_positions", "output_past")
+
+
+def model(
+  config: Mapping[str, Any], make: Callable[..., Any] = pre_norm_decoder.build
+) -> Any:
+  """Returns the model of a `config.json`, or what `make` makes of it.
+
+  Its decoder begins with the id `decoder_start_token_id` of the file.
+
+  Args:
+    config: The content of the file.
+    make: Called with a class and its fields.
+
+  Raises:
+    UnservedConfigError: A field has a value that is not served.
+  """
+  t5 = _read(config)
+  head = None
+  if not t5.tied:
+    head = make(unembedding.Unembedding, vocab_size=t5.sizes["V"])
+  return make(
+    encoder_decoder.EncoderDecoder,
+    embedding=make(
+      embedding.Embedding,
+      vocab_size=t5.sizes["V"],
+      embed_dim=t5.sizes["D"],
+      attend_scale=t5.sizes["D"] ** -0.5 if t5.tied else 1.0,
+    ),
+    encoder=make(
+      stack.Stack, blocks=[_encoder_block(t5, make)], num_layers=t5.num_encoder
+    ),
+    encoder_norm=_norm(t5, make),
+    decoder=make(
+      stack.Stack, blocks=[_decoder_block(t5, make)], num_layers=t5.num_decoder
+    ),
+    decoder_norm=_norm(t5, make),
+    head=head,
+  )
+
+
+def names(config: Mapping[str, Any]) -> family.Names:
+  """Returns the names of the weights.
+
+  Args:
+    config: The content of the file.
+
+  Raises:
+    UnservedConfigError: A field has a value that is not served.
+  """
+  t5 = _read(config)
+  head = family.rule("lm_head.weight", "params/head/kernel", "V D -> D V")
+  copies = ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
+  if t5.tied:
+    copies.append("lm_head.weight")
+  return family.Names(
+    sizes=t5.sizes,
+    rules=(
+      family.rule("shared.weight", "params/embedding/table", "V D -> V D"),
+      *(rule for side in _SIDES for rule in _rules_of_side(side)),
+      *(() if t5.tied else (head,)),
+    ),
+    stacks=(
+      family.StackRules(
+        stack="params/encoder",
+        num_layers=t5.num_encoder,
+        rules=(
+          *_attention_rules("encoder", 0, "SelfAttention", "attention"),
+          *_feed_forward_rules("encoder", 1, t5.is_gated),
+        ),
+      ),
+      family.StackRules(
+        stack="params/decoder",
+        num_layers=t5.num_decoder,
+        rules=(
+          *_attention_rules("decoder", 0, "SelfAttention", "self_attention"),
+          *_attention_rules("decoder", 1, "EncDecAttention", "cross_attention"),
+          *_feed_forward_rules("decoder", 2, t5.is_gated),
+        ),
+      ),
+    ),
+    tied=dict.fromkeys(copies, "shared.weight"),
+    # Stored by the first version, and never used.
+    ignored=(
+      r"decoder\.block\.0\.layer\.1\.EncDecAttention"
+      r"\.relative_attention_bias\.weight",
+    ),
+  )
+
+
+def _example() -> tuple[jax.Array, ...]:
+  """Returns ids, positions and segment ids of the decoder and the encoder."""
+  return (jnp.zeros((1, 2), jnp.int32),) * 6
+
+
+FAMILY = family.Family(
+  model_type="t5",
+  architecture="T5ForConditionalGeneration",
+  model=model,
+  names=names,
+  example=_example,
+)
+_SIDES = ("encoder", "decoder")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _T5:
+  """What a file says; `sizes` are those of the patterns of names."""
+
+  sizes: Mapping[str, int]
+  num_encoder: int
+  num_decoder: int
+  max_distance: int
+  epsilon: float
+  activation: activations.Activation
+  is_gated: bool
+  tied: bool
+
+
+def _read(config: Mapping[str, Any]) -> _T5:
+  fields = config_fields.Fields(
+    config, architecture=FAMILY.architecture, inert=_INERT
+  )
+  fields.one_of("is_encoder_decoder", True, {True: True})
+  fields.one_of("is_decoder", False, {False: False})
+  buckets = fields.size("relative_attention_num_buckets", 32)
+  if buckets % 4:
+    fields.refuse("relative_attention_num_buckets", "a multiple of 4")
+  distance = fields.size("relative_attention_max_distance", 128)
+  if distance <= buckets // 2:
+    fields.refuse(
+      "relative_attention_max_distance",
+      f"more than half of relative_attention_num_buckets ({buckets})",
+    )
+  is_gated, activation = _activation(fields)
+  num_layers = fields.size("num_layers")
+  result = _T5(
+    sizes={
+      "V": fields.size("vocab_size"),
+      "D": fields.size("d_model"),
+      "F": fields.size("d_ff"),
+      "N": fields.size("num_heads"),
+      "H": fields.size("d_kv"),
+      "R": buckets,
+    },
+    num_encoder=num_layers,
+    num_decoder=fields.optional_size("num_decoder_layers") or num_layers,
+    max_distance=distance,
+    epsilon=fields.number("layer_norm_epsilon", 1e-6),
+    activation=activation,
+    is_gated=is_gated,
+    tied=_tied(fields),
+  )
+  fields.check_all_read()
+  return result
+
+
+def _activation(
+  fields: config_fields.Fields,
+) -> tuple[bool, activations.Activation]:
+  """Returns whether feed-forward layers are gated, and the activation."""
+  name = "feed_forward_proj"
+  served: dict[Any, tuple[bool, str]] = {}
+  for each in activations.SERVED:
+    served |= {each: (False, each), f"gated-{each}": (True, each)}
+  # The name that files of version 1.1 have for the approximation.
+  served["gated-gelu"] = True, "gelu_new"
+  is_gated, activation = fields.one_of(name, "relu", served)
+  if fields.any("is_gated_act", is_gated) != is_gated:
+    fields.refuse("is_gated_act", f"{is_gated}, what {name} says,")
+  if fields.any("dense_act_fn", activation) != activation:
+    fields.refuse("dense_act_fn", f"{activation!r}, what {name} says,")
+  return is_gated, activations.SERVED[activation]
+
+
+def _tied(fields: config_fields.Fields) -> bool:
+  # Files of transformers 5 say in another field what they mean, and that all
+  # heads are tied, whatever the weights are.
+  tied = fields.flag("tie_word_embeddings", True)
+  return fields.flag("scale_decoder_outputs", tied)
+
+
+def _norm(t5: _T5, make: Callable[..., Any]) -> Any:
+  return make(rms_norm.RmsNorm, epsilon=t5.epsilon)
+
+
+def _encoder_block(t5: _T5, make: Callable[..., Any]) -> Any:
+  return make(
+    block.TransformerBlock,
+    attention_norm=_norm(t5, make),
+    attention=_self_attention(t5, make, is_encoder=True),
+    feed_forward_norm=_norm(t5, make),
+    feed_forward=_feed_forward(t5, make),
+  )
+
+
+def _decoder_block(t5: _T5, make: Callable[..., Any]) -> Any:
+  return make(
+    encoder_decoder_block.CrossBlock,
+    self_attention_norm=_norm(t5, make),
+    self_attention=_self_attention(t5, make, is_encoder=False),
+    cross_attention_norm=_norm(t5, make),
+    cross_attention=make(
+      cross_attention.CrossAttention,
+      num_heads=t5.sizes["N"],
+      num_kv_heads=t5.sizes["N"],
+      head_dim=t5.sizes["H"],
+      logit_scale=1.0,
+    ),
+    feed_forward_norm=_norm(t5, make),
+    feed_forward=_feed_forward(t5, make),
+  )
+
+
+def _self_attention(
+  t5: _T5, make: Callable[..., Any], *, is_encoder: bool
+) -> Any:
+  bias = make(
+    position_bias.RelativeBias,
+    num_buckets=t5.sizes["R"],
+    max_distance=t5.max_distance,
+    bidirectional=is_encoder,
+  )
+  label = f"{'encoder' if is_encoder else 'decoder'}_bias"
+  return make(
+    grouped_query.GroupedQueryAttention,
+    num_heads=t5.sizes["N"],
+    num_kv_heads=t5.sizes["N"],
+    head_dim=t5.sizes["H"],
+    causal=not is_encoder,
+    position_bias=make(shared.Shared, label=label, part=bias),
+    logit_scale=1.0,
+  )
+
+
+def _feed_forward(t5: _T5, make: Callable[..., Any]) -> Any:
+  sizes = {"mlp_dim": t5.sizes["F"], "activation": t5.activation}
+  if t5.is_gated:
+    return make(feed_forward.GatedFeedForward, **sizes)
+  return make(feed_forward.FeedForward, use_bias=False, **sizes)
+
+
+def _rules_of_side(side: str) -> tuple[family.Rule, ...]:
+  at = f"{side}.block.0.layer.0.SelfAttention"
+  return (
+    family.rule(
+      f"{side}.final_layer_norm.weight", f"params/{side}_norm/scale", "D -> D"
+    ),
+    family.rule(
+      f"{at}.relative_attention_bias.weight",
+      f"shared/{side}_bias/table",
+      "R N -> R N",
+    ),
+  )
+
+
+def _attention_rules(
+  side: str, place: int, theirs: str, ours: str
+) -> tuple[family.Rule, ...]:
+  at = f"{side}.block.{{}}.layer.{place}"
+  return (
+    family.rule(f"{at}.layer_norm.weight", f"{ours}_norm/scale", "D -> D"),
+    *(
+      family.rule(
+        f"{at}.{theirs}.{name[0]}.weight",
+        f"{ours}/{name}",
+        "(N H) D -> D N H",
+      )
+      for name in ("query", "key", "value")
+    ),
+    family.rule(f"{at}.{theirs}.o.weight", f"{ours}/out", "D (N H) -> N H D"),
+  )
+
+
+def _feed_forward_rules(
+  side: str, place: int, is_gated: bool
+) -> tuple[family.Rule, ...]:
+  at = f"{side}.block.{{}}.layer.{place}"
+  inward = {"wi_0": "gate", "wi_1": "up"} if is_gated else {"wi": "up"}
+  dense = f"{at}.DenseReluDense"
+  return (
+    family.rule(f"{at}.layer_norm.weight", "feed_forward_norm/scale", "D -> D"),
+    *(
+      family.rule(
+        f"{dense}.{name}.weight", f"feed_forward/{part}", "F D -> D F"
+      )
+      for name, part in inward.items()
+    ),
+    family.rule(f"{dense}.wo.weight", "feed_forward/down", "D F -> F D"),
+  )

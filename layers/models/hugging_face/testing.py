@@ -1,0 +1,315 @@
+"""Compares families with their golden files, for tests."""
+
+from collections.abc import Callable, Iterable, Mapping
+import dataclasses
+import enum
+from typing import Any
+
+from flax import linen as nn
+from flax import traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxon.layers.decoding import generate, model_steps, samplers
+from paxon.layers.models.hugging_face import (
+  config_fields,
+  conversion,
+  family,
+  golden_case,
+)
+
+
+class Outcome(enum.Enum):
+  """What a changed field of a configuration does."""
+
+  # The weights fit, and the logits are others.
+  OTHER_LOGITS = "other logits"
+  # The weights do not fit, so reading them is an error.
+  OTHER_TENSORS = "other tensors"
+  # The configuration itself is an error.
+  REFUSED = "refused"
+
+
+# Between float32 programs, for logits of size one.
+TOLERANCE = 1e-4
+
+
+def variables(names: family.Names) -> dict[str, Any]:
+  """Returns the variables of a golden model, made from names of theirs.
+
+  Args:
+    names: Of the model.
+  """
+
+  def read_rows(name: str, start: int, stop: int) -> np.ndarray:
+    shape = names.tensors[name].shape
+    return golden_case.weight(name, shape)[start:stop]
+
+  flat = {
+    name: jnp.asarray(conversion.to_leaf(leaf, read_rows))
+    for name, leaf in names.leaves.items()
+  }
+  return traverse_util.unflatten_dict(flat, sep="/")
+
+
+def run(function: Callable[..., Any], *args: Any) -> Any:
+  """Returns what a function gives, compiled with little effort.
+
+  A tiny model is compiled for one call, so nothing is gained by a fast program.
+
+  Args:
+    function: Of arrays.
+    *args: Its arguments.
+  """
+  options: Any = {"xla_backend_optimization_level": 0}
+  compiled = jax.jit(function).lower(*args).compile(compiler_options=options)
+  return compiled(*args)
+
+
+def token_args(ids: np.ndarray) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns ids, positions and segment ids of rows that are one document."""
+  positions = np.broadcast_to(
+    np.arange(ids.shape[1], dtype=np.int32), ids.shape
+  )
+  ones = np.ones_like(ids)
+  return jnp.asarray(ids), jnp.asarray(positions), jnp.asarray(ones)
+
+
+def model_args(arrays: Mapping[str, np.ndarray]) -> tuple[jax.Array, ...]:
+  """Returns what a model is called with for the inputs of golden files.
+
+  Args:
+    arrays: Stored ones; rows are one document, with padding after it.
+  """
+  args = token_args(arrays["ids"])
+  if "encoder_ids" in arrays:
+    ids, positions, _ = token_args(arrays["encoder_ids"])
+    return *args, ids, positions, jnp.asarray(arrays["encoder_mask"])
+  if "mask" in arrays:
+    return *args[:2], *(jnp.asarray(arrays[x]) for x in ("mask", "type_ids"))
+  return args
+
+
+def logits(
+  of: family.Family, config: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
+) -> np.ndarray:
+  """Returns the logits of a model with golden weights.
+
+  Args:
+    of: The family.
+    config: Of the model.
+    arrays: Inputs of golden files. Where there is padding, the logits are those
+      that are stored.
+  """
+  weights = variables(of.names(config))
+  found = run(of.model(config).apply, weights, *model_args(arrays))
+  if "mask" not in arrays:
+    return np.asarray(found)
+  return np.where(arrays["mask"][:, :, None], found, arrays["logits"])
+
+
+def causal_lm_logits(
+  of: family.Family, config: Mapping[str, Any], ids: np.ndarray
+) -> np.ndarray:
+  """Returns the logits of a decoder with golden weights.
+
+  Args:
+    of: The family.
+    config: Of the model.
+    ids: Of the rows, [B,T].
+  """
+  model = of.model(config)
+  weights = variables(of.names(config))
+  return np.asarray(run(model.apply, weights, *token_args(ids)))
+
+
+def check_logits(of: family.Family, case: str) -> None:
+  """Asserts that a decoder gives the stored logits.
+
+  Args:
+    of: The family.
+    case: Name of the golden files.
+  """
+  golden = golden_case.read(case)
+  logits = causal_lm_logits(of, golden.config, golden.arrays["ids"])
+  np.testing.assert_allclose(
+    logits, golden.arrays["logits"], rtol=0, atol=TOLERANCE
+  )
+
+
+def check_packed(of: family.Family, case: str) -> None:
+  """Asserts that documents in one row give the stored logits of each.
+
+  Args:
+    of: The family, of decoders.
+    case: Name of the golden files.
+  """
+  golden = golden_case.read(case)
+  ids, logits = golden.arrays["ids"], golden.arrays["logits"]
+  # The first tokens of both rows, and three of padding.
+  sizes = np.asarray([8, ids.shape[1] - 11])
+  row = np.concatenate([ids[0, : sizes[0]], ids[1, : sizes[1]], [5, 5, 5]])
+  segments = np.repeat([1, 2, 0], [*sizes, 3])
+  positions = np.concatenate([np.arange(n) for n in (*sizes, 3)])
+  args = (jnp.asarray(x[None], jnp.int32) for x in (row, positions, segments))
+  model, weights = of.model(golden.config), variables(of.names(golden.config))
+  found = np.asarray(run(model.apply, weights, *args))[0]
+  # A decoder's logits do not depend on what follows.
+  expected = [logits[i, : sizes[i]] for i in range(2)]
+  np.testing.assert_allclose(
+    found[: sizes.sum()], np.concatenate(expected), rtol=0, atol=TOLERANCE
+  )
+
+
+def check_greedy(of: family.Family, case: str) -> None:
+  """Asserts that a decoder gives the stored greedy continuations.
+
+  Args:
+    of: The family.
+    case: Name of the golden files.
+  """
+  golden = golden_case.read(case)
+  model = of.model(golden.config)
+  weights = variables(of.names(golden.config))
+  prompts = golden.arrays["ids"][:, : golden_case.PROMPT_LENGTH]
+
+  def generated(weights: Any, prompts: jax.Array) -> jax.Array:
+    return generate.generate(
+      model_steps.prefill(model, weights),
+      model_steps.decode_step(model, weights),
+      prompts,
+      jnp.full((len(prompts),), prompts.shape[1], jnp.int32),
+      sampler=samplers.Greedy(),
+      key=jax.random.key(0),
+      max_new_tokens=golden_case.NEW_IDS,
+    ).ids
+
+  result = run(generated, weights, jnp.asarray(prompts))
+  np.testing.assert_array_equal(result, golden.arrays["greedy"])
+
+
+def check_names(of: family.Family, case: str, *args: Any) -> None:
+  """Asserts that names and shapes are those that the model makes itself.
+
+  Args:
+    of: The family.
+    case: Name of the golden files.
+    *args: What the model is called with; the family's example by default.
+  """
+  config = golden_case.read(case).config
+  args = args or of.example()
+  abstract = jax.eval_shape(of.model(config).init, jax.random.key(0), *args)
+  flat = traverse_util.flatten_dict(nn.unbox(abstract), sep="/")
+  expected = {name: leaf.shape for name, leaf in flat.items()}
+  actual = {name: leaf.shape for name, leaf in of.names(config).leaves.items()}
+  assert actual == expected
+
+
+@dataclasses.dataclass(frozen=True)
+class _Made:
+  """What `make` was called with."""
+
+  cls: Callable[..., Any]
+  fields: Mapping[str, Any]
+
+
+def check_make(of: family.Family, case: str) -> None:
+  """Asserts that `make` makes every part, so that all can be configured.
+
+  Args:
+    of: The family.
+    case: Name of the golden files.
+  """
+  config = golden_case.read(case).config
+
+  def make(cls: Callable[..., Any], /, **fields: Any) -> _Made:
+    assert not any(isinstance(x, nn.Module) for x in jax.tree.leaves(fields))
+    return _Made(cls, fields)
+
+  def built(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+      return type(value)(built(x) for x in value)
+    if not isinstance(value, _Made):
+      return value
+    return value.cls(**{k: built(x) for k, x in value.fields.items()})
+
+  assert built(of.model(config, make)) == of.model(config)
+
+
+def check_round_trip(of: family.Family, case: str) -> None:
+  """Asserts that tensors survive the way to our arrays and back, bit by bit.
+
+  Args:
+    of: The family.
+    case: Name of the golden files.
+  """
+  names = of.names(golden_case.read(case).config)
+  theirs = {
+    name: golden_case.weight(name, tensor.shape)
+    for name, tensor in names.tensors.items()
+  }
+  back = {name: np.full_like(value, np.nan) for name, value in theirs.items()}
+  for leaf in names.leaves.values():
+    array = conversion.to_leaf(
+      leaf, lambda name, start, stop: theirs[name][start:stop]
+    )
+    for name, start, rows in conversion.to_rows(leaf, array):
+      back[name][start : start + len(rows)] = rows
+  for name, value in theirs.items():
+    np.testing.assert_array_equal(back[name], value, err_msg=name)
+
+
+def check_sensitive(
+  of: family.Family,
+  case: str,
+  changes: Mapping[str, Any],
+  outcome: Outcome,
+  logits: Callable[
+    [family.Family, Mapping[str, Any], np.ndarray], np.ndarray
+  ] = causal_lm_logits,
+) -> None:
+  """Asserts what a changed configuration does to a model and its weights.
+
+  Args:
+    of: The family.
+    case: Name of the golden files.
+    changes: Fields of `config.json` and other values.
+    outcome: What must happen.
+    logits: Of a family and a configuration, for `ids` of the golden files.
+  """
+  golden = golden_case.read(case)
+  config = {**golden.config, **changes}
+  assert config != golden.config
+  if outcome is Outcome.REFUSED:
+    with pytest.raises(config_fields.UnservedConfigError):
+      of.names(config)
+    return
+  if outcome is Outcome.OTHER_TENSORS:
+    assert _shapes(of.names(config)) != _shapes(of.names(golden.config))
+    return
+  # The same weights, so it is the configuration that makes the difference.
+  assert _shapes(of.names(config)) == _shapes(of.names(golden.config))
+  found = logits(of, config, golden.arrays["ids"])
+  difference = np.abs(found - golden.arrays["logits"]).max()
+  # Which is no number where a position is not served.
+  assert not difference <= 10 * TOLERANCE
+
+
+def check_all_covered(case: str, fields: Iterable[str]) -> None:
+  """Asserts that no field of a golden configuration is left out of a list.
+
+  Args:
+    case: Name of the golden files.
+    fields: Those whose changes are tested, and those that change nothing here
+      though they are not in `INERT`.
+  """
+  known = {"architectures", "model_type", *config_fields.INERT, *fields}
+  known |= set(config_fields.UNSET)
+  rest = set(golden_case.read(case).config) - known
+  assert not rest, rest
+
+
+def _shapes(names: family.Names) -> dict[str, tuple[int, ...]]:
+  return {name: tensor.shape for name, tensor in names.tensors.items()}

@@ -1,0 +1,161 @@
+"""From the states of a stack to logits, and to the loss of a batch.
+
+What all language models share: a head of their own or the embedding's table, a
+cap after it, the loss that never holds all logits, and its sums by row.
+
+Letters: B batch, T length, D embed, V vocab.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+from typing import Any, cast
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+
+from paxon.layers import auxiliary_loss, precision, soft_cap, softmax_loss
+
+Weighted = tuple[jax.Array, jax.Array]
+Batch = Mapping[str, jax.Array]
+Result = tuple[Weighted, dict[str, Weighted], dict[str, jax.Array]]
+
+# What `loss` may return of its inner values.
+_RECORDED = ("activations", "logits")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LanguageHead:
+  """How a model that is bound makes logits of its states.
+
+  Attributes:
+    owner: The model.
+    embedding: The part whose `attend` is the head where `head` is `None`.
+    head: Maps [B,T,D] to [B,T,V].
+    cap: Bends logits into `(-cap, cap)`.
+  """
+
+  owner: nn.Module
+  embedding: nn.Module
+  head: nn.Module | None = None
+  cap: float | None = None
+
+  def logits(self, x: jax.Array) -> jax.Array:
+    """Returns the logits of all states, in at least float32."""
+    part, method = self._part()
+    return self._capped(getattr(part, method)(x))
+
+  def loss(
+    self,
+    x: jax.Array,
+    batch: Batch,
+    *,
+    token_loss: softmax_loss.SoftmaxLoss,
+    deterministic: bool = True,
+    auxiliary_weight: float = 0.0,
+    record: Sequence[str] = (),
+  ) -> Result:
+    """Returns the loss, metrics and outputs of a batch; see `DecoderLm.loss`.
+
+    Args:
+      x: The states.
+      batch: `targets` int32 [B,T], `weights` float [B,T], and `example_weights`
+        float [B], a factor of each row, where it is there.
+      token_loss: What is computed from the head.
+      deterministic: Whether this is evaluation.
+      auxiliary_weight: Factor of the losses that layers add themselves.
+      record: Which inner values to add to the outputs.
+    """
+    if deterministic:
+      token_loss = token_loss.evaluated()
+    weights = token_weights(batch)
+    logits_fn, variables = self._unbound(x)
+    result = token_loss(
+      logits_fn, variables, x, targets=batch["targets"], weights=weights
+    )
+    weights = weights.astype(result.token_nll.dtype)
+    hits = result.token_hits.astype(weights.dtype)
+    rows = {
+      "row_nll": jnp.sum(result.token_nll * weights, axis=1),
+      "row_hits": jnp.sum(hits * weights, axis=1),
+      "row_weight": jnp.sum(weights, axis=1),
+    }
+    total = jnp.sum(weights)
+    metrics = {
+      "log_pplx": (jnp.sum(rows["row_nll"]), total),
+      "accuracy": (jnp.sum(rows["row_hits"]), total),
+    }
+    if token_loss.z_loss_weight:
+      metrics["z_loss"] = jnp.sum(result.token_z_loss * weights), total
+    added, more = auxiliary_loss.weighted(
+      self.owner, factor=auxiliary_weight, weight=total
+    )
+    outputs = {
+      "token_nll": result.token_nll,
+      "token_hits": hits,
+      "token_weights": weights,
+      **rows,
+    }
+    if "activations" in record:
+      outputs["activations"] = jax.lax.stop_gradient(x)
+    if "logits" in record:
+      outputs["logits"] = jax.lax.stop_gradient(self.logits(x))
+    return (result.loss + added, total), metrics | more, outputs
+
+  def _part(self) -> tuple[nn.Module, str]:
+    """Returns the head and the name of the method to call."""
+    if self.head is None:
+      return self.embedding, "attend"
+    return self.head, "__call__"
+
+  def _capped(self, logits: jax.Array) -> jax.Array:
+    logits = precision.widened(logits)
+    return logits if self.cap is None else soft_cap.soft_cap(logits, self.cap)
+
+  def _unbound(
+    self, x: jax.Array
+  ) -> tuple[softmax_loss.LogitsFn, softmax_loss.Variables]:
+    """Returns the head as a function of its variables, and these."""
+    if self.owner.is_initializing():
+      # Makes the variables that are read below.
+      self.logits(x)
+    part, method = self._part()
+    # The loss calls the head in a loop, where a bound module must not be used.
+    head, variables = part.unbind()
+
+    def logits_fn(variables: softmax_loss.Variables, x: jax.Array) -> jax.Array:
+      logits = cast(jax.Array, head.apply(variables, x, method=method))
+      return self._capped(logits)
+
+    return logits_fn, variables
+
+
+def token_weights(batch: Batch) -> jax.Array:
+  """Returns the weight of each target, those of padded examples zeroed."""
+  weights = batch["weights"]
+  if "example_weights" not in batch:
+    return weights
+  return weights * batch["example_weights"][:, None].astype(weights.dtype)
+
+
+def check(model: Any) -> None:
+  """Raises ValueError for a cap, a record or a weight that makes no sense."""
+  name = type(model).__name__
+  if model.logit_cap is not None and not model.logit_cap > 0:
+    raise ValueError(
+      f"{name}.logit_cap must be positive or None, got {model.logit_cap}."
+    )
+  if unknown := sorted(set(model.record) - set(_RECORDED)):
+    raise ValueError(
+      f"{name}.record must name values of {_RECORDED}, got {unknown[0]!r}."
+    )
+  check_auxiliary_weight(model)
+
+
+def check_auxiliary_weight(model: Any) -> None:
+  """Raises ValueError for a factor of the layers' losses without a sense."""
+  if not 0 <= model.auxiliary_loss_weight < float("inf"):
+    raise ValueError(
+      f"{type(model).__name__}.auxiliary_loss_weight must be finite and not "
+      f"negative, got {model.auxiliary_loss_weight}."
+    )

@@ -1,0 +1,70 @@
+"""Tests for sigmoid cross entropy."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from paxon.layers import sigmoid_cross_entropy, testing
+
+LOGITS = 4 * testing.normal(2, 3, 5)
+TARGETS = jax.nn.sigmoid(testing.normal(2, 3, 5, seed=2)).at[0, 0, 0].set(1.0)
+
+
+def _oracle():
+  out = np.zeros(LOGITS.shape)
+  for at in np.ndindex(LOGITS.shape):
+    p = 1 / (1 + math.exp(-float(LOGITS[at])))
+    y = float(TARGETS[at])
+    out[at] = -y * math.log(p) - (1 - y) * math.log(1 - p)
+  return out
+
+
+def test_matches_the_definition_and_optax():
+  actual = sigmoid_cross_entropy.sigmoid_cross_entropy(LOGITS, TARGETS)
+  np.testing.assert_allclose(actual, _oracle(), rtol=1e-5, atol=1e-6)
+  other = optax.sigmoid_binary_cross_entropy(LOGITS, TARGETS)
+  np.testing.assert_allclose(actual, other, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_of_classes_and_of_examples():
+  losses = _oracle()
+  of_classes = jnp.abs(testing.normal(2, 3, 5, seed=3))
+  total, weight = sigmoid_cross_entropy.weighted_loss(
+    LOGITS, TARGETS, of_classes
+  )
+  np.testing.assert_allclose(total, np.sum(losses * of_classes), rtol=1e-5)
+  np.testing.assert_allclose(weight, np.sum(of_classes), rtol=1e-5)
+  of_examples = of_classes[:, :, :1]
+  total, weight = sigmoid_cross_entropy.weighted_loss(
+    LOGITS, TARGETS, of_examples
+  )
+  np.testing.assert_allclose(total, np.sum(losses * of_examples), rtol=1e-5)
+  np.testing.assert_allclose(weight, np.sum(of_examples), rtol=1e-5)
+
+
+def test_gradients_match_finite_differences():
+  def loss(at):
+    return sigmoid_cross_entropy.weighted_loss(*at)[0]
+
+  testing.assert_gradients_match(loss, (LOGITS, TARGETS, jnp.ones((2, 3, 1))))
+
+
+def test_large_logits_neither_overflow_nor_lose_their_gradient():
+  logits = jnp.asarray([[1e4, -1e4]], jnp.bfloat16)
+  wrong = jnp.asarray([[0.0, 1.0]])
+  loss = sigmoid_cross_entropy.sigmoid_cross_entropy(logits, wrong)
+  assert loss.dtype == jnp.float32
+  np.testing.assert_allclose(loss, np.abs(np.float32(logits)), rtol=1e-6)
+  gradient = jax.grad(
+    lambda x: jnp.sum(sigmoid_cross_entropy.sigmoid_cross_entropy(x, wrong))
+  )(logits)
+  assert gradient.tolist() == [[1.0, -1.0]]
+
+
+def test_rejects_other_weights():
+  with pytest.raises(ValueError, match=r"each of the 5 classes, .*\(2, 3, 4\)"):
+    sigmoid_cross_entropy.weighted_loss(LOGITS, TARGETS, jnp.ones((2, 3, 4)))

@@ -1,0 +1,125 @@
+"""Frames of a sequence stacked over time, and taken apart again.
+
+Output `t` has the frames `t * stride - left ... t * stride + right` side by
+side, the oldest first. With `left=1, right=1, stride=3`
+
+  [4] [1] [9] [3] [5] [2] [8]  ->  [0 4 1] [9 3 5] [2 8 0]
+
+so speech at a hundred frames a second becomes a shorter sequence of wider ones.
+There is nothing to learn.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import enum
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+import numpy as np
+
+
+class Edge(enum.Enum):
+  """What stands for frames before the first and after the last."""
+
+  ZEROS = "zeros"
+  # The first or last frame again.
+  REPEAT = "repeat"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StackedFrames:
+  """Stacks frames, and undoes it.
+
+  Attributes:
+    left: Number of frames before the one in the middle.
+    right: Number of frames after it.
+    stride: Distance of the frames in the middle.
+    left_edge: What stands before the first frame.
+    right_edge: What stands after the last frame of a row.
+    reduce: What keeps a stacked frame: `jnp.any` of its frames is real, or
+      `jnp.all` are. Zeros beyond an edge are not real, a repeated frame is what
+      the frame at the edge is.
+  """
+
+  left: int = 0
+  right: int = 0
+  stride: int = 1
+  left_edge: Edge = Edge.ZEROS
+  right_edge: Edge = Edge.ZEROS
+  reduce: Callable[..., jax.Array] = jnp.any
+
+  def __post_init__(self) -> None:
+    for field, least in (("left", 0), ("right", 0), ("stride", 1)):
+      if getattr(self, field) < least:
+        raise ValueError(
+          f"StackedFrames.{field} must be at least {least}, got "
+          f"{getattr(self, field)}."
+        )
+
+  @property
+  def window(self) -> int:
+    """How many frames are stacked."""
+    return self.left + 1 + self.right
+
+  def __call__(
+    self,
+    x: Float[Array, "batch time features"],
+    mask: Bool[Array, "batch time"],
+  ) -> tuple[Float[Array, "batch out wide"], Bool[Array, "batch out"]]:
+    """Returns ceil(time / stride) stacked frames, and which of them are real.
+
+    Args:
+      x: Frames.
+      mask: Which frames are real.
+    """
+    stacked = self._stacked(x)
+    kept = self._stacked(mask[:, :, None])
+    return stacked.reshape(*stacked.shape[:2], -1), self.reduce(
+      kept[..., 0], axis=2
+    )
+
+  def unstack(
+    self, stacked: Float[Array, "batch out wide"]
+  ) -> Float[Array, "batch time features"]:
+    """Returns the frames again, from the windows that they are nearest to.
+
+    There are `(out - 1) * stride + 1 + right` of them: as many as there were,
+    or more, or up to `stride - 1 - right` less.
+
+    Raises:
+      ValueError: Windows leave out frames, or the width is not that of one.
+    """
+    batch, out, wide = stacked.shape
+    if self.stride > self.window:
+      raise ValueError(
+        f"StackedFrames.stride ({self.stride}) must be at most its window "
+        f"({self.window}), or frames between windows are lost."
+      )
+    if wide % self.window:
+      raise ValueError(
+        f"The width of stacked frames must be a multiple of {self.window}, got "
+        f"{wide}."
+      )
+    time = np.arange((out - 1) * self.stride + 1 + self.right)
+    after = time % self.stride
+    # The last window has no successor.
+    last = time >= (out - 1) * self.stride
+    in_next = (after > self.right) & ~last
+    window = np.where(last, out - 1, time // self.stride + in_next)
+    frame = self.left + time - window * self.stride
+    parts = stacked.reshape(batch, out, self.window, -1)
+    return parts[:, window, frame]
+
+  def _stacked(self, x: jax.Array) -> jax.Array:
+    """Returns [B, out, window, features]."""
+    length = x.shape[1]
+    x = _padded(x, (self.left, 0), self.left_edge)
+    x = _padded(x, (0, self.right), self.right_edge)
+    pieces = [x[:, i : i + length : self.stride] for i in range(self.window)]
+    return jnp.stack(pieces, axis=2)
+
+
+def _padded(x: jax.Array, widths: tuple[int, int], edge: Edge) -> jax.Array:
+  mode = "edge" if edge is Edge.REPEAT else "constant"
+  return jnp.pad(x, ((0, 0), widths, (0, 0)), mode=mode)

@@ -1,0 +1,108 @@
+"""Residual connections that drop whole branches while training.
+
+  training:    x + residual_weight * kept / (1 - rate) * branch
+  evaluation:  x + residual_weight * branch
+
+where `kept` is one or zero for each row of the batch: stochastic depth (Huang
+et al. 2016, https://arxiv.org/abs/1603.09382), also known as droppath. The
+documents of a packed row are kept or dropped together. Later layers may be
+dropped more often (`LinearRate`).
+"""
+
+from collections.abc import Callable
+import dataclasses
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from paxon.layers import dimensions
+
+# `(number of the layer) -> rate`; see `stack.Stack.pass_layer_index`.
+Rate = Callable[[jax.Array], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearRate:
+  """Layer `i` of `num_layers` drops with the rate `rate * i / num_layers`.
+
+  Attributes:
+    rate: What the layer after the last one would have.
+    num_layers: Number of layers.
+  """
+
+  rate: float
+  num_layers: int
+
+  def __post_init__(self) -> None:
+    dimensions.check(self, "num_layers")
+    _check_rate("LinearRate.rate", self.rate)
+
+  def __call__(self, layer_index: jax.Array) -> jax.Array:
+    """Returns the rate of a layer, float32."""
+    return layer_index.astype(jnp.float32) * (self.rate / self.num_layers)
+
+
+class StochasticResidual(nn.Module):
+  """Adds a branch to the residual stream, now and then not.
+
+  Attributes:
+    rate: Probability that a branch is dropped, in `[0, 1)`, or what gives that
+      of a layer. One minus it is known as the survival probability.
+    residual_weight: Factor of the branch.
+    rng_collection: The random stream.
+  """
+
+  rate: float | Rate = 0.0
+  residual_weight: float = 1.0
+  rng_collection: str = "dropout"
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if not callable(self.rate):
+      _check_rate("StochasticResidual.rate", self.rate)
+
+  @nn.compact
+  def __call__(
+    self,
+    x: Float[Array, "batch length embed"],
+    branch: Float[Array, "batch length embed"],
+    layer_index: Int[Array, ""] | None = None,
+    *,
+    deterministic: bool = True,
+  ) -> Float[Array, "batch length embed"]:
+    """Returns the residual stream with the branch, or without.
+
+    Args:
+      x: The residual stream.
+      branch: What is to be added.
+      layer_index: The number of the layer, for a rate that depends on it.
+      deterministic: Whether nothing is dropped.
+
+    Raises:
+      ValueError: The rate depends on a number of the layer that is not given.
+    """
+    factor = jnp.full((1, 1, 1), self.residual_weight, jnp.float32)
+    if not deterministic and self.rate != 0:
+      survival = 1 - self._rate(layer_index)
+      shape = (x.shape[0], 1, 1)
+      key = self.make_rng(self.rng_collection)
+      kept = jax.random.bernoulli(key, survival, shape)
+      factor = jnp.where(kept, factor / survival, 0)
+    return x + branch * factor.astype(branch.dtype)
+
+  def _rate(self, layer_index: jax.Array | None) -> jax.Array:
+    if not callable(self.rate):
+      return jnp.float32(self.rate)
+    if layer_index is None:
+      raise ValueError(
+        "StochasticResidual.rate depends on the number of the layer, but there "
+        "is none; set Stack.pass_layer_index."
+      )
+    return self.rate(layer_index)
+
+
+def _check_rate(name: str, rate: float) -> None:
+  if not 0 <= rate < 1:
+    raise ValueError(f"{name} must be in [0, 1), got {rate}.")

@@ -1,0 +1,157 @@
+r"""Models of Hugging Face, to go on training and to generate text.
+
+  tools/hf import Qwen3-0.6B --to runs/qwen3 --dtype float32
+  tools/python -m paxon.runner.main --mode=decode --job_log_dir=runs/qwen3 \
+      --exp=tasks.lm.params.hugging_face.HuggingFaceLm \
+      --fdl.weights=runs/qwen3
+
+The architecture is that of the `config.json` that was imported.
+"""
+
+from collections.abc import Mapping
+import json
+import os
+from typing import Any
+
+from etils import epath
+import fiddle as fdl
+
+from paxon.layers import softmax_loss
+from paxon.layers.models.hugging_face import (
+  config_fields,
+  families,
+  family,
+)
+from paxon.learners import adamw, learner, warmup_cosine
+from paxon.runner import experiment, generation_settings, run_dir, user_error
+from paxon.runner import task as task_lib
+from paxon.runner.checkpoints import warm_start
+from paxon.tasks.lm import datasets
+
+_CONFIG = "hugging_face/config.json"
+# A toy, so that everything but its text can be tried without any file.
+_TOY: Mapping[str, Any] = {
+  "model_type": "llama",
+  "vocab_size": 264,
+  "hidden_size": 64,
+  "intermediate_size": 128,
+  "num_hidden_layers": 2,
+  "num_attention_heads": 4,
+  "num_key_value_heads": 2,
+  "tie_word_embeddings": True,
+}
+_DECODERS = ("ForCausalLM", "LMHeadModel")
+
+
+class HuggingFaceLm(datasets.Text, experiment.Experiment):
+  """Goes on training a decoder that `tools/hf import` has made.
+
+  Without `weights` it is a toy with first values of its own. Tokens are bytes,
+  as in all experiments of text here, so a model that was trained with another
+  tokenizer first has to learn them.
+
+  Attributes:
+    weights: The folder that `tools/hf import` has made: what the model is, and
+      its first values.
+    learning_rate: The highest.
+    warmup_steps: Steps until the highest learning rate.
+    weight_decay: Share of a parameter that is subtracted at rate one.
+    loss_chunk_length: How many positions of a row the head computes at once;
+      None is all of them.
+    prompts: What is continued at the end, and by `--mode=decode`.
+    max_new_tokens: How many tokens are added.
+  """
+
+  num_train_steps = 1000
+  global_batch_size = 8
+  checkpoint_every_steps = 500
+  eval_every_steps = 500
+  summary_every_steps = 10
+
+  length = 512
+  weights: str | None = None
+  learning_rate: float = 1e-5
+  warmup_steps: int = 50
+  weight_decay: float = 0.0
+  loss_chunk_length: int | None = 256
+  prompts: tuple[str, ...] = ("The ", "def ")
+  max_new_tokens: int = 128
+
+  def task(self) -> fdl.Config[task_lib.Task]:
+    """Returns the model of the weights, and how it learns."""
+    model = self._model()
+    model.token_loss = fdl.Config(
+      softmax_loss.SoftmaxLoss, chunk_length=self.loss_chunk_length
+    )
+    optimizer = fdl.Config(
+      adamw.AdamW,
+      schedule=fdl.Config(
+        warmup_cosine.WarmupCosine,
+        peak=self.learning_rate,
+        warmup_steps=min(self.warmup_steps, self.num_train_steps),
+        total_steps=self.num_train_steps,
+        end=0.1 * self.learning_rate,
+      ),
+      b2=0.95,
+      weight_decay=self.weight_decay,
+    )
+    return fdl.Config(
+      task_lib.Task,
+      name=self.name,
+      model=model,
+      learner=fdl.Config(
+        learner.Learner, optimizer=optimizer, max_grad_norm=1.0
+      ),
+      **self.of_data(),
+    )
+
+  def warm_start(self) -> fdl.Config[warm_start.WarmStart] | None:
+    """Returns the imported checkpoint."""
+    if self.weights is None:
+      return None
+    # Parameters are float32, whatever the files had.
+    return fdl.Config(warm_start.WarmStart, checkpoint=self.weights, cast=True)
+
+  def generation(self) -> fdl.Config[generation_settings.GenerationSettings]:
+    """Returns what is sampled at the end: the likeliest continuation."""
+    return fdl.Config(
+      generation_settings.GenerationSettings,
+      prompts=self.prompts,
+      max_new_tokens=self.max_new_tokens,
+    )
+
+  def shrink(self) -> Any:
+    """Returns the toy."""
+    return (
+      super()
+      .shrink()
+      .replace(weights=None, loss_chunk_length=None, max_new_tokens=8)
+    )
+
+  def _model(self) -> fdl.Config[Any]:
+    config, of = _TOY, families.find(_TOY)
+    if self.weights is not None:
+      config, of = _read(self.weights)
+    try:
+      return of.model(config, fdl.Config)
+    except config_fields.UnservedConfigError as error:
+      raise user_error.UserError(str(error)) from error
+
+
+def _read(weights: str) -> tuple[Mapping[str, Any], family.Family]:
+  """Returns the configuration of imported weights, and its family."""
+  path = run_dir.resolve(weights, os.environ) / epath.Path(_CONFIG)
+  try:
+    config = json.loads(path.read_text())
+    of = families.find(config)
+  except (OSError, ValueError) as error:
+    raise user_error.UserError(
+      f"HuggingFaceLm.weights is {weights!r}, and {os.fspath(path)} cannot be"
+      f" used ({error}); give the folder that `tools/hf import` has made."
+    ) from error
+  if not of.architecture.endswith(_DECODERS):
+    raise user_error.UserError(
+      f"HuggingFaceLm.weights is {weights!r}, a {of.architecture}; this"
+      " experiment is for decoders alone."
+    )
+  return config, of

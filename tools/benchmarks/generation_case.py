@@ -1,0 +1,117 @@
+"""Greedy generation, ours beside the hand-written."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from paxon.layers.decoding import generate, model_steps, samplers
+from paxon.tools.benchmarks import (
+  comparison,
+  decoder_lm_job,
+  decoder_lm_workload,
+  interleaving,
+  pure_jax_decoder_lm,
+  pure_jax_generation,
+)
+
+# Of issue 5: a layer may cost this much over one written by hand.
+LIMIT = 1.05
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Contenders:
+  """Both programs and what they are called with.
+
+  Attributes:
+    ours: `(our variables, prompts, lengths) -> ids`, compiled.
+    theirs: `(their parameters, prompts, lengths) -> ids`, compiled.
+    our_values: Variables of our model.
+    their_values: The same numbers.
+    prompts: int32 [B, P].
+    lengths: int32 [B], several.
+  """
+
+  ours: jax.stages.Compiled
+  theirs: jax.stages.Compiled
+  our_values: Any
+  their_values: Any
+  prompts: jax.Array
+  lengths: jax.Array
+
+  def run_ours(self) -> jax.Array:
+    """Returns our ids [B, P], computed."""
+    ids = self.ours(self.our_values, self.prompts, self.lengths)
+    return jax.block_until_ready(ids)
+
+  def run_theirs(self) -> jax.Array:
+    """Returns the ids of the hand-written program."""
+    ids = self.theirs(self.their_values, self.prompts, self.lengths)
+    return jax.block_until_ready(ids)
+
+
+def compile_both(workload: decoder_lm_workload.Workload) -> Contenders:
+  """Compiles both; there are as many new tokens as prompts have at most."""
+  c, num_new = workload.config, workload.length
+  model = decoder_lm_job.make_model(c)
+  theirs = pure_jax_decoder_lm.initial_state(c, jax.random.key(0))["params"]
+  ours = {"params": decoder_lm_job.from_pure_jax(theirs)}
+  rng = np.random.default_rng(0)
+  shape = (workload.global_batch_size, workload.length)
+  prompts = jnp.asarray(rng.integers(0, c.vocab_size, shape), jnp.int32)
+  # From half of the width to all of it.
+  lengths = rng.integers(shape[1] // 2, shape[1] + 1, shape[0])
+  arrays = prompts, jnp.asarray(lengths, jnp.int32)
+
+  def run(values: Any, prompts: jax.Array, lengths: jax.Array) -> jax.Array:
+    return generate.generate(
+      model_steps.prefill(model, values),
+      model_steps.decode_step(model, values),
+      prompts,
+      lengths,
+      sampler=samplers.Greedy(),
+      key=jax.random.key(0),
+      max_new_tokens=num_new,
+    ).ids
+
+  other = functools.partial(
+    pure_jax_generation.generate, num_new=num_new, dtype=c.dtype
+  )
+  return Contenders(
+    ours=jax.jit(run).lower(ours, *arrays).compile(),
+    theirs=jax.jit(other).lower(theirs, *arrays).compile(),
+    our_values=ours,
+    their_values=theirs,
+    prompts=arrays[0],
+    lengths=arrays[1],
+  )
+
+
+def run(
+  workload: decoder_lm_workload.Workload, *, name: str, rounds: int
+) -> comparison.Comparison:
+  """Returns our time of a generation over that of plain JAX, on one device.
+
+  Args:
+    workload: Sizes; its length is that of prompts and of what is generated.
+    name: Of the comparison.
+    rounds: How often each is timed.
+  """
+  both = compile_both(workload)
+  pairs = interleaving.interleave(both.run_ours, both.run_theirs, rounds=rounds)
+  new = workload.global_batch_size * workload.length
+  return comparison.Comparison(
+    case=name,
+    first="our generation",
+    second="plain JAX",
+    pairs=pairs,
+    limit=LIMIT,
+    facts={
+      **workload.facts(),
+      "new": workload.length,
+      "new tokens/s": new / min(pairs.first),
+    },
+  )

@@ -1,0 +1,237 @@
+"""A checkpoint of ours into weights of Hugging Face.
+
+Files are laid out before anything is read. Then each array of ours, which holds
+all layers of a stack, is read once, and its pieces are written where they
+belong: memory holds the largest array and little else.
+"""
+
+from collections.abc import Iterator, Mapping
+import contextlib
+import json
+import math
+import os
+from typing import Any
+
+from etils import epath
+import jax.numpy as jnp
+import numpy as np
+
+from paxon.layers.models.hugging_face import (
+  config_fields,
+  conversion,
+  families,
+  family,
+  safetensors_file,
+  weight_files,
+)
+from paxon.runner import files as runner_files
+from paxon.runner import user_error
+from paxon.runner.checkpoints import (
+  checkpointer,
+  stored_arrays,
+  stored_checkpoint,
+  text_table,
+)
+from paxon.tools import hf_files
+
+# What transformers writes into one file.
+SHARD_BYTES = 5 * 10**9
+_MAX_PROBLEMS = 5
+
+
+def run(
+  checkpoint: stored_checkpoint.StoredCheckpoint,
+  target: epath.Path,
+  *,
+  like: epath.Path | None,
+  dtype: Any,
+  shard_bytes: int,
+  dry_run: bool,
+) -> Iterator[str]:
+  """Exports a checkpoint, and yields lines to print.
+
+  Args:
+    checkpoint: Which.
+    target: The folder to fill; on this machine's disks.
+    like: A folder with the `config.json` of the model; `None` for the one that
+      an imported checkpoint has.
+    dtype: Of the written tensors; `None` keeps that of the checkpoint.
+    shard_bytes: A file is not larger, unless it has one tensor only.
+    dry_run: Whether only to say what would be written.
+
+  Raises:
+    user_error.UserError: The model is not served, or the checkpoint does not
+      fit it.
+  """
+  folder = like or checkpoint.run_path / hf_files.FOLDER
+  if not folder.is_dir():
+    raise user_error.UserError(
+      f"There is no {os.fspath(folder)}, which would say what model this is;"
+      " give --like, a folder with its config.json."
+    )
+  config = hf_files.read_config(folder)
+  try:
+    names = families.find(config).names(config)
+  except config_fields.UnservedConfigError as error:
+    raise user_error.UserError(str(error)) from error
+  _check(checkpoint, names)
+  _check_target(target)
+  described = {
+    name: (_dtype(checkpoint, tensor, dtype), tensor.shape)
+    for name, tensor in names.tensors.items()
+  }
+  shards = plan(described, shard_bytes=shard_bytes)
+  if dry_run:
+    rows = [("file", "tensor", "shape", "dtype")]
+    rows += [
+      (file, name, str(list(described[name][1])), described[name][0].name)
+      for file, each in shards.items()
+      for name in each
+    ]
+    yield from text_table.lines(rows, right=())
+  else:
+    _verify(checkpoint)
+    target.mkdir(parents=True, exist_ok=True)
+    _write(checkpoint, names, described, shards, target)
+    stored = None if dtype is None else np.dtype(dtype).name
+    copied = hf_files.copy_beside(folder, target, dtype=stored)
+    yield f"copied: {', '.join(copied)}"
+  total = sum(_bytes(each) for each in described.values())
+  done = "would write" if dry_run else "wrote"
+  yield (
+    f"{done} {len(described)} tensors, {text_table.size(total)}, in"
+    f" {len(shards)} file{'s' if len(shards) > 1 else ''} to"
+    f" {os.fspath(target)}"
+  )
+
+
+def plan(
+  described: Mapping[str, tuple[Any, tuple[int, ...]]], *, shard_bytes: int
+) -> dict[str, list[str]]:
+  """Returns the tensors of each file, in the order of the model.
+
+  Args:
+    described: Dtype and shape by name.
+    shard_bytes: A file is not larger, unless it has one tensor only.
+  """
+  shards: list[list[str]] = [[]]
+  size = 0
+  for name, each in described.items():
+    if shards[-1] and size + _bytes(each) > shard_bytes:
+      shards.append([])
+      size = 0
+    shards[-1].append(name)
+    size += _bytes(each)
+  if len(shards) == 1:
+    return {weight_files.WEIGHTS: shards[0]}
+  stem = weight_files.WEIGHTS.removesuffix(".safetensors")
+  return {
+    f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors": each
+    for i, each in enumerate(shards, start=1)
+  }
+
+
+def _write(
+  checkpoint: stored_checkpoint.StoredCheckpoint,
+  names: family.Names,
+  described: Mapping[str, tuple[Any, tuple[int, ...]]],
+  shards: Mapping[str, list[str]],
+  target: epath.Path,
+) -> None:
+  with contextlib.ExitStack() as stack:
+    writers = {}
+    for file, each in shards.items():
+      writer = stack.enter_context(
+        safetensors_file.Writer(
+          target / file, {name: described[name] for name in each}
+        )
+      )
+      writers |= dict.fromkeys(each, writer)
+    for leaf in names.leaves.values():
+      array = stored_arrays.read_numpy(checkpoint, [leaf.name])[leaf.name]
+      for name, start, rows in conversion.to_rows(leaf, array):
+        dtype = described[name][0]
+        writers[name].write_rows(name, start, rows.astype(dtype, copy=False))
+      # Before the next one is read.
+      del array, rows
+  if len(shards) > 1:
+    index = {
+      "metadata": {"total_size": sum(map(_bytes, described.values()))},
+      "weight_map": {
+        name: file for file, each in shards.items() for name in each
+      },
+    }
+    text = json.dumps(index, indent=2, sort_keys=True)
+    (target / weight_files.INDEX).write_text(text + "\n")
+
+
+def _check(
+  checkpoint: stored_checkpoint.StoredCheckpoint, names: family.Names
+) -> None:
+  problems = []
+  stored = checkpoint.variables()
+  for name, leaf in names.leaves.items():
+    if name not in stored:
+      problems.append(f"{name} {leaf.shape} is not in the checkpoint")
+    elif stored[name].shape != leaf.shape:
+      problems.append(
+        f"{name} has shape {stored[name].shape} in the checkpoint and"
+        f" {leaf.shape} by config.json"
+      )
+  problems += [
+    f"{name} is in the checkpoint and not in the model of config.json"
+    for name in stored
+    if name not in names.leaves
+  ]
+  if problems:
+    shown = problems[:_MAX_PROBLEMS]
+    if len(problems) > len(shown):
+      shown.append(f"and {len(problems) - len(shown)} more")
+    raise user_error.UserError(
+      f"The checkpoint {os.fspath(checkpoint.path)} does not fit the model:"
+      f" {'; '.join(shown)}."
+    )
+
+
+def _check_target(target: epath.Path) -> None:
+  if not runner_files.is_local(os.fspath(target)):
+    raise user_error.UserError(
+      f"--to={os.fspath(target)} is no folder of this machine; export to one,"
+      " and copy the files from there."
+    )
+  if target.exists() and any(
+    each.name.endswith(".safetensors") or each.name == weight_files.INDEX
+    for each in target.iterdir()
+  ):
+    raise user_error.UserError(
+      f"{os.fspath(target)} holds weights; give another folder, or delete them."
+    )
+
+
+def _verify(checkpoint: stored_checkpoint.StoredCheckpoint) -> None:
+  try:
+    with checkpointer.Checkpointer(checkpoint.folder, read_only=True) as opened:
+      opened.verify(checkpoint.step)
+  except checkpointer.DamagedCheckpointError as error:
+    raise user_error.UserError(str(error)) from error
+
+
+def _dtype(
+  checkpoint: stored_checkpoint.StoredCheckpoint,
+  tensor: family.Tensor,
+  dtype: Any,
+) -> np.dtype:
+  if dtype is not None:
+    return np.dtype(dtype)
+  found = {checkpoint.arrays[piece.leaf].dtype for piece in tensor.pieces}
+  if len(found) > 1:
+    raise user_error.UserError(
+      f"The parts of {tensor.name} have several dtypes in the checkpoint"
+      f" ({', '.join(sorted(found))}); give --dtype."
+    )
+  # jax's, which knows bfloat16.
+  return jnp.dtype(found.pop())
+
+
+def _bytes(described: tuple[Any, tuple[int, ...]]) -> int:
+  return math.prod(described[1]) * np.dtype(described[0]).itemsize

@@ -1,0 +1,184 @@
+"""Weights of Hugging Face into a checkpoint of ours.
+
+Arrays are made one at a time, each of all layers of a stack, and written before
+the next is read: memory holds the largest of them and little else.
+"""
+
+from collections.abc import Iterator, Mapping
+import functools
+import os
+from typing import Any
+
+from etils import epath
+import jax
+import numpy as np
+
+from paxon.layers.models.hugging_face import (
+  config_fields,
+  conversion,
+  families,
+  family,
+  safetensors_file,
+  weight_files,
+)
+from paxon.runner import run_dir, user_error
+from paxon.runner.checkpoints import (
+  checkpointer,
+  lazy_array,
+  text_table,
+)
+from paxon.sharding import variables
+from paxon.tools import hf_files
+
+_STEP = "step"
+_MISTAKES = (
+  config_fields.UnservedConfigError,
+  safetensors_file.DamagedFileError,
+  weight_files.WeightsError,
+)
+
+
+def run(
+  source: epath.Path, target: epath.Path, *, dtype: Any, dry_run: bool
+) -> Iterator[str]:
+  """Imports weights, and yields lines to print.
+
+  Args:
+    source: A folder with `config.json` and weights, or one file beside its
+      `config.json`.
+    target: The folder to make, as a run has it: `checkpoints/0`, and
+      `hugging_face` with what is needed to export.
+    dtype: Of the stored arrays; `None` keeps that of the files.
+    dry_run: Whether only to say what would be written.
+
+  Raises:
+    user_error.UserError: The model is not served, or the weights do not fit.
+  """
+  folder = source if source.is_dir() else source.parent
+  if not source.exists():
+    raise user_error.UserError(
+      f"There is no {os.fspath(source)}; give a folder with config.json and"
+      " safetensors files."
+    )
+  config = hf_files.read_config(folder)
+  checkpoints = target / run_dir.CHECKPOINTS
+  if not dry_run and (checkpoints / "0").exists():
+    raise user_error.UserError(
+      f"{os.fspath(checkpoints / '0')} exists; give another folder, or delete"
+      " that one."
+    )
+  try:
+    of = families.find(config)
+    names = of.names(config)
+    files = weight_files.find(source, names=names)
+    files.check()
+    dtypes = {
+      name: np.dtype(dtype or files.leaf_dtype(leaf))
+      for name, leaf in names.leaves.items()
+    }
+  except _MISTAKES as error:
+    raise user_error.UserError(str(error)) from error
+  specs = _specs(of, config, names, dtypes)
+  if dry_run:
+    yield from preview(files, dtypes)
+  else:
+    yield f"{of.model_type}: {len(names.tensors)} tensors"
+    _save(checkpoints, files, specs)
+    copied = hf_files.copy_beside(folder, target / hf_files.FOLDER)
+    yield f"copied: {', '.join(copied)}"
+  total = sum(
+    dtypes[name].itemsize * int(np.prod(leaf.shape))
+    for name, leaf in names.leaves.items()
+  )
+  done = "would write" if dry_run else "wrote"
+  yield (
+    f"{done} {len(names.leaves)} arrays, {text_table.size(total)}, to"
+    f" {os.fspath(checkpoints / '0')}"
+  )
+
+
+def preview(
+  files: weight_files.WeightFiles, dtypes: Mapping[str, np.dtype]
+) -> Iterator[str]:
+  """Yields a table of names and shapes.
+
+  Args:
+    files: The weights.
+    dtypes: Of our arrays, by name.
+  """
+  rows = [("array", "shape", "dtype", "from", "shape", "dtype")]
+  for name, leaf in files.names.leaves.items():
+    tensor = leaf.sources[0][0].name
+    more = len(leaf.sources) - 1
+    entry = files.entry(tensor)
+    rows.append(
+      (
+        name,
+        _shape(leaf.shape),
+        dtypes[name].name,
+        f"{tensor}{f' and {more} more' if more else ''}",
+        _shape(entry.shape),
+        entry.numpy_dtype.name,
+      )
+    )
+  yield from text_table.lines(rows, right=())
+
+
+def _specs(
+  of: family.Family,
+  config: Mapping[str, Any],
+  names: family.Names,
+  dtypes: Mapping[str, np.dtype],
+) -> dict[str, variables.VariableSpec]:
+  """Returns the specs of the model, by name, with the dtypes of the files."""
+  abstract = jax.eval_shape(
+    of.model(config).init, jax.random.key(0), *of.example()
+  )
+  found = jax.tree.leaves(variables.specs_of(abstract))
+  shapes = {spec.name: spec.shape for spec in found}
+  expected = {name: leaf.shape for name, leaf in names.leaves.items()}
+  assert shapes == expected, "a family's names are not those of its model"
+  return {
+    spec.name: variables.VariableSpec(
+      name=spec.name,
+      shape=spec.shape,
+      dtype=dtypes[spec.name],
+      axes=spec.axes,
+    )
+    for spec in found
+  }
+
+
+def _save(
+  checkpoints: epath.Path,
+  files: weight_files.WeightFiles,
+  specs: Mapping[str, variables.VariableSpec],
+) -> None:
+  step = variables.VariableSpec(_STEP, (), np.dtype(np.int32), ())
+  all_specs = {**specs, _STEP: step}
+  tree = {
+    name: lazy_array.LazyArray(
+      shape=spec.shape,
+      dtype=spec.dtype,
+      read=functools.partial(
+        conversion.to_leaf,
+        files.names.leaves[name],
+        files.read_rows,
+        spec.dtype,
+      ),
+    )
+    for name, spec in specs.items()
+  }
+  # Training that starts from here is at its first step.
+  tree[_STEP] = lazy_array.LazyArray(
+    shape=(), dtype=step.dtype, read=lambda: np.zeros((), np.int32)
+  )
+  try:
+    with checkpointer.Checkpointer(checkpoints, lazy=True) as opened:
+      opened.save(0, tree, specs=all_specs, data={})
+  except checkpointer.SaveError as error:
+    raise user_error.UserError(str(error)) from error
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+  return f"[{', '.join(map(str, shape))}]"

@@ -1,0 +1,150 @@
+"""The command line for weights of Hugging Face.
+
+  tools/hf import DIR --to RUN     safetensors files into a checkpoint
+  tools/hf export RUN[@STEP] --to DIR
+                                   a checkpoint into safetensors files
+
+DIR is a folder with config.json and model.safetensors, or the files that
+model.safetensors.index.json names; or one such file. RUN becomes a folder with
+the checkpoint of step 0, and with config.json and the tokenizer's files, so
+that it can be exported again. A run that was trained from it is exported with
+--like RUN. Values keep their dtype unless --dtype says another one, and
+--dry_run shows names and shapes and writes nothing. Wrong use is one line on
+stderr and status 2.
+"""
+
+from collections.abc import Sequence
+import os
+import sys
+from typing import Any, NoReturn
+
+from paxon.runner import run_dir, user_error
+from paxon.runner.configuration import suggestions
+from paxon.tools import ckpt_arguments
+
+COMMANDS = ("import", "export")
+
+_DTYPES = ("bfloat16", "float16", "float32")
+_DONE, _WRONG_USE = 0, 2
+_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str]) -> int:
+  """Runs one command and returns its exit status.
+
+  Args:
+    argv: The command and its arguments.
+  """
+  try:
+    return _run(list(argv))
+  except user_error.UserError as error:
+    print(user_error.one_line(error), file=sys.stderr)
+    return _WRONG_USE
+
+
+def _run(argv: list[str]) -> int:
+  if not argv or argv[0] in ("-h", "--help", "help"):
+    from paxon.layers.models.hugging_face import families
+
+    print(f"{__doc__}\nModels served: {', '.join(families.served())}.")
+    return _DONE if argv else _WRONG_USE
+  name, *rest = argv
+  if name not in COMMANDS:
+    raise user_error.UserError(
+      f"There is no command {name!r}{suggestions.hint(name, COMMANDS)}"
+    )
+  lines = _import(rest) if name == "import" else _export(rest)
+  for line in lines:
+    print(line, flush=True)
+  return _DONE
+
+
+def _import(argv: list[str]) -> Any:
+  parser = _parser("import", "Writes safetensors files into a checkpoint.")
+  parser.add_argument("source", metavar="DIR", help="a folder, or one file")
+  parser.add_argument(
+    "--to", metavar="RUN", required=True, help="the folder to make"
+  )
+  arguments = parser.parse_args(argv)
+  from paxon.tools import hf_import
+
+  return hf_import.run(
+    run_dir.resolve(arguments.source, os.environ),
+    run_dir.resolve(arguments.to, os.environ),
+    dtype=_dtype(arguments.dtype),
+    dry_run=arguments.dry_run,
+  )
+
+
+def _export(argv: list[str]) -> Any:
+  parser = _parser("export", "Writes a checkpoint into safetensors files.")
+  parser.add_argument("run", metavar="RUN[@STEP]", help="a checkpoint")
+  parser.add_argument(
+    "--to", metavar="DIR", required=True, help="the folder to fill"
+  )
+  parser.add_argument(
+    "--like",
+    metavar="RUN",
+    help="a folder with the model's config.json, or an imported checkpoint",
+  )
+  parser.add_argument(
+    "--shard_bytes", type=int, default=None, help="the largest size of a file"
+  )
+  arguments = parser.parse_args(argv)
+  if arguments.shard_bytes is not None and arguments.shard_bytes <= 0:
+    raise user_error.UserError(
+      f"export: --shard_bytes must be positive, got {arguments.shard_bytes}."
+    )
+  checkpoint = ckpt_arguments.find(arguments.run)
+  from paxon.tools import hf_export, hf_files
+
+  like = None
+  if arguments.like is not None:
+    like = run_dir.resolve(arguments.like, os.environ)
+    inside = like / hf_files.FOLDER
+    like = inside if inside.is_dir() else like
+  return hf_export.run(
+    checkpoint,
+    run_dir.resolve(arguments.to, os.environ),
+    like=like,
+    dtype=_dtype(arguments.dtype),
+    shard_bytes=arguments.shard_bytes or hf_export.SHARD_BYTES,
+    dry_run=arguments.dry_run,
+  )
+
+
+def _parser(command: str, description: str) -> ckpt_arguments.Parser:
+  parser = ckpt_arguments.Parser(command, description, program="tools/hf")
+  parser.add_argument(
+    "--dtype", choices=_DTYPES, help="of the written values; default as read"
+  )
+  parser.add_argument(
+    "--dry_run", action="store_true", help="show names and shapes only"
+  )
+  return parser
+
+
+def _dtype(name: str | None) -> Any:
+  import jax.numpy as jnp
+
+  return None if name is None else jnp.dtype(name)
+
+
+def run() -> NoReturn:
+  """Runs the process's arguments and exits with the status."""
+  # A training on this machine keeps its accelerators. jax comes later.
+  os.environ["JAX_PLATFORMS"] = "cpu"
+  try:
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+  except KeyboardInterrupt:
+    status = _INTERRUPTED
+  except BrokenPipeError:
+    # The reader, such as `head`, has had enough.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    status = _DONE
+  sys.exit(status)
+
+
+if __name__ == "__main__":
+  run()

@@ -1,0 +1,349 @@
+"""Tests for weights of Hugging Face, in and out."""
+
+import json
+import os
+import threading
+
+from etils import epath
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors import numpy as safetensors_numpy
+
+from paxon.layers.models.hugging_face import families, golden_case
+from paxon.runner.checkpoints import stored_arrays, stored_checkpoint
+from paxon.tools import hf_export, hf_main
+
+_METADATA = {"format": "pt"}
+
+
+def _model(folder, config, *, dtype=np.float32, more=None, leave_out=()):
+  """Writes a model as transformers does; returns its tensors."""
+  names = families.find(config).names(config)
+  tensors = {
+    name: golden_case.weight(name, tensor.shape).astype(dtype)
+    for name, tensor in names.tensors.items()
+    if name not in leave_out
+  }
+  tensors |= more or {}
+  folder.mkdir()
+  safetensors_numpy.save_file(
+    tensors, folder / "model.safetensors", metadata=_METADATA
+  )
+  (folder / "config.json").write_text(json.dumps(config))
+  return tensors
+
+
+def _config(case, **changes):
+  return {**golden_case.read(case).config, **changes}
+
+
+def _run(*argv):
+  return hf_main.main([os.fspath(arg) for arg in argv])
+
+
+def _error(capsys, *argv):
+  """Returns the one line on stderr of a command that fails."""
+  assert _run(*argv) == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  return line
+
+
+@pytest.mark.parametrize(
+  ("case", "dtype"),
+  [
+    ("llama3", jnp.bfloat16),
+    ("phi3", np.float32),
+    ("gemma2", jnp.bfloat16),
+    # Shared parameters, and two stacks.
+    ("t5_v1_1", np.float32),
+    ("bert", np.float32),
+  ],
+)
+def test_round_trip_is_the_same_file(case, dtype, tmp_path, capsys):
+  source, run, back = (tmp_path / name for name in ("source", "run", "back"))
+  _model(source, _config(case), dtype=dtype)
+  (source / "tokenizer.json").write_text("{}")
+  (source / "README.md").write_text("not copied")
+  assert _run("import", source, "--to", run) == 0
+  assert "copied: config.json, tokenizer.json" in capsys.readouterr().out
+  assert _run("export", run, "--to", back) == 0
+  assert sorted(path.name for path in back.iterdir()) == [
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+  ]
+  for path in back.iterdir():
+    assert path.read_bytes() == (source / path.name).read_bytes()
+
+
+def test_old_files_without_prefix_and_with_masks(tmp_path):
+  source, run, back = (tmp_path / name for name in ("source", "run", "back"))
+  tensors = _model(source, _config("gpt2"))
+  old = {name.removeprefix("transformer."): x for name, x in tensors.items()}
+  old["h.0.attn.bias"] = np.ones((1, 1, 24, 24), np.uint8)
+  old["lm_head.weight"] = old["wte.weight"].copy()
+  safetensors_numpy.save_file(old, source / "model.safetensors")
+  assert _run("import", source, "--to", run) == 0
+  assert _run("export", run, "--to", back) == 0
+  # As transformers writes it today: names whole, tied tensors once, no masks.
+  found = safetensors_numpy.load_file(back / "model.safetensors")
+  assert set(found) == set(tensors)
+  for name, x in tensors.items():
+    np.testing.assert_array_equal(found[name], x)
+
+
+def test_several_files(tmp_path):
+  source, run, back = (tmp_path / name for name in ("source", "run", "back"))
+  tensors = _model(source, _config("llama2"))
+  assert _run("import", source, "--to", run) == 0
+  sizes = "--shard_bytes", "20000"
+  assert _run("export", run, "--to", back, *sizes) == 0
+  index = json.loads((back / "model.safetensors.index.json").read_text())
+  assert index["metadata"]["total_size"] == sum(
+    x.nbytes for x in tensors.values()
+  )
+  files = sorted(set(index["weight_map"].values()))
+  assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+  assert len(files) > 2
+  for file in files:
+    found = safetensors_numpy.load_file(back / file)
+    assert sum(x.nbytes for x in found.values()) <= 20000
+    for name, x in found.items():
+      assert index["weight_map"][name] == file
+      np.testing.assert_array_equal(x, tensors[name])
+  # And they are read again.
+  again = tmp_path / "again"
+  assert _run("import", back, "--to", again) == 0
+  (back / files[1]).unlink()
+  assert _run("import", back, "--to", tmp_path / "third") == 2
+
+
+def test_dtypes_are_cast_on_request(tmp_path):
+  source, run, back = (tmp_path / name for name in ("source", "run", "back"))
+  tensors = _model(source, _config("llama2"))
+  assert _run("import", source, "--to", run, "--dtype", "bfloat16") == 0
+  stored = stored_checkpoint.find(epath.Path(run))
+  name = "params/embedding/table"
+  assert stored.arrays[name].dtype == "bfloat16"
+  assert stored.arrays[name].axes == ("vocab", "embed")
+  table = tensors["model.embed_tokens.weight"]
+  np.testing.assert_array_equal(
+    stored_arrays.read_numpy(stored, [name])[name], table.astype(jnp.bfloat16)
+  )
+  assert _run("export", run, "--to", back, "--dtype", "float16") == 0
+  found = safetensors_numpy.load_file(back / "model.safetensors")
+  np.testing.assert_array_equal(
+    found["model.embed_tokens.weight"],
+    table.astype(jnp.bfloat16).astype(np.float16),
+  )
+  assert json.loads((back / "config.json").read_text())["dtype"] == "float16"
+
+
+def test_dry_run_writes_nothing(tmp_path, capsys):
+  source, run = tmp_path / "source", tmp_path / "run"
+  _model(source, _config("phi3"))
+  assert _run("import", source, "--to", run, "--dry_run") == 0
+  shown = capsys.readouterr().out
+  assert "params/stack/layers/blocks_0/attention/query" in shown
+  assert "model.layers.0.self_attn.qkv_proj.weight and 1 more" in shown
+  assert "would write 12 arrays" in shown
+  assert not run.exists()
+  assert _run("import", source, "--to", run) == 0
+  back = tmp_path / "back"
+  capsys.readouterr()
+  assert _run("export", run, "--to", back, "--dry_run") == 0
+  assert "would write 15 tensors" in capsys.readouterr().out
+  assert not back.exists()
+
+
+def test_weights_that_do_not_fit(tmp_path, capsys):
+  config, to = _config("llama2"), tmp_path / "run"
+  missing = "model.layers.1.mlp.up_proj.weight"
+  source = tmp_path / "missing"
+  _model(source, config, leave_out=(missing,))
+  line = _error(capsys, "import", source, "--to", to)
+  assert f"{missing} [48, 32] is missing" in line
+  source = tmp_path / "extra"
+  _model(source, config, more={"model.adapter": np.zeros(3, np.float32)})
+  line = _error(capsys, "import", source, "--to", to)
+  assert "model.adapter is in the file and not in the model" in line
+  source = tmp_path / "shape"
+  _model(source, config, more={missing: np.zeros((32, 32), np.float32)})
+  line = _error(capsys, "import", source, "--to", to)
+  assert (
+    f"{missing} has shape [32, 32] in the file and [48, 32] by its config.json"
+    in line
+  )
+  source = tmp_path / "dtypes"
+  _model(source, config, more={missing: np.zeros((48, 32), np.float16)})
+  line = _error(capsys, "import", source, "--to", to)
+  assert "have several dtypes" in line
+  assert "is F16" in line
+  assert not to.exists()
+
+
+def test_tied_tensors_that_differ(tmp_path, capsys):
+  source = tmp_path / "source"
+  head = golden_case.weight("another", (64, 32))
+  _model(source, _config("llama3"), more={"lm_head.weight": head})
+  line = _error(capsys, "import", source, "--to", tmp_path / "run")
+  assert "lm_head.weight must be model.embed_tokens.weight" in line
+
+
+def test_files_that_cannot_be_read(tmp_path, capsys):
+  to, source = tmp_path / "run", tmp_path / "source"
+  line = _error(capsys, "import", source, "--to", to)
+  assert "There is no" in line
+  source.mkdir()
+  line = _error(capsys, "import", source, "--to", to)
+  assert "config.json; it says what the weights are of" in line
+  (source / "config.json").write_text(json.dumps(_config("llama2")))
+  (source / "pytorch_model.bin").write_bytes(b"")
+  line = _error(capsys, "import", source, "--to", to)
+  assert "There is no model.safetensors" in line
+  assert "pytorch_model.bin is of a kind that is not read" in line
+  cut = tmp_path / "cut"
+  _model(cut, _config("llama2"))
+  path = cut / "model.safetensors"
+  path.write_bytes(path.read_bytes()[:-8])
+  line = _error(capsys, "import", cut, "--to", to)
+  assert "model.safetensors cannot be read: it has" in line
+  assert "copy it again" in line
+  index = source / "model.safetensors.index.json"
+  index.write_text(json.dumps({"weight_map": {"a": "x.safetensors"}}))
+  line = _error(capsys, "import", source, "--to", to)
+  assert "x.safetensors is missing" in line
+  index.write_text("[]")
+  line = _error(capsys, "import", source, "--to", to)
+  assert "index.json cannot be read" in line
+  assert not to.exists()
+
+
+def test_models_that_are_not_served(tmp_path, capsys):
+  source = tmp_path / "source"
+  _model(source, _config("llama2"))
+  for changes, message in (
+    ({"model_type": "mamba"}, "model_type is 'mamba'; those served are "),
+    ({"quantization_config": {}}, "quantization_config is {}, but llama is"),
+    ({"rope_scaling": {"type": "x"}}, "rope_scaling is {'type': 'x'}"),
+    ({"residual_multiplier": 2}, "residual_multiplier (2) is not known"),
+    (
+      {"architectures": ["LlamaForSequenceClassification"]},
+      "architectures is ['LlamaForSequenceClassification'], but",
+    ),
+  ):
+    text = json.dumps(_config("llama2", **changes))
+    (source / "config.json").write_text(text)
+    line = _error(capsys, "import", source, "--to", tmp_path / "run")
+    assert message in line
+
+
+def test_wrong_use(tmp_path, capsys):
+  assert "There is no command 'improt'" in _error(capsys, "improt")
+  assert "--to" in _error(capsys, "import", tmp_path)
+  assert "invalid choice: 'int4'" in _error(
+    capsys, "import", tmp_path, "--to", tmp_path / "x", "--dtype", "int4"
+  )
+  assert _run("--help") == 0
+  assert "Models served: " in capsys.readouterr().out
+
+
+def test_what_is_there_is_not_replaced(tmp_path, capsys):
+  source, run = tmp_path / "source", tmp_path / "run"
+  _model(source, _config("llama2"))
+  assert _run("import", source, "--to", run) == 0
+  capsys.readouterr()
+  line = _error(capsys, "import", source, "--to", run)
+  assert "checkpoints/0 exists; give another folder" in line
+  line = _error(capsys, "export", run, "--to", source)
+  assert f"{source} holds weights; give another folder" in line
+  line = _error(
+    capsys, "export", run, "--to", tmp_path / "y", "--shard_bytes", "0"
+  )
+  assert "--shard_bytes must be positive, got 0" in line
+  line = _error(capsys, "export", run, "--to", "gs://bucket/model")
+  assert "is no folder of this machine" in line
+
+
+def test_checkpoints_that_do_not_fit(tmp_path, capsys):
+  source, run = tmp_path / "source", tmp_path / "run"
+  _model(source, _config("llama2"))
+  assert _run("import", source, "--to", run) == 0
+  capsys.readouterr()
+  other = tmp_path / "other"
+  _model(other, _config("llama2", vocab_size=65))
+  line = _error(capsys, "export", run, "--like", other, "--to", tmp_path / "x")
+  assert (
+    "params/embedding/table has shape (64, 32) in the checkpoint and (65, 32)"
+    in line
+  )
+  (run / "hugging_face" / "config.json").unlink()
+  (run / "hugging_face").rmdir()
+  line = _error(capsys, "export", run, "--to", tmp_path / "x")
+  assert "give --like, a folder with its config.json" in line
+
+
+def test_files_are_filled_in_order():
+  shape = np.float32, (10,)
+  described = {"a": shape, "b": shape, "c": (np.float32, (100,)), "d": shape}
+  assert hf_export.plan(described, shard_bytes=80) == {
+    "model-00001-of-00003.safetensors": ["a", "b"],
+    "model-00002-of-00003.safetensors": ["c"],
+    "model-00003-of-00003.safetensors": ["d"],
+  }
+  assert hf_export.plan(described, shard_bytes=10_000) == {
+    "model.safetensors": ["a", "b", "c", "d"]
+  }
+
+
+class _PeakMemory:
+  """Samples this process's memory in use; `growth` in bytes after the end."""
+
+  def __enter__(self):
+    self._begin = self._peak = self._now()
+    self._done = threading.Event()
+    self._thread = threading.Thread(target=self._sample)
+    self._thread.start()
+    return self
+
+  def __exit__(self, *exception):
+    self._done.set()
+    self._thread.join()
+    self.growth = self._peak - self._begin
+
+  def _sample(self):
+    while not self._done.wait(0.002):
+      self._peak = max(self._peak, self._now())
+
+  @staticmethod
+  def _now():
+    with open("/proc/self/statm") as file:
+      return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path):
+  # Layers without a pattern are no stack: many small arrays.
+  config = _config(
+    "qwen2",
+    num_hidden_layers=8,
+    layer_types=None,
+    max_window_layers=4,
+    hidden_size=512,
+    intermediate_size=1024,
+    num_key_value_heads=4,
+  )
+  small, large = tmp_path / "small", tmp_path / "large"
+  _model(small, {**config, "num_hidden_layers": 3, "max_window_layers": 2})
+  total = sum(x.nbytes for x in _model(large, config).values())
+  assert total > 80e6
+  # What is allocated once, such as the buffers of readers.
+  assert _run("import", small, "--to", tmp_path / "run") == 0
+  assert _run("export", tmp_path / "run", "--to", tmp_path / "back") == 0
+  with _PeakMemory() as importing:
+    assert _run("import", large, "--to", tmp_path / "run2") == 0
+  with _PeakMemory() as exporting:
+    assert _run("export", tmp_path / "run2", "--to", tmp_path / "back2") == 0
+  print(f"import {importing.growth:,}, export {exporting.growth:,} bytes")
+  assert importing.growth < 48e6
+  assert exporting.growth < 48e6
