@@ -23,7 +23,8 @@ class Task:
     name: A word for summaries and reports.
     model: A linen module with the method `loss(batch, *, deterministic)`,
       which returns a weighted loss, weighted metrics and per-example outputs.
-      Models that generate have `prefill` and `decode_step` too.
+      Models that generate have `prefill` and `decode_step` too, and those that
+      read a prompt as the source of another text have `encode`.
     learner: The optimizer and what is done to gradients before it.
     metrics: Functions of a batch and the model's per-example outputs, evaluated
       beside the model's own metrics.

@@ -62,11 +62,14 @@ def run(
     )
   config = hf_files.read_config(folder)
   checkpoints = target / run_dir.CHECKPOINTS
-  if not dry_run and (checkpoints / "0").exists():
-    raise user_error.UserError(
-      f"{os.fspath(checkpoints / '0')} exists; give another folder, or delete"
-      " that one."
-    )
+  if not dry_run and checkpoints.is_dir():
+    there = [each.name for each in checkpoints.iterdir()]
+    # What an interrupted import has left behind is replaced.
+    if any(name.isdecimal() for name in there):
+      raise user_error.UserError(
+        f"{os.fspath(checkpoints)} holds checkpoints; give another folder, or"
+        " delete them."
+      )
   try:
     of = families.find(config)
     names = of.names(config)

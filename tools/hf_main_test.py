@@ -255,7 +255,7 @@ def test_what_is_there_is_not_replaced(tmp_path, capsys):
   assert _run("import", source, "--to", run) == 0
   capsys.readouterr()
   line = _error(capsys, "import", source, "--to", run)
-  assert "checkpoints/0 exists; give another folder" in line
+  assert "checkpoints holds checkpoints; give another folder" in line
   line = _error(capsys, "export", run, "--to", source)
   assert f"{source} holds weights; give another folder" in line
   line = _error(

@@ -183,6 +183,9 @@ def _classified(
   if kernels.is_attention(kernel):
     is_backward = kernels.is_attention_backward(kernel)
     return BACKWARD if is_backward else FORWARD, CUDNN
+  if _RING in cost.name and cost.kind in (costs.ATTENTION, costs.MATMUL):
+    # Small ones are cuBLAS's.
+    return attention, RING
   if kernel.startswith("__cublas"):
     return PRODUCTS, CUBLAS_FP8 if kernel.endswith("$f8") else CUBLAS
   if _is_pallas(kernel):
@@ -191,7 +194,7 @@ def _classified(
     is_attention = "attention" in name_stack.part(cost.name).lower()
     return (attention if is_attention else OTHER), PALLAS
   if cost.kind == costs.ATTENTION and not _is_projection(cost.name):
-    return attention, RING if _RING in cost.name else PLAIN
+    return attention, PLAIN
   if cost.kind in (costs.ATTENTION, costs.MATMUL, costs.CONVOLUTION):
     return PRODUCTS, TRITON if "triton" in kernel else XLA
   return None

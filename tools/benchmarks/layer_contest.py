@@ -57,11 +57,17 @@ class Contest:
     out: Any = self.module.apply({"params": params}, *arrays, method=call)
     return out
 
-  def compiled(self, layer: Layer) -> jax.stages.Compiled:
+  def compiled(
+    self, layer: Layer, **options: bool | int | str
+  ) -> jax.stages.Compiled:
     """Returns the forward and backward pass of one of the two layers.
 
     It maps parameters and the float arrays to the output and the gradients of
     both, given ones as the gradient of the output.
+
+    Args:
+      layer: `ours` or `baseline`.
+      **options: Of the compiler.
     """
 
     def step(params: Params, floats: Any, integers: Any) -> Any:
@@ -71,7 +77,7 @@ class Contest:
     shapes = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.arguments()
     )
-    return jax.jit(step).lower(*shapes).compile()
+    return jax.jit(step).lower(*shapes).compile(compiler_options=options)
 
   def arguments(self) -> tuple[Params, Any, Any]:
     """Returns what both compiled passes are called with."""

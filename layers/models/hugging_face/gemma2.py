@@ -122,8 +122,10 @@ def _windows(
   by_period = [
     _LOCAL if (i + 1) % period else _GLOBAL for i in range(num_layers)
   ]
-  kinds = fields.any("layer_types", None) or by_period
-  if len(kinds) != num_layers or not set(kinds) <= {_LOCAL, _GLOBAL}:
+  kinds = fields.any("layer_types", None)
+  kinds = by_period if kinds is None else kinds
+  is_list = isinstance(kinds, list) and len(kinds) == num_layers
+  if not is_list or any(kind not in (_LOCAL, _GLOBAL) for kind in kinds):
     fields.refuse(
       "layer_types", f"{num_layers} times {_LOCAL!r} or {_GLOBAL!r}"
     )

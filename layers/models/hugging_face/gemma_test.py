@@ -78,6 +78,8 @@ _WINDOWED = (
   ("hidden_activation", "relu", LOGITS),
   ("hidden_activation", "other", REFUSED),
   ("layer_types", [_LOCAL], REFUSED),
+  ("layer_types", [], REFUSED),
+  ("layer_types", _LOCAL, REFUSED),
   ("num_attention_heads", 7, REFUSED),
   ("num_hidden_layers", 4, REFUSED),
   ("num_key_value_heads", 3, REFUSED),

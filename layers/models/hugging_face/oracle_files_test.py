@@ -55,7 +55,7 @@ def test_files_of_transformers_are_read(name, tmp_path):
 
 @pytest.mark.parametrize("name", _CASES)
 def test_transformers_reads_our_files(name, tmp_path):
-  import torch
+  import torch  # pyrefly: ignore[missing-import]
 
   model, stored = _model(name), golden_case.read(name)
   tensors = families.find(stored.config).names(stored.config).tensors

@@ -76,6 +76,7 @@ class HasKernel(testing.TinyLm):
   dtype = "bfloat16"
   kernel: Literal["cudnn", "splash", "ring"] = "splash"
   position_bias: bool = False
+  generates: bool = False
 
   _kernels: ClassVar = {
     "cudnn": cudnn_attention.cudnn,
@@ -85,7 +86,8 @@ class HasKernel(testing.TinyLm):
 
   def adjust(self, config: fdl.Config[job_lib.Job]) -> None:
     """Sets the kernel, and what is added to logits."""
-    config.generation = None
+    if not self.generates:
+      config.generation = None
     attention = config.task.model.stack.blocks[0].attention
     attention.kernel = self._kernels[self.kernel]
     if self.position_bias:
@@ -100,6 +102,18 @@ class ExpectsSplash(HasKernel):
   ) -> tuple[fdl.Config[kernel_contract.ExpectedKernel], ...]:
     """Returns both passes of attention."""
     return _both_passes(kernel_contract.SPLASH)
+
+
+class ExpectsRing(HasKernel):
+  """Expects ring attention and has it."""
+
+  kernel = "ring"
+
+  def expected_kernels(
+    self,
+  ) -> tuple[fdl.Config[kernel_contract.ExpectedKernel], ...]:
+    """Returns both passes of attention."""
+    return _both_passes(kernel_contract.RING)
 
 
 class Expects(testing.TinyLm):

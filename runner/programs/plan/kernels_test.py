@@ -34,12 +34,12 @@ def _plan(experiment, target="h200:1x8", *, is_compiled=False, **knobs):
   )
 
 
-def _compiled(name, target="h200:1x8", **knobs):
+def _compiled(name, target="h200:1x8", mesh="fsdp=4,tensor=2", **knobs):
   """Plans in another process, with the compiler for the target."""
   given = [overrides.Override(k, str(v)) for k, v in knobs.items()]
   return child.plan(
     f"{_MODULE}.{name}",
-    [*given, overrides.Override("mesh", "fsdp=4,tensor=2")],
+    [*given, overrides.Override("mesh", mesh)],
     testing.target(target),
     is_compiled=True,
     time_limit=600.0,
@@ -126,8 +126,19 @@ def test_a_layer_that_cudnn_cannot_serve_is_named(knobs, message):
   [
     ("splash", "h200:1x8", {}, r" on h200:1x8: .* runs on tpu, not on cuda"),
     ("splash", "v5e:2x4", {"mesh": "sequence=8"}, r": .*splits rows into 8 pa"),
-    ("ring", "v5e:2x4", {"position_bias": True}, r" on v5e:2x4: .*_bias is Alibi"),
-    ("cudnn", "h200:1x8", {"mesh": "sequence=8"}, r": .*splits rows into 8 pa"),
+    (
+      "ring",
+      "v5e:2x4",
+      {"position_bias": True},
+      r" on v5e:2x4: .*_bias is Alibi",
+    ),
+    ("cudnn", "h200:1x8", {"mesh": "sequence=8"}, r": .*splits rows into 8 p"),
+    (
+      "splash",
+      "v5e:2x4",
+      {"generates": True},
+      r" on v5e:2x4: .* generates samples",
+    ),
   ],
 )
 def test_a_kernel_that_does_not_fit_is_refused_before_tracing(
@@ -154,6 +165,16 @@ def test_a_plan_without_cudnn_names_what_is_missing():
   assert len(notes) == 1
   assert f"the compiler needs {', '.join(missing)}" in notes[0]
   assert "--config=plan_cudnn" in notes[0]
+
+
+def test_ring_attention_is_compiled_for_rows_over_devices():
+  plan = _compiled("ExpectsRing", mesh="sequence=4,tensor=2")
+  assert plan.compiled
+  found = {(c.part, c.kernel) for c in plan.kernel_choices}
+  assert ("attention forward", "ring") in found
+  assert ("attention backward", "ring") in found
+  along = [c for c in plan.collectives if "sequence" in c.axes]
+  assert "collective-permute" in {c.kind for c in along}
 
 
 def test_splash_attention_is_compiled_for_each_layer():

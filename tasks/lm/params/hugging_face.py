@@ -125,7 +125,13 @@ class HuggingFaceLm(datasets.Text, experiment.Experiment):
     return (
       super()
       .shrink()
-      .replace(weights=None, loss_chunk_length=None, max_new_tokens=8)
+      .replace(
+        weights=None,
+        length=64,
+        global_batch_size=8,
+        loss_chunk_length=None,
+        max_new_tokens=8,
+      )
     )
 
   def _model(self) -> fdl.Config[Any]:
