@@ -20,15 +20,14 @@ def _joined(deps, *added):
 
     A select cannot be looked into; it must hold nothing of what is added.
     """
-    if type(deps) != type([]):
-        return deps + _joined([], *added)
-    seen = {str(dep).lstrip("@"): None for dep in deps}
-    result = list(deps)
+    is_select = type(deps) != type([])
+    result = [] if is_select else list(deps)
+    seen = {str(dep).lstrip("@"): None for dep in result}
     for label in [label for labels in added for label in labels]:
         if str(label).lstrip("@") not in seen:
             seen[str(label).lstrip("@")] = None
             result.append(label)
-    return result
+    return deps + result if is_select else result
 
 def py_root(name, srcs, **kwargs):
     """The root package itself; only the workspace's top BUILD has one."""
