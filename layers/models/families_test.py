@@ -20,7 +20,7 @@ from paxon.layers.models import testing as models_testing
 from paxon.layers.models.hugging_face import families, golden_case
 from paxon.sharding import layout, mesh
 
-LENGTH = 8
+LENGTH, SOURCE = 8, 16
 _OPTIONS = {"xla_backend_optimization_level": 0}
 
 
@@ -29,11 +29,14 @@ def _golden(case: str) -> nn.Module:
   return families.find(config).model(config)
 
 
-# One of each structure. `decoder_lm_*_test` has those of Llama and GPT-2, and
-# `encoder_decoder_test` its own; others differ by a part or a number.
+# One of each structure. `decoder_lm_*_test` has those of Llama and GPT-2; the
+# others differ by a part or a number.
 _DECODERS = ("gemma2", "gpt_neox")
 _FAMILIES: Mapping[str, Callable[[], nn.Module]] = {
-  **{name: functools.partial(_golden, name) for name in (*_DECODERS, "bert")},
+  **{
+    name: functools.partial(_golden, name)
+    for name in (*_DECODERS, "t5", "bert")
+  },
   "prefix_lm": models_testing.tiny_prefix_lm,
   "classifier": functools.partial(models_testing.tiny_classifier, 8),
 }
@@ -47,6 +50,9 @@ _LARGEST_SHARE = 0.2
 
 def _batch(family: str) -> dict[str, jax.Array]:
   rows = [[6, 2], [8], [3, 4], [5]] * 2
+  if family == "t5":
+    pairs = [[(2 * size, size) for size in row] for row in rows]
+    return models_testing.paired_batch(pairs, source=SOURCE, length=LENGTH)
   batch = models_testing.packed_batch(rows, LENGTH)
   if family == "prefix_lm":
     batch["prefix"] = batch["positions"] < 2

@@ -20,7 +20,7 @@ from paxon.layers import (
   unembedding,
 )
 from paxon.layers.attention import grouped_query
-from paxon.layers.models import head_transform, masked_lm, pre_norm_decoder
+from paxon.layers.models import head_transform, masked_lm
 from paxon.layers.models.hugging_face import (
   activations,
   config_fields,
@@ -41,127 +41,6 @@ _INERT = (
 )
 
 
-def model(
-  config: Mapping[str, Any], make: Callable[..., Any] = pre_norm_decoder.build
-) -> Any:
-  """Returns the model of a `config.json`, or what `make` makes of it.
-
-  Args:
-    config: The content of the file.
-    make: Called with a class and its fields.
-
-  Raises:
-    UnservedConfigError: A field has a value that is not served.
-  """
-  bert = _read(config)
-  D = bert.sizes["D"]
-  head = None
-  if not bert.tied:
-    head = make(
-      unembedding.Unembedding, vocab_size=bert.sizes["V"], use_bias=True
-    )
-  return make(
-    masked_lm.MaskedLm,
-    embedding=make(
-      embedding.Embedding,
-      vocab_size=bert.sizes["V"],
-      embed_dim=D,
-      use_bias=bert.tied,
-    ),
-    stack=make(
-      stack.Stack, blocks=[_block(bert, make)], num_layers=bert.num_layers
-    ),
-    position_embedding=make(
-      position_embedding.LearnedPositions, max_length=bert.sizes["P"]
-    ),
-    type_embedding=make(
-      embedding.Embedding, vocab_size=bert.sizes["C"], embed_dim=D
-    ),
-    embedding_norm=_norm(bert, make),
-    head=head,
-    transform=make(
-      head_transform.HeadTransform,
-      dense=make(
-        linear.Linear,
-        output_dim=D,
-        activation=bert.activation,
-        # The result is whole on each device, as the residual stream is.
-        kernel_axes=(axes.EMBED, None),
-      ),
-      norm=_norm(bert, make),
-    ),
-  )
-
-
-def names(config: Mapping[str, Any]) -> family.Names:
-  """Returns the names of the weights.
-
-  Args:
-    config: The content of the file.
-
-  Raises:
-    UnservedConfigError: A field has a value that is not served.
-  """
-  bert = _read(config)
-  head, word = "cls.predictions", "bert.embeddings.word_embeddings.weight"
-  ignored = [
-    r"bert\.embeddings\.position_ids",
-    # Of the task that is not served.
-    r"bert\.pooler\.dense\.(weight|bias)",
-    r"cls\.seq_relationship\.(weight|bias)",
-  ]
-  tied = {}
-  if bert.tied:
-    last = [family.rule(f"{head}.bias", "params/embedding/bias", "V -> V")]
-    tied = {
-      f"{head}.decoder.weight": word,
-      f"{head}.decoder.bias": f"{head}.bias",
-    }
-  else:
-    last = [
-      family.rule(f"{head}.decoder.weight", "params/head/kernel", "V D -> D V"),
-      family.rule(f"{head}.decoder.bias", "params/head/bias", "V -> V"),
-    ]
-    # It is that of the tied head, and of no use here.
-    ignored.append(r"cls\.predictions\.bias")
-  return family.Names(
-    sizes=bert.sizes,
-    rules=(
-      family.rule(word, "params/embedding/table", "V D -> V D"),
-      family.rule(
-        "bert.embeddings.position_embeddings.weight",
-        "params/position_embedding/table",
-        "P D -> P D",
-      ),
-      family.rule(
-        "bert.embeddings.token_type_embeddings.weight",
-        "params/type_embedding/table",
-        "C D -> C D",
-      ),
-      *_norm_rules("bert.embeddings.LayerNorm", "params/embedding_norm"),
-      *_dense_rules(f"{head}.transform.dense", "params/transform/dense"),
-      *_norm_rules(f"{head}.transform.LayerNorm", "params/transform/norm"),
-      *last,
-    ),
-    stacks=(
-      family.StackRules(
-        stack="params/stack", num_layers=bert.num_layers, rules=_layer_rules()
-      ),
-    ),
-    tied=tied,
-    ignored=tuple(ignored),
-    former={
-      "LayerNorm.gamma": "LayerNorm.weight",
-      "LayerNorm.beta": "LayerNorm.bias",
-    },
-  )
-
-
-FAMILY = family.Family(
-  model_type="bert", architecture="BertForMaskedLM", model=model, names=names
-)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Bert:
   """What a file says; `sizes` are those of the patterns of names."""
@@ -171,6 +50,103 @@ class _Bert:
   epsilon: float
   activation: activations.Activation
   tied: bool
+
+  def model(self, make: Callable[..., Any]) -> Any:
+    """Returns the model, or what `make` makes of it."""
+    D = self.sizes["D"]
+    head = None
+    if not self.tied:
+      head = make(
+        unembedding.Unembedding, vocab_size=self.sizes["V"], use_bias=True
+      )
+    return make(
+      masked_lm.MaskedLm,
+      embedding=make(
+        embedding.Embedding,
+        vocab_size=self.sizes["V"],
+        embed_dim=D,
+        use_bias=self.tied,
+      ),
+      stack=make(
+        stack.Stack, blocks=[_block(self, make)], num_layers=self.num_layers
+      ),
+      position_embedding=make(
+        position_embedding.LearnedPositions, max_length=self.sizes["P"]
+      ),
+      type_embedding=make(
+        embedding.Embedding, vocab_size=self.sizes["C"], embed_dim=D
+      ),
+      embedding_norm=_norm(self, make),
+      head=head,
+      transform=make(
+        head_transform.HeadTransform,
+        dense=make(
+          linear.Linear,
+          output_dim=D,
+          activation=self.activation,
+          # The result is whole on each device, as the residual stream is.
+          kernel_axes=(axes.EMBED, None),
+        ),
+        norm=_norm(self, make),
+      ),
+    )
+
+  def names(self) -> family.Names:
+    """Returns the names of the weights."""
+    head, word = "cls.predictions", "bert.embeddings.word_embeddings.weight"
+    ignored = [
+      r"bert\.embeddings\.position_ids",
+      # Of the task that is not served.
+      r"bert\.pooler\.dense\.(weight|bias)",
+      r"cls\.seq_relationship\.(weight|bias)",
+    ]
+    tied = {}
+    if self.tied:
+      last = [family.rule(f"{head}.bias", "params/embedding/bias", "V -> V")]
+      tied = {
+        f"{head}.decoder.weight": word,
+        f"{head}.decoder.bias": f"{head}.bias",
+      }
+    else:
+      last = [
+        family.rule(
+          f"{head}.decoder.weight", "params/head/kernel", "V D -> D V"
+        ),
+        family.rule(f"{head}.decoder.bias", "params/head/bias", "V -> V"),
+      ]
+      # It is that of the tied head, and of no use here.
+      ignored.append(r"cls\.predictions\.bias")
+    return family.Names(
+      sizes=self.sizes,
+      rules=(
+        family.rule(word, "params/embedding/table", "V D -> V D"),
+        family.rule(
+          "bert.embeddings.position_embeddings.weight",
+          "params/position_embedding/table",
+          "P D -> P D",
+        ),
+        family.rule(
+          "bert.embeddings.token_type_embeddings.weight",
+          "params/type_embedding/table",
+          "C D -> C D",
+        ),
+        *_norm_rules("bert.embeddings.LayerNorm", "params/embedding_norm"),
+        *_dense_rules(f"{head}.transform.dense", "params/transform/dense"),
+        *_norm_rules(f"{head}.transform.LayerNorm", "params/transform/norm"),
+        *last,
+      ),
+      stacks=(
+        family.StackRules(
+          stack="params/stack", num_layers=self.num_layers, rules=_layer_rules()
+        ),
+      ),
+      tied=tied,
+      ignored=tuple(ignored),
+      former={
+        "LayerNorm.gamma": "LayerNorm.weight",
+        "LayerNorm.beta": "LayerNorm.bias",
+      },
+    )
 
 
 def _read(config: Mapping[str, Any]) -> _Bert:
@@ -269,3 +245,10 @@ def _layer_rules() -> tuple[family.Rule, ...]:
     *_norm_rules(f"{at}.attention.output.LayerNorm", "attention_norm"),
     *_norm_rules(f"{at}.output.LayerNorm", "feed_forward_norm"),
   )
+
+
+FAMILY = family.Family(
+  model_type="bert",
+  architecture="BertForMaskedLM",
+  read=_read,
+)

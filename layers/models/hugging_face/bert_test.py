@@ -21,8 +21,10 @@ CASES = ("bert", "bert_untied")
 
 
 def _run(config, *args):
-  weights = testing.variables(bert.names(config))
-  return np.asarray(testing.run(bert.model(config).apply, weights, *args))
+  weights = testing.variables(bert.FAMILY.names(config))
+  return np.asarray(
+    testing.run(bert.FAMILY.model(config).apply, weights, *args)
+  )
 
 
 def _logits(of, config, ids):
@@ -138,12 +140,12 @@ def test_no_field_is_left_out(case):
 def test_what_is_not_served_is_told(changes, message):
   config = {**golden_case.read("bert").config, **changes}
   with pytest.raises(config_fields.UnservedConfigError, match=message):
-    bert.names(config)
+    bert.FAMILY.names(config)
 
 
 def _stored(config, folder, also=()):
   """Weight files with the names of the first versions, and more tensors."""
-  names = bert.names(config)
+  names = bert.FAMILY.names(config)
   tensors = {
     name: golden_case.weight(name, tensor.shape)
     for name, tensor in names.tensors.items()

@@ -19,10 +19,11 @@ from collections.abc import Callable, Iterator, Mapping
 import dataclasses
 import functools
 import re
-from typing import Any
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 
+from paxon.layers.models import pre_norm_decoder
 from paxon.layers.models.hugging_face import layout
 from paxon.sharding import axes
 
@@ -260,6 +261,18 @@ class Names:
     return Tensor(name, tuple(pieces))
 
 
+class Description(Protocol):
+  """A model that a `config.json` describes, every field read or refused."""
+
+  def model(self, make: Callable[..., Any]) -> Any:
+    """Returns the module, or what `make` makes of it."""
+    ...
+
+  def names(self) -> Names:
+    """Returns the names of its weights."""
+    ...
+
+
 def _token_example() -> tuple[Any, ...]:
   """Returns ids, positions and segment ids."""
   ids = jnp.zeros((1, 2), jnp.int32)
@@ -273,14 +286,38 @@ class Family:
   Attributes:
     model_type: What `config.json` calls it.
     architecture: The class whose tensors are served.
-    model: `(config, make) -> model`: the module of a `config.json`, or what
-      `make` makes of a class and its fields.
-    names: `(config) -> Names`.
+    read: Returns what a `config.json` describes.
     example: Returns what the model can be initialized with.
   """
 
   model_type: str
   architecture: str
-  model: Callable[..., Any]
-  names: Callable[[Mapping[str, Any]], Names]
+  read: Callable[[Mapping[str, Any]], Description]
   example: Callable[[], tuple[Any, ...]] = _token_example
+
+  def model(
+    self,
+    config: Mapping[str, Any],
+    make: Callable[..., Any] = pre_norm_decoder.build,
+  ) -> Any:
+    """Returns the module of a `config.json`, or what `make` makes of it.
+
+    Args:
+      config: The content of the file.
+      make: Called with a class and its fields.
+
+    Raises:
+      UnservedConfigError: A field has a value that is not served.
+    """
+    return self.read(config).model(make)
+
+  def names(self, config: Mapping[str, Any]) -> Names:
+    """Returns the names of the weights.
+
+    Args:
+      config: The content of the file.
+
+    Raises:
+      UnservedConfigError: A field has a value that is not served.
+    """
+    return self.read(config).names()

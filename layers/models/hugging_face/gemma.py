@@ -1,47 +1,14 @@
 """Gemma 1 (Gemma Team 2024, https://arxiv.org/abs/2403.08295)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from paxon.layers.models import pre_norm_decoder
 from paxon.layers.models.hugging_face import (
   activations,
   config_fields,
   family,
   gated_decoder,
   rope,
-)
-
-
-def model(
-  config: Mapping[str, Any], make: Callable[..., Any] = pre_norm_decoder.build
-) -> Any:
-  """Returns the model of a `config.json`, or what `make` makes of it.
-
-  Args:
-    config: The content of the file.
-    make: Called with a class and its fields.
-
-  Raises:
-    UnservedConfigError: A field has a value that is not served.
-  """
-  return _read(config).model(make)
-
-
-def names(config: Mapping[str, Any]) -> family.Names:
-  """Returns the names of the weights.
-
-  Args:
-    config: The content of the file.
-
-  Raises:
-    UnservedConfigError: A field has a value that is not served.
-  """
-  return _read(config).names()
-
-
-FAMILY = family.Family(
-  model_type="gemma", architecture="GemmaForCausalLM", model=model, names=names
 )
 
 
@@ -103,3 +70,10 @@ def _activation(fields: config_fields.Fields) -> activations.Activation:
   if second is not first:
     fields.refuse("hidden_activation", "null or the activation of hidden_act")
   return first
+
+
+FAMILY = family.Family(
+  model_type="gemma",
+  architecture="GemmaForCausalLM",
+  read=_read,
+)

@@ -1,9 +1,8 @@
 """Gemma 2 (Gemma Team 2024, https://arxiv.org/abs/2408.00118)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from paxon.layers.models import pre_norm_decoder
 from paxon.layers.models.hugging_face import (
   activations,
   config_fields,
@@ -16,41 +15,6 @@ from paxon.layers.models.hugging_face import (
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 # Of Gemma 3.
 _PERIOD = 6
-
-
-def model(
-  config: Mapping[str, Any], make: Callable[..., Any] = pre_norm_decoder.build
-) -> Any:
-  """Returns the model of a `config.json`, or what `make` makes of it.
-
-  Args:
-    config: The content of the file.
-    make: Called with a class and its fields.
-
-  Raises:
-    UnservedConfigError: A field has a value that is not served.
-  """
-  return _read(config).model(make)
-
-
-def names(config: Mapping[str, Any]) -> family.Names:
-  """Returns the names of the weights.
-
-  Args:
-    config: The content of the file.
-
-  Raises:
-    UnservedConfigError: A field has a value that is not served.
-  """
-  return _read(config).names()
-
-
-FAMILY = family.Family(
-  model_type="gemma2",
-  architecture="Gemma2ForCausalLM",
-  model=model,
-  names=names,
-)
 
 
 def common(
@@ -147,3 +111,10 @@ def _activation(fields: config_fields.Fields) -> activations.Activation:
   if again is not result:
     fields.refuse("hidden_act", "null or the activation of hidden_activation")
   return result
+
+
+FAMILY = family.Family(
+  model_type="gemma2",
+  architecture="Gemma2ForCausalLM",
+  read=_read,
+)

@@ -1,9 +1,8 @@
 """Gemma 3, its text model (Gemma Team 2025, https://arxiv.org/abs/2503.19786)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from paxon.layers.models import pre_norm_decoder
 from paxon.layers.models.hugging_face import (
   config_fields,
   family,
@@ -17,41 +16,6 @@ _BASES = {
   "full_attention": ("rope_theta", 1_000_000.0),
   "sliding_attention": ("rope_local_base_freq", 10_000.0),
 }
-
-
-def model(
-  config: Mapping[str, Any], make: Callable[..., Any] = pre_norm_decoder.build
-) -> Any:
-  """Returns the model of a `config.json`, or what `make` makes of it.
-
-  Args:
-    config: The content of the file.
-    make: Called with a class and its fields.
-
-  Raises:
-    UnservedConfigError: A field has a value that is not served.
-  """
-  return _read(config).model(make)
-
-
-def names(config: Mapping[str, Any]) -> family.Names:
-  """Returns the names of the weights.
-
-  Args:
-    config: The content of the file.
-
-  Raises:
-    UnservedConfigError: A field has a value that is not served.
-  """
-  return _read(config).names()
-
-
-FAMILY = family.Family(
-  model_type="gemma3_text",
-  architecture="Gemma3ForCausalLM",
-  model=model,
-  names=names,
-)
 
 
 def _read(config: Mapping[str, Any]) -> gated_decoder.GatedDecoder:
@@ -101,3 +65,10 @@ def _rope(
     head_dim=head_dim,
     max_length=fields.size("max_position_embeddings", 131_072),
   )
+
+
+FAMILY = family.Family(
+  model_type="gemma3_text",
+  architecture="Gemma3ForCausalLM",
+  read=_read,
+)

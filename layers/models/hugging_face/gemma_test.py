@@ -209,7 +209,7 @@ def test_files_of_older_versions_of_gemma():
   old = {"rope_theta": 10_000.0, "hidden_activation": None}
   for activation in ("gelu", "gelu_pytorch_tanh"):
     config = _config("gemma", "rope_parameters", hidden_act=activation, **old)
-    assert gemma.model(config) == gemma.model(_config("gemma"))
+    assert gemma.FAMILY.model(config) == gemma.FAMILY.model(_config("gemma"))
 
 
 def test_files_of_older_versions_of_gemma2():
@@ -220,7 +220,7 @@ def test_files_of_older_versions_of_gemma2():
     "sliding_window_size": 5,
   }
   config = _config("gemma2", "rope_parameters", "layer_types", **old)
-  assert gemma2.model(config) == gemma2.model(_config("gemma2"))
+  assert gemma2.FAMILY.model(config) == gemma2.FAMILY.model(_config("gemma2"))
 
 
 def test_files_of_older_versions_of_gemma3():
@@ -232,19 +232,23 @@ def test_files_of_older_versions_of_gemma3():
   }
   left_out = "rope_parameters", "layer_types", "_sliding_window_pattern"
   config = _config("gemma3_period", *left_out, **old)
-  expected = gemma3.model(_config("gemma3_period"))
-  assert gemma3.model(config) == expected
-  assert gemma3.model({**config, "sliding_window_pattern": 6}) == expected
-  assert gemma3.model({**config, "sliding_window_pattern": 3}) != expected
+  expected = gemma3.FAMILY.model(_config("gemma3_period"))
+  assert gemma3.FAMILY.model(config) == expected
+  assert (
+    gemma3.FAMILY.model({**config, "sliding_window_pattern": 6}) == expected
+  )
+  assert (
+    gemma3.FAMILY.model({**config, "sliding_window_pattern": 3}) != expected
+  )
 
 
 def test_layers_of_a_published_size():
   """26 layers: four periods of five local layers and a global one, and two."""
   left_out = "layer_types", "_sliding_window_pattern"
   config = _config("gemma3", *left_out, num_hidden_layers=26)
-  stack = gemma3.model(config).stack
+  stack = gemma3.FAMILY.model(config).stack
   assert [b.attention.window for b in stack.blocks] == [4] * 5 + [None]
-  tensors = gemma3.names(config).tensors
+  tensors = gemma3.FAMILY.names(config).tensors
   places = {}
   for layer in (0, 11, 23, 24, 25):
     name = f"model.layers.{layer}.self_attn.q_norm.weight"
@@ -262,7 +266,7 @@ def test_layers_of_a_published_size():
 def test_embedded_tokens_are_scaled_by_a_rounded_root():
   """The root of 3072 is 55.4256; models in bfloat16 were trained with 55.5."""
   config = _config("gemma", hidden_size=3072)
-  table = gemma.model(config).embedding.clone(dtype=jnp.bfloat16)
+  table = gemma.FAMILY.model(config).embedding.clone(dtype=jnp.bfloat16)
   values = np.random.default_rng(0).standard_normal((64, 3072), np.float32)
   ids = jnp.asarray([[3, 60]])
   found = table.apply({"params": {"table": values}}, ids)

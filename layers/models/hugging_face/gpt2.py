@@ -19,123 +19,12 @@ from paxon.layers import (
   unembedding,
 )
 from paxon.layers.attention import grouped_query, projections
-from paxon.layers.models import decoder_lm, pre_norm_decoder
+from paxon.layers.models import decoder_lm
 from paxon.layers.models.hugging_face import (
   activations,
   config_fields,
   family,
   patterns,
-)
-
-
-def model(
-  config: Mapping[str, Any], make: Callable[..., Any] = pre_norm_decoder.build
-) -> Any:
-  """Returns the model of a `config.json`, or what `make` makes of it.
-
-  Args:
-    config: The content of the file.
-    make: Called with a class and its fields.
-
-  Raises:
-    UnservedConfigError: A field has a value that is not served.
-  """
-  found = _read(config)
-
-  def norm() -> Any:
-    return make(layer_norm.LayerNorm, epsilon=found.epsilon)
-
-  head = None
-  if not found.tied:
-    head = make(unembedding.Unembedding, vocab_size=found.vocab_size)
-  blocks = [
-    make(
-      block.TransformerBlock,
-      attention_norm=norm(),
-      attention=make(
-        grouped_query.GroupedQueryAttention,
-        num_heads=found.num_heads,
-        num_kv_heads=found.num_heads,
-        head_dim=found.head_dim,
-        projections=make(projections.CombinedProjections),
-        use_bias=True,
-        logit_scale=scale,
-      ),
-      feed_forward_norm=norm(),
-      feed_forward=make(
-        feed_forward.FeedForward,
-        mlp_dim=found.mlp_dim,
-        activation=found.activation,
-      ),
-    )
-    for scale in patterns.one_period(found.logit_scales)
-  ]
-  return make(
-    decoder_lm.DecoderLm,
-    embedding=make(
-      embedding.Embedding,
-      vocab_size=found.vocab_size,
-      embed_dim=found.embed_dim,
-    ),
-    stack=make(stack.Stack, blocks=blocks, num_layers=found.num_layers),
-    final_norm=norm(),
-    head=head,
-    position_embedding=make(
-      position_embedding.LearnedPositions, max_length=found.max_length
-    ),
-  )
-
-
-def names(config: Mapping[str, Any]) -> family.Names:
-  """Returns the names of the weights.
-
-  Args:
-    config: The content of the file.
-
-  Raises:
-    UnservedConfigError: A field has a value that is not served.
-  """
-  found = _read(config)
-  head = family.rule("lm_head.weight", "params/head/kernel", "V D -> D V")
-  return family.Names(
-    sizes={
-      "V": found.vocab_size,
-      "D": found.embed_dim,
-      "F": found.mlp_dim,
-      "N": found.num_heads,
-      "H": found.head_dim,
-      "P": found.max_length,
-      "C": 3,
-    },
-    rules=(
-      family.rule(
-        "transformer.wte.weight", "params/embedding/table", "V D -> V D"
-      ),
-      family.rule(
-        "transformer.wpe.weight",
-        "params/position_embedding/table",
-        "P D -> P D",
-      ),
-      *_norm("transformer.ln_f", "params/final_norm"),
-      *(() if found.tied else (head,)),
-    ),
-    stacks=(
-      family.StackRules(
-        stack="params/stack",
-        num_layers=found.num_layers,
-        period=len(patterns.one_period(found.logit_scales)),
-        rules=_layer("transformer.h.{}."),
-      ),
-    ),
-    tied={"lm_head.weight": "transformer.wte.weight"} if found.tied else {},
-    # Masks, which old files hold.
-    ignored=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",),
-    prefix="transformer.",
-  )
-
-
-FAMILY = family.Family(
-  model_type="gpt2", architecture="GPT2LMHeadModel", model=model, names=names
 )
 
 
@@ -158,6 +47,91 @@ class _Gpt2:
   def head_dim(self) -> int:
     """Width of a head."""
     return self.embed_dim // self.num_heads
+
+  def model(self, make: Callable[..., Any]) -> Any:
+    """Returns the model, or what `make` makes of it."""
+
+    def norm() -> Any:
+      return make(layer_norm.LayerNorm, epsilon=self.epsilon)
+
+    head = None
+    if not self.tied:
+      head = make(unembedding.Unembedding, vocab_size=self.vocab_size)
+    blocks = [
+      make(
+        block.TransformerBlock,
+        attention_norm=norm(),
+        attention=make(
+          grouped_query.GroupedQueryAttention,
+          num_heads=self.num_heads,
+          num_kv_heads=self.num_heads,
+          head_dim=self.head_dim,
+          projections=make(projections.CombinedProjections),
+          use_bias=True,
+          logit_scale=scale,
+        ),
+        feed_forward_norm=norm(),
+        feed_forward=make(
+          feed_forward.FeedForward,
+          mlp_dim=self.mlp_dim,
+          activation=self.activation,
+        ),
+      )
+      for scale in patterns.one_period(self.logit_scales)
+    ]
+    return make(
+      decoder_lm.DecoderLm,
+      embedding=make(
+        embedding.Embedding,
+        vocab_size=self.vocab_size,
+        embed_dim=self.embed_dim,
+      ),
+      stack=make(stack.Stack, blocks=blocks, num_layers=self.num_layers),
+      final_norm=norm(),
+      head=head,
+      position_embedding=make(
+        position_embedding.LearnedPositions, max_length=self.max_length
+      ),
+    )
+
+  def names(self) -> family.Names:
+    """Returns the names of the weights."""
+    head = family.rule("lm_head.weight", "params/head/kernel", "V D -> D V")
+    return family.Names(
+      sizes={
+        "V": self.vocab_size,
+        "D": self.embed_dim,
+        "F": self.mlp_dim,
+        "N": self.num_heads,
+        "H": self.head_dim,
+        "P": self.max_length,
+        "C": 3,
+      },
+      rules=(
+        family.rule(
+          "transformer.wte.weight", "params/embedding/table", "V D -> V D"
+        ),
+        family.rule(
+          "transformer.wpe.weight",
+          "params/position_embedding/table",
+          "P D -> P D",
+        ),
+        *_norm("transformer.ln_f", "params/final_norm"),
+        *(() if self.tied else (head,)),
+      ),
+      stacks=(
+        family.StackRules(
+          stack="params/stack",
+          num_layers=self.num_layers,
+          period=len(patterns.one_period(self.logit_scales)),
+          rules=_layer("transformer.h.{}."),
+        ),
+      ),
+      tied={"lm_head.weight": "transformer.wte.weight"} if self.tied else {},
+      # Masks, which old files hold.
+      ignored=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",),
+      prefix="transformer.",
+    )
 
 
 def _read(config: Mapping[str, Any]) -> _Gpt2:
@@ -224,3 +198,10 @@ def _layer(at: str) -> tuple[family.Rule, ...]:
     family.rule(f"{mlp}.c_proj.weight", "feed_forward/down", "F D -> F D"),
     family.rule(f"{mlp}.c_proj.bias", "feed_forward/down_bias", "D -> D"),
   )
+
+
+FAMILY = family.Family(
+  model_type="gpt2",
+  architecture="GPT2LMHeadModel",
+  read=_read,
+)

@@ -20,124 +20,12 @@ from paxon.layers import (
   unembedding,
 )
 from paxon.layers.attention import grouped_query, projections
-from paxon.layers.models import decoder_lm, pre_norm_decoder
+from paxon.layers.models import decoder_lm
 from paxon.layers.models.hugging_face import (
   activations,
   config_fields,
   family,
   rope,
-)
-
-
-def model(
-  config: Mapping[str, Any], make: Callable[..., Any] = pre_norm_decoder.build
-) -> Any:
-  """Returns the model of a `config.json`, or what `make` makes of it.
-
-  Args:
-    config: The content of the file.
-    make: Called with a class and its fields.
-
-  Raises:
-    UnservedConfigError: A field has a value that is not served.
-  """
-  found = _read(config)
-
-  def norm() -> Any:
-    return make(layer_norm.LayerNorm, epsilon=found.epsilon)
-
-  attention = make(
-    grouped_query.GroupedQueryAttention,
-    num_heads=found.num_heads,
-    num_kv_heads=found.num_heads,
-    head_dim=found.head_dim,
-    rotary=found.rope.build(make),
-    projections=make(projections.CombinedProjections),
-    use_bias=found.attention_bias,
-  )
-  mlp = make(
-    feed_forward.FeedForward, mlp_dim=found.mlp_dim, activation=found.activation
-  )
-  if found.is_parallel:
-    layer = make(
-      parallel_block.ParallelBlock,
-      norm=norm(),
-      attention=attention,
-      feed_forward=mlp,
-      feed_forward_norm=norm(),
-    )
-  else:
-    layer = make(
-      block.TransformerBlock,
-      attention_norm=norm(),
-      attention=attention,
-      feed_forward_norm=norm(),
-      feed_forward=mlp,
-    )
-  head = None
-  if not found.tied:
-    head = make(unembedding.Unembedding, vocab_size=found.vocab_size)
-  return make(
-    decoder_lm.DecoderLm,
-    embedding=make(
-      embedding.Embedding,
-      vocab_size=found.vocab_size,
-      embed_dim=found.embed_dim,
-    ),
-    stack=make(stack.Stack, blocks=[layer], num_layers=found.num_layers),
-    final_norm=norm(),
-    head=head,
-  )
-
-
-def names(config: Mapping[str, Any]) -> family.Names:
-  """Returns the names of the weights.
-
-  Args:
-    config: The content of the file.
-
-  Raises:
-    UnservedConfigError: A field has a value that is not served.
-  """
-  found = _read(config)
-  head = family.rule("embed_out.weight", "params/head/kernel", "V D -> D V")
-  table = "gpt_neox.embed_in.weight"
-  return family.Names(
-    sizes={
-      "V": found.vocab_size,
-      "D": found.embed_dim,
-      "F": found.mlp_dim,
-      "N": found.num_heads,
-      "H": found.head_dim,
-      "C": 3,
-    },
-    rules=(
-      family.rule(table, "params/embedding/table", "V D -> V D"),
-      *_norm("gpt_neox.final_layer_norm", "params/final_norm"),
-      *(() if found.tied else (head,)),
-    ),
-    stacks=(
-      family.StackRules(
-        stack="params/stack",
-        num_layers=found.num_layers,
-        rules=_layer("gpt_neox.layers.{}.", found),
-      ),
-    ),
-    tied={"embed_out.weight": table} if found.tied else {},
-    # Masks and frequencies, which old files hold.
-    ignored=(
-      r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias)",
-      r"gpt_neox\.layers\.\d+\.attention\.rotary_emb\.inv_freq",
-    ),
-    prefix="gpt_neox.",
-  )
-
-
-FAMILY = family.Family(
-  model_type="gpt_neox",
-  architecture="GPTNeoXForCausalLM",
-  model=model,
-  names=names,
 )
 
 
@@ -161,6 +49,89 @@ class _GptNeox:
   def head_dim(self) -> int:
     """Width of a head."""
     return self.embed_dim // self.num_heads
+
+  def model(self, make: Callable[..., Any]) -> Any:
+    """Returns the model, or what `make` makes of it."""
+
+    def norm() -> Any:
+      return make(layer_norm.LayerNorm, epsilon=self.epsilon)
+
+    attention = make(
+      grouped_query.GroupedQueryAttention,
+      num_heads=self.num_heads,
+      num_kv_heads=self.num_heads,
+      head_dim=self.head_dim,
+      rotary=self.rope.build(make),
+      projections=make(projections.CombinedProjections),
+      use_bias=self.attention_bias,
+    )
+    mlp = make(
+      feed_forward.FeedForward, mlp_dim=self.mlp_dim, activation=self.activation
+    )
+    if self.is_parallel:
+      layer = make(
+        parallel_block.ParallelBlock,
+        norm=norm(),
+        attention=attention,
+        feed_forward=mlp,
+        feed_forward_norm=norm(),
+      )
+    else:
+      layer = make(
+        block.TransformerBlock,
+        attention_norm=norm(),
+        attention=attention,
+        feed_forward_norm=norm(),
+        feed_forward=mlp,
+      )
+    head = None
+    if not self.tied:
+      head = make(unembedding.Unembedding, vocab_size=self.vocab_size)
+    return make(
+      decoder_lm.DecoderLm,
+      embedding=make(
+        embedding.Embedding,
+        vocab_size=self.vocab_size,
+        embed_dim=self.embed_dim,
+      ),
+      stack=make(stack.Stack, blocks=[layer], num_layers=self.num_layers),
+      final_norm=norm(),
+      head=head,
+    )
+
+  def names(self) -> family.Names:
+    """Returns the names of the weights."""
+    head = family.rule("embed_out.weight", "params/head/kernel", "V D -> D V")
+    table = "gpt_neox.embed_in.weight"
+    return family.Names(
+      sizes={
+        "V": self.vocab_size,
+        "D": self.embed_dim,
+        "F": self.mlp_dim,
+        "N": self.num_heads,
+        "H": self.head_dim,
+        "C": 3,
+      },
+      rules=(
+        family.rule(table, "params/embedding/table", "V D -> V D"),
+        *_norm("gpt_neox.final_layer_norm", "params/final_norm"),
+        *(() if self.tied else (head,)),
+      ),
+      stacks=(
+        family.StackRules(
+          stack="params/stack",
+          num_layers=self.num_layers,
+          rules=_layer("gpt_neox.layers.{}.", self),
+        ),
+      ),
+      tied={"embed_out.weight": table} if self.tied else {},
+      # Masks and frequencies, which old files hold.
+      ignored=(
+        r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias)",
+        r"gpt_neox\.layers\.\d+\.attention\.rotary_emb\.inv_freq",
+      ),
+      prefix="gpt_neox.",
+    )
 
 
 def _read(config: Mapping[str, Any]) -> _GptNeox:
@@ -238,3 +209,10 @@ def _layer(at: str, found: _GptNeox) -> tuple[family.Rule, ...]:
       f"{mlp}.dense_4h_to_h.bias", "feed_forward/down_bias", "D -> D"
     ),
   )
+
+
+FAMILY = family.Family(
+  model_type="gpt_neox",
+  architecture="GPTNeoXForCausalLM",
+  read=_read,
+)

@@ -1,47 +1,14 @@
 """Llama 2 and 3 (Touvron et al. 2023, Grattafiori et al. 2024)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from paxon.layers.models import pre_norm_decoder
 from paxon.layers.models.hugging_face import (
   activations,
   config_fields,
   family,
   gated_decoder,
   rope,
-)
-
-
-def model(
-  config: Mapping[str, Any], make: Callable[..., Any] = pre_norm_decoder.build
-) -> Any:
-  """Returns the model of a `config.json`, or what `make` makes of it.
-
-  Args:
-    config: The content of the file.
-    make: Called with a class and its fields.
-
-  Raises:
-    UnservedConfigError: A field has a value that is not served.
-  """
-  return _read(config).model(make)
-
-
-def names(config: Mapping[str, Any]) -> family.Names:
-  """Returns the names of the weights.
-
-  Args:
-    config: The content of the file.
-
-  Raises:
-    UnservedConfigError: A field has a value that is not served.
-  """
-  return _read(config).names()
-
-
-FAMILY = family.Family(
-  model_type="llama", architecture="LlamaForCausalLM", model=model, names=names
 )
 
 
@@ -71,3 +38,10 @@ def _read(config: Mapping[str, Any]) -> gated_decoder.GatedDecoder:
   )
   fields.check_all_read()
   return result
+
+
+FAMILY = family.Family(
+  model_type="llama",
+  architecture="LlamaForCausalLM",
+  read=_read,
+)

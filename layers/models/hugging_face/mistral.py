@@ -1,50 +1,14 @@
 """Mistral 7B and Nemo (Jiang et al. 2023, https://arxiv.org/abs/2310.06825)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from paxon.layers.models import pre_norm_decoder
 from paxon.layers.models.hugging_face import (
   activations,
   config_fields,
   family,
   gated_decoder,
   rope,
-)
-
-
-def model(
-  config: Mapping[str, Any], make: Callable[..., Any] = pre_norm_decoder.build
-) -> Any:
-  """Returns the model of a `config.json`, or what `make` makes of it.
-
-  Args:
-    config: The content of the file.
-    make: Called with a class and its fields.
-
-  Raises:
-    UnservedConfigError: A field has a value that is not served.
-  """
-  return _read(config).model(make)
-
-
-def names(config: Mapping[str, Any]) -> family.Names:
-  """Returns the names of the weights.
-
-  Args:
-    config: The content of the file.
-
-  Raises:
-    UnservedConfigError: A field has a value that is not served.
-  """
-  return _read(config).names()
-
-
-FAMILY = family.Family(
-  model_type="mistral",
-  architecture="MistralForCausalLM",
-  model=model,
-  names=names,
 )
 
 
@@ -68,3 +32,10 @@ def _read(config: Mapping[str, Any]) -> gated_decoder.GatedDecoder:
   )
   fields.check_all_read()
   return result
+
+
+FAMILY = family.Family(
+  model_type="mistral",
+  architecture="MistralForCausalLM",
+  read=_read,
+)

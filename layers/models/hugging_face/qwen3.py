@@ -1,9 +1,8 @@
 """Qwen 3 (Yang et al. 2025, https://arxiv.org/abs/2505.09388)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from paxon.layers.models import pre_norm_decoder
 from paxon.layers.models.hugging_face import (
   activations,
   config_fields,
@@ -11,38 +10,6 @@ from paxon.layers.models.hugging_face import (
   gated_decoder,
   rope,
   windows,
-)
-
-
-def model(
-  config: Mapping[str, Any], make: Callable[..., Any] = pre_norm_decoder.build
-) -> Any:
-  """Returns the model of a `config.json`, or what `make` makes of it.
-
-  Args:
-    config: The content of the file.
-    make: Called with a class and its fields.
-
-  Raises:
-    UnservedConfigError: A field has a value that is not served.
-  """
-  return _read(config).model(make)
-
-
-def names(config: Mapping[str, Any]) -> family.Names:
-  """Returns the names of the weights.
-
-  Args:
-    config: The content of the file.
-
-  Raises:
-    UnservedConfigError: A field has a value that is not served.
-  """
-  return _read(config).names()
-
-
-FAMILY = family.Family(
-  model_type="qwen3", architecture="Qwen3ForCausalLM", model=model, names=names
 )
 
 
@@ -69,3 +36,10 @@ def _read(config: Mapping[str, Any]) -> gated_decoder.GatedDecoder:
   )
   fields.check_all_read()
   return result
+
+
+FAMILY = family.Family(
+  model_type="qwen3",
+  architecture="Qwen3ForCausalLM",
+  read=_read,
+)

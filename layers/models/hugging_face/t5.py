@@ -29,7 +29,7 @@ from paxon.layers.attention import (
   grouped_query,
   position_bias,
 )
-from paxon.layers.models import encoder_decoder, pre_norm_decoder
+from paxon.layers.models import encoder_decoder
 from paxon.layers.models.hugging_face import (
   activations,
   config_fields,
@@ -40,105 +40,11 @@ from paxon.layers.models.hugging_face import (
 _INERT = ("dropout_rate", "n_positions", "output_past")
 
 
-def model(
-  config: Mapping[str, Any], make: Callable[..., Any] = pre_norm_decoder.build
-) -> Any:
-  """Returns the model of a `config.json`, or what `make` makes of it.
-
-  Its decoder begins with the id `decoder_start_token_id` of the file.
-
-  Args:
-    config: The content of the file.
-    make: Called with a class and its fields.
-
-  Raises:
-    UnservedConfigError: A field has a value that is not served.
-  """
-  t5 = _read(config)
-  head = None
-  if not t5.tied:
-    head = make(unembedding.Unembedding, vocab_size=t5.sizes["V"])
-  return make(
-    encoder_decoder.EncoderDecoder,
-    embedding=make(
-      embedding.Embedding,
-      vocab_size=t5.sizes["V"],
-      embed_dim=t5.sizes["D"],
-      attend_scale=t5.sizes["D"] ** -0.5 if t5.tied else 1.0,
-    ),
-    encoder=make(
-      stack.Stack, blocks=[_encoder_block(t5, make)], num_layers=t5.num_encoder
-    ),
-    encoder_norm=_norm(t5, make),
-    decoder=make(
-      stack.Stack, blocks=[_decoder_block(t5, make)], num_layers=t5.num_decoder
-    ),
-    decoder_norm=_norm(t5, make),
-    head=head,
-  )
-
-
-def names(config: Mapping[str, Any]) -> family.Names:
-  """Returns the names of the weights.
-
-  Args:
-    config: The content of the file.
-
-  Raises:
-    UnservedConfigError: A field has a value that is not served.
-  """
-  t5 = _read(config)
-  head = family.rule("lm_head.weight", "params/head/kernel", "V D -> D V")
-  copies = ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
-  if t5.tied:
-    copies.append("lm_head.weight")
-  return family.Names(
-    sizes=t5.sizes,
-    rules=(
-      family.rule("shared.weight", "params/embedding/table", "V D -> V D"),
-      *(rule for side in _SIDES for rule in _rules_of_side(side)),
-      *(() if t5.tied else (head,)),
-    ),
-    stacks=(
-      family.StackRules(
-        stack="params/encoder",
-        num_layers=t5.num_encoder,
-        rules=(
-          *_attention_rules("encoder", 0, "SelfAttention", "attention"),
-          *_feed_forward_rules("encoder", 1, t5.is_gated),
-        ),
-      ),
-      family.StackRules(
-        stack="params/decoder",
-        num_layers=t5.num_decoder,
-        rules=(
-          *_attention_rules("decoder", 0, "SelfAttention", "self_attention"),
-          *_attention_rules("decoder", 1, "EncDecAttention", "cross_attention"),
-          *_feed_forward_rules("decoder", 2, t5.is_gated),
-        ),
-      ),
-    ),
-    tied=dict.fromkeys(copies, "shared.weight"),
-    # Stored by the first version, and never used.
-    ignored=(
-      r"decoder\.block\.0\.layer\.1\.EncDecAttention"
-      r"\.relative_attention_bias\.weight",
-    ),
-  )
-
-
 def _example() -> tuple[jax.Array, ...]:
   """Returns ids, positions and segment ids of the decoder and the encoder."""
   return (jnp.zeros((1, 2), jnp.int32),) * 6
 
 
-FAMILY = family.Family(
-  model_type="t5",
-  architecture="T5ForConditionalGeneration",
-  model=model,
-  names=names,
-  example=_example,
-)
 _SIDES = ("encoder", "decoder")
 
 
@@ -154,6 +60,76 @@ class _T5:
   activation: activations.Activation
   is_gated: bool
   tied: bool
+
+  def model(self, make: Callable[..., Any]) -> Any:
+    """Returns the model, or what `make` makes of it."""
+    head = None
+    if not self.tied:
+      head = make(unembedding.Unembedding, vocab_size=self.sizes["V"])
+    return make(
+      encoder_decoder.EncoderDecoder,
+      embedding=make(
+        embedding.Embedding,
+        vocab_size=self.sizes["V"],
+        embed_dim=self.sizes["D"],
+        attend_scale=self.sizes["D"] ** -0.5 if self.tied else 1.0,
+      ),
+      encoder=make(
+        stack.Stack,
+        blocks=[_encoder_block(self, make)],
+        num_layers=self.num_encoder,
+      ),
+      encoder_norm=_norm(self, make),
+      decoder=make(
+        stack.Stack,
+        blocks=[_decoder_block(self, make)],
+        num_layers=self.num_decoder,
+      ),
+      decoder_norm=_norm(self, make),
+      head=head,
+    )
+
+  def names(self) -> family.Names:
+    """Returns the names of the weights."""
+    head = family.rule("lm_head.weight", "params/head/kernel", "V D -> D V")
+    copies = ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
+    if self.tied:
+      copies.append("lm_head.weight")
+    return family.Names(
+      sizes=self.sizes,
+      rules=(
+        family.rule("shared.weight", "params/embedding/table", "V D -> V D"),
+        *(rule for side in _SIDES for rule in _rules_of_side(side)),
+        *(() if self.tied else (head,)),
+      ),
+      stacks=(
+        family.StackRules(
+          stack="params/encoder",
+          num_layers=self.num_encoder,
+          rules=(
+            *_attention_rules("encoder", 0, "SelfAttention", "attention"),
+            *_feed_forward_rules("encoder", 1, self.is_gated),
+          ),
+        ),
+        family.StackRules(
+          stack="params/decoder",
+          num_layers=self.num_decoder,
+          rules=(
+            *_attention_rules("decoder", 0, "SelfAttention", "self_attention"),
+            *_attention_rules(
+              "decoder", 1, "EncDecAttention", "cross_attention"
+            ),
+            *_feed_forward_rules("decoder", 2, self.is_gated),
+          ),
+        ),
+      ),
+      tied=dict.fromkeys(copies, "shared.weight"),
+      # Stored by the first version, and never used.
+      ignored=(
+        r"decoder\.block\.0\.layer\.1\.EncDecAttention"
+        r"\.relative_attention_bias\.weight",
+      ),
+    )
 
 
 def _read(config: Mapping[str, Any]) -> _T5:
@@ -327,3 +303,11 @@ def _feed_forward_rules(
     ),
     family.rule(f"{dense}.wo.weight", "feed_forward/down", "D F -> F D"),
   )
+
+
+FAMILY = family.Family(
+  model_type="t5",
+  architecture="T5ForConditionalGeneration",
+  read=_read,
+  example=_example,
+)

@@ -45,7 +45,7 @@ def test_logits_with_padded_sources(case):
 @pytest.mark.parametrize("case", CASES)
 def test_greedy(case):
   golden = golden_case.read(case)
-  model = t5.model(golden.config)
+  model = t5.FAMILY.model(golden.config)
   start = jnp.full((golden_case.ROWS, 1), 0, jnp.int32)
 
   def generated(weights, source):
@@ -59,7 +59,7 @@ def test_greedy(case):
       max_new_tokens=golden_case.NEW_IDS,
     ).ids
 
-  weights = testing.variables(t5.names(golden.config))
+  weights = testing.variables(t5.FAMILY.names(golden.config))
   found = testing.run(generated, weights, _source(golden))
   assert golden.config["decoder_start_token_id"] == 0
   np.testing.assert_array_equal(found, golden.arrays["greedy"])
@@ -81,8 +81,8 @@ def test_packed():
     return [jnp.asarray(x[None], jnp.int32) for x in each]
 
   args = *packed(arrays["ids"], sizes), *packed(arrays["encoder_ids"], lengths)
-  model = t5.model(golden.config)
-  weights = testing.variables(t5.names(golden.config))
+  model = t5.FAMILY.model(golden.config)
+  weights = testing.variables(t5.FAMILY.names(golden.config))
   found = np.asarray(testing.run(model.apply, weights, *args))
   expected = [arrays["logits"][i, : sizes[i]] for i in range(2)]
   np.testing.assert_allclose(
@@ -192,17 +192,17 @@ def _config(case, *without, **changes):
 )
 def test_what_is_not_served_is_told(changes, message):
   with pytest.raises(config_fields.UnservedConfigError, match=message):
-    t5.names(_config("t5", **changes))
+    t5.FAMILY.names(_config("t5", **changes))
 
 
 def test_files_of_older_versions():
   new = "dense_act_fn", "is_gated_act", "scale_decoder_outputs"
   old = {"n_positions": 512, "output_past": True}
   config = _config("t5", *new, "tie_word_embeddings", **old)
-  assert t5.model(config) == t5.model(_config("t5"))
+  assert t5.FAMILY.model(config) == t5.FAMILY.model(_config("t5"))
   # Its head is one of its own because it is not tied, and not scaled either.
   config = _config("t5_v1_1", *new, tie_word_embeddings=False, **old)
-  expected = t5.model(_config("t5_v1_1"))
-  assert t5.model(config) == expected
+  expected = t5.FAMILY.model(_config("t5_v1_1"))
+  assert t5.FAMILY.model(config) == expected
   assert expected.head is not None
   assert expected.embedding.attend_scale == 1
