@@ -15,6 +15,13 @@ _RUNNER_DEPS = [
     Label("@pypi//:pytest"),
 ]
 
+_XLA_FLAGS = [
+    "--xla_llvm_disable_expensive_passes=true",
+    # The older emitters give LLVM less to do. The flag that names them is not
+    # in every jaxlib; this option is.
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
+]
+
 def _joined(deps, *added):
     """Returns `deps` and what is added, each label once; Bazel wants it so.
 
@@ -58,6 +65,7 @@ def py_test(
         runtime_deps = [],
         args = [],
         devices = 8,
+        optimize = True,
         keep_compilations = False,
         env = {},
         **kwargs):
@@ -71,6 +79,9 @@ def py_test(
       runtime_deps: What they need without importing it by name.
       args: More arguments for pytest.
       devices: How many CPU devices JAX shows.
+      optimize: False where XLA shall not optimize at all: it then compiles
+        in half the time, but sums are rounded otherwise, which the tightest
+        tolerances see, and long computations are slower.
       keep_compilations: Whether what one process of the test compiles serves
         the others, which saves time where several compile the same.
       env: More environment variables; these win over the macro's own.
@@ -92,9 +103,8 @@ def py_test(
             "PYTHONSAFEPATH": "1",
             # Half of a test's time is XLA's compiling; its last optimizations
             # of CPU code take half of that, and tests run programs once.
-            "XLA_FLAGS": " ".join([
-                "--xla_backend_optimization_level=1",
-                "--xla_llvm_disable_expensive_passes=true",
+            "XLA_FLAGS": " ".join(_XLA_FLAGS + [
+                "--xla_backend_optimization_level=%d" % (1 if optimize else 0),
             ]),
         }, **env),
         legacy_create_init = False,

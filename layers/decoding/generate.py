@@ -24,8 +24,9 @@ from jaxtyping import Array, Int, Key
 
 from paxon.layers.decoding import cache_rows, samplers
 
-# (ids, positions, segment_ids, each [B,P], *, cache_length: int)
-#   -> (logits [B,P,V], a cache with that many slots)
+# (ids, positions, segment_ids, each [B,P], *, cache_length: int, at: int [B])
+#   -> (logits [B,1,V] of the token `at` this place of each row,
+#       a cache with that many slots)
 Prefill = Callable[..., tuple[jax.Array, Any]]
 
 # (cache, ids, positions, segment_ids, each [B,1]) -> (logits [B,1,V], cache)
@@ -121,13 +122,14 @@ def generate(
   inside = positions < lengths[:, None]
   # The last generated id is never read, so it needs no slot.
   slots = width + max_new_tokens - 1
-  logits, cache = prefill(
+  at_end, cache = prefill(
     jnp.where(inside, prompts.astype(jnp.int32), 0),
     positions,
     inside.astype(jnp.int32),
     cache_length=slots,
+    # Logits of no other token of a prompt are needed.
+    at=lengths - 1,
   )
-  at_end = jnp.take_along_axis(logits, (lengths - 1)[:, None, None], axis=1)
   if num_samples > 1:
     cache = repeat(cache, num_samples)
     at_end, lengths = (

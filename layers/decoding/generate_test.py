@@ -21,9 +21,10 @@ def _scripted():
   def logits(ids):
     return 5.0 * jax.nn.one_hot((ids + 1) % VOCAB, VOCAB)
 
-  def prefill(ids, positions, segment_ids, *, cache_length):
+  def prefill(ids, positions, segment_ids, *, cache_length, at):
     del segment_ids, cache_length
-    return logits(ids), (jnp.int32(0), positions[:, -1])
+    last = jnp.take_along_axis(ids, at[:, None], axis=1)
+    return logits(last), (jnp.int32(0), positions[:, -1])
 
   def decode_step(cache, ids, positions, segment_ids):
     del segment_ids
@@ -111,12 +112,14 @@ def test_steps_get_positions_after_their_prompt_and_enough_slots():
   seen = {}
   prefill, decode_step = _scripted()
 
-  def watched(ids, positions, segment_ids, *, cache_length):
+  def watched(ids, positions, segment_ids, *, cache_length, at):
     seen["slots"] = cache_length
     jax.debug.callback(
       lambda p, s: seen.update(p=p, s=s), positions, segment_ids
     )
-    return prefill(ids, positions, segment_ids, cache_length=cache_length)
+    return prefill(
+      ids, positions, segment_ids, cache_length=cache_length, at=at
+    )
 
   positions = []
 

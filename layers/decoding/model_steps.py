@@ -36,6 +36,7 @@ def prefill(
     segment_ids: jax.Array,
     *,
     cache_length: int,
+    at: jax.Array | None = None,
   ) -> tuple[jax.Array, Any]:
     return model.apply(
       _without_cache(variables),
@@ -43,6 +44,7 @@ def prefill(
       positions,
       segment_ids,
       cache_length=cache_length,
+      at=at,
       **more,
       method="prefill",
       mutable=[kv_cache.COLLECTION],

@@ -1,5 +1,7 @@
 """Tests for the steps made from a linen model."""
 
+import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,6 +24,32 @@ def test_steps_are_the_methods_of_the_model():
   last, cache = decode_step(cache, *(a[:, 3:] for a in args))
   np.testing.assert_allclose(first, expected[:, :3], rtol=1e-5, atol=1e-5)
   np.testing.assert_allclose(last, expected[:, 3:], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["decoder", "prefix", "encoder-decoder"])
+def test_prefill_gives_the_logits_of_one_place_in_each_row(kind):
+  models = {
+    "decoder": lambda: models_testing.tiny_decoder(num_layers=1),
+    "prefix": models_testing.tiny_prefix_lm,
+    "encoder-decoder": models_testing.tiny_t5,
+  }
+  model = models[kind]()
+  ids = jnp.asarray([[3, 1, 4], [1, 5, 0]], jnp.int32)
+  args = ids, testing.counted(2, 3), jnp.asarray([[1, 1, 1], [1, 1, 0]])
+  source, inputs = {}, args
+  if kind == "encoder-decoder":
+    names = ("encoder_inputs", "encoder_positions", "encoder_segment_ids")
+    source, inputs = dict(zip(names, args, strict=True)), args * 2
+  values = testing.random_values(model, *inputs)
+  prefill = model_steps.prefill(model, values, **source)
+  whole, cache = prefill(*args, cache_length=4)
+  at = jnp.asarray([2, 1])
+  found, same = jax.jit(lambda at: prefill(*args, cache_length=4, at=at))(at)
+  assert found.shape == (2, 1, whole.shape[2])
+  np.testing.assert_allclose(
+    found[:, 0], whole[jnp.arange(2), at], rtol=1e-5, atol=1e-5
+  )
+  chex.assert_trees_all_close(same, cache, rtol=1e-5, atol=1e-6)
 
 
 def test_a_stale_cache_among_the_variables_is_not_used():

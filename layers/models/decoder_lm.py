@@ -178,16 +178,26 @@ class DecoderLm(nn.Module):
     segment_ids: Int[Array, "batch length"],
     *,
     cache_length: int,
-  ) -> Float[Array, "batch length vocab"]:
+    at: Int[Array, " batch"] | None = None,
+  ) -> Float[Array, "batch places vocab"]:
     """Reads prompts into a new cache; apply with `mutable=["cache"]`.
 
     Prompts of several lengths are padded on the right with segment 0.
 
+    Args:
+      inputs: Token ids.
+      positions: Positions, from 0 in each row.
+      segment_ids: 1, and 0 for padding.
+      cache_length: Number of slots of the cache.
+      at: The place in each row whose logits are returned, [B,1,V], such as the
+        last of the prompt; `None` returns those of all.
+
     Raises:
       ValueError: The cache is not mutable.
     """
-    check_prefill(self)
-    return self(inputs, positions, segment_ids, cache_length=cache_length)
+    return self._prefilled(
+      inputs, positions, segment_ids, None, cache_length=cache_length, at=at
+    )
 
   def decode_step(
     self,
@@ -202,6 +212,22 @@ class DecoderLm(nn.Module):
     """
     check_decode_step(self)
     return self(inputs, positions, segment_ids)
+
+  def _prefilled(
+    self,
+    inputs: jax.Array,
+    positions: jax.Array,
+    segment_ids: jax.Array,
+    prefix: jax.Array | None,
+    *,
+    cache_length: int,
+    at: jax.Array | None,
+  ) -> jax.Array:
+    check_prefill(self)
+    x = self.hidden(
+      inputs, positions, segment_ids, prefix, cache_length=cache_length
+    )
+    return self._head().logits(x, at)
 
   def _states(
     self, batch: language_head.Batch, *, deterministic: bool

@@ -231,24 +231,27 @@ class EncoderDecoder(nn.Module):
     encoder_positions: Int[Array, "batch source"],
     encoder_segment_ids: Int[Array, "batch source"],
     cache_length: int,
-  ) -> Float[Array, "batch length vocab"]:
+    at: Int[Array, " batch"] | None = None,
+  ) -> Float[Array, "batch places vocab"]:
     """Reads sources and prompts; apply with `mutable=["cache"]`.
 
-    Both are padded on the right with segment 0.
+    Both are padded on the right with segment 0. For the rest see
+    `DecoderLm.prefill`.
 
     Raises:
       ValueError: The cache is not mutable.
     """
     decoder_lm.check_prefill(self)
-    return self(
+    memory = self.encode(encoder_inputs, encoder_positions, encoder_segment_ids)
+    x = self._decoded(
       inputs,
       positions,
       segment_ids,
-      encoder_inputs,
-      encoder_positions,
+      memory,
       encoder_segment_ids,
       cache_length=cache_length,
     )
+    return self._head().logits(x, at)
 
   def decode_step(
     self,

@@ -40,8 +40,15 @@ class LanguageHead:
   head: nn.Module | None = None
   cap: float | None = None
 
-  def logits(self, x: jax.Array) -> jax.Array:
-    """Returns the logits of all states, in at least float32."""
+  def logits(self, x: jax.Array, at: jax.Array | None = None) -> jax.Array:
+    """Returns the logits of states, in at least float32.
+
+    Args:
+      x: The states [B,T,D].
+      at: Of which place in each row, int [B]; `None` is all.
+    """
+    if at is not None:
+      x = jnp.take_along_axis(x, at[:, None, None], axis=1)
     part, method = self._part()
     return self._capped(getattr(part, method)(x))
 

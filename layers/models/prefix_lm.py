@@ -49,16 +49,16 @@ class PrefixLm(decoder_lm.DecoderLm):
     segment_ids: Int[Array, "batch length"],
     *,
     cache_length: int,
-  ) -> Float[Array, "batch length vocab"]:
-    """Reads prompts, each a prefix; apply with `mutable=["cache"]`.
+    at: Int[Array, " batch"] | None = None,
+  ) -> Float[Array, "batch places vocab"]:
+    """Reads prompts, each a prefix; otherwise as in `DecoderLm`.
 
     Raises:
       ValueError: The cache is not mutable.
     """
-    decoder_lm.check_prefill(self)
     prefix: jax.Array = segment_ids != 0
-    return self(
-      inputs, positions, segment_ids, prefix, cache_length=cache_length
+    return self._prefilled(
+      inputs, positions, segment_ids, prefix, cache_length=cache_length, at=at
     )
 
 

@@ -57,9 +57,7 @@ class Contest:
     out: Any = self.module.apply({"params": params}, *arrays, method=call)
     return out
 
-  def compiled(
-    self, layer: Layer, **options: bool | int | str
-  ) -> jax.stages.Compiled:
+  def compiled(self, layer: Layer, **options: Any) -> jax.stages.Compiled:
     """Returns the forward and backward pass of one of the two layers.
 
     It maps parameters and the float arrays to the output and the gradients of
