@@ -103,9 +103,9 @@ def test_an_option_changes_the_compiled_program():
     lowered = jax.jit(lambda x: x * 2.0 + 1.0).lower(np.ones(8, np.float32))
     return lowered.compile(compiler_options=options).as_text()
 
-  # What is not fused with others becomes a fusion of its own.
-  assert "wrapped_multiply" not in text(compiler_options.of({}, device))
-  assert "wrapped_multiply" in text(compiler_options.of(given, device))
+  # One fusion of both; without the pass there is none of both.
+  assert "broadcast_add_fusion" in text(compiler_options.of({}, device))
+  assert "broadcast_add_fusion" not in text(compiler_options.of(given, device))
 
 
 def test_a_plan_says_how_it_differs_from_the_run():

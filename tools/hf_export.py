@@ -2,7 +2,7 @@
 
 Files are laid out before anything is read. Then each array of ours, which holds
 all layers of a stack, is read once, and its pieces are written where they
-belong: memory holds the largest array and little else.
+belong: memory holds a few times the largest array.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,7 @@
 """Weights of Hugging Face into a checkpoint of ours.
 
 Arrays are made one at a time, each of all layers of a stack, and written before
-the next is read: memory holds the largest of them and little else.
+the next is read: memory holds a few times the largest of them.
 """
 
 from collections.abc import Iterator, Mapping
