@@ -126,7 +126,8 @@ def test_any_rank_is_a_batch_of_vectors(shape):
   x = testing.normal(*shape)
   values = testing.random_values(layer, x)
   rows = testing.apply(layer, values, x.reshape(1, -1, 5))
-  np.testing.assert_array_equal(
-    testing.apply(layer, values, x), rows.reshape(shape)
+  # Programs of two shapes may round a sum in two orders.
+  np.testing.assert_allclose(
+    testing.apply(layer, values, x), rows.reshape(shape), rtol=1e-6
   )
   assert testing.axes(layer, x) == {"params/scale": ("head_dim",)}

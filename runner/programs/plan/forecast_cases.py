@@ -197,10 +197,6 @@ CASES: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
       "remat": "projections",
     },
   ),
-  "data_nothing": (
-    "h200:1x4",
-    {"mesh": "data=4", "global_batch_size": 64, "remat": "nothing"},
-  ),
   "data_fsdp_microbatches": (
     "h200:1x8",
     {
