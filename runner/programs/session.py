@@ -204,12 +204,16 @@ def _check_layout(
   batch: Mapping[str, jax.ShapeDtypeStruct],
 ) -> None:
   """Refuses what the sharding lint calls an error, as a plan does."""
-  found = lint.check(
-    specs,
-    batch={name: value.shape for name, value in batch.items()},
-    mesh=dict(layout.mesh.shape),
-    rules=layout.rules,
-  )
+  try:
+    found = lint.check(
+      specs,
+      batch={name: value.shape for name, value in batch.items()},
+      mesh=dict(layout.mesh.shape),
+      rules=layout.rules,
+    )
+  except ValueError as error:
+    # A part names an axis that no rule knows, such as a misspelled one.
+    raise user_error.UserError(f"task.model: {error}") from error
   errors = [finding.message for finding in found if finding.is_error]
   if errors:
     raise user_error.UserError(f"mesh {job.mesh!r}: {'; '.join(errors)}.")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
+import functools
 import pathlib
 import sys
 
@@ -70,11 +71,17 @@ class Workspace:
 
   def owners(self, path: str) -> list[build_file.Target]:
     """Returns the Python targets that have `path` among their sources."""
-    return [
-      target
-      for target in self.targets.values()
-      if target.is_python and path in target.source_paths()
-    ]
+    return self._owners.get(path, [])
+
+  @functools.cached_property
+  def _owners(self) -> Mapping[str, list[build_file.Target]]:
+    """The Python targets by source; asked for each import of each file."""
+    found: dict[str, list[build_file.Target]] = {}
+    for target in self.targets.values():
+      if target.is_python:
+        for path in dict.fromkeys(target.source_paths()):
+          found.setdefault(path, []).append(target)
+    return found
 
   def uses(self, target: build_file.Target) -> Iterator[Use]:
     """Yields the imports of all sources of a target."""

@@ -23,7 +23,6 @@ from typing import Any, Protocol
 
 import jax.numpy as jnp
 
-from paxon.layers.models import pre_norm_decoder
 from paxon.layers.models.hugging_face import layout
 from paxon.sharding import axes
 
@@ -261,6 +260,11 @@ class Names:
     return Tensor(name, tuple(pieces))
 
 
+def _build(cls: Callable[..., Any], /, **fields: Any) -> Any:
+  """Returns a part itself. Here, as tables of names need no layers."""
+  return cls(**fields)
+
+
 class Description(Protocol):
   """A model that a `config.json` describes, every field read or refused."""
 
@@ -298,7 +302,7 @@ class Family:
   def model(
     self,
     config: Mapping[str, Any],
-    make: Callable[..., Any] = pre_norm_decoder.build,
+    make: Callable[..., Any] = _build,
   ) -> Any:
     """Returns the module of a `config.json`, or what `make` makes of it.
 
