@@ -138,9 +138,10 @@ def test_devices_are_busy_until_the_last_step_is_there():
     _Memory(), every_steps=1, last_step=3
   )
   assert not summaries.is_busy()
-  loss = slow(x)
-  summaries.add(1, {"loss": (loss, jnp.float32(4))})
+  loss = slow(x), jnp.float32(4)
+  summaries.add(1, {"loss": loss})
   assert summaries.is_busy()
+  # Each of them: they are made one after another, in any order.
   jax.block_until_ready(loss)
   assert not summaries.is_busy()
 
