@@ -51,6 +51,7 @@ def _run(how, batches):
   step = jax.jit(
     train_step.make_train_step(_loss, learner=how, specs=SPECS, seed=0)
   )
+  metrics = {}
   for batch in batches:
     state, metrics = step(state, batch)
   return state, metrics

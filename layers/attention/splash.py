@@ -161,7 +161,8 @@ class Splash:
     )
     q_ids, kv_ids = _segments(mask)
     ids = splash_attention.SegmentIds(_padded(q_ids), _padded(kv_ids))
-    out = jax.vmap(splash, in_axes=(0, 0, 0, 0, None))(
+    # Typed as if it might return what only its backward pass asks for.
+    out: Any = jax.vmap(splash, in_axes=(0, 0, 0, 0, None))(
       query, key, value, ids, sinks
     )
     out = jnp.swapaxes(out, 1, 2)[:, :length]

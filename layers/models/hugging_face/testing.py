@@ -201,7 +201,7 @@ def check_names(of: family.Family, case: str, *args: Any) -> None:
   config = golden_case.read(case).config
   args = args or of.example()
   abstract = jax.eval_shape(of.model(config).init, jax.random.key(0), *args)
-  flat = traverse_util.flatten_dict(nn.unbox(abstract), sep="/")
+  flat: dict[str, Any] = traverse_util.flatten_dict(nn.unbox(abstract), sep="/")
   expected = {name: leaf.shape for name, leaf in flat.items()}
   actual = {name: leaf.shape for name, leaf in of.names(config).leaves.items()}
   assert actual == expected
