@@ -6,16 +6,29 @@ report, scratch folder. No test at all is a failure, because a target that
 tests nothing says nothing.
 """
 
-from collections.abc import Sequence
+import ast
+from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+import importlib.abc
+import importlib.machinery
 import importlib.util
+import inspect
 import os
 import pathlib
 import sys
+import types
+import typing
+from typing import Any
 
+import beartype
+import jaxtyping
 import pytest
 
 # The macro's `keep_compilations`, by this environment variable.
 KEEP_COMPILATIONS = "PAXON_KEEP_COMPILATIONS"
+
+_HYPOTHESIS = "_hypothesis_pytestplugin"
 
 
 class _Shard:
@@ -39,6 +52,127 @@ class _Shard:
       config.hook.pytest_deselected(items=dropped)
 
 
+# The name in a module of Paxon's under which it finds `checked`.
+_CHECKED = "__checked__"
+
+# What is of a wrong type is a TypeError, however it is found.
+_CONFIGURATION = beartype.BeartypeConf(violation_type=jaxtyping.TypeCheckError)
+
+
+def _has_shapes(hint: Any) -> bool:
+  """Whether a hint has an array's shape in it, or has yet to be evaluated."""
+  if isinstance(hint, str | typing.ForwardRef):
+    return True
+  if isinstance(hint, list):  # Of a Callable's parameters.
+    return any(map(_has_shapes, hint))
+  if inspect.isclass(hint) and issubclass(hint, jaxtyping.AbstractArray):
+    return True
+  return any(map(_has_shapes, typing.get_args(hint)))
+
+
+def _with_checks(function: Callable[..., Any]) -> Callable[..., Any]:
+  """Returns `function` with its types and shapes checked at each call."""
+  hints = inspect.get_annotations(function).values()
+  check = beartype.beartype(conf=_CONFIGURATION)
+  if (
+    any(map(_has_shapes, hints))
+    # Where beartype alone checks less: what is made step by step, and the
+    # `__init__` of Flax, whose own parameters are `*args, **kwargs`.
+    or inspect.isgeneratorfunction(function)
+    or hasattr(function, "__wrapped__")
+  ):
+    return jaxtyping.jaxtyped(function, typechecker=check)
+  # No shape to remember from one argument to the next: a tenth of the time.
+  return check(function)
+
+
+def checked(made: Any) -> Any:
+  """Checks the types of a function, or of a dataclass's fields.
+
+  The code that does it is made at the first call. A test calls few of the
+  functions that it imports, and making it for all takes a second.
+
+  Args:
+    made: A function or a class, less its own decorators or with them.
+
+  Returns:
+    The function, wrapped, or the class.
+  """
+  if inspect.isclass(made):
+    if dataclasses.is_dataclass(made) and not hasattr(made.__init__, _CHECKED):
+      made.__init__ = checked(made.__init__)
+    return made
+  with_checks = None
+
+  @functools.wraps(made)
+  def call(*args: Any, **kwargs: Any) -> Any:
+    __tracebackhide__ = True
+    nonlocal with_checks
+    if with_checks is None:
+      with_checks = _with_checks(made)
+    return with_checks(*args, **kwargs)
+
+  setattr(call, _CHECKED, True)
+  return call
+
+
+class _CheckedLoader(importlib.machinery.SourceFileLoader):
+  """Loads a module with `checked` on each of its functions and classes.
+
+  jaxtyping's own hook does the same, and takes as long as the tests. It also
+  hides the bytecode of all that is imported meanwhile, such as Orbax.
+  """
+
+  def get_code(self, fullname: str) -> types.CodeType:
+    # Bytecode without checks may lie there.
+    return self.source_to_code(self.get_data(self.path), self.path)
+
+  def source_to_code(
+    self, data: Any, path: Any, *, _optimize: int = -1
+  ) -> types.CodeType:
+    tree = ast.parse(data, path)
+    for node in ast.walk(tree):
+      if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        name = ast.copy_location(ast.Name(_CHECKED, ast.Load()), node)
+        # Functions before any other decorator, which may lose the hints;
+        # classes after them, when dataclasses have their `__init__`.
+        is_class = isinstance(node, ast.ClassDef)
+        decorators = node.decorator_list
+        decorators.insert(0 if is_class else len(decorators), name)
+    return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
+
+  def exec_module(self, module: types.ModuleType) -> None:
+    setattr(module, _CHECKED, checked)
+    super().exec_module(module)
+
+
+class _CheckedFinder(importlib.abc.MetaPathFinder):
+  """Finds the modules of Paxon, less the tests: pytest loads those."""
+
+  def find_spec(
+    self, fullname: str, path: Sequence[str] | None, target: Any = None
+  ) -> importlib.machinery.ModuleSpec | None:
+    if fullname.partition(".")[0] != "paxon" or fullname.endswith("_test"):
+      return None
+    specification = importlib.machinery.PathFinder.find_spec(
+      fullname, path, target
+    )
+    if specification is not None and isinstance(
+      specification.loader, importlib.machinery.SourceFileLoader
+    ):
+      loader = specification.loader
+      specification.loader = _CheckedLoader(loader.name, loader.path)
+    return specification
+
+
+class _Checks:
+  """Checks types and shapes at run time in all of Paxon."""
+
+  def pytest_load_initial_conftests(self) -> None:
+    # Before pytest's own finder, which is there already.
+    sys.meta_path.insert(0, _CheckedFinder())
+
+
 def _arguments(argv: Sequence[str]) -> list[str]:
   root = pathlib.Path.cwd()
   arguments = [
@@ -46,12 +180,13 @@ def _arguments(argv: Sequence[str]) -> list[str]:
     # No configuration file: what applies to a test stands in its target.
     "--config-file=/dev/null",
     "--import-mode=importlib",
-    "--jaxtyping-packages=paxon,beartype.beartype",
     "--strict-markers",
     *("-p", "no:cacheprovider"),
     *("-W", "error"),
     *("-o", "console_output_style=classic"),
   ]
+  if importlib.util.find_spec(_HYPOTHESIS):
+    arguments += ["-p", _HYPOTHESIS]
   if report := os.environ.get("XML_OUTPUT_FILE"):
     arguments.append(f"--junitxml={report}")
   if scratch := os.environ.get("TEST_TMPDIR"):
@@ -72,7 +207,7 @@ def _drop_workspace_folder() -> None:
 
   With it `import layers` would be a second copy of `paxon.layers`.
   """
-  # Found, not imported: jaxtyping's plugin has to come first.
+  # Found, not imported: the checks have to come first.
   specification = importlib.util.find_spec("paxon")
   assert specification is not None
   assert specification.origin is not None
@@ -106,7 +241,10 @@ def main(argv: Sequence[str]) -> int:
   )
   if status_file := os.environ.get("TEST_SHARD_STATUS_FILE"):
     pathlib.Path(status_file).touch()
-  status = pytest.main(_arguments(argv), plugins=[shard])
+  # pytest would rewrite, in every process, all modules of each distribution
+  # that has a plugin. The one that we want is named instead.
+  os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+  status = pytest.main(_arguments(argv), plugins=[shard, _Checks()])
   if status == pytest.ExitCode.NO_TESTS_COLLECTED:
     if shard.collected:
       return 0  # More shards than tests: the others have them.

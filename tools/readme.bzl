@@ -31,7 +31,7 @@ def readme_test(
         **kwargs
     )
 
-def page_test(name, page, size, runtime_deps):
+def page_test(name, page, size, runtime_deps, **kwargs):
     """Runs the code of a page in order, in one folder.
 
     Args:
@@ -39,6 +39,7 @@ def page_test(name, page, size, runtime_deps):
       page: The label of the page, a Markdown file.
       size: Bazel's size, which is also the time limit.
       runtime_deps: What the code imports; it runs in processes of its own.
+      **kwargs: As for py_test.
     """
     py_test(
         name = name,
@@ -47,4 +48,5 @@ def page_test(name, page, size, runtime_deps):
         data = [page],
         env = {"PAXON_PAGE": "$(rootpath %s)" % page},
         runtime_deps = runtime_deps,
+        **kwargs
     )

@@ -121,7 +121,7 @@ def test_agrees_with_plain_or_says_why_not(name, case):
   if name in refusing:
     arrays, given = _arguments(keywords)
     with pytest.raises(ValueError, match=r"kernels\.plain"):
-      kernel(*arrays, _mask(**settings), **given)
+      kernel(*arrays, mask=_mask(**settings), **given)
     return
   found, expected = _outcome(kernel, case), _outcome(kernels.plain, case)
   for a, e in zip(
@@ -144,10 +144,10 @@ def test_the_declaration_is_what_the_kernel_does(name):
   for case, (settings, keywords, _) in CASES.items():
     arrays, given = _arguments(keywords)
     given.pop("scale", None)
-    request = kernel_request.of_call(*arrays, _mask(**settings), **given)
+    request = kernel_request.of_call(*arrays, mask=_mask(**settings), **given)
     reasons = kernel_support.supports(KERNELS[name], request)
     if reasons:
       declared.add(case)
       with pytest.raises(ValueError, match=re.escape(reasons[0])):
-        KERNELS[name](*arrays, _mask(**settings), **given)
+        KERNELS[name](*arrays, mask=_mask(**settings), **given)
   assert declared == {c for c, (*_, names) in CASES.items() if name in names}

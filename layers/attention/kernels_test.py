@@ -182,7 +182,7 @@ def test_scale_takes_the_place_of_the_usual_one(kernel):
 def test_sinks_take_their_share():
   inputs, sinks = _inputs(4, 2), jnp.asarray([-3.0, 0.0, 0.7, 9.0])
   np.testing.assert_allclose(
-    kernels.plain(*inputs, _mask(), sinks=sinks, logit_cap=1.5),
+    kernels.plain(*inputs, mask=_mask(), sinks=sinks, logit_cap=1.5),
     _oracle(*inputs, sinks=np.asarray(sinks, np.float64), logit_cap=1.5),
     rtol=1e-5,
     atol=1e-6,
@@ -191,7 +191,7 @@ def test_sinks_take_their_share():
 
 def test_huge_logits_and_sinks_stay_finite():
   def loss(inputs):
-    return jnp.sum(kernels.plain(*inputs[:3], _mask(), sinks=inputs[3]))
+    return jnp.sum(kernels.plain(*inputs[:3], mask=_mask(), sinks=inputs[3]))
 
   query, key, value = _inputs(4, 2)
   for size in (1e4, -1e4):
@@ -203,7 +203,7 @@ def test_huge_logits_and_sinks_stay_finite():
 def test_fused_says_that_it_has_no_sinks():
   message = r"kernels\.fused .*sinks.*use .*kernels\.plain"
   with pytest.raises(ValueError, match=message):
-    kernels.fused(*_inputs(4, 2), _mask(), sinks=jnp.zeros(4))
+    kernels.fused(*_inputs(4, 2), mask=_mask(), sinks=jnp.zeros(4))
 
 
 def test_plain_takes_values_of_another_width():

@@ -79,7 +79,7 @@ def _assert_equal(block_length, mask, *, gradients=True, **settings):
     return [
       _values_and_gradients(kernel, inputs, mask, **settings)
       if gradients
-      else kernel(*inputs, mask, **settings)
+      else kernel(*inputs, mask=mask, **settings)
       for kernel in (blocks, kernels.plain)
     ]
 
@@ -300,14 +300,14 @@ def test_sharded_equals_unsharded(axes):
 def test_rejects_a_mask_without_a_limit(rules):
   message = r"LocalBlocks .* neither window nor chunk is set, but blocks need"
   with pytest.raises(ValueError, match=message):
-    local_blocks.LocalBlocks()(*_inputs(), _mask(**rules))
+    local_blocks.LocalBlocks()(*_inputs(), mask=_mask(**rules))
 
 
 def test_rejects_a_bias_of_all_pairs():
   bias = jnp.zeros((3, 4, LENGTH, LENGTH))
   message = r"bias of shape .*, but blocks take a bias as a function of posit"
   with pytest.raises(ValueError, match=message):
-    local_blocks.LocalBlocks()(*_inputs(), _mask(window=2), bias=bias)
+    local_blocks.LocalBlocks()(*_inputs(), mask=_mask(window=2), bias=bias)
 
 
 def test_rejects_an_empty_block():

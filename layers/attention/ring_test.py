@@ -158,7 +158,7 @@ def test_a_decoding_step_leaves_the_cache_where_it_is():
   arrays = query[:, :1], key, value
 
   def step(arrays):
-    return ring.Ring(block_kv=4)(*arrays, mask, sinks=sinks)
+    return ring.Ring(block_kv=4)(*arrays, mask=mask, sinks=sinks)
 
   np.testing.assert_allclose(
     _layout("sequence=4,tensor=2").jit(step)(arrays),
@@ -239,8 +239,8 @@ def test_what_a_ring_cannot_serve():
   with pytest.raises(ValueError, match=r"Ring\.block_kv must be positive"):
     ring.Ring(block_kv=0)
   with pytest.raises(ValueError, match=r"\(4\) must be a multiple of .* \(3\)"):
-    ring.Ring()(query, *_inputs(3)[1:3], _mask())
+    ring.Ring()(query, *_inputs(3)[1:3], mask=_mask())
   short = tuple(x[:, :30] for x in (query, key, value))
-  step = _layout("sequence=8").jit(lambda x: ring.Ring()(*x, _mask(30)))
+  step = _layout("sequence=8").jit(lambda x: ring.Ring()(*x, mask=_mask(30)))
   with pytest.raises(ValueError, match=r"of size 30 does not divide by sequ"):
     step(short)

@@ -112,9 +112,9 @@ def test_each_device_computes_its_rows_and_heads(spec, kv_heads, is_trained):
 def test_rows_whose_places_are_no_positions_are_nan(segments, positions):
   mask = _mask([segments, [1] * 4], [positions, [0, 1, 2, 3]])
   inputs = _inputs(2, 4)
-  out = interpreted(*inputs, mask)
+  out = interpreted(*inputs, mask=mask)
   assert np.isnan(out[0]).all()
-  _assert_same(out[1], kernels.plain(*inputs, mask)[1])
+  _assert_same(out[1], kernels.plain(*inputs, mask=mask)[1])
 
 
 def test_attention_to_another_row_sees_segments_only():
@@ -184,13 +184,13 @@ def test_what_splash_attention_cannot_serve():
   mask = _mask([[1] * 8])
   kernel = splash.Splash()
   with pytest.raises(ValueError, match=r"splash attention has no bias; use "):
-    kernel(*inputs, mask, bias=jnp.zeros((1, 4, 8, 8)))
+    kernel(*inputs, mask=mask, bias=jnp.zeros((1, 4, 8, 8)))
   with pytest.raises(ValueError, match=r"dtype is float16, and .* bfloat16 or"):
-    kernel(*_inputs(1, 8, dtype=jnp.float16), mask)
+    kernel(*_inputs(1, 8, dtype=jnp.float16), mask=mask)
   with pytest.raises(ValueError, match=r"\(3\) must be a multiple of .* \(2\)"):
-    kernel(*_inputs(1, 8, heads=3), mask)
+    kernel(*_inputs(1, 8, heads=3), mask=mask)
   layout = layouts.Layout(meshes.make_mesh(meshes.MeshSpec.parse("sequence=8")))
-  step = layout.jit(lambda arrays: interpreted(*arrays, mask))
+  step = layout.jit(lambda arrays: interpreted(*arrays, mask=mask))
   with pytest.raises(
     ValueError, match=r"Splash attention needs whole rows .*use .*ring\.Ring"
   ):

@@ -65,7 +65,7 @@ def test_what_a_configuration_shows_can_be_given_back():
     # In tests the checker of shapes sees it first, with other words.
     ("layers.remat.SaveOnly(('a'))", r"(?s)names.*tuple\[str, ...\]"),
     ("layers.remat.SaveOnly(())", r"SaveOnly.names must not be empty"),
-    ("layers.remat.SaveOnly(nam=1)", r"'names?'"),
+    ("layers.remat.SaveOnly(nam=1)", r"'nam(es)?'"),
     ("layers.remat.SaveOnly(x)", r"arguments of layers.remat.SaveOnly must be"),
     (
       "layers.remat.Either((layers.remat.Off(('a',)),))",

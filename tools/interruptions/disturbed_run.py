@@ -15,6 +15,12 @@ import time
 
 from paxon.tools.interruptions import disturbances, scratch_disk, tiny_run
 
+# Share of the moments that may lie anywhere, also while a process starts.
+_ANY_MOMENT = 0.2
+_LOOK_SECONDS = 0.01
+# About as long as the steps between two checkpoints, with their saving.
+_SPREAD_SECONDS = 0.4
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Expected:
@@ -107,10 +113,10 @@ def _strike(
   expected: Expected,
   choice: random.Random,
 ) -> Struck:
-  moment = choice.uniform(0, expected.seconds)
+  begin = time.monotonic()
   process = run.start()
-  with contextlib.suppress(subprocess.TimeoutExpired):
-    process.wait(moment)
+  _wait(run, process, before, expected, choice)
+  moment = time.monotonic() - begin
   try:
     ended = disturbances.KINDS[kind](run, process, choice)
   except subprocess.TimeoutExpired:
@@ -133,6 +139,29 @@ def _strike(
     newest=newest,
     problems=tuple(problems),
   )
+
+
+def _wait(
+  run: tiny_run.TinyRun,
+  process: subprocess.Popen[bytes],
+  before: int | None,
+  expected: Expected,
+  choice: random.Random,
+) -> None:
+  """Waits for a random moment.
+
+  Most moments count in steps: seconds alone would all lie before the first
+  checkpoint on a machine that is busier than when the undisturbed run was made.
+  """
+  if choice.random() < _ANY_MOMENT:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+      process.wait(choice.uniform(0.0, expected.seconds))
+    return
+  step = choice.randrange((before or 0) + 1, tiny_run.NUM_STEPS + 2)
+  while process.poll() is None and run.last_begun_step() < step:
+    time.sleep(_LOOK_SECONDS)
+  with contextlib.suppress(subprocess.TimeoutExpired):
+    process.wait(choice.uniform(0.0, _SPREAD_SECONDS))
 
 
 def _end(

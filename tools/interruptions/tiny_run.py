@@ -33,6 +33,7 @@ _KNOBS = {
   "delay": 0.05,
 }
 _CONTINUING = re.compile(r"continuing from the checkpoint of step (\d+)")
+_STEP = re.compile(r"\d+")
 # Figures of the machine, which differ from run to run.
 _MEASURED = re.compile("_second|goodput|mfu|tflops|memory").search
 _LIMIT_SECONDS = 300
@@ -105,6 +106,14 @@ class TinyRun:
       process.wait()
       raise
     return Ended(status=status, output=self._log.read_text(errors="replace"))
+
+  def last_begun_step(self) -> int:
+    """Returns the newest step whose checkpoint was begun, 0 for none."""
+    try:
+      names = [path.name for path in self.checkpoints.iterdir()]
+    except FileNotFoundError:
+      return 0
+    return max((int(m[0]) for m in map(_STEP.match, names) if m), default=0)
 
   def whole_steps(self) -> list[int]:
     """Returns the steps of the complete checkpoints that are undamaged."""

@@ -1,0 +1,58 @@
+"""Tests that tests run with types and shapes checked."""
+
+from collections.abc import Iterator
+import dataclasses
+
+import jaxtyping
+import numpy as np
+import pytest
+
+from paxon.tools import pytest_main
+
+
+def test_modules_are_loaded_with_checks():
+  with pytest.raises(jaxtyping.TypeCheckError, match="argv=3"):
+    pytest_main.main(3)  # pyrefly: ignore[bad-argument-type]
+
+
+def test_a_result_is_checked():
+  @pytest_main.checked
+  def text(x: int) -> str:
+    return str(x) if x else x  # pyrefly: ignore[bad-return]
+
+  assert text(1) == "1"
+  with pytest.raises(jaxtyping.TypeCheckError):
+    text(0)
+
+
+def test_shapes_are_those_of_the_other_arguments():
+  vector = jaxtyping.Float[np.ndarray, " n"]
+
+  @pytest_main.checked
+  def total(x: vector, y: vector) -> vector:
+    return x + y
+
+  assert total(np.ones(3), np.ones(3)).shape == (3,)
+  with pytest.raises(jaxtyping.TypeCheckError, match="parameter 'y'"):
+    total(np.ones(3), np.ones(1))
+
+
+def test_fields_of_dataclasses_are_checked():
+  @pytest_main.checked
+  @dataclasses.dataclass
+  class Point:
+    x: int
+
+  assert Point(1) == Point(1)
+  with pytest.raises(jaxtyping.TypeCheckError, match="parameter x='1'"):
+    Point("1")  # pyrefly: ignore[bad-argument-type]
+
+
+def test_what_is_made_step_by_step_is_checked():
+  @pytest_main.checked
+  def count(n: int) -> Iterator[int]:
+    yield from range(n)
+
+  assert list(count(2)) == [0, 1]
+  with pytest.raises(jaxtyping.TypeCheckError, match="parameter 'n'"):
+    count("2")  # pyrefly: ignore[bad-argument-type]
