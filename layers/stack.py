@@ -84,7 +84,8 @@ class Stack(nn.Module):
     groups = self.num_layers // period
     indices = self._indices(layer_index)
     if groups:
-      scanned = self._scanned(groups, len(args), static)
+      make = self._decoding if self._is_decoding() else self._scanned
+      scanned = make(groups, len(args), static)
       starts = None if indices is None else indices[: groups * period : period]
       x, _ = scanned(self._group(), x, starts, *args)
     # Protected from common-subexpression elimination, which would undo it.
@@ -120,48 +121,62 @@ class Stack(nn.Module):
         x = call(block, x, _plus(start, slot), *args)
       return x, None
 
-    def decoding(
-      group: _Group, carry: Any, start: jax.Array | None, *args: Any
+    return self._lifted(body, groups, num_args)
+
+  def _decoding(
+    self, groups: int, num_args: int, static: dict[str, Any]
+  ) -> Any:
+    """Returns what `_scanned` does, with caches carried from layer to layer."""
+    call = self._call(static, prevent_cse=False)
+
+    def scanned(
+      group: _Group, x: jax.Array, starts: jax.Array | None, *args: Any
     ) -> tuple[Any, None]:
-      x, number = carry
-      for slot, block in enumerate(group.blocks):
-        view = stacked_cache.LayerView(number)
-        x = nn.map_variables(
-          call,
-          stacked_cache.COLLECTION,
-          trans_in_fn=view.given,
-          trans_out_fn=view.taken,
-          mutable=True,
-        )(block, x, _plus(start, slot), *args)
-      return (x, number + 1), None
+      common = stacked_cache.CommonTokens(args)
 
-    def lifted(body: Any, **axes_of: Any) -> Any:
-      return nn.scan(
-        body,
-        # Every collection and random stream, those that users name included,
-        # but for parameters that are one set for all layers.
-        variable_axes={True: 0},
-        variable_broadcast=[shared.COLLECTION],
-        split_rngs={True: True},
-        in_axes=(0, *(nn.broadcast,) * num_args),
-        length=groups,
-        unroll=1 if self.scan else groups,
-        metadata_params={
-          nn.PARTITION_NAME: axes.LAYERS,
-          variables.PERIOD: len(self.blocks),
-        },
-        **axes_of,
-      )
+      def body(
+        group: _Group, carry: Any, start: jax.Array | None, *args: Any
+      ) -> tuple[Any, None]:
+        x, number = carry
+        for slot, block in enumerate(group.blocks):
+          view = stacked_cache.LayerView(number, common)
+          x = nn.map_variables(
+            call,
+            stacked_cache.COLLECTION,
+            trans_in_fn=view.given,
+            trans_out_fn=view.taken,
+            mutable=True,
+          )(block, x, _plus(start, slot), *args)
+        return (x, number + 1), None
 
-    if not self._is_decoding():
-      return lifted(body)
-    carried = lifted(decoding, variable_carry=stacked_cache.COLLECTION)
-
-    def scanned(group: _Group, x: jax.Array, *args: Any) -> tuple[Any, None]:
-      (x, _), _ = carried(group, (x, jnp.int32(0)), *args)
+      carry = {"variable_carry": stacked_cache.COLLECTION}
+      carried = self._lifted(body, groups, num_args, **carry)
+      (x, _), _ = carried(group, (x, jnp.int32(0)), starts, *args)
+      common.write(self)
       return x, None
 
     return scanned
+
+  def _lifted(
+    self, body: Any, groups: int, num_args: int, **axes_of: Any
+  ) -> Any:
+    """Returns the loop `(group, carry, starts, *args)` over all groups."""
+    return nn.scan(
+      body,
+      # Every collection and random stream, those that users name included,
+      # but for parameters that are one set for all layers.
+      variable_axes={True: 0},
+      variable_broadcast=[shared.COLLECTION],
+      split_rngs={True: True},
+      in_axes=(0, *(nn.broadcast,) * num_args),
+      length=groups,
+      unroll=1 if self.scan else groups,
+      metadata_params={
+        nn.PARTITION_NAME: axes.LAYERS,
+        variables.PERIOD: len(self.blocks),
+      },
+      **axes_of,
+    )
 
   def _is_decoding(self) -> bool:
     """Whether layers have caches, and change them."""
@@ -180,7 +195,8 @@ class Stack(nn.Module):
         return block(x, *args, **static)
       return block(x, *args, layer_index=index, **static)
 
-    if self.remat_policy is None:
+    # Decoding has no backward pass to save memory for.
+    if self.remat_policy is None or self._is_decoding():
       return call
     return nn.remat(call, policy=self.remat_policy, prevent_cse=prevent_cse)
 

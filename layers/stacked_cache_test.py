@@ -6,8 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import remat, stack, testing
-from paxon.layers.attention import grouped_query
+from paxon.layers import remat, shared, stack, testing
+from paxon.layers.attention import (
+  grouped_query,
+  sequence_cache,
+  sliding_cache,
+)
 
 EMBED, SLOTS = 8, 4096
 
@@ -25,6 +29,26 @@ class Counter(nn.Module):
       self.variable("cache", "late", jnp.zeros_like, x)
     total.value += x
     return x + constant.value * total.value
+
+
+class Doubled(nn.Module):
+  """A user's block that gives its attention positions of its own."""
+
+  attention: nn.Module
+
+  def __call__(self, x, positions, segment_ids, *, cache_length=None):
+    where = positions * 2, segment_ids
+    return x + self.attention(x, *where, cache_length=cache_length)
+
+
+class Plain(nn.Module):
+  """A block that hands on what it is given."""
+
+  attention: nn.Module
+
+  def __call__(self, x, positions, segment_ids, *, cache_length=None):
+    where = positions, segment_ids
+    return x + self.attention(x, *where, cache_length=cache_length)
 
 
 def _stacked_attention(**fields):
@@ -100,6 +124,58 @@ def test_stacks_of_stacks_decode_as_one_stack():
   )
   np.testing.assert_allclose(x, expected[:, 1:], rtol=1e-5, atol=1e-6)
   assert jax.tree.structure(after) == jax.tree.structure(cache)
+
+
+def _layers_of(block, num_layers):
+  """Two blocks in turn: a ring, and shared parameters with another cache."""
+  attention = grouped_query.GroupedQueryAttention
+  sizes = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 4}
+  sees_two = {"window": 2, "cache": sliding_cache.SlidingCache(2)}
+  all_seen = attention(**sizes, cache=sequence_cache.SequenceCache())
+  return stack.Stack(
+    (
+      block(attention(**sizes, **sees_two)),
+      block(shared.shared("s", all_seen)),
+    ),
+    num_layers=num_layers,
+  )
+
+
+@pytest.mark.parametrize(
+  ("block", "scale"), [(Plain, 1), (Doubled, 2)], ids=["stack's", "own"]
+)
+def test_every_layer_knows_where_tokens_stand(block, scale):
+  """Whether the stack keeps it for all layers, or each layer for itself."""
+  layers = _layers_of(block, num_layers=5)
+  args = testing.normal(2, 6, EMBED), testing.counted(2, 6), testing.ones(2, 6)
+  values = testing.random_values(layers, *args)
+  expected = testing.apply(layers, values, *args)
+  step = jax.jit(lambda v, *a: layers.apply(v, *a, mutable=["cache"]))
+  y, cache = testing.apply(
+    layers, values, *(a[:, :2] for a in args), cache_length=6, mutable=["cache"]
+  )
+  outputs, at = [y], 2
+  for size in (1, 2, 1):
+    tokens = (a[:, at : at + size] for a in args)
+    y, cache = step({**values, **cache}, *tokens)
+    outputs.append(y)
+    at += size
+  np.testing.assert_allclose(
+    jnp.concatenate(outputs, axis=1), expected, rtol=1e-5, atol=1e-5
+  )
+  stacked = nn.unbox(cache)["cache"]["layers"]
+  split = stacked["blocks_1"]["attention"]["part"]["cache"]
+  ring = stacked["blocks_0"]["attention"]["cache"]
+  for kept, last, index in (
+    (split, [0, 1, 2, 3, 4, 5], 6),
+    (ring, [4, 5], [6, 6]),
+  ):
+    wanted = np.broadcast_to(np.multiply(last, scale), (2, 2, len(last)))
+    np.testing.assert_array_equal(kept["positions"], wanted)
+    np.testing.assert_array_equal(kept["segment_ids"], np.ones_like(wanted))
+    np.testing.assert_array_equal(
+      kept["index"], np.broadcast_to(index, (2, *np.shape(index)))
+    )
 
 
 def test_the_boxes_of_a_cache_stay():

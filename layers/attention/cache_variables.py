@@ -5,10 +5,16 @@ many tokens it has seen. In a decoding step of a stack these are the arrays of
 all layers (`layers.stacked_cache`), of which each cache reads and writes its
 layer's; a cache that uses these functions need not know.
 
+Where tokens stand, their positions and segments and the index, is the same in
+all layers of a stack that hands on what it was given. Then the stack keeps it
+once a step (`stacked_cache.CommonTokens`), and no layer writes it.
+
 Letters: L layers, B batch, T new tokens, S slots, K key/value heads.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import functools
 from typing import Any
 
 from flax import linen as nn
@@ -20,6 +26,35 @@ from paxon.sharding import axes, variables
 
 COLLECTION = stacked_cache.COLLECTION
 _INDEX = stacked_cache.INDEX
+# Variables that say where tokens stand.
+_PLACES = ("positions", "segment_ids")
+
+# `(slots [L,B,S,...], tokens [B,T,...], number of the layer) -> slots`, for
+# each variable, such as a function of `slot_writes`.
+Write = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+# Which slots tokens get: `(their segments [B,T], index before, number of slots)
+# -> (index after, what writes them)`.
+Place = Callable[[jax.Array, jax.Array, int], tuple[jax.Array, Write]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kept:
+  """What a cache holds.
+
+  Attributes:
+    slots: Arrays [B,S,...] by variable.
+    index: How many tokens came so far: Int of rank 0, or [B].
+    common: Who keeps where tokens stand, if not the cache.
+  """
+
+  slots: Mapping[str, jax.Array]
+  index: jax.Array
+  common: stacked_cache.CommonTokens | None = None
+
+  @property
+  def count(self) -> int:
+    """The number of slots."""
+    return self.slots[_PLACES[0]].shape[1]
 
 
 def is_filled(cache: nn.Module) -> bool:
@@ -27,49 +62,72 @@ def is_filled(cache: nn.Module) -> bool:
   return cache.has_variable(COLLECTION, _INDEX)
 
 
-def load(cache: nn.Module) -> tuple[dict[str, jax.Array], jax.Array]:
-  """Returns the arrays of a cache by variable, and its index."""
-  kept = dict(variables.unbox(cache.variables[COLLECTION]))
-  layer = kept.pop(stacked_cache.LAYER, None)
+def load(cache: nn.Module, *tokens: jax.Array) -> Kept:
+  """Returns what a cache holds.
+
+  Args:
+    cache: Whose variables they are.
+    *tokens: Where new tokens stand, as the cache was given it, if it is to
+      append them.
+  """
+  slots = _stored(cache)
+  layer = slots.pop(stacked_cache.LAYER, None)
+  first = slots.pop(stacked_cache.FIRST, None)
+  common = slots.pop(stacked_cache.COMMON, None)
+  if common is not None and not (tokens and common.includes(*tokens)):
+    common = None
   if layer is not None:
     # In a stack, with those of all layers; see `stacked_cache`.
-    kept = {n: stacked_cache.at_layer(x, layer) for n, x in kept.items()}
-  return kept, kept.pop(_INDEX)
+    shared = () if common is None else (*_PLACES, _INDEX)
+    slots = {
+      n: stacked_cache.at_layer(x, first if n in shared else layer)
+      for n, x in slots.items()
+    }
+  return Kept(index=slots.pop(_INDEX), slots=slots, common=common)
 
 
 def append(
   cache: nn.Module,
+  kept: Kept,
   new: Mapping[str, jax.Array],
-  write: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+  place: Place,
   *,
-  total: jax.Array,
   slot_axis: str | None,
 ) -> dict[str, jax.Array]:
   """Writes tokens into slots, in place where it can.
 
   Args:
     cache: Whose variables they are.
+    kept: What `load` returned for these tokens.
     new: Arrays [B,T,...] by variable.
-    write: `(slots [L,B,S,...], tokens [B,T,...], number of the layer) -> slots`
-      for each variable, such as a function of `slot_writes`.
-    total: The index of the cache from here on.
+    place: Which slots they get; it reads no other arrays of the layer.
     slot_axis: Logical axis of the slots.
 
   Returns:
     All slots [B,S,...] by variable.
   """
-  stacked = dict(variables.unbox(cache.variables[COLLECTION]))
+  places = {name: new[name] for name in _PLACES}
+  total, write = place(new["segment_ids"], kept.index, kept.count)
+  stacked = _stored(cache)
   layer = stacked.get(stacked_cache.LAYER)
   if layer is None:
-    first = jnp.int32(0)
-    slots = {n: write(stacked[n][None], x, first)[0] for n, x in new.items()}
+    slots = {n: _written(write, kept.slots[n], x) for n, x in new.items()}
     save(cache, slots, total, slot_axis=slot_axis)
     return slots
-  for name, x in new.items():
-    cache.put_variable(COLLECTION, name, write(stacked[name], x, layer))
-  total = stacked_cache.with_layer(stacked[_INDEX], total, layer)
-  cache.put_variable(COLLECTION, _INDEX, total)
-  return load(cache)[0]
+  slots = {}
+  if kept.common is not None:
+    after = functools.partial(_after, new=places, place=place)
+    kept.common.leave(cache, after)
+    slots = after({**kept.slots, _INDEX: kept.index})
+    del slots[_INDEX]
+  else:
+    total = stacked_cache.with_layer(stacked[_INDEX], total, layer)
+    cache.put_variable(COLLECTION, _INDEX, total)
+  for name in new.keys() - slots.keys():
+    whole = write(stacked[name], new[name], layer)
+    cache.put_variable(COLLECTION, name, whole)
+    slots[name] = stacked_cache.at_layer(whole, layer)
+  return slots
 
 
 def save(
@@ -108,6 +166,28 @@ def slot_axes(
   # One head for all (multi-query, latent) is whole on every device.
   heads = axes.KV_HEADS if len(shape) > 2 and shape[2] > 1 else None
   return (axes.BATCH, slot_axis, heads, axes.HEAD_DIM)[: len(shape)]
+
+
+def _stored(cache: nn.Module) -> dict[str, Any]:
+  return dict(variables.unbox(cache.variables[COLLECTION]))
+
+
+def _after(
+  kept: Mapping[str, jax.Array],
+  *,
+  new: Mapping[str, jax.Array],
+  place: Place,
+) -> dict[str, jax.Array]:
+  """Returns where the tokens of a cache stand after new ones, and its index."""
+  count = kept[_PLACES[0]].shape[1]
+  total, write = place(new["segment_ids"], kept[_INDEX], count)
+  slots = {name: _written(write, kept[name], x) for name, x in new.items()}
+  return {**slots, _INDEX: total}
+
+
+def _written(write: Write, slots: jax.Array, new: jax.Array) -> jax.Array:
+  """Returns the slots [B,S,...] of one layer with tokens written."""
+  return write(slots[None], new, jnp.int32(0))[0]
 
 
 def _put(

@@ -81,7 +81,7 @@ class MemoryCache(nn.Module):
           "There is no memory, and no cache that holds its keys and values; "
           "give the memory, in a prefill together with cache_length."
         )
-      slots, _ = cache_variables.load(self)
+      slots = cache_variables.load(self).slots
       return kv_cache.unpacked(slots, self.storage, dtype=dtype)
     if filled:
       raise ValueError(

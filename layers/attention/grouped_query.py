@@ -184,24 +184,16 @@ class GroupedQueryAttention(nn.Module):
     seen = self.cache(
       key, value, positions, segment_ids, cache_length=cache_length
     )
-    if prefix is not None and seen.key.shape[1] != x.shape[1]:
-      raise ValueError(
-        f"{type(self).__name__} got a prefix while decoding; the whole prefix "
-        "must be in the prompt (with `cache_length`)."
-      )
-    mask = attention_mask.AttentionMask(
-      q_positions=positions,
-      kv_positions=seen.positions,
-      q_segment_ids=segment_ids,
-      kv_segment_ids=seen.segment_ids,
-      q_prefix=prefix,
-      kv_prefix=prefix,
+    mask = seen.mask(
+      type(self).__name__,
+      positions,
+      segment_ids,
+      prefix,
       causal=self.causal,
       window=self.window,
       right_window=self.right_window,
       chunk=self.chunk,
     )
-    seen.check_reach(type(self).__name__, mask.reach[0])
     more = self._more(query, mask, relative)
     context = self.kernel(query, seen.key, seen.value, mask, **more)
     context = remat.tag(context, remat.ATTENTION_CONTEXT)

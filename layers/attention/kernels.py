@@ -67,16 +67,18 @@ def plain(
   B, T, N, H = query.shape
   groups = N // key.shape[2]
   visible = mask.to_array()
-  if groups > 1:
+  # No dimension of one where there are no groups: XLA:CPU would copy logits,
+  # and its fused product of the backward pass would take three times as long.
+  grouped = groups > 1
+  if grouped:
     query = query.reshape(B, T, N // groups, groups, H)
   logits = wide_einsum.wide_einsum(
-    # With a dimension of one in its products XLA:CPU would copy the logits.
-    "BTKGH,BSKH->BKGTS" if groups > 1 else "BTKH,BSKH->BKTS",
+    "BTKGH,BSKH->BKGTS" if grouped else "BTKH,BSKH->BKTS",
     query,
     key,
     # float32 because the softmax takes differences of logits.
     preferred_element_type=precision.at_least_float32(query.dtype),
-  ).reshape(B, N // groups, groups, T, key.shape[1])
+  )
   logits *= H**-0.5 if scale is None else scale
   if bias is not None:
     logits += bias.reshape(logits.shape).astype(logits.dtype)
@@ -84,15 +86,14 @@ def plain(
     logits = soft_cap.soft_cap(logits, logit_cap)
   # Finite, because a row of -inf would make its softmax NaN.
   lowest = float(jnp.finfo(jnp.float32).min)
-  logits = jnp.where(visible[:, :, None], logits, lowest)
+  shown = visible[:, :, None] if grouped else visible
+  logits = jnp.where(shown, logits, lowest)
   weights = jax.nn.softmax(logits, axis=-1)
   if sinks is not None:
     weights *= _share_of_keys(logits, sinks)
   weights = weights.astype(value.dtype)
-  if groups > 1:
-    out = jnp.einsum("BKGTS,BSKH->BTKGH", weights, value)
-  else:
-    out = jnp.einsum("BKTS,BSKH->BTKH", weights[:, :, 0], value)
+  combine = "BKGTS,BSKH->BTKGH" if grouped else "BKTS,BSKH->BTKH"
+  out = jnp.einsum(combine, weights, value)
   out = out.reshape(B, T, N, value.shape[-1])
   return _zero_unless_seen(out, visible)
 
@@ -177,13 +178,13 @@ def _zero_unless_seen(
 
 
 def _share_of_keys(
-  logits: Float[Array, "batch kv_heads groups length kv_length"],
-  sinks: Float[Array, " heads"],
+  logits: Float[Array, "batch *heads length kv_length"],
+  sinks: Float[Array, " all_heads"],
 ) -> jax.Array:
-  """Returns what the keys have of the softmax with sinks, [B,K,G,T,1].
+  """Returns what the keys have of the softmax with sinks, [B,...,T,1].
 
   `e ** l / (e ** l + e ** sink)` for `e ** l`, the sum over keys.
   """
   total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-  sinks = sinks.reshape(1, *logits.shape[1:3], 1, 1).astype(total.dtype)
+  sinks = sinks.reshape(1, *logits.shape[1:-2], 1, 1).astype(total.dtype)
   return jax.nn.sigmoid(total - sinks)

@@ -20,6 +20,7 @@ Letters: B batch, T new tokens, S slots, K key/value heads, H head_dim.
 from collections.abc import Mapping
 import dataclasses
 import functools
+from typing import Any
 
 from flax import linen as nn
 import jax
@@ -28,6 +29,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from paxon.layers.attention import cache_variables, slot_writes
+from paxon.layers.attention import mask as attention_mask
 from paxon.layers.attention import storage as cache_storage
 from paxon.sharding import axes
 
@@ -60,16 +62,44 @@ class KeyValues:
   segment_ids: jax.Array
   reach: int | None = None
 
-  def check_reach(self, name: str, before: int | None) -> None:
-    """Raises ValueError if a layer looks back further than the cache.
+  def mask(
+    self,
+    name: str,
+    positions: jax.Array,
+    segment_ids: jax.Array,
+    prefix: jax.Array | None,
+    **rules: Any,
+  ) -> attention_mask.AttentionMask:
+    """Returns which of this the new tokens see, those of one sequence.
 
     Args:
-      name: Class of the layer, for the message.
-      before: How many positions before its own a query may see; None is no
-        limit.
+      name: Class of the layer, for messages.
+      positions: Positions of the new tokens.
+      segment_ids: Their segments.
+      prefix: Which of them are of a prefix; `None` is none.
+      **rules: Those of `AttentionMask`.
+
+    Raises:
+      ValueError: The layer looks back further than the cache, or a prefix is
+        given while decoding.
     """
+    if prefix is not None and self.key.shape[1] != positions.shape[1]:
+      raise ValueError(
+        f"{name} got a prefix while decoding; the whole prefix must be in the "
+        "prompt (with `cache_length`)."
+      )
+    mask = attention_mask.AttentionMask(
+      q_positions=positions,
+      kv_positions=self.positions,
+      q_segment_ids=segment_ids,
+      kv_segment_ids=self.segment_ids,
+      q_prefix=prefix,
+      kv_prefix=prefix,
+      **rules,
+    )
+    before = mask.reach[0]
     if self.reach is None or (before is not None and before < self.reach):
-      return
+      return mask
     sees = "all positions" if before is None else f"{before + 1} positions"
     raise ValueError(
       f"{name} sees {sees}, but its cache keeps the last {self.reach} only; "
@@ -125,18 +155,7 @@ class ContiguousCache(nn.Module):
       return new
     if not cache_variables.is_filled(self):
       return new
-    slots, index = cache_variables.load(self)
-    fits = index + key.shape[1] <= slots["positions"].shape[1]
-    rows = packed(poisoned(new, fits), self.storage)
-    check_append(rows, slots)
-    slots = cache_variables.append(
-      self,
-      rows,
-      functools.partial(slot_writes.from_slot, first=index),
-      total=index + key.shape[1],
-      slot_axis=axes.KV_LENGTH,
-    )
-    return unpacked(slots, self.storage, dtype=key.dtype)
+    return appended(self, new, _in_order, slot_axis=axes.KV_LENGTH)
 
 
 class NoCache(nn.Module):
@@ -202,6 +221,41 @@ def tokens(
     segment_ids=segment_ids,
     reach=reach,
   )
+
+
+def appended(
+  cache: Any,
+  new: KeyValues,
+  place: cache_variables.Place,
+  *,
+  slot_axis: str | None,
+) -> KeyValues:
+  """Stores the tokens of a decoding step, and returns all that may be seen.
+
+  Args:
+    cache: Which has been filled, with its `storage`.
+    new: The tokens. With a `reach`, the slots are a ring if they are as many.
+    place: Which slots they get.
+    slot_axis: Logical axis of the slots.
+
+  Raises:
+    ValueError: The tokens do not go with what the cache holds.
+  """
+  kept = cache_variables.load(cache, new.positions, new.segment_ids)
+  is_ring = kept.count == new.reach
+  rows = packed(new, cache.storage)
+  check_append(rows, kept.slots, is_ring=is_ring)
+  if not is_ring:
+    total, _ = place(new.segment_ids, kept.index, kept.count)
+    rows = packed(poisoned(new, total <= kept.count), cache.storage)
+  slots = cache_variables.append(cache, kept, rows, place, slot_axis=slot_axis)
+  if new.reach is not None and new.key.shape[1] > 1:
+    # The first of several tokens sees what the last of them pushes out.
+    slots = {
+      name: jnp.concatenate([kept.slots[name], x], axis=1)
+      for name, x in rows.items()
+    }
+  return unpacked(slots, cache.storage, dtype=new.key.dtype, reach=new.reach)
 
 
 def packed(
@@ -321,6 +375,15 @@ def check_append(
       f"Tokens are kept as {given}, but the cache holds {kept}; decode with "
       "the layer, dtype and storage that made it."
     )
+
+
+def _in_order(
+  segment_ids: jax.Array, index: jax.Array, count: int
+) -> tuple[jax.Array, cache_variables.Write]:
+  """Gives each token the next slot."""
+  del count
+  total = index + segment_ids.shape[1]
+  return total, functools.partial(slot_writes.from_slot, first=index)
 
 
 def _name(row: str, part: str) -> str:

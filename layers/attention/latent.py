@@ -166,23 +166,15 @@ class LatentAttention(nn.Module):
       segment_ids,
       cache_length=cache_length,
     )
-    is_decoding = seen.key.shape[1] != x.shape[1]
-    if prefix is not None and is_decoding:
-      raise ValueError(
-        "LatentAttention got a prefix while decoding; the whole prefix must be "
-        "in the prompt (with `cache_length`)."
-      )
-    mask = attention_mask.AttentionMask(
-      q_positions=positions,
-      kv_positions=seen.positions,
-      q_segment_ids=segment_ids,
-      kv_segment_ids=seen.segment_ids,
-      q_prefix=prefix,
-      kv_prefix=prefix,
+    mask = seen.mask(
+      type(self).__name__,
+      positions,
+      segment_ids,
+      prefix,
       causal=self.causal,
       window=self.window,
     )
-    seen.check_reach(type(self).__name__, mask.reach[0])
+    is_decoding = seen.key.shape[1] != x.shape[1]
     form = self._absorbed if is_decoding else self._expanded
     context = form(query, seen.key, mask, *self._head_kernels(query.dtype))
     context = remat.tag(context, remat.ATTENTION_CONTEXT)

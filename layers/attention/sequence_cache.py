@@ -74,20 +74,16 @@ class SequenceCache(nn.Module):
       return new
     if not cache_variables.is_filled(self):
       return new
-    slots, index = cache_variables.load(self)
-    count = slots["positions"].shape[1]
-    new = kv_cache.poisoned(new, index + length <= count)
-    rows = kv_cache.packed(new, self.storage)
-    kv_cache.check_append(rows, slots)
-    slots = cache_variables.append(
-      self,
-      rows,
-      # As `dynamic_update_slice` does, where there are too few slots.
-      functools.partial(_write, first=jnp.minimum(index, count - length)),
-      total=index + length,
-      slot_axis=axes.LENGTH,
-    )
-    return kv_cache.unpacked(slots, self.storage, dtype=key.dtype)
+    return kv_cache.appended(self, new, _in_order, slot_axis=axes.LENGTH)
+
+
+def _in_order(
+  segment_ids: jax.Array, index: jax.Array, count: int
+) -> tuple[jax.Array, cache_variables.Write]:
+  length = segment_ids.shape[1]
+  # As `dynamic_update_slice` does, where there are too few slots.
+  first = jnp.minimum(index, count - length)
+  return index + length, functools.partial(_write, first=first)
 
 
 def _write(

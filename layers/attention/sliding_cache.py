@@ -70,7 +70,6 @@ class SlidingCache(nn.Module):
         already, or it has other rows.
     """
     new = kv_cache.tokens(key, value, positions, segment_ids, reach=self.window)
-    packed = kv_cache.packed(new, self.storage)
     if cache_length is not None:
       kv_cache.check_prefill(self, new, cache_length)
       count = min(self.window, cache_length)
@@ -84,36 +83,21 @@ class SlidingCache(nn.Module):
           jnp.int32(0),
           target,
         )[0]
-        for name, x in packed.items()
+        for name, x in kv_cache.packed(new, self.storage).items()
       }
       cache_variables.save(self, filled, total, slot_axis=None)
       return new
     if not cache_variables.is_filled(self):
       return new
-    slots, index = cache_variables.load(self)
-    count = slots["positions"].shape[1]
-    kv_cache.check_append(packed, slots, is_ring=count == self.window)
-    total, target = _slots(segment_ids, index, count)
-    if count < self.window:
-      new = kv_cache.poisoned(new, total <= count)
-      packed = kv_cache.packed(new, self.storage)
-    kept = cache_variables.append(
-      self,
-      packed,
-      functools.partial(slot_writes.to_slots, slots=target),
-      total=total,
-      # Never split over devices: it is short, and its slots have no order.
-      slot_axis=None,
-    )
-    if key.shape[1] > 1:
-      # The first of several tokens sees what the last of them pushes out.
-      kept = {
-        name: jnp.concatenate([slots[name], packed[name]], axis=1)
-        for name in slots
-      }
-    return kv_cache.unpacked(
-      kept, self.storage, dtype=key.dtype, reach=self.window
-    )
+    # Never split over devices: it is short, and its slots have no order.
+    return kv_cache.appended(self, new, _in_a_ring, slot_axis=None)
+
+
+def _in_a_ring(
+  segment_ids: jax.Array, index: jax.Array, count: int
+) -> tuple[jax.Array, cache_variables.Write]:
+  total, target = _slots(segment_ids, index, count)
+  return total, functools.partial(slot_writes.to_slots, slots=target)
 
 
 def _slots(

@@ -93,7 +93,7 @@ class DecoderLm(nn.Module):
       cache_length=cache_length,
       deterministic=deterministic,
     )
-    return self._head().logits(x)
+    return language_head.LanguageHead(self).logits(x)
 
   def hidden(
     self,
@@ -149,13 +149,10 @@ class DecoderLm(nn.Module):
       and what is recorded. A packed row is several documents, told apart by
       `segment_ids`.
     """
-    return self._head().loss(
+    return language_head.LanguageHead(self).loss(
       self._states(batch, deterministic=deterministic),
       batch,
-      token_loss=self.token_loss,
       deterministic=deterministic,
-      auxiliary_weight=self.auxiliary_loss_weight,
-      record=self.record,
     )
 
   def score(self, batch: language_head.Batch) -> document_scores.DocumentScores:
@@ -164,12 +161,9 @@ class DecoderLm(nn.Module):
     Args:
       batch: As that of `loss`.
     """
-    _, _, outputs = self._head().loss(
-      self._states(batch, deterministic=True),
-      batch,
-      token_loss=self.token_loss,
+    return language_head.LanguageHead(self).score(
+      self._states(batch, deterministic=True), batch
     )
-    return document_scores.of_outputs(outputs, batch["segment_ids"])
 
   def prefill(
     self,
@@ -227,7 +221,7 @@ class DecoderLm(nn.Module):
     x = self.hidden(
       inputs, positions, segment_ids, prefix, cache_length=cache_length
     )
-    return self._head().logits(x, at)
+    return language_head.LanguageHead(self).logits(x, at)
 
   def _states(
     self, batch: language_head.Batch, *, deterministic: bool
@@ -238,14 +232,6 @@ class DecoderLm(nn.Module):
       batch["segment_ids"],
       batch.get("prefix"),
       deterministic=deterministic,
-    )
-
-  def _head(self) -> language_head.LanguageHead:
-    return language_head.LanguageHead(
-      owner=self,
-      embedding=self.embedding,
-      head=self.head,
-      cap=self.logit_cap,
     )
 
 

@@ -122,7 +122,7 @@ class EncoderDecoder(nn.Module):
       cache_length=cache_length,
       deterministic=deterministic,
     )
-    return self._head().logits(x)
+    return language_head.LanguageHead(self).logits(x)
 
   def encode(
     self,
@@ -199,13 +199,10 @@ class EncoderDecoder(nn.Module):
     Raises:
       ValueError: The batch has no source, and it is not optional.
     """
-    return self._head().loss(
+    return language_head.LanguageHead(self).loss(
       self.hidden(batch, deterministic=deterministic),
       batch,
-      token_loss=self.token_loss,
       deterministic=deterministic,
-      auxiliary_weight=self.auxiliary_loss_weight,
-      record=self.record,
     )
 
   def score(self, batch: language_head.Batch) -> document_scores.DocumentScores:
@@ -214,12 +211,7 @@ class EncoderDecoder(nn.Module):
     Args:
       batch: As that of `loss`.
     """
-    _, _, outputs = self._head().loss(
-      self.hidden(batch),
-      batch,
-      token_loss=self.token_loss,
-    )
-    return document_scores.of_outputs(outputs, batch["segment_ids"])
+    return language_head.LanguageHead(self).score(self.hidden(batch), batch)
 
   def prefill(
     self,
@@ -251,7 +243,7 @@ class EncoderDecoder(nn.Module):
       encoder_segment_ids,
       cache_length=cache_length,
     )
-    return self._head().logits(x, at)
+    return language_head.LanguageHead(self).logits(x, at)
 
   def decode_step(
     self,
@@ -266,7 +258,7 @@ class EncoderDecoder(nn.Module):
     """
     decoder_lm.check_decode_step(self)
     x = self._decoded(inputs, positions, segment_ids, None, None)
-    return self._head().logits(x)
+    return language_head.LanguageHead(self).logits(x)
 
   def _decoded(
     self,
@@ -301,11 +293,3 @@ class EncoderDecoder(nn.Module):
       skip_memory=skip_memory,
     )
     return embedded_tokens.normed(x, self.decoder_norm)
-
-  def _head(self) -> language_head.LanguageHead:
-    return language_head.LanguageHead(
-      owner=self,
-      embedding=self.embedding,
-      head=self.head,
-      cap=self.logit_cap,
-    )

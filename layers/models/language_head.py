@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from paxon.layers import auxiliary_loss, precision, soft_cap, softmax_loss
+from paxon.layers.models import document_scores
 
 Weighted = tuple[jax.Array, jax.Array]
 Batch = Mapping[str, jax.Array]
@@ -24,21 +25,17 @@ Result = tuple[Weighted, dict[str, Weighted], dict[str, jax.Array]]
 _RECORDED = ("activations", "logits")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class LanguageHead:
-  """How a model that is bound makes logits of its states.
+  """How a model that is bound makes logits, and a loss, of its states.
 
   Attributes:
-    owner: The model.
-    embedding: The part whose `attend` is the head where `head` is `None`.
-    head: Maps [B,T,D] to [B,T,V].
-    cap: Bends logits into `(-cap, cap)`.
+    model: A module with the fields `embedding`, `head`, `logit_cap`,
+      `token_loss`, `record` and `auxiliary_loss_weight`, as `DecoderLm` has
+      them.
   """
 
-  owner: nn.Module
-  embedding: nn.Module
-  head: nn.Module | None = None
-  cap: float | None = None
+  model: Any
 
   def logits(self, x: jax.Array, at: jax.Array | None = None) -> jax.Array:
     """Returns the logits of states, in at least float32.
@@ -52,27 +49,40 @@ class LanguageHead:
     part, method = self._part()
     return self._capped(getattr(part, method)(x))
 
-  def loss(
-    self,
-    x: jax.Array,
-    batch: Batch,
-    *,
-    token_loss: softmax_loss.SoftmaxLoss,
-    deterministic: bool = True,
-    auxiliary_weight: float = 0.0,
-    record: Sequence[str] = (),
-  ) -> Result:
+  def loss(self, x: jax.Array, batch: Batch, *, deterministic: bool) -> Result:
     """Returns the loss, metrics and outputs of a batch; see `DecoderLm.loss`.
 
     Args:
       x: The states.
       batch: `targets` int32 [B,T], `weights` float [B,T], and `example_weights`
         float [B], a factor of each row, where it is there.
-      token_loss: What is computed from the head.
       deterministic: Whether this is evaluation.
-      auxiliary_weight: Factor of the losses that layers add themselves.
-      record: Which inner values to add to the outputs.
     """
+    return self._result(
+      x,
+      batch,
+      deterministic=deterministic,
+      auxiliary_weight=self.model.auxiliary_loss_weight,
+      record=self.model.record,
+    )
+
+  def score(self, x: jax.Array, batch: Batch) -> document_scores.DocumentScores:
+    """Returns the scores of each document of a batch; called as `loss`."""
+    _, _, outputs = self._result(
+      x, batch, deterministic=True, auxiliary_weight=0.0, record=()
+    )
+    return document_scores.of_outputs(outputs, batch["segment_ids"])
+
+  def _result(
+    self,
+    x: jax.Array,
+    batch: Batch,
+    *,
+    deterministic: bool,
+    auxiliary_weight: float,
+    record: Sequence[str],
+  ) -> Result:
+    token_loss: softmax_loss.SoftmaxLoss = self.model.token_loss
     if deterministic:
       token_loss = token_loss.evaluated()
     weights = token_weights(batch)
@@ -95,7 +105,7 @@ class LanguageHead:
     if token_loss.z_loss_weight:
       metrics["z_loss"] = jnp.sum(result.token_z_loss * weights), total
     added, more = auxiliary_loss.weighted(
-      self.owner, factor=auxiliary_weight, weight=total
+      self.model, factor=auxiliary_weight, weight=total
     )
     outputs = {
       "token_nll": result.token_nll,
@@ -111,19 +121,19 @@ class LanguageHead:
 
   def _part(self) -> tuple[nn.Module, str]:
     """Returns the head and the name of the method to call."""
-    if self.head is None:
-      return self.embedding, "attend"
-    return self.head, "__call__"
+    if self.model.head is None:
+      return self.model.embedding, "attend"
+    return self.model.head, "__call__"
 
   def _capped(self, logits: jax.Array) -> jax.Array:
-    logits = precision.widened(logits)
-    return logits if self.cap is None else soft_cap.soft_cap(logits, self.cap)
+    logits, cap = precision.widened(logits), self.model.logit_cap
+    return logits if cap is None else soft_cap.soft_cap(logits, cap)
 
   def _unbound(
     self, x: jax.Array
   ) -> tuple[softmax_loss.LogitsFn, softmax_loss.Variables]:
     """Returns the head as a function of its variables, and these."""
-    if self.owner.is_initializing():
+    if self.model.is_initializing():
       # Makes the variables that are read below.
       self.logits(x)
     part, method = self._part()

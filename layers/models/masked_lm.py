@@ -59,7 +59,7 @@ class MaskedLm(text_encoder.TextEncoder):
     x = self.hidden(
       inputs, positions, segment_ids, type_ids, deterministic=deterministic
     )
-    return self._head().logits(self._transformed(x))
+    return language_head.LanguageHead(self).logits(self._transformed(x))
 
   def loss(
     self, batch: language_head.Batch, *, deterministic: bool = True
@@ -100,23 +100,10 @@ class MaskedLm(text_encoder.TextEncoder):
       batch.get("type_ids"),
       deterministic=deterministic,
     )
-    loss, metrics, outputs = self._head().loss(
-      self._transformed(x),
-      batch,
-      token_loss=self.token_loss,
-      deterministic=deterministic,
-      auxiliary_weight=self.auxiliary_loss_weight,
-      record=self.record,
+    loss, metrics, outputs = language_head.LanguageHead(self).loss(
+      self._transformed(x), batch, deterministic=deterministic
     )
     return loss, metrics, outputs | hidden
 
   def _transformed(self, x: jax.Array) -> jax.Array:
     return x if self.transform is None else self.transform(x)
-
-  def _head(self) -> language_head.LanguageHead:
-    return language_head.LanguageHead(
-      owner=self,
-      embedding=self.embedding,
-      head=self.head,
-      cap=self.logit_cap,
-    )
