@@ -15,7 +15,7 @@ and moving rows to devices belong to the runner and to sharding.
 """
 
 import abc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 from typing import Any
 
@@ -30,6 +30,19 @@ _TOO_LARGE = 2**31
 State = dict[str, Any]
 
 
+def is_end(error: BaseException) -> bool:
+  """Whether an exception of `get_next` says that the input has ended.
+
+  It does if it is `StopIteration`, or TensorFlow's `OutOfRangeError`, which an
+  input over TensorFlow's iterators may let through; that one is known by its
+  name, so that nobody has to import TensorFlow to ask.
+  """
+  return isinstance(error, StopIteration) or any(
+    c.__name__ == "OutOfRangeError" and c.__module__.startswith("tensorflow.")
+    for c in type(error).__mro__
+  )
+
+
 @dataclasses.dataclass(kw_only=True, eq=False)
 class BaseInput(abc.ABC):
   """One batch after another, from any position.
@@ -41,12 +54,19 @@ class BaseInput(abc.ABC):
   Attributes:
     global_batch_size: Rows of one batch over all hosts together.
     length: Tokens of a row.
+    eval_loop_num_batches: How many batches one evaluation reads. `None` is all
+      of one epoch, until the input ends.
+    reset_for_eval: Whether each evaluation begins at the first batch. If not,
+      it goes on after the one before, and from the first batch again where the
+      input ends; that needs `eval_loop_num_batches`.
     infeed_host_index: Which host's rows `get_next` returns.
     num_infeed_hosts: Over how many hosts the rows of a batch are spread.
   """
 
   global_batch_size: int
   length: int
+  eval_loop_num_batches: int | None = None
+  reset_for_eval: bool = True
   infeed_host_index: int = dataclasses.field(default=0, init=False)
   num_infeed_hosts: int = dataclasses.field(default=1, init=False)
 
@@ -61,11 +81,34 @@ class BaseInput(abc.ABC):
         raise ValueError(
           f"{type(self).__name__}.{name} must be less than 2**31, got {value}."
         )
+    number = self.eval_loop_num_batches
+    if number is not None and number <= 0:
+      raise ValueError(
+        f"{type(self).__name__}.eval_loop_num_batches must be positive, or None"
+        f" for a whole epoch, got {number}."
+      )
+    if number is None and not self.reset_for_eval:
+      raise ValueError(
+        f"{type(self).__name__}.reset_for_eval is False, so each evaluation"
+        " goes on where the one before ended; eval_loop_num_batches must say"
+        " after how many batches that is. A whole epoch begins at its first"
+        " batch: leave reset_for_eval True for it."
+      )
 
   @property
   def is_endless(self) -> bool:
-    """Whether `get_next` is known never to end; then none can evaluate."""
+    """Whether `get_next` is known never to end.
+
+    Such an input evaluates only with `eval_loop_num_batches`.
+    """
     return False
+
+  def required_vocab_size(self) -> int | None:
+    """Returns what a model's vocabulary must have at least.
+
+    All ids are below it; `None`, the default, is an input that cannot say.
+    """
+    return None
 
   @abc.abstractmethod
   def get_next(self) -> Batch:
@@ -89,6 +132,47 @@ class BaseInput(abc.ABC):
     A program that reads calls it before it computes anything; one that only
     wants to know shapes does not.
     """
+
+  def peek(self) -> Batch:
+    """Returns what `get_next` would, and stays where it is.
+
+    Raises:
+      StopIteration: A finite input has ended.
+    """
+    state = self.get_state()
+    try:
+      return self.get_next()
+    finally:
+      self.set_state(state)
+
+  def ids_to_strings(
+    self,
+    ids: np.ndarray,
+    lengths: Sequence[int] | np.ndarray,
+    key: str | None = None,
+  ) -> list[str]:
+    """Returns the texts of rows of ids, by the input's `tokenizer`.
+
+    Args:
+      ids: [B, T] integers.
+      lengths: [B], how many ids of each row count.
+      key: Of which array of a batch they are, for an input whose arrays have
+        tokenizers of their own.
+
+    Raises:
+      ValueError: The input has no tokenizer.
+    """
+    del key
+    tokenizer = getattr(self, "tokenizer", None)
+    if tokenizer is None:
+      raise ValueError(
+        f"{type(self).__name__} has no tokenizer, so ids have no text; give it"
+        " one, or override ids_to_strings."
+      )
+    return [
+      tokenizer.decode(row[:length])
+      for row, length in zip(ids, lengths, strict=True)
+    ]
 
   @abc.abstractmethod
   def reset(self) -> None:

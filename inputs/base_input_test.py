@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paxon.inputs import base_input
+from paxon.inputs import base_input, byte_tokenizer
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -133,3 +133,51 @@ def test_an_input_without_its_four_methods_cannot_be_made():
   half: Any = Half
   with pytest.raises(TypeError, match=r"abstract.*get_next"):
     half(global_batch_size=1, length=1)
+
+
+def test_the_end_is_known_by_its_name():
+  # As TensorFlow defines them, without TensorFlow.
+  out_of_range = type(
+    "OutOfRangeError",
+    (Exception,),
+    {"__module__": "tensorflow.python.framework.errors_impl"},
+  )
+  of_another = type("OutOfRangeError", (Exception,), {"__module__": "mine"})
+  assert base_input.is_end(StopIteration())
+  assert base_input.is_end(out_of_range())
+  assert base_input.is_end(type("Mine", (out_of_range,), {})())
+  assert not base_input.is_end(of_another())
+  assert not base_input.is_end(ValueError("OutOfRangeError"))
+
+
+def test_peeking_does_not_move():
+  counting = _input()
+  counting.get_next()
+  peeked = counting.peek()["inputs"]
+  np.testing.assert_array_equal(counting.get_next()["inputs"], peeked)
+  counting.get_next()
+  with pytest.raises(StopIteration):
+    counting.peek()
+
+
+def test_ids_have_text_where_there_is_a_tokenizer():
+  counting = _input()
+  with pytest.raises(ValueError, match=r"CountingInput has no tokenizer"):
+    counting.ids_to_strings(np.zeros((1, 2), np.int32), [2])
+  tokenizer = byte_tokenizer.ByteTokenizer()
+  counting.tokenizer = tokenizer
+  ids = np.stack([tokenizer.encode("abc"), tokenizer.encode("def")])
+  assert counting.ids_to_strings(ids, [3, 1]) == ["abc", "d"]
+  assert counting.required_vocab_size() is None
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "message"),
+  [
+    ({"eval_loop_num_batches": 0}, r"eval_loop_num_batches must be posit.* 0"),
+    ({"reset_for_eval": False}, r"eval_loop_num_batches must say after how ma"),
+  ],
+)
+def test_evaluations_that_cannot_be_are_refused(kwargs, message):
+  with pytest.raises(ValueError, match=message):
+    _input(**kwargs)

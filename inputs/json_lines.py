@@ -81,9 +81,22 @@ class JsonLines:
     number = bisect.bisect_right(self._ends, index)
     first = self._ends[number - 1] if number else 0
     file = self._files[number]
-    return self._text(file.line(index - first), file.path)
+    return self.document(file.line(index - first), file.path)
 
-  def _text(self, line: bytes, path: str) -> bytes:
+  def __getstate__(self) -> dict[str, Any]:
+    """Leaves out what was opened: another process opens it again."""
+    return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+  def document(self, line: bytes, path: str) -> bytes:
+    """Returns the document of a line.
+
+    Args:
+      line: The bytes of a JSON object.
+      path: Where it was found, for messages.
+
+    Raises:
+      ValueError: It is no object with the string.
+    """
     try:
       row = json.loads(line)
     except ValueError as error:

@@ -121,6 +121,10 @@ class PackedLmInput(base_input.BaseInput):
       return None  # There may be no batch left.
     return shapes_of(self.per_host_batch_size, self.length)
 
+  def required_vocab_size(self) -> int:
+    """Returns the tokenizer's."""
+    return self.tokenizer.vocab_size
+
   def reset(self) -> None:
     """Goes back to the first batch."""
     self._position = document_stream.Position()

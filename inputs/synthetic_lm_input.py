@@ -85,6 +85,10 @@ class SyntheticLmInput(base_input.BaseInput):
     integers = {key: (shape, np.dtype(np.int32)) for key in keys}
     return {**integers, "weights": (shape, np.dtype(np.float32))}
 
+  def required_vocab_size(self) -> int:
+    """Returns `vocab_size`, or 2 where all tokens are ones."""
+    return _TOKEN + 1 if self.random_seed is None else self.vocab_size
+
   def reset(self) -> None:
     """Goes back to the first batch."""
     self._next = 0

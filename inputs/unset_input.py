@@ -16,10 +16,12 @@ class UnsetInput(base_input.BaseInput):
   Attributes:
     knob: What to set to have data, such as `train_files`.
     example: A value for it.
+    how: Where such files come from, a sentence, if that can be said.
   """
 
   knob: str
   example: str
+  how: str = ""
 
   @property
   def is_endless(self) -> bool:
@@ -62,4 +64,5 @@ class UnsetInput(base_input.BaseInput):
     return ValueError(
       f"There is nothing to read: {self.knob} is not set; name files, such as"
       f" --fdl.{self.knob}={self.example!r}."
+      f"{self.how and ' '}{self.how}"
     )

@@ -53,3 +53,11 @@ def test_says_what_to_set(read):
   message = r"train_files is not set; .*--fdl\.train_files='a/\*\.json'"
   with pytest.raises(ValueError, match=message):
     read(_unset())
+
+
+def test_says_where_files_come_from():
+  source = unset_input.UnsetInput(
+    global_batch_size=4, length=8, knob="tokens", example="x", how="Buy them."
+  )
+  with pytest.raises(ValueError, match=r"--fdl.tokens='x'. Buy them.$"):
+    source.check_readable()

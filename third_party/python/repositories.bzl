@@ -5,6 +5,7 @@ Each repository is fetched when a target first needs it, and never otherwise:
 
   @paxon_python     the interpreter: an isolated virtual environment
   @pypi             core: JAX, Flax, optax, orbax, Fiddle, pytest ...
+  @pypi_data        Grain, ArrayRecord, Parquet, Hugging Face datasets
   @pypi_tf          TensorFlow (CPU), SeqIO and what they need
   @pypi_plan_cuda   JAX's CUDA plugin alone: it compiles for absent GPUs
   @pypi_plan_cudnn  what it needs besides to compile cuDNN attention
@@ -164,6 +165,7 @@ def paxon_repositories():
         lock = Label("//third_party/python:requirements_lock.txt"),
     )
     _extra("cuda")
+    _extra("data")
     _extra("oracle")
     _extra("plan_cuda")
     _extra(

@@ -24,6 +24,8 @@ lock() {
 core=(--constraints requirements_lock.txt)
 lock requirements "$@"
 lock requirements_tf "${core[@]}" "$@"
+lock requirements_data "${core[@]}" \
+  --constraints requirements_tf_lock.txt "$@"
 lock requirements_plan_cuda "${core[@]}" "$@"
 lock requirements_cuda "${core[@]}" "$@"
 lock requirements_plan_cudnn --constraints requirements_cuda_lock.txt \

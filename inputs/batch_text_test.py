@@ -1,0 +1,61 @@
+"""Tests for batches as text."""
+
+import numpy as np
+
+from paxon.inputs import (
+  batch_text,
+  byte_tokenizer,
+  example_source,
+  example_stream,
+  packed_input,
+  packing_plan,
+)
+
+
+def _made(texts, **kwargs):
+  tokenizer = byte_tokenizer.ByteTokenizer()
+  runs = [
+    np.concatenate(([1], tokenizer.encode(text), [2])).astype(np.int32)
+    for text in texts
+  ]
+  return packed_input.PackedInput(
+    examples=example_stream.Examples(
+      source=example_source.InMemoryExamples(runs),
+      shuffle_seed=None,
+      num_epochs=1,
+    ),
+    packing=packing_plan.Packing.FIRST_FIT,
+    **{"global_batch_size": 2, "length": 8, "tokenizer": tokenizer} | kwargs,
+  )
+
+
+def test_segments_lengths_and_efficiency():
+  made = _made(["ab\n", "c", "defgh"])
+  text = batch_text.describe(made, made.get_next(), number=7)
+  assert text.splitlines() == [
+    "batch 7",
+    "  inputs: int32 [2, 8] from 0 to 107",
+    "  positions: int32 [2, 8] from 0 to 5",
+    "  segment_ids: int32 [2, 8] from 0 to 2",
+    "  targets: int32 [2, 8] from 0 to 107",
+    "  weights: float32 [2, 8] from 0 to 1",
+    "  rows: 2 of 8 places; 12 of 16 places filled, packing efficiency 75.0%;"
+    " 3 segments of 2 to 6 places, 4.0 on average",
+    "  targets that count: 12",
+    "  row 0: 2 segments",
+    "    [0:4] 'ab\\n'",
+    "    [4:6] 'c'",
+    "  row 1: 1 segment",
+    "    [0:6] 'defgh'",
+  ]
+
+
+def test_long_batches_are_cut_and_ids_stand_for_themselves():
+  made = _made(
+    ["x" * 100, *["a"] * 8], global_batch_size=6, length=120, tokenizer=None
+  )
+  text = batch_text.describe(made, made.get_next(), number=0)
+  assert "    [0:101] 1 123 123" in text
+  assert text.count(" ...") == 1
+  assert "    and 3 more" in text
+  assert "  and 2 more rows" in text

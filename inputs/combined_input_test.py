@@ -1,0 +1,116 @@
+"""Tests for inputs side by side."""
+
+import json
+
+import numpy as np
+import pytest
+
+from paxon.inputs import (
+  byte_tokenizer,
+  combined_input,
+  document_source,
+  packed_lm_input,
+  synthetic_lm_input,
+)
+
+
+def _text(rows=4, **kwargs):
+  return packed_lm_input.PackedLmInput(
+    source=document_source.InMemoryDocuments(["abc", "defg", "hi" * 20]),
+    tokenizer=byte_tokenizer.ByteTokenizer(),
+    global_batch_size=rows,
+    length=3,
+    **{"shuffle_seed": 0, "num_epochs": 1} | kwargs,
+  )
+
+
+def _made(**kwargs):
+  defaults = {
+    "inputs": {
+      "text": _text(),
+      "noise": synthetic_lm_input.SyntheticLmInput(
+        global_batch_size=8, length=5, vocab_size=9, random_seed=1
+      ),
+    },
+    "default_input": "text",
+    "global_batch_size": 4,
+    "length": 3,
+  }
+  return combined_input.CombinedInput(**defaults | kwargs)
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, 4])
+def test_parts_are_side_by_side_on_any_hosts(num_hosts):
+  whole = list(_made())
+  hosts = [_made() for _ in range(num_hosts)]
+  for i, host in enumerate(hosts):
+    host.set_infeed_hosts(infeed_host_index=i, num_infeed_hosts=num_hosts)
+  assert whole[0]["text/inputs"].shape == (4, 3)
+  assert whole[0]["noise/inputs"].shape == (4, 2, 5)
+  noise = _made().inputs["noise"].get_next()
+  np.testing.assert_array_equal(
+    whole[0]["noise/inputs"].reshape(8, 5), noise["inputs"]
+  )
+  for batch in whole:
+    rows = [host.get_next() for host in hosts]
+    for key, value in batch.items():
+      np.testing.assert_array_equal(
+        np.concatenate([row[key] for row in rows]), value, err_msg=key
+      )
+
+
+def test_it_ends_with_its_first_part_and_goes_on_anywhere():
+  made = _made()
+  batches = list(made)
+  assert len(batches) == len(list(_text()))
+  state = made.get_state()
+  # The endless part has not run ahead of the one that ended.
+  assert state["noise"]["next"] == len(batches)
+  made.reset()
+  made.get_next()
+  state = json.loads(json.dumps(made.get_state()))
+  other = _made()
+  other.set_state(state)
+  rest = list(other)
+  assert len(rest) == len(batches) - 1
+  for batch, expected in zip(rest, batches[1:], strict=True):
+    for key, value in expected.items():
+      np.testing.assert_array_equal(batch[key], value, err_msg=key)
+
+
+def test_texts_by_the_part_they_are_of():
+  made = _made()
+  ids = byte_tokenizer.ByteTokenizer().encode("abc")[None]
+  assert made.ids_to_strings(ids, [2]) == ["ab"]
+  assert made.ids_to_strings(ids, [3], key="text/targets") == ["abc"]
+  with pytest.raises(ValueError, match=r"SyntheticLmInput has no tokenizer"):
+    made.ids_to_strings(ids, [2], key="noise/targets")
+  assert not made.is_endless
+  made.check_readable()
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "message"),
+  [
+    ({"default_input": "x"}, r"must be one of \['noise', 'text'\], got 'x'"),
+    ({"length": 4}, r"length \(4\) must be that of its default_input, 3"),
+    (
+      {"inputs": {"text": _text(6)}},
+      r"\['text'\].global_batch_size \(6\) must be a multiple of .* \(4\)",
+    ),
+    ({"inputs": {"text": _text(), "a/b": _text()}}, r"'a/b' must not have"),
+  ],
+)
+def test_parts_that_do_not_fit_are_refused(kwargs, message):
+  with pytest.raises(ValueError, match=message):
+    _made(**kwargs)
+
+
+def test_a_state_of_other_parts_is_refused():
+  made = _made()
+  with pytest.raises(ValueError, match=r"must have the parts \['noise', 'text"):
+    made.set_state({"text": {}})
+  state = made.get_state()
+  state["noise"]["random_seed"] = 2
+  with pytest.raises(ValueError, match=r"inputs\['noise'\]: .* random_seed 2"):
+    made.set_state(state)

@@ -1,0 +1,109 @@
+"""A stream without the examples that a test turns down."""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+
+from paxon.inputs import example_source, example_stream
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MinPlaces:
+  """Keeps examples with enough places.
+
+  Attributes:
+    places: How many are enough.
+  """
+
+  places: int
+
+  def __call__(self, example: example_source.Example) -> bool:
+    """Whether an example has as many."""
+    return example_source.num_places(example) >= self.places
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Filtered(example_stream.Stream):
+  """Another stream's examples, but for those that `keep` turns down.
+
+  A position is the other stream's: what was turned down before it is turned
+  down once.
+
+  Attributes:
+    stream: Where the examples are from.
+    keep: Whether to keep one. It must always answer the same of the same
+      example, and depend on nothing else.
+  """
+
+  stream: example_stream.Stream
+  keep: Callable[[example_source.Example], bool]
+  _last: tuple[Any, example_source.Example] | None = dataclasses.field(
+    default=None, init=False, repr=False
+  )
+
+  def start(self) -> Any:
+    """Returns the other stream's."""
+    return self.stream.start()
+
+  def following(self, position: Any, *, step: int) -> tuple[Any, Any] | None:
+    """Returns the next example that is kept, and the position after it.
+
+    Raises:
+      ValueError: A whole epoch has none.
+    """
+    epoch = self.stream.epoch(position)
+    while found := self.stream.following(position, step=step):
+      reference, position = found
+      example = self.stream.read(reference)
+      if self.keep(example):
+        self._last = reference, example
+        return reference, position
+      if self.stream.epoch(position) > epoch + 1:
+        raise ValueError(
+          f"Filtered.keep ({self.keep!r}) has turned down every example of a"
+          " whole epoch, so there is nothing to read."
+        )
+    return None
+
+  def read(self, reference: Any) -> example_source.Example:
+    """Returns an example."""
+    if self._last is not None and self._last[0] == reference:
+      return self._last[1]
+    return self.stream.read(reference)
+
+  def name(self, reference: Any) -> str:
+    """Returns the words for an example in messages."""
+    return self.stream.name(reference)
+
+  def num_places(self, reference: Any) -> int | None:
+    """Asks the other stream."""
+    return self.stream.num_places(reference)
+
+  def check(self, position: Any) -> None:
+    """Asks the other stream."""
+    self.stream.check(position)
+
+  def signature(self) -> dict[str, Any]:
+    """Returns the other stream's: a position means the same in both."""
+    return self.stream.signature()
+
+  @property
+  def is_endless(self) -> bool:
+    """Whether the other stream is."""
+    return self.stream.is_endless
+
+  def epoch(self, position: Any) -> int:
+    """Asks the other stream."""
+    return self.stream.epoch(position)
+
+  def leaves(self) -> list[example_stream.Stream]:
+    """Returns those of the other stream."""
+    return self.stream.leaves()
+
+  def required_vocab_size(self) -> int | None:
+    """Asks the other stream."""
+    return self.stream.required_vocab_size()
+
+  def check_readable(self) -> None:
+    """Asks the other stream."""
+    self.stream.check_readable()

@@ -1,0 +1,78 @@
+"""ArrayRecord files: records with an index of their own."""
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+import glob
+import os
+from typing import Any
+
+from paxon.inputs.grain_sources import optional_library
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ArrayRecordFiles:
+  """Records by number, ordered by file name, then as in the file.
+
+  It is a source of documents where a record is a document by itself.
+
+  Attributes:
+    files: A path, a pattern such as `data/*.array_record*`, or several.
+  """
+
+  files: str | Sequence[str]
+
+  def __post_init__(self) -> None:
+    if not self.files:
+      raise ValueError("ArrayRecordFiles.files must not be empty.")
+
+  def __getstate__(self) -> dict[str, Any]:
+    # Open files do not travel to other processes.
+    return {"files": self.files}
+
+  def __setstate__(self, state: dict[str, Any]) -> None:
+    self.__dict__.update(state)
+
+  def __len__(self) -> int:
+    return len(self._records)
+
+  def __getitem__(self, index: int, /) -> bytes:
+    """Returns the data of one record.
+
+    Raises:
+      ValueError: It cannot be read; names the files and the record.
+    """
+    if not 0 <= index < len(self):
+      raise IndexError(f"There is no record {index} of {len(self)}.")
+    try:
+      return self._records[index]
+    except (RuntimeError, ValueError) as error:
+      raise ValueError(f"{self.name(index)} is damaged: {error}.") from error
+
+  def name(self, index: int) -> str:
+    """Returns words for a record, for messages."""
+    return f"{self.files}, record {index} of all"
+
+  @functools.cached_property
+  def _records(self) -> Any:
+    paths = _found(self.files, "ArrayRecordFiles.files")
+    records = optional_library.array_record().ArrayRecordDataSource(paths)
+    if not len(records):
+      raise ValueError(
+        f"ArrayRecordFiles.files: {self.files!r} holds no records."
+      )
+    return records
+
+
+def _found(files: str | Sequence[str], what: str) -> list[str]:
+  patterns = [files] if isinstance(files, str) else files
+  paths = []
+  for pattern in patterns:
+    some = sorted(glob.glob(os.path.expanduser(pattern)))
+    if not some:
+      raise FileNotFoundError(
+        f"{what}: no file has the name {pattern!r}; give a path, or a pattern"
+        " with * and ?."
+      )
+    paths += some
+  return paths

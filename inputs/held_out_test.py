@@ -1,0 +1,34 @@
+"""Tests for held-out parts of a source."""
+
+import numpy as np
+import pytest
+
+from paxon.inputs import example_source, held_out
+
+
+def _parts(size, every):
+  source = example_source.InMemoryExamples(
+    [np.array([i, i]) for i in range(size)]
+  )
+  return [
+    held_out.HeldOut(source=source, every=every, is_held_out=is_held_out)
+    for is_held_out in (False, True)
+  ]
+
+
+@pytest.mark.parametrize("size", [0, 1, 4, 5, 6, 23])
+@pytest.mark.parametrize("every", [2, 5])
+def test_every_example_is_in_one_part(size, every):
+  train, held = (
+    [int(part[i]["inputs"][0]) for i in range(len(part))]
+    for part in _parts(size, every)
+  )
+  assert held == list(range(every - 1, size, every))
+  assert train == [i for i in range(size) if i not in held]
+  with pytest.raises(IndexError, match=rf"no example {len(train)} of"):
+    _ = _parts(size, every)[0][len(train)]
+
+
+def test_one_of_one_cannot_be_held_out():
+  with pytest.raises(ValueError, match=r"every must be at least 2, got 1"):
+    _parts(3, 1)

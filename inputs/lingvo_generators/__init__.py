@@ -1,0 +1,1 @@
+"""Inputs over generators of batches, as Lingvo has them."""

@@ -1,0 +1,43 @@
+"""Tests for libraries that are not installed."""
+
+import importlib
+
+import pytest
+
+from paxon.inputs import missing_library
+from paxon.inputs.grain_sources import optional_library
+from paxon.inputs.seqio_tasks import seqio_library
+
+
+@pytest.mark.parametrize(
+  ("opened", "message"),
+  [
+    (seqio_library.seqio, "SeqIO is not .* --config=tf .* its extra `tf`"),
+    (seqio_library.tensorflow, "SeqIO is not installed"),
+    (optional_library.array_record, "array_record is not installed: .*=data"),
+    (optional_library.datasets, "datasets is not installed"),
+    (optional_library.grain, "grain is not installed"),
+    (optional_library.parquet, "pyarrow is not installed"),
+  ],
+)
+def test_a_library_that_is_missing_says_how_to_get_it(
+  opened, message, monkeypatch
+):
+  def import_module(name):
+    raise ModuleNotFoundError(name=name.partition(".")[0])
+
+  monkeypatch.setattr(importlib, "import_module", import_module)
+  # A ValueError is a refusal for programs, which they say in one line.
+  with pytest.raises(ValueError, match=message) as caught:
+    opened()
+  assert isinstance(caught.value, missing_library.MissingLibraryError)
+
+
+def test_what_a_library_itself_misses_is_not_hidden(monkeypatch):
+  def import_module(name):
+    raise ModuleNotFoundError("No module named 'deep'", name="deep")
+
+  monkeypatch.setattr(importlib, "import_module", import_module)
+  for opened in (seqio_library.seqio, optional_library.parquet):
+    with pytest.raises(ModuleNotFoundError, match="deep"):
+      opened()

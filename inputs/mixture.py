@@ -1,0 +1,234 @@
+"""Several streams as one, with exact quotas.
+
+After any number k of examples, member i has given its share w_i * k of them to
+within less than one: each draw goes to a member that is due, the one whose
+deadline is nearest (Tijdeman, The chairman assignment problem, 1980). With n
+members and c_i = w_i * k - (what i has given before draw k), those with
+c_i >= 1 / (2n - 2) are due, and (1 - 1 / (2n - 2) - c_i) / w_i is the time
+that is left. There is no randomness, and all arithmetic is on integers.
+
+A member that ends leaves its share to the others, and the mixture ends with
+its last member; so every example of members with a number of epochs is read.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import fractions
+import functools
+from typing import Any
+
+from paxon.inputs import example_source, example_stream
+
+# Weights are counted in parts of a whole: sums of floats depend on the order.
+_WHOLE = 1 << 40
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Mixture(example_stream.Stream):
+  """Examples of several streams in turn, by weight.
+
+  A position holds those of the members. Weights may differ between two runs
+  that share it: what was read stays read.
+
+  Attributes:
+    members: The streams by name.
+    weights: The share of each in the examples, of any sum. `None` is the same
+      for all.
+    weight_changes: By the batch, from 0, from which on they hold: other
+      weights. A member may have the weight 0 for a while, but not always.
+  """
+
+  members: Mapping[str, example_stream.Stream]
+  weights: Mapping[str, float] | None = None
+  weight_changes: Mapping[int, Mapping[str, float]] = dataclasses.field(
+    default_factory=dict
+  )
+
+  def __post_init__(self) -> None:
+    if not self.members:
+      raise ValueError("Mixture.members must not be empty.")
+    for step in self.weight_changes:
+      if step <= 0:
+        raise ValueError(
+          "Mixture.weight_changes must be at batches from 1 on, and weights"
+          f" says what holds before, got {step}."
+        )
+    for step, weights in self._phases:
+      self._check_weights(step, weights)
+    for name in self.members:
+      if not any(weights[name] for _, weights in self._phases):
+        raise ValueError(
+          f"Mixture.weights: the member {name!r} has the weight 0 in every"
+          " batch, so it would never be read; leave it out."
+        )
+
+  def start(self) -> dict[str, Any]:
+    """Returns the members' starts."""
+    return {
+      "members": {name: m.start() for name, m in self.members.items()},
+      "due": dict.fromkeys(self.members, 0),
+      "ended": [],
+    }
+
+  def following(
+    self, position: dict[str, Any], *, step: int
+  ) -> tuple[list[Any], dict[str, Any]] | None:
+    """Returns a member's name and its reference, and the next position."""
+    while len(position["ended"]) < len(self.members):
+      shares = self._shares(self._phase(step), tuple(position["ended"]))
+      due = {
+        name: left + shares.get(name, 0)
+        for name, left in position["due"].items()
+      }
+      name = _next_member(due, shares)
+      found = self.members[name].following(position["members"][name], step=step)
+      if found is not None:
+        reference, after = found
+        due[name] -= _WHOLE
+        return [name, reference], {
+          "members": {**position["members"], name: after},
+          "due": due,
+          "ended": position["ended"],
+        }
+      position = {
+        "members": position["members"],
+        "due": dict.fromkeys(self.members, 0),
+        "ended": [*position["ended"], name],
+      }
+    return None
+
+  def read(self, reference: list[Any]) -> example_source.Example:
+    """Returns an example of a member."""
+    name, inner = reference
+    return self.members[name].read(inner)
+
+  def name(self, reference: list[Any]) -> str:
+    """Returns the words for an example in messages."""
+    name, inner = reference
+    return f"{self.members[name].name(inner)} of {name!r}"
+
+  def num_places(self, reference: list[Any]) -> int | None:
+    """Asks the member."""
+    name, inner = reference
+    return self.members[name].num_places(inner)
+
+  def check(self, position: Any) -> None:
+    """Checks the members' positions."""
+    names = set(self.members)
+    keys = ("members", "due")
+    if not isinstance(position, dict) or not all(
+      isinstance(position.get(key), dict) and set(position[key]) == names
+      for key in keys
+    ):
+      raise ValueError(
+        f"The state's position must have the members {sorted(names)} of this"
+        f" mixture, got {position!r}."
+      )
+    if not set(position.get("ended", ("",))) <= names or not all(
+      isinstance(left, int) for left in position["due"].values()
+    ):
+      raise ValueError(f"The state's position is damaged: {position!r}.")
+    for name, member in self.members.items():
+      member.check(position["members"][name])
+
+  def signature(self) -> dict[str, Any]:
+    """Returns the members' signatures."""
+    return {name: m.signature() for name, m in self.members.items()}
+
+  @property
+  def is_endless(self) -> bool:
+    """Whether a member is."""
+    return any(member.is_endless for member in self.members.values())
+
+  def epoch(self, position: dict[str, Any]) -> int:
+    """Returns the epochs of the member that has the fewest and goes on."""
+    epochs = [
+      member.epoch(position["members"][name])
+      for name, member in self.members.items()
+      if name not in position["ended"]
+    ]
+    return min(epochs, default=0)
+
+  def leaves(self) -> list[example_stream.Stream]:
+    """Returns those of the members."""
+    return [leaf for m in self.members.values() for leaf in m.leaves()]
+
+  def required_vocab_size(self) -> int | None:
+    """Returns the largest of the members', None where one is unknown."""
+    sizes = [member.required_vocab_size() for member in self.members.values()]
+    known = [size for size in sizes if size is not None]
+    return max(known) if len(known) == len(sizes) else None
+
+  def check_readable(self) -> None:
+    """Asks the members, and says which one refuses."""
+    for name, member in self.members.items():
+      try:
+        member.check_readable()
+      except ValueError as error:
+        raise ValueError(f"Mixture member {name!r}: {error}") from error
+
+  @functools.cached_property
+  def _phases(self) -> list[tuple[int, Mapping[str, float]]]:
+    weights = self.weights
+    first = dict.fromkeys(self.members, 1.0) if weights is None else weights
+    return [(0, first), *sorted(self.weight_changes.items())]
+
+  def _phase(self, step: int) -> int:
+    """Returns the number of the weights that hold in a batch."""
+    return max(i for i, (first, _) in enumerate(self._phases) if first <= step)
+
+  def _check_weights(self, step: int, weights: Mapping[str, float]) -> None:
+    where = f"Mixture.weights of batch {step}"
+    if set(weights) != set(self.members):
+      raise ValueError(
+        f"{where} must be of the members {sorted(self.members)}, got"
+        f" {sorted(weights)}."
+      )
+    for name, weight in weights.items():
+      if not 0 <= weight < float("inf"):
+        raise ValueError(
+          f"{where} must be numbers from 0 on, got {weight} for {name!r}."
+        )
+    if not any(weights.values()):
+      raise ValueError(f"{where} are all 0; one must be positive.")
+
+  @functools.lru_cache(maxsize=64)  # noqa: B019 Lives as long as the input.
+  def _shares(self, phase: int, ended: tuple[str, ...]) -> dict[str, int]:
+    """Returns positive shares of `_WHOLE`, which is their sum."""
+    weights = {
+      name: fractions.Fraction(weight)
+      for name, weight in self._phases[phase][1].items()
+      if name not in ended
+    }
+    # Those left may all have to wait for a later batch that never comes.
+    if not any(weights.values()):
+      weights = dict.fromkeys(weights, fractions.Fraction(1))
+    total = sum(weights.values())
+    shares = {n: int(_WHOLE * w / total) for n, w in weights.items() if w}
+    largest = max(shares, key=lambda name: shares[name])
+    shares[largest] += _WHOLE - sum(shares.values())
+    return {name: max(share, 1) for name, share in shares.items()}
+
+
+def _next_member(due: Mapping[str, int], shares: Mapping[str, int]) -> str:
+  """Returns the member that gives the next example.
+
+  Args:
+    due: By member, what it has not given of its share, in parts of `_WHOLE`;
+      its share in this draw is counted.
+    shares: By member that may give, its share in this draw.
+  """
+  num = len(shares)
+  if num == 1:
+    return next(iter(shares))
+  # Everything times 2n - 2, so that it stays whole.
+  factor = 2 * num - 2
+  ready = [name for name in shares if factor * due[name] >= _WHOLE]
+  if not ready:  # Possible just after weights have changed.
+    return max(shares, key=lambda name: due[name])
+  last = (factor - 1) * _WHOLE
+
+  def time_left(name: str) -> fractions.Fraction:
+    return fractions.Fraction(last - factor * due[name], shares[name])
+
+  return min(ready, key=time_left)

@@ -1,0 +1,126 @@
+"""Documents and examples of rows that have named columns.
+
+Rows are what readers of ArrayRecord, Parquet, TFRecord and Hugging Face data
+sets give: mappings by number. Which column is the text, or the token ids, is
+said here, so that every reader serves both.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from paxon.inputs import example_source
+
+Row = Mapping[str, Any]
+
+
+@runtime_checkable
+class Rows(Protocol):
+  """Rows by number, the same ones in the same order every time."""
+
+  def __len__(self) -> int:
+    """Returns the number of rows."""
+    ...
+
+  def __getitem__(self, index: int, /) -> Row:
+    """Returns one row.
+
+    Raises:
+      ValueError: It cannot be read; the message names file and record.
+    """
+    ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextColumn:
+  """One column of text as documents.
+
+  Attributes:
+    rows: Where they are.
+    column: The column of strings, or of one string in a list, as TFRecords
+      have it.
+  """
+
+  rows: Rows
+  column: str = "text"
+
+  def __len__(self) -> int:
+    return len(self.rows)
+
+  def __getitem__(self, index: int, /) -> bytes:
+    """Returns a document as UTF-8."""
+    value = _value(self.rows, index, self.column)
+    if isinstance(value, np.ndarray | list) and len(value) == 1:
+      value = value[0]
+    if isinstance(value, str):
+      return value.encode()
+    if isinstance(value, bytes):
+      return value
+    raise ValueError(
+      f"{_name(self.rows, index)}: the column {self.column!r} must be a string,"
+      f" got {type(value).__name__}."
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenColumn:
+  """One column of token ids as examples of a language model.
+
+  Attributes:
+    rows: Where they are.
+    column: The column of lists of integers.
+    begin_id: The input before the first target; None has the first id be an
+      input only.
+    end_id: Put after a text that does not end with it; None adds nothing.
+    vocab_size: What ids must be below; None does not check.
+  """
+
+  rows: Rows
+  column: str = "input_ids"
+  begin_id: int | None = None
+  end_id: int | None = None
+  vocab_size: int | None = None
+
+  def __len__(self) -> int:
+    return len(self.rows)
+
+  def required_vocab_size(self) -> int | None:
+    """Returns `vocab_size`."""
+    return self.vocab_size
+
+  def __getitem__(self, index: int, /) -> example_source.Example:
+    """Returns `inputs` and `targets`, int32 [n]."""
+    ids = np.asarray(_value(self.rows, index, self.column))
+    name = f"{_name(self.rows, index)}: the column {self.column!r}"
+    if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
+      raise ValueError(
+        f"{name} must be a list of integers, got {ids.dtype} {list(ids.shape)}."
+      )
+    limit = 2**31 if self.vocab_size is None else self.vocab_size
+    if len(ids) and not 0 <= ids.min() <= ids.max() < limit:
+      raise ValueError(
+        f"{name} has ids from {ids.min()} to {ids.max()}, and they must be at"
+        f" least 0 and less than {limit}; is it of another vocabulary?"
+      )
+    more = [] if self.begin_id is None else [self.begin_id]
+    last = [] if self.end_id is None else [self.end_id]
+    if last and len(ids) and ids[-1] == self.end_id:
+      last = []
+    tokens = np.concatenate([more, ids, last]).astype(np.int32)
+    return example_source.lm_features(tokens)
+
+
+def _value(rows: Rows, index: int, column: str) -> Any:
+  row = rows[index]
+  if column not in row:
+    raise ValueError(
+      f"{_name(rows, index)} has no column {column!r}; it has {sorted(row)}."
+    )
+  return row[column]
+
+
+def _name(rows: Rows, index: int) -> str:
+  name = getattr(rows, "name", None)
+  return f"row {index}" if name is None else name(index)

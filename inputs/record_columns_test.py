@@ -1,0 +1,59 @@
+"""Tests for documents and examples of rows with columns."""
+
+import numpy as np
+import pytest
+
+from paxon.inputs import record_columns
+
+
+def _tokens(row, **given):
+  return record_columns.TokenColumn(rows=[row], column="ids", **given)[0]
+
+
+@pytest.mark.parametrize(
+  "value", ["one", b"one", ["one"], np.array([b"one"], object)]
+)
+def test_a_text_is_a_string_or_the_only_one_of_a_list(value):
+  rows = [{"text": value}]
+  source = record_columns.TextColumn(rows=rows)
+  assert source[0] == b"one"
+  assert len(source) == 1
+
+
+@pytest.mark.parametrize("value", [7, ["a", "b"], None])
+def test_what_is_no_text_is_an_error(value):
+  source = record_columns.TextColumn(rows=[{"text": value}])
+  with pytest.raises(
+    ValueError, match="row 0: the column 'text' must be a str"
+  ):
+    _ = source[0]
+
+
+def test_tokens_begin_and_end_as_asked():
+  assert _tokens({"ids": [5, 6]})["targets"].tolist() == [6]
+  example = _tokens({"ids": [5, 6]}, begin_id=0, end_id=1)
+  assert example["inputs"].tolist() == [0, 5, 6]
+  assert example["targets"].tolist() == [5, 6, 1]
+  again = _tokens({"ids": [5, 1]}, begin_id=0, end_id=1)
+  assert again["targets"].tolist() == [5, 1]
+
+
+@pytest.mark.parametrize(
+  ("row", "message"),
+  [
+    ({"other": []}, r"row 0 has no column 'ids'; it has \['other'\]"),
+    ({"ids": [0.5]}, "must be a list of integers"),
+    ({"ids": [[1]]}, "must be a list of integers"),
+    ({"ids": [1, 9]}, "ids from 1 to 9, and they must be .* less than 9"),
+    ({"ids": [-1, 8]}, "ids from -1 to 8"),
+  ],
+)
+def test_tokens_of_another_form_or_vocabulary_are_errors(row, message):
+  with pytest.raises(ValueError, match=message):
+    _tokens(row, vocab_size=9)
+
+
+def test_the_vocabulary_is_told():
+  column = record_columns.TokenColumn(rows=[], vocab_size=9)
+  assert column.required_vocab_size() == 9
+  assert len(column) == 0

@@ -1,0 +1,174 @@
+"""The metric functions of a task, over what a model gave for its examples.
+
+Rows of results come in any order, several times, from any host, with rows that
+only filled a batch among them. They are joined to the examples by their ids:
+each example counts once, with its own target.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from paxon.inputs.seqio_tasks import seqio_library, task_source
+
+PREDICT = "predict"
+SCORE = "score"
+_OUTPUTS = ("scores", "predictions")
+
+
+class TaskMetrics:
+  """Collects the results of one evaluation and computes the task's metrics."""
+
+  def __init__(
+    self,
+    source: task_source.TaskSource,
+    *,
+    kinds: Sequence[str] = (SCORE, PREDICT),
+  ) -> None:
+    """Looks up the task's metric functions.
+
+    Args:
+      source: The examples, by their ids.
+      kinds: Of metrics to compute: `SCORE`, of the log likelihood of targets,
+        and `PREDICT`, of what is generated.
+
+    Raises:
+      ValueError: There is another kind, or a metric of a type that is neither.
+    """
+    for kind in kinds:
+      if kind not in (SCORE, PREDICT):
+        raise ValueError(
+          f"kinds must hold {SCORE!r} and {PREDICT!r} only, got {kind!r}."
+        )
+    task = source.seqio_task
+    objects = task.metric_objs[: len(task.metric_objs) - len(task.metric_fns)]
+    self._source = source
+    self._functions = {
+      SCORE: list(task.score_metric_fns) if SCORE in kinds else [],
+      PREDICT: list(task.predict_metric_fns) if PREDICT in kinds else [],
+    }
+    self._objects: dict[str, list[Any]] = {SCORE: [], PREDICT: []}
+    for metric in objects:
+      kind = _kind(metric)
+      if kind in kinds:
+        self._objects[kind].append(metric)
+    self._rows: dict[int, dict[str, Any]] = {}
+
+  @property
+  def needs_scores(self) -> bool:
+    """Whether a metric is of scores."""
+    return bool(self._functions[SCORE] or self._objects[SCORE])
+
+  @property
+  def needs_predictions(self) -> bool:
+    """Whether a metric is of what is generated."""
+    return bool(self._functions[PREDICT] or self._objects[PREDICT])
+
+  def add(self, rows: Mapping[str, np.ndarray]) -> None:
+    """Adds the results of a batch.
+
+    Args:
+      rows: `example_ids` and `example_weights` [B]; `scores` [B], the log
+        likelihood of each row's targets; `predictions` int [B, T], ids that
+        were generated, as needed.
+    """
+    for row, number in enumerate(rows["example_ids"].tolist()):
+      if rows["example_weights"][row]:
+        self._rows.setdefault(
+          number, {k: rows[k][row] for k in _OUTPUTS if k in rows}
+        )
+
+  def compute(self) -> dict[str, float]:
+    """Returns the task's metrics of the examples that were added.
+
+    Metrics that are no numbers (texts, pictures) are left out.
+
+    Raises:
+      ValueError: Nothing was added, or two metrics have one name.
+    """
+    if not self._rows:
+      raise ValueError(
+        f"The task {self._source.task!r} has metrics, and no example was"
+        " evaluated."
+      )
+    numbers = sorted(self._rows)
+    examples = [self._source.all_features(number) for number in numbers]
+    found: dict[str, float] = {}
+    for kind, name in ((SCORE, "scores"), (PREDICT, "predictions")):
+      if not (self._functions[kind] or self._objects[kind]):
+        continue
+      outputs = np.stack([self._rows[number][name] for number in numbers])
+      for values in self._values(kind, examples, outputs):
+        for key, value in values.items():
+          if key in found:
+            raise ValueError(
+              f"Two metrics of the task {self._source.task!r} are called"
+              f" {key!r}."
+            )
+          number = _number(value)
+          if number is not None:
+            found[key] = number
+    return found
+
+  def _values(
+    self, kind: str, examples: list[Any], outputs: np.ndarray
+  ) -> list[Mapping[str, Any]]:
+    task = self._source.seqio_task
+    given: Any = outputs
+    if kind == PREDICT:
+      vocabulary = task.output_features["targets"].vocabulary
+      texts = [vocabulary.decode(row.tolist()) for row in outputs]
+      given = [
+        _postprocessed(task, text, example, is_target=False)
+        for text, example in zip(texts, examples, strict=True)
+      ]
+    targets = [_target(task, example) for example in examples]
+    values = [fn(targets, given) for fn in self._functions[kind]]
+    for metric in self._objects[kind]:
+      result = metric.from_model_output(
+        examples, outputs, task.output_features
+      ).compute()
+      name = getattr(metric, "__name__", type(metric).__name__)
+      values.append(result if isinstance(result, Mapping) else {name: result})
+    return values
+
+
+def _kind(metric: Any) -> str:
+  """Returns what a metric object is computed from."""
+  types = seqio_library.seqio().metrics.ModelOutputType
+  kinds = {types.SCORE: SCORE, types.PREDICTION: PREDICT}
+  found = getattr(metric, "model_output_type", None)
+  if found not in kinds:
+    raise ValueError(
+      f"The metric {metric!r} is computed from {found!r}; scores and"
+      " predictions are what there is."
+    )
+  return kinds[found]
+
+
+def _target(task: Any, example: Mapping[str, Any]) -> Any:
+  """Returns the target of an example as metric functions expect it."""
+  text = example.get("targets_pretokenized")
+  if text is None:
+    vocabulary = task.output_features["targets"].vocabulary
+    text = vocabulary.decode(np.asarray(example["targets"]).tolist())
+  text = text.item() if isinstance(text, np.ndarray) else text
+  text = text.decode() if isinstance(text, bytes) else text
+  return _postprocessed(task, text, example, is_target=True)
+
+
+def _postprocessed(
+  task: Any, text: Any, example: Mapping[str, Any], *, is_target: bool
+) -> Any:
+  if task.postprocessor is None:
+    return text
+  return task.postprocessor(text, example=example, is_target=is_target)
+
+
+def _number(value: Any) -> float | None:
+  value = getattr(value, "value", value)
+  try:
+    return float(value)
+  except (TypeError, ValueError):
+    return None

@@ -1,0 +1,191 @@
+"""Tests for a task's metrics over rows of results."""
+
+import dataclasses
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import seqio
+
+from paxon.inputs import packed_input, packing_plan
+from paxon.inputs.seqio_tasks import (
+  feature_converters,
+  task_eval_input,
+  task_metrics,
+  task_source,
+  task_stream,
+  testing,
+  vocabulary_tokenizer,
+)
+
+LM = feature_converters.LanguageModel()
+TEXTS = testing.texts(5, seed=3)
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("texts")
+  testing.write_texts(folder / "text-validation-0", TEXTS)
+  testing.write_texts(folder / "other-validation-0", TEXTS[:2])
+  made = testing.Tasks(
+    folder=str(folder),
+    vocabulary_file=testing.train_sentencepiece(folder),
+    prefix="measured",
+  )
+  made()
+  return made
+
+
+def _source(task="measured_text"):
+  return task_source.TaskSource(task=task, split="validation", converter=LM)
+
+
+def _rows(numbers, weights, scores, predictions=None):
+  rows = {
+    "example_ids": np.array(numbers, np.int32),
+    "example_weights": np.array(weights, np.float32),
+    "scores": np.array(scores, np.float32),
+  }
+  return rows if predictions is None else rows | {"predictions": predictions}
+
+
+def _ids(tasks, texts):
+  vocabulary = tasks.feature().vocabulary
+  rows = np.zeros((len(texts), 80), np.int32)
+  for row, text in enumerate(texts):
+    ids = [*vocabulary.encode(text), 1, 7, 7]  # Nothing counts after an end.
+    rows[row, : len(ids)] = ids
+  return rows
+
+
+def test_rows_in_any_order_are_joined_by_their_ids(tasks):
+  metrics = task_metrics.TaskMetrics(_source())
+  assert metrics.needs_scores
+  assert metrics.needs_predictions
+  said = [TEXTS[3], TEXTS[1], "the cat", TEXTS[0]]
+  metrics.add(
+    _rows([3, 1, 2, 0], [1, 1, 1, 0], [-3, -1, -2, -9], _ids(tasks, said))
+  )
+  # Example 3 once more, and 0 and 4 for the first time.
+  said = [TEXTS[0], TEXTS[4], "a dog"]
+  metrics.add(_rows([0, 4, 3], [1, 1, 1], [-5, -4, -8], _ids(tasks, said)))
+  assert metrics.compute() == {
+    "mean_score": -3.0,
+    "target_length": sum(map(len, TEXTS)) / 5,
+    "exact_match": 0.8,
+  }
+
+
+@pytest.mark.usefixtures("tasks")
+def test_only_what_was_evaluated_counts():
+  metrics = task_metrics.TaskMetrics(_source(), kinds=("score",))
+  assert not metrics.needs_predictions
+  with pytest.raises(ValueError, match="and no example was evaluated"):
+    metrics.compute()
+  metrics.add(_rows([2, 4], [1, 1], [-1, -2]))
+  assert metrics.compute() == {
+    "mean_score": -1.5,
+    "target_length": (len(TEXTS[2]) + len(TEXTS[4])) / 2,
+  }
+  with pytest.raises(ValueError, match="kinds must hold 'score' and 'predict'"):
+    task_metrics.TaskMetrics(_source(), kinds=("decode",))
+
+
+def test_metric_objects_and_postprocessing(tasks):
+  @dataclasses.dataclass
+  class Longest:
+    """As SeqIO's metric objects are called."""
+
+    model_output_type: ClassVar = seqio.metrics.ModelOutputType.SCORE
+    value: float = 0.0
+
+    @classmethod
+    def from_model_output(cls, inputs, model_output, features):
+      assert list(features) == ["targets"]
+      lengths = [len(example["targets"]) for example in inputs]
+      return cls(float(model_output[np.argmax(lengths)]))
+
+    def compute(self):
+      return {"longest": seqio.metrics.Scalar(self.value)}
+
+  def shouted(text, example, is_target):
+    del example
+    return text.upper() if is_target else text
+
+  def first(targets, scores):
+    assert targets[0] == TEXTS[0].upper()
+    return {"first": scores[0], "text": seqio.metrics.Text("no number")}
+
+  seqio.TaskRegistry.add(
+    "with_objects",
+    source=tasks.source("text"),
+    preprocessors=[testing.rekeyed, seqio.preprocessors.tokenize],
+    output_features={"targets": tasks.feature()},
+    metric_fns=[first],
+    metric_objs=[Longest()],
+    postprocess_fn=shouted,
+  )
+  metrics = task_metrics.TaskMetrics(_source("with_objects"))
+  metrics.add(_rows(range(5), [1] * 5, range(5)))
+  longest = np.argmax([len(row) for row in map(_encode(tasks), TEXTS)])
+  assert metrics.compute() == {"first": 0.0, "longest": float(longest)}
+
+
+def _encode(tasks):
+  return tasks.feature().vocabulary.encode
+
+
+def _eval_input(stream, **given):
+  sizes = {"global_batch_size": 2, "length": 80}
+  given = {"packing": packing_plan.Packing.NONE} | sizes | given
+  return task_eval_input.TaskEvalInput(examples=stream, **given)
+
+
+def _stream(name, **given):
+  given = {"provenance": True, "num_epochs": 1} | given
+  return task_stream.TaskStream(
+    name_in_registry=name,
+    split="validation",
+    converter=LM,
+    shuffle_seed=None,
+    **given,
+  )
+
+
+@pytest.mark.usefixtures("tasks")
+def test_an_input_to_evaluate_gives_the_metrics_of_its_task():
+  metrics = _eval_input(_stream("measured_text")).row_metrics()
+  assert isinstance(metrics, task_metrics.TaskMetrics)
+  with pytest.raises(ValueError, match="an evaluation split of each task"):
+    _eval_input(_stream("measured_both")).row_metrics()
+  with pytest.raises(ValueError, match="must be a TaskStream with provenance"):
+    _eval_input(_stream("measured_text", provenance=False))
+  with pytest.raises(ValueError, match=r"packing must be NONE.* got SPLIT"):
+    _eval_input(_stream("measured_text"), packing=packing_plan.Packing.SPLIT)
+
+
+def test_the_vocabulary_is_the_tokenizer(tasks):
+  tokenizer = vocabulary_tokenizer.VocabularyTokenizer(
+    name_in_registry="measured_both"
+  )
+  ids = tokenizer.encode(TEXTS[0])
+  assert ids.tolist() == tasks.feature().vocabulary.encode(TEXTS[0])
+  assert tokenizer.decode([*ids, tokenizer.end_id, 9]) == TEXTS[0]
+  assert tokenizer.vocab_size == testing.SENTENCEPIECE_SIZE
+  # But for the space that the vocabulary puts before the first word.
+  counts = tokenizer.byte_counts(np.append(ids, tokenizer.end_id))
+  assert counts.sum() == len(TEXTS[0]) + 1
+  assert counts[-1] == 0
+  given = packed_input.PackedInput(
+    examples=_stream("measured_text"),
+    packing=packing_plan.Packing.NONE,
+    global_batch_size=2,
+    length=80,
+    tokenizer=tokenizer,
+  )
+  assert given.required_vocab_size() == testing.SENTENCEPIECE_SIZE
+  batch = given.get_next()
+  lengths = batch["weights"].sum(axis=1).astype(int)
+  assert given.ids_to_strings(batch["targets"], lengths) == TEXTS[:2]
+  with pytest.raises(ValueError, match="has no output feature 'inputs'"):
+    _ = dataclasses.replace(tokenizer, feature="inputs").vocab_size

@@ -1,0 +1,115 @@
+"""The vocabulary of a task as a tokenizer."""
+
+from collections.abc import Callable
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paxon.inputs.seqio_tasks import seqio_library
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VocabularyTokenizer:
+  """What a task or mixture reads and writes one of its features with.
+
+  The vocabulary is loaded when it is first needed.
+
+  Attributes:
+    name_in_registry: Of the task or mixture.
+    register: As in `TaskSource`.
+    feature: Whose vocabulary it is.
+    begin_id: The id before the first token of a document.
+  """
+
+  name_in_registry: str
+  register: Callable[[], object] | None = None
+  feature: str = "targets"
+  begin_id: int = 0
+
+  def __getstate__(self) -> dict[str, Any]:
+    # Vocabularies hold compiled models; they are loaded anew.
+    names = [field.name for field in dataclasses.fields(self)]
+    return {name: getattr(self, name) for name in names}
+
+  def __setstate__(self, state: dict[str, Any]) -> None:
+    self.__dict__.update(state)
+
+  @property
+  def vocab_size(self) -> int:
+    """The number of ids."""
+    return self._vocabulary.vocab_size
+
+  @property
+  def pad_id(self) -> int:
+    """The id in places that hold nothing."""
+    return self._vocabulary.pad_id
+
+  @property
+  def end_id(self) -> int:
+    """The id after the last token of a document.
+
+    Raises:
+      ValueError: The vocabulary has none.
+    """
+    found = self._vocabulary.eos_id
+    if found is None:
+      raise ValueError(
+        f"The vocabulary of {self.name_in_registry!r} has no id for the end of"
+        " a text."
+      )
+    return found
+
+  def encode(self, text: str | bytes) -> npt.NDArray[np.int32]:
+    """Returns the ids of `text`, int32 [T], without begin and end."""
+    text = text.decode(errors="replace") if isinstance(text, bytes) else text
+    return np.asarray(self._vocabulary.encode(text), np.int32)
+
+  def decode(self, ids: npt.ArrayLike) -> str:
+    """Returns the text that ids of shape [T] stand for, up to an end."""
+    return self._vocabulary.decode(np.asarray(ids).tolist())
+
+  def byte_counts(self, ids: npt.ArrayLike) -> npt.NDArray[np.int32]:
+    """Returns the bytes that each id adds to a text, int32, of ids' shape.
+
+    A space that begins a word counts, except before the first word, where the
+    vocabulary itself has added it.
+    """
+    return self._byte_counts[np.asarray(ids)]
+
+  @functools.cached_property
+  def _byte_counts(self) -> npt.NDArray[np.int32]:
+    if isinstance(self._vocabulary, seqio_library.seqio().ByteVocabulary):
+      # One byte alone is often no text.
+      numbers = np.arange(self.vocab_size)
+      return ((numbers >= 3) & (numbers < 259)).astype(np.int32)
+    before = self._vocabulary.encode("a")
+    start = len(self.decode(before).encode())
+    return np.array(
+      [
+        max(len(self.decode([*before, number]).encode()) - start, 0)
+        for number in range(self.vocab_size)
+      ],
+      np.int32,
+    )
+
+  @functools.cached_property
+  def _vocabulary(self) -> Any:
+    seqio, name = seqio_library.seqio(), self.name_in_registry
+    known = {*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()}
+    if self.register is not None and name not in known:
+      self.register()
+    try:
+      found = seqio.get_mixture_or_task(name)
+    except ValueError as error:
+      raise ValueError(
+        f"SeqIO knows neither a task nor a mixture {name!r}."
+      ) from error
+    if self.feature not in found.output_features:
+      raise ValueError(
+        f"{name!r} has no output feature {self.feature!r}; it has"
+        f" {sorted(found.output_features)}."
+      )
+    return found.output_features[self.feature].vocabulary

@@ -1,0 +1,197 @@
+"""Tests for TFRecord files, their checksum and their examples."""
+
+import contextlib
+import os
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+import numpy as np
+import pytest
+
+from paxon.inputs.tf_records import (
+  crc32c,
+  tf_example,
+  tf_record_file,
+  tf_record_files,
+  tf_record_writer,
+)
+
+
+@pytest.mark.parametrize(
+  ("data", "expected"),
+  # RFC 3720, B.4, and the check value of the catalogue of CRCs.
+  [
+    (b"", 0),
+    (bytes(32), 0x8A9136AA),
+    (b"\xff" * 32, 0x62A8AB43),
+    (bytes(range(32)), 0x46DD794E),
+    (bytes(range(31, -1, -1)), 0x113FDB5C),
+    (b"123456789", 0xE3069283),
+  ],
+)
+def test_checksums_are_those_of_the_standard(data, expected):
+  assert crc32c.crc32c(data) == expected
+
+
+def _bitwise(data: bytes) -> int:
+  state = 0xFFFFFFFF
+  for byte in data:
+    state ^= byte
+    for _ in range(8):
+      state = (state >> 1) ^ (0x82F63B78 if state & 1 else 0)
+  return state ^ 0xFFFFFFFF
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 1023, 1024, 1025, 1027, 3000])
+def test_checksum_of_any_length_is_the_definition(length):
+  data = np.random.default_rng(length).bytes(length)
+  assert crc32c.crc32c(data) == _bitwise(data)
+
+
+def test_checksums_of_rows_are_those_of_each():
+  rows = np.random.default_rng(0).integers(0, 256, (5, 8)).astype(np.uint8)
+  found = crc32c.crc32c_rows(rows)
+  assert found.tolist() == [_bitwise(row.tobytes()) for row in rows]
+
+
+RECORDS = [b"first", b"", b"x" * 3000, b"last"]
+
+
+@pytest.fixture
+def path(tmp_path):
+  file = tmp_path / "some.tfrecord-00000-of-00001"
+  assert tf_record_writer.write(file, RECORDS) == 4
+  return str(file)
+
+
+def test_a_file_gives_its_records_in_any_order(path):
+  file = tf_record_file.TfRecordFile(path)
+  assert len(file) == 4
+  assert [file[i] for i in (3, 0, 2, 1)] == [RECORDS[i] for i in (3, 0, 2, 1)]
+
+
+def test_places_of_records_are_kept_until_the_file_changes(path, tmp_path):
+  folder = tmp_path / "index"
+  file = tf_record_file.TfRecordFile(path, index_folder=folder)
+  assert len(file) == 4
+  (kept,) = folder.iterdir()
+  begin = kept.stat().st_mtime_ns
+  again = tf_record_file.TfRecordFile(path, index_folder=folder)
+  assert again[2] == RECORDS[2]
+  assert kept.stat().st_mtime_ns == begin
+  tf_record_writer.write(path, [*RECORDS, b"more"])
+  os.utime(path, ns=(begin + 10**9, begin + 10**9))
+  other = tf_record_file.TfRecordFile(path, index_folder=folder)
+  assert len(other) == 5
+
+
+def _changed(path: str, place: int, value: int) -> None:
+  with open(path, "r+b") as file:
+    file.seek(place)
+    old = file.read(1)[0]
+    file.seek(place)
+    file.write(bytes([old ^ value]))
+
+
+def test_a_changed_byte_of_data_names_file_and_record(path):
+  # Records 0 and 1 take 21 and 16 bytes; the data of record 2 begins at 49.
+  _changed(path, 100, 1)
+  file = tf_record_file.TfRecordFile(path)
+  assert file[1] == b""
+  with pytest.raises(
+    ValueError, match=r"some\.tfrecord-.*, record 2: the data"
+  ):
+    _ = file[2]
+
+
+@pytest.mark.parametrize("place", [21, 24, 37, 40])
+def test_a_changed_length_names_file_and_record(path, place):
+  _changed(path, place, 3)
+  number = 1 if place < 37 else 2
+  with pytest.raises(ValueError, match=f"record {number}: its length does not"):
+    len(tf_record_file.TfRecordFile(path))
+
+
+@pytest.mark.parametrize(("size", "record"), [(3060, 3), (3070, 3), (100, 2)])
+def test_a_file_that_is_cut_off_names_the_record(path, size, record):
+  os.truncate(path, size)
+  with pytest.raises(
+    ValueError, match=f"record {record}: the file ends in the"
+  ):
+    len(tf_record_file.TfRecordFile(path))
+
+
+def test_files_are_one_list_in_the_order_of_their_names(tmp_path):
+  for number in (1, 0, 2):
+    records = [b"%d.%d" % (number, i) for i in range(number)]
+    tf_record_writer.write(tmp_path / f"part-{number}", records)
+  files = tf_record_files.TfRecordFiles(files=str(tmp_path / "part-*"))
+  assert [files[i] for i in range(len(files))] == [b"1.0", b"2.0", b"2.1"]
+  assert files.name(2).endswith("part-2, record 1")
+  with pytest.raises(IndexError, match="no record 3 of 3"):
+    _ = files[3]
+  parts = [str(tmp_path / "part-2"), str(tmp_path / "part-1")]
+  both = tf_record_files.TfRecordFiles(files=parts)
+  assert both[0] == b"2.0"
+
+
+def test_files_that_are_missing_or_empty_are_errors(tmp_path):
+  with pytest.raises(FileNotFoundError, match="no file has the name"):
+    len(tf_record_files.TfRecordFiles(files=str(tmp_path / "none-*")))
+  tf_record_writer.write(tmp_path / "empty", [])
+  with pytest.raises(ValueError, match="holds no records"):
+    len(tf_record_files.TfRecordFiles(files=str(tmp_path / "empty")))
+  with pytest.raises(ValueError, match="files must not be empty"):
+    tf_record_files.TfRecordFiles(files="")
+
+
+def test_an_example_of_each_kind_is_read_back():
+  features = {
+    "ids": np.array([1, -2, 2**62, 127, 128], np.int64),
+    "scores": np.array([0.5, -1.25], np.float32),
+    "texts": np.array([b"one", b""], object),
+    "none": np.zeros(0, np.int64),
+  }
+  found = tf_example.parse(tf_example.serialize(features))
+  assert sorted(found) == sorted(features)
+  for name in ("ids", "scores", "texts"):
+    assert found[name].dtype == features[name].dtype
+    assert found[name].tolist() == features[name].tolist()
+  assert found["none"].shape == (0,)
+
+
+def test_numbers_that_are_not_packed_are_read():
+  # Feature 3 (int64 list) with two fields 1 of wire type 0: 5 and 300.
+  feature = bytes.fromhex("1a05080508ac02")
+  entry = b"\x0a\x01n\x12" + bytes([len(feature)]) + feature
+  features = b"\x0a" + bytes([len(entry)]) + entry
+  record = b"\x0a" + bytes([len(features)]) + features
+  assert tf_example.parse(record)["n"].tolist() == [5, 300]
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.binary(max_size=40))
+def test_bytes_that_are_no_example_are_refused_or_read(data):
+  with contextlib.suppress(ValueError):
+    found = tf_example.parse(data)
+    assert all(value.ndim == 1 for value in found.values())
+
+
+@pytest.mark.parametrize(
+  ("data", "message"),
+  [
+    (b"\x0a\x09", "longer than its message"),
+    (b"\x0b", "wire type 3"),
+    (b"\x80", "out of bounds"),
+  ],
+)
+def test_bytes_that_are_no_example_say_why(data, message):
+  with pytest.raises(ValueError, match=f"no tf.train.Example .*{message}"):
+    tf_example.parse(data)
+
+
+def test_features_that_no_example_can_hold_are_refused():
+  with pytest.raises(ValueError, match="'x' must be 1-D, got the shape"):
+    tf_example.serialize({"x": np.zeros((2, 2))})
+  with pytest.raises(ValueError, match="'x' must hold integers, floats"):
+    tf_example.serialize({"x": np.array([None], object)})

@@ -1,0 +1,312 @@
+r"""Memory-mapped token files: Megatron's `.bin` and `.idx`, as they are.
+
+`NAME.bin` holds the tokens of all sequences, one after another. `NAME.idx`:
+
+    9 bytes   "MMIDIDX\0\0"
+    uint64    version, 1
+    uint8     dtype: 1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 6 float64,
+              7 float32, 8 uint16
+    uint64    n, the number of sequences
+    uint64    d, the number of entries of the last table
+    int32[n]  the tokens of each sequence
+    int64[n]  where each begins in the `.bin`, in bytes
+    int64[d]  the first sequence of each document, and n at the end
+    int8[n]   optional: a mode for each sequence, which text does not use
+
+All is little-endian. Places in bytes are 64 bits wide, so a file may be of any
+size. Opening reads the header only; a document costs two look-ups and its own
+tokens. Beside the pair our own tools write `NAME.json`: which tokenizer made
+the tokens, and the ids that they are below.
+"""
+
+import dataclasses
+import enum
+import functools
+import json
+import os
+import struct
+from typing import Any
+
+import numpy as np
+
+from paxon.inputs import (
+  example_source,
+  tokenizer_facts,
+  tokenizer_protocol,
+)
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES: dict[int, type[np.generic]] = {
+  1: np.uint8,
+  2: np.int8,
+  3: np.int16,
+  4: np.int32,
+  5: np.int64,
+  6: np.float64,
+  7: np.float32,
+  8: np.uint16,
+}
+
+
+class Unit(enum.Enum):
+  """What one example is."""
+
+  DOCUMENT = "document"
+  SEQUENCE = "sequence"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Tables:
+  """Views of the mapped files."""
+
+  tokens: np.ndarray
+  lengths: np.ndarray
+  pointers: np.ndarray
+  documents: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class TokenFile:
+  """Examples of a language model from a `.bin` and its `.idx`.
+
+  Attributes:
+    path: Their path without the ending.
+    vocab_size: All ids must be below it, which each document is checked for as
+      it is read. `None` takes the tokenizer's, or what `NAME.json` says.
+    begin_id: Is put before each example; `None` puts nothing there, and then
+      the first token is only an input.
+    end_id: Is put after each example, for files without ends of documents.
+    unit: Documents, or the sequences (sentences, often) that they consist of.
+    tokenizer: That which made the file. Examples then have `target_bytes` too,
+      and `NAME.json`, if there is one, must be of this tokenizer.
+  """
+
+  path: str
+  vocab_size: int | None = None
+  begin_id: int | None = None
+  end_id: int | None = None
+  unit: Unit = Unit.DOCUMENT
+  tokenizer: tokenizer_protocol.Tokenizer | None = None
+
+  def __post_init__(self) -> None:
+    if self.path.endswith((".bin", ".idx")):
+      object.__setattr__(self, "path", self.path[: -len(".bin")])
+    size = self.vocab_size
+    if size is not None and size <= 0:
+      raise ValueError(f"TokenFile.vocab_size must be positive, got {size}.")
+    for name in ("begin_id", "end_id"):
+      value = getattr(self, name)
+      if value is not None and (value < 0 or (size and value >= size)):
+        raise ValueError(
+          f"TokenFile.{name} must be an id below vocab_size ({size}), got"
+          f" {value}."
+        )
+
+  def __len__(self) -> int:
+    return len(self._bounds) - 1
+
+  def __getitem__(self, index: int, /) -> example_source.Example:
+    """Returns `inputs` and `targets` of an example, int32 [n].
+
+    Raises:
+      ValueError: An id is not in the vocabulary.
+    """
+    example = example_source.lm_features(self.tokens(index))
+    if self.tokenizer is None:
+      return example
+    bytes_of = self.tokenizer.byte_counts(example["targets"])
+    return {**example, "target_bytes": np.asarray(bytes_of, np.int32)}
+
+  def required_vocab_size(self) -> int | None:
+    """Returns the number that all ids are below, if that is known."""
+    if self.vocab_size is not None:
+      return self.vocab_size
+    if self.tokenizer is not None:
+      return self.tokenizer.vocab_size
+    return self.facts.get("vocab_size")
+
+  def num_places(self, index: int) -> int:
+    """Returns the targets of an example, from the index alone."""
+    lengths = self._tables.lengths
+    count = int(lengths[self._sequences(index)].sum(dtype=np.int64))
+    return max(count + self._num_added - 1, 0)
+
+  def tokens(self, index: int) -> np.ndarray:
+    """Returns the tokens of an example, int32 [n], with begin and end."""
+    sequences, tables = self._sequences(index), self._tables
+    size = tables.tokens.itemsize
+    parts = []
+    for number in range(sequences.start, sequences.stop):
+      begin = int(tables.pointers[number]) // size
+      parts.append(tables.tokens[begin : begin + int(tables.lengths[number])])
+    stored = np.concatenate(parts) if parts else np.zeros(0, np.int32)
+    self._check_ids(stored, index)
+    begin, end = (
+      [] if token is None else [token] for token in (self.begin_id, self.end_id)
+    )
+    return np.concatenate((begin, stored, end)).astype(np.int32)
+
+  def check(self) -> None:
+    """Checks the files against each other; reads no token.
+
+    Raises:
+      ValueError: A file is missing, cut short, or not of this format.
+    """
+    _ = self._bounds
+    for name in ("begin", "end"):
+      if (
+        self.facts.get(f"has_{name}")
+        and getattr(self, f"{name}_id") is not None
+      ):
+        raise ValueError(
+          f"TokenFile.{name}_id is set, and {self.path}.json says that"
+          f" documents have their {name} already; leave it out."
+        )
+    made_with = self.facts.get("vocab_size")
+    size = self.vocab_size
+    if size is not None and made_with is not None and made_with > size:
+      raise ValueError(
+        f"{self.path}.json: the file was made with a vocabulary of {made_with}"
+        f" ids, and TokenFile.vocab_size is {size}."
+      )
+    if self.tokenizer is not None:
+      self._check_tokenizer(self.tokenizer)
+
+  def _check_tokenizer(self, tokenizer: tokenizer_protocol.Tokenizer) -> None:
+    here = tokenizer_facts.of(tokenizer)
+    for key, value in here.items():
+      if key in self.facts and self.facts[key] != value:
+        raise ValueError(
+          f"{self.path}.json: the file was made by a tokenizer with {key}"
+          f" {self.facts[key]}, and TokenFile.tokenizer has {value}: the same"
+          " text has other ids."
+        )
+
+  def __getstate__(self) -> dict[str, Any]:
+    """Leaves out what was opened: another process opens it again."""
+    return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+  @functools.cached_property
+  def facts(self) -> dict[str, Any]:
+    """What `NAME.json` says; nothing where there is none."""
+    path = self.path + ".json"
+    if not os.path.exists(path):
+      return {}
+    with open(path, encoding="utf-8") as file:
+      try:
+        return json.load(file)
+      except ValueError as error:
+        raise ValueError(f"{path} is no JSON ({error}).") from error
+
+  @property
+  def _num_added(self) -> int:
+    return (self.begin_id is not None) + (self.end_id is not None)
+
+  def _sequences(self, index: int) -> slice:
+    """Returns the sequences of an example."""
+    if not 0 <= index < len(self):
+      raise IndexError(f"There is no example {index} of {len(self)}.")
+    return slice(int(self._bounds[index]), int(self._bounds[index + 1]))
+
+  def _check_ids(self, ids: np.ndarray, index: int) -> None:
+    if not ids.size:
+      return
+    low, high = ids.min(), ids.max()
+    size = self.required_vocab_size()
+    if size is not None and high >= size:
+      raise ValueError(
+        f"{self.path}.bin: {self.unit.value} {index} has the id {int(high)},"
+        f" and the vocabulary has {size} ids: it was made with another one."
+      )
+    whole = ids.dtype.kind in "iu" or bool((ids == np.floor(ids)).all())
+    if low < 0 or high >= 2**31 or not whole:
+      raise ValueError(
+        f"{self.path}.bin: {self.unit.value} {index} has values that are no"
+        f" ids of tokens (from {low} to {high}, {ids.dtype})."
+      )
+
+  @functools.cached_property
+  def _bounds(self) -> np.ndarray:
+    """The first sequence of each example, and the end."""
+    tables = self._tables
+    if self.unit is Unit.SEQUENCE:
+      return np.arange(len(tables.lengths) + 1, dtype=np.int64)
+    found = tables.documents
+    if not len(found) or found[0] or found[-1] != len(tables.lengths):
+      raise ValueError(
+        f"{self.path}.idx: its documents do not span its"
+        f" {len(tables.lengths)} sequences; read them one by one with"
+        " TokenFile.unit SEQUENCE."
+      )
+    return found
+
+  @functools.cached_property
+  def _tables(self) -> _Tables:
+    """Opens both files."""
+    path = self.path + ".idx"
+    for name in (path, self.path + ".bin"):
+      if not os.path.isfile(name):
+        raise ValueError(
+          f"TokenFile.path: there is no file {name}; give the path of a .bin"
+          " and .idx without the ending."
+        )
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+      header = file.read(HEADER.size)
+    if header[: len(MAGIC)] != MAGIC:
+      raise ValueError(f"{path} is no index of tokens: it does not begin so.")
+    if len(header) < HEADER.size:
+      raise ValueError(f"{path} is cut off within its first bytes.")
+    _, version, code, num_sequences, num_documents = HEADER.unpack(header)
+    if version != VERSION or code not in DTYPES:
+      raise ValueError(
+        f"{path} has version {version} and dtype {code}; known are version"
+        f" {VERSION} and dtypes 1 to {max(DTYPES)}."
+      )
+    counts = ((np.int32, num_sequences), (np.int64, num_sequences))
+    least = HEADER.size + 12 * num_sequences + 8 * num_documents
+    if size < least:
+      raise ValueError(
+        f"{path} is cut off: it has {size} bytes, and {num_sequences} sequences"
+        f" with {num_documents} entries of documents need {least}."
+      )
+    tables, offset = [], HEADER.size
+    for dtype, count in (*counts, (np.int64, num_documents)):
+      tables.append(_mapped(path, np.dtype(dtype), offset, count))
+      offset += np.dtype(dtype).itemsize * count
+    dtype = np.dtype(DTYPES[code])
+    lengths, pointers, documents = tables
+    return _Tables(
+      tokens=self._mapped_tokens(dtype, lengths, pointers),
+      lengths=lengths,
+      pointers=pointers,
+      documents=documents,
+    )
+
+  def _mapped_tokens(
+    self, dtype: np.dtype, lengths: np.ndarray, pointers: np.ndarray
+  ) -> np.ndarray:
+    """Maps the `.bin`, which must hold what the `.idx` says."""
+    path = self.path + ".bin"
+    size = os.path.getsize(path)
+    if len(lengths):
+      # Sequences follow one another, so the last one ends the file.
+      needed = int(pointers[-1]) + dtype.itemsize * int(lengths[-1])
+      if size < needed:
+        last = int(np.searchsorted(pointers, size, side="right")) - 1
+        raise ValueError(
+          f"{path} is cut short: it has {size} bytes, and the index says"
+          f" {needed}; sequence {last} of {len(lengths)} is the first that is"
+          " not whole."
+        )
+    return _mapped(path, dtype, 0, size // dtype.itemsize)
+
+
+def _mapped(path: str, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
+  if not count:
+    return np.zeros(0, dtype)  # An empty range cannot be mapped.
+  little = dtype.newbyteorder("<")
+  # As a plain array: slices of a memmap cost twenty times as much.
+  return np.asarray(np.memmap(path, little, "r", offset=offset, shape=(count,)))

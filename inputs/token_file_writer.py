@@ -1,0 +1,134 @@
+"""Writes token files, Megatron's `.bin` and `.idx`; see `token_file`."""
+
+import dataclasses
+import json
+import os
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from paxon.inputs import token_file
+
+
+def dtype_for(vocab_size: int) -> np.dtype:
+  """Returns the smallest dtype that Megatron's readers take for the ids."""
+  return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.int32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pair:
+  """The files of one path.
+
+  Attributes:
+    path: Without the ending.
+  """
+
+  path: str
+
+  @property
+  def tokens(self) -> str:
+    """The path of the tokens."""
+    return self.path + ".bin"
+
+  @property
+  def index(self) -> str:
+    """The path of the index."""
+    return self.path + ".idx"
+
+  @property
+  def facts(self) -> str:
+    """The path of what is known of the tokens."""
+    return self.path + ".json"
+
+
+def write_index(
+  path: str, *, dtype: np.dtype, lengths: np.ndarray, documents: np.ndarray
+) -> None:
+  """Writes an index.
+
+  Args:
+    path: Of the `.idx`; it appears when it is whole.
+    dtype: Of the tokens.
+    lengths: The tokens of each sequence, [n].
+    documents: The first sequence of each document, and n, [d].
+
+  Raises:
+    ValueError: The format has no such dtype, or a sequence is too long for it.
+  """
+  codes = {np.dtype(kind): code for code, kind in token_file.DTYPES.items()}
+  if dtype not in codes:
+    raise ValueError(f"Token files cannot hold {dtype}.")
+  sizes = np.asarray(lengths, np.int64)
+  if len(sizes) and sizes.max() >= 1 << 31:
+    raise ValueError(
+      f"Sequence {int(sizes.argmax())} has {sizes.max()} tokens; the format"
+      " allows less than 2**31."
+    )
+  ends = np.cumsum(sizes) * dtype.itemsize
+  pointers = np.concatenate(([0], ends[:-1])) if len(sizes) else ends
+  header = token_file.HEADER.pack(
+    token_file.MAGIC,
+    token_file.VERSION,
+    codes[dtype],
+    len(sizes),
+    len(documents),
+  )
+  with open(path + ".part", "wb") as file:
+    file.write(header)
+    for table, kind in (
+      (sizes, "<i4"),
+      (pointers, "<i8"),
+      (documents, "<i8"),
+    ):
+      file.write(np.asarray(table).astype(kind).tobytes())
+  os.replace(path + ".part", path)
+
+
+def write_facts(path: str, facts: dict[str, Any]) -> None:
+  """Writes what is known of the tokens, as JSON."""
+  with open(path + ".part", "w", encoding="utf-8") as file:
+    json.dump(facts, file, indent=2, sort_keys=True)
+    file.write("\n")
+  os.replace(path + ".part", path)
+
+
+def write_tokens(file: BinaryIO, ids: np.ndarray, *, dtype: np.dtype) -> None:
+  """Appends ids to an open `.bin`.
+
+  Raises:
+    ValueError: The dtype cannot hold them.
+  """
+  if ids.size and (ids.min() < 0 or ids.max() > np.iinfo(dtype).max):
+    raise ValueError(
+      f"Ids from {ids.min()} to {ids.max()} do not fit in {dtype}."
+    )
+  file.write(ids.astype(dtype.newbyteorder("<")).tobytes())
+
+
+def write(
+  path: str,
+  documents: list[np.ndarray],
+  *,
+  dtype: np.dtype,
+  facts: dict[str, Any] | None = None,
+) -> None:
+  """Writes whole documents, one sequence each, for small data and tests.
+
+  Args:
+    path: Without the ending.
+    documents: Ids, [n] each.
+    dtype: In which they are stored.
+    facts: What is known of them; None writes no file of it.
+  """
+  pair = Pair(path=path)
+  with open(pair.tokens, "wb") as file:
+    for ids in documents:
+      write_tokens(file, ids, dtype=dtype)
+  write_index(
+    pair.index,
+    dtype=dtype,
+    lengths=np.array([len(ids) for ids in documents], np.int64),
+    documents=np.arange(len(documents) + 1),
+  )
+  if facts is not None:
+    write_facts(pair.facts, facts)
