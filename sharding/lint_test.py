@@ -6,7 +6,7 @@ import time
 import jax.numpy as jnp
 import pytest
 
-from paxon.sharding import axes, lint, rules, variables
+from paxon.sharding import axes, lint, rule_sets, rules, variables
 
 
 def _spec(name, shape, names):
@@ -53,6 +53,19 @@ def test_dimensions_that_do_not_divide():
     " mlp_dim a multiple of 3, such as 258, or the mesh smaller along tensor,"
     " so that it divides 256"
   )
+
+
+def test_a_vocabulary_that_does_not_divide_has_three_ways_out():
+  table = _spec("params/table", (50_257, 64), (axes.VOCAB, axes.EMBED))
+  (finding,) = _check(table, mesh=_mesh(fsdp=2, tensor=4))
+  assert "axis 'vocab' of size 50257 does not divide" in finding.message
+  assert "make vocab_size a multiple of 4, such as 50260" in finding.message
+  larger = _spec("params/table", (50_260, 64), (axes.VOCAB, axes.EMBED))
+  assert _check(larger, mesh=_mesh(fsdp=2, tensor=4)) == []
+  assert _check(table, mesh=_mesh(fsdp=8)) == []
+  whole = rule_sets.named("fsdp")
+  found = _check(table, mesh=_mesh(fsdp=2, tensor=4), rules=whole)
+  assert not any(each.is_error for each in found)
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,21 @@ what is left. Axes that are not given have size one, so every mesh has the same
 six axes and rules never depend on which of them are in use.
 """
 
+import collections
 from collections.abc import Mapping, Sequence
 import dataclasses
 import difflib
 import math
+from typing import Any, Final
 
 import jax
 from jax.experimental import mesh_utils
 import numpy as np
 
 from paxon.sharding import axes
+
+# As a mesh's text: to be chosen for the devices that there are.
+AUTO: Final = "auto"
 
 _DCN_PREFIX = "dcn."
 
@@ -59,6 +64,11 @@ class MeshSpec:
     Raises:
       ValueError: The text has another form; the message names the bad part.
     """
+    if text.strip() == AUTO:
+      raise ValueError(
+        f"mesh {text!r} is no mesh yet: the command line chooses one for the"
+        " devices that there are; give one, such as 'fsdp=-1'."
+      )
     ici: dict[str, int] = {}
     dcn: dict[str, int] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
@@ -123,16 +133,10 @@ def make_mesh(
     A mesh with the axes `paxon.sharding.axes.MESH_AXES`, all of type Auto.
 
   Raises:
-    ValueError: The sizes do not fit the number of devices or of slices.
+    ValueError: The sizes do not fit the number of devices, of slices or of
+      processes.
   """
-  devices = list(jax.devices() if devices is None else devices)
-  full = spec.resolve(len(devices))
-  ici = [full.ici[axis] for axis in axes.MESH_AXES]
-  dcn = [full.dcn[axis] for axis in axes.MESH_AXES]
-  if math.prod(dcn) > 1:
-    array = _hybrid(ici, dcn, devices)
-  else:
-    array = mesh_utils.create_device_mesh(ici, devices)
+  array = device_array(spec, jax.devices() if devices is None else devices)
   return jax.sharding.Mesh(
     array,
     axes.MESH_AXES,
@@ -141,22 +145,99 @@ def make_mesh(
   )
 
 
-def _hybrid(
-  ici: list[int], dcn: list[int], devices: list[jax.Device]
+def reshaped(mesh: jax.sharding.Mesh, spec: MeshSpec) -> jax.sharding.Mesh:
+  """Returns the devices of a mesh, in their order, with other axes.
+
+  Arrays go from one to the other inside of one program, as the order of
+  devices is the same.
+
+  Args:
+    mesh: As `make_mesh` made it.
+    spec: The sizes; only those inside a slice, as devices stay where they are.
+
+  Raises:
+    ValueError: The sizes do not fit the number of devices, or lie between
+      slices.
+  """
+  full = spec.resolve(mesh.size)
+  if math.prod(full.dcn.values()) > 1:
+    raise ValueError(
+      f"The mesh '{spec}' has {_between(full)}, but a second mesh of the same"
+      " devices has no such axes; write the size without 'dcn.'."
+    )
+  sizes = [full.ici[axis] for axis in axes.MESH_AXES]
+  return jax.sharding.Mesh(
+    mesh.devices.reshape(sizes), axes.MESH_AXES, axis_types=mesh.axis_types
+  )
+
+
+def device_array(spec: MeshSpec, devices: Sequence[Any]) -> np.ndarray:
+  """Returns devices in the shape of a mesh, one dimension an axis.
+
+  What lies between the groups of `dcn` is the slow network: slices where
+  devices have a `slice_index` (TPUs, and GPUs by host), else processes. A group
+  may be several processes, but never several slices.
+
+  Args:
+    spec: The sizes.
+    devices: All devices of the job, or what has their attributes.
+
+  Raises:
+    ValueError: As for `make_mesh`.
+  """
+  devices = list(devices)
+  full = spec.resolve(len(devices))
+  ici = [full.ici[axis] for axis in axes.MESH_AXES]
+  dcn = [full.dcn[axis] for axis in axes.MESH_AXES]
+  slices = {getattr(device, "slice_index", None) for device in devices}
+  if math.prod(dcn) == 1:
+    if len(slices) > 1 and devices[0].platform == "tpu":
+      raise ValueError(
+        f"The mesh '{spec}' has no axis between slices, but the"
+        f" {len(devices)} devices are in {len(slices)} slices; add one, such"
+        f" as dcn.data={len(slices)}, and divide the others."
+      )
+    return mesh_utils.create_device_mesh(ici, devices)
+  if len(slices) == 1:
+    return _by_process(spec, ici, dcn, devices)
+  if len(slices) != math.prod(dcn):
+    raise ValueError(
+      f"The mesh '{spec}' has {_between(full)} between slices, which makes"
+      f" {math.prod(dcn)}, but the {len(devices)} devices are in"
+      f" {len(slices)} slices."
+    )
+  return mesh_utils.create_hybrid_device_mesh(ici, dcn, devices)
+
+
+def _by_process(
+  spec: MeshSpec, ici: list[int], dcn: list[int], devices: list[Any]
 ) -> np.ndarray:
-  """Devices grouped by slice or, where there are no slices, by process."""
-  slices = {getattr(d, "slice_index", None) for d in devices}
-  by_process = len(slices) == 1
-  groups = (
-    len({d.process_index for d in devices}) if by_process else len(slices)
-  )
-  if groups == 1:
-    # One host stands in for several slices (fake devices in tests).
-    blocks = np.asarray(devices, dtype=object).reshape(*dcn, *ici)
-    rank = len(ici)
-    order = [i + n * rank for i in range(rank) for n in range(2)]
-    sizes = [d * i for d, i in zip(dcn, ici, strict=True)]
-    return blocks.transpose(order).reshape(sizes)
-  return mesh_utils.create_hybrid_device_mesh(
-    ici, dcn, devices, process_is_granule=by_process
-  )
+  """Devices grouped by process, in the order of processes."""
+  counts = collections.Counter(device.process_index for device in devices)
+  groups = math.prod(dcn)
+  if len(counts) == groups and len(set(counts.values())) == 1:
+    return mesh_utils.create_hybrid_device_mesh(
+      ici, dcn, devices, process_is_granule=True
+    )
+  if len(counts) > 1 and (
+    len(counts) % groups or len(set(counts.values())) > 1
+  ):
+    raise ValueError(
+      f"The mesh '{spec}' has {_between(spec)} between groups of processes,"
+      f" which makes {groups}, but the {len(devices)} devices belong to"
+      f" {len(counts)} processes, with"
+      f" {' or '.join(map(str, sorted(set(counts.values()))))} each; their"
+      " number must be a multiple of the groups."
+    )
+  # Several processes of a host, or one host that stands in for several slices
+  # (fake devices in tests).
+  devices = sorted(devices, key=lambda d: (d.process_index, d.id))
+  blocks = np.asarray(devices, dtype=object).reshape(*dcn, *ici)
+  rank = len(ici)
+  order = [i + n * rank for i in range(rank) for n in range(2)]
+  sizes = [d * i for d, i in zip(dcn, ici, strict=True)]
+  return blocks.transpose(order).reshape(sizes)
+
+
+def _between(spec: MeshSpec) -> str:
+  return ", ".join(f"dcn.{a}={n}" for a, n in spec.dcn.items() if n > 1)

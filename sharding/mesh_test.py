@@ -1,5 +1,8 @@
 """Tests for device meshes."""
 
+import dataclasses
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -35,6 +38,7 @@ def test_text_round_trip_is_in_mesh_order():
     ("fdsp=2", "unknown axis 'fdsp'; did you mean 'fsdp'?"),
     ("dcn.replica=2", r"MeshSpec.dcn has the unknown axis 'replica'"),
     ("fsdp=0", r"ici\['fsdp'\] must be positive, or -1 to fill, got 0"),
+    ("auto", "'auto' is no mesh yet: the command line chooses one"),
     ("fsdp=-1,data=-1", "At most one mesh axis may be -1"),
   ],
 )
@@ -83,3 +87,100 @@ def test_ici_axes_stay_inside_a_slice():
   # the slow network outermost.
   assert {int(i) for i in ids[:2].flat} == {0, 1, 2, 3}
   assert {int(i) for i in ids[2:].flat} == {4, 5, 6, 7}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Device:
+  """What a mesh looks at; TPUs and CUDA devices have `slice_index` too."""
+
+  id: int
+  process_index: int
+  platform: str = "cuda"
+  device_kind: str = "NVIDIA H200"
+
+
+@dataclasses.dataclass(frozen=True)
+class _InSlice(_Device):
+  slice_index: int = 0
+
+
+def _array(text: str, devices: Any) -> Any:
+  return mesh.device_array(mesh.MeshSpec.parse(text), devices)
+
+
+def _in_slices(number, slices, platform="cuda"):
+  # Neighbours by number are in different slices, as they may well be.
+  return [
+    _InSlice(i, process_index=i // 2, platform=platform, slice_index=i % slices)
+    for i in range(number)
+  ]
+
+
+def test_slices_are_what_lies_between():
+  made = _array("fsdp=2,tensor=2,dcn.data=2,dcn.fsdp=2", _in_slices(16, 4))
+  assert made.shape == (1, 2, 4, 1, 1, 2)
+  slices = np.vectorize(lambda d: d.slice_index)(made)[0, :, :, 0, 0]
+  # [data, fsdp, tensor]: fsdp is 2 slices of 2.
+  np.testing.assert_array_equal(
+    slices,
+    [[[0, 0], [0, 0], [1, 1], [1, 1]], [[2, 2], [2, 2], [3, 3], [3, 3]]],
+  )
+
+
+@pytest.mark.parametrize(
+  ("per_process", "text"),
+  [
+    (4, "fsdp=4,dcn.data=2"),
+    (1, "fsdp=4,dcn.data=2"),
+    (2, "dcn.data=4,fsdp=2"),
+  ],
+)
+def test_without_slices_processes_lie_between(per_process, text):
+  devices = [_Device(i, process_index=i // per_process) for i in range(8)]
+  made = _array(text, devices[::-1])
+  blocks = made.reshape(mesh.MeshSpec.parse(text).dcn["data"], -1)
+  # A group is one process, or as many as make it up; never parts of two.
+  groups = [{d.process_index for d in block} for block in blocks]
+  assert sum(map(len, groups)) == 8 // per_process
+  assert all(block.size == made.shape[2] for block in blocks)
+
+
+@pytest.mark.parametrize(
+  ("text", "devices", "message"),
+  [
+    pytest.param(
+      "fsdp=4,dcn.data=2",
+      _in_slices(8, 4),
+      r"has dcn.data=2 between slices, which makes 2, but the 8 devices are in"
+      r" 4 slices",
+      id="slices",
+    ),
+    pytest.param(
+      "fsdp=8",
+      _in_slices(8, 2, platform="tpu"),
+      r"'fsdp=8' has no axis between slices, but the 8 devices are in 2 slices;"
+      r" add one, such as dcn.data=2",
+      id="no axis between",
+    ),
+    pytest.param(
+      "fsdp=2,dcn.data=4",
+      [_Device(i, process_index=i // 4) for i in range(8)],
+      r"dcn.data=4 between groups of processes, which makes 4, but the 8"
+      r" devices belong to 2 processes, with 4 each",
+      id="fewer processes",
+    ),
+    pytest.param(
+      "fsdp=4,dcn.data=2",
+      [_Device(i, process_index=i // 6) for i in range(8)],
+      r"belong to 2 processes, with 2 or 6 each",
+      id="unequal processes",
+    ),
+  ],
+)
+def test_rejects_what_the_network_does_not_have(text, devices, message):
+  with pytest.raises(ValueError, match=message):
+    _array(text, devices)
+
+
+def test_hosts_with_gpus_need_no_axis_between():
+  assert _array("fsdp=8", _in_slices(8, 2)).shape == (1, 1, 8, 1, 1, 1)

@@ -7,7 +7,7 @@ that no rule names is an error, so that a misspelled axis cannot end up
 silently replicated.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import difflib
 
 from jax.sharding import PartitionSpec
@@ -44,6 +44,30 @@ DEFAULT_RULES: Rules = (
 )
 
 
+def as_tuple(entry: MeshAxes) -> tuple[str, ...]:
+  """Returns the mesh axes of a rule or of a partition, as a tuple."""
+  return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+def replace(rules: Rules, entries: Mapping[str, MeshAxes]) -> Rules:
+  """Returns rules with other mesh axes for some logical axes.
+
+  Args:
+    rules: The rule set; its order stays.
+    entries: Mesh axes by logical axis.
+
+  Raises:
+    ValueError: A logical axis has no rule yet.
+  """
+  known = {logical for logical, _ in rules}
+  for name in entries:
+    if name not in known:
+      raise _unknown(name, (name,), known)
+  return tuple(
+    (logical, entries.get(logical, mesh_axes)) for logical, mesh_axes in rules
+  )
+
+
 def to_partition_spec(
   logical_axes: Sequence[str | None], *, rules: Rules
 ) -> PartitionSpec:
@@ -62,19 +86,25 @@ def to_partition_spec(
   known = {logical for logical, _ in rules}
   for name in logical_axes:
     if name is not None and name not in known:
-      close = difflib.get_close_matches(name, sorted(known), n=1)
-      hint = f" Did you mean {close[0]!r}?" if close else ""
-      raise ValueError(
-        f"No sharding rule names the logical axis {name!r} of "
-        f"{tuple(logical_axes)}; add a rule for it.{hint}"
-      )
+      raise _unknown(name, logical_axes, known)
   entries: list[MeshAxes] = [None] * len(logical_axes)
   taken: set[str] = set()
   for logical, mesh_axes in rules:
-    wanted = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes or ()
+    wanted = as_tuple(mesh_axes)
     for i, name in enumerate(logical_axes):
       if name == logical and entries[i] is None:
         free = tuple(axis for axis in wanted if axis not in taken)
         taken.update(free)
         entries[i] = free[0] if len(free) == 1 else (free or None)
   return PartitionSpec(*entries)
+
+
+def _unknown(
+  name: str, logical_axes: Sequence[str | None], known: set[str]
+) -> ValueError:
+  close = difflib.get_close_matches(name, sorted(known), n=1)
+  hint = f" Did you mean {close[0]!r}?" if close else ""
+  return ValueError(
+    f"No sharding rule names the logical axis {name!r} of "
+    f"{tuple(logical_axes)}; add a rule for it.{hint}"
+  )

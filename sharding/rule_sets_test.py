@@ -1,0 +1,126 @@
+"""Tests for rule sets by name."""
+
+import pytest
+
+from paxon.sharding import axes, lint, rule_sets, rules
+
+_KERNEL = (axes.EMBED, axes.MLP)
+_EXPERTS = (axes.EXPERTS, axes.EMBED, axes.MLP)
+_HIDDEN = (axes.BATCH, axes.LENGTH, axes.ACTIVATION_MLP)
+_STREAM = (axes.BATCH, axes.LENGTH, axes.ACTIVATION_EMBED)
+_ROWS = ("data", "fsdp", "expert")
+
+# A kernel, one of experts, an activation inside of a layer and one between.
+_EXPECTED = {
+  "default": (
+    ("fsdp", "tensor"),
+    ("expert", "fsdp", "tensor"),
+    (_ROWS, "sequence", "tensor"),
+    (_ROWS, "sequence", None),
+  ),
+  "data": (
+    (None, None),
+    (None, None, None),
+    (_ROWS, None, None),
+    (_ROWS, None, None),
+  ),
+  "fsdp": (
+    ("fsdp", None),
+    (None, "fsdp", None),
+    (_ROWS, None, None),
+    (_ROWS, None, None),
+  ),
+  "tensor": (
+    (None, "tensor"),
+    (None, None, "tensor"),
+    (_ROWS, None, "tensor"),
+    (_ROWS, None, None),
+  ),
+  "sequence": (
+    ("sequence", None),
+    (None, "sequence", None),
+    (_ROWS, "sequence", None),
+    (_ROWS, "sequence", None),
+  ),
+  "expert": (
+    ("expert", None),
+    ("expert", None, None),
+    (_ROWS, None, None),
+    (_ROWS, None, None),
+  ),
+  "2d": (
+    ("fsdp", "tensor"),
+    ("expert", "fsdp", "tensor"),
+    (_ROWS, "sequence", "tensor"),
+    (_ROWS, "sequence", "tensor"),
+  ),
+  "weight_stationary": (
+    ("fsdp", "tensor"),
+    ("expert", "fsdp", "tensor"),
+    (("data", "expert"), "sequence", "tensor"),
+    (("data", "expert"), "sequence", "fsdp"),
+  ),
+  "replicated": (
+    (None, None),
+    (None, None, None),
+    (axes.MESH_AXES, None, None),
+    (axes.MESH_AXES, None, None),
+  ),
+  "fsdp+tensor": (
+    ("fsdp", "tensor"),
+    (None, "fsdp", "tensor"),
+    (_ROWS, None, "tensor"),
+    (_ROWS, None, None),
+  ),
+  "tensor + fsdp+sequence+expert": (
+    (("fsdp", "sequence", "expert"), "tensor"),
+    ("expert", ("fsdp", "sequence"), "tensor"),
+    (_ROWS, "sequence", "tensor"),
+    (_ROWS, "sequence", None),
+  ),
+}
+
+
+@pytest.mark.parametrize("name", _EXPECTED)
+def test_what_lands_where(name):
+  found = rule_sets.named(name)
+  arrays = (_KERNEL, _EXPERTS, _HIDDEN, _STREAM)
+  assert (
+    tuple(
+      tuple(rules.to_partition_spec(names, rules=found)) for names in arrays
+    )
+    == _EXPECTED[name]
+  )
+
+
+def test_each_set_stands_in_the_table_and_has_a_rule_for_every_axis():
+  for name in rule_sets.NAMES:
+    assert f"\n  {name:<17}  "[:21] in (rule_sets.__doc__ or ""), name
+    found = rule_sets.named(name)
+    assert [logical for logical, _ in found] == [
+      logical for logical, _ in rules.DEFAULT_RULES
+    ]
+    mesh = dict.fromkeys(axes.MESH_AXES, 1)
+    assert lint.check({}, batch={}, mesh=mesh, rules=found) == []
+
+
+def test_the_default_is_the_default():
+  assert rule_sets.named(rule_sets.DEFAULT) == rules.DEFAULT_RULES
+
+
+@pytest.mark.parametrize(
+  ("name", "message"),
+  [
+    ("fsdpp", r"no rule set 'fsdpp'; did you mean 'fsdp'\? Rule sets are def"),
+    ("fsdp+", r"rules 'fsdp\+': there is no rule set ''\."),
+    ("fsdp+2d", r"'2d' stands alone; what can be added up is data, fsdp, "),
+  ],
+)
+def test_refuses_names_that_it_does_not_know(name, message):
+  with pytest.raises(ValueError, match=message):
+    rule_sets.named(name)
+
+
+def test_other_mesh_axes_for_an_axis_without_a_rule_are_refused():
+  with pytest.raises(ValueError, match="Did you mean 'embed'"):
+    rules.replace(rules.DEFAULT_RULES, {"embedd": "fsdp"})
