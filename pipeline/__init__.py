@@ -1,0 +1,1 @@
+"""Pipeline parallelism: the layers of a stack on several groups of devices."""

@@ -1,0 +1,1 @@
+"""Explicit pipeline schedules: tables of who runs what at which tick."""

@@ -1,0 +1,404 @@
+"""One program for all stages that runs any table, and returns gradients.
+
+  each stage, at each tick, for each slot of the tick:
+    branch on the kind of operation; read the box, write nothing
+    the model's last piece: head and loss, which give the output's gradient
+    put what stays on the stage into the box
+  send what each slot has made to the neighbours, whatever it is
+  put what has arrived where the table says
+
+Gradients are computed by the schedule's own operations. Never differentiate
+through it: that would keep every tick.
+
+Collectives over stages are outside of the branches, where all stages meet; in a
+branch they would wait for stages that run another. For the same reason a chunk
+must not permute over any mesh axis (such as ring attention does); sums and
+gathers over other axes are fine. Buffers are read inside of branches and
+written outside, because a branch that changes a buffer copies it.
+
+Backward operations run their piece forward again from its input: memory is that
+of the inputs in the box, and time is that of rematerialization. The parts of a
+backward pass that is split (B and W) then each do that, so tables of them
+are right here but gain no time.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from paxon.pipeline.schedules import (
+  backward,
+  lowering,
+  model_functions,
+  operation,
+  table,
+  virtual_stages,
+)
+from paxon.sharding import axes
+
+_Spec = jax.sharding.PartitionSpec
+_Tree = model_functions.Tree
+_Kind = operation.Kind
+_COLUMN = {name: n for n, name in enumerate(lowering.COLUMNS)}
+
+
+def make_gradient_fn(
+  functions: model_functions.ModelFunctions,
+  *,
+  schedule: table.Table,
+  data_axes: Sequence[str] = (),
+) -> model_functions.GradientFn:
+  """Returns `(chunks, outer, batch, key=None) -> Gradients`.
+
+  `chunks` is a tree of arrays [K,...], one entry a virtual stage in the model's
+  order (`virtual_stages.from_layers`), best sharded over the mesh axis `stage`.
+  `outer` has the variables of `first` and `last`, tied ones once. `batch` has
+  arrays [M,rows,...]. It is called under `jax.jit`, in the context of a mesh
+  (`jax.set_mesh`) whose axis `stage` has the size of the schedule's stages.
+
+  Args:
+    functions: The model.
+    schedule: Any valid table.
+    data_axes: Mesh axes that split the rows. Gradients are summed over them
+      once, at the end. Other mesh axes are the partitioner's.
+
+  Raises:
+    ValueError: The table is invalid.
+  """
+  lowered = lowering.lower(schedule)
+  pieces = schedule.pieces
+
+  def gradient_fn(
+    chunks: _Tree,
+    outer: _Tree,
+    batch: Mapping[str, jax.Array],
+    key: jax.Array | None = None,
+  ) -> model_functions.Gradients:
+    _check_mesh(schedule, data_axes)
+    _check_arrays(schedule, chunks, batch)
+    rows = _Spec(None, tuple(data_axes) or None)
+    run = jax.shard_map(
+      functools.partial(
+        _run_stage, functions, lowered, pieces.num_chunks, tuple(data_axes)
+      ),
+      in_specs=(_Spec(axes.STAGE), _Spec(), rows, _Spec(), *_TABLE_SPECS),
+      out_specs=_OUT_SPECS,
+      axis_names={axes.STAGE, *data_axes},
+      check_vma=False,
+    )
+    found = run(
+      virtual_stages.to_stages(chunks, pieces=pieces),
+      outer,
+      dict(batch),
+      key,
+      jnp.asarray(lowered.cells),
+      jnp.asarray(lowered.arrivals),
+    )
+    own = virtual_stages.from_stages(found.chunks, pieces=pieces)
+    return found._replace(chunks=own)
+
+  return gradient_fn
+
+
+# Each stage has its own columns of the table: no lookup by stage is needed.
+_TABLE_SPECS = (_Spec(None, axes.STAGE), _Spec(None, axes.STAGE))
+# The fields of `Gradients`.
+_specs: Sequence[Any] = (_Spec(), _Spec(), _Spec(), _Spec(axes.STAGE), _Spec())
+_OUT_SPECS = model_functions.Gradients(*_specs)
+
+
+def _check_mesh(schedule: table.Table, data_axes: Sequence[str]) -> None:
+  sizes = jax.sharding.get_abstract_mesh().shape
+  given = ",".join(f"{name}={n}" for name, n in sizes.items()) or "none"
+  stages = schedule.pieces.num_stages
+  if sizes.get(axes.STAGE) != stages:
+    raise ValueError(
+      f"Schedule {schedule.name!r} has {stages} stages and needs a mesh whose"
+      f" axis {axes.STAGE!r} has that size, got the mesh '{given}'; write"
+      f" {axes.STAGE}={stages} into it."
+    )
+  for name in data_axes:
+    if name not in sizes or name == axes.STAGE:
+      raise ValueError(
+        f"data_axes has {name!r}, which must be an axis of the mesh besides"
+        f" {axes.STAGE!r}, got the mesh '{given}'."
+      )
+
+
+def _check_arrays(
+  schedule: table.Table, chunks: _Tree, batch: Mapping[str, jax.Array]
+) -> None:
+  number = schedule.pieces.num_stages * schedule.pieces.num_chunks
+  for path, x in jax.tree.leaves_with_path(chunks):
+    if x.ndim == 0 or x.shape[0] != number:
+      raise ValueError(
+        f"chunks{jax.tree_util.keystr(path)} has shape {list(x.shape)}; its"
+        f" first axis must have one entry for each of the {number} virtual"
+        f" stages of schedule {schedule.name!r}."
+      )
+  for name, x in batch.items():
+    if x.ndim < 2 or x.shape[0] != schedule.num_microbatches:
+      raise ValueError(
+        f"batch[{name!r}] has shape {list(x.shape)}; it must be [microbatches,"
+        f" rows, ...] with the {schedule.num_microbatches} microbatches of"
+        f" schedule {schedule.name!r}."
+      )
+
+
+class _Sums(NamedTuple):
+  """What is added up over ticks; the gradients are float32."""
+
+  loss: jax.Array
+  auxiliary: jax.Array
+  metrics: _Tree
+  chunks: _Tree
+  outer: _Tree
+
+
+class _State(NamedTuple):
+  """Of one stage between ticks.
+
+  `box` has the messages [slots of the box,...], `sent` those of the tick before
+  by slot, where messages take two ticks.
+  """
+
+  box: _Tree
+  sent: tuple[_Tree, ...]
+  sums: _Sums
+
+
+def _run_stage(
+  functions: model_functions.ModelFunctions,
+  lowered: lowering.Lowered,
+  num_chunks: int,
+  data_axes: tuple[str, ...],
+  chunks: _Tree,
+  outer: _Tree,
+  batch: Mapping[str, jax.Array],
+  key: jax.Array | None,
+  cells: jax.Array,
+  arrivals: jax.Array,
+) -> model_functions.Gradients:
+  """Runs all ticks of one stage; everything is what this stage has."""
+  if key is not None:
+    # Shards of the rows draw different numbers.
+    for name in data_axes:
+      key = jax.random.fold_in(key, lax.axis_index(name))
+  stage = _Stage(
+    functions=functions,
+    lowered=lowered,
+    chunks=jax.tree.map(lambda x: x[0], chunks),
+    num_chunks=num_chunks,
+    outer=outer,
+    batch=batch,
+    key=key,
+  )
+  state, _ = lax.scan(
+    lambda state, row: (stage.tick(state, *row), None),
+    stage.initial(),
+    (cells[:, 0], arrivals[:, 0]),
+  )
+  sums, all_axes = state.sums, (axes.STAGE, *data_axes)
+  own = lax.psum(sums.chunks, data_axes) if data_axes else sums.chunks
+  return model_functions.Gradients(
+    loss=lax.psum(sums.loss, all_axes),
+    auxiliary=lax.psum(sums.auxiliary, all_axes),
+    metrics=lax.psum(sums.metrics, all_axes),
+    chunks=jax.tree.map(lambda x: x[None], own),
+    outer=lax.psum(sums.outer, all_axes),
+  )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Stage:
+  """What a stage has that ticks do not change."""
+
+  functions: model_functions.ModelFunctions
+  lowered: lowering.Lowered
+  chunks: _Tree
+  num_chunks: int
+  outer: _Tree
+  batch: Mapping[str, jax.Array]
+  key: jax.Array | None
+
+  def initial(self) -> _State:
+    piece = self._piece(jnp.zeros(len(lowering.COLUMNS), jnp.int32))
+    shapes = model_functions.shapes_of(
+      self.functions, chunk=self._chunk(0), outer=self.outer, piece=piece
+    )
+    blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes.x)
+    sent = ()
+    if self.lowered.latency > 1:
+      sent = (blank,) * len(self.lowered.kinds)
+    return _State(
+      box=jax.tree.map(
+        lambda x: jnp.zeros((self.lowered.box, *x.shape), x.dtype), blank
+      ),
+      sent=sent,
+      sums=_Sums(
+        loss=jnp.float32(0),
+        auxiliary=jnp.float32(0),
+        metrics=jax.tree.map(
+          lambda x: jnp.zeros(x.shape, x.dtype), shapes.metrics
+        ),
+        chunks=_zeros_float32(self.chunks),
+        outer=_zeros_float32(self.outer),
+      ),
+    )
+
+  def tick(
+    self, state: _State, cells: jax.Array, arrivals: jax.Array
+  ) -> _State:
+    """Runs one tick.
+
+    Args:
+      state: Before it.
+      cells: int32 [slots, COLUMNS].
+      arrivals: int32 [routes].
+    """
+    box, sums, made = state.box, state.sums, []
+    for slot, kinds in enumerate(self.lowered.kinds):
+      cell = cells[slot]
+      message, sums = self._run_slot(kinds, box, sums, cell)
+      if self.lowered.has_local[slot]:
+        box = _put(box, message, cell[_COLUMN["local"]])
+      made.append(message)
+    # With a latency of two, what was made a tick ago moves beside this tick.
+    moving = state.sent or made
+    for number, route in enumerate(self.lowered.routes):
+      arrived = jax.tree.map(
+        lambda x, route=route: lax.ppermute(x, axes.STAGE, route.pairs),
+        moving[route.slot],
+      )
+      box = _put(box, arrived, arrivals[number])
+    return _State(box, tuple(made) if state.sent else (), sums)
+
+  def _run_slot(
+    self,
+    kinds: Sequence[operation.Kind],
+    box: _Tree,
+    sums: _Sums,
+    cell: jax.Array,
+  ) -> tuple[_Tree, _Sums]:
+    """Returns what an operation sends, and the sums with what it adds."""
+    piece = self._piece(cell)
+    given = backward.Given(
+      functions=self.functions,
+      outer=self.outer,
+      piece=piece,
+      is_first=cell[_COLUMN["is_first"]] == 1,
+    )
+    x = _get(box, cell[_COLUMN["x"]])
+    dy = _get(box, cell[_COLUMN["dy"]])
+    chunk_number = cell[_COLUMN["chunk"]]
+    has_gradients = _Kind.BACKWARD in kinds or _Kind.WEIGHT_GRADIENT in kinds
+    runs = {
+      _Kind.FORWARD: backward.forward,
+      _Kind.BACKWARD: backward.both,
+      _Kind.INPUT_GRADIENT: backward.of_input,
+      _Kind.WEIGHT_GRADIENT: backward.of_weights,
+    }
+
+    def branch(run: Any) -> Callable[[], backward.Made]:
+      def call() -> backward.Made:
+        made = run(given, self._chunk(chunk_number), x, dy)
+        # In a slot without gradients, nothing carries zeros of their size.
+        return made if has_gradients else made._replace(chunk=None)
+
+      return call
+
+    # Kinds that never occur in this slot are not compiled for it.
+    branches = [branch(backward.nothing), *(branch(runs[k]) for k in kinds)]
+    numbers = jnp.zeros(len(lowering.KINDS), jnp.int32)
+    for number, kind in enumerate(kinds):
+      numbers = numbers.at[lowering.KINDS.index(kind)].set(number + 1)
+    made = lax.switch(numbers[cell[_COLUMN["kind"]]], branches)
+    sums = sums._replace(auxiliary=sums.auxiliary + made.auxiliary)
+    if has_gradients:
+      added = jax.tree.map(
+        lambda total, new: total.at[chunk_number].add(new),
+        sums.chunks,
+        made.chunk,
+      )
+      sums = sums._replace(chunks=added)
+    return self._ends(kinds, given, made.message, sums, cell)
+
+  def _ends(
+    self,
+    kinds: Sequence[operation.Kind],
+    given: backward.Given,
+    message: _Tree,
+    sums: _Sums,
+    cell: jax.Array,
+  ) -> tuple[_Tree, _Sums]:
+    """Runs the loss after the last piece, and `first` backward."""
+
+    def is_one_of(*among: operation.Kind) -> jax.Array:
+      kind = cell[_COLUMN["kind"]]
+      found = [kind == lowering.KINDS.index(k) for k in among]
+      return functools.reduce(jnp.logical_or, found)
+
+    if _Kind.FORWARD in kinds:
+      is_end = is_one_of(_Kind.FORWARD) & (cell[_COLUMN["is_last"]] == 1)
+
+      def head(y: _Tree, sums: _Sums) -> tuple[_Tree, _Sums]:
+        (loss, metrics), dy, outer = backward.head(given, y)
+        return dy, sums._replace(
+          loss=sums.loss + loss,
+          metrics=jax.tree.map(jnp.add, sums.metrics, metrics),
+          outer=jax.tree.map(jnp.add, sums.outer, outer),
+        )
+
+      message, sums = lax.cond(
+        is_end, head, lambda y, sums: (y, sums), message, sums
+      )
+    used = [k for k in operation.INPUT_GRADIENT_KINDS if k in kinds]
+    if used:
+
+      def first(outer: _Tree) -> _Tree:
+        new = backward.first(given, message)
+        return jax.tree.map(jnp.add, outer, new)
+
+      is_begin = is_one_of(*used) & given.is_first
+      outer = lax.cond(is_begin, first, lambda outer: outer, sums.outer)
+      sums = sums._replace(outer=outer)
+    return message, sums
+
+  def _piece(self, cell: jax.Array) -> model_functions.Piece:
+    microbatch = cell[_COLUMN["microbatch"]]
+    virtual_stage = cell[_COLUMN["virtual_stage"]]
+    key = self.key
+    if key is not None:
+      key = jax.random.fold_in(key, microbatch)
+      key = jax.random.fold_in(key, virtual_stage)
+    inputs = {name: _get(x, microbatch) for name, x in self.batch.items()}
+    return model_functions.Piece(microbatch, virtual_stage, inputs, key)
+
+  def _chunk(self, number: jax.Array | int) -> _Tree:
+    # With one chunk no slice, which would be a copy of the weights.
+    if self.num_chunks == 1:
+      return jax.tree.map(lambda x: x[0], self.chunks)
+    return _get(self.chunks, number)
+
+
+def _zeros_float32(tree: _Tree) -> _Tree:
+  return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), tree)
+
+
+def _get(tree: _Tree, number: jax.Array | int) -> _Tree:
+  def get(x: jax.Array) -> jax.Array:
+    return lax.dynamic_index_in_dim(x, number, keepdims=False)
+
+  return jax.tree.map(get, tree)
+
+
+def _put(tree: _Tree, new: _Tree, number: jax.Array) -> _Tree:
+  def put(x: jax.Array, y: jax.Array) -> jax.Array:
+    return lax.dynamic_update_index_in_dim(x, y, number, axis=0)
+
+  return jax.tree.map(put, tree, new)

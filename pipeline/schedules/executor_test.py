@@ -1,0 +1,300 @@
+"""Tests for the program that runs tables: it is the sequential model."""
+
+import dataclasses
+import re
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxon.layers import feed_forward, stack
+from paxon.layers import testing as layers_testing
+from paxon.pipeline.schedules import (
+  dependencies,
+  executor,
+  gpipe,
+  interleaved,
+  lowering,
+  model_functions,
+  one_f_one_b,
+  operation,
+  sequential,
+  table,
+  testing,
+  virtual_stages,
+  zero_bubble,
+)
+
+MICROBATCHES = 4
+LAYERS = 8
+
+
+def _mesh(stages, data=1):
+  kinds = (jax.sharding.AxisType.Auto,) * 2
+  devices = jax.devices()[: stages * data]
+  return jax.make_mesh(
+    (data, stages), ("data", "stage"), axis_types=kinds, devices=devices
+  )
+
+
+def _given(schedule, *, tied=False, microbatches=MICROBATCHES):
+  layers, outer = testing.variables(num_layers=LAYERS, tied=tied)
+  chunks = virtual_stages.from_layers(layers, pieces=schedule.pieces)
+  return chunks, outer, testing.batch(num_microbatches=microbatches)
+
+
+def _compare(schedule, *, tied=False, data=1):
+  model = testing.functions(tied=tied)
+  given = (*_given(schedule, tied=tied), jax.random.key(2))
+  if data > 1:
+    model = testing.without_noise(model)
+  want = jax.jit(sequential.make_gradient_fn(model, pieces=schedule.pieces))(
+    *given
+  )
+  with jax.set_mesh(_mesh(schedule.pieces.num_stages, data)):
+    got = jax.jit(
+      executor.make_gradient_fn(
+        model, schedule=schedule, data_axes=("data",) if data > 1 else ()
+      )
+    )(*given)
+
+  def check(path, a, b):
+    scale = np.max(np.abs(b))
+    assert np.max(np.abs(a - b)) <= 1e-5 * scale, jax.tree_util.keystr(path)
+
+  jax.tree.map_with_path(check, got, want)
+
+
+def _late(*, num_stages, num_microbatches):
+  """1F1B whose messages take two ticks."""
+  made = one_f_one_b.make(
+    num_stages=num_stages, num_microbatches=num_microbatches
+  )
+  orders = [made.order(stage) for stage in range(num_stages)]
+  return table.from_orders(orders, name="late", pieces=made.pieces, latency=2)
+
+
+@pytest.mark.parametrize(
+  ("make", "stages", "options"),
+  [
+    pytest.param(gpipe.make, 2, {"data": 2}, id="gpipe"),
+    pytest.param(one_f_one_b.two_slots, 2, {"tied": True}, id="two-slot"),
+    pytest.param(one_f_one_b.two_slots, 1, {"tied": True}, id="one-stage"),
+    pytest.param(one_f_one_b.make, 4, {"tied": True, "data": 2}, id="1f1b"),
+    pytest.param(_late, 2, {}, id="late"),
+    # Both neighbours of a stage are one.
+    pytest.param(interleaved.make, 2, {"tied": True}, id="interleaved"),
+    pytest.param(interleaved.two_slots, 4, {}, id="interleaved-two-slot"),
+    pytest.param(zero_bubble.make_h1, 4, {"data": 2}, id="zb-h1"),
+    pytest.param(zero_bubble.make_v, 4, {"tied": True}, id="zb-v"),
+  ],
+)
+def test_loss_and_gradients_are_the_sequential_models(make, stages, options):
+  schedule = make(num_stages=stages, num_microbatches=MICROBATCHES)
+  _compare(schedule, **options)
+
+
+def test_an_axis_of_the_partitioner_may_split_weights():
+  """The mesh axis `data` splits what chunks have, not rows."""
+  schedule = one_f_one_b.two_slots(num_stages=2, num_microbatches=MICROBATCHES)
+  model = testing.functions(tied=True)
+  given = (*_given(schedule, tied=True), jax.random.key(2))
+  want = jax.jit(sequential.make_gradient_fn(model, pieces=schedule.pieces))(
+    *given
+  )
+  spec = jax.sharding.PartitionSpec("stage", None, None, "data")
+  mesh = _mesh(2, 2)
+  with jax.set_mesh(mesh):
+    chunks = given[0] | {
+      "kernel": jax.device_put(
+        given[0]["kernel"], jax.sharding.NamedSharding(mesh, spec)
+      )
+    }
+    gradient_fn = executor.make_gradient_fn(model, schedule=schedule)
+    got = jax.jit(gradient_fn)(chunks, *given[1:])
+  assert len(got.chunks["kernel"].devices()) == 4
+  for name, expected in want.chunks.items():
+    np.testing.assert_allclose(
+      got.chunks[name], expected, rtol=1e-5, atol=1e-5 * abs(expected).max()
+    )
+
+
+def _lowered(microbatches):
+  schedule = interleaved.two_slots(num_stages=4, num_microbatches=microbatches)
+  given = _given(schedule, microbatches=microbatches)
+  gradient_fn = executor.make_gradient_fn(
+    testing.functions(tied=False), schedule=schedule
+  )
+  return jax.jit(gradient_fn).lower(*given, jax.random.key(0))
+
+
+def test_the_program_does_not_grow_and_permutes_outside_of_branches():
+  with jax.set_mesh(_mesh(4)):
+    few, many = _lowered(8), _lowered(32)
+    assert few.as_text().count("\n") == many.as_text().count("\n")
+    text = few.compile().as_text()
+  computations, name = {}, ""
+  for line in text.splitlines():
+    if line.startswith(("%", "ENTRY")):
+      name = re.findall(r"%([\w.\-]+)", line)[0]
+    computations.setdefault(name, []).append(line)
+  inside = set()
+  for lines in computations.values():
+    for line in lines:
+      if " conditional(" in line:
+        _, _, called = line.partition("branch_computations=")
+        inside |= set(re.findall(r"%([\w.\-]+)", called.partition("}")[0]))
+  assert inside
+  before = set()
+  while before != inside:
+    before = set(inside)
+    for name in before:
+      called = re.findall(r"%([\w.\-]+)", "\n".join(computations[name][1:]))
+      inside |= set(called) & set(computations)
+  permutes = {
+    name: len(re.findall(r" collective-permute(?:-start)?\(", "\n".join(lines)))
+    for name, lines in computations.items()
+  }
+  # A forward slot sends on, a backward slot sends back.
+  assert sum(permutes.values()) == 2
+  assert not any(permutes[name] for name in inside)
+
+
+def test_meshes_and_arrays_that_do_not_suit_are_refused():
+  schedule = gpipe.make(num_stages=2, num_microbatches=MICROBATCHES)
+  chunks, outer, batch = _given(schedule)
+  model = testing.functions(tied=False)
+  gradient_fn = executor.make_gradient_fn(model, schedule=schedule)
+  message = (
+    r"'GPipe' has 2 stages and needs a mesh whose axis 'stage' has that size,"
+    r" got the mesh '{}'; write stage=2"
+  )
+  with pytest.raises(ValueError, match=message.format("none")):
+    gradient_fn(chunks, outer, batch)
+  with (
+    jax.set_mesh(_mesh(4)),
+    pytest.raises(ValueError, match=message.format("data=1,stage=4")),
+  ):
+    gradient_fn(chunks, outer, batch)
+  with jax.set_mesh(_mesh(2)):
+    wrong = executor.make_gradient_fn(
+      model, schedule=schedule, data_axes=("rows",)
+    )
+    with pytest.raises(ValueError, match=r"data_axes has 'rows', which must"):
+      wrong(chunks, outer, batch)
+    more = jax.tree.map(lambda x: x[:1], chunks)
+    with pytest.raises(ValueError, match=r"chunks\['bias'\] has shape \[1, 4"):
+      gradient_fn(more, outer, batch)
+    with pytest.raises(ValueError, match=r"batch\['ids'\] has shape \[3, 4, 3"):
+      gradient_fn(chunks, outer, {"ids": batch["ids"][:3]})
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    pytest.param(
+      {"first": lambda outer, piece: piece.inputs["ids"]},
+      r"first must return floating arrays, .* got int32\[4, 3\]",
+      id="integers",
+    ),
+    pytest.param(
+      {"chunk": lambda variables, x, piece: (x[:, :1], jnp.float32(0))},
+      r"chunk must return what it is given, of shapes .*4, 3, 4.*4, 1, 4",
+      id="shapes",
+    ),
+    pytest.param(
+      {"last": lambda outer, y, piece: (y, {})},
+      r"last must return a floating scalar .* got float32\[4, 3, 4\]",
+      id="no-scalar",
+    ),
+  ],
+)
+def test_functions_that_do_not_go_together_are_refused(changes, message):
+  schedule = gpipe.make(num_stages=1, num_microbatches=MICROBATCHES)
+  model = dataclasses.replace(testing.functions(tied=True), **changes)
+  given = (*_given(schedule, tied=True), jax.random.key(0))
+  gradient_fn = executor.make_gradient_fn(model, schedule=schedule)
+  with (
+    jax.set_mesh(_mesh(1)),
+    pytest.raises(ValueError, match=message),
+  ):
+    jax.eval_shape(gradient_fn, *given)
+
+
+def test_layers_must_divide_by_virtual_stages():
+  pieces = dependencies.Pieces(num_stages=4, num_chunks=3)
+  with pytest.raises(
+    ValueError, match=r"8 layers must be a multiple of the 12"
+  ):
+    virtual_stages.from_layers({"w": jnp.zeros((8, 2))}, pieces=pieces)
+
+
+def test_a_v_places_layers_back_and_forth():
+  pieces = dependencies.Pieces(
+    num_stages=2, num_chunks=2, placement=operation.Placement.V
+  )
+  chunks = virtual_stages.from_layers(jnp.arange(8), pieces=pieces)
+  staged = virtual_stages.to_stages(chunks, pieces=pieces)
+  np.testing.assert_array_equal(staged, [[[0, 1], [6, 7]], [[2, 3], [4, 5]]])
+  back = virtual_stages.from_stages(staged, pieces=pieces)
+  np.testing.assert_array_equal(virtual_stages.to_layers(back), np.arange(8))
+
+
+def test_layers_of_a_stack_are_pieces():
+  """What `Stack` stores, run by a table: the gradients of the stack."""
+  block = feed_forward.GatedFeedForward(6)
+  whole = stack.Stack([block], num_layers=4)
+  rows = layers_testing.normal(MICROBATCHES, 4, 3, testing.EMBED)
+  params = nn.unbox(whole.init(jax.random.key(0), rows[0]))["params"]
+
+  def loss(params):
+    y = whole.apply({"params": params}, rows.reshape(-1, 3, testing.EMBED))
+    return jnp.sum(jnp.sin(y))
+
+  def chunk(variables, x, piece):
+    def layer(x, params):
+      return block.apply({"params": params}, x), None
+
+    return jax.lax.scan(layer, x, variables)[0], jnp.float32(0)
+
+  model = model_functions.ModelFunctions(
+    first=lambda outer, piece: piece.inputs["x"],
+    chunk=chunk,
+    last=lambda outer, y, piece: (jnp.sum(jnp.sin(y)), {}),
+  )
+  schedule = interleaved.two_slots(num_stages=2, num_microbatches=MICROBATCHES)
+  chunks = virtual_stages.from_layers(
+    params["layers"]["blocks_0"], pieces=schedule.pieces
+  )
+  with jax.set_mesh(_mesh(2)):
+    gradient_fn = executor.make_gradient_fn(model, schedule=schedule)
+    got = jax.jit(gradient_fn)(chunks, {}, {"x": rows})
+  want, gradients = jax.jit(jax.value_and_grad(loss))(params)
+  np.testing.assert_allclose(got.loss, want, rtol=1e-5)
+  layers = virtual_stages.to_layers(got.chunks)
+  for name, expected in gradients["layers"]["blocks_0"].items():
+    np.testing.assert_allclose(
+      layers[name], expected, atol=1e-5 * abs(expected).max(), rtol=0
+    )
+
+
+def test_memory_is_that_of_the_schedule():
+  """Of 16 microbatches GPipe keeps all, two-slot 1F1B a few."""
+  temporary = {}
+  for make in (gpipe.make, one_f_one_b.two_slots):
+    schedule = make(num_stages=2, num_microbatches=16)
+    model = testing.functions(tied=True)
+    given = _given(schedule, tied=True, microbatches=16)
+    gradient_fn = executor.make_gradient_fn(model, schedule=schedule)
+    with jax.set_mesh(_mesh(2)):
+      lowered = jax.jit(gradient_fn).lower(*given, jax.random.key(0))
+    memory = lowered.compile().memory_analysis()
+    temporary[make] = memory.temp_size_in_bytes
+    boxes = lowering.lower(schedule).box
+    activation = 4 * testing.ROWS * testing.LENGTH * testing.EMBED
+    assert temporary[make] >= boxes * activation
+  saved = temporary[gpipe.make] - temporary[one_f_one_b.two_slots]
+  # Of 16 inputs and 16 gradients, all but a few.
+  assert saved >= 24 * activation

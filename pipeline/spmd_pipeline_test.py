@@ -1,0 +1,246 @@
+"""Tests for pipelined stacks: the numbers of a stack that is no pipeline."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxon.layers import remat, stack
+from paxon.layers import testing as layers_testing
+from paxon.pipeline import spmd_pipeline, stage_rules, testing
+from paxon.sharding import layout, mesh
+from paxon.sharding import rules as rules_lib
+
+_POLICY = remat.save_projections
+
+
+def _case(
+  num_layers,
+  *,
+  stages,
+  microbatches,
+  repeats=1,
+  period=1,
+  tied=False,
+  on="",
+  **fields,
+):
+  name = f"{num_layers}l-{stages}p-{microbatches}m-{repeats}r-{period}-{on}"
+  name += "-tied" * tied + "".join(f"-{field}" for field in fields)
+  settings = {
+    "num_stages": stages,
+    "num_microbatches": microbatches,
+    "circular_repeats": repeats,
+    **fields,
+  }
+  return pytest.param(num_layers, period, tied, on, settings, id=name)
+
+
+@functools.cache
+def _sequential(num_layers, period, tied):
+  """The values, and loss and gradients by a plain stack, in float64."""
+  blocks = (testing.mixing(tied=tied),) * period
+  plain = stack.Stack(blocks, num_layers=num_layers, pass_layer_index=True)
+  args = testing.arguments()
+  values = layers_testing.random_values(plain, *args)
+  specs = layers_testing.specs(plain, *args)
+  values, args = testing.as_float64((values, args))
+  return values, specs, args, jax.jit(_gradient(plain))(values, *args)
+
+
+def _gradient(module):
+  def loss(values, x, positions, table):
+    y = module.apply(values, x, positions, table)
+    return jnp.sum(jnp.sin(y))
+
+  return jax.value_and_grad(loss, argnums=(0, 1, 3))
+
+
+def _run(fn, on, rules, specs, *args):
+  """Runs a function of variables and a batch on a mesh, or on one device."""
+  if not on:
+    return jax.jit(fn)(*args)
+  made = mesh.make_mesh(mesh.MeshSpec.parse(on))
+  laid_out = layout.Layout(made, rules)
+  rows = laid_out.batch_sharding(1)
+  placed = [
+    jax.device_put(x, rows if x.shape[0] == testing.BATCH else None)
+    for x in args[1:]
+  ]
+  values = jax.device_put(args[0], laid_out.shardings(specs))
+  return laid_out.jit(fn)(values, *placed)
+
+
+@pytest.mark.parametrize(
+  ("num_layers", "period", "tied", "on", "settings"),
+  [
+    _case(2, stages=1, microbatches=2),
+    _case(4, stages=2, microbatches=4, tied=True, on="stage=2,data=2,tensor=2"),
+    _case(5, stages=2, microbatches=4, streaming=True, tied=True),
+    _case(
+      4, stages=2, microbatches=2, streaming=True, on="stage=2,fsdp=2,tensor=2"
+    ),
+    # Fewer microbatches than stages, twice around, and a ragged period.
+    _case(17, stages=4, microbatches=2, repeats=2, period=2),
+    # They wait between repeats.
+    _case(
+      4,
+      stages=2,
+      microbatches=4,
+      repeats=2,
+      streaming=True,
+      tied=True,
+      on="tensor=2,data=2,dcn.stage=2",
+    ),
+    _case(4, stages=4, microbatches=8, scan=False, remat_policy=_POLICY),
+    _case(4, stages=2, microbatches=4, iteration_policy=None),
+  ],
+)
+def test_loss_and_gradients_are_those_of_a_stack(
+  num_layers, period, tied, on, settings
+):
+  with jax.enable_x64(True):
+    values, specs, args, expected = _sequential(num_layers, period, tied)
+    pipelined = spmd_pipeline.PipelinedStack(
+      (testing.mixing(tied=tied),) * period,
+      num_layers=num_layers,
+      pass_layer_index=True,
+      **settings,
+    )
+    rules = stage_rules.with_stages(
+      rules_lib.DEFAULT_RULES,
+      num_stages=settings["num_stages"],
+      num_groups=num_layers // period,
+      circular_repeats=settings["circular_repeats"],
+      streaming=settings.get("streaming", False),
+    )
+    actual = _run(_gradient(pipelined), on, rules, specs, values, *args)
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, e in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+      np.testing.assert_allclose(a, e, rtol=1e-10, atol=1e-12)
+
+
+def _pipelined(num_layers=4, blocks=1, **settings):
+  settings = {"num_stages": 2, "num_microbatches": 4, **settings}
+  return spmd_pipeline.PipelinedStack(
+    (testing.mixing(),) * blocks, num_layers=num_layers, **settings
+  )
+
+
+def test_variables_are_those_of_a_stack():
+  args = testing.arguments()
+  plain = stack.Stack((testing.mixing(),) * 2, num_layers=5)
+  pipelined = _pipelined(5, 2)
+  assert layers_testing.specs(pipelined, *args) == layers_testing.specs(
+    plain, *args
+  )
+
+
+def test_programs_do_not_grow_with_microbatches():
+  def size(number):
+    args = testing.arguments(batch=128)
+    pipelined = _pipelined(num_microbatches=number, streaming=True)
+    values = layers_testing.random_values(pipelined, *args)
+    traced = jax.make_jaxpr(_gradient(pipelined))(values, *args)
+    return str(traced).count(" = ")
+
+  sizes = [size(number) for number in (4, 16, 64)]
+  assert sizes[0] == sizes[1] == sizes[2]
+
+
+@pytest.mark.parametrize(
+  ("settings", "message"),
+  [
+    pytest.param(
+      {"num_microbatches": None},
+      r"needs one of num_microbatches and microbatch_size, got None and None",
+      id="no microbatches",
+    ),
+    pytest.param(
+      {"microbatch_size": 2},
+      r"needs one of num_microbatches and microbatch_size, got 4 and 2",
+      id="two microbatches",
+    ),
+    pytest.param(
+      {"num_stages": 8},
+      r"num_stages \(8\) must be at most the number of layers, got"
+      r" num_layers=4",
+      id="more stages than layers",
+    ),
+    pytest.param(
+      {"circular_repeats": 3},
+      r"num_stages \(2\) times circular_repeats \(3\) must be at most the"
+      r" number of layers, got num_layers=4",
+      id="more repeats than layers",
+    ),
+    pytest.param(
+      {"num_layers": 5, "blocks": 3},
+      r"num_stages \(2\) must be at most the number of layers in groups of 3"
+      r" blocks, got num_layers=5",
+      id="more stages than groups",
+    ),
+    pytest.param(
+      {"streaming": True, "num_microbatches": 3},
+      r"num_microbatches \(3\) must be a multiple of num_stages \(2\) while",
+      id="streaming",
+    ),
+    pytest.param(
+      {"num_stages": 0}, r"num_stages must be positive, got 0", id="no stage"
+    ),
+  ],
+)
+def test_refuses_impossible_pipelines(settings, message):
+  with pytest.raises(ValueError, match=message):
+    _pipelined(**settings)
+
+
+@pytest.mark.parametrize(
+  ("settings", "on", "message"),
+  [
+    pytest.param(
+      {"num_microbatches": 3},
+      "stage=2,data=-1",
+      r"num_microbatches \(3\) must divide the 8 rows of the batch; use 1, 2,",
+      id="number",
+    ),
+    pytest.param(
+      {"num_microbatches": None, "microbatch_size": 3},
+      "stage=2,data=-1",
+      r"microbatch_size \(3\) must divide the 8 rows of the batch; use 1, 2, 4",
+      id="size",
+    ),
+    pytest.param(
+      {"num_microbatches": None, "microbatch_size": 8, "streaming": True},
+      "stage=2,data=-1",
+      r"microbatch_size \(8\) cuts the 8 rows of the batch into 1 microbatches;"
+      r" while streaming their number must be a multiple of num_stages \(2\)",
+      id="streaming",
+    ),
+    pytest.param(
+      {"num_microbatches": 4},
+      "stage=2,data=-1",
+      r"num_microbatches=4 leaves 2 rows of the 8 to a microbatch, which do not"
+      r" divide by the 4 shards of the batch",
+      id="rows",
+    ),
+    pytest.param(
+      {},
+      "fsdp=-1",
+      r"num_stages \(2\) needs a mesh whose axis 'stage' has that size, got the"
+      r" mesh 'fsdp=8'; write stage=2 into it",
+      id="no stage axis",
+    ),
+    pytest.param(
+      {}, "stage=4,data=-1", r"got the mesh 'stage=4,data=2'", id="other stages"
+    ),
+  ],
+)
+def test_refuses_batches_and_meshes_that_do_not_fit(settings, on, message):
+  args = testing.arguments()
+  pipelined = _pipelined(**settings)
+  values = layers_testing.random_values(pipelined, *args)
+  made = layout.Layout(mesh.make_mesh(mesh.MeshSpec.parse(on)))
+  with pytest.raises(ValueError, match=message):
+    made.jit(pipelined.apply).trace(values, *args)

@@ -1,0 +1,74 @@
+"""What tests of pipelines share: small blocks, and sequential references."""
+
+from typing import Any
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+
+from paxon.layers import linear, shared
+from paxon.layers import testing as layers_testing
+from paxon.sharding import axes
+
+BATCH, LENGTH, EMBED = 8, 3, 4
+
+
+class Mixing(nn.Module):
+  """A layer with all that a pipeline must hand over.
+
+  Its gradient at zeros is NaN, as bubbles find out.
+
+  Attributes:
+    out: Maps [B,T,F] to [B,T,D].
+  """
+
+  out: nn.Module
+
+  @nn.compact
+  def __call__(
+    self,
+    x: jax.Array,
+    positions: jax.Array,
+    table: jax.Array,
+    *,
+    layer_index: jax.Array | None = None,
+  ) -> jax.Array:
+    """Returns `x` and a branch that depends on all arguments.
+
+    Args:
+      x: Float [B,T,D].
+      positions: Int [B,T], of the rows.
+      table: Float [T,1], the same for all rows.
+      layer_index: The number of the layer.
+    """
+    normed = x / jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True))
+    hidden = linear.Linear(6, name="up")(normed)
+    phase = positions.astype(x.dtype)[:, :, None] + table[None]
+    if layer_index is not None:
+      phase = phase + layer_index.astype(x.dtype)
+    return x + self.out(jnp.tanh(hidden) * jnp.cos(phase))
+
+
+def mixing(*, tied: bool = False) -> Mixing:
+  """Returns the layer; `tied` shares `out` between all layers."""
+  out = linear.Linear(EMBED, kernel_axes=(axes.MLP, axes.EMBED))
+  return Mixing(shared.shared("out", out) if tied else out)
+
+
+def arguments(batch: int = BATCH) -> tuple[jax.Array, ...]:
+  """Returns what the layer is called with."""
+  return (
+    layers_testing.normal(batch, LENGTH, EMBED),
+    layers_testing.counted(batch, LENGTH),
+    layers_testing.normal(LENGTH, 1, seed=2),
+  )
+
+
+def as_float64(tree: Any) -> Any:
+  """Returns a tree with float64 for float32, where 64 bits are enabled."""
+
+  def wide(x: jax.Array) -> jax.Array:
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    return x.astype(jnp.float64) if is_float else x
+
+  return jax.tree.map(wide, tree)
