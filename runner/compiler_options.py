@@ -6,7 +6,7 @@ options come on top; those of another platform are left out, so that one
 experiment can name options for GPUs and for TPUs and still run on a CPU.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import re
@@ -16,11 +16,11 @@ from typing import Final
 import jax
 import numpy as np
 
-from paxon.runner import user_error
+from paxon.runner import option_sets, user_error
 from paxon.runner.configuration import suggestions
 from paxon.runner.plan import hardware
 
-Value = bool | int | float | str
+Value = option_sets.Value
 Options = Mapping[str, Value]
 
 _Platform = hardware.Platform
@@ -58,20 +58,6 @@ DEFAULTS: Final = (
   ),
 )
 
-# For `Job.compiler_options`, and no default: it makes the gathers of FSDP
-# asynchronous on TPU v4, where they are not by themselves, for more memory and
-# a longer compilation. MaxText trains with these options (the v4 scripts of
-# github.com/AI-Hypercomputer/maxtext). On v5e they are on by themselves.
-TPU_ASYNC_GATHERS: Final[Options] = types.MappingProxyType(
-  {
-    "xla_enable_async_all_gather": True,
-    "xla_tpu_enable_async_collective_fusion": True,
-    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
-    "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
-    "xla_tpu_overlap_compute_collective_tc": True,
-  }
-)
-
 # How a plan for GPUs differs from the run: there is no GPU to try kernels on.
 PLANNED: Final[Mapping[hardware.Platform, Options]] = types.MappingProxyType(
   {_Platform.CUDA: {"xla_gpu_autotune_level": 0}}
@@ -80,6 +66,7 @@ PLANNED: Final[Mapping[hardware.Platform, Options]] = types.MappingProxyType(
 _PREFIXES: Final = {
   "xla_cpu_": _Platform.CPU,
   "xla_gpu_": _Platform.CUDA,
+  "xla_jf_": _Platform.TPU,
   "xla_tpu_": _Platform.TPU,
 }
 # TPU options whose names do not say so.
@@ -115,43 +102,85 @@ def check_names(options: Mapping[str, object]) -> None:
       )
 
 
-def of(given: Options, device: jax.Device) -> dict[str, bool | str]:
+def check_sets(names: Sequence[str]) -> None:
+  """Checks the names of sets of options.
+
+  Raises:
+    ValueError: There is no such set.
+  """
+  for name in names:
+    if name not in option_sets.NAMES:
+      hint = suggestions.hint(name, option_sets.NAMES)
+      raise ValueError(
+        f"Job.compiler_option_sets has the name {name!r}, which is no set of"
+        f" options{hint}"
+      )
+
+
+def of(
+  given: Options, device: jax.Device, *, sets: Sequence[str] = ()
+) -> dict[str, bool | str]:
   """Returns the options with which programs for a device are compiled.
 
   Args:
     given: Those of the job, which win.
     device: One of the devices, which may be absent.
+    sets: The sets that the job names, see `option_sets`.
   """
-  return for_platform(given, _PLATFORMS.get(device.platform))
+  kind = hardware.for_device_kind(device.device_kind)
+  platform = _PLATFORMS.get(device.platform)
+  name = None if kind is None else kind.name
+  return _options(given, platform, name, sets)
+
+
+def for_hardware(
+  given: Options, kind: hardware.Hardware, *, sets: Sequence[str] = ()
+) -> dict[str, bool | str]:
+  """Returns what `of` does, for a kind without a device of it."""
+  return _options(given, kind.platform, kind.name, sets)
 
 
 def for_platform(
   given: Options, platform: hardware.Platform | None
 ) -> dict[str, bool | str]:
-  """Returns what `of` does, for a platform without a device of it."""
+  """Returns what `of` does, for a platform whatever the kind of device."""
+  return _options(given, platform, None, ())
+
+
+def _options(
+  given: Options,
+  platform: hardware.Platform | None,
+  kind: str | None,
+  sets: Sequence[str],
+) -> dict[str, bool | str]:
   options: dict[str, Value] = {
     option.name: option.value
     for option in DEFAULTS
     if option.platform is platform
   }
+  for each in sets:
+    options |= option_sets.options_of(each, kind)
   for name, value in given.items():
     if _platform_of(name) in (platform, None):
       options[name] = value
   return _as_jax_takes_them(options)
 
 
-def check(given: Options, device: jax.Device) -> None:
+def check(
+  given: Options, device: jax.Device, *, sets: Sequence[str] = ()
+) -> None:
   """Has the compiler of a device check a job's options, on a tiny program.
 
   Args:
     given: Those of the job.
     device: One of the devices, which may be absent.
+    sets: The sets that the job names.
 
   Raises:
     UserError: The compiler does not know one of them, or refuses its value.
   """
-  options = of(given, device)
-  if not set(options) & set(given):
+  options = of(given, device, sets=sets)
+  if set(options) <= {option.name for option in DEFAULTS} - set(given):
     return
   sharding = jax.sharding.SingleDeviceSharding(device)
   tiny = jax.ShapeDtypeStruct((), np.float32, sharding=sharding)
@@ -176,7 +205,9 @@ def refusals(device: jax.Device) -> Iterator[None]:
     unknown = _UNKNOWN.search(str(error))
     refused = _BAD_VALUE.search(str(error))
     if unknown is not None:
-      known = {option.name for option in DEFAULTS} | set(TPU_ASYNC_GATHERS)
+      known = {option.name for option in DEFAULTS}.union(
+        *(each.options for each in option_sets.SETS)
+      )
       # The compiler has hundreds more, and no list of them.
       close = suggestions.closest(unknown[1], known)
       hint = f"; did you mean {close[0]!r}?" if close else "."

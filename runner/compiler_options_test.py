@@ -4,9 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from paxon.runner import compiler_options, user_error
+from paxon.runner import compiler_options, option_sets, user_error
 from paxon.runner.plan import hardware
 
+_GATHERS = "xla_gpu_all_gather_combine_threshold_bytes"
 _LATENCY = "xla_gpu_enable_latency_hiding_scheduler"
 _CPU, _CUDA, _TPU = (
   hardware.Platform.CPU,
@@ -34,11 +35,11 @@ _CPU, _CUDA, _TPU = (
       {"xla_cpu_x": 1.5, "xla_all": "a"},
       {"xla_cpu_x": "1.5", "xla_all": "a"},
     ),
-    (_CPU, compiler_options.TPU_ASYNC_GATHERS, {}),
+    (_CPU, {"xla_enable_async_all_gather": True}, {}),
     (
       _TPU,
-      compiler_options.TPU_ASYNC_GATHERS,
-      compiler_options.TPU_ASYNC_GATHERS,
+      {"xla_enable_async_all_gather": True, "xla_jf_x": 0},
+      {"xla_enable_async_all_gather": True, "xla_jf_x": "0"},
     ),
   ],
 )
@@ -120,3 +121,50 @@ def test_another_error_of_the_compiler_is_passed_on():
     compiler_options.refusals(jax.devices()[0]),
   ):
     raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: too large")
+
+
+@pytest.mark.parametrize(
+  ("kind", "sets", "given", "name", "expected"),
+  [
+    ("h200", ("combined_collectives",), {}, _GATHERS, str(128 * 2**20)),
+    ("h200", ("combined_collectives",), {_GATHERS: 1}, _GATHERS, "1"),
+    ("h200", (), {}, _GATHERS, None),
+    ("cpu", ("combined_collectives",), {}, _GATHERS, None),
+    ("v4", ("async_collectives",), {}, "xla_enable_async_all_gather", True),
+    ("v5e", ("async_collectives",), {}, "xla_enable_async_all_gather", None),
+    ("v6e", ("large_vmem",), {}, "xla_tpu_scoped_vmem_limit_kib", "98304"),
+    ("v5p", ("large_vmem",), {}, "xla_tpu_scoped_vmem_limit_kib", None),
+  ],
+)
+def test_a_set_gives_a_kind_its_own_options(kind, sets, given, name, expected):
+  found = compiler_options.for_hardware(given, hardware.named(kind), sets=sets)
+  assert found.get(name) == expected
+
+
+def test_every_set_says_what_it_is_for_and_who_says_so():
+  for each in option_sets.SETS:
+    assert each.purpose
+    assert set(each.source.split(", ")) <= set("ABCD")
+    assert set(each.hardware) <= set(hardware.names())
+    compiler_options.check_names(each.options)
+    # None is left out as one of another platform.
+    for name in each.hardware:
+      found = compiler_options.for_hardware(
+        {}, hardware.named(name), sets=(each.name,)
+      )
+      assert set(each.options) <= set(found)
+    wrong = compiler_options.for_platform(each.options, _CPU)
+    assert wrong == {}
+  pairs = [
+    (each.name, kind) for each in option_sets.SETS for kind in each.hardware
+  ]
+  assert len(set(pairs)) == len(pairs)
+
+
+def test_refuses_a_set_that_there_is_not():
+  with pytest.raises(
+    ValueError,
+    match="name 'async_collective', which is no set of options; did you mean"
+    " 'async_collectives'",
+  ):
+    compiler_options.check_sets(["async_collective"])

@@ -41,6 +41,7 @@ from paxon.runner.observability import settings as settings_lib
 from paxon.runner.observability import spikes, watchdog
 from paxon.runner.plan import kernel_contract
 from paxon.runner.programs import early_stopping as early_stopping_lib
+from paxon.sharding import rule_sets
 from paxon.sharding import rules as rules_lib
 
 # Not `typing.Self`, which the shape checker of the tests cannot read.
@@ -65,10 +66,20 @@ class Experiment(abc.ABC):
     summary_every_steps: Interval of training summaries.
     seed: Of initial values, random keys and the order of the data.
     mesh: Sizes of the device mesh's axes, such as `fsdp=4,tensor=2`; one `-1`
-      takes the devices that are left.
+      takes the devices that are left. `auto` is chosen for the devices when the
+      run starts.
+    rules: The rule set by name, which says what each axis of the mesh splits:
+      see `sharding.rule_sets`.
+    decode_mesh: The mesh on which samples are drawn, if not `mesh`: the same
+      devices, so without `dcn.`.
+    decode_rules: The rule set with which they are drawn, if not `rules`, such
+      as `weight_stationary`.
     dtype: What parts compute in that do not say their own `dtype`. Parameters
       stay in theirs.
     compiler_options: Options of XLA by name, see `Job.compiler_options`.
+    compiler_option_sets: Names of `option_sets`, such as `async_collectives`.
+    pgle: `auto` compiles GPU programs by a profile of their first steps; or a
+      profile's path. See `Job.pgle`.
     name: The experiment's word in reports; by default its class's name.
   """
 
@@ -79,10 +90,15 @@ class Experiment(abc.ABC):
   summary_every_steps: int = 10
   seed: int = 0
   mesh: str = "data=-1"
+  rules: str = rule_sets.DEFAULT
+  decode_mesh: str | None = None
+  decode_rules: str | None = None
   dtype: Literal["float32", "bfloat16"] = "float32"
   compiler_options: Mapping[str, compiler_options_lib.Value] = (
     types.MappingProxyType({})
   )
+  compiler_option_sets: tuple[str, ...] = ()
+  pgle: str | None = None
 
   name: ClassVar[str] = ""
 
@@ -230,9 +246,13 @@ class Experiment(abc.ABC):
     """
     return None
 
-  def rules(self) -> rules_lib.Rules:
-    """Returns the rules from logical axes to mesh axes."""
-    return rules_lib.DEFAULT_RULES
+  def sharding_rules(self) -> rules_lib.Rules:
+    """Returns the rules from logical axes to mesh axes.
+
+    Raises:
+      knobs.KnobError: `rules` names no rule set.
+    """
+    return self._named_rules(self.rules)
 
   def expected_kernels(
     self,
@@ -277,7 +297,7 @@ class Experiment(abc.ABC):
         eval_every_steps=self.eval_every_steps,
         summary_every_steps=self.summary_every_steps,
         mesh=self.mesh,
-        rules=self.rules(),
+        rules=self.sharding_rules(),
         seed=self.seed,
         retention=self.retention(),
         observability=self.observability(),
@@ -293,6 +313,14 @@ class Experiment(abc.ABC):
         config.early_stopping = early_stopping
       if self.compiler_options:
         config.compiler_options = dict(self.compiler_options)
+      if self.compiler_option_sets:
+        config.compiler_option_sets = self.compiler_option_sets
+      if self.decode_mesh is not None:
+        config.decode_mesh = self.decode_mesh
+      if self.decode_rules is not None:
+        config.decode_rules = self._named_rules(self.decode_rules)
+      if self.pgle is not None:
+        config.pgle = self.pgle
       expected_kernels = self.expected_kernels()
       if expected_kernels:
         config.expected_kernels = expected_kernels
@@ -302,6 +330,12 @@ class Experiment(abc.ABC):
     self._check_read(read)
     _check_names(config)
     return config
+
+  def _named_rules(self, name: str) -> rules_lib.Rules:
+    try:
+      return rule_sets.named(name)
+    except ValueError as error:
+      raise knobs_lib.KnobError(f"{type(self).__name__}: {error}") from None
 
   def _given_or(self, name: str) -> Any:
     """Returns a knob's value without counting as a reader."""

@@ -32,8 +32,12 @@ class Job:
     task: What is trained.
     train_input: The training batches, which need not end.
     eval_inputs: Finite inputs by the name of their split, each evaluated whole.
-    mesh: The device mesh as `sharding.mesh.MeshSpec.parse` reads it.
+    mesh: The device mesh as `sharding.mesh.MeshSpec.parse` reads it; `auto` is
+      chosen before a program starts.
     rules: From logical axes to mesh axes.
+    decode_mesh: The mesh on which samples are drawn, if it is another one: the
+      same devices with other axes.
+    decode_rules: The rules for samples, if they are others.
     seed: Of initial values and of every random key of the run.
     num_train_steps: The step at which training ends.
     checkpoint_every_steps: Interval of checkpoints. There is always one at the
@@ -51,6 +55,11 @@ class Job:
     compiler_options: Options of XLA for the compiled steps, beside or instead
       of `compiler_options.DEFAULTS`; those of another platform
       (`xla_gpu_...` on a TPU) are left out.
+    compiler_option_sets: Sets of options by name, see `option_sets`; each
+      gives a device what it has for that kind.
+    pgle: Whether GPU programs are compiled by a profile of themselves: `auto`
+      profiles some of the first steps, a path is a profile of before; `None`
+      for no profile. See `programs.profile_guided`.
     expected_kernels: Kernels that the compiled training step must have; a plan
       and a run that have others are refused.
   """
@@ -65,6 +74,8 @@ class Job:
   summary_every_steps: int = 10
   mesh: str = ""
   rules: rules_lib.Rules = rules_lib.DEFAULT_RULES
+  decode_mesh: str | None = None
+  decode_rules: rules_lib.Rules | None = None
   seed: int = 0
   retention: retention_lib.Retention = dataclasses.field(
     default_factory=retention_lib.Retention
@@ -79,10 +90,15 @@ class Job:
   compiler_options: Mapping[str, options_lib.Value] = dataclasses.field(
     default_factory=dict
   )
+  compiler_option_sets: tuple[str, ...] = ()
+  pgle: str | None = None
   expected_kernels: tuple[kernel_contract.ExpectedKernel, ...] = ()
 
   def __post_init__(self) -> None:
-    meshes.MeshSpec.parse(self.mesh)
+    if self.mesh != meshes.AUTO:
+      meshes.MeshSpec.parse(self.mesh)
+    if self.decode_mesh is not None:
+      meshes.MeshSpec.parse(self.decode_mesh)
     for field in _INTERVALS:
       value = getattr(self, field)
       if value is not None and value <= 0:
@@ -101,16 +117,17 @@ class Job:
     if self.seed < 0:
       raise ValueError(f"Job.seed must not be negative, got {self.seed}.")
     options_lib.check_names(self.compiler_options)
+    options_lib.check_sets(self.compiler_option_sets)
     if "train" in self.eval_inputs:
       raise ValueError(
         "Job.eval_inputs has a split named 'train', which is the name of the"
         " training summaries; choose another name."
       )
     for split, source in self.eval_inputs.items():
-      if source.is_endless:
+      if source.is_endless and source.eval_loop_num_batches is None:
         raise ValueError(
           f"Job.eval_inputs[{split!r}] never ends, so it cannot be evaluated;"
-          " set its num_epochs to 1."
+          " set its num_epochs to 1, or eval_loop_num_batches."
         )
     rule = self.early_stopping
     if rule is not None:

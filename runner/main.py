@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 from absl import flags
 
-from paxon.runner import user_error
+from paxon.runner import pax_flags, user_error
 from paxon.runner.configuration import suggestions
+from paxon.runner.hosts import detection, process_settings
 from paxon.runner.observability import launch, profile_window
 
 if TYPE_CHECKING:
@@ -28,8 +29,9 @@ if TYPE_CHECKING:
   from paxon.runner import job as job_lib
   from paxon.runner.configuration import experiment_index
   from paxon.runner.configuration import overrides as overrides_lib
+  from paxon.runner.configuration import resolving as resolving_lib
 
-MODES = ("train", "eval", "decode", "plan")
+MODES = ("train", "eval", "decode", "plan", "inspect_input")
 
 # Those that need a run, and know its experiment and settings from its folder.
 _OF_A_RUN = ("eval", "decode")
@@ -110,6 +112,7 @@ def make_flags() -> flags.FlagValues:
     " print the best in time and memory.",
     flag_values=values,
   )
+  _define_process_flags(values)
   flags.DEFINE_bool(
     "list", False, "Print the experiments and exit.", flag_values=values
   )
@@ -120,6 +123,42 @@ def make_flags() -> flags.FlagValues:
     flag_values=values,
   )
   return values
+
+
+def _define_process_flags(values: flags.FlagValues) -> None:
+  """Adds the flags of runs of several processes."""
+  flags.DEFINE_string(
+    "coordinator_address",
+    None,
+    "HOST:PORT of process 0, for a run of several processes; SLURM, Open MPI,"
+    " Kubernetes and TPU pods say it themselves.",
+    flag_values=values,
+  )
+  flags.DEFINE_integer(
+    "num_processes",
+    None,
+    "How many processes the run has; 1 for this one alone, wherever it runs.",
+    flag_values=values,
+  )
+  flags.DEFINE_integer(
+    "process_id",
+    None,
+    "The number of this process, from 0.",
+    flag_values=values,
+  )
+  flags.DEFINE_integer(
+    "host_timeout",
+    300,
+    "Seconds that a process waits for the others at its start and its end.",
+    flag_values=values,
+  )
+  flags.DEFINE_integer(
+    "max_restarts",
+    0,
+    "For --mode=train: how often a parent starts this process again from the"
+    " newest checkpoint when it, or another host's, dies.",
+    flag_values=values,
+  )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,6 +173,11 @@ class _Command:
   profile_steps: str | None
   target: str | None
   plan_search: bool
+  coordinator_address: str | None
+  num_processes: int | None
+  process_id: int | None
+  host_timeout: int
+  max_restarts: int
   list: bool
   help: bool
   overrides: tuple["overrides_lib.Override", ...]
@@ -146,6 +190,8 @@ def _run(packages: Sequence[str], argv: Sequence[str]) -> int:
   if command.list:
     return _print_list(packages)
   _check(command, packages)
+  if command.max_restarts:
+    return _supervise(command)
   command, notes = _with_settings_of_run(command, packages)
   from paxon.runner.configuration import resolving
 
@@ -154,11 +200,33 @@ def _run(packages: Sequence[str], argv: Sequence[str]) -> int:
   )
   job = resolving.build(resolved.config)
   _check_profile(command, num_train_steps=job.num_train_steps)
+  notes = (*notes, *resolved.notes)
+  if command.mode == "plan":
+    return _run_job(command, resolved, job, notes)
+  from paxon.runner.hosts import exits, joining
+
+  joining.join(_processes(command), os.environ)
+  with exits.together():
+    joining.check_folder(command.job_log_dir)
+    return _run_job(command, resolved, job, notes)
+
+
+def _run_job(
+  command: _Command,
+  resolved: "resolving_lib.Resolved",
+  job: "job_lib.Job",
+  notes: Sequence[str],
+) -> int:
+  """Runs the program of the mode in its folder."""
+  if command.mode == "inspect_input":
+    return _inspect_input(job, resolved.config)
   run_dir, is_new = _run_dir(command, type(resolved.experiment).__name__)
   print(f"job_log_dir: {os.fspath(run_dir)}", flush=True)
-  for note in (*notes, *resolved.notes):
+  for note in notes:
     print(note)
   try:
+    if job.mesh == "auto" and command.mode != "plan":
+      command, resolved, job = _with_mesh(command, job, run_dir)
     return _start(command, job, resolved.config, run_dir)
   except Exception as error:
     refusal = _refusal(error, resolved.config)
@@ -168,6 +236,41 @@ def _run(packages: Sequence[str], argv: Sequence[str]) -> int:
       from paxon.runner import run_dir as run_dirs
 
       run_dirs.remove_empty(run_dir)
+    raise refusal from error
+
+
+def _with_mesh(
+  command: _Command, job: "job_lib.Job", run_dir: "epath.Path"
+) -> tuple[_Command, "resolving_lib.Resolved", "job_lib.Job"]:
+  """Chooses a mesh for the devices, and builds the job anew with it."""
+  from paxon.runner.configuration import resolving
+  from paxon.runner.programs.plan import run_mesh
+
+  choice = run_mesh.of(
+    job,
+    experiment=command.exp or "",
+    overrides=command.overrides,
+    run_dir=run_dir,
+  )
+  print(choice.line, flush=True)
+  overrides = choice.overrides(command.overrides)
+  resolved = resolving.resolve(command.exp or "", overrides)
+  command = dataclasses.replace(command, overrides=overrides)
+  return command, resolved, resolving.build(resolved.config)
+
+
+def _inspect_input(
+  job: "job_lib.Job", config: "fdl.Config[job_lib.Job]"
+) -> int:
+  """Prints batches; there is no run, and so no folder."""
+  from paxon.runner.programs import inspect_input
+
+  try:
+    return inspect_input.run(job)
+  except Exception as error:
+    refusal = _refusal(error, config)
+    if refusal is None:
+      raise
     raise refusal from error
 
 
@@ -191,6 +294,9 @@ def _parse(argv: Sequence[str]) -> _Command:
   """
   from paxon.runner.configuration import overrides as overrides_lib
 
+  of_pax = pax_flags.answer(argv[1:], list(make_flags()))
+  if of_pax is not None:
+    raise user_error.UserError(of_pax)
   overrides, rest = [], [argv[0] if argv else "main"]
   for argument in argv[1:]:
     override = overrides_lib.parse_argument(argument)
@@ -251,6 +357,11 @@ def _check(command: _Command, packages: Sequence[str]) -> None:
     )
   _check_profile(command, num_train_steps=None)
   _check_target(command)
+  _processes(command).check_command(
+    detection.detect(os.environ),
+    mode=command.mode,
+    job_log_dir=command.job_log_dir,
+  )
   if command.prompt is not None and command.mode != "decode":
     raise user_error.UserError(
       f"--prompt is for --mode=decode, and the mode is {command.mode}."
@@ -264,8 +375,37 @@ def _check(command: _Command, packages: Sequence[str]) -> None:
     raise user_error.UserError(
       f"--mode={command.mode} needs --job_log_dir, the folder of a trained run."
     )
+  if command.mode == "inspect_input" and command.job_log_dir is not None:
+    raise user_error.UserError(
+      "--job_log_dir is the folder of a run, and --mode=inspect_input makes"
+      " none; leave it out."
+    )
   if command.job_log_dir is not None and not command.job_log_dir.strip():
     raise user_error.UserError("--job_log_dir is empty; give a folder.")
+
+
+def _processes(command: _Command) -> process_settings.ProcessSettings:
+  return process_settings.ProcessSettings(
+    coordinator_address=command.coordinator_address,
+    num_processes=command.num_processes,
+    process_id=command.process_id,
+    timeout_seconds=command.host_timeout,
+    max_restarts=command.max_restarts,
+  )
+
+
+def _supervise(command: _Command) -> int:
+  """Runs this very command in a child, and again when it dies."""
+  from paxon.runner import run_dir
+  from paxon.runner.hosts import supervisor
+
+  path = run_dir.resolve(command.job_log_dir or "", os.environ)
+  return supervisor.Supervisor(
+    command=supervisor.child_command(sys.orig_argv, "--max_restarts=0"),
+    run_dir=path,
+    max_restarts=command.max_restarts,
+    timeout_seconds=command.host_timeout,
+  ).run()
 
 
 def _check_target(command: _Command) -> None:

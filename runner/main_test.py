@@ -67,7 +67,7 @@ _WRONG = [
   (["--exp=runner.toy_experiment.Layer"], r"Layer is no experiment"),
   ([_TOY, "--mode=trian"], r"--mode=trian is no mode; did you mean 'train'\?"),
   ([_TOY, "--mode=plan9"], r"--mode=plan9 is no mode; did you mean 'plan'"),
-  ([_TOY, "--mode="], r"--mode= is no mode; there are: decode, eval, plan"),
+  ([_TOY, "--mode="], r"--mode= is no mode; there are: decode, eval, inspect_"),
   ([_TOY, "--mdoe=eval"], r"no flag --mdoe; did you mean '--mode'"),
   ([_TOY, "--mdoe", "eval"], r"no flag --mdoe; did you mean '--mode'"),
   ([_TOY, "--job_logdir=x"], r"no flag --job_logdir; did you mean '--job_log_"),
@@ -151,6 +151,10 @@ _WRONG = [
   ([_TOY, "--mode=plan", "--target=v5e:3x3"], r"no v5e slice of 3x3; there ar"),
   ([_TOY, "--mode=plan", "--target=cpu:2,"], r"--target=cpu:2, has an empty"),
   ([_TOY, "--mode=eval"], r"--mode=eval needs --job_log_dir"),
+  (
+    [_TOY, "--mode=inspect_input", "--job_log_dir=x"],
+    r"--job_log_dir is the folder of a run, and --mode=inspect_input makes",
+  ),
   ([_TOY, "--mode=decode"], r"--mode=decode needs --job_log_dir"),
   ([_TOY, "--mode=eval", "--job_log_dir=no"], r"no: there is no such folder"),
   ([_TOY, "--job_log_dir="], r"--job_log_dir is empty"),
@@ -195,10 +199,17 @@ def test_knob_without_effect_is_one_line(call, monkeypatch):
 
 def test_flags_are_the_frozen_list():
   assert sorted(main.make_flags()) == [
-    *("continuous", "exp", "help", "job_log_dir", "list", "mode"),
-    *("plan_search", "profile_steps", "prompt", "target"),
+    *("continuous", "coordinator_address", "exp", "help", "host_timeout"),
+    *("job_log_dir", "list", "max_restarts", "mode", "num_processes"),
+    *("plan_search", "process_id", "profile_steps", "prompt", "target"),
   ]
-  assert main.MODES == ("train", "eval", "decode", "plan")
+  assert main.MODES == (
+    "train",
+    "eval",
+    "decode",
+    "plan",
+    "inspect_input",
+  )
 
 
 def test_help_explains_every_flag_and_with_exp_the_knobs(call):

@@ -23,6 +23,7 @@ DECODE = "decode"
 SAMPLES = "samples.txt"
 GOODPUT = "goodput.jsonl"
 PROFILE = "profile"
+PGLE = "pgle"
 SPIKES = "spikes.jsonl"
 
 _DEFAULT_PARENT = "runs"

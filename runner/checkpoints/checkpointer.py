@@ -34,6 +34,7 @@ from paxon.runner.checkpoints import (
   orbax_noise,
 )
 from paxon.runner.checkpoints import retention as retention_lib
+from paxon.runner.hosts import agreement
 
 _STATE, _DATA, _METADATA = "state", "data", "metadata"
 _MANIFEST = "manifest"
@@ -136,6 +137,9 @@ class Checkpointer:
     exception: BaseException | None,
     traceback: TracebackType | None,
   ) -> None:
+    if exception is not None and not agreement.is_alone():
+      # A save under way would wait for a process that may be gone.
+      self._manager = None
     self.close()
 
   def steps(self) -> list[int]:
@@ -194,7 +198,8 @@ class Checkpointer:
     if step in self.steps():
       return
     self._values = {each: self._value(each) for each in self.steps()}
-    self._times[step] = time.time()
+    # Which checkpoints are kept depends on it, and all processes agree on that.
+    self._times[step] = agreement.from_first(time.time)
     metadata = {
       "format_version": compatibility.FORMAT_VERSION,
       "step": step,
@@ -275,7 +280,24 @@ class Checkpointer:
     self._verify(step)
 
   def _verify(self, step: int) -> dict[str, Any]:
-    """Returns the metadata of a checkpoint that is as it was written."""
+    """Returns the metadata of a checkpoint that is as it was written.
+
+    Of several processes each reads its share of the files, and what one of them
+    finds is raised by all.
+    """
+    if agreement.is_alone():
+      return self._verify_share(step)
+    metadata, problem = {}, None
+    try:
+      metadata = self._verify_share(step)
+    except DamagedCheckpointError as error:
+      problem = str(error)
+    for each in agreement.gather(problem):
+      if each is not None:
+        raise DamagedCheckpointError(each)
+    return metadata
+
+  def _verify_share(self, step: int) -> dict[str, Any]:
     path = self._folder / str(step)
     entries = self._entries(step)
     if entries is not None:
@@ -286,7 +308,10 @@ class Checkpointer:
     version = metadata["format_version"]
     compatibility.check_version(version, where=f"The checkpoint {path}")
     if entries is not None:
-      self._refuse(step, manifest.problems(path, entries))
+      share = agreement.share(sorted(entries))
+      self._refuse(
+        step, manifest.problems(path, {n: entries[n] for n in share})
+      )
     elif version >= _HAS_MANIFEST:
       self._refuse(step, [f"{_MANIFEST}/{checked_item.FILE_NAME} is missing"])
     return metadata

@@ -78,6 +78,10 @@ def _graver(
   path: str, old: dict[str, str], new: dict[str, str]
 ) -> effects.Rule:
   order = list(effects.Effect)
+  if path in old and path in new:
+    known = effects.rule_of_parts(old[path], new[path])
+    if known is not None:
+      return known
   rules = [effects.rule_of(path, each) for each in (old, new) if path in each]
   return min(
     rules, key=lambda rule: (order.index(rule.effect), rule.may_change)

@@ -5,6 +5,7 @@ import inspect
 import pytest
 
 from paxon.layers import softmax_loss, stack
+from paxon.pipeline import spmd_pipeline
 from paxon.runner import job, task, toy_experiment
 from paxon.runner.configuration import comparison, dump, effects
 
@@ -71,11 +72,31 @@ def test_the_graver_of_two_classes_counts():
   assert not found["task.m.scan"].rule.may_change
 
 
+def test_a_stack_may_get_stages_and_lose_them():
+  plain = _JOB + _STACK + "task.m.scan = True\n"
+  name = "paxon.pipeline.spmd_pipeline.PipelinedStack"
+  staged = plain.replace("paxon.layers.stack.Stack", name)
+  staged += "task.m.num_stages = 2\n"
+  for pair in ((plain, staged), (staged, plain)):
+    found = comparison.differences(*pair)
+    assert [each.path for each in found] == ["task.m", "task.m.num_stages"]
+    assert {each.rule.effect for each in found} == {_THROUGHPUT}
+    assert all(each.rule.may_change for each in found)
+  other = comparison.differences(plain, plain.replace("layers.stack", "mine"))
+  assert not other[0].rule.may_change
+
+
 # Gone from the code, but in the folders of older runs.
 _OLD = {"paxon.runner.job.Job.max_checkpoints"}
 _OWNERS = {
   f"{cls.__module__}.{cls.__qualname__}": cls
-  for cls in (job.Job, softmax_loss.SoftmaxLoss, stack.Stack, task.Task)
+  for cls in (
+    job.Job,
+    softmax_loss.SoftmaxLoss,
+    spmd_pipeline.PipelinedStack,
+    stack.Stack,
+    task.Task,
+  )
 }
 
 

@@ -58,18 +58,55 @@ RULES: Mapping[str, Rule] = types.MappingProxyType(
     f"{_JOB}.observability": Rule(Effect.BOOKKEEPING, may_change=True),
     f"{_JOB}.expected_kernels": Rule(Effect.BOOKKEEPING, may_change=True),
     f"{_JOB}.mesh": Rule(Effect.THROUGHPUT, may_change=True),
-    f"{_JOB}.rules": Rule(Effect.THROUGHPUT),
+    f"{_JOB}.rules": Rule(Effect.THROUGHPUT, may_change=True),
+    f"{_JOB}.decode_mesh": Rule(Effect.EVALUATION, may_change=True),
+    f"{_JOB}.decode_rules": Rule(Effect.EVALUATION, may_change=True),
+    f"{_JOB}.pgle": Rule(Effect.THROUGHPUT, may_change=True),
     "paxon.runner.task.Task.name": Rule(Effect.BOOKKEEPING),
     "paxon.runner.task.Task.metrics": Rule(Effect.EVALUATION),
     "paxon.layers.stack.Stack.scan": Rule(Effect.THROUGHPUT, may_change=True),
     "paxon.layers.stack.Stack.remat_policy": Rule(
       Effect.THROUGHPUT, may_change=True
     ),
+    **{
+      f"paxon.pipeline.spmd_pipeline.PipelinedStack.{field}": Rule(
+        Effect.THROUGHPUT, may_change=True
+      )
+      for field in (
+        "scan",
+        "remat_policy",
+        "num_stages",
+        "num_microbatches",
+        "microbatch_size",
+        "circular_repeats",
+        "streaming",
+        "iteration_policy",
+      )
+    },
     "paxon.layers.softmax_loss.SoftmaxLoss.chunk_length": Rule(
       Effect.THROUGHPUT
     ),
   }
 )
+
+
+# Classes that compute the same with the same variables.
+_SAME = {
+  "paxon.layers.stack.Stack",
+  "paxon.pipeline.spmd_pipeline.PipelinedStack",
+}
+
+
+def rule_of_parts(before: str, after: str) -> Rule | None:
+  """Returns what another class of a part does, where that is known.
+
+  Args:
+    before: The import path of the class that stood there.
+    after: Of the one that stands there.
+  """
+  if {before, after} <= _SAME:
+    return Rule(Effect.THROUGHPUT, may_change=True)
+  return None
 
 
 def rule_of(path: str, values: Mapping[str, str]) -> Rule:

@@ -65,14 +65,16 @@ class Observer:
         self._watchdog = watchdog.Watchdog(
           settings.watchdog, run_dir, host=_host()
         )
-      if settings.spikes is not None:
+      # All processes see the same figures; one tells of them.
+      is_first = jax.process_index() == 0
+      if settings.spikes is not None and is_first:
         self._spikes = spikes.SpikeReport(
           settings.spikes,
           run_dir / run_dirs.SPIKES,
           resume_step=resume_step,
           train_input=train_input,
         )
-      if launch is not None:
+      if launch is not None and is_first:
         self._profiler = profiling.Profiler(
           launch.profile, run_dir / run_dirs.PROFILE
         )

@@ -5,7 +5,7 @@ two vendors' plugins do not go together, and their variables must be set before
 JAX starts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import importlib.util
 import pathlib
 import shutil
@@ -170,6 +170,7 @@ def compile_for(
   mesh: jax.sharding.Mesh,
   *,
   given: compiler_options.Options | None = None,
+  sets: Sequence[str] = (),
 ) -> jax.stages.Compiled:
   """Compiles a traced function whose mesh has the target's devices.
 
@@ -178,13 +179,14 @@ def compile_for(
     traced: The function.
     mesh: The target's devices.
     given: The compiler options of the job, as a run would be given them.
+    sets: The sets of options that the job names.
 
   Raises:
     UserError: The compiler does not know an option, or refuses its value.
   """
   platform = target.hardware.platform
   device = mesh.devices.flat[0]
-  options = compiler_options.of(given or {}, device)
+  options = compiler_options.of(given or {}, device, sets=sets)
   options |= compiler_options.planned(platform)
   with jax.set_mesh(mesh):
     lowered = traced.lower(lowering_platforms=(platform.value,))

@@ -1,6 +1,7 @@
 """The steps of a session, compiled ahead of the loops that run them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 
@@ -10,7 +11,10 @@ from paxon.runner.programs import session as session_lib
 
 
 def compile_train_step(
-  session: session_lib.Session, traced: jax.stages.Traced | None = None
+  session: session_lib.Session,
+  traced: jax.stages.Traced | None = None,
+  *,
+  more_options: Callable[[jax.stages.Lowered], Mapping[str, Any]] | None = None,
 ) -> jax.stages.Compiled:
   """Returns `(state, batch) -> (state, metrics)`.
 
@@ -20,11 +24,16 @@ def compile_train_step(
   Args:
     session: The job on its devices.
     traced: What `trace_train_step` returned for it, to save doing it again.
+    more_options: Returns compiler options for what was lowered, beside those of
+      the session.
   """
   if traced is None:
     traced = trace_train_step(session)
   lowered = session.layout.lower(traced)
-  return lowered.compile(compiler_options=session.compiler_options)
+  options: dict[str, Any] = dict(session.compiler_options)
+  if more_options is not None:
+    options |= more_options(lowered)
+  return lowered.compile(compiler_options=options)
 
 
 def trace_train_step(session: session_lib.Session) -> jax.stages.Traced:

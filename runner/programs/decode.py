@@ -7,6 +7,7 @@ from etils import epath
 from paxon.runner import job as job_lib
 from paxon.runner import run_dir as run_dirs
 from paxon.runner.checkpoints import checkpointer
+from paxon.runner.hosts import agreement
 from paxon.runner.programs import (
   prompt_texts,
   restoring,
@@ -39,6 +40,8 @@ def run(job: job_lib.Job, run_dir: epath.Path, prompt: str | None) -> int:
     state = restoring.restore_for_evaluation(session, checkpoints, folder)
   drawn = samples.draw(session, state, prompts=texts)
   print(samples.to_text(drawn), flush=True)
-  path = samples_file.write(run_dir, drawn, step=int(state.step), job=job)
-  print(f"samples: {os.fspath(path)}", flush=True)
+  step = int(state.step)
+  if agreement.is_first():
+    path = samples_file.write(run_dir, drawn, step=step, job=job)
+    print(f"samples: {os.fspath(path)}", flush=True)
   return 0

@@ -22,14 +22,18 @@ class EarlyStopping:
     metric: `split/name`, such as `validation/bits_per_byte`.
     goal: Whether small or large values are good.
     patience: Training ends after so many evaluations, one after the other, that
-      are no better than the best before them. NaN is never better.
+      are no better than the best before them. NaN is never better. `None` waits
+      for the target alone.
     min_delta: A value is better only if it is so by more than this.
+    target: Training ends with the first evaluation that is at least as good;
+      `None` is no target.
   """
 
   metric: str = "validation/bits_per_byte"
   goal: retention.Goal = retention.Goal.MIN
-  patience: int = 3
+  patience: int | None = 3
   min_delta: float = 0.0
+  target: float | None = None
 
   def __post_init__(self) -> None:
     if not all(self.metric.partition("/")):
@@ -37,7 +41,14 @@ class EarlyStopping:
         "EarlyStopping.metric must be split/name, such as validation/loss, got"
         f" {self.metric!r}."
       )
-    if self.patience <= 0:
+    if self.patience is None and self.target is None:
+      raise ValueError(
+        "EarlyStopping.patience and target are both None, so it would never"
+        " end a training; set one of them."
+      )
+    if self.target is not None and math.isnan(self.target):
+      raise ValueError("EarlyStopping.target must be a number, got nan.")
+    if self.patience is not None and self.patience <= 0:
       raise ValueError(
         f"EarlyStopping.patience must be positive, got {self.patience}."
       )
@@ -77,6 +88,15 @@ class EarlyStopping:
       values: The metric by the step of its evaluation.
     """
     sign = 1.0 if self.goal is retention.Goal.MIN else -1.0
+    if self.target is not None:
+      for step, value in sorted(values.items()):
+        if sign * value <= sign * self.target:
+          return (
+            f"{self.metric} is {value:.6g} at step {step}, and the target is"
+            f" {self.target:.6g}"
+          )
+    if self.patience is None:
+      return None
     best_step, best, waited = None, math.inf, 0
     for step, value in sorted(values.items()):
       if sign * value < best - (0.0 if best == math.inf else self.min_delta):

@@ -38,6 +38,15 @@ def _stop_step(values, **fields):
     pytest.param(
       [math.inf, 5], {"patience": 2, "min_delta": 1.0}, None, id="i"
     ),
+    pytest.param([3, 2], {"patience": None, "target": 2.0}, 2, id="target"),
+    pytest.param([3, 4, 5], {"patience": None, "target": 2.0}, None, id="far"),
+    pytest.param([3, 4, 1], {"patience": 1, "target": 2.0}, 2, id="no-hope"),
+    pytest.param(
+      [1, math.nan, 2],
+      {"patience": None, "target": 2.0, "goal": MAX},
+      3,
+      id="t",
+    ),
   ],
 )
 def test_stops_where_the_definition_says(values, fields, step):
@@ -87,6 +96,8 @@ def test_a_metric_that_is_not_measured_names_the_close_ones(metric, hint):
     ({"min_delta": -1.0}, r"min_delta must be finite and not negative, got -1"),
     ({"min_delta": math.nan}, r"min_delta must be .* got nan"),
     ({"min_delta": math.inf}, r"min_delta must be .* got inf"),
+    ({"target": math.nan}, r"target must be a number, got nan"),
+    ({"patience": None}, r"patience and target are both None"),
   ],
 )
 def test_wrong_fields(fields, message):

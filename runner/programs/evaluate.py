@@ -8,6 +8,7 @@ from paxon.runner import job as job_lib
 from paxon.runner import run_dir as run_dirs
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer
+from paxon.runner.hosts import agreement, late_maximum
 from paxon.runner.programs import (
   evaluation,
   figures,
@@ -45,12 +46,15 @@ def run(
     )
   session = session_lib.open_session(job)
   if continuous:
-    with stop_signals.StopSignals(when="after this batch") as stop:
+    agree = None
+    if not agreement.is_alone():
+      agree = late_maximum.LateMaximum(session.layout)
+    with stop_signals.StopSignals(when="after this batch", agree=agree) as stop:
       following.Follower(session=session, run_dir=run_dir, stop=stop).run()
   else:
     _evaluate_newest(session, run_dir)
   # The run has written its report without these figures.
-  if (run_dir / run_dirs.REPORT).exists():
+  if agreement.is_first() and (run_dir / run_dirs.REPORT).exists():
     report.write(run_dir)
   return 0
 
@@ -62,8 +66,9 @@ def _evaluate_newest(session: session_lib.Session, run_dir: epath.Path) -> None:
   results = evaluation.Evaluator(session).evaluate(state)
   assert results is not None
   step = int(state.step)
-  with contextlib.closing(run_summaries.make_eval(run_dir)) as writer:
-    for split, values in results.items():
-      writer.write(step, split, values)
+  if agreement.is_first():
+    with contextlib.closing(run_summaries.make_eval(run_dir)) as writer:
+      for split, values in results.items():
+        writer.write(step, split, values)
   for line in figures.lines(step, results):
     print(line)

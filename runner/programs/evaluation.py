@@ -1,4 +1,4 @@
-"""Evaluation of whole splits."""
+"""Evaluation of splits, whole or some batches of each."""
 
 from collections.abc import Callable
 import time
@@ -8,15 +8,16 @@ import jax
 
 from paxon.inputs import base_input
 from paxon.learners import train_state, weighted
-from paxon.runner.programs import compiled_steps, prefetch
+from paxon.runner.hosts import agreement
+from paxon.runner.programs import compiled_steps, prefetch, row_outputs
 from paxon.runner.programs import session as session_lib
 
 
 class Evaluator:
   """Measures a state on the splits of a job.
 
-  Every batch of a split counts, sums are exact, and a mean is taken once, over
-  the whole split.
+  Sums are exact, and a mean is taken once over all batches. Those are the
+  whole split, or as many as its input's `eval_loop_num_batches` says.
   """
 
   def __init__(self, session: session_lib.Session) -> None:
@@ -60,9 +61,16 @@ class Evaluator:
     is_stopped: Callable[[], bool],
   ) -> dict[str, float] | None:
     totals, pending = weighted.Totals(), None
+    rows = row_outputs.of_input(source, session=self._session)
     seconds, begin = 0.0, time.monotonic()
-    source.reset()
-    with prefetch.Prefetcher(source, place=self._session.place) as batches:
+    if source.reset_for_eval:
+      source.reset()
+    with prefetch.Prefetcher(
+      source,
+      place=self._session.place,
+      limit=source.eval_loop_num_batches,
+      rolling=not source.reset_for_eval,
+    ) as batches:
       for batch in batches:
         if is_stopped():
           return None
@@ -73,12 +81,19 @@ class Evaluator:
         if pending is not None:
           totals.add(pending)
         pending = metrics
+        if rows is not None:
+          rows.add(state, batch.arrays)
       if pending is not None:
         totals.add(pending)
     seconds += time.monotonic() - begin
-    return totals.means() | {
-      "tokens_per_second": totals.weight("loss") / max(seconds, 1e-9)
-    }
+    # All processes have the same figures, and may decide by any of them.
+    seconds = agreement.from_first(lambda: seconds)
+    measured = {} if rows is None else rows.metrics()
+    return (
+      totals.means()
+      | measured
+      | {"tokens_per_second": totals.weight("loss") / max(seconds, 1e-9)}
+    )
 
   def _step(
     self, batch: dict[str, jax.Array]

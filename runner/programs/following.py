@@ -9,6 +9,7 @@ an earlier follower has written are not made again.
 from collections.abc import Callable
 import contextlib
 import dataclasses
+import functools
 import os
 import time
 
@@ -18,6 +19,7 @@ from paxon.learners import train_state
 from paxon.runner import run_dir as run_dirs
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer, compatibility
+from paxon.runner.hosts import agreement
 from paxon.runner.programs import (
   evaluation,
   evaluation_log,
@@ -26,7 +28,12 @@ from paxon.runner.programs import (
   stop_signals,
 )
 from paxon.runner.programs import session as session_lib
-from paxon.runner.summaries import metrics_file, run_summaries, summary_writer
+from paxon.runner.summaries import (
+  composite_writer,
+  metrics_file,
+  run_summaries,
+  summary_writer,
+)
 
 # How soon a signal is seen while there is nothing to do.
 _MAX_SLEEP_SECONDS = 0.2
@@ -57,23 +64,19 @@ class Follower:
       UserError: A checkpoint does not fit the job.
     """
     evaluator = evaluation.Evaluator(self.session)
-    done, skipped = self._evaluated(), dict[int, int | None]()
+    done = set(agreement.from_first(lambda: sorted(self._evaluated())))
+    skipped: dict[int, int | None] = {}
     is_waiting = False
-    with contextlib.closing(run_summaries.make_eval(self.run_dir)) as writer:
-      while self.stop.requested is None:
+    with contextlib.closing(self._writer()) as writer:
+      while not self.stop.settle():
         # Before the checkpoints are listed: then the last one is among them.
-        is_finished = self._is_finished()
+        is_finished = agreement.from_first(self._is_finished)
         steps = self._steps()
-        left = [
-          step
-          for step in steps
-          if step not in done
-          # The run may save a damaged one again.
-          and (step not in skipped or skipped[step] != self._time(step))
-        ]
-        if left:
-          step = max(left)
-          time_before = self._time(step)
+        newest = agreement.from_first(
+          functools.partial(self._newest, steps, done, skipped)
+        )
+        if newest is not None:
+          step, time_before = newest
           state = self._restore(step)
           if state is None:
             skipped[step] = time_before
@@ -92,6 +95,24 @@ class Follower:
   @property
   def _folder(self) -> epath.Path:
     return self.run_dir / run_dirs.CHECKPOINTS
+
+  def _writer(self) -> composite_writer.CompositeWriter:
+    if agreement.is_first():
+      return run_summaries.make_eval(self.run_dir)
+    return composite_writer.CompositeWriter(())
+
+  def _newest(
+    self, steps: list[int], done: set[int], skipped: dict[int, int | None]
+  ) -> tuple[int, int | None] | None:
+    """Returns the newest step to evaluate, with its time; None if none is."""
+    left = [
+      step
+      for step in steps
+      if step not in done
+      # The run may save a damaged one again.
+      and (step not in skipped or skipped[step] != self._time(step))
+    ]
+    return (max(left), self._time(max(left))) if left else None
 
   def _evaluated(self) -> set[int]:
     """Returns the steps that this command has evaluated before."""
@@ -148,9 +169,7 @@ class Follower:
     writer: summary_writer.SummaryWriter,
   ) -> bool:
     """Measures, writes and prints; false if asked to stop meanwhile."""
-    results = evaluator.evaluate(
-      state, is_stopped=lambda: self.stop.requested is not None
-    )
+    results = evaluator.evaluate(state, is_stopped=self.stop.poll)
     if results is None:
       return False
     step = int(state.step)
@@ -163,7 +182,7 @@ class Follower:
 
   def _pause(self) -> None:
     left = self.pause_seconds
-    while left > 0 and self.stop.requested is None:
+    while left > 0 and not self.stop.is_noted:
       self.sleep(min(left, _MAX_SLEEP_SECONDS))
       left -= _MAX_SLEEP_SECONDS
 

@@ -27,10 +27,12 @@ class PlacedBatch:
   Attributes:
     arrays: Global arrays.
     position: The state of the input after this batch, JSON values.
+    strings: This host's rows of what no device can hold, by key.
   """
 
   arrays: dict[str, jax.Array]
   position: Mapping[str, Any]
+  strings: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
 class _End:
@@ -49,6 +51,7 @@ class Prefetcher:
     *,
     place: Place,
     limit: int | None = None,
+    rolling: bool = False,
     depth: int = 2,
   ) -> None:
     """Starts reading.
@@ -57,11 +60,13 @@ class Prefetcher:
       source: Where batches come from.
       place: Moves one host batch to the devices.
       limit: How many batches to read at most.
+      rolling: Whether to go on at the first batch where the input ends.
       depth: How many are kept ready.
     """
     self._source = source
     self._place = place
     self._limit = limit
+    self._rolling = rolling
     self._ready: queue.Queue[PlacedBatch | _End | BaseException] = queue.Queue(
       depth
     )
@@ -113,16 +118,27 @@ class Prefetcher:
     while not self._closed.is_set():
       try:
         item = _End() if count == self._limit else self._next()
-      except StopIteration:
-        item = _End()
       except BaseException as error:
-        item = error
+        item = _End() if base_input.is_end(error) else error
       self._ready.put(item)
       if not isinstance(item, PlacedBatch):
         return
       count += 1
 
   def _next(self) -> PlacedBatch:
-    batch = self._source.get_next()
+    batch = self._read_batch()
     position = self._source.get_state()
-    return PlacedBatch(arrays=self._place(batch), position=position)
+    strings = {k: v for k, v in batch.items() if v.dtype == object}
+    arrays = {k: v for k, v in batch.items() if k not in strings}
+    return PlacedBatch(
+      arrays=self._place(arrays), position=position, strings=strings
+    )
+
+  def _read_batch(self) -> base_input.Batch:
+    try:
+      return self._source.get_next()
+    except BaseException as error:
+      if not (self._rolling and base_input.is_end(error)):
+        raise
+    self._source.reset()
+    return self._source.get_next()

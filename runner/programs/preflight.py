@@ -7,6 +7,7 @@ second, and the step is compiled from this very trace.
 
 import jax
 
+from paxon.runner import user_error
 from paxon.runner.programs import (
   compiled_steps,
   expected_kernels,
@@ -14,7 +15,7 @@ from paxon.runner.programs import (
   samples,
 )
 from paxon.runner.programs import session as session_lib
-from paxon.sharding import lint
+from paxon.sharding import axes, lint
 
 
 def check(session: session_lib.Session) -> jax.stages.Traced:
@@ -30,6 +31,7 @@ def check(session: session_lib.Session) -> jax.stages.Traced:
       (`configuration.refusals`).
   """
   session.job.train_input.check_readable()
+  _check_vocabulary(session)
   expected_kernels.check_devices(
     session.job,
     platform=expected_kernels.platform_of(session),
@@ -43,6 +45,29 @@ def check(session: session_lib.Session) -> jax.stages.Traced:
     advice = "reduce generation.max_new_tokens"
     _check_loops(session, generation, "cache", advice)
   return step
+
+
+def _check_vocabulary(session: session_lib.Session) -> None:
+  """Refuses ids that the model has no row for, which would train on nothing.
+
+  Raises:
+    UserError: A split has such ids.
+  """
+  sizes = [
+    size
+    for spec in jax.tree.leaves(session.specs)
+    for size, axis in zip(spec.shape, spec.axes, strict=True)
+    if axis == axes.VOCAB
+  ]
+  job = session.job
+  for split, source in (("train", job.train_input), *job.eval_inputs.items()):
+    required = source.required_vocab_size()
+    if sizes and required is not None and required > max(sizes):
+      raise user_error.UserError(
+        f"the split {split!r} has ids below {required}, and the model's"
+        f" vocabulary has {max(sizes)}: it is that of another tokenizer; set"
+        f" the model's vocab_size to {required} or more."
+      )
 
 
 def warnings(session: session_lib.Session) -> list[str]:

@@ -2,6 +2,9 @@
 
 import dataclasses
 
+import pytest
+
+from paxon.runner import user_error
 from paxon.runner.programs import preflight, testing
 from paxon.runner.programs import session as session_lib
 
@@ -18,3 +21,16 @@ def test_work_that_a_mesh_does_not_share_is_told():
   (warning,) = preflight.warnings(session_lib.open_session(job))
   assert "the mesh axis data=8 splits neither the batch nor any" in warning
   assert "add 'data' to the rule of 'batch'" in warning
+
+
+def test_ids_of_another_tokenizer_are_refused():
+  job, _ = testing.make()
+  session = session_lib.open_session(job)
+  preflight.check(session)
+  source = job.eval_inputs["validation"]
+  source.required_vocab_size = lambda: 300
+  with pytest.raises(
+    user_error.UserError,
+    match=r"'validation' has ids below 300, and the model's vocabulary has 264",
+  ):
+    preflight.check(session)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,8 @@ from paxon.runner import generation_settings, user_error
 from paxon.runner.programs import session as session_lib
 from paxon.sharding import axes
 from paxon.sharding import layout as layouts
+from paxon.sharding import mesh as meshes
+from paxon.sharding import rules as rules_lib
 
 _STREAM = "generation"
 
@@ -57,11 +60,16 @@ def draw(
   """
   settings, tokenizer = _settings(session)
   texts = list(settings.prompts if prompts is None else prompts)
-  generator, batch = _generator(session, texts)
+  layout = _decoding_layout(session)
+  generator, batch = _generator(session, layout, texts)
   key = random_keys.key_for(session.job.seed, step=state.step, stream=_STREAM)
-  result = generator(
-    session_lib.for_evaluation(state), batch.ids, batch.lengths, key
-  )
+  given = session_lib.for_evaluation(state)
+  if layout.mesh is not session.layout.mesh or session.job.decode_rules:
+    # Once, and not in each step of decoding.
+    given, key = jax.device_put(
+      (given, key), (_shardings(session, layout), layout.replicated)
+    )
+  result = generator(given, batch.ids, batch.lengths, key)
   ids, lengths = jax.device_get((result.ids, result.lengths))
   return [
     Sample(
@@ -81,8 +89,15 @@ def trace(session: session_lib.Session) -> jax.stages.Traced:
     session: The job on its devices; it says what to generate.
   """
   settings, _ = _settings(session)
-  generator, batch = _generator(session, settings.prompts)
-  state = session_lib.for_evaluation(session.abstract_state())
+  layout = _decoding_layout(session)
+  generator, batch = _generator(session, layout, settings.prompts)
+  state = jax.tree.map(
+    lambda x, sharding: jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=sharding
+    ),
+    session_lib.for_evaluation(session.abstract_state()),
+    _shardings(session, layout),
+  )
   return generator.trace(state, batch.ids, batch.lengths, jax.random.key(0))
 
 
@@ -108,7 +123,9 @@ def _settings(
 
 
 def _generator(
-  session: session_lib.Session, texts: Sequence[str]
+  session: session_lib.Session,
+  layout: layouts.Layout,
+  texts: Sequence[str],
 ) -> tuple[layouts.LaidOut, prompts_lib.Prompts]:
   """Returns the function that continues prompts, and them as its arguments."""
   settings, tokenizer = _settings(session)
@@ -123,7 +140,6 @@ def _generator(
     return [tokenizer.begin_id, *ids]
 
   batch = prompts_lib.right_padded([ids_of(text) for text in texts])
-  layout = _decoding_layout(session.layout)
   batch = _padded(batch, rows=layout.shards(axes.BATCH))
 
   def run(
@@ -149,7 +165,12 @@ def _generator(
       end_id=tokenizer.end_id,
     )
 
-  return layout.jit(run, out_shardings=layout.replicated), batch
+  generator = layout.jit(
+    run,
+    out_shardings=layout.replicated,
+    compiler_options=session.compiler_options,
+  )
+  return generator, batch
 
 
 def _source(ids: jax.Array, lengths: jax.Array) -> dict[str, jax.Array]:
@@ -172,13 +193,34 @@ def to_text(drawn: Sequence[Sample]) -> str:
   )
 
 
-def _decoding_layout(layout: layouts.Layout) -> layouts.Layout:
-  """A step reads one token a row, which cannot be split by length."""
-  rules = tuple(
-    (logical, None if logical == axes.LENGTH else mesh_axes)
-    for logical, mesh_axes in layout.rules
-  )
-  return dataclasses.replace(layout, rules=rules)
+def _decoding_layout(session: session_lib.Session) -> layouts.Layout:
+  """Returns where samples are drawn: as training is laid out, or otherwise.
+
+  A step reads one token a row, which cannot be split by length.
+
+  Raises:
+    UserError: The mesh of the job does not fit the devices.
+  """
+  job, mesh = session.job, session.layout.mesh
+  if job.decode_mesh is not None:
+    try:
+      mesh = meshes.reshaped(mesh, meshes.MeshSpec.parse(job.decode_mesh))
+    except ValueError as error:
+      raise user_error.UserError(f"Job.decode_mesh: {error}") from error
+  rules = job.decode_rules or session.layout.rules
+  return layouts.Layout(mesh, rules_lib.replace(rules, {axes.LENGTH: None}))
+
+
+def _shardings(session: session_lib.Session, layout: layouts.Layout) -> Any:
+  """Returns where the state lies while samples are drawn."""
+  if layout.mesh is session.layout.mesh and session.job.decode_rules is None:
+    return session_lib.for_evaluation(session.state_shardings)
+  try:
+    return layout.shardings(session_lib.for_evaluation(session.state_specs))
+  except ValueError as error:
+    raise user_error.UserError(
+      f"Job.decode_mesh {session.job.decode_mesh!r}: {error}"
+    ) from error
 
 
 def _padded(batch: prompts_lib.Prompts, *, rows: int) -> prompts_lib.Prompts:

@@ -42,7 +42,9 @@ class Session:
   def compiler_options(self) -> dict[str, bool | str]:
     """The options with which its steps are compiled, here or in a plan."""
     return compiler_options.of(
-      self.job.compiler_options, _one_device(self.layout.mesh)
+      self.job.compiler_options,
+      _one_device(self.layout.mesh),
+      sets=self.job.compiler_option_sets,
     )
 
   def abstract_state(self) -> train_state.TrainState:
@@ -86,7 +88,10 @@ class Session:
       return replaced(self.state_specs, state)
 
     start = self.layout.jit(
-      compute, out_shardings=self.state_shardings, donate_argnums=0
+      compute,
+      out_shardings=self.state_shardings,
+      donate_argnums=0,
+      compiler_options=self.compiler_options,
     )
     return start(dict(given or {}))
 
@@ -100,7 +105,9 @@ class Session:
 
   def place(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
     """Returns the global arrays of one host's rows of a batch."""
-    return arrays.to_global(batch, self.layout)
+    return arrays.to_global(
+      batch, self.layout, num_hosts=self.job.train_input.num_infeed_hosts
+    )
 
 
 def open_session(
@@ -124,12 +131,14 @@ def open_session(
   _check_layout(job, layout, {}, {})
   _check_rules(layout)
   attention_kernels.check(job, length_shards=layout.shards(axes.LENGTH))
-  compiler_options.check(job.compiler_options, _one_device(mesh))
+  compiler_options.check(
+    job.compiler_options, _one_device(mesh), sets=job.compiler_option_sets
+  )
+  infeed_host_index, num_infeed_hosts = arrays.infeed_hosts(layout)
   for name, source in (("train", job.train_input), *job.eval_inputs.items()):
     _check_batch(source, name=name, layout=layout, mesh=job.mesh)
     source.set_infeed_hosts(
-      infeed_host_index=jax.process_index(),
-      num_infeed_hosts=jax.process_count(),
+      infeed_host_index=infeed_host_index, num_infeed_hosts=num_infeed_hosts
     )
     memory_fit.check_batch(source)
     # Opens the data: a folder that is missing is found here.
@@ -187,7 +196,8 @@ def _check_batch(
     raise user_error.UserError(
       f"global_batch_size ({source.global_batch_size}) of the split {name!r}"
       f" must be a multiple of {shards}, the number of parts into which mesh"
-      f" {mesh!r} splits a batch over {layout.mesh.size} devices."
+      f" {mesh!r} splits a batch over {layout.mesh.size} devices"
+      f"{_of_processes(layout)}."
     )
   parts = layout.shards(axes.LENGTH)
   if source.length % parts:
@@ -195,6 +205,11 @@ def _check_batch(
       f"length ({source.length}) of the split {name!r} must be a multiple of"
       f" {parts}, the number of parts into which mesh {mesh!r} splits a row."
     )
+
+
+def _of_processes(layout: layouts.Layout) -> str:
+  count = len({d.process_index for d in layout.mesh.devices.flat})
+  return f" of {count} processes" if count > 1 else ""
 
 
 def _check_layout(
@@ -259,4 +274,9 @@ def _read_shapes(source: base_input.BaseInput) -> base_input.Shapes:
       " global_batch_size."
     ) from None
   source.set_state(position)
-  return {name: (value.shape, value.dtype) for name, value in batch.items()}
+  # Strings never reach a device.
+  return {
+    name: (value.shape, value.dtype)
+    for name, value in batch.items()
+    if value.dtype != object
+  }

@@ -1,6 +1,6 @@
 """Ctrl-C and SIGTERM as requests to stop, seen between two steps."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 import os
 import signal
@@ -20,17 +20,29 @@ class StopSignals:
   Python calls signal handlers in the main thread only; entered in another one,
   it does nothing.
 
+  Several processes stop together: what one of them noted, all are told when
+  they `poll`, which all do at the same places.
+
   Attributes:
     requested: The name of the signal that asked to stop, or `None`.
   """
 
-  def __init__(self, *, when: str = "after this step and a checkpoint") -> None:
+  def __init__(
+    self,
+    *,
+    when: str = "after this step and a checkpoint",
+    agree: Callable[[int], int] | None = None,
+  ) -> None:
     """Prepares; signals are noted once it is entered.
 
     Args:
       when: Said to the user: when the program stops.
+      agree: Takes a number of this process and returns the largest of all
+        processes, of this call or of the one before; None for one process.
     """
     self._when = when
+    self._agree = agree
+    self._noted = 0
     self.requested: str | None = None
     self._before: dict[signal.Signals, Any] = {}
     self._is_at_once = False
@@ -51,6 +63,23 @@ class StopSignals:
       signal.signal(number, handler)
     self._before = {}
 
+  @property
+  def is_noted(self) -> bool:
+    """Whether this process has heard of a request, agreed on or not."""
+    return bool(self._noted) or self.requested is not None
+
+  def poll(self) -> bool:
+    """Returns whether to stop, after an exchange with the other processes."""
+    if self._agree is not None and self.requested is None:
+      number = self._agree(self._noted)
+      self.requested = signal.Signals(number).name if number else None
+    return self.requested is not None
+
+  def settle(self) -> bool:
+    """As `poll`, with all that was noted before the call."""
+    # The first of two may answer what was so before it.
+    return self.poll() or self.poll()
+
   @contextlib.contextmanager
   def at_once(self) -> Iterator[None]:
     """While entered, a signal ends the process: nothing would be lost.
@@ -58,8 +87,11 @@ class StopSignals:
     A compilation runs native code for minutes, and Python calls no handler
     meanwhile. So a thread hears of the signal, which the interpreter writes to
     a socket at once. The exit status is the shell's, 128 and the signal.
+
+    One of several processes would take the others with it; there the signal is
+    noted, as everywhere.
     """
-    if not self._before or self.requested is not None:
+    if not self._before or self.is_noted or self._agree is not None:
       yield
       return
     heard, told = socket.socketpair()
@@ -85,14 +117,17 @@ class StopSignals:
     del frame
     if self._is_at_once:
       return
-    self.requested = signal.Signals(number).name
+    self._noted = number
+    if self._agree is None:
+      self.requested = signal.Signals(number).name
     # The system's own action, which needs no Python to run: a second signal
     # ends the process even while it is deep in a compilation.
     for each in _SIGNALS:
       signal.signal(each, signal.SIG_DFL)
     _show_cursor()
+    name = signal.Signals(number).name
     print(
-      f"{self.requested}: stopping {self._when}; once more to stop at once,"
+      f"{name}: stopping {self._when}; once more to stop at once,"
       " without that.",
       flush=True,
     )

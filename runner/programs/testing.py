@@ -180,8 +180,12 @@ class TinyLm(experiment.Experiment):
       early_stopping.EarlyStopping, patience=self.patience, min_delta=100.0
     )
 
-  def generation(self) -> fdl.Config[generation_settings.GenerationSettings]:
-    """Returns two greedy samples."""
+  def generation(
+    self,
+  ) -> fdl.Config[generation_settings.GenerationSettings] | None:
+    """Returns two greedy samples, or none without a token to add."""
+    if not self.max_new_tokens:
+      return None
     return fdl.Config(
       generation_settings.GenerationSettings,
       prompts=("def ", "x"),

@@ -8,7 +8,6 @@ import os
 
 from etils import epath
 import fiddle as fdl
-import jax
 
 from paxon.learners import train_state
 from paxon.runner import files, user_error
@@ -17,6 +16,7 @@ from paxon.runner import run_dir as run_dirs
 from paxon.runner.checkpoints import checkpointer
 from paxon.runner.configuration import dump
 from paxon.runner.configuration import overrides as overrides_lib
+from paxon.runner.hosts import agreement, late_maximum
 from paxon.runner.observability import goodput
 from paxon.runner.observability import launch as launch_lib
 from paxon.runner.observability import observer as observer_lib
@@ -26,6 +26,7 @@ from paxon.runner.programs import (
   figures,
   finished,
   preflight,
+  profile_guided,
   restoring,
   samples,
   stop_signals,
@@ -35,6 +36,7 @@ from paxon.runner.programs import (
 )
 from paxon.runner.programs import session as session_lib
 from paxon.runner.summaries import (
+  composite_writer,
   metrics_file,
   report,
   run_summaries,
@@ -87,16 +89,29 @@ def _run(
   overrides: Sequence[overrides_lib.Override],
   launch: launch_lib.Launch,
 ) -> int:
-  ledger = goodput.Ledger(run_dir / run_dirs.GOODPUT, begin=launch.begin)
+  # Of several processes this one writes files, and all others none.
+  writes = agreement.is_first()
+  ledger = goodput.Ledger(
+    run_dir / run_dirs.GOODPUT if writes else None, begin=launch.begin
+  )
   if job.observability.wandb_project is not None:
     wandb_writer.check_installed()
+  profile_guided.check(job.pgle)
+  if job.pgle == profile_guided.AUTO and launch.profile is not None:
+    raise user_error.UserError(
+      "--profile_steps and pgle='auto' both profile the first steps, and only"
+      " one can; leave one out."
+    )
   session = session_lib.open_session(job)
   traced = preflight.check(session)
   for warning in preflight.warnings(session):
     print(f"warning: {warning}")
   # Only what can run leaves anything in the folder.
   with contextlib.ExitStack() as stack:
-    stop = stack.enter_context(stop_signals.StopSignals())
+    agree = None
+    if not agreement.is_alone():
+      agree = late_maximum.LateMaximum(session.layout)
+    stop = stack.enter_context(stop_signals.StopSignals(agree=agree))
     checkpoints = stack.enter_context(
       checkpointer.Checkpointer(
         run_dir / run_dirs.CHECKPOINTS, retention=job.retention
@@ -110,17 +125,20 @@ def _run(
         print(f"changed: {change}")
     with ledger.span(cause):
       state = restoring.restore_or_start(session, checkpoints)
-    stored_settings.store(job.experiment, overrides, run_dir)
-    stored_config.store(config, run_dir)
-    finished.unmark(run_dir)
+    if writes:
+      stored_settings.store(job.experiment, overrides, run_dir)
+      stored_config.store(config, run_dir)
+      finished.unmark(run_dir)
     log = _evaluation_log(job, run_dir, until=int(state.step))
     checkpoints.rank_by(lambda step: job.retention.value(log.at(step) or {}))
-    writer = run_summaries.make_train(
-      run_dir,
-      num_train_steps=job.num_train_steps,
-      resume_step=int(state.step),
-      more=_wandb(job, config, run_dir),
-    )
+    writer: summary_writer.SummaryWriter = composite_writer.CompositeWriter(())
+    if writes:
+      writer = run_summaries.make_train(
+        run_dir,
+        num_train_steps=job.num_train_steps,
+        resume_step=int(state.step),
+        more=_wandb(job, config, run_dir),
+      )
     stack.enter_context(contextlib.closing(writer))
     observer = stack.enter_context(
       observer_lib.Observer(
@@ -141,12 +159,14 @@ def _run(
       log=log,
       stop=stop,
       observer=observer,
+      guide=_guide(session, run_dir),
     )
     state = loop.run(state)
     with ledger.span(goodput.Cause.CHECKPOINT):
       checkpoints.wait()
     ledger.rest()
     lines = _finish(loop, state, run_dir)
+    stop.settle()
   account = ledger.finish(complete=stop.requested is None)
   if stop.requested is not None:
     lines = []
@@ -154,6 +174,19 @@ def _run(
   # After the writers are closed: below the last state of the progress bar.
   print("\n".join(lines), flush=True)
   return 0
+
+
+def _guide(
+  session: session_lib.Session, run_dir: epath.Path
+) -> profile_guided.ProfileGuide | None:
+  """Returns what profiles some steps, if the job says so."""
+  if session.job.pgle is None:
+    return None
+  return profile_guided.ProfileGuide(
+    setting=session.job.pgle,
+    folder=run_dir / run_dirs.PGLE,
+    platform=session.layout.mesh.devices.flat[0].platform,
+  )
 
 
 def _close(
@@ -169,8 +202,9 @@ def _close(
       f" the same command with --job_log_dir={os.fspath(run_dir)} goes on from"
       " there"
     )
-  finished.mark(run_dir, step=step, job=job)
-  report.write(run_dir)
+  if agreement.is_first():
+    finished.mark(run_dir, step=step, job=job)
+    report.write(run_dir)
   return f"report: {os.fspath(run_dir / run_dirs.REPORT)}"
 
 
@@ -179,7 +213,7 @@ def _wandb(
 ) -> list[summary_writer.SummaryWriter]:
   """Returns what sends figures to Weights & Biases, from one host."""
   settings = job.observability
-  if settings.wandb_project is None or jax.process_index() > 0:
+  if settings.wandb_project is None:
     return []
   return [
     wandb_writer.WandbWriter(
@@ -196,8 +230,17 @@ def _evaluation_log(
 ) -> evaluation_log.EvaluationLog:
   """Returns what this run has recorded up to a step."""
   path = run_dir / run_dirs.METRICS
+
+  def read() -> list[tuple[int, str, Mapping[str, float]]]:
+    records = metrics_file.read(path) if path.exists() else []
+    return [
+      (record.step, record.split, record.values)
+      for record in records
+      if record.split in job.eval_inputs
+    ]
+
   return evaluation_log.EvaluationLog(
-    metrics_file.read(path) if path.exists() else (),
+    [metrics_file.Record(*fields) for fields in agreement.from_first(read)],
     splits=job.eval_inputs,
     until=until,
   )
@@ -228,9 +271,10 @@ def _finish(
     with loop.observer.span(goodput.Cause.SAMPLING):
       drawn = samples.draw(loop.session, state)
     text = samples.to_text(drawn)
-    files.write_text(run_dir / run_dirs.SAMPLES, text)
+    if agreement.is_first():
+      files.write_text(run_dir / run_dirs.SAMPLES, text)
     lines = [text, *lines]
-  if job.baselines is not None:
+  if job.baselines is not None and agreement.is_first():
     lines += _compare(loop.writer, results, job.baselines())
   return lines
 

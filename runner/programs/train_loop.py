@@ -24,6 +24,7 @@ from paxon.runner.programs import (
   expected_kernels,
   garbage,
   prefetch,
+  profile_guided,
   stop_signals,
   train_summaries,
 )
@@ -44,6 +45,7 @@ class TrainLoop:
     log: The evaluations made, also by the processes before.
     stop: Says when the user wants to stop.
     observer: Is told what happens; by default it does nothing.
+    guide: Profiles some steps to compile the step anew; None for no profile.
   """
 
   session: session_lib.Session
@@ -56,6 +58,7 @@ class TrainLoop:
   observer: observer_lib.Observer = dataclasses.field(
     default_factory=observer_lib.Observer
   )
+  guide: profile_guided.ProfileGuide | None = None
 
   def run(self, state: train_state.TrainState) -> train_state.TrainState:
     """Trains, and saves the last state; returns it.
@@ -88,7 +91,7 @@ class TrainLoop:
     ):
       with self.stop.at_once():
         train_step = self._compile()
-      if self.stop.requested is not None:
+      if self.stop.settle():
         # Nothing was computed that is not saved.
         return state
       summaries = train_summaries.TrainSummaries(
@@ -101,12 +104,17 @@ class TrainLoop:
         batches, is_ready=batches.is_ready, is_busy=summaries.is_busy
       )
       stack.enter_context(self.observer.training(first_step))
+      if self.guide is not None:
+        stack.enter_context(contextlib.closing(self.guide))
       for step, batch in enumerate(waits, start=first_step + 1):
         with self.observer.before_step(step, paused=summaries.paused):
           state, metrics = train_step(state, batch.arrays)
         self.observer.dispatched(step, before=position, after=batch.position)
         position = batch.position
         summaries.add(step, metrics)
+        if self.guide is not None and self.guide.after_step(metrics):
+          with summaries.paused():
+            train_step = self._compile()
         postponed.after_step()
         if is_due(step, job.checkpoint_every_steps):
           summaries.drain()
@@ -118,7 +126,7 @@ class TrainLoop:
             postponed.collect()
           if self.early_end() is not None:
             break
-        if self.stop.requested is not None:
+        if self.stop.poll():
           break
       summaries.drain()
     self._save(step, state, position)
@@ -127,7 +135,11 @@ class TrainLoop:
   def _compile(self) -> jax.stages.Compiled:
     """Compiles the step, while the first batches are read."""
     with self.observer.span(goodput.Cause.COMPILE):
-      train_step = compiled_steps.compile_train_step(self.session, self.traced)
+      train_step = compiled_steps.compile_train_step(
+        self.session,
+        self.traced,
+        more_options=None if self.guide is None else self.guide.options,
+      )
       expected_kernels.check_compiled(self.session, train_step)
       self.observer.compiled(
         self.traced,
@@ -142,9 +154,7 @@ class TrainLoop:
   ) -> evaluation_log.Results | None:
     """Measures and writes all splits; `None` if asked to stop meanwhile."""
     with self.observer.span(goodput.Cause.EVALUATION):
-      results = self.evaluator.evaluate(
-        state, is_stopped=lambda: self.stop.requested is not None
-      )
+      results = self.evaluator.evaluate(state, is_stopped=self.stop.poll)
     for split, values in (results or {}).items():
       self.writer.write(step, split, values)
     if results is not None:

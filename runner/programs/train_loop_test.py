@@ -82,7 +82,7 @@ def _events(monkeypatch):
   # Has no field: a loop that looks into the state fails.
   hidden = object.__new__(train_state.TrainState)
 
-  def compile_train_step(session, traced):
+  def compile_train_step(session, traced, *, more_options):
     steps = iter(range(_Loop.first_step + 1, 1000))
 
     class Step(jax.stages.Compiled):
@@ -184,9 +184,9 @@ def test_a_signal_before_the_first_step_leaves_everything_as_it_was(
   loop = _Loop(session, events, num_train_steps=5)
   compile_train_step = compiled_steps.compile_train_step
 
-  def interrupted(session, traced):
+  def interrupted(session, traced, *, more_options):
     loop.stop.requested = "SIGINT"
-    return compile_train_step(session, traced)
+    return compile_train_step(session, traced, more_options=more_options)
 
   monkeypatch.setattr(compiled_steps, "compile_train_step", interrupted)
   _, state, given = loop.run()

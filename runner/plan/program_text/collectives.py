@@ -264,7 +264,9 @@ class _Finder:
     text = instruction.attribute("source_target_pairs") or ""
     pairs = [(int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", text)]
     following = dict(pairs)
-    ring = [pairs[0][0]]
+    # Some devices may keep what they have.
+    moving = (a for a, b in pairs if a != b)
+    ring = [next(moving, pairs[0][0])]
     while following.get(ring[-1], ring[0]) not in ring:
       ring.append(following[ring[-1]])
     members = np.array(ring)

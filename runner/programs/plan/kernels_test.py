@@ -11,7 +11,7 @@ from etils import epath
 import fiddle as fdl
 import pytest
 
-from paxon.runner import compiler_options, user_error
+from paxon.runner import option_sets, user_error
 from paxon.runner.configuration import overrides
 from paxon.runner.plan import target as targets
 from paxon.runner.plan import testing, topology
@@ -72,7 +72,7 @@ compiler_options.check(eval(sys.argv[2]), device)
     ),
     (
       "v4:2x2x1",
-      dict(compiler_options.TPU_ASYNC_GATHERS),
+      option_sets.options_of("async_collectives", "v4"),
       {"xla_tpu_overlap_compute_collective_tcp": True},
     ),
   ],

@@ -70,7 +70,7 @@ class Wrong(testing.TinyLm):
       block.feed_forward = fdl.Config(Square)
     return config
 
-  def rules(self) -> rules_lib.Rules:
+  def sharding_rules(self) -> rules_lib.Rules:
     """Returns the default rules, with one in place of theirs."""
     other: dict[str, tuple[str, rules_lib.MeshAxes]] = {
       "twice": (axes.BATCH, ("data", "fsdp", "data")),

@@ -121,7 +121,9 @@ def measure(
     kernels=program.reading.communication.kernels,
     kernel_choices=program.kernel_choices,
     compiler_options=compiler_options.to_text(
-      compiler_options.for_platform(job.compiler_options, kind.platform)
+      compiler_options.for_hardware(
+        job.compiler_options, kind, sets=job.compiler_option_sets
+      )
     ),
     bound=roofline.bound(
       flops,
@@ -161,7 +163,7 @@ class _Program:
   ) -> None:
     self._target = target
     self._mesh = session.layout.mesh
-    self._options = session.job.compiler_options
+    self._job = session.job
     full = meshes.MeshSpec.parse(session.job.mesh).resolve(self._mesh.size)
     self._dcn = [axis for axis in axes.MESH_AXES if full.dcn[axis] > 1]
     self._batch_axes = _axes_of_rows(session.batch)
@@ -184,7 +186,11 @@ class _Program:
     begin = time.monotonic()
     try:
       compiled = topology.compile_for(
-        self._target, traced, self._mesh, given=self._options
+        self._target,
+        traced,
+        self._mesh,
+        given=self._job.compiler_options,
+        sets=self._job.compiler_option_sets,
       )
     except jax.errors.JaxRuntimeError as error:
       if "RESOURCE_EXHAUSTED" not in str(error):

@@ -11,10 +11,12 @@ import fiddle as fdl
 from paxon.runner import files, user_error
 from paxon.runner import job as job_lib
 from paxon.runner.configuration import overrides as overrides_lib
+from paxon.runner.configuration import resolving
 from paxon.runner.plan import report, result, topology
 from paxon.runner.plan import target as targets
 from paxon.runner.plan.web_page import page
 from paxon.runner.programs.plan import (
+  auto_mesh,
   child,
   job_lint,
   plan_cache,
@@ -22,6 +24,7 @@ from paxon.runner.programs.plan import (
   plan_search,
   tracer,
 )
+from paxon.sharding import mesh as mesh_lib
 
 PLAN = "plan.json"
 PAGE = "plan.html"
@@ -65,17 +68,24 @@ def run(
     _check_searchable(to)
   shapes = job_lint.shapes_of(job)
   # All of them before the first compiler starts.
-  lints = [_lint(job, target, shapes) for target in to]
+  subjects = [
+    _subject(target, shapes, job, config, experiment, overrides)
+    for target in to
+  ]
   plans: list[result.Plan] = []
   failures: list[result.Failure] = []
-  for target, findings in zip(to, lints, strict=True):
-    found = findings
-    if not isinstance(findings, result.Failure):
-      request = _Request(experiment, target, shapes, findings)
-      found = _plan(request, config, overrides)
+  for target, subject in zip(to, subjects, strict=True):
+    found = subject
+    if isinstance(subject, _Subject):
+      found = _plan(subject.request, subject.config, subject.overrides)
       if isinstance(found, result.Plan):
         found = _with_changes(
-          found, request, job, config, overrides, is_searched=is_searched
+          found,
+          subject.request,
+          subject.job,
+          subject.config,
+          subject.overrides,
+          is_searched=is_searched,
         )
     if isinstance(found, result.Plan):
       plans.append(found)
@@ -112,6 +122,43 @@ class _Request:
   target: targets.Target
   shapes: job_lint.JobShapes
   findings: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Subject:
+  """A job as it is planned for a target, where its mesh is chosen."""
+
+  request: _Request
+  job: job_lib.Job
+  config: "fdl.Config[job_lib.Job]"
+  overrides: Sequence[overrides_lib.Override]
+
+
+def _subject(
+  target: targets.Target,
+  shapes: job_lint.JobShapes,
+  job: job_lib.Job,
+  config: "fdl.Config[job_lib.Job]",
+  experiment: str,
+  overrides: Sequence[overrides_lib.Override],
+) -> _Subject | result.Failure:
+  """Returns what to plan for a target, or what is wrong with it."""
+  if job.mesh == mesh_lib.AUTO:
+    try:
+      choice = auto_mesh.choose(
+        job, experiment=experiment, overrides=overrides, target=target
+      )
+    except user_error.UserError as error:
+      return result.Failure(target=target.text, message=str(error))
+    print(f"{target}: {choice.line}", flush=True)
+    overrides = choice.overrides(overrides)
+    config = resolving.resolve(experiment, overrides).config
+    job = resolving.build(config)
+  findings = _lint(job, target, shapes)
+  if isinstance(findings, result.Failure):
+    return findings
+  request = _Request(experiment, target, shapes, findings)
+  return _Subject(request, job, config, overrides)
 
 
 def _plan(

@@ -7,14 +7,11 @@ programs in one of their own each.
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
-import math
 from typing import Final
 
 import fiddle as fdl
-import jax
 import jax.numpy as jnp
 
-from paxon.learners import train_state
 from paxon.runner import job as job_lib
 from paxon.runner.configuration import overrides as overrides_lib
 from paxon.runner.configuration import resolving
@@ -30,8 +27,12 @@ from paxon.runner.plan.search import (
   meshes,
   oracle,
 )
-from paxon.runner.programs.plan import job_lint, search_space, tracer
-from paxon.sharding import axes, variables
+from paxon.runner.programs.plan import (
+  job_lint,
+  mesh_figures,
+  search_space,
+  tracer,
+)
 from paxon.sharding import mesh as mesh_lib
 
 _Kind = candidates.Kind
@@ -245,47 +246,24 @@ class _Answers:
   def __init__(self, subject: Subject, before: result.Plan) -> None:
     self._subject = subject
     self._before = before
-    self._specs: list[variables.VariableSpec] = jax.tree.leaves(
-      subject.shapes.specs
+    self._figures = mesh_figures.MeshFigures(
+      subject.job, subject.shapes, subject.target
     )
-    self._state = jax.tree.leaves(
-      train_state.state_specs(
-        subject.shapes.specs, learner=subject.job.task.learner
-      )
-    )
-    self._batch = [shape for shape, _ in subject.shapes.batch.values()]
-    self._rows = max(self._batch, key=len)[:2]
     self._forecasts: dict[candidates.Candidate, oracle.Forecast | None] = {}
     self.tracer: tracer.Tracer | None = None
 
-  def layout(self, mesh: str) -> communication.Layout:
-    """Returns a mesh, as it is typed, on the target."""
-    subject = self._subject
-    full = mesh_lib.MeshSpec.parse(mesh).resolve(subject.target.num_devices)
-    return communication.Layout(
-      mesh=full, kind=subject.target.hardware, rules=subject.job.rules
-    )
-
   def traffic(self, candidate: candidates.Candidate) -> communication.Traffic:
     """Returns what a candidate's mesh makes devices send."""
-    return communication.traffic(
-      self._specs,
-      self.layout(self._mesh(candidate)),
-      batch_shape=self._rows,
+    return self._figures.traffic(
+      self._mesh(candidate),
       itemsize=self._itemsize(),
       num_microbatches=self._parts(candidate),
     )
 
   def is_possible(self, candidate: candidates.Candidate) -> bool:
     """Whether sizes divide."""
-    layout = self.layout(self._mesh(candidate))
-    mesh = {axis: layout.size(axis) for axis in axes.MESH_AXES}
-    shards = meshes.batch_shards(mesh, layout.rules)
-    if self._rows[0] % (shards * self._parts(candidate)):
-      return False
-    batch = {name: s for name, (s, _) in self._subject.shapes.batch.items()}
-    return meshes.is_sound(
-      mesh, specs=self._subject.shapes.specs, batch=batch, rules=layout.rules
+    return self._figures.is_possible(
+      self._mesh(candidate), num_microbatches=self._parts(candidate)
     )
 
   def state(self, candidate: candidates.Candidate) -> int:
@@ -295,17 +273,11 @@ class _Answers:
     """
     if candidate.of_kind(_Kind.DTYPE) is not None:
       return 0
-    layout = self.layout(self._mesh(candidate))
-    return sum(
-      math.prod(spec.shape) * spec.dtype.itemsize // layout.parts(spec.axes)
-      for spec in self._state
-    )
+    return self._figures.state(self._mesh(candidate))
 
   def whole_state(self) -> int:
     """Returns the bytes of the state, not split."""
-    return sum(
-      math.prod(spec.shape) * spec.dtype.itemsize for spec in self._state
-    )
+    return self._figures.whole_state()
 
   def forecast(self, candidate: candidates.Candidate) -> oracle.Forecast | None:
     """Returns the closed forms."""

@@ -1,0 +1,191 @@
+"""Tests for the parent that starts a training again.
+
+The children here are a few lines of Python that do as a training does; those of
+`programs/several_processes_test.py` are trainings.
+"""
+
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+from etils import epath
+import pytest
+
+from paxon.runner import run_dir
+from paxon.runner.hosts import loss_records, supervisor
+
+# Counts its starts, joins if it is told to, and ends as the list says.
+CHILD = """
+import os, pathlib, signal, sys, time
+folder, joins, *ends = sys.argv[1:]
+path = pathlib.Path(folder, "starts")
+number = int(path.read_text()) if path.exists() else 0
+path.write_text(str(number + 1))
+if joins[min(number, len(joins) - 1)] == "1":
+  found = '{"process": 1, "processes": 2}'
+  pathlib.Path(os.environ["PAXON_JOINED_FILE"]).write_text(found)
+end = ends[min(number, len(ends) - 1)]
+if end == "wait":
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+  pathlib.Path(folder, "waits").touch()
+  time.sleep(60)
+if end == "lost":
+  sys.exit("UNAVAILABLE: Gloo AllGather failed: Connection closed by peer")
+if end == "silent":
+  print("tasks are unhealthy (stopped sending heartbeats):\\n3\\n",
+        file=sys.stderr, flush=True)
+  os.kill(os.getpid(), signal.SIGABRT)
+if int(end) < 0:
+  os.kill(os.getpid(), -int(end))
+sys.exit(int(end))
+"""
+
+
+def _supervisor(folder, *ends, joins="1", max_restarts=2, timeout=60.0):
+  return supervisor.Supervisor(
+    command=[sys.executable, "-S", "-c", CHILD, str(folder), joins, *ends],
+    run_dir=epath.Path(folder),
+    max_restarts=max_restarts,
+    timeout_seconds=timeout,
+    sleep=lambda seconds: None,
+  )
+
+
+def _starts(folder):
+  return int((folder / "starts").read_text())
+
+
+def test_a_child_that_ends_well_is_not_started_again(tmp_path, capfd):
+  assert _supervisor(tmp_path, "0").run() == 0
+  assert _starts(tmp_path) == 1
+  assert capfd.readouterr().err == ""
+  assert not (tmp_path / loss_records.FOLDER).exists()
+
+
+def test_a_child_that_dies_is_started_again_and_it_is_said(tmp_path, capfd):
+  for step in (5, 10):
+    (tmp_path / run_dir.CHECKPOINTS / f"{step}").mkdir(parents=True)
+  assert _supervisor(tmp_path, "-9", "3", "0").run() == 0
+  assert _starts(tmp_path) == 3
+  first, second = capfd.readouterr().err.splitlines()
+  assert re.fullmatch(
+    r"supervisor: process 1 \(.+\) was lost at [\d :-]+: it was ended by"
+    r" SIGKILL; restart 1 of 2, from the newest checkpoint, of step 10",
+    first,
+  )
+  assert "it ended with status 3; restart 2 of 2" in second
+
+
+def test_it_gives_up_with_a_message(tmp_path, capfd):
+  assert _supervisor(tmp_path, "-9", max_restarts=1).run() == 1
+  assert _starts(tmp_path) == 2
+  assert re.search(
+    r"supervisor: gave up after 1 restarts \(--max_restarts\): process 1"
+    r" \(.+\) was lost at .+; from the beginning, because there is no"
+    r" checkpoint yet; the same command goes on from there\n",
+    capfd.readouterr().err,
+  )
+
+
+def test_wrong_use_is_not_repeated(tmp_path, capfd):
+  assert _supervisor(tmp_path, "2").run() == 2
+  assert _supervisor(tmp_path, "2", joins="0").run() == 2
+  assert _starts(tmp_path) == 2
+  [loss] = loss_records.read(epath.Path(tmp_path), since=0.0)
+  assert loss.status == 2
+
+
+def test_what_never_joined_is_not_repeated(tmp_path, capfd):
+  assert _supervisor(tmp_path, "-6", joins="0").run() == 128 + 6
+  assert _starts(tmp_path) == 1
+  assert "ended before it joined the others" in capfd.readouterr().err
+
+
+def test_joining_again_may_take_several_starts(tmp_path, capfd):
+  ends = ("-9", "-6", "-6", "0")
+  assert _supervisor(tmp_path, *ends, joins="1001", max_restarts=1).run() == 0
+  assert _starts(tmp_path) == 4
+  assert "restart 1 of 1" in capfd.readouterr().err
+
+
+def test_joining_again_has_a_limit(tmp_path, capfd):
+  made = _supervisor(tmp_path, "-9", "-6", joins="10", timeout=0.0)
+  assert made.run() == 128 + 6
+  assert "ended before it joined" in capfd.readouterr().err
+
+
+def test_who_was_lost_is_read_from_the_others(tmp_path, capfd):
+  other = loss_records.Loss(
+    process=4, host="far", time=time.time() + 60, status=-9, follows=False
+  )
+  loss_records.write(epath.Path(tmp_path), other)
+  assert _supervisor(tmp_path, "lost", "0").run() == 0
+  *_, line = capfd.readouterr().err.splitlines()
+  assert re.search(
+    r"process 4 \(far\) was lost at .+ SIGKILL; process 1 \(.+\) ended with it",
+    line,
+  )
+
+
+def test_who_was_lost_is_read_from_jax(tmp_path, capfd):
+  assert _supervisor(tmp_path, "silent", "0").run() == 0
+  *_, line = capfd.readouterr().err.splitlines()
+  assert "process 3 was lost before" in line
+  assert "without a word; process 1 (" in line
+  (tmp_path / "starts").unlink()
+  assert _supervisor(tmp_path, "lost", "0").run() == 0
+  assert "another process was lost before" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_are_passed_on_and_end_it(tmp_path, number):
+  code = (
+    "import sys\nfrom etils import epath\n"
+    "from paxon.runner.hosts import supervisor\n"
+    "sys.exit(supervisor.Supervisor(command=sys.argv[2:],"
+    " run_dir=epath.Path(sys.argv[1]), max_restarts=3,"
+    " timeout_seconds=9).run())"
+  )
+  command = _supervisor(tmp_path, "wait").command
+  parent = subprocess.Popen(
+    [sys.executable, "-c", code, str(tmp_path), *command],
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+  limit = time.monotonic() + 60
+  while not (tmp_path / "waits").exists():
+    assert time.monotonic() < limit
+    time.sleep(0.01)
+  parent.send_signal(number)
+  _, said = parent.communicate(timeout=60)
+  # The child has a handler for one of them and Python's own for the other.
+  expected = 7 if number == signal.SIGTERM else 130
+  assert parent.returncode == expected, said
+  assert _starts(tmp_path) == 1
+  assert "restart" not in said
+
+
+def test_the_command_of_a_child():
+  original = ["python3", "-X", "dev", "-m", "paxon.runner.main", "--exp=a"]
+  assert supervisor.child_command(original, "--max_restarts=0") == [
+    *(sys.executable, "-X", "dev", "-m", "paxon.runner.main", "--exp=a"),
+    "--max_restarts=0",
+  ]
+
+
+def test_a_parent_needs_no_jax():
+  code = (
+    "import sys\nfrom paxon.runner.hosts import supervisor\n"
+    "assert 'jax' not in sys.modules"
+  )
+  environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+  subprocess.run([sys.executable, "-c", code], env=environ, check=True)
+
+
+def test_the_environment_is_the_one_that_joining_reads():
+  text = pathlib.Path(supervisor.__file__).with_name("joining.py").read_text()
+  assert f'JOINED_FILE = "{supervisor.JOINED_FILE}"' in text

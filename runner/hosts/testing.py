@@ -1,0 +1,189 @@
+"""Processes for tests, which cost little because their imports are shared.
+
+One process imports jax and the programs, and no more; each process of a test is
+a fork of it, with devices and output of its own. What a test wants of it is a
+function by name, whose result is the exit status.
+
+The process that forks is a program that calls `serve`: it reads a request a
+line from standard input and answers each with a line.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from types import TracebackType
+from typing import Any
+import warnings
+
+import jax
+
+Function = Callable[[list[str]], int]
+
+_LOOK_SECONDS = 0.02
+
+
+def free_port() -> int:
+  """Returns a port of this machine that nobody uses at this moment."""
+  with socket.socket() as listener:
+    listener.bind(("localhost", 0))
+    return listener.getsockname()[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Process:
+  """A process of a test.
+
+  Attributes:
+    pid: Its number.
+    stdout: What it writes; standard error goes to `stderr`.
+    stderr: See above.
+  """
+
+  pid: int
+  stdout: pathlib.Path
+  stderr: pathlib.Path
+
+  def kill(self) -> None:
+    """Ends it as a machine that fails does."""
+    os.kill(self.pid, signal.SIGKILL)
+
+  def said(self) -> str:
+    """Returns all that it wrote, for messages of tests."""
+    return f"{self.stdout.read_text()}\n{self.stderr.read_text()}"
+
+
+class Forks:
+  """Starts processes; use it as a context."""
+
+  def __init__(self, module: str, folder: pathlib.Path) -> None:
+    """Starts the process that forks.
+
+    Args:
+      module: Which calls `serve` if it is the program.
+      folder: Gets the output of all processes.
+    """
+    self._folder = folder
+    self._count = 0
+    self._server = subprocess.Popen(
+      [sys.executable, "-m", module],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+
+  def __enter__(self) -> "Forks":
+    return self
+
+  def __exit__(
+    self,
+    exception_type: type[BaseException] | None,
+    exception: BaseException | None,
+    traceback: TracebackType | None,
+  ) -> None:
+    assert self._server.stdin is not None
+    assert self._server.stdout is not None
+    self._server.stdin.close()
+    self._server.stdout.close()
+    self._server.wait()
+
+  def start(
+    self,
+    function: str,
+    arguments: Sequence[str],
+    *,
+    devices: int,
+    environ: Mapping[str, str] | None = None,
+  ) -> Process:
+    """Returns a new process that calls a function.
+
+    Args:
+      function: Its name, see `serve`.
+      arguments: The list.
+      devices: How many fake devices the process has.
+      environ: What to add to the environment.
+    """
+    self._count += 1
+    base = os.fspath(self._folder / f"process-{self._count}")
+    request = {
+      "function": function,
+      "arguments": list(arguments),
+      "devices": devices,
+      "output": base,
+      "environ": dict(environ or {}),
+    }
+    pid = self._ask(request)
+    return Process(
+      pid, pathlib.Path(f"{base}.out"), pathlib.Path(f"{base}.err")
+    )
+
+  def wait(self, process: Process, *, timeout: float = 120.0) -> int:
+    """Returns the exit status, as `subprocess` gives it.
+
+    Args:
+      process: From `start`.
+      timeout: In seconds; one that lives longer is killed.
+    """
+    limit = time.monotonic() + timeout
+    while (status := self._ask({"wait": process.pid})) is None:
+      if time.monotonic() > limit:
+        process.kill()
+        raise TimeoutError(process.said())
+      time.sleep(_LOOK_SECONDS)
+    return status
+
+  def _ask(self, request: dict[str, Any]) -> Any:
+    assert self._server.stdin is not None
+    assert self._server.stdout is not None
+    self._server.stdin.write(f"{json.dumps(request)}\n")
+    self._server.stdin.flush()
+    return json.loads(self._server.stdout.readline())
+
+
+def serve(functions: Mapping[str, Function]) -> None:
+  """Is the process that forks, until standard input ends.
+
+  Args:
+    functions: By name; each takes one list and returns an exit status.
+  """
+  # JAX warns of forks; its threads begin with its first device, which is never
+  # asked for here.
+  warnings.simplefilter("ignore")
+  for line in sys.stdin:
+    request = json.loads(line)
+    if "wait" in request:
+      pid, status = os.waitpid(request["wait"], os.WNOHANG)
+      answer = os.waitstatus_to_exitcode(status) if pid else None
+    else:
+      answer = os.fork()
+      if not answer:
+        _be(request, functions[request["function"]])
+    print(json.dumps(answer), flush=True)
+
+
+def _be(request: dict[str, Any], function: Function) -> None:
+  """Is the new process; never returns."""
+  status = 1
+  try:
+    for number, name in ((1, "out"), (2, "err")):
+      path = f"{request['output']}.{name}"
+      file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+      os.dup2(file, number)
+    os.close(0)
+    os.environ.update(request["environ"])
+    jax.config.update("jax_num_cpu_devices", request["devices"])
+    status = function(request["arguments"])
+  except SystemExit as end:
+    status = end.code
+  except BaseException:
+    traceback.print_exc()
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(status if isinstance(status, int) else 1)

@@ -1,0 +1,187 @@
+"""Sets of compiler options, by what they are for and by generation.
+
+Data only; `compiler_options` gives a device those of the sets that a job names.
+None is on by itself: each costs memory, compile time or another order of sums,
+and which one pays is found by timing a run. In a plan their effect on memory
+and on what overlaps is seen without hardware.
+
+Names were checked with the compilers for CUDA of JAX 0.10.2 (`gpu`) and with
+libtpu 0.0.42 (`tpu`); a compiler that does not know one refuses it by name.
+Sources:
+
+  A   docs.jax.dev, GPU performance tips
+  B   github.com/NVIDIA/JAX-Toolbox, docs/GPU_performance.md
+  C   github.com/AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py
+  D   github.com/apple/axlearn, axlearn/common/compiler_options.py
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import types
+from typing import Final
+
+Value = bool | int | float | str
+
+_GPUS: Final = ("a100", "h100", "h200", "b200")
+_TPUS: Final = ("v4", "v5e", "v5p", "v6e", "v7x")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptionSet:
+  """Options that belong together, on the hardware that they are for.
+
+  Attributes:
+    name: As a job names it.
+    hardware: Names of `hardware.Hardware`; others get nothing of it.
+    options: Values by XLA's names.
+    purpose: What it is for, and what it costs.
+    source: Letters of the sources above.
+  """
+
+  name: str
+  hardware: tuple[str, ...]
+  options: Mapping[str, Value]
+  purpose: str
+  source: str
+
+
+# By the same name on other hardware, a set has that hardware's options.
+SETS: Final = (
+  OptionSet(
+    name="async_collectives",
+    hardware=("v4", "v5p", "v6e", "v7x"),
+    options=types.MappingProxyType(
+      {
+        "xla_enable_async_all_gather": True,
+        "xla_tpu_enable_async_collective_fusion": True,
+        "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+        "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
+        "xla_tpu_overlap_compute_collective_tc": True,
+      }
+    ),
+    purpose=(
+      "gathers of FSDP run beside products, in pieces; on v5e they do by"
+      " themselves; more memory and a longer compilation"
+    ),
+    source="C",
+  ),
+  OptionSet(
+    name="async_collectives",
+    hardware=_GPUS,
+    options=types.MappingProxyType(
+      {
+        "xla_gpu_enable_pipelined_all_gather": True,
+        "xla_gpu_enable_pipelined_reduce_scatter": True,
+        "xla_gpu_enable_pipelined_all_reduce": True,
+        "xla_gpu_enable_while_loop_double_buffering": True,
+      }
+    ),
+    purpose=(
+      "the gathers of a layer run while the layer before computes, across the"
+      " steps of a scanned stack; two layers' weights are held at a time"
+    ),
+    source="A, B",
+  ),
+  OptionSet(
+    name="combined_collectives",
+    hardware=_GPUS,
+    options=types.MappingProxyType(
+      {
+        "xla_gpu_all_gather_combine_threshold_bytes": 128 * 2**20,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": 128 * 2**20,
+        "xla_gpu_all_reduce_combine_threshold_bytes": 128 * 2**20,
+      }
+    ),
+    purpose=(
+      "collectives of a layer become one, for fewer and larger messages;"
+      " choose the size of one layer's weights; that of sums changes their"
+      " order"
+    ),
+    source="B",
+  ),
+  OptionSet(
+    name="collective_matmul",
+    hardware=_GPUS,
+    options=types.MappingProxyType(
+      {
+        "xla_gpu_threshold_for_windowed_einsum_mib": 0,
+        "xla_gpu_multi_streamed_windowed_einsum": True,
+      }
+    ),
+    purpose=(
+      "with tensor parallelism, a gather and its product go in pieces at the"
+      " same time; pays where products are large"
+    ),
+    source="A, B",
+  ),
+  OptionSet(
+    name="collective_matmul",
+    hardware=_TPUS,
+    options=types.MappingProxyType(
+      {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 0}
+    ),
+    purpose=(
+      "the same on TPUs; D turns it off on v6e, where products are too fast to"
+      " hide a ring of transfers"
+    ),
+    source="C, D",
+  ),
+  OptionSet(
+    name="no_collective_matmul",
+    hardware=_TPUS,
+    options=types.MappingProxyType(
+      {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}
+    ),
+    purpose="collectives stay whole; see collective_matmul",
+    source="C, D",
+  ),
+  OptionSet(
+    name="data_parallel_overlap",
+    hardware=_TPUS,
+    options=types.MappingProxyType(
+      {
+        "xla_tpu_enable_data_parallel_all_reduce_opt": True,
+        "xla_tpu_data_parallel_opt_different_sized_ops": True,
+      }
+    ),
+    purpose="gradients are reduced between slices while others are computed",
+    source="C",
+  ),
+  OptionSet(
+    name="large_vmem",
+    hardware=("v6e", "v7x"),
+    options=types.MappingProxyType({"xla_tpu_scoped_vmem_limit_kib": 98_304}),
+    purpose="larger tiles of products, of the 128 MiB that a core has",
+    source="C",
+  ),
+  OptionSet(
+    name="sparse_core_collectives",
+    hardware=("v7x",),
+    options=types.MappingProxyType(
+      {
+        "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
+        "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
+        "xla_tpu_enable_sparse_core_collective_offload_all_reduce": True,
+      }
+    ),
+    purpose="collectives run on SparseCores and leave TensorCores alone",
+    source="C",
+  ),
+)
+
+NAMES: Final = tuple(dict.fromkeys(each.name for each in SETS))
+
+
+def options_of(name: str, hardware: str | None) -> dict[str, Value]:
+  """Returns the options of a set on one kind of hardware.
+
+  Args:
+    name: One of `NAMES`.
+    hardware: The kind's name; None for one that is not known.
+  """
+  return {
+    option: value
+    for each in SETS
+    if each.name == name and hardware in each.hardware
+    for option, value in each.options.items()
+  }

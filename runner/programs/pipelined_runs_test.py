@@ -1,0 +1,176 @@
+"""Tests that runs with a pipeline and without are one run.
+
+Checkpoints do not know of stages: a run that was pipelined goes on without, and
+back. And the compiled program sends between stages what it must, and no more.
+"""
+
+import shutil
+
+from etils import epath
+import fiddle as fdl
+import jax
+import numpy as np
+
+from paxon.layers import testing as layers_testing
+from paxon.layers.models import testing as models_testing
+from paxon.pipeline import spmd_pipeline, stage_rules
+from paxon.runner.checkpoints import checkpointer, retention
+from paxon.runner.plan.program_text import collectives, hlo
+from paxon.runner.programs import session as session_lib
+from paxon.runner.programs import testing, train
+from paxon.runner.summaries import metrics_file
+from paxon.sharding import axes, layout, mesh
+from paxon.sharding import rules as rules_lib
+
+
+class Pipelined(testing.TinyLm):
+  """The tiny model in two stages, or in none."""
+
+  num_train_steps = 8
+  checkpoint_every_steps = 1
+  eval_every_steps = None
+  max_new_tokens = 0
+  num_layers = 2
+
+  num_stages: int | None = None
+
+  def adjust(self, config):
+    """Puts a pipeline in the place of the stack."""
+    if self.num_stages is not None:
+      config.task.model.stack = fdl.Config(
+        spmd_pipeline.PipelinedStack,
+        **config.task.model.stack.__arguments__,
+        num_stages=self.num_stages,
+        num_microbatches=4,
+      )
+
+  def sharding_rules(self):
+    """Returns rules that store each stage's layers with it."""
+    rules = super().sharding_rules()
+    if self.num_stages is None:
+      return rules
+    return stage_rules.with_stages(
+      rules, num_stages=self.num_stages, num_groups=self.num_layers
+    )
+
+  def retention(self):
+    """Returns that all checkpoints are kept."""
+    return fdl.Config(retention.Retention, newest=8)
+
+
+STAGES = {"num_stages": 2, "mesh": "stage=2,data=2,tensor=2"}
+PLAIN = {"num_stages": None, "mesh": "data=2,fsdp=2,tensor=2"}
+
+
+def _train(folder, **layout_knobs):
+  config = Pipelined(**layout_knobs).job()
+  assert train.run(fdl.build(config), config, epath.Path(folder)) == 0
+  records = metrics_file.read(folder / "metrics.jsonl")
+  losses = {r.step: r.values["loss"] for r in records if r.split == "train"}
+  return np.asarray([losses[step] for step in sorted(losses)])
+
+
+def _copy_until(source, target, *, step):
+  shutil.copytree(source, target)
+  for path in (target / "checkpoints").iterdir():
+    if int(path.name) > step:
+      shutil.rmtree(path)
+  return target
+
+
+def _digest(folder, step, **knobs):
+  """The sha256 of what a job reads from a checkpoint onto its mesh."""
+  session = session_lib.open_session(fdl.build(Pipelined(**knobs).job()))
+  with checkpointer.Checkpointer(
+    epath.Path(folder / "checkpoints"), read_only=True
+  ) as checkpoints:
+    restored = checkpoints.restore(
+      step, specs=session.state_specs, shardings=session.state_shardings
+    )
+  return testing.digest(restored.tree)
+
+
+def test_a_pipelined_run_goes_on_without_stages_and_back(tmp_path):
+  expected = _train(tmp_path / "a", **STAGES)
+  # Parameters and moments are the same bits for both.
+  both = [_digest(tmp_path / "a", 3, **knobs) for knobs in (STAGES, PLAIN)]
+  assert both[0] == both[1]
+  there = _copy_until(tmp_path / "a", tmp_path / "b", step=3)
+  losses = _train(there, **PLAIN)
+  np.testing.assert_allclose(losses, expected, rtol=1e-6)
+  assert np.any(losses[3:] != expected[3:])
+  back = _copy_until(there, tmp_path / "c", step=4)
+  np.testing.assert_allclose(_train(back, **STAGES), expected, rtol=1e-6)
+
+
+def _communication(*, num_layers=4, **fields):
+  """What the step of a small model sends over `stage`: in the loop, and not.
+
+  The head is tied to the embedding, so there is one shared part.
+  """
+  plain = models_testing.tiny_decoder(num_layers=num_layers)
+  stack = spmd_pipeline.PipelinedStack(
+    plain.stack.blocks, num_layers, num_stages=2, num_microbatches=4, **fields
+  )
+  model = plain.clone(stack=stack)
+  sizes = {"stage": 2, "data": 2, "tensor": 2}
+  made = layout.Layout(
+    mesh.make_mesh(mesh.MeshSpec(ici=sizes)),
+    stage_rules.with_stages(
+      rules_lib.DEFAULT_RULES,
+      num_stages=2,
+      num_groups=num_layers // 2,
+      **fields,
+    ),
+  )
+  batch = models_testing.packed_batch([[2, 3], [5]] * 8, 6)
+  args = models_testing.token_args(batch)
+  specs = layers_testing.specs(model, *args)
+  abstract = jax.tree.map(
+    lambda spec, sharding: jax.ShapeDtypeStruct(
+      spec.shape, spec.dtype, sharding=sharding
+    ),
+    specs,
+    made.shardings(specs),
+  )
+
+  def loss(values, batch):
+    (total, weight), _, _ = model.apply(values, batch, method="loss")
+    return total / weight
+
+  compiled = made.jit(
+    jax.value_and_grad(loss),
+    in_shardings=(
+      made.shardings(specs),
+      jax.tree.map(lambda x: made.batch_sharding(x.ndim), batch),
+    ),
+    out_shardings=(made.replicated, made.shardings(specs)),
+  ).lower(abstract, batch)
+  text = compiled.compile().as_text()
+  shape = {name: sizes.get(name, 1) for name in axes.MESH_AXES}
+  found = collectives.find(hlo.parse(text), mesh=shape).collectives
+  over = [each for each in found if axes.STAGE in each.axes]
+  # A tick is a turn of the loop.
+  inside = [each for each in over if each.count > 1]
+  return inside, [each for each in over if each.count == 1]
+
+
+def _all_kinds(found):
+  return {(each.kind, each.axes) for each in found}
+
+
+def test_only_neighbours_talk_in_the_loop():
+  inside, outside = _communication(streaming=True)
+  assert _all_kinds(inside) == {("collective-permute", (axes.STAGE,))}
+  # Outside are loss and weight, and gradients of what all stages share, the
+  # tied embedding and the last norm.
+  assert {each.kind for each in outside} == {"all-reduce"}
+  width, numbers = models_testing.EMBED, 2
+  shared = (models_testing.VOCAB + 1) * width
+  assert sum(each.payload_bytes for each in outside) <= 4 * (numbers + shared)
+
+
+def test_repeats_move_weights_outside_of_the_loop_only():
+  inside, outside = _communication(num_layers=8, circular_repeats=2)
+  assert _all_kinds(inside) == {("collective-permute", (axes.STAGE,))}
+  assert "all-to-all" in {each.kind for each in outside}

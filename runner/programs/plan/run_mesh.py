@@ -1,0 +1,115 @@
+"""The mesh of a run whose configuration says `auto`.
+
+A new run chooses for the devices that it finds; a run that goes on, and the
+evaluation and decoding of a run, keep the mesh that it has chosen, as long as
+it fits the devices.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import math
+from typing import Any
+
+from etils import epath
+import jax
+
+from paxon.runner import job as job_lib
+from paxon.runner.configuration import overrides as overrides_lib
+from paxon.runner.hosts import agreement
+from paxon.runner.plan import hardware
+from paxon.runner.plan import target as targets
+from paxon.runner.programs import stored_settings
+from paxon.runner.programs.plan import auto_mesh
+from paxon.sharding import mesh as mesh_lib
+
+# Kinds of TPU whose slices are written with two dimensions.
+_FLAT = ("v5e", "v6e")
+
+
+def of(
+  job: job_lib.Job,
+  *,
+  experiment: str,
+  overrides: Sequence[overrides_lib.Override],
+  run_dir: epath.Path,
+) -> auto_mesh.Choice:
+  """Returns the mesh of a run.
+
+  Args:
+    job: The resolved configuration, whose mesh is `auto`.
+    experiment: As `--exp` takes it.
+    overrides: Assignments of the command line.
+    run_dir: The run's folder, which exists.
+
+  Raises:
+    UserError: As for `auto_mesh.choose`.
+  """
+
+  def chosen() -> dict[str, str]:
+    devices = jax.devices()
+    stored = _stored(run_dir, len(devices))
+    if stored is not None:
+      return {"mesh": stored, "reason": "which this run has had"}
+    choice = auto_mesh.choose(
+      job,
+      experiment=experiment,
+      overrides=overrides,
+      target=target_of(devices),
+    )
+    return dataclasses.asdict(choice)
+
+  # One process alone looks into the folder, and starts compilers.
+  return auto_mesh.Choice(**agreement.from_first(chosen))
+
+
+def target_of(devices: Sequence[Any]) -> targets.Target:
+  """Returns devices as a target that a plan can be made for.
+
+  Of a kind that the table of hardware lacks, CPU devices stand in: then neither
+  memory nor rates are known.
+
+  Args:
+    devices: All of the job.
+  """
+  stand_in = f"cpu:{len(devices)}"
+  kind = hardware.for_device_kind(devices[0].device_kind)
+  if kind is None:
+    return targets.parse(stand_in)
+  text = stand_in
+  if kind.platform is hardware.Platform.CUDA:
+    per_host = min(kind.devices_per_host, len(devices))
+    text = f"{kind.name}:{len(devices) // per_host}x{per_host}"
+  elif kind.platform is hardware.Platform.TPU:
+    text = _slices(kind, devices)
+  try:
+    return targets.parse(text)
+  except ValueError:
+    return targets.parse(stand_in)
+
+
+def _slices(kind: hardware.Hardware, devices: Sequence[Any]) -> str:
+  """A TPU target, by the coordinates of its chips."""
+  slices = {getattr(device, "slice_index", 0) for device in devices}
+  coordinates = [tuple(device.coords) for device in devices]
+  sides = [max(c) - min(c) + 1 for c in zip(*coordinates, strict=True)]
+  shape = sides[:2] if kind.name in _FLAT else sides
+  size = "x".join(map(str, sorted(shape)))
+  if math.prod(sides) * len(slices) * kind.devices_per_chip != len(devices):
+    return f"{kind.name}:?"
+  if len(slices) > 1:
+    size = f"{len(slices)}x({size})"
+  return f"{kind.name}:{size}"
+
+
+def _stored(run_dir: epath.Path, num_devices: int) -> str | None:
+  """The mesh that the folder's run has chosen, if it fits the devices."""
+  settings = stored_settings.read(run_dir)
+  overrides = () if settings is None else settings.overrides
+  given = [each.text for each in overrides if each.path == "mesh"]
+  if not given or given[-1] == mesh_lib.AUTO:
+    return None
+  try:
+    mesh_lib.MeshSpec.parse(given[-1]).resolve(num_devices)
+  except ValueError:
+    return None
+  return given[-1]
