@@ -1,14 +1,23 @@
-"""Golden files: what an experiment resolves to, as text beside its module.
+"""Golden files: what experiments resolve to, as text beside their modules.
 
-A golden file holds the resolved configuration, one value a line, and then each
-variable's shape, axes and number of entries. So a review shows exactly which
-hyper-parameter or shape a change has moved. After a wanted change:
+There is one file for each module. An experiment's text is its resolved
+configuration, one value a line, and then each variable's shape, axes and number
+of entries. The first of a family is written whole, and the others as the lines
+in which they differ from the class they derive from, or else from the closest:
+
+  == LmCloudSpmd2BLimitSteps, as LmCloudSpmd2B
+  - num_train_steps = 300000
+  + num_train_steps = 300
+
+So a review shows exactly which hyper-parameter or shape a change has moved.
+After a wanted change:
 
   tools/python -m paxon.tasks.golden --update
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+import functools
 import importlib.util
 import math
 import pathlib
@@ -16,7 +25,7 @@ import sys
 
 import fiddle as fdl
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from paxon.runner import experiment
 from paxon.runner.configuration import (
@@ -26,37 +35,12 @@ from paxon.runner.configuration import (
 )
 from paxon.runner.programs import model_loss
 from paxon.sharding import variables
+from paxon.tasks.lm import needs
 
-PACKAGE = "paxon.tasks"
+PACKAGE = "paxon.tasks.lm.params"
 _FOLDER = "goldens"
-
-# Shapes of variables do not depend on the batch, so the smallest one will do.
-_BATCH = {
-  name: jax.ShapeDtypeStruct((1, 2), dtype)
-  for name, dtype in {
-    "inputs": jnp.int32,
-    "targets": jnp.int32,
-    "weights": jnp.float32,
-    "positions": jnp.int32,
-    "segment_ids": jnp.int32,
-  }.items()
-}
-
-
-def text_of(made: experiment.Experiment) -> str:
-  """Returns the contents of an experiment's golden file."""
-  config = made.job()
-  return "\n".join([dump.to_text(config), *_variables(config)]) + "\n"
-
-
-def path_of(name: str) -> pathlib.Path:
-  """Returns where the golden file of the experiment `a.b.C` lies."""
-  module, _, class_name = name.rpartition(".")
-  spec = importlib.util.find_spec(module)
-  assert spec is not None
-  assert spec.origin is not None
-  stem = f"{module.rpartition('.')[2]}.{class_name}.txt"
-  return pathlib.Path(spec.origin).parent / _FOLDER / stem
+_BEGIN = "== "
+_AS = ", as "
 
 
 def names() -> list[str]:
@@ -69,11 +53,83 @@ def load(name: str) -> experiment.Experiment:
   return find_experiment.find_experiment(name)()
 
 
+def runnable(
+  made: experiment.Experiment,
+) -> tuple[experiment.Experiment | None, str]:
+  """Returns an experiment if it can be built, and what it still needs.
+
+  Args:
+    made: The experiment.
+
+  Returns:
+    The experiment and an empty text, or None and the package that is missing.
+  """
+  try:
+    made.job()
+  except needs.MissingPartError as error:
+    return None, error.package
+  return made, ""
+
+
+def specs_of(config: fdl.Buildable) -> variables.Specs:
+  """Returns the specs of a job's variables; equal models are traced once."""
+  model = dump.to_text(config.task.model)
+  return _specs(_Model(model, config))
+
+
+def text_of(made: experiment.Experiment) -> str:
+  """Returns the whole golden text of an experiment."""
+  found, missing = runnable(made)
+  lines = [f"needs {missing}"] if missing else []
+  if found is not None:
+    config = found.job()
+    lines += [dump.to_text(config).rstrip("\n"), *_variables(config)]
+  return "\n".join(lines) + "\n"
+
+
+def path_of(name: str) -> pathlib.Path:
+  """Returns the golden file that the experiment `a.b.C` is in."""
+  module = name.rpartition(".")[0]
+  spec = importlib.util.find_spec(module)
+  assert spec is not None
+  assert spec.origin is not None
+  stem = f"{module.rpartition('.')[2]}.txt"
+  return pathlib.Path(spec.origin).parent / _FOLDER / stem
+
+
+def stored(name: str) -> str:
+  """Returns the golden text of the experiment `a.b.C`, whole.
+
+  Raises:
+    KeyError: Its file has no such experiment.
+  """
+  return _read(path_of(name))[name.rpartition(".")[2]]
+
+
+def file_text(texts: Mapping[str, str], module: str) -> str:
+  """Returns the golden file of a module.
+
+  Args:
+    texts: The golden texts by the names of classes.
+    module: The module's import path.
+  """
+  parts, written = [], []
+  for name in _bases_first(texts, module):
+    above = [b for b in _bases(module, name) if b in written]
+    base = _closest(texts, name, above[:1]) or _closest(texts, name, written)
+    if base is None:
+      parts.append(f"{_BEGIN}{name}\n{texts[name]}")
+    else:
+      change = "".join(_change(texts[base], texts[name]))
+      parts.append(f"{_BEGIN}{name}{_AS}{base}\n{change}")
+    written.append(name)
+  return "\n".join(parts)
+
+
 def update() -> list[pathlib.Path]:
   """Writes all golden files; returns those that changed or are new."""
   changed = []
-  for name in names():
-    path, text = path_of(name), text_of(load(name))
+  for path, text in _files().items():
     if not path.exists() or path.read_text() != text:
       path.parent.mkdir(exist_ok=True)
       path.write_text(text)
@@ -81,10 +137,92 @@ def update() -> list[pathlib.Path]:
   return changed
 
 
+def _files() -> dict[pathlib.Path, str]:
+  by_module: dict[str, dict[str, str]] = {}
+  for name in names():
+    module, _, class_name = name.rpartition(".")
+    by_module.setdefault(module, {})[class_name] = text_of(load(name))
+  return {
+    path_of(f"{module}.C"): file_text(texts, module)
+    for module, texts in by_module.items()
+  }
+
+
+def _bases(module: str, class_name: str) -> list[str]:
+  """Returns the classes of the module that a class derives from, near first."""
+  cls = type(load(f"{module}.{class_name}"))
+  return [b.__name__ for b in cls.__mro__[1:] if b.__module__ == module]
+
+
+def _bases_first(names: Mapping[str, str], module: str) -> list[str]:
+  return sorted(names, key=lambda n: (len(_bases(module, n)), n))
+
+
+def _closest(
+  texts: Mapping[str, str], name: str, others: Sequence[str]
+) -> str | None:
+  """Returns whose text is most like that of `name`, if half of it is equal."""
+  sizes = {o: sum(1 for _ in _change(texts[o], texts[name])) for o in others}
+  best = min(others, key=sizes.__getitem__, default=None)
+  is_close = best is not None and sizes[best] < texts[name].count("\n") // 2
+  return best if is_close else None
+
+
+def _change(old: str, new: str) -> Iterator[str]:
+  """Yields the lines that go and those that come."""
+  before, after = old.splitlines(), new.splitlines()
+  for sign, lines, others in (("-", before, after), ("+", after, before)):
+    known = set(others)
+    yield from (f"{sign} {line}\n" for line in lines if line not in known)
+
+
+def _read(path: pathlib.Path) -> dict[str, str]:
+  """Returns the whole texts in a golden file, by the names of classes."""
+  texts: dict[str, str] = {}
+  for part in ("\n" + path.read_text()).split(f"\n{_BEGIN}")[1:]:
+    title, _, body = part.partition("\n")
+    name, _, base = title.partition(_AS)
+    lines = body.rstrip("\n").splitlines()
+    if base:
+      lines = _changed(texts[base].splitlines(), lines)
+    texts[name] = "\n".join(lines) + "\n"
+  return texts
+
+
+def _changed(before: Sequence[str], change: Sequence[str]) -> list[str]:
+  """Returns lines after a change; those that come stand at the end."""
+  gone = {line[2:] for line in change if line.startswith("- ")}
+  come = [line[2:] for line in change if line.startswith("+ ")]
+  return [line for line in before if line not in gone] + come
+
+
+class _Model:
+  """A model and the length of its rows, compared by its text."""
+
+  def __init__(self, text: str, config: fdl.Buildable) -> None:
+    self.config = config
+    self.key = text, config.train_input.length
+
+  def __eq__(self, other: object) -> bool:
+    return isinstance(other, _Model) and self.key == other.key
+
+  def __hash__(self) -> int:
+    return hash(self.key)
+
+
+@functools.lru_cache(maxsize=256)
+def _specs(model: _Model) -> variables.Specs:
+  # Shapes of variables do not depend on the batch, so one row will do.
+  shape = 1, model.config.train_input.length
+  keys = ("inputs", "targets", "positions", "segment_ids")
+  batch = {key: jax.ShapeDtypeStruct(shape, np.int32) for key in keys}
+  batch["weights"] = jax.ShapeDtypeStruct(shape, np.float32)
+  built = fdl.build(model.config.task.model)
+  return variables.specs_of(model_loss.abstract_variables(built, batch))
+
+
 def _variables(config: fdl.Buildable) -> Iterator[str]:
-  model = fdl.build(config.task.model)
-  specs = variables.specs_of(model_loss.abstract_variables(model, _BATCH))
-  leaves = jax.tree.leaves(specs)
+  leaves = jax.tree.leaves(specs_of(config))
   for spec in leaves:
     names = ", ".join(str(axis) for axis in spec.axes)
     decay = " decayed" if spec.regularized else ""
@@ -102,13 +240,12 @@ def main(argv: list[str]) -> int:
       print(f"written: {path}")
     return 0
   differing = [
-    name
-    for name in names()
-    if not path_of(name).exists()
-    or path_of(name).read_text() != text_of(load(name))
+    path
+    for path, text in _files().items()
+    if not path.exists() or path.read_text() != text
   ]
-  for name in differing:
-    print(f"differs from its golden file: {name}")
+  for path in differing:
+    print(f"differs from what its experiments are: {path}")
   if differing:
     print("where this is wanted: tools/python -m paxon.tasks.golden --update")
   return 1 if differing else 0

@@ -20,7 +20,6 @@ What differs from Pax, and why:
 """
 
 from collections.abc import Callable
-import functools
 import math
 from typing import Any
 
@@ -34,14 +33,10 @@ from paxon.layers import (
   layer_norm,
   position_embedding,
   remat,
-  softmax_loss,
 )
 from paxon.layers.attention import grouped_query, projections
-from paxon.layers.models import pre_norm_decoder
 from paxon.learners import adamw, warmup_decay
 from paxon.runner.checkpoints import retention
-from paxon.sharding import axes
-from paxon.sharding import rules as rules_lib
 from paxon.tasks.lm import decoder
 
 _STEPS_OF_DECAY = 300_000
@@ -50,19 +45,19 @@ _STEPS_OF_DECAY = 300_000
 SAVE_CONTEXT_AND_OUTPUT = remat.save_only(
   remat.ATTENTION_CONTEXT, remat.ATTENTION_OUTPUT
 )
+# Pax's SAVE_DOT_FOR_MLPERF_200B.
+SAVE_ATTENTION = remat.save_only(*remat.ATTENTION)
 
 
 class TransformerLmSpmd(decoder.Decoder):
-  """The base of `lm_cloud`, `c4` and `c4_multislice`.
+  """The base of `lm_cloud`, `c4`, `c4_multislice` and `optimal_scaling`.
 
   Attributes:
     activation: Of the feed-forward layers.
     attention_logit_cap: Bends the logits of attention into this range.
-    logit_cap: Bends the logits of the head into this range.
-    warmup_steps: Steps until the highest learning rate.
+    init_stddev: Standard deviation of all initial weights; None is each part's
+      own.
     decay_steps: The step at which the learning rate ends, at a tenth.
-    loss_chunk_length: How many positions of a row the head computes at once;
-      None is all of them, as Pax does.
   """
 
   num_train_steps = _STEPS_OF_DECAY
@@ -70,20 +65,23 @@ class TransformerLmSpmd(decoder.Decoder):
   eval_every_steps = 100
   summary_every_steps = 100
   dtype = "bfloat16"
+  # Between layers nothing else is saved, and of 142 layers that is most of the
+  # memory: it is split over `tensor` too, as in Pax.
+  rules = "2d"
 
   length = 1024
   head_dim = 128
   vocab_size = 32_000
   remat_policy = remat.save_nothing
+  logit_cap = 30.0
+  warmup_steps = 4000
   weight_decay = 1e-3
   max_grad_norm = 5.0
 
   activation: Callable[[jax.Array], jax.Array] = nn.relu
   attention_logit_cap: float | None = 50.0
-  logit_cap: float | None = 30.0
-  warmup_steps: int = 4000
+  init_stddev: float | None = None
   decay_steps: int = _STEPS_OF_DECAY
-  loss_chunk_length: int | None = None
 
   @property
   def mlp_dim(self) -> int:  # pyrefly: ignore[bad-override]
@@ -95,68 +93,75 @@ class TransformerLmSpmd(decoder.Decoder):
     """As many heads as make up the width."""
     return self.embed_dim // self.head_dim
 
-  def model(self) -> fdl.Config[Any]:
-    """Returns the model."""
-    attention = fdl.Config(
+  def initial(self, *fields: str) -> dict[str, fdl.Config[Any]]:
+    """Returns the named fields of a part, if `init_stddev` sets them."""
+    if self.init_stddev is None:
+      return {}
+    return {
+      field: fdl.Config(nn.initializers.normal, self.init_stddev)
+      for field in fields
+    }
+
+  def norm(self) -> fdl.Config[Any]:
+    """Returns a layer norm."""
+    return fdl.Config(layer_norm.LayerNorm)
+
+  def embedding(self) -> fdl.Config[embedding.Embedding]:
+    """Returns a table whose rows are scaled to entries of size one."""
+    return fdl.Config(
+      embedding.Embedding,
+      vocab_size=self.vocab_size,
+      embed_dim=self.embed_dim,
+      input_scale=math.sqrt(self.embed_dim),
+      **self.initial("embedding_init"),
+    )
+
+  def position_embedding(self) -> fdl.Config[Any] | None:
+    """Returns sines."""
+    return fdl.Config(position_embedding.SinusoidalPositions)
+
+  def attention(self) -> fdl.Config[Any]:
+    """Returns attention with one kernel for queries, keys and values."""
+    return fdl.Config(
       grouped_query.GroupedQueryAttention,
       num_heads=self.num_heads,
       num_kv_heads=self.num_heads,
       head_dim=self.head_dim,
+      kernel=self.attention_kernel,
       projections=fdl.Config(projections.CombinedProjections),
       logit_cap=self.attention_logit_cap,
-    )
-    return pre_norm_decoder.compose(
-      fdl.Config,
-      embedding=fdl.Config(
-        embedding.Embedding,
-        vocab_size=self.vocab_size,
-        embed_dim=self.embed_dim,
-        input_scale=math.sqrt(self.embed_dim),
-      ),
-      position_embedding=fdl.Config(position_embedding.SinusoidalPositions),
-      norm=functools.partial(fdl.Config, layer_norm.LayerNorm),
-      attention=attention,
-      feed_forward=fdl.Config(
-        feed_forward.FeedForward,
-        mlp_dim=self.mlp_dim,
-        activation=self.activation,
-      ),
-      num_layers=self.num_layers,
-      remat_policy=self.remat_policy,
-      logit_cap=self.logit_cap,
-      token_loss=fdl.Config(
-        softmax_loss.SoftmaxLoss, chunk_length=self.loss_chunk_length
-      ),
+      **self.initial("projection_init", "output_init"),
     )
 
-  def optimizer(self) -> fdl.Config[adamw.AdamW]:
+  def feed_forward(self) -> fdl.Config[Any]:
+    """Returns a layer without gates."""
+    return fdl.Config(
+      feed_forward.FeedForward,
+      mlp_dim=self.mlp_dim,
+      activation=self.activation,
+      **self.initial("kernel_init"),
+    )
+
+  def schedule(self) -> fdl.Config[Any]:
+    """Returns the learning rate: an exponential decay to a tenth."""
+    return fdl.Config(
+      warmup_decay.WarmupExponential,
+      peak=self.learning_rate,
+      warmup_steps=self.warmup_steps,
+      total_steps=self.decay_steps,
+      end=0.1 * self.learning_rate,
+    )
+
+  def optimizer(self) -> fdl.Config[Any]:
     """Returns Adam, whose updates are clipped by their RMS."""
     return fdl.Config(
       adamw.AdamW,
-      schedule=fdl.Config(
-        warmup_decay.WarmupExponential,
-        peak=self.learning_rate,
-        warmup_steps=self.warmup_steps,
-        total_steps=self.decay_steps,
-        end=0.1 * self.learning_rate,
-      ),
+      schedule=self.schedule(),
       b1=0.9,
       b2=0.99,
       epsilon=1e-6,
       weight_decay=self.weight_decay,
       max_update_rms=1.0,
-    )
-
-  def rules(self) -> rules_lib.Rules:
-    """Returns the rules with the residual stream split over `tensor` too.
-
-    Between layers nothing else is saved, and of 142 layers that is most of the
-    memory; each layer then gathers what it reads, as in Pax.
-    """
-    split = {axes.ACTIVATION_EMBED: axes.TENSOR}
-    return tuple(
-      (name, split.get(name, mesh_axes))
-      for name, mesh_axes in rules_lib.DEFAULT_RULES
     )
 
   def retention(self) -> fdl.Config[retention.Retention]:

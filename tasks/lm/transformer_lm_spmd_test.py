@@ -6,10 +6,10 @@ import pytest
 from paxon.runner import knobs
 from paxon.sharding import axes
 from paxon.sharding import rules as rules_lib
-from paxon.tasks.lm import datasets, transformer_lm_spmd
+from paxon.tasks.lm import lm_data, transformer_lm_spmd
 
 
-class _Model(datasets.Synthetic, transformer_lm_spmd.TransformerLmSpmd):
+class _Model(lm_data.Synthetic, transformer_lm_spmd.TransformerLmSpmd):
   global_batch_size = 8
   num_layers = 2
   embed_dim = 64
@@ -26,9 +26,9 @@ def test_widths_follow_from_the_width():
 
 
 def test_the_residual_stream_is_split_over_tensor_too():
-  changed = set(_Model().rules()) - set(rules_lib.DEFAULT_RULES)
+  changed = set(_Model().sharding_rules()) - set(rules_lib.DEFAULT_RULES)
   assert changed == {(axes.ACTIVATION_EMBED, axes.TENSOR)}
-  assert len(_Model().rules()) == len(rules_lib.DEFAULT_RULES)
+  assert len(_Model().sharding_rules()) == len(rules_lib.DEFAULT_RULES)
 
 
 def test_knobs_reach_the_configuration():

@@ -9,27 +9,56 @@ The text is in files that you name, of JSON lines, compressed or not:
       --fdl.train_files='c4/en/c4-train.0000?-of-01024.json.gz' \
       --fdl.validation_files='c4/en/c4-validation.*.json.gz'
 
-Pax reads 32,000 sentence pieces where these read bytes: see `datasets.Text`.
-What each takes is in `docs/plans.md`, from plans; none was run at its size.
+Those are read as bytes. Where the files of Pax's SeqIO mixture and its
+vocabulary are, `--fdl.c4_folder` and `--fdl.vocabulary_file` name them, and
+tokens are Pax's: see `tasks.lm.seqio_datasets`. What each takes is in
+`docs/experiments.md`, and in `docs/plans.md` from plans; none was run at its
+size.
 """
 
+from flax import linen as nn
+
 from paxon.layers import remat
-from paxon.tasks.lm import datasets, transformer_lm_spmd
+from paxon.tasks.lm import (
+  gpt3,
+  lm_data,
+  seqio_datasets,
+  transformer_lm_spmd,
+)
 
 
-class C4SpmdAdam(datasets.Text, transformer_lm_spmd.TransformerLmSpmd):
+class LmCloudSpmdAdam(lm_data.Synthetic, transformer_lm_spmd.TransformerLmSpmd):
+  """0.2 B parameters in float32 on 8 chips, 16 rows each, synthetic tokens."""
+
+  learning_rate = 1e-3
+  dtype = "float32"
+  activation = nn.gelu
+  num_layers = 2
+  embed_dim = 2048
+  global_batch_size = 128
+  mesh = "fsdp=4,tensor=2"
+
+
+class LmCloudSpmdAdamLimitSteps(LmCloudSpmdAdam):
+  """`LmCloudSpmdAdam` for 4,000 steps."""
+
+  num_train_steps = 4000
+
+
+class C4SpmdAdam(seqio_datasets.C4, transformer_lm_spmd.TransformerLmSpmd):
   """1.3 B parameters in float32 on 8 chips, one row each: Pax's base."""
 
   learning_rate = 1e-3
   dtype = "float32"
+  activation = nn.gelu
   num_layers = 24
   embed_dim = 2048
   head_dim = 64
   vocab_size = 32_128
-  remat_policy = None
+  remat_policy = transformer_lm_spmd.SAVE_ATTENTION
+  checkpoint_every_steps = 1000
   global_batch_size = 8
   mesh = "fsdp=4,tensor=2"
-  summary_every_steps = 10
 
 
 class C4Spmd1BAdam4Replicas(C4SpmdAdam):
@@ -37,6 +66,7 @@ class C4Spmd1BAdam4Replicas(C4SpmdAdam):
 
   dtype = "bfloat16"
   remat_policy = remat.save_nothing
+  summary_every_steps = 10
   num_layers = 13
   embed_dim = 2560
   head_dim = 128
@@ -74,3 +104,188 @@ class C4Spmd32BAdam64Replicas(C4Spmd1BAdam4Replicas):
   embed_dim = 8192
   global_batch_size = 512
   mesh = "fsdp=16,tensor=4"
+
+
+class C4SpmdGpt3AdamOrgHP(seqio_datasets.C4, gpt3.Gpt3):
+  """GPT-3 of 175 B parameters in float32: the base of what follows.
+
+  As Pax's, it is too large for its 8 chips.
+  """
+
+  dtype = "float32"
+  global_batch_size = 8
+  mesh = "fsdp=4,tensor=2"
+
+
+class C4SpmdGpt3AdamOrgHPBS1p5k1536Replicas(C4SpmdGpt3AdamOrgHP):
+  """GPT-3 of 175 B parameters in float32 on 1,536 chips, one row each.
+
+  51,456 rows of the table divide by 24 chips; Pax's 51,200 were padded.
+  """
+
+  vocab_size = 51_456
+  eval_every_steps = 25
+  summary_every_steps = 1
+  global_batch_size = 1536
+  mesh = "fsdp=64,tensor=24"
+
+
+class C4SpmdGpt3L16AdamOrgHP(C4SpmdGpt3AdamOrgHP):
+  """16 layers of GPT-3, 29.6 B parameters, on 64 chips, 3 rows each."""
+
+  dtype = "bfloat16"
+  num_layers = 16
+  eval_every_steps = 25_000
+  global_batch_size = 192
+  mesh = "fsdp=16,tensor=4"
+
+
+class C4SpmdPipelineAdam(C4SpmdAdam):
+  """`C4SpmdAdam` in two stages, each on 4 chips."""
+
+  mesh = "stage=2,fsdp=2,tensor=2"
+  num_stages = 2
+  pipeline_microbatch_size = 2
+
+
+class C4SpmdPipelineGpt3AdamOrgHP(C4SpmdGpt3AdamOrgHP):
+  """`C4SpmdGpt3AdamOrgHP` in two stages, too large as that is."""
+
+  mesh = "stage=2,fsdp=2,tensor=2"
+  num_stages = 2
+  pipeline_microbatch_size = 2
+
+
+class C4SpmdPipelineGpt3AdamOrgHPBS1p5k768Replicas(C4SpmdPipelineGpt3AdamOrgHP):
+  """GPT-3 in float32 on 768 chips: 8 stages of 96, 2 rows a chip.
+
+  Pax meant microbatches of 8 rows, 192 of them, but set `MICROBATCH_SIAZE`,
+  which nothing read, and trained with 2; here they have 8. 51,456 rows of the
+  table divide by 12 chips; Pax's 51,200 were padded.
+  """
+
+  vocab_size = 51_456
+  checkpoint_every_steps = 50
+  eval_every_steps = 25
+  summary_every_steps = 1
+  global_batch_size = 1536
+  mesh = "stage=8,fsdp=8,tensor=12"
+  num_stages = 8
+  pipeline_microbatch_size = 8
+
+
+class C4SpmdPipelineGpt3AdamMLPerfHP(seqio_datasets.C4, gpt3.MlPerfGpt3):
+  """GPT-3 with MLPerf's hyper-parameters: the base of what follows.
+
+  As Pax's, it is too large for its 8 chips.
+  """
+
+  dtype = "float32"
+  global_batch_size = 8
+  mesh = "stage=2,fsdp=2,tensor=2"
+  num_stages = 2
+  pipeline_microbatch_size = 2
+
+
+class C4SpmdPipelineGpt3AdamMLPerfHPBS1p5k768Replicas(
+  C4SpmdPipelineGpt3AdamMLPerfHP
+):
+  """MLPerf's GPT-3 on 768 chips: 8 stages of 96, 2 rows a chip.
+
+  51,456 rows of the table divide by 12 chips; Pax's 51,200 were padded.
+  """
+
+  vocab_size = 51_456
+  checkpoint_every_steps = 32
+  eval_every_steps = 16
+  global_batch_size = 1536
+  mesh = "stage=8,fsdp=8,tensor=12"
+  num_stages = 8
+  pipeline_microbatch_size = 8
+
+
+class C4SpmdPipelineGpt3AdamMLPerfHPBS2k512Replicas(
+  C4SpmdPipelineGpt3AdamMLPerfHP
+):
+  """MLPerf's GPT-3 on 512 chips: 8 stages of 64, 4 rows a chip."""
+
+  checkpoint_every_steps = 24
+  eval_every_steps = 12
+  global_batch_size = 2048
+  mesh = "stage=8,fsdp=8,tensor=8"
+  num_stages = 8
+  pipeline_microbatch_size = 8
+  stream_io = True
+
+
+class C4SpmdPipelineGpt3AdamMLPerfHPBS3k768Replicas(
+  C4SpmdPipelineGpt3AdamMLPerfHP
+):
+  """MLPerf's GPT-3 on 768 chips: 4 stages of 192, 4 rows a chip.
+
+  51,456 rows of the table divide by 12 chips; Pax's 51,200 were padded.
+  """
+
+  vocab_size = 51_456
+  checkpoint_every_steps = 16
+  eval_every_steps = 8
+  global_batch_size = 3072
+  mesh = "stage=4,fsdp=16,tensor=12"
+  num_stages = 4
+  pipeline_microbatch_size = 16
+  stream_io = True
+
+
+class C4SpmdPipelineGpt3AdamMLPerfHPBS4k1024Replicas(
+  C4SpmdPipelineGpt3AdamMLPerfHP
+):
+  """MLPerf's GPT-3 on 1,024 chips: 8 stages of 128, 4 rows a chip."""
+
+  checkpoint_every_steps = 12
+  eval_every_steps = 6
+  global_batch_size = 4096
+  mesh = "stage=8,fsdp=8,tensor=16"
+  num_stages = 8
+  pipeline_microbatch_size = 8
+  stream_io = True
+
+
+class C4SpmdPipelineGpt3AdamMLPerfHPBS8k1024Replicas(
+  C4SpmdPipelineGpt3AdamMLPerfHP
+):
+  """MLPerf's GPT-3 on 1,024 chips: 4 stages of 256, 8 rows a chip."""
+
+  checkpoint_every_steps = 6
+  eval_every_steps = 3
+  global_batch_size = 8192
+  mesh = "stage=4,fsdp=16,tensor=16"
+  num_stages = 4
+  pipeline_microbatch_size = 16
+  stream_io = True
+
+
+class C4SpmdPipelineGpt3SmallAdam8Replicas(C4SpmdPipelineGpt3AdamOrgHP):
+  """2.9 B parameters on 8 chips: two stages of 4, 64 rows a chip."""
+
+  dtype = "bfloat16"
+  num_layers = 24
+  embed_dim = 3072
+  vocab_size = 51_200
+  learning_rate = 2e-4
+  checkpoint_every_steps = 200
+  eval_every_steps = 10
+  summary_every_steps = 5
+  global_batch_size = 512
+  pipeline_microbatch_size = 8
+
+
+class C4SpmdPipelineGpt3SmallAdam64Replicas(
+  C4SpmdPipelineGpt3SmallAdam8Replicas
+):
+  """2.9 B parameters on 64 chips: two stages of 32, 8 rows a chip.
+
+  Pax's README launches it, but Pax does not define it: this is the experiment
+  for 8 chips with its 512 rows, each stage split over 32 chips instead of 4.
+  """
+
+  mesh = "stage=2,fsdp=8,tensor=4"

@@ -117,6 +117,19 @@ class C4Spmd22BAdam4xv4_8LimitSteps(C4Spmd22BAdam4xv4_8):  # noqa: N801
   num_train_steps = 300
 
 
+class C4SpmdGpt3AdamDataParallel2x16x16(c4.C4SpmdGpt3AdamOrgHP):
+  """GPT-3 of 175 B parameters for 100 steps on two slices of 256 chips.
+
+  Half a row a chip: `tensor` shares each row among 16.
+  """
+
+  dtype = "bfloat16"
+  num_train_steps = 100
+  checkpoint_every_steps = 2000
+  global_batch_size = 256
+  mesh = "fsdp=16,tensor=16,dcn.data=2"
+
+
 class C4Spmd32BAdam1xv5_256(C4Spmd22BAdamMaxText):  # noqa: N801
   """32.5 B parameters on one slice of 128 chips, 2 rows of 2,048 each."""
 

@@ -26,7 +26,7 @@ from paxon.learners import adamw, learner, warmup_cosine
 from paxon.runner import experiment, generation_settings, run_dir, user_error
 from paxon.runner import task as task_lib
 from paxon.runner.checkpoints import warm_start
-from paxon.tasks.lm import datasets
+from paxon.tasks.lm import lm_data
 
 _CONFIG = "hugging_face/config.json"
 # A toy, so that everything but its text can be tried without any file.
@@ -43,7 +43,7 @@ _TOY: Mapping[str, Any] = {
 _DECODERS = ("ForCausalLM", "LMHeadModel")
 
 
-class HuggingFaceLm(datasets.Text, experiment.Experiment):
+class HuggingFaceLm(lm_data.Text, experiment.Experiment):
   """Goes on training a decoder that `tools/hf import` has made.
 
   Without `weights` it is a toy with first values of its own. Tokens are bytes,

@@ -2,7 +2,9 @@
 
 They measure speed and memory; nothing is learnt but the number one. Sizes,
 batches and meshes are those of `paxml/tasks/lm/params/lm_cloud.py`; see
-`tasks.lm.transformer_lm_spmd` for what the models are and what differs.
+`tasks.lm.transformer_lm_spmd` for what the models are and what differs. Those
+whose names say Pipeline split their layers into stages, see
+`tasks.lm.pipelining`.
 
 On other hardware give another mesh and batch:
 
@@ -15,17 +17,70 @@ What each takes is in `docs/plans.md`, from plans; none was run at its size.
 
 from flax import linen as nn
 
-from paxon.tasks.lm import datasets, transformer_lm_spmd
+from paxon.tasks.lm import lm_data, mlp_lm, transformer_lm_spmd
 
 
-class _LmCloudSpmd(datasets.Synthetic, transformer_lm_spmd.TransformerLmSpmd):
-  """The base of this module: GELU, and a smaller learning rate."""
+class LargeMlp(lm_data.Synthetic, mlp_lm.MlpLm):
+  """384 M parameters in 8 layers of 7,168, repeated on each of 8 chips."""
+
+  embed_dim = 4096
+  mlp_dim = 7168
+  global_batch_size = 128
+  mesh = "data=8"
+
+
+class SmallMlp(LargeMlp):
+  """9 M parameters in 8 layers of 1,024, repeated on each of 8 chips."""
+
+  embed_dim = 1024
+  mlp_dim = 1024
+
+
+class LmCloudTransformerAdam(
+  lm_data.Synthetic, transformer_lm_spmd.TransformerLmSpmd
+):
+  """0.4 B parameters in float32, whole on each device: Pax's pmap.
+
+  Pax has 16 rows on each device, however many there are: on 8 give
+  `--fdl.global_batch_size=128`.
+  """
+
+  learning_rate = 1e-3
+  dtype = "float32"
+  rules = "replicated"
+  remat_policy = None
+  num_layers = 32
+  embed_dim = 1024
+  head_dim = 64
+  global_batch_size = 16
+  mesh = "data=-1"
+
+
+class LmCloudTransformerAdamTest(LmCloudTransformerAdam):
+  """`LmCloudTransformerAdam` with two layers."""
+
+  num_layers = 2
+
+
+class LmCloudTransformerAdamLimitSteps(LmCloudTransformerAdam):
+  """`LmCloudTransformerAdam` with 10 layers, for 2,000 steps."""
+
+  num_layers = 10
+  num_train_steps = 2000
+
+
+class LmCloudSpmd(lm_data.Synthetic, transformer_lm_spmd.TransformerLmSpmd):
+  """0.6 B parameters on one chip: the base of what follows."""
 
   learning_rate = 2.5e-4
   activation = nn.gelu
+  num_layers = 10
+  embed_dim = 2048
+  global_batch_size = 16
+  mesh = "fsdp=1"
 
 
-class LmCloudSpmdTest(_LmCloudSpmd):
+class LmCloudSpmdTest(LmCloudSpmd):
   """Two small layers, for one device of any kind."""
 
   num_layers = 2
@@ -34,7 +89,7 @@ class LmCloudSpmdTest(_LmCloudSpmd):
   global_batch_size = 4
 
 
-class LmCloudSpmd2B(_LmCloudSpmd):
+class LmCloudSpmd2B(LmCloudSpmd):
   """2.1 B parameters on 4 chips of TPU v4, 8 rows each."""
 
   num_layers = 18
@@ -49,7 +104,7 @@ class LmCloudSpmd2BLimitSteps(LmCloudSpmd2B):
   num_train_steps = 300
 
 
-class LmCloudSpmd32B(_LmCloudSpmd):
+class LmCloudSpmd32B(LmCloudSpmd):
   """32 B parameters on 64 chips of TPU v4, 8 rows each."""
 
   num_layers = 40
@@ -59,7 +114,7 @@ class LmCloudSpmd32B(_LmCloudSpmd):
   remat_policy = transformer_lm_spmd.SAVE_CONTEXT_AND_OUTPUT
 
 
-class LmCloudSpmd64B(_LmCloudSpmd):
+class LmCloudSpmd64B(LmCloudSpmd):
   """65 B parameters on 128 chips of TPU v4, 4 rows each."""
 
   num_layers = 51
@@ -69,7 +124,7 @@ class LmCloudSpmd64B(_LmCloudSpmd):
   remat_policy = transformer_lm_spmd.SAVE_CONTEXT_AND_OUTPUT
 
 
-class LmCloudSpmd128B(_LmCloudSpmd):
+class LmCloudSpmd128B(LmCloudSpmd):
   """129 B parameters on 256 chips of TPU v4, 4 rows each."""
 
   num_layers = 71
@@ -78,7 +133,7 @@ class LmCloudSpmd128B(_LmCloudSpmd):
   mesh = "fsdp=64,tensor=4"
 
 
-class LmCloudSpmd256B(_LmCloudSpmd):
+class LmCloudSpmd256B(LmCloudSpmd):
   """258 B parameters on 512 chips of TPU v4, 4 rows each."""
 
   num_layers = 80
@@ -87,7 +142,7 @@ class LmCloudSpmd256B(_LmCloudSpmd):
   mesh = "fsdp=64,tensor=8"
 
 
-class LmCloudSpmd512B(_LmCloudSpmd):
+class LmCloudSpmd512B(LmCloudSpmd):
   """514 B parameters on 1,024 chips of TPU v4, 4 rows each."""
 
   num_layers = 102
@@ -96,7 +151,7 @@ class LmCloudSpmd512B(_LmCloudSpmd):
   mesh = "fsdp=64,tensor=16"
 
 
-class LmCloudSpmd1024B(_LmCloudSpmd):
+class LmCloudSpmd1024B(LmCloudSpmd):
   """1,030 B parameters on 2,048 chips of TPU v4, 2 rows each."""
 
   num_layers = 142
@@ -110,3 +165,44 @@ class LmCloudSpmdMultislice2B(LmCloudSpmd2B):
 
   global_batch_size = 128
   mesh = "fsdp=4,dcn.data=2"
+
+
+class LmCloudSpmdPipeline9B(LmCloudSpmd):
+  """9.8 B parameters in float32: 16 stages, each on 4 chips."""
+
+  dtype = "float32"
+  num_layers = 48
+  embed_dim = 4096
+  global_batch_size = 512
+  mesh = "stage=16,data=4"
+  num_stages = 16
+  pipeline_microbatch_size = 4
+
+
+class LmCloudSpmdPipeline175B(LmCloudSpmd):
+  """174 B parameters: 8 stages, each a host of 16 GPUs, 96 rows in all."""
+
+  num_layers = 96
+  embed_dim = 12_288
+  length = 2048
+  global_batch_size = 96
+  mesh = "tensor=16,dcn.stage=8"
+  num_stages = 8
+  pipeline_microbatch_size = 2
+
+
+class LmCloudSpmdPipelineMultislice2B(LmCloudSpmd2B):
+  """`LmCloudSpmd2B` in two stages, each a slice of 4 chips."""
+
+  global_batch_size = 128
+  mesh = "data=4,dcn.stage=2"
+  num_stages = 2
+  pipeline_microbatch_size = 4
+  stream_io = True
+
+
+class LmCloudSpmdPipelineMultislice2BCircular(LmCloudSpmdPipelineMultislice2B):
+  """The same, each batch passing three times through both stages."""
+
+  pipeline_microbatch_size = 8
+  circular_repeats = 3

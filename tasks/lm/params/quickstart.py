@@ -144,7 +144,7 @@ class PythonStdlibLm(experiment.Experiment):
       sampler=fdl.Config(samplers.Temperature, temperature=0.7, top_k=40),
     )
 
-  def baselines(self) -> fdl.Config[text_baselines.TextBaselines]:
+  def baselines(self) -> fdl.Config[text_baselines.TextBaselines] | None:
     """Returns what xz and a trigram model reach on the same bytes."""
     return fdl.Config(
       text_baselines.TextBaselines,

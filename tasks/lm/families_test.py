@@ -1,0 +1,173 @@
+"""Tests for the families of models, as far as no table of Pax has them."""
+
+import fiddle as fdl
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxon.layers.models import random_masking
+from paxon.pipeline import spmd_pipeline
+from paxon.sharding import axes
+from paxon.tasks.lm import (
+  gpt3,
+  llama_lm,
+  lm_data,
+  masked_lm,
+  mlp_lm,
+  needs,
+)
+
+
+class _Gpt3(lm_data.Synthetic, gpt3.Gpt3):
+  global_batch_size = 8
+  num_layers = 2
+  embed_dim = 64
+  head_dim = 16
+
+
+class _MlPerf(lm_data.Synthetic, gpt3.MlPerfGpt3):
+  global_batch_size = 1536
+  num_layers = 2
+  embed_dim = 64
+  head_dim = 16
+
+
+class _Llama(lm_data.Synthetic, llama_lm.LlamaLm):
+  num_train_steps = 10
+  global_batch_size = 8
+  length = 32
+  num_layers = 2
+  embed_dim = 64
+  mlp_dim = 96
+  num_heads = 4
+  num_kv_heads = 2
+  head_dim = 16
+  vocab_size = 64
+  learning_rate = 1e-3
+  warmup_steps = 1
+  weight_decay = 0.1
+
+
+class _Bert(lm_data.Synthetic, masked_lm.AdafactorMaskedLm):
+  global_batch_size = 8
+  num_layers = 2
+  embed_dim = 64
+  head_dim = 16
+
+
+class _Mlp(lm_data.Synthetic, mlp_lm.MlpLm):
+  global_batch_size = 8
+  embed_dim = 16
+  mlp_dim = 24
+
+
+def test_gpt3_stops_at_the_loss_of_text_that_it_has():
+  # Synthetic tokens are evaluated too.
+  rule = _Gpt3().job().early_stopping
+  assert (rule.metric, rule.target) == ("validation/log_pplx", 2.69)
+  assert _Gpt3(target_log_pplx=None).job().early_stopping is None
+
+
+def test_gpt3_has_a_position_for_each_token_at_least():
+  assert _Gpt3().job().task.model.position_embedding.max_length == 16_384
+  rows = _Gpt3(max_positions=None).job().task.model.position_embedding
+  assert rows.max_length == _Gpt3().length
+
+
+@pytest.mark.parametrize(
+  ("rows", "rate", "warmup", "end"),
+  [(1536, 2e-5, 265, 108_600), (3584, 2e-5, 114, 46_543), (3585, 3e-5, 114, 0)],
+)
+def test_mlperf_s_rates_follow_from_the_batch(rows, rate, warmup, end):
+  made = _MlPerf(global_batch_size=rows)
+  assert (made.learning_rate, made.warmup_steps) == (rate, warmup)
+  assert not end or made.num_train_steps == made.decay_steps == end
+
+
+def test_llama_s_toy_groups_heads_as_it_does():
+  toy = _Llama().shrink()
+  assert (toy.num_heads, toy.num_kv_heads) == (4, 2)
+  model = toy.job().task.model
+  assert model.head is not None
+  assert model.position_embedding is None
+
+
+def test_bert_reads_both_ways_and_hides_tokens():
+  config = _Bert(label_smoothing=0.1).job().task
+  (block,) = config.model.stack.blocks
+  assert not block.attention.causal
+  masking = config.model.masking
+  assert fdl.get_callable(masking) is random_masking.RandomMasking
+  assert (masking.mask_id, masking.rate) == (103, 0.15)
+  assert config.model.token_loss.label_smoothing == 0.1
+  assert config.learner.optimizer.b1 == 0.9
+
+
+def test_an_mlp_has_eight_layers_and_sees_one_token():
+  model = fdl.build(_Mlp().job().task.model)
+  tokens = jnp.asarray([[1, 2, 3, 2]], jnp.int32)
+  places = jnp.arange(4, dtype=jnp.int32)[None]
+  values = model.init(jax.random.key(0), tokens, places, jnp.ones_like(tokens))
+  logits = model.apply(values, tokens, places, jnp.ones_like(tokens))
+  # Equal tokens have equal logits, wherever they stand.
+  np.testing.assert_array_equal(logits[0, 1], logits[0, 3])
+  values = jax.tree.map(
+    lambda v: np.asarray(v, np.float64), nn.unbox(values)["params"]
+  )
+  table, stack = values["embedding"]["table"], values["stack"]
+  assert len(stack) == 8
+  x = table[2]
+  for i in range(8):
+    part = stack[f"parts_{i}"]
+    x = x @ part["kernel"] + part["bias"]
+    x = np.maximum(x, 0) if i < 7 else x
+  np.testing.assert_allclose(logits[0, 1], table @ x, rtol=1e-4, atol=1e-6)
+
+
+def test_stages_are_beside_the_model():
+  made = _Gpt3(
+    mesh="stage=2,fsdp=2",
+    num_stages=2,
+    pipeline_microbatch_size=4,
+    stream_io=True,
+  )
+  config = made.job()
+  stack = config.task.model.stack
+  assert fdl.get_callable(stack) is spmd_pipeline.PipelinedStack
+  assert (stack.num_stages, stack.microbatch_size) == (2, 4)
+  rules = dict(config.rules)
+  assert rules[axes.LAYERS] == axes.STAGE
+  assert rules[axes.BATCH][0] == axes.STAGE
+  plain = made.without_pipeline()
+  assert plain.job().task.model == _Gpt3().job().task.model
+  # What layers kept for the backward pass, ticks keep.
+  assert stack.iteration_policy is plain.job().task.model.stack.remat_policy
+
+
+def test_the_toy_of_a_pipeline_has_two_stages():
+  made = _Gpt3(
+    num_layers=12,
+    mesh="stage=2,fsdp=2",
+    num_stages=2,
+    pipeline_microbatch_size=4,
+    circular_repeats=3,
+  )
+  toy = made.shrink()
+  assert (toy.mesh, toy.num_stages) == ("stage=2,fsdp=-1", 2)
+  assert (toy.num_layers, toy.circular_repeats) == (4, 2)
+  assert _Gpt3().shrink().num_stages is None
+
+
+def test_the_axes_of_an_mlp_are_of_the_mesh():
+  parts = _Mlp().job().task.model.stack.parts
+  assert parts[0].kernel_axes == (axes.EMBED, axes.MLP)
+  assert parts[-1].kernel_axes == (axes.MLP, axes.EMBED)
+
+
+def test_a_missing_part_is_told_in_one_line():
+  message = r"^_Gpt3 needs layers/moe: it has experts\.$"
+  with pytest.raises(needs.MissingPartError, match=message) as error:
+    needs.refuse(_Gpt3(), "layers/moe", "it has experts.")
+  assert error.value.package == "layers/moe"

@@ -1,0 +1,139 @@
+"""Where the experiments of language modelling have their tokens from.
+
+Each class gives an experiment its `datasets`; mix it with a model's family:
+
+  class MyModel(lm_data.Text, MyFamily):
+    train_files = "/data/c4/en/c4-train.0000?-of-01024.json.gz"
+"""
+
+from typing import Any, Literal
+
+import fiddle as fdl
+
+from paxon.inputs import (
+  byte_tokenizer,
+  json_lines,
+  packed_lm_input,
+  python_stdlib,
+  synthetic_lm_input,
+  unset_input,
+)
+from paxon.learners import bits_per_byte
+from paxon.runner import experiment
+
+_C4 = "c4/en/c4-train.0000?-of-01024.json.gz"
+
+
+class Synthetic(experiment.Experiment):
+  """Tokens that cost nothing to read, to measure speed with.
+
+  Attributes:
+    length: Tokens of a row.
+    vocab_size: Ids are below it.
+    random_seed: The seed of random tokens; None makes every token a 1.
+  """
+
+  length: int
+  vocab_size: int
+  random_seed: int | None = None
+
+  def datasets(self) -> dict[str, fdl.Config]:
+    """Returns endless batches, and one to evaluate on."""
+    shared: dict[str, Any] = {
+      "global_batch_size": self.global_batch_size,
+      "length": self.length,
+      "vocab_size": self.vocab_size,
+      "random_seed": self.random_seed,
+    }
+    return {
+      "train": fdl.Config(synthetic_lm_input.SyntheticLmInput, **shared),
+      "validation": fdl.Config(
+        synthetic_lm_input.SyntheticLmInput, num_batches=1, **shared
+      ),
+    }
+
+
+class Text(experiment.Experiment):
+  """Documents in files of JSON lines, as C4 is distributed.
+
+  A run needs `train_files`. Without them everything but reading works: plans,
+  lints, comparisons. Without `validation_files` nothing is evaluated. Tokens
+  are bytes, whatever the size of the vocabulary: losses per token are losses
+  per byte, and the speed of a step is that of any tokenizer.
+
+  Attributes:
+    length: Tokens of a row.
+    documents: `files`, or the source text that comes with Python, which lies
+      on every machine and has two million words.
+    train_files: A path or a pattern; see `inputs.json_lines`.
+    validation_files: The same, of what is held out.
+    text_key: Which string of a JSON object is the document.
+  """
+
+  length: int
+  documents: Literal["files", "python_stdlib"] = "files"
+  train_files: str | None = None
+  validation_files: str | None = None
+  text_key: str = "text"
+
+  def of_data(self) -> dict[str, Any]:
+    """Returns the tokenizer, and the metric of texts."""
+    return {
+      "metrics": (bits_per_byte.bits_per_byte,),
+      "tokenizer": fdl.Config(byte_tokenizer.ByteTokenizer),
+    }
+
+  def datasets(self) -> dict[str, fdl.Config]:
+    """Returns shuffled text without an end, and what is held out, once."""
+    train = self._source("train", self.train_files)
+    held_out = self._source("validation", self.validation_files)
+    if train is None:
+      return {
+        "train": fdl.Config(
+          unset_input.UnsetInput,
+          global_batch_size=self.global_batch_size,
+          length=self.length,
+          knob="train_files",
+          example=_C4,
+        )
+      }
+    shared: dict[str, Any] = {
+      "tokenizer": fdl.Config(byte_tokenizer.ByteTokenizer),
+      "length": self.length,
+    }
+    splits = {
+      "train": fdl.Config(
+        packed_lm_input.PackedLmInput,
+        source=train,
+        global_batch_size=self.global_batch_size,
+        shuffle_seed=self.seed,
+        **shared,
+      )
+    }
+    if held_out is not None:
+      splits["validation"] = fdl.Config(
+        packed_lm_input.PackedLmInput,
+        source=held_out,
+        global_batch_size=self._eval_batch_size(),
+        shuffle_seed=None,
+        num_epochs=1,
+        **shared,
+      )
+    return splits
+
+  def shrink(self) -> Any:
+    """Returns a toy that reads Python's own source text."""
+    return super().shrink().replace(documents="python_stdlib")
+
+  def _source(self, split: str, files: str | None) -> fdl.Config | None:
+    text_key = self.text_key
+    if self.documents == "python_stdlib":
+      return fdl.Config(python_stdlib.PythonStdlib, split=split)
+    if files is None:
+      return None
+    return fdl.Config(json_lines.JsonLines, files=files, text_key=text_key)
+
+  def _eval_batch_size(self) -> int:
+    # Rows of a toy are short, and a step costs the same for more of them.
+    factor = 16 if self.documents == "python_stdlib" else 1
+    return factor * self.global_batch_size

@@ -1,0 +1,81 @@
+"""BERTs as Pax trains them: the layers of `transformer_lm_spmd`, both ways.
+
+Tokens are hidden while training (Devlin et al. 2018,
+https://arxiv.org/abs/1810.04805): each step hides others of the same text.
+There is one text to a document, no types and no second objective, as in Pax.
+"""
+
+from typing import Any
+
+import fiddle as fdl
+
+from paxon.layers import remat, softmax_loss
+from paxon.layers.models import masked_lm, random_masking
+from paxon.learners import adafactor
+from paxon.tasks.lm import transformer_lm_spmd
+
+# Of WordPiece's vocabulary.
+_MASK = 103
+
+
+class MaskedTransformerLm(transformer_lm_spmd.TransformerLmSpmd):
+  """The base of `params.bert`.
+
+  Attributes:
+    mask_id: The id that hides a token.
+    masked_share: Share of the tokens that are predicted.
+    label_smoothing: Share of the probability given to all tokens evenly.
+  """
+
+  length = 512
+  dtype = "float32"
+  remat_policy = remat.save_projections
+
+  mask_id: int = _MASK
+  masked_share: float = 0.15
+  label_smoothing: float = 0.0
+
+  def attention(self) -> fdl.Config[Any]:
+    """Returns attention that reads both ways."""
+    attention = super().attention()
+    attention.causal = False
+    return attention
+
+  def model(self) -> fdl.Config[Any]:
+    """Returns the model."""
+    decoder = super().model()
+    return fdl.Config(
+      masked_lm.MaskedLm,
+      embedding=decoder.embedding,
+      stack=decoder.stack,
+      final_norm=decoder.final_norm,
+      position_embedding=decoder.position_embedding,
+      logit_cap=self.logit_cap,
+      masking=fdl.Config(
+        random_masking.RandomMasking,
+        mask_id=self.mask_id,
+        vocab_size=self.vocab_size,
+        rate=self.masked_share,
+      ),
+      token_loss=fdl.Config(
+        softmax_loss.SoftmaxLoss,
+        chunk_length=self.loss_chunk_length,
+        label_smoothing=self.label_smoothing,
+      ),
+    )
+
+
+class AdafactorMaskedLm(MaskedTransformerLm):
+  """The same with Adafactor, whose updates are not scaled by parameters."""
+
+  learning_rate = 2.5e-4
+
+  def optimizer(self) -> fdl.Config[Any]:
+    """Returns Adafactor with a momentum."""
+    return fdl.Config(
+      adafactor.Adafactor,
+      schedule=self.schedule(),
+      b1=0.9,
+      min_param_rms=None,
+      weight_decay=self.weight_decay,
+    )

@@ -1,0 +1,225 @@
+"""The quickstart's model on texts that Debian packages carry.
+
+`WordNetLm` reads definitions through SeqIO, `PythonManualLm` pages through
+Grain. Nothing but the package named in each has to be installed, and the
+libraries that read it: `--config=tf` for the one, `--config=data` for the
+other.
+"""
+
+import dataclasses
+import functools
+import pathlib
+from typing import Any
+
+import fiddle as fdl
+
+from paxon.inputs import (
+  byte_tokenizer,
+  example_source,
+  example_stream,
+  held_out,
+  packed_input,
+  packing_plan,
+  unset_input,
+)
+from paxon.inputs.grain_sources import grain_rows, optional_library
+from paxon.inputs.seqio_tasks import (
+  feature_converters,
+  seqio_library,
+  task_source,
+  vocabulary_tokenizer,
+)
+from paxon.runner import generation_settings
+from paxon.tasks.lm.params import quickstart
+
+_WORDNET = "wordnet_definitions"
+_PARTS = ("adj", "adv", "noun", "verb")
+# One example of so many is held out.
+_EVERY = 50
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WordNetTask:
+  """Adds a task to SeqIO's registry: the definitions, as bytes.
+
+  Attributes:
+    folder: Where `data.noun` and the others are.
+  """
+
+  folder: str
+
+  def __call__(self) -> None:
+    """Adds it; looks for the files first.
+
+    Raises:
+      FileNotFoundError: They are not there.
+    """
+    files = [pathlib.Path(self.folder, f"data.{part}") for part in _PARTS]
+    for file in files:
+      if not file.is_file():
+        raise FileNotFoundError(
+          f"{file} is missing: apt-get install wordnet-base, or set the knob"
+          " `folder` to where its data files are."
+        )
+    seqio = seqio_library.seqio()
+    seqio.TaskRegistry.add(
+      _WORDNET,
+      source=seqio.TextLineDataSource({"train": [str(file) for file in files]}),
+      preprocessors=[_definitions, seqio.preprocessors.tokenize],
+      output_features={"targets": seqio.Feature(seqio.ByteVocabulary())},
+    )
+
+
+def _definitions(dataset: Any) -> Any:
+  """Returns the words and the definition of each line of data."""
+  strings = seqio_library.tensorflow().strings
+  # Lines of the licence begin with two spaces.
+  dataset = dataset.filter(lambda line: strings.substr(line, 0, 2) != "  ")
+
+  def definition(line: Any) -> dict[str, Any]:
+    word = strings.split(line, " ")[4]
+    text = strings.strip(strings.split(line, "|")[1])
+    return {"targets": strings.join([word, ": ", text])}
+
+  return dataset.map(definition)
+
+
+class _OfExamples(quickstart.PythonStdlibLm):
+  """The quickstart's model on numbered examples."""
+
+  def baselines(self) -> None:
+    """Returns none: those of the quickstart read Python's library."""
+
+  def _splits(
+    self, source: fdl.Config[Any], tokenizer: fdl.Config[Any]
+  ) -> dict[str, fdl.Config]:
+    """Returns shuffled examples, and every fiftieth, once."""
+
+    def split(is_held_out: bool, rows: int, **order: Any) -> fdl.Config[Any]:
+      part = fdl.Config(
+        held_out.HeldOut, source=source, every=_EVERY, is_held_out=is_held_out
+      )
+      return fdl.Config(
+        packed_input.PackedInput,
+        examples=fdl.Config(example_stream.Examples, source=part, **order),
+        packing=packing_plan.Packing.SPLIT,
+        tokenizer=tokenizer,
+        global_batch_size=rows,
+        length=self.length,
+      )
+
+    rows = self.global_batch_size
+    return {
+      "train": split(False, rows, shuffle_seed=self.seed),
+      "validation": split(True, 4 * rows, shuffle_seed=None, num_epochs=1),
+    }
+
+  def _unset(self, *, example: str, package: str) -> dict[str, fdl.Config]:
+    """Returns what stands in for text that nobody has named."""
+    unset = fdl.Config(
+      unset_input.UnsetInput,
+      global_batch_size=self.global_batch_size,
+      length=self.length,
+      knob="folder",
+      example=example,
+      how=f"Install it: apt-get install {package}.",
+    )
+    return {"train": unset}
+
+
+class WordNetLm(_OfExamples):
+  """117,659 definitions of WordNet 3.0, 8 MB, through SeqIO.
+
+  apt-get install wordnet-base
+  bazel run --config=tf //runner:main --
+  --exp=tasks.lm.params.corpora.WordNetLm --fdl.folder=/usr/share/wordnet
+
+  Attributes:
+    folder: Where the package has its data files.
+  """
+
+  folder: str | None = None
+
+  def datasets(self) -> dict[str, fdl.Config]:
+    """Returns shuffled definitions, and every fiftieth, once."""
+    if self.folder is None:
+      return self._unset(example="/usr/share/wordnet", package="wordnet-base")
+    register = fdl.Config(WordNetTask, folder=self.folder)
+    tokenizer = self._tokenizer()
+    source = fdl.Config(
+      task_source.TaskSource,
+      task=_WORDNET,
+      split="train",
+      converter=fdl.Config(
+        feature_converters.LanguageModel, end_id=1, tokenizer=tokenizer
+      ),
+      register=register,
+    )
+    return self._splits(source, tokenizer)
+
+  def task(self) -> fdl.Config[Any]:
+    """Returns the quickstart's task with SeqIO's bytes as ids."""
+    task = super().task()
+    if self.folder is not None:
+      task.tokenizer = self._tokenizer()
+    return task
+
+  def generation(self) -> fdl.Config[generation_settings.GenerationSettings]:
+    """Returns what is sampled at the end."""
+    settings = super().generation()
+    settings.prompts = ("dog: ", "music: ", "quickly: ")
+    return settings
+
+  def _tokenizer(self) -> fdl.Config[Any]:
+    return fdl.Config(
+      vocabulary_tokenizer.VocabularyTokenizer,
+      name_in_registry=_WORDNET,
+      register=fdl.Config(WordNetTask, folder=self.folder),
+    )
+
+
+class PythonManualLm(_OfExamples):
+  """497 pages of the manual of Python 3.11, 11 MB, through Grain.
+
+  apt-get install python3.11-doc
+  bazel run --config=data //runner:main --
+  --exp=tasks.lm.params.corpora.PythonManualLm
+  --fdl.folder=/usr/share/doc/python3.11/html/_sources
+
+  Attributes:
+    folder: Where the package has the sources of its pages.
+  """
+
+  folder: str | None = None
+
+  def datasets(self) -> dict[str, fdl.Config]:
+    """Returns shuffled pages, and every fiftieth, once."""
+    if self.folder is None:
+      return self._unset(
+        example="/usr/share/doc/python3.11/html/_sources",
+        package="python3.11-doc",
+      )
+    tokenizer = fdl.Config(byte_tokenizer.ByteTokenizer)
+    pages = fdl.Config(
+      grain_rows.GrainRows, open=fdl.Partial(open_pages, folder=self.folder)
+    )
+    source = fdl.Config(
+      example_source.TokenizedDocuments, source=pages, tokenizer=tokenizer
+    )
+    return self._splits(source, tokenizer)
+
+
+def open_pages(folder: str) -> Any:
+  """Returns the pages below a folder as Grain's data set of bytes.
+
+  Raises:
+    FileNotFoundError: There is none.
+  """
+  paths = sorted(pathlib.Path(folder).rglob("*.rst.txt"))
+  if not paths:
+    raise FileNotFoundError(
+      f"{folder} has no pages (.rst.txt): apt-get install python3.11-doc, or"
+      " set the knob `folder` to where they are."
+    )
+  source = optional_library.grain().MapDataset.source(paths)
+  return source.map(functools.partial(pathlib.Path.read_bytes))

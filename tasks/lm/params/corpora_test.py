@@ -1,0 +1,40 @@
+"""Tests for the experiments on texts of Debian packages."""
+
+import fiddle as fdl
+import pytest
+
+from paxon.inputs import held_out, unset_input
+from paxon.tasks.lm.params import corpora
+
+
+@pytest.mark.parametrize(
+  ("made", "package"),
+  [
+    (corpora.WordNetLm(), "wordnet-base"),
+    (corpora.PythonManualLm(), "python3.11-doc"),
+  ],
+)
+def test_without_a_folder_the_package_is_named(made, package):
+  given = fdl.build(made.datasets()["train"])
+  assert isinstance(given, unset_input.UnsetInput)
+  with pytest.raises(ValueError, match=f"folder is not set.*install {package}"):
+    given.get_next()
+
+
+@pytest.mark.parametrize("kind", [corpora.WordNetLm, corpora.PythonManualLm])
+def test_one_example_of_fifty_is_held_out(kind):
+  # Not built: types are checked here, and to look at a vocabulary loads it.
+  splits = kind(folder="/nowhere").datasets()
+  train, other = (splits[name].examples for name in ("train", "validation"))
+  sources = [train.source, other.source]
+  assert all(fdl.get_callable(s) is held_out.HeldOut for s in sources)
+  assert [source.is_held_out for source in sources] == [False, True]
+  assert other.num_epochs == 1
+  assert kind(folder="/nowhere").job().train_input == splits["train"]
+
+
+def test_files_that_are_missing_name_their_package(tmp_path):
+  with pytest.raises(FileNotFoundError, match="apt-get install wordnet-base"):
+    corpora.WordNetTask(folder=str(tmp_path))()
+  with pytest.raises(FileNotFoundError, match=r"install python3\.11-doc"):
+    corpora.open_pages(str(tmp_path))

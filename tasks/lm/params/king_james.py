@@ -1,0 +1,102 @@
+"""The quickstart's model on the King James Bible, through token files.
+
+The text is Debian's: 31,102 verses, 4.4 MB. Three commands make the data:
+
+  apt-get install bible-kjv bible-kjv-text
+  bible -f 'gen1:1-rev22:21' > kjv.txt
+  tools/tokenize --files=kjv.txt --documents=line --out=kjv
+"""
+
+from typing import Any
+
+import fiddle as fdl
+
+from paxon.inputs import (
+  byte_tokenizer,
+  example_stream,
+  held_out,
+  packed_input,
+  packing_plan,
+  token_file,
+  unset_input,
+)
+from paxon.runner import generation_settings
+from paxon.tasks.lm.params import quickstart
+
+# One verse of so many is held out.
+_EVERY = 50
+_HOW = (
+  "Make them: apt-get install bible-kjv bible-kjv-text; bible -f"
+  " 'gen1:1-rev22:21' > kjv.txt; tools/tokenize --files=kjv.txt"
+  " --documents=line --out=kjv."
+)
+
+
+class KingJamesLm(quickstart.PythonStdlibLm):
+  """The quickstart's model of verses, packed whole into rows.
+
+  bazel run //runner:main -- --exp=tasks.lm.params.king_james.KingJamesLm
+  with --fdl.tokens=kjv
+
+  Attributes:
+    tokens: The path of the token files, without an ending.
+  """
+
+  tokens: str | None = None
+
+  def datasets(self) -> dict[str, fdl.Config]:
+    """Returns shuffled verses, and every fiftieth, once."""
+    if self.tokens is None:
+      unset = fdl.Config(
+        unset_input.UnsetInput,
+        global_batch_size=self.global_batch_size,
+        length=self.length,
+        knob="tokens",
+        example="kjv",
+        how=_HOW,
+      )
+      return {"train": unset}
+    return {
+      "train": self._input(
+        is_held_out=False,
+        shuffle_seed=self.seed,
+        global_batch_size=self.global_batch_size,
+      ),
+      "validation": self._input(
+        is_held_out=True,
+        shuffle_seed=None,
+        num_epochs=1,
+        global_batch_size=4 * self.global_batch_size,
+      ),
+    }
+
+  def generation(self) -> fdl.Config[generation_settings.GenerationSettings]:
+    """Returns what is sampled at the end."""
+    settings = super().generation()
+    settings.prompts = ("Ge1:1 In the ", "And ", "Ps23:1 ")
+    return settings
+
+  def baselines(self) -> None:
+    """Returns none: those of the quickstart read Python's library."""
+
+  def _input(
+    self, *, is_held_out: bool, global_batch_size: int, **order: Any
+  ) -> fdl.Config[packed_input.PackedInput]:
+    tokenizer = byte_tokenizer.ByteTokenizer()
+    verses = fdl.Config(
+      token_file.TokenFile,
+      path=self.tokens,
+      begin_id=tokenizer.begin_id,
+      tokenizer=fdl.Config(byte_tokenizer.ByteTokenizer),
+    )
+    source = fdl.Config(
+      held_out.HeldOut, source=verses, every=_EVERY, is_held_out=is_held_out
+    )
+    return fdl.Config(
+      packed_input.PackedInput,
+      examples=fdl.Config(example_stream.Examples, source=source, **order),
+      packing=packing_plan.Packing.BEST_FIT,
+      tokenizer=fdl.Config(byte_tokenizer.ByteTokenizer),
+      global_batch_size=global_batch_size,
+      length=self.length,
+    )

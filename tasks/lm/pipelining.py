@@ -1,0 +1,105 @@
+"""Knobs that split the layers of a model into the stages of a pipeline.
+
+They stand beside the model, never in a second copy of it: the same experiment
+runs with stages and without, and its checkpoints do not know.
+"""
+
+from typing import Any
+
+import fiddle as fdl
+
+from paxon.pipeline import spmd_pipeline, stage_rules
+from paxon.runner import experiment
+from paxon.sharding import rules as rules_lib
+
+_KNOBS = (
+  "num_stages",
+  "num_pipeline_microbatches",
+  "pipeline_microbatch_size",
+  "circular_repeats",
+  "stream_io",
+)
+
+
+class Pipelining(experiment.Experiment):
+  """An experiment whose layers can be the stages of a pipeline.
+
+  The mesh's axis `stage` has the stages. A batch passes through them in
+  microbatches, given by their number or by their size.
+
+  Attributes:
+    num_layers: Number of layers, of one kind.
+    num_stages: Into how many stages the layers are split; None is no pipeline.
+    num_pipeline_microbatches: How many microbatches a batch is cut into.
+    pipeline_microbatch_size: Rows of a microbatch, over all devices.
+    circular_repeats: How often a microbatch goes around the stages, each of
+      which then holds that many parts of the stack; None is once.
+    stream_io: Whether inputs and outputs are kept by the stages in turns, so
+      that sending them overlaps with computing; None is not.
+  """
+
+  num_layers: int
+  num_stages: int | None = None
+  num_pipeline_microbatches: int | None = None
+  pipeline_microbatch_size: int | None = None
+  circular_repeats: int | None = None
+  stream_io: bool | None = None
+
+  def without_pipeline(self) -> Any:
+    """Returns the same experiment with a plain stack of its layers."""
+    return self.replace(**dict.fromkeys(_KNOBS))
+
+  def pipelined(self, stack: fdl.Config[Any]) -> fdl.Config[Any]:
+    """Returns the stack in stages, or as it is where there are none.
+
+    What a layer would keep for the backward pass, a tick of the pipeline keeps
+    of all layers of a stage, as in Pax.
+
+    Args:
+      stack: Of all layers.
+    """
+    if self.num_stages is None:
+      return stack
+    fields: dict[str, Any] = {
+      str(name): value for name, value in stack.__arguments__.items()
+    }
+    return fdl.Config(
+      spmd_pipeline.PipelinedStack,
+      **{**fields, "remat_policy": None},
+      iteration_policy=fields.get("remat_policy"),
+      num_stages=self.num_stages,
+      num_microbatches=self.num_pipeline_microbatches,
+      microbatch_size=self.pipeline_microbatch_size,
+      circular_repeats=self.circular_repeats or 1,
+      streaming=bool(self.stream_io),
+    )
+
+  def sharding_rules(self) -> rules_lib.Rules:
+    """Returns the rules of the rule set, with stages where there are some."""
+    rules = super().sharding_rules()
+    if self.num_stages is None:
+      return rules
+    return stage_rules.with_stages(
+      rules,
+      num_stages=self.num_stages,
+      num_groups=self.num_layers,
+      circular_repeats=self.circular_repeats or 1,
+      streaming=bool(self.stream_io),
+    )
+
+  def toy_stages(self) -> Any:
+    """Returns the experiment, of toy size already, with two stages.
+
+    For an even number of devices up to 8, and batches of eight rows.
+    """
+    if self.num_stages is None:
+      return self
+    repeats = None if self.circular_repeats is None else 2
+    return self.replace(
+      mesh="stage=2,fsdp=-1",
+      num_layers=2 * (repeats or 1),
+      num_stages=2,
+      num_pipeline_microbatches=2,
+      pipeline_microbatch_size=None,
+      circular_repeats=repeats,
+    )

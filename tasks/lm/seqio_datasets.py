@@ -1,0 +1,229 @@
+"""Experiments that read SeqIO's tasks and mixtures.
+
+Mix these with a model's family, as those of `lm_data`:
+
+  class MyModel(seqio_datasets.SeqIo, MyFamily):
+    mixture = "my_mixture"
+
+    def register(self):
+      return fdl.Config(my_tasks.Tasks, folder="/data")
+
+TensorFlow is needed to read, and only then: `bazel run --config=tf ...`.
+"""
+
+from typing import Any, Literal
+
+import fiddle as fdl
+
+from paxon.inputs import packed_input, packing_plan
+from paxon.inputs.seqio_tasks import (
+  c4,
+  feature_converters,
+  task_eval_input,
+  task_stream,
+  vocabulary_tokenizer,
+)
+from paxon.runner import experiment
+from paxon.tasks.lm import lm_data
+
+_CONVERTERS = {
+  "language_model": feature_converters.LanguageModel,
+  "prefix_lm": feature_converters.PrefixLm,
+  "encoder_decoder": feature_converters.EncoderDecoder,
+}
+
+
+class SeqIo(experiment.Experiment):
+  """A mixture to train on, and tasks whose metrics are evaluated.
+
+  Attributes:
+    length: Tokens of a row.
+    mixture: The name of a task or mixture.
+    train_split: Its split to train on.
+    eval_tasks: The names of tasks, each a split of the experiment.
+    eval_split: Their split.
+    form: What the model sees of a task's features.
+    encoder_length: Tokens of an encoder's row, for `encoder_decoder`.
+    use_cached: Whether tasks are read from SeqIO's cache.
+    index_folder: Where the places of records are kept between runs.
+    begin_id: The input before the first target.
+    end_id: Put after texts that do not end with it; None adds nothing.
+    metric_kinds: Of the tasks' metrics: `score`, and `predict`, which generates
+      a text for each example.
+  """
+
+  length: int
+  mixture: str
+  train_split: str = "train"
+  eval_tasks: tuple[str, ...] = ()
+  eval_split: str = "validation"
+  form: Literal["language_model", "prefix_lm", "encoder_decoder"] = (
+    "language_model"
+  )
+  encoder_length: int | None = None
+  use_cached: bool = False
+  index_folder: str | None = None
+  begin_id: int = 0
+  end_id: int | None = 1
+  metric_kinds: tuple[str, ...] = ("score", "predict")
+
+  def register(self) -> fdl.Config[Any] | None:
+    """Returns what adds the tasks, called before they are looked up."""
+    return None
+
+  def of_data(self) -> dict[str, Any]:
+    """Returns the mixture's vocabulary; its metrics belong to its tasks."""
+    return {"metrics": (), "tokenizer": self._tokenizer()}
+
+  def datasets(self) -> dict[str, fdl.Config]:
+    """Returns the mixture without an end, and an epoch of each task."""
+    shared: dict[str, Any] = {
+      "length": self.length,
+      "encoder_length": self.encoder_length,
+      "global_batch_size": self.global_batch_size,
+      "tokenizer": self._tokenizer(),
+    }
+    split_text = self.form == "language_model"
+    packing = packing_plan.Packing
+    splits = {
+      "train": fdl.Config(
+        packed_input.PackedInput,
+        examples=self._stream(
+          self.mixture, self.train_split, shuffle_seed=self.seed
+        ),
+        packing=packing.SPLIT if split_text else packing.FIRST_FIT,
+        cut_long_examples=not split_text,
+        **shared,
+      )
+    }
+    eval_split, kinds = self.eval_split, self.metric_kinds
+    for task in self.eval_tasks:
+      splits[task] = fdl.Config(
+        task_eval_input.TaskEvalInput,
+        examples=self._stream(
+          task, eval_split, shuffle_seed=None, num_epochs=1, provenance=True
+        ),
+        packing=packing.NONE,
+        cut_long_examples=True,
+        metric_kinds=kinds,
+        **shared,
+      )
+    return splits
+
+  def _tokenizer(self) -> fdl.Config[Any]:
+    return fdl.Config(
+      vocabulary_tokenizer.VocabularyTokenizer,
+      name_in_registry=self.mixture,
+      register=self.register(),
+      begin_id=self.begin_id,
+    )
+
+  def _stream(self, name: str, split: str, **given: Any) -> fdl.Config[Any]:
+    return fdl.Config(
+      task_stream.TaskStream,
+      name_in_registry=name,
+      split=split,
+      converter=fdl.Config(
+        _CONVERTERS[self.form], begin_id=self.begin_id, end_id=self.end_id
+      ),
+      register=self.register(),
+      use_cached=self.use_cached,
+      index_folder=self.index_folder,
+      **given,
+    )
+
+
+class C4(lm_data.Text):
+  """C4 as Pax reads it, where its files are; else as `lm_data.Text`.
+
+  That is SeqIO's mixture `c4_lm_v301_gpt`, split `train2`, packed, an epoch's
+  order by the seed 9876, and the ids of the split
+  `validation_tokenized_5662seqs`; texts begin with 0 and end with 1.
+
+  Attributes:
+    c4_folder: That which has `c4/en/3.0.4` and `c4/en/3.0.5` as TFRecord files
+      of a TensorFlow data set.
+    vocabulary_file: The SentencePiece model.
+    index_folder: Where the places of the records are kept between runs.
+    data_seed: Of the order of texts.
+  """
+
+  c4_folder: str | None = None
+  vocabulary_file: str | None = None
+  index_folder: str | None = None
+  data_seed: int = 9876
+
+  def of_data(self) -> dict[str, Any]:
+    """Returns the vocabulary; where tokens are bytes, their metric too."""
+    register = self._register()
+    if register is None:
+      return super().of_data()
+    return {"metrics": (), "tokenizer": self._tokenizer(register)}
+
+  def datasets(self) -> dict[str, fdl.Config]:
+    """Returns shuffled text without an end, and what is held out, once."""
+    register = self._register()
+    seed, folder = self.data_seed, self.index_folder
+    text = super().datasets()
+    if register is None:
+      return text
+    shared: dict[str, Any] = {
+      "length": self.length,
+      "global_batch_size": self.global_batch_size,
+      "tokenizer": self._tokenizer(register),
+    }
+    given: dict[str, Any] = {"register": register, "index_folder": folder}
+    return {
+      "train": fdl.Config(
+        packed_input.PackedInput,
+        examples=fdl.Config(
+          task_stream.TaskStream,
+          name_in_registry=c4.TRAIN,
+          split=c4.TRAIN_SPLIT,
+          converter=fdl.Config(
+            feature_converters.LanguageModel, begin_id=0, end_id=1
+          ),
+          shuffle_seed=seed,
+          **given,
+        ),
+        **shared,
+      ),
+      "validation": fdl.Config(
+        packed_input.PackedInput,
+        examples=fdl.Config(
+          task_stream.TaskStream,
+          name_in_registry=c4.EVAL,
+          split=c4.EVAL_SPLIT,
+          # Its rows end where they end.
+          converter=fdl.Config(feature_converters.LanguageModel, begin_id=0),
+          shuffle_seed=None,
+          num_epochs=1,
+          **given,
+        ),
+        packing=packing_plan.Packing.NONE,
+        cut_long_examples=True,
+        **shared,
+      ),
+    }
+
+  def shrink(self) -> Any:
+    """Returns a toy that reads Python's own source text."""
+    return super().shrink().replace(c4_folder=None, vocabulary_file=None)
+
+  def _register(self) -> fdl.Config[Any] | None:
+    folder, file = self.c4_folder, self.vocabulary_file
+    if (folder is None) != (file is None):
+      raise ValueError(
+        "c4_folder and vocabulary_file belong together: set both, or neither,"
+        f" got {folder!r} and {file!r}."
+      )
+    if folder is None:
+      return None
+    return fdl.Config(c4.C4Tasks, folder=folder, vocabulary_file=file)
+
+  def _tokenizer(self, register: fdl.Config[Any]) -> fdl.Config[Any]:
+    return fdl.Config(
+      vocabulary_tokenizer.VocabularyTokenizer,
+      name_in_registry=c4.TRAIN,
+      register=register,
+    )
