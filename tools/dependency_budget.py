@@ -1,9 +1,10 @@
 """What each public target drags in, held against what was agreed.
 
 A target costs its user every wheel of its closure: those that the targets
-below it import, and those that these wheels require, as the locks say. The
-agreed sets stand in dependency_budget.txt, one public target a line, so that
-a new one is seen in review.
+below it import, and those that these wheels require, as the locks say. What
+only a setting such as `--config=tf` adds does not count. The agreed sets stand
+in dependency_budget.txt, one public target a line, so that a new one is seen in
+review.
 
     python -m paxon.tools.dependency_budget            compares
     python -m paxon.tools.dependency_budget --update   agrees to what is there
@@ -37,7 +38,7 @@ def measure(root: pathlib.Path) -> Budget:
     if target.is_python and target.is_public:
       direct = [
         wheel.rpartition(":")[2]
-        for wheel in tree.closure([label])
+        for wheel in tree.closure([label], optional=False)
         if wheel.startswith("@")
       ]
       budget[label] = tree.distributions.closure(direct)

@@ -36,6 +36,7 @@ def test_dependencies_and_test_extra_are_the_core_lock():
   ("extra", "locks"),
   [
     ("cuda", ["cuda"]),
+    ("data", ["data"]),
     ("plan", ["plan_cuda", "tpu"]),
     ("plan-cuda", ["plan_cuda"]),
     ("plan-cudnn", ["plan_cudnn"]),

@@ -4,6 +4,7 @@
   tools/bench loop --rounds=9
   tools/bench layers                 # each layer, generation, compilation
   tools/bench gpt2_124m --global_batch_size=32
+  tools/bench inputs                 # each source of data, without a model
   tools/bench --json=out.json --markdown=docs/benchmarks.md
 
 Cases are timed one after another, each with both of its contenders in turn. Run
@@ -17,7 +18,15 @@ import json
 import pathlib
 import sys
 
-from paxon.tools.benchmarks import cases, comparison, environment, report
+from paxon.tools.benchmarks import (
+  cases,
+  comparison,
+  environment,
+  input_speeds,
+  report,
+)
+
+_INPUTS = "inputs"
 
 _SIZES = (
   "global_batch_size",
@@ -46,7 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
     allow_abbrev=False,
   )
   parser.add_argument(
-    "case", nargs="*", help="which, or the group layers; by default some"
+    "case", nargs="*", help="which, the group layers, or inputs alone"
   )
   parser.add_argument("--rounds", type=_positive, help="of every case")
   parser.add_argument("--json", type=pathlib.Path, help="write all figures")
@@ -61,12 +70,14 @@ def run(argv: Sequence[str]) -> int:
   """Measures what the arguments ask for; returns the exit status."""
   parser = make_parser()
   options = parser.parse_args(argv)
+  if options.case == [_INPUTS]:
+    return _measure_inputs(options.markdown, argv)
   chosen = [n for name in options.case for n in cases.named(name)]
   for name in options.case:
     if not cases.named(name):
       parser.error(
         f"there is no case {name!r}; there are {', '.join(cases.CASES)}, and "
-        f"the group {cases.LAYERS}"
+        f"the group {cases.LAYERS}; {_INPUTS} stands alone"
       )
   for path in filter(None, (options.json, options.markdown)):
     if not path.absolute().parent.is_dir():
@@ -96,6 +107,20 @@ def run(argv: Sequence[str]) -> int:
   if options.markdown:
     page = report.to_markdown(results, environment=facts, command=command)
     options.markdown.write_text(page)
+  return 0
+
+
+def _measure_inputs(page: pathlib.Path | None, argv: Sequence[str]) -> int:
+  """Measures sources of data, which are compared with nothing."""
+  facts = environment.describe(datetime.datetime.now())
+  text = input_speeds.to_markdown(
+    input_speeds.measure(),
+    environment=facts,
+    command=" ".join(["tools/bench", *argv]),
+  )
+  print(text)
+  if page:
+    page.write_text(text)
   return 0
 
 

@@ -97,13 +97,15 @@ def apply(
     q,
     k,
     preferred_element_type=jnp.float32,
-  ).reshape(B, K, N // K, T, T)
+  )
+  heads = (K, N // K) if grouped else (N,)
+  inner = tuple(range(1, 1 + len(heads)))
   logits *= H**-0.5
   distance = positions[:, :, None] - positions[:, None, :]
   if c.alibi:
     slopes = 2 ** (-8 * jnp.arange(1, N + 1) / N)
-    far = jnp.abs(distance).astype(jnp.float32)[:, None, None]
-    logits -= slopes.reshape(1, K, N // K, 1, 1) * far
+    far = jnp.expand_dims(jnp.abs(distance).astype(jnp.float32), inner)
+    logits -= slopes.reshape(1, *heads, 1, 1) * far
   if c.logit_cap is not None:
     logits = c.logit_cap * jnp.tanh(logits / c.logit_cap)
   mask = segments[:, :, None] == segments[:, None, :]
@@ -111,12 +113,12 @@ def apply(
     mask &= distance >= 0
   if c.window is not None:
     mask &= jnp.abs(distance) < c.window
-  logits = jnp.where(mask[:, None, None], logits, -1e30)
+  logits = jnp.where(jnp.expand_dims(mask, inner), logits, -1e30)
   shares = jax.nn.softmax(logits, axis=-1).astype(x.dtype)
   if grouped:
     y = jnp.einsum("BKGTS,BSKH->BTKGH", shares, v).reshape(B, T, N, H)
   else:
-    y = jnp.einsum("BKTS,BSKH->BTKH", shares[:, :, 0], v)
+    y = jnp.einsum("BKTS,BSKH->BTKH", shares, v)
   y = jnp.einsum("BTNH,NHD->BTD", y, w["out"])
   if "out_bias" in w:
     y += w["out_bias"].astype(y.dtype)[None, None]

@@ -43,6 +43,7 @@ class Target:
     srcs: Source files, relative to the package.
     deps: Labels that its sources import, written in full.
     runtime_deps: Labels that are only looked up while it runs.
+    optional: Those of `deps` that only a setting other than the default adds.
     visibility: Labels as written, or the package's default.
     has_size: Whether it says `size`.
     testonly: Whether it says `testonly`, or is a test.
@@ -55,6 +56,7 @@ class Target:
   srcs: tuple[str, ...] = ()
   deps: tuple[str, ...] = ()
   runtime_deps: tuple[str, ...] = ()
+  optional: frozenset[str] = frozenset()
   visibility: tuple[str, ...] = ()
   has_size: bool = False
   testonly: bool = False
@@ -172,6 +174,9 @@ def _target(
     deps=labels("deps"),
     # The experiments of a main are imported when one is asked for by name.
     runtime_deps=labels("runtime_deps") + labels("experiments"),
+    optional=frozenset(
+      full_label(label, package) for label in _optional(call, names)
+    ),
     visibility=tuple(
       _strings(arguments, "visibility", call) or default_visibility
     ),
@@ -228,6 +233,21 @@ def _literal(node: ast.expr, names: dict[str, object]) -> object:
   raise BuildFileError(
     node.lineno, f"`{ast.unparse(node)}` is computed; write it out."
   )
+
+
+def _optional(call: ast.Call, names: dict[str, object]) -> set[str]:
+  """Returns what only other branches than the default of a select bring."""
+  found: set[str] = set()
+  for keyword in call.keywords:
+    for node in ast.walk(keyword.value) if keyword.arg == "deps" else ():
+      match node:
+        case ast.Call(func=ast.Name(id="select"), args=[argument]):
+          branches = _literal(argument, names)
+          assert isinstance(branches, dict)  # It was read as a union before.
+          usual = branches.get("//conditions:default", [])
+          found.update(*branches.values())
+          found.difference_update(usual)
+  return found
 
 
 def _union(branches: object, line: int) -> list[object]:

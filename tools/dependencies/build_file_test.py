@@ -51,6 +51,7 @@ def test_reads_every_edge_of_a_target():
       "@pypi//:jax",
       "@pypi//:numpy",
     ),
+    optional=frozenset({"@pypi_cuda//:plugin"}),
     visibility=("//visibility:public",),
   )
   assert stack.is_public

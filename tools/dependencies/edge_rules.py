@@ -11,14 +11,18 @@ from paxon.tools.dependencies import build_file, violation, workspace
 
 # Files whose purpose is to import by name: the experiment that `--exp` names
 # and its test, the function that an override names, a package that users
-# install beside ours, and the test that tries what must not be importable.
+# install beside ours, the tokenizer that a command names, and the test that
+# tries what must not be importable.
 COMPUTED_IMPORTS = frozenset(
   {
+    "inputs/lingvo_generators/generator_input_test.py",
+    "inputs/lingvo_generators/lingvo_library.py",
     "runner/configuration/find_experiment.py",
     "runner/configuration/find_experiment_test.py",
     "runner/configuration/text_functions.py",
     "runner/summaries/wandb_writer.py",
     "tools/closure_test.py",
+    "tools/tokenize_main.py",
   }
 )
 

@@ -92,8 +92,15 @@ class Workspace:
         if target.label not in use.labels:
           yield use
 
-  def closure(self, labels: Sequence[str]) -> set[str]:
-    """Returns all labels that `labels` bring along, themselves included."""
+  def closure(
+    self, labels: Sequence[str], *, optional: bool = True
+  ) -> set[str]:
+    """Returns all labels that `labels` bring along, themselves included.
+
+    Args:
+      labels: Where to begin.
+      optional: Whether to count what only a setting adds.
+    """
     reached: set[str] = set()
     waiting = list(labels)
     while waiting:
@@ -101,7 +108,12 @@ class Workspace:
       if label not in reached:
         reached.add(label)
         if label in self.targets:
-          waiting += self.targets[label].edges
+          target = self.targets[label]
+          waiting += [
+            edge
+            for edge in target.edges
+            if optional or edge not in target.optional
+          ]
     return reached
 
   def _resolve(self, path: str, item: python_imports.Import) -> Use:

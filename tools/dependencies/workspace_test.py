@@ -18,6 +18,18 @@ def test_the_closure_follows_deps_to_the_wheels(tmp_path):
   }
 
 
+def test_what_only_a_setting_adds_can_be_left_out(tmp_path):
+  deps = (
+    'deps = select({"//third_party/python:cuda": ["@pypi_cuda//:plugin"],'
+    ' "//conditions:default": []})'
+  )
+  build = f'py_library(name = "muon", srcs = ["muon.py"], {deps})'
+  tree = _load(tmp_path, {"learners/BUILD": build, "learners/muon.py": ""})
+  label = "//learners:muon"
+  assert tree.closure([label]) == {label, "@pypi_cuda//:plugin"}
+  assert tree.closure([label], optional=False) == {label}
+
+
 def test_uses_of_a_target_are_the_imports_of_its_sources(tmp_path):
   tree = _load(tmp_path, {})
   uses = list(tree.uses(tree.targets["//layers:block"]))

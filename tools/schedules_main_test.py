@@ -1,0 +1,84 @@
+"""Tests that the page on schedules is current, and that steps can be timed."""
+
+import pathlib
+
+import jax
+import pytest
+
+from paxon.tools import (
+  schedules_main,
+  schedules_measurement,
+  schedules_page,
+)
+
+_ROOT = pathlib.Path(__file__).parent.parent
+
+
+@pytest.fixture
+def elsewhere(monkeypatch, tmp_path):
+  """Where the command writes, little and quickly."""
+  monkeypatch.setattr(schedules_main, "_ROOT", tmp_path)
+  monkeypatch.setattr(schedules_page, "NUM_MICROBATCHES", 4)
+  monkeypatch.setattr(schedules_page, "_FEW", 4)
+  (tmp_path / "docs").mkdir()
+  return tmp_path
+
+
+def test_the_page_is_current():
+  text = (_ROOT / schedules_page.PAGE).read_text()
+  measured = schedules_page.measured_part(text)
+  assert text == schedules_page.page(measured), "run tools/schedules"
+  rows = {
+    line.split(" | ")[0].removeprefix("| "): line.split(" | ")[3:7]
+    for line in text.split(schedules_page.BEGIN)[0].splitlines()
+    if line.startswith("| ")
+  }
+  # Bubbles on both clocks, without and with recomputation.
+  assert rows["1F1B"] == ["9", "40", "12", "74"]
+  assert rows["1F1B two-slot"] == ["9", "9", "12", "12"]
+  assert rows["interleaved two-slot, 2 chunks"] == ["4.5", "4.5", "6", "6"]
+
+
+def test_the_pictures_are_current():
+  for name, svg in schedules_page.pictures().items():
+    assert (_ROOT / name).read_text() == svg, "run tools/schedules"
+
+
+def test_steps_are_timed_beside_the_sequential_one(monkeypatch):
+  monkeypatch.setattr(schedules_measurement, "EMBED", 4)
+  monkeypatch.setattr(
+    schedules_measurement, "_MAKERS", schedules_measurement._MAKERS[2:3]
+  )
+  ((name, *figures),) = schedules_measurement.measure(rounds=1)
+  assert name == "1F1B two-slot"
+  assert all(float(figure) >= 0 for figure in figures)
+
+
+def test_too_few_devices_are_refused(monkeypatch):
+  monkeypatch.setattr(jax, "device_count", lambda: 2)
+  with pytest.raises(ValueError, match=r"needs 4 devices, there are 2; set"):
+    schedules_measurement.measure(rounds=1)
+
+
+def test_the_command_writes_the_page_and_keeps_what_was_measured(
+  elsewhere, capsys
+):
+  page = elsewhere / schedules_page.PAGE
+  assert schedules_main.main([]) == 0
+  assert "Not measured yet" in page.read_text()
+  assert all((elsewhere / name).exists() for name in schedules_page.pictures())
+  page.write_text(schedules_page.page("once: 3 ms"))
+  assert schedules_main.main([]) == 0
+  assert page.read_text() == schedules_page.page("once: 3 ms")
+  assert "wrote docs/pipeline_schedules.md" in capsys.readouterr().out
+
+
+def test_the_command_measures_when_asked(monkeypatch, elsewhere):
+  rows = [("GPipe", "5", "10", "0.50")]
+  monkeypatch.setattr(
+    schedules_measurement, "measure", lambda *, rounds: rows[:rounds]
+  )
+  assert schedules_main.main(["--measure", "--rounds=1"]) == 0
+  text = (elsewhere / schedules_page.PAGE).read_text()
+  assert "| GPipe | 5 | 10 | 0.50 |" in schedules_page.measured_part(text)
+  assert "medians of 1 rounds" in text

@@ -1,0 +1,129 @@
+"""Steps by schedules beside the sequential model, on fake devices."""
+
+from collections.abc import Mapping
+import statistics
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from paxon.pipeline.schedules import (
+  executor,
+  gpipe,
+  interleaved,
+  model_functions,
+  one_f_one_b,
+  sequential,
+  table,
+  virtual_stages,
+)
+from paxon.sharding import axes
+from paxon.tools.benchmarks import interleaving
+
+NUM_STAGES: Final = 4
+NUM_MICROBATCHES: Final = 8
+NUM_LAYERS: Final = 8
+EMBED: Final = 128
+ROWS: Final = 4
+LENGTH: Final = 64
+
+_MAKERS: Final = (
+  gpipe.make,
+  one_f_one_b.make,
+  one_f_one_b.two_slots,
+  interleaved.make,
+  interleaved.two_slots,
+)
+
+
+def measure(*, rounds: int) -> list[tuple[str, ...]]:
+  """Returns a row for each schedule: its name, milliseconds, and the ratio.
+
+  Args:
+    rounds: How often each step is timed, in turn with the sequential one.
+
+  Raises:
+    ValueError: There are too few devices.
+  """
+  if jax.device_count() < NUM_STAGES:
+    raise ValueError(
+      f"Measuring needs {NUM_STAGES} devices, there are {jax.device_count()};"
+      f" set JAX_NUM_CPU_DEVICES={NUM_STAGES}."
+    )
+  return [
+    _row(
+      make(num_stages=NUM_STAGES, num_microbatches=NUM_MICROBATCHES),
+      rounds=rounds,
+    )
+    for make in _MAKERS
+  ]
+
+
+def _row(schedule: table.Table, *, rounds: int) -> tuple[str, ...]:
+  functions = _functions()
+  layers, outer, batch = _arrays()
+  pieces = schedule.pieces
+  chunks = virtual_stages.from_layers(layers, pieces=pieces)
+  mesh = jax.make_mesh(
+    (NUM_STAGES,),
+    (axes.STAGE,),
+    axis_types=(jax.sharding.AxisType.Auto,),
+    devices=jax.devices()[:NUM_STAGES],
+  )
+  staged = jax.device_put(
+    chunks,
+    jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(axes.STAGE)),
+  )
+  ours = jax.jit(executor.make_gradient_fn(functions, schedule=schedule))
+  plain = jax.jit(sequential.make_gradient_fn(functions, pieces=pieces))
+
+  def run_ours() -> object:
+    with jax.set_mesh(mesh):
+      return jax.block_until_ready(ours(staged, outer, batch))
+
+  def run_plain() -> object:
+    return jax.block_until_ready(plain(chunks, outer, batch))
+
+  pairs = interleaving.interleave(run_ours, run_plain, rounds=rounds)
+  first, second = (
+    f"{statistics.median(seconds) * 1000:.0f}"
+    for seconds in (pairs.first, pairs.second)
+  )
+  ratio = f"{statistics.median(pairs.ratios()):.2f}"
+  return schedule.name, first, second, ratio
+
+
+def _functions() -> model_functions.ModelFunctions:
+  def layer(x: jax.Array, given: Any) -> tuple[jax.Array, None]:
+    up, down = given
+    hidden = jnp.tanh(jnp.einsum("BTD,DF->BTF", x, up))
+    return x + jnp.einsum("BTF,FD->BTD", hidden, down), None
+
+  def chunk(variables: Any, x: jax.Array, _: Any) -> tuple[Any, jax.Array]:
+    y, _ = jax.lax.scan(layer, x, (variables["up"], variables["down"]))
+    return y, jnp.float32(0)
+
+  def last(outer: Any, y: jax.Array, piece: Any) -> tuple[jax.Array, Any]:
+    error = jnp.einsum("BTD,DE->BTE", y, outer) - piece.inputs["targets"]
+    return jnp.sum(error**2), {"weight": jnp.float32(error.size)}
+
+  return model_functions.ModelFunctions(
+    first=lambda outer, piece: piece.inputs["x"], chunk=chunk, last=last
+  )
+
+
+def _arrays() -> tuple[Mapping[str, Any], jax.Array, Mapping[str, jax.Array]]:
+  rng = np.random.default_rng(0)
+
+  def draw(*shape: int, scale: float = 1.0) -> jax.Array:
+    return jnp.asarray(scale * rng.standard_normal(shape), jnp.float32)
+
+  wide, scale = 4 * EMBED, EMBED**-0.5
+  layers = {
+    "up": draw(NUM_LAYERS, EMBED, wide, scale=scale),
+    "down": draw(NUM_LAYERS, wide, EMBED, scale=scale / 4),
+  }
+  rows = (NUM_MICROBATCHES, ROWS, LENGTH, EMBED)
+  batch = {"x": draw(*rows), "targets": draw(*rows)}
+  return layers, draw(EMBED, EMBED, scale=scale), batch

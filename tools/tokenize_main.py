@@ -1,0 +1,226 @@
+"""The command line that tokenizes a corpus into a token file.
+
+  tools/tokenize --files='texts/*.txt' --out=corpus [--documents=file|line|json]
+    [--text_key=text] [--tokenizer=NAME] [--workers=N] [--no_end] [--begin]
+
+Writes corpus.bin, corpus.idx (Megatron's format) and corpus.json, for
+`inputs.token_file.TokenFile(path="corpus")`.
+
+  --files       a path or a pattern; several with commas between them. Lines
+                may be compressed by gzip
+  --documents   what a document is; default json for .json, .jsonl and their
+                .gz, else file
+  --text_key    which string of a JSON object is the document
+  --tokenizer   a class and what it is called with, such as
+                'mine.tokens.Words(path="words.txt")'; default ByteTokenizer
+  --workers     processes; default the cores of the machine. The file is the
+                same with any number
+  --no_end      the tokenizer's end is not put after each document
+  --begin       its begin is put before each document
+
+A command that was stopped goes on where it was when it is given again. Wrong
+use is one line on stderr and status 2.
+"""
+
+import ast
+from collections.abc import Sequence
+import dataclasses
+import glob
+import importlib
+import os
+import sys
+import time
+from typing import Final
+
+from paxon.inputs import corpus_shards, corpus_tokenizer, tokenizer_protocol
+
+_WRONG_USE: Final = 2
+_INTERRUPTED: Final = 130
+_TOKENIZER: Final = "paxon.inputs.byte_tokenizer.ByteTokenizer()"
+_VALUES: Final = (
+  "files",
+  "out",
+  "documents",
+  "text_key",
+  "tokenizer",
+  "workers",
+)
+_SWITCHES: Final = ("no_end", "begin")
+_FORMS: Final = {
+  "file": corpus_shards.Form.FILE,
+  "line": corpus_shards.Form.LINE,
+  "json": corpus_shards.Form.JSON_LINE,
+}
+_JSON: Final = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
+_BAR: Final = 30
+
+
+def main(argv: Sequence[str]) -> int:
+  """Runs the command and returns its exit status.
+
+  Args:
+    argv: Its arguments.
+  """
+  if not argv or argv[0] in ("-h", "--help", "help"):
+    print(__doc__)
+    return 0 if argv else _WRONG_USE
+  try:
+    given = _parse(argv)
+    corpus = _corpus(given)
+    with _Bar() as bar:
+      last = corpus_tokenizer.run(
+        corpus,
+        given["out"],
+        num_workers=_workers(given),
+        report=bar.show,
+      )
+  except (ValueError, OSError) as error:
+    print(str(error), file=sys.stderr)
+    return _WRONG_USE
+  except KeyboardInterrupt:
+    print("stopped; the same command goes on from here", file=sys.stderr)
+    return _INTERRUPTED
+  print(
+    f"{given['out']}.bin: {last.documents:,} documents, {last.tokens:,} tokens"
+  )
+  return 0
+
+
+def _parse(argv: Sequence[str]) -> dict[str, str]:
+  """Returns values by flag.
+
+  Raises:
+    ValueError: A flag is unknown or missing.
+  """
+  given = {}
+  for argument in argv:
+    name, equals, value = argument.removeprefix("--").partition("=")
+    is_value = name in _VALUES and equals and value
+    is_switch = name in _SWITCHES and not equals
+    if not argument.startswith("--") or not (is_value or is_switch):
+      raise ValueError(
+        f"There is an argument {argument!r}, but known are"
+        f" {', '.join(f'--{v}=...' for v in _VALUES)},"
+        f" {' and '.join(f'--{s}' for s in _SWITCHES)} (--help explains)."
+      )
+    given[name] = value
+  for name in ("files", "out"):
+    if name not in given:
+      raise ValueError(f"--{name} is missing (--help explains).")
+  return given
+
+
+def _corpus(given: dict[str, str]) -> corpus_tokenizer.Corpus:
+  paths = []
+  for pattern in given["files"].split(","):
+    found = glob.glob(os.path.expanduser(pattern), recursive=True)
+    files = sorted(path for path in found if os.path.isfile(path))
+    if not files:
+      raise ValueError(f"--files: no file has the name {pattern!r}.")
+    paths.extend(files)
+  are_json = all(path.endswith(_JSON) for path in paths)
+  form = given.get("documents", "json" if are_json else "file")
+  if form not in _FORMS:
+    raise ValueError(
+      f"--documents must be one of {', '.join(_FORMS)}, got {form!r}."
+    )
+  return corpus_tokenizer.Corpus(
+    paths=paths,
+    form=_FORMS[form],
+    tokenizer=make_tokenizer(given.get("tokenizer", _TOKENIZER)),
+    text_key=given.get("text_key", "text"),
+    append_end="no_end" not in given,
+    prepend_begin="begin" in given,
+  )
+
+
+def _workers(given: dict[str, str]) -> int:
+  text = given.get("workers")
+  if text is None:
+    return len(os.sched_getaffinity(0))
+  if not text.isdecimal():
+    raise ValueError(f"--workers must be a number from 0 on, got {text!r}.")
+  return int(text)
+
+
+def make_tokenizer(text: str) -> tokenizer_protocol.Tokenizer:
+  """Returns the tokenizer that a call such as `a.b.C(path="x")` makes.
+
+  Args:
+    text: A dotted name, and in parentheses values of Python by name.
+
+  Raises:
+    ValueError: It is no such call, or what it makes is no tokenizer.
+  """
+  try:
+    call = ast.parse(text if "(" in text else text + "()", mode="eval").body
+    if not isinstance(call, ast.Call) or call.args:
+      raise ValueError("it must be a name and values by name in parentheses")
+    values = {
+      str(keyword.arg): ast.literal_eval(keyword.value)
+      for keyword in call.keywords
+    }
+    module, _, name = ast.unparse(call.func).rpartition(".")
+    tokenizer = getattr(importlib.import_module(module), name)(**values)
+  except (ValueError, SyntaxError, ImportError, AttributeError, TypeError) as e:
+    raise ValueError(f"--tokenizer={text!r} cannot be made: {e}.") from e
+  if not isinstance(tokenizer, tokenizer_protocol.Tokenizer):
+    raise ValueError(
+      f"--tokenizer={text!r} makes no tokenizer; see"
+      " inputs.tokenizer_protocol.Tokenizer for the members of one."
+    )
+  return tokenizer
+
+
+@dataclasses.dataclass
+class _Bar:
+  """A line that is written over, or a line every ten seconds in a file."""
+
+  begin: float = dataclasses.field(default_factory=time.monotonic)
+  last: float = float("-inf")
+
+  def __enter__(self) -> "_Bar":
+    return self
+
+  def __exit__(self, *unused: object) -> None:
+    if sys.stderr.isatty():
+      print(file=sys.stderr)
+
+  def show(self, progress: corpus_tokenizer.Progress) -> None:
+    """Shows how far the command is."""
+    now = time.monotonic()
+    is_terminal = sys.stderr.isatty()
+    is_end = progress.bytes_done == progress.bytes_total
+    if not is_end and now - self.last < (0.1 if is_terminal else 10):
+      return
+    self.last = now
+    line = bar_line(progress, seconds=now - self.begin)
+    if is_terminal:
+      print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+    else:
+      print(line, file=sys.stderr, flush=True)
+
+
+def bar_line(progress: corpus_tokenizer.Progress, *, seconds: float) -> str:
+  """Returns the words of a progress bar.
+
+  Args:
+    progress: How far the command is.
+    seconds: Since it began.
+  """
+  total, done = progress.bytes_total, progress.bytes_done
+  share = done / total if total else 1.0
+  speed = (done - progress.bytes_found) / max(seconds, 1e-9)
+  is_on_its_way = speed > 0 and done < total
+  left = f", {(total - done) / speed:,.0f} s left" if is_on_its_way else ""
+  filled = round(_BAR * share)
+  return (
+    f"[{'#' * filled}{'.' * (_BAR - filled)}] {share:4.0%}"
+    f" {done / 1e6:,.1f} of {total / 1e6:,.1f} MB,"
+    f" {progress.documents:,} documents, {progress.tokens:,} tokens,"
+    f" {speed / 1e6:,.1f} MB/s{left}"
+  )
+
+
+if __name__ == "__main__":
+  sys.exit(main(sys.argv[1:]))
