@@ -35,7 +35,7 @@ def apart(
     ValueError: A variable has no place for each row of the batch.
   """
   with_rows, without = {}, {}
-  flat: dict[Any, jax.Array] = traverse_util.flatten_dict(tree)
+  flat: dict[Any, Any] = traverse_util.flatten_dict(tree)
   for path, x in flat.items():
     if x.ndim == 3:
       without[path] = x
@@ -87,7 +87,7 @@ def write(
   flat: Flat, changed: Any, work: timetable.Work, rows: microbatch_rows.Rows
 ) -> Flat:
   """Returns variables of one stage with what it changed in its place."""
-  new: dict[Any, jax.Array] = traverse_util.flatten_dict(changed)
+  new: dict[Any, Any] = traverse_util.flatten_dict(changed)
 
   def one(x: jax.Array, part: jax.Array) -> jax.Array:
     part = part.reshape(_sizes(x)).astype(x.dtype)

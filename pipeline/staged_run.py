@@ -245,7 +245,7 @@ class _Stage:
       unroll=live.shape[0] if self.settings.unroll else 1,
     )
     if self.writes and caches:
-      kept = traverse_util.flatten_dict(
+      kept: Any = traverse_util.flatten_dict(
         cache_rows.read({}, state[1], work, rows)
       )
       state = (
@@ -309,12 +309,10 @@ def _parted(found: Any, specs: variables.Specs) -> tuple[Any, Any]:
   rule = variables.UpdateRule.OVERWRITE_WITH_GRADIENT
   over = {p for p, spec in flat_specs.items() if spec.update is rule}
   flat: dict[Any, Any] = traverse_util.flatten_dict(found)
-  return tuple(
-    traverse_util.unflatten_dict(
-      {path: x for path, x in flat.items() if (path in over) == wanted}
-    )
-    for wanted in (False, True)
-  )
+  kept = {path: x for path, x in flat.items() if path not in over}
+  overwritten = {path: x for path, x in flat.items() if path in over}
+  unflatten = traverse_util.unflatten_dict
+  return unflatten(kept), unflatten(overwritten)
 
 
 def _per_tick(
@@ -356,7 +354,7 @@ def _chosen(
   live: jax.Array, changed: Any, kept: Mapping[Any, jax.Array]
 ) -> Any:
   """Returns what changed [K] of the paths of `kept`, where layers lived."""
-  flat: dict[Any, jax.Array] = traverse_util.flatten_dict(changed)
+  flat: dict[Any, Any] = traverse_util.flatten_dict(changed)
   return traverse_util.unflatten_dict(
     {path: jnp.where(live, flat[path], old) for path, old in kept.items()}
   )

@@ -178,7 +178,7 @@ def test_pictures_have_a_box_an_operation():
   clock = simulation.simulate(made).lock_step
   svg = drawing.to_svg(made, clock=clock, title="a < b")
   root = ElementTree.fromstring(svg)
-  titles = [e.text for e in root.iter() if e.tag.endswith("title")]
+  titles = [str(e.text) for e in root.iter() if e.tag.endswith("title")]
   assert sorted(titles) == sorted(
     str(op) for stage in (0, 1) for op in made.order(stage)
   )

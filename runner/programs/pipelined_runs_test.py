@@ -5,6 +5,7 @@ back. And the compiled program sends between stages what it must, and no more.
 """
 
 import shutil
+from typing import Any
 
 from etils import epath
 import fiddle as fdl
@@ -135,7 +136,8 @@ def _communication(*, num_layers=4, **fields):
   )
 
   def loss(values, batch):
-    (total, weight), _, _ = model.apply(values, batch, method="loss")
+    made: Any = model.apply(values, batch, method="loss")
+    (total, weight), _, _ = made
     return total / weight
 
   compiled = made.jit(
