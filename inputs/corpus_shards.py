@@ -5,12 +5,13 @@ begin in it. So nothing is read to cut a corpus, any process can read any
 shard, and the documents of all shards, in order, are those of the corpus.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import enum
 import gzip
 import io
 import os
+import zlib
 
 from paxon.inputs import json_lines
 
@@ -91,7 +92,7 @@ def documents(
   if form is Form.FILE:
     for path in shard.paths:
       with _open(path) as file:
-        text = file.read()
+        text = _read(path, file.read)
       if text.strip():
         yield path, text
     return
@@ -110,16 +111,21 @@ def _lines(shard: Shard) -> Iterator[tuple[str, bytes]]:
     if place:
       # The line that goes on here belongs to the shard before.
       file.seek(place - 1)
-      place += len(file.readline()) - 1
+      place += len(_read(path, file.readline)) - 1
     while shard.end is None or place < shard.end:
-      try:
-        line = file.readline()
-      except (OSError, EOFError) as error:
-        raise ValueError(f"{path} is damaged: {error}.") from error
+      line = _read(path, file.readline)
       if not line:
         return
       yield f"{path}, byte {place}", line.removesuffix(b"\n")
       place += len(line)
+
+
+def _read(path: str, read: Callable[[], bytes]) -> bytes:
+  """Returns what is read; names the file where it cannot be."""
+  try:
+    return read()
+  except (OSError, EOFError, zlib.error) as error:
+    raise ValueError(f"{path} is damaged: {error}.") from error
 
 
 def _open(path: str) -> io.BufferedIOBase:

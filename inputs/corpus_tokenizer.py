@@ -156,8 +156,10 @@ def run(
 
 def _begin(parts: str, corpus: Corpus) -> None:
   """Makes the folder of parts, or checks that it is of the same corpus."""
+  status = {path: os.stat(path) for path in corpus.paths}
   plan = {
-    "files": [[path, os.path.getsize(path)] for path in corpus.paths],
+    # A file that was changed since, its size not, is another one.
+    "files": [[p, s.st_size, s.st_mtime_ns] for p, s in status.items()],
     "form": corpus.form.value,
     "text_key": corpus.text_key,
     "shard_bytes": corpus.shard_bytes,
@@ -273,6 +275,8 @@ def _join(
     lengths=lengths,
     documents=np.arange(len(lengths) + 1),
   )
+  # What an earlier command did not get to remove.
+  shutil.rmtree(parts + ".done", ignore_errors=True)
   # In one moment, so that no command finds half of them.
   os.replace(parts, parts + ".done")
   shutil.rmtree(parts + ".done")

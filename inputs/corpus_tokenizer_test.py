@@ -3,7 +3,9 @@
 import dataclasses
 import gzip
 import json
+import os
 import pathlib
+import zlib
 
 import hypothesis
 from hypothesis import strategies as st
@@ -226,3 +228,50 @@ def test_wrong_use_is_refused(tmp_path, text):
     corpus_tokenizer.run(
       _corpus([text], tokenizer=Wrong()), str(tmp_path / "o"), num_workers=0
     )
+
+
+@pytest.mark.parametrize(
+  "form", [corpus_shards.Form.LINE, corpus_shards.Form.FILE]
+)
+def test_an_archive_damaged_in_the_middle_is_named(tmp_path, form):
+  whole = gzip.compress(b"\n".join(str(i * i).encode() for i in range(9999)))
+
+  def damaged(place):
+    return whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :]
+
+  def is_no_code(data):
+    try:
+      gzip.decompress(data)
+    except zlib.error:
+      return True
+    except OSError:
+      return False  # Just another text, which the checksum finds.
+    return False
+
+  middle = range(len(whole) // 2, len(whole))
+  data = next(d for d in map(damaged, middle) if is_no_code(d))
+  path = tmp_path / "a.txt.gz"
+  path.write_bytes(data)
+  with pytest.raises(ValueError, match=r"a\.txt\.gz is damaged: Error -3"):
+    corpus_tokenizer.run(
+      _corpus([path], form), str(tmp_path / "out"), num_workers=0
+    )
+
+
+def test_a_file_that_changed_is_another_one(tmp_path, text):
+  stopping = _corpus([text], tokenizer=Stops(at=b"line 40"))
+  with pytest.raises(RuntimeError, match="stopped"):
+    corpus_tokenizer.run(stopping, str(tmp_path / "out"), num_workers=0)
+  text.write_text(_TEXT.replace("line", "rows"))
+  os.utime(text, ns=(0, 0))
+  with pytest.raises(ValueError, match=r"begun with another files"):
+    corpus_tokenizer.run(stopping, str(tmp_path / "out"), num_workers=0)
+
+
+def test_what_a_killed_command_did_not_remove_is_no_hindrance(tmp_path, text):
+  left = tmp_path / "out.parts.done"
+  left.mkdir()
+  (left / "00000000.bin").touch()
+  corpus_tokenizer.run(_corpus([text]), str(tmp_path / "out"), num_workers=0)
+  assert _documents(tmp_path / "out") == [line.encode() for line in _LINES]
+  assert not left.exists()

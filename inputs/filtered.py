@@ -33,13 +33,23 @@ class Filtered(example_stream.Stream):
     stream: Where the examples are from.
     keep: Whether to keep one. It must always answer the same of the same
       example, and depend on nothing else.
+    max_turned_down: How many it may turn down in a row. A mixture may never
+      read a member, so that no epoch of all ends; this does.
   """
 
   stream: example_stream.Stream
   keep: Callable[[example_source.Example], bool]
+  max_turned_down: int = 1_000_000
   _last: tuple[Any, example_source.Example] | None = dataclasses.field(
     default=None, init=False, repr=False
   )
+
+  def __post_init__(self) -> None:
+    if self.max_turned_down <= 0:
+      raise ValueError(
+        "Filtered.max_turned_down must be positive, got"
+        f" {self.max_turned_down}."
+      )
 
   def start(self) -> Any:
     """Returns the other stream's."""
@@ -49,20 +59,24 @@ class Filtered(example_stream.Stream):
     """Returns the next example that is kept, and the position after it.
 
     Raises:
-      ValueError: A whole epoch has none.
+      ValueError: A whole epoch, or the whole stream, has none, or more than
+        `max_turned_down` in a row are turned down.
     """
     epoch = self.stream.epoch(position)
+    is_start, turned_down = position == self.stream.start(), 0
     while found := self.stream.following(position, step=step):
       reference, position = found
       example = self.stream.read(reference)
       if self.keep(example):
         self._last = reference, example
         return reference, position
+      turned_down += 1
       if self.stream.epoch(position) > epoch + 1:
-        raise ValueError(
-          f"Filtered.keep ({self.keep!r}) has turned down every example of a"
-          " whole epoch, so there is nothing to read."
-        )
+        raise self._nothing_to_read("every example of a whole epoch")
+      if turned_down > self.max_turned_down:
+        raise self._nothing_to_read(f"{turned_down} examples in a row")
+    if is_start and turned_down:
+      raise self._nothing_to_read("every example of the stream")
     return None
 
   def read(self, reference: Any) -> example_source.Example:
@@ -70,6 +84,12 @@ class Filtered(example_stream.Stream):
     if self._last is not None and self._last[0] == reference:
       return self._last[1]
     return self.stream.read(reference)
+
+  def _nothing_to_read(self, what: str) -> ValueError:
+    return ValueError(
+      f"Filtered.keep ({self.keep!r}) has turned down {what}, so there is"
+      f" nothing to read (max_turned_down is {self.max_turned_down})."
+    )
 
   def name(self, reference: Any) -> str:
     """Returns the words for an example in messages."""

@@ -24,6 +24,7 @@ import zlib
 import numpy as np
 
 _GZIP = (".gz", ".gzip")
+_BLANK = b" \t\r\v\f"
 # Bytes read at once.
 _CHUNK = 1 << 20
 # Bytes of text between two kept states of the decompressor.
@@ -149,18 +150,23 @@ class _File:
 
   def _find_lines(self) -> tuple[np.ndarray, np.ndarray]:
     """Returns where lines with text begin and end, int64."""
-    ends, size, last = [], 0, b""
+    ends, befores, size, last = [], [], 0, b"\n"
     for text in self._chunks():
-      array = np.frombuffer(text, np.uint8)
-      ends.append(np.flatnonzero(array == ord("\n")) + size)
+      array = np.frombuffer(last + text, np.uint8)
+      found = np.flatnonzero(array[1:] == ord("\n"))
+      ends.append(found + size)
+      befores.append(array[found])
       size += len(text)
-      last = text[-1:] or last
+      last = array[-1:].tobytes()
     found = np.concatenate([np.zeros(0, np.int64), *ends])
+    before = np.concatenate([np.zeros(0, np.uint8), *befores])
     if size and last != b"\n":
-      found = np.append(found, size)
+      found, before = np.append(found, size), np.append(before, ord(last))
     begins = np.append(0, found[:-1] + 1) if len(found) else found
-    # Room for an object: blank lines are no documents.
-    kept = found - begins > 1
+    # Blank lines are no documents, nor those that end by "\r\n".
+    is_blank = np.isin(before, np.frombuffer(_BLANK, np.uint8))
+    size_of = found - begins
+    kept = (size_of > 1) | ((size_of == 1) & ~is_blank)
     return begins[kept], found[kept]
 
   def _chunks(self) -> Iterator[bytes]:

@@ -92,6 +92,20 @@ def test_blank_lines_and_a_missing_last_end_are_fine(tmp_path):
   assert _read(path) == ["one", "two"]
 
 
+@pytest.mark.parametrize("chunk", [1, 2, 1 << 20])
+@pytest.mark.parametrize("end", [b"", b"\n"])
+def test_one_character_is_a_line_but_white_space_is_none(
+  tmp_path, monkeypatch, chunk, end
+):
+  monkeypatch.setattr(json_lines, "_CHUNK", chunk)
+  path = tmp_path / "a.json"
+  path.write_bytes(b'{"text": "one"}\n \n\t\n\r\n{"text": "two"}\n\r' + end)
+  assert _read(path) == ["one", "two"]
+  path.write_bytes(b'{"text": "one"}\n5' + end)
+  with pytest.raises(ValueError, match=r"a\.json: a line has no string 'text'"):
+    _read(path)
+
+
 def test_half_of_a_surrogate_pair_is_a_question_mark(tmp_path):
   path = tmp_path / "a.json"
   path.write_bytes(b'{"text": "a\\ud800b"}\n')

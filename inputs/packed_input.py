@@ -49,7 +49,8 @@ class PackedInput(base_input.BaseInput):
       or an encoder), it is refused.
     max_waiting: How many examples may wait for room, in FIRST_FIT and BEST_FIT:
       more fill rows better and make the state larger.
-    num_workers: How many read examples ahead; 0 reads when there is need.
+    num_workers: How many read examples ahead; 0 reads when there is need. They
+      need a stream with an index.
     worker_processes: Whether workers are processes instead of threads.
   """
 
@@ -65,6 +66,10 @@ class PackedInput(base_input.BaseInput):
   _position: Any = dataclasses.field(default=None, init=False, repr=False)
   _waiting: list[list[Any]] = dataclasses.field(
     default_factory=list, init=False, repr=False
+  )
+  # What waits, by its reference: a long example is read for its first batch.
+  _kept: dict[str, example_source.Example] = dataclasses.field(
+    default_factory=dict, init=False, repr=False
   )
   _workers: read_ahead.Workers | None = dataclasses.field(
     default=None, init=False, repr=False
@@ -103,7 +108,7 @@ class PackedInput(base_input.BaseInput):
       StopIteration: The stream has ended.
     """
     self._start_workers()
-    cache: dict[str, example_source.Example] = {}
+    cache = dict(self._kept)
     read = functools.partial(self._read, cache)
     position = self._position
 
@@ -138,6 +143,8 @@ class PackedInput(base_input.BaseInput):
     self._batches += 1
     self._position = position
     self._waiting = [[item.reference, item.begin] for item in plan.waiting]
+    waiting = {json.dumps(reference) for reference, _ in self._waiting}
+    self._kept = {k: v for k, v in cache.items() if k in waiting}
     return batch
 
   @property
@@ -152,10 +159,12 @@ class PackedInput(base_input.BaseInput):
   def check_readable(self) -> None:
     """Refuses sources that are empty, damaged or not there."""
     self.examples.check_readable()
+    if self.num_workers:
+      self._indexed_leaves()
 
   def reset(self) -> None:
     """Goes back to the first batch."""
-    self._batches, self._waiting = 0, []
+    self._batches, self._waiting, self._kept = 0, [], {}
     self._position = self.examples.start()
 
   def get_state(self) -> base_input.State:
@@ -187,6 +196,7 @@ class PackedInput(base_input.BaseInput):
     self.examples.check(state["position"])
     self._batches, self._position = batches, state["position"]
     self._waiting = [list(item) for item in state["waiting"]]
+    self._kept = {}
 
   def documents_between(
     self, before: base_input.State, after: base_input.State
@@ -221,11 +231,7 @@ class PackedInput(base_input.BaseInput):
   def _start_workers(self) -> None:
     if not self.num_workers or self._workers is not None:
       return
-    leaves = [
-      leaf
-      for leaf in self.examples.leaves()
-      if isinstance(leaf, example_stream.Examples)
-    ]
+    leaves = self._indexed_leaves()
     self._workers = read_ahead.Workers(
       num_workers=self.num_workers,
       processes=self.worker_processes,
@@ -233,6 +239,18 @@ class PackedInput(base_input.BaseInput):
     )
     for leaf in leaves:
       leaf.read_ahead_with(self._workers)
+
+  def _indexed_leaves(self) -> list[example_stream.Examples]:
+    """Returns the streams that can be read ahead."""
+    leaves = self.examples.leaves()
+    found = [x for x in leaves if isinstance(x, example_stream.Examples)]
+    if not found:
+      kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves}))
+      raise ValueError(
+        f"PackedInput.num_workers is {self.num_workers}, but PackedInput."
+        f"examples ({kinds}) has no index by which to read ahead; set it to 0."
+      )
+    return found
 
   def _read(
     self, cache: dict[str, example_source.Example], reference: Any
@@ -265,7 +283,8 @@ class PackedInput(base_input.BaseInput):
         " without a begin_id before it. Filter such examples, or give begin_id."
       )
     if self.cut_long_examples:
-      places = min(places, self.length)
+      # A state of another packing may have some of it in batches already.
+      places = min(places, begin + self.length)
       encoder = min(encoder, self.encoder_length or 0)
     is_whole = (
       self.packing is packing_plan.Packing.NONE

@@ -44,20 +44,6 @@ class InOrder:
       yield self.examples[i]
 
 
-@dataclasses.dataclass(kw_only=True)
-class Counted:
-  """A billion examples that count how often they are read."""
-
-  reads: list[int] = dataclasses.field(default_factory=list)
-
-  def __len__(self):
-    return 10**9
-
-  def __getitem__(self, index, /):
-    self.reads.append(index)
-    return example_source.lm_features(np.array([index % 997] * 9, np.int32))
-
-
 @dataclasses.dataclass(frozen=True)
 class KeepSome:
   """Turns down every third example, and none that is the first of a source."""
@@ -136,7 +122,8 @@ class Setup:
       global_batch_size=self.batch_size,
       length=self.length,
       max_waiting=self.max_waiting,
-      num_workers=num_workers,
+      # Without an index there is nothing to read ahead by.
+      num_workers=0 if self.kind == "sequential" else num_workers,
     )
     made.set_infeed_hosts(infeed_host_index=host, num_infeed_hosts=num_hosts)
     return made
@@ -240,11 +227,20 @@ def test_a_run_goes_on_with_another_packing_and_batch(
   changed = dataclasses.replace(
     setup, packing=other.packing, batch_size=other.batch_size
   )
-  after = changed.make(folder)
+  after, cut = changed.make(folder), changed.make(folder)
   after.set_state(before.get_state())
+  cut.set_state(before.get_state())
+  read_and_cut = read.copy()
   for batch in after:
     read.update(batch["targets"][batch["weights"] > 0].tolist())
   assert read == setup.expected()
+  if changed.packing is not _SPLIT:
+    # What is cut off of an example, one in the middle too, is left out.
+    cut.cut_long_examples = True
+    for batch in cut:
+      read_and_cut.update(batch["targets"][batch["weights"] > 0].tolist())
+    assert read_and_cut <= setup.expected()
+    assert changed.packing is not _NONE or read_and_cut == setup.expected()
 
 
 def _text(documents, **kwargs):
@@ -312,6 +308,27 @@ def test_first_fit_by_hand():
   )
 
 
+@pytest.mark.parametrize("packing", [_FIRST_FIT, _BEST_FIT, _NONE])
+def test_what_is_left_of_a_split_example_is_cut(packing):
+  runs, sizes = _runs((30,)), {"global_batch_size": 2, "length": 4}
+  shared = {
+    "examples": example_stream.Examples(
+      source=example_source.InMemoryExamples(runs),
+      shuffle_seed=None,
+      num_epochs=1,
+    ),
+    **sizes,
+  }
+  split = packed_input.PackedInput(**shared)
+  split.get_next()
+  cut = packed_input.PackedInput(
+    packing=packing, cut_long_examples=True, **shared
+  )
+  cut.set_state(split.get_state())
+  (batch,) = cut
+  np.testing.assert_array_equal(batch["inputs"], [[8, 9, 10, 11], [0, 0, 0, 0]])
+
+
 def test_best_fit_takes_the_fullest_row():
   rows = {}
   for packing in (_FIRST_FIT, _BEST_FIT):
@@ -327,46 +344,6 @@ def test_best_fit_takes_the_fullest_row():
     )
     rows[packing] = made.get_next()["segment_ids"].max(axis=1).tolist()
   assert rows == {_FIRST_FIT: [2, 1], _BEST_FIT: [1, 2]}
-
-
-def test_restoring_at_ten_million_reads_nothing_of_what_is_before():
-  source = Counted()
-  made = packed_input.PackedInput(
-    examples=example_stream.Examples(source=source, shuffle_seed=0),
-    packing=_BEST_FIT,
-    global_batch_size=4,
-    length=16,
-  )
-  state = made.get_state()
-  state["position"], state["batches"] = 10**7, 12345
-  state["waiting"] = [[17, 3]]
-  made.set_state(state)
-  assert not source.reads
-  batch = made.get_next()
-  # Each of eight places; five were left of the one that waited.
-  assert batch["weights"].sum() == 5 + 8 * 7
-  assert source.reads[0] == 17
-  assert len(source.reads) <= 1 + 8 + made.max_waiting
-  assert made.get_state()["batches"] == 12346
-  assert len(json.dumps(made.get_state())) < 1000
-
-
-def test_hosts_read_only_their_rows_where_lengths_are_known():
-  class Known(Counted):
-    def num_places(self, index):
-      return 8
-
-  source = Known()
-  made = packed_input.PackedInput(
-    examples=example_stream.Examples(source=source, shuffle_seed=None),
-    packing=_NONE,
-    global_batch_size=8,
-    length=8,
-  )
-  made.set_infeed_hosts(infeed_host_index=3, num_infeed_hosts=4)
-  batch = made.get_next()
-  np.testing.assert_array_equal(batch["inputs"][:, 0], [6, 7])
-  assert source.reads == [0, 6, 7]  # The first says which arrays there are.
 
 
 def test_encoders_have_rows_of_their_own():

@@ -9,6 +9,7 @@ from paxon.inputs import (
   example_source,
   example_stream,
   filtered,
+  mixture,
   packed_input,
   packing_plan,
   sequential_stream,
@@ -113,3 +114,29 @@ def test_a_filter_that_keeps_nothing_is_an_error():
   )
   with pytest.raises(ValueError, match=r"MinPlaces\(places=3\)\) has turned d"):
     kept.following(0, step=0)
+
+
+def test_a_finite_filter_that_keeps_nothing_is_an_error():
+  stream = _runs((1, 2))
+  stream.num_epochs = 1
+  kept = filtered.Filtered(stream=stream, keep=filtered.MinPlaces(places=3))
+  with pytest.raises(ValueError, match=r"turned down every example of the str"):
+    kept.following(0, step=0)
+  # From a place within it nothing is known of what was before.
+  assert kept.following(1, step=0) is None
+
+
+def test_a_filter_ends_where_a_mixture_never_reads_a_member():
+  mixed = mixture.Mixture(
+    members={"short": _runs((1, 2)), "long": _runs((5,))},
+    weights={"short": 1.0, "long": 0.0},
+    weight_changes={9: {"short": 0.0, "long": 1.0}},
+  )
+  kept = filtered.Filtered(
+    stream=mixed, keep=filtered.MinPlaces(places=3), max_turned_down=20
+  )
+  with pytest.raises(ValueError, match=r"down 21 examples in a row, .* is 20"):
+    kept.following(kept.start(), step=0)
+  assert kept.following(kept.start(), step=9)[0] == ["long", 0]
+  with pytest.raises(ValueError, match=r"max_turned_down must be positive"):
+    filtered.Filtered(stream=mixed, keep=bool, max_turned_down=0)

@@ -111,7 +111,7 @@ class TokenFile:
     """Returns `inputs` and `targets` of an example, int32 [n].
 
     Raises:
-      ValueError: An id is not in the vocabulary.
+      ValueError: An id is not in the vocabulary, or the index is damaged there.
     """
     example = example_source.lm_features(self.tokens(index))
     if self.tokenizer is None:
@@ -129,18 +129,20 @@ class TokenFile:
 
   def num_places(self, index: int) -> int:
     """Returns the targets of an example, from the index alone."""
-    lengths = self._tables.lengths
-    count = int(lengths[self._sequences(index)].sum(dtype=np.int64))
+    sequences = self._sequences(index)
+    lengths = self._tables.lengths[sequences]
+    if len(lengths) and lengths.min() < 0:
+      self._place(sequences.start + int(lengths.argmin()))
+    count = int(lengths.sum(dtype=np.int64))
     return max(count + self._num_added - 1, 0)
 
   def tokens(self, index: int) -> np.ndarray:
     """Returns the tokens of an example, int32 [n], with begin and end."""
     sequences, tables = self._sequences(index), self._tables
-    size = tables.tokens.itemsize
-    parts = []
-    for number in range(sequences.start, sequences.stop):
-      begin = int(tables.pointers[number]) // size
-      parts.append(tables.tokens[begin : begin + int(tables.lengths[number])])
+    parts = [
+      tables.tokens[self._place(number)]
+      for number in range(sequences.start, sequences.stop)
+    ]
     stored = np.concatenate(parts) if parts else np.zeros(0, np.int32)
     self._check_ids(stored, index)
     begin, end = (
@@ -208,7 +210,27 @@ class TokenFile:
     """Returns the sequences of an example."""
     if not 0 <= index < len(self):
       raise IndexError(f"There is no example {index} of {len(self)}.")
-    return slice(int(self._bounds[index]), int(self._bounds[index + 1]))
+    begin, end = int(self._bounds[index]), int(self._bounds[index + 1])
+    count = len(self._tables.lengths)
+    if not 0 <= begin <= end <= count:
+      raise ValueError(
+        f"{self.path}.idx is damaged: document {index} has the sequences from"
+        f" {begin} to {end}, of {count}."
+      )
+    return slice(begin, end)
+
+  def _place(self, number: int) -> slice:
+    """Returns where the tokens of a sequence are."""
+    tables = self._tables
+    pointer, length = int(tables.pointers[number]), int(tables.lengths[number])
+    size, count = tables.tokens.itemsize, len(tables.tokens)
+    begin, rest = divmod(pointer, size)
+    if rest or not 0 <= begin <= begin + length <= count:
+      raise ValueError(
+        f"{self.path}.idx is damaged: sequence {number} has {length} tokens"
+        f" from byte {pointer} on, in a file of {count} tokens of {size} bytes."
+      )
+    return slice(begin, begin + length)
 
   def _check_ids(self, ids: np.ndarray, index: int) -> None:
     if not ids.size:

@@ -196,6 +196,40 @@ def test_damaged_files_are_named(path, damage, message):
     token_file.TokenFile(path=path).check()
 
 
+@pytest.mark.parametrize(
+  ("place", "value", "message"),
+  [
+    # Sequence 1 of 3, whose tokens are of two bytes.
+    ("length", -1, r"sequence 1 has -1 tokens from byte 6 on"),
+    ("length", 6, r"sequence 1 has 6 tokens from byte 6 on, in a file of 8 to"),
+    ("pointer", 1 << 40, r"sequence 1 has 2 tokens from byte 1099511627776 on"),
+    ("pointer", -2, r"sequence 1 has 2 tokens from byte -2 on"),
+    ("pointer", 7, r"sequence 1 has 2 tokens from byte 7 on, .* of 2 bytes"),
+    ("document", 9, r"document 1 has the sequences from 1 to 9, of 3"),
+    ("document", 0, r"document 1 has the sequences from 1 to 0, of 3"),
+  ],
+)
+def test_a_damaged_entry_within_the_index_is_named(path, place, value, message):
+  sequences = [np.arange(3), np.arange(2), np.arange(3)]
+  token_file_writer.write(path, sequences, dtype=np.dtype(np.uint16))
+  header = 9 + 8 + 1 + 8 + 8
+  offset, form = {
+    "length": (header + 4, "<i"),
+    "pointer": (header + 12 + 8, "<q"),
+    "document": (header + 12 + 24 + 16, "<q"),
+  }[place]
+  with open(f"{path}.idx", "r+b") as file:
+    file.seek(offset)
+    file.write(struct.pack(form, value))
+  tokens = token_file.TokenFile(path=path)
+  assert tokens.tokens(0).tolist() == [0, 1, 2]
+  with pytest.raises(ValueError, match=rf"tokens\.idx is damaged: {message}"):
+    tokens.tokens(1)
+  if value == -1:
+    with pytest.raises(ValueError, match=rf"is damaged: {message}"):
+      tokens.num_places(1)
+
+
 def test_other_formats_are_refused(path):
   for version, code in ((2, 4), (1, 9), (1, 0)):
     token_file_writer.write(path, _DOCUMENTS, dtype=np.dtype(np.uint16))

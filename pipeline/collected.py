@@ -4,7 +4,10 @@ Every microbatch begins with the same values. Afterwards
 
   * what a layer recorded (`sow`: summaries, auxiliary losses, records of users)
     is averaged over microbatches if it is a number; an array whose first axis
-    is the rows of a microbatch gets the rows of the batch;
+    is the rows of a microbatch gets the rows of the batch. Rows are told by the
+    size of that axis alone: an array of something else that is as long by
+    chance (a histogram of 8 bins, with 8 rows) is taken for rows, so sow means
+    and other numbers, or arrays that have rows;
   * a variable that the forward pass replaces is combined as its `CombineRule`
     says (`learners.combining`);
   * a cache has the rows of the batch; what in it has no rows is the same for

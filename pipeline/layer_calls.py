@@ -92,9 +92,7 @@ class GroupCall:
 def mutable_in(module: nn.Module) -> Any:
   """Returns linen's filter of what layers of a bound module may change."""
   assert module.scope is not None
-  found = core_scope.subtract_filters(module.scope.mutable, _NOT_MUTABLE)
-  # Linen returns no collections at all for False.
-  return [] if found is False else found
+  return core_scope.subtract_filters(module.scope.mutable, _NOT_MUTABLE)
 
 
 def variables_of(module: nn.Module) -> dict[str, Tree]:

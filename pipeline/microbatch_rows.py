@@ -57,6 +57,7 @@ def number(
   *,
   num_microbatches: int | None,
   microbatch_size: int | None,
+  shards: int,
   shrink: bool,
 ) -> int:
   """Returns into how many microbatches a batch is cut.
@@ -65,8 +66,9 @@ def number(
     rows: Of the batch.
     num_microbatches: How many are asked for, or None.
     microbatch_size: How many rows each is to have, or None.
-    shrink: Whether fewer microbatches, or smaller ones, will do where these do
-      not divide the rows.
+    shards: Into how many parts the mesh splits the rows of a microbatch.
+    shrink: Whether fewer microbatches will do where these do not divide the
+      rows, or the shards not the rows of each: as many as can be, or one.
 
   Raises:
     ValueError: They do not divide the rows.
@@ -78,10 +80,15 @@ def number(
   else:
     wanted, field = -(-rows // microbatch_size), "microbatch_size"
     fits = rows % microbatch_size == 0
+  if shrink:
+
+    def divides(n: int) -> bool:
+      # A microbatch of one row stays whole.
+      return rows % n == 0 and (rows == n or rows // n % shards == 0)
+
+    return max(filter(divides, range(1, min(wanted, rows) + 1)), default=1)
   if fits:
     return wanted
-  if shrink:
-    return max(n for n in range(1, min(wanted, rows) + 1) if rows % n == 0)
   value = num_microbatches if microbatch_size is None else microbatch_size
   raise ValueError(
     f"PipelinedStack.{field} ({value}) must divide the {rows} rows of the"

@@ -1,5 +1,7 @@
 """Tests for the parts of a pipeline: ticks, rows, views, gradients."""
 
+from flax import linen as nn
+from flax.core import scope as core_scope
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from paxon.pipeline import (
   cache_rows,
   live_gradients,
   microbatch_rows,
+  placement,
   stage_rules,
   stage_view,
   timetable,
@@ -40,7 +43,6 @@ def test_a_pipeline_fills_and_drains():
     [_, b, a],
     [_, _, b],
   ]
-  assert table.bubble == 0.5
 
 
 def test_a_microbatch_waits_until_all_have_begun():
@@ -82,14 +84,51 @@ def test_rows_of_microbatches():
 @pytest.mark.parametrize(
   ("settings", "expected"),
   [
-    ({"num_microbatches": 4, "microbatch_size": None, "shrink": False}, 4),
-    ({"num_microbatches": None, "microbatch_size": 3, "shrink": False}, 4),
-    ({"num_microbatches": 8, "microbatch_size": None, "shrink": True}, 6),
-    ({"num_microbatches": None, "microbatch_size": 5, "shrink": True}, 3),
+    ({"num_microbatches": 4, "shrink": False}, 4),
+    ({"microbatch_size": 3, "shrink": False}, 4),
+    ({"num_microbatches": 8, "shrink": True}, 6),
+    ({"microbatch_size": 5, "shrink": True}, 3),
+    # As many as leave each shard of the mesh the same number of rows.
+    ({"num_microbatches": 4, "shards": 4, "shrink": True}, 3),
+    ({"microbatch_size": 2, "shards": 6, "shrink": True}, 2),
+    # One row is not shared out.
+    ({"num_microbatches": 12, "shards": 4, "shrink": True}, 12),
+    ({"num_microbatches": 8, "shards": 5, "shrink": True}, 1),
   ],
 )
 def test_number_of_microbatches(settings, expected):
-  assert microbatch_rows.number(12, **settings) == expected
+  given = {"num_microbatches": None, "microbatch_size": None, "shards": 1}
+  assert microbatch_rows.number(12, **{**given, **settings}) == expected
+
+
+def test_a_mesh_without_an_axis_of_stages_is_refused():
+  rules = stage_rules.with_stages(
+    rules_lib.DEFAULT_RULES, num_stages=2, num_groups=2
+  )
+  own = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+  with (
+    jax.set_mesh(own),
+    nn.logical_axis_rules(rules),
+    pytest.raises(
+      ValueError,
+      match=r"num_stages \(2\) needs a mesh whose axis 'stage' has that size,"
+      r" got the mesh 'data=8'; write stage=2 into it",
+    ),
+  ):
+    placement.check_mesh(2)
+
+
+def test_linens_scopes_are_as_layer_calls_expects():
+  """Names of Flax's own; where they change, `layer_calls` must."""
+  for mutable, has_cache in ((["params", "cache"], True), (False, False)):
+    left = core_scope.subtract_filters(mutable, ("params",))
+    assert core_scope.in_filter(left, "cache") is has_cache
+    assert not core_scope.in_filter(left, "params")
+  key = jax.random.key(3)
+  module = nn.Dropout(0.5).bind({}, rngs={"dropout": key})
+  lazy = module.scope.rngs["dropout"]
+  assert isinstance(lazy, core_scope.LazyRng)
+  assert lazy.rng == key
 
 
 def test_view_of_stages():

@@ -44,7 +44,8 @@ def check_mesh(num_stages: int) -> None:
       f"PipelinedStack.num_stages ({num_stages}) needs a rule of the logical"
       f" axis {axes.STAGES!r}; map it to the mesh axis {axes.STAGE!r}."
     )
-  if sizes[axis] != num_stages:
+  # A mesh of the user's own need not have all axes.
+  if sizes.get(axis, 1) != num_stages:
     given = ",".join(f"{name}={n}" for name, n in sizes.items() if n > 1)
     raise ValueError(
       f"PipelinedStack.num_stages ({num_stages}) needs a mesh whose axis"

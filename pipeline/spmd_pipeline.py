@@ -135,17 +135,19 @@ class PipelinedStack(stack.Stack):
     """Returns how the batch passes through the stages."""
     batch = jax.tree.leaves(x)[0].shape[0]
     placement.check_mesh(self.num_stages)
+    # Prompts and samples are as many as there are.
+    shrink = self.is_mutable_collection(stacked_cache.COLLECTION)
     number = microbatch_rows.number(
       batch,
       num_microbatches=self.num_microbatches,
       microbatch_size=self.microbatch_size,
-      # Prompts and samples are as many as there are.
-      shrink=self.is_mutable_collection(stacked_cache.COLLECTION),
+      shards=placement.row_shards(),
+      shrink=shrink,
     )
     self._check_rows(batch, number)
     streaming = self.streaming
     if streaming and number % self.num_stages:
-      if self.num_microbatches is not None:
+      if shrink or self.num_microbatches is not None:
         streaming = False
       else:
         raise ValueError(

@@ -1,5 +1,7 @@
 """Tests for what layers keep in a pipeline: what microbatches in turns keep."""
 
+import functools
+
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
@@ -9,8 +11,9 @@ import pytest
 from paxon.layers import auxiliary_loss, remat, stack, summaries
 from paxon.layers import testing as layers_testing
 from paxon.layers.models import testing as models_testing
-from paxon.pipeline import spmd_pipeline
-from paxon.sharding import variables
+from paxon.pipeline import spmd_pipeline, stage_rules
+from paxon.sharding import layout, mesh, variables
+from paxon.sharding import rules as rules_lib
 
 BATCH, EMBED, LAYERS, MICROBATCHES = 8, 4, 5, 4
 _Rule = variables.CombineRule
@@ -260,46 +263,114 @@ def test_refuses_records_of_no_meaning(value, message):
 
 
 def _decode(model, values, inputs):
-  """Logits of a prefill and a step, and the cache after them."""
-  positions = layers_testing.counted(*inputs.shape)
-  ones = layers_testing.ones(*inputs.shape)
+  """Logits of a prefill and two steps, and the cache after them.
 
-  def run(values, inputs):
-    prompt = (inputs[:, :4], positions[:, :4], ones[:, :4])
-    logits, cache = model.apply(
-      values, *prompt, cache_length=5, method="prefill", mutable=["cache"]
-    )
-    step = (x[:, 4:5] for x in (inputs, positions, ones))
-    more, cache = model.apply(
-      {**values, **cache}, *step, method="decode_step", mutable=["cache"]
-    )
-    return logits, more, cache
+  The first row's prompt has three tokens, those of the others four.
+  """
+  batch, length = inputs.shape
+  segments = layers_testing.ones(batch, length).at[0, 3].set(0)
+  first = jnp.arange(batch, dtype=jnp.int32)[:, None] == 0
+  positions = layers_testing.counted(batch, length)
+  positions -= (first & (positions > 3)).astype(jnp.int32)
+  given = (inputs, positions, segments)
+  apply = functools.partial(model.apply, mutable=["cache"])
+  prefill = functools.partial(apply, cache_length=length, method="prefill")
+  logits, cache = jax.jit(prefill)(values, *(x[:, :4] for x in given))
+  found = [logits]
+  step = jax.jit(functools.partial(apply, method="decode_step"))
+  for i in range(4, length):
+    token = (x[:, i : i + 1] for x in given)
+    logits, cache = step({**values, **cache}, *token)
+    found.append(logits)
+  return found, cache
 
-  return jax.jit(run)(values, inputs)
+
+def _decoder(*, slides):
+  """A model of layers in turns of two kinds, or all with a sliding window."""
+  if not slides:
+    return models_testing.tiny_decoder(num_layers=6)
+  made = models_testing.tiny_decoder(num_layers=7)
+  window = made.stack.blocks[0]
+  assert window.attention.window == 3
+  return made.clone(stack=stack.Stack([window], num_layers=7))
 
 
-def test_decodes_as_a_stack_does():
-  """Praxis's pipelines raise here."""
+def _pipelined(plain, **fields):
+  own = plain.stack
+  return plain.clone(
+    stack=spmd_pipeline.PipelinedStack(own.blocks, own.num_layers, **fields)
+  )
+
+
+def _prompts(rows):
   rng = np.random.default_rng(0)
-  inputs = jnp.asarray(rng.integers(0, models_testing.VOCAB, (6, 6)), np.int32)
-  plain = models_testing.tiny_decoder(num_layers=6)
-  values = layers_testing.random_values(
-    plain,
-    inputs,
-    layers_testing.counted(6, 6),
-    layers_testing.ones(6, 6),
-  )
-  fields = {
-    field: getattr(plain.stack, field) for field in ("blocks", "num_layers")
-  }
-  pipelined = plain.clone(
-    stack=spmd_pipeline.PipelinedStack(
-      **fields, num_stages=3, num_microbatches=4
-    )
-  )
-  expected = _decode(plain, values, inputs)
-  # Four microbatches of six rows there are not: three are.
+  return jnp.asarray(rng.integers(0, models_testing.VOCAB, (rows, 6)), np.int32)
+
+
+def _values(model, inputs):
+  positions = layers_testing.counted(*inputs.shape)
+  segments = layers_testing.ones(*inputs.shape)
+  return layers_testing.random_values(model, inputs, positions, segments)
+
+
+@functools.cache
+def _decoded(*, slides):
+  """The values, and what a plain stack makes of them."""
+  plain, inputs = _decoder(slides=slides), _prompts(6)
+  values = _values(plain, inputs)
+  return values, inputs, _decode(plain, values, inputs)
+
+
+@pytest.mark.parametrize(
+  ("slides", "fields"),
+  [
+    # Four microbatches of six rows there are not: three are.
+    (False, {"num_stages": 3, "num_microbatches": 4}),
+    (False, {"num_stages": 3, "microbatch_size": 2, "streaming": True}),
+    # Seven layers in four runs of two, the last of which is half empty.
+    (True, {"num_stages": 2, "num_microbatches": 2, "circular_repeats": 2}),
+  ],
+)
+def test_decodes_as_a_stack_does(slides, fields):
+  """Praxis's pipelines raise here."""
+  values, inputs, expected = _decoded(slides=slides)
+  pipelined = _pipelined(_decoder(slides=slides), **fields)
   actual = _decode(pipelined, values, inputs)
   assert jax.tree.structure(actual) == jax.tree.structure(expected)
   for a, e in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
     np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ("rows", "on", "fields"),
+  [
+    pytest.param(
+      6, "", {"microbatch_size": 8, "streaming": True}, id="one-microbatch"
+    ),
+    # Four microbatches would have two rows each, for four shards.
+    pytest.param(8, "stage=2,data=4", {"num_microbatches": 4}, id="shards"),
+    pytest.param(
+      8,
+      "stage=2,data=4",
+      {"microbatch_size": 4, "streaming": True},
+      id="streams",
+    ),
+  ],
+)
+def test_decodes_batches_that_do_not_fit(rows, on, fields):
+  plain, inputs = _decoder(slides=False), _prompts(rows)
+  run = functools.partial(_decode, _pipelined(plain, num_stages=2, **fields))
+  values = _values(plain, inputs)
+  if on:
+    made = layout.Layout(
+      mesh.make_mesh(mesh.MeshSpec.parse(on)),
+      stage_rules.with_stages(
+        rules_lib.DEFAULT_RULES, num_stages=2, num_groups=3
+      ),
+    )
+    actual = made.jit(run).trace(values, inputs).out_info
+  else:
+    actual = jax.eval_shape(run, values, inputs)
+  expected = jax.eval_shape(functools.partial(_decode, plain), values, inputs)
+  shapes = [[x.shape for x in jax.tree.leaves(t)] for t in (actual, expected)]
+  assert shapes[0] == shapes[1]

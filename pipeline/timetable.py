@@ -63,12 +63,6 @@ class Timetable:
       return 0
     return self.repeat_ticks - self.num_stages
 
-  @property
-  def bubble(self) -> float:
-    """The share of all work that is bubbles."""
-    live = self.num_repeats * self.num_microbatches
-    return 1 - live / self.num_ticks
-
   def work(self, tick: jax.Array, stage: jax.Array) -> Work:
     """Returns what a stage does in a tick, both int32."""
     number = tick - stage

@@ -36,8 +36,9 @@ class Job:
       chosen before a program starts.
     rules: From logical axes to mesh axes.
     decode_mesh: The mesh on which samples are drawn, if it is another one: the
-      same devices with other axes.
-    decode_rules: The rules for samples, if they are others.
+      same devices with other axes. It needs `generation`; predictions that an
+      input's metrics want are made as evaluation is laid out.
+    decode_rules: The rules for samples, if they are others; likewise.
     seed: Of initial values and of every random key of the run.
     num_train_steps: The step at which training ends.
     checkpoint_every_steps: Interval of checkpoints. There is always one at the
@@ -136,6 +137,12 @@ class Job:
       self._check_watched(
         "Retention.best", self.retention.metric, self.retention.split
       )
+    for field in ("decode_mesh", "decode_rules"):
+      if self.generation is None and getattr(self, field) is not None:
+        raise ValueError(
+          f"Job.{field} is set, but Job.generation is None, so no samples are"
+          " drawn; leave it unset, or say what to generate."
+        )
     if self.generation is not None and not self.task.generates:
       raise ValueError(
         "Job.generation is set, but the task cannot generate: it needs a"

@@ -9,6 +9,7 @@ import pytest
 from paxon.runner import generation_settings, job, task, toy_experiment
 from paxon.runner.checkpoints import retention
 from paxon.runner.programs import early_stopping
+from paxon.sharding import rules
 
 
 def _job():
@@ -47,6 +48,14 @@ def _job():
     (
       {"compiler_options": {"--xla_x": True}},
       r"Job.compiler_options has the name '--xla_x', .* write 'xla_x'\.",
+    ),
+    (
+      {"decode_mesh": "fsdp=-1"},
+      r"Job.decode_mesh is set, but Job.generation is None, so no samples",
+    ),
+    (
+      {"decode_rules": rules.DEFAULT_RULES},
+      r"Job.decode_rules is set, but Job.generation is None, so no samples",
     ),
     ({"mesh": "fsdp"}, r"mesh 'fsdp': 'fsdp' is not axis=size"),
     ({"mesh": "fdsp=2"}, r"unknown axis 'fdsp'; did you mean 'fsdp'"),

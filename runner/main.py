@@ -201,7 +201,7 @@ def _run(packages: Sequence[str], argv: Sequence[str]) -> int:
   job = resolving.build(resolved.config)
   _check_profile(command, num_train_steps=job.num_train_steps)
   notes = (*notes, *resolved.notes)
-  if command.mode == "plan":
+  if command.mode not in process_settings.MODES:
     return _run_job(command, resolved, job, notes)
   from paxon.runner.hosts import exits, joining
 

@@ -14,8 +14,15 @@ import pytest
 
 from paxon.runner import job, main, toy_experiment, user_error
 from paxon.runner.configuration import overrides
+from paxon.runner.hosts import joining
 from paxon.runner.observability import profile_window
-from paxon.runner.programs import decode, evaluate, stored_settings, train
+from paxon.runner.programs import (
+  decode,
+  evaluate,
+  inspect_input,
+  stored_settings,
+  train,
+)
 
 _TOY = "--exp=runner.toy_experiment.Toy"
 
@@ -372,6 +379,19 @@ def test_continuous_evaluation_waits_for_the_run(
   assert re.match(r"waiting for a run to begin in .*/run\n", out)
   call(*at)
   assert calls.pop()[2] == {"continuous": False}
+
+
+def test_a_mode_of_one_process_does_not_join_those_of_a_cluster(
+  call, calls, monkeypatch
+):
+  joined = []
+  monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+  monkeypatch.setattr(joining, "join", lambda *args: joined.append(args))
+  monkeypatch.setattr(inspect_input, "run", lambda job: 7)
+  assert call(_TOY, "--mode=inspect_input")[0] == 7
+  assert not joined
+  assert call(_TOY, "--job_log_dir=run")[0] == 7
+  assert len(joined) == 1
 
 
 def test_user_error_of_a_program_is_one_line(call, monkeypatch):

@@ -1,6 +1,6 @@
 """Host batches to global arrays."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
@@ -76,18 +76,19 @@ def to_global(
   }
 
 
-def on_each_device(number: int, layout: layouts.Layout) -> jax.Array:
-  """Returns an int32 [devices] array that holds each process's own number.
+def on_each_device(layout: layouts.Layout) -> Callable[[int], jax.Array]:
+  """Returns what makes an array of each process's own number.
+
+  It takes this process's number, int32, and returns int32 [devices]. What only
+  depends on the layout is computed here, once, and not at each call.
 
   Args:
-    number: Of this process, int32.
     layout: Whose devices hold one element each.
   """
   mesh = layout.mesh
   spec = jax.sharding.PartitionSpec(mesh.axis_names)
   here = sum(d.process_index == jax.process_index() for d in mesh.devices.flat)
-  return jax.make_array_from_process_local_data(
-    jax.sharding.NamedSharding(mesh, spec),
-    np.full(here, number, np.int32),
-    (mesh.size,),
+  sharding, shape = jax.sharding.NamedSharding(mesh, spec), (mesh.size,)
+  return lambda number: jax.make_array_from_process_local_data(
+    sharding, np.full(here, number, np.int32), shape
   )

@@ -73,8 +73,17 @@ def test_one_host_reads_everything():
   placed = arrays.to_global(batch, made)["inputs"]
   np.testing.assert_array_equal(placed, batch["inputs"])
   assert placed.sharding.is_equivalent_to(made.batch_sharding(2), 2)
-  numbers = arrays.on_each_device(7, made)
-  assert numbers.tolist() == [7] * 8
+
+
+def test_a_number_is_placed_without_asking_for_the_devices_again(monkeypatch):
+  made = layout.Layout(mesh.make_mesh(mesh.MeshSpec.parse("data=4,tensor=2")))
+  place = arrays.on_each_device(made)
+  # Thousands of devices are not counted at each step.
+  monkeypatch.delattr(jax.sharding, "NamedSharding")
+  monkeypatch.delattr(jax, "process_index")
+  numbers = [place(number) for number in (7, 3)]
+  assert [each.tolist() for each in numbers] == [[7] * 8, [3] * 8]
+  assert numbers[0].sharding is numbers[1].sharding
 
 
 def test_rows_that_do_not_divide_are_refused():

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from paxon.learners import adafactor
+from paxon.pipeline import spmd_pipeline, timetable
 from paxon.runner import experiment
 from paxon.sharding import axes, variables
 from paxon.sharding import mesh as meshes
@@ -53,9 +54,10 @@ FLOPs are those of a step on all devices: 6 for each parameter in a matrix
 product and each token, and `12 L N H T^2` a row for attention, with every key
 of every query counted. Memory is that of one device: `state`, the parameters
 and the optimizer's moments in float32; `layer inputs`, what the layers save for
-the backward pass if they save nothing else. What else a step takes, a plan
-says: [plans.md](plans.md) has those of some, and `--mode=plan` makes that of
-any.
+the backward pass if they save nothing else: of each layer its input, or of a
+stage of a pipeline its input in each tick, bubbles too. What else a step takes,
+a plan says: [plans.md](plans.md) has those of some, and `--mode=plan` makes
+that of any.
 
 `predicted MFU` is the plan's estimate, and the bound that no program can beat,
 of [plan_accuracy.md](plan_accuracy.md); `published MFU` is Pax's own figure, or
@@ -76,7 +78,7 @@ class Figures:
     flops: Of a step, on all devices.
     devices: How many the mesh has at least.
     state: Bytes of parameters and moments on a device.
-    layer_inputs: Bytes of the inputs of all layers on a device.
+    layer_inputs: Bytes of the inputs of layers, or stages, on a device.
   """
 
   parameters: int
@@ -175,14 +177,31 @@ def _flops(
 
 def _layer_inputs(config: fdl.Buildable, sizes: dict[str, int]) -> float:
   data, model = config.train_input, config.task.model
-  layers = getattr(model.stack, "num_layers", None) or len(model.stack.parts)
   names = (axes.BATCH, axes.LENGTH, axes.ACTIVATION_EMBED)
   entries = data.global_batch_size * data.length * model.embedding.embed_dim
   dtype = getattr(model.embedding, "dtype", None) or np.float32
-  # A stage has its own layers, whichever rows it began with.
+  # Every row passes through every stage, whichever one it began with.
   share = _share(names, config.rules, {**sizes, axes.STAGE: 1})
-  layers /= sizes[axes.STAGE]
-  return layers * entries * np.dtype(dtype).itemsize * share
+  batches = _kept_batches(model.stack, data.global_batch_size, sizes)
+  return batches * entries * np.dtype(dtype).itemsize * share
+
+
+def _kept_batches(
+  stack: fdl.Buildable, rows: int, sizes: dict[str, int]
+) -> float:
+  """Returns how many inputs a device keeps, in those of a whole batch."""
+  if fdl.get_callable(stack) is not spmd_pipeline.PipelinedStack:
+    return float(getattr(stack, "num_layers", None) or len(stack.parts))
+  number = stack.num_microbatches or rows // stack.microbatch_size
+  table = timetable.Timetable(
+    num_stages=stack.num_stages,
+    num_microbatches=number,
+    num_repeats=stack.circular_repeats,
+  )
+  stages = stack.num_stages / sizes[axes.STAGE]
+  # What does not divide into groups comes after the stages.
+  rest = stack.num_layers % len(stack.blocks)
+  return stages * table.num_ticks / number + rest
 
 
 def _share(

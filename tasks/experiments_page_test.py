@@ -50,6 +50,15 @@ def test_a_small_model_by_hand():
   assert found.layer_inputs == 2 * 4 * 1024 * 64 * 2
 
 
+def _ticks(stages, microbatches, repeats):
+  """Returns how long a pipeline takes, stage by stage."""
+  begin = 0
+  for repeat in range(repeats):
+    # The first microbatch has to be back, and the last one to have begun.
+    begin += max(stages, microbatches) if repeat else 0
+  return begin + microbatches - 1 + stages
+
+
 def test_stages_share_the_layers():
   made = golden.load(f"{_PARAMS}lm_cloud.LmCloudSpmdPipeline9B")
   whole = experiments_page.figures(made.without_pipeline())
@@ -58,5 +67,21 @@ def test_stages_share_the_layers():
   # The mesh repeats everything but the layers.
   rest = 12 * (32_000 * 4096 + 2 * 4096)
   assert whole.state - rest == pytest.approx(16 * (split.state - rest))
-  # 48 layers of 512 rows in float32, over 16 stages and 4 devices of each.
-  assert split.layer_inputs == 48 / 16 * 512 / 4 * 1024 * 4096 * 4
+  # A stage of 3 layers keeps what it is given in each tick: 4 rows of 1,024
+  # tokens in float32, over 4 devices; 128 ticks are work and 15 bubbles.
+  assert _ticks(16, 128, 1) == 143
+  assert split.layer_inputs == 143 * 4 / 4 * 1024 * 4096 * 4
+
+
+def test_stages_that_are_passed_again_keep_what_they_are_given_again():
+  made = golden.load(
+    f"{_PARAMS}lm_cloud.LmCloudSpmdPipelineMultislice2BCircular"
+  )
+  found = experiments_page.figures(made)
+  rows = made.pipeline_microbatch_size
+  number = made.global_batch_size // rows
+  ticks = _ticks(made.num_stages, number, made.circular_repeats)
+  assert made.circular_repeats > 1
+  # Four devices have a stage; a value has two bytes.
+  kept = ticks * rows / 4 * made.length * made.embed_dim
+  assert found.layer_inputs == pytest.approx(kept * 2)

@@ -217,6 +217,8 @@ def test_every_command_line_is_accepted_or_refused_by_one_line(folder):
     derandomize=_MORE is None,
     database=None,
     deadline=None,
+    # A command line says enough; a simpler one would be looked for for minutes.
+    phases=(hypothesis.Phase.generate,),
     suppress_health_check=list(hypothesis.HealthCheck),
   )
   @hypothesis.given(_command_lines())

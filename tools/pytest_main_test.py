@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 import dataclasses
 
+import jax
 import jaxtyping
 import numpy as np
 import pytest
 
+from paxon.layers import feed_forward, stack
 from paxon.tools import pytest_main
 
 
@@ -56,3 +58,13 @@ def test_what_is_made_step_by_step_is_checked():
   assert list(count(2)) == [0, 1]
   with pytest.raises(jaxtyping.TypeCheckError, match="parameter 'n'"):
     count("2")  # pyrefly: ignore[bad-argument-type]
+
+
+def test_layers_are_checked():
+  """Flax makes the `__init__` of a module, and wraps its methods."""
+  block = feed_forward.GatedFeedForward(8)
+  assert stack.Stack([block], num_layers=4).num_layers == 4
+  with pytest.raises(jaxtyping.TypeCheckError, match="parameter 'num_layers'"):
+    stack.Stack([block], num_layers="4")  # pyrefly: ignore[bad-argument-type]
+  with pytest.raises(jaxtyping.TypeCheckError, match="parameter 'x'"):
+    jax.eval_shape(block.init, jax.random.key(0), np.ones((2, 3), np.float32))

@@ -10,6 +10,7 @@ from paxon.tools import (
   schedules_measurement,
   schedules_page,
 )
+from paxon.tools.benchmarks import interleaving
 
 _ROOT = pathlib.Path(__file__).parent.parent
 
@@ -49,9 +50,22 @@ def test_steps_are_timed_beside_the_sequential_one(monkeypatch):
   monkeypatch.setattr(
     schedules_measurement, "_MAKERS", schedules_measurement._MAKERS[2:3]
   )
-  ((name, *figures),) = schedules_measurement.measure(rounds=1)
-  assert name == "1F1B two-slot"
-  assert all(float(figure) >= 0 for figure in figures)
+  known = interleaving.Pairs(
+    first=(0.03, 0.01, 0.02), second=(0.01, 0.01, 0.05)
+  )
+  rounds = []
+
+  def interleave(first, second, **given):
+    # Steps that are timed can be run.
+    first(), second()
+    rounds.append(given["rounds"])
+    return known
+
+  monkeypatch.setattr(interleaving, "interleave", interleave)
+  found = schedules_measurement.measure(rounds=3)
+  # Medians of 30, 10, 20 and of 10, 10, 50 ms, and of 3, 1 and 0.4.
+  assert found == [("1F1B two-slot", "20", "10", "1.00")]
+  assert rounds == [3]
 
 
 def test_too_few_devices_are_refused(monkeypatch):

@@ -125,7 +125,8 @@ def _corpus(given: dict[str, str]) -> corpus_tokenizer.Corpus:
       f"--documents must be one of {', '.join(_FORMS)}, got {form!r}."
     )
   return corpus_tokenizer.Corpus(
-    paths=paths,
+    # Patterns may overlap.
+    paths=list(dict.fromkeys(paths)),
     form=_FORMS[form],
     tokenizer=make_tokenizer(given.get("tokenizer", _TOKENIZER)),
     text_key=given.get("text_key", "text"),

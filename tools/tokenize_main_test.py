@@ -43,6 +43,12 @@ def test_files_and_rows(folder, capsys):
   assert captured.out == "c.bin: 6 documents, 42,006 tokens\n"
   assert "[##############################] 100% 0.0 of 0.0 MB" in captured.err
   assert len(token_file.TokenFile(path="c")) == 6
+  # A file that two patterns name is read once.
+  arguments = ["--files=5.txt,*.txt", "--out=e", "--workers=0"]
+  assert tokenize_main.main(arguments) == 0
+  overlapping = token_file.TokenFile(path="e")
+  assert len(overlapping) == 6
+  assert overlapping.tokens(0)[5] == ord("5") + 3
   arguments = ["--files=rows.jsonl", "--out=d", "--workers=0", "--no_end"]
   assert tokenize_main.main([*arguments, "--begin"]) == 0
   rows = token_file.TokenFile(path="d")

@@ -75,4 +75,5 @@ def _found(files: str | Sequence[str], what: str) -> list[str]:
         " with * and ?."
       )
     paths += some
-  return paths
+  # Patterns may overlap.
+  return list(dict.fromkeys(paths))

@@ -58,7 +58,9 @@ class GeneratorInput(base_input.BaseInput):
       them, the last batch is filled up with rows of zeros, and
       `example_weights` float32 [B] says which these are. None has no such end.
     num_batches: After how many batches the input ends; None is never, or where
-      the generator does.
+      the generator does. Then, without `num_samples`, its last rows are left
+      out if they do not fill a batch. Of several hosts that read generators of
+      their own none may end earlier, as others might not.
     keep_rows: Whether rows of an evaluation are held after they were read once,
       so that the next one reads nothing.
     convert: Makes our batch of the generator's.
@@ -99,6 +101,7 @@ class GeneratorInput(base_input.BaseInput):
 
     Raises:
       StopIteration: There is no more.
+      ValueError: This host's own generator has ended, and others may go on.
     """
     if self._batches == self.num_batches:
       raise StopIteration
@@ -109,6 +112,7 @@ class GeneratorInput(base_input.BaseInput):
     )
     rows = list(itertools.islice(self._rows, wanted))
     if not rows or (len(rows) < wanted and self.num_samples is None):
+      self._check_others()
       raise StopIteration
     batch = {k: np.stack([row[k] for row in rows]) for k in rows[0]}
     if self.num_samples is not None:
@@ -163,6 +167,16 @@ class GeneratorInput(base_input.BaseInput):
   def _is_shared(self) -> bool:
     """Whether all hosts read the same rows, and take theirs of them."""
     return self.repeatable or self.num_samples is not None
+
+  def _check_others(self) -> None:
+    if self._is_shared or self.num_infeed_hosts == 1:
+      return
+    raise ValueError(
+      f"The generator of host {self.infeed_host_index} of"
+      f" {self.num_infeed_hosts} ended after {self._batches} batches; those of"
+      " others may end elsewhere, as GeneratorInput.repeatable is False. Set"
+      " repeatable, or num_batches to what every host has."
+    )
 
   def _open_rows(self) -> Iterator[Row]:
     if self.num_samples is None:

@@ -141,6 +141,20 @@ def test_training_ends_with_the_last_whole_batch():
   assert _rows(_input(open=_opener(), num_batches=1)) == [[0, 1, 2, 3]]
 
 
+def test_hosts_whose_generators_may_end_apart_are_refused():
+  given = _input(open=_opener(number=5), repeatable=False)
+  given.set_infeed_hosts(infeed_host_index=1, num_infeed_hosts=2)
+  given.get_next(), given.get_next()
+  with pytest.raises(
+    ValueError, match=r"host 1 of 2 ended after 2 batches; .*repeatable is Fal"
+  ):
+    given.get_next()
+  # One that all have is the end of all.
+  given = _input(open=_opener(number=5), repeatable=False, num_batches=2)
+  given.set_infeed_hosts(infeed_host_index=1, num_infeed_hosts=2)
+  assert _rows(given) == [[0, 1], [2, 3]]
+
+
 def test_too_few_samples_are_an_error():
   given = _input(open=_opener(number=7), num_samples=10)
   with pytest.raises(ValueError, match=r"num_samples is 10, .* after 7 rows"):

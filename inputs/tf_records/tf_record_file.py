@@ -13,6 +13,7 @@ import mmap
 import os
 import pathlib
 import struct
+import uuid
 
 import numpy as np
 
@@ -79,8 +80,9 @@ class TfRecordFile:
     if not kept.exists():
       places = _find(self.path)
       kept.parent.mkdir(parents=True, exist_ok=True)
-      # Whole or not at all: several processes may come here at once.
-      part = kept.with_suffix(f".{os.getpid()}.part")
+      # Whole or not at all: several processes, also of machines that share the
+      # folder and may have the same numbers, come here at once.
+      part = kept.with_suffix(f".{uuid.uuid4().hex}.part")
       with open(part, "wb") as file:
         np.save(file, places)
       part.replace(kept)

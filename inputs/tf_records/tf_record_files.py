@@ -20,7 +20,8 @@ class TfRecordFiles:
 
   Attributes:
     files: A path, a pattern such as `c4/en/3.0.4/c4-train.tfrecord-*`, or
-      several of them. Of several, the order given is kept.
+      several of them. Of several, the order given is kept, and a file that has
+      two of them is there once.
     index_folder: Where the places of records are kept, so that the files are
       walked over once only; None walks over them at each start.
   """
@@ -49,7 +50,7 @@ class TfRecordFiles:
           " or a pattern with * and ?."
         )
       found += some
-    return tuple(found)
+    return tuple(dict.fromkeys(found))
 
   def __len__(self) -> int:
     return self._ends[-1]

@@ -85,6 +85,23 @@ def test_places_of_records_are_kept_until_the_file_changes(path, tmp_path):
   assert len(other) == 5
 
 
+def test_processes_of_one_number_keep_places_at_once(
+  path, tmp_path, monkeypatch
+):
+  save, folder = np.save, tmp_path / "index"
+
+  def late_save(file, places):
+    # Another machine's process, whose number is ours, comes in between.
+    monkeypatch.setattr(np, "save", save)
+    other = tf_record_file.TfRecordFile(path, index_folder=folder)
+    assert len(other) == 4
+    save(file, places)
+
+  monkeypatch.setattr(np, "save", late_save)
+  assert len(tf_record_file.TfRecordFile(path, index_folder=folder)) == 4
+  assert len(list(folder.iterdir())) == 1
+
+
 def _changed(path: str, place: int, value: int) -> None:
   with open(path, "r+b") as file:
     file.seek(place)
@@ -133,6 +150,10 @@ def test_files_are_one_list_in_the_order_of_their_names(tmp_path):
   parts = [str(tmp_path / "part-2"), str(tmp_path / "part-1")]
   both = tf_record_files.TfRecordFiles(files=parts)
   assert both[0] == b"2.0"
+  # A file that two patterns name is read once.
+  overlapping = [str(tmp_path / "part-2"), str(tmp_path / "part-*")]
+  files = tf_record_files.TfRecordFiles(files=overlapping)
+  assert [files[i] for i in range(len(files))] == [b"2.0", b"2.1", b"1.0"]
 
 
 def test_files_that_are_missing_or_empty_are_errors(tmp_path):

@@ -70,6 +70,7 @@ def make_gradient_fn(
   Raises:
     ValueError: The table is invalid.
   """
+  functions = model_functions.with_own_keys(functions)
   lowered = lowering.lower(schedule)
   pieces = schedule.pieces
 

@@ -96,6 +96,28 @@ def test_loss_and_gradients_are_the_sequential_models(make, stages, options):
   _compare(schedule, **options)
 
 
+def test_first_chunk_and_last_have_keys_of_their_own():
+  key = jax.random.key(0)
+  plain = model_functions.ModelFunctions(
+    first=lambda outer, piece: piece.key,
+    chunk=lambda variables, x, piece: piece.key,
+    last=lambda outer, y, piece: piece.key,
+  )
+  made = model_functions.with_own_keys(plain)
+
+  def keys(key):
+    piece = model_functions.Piece(jnp.int32(0), jnp.int32(0), {}, key)
+    return [
+      made.first({}, piece),
+      made.chunk({}, {}, piece),
+      made.last({}, {}, piece),
+    ]
+
+  data = {tuple(jax.random.key_data(k).tolist()) for k in (key, *keys(key))}
+  assert len(data) == 4
+  assert keys(None) == [None] * 3
+
+
 def test_an_axis_of_the_partitioner_may_split_weights():
   """The mesh axis `data` splits what chunks have, not rows."""
   schedule = one_f_one_b.two_slots(num_stages=2, num_microbatches=MICROBATCHES)

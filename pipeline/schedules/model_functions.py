@@ -26,7 +26,8 @@ class Piece(NamedTuple):
     microbatch: Its number, int32.
     virtual_stage: The number of the piece in the model, int32.
     inputs: The microbatch of the batch.
-    key: Of this microbatch and virtual stage; None where no key was given.
+    key: Of this microbatch, virtual stage and function; None where no key was
+      given.
   """
 
   microbatch: jax.Array
@@ -51,6 +52,32 @@ class ModelFunctions:
   first: Callable[[Tree, Piece], Tree]
   chunk: Callable[[Tree, Tree, Piece], tuple[Tree, jax.Array]]
   last: Callable[[Tree, Tree, Piece], tuple[jax.Array, Tree]]
+
+
+def with_own_keys(functions: ModelFunctions) -> ModelFunctions:
+  """Returns functions that fold their number into the key of their piece.
+
+  `first`, the first chunk, `last` and the last chunk have pieces in common, and
+  must not draw the same numbers.
+
+  Args:
+    functions: The model.
+  """
+
+  def own(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+      *rest, piece = args
+      if piece.key is not None:
+        piece = piece._replace(key=jax.random.fold_in(piece.key, number))
+      return function(*rest, piece)
+
+    return call
+
+  return ModelFunctions(
+    first=own(0, functions.first),
+    chunk=own(1, functions.chunk),
+    last=own(2, functions.last),
+  )
 
 
 class Gradients(NamedTuple):

@@ -24,6 +24,7 @@ def make_gradient_fn(
     functions: The model.
     pieces: How many virtual stages there are.
   """
+  functions = model_functions.with_own_keys(functions)
   number = pieces.num_stages * pieces.num_chunks
 
   def one(

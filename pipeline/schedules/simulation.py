@@ -134,7 +134,10 @@ def _lock_step(
           spans[stage, op] = (at, at + durations[stage, op])
           at = spans[stage, op][1]
       ends.append(at)
-    now = max(ends) + message
+    # With a latency of two, messages move beside the tick after the one that
+    # made them, and only those that take longer are waited for.
+    beside = schedule.latency > 1
+    now = max(*ends, now + message) if beside else max(ends) + message
   return _clock(schedule, durations, spans, total=now)
 
 

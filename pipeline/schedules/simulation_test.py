@@ -14,6 +14,7 @@ from paxon.pipeline.schedules import (
   one_f_one_b,
   operation,
   simulation,
+  table,
   zero_bubble,
 )
 
@@ -63,6 +64,17 @@ def test_messages_take_time_on_both_clocks():
   # F, sent, F and X on the last stage, sent back, X.
   assert figures.asynchronous.total == 1 + 0.5 + 1 + 2 + 0.5 + 2
   assert figures.lock_step.total == 6 + 4 * 0.5
+
+
+@pytest.mark.parametrize(("message", "lock_step"), [(0.5, 7.0), (1.5, 10.0)])
+def test_with_a_latency_of_two_messages_move_beside_a_tick(message, lock_step):
+  made = gpipe.make(num_stages=2, num_microbatches=1)
+  orders = [made.order(stage) for stage in range(2)]
+  late = table.from_orders(orders, name="late", pieces=made.pieces, latency=2)
+  figures = simulation.simulate(late, costs=costs.Costs(message=message))
+  # F, sent, F and X on the last stage, sent back, X: six ticks.
+  assert figures.lock_step.total == lock_step
+  assert figures.asynchronous.total == 6 + 2 * message
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ VOCAB, EMBED, ROWS, LENGTH = 7, 4, 4, 3
 
 
 def _first(outer, piece):
-  return outer["embedding"][piece.inputs["ids"]]
+  noise = jax.random.uniform(piece.key, (1, LENGTH, EMBED))
+  return outer["embedding"][piece.inputs["ids"]] * (1.0 + noise)
 
 
 def _chunk(variables, x, piece):
@@ -41,7 +42,8 @@ def functions(*, tied: bool) -> model_functions.ModelFunctions:
   table_of = _tied if tied else _untied
 
   def last(outer, y, piece):
-    logits = jnp.einsum("BTD,VD->BTV", y, table_of(outer))
+    noise = jax.random.uniform(piece.key, (1, LENGTH, EMBED))
+    logits = jnp.einsum("BTD,VD->BTV", y * (1.0 + noise), table_of(outer))
     picked = jax.nn.one_hot(piece.inputs["targets"], VOCAB)
     entropy = -jnp.sum(picked * jax.nn.log_softmax(logits), axis=-1)
     weights = piece.inputs["weights"]
@@ -79,10 +81,14 @@ def without_noise(
 ) -> model_functions.ModelFunctions:
   """Returns the model with the same random numbers for all rows' shards."""
 
-  def chunk(variables, x, piece):
-    key = jax.random.fold_in(jax.random.key(3), piece.virtual_stage)
-    return model.chunk(variables, x, piece._replace(key=key))
+  def fixed(function):
+    def call(*args):
+      *rest, piece = args
+      key = jax.random.fold_in(jax.random.key(3), piece.virtual_stage)
+      return function(*rest, piece._replace(key=key))
+
+    return call
 
   return model_functions.ModelFunctions(
-    first=model.first, chunk=chunk, last=model.last
+    first=fixed(model.first), chunk=fixed(model.chunk), last=fixed(model.last)
   )

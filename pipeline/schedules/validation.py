@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from paxon.pipeline.schedules import dependencies, operation, table
+from paxon.pipeline.schedules import operation, table
 
 _Kind = operation.Kind
 _BACKWARD = frozenset({_Kind.BACKWARD})
@@ -13,8 +13,7 @@ def check(schedule: table.Table) -> None:
   """Raises ValueError, naming tick and stage, unless the table is valid.
 
   Valid is: every microbatch runs forward and backward on every chunk of every
-  stage, once; nothing runs before what it needs has arrived; in each direction
-  a stage gets at most one message a slot and tick.
+  stage, once; nothing runs before what it needs has arrived.
 
   Args:
     schedule: Of any making.
@@ -23,7 +22,6 @@ def check(schedule: table.Table) -> None:
   places = _places(schedule)
   _check_complete(schedule, places)
   _check_order(schedule, places)
-  _check_messages(schedule)
 
 
 _Places = Mapping[tuple[int, operation.Operation], table.Place]
@@ -116,41 +114,3 @@ def _check_order(schedule: table.Table, places: _Places) -> None:
           f"{op} needs {need} of stage {stage} {wanted}, which runs at tick"
           f" {there.tick}.",
         )
-
-
-def _check_messages(schedule: table.Table) -> None:
-  """What stages send in one slot must not meet."""
-  taken: dict[tuple[int, int, int, int], operation.Operation] = {}
-  for place, op in schedule.places():
-    target = receiver(schedule.pieces, place.stage, op)
-    if target is None or target == place.stage:
-      continue
-    direction = 1 if op.kind is _Kind.FORWARD else -1
-    if schedule.pieces.placement is operation.Placement.V:
-      direction = target - place.stage
-    key = (place.tick, place.slot, target, direction)
-    if key in taken:
-      raise _fail(
-        schedule,
-        place,
-        f"{op} and {taken[key]} are sent to stage {target} at once.",
-      )
-    taken[key] = op
-
-
-def receiver(
-  pieces: dependencies.Pieces, stage: int, op: operation.Operation
-) -> int | None:
-  """Returns the stage that waits for what an operation makes, if any.
-
-  Args:
-    pieces: The virtual stages.
-    stage: Which runs the operation.
-    op: Of any kind.
-  """
-  k = pieces.virtual_stage(stage, chunk=op.chunk)
-  if op.kind is _Kind.FORWARD and k + 1 < pieces.num_stages * pieces.num_chunks:
-    return pieces.home(k + 1)[0]
-  if op.kind in operation.INPUT_GRADIENT_KINDS and k > 0:
-    return pieces.home(k - 1)[0]
-  return None

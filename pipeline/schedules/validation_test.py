@@ -6,10 +6,8 @@ import pytest
 
 from paxon.pipeline.schedules import (
   gpipe,
-  interleaved,
   one_f_one_b,
   operation,
-  table,
   validation,
 )
 
@@ -134,44 +132,3 @@ def test_rows_have_all_stages():
   made = _base()
   with pytest.raises(ValueError, match=r"tick 6: has 1 stages, needed are 2"):
     validation.check(dataclasses.replace(made, ticks=(*made.ticks, ((),))))
-
-
-def test_messages_that_meet_are_refused():
-  """Two operations that send to one stage in one slot, from both sides."""
-  made = interleaved.two_slots(num_stages=3, num_microbatches=3)
-  validation.check(made)
-  places = {(p.stage, op): p for p, op in made.places()}
-  # One slot a tick for both: what was the second slot comes a tick later.
-  ticks = []
-  for row in made.ticks:
-    ticks.append(tuple((cell or (None,))[:1] for cell in row))
-    ticks.append(tuple(cell[1:2] if len(cell) > 1 else (None,) for cell in row))
-  spread = table.Table(
-    name="spread",
-    pieces=made.pieces,
-    num_microbatches=3,
-    ticks=tuple(ticks),
-  )
-  validation.check(spread)
-  assert len({op for _, op in places}) == 3 * 2 * 2
-
-
-def test_receivers():
-  made = interleaved.make(num_stages=2, num_microbatches=2, num_chunks=2)
-  receive = {
-    (stage, op.kind.value, op.chunk): validation.receiver(
-      made.pieces, stage, op
-    )
-    for stage in (0, 1)
-    for op in made.order(stage)
-  }
-  assert receive == {
-    (0, "F", 0): 1,
-    (1, "F", 0): 0,
-    (0, "F", 1): 1,
-    (1, "F", 1): None,
-    (1, "X", 1): 0,
-    (0, "X", 1): 1,
-    (1, "X", 0): 0,
-    (0, "X", 0): None,
-  }

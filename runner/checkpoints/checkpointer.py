@@ -292,9 +292,7 @@ class Checkpointer:
       metadata = self._verify_share(step)
     except DamagedCheckpointError as error:
       problem = str(error)
-    for each in agreement.gather(problem):
-      if each is not None:
-        raise DamagedCheckpointError(each)
+    _agree_on(problem)
     return metadata
 
   def _verify_share(self, step: int) -> dict[str, Any]:
@@ -356,35 +354,40 @@ class Checkpointer:
 
     Raises:
       CheckpointMismatchError: The checkpoint does not fit the specs.
-      DamagedCheckpointError: Its files are incomplete or changed.
+      DamagedCheckpointError: Its files are incomplete or changed, for one of
+        several processes at least.
     """
     if self._manager is None:
       raise ValueError(f"{self._folder} does not exist.")
     metadata = self._verify(step)
+    restored, problem, cause = None, None, None
     try:
-      return self._read(self._manager, metadata, step, specs, shardings)
+      restored = self._read(metadata, step, specs, shardings)
+    # Of the metadata, which are the same for all processes.
     except compatibility.CheckpointMismatchError:
       raise
     # What orbax raises depends on the file; its other causes are tested here.
     except Exception as error:
-      raise self._damaged(
-        step,
-        f"it cannot be read ({type(error).__name__}: {_first_line(error)})",
-      ) from error
+      what = f"{type(error).__name__}: {_first_line(error)}"
+      problem = str(self._damaged(step, f"it cannot be read ({what})"))
+      cause = error
+    _agree_on(problem, cause=cause)
+    assert restored is not None
+    return restored
 
   def _read(
     self,
-    manager: ocp.CheckpointManager,
     metadata: Mapping[str, Any],
     step: int,
     specs: Any,
     shardings: Any,
   ) -> Restored:
+    path = self._folder / str(step)
     compatibility.check(
       metadata["arrays"],
       specs=specs,
       version=metadata["format_version"],
-      where=f"The checkpoint {self._folder / str(step)}",
+      where=f"The checkpoint {path}",
     )
     wanted = named_tree.to_named(
       jax.tree.map(
@@ -396,22 +399,20 @@ class Checkpointer:
       ),
       specs=specs,
     )
-    restored = manager.restore(
-      step,
-      args=ocp.args.Composite(
-        **{
-          _DATA: ocp.args.JsonRestore(),
-          _STATE: ocp.args.PyTreeRestore(
-            item=wanted,
-            restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
-            partial_restore=True,
-          ),
-        }
-      ),
-    )
+    # Not by the manager: it ends with a barrier of all devices, and where one
+    # process fails before, the others' barrier meets what that one does next.
+    with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+      named = handler.restore(
+        path / _STATE,
+        args=ocp.args.PyTreeRestore(
+          item=wanted,
+          restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
+          partial_restore=True,
+        ),
+      )
     return Restored(
-      tree=named_tree.from_named(restored[_STATE], specs=specs),
-      data=restored[_DATA],
+      tree=named_tree.from_named(named, specs=specs),
+      data=json.loads((path / _DATA / _JSON_FILE).read_text()),
       step=metadata["step"],
     )
 
@@ -471,6 +472,23 @@ class _Policy:
       [info.step for info in checkpoints],
       [info.time.timestamp() for info in checkpoints],
     )
+
+
+def _agree_on(
+  problem: str | None, *, cause: BaseException | None = None
+) -> None:
+  """Raises on all processes what one of them has found.
+
+  Args:
+    problem: Of this process; None without one.
+    cause: What it was made from.
+
+  Raises:
+    DamagedCheckpointError: The first process's problem that has one.
+  """
+  for each in agreement.gather(problem):
+    if each is not None:
+      raise DamagedCheckpointError(each) from cause
 
 
 def _reason(error: BaseException) -> str:

@@ -223,6 +223,42 @@ def test_a_damaged_checkpoint_is_named(tmp_path, name, damage):
     checkpoints.restore(1, specs=SPECS, shardings=layout.shardings(SPECS))
 
 
+def test_what_one_process_cannot_read_is_restored_by_none(
+  tmp_path, monkeypatch
+):
+  folder = epath.Path(tmp_path)
+  layout = _saved(folder)
+  told = []
+
+  def gather(problem):
+    told.append(problem)
+    return [problem, "a problem of another process"]
+
+  monkeypatch.setattr(checkpointer.agreement, "gather", gather)
+  # It has a barrier, which one that fails does not reach.
+  monkeypatch.delattr(checkpointer.ocp.CheckpointManager, "restore")
+  with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
+
+    def restore():
+      checkpoints.restore(1, specs=SPECS, shardings=layout.shardings(SPECS))
+
+    with pytest.raises(checkpointer.DamagedCheckpointError, match="of another"):
+      restore()
+    assert told == [None]
+
+    def fail(*args):
+      raise OSError("no such shard")
+
+    monkeypatch.setattr(checkpoints, "_read", fail)
+    # The others hear of it before this process raises.
+    with pytest.raises(
+      checkpointer.DamagedCheckpointError,
+      match=r"/1 is damaged: it cannot be read \(OSError: no such shard\)",
+    ) as caught:
+      restore()
+    assert told == [None, str(caught.value)]
+
+
 def test_a_failed_save_says_why(tmp_path):
   folder = epath.Path(tmp_path) / "checkpoints"
   tree = _placed(_tree(), _layout("fsdp=8"))

@@ -13,6 +13,8 @@ import jax
 from jax.experimental import multihost_utils
 import numpy as np
 
+from paxon.runner import user_error
+
 _T = TypeVar("_T")
 # Sizes are rounded up to powers of two: each size is compiled once.
 _MIN_BYTES = 256
@@ -33,13 +35,19 @@ def from_first(make: Callable[[], _T]) -> _T:
 
   Args:
     make: Returns something that JSON can hold.
+
+  Raises:
+    user_error.UserError: `make` has raised one, which all processes raise.
   """
   if is_alone():
     return make()
-  text = json.dumps(make()).encode() if is_first() else b""
+  text = json.dumps(_outcome(make)).encode() if is_first() else b""
   size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
   data = multihost_utils.broadcast_one_to_all(_padded(text, size))
-  return json.loads(np.asarray(data, np.uint8).tobytes()[:size])
+  outcome = json.loads(np.asarray(data, np.uint8).tobytes()[:size])
+  if "error" in outcome:
+    raise user_error.UserError(outcome["error"])
+  return outcome["value"]
 
 
 def gather(value: _T) -> list[_T]:
@@ -67,6 +75,14 @@ def share(items: Sequence[_T]) -> Sequence[_T]:
     items: All of it, the same on every process.
   """
   return items[jax.process_index() :: jax.process_count()]
+
+
+def _outcome(make: Callable[[], Any]) -> dict[str, Any]:
+  """Returns what was made as `value`, or the user's mistake as `error`."""
+  try:
+    return {"value": make()}
+  except user_error.UserError as error:
+    return {"error": str(error)}
 
 
 def _padded(text: bytes, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:

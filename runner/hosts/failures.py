@@ -6,17 +6,23 @@ import re
 # coordination service, and gRPC under it.
 _SIGNS = (
   "connection closed by peer",
+  "connection closed by remote peer",
   "connection reset by peer",
   "connection refused",
   "socket closed",
-  "gloo",
   "ncclremoteerror",
+  "ncclsystemerror",
   "coordination service",
   "coordination_service",
   "distributed service detected fatal errors",
   "stopped sending heartbeats",
   "unavailable:",
   "unexpectedly tried to connect with a different incarnation",
+)
+# Gloo also says, at its start, how many processes it is connected to.
+_GLOO = re.compile(
+  r"^(?=.*gloo).*(fail|error|timed out|timeout|closed|reset|refused|broken)",
+  re.MULTILINE,
 )
 _SILENT = re.compile(r"stopped sending heartbeats\):\n((?:.*\d+\n)+)")
 _LEADER = re.compile(r"leader task was preempted/died|Socket closed")
@@ -38,7 +44,7 @@ def is_loss_text(text: str) -> bool:
     text: Its standard error, or the text of an error.
   """
   lower = text.lower()
-  return any(sign in lower for sign in _SIGNS)
+  return any(sign in lower for sign in _SIGNS) or bool(_GLOO.search(lower))
 
 
 def lost_processes(text: str) -> tuple[int, ...]:

@@ -25,7 +25,20 @@ unexpectedly or this task is experiencing network issues.
 """
 
 
-@pytest.mark.parametrize("text", [GLOO, SILENT, LEADER])
+TIMED_OUT = (
+  "UNKNOWN: Gloo AllReduce: [external/gloo/gloo/transport/tcp/buffer.cc:81]"
+  " Timed out waiting 30000ms for recv operation to complete"
+)
+# As NCCL's documentation has them.
+NCCL = (
+  "INTERNAL: NCCL operation failed: socketProgress: Connection closed by remote"
+  " peer host-3<39174>",
+  "INTERNAL: ncclSystemError: System call (e.g. socket, malloc) failed",
+  "INTERNAL: ncclRemoteError: A call failed possibly due to a network error",
+)
+
+
+@pytest.mark.parametrize("text", [GLOO, SILENT, LEADER, TIMED_OUT, *NCCL])
 def test_losses(text):
   assert failures.is_loss(ValueError(text))
   assert failures.is_loss_text(text)
@@ -37,6 +50,11 @@ def test_losses(text):
     ValueError("shapes (2,) and (3,) do not fit"),
     RuntimeError("RESOURCE_EXHAUSTED: Out of memory"),
     KeyError("loss"),
+    # Gloo's greeting, above an error of this process's own.
+    ValueError(
+      "[Gloo] Rank 1 is connected to 1 peer ranks. Expected number of connected"
+      " peer ranks is : 1\nValueError: the loss failed to be finite"
+    ),
   ],
 )
 def test_other_errors(error):

@@ -21,7 +21,7 @@ class LateMaximum:
     Args:
       layout: Whose devices are used.
     """
-    self._layout = layout
+    self._place = arrays.on_each_device(layout)
     self._largest = layout.jit(jnp.max, out_shardings=layout.replicated)
     self._pending: jax.Array | None = None
 
@@ -32,5 +32,5 @@ class LateMaximum:
       number: Of this process, not negative, int32.
     """
     before = self._pending
-    self._pending = self._largest(arrays.on_each_device(number, self._layout))
+    self._pending = self._largest(self._place(number))
     return 0 if before is None else int(before)

@@ -36,7 +36,9 @@ JOINED_FILE = "PAXON_JOINED_FILE"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _WRONG_USE = 2
 _TAIL_LINES = 200
-# Between two starts; and how long one waits for what others write.
+# Asks a child to stop; it may come twice, or after another signal.
+_REQUEST = signal.SIGUSR1
+# Between two starts; and how long one waits for what others write or signal.
 _PAUSE_SECONDS = 1.0
 
 
@@ -71,7 +73,7 @@ class Supervisor:
   timeout_seconds: float
   sleep: Callable[[float], None] = time.sleep
   _child: subprocess.Popen[bytes] | None = None
-  _stopped: bool = False
+  _stopped_by: int = 0
 
   def run(self) -> int:
     """Returns the exit status: that of the command when it ended by itself."""
@@ -86,10 +88,10 @@ class Supervisor:
     restarts, lost_at = 0, None
     while True:
       end = self._run_once()
-      if end.status in (0, _WRONG_USE) or self._stopped:
+      if end.status in (0, _WRONG_USE) or self._stopped_by:
         if end.status and end.joined:
           self._record(end)
-        return _exit_status(end.status)
+        return _exit_status(end.status, self._stopped_by)
       if end.joined is None:
         # Others may not have noticed yet, and refuse one that comes again.
         limit = self.timeout_seconds
@@ -128,7 +130,7 @@ class Supervisor:
         target=_relay, args=(child.stderr, tail), daemon=True
       )
       relay.start()
-      if self._stopped:
+      if self._stopped_by:
         child.terminate()
       status = child.wait()
       self._child = None
@@ -189,8 +191,14 @@ class Supervisor:
     return f"from the newest checkpoint, of step {max(steps)}"
 
   def _pass_on(self, number: int, frame: FrameType | None) -> None:
+    """Asks the child to stop; what comes after that reaches it as it is."""
     del frame
-    self._stopped = True
+    if not self._stopped_by:
+      self._stopped_by = number
+      # Clusters signal all processes of a job. The child's own comes first, or
+      # it would count as the second one, which kills without a checkpoint.
+      self.sleep(_PAUSE_SECONDS)
+      number = _REQUEST
     if self._child is not None:
       self._child.send_signal(number)
 
@@ -214,9 +222,18 @@ def _relay(stream: IO[bytes], tail: collections.deque[bytes]) -> None:
         os.write(2, line)
 
 
-def _exit_status(status: int) -> int:
-  """Returns what a shell makes of a status of `subprocess`."""
-  return status if status >= 0 else 128 - status
+def _exit_status(status: int, stopped_by: int = 0) -> int:
+  """Returns what a shell makes of a status of `subprocess`.
+
+  Args:
+    status: Of the child.
+    stopped_by: The signal for which it was asked to stop. A child that was too
+      young to do so has died of the request instead.
+  """
+  status = status if status >= 0 else 128 - status
+  if stopped_by and status == 128 + _REQUEST:
+    return 128 + stopped_by
+  return status
 
 
 def _say(line: str) -> None:

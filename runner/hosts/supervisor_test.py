@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 from etils import epath
@@ -30,7 +31,10 @@ if joins[min(number, len(joins) - 1)] == "1":
   pathlib.Path(os.environ["PAXON_JOINED_FILE"]).write_text(found)
 end = ends[min(number, len(ends) - 1)]
 if end == "wait":
+  asked = pathlib.Path(folder, "asked")
+  signal.signal(signal.SIGUSR1, lambda *_: asked.touch())
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+if end in ("wait", "young"):
   pathlib.Path(folder, "waits").touch()
   time.sleep(60)
 if end == "lost":
@@ -141,32 +145,46 @@ def test_who_was_lost_is_read_from_jax(tmp_path, capfd):
   assert "another process was lost before" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_are_passed_on_and_end_it(tmp_path, number):
-  code = (
-    "import sys\nfrom etils import epath\n"
-    "from paxon.runner.hosts import supervisor\n"
-    "sys.exit(supervisor.Supervisor(command=sys.argv[2:],"
-    " run_dir=epath.Path(sys.argv[1]), max_restarts=3,"
-    " timeout_seconds=9).run())"
-  )
-  command = _supervisor(tmp_path, "wait").command
-  parent = subprocess.Popen(
-    [sys.executable, "-c", code, str(tmp_path), *command],
-    stderr=subprocess.PIPE,
-    text=True,
-  )
-  limit = time.monotonic() + 60
-  while not (tmp_path / "waits").exists():
-    assert time.monotonic() < limit
-    time.sleep(0.01)
-  parent.send_signal(number)
-  _, said = parent.communicate(timeout=60)
+def _signal_at(paths, number):
+  """Signals this process, the parent, each time that one of the paths comes."""
+
+  def work():
+    for path in paths:
+      limit = time.monotonic() + 60
+      while not path.exists() and time.monotonic() < limit:
+        time.sleep(0.01)
+      os.kill(os.getpid(), number)
+
+  thread = threading.Thread(target=work)
+  thread.start()
+  return thread
+
+
+@pytest.mark.parametrize(
   # The child has a handler for one of them and Python's own for the other.
-  expected = 7 if number == signal.SIGTERM else 130
-  assert parent.returncode == expected, said
+  ("number", "expected"),
+  [(signal.SIGTERM, 7), (signal.SIGINT, 130)],
+)
+def test_the_first_signal_asks_and_the_second_is_passed_on(
+  tmp_path, number, expected, capfd
+):
+  pauses = []
+  made = _supervisor(tmp_path, "wait")
+  # What a cluster sends to the child itself comes before the request.
+  made.sleep = lambda seconds: pauses.append((tmp_path / "asked").exists())
+  thread = _signal_at([tmp_path / "waits", tmp_path / "asked"], number)
+  assert made.run() == expected
+  thread.join()
+  assert pauses == [False]
   assert _starts(tmp_path) == 1
-  assert "restart" not in said
+  assert "restart" not in capfd.readouterr().err
+
+
+def test_a_child_that_cannot_be_asked_yet_ends_by_the_signal(tmp_path):
+  thread = _signal_at([tmp_path / "waits"], signal.SIGTERM)
+  assert _supervisor(tmp_path, "young").run() == 128 + signal.SIGTERM
+  thread.join()
+  assert _starts(tmp_path) == 1
 
 
 def test_the_command_of_a_child():

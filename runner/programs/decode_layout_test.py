@@ -16,8 +16,8 @@ _OTHER = {
 }
 
 
-def _session(**layout):
-  job, _ = testing.make(mesh="fsdp=8", num_layers=1, max_new_tokens=6, **layout)
+def _session(mesh="fsdp=8", **layout):
+  job, _ = testing.make(mesh=mesh, num_layers=1, max_new_tokens=6, **layout)
   return session_lib.open_session(job)
 
 
@@ -55,6 +55,22 @@ def test_another_layout_draws_the_same():
 def test_a_mesh_that_does_not_fit_is_refused_before_training(mesh, message):
   with pytest.raises(user_error.UserError, match=message):
     preflight.check(_session(decode_mesh=mesh))
+
+
+@pytest.mark.parametrize(
+  ("given", "message"),
+  [
+    ({}, r"^Job.decode_rules: .*axis 'heads' of size 2 does"),
+    (
+      {"decode_mesh": "tensor=8"},
+      r"^Job.decode_mesh 'tensor=8' and Job.decode_rules: .*'heads'",
+    ),
+  ],
+)
+def test_rules_that_do_not_fit_are_named(given, message):
+  session = _session("tensor=8", rules="fsdp", decode_rules="tensor", **given)
+  with pytest.raises(user_error.UserError, match=message):
+    preflight.check(session)
 
 
 def test_a_rule_set_that_there_is_not():

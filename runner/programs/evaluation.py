@@ -28,6 +28,8 @@ class Evaluator:
     """
     self._session = session
     self._steps: dict[Any, jax.stages.Compiled] = {}
+    # By split; kept, because each compiles programs of its own.
+    self._rows: dict[str, row_outputs.RowOutputs | None] = {}
 
   def evaluate(
     self,
@@ -47,7 +49,10 @@ class Evaluator:
     results = {}
     for split, source in self._session.job.eval_inputs.items():
       values = self._evaluate_split(
-        source, session_lib.for_evaluation(state), is_stopped
+        source,
+        session_lib.for_evaluation(state),
+        is_stopped,
+        self._rows_of(split, source),
       )
       if values is None:
         return None
@@ -59,9 +64,9 @@ class Evaluator:
     source: base_input.BaseInput,
     state: train_state.TrainState,
     is_stopped: Callable[[], bool],
+    rows: row_outputs.RowOutputs | None,
   ) -> dict[str, float] | None:
     totals, pending = weighted.Totals(), None
-    rows = row_outputs.of_input(source, session=self._session)
     seconds, begin = 0.0, time.monotonic()
     if source.reset_for_eval:
       source.reset()
@@ -82,7 +87,7 @@ class Evaluator:
           totals.add(pending)
         pending = metrics
         if rows is not None:
-          rows.add(state, batch.arrays)
+          seconds -= _add_rows(rows, state, batch.arrays, after=metrics)
       if pending is not None:
         totals.add(pending)
     seconds += time.monotonic() - begin
@@ -95,6 +100,17 @@ class Evaluator:
       | {"tokens_per_second": totals.weight("loss") / max(seconds, 1e-9)}
     )
 
+  def _rows_of(
+    self, split: str, source: base_input.BaseInput
+  ) -> row_outputs.RowOutputs | None:
+    """Returns what computes the rows of a split, without rows yet."""
+    if split not in self._rows:
+      self._rows[split] = row_outputs.of_input(source, session=self._session)
+    rows = self._rows[split]
+    if rows is not None:
+      rows.begin()
+    return rows
+
   def _step(
     self, batch: dict[str, jax.Array]
   ) -> tuple[jax.stages.Compiled, float]:
@@ -104,3 +120,24 @@ class Evaluator:
     if key not in self._steps:
       self._steps[key] = compiled_steps.compile_eval_step(self._session, batch)
     return self._steps[key], time.monotonic() - begin
+
+
+def _add_rows(
+  rows: row_outputs.RowOutputs,
+  state: train_state.TrainState,
+  batch: dict[str, jax.Array],
+  *,
+  after: Any,
+) -> float:
+  """Returns the seconds it took, which are not those of the step.
+
+  Args:
+    rows: Gets the batch.
+    state: As the step's.
+    batch: As the step's.
+    after: What the step returns; its time counts as its own.
+  """
+  jax.block_until_ready(after)
+  begin = time.monotonic()
+  rows.add(state, batch)
+  return time.monotonic() - begin

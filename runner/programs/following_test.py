@@ -16,6 +16,7 @@ from paxon.runner.programs import (
   evaluate,
   finished,
   following,
+  restoring,
   stop_signals,
   testing,
 )
@@ -125,6 +126,30 @@ def test_a_damaged_and_a_deleted_checkpoint_are_skipped(
   assert out[0].startswith("step 6 is skipped: The checkpoint ")
   assert out[1] == "step 4 is skipped: the run has deleted its checkpoint"
   assert [record.step for record in _figures(run_dir)] == [2]
+
+
+class _Listed(checkpointer.Checkpointer):
+  """A folder that this process has listed before a checkpoint was there."""
+
+  def __init__(self, tree):
+    self._tree = tree
+
+  def latest_step(self):
+    return None
+
+  def restore(self, step, *, specs, shardings):
+    return checkpointer.Restored(tree=self._tree, data={}, step=step)
+
+
+def test_the_first_process_says_which_checkpoint_is_the_newest(
+  session, state, run_dir, monkeypatch
+):
+  checkpoints = _Listed(state)
+  with pytest.raises(user_error.UserError, match="There is no checkpoint in"):
+    restoring.restore_for_evaluation(session, checkpoints, run_dir)
+  monkeypatch.setattr(restoring.agreement, "from_first", lambda make: 8)
+  found = restoring.restore_for_evaluation(session, checkpoints, run_dir)
+  assert found is state
 
 
 def test_an_unfinished_checkpoint_is_no_checkpoint_yet(

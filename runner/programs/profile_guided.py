@@ -5,8 +5,9 @@ that instructions take; a profile says how long they did. JAX's own automatic
 way (`jax_enable_pgle`) recompiles inside of `jax.jit` and never touches a step
 that is compiled ahead, so it is done here: after a few steps the loop profiles
 some, takes the times of instructions out of the trace, and compiles the same
-traced step again with them. Where the folder has a profile of this very
-program, as when a run goes on, it is used from the first step.
+traced step again with them. What is profiled is compiled without CUDA graphs,
+which a trace shows as one instruction each. Where the folder has a profile of
+this very program, as when a run goes on, it is used from the first step.
 
 Compilers for NVIDIA GPUs take profiles; elsewhere nothing happens but a line
 that says so. What is computed is the same; what runs when is not.
@@ -18,6 +19,7 @@ import dataclasses
 import hashlib
 import os
 import tempfile
+import types
 from typing import Any, Final
 
 from etils import epath
@@ -34,6 +36,8 @@ PROFILED_STEPS: Final = 3
 
 _OPTION: Final = "fdo_profile"
 _PLATFORMS: Final = ("cuda", "gpu")
+# As JAX's own way compiles what it profiles.
+_PROFILED: Final = types.MappingProxyType({"xla_gpu_enable_command_buffer": ""})
 
 
 def _extract(folder: str) -> bytes:
@@ -68,7 +72,7 @@ class ProfileGuide:
     self._is_done = False
 
   def options(self, lowered: jax.stages.Lowered) -> dict[str, Any]:
-    """Returns the compiler options that give a program its profile.
+    """Returns compiler options: to give a program its profile, or to get one.
 
     Args:
       lowered: The program, by which a profile in the folder is found again.
@@ -84,9 +88,11 @@ class ProfileGuide:
         )
       self._is_done = True
       return {}
-    if self._profile is None:
+    if not self._is_done:
       self._find(lowered)
-    return {} if self._profile is None else {_OPTION: self._profile}
+    if self._profile is not None:
+      return {_OPTION: self._profile}
+    return {} if self._is_done else dict(_PROFILED)
 
   def after_step(self, outputs: Any) -> bool:
     """Takes in that a step was dispatched.
@@ -95,7 +101,7 @@ class ProfileGuide:
       outputs: Of the step, waited for at the edges of the profile.
 
     Returns:
-      Whether to compile anew, as there is a profile.
+      Whether to compile anew, because the profile is done.
     """
     if self._is_done:
       return False
@@ -123,14 +129,16 @@ class ProfileGuide:
       return
     digest = hashlib.sha256((lowered.as_text() or "").encode()).hexdigest()
     self._kept = self.folder / f"{digest[:16]}.pb"
-    if self._kept.exists():
-      self._profile = _read(self._kept)
+    # The folder of the first process counts: others may not see it yet.
+    kept = self._kept
+    self._profile = _from_first(lambda: _read(kept) if kept.exists() else b"")
+    if self._profile is not None:
       self._is_done = True
       self.say(f"pgle: compiled by the profile {os.fspath(self._kept)}")
       return
     last = WARMUP_STEPS + PROFILED_STEPS
     self.say(
-      "pgle: compiled without a profile; of the next steps"
+      "pgle: compiled without a profile and CUDA graphs; of the next steps"
       f" {WARMUP_STEPS + 1} to {last} are profiled"
     )
 
@@ -149,13 +157,13 @@ class ProfileGuide:
     # All processes must compile by one profile, or they wait for each other
     # in different orders.
     with trace:
-      text = agreement.from_first(
-        lambda: base64.b64encode(self.extract(trace.name)).decode()
-      )
-    self._profile = base64.b64decode(text) or None
+      self._profile = _from_first(lambda: self.extract(trace.name))
     if self._profile is None:
-      self.say("pgle: the profile holds no times; the same program runs on")
-      return False
+      self.say(
+        "pgle: the profile holds no times; compiled again without it, because"
+        " the program so far has no CUDA graphs"
+      )
+      return True
     kept = self._kept
     if kept is not None and agreement.is_first():
       kept.parent.mkdir(parents=True, exist_ok=True)
@@ -179,6 +187,12 @@ def check(setting: str | None) -> None:
   """
   if setting is not None and setting != AUTO:
     _read(epath.Path(setting))
+
+
+def _from_first(make: Callable[[], bytes]) -> bytes | None:
+  """Returns on every process what the first one made; None for no bytes."""
+  text = agreement.from_first(lambda: base64.b64encode(make()).decode())
+  return base64.b64decode(text) or None
 
 
 def _read(path: epath.Path) -> bytes:

@@ -1,5 +1,6 @@
 """Tests for PGLE: what a CPU permits, which takes a profile and ignores it."""
 
+import base64
 import functools
 import pathlib
 
@@ -14,6 +15,7 @@ from paxon.runner.programs import profile_guided, testing, train
 from paxon.runner.summaries import metrics_file
 
 _PROFILE = b"times of instructions"
+_PROFILED = {"xla_gpu_enable_command_buffer": ""}
 _LAST = profile_guided.WARMUP_STEPS + profile_guided.PROFILED_STEPS
 
 
@@ -81,7 +83,10 @@ def test_a_run_profiles_recompiles_and_says_so(tmp_path, monkeypatch):
   losses = _train(tmp_path / "a", said, monkeypatch, extract)
   assert len(traces) == 1
   assert sorted(losses) == list(range(1, _LAST + 3))
-  assert "compiled without a profile; of the next steps 6 to 8" in said[0]
+  assert (
+    "compiled without a profile and CUDA graphs; of the next steps 6 to 8"
+    in said[0]
+  )
   assert "compiled again by a profile of 3 steps (21 bytes" in said[1]
   assert len(said) == 2
   # The next run of the same program has the profile from the first step on.
@@ -95,27 +100,48 @@ def test_a_run_profiles_recompiles_and_says_so(tmp_path, monkeypatch):
 def test_another_program_has_another_profile(tmp_path, no_trace):
   said = []
   first = _guide(tmp_path, said)
-  assert first.options(_program()) == {}
+  # CUDA graphs hide their instructions from the profile.
+  assert first.options(_program()) == _PROFILED
   assert [first.after_step(0) for _ in range(_LAST + 1)] == [
     *[False] * (_LAST - 1),
     True,
     False,
   ]
   assert no_trace == ["start_trace", "stop_trace"]
-  assert first.options(_program()) == {"fdo_profile": _PROFILE}
-  assert _guide(tmp_path, said).options(_program())
-  assert _guide(tmp_path, said).options(_program(2)) == {}
+  found = {"fdo_profile": _PROFILE}
+  assert first.options(_program()) == found
+  assert _guide(tmp_path, said).options(_program()) == found
+  assert _guide(tmp_path, said).options(_program(2)) == _PROFILED
 
 
-def test_a_profile_without_times_changes_nothing(tmp_path, no_trace):
+def test_a_profile_without_times_does_not_leave_the_slower_program(
+  tmp_path, no_trace
+):
   said = []
   guide = _guide(tmp_path, said, extract=lambda _: b"")
-  guide.options(_program())
-  assert not any(guide.after_step(0) for _ in range(_LAST))
-  assert (
-    said[-1] == "pgle: the profile holds no times; the same program runs on"
-  )
+  assert guide.options(_program()) == _PROFILED
+  again = [guide.after_step(0) for _ in range(_LAST + 1)]
+  assert again == [*[False] * (_LAST - 1), True, False]
+  assert "the profile holds no times; compiled again without it" in said[-1]
+  # With CUDA graphs; and it is not looked for again.
+  assert guide.options(_program()) == {}
+  assert len(said) == 2
   assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_the_first_process_says_whether_there_is_a_profile(
+  tmp_path, monkeypatch, no_trace, is_kept
+):
+  guide = _guide(tmp_path / "kept", [])
+  guide.options(_program())
+  assert any(guide.after_step(0) for _ in range(_LAST))
+  # The first has it and this one does not see it yet, or the other way round.
+  folder = tmp_path / ("empty" if is_kept else "kept")
+  text = base64.b64encode(_PROFILE if is_kept else b"").decode()
+  monkeypatch.setattr(profile_guided.agreement, "from_first", lambda make: text)
+  options = _guide(folder, []).options(_program())
+  assert options == ({"fdo_profile": _PROFILE} if is_kept else _PROFILED)
 
 
 def test_a_run_that_ends_early_ends_its_trace(tmp_path, no_trace):

@@ -277,6 +277,27 @@ def test_an_input_without_a_batch():
     session_lib.open_session(job)
 
 
+def test_an_input_that_ends_as_tensorflow_does_has_no_batch_either():
+  class OutOfRangeError(Exception):
+    __module__ = "tensorflow.python.framework.errors_impl"
+
+  def raises(error):
+    def get_next():
+      raise error
+
+    return get_next
+
+  job, _ = testing.make()
+  empty = job.eval_inputs["validation"]
+  job = dataclasses.replace(job, train_input=empty)
+  empty.get_next = raises(OutOfRangeError())
+  with pytest.raises(user_error.UserError, match=r"input has no batch; it nee"):
+    session_lib.open_session(job)
+  empty.get_next = raises(RuntimeError("no such file"))
+  with pytest.raises(RuntimeError, match="no such file"):
+    session_lib.open_session(job)
+
+
 def test_a_finite_training_input_ends_the_run(tmp_path, capsys):
   job, config = testing.make(num_train_steps=1000)
   finite = testing.make()[0].eval_inputs["validation"]

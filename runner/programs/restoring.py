@@ -13,6 +13,7 @@ from etils import epath
 from paxon.learners import train_state
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer, compatibility
+from paxon.runner.hosts import agreement
 from paxon.runner.programs import session as session_lib
 from paxon.runner.programs import warm_starting
 
@@ -95,7 +96,8 @@ def _restore_newest(
 ) -> checkpointer.Restored | None:
   """Returns the newest checkpoint that is not damaged; None without any."""
   damaged: list[str] = []
-  while (step := checkpoints.latest_step()) is not None:
+  # Each process has listed the folder by itself, maybe not at the same time.
+  while (step := agreement.from_first(checkpoints.latest_step)) is not None:
     try:
       restored = checkpoints.restore(step, specs=specs, shardings=shardings)
     except compatibility.CheckpointMismatchError as error:

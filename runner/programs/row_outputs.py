@@ -6,7 +6,7 @@ its targets, and what the model generates after its prompt, and computes figures
 from them on the host.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
 from typing import Any, Protocol, runtime_checkable
 
@@ -55,24 +55,27 @@ class RowOutputs:
   """Computes what a collector needs of each batch."""
 
   def __init__(
-    self, session: session_lib.Session, collector: RowMetrics
+    self, session: session_lib.Session, make: Callable[[], RowMetrics]
   ) -> None:
     """Prepares; programs are compiled when the first batch is there.
 
     Args:
       session: The job on its devices.
-      collector: Gets the rows.
+      make: Returns a collector of one evaluation; all need the same.
 
     Raises:
       UserError: Predictions are needed, and the model cannot generate.
     """
-    self._collector = collector
+    self._make = make
+    self._collector = collector = make()
+    options: dict[str, Any] = {"compiler_options": session.compiler_options}
     model = session.job.task.model
     wanted = {}
     if collector.needs_scores:
       wanted["scores"] = session.layout.jit(
         lambda state, batch: _scores(session, state, batch),
         out_shardings=session.layout.replicated,
+        **options,
       )
     if collector.needs_predictions:
       if session.job.task.tokenizer is None or not callable(
@@ -91,12 +94,23 @@ class RowOutputs:
       wanted["predictions"] = layout.jit(
         lambda state, batch: _predictions(session, state, batch),
         out_shardings=layout.replicated,
+        **options,
       )
     self._ids = session.layout.jit(
       lambda batch: {key: batch[key] for key in _KEYS},
       out_shardings=session.layout.replicated,
+      **options,
     )
     self._programs = wanted
+
+  @property
+  def is_needed(self) -> bool:
+    """Whether the collector wants anything of the model."""
+    return bool(self._programs)
+
+  def begin(self) -> None:
+    """Begins an evaluation: forgets the rows of the one before."""
+    self._collector = self._make()
 
   def add(self, state: train_state.TrainState, batch: Batch) -> None:
     """Gives the collector what the model makes of a batch."""
@@ -117,10 +131,8 @@ def of_input(
   make = getattr(source, "row_metrics", None)
   if make is None:
     return None
-  collector = make()
-  if not (collector.needs_scores or collector.needs_predictions):
-    return None
-  return RowOutputs(session, collector)
+  rows = RowOutputs(session, make)
+  return rows if rows.is_needed else None
 
 
 def _scores(

@@ -218,9 +218,13 @@ def _shardings(session: session_lib.Session, layout: layouts.Layout) -> Any:
   try:
     return layout.shardings(session_lib.for_evaluation(session.state_specs))
   except ValueError as error:
-    raise user_error.UserError(
-      f"Job.decode_mesh {session.job.decode_mesh!r}: {error}"
-    ) from error
+    job, named = session.job, []
+    if job.decode_mesh is not None:
+      named.append(f"Job.decode_mesh {job.decode_mesh!r}")
+    if job.decode_rules is not None:
+      # They have no name here, and are longer than a line.
+      named.append("Job.decode_rules")
+    raise user_error.UserError(f"{' and '.join(named)}: {error}") from error
 
 
 def _padded(batch: prompts_lib.Prompts, *, rows: int) -> prompts_lib.Prompts:

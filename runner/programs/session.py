@@ -268,7 +268,9 @@ def _read_shapes(source: base_input.BaseInput) -> base_input.Shapes:
   position = source.get_state()
   try:
     batch = source.get_next()
-  except StopIteration:
+  except BaseException as error:
+    if not base_input.is_end(error):
+      raise
     raise user_error.UserError(
       "The training input has no batch; it needs more data, or a smaller"
       " global_batch_size."

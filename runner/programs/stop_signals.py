@@ -1,4 +1,8 @@
-"""Ctrl-C and SIGTERM as requests to stop, seen between two steps."""
+"""Ctrl-C and SIGTERM as requests to stop, seen between two steps.
+
+SIGUSR1 is a request as well, which a supervisor sends. It never kills while
+requests are noted, because the signal that it stands for may come here too.
+"""
 
 from collections.abc import Callable, Iterator
 import contextlib
@@ -11,11 +15,15 @@ from types import FrameType, TracebackType
 from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_REQUEST = signal.SIGUSR1
+_NOTED = (*_SIGNALS, _REQUEST)
 _SHOW_CURSOR = "\x1b[?25h"
 
 
 class StopSignals:
   """While entered, the first signal is noted and the second one kills.
+
+  SIGUSR1 is noted if it is the first, and does nothing if it is a later one.
 
   Python calls signal handlers in the main thread only; entered in another one,
   it does nothing.
@@ -49,7 +57,7 @@ class StopSignals:
 
   def __enter__(self) -> "StopSignals":
     if threading.current_thread() is threading.main_thread():
-      for number in _SIGNALS:
+      for number in _NOTED:
         self._before[number] = signal.signal(number, self._note)
     return self
 
@@ -115,7 +123,7 @@ class StopSignals:
 
   def _note(self, number: int, frame: FrameType | None) -> None:
     del frame
-    if self._is_at_once:
+    if self._is_at_once or (number == _REQUEST and self._noted):
       return
     self._noted = number
     if self._agree is None:
@@ -136,7 +144,7 @@ class StopSignals:
 def _end_at_signal(heard: socket.socket) -> None:
   """Ends the process at the first of the signals; returns at a zero byte."""
   while number := heard.recv(1)[0]:
-    if number in _SIGNALS:
+    if number in _NOTED:
       _show_cursor()
       name = signal.Signals(number).name
       line = f"{name}: stopped before the first step; nothing is lost.\n"

@@ -22,6 +22,24 @@ def test_the_first_signal_is_noted(number, capsys):
   assert signal.getsignal(number) is before
 
 
+def test_a_request_may_come_again_and_after_the_signal_it_stands_for(capsys):
+  before = signal.getsignal(signal.SIGUSR1)
+  with stop_signals.StopSignals() as stop:
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR1):
+      signal.raise_signal(number)
+    assert stop.requested == "SIGTERM"
+    # Another one of those kills.
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+  assert capsys.readouterr().out.count("stopping after") == 1
+  assert signal.getsignal(signal.SIGUSR1) is before
+  with stop_signals.StopSignals() as stop:
+    signal.raise_signal(signal.SIGUSR1)
+    assert stop.requested == "SIGUSR1"
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    signal.raise_signal(signal.SIGUSR1)
+  assert capsys.readouterr().out.count("stopping after") == 1
+
+
 def test_the_second_signal_ends_the_process_at_once():
   program = (
     "import os, signal, time\n"

@@ -44,6 +44,7 @@ from paxon.runner import task as task_lib
 from paxon.runner.programs import early_stopping, train
 from paxon.runner.programs import session as session_lib
 
+_MAX_DOCUMENTS = 10_000
 _WORDS = ("def ", "return ", "x", "y", " = ", "1", " + ", "\n", "  ", "(", ")")
 
 
@@ -69,7 +70,15 @@ class SlowInput(packed_lm_input.PackedLmInput):
 
 
 def source(num_documents: int, seed: int) -> document_source.InMemoryDocuments:
-  """Returns the documents, in a configuration that stays short."""
+  """Returns the documents, in a configuration that stays short.
+
+  Raises:
+    ValueError: There would be so many that making them takes seconds.
+  """
+  if not 0 <= num_documents <= _MAX_DOCUMENTS:
+    raise ValueError(
+      f"num_documents must be from 0 to {_MAX_DOCUMENTS}, got {num_documents}."
+    )
   return document_source.InMemoryDocuments(
     tuple(documents(num_documents, seed=seed))
   )

@@ -119,7 +119,7 @@ def _run(
     )
     cause = goodput.Cause.STARTUP
     # A start that failed before its first checkpoint binds nobody.
-    if checkpoints.latest_step() is not None:
+    if agreement.from_first(checkpoints.latest_step) is not None:
       cause = goodput.Cause.RESTORE
       for change in stored_config.check(config, run_dir):
         print(f"changed: {change}")

@@ -6,7 +6,8 @@ from etils import epath
 import pytest
 
 from paxon.runner import user_error
-from paxon.runner.programs import evaluate, testing, train
+from paxon.runner.hosts import agreement
+from paxon.runner.programs import evaluate, stored_config, testing, train
 
 SHORT = {"num_train_steps": 2, "checkpoint_every_steps": 1}
 
@@ -26,6 +27,21 @@ def test_a_start_that_failed_binds_nobody(folder):
   assert _train(folder, global_batch_size=8) == 0
   with pytest.raises(user_error.UserError, match=r"size is 8 there and 16"):
     _train(folder, global_batch_size=16)
+
+
+def test_whether_there_is_a_checkpoint_is_the_first_processs_word(
+  folder, monkeypatch
+):
+  def from_first(make):
+    return 8 if getattr(make, "__name__", "") == "latest_step" else make()
+
+  def check(config, run_dir):
+    raise user_error.UserError("compared with the stored configuration")
+
+  monkeypatch.setattr(agreement, "from_first", from_first)
+  monkeypatch.setattr(stored_config, "check", check)
+  with pytest.raises(user_error.UserError, match="compared with the stored"):
+    _train(folder)
 
 
 def _damage(folder, step):

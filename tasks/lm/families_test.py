@@ -9,6 +9,7 @@ import pytest
 
 from paxon.layers.models import random_masking
 from paxon.pipeline import spmd_pipeline
+from paxon.runner import user_error
 from paxon.sharding import axes
 from paxon.tasks.lm import (
   gpt3,
@@ -63,11 +64,12 @@ class _Mlp(lm_data.Synthetic, mlp_lm.MlpLm):
   mlp_dim = 24
 
 
-def test_gpt3_stops_at_the_loss_of_text_that_it_has():
+def test_gpt3_stops_at_the_loss_that_is_given():
+  # MLPerf's is of tokens that these are not.
+  assert _Gpt3().job().early_stopping is None
   # Synthetic tokens are evaluated too.
-  rule = _Gpt3().job().early_stopping
-  assert (rule.metric, rule.target) == ("validation/log_pplx", 2.69)
-  assert _Gpt3(target_log_pplx=None).job().early_stopping is None
+  rule = _Gpt3(target_log_pplx=1.5).job().early_stopping
+  assert (rule.metric, rule.target) == ("validation/log_pplx", 1.5)
 
 
 def test_gpt3_has_a_position_for_each_token_at_least():
@@ -144,6 +146,23 @@ def test_stages_are_beside_the_model():
   assert plain.job().task.model == _Gpt3().job().task.model
   # What layers kept for the backward pass, ticks keep.
   assert stack.iteration_policy is plain.job().task.model.stack.remat_policy
+
+
+@pytest.mark.parametrize(
+  ("knob", "value"),
+  [
+    ("num_pipeline_microbatches", 4),
+    ("pipeline_microbatch_size", 4),
+    ("circular_repeats", 2),
+    ("stream_io", True),
+  ],
+)
+def test_knobs_of_a_pipeline_need_stages(knob, value):
+  with pytest.raises(
+    user_error.UserError,
+    match=rf"_Gpt3\.{knob}={value} is of a pipeline, .*; set num_stages, or",
+  ):
+    _Gpt3(**{knob: value}).job()
 
 
 def test_the_toy_of_a_pipeline_has_two_stages():

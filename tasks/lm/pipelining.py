@@ -9,7 +9,7 @@ from typing import Any
 import fiddle as fdl
 
 from paxon.pipeline import spmd_pipeline, stage_rules
-from paxon.runner import experiment
+from paxon.runner import experiment, user_error
 from paxon.sharding import rules as rules_lib
 
 _KNOBS = (
@@ -57,8 +57,12 @@ class Pipelining(experiment.Experiment):
 
     Args:
       stack: Of all layers.
+
+    Raises:
+      UserError: A knob of pipelines is set, and there are no stages.
     """
     if self.num_stages is None:
+      self._check_no_knobs()
       return stack
     fields: dict[str, Any] = {
       str(name): value for name, value in stack.__arguments__.items()
@@ -73,6 +77,15 @@ class Pipelining(experiment.Experiment):
       circular_repeats=self.circular_repeats or 1,
       streaming=bool(self.stream_io),
     )
+
+  def _check_no_knobs(self) -> None:
+    for knob in _KNOBS:
+      value = getattr(self, knob)
+      if value is not None:
+        raise user_error.UserError(
+          f"{type(self).__name__}.{knob}={value} is of a pipeline, and without"
+          f" num_stages there is none; set num_stages, or {knob}=None."
+        )
 
   def sharding_rules(self) -> rules_lib.Rules:
     """Returns the rules of the rule set, with stages where there are some."""

@@ -144,8 +144,10 @@ class C4(lm_data.Text):
     c4_folder: That which has `c4/en/3.0.4` and `c4/en/3.0.5` as TFRecord files
       of a TensorFlow data set.
     vocabulary_file: The SentencePiece model.
-    index_folder: Where the places of the records are kept between runs.
-    data_seed: Of the order of texts.
+    index_folder: Where the places of the records are kept between runs; needs
+      `c4_folder`.
+    data_seed: Of the order of texts, with a `c4_folder`; that of `lm_data.Text`
+      is by `seed`.
   """
 
   c4_folder: str | None = None
@@ -208,7 +210,8 @@ class C4(lm_data.Text):
 
   def shrink(self) -> Any:
     """Returns a toy that reads Python's own source text."""
-    return super().shrink().replace(c4_folder=None, vocabulary_file=None)
+    real = ("c4_folder", "vocabulary_file", "index_folder")
+    return super().shrink().replace(**dict.fromkeys(real))
 
   def _register(self) -> fdl.Config[Any] | None:
     folder, file = self.c4_folder, self.vocabulary_file
@@ -218,6 +221,11 @@ class C4(lm_data.Text):
         f" got {folder!r} and {file!r}."
       )
     if folder is None:
+      if self.index_folder is not None:
+        raise ValueError(
+          "index_folder needs c4_folder, whose records it has the places of,"
+          f" got {self.index_folder!r} and no c4_folder."
+        )
       return None
     return fdl.Config(c4.C4Tasks, folder=folder, vocabulary_file=file)
 

@@ -70,7 +70,13 @@ def run(argv: Sequence[str]) -> int:
   """Measures what the arguments ask for; returns the exit status."""
   parser = make_parser()
   options = parser.parse_args(argv)
+  for path in filter(None, (options.json, options.markdown)):
+    if not path.absolute().parent.is_dir():
+      parser.error(f"the folder of {path} does not exist")
   if options.case == [_INPUTS]:
+    for name in ("rounds", "json", *_SIZES, "dtype"):
+      if getattr(options, name) is not None:
+        parser.error(f"{_INPUTS} has no use for --{name}")
     return _measure_inputs(options.markdown, argv)
   chosen = [n for name in options.case for n in cases.named(name)]
   for name in options.case:
@@ -79,9 +85,6 @@ def run(argv: Sequence[str]) -> int:
         f"there is no case {name!r}; there are {', '.join(cases.CASES)}, and "
         f"the group {cases.LAYERS}; {_INPUTS} stands alone"
       )
-  for path in filter(None, (options.json, options.markdown)):
-    if not path.absolute().parent.is_dir():
-      parser.error(f"the folder of {path} does not exist")
   facts = environment.describe(datetime.datetime.now())
   sizes = {name: getattr(options, name) for name in (*_SIZES, "dtype")}
   for name in chosen:

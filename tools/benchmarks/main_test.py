@@ -89,6 +89,14 @@ def test_writes_json_and_a_page(asked, tmp_path):
       "the folder of /no/such/x.json does not exist",
     ),
     (["--batch=2"], "unrecognized arguments: --batch=2"),
+    (["inputs", "--json=x.json"], "inputs has no use for --json"),
+    (["inputs", "--rounds=2"], "inputs has no use for --rounds"),
+    (["inputs", "--num_heads=2"], "inputs has no use for --num_heads"),
+    (["inputs", "--dtype=float32"], "inputs has no use for --dtype"),
+    (
+      ["inputs", "--markdown=/no/such/x.md"],
+      "the folder of /no/such/x.md does not exist",
+    ),
   ],
 )
 def test_wrong_use_is_answered_by_one_line(asked, capsys, arguments, message):

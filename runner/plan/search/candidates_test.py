@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paxon.runner.plan.search import candidates, meshes
-from paxon.sharding import axes, rules, variables
+from paxon.sharding import axes, rule_sets, rules, variables
 from paxon.sharding import mesh as mesh_lib
 
 _Kind = candidates.Kind
@@ -133,5 +133,13 @@ def test_a_mesh_is_sound_if_the_lint_finds_no_error():
   assert is_sound("fsdp=8")
   assert is_sound("fsdp=4,tensor=2")
   assert not is_sound("tensor=8")  # Of six heads.
+  # The rules of `rules=fsdp` split nothing by tensor, those of `tensor` do.
+  for name, is_shared in (("fsdp", False), ("tensor", True)):
+    sizes = meshes.sizes(mesh_lib.MeshSpec.parse("fsdp=4,tensor=2"), 8)
+    given = rule_sets.named(name)
+    assert meshes.shares_work(sizes, rules=given) is is_shared
+    # An axis that is not shared out anew is idle in every mesh.
+    kept = meshes.sizes(mesh_lib.MeshSpec.parse("fsdp=4,stage=2"), 8)
+    assert meshes.shares_work(kept, rules=given)
   mesh = meshes.sizes(mesh_lib.MeshSpec.parse("data=2,fsdp=2,tensor=2"), 8)
   assert meshes.batch_shards(mesh, rules.DEFAULT_RULES) == 4

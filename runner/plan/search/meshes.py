@@ -71,6 +71,21 @@ def is_sound(
   return not any(finding.is_error for finding in found)
 
 
+def shares_work(mesh: Mapping[str, int], *, rules: rules_lib.Rules) -> bool:
+  """Whether every axis over which devices are shared out splits some work.
+
+  An axis that splits none sends nothing either, so by what meshes send it would
+  come first. Axes that stay as they are do not count: no other mesh is better.
+
+  Args:
+    mesh: Size of each mesh axis.
+    rules: From logical axes to mesh axes.
+  """
+  explored = {axis: n if axis in EXPLORED else 1 for axis, n in mesh.items()}
+  found = lint.check((), batch={}, mesh=explored, rules=rules)
+  return not any(f.rule is lint.Rule.WORK_NOT_SHARED for f in found)
+
+
 def batch_shards(mesh: dict[str, int], rules: rules_lib.Rules) -> int:
   """Returns into how many parts the rows of a batch are split."""
   (entry,) = rules_lib.to_partition_spec((axes.BATCH,), rules=rules)

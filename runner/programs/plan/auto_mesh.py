@@ -177,7 +177,7 @@ def _reason(
 def _ranked(
   job: job_lib.Job, figures: mesh_figures.MeshFigures, target: targets.Target
 ) -> list[str]:
-  """All meshes whose sizes divide, those that send least first."""
+  """All meshes that divide the job's work, those that send least first."""
   parts = job.task.learner.num_microbatches
   given = [
     str(spec)
@@ -187,7 +187,12 @@ def _ranked(
       num_slices=target.slices,
     )
   ]
-  found = [m for m in given if figures.is_possible(m, num_microbatches=parts)]
+  found = [
+    mesh
+    for mesh in given
+    if figures.is_possible(mesh, num_microbatches=parts)
+    and figures.shares_work(mesh)
+  ]
   if not found:
     rows = job.train_input.global_batch_size
     raise user_error.UserError(

@@ -99,6 +99,16 @@ def test_cpu_devices_get_what_sends_least():
   assert _choose("cpu:1").line.startswith("mesh=auto: one device, which")
 
 
+@pytest.mark.parametrize("rules", ["fsdp", "data", "expert"])
+def test_an_axis_that_splits_no_work_is_not_chosen(rules):
+  # These rules split nothing by tensor, so it would send nothing at all.
+  choice = _choose("cpu:8", global_batch_size=16, rules=rules)
+  assert choice.mesh in ("data=8", "fsdp=8")
+  # Rows for four devices only, and no other axis has work for the rest.
+  with pytest.raises(user_error.UserError, match="of cpu:8 divides the job"):
+    _choose("cpu:8", global_batch_size=4, rules=rules)
+
+
 def test_a_state_that_does_not_fit_whole_is_split(monkeypatch):
   # 19 GiB in all by float32 Adam; nothing is compiled here. Of 128 tokens
   # activations are small, so sending them costs less than sending weights.
@@ -124,6 +134,18 @@ def test_refuses_where_nothing_fits_or_divides():
     _choose("cpu:7")
 
 
+def _store(folder, mesh, *, experiment=None, is_saved=True):
+  """What a run leaves in its folder that has trained on a mesh."""
+  stored_settings.store(
+    experiment or testing.TinyLm.import_path(),
+    [overrides_lib.Override("mesh", mesh)],
+    epath.Path(folder),
+  )
+  (folder / "checkpoints" / ("4" if is_saved else "4.tmp-1")).mkdir(
+    parents=True
+  )
+
+
 def _of(folder, *overrides):
   job, _ = testing.make(mesh="auto", global_batch_size=16)
   return run_mesh.of(
@@ -133,27 +155,45 @@ def _of(folder, *overrides):
 
 def test_a_run_that_goes_on_keeps_its_mesh(tmp_path):
   asked = overrides_lib.Override("mesh", "auto")
+  _store(tmp_path, "fsdp=4,tensor=2")
+  again = _of(tmp_path, asked)
+  assert again.line == ("mesh=auto: fsdp=4,tensor=2, which this run has had")
+
+
+@pytest.mark.parametrize(
+  ("mesh", "left"),
+  [
+    # On other devices it is chosen anew.
+    ("fsdp=3", {}),
+    # Another job, and one that was perhaps of another size, chose these.
+    ("fsdp=4,tensor=2", {"experiment": "shop.Other"}),
+    ("fsdp=4,tensor=2", {"is_saved": False}),
+  ],
+  ids=["other-devices", "other-experiment", "no-checkpoint"],
+)
+def test_a_mesh_that_is_not_this_runs_is_chosen_anew(tmp_path, mesh, left):
+  _store(tmp_path, mesh, **left)
+  assert _of(tmp_path, overrides_lib.Override("mesh", "auto")).mesh == "data=8"
+
+
+def test_a_choice_takes_the_place_of_what_was_asked_for(tmp_path):
+  asked = overrides_lib.Override("mesh", "auto")
   first = _of(tmp_path, asked)
   assert first.mesh == "data=8"
-  # The choice takes the place of what was asked for.
   chosen = first.overrides((asked, overrides_lib.Override("seed", "1")))
   assert [str(each) for each in chosen][-1].endswith("mesh=data=8")
   assert len(chosen) == 2
-  other = overrides_lib.Override("mesh", "fsdp=4,tensor=2")
-  stored_settings.store(_TINY, [other], epath.Path(tmp_path))
-  again = _of(tmp_path, asked)
-  assert again.line == ("mesh=auto: fsdp=4,tensor=2, which this run has had")
-  # On other devices it is chosen anew.
-  fewer = overrides_lib.Override("mesh", "fsdp=3")
-  stored_settings.store(_TINY, [fewer], epath.Path(tmp_path))
-  assert _of(tmp_path, asked).mesh == "data=8"
 
 
-def _devices(number, kind, shape=None, slices=1):
+def _devices(number, kind, shape=None, slices=1, processes=1):
   def device(i):
     per_slice = number // slices
     at = i % per_slice
-    found = types.SimpleNamespace(device_kind=kind, slice_index=i // per_slice)
+    found = types.SimpleNamespace(
+      device_kind=kind,
+      slice_index=i // per_slice,
+      process_index=i * processes // number,
+    )
     if shape is not None:
       found.coords = (
         at % shape[0],
@@ -168,13 +208,19 @@ def _devices(number, kind, shape=None, slices=1):
 @pytest.mark.parametrize(
   ("devices", "expected"),
   [
-    (_devices(16, "NVIDIA H200"), "h200:2x8"),
+    (_devices(16, "NVIDIA H200", processes=2), "h200:2x8"),
     (_devices(4, "NVIDIA H200"), "h200:1x4"),
+    # A process for each GPU; hosts are what JAX calls slices.
+    (_devices(16, "NVIDIA H200", slices=2, processes=16), "h200:2x8"),
     (_devices(8, "TPU v5 lite", (2, 4, 1)), "v5e:2x4"),
     (_devices(128, "TPU v4", (4, 4, 4), 2), "v4:2x(4x4x4)"),
     (_devices(3, "some card"), "cpu:3"),
     # Of a host's GPUs there are never five.
     (_devices(5, "NVIDIA H200"), "cpu:5"),
+    # No target has hosts of twelve or of four, or an uneven number on each.
+    (_devices(12, "NVIDIA H100 80GB HBM3"), "cpu:12"),
+    (_devices(16, "NVIDIA H200", slices=4, processes=4), "cpu:16"),
+    (_devices(12, "NVIDIA H200", slices=5, processes=5), "cpu:12"),
   ],
   ids=lambda value: value if isinstance(value, str) else "",
 )

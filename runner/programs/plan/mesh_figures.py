@@ -61,6 +61,12 @@ class MeshFigures:
       sizes, specs=self._shapes.specs, batch=self._batch, rules=layout.rules
     )
 
+  def shares_work(self, mesh: str) -> bool:
+    """Whether no axis of a mesh has its devices all do the same work."""
+    layout = self._layout(mesh)
+    sizes = {axis: layout.size(axis) for axis in axes.MESH_AXES}
+    return meshes.shares_work(sizes, rules=layout.rules)
+
   def state(self, mesh: str) -> int:
     """Returns the bytes of the state on a device."""
     layout = self._layout(mesh)

@@ -266,6 +266,10 @@ class _Answers:
       self._mesh(candidate), num_microbatches=self._parts(candidate)
     )
 
+  def shares_work(self, candidate: candidates.Candidate) -> bool:
+    """Whether no axis of its mesh has all devices do the same work."""
+    return self._figures.shares_work(self._mesh(candidate))
+
   def state(self, candidate: candidates.Candidate) -> int:
     """Returns the bytes of the state on a device.
 
@@ -376,7 +380,7 @@ def _meshes(
   found = []
   for choice in search_space.mesh_choices(given):
     candidate = candidates.Candidate((choice,))
-    if not answers.is_possible(candidate):
+    if not (answers.is_possible(candidate) and answers.shares_work(candidate)):
       continue
     if answers.state(candidate) <= (subject.target.hardware.usable_bytes or 0):
       found.append((answers.traffic(candidate), choice))

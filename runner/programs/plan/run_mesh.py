@@ -1,19 +1,23 @@
 """The mesh of a run whose configuration says `auto`.
 
-A new run chooses for the devices that it finds; a run that goes on, and the
-evaluation and decoding of a run, keep the mesh that it has chosen, as long as
-it fits the devices.
+A run chooses for the devices that it finds. Once it has a checkpoint the mesh
+is kept, as long as it fits the devices; where not, it is chosen anew. What was
+chosen is among the run's settings, so its evaluation and decoding take it like
+one that was typed; on other devices they need `mesh=auto` again, or another.
 """
 
-from collections.abc import Sequence
+import collections
+from collections.abc import Iterable, Iterator, Sequence
+import contextlib
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Final
 
 from etils import epath
 import jax
 
 from paxon.runner import job as job_lib
+from paxon.runner import run_dir as run_dirs
 from paxon.runner.configuration import overrides as overrides_lib
 from paxon.runner.hosts import agreement
 from paxon.runner.plan import hardware
@@ -23,7 +27,7 @@ from paxon.runner.programs.plan import auto_mesh
 from paxon.sharding import mesh as mesh_lib
 
 # Kinds of TPU whose slices are written with two dimensions.
-_FLAT = ("v5e", "v6e")
+_FLAT: Final = ("v5e", "v6e")
 
 
 def of(
@@ -47,7 +51,7 @@ def of(
 
   def chosen() -> dict[str, str]:
     devices = jax.devices()
-    stored = _stored(run_dir, len(devices))
+    stored = _stored(job, run_dir, len(devices))
     if stored is not None:
       return {"mesh": stored, "reason": "which this run has had"}
     choice = auto_mesh.choose(
@@ -65,8 +69,8 @@ def of(
 def target_of(devices: Sequence[Any]) -> targets.Target:
   """Returns devices as a target that a plan can be made for.
 
-  Of a kind that the table of hardware lacks, CPU devices stand in: then neither
-  memory nor rates are known.
+  Of a kind that the table of hardware lacks, and of a number that no target
+  has, CPU devices stand in: then neither memory nor rates are known.
 
   Args:
     devices: All of the job.
@@ -75,16 +79,30 @@ def target_of(devices: Sequence[Any]) -> targets.Target:
   kind = hardware.for_device_kind(devices[0].device_kind)
   if kind is None:
     return targets.parse(stand_in)
-  text = stand_in
+  texts: Iterable[str] = ()
   if kind.platform is hardware.Platform.CUDA:
-    per_host = min(kind.devices_per_host, len(devices))
-    text = f"{kind.name}:{len(devices) // per_host}x{per_host}"
+    texts = _hosts(kind, devices)
   elif kind.platform is hardware.Platform.TPU:
-    text = _slices(kind, devices)
-  try:
-    return targets.parse(text)
-  except ValueError:
-    return targets.parse(stand_in)
+    texts = (_slices(kind, devices),)
+  for text in texts:
+    with contextlib.suppress(ValueError):
+      target = targets.parse(text)
+      if target.num_devices == len(devices):
+        return target
+  return targets.parse(stand_in)
+
+
+def _hosts(kind: hardware.Hardware, devices: Sequence[Any]) -> Iterator[str]:
+  """GPU targets, the likelier first.
+
+  A process has a host's GPUs, or one of them; then JAX tells hosts by slices.
+  """
+  for attribute in ("process_index", "slice_index"):
+    counts = collections.Counter(
+      getattr(device, attribute, 0) for device in devices
+    )
+    if len(set(counts.values())) == 1:
+      yield f"{kind.name}:{len(counts)}x{next(iter(counts.values()))}"
 
 
 def _slices(kind: hardware.Hardware, devices: Sequence[Any]) -> str:
@@ -101,11 +119,19 @@ def _slices(kind: hardware.Hardware, devices: Sequence[Any]) -> str:
   return f"{kind.name}:{size}"
 
 
-def _stored(run_dir: epath.Path, num_devices: int) -> str | None:
-  """The mesh that the folder's run has chosen, if it fits the devices."""
+def _stored(
+  job: job_lib.Job, run_dir: epath.Path, num_devices: int
+) -> str | None:
+  """The mesh of the checkpoints in the folder, if it fits the devices."""
   settings = stored_settings.read(run_dir)
-  overrides = () if settings is None else settings.overrides
-  given = [each.text for each in overrides if each.path == "mesh"]
+  # A run that has saved nothing may be one of another size by now.
+  if (
+    settings is None
+    or settings.experiment != job.experiment
+    or not _has_checkpoint(run_dir)
+  ):
+    return None
+  given = [each.text for each in settings.overrides if each.path == "mesh"]
   if not given or given[-1] == mesh_lib.AUTO:
     return None
   try:
@@ -113,3 +139,9 @@ def _stored(run_dir: epath.Path, num_devices: int) -> str | None:
   except ValueError:
     return None
   return given[-1]
+
+
+def _has_checkpoint(run_dir: epath.Path) -> bool:
+  """Whether there is one; by names, because one process alone looks."""
+  folder = run_dir / run_dirs.CHECKPOINTS
+  return folder.is_dir() and any(p.name.isdigit() for p in folder.iterdir())

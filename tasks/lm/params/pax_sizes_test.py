@@ -234,13 +234,30 @@ def test_gpt3_is_gpt3():
   assert model.position_embedding.max_length == 16_384
   assert model.embedding.embedding_init.stddev == 0.006
   assert made.job().early_stopping is None  # There is nothing to evaluate.
+  # Of bytes the target would be reached at once.
   files = {"train_files": "a", "validation_files": "b"}
+  assert made.replace(**files).job().early_stopping is None
+  files = {"c4_folder": "a", "vocabulary_file": "b"}
+  assert made.replace(**files).shrink().target_log_pplx is None
   stopping = fdl.build(made.replace(**files).job().early_stopping)
   assert stopping.reason({100: 2.7, 200: 2.69}).startswith(
     "validation/log_pplx is 2.69 at step 200"
   )
   assert stopping.reason({100: 2.7, 200: 2.70}) is None
   assert _load("gpu.Pile5B").job().task.model.embedding_dropout.rate == 0.1
+
+
+@pytest.mark.parametrize(
+  ("knobs", "message"),
+  [
+    ({"c4_folder": "a"}, r"belong together: .* got 'a' and None"),
+    ({"vocabulary_file": "b"}, r"belong together: .* got None and 'b'"),
+    ({"index_folder": "c"}, r"index_folder needs c4_folder, .* got 'c'"),
+  ],
+)
+def test_knobs_of_c4_need_one_another(knobs, message):
+  with pytest.raises(ValueError, match=message):
+    _load("c4.C4SpmdGpt3L16AdamOrgHP").replace(**knobs).job()
 
 
 def test_policies_by_name_are_those_of_the_table():

@@ -1,0 +1,125 @@
+"""Tests for which examples packed batches read, and how often."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from paxon.inputs import (
+  example_source,
+  example_stream,
+  packed_input,
+  packing_plan,
+  sequential_stream,
+)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Counted:
+  """A billion examples that count how often they are read."""
+
+  reads: list[int] = dataclasses.field(default_factory=list)
+
+  def __len__(self):
+    return 10**9
+
+  def __getitem__(self, index, /):
+    self.reads.append(index)
+    return example_source.lm_features(np.array([index % 997] * 9, np.int32))
+
+
+@pytest.mark.parametrize(
+  "packing", [packing_plan.Packing.SPLIT, packing_plan.Packing.FIRST_FIT]
+)
+def test_an_example_of_many_batches_is_read_once(packing):
+  reads = []
+
+  class Noted(example_source.InMemoryExamples):
+    def __getitem__(self, index, /):
+      reads.append(index)
+      return super().__getitem__(index)
+
+  made = packed_input.PackedInput(
+    examples=example_stream.Examples(
+      source=Noted([np.arange(n + 1) for n in (50, 3, 50)]),
+      shuffle_seed=None,
+      num_epochs=1,
+    ),
+    packing=packing,
+    global_batch_size=2,
+    length=4,
+    max_waiting=1,
+  )
+  state = None
+  for number, _ in enumerate(made):
+    state = made.get_state() if number == 3 else state
+    # No more is held than what waits.
+    assert len(made._kept) == len({r for r, _ in made.get_state()["waiting"]})
+  assert reads == [0, 1, 2]
+  made.set_state(state)
+  made.get_next()
+  assert reads == [0, 1, 2, 0]
+  made.reset()
+  made.get_next()
+  assert reads == [0, 1, 2, 0, 0]
+
+
+def test_restoring_at_ten_million_reads_nothing_of_what_is_before():
+  source = Counted()
+  made = packed_input.PackedInput(
+    examples=example_stream.Examples(source=source, shuffle_seed=0),
+    packing=packing_plan.Packing.BEST_FIT,
+    global_batch_size=4,
+    length=16,
+  )
+  state = made.get_state()
+  state["position"], state["batches"] = 10**7, 12345
+  state["waiting"] = [[17, 3]]
+  made.set_state(state)
+  assert not source.reads
+  batch = made.get_next()
+  # Each of eight places; five were left of the one that waited.
+  assert batch["weights"].sum() == 5 + 8 * 7
+  assert source.reads[0] == 17
+  assert len(source.reads) <= 1 + 8 + made.max_waiting
+  assert made.get_state()["batches"] == 12346
+  assert len(json.dumps(made.get_state())) < 1000
+
+
+def test_hosts_read_only_their_rows_where_lengths_are_known():
+  class Known(Counted):
+    def num_places(self, index):
+      return 8
+
+  source = Known()
+  made = packed_input.PackedInput(
+    examples=example_stream.Examples(source=source, shuffle_seed=None),
+    packing=packing_plan.Packing.NONE,
+    global_batch_size=8,
+    length=8,
+  )
+  made.set_infeed_hosts(infeed_host_index=3, num_infeed_hosts=4)
+  batch = made.get_next()
+  np.testing.assert_array_equal(batch["inputs"][:, 0], [6, 7])
+  assert source.reads == [0, 6, 7]  # The first says which arrays there are.
+
+
+def test_workers_without_an_index_are_refused():
+  class InOrder:
+    def iterate(self, start, /):
+      raise AssertionError("nothing is read")
+
+  made = packed_input.PackedInput(
+    examples=sequential_stream.SequentialExamples(
+      source=InOrder(), shuffle_seed=None
+    ),
+    global_batch_size=2,
+    length=4,
+    num_workers=2,
+  )
+  for call in (made.check_readable, made.get_next):
+    with pytest.raises(
+      ValueError, match=r"num_workers is 2, but .*\(SequentialExamples\) has no"
+    ):
+      call()
