@@ -32,12 +32,15 @@ from paxon.inputs.tf_records import (
   tf_record_writer,
 )
 
-# What `datasets` says when it hashes a table that it is made from: dill knows
-# the types of some releases of pyarrow by another place.
-pytestmark = pytest.mark.filterwarnings("ignore:Cannot locate reference to")
-
 TEXTS = [f"text {i} " + "x" * (i % 5) for i in range(23)]
 IDS = [[i, i + 1, i + 2][: 1 + i % 3] for i in range(23)]
+
+
+def _dataset(texts):
+  table = datasets.table.InMemoryTable.from_pydict({"text": texts})
+  # Without a fingerprint the table would be pickled to make one, and with it
+  # all of pyarrow, which dill takes for ours where it is not in site-packages.
+  return datasets.Dataset(table, fingerprint=f"test{len(texts)}")
 
 
 def _array_records(folder):
@@ -76,7 +79,7 @@ def _tf_record_documents(folder):
 
 
 def _saved_documents(folder):
-  given = datasets.Dataset.from_dict({"text": TEXTS})
+  given = _dataset(TEXTS)
   given.save_to_disk(str(folder / "saved"))
   rows = hugging_face_rows.HuggingFaceRows(path=str(folder / "saved"))
   return record_columns.TextColumn(rows=rows)
@@ -239,9 +242,9 @@ def test_a_damaged_array_record_is_named(tmp_path):
 
 def test_splits_are_chosen_by_name(tmp_path):
   parts = {"train": TEXTS[:3], "test": TEXTS[3:5]}
-  datasets.DatasetDict(
-    {k: datasets.Dataset.from_dict({"text": v}) for k, v in parts.items()}
-  ).save_to_disk(str(tmp_path / "both"))
+  datasets.DatasetDict({k: _dataset(v) for k, v in parts.items()}).save_to_disk(
+    str(tmp_path / "both")
+  )
   path = str(tmp_path / "both")
   given = hugging_face_rows.HuggingFaceRows(path=path, split="test")
   assert given[1]["text"] == TEXTS[4]
