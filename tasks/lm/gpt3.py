@@ -20,7 +20,7 @@ import fiddle as fdl
 from flax import linen as nn
 
 from paxon.layers import embedding, layer_norm, position_embedding
-from paxon.learners import adamw, warmup_cosine
+from paxon.learners import adamw
 from paxon.runner.programs import early_stopping
 from paxon.tasks.lm import transformer_lm_spmd
 
@@ -110,13 +110,7 @@ class Gpt3(transformer_lm_spmd.TransformerLmSpmd):
 
   def schedule(self) -> fdl.Config[Any]:
     """Returns the learning rate: half a cosine, down to a tenth."""
-    return fdl.Config(
-      warmup_cosine.WarmupCosine,
-      peak=self.learning_rate,
-      warmup_steps=self.warmup_steps,
-      total_steps=self.decay_steps,
-      end=0.1 * self.learning_rate,
-    )
+    return self.cosine_schedule()
 
   def optimizer(self) -> fdl.Config[Any]:
     """Returns AdamW, whose updates are not clipped."""

@@ -35,7 +35,7 @@ from paxon.layers import (
   remat,
 )
 from paxon.layers.attention import grouped_query, projections
-from paxon.learners import adamw, warmup_decay
+from paxon.learners import adamw, warmup_cosine, warmup_decay
 from paxon.runner.checkpoints import retention
 from paxon.tasks.lm import decoder
 
@@ -146,6 +146,16 @@ class TransformerLmSpmd(decoder.Decoder):
     """Returns the learning rate: an exponential decay to a tenth."""
     return fdl.Config(
       warmup_decay.WarmupExponential,
+      peak=self.learning_rate,
+      warmup_steps=self.warmup_steps,
+      total_steps=self.decay_steps,
+      end=0.1 * self.learning_rate,
+    )
+
+  def cosine_schedule(self) -> fdl.Config[Any]:
+    """Returns half a cosine, down to a tenth: what GPT-3's heirs take."""
+    return fdl.Config(
+      warmup_cosine.WarmupCosine,
       peak=self.learning_rate,
       warmup_steps=self.warmup_steps,
       total_steps=self.decay_steps,

@@ -24,7 +24,7 @@ from paxon.layers import (
   rotary_embedding,
 )
 from paxon.layers.attention import grouped_query
-from paxon.learners import adafactor, adamw, warmup_cosine
+from paxon.learners import adafactor, adamw
 from paxon.tasks.lm import lm_data, needs, transformer_lm_spmd
 
 
@@ -57,13 +57,7 @@ class NVIDIA1_3B(lm_data.Synthetic, transformer_lm_spmd.TransformerLmSpmd):  # n
 
   def schedule(self) -> fdl.Config[Any]:
     """Returns the learning rate: half a cosine, down to a tenth."""
-    return fdl.Config(
-      warmup_cosine.WarmupCosine,
-      peak=self.learning_rate,
-      warmup_steps=self.warmup_steps,
-      total_steps=self.decay_steps,
-      end=0.1 * self.learning_rate,
-    )
+    return self.cosine_schedule()
 
   def optimizer(self) -> fdl.Config[Any]:
     """Returns AdamW, whose updates are clipped by their RMS."""
