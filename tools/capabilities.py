@@ -1,8 +1,8 @@
 """The table of capabilities: what serves each, and the test that shows it.
 
 `docs/capabilities.json` says, of each capability that users of Pax had in the
-areas below, which part serves it, or why none does. From it comes the page; and it
-is held against the checkout, so that no row names what is not there.
+areas below, which part serves it, or why none does. From it comes the page; and
+it is held against the checkout, so that no row names what is not there.
 
   python -m paxon.tools.capabilities            checks
   python -m paxon.tools.capabilities --update   writes docs/capabilities.md
