@@ -7,7 +7,7 @@ value too, by which the example can be read, also later or by another process.
 """
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 from typing import Any
@@ -86,13 +86,23 @@ class Stream(abc.ABC):
   def leaves(self) -> "list[Stream]":
     """Returns the streams at the bottom, those that have sources."""
 
-  def read_ahead_with(self, workers: read_ahead.Workers | None) -> None:
-    """Has others read what stands next, if the stream knows what that is.
+  def read_ahead_with(
+    self, workers: read_ahead.Workers | None, *, every: bool
+  ) -> None:
+    """Has others read, those leaves that have an index.
 
     Args:
-      workers: Who reads, of a leaf with a source among theirs; None has nobody.
+      workers: Who reads; theirs are the sources of the leaves. None has nobody.
+      every: Whether each host reads every example, so that they may be read
+        before it is known which rows they are in.
     """
-    del workers
+    for leaf in self.leaves():
+      if leaf is not self:
+        leaf.read_ahead_with(workers, every=every)
+
+  def prepare(self, references: Sequence[Reference]) -> None:
+    """Has others begin to read what `read` is going to be asked for."""
+    del references
 
 
 def check_place(value: Any, *, what: str) -> int:
@@ -124,6 +134,7 @@ class Examples(Stream):
   _ahead: read_ahead.ReadAhead | None = dataclasses.field(
     default=None, init=False, repr=False
   )
+  _every: bool = dataclasses.field(default=False, init=False, repr=False)
 
   def __post_init__(self) -> None:
     if self.num_epochs is not None and self.num_epochs <= 0:
@@ -141,7 +152,7 @@ class Examples(Stream):
     del step
     if self._is_end(position):
       return None
-    if self._ahead is not None:
+    if self._ahead is not None and self._every:
       self._ahead.expect(position, self._number_at)
     order = self._order
     number = order.document(*divmod(position, order.num_documents))
@@ -153,16 +164,21 @@ class Examples(Stream):
       return self._ahead.get(reference)
     return self.source[reference]
 
-  def read_ahead_with(self, workers: read_ahead.Workers | None) -> None:
-    """Has others read what stands next; None has nobody.
+  def read_ahead_with(
+    self, workers: read_ahead.Workers | None, *, every: bool
+  ) -> None:
+    """Has others read: what stands next, or what `prepare` is told.
 
-    A source that knows the places of its examples is read here all the same:
-    reading it costs less than sending what was read.
+    Where the source knows the places of its examples, a host reads those of its
+    own rows only, and which they are is known when a batch is planned.
     """
-    known = hasattr(self.source, "num_places")
-    self._ahead = (
-      None if workers is None or known else workers.read_ahead(self.source)
-    )
+    self._ahead = None if workers is None else workers.read_ahead(self.source)
+    self._every = every or getattr(self.source, "num_places", None) is None
+
+  def prepare(self, references: Sequence[int]) -> None:
+    """Has others begin to read some examples."""
+    if self._ahead is not None:
+      self._ahead.fetch(references)
 
   def num_places(self, reference: int) -> int | None:
     """Asks the source."""

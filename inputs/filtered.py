@@ -1,10 +1,10 @@
 """A stream without the examples that a test turns down."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 from typing import Any
 
-from paxon.inputs import example_source, example_stream
+from paxon.inputs import example_source, example_stream, read_ahead
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,6 +115,17 @@ class Filtered(example_stream.Stream):
   def epoch(self, position: Any) -> int:
     """Asks the other stream."""
     return self.stream.epoch(position)
+
+  def read_ahead_with(
+    self, workers: read_ahead.Workers | None, *, every: bool
+  ) -> None:
+    """Tells the other stream; each host asks `keep` of every example."""
+    del every
+    self.stream.read_ahead_with(workers, every=True)
+
+  def prepare(self, references: Sequence[Any]) -> None:
+    """Tells the other stream."""
+    self.stream.prepare(references)
 
   def leaves(self) -> list[example_stream.Stream]:
     """Returns those of the other stream."""

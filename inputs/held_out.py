@@ -1,5 +1,6 @@
 """A source in two parts: what is trained on, and what is held out."""
 
+from collections.abc import Callable
 import dataclasses
 
 from paxon.inputs import example_source
@@ -41,6 +42,12 @@ class HeldOut:
     if self.is_held_out:
       return index * self.every + self.every - 1
     return index + index // (self.every - 1)
+
+  @property
+  def num_places(self) -> Callable[[int], int] | None:
+    """The places of an example by its number, if the other source knows."""
+    known = getattr(self.source, "num_places", None)
+    return None if known is None else lambda index: known(self.number(index))
 
   def required_vocab_size(self) -> int | None:
     """Asks the other source."""

@@ -32,3 +32,24 @@ def test_every_example_is_in_one_part(size, every):
 def test_one_of_one_cannot_be_held_out():
   with pytest.raises(ValueError, match=r"every must be at least 2, got 1"):
     _parts(3, 1)
+
+
+def test_places_are_known_where_the_other_source_knows():
+  class Known(example_source.InMemoryExamples):
+    def num_places(self, index):
+      return 10 * index
+
+  train, held = (
+    held_out.HeldOut(
+      source=Known([np.array([i, i]) for i in range(7)]),
+      every=3,
+      is_held_out=is_held_out,
+    )
+    for is_held_out in (False, True)
+  )
+  of_train, of_held = train.num_places, held.num_places
+  assert of_train is not None
+  assert of_held is not None
+  assert [of_train(i) for i in range(len(train))] == [0, 10, 30, 40, 60]
+  assert [of_held(i) for i in range(len(held))] == [20, 50]
+  assert _parts(7, 3)[0].num_places is None

@@ -11,13 +11,13 @@ A member that ends leaves its share to the others, and the mixture ends with
 its last member; so every example of members with a number of epochs is read.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import dataclasses
 import fractions
 import functools
 from typing import Any
 
-from paxon.inputs import example_source, example_stream
+from paxon.inputs import example_source, example_stream, read_ahead
 
 # Weights are counted in parts of a whole: sums of floats depend on the order.
 _WHOLE = 1 << 40
@@ -148,6 +148,20 @@ class Mixture(example_stream.Stream):
       if name not in position["ended"]
     ]
     return min(epochs, default=0)
+
+  def read_ahead_with(
+    self, workers: read_ahead.Workers | None, *, every: bool
+  ) -> None:
+    """Tells the members."""
+    for member in self.members.values():
+      member.read_ahead_with(workers, every=every)
+
+  def prepare(self, references: Sequence[list[Any]]) -> None:
+    """Tells each member its own."""
+    for name, member in self.members.items():
+      inner = [reference for owner, reference in references if owner == name]
+      if inner:
+        member.prepare(inner)
 
   def leaves(self) -> list[example_stream.Stream]:
     """Returns those of the members."""

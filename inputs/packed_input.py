@@ -49,8 +49,9 @@ class PackedInput(base_input.BaseInput):
       or an encoder), it is refused.
     max_waiting: How many examples may wait for room, in FIRST_FIT and BEST_FIT:
       more fill rows better and make the state larger.
-    num_workers: How many read examples ahead; 0 reads when there is need. They
-      need a stream with an index.
+    num_workers: How many read examples, ahead of a batch or, where lengths are
+      known, those of a host's rows side by side; 0 reads one after another.
+      They need an index: of a mixture they leave out the members without one.
     worker_processes: Whether workers are processes instead of threads.
   """
 
@@ -131,13 +132,16 @@ class PackedInput(base_input.BaseInput):
     if not any(plan.rows):
       raise StopIteration
     rows = self._host_plan(plan.rows)
+    like = next(row[0].reference for row in plan.rows if row)
+    if self._workers is not None:
+      self._prepare([like, *(p.reference for row in rows for p in row)], cache)
     batch = row_arrays.fill(
       rows,
       read=read,
       lengths=self._lengths,
       pad_id=0 if self.tokenizer is None else self.tokenizer.pad_id,
       name=self.examples.name,
-      like=next(row[0].reference for row in plan.rows if row),
+      like=like,
       scalars=self.packing is packing_plan.Packing.NONE,
     )
     self._batches += 1
@@ -212,8 +216,7 @@ class PackedInput(base_input.BaseInput):
   def close(self) -> None:
     """Ends the workers; the next batch starts others."""
     if self._workers is not None:
-      for leaf in self.examples.leaves():
-        leaf.read_ahead_with(None)
+      self.examples.read_ahead_with(None, every=False)
       self._workers.close()
       self._workers = None
 
@@ -231,14 +234,14 @@ class PackedInput(base_input.BaseInput):
   def _start_workers(self) -> None:
     if not self.num_workers or self._workers is not None:
       return
-    leaves = self._indexed_leaves()
     self._workers = read_ahead.Workers(
       num_workers=self.num_workers,
       processes=self.worker_processes,
-      sources=[leaf.source for leaf in leaves],
+      sources=[leaf.source for leaf in self._indexed_leaves()],
     )
-    for leaf in leaves:
-      leaf.read_ahead_with(self._workers)
+    # Of an encoder no source knows the length unread.
+    every = self.encoder_length is not None
+    self.examples.read_ahead_with(self._workers, every=every)
 
   def _indexed_leaves(self) -> list[example_stream.Examples]:
     """Returns the streams that can be read ahead."""
@@ -251,6 +254,13 @@ class PackedInput(base_input.BaseInput):
         f"examples ({kinds}) has no index by which to read ahead; set it to 0."
       )
     return found
+
+  def _prepare(
+    self, references: list[Any], cache: dict[str, example_source.Example]
+  ) -> None:
+    """Has workers read what is not here yet."""
+    unread = {json.dumps(r): r for r in references}
+    self.examples.prepare([r for k, r in unread.items() if k not in cache])
 
   def _read(
     self, cache: dict[str, example_source.Example], reference: Any

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from paxon.inputs import (
   example_source,
   example_stream,
+  filtered,
+  mixture,
   packed_input,
   packing_plan,
   sequential_stream,
@@ -87,22 +90,68 @@ def test_restoring_at_ten_million_reads_nothing_of_what_is_before():
   assert len(json.dumps(made.get_state())) < 1000
 
 
-def test_hosts_read_only_their_rows_where_lengths_are_known():
-  class Known(Counted):
-    def num_places(self, index):
-      return 8
+@dataclasses.dataclass(kw_only=True)
+class ByThread(Counted):
+  """Notes the threads that read."""
 
+  threads: list[str] = dataclasses.field(default_factory=list)
+
+  def __getitem__(self, index, /):
+    self.threads.append(threading.current_thread().name)
+    return super().__getitem__(index)
+
+
+class Known(ByThread):
+  """Knows the places of its examples."""
+
+  def num_places(self, index):
+    return 8
+
+
+@pytest.mark.parametrize("kind", [ByThread, Known])
+@pytest.mark.parametrize("is_filtered", [False, True])
+@pytest.mark.parametrize(
+  "packing", [packing_plan.Packing.SPLIT, packing_plan.Packing.BEST_FIT]
+)
+def test_workers_do_all_the_reading(kind, is_filtered, packing):
+  source = kind()
+  stream = example_stream.Examples(source=source, shuffle_seed=0)
+  if is_filtered:
+    stream = filtered.Filtered(stream=stream, keep=filtered.MinPlaces(places=1))
+  members = {
+    "a": stream,
+    "b": example_stream.Examples(source=source, shuffle_seed=1),
+  }
+  made = packed_input.PackedInput(
+    examples=mixture.Mixture(members=members),
+    packing=packing,
+    global_batch_size=4,
+    length=16,
+    num_workers=2,
+  )
+  for _ in range(3):
+    made.get_next()
+  made.close()
+  assert len(source.threads) >= 3 * 8
+  assert {t.rpartition("_")[0] for t in source.threads} == {"read_ahead"}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_hosts_read_only_their_rows_where_lengths_are_known(num_workers):
   source = Known()
   made = packed_input.PackedInput(
     examples=example_stream.Examples(source=source, shuffle_seed=None),
     packing=packing_plan.Packing.NONE,
     global_batch_size=8,
     length=8,
+    num_workers=num_workers,
   )
   made.set_infeed_hosts(infeed_host_index=3, num_infeed_hosts=4)
   batch = made.get_next()
+  made.close()
   np.testing.assert_array_equal(batch["inputs"][:, 0], [6, 7])
-  assert source.reads == [0, 6, 7]  # The first says which arrays there are.
+  # The first says which arrays there are.
+  assert sorted(source.reads) == [0, 6, 7]
 
 
 def test_workers_without_an_index_are_refused():

@@ -1,12 +1,7 @@
-"""Tests for packed batches of any stream: exactly once, from any position."""
+"""Tests for packed batches of any stream."""
 
-import collections
-import dataclasses
-import json
 from typing import Any
 
-import hypothesis
-from hypothesis import strategies as st
 import numpy as np
 import pytest
 
@@ -16,40 +11,15 @@ from paxon.inputs import (
   document_source,
   example_source,
   example_stream,
-  filtered,
-  mixture,
   packed_input,
   packed_lm_input,
   packing_plan,
-  sequential_stream,
-  token_file,
-  token_file_writer,
 )
 
 _SPLIT = packing_plan.Packing.SPLIT
 _FIRST_FIT = packing_plan.Packing.FIRST_FIT
 _BEST_FIT = packing_plan.Packing.BEST_FIT
 _NONE = packing_plan.Packing.NONE
-_LONGEST = 12
-
-
-@dataclasses.dataclass(kw_only=True)
-class InOrder:
-  """The same examples without an index."""
-
-  examples: example_source.ExampleSource
-
-  def iterate(self, start, /):
-    for i in range(start, len(self.examples)):
-      yield self.examples[i]
-
-
-@dataclasses.dataclass(frozen=True)
-class KeepSome:
-  """Turns down every third example, and none that is the first of a source."""
-
-  def __call__(self, example):
-    return int(example["targets"][0]) % 10_000 // 100 % 3 != 1
 
 
 def _runs(lengths, member=0) -> list[np.ndarray]:
@@ -58,189 +28,6 @@ def _runs(lengths, member=0) -> list[np.ndarray]:
     10_000 * member + 100 * i + np.arange(n + 1, dtype=np.int32)
     for i, n in enumerate(lengths)
   ]
-
-
-def _stream(kind, runs, path, *, seed, num_epochs) -> example_stream.Stream:
-  memory = example_source.InMemoryExamples(runs)
-  if kind == "sequential":
-    return sequential_stream.SequentialExamples(
-      source=InOrder(examples=memory),
-      shuffle_seed=seed,
-      shuffle_window=4,
-      num_epochs=num_epochs,
-    )
-  source = memory
-  if kind == "token_file":
-    token_file_writer.write(path, runs, dtype=np.dtype(np.int32))
-    source = token_file.TokenFile(path=path)
-  return example_stream.Examples(
-    source=source, shuffle_seed=seed, num_epochs=num_epochs
-  )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Setup:
-  """One way to read."""
-
-  members: tuple[tuple[int, ...], ...]
-  kind: str
-  packing: packing_plan.Packing
-  seed: int | None
-  is_filtered: bool
-  num_epochs: int
-  batch_size: int
-  max_waiting: int
-
-  @property
-  def length(self) -> int:
-    return _LONGEST if self.packing is _NONE else 7
-
-  def make(self, folder, *, host=0, num_hosts=1, num_workers=0):
-    streams = {}
-    for i, lengths in enumerate(self.members):
-      stream = _stream(
-        self.kind,
-        _runs(lengths, i),
-        str(folder / f"{i}"),
-        seed=self.seed,
-        num_epochs=self.num_epochs,
-      )
-      if self.is_filtered:
-        stream = filtered.Filtered(stream=stream, keep=KeepSome())
-      streams[f"m{i}"] = stream
-    stream = streams["m0"]
-    if len(streams) > 1:
-      weights = {name: 1.0 + 2 * i for i, name in enumerate(streams)}
-      stream = mixture.Mixture(
-        members=streams,
-        weights=weights,
-        weight_changes={1: dict.fromkeys(streams, 1.0)},
-      )
-    made = packed_input.PackedInput(
-      examples=stream,
-      packing=self.packing,
-      global_batch_size=self.batch_size,
-      length=self.length,
-      max_waiting=self.max_waiting,
-      # Without an index there is nothing to read ahead by.
-      num_workers=0 if self.kind == "sequential" else num_workers,
-    )
-    made.set_infeed_hosts(infeed_host_index=host, num_infeed_hosts=num_hosts)
-    return made
-
-  def expected(self) -> collections.Counter:
-    """How often each target must be read."""
-    targets = collections.Counter()
-    for i, lengths in enumerate(self.members):
-      for run in _runs(lengths, i):
-        if not self.is_filtered or run[1] % 10_000 // 100 % 3 != 1:
-          targets.update(dict.fromkeys(run[1:].tolist(), self.num_epochs))
-    return targets
-
-
-_setups = st.builds(
-  Setup,
-  members=st.lists(
-    st.lists(st.integers(1, _LONGEST), min_size=1, max_size=9).map(tuple),
-    min_size=1,
-    max_size=3,
-  ).map(tuple),
-  kind=st.sampled_from(("memory", "token_file", "sequential")),
-  packing=st.sampled_from(packing_plan.Packing),
-  seed=st.none() | st.integers(0, 5),
-  is_filtered=st.booleans(),
-  num_epochs=st.integers(1, 2),
-  batch_size=st.sampled_from((4, 8)),
-  max_waiting=st.integers(1, 5),
-)
-
-
-def _batches(made) -> tuple[list[dict[str, bytes]], list[str]]:
-  """Returns all batches from here, and the states between, as JSON."""
-  states, batches = [json.dumps(made.get_state())], []
-  for batch in made:
-    batches.append(
-      {k: (v.dtype, v.shape, v.tobytes()) for k, v in batch.items()}
-    )
-    states.append(json.dumps(made.get_state()))
-  made.close()
-  return batches, states
-
-
-@hypothesis.settings(derandomize=True, max_examples=40, deadline=None)
-@hypothesis.given(
-  setup=_setups,
-  num_hosts=st.sampled_from((1, 2, 4)),
-  num_workers=st.sampled_from((0, 2)),
-  data=st.data(),
-)
-def test_exactly_once_and_restored_anywhere(
-  tmp_path_factory, setup, num_hosts, num_workers, data
-):
-  folder = tmp_path_factory.mktemp("data")
-  whole = list(setup.make(folder))
-  batches, states = _batches(setup.make(folder))
-
-  # Every kept target as often as there are epochs.
-  read = collections.Counter()
-  for batch in whole:
-    read.update(batch["targets"][batch["weights"] > 0].tolist())
-  assert read == setup.expected()
-
-  # All hosts together, with any workers, have the same bytes and state.
-  hosts = [
-    setup.make(folder, host=i, num_hosts=num_hosts, num_workers=num_workers)
-    for i in range(num_hosts)
-  ]
-  for batch, state in zip(whole, states[1:], strict=True):
-    rows = [host.get_next() for host in hosts]
-    for key, value in batch.items():
-      joined = np.concatenate([row[key] for row in rows])
-      assert joined.dtype == value.dtype
-      np.testing.assert_array_equal(joined, value, err_msg=key)
-    assert {json.dumps(host.get_state()) for host in hosts} == {state}
-  for host in hosts:
-    with pytest.raises(StopIteration):
-      host.get_next()
-    host.close()
-
-  # From the state between any two batches the rest is the same.
-  step = data.draw(st.integers(0, len(batches)))
-  restored = setup.make(folder, num_workers=num_workers)
-  restored.set_state(json.loads(states[step]))
-  assert _batches(restored) == (batches[step:], states[step:])
-
-
-@hypothesis.settings(derandomize=True, max_examples=20, deadline=None)
-@hypothesis.given(setup=_setups, other=_setups, data=st.data())
-def test_a_run_goes_on_with_another_packing_and_batch(
-  tmp_path_factory, setup, other, data
-):
-  # NONE needs rows for the longest; the rest of a split one is shorter.
-  folder = tmp_path_factory.mktemp("data")
-  before = setup.make(folder)
-  step = data.draw(st.integers(0, len(_batches(setup.make(folder))[0])))
-  read = collections.Counter()
-  for _ in range(step):
-    batch = before.get_next()
-    read.update(batch["targets"][batch["weights"] > 0].tolist())
-  changed = dataclasses.replace(
-    setup, packing=other.packing, batch_size=other.batch_size
-  )
-  after, cut = changed.make(folder), changed.make(folder)
-  after.set_state(before.get_state())
-  cut.set_state(before.get_state())
-  read_and_cut = read.copy()
-  for batch in after:
-    read.update(batch["targets"][batch["weights"] > 0].tolist())
-  assert read == setup.expected()
-  if changed.packing is not _SPLIT:
-    # What is cut off of an example, one in the middle too, is left out.
-    cut.cut_long_examples = True
-    for batch in cut:
-      read_and_cut.update(batch["targets"][batch["weights"] > 0].tolist())
-    assert read_and_cut <= setup.expected()
-    assert changed.packing is not _NONE or read_and_cut == setup.expected()
 
 
 def _text(documents, **kwargs):
@@ -552,11 +339,3 @@ def test_a_subclass_edits_batches_and_peeks():
   batch = made.get_next()
   np.testing.assert_array_equal(batch["weights"], 2)
   np.testing.assert_array_equal(peeked["inputs"], batch["inputs"])
-
-
-def test_processes_read_the_same():
-  documents = [bytes([i % 250]) * (i % 13) for i in range(60)]
-  expected, _ = _batches(_text(documents))
-  other = _text(documents)
-  other.num_workers, other.worker_processes = 2, True
-  assert _batches(other)[0] == expected

@@ -2,8 +2,9 @@
 
 Workers change when an example is read, never which one comes next: a stream
 knows the numbers that follow, has them read in advance, and takes each when it
-gets there. So results are the same with any number of workers, and nothing of
-them is in a saved state.
+gets there; or it is told the numbers of a batch that is planned, and has them
+read side by side. So results are the same with any number of workers, and
+nothing of them is in a saved state.
 """
 
 import collections
@@ -119,6 +120,14 @@ class ReadAhead:
     while self._chunks[0][0] < position - self._depth:
       for number in self._chunks.popleft()[1]:
         self._tasks.pop(number, None)
+
+  def fetch(self, numbers: Sequence[int]) -> None:
+    """Has some examples read that will be asked for next."""
+    missing = [n for n in dict.fromkeys(numbers) if n not in self._tasks]
+    for begin in range(0, len(missing), _CHUNK):
+      chunk = missing[begin : begin + _CHUNK]
+      task = self._workers.submit(self._source, self._number, chunk)
+      self._tasks.update((n, (task, i)) for i, n in enumerate(chunk))
 
   def get(self, number: int) -> example_source.Example:
     """Returns an example, read ahead or not."""

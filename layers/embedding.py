@@ -4,6 +4,7 @@ Einsum letters: B batch, T length, D embed, V vocab.
 """
 
 from collections.abc import Callable
+from typing import ClassVar
 
 from flax import linen as nn
 from flax.linen import dtypes
@@ -14,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from paxon.layers import dimensions, precision, wide_einsum
 from paxon.layers import lookup as lookup_lib
+from paxon.quantization import products, roles
 from paxon.sharding import axes, logical
 
 # Standard deviation embed_dim ** -0.5: rows have length one, and tied logits
@@ -56,6 +58,8 @@ class Embedding(nn.Module):
   attend_scale: float = 1.0
   lookup: lookup_lib.Lookup = lookup_lib.gather
 
+  quantization_roles: ClassVar[tuple[str, ...]] = (roles.EMBEDDING, roles.HEAD)
+
   def __post_init__(self) -> None:
     super().__post_init__()
     dimensions.check(self, "vocab_size", "embed_dim")
@@ -96,7 +100,9 @@ class Embedding(nn.Module):
     x, table = dtypes.promote_dtype(x, self.table, dtype=self.dtype)
     if self.attend_scale != 1:
       x *= self.attend_scale
-    logits = self.einsum(
+    logits = products.call(
+      self.einsum,
+      "attend",
       "BTD,VD->BTV",
       x,
       table,

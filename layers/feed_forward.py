@@ -11,6 +11,7 @@ Einsum letters: B batch, T length, D embed, F mlp.
 """
 
 from collections.abc import Callable
+from typing import ClassVar
 
 from flax import linen as nn
 from flax.linen import dtypes
@@ -20,6 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from paxon.layers import dimensions, remat
+from paxon.quantization import products, roles
 from paxon.sharding import axes, logical
 
 _default_init = nn.initializers.variance_scaling(
@@ -50,6 +52,8 @@ class GatedFeedForward(nn.Module):
   einsum: Callable[..., jax.Array] = jnp.einsum
   dropout: nn.Module | None = None
 
+  quantization_roles: ClassVar[tuple[str, ...]] = (roles.FEED_FORWARD,)
+
   def __post_init__(self) -> None:
     super().__post_init__()
     dimensions.check(self, "mlp_dim")
@@ -68,8 +72,8 @@ class GatedFeedForward(nn.Module):
     x, gate, up, down = dtypes.promote_dtype(
       x, gate, up, down, dtype=self.dtype
     )
-    hidden = self.activation(self.einsum("BTD,DF->BTF", x, gate))
-    hidden *= self.einsum("BTD,DF->BTF", x, up)
+    hidden = self.activation(self._product("gate", "BTD,DF->BTF", x, gate))
+    hidden *= self._product("up", "BTD,DF->BTF", x, up)
     # Pinned so that tensor parallelism splits F here, not D at the output.
     hidden = logical.constrain(
       hidden, (axes.BATCH, axes.LENGTH, axes.ACTIVATION_MLP)
@@ -77,8 +81,13 @@ class GatedFeedForward(nn.Module):
     hidden = remat.tag(hidden, remat.FEED_FORWARD_HIDDEN)
     if self.dropout is not None:
       hidden = self.dropout(hidden, deterministic=deterministic)
-    output = self.einsum("BTF,FD->BTD", hidden, down)
+    output = self._product("down", "BTF,FD->BTD", hidden, down)
     return remat.tag(output, remat.FEED_FORWARD_OUTPUT)
+
+  def _product(
+    self, name: str, equation: str, *operands: jax.Array
+  ) -> jax.Array:
+    return products.call(self.einsum, name, equation, *operands)
 
   def _kernel(
     self, name: str, shape: tuple[int, int], names: tuple[str, str]
@@ -114,6 +123,8 @@ class FeedForward(nn.Module):
   einsum: Callable[..., jax.Array] = jnp.einsum
   dropout: nn.Module | None = None
 
+  quantization_roles: ClassVar[tuple[str, ...]] = (roles.FEED_FORWARD,)
+
   def __post_init__(self) -> None:
     super().__post_init__()
     dimensions.check(self, "mlp_dim")
@@ -136,9 +147,8 @@ class FeedForward(nn.Module):
     x, up, down, up_bias, down_bias = dtypes.promote_dtype(
       x, up, down, up_bias, down_bias, dtype=self.dtype
     )
-    hidden = self.activation(
-      _with_bias(self.einsum("BTD,DF->BTF", x, up), up_bias)
-    )
+    hidden = products.call(self.einsum, "up", "BTD,DF->BTF", x, up)
+    hidden = self.activation(_with_bias(hidden, up_bias))
     # Pinned so that tensor parallelism splits F here, not D at the output.
     hidden = logical.constrain(
       hidden, (axes.BATCH, axes.LENGTH, axes.ACTIVATION_MLP)
@@ -146,7 +156,8 @@ class FeedForward(nn.Module):
     hidden = remat.tag(hidden, remat.FEED_FORWARD_HIDDEN)
     if self.dropout is not None:
       hidden = self.dropout(hidden, deterministic=deterministic)
-    output = _with_bias(self.einsum("BTF,FD->BTD", hidden, down), down_bias)
+    output = products.call(self.einsum, "down", "BTF,FD->BTD", hidden, down)
+    output = _with_bias(output, down_bias)
     return remat.tag(output, remat.FEED_FORWARD_OUTPUT)
 
   def _param(

@@ -10,6 +10,7 @@ Einsum letters: D what goes in, F what comes out.
 """
 
 from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 from flax import linen as nn
 from flax.linen import dtypes
@@ -19,6 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from paxon.layers import dimensions, initializers, remat
+from paxon.quantization import products, roles
 from paxon.sharding import axes, logical
 
 _default_init = nn.initializers.variance_scaling(
@@ -56,6 +58,8 @@ class Linear(nn.Module):
   param_dtype: DTypeLike = jnp.float32
   einsum: Callable[..., jax.Array] = jnp.einsum
 
+  quantization_roles: ClassVar[tuple[str, ...]] = (roles.LINEAR,)
+
   def __post_init__(self) -> None:
     super().__post_init__()
     dimensions.check(self, "output_dim")
@@ -76,7 +80,7 @@ class Linear(nn.Module):
       init = logical.partitioned(self.bias_init, self.kernel_axes[1:])
       bias = self.param("bias", init, (self.output_dim,), self.param_dtype)
     x, kernel, bias = dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
-    y = self.einsum("...D,DF->...F", x, kernel)
+    y = products.call(self.einsum, "kernel", "...D,DF->...F", x, kernel)
     if bias is not None:
       y += bias.reshape((1,) * (y.ndim - 1) + (-1,))
     if self.activation is not None:
@@ -118,6 +122,8 @@ class Einsum(nn.Module):
   dtype: DTypeLike | None = None
   param_dtype: DTypeLike = jnp.float32
   einsum: Callable[..., jax.Array] = jnp.einsum
+
+  quantization_roles: ClassVar[tuple[str, ...]] = (roles.LINEAR,)
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -165,7 +171,7 @@ class Einsum(nn.Module):
     if self.use_bias:
       bias = self._param("bias", self.bias_init, kept, sizes, axis_of)
     x, kernel, bias = dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
-    y = self.einsum(self.equation, x, kernel)
+    y = products.call(self.einsum, "kernel", self.equation, x, kernel)
     if bias is not None:
       y += bias.reshape([sizes[c] if c in kept else 1 for c in output])
     if self.output_axes is None:

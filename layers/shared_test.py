@@ -92,13 +92,16 @@ def test_interleaved_sharing_in_all_layouts():
   values = testing.random_values(_stack(num_layers, period), *_args())
   assert set(values["shared"]) == {f"projection_{i}" for i in range(6)}
 
+  x, *rest = _args()
+  # Traced once for all layers.
+  apply = jax.jit(lambda own, x: _layer().apply(own, x, *rest))
+
   @jax.jit
   def by_definition(values):
-    x, *rest = _args()
+    y = x
     for i in range(num_layers):
-      own = _own_layer(values, i, period, num_layers)
-      x = _layer().apply(own, x, *rest)
-    return jnp.sum(jnp.sin(x))
+      y = apply(_own_layer(values, i, period, num_layers), y)
+    return jnp.sum(jnp.sin(y))
 
   expected = jax.value_and_grad(by_definition)(values)
   for settings in LAYOUTS.values():

@@ -73,6 +73,14 @@ def softmax_terms(
 @jax.custom_jvp
 def _at_targets(logits: jax.Array, targets: jax.Array) -> jax.Array:
   """Returns the logit of each target, [B,T]."""
+  kinds = jax.sharding.get_abstract_mesh().axis_types
+  if jax.sharding.AxisType.Manual in kinds:
+    # Inside of a `shard_map` over some mesh axes XLA's partitioner fails (a
+    # check in its program) on a gather by rows that one of the others splits
+    # from a vocabulary that another one splits.
+    ids = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2)
+    picked = jnp.where(ids == targets[:, :, None], logits, 0)
+    return jnp.sum(picked, axis=-1)
   return jnp.take_along_axis(logits, targets[:, :, None], axis=-1)[:, :, 0]
 
 

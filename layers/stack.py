@@ -28,7 +28,7 @@ from paxon.layers import dimensions, remat, shared, stacked_cache
 from paxon.sharding import axes, variables
 
 
-class _Group(nn.Module):
+class Group(nn.Module):
   """One period of the pattern; names its blocks `blocks_0`, `blocks_1`, ..."""
 
   blocks: Sequence[nn.Module]
@@ -103,11 +103,11 @@ class Stack(nn.Module):
     first = 0 if layer_index is None else layer_index * self.num_layers
     return first + jnp.arange(self.num_layers, dtype=jnp.int32)
 
-  def _group(self) -> _Group:
+  def _group(self) -> Group:
     # Deep copies: a clone keeps the children of its original, and all layers
     # would silently have the same parameters.
     copies = tuple(shared.with_stores(b, owner=self) for b in self.blocks)
-    return _Group(copies, name=axes.LAYERS)
+    return Group(copies, name=axes.LAYERS)
 
   def _scanned(self, groups: int, num_args: int, static: dict[str, Any]) -> Any:
     """Returns `(group, x, starts, *args) -> (x, None)` over all groups."""
@@ -115,7 +115,7 @@ class Stack(nn.Module):
     call = self._call(static, prevent_cse=not self.scan)
 
     def body(
-      group: _Group, x: jax.Array, start: jax.Array | None, *args: Any
+      group: Group, x: jax.Array, start: jax.Array | None, *args: Any
     ) -> tuple[Any, None]:
       for slot, block in enumerate(group.blocks):
         x = call(block, x, _plus(start, slot), *args)
@@ -124,18 +124,33 @@ class Stack(nn.Module):
     return self._lifted(body, groups, num_args)
 
   def _decoding(
-    self, groups: int, num_args: int, static: dict[str, Any]
+    self,
+    groups: int,
+    num_args: int,
+    static: dict[str, Any],
+    *,
+    first: int = 0,
+    common: stacked_cache.CommonTokens | None = None,
   ) -> Any:
-    """Returns what `_scanned` does, with caches carried from layer to layer."""
+    """Returns what `_scanned` does, with caches carried from layer to layer.
+
+    Args:
+      groups: How many.
+      num_args: How many arguments each layer gets.
+      static: Keyword arguments of each layer.
+      first: The number of the first group.
+      common: What caches do alike, if the caller writes it.
+    """
     call = self._call(static, prevent_cse=False)
+    given = common
 
     def scanned(
-      group: _Group, x: jax.Array, starts: jax.Array | None, *args: Any
+      group: Group, x: jax.Array, starts: jax.Array | None, *args: Any
     ) -> tuple[Any, None]:
-      common = stacked_cache.CommonTokens(args)
+      common = given or stacked_cache.CommonTokens(args)
 
       def body(
-        group: _Group, carry: Any, start: jax.Array | None, *args: Any
+        group: Group, carry: Any, start: jax.Array | None, *args: Any
       ) -> tuple[Any, None]:
         x, number = carry
         for slot, block in enumerate(group.blocks):
@@ -151,8 +166,9 @@ class Stack(nn.Module):
 
       carry = {"variable_carry": stacked_cache.COLLECTION}
       carried = self._lifted(body, groups, num_args, **carry)
-      (x, _), _ = carried(group, (x, jnp.int32(0)), starts, *args)
-      common.write(self)
+      (x, _), _ = carried(group, (x, jnp.int32(first)), starts, *args)
+      if given is None:
+        common.write(self)
       return x, None
 
     return scanned

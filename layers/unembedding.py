@@ -6,6 +6,7 @@ Einsum letters: B batch, T length, D embed, V vocab.
 """
 
 from collections.abc import Callable
+from typing import ClassVar
 
 from flax import linen as nn
 from flax.linen import dtypes
@@ -15,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from paxon.layers import dimensions, precision, wide_einsum
+from paxon.quantization import products, roles
 from paxon.sharding import axes, logical
 
 _default_init = nn.initializers.variance_scaling(
@@ -46,6 +48,8 @@ class Unembedding(nn.Module):
   bias_init: nn.initializers.Initializer = nn.initializers.zeros
   input_scale: float = 1.0
 
+  quantization_roles: ClassVar[tuple[str, ...]] = (roles.HEAD,)
+
   def __post_init__(self) -> None:
     super().__post_init__()
     dimensions.check(self, "vocab_size")
@@ -68,7 +72,9 @@ class Unembedding(nn.Module):
     x, kernel = dtypes.promote_dtype(x, kernel, dtype=self.dtype)
     if self.input_scale != 1:
       x *= self.input_scale
-    logits = self.einsum(
+    logits = products.call(
+      self.einsum,
+      "kernel",
       "BTD,DV->BTV",
       x,
       kernel,

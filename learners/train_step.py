@@ -34,6 +34,9 @@ _GROUPS = {
   "constant": (_Group.REPLACED, _Group.FROZEN),
 }
 
+# The random keys that every loss function gets.
+STREAMS = ("dropout", "masking")
+
 Metrics: TypeAlias = loss_function.Metrics
 LossOutput: TypeAlias = loss_function.LossOutput
 LossFn: TypeAlias = loss_function.LossFn
@@ -53,8 +56,9 @@ def make_train_step(
   specs: variable_groups.Specs,
   seed: int,
   metric_fns: Sequence[metric_functions.MetricFn] = (),
-  streams: Sequence[str] = ("dropout", "masking"),
+  streams: Sequence[str] = STREAMS,
   norm_groups: Mapping[str, str] | None = None,
+  gradient_fn: gradients.GradientFn | None = None,
 ) -> TrainStep:
   """Returns the function that makes one update.
 
@@ -66,6 +70,8 @@ def make_train_step(
     metric_fns: Evaluated on the batch and the loss function's outputs.
     streams: Names of the random keys that `loss_fn` gets.
     norm_groups: Groups whose norms are told too, see `norm_groups.of_patterns`.
+    gradient_fn: Computes gradients and metrics instead of `loss_fn` and
+      `metric_fns`, such as a schedule of a pipeline does.
 
   Returns:
     `(state, batch) -> (state, metrics)`. Metrics are those of the loss function
@@ -79,12 +85,13 @@ def make_train_step(
   groups = {}
   if norm_groups is not None:
     groups = norm_groups_lib.of_patterns(norm_groups, specs=specs)
-  gradient_fn = gradients.make_gradient_fn(
-    loss_fn,
-    metric_fns=metric_fns,
-    num_microbatches=learner.num_microbatches,
-    specs=specs,
-  )
+  if gradient_fn is None:
+    gradient_fn = gradients.make_gradient_fn(
+      loss_fn,
+      metric_fns=metric_fns,
+      num_microbatches=learner.num_microbatches,
+      specs=specs,
+    )
 
   def step(
     state: train_state.TrainState, batch: metric_functions.Batch

@@ -65,6 +65,20 @@ def inside_a_stage() -> Iterator[None]:
     yield
 
 
+@contextlib.contextmanager
+def with_whole_tables() -> Iterator[None]:
+  """The active rules, by which nothing splits a vocabulary."""
+  active = nn.get_logical_axis_rules()
+  if not active:
+    yield
+    return
+  kept = tuple(
+    (name, None if name == axes.VOCAB else entry) for name, entry in active
+  )
+  with nn.logical_axis_rules(kept):
+    yield
+
+
 def staged(tree: Any) -> Any:
   """Returns arrays [P,...], each stage's part on its devices."""
   return _constrained(tree, (axes.STAGES,))

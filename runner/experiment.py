@@ -29,6 +29,8 @@ from typing import Any, ClassVar, Literal, TypeVar
 import fiddle as fdl
 
 from paxon.inputs import base_input
+from paxon.quantization import recipes, roles
+from paxon.quantization import rules as rules_of_quantization
 from paxon.runner import compiler_options as compiler_options_lib
 from paxon.runner import generation_settings
 from paxon.runner import job as job_lib
@@ -36,7 +38,13 @@ from paxon.runner import knobs as knobs_lib
 from paxon.runner import task as task_lib
 from paxon.runner.checkpoints import retention as retention_lib
 from paxon.runner.checkpoints import warm_start as warm_start_lib
-from paxon.runner.configuration import compute_dtype, tree
+from paxon.runner.configuration import (
+  compute_dtype,
+  kv_caches,
+  quantizing,
+  serving_weights,
+  tree,
+)
 from paxon.runner.observability import settings as settings_lib
 from paxon.runner.observability import spikes, watchdog
 from paxon.runner.plan import kernel_contract
@@ -48,6 +56,8 @@ from paxon.sharding import rules as rules_lib
 _Self = TypeVar("_Self", bound="Experiment")
 
 _TRAIN = "train"
+# Without it, XLA leaves the fp8 and int8 kernels of GPUs to measurements.
+_OPTIONS_OF_PRODUCTS = "cublas_products"
 _MUTABLE = (list, dict, set)
 
 
@@ -76,10 +86,23 @@ class Experiment(abc.ABC):
       as `weight_stationary`.
     dtype: What parts compute in that do not say their own `dtype`. Parameters
       stay in theirs.
+    kv_cache: How caches of keys and values keep them while decoding, those that
+      do not say it themselves: see `layers.attention.quantized_rows`; None
+      keeps them as they are. Training does not change, so it can be given to
+      `--mode=decode` alone.
     compiler_options: Options of XLA by name, see `Job.compiler_options`.
     compiler_option_sets: Names of `option_sets`, such as `async_collectives`.
     pgle: `auto` compiles GPU programs by a profile of their first steps; or a
       profile's path. See `Job.pgle`.
+    quantization: The recipe by name with which the projections of attention and
+      the feed-forward layers compute, see `quantization.recipes`: `fp8`,
+      `int8`, ...; None computes in `dtype`. With a mode after a colon,
+      `int8:convert` and `int8:serve`, for the weights of a trained run
+      (`programs.serving`). What else is quantized, and what is not, says
+      `quantization_rules`.
+    quantization_monitor: Whether training tells the shares of values that
+      quantization clips, and flushes to zero, as summaries. It costs a pass
+      over each operand, and is fixed for a run.
     name: The experiment's word in reports; by default its class's name.
   """
 
@@ -94,11 +117,14 @@ class Experiment(abc.ABC):
   decode_mesh: str | None = None
   decode_rules: str | None = None
   dtype: Literal["float32", "bfloat16"] = "float32"
+  kv_cache: Literal["int8", "fp8", "int4"] | None = None
   compiler_options: Mapping[str, compiler_options_lib.Value] = (
     types.MappingProxyType({})
   )
   compiler_option_sets: tuple[str, ...] = ()
   pgle: str | None = None
+  quantization: str | None = None
+  quantization_monitor: bool = False
 
   name: ClassVar[str] = ""
 
@@ -260,6 +286,21 @@ class Experiment(abc.ABC):
     """Returns the kernels that the compiled step must have; none here."""
     return ()
 
+  def quantization_rules(self) -> rules_of_quantization.Rules:
+    """Returns which layers are quantized by which recipe.
+
+    Here the projections of attention and the feed-forward layers, experts
+    included, as the knob `quantization` says; none without it.
+
+    Raises:
+      knobs.KnobError: The knob names no recipe, or no mode.
+    """
+    choice = self._quantization_choice()
+    if choice is None:
+      return ()
+    covered = (roles.ATTENTION_PROJECTIONS, roles.FEED_FORWARD, roles.EXPERTS)
+    return (rules_of_quantization.Rule(covered, choice.recipe),)
+
   def retention(self) -> fdl.Config[retention_lib.Retention]:
     """Returns which checkpoints are kept; here the three newest."""
     return fdl.Config(retention_lib.Retention)
@@ -325,11 +366,39 @@ class Experiment(abc.ABC):
       if expected_kernels:
         config.expected_kernels = expected_kernels
       self.adjust(config)
+      self._quantize(config)
       if compute_dtype.set_where_unset(config.task, self._given_or("dtype")):
         read.add("dtype")
+      kv_cache = self._given_or("kv_cache")
+      if kv_cache and kv_caches.set_where_unset(config.task, kv_cache):
+        read.add("kv_cache")
     self._check_read(read)
     _check_names(config)
     return config
+
+  def _quantization_choice(self) -> recipes.Choice | None:
+    """Returns what the knob `quantization` says; None if it is not set."""
+    text = self.quantization
+    if text is None:
+      return None
+    try:
+      return recipes.parse(text)
+    except ValueError as error:
+      raise knobs_lib.KnobError(
+        f"{type(self).__name__}.quantization = {text!r}: {error}"
+      ) from None
+
+  def _quantize(self, config: fdl.Config[job_lib.Job]) -> None:
+    choice = self._quantization_choice()
+    rules = self.quantization_rules()
+    if rules:
+      quantizing.apply(config, rules, monitor=self.quantization_monitor)
+    if choice is not None and choice.mode is not recipes.Mode.TRAIN:
+      serving_weights.serve(config)
+      config.weights = self.quantization
+    elif rules:
+      sets = config.compiler_option_sets
+      config.compiler_option_sets = (*sets, _OPTIONS_OF_PRODUCTS)
 
   def _named_rules(self, name: str) -> rules_lib.Rules:
     try:
@@ -389,9 +458,10 @@ class Experiment(abc.ABC):
       # Nobody asked for the value of a knob that every experiment has.
       if untouched:
         continue
+      field = {"dtype": "dtype", "kv_cache": "storage"}.get(name)
       what = (
-        "no part of the task takes it: none has an unset field 'dtype'"
-        if name == "dtype"
+        f"no part of the task takes it: none has an unset field {field!r}"
+        if field
         else "nothing read it while the configuration was built"
       )
       raise knobs_lib.KnobError(

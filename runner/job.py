@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 import dataclasses
 
 from paxon.inputs import base_input
+from paxon.quantization import recipes as recipes_lib
 from paxon.runner import compiler_options as options_lib
 from paxon.runner import generation_settings
 from paxon.runner import task as task_lib
@@ -61,6 +62,9 @@ class Job:
     pgle: Whether GPU programs are compiled by a profile of themselves: `auto`
       profiles some of the first steps, a path is a profile of before; `None`
       for no profile. See `programs.profile_guided`.
+    weights: How weights are stored that quantization rules cover: `int8:serve`
+      uses those of few bits that `int8:convert` makes of a checkpoint; `None`
+      as trained. See `programs.serving`.
     expected_kernels: Kernels that the compiled training step must have; a plan
       and a run that have others are refused.
   """
@@ -93,6 +97,7 @@ class Job:
   )
   compiler_option_sets: tuple[str, ...] = ()
   pgle: str | None = None
+  weights: str | None = None
   expected_kernels: tuple[kernel_contract.ExpectedKernel, ...] = ()
 
   def __post_init__(self) -> None:
@@ -117,6 +122,13 @@ class Job:
         )
     if self.seed < 0:
       raise ValueError(f"Job.seed must not be negative, got {self.seed}.")
+    if self.weights is not None:
+      serves = (recipes_lib.Mode.SERVE, recipes_lib.Mode.CONVERT)
+      if recipes_lib.parse(self.weights).mode not in serves:
+        raise ValueError(
+          "Job.weights must end with ':serve' or ':convert', got"
+          f" {self.weights!r}; training is None."
+        )
     options_lib.check_names(self.compiler_options)
     options_lib.check_sets(self.compiler_option_sets)
     if "train" in self.eval_inputs:

@@ -488,6 +488,9 @@ def _start(
   run_dir: "epath.Path",
 ) -> int:
   """Runs the program of the mode and returns its exit status."""
+  from paxon.runner.programs import serving
+
+  serving.check_mode(job, command.mode)
   if command.mode == "eval":
     from paxon.runner.programs import evaluate
 

@@ -167,6 +167,16 @@ SETS: Final = (
     purpose="collectives run on SparseCores and leave TensorCores alone",
     source="C",
   ),
+  OptionSet(
+    name="cublas_products",
+    hardware=_GPUS,
+    options=types.MappingProxyType({"xla_gpu_enable_triton_gemm": False}),
+    purpose=(
+      "products are cuBLAS's instead of what autotuning finds, so that a plan"
+      " knows that those of fp8 and int8 operands run as such"
+    ),
+    source="A",
+  ),
 )
 
 NAMES: Final = tuple(dict.fromkeys(each.name for each in SETS))

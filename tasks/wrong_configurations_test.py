@@ -143,7 +143,7 @@ def _overrides(draw: Any, name: str) -> str:
   if path == "mesh" or path.endswith(".mesh"):
     return f"--fdl.{path}={draw(st.sampled_from(_MESHES) | _values())}"
   kind = draw(st.integers(0, 9))
-  if kind < 5:
+  if kind < 2:
     return f"--fdl.{path}={draw(_plausible(_FIELDS[name][path]))}"
   if kind == 5:
     path = draw(_misspelled(path))
@@ -243,9 +243,9 @@ def test_every_command_line_is_accepted_or_refused_by_one_line(folder):
     assert not (folder / "pwned").exists()
 
   check()
-  # Neither does everything pass, nor is everything refused.
-  assert 0 < statuses.count(0) < 0.7 * len(statuses)
-  assert statuses.count(2) >= 0.3 * _NUM_EXAMPLES
+  # Not everything is refused; what passes takes long and is tried elsewhere.
+  assert 0 < statuses.count(0) < 0.5 * len(statuses)
+  assert statuses.count(2) >= 0.5 * _NUM_EXAMPLES
 
 
 def _remove(folder: pathlib.Path) -> None:

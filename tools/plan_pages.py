@@ -38,6 +38,7 @@ _PARTS: Final = (
   result.Collectives,
   result.Resharding,
   result.KernelChoice,
+  result.QuantizedProduct,
   result.Bound,
   result.Estimate,
   result.Change,

@@ -31,8 +31,10 @@ def test_every_field_is_explained():
 def test_the_plan_of_the_page_has_the_sections_that_plans_have():
   page = _page(plan_pages.PLANNING_PAGE)
   shown = page.split(plan_pages.BEGIN)[1].split(plan_pages.END)[0]
-  # Of a program with nothing to warn of.
-  plan = sample_plan.plan(resharding=(), findings=(), warnings=(), notes=())
+  # Of a program with nothing to warn of, in which nothing is quantized.
+  plan = sample_plan.plan(
+    resharding=(), findings=(), warnings=(), notes=(), quantized_products=()
+  )
   sections = report.to_text(plan).split("\n\n")
   headings = [section.split("\n")[0] for section in sections]
   wanted = [h.partition(":")[0].partition(" of ")[0] for h in headings[:-1]]

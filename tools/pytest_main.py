@@ -220,6 +220,13 @@ def _drop_workspace_folder() -> None:
   )
 
 
+def _has_compiler_for_gpus() -> bool:
+  try:
+    return importlib.util.find_spec("jax_plugins.xla_cuda13") is not None
+  except ModuleNotFoundError:
+    return False
+
+
 def main(argv: Sequence[str]) -> int:
   """Runs pytest and returns the exit status."""
   _drop_workspace_folder()
@@ -234,6 +241,16 @@ def main(argv: Sequence[str]) -> int:
         JAX_COMPILATION_CACHE_DIR=os.path.join(scratch, "compilations"),
         JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
         JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
+      )
+    if _has_compiler_for_gpus():
+      # Programs that a target compiles share most kernels. Nothing that a plan
+      # says depends on where they come from.
+      os.environ["XLA_FLAGS"] = " ".join(
+        (
+          os.environ.get("XLA_FLAGS", ""),
+          f"--xla_gpu_kernel_cache_file={os.path.join(scratch, 'kernels')}",
+          "--xla_gpu_enable_llvm_module_compilation_parallelism=true",
+        )
       )
   shard = _Shard(
     int(os.environ.get("TEST_SHARD_INDEX", "0")),

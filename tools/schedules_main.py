@@ -16,7 +16,13 @@ import jax
 from paxon.tools import schedules_measurement, schedules_page
 
 _ROOT: Final = pathlib.Path(__file__).parent.parent
-_HEADINGS: Final = ("Schedule", "ms a step", "sequential, ms", "ratio")
+_HEADINGS: Final = (
+  "Schedule",
+  "ms a step",
+  "sequential, ms",
+  "ratio",
+  "temporary MB of a device",
+)
 
 
 def main(arguments: Sequence[str]) -> int:

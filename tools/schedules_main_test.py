@@ -9,6 +9,7 @@ from paxon.tools import (
   schedules_main,
   schedules_measurement,
   schedules_page,
+  schedules_plan,
 )
 from paxon.tools.benchmarks import interleaving
 
@@ -40,6 +41,24 @@ def test_the_page_is_current():
   assert rows["interleaved two-slot, 2 chunks"] == ["4.5", "4.5", "6", "6"]
 
 
+def test_eight_h200_take_what_a_stages_work_takes():
+  costs = schedules_plan.stage_costs()
+  # By hand, forward: 4 layers of 218.1 M weights and of attention with 32 heads
+  # of 128, 8192 tokens, at 0.8 and 0.5 of 989 TFLOP/s; the rest is memory.
+  products = 4 * 2 * 218.1e6 * 8192 / (0.8 * 989e12)
+  attention = 4 * 2 * 8192**2 * 4096 / (0.5 * 989e12)
+  least = 1e3 * (products + attention)
+  assert least < costs.forward < 1.15 * least
+  # 64 MiB over NVLink, at 0.8 of 450 GB/s.
+  assert costs.message == pytest.approx(1e3 * 2**26 / (0.8 * 450e9))
+  assert costs.weight_gradient < costs.forward < costs.input_gradient
+  # GPipe in lock-step: M + P - 1 ticks each way.
+  whole = costs.forward + costs.input_gradient + costs.weight_gradient
+  _, first, *_ = schedules_plan.rows()
+  step = 39 * (whole + 2 * costs.message)
+  assert float(first[3]) == pytest.approx(step, rel=1e-3)
+
+
 def test_the_pictures_are_current():
   for name, svg in schedules_page.pictures().items():
     assert (_ROOT / name).read_text() == svg, "run tools/schedules"
@@ -49,6 +68,9 @@ def test_steps_are_timed_beside_the_sequential_one(monkeypatch):
   monkeypatch.setattr(schedules_measurement, "EMBED", 4)
   monkeypatch.setattr(
     schedules_measurement, "_MAKERS", schedules_measurement._MAKERS[2:3]
+  )
+  monkeypatch.setattr(
+    schedules_measurement, "_SAVING", schedules_measurement._SAVING[2:]
   )
   known = interleaving.Pairs(
     first=(0.03, 0.01, 0.02), second=(0.01, 0.01, 0.05)
@@ -64,8 +86,12 @@ def test_steps_are_timed_beside_the_sequential_one(monkeypatch):
   monkeypatch.setattr(interleaving, "interleave", interleave)
   found = schedules_measurement.measure(rounds=3)
   # Medians of 30, 10, 20 and of 10, 10, 50 ms, and of 3, 1 and 0.4.
-  assert found == [("1F1B two-slot", "20", "10", "1.00")]
-  assert rounds == [3]
+  assert [row[:4] for row in found] == [
+    ("1F1B two-slot", "20", "10", "1.00"),
+    ("ZB-H1, saved", "20", "10", "1.00"),
+  ]
+  assert all(row[4].isdigit() for row in found)
+  assert rounds == [3, 3]
 
 
 def test_too_few_devices_are_refused(monkeypatch):
@@ -88,11 +114,11 @@ def test_the_command_writes_the_page_and_keeps_what_was_measured(
 
 
 def test_the_command_measures_when_asked(monkeypatch, elsewhere):
-  rows = [("GPipe", "5", "10", "0.50")]
+  rows = [("GPipe", "5", "10", "0.50", "7")]
   monkeypatch.setattr(
     schedules_measurement, "measure", lambda *, rounds: rows[:rounds]
   )
   assert schedules_main.main(["--measure", "--rounds=1"]) == 0
   text = (elsewhere / schedules_page.PAGE).read_text()
-  assert "| GPipe | 5 | 10 | 0.50 |" in schedules_page.measured_part(text)
+  assert "| GPipe | 5 | 10 | 0.50 | 7 |" in schedules_page.measured_part(text)
   assert "medians of 1 rounds" in text

@@ -12,11 +12,13 @@ from paxon.pipeline.schedules import (
   executor,
   gpipe,
   interleaved,
+  lowering,
   model_functions,
   one_f_one_b,
   sequential,
   table,
   virtual_stages,
+  zero_bubble,
 )
 from paxon.sharding import axes
 from paxon.tools.benchmarks import interleaving
@@ -34,6 +36,12 @@ _MAKERS: Final = (
   one_f_one_b.two_slots,
   interleaved.make,
   interleaved.two_slots,
+)
+# With saved residuals.
+_SAVING: Final = (
+  one_f_one_b.two_slots,
+  interleaved.two_slots,
+  zero_bubble.make_h1,
 )
 
 
@@ -54,13 +62,20 @@ def measure(*, rounds: int) -> list[tuple[str, ...]]:
   return [
     _row(
       make(num_stages=NUM_STAGES, num_microbatches=NUM_MICROBATCHES),
+      residuals,
       rounds=rounds,
     )
-    for make in _MAKERS
+    for residuals, makers in (
+      (lowering.Residuals.RECOMPUTE, _MAKERS),
+      (lowering.Residuals.SAVE, _SAVING),
+    )
+    for make in makers
   ]
 
 
-def _row(schedule: table.Table, *, rounds: int) -> tuple[str, ...]:
+def _row(
+  schedule: table.Table, residuals: lowering.Residuals, *, rounds: int
+) -> tuple[str, ...]:
   functions = _functions()
   layers, outer, batch = _arrays()
   pieces = schedule.pieces
@@ -75,7 +90,9 @@ def _row(schedule: table.Table, *, rounds: int) -> tuple[str, ...]:
     chunks,
     jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(axes.STAGE)),
   )
-  ours = jax.jit(executor.make_gradient_fn(functions, schedule=schedule))
+  ours = jax.jit(
+    executor.make_gradient_fn(functions, schedule=schedule, residuals=residuals)
+  )
   plain = jax.jit(sequential.make_gradient_fn(functions, pieces=pieces))
 
   def run_ours() -> object:
@@ -91,7 +108,13 @@ def _row(schedule: table.Table, *, rounds: int) -> tuple[str, ...]:
     for seconds in (pairs.first, pairs.second)
   )
   ratio = f"{statistics.median(pairs.ratios()):.2f}"
-  return schedule.name, first, second, ratio
+  with jax.set_mesh(mesh):
+    memory = ours.lower(staged, outer, batch).compile().memory_analysis()
+  assert memory is not None
+  temporary = f"{memory.temp_size_in_bytes / 1e6:.0f}"
+  saves = residuals is lowering.Residuals.SAVE
+  name = f"{schedule.name}, saved" if saves else schedule.name
+  return name, first, second, ratio, temporary
 
 
 def _functions() -> model_functions.ModelFunctions:
@@ -101,8 +124,10 @@ def _functions() -> model_functions.ModelFunctions:
     return x + jnp.einsum("BTF,FD->BTD", hidden, down), None
 
   def chunk(variables: Any, x: jax.Array, _: Any) -> tuple[Any, jax.Array]:
-    y, _ = jax.lax.scan(layer, x, (variables["up"], variables["down"]))
-    return y, jnp.float32(0)
+    # One after the other, as a chunk must be whose gradients are split.
+    for up, down in zip(variables["up"], variables["down"], strict=True):
+      x, _ = layer(x, (up, down))
+    return x, jnp.float32(0)
 
   def last(outer: Any, y: jax.Array, piece: Any) -> tuple[jax.Array, Any]:
     error = jnp.einsum("BTD,DE->BTE", y, outer) - piece.inputs["targets"]

@@ -1,6 +1,7 @@
 """The page on schedules of pipelines, and its pictures, from simulation."""
 
 from collections.abc import Mapping
+import textwrap
 from typing import Final
 
 from paxon.pipeline.schedules import (
@@ -13,6 +14,7 @@ from paxon.pipeline.schedules import (
   zero_bubble,
 )
 from paxon.pipeline.schedules import costs as costs_lib
+from paxon.tools import schedules_plan
 
 PAGE: Final = "docs/pipeline_schedules.md"
 NUM_STAGES: Final = 4
@@ -42,7 +44,8 @@ executor keeps this clock. A bubble is the time in which a stage does nothing.
 {stages} stages, {microbatches} microbatches; the forward pass of a stage, the
 gradient of its input and that of its weights (F, B, W) cost 1 each, so the work
 of a stage is {work:g}. With recomputation a backward pass costs 1 more
-({work_again:g} in all), and the executor always recomputes.
+({work_again:g} in all). The executor does either: `Residuals.RECOMPUTE` keeps
+the inputs of pieces, `Residuals.SAVE` all that gradients need.
 
 {table}
 
@@ -52,9 +55,9 @@ of a stage is {work:g}. With recomputation a backward pass costs 1 more
 - Peak: microbatches between their forward and the end of their backward pass,
   in whole stages, on the stage that has most; what papers count.
 - Allocated: what one program for all stages has on each, in chunks (two of
-  which are a stage where there are two): residuals, pairs for a W of its own.
-- Box: activations and gradients of activations that the executor keeps, which
-  recomputes: the inputs of pieces and what comes in.
+  which are a stage where there are two). Recomputing: messages alone, which are
+  inputs of pieces and gradients of their outputs. Saving: messages, residuals
+  (what a forward operation keeps for X or B) and pairs (what B keeps for W).
 
 ## What to take
 - **Two-slot 1F1B** gains memory, not time: GPipe's bubble, and a number of
@@ -63,10 +66,14 @@ of a stage is {work:g}. With recomputation a backward pass costs 1 more
   lock-step too. It sends as many more messages as there are chunks.
 - **One operation a tick** (1F1B, interleaved) gains memory and *loses* time in
   lock-step: neighbours run opposite operations, and a tick costs the dearer.
-- **Zero-bubble tables** gain time only where B and W are split for real and
-  cost as much as F. The executor recomputes in both, and W repeats B's way
-  through the layers, which the simulation does not count: there they are
-  exact, and gain nothing.
+- **Zero-bubble tables** gain time with saved residuals, where F, B and W cost
+  about the same: then their smaller bubble holds in lock-step, too. Where they
+  differ (B has attention's products, W has not), ticks cost the dearest, and
+  the gain is lost; see the H200 below. With recomputation B and W both run
+  their piece forward, and W repeats the way back through the layers: such
+  tables are exact then, and lose time.
+- Saved residuals cost memory: of GPipe all microbatches', of two-slot 1F1B
+  those in flight. The chunks of tables with W are compiled layer by layer.
 
 ## Measured
 One step by the executor beside the sequential model (the sum of gradients over
@@ -79,13 +86,26 @@ expected of accelerators.
 {measured}
 {end}
 
-Times on eight stages of H200 by the plan are not given: the plan compiles
-experiments, and schedules are no knob of experiments.
+## Planned: eight stages of H200
+{plan}
+
+{planned}
 
 ## Pictures
 Lock-step, {stages} stages, {few} microbatches.
 
 {pictures}
+"""
+_PLAN: Final = """\
+The layers of Llama 3 8B (32 of width 4096, 4 a stage) in bfloat16 on one DGX,
+one H200 a stage, {microbatches} microbatches of {length} tokens, without
+embedding, head and optimizer. What a stage takes for a microbatch follows from
+its products, attention, memory traffic and kernels at the rates of the plan's
+estimate; here F = {costs.forward:.1f}, B = {costs.input_gradient:.1f}, W =
+{costs.weight_gradient:.1f}, and a message {costs.message:.2f} ms. The steps are
+those of the executor, in lock-step. Nothing here was run. The rates are
+{shares.summary}. Times may be {shares.band[0]:g} to {shares.band[1]:g} of
+these; ratios between schedules are surer.
 """
 _FEW: Final = 8
 _HEADINGS: Final = (
@@ -97,8 +117,8 @@ _HEADINGS: Final = (
   "Bubble with recomputation, asynchronous",
   "lock-step",
   "Peak",
-  "Allocated",
-  "Box",
+  "Allocated, recomputing",
+  "saving",
 )
 
 
@@ -108,7 +128,18 @@ def page(measured: str) -> str:
   Args:
     measured: What is between `BEGIN` and `END`, which costs time to make.
   """
+  headings, *planned = schedules_plan.rows()
   return _TEXT.format(
+    plan=textwrap.fill(
+      _PLAN.format(
+        microbatches=schedules_plan.NUM_MICROBATCHES,
+        length=schedules_plan.LENGTH,
+        costs=schedules_plan.stage_costs(),
+        shares=schedules_plan.calibrated(),
+      ),
+      width=80,
+    ),
+    planned=to_table(headings, planned),
     stages=NUM_STAGES,
     microbatches=NUM_MICROBATCHES,
     few=_FEW,
@@ -153,9 +184,13 @@ def _row(form: closed_forms.ClosedForm) -> tuple[str, ...]:
   plain = simulation.simulate(made)
   again = simulation.simulate(made, costs=_RECOMPUTE)
   bubble = form.bubble(NUM_STAGES, costs_lib.Costs())
-  allocated = [f"{plain.allocated['residuals']}"]
-  if plain.allocated["weight_pairs"]:
-    allocated.append(f"{plain.allocated['weight_pairs']} pairs")
+  # Without the slots of what nobody waits for.
+  saving = lowering.lower(made, lowering.Residuals.SAVE)
+  pools = {
+    "messages": saving.box,
+    "residuals": saving.residuals,
+    "pairs": saving.pairs,
+  }
   return (
     made.name,
     str(len(made.ticks)),
@@ -165,7 +200,6 @@ def _row(form: closed_forms.ClosedForm) -> tuple[str, ...]:
     f"{again.asynchronous.bubble:g}",
     f"{again.lock_step.bubble:g}",
     f"{max(plain.in_flight):g}",
-    ", ".join(allocated),
-    # Without the slot of messages for nobody.
-    str(lowering.lower(made).box - 1),
+    f"{lowering.lower(made).box - 1} messages",
+    ", ".join(f"{n - 1} {name}" for name, n in pools.items() if n),
   )

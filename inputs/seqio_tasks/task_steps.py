@@ -7,7 +7,8 @@ where each step deals with each example alone. A step that draws random numbers
 does not: its numbers come one after another.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+import threading
 from typing import Any
 
 import numpy as np
@@ -46,17 +47,21 @@ class TaskSteps:
     tensorflow = seqio_library.tensorflow()
     alone = _with_one_example(task, split=split, is_cached=is_cached)
 
-    def run(record: Any) -> tuple[Any, dict[str, Any]]:
+    def run(record: Any) -> Any:
+      """Returns what the task makes of a record, and an end after it."""
       dataset = alone.dataset(records.parse(record), sequence_length)
       specs = kept(task.name, keys, dataset.element_spec)
-      none = {
-        key: tensorflow.zeros([0] * len(shape), dataset.element_spec[key].dtype)
+      end = {
+        key: tensorflow.zeros(
+          [1] + [0] * len(shape), dataset.element_spec[key].dtype
+        )
         for key, (shape, _) in specs.items()
       }
-      count = tensorflow.zeros([], tensorflow.int64)
-      return dataset.reduce(
-        (count, none),
-        lambda state, example: (state[0] + 1, {k: example[k] for k in specs}),
+      found = dataset.map(
+        lambda example: (True, {key: example[key] for key in specs})
+      )
+      return found.concatenate(
+        tensorflow.data.Dataset.from_tensor_slices(([False], end))
       )
 
     self._task_name = task.name
@@ -65,7 +70,8 @@ class TaskSteps:
       input_signature=[tensorflow.TensorSpec([], tensorflow.string)],
       autograph=False,
     ).get_concrete_function()
-    self._constant = tensorflow.constant
+    self._lock = threading.Lock()
+    self._stream: _Stream | None = None
 
   @property
   def is_random(self) -> bool:
@@ -84,17 +90,54 @@ class TaskSteps:
     Raises:
       ValueError: The task makes several examples of it.
     """
-    count, features = self._run(self._constant(record))
-    number = int(count)
-    if not number:
-      return None
-    if number > 1:
+    with self._lock:
+      if self._stream is None:
+        self._stream = _Stream(self._run)
+      try:
+        found = self._stream.examples(record)
+      except BaseException:
+        # What is left in it is of this record.
+        self._stream = None
+        raise
+    if len(found) > 1:
       raise ValueError(
-        f"the task {self._task_name!r} makes {number} examples of it, so they"
-        " have no number each; put that step before a CacheDatasetPlaceholder"
-        " and cache the task, or leave it out: packing is done here."
+        f"the task {self._task_name!r} makes {len(found)} examples of it, so"
+        " they have no number each; put that step before a"
+        " CacheDatasetPlaceholder and cache the task, or leave it out: packing"
+        " is done here."
       )
-    return {key: value.numpy() for key, value in features.items()}
+    return found[0] if found else None
+
+
+class _Stream:
+  """The steps as one data set that never ends, fed record by record.
+
+  Functions of a data set are made ready when it is first read, which costs
+  many times what running them does; so it is read on and on.
+  """
+
+  def __init__(self, run: Callable[[Any], Any]) -> None:
+    tensorflow = seqio_library.tensorflow()
+    self._records = tensorflow.queue.FIFOQueue(
+      1, [tensorflow.string], shapes=[[]]
+    )
+    dataset = tensorflow.data.Dataset.from_tensors(0).repeat()
+    dataset = dataset.map(lambda _: self._records.dequeue()).flat_map(run)
+    options = tensorflow.data.Options()
+    # Nothing may be read before its record is there.
+    options.autotune.enabled = False
+    options.experimental_optimization.apply_default_optimizations = False
+    self._outputs = iter(dataset.with_options(options))
+
+  def examples(self, record: bytes) -> list[dict[str, np.ndarray]]:
+    """Returns what becomes of a record."""
+    self._records.enqueue(record)
+    found = []
+    while True:
+      is_example, features = next(self._outputs)
+      if not is_example:
+        return found
+      found.append({key: value.numpy() for key, value in features.items()})
 
 
 class _OneExample:

@@ -4,12 +4,18 @@ Nothing is imported, listed or read before an example or a state is asked for:
 an experiment may be built, printed and compared where TensorFlow is missing.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 from typing import Any
 
-from paxon.inputs import example_source, example_stream, filtered, mixture
+from paxon.inputs import (
+  example_source,
+  example_stream,
+  filtered,
+  mixture,
+  read_ahead,
+)
 from paxon.inputs.seqio_tasks import (
   feature_converters,
   seqio_library,
@@ -105,6 +111,16 @@ class TaskStream(example_stream.Stream):
   def check_readable(self) -> None:
     """Raises ValueError where reading is bound to fail."""
     self._stream.check_readable()
+
+  def read_ahead_with(
+    self, workers: read_ahead.Workers | None, *, every: bool
+  ) -> None:
+    """Tells the tasks' streams."""
+    self._stream.read_ahead_with(workers, every=every)
+
+  def prepare(self, references: Sequence[Any]) -> None:
+    """Tells the tasks' streams."""
+    self._stream.prepare(references)
 
   def leaves(self) -> list[example_stream.Stream]:
     """Returns the tasks' streams."""

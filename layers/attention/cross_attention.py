@@ -21,7 +21,7 @@ H head_dim.
 from collections.abc import Callable
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 from flax import linen as nn
 import jax
@@ -40,6 +40,7 @@ from paxon.layers.attention import (
 )
 from paxon.layers.attention import mask as attention_mask
 from paxon.layers.attention import storage as cache_storage
+from paxon.quantization import roles
 from paxon.sharding import axes
 
 # Both scale by the true number of summed terms: D into heads, N * H out.
@@ -149,6 +150,8 @@ class CrossAttention(nn.Module):
   key_norm: nn.Module | None = None
   query_scale: nn.Module | None = None
   sinks: nn.Module | None = None
+
+  quantization_roles: ClassVar[tuple[str, ...]] = (roles.ATTENTION_PROJECTIONS,)
 
   def __post_init__(self) -> None:
     super().__post_init__()

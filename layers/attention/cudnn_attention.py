@@ -152,7 +152,7 @@ def cudnn(
       broken = jnp.where(_is_one_document(mask), 0.0, jnp.nan)
       out += broken.astype(out.dtype)[:, None, None, None]
     else:
-      sees_any = jnp.any(settings["mask"], axis=-1)[:, 0]
+      sees_any = mask.sees_any(settings["mask"])
     zero = jnp.zeros((), out.dtype)
     return jnp.where(sees_any[:, :, None, None], out, zero)
 

@@ -12,7 +12,7 @@ H head_dim.
 from collections.abc import Callable
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 from flax import linen as nn
 import jax
@@ -24,6 +24,7 @@ from paxon.layers import dimensions, remat, rotary_embedding
 from paxon.layers.attention import field_checks, kernels, kv_cache
 from paxon.layers.attention import mask as attention_mask
 from paxon.layers.attention import projections as attention_projections
+from paxon.quantization import roles
 
 # Both scale by the true number of summed terms: D into heads, N * H out.
 _projection_init = nn.initializers.variance_scaling(
@@ -115,6 +116,8 @@ class GroupedQueryAttention(nn.Module):
   right_window: int | None = None
   norm_rotated: bool = False
   relative_position: nn.Module | None = None
+
+  quantization_roles: ClassVar[tuple[str, ...]] = (roles.ATTENTION_PROJECTIONS,)
 
   def __post_init__(self) -> None:
     super().__post_init__()

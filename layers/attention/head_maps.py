@@ -11,6 +11,7 @@ from flax.linen import dtypes
 import jax
 
 from paxon.layers.attention import projections
+from paxon.quantization import products
 from paxon.sharding import axes, logical
 
 
@@ -52,7 +53,7 @@ def to_heads(
     )
     bias = layer.param(f"{name}_bias", bias_init, shape[1:], layer.param_dtype)
   x, kernel, bias = dtypes.promote_dtype(x, kernel, bias, dtype=layer.dtype)
-  out = layer.einsum("BTD,DNH->BTNH", x, kernel)
+  out = products.call(layer.einsum, name, "BTD,DNH->BTNH", x, kernel)
   if bias is not None:
     out += bias[None, None]
   activation = {

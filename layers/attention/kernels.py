@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float
 from paxon.layers import precision, soft_cap, wide_einsum
 from paxon.layers.attention import field_checks, kernel_support
 from paxon.layers.attention import mask as attention_mask
+from paxon.quantization import products
 
 # `(query, key, value, mask, *, logit_cap=None, bias=None, scale=None,
 # sinks=None)`. A keyword comes only where it is asked for. A kernel whose
@@ -42,6 +43,7 @@ def plain(
   bias: Float[Array, "batch heads length kv_length"] | None = None,
   scale: float | None = None,
   sinks: Float[Array, " heads"] | None = None,
+  einsum: products.Einsum | None = None,
 ) -> Float[Array, "batch length heads value_dim"]:
   """Attention by two contractions; logits and softmax in float32.
 
@@ -54,6 +56,8 @@ def plain(
     bias: Added to the scaled logits, before they are bent.
     scale: What products are multiplied by; `None` is `H ** -0.5`.
     sinks: A logit of each head for nothing: neither scaled nor bent.
+    einsum: Computes the products `logits` and `context`; `None` is
+      `wide_einsum` for logits and `jnp.einsum` for values.
 
   Returns:
     The weighted values.
@@ -72,7 +76,9 @@ def plain(
   grouped = groups > 1
   if grouped:
     query = query.reshape(B, T, N // groups, groups, H)
-  logits = wide_einsum.wide_einsum(
+  logits = products.call(
+    einsum or wide_einsum.wide_einsum,
+    "logits",
     "BTKGH,BSKH->BKGTS" if grouped else "BTKH,BSKH->BKTS",
     query,
     key,
@@ -93,9 +99,9 @@ def plain(
     weights *= _share_of_keys(logits, sinks)
   weights = weights.astype(value.dtype)
   combine = "BKGTS,BSKH->BTKGH" if grouped else "BKTS,BSKH->BTKH"
-  out = jnp.einsum(combine, weights, value)
+  out = products.call(einsum or jnp.einsum, "context", combine, weights, value)
   out = out.reshape(B, T, N, value.shape[-1])
-  return _zero_unless_seen(out, visible)
+  return _zero_unless(mask.sees_any(visible), out)
 
 
 def _of_fused(settings: Mapping[str, Any]) -> kernel_support.Support:
@@ -161,20 +167,19 @@ def fused(
       scale=scale,
       implementation=implementation,
     )
-  return _zero_unless_seen(out, visible)
+  return _zero_unless(mask.sees_any(visible), out)
 
 
-def _zero_unless_seen(
+def _zero_unless(
+  sees_any: Bool[Array, "batch length"],
   out: Float[Array, "batch length heads value_dim"],
-  visible: Bool[Array, "batch 1 length kv_length"],
 ) -> jax.Array:
   """Returns `out` with zeros for queries that see no key.
 
   Their softmax is an average of all values. Zeroing the output and not the
   weights saves passes over the largest tensor of attention, [B,N,T,S].
   """
-  sees_any = jnp.any(visible, axis=-1)[:, 0, :, None, None]
-  return jnp.where(sees_any, out, jnp.zeros((), out.dtype))
+  return jnp.where(sees_any[:, :, None, None], out, jnp.zeros((), out.dtype))
 
 
 def _share_of_keys(

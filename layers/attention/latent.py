@@ -24,7 +24,7 @@ part), R latent.
 from collections.abc import Callable
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 from flax import linen as nn
 from flax.linen import dtypes
@@ -44,6 +44,7 @@ from paxon.layers.attention import (
   projections,
 )
 from paxon.layers.attention import mask as attention_mask
+from paxon.quantization import products, roles
 from paxon.sharding import axes, logical
 
 # All scale by the true number of summed terms.
@@ -113,6 +114,8 @@ class LatentAttention(nn.Module):
   dtype: DTypeLike | None = None
   param_dtype: DTypeLike = jnp.float32
   einsum: Callable[..., jax.Array] = jnp.einsum
+
+  quantization_roles: ClassVar[tuple[str, ...]] = (roles.ATTENTION_PROJECTIONS,)
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -233,7 +236,7 @@ class LatentAttention(nn.Module):
       kernel_init=self.latent_init,
       dtype=self.dtype,
       param_dtype=self.param_dtype,
-      einsum=self.einsum,
+      einsum=products.named(self.einsum, name),
       name=name,
     )
 
@@ -262,10 +265,10 @@ class LatentAttention(nn.Module):
     names = (axes.BATCH, axes.LENGTH, axes.ACTIVATION_HEADS)
     key, value = (
       logical.constrain(
-        self.einsum("BSR,RNH->BSNH", latent, kernel),
+        products.call(self.einsum, name, "BSR,RNH->BSNH", latent, kernel),
         (*names, axes.ACTIVATION_HEAD_DIM),
       )
-      for kernel in (key_kernel, value_kernel)
+      for name, kernel in (("key", key_kernel), ("value", value_kernel))
     )
     shape = (*key.shape[:3], self.rope_dim)
     shared = jnp.broadcast_to(rotated[:, :, None], shape)
@@ -292,13 +295,17 @@ class LatentAttention(nn.Module):
   ) -> jax.Array:
     """Returns the same context by latents alone."""
     plain, rotated = jnp.split(query, [self.head_dim], axis=-1)
-    plain = self.einsum("BTNH,RNH->BTNR", plain, key_kernel)
+    plain = products.call(
+      self.einsum, "key_absorbed", "BTNH,RNH->BTNR", plain, key_kernel
+    )
     query = jnp.concatenate([plain, rotated], axis=-1)
     # The rotated keys go along as values, and are cut off: a value without
     # them would be a copy of the cache.
     context = self.latent_kernel(query, seen, seen, mask, scale=self._scale())
     context = context[..., : self.latent_dim]
-    return self.einsum("BTNR,RNH->BTNH", context, value_kernel)
+    return products.call(
+      self.einsum, "value_absorbed", "BTNR,RNH->BTNH", context, value_kernel
+    )
 
   def _scale(self) -> float:
     width = self.head_dim + self.rope_dim

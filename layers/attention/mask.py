@@ -139,6 +139,26 @@ class AttentionMask:
       visible &= position // self.chunk == kv_position // self.chunk
     return visible
 
+  def sees_any(
+    self, visible: Bool[Array, "batch 1 length kv_length"]
+  ) -> Bool[Array, "batch length"]:
+    """Returns which queries see a key at all.
+
+    Whatever the rules are, a token of a sequence that attends to itself sees
+    itself, unless it is padding. Then the matrix is not read, so that compilers
+    need not write it.
+
+    Args:
+      visible: What `to_array` returned.
+    """
+    is_own = (
+      self.q_positions is self.kv_positions
+      and self.q_segment_ids is self.kv_segment_ids
+    )
+    if is_own:
+      return self.q_segment_ids != 0
+    return jnp.any(visible, axis=-1)[:, 0]
+
 
 def check_rules(
   name: str,

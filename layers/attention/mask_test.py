@@ -128,6 +128,20 @@ def test_matrix(case):
   np.testing.assert_array_equal(mask.to_array()[0, 0], expected)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_knows_which_queries_see_a_key(case):
+  mask, rows = CASES[case]
+  expected = [["x" in row for row in rows]]
+  # Through a step its arrays are others, and the matrix is read.
+  for each in (mask, jax.tree.map(jnp.copy, mask)):
+    assert each.sees_any(each.to_array()).tolist() == expected
+
+
+def test_a_query_before_all_keys_sees_none():
+  mask = _mask([0, 5], [1, 1], [3, 4], [1, 1])
+  assert mask.sees_any(mask.to_array()).tolist() == [[False, True]]
+
+
 def test_rows_of_a_batch_have_their_own_segments():
   mask = attention_mask.AttentionMask(
     q_positions=_array([[0, 1], [0, 0]]),

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from paxon.layers import remat
+from paxon.quantization import products
 from paxon.sharding import axes, logical
 
 Initializer = nn.initializers.Initializer
@@ -88,8 +89,10 @@ class SeparateProjections:
       biases.append(_bias(layer, name, (heads, H), kernel_axes[1:]))
     x, *params = dtypes.promote_dtype(x, *kernels, *biases, dtype=layer.dtype)
     query, key, value = (
-      _with_bias(layer.einsum("BTD,DNH->BTNH", x, kernel), bias)
-      for kernel, bias in zip(params[:3], params[3:], strict=True)
+      _with_bias(
+        products.call(layer.einsum, name, "BTD,DNH->BTNH", x, kernel), bias
+      )
+      for name, kernel, bias in zip(parts, params[:3], params[3:], strict=True)
     )
     return _pinned(query, key, value)
 
@@ -129,7 +132,8 @@ class CombinedProjections:
     kernel = _kernel(layer, "qkv", init, kernel_shape, kernel_axes)
     bias = _bias(layer, "qkv", shape, names)
     x, kernel, bias = dtypes.promote_dtype(x, kernel, bias, dtype=layer.dtype)
-    combined = _with_bias(layer.einsum(equation, x, kernel), bias)
+    combined = products.call(layer.einsum, "qkv", equation, x, kernel)
+    combined = _with_bias(combined, bias)
     # Taken apart by `split`, whose derivative is one concatenation.
     query, key, value = jax.lax.split(combined, sizes, axis=at)
     return _pinned(
@@ -196,7 +200,8 @@ def output(
   context, kernel, bias = dtypes.promote_dtype(
     context, kernel, bias, dtype=layer.dtype
   )
-  x = _with_bias(layer.einsum("BTNH,NHD->BTD", context, kernel), bias)
+  x = products.call(layer.einsum, "out", "BTNH,NHD->BTD", context, kernel)
+  x = _with_bias(x, bias)
   return remat.tag(x, remat.ATTENTION_OUTPUT)
 
 

@@ -171,7 +171,7 @@ class Splash:
       out += broken.astype(out.dtype)[:, None, None, None]
       sees_any = mask.q_segment_ids != 0
     else:
-      sees_any = jnp.any(mask.to_array(), axis=-1)[:, 0]
+      sees_any = mask.sees_any(mask.to_array())
     # Padding gathered padding, and what sees nothing an average of all.
     zero = jnp.zeros((), out.dtype)
     return jnp.where(sees_any[:, :, None, None], out, zero)

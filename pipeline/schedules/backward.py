@@ -1,17 +1,20 @@
 """The operations of a table, each on one piece of the model.
 
-All run a piece from its stored input; gradients come out in float32, in which
-they are added up.
+Those of a table that recomputes run a piece from its stored input; those of one
+that saves are the parts of a split piece. Gradients come out in float32, in
+which they are added up.
 """
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 
-from paxon.pipeline.schedules import model_functions
+from paxon.pipeline.schedules import backward_split, model_functions, operation
 
+_Kind = operation.Kind
 _Tree = model_functions.Tree
 
 
@@ -23,12 +26,16 @@ class Given(NamedTuple):
     outer: Variables of `first` and `last`.
     piece: Which one.
     is_first: Whether it is the model's first, bool.
+    residuals: What its forward operation kept, where it kept anything.
+    pairs: What its gradient of the input kept, likewise.
   """
 
   functions: model_functions.ModelFunctions
   outer: _Tree
   piece: model_functions.Piece
   is_first: jax.Array
+  residuals: Sequence[jax.Array] = ()
+  pairs: Sequence[jax.Array] = ()
 
 
 class Made(NamedTuple):
@@ -38,17 +45,30 @@ class Made(NamedTuple):
     message: For another piece, like x.
     auxiliary: To be added to the loss, float32.
     chunk: Gradients of the piece's variables, float32.
+    residuals: To be kept.
+    pairs: To be kept.
   """
 
   message: _Tree
   auxiliary: jax.Array
   chunk: _Tree
+  residuals: Sequence[jax.Array] = ()
+  pairs: Sequence[jax.Array] = ()
+
+
+Run = Callable[[Given, _Tree, _Tree, _Tree], Made]
 
 
 def nothing(given: Given, chunk: _Tree, x: _Tree, dy: _Tree) -> Made:
   """An empty place of the table."""
-  del given, dy
-  return Made(_zeros(x), jnp.float32(0), _zeros_float32(chunk))
+  del dy
+  return Made(
+    _zeros(x),
+    jnp.float32(0),
+    _zeros_float32(chunk),
+    _zeros(given.residuals),
+    _zeros(given.pairs),
+  )
 
 
 def forward(given: Given, chunk: _Tree, x: _Tree, dy: _Tree) -> Made:
@@ -91,6 +111,65 @@ def of_weights(given: Given, chunk: _Tree, x: _Tree, dy: _Tree) -> Made:
   (_, auxiliary), pull = jax.vjp(run, chunk)
   (gradients,) = pull((dy, jnp.ones_like(auxiliary)))
   return Made(_zeros(x), jnp.float32(0), as_float32(gradients))
+
+
+# Run a piece forward again; nothing is kept but its input.
+RECOMPUTING: Mapping[operation.Kind, Run] = {
+  _Kind.FORWARD: forward,
+  _Kind.BACKWARD: both,
+  _Kind.INPUT_GRADIENT: of_input,
+  _Kind.WEIGHT_GRADIENT: of_weights,
+}
+
+
+def saving(split: backward_split.Split) -> Mapping[operation.Kind, Run]:
+  """Returns the operations that are parts of a split piece.
+
+  Args:
+    split: Of the model's chunk; its others are a `Piece`.
+  """
+  no_residuals, no_pairs = _blank(split.residuals), _blank(split.pairs)
+
+  def free(given: Given, chunk: _Tree) -> _Tree:
+    return chunk, given.piece
+
+  def keeping_forward(given: Given, chunk: _Tree, x: _Tree, dy: _Tree) -> Made:
+    del dy
+    made = split.forward(free(given, chunk), _input(given, x))
+    (y, auxiliary), residuals = made
+    auxiliary = auxiliary.astype(jnp.float32)
+    zeros = _zeros_float32(chunk)
+    return Made(y, auxiliary, zeros, residuals, no_pairs())
+
+  def keeping_input(given: Given, chunk: _Tree, x: _Tree, dy: _Tree) -> Made:
+    del x
+    dx, pairs = split.of_input(free(given, chunk), given.residuals, dy)
+    zeros = _zeros_float32(chunk)
+    return Made(dx, jnp.float32(0), zeros, no_residuals(), pairs)
+
+  def kept_weights(given: Given, chunk: _Tree, x: _Tree, dy: _Tree) -> Made:
+    del dy
+    dw = as_float32(split.of_weights(free(given, chunk), given.pairs))
+    return Made(_zeros(x), jnp.float32(0), dw, no_residuals(), no_pairs())
+
+  def kept_both(given: Given, chunk: _Tree, x: _Tree, dy: _Tree) -> Made:
+    made = keeping_input(given, chunk, x, dy)
+    own = given._replace(pairs=made.pairs)
+    dw = kept_weights(own, chunk, x, dy).chunk
+    return made._replace(chunk=dw, pairs=no_pairs())
+
+  return {
+    _Kind.FORWARD: keeping_forward,
+    _Kind.BACKWARD: kept_both,
+    _Kind.INPUT_GRADIENT: keeping_input,
+    _Kind.WEIGHT_GRADIENT: kept_weights,
+  }
+
+
+def _blank(
+  shapes: Sequence[jax.ShapeDtypeStruct],
+) -> Callable[[], list[jax.Array]]:
+  return lambda: [jnp.zeros(s.shape, s.dtype) for s in shapes]
 
 
 def head(

@@ -16,10 +16,11 @@ must not permute over any mesh axis (such as ring attention does); sums and
 gathers over other axes are fine. Buffers are read inside of branches and
 written outside, because a branch that changes a buffer copies it.
 
-Backward operations run their piece forward again from its input: memory is that
-of the inputs in the box, and time is that of rematerialization. The parts of a
-backward pass that is split (B and W) then each do that, so tables of them
-are right here but gain no time.
+Backward operations either run their piece forward again from its input: memory
+is that of the inputs in the box, and time is that of rematerialization. The
+parts of a backward pass that is split (B and W) then each do that, so tables of
+them are right but gain no time. Or forward operations keep what gradients need
+(`backward_split`): nothing is computed twice, and more is kept.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +34,7 @@ import jax.numpy as jnp
 
 from paxon.pipeline.schedules import (
   backward,
+  backward_split,
   lowering,
   model_functions,
   operation,
@@ -52,6 +54,8 @@ def make_gradient_fn(
   *,
   schedule: table.Table,
   data_axes: Sequence[str] = (),
+  maxima: Sequence[str] = (),
+  residuals: lowering.Residuals = lowering.Residuals.RECOMPUTE,
 ) -> model_functions.GradientFn:
   """Returns `(chunks, outer, batch, key=None) -> Gradients`.
 
@@ -66,12 +70,18 @@ def make_gradient_fn(
     schedule: Any valid table.
     data_axes: Mesh axes that split the rows. Gradients are summed over them
       once, at the end. Other mesh axes are the partitioner's.
+    maxima: Entries of `chunks` and `outer`, which are dicts then, whose
+      gradients are values, none negative, such as the amax of fp8: of several
+      microbatches the largest is taken, not the sum.
+    residuals: What forward operations keep for backward ones. For tables with
+      B and W the layers of a chunk must then be written one after the other,
+      since a loop over them is never cut in two.
 
   Raises:
     ValueError: The table is invalid.
   """
   functions = model_functions.with_own_keys(functions)
-  lowered = lowering.lower(schedule)
+  lowered = lowering.lower(schedule, residuals)
   pieces = schedule.pieces
 
   def gradient_fn(
@@ -85,7 +95,12 @@ def make_gradient_fn(
     rows = _Spec(None, tuple(data_axes) or None)
     run = jax.shard_map(
       functools.partial(
-        _run_stage, functions, lowered, pieces.num_chunks, tuple(data_axes)
+        _run_stage,
+        functions,
+        lowered,
+        pieces.num_chunks,
+        tuple(data_axes),
+        frozenset(maxima),
       ),
       in_specs=(_Spec(axes.STAGE), _Spec(), rows, _Spec(), *_TABLE_SPECS),
       out_specs=_OUT_SPECS,
@@ -165,12 +180,15 @@ class _State(NamedTuple):
   """Of one stage between ticks.
 
   `box` has the messages [slots of the box,...], `sent` those of the tick before
-  by slot, where messages take two ticks.
+  by slot, where messages take two ticks. `residuals` and `pairs` are what
+  operations keep, [slots of the pool,...].
   """
 
   box: _Tree
   sent: tuple[_Tree, ...]
   sums: _Sums
+  residuals: Sequence[jax.Array]
+  pairs: Sequence[jax.Array]
 
 
 def _run_stage(
@@ -178,6 +196,7 @@ def _run_stage(
   lowered: lowering.Lowered,
   num_chunks: int,
   data_axes: tuple[str, ...],
+  maxima: frozenset[str],
   chunks: _Tree,
   outer: _Tree,
   batch: Mapping[str, jax.Array],
@@ -198,21 +217,50 @@ def _run_stage(
     outer=outer,
     batch=batch,
     key=key,
+    maxima=maxima,
   )
+  split = stage.split()
+  runs = backward.RECOMPUTING if split is None else backward.saving(split)
   state, _ = lax.scan(
-    lambda state, row: (stage.tick(state, *row), None),
-    stage.initial(),
+    lambda state, row: (stage.tick(runs, state, *row), None),
+    stage.initial(split),
     (cells[:, 0], arrivals[:, 0]),
   )
   sums, all_axes = state.sums, (axes.STAGE, *data_axes)
-  own = lax.psum(sums.chunks, data_axes) if data_axes else sums.chunks
+  own = _over(sums.chunks, data_axes, maxima)
   return model_functions.Gradients(
     loss=lax.psum(sums.loss, all_axes),
     auxiliary=lax.psum(sums.auxiliary, all_axes),
     metrics=lax.psum(sums.metrics, all_axes),
     chunks=jax.tree.map(lambda x: x[None], own),
-    outer=lax.psum(sums.outer, all_axes),
+    outer=_over(sums.outer, all_axes, maxima),
   )
+
+
+def _over(
+  tree: _Tree, mesh_axes: tuple[str, ...], maxima: frozenset[str]
+) -> _Tree:
+  """Returns gradients combined over mesh axes."""
+  if not mesh_axes:
+    return tree
+  if not maxima:
+    return lax.psum(tree, mesh_axes)
+  return {
+    name: (lax.pmax if name in maxima else lax.psum)(part, mesh_axes)
+    for name, part in tree.items()
+  }
+
+
+def _added(total: _Tree, new: _Tree, maxima: frozenset[str]) -> _Tree:
+  """Returns gradients combined with those of one more microbatch."""
+  if not maxima:
+    return jax.tree.map(jnp.add, total, new)
+  return {
+    name: jax.tree.map(
+      jnp.maximum if name in maxima else jnp.add, part, new[name]
+    )
+    for name, part in total.items()
+  }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -226,12 +274,40 @@ class _Stage:
   outer: _Tree
   batch: Mapping[str, jax.Array]
   key: jax.Array | None
+  maxima: frozenset[str]
 
-  def initial(self) -> _State:
-    piece = self._piece(jnp.zeros(len(lowering.COLUMNS), jnp.int32))
-    shapes = model_functions.shapes_of(
-      self.functions, chunk=self._chunk(0), outer=self.outer, piece=piece
+  def shapes(self) -> model_functions.Shapes:
+    """Returns what passes between functions, as shapes."""
+    return model_functions.shapes_of(
+      self.functions,
+      chunk=self._chunk(0),
+      outer=self.outer,
+      piece=self._first_piece(),
     )
+
+  def split(self) -> backward_split.Split | None:
+    """Returns the chunk in three parts, where operations keep something."""
+    if not self.lowered.residuals:
+      return None
+
+    def piece(chunk: _Tree, piece: model_functions.Piece, x: _Tree) -> Any:
+      return self.functions.chunk(chunk, x, piece)
+
+    abstract = jax.eval_shape(lambda: (self._chunk(0), self._first_piece()))
+    found = backward_split.split(
+      piece, variables=abstract[0], others=abstract[1], x=self.shapes().x
+    )
+    if self.lowered.pairs and not found.splits:
+      raise ValueError(
+        "ModelFunctions.chunk gives gradients of its variables together with"
+        " that of its input, so nothing of it can wait: write its layers one"
+        " after the other, not as a loop or as one rematerialized function, or"
+        " take a schedule without W, or Residuals.RECOMPUTE."
+      )
+    return found
+
+  def initial(self, split: backward_split.Split | None) -> _State:
+    shapes = self.shapes()
     blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes.x)
     sent = ()
     if self.lowered.latency > 1:
@@ -250,25 +326,34 @@ class _Stage:
         chunks=_zeros_float32(self.chunks),
         outer=_zeros_float32(self.outer),
       ),
+      residuals=_pool(split.residuals, self.lowered.residuals) if split else (),
+      pairs=_pool(split.pairs, self.lowered.pairs) if split else (),
     )
 
   def tick(
-    self, state: _State, cells: jax.Array, arrivals: jax.Array
+    self,
+    runs: Mapping[operation.Kind, backward.Run],
+    state: _State,
+    cells: jax.Array,
+    arrivals: jax.Array,
   ) -> _State:
     """Runs one tick.
 
     Args:
+      runs: The operations.
       state: Before it.
       cells: int32 [slots, COLUMNS].
       arrivals: int32 [routes].
     """
-    box, sums, made = state.box, state.sums, []
+    made = []
     for slot, kinds in enumerate(self.lowered.kinds):
       cell = cells[slot]
-      message, sums = self._run_slot(kinds, box, sums, cell)
+      message, state = self._run_slot(runs, kinds, state, cell)
       if self.lowered.has_local[slot]:
-        box = _put(box, message, cell[_COLUMN["local"]])
+        box = _put(state.box, message, cell[_COLUMN["local"]])
+        state = state._replace(box=box)
       made.append(message)
+    box = state.box
     # With a latency of two, what was made a tick ago moves beside this tick.
     moving = state.sent or made
     for number, route in enumerate(self.lowered.routes):
@@ -277,39 +362,43 @@ class _Stage:
         moving[route.slot],
       )
       box = _put(box, arrived, arrivals[number])
-    return _State(box, tuple(made) if state.sent else (), sums)
+    return state._replace(box=box, sent=tuple(made) if state.sent else ())
 
   def _run_slot(
     self,
+    runs: Mapping[operation.Kind, backward.Run],
     kinds: Sequence[operation.Kind],
-    box: _Tree,
-    sums: _Sums,
+    state: _State,
     cell: jax.Array,
-  ) -> tuple[_Tree, _Sums]:
-    """Returns what an operation sends, and the sums with what it adds."""
+  ) -> tuple[_Tree, _State]:
+    """Returns what an operation sends, and the state with what it adds."""
+    box, sums = state.box, state.sums
     piece = self._piece(cell)
     given = backward.Given(
       functions=self.functions,
       outer=self.outer,
       piece=piece,
       is_first=cell[_COLUMN["is_first"]] == 1,
+      residuals=_get(state.residuals, cell[_COLUMN["kept"]]),
+      pairs=_get(state.pairs, cell[_COLUMN["pairs"]]),
     )
     x = _get(box, cell[_COLUMN["x"]])
     dy = _get(box, cell[_COLUMN["dy"]])
     chunk_number = cell[_COLUMN["chunk"]]
     has_gradients = _Kind.BACKWARD in kinds or _Kind.WEIGHT_GRADIENT in kinds
-    runs = {
-      _Kind.FORWARD: backward.forward,
-      _Kind.BACKWARD: backward.both,
-      _Kind.INPUT_GRADIENT: backward.of_input,
-      _Kind.WEIGHT_GRADIENT: backward.of_weights,
+    keeps = {
+      "residuals": _Kind.FORWARD in kinds,
+      "pairs": _Kind.INPUT_GRADIENT in kinds,
     }
 
     def branch(run: Any) -> Callable[[], backward.Made]:
       def call() -> backward.Made:
         made = run(given, self._chunk(chunk_number), x, dy)
-        # In a slot without gradients, nothing carries zeros of their size.
-        return made if has_gradients else made._replace(chunk=None)
+        # In a slot that never makes them, nothing carries zeros of their size.
+        none = {name: () for name, has in keeps.items() if not has}
+        if not has_gradients:
+          none["chunk"] = ()
+        return made._replace(**none)
 
       return call
 
@@ -321,13 +410,17 @@ class _Stage:
     made = lax.switch(numbers[cell[_COLUMN["kind"]]], branches)
     sums = sums._replace(auxiliary=sums.auxiliary + made.auxiliary)
     if has_gradients:
-      added = jax.tree.map(
-        lambda total, new: total.at[chunk_number].add(new),
-        sums.chunks,
-        made.chunk,
-      )
-      sums = sums._replace(chunks=added)
-    return self._ends(kinds, given, made.message, sums, cell)
+      total = _get(sums.chunks, chunk_number)
+      total = _added(total, made.chunk, self.maxima)
+      sums = sums._replace(chunks=_put(sums.chunks, total, chunk_number))
+    if keeps["residuals"] and self.lowered.residuals:
+      kept = _put(state.residuals, made.residuals, cell[_COLUMN["keeps"]])
+      state = state._replace(residuals=kept)
+    if keeps["pairs"] and self.lowered.pairs:
+      kept = _put(state.pairs, made.pairs, cell[_COLUMN["pairs_kept"]])
+      state = state._replace(pairs=kept)
+    message, sums = self._ends(kinds, given, made.message, sums, cell)
+    return message, state._replace(sums=sums)
 
   def _ends(
     self,
@@ -352,7 +445,7 @@ class _Stage:
         return dy, sums._replace(
           loss=sums.loss + loss,
           metrics=jax.tree.map(jnp.add, sums.metrics, metrics),
-          outer=jax.tree.map(jnp.add, sums.outer, outer),
+          outer=_added(sums.outer, outer, self.maxima),
         )
 
       message, sums = lax.cond(
@@ -363,12 +456,15 @@ class _Stage:
 
       def first(outer: _Tree) -> _Tree:
         new = backward.first(given, message)
-        return jax.tree.map(jnp.add, outer, new)
+        return _added(outer, new, self.maxima)
 
       is_begin = is_one_of(*used) & given.is_first
       outer = lax.cond(is_begin, first, lambda outer: outer, sums.outer)
       sums = sums._replace(outer=outer)
     return message, sums
+
+  def _first_piece(self) -> model_functions.Piece:
+    return self._piece(jnp.zeros(len(lowering.COLUMNS), jnp.int32))
 
   def _piece(self, cell: jax.Array) -> model_functions.Piece:
     microbatch = cell[_COLUMN["microbatch"]]
@@ -389,6 +485,13 @@ class _Stage:
 
 def _zeros_float32(tree: _Tree) -> _Tree:
   return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), tree)
+
+
+def _pool(
+  shapes: Sequence[jax.ShapeDtypeStruct], slots: int
+) -> list[jax.Array]:
+  # Without a slot nothing is read; an array of none could not be indexed.
+  return [jnp.zeros((slots, *s.shape), s.dtype) for s in shapes if slots]
 
 
 def _get(tree: _Tree, number: jax.Array | int) -> _Tree:

@@ -12,6 +12,8 @@ import pytest
 from paxon.layers import feed_forward, stack
 from paxon.layers import testing as layers_testing
 from paxon.pipeline.schedules import (
+  backward_split,
+  branch_permutes,
   dependencies,
   executor,
   gpipe,
@@ -45,8 +47,8 @@ def _given(schedule, *, tied=False, microbatches=MICROBATCHES):
   return chunks, outer, testing.batch(num_microbatches=microbatches)
 
 
-def _compare(schedule, *, tied=False, data=1):
-  model = testing.functions(tied=tied)
+def _compare(schedule, *, tied=False, data=1, saves=False):
+  model = testing.functions(tied=tied, unroll=saves)
   given = (*_given(schedule, tied=tied), jax.random.key(2))
   if data > 1:
     model = testing.without_noise(model)
@@ -56,7 +58,12 @@ def _compare(schedule, *, tied=False, data=1):
   with jax.set_mesh(_mesh(schedule.pieces.num_stages, data)):
     got = jax.jit(
       executor.make_gradient_fn(
-        model, schedule=schedule, data_axes=("data",) if data > 1 else ()
+        model,
+        schedule=schedule,
+        data_axes=("data",) if data > 1 else (),
+        residuals=lowering.Residuals.SAVE
+        if saves
+        else lowering.Residuals.RECOMPUTE,
       )
     )(*given)
 
@@ -89,6 +96,12 @@ def _late(*, num_stages, num_microbatches):
     pytest.param(interleaved.two_slots, 4, {}, id="interleaved-two-slot"),
     pytest.param(zero_bubble.make_h1, 4, {"data": 2}, id="zb-h1"),
     pytest.param(zero_bubble.make_v, 4, {"tied": True}, id="zb-v"),
+    pytest.param(
+      interleaved.two_slots, 2, {"saves": True}, id="interleaved-saves"
+    ),
+    pytest.param(
+      zero_bubble.make_h1, 4, {"saves": True, "data": 2}, id="zb-h1-saves"
+    ),
   ],
 )
 def test_loss_and_gradients_are_the_sequential_models(make, stages, options):
@@ -143,45 +156,163 @@ def test_an_axis_of_the_partitioner_may_split_weights():
     )
 
 
-def _lowered(microbatches):
-  schedule = interleaved.two_slots(num_stages=4, num_microbatches=microbatches)
-  given = _given(schedule, microbatches=microbatches)
+def _lowered(microbatches, **options):
+  # With one chunk a stage; several would go to and from their stages, outside.
+  schedule = one_f_one_b.two_slots(num_stages=4, num_microbatches=microbatches)
+  given = _given(schedule, tied=True, microbatches=microbatches)
   gradient_fn = executor.make_gradient_fn(
-    testing.functions(tied=False), schedule=schedule
+    testing.functions(tied=True), schedule=schedule, **options
   )
   return jax.jit(gradient_fn).lower(*given, jax.random.key(0))
 
 
-def test_the_program_does_not_grow_and_permutes_outside_of_branches():
-  with jax.set_mesh(_mesh(4)):
-    few, many = _lowered(8), _lowered(32)
-    assert few.as_text().count("\n") == many.as_text().count("\n")
-    text = few.compile().as_text()
+def _computations(text):
+  """The lines of each computation of a compiled program, by name."""
   computations, name = {}, ""
   for line in text.splitlines():
     if line.startswith(("%", "ENTRY")):
       name = re.findall(r"%([\w.\-]+)", line)[0]
     computations.setdefault(name, []).append(line)
+  return computations
+
+
+def _called(computations, by, attribute):
+  """The computations that operations call, and what these call."""
   inside = set()
   for lines in computations.values():
     for line in lines:
-      if " conditional(" in line:
-        _, _, called = line.partition("branch_computations=")
-        inside |= set(re.findall(r"%([\w.\-]+)", called.partition("}")[0]))
-  assert inside
+      if f" {by}(" in line:
+        _, _, called = line.partition(f"{attribute}=")
+        inside |= set(re.findall(r"%([\w.\-]+)", re.split(r"[},]", called)[0]))
+        if called.startswith("{"):
+          inside |= set(re.findall(r"%([\w.\-]+)", called.partition("}")[0]))
   before = set()
   while before != inside:
     before = set(inside)
     for name in before:
       called = re.findall(r"%([\w.\-]+)", "\n".join(computations[name][1:]))
       inside |= set(called) & set(computations)
-  permutes = {
-    name: len(re.findall(r" collective-permute(?:-start)?\(", "\n".join(lines)))
-    for name, lines in computations.items()
-  }
-  # A forward slot sends on, a backward slot sends back.
-  assert sum(permutes.values()) == 2
-  assert not any(permutes[name] for name in inside)
+  return inside
+
+
+_COLLECTIVE = re.compile(
+  r"= (.*?) (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
+  r"|collective-broadcast|ragged-all-to-all)(?:-start)?\("
+)
+
+
+def _collectives(computations, among):
+  """(kind, number of elements) of each in some computations."""
+  found = []
+  for name in among:
+    for line in computations[name]:
+      for shapes, kind in _COLLECTIVE.findall(line):
+        dimensions = re.findall(r"\w\d+\[([\d,]*)\]", shapes)
+        sizes = [
+          np.prod([int(n) for n in d.split(",") if n]) for d in dimensions
+        ]
+        found.append((kind, int(sum(sizes))))
+  return found
+
+
+def test_the_program_does_not_grow_and_only_neighbours_talk_in_the_loop():
+  with jax.set_mesh(_mesh(4)):
+    few, many = _lowered(8), _lowered(32)
+    assert few.as_text().count("\n") == many.as_text().count("\n")
+    computations = _computations(few.compile().as_text())
+  branches = _called(computations, "conditional", "branch_computations")
+  ticks = _called(computations, "while", "body")
+  assert branches
+  assert branches < ticks
+  # A forward slot sends on, a backward slot sends back, outside of branches.
+  kinds = [kind for kind, _ in _collectives(computations, ticks)]
+  assert kinds == ["collective-permute"] * 2
+  assert not _collectives(computations, branches)
+  # After it losses and metrics are added up, and what all stages share: the
+  # embedding that is the head, once.
+  after = _collectives(computations, set(computations) - ticks)
+  assert {kind for kind, _ in after} == {"all-reduce"}
+  numbers = 3
+  assert sum(size for _, size in after) == (
+    testing.VOCAB * testing.EMBED + numbers
+  )
+
+
+def test_permutes_in_branches_are_found():
+  """Made by hand: each half of the devices would wait for the other."""
+  mesh = _mesh(2, 2)
+  spec = jax.sharding.PartitionSpec(("data", "stage"))
+
+  def shifted(x):
+    return jax.lax.ppermute(x, "data", [(0, 1), (1, 0)])
+
+  def run(permutes, x):
+    def branch(x):
+      stage = jax.lax.axis_index("stage")
+      return jax.lax.cond(stage == 0, shifted, lambda x: 2 * x, x)
+
+    fn = branch if permutes else shifted
+    return jax.shard_map(fn, in_specs=spec, out_specs=spec, check_vma=False)(x)
+
+  with jax.set_mesh(mesh):
+    for permutes in (False, True):
+      traced = jax.jit(run, static_argnums=0).lower(permutes, jnp.ones((4, 3)))
+      found = branch_permutes.count(traced.compile().as_text())
+      assert found == permutes
+
+
+def _products(fn, *args):
+  return str(jax.make_jaxpr(fn)(*args)).count(" dot_general[")
+
+
+def test_a_split_piece_computes_nothing_twice():
+  """Two layers of two products: four forward, four for dx, four for dw."""
+
+  def piece(kernels, scale, x):
+    for up, down in kernels:
+      x = x + jnp.tanh(x @ up) @ down * jnp.float32(scale)
+    return x, jnp.sum(x * x)
+
+  kernels = [
+    (layers_testing.normal(4, 6, seed=i), layers_testing.normal(6, 4, seed=9))
+    for i in range(2)
+  ]
+  x, dy = (layers_testing.normal(3, 4, seed=i) for i in (3, 4))
+  scale = jnp.float32(0.5)
+  made = backward_split.split(piece, variables=kernels, others=scale, x=x)
+  free = (kernels, scale)
+  (y, auxiliary), residuals = made.forward(free, x)
+  dx, pairs = made.of_input(free, residuals, dy)
+  dw = made.of_weights(free, pairs)
+  want, pull = jax.vjp(lambda w, x: piece(w, scale, x), kernels, x)
+  for a, e in zip(
+    jax.tree.leaves(((y, auxiliary), dw, dx)),
+    jax.tree.leaves((want, *pull((dy, jnp.float32(1))))),
+    strict=True,
+  ):
+    np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6)
+  assert made.splits
+  assert _products(made.forward, free, x) == 4
+  assert _products(made.of_input, free, residuals, dy) == 4
+  assert _products(made.of_weights, free, pairs) == 4
+  # Kernels are never kept: all has rows.
+  for kept in (*made.residuals, *made.pairs):
+    assert kept.shape[0] == 3
+
+
+def test_a_loop_over_layers_cannot_be_split():
+  schedule = zero_bubble.make_h1(num_stages=1, num_microbatches=MICROBATCHES)
+  given = (*_given(schedule, tied=True), jax.random.key(0))
+  gradient_fn = executor.make_gradient_fn(
+    testing.functions(tied=True),
+    schedule=schedule,
+    residuals=lowering.Residuals.SAVE,
+  )
+  with (
+    jax.set_mesh(_mesh(1)),
+    pytest.raises(ValueError, match=r"write its layers one after the other"),
+  ):
+    jax.eval_shape(gradient_fn, *given)
 
 
 def test_meshes_and_arrays_that_do_not_suit_are_refused():

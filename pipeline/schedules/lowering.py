@@ -2,15 +2,18 @@
 
 A piece is given its input and the gradient of its output by messages. Both have
 one shape, so they share a pool, the box, in which each message has a slot from
-its arrival to the last operation that reads it: in this lowering backward
-operations run the piece forward again, so its input is read by them too. Slots
-are given out here, once for all ticks (`lifetimes.assign`).
+its arrival to the last operation that reads it. Where backward operations run
+the piece forward again, they read its input, too; else they read what forward
+operations have kept, residuals, and what the gradient of the input has kept for
+that of the weights, pairs, each in a pool of its own. Slots are given out here,
+once for all ticks (`lifetimes.assign`).
 
-The last slot of the box is where messages go that nobody waits for.
+The last slot of each pool is where goes what nobody waits for.
 """
 
 from collections.abc import Iterator, Mapping
 import dataclasses
+import enum
 
 import numpy as np
 
@@ -33,6 +36,16 @@ KINDS = (
   _Kind.WEIGHT_GRADIENT,
 )
 
+
+class Residuals(enum.Enum):
+  """What forward operations keep for backward ones."""
+
+  # Nothing but the input of the piece; they run it forward again.
+  RECOMPUTE = "recompute"
+  # What gradients need: no operation computes anything twice.
+  SAVE = "save"
+
+
 # The columns of `Lowered.cells`.
 COLUMNS = (
   # Index into `KINDS`.
@@ -48,6 +61,12 @@ COLUMNS = (
   "x",
   "dy",
   "local",
+  # Slots of the other pools: where an operation puts residuals, where it reads
+  # them, and likewise pairs.
+  "keeps",
+  "kept",
+  "pairs_kept",
+  "pairs",
 )
 
 
@@ -78,6 +97,8 @@ class Lowered:
     kinds: By slot, which kinds occur in it.
     has_local: By slot, whether any result stays on its stage.
     box: Slots of the box, the one of messages for nobody included.
+    residuals: Slots of the residuals, likewise; 0 where none are kept.
+    pairs: Slots of the pairs, likewise.
     latency: Of the table.
   """
 
@@ -87,6 +108,8 @@ class Lowered:
   kinds: tuple[tuple[operation.Kind, ...], ...]
   has_local: tuple[bool, ...]
   box: int
+  residuals: int
+  pairs: int
   latency: int
 
 
@@ -100,11 +123,14 @@ class _Message:
   is_gradient: bool
 
 
-def lower(schedule: table.Table) -> Lowered:
+def lower(
+  schedule: table.Table, residuals: Residuals = Residuals.RECOMPUTE
+) -> Lowered:
   """Returns a table as integers.
 
   Args:
     schedule: Any valid one.
+    residuals: What forward operations keep.
 
   Raises:
     ValueError: The table is invalid, or has operations of recomputation, which
@@ -118,7 +144,10 @@ def lower(schedule: table.Table) -> Lowered:
         f" the executor recomputes inside X, B and W; leave {op} out."
       )
   senders = dict(_senders(schedule))
-  slots, box = _assign(schedule, senders)
+  saves = residuals is Residuals.SAVE
+  slots, box = _assign(schedule, senders, saves=saves)
+  kept, num_kept = _pool(schedule, "residuals") if saves else ({}, 0)
+  pairs, num_pairs = _pool(schedule, "weight_pairs") if saves else ({}, 0)
   shape = (len(schedule.ticks), schedule.pieces.num_stages)
   routes = _routes(schedule, senders)
   numbers = {(r.slot, r.direction): n for n, r in enumerate(routes)}
@@ -133,12 +162,16 @@ def lower(schedule: table.Table) -> Lowered:
     kinds[place.slot].add(op.kind)
   local = {p.slot for m, p in senders.items() if p.stage == m.stage}
   return Lowered(
-    cells=_cells(schedule, senders, slots, dump=box - 1),
+    cells=_cells(
+      schedule, senders, slots, kept, pairs, (box, num_kept, num_pairs)
+    ),
     arrivals=arrivals,
     routes=routes,
     kinds=tuple(tuple(k for k in KINDS[1:] if k in ks) for ks in kinds),
     has_local=tuple(slot in local for slot in range(schedule.num_slots)),
     box=box,
+    residuals=num_kept,
+    pairs=num_pairs,
     latency=schedule.latency,
   )
 
@@ -169,15 +202,31 @@ def _senders(
       yield message, place
 
 
+_Slots = Mapping[tuple[int, int, int], int]
+
+
+def _pool(schedule: table.Table, name: str) -> tuple[_Slots, int]:
+  """Returns slots by stage, microbatch and chunk, and the pool's size."""
+  slots = {}
+  for stage in range(schedule.pieces.num_stages):
+    lives = getattr(lifetimes.of_stage(schedule, stage=stage), name)
+    for life, slot in lifetimes.assign(lives).items():
+      slots[stage, life.microbatch, life.chunk] = slot
+  return slots, max(slots.values()) + 2 if slots else 0
+
+
 def _assign(
-  schedule: table.Table, senders: Mapping[_Message, table.Place]
+  schedule: table.Table,
+  senders: Mapping[_Message, table.Place],
+  *,
+  saves: bool,
 ) -> tuple[Mapping[_Message, int], int]:
   """Returns the slot of each message, and the size of the box."""
   ends: dict[_Message, tuple[int, int]] = {}
   for place, op in schedule.places():
     at = (place.tick, place.slot)
     for is_gradient in (False, True):
-      if op.kind in _GRADIENTS or not is_gradient:
+      if _reads(op.kind, saves=saves, is_gradient=is_gradient):
         message = _Message(place.stage, op.microbatch, op.chunk, is_gradient)
         ends[message] = max(ends.get(message, at), at)
   slots: dict[_Message, int] = {}
@@ -198,6 +247,13 @@ def _assign(
     found = lifetimes.assign(lives.values())
     slots |= {message: found[life] for message, life in lives.items()}
   return slots, max(slots.values(), default=-1) + 2
+
+
+def _reads(kind: operation.Kind, *, saves: bool, is_gradient: bool) -> bool:
+  """Returns whether an operation reads its input, or its output's gradient."""
+  if not is_gradient:
+    return kind is _Kind.FORWARD or not saves
+  return kind in (operation.INPUT_GRADIENT_KINDS if saves else _GRADIENTS)
 
 
 def _direction(
@@ -227,14 +283,21 @@ def _cells(
   schedule: table.Table,
   senders: Mapping[_Message, table.Place],
   slots: Mapping[_Message, int],
-  *,
-  dump: int,
+  kept: _Slots,
+  pairs: _Slots,
+  sizes: tuple[int, int, int],
 ) -> np.ndarray:
   pieces = schedule.pieces
   shape = (len(schedule.ticks), pieces.num_stages, schedule.num_slots)
   cells = np.zeros((*shape, len(COLUMNS)), np.int32)
+  dump, kept_dump, pairs_dump = (max(size - 1, 0) for size in sizes)
   for name in ("x", "dy", "local"):
     cells[..., COLUMNS.index(name)] = dump
+  for name in ("keeps", "kept"):
+    cells[..., COLUMNS.index(name)] = kept_dump
+  for name in ("pairs_kept", "pairs"):
+    cells[..., COLUMNS.index(name)] = pairs_dump
+  saves = bool(sizes[1])
   for place, op in schedule.places():
     k = pieces.virtual_stage(place.stage, chunk=op.chunk)
     own = (place.stage, op.microbatch, op.chunk)
@@ -247,10 +310,21 @@ def _cells(
       "virtual_stage": k,
       "is_first": k == 0,
       "is_last": k + 1 == pieces.num_stages * pieces.num_chunks,
-      "x": slots.get(_Message(*own, False), dump),
-      "dy": slots[_Message(*own, True)] if op.kind in _GRADIENTS else dump,
+      "x": slots.get(_Message(*own, False), dump)
+      if _reads(op.kind, saves=saves, is_gradient=False)
+      else dump,
+      "dy": slots[_Message(*own, True)]
+      if _reads(op.kind, saves=saves, is_gradient=True)
+      else dump,
       "local": slots[made] if is_local and made is not None else dump,
     }
+    own_kept, own_pairs = kept.get(own, kept_dump), pairs.get(own, pairs_dump)
+    if op.kind is _Kind.FORWARD:
+      values["keeps"] = own_kept
+    elif op.kind is _Kind.WEIGHT_GRADIENT:
+      values["pairs"] = own_pairs
+    else:
+      values["kept"], values["pairs_kept"] = own_kept, own_pairs
     for name, value in values.items():
       cells[place.tick, place.stage, place.slot, COLUMNS.index(name)] = value
   return cells

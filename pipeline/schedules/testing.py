@@ -1,5 +1,7 @@
 """A tiny model for tests of schedules."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -13,7 +15,7 @@ def _first(outer, piece):
   return outer["embedding"][piece.inputs["ids"]] * (1.0 + noise)
 
 
-def _chunk(variables, x, piece):
+def _chunk(variables, x, piece, *, unroll):
   """Layers with a random branch and a loss of their own."""
   keys = jax.random.split(piece.key, variables["kernel"].shape[0])
 
@@ -23,10 +25,15 @@ def _chunk(variables, x, piece):
     hidden = jnp.tanh(jnp.einsum("BTD,DE->BTE", x, kernel) + bias[None, None])
     return x + jnp.where(kept, hidden, 0.0), jnp.sum(hidden**2) * 0.01
 
-  x, losses = jax.lax.scan(
-    layer, x, (variables["kernel"], variables["bias"], keys)
-  )
-  return x, jnp.sum(losses)
+  given = (variables["kernel"], variables["bias"], keys)
+  if not unroll:
+    x, losses = jax.lax.scan(layer, x, given)
+    return x, jnp.sum(losses)
+  total = jnp.float32(0)
+  for kernel, bias, key in zip(*given, strict=True):
+    x, loss = layer(x, (kernel, bias, key))
+    total += loss
+  return x, total
 
 
 def _tied(outer):
@@ -37,8 +44,15 @@ def _untied(outer):
   return outer["head"]
 
 
-def functions(*, tied: bool) -> model_functions.ModelFunctions:
-  """Returns the model; `tied` uses the embedding as the head."""
+def functions(
+  *, tied: bool, unroll: bool = False
+) -> model_functions.ModelFunctions:
+  """Returns the model.
+
+  Args:
+    tied: Whether the embedding is the head.
+    unroll: Whether layers are written one after the other.
+  """
   table_of = _tied if tied else _untied
 
   def last(outer, y, piece):
@@ -49,7 +63,9 @@ def functions(*, tied: bool) -> model_functions.ModelFunctions:
     weights = piece.inputs["weights"]
     return jnp.sum(entropy * weights), {"weight": jnp.sum(weights)}
 
-  return model_functions.ModelFunctions(first=_first, chunk=_chunk, last=last)
+  return model_functions.ModelFunctions(
+    first=_first, chunk=functools.partial(_chunk, unroll=unroll), last=last
+  )
 
 
 def variables(*, num_layers: int, tied: bool):

@@ -6,6 +6,7 @@ import pytest
 
 from paxon.layers import softmax_loss, stack
 from paxon.pipeline import spmd_pipeline
+from paxon.pipeline.schedules import scheduled_stack
 from paxon.runner import job, task, toy_experiment
 from paxon.runner.configuration import comparison, dump, effects
 
@@ -92,6 +93,7 @@ _OWNERS = {
   f"{cls.__module__}.{cls.__qualname__}": cls
   for cls in (
     job.Job,
+    scheduled_stack.ScheduledStack,
     softmax_loss.SoftmaxLoss,
     spmd_pipeline.PipelinedStack,
     stack.Stack,

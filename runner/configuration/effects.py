@@ -61,6 +61,7 @@ RULES: Mapping[str, Rule] = types.MappingProxyType(
     f"{_JOB}.rules": Rule(Effect.THROUGHPUT, may_change=True),
     f"{_JOB}.decode_mesh": Rule(Effect.EVALUATION, may_change=True),
     f"{_JOB}.decode_rules": Rule(Effect.EVALUATION, may_change=True),
+    f"{_JOB}.weights": Rule(Effect.EVALUATION, may_change=True),
     f"{_JOB}.pgle": Rule(Effect.THROUGHPUT, may_change=True),
     "paxon.runner.task.Task.name": Rule(Effect.BOOKKEEPING),
     "paxon.runner.task.Task.metrics": Rule(Effect.EVALUATION),
@@ -69,8 +70,12 @@ RULES: Mapping[str, Rule] = types.MappingProxyType(
       Effect.THROUGHPUT, may_change=True
     ),
     **{
-      f"paxon.pipeline.spmd_pipeline.PipelinedStack.{field}": Rule(
+      f"paxon.pipeline.{owner}.{field}": Rule(
         Effect.THROUGHPUT, may_change=True
+      )
+      for owner in (
+        "spmd_pipeline.PipelinedStack",
+        "schedules.scheduled_stack.ScheduledStack",
       )
       for field in (
         "scan",
@@ -83,9 +88,26 @@ RULES: Mapping[str, Rule] = types.MappingProxyType(
         "iteration_policy",
       )
     },
+    **{
+      f"paxon.pipeline.schedules.scheduled_stack.ScheduledStack.{field}": Rule(
+        Effect.THROUGHPUT, may_change=True
+      )
+      for field in ("schedule", "residuals")
+    },
     "paxon.layers.softmax_loss.SoftmaxLoss.chunk_length": Rule(
       Effect.THROUGHPUT
     ),
+    # Used while decoding only.
+    **{
+      f"paxon.layers.attention.{owner}.cache": Rule(
+        Effect.EVALUATION, may_change=True
+      )
+      for owner in (
+        "cross_attention.CrossAttention",
+        "grouped_query.GroupedQueryAttention",
+        "latent.LatentAttention",
+      )
+    },
   }
 )
 
@@ -94,6 +116,7 @@ RULES: Mapping[str, Rule] = types.MappingProxyType(
 _SAME = {
   "paxon.layers.stack.Stack",
   "paxon.pipeline.spmd_pipeline.PipelinedStack",
+  "paxon.pipeline.schedules.scheduled_stack.ScheduledStack",
 }
 
 

@@ -13,6 +13,7 @@ A report holds the position of the data before and after the batch, so the batch
 can be read again: `batch_of`.
 """
 
+import bisect
 import collections
 from collections.abc import Mapping, Sequence
 import dataclasses
@@ -21,7 +22,6 @@ import math
 from typing import Any
 
 from etils import epath
-import numpy as np
 
 from paxon.inputs import base_input
 from paxon.learners import field_checks
@@ -117,9 +117,9 @@ class Detector:
     self._settings = settings
     self._factor = factor
     self._rise = rise
-    self._values: collections.deque[float] = collections.deque(
-      maxlen=settings.window
-    )
+    self._values: collections.deque[float] = collections.deque()
+    # The same values in order, so that a step needs no sort.
+    self._in_order: list[float] = []
     self._was_high = False
 
   def find(self, value: float) -> tuple[float, float] | None:
@@ -131,27 +131,37 @@ class Detector:
     Returns:
       The median and the limit if the value jumps and the one before did not.
     """
-    median, limit = self._limit()
-    is_high = not math.isfinite(value) or value > limit
+    is_finite = math.isfinite(value)
+    median, limit = _middle(self._in_order), math.nan
+    # Nearly all values lie below what any deviation would allow.
+    if not is_finite or value > self._bounded(median, 0.0):
+      limit = self._limit(median)
+    is_high = not is_finite or value > limit
     is_new, self._was_high = is_high and not self._was_high, is_high
-    if math.isfinite(value):
-      self._values.append(value)
+    if is_finite:
+      self._add(value)
     return (median, limit) if is_new else None
 
-  def _limit(self) -> tuple[float, float]:
-    if not self._values:
-      return math.nan, math.nan
-    values = np.asarray(self._values)
-    median = float(np.median(values))
-    if len(values) < self._settings.min_steps:
-      return median, math.nan
-    deviation = _TO_SIGMA * float(np.median(np.abs(values - median)))
+  def _add(self, value: float) -> None:
+    if len(self._values) == self._settings.window:
+      first = self._values.popleft()
+      del self._in_order[bisect.bisect_left(self._in_order, first)]
+    self._values.append(value)
+    bisect.insort(self._in_order, value)
+
+  def _limit(self, median: float) -> float:
+    """Returns above what a value jumps; NaN before `min_steps` of them."""
+    if len(self._values) < self._settings.min_steps:
+      return math.nan
+    gaps = sorted(abs(value - median) for value in self._in_order)
+    return self._bounded(median, _TO_SIGMA * _middle(gaps))
+
+  def _bounded(self, median: float, deviation: float) -> float:
+    """Returns the limit for a deviation; the larger, the higher."""
     limit = median + max(
       self._settings.num_deviations * deviation, self._rise * abs(median)
     )
-    if median > 0:
-      limit = min(limit, self._factor * median)
-    return median, limit
+    return min(limit, self._factor * median) if median > 0 else limit
 
 
 class SpikeReport:
@@ -270,6 +280,14 @@ def batch_of(
   """
   train_input.set_state(dict(spike.position_before))
   return train_input.get_next()
+
+
+def _middle(in_order: Sequence[float]) -> float:
+  """Returns the median of sorted values; NaN of none."""
+  if not in_order:
+    return math.nan
+  half = len(in_order) // 2
+  return (in_order[half] + in_order[-half - 1]) / 2
 
 
 def _factors() -> tuple[str, ...]:

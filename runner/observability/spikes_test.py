@@ -34,6 +34,27 @@ def test_limit_is_that_of_the_definition():
   assert limit == pytest.approx(middle + deviations)
 
 
+def test_jumps_are_those_of_the_definition():
+  random = np.random.default_rng(1)
+  values = np.round(random.standard_t(2, 600) * 0.1 + 1, 3)
+  detector, before, was_high, jumps = _detector(), [], False, 0
+  for value in values.tolist():
+    median = limit = math.nan
+    if before:
+      median = np.median(before[-40:])
+    if len(before) >= 20:
+      gaps = np.abs(np.asarray(before[-40:]) - median)
+      limit = median + max(14.826 * np.median(gaps), 0.05 * abs(median))
+      limit = min(limit, 1.5 * median)
+    expected = None
+    if value > limit and not was_high:
+      expected, jumps = pytest.approx((median, limit)), jumps + 1
+    assert detector.find(value) == expected
+    was_high = value > limit
+    before.append(value)
+  assert jumps > 5
+
+
 def test_noise_and_falling_losses_are_no_jumps():
   detector = _detector(spikes.SpikeSettings())
   falling = [8 * math.exp(-i / 300) + 2 for i in range(3000)]

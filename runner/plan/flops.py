@@ -29,6 +29,9 @@ import jax
 from jax.extend import core
 import numpy as np
 
+from paxon.quantization import scopes
+from paxon.runner.plan.program_text import name_stack
+
 
 class Phase(enum.Enum):
   """When an operation runs."""
@@ -58,12 +61,15 @@ class Key:
     kind: What they are.
     part: Path of the linen module, such as `DecoderLm/stack/layers/blocks_0`.
     dtype: Name of the wider operand's dtype.
+    quantized: Which product of a quantized einsum it is, such as `input
+      gradient`; empty for what no recipe covers.
   """
 
   phase: Phase
   kind: Kind
   part: str
   dtype: str
+  quantized: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +116,7 @@ class Flops:
     """Returns the FLOPs by one field of `Key`, largest first.
 
     Args:
-      field: `phase`, `kind`, `part` or `dtype`.
+      field: `phase`, `kind`, `part`, `dtype` or `quantized`.
       remat: Whether to count recomputation.
     """
     sums: dict[str, int] = {}
@@ -227,7 +233,13 @@ def _key(stack: str, kind: Kind, flops: int, eqn: Any, phase: Phase) -> _Counts:
   # Before its operands a kernel may have tables of integers.
   dtypes = [d for d in dtypes if jax.dtypes.issubdtype(d, np.inexact)] or dtypes
   widest = max(dtypes[:2], key=lambda d: d.itemsize).name if dtypes else ""
-  key = Key(phase=phase, kind=kind, part=_part(stack), dtype=widest)
+  key = Key(
+    phase=phase,
+    kind=kind,
+    part=_part(stack),
+    dtype=widest,
+    quantized=name_stack.quantized(stack),
+  )
   return {key: flops}
 
 
@@ -269,13 +281,19 @@ def _phase(stack: str) -> Phase:
   return Phase.BACKWARD if "transpose(" in stack else Phase.FORWARD
 
 
+# What JAX and quantized products add for themselves.
+_NO_PARTS = frozenset(
+  ("", "rematted_computation", "checkpoint", *scopes.SCOPES)
+)
+
+
 def _part(stack: str) -> str:
   """The path of modules: no transforms, methods, einsums or repetitions."""
   text = re.sub(r"\b(?:jvp|transpose|vmap|custom_jvp|custom_vjp)\(", "", stack)
   parts: list[str] = []
   for part in text.replace(")", "").split("/"):
     name = part.partition(".")[0]
-    skipped = "->" in name or name in ("", "rematted_computation", "checkpoint")
+    skipped = "->" in name or name in _NO_PARTS
     if not skipped and (not parts or parts[-1] != name):
       parts.append(name)
   # A model's name comes back where transforms are nested.

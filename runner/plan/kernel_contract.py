@@ -19,8 +19,10 @@ from paxon.runner.plan.program_text import costs, hlo, kernels, name_stack
 FORWARD: Final = "attention forward"
 BACKWARD: Final = "attention backward"
 PRODUCTS: Final = "matrix products"
+# Those that a quantization recipe covers; they count in their own part too.
+QUANTIZED: Final = "quantized products"
 OTHER: Final = "other"
-PARTS: Final = (FORWARD, BACKWARD, PRODUCTS)
+PARTS: Final = (FORWARD, BACKWARD, PRODUCTS, QUANTIZED)
 
 CUDNN: Final = "cudnn"
 SPLASH: Final = "splash"
@@ -29,6 +31,7 @@ RING: Final = "ring"
 PLAIN: Final = "plain"
 CUBLAS: Final = "cublas"
 CUBLAS_FP8: Final = "cublas fp8"
+CUBLAS_INT8: Final = "cublas int8"
 TRITON: Final = "triton"
 XLA: Final = "xla"
 
@@ -45,6 +48,7 @@ class _Kernel:
 
 
 _ATTENTION: Final = (FORWARD, BACKWARD)
+_PRODUCTS: Final = (PRODUCTS, QUANTIZED)
 KERNELS: Final[Mapping[str, _Kernel]] = types.MappingProxyType(
   {
     CUDNN: _Kernel(_Platform.CUDA, _ATTENTION, "cuDNN's fused attention"),
@@ -52,16 +56,20 @@ KERNELS: Final[Mapping[str, _Kernel]] = types.MappingProxyType(
     PALLAS: _Kernel(None, _ATTENTION, "a Pallas kernel"),
     RING: _Kernel(None, _ATTENTION, "products, in blocks of ring attention"),
     PLAIN: _Kernel(None, _ATTENTION, "products, with all logits in memory"),
-    CUBLAS: _Kernel(_Platform.CUDA, (PRODUCTS,), "cuBLAS or cuBLASLt"),
-    CUBLAS_FP8: _Kernel(_Platform.CUDA, (PRODUCTS,), "cuBLASLt in fp8"),
-    TRITON: _Kernel(_Platform.CUDA, (PRODUCTS,), "XLA's Triton fusions"),
-    XLA: _Kernel(None, (PRODUCTS,), "XLA's own code"),
+    CUBLAS: _Kernel(_Platform.CUDA, _PRODUCTS, "cuBLAS or cuBLASLt"),
+    CUBLAS_FP8: _Kernel(_Platform.CUDA, _PRODUCTS, "cuBLASLt in fp8"),
+    CUBLAS_INT8: _Kernel(_Platform.CUDA, _PRODUCTS, "cuBLASLt in int8"),
+    TRITON: _Kernel(_Platform.CUDA, _PRODUCTS, "XLA's Triton fusions"),
+    XLA: _Kernel(None, _PRODUCTS, "XLA's own code"),
   }
 )
 # The scope that `layers.attention.ring` names.
 _RING: Final = "ring_attention"
-# What autotuning chooses among; fp8 is decided by the operands.
+# What autotuning chooses among. Products of cuBLAS in few bits stand only where
+# they were asked for, or where Triton is off.
 _TUNED: Final = frozenset({CUBLAS, TRITON})
+# The dtypes of cuBLAS's kernels for few bits.
+_NARROW: Final = {CUBLAS_FP8: "float8", CUBLAS_INT8: "int8"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,10 +77,12 @@ class ExpectedKernel:
   """What an experiment expects of its compiled step.
 
   It holds on the platform of the kernel (cuDNN's is CUDA) and is not looked at
-  elsewhere. Attention must be all of this kernel; of matrix products some.
+  elsewhere. Attention must be all of this kernel, and so must quantized
+  products; of matrix products some.
 
   Attributes:
-    part: `attention forward`, `attention backward` or `matrix products`.
+    part: `attention forward`, `attention backward`, `matrix products` or
+      `quantized products`, which are those that a quantization recipe covers.
     kernel: A name of `KERNELS`.
   """
 
@@ -110,19 +120,19 @@ def choices(
     One entry for each part, kernel and dtype; by part, the most executed first.
   """
   counts: dict[tuple[str, str, str], int] = {}
-  runs = costs.multiplicities(program)
-  for (computation, name), cost in costs.costs(program).items():
-    instruction = program.computations[computation].instructions[name]
-    found = _classified(instruction, cost)
-    if found is not None and runs.get(computation):
-      key = (*found, cost.dtype)
-      counts[key] = counts.get(key, 0) + runs[computation]
+  for each in executed(program):
+    parts = [each.part]
+    if name_stack.quantized(each.cost.name) and each.cost.flops:
+      parts.append(QUANTIZED)
+    for part in parts:
+      key = part, each.kernel, each.cost.dtype
+      counts[key] = counts.get(key, 0) + each.count
   order = (*PARTS, OTHER)
   return tuple(
     result.KernelChoice(
       part=part,
       kernel=kernel,
-      is_decided=is_tuned or kernel not in _TUNED,
+      is_decided=is_tuned or is_decided(kernel),
       count=count,
       dtype=dtype,
     )
@@ -130,6 +140,46 @@ def choices(
       counts.items(), key=lambda item: (order.index(item[0][0]), -item[1])
     )
   )
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+  """An instruction that a kernel of this list computes.
+
+  Attributes:
+    part: Of `PARTS`, or `other`.
+    kernel: Our name of it.
+    count: How often it is executed in a step.
+    cost: Of one execution.
+  """
+
+  part: str
+  kernel: str
+  count: int
+  cost: costs.Cost
+
+
+def executed(program: hlo.Program) -> Iterator[Execution]:
+  """Yields what kernels compute, in the order of the program's text.
+
+  Args:
+    program: The compiled step of one device.
+  """
+  runs = costs.multiplicities(program)
+  for (computation, name), cost in costs.costs(program).items():
+    instruction = program.computations[computation].instructions[name]
+    found = _classified(instruction, cost)
+    if found is not None and runs.get(computation):
+      yield Execution(*found, runs[computation], cost)
+
+
+def is_decided(kernel: str) -> bool:
+  """Returns whether a kernel of a plan is that of the run.
+
+  Args:
+    kernel: A name of `KERNELS`; others are decided.
+  """
+  return kernel not in _TUNED
 
 
 def mismatches(
@@ -151,13 +201,22 @@ def mismatches(
     of_part = [choice for choice in found if choice.part == each.part]
     others = [choice for choice in of_part if choice.kernel != each.kernel]
     is_met = len(others) < len(of_part)
-    if each.part != PRODUCTS:
+    if each.part == QUANTIZED and each.kernel in _NARROW:
+      # Of operands in few bits, autotuning may still find such a kernel.
+      others = [c for c in others if c.is_decided or not _may_be(c, each)]
+      is_met = bool(of_part) and not others
+    elif each.part != PRODUCTS:
       is_met = is_met and not others
     elif each.kernel in _TUNED and any(not c.is_decided for c in of_part):
       # The run will tell.
       is_met = True
     if not is_met:
       yield each, _words(others)
+
+
+def _may_be(choice: result.KernelChoice, expected: ExpectedKernel) -> bool:
+  """Whether products have the dtype of a kernel for few bits."""
+  return choice.dtype.startswith(_NARROW[expected.kernel])
 
 
 def _words(found: Sequence[result.KernelChoice]) -> str:
@@ -187,7 +246,9 @@ def _classified(
     # Small ones are cuBLAS's.
     return attention, RING
   if kernel.startswith("__cublas"):
-    return PRODUCTS, CUBLAS_FP8 if kernel.endswith("$f8") else CUBLAS
+    if kernel.endswith("$f8"):
+      return PRODUCTS, CUBLAS_FP8
+    return PRODUCTS, CUBLAS_INT8 if cost.dtype == "int8" else CUBLAS
   if _is_pallas(kernel):
     if "splash" in instruction.attributes:
       return attention, SPLASH

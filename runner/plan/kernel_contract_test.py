@@ -146,9 +146,39 @@ metadata={op_name="jit(f)/transpose(jvp())/attention/BTNH,NHD->BTD/dot_general"}
   ]
 
 
-def _choice(part, kernel, *, is_decided=True):
+def test_quantized_products_count_in_two_parts():
+  text = """HloModule m, is_scheduled=true
+
+ENTRY %main (z: s8[8,8], f: f8e4m3fn[8,8], h: bf16[8,8]) -> bf16[8,8] {
+  %z = s8[8,8]{1,0} parameter(0)
+  %f = f8e4m3fn[8,8]{1,0} parameter(1)
+  %h = bf16[8,8]{1,0} parameter(2)
+  %a = (s32[8,8], s8[0]) custom-call(%z, %z), \
+custom_call_target="__cublas$lt$matmul", \
+metadata={op_name="jit(f)/jvp(mlp)/einsum/up/quantized_forward/dot_general"}, \
+backend_config={"gemm_backend_config":{"dot_dimension_numbers":\
+{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
+  %b = (bf16[8,8], s8[0]) custom-call(%f, %f), \
+custom_call_target="__cublas$lt$matmul$f8", \
+metadata={op_name="jit(f)/mlp/quantized_input_gradient/dot_general"}, \
+backend_config={"gemm_backend_config":{"dot_dimension_numbers":\
+{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
+  ROOT %c = bf16[8,8]{1,0} dot(%h, %h), lhs_contracting_dims={1}, \
+rhs_contracting_dims={0}, metadata={op_name="jit(f)/head/dot_general"}
+}
+"""
+  assert _found(text) == [
+    ("matrix products", "cublas int8", True, 1),
+    ("matrix products", "cublas fp8", True, 1),
+    ("matrix products", "xla", True, 1),
+    ("quantized products", "cublas int8", True, 1),
+    ("quantized products", "cublas fp8", True, 1),
+  ]
+
+
+def _choice(part, kernel, *, is_decided=True, dtype="bfloat16"):
   return result.KernelChoice(
-    part=part, kernel=kernel, is_decided=is_decided, count=2, dtype="bfloat16"
+    part=part, kernel=kernel, is_decided=is_decided, count=2, dtype=dtype
   )
 
 
@@ -165,6 +195,7 @@ def _problems(expected, *found, platform=_CUDA):
 
 
 _FORWARD, _PRODUCTS = "attention forward", "matrix products"
+_QUANTIZED = "quantized products"
 
 
 @pytest.mark.parametrize(
@@ -182,6 +213,14 @@ _FORWARD, _PRODUCTS = "attention forward", "matrix products"
       (_PRODUCTS, "cublas"),
       [_choice(_PRODUCTS, "triton", is_decided=False)],
       id="autotuning will tell",
+    ),
+    pytest.param(
+      (_QUANTIZED, "cublas fp8"),
+      [
+        _choice(_QUANTIZED, "cublas fp8"),
+        _choice(_QUANTIZED, "triton", is_decided=False, dtype="float8_e4m3fn"),
+      ],
+      id="autotuning will tell of quantized products",
     ),
     pytest.param(
       (_FORWARD, "splash"),
@@ -215,6 +254,19 @@ def test_what_is_not_decidedly_wrong_is_accepted(expected, found):
       [_choice(_PRODUCTS, "triton")],
       "2 of triton (XLA's Triton fusions)",
       id="autotuning has told",
+    ),
+    pytest.param((_QUANTIZED, "cublas fp8"), [], "none", id="none quantized"),
+    pytest.param(
+      (_QUANTIZED, "cublas fp8"),
+      [_choice(_QUANTIZED, "cublas fp8"), _choice(_QUANTIZED, "xla")],
+      "2 of xla (XLA's own code)",
+      id="one quantized product differs",
+    ),
+    pytest.param(
+      (_QUANTIZED, "cublas fp8"),
+      [_choice(_QUANTIZED, "cublas", is_decided=False)],
+      "2 of cublas (cuBLAS or cuBLASLt)",
+      id="autotuning makes no fp8 of bfloat16",
     ),
   ],
 )

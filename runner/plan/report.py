@@ -8,6 +8,7 @@ from paxon.runner.plan.search import table
 
 _MAX_PARTS: Final = 8
 _MAX_COLLECTIVES: Final = 12
+_MAX_QUANTIZED: Final = 12
 _FINGERPRINT_DIGITS: Final = 16
 # FLOPs that compilers move between products lie within these ratios.
 _SAME: Final = (0.999, 1.02)
@@ -22,6 +23,7 @@ def to_text(plan: result.Plan) -> str:
     _collectives(plan) if plan.compiled else [],
     _resharding(plan),
     _kernels(plan),
+    _quantized(plan),
     _bound(plan),
     _estimate(plan),
     _made(plan),
@@ -125,7 +127,8 @@ def _flops(plan: result.Plan) -> list[str]:
 
 
 def _collectives(plan: result.Plan) -> list[str]:
-  rows = [("", "kind", "axes", "link", "count", "payload", "sent", "at least")]
+  titles = ("kind", "axes", "link", "count", "payload", "sent", "at least")
+  rows = [("", *titles, "of")]
   for entry in plan.collectives[:_MAX_COLLECTIVES]:
     time = "-" if entry.seconds is None else units.seconds(entry.seconds)
     rows.append(
@@ -138,6 +141,7 @@ def _collectives(plan: result.Plan) -> list[str]:
         units.size(entry.payload_bytes),
         units.size(entry.wire_bytes),
         time,
+        sentences.dtypes(entry),
       )
     )
   more = len(plan.collectives) - _MAX_COLLECTIVES
@@ -182,6 +186,26 @@ def _kernels(plan: result.Plan) -> list[str]:
     f"  {number:>9,}  {name}" for name, number in sorted(plan.kernels.items())
   ]
   return ["kernels per step", *lines] if lines else []
+
+
+def _quantized(plan: result.Plan) -> list[str]:
+  """One line a part of the model; products of it that run alike together."""
+  if not plan.quantized_products:
+    return []
+  parts: dict[str, dict[str, list[str]]] = {}
+  for each in plan.quantized_products:
+    alike = parts.setdefault(each.part, {})
+    alike.setdefault(sentences.runs_as(each), []).append(each.product)
+  rows = [
+    ("", part, "; ".join(f"{k}: {', '.join(v)}" for k, v in alike.items()))
+    for part, alike in parts.items()
+  ]
+  more = len(rows) - _MAX_QUANTIZED
+  return [
+    f"quantized products: {sentences.quantized(plan)}",
+    *_aligned(rows[:_MAX_QUANTIZED]),
+    *([f"  and {more} parts more"] if more > 0 else []),
+  ]
 
 
 def _bound(plan: result.Plan) -> list[str]:

@@ -59,6 +59,13 @@ def test_the_text_has_every_figure():
     "cublas or triton  left to autotuning  bf16  451 products",
     "decided             bf16      33 calls",
     "32  __cudnn$fmhaSoftmax",
+    "sent  at least  of",
+    "53.38 GiB    128 ms  bfloat16, float8_e4m3fn",
+    "quantized products: 35 % of the executed FLOPs are covered, 30 % run in"
+    " few bits",
+    "  DecoderLm/stack/layers/blocks_0/feed_forward/einsum/gate  cublas fp8:"
+    " weight gradient",
+    "triton float16, or as tuned: input gradient",
     "bound: a step takes at least (data sheet, no estimate)",
     "  at most 125,548 tokens/s",
     "MFU is at most 72 %",

@@ -1,6 +1,6 @@
 """What a plan found out, as `plan.json` holds it.
 
-The file is `{"version": 2, "plans": [PLAN, ...], "failures": [FAILURE, ...]}`;
+The file is `{"version": 3, "plans": [PLAN, ...], "failures": [FAILURE, ...]}`;
 each plan has the fields of `Plan`, each failure those of `Failure`. Bytes are
 per device, FLOPs are of all devices together, times are in seconds for one
 training step.
@@ -12,7 +12,7 @@ import enum
 import json
 from typing import Any, Final
 
-VERSION: Final = 2
+VERSION: Final = 3
 
 # Above this share of what may be used, a program that fits today may not fit
 # with another compiler.
@@ -121,6 +121,7 @@ class Collectives:
     count: Executions in a step.
     asynchronous: How many of them are split into a start and a done.
     payload_bytes: Of all executions, of one device.
+    dtype_bytes: `payload_bytes` by dtype of the elements.
     wire_bytes: Sent by one device.
     seconds: The least time that the link needs for them.
     gathers: Whether these all-reduces are gathers of padded parts.
@@ -134,6 +135,7 @@ class Collectives:
   payload_bytes: int
   wire_bytes: float
   seconds: float | None
+  dtype_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
   gathers: bool = False
 
 
@@ -257,7 +259,8 @@ class KernelChoice:
 
   Attributes:
     part: What it computes: `attention forward`, `attention backward`, `matrix
-      products`, or `other` for kernels of the model's own.
+      products`, `quantized products` (which are among the others too), or
+      `other` for kernels of the model's own.
     kernel: Our name of it, such as `cudnn`; `kernel_contract.KERNELS` has all.
     is_decided: Whether the run will have it too. What is not decided is left to
       the autotuning of the run.
@@ -271,6 +274,37 @@ class KernelChoice:
   is_decided: bool
   count: int
   dtype: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizedProduct:
+  """What a product that a quantization recipe covers runs as.
+
+  Attributes:
+    part: Path of the linen module that asks for it.
+    product: `forward`, `forward again` (recomputed), `input gradient` or
+      `weight gradient`.
+    traced_dtype: Of its wider operand, in the program that is compiled.
+    dtype: Of its wider operand in the compiled program; if not compiled, what
+      the hardware can do.
+    kernel: As of `KernelChoice`; empty if not compiled.
+    is_decided: Whether the run will have it too.
+    count: Executions in a step; 0 if not compiled.
+    flops: Of a step, of all devices, by the program that is compiled.
+    is_quantized: Whether it is multiplied in few bits, fp8 or int8.
+    reason: Why it is not.
+  """
+
+  part: str
+  product: str
+  traced_dtype: str
+  dtype: str
+  kernel: str
+  is_decided: bool
+  count: int
+  flops: int
+  is_quantized: bool
+  reason: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -301,6 +335,8 @@ class Plan:
       largest first.
     warnings: What in the compiled program costs more than it needs to.
     kernel_choices: Which kernels compute attention and matrix products.
+    quantized_products: What those run as that a quantization recipe covers, in
+      the order of the program.
     compiler_options: With which the run is compiled; how the plan differs, its
       notes say.
     bound: `None` where the hardware's rates are not known (cpu).
@@ -345,6 +381,7 @@ class Plan:
   search: tuple[Change, ...] = ()
   estimate: Estimate | None = None
   kernel_choices: tuple[KernelChoice, ...] = ()
+  quantized_products: tuple[QuantizedProduct, ...] = ()
   compiler_options: Mapping[str, str] = dataclasses.field(default_factory=dict)
   hbm_bytes: int | None = None
   compiled_flops: int | None = None
@@ -410,6 +447,9 @@ def _plan(fields: dict[str, Any]) -> Plan:
       ),
       "kernel_choices": tuple(
         KernelChoice(**entry) for entry in fields["kernel_choices"]
+      ),
+      "quantized_products": tuple(
+        QuantizedProduct(**entry) for entry in fields["quantized_products"]
       ),
       **{
         name: tuple(fields[name])

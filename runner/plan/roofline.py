@@ -56,6 +56,7 @@ def summarize(
         count=sum(c.count for c in members),
         asynchronous=sum(c.count for c in members if c.is_asynchronous),
         payload_bytes=sum(c.count * c.payload_bytes for c in members),
+        dtype_bytes=_by_dtype(members),
         wire_bytes=math.fsum(wire),
         seconds=math.fsum(seconds) if len(seconds) == len(members) else None,
         gathers=first.gathers,
@@ -114,6 +115,17 @@ def bound(
     tokens_per_second=tokens / step if tokens and step else None,
     mfu=model / (num_devices * peak * step) if step else 0.0,
   )
+
+
+def _by_dtype(
+  members: Iterable[collectives_lib.Collective],
+) -> dict[str, int]:
+  """Payload bytes of all executions, by dtype."""
+  sums: dict[str, int] = {}
+  for member in members:
+    for dtype, size in member.dtype_bytes.items():
+      sums[dtype] = sums.get(dtype, 0) + member.count * size
+  return sums
 
 
 def _link(

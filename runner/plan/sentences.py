@@ -90,7 +90,10 @@ def executions(choice: result.KernelChoice) -> str:
     choice: `plain` attention has no kernel of its own: its products are
       counted, two in a forward pass, and again where they are recomputed.
   """
-  is_product = choice.kernel == "plain" or choice.part == "matrix products"
+  is_product = choice.kernel == "plain" or choice.part in (
+    "matrix products",
+    "quantized products",
+  )
   return f"{choice.count:,} {'products' if is_product else 'calls'}"
 
 
@@ -111,3 +114,35 @@ def origin(plan: result.Plan) -> str:
   when = f" on {plan.made_at}" if plan.made_at else ""
   cached = "from cache, " if plan.is_from_cache else ""
   return f"{cached}{what}{when} by {by}"
+
+
+def dtypes(collectives: result.Collectives) -> str:
+  """Returns what collectives move, most bytes first."""
+  found = collectives.dtype_bytes
+  return ", ".join(sorted(found, key=lambda dtype: -found[dtype])) or "-"
+
+
+def quantized(plan: result.Plan) -> str:
+  """Returns how much of a step quantization covers, and what runs in few bits.
+
+  Args:
+    plan: One with quantized products.
+  """
+  covered = sum(p.flops for p in plan.quantized_products)
+  narrow = sum(p.flops for p in plan.quantized_products if p.is_quantized)
+  whole = max(plan.flops.hardware, 1)
+  return (
+    f"{units.share(covered / whole)} of the executed FLOPs are covered,"
+    f" {units.share(narrow / whole)} run in few bits"
+  )
+
+
+def runs_as(product: result.QuantizedProduct) -> str:
+  """Returns what a covered product runs as, such as `cublas fp8`."""
+  dtype = "fp8" if product.dtype.startswith("float8") else product.dtype
+  if not product.kernel:
+    return dtype or "not found"
+  # The names of some kernels say it.
+  name = product.kernel
+  text = name if name.endswith(dtype) else f"{name} {dtype}"
+  return text if product.is_decided else f"{text}, or as tuned"

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from paxon.learners import metric_functions, train_state, train_step
-from paxon.runner.programs import model_loss
+from paxon.runner.programs import model_loss, scheduled_steps
 from paxon.runner.programs import session as session_lib
 
 
@@ -33,7 +33,9 @@ def compile_train_step(
   options: dict[str, Any] = dict(session.compiler_options)
   if more_options is not None:
     options |= more_options(lowered)
-  return lowered.compile(compiler_options=options)
+  compiled = lowered.compile(compiler_options=options)
+  scheduled_steps.check(session.job, compiled)
+  return compiled
 
 
 def trace_train_step(session: session_lib.Session) -> jax.stages.Traced:
@@ -46,8 +48,10 @@ def trace_train_step(session: session_lib.Session) -> jax.stages.Traced:
     learner=job.task.learner,
     specs=session.specs,
     seed=job.seed,
+    streams=model_loss.random_streams(job.task.model),
     metric_fns=job.task.metrics,
     norm_groups=job.observability.norm_groups,
+    gradient_fn=scheduled_steps.gradient_fn(job, session.specs),
   )
   jitted = session.layout.jit(
     step,

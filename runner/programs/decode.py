@@ -5,7 +5,6 @@ import os
 from etils import epath
 
 from paxon.runner import job as job_lib
-from paxon.runner import run_dir as run_dirs
 from paxon.runner.checkpoints import checkpointer
 from paxon.runner.hosts import agreement
 from paxon.runner.programs import (
@@ -13,6 +12,7 @@ from paxon.runner.programs import (
   restoring,
   samples,
   samples_file,
+  serving,
 )
 from paxon.runner.programs import session as session_lib
 
@@ -35,7 +35,7 @@ def run(job: job_lib.Job, run_dir: epath.Path, prompt: str | None) -> int:
   """
   texts = None if prompt is None else prompt_texts.parse(prompt, os.environ)
   session = session_lib.open_session(job)
-  folder = run_dir / run_dirs.CHECKPOINTS
+  folder = serving.checkpoints(job, run_dir)
   with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
     state = restoring.restore_for_evaluation(session, checkpoints, folder)
   drawn = samples.draw(session, state, prompts=texts)

@@ -4,16 +4,19 @@ import contextlib
 
 from etils import epath
 
+from paxon.quantization import recipes
 from paxon.runner import job as job_lib
 from paxon.runner import run_dir as run_dirs
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer
 from paxon.runner.hosts import agreement, late_maximum
 from paxon.runner.programs import (
+  converting,
   evaluation,
   figures,
   following,
   restoring,
+  serving,
   stop_signals,
 )
 from paxon.runner.programs import session as session_lib
@@ -38,12 +41,19 @@ def run(
 
   Raises:
     UserError: There is no checkpoint that fits the job, or nothing to
-      evaluate on.
+      evaluate on; or weights of few bits would be followed.
   """
   if not job.eval_inputs:
     raise user_error.UserError(
       f"{job.experiment} has no split to evaluate on; add one to its datasets."
     )
+  if continuous and job.weights is not None:
+    raise user_error.UserError(
+      f"--continuous follows what is trained, and quantization={job.weights!r}"
+      " converts or reads one checkpoint; leave one of them out."
+    )
+  if serving.mode_of(job) is recipes.Mode.CONVERT:
+    return converting.run(job, run_dir)
   session = session_lib.open_session(job)
   if continuous:
     agree = None
@@ -60,7 +70,10 @@ def run(
 
 
 def _evaluate_newest(session: session_lib.Session, run_dir: epath.Path) -> None:
-  folder = run_dir / run_dirs.CHECKPOINTS
+  folder = serving.checkpoints(session.job, run_dir)
+  if serving.mode_of(session.job) is recipes.Mode.SERVE:
+    # Beside those weights, not in place of the figures of the parameters.
+    run_dir = folder.parent
   with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
     state = restoring.restore_for_evaluation(session, checkpoints, folder)
   results = evaluation.Evaluator(session).evaluate(state)

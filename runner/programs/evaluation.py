@@ -9,7 +9,12 @@ import jax
 from paxon.inputs import base_input
 from paxon.learners import train_state, weighted
 from paxon.runner.hosts import agreement
-from paxon.runner.programs import compiled_steps, prefetch, row_outputs
+from paxon.runner.programs import (
+  compiled_steps,
+  data_positions,
+  prefetch,
+  row_outputs,
+)
 from paxon.runner.programs import session as session_lib
 
 
@@ -30,6 +35,34 @@ class Evaluator:
     self._steps: dict[Any, jax.stages.Compiled] = {}
     # By split; kept, because each compiles programs of its own.
     self._rows: dict[str, row_outputs.RowOutputs | None] = {}
+    # The newest evaluation's step, and where rolling inputs were before it.
+    self._newest: tuple[int, dict[str, base_input.State]] | None = None
+
+  def positions(self, step: int) -> dict[str, base_input.State]:
+    """Returns where rolling inputs were before the evaluation at a step.
+
+    A run that goes on from a checkpoint of that step makes the evaluation, or
+    skips it if it is recorded; so it does not matter which of the two, the
+    checkpoint and the evaluation, came first.
+
+    Args:
+      step: The newest evaluation's, or a later one.
+
+    Returns:
+      Positions by split.
+    """
+    if self._newest is not None and self._newest[0] == step:
+      return self._newest[1]
+    return data_positions.of_rolling(self._session.job.eval_inputs)
+
+  def skip(self, step: int) -> None:
+    """Has rolling inputs read on over one evaluation, made at a step before."""
+    inputs = self._session.job.eval_inputs
+    self._newest = step, data_positions.of_rolling(inputs)
+    for source in inputs.values():
+      if not source.reset_for_eval:
+        for _ in range(source.eval_loop_num_batches or 0):
+          prefetch.next_batch(source, rolling=True)
 
   def evaluate(
     self,
@@ -46,8 +79,9 @@ class Evaluator:
     Returns:
       Values by metric by split, or `None` if it gave up.
     """
-    results = {}
-    for split, source in self._session.job.eval_inputs.items():
+    results, inputs = {}, self._session.job.eval_inputs
+    positions = data_positions.of_rolling(inputs)
+    for split, source in inputs.items():
       values = self._evaluate_split(
         source,
         session_lib.for_evaluation(state),
@@ -55,8 +89,11 @@ class Evaluator:
         self._rows_of(split, source),
       )
       if values is None:
+        # The evaluation will be made anew, on the same batches.
+        data_positions.restore_rolling(inputs, positions)
         return None
       results[split] = values
+    self._newest = int(state.step), positions
     return results
 
   def _evaluate_split(

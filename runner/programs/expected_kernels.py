@@ -9,7 +9,13 @@ import jax
 from paxon.layers.attention import kernel_request, kernel_support
 from paxon.runner import job as job_lib
 from paxon.runner import user_error
-from paxon.runner.plan import hardware, kernel_contract, result
+from paxon.runner.plan import (
+  flops,
+  hardware,
+  kernel_contract,
+  quantized_products,
+  result,
+)
 from paxon.runner.plan.program_text import hlo
 from paxon.runner.programs import attention_kernels
 from paxon.runner.programs import session as session_lib
@@ -51,6 +57,7 @@ def check(
   found: Sequence[result.KernelChoice],
   *,
   platform: hardware.Platform,
+  quantized: Sequence[result.QuantizedProduct] = (),
 ) -> None:
   """Checks what kernels a step was compiled to.
 
@@ -58,6 +65,7 @@ def check(
     job: The resolved configuration, built.
     found: What `kernel_contract.choices` returned.
     platform: Whose compiler made the step.
+    quantized: What the covered products run as, for the reason.
 
   Raises:
     UserError: It is decided that the step has other kernels; the message says
@@ -73,7 +81,12 @@ def check(
     f" step has {words}"
     for expected, words in wrong
   ]
-  reasons = dict.fromkeys(_reason(job, expected) for expected, _ in wrong)
+  reasons = dict.fromkeys(
+    _quantized_reason(quantized)
+    if expected.part == kernel_contract.QUANTIZED
+    else _reason(job, expected)
+    for expected, _ in wrong
+  )
   text = ": ".join(filter(None, ("; ".join(problems), *reasons)))
   raise user_error.UserError(
     user_error.sentence(f"Job.expected_kernels: {text}")
@@ -81,13 +94,16 @@ def check(
 
 
 def check_compiled(
-  session: session_lib.Session, compiled: jax.stages.Compiled
+  session: session_lib.Session,
+  compiled: jax.stages.Compiled,
+  traced: jax.stages.Traced,
 ) -> None:
   """Checks a step that was compiled where it runs.
 
   Args:
     session: The job on its devices.
     compiled: Its training step.
+    traced: The same, traced.
 
   Raises:
     UserError: As for `check`.
@@ -96,7 +112,20 @@ def check_compiled(
     return
   program = hlo.parse(compiled.as_text() or "")
   found = kernel_contract.choices(program, is_tuned=True)
-  check(session.job, found, platform=platform_of(session))
+  kind = hardware.for_device_kind(
+    session.layout.mesh.devices.flat[0].device_kind
+  )
+  quantized: Sequence[result.QuantizedProduct] = ()
+  if kind is not None and any(
+    choice.part == kernel_contract.QUANTIZED for choice in found
+  ):
+    quantized = quantized_products.of(
+      flops.count(traced.jaxpr),
+      program,
+      kind=kind,
+      num_devices=session.layout.mesh.size,
+    )
+  check(session.job, found, platform=platform_of(session), quantized=quantized)
 
 
 def check_devices(
@@ -132,6 +161,14 @@ def _reason(job: job_lib.Job, expected: kernel_contract.ExpectedKernel) -> str:
         f"{path}.kernel is {_name(layer.kernel)}, which {part.other};"
         f" set it to {part.advice}{_obstacle(layer, part)}"
       )
+  return ""
+
+
+def _quantized_reason(quantized: Sequence[result.QuantizedProduct]) -> str:
+  """Why a covered product is not multiplied in few bits."""
+  for each in quantized:
+    if each.reason:
+      return f"{each.part} ({each.product}): {each.reason}"
   return ""
 
 

@@ -6,7 +6,7 @@ from flax import core as flax_core
 from flax import linen as nn
 import jax
 
-from paxon.layers import auxiliary_loss, summaries, tied_parts
+from paxon.layers import auxiliary_loss, shared, summaries, tied_parts
 from paxon.layers.attention import cudnn_attention
 from paxon.learners import metric_functions, train_step, variable_groups
 from paxon.runner import user_error
@@ -54,6 +54,22 @@ def make_loss_fn(
     return train_step.LossOutput(loss, metrics, outputs, new)
 
   return loss_fn
+
+
+def random_streams(model: nn.Module) -> tuple[str, ...]:
+  """Returns the names of the random keys that training gives a model.
+
+  Those of every model, and those that its parts name in `random_streams`.
+  """
+  names = dict.fromkeys(train_step.STREAMS)
+
+  def visit(part: nn.Module) -> None:
+    names.update(dict.fromkeys(getattr(part, "random_streams", ())))
+    for _, inner in shared.parts_of(part):
+      visit(inner)
+
+  visit(model)
+  return tuple(names)
 
 
 def replaced_collections(specs: variable_groups.Specs) -> list[str]:

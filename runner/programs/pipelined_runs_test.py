@@ -11,48 +11,33 @@ from etils import epath
 import fiddle as fdl
 import jax
 import numpy as np
+import pytest
 
 from paxon.layers import testing as layers_testing
 from paxon.layers.models import testing as models_testing
 from paxon.pipeline import spmd_pipeline, stage_rules
+from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer, retention
 from paxon.runner.plan.program_text import collectives, hlo
+from paxon.runner.programs import (
+  compiled_steps,
+  pipelined_testing,
+  scheduled_steps,
+  testing,
+  train,
+)
 from paxon.runner.programs import session as session_lib
-from paxon.runner.programs import testing, train
 from paxon.runner.summaries import metrics_file
 from paxon.sharding import axes, layout, mesh
 from paxon.sharding import rules as rules_lib
 
 
-class Pipelined(testing.TinyLm):
+class Pipelined(pipelined_testing.PipelinedLm):
   """The tiny model in two stages, or in none."""
 
   num_train_steps = 8
   checkpoint_every_steps = 1
   eval_every_steps = None
-  max_new_tokens = 0
-  num_layers = 2
-
-  num_stages: int | None = None
-
-  def adjust(self, config):
-    """Puts a pipeline in the place of the stack."""
-    if self.num_stages is not None:
-      config.task.model.stack = fdl.Config(
-        spmd_pipeline.PipelinedStack,
-        **config.task.model.stack.__arguments__,
-        num_stages=self.num_stages,
-        num_microbatches=4,
-      )
-
-  def sharding_rules(self):
-    """Returns rules that store each stage's layers with it."""
-    rules = super().sharding_rules()
-    if self.num_stages is None:
-      return rules
-    return stage_rules.with_stages(
-      rules, num_stages=self.num_stages, num_groups=self.num_layers
-    )
 
   def retention(self):
     """Returns that all checkpoints are kept."""
@@ -60,6 +45,8 @@ class Pipelined(testing.TinyLm):
 
 
 STAGES = {"num_stages": 2, "mesh": "stage=2,data=2,tensor=2"}
+# Forward and backward operations in turns; nothing is computed twice.
+ZERO_BUBBLE = STAGES | {"schedule": "zb_h1", "residuals": "save"}
 PLAIN = {"num_stages": None, "mesh": "data=2,fsdp=2,tensor=2"}
 
 
@@ -91,17 +78,73 @@ def _digest(folder, step, **knobs):
   return testing.digest(restored.tree)
 
 
-def test_a_pipelined_run_goes_on_without_stages_and_back(tmp_path):
-  expected = _train(tmp_path / "a", **STAGES)
+@pytest.fixture(name="pipelined", scope="module")
+def _pipelined(tmp_path_factory):
+  """The folder of a pipelined run, and its losses."""
+  folder = tmp_path_factory.mktemp("pipelined") / "run"
+  return folder, _train(folder, **STAGES)
+
+
+def test_a_pipelined_run_goes_on_without_stages_and_back(pipelined, tmp_path):
+  folder, expected = pipelined
   # Parameters and moments are the same bits for both.
-  both = [_digest(tmp_path / "a", 3, **knobs) for knobs in (STAGES, PLAIN)]
+  both = [_digest(folder, 3, **knobs) for knobs in (STAGES, PLAIN)]
   assert both[0] == both[1]
-  there = _copy_until(tmp_path / "a", tmp_path / "b", step=3)
+  there = _copy_until(folder, tmp_path / "b", step=3)
   losses = _train(there, **PLAIN)
   np.testing.assert_allclose(losses, expected, rtol=1e-6)
   assert np.any(losses[3:] != expected[3:])
   back = _copy_until(there, tmp_path / "c", step=4)
   np.testing.assert_allclose(_train(back, **STAGES), expected, rtol=1e-6)
+
+
+def test_a_run_by_a_schedule_goes_on_without_it_and_back(pipelined, tmp_path):
+  _, expected = pipelined
+  losses = _train(tmp_path / "a", **ZERO_BUBBLE)
+  np.testing.assert_allclose(losses, expected, rtol=1e-5)
+  assert np.any(losses != expected)
+  both = [_digest(tmp_path / "a", 3, **k) for k in (ZERO_BUBBLE, PLAIN)]
+  assert both[0] == both[1]
+  there = _copy_until(tmp_path / "a", tmp_path / "b", step=3)
+  np.testing.assert_allclose(_train(there, **PLAIN), losses, rtol=1e-6)
+  back = _copy_until(there, tmp_path / "c", step=4)
+  np.testing.assert_allclose(_train(back, **ZERO_BUBBLE), losses, rtol=1e-6)
+
+
+def test_a_schedule_has_the_microbatches_of_its_own():
+  job = fdl.build(Pipelined(**ZERO_BUBBLE, num_microbatches=2).job())
+  session = session_lib.open_session(job)
+  with pytest.raises(
+    user_error.UserError,
+    match=r"Learner.num_microbatches \(2\) must be 1 with a pipeline schedule",
+  ):
+    compiled_steps.trace_train_step(session)
+
+
+def test_a_program_that_would_hang_is_refused():
+  """A permute in a branch, where stages run others."""
+  job = fdl.build(Pipelined(**ZERO_BUBBLE).job())
+  spec = jax.sharding.PartitionSpec(("data", "stage"))
+
+  def shifted(x):
+    return jax.lax.ppermute(x, "data", [(0, 1), (1, 0)])
+
+  def branch(x):
+    stage = jax.lax.axis_index("stage")
+    return jax.lax.cond(stage == 0, shifted, lambda x: 2 * x, x)
+
+  kinds = (jax.sharding.AxisType.Auto,) * 2
+  devices = jax.devices()[:4]
+  pairs = jax.make_mesh((2, 2), ("data", "stage"), kinds, devices=devices)
+  with jax.set_mesh(pairs):
+    run = jax.shard_map(branch, in_specs=spec, out_specs=spec, check_vma=False)
+    compiled = jax.jit(run).lower(np.ones((4, 3), np.float32)).compile()
+  with pytest.raises(
+    user_error.UserError,
+    match=r"With mesh 'stage=2,data=2,tensor=2' the compiler moves activations",
+  ):
+    scheduled_steps.check(job, compiled)
+  scheduled_steps.check(fdl.build(Pipelined(**STAGES).job()), compiled)
 
 
 def _communication(*, num_layers=4, **fields):

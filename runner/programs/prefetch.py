@@ -39,6 +39,24 @@ class _End:
   """Says that the input has ended."""
 
 
+def next_batch(
+  source: base_input.BaseInput, *, rolling: bool
+) -> base_input.Batch:
+  """Returns the next batch of an input.
+
+  Args:
+    source: The input.
+    rolling: Whether to go on at the first batch where it ends.
+  """
+  try:
+    return source.get_next()
+  except BaseException as error:
+    if not (rolling and base_input.is_end(error)):
+      raise
+  source.reset()
+  return source.get_next()
+
+
 class Prefetcher:
   """Iterates over an input from its position on; use it as a context.
 
@@ -126,19 +144,10 @@ class Prefetcher:
       count += 1
 
   def _next(self) -> PlacedBatch:
-    batch = self._read_batch()
+    batch = next_batch(self._source, rolling=self._rolling)
     position = self._source.get_state()
     strings = {k: v for k, v in batch.items() if v.dtype == object}
     arrays = {k: v for k, v in batch.items() if k not in strings}
     return PlacedBatch(
       arrays=self._place(arrays), position=position, strings=strings
     )
-
-  def _read_batch(self) -> base_input.Batch:
-    try:
-      return self._source.get_next()
-    except BaseException as error:
-      if not (self._rolling and base_input.is_end(error)):
-        raise
-    self._source.reset()
-    return self._source.get_next()

@@ -5,6 +5,7 @@ used. A checkpoint that does not fit the configuration is an error instead: the
 one before would not fit either.
 """
 
+from collections.abc import Mapping
 import sys
 from typing import Any
 
@@ -14,8 +15,8 @@ from paxon.learners import train_state
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer, compatibility
 from paxon.runner.hosts import agreement
+from paxon.runner.programs import data_positions, warm_starting
 from paxon.runner.programs import session as session_lib
-from paxon.runner.programs import warm_starting
 
 
 def restore_or_start(
@@ -24,7 +25,8 @@ def restore_or_start(
   """Returns the newest checkpoint's state, or the initial one; says which.
 
   The initial one has values of another run where the job has a warm start. The
-  training input is left at the batch that comes next.
+  training input is left at the batch that comes next, and evaluation inputs
+  that go on where the evaluation before it ended.
 
   Args:
     session: The job on its devices.
@@ -43,14 +45,26 @@ def restore_or_start(
       return warm_starting.start(session, session.job.warm_start)
     return session.initial_state()
   step = restored.step
+  position, rolling = data_positions.from_stored(restored.data)
   try:
-    session.job.train_input.set_state(dict(restored.data))
+    session.job.train_input.set_state(position)
   except ValueError as error:
     raise user_error.UserError(
       f"The training data does not fit the checkpoint of step {step}: {error}"
     ) from error
+  _restore_rolling(session, rolling)
   _say(step, session.job.num_train_steps)
   return restored.tree
+
+
+def _restore_rolling(
+  session: session_lib.Session, positions: Mapping[str, Any]
+) -> None:
+  """Has rolling evaluation inputs go on, and says where one cannot."""
+  for line in data_positions.restore_rolling(
+    session.job.eval_inputs, positions
+  ):
+    print(f"warning: {line}", flush=True)
 
 
 def _say(step: int, num_train_steps: int) -> None:
@@ -68,6 +82,8 @@ def restore_for_evaluation(
   folder: epath.Path,
 ) -> train_state.TrainState:
   """Returns the newest checkpoint's state without what only updates need.
+
+  Evaluation inputs that go on are left where the checkpoint says.
 
   Args:
     session: The job on its devices.
@@ -88,6 +104,8 @@ def restore_for_evaluation(
       f"There is no checkpoint in {folder}; train first, or give the"
       " --job_log_dir of a run that has one."
     )
+  _, rolling = data_positions.from_stored(restored.data)
+  _restore_rolling(session, rolling)
   return restored.tree
 
 

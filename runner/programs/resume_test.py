@@ -21,11 +21,14 @@ from paxon.runner.programs import testing
 KNOBS = (
   "num_train_steps=16",
   "checkpoint_every_steps=3",
-  "eval_every_steps=7",
+  # Also at a checkpoint. One split goes on where it was.
+  "eval_every_steps=6",
+  "rolling_batches=2",
   "delay=0.15",
 )
 # Figures of the machine, which differ from run to run.
 _MEASURED = re.compile("_second|goodput|mfu|tflops|memory").search
+_SPLITS = ("train", "validation", "rolling")
 CONTINUING = r"continuing from the checkpoint of step (\d+)"
 
 
@@ -77,7 +80,7 @@ def _train_metrics(folder):
     {name: value for name, value in record.items() if not _MEASURED(name)}
     for record in records
   ]
-  records = [r for r in records if r["split"] in ("train", "validation")]
+  records = [r for r in records if r["split"] in _SPLITS]
   return {(r["step"], r["split"]): r for r in records}
 
 

@@ -12,7 +12,12 @@ from paxon.inputs import base_input
 from paxon.learners import train_state, variable_groups
 from paxon.runner import compiler_options, user_error
 from paxon.runner import job as job_lib
-from paxon.runner.programs import attention_kernels, memory_fit, model_loss
+from paxon.runner.programs import (
+  attention_kernels,
+  memory_fit,
+  model_loss,
+  serving,
+)
 from paxon.sharding import arrays, axes, initialization, lint, variables
 from paxon.sharding import layout as layouts
 from paxon.sharding import mesh as meshes
@@ -29,6 +34,8 @@ class Session:
     state_specs: A train state of specs.
     state_shardings: A train state of shardings.
     batch: Shapes, dtypes and shardings of a global training batch.
+    absent: Parameters that the model has and the state has not, by name: those
+      whose weights are stored in few bits (`serving`).
   """
 
   job: job_lib.Job
@@ -37,6 +44,7 @@ class Session:
   state_specs: train_state.TrainState
   state_shardings: train_state.TrainState
   batch: Mapping[str, jax.ShapeDtypeStruct]
+  absent: serving.Absent = dataclasses.field(default_factory=dict)
 
   @property
   def compiler_options(self) -> dict[str, bool | str]:
@@ -99,9 +107,10 @@ class Session:
     self, state: train_state.TrainState
   ) -> variable_groups.Tree:
     """Returns what to evaluate and generate with; see `train_state`."""
-    return train_state.evaluation_variables(
+    values = train_state.evaluation_variables(
       state, learner=self.job.task.learner, specs=self.specs
     )
+    return serving.completed(values, self.absent)
 
   def place(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
     """Returns the global arrays of one host's rows of a batch."""
@@ -149,7 +158,11 @@ def open_session(
     model_loss.abstract_variables(job.task.model, batch)
   )
   _check_layout(job, layout, specs, batch)
+  specs, absent = serving.split(job, specs)
   state_specs = train_state.state_specs(specs, learner=job.task.learner)
+  if absent:
+    # They are made of the average where there is one.
+    state_specs = dataclasses.replace(state_specs, average=None)
   try:
     shardings = layout.shardings(state_specs)
   except ValueError as error:
@@ -161,6 +174,7 @@ def open_session(
     state_specs=state_specs,
     state_shardings=shardings,
     batch=batch,
+    absent=absent,
   )
 
 

@@ -22,6 +22,7 @@ from paxon.runner.summaries import metrics_file
 
 MAIN, TOUR = "command_line", "tour"
 EXP = "--exp=runner.programs.testing.TinyLm"
+PIPELINED = "--exp=runner.programs.pipelined_testing.PipelinedLm"
 KNOBS = {
   "num_train_steps": 20,
   "checkpoint_every_steps": 10,
@@ -40,9 +41,9 @@ def forks(tmp_path_factory):
     yield made
 
 
-def _flags(folder, **knobs):
+def _flags(folder, *, exp=EXP, **knobs):
   return [
-    EXP,
+    exp,
     f"--job_log_dir={os.fspath(folder)}",
     *(f"--fdl.{name}={value}" for name, value in (KNOBS | knobs).items()),
   ]
@@ -128,6 +129,38 @@ def test_two_and_four_processes_train_as_one(by_one, by_two, by_four):
       np.testing.assert_allclose(
         figures[key], value, rtol=1e-6, err_msg=str(key)
       )
+
+
+@pytest.mark.parametrize(
+  ("mesh", "knobs"),
+  [
+    pytest.param("dcn.stage=2,data=2", {}, id="across"),
+    pytest.param(
+      "stage=2,dcn.data=2", {"schedule": "1f1b_two_slots"}, id="inside"
+    ),
+    pytest.param(
+      "dcn.stage=2,tensor=2",
+      {"schedule": "zb_h1", "residuals": "save"},
+      id="schedule-across",
+    ),
+  ],
+)
+def test_stages_of_two_processes_train_as_none(
+  forks, by_one, mesh, knobs, tmp_path
+):
+  flags = _flags(
+    tmp_path / "run",
+    exp=PIPELINED,
+    mesh=mesh,
+    num_stages=2,
+    max_new_tokens=0,
+    **knobs,
+  )
+  _finish(forks, _start(forks, 2, flags))
+  expected, figures = _figures(by_one), _figures(tmp_path / "run")
+  assert figures.keys() == expected.keys()
+  for key, value in expected.items():
+    np.testing.assert_allclose(figures[key], value, rtol=1e-5, err_msg=str(key))
 
 
 def test_one_process_writes_and_speaks(by_four, by_one):
@@ -225,7 +258,7 @@ def test_signal_to_one_stops_all_after_the_same_step(stopped):
 @pytest.mark.parametrize("victim", [0, 1], ids=["coordinator", "worker"])
 def test_without_supervisor_the_other_ends_soon(forks, victim, tmp_path):
   folder = tmp_path / "run"
-  processes = _start(forks, 2, _slow(folder), timeout=30)
+  processes = _start(forks, 2, _slow(folder), timeout=12)
   _wait_until(lambda: _checkpoints(folder), *processes)
   processes[victim].kill()
   begin = time.monotonic()

@@ -102,6 +102,8 @@ class TinyLm(experiment.Experiment):
   num_microbatches: int = 1
   average_decay: float | None = None
   patience: int | None = None
+  # Of one evaluation of a split that goes on; None for no such split.
+  rolling_batches: int | None = None
 
   def task(self) -> fdl.Config[task_lib.Task]:
     """Returns a byte-level decoder."""
@@ -162,6 +164,17 @@ class TinyLm(experiment.Experiment):
       "global_batch_size": self.global_batch_size,
       "length": 16,
     }
+    rolling = {}
+    if self.rolling_batches is not None:
+      rolling["rolling"] = fdl.Config(
+        packed_lm_input.PackedLmInput,
+        source=fdl.Config(source, num_documents=5, seed=2),
+        shuffle_seed=None,
+        num_epochs=1,
+        eval_loop_num_batches=self.rolling_batches,
+        reset_for_eval=False,
+        **shared,
+      )
     return {
       "train": fdl.Config(
         SlowInput,
@@ -177,6 +190,7 @@ class TinyLm(experiment.Experiment):
         num_epochs=1,
         **shared,
       ),
+      **rolling,
     }
 
   def early_stopping(

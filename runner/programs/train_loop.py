@@ -19,6 +19,7 @@ from paxon.runner.observability import goodput
 from paxon.runner.observability import observer as observer_lib
 from paxon.runner.programs import (
   compiled_steps,
+  data_positions,
   evaluation,
   evaluation_log,
   expected_kernels,
@@ -68,7 +69,9 @@ class TrainLoop:
     """
     job, step = self.session.job, int(state.step)
     # The process before may have ended between a checkpoint and the evaluation.
-    if step and is_due(step, job.eval_every_steps) and not self.log.at(step):
+    if step and self.log.at(step):
+      self.evaluator.skip(step)
+    elif step and is_due(step, job.eval_every_steps):
       self.evaluate(step, state)
     if step >= job.num_train_steps:
       self._save(step, state, job.train_input.get_state())
@@ -140,7 +143,7 @@ class TrainLoop:
         self.traced,
         more_options=None if self.guide is None else self.guide.options,
       )
-      expected_kernels.check_compiled(self.session, train_step)
+      expected_kernels.check_compiled(self.session, train_step, self.traced)
       self.observer.compiled(
         self.traced,
         train_step,
@@ -176,8 +179,9 @@ class TrainLoop:
     with self.observer.span(goodput.Cause.CHECKPOINT):
       # A run that goes on from it does not write these lines again.
       self.writer.flush()
+      data = data_positions.to_stored(position, self.evaluator.positions(step))
       self.checkpoints.save(
-        step, state, specs=self.session.state_specs, data=position
+        step, state, specs=self.session.state_specs, data=data
       )
 
 

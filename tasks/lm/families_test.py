@@ -9,6 +9,12 @@ import pytest
 
 from paxon.layers.models import random_masking
 from paxon.pipeline import spmd_pipeline
+from paxon.pipeline.schedules import (
+  gpipe,
+  interleaved,
+  lowering,
+  scheduled_stack,
+)
 from paxon.runner import user_error
 from paxon.sharding import axes
 from paxon.tasks.lm import (
@@ -155,6 +161,8 @@ def test_stages_are_beside_the_model():
     ("pipeline_microbatch_size", 4),
     ("circular_repeats", 2),
     ("stream_io", True),
+    ("pipeline_schedule", "gpipe"),
+    ("pipeline_residuals", "save"),
   ],
 )
 def test_knobs_of_a_pipeline_need_stages(knob, value):
@@ -163,6 +171,62 @@ def test_knobs_of_a_pipeline_need_stages(knob, value):
     match=rf"_Gpt3\.{knob}={value} is of a pipeline, .*; set num_stages, or",
   ):
     _Gpt3(**{knob: value}).job()
+
+
+def test_a_schedule_is_beside_the_model():
+  made = _Gpt3(
+    num_layers=4,
+    mesh="stage=2,fsdp=2",
+    num_stages=2,
+    pipeline_microbatch_size=4,
+    pipeline_schedule="interleaved_two_slots",
+    pipeline_residuals="save",
+  )
+  stack = made.job().task.model.stack
+  assert fdl.get_callable(stack) is scheduled_stack.ScheduledStack
+  # Two chunks on each stage.
+  assert (stack.schedule, stack.circular_repeats) == (interleaved.two_slots, 2)
+  assert stack.residuals is lowering.Residuals.SAVE
+  plain = made.without_pipeline()
+  assert plain.job().task.model == _Gpt3(num_layers=4).job().task.model
+
+
+def test_a_schedule_of_ones_own_is_a_method():
+  class Own(_Gpt3):
+    num_stages = 2
+    num_pipeline_microbatches = 2
+    mesh = "stage=2,fsdp=-1"
+
+    def schedule_maker(self):
+      """Returns a table of a test."""
+      return gpipe.make
+
+  stack = Own().job().task.model.stack
+  assert stack.schedule is gpipe.make
+
+
+@pytest.mark.parametrize(
+  ("knobs", "message"),
+  [
+    (
+      {"pipeline_schedule": "1f1b_two_slot"},
+      r"_Gpt3\.pipeline_schedule: There is no schedule '1f1b_two_slot'; .* did"
+      r" you mean '1f1b_two_slots'",
+    ),
+    (
+      {"pipeline_schedule": "zb_h1", "pipeline_microbatch_size": 8},
+      r"_Gpt3\.pipeline_schedule=zb_h1: .*at least 2, got 1",
+    ),
+    (
+      {"pipeline_residuals": "save"},
+      r"_Gpt3\.pipeline_residuals=save is of a schedule, and there is none",
+    ),
+  ],
+)
+def test_schedules_that_do_not_suit_are_refused(knobs, message):
+  given = {"num_stages": 2, "pipeline_microbatch_size": 4, **knobs}
+  with pytest.raises(user_error.UserError, match=message):
+    _Gpt3(mesh="stage=2,fsdp=2", **given).job()
 
 
 def test_the_toy_of_a_pipeline_has_two_stages():

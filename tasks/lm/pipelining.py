@@ -4,11 +4,13 @@ They stand beside the model, never in a second copy of it: the same experiment
 runs with stages and without, and its checkpoints do not know.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import fiddle as fdl
 
 from paxon.pipeline import spmd_pipeline, stage_rules
+from paxon.pipeline.schedules import by_name, lowering, scheduled_stack, table
 from paxon.runner import experiment, user_error
 from paxon.sharding import rules as rules_lib
 
@@ -18,6 +20,8 @@ _KNOBS = (
   "pipeline_microbatch_size",
   "circular_repeats",
   "stream_io",
+  "pipeline_schedule",
+  "pipeline_residuals",
 )
 
 
@@ -36,6 +40,14 @@ class Pipelining(experiment.Experiment):
       which then holds that many parts of the stack; None is once.
     stream_io: Whether inputs and outputs are kept by the stages in turns, so
       that sending them overlaps with computing; None is not.
+    pipeline_schedule: The order of forward and backward work in training, by a
+      name of `pipeline.schedules.by_name` (`gpipe`, `1f1b_two_slots`,
+      `interleaved_two_slots`, `zb_h1`, ...). None is all forward work first,
+      and what JAX makes of it. For a function of your own that makes a table,
+      override `schedule_maker`.
+    pipeline_residuals: What a schedule's forward operations keep: `recompute`,
+      the inputs of their layers; `save`, all that gradients need, which
+      zero-bubble schedules need to gain time. None is `recompute`.
   """
 
   num_layers: int
@@ -44,6 +56,8 @@ class Pipelining(experiment.Experiment):
   pipeline_microbatch_size: int | None = None
   circular_repeats: int | None = None
   stream_io: bool | None = None
+  pipeline_schedule: str | None = None
+  pipeline_residuals: Literal["recompute", "save"] | None = None
 
   def without_pipeline(self) -> Any:
     """Returns the same experiment with a plain stack of its layers."""
@@ -67,16 +81,65 @@ class Pipelining(experiment.Experiment):
     fields: dict[str, Any] = {
       str(name): value for name, value in stack.__arguments__.items()
     }
-    return fdl.Config(
+    made = fdl.Config(
       spmd_pipeline.PipelinedStack,
       **{**fields, "remat_policy": None},
       iteration_policy=fields.get("remat_policy"),
       num_stages=self.num_stages,
       num_microbatches=self.num_pipeline_microbatches,
       microbatch_size=self.pipeline_microbatch_size,
-      circular_repeats=self.circular_repeats or 1,
+      circular_repeats=self._repeats(),
       streaming=bool(self.stream_io),
     )
+    schedule = self.schedule_maker()
+    if schedule is None:
+      self._check_no_residuals()
+      return made
+    fdl.update_callable(made, scheduled_stack.ScheduledStack)
+    made.schedule = schedule
+    if self.pipeline_residuals is not None:
+      made.residuals = lowering.Residuals(self.pipeline_residuals)
+    return made
+
+  def schedule_maker(self) -> Callable[..., table.Table] | None:
+    """Returns what makes the table of the schedule; None for no schedule.
+
+    Raises:
+      UserError: There is no schedule of that name.
+    """
+    if self.pipeline_schedule is None:
+      return None
+    try:
+      return by_name.find(self.pipeline_schedule)
+    except ValueError as error:
+      raise user_error.UserError(
+        f"{type(self).__name__}.pipeline_schedule: {error}"
+      ) from error
+
+  def _repeats(self) -> int:
+    """Returns how many parts of the stack a stage holds."""
+    schedule = self.schedule_maker()
+    if schedule is None or self.circular_repeats is not None:
+      return self.circular_repeats or 1
+    number, size = self.num_pipeline_microbatches, self.pipeline_microbatch_size
+    if number is None:
+      number = self.global_batch_size // (size or self.global_batch_size)
+    try:
+      made = schedule(num_stages=self.num_stages, num_microbatches=number)
+    except ValueError as error:
+      raise user_error.UserError(
+        f"{type(self).__name__}.pipeline_schedule={self.pipeline_schedule}:"
+        f" {error}"
+      ) from error
+    return made.pieces.num_chunks
+
+  def _check_no_residuals(self) -> None:
+    if self.pipeline_residuals is not None:
+      raise user_error.UserError(
+        f"{type(self).__name__}.pipeline_residuals={self.pipeline_residuals} is"
+        " of a schedule, and there is none; set pipeline_schedule, or"
+        " pipeline_residuals=None."
+      )
 
   def _check_no_knobs(self) -> None:
     for knob in _KNOBS:
@@ -96,7 +159,7 @@ class Pipelining(experiment.Experiment):
       rules,
       num_stages=self.num_stages,
       num_groups=self.num_layers,
-      circular_repeats=self.circular_repeats or 1,
+      circular_repeats=self._repeats(),
       streaming=bool(self.stream_io),
     )
 
@@ -108,9 +171,11 @@ class Pipelining(experiment.Experiment):
     if self.num_stages is None:
       return self
     repeats = None if self.circular_repeats is None else 2
+    # A schedule may have two chunks a stage.
+    parts = 2 if self.pipeline_schedule is not None else repeats or 1
     return self.replace(
       mesh="stage=2,fsdp=-1",
-      num_layers=2 * (repeats or 1),
+      num_layers=2 * parts,
       num_stages=2,
       num_pipeline_microbatches=2,
       pipeline_microbatch_size=None,

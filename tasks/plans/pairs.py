@@ -31,19 +31,22 @@ class Pair:
     assigned: Knobs that the target asks for; what else is the experiment's.
     attention: Whose kernel computes attention, where there are two: `cudnn` or
       `plain`.
+    quantization: The recipe of its products, if it has one.
   """
 
   experiment: str
   target: str
   assigned: Mapping[str, str] = dataclasses.field(default_factory=dict)
   attention: str = ""
+  quantization: str = ""
 
   @property
   def name(self) -> str:
     """The name of its file, without the ending."""
     target = re.sub(r"[^a-z0-9]+", "_", self.target).strip("_")
-    attention = f".{self.attention}" if self.attention else ""
-    return f"{self.experiment.rpartition('.')[2]}.{target}{attention}"
+    variants = filter(None, (self.attention, self.quantization))
+    experiment = self.experiment.rpartition(".")[2]
+    return ".".join((experiment, target, *variants))
 
   @property
   def path(self) -> pathlib.Path:
@@ -56,6 +59,8 @@ class Pair:
     assigned = dict(self.assigned)
     if self.attention == "plain":
       assigned["attention_kernel"] = "layers.attention.kernels.plain"
+    if self.quantization:
+      assigned["quantization"] = self.quantization
     return [overrides_lib.Override(*item) for item in assigned.items()]
 
   @property
@@ -100,6 +105,12 @@ def _pairs() -> Iterator[Pair]:
       f"h200:{hosts}x{gpus}",
       {"mesh": mesh, "global_batch_size": str(8 * hosts * gpus)},
     )
+  yield Pair(
+    f"{cloud}2B",
+    "h200:1x8",
+    {"mesh": "fsdp=8", "global_batch_size": "64"},
+    quantization="fp8",
+  )
   yield Pair(f"{cloud}2B", "v4:2x2x1")
   # cuDNN's library is large, so CI compiles these with plain attention too.
   gpt2, llama = (

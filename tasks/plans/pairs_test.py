@@ -48,7 +48,8 @@ def test_a_pair_is_planned_at_the_size_of_its_experiment(pair):
   config = resolving.resolve(pair.experiment, pair.overrides).config
   if pair.attention == "plain":
     config.task.model.stack.blocks[0].attention.kernel = cudnn_attention.cudnn
-  experiment = find_experiment.find_experiment(pair.experiment)()
+  knobs = {"quantization": pair.quantization} if pair.quantization else {}
+  experiment = find_experiment.find_experiment(pair.experiment)(**knobs)
   assert dump.to_text(config.task) == dump.to_text(experiment.job().task)
 
 

@@ -76,9 +76,8 @@ def _row(plan: golden.GoldenPlan) -> tuple[str, ...]:
   )
   mesh = " x ".join(f"{axis}={size}" for axis, size in figures["mesh"].items())
   seconds = plan.compile_seconds
-  is_changed = any("attention_kernel" in text for text in plan.overrides)
   return (
-    f"`{_short(plan.experiment)}`{', plain attention' if is_changed else ''}",
+    f"`{_short(plan.experiment)}`{_variant(plan)}",
     f"`{plan.target}`",
     f"{figures['devices']:,}",
     mesh or "one device",
@@ -92,6 +91,18 @@ def _row(plan: golden.GoldenPlan) -> tuple[str, ...]:
     f"{plan.seconds:.0f} s",
     plan.date,
   )
+
+
+def _variant(plan: golden.GoldenPlan) -> str:
+  """How a plan differs from others of its experiment on its target."""
+  words = ""
+  for override in plan.overrides:
+    name, _, value = override.removeprefix("--fdl.").partition("=")
+    if name == "attention_kernel":
+      words += ", plain attention"
+    elif name == "quantization":
+      words += f", {value}"
+  return words
 
 
 def _details(plan: golden.GoldenPlan) -> str:

@@ -157,7 +157,7 @@ def _save(workload: Workload, name: str, rounds: int) -> comparison.Comparison:
 def _layer(workload: Workload, name: str, rounds: int) -> comparison.Comparison:
   from paxon.tools.benchmarks import layer_case
 
-  return layer_case.run(workload, name=name, rounds=rounds, calls=3)
+  return layer_case.run(workload, name=name, rounds=rounds, calls=1)
 
 
 def _generation(
@@ -176,14 +176,32 @@ def _compile_depth(
   return compile_depth_case.run(workload, name=name, rounds=rounds)
 
 
+def _pipeline_compile(
+  num_microbatches: int, *, has_schedule: bool
+) -> Callable[[Workload, str, int], comparison.Comparison]:
+  def run(workload: Workload, name: str, rounds: int) -> comparison.Comparison:
+    from paxon.tools.benchmarks import pipeline_compile_case
+
+    return pipeline_compile_case.run(
+      workload,
+      name=name,
+      rounds=rounds,
+      num_microbatches=num_microbatches,
+      has_schedule=has_schedule,
+    )
+
+  return run
+
+
 LAYERS: Final = "layers"
+PIPELINE_COMPILE: Final = "pipeline_compile"
 
 CASES: Mapping[str, Case] = {
   "train_step": Case(
     summary="our train step / plain JAX, at the quickstart's size",
     workload=QUICKSTART,
-    run=_train_step(3),
-    rounds=15,
+    run=_train_step(1),
+    rounds=45,
   ),
   "train_step_larger": Case(
     summary="the same with about six times the work",
@@ -201,7 +219,7 @@ CASES: Mapping[str, Case] = {
     summary="the whole training program / its bare step",
     workload=QUICKSTART,
     run=_loop,
-    rounds=5,
+    rounds=11,
   ),
   "gpt2_124m": Case(
     summary="our train step / plain JAX, GPT-2 124M; for a GPU",
@@ -222,7 +240,7 @@ CASES: Mapping[str, Case] = {
       summary=f"forward and backward / plain JAX: {summary}",
       workload=LAYER,
       run=_layer,
-      rounds=11,
+      rounds=45,
       is_default=False,
       group=LAYERS,
       unused=("vocab_size", "num_layers"),
@@ -233,7 +251,7 @@ CASES: Mapping[str, Case] = {
     summary="greedy, 128 tokens after 128, batch 8 / plain JAX",
     workload=GENERATION,
     run=_generation,
-    rounds=9,
+    rounds=21,
     is_default=False,
     group=LAYERS,
   ),
@@ -245,6 +263,20 @@ CASES: Mapping[str, Case] = {
     is_default=False,
     group=LAYERS,
   ),
+  **{
+    f"{PIPELINE_COMPILE}_{number}{'_schedule' * has_schedule}": Case(
+      summary=f"time to compile {number} microbatches of a pipeline / 4"
+      + ", by a schedule" * has_schedule,
+      workload=QUICKSTART,
+      run=_pipeline_compile(number, has_schedule=has_schedule),
+      rounds=5,
+      is_default=False,
+      group=PIPELINE_COMPILE,
+      unused=("global_batch_size",),
+    )
+    for has_schedule in (False, True)
+    for number in (16, 64)
+  },
 }
 
 

@@ -1,43 +1,46 @@
 """How many tokens a second each source gives, alone, on one core.
 
-The text is that of Python's library, a few megabytes of it, cut into documents
-of 200 to 3,000 bytes; tokens are bytes. Each case reads packed batches of 8
-rows of 1,024 in this one process, without workers and without a model.
+The text is that of Python's library, 4 MB of it, cut into documents of 200 to
+3,000 bytes; tokens are bytes, but for SentencePiece. Each case reads shuffled,
+packed batches of 8 rows of 1,024 in one process that is bound to one core,
+without workers and without a model. Text is tokenized as it is read; token
+files and arrays hold tokens. Of gzip up to a megabyte is unpacked for one
+document, and a task of SeqIO runs its steps for one record at a time: to read
+such a corpus more than once, make a token file of it. Tokenizing is the work of
+`tools/tokenize` with one worker, in megabytes of text. The last row is a run of
+the quickstart on all cores: for how much of its loop's time there was no batch.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
 import dataclasses
-import gzip
-import json
+import io
+import os
 import pathlib
 import tempfile
 import time
 
+from etils import epath
+import fiddle as fdl
 import numpy as np
 
 from paxon.inputs import (
-  base_input,
-  byte_tokenizer,
   corpus_shards,
   corpus_tokenizer,
-  document_source,
   example_source,
-  example_stream,
-  filtered,
-  json_lines,
-  mixture,
-  packed_input,
-  packed_lm_input,
+  missing_library,
   packing_plan,
-  python_stdlib,
-  synthetic_lm_input,
-  text_files,
-  token_file,
 )
+from paxon.runner import run_dir as run_dirs
+from paxon.runner.configuration import find_experiment
+from paxon.runner.observability import goodput
+from paxon.runner.programs import train
+from paxon.tools.benchmarks import input_cases, input_library_cases
 
 _BYTES = 4_000_000
-_ROWS, _LENGTH = 8, 1024
-_TOKENIZER = byte_tokenizer.ByteTokenizer()
+_STEPS = 150
+_FAR = 10_000_000
+_QUICKSTART = "tasks.lm.params.quickstart.PythonStdlibLm"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,35 +49,41 @@ class Speed:
 
   Attributes:
     name: Of the case.
-    value: Millions of tokens a second, or megabytes of text.
-    unit: Which of the two.
+    text: The figure with its unit, or why there is none.
     filled: The share of places that hold a token; None for no rows.
   """
 
   name: str
-  value: float
-  unit: str
+  text: str
   filled: float | None = None
 
 
-def measure(*, num_bytes: int = _BYTES, seconds: float = 1.5) -> list[Speed]:
+def measure(
+  *, num_bytes: int = _BYTES, seconds: float = 1.5, num_steps: int = _STEPS
+) -> list[Speed]:
   """Measures every case.
 
   Args:
     num_bytes: How much text there is.
     seconds: How long each case reads.
+    num_steps: How long the quickstart trains; 0 leaves it out.
   """
-  texts = _texts(num_bytes)
-  with tempfile.TemporaryDirectory() as folder:
-    cases = _cases(texts, pathlib.Path(folder))
-    speeds = _tokenizing(texts, pathlib.Path(folder))
-    for name, make in cases.items():
-      speeds.append(_read(name, make(), seconds))
+  texts = input_cases.texts(num_bytes)
+  with tempfile.TemporaryDirectory() as name:
+    folder = pathlib.Path(name)
+    with _one_core():
+      cases = input_cases.make(texts, folder)
+      cases |= input_library_cases.make(texts, folder)
+      speeds = [_speed(case, make, seconds) for case, make in cases.items()]
+      speeds += _tokenizing(texts, folder)
+      speeds.append(_going_on())
+    if num_steps:
+      speeds.append(_waiting(folder / "run", num_steps))
   return speeds
 
 
 def to_markdown(
-  speeds: list[Speed], *, environment: Mapping[str, str], command: str
+  speeds: Sequence[Speed], *, environment: Mapping[str, str], command: str
 ) -> str:
   """Returns the page.
 
@@ -97,138 +106,31 @@ def to_markdown(
   ]
   for speed in speeds:
     filled = "" if speed.filled is None else f"{speed.filled:.1%}"
-    value = f"{speed.value:,.1f} {speed.unit}"
-    lines.append(f"| {speed.name} | {value} | {filled} |")
+    lines.append(f"| {speed.name} | {speed.text} | {filled} |")
   return "\n".join(lines) + "\n"
 
 
-def _texts(num_bytes: int) -> list[bytes]:
-  source = python_stdlib.PythonStdlib(split="train")
-  data = b""
-  for i in range(len(source)):
-    if len(data) >= num_bytes:
-      break
-    data += source[i]
-  data, texts, place = data[:num_bytes], [], 0
-  sizes = np.random.Philox(key=0)
-  while place < len(data):
-    size = 200 + int(sizes.random_raw()) % 2800
-    texts.append(data[place : place + size])
-    place += size
-  return texts
+@contextlib.contextmanager
+def _one_core() -> Iterator[None]:
+  """Binds this thread, and those that it starts, to one core, if it can."""
+  if not hasattr(os, "sched_setaffinity"):
+    yield
+    return
+  before = os.sched_getaffinity(0)
+  os.sched_setaffinity(0, {max(before)})
+  try:
+    yield
+  finally:
+    os.sched_setaffinity(0, before)
 
 
-def _cases(
-  texts: list[bytes], folder: pathlib.Path
-) -> dict[str, Callable[[], base_input.BaseInput]]:
-  rows = "\n".join(
-    json.dumps({"text": text.decode("latin-1")}) for text in texts
-  )
-  (folder / "a.jsonl").write_text(rows)
-  (folder / "a.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
-  (folder / "texts").mkdir()
-  for i, text in enumerate(texts):
-    (folder / "texts" / f"{i:05}.txt").write_bytes(text)
-  corpus_tokenizer.run(
-    _corpus(folder / "a.jsonl"), str(folder / "tokens"), num_workers=0
-  )
-  tokens = token_file.TokenFile(path=str(folder / "tokens"), begin_id=1)
-  runs = [_TOKENIZER.encode(text) for text in texts]
-  arrays = example_source.InMemoryExamples(runs)
-  memory = document_source.InMemoryDocuments(texts)
-
-  def examples(source: example_source.ExampleSource) -> example_stream.Stream:
-    return example_stream.Examples(source=source, shuffle_seed=0)
-
-  def packed(
-    stream: example_stream.Stream,
-    packing: packing_plan.Packing = packing_plan.Packing.SPLIT,
-  ) -> base_input.BaseInput:
-    return packed_input.PackedInput(
-      examples=stream,
-      packing=packing,
-      global_batch_size=_ROWS,
-      length=_LENGTH,
-    )
-
-  def text(source: document_source.DocumentSource) -> base_input.BaseInput:
-    return packed_lm_input.PackedLmInput(
-      source=source,
-      tokenizer=_TOKENIZER,
-      shuffle_seed=0,
-      global_batch_size=_ROWS,
-      length=_LENGTH,
-    )
-
-  def synthetic(seed: int | None) -> base_input.BaseInput:
-    return synthetic_lm_input.SyntheticLmInput(
-      global_batch_size=_ROWS,
-      length=_LENGTH,
-      vocab_size=259,
-      random_seed=seed,
-    )
-
-  mixed = {"a": examples(tokens), "b": examples(tokens)}
-  kept = filtered.Filtered(
-    stream=examples(tokens), keep=filtered.MinPlaces(places=300)
-  )
-  return {
-    "text in memory": lambda: text(memory),
-    "text files": lambda: text(
-      text_files.TextFiles(files=str(folder / "texts" / "*.txt"))
-    ),
-    "JSON lines": lambda: text(
-      json_lines.JsonLines(files=str(folder / "a.jsonl"))
-    ),
-    "JSON lines, gzip, shuffled": lambda: text(
-      json_lines.JsonLines(files=str(folder / "a.jsonl.gz"))
-    ),
-    "arrays in memory": lambda: packed(examples(arrays)),
-    "token file": lambda: packed(examples(tokens)),
-    "token file, first fit": lambda: packed(
-      examples(tokens), packing_plan.Packing.FIRST_FIT
-    ),
-    "token file, best fit": lambda: packed(
-      examples(tokens), packing_plan.Packing.BEST_FIT
-    ),
-    "two token files mixed": lambda: packed(
-      mixture.Mixture(members=mixed, weights={"a": 3.0, "b": 1.0})
-    ),
-    "token file, filtered": lambda: packed(kept),
-    "synthetic, ones": lambda: synthetic(None),
-    "synthetic, random": lambda: synthetic(0),
-  }
-
-
-def _corpus(path: pathlib.Path) -> corpus_tokenizer.Corpus:
-  return corpus_tokenizer.Corpus(
-    paths=[str(path)],
-    form=corpus_shards.Form.JSON_LINE,
-    tokenizer=_TOKENIZER,
-  )
-
-
-def _tokenizing(texts: list[bytes], folder: pathlib.Path) -> list[Speed]:
-  """Times the tokenizing of lines of JSON, by bytes."""
-  path = folder / "corpus.jsonl"
-  path.write_text(
-    "\n".join(json.dumps({"text": text.decode("latin-1")}) for text in texts)
-  )
-  begin = time.perf_counter()
-  corpus_tokenizer.run(_corpus(path), str(folder / "timed"), num_workers=0)
-  seconds = time.perf_counter() - begin
-  size = path.stat().st_size / 1e6
-  return [
-    Speed(
-      name="tokenizing JSON lines into a token file",
-      value=size / seconds,
-      unit="MB/s",
-    )
-  ]
-
-
-def _read(name: str, source: base_input.BaseInput, seconds: float) -> Speed:
-  source.get_next()  # Opens what must be opened.
+def _speed(name: str, make: input_cases.Make, seconds: float) -> Speed:
+  """Reads an input for a while."""
+  try:
+    source = make()
+    source.get_next()  # Opens what must be opened.
+  except missing_library.MissingLibraryError as error:
+    return Speed(name=name, text=f"not measured: {error}")
   tokens = places = 0
   begin = time.perf_counter()
   while (spent := time.perf_counter() - begin) < seconds or not places:
@@ -237,7 +139,102 @@ def _read(name: str, source: base_input.BaseInput, seconds: float) -> Speed:
     places += weights.size
   return Speed(
     name=name,
-    value=tokens / spent / 1e6,
-    unit="M tokens/s",
+    text=f"{tokens / spent / 1e6:,.2f} M tokens/s",
     filled=tokens / places,
+  )
+
+
+def _tokenizing(texts: Sequence[bytes], folder: pathlib.Path) -> list[Speed]:
+  """Times the making of token files, by bytes of text."""
+  lines = folder / "lines.txt"
+  lines.write_bytes(b"\n".join(text.replace(b"\n", b" ") for text in texts))
+  json_lines = folder / "a.jsonl"
+  plain, as_json = corpus_shards.Form.LINE, corpus_shards.Form.JSON_LINE
+
+  def of(
+    path: pathlib.Path, form: corpus_shards.Form
+  ) -> Callable[[], corpus_tokenizer.Corpus]:
+    return lambda: input_cases.corpus(path, form=form)
+
+  def of_pieces() -> corpus_tokenizer.Corpus:
+    pieces = input_library_cases.sentence_pieces(texts, folder)
+    pieces.encode("what must be opened")
+    return input_cases.corpus(lines, pieces, plain)
+
+  cases = {
+    "tokenizing lines, bytes": of(lines, plain),
+    "tokenizing JSON lines, bytes": of(json_lines, as_json),
+    "tokenizing lines, SentencePiece of 4,096": of_pieces,
+  }
+  return [
+    _tokenizing_speed(name, make, folder / f"timed{number}")
+    for number, (name, make) in enumerate(cases.items())
+  ]
+
+
+def _tokenizing_speed(
+  name: str, make: Callable[[], corpus_tokenizer.Corpus], out: pathlib.Path
+) -> Speed:
+  try:
+    corpus = make()
+  except missing_library.MissingLibraryError as error:
+    return Speed(name=name, text=f"not measured: {error}")
+  begin = time.perf_counter()
+  corpus_tokenizer.run(corpus, str(out), num_workers=0)
+  spent = time.perf_counter() - begin
+  size = sum(os.path.getsize(path) for path in corpus.paths)
+  return Speed(name=name, text=f"{size / spent / 1e6:,.1f} MB/s")
+
+
+class _Numbers:
+  """A billion examples that cost nothing."""
+
+  def __len__(self) -> int:
+    return 10**9
+
+  def __getitem__(self, index: int, /) -> example_source.Example:
+    return example_source.lm_features(np.full(500, index, np.int32))
+
+
+def _going_on() -> Speed:
+  """Times the first batch of a run that goes on far in a shuffled epoch."""
+  stream = input_cases.of_examples(_Numbers())
+  source = input_cases.packed(stream, packing_plan.Packing.BEST_FIT)
+  state = source.get_state() | {"position": _FAR}
+  begin = time.perf_counter()
+  source.set_state(state)
+  source.get_next()
+  spent = time.perf_counter() - begin
+  return Speed(
+    name=f"going on at example {_FAR:,}, with a batch",
+    text=f"{1e3 * spent:,.1f} ms",
+  )
+
+
+def _waiting(folder: pathlib.Path, num_steps: int) -> Speed:
+  """Trains the quickstart for some steps; returns how it waited for data."""
+  # By its name: the experiments are in the checkout, and nobody's edge.
+  kind = find_experiment.find_experiment(_QUICKSTART)
+  experiment = kind().replace(
+    num_train_steps=num_steps,
+    checkpoint_every_steps=num_steps,
+    eval_every_steps=num_steps,
+  )
+  config = experiment.job()
+  job = fdl.build(config)
+  job = dataclasses.replace(
+    job, baselines=None, generation=None, eval_inputs={}
+  )
+  path = epath.Path(folder)
+  path.mkdir()
+  with contextlib.redirect_stdout(io.StringIO()):
+    train.run(job, config, path)
+  (attempt,) = goodput.read(path / run_dirs.GOODPUT)
+  waited, worked = (
+    attempt.seconds.get(cause.value, 0.0)
+    for cause in (goodput.Cause.DATA, goodput.Cause.PRODUCTIVE)
+  )
+  return Speed(
+    name=f"quickstart, {num_steps} steps: waiting for input",
+    text=f"{waited / (waited + worked):.2%} of the loop's time",
   )

@@ -19,6 +19,7 @@ from paxon.tools.benchmarks import (
   generation_case,
   layer_case,
   layer_contests,
+  pipeline_compile_case,
   pure_jax_attention,
   pure_jax_block,
   pure_jax_cross_block,
@@ -137,6 +138,21 @@ def test_the_depth_of_a_scanned_model_does_not_change_its_program():
   )
   assert workload.config.num_layers == 48
   assert shallow == deep
+
+
+@pytest.mark.parametrize("has_schedule", [False, True])
+def test_microbatches_of_a_pipeline_do_not_change_its_program(has_schedule):
+  sizes = {"embed_dim": 8, "mlp_dim": 8, "vocab_size": 16, "length": 8}
+  workload = cases.resized(cases.QUICKSTART, sizes)
+  few, many = (
+    pipeline_compile_case.lowered(
+      workload, num_microbatches=n, has_schedule=has_schedule
+    )
+    .as_text()
+    .count("\n")
+    for n in (pipeline_compile_case.FEW, 64)
+  )
+  assert few == many
 
 
 @pytest.mark.parametrize("module", BASELINES)

@@ -3,16 +3,21 @@
 The program runs as a user's does, with its summaries, checkpoints, prefetched
 input and observability. It pauses at its own evaluations: the only evaluation
 split of its job has no batch, but when it is read it makes a block of bare
-steps, the same compiled program on batches that lie on the device. So blocks of
-both alternate in one process, and nothing of the program had to be changed.
+steps, the same compiled program on batches that lie on the device. So short
+blocks of both alternate in one process, and nothing of the program had to be
+changed.
 
-Evaluations come at half the interval of checkpoints, and only every second one
-makes bare steps: those half-way between two checkpoints, so that writing in the
-background counts for the program. What the empty evaluations cost counts for
-the program as well.
+There are five evaluations to a checkpoint. That of a checkpoint's own step
+makes no bare steps, and the one before makes twice as many, so that writing in
+the background falls into steps of the program. A round is the steps from one
+checkpoint to the next, and as many bare ones:
+
+  10 of the program, 10 bare, 10, 10, 10, 20 bare, 20 with the checkpoint, 10
+
+What the empty evaluations cost counts for the program.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import contextlib
 import dataclasses
 import io
@@ -34,6 +39,8 @@ from paxon.tools.benchmarks import (
 LIMIT = 1.03
 CHECKPOINT_EVERY_STEPS = 50
 SUMMARY_EVERY_STEPS = 10
+# Evaluations to a checkpoint.
+_EVALUATIONS = 5
 # All devices, as experiments have by default.
 _MESH = "data=-1"
 
@@ -43,10 +50,10 @@ class Pause(base_input.BaseInput):
   """An evaluation split without batches that does something when it is read.
 
   Attributes:
-    action: Called at every second evaluation, the first one included.
+    action: Called at four of five evaluations, at the fourth twice.
     clock: Seconds from any origin.
-    begins: When each action began.
-    ends: When each action ended.
+    begins: When actions began, one for each of these evaluations.
+    ends: When they ended.
   """
 
   action: Callable[[], object]
@@ -58,9 +65,11 @@ class Pause(base_input.BaseInput):
   def get_next(self) -> base_input.Batch:
     """Acts, and says that there is no batch."""
     self._evaluations += 1
-    if self._evaluations % 2:
+    place = self._evaluations % _EVALUATIONS
+    if place:
       self.begins.append(self.clock())
-      self.action()
+      for _ in range(2 if place == _EVALUATIONS - 1 else 1):
+        self.action()
       self.ends.append(self.clock())
     raise StopIteration
 
@@ -75,16 +84,23 @@ class Pause(base_input.BaseInput):
     """Does nothing: there is no position."""
 
   def pairs(self, *, units: int) -> interleaving.Pairs:
-    """Returns the times between actions, and of the actions after them.
+    """Returns the times between actions, and of the actions, by round.
+
+    A round is five evaluations, from after the first action on.
 
     Args:
       units: By how much both are divided.
     """
-    between = zip(self.ends, self.begins[1:], strict=False)
-    actions = zip(self.begins[1:], self.ends[1:], strict=True)
+    between = [
+      begin - end
+      for end, begin in zip(self.ends[:-1], self.begins[1:], strict=True)
+    ]
+    actions = [
+      end - begin
+      for begin, end in zip(self.begins[1:], self.ends[1:], strict=True)
+    ]
     return interleaving.Pairs(
-      first=tuple((end - begin) / units for begin, end in between),
-      second=tuple((end - begin) / units for begin, end in actions),
+      first=_sums(between, units), second=_sums(actions, units)
     )
 
 
@@ -101,22 +117,25 @@ def run(
     workload: Sizes.
     name: Of the comparison.
     rounds: How often a block of each is timed.
-    every_steps: Interval of checkpoints, and steps in a block; even.
+    every_steps: Interval of checkpoints, and steps in a round.
   """
-  if every_steps <= 0 or every_steps % 2:
+  if every_steps <= 0 or every_steps % _EVALUATIONS:
     raise ValueError(
-      f"every_steps must be positive and even, got {every_steps}."
+      f"every_steps must be a positive multiple of {_EVALUATIONS}, got"
+      f" {every_steps}."
     )
+  block = every_steps // _EVALUATIONS
   bare = decoder_lm_workload.compile_ours(workload.job(mesh=_MESH))
   pause = Pause(
     global_batch_size=workload.global_batch_size,
     length=workload.length,
-    action=bare.start(count=every_steps),
+    action=bare.start(count=block),
   )
   intervals: dict[str, Any] = {
-    "num_train_steps": rounds * every_steps + every_steps // 2 + 1,
+    # After the last evaluation comes a step.
+    "num_train_steps": rounds * every_steps + block + 1,
     "checkpoint_every_steps": every_steps,
-    "eval_every_steps": every_steps // 2,
+    "eval_every_steps": block,
     "summary_every_steps": SUMMARY_EVERY_STEPS,
   }
   job = workload.job(mesh=_MESH, **intervals, eval_inputs={"pause": pause})
@@ -141,4 +160,13 @@ def run(
       "checkpoint_every": every_steps,
       "summary_every": SUMMARY_EVERY_STEPS,
     },
+  )
+
+
+def _sums(values: Sequence[float], units: int) -> tuple[float, ...]:
+  """Returns the sum of each round's values, over `units`."""
+  size = _EVALUATIONS - 1
+  return tuple(
+    sum(values[i : i + size]) / units
+    for i in range(0, len(values) - size + 1, size)
   )

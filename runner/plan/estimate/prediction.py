@@ -102,7 +102,7 @@ def _estimate(
     tokens = batch_shape[0] * batch_shape[1]
   most = model / (num_devices * sheet.peak)
   products = math.fsum(
-    count / num_devices / (sheet.matmul.get(dtype) or sheet.peak)
+    count / num_devices / (sheet.flops(dtype) or sheet.peak)
     for dtype, count in flops.by("dtype").items()
     if dtype
   )

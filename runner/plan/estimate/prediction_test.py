@@ -24,10 +24,10 @@ def _compiled_flops():
   return 8 * costs.total(_program()).flops
 
 
-def _flops(count, *, recomputed=0):
+def _flops(count, *, recomputed=0, dtype="bfloat16"):
   def key(phase):
     return flops_lib.Key(
-      phase=phase, kind=flops_lib.Kind.MATMUL, part="", dtype="bfloat16"
+      phase=phase, kind=flops_lib.Kind.MATMUL, part="", dtype=dtype
     )
 
   counts = {key(flops_lib.Phase.FORWARD): count - recomputed}
@@ -68,6 +68,14 @@ def test_the_parts_make_up_the_step():
   assert found.tokens_per_second == pytest.approx(64 * 32 / found.step)
   assert found.band == given.band
   assert found.source == given.summary
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
+def test_products_of_few_bits_have_their_own_rate(dtype):
+  given = calibration.for_hardware(_H200)
+  found, _ = _of(_flops(_compiled_flops(), dtype=dtype), given=given)
+  # An MFU is of the bfloat16 peak.
+  assert found.ceiling_mfu == pytest.approx(1978.9 / 989.4)
 
 
 def test_at_full_rates_it_is_the_data_sheets():

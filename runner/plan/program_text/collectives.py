@@ -30,6 +30,7 @@ from paxon.runner.plan.program_text import (
   costs,
   hlo,
   kernels,
+  products,
   replica_groups,
   trip_counts,
 )
@@ -59,6 +60,7 @@ class Collective:
     group_size: Devices in a group.
     count: Executions in one run of the program.
     payload_bytes: Of one execution, per device.
+    dtype_bytes: `payload_bytes` by JAX's name of the elements' dtype.
     wire_bytes: Sent by one device, in one execution.
     members: Positions in the mesh of the first group.
     between_slices: Whether it is a transfer between TPU slices.
@@ -75,6 +77,7 @@ class Collective:
   group_size: int
   count: int
   payload_bytes: int
+  dtype_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
   wire_bytes: float
   members: tuple[int, ...]
   between_slices: bool = False
@@ -235,9 +238,9 @@ class _Finder:
       members = groups[0]
       axes, whole = replica_groups.mesh_axes(members, self._mesh)
     group = len(members)
-    payload = _result(instruction, kind).num_bytes
-    if kind == "reduce-scatter":
-      payload *= group
+    parts = group if kind == "reduce-scatter" else 1
+    dtypes = _bytes_by_dtype(_result(instruction, kind), parts)
+    payload = sum(dtypes.values())
     gathers = kind == "all-reduce" and self._is_padded(instruction, computation)
     if scatters:
       kind = "reduce-scatter"
@@ -248,6 +251,7 @@ class _Finder:
       group_size=group,
       count=times,
       payload_bytes=payload,
+      dtype_bytes=dtypes,
       wire_bytes=payload * _wire_factor(kind, group),
       members=tuple(int(member) for member in members),
       is_asynchronous=is_start or _is_split(instruction, computation),
@@ -280,7 +284,8 @@ class _Finder:
   ) -> Collective:
     match = _MEGASCALE.search(instruction.attributes)
     assert match is not None
-    payload = instruction.type.elements[0].num_bytes
+    dtypes = _bytes_by_dtype(instruction.type.elements[0])
+    payload = sum(dtypes.values())
     return Collective(
       kind=match[1].lower().replace("_", "-"),
       axes=self._dcn,
@@ -288,6 +293,7 @@ class _Finder:
       group_size=math.prod(self._mesh[axis] for axis in self._dcn),
       count=times,
       payload_bytes=payload,
+      dtype_bytes=dtypes,
       wire_bytes=float(payload),
       members=(),
       between_slices=True,
@@ -367,6 +373,17 @@ def _result(instruction: hlo.Instruction, kind: str) -> hlo.Type:
   if is_start and kind != "all-reduce" and len(found.elements) > 1:
     return found.elements[1]
   return found
+
+
+def _bytes_by_dtype(found: hlo.Type, parts: int = 1) -> dict[str, int]:
+  """Bytes of the arrays of a type, times `parts`."""
+  if not found.elements:
+    return {products.dtype_name(found.dtype): parts * found.num_bytes}
+  sums: dict[str, int] = {}
+  for element in found.elements:
+    for dtype, size in _bytes_by_dtype(element, parts).items():
+      sums[dtype] = sums.get(dtype, 0) + size
+  return sums
 
 
 def _wire_factor(kind: str, group: int) -> float:

@@ -7,10 +7,12 @@ operations, it lists what differs in parentheses: `a/b/(c/dot:d/mul)`.
 import itertools
 import re
 
+from paxon.quantization import scopes
+
 _TRANSFORM = re.compile(
   r"\b(?:jvp|transpose|vmap|custom_jvp|custom_vjp|remat|checkpoint)\("
 )
-# What JAX adds for its own control flow.
+# What JAX adds for its own control flow, and quantized products for a plan.
 _NO_PARTS = frozenset(
   (
     "",
@@ -26,8 +28,10 @@ _NO_PARTS = frozenset(
     "scan",
     "shard_map",
     "while",
+    *scopes.SCOPES,
   )
 )
+_QUANTIZED = re.compile("|".join(scopes.SCOPES))
 
 
 def part(stack: str) -> str:
@@ -57,6 +61,20 @@ def is_backward(stack: str) -> bool:
 def is_recomputed(stack: str) -> bool:
   """Returns whether an operation is done again for the backward pass."""
   return "rematted_computation" in stack
+
+
+def quantized(stack: str) -> str:
+  """Returns which product of a quantized einsum an operation is.
+
+  Args:
+    stack: Of the operation.
+
+  Returns:
+    `forward`, `input gradient` or `weight gradient`; empty for any other
+    operation. Of several that the compiler joined, the first.
+  """
+  found = _QUANTIZED.search(stack)
+  return scopes.SCOPES[found[0]] if found else ""
 
 
 def _begin_of_list(stack: str) -> int | None:

@@ -37,6 +37,12 @@ _LAYER = "stack/while/body/closed_call/layers.body/blocks_0"
       "Lm",
     ),
     ("jit(step)/(a/dot:b/mul)", ""),
+    # Scopes of quantized products are no parts.
+    (
+      f"jit(step)/jvp(Lm.loss)/{_LAYER}/mlp/einsum/up/quantized_forward"
+      "/BTD,DF->BTF/dot_general",
+      "Lm/stack/layers/blocks_0/mlp/einsum/up",
+    ),
   ],
 )
 def test_part(stack, part):
@@ -49,3 +55,16 @@ def test_phases():
   assert not name_stack.is_backward("jit(f)/jvp(Lm)/a/transpose")
   assert not name_stack.is_recomputed(backward)
   assert name_stack.is_recomputed("jit(f)/Lm/rematted_computation/dot")
+
+
+@pytest.mark.parametrize(
+  ("stack", "product"),
+  [
+    ("jit(f)/jvp(Lm)/einsum/up/quantized_forward/x->y/dot_general", "forward"),
+    ("jit(f)/up/quantized_input_gradient/dot_general", "input gradient"),
+    ("jit(f)/up/quantized_weight_gradient/dot_general", "weight gradient"),
+    ("jit(f)/jvp(Lm)/einsum/up/dot_general", ""),
+  ],
+)
+def test_quantized(stack, product):
+  assert name_stack.quantized(stack) == product

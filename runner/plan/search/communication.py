@@ -13,7 +13,7 @@ A microbatch does all of this but the last anew. Of g devices each sends
 (g - 1) / g of what it gathers or scatters, and twice that of what it reduces.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 import dataclasses
 import math
 
@@ -94,6 +94,7 @@ def traffic(
   itemsize: int,
   num_microbatches: int = 1,
   recomputed: float = 0.0,
+  narrow: Collection[str] = (),
 ) -> Traffic:
   """Returns what one device sends in a step.
 
@@ -104,6 +105,8 @@ def traffic(
     itemsize: Bytes of an element as it is computed with.
     num_microbatches: Parts of a batch.
     recomputed: How much of a forward pass is done again, from 0 to 1.
+    narrow: Paths of variables, without their collection, that are quantized
+      before they are gathered: one byte an element. Gradients are not.
   """
   sent = {True: 0.0, False: 0.0}
   rows = _rows_of(layout, batch_shape)
@@ -116,10 +119,12 @@ def traffic(
     whole = itemsize * math.prod(spec.shape)
     whole /= math.prod(layout.size(n) for n in kept)
     part = whole
+    is_narrow = spec.name.partition("/")[2] in narrow
+    passes = _PASSES / itemsize if is_narrow else _PASSES
     for axis in gathered:
       n = layout.size(axis)
       # Gathers, and the scatter of gradients.
-      moved = (_PASSES + (axis in sharing)) * _others(n) * part
+      moved = (passes + (axis in sharing)) * _others(n) * part
       sent[layout.is_network(axis)] += num_microbatches * moved
       part /= n
     for axis in sorted(sharing - set(gathered) - set(kept)):

@@ -58,6 +58,17 @@ def test_fsdp_gathers_twice_and_scatters_once():
   assert _traffic("fsdp=8").fast == 2 * 3 * _KERNEL * 7 / 8
 
 
+def test_a_quantized_kernel_is_gathered_as_one_byte_an_element():
+  up = _spec("params/stack/up", _UP.shape, _UP.axes, **_STACKED)
+  specs = (up, _DOWN)
+  sent = _traffic("fsdp=8", specs=specs, narrow={"stack/up"}).fast
+  # Two gathers at half of the bytes, and a scatter; the other as before.
+  assert sent == (2 * 0.5 + 1 + 3) * _KERNEL * 7 / 8
+  assert _traffic("data=8", specs=specs, narrow={"stack/up"}) == _traffic(
+    "data=8"
+  )
+
+
 def test_data_reduces_gradients():
   assert _traffic("data=8").fast == 2 * 2 * _KERNEL * 7 / 8
 

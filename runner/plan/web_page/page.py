@@ -126,6 +126,7 @@ def _plan(plan: result.Plan) -> list[str]:
     *work_section.flops(plan),
     *work_section.communication(plan),
     *work_section.kernels(plan),
+    *work_section.quantized(plan),
     markup.listing("Notes", plan.notes),
     *_made(plan),
     "</section>",

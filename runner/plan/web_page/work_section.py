@@ -61,6 +61,7 @@ def communication(plan: result.Plan) -> list[str]:
       units.size(c.payload_bytes),
       units.size(c.wire_bytes),
       "-" if c.seconds is None else units.seconds(c.seconds),
+      ", ".join(f"{d}: {units.size(n)}" for d, n in c.dtype_bytes.items()),
     )
     for c in plan.collectives
   ]
@@ -70,7 +71,9 @@ def communication(plan: result.Plan) -> list[str]:
     parts.append("<p>None.</p>")
   parts.append(
     markup.table(
-      (*titles, "sent", "at least"), rows, caption="Loops are multiplied out."
+      (*titles, "sent", "at least", "payload by dtype"),
+      rows,
+      caption="Loops are multiplied out.",
     )
   )
   moved = [
@@ -106,6 +109,31 @@ def kernels(plan: result.Plan) -> list[str]:
     "<h3>Kernels of a step</h3>",
     markup.table(("part", "kernel", "", "dtype", "count"), choices),
     markup.table(("custom call", "count"), calls),
+  ]
+
+
+def quantized(plan: result.Plan) -> list[str]:
+  """Returns the HTML of what quantized products run as; nothing without."""
+  if not plan.quantized_products:
+    return []
+  rows = [
+    (
+      p.part,
+      p.product,
+      p.traced_dtype,
+      sentences.runs_as(p),
+      f"{p.count:,}",
+      units.flops(p.flops),
+      p.reason,
+    )
+    for p in plan.quantized_products
+  ]
+  titles = ("part", "product", "asked for", "runs as", "count", "FLOPs", "why")
+  summary = markup.escape(sentences.quantized(plan))
+  return [
+    "<h3>Quantized products of a step</h3>",
+    f"<p>{summary[:1].upper()}{summary[1:]}.</p>",
+    markup.table(titles, rows),
   ]
 
 

@@ -21,6 +21,7 @@ from paxon.runner.plan import (
   advice,
   hardware,
   kernel_contract,
+  quantized_products,
   result,
   roofline,
   topology,
@@ -39,6 +40,11 @@ from paxon.sharding import axes, variables
 from paxon.sharding import mesh as meshes
 
 _SOURCE = re.compile(r",? ?metadata=\{[^}]*\}")
+# Whether Triton multiplies too, and what XLA gives cuBLAS to work in, less on
+# GPUs before Hopper.
+_TRITON = "xla_gpu_enable_triton_gemm"
+_SCRATCH, _OLD_SCRATCH = 32 * 2**20, 4 * 2**20
+_OLD_GPUS = ("a100",)
 _DISTRIBUTIONS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin")
 
 
@@ -80,10 +86,14 @@ def measure(
   if is_compiled and not obstacles:
     memory = program.compile(traced, memory, flops)
     expected_kernels.check(
-      job, program.kernel_choices, platform=target.hardware.platform
+      job,
+      program.kernel_choices,
+      platform=target.hardware.platform,
+      quantized=program.quantized_products(flops),
     )
   memory = _forecast(session, traced, memory, target)
   kind = target.hardware
+  quantized = program.quantized_products(flops)
   collectives = roofline.summarize(
     program.reading.communication.collectives,
     kind=kind,
@@ -120,6 +130,7 @@ def measure(
     collectives=collectives,
     kernels=program.reading.communication.kernels,
     kernel_choices=program.kernel_choices,
+    quantized_products=quantized,
     compiler_options=compiler_options.to_text(
       compiler_options.for_hardware(
         job.compiler_options, kind, sets=job.compiler_option_sets
@@ -137,7 +148,10 @@ def measure(
     hbm_bytes=program.reading.hbm_bytes,
     compiled_flops=program.reading.compiled_flops,
     resharding=program.reading.resharding,
-    warnings=program.reading.warnings,
+    warnings=(
+      *program.reading.warnings,
+      *quantized_products.warnings(quantized),
+    ),
     fit=memory.fit.value,
     advice=advice.of(memory, flops, mesh=dict(mesh.shape), batch=shape),
     findings=(),
@@ -228,6 +242,17 @@ class _Program:
       peak=_peak(sizes, self._target.hardware.platform),
     )
 
+  def quantized_products(
+    self, flops: flops_lib.Flops
+  ) -> tuple[result.QuantizedProduct, ...]:
+    """Returns what those run as that a quantization recipe covers."""
+    return quantized_products.of(
+      flops,
+      self._text,
+      kind=self._target.hardware,
+      num_devices=self._mesh.size,
+    )
+
   def estimate(
     self, flops: flops_lib.Flops, batch_shape: tuple[int, ...] | None
   ) -> tuple[result.Estimate | None, tuple[str, ...]]:
@@ -270,7 +295,19 @@ def _forecast(
     arguments=memory.arguments or memory.state_and_batch,
     platform=target.hardware.platform,
   )
-  return _with(memory, saved=found.saved, forecast=found.peak)
+  scratch = _scratch(session.job, target.hardware)
+  return _with(memory, saved=found.saved, forecast=found.peak + scratch)
+
+
+def _scratch(job: job_lib.Job, kind: hardware.Hardware) -> int:
+  """Bytes that products of cuBLAS work in; those of Triton need none."""
+  options = compiler_options.for_hardware(
+    job.compiler_options, kind, sets=job.compiler_option_sets
+  )
+  is_cuda = kind.platform is hardware.Platform.CUDA
+  if not is_cuda or options.get(_TRITON) is not False:
+    return 0
+  return _OLD_SCRATCH if kind.name in _OLD_GPUS else _SCRATCH
 
 
 def _peak(sizes: Any, platform: hardware.Platform) -> int:

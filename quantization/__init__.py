@@ -1,0 +1,1 @@
+"""Quantization: number formats, recipes and the products that use them."""

@@ -1,0 +1,205 @@
+"""Tests for the provider: its state, its names, its random keys."""
+
+import functools
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxon.quantization import (
+  einsum,
+  number_formats,
+  products,
+  quantized_einsum,
+  recipes,
+)
+from paxon.quantization import recipe as recipe_lib
+from paxon.sharding import variables
+
+LAYERS, BATCH, WIDTH = 3, 4, 8
+
+
+class Layer(nn.Module):
+  """Two products of one contraction, and one of a part."""
+
+  einsum: products.Einsum
+
+  @nn.compact
+  def __call__(self, x, _=None):
+    """Returns `x` and a branch."""
+    init = nn.initializers.normal()
+    kernels = self.param("kernels", init, (3, WIDTH, WIDTH), jnp.float32)
+    call = functools.partial(products.call, self.einsum)
+    y = call("in", "BD,DF->BF", x, kernels[0])
+    y = call("out", "BD,DF->BF", jnp.tanh(y), kernels[1])
+    part = products.named(self.einsum, "part")
+    y += products.call(part, "kernel", "BD,DF->BF", x, kernels[2])
+    return x + y, None
+
+
+class Stack(nn.Module):
+  """Scanned layers."""
+
+  recipe: recipe_lib.Recipe
+
+  @nn.compact
+  def __call__(self, x):
+    """Returns `x` after all layers."""
+    provider = einsum.QuantizedEinsum(self.recipe, parent=None)
+    scanned = nn.scan(
+      Layer,
+      variable_axes={True: 0},
+      split_rngs={True: True},
+      length=LAYERS,
+      metadata_params={nn.PARTITION_NAME: "layers"},
+    )
+    return scanned(provider, name="layers")(x)[0]
+
+
+def _x():
+  return jax.random.normal(jax.random.key(1), (BATCH, WIDTH), jnp.float32)
+
+
+def _variables(module):
+  return jax.tree.map(
+    jnp.asarray, nn.unbox(module.init(jax.random.key(0), _x()))
+  )
+
+
+def test_a_plain_function_is_called_without_names():
+  y, _ = Layer(jnp.einsum).apply(v := _variables(Layer(jnp.einsum)), _x())
+  k = np.asarray(v["params"]["kernels"], np.float64)
+  x = np.asarray(_x(), np.float64)
+  wanted = x + np.tanh(x @ k[0]) @ k[1] + x @ k[2]
+  np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-6)
+  assert products.named(jnp.einsum, "part") is jnp.einsum
+  assert not products.is_provider(jnp.einsum)
+
+
+def test_each_product_of_each_layer_has_its_state():
+  module = Stack(recipes.named("fp8"))
+  abstract = jax.eval_shape(lambda: module.init(jax.random.key(0), _x()))
+  specs = variables.specs_of(abstract)["fp8"]["layers"]["einsum"]
+  assert set(specs) == {"in", "out", "part"}
+  spec = specs["part"]["gradient_amax_history"]
+  assert (spec.shape, spec.axes) == ((LAYERS, 1024), ("layers", None))
+  assert spec.update is variables.UpdateRule.OVERWRITE_WITH_GRADIENT
+  assert spec.combine is variables.CombineRule.MAX
+  assert spec.trainable
+  assert not spec.regularized
+  assert spec.dtype == jnp.float32
+
+
+def test_the_gradient_of_the_state_is_the_next_state_of_each_layer():
+  module = Stack(recipes.named("fp8"))
+  values = _variables(module)
+
+  @jax.jit
+  def next_state(values):
+    def loss(state):
+      return jnp.sum(module.apply({**values, "fp8": state}, _x()) ** 2)
+
+    return jax.grad(loss)(values["fp8"])
+
+  new = next_state(values)["layers"]["einsum"]
+  kernels = np.abs(values["params"]["layers"]["kernels"]).max((2, 3))
+  for number, product in enumerate(("in", "out", "part")):
+    history = np.asarray(new[product]["rhs_amax_history"])
+    np.testing.assert_array_equal(history[:, 0], kernels[:, number])
+    np.testing.assert_array_equal(history[:, 1:], 0)
+  # Each layer's own: what it was given differs from layer to layer.
+  assert len(set(np.asarray(new["in"]["lhs_amax_history"])[:, 0])) == LAYERS
+
+
+def test_without_a_state_delayed_scales_are_current():
+  delayed = Layer(einsum.QuantizedEinsum(recipes.named("fp8")))
+  current = Layer(einsum.QuantizedEinsum(recipes.named("fp8_current")))
+  params = {"params": _variables(delayed)["params"]}
+  np.testing.assert_array_equal(
+    delayed.apply(params, _x())[0], current.apply(params, _x())[0]
+  )
+
+
+def _random(operand):
+  tensor = recipe_lib.TensorRecipe(
+    number_formats.INT8, rounding=recipe_lib.Rounding.STOCHASTIC
+  )
+  plain = recipe_lib.TensorRecipe(number_formats.INT8)
+  operands = {"lhs": plain, "rhs": plain, "gradient": plain, operand: tensor}
+  return einsum.QuantizedEinsum(recipe_lib.Recipe(**operands))
+
+
+def test_random_rounding_draws_from_its_stream():
+  provider = _random("lhs")
+  assert provider.random_streams == ("rounding",)
+  layer = Layer(provider)
+  values = _variables(layer)
+
+  def run(**rngs):
+    return np.asarray(layer.apply(values, _x(), rngs=rngs)[0])
+
+  first = run(rounding=jax.random.key(0))
+  np.testing.assert_array_equal(first, run(rounding=jax.random.key(0)))
+  assert np.any(first != run(rounding=jax.random.key(1)))
+  # As evaluation has it: without the stream, to the nearest.
+  np.testing.assert_array_equal(run(), run(dropout=jax.random.key(3)))
+  assert einsum.QuantizedEinsum(recipes.named("fp8")).random_streams == ()
+
+
+def test_training_without_the_stream_is_refused():
+  layer = Layer(_random("gradient"))
+  values = _variables(layer)
+  with pytest.raises(ValueError, match="needs a random key"):
+    jax.grad(lambda v: jnp.sum(layer.apply(v, _x())[0]))(values)
+
+
+def test_is_quantized_einsum():
+  recipe = recipes.named("int8")
+  provider = einsum.QuantizedEinsum(recipe)
+  kernel = jax.random.normal(jax.random.key(2), (WIDTH, 5), jnp.float32)
+  args = ("BD,DF->BF", _x().astype(jnp.bfloat16), kernel.astype(jnp.bfloat16))
+  actual = provider.apply(
+    {}, *args, product="kernel", preferred_element_type=jnp.float32
+  )
+  wanted = quantized_einsum.quantized_einsum(
+    *args, recipe=recipe, preferred_element_type=jnp.float32
+  )
+  assert actual.dtype == jnp.float32
+  np.testing.assert_array_equal(actual, wanted)
+
+
+def test_the_monitor_tells_what_is_lost():
+  layer = Layer(einsum.QuantizedEinsum(recipes.named("fp8"), monitor=True))
+  values = _variables(layer)
+  product = values["fp8"]["einsum"]["in"]
+  # Half of the largest value: what is larger than it saturates.
+  largest = np.float32(np.abs(_x()).max())
+  limit = 2.0 ** np.floor(np.log2(largest / 448.0)) * 448.0
+  product["lhs_amax_history"] = product["lhs_amax_history"].at[0].set(limit)
+  product["gradient_shares"] = jnp.asarray([1, 0.25, 0.5], jnp.float32)
+
+  @jax.jit
+  def run(state):
+    def loss(state):
+      given = {**values, "fp8": state}
+      (y, _), new = layer.apply(given, _x(), mutable=["summaries"])
+      return jnp.sum(y**2) * 2.0**-60, new["summaries"]
+
+    return jax.grad(loss, has_aux=True)(state)
+
+  gradient, told = run(values["fp8"])
+  told = told["einsum"]["in"]
+  clipped = np.mean(np.abs(_x()) > limit)
+  assert clipped > 0
+  np.testing.assert_allclose(told["lhs_clipped"][0], clipped)
+  assert told["rhs_clipped"] == (0,)
+  # Of the step before.
+  assert told["gradient_clipped"] == (0.25,)
+  assert told["gradient_flushed"] == (0.5,)
+  # Of this step: beside the first scale, all of it is zero. So nothing reaches
+  # the product before it, which keeps its record.
+  shares = {k: v["gradient_shares"] for k, v in gradient["einsum"].items()}
+  np.testing.assert_array_equal(shares["out"], [1, 0, 1])
+  np.testing.assert_array_equal(shares["in"], [0, 0, 0])

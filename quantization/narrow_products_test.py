@@ -1,0 +1,105 @@
+"""Tests of products of operands that may be quantized."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxon.quantization import (
+  equations,
+  narrow_products,
+  number_formats,
+  quantized_array,
+  recipe,
+)
+
+CHANNEL = {"granularity": recipe.Granularity.CHANNEL}
+ROWS = {"granularity": recipe.Granularity.BLOCK, "block": (4, 1)}
+EQUATION = equations.parse("BD,DF->BF", 2, 2)
+
+
+@functools.partial(jax.jit, static_argnames=("dtype",))
+def _multiply(lhs, rhs, dtype="float32"):
+  return narrow_products.multiply(
+    EQUATION, lhs, rhs, layer_dtype=jnp.float32, out_dtype=dtype
+  )
+
+
+def _quantized(x, number_format, contracted, **kwargs):
+  return quantized_array.quantize(
+    jnp.asarray(x),
+    recipe.TensorRecipe(number_format, **kwargs),
+    contracted=contracted,
+  )
+
+
+@pytest.fixture(scope="module")
+def operands() -> tuple[jax.Array, jax.Array]:
+  rng = np.random.default_rng(0)
+  shapes = ((4, 8), (8, 6))
+  return tuple(jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes)
+
+
+@pytest.mark.parametrize("kwargs", [{}, CHANNEL, ROWS], ids=repr)
+@pytest.mark.parametrize(
+  "number_format",
+  [number_formats.FP8_E4M3, number_formats.INT8, number_formats.INT4],
+  ids=lambda f: f.name,
+)
+def test_stored_weights_are_multiplied_with_activations(
+  operands, number_format, kwargs
+):
+  x, weights = operands
+  stored = _quantized(weights, number_format, (0,), **kwargs)
+  expected = np.asarray(x, np.float64) @ np.asarray(stored.dequantize())
+  np.testing.assert_allclose(_multiply(x, stored), expected, atol=1e-5)
+  if number_format.bits == 4:
+    packed = stored.packed(0)
+    np.testing.assert_array_equal(_multiply(x, packed), _multiply(x, stored))
+
+
+def test_a_zero_point_is_taken_off(operands):
+  x, weights = operands
+  tensor = recipe.TensorRecipe(number_formats.INT4, **CHANNEL)
+  stored = quantized_array.with_zero_point(
+    weights + 1.0, tensor, contracted=(0,)
+  ).packed(0)
+  expected = np.asarray(x, np.float64) @ np.asarray(stored.dequantize())
+  np.testing.assert_allclose(_multiply(x, stored), expected, atol=1e-5)
+
+
+def test_integers_are_multiplied_as_such_where_no_sum_can_overflow():
+  """127 * 127 * 133,144 is the last that int32 holds."""
+
+  def program(terms: int) -> str:
+    def quantized(*shape: int) -> quantized_array.QuantizedArray:
+      return quantized_array.QuantizedArray(
+        jax.ShapeDtypeStruct(shape, jnp.int8),
+        jax.ShapeDtypeStruct((), jnp.float32),
+        format=number_formats.INT8,
+      )
+
+    return _multiply.lower(quantized(2, terms), quantized(terms, 2)).as_text()
+
+  assert "tensor<133144x2xi8>) -> tensor<2x2xi32>" in program(133_144)
+  assert "tensor<133145x2xf32>) -> tensor<2x2xf32>" in program(133_145)
+
+
+def test_large_products_of_fp8_do_not_overflow_in_bfloat16():
+  largest = jnp.full((2, 4096), 448.0)
+  lhs = _quantized(largest, number_formats.FP8_E4M3, (1,))
+  rhs = _quantized(largest.T, number_formats.FP8_E4M3, (0,))
+  out = _multiply(lhs, rhs, "bfloat16")
+  assert out.dtype == jnp.bfloat16
+  assert float(out[0, 0]) == 448.0 * 448.0 * 4096
+
+
+def test_a_float16_result_is_scaled_before_it_is_rounded():
+  """Sums before scales would be infinite in float16."""
+  ones = jnp.ones((2, 64))
+  lhs = _quantized(ones, number_formats.FP8_E4M3, (1,))
+  rhs = _quantized(ones.T, number_formats.FP8_E4M3, (0,))
+  out = _multiply(lhs, rhs, "float16")
+  assert float(out[0, 0]) == 64.0

@@ -1,0 +1,86 @@
+"""Tests of number formats and saturating casts."""
+
+import hypothesis
+from hypothesis import strategies
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from paxon.quantization import number_formats
+
+FP8 = [
+  pytest.param(number_formats.FP8_E4M3, ml_dtypes.float8_e4m3fn, id="e4m3"),
+  pytest.param(number_formats.FP8_E5M2, ml_dtypes.float8_e5m2, id="e5m2"),
+]
+INTEGERS = [
+  pytest.param(number_formats.INT8, id="int8"),
+  pytest.param(number_formats.INT4, id="int4"),
+]
+
+_cast = jax.jit(number_formats.saturating_cast, static_argnums=1)
+# One shape, so that the cast is compiled once for each format.
+_COUNT = 64
+FLOATS = strategies.lists(
+  strategies.floats(width=32, allow_nan=False, allow_infinity=False),
+  min_size=_COUNT,
+  max_size=_COUNT,
+)
+
+
+@pytest.mark.parametrize(("number_format", "dtype"), FP8)
+def test_every_bfloat16_is_cast_as_ml_dtypes_does(number_format, dtype):
+  x = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16)
+  x = x.astype(np.float32)
+  got = np.asarray(_cast(jnp.asarray(x), number_format)).astype(np.float32)
+  expected = x.copy()
+  finite = np.isfinite(x)
+  expected[~finite] = np.nan
+  largest = float(ml_dtypes.finfo(dtype).max)
+  clipped = np.clip(expected[finite], -largest, largest)
+  expected[finite] = clipped.astype(dtype).astype(np.float32)
+  np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize(("number_format", "dtype"), FP8)
+def test_formats_are_what_ml_dtypes_says_of_them(number_format, dtype):
+  info = ml_dtypes.finfo(dtype)
+  assert number_format.dtype == dtype
+  assert number_format.largest == float(info.max)
+  assert number_format.mantissa_bits == info.nmant
+  assert number_format.smallest_exponent == info.minexp
+
+
+@pytest.mark.parametrize(("number_format", "dtype"), FP8)
+@hypothesis.given(values=FLOATS)
+@hypothesis.settings(deadline=None, derandomize=True, max_examples=50)
+def test_fp8_is_off_by_half_a_unit_in_the_last_place(
+  number_format, dtype, values
+):
+  x = np.array(values, np.float64)
+  got = np.asarray(_cast(jnp.asarray(x, jnp.float32), number_format))
+  inside = np.clip(x, -number_format.largest, number_format.largest)
+  _, exponent = np.frexp(inside)
+  # Below the smallest normal value the distance stays what it is there.
+  exponent = np.maximum(exponent - 1, number_format.smallest_exponent)
+  half = 2.0 ** (exponent - number_format.mantissa_bits - 1)
+  assert (np.abs(got.astype(np.float64) - inside) <= half).all()
+
+
+@pytest.mark.parametrize("number_format", INTEGERS)
+@hypothesis.given(values=FLOATS)
+@hypothesis.settings(deadline=None, derandomize=True, max_examples=50)
+def test_integers_are_off_by_half(number_format, values):
+  x = np.array(values, np.float64)
+  got = np.asarray(_cast(jnp.asarray(x, jnp.float32), number_format))
+  inside = np.clip(x, -number_format.largest, number_format.largest)
+  assert (np.abs(got - inside) <= 0.5).all()
+
+
+@pytest.mark.parametrize("number_format", INTEGERS)
+def test_integers_saturate_on_both_sides_alike(number_format):
+  x = jnp.array([1e9, -1e9, jnp.inf, -jnp.inf, jnp.nan, 2.5, -2.5])
+  largest = int(number_format.largest)
+  expected = [largest, -largest, largest, -largest, 0, 2, -2]
+  np.testing.assert_array_equal(_cast(x, number_format), expected)

@@ -1,0 +1,282 @@
+"""An array of few bits a value, with the scales that make numbers of them.
+
+  quantize(x, recipe)       x ~ values * scale
+  with_zero_point(x, ...)   x ~ (values - zero_point) * scale, for integers
+
+Scales have one entry for each group of values that share it: they have the
+rank of the values, with size 1 (or the number of tiles) in the dimensions that
+groups extend over; or they are a scalar.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import math
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from paxon.quantization import number_formats, packing, rounding, scaling
+from paxon.quantization import recipe as recipe_lib
+
+# An array, or what stands for it in a tree of the same structure, such as a
+# shape or a sharding.
+_Leaf = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedArray:
+  """Values of a number format and their scales. A pytree.
+
+  Attributes:
+    values: Of the dtype of the format; int8 with two values a byte, if packed.
+    scale: float32; a scalar, or of the rank of `values`, where each dimension
+      has a size that divides that of the (unpacked) values.
+    zero_point: The value that stands for 0, of the shape of `scale`, int8;
+      `None` is 0.
+    format: The number format.
+    power_of_two: Whether scales are known to be powers of two.
+    packed_axis: Along which two values share a byte, counted from the last;
+      `None` where each has its own.
+  """
+
+  values: _Leaf
+  scale: _Leaf
+  zero_point: _Leaf | None = None
+  format: number_formats.NumberFormat = dataclasses.field(
+    metadata={"static": True}, kw_only=True
+  )
+  power_of_two: bool = dataclasses.field(
+    default=False, metadata={"static": True}, kw_only=True
+  )
+  packed_axis: int | None = dataclasses.field(
+    default=None, metadata={"static": True}, kw_only=True
+  )
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """Shape of the array that this stands for."""
+    shape = list(self.values.shape)
+    if self.packed_axis is not None:
+      shape[self.packed_axis] *= 2
+    return tuple(shape)
+
+  @property
+  def ndim(self) -> int:
+    """Its number of dimensions."""
+    return self.values.ndim
+
+  @property
+  def nbytes(self) -> int:
+    """Bytes of values, scales and zero points."""
+    return sum(
+      math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self)
+    )
+
+  def packed(self, axis: int = -1) -> "QuantizedArray":
+    """Returns the same array with two values of four bits a byte.
+
+    Args:
+      axis: Along which neighbours share a byte.
+    """
+    if self.format.bits != 4 or self.packed_axis is not None:
+      raise ValueError(
+        "QuantizedArray.packed needs values of four bits that are not packed "
+        f"yet, got {self.format.name} with packed_axis={self.packed_axis}."
+      )
+    return dataclasses.replace(
+      self,
+      values=packing.pack(self.values, axis=axis),
+      packed_axis=axis if axis < 0 else axis - self.ndim,
+    )
+
+  def unpacked(self) -> "QuantizedArray":
+    """Returns the same array with a byte for each value."""
+    if self.packed_axis is None:
+      return self
+    return dataclasses.replace(
+      self,
+      values=packing.unpack(self.values, axis=self.packed_axis),
+      packed_axis=None,
+    )
+
+  def centered(self, dtype: DTypeLike) -> jax.Array:
+    """Returns the values less the zero point, exactly.
+
+    Args:
+      dtype: A floating-point dtype that holds them: bfloat16 and wider.
+    """
+    values = self.unpacked().values.astype(dtype)
+    if self.zero_point is None:
+      return values
+    return by_group(operator.sub, values, self.zero_point.astype(dtype))
+
+  def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
+    """Returns the numbers that this stands for, computed in float32."""
+    values = self.centered(jnp.float32)
+    return by_group(operator.mul, values, self.scale).astype(dtype)
+
+
+def quantize(
+  x: jax.Array,
+  tensor_recipe: recipe_lib.TensorRecipe,
+  *,
+  contracted: tuple[int, ...] = (),
+  amax: jax.Array | None = None,
+  history: jax.Array | None = None,
+  key: jax.Array | None = None,
+) -> QuantizedArray:
+  """Returns `x` in the format of a recipe.
+
+  Args:
+    x: Values of a floating-point dtype.
+    tensor_recipe: The recipe. With delayed scaling and no history, the scale
+      is the current one.
+    contracted: Dimensions that the product with `x` sums over, innermost last;
+      groups of `CHANNEL` extend over all of them, tiles of `BLOCK` along the
+      last.
+    amax: Largest magnitude of each group, if it is known already, or what is
+      to be the largest that does not saturate.
+    history: float32 [H], of delayed scaling.
+    key: Random key of stochastic rounding.
+  """
+  number_format = tensor_recipe.format
+  if history is not None and tensor_recipe.is_delayed:
+    scale = scaling.scale_of(jnp.max(history), tensor_recipe)
+    if number_format.is_integer:
+      # Integers have no NaN: the scale must show it.
+      amax = scaling.amax_of(x) if amax is None else amax
+      scale = jnp.where(jnp.isfinite(amax), scale, jnp.nan)
+  else:
+    if amax is None:
+      amax = reduce_groups(scaling.amax_of, x, tensor_recipe, contracted)
+    scale = scaling.scale_of(amax, tensor_recipe)
+  scaled = by_group(operator.mul, x.astype(jnp.float32), 1 / scale)
+  values = rounding.to_format(
+    scaled, number_format, rounding=tensor_recipe.rounding, key=key
+  )
+  return QuantizedArray(
+    values,
+    scale,
+    format=number_format,
+    power_of_two=tensor_recipe.has_power_of_two_scales,
+  )
+
+
+def with_zero_point(
+  x: jax.Array,
+  tensor_recipe: recipe_lib.TensorRecipe,
+  *,
+  contracted: tuple[int, ...] = (),
+) -> QuantizedArray:
+  """Returns `x` in integers that span its range from least to largest.
+
+  Uses all integers where values are not centered about 0, which are those of
+  kernels after some normalizations, and caches. 0 is exact.
+
+  Args:
+    x: Values of a floating-point dtype.
+    tensor_recipe: Of an integer format, with current scaling and without a
+      margin; rounding is to the nearest value.
+    contracted: As of `quantize`.
+  """
+  number_format = tensor_recipe.format
+  scaling_is_plain = tensor_recipe.scaling == recipe_lib.Current()
+  if not (number_format.is_integer and scaling_is_plain):
+    raise ValueError(
+      "with_zero_point needs an integer format and Current(), got "
+      f"{number_format.name} and {tensor_recipe.scaling}."
+    )
+  positive, negative = (
+    reduce_groups(scaling.amax_of, part, tensor_recipe, contracted)
+    for part in (jnp.maximum(x, 0), jnp.minimum(x, 0))
+  )
+  largest = number_format.largest
+  # As if the range was centered: half of it is the largest magnitude.
+  scale = scaling.scale_of((positive + negative) / 2, tensor_recipe)
+  zero_point = rounding.to_format(
+    negative / scale - largest, number_format
+  ).astype(jnp.float32)
+  scaled = by_group(operator.mul, x.astype(jnp.float32), 1 / scale)
+  # Rounded before the shift, so that 0 stays exact.
+  values = by_group(operator.add, jnp.round(scaled), zero_point)
+  return QuantizedArray(
+    rounding.to_format(values, number_format),
+    scale,
+    zero_point.astype(number_format.dtype),
+    format=number_format,
+  )
+
+
+def by_group(
+  operation: Callable[[jax.Array, jax.Array], jax.Array],
+  x: jax.Array,
+  groups: jax.Array,
+) -> jax.Array:
+  """Returns an operation on values and what their groups share.
+
+  Args:
+    operation: Elementwise, such as `operator.mul`.
+    x: Values.
+    groups: A scalar, or of the rank of `x`, of sizes that divide those of `x`.
+  """
+  if all(s in (1, n) for s, n in zip(groups.shape, x.shape, strict=False)):
+    return operation(x, groups)
+  tiled, per_tile = [], []
+  for size, count in zip(x.shape, groups.shape, strict=True):
+    tiled += [count, size // count]
+    per_tile += [count, 1]
+  result = operation(x.reshape(tiled), groups.reshape(per_tile))
+  return result.reshape(x.shape)
+
+
+def reduce_groups(
+  reduction: Callable[..., jax.Array],
+  x: jax.Array,
+  tensor_recipe: recipe_lib.TensorRecipe,
+  contracted: tuple[int, ...],
+) -> jax.Array:
+  """Returns a reduction of each group of values that share a scale.
+
+  Args:
+    reduction: Such as `jnp.sum`: `(x, axis=, keepdims=)`.
+    x: Values.
+    tensor_recipe: Says what groups are.
+    contracted: As of `quantize`.
+
+  Returns:
+    One entry a group, in the dimensions of scales.
+  """
+  match tensor_recipe.granularity:
+    case recipe_lib.Granularity.TENSOR:
+      return reduction(x, axis=None, keepdims=False)
+    case recipe_lib.Granularity.CHANNEL:
+      return reduction(x, axis=contracted, keepdims=True)
+    case recipe_lib.Granularity.BLOCK:
+      assert tensor_recipe.block is not None
+      tiled = _tiled_shape(x.shape, tensor_recipe.block, contracted)
+      inner = tuple(range(1, 2 * x.ndim, 2))
+      return reduction(x.reshape(tiled), axis=inner, keepdims=False)
+
+
+def _tiled_shape(
+  shape: tuple[int, ...], block: tuple[int, int], contracted: tuple[int, ...]
+) -> list[int]:
+  """Returns number and size of tiles for each dimension, in turns."""
+  sizes = [1] * len(shape)
+  free = [i for i in range(len(shape)) if i not in contracted]
+  for axes, size in ((contracted, block[0]), (free, block[1])):
+    if axes:
+      sizes[axes[-1]] = min(size, shape[axes[-1]])
+  tiled = []
+  for axis, size in enumerate(sizes):
+    if shape[axis] % size:
+      raise ValueError(
+        f"TensorRecipe.block {block} must divide the dimensions of an operand, "
+        f"or be larger; dimension {axis} of {shape} has tiles of {size}."
+      )
+    tiled += [shape[axis] // size, size]
+  return tiled

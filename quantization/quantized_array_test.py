@@ -1,0 +1,221 @@
+"""Tests of quantized arrays."""
+
+import functools
+
+import hypothesis
+from hypothesis import strategies
+from hypothesis.extra import numpy as hypothesis_numpy
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxon.quantization import (
+  number_formats,
+  quantized_array,
+  recipe,
+  testing,
+)
+
+FORMATS = [
+  pytest.param(f, id=name) for name, f in number_formats.FORMATS.items()
+]
+GRANULARITIES = {
+  "tensor": {},
+  "channel": {"granularity": recipe.Granularity.CHANNEL},
+  "rows": {"granularity": recipe.Granularity.BLOCK, "block": (4, 1)},
+  "squares": {"granularity": recipe.Granularity.BLOCK, "block": (4, 2)},
+}
+SHAPE, CONTRACTED = (2, 6, 8), (0, 2)
+
+_quantize = jax.jit(
+  quantized_array.quantize, static_argnames=("tensor_recipe", "contracted")
+)
+
+
+def _values(seed: int = 0) -> np.ndarray:
+  rng = np.random.default_rng(seed)
+  x = rng.standard_normal(SHAPE) * np.exp2(rng.integers(-8, 8, SHAPE))
+  return x.astype(np.float32)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("number_format", FORMATS)
+def test_values_are_those_of_numpy(number_format, granularity):
+  tensor = recipe.TensorRecipe(number_format, **GRANULARITIES[granularity])
+  x = _values()
+  x[0, 0] = 0.0
+  got = _quantize(jnp.asarray(x), tensor_recipe=tensor, contracted=CONTRACTED)
+  assert got.shape == x.shape
+  assert got.values.dtype == number_format.dtype
+  np.testing.assert_array_equal(
+    got.dequantize(),
+    testing.quantized(x, tensor, CONTRACTED).astype(np.float32),
+  )
+
+
+@pytest.mark.parametrize(
+  ("granularity", "shape"),
+  [
+    ("tensor", ()),
+    ("channel", (1, 6, 1)),
+    ("rows", (2, 6, 2)),
+    ("squares", (2, 3, 2)),
+  ],
+)
+def test_there_is_a_scale_for_each_group(granularity, shape):
+  tensor = recipe.TensorRecipe(
+    number_formats.INT8, **GRANULARITIES[granularity]
+  )
+  got = _quantize(
+    jnp.asarray(_values()), tensor_recipe=tensor, contracted=CONTRACTED
+  )
+  assert got.scale.shape == shape
+  assert got.nbytes == 96 + 4 * int(np.prod(shape))
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "squares"])
+@pytest.mark.parametrize("number_format", FORMATS)
+@hypothesis.given(
+  x=hypothesis_numpy.arrays(
+    np.float32,
+    (4, 8),
+    elements=strategies.floats(-(2.0**100), 2.0**100, width=32).filter(
+      # Subnormal float32 numbers are zeros to most hardware.
+      lambda value: value == 0 or abs(value) > 2.0**-100
+    ),
+  )
+)
+@hypothesis.settings(deadline=None, derandomize=True, max_examples=25)
+def test_nothing_is_off_by_more_than_its_format_allows(
+  number_format, granularity, x
+):
+  """By half a step of integers; of fp8 by half a unit in the last place."""
+  tensor = recipe.TensorRecipe(number_format, **GRANULARITIES[granularity])
+  got = _quantize(jnp.asarray(x), tensor_recipe=tensor, contracted=(1,))
+  off = np.abs(np.asarray(got.dequantize(), np.float64) - x)
+  scale = np.zeros(x.shape)
+  flat = iter(np.asarray(got.scale).ravel())
+  for tile in testing.tiles(x, tensor, (1,)):
+    scale[tile] = next(flat)
+  # A sixteenth of a millionth for the multiplication before an integer cast.
+  slack = 1 + 2.0**-22
+  if number_format.is_integer:
+    bound = scale * (0.5 + 2.0**-15)
+  else:
+    relative = 2.0 ** -(number_format.mantissa_bits + 1)
+    smallest = 2.0**number_format.smallest_exponent
+    bound = np.maximum(np.abs(x), scale * smallest) * relative * slack
+  assert (off <= bound).all()
+
+
+def test_a_history_gives_the_scale_of_the_steps_before():
+  tensor = recipe.TensorRecipe(
+    number_formats.FP8_E4M3, scaling=recipe.Delayed(history_length=3)
+  )
+  x = np.array([0.3, -1.0, 20.0], np.float32)
+  got = _quantize(
+    jnp.asarray(x), tensor_recipe=tensor, history=jnp.array([1.0, 7.0, 0.0])
+  )
+  # 7 / 448 is a power of two; 20 is beyond, and saturates.
+  assert float(got.scale) == 7 / 448
+  np.testing.assert_array_equal(
+    got.dequantize(), testing.quantized(x, tensor, scale=np.float32(7 / 448))
+  )
+  assert float(got.dequantize()[2]) == 7.0
+
+
+@pytest.mark.parametrize("history", [None, jnp.array([2.0, 1.0])])
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+@pytest.mark.parametrize("number_format", FORMATS)
+def test_what_is_not_finite_stays_visible(number_format, bad, history):
+  scaling = recipe.Delayed(history_length=2) if history is not None else None
+  tensor = recipe.TensorRecipe(
+    number_format, scaling=scaling or recipe.Current()
+  )
+  got = _quantize(
+    jnp.array([0.5, bad, 1.0]), tensor_recipe=tensor, history=history
+  ).dequantize()
+  assert not np.isfinite(got[1])
+
+
+def test_tiles_must_divide_what_they_do_not_cover():
+  tensor = recipe.TensorRecipe(
+    number_formats.INT8, recipe.Granularity.BLOCK, block=(6, 1)
+  )
+  quantize = functools.partial(
+    quantized_array.quantize, tensor_recipe=tensor, contracted=(1,)
+  )
+  assert quantize(jnp.ones((2, 4))).scale.shape == (2, 1)
+  with pytest.raises(
+    ValueError, match=r"dimension 1 of \(2, 8\) has tiles of 6"
+  ):
+    quantize(jnp.ones((2, 8)))
+
+
+def test_four_bits_are_stored_in_half_a_byte():
+  tensor = recipe.TensorRecipe(
+    number_formats.INT4, granularity=recipe.Granularity.CHANNEL
+  )
+  whole = _quantize(
+    jnp.asarray(_values()), tensor_recipe=tensor, contracted=(2,)
+  )
+  packed = whole.packed(1)
+  assert packed.shape == whole.shape
+  assert packed.packed_axis == -2
+  assert packed.nbytes == 96 // 2 + 4 * 12
+  np.testing.assert_array_equal(packed.dequantize(), whole.dequantize())
+  np.testing.assert_array_equal(packed.unpacked().values, whole.values)
+  with pytest.raises(ValueError, match=r"not packed yet, got int4 with .*=-2"):
+    packed.packed()
+
+
+def test_eight_bits_are_not_packed():
+  whole = quantized_array.quantize(
+    jnp.ones(2), recipe.TensorRecipe(number_formats.INT8)
+  )
+  with pytest.raises(ValueError, match=r"values of four bits .* got int8"):
+    whole.packed()
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize(
+  "number_format", [number_formats.INT8, number_formats.INT4]
+)
+def test_a_zero_point_uses_the_whole_range(number_format, granularity):
+  tensor = recipe.TensorRecipe(number_format, **GRANULARITIES[granularity])
+  x = np.random.default_rng(1).uniform(-0.5, 3.0, SHAPE).astype(np.float32)
+  x[1, 2, 3] = 0.0
+  got = quantized_array.with_zero_point(
+    jnp.asarray(x), tensor, contracted=CONTRACTED
+  )
+  off = np.abs(np.asarray(got.dequantize(), np.float64) - x)
+  assert off[1, 2, 3] == 0.0
+  for tile in testing.tiles(x, tensor, CONTRACTED):
+    spread = max(x[tile].max(), 0) - min(x[tile].min(), 0)
+    step = spread / (2 * number_format.largest)
+    # Half for the value, half for the zero point, of which ends are cut.
+    assert off[tile].max() <= step * 1.001
+
+
+@pytest.mark.parametrize(
+  "tensor",
+  [
+    recipe.TensorRecipe(number_formats.FP8_E4M3),
+    recipe.TensorRecipe(number_formats.INT8, scaling=recipe.Current(margin=1)),
+  ],
+)
+def test_a_zero_point_is_of_integers_with_plain_scales(tensor):
+  with pytest.raises(
+    ValueError, match=r"an integer format and Current\(\), got"
+  ):
+    quantized_array.with_zero_point(jnp.ones(3), tensor)
+
+
+def test_it_is_a_pytree_of_arrays_and_of_shapes():
+  array = quantized_array.quantize(
+    jnp.ones((4, 2)), recipe.TensorRecipe(number_formats.INT8)
+  )
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), array)
+  assert shapes.shape == (4, 2)
+  assert shapes.nbytes == array.nbytes == 12

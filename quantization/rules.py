@@ -1,0 +1,106 @@
+"""Rules: which layers of a model are quantized by which recipe.
+
+```python
+(
+  rules.ExemptLayers(first=1, last=1),
+  rules.Rule("*.blocks[0].attention", None),
+  rules.Rule(roles.FEED_FORWARD, recipes.named("fp8_current")),
+  rules.Rule(("attention_projections", "head"), recipes.named("int8")),
+)
+```
+
+Rules are ordered, and the first that matches a layer has it; a layer that none
+matches stays as it is. `runner.configuration.quantizing` applies them.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import difflib
+import re
+
+from paxon.quantization import recipe as recipe_lib
+from paxon.quantization import roles
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+  """Layers, and how their products are quantized.
+
+  Attributes:
+    target: A role (`quantization.roles`), or the path of a layer in the
+      configuration, in which `*` stands for anything:
+      `task.model.stack.blocks[0].*`; or several of them, of which any may
+      match.
+    recipe: How; `None` exempts the layers from the rules that follow.
+  """
+
+  target: str | tuple[str, ...]
+  recipe: recipe_lib.Recipe | None
+
+  def __post_init__(self) -> None:
+    if not self.targets:
+      raise ValueError("Rule.target must name a role or a path, got none.")
+    for target in self.targets:
+      if target in roles.ALL or not target.isidentifier():
+        continue
+      close = difflib.get_close_matches(target, roles.ALL, n=1)
+      hint = f"; did you mean {close[0]!r}?" if close else "."
+      raise ValueError(
+        f"Rule.target {target!r} is no role ({', '.join(roles.ALL)}) and, "
+        f"without a dot or '*', no path{hint}"
+      )
+    # Checked here, because a name would be noticed only where it is used.
+    if not isinstance(self.recipe, recipe_lib.Recipe | None):
+      raise TypeError(
+        "Rule.recipe must be a Recipe, such as recipes.named('fp8'), or None, "
+        f"got {self.recipe!r}."
+      )
+
+  @property
+  def targets(self) -> tuple[str, ...]:
+    """The roles and paths."""
+    return (self.target,) if isinstance(self.target, str) else self.target
+
+  def matches(self, path: str, its_roles: Sequence[str]) -> bool:
+    """Whether it has a layer.
+
+    Args:
+      path: Of the layer.
+      its_roles: Of the layer.
+    """
+    return any(
+      target in its_roles or bool(_pattern(target).fullmatch(path))
+      for target in self.targets
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ExemptLayers:
+  """Keeps the first and last layers of each stack as they are.
+
+  Attributes:
+    first: How many at the beginning.
+    last: How many at the end.
+  """
+
+  first: int = 0
+  last: int = 0
+
+  def __post_init__(self) -> None:
+    for field in ("first", "last"):
+      if getattr(self, field) < 0:
+        raise ValueError(
+          f"ExemptLayers.{field} must not be negative, got "
+          f"{getattr(self, field)}."
+        )
+    if not self.first and not self.last:
+      raise ValueError(
+        "ExemptLayers exempts nothing; set first, last, or both."
+      )
+
+
+Rules = Sequence[Rule | ExemptLayers]
+
+
+def _pattern(target: str) -> re.Pattern[str]:
+  return re.compile(".*".join(map(re.escape, target.split("*"))))

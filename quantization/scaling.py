@@ -1,0 +1,77 @@
+"""Scales: what one unit of a quantized tensor is worth.
+
+  scale = largest value * 2^margin / largest value of the format
+  values = round(x / scale),  x ~ values * scale
+
+A scale is a positive float32 number. That of zeros is 1, and it is never so
+small that its inverse overflows. If any value is not finite, the scale is NaN,
+and with it everything that is computed from these values.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from paxon.quantization import recipe as recipe_lib
+
+# The smallest normal float32: its inverse is finite.
+_SMALLEST = 2.0**-126
+
+
+def amax_of(
+  x: jax.Array,
+  axis: tuple[int, ...] | None = None,
+  *,
+  keepdims: bool = False,
+) -> jax.Array:
+  """Returns the largest magnitude, as float32; NaN if there is a NaN.
+
+  Args:
+    x: Values.
+    axis: Over which dimensions it is taken; `None` is over all.
+    keepdims: Whether these dimensions keep the size 1.
+  """
+  largest = jnp.max(jnp.abs(x), axis=axis, keepdims=keepdims, initial=0)
+  return largest.astype(jnp.float32)
+
+
+def scale_of(
+  amax: jax.Array, tensor_recipe: recipe_lib.TensorRecipe
+) -> jax.Array:
+  """Returns the scales of tensors with these largest magnitudes.
+
+  Args:
+    amax: float32, of any shape.
+    tensor_recipe: Gives the format, the margin, and the scale where `amax` is
+      0: the initial one of a history, otherwise 1.
+  """
+  scaling = tensor_recipe.scaling
+  factor = 2.0**scaling.margin / tensor_recipe.format.largest
+  scale = jnp.maximum(amax * factor, _SMALLEST)
+  if tensor_recipe.has_power_of_two_scales:
+    scale = _next_power_of_two(scale)
+  start = 1.0
+  if isinstance(scaling, recipe_lib.Delayed):
+    start = scaling.initial_scale
+  scale = jnp.where(amax == 0, start, scale)
+  return jnp.where(jnp.isfinite(amax), scale, jnp.nan)
+
+
+def next_history(history: jax.Array, amax: jax.Array) -> jax.Array:
+  """Returns a history after a step: its largest magnitude, then the newest.
+
+  What is not finite is entered as 0, so that one bad step does not ruin the
+  scale of all that a history remembers.
+
+  Args:
+    history: float32 [H], newest first.
+    amax: float32 [], of this step.
+  """
+  newest = jnp.where(jnp.isfinite(amax), amax, 0.0)
+  return jnp.concatenate([newest[None], history[:-1]])
+
+
+def _next_power_of_two(x: jax.Array) -> jax.Array:
+  """Rounds positive normal float32 numbers up, by their bits."""
+  bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+  rounded = (bits + 0x7FFFFF) & 0x7F800000
+  return jax.lax.bitcast_convert_type(rounded, jnp.float32)

@@ -1,0 +1,142 @@
+"""Tests for products of weights that are stored in few bits."""
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxon.quantization import products, recipe, recipes, served_einsum
+from paxon.sharding import logical, variables
+
+IN, OUT = 6, 4
+X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, IN)), "f4")
+
+
+class _Layer(nn.Module):
+  """A kernel, and a product of two activations of the same name's layer."""
+
+  einsum: nn.Module
+
+  @nn.compact
+  def __call__(self, x):
+    init = logical.partitioned(nn.initializers.normal(), ("embed", "mlp"))
+    kernel = self.param("kernel", init, (IN, OUT), jnp.float32)
+    y = products.call(self.einsum, "kernel", "BTD,DF->BTF", x, kernel)
+    return y, products.call(self.einsum, "scores", "BTF,BSF->BTS", y, y)
+
+
+def _layer(name):
+  rules = served_einsum.serving_recipe(recipes.named(name))
+  return _Layer(served_einsum.ServedEinsum(rules))
+
+
+def _values():
+  """Parameters, whose outputs have scales far apart."""
+  kernel = np.random.default_rng(1).standard_normal((IN, OUT)) * [1, 10, 0.1, 3]
+  return {"params": {"kernel": jnp.asarray(kernel, "f4")}}
+
+
+def _converted(layer, values):
+  told = [served_einsum.COLLECTION, served_einsum.NOT_SERVED]
+  _, made = layer.apply(values, X, mutable=told)
+  made = dict(variables.unbox(made))
+  # The product of two activations.
+  assert list(made.pop(served_einsum.NOT_SERVED)["einsum"]) == ["scores"]
+  return made
+
+
+def _rounded(x, axis, largest):
+  """Whole numbers and their scales, in float64."""
+  scale = np.abs(x).max(axis, keepdims=True) / largest
+  return np.round(x / scale), scale
+
+
+@pytest.mark.parametrize(("name", "largest"), [("int8", 127), ("int4", 7)])
+def test_matches_numpy(name, largest):
+  layer, values = _layer(name), _values()
+  served = _converted(layer, values)
+  y, scores = layer.apply(served | values, X)
+  kernel = np.asarray(values["params"]["kernel"], np.float64)
+  q, scale = _rounded(kernel, 0, largest)
+  # Activations have eight bits with both.
+  rows, row_scale = _rounded(np.asarray(X, np.float64), -1, 127)
+  expected = (rows @ q) * row_scale * scale
+  np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
+  stored = served["served"]["einsum"]["kernel"]
+  np.testing.assert_allclose(stored["scale"], scale, rtol=1e-6)
+  # Products of activations are as they are.
+  plain = np.einsum("btf,bsf->bts", expected, expected)
+  np.testing.assert_allclose(scores, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_fp8_is_close():
+  layer, values = _layer("fp8"), _values()
+  served = _converted(layer, values)
+  assert served["served"]["einsum"]["kernel"]["values"].dtype == (
+    jnp.float8_e4m3fn
+  )
+  y, _ = layer.apply(served | values, X)
+  exact = np.asarray(X) @ np.asarray(values["params"]["kernel"])
+  bound = np.abs(X) @ np.abs(values["params"]["kernel"]) * 2 * 2.0**-4
+  assert (np.abs(y - exact) <= bound).all()
+
+
+def test_weights_alone_become_numbers_of_the_layer():
+  one = recipe.TensorRecipe(
+    recipes.named("int8").rhs.format,
+    granularity=recipe.Granularity.CHANNEL,
+  )
+  layer = _Layer(served_einsum.ServedEinsum(recipe.Recipe(None, one, None)))
+  values = _values()
+  y, _ = layer.apply(_converted(layer, values) | values, X)
+  q, scale = _rounded(np.asarray(values["params"]["kernel"], "f8"), 0, 127)
+  np.testing.assert_allclose(y, np.asarray(X, "f8") @ (q * scale), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
+def test_the_parameter_is_not_read_and_the_bytes_are_as_the_bits_say(name):
+  layer, values = _layer(name), _values()
+  served = _converted(layer, values)
+  y, _ = layer.apply(served | values, X)
+  nothing = {"params": {"kernel": jnp.full((IN, OUT), jnp.nan)}}
+  again, _ = layer.apply(served | nothing, X)
+  np.testing.assert_array_equal(y, again)
+  size = sum(x.nbytes for x in jax.tree.leaves(served))
+  bits = 4 if name == "int4" else 8
+  assert size == IN * OUT * bits // 8 + OUT * 4
+
+
+def test_without_stored_weights_products_are_plain():
+  layer, values = _layer("int8"), _values()
+  y, _ = layer.apply(values, X)
+  np.testing.assert_array_equal(y, X @ values["params"]["kernel"])
+
+
+def test_stored_weights_have_the_axes_of_the_parameter():
+  made = jax.eval_shape(_layer("int4").init, jax.random.key(0), X)
+  specs = {s.name: s for s in jax.tree.leaves(variables.specs_of(made))}
+  values = specs["served/einsum/kernel/values"]
+  assert (values.shape, values.axes) == ((IN, OUT // 2), ("embed", "mlp"))
+  scale = specs["served/einsum/kernel/scale"]
+  assert (scale.shape, scale.axes) == ((1, OUT), (None, "mlp"))
+  assert "served/einsum/scores/values" not in specs
+  assert {name.partition("/")[0] for name in specs} == {"params", "served"}
+  assert not values.trainable
+
+
+def test_a_stored_weight_names_its_parameter():
+  name = "served/stack/layers/blocks_0/mlp/einsum/gate/values"
+  found = served_einsum.stored_parameter(name)
+  assert found == "params/stack/layers/blocks_0/mlp/gate"
+  for other in (name.replace("values", "scale"), "params/a/b/c/values"):
+    assert served_einsum.stored_parameter(other) is None
+
+
+def test_an_odd_kernel_of_four_bits_is_not_packed():
+  int4 = recipes.named("int4").rhs.format
+  assert served_einsum.packed_axis(int4, (4, 3)) == -2
+  assert served_einsum.packed_axis(int4, (5, 3)) is None
+  assert (
+    served_einsum.packed_axis(recipes.named("int8").rhs.format, (4,)) is None
+  )

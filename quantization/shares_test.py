@@ -1,0 +1,71 @@
+"""Tests of shares of what a quantization lost."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxon.quantization import (
+  number_formats,
+  quantized_array,
+  recipe,
+  shares,
+)
+
+
+def test_shares_are_counted():
+  tensor = recipe.TensorRecipe(
+    number_formats.FP8_E4M3, scaling=recipe.Delayed(history_length=1)
+  )
+  # A scale of one: from 2^-10 up to 448.
+  x = jnp.array([0.0, 1.0, 500.0, -449.0, 448.0, 2.0**-11, jnp.inf, jnp.nan])
+  got = shares.of(
+    x, quantized_array.quantize(x, tensor, history=jnp.array([448.0]))
+  )
+  assert (got.clipped, got.flushed, got.not_finite) == (2 / 8, 1 / 8, 2 / 8)
+
+
+def test_tiles_are_judged_by_their_own_scales():
+  tensor = recipe.TensorRecipe(
+    number_formats.INT4, recipe.Granularity.BLOCK, block=(2, 1)
+  )
+  x = jnp.array([[1.0, 0.01, 0.01, 0.01]])
+  quantized = quantized_array.quantize(x, tensor, contracted=(1,))
+  got = shares.of(x, quantized)
+  assert (got.clipped, got.flushed) == (0.0, 1 / 4)
+
+
+def test_operands_of_a_product_are_quantized_as_in_it():
+  delayed = recipe.TensorRecipe(
+    number_formats.FP8_E4M3, scaling=recipe.Delayed(history_length=2)
+  )
+  channel = recipe.TensorRecipe(
+    number_formats.INT8,
+    granularity=recipe.Granularity.CHANNEL,
+    rounding=recipe.Rounding.STOCHASTIC,
+  )
+  kernel = jnp.array([[1.0, 1e-4], [1e-4, 1e-4]])
+  got = jax.jit(
+    lambda state: shares.of_operands(
+      "BD,DF->BF",
+      jnp.array([[1.0, 3.0]]),
+      kernel,
+      recipe=recipe.Recipe(delayed, channel, None),
+      state=state,
+    )
+  )({"lhs_amax_history": jnp.array([1.0, 0.0])})
+  assert float(got["lhs"].clipped) == 1 / 2
+  # One of the first column; the second has a scale of its own.
+  assert float(got["rhs"].flushed) == 1 / 4
+
+
+def test_operands_that_are_not_quantized_have_no_shares():
+  int8 = recipe.TensorRecipe(number_formats.INT8)
+  got = shares.of_operands(
+    "BD,DF->BF",
+    jnp.ones((2, 2)),
+    jnp.ones((2, 2)),
+    recipe=recipe.Recipe(None, int8, None),
+  )
+  assert list(got) == ["rhs"]
+  assert np.asarray(got["rhs"].clipped) == pytest.approx(0.0)

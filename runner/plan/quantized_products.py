@@ -1,0 +1,235 @@
+"""What the products run as that a quantization recipe covers.
+
+A quantized einsum names its products (`quantization.scopes`), whatever dtype
+they have, so that each of them is found in the traced program, with the dtype
+that its operands have there, and in the compiled one, with what the compiler
+made of it. The two differ where the hardware has no such products.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+import dataclasses
+from typing import Final
+
+from paxon.runner.plan import flops as flops_lib
+from paxon.runner.plan import hardware, kernel_contract, result
+from paxon.runner.plan.program_text import hlo, name_stack
+
+_AGAIN: Final = "forward again"
+_FORWARD: Final = "forward"
+# The field of layers that holds what computes their products.
+_FIELD: Final = "einsum"
+
+# (path of the module, product).
+_Key = tuple[str, str]
+
+
+# What compilers leave out of products without changing them.
+_ALMOST: Final = 0.999
+
+
+@dataclasses.dataclass
+class _Compiled:
+  """A product in the compiled text of one device.
+
+  Attributes:
+    dtype: Of the form that costs most, where there are several.
+    kernel: Of that form.
+    largest: FLOPs of that form.
+    flops: Of all forms.
+    count: Of all forms.
+  """
+
+  dtype: str
+  kernel: str
+  largest: int
+  flops: int = 0
+  count: int = 0
+
+
+def of(
+  flops: flops_lib.Flops,
+  program: hlo.Program | None,
+  *,
+  kind: hardware.Hardware,
+  num_devices: int,
+) -> tuple[result.QuantizedProduct, ...]:
+  """Returns what the covered products of a step run as.
+
+  Args:
+    flops: Of the traced step.
+    program: The compiled step of one device; None if it was not compiled.
+    kind: The hardware.
+    num_devices: How many of it.
+  """
+  traced = _traced(flops)
+  compiled: dict[_Key, _Compiled] = {}
+  if program is not None:
+    compiled = _compiled(program)
+    joined = {
+      key: _joined_with(key, traced, compiled, num_devices)
+      for key in traced.keys() - compiled.keys()
+    }
+    compiled |= {key: c for key, c in joined.items() if c is not None}
+  return tuple(
+    _product(
+      key, dtypes, compiled.get(key), kind, is_compiled=program is not None
+    )
+    for key, dtypes in traced.items()
+  )
+
+
+def family(dtype: str) -> str:
+  """Returns `fp8` or `int8` for a dtype of few bits, and else the dtype.
+
+  Args:
+    dtype: As JAX names it.
+  """
+  if dtype.startswith("float8"):
+    return "fp8"
+  return "int8" if dtype in ("int4", "int8") else dtype
+
+
+def variable_paths(
+  products: Iterable[result.QuantizedProduct],
+) -> frozenset[str]:
+  """Returns which variables are multiplied in few bits, if they are kernels.
+
+  Args:
+    products: Of a plan.
+
+  Returns:
+    Paths without a collection: that of the layer, and the product's name, which
+    is that of its kernel.
+  """
+  # Behind the name of the model.
+  paths = (
+    p.part.split("/")[1:] for p in products if _is_narrow(p.traced_dtype)
+  )
+  return frozenset("/".join(n for n in p if n != _FIELD) for p in paths)
+
+
+def warnings(
+  products: Sequence[result.QuantizedProduct],
+) -> Iterator[str]:
+  """Yields a sentence for each reason why products are not in few bits."""
+  reasons: dict[tuple[str, str], list[result.QuantizedProduct]] = {}
+  for product in products:
+    if not product.is_quantized:
+      key = product.dtype, product.reason
+      reasons.setdefault(key, []).append(product)
+  for (dtype, reason), members in reasons.items():
+    first = members[0]
+    more = f" and {len(members) - 1} more" if len(members) > 1 else ""
+    yield (
+      f"{len(members)} of {len(products)} quantized products run as"
+      f" {dtype or 'something unknown'}: {first.part} ({first.product}){more},"
+      f" because {reason}."
+    )
+
+
+def _traced(flops: flops_lib.Flops) -> Mapping[_Key, Mapping[str, int]]:
+  """FLOPs of covered products by the dtype of their operands."""
+  found: dict[_Key, dict[str, int]] = {}
+  for key, count in flops.counts.items():
+    if key.quantized:
+      is_again = key.phase is flops_lib.Phase.REMAT
+      name = _AGAIN if is_again else key.quantized
+      dtypes = found.setdefault((key.part, name), {})
+      dtypes[key.dtype] = dtypes.get(key.dtype, 0) + count
+  return found
+
+
+def _compiled(program: hlo.Program) -> dict[_Key, _Compiled]:
+  found: dict[_Key, _Compiled] = {}
+  for each in kernel_contract.executed(program):
+    stack, cost = each.cost.name, each.cost
+    name = name_stack.quantized(stack)
+    if not name or not cost.flops:
+      continue
+    if name == _FORWARD and name_stack.is_recomputed(stack):
+      name = _AGAIN
+    count = each.count * cost.flops
+    new = _Compiled(cost.dtype, each.kernel, count)
+    old = found.setdefault((name_stack.part(stack), name), new)
+    if count > old.largest:
+      old.dtype, old.kernel, old.largest = cost.dtype, each.kernel, count
+    old.flops += count
+    old.count += each.count
+  return found
+
+
+def _joined_with(
+  key: _Key,
+  traced: Mapping[_Key, Mapping[str, int]],
+  compiled: Mapping[_Key, _Compiled],
+  num_devices: int,
+) -> _Compiled | None:
+  """Returns the product of the same layer that has this one's FLOPs too.
+
+  Compilers join products that share an operand, such as those of queries and
+  keys, and keep one name.
+  """
+  layer = key[0].rpartition("/")[0]
+  alike = [
+    k for k in traced if (k[0].rpartition("/")[0], k[1]) == (layer, key[1])
+  ]
+  there = [compiled[k] for k in alike if k in compiled]
+  wanted = sum(sum(traced[k].values()) for k in alike)
+  has_all = num_devices * sum(c.flops for c in there) >= _ALMOST * wanted
+  return max(there, key=lambda c: c.flops) if there and has_all else None
+
+
+def _product(
+  key: _Key,
+  dtypes: Mapping[str, int],
+  found: _Compiled | None,
+  kind: hardware.Hardware,
+  *,
+  is_compiled: bool,
+) -> result.QuantizedProduct:
+  traced = max(dtypes, key=dtypes.__getitem__)
+  if found is not None:
+    dtype, reason = found.dtype, _reason(traced, found.dtype, kind)
+  elif not is_compiled:
+    is_slow = _is_narrow(traced) and not _has(kind, traced)
+    dtype = "bfloat16" if is_slow else traced
+    reason = _reason(traced, dtype, kind)
+  else:
+    dtype = ""
+    reason = "the compiled text has no product of this name"
+  return result.QuantizedProduct(
+    part=key[0],
+    product=key[1],
+    traced_dtype=traced,
+    dtype=dtype,
+    kernel=found.kernel if found else "",
+    is_decided=found is not None and kernel_contract.is_decided(found.kernel),
+    count=found.count if found else 0,
+    flops=sum(dtypes.values()),
+    is_quantized=not reason,
+    reason=reason,
+  )
+
+
+def _reason(traced: str, dtype: str, kind: hardware.Hardware) -> str:
+  """Why a product is not multiplied in few bits; empty if it is."""
+  if not _is_narrow(traced):
+    return (
+      f"its operands are {traced} when they meet: the recipe leaves one of"
+      " them in the layer's dtype, or its scales vary along what is summed"
+    )
+  if family(dtype) == family(traced):
+    return ""
+  if not _has(kind, traced):
+    return f"{kind.name} has no products in {family(traced)}"
+  return f"the compiler for {kind.name} multiplies {traced} as {dtype}"
+
+
+def _is_narrow(dtype: str) -> bool:
+  return family(dtype) in ("fp8", "int8")
+
+
+def _has(kind: hardware.Hardware, dtype: str) -> bool:
+  """Whether the data sheet has a rate for products of a dtype."""
+  name = "int8" if family(dtype) == "int8" else dtype
+  return kind.peak_flops(name) is not None

@@ -1,0 +1,118 @@
+"""Tests that experiments train with each recipe that the knob names."""
+
+import fiddle as fdl
+import jax
+import numpy as np
+import pytest
+
+from paxon.learners import weighted
+from paxon.quantization import recipes, rules
+from paxon.runner import knobs, user_error
+from paxon.runner.programs import compiled_steps, model_loss, testing
+from paxon.runner.programs import session as session_lib
+
+STEPS = 10
+
+
+class Careful(testing.TinyLm):
+  """Some layers exempt, some with a recipe of their own."""
+
+  quantization = "fp8"
+  num_layers = 3
+
+  def quantization_rules(self):
+    """Returns rules of every kind."""
+    return (
+      rules.ExemptLayers(first=1, last=1),
+      rules.Rule("*.blocks[0].attention", None),
+      rules.Rule("head", recipes.named("fp8_current")),
+      *super().quantization_rules(),
+    )
+
+
+def _trained(experiment):
+  """Returns the losses of some steps, the metrics and the last state."""
+  session = session_lib.open_session(
+    fdl.build(experiment.job()), devices=jax.devices()[:1]
+  )
+  step = compiled_steps.compile_train_step(session)
+  state, losses, means = session.initial_state(), [], {}
+  batch = session.place(session.job.train_input.get_next())
+  for _ in range(STEPS):
+    state, metrics = step(state, batch)
+    totals = weighted.Totals()
+    totals.add(metrics)
+    means = totals.means()
+    losses.append(means["loss"])
+  return losses, means, jax.device_get(state.variables)
+
+
+def _tiny(**given):
+  return testing.TinyLm(
+    num_layers=1, mesh="data=1", learning_rate=1e-2, **given
+  )
+
+
+# `tools/quantization_quality` trains longer, with all of them.
+@pytest.mark.parametrize("name", ["fp8_block", "int4"])
+def test_it_learns(name):
+  losses, _, variables = _trained(_tiny(quantization=name))
+  assert np.all(np.isfinite(losses))
+  assert losses[-1] < losses[0] - 0.3
+  assert ("fp8" in variables) == recipes.named(name).is_delayed
+
+
+def test_rules_of_every_kind_and_the_monitor():
+  experiment = Careful(
+    mesh="data=1", learning_rate=1e-2, quantization_monitor=True
+  )
+  losses, means, variables = _trained(experiment)
+  assert losses[-1] < losses[0] - 0.3
+  state = variables["fp8"]["stack"]["layers"]["blocks_0"]
+  # Only of feed-forward layers, and of these only the one in the middle.
+  assert set(state) == {"feed_forward"}
+  history = state["feed_forward"]["einsum"]["up"]["gradient_amax_history"]
+  np.testing.assert_array_equal(
+    np.any(history > 0, axis=1), [False, True, False]
+  )
+  told = [name for name in means if "gradient_flushed" in name]
+  assert told
+
+
+def test_the_knob_changes_nothing_where_it_is_not_set():
+  config = _tiny().job()
+  assert "cublas_products" not in config.compiler_option_sets
+  assert model_loss.random_streams(fdl.build(config.task.model)) == (
+    "dropout",
+    "masking",
+  )
+  config = _tiny(quantization="int8").job()
+  assert "cublas_products" in config.compiler_option_sets
+  streams = model_loss.random_streams(fdl.build(config.task.model))
+  assert streams == ("dropout", "masking", "rounding")
+
+
+@pytest.mark.parametrize(
+  ("given", "message"),
+  [
+    ({"quantization": "fp9"}, "quantization = 'fp9': no recipe is named 'fp9'"),
+    ({"quantization": "int8:run"}, "no mode is named 'run'"),
+    ({"quantization_monitor": True}, "quantization_monitor has no effect"),
+  ],
+)
+def test_wrong_knobs(given, message):
+  with pytest.raises(knobs.KnobError, match=message):
+    _tiny(**given).job()
+
+
+class Misspelled(testing.TinyLm):
+  """A rule for a layer that is not there."""
+
+  def quantization_rules(self):
+    """Returns a rule without a layer."""
+    return (rules.Rule("*.attentions", recipes.named("fp8")),)
+
+
+def test_a_rule_that_matches_nothing():
+  with pytest.raises(user_error.UserError, match="attentions' matches nothing"):
+    Misspelled().job()

@@ -1,0 +1,149 @@
+"""Tests for evaluations that go on where the one before ended."""
+
+import itertools
+import json
+
+from etils import epath
+import jax
+import pytest
+
+from paxon.runner import run_dir as run_dirs
+from paxon.runner.checkpoints import checkpointer
+from paxon.runner.programs import (
+  data_positions,
+  evaluate,
+  evaluation,
+  prefetch,
+  restoring,
+  testing,
+  train,
+)
+from paxon.runner.programs import session as session_lib
+from paxon.runner.summaries import metrics_file
+
+_BATCHES = 2
+
+
+def _make(**knobs):
+  knobs = {
+    "checkpoint_every_steps": 4,
+    "eval_every_steps": 4,
+    "rolling_batches": _BATCHES,
+    "max_new_tokens": 0,
+    "num_layers": 1,
+  } | knobs
+  return testing.make(**knobs)
+
+
+def _states(number):
+  """The input's states before each of some evaluations."""
+  source = _make()[0].eval_inputs["rolling"]
+  states = []
+  for _ in range(number):
+    states.append(source.get_state())
+    for _ in range(_BATCHES):
+      prefetch.next_batch(source, rolling=True)
+  return states
+
+
+def _open():
+  job, _ = _make(num_train_steps=12)
+  return session_lib.open_session(job, devices=jax.devices()[:1])
+
+
+def _saved(folder, step):
+  """What a checkpoint says of the data."""
+  path = folder / run_dirs.CHECKPOINTS / str(step) / "data" / "metadata"
+  return data_positions.from_stored(json.loads(path.read_text()))
+
+
+def _records(path):
+  return {
+    record.step: record.values["loss"]
+    for record in metrics_file.read(path)
+    if record.split == "rolling"
+  }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  """A run of 8 steps, which then was made longer."""
+  path = epath.Path(tmp_path_factory.mktemp("run"))
+  for num_train_steps in (8, 12):
+    assert train.run(*_make(num_train_steps=num_train_steps), path) == 0
+  return path
+
+
+def test_every_checkpoint_has_the_position_before_its_evaluation(folder):
+  # The evaluation at step 8 is recorded, so the second run has skipped it.
+  for step, expected in zip((4, 8, 12), _states(3), strict=True):
+    _, rolling = _saved(folder, step)
+    assert rolling == {"rolling": expected}
+  # The input has ended and begun again on the way.
+  source = _make()[0].eval_inputs["rolling"]
+  assert _BATCHES < len(list(source)) < 3 * _BATCHES
+
+
+def test_evaluating_a_checkpoint_reads_the_batches_of_its_evaluation(folder):
+  job, _ = _make(num_train_steps=12)
+  assert evaluate.run(job, folder) == 0
+  trained = _records(folder / run_dirs.METRICS)
+  assert trained.keys() == {4, 8, 12}
+  found = _records(folder / run_dirs.EVAL / run_dirs.METRICS)
+  assert found == {12: pytest.approx(trained[12], rel=1e-6)}
+
+
+def test_an_evaluation_that_is_given_up_is_made_anew_on_the_same_batches(
+  folder,
+):
+  session = _open()
+  path = folder / run_dirs.CHECKPOINTS
+  with checkpointer.Checkpointer(path, read_only=True) as checkpoints:
+    state = restoring.restore_for_evaluation(session, checkpoints, path)
+  source = session.job.eval_inputs["rolling"]
+  before = source.get_state()
+  assert before == _states(3)[2]
+  evaluator = evaluation.Evaluator(session)
+  asked = itertools.count(1)
+  batches = len(list(_make()[0].eval_inputs["validation"]))
+  # In the middle of the second split.
+  results = evaluator.evaluate(
+    state, is_stopped=lambda: next(asked) == batches + 2
+  )
+  assert results is None
+  assert source.get_state() == before
+  assert evaluator.positions(12) == {"rolling": before}
+  results = evaluator.evaluate(state)
+  assert results is not None
+  trained = _records(folder / run_dirs.METRICS)[12]
+  assert results["rolling"]["loss"] == pytest.approx(trained, rel=1e-6)
+  # The evaluation at a checkpoint's step is not in its position.
+  assert evaluator.positions(12) == {"rolling": before}
+  assert evaluator.positions(13) == {"rolling": source.get_state()}
+  assert source.get_state() != before
+
+
+def test_a_position_of_other_data_begins_anew_and_says_so():
+  inputs = _make()[0].eval_inputs
+  source = inputs["rolling"]
+  first = source.get_state()
+  source.get_next()
+  moved = source.get_state()
+  lines = data_positions.restore_rolling(
+    inputs, {"rolling": {**moved, "num_documents": 99}}
+  )
+  (line,) = lines
+  assert line.startswith("the evaluation of 'rolling' begins at its first")
+  assert "num_documents 99" in line
+  assert source.get_state() == first
+  # One that is gone is nobody's; one that is new begins at the start.
+  assert data_positions.restore_rolling(inputs, {"gone": {}}) == []
+  assert source.get_state() == first
+
+
+def test_what_is_stored_without_rolling_inputs_is_the_training_position():
+  position = {"epoch": 1}
+  assert data_positions.to_stored(position, {}) == position
+  assert data_positions.from_stored(position) == (position, {})
+  stored = data_positions.to_stored(position, {"a": {"b": 2}})
+  assert data_positions.from_stored(stored) == (position, {"a": {"b": 2}})

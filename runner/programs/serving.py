@@ -1,0 +1,152 @@
+"""Weights that are stored in few bits: what of a run they replace, and where.
+
+A run that was trained has float parameters. With `quantization="int8:convert"`
+an evaluation makes int8 weights of them, in the folder of the run; with
+`"int8:serve"` evaluation and decoding read those, and the float parameters
+that they replace are neither stored nor in memory.
+"""
+
+from collections.abc import Mapping
+import os
+from typing import Any
+
+from etils import epath
+import jax
+import jax.numpy as jnp
+
+from paxon.quantization import recipes, served_einsum
+from paxon.runner import job as job_lib
+from paxon.runner import run_dir as run_dirs
+from paxon.runner import user_error
+from paxon.sharding import variables
+
+_FOLDER = "serving"
+_MODES = {
+  recipes.Mode.SERVE: ("eval", "decode"),
+  recipes.Mode.CONVERT: ("eval",),
+}
+
+Absent = Mapping[str, variables.VariableSpec]
+
+
+def mode_of(job: job_lib.Job) -> recipes.Mode:
+  """Returns whether a job converts weights, serves them, or does neither."""
+  if job.weights is None:
+    return recipes.Mode.TRAIN
+  return recipes.parse(job.weights).mode
+
+
+def check_mode(job: job_lib.Job, mode: str) -> None:
+  """Raises UserError where a program cannot use the job's weights.
+
+  Args:
+    job: The resolved configuration, built.
+    mode: As `--mode` has it.
+  """
+  allowed = _MODES.get(mode_of(job))
+  if allowed is None or mode in allowed or mode == "inspect_input":
+    return
+  assert job.weights is not None
+  name = recipes.parse(job.weights).name
+  raise user_error.UserError(
+    f"quantization={job.weights!r} is for --mode={' and '.join(allowed)}, and"
+    f" the mode is {mode}; train with {name!r} or without quantization."
+  )
+
+
+def folder(job: job_lib.Job, run_dir: epath.Path) -> epath.Path:
+  """Returns where the quantized weights of a run are.
+
+  Args:
+    job: It says in which numbers.
+    run_dir: The folder of the run.
+  """
+  assert job.weights is not None
+  name = recipes.parse(job.weights).name
+  return run_dir / _FOLDER / name / run_dirs.CHECKPOINTS
+
+
+def checkpoints(job: job_lib.Job, run_dir: epath.Path) -> epath.Path:
+  """Returns the folder of the checkpoints that a program reads.
+
+  Args:
+    job: The resolved configuration, built.
+    run_dir: The folder of the run.
+
+  Raises:
+    UserError: The job serves quantized weights, and there are none.
+  """
+  if mode_of(job) is not recipes.Mode.SERVE:
+    return run_dir / run_dirs.CHECKPOINTS
+  path = folder(job, run_dir)
+  if not path.exists():
+    assert job.weights is not None
+    name = recipes.parse(job.weights).name
+    raise user_error.UserError(
+      f"{os.fspath(run_dir)} has float checkpoints and no {name} weights; make"
+      f" them with --mode=eval --fdl.quantization={name}:convert."
+    )
+  return path
+
+
+def split(job: job_lib.Job, specs: Any) -> tuple[Any, Absent]:
+  """Returns what the state holds of a model's variables, and what it does not.
+
+  A conversion begins with the float parameters alone. In serving those that
+  have stored weights are absent.
+
+  Args:
+    job: The resolved configuration, built.
+    specs: A `VariableSpec` for each variable that the model has.
+
+  Returns:
+    Specs of the variables that are there, and of the absent parameters by name.
+  """
+  match mode_of(job):
+    case recipes.Mode.CONVERT:
+      kept = {k: v for k, v in specs.items() if k != served_einsum.COLLECTION}
+      return kept, {}
+    case recipes.Mode.SERVE:
+      named = {spec.name: spec for spec in jax.tree.leaves(specs)}
+      found = map(served_einsum.stored_parameter, named)
+      absent = {name: named[name] for name in found if name is not None}
+      return _without(specs, absent), absent
+  return specs, {}
+
+
+def completed(values: Any, absent: Absent) -> Any:
+  """Returns variables with NaN for the parameters that are absent.
+
+  Nothing reads them, so the compiler leaves them out; where something does,
+  such as a second product of a layer with the same kernel, the result is NaN
+  and not silently wrong.
+
+  Args:
+    values: Nested dicts of the variables that are there.
+    absent: Specs by name.
+  """
+  for name, spec in absent.items():
+    nothing = jnp.full(spec.shape, jnp.nan, spec.dtype)
+    values = _with(values, name.split("/"), nothing)
+  return values
+
+
+def _without(tree: Any, absent: Absent) -> Any:
+  """Returns nested dicts of specs without those named, nor empty dicts."""
+  if not isinstance(tree, Mapping):
+    return tree
+  kept = {}
+  for key, child in tree.items():
+    if isinstance(child, Mapping):
+      if pruned := _without(child, absent):
+        kept[key] = pruned
+    elif child.name not in absent:
+      kept[key] = child
+  return kept
+
+
+def _with(tree: Mapping[str, Any], path: list[str], leaf: Any) -> Any:
+  """Returns nested dicts with another leaf."""
+  first, *rest = path
+  below = _with(tree.get(first, {}), rest, leaf) if rest else leaf
+  return {**tree, first: below}

@@ -1,0 +1,51 @@
+"""Tests for the baselines of splits."""
+
+import fiddle as fdl
+import pytest
+
+from paxon.inputs import (
+  byte_tokenizer,
+  document_source,
+  example_source,
+  example_stream,
+  packed_input,
+  text_baselines,
+)
+from paxon.tasks.lm import split_baselines
+
+_TRAIN = ["in the beginning", "was the word", "and the word was"]
+_OTHER = ["and the beginning was the word"]
+
+
+def _split(texts):
+  tokenizer = fdl.Config(byte_tokenizer.ByteTokenizer)
+  source = fdl.Config(
+    example_source.TokenizedDocuments,
+    source=fdl.Config(document_source.InMemoryDocuments, texts),
+    tokenizer=tokenizer,
+  )
+  return fdl.Config(
+    packed_input.PackedInput,
+    examples=fdl.Config(
+      example_stream.Examples, source=source, shuffle_seed=None
+    ),
+    tokenizer=tokenizer,
+    global_batch_size=1,
+    length=8,
+  )
+
+
+def test_the_text_is_that_of_the_examples():
+  config = split_baselines.of_splits(
+    {"train": _split(_TRAIN), "validation": _split(_OTHER)}
+  )
+  assert config is not None
+  expected = text_baselines.TextBaselines(
+    train=document_source.InMemoryDocuments(_TRAIN),
+    held_out=document_source.InMemoryDocuments(_OTHER),
+  )
+  assert fdl.build(config)() == pytest.approx(expected())
+
+
+def test_without_a_held_out_split_there_are_none():
+  assert split_baselines.of_splits({"train": _split(_TRAIN)}) is None
