@@ -39,7 +39,8 @@ def _quantized(x, number_format, contracted, **kwargs):
 def operands() -> tuple[jax.Array, jax.Array]:
   rng = np.random.default_rng(0)
   shapes = ((4, 8), (8, 6))
-  return tuple(jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes)
+  lhs, rhs = (rng.standard_normal(shape) for shape in shapes)
+  return jnp.asarray(lhs, jnp.float32), jnp.asarray(rhs, jnp.float32)
 
 
 @pytest.mark.parametrize("kwargs", [{}, CHANNEL, ROWS], ids=repr)

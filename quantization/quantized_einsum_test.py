@@ -359,7 +359,7 @@ def test_a_forward_product_without_a_key_rounds_to_the_nearest():
 
 def test_a_backward_product_without_a_key_is_refused():
   tensors = dataclasses.replace(
-    FP8, gradient=dataclasses.replace(FP8.gradient, rounding=STOCHASTIC)
+    FP8, gradient=recipe.TensorRecipe(E5M2, rounding=STOCHASTIC)
   )
   with pytest.raises(ValueError, match=r"STOCHASTIC needs a random key"):
     jax.grad(
@@ -453,8 +453,8 @@ def test_a_small_initial_scale_lets_the_first_gradients_through(
   """In e5m2 the mean's gradients are zeros without; a layer a step mends it."""
   tensors = dataclasses.replace(
     FP8,
-    gradient=dataclasses.replace(
-      FP8.gradient, scaling=recipe.Delayed(initial_scale=initial_scale)
+    gradient=recipe.TensorRecipe(
+      E5M2, scaling=recipe.Delayed(initial_scale=initial_scale)
     ),
   )
   state = quantized_einsum.initial_state(tensors)

@@ -109,8 +109,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     "--steps",
     type=int,
     default=_STEPS,
-    help=f"of each training (default {_STEPS}, by which the quickstart's loss has"
-    " fallen to about 1.6 nats, and its learning rate to its end)",
+    help=f"of each training (default {_STEPS}, by which the quickstart has come"
+    " to about 1.6 nats, and its learning rate to its end)",
   )
   parser.add_argument("--recipes", default=",".join(_DEFAULT_RECIPES))
   parser.add_argument("--seeds", default="1,2,3")

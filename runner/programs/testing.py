@@ -164,7 +164,7 @@ class TinyLm(experiment.Experiment):
       "global_batch_size": self.global_batch_size,
       "length": 16,
     }
-    rolling = {}
+    rolling: dict[str, fdl.Config[base_input.BaseInput]] = {}
     if self.rolling_batches is not None:
       rolling["rolling"] = fdl.Config(
         packed_lm_input.PackedLmInput,
