@@ -26,12 +26,20 @@ MEND = "run tools/python -m paxon.tools.capabilities --update"
 
 # The rows that each area must have: none of them may be left out.
 ROWS: Mapping[str, tuple[range, ...]] = {
-  "A": (range(12, 24), range(43, 50), range(52, 53), range(66, 68)),
+  "A": (
+    range(12, 24),
+    range(27, 28),
+    range(43, 51),
+    range(52, 53),
+    range(58, 59),
+    range(66, 68),
+  ),
   "B": (range(1, 34),),
   "C": (range(1, 19),),
   "D": (range(1, 40),),
   "E": (range(1, 44),),
   "F": (range(1, 14),),
+  "I": (range(1, 35),),
   "K": (range(14, 19), range(24, 25)),
   "L": (range(1, 21),),
 }

@@ -22,6 +22,7 @@ def elsewhere(monkeypatch, tmp_path):
   monkeypatch.setattr(schedules_main, "_ROOT", tmp_path)
   monkeypatch.setattr(schedules_page, "NUM_MICROBATCHES", 4)
   monkeypatch.setattr(schedules_page, "_FEW", 4)
+  monkeypatch.setattr(schedules_plan, "NUM_MICROBATCHES", 8)
   (tmp_path / "docs").mkdir()
   return tmp_path
 

@@ -7,6 +7,7 @@ which what it needs has arrived.
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 import dataclasses
+import functools
 
 from paxon.pipeline.schedules import dependencies, operation
 
@@ -48,7 +49,7 @@ class Table:
   ticks: tuple[tuple[Cell, ...], ...]
   latency: int = 1
 
-  @property
+  @functools.cached_property
   def num_slots(self) -> int:
     """Operations that a stage may run in one tick."""
     return max((len(cell) for row in self.ticks for cell in row), default=0)
@@ -63,11 +64,20 @@ class Table:
 
   def order(self, stage: int) -> list[operation.Operation]:
     """Returns what a stage runs, in order."""
-    return [op for place, op in self.places() if place.stage == stage]
+    return self._orders[stage]
+
+  @functools.cached_property
+  def _orders(self) -> list[list[operation.Operation]]:
+    # One pass for all stages: whoever asks for one asks for all.
+    width = max(self.pieces.num_stages, *map(len, self.ticks), 0)
+    orders: list[list[operation.Operation]] = [[] for _ in range(width)]
+    for place, op in self.places():
+      orders[place.stage].append(op)
+    return orders
 
   def kinds(self) -> Mapping[tuple[int, int, int], Collection[operation.Kind]]:
     """Returns the kinds that each (stage, microbatch, chunk) has."""
-    return _kinds([self.order(s) for s in range(self.pieces.num_stages)])
+    return _kinds(self._orders[: self.pieces.num_stages])
 
 
 def from_orders(

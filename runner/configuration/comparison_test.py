@@ -5,6 +5,7 @@ import inspect
 import pytest
 
 from paxon.layers import softmax_loss, stack
+from paxon.layers.attention import cross_attention, grouped_query, latent
 from paxon.pipeline import spmd_pipeline
 from paxon.pipeline.schedules import scheduled_stack
 from paxon.runner import job, task, toy_experiment
@@ -92,7 +93,10 @@ _OLD = {"paxon.runner.job.Job.max_checkpoints"}
 _OWNERS = {
   f"{cls.__module__}.{cls.__qualname__}": cls
   for cls in (
+    cross_attention.CrossAttention,
+    grouped_query.GroupedQueryAttention,
     job.Job,
+    latent.LatentAttention,
     scheduled_stack.ScheduledStack,
     softmax_loss.SoftmaxLoss,
     spmd_pipeline.PipelinedStack,
