@@ -77,9 +77,8 @@ def test_the_page_is_that_of_the_files():
 def test_find_takes_names_and_patterns():
   assert pairs.find([]) == list(pairs.PAIRS)
   names = [pair.name for pair in pairs.find(["LmCloudSpmd2B.h200*"])]
-  assert names == [
-    f"LmCloudSpmd2B.h200_{size}" for size in ("1x1", "1x8", "4x8", "64x8")
-  ]
+  sizes = ("1x1", "1x8", "4x8", "64x8", "1x8.fp8")
+  assert names == [f"LmCloudSpmd2B.h200_{size}" for size in sizes]
   with pytest.raises(
     user_error.UserError, match=r"no pair 'LmCloudSpmd2B.h200"
   ):
