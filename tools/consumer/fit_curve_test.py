@@ -49,7 +49,7 @@ def main() -> None:
 
   runfiles.assert_no_tensorflow()
   found = runfiles.packages()
-  assert found == {"layers", "learners", "sharding"}, found
+  assert found == {"layers", "learners", "quantization", "sharding"}, found
   # What only the runner needs stays behind.
   assert "fiddle" not in runfiles.wheels()
 
