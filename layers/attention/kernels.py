@@ -99,9 +99,23 @@ def plain(
     weights *= _share_of_keys(logits, sinks)
   weights = weights.astype(value.dtype)
   combine = "BKGTS,BSKH->BTKGH" if grouped else "BKTS,BSKH->BTKH"
-  out = products.call(einsum or jnp.einsum, "context", combine, weights, value)
+  context = einsum or (_context_of_one if T == 1 else jnp.einsum)
+  out = products.call(context, "context", combine, weights, value)
   out = out.reshape(B, T, N, value.shape[-1])
   return _zero_unless(mask.sees_any(visible), out)
+
+
+def _context_of_one(
+  equation: str, weights: jax.Array, value: jax.Array
+) -> jax.Array:
+  """Returns `jnp.einsum`, with the weights on the left of the product.
+
+  `jnp.einsum` puts its second operand there, and XLA:CPU wants the sum's
+  dimension last in it: it would turn all values of a cache at every step.
+  """
+  operands, result = equation.split("->")
+  first, second = operands.split(",")
+  return jnp.einsum(f"{second},{first}->{result}", value, weights)
 
 
 def _of_fused(settings: Mapping[str, Any]) -> kernel_support.Support:

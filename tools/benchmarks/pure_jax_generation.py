@@ -58,7 +58,7 @@ def layer(x: jax.Array, w: Arrays, turn: Any, mask: Any, store: Any) -> Any:
   scores = einsum32("BTKGH,BSKH->BKGTS", q, k) * H**-0.5
   scores = jnp.where(mask[:, None, None], scores, -1e30)
   shares = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
-  y = jnp.einsum("BKGTS,BSKH->BTKGH", shares, v).reshape(B, T, N, H)
+  y = jnp.einsum("BSKH,BKGTS->BTKGH", v, shares).reshape(B, T, N, H)
   x += jnp.einsum("BTNH,NHD->BTD", y, w["out"])
   y = norm(x, w["mlp_norm"])
   return x + (jax.nn.silu(y @ w["gate"]) * (y @ w["up"])) @ w["down"], cache
