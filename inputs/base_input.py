@@ -57,8 +57,9 @@ class BaseInput(abc.ABC):
     eval_loop_num_batches: How many batches one evaluation reads. `None` is all
       of one epoch, until the input ends.
     reset_for_eval: Whether each evaluation begins at the first batch. If not,
-      it goes on after the one before, and from the first batch again where the
-      input ends; that needs `eval_loop_num_batches`.
+      it goes on after the one before, also in a run that goes on, and from the
+      first batch again where the input ends; that needs
+      `eval_loop_num_batches`.
     infeed_host_index: Which host's rows `get_next` returns.
     num_infeed_hosts: Over how many hosts the rows of a batch are spread.
   """
@@ -131,6 +132,13 @@ class BaseInput(abc.ABC):
 
     A program that reads calls it before it computes anything; one that only
     wants to know shapes does not.
+    """
+
+  def close(self) -> None:  # noqa: B027
+    """Ends the threads and processes that read ahead, if there are any.
+
+    A program calls it when it has read what it wants. The position stays, and
+    another batch may be asked for.
     """
 
   def peek(self) -> Batch:

@@ -105,6 +105,11 @@ class CombinedInput(base_input.BaseInput):
     for part in self.inputs.values():
       part.check_readable()
 
+  def close(self) -> None:
+    """Closes the parts."""
+    for part in self.inputs.values():
+      part.close()
+
   def ids_to_strings(
     self,
     ids: np.ndarray,

@@ -15,13 +15,13 @@ import bisect
 from collections.abc import Iterator
 import dataclasses
 import functools
-import glob
 import json
-import os
 from typing import Any
 import zlib
 
 import numpy as np
+
+from paxon.inputs import file_patterns
 
 _GZIP = (".gz", ".gzip")
 _BLANK = b" \t\r\v\f"
@@ -60,13 +60,7 @@ class JsonLines:
     Raises:
       FileNotFoundError: There is none.
     """
-    found = sorted(glob.glob(os.path.expanduser(self.files)))
-    if not found:
-      raise FileNotFoundError(
-        f"JsonLines.files: no file has the name {self.files!r}; give a path, or"
-        " a pattern with * and ?."
-      )
-    return tuple(found)
+    return file_patterns.find(self.files, field="JsonLines.files")
 
   def __len__(self) -> int:
     return self._ends[-1]

@@ -1,7 +1,9 @@
 """Tests for which examples packed batches read, and how often."""
 
+import collections
 import dataclasses
 import json
+import multiprocessing
 import threading
 
 import numpy as np
@@ -152,6 +154,84 @@ def test_hosts_read_only_their_rows_where_lengths_are_known(num_workers):
   np.testing.assert_array_equal(batch["inputs"][:, 0], [6, 7])
   # The first says which arrays there are.
   assert sorted(source.reads) == [0, 6, 7]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_filtered_example_is_read_once(num_workers):
+  source = Known()
+  made = packed_input.PackedInput(
+    examples=filtered.Filtered(
+      stream=example_stream.Examples(
+        source=source, shuffle_seed=None, num_epochs=1
+      ),
+      keep=filtered.MinPlaces(places=1),
+    ),
+    packing=packing_plan.Packing.SPLIT,
+    global_batch_size=4,
+    length=16,
+    num_workers=num_workers,
+  )
+  for _ in range(3):
+    made.get_next()
+  made.close()
+  # Two fill a row; workers have begun to read more.
+  assert len(source.reads) == len(set(source.reads))
+  assert sorted(source.reads)[:24] == list(range(24))
+
+
+class Damaged(Counted):
+  """Has an example that cannot be read."""
+
+  def __getitem__(self, index, /):
+    if index == 5:
+      raise ValueError("file a, record 5, is damaged")
+    return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_cannot_be_read_is_an_error_where_it_stands(num_workers):
+  made = packed_input.PackedInput(
+    examples=example_stream.Examples(source=Damaged(), shuffle_seed=None),
+    packing=packing_plan.Packing.NONE,
+    global_batch_size=1,
+    length=8,
+    num_workers=num_workers,
+  )
+  for number in range(5):
+    assert made.get_next()["inputs"][0, 0] == number
+  state = made.get_state()
+  for _ in range(2):
+    with pytest.raises(ValueError, match="file a, record 5, is damaged"):
+      made.get_next()
+  assert made.get_state() == state
+  made.close()
+
+
+def test_a_worker_process_that_was_killed_is_named_and_others_go_on():
+  tokens = [np.full(9, i, np.int32) for i in range(40)]
+  made = packed_input.PackedInput(
+    examples=example_stream.Examples(
+      source=example_source.InMemoryExamples(tokens), shuffle_seed=None
+    ),
+    packing=packing_plan.Packing.NONE,
+    global_batch_size=1,
+    length=8,
+    num_workers=1,
+    worker_processes=True,
+  )
+  made.get_next()
+  (worker,) = multiprocessing.active_children()
+  worker.kill()
+  worker.join()
+  with pytest.raises(
+    RuntimeError, match=r"process that .* has ended: .*num_wo"
+  ):
+    collections.deque(made, maxlen=0)
+  # Nothing is lost or doubled by going on.
+  made.close()
+  assert made.get_next()["inputs"][0, 0] == made.get_state()["position"] - 1
+  made.close()
+  assert not multiprocessing.active_children()
 
 
 def test_workers_without_an_index_are_refused():

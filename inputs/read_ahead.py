@@ -8,15 +8,20 @@ nothing of them is in a saved state.
 """
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
+import contextlib
 import dataclasses
 import multiprocessing
+import traceback
 
 from paxon.inputs import example_source
 
 # Examples of one task, so that sending costs little of its time.
 _CHUNK = 8
+
+# An example, or what reading it raised.
+_Read = example_source.Example | Exception
 
 # Of a worker process: the sources it was started with.
 _sources: list[example_source.ExampleSource] = []
@@ -59,11 +64,12 @@ class Workers:
 
   def submit(
     self, source: example_source.ExampleSource, number: int, chunk: list[int]
-  ) -> "futures.Future[list[example_source.Example]]":
+  ) -> "futures.Future[list[_Read]]":
     """Has some examples of a source read."""
-    if self.processes:
-      return self._executor.submit(_read_of, number, chunk)
-    return self._executor.submit(_read, source, chunk)
+    with _told_of_ended_workers():
+      if self.processes:
+        return self._executor.submit(_read_of, number, chunk)
+      return self._executor.submit(_read, source, chunk)
 
   def close(self) -> None:
     """Ends the workers; what nobody has begun to read is dropped."""
@@ -130,20 +136,51 @@ class ReadAhead:
       self._tasks.update((n, (task, i)) for i, n in enumerate(chunk))
 
   def get(self, number: int) -> example_source.Example:
-    """Returns an example, read ahead or not."""
+    """Returns an example, read ahead or not; raises what reading it did."""
     task, place = self._tasks.pop(number, (None, 0))
-    return self._source[number] if task is None else task.result()[place]
+    if task is None:
+      return self._source[number]
+    with _told_of_ended_workers():
+      found = task.result()[place]
+    if isinstance(found, Exception):
+      raise found
+    return found
+
+
+@contextlib.contextmanager
+def _told_of_ended_workers() -> Iterator[None]:
+  """Says what it means that an executor is broken."""
+  try:
+    yield
+  except futures.BrokenExecutor as error:
+    raise RuntimeError(
+      "A process that reads examples has ended: it was killed, or the machine"
+      " has no memory left. Set PackedInput.num_workers lower, or"
+      " worker_processes to False."
+    ) from error
 
 
 def _start(sources: list[example_source.ExampleSource]) -> None:
   _sources[:] = sources
 
 
-def _read_of(number: int, chunk: list[int]) -> list[example_source.Example]:
-  return _read(_sources[number], chunk)
+def _read_of(number: int, chunk: list[int]) -> list[_Read]:
+  found = _read(_sources[number], chunk)
+  for each in found:
+    if isinstance(each, Exception):
+      # Where it was raised does not travel with it.
+      each.add_note("".join(traceback.format_exception(each)))
+  return found
 
 
 def _read(
   source: example_source.ExampleSource, chunk: list[int]
-) -> list[example_source.Example]:
-  return [source[i] for i in chunk]
+) -> list[_Read]:
+  """Returns examples; one that cannot be read does no harm to the others."""
+  found: list[_Read] = []
+  for number in chunk:
+    try:
+      found.append(source[number])
+    except Exception as error:
+      found.append(error)
+  return found

@@ -9,12 +9,12 @@ import bisect
 import dataclasses
 import enum
 import functools
-import glob
-import os
 import re
 from typing import Any
 
 import numpy as np
+
+from paxon.inputs import file_patterns
 
 _BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+")
 
@@ -54,16 +54,7 @@ class TextFiles:
     Raises:
       FileNotFoundError: There is none.
     """
-    pattern = os.path.expanduser(self.files)
-    found = sorted(
-      p for p in glob.glob(pattern, recursive=True) if os.path.isfile(p)
-    )
-    if not found:
-      raise FileNotFoundError(
-        f"TextFiles.files: no file has the name {self.files!r}; give a path, or"
-        " a pattern with *, ** and ?."
-      )
-    return tuple(found)
+    return file_patterns.find(self.files, field="TextFiles.files")
 
   def __len__(self) -> int:
     return self._ends[-1]

@@ -121,9 +121,10 @@ def test_generates_as_it_trains():
   layer = _edged(3, 1, 1)
   x, positions, segment_ids = _args()
   values = testing.random_values(layer, *_args())
-  whole = layer.apply(values, *_args())
+  whole = testing.apply(layer, values, *_args())
   cut = 3
-  y, new = layer.apply(
+  y, new = testing.apply(
+    layer,
     values,
     x[:, :cut],
     positions[:, :cut],
@@ -132,13 +133,13 @@ def test_generates_as_it_trains():
     mutable=["cache"],
   )
   np.testing.assert_allclose(y, whole[:, :cut], rtol=1e-5, atol=1e-5)
+  step = jax.jit(lambda v, *a: layer.apply(v, *a, mutable=["cache"]))
   for t in range(cut, LENGTH):
-    y, new = layer.apply(
+    y, new = step(
       {**values, **new},
       x[:, t : t + 1],
       positions[:, t : t + 1],
       segment_ids[:, t : t + 1],
-      mutable=["cache"],
     )
     np.testing.assert_allclose(y[:, 0], whole[:, t], rtol=1e-5, atol=1e-5)
 
@@ -147,7 +148,7 @@ def test_summaries_keep_the_number_of_their_layer():
   """An exempt layer that tells nothing counts as zero."""
   layer = _edged(4, 1, 1)
   values = testing.random_values(layer, *_args())
-  _, new = layer.apply(values, *_args(), mutable=["summaries"])
+  _, new = testing.apply(layer, values, *_args(), mutable=["summaries"])
   (rms,) = new["summaries"]["layers"]["blocks_0"]["rms"]
   assert rms.shape == (4,)
   np.testing.assert_array_equal(np.asarray(rms) > 0, [False, True, True, False])
@@ -157,10 +158,12 @@ def test_runs_draw_other_random_numbers():
   layer = _edged(3, 1, 1)
   values = jax.tree.map(jnp.zeros_like, testing.random_values(layer, *_args()))
   x = jnp.zeros_like(_args()[0])
-  noise = [
-    layer.apply(values, x, *_args()[1:], rngs={"dropout": jax.random.key(i)})
-    for i in range(2)
-  ]
+
+  @jax.jit
+  def run(key):
+    return layer.apply(values, x, *_args()[1:], rngs={"dropout": key})
+
+  noise = [run(jax.random.key(i)) for i in range(2)]
   # A sum of three independent normal values has the variance 3; of equal ones
   # it would be 9, or 5 with two of them.
   assert np.abs(np.var(np.stack(noise)) - 3) < 1.5

@@ -58,7 +58,11 @@ def _case(request):
   return request.param, model, testing.specs(model, *_args())
 
 
-def _initial(model, specs):
+@pytest.fixture(name="values", scope="module")
+def _values(case):
+  """First values, those of foreign parts by their own initializers."""
+  _, model, specs = case
+
   def fallback():
     return variables.unbox(model.init(jax.random.key(1), *_args()))
 
@@ -85,17 +89,15 @@ def test_specs_know_axes_layers_and_rank(case):
   assert bias.axes == ("layers", None)
 
 
-def test_first_values_are_their_own(case):
-  _, model, specs = case
-  values = _initial(model, specs)["params"]["layers"]
+def test_first_values_are_their_own(values):
+  values = values["params"]["layers"]
   up = [values[f"blocks_{i}"]["feed_forward"]["up"]["kernel"] for i in (0, 1)]
   assert len(np.unique(np.stack(up))) == 4 * EMBED * MLP
   np.testing.assert_allclose(np.std(up), EMBED**-0.5, rtol=0.15)
 
 
-def test_sharded_is_unsharded(case):
+def test_sharded_is_unsharded(case, values):
   _, model, specs = case
-  values = _initial(model, specs)
   where = layout.Layout(mesh.make_mesh(mesh.MeshSpec.parse("fsdp=4,tensor=2")))
   split = where.shardings(specs)
 

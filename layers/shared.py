@@ -151,6 +151,11 @@ def with_stores(part: nn.Module, *, owner: nn.Module) -> nn.Module:
   return copied
 
 
+def has_places(module: nn.Module) -> bool:
+  """Returns whether a shared part is in `module`."""
+  return next(_places(module), None) is not None
+
+
 def parts_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
   """Yields the modules in the fields of a module, with their fields."""
   for field in dataclasses.fields(module):

@@ -69,17 +69,6 @@ def _value_and_gradient(layer, values):
   )
 
 
-def _own_layer(values, index, period, num_layers):
-  """The variables of one layer as if it shared nothing."""
-  group, slot = divmod(index, period)
-  if group < num_layers // period:
-    stored = values["params"]["layers"][f"blocks_{slot}"]
-    own = jax.tree.map(lambda x: x[group], stored)
-  else:
-    own = values["params"][f"layers_{index}"]
-  return {"params": own | {"attention": values["shared"][f"projection_{slot}"]}}
-
-
 def _assert_same(actual, expected, rtol=1e-5):
   assert jax.tree.structure(actual) == jax.tree.structure(expected)
   for a, e in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
@@ -93,14 +82,20 @@ def test_interleaved_sharing_in_all_layouts():
   assert set(values["shared"]) == {f"projection_{i}" for i in range(6)}
 
   x, *rest = _args()
-  # Traced once for all layers.
-  apply = jax.jit(lambda own, x: _layer().apply(own, x, *rest))
 
+  # Compiled once for all layers.
   @jax.jit
+  def apply(stored, attention, group, x):
+    own = jax.tree.map(lambda v: v[group], stored)
+    return _layer().apply({"params": own | {"attention": attention}}, x, *rest)
+
   def by_definition(values):
     y = x
     for i in range(num_layers):
-      y = apply(_own_layer(values, i, period, num_layers), y)
+      group, slot = divmod(i, period)
+      stored = values["params"]["layers"][f"blocks_{slot}"]
+      attention = values["shared"][f"projection_{slot}"]
+      y = apply(stored, attention, np.int32(group), y)
     return jnp.sum(jnp.sin(y))
 
   expected = jax.value_and_grad(by_definition)(values)

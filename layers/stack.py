@@ -177,6 +177,11 @@ class Stack(nn.Module):
     self, body: Any, groups: int, num_args: int, **axes_of: Any
   ) -> Any:
     """Returns the loop `(group, carry, starts, *args)` over all groups."""
+    # Linen traces the loop's body twice where the body may make variables that
+    # are one set for all layers.
+    makes_shared = self.is_mutable_collection(shared.COLLECTION) and any(
+      map(shared.has_places, self.blocks)
+    )
     return nn.scan(
       body,
       # Every collection and random stream, those that users name included,
@@ -187,6 +192,7 @@ class Stack(nn.Module):
       in_axes=(0, *(nn.broadcast,) * num_args),
       length=groups,
       unroll=1 if self.scan else groups,
+      check_constancy_invariants=makes_shared,
       metadata_params={
         nn.PARTITION_NAME: axes.LAYERS,
         variables.PERIOD: len(self.blocks),

@@ -1,5 +1,7 @@
 """Tests for stacks: every way to run one gives the same numbers."""
 
+import functools
+
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
@@ -67,19 +69,22 @@ def _loop(values, blocks, num_layers, x, *args):
   return x
 
 
+@functools.cache
+def _looped(num_layers):
+  """Values of a stack, and what the definition makes of them."""
+  blocks = (_block(window=2), _block())
+  values = testing.random_values(_stack(num_layers, blocks), *_args())
+  looped = jax.jit(lambda v, *a: _loop(v, blocks, num_layers, *a))
+  return values, looped(values, *_args())
+
+
 @pytest.mark.parametrize("num_layers", [1, 4, 5])
 @pytest.mark.parametrize("scan", [True, False], ids=["scan", "unrolled"])
 def test_equals_a_python_loop(num_layers, scan):
-  blocks = (_block(window=2), _block())
-  layer = _stack(num_layers, blocks, scan=scan)
-  values = testing.random_values(layer, *_args())
-  looped = jax.jit(lambda v, *a: _loop(v, blocks, num_layers, *a))
-  np.testing.assert_allclose(
-    testing.apply(layer, values, *_args()),
-    looped(values, *_args()),
-    rtol=1e-6,
-    atol=1e-6,
-  )
+  layer = _stack(num_layers, scan=scan)
+  values, expected = _looped(num_layers)
+  actual = testing.apply(layer, values, *_args())
+  np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
 
 
 def _local_and_global():
@@ -298,13 +303,19 @@ def test_dropout_is_the_same_scanned_and_unrolled():
   np.testing.assert_allclose(run(True), run(False), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("layout", ["scan", *LAYOUTS])
-def test_decoding_gives_what_the_forward_pass_gives(layout):
-  layer = _stack(3, **LAYOUTS.get(layout, {}))
+@pytest.fixture(name="forward", scope="module")
+def _forward():
+  """Values of a scanned stack, and what it gives in one pass."""
   x, positions, _ = _args()
   args = (x, positions, testing.ones(BATCH, LENGTH))
-  values = testing.random_values(layer, *args)
-  expected = testing.apply(layer, values, *args)
+  values = testing.random_values(_stack(3), *args)
+  return args, values, testing.apply(_stack(3), values, *args)
+
+
+@pytest.mark.parametrize("layout", ["scan", *LAYOUTS])
+def test_decoding_gives_what_the_forward_pass_gives(layout, forward):
+  layer = _stack(3, **LAYOUTS.get(layout, {}))
+  args, values, expected = forward
   y, state = testing.apply(
     layer,
     values,

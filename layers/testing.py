@@ -1,6 +1,7 @@
 """What tests of layers share: values, axes, dtypes of products, gradients."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -11,13 +12,59 @@ import numpy as np
 from paxon.sharding import initialization, variables
 
 
+class _The:
+  """A module as a key: itself, and not what is equal to it.
+
+  Equal models differ where one of them has a part in two places.
+  """
+
+  def __init__(self, module: nn.Module):
+    self.module = module
+
+  def __hash__(self) -> int:
+    return id(self.module)
+
+  def __eq__(self, other: object) -> bool:
+    return isinstance(other, _The) and other.module is self.module
+
+
 def specs(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-  """Returns the tree of specs of `module` called with these arguments."""
+  """Returns the tree of specs of `module` called with these arguments.
 
-  def init(*a):
-    return module.init(jax.random.key(0), *a, **kwargs)
+  A module is traced once for all arguments of the same shapes.
 
-  return variables.specs_of(jax.eval_shape(init, *args))
+  Args:
+    module: Not bound.
+    *args: Arrays, or trees of them.
+    **kwargs: Constants.
+  """
+  leaves, treedef = jax.tree.flatten(args)
+  shapes = tuple(map(jax.typeof, leaves))
+  given = _The(module), treedef, shapes, tuple(kwargs.items())
+  if not _are_hashable(kwargs):
+    return _traced_specs(*given)
+  tree = _known_specs(*given)
+  # A caller may change its dictionaries.
+  return jax.tree.map(lambda spec: spec, tree)
+
+
+def _traced_specs(the: _The, treedef: Any, shapes: Any, constants: Any) -> Any:
+  def init(*leaves):
+    args = jax.tree.unflatten(treedef, leaves)
+    return the.module.init(jax.random.key(0), *args, **dict(constants))
+
+  return variables.specs_of(jax.eval_shape(init, *shapes))
+
+
+_known_specs = functools.lru_cache(maxsize=64)(_traced_specs)
+
+
+def _are_hashable(constants: Mapping[str, Any]) -> bool:
+  try:
+    hash(tuple(constants.values()))
+  except TypeError:
+    return False
+  return True
 
 
 def axes(module: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -54,8 +101,29 @@ def random_values(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def apply(module: nn.Module, values: Any, *args: Any, **static: Any) -> Any:
-  """Returns `module.apply(values, *args, **static)`, compiled as a whole."""
-  return jax.jit(lambda v, *a: module.apply(v, *a, **static))(values, *args)
+  """Returns `module.apply(values, *args, **static)`, compiled as a whole.
+
+  A module is compiled once for all arguments of the same shapes.
+
+  Args:
+    module: Not bound.
+    values: Its variables.
+    *args: Arrays, or trees of them.
+    **static: Constants.
+  """
+  # As a key of the cache, a list is the tuple of what is in it.
+  known = {k: tuple(v) if isinstance(v, list) else v for k, v in static.items()}
+  if not _are_hashable(known):
+    return _jitted(_The(module), tuple(static.items()))(values, *args)
+  return _known_jitted(_The(module), tuple(known.items()))(values, *args)
+
+
+def _jitted(the: _The, constants: Any) -> Callable[..., Any]:
+  return jax.jit(lambda v, *a: the.module.apply(v, *a, **dict(constants)))
+
+
+# Programs take memory, and one is used again soon or never.
+_known_jitted = functools.lru_cache(maxsize=16)(_jitted)
 
 
 def normal(*shape: int, seed: int = 1, dtype: Any = np.float32) -> jax.Array:
@@ -111,7 +179,8 @@ def assert_gradients_match(
     rtol: Relative tolerance of each directional derivative.
   """
   with jax.enable_x64(True):
-    at = jax.tree.map(lambda x: jax.numpy.asarray(x, np.float64), at)
+    # Of numpy, so that nothing but `fn` is compiled.
+    at = jax.tree.map(lambda x: np.asarray(x, np.float64), at)
     leaves, treedef = jax.tree.flatten(at)
     compiled = jax.jit(fn)
     gradients = jax.tree.leaves(jax.jit(jax.grad(fn))(at))

@@ -229,7 +229,7 @@ def test_only_regularized_variables_decay(case):
   params = _random(0)
   zeros = jax.tree.map(jnp.zeros_like, params)
   state = optimizer_state.initial(transform, params)
-  updates, _ = transform.update(zeros, state, params)
+  updates, _ = jax.jit(transform.update)(zeros, state, params)
   for name, spec in SPECS["params"].items():
     share = 0.5 * DECAY if spec.regularized else 0.0
     np.testing.assert_allclose(
@@ -243,7 +243,7 @@ def test_without_specs_all_variables_decay(case):
   params = _random(0)
   zeros = jax.tree.map(jnp.zeros_like, params)
   state = optimizer_state.initial(transform, params)
-  updates, _ = transform.update(zeros, state, params)
+  updates, _ = jax.jit(transform.update)(zeros, state, params)
   np.testing.assert_allclose(
     updates["params"]["scale"], -0.05 * params["params"]["scale"], rtol=1e-6
   )

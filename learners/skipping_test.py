@@ -1,5 +1,7 @@
 """Tests for skipped updates, through the train step."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -131,14 +133,20 @@ HARMFUL = {
 }
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2])
-@pytest.mark.parametrize("kind", HARMFUL)
-def test_a_harmful_batch_changes_counters_only(kind, num_microbatches):
+@functools.cache
+def _limited(num_microbatches):
+  """A step with a limit, compiled once, and a state after it."""
   learner = _learner(
     skipping.SkipUpdates(above_grad_norm=1e4), num_microbatches=num_microbatches
   )
   step = _step(learner)
-  before, _ = step(_state(learner), _batch(1))
+  return step, step(_state(learner), _batch(1))[0]
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("kind", HARMFUL)
+def test_a_harmful_batch_changes_counters_only(kind, num_microbatches):
+  step, before = _limited(num_microbatches)
   after, metrics = step(before, _batch(2, **HARMFUL[kind]))
   _assert_equal(_without_counters(after), _without_counters(before))
   assert (int(before.step), int(before.skipped)) == (1, 0)

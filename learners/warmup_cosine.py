@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from paxon.learners import field_checks
+from paxon.learners import field_checks, warmup
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,28 +37,14 @@ class WarmupCosine:
 
   def __post_init__(self) -> None:
     field_checks.positive(self, "peak")
-    if not 0 <= self.end <= self.peak:
-      raise ValueError(
-        f"WarmupCosine.end must lie between 0 and the peak ({self.peak}), got"
-        f" {self.end}."
-      )
-    if not 0 <= self.warmup_steps <= self.total_steps:
-      raise ValueError(
-        "WarmupCosine.warmup_steps must lie between 0 and total_steps"
-        f" ({self.total_steps}), got {self.warmup_steps}."
-      )
+    field_checks.not_negative(self, "end")
+    warmup.check(self)
 
   def __call__(self, step: ArrayLike) -> jax.Array:
     """Returns the learning rate of the update made at `step`, float32."""
     step = jnp.asarray(step, jnp.float32)
-    warmup = self.peak * (step + 1) / (self.warmup_steps + 1)
-    fraction = (step - self.warmup_steps) / max(
-      self.total_steps - self.warmup_steps, 1
-    )
     # Subtracted from the peak, so that the peak itself is exact.
-    decay = self.peak - (self.peak - self.end) * 0.5 * (
-      1 - jnp.cos(jnp.pi * jnp.clip(fraction, 0, 1))
+    decayed = self.peak - (self.peak - self.end) * 0.5 * (
+      1 - jnp.cos(jnp.pi * warmup.fraction(self, step))
     )
-    rate = jnp.where(step < self.warmup_steps, warmup, decay)
-    # Exactly `end`: the cosine of a float32 pi need not be exactly -1.
-    return jnp.where(step >= self.total_steps, jnp.float32(self.end), rate)
+    return warmup.joined(self, step, decayed)

@@ -83,8 +83,8 @@ def test_works_on_traced_int32_steps():
   ("fields", "message"),
   [
     ({"peak": 0.0}, r"peak must be positive, got 0.0"),
-    ({"end": 0.5}, r"end must lie between 0 and the peak \(0.1\), got 0.5"),
-    ({"end": -0.5}, r"end must lie between 0 and the peak"),
+    ({"end": 0.5}, r"end must be at most the peak \(0.1\), got 0.5"),
+    ({"end": -0.5}, r"end must not be negative, got -0.5"),
     ({"warmup_steps": 11}, r"warmup_steps .* total_steps \(10\), got 11"),
     ({"warmup_steps": -1}, r"warmup_steps .* total_steps \(10\), got -1"),
   ],

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from paxon.learners import field_checks
+from paxon.learners import field_checks, warmup
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,13 +40,13 @@ class WarmupLinear:
   def __post_init__(self) -> None:
     field_checks.positive(self, "peak")
     field_checks.not_negative(self, "end")
-    _check_end(self)
+    warmup.check(self)
 
   def __call__(self, step: ArrayLike) -> jax.Array:
     """Returns the learning rate of the update made at `step`, float32."""
     step = jnp.asarray(step, jnp.float32)
-    decayed = self.peak - (self.peak - self.end) * _fraction(self, step)
-    return _join(self, step, decayed)
+    decayed = self.peak - (self.peak - self.end) * warmup.fraction(self, step)
+    return warmup.joined(self, step, decayed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class WarmupRsqrt:
     start = self.warmup_steps + 1
     # The maximum, because the branch not taken must not exceed float32 either.
     decayed = self.peak * jnp.sqrt(start / jnp.maximum(step + 1, start))
-    return jnp.where(step < self.warmup_steps, _warmup(self, step), decayed)
+    return jnp.where(step < self.warmup_steps, warmup.rate(self, step), decayed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,52 +96,10 @@ class WarmupExponential:
 
   def __post_init__(self) -> None:
     field_checks.positive(self, "peak", "end")
-    _check_end(self)
+    warmup.check(self)
 
   def __call__(self, step: ArrayLike) -> jax.Array:
     """Returns the learning rate of the update made at `step`, float32."""
     step = jnp.asarray(step, jnp.float32)
-    exponent = math.log(self.end / self.peak) * _fraction(self, step)
-    return _join(self, step, self.peak * jnp.exp(exponent))
-
-
-def _check_end(schedule: WarmupLinear | WarmupExponential) -> None:
-  name = type(schedule).__name__
-  if schedule.end > schedule.peak:
-    raise ValueError(
-      f"{name}.end must be at most the peak ({schedule.peak}), got"
-      f" {schedule.end}."
-    )
-  if not 0 <= schedule.warmup_steps <= schedule.total_steps:
-    raise ValueError(
-      f"{name}.warmup_steps must lie between 0 and total_steps"
-      f" ({schedule.total_steps}), got {schedule.warmup_steps}."
-    )
-
-
-def _warmup(
-  schedule: WarmupLinear | WarmupRsqrt | WarmupExponential, step: jax.Array
-) -> jax.Array:
-  return schedule.peak * (step + 1) / (schedule.warmup_steps + 1)
-
-
-def _fraction(
-  schedule: WarmupLinear | WarmupExponential, step: jax.Array
-) -> jax.Array:
-  """How much of the decay is done at `step`."""
-  steps = max(schedule.total_steps - schedule.warmup_steps, 1)
-  return jnp.clip((step - schedule.warmup_steps) / steps, 0, 1)
-
-
-def _join(
-  schedule: WarmupLinear | WarmupExponential,
-  step: jax.Array,
-  decayed: jax.Array,
-) -> jax.Array:
-  rate = jnp.where(
-    step < schedule.warmup_steps, _warmup(schedule, step), decayed
-  )
-  # Exactly `end`: float32 arithmetic need not get there.
-  return jnp.where(
-    step >= schedule.total_steps, jnp.float32(schedule.end), rate
-  )
+    exponent = math.log(self.end / self.peak) * warmup.fraction(self, step)
+    return warmup.joined(self, step, self.peak * jnp.exp(exponent))

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from paxon.learners import field_checks
+from paxon.learners import field_checks, warmup
 
 
 def linear(fraction: jax.Array) -> jax.Array:
@@ -73,10 +73,8 @@ class WarmupStableDecay:
   def __call__(self, step: ArrayLike) -> jax.Array:
     """Returns the learning rate of the update made at `step`, float32."""
     step = jnp.asarray(step, jnp.float32)
-    warmup = self.peak * (step + 1) / (self.warmup_steps + 1)
     begin = self.total_steps - self.decay_steps
     fraction = jnp.clip((step - begin) / max(self.decay_steps, 1), 0, 1)
     # Subtracted from the peak, so that the stable phase is exact.
     decayed = self.peak - (self.peak - self.end) * (1 - self.shape(fraction))
-    rate = jnp.where(step < self.warmup_steps, warmup, decayed)
-    return jnp.where(step >= self.total_steps, jnp.float32(self.end), rate)
+    return warmup.joined(self, step, decayed)

@@ -73,9 +73,11 @@ class GroupCall:
       scope = root
       for name in path:
         scope = scope.push(name)
-      copies = tuple(b.copy(parent=None, name=None) for b in self.blocks)
-      y = x
       # A scope is a parent, too, though its type does not say so.
+      owner = _Group((), parent=cast(Any, scope))
+      # Layers may be rematerialized, which is a lifted transform.
+      copies = tuple(shared.with_stores(b, owner=owner) for b in self.blocks)
+      y = x
       group = _Group(copies, parent=cast(Any, scope))
       for slot, block in enumerate(group.blocks):
         index = None if start is None else start + slot

@@ -79,6 +79,13 @@ def with_whole_tables() -> Iterator[None]:
     yield
 
 
+def whole(x: jax.Array) -> jax.Array:
+  """Returns an array that no mesh axis splits; as it is outside of a layout."""
+  if not nn.get_logical_axis_rules():
+    return x
+  return jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec())
+
+
 def staged(tree: Any) -> Any:
   """Returns arrays [P,...], each stage's part on its devices."""
   return _constrained(tree, (axes.STAGES,))

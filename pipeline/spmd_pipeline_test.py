@@ -1,7 +1,10 @@
 """Tests for pipelined stacks: the numbers of a stack that is no pipeline."""
 
 import functools
+import itertools
 
+import hypothesis
+from hypothesis import strategies
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,29 +16,43 @@ from paxon.pipeline import spmd_pipeline, stage_rules, testing
 from paxon.sharding import layout, mesh
 from paxon.sharding import rules as rules_lib
 
-_POLICY = remat.save_projections
+# Stages, microbatches, repeats, and a mesh, or one device.
+_SIZES = (
+  (2, 4, 1, "stage=2,data=2,tensor=2"),
+  # They wait between repeats.
+  (2, 4, 2, "tensor=2,data=2,dcn.stage=2"),
+  (2, 2, 1, "stage=2,fsdp=2,tensor=2"),
+  # Fewer microbatches than stages, twice around.
+  (4, 2, 2, ""),
+  (4, 8, 1, ""),
+  (2, 4, 1, ""),
+  (1, 2, 1, ""),
+)
+# Layers, and blocks of a period: some do not divide by stages, or periods.
+_LAYERS = ((4, 1), (5, 1), (9, 2), (9, 1))
+_KEPT = (
+  {},
+  {"iteration_policy": None},
+  {"scan": False, "remat_policy": remat.save_projections},
+)
 
 
-def _case(
-  num_layers,
-  *,
-  stages,
-  microbatches,
-  repeats=1,
-  period=1,
-  tied=False,
-  on="",
-  **fields,
-):
-  name = f"{num_layers}l-{stages}p-{microbatches}m-{repeats}r-{period}-{on}"
-  name += "-tied" * tied + "".join(f"-{field}" for field in fields)
-  settings = {
-    "num_stages": stages,
-    "num_microbatches": microbatches,
-    "circular_repeats": repeats,
-    **fields,
-  }
-  return pytest.param(num_layers, period, tied, on, settings, id=name)
+def _is_possible(case):
+  """Whether all stages have layers, and take turns while streaming."""
+  (stages, microbatches, repeats, _), (num_layers, period), *_ = case
+  streaming = case[2]
+  return stages * repeats <= num_layers // period and not (
+    streaming and microbatches % stages
+  )
+
+
+# With layers, streaming or not, tied or not, and what ticks keep.
+_CASES = tuple(
+  filter(
+    _is_possible,
+    itertools.product(_SIZES, _LAYERS, (True, False), (True, False), _KEPT),
+  )
+)
 
 
 @functools.cache
@@ -73,48 +90,38 @@ def _run(fn, on, rules, specs, *args):
   return laid_out.jit(fn)(values, *placed)
 
 
-@pytest.mark.parametrize(
-  ("num_layers", "period", "tied", "on", "settings"),
-  [
-    _case(2, stages=1, microbatches=2),
-    _case(4, stages=2, microbatches=4, tied=True, on="stage=2,data=2,tensor=2"),
-    _case(5, stages=2, microbatches=4, streaming=True, tied=True),
-    _case(
-      4, stages=2, microbatches=2, streaming=True, on="stage=2,fsdp=2,tensor=2"
-    ),
-    # Fewer microbatches than stages, twice around, and a ragged period.
-    _case(17, stages=4, microbatches=2, repeats=2, period=2),
-    # They wait between repeats.
-    _case(
-      4,
-      stages=2,
-      microbatches=4,
-      repeats=2,
-      streaming=True,
-      tied=True,
-      on="tensor=2,data=2,dcn.stage=2",
-    ),
-    _case(4, stages=4, microbatches=8, scan=False, remat_policy=_POLICY),
-    _case(4, stages=2, microbatches=4, iteration_policy=None),
-  ],
+# The same cases each time; each is a program to compile.
+@hypothesis.settings(
+  derandomize=True,
+  max_examples=6,
+  deadline=None,
+  database=None,
+  # A case says enough; a simpler one would be compiled for minutes.
+  phases=(hypothesis.Phase.generate,),
+  suppress_health_check=list(hypothesis.HealthCheck),
 )
-def test_loss_and_gradients_are_those_of_a_stack(
-  num_layers, period, tied, on, settings
-):
+@hypothesis.given(case=strategies.sampled_from(_CASES))
+def test_loss_and_gradients_are_those_of_a_stack(case):
+  (stages, microbatches, repeats, on), layers, streaming, tied, kept = case
+  num_layers, period = layers
   with jax.enable_x64(True):
     values, specs, args, expected = _sequential(num_layers, period, tied)
     pipelined = spmd_pipeline.PipelinedStack(
       (testing.mixing(tied=tied),) * period,
       num_layers=num_layers,
       pass_layer_index=True,
-      **settings,
+      num_stages=stages,
+      num_microbatches=microbatches,
+      circular_repeats=repeats,
+      streaming=streaming,
+      **kept,
     )
     rules = stage_rules.with_stages(
       rules_lib.DEFAULT_RULES,
-      num_stages=settings["num_stages"],
+      num_stages=stages,
       num_groups=num_layers // period,
-      circular_repeats=settings["circular_repeats"],
-      streaming=settings.get("streaming", False),
+      circular_repeats=repeats,
+      streaming=streaming,
     )
     actual = _run(_gradient(pipelined), on, rules, specs, values, *args)
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
@@ -136,6 +143,23 @@ def test_variables_are_those_of_a_stack():
   assert layers_testing.specs(pipelined, *args) == layers_testing.specs(
     plain, *args
   )
+
+
+def test_layers_with_shared_parts_may_be_rematerialized():
+  """The parts' parameters are at the root, outside of what is lifted."""
+  args = testing.arguments()
+  plain = stack.Stack((testing.mixing(tied=True),), num_layers=4)
+  values = layers_testing.random_values(plain, *args)
+  pipelined = spmd_pipeline.PipelinedStack(
+    (testing.mixing(tied=True),),
+    num_layers=4,
+    num_stages=2,
+    num_microbatches=2,
+    remat_policy=remat.save_projections,
+  )
+  loss, gradients = jax.eval_shape(_gradient(pipelined), values, *args)
+  assert loss.shape == ()
+  assert jax.tree.structure(gradients[0]) == jax.tree.structure(values)
 
 
 def test_programs_do_not_grow_with_microbatches():

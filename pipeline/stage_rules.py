@@ -31,7 +31,12 @@ def with_stages(
     num_groups: Its layers by the length of its pattern, rounded down.
     circular_repeats: Of the `PipelinedStack`.
     streaming: Of the `PipelinedStack`.
+
+  Raises:
+    ValueError: There are no stages.
   """
+  if num_stages <= 0:
+    raise ValueError(f"num_stages must be positive, got {num_stages}.")
   entries = dict(rules)
   changes: dict[str, rules_lib.MeshAxes] = {axes.STAGES: axes.STAGE}
   if circular_repeats == 1 and num_groups % num_stages == 0:

@@ -11,25 +11,13 @@ import pytest
 from paxon.layers import auxiliary_loss, remat, stack, summaries
 from paxon.layers import testing as layers_testing
 from paxon.layers.models import testing as models_testing
-from paxon.pipeline import spmd_pipeline, stage_rules
+from paxon.pipeline import spmd_pipeline, stage_rules, testing
 from paxon.sharding import layout, mesh, variables
 from paxon.sharding import rules as rules_lib
 
 BATCH, EMBED, LAYERS, MICROBATCHES = 8, 4, 5, 4
 _Rule = variables.CombineRule
 _Update = variables.UpdateRule
-
-
-@jax.custom_vjp
-def _scaled(x, scale):
-  """Returns `x`; the gradient of `scale` is what it is to be next."""
-  del scale
-  return x
-
-
-_scaled.defvjp(
-  lambda x, scale: (x, None), lambda _, g: (g, jnp.max(jnp.abs(g))[None])
-)
 
 
 class Stateful(auxiliary_loss.Source, nn.Module):
@@ -62,7 +50,7 @@ class Stateful(auxiliary_loss.Source, nn.Module):
     )
     # Of zeros, which bubbles begin with, this is NaN.
     x = x / jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True))
-    y = jnp.tanh(nn.Dense(EMBED, name="dense")(_scaled(x, scale.value)))
+    y = jnp.tanh(nn.Dense(EMBED, name="dense")(testing.scaled(x, scale.value)))
     for name, rule in (("mean", _Rule.MEAN), ("sum", _Rule.SUM)):
       kept = self._statistic(name, rule)
       if not self.is_initializing():

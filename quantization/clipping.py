@@ -3,7 +3,8 @@
 With few bits, the largest weight of a group decides how coarse all others
 become. `best` tries ranges below the largest magnitude, and takes for each
 group the one whose quantization is nearest in the mean, by `|error|^power`. It
-is for weights that are quantized once; values beyond the range saturate.
+is for weights that are quantized once, as `served_einsum` stores them; values
+beyond the range saturate.
 """
 
 from collections.abc import Sequence

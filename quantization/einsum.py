@@ -4,7 +4,9 @@
 `jnp.einsum`. It is a linen module, because delayed scaling has a state: what a
 product needs lies at `fp8/<path of the layer>/einsum/<product>/...`, in a
 collection of its own that a learner overwrites with its gradient, and combines
-over microbatches by maximum. A stack stacks it like parameters.
+over microbatches by maximum. A stack stacks it like parameters. The next state
+is a gradient, and gradients of two uses are added up; so a product that has a
+state is computed once in a pass, and a layer that is called twice is refused.
 
 Where variables may not change and there are none for a product (decoding by
 other products than training has, as latent attention does; weights of a run
@@ -15,7 +17,7 @@ in evaluation and decoding, forward products round to the nearest value.
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 from flax import linen as nn
 import jax
@@ -23,7 +25,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from paxon.quantization import monitor as monitor_lib
-from paxon.quantization import quantized_einsum
+from paxon.quantization import provider, quantized_einsum
 from paxon.quantization import recipe as recipe_lib
 from paxon.sharding import variables
 
@@ -31,7 +33,7 @@ COLLECTION = "fp8"
 ROUNDING = "rounding"
 
 
-class QuantizedEinsum(nn.Module):
+class QuantizedEinsum(provider.Provider):
   """Computes the products of a layer in few bits.
 
   Attributes:
@@ -44,36 +46,14 @@ class QuantizedEinsum(nn.Module):
   recipe: recipe_lib.Recipe
   monitor: bool = False
 
-  takes_product: ClassVar[bool] = True
-
   @property
   def random_streams(self) -> tuple[str, ...]:
     """The random streams that training needs for it."""
     return (ROUNDING,) if is_stochastic(self.recipe) else ()
 
-  @nn.compact
-  def __call__(
-    self,
-    equation: str,
-    lhs: jax.Array,
-    rhs: jax.Array,
-    *,
-    product: str,
-    preferred_element_type: DTypeLike | None = None,
-  ) -> jax.Array:
-    """Returns the product of two operands.
-
-    Args:
-      equation: As of `jnp.einsum`.
-      lhs: Activations.
-      rhs: The kernel, or other activations.
-      product: Its name, unlike those of the layer's other products.
-      preferred_element_type: Dtype of the result; `None` is that of `lhs`.
-    """
-    # A module for each product, so that each has variables, and random keys,
-    # of its own.
-    part = _Product(self.recipe, self.monitor, name=product)
-    return part(equation, lhs, rhs, preferred_element_type)
+  def part(self, product: str) -> nn.Module:
+    """Returns the product of this name."""
+    return _Product(self.recipe, self.monitor, name=product)
 
 
 class _Product(nn.Module):
@@ -132,6 +112,12 @@ class _Product(nn.Module):
   def _made(self, name: str, shape: tuple[int, ...]) -> jax.Array | None:
     """Returns a variable, zeros at first; None where there is none."""
     is_there = self.has_variable(COLLECTION, name)
+    if is_there and self.is_initializing():
+      raise ValueError(
+        f"The product {'/'.join(self.path)} is computed twice in a pass, and "
+        f"has a state ({name}) for one; call another layer, name the products "
+        "differently, or use a recipe with current scales and no monitor."
+      )
     if not is_there and not self.is_mutable_collection(COLLECTION):
       return None
     # Linen takes the box off, which its types do not say.
@@ -156,4 +142,7 @@ def is_stochastic(recipe: recipe_lib.Recipe) -> bool:
     getattr(recipe, field.name) for field in dataclasses.fields(recipe)
   )
   random = recipe_lib.Rounding.STOCHASTIC
-  return any(o is not None and o.rounding is random for o in operands)
+  return any(
+    isinstance(o, recipe_lib.TensorRecipe) and o.rounding is random
+    for o in operands
+  )

@@ -113,6 +113,28 @@ def test_the_gradient_of_the_state_is_the_next_state_of_each_layer():
   assert len(set(np.asarray(new["in"]["lhs_amax_history"])[:, 0])) == LAYERS
 
 
+class Twice(nn.Module):
+  """A layer that is called twice."""
+
+  recipe: recipe_lib.Recipe
+
+  @nn.compact
+  def __call__(self, x):
+    """Returns `x` after both."""
+    layer = Layer(einsum.QuantizedEinsum(self.recipe, parent=None), name="a")
+    return layer(layer(x)[0])[0]
+
+
+def test_a_state_is_of_one_use():
+  """Its next value is a gradient, and those of two uses are added up."""
+  key = jax.random.key(0)
+  with pytest.raises(ValueError, match=r"a/einsum/in is computed twice in a"):
+    Twice(recipes.named("fp8")).init(key, _x())
+  # Without a state there is nothing to add up.
+  made = Twice(recipes.named("fp8_current")).init(key, _x())
+  assert set(made) == {"params"}
+
+
 def test_without_a_state_delayed_scales_are_current():
   delayed = Layer(einsum.QuantizedEinsum(recipes.named("fp8")))
   current = Layer(einsum.QuantizedEinsum(recipes.named("fp8_current")))

@@ -32,7 +32,7 @@ def multiply(
   are quantized; sums are float32. That is so where
 
   * one operand is not quantized, or one is fp8 and one an integer,
-  * scales change along the contracted dimensions, or there is a zero point,
+  * scales change along the contracted dimensions,
   * so many integers are added (133,144 products of int8) that int32 could
     overflow.
 
@@ -54,7 +54,7 @@ def multiply(
     if not isinstance(operand, quantized_array.QuantizedArray):
       operands.append(operand.astype(dtype))
     elif _is_outside(equation, operand, letters):
-      operands.append(_values(operand, dtype))
+      operands.append(operand.unpacked().values.astype(dtype))
       outer = equations.like_output(operand.scale, letters, equation.out)
       scale = outer if scale is None else scale * outer
     else:
@@ -91,16 +91,6 @@ def _sums_dtype(
   return jnp.dtype(jnp.float32)
 
 
-def _values(
-  operand: quantized_array.QuantizedArray, dtype: jnp.dtype
-) -> jax.Array:
-  """Returns what is multiplied of an operand whose scales come after."""
-  operand = operand.unpacked()
-  if operand.values.dtype == dtype:
-    return operand.values
-  return operand.centered(dtype)
-
-
 def _dtypes(
   equation: equations.Equation,
   lhs: Operand,
@@ -126,8 +116,6 @@ def _have_product(
   """Whether two quantized operands are multiplied as they are."""
   if not (
     lhs.format.is_integer == rhs.format.is_integer
-    and lhs.zero_point is None
-    and rhs.zero_point is None
     and _is_outside(equation, lhs, equation.lhs)
     and _is_outside(equation, rhs, equation.rhs)
   ):

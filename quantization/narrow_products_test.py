@@ -61,16 +61,6 @@ def test_stored_weights_are_multiplied_with_activations(
     np.testing.assert_array_equal(_multiply(x, packed), _multiply(x, stored))
 
 
-def test_a_zero_point_is_taken_off(operands):
-  x, weights = operands
-  tensor = recipe.TensorRecipe(number_formats.INT4, **CHANNEL)
-  stored = quantized_array.with_zero_point(
-    weights + 1.0, tensor, contracted=(0,)
-  ).packed(0)
-  expected = np.asarray(x, np.float64) @ np.asarray(stored.dequantize())
-  np.testing.assert_allclose(_multiply(x, stored), expected, atol=1e-5)
-
-
 def test_integers_are_multiplied_as_such_where_no_sum_can_overflow():
   """127 * 127 * 133,144 is the last that int32 holds."""
 

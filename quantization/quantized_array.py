@@ -1,7 +1,6 @@
 """An array of few bits a value, with the scales that make numbers of them.
 
   quantize(x, recipe)       x ~ values * scale
-  with_zero_point(x, ...)   x ~ (values - zero_point) * scale, for integers
 
 Scales have one entry for each group of values that share it: they have the
 rank of the values, with size 1 (or the number of tiles) in the dimensions that
@@ -35,8 +34,6 @@ class QuantizedArray:
     values: Of the dtype of the format; int8 with two values a byte, if packed.
     scale: float32; a scalar, or of the rank of `values`, where each dimension
       has a size that divides that of the (unpacked) values.
-    zero_point: The value that stands for 0, of the shape of `scale`, int8;
-      `None` is 0.
     format: The number format.
     power_of_two: Whether scales are known to be powers of two.
     packed_axis: Along which two values share a byte, counted from the last;
@@ -45,7 +42,6 @@ class QuantizedArray:
 
   values: _Leaf
   scale: _Leaf
-  zero_point: _Leaf | None = None
   format: number_formats.NumberFormat = dataclasses.field(
     metadata={"static": True}, kw_only=True
   )
@@ -71,7 +67,7 @@ class QuantizedArray:
 
   @property
   def nbytes(self) -> int:
-    """Bytes of values, scales and zero points."""
+    """Bytes of values and scales."""
     return sum(
       math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self)
     )
@@ -103,20 +99,9 @@ class QuantizedArray:
       packed_axis=None,
     )
 
-  def centered(self, dtype: DTypeLike) -> jax.Array:
-    """Returns the values less the zero point, exactly.
-
-    Args:
-      dtype: A floating-point dtype that holds them: bfloat16 and wider.
-    """
-    values = self.unpacked().values.astype(dtype)
-    if self.zero_point is None:
-      return values
-    return by_group(operator.sub, values, self.zero_point.astype(dtype))
-
   def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
     """Returns the numbers that this stands for, computed in float32."""
-    values = self.centered(jnp.float32)
+    values = self.unpacked().values.astype(jnp.float32)
     return by_group(operator.mul, values, self.scale).astype(dtype)
 
 
@@ -163,51 +148,6 @@ def quantize(
     scale,
     format=number_format,
     power_of_two=tensor_recipe.has_power_of_two_scales,
-  )
-
-
-def with_zero_point(
-  x: jax.Array,
-  tensor_recipe: recipe_lib.TensorRecipe,
-  *,
-  contracted: tuple[int, ...] = (),
-) -> QuantizedArray:
-  """Returns `x` in integers that span its range from least to largest.
-
-  Uses all integers where values are not centered about 0, which are those of
-  kernels after some normalizations, and caches. 0 is exact.
-
-  Args:
-    x: Values of a floating-point dtype.
-    tensor_recipe: Of an integer format, with current scaling and without a
-      margin; rounding is to the nearest value.
-    contracted: As of `quantize`.
-  """
-  number_format = tensor_recipe.format
-  scaling_is_plain = tensor_recipe.scaling == recipe_lib.Current()
-  if not (number_format.is_integer and scaling_is_plain):
-    raise ValueError(
-      "with_zero_point needs an integer format and Current(), got "
-      f"{number_format.name} and {tensor_recipe.scaling}."
-    )
-  positive, negative = (
-    reduce_groups(scaling.amax_of, part, tensor_recipe, contracted)
-    for part in (jnp.maximum(x, 0), jnp.minimum(x, 0))
-  )
-  largest = number_format.largest
-  # As if the range was centered: half of it is the largest magnitude.
-  scale = scaling.scale_of((positive + negative) / 2, tensor_recipe)
-  zero_point = rounding.to_format(
-    negative / scale - largest, number_format
-  ).astype(jnp.float32)
-  scaled = by_group(operator.mul, x.astype(jnp.float32), 1 / scale)
-  # Rounded before the shift, so that 0 stays exact.
-  values = by_group(operator.add, jnp.round(scaled), zero_point)
-  return QuantizedArray(
-    rounding.to_format(values, number_format),
-    scale,
-    zero_point.astype(number_format.dtype),
-    format=number_format,
   )
 
 

@@ -178,40 +178,6 @@ def test_eight_bits_are_not_packed():
     whole.packed()
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize(
-  "number_format", [number_formats.INT8, number_formats.INT4]
-)
-def test_a_zero_point_uses_the_whole_range(number_format, granularity):
-  tensor = recipe.TensorRecipe(number_format, **GRANULARITIES[granularity])
-  x = np.random.default_rng(1).uniform(-0.5, 3.0, SHAPE).astype(np.float32)
-  x[1, 2, 3] = 0.0
-  got = quantized_array.with_zero_point(
-    jnp.asarray(x), tensor, contracted=CONTRACTED
-  )
-  off = np.abs(np.asarray(got.dequantize(), np.float64) - x)
-  assert off[1, 2, 3] == 0.0
-  for tile in testing.tiles(x, tensor, CONTRACTED):
-    spread = max(x[tile].max(), 0) - min(x[tile].min(), 0)
-    step = spread / (2 * number_format.largest)
-    # Half for the value, half for the zero point, of which ends are cut.
-    assert off[tile].max() <= step * 1.001
-
-
-@pytest.mark.parametrize(
-  "tensor",
-  [
-    recipe.TensorRecipe(number_formats.FP8_E4M3),
-    recipe.TensorRecipe(number_formats.INT8, scaling=recipe.Current(margin=1)),
-  ],
-)
-def test_a_zero_point_is_of_integers_with_plain_scales(tensor):
-  with pytest.raises(
-    ValueError, match=r"an integer format and Current\(\), got"
-  ):
-    quantized_array.with_zero_point(jnp.ones(3), tensor)
-
-
 def test_it_is_a_pytree_of_arrays_and_of_shapes():
   array = quantized_array.quantize(
     jnp.ones((4, 2)), recipe.TensorRecipe(number_formats.INT8)

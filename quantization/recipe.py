@@ -146,6 +146,9 @@ class Recipe:
     backward_lhs: Of the left operand where it is multiplied with the gradient;
       `None` is as in `lhs`.
     backward_rhs: Of the right operand there; `None` is as in `rhs`.
+    search_range: Of weights that are stored quantized (`served_einsum`):
+      whether their range is the one that loses least (`clipping`), and not up
+      to the largest magnitude. It takes no part in training.
   """
 
   lhs: TensorRecipe | None
@@ -153,6 +156,7 @@ class Recipe:
   gradient: TensorRecipe | None
   backward_lhs: TensorRecipe | None = None
   backward_rhs: TensorRecipe | None = None
+  search_range: bool = False
 
   def __post_init__(self) -> None:
     for name in ("backward_lhs", "backward_rhs"):

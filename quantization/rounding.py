@@ -48,7 +48,7 @@ def _at_random(
   # Exact: steps are powers of two, and so is the difference to the floor.
   scaled = x / step
   low = jnp.floor(scaled)
-  up = jax.random.uniform(key, x.shape) < scaled - low
+  up = jax.random.uniform(key, x.shape, x.dtype) < scaled - low
   return (low + up.astype(x.dtype)) * step
 
 

@@ -20,17 +20,17 @@ stands; so are products without such a parameter, of two activations for one,
 which are told to the collection `not_served`.
 """
 
-from typing import ClassVar
-
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from paxon.quantization import (
+  clipping,
   equations,
   narrow_products,
   number_formats,
+  provider,
   quantized_array,
 )
 from paxon.quantization import recipe as recipe_lib
@@ -48,7 +48,8 @@ def serving_recipe(recipe: recipe_lib.Recipe) -> recipe_lib.Recipe:
 
   Weights keep their format and get a scale for each output. Activations that
   are quantized in training are so with a scale for each row: in the format of
-  training, but of int4 in int8, which multiplies no slower and is finer.
+  training, but of int4 in int8, which multiplies no slower and is finer. The
+  range of weights is searched for where the recipe says so.
 
   Args:
     recipe: How the product is quantized in training.
@@ -58,7 +59,7 @@ def serving_recipe(recipe: recipe_lib.Recipe) -> recipe_lib.Recipe:
   if recipe.lhs is not None:
     is_int4 = recipe.lhs.format is number_formats.INT4
     lhs = _per_channel(number_formats.INT8 if is_int4 else recipe.lhs.format)
-  return recipe_lib.Recipe(lhs, rhs, None)
+  return recipe_lib.Recipe(lhs, rhs, None, search_range=recipe.search_range)
 
 
 def stored_parameter(name: str) -> str | None:
@@ -77,39 +78,19 @@ def stored_parameter(name: str) -> str | None:
   return "/".join((_PARAMS, *layer, product))
 
 
-class ServedEinsum(nn.Module):
+class ServedEinsum(provider.Provider):
   """Computes the products of a layer from weights of few bits.
 
   Attributes:
-    recipe: How operands are quantized, with scales per tensor or channel, the
+    recipe: How operands are quantized, with a scale for each row or output, the
       current ones; see `serving_recipe`.
   """
 
   recipe: recipe_lib.Recipe
 
-  takes_product: ClassVar[bool] = True
-
-  @nn.compact
-  def __call__(
-    self,
-    equation: str,
-    lhs: jax.Array,
-    rhs: jax.Array,
-    *,
-    product: str,
-    preferred_element_type: DTypeLike | None = None,
-  ) -> jax.Array:
-    """Returns the product of two operands.
-
-    Args:
-      equation: As of `jnp.einsum`.
-      lhs: Activations.
-      rhs: The kernel, which is read only where it is not stored quantized.
-      product: Its name; that of the kernel among the layer's parameters.
-      preferred_element_type: Dtype of the result; `None` is that of `lhs`.
-    """
-    part = _Product(self.recipe, name=product)
-    return part(equation, lhs, rhs, preferred_element_type)
+  def part(self, product: str) -> nn.Module:
+    """Returns the product of this name."""
+    return _Product(self.recipe, name=product)
 
 
 class _Product(nn.Module):
@@ -160,9 +141,10 @@ class _Product(nn.Module):
         self.sow(NOT_SERVED, "product", jnp.zeros(()))
       if names is None or not self.is_mutable_collection(COLLECTION):
         return None
-      made = quantized_array.quantize(
-        rhs, recipe, contracted=equation.contracted_axes(equation.rhs)
-      )
+      is_searched = self.recipe.search_range
+      quantize = clipping.best if is_searched else quantized_array.quantize
+      contracted = equation.contracted_axes(equation.rhs)
+      made = quantize(rhs, recipe, contracted=contracted)
       axis = packed_axis(recipe.format, rhs.shape)
       made = made if axis is None else made.packed(axis)
       self._keep(_VALUES, made.values, names)

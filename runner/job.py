@@ -161,6 +161,11 @@ class Job:
         " tokenizer, and a model with `prefill` and `decode_step`."
       )
 
+  def close(self) -> None:
+    """Ends what its inputs have running; they may be read again."""
+    for source in (self.train_input, *self.eval_inputs.values()):
+      source.close()
+
   def _check_watched(self, what: str, metric: str, split: str | None) -> None:
     """Checks the metric of an evaluation on which something depends."""
     if self.eval_every_steps is None:

@@ -20,6 +20,8 @@ FINISHED = "finished.json"
 # What `--mode=eval` and `--mode=decode` write.
 EVAL = "eval"
 DECODE = "decode"
+# In `EVAL`: where rolling evaluations of `--continuous` are.
+POSITIONS = "positions.json"
 SAMPLES = "samples.txt"
 GOODPUT = "goodput.jsonl"
 PROFILE = "profile"

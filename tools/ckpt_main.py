@@ -15,20 +15,16 @@ where several are shown. Wrong use is one line on stderr and status 2.
 
 from collections.abc import Sequence
 import os
-import sys
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Final
 
 from paxon.runner import user_error
 from paxon.runner.configuration import suggestions
-from paxon.tools import ckpt_arguments
+from paxon.tools import ckpt_arguments, command_line
 
 if TYPE_CHECKING:
   from paxon.runner.checkpoints import stored_checkpoint
 
-COMMANDS = ("list", "explain", "diff", "verify", "preview")
-
-_SAME, _DIFFERENT, _WRONG_USE = 0, 1, 2
-_INTERRUPTED = 130
+_SAME, _DIFFERENT = 0, 1
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,34 +33,7 @@ def main(argv: Sequence[str]) -> int:
   Args:
     argv: The command and its arguments.
   """
-  try:
-    return _run(list(argv))
-  except user_error.UserError as error:
-    print(user_error.one_line(error), file=sys.stderr)
-    return _WRONG_USE
-
-
-def _run(argv: list[str]) -> int:
-  if not argv or argv[0] in ("-h", "--help", "help"):
-    print(__doc__)
-    return _SAME if argv else _WRONG_USE
-  name, *rest = argv
-  if name not in COMMANDS:
-    raise user_error.UserError(
-      f"There is no command {name!r}{suggestions.hint(name, COMMANDS)}"
-    )
-  if name == "list":
-    return _list(rest)
-  if name == "explain":
-    return _explain(rest)
-  if name == "diff":
-    return _diff(rest)
-  if name == "verify":
-    return _verify(rest)
-  # What builds an experiment is the largest import.
-  from paxon.tools import ckpt_preview
-
-  return ckpt_preview.main(rest)
+  return command_line.dispatch(argv, COMMANDS, help_text=lambda: __doc__ or "")
 
 
 def _list(argv: list[str]) -> int:
@@ -153,21 +122,23 @@ def _check_prefix(
   )
 
 
-def run() -> NoReturn:
-  """Runs the process's arguments and exits with the status."""
-  # A training on this machine keeps its accelerators. jax comes later.
-  os.environ["JAX_PLATFORMS"] = "cpu"
-  try:
-    status = main(sys.argv[1:])
-    sys.stdout.flush()
-  except KeyboardInterrupt:
-    status = _INTERRUPTED
-  except BrokenPipeError:
-    # The reader, such as `head`, has had enough.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    status = _SAME
-  sys.exit(status)
+def _preview(argv: list[str]) -> int:
+  # What builds an experiment is the largest import.
+  from paxon.tools import ckpt_preview
+
+  return ckpt_preview.main(argv)
+
+
+COMMANDS: Final[command_line.Commands] = {
+  "list": _list,
+  "explain": _explain,
+  "diff": _diff,
+  "verify": _verify,
+  "preview": _preview,
+}
 
 
 if __name__ == "__main__":
-  run()
+  # A training on this machine keeps its accelerators. jax comes later.
+  os.environ["JAX_PLATFORMS"] = "cpu"
+  command_line.run(main)

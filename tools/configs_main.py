@@ -17,15 +17,14 @@ is one line on stderr and status 2.
 from collections.abc import Sequence
 import dataclasses
 import sys
-from typing import NoReturn
+from typing import Final
 
 from paxon.runner import user_error
-from paxon.runner.configuration import overrides, resolving, suggestions
+from paxon.runner.configuration import overrides, resolving
+from paxon.tools import command_line
 
-COMMANDS = ("dump", "validate", "compare")
 _PACKAGES = ("paxon.tasks",)
-_SAME, _DIFFERENT, _WRONG_USE = 0, 1, 2
-_INTERRUPTED = 130
+_SAME, _DIFFERENT = 0, 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,27 +44,7 @@ def main(argv: Sequence[str]) -> int:
   Args:
     argv: The command and its arguments.
   """
-  try:
-    return _run(list(argv))
-  except user_error.UserError as error:
-    print(user_error.one_line(error), file=sys.stderr)
-    return _WRONG_USE
-
-
-def _run(argv: list[str]) -> int:
-  if not argv or argv[0] in ("-h", "--help", "help"):
-    print(__doc__)
-    return _SAME if argv else _WRONG_USE
-  command, *rest = argv
-  if command not in COMMANDS:
-    raise user_error.UserError(
-      f"There is no command {command!r}{suggestions.hint(command, COMMANDS)}"
-    )
-  if command == "dump":
-    return _dump(rest)
-  if command == "validate":
-    return _validate(rest)
-  return _compare(rest)
+  return command_line.dispatch(argv, COMMANDS, help_text=lambda: __doc__ or "")
 
 
 def _dump(argv: list[str]) -> int:
@@ -154,15 +133,12 @@ def _resolve(operand: Operand) -> resolving.Resolved:
   return resolved
 
 
-def _exit() -> NoReturn:
-  try:
-    status = main(sys.argv[1:])
-  except KeyboardInterrupt:
-    status = _INTERRUPTED
-  except BrokenPipeError:  # Such as `| head`.
-    status = _SAME
-  sys.exit(status)
+COMMANDS: Final[command_line.Commands] = {
+  "dump": _dump,
+  "validate": _validate,
+  "compare": _compare,
+}
 
 
 if __name__ == "__main__":
-  _exit()
+  command_line.run(main)

@@ -13,20 +13,15 @@ that it can be exported again. A run that was trained from it is exported with
 stderr and status 2.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+import functools
 import os
-import sys
-from typing import Any, NoReturn
+from typing import Any, Final
 
 from paxon.runner import run_dir, user_error
-from paxon.runner.configuration import suggestions
-from paxon.tools import ckpt_arguments
-
-COMMANDS = ("import", "export")
+from paxon.tools import ckpt_arguments, command_line
 
 _DTYPES = ("bfloat16", "float16", "float32")
-_DONE, _WRONG_USE = 0, 2
-_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,28 +30,13 @@ def main(argv: Sequence[str]) -> int:
   Args:
     argv: The command and its arguments.
   """
-  try:
-    return _run(list(argv))
-  except user_error.UserError as error:
-    print(user_error.one_line(error), file=sys.stderr)
-    return _WRONG_USE
+  return command_line.dispatch(argv, COMMANDS, help_text=_help)
 
 
-def _run(argv: list[str]) -> int:
-  if not argv or argv[0] in ("-h", "--help", "help"):
-    from paxon.layers.models.hugging_face import families
+def _help() -> str:
+  from paxon.layers.models.hugging_face import families
 
-    print(f"{__doc__}\nModels served: {', '.join(families.served())}.")
-    return _DONE if argv else _WRONG_USE
-  name, *rest = argv
-  if name not in COMMANDS:
-    raise user_error.UserError(
-      f"There is no command {name!r}{suggestions.hint(name, COMMANDS)}"
-    )
-  lines = _import(rest) if name == "import" else _export(rest)
-  for line in lines:
-    print(line, flush=True)
-  return _DONE
+  return f"{__doc__}\nModels served: {', '.join(families.served())}."
 
 
 def _import(argv: list[str]) -> Any:
@@ -130,21 +110,21 @@ def _dtype(name: str | None) -> Any:
   return None if name is None else jnp.dtype(name)
 
 
-def run() -> NoReturn:
-  """Runs the process's arguments and exits with the status."""
-  # A training on this machine keeps its accelerators. jax comes later.
-  os.environ["JAX_PLATFORMS"] = "cpu"
-  try:
-    status = main(sys.argv[1:])
-    sys.stdout.flush()
-  except KeyboardInterrupt:
-    status = _INTERRUPTED
-  except BrokenPipeError:
-    # The reader, such as `head`, has had enough.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    status = _DONE
-  sys.exit(status)
+def _printed(
+  command: Callable[[list[str]], Iterator[str]], argv: list[str]
+) -> int:
+  for line in command(argv):
+    print(line, flush=True)
+  return 0
+
+
+COMMANDS: Final[command_line.Commands] = {
+  "import": functools.partial(_printed, _import),
+  "export": functools.partial(_printed, _export),
+}
 
 
 if __name__ == "__main__":
-  run()
+  # A training on this machine keeps its accelerators. jax comes later.
+  os.environ["JAX_PLATFORMS"] = "cpu"
+  command_line.run(main)

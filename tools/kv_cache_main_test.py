@@ -3,25 +3,12 @@
 import numpy as np
 import pytest
 
-from paxon.runner import main as runner_main
-from paxon.tools import kv_cache_agreement, kv_cache_main
+from paxon.tools import kv_cache_agreement, kv_cache_main, tiny_run
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-  folder = tmp_path_factory.mktemp("run")
-  with pytest.raises(SystemExit) as ended:
-    runner_main.run(
-      argv=[
-        "main",
-        "--exp=paxon.runner.programs.testing.TinyLm",
-        f"--job_log_dir={folder}",
-        "--fdl.num_train_steps=6",
-        "--fdl.num_layers=1",
-      ]
-    )
-  assert ended.value.code == 0
-  return folder
+  return tiny_run.trained(tmp_path_factory.getbasetemp())
 
 
 def test_compares_both_caches_on_a_trained_model(run, capsys):

@@ -10,6 +10,7 @@ import ast
 from collections.abc import Callable, Sequence
 import dataclasses
 import functools
+import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -52,11 +53,16 @@ class _Shard:
       config.hook.pytest_deselected(items=dropped)
 
 
-# The name in a module of Paxon's under which it finds `checked`.
+# The names in a module of Paxon's under which it finds `checked`, and `inner`.
 _CHECKED = "__checked__"
+_INNER = "__checked_inner__"
 
 # What is of a wrong type is a TypeError, however it is found.
 _CONFIGURATION = beartype.BeartypeConf(violation_type=jaxtyping.TypeCheckError)
+
+
+# Whether functions inside of functions have shapes, by where they are written.
+_have_shapes: dict[types.CodeType, bool] = {}
 
 
 def _has_shapes(hint: Any) -> bool:
@@ -116,6 +122,58 @@ def checked(made: Any) -> Any:
   return call
 
 
+def inner(made: Any) -> Any:
+  """As `checked`, for what is made inside of a function.
+
+  It is made anew at each call of that function, and its checks with it, which
+  takes longer than most calls. So only shapes are worth it.
+
+  Args:
+    made: A function or a class, less its own decorators or with them.
+
+  Returns:
+    The function, wrapped where it has shapes, or the class.
+  """
+  if not inspect.isclass(made):
+    code = made.__code__
+    if code not in _have_shapes:
+      hints = inspect.get_annotations(made).values()
+      _have_shapes[code] = any(map(_has_shapes, hints))
+    if not _have_shapes[code]:
+      return made
+  return checked(made)
+
+
+# Where statements hold others. No expression holds a function with a name, and
+# most of a tree is expressions.
+_WITH_STATEMENTS = ("body", "orelse", "finalbody", "handlers", "cases")
+
+
+def decorated(source: str | bytes, path: str) -> ast.Module:
+  """Returns the source of a module with all of its functions to be checked.
+
+  Args:
+    source: The text of the module.
+    path: Its file.
+  """
+  tree = ast.parse(source, path)
+  waiting: list[tuple[ast.AST, str]] = [(tree, _CHECKED)]
+  while waiting:
+    node, found = waiting.pop()
+    is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    below = _INNER if is_function else found
+    for part in _WITH_STATEMENTS:
+      waiting += [(child, below) for child in getattr(node, part, ())]
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+      name = ast.copy_location(ast.Name(found, ast.Load()), node)
+      # Functions before any other decorator, which may lose the hints; classes
+      # after them, when dataclasses have their `__init__`.
+      is_class = isinstance(node, ast.ClassDef)
+      decorators = node.decorator_list
+      decorators.insert(0 if is_class else len(decorators), name)
+  return tree
+
+
 class _CheckedLoader(importlib.machinery.SourceFileLoader):
   """Loads a module with `checked` on each of its functions and classes.
 
@@ -130,19 +188,12 @@ class _CheckedLoader(importlib.machinery.SourceFileLoader):
   def source_to_code(
     self, data: Any, path: Any, *, _optimize: int = -1
   ) -> types.CodeType:
-    tree = ast.parse(data, path)
-    for node in ast.walk(tree):
-      if isinstance(node, ast.FunctionDef | ast.ClassDef):
-        name = ast.copy_location(ast.Name(_CHECKED, ast.Load()), node)
-        # Functions before any other decorator, which may lose the hints;
-        # classes after them, when dataclasses have their `__init__`.
-        is_class = isinstance(node, ast.ClassDef)
-        decorators = node.decorator_list
-        decorators.insert(0 if is_class else len(decorators), name)
+    tree = decorated(data, path)
     return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
 
   def exec_module(self, module: types.ModuleType) -> None:
     setattr(module, _CHECKED, checked)
+    setattr(module, _INNER, inner)
     super().exec_module(module)
 
 
@@ -171,6 +222,21 @@ class _Checks:
   def pytest_load_initial_conftests(self) -> None:
     # Before pytest's own finder, which is there already.
     sys.meta_path.insert(0, _CheckedFinder())
+
+
+class _Imported:
+  """Spares the collector of garbage what is imported: it lives to the end.
+
+  It would look through all of JAX several times while that is imported, and
+  again in each of its longer passes.
+  """
+
+  def pytest_load_initial_conftests(self) -> None:
+    gc.disable()
+
+  def pytest_collection_finish(self) -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def _arguments(argv: Sequence[str]) -> list[str]:
@@ -261,7 +327,9 @@ def main(argv: Sequence[str]) -> int:
   # pytest would rewrite, in every process, all modules of each distribution
   # that has a plugin. The one that we want is named instead.
   os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-  status = pytest.main(_arguments(argv), plugins=[shard, _Checks()])
+  status = pytest.main(
+    _arguments(argv), plugins=[shard, _Checks(), _Imported()]
+  )
   if status == pytest.ExitCode.NO_TESTS_COLLECTED:
     if shard.collected:
       return 0  # More shards than tests: the others have them.

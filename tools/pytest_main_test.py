@@ -68,3 +68,61 @@ def test_layers_are_checked():
     stack.Stack([block], num_layers="4")  # pyrefly: ignore[bad-argument-type]
   with pytest.raises(jaxtyping.TypeCheckError, match="parameter 'x'"):
     jax.eval_shape(block.init, jax.random.key(0), np.ones((2, 3), np.float32))
+
+
+def test_functions_in_functions_are_checked_where_they_have_shapes():
+  vector = jaxtyping.Float[np.ndarray, " n"]
+
+  @pytest_main.inner
+  def length(x: vector) -> int:
+    return len(x)
+
+  assert length(np.ones(3)) == 3
+  with pytest.raises(jaxtyping.TypeCheckError, match="parameter 'x'"):
+    length(np.ones((3, 1)))
+
+  def same(x: int) -> int:
+    return x
+
+  assert pytest_main.inner(same) is same
+
+
+def test_what_is_decorated_where_modules_are_loaded():
+  source = """
+def outer():
+  class Inside:
+    def method(self): pass
+  def inside():
+    if True:
+      def deeper(): pass
+    deeper()
+  inside()
+  return Inside
+class Outside:
+  @staticmethod
+  def method(): pass
+try:
+  def tried(): pass
+finally:
+  outer()
+"""
+  found: dict[str, set[str]] = {
+    "__checked__": set(),
+    "__checked_inner__": set(),
+  }
+
+  def noted(name: str):
+    return lambda made: found[name].add(made.__qualname__) or made
+
+  tree = pytest_main.decorated(source, "source.py")
+  exec(compile(tree, "source.py", "exec"), {n: noted(n) for n in found})
+  inside = "outer.<locals>."
+  assert found == {
+    "__checked__": {"outer", "Outside", "Outside.method", "tried"},
+    "__checked_inner__": {
+      f"{inside}Inside",
+      f"{inside}Inside.method",
+      f"{inside}inside",
+      f"{inside}inside.<locals>.deeper",
+    },
+  }

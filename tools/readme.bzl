@@ -47,6 +47,7 @@ def page_test(name, page, size, runtime_deps, **kwargs):
         srcs = ["//tools:run_page_examples.py"],
         data = [page],
         env = {"PAXON_PAGE": "$(rootpath %s)" % page},
+        deps = [Label("//runner/hosts:warm_python")],
         runtime_deps = runtime_deps,
         **kwargs
     )

@@ -11,9 +11,11 @@ Numbers in a text may be 2 % off, as what a compiler makes differs with its
 version; all other words are exact.
 
 The macro in readme.bzl makes a test of this file and names the page in the
-environment. Programs are run by the Python that runs the test.
+environment. Programs are run by the Python that runs the test, which has what
+most of them import already.
 """
 
+from collections.abc import Iterator
 import dataclasses
 import math
 import os
@@ -22,6 +24,10 @@ import re
 import shlex
 import subprocess
 import sys
+
+import pytest
+
+from paxon.runner.hosts import warm_python
 
 PAGE_VARIABLE = "PAXON_PAGE"
 
@@ -34,6 +40,14 @@ _BLOCK = re.compile(
 _NUMBER = re.compile(r"(?<![\w.,])\d[\d,]*(?:\.\d+)?(?![\w,]|\.\d)")
 _TOLERANCE = 0.02
 _SECONDS = 280
+# What the commands of all pages import sooner or later.
+_IMPORTED = (
+  "paxon.runner.main",
+  "paxon.runner.programs.decode",
+  "paxon.runner.programs.evaluate",
+  "paxon.runner.programs.plan.plan_program",
+  "paxon.runner.programs.train",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,7 +121,7 @@ def run(block: Block, folder: pathlib.Path) -> str:
   program = (
     [sys.executable, "-c", block.text]
     if block.kind == "python"
-    else ["bash", "-euo", "pipefail", "-c", _SHELL + block.text]
+    else ["bash", "-euo", "pipefail", "-c", _shell() + block.text]
   )
   done = subprocess.run(
     program,
@@ -160,8 +174,9 @@ def _is_same(line: str, other: str) -> bool:
   )
 
 
-# `python` in the page is this one.
-_SHELL = f'python() {{ {shlex.quote(sys.executable)} "$@"; }}\n'
+def _shell() -> str:
+  """Returns what makes `python` in the page this one."""
+  return f'python() {{ {shlex.quote(sys.executable)} "$@"; }}\n'
 
 
 def _environment(folder: pathlib.Path) -> dict[str, str]:
@@ -175,6 +190,16 @@ def _environment(folder: pathlib.Path) -> dict[str, str]:
   return environment
 
 
+@pytest.fixture(name="_warm_python")
+def _commands_have_their_imports(
+  tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[None]:
+  folder = tmp_path_factory.mktemp("python")
+  with warm_python.installed(_IMPORTED, folder):
+    yield
+
+
+@pytest.mark.usefixtures("_warm_python")
 def test_the_page_runs_from_its_first_block_to_its_last(
   tmp_path: pathlib.Path,
 ) -> None:

@@ -25,14 +25,18 @@ use is one line on stderr and status 2.
 import ast
 from collections.abc import Sequence
 import dataclasses
-import glob
 import importlib
 import os
 import sys
 import time
 from typing import Final
 
-from paxon.inputs import corpus_shards, corpus_tokenizer, tokenizer_protocol
+from paxon.inputs import (
+  corpus_shards,
+  corpus_tokenizer,
+  file_patterns,
+  tokenizer_protocol,
+)
 
 _WRONG_USE: Final = 2
 _INTERRUPTED: Final = 130
@@ -111,13 +115,7 @@ def _parse(argv: Sequence[str]) -> dict[str, str]:
 
 
 def _corpus(given: dict[str, str]) -> corpus_tokenizer.Corpus:
-  paths = []
-  for pattern in given["files"].split(","):
-    found = glob.glob(os.path.expanduser(pattern), recursive=True)
-    files = sorted(path for path in found if os.path.isfile(path))
-    if not files:
-      raise ValueError(f"--files: no file has the name {pattern!r}.")
-    paths.extend(files)
+  paths = file_patterns.find(given["files"].split(","), field="--files")
   are_json = all(path.endswith(_JSON) for path in paths)
   form = given.get("documents", "json" if are_json else "file")
   if form not in _FORMS:
@@ -125,8 +123,7 @@ def _corpus(given: dict[str, str]) -> corpus_tokenizer.Corpus:
       f"--documents must be one of {', '.join(_FORMS)}, got {form!r}."
     )
   return corpus_tokenizer.Corpus(
-    # Patterns may overlap.
-    paths=list(dict.fromkeys(paths)),
+    paths=paths,
     form=_FORMS[form],
     tokenizer=make_tokenizer(given.get("tokenizer", _TOKENIZER)),
     text_key=given.get("text_key", "text"),

@@ -106,7 +106,10 @@ def test_a_killed_command_goes_on(folder):
     (["--out=c"], "--files is missing"),
     (["--files=*.txt"], "--out is missing"),
     (["--files=*.txt", "--ouf=c"], "There is an argument '--ouf=c', but known"),
-    (["--files=*.rst", "--out=c"], "--files: no file has the name '*.rst'."),
+    (
+      ["--files=*.rst", "--out=c"],
+      "--files: no file has the name '*.rst'; give",
+    ),
     (
       ["--files=*.txt", "--out=c", "--documents=page"],
       "--documents must be one of file, line, json, got 'page'.",

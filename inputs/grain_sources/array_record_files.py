@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 import dataclasses
 import functools
-import glob
-import os
 from typing import Any
 
+from paxon.inputs import file_patterns
 from paxon.inputs.grain_sources import optional_library
 
 
@@ -55,25 +54,10 @@ class ArrayRecordFiles:
 
   @functools.cached_property
   def _records(self) -> Any:
-    paths = _found(self.files, "ArrayRecordFiles.files")
-    records = optional_library.array_record().ArrayRecordDataSource(paths)
+    paths = file_patterns.find(self.files, field="ArrayRecordFiles.files")
+    records = optional_library.array_record().ArrayRecordDataSource(list(paths))
     if not len(records):
       raise ValueError(
         f"ArrayRecordFiles.files: {self.files!r} holds no records."
       )
     return records
-
-
-def _found(files: str | Sequence[str], what: str) -> list[str]:
-  patterns = [files] if isinstance(files, str) else files
-  paths = []
-  for pattern in patterns:
-    some = sorted(glob.glob(os.path.expanduser(pattern)))
-    if not some:
-      raise FileNotFoundError(
-        f"{what}: no file has the name {pattern!r}; give a path, or a pattern"
-        " with * and ?."
-      )
-    paths += some
-  # Patterns may overlap.
-  return list(dict.fromkeys(paths))

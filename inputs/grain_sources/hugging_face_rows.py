@@ -1,12 +1,12 @@
 """Hugging Face data sets that lie on this machine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 import dataclasses
 import functools
-import glob
 import os
 from typing import Any
 
+from paxon.inputs import file_patterns
 from paxon.inputs.grain_sources import optional_library
 
 _FORMATS = ("arrow", "csv", "json", "parquet", "text")
@@ -62,8 +62,8 @@ class HuggingFaceRows:
   @functools.cached_property
   def _rows(self) -> Any:
     datasets = optional_library.datasets()
-    path = os.path.expanduser(self.path)
     if self.files_format is None:
+      path = os.path.expanduser(self.path)
       if not os.path.isdir(path):
         raise FileNotFoundError(
           f"HuggingFaceRows.path: there is no folder {self.path!r}; give one"
@@ -71,11 +71,7 @@ class HuggingFaceRows:
         )
       found = datasets.load_from_disk(path)
     else:
-      files: Sequence[str] = sorted(glob.glob(path))
-      if not files:
-        raise FileNotFoundError(
-          f"HuggingFaceRows.path: no file has the name {self.path!r}."
-        )
+      files = file_patterns.find(self.path, field="HuggingFaceRows.path")
       found = datasets.load_dataset(
         self.files_format,
         data_files={self.split or "train": list(files)},

@@ -6,15 +6,14 @@ every one: shuffle them when the files are written, or make ArrayRecords.
 """
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
-import glob
-import os
 from typing import Any
 
 import numpy as np
 
+from paxon.inputs import file_patterns
 from paxon.inputs.grain_sources import optional_library
 
 _KEPT_GROUPS = 4
@@ -67,27 +66,20 @@ class ParquetRows:
     place = bisect.bisect_right(self._ends, index)
     return place, index - (self._ends[place - 1] if place else 0)
 
-  def _group(self, place: int) -> Any:
-    kept = self._kept
-    if place not in kept:
-      path, group = self._groups[place]
-      parquet = optional_library.parquet()
-      try:
-        with parquet.ParquetFile(path) as file:
-          columns = None if self.columns is None else list(self.columns)
-          table = file.read_row_group(group, columns=columns)
-      except (OSError, ValueError) as error:
-        raise ValueError(
-          f"{path}, group {group} is damaged: {error}."
-        ) from error
-      while len(kept) >= _KEPT_GROUPS:
-        kept.pop(next(iter(kept)))
-      kept[place] = table
-    return kept[place]
-
   @functools.cached_property
-  def _kept(self) -> dict[int, Any]:
-    return {}
+  def _group(self) -> Callable[[int], Any]:
+    """Reads a group, or has it still; several threads may ask."""
+    return functools.lru_cache(_KEPT_GROUPS)(self._read_group)
+
+  def _read_group(self, place: int) -> Any:
+    path, group = self._groups[place]
+    parquet = optional_library.parquet()
+    try:
+      with parquet.ParquetFile(path) as file:
+        columns = None if self.columns is None else list(self.columns)
+        return file.read_row_group(group, columns=columns)
+    except (OSError, ValueError) as error:
+      raise ValueError(f"{path}, group {group} is damaged: {error}.") from error
 
   @functools.cached_property
   def _groups(self) -> list[tuple[str, int]]:
@@ -105,14 +97,8 @@ class ParquetRows:
   @functools.cached_property
   def _sizes(self) -> list[tuple[str, int, int]]:
     parquet = optional_library.parquet()
-    paths = sorted(glob.glob(os.path.expanduser(self.files)))
-    if not paths:
-      raise FileNotFoundError(
-        f"ParquetRows.files: no file has the name {self.files!r}; give a path,"
-        " or a pattern with * and ?."
-      )
     found = []
-    for path in paths:
+    for path in file_patterns.find(self.files, field="ParquetRows.files"):
       try:
         metadata = parquet.read_metadata(path)
       except (OSError, ValueError) as error:

@@ -4,11 +4,10 @@ import bisect
 from collections.abc import Sequence
 import dataclasses
 import functools
-import glob
-import os
 
 import numpy as np
 
+from paxon.inputs import file_patterns
 from paxon.inputs.tf_records import tf_record_file
 
 
@@ -40,17 +39,7 @@ class TfRecordFiles:
     Raises:
       FileNotFoundError: A path or pattern has none.
     """
-    patterns = [self.files] if isinstance(self.files, str) else self.files
-    found: list[str] = []
-    for pattern in patterns:
-      some = sorted(glob.glob(os.path.expanduser(pattern)))
-      if not some:
-        raise FileNotFoundError(
-          f"TfRecordFiles.files: no file has the name {pattern!r}; give a path,"
-          " or a pattern with * and ?."
-        )
-      found += some
-    return tuple(dict.fromkeys(found))
+    return file_patterns.find(self.files, field="TfRecordFiles.files")
 
   def __len__(self) -> int:
     return self._ends[-1]

@@ -75,7 +75,7 @@ def test_gradients_through_a_described_mask():
     def loss(inputs):
       return jnp.sum(jnp.sin(kernel(*inputs, mask)))
 
-    return jax.grad(loss)(_inputs())
+    return jax.jit(jax.grad(loss))(_inputs())
 
   for actual, expected in zip(
     gradients(described), gradients(kernels.plain), strict=True
@@ -157,7 +157,7 @@ def test_each_device_computes_its_rows_and_heads(spec, kv_heads, packed):
 
   inputs = _inputs(heads=4, kv_heads=kv_heads, batch=8)
   step = jax.grad(loss, has_aux=True)
-  expected, actual = step(inputs), layout.jit(step)(inputs)
+  expected, actual = jax.jit(step)(inputs), layout.jit(step)(inputs)
   for a, e in zip(
     jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True
   ):

@@ -25,7 +25,7 @@ def _tokens(length, seed=0, dtype=jnp.float32):
 
 
 def _run(cache, state, tokens, **kwargs):
-  return cache.apply(state, *tokens, mutable=["cache"], **kwargs)
+  return testing.apply(cache, state, *tokens, mutable=["cache"], **kwargs)
 
 
 def test_stores_nothing_unless_asked():

@@ -132,10 +132,12 @@ def test_attention_is_off_by_what_the_bits_allow(cache, name):
 
   def cut(first, last):
     tokens = (key, value, positions, ones)
-    return [jnp.asarray(x[:, first:last]) for x in tokens]
+    return [np.asarray(x)[:, first:last] for x in tokens]
 
-  _, state = layer.apply({}, *cut(0, 5), cache_length=6, mutable=["cache"])
-  seen, _ = layer.apply(state, *cut(5, 6), mutable=["cache"])
+  _, state = testing.apply(
+    layer, {}, *cut(0, 5), cache_length=6, mutable=["cache"]
+  )
+  seen, _ = testing.apply(layer, state, *cut(5, 6), mutable=["cache"])
   order = np.argsort(seen.positions, axis=1)[..., None, None]
   rows = [
     np.take_along_axis(np.asarray(x), order, 1) for x in (seen.key, seen.value)
@@ -160,8 +162,10 @@ def test_a_token_without_a_slot_is_nan(cache):
   layer = CACHES[cache](storage=quantized_rows.QuantizedRows(), **made)
   x = testing.normal(1, 2, 2, 4)
   tokens = (x, x, testing.counted(1, 2), testing.ones(1, 2))
-  _, state = layer.apply({}, *tokens, cache_length=3, mutable=["cache"])
-  seen, _ = layer.apply(state, *tokens, mutable=["cache"])
+  _, state = testing.apply(
+    layer, {}, *tokens, cache_length=3, mutable=["cache"]
+  )
+  seen, _ = testing.apply(layer, state, *tokens, mutable=["cache"])
   assert np.isnan(seen.key).any()
 
 

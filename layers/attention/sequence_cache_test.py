@@ -135,7 +135,10 @@ def test_outside_of_a_layout_it_is_a_contiguous_cache():
     testing.counted(BATCH, 2),
     testing.ones(BATCH, 2),
   )
-  run = lambda v, **k: cache.apply(v, *tokens, mutable=["cache"], **k)  # noqa: E731
+
+  def run(v, **kwargs):
+    return testing.apply(cache, v, *tokens, mutable=["cache"], **kwargs)
+
   _, state = run({}, cache_length=5)
   seen, state = run(state)
   np.testing.assert_array_equal(seen.key[:, 2:4], tokens[0])

@@ -25,7 +25,7 @@ def _tokens(length, first=0, seed=0):
 
 
 def _run(cache, state, tokens, **kwargs):
-  return cache.apply(state, *tokens, mutable=["cache"], **kwargs)
+  return testing.apply(cache, state, *tokens, mutable=["cache"], **kwargs)
 
 
 def _kept(state):

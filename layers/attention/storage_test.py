@@ -81,8 +81,10 @@ def test_a_full_cache_is_nan_in_a_storage_of_ones_own():
   cache = kv_cache.ContiguousCache(_Int8Rows())
   x = testing.normal(BATCH, 2, 2, 4)
   tokens = (x, x, testing.counted(BATCH, 2), testing.ones(BATCH, 2))
-  _, state = cache.apply({}, *tokens, cache_length=3, mutable=["cache"])
-  seen, _ = cache.apply(state, *tokens, mutable=["cache"])
+  _, state = testing.apply(
+    cache, {}, *tokens, cache_length=3, mutable=["cache"]
+  )
+  seen, _ = testing.apply(cache, state, *tokens, mutable=["cache"])
   assert np.isnan(seen.key[:, 1:]).all()
   assert np.isfinite(seen.key[:, :1]).all()
 

@@ -33,9 +33,9 @@ def _scripted():
   return prefill, decode_step
 
 
-def _run(rows, steps=None, **kwargs):
-  batch = prompts.right_padded(rows)
-  prefill, decode_step = steps or _scripted()
+def _generation(steps, **kwargs):
+  """Returns the compiled `(ids, lengths) -> generated`."""
+  prefill, decode_step = steps
 
   def run(ids, lengths):
     return generate.generate(
@@ -51,7 +51,13 @@ def _run(rows, steps=None, **kwargs):
       },
     )
 
-  return jax.jit(run)(jnp.asarray(batch.ids), jnp.asarray(batch.lengths))
+  return jax.jit(run)
+
+
+def _run(rows, steps=None, **kwargs):
+  batch = prompts.right_padded(rows)
+  run = _generation(steps or _scripted(), **kwargs)
+  return run(jnp.asarray(batch.ids), jnp.asarray(batch.lengths))
 
 
 def test_continues_each_prompt_from_its_own_end():
@@ -148,7 +154,7 @@ def test_keys_are_folded_by_step():
 
 @pytest.fixture(name="model", scope="module")
 def _model():
-  model = models_testing.tiny_decoder()
+  model = models_testing.tiny_decoder(num_layers=2)
   tokens = jnp.ones((1, 4), jnp.int32)
   args = tokens, testing.counted(1, 4), testing.ones(1, 4)
   values = testing.random_values(model, *args)
@@ -184,7 +190,8 @@ def test_greedy_equals_the_full_forward_pass_at_each_step(model):
 def test_samples_of_a_prompt_are_as_many_rows_with_that_prompt(model):
   """Their cache is copied: the same ids, from the same random keys."""
   rows = [[1, 2, 3], [5]]
-  settings = {"sampler": samplers.Temperature(), "max_new_tokens": 4}
+  sampler = samplers.Temperature(temperature=3.0)
+  settings = {"sampler": sampler, "max_new_tokens": 4}
   steps = _steps(*model)
   copied = _run(rows, steps, num_samples=3, **settings)
   repeated = _run([r for r in rows for _ in range(3)], steps, **settings)
@@ -206,12 +213,19 @@ def test_a_cache_that_names_no_rows_is_not_copied():
 
 
 def test_rows_do_not_depend_on_the_rest_of_the_batch(model):
-  rows = [[1, 2, 3, 4, 5], [6], [7, 8, 9]]
+  batch = prompts.right_padded([[1, 2, 3, 4, 5], [6], [7, 8, 9]])
+  other = prompts.right_padded([[9, 1], [2, 4, 6, 8, 3], [5, 5, 5, 7]])
   steps = _steps(*model)
-  together = _run(rows, steps, max_new_tokens=6)
-  for row, ids in enumerate(rows):
-    alone = _run([ids], steps, max_new_tokens=6)
-    np.testing.assert_array_equal(together.ids[row], alone.ids[0])
+  run = _generation(steps, max_new_tokens=6)
+  together = run(jnp.asarray(batch.ids), jnp.asarray(batch.lengths))
+  for row in range(3):
+    # In shapes of the batch, so that one compilation serves all.
+    ids, lengths = np.array(other.ids), np.array(other.lengths)
+    ids[row], lengths[row] = batch.ids[row], batch.lengths[row]
+    among_others = run(jnp.asarray(ids), jnp.asarray(lengths))
+    np.testing.assert_array_equal(together.ids[row], among_others.ids[row])
+  alone = _run([[6]], steps, max_new_tokens=6)
+  np.testing.assert_array_equal(together.ids[1], alone.ids[0])
 
 
 def test_what_stands_in_the_padding_has_no_influence(model):

@@ -11,14 +11,18 @@ from paxon.layers.decoding import model_steps
 from paxon.layers.models import testing as models_testing
 
 
+def _compiled(prefill):
+  return jax.jit(prefill, static_argnames="cache_length")
+
+
 def test_steps_are_the_methods_of_the_model():
   model = models_testing.tiny_decoder(num_layers=1)
   ids = jnp.asarray([[3, 1, 4, 1]], jnp.int32)
   args = ids, testing.counted(1, 4), testing.ones(1, 4)
   values = testing.random_values(model, *args)
   expected = testing.apply(model, values, *args)
-  prefill = model_steps.prefill(model, values)
-  decode_step = model_steps.decode_step(model, values)
+  prefill = _compiled(model_steps.prefill(model, values))
+  decode_step = jax.jit(model_steps.decode_step(model, values))
   first, cache = prefill(*(a[:, :3] for a in args), cache_length=4)
   assert set(cache) == {"cache"}
   last, cache = decode_step(cache, *(a[:, 3:] for a in args))
@@ -41,10 +45,10 @@ def test_prefill_gives_the_logits_of_one_place_in_each_row(kind):
     names = ("encoder_inputs", "encoder_positions", "encoder_segment_ids")
     source, inputs = dict(zip(names, args, strict=True)), args * 2
   values = testing.random_values(model, *inputs)
-  prefill = model_steps.prefill(model, values, **source)
+  prefill = _compiled(model_steps.prefill(model, values, **source))
   whole, cache = prefill(*args, cache_length=4)
   at = jnp.asarray([2, 1])
-  found, same = jax.jit(lambda at: prefill(*args, cache_length=4, at=at))(at)
+  found, same = prefill(*args, cache_length=4, at=at)
   assert found.shape == (2, 1, whole.shape[2])
   np.testing.assert_allclose(
     found[:, 0], whole[jnp.arange(2), at], rtol=1e-5, atol=1e-5
@@ -57,12 +61,10 @@ def test_a_stale_cache_among_the_variables_is_not_used():
   ids = jnp.asarray([[3, 1]], jnp.int32)
   args = ids, testing.counted(1, 2), testing.ones(1, 2)
   values = testing.random_values(model, *args)
-  prefill = model_steps.prefill(model, values)
-  _, cache = prefill(*args, cache_length=3)
-  again = model_steps.prefill(model, {**values, **cache})
-  np.testing.assert_array_equal(
-    again(*args, cache_length=3)[0], prefill(*args, cache_length=3)[0]
-  )
+  prefill = _compiled(model_steps.prefill(model, values))
+  logits, cache = prefill(*args, cache_length=3)
+  again = _compiled(model_steps.prefill(model, {**values, **cache}))
+  np.testing.assert_array_equal(again(*args, cache_length=3)[0], logits)
 
 
 def test_a_model_without_the_methods_is_an_error():

@@ -1,5 +1,7 @@
 """Tests for the decoder language model: numbers, losses, packing, axes."""
 
+import functools
+
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
@@ -92,11 +94,17 @@ def _numpy_model(values, inputs, positions, segments):
   return np.stack(logits)
 
 
+@functools.cache
+def _model(**fields):
+  """A model, its values, and its forward pass, compiled once a shape."""
+  model = models_testing.tiny_decoder(**fields)
+  return model, testing.random_values(model, *ARGS), jax.jit(model.apply)
+
+
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "own head"])
 def test_logits_match_numpy(tied):
-  model = models_testing.tiny_decoder(tied=tied)
-  values = testing.random_values(model, *ARGS)
-  logits = testing.apply(model, values, *ARGS)
+  _, values, forward = _model(tied=tied)
+  logits = forward(values, *ARGS)
   assert logits.dtype == jnp.float32
   np.testing.assert_allclose(
     logits, _numpy_model(values, *ARGS), rtol=1e-4, atol=1e-4
@@ -104,10 +112,10 @@ def test_logits_match_numpy(tied):
 
 
 def test_first_values_give_the_numpy_logits_too():
-  model = models_testing.tiny_decoder()
+  model, _, forward = _model(tied=True)
   values = testing.initial_values(model, *ARGS)
   np.testing.assert_allclose(
-    testing.apply(model, values, *ARGS),
+    forward(values, *ARGS),
     _numpy_model(values, *ARGS),
     rtol=1e-4,
     atol=1e-4,
@@ -115,8 +123,7 @@ def test_first_values_give_the_numpy_logits_too():
 
 
 def test_loss_and_metrics_match_numpy():
-  model = models_testing.tiny_decoder()
-  values = testing.random_values(model, *ARGS)
+  model, values, _ = _model(tied=True)
   weights = BATCH["weights"].at[2, 3].set(0.5)
   loss, metrics, outputs = testing.apply(
     model, values, {**BATCH, "weights": weights}, method="loss"
@@ -246,25 +253,30 @@ def test_rejects_a_cap_that_is_not_positive(cap):
   ],
 )
 def test_packed_documents_are_separate_documents(model):
-  packed = models_testing.packed_batch([[3, 5, 2]], 12)
-  values = testing.random_values(model, *models_testing.token_args(packed))
-  together = testing.apply(model, values, *models_testing.token_args(packed))
+  sizes, length = [3, 5, 2], 12
+  packed = models_testing.packed_batch([sizes], length)
+  args = models_testing.token_args(packed)
+  # A document a row, and all of them in a last one: one shape is compiled.
+  rows = [[np.zeros(length, np.int32) for _ in args] for _ in sizes]
   start = 0
-  for size in (3, 5, 2):
-    inside = slice(start, start + size)
-    alone = testing.apply(
-      model,
-      values,
-      packed["inputs"][:, inside],
-      testing.counted(1, size),
-      testing.ones(1, size),
+  for row, size in zip(rows, sizes, strict=True):
+    for own, given in zip(row, args, strict=True):
+      own[:size] = np.asarray(given)[0, start : start + size]
+    start += size
+  rows.append([np.asarray(given[0]) for given in args])
+  batch = [jnp.asarray(np.stack(x)) for x in zip(*rows, strict=True)]
+  values = testing.random_values(model, *batch)
+  *alone, together = testing.apply(model, values, *batch)
+  start = 0
+  for row, size in zip(alone, sizes, strict=True):
+    np.testing.assert_allclose(
+      together[start : start + size], row[:size], rtol=1e-5, atol=1e-5
     )
-    np.testing.assert_allclose(together[:, inside], alone, rtol=1e-5, atol=1e-5)
     start += size
 
 
 def test_gradient_of_packed_loss_is_the_sum_over_documents():
-  model = models_testing.tiny_decoder()
+  model, values, _ = _model(tied=True)
   packed = models_testing.packed_batch([[3, 4]], 9)
 
   @jax.jit
@@ -273,13 +285,16 @@ def test_gradient_of_packed_loss_is_the_sum_over_documents():
     return jax.grad(loss)(values)
 
   def cut(a, b):
-    return {name: x[:, a:b] for name, x in packed.items()}
+    """One document, at the start of a row that is padding behind it."""
+    behind = ((0, 0), (0, 9 - (b - a)))
+    return {
+      name: np.pad(np.asarray(x)[:, a:b], behind) for name, x in packed.items()
+    }
 
-  values = testing.random_values(model, *models_testing.token_args(packed))
   parts = [gradient(values, cut(0, 3)), gradient(values, cut(3, 7))]
   jax.tree.map(
     lambda whole, *own: np.testing.assert_allclose(
-      whole, sum(own), rtol=1e-4, atol=1e-5
+      whole, sum(map(np.asarray, own)), rtol=1e-4, atol=1e-5
     ),
     gradient(values, packed),
     *parts,
@@ -301,15 +316,16 @@ def test_gradients_of_the_loss_match_finite_differences(tied):
 
 
 def test_padding_has_no_influence():
-  model = models_testing.tiny_decoder()
-  batch = models_testing.packed_batch([[4]], 6)
-  inputs, positions, segments = models_testing.token_args(batch)
-  values = testing.random_values(model, inputs, positions, segments)
-  before = testing.apply(model, values, inputs, positions, segments)
-  after = testing.apply(
-    model, values, inputs.at[:, 4:].set(9), positions, segments
+  _, values, forward = _model(tied=True)
+  inputs, positions, segments = ARGS
+  is_padding = np.asarray(segments) == 0
+  assert np.any(is_padding)
+  other = jnp.where(is_padding, 9, inputs)
+  before, after = (
+    np.asarray(forward(values, ids, positions, segments))
+    for ids in (inputs, other)
   )
-  np.testing.assert_array_equal(before[:, :4], after[:, :4])
+  np.testing.assert_array_equal(before[~is_padding], after[~is_padding])
   assert np.all(np.isfinite(after))
 
 
@@ -508,14 +524,16 @@ def test_equal_models_are_equal():
 
 
 def test_prefill_and_decode_step_say_what_they_need():
-  model = models_testing.tiny_decoder()
-  values = testing.random_values(model, *ARGS)
+  model, values, _ = _model(tied=True)
   with pytest.raises(ValueError, match=r'prefill .*mutable=\["cache"\]'):
     model.apply(values, *ARGS, cache_length=9, method="prefill")
   with pytest.raises(ValueError, match="needs the cache that prefill made"):
     model.apply(values, *ARGS, method="decode_step", mutable=["cache"])
-  _, state = model.apply(
-    values, *ARGS, cache_length=9, method="prefill", mutable=["cache"]
+  _, state = jax.eval_shape(
+    lambda values: model.apply(
+      values, *ARGS, cache_length=9, method="prefill", mutable=["cache"]
+    ),
+    values,
   )
   with pytest.raises(ValueError, match="needs the cache that prefill made"):
     model.apply({**values, **state}, *ARGS, method="decode_step")

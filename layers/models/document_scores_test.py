@@ -128,7 +128,7 @@ def test_the_loss_has_what_layers_add_and_scores_have_not():
   model = MODEL.clone(final_norm=Penalized())
   values = testing.random_values(model, BATCH, method="loss")
   with pytest.raises(ValueError, match="Penalized adds an auxiliary loss"):
-    model.apply(values, BATCH, method="loss")
+    testing.apply(model, values, BATCH, method="loss")
   run = jax.jit(
     lambda b: model.apply(
       values, b, method="loss", mutable=[auxiliary_loss.COLLECTION]

@@ -103,7 +103,8 @@ def test_sharded_equals_unsharded(family):
 
 def _check_gradient(actual: jax.Array, expected: jax.Array) -> None:
   size = np.linalg.norm(expected)
-  assert np.linalg.norm(np.asarray(actual) - expected) < 1e-4 * size + 1e-6
+  difference = np.asarray(actual) - np.asarray(expected)
+  assert np.linalg.norm(difference) < 1e-4 * size + 1e-6
 
 
 @pytest.mark.parametrize("family", _DECODERS)

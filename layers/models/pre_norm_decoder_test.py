@@ -50,12 +50,13 @@ def test_is_what_would_be_written_by_hand(head):
   args = testing.token_args(testing.packed_batch([[5, 3], [8]], 8))
   composed = _composed(head=head, logit_cap=2.0)
   by_hand = _by_hand(head=head, logit_cap=2.0)
-  variables = by_hand.init(jax.random.key(0), *args)
+  variables = jax.jit(by_hand.init)(jax.random.key(0), *args)
   assert jax.tree.structure(variables) == jax.tree.structure(
-    composed.init(jax.random.key(0), *args)
+    jax.eval_shape(composed.init, jax.random.key(0), *args)
   )
   np.testing.assert_array_equal(
-    composed.apply(variables, *args), by_hand.apply(variables, *args)
+    jax.jit(composed.apply)(variables, *args),
+    jax.jit(by_hand.apply)(variables, *args),
   )
 
 

@@ -48,10 +48,18 @@ _Value = int | _Constant
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Equation:
-  """One equation; its inputs and outputs are values."""
+  """One equation; its inputs and outputs are values.
 
-  primitive: Any
-  params: Mapping[str, Any]
+  Attributes:
+    eqn: What JAX wrote down.
+    scope: Names around it, of the parts of the model and of transformations.
+    inputs: Values.
+    outputs: Values.
+    level: The highest of its inputs.
+  """
+
+  eqn: Any
+  scope: str
   inputs: tuple[_Value, ...]
   outputs: tuple[int, ...]
   level: int
@@ -75,8 +83,16 @@ class _Program:
   def level(self, value: _Value) -> int:
     return _FREE if isinstance(value, _Constant) else self.levels[value]
 
-  def add(self, closed: Any, inputs: Sequence[_Value]) -> list[_Value]:
-    """Adds the equations of a jaxpr; returns its outputs."""
+  def add(
+    self, closed: Any, inputs: Sequence[_Value], around: str = ""
+  ) -> list[_Value]:
+    """Adds the equations of a jaxpr; returns its outputs.
+
+    Args:
+      closed: The jaxpr.
+      inputs: Its inputs.
+      around: Names around it.
+    """
     jaxpr = closed.jaxpr
     env: dict[Any, _Value] = dict(zip(jaxpr.invars, inputs, strict=True))
     for var, const in zip(jaxpr.constvars, closed.consts, strict=True):
@@ -89,15 +105,17 @@ class _Program:
 
     for eqn in jaxpr.eqns:
       given = tuple(read(atom) for atom in eqn.invars)
+      own = str(eqn.source_info.name_stack)
+      scope = "/".join(filter(None, (around, own)))
       if eqn.primitive.name in _CALLS:
         inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-        outputs = self.add(inner, given)
+        outputs = self.add(inner, given, scope)
       else:
         level = max((self.level(value) for value in given), default=_FREE)
         numbers = tuple(self.value(var.aval, level) for var in eqn.outvars)
         equation = _Equation(
-          primitive=eqn.primitive,
-          params=eqn.params,
+          eqn=eqn,
+          scope=scope,
           inputs=given,
           outputs=numbers,
           level=level,
@@ -257,11 +275,17 @@ def _env(*pairs: tuple[Sequence[int], Tree]) -> dict[int, jax.Array]:
 
 
 def _run(equations: Sequence[_Equation], env: dict[int, jax.Array]) -> None:
-  """Computes the outputs of equations."""
+  """Computes the outputs of equations.
+
+  Programs and profiles have the names of the parts of the model, as they would
+  where nothing was written down, and what was to be computed elsewhere is.
+  """
   for e in equations:
     given = [v.value if isinstance(v, _Constant) else env[v] for v in e.inputs]
-    made = e.primitive.bind(*given, **e.primitive.get_bind_params(e.params))
-    found = made if e.primitive.multiple_results else [made]
+    primitive = e.eqn.primitive
+    with jax.named_scope(e.scope), e.eqn.ctx.manager:
+      made = primitive.bind(*given, **primitive.get_bind_params(e.eqn.params))
+    found = made if primitive.multiple_results else [made]
     env.update(zip(e.outputs, found, strict=True))
 
 

@@ -1,9 +1,16 @@
 """Whether a compiled program permutes inside of branches.
 
 Stages run different branches of a schedule's program. A collective-permute
-inside of one waits for all devices, those of other stages included, on a CPU at
-least, and so forever. Chunks must have none; but the partitioner may make one
-where an activation inside of a chunk changes how it is split.
+inside of one waits for all devices, those of other stages included, and so
+forever. Chunks must have none; but the partitioner may make one where an
+activation inside of a chunk changes how it is split.
+
+On a CPU such programs were seen to hang. On GPUs none was run, but XLA puts all
+devices into the group of a permute, whatever its pairs are, unless
+`xla_gpu_collective_permute_connected_components` says otherwise
+(https://github.com/openxla/xla/pull/40505), and the first call of a collective
+waits for all devices of its group in the process. So they are refused for every
+hardware.
 """
 
 import re

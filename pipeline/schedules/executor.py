@@ -56,6 +56,7 @@ def make_gradient_fn(
   data_axes: Sequence[str] = (),
   maxima: Sequence[str] = (),
   residuals: lowering.Residuals = lowering.Residuals.RECOMPUTE,
+  pin: Callable[[_Tree], _Tree] = lambda gradients: gradients,
 ) -> model_functions.GradientFn:
   """Returns `(chunks, outer, batch, key=None) -> Gradients`.
 
@@ -76,6 +77,9 @@ def make_gradient_fn(
     residuals: What forward operations keep for backward ones. For tables with
       B and W the layers of a chunk must then be written one after the other,
       since a loop over them is never cut in two.
+    pin: Shards gradients of a chunk [...], sums of those of a stage's chunks
+      [v,...], and those of `outer`, over the partitioner's axes. Sums begin as
+      zeros, of which the partitioner cannot tell how weights are split.
 
   Raises:
     ValueError: The table is invalid.
@@ -101,6 +105,7 @@ def make_gradient_fn(
         pieces.num_chunks,
         tuple(data_axes),
         frozenset(maxima),
+        pin,
       ),
       in_specs=(_Spec(axes.STAGE), _Spec(), rows, _Spec(), *_TABLE_SPECS),
       out_specs=_OUT_SPECS,
@@ -197,6 +202,7 @@ def _run_stage(
   num_chunks: int,
   data_axes: tuple[str, ...],
   maxima: frozenset[str],
+  pin: Callable[[_Tree], _Tree],
   chunks: _Tree,
   outer: _Tree,
   batch: Mapping[str, jax.Array],
@@ -218,6 +224,7 @@ def _run_stage(
     batch=batch,
     key=key,
     maxima=maxima,
+    pin=pin,
   )
   split = stage.split()
   runs = backward.RECOMPUTING if split is None else backward.saving(split)
@@ -275,9 +282,11 @@ class _Stage:
   batch: Mapping[str, jax.Array]
   key: jax.Array | None
   maxima: frozenset[str]
+  pin: Callable[[_Tree], _Tree]
 
+  @functools.cached_property
   def shapes(self) -> model_functions.Shapes:
-    """Returns what passes between functions, as shapes."""
+    """What passes between functions, as shapes."""
     return model_functions.shapes_of(
       self.functions,
       chunk=self._chunk(0),
@@ -295,7 +304,7 @@ class _Stage:
 
     abstract = jax.eval_shape(lambda: (self._chunk(0), self._first_piece()))
     found = backward_split.split(
-      piece, variables=abstract[0], others=abstract[1], x=self.shapes().x
+      piece, variables=abstract[0], others=abstract[1], x=self.shapes.x
     )
     if self.lowered.pairs and not found.splits:
       raise ValueError(
@@ -307,7 +316,7 @@ class _Stage:
     return found
 
   def initial(self, split: backward_split.Split | None) -> _State:
-    shapes = self.shapes()
+    shapes = self.shapes
     blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes.x)
     sent = ()
     if self.lowered.latency > 1:
@@ -323,8 +332,8 @@ class _Stage:
         metrics=jax.tree.map(
           lambda x: jnp.zeros(x.shape, x.dtype), shapes.metrics
         ),
-        chunks=_zeros_float32(self.chunks),
-        outer=_zeros_float32(self.outer),
+        chunks=self.pin(_zeros_float32(self.chunks)),
+        outer=self.pin(_zeros_float32(self.outer)),
       ),
       residuals=_pool(split.residuals, self.lowered.residuals) if split else (),
       pairs=_pool(split.pairs, self.lowered.pairs) if split else (),
@@ -396,7 +405,9 @@ class _Stage:
         made = run(given, self._chunk(chunk_number), x, dy)
         # In a slot that never makes them, nothing carries zeros of their size.
         none = {name: () for name, has in keeps.items() if not has}
-        if not has_gradients:
+        if has_gradients:
+          made = made._replace(chunk=self.pin(made.chunk))
+        else:
           none["chunk"] = ()
         return made._replace(**none)
 
@@ -404,15 +415,15 @@ class _Stage:
 
     # Kinds that never occur in this slot are not compiled for it.
     branches = [branch(backward.nothing), *(branch(runs[k]) for k in kinds)]
-    numbers = jnp.zeros(len(lowering.KINDS), jnp.int32)
-    for number, kind in enumerate(kinds):
-      numbers = numbers.at[lowering.KINDS.index(kind)].set(number + 1)
-    made = lax.switch(numbers[cell[_COLUMN["kind"]]], branches)
+    numbers = [kinds.index(k) + 1 if k in kinds else 0 for k in lowering.KINDS]
+    number = jnp.asarray(numbers, jnp.int32)[cell[_COLUMN["kind"]]]
+    made = lax.switch(number, branches)
     sums = sums._replace(auxiliary=sums.auxiliary + made.auxiliary)
     if has_gradients:
       total = _get(sums.chunks, chunk_number)
       total = _added(total, made.chunk, self.maxima)
-      sums = sums._replace(chunks=_put(sums.chunks, total, chunk_number))
+      totals = self.pin(_put(sums.chunks, total, chunk_number))
+      sums = sums._replace(chunks=totals)
     if keeps["residuals"] and self.lowered.residuals:
       kept = _put(state.residuals, made.residuals, cell[_COLUMN["keeps"]])
       state = state._replace(residuals=kept)
@@ -445,7 +456,7 @@ class _Stage:
         return dy, sums._replace(
           loss=sums.loss + loss,
           metrics=jax.tree.map(jnp.add, sums.metrics, metrics),
-          outer=_added(sums.outer, outer, self.maxima),
+          outer=self.pin(_added(sums.outer, outer, self.maxima)),
         )
 
       message, sums = lax.cond(
@@ -456,7 +467,7 @@ class _Stage:
 
       def first(outer: _Tree) -> _Tree:
         new = backward.first(given, message)
-        return _added(outer, new, self.maxima)
+        return self.pin(_added(outer, new, self.maxima))
 
       is_begin = is_one_of(*used) & given.is_first
       outer = lax.cond(is_begin, first, lambda outer: outer, sums.outer)

@@ -63,10 +63,9 @@ def of_stage(schedule: table.Table, *, stage: int) -> Lifetimes:
     stage: From 0.
   """
   found: dict[tuple[int, int], dict[operation.Kind, tuple[int, int]]] = {}
-  for place, op in schedule.places():
-    if place.stage == stage:
-      pieces = found.setdefault((op.microbatch, op.chunk), {})
-      pieces[op.kind] = (place.tick, place.slot)
+  for place, op in schedule.places_of(stage):
+    pieces = found.setdefault((op.microbatch, op.chunk), {})
+    pieces[op.kind] = (place.tick, place.slot)
   pools: dict[str, list[Lifetime]] = {
     "inputs": [],
     "residuals": [],

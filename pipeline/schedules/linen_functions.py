@@ -13,7 +13,7 @@ rows, so that `last` sees it where the stack would have left it, and gradients
 of it travel back.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ from paxon.pipeline.schedules import (
 from paxon.sharding import axes
 
 _Tree = model_functions.Tree
+_Path = tuple[str, ...]
 
 FIELD = "stack"
 # The gradients of these are summed over microbatches; of the others, which are
@@ -323,7 +324,7 @@ class Layers:
       self.given.mutable,
     )
     start = number * len(stack.blocks) if stack.pass_layer_index else None
-    with placement.inside_a_stage():
+    with placement.inside_a_stage(), placement.with_whole_tables():
       y, made = call(group, common, keys, start, x, args)
     return y, dict(made)
 
@@ -342,6 +343,18 @@ class Inputs(NamedTuple):
   args: tuple[Any, ...]
   keys: Mapping[str, jax.Array]
   layer_keys: Mapping[str, jax.Array]
+
+
+def _whole(by_rule: Mapping[str, _Tree], paths: Collection[_Path]) -> _Tree:
+  """Returns variables, of which no mesh axis splits some."""
+
+  def one(path: _Path, x: jax.Array) -> jax.Array:
+    return placement.whole(x) if path[1:] in paths else x
+
+  flat: Any = traverse_util.flatten_dict(dict(by_rule))
+  return traverse_util.unflatten_dict(
+    {path: one(path, x) for path, x in flat.items()}
+  )
 
 
 def merged(by_rule: Mapping[str, _Tree]) -> dict[str, _Tree]:
@@ -370,30 +383,36 @@ def functions_of(
   layers: Layers,
   inputs_of: Callable[[Mapping[str, jax.Array]], Inputs],
   sown: _Tree,
+  tables: Collection[_Path],
 ) -> model_functions.ModelFunctions:
   """Returns the functions that a schedule runs.
+
+  XLA's partitioner fails (a check in its program) on lookups of rows that one
+  mesh axis splits in a table that others split, where a further axis, `stage`,
+  is not its own. So whatever may look up is given tables whole: `first` and
+  `chunk`, not the head in `last`, where they are largest.
 
   Args:
     cut: The model.
     layers: Of its stack.
     inputs_of: Returns a microbatch of what the executor is given.
     sown: Shapes of what layers sow, `Layers.stacked`.
+    tables: Paths of variables that have a vocabulary, as the executor is given
+      them.
   """
 
   def first(outer: _Tree, piece: model_functions.Piece) -> Message:
     inputs = inputs_of(piece.inputs)
-    # XLA's partitioner fails (a check in its program) on lookups by rows that
-    # one mesh axis splits in a table that another one splits, where a third
-    # axis, `stage`, is not its own; so tables are gathered for them.
     with placement.inside_a_stage(), placement.with_whole_tables():
-      given = cut.given(merged(outer), inputs.batch, inputs.keys)
+      values = merged(_whole(outer, tables))
+      given = cut.given(values, inputs.batch, inputs.keys)
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sown)
     return Message(given.x, zeros)
 
   def chunk(
     variables: _Tree, x: Message, piece: model_functions.Piece
   ) -> tuple[Message, jax.Array]:
-    own = merged(variables)
+    own = merged(_whole(variables, tables))
     common = own.pop(shared.COLLECTION, {})
     inputs = inputs_of(piece.inputs)
     made = layers((own, common), Message(*x), piece.virtual_stage, inputs)

@@ -32,6 +32,23 @@ class MicrobatchInputs:
   of: Callable[[Mapping[str, jax.Array]], linen_functions.Inputs]
 
 
+def rows_of(batch: metric_functions.Batch) -> int:
+  """Returns the number of rows of a batch.
+
+  Args:
+    batch: Arrays [rows,...], and scalars.
+
+  Raises:
+    ValueError: It has scalars only.
+  """
+  found = [x.shape[0] for x in batch.values() if x.ndim]
+  if not found:
+    raise ValueError(
+      f"The batch has no rows for microbatches, only {sorted(batch)}."
+    )
+  return found[0]
+
+
 def make(
   batch: metric_functions.Batch,
   rngs: Mapping[str, jax.Array],
@@ -44,7 +61,7 @@ def make(
   """Returns the arrays of a batch.
 
   Args:
-    batch: Arrays [rows,...].
+    batch: Arrays [rows,...], and scalars, which all microbatches have.
     rngs: Random keys by stream.
     args: What the layers of the stack are given, for the whole batch.
     num_microbatches: M.
@@ -55,9 +72,10 @@ def make(
     ValueError: An array has no rows, or an argument might have a gradient.
   """
   leaves, treedef = jax.tree.flatten(args)
-  rows = {f"{_BATCH}/{name}": x for name, x in batch.items()}
+  numbers = {name: x for name, x in batch.items() if not x.ndim}
+  rows = {f"{_BATCH}/{name}": x for name, x in batch.items() if x.ndim}
   rows |= {f"{_ARGS}/{i}": x for i, x in enumerate(leaves)}
-  size = next(iter(batch.values())).shape[0]
+  size = rows_of(batch)
   for name, x in rows.items():
     if not x.ndim or x.shape[0] != size:
       raise ValueError(
@@ -72,12 +90,15 @@ def make(
         " of them passes between stages."
       )
   parts, _ = microbatches.split(rows, num_microbatches=num_microbatches)
+  for name, x in numbers.items():
+    # The same for all microbatches.
+    parts[f"{_BATCH}/{name}"] = jnp.broadcast_to(x, (num_microbatches, 1))
   impls = {}
   for stream, key in rngs.items():
     keys = key[None]
     if num_microbatches > 1:
-      numbers = jnp.arange(num_microbatches, dtype=jnp.uint32)
-      keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, numbers)
+      index = jnp.arange(num_microbatches, dtype=jnp.uint32)
+      keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, index)
     layer_keys = jax.vmap(lambda k: jax.random.split(k, num_groups))(keys)
     is_typed = jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)
     impls[stream] = jax.random.key_impl(key) if is_typed else None
@@ -103,9 +124,9 @@ def make(
         for stream, data in below(prefix).items()
       }
 
-    own = below(_ARGS)
+    own, arrays = below(_ARGS), below(_BATCH)
     return linen_functions.Inputs(
-      batch=below(_BATCH),
+      batch=arrays | {name: arrays[name][0] for name in numbers},
       args=jax.tree.unflatten(treedef, [own[str(i)] for i in range(len(own))]),
       keys=keys(_KEYS),
       layer_keys=keys(_LAYER_KEYS),

@@ -10,7 +10,7 @@ all others, as the layout says; what layers compute is then that of all rows of
 a microbatch, whatever they do with them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from flax import linen as nn
@@ -25,6 +25,7 @@ from paxon.learners import (
   metric_functions,
   variable_groups,
 )
+from paxon.pipeline import placement
 from paxon.pipeline.schedules import (
   executor,
   linen_functions,
@@ -32,7 +33,7 @@ from paxon.pipeline.schedules import (
   model_functions,
   virtual_stages,
 )
-from paxon.sharding import axes
+from paxon.sharding import axes, logical
 from paxon.sharding import variables as variables_lib
 
 _SUMMED, _MAXIMA = linen_functions.SUMMED, linen_functions.MAXIMA
@@ -74,7 +75,7 @@ def make_gradient_fn(
     groups = (variables.params, variables.overwritten, variables.constant)
     values = _flat(variable_groups.merge(*groups))
     outer = {path: x for path, x in values.items() if not _is_layers(path)}
-    rows = next(iter(batch.values())).shape[0]
+    rows = microbatch_inputs.rows_of(batch)
     schedule = cut.stack.table_for(rows)
     given = cut.given(_tree(outer), batch, rngs)
     layers = linen_functions.Layers(
@@ -90,13 +91,19 @@ def make_gradient_fn(
     )
     chunks = _by_rule(_chunks(values, layers), flat_specs)
     functions = _functions(
-      cut, layers, inputs, chunks, rows // schedule.num_microbatches
+      cut,
+      layers,
+      inputs,
+      chunks,
+      rows=rows // schedule.num_microbatches,
+      tables=[p for p, s in flat_specs.items() if axes.VOCAB in s.axes],
     )
     run = executor.make_gradient_fn(
       functions,
       schedule=schedule,
       maxima=(_MAXIMA,),
       residuals=cut.stack.residuals,
+      pin=_pinned_by(flat_specs),
     )
     found = run(chunks, _by_rule(outer, flat_specs), inputs.arrays)
     return _gradients(found, variables, layers)
@@ -127,12 +134,35 @@ def _check_specs(specs: _Flat) -> None:
       )
 
 
+def _pinned_by(specs: _Flat) -> Callable[[Any], Any]:
+  """Returns a function that shards gradients as the variables are stored."""
+
+  def one(path: _Path, x: jax.Array) -> jax.Array:
+    names = specs[path].axes
+    if _is_layers(path):
+      names = names[1:]
+    # Before these are chunks of a stage, and layers of a chunk.
+    before = (None,) * (x.ndim - len(names))
+    return logical.constrain(x, (*before, *names))
+
+  def pin(by_rule: dict[str, Any]) -> dict[str, Any]:
+    with placement.inside_a_stage():
+      return {
+        rule: _tree({path: one(path, x) for path, x in _flat(tree).items()})
+        for rule, tree in by_rule.items()
+      }
+
+  return pin
+
+
 def _functions(
   cut: linen_functions.Cut,
   layers: linen_functions.Layers,
   inputs: microbatch_inputs.MicrobatchInputs,
   chunks: Any,
+  *,
   rows: int,
+  tables: Collection[_Path],
 ) -> model_functions.ModelFunctions:
   """Returns the model's functions, whose messages have known shapes."""
 
@@ -152,7 +182,11 @@ def _functions(
   )
   made = jax.eval_shape(sown, first_of(chunks), x, first_of(inputs.arrays))
   return linen_functions.functions_of(
-    cut, layers=layers, inputs_of=inputs.of, sown=layers.stacked(made)
+    cut,
+    layers=layers,
+    inputs_of=inputs.of,
+    sown=layers.stacked(made),
+    tables=tables,
   )
 
 

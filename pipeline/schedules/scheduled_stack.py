@@ -7,6 +7,7 @@ operations; `scheduled_gradients` runs it.
 """
 
 from collections.abc import Callable
+import functools
 from typing import Any
 
 from paxon.pipeline import microbatch_rows, placement, spmd_pipeline
@@ -20,11 +21,16 @@ class ScheduledStack(spmd_pipeline.PipelinedStack):
   """A `PipelinedStack` with a schedule for training.
 
   Attributes:
-    schedule: Makes the table; called with `num_stages` and `num_microbatches`.
+    schedule: A function (or what is hashable like one) that makes the table;
+      called with `num_stages` and `num_microbatches`.
       `circular_repeats` is the number of its chunks on each stage.
     residuals: What forward operations keep for backward ones. Where they keep
       what gradients need and the table parts gradients of inputs from those of
       weights, the layers of a chunk are compiled one by one.
+
+  With a schedule `residuals` takes the place of `iteration_policy`, which is
+  that of the forward pass by itself. Layers that have a `remat_policy` keep
+  what it says.
   """
 
   schedule: Schedule = one_f_one_b.two_slots
@@ -91,7 +97,7 @@ class ScheduledStack(spmd_pipeline.PipelinedStack):
     return self._call(static, prevent_cse=False)
 
   def _made(self, number: int) -> table.Table:
-    made = self.schedule(num_stages=self.num_stages, num_microbatches=number)
+    made = _table(self.schedule, self.num_stages, number)
     for field, wanted, got in (
       ("num_stages", self.num_stages, made.pieces.num_stages),
       ("circular_repeats", self.circular_repeats, made.pieces.num_chunks),
@@ -106,3 +112,9 @@ class ScheduledStack(spmd_pipeline.PipelinedStack):
           f" {made.name!r} has {got} {what}; they must agree."
         )
     return made
+
+
+# Linen makes a module anew wherever it is bound.
+@functools.lru_cache(maxsize=8)
+def _table(schedule: Schedule, stages: int, microbatches: int) -> table.Table:
+  return schedule(num_stages=stages, num_microbatches=microbatches)

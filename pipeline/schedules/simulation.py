@@ -104,14 +104,13 @@ def _asynchronous(
   schedule: table.Table, durations: _Durations, *, message: float
 ) -> Clock:
   """Each stage keeps its order; what ticks say beside it does not count."""
-  kinds = schedule.kinds()
   spans: dict[tuple[int, operation.Operation], tuple[float, float]] = {}
   free = [0.0] * schedule.pieces.num_stages
   # In the order of ticks everything needed has been seen before.
   for place, op in schedule.places():
     stage = place.stage
     begin = free[stage]
-    for other, need in schedule.pieces.needed(op, stage=stage, kinds=kinds):
+    for other, need in schedule.needed(stage, op):
       arrival = spans[other, need][1] + (message if other != stage else 0.0)
       begin = max(begin, arrival)
     free[stage] = begin + durations[stage, op]

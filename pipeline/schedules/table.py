@@ -5,7 +5,7 @@ order in which each stage works: every operation then runs at the first tick at
 which what it needs has arrived.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 import dataclasses
 import functools
 
@@ -54,26 +54,70 @@ class Table:
     """Operations that a stage may run in one tick."""
     return max((len(cell) for row in self.ticks for cell in row), default=0)
 
-  def places(self) -> Iterator[tuple[Place, operation.Operation]]:
-    """Yields all operations, tick by tick, each with its place."""
-    for tick, row in enumerate(self.ticks):
-      for stage, cell in enumerate(row):
-        for slot, op in enumerate(cell):
-          if op is not None:
-            yield Place(tick, stage, slot), op
+  def places(self) -> Sequence[tuple[Place, operation.Operation]]:
+    """Returns all operations, tick by tick, each with its place."""
+    return self._places
+
+  def places_of(
+    self, stage: int
+  ) -> Sequence[tuple[Place, operation.Operation]]:
+    """Returns the operations of a stage, tick by tick."""
+    return self._stages[stage]
 
   def order(self, stage: int) -> list[operation.Operation]:
     """Returns what a stage runs, in order."""
     return self._orders[stage]
 
+  def needed(
+    self, stage: int, op: operation.Operation
+  ) -> Sequence[tuple[int, operation.Operation]]:
+    """Returns the stage and operation of each that must have run before.
+
+    Args:
+      stage: Of the table.
+      op: That it runs.
+    """
+    return self._needed[stage, op]
+
+  # Whoever looks at a table looks at all of it, several times.
+  @functools.cached_property
+  def _places(self) -> list[tuple[Place, operation.Operation]]:
+    return [
+      (Place(tick, stage, slot), op)
+      for tick, row in enumerate(self.ticks)
+      for stage, cell in enumerate(row)
+      for slot, op in enumerate(cell)
+      if op is not None
+    ]
+
+  @functools.cached_property
+  def _stages(self) -> list[list[tuple[Place, operation.Operation]]]:
+    width = max(self.pieces.num_stages, *map(len, self.ticks), 0)
+    stages: list[list[tuple[Place, operation.Operation]]] = [
+      [] for _ in range(width)
+    ]
+    for place, op in self._places:
+      stages[place.stage].append((place, op))
+    return stages
+
   @functools.cached_property
   def _orders(self) -> list[list[operation.Operation]]:
-    # One pass for all stages: whoever asks for one asks for all.
-    width = max(self.pieces.num_stages, *map(len, self.ticks), 0)
-    orders: list[list[operation.Operation]] = [[] for _ in range(width)]
-    for place, op in self.places():
-      orders[place.stage].append(op)
-    return orders
+    return [[op for _, op in places] for places in self._stages]
+
+  @functools.cached_property
+  def _needed(
+    self,
+  ) -> Mapping[
+    tuple[int, operation.Operation],
+    Sequence[tuple[int, operation.Operation]],
+  ]:
+    kinds, pieces = self.kinds(), self.pieces
+    return {
+      (place.stage, op): tuple(
+        pieces.needed(op, stage=place.stage, kinds=kinds)
+      )
+      for place, op in self._places
+    }
 
   def kinds(self) -> Mapping[tuple[int, int, int], Collection[operation.Kind]]:
     """Returns the kinds that each (stage, microbatch, chunk) has."""

@@ -95,11 +95,8 @@ def _check_complete(schedule: table.Table, places: _Places) -> None:
 
 
 def _check_order(schedule: table.Table, places: _Places) -> None:
-  kinds = schedule.kinds()
   for place, op in schedule.places():
-    for stage, need in schedule.pieces.needed(
-      op, stage=place.stage, kinds=kinds
-    ):
+    for stage, need in schedule.needed(place.stage, op):
       there = places[stage, need]
       if stage == place.stage:
         before = (there.tick, there.slot) < (place.tick, place.slot)

@@ -144,6 +144,11 @@ def _exempt(config: fdl.Buildable, rule: rules_lib.ExemptLayers) -> None:
     )
   for path, node in stacks.values():
     target: Any = fdl.get_callable(node)
+    if target is edged_stack.EdgedStack:
+      raise user_error.UserError(
+        "quantization_rules(): ExemptLayers may stand once for the stack"
+        f" {path}; give first and last together."
+      )
     if target is not stack.Stack:
       raise user_error.UserError(
         f"quantization_rules(): ExemptLayers needs stacks of the class Stack;"

@@ -204,6 +204,12 @@ def _without_stack(config):
       id="pipeline",
     ),
     pytest.param(
+      (rules.ExemptLayers(first=1), rules.ExemptLayers(last=1)),
+      None,
+      r"may stand once for the stack layers\[1\]; give first and last together",
+      id="exempt_twice",
+    ),
+    pytest.param(
       (rules.ExemptLayers(first=1),),
       _without_stack,
       "ExemptLayers matches nothing, because the configuration has no Stack",

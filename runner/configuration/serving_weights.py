@@ -5,9 +5,11 @@ that read stored weights. Nothing else changes, so the same rules say which
 layers are served quantized.
 """
 
+from collections.abc import Sequence
+
 import fiddle as fdl
 
-from paxon.layers import wide_einsum
+from paxon.layers import edged_stack, wide_einsum
 from paxon.layers.attention import kernels, plain_kernel
 from paxon.quantization import einsum as quantized
 from paxon.quantization import roles, served_einsum
@@ -29,7 +31,8 @@ def serve(config: fdl.Buildable) -> list[str]:
     The paths of the layers whose weights are stored.
 
   Raises:
-    user_error.UserError: The rules leave no layer whose weights can be stored.
+    user_error.UserError: The rules leave no layer whose weights can be stored,
+      or exempt layers of a stack by their number.
   """
   changed = []
   for path, node in list(tree.nodes(config)):
@@ -57,4 +60,22 @@ def serve(config: fdl.Buildable) -> list[str]:
       " rules must have some of the roles attention_projections, feed_forward"
       " and experts."
     )
+  _check_stacks(config, changed)
   return changed
+
+
+def _check_stacks(config: fdl.Buildable, changed: Sequence[str]) -> None:
+  """Refuses stacks of which some layers have stored weights, others have not.
+
+  All layers of a stack are in the same arrays.
+  """
+  for path, node in tree.nodes(config):
+    if fdl.get_callable(node) is not edged_stack.EdgedStack:
+      continue
+    blocks = tree.join(path, "blocks")
+    if any(layer.startswith(f"{blocks}[") for layer in changed):
+      raise user_error.UserError(
+        f"quantization: the layers of {path} are stored together, all in few"
+        " bits or none; leave ExemptLayers out of quantization_rules() where"
+        " the knob says serve or convert, or exempt the blocks by a Rule."
+      )

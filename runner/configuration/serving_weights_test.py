@@ -4,7 +4,7 @@ import fiddle as fdl
 from jax import numpy as jnp
 import pytest
 
-from paxon.layers import feed_forward, unembedding, wide_einsum
+from paxon.layers import feed_forward, stack, unembedding, wide_einsum
 from paxon.layers.attention import grouped_query, kernels
 from paxon.quantization import number_formats, recipes, rules, served_einsum
 from paxon.runner import user_error
@@ -44,4 +44,26 @@ def test_weights_are_stored_where_products_were_quantized():
 def test_rules_that_leave_no_weights_are_refused():
   config = _config("attention_products")
   with pytest.raises(user_error.UserError, match=r"no layer has weights that"):
+    serving_weights.serve(config)
+
+
+def test_layers_of_a_stack_are_stored_together():
+  mlp = fdl.Config(feed_forward.GatedFeedForward, mlp_dim=4)
+  config = fdl.Config(
+    dict,
+    stack=fdl.Config(stack.Stack, blocks=[mlp], num_layers=3),
+    attention=fdl.Config(
+      grouped_query.GroupedQueryAttention, 4, num_kv_heads=2, head_dim=4
+    ),
+  )
+  recipe = recipes.named("int8")
+  given = [rules.ExemptLayers(first=1), rules.Rule("*attention", recipe)]
+  quantizing.apply(config, given)
+  # Nothing of the stack is quantized.
+  assert serving_weights.serve(config) == ["attention"]
+  config.stack = fdl.Config(stack.Stack, blocks=[mlp], num_layers=3)
+  quantizing.apply(
+    config, [rules.ExemptLayers(first=1), rules.Rule("feed_forward", recipe)]
+  )
+  with pytest.raises(user_error.UserError, match=r"layers of stack are stored"):
     serving_weights.serve(config)

@@ -11,6 +11,7 @@ line from standard input and answers each with a line.
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import signal
@@ -39,21 +40,48 @@ def free_port() -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-  """A process of a test.
+  """A process of a test, with some of the methods of `subprocess.Popen`.
 
   Attributes:
+    forks: What has started it.
     pid: Its number.
     stdout: What it writes; standard error goes to `stderr`.
     stderr: See above.
   """
 
+  forks: "Forks" = dataclasses.field(repr=False)
   pid: int
   stdout: pathlib.Path
   stderr: pathlib.Path
 
+  def poll(self) -> int | None:
+    """Returns the exit status, as `subprocess` gives it; `None` for none."""
+    return self.forks.poll(self)
+
+  def wait(self, timeout: float | None = None) -> int:
+    """Returns the exit status when there is one.
+
+    Args:
+      timeout: In seconds; `None` for no limit.
+
+    Raises:
+      subprocess.TimeoutExpired: It takes longer.
+    """
+    limit = math.inf if timeout is None else time.monotonic() + timeout
+    while (status := self.poll()) is None:
+      if time.monotonic() > limit:
+        raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+      time.sleep(_LOOK_SECONDS)
+    return status
+
+  def send_signal(self, sig: int) -> None:
+    """Sends a signal, if it has not ended."""
+    if self.poll() is None:
+      os.kill(self.pid, sig)
+
   def kill(self) -> None:
     """Ends it as a machine that fails does."""
-    os.kill(self.pid, signal.SIGKILL)
+    self.send_signal(signal.SIGKILL)
 
   def said(self) -> str:
     """Returns all that it wrote, for messages of tests."""
@@ -72,6 +100,7 @@ class Forks:
     """
     self._folder = folder
     self._count = 0
+    self._statuses: dict[int, int] = {}
     self._server = subprocess.Popen(
       [sys.executable, "-m", module],
       stdin=subprocess.PIPE,
@@ -101,6 +130,7 @@ class Forks:
     *,
     devices: int,
     environ: Mapping[str, str] | None = None,
+    log: pathlib.Path | None = None,
   ) -> Process:
     """Returns a new process that calls a function.
 
@@ -109,20 +139,34 @@ class Forks:
       arguments: The list.
       devices: How many fake devices the process has.
       environ: What to add to the environment.
+      log: A file for both of its outputs; `None` for one for each.
     """
     self._count += 1
-    base = os.fspath(self._folder / f"process-{self._count}")
+    base = self._folder / f"process-{self._count}"
+    files = [log or base.with_suffix(suffix) for suffix in (".out", ".err")]
+    for file in files:
+      file.write_bytes(b"")
     request = {
       "function": function,
       "arguments": list(arguments),
       "devices": devices,
-      "output": base,
+      "files": [os.fspath(file) for file in files],
       "environ": dict(environ or {}),
     }
-    pid = self._ask(request)
-    return Process(
-      pid, pathlib.Path(f"{base}.out"), pathlib.Path(f"{base}.err")
-    )
+    return Process(self, self._ask(request), *files)
+
+  def poll(self, process: Process) -> int | None:
+    """Returns the exit status, as `subprocess` gives it; `None` for none yet.
+
+    Args:
+      process: From `start`.
+    """
+    if process.pid not in self._statuses:
+      status = self._ask({"wait": process.pid})
+      if status is None:
+        return None
+      self._statuses[process.pid] = status
+    return self._statuses[process.pid]
 
   def wait(self, process: Process, *, timeout: float = 120.0) -> int:
     """Returns the exit status, as `subprocess` gives it.
@@ -131,13 +175,11 @@ class Forks:
       process: From `start`.
       timeout: In seconds; one that lives longer is killed.
     """
-    limit = time.monotonic() + timeout
-    while (status := self._ask({"wait": process.pid})) is None:
-      if time.monotonic() > limit:
-        process.kill()
-        raise TimeoutError(process.said())
-      time.sleep(_LOOK_SECONDS)
-    return status
+    try:
+      return process.wait(timeout)
+    except subprocess.TimeoutExpired:
+      process.kill()
+      raise TimeoutError(process.said()) from None
 
   def _ask(self, request: dict[str, Any]) -> Any:
     assert self._server.stdin is not None
@@ -172,10 +214,8 @@ def _be(request: dict[str, Any], function: Function) -> None:
   """Is the new process; never returns."""
   status = 1
   try:
-    for number, name in ((1, "out"), (2, "err")):
-      path = f"{request['output']}.{name}"
-      file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
-      os.dup2(file, number)
+    for number, path in enumerate(request["files"], start=1):
+      os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
     os.close(0)
     os.environ.update(request["environ"])
     jax.config.update("jax_num_cpu_devices", request["devices"])

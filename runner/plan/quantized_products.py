@@ -78,15 +78,13 @@ def of(
   )
 
 
-def family(dtype: str) -> str:
-  """Returns `fp8` or `int8` for a dtype of few bits, and else the dtype.
+def is_narrow(dtype: str) -> bool:
+  """Whether products of a dtype are of few bits: fp8 or int8.
 
   Args:
     dtype: As JAX names it.
   """
-  if dtype.startswith("float8"):
-    return "fp8"
-  return "int8" if dtype in ("int4", "int8") else dtype
+  return _family(dtype) in ("fp8", "int8")
 
 
 def variable_paths(
@@ -102,9 +100,7 @@ def variable_paths(
     is that of its kernel.
   """
   # Behind the name of the model.
-  paths = (
-    p.part.split("/")[1:] for p in products if _is_narrow(p.traced_dtype)
-  )
+  paths = (p.part.split("/")[1:] for p in products if is_narrow(p.traced_dtype))
   return frozenset("/".join(n for n in p if n != _FIELD) for p in paths)
 
 
@@ -191,7 +187,7 @@ def _product(
   if found is not None:
     dtype, reason = found.dtype, _reason(traced, found.dtype, kind)
   elif not is_compiled:
-    is_slow = _is_narrow(traced) and not _has(kind, traced)
+    is_slow = is_narrow(traced) and not _has(kind, traced)
     dtype = "bfloat16" if is_slow else traced
     reason = _reason(traced, dtype, kind)
   else:
@@ -213,23 +209,26 @@ def _product(
 
 def _reason(traced: str, dtype: str, kind: hardware.Hardware) -> str:
   """Why a product is not multiplied in few bits; empty if it is."""
-  if not _is_narrow(traced):
+  if not is_narrow(traced):
     return (
       f"its operands are {traced} when they meet: the recipe leaves one of"
       " them in the layer's dtype, or its scales vary along what is summed"
     )
-  if family(dtype) == family(traced):
+  if _family(dtype) == _family(traced):
     return ""
   if not _has(kind, traced):
-    return f"{kind.name} has no products in {family(traced)}"
+    return f"{kind.name} has no products in {_family(traced)}"
   return f"the compiler for {kind.name} multiplies {traced} as {dtype}"
 
 
-def _is_narrow(dtype: str) -> bool:
-  return family(dtype) in ("fp8", "int8")
+def _family(dtype: str) -> str:
+  """Returns `fp8` or `int8` for a dtype of few bits, and else the dtype."""
+  if dtype.startswith("float8"):
+    return "fp8"
+  return "int8" if dtype in ("int4", "int8") else dtype
 
 
 def _has(kind: hardware.Hardware, dtype: str) -> bool:
   """Whether the data sheet has a rate for products of a dtype."""
-  name = "int8" if family(dtype) == "int8" else dtype
+  name = "int8" if _family(dtype) == "int8" else dtype
   return kind.peak_flops(name) is not None

@@ -20,8 +20,66 @@ from paxon.runner.programs import evaluation, restoring, serving
 from paxon.runner.programs import session as session_lib
 from paxon.sharding import axes, variables
 
-# No weight is rounded by as much: those of four bits by 1/14 of the largest.
+# No weight within its range is rounded by as much: those of four bits by 1/14
+# of the largest.
 _WRONG = 0.2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightErrors:
+  """How far the stored weights of a parameter are off.
+
+  Attributes:
+    largest: Of the worst weight, as a share of the largest weight.
+    mean: The root mean square, as a share of that of the weights.
+    rounding: As `largest`, of weights within the range that is stored.
+  """
+
+  largest: float
+  mean: float
+  rounding: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Conversion:
+  """Weights of few bits, made of the parameters of a run.
+
+  Attributes:
+    session: The job as it was trained.
+    state: What is evaluated of it.
+    served: The job that serves the weights.
+    converted: Its state.
+    errors: By the name of the parameter.
+    left: Products that the rules cover, and that multiply no parameter of their
+      layer: they are as they were.
+  """
+
+  session: session_lib.Session
+  state: train_state.TrainState
+  served: session_lib.Session
+  converted: train_state.TrainState
+  errors: Mapping[str, WeightErrors]
+  left: tuple[str, ...]
+
+  @property
+  def nbytes(self) -> tuple[int, int]:
+    """Bytes of all variables, before and after."""
+    before, after = (
+      sum(
+        spec.dtype.itemsize * jax.ShapeDtypeStruct(spec.shape, spec.dtype).size
+        for spec in jax.tree.leaves(s.state_specs.variables)
+      )
+      for s in (self.session, self.served)
+    )
+    return before, after
+
+  def losses_as_trained(self) -> dict[str, float]:
+    """Evaluates the parameters; returns the loss of each split."""
+    return _losses(self.session, self.state)
+
+  def losses_served(self) -> dict[str, float]:
+    """Evaluates the weights; returns the loss of each split."""
+    return _losses(self.served, self.converted)
 
 
 def run(job: job_lib.Job, run_dir: epath.Path) -> int:
@@ -40,10 +98,7 @@ def run(job: job_lib.Job, run_dir: epath.Path) -> int:
   """
   assert job.weights is not None
   name = recipes.parse(job.weights).name
-  session = session_lib.open_session(job)
-  folder = run_dir / run_dirs.CHECKPOINTS
-  with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
-    state = restoring.restore_for_evaluation(session, checkpoints, folder)
+  session, state = _restored(job, run_dir)
   step = int(state.step)
   to = serving.folder(job, run_dir)
   with checkpointer.Checkpointer(to, read_only=True) as checkpoints:
@@ -53,39 +108,77 @@ def run(job: job_lib.Job, run_dir: epath.Path) -> int:
         f" {os.fspath(to)}; use it with --fdl.quantization={name}:serve, or"
         " remove that folder."
       )
-  served = session_lib.open_session(
-    dataclasses.replace(job, weights=f"{name}:serve")
-  )
-  converted, errors, left = _converted(session, served, state)
-  _check_errors(errors)
-  _check_decoding(served, converted)
-  specs = session_lib.for_evaluation(served.state_specs)
+  conversion = _converted(session, state)
+  specs = session_lib.for_evaluation(conversion.served.state_specs)
   with checkpointer.Checkpointer(to) as checkpoints:
-    checkpoints.save(step, converted, specs=specs, data={})
+    checkpoints.save(step, conversion.converted, specs=specs, data={})
     checkpoints.wait()
-  before = _bytes(session_lib.for_evaluation(session.state_specs))
-  for line in _lines(before, _bytes(specs), errors, name):
+  for line in _lines(conversion, name):
     print(line)
-  for product in left:
+  before, after = conversion.losses_as_trained(), conversion.losses_served()
+  for split, old in before.items():
+    new = after[split]
     print(
-      f"not in {name}, because its layer has no parameter of this name and"
-      f" shape: the product {product}"
+      f"{split}: loss {old:.6f} as trained, {new:.6f} served"
+      f" ({new / old - 1:+.3%})"
     )
-  _print_losses(session, state, served, converted)
   print(f"{name} weights: {os.fspath(to)}", flush=True)
   return 0
 
 
+def convert(job: job_lib.Job, run_dir: epath.Path) -> Conversion:
+  """Converts the newest checkpoint of a run, and writes nothing.
+
+  Args:
+    job: As of `run`.
+    run_dir: The folder of the run.
+
+  Raises:
+    UserError: There is no checkpoint that fits the job, or a layer uses its
+      weights in another way than by a product.
+  """
+  return _converted(*_restored(job, run_dir))
+
+
+def _restored(
+  job: job_lib.Job, run_dir: epath.Path
+) -> tuple[session_lib.Session, train_state.TrainState]:
+  session = session_lib.open_session(job)
+  folder = run_dir / run_dirs.CHECKPOINTS
+  with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
+    state = restoring.restore_for_evaluation(session, checkpoints, folder)
+  return session, state
+
+
 def _converted(
+  session: session_lib.Session, state: train_state.TrainState
+) -> Conversion:
+  assert session.job.weights is not None
+  name = recipes.parse(session.job.weights).name
+  served = session_lib.open_session(
+    dataclasses.replace(session.job, weights=f"{name}:serve")
+  )
+  converted, errors, left = _quantized(session, served, state)
+  _check_errors(errors)
+  _check_decoding(served, converted)
+  return Conversion(
+    session=session,
+    state=state,
+    served=served,
+    converted=converted,
+    errors=errors,
+    left=left,
+  )
+
+
+def _quantized(
   session: session_lib.Session,
   served: session_lib.Session,
   state: train_state.TrainState,
-) -> tuple[train_state.TrainState, dict[str, float], list[str]]:
+) -> tuple[train_state.TrainState, dict[str, WeightErrors], tuple[str, ...]]:
   """Returns the state with quantized weights, their errors, and what is left.
 
-  Errors are those of the worst weight of each parameter, as a share of the
-  largest one, by the name of the parameter. Left are products that the rules
-  cover, and that multiply no parameter of their layer.
+  See `Conversion`.
   """
   model = session.job.task.model
   specs = session_lib.for_evaluation(served.state_specs)
@@ -94,7 +187,7 @@ def _converted(
 
   def compute(
     state: train_state.TrainState,
-  ) -> tuple[train_state.TrainState, dict[str, jax.Array]]:
+  ) -> tuple[train_state.TrainState, dict[str, dict[str, jax.Array]]]:
     values = session.evaluation_variables(state)
     # Of the forward pass only the weights are used.
     batch = {k: jnp.zeros(x.shape, x.dtype) for k, x in session.batch.items()}
@@ -113,7 +206,7 @@ def _converted(
     for name in named:
       parameter = served_einsum.stored_parameter(name)
       if parameter is not None:
-        errors[parameter] = _error(
+        errors[parameter] = _errors(
           named[parameter],
           named[name],
           named[name.rpartition("/")[0] + "/scale"],
@@ -132,11 +225,11 @@ def _converted(
     compiler_options=session.compiler_options,
   )
   new, errors = call(session_lib.for_evaluation(state))
-  return (
-    new,
-    {name: float(error) for name, error in errors.items()},
-    sorted(left),
-  )
+  measured = {
+    name: WeightErrors(**{k: float(x) for k, x in of_one.items()})
+    for name, of_one in errors.items()
+  }
+  return new, measured, tuple(sorted(left))
 
 
 def _named(tree: Any) -> dict[str, Any]:
@@ -148,13 +241,13 @@ def _named(tree: Any) -> dict[str, Any]:
   }
 
 
-def _error(
+def _errors(
   exact: jax.Array,
   values: jax.Array,
   scale: jax.Array,
   spec: variables.VariableSpec,
-) -> jax.Array:
-  """Returns the largest error of stored weights, as a share of the largest."""
+) -> dict[str, jax.Array]:
+  """Returns the fields of `WeightErrors` of stored weights."""
   formats = {jnp.dtype(f.dtype): f for f in number_formats.FORMATS.values()}
   number_format = formats[values.dtype]
   if number_format.is_integer:
@@ -164,21 +257,38 @@ def _error(
     values, scale, number_format=number_format, layer_shape=spec.layer_shape
   )
   exact = exact.astype(jnp.float32)
-  return jnp.max(jnp.abs(stored - exact)) / jnp.max(jnp.abs(exact))
+  # What is beyond the range is meant to be: it makes the others finer.
+  limit = scale * jnp.max(jnp.abs(stored / scale))
+  within = jnp.clip(exact, -limit, limit)
+
+  def share(of: jax.Array, whole: jax.Array) -> jax.Array:
+    # A parameter of zeros is stored as zeros.
+    return jnp.where(whole == 0, of, of / jnp.where(whole == 0, 1.0, whole))
+
+  top = jnp.max(jnp.abs(exact))
+  return {
+    "largest": share(jnp.max(jnp.abs(stored - exact)), top),
+    "mean": share(_root_mean_square(stored - exact), _root_mean_square(exact)),
+    "rounding": share(jnp.max(jnp.abs(stored - within)), top),
+  }
 
 
-def _check_errors(errors: Mapping[str, float]) -> None:
+def _root_mean_square(x: jax.Array) -> jax.Array:
+  return jnp.sqrt(jnp.mean(jnp.square(x)))
+
+
+def _check_errors(errors: Mapping[str, WeightErrors]) -> None:
   if not errors:
     raise user_error.UserError(
       "No product that the quantization rules cover multiplies a parameter of"
       " its layer, so there are no weights to convert."
     )
   for name, error in errors.items():
-    if not error <= _WRONG:
+    if not error.rounding <= _WRONG:
       raise user_error.UserError(
         f"{name} cannot be stored in few bits: it is not finite, or its layer"
         " multiplies something else than this parameter (found by an error of"
-        f" {error:.3g}); exempt the layer in quantization_rules()."
+        f" {error.rounding:.3g}); exempt the layer in quantization_rules()."
       )
 
 
@@ -210,37 +320,27 @@ def _check_decoding(
     )
 
 
-def _bytes(specs: Any) -> int:
-  return sum(
-    spec.dtype.itemsize * jax.ShapeDtypeStruct(spec.shape, spec.dtype).size
-    for spec in jax.tree.leaves(specs)
-  )
+def _losses(
+  session: session_lib.Session, state: train_state.TrainState
+) -> dict[str, float]:
+  results = evaluation.Evaluator(session).evaluate(state) or {}
+  return {split: values["loss"] for split, values in results.items()}
 
 
-def _lines(
-  before: int, after: int, errors: Mapping[str, float], name: str
-) -> Iterator[str]:
+def _lines(conversion: Conversion, name: str) -> Iterator[str]:
   """Yields what a conversion changed."""
+  before, after = conversion.nbytes
   yield (
     f"bytes of variables: {before:,} as trained, {after:,} with {name} weights"
     f" ({after / before:.1%})"
   )
-  for parameter, error in errors.items():
-    yield f"largest error of a weight, of the largest: {error:.2%} {parameter}"
-
-
-def _print_losses(
-  session: session_lib.Session,
-  state: train_state.TrainState,
-  served: session_lib.Session,
-  converted: train_state.TrainState,
-) -> None:
-  """Evaluates both, and prints the difference."""
-  before = evaluation.Evaluator(session).evaluate(state) or {}
-  after = evaluation.Evaluator(served).evaluate(converted) or {}
-  for split, values in before.items():
-    old, new = values["loss"], after[split]["loss"]
-    print(
-      f"{split}: loss {old:.6f} as trained, {new:.6f} served"
-      f" ({new / old - 1:+.3%})"
+  for parameter, error in conversion.errors.items():
+    yield (
+      f"error of weights: {error.mean:.2%} of their root mean square, at most"
+      f" {error.largest:.2%} of the largest: {parameter}"
+    )
+  for product in conversion.left:
+    yield (
+      f"not in {name}, because its layer has no parameter of this name and"
+      f" shape: the product {product}"
     )

@@ -1,5 +1,6 @@
 """Generates text with the newest checkpoint of a run."""
 
+import contextlib
 import os
 
 from etils import epath
@@ -34,11 +35,12 @@ def run(job: job_lib.Job, run_dir: epath.Path, prompt: str | None) -> int:
       prompts, or the job does not generate text.
   """
   texts = None if prompt is None else prompt_texts.parse(prompt, os.environ)
-  session = session_lib.open_session(job)
-  folder = serving.checkpoints(job, run_dir)
-  with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
-    state = restoring.restore_for_evaluation(session, checkpoints, folder)
-  drawn = samples.draw(session, state, prompts=texts)
+  with contextlib.closing(job):
+    session = session_lib.open_session(job)
+    folder = serving.checkpoints(job, run_dir)
+    with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
+      state = restoring.restore_for_evaluation(session, checkpoints, folder)
+    drawn = samples.draw(session, state, prompts=texts)
   print(samples.to_text(drawn), flush=True)
   step = int(state.step)
   if agreement.is_first():

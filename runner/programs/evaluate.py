@@ -52,21 +52,26 @@ def run(
       f"--continuous follows what is trained, and quantization={job.weights!r}"
       " converts or reads one checkpoint; leave one of them out."
     )
-  if serving.mode_of(job) is recipes.Mode.CONVERT:
-    return converting.run(job, run_dir)
-  session = session_lib.open_session(job)
-  if continuous:
-    agree = None
-    if not agreement.is_alone():
-      agree = late_maximum.LateMaximum(session.layout)
-    with stop_signals.StopSignals(when="after this batch", agree=agree) as stop:
-      following.Follower(session=session, run_dir=run_dir, stop=stop).run()
-  else:
-    _evaluate_newest(session, run_dir)
+  with contextlib.closing(job):
+    if serving.mode_of(job) is recipes.Mode.CONVERT:
+      return converting.run(job, run_dir)
+    session = session_lib.open_session(job)
+    if continuous:
+      _follow(session, run_dir)
+    else:
+      _evaluate_newest(session, run_dir)
   # The run has written its report without these figures.
   if agreement.is_first() and (run_dir / run_dirs.REPORT).exists():
     report.write(run_dir)
   return 0
+
+
+def _follow(session: session_lib.Session, run_dir: epath.Path) -> None:
+  agree = None
+  if not agreement.is_alone():
+    agree = late_maximum.LateMaximum(session.layout)
+  with stop_signals.StopSignals(when="after this batch", agree=agree) as stop:
+    following.Follower(session=session, run_dir=run_dir, stop=stop).run()
 
 
 def _evaluate_newest(session: session_lib.Session, run_dir: epath.Path) -> None:

@@ -3,7 +3,8 @@
 The newest checkpoint that has not been evaluated comes first, so that figures
 are as new as can be; older ones follow while there is no newer one. It ends
 when the run is finished and every checkpoint has been evaluated. Figures that
-an earlier follower has written are not made again.
+an earlier follower has written are not made again, and rolling evaluations go
+on where its last one ended.
 """
 
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from paxon.runner.programs import (
   evaluation_log,
   figures,
   finished,
+  followed_positions,
   stop_signals,
 )
 from paxon.runner.programs import session as session_lib
@@ -67,6 +69,10 @@ class Follower:
     done = set(agreement.from_first(lambda: sorted(self._evaluated())))
     skipped: dict[int, int | None] = {}
     is_waiting = False
+    for line in followed_positions.restore(
+      self._positions, self.session.job.eval_inputs, done=done
+    ):
+      _say(f"warning: {line}")
     with contextlib.closing(self._writer()) as writer:
       while not self.stop.settle():
         # Before the checkpoints are listed: then the last one is among them.
@@ -95,6 +101,10 @@ class Follower:
   @property
   def _folder(self) -> epath.Path:
     return self.run_dir / run_dirs.CHECKPOINTS
+
+  @property
+  def _positions(self) -> epath.Path:
+    return self.run_dir / run_dirs.EVAL / run_dirs.POSITIONS
 
   def _writer(self) -> composite_writer.CompositeWriter:
     if agreement.is_first():
@@ -173,6 +183,13 @@ class Follower:
     if results is None:
       return False
     step = int(state.step)
+    if agreement.is_first():
+      followed_positions.store(
+        self._positions,
+        self.session.job.eval_inputs,
+        step=step,
+        before=evaluator.positions(step),
+      )
     for split, values in results.items():
       writer.write(step, split, values)
     writer.flush()

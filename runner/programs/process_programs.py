@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from typing import Any
+import warnings
 
 from etils import epath
 import jax
@@ -24,6 +25,12 @@ MESHES = ("data=4", "fsdp=2,tensor=2", "sequence=4", "sequence=2,data=2")
 def command_line(arguments: list[str]) -> int:
   """Is `main` with the experiments of tests."""
   main.run(("paxon.runner",), ["main", *arguments])
+
+
+def train(arguments: list[str]) -> int:
+  """Is the program of `testing`; a warning is an error."""
+  warnings.simplefilter("error")
+  return testing.main(arguments)
 
 
 def tour(arguments: list[str]) -> int:
@@ -108,4 +115,4 @@ def _digest(tree: Any) -> str:
 
 
 if __name__ == "__main__":
-  forks_lib.serve({"command_line": command_line, "tour": tour})
+  forks_lib.serve({"command_line": command_line, "train": train, "tour": tour})

@@ -1,20 +1,26 @@
 """Tests for evaluations that go on where the one before ended."""
 
+import dataclasses
+import functools
 import itertools
 import json
+import shutil
 
 from etils import epath
 import jax
 import pytest
 
 from paxon.runner import run_dir as run_dirs
+from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer
 from paxon.runner.programs import (
   data_positions,
   evaluate,
   evaluation,
+  following,
   prefetch,
   restoring,
+  stop_signals,
   testing,
   train,
 )
@@ -86,7 +92,11 @@ def test_every_checkpoint_has_the_position_before_its_evaluation(folder):
 
 def test_evaluating_a_checkpoint_reads_the_batches_of_its_evaluation(folder):
   job, _ = _make(num_train_steps=12)
+  closed = []
+  for name, source in ({"train": job.train_input} | job.eval_inputs).items():
+    source.close = functools.partial(closed.append, name)
   assert evaluate.run(job, folder) == 0
+  assert closed == ["train", *job.eval_inputs]
   trained = _records(folder / run_dirs.METRICS)
   assert trained.keys() == {4, 8, 12}
   found = _records(folder / run_dirs.EVAL / run_dirs.METRICS)
@@ -121,6 +131,70 @@ def test_an_evaluation_that_is_given_up_is_made_anew_on_the_same_batches(
   assert evaluator.positions(12) == {"rolling": before}
   assert evaluator.positions(13) == {"rolling": source.get_state()}
   assert source.get_state() != before
+
+
+class _Sums(evaluation.Evaluator):
+  """Tells which batches it read, without a model."""
+
+  def _evaluate_split(self, source, state, is_stopped, rows):
+    if source.reset_for_eval:
+      return {"loss": 0.0}
+    batches = (prefetch.next_batch(source, rolling=True) for _ in range(2))
+    return {"loss": float(sum(b["targets"].sum() for b in batches))}
+
+
+class _Once(_Sums):
+  """Is asked to stop during its first evaluation."""
+
+  def evaluate(self, state, *, is_stopped=lambda: False):
+    is_stopped.__self__.requested = "SIGTERM"
+    return super().evaluate(state, is_stopped=is_stopped)
+
+
+@dataclasses.dataclass
+class _Followed:
+  """A copy of the run's checkpoints that followers evaluate."""
+
+  path: epath.Path
+  patch: pytest.MonkeyPatch
+
+  def follow(self, kind):
+    """Another process, and the figures after it."""
+    self.patch.setattr(evaluation, "Evaluator", kind)
+    following.Follower(
+      session=_open(), run_dir=self.path, stop=stop_signals.StopSignals()
+    ).run()
+    return _records(self.figures)
+
+  @property
+  def figures(self):
+    return self.path / run_dirs.EVAL / run_dirs.METRICS
+
+
+def test_a_follower_goes_on_where_the_one_before_ended(
+  folder, tmp_path, monkeypatch, capsys
+):
+  ignored = shutil.ignore_patterns(run_dirs.EVAL)
+  shutil.copytree(folder, tmp_path / "run", ignore=ignored)
+  followed = _Followed(epath.Path(tmp_path / "run"), monkeypatch)
+  source = _make()[0].eval_inputs["rolling"]
+  expected = {}
+  # The newest checkpoint comes first.
+  for step in (12, 8, 4):
+    batches = (prefetch.next_batch(source, rolling=True) for _ in range(2))
+    expected[step] = float(sum(b["targets"].sum() for b in batches))
+  assert expected[12] != expected[8]
+  assert followed.follow(_Once) == {12: expected[12]}
+  # It ended before its figures were written: they are of the same batches.
+  followed.figures.unlink()
+  assert followed.follow(_Once) == {12: expected[12]}
+  assert followed.follow(_Once) == {12: expected[12], 8: expected[8]}
+  assert followed.follow(_Sums) == expected
+  assert "warning" not in capsys.readouterr().out
+  positions = followed.path / run_dirs.EVAL / run_dirs.POSITIONS
+  positions.write_text("{}")
+  with pytest.raises(user_error.UserError, match=r"positions\.json does not"):
+    followed.follow(_Sums)
 
 
 def test_a_position_of_other_data_begins_anew_and_says_so():

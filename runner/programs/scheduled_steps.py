@@ -3,6 +3,7 @@
 from flax import linen as nn
 import jax
 
+from paxon.layers import shared
 from paxon.learners import gradients, loss_function, variable_groups
 from paxon.pipeline.schedules import (
   branch_permutes,
@@ -41,6 +42,17 @@ def _is_scheduled(job: job_lib.Job) -> bool:
   return isinstance(stack, scheduled_stack.ScheduledStack)
 
 
+def _check_none_inside(part: nn.Module, path: str = "model") -> None:
+  for name, inner in shared.parts_of(part):
+    if isinstance(inner, scheduled_stack.ScheduledStack):
+      raise user_error.UserError(
+        f"{path}.{name} is a ScheduledStack, whose schedule trains a model only"
+        " as its own field `stack`; make it a PipelinedStack (leave"
+        " pipeline_schedule away)."
+      )
+    _check_none_inside(inner, f"{path}.{name}")
+
+
 def gradient_fn(
   job: job_lib.Job, specs: variable_groups.Specs
 ) -> gradients.GradientFn | None:
@@ -58,6 +70,7 @@ def gradient_fn(
   """
   task = job.task
   if not _is_scheduled(job):
+    _check_none_inside(task.model)
     return None
   if task.learner.num_microbatches > 1:
     raise user_error.UserError(

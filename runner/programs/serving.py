@@ -82,6 +82,11 @@ def checkpoints(job: job_lib.Job, run_dir: epath.Path) -> epath.Path:
   if not path.exists():
     assert job.weights is not None
     name = recipes.parse(job.weights).name
+    if not (run_dir / run_dirs.CHECKPOINTS).exists():
+      raise user_error.UserError(
+        f"{os.fspath(run_dir)} has neither checkpoints nor {name} weights;"
+        " train first, or give the --job_log_dir of a run that has them."
+      )
     raise user_error.UserError(
       f"{os.fspath(run_dir)} has float checkpoints and no {name} weights; make"
       f" them with --mode=eval --fdl.quantization={name}:convert."

@@ -13,7 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.quantization import number_formats, quantized_array, served_einsum
+from paxon.layers.decoding import generate, model_steps, samplers
+from paxon.quantization import (
+  clipping,
+  number_formats,
+  quantized_array,
+  served_einsum,
+)
 from paxon.quantization import recipe as recipe_lib
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer
@@ -58,7 +64,7 @@ def said(run_dir):
 
 
 def test_a_conversion_says_what_it_cost(said):
-  errors = re.findall(r"of the largest: ([\d.]+)% (params/\S+)", said)
+  errors = re.findall(r"most ([\d.]+)% of the largest: (params/\S+)", said)
   # Four of an attention and three of a feed-forward layer, stacked.
   assert len(errors) == 7
   assert all(0 < float(error) <= 50.5 / 127 for error, _ in errors)
@@ -74,9 +80,7 @@ def _losses(said):
 
 def test_evaluates_and_decodes_without_the_parameters(run_dir, said, capsys):
   session = session_lib.open_session(_job("int8:serve"))
-  folder = serving.checkpoints(session.job, run_dir)
-  with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
-    state = restoring.restore_for_evaluation(session, checkpoints, folder)
+  state = _restored(session, run_dir)
   stored = state.variables["served"]["stack"]["layers"]["blocks_0"]
   gate = stored["feed_forward"]["einsum"]["gate"]
   assert gate["values"].dtype == np.int8
@@ -92,6 +96,65 @@ def test_evaluates_and_decodes_without_the_parameters(run_dir, said, capsys):
   assert capsys.readouterr().out.startswith("def ")
 
 
+def _restored(session, run_dir):
+  """Weights of few bits of the run, placed as the session has them."""
+  folder = serving.checkpoints(session.job, run_dir)
+  with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
+    return restoring.restore_for_evaluation(session, checkpoints, folder)
+
+
+def _generated(session, state):
+  """What is generated, its log probabilities, and the shape of a shard."""
+  model = session.job.task.model
+
+  def run(state, ids):
+    values = session.evaluation_variables(state)
+    made = generate.generate(
+      model_steps.prefill(model, values),
+      model_steps.decode_step(model, values),
+      ids,
+      jnp.full(ids.shape[:1], ids.shape[1]),
+      sampler=samplers.Greedy(),
+      key=jax.random.key(0),
+      max_new_tokens=4,
+    )
+    return made.ids, made.log_probs
+
+  ids = np.random.default_rng(0).integers(3, 250, (8, 6)).astype(np.int32)
+  call = session.layout.jit(run, out_shardings=session.layout.replicated)
+  stored = state.variables["served"]["stack"]["layers"]["blocks_0"]
+  kernel = stored["feed_forward"]["einsum"]["down"]["values"]
+  shard = kernel.addressable_shards[0].data.shape
+  return *map(np.asarray, call(state, ids)), shard
+
+
+@pytest.mark.parametrize(
+  ("name", "mesh", "shard"),
+  [
+    ("int8", "data=2,fsdp=2,tensor=2", (2, 16, 8)),
+    # Two values a byte, of which each device has whole ones.
+    ("int4", "fsdp=4,tensor=2", (2, 16, 2)),
+  ],
+)
+def test_a_mesh_serves_what_one_device_does(run_dir, said, name, mesh, shard):
+  del said
+  if name == "int8":
+    weights = _restored(session_lib.open_session(_job("int8:serve")), run_dir)
+  else:
+    weights = converting.convert(_job(f"{name}:convert"), run_dir).converted
+  weights = jax.device_get(weights)
+  made = []
+  for text, devices in ((mesh, None), ("data=1", jax.devices()[:1])):
+    job = dataclasses.replace(_job(f"{name}:serve"), mesh=text)
+    session = session_lib.open_session(job, devices=devices)
+    shardings = session_lib.for_evaluation(session.state_shardings)
+    made.append(_generated(session, jax.device_put(weights, shardings)))
+  (ids, log_probs, found), (one_ids, one_log_probs, _) = made
+  assert found == shard
+  np.testing.assert_array_equal(ids, one_ids)
+  np.testing.assert_allclose(log_probs, one_log_probs, rtol=1e-5, atol=1e-5)
+
+
 def test_no_program_holds_a_float_copy():
   """Not even one of NaN."""
   session = session_lib.open_session(_job("int8:serve"))
@@ -104,20 +167,49 @@ def test_no_program_holds_a_float_copy():
   assert "f32[2,16,32]" not in text
 
 
+def _errors_of(x, stored):
+  spec = variables.VariableSpec(
+    name="a", shape=x.shape, dtype=jnp.dtype("float32"), axes=(None, None)
+  )
+  found = converting._errors(jnp.asarray(x), stored.values, stored.scale, spec)
+  return converting.WeightErrors(**{k: float(v) for k, v in found.items()})
+
+
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8_e4m3"])
 def test_the_error_of_a_weight_is_a_share_of_the_largest(name):
   recipe = recipe_lib.TensorRecipe(number_formats.FORMATS[name])
-  x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 4)), "f4")
-  stored = quantized_array.quantize(x, recipe)
-  expected = np.abs(stored.dequantize() - x).max() / np.abs(x).max()
+  x = np.random.default_rng(0).standard_normal((3, 4)).astype("f4")
+  stored = quantized_array.quantize(jnp.asarray(x), recipe)
+  off = np.asarray(stored.dequantize(), "f8") - x
   if name == "int4":
     stored = stored.packed()
-  spec = variables.VariableSpec(
-    name="a", shape=x.shape, dtype=x.dtype, axes=(None, None)
+  error = _errors_of(x, stored)
+  expected = np.abs(off).max() / np.abs(x).max()
+  assert error.largest == pytest.approx(expected, rel=1e-5)
+  assert error.mean == pytest.approx(
+    np.sqrt((off**2).mean() / (x.astype("f8") ** 2).mean()), rel=1e-5
   )
-  error = converting._error(x, stored.values, stored.scale, spec)
-  np.testing.assert_allclose(error, expected, rtol=1e-6)
-  assert 0 < error < converting._WRONG
+  # The largest value of fp8 may be rounded down, which then is the range.
+  assert error.rounding <= error.largest * 1.00001
+  assert 0 < error.rounding < converting._WRONG
+
+
+def test_what_a_searched_range_cuts_off_is_no_mistake():
+  recipe = recipe_lib.TensorRecipe(number_formats.INT4)
+  x = np.random.default_rng(0).standard_normal((50, 3)).astype("f4")
+  x[0, 0] = 6.0
+  error = _errors_of(x, clipping.best(jnp.asarray(x), recipe))
+  whole = _errors_of(x, quantized_array.quantize(jnp.asarray(x), recipe))
+  assert error.largest > converting._WRONG > 2 * error.rounding
+  assert error.mean < whole.mean
+
+
+def test_a_parameter_of_zeros_can_be_stored():
+  """As are projections that a residual block begins with."""
+  recipe = recipe_lib.TensorRecipe(number_formats.INT8)
+  x = np.zeros((3, 4), "f4")
+  error = _errors_of(x, quantized_array.quantize(jnp.asarray(x), recipe))
+  assert error == converting.WeightErrors(largest=0.0, mean=0.0, rounding=0.0)
 
 
 def test_each_mistake_is_named(run_dir, said, tmp_path):
@@ -129,6 +221,8 @@ def test_each_mistake_is_named(run_dir, said, tmp_path):
   with refused(match=r"no checkpoint in"):
     evaluate.run(_job("int4:convert"), empty)
   with refused(match=r"has float checkpoints and no int4 weights; make them"):
+    decode.run(_job("int4:serve"), run_dir, "x")
+  with refused(match=r"has neither checkpoints nor int4 weights; train first"):
     decode.run(_job("int4:serve"), empty, "x")
   with refused(match=r"--continuous follows what is trained"):
     evaluate.run(_job("int8:serve"), run_dir, continuous=True)
@@ -150,13 +244,22 @@ def test_a_mode_without_use_for_such_weights_is_refused(weights, mode, message):
 
 
 def test_a_weight_that_is_not_the_parameter_is_refused():
-  errors = {"params/a": 0.004, "params/b": 0.7}
+  def check(**rounding):
+    converting._check_errors(
+      {
+        f"params/{name}": converting.WeightErrors(
+          largest=error, mean=error, rounding=error
+        )
+        for name, error in rounding.items()
+      }
+    )
+
   with pytest.raises(user_error.UserError, match=r"params/b cannot be stored"):
-    converting._check_errors(errors)
+    check(a=0.004, b=0.7)
   with pytest.raises(user_error.UserError, match=r"params/c cannot be stored"):
-    converting._check_errors({"params/c": float("nan")})
+    check(c=float("nan"))
   with pytest.raises(user_error.UserError, match=r"there are no weights to"):
-    converting._check_errors({})
+    check()
 
 
 def test_a_job_without_a_mode_of_serving_is_refused():

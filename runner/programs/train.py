@@ -70,7 +70,10 @@ def run(
     UserError: The folder's run or the machine does not fit the job.
   """
   try:
-    return _run(job, config, run_dir, overrides, launch or launch_lib.Launch())
+    with contextlib.closing(job):
+      return _run(
+        job, config, run_dir, overrides, launch or launch_lib.Launch()
+      )
   except checkpointer.SaveError as error:
     raise user_error.UserError(str(error)) from error
   except OSError as error:

@@ -206,6 +206,25 @@ def test_a_schedule_of_ones_own_is_a_method():
 
 
 @pytest.mark.parametrize(
+  ("make", "chunks"), [(gpipe.make, 1), (interleaved.two_slots, 2)]
+)
+def test_the_toy_of_a_schedule_of_ones_own_has_its_chunks(make, chunks):
+  class Own(_Gpt3):
+    num_layers = 8
+    num_stages = 2
+    pipeline_microbatch_size = 4
+    mesh = "stage=2,fsdp=-1"
+
+    def schedule_maker(self):
+      """Returns a table of a test."""
+      return make
+
+  toy = Own().shrink()
+  assert toy.num_layers == 2 * chunks
+  assert toy.job().task.model.stack.circular_repeats == chunks
+
+
+@pytest.mark.parametrize(
   ("knobs", "message"),
   [
     (
@@ -227,6 +246,11 @@ def test_schedules_that_do_not_suit_are_refused(knobs, message):
   given = {"num_stages": 2, "pipeline_microbatch_size": 4, **knobs}
   with pytest.raises(user_error.UserError, match=message):
     _Gpt3(mesh="stage=2,fsdp=2", **given).job()
+
+
+def test_no_stages_are_refused():
+  with pytest.raises(ValueError, match=r"num_stages must be positive, got 0"):
+    _Gpt3(num_stages=0, pipeline_microbatch_size=4).job()
 
 
 def test_the_toy_of_a_pipeline_has_two_stages():

@@ -119,8 +119,10 @@ class Pipelining(experiment.Experiment):
   def _repeats(self) -> int:
     """Returns how many parts of the stack a stage holds."""
     schedule = self.schedule_maker()
-    if schedule is None or self.circular_repeats is not None:
-      return self.circular_repeats or 1
+    if self.circular_repeats is not None:
+      return self.circular_repeats
+    if schedule is None:
+      return 1
     number, size = self.num_pipeline_microbatches, self.pipeline_microbatch_size
     if number is None:
       number = self.global_batch_size // (size or self.global_batch_size)
@@ -170,9 +172,11 @@ class Pipelining(experiment.Experiment):
     """
     if self.num_stages is None:
       return self
-    repeats = None if self.circular_repeats is None else 2
-    # A schedule may have two chunks a stage.
-    parts = 2 if self.pipeline_schedule is not None else repeats or 1
+    repeats = self.circular_repeats
+    if self.schedule_maker() is None and repeats is not None:
+      repeats = 2
+    # A schedule says how many chunks a stage has.
+    parts = self._repeats() if repeats is None else repeats
     return self.replace(
       mesh="stage=2,fsdp=-1",
       num_layers=2 * parts,

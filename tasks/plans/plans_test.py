@@ -8,8 +8,17 @@ import importlib.metadata
 
 import pytest
 
+from paxon.runner.hosts import warm_python
 from paxon.runner.plan import golden, hardware, testing
+from paxon.runner.programs.plan import worker
 from paxon.tasks.plans import measuring, pairs
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm_python(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("python")
+  with warm_python.installed([worker.__name__], folder):
+    yield
 
 
 def _skip_other_versions(versions):

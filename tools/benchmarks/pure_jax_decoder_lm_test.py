@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from paxon.runner.programs import session as session_lib
 from paxon.tools.benchmarks import (
   decoder_lm_job,
   decoder_lm_workload,
@@ -100,10 +101,8 @@ def test_bfloat16_agrees_within_its_precision():
 def test_its_own_initial_values_have_the_shapes_of_ours():
   workload = _workload()
   own = pure_jax_decoder_lm.initial_state(workload.config, jax.random.key(0))
-  ours = decoder_lm_workload.compile_ours(
-    workload.job(), devices=jax.devices()[:1]
-  )
-  loaded = decoder_lm_job.to_pure_jax(ours.session.initial_state())
+  session = session_lib.open_session(workload.job(), devices=jax.devices()[:1])
+  loaded = decoder_lm_job.to_pure_jax(session.initial_state())
 
   def shapes(tree):
     return jax.tree.map(lambda x: (x.shape, x.dtype.name), tree)

@@ -11,8 +11,8 @@ from paxon.tools.dependencies import build_file, violation, workspace
 
 # Files whose purpose is to import by name: the experiment that `--exp` names
 # and its test, the function that an override names, a package that users
-# install beside ours, the tokenizer that a command names, and the test that
-# tries what must not be importable.
+# install beside ours, the tokenizer that a command names, what the commands of
+# a test have in common, and the test that tries what must not be importable.
 COMPUTED_IMPORTS = frozenset(
   {
     "inputs/lingvo_generators/generator_input_test.py",
@@ -20,6 +20,7 @@ COMPUTED_IMPORTS = frozenset(
     "runner/configuration/find_experiment.py",
     "runner/configuration/find_experiment_test.py",
     "runner/configuration/text_functions.py",
+    "runner/hosts/warm_python_server.py",
     "runner/summaries/wandb_writer.py",
     "tools/closure_test.py",
     "tools/tokenize_main.py",

@@ -2,10 +2,11 @@
 
 The five headings let a reader skim ten packages. The table of modules is what
 other repositories may use, so it is held against the public targets. Examples
-are run, by the package's `readme_test`.
+are run, by the package's `readme_test`. On every page links lead somewhere.
 """
 
 from collections.abc import Iterator
+import posixpath
 import re
 
 from paxon.tools.dependencies import (
@@ -24,6 +25,8 @@ _MAX_ROOT_EXAMPLE_LINES = 20
 _NOT_FOR_IMPORT = ("third_party", "tools")
 
 _HEADING = re.compile(r"^## (.+?)\s*$", re.MULTILINE)
+# Of another page or file of the checkout, without the place on it.
+_LINK = re.compile(r"\]\(([^()#\s:]+)(?:#[^()\s]*)?\)")
 _ROW = re.compile(r"^\|[^|`]*`([^`|]+)`[^|]*\|", re.MULTILINE)
 
 
@@ -45,6 +48,17 @@ def check(tree: workspace.Workspace) -> Iterator[violation.Violation]:
         messages += _map_problems(tree, text)
     for message in messages:
       yield violation.Violation(path, 0, path, message)
+  for path in tree.files:
+    if path.endswith(".md"):
+      for message in _link_problems(tree, path):
+        yield violation.Violation(path, 0, path, message)
+
+
+def _link_problems(tree: workspace.Workspace, path: str) -> Iterator[str]:
+  for link in _LINK.findall(_without_code(tree.text(path))):
+    target = posixpath.join(posixpath.dirname(path), link)
+    if not (tree.root / target).exists():
+      yield f"links to {link}, which is not there; mend the link."
 
 
 def _heading_problems(text: str) -> Iterator[str]:

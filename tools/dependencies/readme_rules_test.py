@@ -59,6 +59,14 @@ _PLANTED = [
     "README.md: its map has no line for `layers/`; add one.",
     id="a folder that is not in the map",
   ),
+  pytest.param(
+    {
+      "docs/a.md": "[1](b.md#how) [2](../runner/task.py) [3](../learners/)"
+      " [4](a.md#here) [5](#here) [6](https://a.b/c.md)\n```\n[7](c.md)\n```\n"
+    },
+    "docs/a.md: links to b.md, which is not there; mend the link.",
+    id="a link that leads nowhere",
+  ),
 ]
 
 

@@ -10,13 +10,12 @@ import pathlib
 import random
 import resource
 import signal
-import subprocess
 import time
 
 from paxon.tools.interruptions import tiny_run
 
 Strike = Callable[
-  [tiny_run.TinyRun, subprocess.Popen[bytes], random.Random], tiny_run.Ended
+  [tiny_run.TinyRun, tiny_run.Process, random.Random], tiny_run.Ended
 ]
 
 BALLAST = "ballast"
@@ -29,7 +28,7 @@ _MIB = 1 << 20
 def _signalled(number: signal.Signals) -> Strike:
   def strike(
     run: tiny_run.TinyRun,
-    process: subprocess.Popen[bytes],
+    process: tiny_run.Process,
     choice: random.Random,
   ) -> tiny_run.Ended:
     del choice
@@ -44,7 +43,7 @@ def _damaged(damage: Callable[[bytearray, random.Random], bytes]) -> Strike:
 
   def strike(
     run: tiny_run.TinyRun,
-    process: subprocess.Popen[bytes],
+    process: tiny_run.Process,
     choice: random.Random,
   ) -> tiny_run.Ended:
     process.kill()
@@ -78,7 +77,7 @@ def _flipped(content: bytearray, choice: random.Random) -> bytes:
 
 
 def _disk_full(
-  run: tiny_run.TinyRun, process: subprocess.Popen[bytes], choice: random.Random
+  run: tiny_run.TinyRun, process: tiny_run.Process, choice: random.Random
 ) -> tiny_run.Ended:
   """Fills the disk until the process gives up."""
   disk = run.folder.parent

@@ -56,16 +56,20 @@ class Struck:
   problems: tuple[str, ...]
 
 
-def undisturbed(folder: pathlib.Path) -> Expected:
+def undisturbed(
+  folder: pathlib.Path, *, launch: tiny_run.Launch = tiny_run.command_line
+) -> Expected:
   """Runs to the end.
 
   Args:
     folder: An empty one.
+    launch: What starts processes, also those that are compared with this one.
 
   Raises:
     RuntimeError: The run failed.
   """
-  run, start = tiny_run.TinyRun(folder / "run"), time.monotonic()
+  run = tiny_run.TinyRun(folder / "run", launch=launch)
+  start = time.monotonic()
   ended = run.finish(run.start())
   seconds = time.monotonic() - start
   if ended.status:
@@ -93,7 +97,8 @@ def disturbed(
   """
   needs_disk = "disk full" in kinds
   with scratch_disk.scratch_disk(folder, wanted=needs_disk):
-    run, newest, results = tiny_run.TinyRun(folder / "run"), None, []
+    run = tiny_run.TinyRun(folder / "run", launch=expected.run.launch)
+    newest, results = None, []
     for kind in kinds:
       struck = _strike(run, kind, newest, expected, choice)
       newest = struck.newest
@@ -123,7 +128,7 @@ def _strike(
     return Struck(
       kind=kind,
       moment=moment,
-      status=process.returncode,
+      status=process.wait(),
       newest=_newest(run),
       problems=(f"{kind}: the process did not end",),
     )
@@ -143,7 +148,7 @@ def _strike(
 
 def _wait(
   run: tiny_run.TinyRun,
-  process: subprocess.Popen[bytes],
+  process: tiny_run.Process,
   before: int | None,
   expected: Expected,
   choice: random.Random,

@@ -5,6 +5,8 @@ import random
 
 import pytest
 
+from paxon.runner.hosts import testing as forks_lib
+from paxon.runner.programs import process_programs
 from paxon.tools.interruptions import (
   disturbances,
   disturbed_run,
@@ -13,6 +15,7 @@ from paxon.tools.interruptions import (
   tiny_run,
 )
 
+MAIN = "command_line"
 # Each kind once; `tools/chaos` does many more.
 PLANS = (
   ("SIGKILL", "newest checkpoint bit-flipped"),
@@ -23,7 +26,13 @@ PLANS = (
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-  return disturbed_run.undisturbed(tmp_path_factory.mktemp("undisturbed"))
+  folder, processes = map(tmp_path_factory.mktemp, ("run", "processes"))
+  with forks_lib.Forks(process_programs.__name__, processes) as forks:
+
+    def launch(arguments, log):
+      return forks.start(MAIN, arguments, devices=1, log=log)
+
+    yield disturbed_run.undisturbed(folder, launch=launch)
 
 
 @pytest.mark.parametrize("kinds", PLANS, ids=" and ".join)
@@ -34,6 +43,14 @@ def test_a_disturbed_run_ends_as_an_undisturbed_one(expected, tmp_path, kinds):
   )
   assert [each.kind for each in struck] == list(kinds)
   assert not [problem for each in struck for problem in each.problems]
+
+
+def test_a_process_is_the_real_command_line(expected):
+  # All others are forks, which need not import anything.
+  run = tiny_run.TinyRun(expected.run.folder)
+  ended = run.finish(run.start())
+  assert ended.status == 0
+  assert f"step {tiny_run.NUM_STEPS} is there already" in ended.output
 
 
 def test_the_test_covers_all_kinds():

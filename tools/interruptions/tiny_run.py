@@ -4,7 +4,7 @@ The process is the real command line, on one CPU device, with a model that needs
 milliseconds a step; each batch comes late, so that a run takes some seconds.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import hashlib
 import json
@@ -13,7 +13,7 @@ import pathlib
 import re
 import subprocess
 import sys
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from etils import epath
 
@@ -36,7 +36,7 @@ _CONTINUING = re.compile(r"continuing from the checkpoint of step (\d+)")
 _STEP = re.compile(r"\d+")
 # Figures of the machine, which differ from run to run.
 _MEASURED = re.compile("_second|goodput|mfu|tflops|memory").search
-_LIMIT_SECONDS = 300
+_LIMIT_SECONDS = 300.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,17 +58,59 @@ class Ended:
     return int(found[1]) if found else None
 
 
+@runtime_checkable
+class Process(Protocol):
+  """What is used of `subprocess.Popen`, and described there."""
+
+  @property
+  def pid(self) -> int:
+    """Its number."""
+
+  def poll(self) -> int | None:
+    """Returns the exit status, if it has ended."""
+
+  def wait(self, timeout: float | None = None) -> int:
+    """Returns the exit status when it has ended."""
+
+  def send_signal(self, sig: int, /) -> None:
+    """Sends a signal, if it has not ended."""
+
+  def kill(self) -> None:
+    """Sends SIGKILL."""
+
+
+# Starts `main`, by its arguments, with a file for both of its outputs.
+Launch = Callable[[Sequence[str], pathlib.Path], Process]
+
+
+def command_line(arguments: Sequence[str], log: pathlib.Path) -> Process:
+  """Starts the real command line; see `Launch`."""
+  environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+  with log.open("wb") as file:
+    return subprocess.Popen(
+      [sys.executable, "-m", "paxon.runner.main", *arguments],
+      stdin=subprocess.DEVNULL,
+      stdout=file,
+      stderr=subprocess.STDOUT,
+      env=os.environ | environment,
+    )
+
+
 class TinyRun:
   """One run's folder."""
 
-  def __init__(self, folder: pathlib.Path) -> None:
+  def __init__(
+    self, folder: pathlib.Path, *, launch: Launch = command_line
+  ) -> None:
     """Names the folder.
 
     Args:
       folder: Where the run is, or will be. Output of its processes goes beside
         it, because its own disk may be full.
+      launch: What starts its processes.
     """
     self.folder = folder
+    self.launch = launch
     self._log = folder.parent.parent / f"{folder.parent.name}.log"
 
   @property
@@ -76,24 +118,15 @@ class TinyRun:
     """The folder of the checkpoints."""
     return self.folder / run_dir.CHECKPOINTS
 
-  def start(self) -> subprocess.Popen[bytes]:
+  def start(self) -> Process:
     """Starts a process that trains, from the newest checkpoint if any."""
-    command = [
-      *(sys.executable, "-m", "paxon.runner.main"),
+    arguments = [
       *(f"--exp={EXPERIMENT}", f"--job_log_dir={self.folder}"),
       *(f"--fdl.{name}={value}" for name, value in _KNOBS.items()),
     ]
-    environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    with self._log.open("wb") as log:
-      return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        env=os.environ | environment,
-      )
+    return self.launch(arguments, self._log)
 
-  def finish(self, process: subprocess.Popen[bytes]) -> Ended:
+  def finish(self, process: Process) -> Ended:
     """Waits for a process.
 
     Raises:

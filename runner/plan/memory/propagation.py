@@ -186,12 +186,7 @@ class _Rules:
     rule = _FORWARD.get(node.op)
     if rule is not None:
       return rule(node, value, spec, out, self._mesh)
-    if len(value.shape) == len(out.shape):
-      return tuple(
-        names if a == b else ()
-        for names, a, b in zip(spec, value.shape, out.shape, strict=True)
-      )
-    return ((),) * len(out.shape)
+    return _of_equal_dimensions(spec, value.shape, out.shape)
 
   def _back(self, node: graphs.Node, value: _Value, spec: _Spec) -> _Spec:
     """The spec of an operand that the result's spec asks for."""
@@ -200,12 +195,7 @@ class _Rules:
     rule = _BACKWARD.get(node.op)
     if rule is not None:
       return rule(node, value, spec, out, self._mesh)
-    if len(value.shape) == len(out.shape):
-      return tuple(
-        names if a == b else ()
-        for names, a, b in zip(spec, value.shape, out.shape, strict=True)
-      )
-    return ((),) * len(value.shape)
+    return _of_equal_dimensions(spec, out.shape, value.shape)
 
   def _scan(self, node: graphs.Node, is_forward: bool) -> None:
     (body,) = node.bodies
@@ -252,6 +242,18 @@ class _Rules:
 
 
 _Rule = Callable[[graphs.Node, _Value, _Spec, _Value, Mesh], _Spec]
+
+
+def _of_equal_dimensions(
+  spec: _Spec, shape: tuple[int, ...], other: tuple[int, ...]
+) -> _Spec:
+  """Returns what of the spec of a shape holds for another shape."""
+  if len(shape) != len(other):
+    return ((),) * len(other)
+  return tuple(
+    names if a == b else ()
+    for names, a, b in zip(spec, shape, other, strict=True)
+  )
 
 
 def _transpose(node, value, spec, out, mesh) -> _Spec:

@@ -13,14 +13,27 @@ import pytest
 
 from paxon.runner import option_sets, user_error
 from paxon.runner.configuration import overrides
+from paxon.runner.hosts import warm_python
 from paxon.runner.plan import target as targets
 from paxon.runner.plan import testing, topology
 from paxon.runner.programs import train
-from paxon.runner.programs.plan import child, kernel_experiments, measure
+from paxon.runner.programs.plan import (
+  child,
+  kernel_experiments,
+  measure,
+  worker,
+)
 
 _MODULE = kernel_experiments.__name__.removeprefix("paxon.")
 _NO_SUCH_KERNEL = {"part": "attention forward", "kernel": "pallas"}
 _KERNEL = r"task\.model\.stack\.blocks\[0\]\.attention\.kernel"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm_python(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("python")
+  with warm_python.installed([worker.__name__], folder):
+    yield
 
 
 def _plan(experiment, target="h200:1x8", *, is_compiled=False, **knobs):

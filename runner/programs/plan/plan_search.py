@@ -256,7 +256,7 @@ class _Answers:
     """Returns what a candidate's mesh makes devices send."""
     return self._figures.traffic(
       self._mesh(candidate),
-      itemsize=self._itemsize(),
+      itemsize=_itemsize(self._before.flops.by_dtype),
       num_microbatches=self._parts(candidate),
       narrow=quantized_products.variable_paths(self._before.quantized_products),
     )
@@ -338,15 +338,16 @@ class _Answers:
     text = search_space.assigned(candidate, _Kind.MICROBATCHES)
     return int(text or self._subject.job.task.learner.num_microbatches)
 
-  def _itemsize(self) -> int:
-    """Bytes of an element of most products that no recipe covers."""
-    by_dtype: Mapping[str, int] = {
-      dtype: count
-      for dtype, count in self._before.flops.by_dtype.items()
-      if quantized_products.family(dtype) == dtype
-    }
-    most = max(by_dtype, key=lambda name: by_dtype[name], default="float32")
-    return jnp.dtype(most or "float32").itemsize
+
+def _itemsize(flops_by_dtype: Mapping[str, int]) -> int:
+  """Returns the bytes of an element of most products that are not narrow."""
+  wide = {
+    dtype: count
+    for dtype, count in flops_by_dtype.items()
+    if not quantized_products.is_narrow(dtype)
+  }
+  most = max(wide, key=lambda name: wide[name], default="float32")
+  return jnp.dtype(most or "float32").itemsize
 
 
 def _space(

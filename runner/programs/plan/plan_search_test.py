@@ -10,10 +10,17 @@ import pytest
 
 from paxon.runner import user_error
 from paxon.runner.configuration import overrides, resolving
+from paxon.runner.hosts import warm_python
 from paxon.runner.plan import result, testing, topology
 from paxon.runner.plan import target as targets
 from paxon.runner.plan.search import oracle, table
-from paxon.runner.programs.plan import plan_program, plan_search, tracer
+from paxon.runner.programs.plan import (
+  plan_program,
+  plan_search,
+  trace_worker,
+  tracer,
+  worker,
+)
 
 _TINY = "runner.programs.testing.TinyLm"
 # What each layer saves of a million tokens is too much for one H200.
@@ -46,6 +53,14 @@ def _written(folder):
   text = (folder / plan_program.PLAN).read_text()
   (plan,) = result.from_json(text)
   return plan
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm_python(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("python")
+  modules = [worker.__name__, trace_worker.__name__]
+  with warm_python.installed(modules, folder):
+    yield
 
 
 @pytest.fixture(autouse=True)
@@ -186,6 +201,13 @@ def test_a_search_that_cannot_trace_leaves_the_plan(
   assert (
     "note: No changes were searched for: Tracing ended with status 1" in out
   )
+
+
+@pytest.mark.parametrize("narrow", ["int8", "int4", "float8_e4m3fn"])
+def test_what_is_not_quantized_has_the_bytes_of_other_products(narrow):
+  flops = {narrow: 100, "bfloat16": 20, "float32": 3}
+  assert plan_search._itemsize(flops) == 2
+  assert plan_search._itemsize({narrow: 100}) == 4
 
 
 def test_answers_are_an_oracle():

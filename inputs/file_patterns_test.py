@@ -1,0 +1,59 @@
+"""Tests for the files that paths and patterns mean."""
+
+import pytest
+
+from paxon.inputs import file_patterns
+
+
+@pytest.fixture(name="folder")
+def _folder(tmp_path, monkeypatch):
+  for name in ("b.txt", "a.txt", "in/c.txt", "in/deep/a.txt", "a[1].txt"):
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+  (tmp_path / "folder.txt").mkdir()
+  monkeypatch.setenv("HOME", str(tmp_path))
+  return tmp_path
+
+
+@pytest.mark.parametrize(
+  ("files", "expected"),
+  [
+    pytest.param("b.txt", ["b.txt"], id="path"),
+    pytest.param("?.txt", ["a.txt", "b.txt"], id="pattern"),
+    pytest.param("[b]*.txt", ["b.txt"], id="some"),
+    # Not what the pattern would match, which is `a1.txt`.
+    pytest.param("a[1].txt", ["a[1].txt"], id="path with brackets"),
+    pytest.param("*/*.txt", ["in/c.txt"], id="one folder"),
+    pytest.param("in/**/*.txt", ["in/c.txt", "in/deep/a.txt"], id="any folder"),
+    pytest.param(["b.txt", "?.txt"], ["b.txt", "a.txt"], id="several"),
+    pytest.param(("b.txt", "a.txt"), ["b.txt", "a.txt"], id="in their order"),
+  ],
+)
+def test_finds(folder, files, expected):
+  def at(start):
+    if isinstance(files, str):
+      return f"{start}/{files}"
+    return [f"{start}/{each}" for each in files]
+
+  for start in (str(folder), "~"):
+    found = file_patterns.find(at(start), field="Mine.files")
+    assert found == tuple(str(folder / each) for each in expected)
+
+
+def test_a_store_has_to_be_mounted():
+  with pytest.raises(
+    FileNotFoundError, match=r"Mine\.files: 'gs://a/b\*' is in a store, .*mount"
+  ):
+    file_patterns.find("gs://a/b*", field="Mine.files")
+
+
+@pytest.mark.parametrize("pattern", ["none-*", "c.txt", "folder.txt", "in"])
+def test_nothing_is_an_error_that_names_field_and_pattern(folder, pattern):
+  with pytest.raises(
+    FileNotFoundError,
+    match=rf"^Mine\.files: no file has the name '.*/{pattern[:4]}.*'; give a",
+  ):
+    file_patterns.find(
+      [f"{folder}/a.txt", f"{folder}/{pattern}"], field="Mine.files"
+    )

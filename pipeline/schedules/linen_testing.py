@@ -1,0 +1,297 @@
+"""A small linen model with all that a schedule hands over, for tests."""
+
+from collections.abc import Callable
+from typing import Any
+
+from flax import linen as nn
+from flax import traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from paxon.layers import auxiliary_loss, shared, summaries
+from paxon.layers import testing as layers_testing
+from paxon.learners import gradients, loss_function, variable_groups
+from paxon.pipeline import stage_rules
+from paxon.pipeline import testing as pipeline_testing
+from paxon.pipeline.schedules import (
+  branch_permutes,
+  scheduled_gradients,
+)
+from paxon.quantization import einsum, products
+from paxon.quantization import recipe as recipe_lib
+from paxon.sharding import axes, layout, logical, mesh, variables
+from paxon.sharding import rules as rules_lib
+
+VOCAB, EMBED, ROWS, LENGTH = 6, 4, 16, 3
+
+
+class Kernel(nn.Module):
+  """A product, pinned as those of layers are."""
+
+  names: tuple[str, str]
+  result: str
+  product: Callable[..., jax.Array] = jnp.einsum
+
+  @nn.compact
+  def __call__(self, x):
+    """Returns the product."""
+    init = logical.partitioned(nn.initializers.lecun_normal(), self.names)
+    kernel = self.param("kernel", init, (EMBED, EMBED))
+    y = products.call(self.product, "kernel", "BTD,DE->BTE", x, kernel)
+    return logical.constrain(y, (axes.BATCH, axes.LENGTH, self.result))
+
+
+class Block(auxiliary_loss.Source, nn.Module):
+  """A layer with all that a schedule must hand over.
+
+  Attributes:
+    up: The first product of its branch.
+    out: The second.
+    more: Called with the branch between them, and positions.
+  """
+
+  up: nn.Module
+  out: nn.Module
+  more: nn.Module | None = None
+
+  @nn.compact
+  def __call__(self, x, positions, *, deterministic):
+    """Returns `x` and a branch that depends on all arguments."""
+    scale = self.variable(
+      "scales",
+      "scale",
+      variables.boxed(
+        nn.initializers.ones,
+        (None,),
+        shape=(1,),
+        dtype=np.float32,
+        update=variables.UpdateRule.OVERWRITE_WITH_GRADIENT,
+        combine=variables.CombineRule.MAX,
+      ),
+    )
+    hidden = jnp.tanh(self.up(pipeline_testing.scaled(x, scale.value)))
+    hidden *= jnp.cos(positions.astype(x.dtype))[:, :, None]
+    if self.more is not None:
+      hidden = self.more(hidden, positions)
+    # Not a sum over rows: that of a part of them would be another one.
+    auxiliary_loss.add(self, "size", jnp.sqrt(jnp.mean(hidden**2)))
+    summaries.summarize(self, "rms", jnp.sqrt(jnp.mean(x**2)))
+    del deterministic
+    return x + self.out(hidden)
+
+
+class Model(nn.Module):
+  """An embedding, a stack and a head, as language models have them."""
+
+  stack: nn.Module
+  product: Callable[..., jax.Array] = jnp.einsum
+
+  @nn.compact
+  def loss(self, batch, *, deterministic=False):
+    """Returns a weighted loss, metrics and outputs."""
+    table = self.param(
+      "table",
+      logical.partitioned(
+        nn.initializers.normal(1.0), (axes.VOCAB, axes.EMBED)
+      ),
+      (VOCAB, EMBED),
+    )
+    # Rows whole, as `layers.embedding` has them. XLA's partitioner fails where
+    # rows of ids and both dimensions of a table are split, and `stage` is not
+    # its own.
+    whole = logical.constrain(table, (axes.VOCAB, axes.ACTIVATION_EMBED))
+    x = jnp.take(whole, batch["ids"], axis=0, mode="fill")
+    x = logical.constrain(x, (axes.BATCH, axes.LENGTH, axes.ACTIVATION_EMBED))
+    x = self.stack(x, batch["positions"], deterministic=deterministic)
+    logits = products.call(self.product, "head", "BTD,VD->BTV", x, table)
+    picked = jax.nn.one_hot(batch["targets"], VOCAB)
+    nll = -jnp.sum(picked * jax.nn.log_softmax(logits), axis=-1)
+    weights = batch["factor"] * batch["weights"]
+    weight = jnp.sum(weights)
+    added, more = auxiliary_loss.weighted(self, factor=0.5, weight=weight)
+    loss = jnp.sum(nll * weights) + added
+    return (loss, weight), more, {"nll": nll}
+
+
+def block(
+  *,
+  tied: bool = False,
+  recipe: recipe_lib.Recipe | None = None,
+  more: nn.Module | None = None,
+) -> Block:
+  """Returns the layer.
+
+  Args:
+    tied: Whether all layers share their second product.
+    recipe: With which its products are quantized; None is not.
+    more: As of `Block`.
+  """
+  up = Kernel((axes.EMBED, axes.MLP), axes.ACTIVATION_MLP, product(recipe))
+  names = axes.MLP, axes.EMBED
+  out = Kernel(names, axes.ACTIVATION_EMBED, product(recipe))
+  return Block(up, shared.shared("out", out) if tied else out, more)
+
+
+def product(recipe: recipe_lib.Recipe | None) -> Callable[..., jax.Array]:
+  """Returns the contraction of a layer by itself."""
+  return jnp.einsum if recipe is None else einsum.QuantizedEinsum(recipe)
+
+
+def batch() -> dict[str, jax.Array]:
+  """Returns rows, whose weights differ, and a number for all of them."""
+  rng = np.random.default_rng(0)
+  return {
+    "factor": jnp.float32(0.5),
+    "ids": jnp.asarray(rng.integers(0, VOCAB, (ROWS, LENGTH)), jnp.int32),
+    "targets": jnp.asarray(rng.integers(0, VOCAB, (ROWS, LENGTH)), jnp.int32),
+    "positions": layers_testing.counted(ROWS, LENGTH),
+    "weights": jnp.asarray(rng.uniform(size=(ROWS, LENGTH)), jnp.float32),
+  }
+
+
+def loss_fn(model: nn.Module) -> loss_function.LossFn:
+  """Returns the loss function of a model, with what its layers have sown."""
+
+  def fn(values: Any, batch: Any, rngs: Any) -> loss_function.LossOutput:
+    made: Any = model.apply(
+      values,
+      batch,
+      method="loss",
+      rngs=rngs,
+      mutable=[auxiliary_loss.COLLECTION, summaries.COLLECTION],
+    )
+    (loss, metrics, outputs), new = made
+    sown = dict(new).get(summaries.COLLECTION, {})
+    for rms in jax.tree.leaves(sown):
+      metrics = metrics | {"rms": (rms, jnp.float32(1))}
+    return loss_function.LossOutput(loss, metrics, outputs, {})
+
+  return fn
+
+
+def nll(batch: Any, outputs: Any) -> Any:
+  """A metric function."""
+  total = jnp.sum(outputs["nll"] * batch["weights"])
+  return {"nll": (total, jnp.sum(batch["weights"]))}
+
+
+def of_values(gradient_fn: gradients.GradientFn, specs: Any) -> Any:
+  """Returns `(values, batch, rngs) -> gradients, next values, metrics`."""
+  group = variable_groups.Group
+
+  def fn(values: Any, batch: Any, rngs: Any) -> Any:
+    own = gradients.Variables(
+      params=variable_groups.select(values, group.OPTIMIZED, specs=specs),
+      overwritten=variable_groups.select(
+        values, group.OVERWRITTEN, specs=specs
+      ),
+      constant={},
+    )
+    made = gradient_fn(own, batch, rngs)
+    return made.params, made.overwritten, made.metrics
+
+  return fn
+
+
+def model_of(own: nn.Module, recipe: recipe_lib.Recipe | None = None) -> Model:
+  """Returns the model of a stack, whose head may be quantized."""
+  return Model(own, product(recipe))
+
+
+def variables_of(model: Model) -> tuple[Any, Any]:
+  """Returns values of a model's variables, and their specs."""
+  specs = layers_testing.specs(model, batch(), method="loss")
+  values = layers_testing.random_values(model, batch(), method="loss")
+  return jax.tree.map(jnp.abs, values), specs
+
+
+def accumulated(
+  model: Model, microbatches: int, *, values: Any, specs: Any, rngs: Any = None
+) -> Any:
+  """Returns what a learner computes, microbatch by microbatch.
+
+  Args:
+    model: Without stages.
+    microbatches: How many.
+    values: Of the variables.
+    specs: Of the variables.
+    rngs: Random keys by stream.
+  """
+  run = gradients.make_gradient_fn(
+    loss_fn(model),
+    metric_fns=(nll,),
+    num_microbatches=microbatches,
+    specs=specs,
+  )
+  return jax.jit(of_values(run, specs))(values, batch(), rngs or {})
+
+
+def gradient_fn(model: Model, specs: Any) -> gradients.GradientFn:
+  """Returns the gradients of a model with a scheduled stack."""
+  return scheduled_gradients.make_gradient_fn(
+    model, loss_fn_of=loss_fn, metric_fns=(nll,), specs=specs
+  )
+
+
+def scheduled(
+  model: Model, on: str, *, values: Any, specs: Any, rngs: Any = None
+) -> Any:
+  """Returns what a schedule computes on a mesh, with the layout's rules.
+
+  Args:
+    model: With a scheduled stack.
+    on: The mesh, as text.
+    values: Of the variables.
+    specs: Of the variables.
+    rngs: Random keys by stream.
+  """
+  own: Any = model.stack
+  number = int(np.prod([int(part.split("=")[1]) for part in on.split(",")]))
+  made = layout.Layout(
+    mesh.make_mesh(mesh.MeshSpec.parse(on), devices=jax.devices()[:number]),
+    stage_rules.with_stages(
+      rules_lib.DEFAULT_RULES,
+      num_stages=own.num_stages,
+      num_groups=own.num_groups(),
+      circular_repeats=own.circular_repeats,
+    ),
+  )
+  placed = jax.device_put(values, made.shardings(specs))
+  rows = {
+    name: jax.device_put(
+      x, made.batch_sharding(x.ndim) if x.ndim else made.replicated
+    )
+    for name, x in batch().items()
+  }
+  run = made.jit(of_values(gradient_fn(model, specs), specs))
+  given = placed, rows, rngs or {}
+  compiled = made.lower(run.trace(*given)).compile()
+  # Such a program would hang.
+  assert not branch_permutes.count(compiled.as_text() or "")
+  found = compiled(*given)
+  if own.circular_repeats == 1 and own.num_groups() % own.num_stages == 0:
+    _assert_placed_like(found[0], placed)
+  return found
+
+
+def _assert_placed_like(gradients: Any, values: Any) -> None:
+  """Gradients were summed where the weights are, in parts as large."""
+  flat: Any = traverse_util.flatten_dict(values)
+  found: Any = traverse_util.flatten_dict(gradients)
+  for path, got in found.items():
+    wanted = flat[path].sharding.shard_shape(got.shape)
+    assert got.sharding.shard_shape(got.shape) == wanted, path
+
+
+def assert_equal(got: Any, want: Any, *, rtol: float = 1e-5) -> None:
+  """Compares trees; a leaf may be off by `rtol` of its largest entry."""
+  assert jax.tree.structure(got) == jax.tree.structure(want)
+
+  def check(path: Any, a: Any, b: Any) -> None:
+    off = np.max(np.abs(np.asarray(a) - np.asarray(b)))
+    largest = np.max(np.abs(b))
+    name = jax.tree_util.keystr(path)
+    assert off <= rtol * largest, f"{name}: off by {off} of {largest}"
+
+  jax.tree.map_with_path(check, got, want)

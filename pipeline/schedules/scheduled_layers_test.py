@@ -1,0 +1,125 @@
+"""Tests of layers that keep, draw or look up something, with a schedule."""
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxon.layers import stack
+from paxon.pipeline import spmd_pipeline
+from paxon.pipeline.schedules import (
+  by_name,
+  linen_testing,
+  lowering,
+  scheduled_stack,
+)
+from paxon.quantization import recipes
+from paxon.sharding import axes, logical
+
+MICROBATCHES, LAYERS = 4, 5
+
+
+def _scheduled(block, name, residuals, **fields):
+  """A stack whose layers do not divide by its two stages."""
+  return scheduled_stack.ScheduledStack(
+    (block,),
+    LAYERS,
+    num_stages=2,
+    num_microbatches=MICROBATCHES,
+    schedule=by_name.find(name),
+    residuals=lowering.Residuals(residuals),
+    **fields,
+  )
+
+
+@pytest.mark.parametrize(
+  ("name", "residuals", "on"),
+  [
+    ("fp8", "save", "stage=2"),
+    ("fp8_current", "recompute", "stage=2,data=2"),
+  ],
+)
+def test_quantized_products_are_those_of_a_learner(name, residuals, on):
+  """Those of layers and of the head, with histories of delayed scales."""
+  recipe = recipes.named(name)
+  block = linen_testing.block(recipe=recipe)
+  plain = linen_testing.model_of(stack.Stack((block,), LAYERS), recipe)
+  values, specs = linen_testing.variables_of(plain)
+  schedule = "zb_h1" if residuals == "save" else "1f1b_two_slots"
+  own = _scheduled(block, schedule, residuals)
+  got = linen_testing.scheduled(
+    linen_testing.model_of(own, recipe), on, values=values, specs=specs
+  )
+  want = linen_testing.accumulated(
+    plain, MICROBATCHES, values=values, specs=specs
+  )
+  linen_testing.assert_equal(got, want)
+  if name == "fp8":
+    histories = jax.tree.leaves(got[1]["fp8"])
+    # Of two operands and a gradient of three products.
+    assert len(histories) == 9
+    assert all(np.all(x[..., 0] > 0) for x in histories)
+
+
+class Noise(nn.Module):
+  """Multiplies by random numbers of two streams."""
+
+  @nn.compact
+  def __call__(self, x, positions):
+    """Returns `x`, each number with a factor of its own."""
+    del positions
+    for stream in ("dropout", "rounding"):
+      x *= 0.5 + jax.random.uniform(self.make_rng(stream), x.shape)
+    return x
+
+
+def test_random_numbers_depend_on_layer_and_microbatch_only():
+  """Those of layers and of what is before and after them, on any stage."""
+  block = linen_testing.block(more=Noise())
+  # A stack's scan draws other numbers than a pipeline of one stage.
+  one = spmd_pipeline.PipelinedStack(
+    (block,), LAYERS, num_stages=1, num_microbatches=1
+  )
+  plain = linen_testing.model_of(one)
+  values, specs = linen_testing.variables_of(plain)
+  # Typed keys and raw ones.
+  rngs = {"dropout": jax.random.key(3), "rounding": jax.random.PRNGKey(4)}
+  given = {"values": values, "specs": specs, "rngs": rngs}
+  own = _scheduled(block, "1f1b_two_slots", "save")
+  got = linen_testing.scheduled(
+    linen_testing.model_of(own), "stage=2,data=2", **given
+  )
+  want = linen_testing.accumulated(plain, MICROBATCHES, **given)
+  linen_testing.assert_equal(got, want)
+
+
+class Lookup(nn.Module):
+  """Adds rows of a table, as embeddings of positions in each layer do."""
+
+  @nn.compact
+  def __call__(self, x, positions):
+    """Returns `x` and the rows of `positions`."""
+    init = logical.partitioned(
+      nn.initializers.normal(1.0), (axes.VOCAB, axes.EMBED)
+    )
+    table = self.param("table", init, (linen_testing.VOCAB, x.shape[-1]))
+    return x + jnp.take(table, positions, axis=0, mode="fill")
+
+
+def test_layers_may_look_up_rows_of_a_table():
+  """XLA's partitioner would abort if both axes of the table stayed split."""
+  block = linen_testing.block(more=Lookup())
+  plain = linen_testing.model_of(stack.Stack((block,), LAYERS))
+  values, specs = linen_testing.variables_of(plain)
+  own = _scheduled(block, "1f1b_two_slots", "recompute")
+  got = linen_testing.scheduled(
+    linen_testing.model_of(own),
+    "stage=2,fsdp=2,tensor=2",
+    values=values,
+    specs=specs,
+  )
+  want = linen_testing.accumulated(
+    plain, MICROBATCHES, values=values, specs=specs
+  )
+  linen_testing.assert_equal(got, want)

@@ -1,0 +1,79 @@
+"""Tests for what command lines have in common."""
+
+import subprocess
+import sys
+
+import pytest
+
+from paxon.runner import user_error
+from paxon.tools import command_line
+
+_PROGRAM = f"""
+import sys
+from paxon.tools import {command_line.__name__.rpartition(".")[2]} as lines
+
+def main(argv):
+  if argv == ["interrupt"]:
+    raise KeyboardInterrupt
+  print("line\\n" * 100_000)
+  return len(argv)
+
+lines.run(main)
+"""
+
+
+def _refuse(argv):
+  raise user_error.UserError(f"no\n  {argv[0]}")
+
+
+def _main(*argv):
+  commands = {"count": len, "refuse": _refuse}
+  return command_line.dispatch(argv, commands, help_text=lambda: "the help")
+
+
+@pytest.mark.parametrize(
+  ("argv", "status", "out", "error"),
+  [
+    ((), 2, "the help\n", ""),
+    (("help",), 0, "the help\n", ""),
+    (("--help", "count"), 0, "the help\n", ""),
+    (("count", "-h", "a"), 2, "", ""),
+    (("count",), 0, "", ""),
+    (("refuse", "it"), 2, "", "no it\n"),
+  ],
+)
+def test_dispatches(capsys, argv, status, out, error):
+  assert _main(*argv) == status
+  assert tuple(capsys.readouterr()) == (out, error)
+
+
+def test_the_closest_command_is_named(capsys):
+  assert _main("coumt") == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  assert line.startswith("There is no command 'coumt'; did you mean 'count'")
+
+
+def _start(*argv, **kwargs):
+  command = [sys.executable, "-c", _PROGRAM, *argv]
+  return subprocess.Popen(command, stderr=subprocess.PIPE, **kwargs)
+
+
+def test_the_status_is_that_of_the_program():
+  process = _start("a", "b", "c", stdout=subprocess.DEVNULL)
+  assert process.communicate()[1] == b""
+  assert process.returncode == 3
+
+
+def test_a_reader_that_has_had_enough_is_no_error():
+  process = _start(stdout=subprocess.PIPE)
+  assert process.stdout.readline() == b"line\n"
+  process.stdout.close()
+  assert process.stderr.read() == b""
+  process.stderr.close()
+  assert process.wait() == 0
+
+
+def test_an_interrupt_has_the_status_of_a_shell():
+  process = _start("interrupt", stdout=subprocess.DEVNULL)
+  assert process.communicate()[1] == b""
+  assert process.returncode == 130
