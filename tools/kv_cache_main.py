@@ -76,8 +76,7 @@ def main(arguments: Sequence[str]) -> int:
   )
   print(text)
   if options.write:
-    path = _ROOT / _PAGE
-    path.write_text(page_sections.replaced(path.read_text(), _SECTION, text))
+    page_sections.write(_ROOT / _PAGE, _SECTION, text)
     print(f"wrote {_PAGE}")
   return 0
 

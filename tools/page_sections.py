@@ -4,6 +4,7 @@ Each part begins with a comment that names the command that makes it, and ends
 with a comment that is the same for all.
 """
 
+import pathlib
 from typing import Final
 
 END: Final = "<!-- Until here. -->"
@@ -32,3 +33,8 @@ def replaced(page: str, command: str, content: str) -> str:
       f"The page must have {begin(command)} once, and {END} after it."
     )
   return f"{before}{mark}\n\n{content}\n\n{end}{after}"
+
+
+def write(path: pathlib.Path, command: str, content: str) -> None:
+  """Writes another part into the page at `path`; raises as `replaced`."""
+  path.write_text(replaced(path.read_text(), command, content))

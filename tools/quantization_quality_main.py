@@ -90,8 +90,7 @@ def main(arguments: Sequence[str], run: Run | None = None) -> int:
   print(text)
   if options.write:
     (_ROOT / _FIGURES).write_text(results.to_json())
-    page = _ROOT / _PAGE
-    page.write_text(page_sections.replaced(page.read_text(), _SECTION, text))
+    page_sections.write(_ROOT / _PAGE, _SECTION, text)
     print(f"wrote {_PAGE} and {_FIGURES}")
   return 0
 

@@ -131,9 +131,13 @@ def test_wrong_arguments_are_refused(argument, message, capsys):
   assert message in capsys.readouterr().err
 
 
-def test_a_section_is_replaced_between_its_marks():
+def test_a_section_is_replaced_between_its_marks(tmp_path):
   page = "a\n<!-- Made by x. -->\nold\n<!-- Until here. -->\nb\n"
   found = page_sections.replaced(page, "x", "new")
   assert found == "a\n<!-- Made by x. -->\n\nnew\n\n<!-- Until here. -->\nb\n"
   with pytest.raises(ValueError, match=r"must have <!-- Made by y. --> once"):
     page_sections.replaced(page, "y", "new")
+  path = tmp_path / "page.md"
+  path.write_text(page)
+  page_sections.write(path, "x", "new")
+  assert path.read_text() == found
