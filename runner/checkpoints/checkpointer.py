@@ -41,6 +41,8 @@ _MANIFEST = "manifest"
 # Orbax calls it so in the folder of a JSON item.
 _JSON_FILE = "metadata"
 _HAS_MANIFEST = 2
+# Of larger arrays each device moves its part to the host.
+_ONE_COPY_BYTES = 2**20
 
 
 class DamagedCheckpointError(Exception):
@@ -208,7 +210,9 @@ class Checkpointer:
     }
     args = ocp.args.Composite(
       **{
-        _STATE: ocp.args.PyTreeSave(named_tree.to_named(tree, specs=specs)),
+        _STATE: ocp.args.PyTreeSave(
+          jax.tree.map(_one_copy, named_tree.to_named(tree, specs=specs))
+        ),
         _DATA: ocp.args.JsonSave(dict(data)),
         _METADATA: ocp.args.JsonSave(metadata),
         _MANIFEST: checked_item.ManifestArgs(),
@@ -495,6 +499,41 @@ def _reason(error: BaseException) -> str:
   """Returns why a write failed: of TensorStore's long story the last clause."""
   story = _first_line(error).partition(" [tensorstore_spec=")[0]
   return story.rpartition('": ')[2]
+
+
+def _one_copy(x: Any) -> Any:
+  """Returns a small array without the copies that further devices have.
+
+  Orbax would have each copy write a slice, and compile a program for every
+  shape and device at the first save.
+
+  Args:
+    x: A leaf of what is saved. Only arrays of this process alone are changed.
+  """
+  sharding = getattr(x, "sharding", None)
+  if (
+    not isinstance(sharding, jax.sharding.NamedSharding)
+    or x.nbytes > _ONE_COPY_BYTES
+    or not x.is_fully_addressable
+  ):
+    return x
+  mesh, spec = sharding.mesh, sharding.spec
+  used = {name for entry in spec for name in jax.tree.leaves(entry)}
+  devices = mesh.devices[
+    tuple(slice(None if n in used else 1) for n in mesh.axis_names)
+  ]
+  if devices.size == mesh.size:
+    return x
+  parts = {shard.device: shard.data for shard in x.addressable_shards}
+  return jax.make_array_from_single_device_arrays(
+    x.shape,
+    jax.sharding.NamedSharding(
+      jax.sharding.Mesh(devices, mesh.axis_names),
+      spec,
+      memory_kind=sharding.memory_kind,
+    ),
+    [parts[device] for device in devices.flat],
+  )
 
 
 def _first_line(error: BaseException) -> str:

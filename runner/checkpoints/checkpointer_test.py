@@ -102,6 +102,52 @@ def test_buffers_may_be_donated_while_a_save_is_under_way(tmp_path):
       _assert_equal(restored.tree, values)
 
 
+@pytest.fixture(name="compiled")
+def _compiled():
+  """Counts the programs that are compiled."""
+  events = []
+
+  def listen(event, duration, **_):
+    del duration
+    if event == "/jax/core/compile/backend_compile_duration":
+      events.append(event)
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  yield events
+  jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.parametrize("mesh", [*MESHES, "data=2,sequence=2,fsdp=2"])
+def test_saving_compiles_nothing_where_devices_have_copies(
+  tmp_path, compiled, mesh
+):
+  jax.clear_caches()
+  tree = _tree()
+  placed = _placed(tree, _layout(mesh))
+  with checkpointer.Checkpointer(epath.Path(tmp_path)) as checkpoints:
+    del compiled[:]
+    checkpoints.save(1, placed, specs=SPECS, data={})
+    assert not compiled
+    checkpoints.wait()
+    shardings = _layout(MESHES[0]).shardings(SPECS)
+    restored = checkpoints.restore(1, specs=SPECS, shardings=shardings)
+  _assert_equal(restored.tree, tree)
+
+
+def test_large_copies_are_written_by_several_devices(tmp_path, compiled):
+  specs = {"x": _spec("x", (16, 2**15))}
+  tree = {"x": np.arange(2.0**19, dtype=np.float32).reshape(16, -1)}
+  placed = jax.device_put(tree, _layout("data=8").shardings(specs))
+  with checkpointer.Checkpointer(epath.Path(tmp_path)) as checkpoints:
+    del compiled[:]
+    checkpoints.save(1, placed, specs=specs, data={})
+    assert compiled
+    checkpoints.wait()
+    shardings = _layout("fsdp=8").shardings(specs)
+    restored = checkpoints.restore(1, specs=specs, shardings=shardings)
+  _assert_equal(restored.tree, tree)
+
+
 def test_part_of_a_checkpoint_can_be_read(tmp_path):
   tree, layout = _tree(), _layout("fsdp=8")
   wanted = {"params": SPECS["params"]}
