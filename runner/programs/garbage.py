@@ -21,10 +21,12 @@ class Postponed:
 
   def __init__(self) -> None:
     self._was_enabled = False
+    self._was_frozen = False
     self._steps = 0
 
   def __enter__(self) -> "Postponed":
     self._was_enabled = gc.isenabled()
+    self._was_frozen = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -36,7 +38,9 @@ class Postponed:
     exception: BaseException | None,
     traceback: TracebackType | None,
   ) -> None:
-    gc.unfreeze()
+    # What others have set aside cannot be told from what is set aside here.
+    if not self._was_frozen:
+      gc.unfreeze()
     if self._was_enabled:
       gc.enable()
 

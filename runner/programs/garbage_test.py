@@ -17,6 +17,14 @@ def _lost_cycle():
   return weakref.ref(_Cycle())
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_set_aside():
+  """As in a program of its own: who runs the tests has set imports aside."""
+  gc.unfreeze()
+  yield
+  gc.freeze()
+
+
 def test_cycles_live_until_they_are_collected():
   before = _lost_cycle()
   with garbage.Postponed() as postponed:
@@ -33,6 +41,13 @@ def test_what_was_there_before_is_set_aside():
     assert gc.get_freeze_count() > 1000
     assert len(gc.get_objects()) < 1000
   assert gc.get_freeze_count() == 0
+
+
+def test_what_others_have_set_aside_stays_so():
+  gc.freeze()
+  with garbage.Postponed():
+    pass
+  assert gc.get_freeze_count() > 1000
 
 
 def test_cycles_are_freed_now_and_then_without_being_asked():

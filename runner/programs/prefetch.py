@@ -6,6 +6,7 @@ has read ahead is neither skipped nor repeated by the run that goes on.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+import contextlib
 import dataclasses
 import queue
 import threading
@@ -122,12 +123,11 @@ class Prefetcher:
   def close(self) -> None:
     """Ends the thread; batches that are ready are dropped."""
     self._closed.set()
-    while self._thread.is_alive():
-      # The thread may be waiting for a free place.
-      try:
-        self._ready.get(timeout=0.01)
-      except queue.Empty:
-        continue
+    # The thread may be waiting for a free place, and then puts one item at
+    # most before it sees that it is closed.
+    with contextlib.suppress(queue.Empty):
+      while True:
+        self._ready.get_nowait()
     self._thread.join()
 
   def _read(self) -> None:

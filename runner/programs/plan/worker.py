@@ -5,23 +5,20 @@ reads when it starts, and because a compiler may die of what it is given.
 """
 
 import json
-import os
 import pathlib
-import stat
 import sys
-import threading
 
 from paxon.runner import user_error
 from paxon.runner.configuration import overrides as overrides_lib
 from paxon.runner.configuration import refusals, resolving
 from paxon.runner.plan import result
 from paxon.runner.plan import target as targets
-from paxon.runner.programs.plan import measure
+from paxon.runner.programs.plan import lifeline, measure
 
 
 def main(arguments: list[str]) -> int:
   """Reads a request (JSON), plans, and writes the plan or `{"error": text}`."""
-  _end_with_parent()
+  lifeline.end_with_parent()
   request_file, result_file = map(pathlib.Path, arguments)
   request = json.loads(request_file.read_text())
   overrides = [overrides_lib.Override(**o) for o in request["overrides"]]
@@ -45,22 +42,6 @@ def main(arguments: list[str]) -> int:
     text = json.dumps({"error": message})
   result_file.write_text(text)
   return 0
-
-
-def _end_with_parent() -> None:
-  """Ends this process when the one at the other end of its input is gone.
-
-  A compiler that nobody waits for would run on for minutes.
-  """
-  if not stat.S_ISFIFO(os.fstat(0).st_mode):
-    return
-
-  def wait() -> None:
-    os.read(0, 1)
-    # No cleaning up: a compiler cannot be interrupted.
-    os._exit(1)
-
-  threading.Thread(target=wait, daemon=True).start()
 
 
 if __name__ == "__main__":
