@@ -59,17 +59,18 @@ class Stack(nn.Module):
 
 
 def _x():
-  return jax.random.normal(jax.random.key(1), (BATCH, WIDTH), jnp.float32)
+  x = np.random.default_rng(1).standard_normal((BATCH, WIDTH))
+  return jnp.asarray(x, jnp.float32)
 
 
 def _variables(module):
-  return jax.tree.map(
-    jnp.asarray, nn.unbox(module.init(jax.random.key(0), _x()))
-  )
+  return nn.unbox(jax.jit(module.init)(jax.random.key(0), _x()))
 
 
 def test_a_plain_function_is_called_without_names():
-  y, _ = Layer(jnp.einsum).apply(v := _variables(Layer(jnp.einsum)), _x())
+  layer = Layer(jnp.einsum)
+  v = _variables(layer)
+  y, _ = jax.jit(layer.apply)(v, _x())
   k = np.asarray(v["params"]["kernels"], np.float64)
   x = np.asarray(_x(), np.float64)
   wanted = x + np.tanh(x @ k[0]) @ k[1] + x @ k[2]
@@ -129,9 +130,9 @@ def test_a_state_is_of_one_use():
   """Its next value is a gradient, and those of two uses are added up."""
   key = jax.random.key(0)
   with pytest.raises(ValueError, match=r"a/einsum/in is computed twice in a"):
-    Twice(recipes.named("fp8")).init(key, _x())
+    jax.eval_shape(Twice(recipes.named("fp8")).init, key, _x())
   # Without a state there is nothing to add up.
-  made = Twice(recipes.named("fp8_current")).init(key, _x())
+  made = jax.eval_shape(Twice(recipes.named("fp8_current")).init, key, _x())
   assert set(made) == {"params"}
 
 
@@ -140,7 +141,7 @@ def test_without_a_state_delayed_scales_are_current():
   current = Layer(einsum.QuantizedEinsum(recipes.named("fp8_current")))
   params = {"params": _variables(delayed)["params"]}
   np.testing.assert_array_equal(
-    delayed.apply(params, _x())[0], current.apply(params, _x())[0]
+    *(jax.jit(layer.apply)(params, _x())[0] for layer in (delayed, current))
   )
 
 
@@ -159,8 +160,10 @@ def test_random_rounding_draws_from_its_stream():
   layer = Layer(provider)
   values = _variables(layer)
 
+  apply = jax.jit(lambda rngs: layer.apply(values, _x(), rngs=rngs)[0])
+
   def run(**rngs):
-    return np.asarray(layer.apply(values, _x(), rngs=rngs)[0])
+    return np.asarray(apply(rngs))
 
   first = run(rounding=jax.random.key(0))
   np.testing.assert_array_equal(first, run(rounding=jax.random.key(0)))
@@ -172,22 +175,26 @@ def test_random_rounding_draws_from_its_stream():
 
 def test_training_without_the_stream_is_refused():
   layer = Layer(_random("gradient"))
-  values = _variables(layer)
+  values = nn.unbox(jax.eval_shape(layer.init, jax.random.key(0), _x()))
+  gradient = jax.grad(lambda v: jnp.sum(layer.apply(v, _x())[0]))
   with pytest.raises(ValueError, match="needs a random key"):
-    jax.grad(lambda v: jnp.sum(layer.apply(v, _x())[0]))(values)
+    jax.eval_shape(gradient, values)
 
 
 def test_is_quantized_einsum():
   recipe = recipes.named("int8")
   provider = einsum.QuantizedEinsum(recipe)
-  kernel = jax.random.normal(jax.random.key(2), (WIDTH, 5), jnp.float32)
-  args = ("BD,DF->BF", _x().astype(jnp.bfloat16), kernel.astype(jnp.bfloat16))
-  actual = provider.apply(
-    {}, *args, product="kernel", preferred_element_type=jnp.float32
-  )
-  wanted = quantized_einsum.quantized_einsum(
-    *args, recipe=recipe, preferred_element_type=jnp.float32
-  )
+  kernel = np.random.default_rng(2).standard_normal((WIDTH, 5))
+  equation, wide = "BD,DF->BF", {"preferred_element_type": jnp.float32}
+  args = _x().astype(jnp.bfloat16), jnp.asarray(kernel, jnp.bfloat16)
+  actual = jax.jit(
+    lambda *args: provider.apply({}, equation, *args, product="kernel", **wide)
+  )(*args)
+  wanted = jax.jit(
+    lambda *args: quantized_einsum.quantized_einsum(
+      equation, *args, recipe=recipe, **wide
+    )
+  )(*args)
   assert actual.dtype == jnp.float32
   np.testing.assert_array_equal(actual, wanted)
 

@@ -347,10 +347,13 @@ def test_the_mean_of_stochastic_gradients_is_that_of_the_exact_one():
 
 def test_a_forward_product_without_a_key_rounds_to_the_nearest():
   equation = "BTD,DF->BTF"
-  lhs, rhs, _ = map(jnp.asarray, _operands(equation))
-  product = functools.partial(
-    quantized_einsum.quantized_einsum, equation, lhs, rhs
+  lhs, rhs, _ = _operands(equation)
+  compiled = jax.jit(
+    quantized_einsum.quantized_einsum,
+    static_argnums=0,
+    static_argnames="recipe",
   )
+  product = functools.partial(compiled, equation, lhs, rhs)
   drawn = _recipe("int8", rounding=STOCHASTIC)
   nearest = product(recipe=_recipe("int8"))
   np.testing.assert_array_equal(product(recipe=drawn), nearest)
@@ -362,11 +365,14 @@ def test_a_backward_product_without_a_key_is_refused():
     FP8, gradient=recipe.TensorRecipe(E5M2, rounding=STOCHASTIC)
   )
   with pytest.raises(ValueError, match=r"STOCHASTIC needs a random key"):
-    jax.grad(
-      lambda x: quantized_einsum.quantized_einsum(
-        "AB,BC->AC", x, x, recipe=tensors
-      ).sum()
-    )(jnp.ones((2, 2)))
+    jax.eval_shape(
+      jax.grad(
+        lambda x: quantized_einsum.quantized_einsum(
+          "AB,BC->AC", x, x, recipe=tensors
+        ).sum()
+      ),
+      jnp.ones((2, 2)),
+    )
 
 
 def _program(tensors: recipe.Recipe, dtype=jnp.bfloat16) -> str:

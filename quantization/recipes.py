@@ -7,8 +7,10 @@
   fp8_block    e4m3 everywhere, a scale for tiles of 128 (kernels: 128 x 128)
   int8         int8 everywhere, a scale for each row; gradients are rounded at
                random (AQT)
-  int4         int4 forward, and backward as int8 has it; weights that are
-               served have the range that loses least
+  int4         weights in int4, and all else as int8 has it, so that training
+               sees what is served: activations of four bits would cost much and
+               gain nothing where products are of int8. Weights that are served
+               have the range that loses least
 
 A mode may follow after a colon, as in `int8:serve`: `train` (what is left out)
 quantizes the products of training.
@@ -129,10 +131,9 @@ _RECIPES: Final = {
   ),
   "int8": recipe_lib.Recipe(_INT8, _INT8, _RANDOM),
   "int4": recipe_lib.Recipe(
-    _INT4,
+    _INT8,
     _INT4,
     _RANDOM,
-    backward_lhs=_INT8,
     backward_rhs=_INT8,
     # With so few steps, outliers cost more than they are worth.
     search_range=True,

@@ -71,7 +71,7 @@ def test_names_and_modes():
     "fp8_channel": [e4m3] * 3,
     "fp8_block": [e4m3] * 3,
     "int8": ["int8"] * 3,
-    "int4": ["int4", "int4", "int8"],
+    "int4": ["int8", "int4", "int8"],
   }
   assert recipes.named("fp8").is_delayed
   assert recipes.named("int4").backward_rhs.format is number_formats.INT8

@@ -46,10 +46,9 @@ _PARAMS = "params"
 def serving_recipe(recipe: recipe_lib.Recipe) -> recipe_lib.Recipe:
   """Returns the recipe by which a product of a recipe of training is served.
 
-  Weights keep their format and get a scale for each output. Activations that
-  are quantized in training are so with a scale for each row: in the format of
-  training, but of int4 in int8, which multiplies no slower and is finer. The
-  range of weights is searched for where the recipe says so.
+  Both operands keep the formats of training. Weights get a scale for each
+  output, activations that are quantized one for each row. The range of weights
+  is searched for where the recipe says so.
 
   Args:
     recipe: How the product is quantized in training.
@@ -57,8 +56,7 @@ def serving_recipe(recipe: recipe_lib.Recipe) -> recipe_lib.Recipe:
   rhs = recipe.rhs and _per_channel(recipe.rhs.format)
   lhs = None
   if recipe.lhs is not None:
-    is_int4 = recipe.lhs.format is number_formats.INT4
-    lhs = _per_channel(number_formats.INT8 if is_int4 else recipe.lhs.format)
+    lhs = _per_channel(recipe.lhs.format)
   return recipe_lib.Recipe(lhs, rhs, None, search_range=recipe.search_range)
 
 

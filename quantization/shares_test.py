@@ -19,9 +19,11 @@ def test_shares_are_counted():
   )
   # A scale of one: from 2^-10 up to 448.
   x = jnp.array([0.0, 1.0, 500.0, -449.0, 448.0, 2.0**-11, jnp.inf, jnp.nan])
-  got = shares.of(
-    x, quantized_array.quantize(x, tensor, history=jnp.array([448.0]))
-  )
+  got = jax.jit(
+    lambda x, history: shares.of(
+      x, quantized_array.quantize(x, tensor, history=history)
+    )
+  )(x, jnp.array([448.0]))
   assert (got.clipped, got.flushed, got.not_finite) == (2 / 8, 1 / 8, 2 / 8)
 
 
@@ -30,8 +32,9 @@ def test_tiles_are_judged_by_their_own_scales():
     number_formats.INT4, recipe.Granularity.BLOCK, block=(2, 1)
   )
   x = jnp.array([[1.0, 0.01, 0.01, 0.01]])
-  quantized = quantized_array.quantize(x, tensor, contracted=(1,))
-  got = shares.of(x, quantized)
+  got = jax.jit(
+    lambda x: shares.of(x, quantized_array.quantize(x, tensor, contracted=(1,)))
+  )(x)
   assert (got.clipped, got.flushed) == (0.0, 1 / 4)
 
 
@@ -61,11 +64,10 @@ def test_operands_of_a_product_are_quantized_as_in_it():
 
 def test_operands_that_are_not_quantized_have_no_shares():
   int8 = recipe.TensorRecipe(number_formats.INT8)
-  got = shares.of_operands(
-    "BD,DF->BF",
-    jnp.ones((2, 2)),
-    jnp.ones((2, 2)),
-    recipe=recipe.Recipe(None, int8, None),
-  )
+  got = jax.jit(
+    lambda lhs, rhs: shares.of_operands(
+      "BD,DF->BF", lhs, rhs, recipe=recipe.Recipe(None, int8, None)
+    )
+  )(*np.ones((2, 2, 2), np.float32))
   assert list(got) == ["rhs"]
   assert np.asarray(got["rhs"].clipped) == pytest.approx(0.0)
