@@ -82,7 +82,9 @@ LAYER = Workload(
 )
 # A step reads 72 MB of parameters; with less, the time of a single operation
 # would count.
-GENERATION = Workload(
+GENERATION = dataclasses.replace(QUICKSTART, length=128)
+# Its steps read 80 MB of parameters.
+LARGER_GENERATION = Workload(
   config=Config(
     vocab_size=1024,
     num_layers=6,
@@ -250,6 +252,15 @@ CASES: Mapping[str, Case] = {
   "generation": Case(
     summary="greedy, 128 tokens after 128, batch 8 / plain JAX",
     workload=GENERATION,
+    run=_generation,
+    # A short one each, so that both see the same weather.
+    rounds=101,
+    is_default=False,
+    group=LAYERS,
+  ),
+  "generation_larger": Case(
+    summary="the same with 24 times the parameters in products",
+    workload=LARGER_GENERATION,
     run=_generation,
     rounds=21,
     is_default=False,

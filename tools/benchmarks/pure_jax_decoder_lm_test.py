@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import pytest
 
-from paxon.runner.programs import session as session_lib
 from paxon.tools.benchmarks import (
   decoder_lm_job,
   decoder_lm_workload,
@@ -40,12 +39,13 @@ def _workload(**config) -> decoder_lm_workload.Workload:
 
 
 def _trained(workload: decoder_lm_workload.Workload):
-  """Returns both states after some steps, and the metrics of each step."""
+  """Returns both states after some steps, each step's metrics, our first."""
   job = workload.job()
   ours = decoder_lm_workload.compile_ours(job, devices=jax.devices()[:1])
   first = ours.start(count=1)
   second = decoder_lm_workload.pure_jax_steps(ours, workload, count=1)
   metrics = []
+  initial = jax.device_get(decoder_lm_job.to_pure_jax(first.state))
   state, other = first.state, second.state
   for i in range(STEPS):
     batch = ours.batches[i % len(ours.batches)]
@@ -54,7 +54,7 @@ def _trained(workload: decoder_lm_workload.Workload):
     other, values = second.step(other, {k: batch[k] for k in keys})
     means = {name: pair[0] / pair[1] for name, pair in pairs.items()}
     metrics.append((jax.device_get(means), jax.device_get(values)))
-  return decoder_lm_job.to_pure_jax(state), other, metrics
+  return decoder_lm_job.to_pure_jax(state), other, metrics, initial
 
 
 def _distance(a, b) -> float:
@@ -76,7 +76,7 @@ def test_metrics_agree_with_ours_at_every_step(float32):
 
 @pytest.mark.parametrize("group", ["params", "mu", "nu"])
 def test_state_agrees_with_ours_after_five_steps(float32, group):
-  ours, theirs, _ = float32
+  ours, theirs, *_ = float32
   assert ours["step"] == theirs["step"] == STEPS
   assert ours[group].keys() == theirs[group].keys()
   for name, value in theirs[group].items():
@@ -90,7 +90,7 @@ def test_the_loss_falls(float32):
 
 
 def test_bfloat16_agrees_within_its_precision():
-  ours, theirs, metrics = _trained(_workload(dtype="bfloat16"))
+  ours, theirs, metrics, _ = _trained(_workload(dtype="bfloat16"))
   for means, values in metrics:
     np.testing.assert_allclose(means["loss"], values["loss"], rtol=2e-3)
   for name, value in theirs["params"].items():
@@ -98,11 +98,9 @@ def test_bfloat16_agrees_within_its_precision():
     assert _distance(ours["params"][name], value) < 2e-2, name
 
 
-def test_its_own_initial_values_have_the_shapes_of_ours():
-  workload = _workload()
-  own = pure_jax_decoder_lm.initial_state(workload.config, jax.random.key(0))
-  session = session_lib.open_session(workload.job(), devices=jax.devices()[:1])
-  loaded = decoder_lm_job.to_pure_jax(session.initial_state())
+def test_its_own_initial_values_have_the_shapes_of_ours(float32):
+  loaded = float32[3]
+  own = pure_jax_decoder_lm.initial_state(_workload().config, jax.random.key(0))
 
   def shapes(tree):
     return jax.tree.map(lambda x: (x.shape, x.dtype.name), tree)

@@ -57,18 +57,22 @@ class Struck:
 
 
 def undisturbed(
-  folder: pathlib.Path, *, launch: tiny_run.Launch = tiny_run.command_line
+  folder: pathlib.Path,
+  *,
+  launch: tiny_run.Launch = tiny_run.command_line,
+  num_steps: int = tiny_run.NUM_STEPS,
 ) -> Expected:
   """Runs to the end.
 
   Args:
     folder: An empty one.
     launch: What starts processes, also those that are compared with this one.
+    num_steps: How many steps these runs have.
 
   Raises:
     RuntimeError: The run failed.
   """
-  run = tiny_run.TinyRun(folder / "run", launch=launch)
+  run = tiny_run.TinyRun(folder / "run", launch=launch, num_steps=num_steps)
   start = time.monotonic()
   ended = run.finish(run.start())
   seconds = time.monotonic() - start
@@ -97,7 +101,11 @@ def disturbed(
   """
   needs_disk = "disk full" in kinds
   with scratch_disk.scratch_disk(folder, wanted=needs_disk):
-    run = tiny_run.TinyRun(folder / "run", launch=expected.run.launch)
+    run = tiny_run.TinyRun(
+      folder / "run",
+      launch=expected.run.launch,
+      num_steps=expected.run.num_steps,
+    )
     newest, results = None, []
     for kind in kinds:
       struck = _strike(run, kind, newest, expected, choice)
@@ -133,7 +141,7 @@ def _strike(
       problems=(f"{kind}: the process did not end",),
     )
   newest = _newest(run)
-  problems = _start_problems(ended, before)
+  problems = _start_problems(ended, before, run.num_steps)
   # What was damaged on purpose may be lost.
   if "checkpoint" not in kind:
     problems += _lost(before, newest)
@@ -162,7 +170,7 @@ def _wait(
     with contextlib.suppress(subprocess.TimeoutExpired):
       process.wait(choice.uniform(0.0, expected.seconds))
     return
-  step = choice.randrange((before or 0) + 1, tiny_run.NUM_STEPS + 2)
+  step = choice.randrange((before or 0) + 1, run.num_steps + 2)
   while process.poll() is None and run.last_begun_step() < step:
     time.sleep(_LOOK_SECONDS)
   with contextlib.suppress(subprocess.TimeoutExpired):
@@ -176,7 +184,7 @@ def _end(
   if ended.status:
     lines = ended.output.strip().splitlines() or ["no output"]
     return [f"the last process failed ({ended.status}): {lines[-1]}"]
-  problems = _start_problems(ended, newest)
+  problems = _start_problems(ended, newest, run.num_steps)
   if run.digest() != expected.digest:
     problems.append("the arrays differ from those of the undisturbed run")
   if run.figures() != expected.run.figures():
@@ -188,10 +196,12 @@ def _newest(run: tiny_run.TinyRun) -> int | None:
   return max(run.whole_steps(), default=None)
 
 
-def _start_problems(ended: tiny_run.Ended, newest: int | None) -> list[str]:
+def _start_problems(
+  ended: tiny_run.Ended, newest: int | None, num_steps: int
+) -> list[str]:
   """Whether a process went on from the newest whole checkpoint, if it began."""
   came_so_far = ended.continued_from is not None or "step 1/" in ended.output
-  done = newest == tiny_run.NUM_STEPS
+  done = newest == num_steps
   if not came_so_far or done or ended.continued_from == newest:
     return []
   return [

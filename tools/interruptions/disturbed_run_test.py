@@ -16,6 +16,8 @@ from paxon.tools.interruptions import (
 )
 
 MAIN = "command_line"
+# Enough for checkpoints to be deleted, and for an evaluation on the way.
+NUM_STEPS = 20
 # Each kind once; `tools/chaos` does many more.
 PLANS = (
   ("SIGKILL", "newest checkpoint bit-flipped"),
@@ -32,7 +34,7 @@ def expected(tmp_path_factory):
     def launch(arguments, log):
       return forks.start(MAIN, arguments, devices=1, log=log)
 
-    yield disturbed_run.undisturbed(folder, launch=launch)
+    yield disturbed_run.undisturbed(folder, launch=launch, num_steps=NUM_STEPS)
 
 
 @pytest.mark.parametrize("kinds", PLANS, ids=" and ".join)
@@ -47,10 +49,10 @@ def test_a_disturbed_run_ends_as_an_undisturbed_one(expected, tmp_path, kinds):
 
 def test_a_process_is_the_real_command_line(expected):
   # All others are forks, which need not import anything.
-  run = tiny_run.TinyRun(expected.run.folder)
+  run = tiny_run.TinyRun(expected.run.folder, num_steps=NUM_STEPS)
   ended = run.finish(run.start())
   assert ended.status == 0
-  assert f"step {tiny_run.NUM_STEPS} is there already" in ended.output
+  assert f"step {NUM_STEPS} is there already" in ended.output
 
 
 def test_the_test_covers_all_kinds():
@@ -67,7 +69,7 @@ def test_other_arrays_and_figures_are_noticed(expected, tmp_path):
   other = dataclasses.replace(
     expected, digest="0" * 64, run=Other(tmp_path / "run")
   )
-  problems = disturbed_run._end(expected.run, tiny_run.NUM_STEPS, other)
+  problems = disturbed_run._end(expected.run, NUM_STEPS, other)
   assert problems == [
     "the arrays differ from those of the undisturbed run",
     "the figures differ from those of the undisturbed run",
@@ -78,12 +80,12 @@ def test_a_wrong_start_and_a_lost_checkpoint_are_noticed():
   text = "continuing from the checkpoint of step 4\n"
   ended = tiny_run.Ended(status=0, output=text)
   assert ended.continued_from == 4
-  assert disturbed_run._start_problems(ended, 4) == []
-  assert disturbed_run._start_problems(ended, 6) == [
+  assert disturbed_run._start_problems(ended, 4, NUM_STEPS) == []
+  assert disturbed_run._start_problems(ended, 6, NUM_STEPS) == [
     "went on from step 4, and the newest whole checkpoint was of step 6"
   ]
-  began_anew = tiny_run.Ended(status=0, output="step 1/40  loss 5.6")
-  assert disturbed_run._start_problems(began_anew, 6)
+  began_anew = tiny_run.Ended(status=0, output="step 1/20  loss 5.6")
+  assert disturbed_run._start_problems(began_anew, 6, NUM_STEPS)
   assert disturbed_run._lost(6, 4) == [
     "the checkpoint of step 6 was lost; the newest is 4"
   ]

@@ -27,7 +27,6 @@ from paxon.runner.checkpoints import (
 EXPERIMENT = "paxon.runner.programs.testing.TinyLm"
 NUM_STEPS = 40
 _KNOBS = {
-  "num_train_steps": NUM_STEPS,
   "checkpoint_every_steps": 2,
   "eval_every_steps": 15,
   "delay": 0.05,
@@ -100,7 +99,11 @@ class TinyRun:
   """One run's folder."""
 
   def __init__(
-    self, folder: pathlib.Path, *, launch: Launch = command_line
+    self,
+    folder: pathlib.Path,
+    *,
+    launch: Launch = command_line,
+    num_steps: int = NUM_STEPS,
   ) -> None:
     """Names the folder.
 
@@ -108,9 +111,11 @@ class TinyRun:
       folder: Where the run is, or will be. Output of its processes goes beside
         it, because its own disk may be full.
       launch: What starts its processes.
+      num_steps: How many steps it has.
     """
     self.folder = folder
     self.launch = launch
+    self.num_steps = num_steps
     self._log = folder.parent.parent / f"{folder.parent.name}.log"
 
   @property
@@ -122,6 +127,7 @@ class TinyRun:
     """Starts a process that trains, from the newest checkpoint if any."""
     arguments = [
       *(f"--exp={EXPERIMENT}", f"--job_log_dir={self.folder}"),
+      f"--fdl.num_train_steps={self.num_steps}",
       *(f"--fdl.{name}={value}" for name, value in _KNOBS.items()),
     ]
     return self.launch(arguments, self._log)
