@@ -133,9 +133,9 @@ def test_a_chunk_is_no_longer_than_asked():
     return _head(variables, x)
 
   for chunk_length in (1, 3, 4, 6, 7, 8, None):
-    _loss(chunk_length=chunk_length)(
-      head, _kernel(), _x(), targets=TARGETS, weights=WEIGHTS
-    )
+    loss = _loss(chunk_length=chunk_length)
+    call = functools.partial(loss, head, targets=TARGETS, weights=WEIGHTS)
+    jax.eval_shape(call, _kernel(), _x())
   # Of nearly equal chunks, so that little is padded.
   assert lengths == [1, 3, 4, 4, 7, 7, 7]
 
@@ -158,7 +158,9 @@ def test_gradients_match_finite_differences():
     output = _outputs(loss, values[0], values[1], values[2])
     return jnp.sin(output.loss)
 
-  testing.assert_gradients_match(total, (_kernel(), _x(), WEIGHTS))
+  testing.assert_gradients_match(
+    total, (_kernel(), _x(), WEIGHTS), has_rule=True
+  )
 
 
 def test_matches_optax():
@@ -255,8 +257,10 @@ def test_inside_of_remat_and_scan():
 
     return jax.lax.scan(body, jnp.zeros(()), None, length=2)
 
-  expected = jax.grad(total, argnums=(0, 1), has_aux=True)(_kernel(), _x())[0]
-  actual = jax.grad(twice, argnums=(0, 1), has_aux=True)(_kernel(), _x())[0]
+  expected, actual = (
+    jax.jit(jax.grad(fn, argnums=(0, 1), has_aux=True))(_kernel(), _x())[0]
+    for fn in (total, twice)
+  )
   jax.tree.map(
     lambda a, e: np.testing.assert_allclose(a, 2 * e, rtol=1e-5, atol=1e-6),
     actual,
@@ -342,7 +346,7 @@ def test_evaluation_may_report_no_smoothing():
     label_smoothing=0.2, z_loss_weight=0.1, smooth_in_evaluation=False
   ).evaluated()
   expected, _, _ = _oracle(_loss(z_loss_weight=0.1), _kernel(), _x())
-  output = _outputs(plain, _kernel(), _x())
+  output = jax.jit(_outputs, static_argnums=0)(plain, _kernel(), _x())
   np.testing.assert_allclose(output.loss, expected, rtol=1e-6)
 
 
@@ -356,7 +360,7 @@ def test_only_the_loss_is_differentiable():
     return jnp.sum(_outputs(_loss(), _kernel(), x).token_nll)
 
   with pytest.raises(ValueError, match="token_nll was differentiated; only"):
-    jax.grad(total)(_x())
+    jax.eval_shape(jax.grad(total), _x())
 
 
 def test_rejects_gradients_that_are_no_sums():
@@ -369,9 +373,10 @@ def test_rejects_gradients_that_are_no_sums():
     return _loss()(head, variables, _x(), targets=TARGETS, weights=WEIGHTS).loss
 
   with pytest.raises(ValueError, match=r"\['fp8'\]\['scale'\] has a gradient"):
-    jax.grad(total)(variables)
+    jax.eval_shape(jax.grad(total), variables)
   others = lambda p: total({**variables, "params": p})  # noqa: E731
-  assert np.all(np.isfinite(jax.grad(others)(_kernel()["params"])["kernel"]))
+  gradient = jax.jit(jax.grad(others))(_kernel()["params"])
+  assert np.all(np.isfinite(gradient["kernel"]))
 
 
 @pytest.mark.parametrize(

@@ -152,16 +152,20 @@ def test_every_layer_knows_where_tokens_stand(block, scale):
   expected = testing.apply(layers, values, *args)
   step = jax.jit(lambda v, *a: layers.apply(v, *a, mutable=["cache"]))
   y, cache = testing.apply(
-    layers, values, *(a[:, :2] for a in args), cache_length=6, mutable=["cache"]
+    layers,
+    values,
+    *(np.asarray(a)[:, :2] for a in args),
+    cache_length=6,
+    mutable=["cache"],
   )
   outputs, at = [y], 2
   for size in (1, 2, 1):
-    tokens = (a[:, at : at + size] for a in args)
+    tokens = (np.asarray(a)[:, at : at + size] for a in args)
     y, cache = step({**values, **cache}, *tokens)
     outputs.append(y)
     at += size
   np.testing.assert_allclose(
-    jnp.concatenate(outputs, axis=1), expected, rtol=1e-5, atol=1e-5
+    np.concatenate(outputs, axis=1), expected, rtol=1e-5, atol=1e-5
   )
   stacked = nn.unbox(cache)["cache"]["layers"]
   split = stacked["blocks_1"]["attention"]["part"]["cache"]

@@ -27,8 +27,11 @@ def _residual(**kwargs):
 
 
 def _train(layer, *args):
-  rngs = {"dropout": jax.random.key(0)}
-  return layer.apply({}, *args, deterministic=False, rngs=rngs)
+  def apply(key, *args):
+    rngs = {"dropout": key}
+    return layer.apply({}, *args, deterministic=False, rngs=rngs)
+
+  return jax.jit(apply)(jax.random.key(0), *args)
 
 
 def test_a_row_keeps_its_branch_or_loses_it():

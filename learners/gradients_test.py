@@ -1,5 +1,7 @@
 """Tests for gradients over microbatches: the same as over the full batch."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -123,7 +125,7 @@ def _count(batch, outputs):
   }
 
 
-def _run(num_microbatches, *, values=None, batch=None, rngs=None):
+def _run(num_microbatches, *, batch=None, rngs=None):
   fn = gradients.make_gradient_fn(
     _loss,
     metric_fns=(_count,),
@@ -148,11 +150,18 @@ def _run(num_microbatches, *, values=None, batch=None, rngs=None):
       result.metrics,
     )
 
-  return run, (values or _values(), batch or _batch())
+  return run, (_values(), batch or _batch())
 
 
-def _alone(num_microbatches, **options):
-  run, args = _run(num_microbatches, **options)
+@functools.cache
+def _compiled(num_microbatches):
+  return jax.jit(_run(num_microbatches)[0])
+
+
+def _alone(num_microbatches, *, batch=None, rngs=None):
+  if rngs is None:
+    return _compiled(num_microbatches)(_values(), batch or _batch())
+  run, args = _run(num_microbatches, batch=batch, rngs=rngs)
   return jax.jit(run)(*args)
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from paxon.learners import adafactor
 from paxon.pipeline import spmd_pipeline, timetable
-from paxon.runner import experiment
+from paxon.runner import job
 from paxon.sharding import axes, variables
 from paxon.sharding import mesh as meshes
 from paxon.sharding import rules as rules_lib
@@ -88,9 +88,8 @@ class Figures:
   layer_inputs: float
 
 
-def figures(made: experiment.Experiment) -> Figures:
-  """Returns what an experiment takes, by closed forms."""
-  config = made.job()
+def figures(config: fdl.Config[job.Job]) -> Figures:
+  """Returns what an experiment's configuration takes, by closed forms."""
   specs = [s for s in jax.tree.leaves(golden.specs_of(config)) if s.trainable]
   spec = meshes.MeshSpec.parse(config.mesh)
   sizes = {
@@ -132,19 +131,19 @@ def _row(
   name: str, predictions: dict[str, tuple[str, str]]
 ) -> tuple[tuple[int, str], Sequence[str]]:
   """Returns what a row is sorted by, and its cells."""
-  made, missing = golden.runnable(golden.load(name))
+  config, missing = golden.resolved(name)
   cls = name.rpartition(".")[2]
-  if made is None:
+  if config is None:
     empty = ["-"] * (len(_COLUMNS) - 2)
     return (2**62, cls), [f"`{cls}`", f"needs `{missing}`", *empty]
-  found = figures(made)
-  data = made.job().train_input
+  found = figures(config)
+  data = config.train_input
   cells = [
     f"`{cls}`",
     _short(found.parameters, ("", "K", "M", "G", "T")),
     _short(found.flops, ("", "K", "M", "G", "T", "P", "E", "Z")),
     f"{found.devices:,}",
-    made.mesh,
+    config.mesh,
     f"{data.global_batch_size:,} x {data.length:,}",
     f"{found.state / _GIB:.3g} GiB",
     f"{found.layer_inputs / _GIB:.3g} GiB",

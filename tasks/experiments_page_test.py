@@ -29,7 +29,7 @@ def test_the_page_is_what_experiments_are():
 )
 def test_closed_forms_are_what_compiled_programs_have(plan, rel):
   stored = json.loads((_PLANS / f"{plan}.json").read_text())
-  found = experiments_page.figures(golden.load(stored["experiment"]))
+  found = experiments_page.figures(golden.load(stored["experiment"]).job())
   figures = stored["figures"]
   assert found.devices == figures["devices"]
   assert found.flops == pytest.approx(figures["flops"]["model"], rel=1e-3)
@@ -38,7 +38,7 @@ def test_closed_forms_are_what_compiled_programs_have(plan, rel):
 
 def test_a_small_model_by_hand():
   found = experiments_page.figures(
-    golden.load(f"{_PARAMS}lm_cloud.LmCloudSpmdTest")
+    golden.load(f"{_PARAMS}lm_cloud.LmCloudSpmdTest").job()
   )
   layer = 4 * 64 * 64 + 2 * 64 * 256
   norms = 2 * 2 * 64 + 256 + 64
@@ -61,8 +61,8 @@ def _ticks(stages, microbatches, repeats):
 
 def test_stages_share_the_layers():
   made = golden.load(f"{_PARAMS}lm_cloud.LmCloudSpmdPipeline9B")
-  whole = experiments_page.figures(made.without_pipeline())
-  split = experiments_page.figures(made)
+  whole = experiments_page.figures(made.without_pipeline().job())
+  split = experiments_page.figures(made.job())
   assert (whole.parameters, whole.flops) == (split.parameters, split.flops)
   # The mesh repeats everything but the layers.
   rest = 12 * (32_000 * 4096 + 2 * 4096)
@@ -77,7 +77,7 @@ def test_stages_that_are_passed_again_keep_what_they_are_given_again():
   made = golden.load(
     f"{_PARAMS}lm_cloud.LmCloudSpmdPipelineMultislice2BCircular"
   )
-  found = experiments_page.figures(made)
+  found = experiments_page.figures(made.job())
   rows = made.pipeline_microbatch_size
   number = made.global_batch_size // rows
   ticks = _ticks(made.num_stages, number, made.circular_repeats)

@@ -27,7 +27,7 @@ import fiddle as fdl
 import jax
 import numpy as np
 
-from paxon.runner import experiment
+from paxon.runner import experiment, job
 from paxon.runner.configuration import (
   dump,
   experiment_index,
@@ -53,22 +53,21 @@ def load(name: str) -> experiment.Experiment:
   return find_experiment.find_experiment(name)()
 
 
-def runnable(
-  made: experiment.Experiment,
-) -> tuple[experiment.Experiment | None, str]:
-  """Returns an experiment if it can be built, and what it still needs.
+@functools.cache
+def resolved(name: str) -> tuple[fdl.Config[job.Job] | None, str]:
+  """Returns what the experiment `a.b.C` resolves to, and what it still needs.
 
   Args:
-    made: The experiment.
+    name: Its import path.
 
   Returns:
-    The experiment and an empty text, or None and the package that is missing.
+    The configuration and an empty text, or None and the package that is
+    missing. It is the same object at each call: nobody may change it.
   """
   try:
-    made.job()
+    return load(name).job(), ""
   except needs.MissingPartError as error:
     return None, error.package
-  return made, ""
 
 
 def specs_of(config: fdl.Buildable) -> variables.Specs:
@@ -77,12 +76,10 @@ def specs_of(config: fdl.Buildable) -> variables.Specs:
   return _specs(_Model(model, config))
 
 
-def text_of(made: experiment.Experiment) -> str:
-  """Returns the whole golden text of an experiment."""
-  found, missing = runnable(made)
+def text_of(config: fdl.Config[job.Job] | None, missing: str) -> str:
+  """Returns the whole golden text of what `resolved` returns."""
   lines = [f"needs {missing}"] if missing else []
-  if found is not None:
-    config = found.job()
+  if config is not None:
     lines += [dump.to_text(config).rstrip("\n"), *_variables(config)]
   return "\n".join(lines) + "\n"
 
@@ -141,7 +138,7 @@ def _files() -> dict[pathlib.Path, str]:
   by_module: dict[str, dict[str, str]] = {}
   for name in names():
     module, _, class_name = name.rpartition(".")
-    by_module.setdefault(module, {})[class_name] = text_of(load(name))
+    by_module.setdefault(module, {})[class_name] = text_of(*resolved(name))
   return {
     path_of(f"{module}.C"): file_text(texts, module)
     for module, texts in by_module.items()

@@ -4,20 +4,24 @@ Many experiments differ in sizes alone: equal models are traced once, and of
 those that shrink to the same toy one is trained.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import difflib
+import functools
 import math
+import pathlib
 import re
 
 from etils import epath
 import fiddle as fdl
+from fiddle import selectors
 import jax
 import numpy as np
 import pytest
 
-from paxon.inputs import base_input, unset_input
+from paxon.inputs import base_input, python_stdlib, unset_input
 from paxon.learners import train_state, train_step
 from paxon.runner import experiment
+from paxon.runner import job as job_lib
 from paxon.runner.configuration import dump
 from paxon.runner.programs import decode, evaluate, model_loss, train
 from paxon.runner.programs.plan import job_lint
@@ -45,17 +49,19 @@ _WHOLE = [
 ]
 
 
-def _config(name: str) -> fdl.Buildable:
-  made, _ = golden.runnable(golden.load(name))
-  assert made is not None
-  return made.job()
+# Several tests have it, and none changes it.
+@functools.cache
+def _toy(name: str) -> fdl.Config[job_lib.Job]:
+  return golden.load(name).shrink().job()
 
 
-def _runnable(names: Sequence[str]) -> list[str]:
-  return [n for n in names if golden.runnable(golden.load(n))[0] is not None]
+def _config(name: str) -> fdl.Config[job_lib.Job]:
+  config, missing = golden.resolved(name)
+  assert config is not None, missing
+  return config
 
 
-_RUNNABLE = _runnable(_NAMES)
+_RUNNABLE = [name for name in _NAMES if not golden.resolved(name)[1]]
 
 
 def _text(made: experiment.Experiment) -> str:
@@ -65,13 +71,14 @@ def _text(made: experiment.Experiment) -> str:
   return dump.to_text(config)
 
 
-def _program(made: experiment.Experiment) -> str:
+@functools.cache
+def _program(name: str) -> str:
   """Returns what a toy is made of: its parts, and the functions they have.
 
   Toys have equal sizes. Those that differ in numbers, dtypes and in what layers
   save for the backward pass count as one.
   """
-  config = made.job()
+  config = _toy(name)
   kind = fdl.get_callable(config.train_input).__name__
   lines = dump.to_text(config.task).splitlines()
   part = r".*: |.* = (paxon|jax)\.|.*(circular_repeats|streaming|num_kv_heads)"
@@ -80,23 +87,19 @@ def _program(made: experiment.Experiment) -> str:
   return "\n".join([kind, *kept])
 
 
-def _distinct(
-  names: Sequence[str], of: Callable[[experiment.Experiment], str]
-) -> list[str]:
-  """Returns the first of all experiments of which `of` is the same."""
+def _distinct(names: Sequence[str]) -> list[str]:
+  """Returns the first of all experiments whose toys are the same program."""
   first: dict[str, str] = {}
   for name in names:
-    made, _ = golden.runnable(golden.load(name))
-    assert made is not None
-    first.setdefault(of(made.shrink()), name)
+    first.setdefault(_program(name), name)
   return list(first.values())
 
 
-_TOYS = _distinct(_RUNNABLE, _program)
+_TOYS = _distinct(_RUNNABLE)
 
 
 # What goes through all programs takes its steps there.
-_STEPPED = _distinct([*_WHOLE, *_TOYS], _program)[len(_WHOLE) :]
+_STEPPED = _distinct([*_WHOLE, *_TOYS])[len(_WHOLE) :]
 
 
 def test_there_are_experiments():
@@ -113,7 +116,7 @@ def test_experiments_resolve_to_their_golden_file(module):
   path = golden.path_of(f"{module}.C")
   assert path.exists(), _MEND
   texts = {
-    name.rpartition(".")[2]: golden.text_of(golden.load(name))
+    name.rpartition(".")[2]: golden.text_of(*golden.resolved(name))
     for name in _NAMES
     if name.rpartition(".")[0] == module
   }
@@ -157,14 +160,36 @@ def test_without_its_layers_it_answers_in_one_line(name):
 @pytest.mark.parametrize("name", _TOYS)
 def test_shrinks_to_toy_size(name):
   """A `shrink` that forgets a knob leaves a model that takes minutes."""
-  made, _ = golden.runnable(golden.load(name))
-  assert made is not None
-  total = golden.text_of(made.shrink()).rpartition("trainable: ")[2]
+  made, config = golden.load(name), _toy(name)
+  total = golden.text_of(config, "").rpartition("trainable: ")[2]
   assert int(total.replace(",", "")) <= 100_000
-  job = made.shrink().job()
-  assert job.train_input.global_batch_size * job.train_input.length <= 1024
-  assert job.num_train_steps <= 2
+  data = config.train_input
+  assert data.global_batch_size * data.length <= 1024
+  assert config.num_train_steps <= 2
   assert _text(made.replace(seed=made.seed + 1)) != _text(made)
+
+
+@pytest.fixture(name="library", scope="module")
+def _library(tmp_path_factory) -> pathlib.Path:
+  """A folder with some of Python's library, of both splits."""
+  folder = tmp_path_factory.mktemp("library")
+  for split in ("train", "validation"):
+    source = python_stdlib.PythonStdlib(split=split)
+    for path in source.paths[:2]:
+      shortened = folder / path
+      shortened.parent.mkdir(parents=True, exist_ok=True)
+      shortened.write_bytes((source.root / path).read_bytes()[:1000])
+  return folder
+
+
+def _toy_on(library: pathlib.Path, name: str) -> fdl.Config[job_lib.Job]:
+  """Returns a toy that reads what there is of Python's library."""
+  config = golden.load(name).shrink().job()
+  for source in selectors.select(
+    config, python_stdlib.PythonStdlib, check_nonempty=False
+  ):
+    source.folder = str(library)
+  return config
 
 
 def _batch(source: base_input.BaseInput) -> base_input.Batch:
@@ -175,10 +200,8 @@ def _batch(source: base_input.BaseInput) -> base_input.Batch:
 
 
 @pytest.mark.parametrize("name", _STEPPED)
-def test_takes_two_steps_at_toy_size(name):
-  made, _ = golden.runnable(golden.load(name))
-  assert made is not None
-  config = made.shrink().job()
+def test_takes_two_steps_at_toy_size(name, library):
+  config = _toy_on(library, name)
   specs = golden.specs_of(config)
   job = fdl.build(config)
   model, how = job.task.model, job.task.learner
@@ -191,12 +214,9 @@ def test_takes_two_steps_at_toy_size(name):
     )
   )
 
-  @jax.jit
-  def begin():
-    values = initialization.initial_values(specs, 0)
-    return train_state.initial(values, learner=how, specs=specs)
-
-  state = begin()
+  # Not compiled as a whole: toys share most of their shapes.
+  values = initialization.initial_values(specs, 0)
+  state = train_state.initial(values, learner=how, specs=specs)
   batch = _batch(job.train_input)
   first, _ = step(state, batch)
   after, metrics = step(first, batch)
@@ -211,8 +231,8 @@ def test_takes_two_steps_at_toy_size(name):
 
 
 @pytest.mark.parametrize("name", _WHOLE)
-def test_goes_through_all_programs_at_toy_size(name, tmp_path, capsys):
-  config = golden.load(name).shrink().job()
+def test_goes_through_all_programs_at_toy_size(name, library, tmp_path, capsys):
+  config = _toy_on(library, name)
   run_dir = epath.Path(tmp_path)
   # In every mode: what trains is what is evaluated and sampled.
   assert train.run(fdl.build(config), config, run_dir) == 0

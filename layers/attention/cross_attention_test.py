@@ -38,6 +38,7 @@ def _oracle(params, *, scale=HEAD_DIM**-0.5):
   """The definition, in float64 numpy, one query and head at a time."""
   w = {k: np.asarray(v, np.float64) for k, v in params.items()}
   x, memory = (np.asarray(a, np.float64) for a in (_x(), _memory()))
+  segments, memory_segments = map(np.asarray, (SEGMENTS, MEMORY_SEGMENTS))
   groups = w["query"].shape[1] // w["key"].shape[1]
 
   def heads(name, tokens, n):
@@ -45,8 +46,8 @@ def _oracle(params, *, scale=HEAD_DIM**-0.5):
 
   out = np.zeros_like(x)
   for b, t, n in np.ndindex(BATCH, LENGTH, w["query"].shape[1]):
-    same = np.asarray(MEMORY_SEGMENTS[b] == SEGMENTS[b, t])
-    seen = memory[b][same & np.asarray(MEMORY_SEGMENTS[b] != 0)]
+    same = memory_segments[b] == segments[b, t]
+    seen = memory[b][same & (memory_segments[b] != 0)]
     if len(seen):
       query = heads("query", x[b, t], n)
       share = np.exp(heads("key", seen, n // groups) @ query * scale)
@@ -143,7 +144,7 @@ def test_decoding_without_the_memory_gives_what_the_forward_pass_gives(scan):
   assert calls
   assert {shape[1] for shape in calls} == {1}
   np.testing.assert_allclose(
-    jnp.concatenate(outputs, axis=1), expected, rtol=1e-5, atol=1e-6
+    np.concatenate(outputs, axis=1), expected, rtol=1e-5, atol=1e-6
   )
 
 

@@ -46,6 +46,16 @@ def _inputs(heads, kv_heads, dtype=jnp.float32):
   )
 
 
+@functools.cache
+def _compiled(kernel, keywords):
+  return jax.jit(lambda inputs, mask: kernel(*inputs, mask, **dict(keywords)))
+
+
+def _run(kernel, inputs, mask, **keywords):
+  """What a kernel gives, compiled as a whole: once for masks of one rule."""
+  return np.asarray(_compiled(kernel, tuple(keywords.items()))(inputs, mask))
+
+
 def _visible(b, t, s, causal=True, window=None):
   """The rules of the mask, from its description."""
   if SEGMENTS[b][t] != SEGMENTS[b][s] or SEGMENTS[b][s] == 0:
@@ -92,7 +102,7 @@ def _oracle(
 def test_matches_numpy(kernel, heads, kv_heads, settings):
   inputs = _inputs(heads, kv_heads)
   np.testing.assert_allclose(
-    kernel(*inputs, _mask(**settings)),
+    _run(kernel, inputs, _mask(**settings)),
     _oracle(*inputs, **settings),
     rtol=1e-5,
     atol=1e-6,
@@ -113,22 +123,21 @@ def test_a_query_without_keys_gives_zeros_and_zero_gradients(kernel):
     return kernel(*inputs, _mask())[0, 5]
 
   inputs = _inputs(4, 2)
-  assert not np.any(padded(inputs))
-  gradients = jax.grad(lambda i: jnp.sum(jnp.cos(padded(i)) + padded(i)))(
-    inputs
-  )
+  assert not np.any(_run(kernel, inputs, _mask())[0, 5])
+  gradients = jax.jit(
+    jax.grad(lambda i: jnp.sum(jnp.cos(padded(i)) + padded(i)))
+  )(inputs)
   assert not any(np.any(g) for g in gradients)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_hidden_keys_have_no_influence(kernel):
-  query, key, value = _inputs(4, 2)
-  before = kernel(query, key, value, _mask())
+  inputs = _inputs(4, 2)
+  before = _run(kernel, inputs, _mask())
+  query, key, value = map(np.array, inputs)
   # Position 2 of row 0 is the last of the first document.
-  changed = kernel(
-    query, key.at[0, 2].set(50.0), value.at[0, 2].set(50.0), _mask()
-  )
-  same = np.asarray(before) == np.asarray(changed)
+  key[0, 2] = value[0, 2] = 50.0
+  same = before == _run(kernel, (query, key, value), _mask())
   assert same[0, [0, 1, 3, 4, 5]].all()
   assert not same[0, 2].any()
   assert same[1].all()
@@ -137,14 +146,14 @@ def test_hidden_keys_have_no_influence(kernel):
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_huge_logits_stay_finite(kernel):
   query, key, value = _inputs(4, 2)
-  out = kernel(1e4 * query, 1e4 * key, value, _mask())
+  out = _run(kernel, (1e4 * query, 1e4 * key, value), _mask())
   assert np.all(np.isfinite(out))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_bfloat16_softmax_is_in_float32(kernel):
   inputs = _inputs(4, 2, jnp.bfloat16)
-  out = kernel(*inputs, _mask())
+  out = _run(kernel, inputs, _mask())
   assert out.dtype == jnp.bfloat16
   np.testing.assert_allclose(
     np.asarray(out, np.float32), _oracle(*inputs), rtol=2e-2, atol=2e-2
@@ -154,11 +163,11 @@ def test_bfloat16_softmax_is_in_float32(kernel):
 def test_plain_caps_the_scaled_logits():
   query, key, value = _inputs(4, 2)
   inputs = 3 * query, key, value
-  capped = kernels.plain(*inputs, _mask(), logit_cap=1.5)
+  capped = _run(kernels.plain, inputs, _mask(), logit_cap=1.5)
   np.testing.assert_allclose(
     capped, _oracle(*inputs, logit_cap=1.5), rtol=1e-5, atol=1e-6
   )
-  assert np.max(np.abs(capped - kernels.plain(*inputs, _mask()))) > 0.1
+  assert np.max(np.abs(capped - _run(kernels.plain, inputs, _mask()))) > 0.1
 
 
 def test_fused_says_that_it_cannot_cap():
@@ -172,7 +181,7 @@ def test_fused_says_that_it_cannot_cap():
 def test_scale_takes_the_place_of_the_usual_one(kernel):
   inputs = _inputs(4, 2)
   np.testing.assert_allclose(
-    kernel(*inputs, _mask(), scale=1.25),
+    _run(kernel, inputs, _mask(), scale=1.25),
     _oracle(*inputs, scale=1.25),
     rtol=1e-5,
     atol=1e-6,
@@ -194,9 +203,10 @@ def test_huge_logits_and_sinks_stay_finite():
     return jnp.sum(kernels.plain(*inputs[:3], mask=_mask(), sinks=inputs[3]))
 
   query, key, value = _inputs(4, 2)
+  both = jax.jit(jax.value_and_grad(loss))
   for size in (1e4, -1e4):
-    inputs = 1e4 * query, 1e4 * key, value, jnp.full((4,), size)
-    leaves = jax.tree.leaves(jax.value_and_grad(loss)(inputs))
+    inputs = 1e4 * query, 1e4 * key, value, np.full((4,), size, np.float32)
+    leaves = jax.tree.leaves(both(inputs))
     assert all(np.all(np.isfinite(x)) for x in leaves)
 
 
@@ -210,7 +220,7 @@ def test_plain_takes_values_of_another_width():
   query, key, _ = _inputs(4, 2)
   value = testing.normal(2, LENGTH, 2, 3, seed=5)
   np.testing.assert_allclose(
-    kernels.plain(query, key, value, _mask()),
+    _run(kernels.plain, (query, key, value), _mask()),
     _oracle(query, key, value),
     rtol=1e-5,
     atol=1e-6,
@@ -233,6 +243,7 @@ def test_narrow_dtypes_hide_keys_altogether(kernel, dtype):
   at = (0, slice(3, None))  # Another document, and padding.
   huge = jnp.asarray(3e4, dtype)
   changed = key.at[at].set(huge), value.at[at].set(huge)
+  # One operation at a time: as a whole, XLA has no such product of float16.
   before = kernel(query, key, value, _mask())[:, :3]
   after = kernel(query, *changed, _mask())[:, :3]
   np.testing.assert_array_equal(after, before)

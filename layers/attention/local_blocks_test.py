@@ -248,10 +248,17 @@ def test_decoding_gives_what_the_forward_pass_gives():
   values = testing.random_values(layer, *args)
   expected = testing.apply(layer, values, *args)
   y, state = testing.apply(
-    layer, values, *(a[:, :5] for a in args), cache_length=6, mutable=["cache"]
+    layer,
+    values,
+    *(np.asarray(a)[:, :5] for a in args),
+    cache_length=6,
+    mutable=["cache"],
   )
   last, _ = testing.apply(
-    layer, {**values, **state}, *(a[:, 5:] for a in args), mutable=["cache"]
+    layer,
+    {**values, **state},
+    *(np.asarray(a)[:, 5:] for a in args),
+    mutable=["cache"],
   )
   np.testing.assert_allclose(
     jnp.concatenate([y, last], axis=1), expected, rtol=1e-5, atol=1e-6

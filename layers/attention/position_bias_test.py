@@ -45,13 +45,16 @@ def _alibi_slopes(heads):
 
 @pytest.mark.parametrize("heads", [1, 4, 8, 12, 20])
 def test_alibi_matches_the_definition(heads):
-  bias = position_bias.Alibi().apply({}, POSITIONS, POSITIONS[:, :3], heads)
+  at = np.asarray(POSITIONS)
+  part = position_bias.Alibi()
+  run = jax.jit(lambda *positions: part.apply({}, *positions, heads))
+  bias = run(at, at[:, :3])
   assert bias.shape == (BATCH, heads, LENGTH, 3)
   slopes = _alibi_slopes(heads)
+  expected = np.zeros(bias.shape)
   for b, n, t, s in np.ndindex(bias.shape):
-    distance = int(POSITIONS[b, t]) - int(POSITIONS[b, s])
-    expected = -slopes[n] * abs(distance)
-    np.testing.assert_allclose(bias[b, n, t, s], expected, rtol=1e-5)
+    expected[b, n, t, s] = -slopes[n] * abs(int(at[b, t]) - int(at[b, s]))
+  np.testing.assert_allclose(bias, expected, rtol=1e-5)
 
 
 def _t5_bucket(relative, bidirectional, buckets, longest):
@@ -74,11 +77,12 @@ def _t5_bucket(relative, bidirectional, buckets, longest):
 @pytest.mark.parametrize("sizes", [(32, 128), (8, 20)], ids=str)
 def test_t5_buckets_match_the_definition(bidirectional, sizes):
   layer = position_bias.RelativeBias(*sizes, bidirectional=bidirectional)
-  q_positions = jnp.asarray([[0, 50, 300]], jnp.int32)
-  kv_positions = jnp.arange(301, dtype=jnp.int32)[None]
+  q_positions = np.asarray([[0, 50, 300]], np.int32)
+  kv_positions = np.arange(301, dtype=np.int32)[None]
   table = testing.normal(sizes[0], HEADS)
   values = {"params": {"table": table}}
-  bias = np.asarray(layer.apply(values, q_positions, kv_positions, HEADS))
+  run = jax.jit(lambda *args: layer.apply(*args, HEADS))
+  bias = np.asarray(run(values, q_positions, kv_positions))
   for t, query in enumerate((0, 50, 300)):
     rows = [_t5_bucket(s - query, bidirectional, *sizes) for s in range(301)]
     np.testing.assert_array_equal(bias[0, :, t], np.asarray(table)[rows].T)
@@ -88,18 +92,19 @@ def _oracle(params, logits_of):
   """Causal attention in float64 numpy, by a function that gives a logit."""
   p = jax.tree.map(lambda v: np.asarray(v, np.float64), params)
   x = np.asarray(_args()[0], np.float64)
+  positions, segments = np.asarray(POSITIONS), np.asarray(SEGMENTS)
   y = np.zeros_like(x)
   for b, t, n in np.ndindex(BATCH, LENGTH, HEADS):
     seen = [
       s
       for s in range(t + 1)
-      if SEGMENTS[b, s] == SEGMENTS[b, t] and POSITIONS[b, s] <= POSITIONS[b, t]
+      if segments[b, s] == segments[b, t] and positions[b, s] <= positions[b, t]
     ]
     k = n // 2
     query = x[b, t] @ p["query"][:, n]
     keys = [x[b, s] @ p["key"][:, k] for s in seen]
     logits = [
-      logits_of(p, query, key, n, int(POSITIONS[b, t]), int(POSITIONS[b, s]))
+      logits_of(p, query, key, n, int(positions[b, t]), int(positions[b, s]))
       for key, s in zip(keys, seen, strict=True)
     ]
     share = np.exp(logits) / np.sum(np.exp(logits))

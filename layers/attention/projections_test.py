@@ -272,15 +272,21 @@ def test_decoding_gives_what_the_forward_pass_gives(settings):
   values = testing.random_values(layer, *args)
   expected = testing.apply(layer, values, *args)
   y, state = testing.apply(
-    layer, values, *(a[:, :4] for a in args), cache_length=6, mutable=["cache"]
+    layer,
+    values,
+    *(np.asarray(a)[:, :4] for a in args),
+    cache_length=6,
+    mutable=["cache"],
   )
   outputs = [y]
   step = jax.jit(lambda v, *a: layer.apply(v, *a, mutable=["cache"]))
   for t in range(4, 6):
-    y, state = step({**values, **state}, *(a[:, t : t + 1] for a in args))
+    y, state = step(
+      {**values, **state}, *(np.asarray(a)[:, t : t + 1] for a in args)
+    )
     outputs.append(y)
   np.testing.assert_allclose(
-    jnp.concatenate(outputs, axis=1), expected, rtol=1e-5, atol=1e-6
+    np.concatenate(outputs, axis=1), expected, rtol=1e-5, atol=1e-6
   )
 
 

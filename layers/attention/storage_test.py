@@ -59,7 +59,7 @@ def test_a_storage_of_ones_own_serves_in_every_cache(name):
   args = (x, testing.counted(BATCH, LENGTH), testing.ones(BATCH, LENGTH))
   values = testing.random_values(layer, *args)
   expected = np.asarray(testing.apply(layer, values, *args))
-  cut = lambda a, b: [y[:, a:b] for y in args]  # noqa: E731
+  cut = lambda a, b: [np.asarray(y)[:, a:b] for y in args]  # noqa: E731
   _, state = testing.apply(
     layer, values, *cut(0, PROMPT), cache_length=LENGTH, mutable=["cache"]
   )

@@ -52,15 +52,15 @@ def _tiny():
 def _decode(model, values, args, prompt, slots, sizes):
   """Logits of the prompt and of each following chunk of tokens."""
   logits, state = _prefill(model)(
-    values, *(a[:, :prompt] for a in args), cache_length=slots
+    values, *(np.asarray(a)[:, :prompt] for a in args), cache_length=slots
   )
   outputs, step, start = [logits], _step(model), prompt
   for size in sizes:
-    chunk = (a[:, start : start + size] for a in args)
+    chunk = (np.asarray(a)[:, start : start + size] for a in args)
     logits, state = step({**values, **state}, *chunk)
     outputs.append(logits)
     start += size
-  return jnp.concatenate(outputs, axis=1)
+  return np.concatenate(outputs, axis=1)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_decoding_beyond_a_learned_table_gives_nan():
     positions=position_embedding.LearnedPositions(5)
   )
   args = _args(_ids())
-  values = testing.random_values(model, *(a[:, :5] for a in args))
+  values = testing.random_values(model, *(np.asarray(a)[:, :5] for a in args))
   logits = _decode(model, values, args, 4, LENGTH, (1, 1))
   assert np.all(np.isfinite(logits[:, :5]))
   assert np.all(np.isnan(logits[:, 5]))

@@ -1,5 +1,7 @@
 """The decoder language model on eight devices equals that on one."""
 
+import functools
+
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
@@ -29,6 +31,14 @@ def _loss_and_gradient(model):
   return jax.value_and_grad(loss)
 
 
+@functools.cache
+def _whole(**settings):
+  """A model, its values, and loss and gradient on one device."""
+  model = models_testing.tiny_decoder(**settings)
+  values = testing.random_values(model, *ARGS)
+  return model, values, jax.jit(_loss_and_gradient(model))(values, BATCH)
+
+
 @pytest.mark.parametrize(
   ("text", "settings", "collectives"),
   [
@@ -45,11 +55,8 @@ def _loss_and_gradient(model):
   ],
 )
 def test_sharded_equals_unsharded(text, settings, collectives):
-  model = models_testing.tiny_decoder(**settings)
+  model, values, expected = _whole(**settings)
   specs = testing.specs(model, *ARGS)
-  values = testing.random_values(model, *ARGS)
-  expected = jax.jit(_loss_and_gradient(model))(values, BATCH)
-
   where = _layout(text)
   shardings = where.shardings(specs)
   compiled = (

@@ -12,7 +12,7 @@ from paxon.runner.programs import testing, train
 KNOBS = {
   "checkpoint_every_steps": 1,
   "eval_every_steps": 1,
-  "max_new_tokens": 1,
+  "max_new_tokens": 0,
 }
 
 

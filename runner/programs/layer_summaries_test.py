@@ -82,7 +82,7 @@ def _shown(metrics):
 def _setup(**options):
   model, batch = _model(**options), _batch()
   specs = variables.specs_of(model_loss.abstract_variables(model, batch))
-  values = variables.unbox(model_loss.init(model, batch))
+  values = jax.jit(lambda: variables.unbox(model_loss.init(model, batch)))()
   loss_fn = model_loss.make_loss_fn(model, specs=specs, deterministic=False)
   return loss_fn, specs, values, batch
 
@@ -121,7 +121,10 @@ def test_microbatches_are_averaged():
   gradient_fn = gradients.make_gradient_fn(
     loss_fn, metric_fns=(), num_microbatches=4, specs=specs
   )
-  shown = _shown(gradient_fn(_variables(values), batch, {}).metrics)
+  metrics = jax.jit(
+    lambda values, batch: gradient_fn(_variables(values), batch, {}).metrics
+  )(values, batch)
+  shown = _shown(metrics)
   parts = [_oracle(values, batch["x"][i::4], 5) for i in range(4)]
   for i, expected in enumerate(np.mean(parts, axis=0)):
     assert shown[f"summaries/stack/layers/{i}/rms"] == pytest.approx(

@@ -72,9 +72,11 @@ def test_a_step_learns(model, batch, metric_fns):
   assert np.mean(losses[-5:]) < 0.75 * np.mean(losses[:5])
   if metric_fns:
     assert 0 <= metrics["strict_accuracy"][0] <= metrics["strict_accuracy"][1]
-  evaluate = train_step.make_eval_step(
-    model_loss.make_loss_fn(model, specs=specs, deterministic=True),
-    metric_fns=metric_fns,
+  evaluate = jax.jit(
+    train_step.make_eval_step(
+      model_loss.make_loss_fn(model, specs=specs, deterministic=True),
+      metric_fns=metric_fns,
+    )
   )
   first, again = (evaluate(state.variables, batch)["loss"] for _ in range(2))
   assert float(first[0]) == float(again[0])

@@ -60,7 +60,7 @@ def _train(folder, said, monkeypatch, extract=None):
     num_layers=1,
     checkpoint_every_steps=None,
     eval_every_steps=None,
-    max_new_tokens=1,
+    max_new_tokens=0,
   )
   folder.mkdir()
   assert train.run(job, config, epath.Path(folder)) == 0

@@ -9,7 +9,6 @@ import math
 
 from etils import epath
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -55,6 +54,12 @@ def _restored(folder, mesh=MESH):
   return session, state
 
 
+@pytest.fixture(scope="module")
+def restored(folder):
+  """The job on its mesh, and what evaluation needs of the finished run."""
+  return _restored(folder)
+
+
 def test_training_writes_everything(folder):
   names = {path.name for path in folder.iterdir()}
   assert names >= {
@@ -87,16 +92,17 @@ def test_metrics_have_the_promised_keys(folder):
   assert records[0, "baseline/xz"]["bits_per_byte"] == 2.5
 
 
-def test_evaluation_is_exact_over_the_whole_split(folder):
-  session, state = _restored(folder)
+def test_evaluation_is_exact_over_the_whole_split(folder, restored):
+  session, state = restored
   source = session.job.eval_inputs["validation"]
   source.reset()
+  apply = jax.jit(session.job.task.model.apply)
   nats, weight, source_bytes, batches = 0.0, 0.0, 0, 0
   for batch in source:
     batches += 1
-    logits = session.job.task.model.apply(
+    logits = apply(
       state.variables,
-      *(jnp.asarray(batch[k]) for k in ("inputs", "positions", "segment_ids")),
+      *(batch[k] for k in ("inputs", "positions", "segment_ids")),
     )
     logits = np.asarray(logits, np.float64)
     log_sum = np.log(np.sum(np.exp(logits), -1))
@@ -115,8 +121,8 @@ def test_evaluation_is_exact_over_the_whole_split(folder):
   )
 
 
-def test_evaluating_gives_up_when_asked(folder):
-  session, state = _restored(folder)
+def test_evaluating_gives_up_when_asked(restored):
+  session, state = restored
   evaluator = evaluation.Evaluator(session)
   assert evaluator.evaluate(state, is_stopped=lambda: True) is None
 
@@ -151,8 +157,8 @@ def test_evaluate_reads_the_checkpoint_and_writes_the_same_figures(
   assert (folder / "report.html").read_text() != report
 
 
-def test_decode_equals_the_forward_pass(folder, capsys):
-  session, state = _restored(folder)
+def test_decode_equals_the_forward_pass(folder, restored, capsys):
+  session, state = restored
   assert decode.run(testing.make(mesh=MESH)[0], folder, "return x") == 0
   printed = capsys.readouterr().out
   text, ids = testing.greedy_continuation(session, state.variables, "return x")
@@ -171,11 +177,9 @@ def test_decode_takes_prompts_from_a_file(folder, tmp_path, capsys):
   assert printed.startswith((folder / "samples.txt").read_text())
 
 
-def test_samples_are_the_same_on_another_mesh(folder):
-  drawn = []
-  for mesh in (MESH, "sequence=2,data=4"):
-    session, state = _restored(folder, mesh)
-    drawn.append(samples.draw(session, state))
+def test_samples_are_the_same_on_another_mesh(folder, restored):
+  other = _restored(folder, "sequence=2,data=4")
+  drawn = [samples.draw(*each) for each in (restored, other)]
   assert drawn[0] == drawn[1]
   assert [sample.prompt for sample in drawn[0]] == ["def ", "x"]
 

@@ -16,7 +16,7 @@ KNOBS = {
   "num_train_steps": 4,
   "checkpoint_every_steps": 1,
   "eval_every_steps": None,
-  "max_new_tokens": 1,
+  "max_new_tokens": 0,
 }
 SCANNED = {"scan": True, "mesh": "data=8"}
 UNROLLED = {"scan": False, "mesh": "data=2,fsdp=2,tensor=2"}

@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 
 from paxon.runner import run_dir
 from paxon.runner.hosts import testing as forks_lib
+from paxon.runner.hosts import warm_python
 from paxon.runner.programs import process_programs, testing
 from paxon.runner.programs import session as session_lib
 from paxon.runner.summaries import metrics_file
@@ -32,6 +34,13 @@ KNOBS = {
 }
 # Figures of the machine, which differ from run to run.
 _MEASURED = re.compile("_second|goodput|mfu|tflops|memory").search
+# `python -m paxon.runner.main`, whose children are started with another Python.
+_SUPERVISOR = """
+import runpy, sys
+sys.executable = sys.argv.pop(1)
+sys.orig_argv[1:] = ["-m", "paxon.runner.main", *sys.argv[1:]]
+runpy.run_module("paxon.runner.main", run_name="__main__", alter_sys=True)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -274,16 +283,33 @@ def test_without_supervisor_the_other_ends_soon(forks, victim, tmp_path):
   assert forks.wait(processes[victim]) == -signal.SIGKILL
 
 
+@pytest.fixture(scope="module")
+def slow_python(tmp_path_factory):
+  """A Python whose imports take as long as ever, but no work."""
+  folder = tmp_path_factory.mktemp("python")
+  modules = [process_programs.__name__]
+  with warm_python.WarmPython(modules, folder) as warm:
+    program = folder / "slow"
+    # Who comes again meets the others when they have noticed the loss.
+    program.write_text(
+      f'#!/bin/sh\nsleep 2\nexec {shlex.quote(warm.executable)} "$@"\n'
+    )
+    program.chmod(0o700)
+    yield os.fspath(program)
+
+
 def _children(process):
   path = f"/proc/{process.pid}/task/{process.pid}/children"
   return [int(pid) for pid in pathlib.Path(path).read_text().split()]
 
 
-def test_supervised_run_ends_as_an_undisturbed_one(stopped, by_two, session):
+def test_supervised_run_ends_as_an_undisturbed_one(
+  stopped, by_two, session, slow_python
+):
   # It was stopped by a signal, and loses the worker and then the coordinator.
   folder, _, _ = stopped
   address = f"localhost:{forks_lib.free_port()}"
-  program = [sys.executable, "-m", "paxon.runner.main", *_slow(folder)]
+  program = [sys.executable, "-c", _SUPERVISOR, slow_python, *_slow(folder)]
   parents = [
     subprocess.Popen(
       [

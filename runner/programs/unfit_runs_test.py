@@ -9,7 +9,11 @@ from paxon.runner import user_error
 from paxon.runner.hosts import agreement
 from paxon.runner.programs import evaluate, stored_config, testing, train
 
-SHORT = {"num_train_steps": 2, "checkpoint_every_steps": 1}
+SHORT = {
+  "num_train_steps": 2,
+  "checkpoint_every_steps": 1,
+  "max_new_tokens": 0,
+}
 
 
 @pytest.fixture(name="folder")

@@ -263,6 +263,8 @@ def _compile(site: pathlib.Path) -> None:
     site,
     quiet=2,
     workers=0,
+    # But for the packages' own tests, which nobody imports.
+    rx=re.compile(r"[/\\]tests?[/\\]"),
     # Not by time stamp: a copy or a cache may change it.
     invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH,
   )

@@ -156,8 +156,8 @@ def test_a_process_that_was_killed_tells_of_memory(monkeypatch, tmp_path):
 
 _WAITS = """
 import os, pathlib, time
-from paxon.runner.programs.plan import worker
-worker._end_with_parent()
+from paxon.runner.programs.plan import lifeline
+lifeline.end_with_parent()
 pathlib.Path({file!r}).write_text(str(os.getpid()))
 time.sleep(600)
 """

@@ -177,7 +177,7 @@ def test_what_does_not_fit_is_made_to_fit(tmp_path, capsys):
 def test_searching_prints_the_front(tmp_path, capsys, monkeypatch):
   target = testing.target("h200:1x2")
   monkeypatch.setattr(plan_search, "_EXPLORE_COMPILES", 2)
-  monkeypatch.setattr(plan_search, "_EXPLORE_TRACES", 12)
+  monkeypatch.setattr(plan_search, "_EXPLORE_TRACES", 6)
   knobs = ("--fdl.mesh=fsdp=2", "--fdl.global_batch_size=256")
   assert _run(tmp_path, target, *knobs, is_searched=True) == 0
   plan = _written(tmp_path)

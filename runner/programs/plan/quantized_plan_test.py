@@ -4,8 +4,9 @@ import pytest
 
 from paxon.runner import user_error
 from paxon.runner.configuration import overrides
+from paxon.runner.hosts import warm_python
 from paxon.runner.plan import testing
-from paxon.runner.programs.plan import child
+from paxon.runner.programs.plan import child, worker
 
 _EXPERIMENT = "runner.programs.plan.quantized_experiments.QuantizedLm"
 _KERNELS = {
@@ -16,6 +17,13 @@ _LAYER = "DecoderLm/stack/layers/blocks_0"
 # Layers, width, heads x width of a head, width of the hidden activation.
 _LAYERS, _EMBED, _HEADS, _MLP = 2, 64, 64, 128
 _WEIGHTS = _LAYERS * _EMBED * (4 * _HEADS + 3 * _MLP)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm_python(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("python")
+  with warm_python.installed([worker.__name__], folder):
+    yield
 
 
 def _plan(target, **knobs):
