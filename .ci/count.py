@@ -3,6 +3,9 @@
 Usage: `count.py EVENTS`, the file of `--build_event_json_file`. It names the
 JUnit report of every test that took part, cached ones included. A test that
 failed without a failing case (it crashed, or ran out of time) counts as one.
+
+What failed is printed before, with the last lines of what it said: a log of
+CI is often kept in part only, and its end is what is left.
 """
 
 import json
@@ -20,7 +23,16 @@ def _events(path: str):
       return  # Bazel was stopped in the middle of a line.
 
 
-def _cases(result: dict) -> tuple[int, int, int]:
+# Of a failure.
+_LINES = 30
+
+
+def _print(what: str, text: str) -> None:
+  print(f"FAILED {what}")
+  print("\n".join(f"    {line}" for line in text.splitlines()[-_LINES:]))
+
+
+def _cases(label: str, result: dict) -> tuple[int, int, int]:
   passed = failed = skipped = 0
   for output in result.get("testActionOutput", ()):
     if output["name"] != "test.xml":
@@ -31,14 +43,19 @@ def _cases(result: dict) -> tuple[int, int, int]:
     except (OSError, ElementTree.ParseError):
       cases = []
     for case in cases:
-      if case.find("failure") is not None or case.find("error") is not None:
+      problem = case.find("failure")
+      if problem is None:
+        problem = case.find("error")
+      if problem is not None:
         failed += 1
+        _print(f"{label}: {case.get('name')}", problem.text or "")
       elif case.find("skipped") is not None:
         skipped += 1
       else:
         passed += 1
   if result.get("status") != "PASSED" and not failed:
     failed += 1
+    _print(f"{label}: {result.get('status')}", "")
   return passed, failed, skipped
 
 
@@ -50,7 +67,7 @@ def main(path: str) -> None:
       place = event["id"]["testResult"]
       # A test that was tried again counts by its last try.
       key = place["label"], place.get("run"), place.get("shard")
-      results[key] = _cases(event["testResult"])
+      results[key] = _cases(place["label"], event["testResult"])
   counts = [sum(column) for column in zip(*results.values(), strict=True)]
   passed, failed, skipped = counts or (0, 0, 0)
   more = f", {skipped} skipped" if skipped else ""
