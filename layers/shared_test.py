@@ -257,7 +257,7 @@ def test_each_place_keeps_its_own_cache_and_window():
     np.asarray(caches[f"blocks_{i}"]["attention"]["part"]["cache"]["key"].value)
     for i in range(2)
   ]
-  assert keys[0].shape == (1, BATCH, LENGTH, 1, 2)
+  assert keys[0].shape == (1, BATCH, 1, LENGTH, 2)
   assert np.any(keys[0] != keys[1])
 
 

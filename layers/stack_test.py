@@ -337,8 +337,8 @@ def test_decoding_gives_what_the_forward_pass_gives(layout, forward):
   )
   key = state["cache"]["layers"]["blocks_0"]["attention"]["cache"]["key"]
   # One head for all is never split.
-  assert key.names == ("layers", "batch", "kv_length", None, "head_dim")
-  assert key.value.shape == (1, BATCH, LENGTH, 1, 4)
+  assert key.names == ("layers", "batch", None, "kv_length", "head_dim")
+  assert key.value.shape == (1, BATCH, 1, LENGTH, 4)
 
 
 def test_is_hashable_when_built_from_a_list():

@@ -1,9 +1,10 @@
 """The variables in which a cache keeps its slots, alone or in a stack.
 
-A cache has an array [B,S,...] for each thing that it keeps, and `index`, how
-many tokens it has seen. In a decoding step of a stack these are the arrays of
-all layers (`layers.stacked_cache`), of which each cache reads and writes its
-layer's; a cache that uses these functions need not know.
+A cache has an array for each thing that it keeps, [B,S] or, of each head,
+[B,K,S,...] (`slot_writes`), and `index`, how many tokens it has seen. In a
+decoding step of a stack these are the arrays of all layers
+(`layers.stacked_cache`), of which each cache reads and writes its layer's; a
+cache that uses these functions need not know.
 
 Where tokens stand, their positions and segments and the index, is the same in
 all layers of a stack that hands on what it was given. Then the stack keeps it
@@ -29,8 +30,8 @@ _INDEX = stacked_cache.INDEX
 # Variables that say where tokens stand.
 _PLACES = ("positions", "segment_ids")
 
-# `(slots [L,B,S,...], tokens [B,T,...], number of the layer) -> slots`, for
-# each variable, such as a function of `slot_writes`.
+# `(slots [L,B,(K,)S,...], tokens [B,(K,)T,...], number of the layer) -> slots`,
+# for each variable, such as a function of `slot_writes`.
 Write = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 # Which slots tokens get: `(their segments [B,T], index before, number of slots)
 # -> (index after, what writes them)`.
@@ -42,7 +43,7 @@ class Kept:
   """What a cache holds.
 
   Attributes:
-    slots: Arrays [B,S,...] by variable.
+    slots: Arrays [B,S] and [B,K,S,...] by variable.
     index: How many tokens came so far: Int of rank 0, or [B].
     common: Who keeps where tokens stand, if not the cache.
   """
@@ -99,12 +100,12 @@ def append(
   Args:
     cache: Whose variables they are.
     kept: What `load` returned for these tokens.
-    new: Arrays [B,T,...] by variable.
+    new: Arrays [B,T] and [B,K,T,...] by variable.
     place: Which slots they get; it reads no other arrays of the layer.
     slot_axis: Logical axis of the slots.
 
   Returns:
-    All slots [B,S,...] by variable.
+    All slots by variable.
   """
   places = {name: new[name] for name in _PLACES}
   total, write = place(new["segment_ids"], kept.index, kept.count)
@@ -141,7 +142,7 @@ def save(
 
   Args:
     cache: Whose variables they are.
-    slots: Arrays [B,S,...] by variable.
+    slots: Arrays [B,S] and [B,K,S,...] by variable.
     index: How many tokens came so far: a number, or Int [B].
     slot_axis: Logical axis of the slots.
   """
@@ -162,10 +163,12 @@ def save(
 def slot_axes(
   shape: Sequence[int], slot_axis: str | None
 ) -> tuple[str | None, ...]:
-  """Returns the logical axes of an array [B,S] or [B,S,K,...] of a cache."""
+  """Returns the logical axes of an array [B,S] or [B,K,S,...] of a cache."""
+  if len(shape) == 2:
+    return axes.BATCH, slot_axis
   # One head for all (multi-query, latent) is whole on every device.
-  heads = axes.KV_HEADS if len(shape) > 2 and shape[2] > 1 else None
-  return (axes.BATCH, slot_axis, heads, axes.HEAD_DIM)[: len(shape)]
+  heads = axes.KV_HEADS if shape[1] > 1 else None
+  return (axes.BATCH, heads, slot_axis, axes.HEAD_DIM)[: len(shape)]
 
 
 def _stored(cache: nn.Module) -> dict[str, Any]:
@@ -186,7 +189,7 @@ def _after(
 
 
 def _written(write: Write, slots: jax.Array, new: jax.Array) -> jax.Array:
-  """Returns the slots [B,S,...] of one layer with tokens written."""
+  """Returns the slots of one layer with tokens written."""
   return write(slots[None], new, jnp.int32(0))[0]
 
 

@@ -177,7 +177,7 @@ def test_storage_is_a_part():
 
 
 def test_logical_axes():
-  kept = ("batch", "kv_length", "kv_heads", "head_dim")
+  kept = ("batch", "kv_heads", "kv_length", "head_dim")
   found = testing.axes(_layer(use_bias=True), *_args(), cache_length=4)
   assert found == {
     "params/query": ("embed", "heads", "head_dim"),
@@ -190,8 +190,8 @@ def test_logical_axes():
     "params/out_bias": ("embed",),
     "cache/cache/key": kept,
     "cache/cache/value": kept,
-    "cache/cache/positions": kept[:2],
-    "cache/cache/segment_ids": kept[:2],
+    "cache/cache/positions": ("batch", "kv_length"),
+    "cache/cache/segment_ids": ("batch", "kv_length"),
     "cache/cache/index": (),
   }
 

@@ -257,7 +257,7 @@ def test_keys_are_stored_once():
   init = lambda *a: layer.init(jax.random.key(0), *a, cache_length=6)  # noqa: E731
   state = jax.eval_shape(init, *_args())["cache"]
   stored = [x for x in jax.tree.leaves(state) if x.ndim == 4]
-  assert [x.shape for x in stored] == [(BATCH, 6, KV_HEADS, HEAD_DIM)] * 2
+  assert [x.shape for x in stored] == [(BATCH, KV_HEADS, 6, HEAD_DIM)] * 2
 
 
 def test_names_and_axes():

@@ -252,7 +252,9 @@ def appended(
   if new.reach is not None and new.key.shape[1] > 1:
     # The first of several tokens sees what the last of them pushes out.
     slots = {
-      name: jnp.concatenate([kept.slots[name], x], axis=1)
+      name: jnp.concatenate(
+        [kept.slots[name], x], axis=slot_writes.slot_axis(x)
+      )
       for name, x in rows.items()
     }
   return unpacked(slots, cache.storage, dtype=new.key.dtype, reach=new.reach)
@@ -261,12 +263,15 @@ def appended(
 def packed(
   new: KeyValues, storage: cache_storage.Storage
 ) -> dict[str, jax.Array]:
-  """Returns the arrays [B,T,...] in which tokens are kept, by variable."""
+  """Returns the arrays in which tokens are kept, by variable.
+
+  They are [B,T], and [B,K,T,...] with the heads before the tokens.
+  """
   arrays = {"positions": new.positions, "segment_ids": new.segment_ids}
   for row in _ROWS:
     x = getattr(new, row)
     parts = {} if x is None else storage.encode(x)
-    arrays.update({_name(row, part): kept for part, kept in parts.items()})
+    arrays.update({_name(row, part): _turned(x) for part, x in parts.items()})
   return arrays
 
 
@@ -277,7 +282,7 @@ def unpacked(
   dtype: DTypeLike,
   reach: int | None = None,
 ) -> KeyValues:
-  """Returns what the arrays [B,S,...] of a cache hold.
+  """Returns what the arrays of a cache hold.
 
   Args:
     slots: What `packed` returned, with slots in place of tokens.
@@ -288,7 +293,7 @@ def unpacked(
   rows: dict[str, jax.Array | None] = {}
   for row in _ROWS:
     parts = {
-      name.removeprefix(row).removeprefix("_"): x
+      name.removeprefix(row).removeprefix("_"): _turned(x)
       for name, x in slots.items()
       if name == row or name.startswith(f"{row}_")
     }
@@ -305,8 +310,10 @@ def unpacked(
 
 
 def padded(x: jax.Array, slots: int) -> jax.Array:
-  """Returns [B,S,...]: the array [B,T,...] of tokens, and empty slots."""
-  after = [(0, slots - x.shape[1] if i == 1 else 0) for i in range(x.ndim)]
+  """Returns tokens as `packed` gives them, and empty slots behind them."""
+  axis = slot_writes.slot_axis(x)
+  after = [(0, 0)] * x.ndim
+  after[axis] = 0, slots - x.shape[axis]
   return jnp.pad(x, after)
 
 
@@ -351,8 +358,8 @@ def check_append(
   """Raises ValueError if new tokens cannot be appended.
 
   Args:
-    new: The tokens, as they are kept, [B,T,...] by variable.
-    slots: What the cache holds, [B,S,...] by variable.
+    new: The tokens, as they are kept, by variable.
+    slots: What the cache holds, by variable.
     is_ring: Whether tokens may take the slots of earlier ones.
   """
   batch, length = new["positions"].shape
@@ -367,8 +374,7 @@ def check_append(
       f"{length} tokens do not fit into the {count} slots of the cache."
     )
   given, kept = (
-    {name: f"{x.dtype.name}{list(x.shape[2:])}" for name, x in each.items()}
-    for each in (new, slots)
+    {name: _kept_as(x) for name, x in each.items()} for each in (new, slots)
   )
   if given != kept:
     raise ValueError(
@@ -384,6 +390,17 @@ def _in_order(
   del count
   total = index + segment_ids.shape[1]
   return total, functools.partial(slot_writes.from_slot, first=index)
+
+
+def _turned(x: jax.Array) -> jax.Array:
+  """Returns [B,K,T,...] of [B,T,K,...], and the other way round."""
+  return jnp.swapaxes(x, 1, 2) if x.ndim > 2 else x
+
+
+def _kept_as(x: jax.Array) -> str:
+  """Returns dtype and shape of what is kept of one token of one row."""
+  axis = slot_writes.slot_axis(x)
+  return f"{x.dtype.name}{list(x.shape[1:axis] + x.shape[axis + 1 :])}"
 
 
 def _name(row: str, part: str) -> str:

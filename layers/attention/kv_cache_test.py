@@ -1,12 +1,15 @@
 """Tests for the contiguous cache."""
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from paxon.layers import testing
-from paxon.layers.attention import kv_cache, storage
+from paxon.layers.attention import grouped_query, kv_cache, storage
 from paxon.sharding import variables
 
 BATCH, KV_HEADS, HEAD_DIM = 2, 2, 3
@@ -73,12 +76,12 @@ def test_storage_dtype():
 def test_logical_axes():
   cache = kv_cache.ContiguousCache()
   axes = testing.axes(cache, *_tokens(2), cache_length=3)
-  heads = ("batch", "kv_length", "kv_heads", "head_dim")
+  heads = ("batch", "kv_heads", "kv_length", "head_dim")
   assert axes == {
     "cache/key": heads,
     "cache/value": heads,
-    "cache/positions": heads[:2],
-    "cache/segment_ids": heads[:2],
+    "cache/positions": ("batch", "kv_length"),
+    "cache/segment_ids": ("batch", "kv_length"),
     "cache/index": (),
   }
 
@@ -140,3 +143,28 @@ def test_rejects_ranks_and_shapes_that_do_not_go_together():
     kv_cache.tokens(key, value, positions[:, :1], segments)
   with pytest.raises(ValueError, match=r"`segment_ids` .* got \(2, 2, 1\)"):
     kv_cache.tokens(key, None, positions, segments[:, :, None])
+
+
+def test_a_step_turns_no_keys_and_values():
+  """Its products read them as they are kept."""
+  slots, heads, width = 64, 2, 8
+  layer = grouped_query.GroupedQueryAttention(
+    2 * heads, num_kv_heads=heads, head_dim=width
+  )
+  x, *places = (
+    testing.normal(BATCH, 1, 4),
+    testing.counted(BATCH, 1),
+    testing.ones(BATCH, 1),
+  )
+  init = lambda *a: layer.init(jax.random.key(0), *a, cache_length=slots)  # noqa: E731
+  state = jax.eval_shape(init, x, *places)
+  step = jax.jit(
+    lambda v, cache, *a: layer.apply({**v, **cache}, *a, mutable=["cache"]),
+    # Or the cache would be copied before a token is written.
+    donate_argnums=1,
+  )
+  cache = {"cache": state.pop("cache")}
+  text = step.lower(state, cache, x, *places).compile().as_text()
+  moved = re.findall(r"= f32\[([\d,]+)\]\S* (?:transpose|copy)\(", text)
+  sizes = [math.prod(int(n) for n in dims.split(",")) for dims in moved]
+  assert max(sizes) < BATCH * slots * heads * width

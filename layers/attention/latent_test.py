@@ -166,7 +166,7 @@ def test_decoding_by_latents_gives_what_the_forward_pass_gives(name):
     layer, values, *cut(0, 4), cache_length=LENGTH, mutable=["cache"]
   )
   kept = variables.unbox(state)["cache"]["cache"]
-  assert kept["key"].shape == (BATCH, window or LENGTH, 1, LATENT + ROPE)
+  assert kept["key"].shape == (BATCH, 1, window or LENGTH, LATENT + ROPE)
   assert set(kept) == {"key", "positions", "segment_ids", "index"}
   outputs = [y]
   step = jax.jit(lambda v, *a: layer.apply(v, *a, mutable=["cache"]))
@@ -243,7 +243,7 @@ def test_logical_axes():
     "params/value": ("embed", "heads", "head_dim"),
     "params/out": ("heads", "head_dim", "embed"),
     # One head for all is whole on every device.
-    "cache/cache/key": ("batch", "kv_length", None, "head_dim"),
+    "cache/cache/key": ("batch", None, "kv_length", "head_dim"),
     "cache/cache/positions": ("batch", "kv_length"),
     "cache/cache/segment_ids": ("batch", "kv_length"),
     "cache/cache/index": (),

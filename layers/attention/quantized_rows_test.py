@@ -203,9 +203,9 @@ def test_slots_split_over_devices_give_the_same():
   kept = variables.unbox(state)["layers"]["blocks_0"]["cache"]
   assert kept["key"].dtype == jnp.int8
   for name in ("key", "key_scale"):
-    # Layers, rows, slots, heads.
+    # Layers, rows, heads, slots.
     shard = kept[name].addressable_shards[0].data.shape
-    assert shard[:4] == (2, 2, 2, 1)
+    assert shard[:4] == (2, 2, 1, 2)
 
 
 def test_rejects_an_odd_number_of_features_in_four_bits():

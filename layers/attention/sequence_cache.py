@@ -92,35 +92,37 @@ def _write(
   """Returns slots with tokens from `first` on, each device its own.
 
   Args:
-    whole: Slots of all layers, [L,B,S,...].
-    new: Tokens [B,T,...].
+    whole: Slots of all layers, [L,B,S] or [L,B,K,S,...].
+    new: Tokens [B,T] or [B,K,T,...].
     layer: Whose slots.
     first: The slot of the first token.
   """
+  axis = slot_writes.slot_axis(new)
 
   def write(
     whole: jax.Array, new: jax.Array, layer: jax.Array, first: jax.Array
   ) -> jax.Array:
-    if new.shape[1] == 1:
+    count = new.shape[axis]
+    if count == 1:
       return slot_writes.one_or_none(whole, new, layer, first)
-    slots = first + jnp.arange(new.shape[1], dtype=first.dtype)
-    slots = jnp.broadcast_to(slots[None], new.shape[:2])
+    slots = first + jnp.arange(count, dtype=first.dtype)
+    slots = jnp.broadcast_to(slots[None], (new.shape[0], count))
     return slot_writes.to_slots(whole, new, layer, slots)
 
   one_layer = whole.shape[1:]
   names = cache_variables.slot_axes(one_layer, axes.LENGTH)
   spec = logical.partition_spec(one_layer, names)
-  if spec is None or _shards(spec[1]) == 1:
+  if spec is None or _shards(spec[axis]) == 1:
     return write(whole, new, layer, first)
-  split = spec[1]
+  split = spec[axis]
 
   def write_shard(
     whole: jax.Array, new: jax.Array, layer: jax.Array, first: jax.Array
   ) -> jax.Array:
-    before = jax.lax.axis_index(split) * whole.shape[2]
+    before = jax.lax.axis_index(split) * whole.shape[axis + 1]
     return write(whole, new, layer, first - before)
 
-  tokens = jax.P(spec[0], None, *spec[2:])
+  tokens = jax.P(*spec[:axis], None, *spec[axis + 1 :])
   stacked = jax.P(None, *spec)
   return jax.shard_map(
     write_shard,

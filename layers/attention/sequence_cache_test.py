@@ -66,10 +66,14 @@ def _sent(text):
 
 
 def _shards(state, name):
-  """Returns the slots of the first layer by device, in order of slots."""
+  """Returns the first layer's [S,B,...] by device, in order of slots."""
   array = variables.unbox(state)["cache"]["layers"]["blocks_0"]["cache"][name]
-  by_slot = {s.index[2].start or 0: s.data for s in array.addressable_shards}
-  return [np.asarray(by_slot[at][0]) for at in sorted(by_slot)]
+  axis = 3 if name in ("key", "value") else 2
+  by_slot = {s.index[axis].start or 0: s.data for s in array.addressable_shards}
+  return [
+    np.moveaxis(np.asarray(by_slot[at][0]), axis - 1, 0)
+    for at in sorted(by_slot)
+  ]
 
 
 @pytest.mark.parametrize("text", ["data=2,sequence=4", "sequence=4,tensor=2"])
@@ -94,7 +98,7 @@ def test_split_slots_give_the_same_numbers_and_stay_where_they_are(text):
   for name in ("key", "value", "positions", "segment_ids"):
     old, new = _shards(state, name), _shards(after, name)
     # 61 slots become 64; the ninth token is the first device's, of 16 slots.
-    assert [len(x[0]) for x in new] == [16] * 4
+    assert [len(x) for x in new] == [16] * 4
     changed = [bool((a != b).any()) for a, b in zip(old, new, strict=True)]
     assert changed == [True, False, False, False]
 
@@ -170,7 +174,7 @@ def test_logical_axes():
     cache_length=3,
   )
   assert found == {
-    "cache/key": ("batch", "length", "kv_heads", "head_dim"),
+    "cache/key": ("batch", "kv_heads", "length", "head_dim"),
     "cache/positions": ("batch", "length"),
     "cache/segment_ids": ("batch", "length"),
     "cache/index": (),

@@ -78,7 +78,7 @@ class SlidingCache(nn.Module):
       )
       filled = {
         name: slot_writes.to_slots(
-          jnp.zeros((1, x.shape[0], count, *x.shape[2:]), x.dtype),
+          slot_writes.empty(x, count)[None],
           x,
           jnp.int32(0),
           target,

@@ -35,9 +35,9 @@ def _kept(state):
 def test_memory_is_that_of_the_window():
   cache = sliding_cache.SlidingCache(WINDOW)
   _, state = _run(cache, {}, _tokens(9), cache_length=100)
-  assert _kept(state)["key"].shape == (BATCH, WINDOW, 2, 3)
+  assert _kept(state)["key"].shape == (BATCH, 2, WINDOW, 3)
   seen, state = _run(cache, state, _tokens(1, 9, seed=5))
-  assert _kept(state)["key"].shape == (BATCH, WINDOW, 2, 3)
+  assert _kept(state)["key"].shape == (BATCH, 2, WINDOW, 3)
   assert seen.positions.tolist() == [[9, 7, 8]] * 2
   assert _kept(state)["index"].tolist() == [10, 10]
 
@@ -51,9 +51,10 @@ def test_padding_takes_no_slot():
   assert kept["index"].tolist() == list(LENGTHS)
   assert kept["positions"].tolist() == [[0, 1, 0], [6, 4, 5]]
   assert kept["segment_ids"].tolist() == [[1, 1, 0], [1, 1, 1]]
-  np.testing.assert_array_equal(kept["key"][0, :2], key[0, :2])
+  rows = {name: np.swapaxes(kept[name], 1, 2) for name in ("key", "value")}
+  np.testing.assert_array_equal(rows["key"][0, :2], key[0, :2])
   np.testing.assert_array_equal(
-    kept["value"][1], value[1, jnp.asarray([6, 4, 5])]
+    rows["value"][1], value[1, jnp.asarray([6, 4, 5])]
   )
 
 
@@ -68,7 +69,7 @@ def test_several_new_tokens_see_what_they_push_out():
 def test_a_cache_shorter_than_the_window_fills():
   cache = sliding_cache.SlidingCache(8)
   _, state = _run(cache, {}, _tokens(2), cache_length=3)
-  assert _kept(state)["key"].shape[1] == 3
+  assert _kept(state)["key"].shape[2] == 3
   seen, state = _run(cache, state, _tokens(1, 2, seed=5))
   assert np.all(np.isfinite(seen.key))
   seen, state = _run(cache, state, _tokens(1, 3, seed=7))
@@ -125,8 +126,8 @@ def test_local_and_global_layers_of_one_scan_decode_as_they_train():
       y[:, 0], expected[rows, at], rtol=1e-5, atol=1e-5
     )
   shapes = jax.tree.map(jnp.shape, _kept(state)["layers"])
-  assert shapes["blocks_0"]["cache"]["key"] == (2, BATCH, WINDOW, 2, 4)
-  assert shapes["blocks_1"]["cache"]["key"] == (2, BATCH, total, 2, 4)
+  assert shapes["blocks_0"]["cache"]["key"] == (2, BATCH, 2, WINDOW, 4)
+  assert shapes["blocks_1"]["cache"]["key"] == (2, BATCH, 2, total, 4)
 
 
 def test_the_layer_must_not_see_more_than_the_cache_keeps():
@@ -145,12 +146,12 @@ def test_the_layer_must_not_see_more_than_the_cache_keeps():
 
 def test_logical_axes():
   cache = sliding_cache.SlidingCache(WINDOW)
-  heads = ("batch", None, "kv_heads", "head_dim")
+  heads = ("batch", "kv_heads", None, "head_dim")
   assert testing.axes(cache, *_tokens(2), cache_length=3) == {
     "cache/key": heads,
     "cache/value": heads,
-    "cache/positions": heads[:2],
-    "cache/segment_ids": heads[:2],
+    "cache/positions": ("batch", None),
+    "cache/segment_ids": ("batch", None),
     "cache/index": ("batch",),
   }
 

@@ -8,49 +8,70 @@ import pytest
 from paxon.layers import testing
 from paxon.layers.attention import slot_writes
 
-LAYERS, BATCH, SLOTS = 2, 2, 4
-WHOLE = testing.normal(LAYERS, BATCH, SLOTS, 3)
+LAYERS, BATCH, HEADS, SLOTS = 2, 2, 3, 4
+
+# What there is once, and what there is of each head: a number and a row.
+SHAPES = {"once": (), "numbers": (HEADS,), "rows": (HEADS, 5)}
+every_shape = pytest.mark.parametrize("name", SHAPES)
 
 
-def _expected(new, layer, slots):
-  """The definition: one token at a time, for those with a slot."""
-  whole = np.array(WHOLE)
+def _arrays(name, length):
+  """Returns slots of all layers and new tokens."""
+  heads, features = SHAPES[name][:1], SHAPES[name][1:]
+  whole = testing.normal(LAYERS, BATCH, *heads, SLOTS, *features)
+  return whole, testing.normal(BATCH, *heads, length, *features, seed=5)
+
+
+def _check(got, whole, new, layer, slots):
+  """Compares with the definition: one token at a time, if it has a slot."""
+  expected = np.array(whole)
+  axis = 1 if whole.ndim == 3 else 2
   for b, t in np.ndindex(*slots.shape):
     if 0 <= slots[b, t] < SLOTS:
-      whole[layer, b, slots[b, t]] = new[b, t]
-  return whole
+      row = np.moveaxis(expected[layer, b], axis - 1, 0)
+      row[slots[b, t]] = np.moveaxis(np.asarray(new)[b], axis - 1, 0)[t]
+  np.testing.assert_array_equal(got, expected)
 
 
+@every_shape
 @pytest.mark.parametrize(
   "slots", [[[1], [3]], [[4], [0]], [[-1], [2]], [[1, 3, 4], [4, 4, 0]]]
 )
-def test_each_token_goes_to_its_slot_or_nowhere(slots):
+def test_each_token_goes_to_its_slot_or_nowhere(slots, name):
   slots = np.asarray(slots, np.int32)
-  new = testing.normal(BATCH, slots.shape[1], 3, seed=5)
-  got = jax.jit(slot_writes.to_slots)(WHOLE, new, jnp.int32(1), slots)
-  np.testing.assert_array_equal(got, _expected(new, 1, slots))
+  whole, new = _arrays(name, slots.shape[1])
+  got = jax.jit(slot_writes.to_slots)(whole, new, jnp.int32(1), slots)
+  _check(got, whole, new, 1, slots)
 
 
-def test_one_slot_of_all_rows():
-  new = testing.normal(BATCH, 1, 3, seed=5)
+@every_shape
+def test_one_slot_of_all_rows(name):
+  whole, new = _arrays(name, 1)
   write = jax.jit(slot_writes.one_or_none)
   for slot in (0, 3, 4, -2):
-    got = write(WHOLE, new, jnp.int32(0), jnp.int32(slot))
-    slots = np.full((BATCH, 1), slot)
-    np.testing.assert_array_equal(got, _expected(new, 0, slots))
+    got = write(whole, new, jnp.int32(0), jnp.int32(slot))
+    _check(got, whole, new, 0, np.full((BATCH, 1), slot))
 
 
-def test_several_slots_of_all_rows():
-  new = testing.normal(BATCH, 2, 3, seed=5)
-  got = slot_writes.from_slot(WHOLE, new, jnp.int32(1), jnp.int32(2))
-  slots = np.asarray([[2, 3]] * BATCH)
-  np.testing.assert_array_equal(got, _expected(new, 1, slots))
+@every_shape
+def test_several_slots_of_all_rows(name):
+  whole, new = _arrays(name, 2)
+  got = slot_writes.from_slot(whole, new, jnp.int32(1), jnp.int32(2))
+  _check(got, whole, new, 1, np.asarray([[2, 3]] * BATCH))
+
+
+@every_shape
+def test_empty_slots(name):
+  whole, new = _arrays(name, 2)
+  found = slot_writes.empty(new, SLOTS)
+  assert (found.shape, found.dtype) == (whole.shape[1:], whole.dtype)
+  assert not np.any(found)
 
 
 def test_nothing_but_the_token_is_written():
   """The rest of the stack is neither copied nor gone over."""
-  whole = jax.ShapeDtypeStruct((4, 2, 512, 64), jnp.float32)
-  new = jax.ShapeDtypeStruct((2, 1, 64), jnp.float32)
+  whole = jax.ShapeDtypeStruct((4, 2, 2, 512, 64), jnp.float32)
+  new = jax.ShapeDtypeStruct((2, 2, 1, 64), jnp.float32)
   number = jax.ShapeDtypeStruct((), jnp.int32)
   slots = jax.ShapeDtypeStruct((2, 1), jnp.int32)
   for write, where in (
@@ -60,5 +81,5 @@ def test_nothing_but_the_token_is_written():
     jitted = jax.jit(write, donate_argnums=0)
     compiled = jitted.lower(whole, new, number, where).compile()
     memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes >= 4 * 2 * 512 * 64 * 4
+    assert memory.alias_size_in_bytes >= 4 * 2 * 2 * 512 * 64 * 4
     assert memory.temp_size_in_bytes < 512 * 64 * 4

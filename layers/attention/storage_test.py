@@ -64,10 +64,11 @@ def test_a_storage_of_ones_own_serves_in_every_cache(name):
     layer, values, *cut(0, PROMPT), cache_length=LENGTH, mutable=["cache"]
   )
   kept = variables.unbox(state)["cache"]["cache"]
-  slots = kept["positions"].shape
-  assert (kept["key"].dtype, kept["key"].shape) == (jnp.int8, (*slots, 2, 16))
+  slots = kept["positions"].shape[1]
+  assert kept["key"].dtype == jnp.int8
+  assert kept["key"].shape == (BATCH, 2, slots, 16)
   assert kept["value_scale"].dtype == jnp.float32
-  assert kept["value_scale"].shape == (*slots, 2)
+  assert kept["value_scale"].shape == (BATCH, 2, slots)
   step = jax.jit(lambda v, *a: layer.apply(v, *a, mutable=["cache"]))
   largest = 0.0
   for t in range(PROMPT, LENGTH):
@@ -112,8 +113,8 @@ def test_logical_axes_follow_the_parts():
   x = jnp.ones((BATCH, 2, 2, 4))
   tokens = (x, x, testing.counted(BATCH, 2), testing.ones(BATCH, 2))
   found = testing.axes(cache, *tokens, cache_length=3)
-  assert found["cache/key_scale"] == ("batch", "kv_length", "kv_heads")
-  assert found["cache/key"] == ("batch", "kv_length", "kv_heads", "head_dim")
+  assert found["cache/key_scale"] == ("batch", "kv_heads", "kv_length")
+  assert found["cache/key"] == ("batch", "kv_heads", "kv_length", "head_dim")
 
 
 def test_rejects_integers_without_a_scale():

@@ -84,7 +84,7 @@ def test_slots_can_be_added():
   shapes = {x.shape for x in jax.tree.leaves(variables.unbox(longer))}
   # Of the ring there are two, as before.
   assert (1, BATCH, 2, 2, 4) in shapes
-  assert (1, BATCH, PROMPT + 1 + 3, 2, 4) in shapes
+  assert (1, BATCH, 2, PROMPT + 1 + 3, 4) in shapes
   (first, cache), (same, longer) = step(cache, *tokens), step(longer, *tokens)
   np.testing.assert_allclose(first, same, rtol=1e-5, atol=1e-6)
   (full, _), (more, _) = step(cache, *tokens), step(longer, *tokens)

@@ -154,17 +154,17 @@ def test_cache_is_stacked_and_named_like_parameters():
   model, args = models_testing.tiny_decoder(), _args(_ids())
   specs = testing.specs(model, *args, cache_length=9)["cache"]["stack"]
   key = specs["layers"]["blocks_1"]["attention"]["cache"]["key"]
-  assert key.shape == (1, 2, 9, 2, 4)
+  assert key.shape == (1, 2, 2, 9, 4)
   assert key.axes == (
     "layers",
     "batch",
-    "kv_length",
     "kv_heads",
+    "kv_length",
     "head_dim",
   )
   assert key.update is variables.UpdateRule.REPLACE
   single = specs["layers_2"]["attention"]["cache"]["key"]
-  assert single.shape == (2, 9, 2, 4)
+  assert single.shape == (2, 2, 9, 4)
 
 
 def test_training_makes_no_cache():

@@ -171,7 +171,7 @@ def test_a_cache_is_sharded_by_batch_and_heads():
   )
   key = cache["cache"]["stack"]["layers_2"]["attention"]["cache"]["key"]
   spec = where.sharding(key.axes).spec
-  batch, slots, heads, width = spec
+  batch, heads, slots, width = spec
   assert "fsdp" in batch
   assert (slots, heads, width) == (None, "tensor", None)
 

@@ -48,17 +48,19 @@ def layer(x: jax.Array, w: Arrays, turn: Any, mask: Any, store: Any) -> Any:
     w: Kernels of the layer.
     turn: Sines and cosines of the tokens.
     mask: Which keys each token sees, [B,T,S].
-    store: `(keys, values of the tokens) -> (all keys, all values, cache)`.
+    store: `(keys, values of the tokens [B,K,T,H]) -> (all keys, all values,
+      cache)`.
   """
   y = norm(x, w["attention_norm"])
   q, k, v = (jnp.einsum("BTD,DNH->BTNH", y, w[name]) for name in "qkv")
-  k, v, cache = store(rotate(k, *turn), v)
-  (B, T, N, H), K = q.shape, k.shape[2]
+  # Heads before tokens: no product of a step turns the cache.
+  k, v, cache = store(*(a.swapaxes(1, 2) for a in (rotate(k, *turn), v)))
+  (B, T, N, H), K = q.shape, k.shape[1]
   q = rotate(q, *turn).reshape(B, T, K, N // K, H)
-  scores = einsum32("BTKGH,BSKH->BKGTS", q, k) * H**-0.5
+  scores = einsum32("BTKGH,BKSH->BKGTS", q, k) * H**-0.5
   scores = jnp.where(mask[:, None, None], scores, -1e30)
   shares = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
-  y = jnp.einsum("BSKH,BKGTS->BTKGH", v, shares).reshape(B, T, N, H)
+  y = jnp.einsum("BKSH,BKGTS->BTKGH", v, shares).reshape(B, T, N, H)
   x += jnp.einsum("BTNH,NHD->BTD", y, w["out"])
   y = norm(x, w["mlp_norm"])
   return x + (jax.nn.silu(y @ w["gate"]) * (y @ w["up"])) @ w["down"], cache
@@ -91,7 +93,7 @@ def generate(
   write = jax.lax.dynamic_update_slice
 
   def fill(k: jax.Array, v: jax.Array) -> Any:
-    padding = ((0, 0), (0, S - P), (0, 0), (0, 0))
+    padding = ((0, 0), (0, 0), (0, S - P), (0, 0))
     return k, v, (jnp.pad(k, padding), jnp.pad(v, padding))
 
   def best(x: jax.Array) -> jax.Array:
@@ -108,7 +110,7 @@ def generate(
       x, cache = carry
 
       def store(k: jax.Array, v: jax.Array) -> Any:
-        place = (n, 0, slot, 0, 0)
+        place = (n, 0, 0, slot, 0)
         new = tuple(
           write(old, y[None], place)
           for old, y in zip(cache, (k, v), strict=True)
