@@ -32,12 +32,22 @@ def _print(what: str, text: str) -> None:
   print("\n".join(f"    {line}" for line in text.splitlines()[-_LINES:]))
 
 
+def _text(path: str) -> str:
+  try:
+    return pathlib.Path(path).read_text(encoding="utf-8", errors="replace")
+  except OSError:
+    return ""
+
+
 def _cases(label: str, result: dict) -> tuple[int, int, int]:
   passed = failed = skipped = 0
+  log = ""
   for output in result.get("testActionOutput", ()):
+    path = urllib.parse.unquote(urllib.parse.urlparse(output["uri"]).path)
+    if output["name"] == "test.log":
+      log = path
     if output["name"] != "test.xml":
       continue
-    path = urllib.parse.unquote(urllib.parse.urlparse(output["uri"]).path)
     try:
       cases = list(ElementTree.parse(path).iter("testcase"))
     except (OSError, ElementTree.ParseError):
@@ -55,7 +65,7 @@ def _cases(label: str, result: dict) -> tuple[int, int, int]:
         passed += 1
   if result.get("status") != "PASSED" and not failed:
     failed += 1
-    _print(f"{label}: {result.get('status')}", "")
+    _print(f"{label}: {result.get('status')}", _text(log))
   return passed, failed, skipped
 
 
