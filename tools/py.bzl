@@ -69,6 +69,7 @@ def py_test(
         devices = 8,
         optimize = True,
         keep_compilations = False,
+        machine_code = True,
         env = {},
         **kwargs):
     """Test files, run by pytest in one process.
@@ -86,6 +87,8 @@ def py_test(
         tolerances see, and long computations are slower.
       keep_compilations: Whether what one process of the test compiles serves
         the others, which saves time where several compile the same.
+      machine_code: False where of programs for absent GPUs only the text and
+        the sizes are read: CUDA's assembler is then left out.
       env: More environment variables; these win over the macro's own.
       **kwargs: As for Bazel's py_test, such as `data`, `tags`, `shard_count`.
     """
@@ -102,6 +105,7 @@ def py_test(
             "JAX_NUM_CPU_DEVICES": str(devices),
             "JAX_PLATFORMS": "cpu",
             "PAXON_KEEP_COMPILATIONS": "1" if keep_compilations else "",
+            "PAXON_NO_MACHINE_CODE": "" if machine_code else "1",
             "PYTHONSAFEPATH": "1",
             # Half of a test's time is XLA's compiling; its last optimizations
             # of CPU code take half of that, and tests run programs once.

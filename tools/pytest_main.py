@@ -17,6 +17,7 @@ import importlib.util
 import inspect
 import os
 import pathlib
+import shlex
 import sys
 import types
 import typing
@@ -28,6 +29,18 @@ import pytest
 
 # The macro's `keep_compilations`, by this environment variable.
 KEEP_COMPILATIONS = "PAXON_KEEP_COMPILATIONS"
+# That the macro's `machine_code` is False.
+NO_MACHINE_CODE = "PAXON_NO_MACHINE_CODE"
+
+# Stands for CUDA's assembler: what it makes is empty, and nothing reads it.
+_ASSEMBLER = """\
+#!/bin/sh
+[ "$1" = --version ] && exec {assembler} --version
+while [ "$1" != -o ]; do shift; done
+: > "$2"
+"""
+# What XLA looks for in CUDA's toolkit.
+_TOOLKIT = ("bin/ptxas", "bin/nvlink", "nvvm/libdevice")
 
 _HYPOTHESIS = "_hypothesis_pytestplugin"
 
@@ -295,6 +308,36 @@ def _has_compiler_for_gpus() -> bool:
     return False
 
 
+def _find_in_toolkit(name: str) -> pathlib.Path:
+  """Returns the path of a file of CUDA's toolkit, from whichever wheel."""
+  specification = importlib.util.find_spec("nvidia")
+  assert specification is not None
+  folders = specification.submodule_search_locations or ()
+  paths = [pathlib.Path(folder, "cu13", name) for folder in folders]
+  found = next((path for path in paths if path.exists()), None)
+  assert found is not None, f"no {name} in {paths}"
+  return found
+
+
+def _without_assembler(folder: pathlib.Path) -> None:
+  """Makes a toolkit whose assembler makes nothing.
+
+  Of what it costs to compile a program for GPUs, a third is the assembler,
+  started for each kernel.
+
+  Args:
+    folder: Gets the toolkit.
+  """
+  for name in _TOOLKIT:
+    path, found = folder / name, _find_in_toolkit(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.name == "ptxas":
+      path.write_text(_ASSEMBLER.format(assembler=shlex.quote(str(found))))
+      path.chmod(0o700)
+    else:
+      path.symlink_to(found)
+
+
 def main(argv: Sequence[str]) -> int:
   """Runs pytest and returns the exit status."""
   _drop_workspace_folder()
@@ -318,8 +361,14 @@ def main(argv: Sequence[str]) -> int:
           os.environ.get("XLA_FLAGS", ""),
           f"--xla_gpu_kernel_cache_file={os.path.join(scratch, 'kernels')}",
           "--xla_gpu_enable_llvm_module_compilation_parallelism=true",
+          # Other tests have the other cores.
+          "--xla_gpu_force_compilation_parallelism=1",
         )
       )
+      if os.environ.get(NO_MACHINE_CODE):
+        toolkit = pathlib.Path(scratch, "cuda")
+        _without_assembler(toolkit)
+        os.environ["CUDA_ROOT"] = str(toolkit)
   shard = _Shard(
     int(os.environ.get("TEST_SHARD_INDEX", "0")),
     int(os.environ.get("TEST_TOTAL_SHARDS", "1")),
