@@ -13,6 +13,7 @@ import pytest
 
 from paxon.runner import user_error
 from paxon.runner.configuration import overrides, resolving
+from paxon.runner.hosts import warm_python
 from paxon.runner.plan import result, topology
 from paxon.runner.plan import target as targets
 from paxon.runner.programs.plan import (
@@ -20,6 +21,7 @@ from paxon.runner.programs.plan import (
   plan_key,
   plan_program,
   plan_search,
+  worker,
 )
 
 _TINY = "runner.programs.testing.TinyLm"
@@ -35,6 +37,18 @@ def _use_cache_of_these_tests(kept, monkeypatch):
   monkeypatch.setenv("PAXON_CACHE_DIR", str(kept))
   # Sources of a checkout may be edited while its tests run.
   monkeypatch.setattr(plan_key, "sources", lambda: "the same")
+
+
+@pytest.fixture(scope="module", name="warm")
+def _warm_python(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("python")
+  with warm_python.WarmPython([worker.__name__], folder) as warm:
+    yield warm.executable
+
+
+@pytest.fixture(name="_warm")
+def _processes_have_their_imports(warm, monkeypatch):
+  monkeypatch.setattr(sys, "executable", warm)
 
 
 def _never(*args, **kwargs):
@@ -54,6 +68,7 @@ def _run(folder, target, *assignments):
   )
 
 
+@pytest.mark.usefixtures("_warm")
 def test_plans_and_writes_what_it_prints(tmp_path, capsys):
   assert _run(tmp_path, "cpu:8", "--fdl.mesh=fsdp=4,tensor=2") == 0
   out = capsys.readouterr().out
@@ -72,6 +87,7 @@ def test_plans_and_writes_what_it_prints(tmp_path, capsys):
   assert "8 devices of the CPU" in (tmp_path / plan_program.PAGE).read_text()
 
 
+@pytest.mark.usefixtures("_warm")
 def test_the_same_configuration_is_planned_once(tmp_path, capsys, monkeypatch):
   _run(tmp_path, "cpu:8", "--fdl.mesh=fsdp=4,tensor=2")
   capsys.readouterr()
@@ -90,6 +106,7 @@ def test_the_same_configuration_is_planned_once(tmp_path, capsys, monkeypatch):
     _run(tmp_path, "cpu:8", *given)
 
 
+@pytest.mark.usefixtures("_warm")
 def test_a_target_that_cannot_be_planned_does_not_lose_the_others(
   tmp_path, capsys, monkeypatch
 ):
@@ -123,6 +140,7 @@ def test_a_target_that_cannot_be_planned_does_not_lose_the_others(
   assert "cpu:16  no plan: Planning for cpu:16 ended" in table[4]
 
 
+@pytest.mark.usefixtures("_warm")
 def test_a_file_that_cannot_be_written(tmp_path, capsys):
   (tmp_path / plan_program.PLAN).mkdir()
   with pytest.raises(user_error.UserError, match=r"plan.json cannot be writ"):
@@ -214,6 +232,7 @@ def _wait_until(is_true, seconds=90.0):
     time.sleep(0.05)
 
 
+@pytest.mark.usefixtures("_warm")
 def test_without_compilers_it_says_what_is_missing(
   tmp_path, capsys, monkeypatch
 ):
@@ -307,6 +326,7 @@ def test_a_process_that_dies_shows_its_last_lines(monkeypatch):
     )
 
 
+@pytest.mark.usefixtures("_warm")
 def test_errors_of_the_process_are_those_of_the_user():
   given = [overrides.Override("embed_dim", "0")]
   with pytest.raises(user_error.UserError, match="must be positive, got 0"):
