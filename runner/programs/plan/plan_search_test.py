@@ -23,11 +23,11 @@ from paxon.runner.programs.plan import (
 )
 
 _TINY = "runner.programs.testing.TinyLm"
-# What each layer saves of a million tokens is too much for one H200.
+# What its many layers save is too much for one H200.
 _TOO_LARGE = (
-  "--fdl.embed_dim=1024",
-  "--fdl.num_layers=16",
-  "--fdl.global_batch_size=65536",
+  "--fdl.embed_dim=256",
+  "--fdl.num_layers=256",
+  "--fdl.global_batch_size=16384",
 )
 
 
