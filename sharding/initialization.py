@@ -12,12 +12,13 @@ threefry keys give the same bits however an array is sharded.)
 
 from collections.abc import Callable, Sequence
 import hashlib
-import math
+import itertools
 import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from paxon.sharding import axes, variables
 
@@ -49,11 +50,11 @@ def initial_values(
   Raises:
     ValueError: A variable has no initializer, and there is no fallback.
   """
-  root = jax.random.key(seed)
   leaves, treedef = jax.tree.flatten(specs)
   foreign = [spec.name for spec in leaves if spec.initializer is None]
+  keys = _keys(jax.random.key(seed), leaves)
   if not foreign:
-    return treedef.unflatten([_value(root, spec) for spec in leaves])
+    return treedef.unflatten(list(map(_value, keys, leaves)))
   if fallback is None:
     raise ValueError(
       f"{foreign[0]} has no initializer of its own; give `fallback`."
@@ -61,36 +62,49 @@ def initial_values(
   others = treedef.flatten_up_to(fallback())
   return treedef.unflatten(
     [
-      other if spec.initializer is None else _value(root, spec)
-      for spec, other in zip(leaves, others, strict=True)
+      other if spec.initializer is None else _value(key, spec)
+      for key, spec, other in zip(keys, leaves, others, strict=True)
     ]
   )
 
 
-def _value(root: jax.Array, spec: variables.VariableSpec) -> jax.Array:
+def _value(keys: jax.Array, spec: variables.VariableSpec) -> jax.Array:
   """The value of one variable, all its layers stacked."""
   assert spec.initializer is not None
   init, shape, dtype = spec.initializer, spec.layer_shape, spec.dtype
-  key = jax.random.fold_in(root, _hash(_layerless(spec.name)))
-  for index in _SINGLE.findall(spec.name):
-    key = jax.random.fold_in(key, int(index))
   if not spec.stacked:
-    return jnp.asarray(init(key, shape, dtype), dtype)
-  keys = _layer_keys(key, spec)
+    return jnp.asarray(init(keys[0], shape, dtype), dtype)
   values = jax.vmap(lambda k: jnp.asarray(init(k, shape, dtype), dtype))(keys)
   return values.reshape(spec.shape)
 
 
-def _layer_keys(key: jax.Array, spec: variables.VariableSpec) -> jax.Array:
-  """One key per layer, in storage order."""
-  lengths = spec.shape[: len(spec.stacked)]
-  keys = key[None]
-  for length, index in zip(lengths, _indices(spec), strict=True):
-    fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
-    keys = jax.vmap(fold, in_axes=(0, None))(keys, jnp.asarray(index))
-    keys = keys.reshape(keys.shape[0] * length)
-  assert keys.shape == (math.prod(lengths),)
+def _keys(
+  root: jax.Array, specs: Sequence[variables.VariableSpec]
+) -> list[jax.Array]:
+  """One key per layer of each variable, in storage order.
+
+  The hashes of all variables are folded in at once: a few large computations
+  are compiled in a fraction of the time of many small ones.
+  """
+  paths = [np.asarray(_path(spec), np.uint32) for spec in specs]
+  keys: list[jax.Array] = [root] * len(specs)
+  for length in sorted({path.shape[1] for path in paths}):
+    alike = [i for i, path in enumerate(paths) if path.shape[1] == length]
+    whole = np.concatenate([paths[i] for i in alike])
+    made = jnp.broadcast_to(root, (len(whole),))
+    for numbers in whole.T:
+      made = jax.vmap(jax.random.fold_in)(made, numbers)
+    ends = np.cumsum([len(paths[i]) for i in alike])
+    for i, part in zip(alike, jnp.split(made, ends[:-1]), strict=True):
+      keys[i] = part
   return keys
+
+
+def _path(spec: variables.VariableSpec) -> list[tuple[int, ...]]:
+  """What is folded in for each layer, first to last."""
+  name = _layerless(spec.name)
+  singles = [[int(index)] for index in _SINGLE.findall(spec.name)]
+  return list(itertools.product([_hash(name)], *singles, *_indices(spec)))
 
 
 def _indices(spec: variables.VariableSpec) -> Sequence[list[int]]:
