@@ -10,6 +10,7 @@ line from standard input and answers each with a line.
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import gc
 import json
 import math
 import os
@@ -198,6 +199,9 @@ def serve(functions: Mapping[str, Function]) -> None:
   # JAX warns of forks; its threads begin with its first device, which is never
   # asked for here.
   warnings.simplefilter("ignore")
+  # Forks share what is never written to, and need not look through it.
+  gc.collect()
+  gc.freeze()
   for line in sys.stdin:
     request = json.loads(line)
     if "wait" in request:
