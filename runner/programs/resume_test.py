@@ -52,11 +52,20 @@ def _finish(forks, process):
   return process.said()
 
 
-def _wait_for_checkpoint(folder, process):
+def _wait_until(is_so, process):
   limit = time.monotonic() + 120
-  while not list((folder / "checkpoints").glob("[0-9]*/commit_success.txt")):
+  while not is_so():
     assert time.monotonic() < limit, process.said()
     time.sleep(0.02)
+
+
+def _wait_for_checkpoint(folder, process):
+  complete = "[0-9]*/commit_success.txt"
+  _wait_until(lambda: list((folder / "checkpoints").glob(complete)), process)
+
+
+def _wait_for_a_step(process):
+  _wait_until(lambda: re.search(r"^step \d", process.said(), re.M), process)
 
 
 def _kill(forks, folder, process, *, seconds):
@@ -119,21 +128,25 @@ def test_killed_and_restarted(forks, session, undisturbed, tmp_path):
   assert (found, _train_metrics(tmp_path)) == undisturbed
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_stopped_by_a_signal_and_restarted(
-  forks, session, undisturbed, tmp_path, name
+def test_stopped_by_signals_and_restarted(
+  forks, session, undisturbed, tmp_path
 ):
-  process = _start(forks, tmp_path, "checkpoint_every_steps=2")
-  _wait_for_checkpoint(tmp_path, process)
-  os.kill(process.pid, signal.Signals[name])
-  output = _finish(forks, process)
-  assert f"{name}: stopping after this step and a checkpoint" in output
-  stopped = re.search(rf"stopped by {name} at step (\d+) of 16; .*", output)
-  assert f"--job_log_dir={tmp_path}" in stopped.group(0)
-  assert not (tmp_path / "report.html").exists()
+  stopped = None
+  for name in ("SIGTERM", "SIGINT"):
+    process = _start(forks, tmp_path, "checkpoint_every_steps=2")
+    _wait_for_checkpoint(tmp_path, process)
+    _wait_for_a_step(process)
+    os.kill(process.pid, signal.Signals[name])
+    output = _finish(forks, process)
+    assert re.findall(CONTINUING, output) == ([stopped] if stopped else [])
+    assert f"{name}: stopping after this step and a checkpoint" in output
+    found = re.search(rf"stopped by {name} at step (\d+) of 16; .*", output)
+    assert f"--job_log_dir={tmp_path}" in found.group(0)
+    assert not (tmp_path / "report.html").exists()
+    stopped = found.group(1)
 
   output = _finish(forks, _start(forks, tmp_path))
-  assert re.search(CONTINUING, output).group(1) == stopped.group(1)
+  assert re.findall(CONTINUING, output) == [stopped]
   found = _digest(session, tmp_path), _train_metrics(tmp_path)
   assert found == undisturbed
 

@@ -25,10 +25,11 @@ from paxon.runner.summaries import metrics_file
 MAIN, TOUR = "command_line", "tour"
 EXP = "--exp=runner.programs.testing.TinyLm"
 PIPELINED = "--exp=runner.programs.pipelined_testing.PipelinedLm"
+# Each step is dozens of messages, for which all processes wait in turns.
 KNOBS = {
-  "num_train_steps": 20,
-  "checkpoint_every_steps": 10,
-  "eval_every_steps": 10,
+  "num_train_steps": 12,
+  "checkpoint_every_steps": 6,
+  "eval_every_steps": 6,
   "max_new_tokens": 2,
   "mesh": "data=2,fsdp=2",
 }
@@ -130,7 +131,7 @@ def by_one(forks, tmp_path_factory):
 
 def test_two_and_four_processes_train_as_one(by_one, by_two, by_four):
   expected = _figures(by_one)
-  assert {step for step, _, _ in expected} == set(range(1, 21))
+  assert {step for step, _, _ in expected} == set(range(1, 13))
   for folder, _ in (by_two, by_four):
     figures = _figures(folder)
     assert figures.keys() == expected.keys()
@@ -175,7 +176,7 @@ def test_stages_of_two_processes_train_as_none(
 def test_one_process_writes_and_speaks(by_four, by_one):
   folder, (first, *others) = by_four
   assert "[Gloo]" not in first.stdout.read_text()
-  assert "step 20/20" in first.stdout.read_text()
+  assert "step 12/12" in first.stdout.read_text()
   for process in others:
     assert process.said().strip() == ""
   names = {path.name for path in folder.iterdir()}
@@ -213,11 +214,11 @@ def test_what_four_wrote_is_read_by_one_and_two(
   # The follower has evaluated what is there; one process has written it.
   records = metrics_file.read(folder / run_dir.EVAL / run_dir.METRICS)
   trained = _figures(folder)
-  assert {r.step for r in records} == {10, 20}
+  assert {r.step for r in records} == {6, 12}
   for record in records:
     key = record.step, record.split, "loss"
     np.testing.assert_allclose(record.values["loss"], trained[key], rtol=1e-6)
-  [line] = (folder / run_dir.DECODE / "20.jsonl").read_text().splitlines()
+  [line] = (folder / run_dir.DECODE / "12.jsonl").read_text().splitlines()
   drawn = json.loads(line)["continuation"]
   text = (by_one / run_dir.SAMPLES).read_text()
   assert text.startswith(f"--- sample 1 ---\ndef {drawn}\n")
@@ -241,7 +242,7 @@ def _checkpoints(folder):
 
 def _slow(folder):
   """The same training with time between steps to do something to it."""
-  return _flags(folder, checkpoint_every_steps=3, delay=0.15, max_new_tokens=0)
+  return _flags(folder, checkpoint_every_steps=2, delay=0.3, max_new_tokens=0)
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +250,7 @@ def stopped(forks, tmp_path_factory):
   """A run of two of which one has got a signal."""
   folder = tmp_path_factory.mktemp("stopped") / "run"
   first, second = processes = _start(forks, 2, _slow(folder))
-  _wait_until(lambda: "step 3/20" in first.stdout.read_text(), *processes)
+  _wait_until(lambda: "step 3/12" in first.stdout.read_text(), *processes)
   os.kill(second.pid, signal.SIGTERM)
   _finish(forks, processes)
   return folder, first.stdout.read_text(), second.said()
@@ -257,7 +258,7 @@ def stopped(forks, tmp_path_factory):
 
 def test_signal_to_one_stops_all_after_the_same_step(stopped):
   folder, said, by_others = stopped
-  [step] = re.findall(r"stopped by SIGTERM at step (\d+) of 20; the same", said)
+  [step] = re.findall(r"stopped by SIGTERM at step (\d+) of 12; the same", said)
   assert 3 < int(step) < 12
   assert by_others.strip() == ""
   # Saved by both, or it would not be complete.
