@@ -43,6 +43,7 @@ def test_lines_are_json_objects_with_17_digits(tmp_path):
   )
 
 
+@hypothesis.settings(derandomize=True, deadline=None)
 @hypothesis.given(
   st.lists(
     st.tuples(
