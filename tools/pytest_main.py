@@ -15,13 +15,14 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import inspect
+import multiprocessing
 import os
 import pathlib
 import shlex
 import sys
 import types
 import typing
-from typing import Any
+from typing import Any, NoReturn
 
 import beartype
 import jaxtyping
@@ -388,5 +389,18 @@ def main(argv: Sequence[str]) -> int:
   return int(status)
 
 
+def _end(status: int) -> NoReturn:
+  """Ends the process, with what it started, but without Python's own end.
+
+  JAX and Python take two thirds of a second to free what the kernel frees
+  anyway. What tests have to say of their own ends they say before.
+  """
+  for child in multiprocessing.active_children():
+    child.terminate()
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(status)
+
+
 if __name__ == "__main__":
-  sys.exit(main(sys.argv[1:]))
+  _end(main(sys.argv[1:]))
