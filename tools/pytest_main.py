@@ -266,8 +266,8 @@ def _arguments(argv: Sequence[str]) -> list[str]:
     *("-o", "console_output_style=classic"),
   ]
   if importlib.util.find_spec(_HYPOTHESIS):
-    # Its profile for CI: the same examples in each run, and no limit on what one
-    # of them takes, which a busy machine would exceed.
+    # Its profile for CI: the same examples in each run, and no limit on the
+    # time that one takes, which a busy machine would exceed.
     arguments += ["-p", _HYPOTHESIS, "--hypothesis-profile=ci"]
   if report := os.environ.get("XML_OUTPUT_FILE"):
     arguments.append(f"--junitxml={report}")
