@@ -9,7 +9,7 @@ from paxon.layers import batch_norm, testing
 from paxon.sharding import layout, mesh, variables
 
 X = 2 * testing.normal(8, 3, 4) + 1
-MASK = jnp.asarray(np.arange(24).reshape(8, 3) % 5 != 0)
+MASK = jax.device_put(np.arange(24).reshape(8, 3) % 5 != 0)
 STATS = batch_norm.COLLECTION
 
 
@@ -113,7 +113,7 @@ def test_a_sharded_batch_has_the_moments_of_the_whole():
 
   split = where.batch_sharding(3), where.batch_sharding(2)
   compiled = where.jit(step, in_shardings=(where.replicated, *split))
-  actual = compiled(values, *jax.device_put((X, MASK), split))
+  actual = compiled(values, *testing.placed((X, MASK), split))
   jax.tree.map(
     lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5),
     actual,

@@ -132,7 +132,7 @@ def test_attention_hears_of_a_prefix_where_there_is_one(order):
   layer = BLOCKS[order]
   none = layer.apply({}, *_args())
   np.testing.assert_array_equal(layer.apply({}, *_args(), None), none)
-  prefix = jnp.asarray(testing.counted(BATCH, LENGTH) < 2)
+  prefix = jax.device_put(testing.counted(BATCH, LENGTH) < 2)
   told = np.asarray(layer.apply({}, *_args(), prefix) != none).any(axis=-1)
   np.testing.assert_array_equal(told, prefix)
 
@@ -234,8 +234,8 @@ def test_decoding_gives_what_the_forward_pass_gives(kind):
 def test_packed_documents_are_separate_documents(kind):
   layer = _real()[kind]
   x = _args()[0][:1]
-  positions = jnp.asarray([[0, 1, 0, 1, 2]], jnp.int32)
-  segments = jnp.asarray([[1, 1, 2, 2, 2]], jnp.int32)
+  positions = testing.array([[0, 1, 0, 1, 2]], jnp.int32)
+  segments = testing.array([[1, 1, 2, 2, 2]], jnp.int32)
   values = testing.random_values(layer, x, positions, segments)
   together = testing.apply(layer, values, x, positions, segments)
   for inside in (slice(0, 2), slice(2, 5)):

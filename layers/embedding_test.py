@@ -9,7 +9,7 @@ from paxon.layers import embedding, testing
 from paxon.sharding import layout, mesh
 
 VOCAB, EMBED = 11, 6
-IDS = jnp.asarray([[1, 0, 10], [3, 3, 2]], jnp.int32)
+IDS = testing.array([[1, 0, 10], [3, 3, 2]], jnp.int32)
 
 
 def _layer(**kwargs):
@@ -133,7 +133,7 @@ def test_rejects_nonpositive_sizes(field):
 def test_a_split_table_is_looked_up_in_place(text, gathers, capfd):
   """Over fsdp rows are gathered as a weight, and no output is moved."""
   layer = embedding.Embedding(16, embed_dim=8)
-  ids = jnp.asarray(np.arange(64).reshape(8, 8) % 16, jnp.int32)
+  ids = testing.array(np.arange(64).reshape(8, 8) % 16, jnp.int32)
   scale = testing.normal(8, 8, 8)
   specs = testing.specs(layer, ids)
   values = testing.random_values(layer, ids)
@@ -158,7 +158,7 @@ def test_a_split_table_is_looked_up_in_place(text, gathers, capfd):
   for moved in ("all-to-all", "collective-permute"):
     assert f" {moved}" not in program
   assert program.count(" all-gather(") == gathers
-  actual = compiled(*jax.device_put((values, ids, scale), places))
+  actual = compiled(*testing.placed((values, ids, scale), places))
   expected = gradient(values, ids, scale)
   jax.tree.map(
     lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5),

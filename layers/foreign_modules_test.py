@@ -107,7 +107,7 @@ def test_sharded_is_unsharded(case, values):
   gradient = jax.grad(loss)
   places = split, where.batch_sharding(3), *(where.batch_sharding(2),) * 2
   compiled = where.jit(gradient, in_shardings=places, out_shardings=split)
-  actual = compiled(*jax.device_put((values, *_args()), places))
+  actual = compiled(*testing.placed((values, *_args()), places))
   jax.tree.map(
     lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-5),
     actual,

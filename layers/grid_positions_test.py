@@ -33,21 +33,23 @@ def test_matches_the_definition(longest):
   expected += [[0.0] * EMBED] * 2
   layer = _layer(max_timescale=longest)
   positions = testing.counted(2, layer.length)
-  x = layer.apply({}, positions, EMBED)
+  x = testing.apply(layer, {}, positions, embed_dim=EMBED)
   assert layer.length == 9
   for row in x:
     np.testing.assert_allclose(row, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_tokens_may_come_in_any_order():
-  order = jnp.asarray([[4, 1, 7, 0]], jnp.int32)
-  whole = _layer().apply({}, testing.counted(1, 9), EMBED)
-  some = _layer().apply({}, order, EMBED)
-  np.testing.assert_array_equal(some[0], whole[0][order[0]])
+  order = testing.array([[4, 1, 7, 0]], jnp.int32)
+  layer = _layer()
+  whole = testing.apply(layer, {}, testing.counted(1, 9), embed_dim=EMBED)
+  some = testing.apply(layer, {}, order, embed_dim=EMBED)
+  np.testing.assert_array_equal(some[0], np.asarray(whole)[0][order[0]])
 
 
 def test_positions_outside_of_the_grid_give_nan():
-  x = _layer().apply({}, jnp.asarray([[8, 9, -1]], jnp.int32), EMBED)
+  places = testing.array([[8, 9, -1]], jnp.int32)
+  x = testing.apply(_layer(), {}, places, embed_dim=EMBED)
   bad = np.isnan(np.asarray(x[0])).all(axis=-1)
   assert bad.tolist() == [False, True, True]
 

@@ -7,7 +7,7 @@ import pytest
 
 from paxon.layers import group_norm, testing
 
-MASK = jnp.asarray([[1, 1, 1, 0], [1, 1, 0, 0]], bool)
+MASK = testing.array([[1, 1, 1, 0], [1, 1, 0, 0]], bool)
 SHAPES = {3: (2, 4, 6), 4: (2, 4, 3, 6), 5: (2, 4, 2, 3, 6)}
 
 

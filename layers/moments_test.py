@@ -1,5 +1,6 @@
 """Tests for masked moments."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ MASK = np.asarray([[1, 1, 1, 0], [1, 0, 1, 1], [0, 0, 0, 0]], bool)
 
 @pytest.mark.parametrize("axes", [(0, 1), (1, 2), (1,)])
 def test_matches_numpys_moments_of_what_is_kept(axes):
-  actual = moments.moments(X, jnp.asarray(MASK)[:, :, None], axes=axes)
+  actual = moments.moments(X, jax.device_put(MASK)[:, :, None], axes=axes)
   kept = np.broadcast_to(MASK[:, :, None], X.shape)
   wide = np.ma.masked_array(np.asarray(X, np.float64), ~kept)
   mean, variance = (
@@ -31,7 +32,7 @@ def test_without_mask_everything_counts():
 
 def test_cumulative_moments_match_a_loop():
   actual = moments.moments(
-    X, jnp.asarray(MASK)[:, :, None], axes=(2,), cumulative_axis=1
+    X, jax.device_put(MASK)[:, :, None], axes=(2,), cumulative_axis=1
   )
   wide = np.asarray(X, np.float64)
   for b in range(3):
@@ -47,7 +48,7 @@ def test_cumulative_moments_match_a_loop():
 
 
 def test_what_is_left_out_may_be_anything():
-  mask = jnp.asarray(MASK)[:, :, None]
+  mask = jax.device_put(MASK)[:, :, None]
   bad = jnp.where(mask, X, jnp.nan)
   actual = moments.moments(bad, mask, axes=(0, 1))
   expected = moments.moments(X, mask, axes=(0, 1))
@@ -63,7 +64,7 @@ def test_a_large_mean_does_not_cancel():
 
 
 def test_gradients_match_finite_differences():
-  mask = jnp.asarray(MASK)[:, :, None]
+  mask = jax.device_put(MASK)[:, :, None]
 
   def loss(x):
     mean, variance = moments.moments(x, mask, axes=(2,), cumulative_axis=1)
@@ -83,6 +84,6 @@ def test_rejects_wrong_masks_and_axes():
   with pytest.raises(
     ValueError, match=r"must have rank 3, got the shape \(3, 4"
   ):
-    moments.moments(X, jnp.asarray(MASK), axes=(1,))
+    moments.moments(X, jax.device_put(MASK), axes=(1,))
   with pytest.raises(ValueError, match=r"cumulative axis 1 must not be one of"):
     moments.moments(X, axes=(1, 2), cumulative_axis=1)

@@ -9,7 +9,7 @@ from paxon.layers import position_embedding, testing
 
 EMBED = 6
 # Two packed documents and padding; one document.
-POSITIONS = jnp.asarray([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]], jnp.int32)
+POSITIONS = testing.array([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]], jnp.int32)
 
 
 def _learned(max_length=8, **kwargs):
@@ -65,7 +65,7 @@ def test_a_row_longer_than_the_table_is_an_error():
 def test_a_position_beyond_the_table_gives_nan():
   values = testing.random_values(_learned(), POSITIONS, embed_dim=EMBED)
   step = testing.apply(
-    _learned(), values, jnp.asarray([[7], [8]]), embed_dim=EMBED
+    _learned(), values, testing.array([[7], [8]], np.int32), embed_dim=EMBED
   )
   assert np.isfinite(step[0]).all()
   assert np.isnan(step[1]).all()
@@ -77,7 +77,7 @@ def test_a_position_beyond_the_table_gives_nan():
 )
 def test_sinusoidal_matches_the_definition(embed_dim, scales):
   layer = position_embedding.SinusoidalPositions(*scales)
-  x = layer.apply({}, POSITIONS, embed_dim)
+  x = testing.apply(layer, {}, POSITIONS, embed_dim=embed_dim)
   expected = [
     [_waves(p, embed_dim, *scales) for p in r] for r in POSITIONS.tolist()
   ]
@@ -86,7 +86,8 @@ def test_sinusoidal_matches_the_definition(embed_dim, scales):
 
 def test_sinusoidal_keeps_long_positions_in_bfloat16():
   layer = position_embedding.SinusoidalPositions(dtype=jnp.bfloat16)
-  x = layer.apply({}, jnp.asarray([[4_001]]), 8)
+  place = testing.array([[4_001]], np.int32)
+  x = testing.apply(layer, {}, place, embed_dim=8)
   assert x.dtype == jnp.bfloat16
   np.testing.assert_allclose(
     np.asarray(x[0, 0], np.float32), _waves(4_001, 8), atol=1e-2

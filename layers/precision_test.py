@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from paxon.layers import precision
@@ -21,7 +22,7 @@ def test_narrow_dtypes_are_widened_and_wide_ones_kept(dtype, expected):
 
 
 def test_widening_keeps_values():
-  x = jnp.asarray([1.5, -2.0], jnp.bfloat16)
+  x = jax.device_put(np.asarray([1.5, -2.0], jnp.bfloat16))
   assert precision.widened(x).dtype == jnp.float32
   assert precision.widened(x).tolist() == [1.5, -2.0]
   with jax.enable_x64(True):

@@ -13,7 +13,7 @@ from paxon.sharding import axes, layout, logical, mesh
 BATCH, LENGTH, EMBED, VOCAB = 8, 16, 8, 48
 X = testing.normal(BATCH, LENGTH, EMBED)
 TARGETS = np.random.default_rng(2).integers(0, VOCAB, (BATCH, LENGTH))
-TARGETS = jnp.asarray(TARGETS, jnp.int32)
+TARGETS = testing.array(TARGETS, jnp.int32)
 WEIGHTS = testing.normal(BATCH, LENGTH, seed=4) ** 2
 LOSS = softmax_loss.SoftmaxLoss(
   chunk_length=2, label_smoothing=0.1, z_loss_weight=0.01
@@ -78,7 +78,7 @@ def test_sharded_equals_unsharded(text, head):
     .lower(*args)
     .compile()
   )
-  actual = compiled(*jax.device_put(args, compiled.input_shardings[0]))
+  actual = compiled(*testing.placed(args, compiled.input_shardings[0]))
   jax.tree.map(
     lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5),
     actual,

@@ -17,8 +17,8 @@ from paxon.layers import (
 
 BATCH, LENGTH, EMBED, VOCAB = 2, 7, 5, 11
 TARGETS = np.random.default_rng(2).integers(0, VOCAB, (BATCH, LENGTH))
-TARGETS = jnp.asarray(TARGETS, jnp.int32)
-WEIGHTS = jnp.asarray([[1, 1, 0, 0.5, 1, 1, 1], [1, 0, 0, 0, 2, 1, 0]])
+TARGETS = testing.array(TARGETS, jnp.int32)
+WEIGHTS = testing.array([[1, 1, 0, 0.5, 1, 1, 1], [1, 0, 0, 0, 2, 1, 0]])
 WEIGHTS = WEIGHTS.astype(jnp.float32)
 
 
@@ -166,12 +166,18 @@ def test_gradients_match_finite_differences():
 def test_matches_optax():
   smoothing = 0.15
   output, _ = _gradients(_loss(label_smoothing=smoothing), _kernel(), _x())
-  logits = _head(_kernel(), _x())
-  nll = optax.softmax_cross_entropy_with_integer_labels(logits, TARGETS)
-  labels = jax.nn.one_hot(TARGETS, VOCAB)
-  smooth = optax.softmax_cross_entropy(
-    logits, optax.smooth_labels(labels, smoothing)
-  )
+
+  @jax.jit
+  def by_optax(kernel, x):
+    logits = _head(kernel, x)
+    nll = optax.softmax_cross_entropy_with_integer_labels(logits, TARGETS)
+    labels = jax.nn.one_hot(TARGETS, VOCAB)
+    smooth = optax.softmax_cross_entropy(
+      logits, optax.smooth_labels(labels, smoothing)
+    )
+    return nll, smooth
+
+  nll, smooth = by_optax(_kernel(), _x())
   np.testing.assert_allclose(output.token_nll, nll, rtol=1e-5, atol=1e-6)
   np.testing.assert_allclose(output.loss, np.sum(smooth * WEIGHTS), rtol=1e-5)
 
@@ -397,6 +403,10 @@ def test_rejects_bad_fields(field, value, required):
 
 
 def test_matches_the_terms_of_all_logits():
-  terms = softmax_cross_entropy.softmax_terms(_head(_kernel(), _x()), TARGETS)
+  terms = jax.jit(
+    lambda kernel, x: softmax_cross_entropy.softmax_terms(
+      _head(kernel, x), TARGETS
+    )
+  )(_kernel(), _x())
   output, _ = _gradients(_loss(chunk_length=3), _kernel(), _x())
   np.testing.assert_allclose(output.token_nll, terms.nll, rtol=1e-6, atol=1e-6)

@@ -1,5 +1,6 @@
 """Tests for stacking of frames over time."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +12,10 @@ REPEAT = stacked_frames.Edge.REPEAT
 
 def _frames(**kwargs):
   return stacked_frames.StackedFrames(**kwargs)
+
+
+def _stacked(x, mask, **kwargs):
+  return jax.jit(lambda *args: _frames(**kwargs)(*args))(x, mask)
 
 
 def _oracle(x, *, left, right, stride, before=None, after=None):
@@ -33,8 +38,8 @@ def _oracle(x, *, left, right, stride, before=None, after=None):
 
 
 def test_the_example_of_the_documentation():
-  x = jnp.asarray([[4, 1, 9, 3, 5, 2, 8]], jnp.float32)[:, :, None]
-  y, mask = _frames(left=1, right=1, stride=3)(x, jnp.ones((1, 7), bool))
+  x = testing.array([[4, 1, 9, 3, 5, 2, 8]])[:, :, None]
+  y, mask = _stacked(x, np.ones((1, 7), bool), left=1, right=1, stride=3)
   assert y[0].tolist() == [[0, 4, 1], [9, 3, 5], [2, 8, 0]]
   assert mask.tolist() == [[True] * 3]
 
@@ -42,27 +47,27 @@ def test_the_example_of_the_documentation():
 @pytest.mark.parametrize("stride", [1, 2, 3, 5])
 @pytest.mark.parametrize(("left", "right"), [(0, 0), (2, 0), (1, 2), (0, 3)])
 def test_matches_numpy(left, right, stride):
-  x, ones = testing.normal(2, 7, 3), jnp.ones((2, 7), bool)
+  x, ones = testing.normal(2, 7, 3), np.ones((2, 7), bool)
   kwargs = {"left": left, "right": right, "stride": stride}
   zero = np.zeros(3, np.float32)
   np.testing.assert_array_equal(
-    _frames(**kwargs)(x, ones)[0],
+    _stacked(x, ones, **kwargs)[0],
     _oracle(x, **kwargs, before=zero, after=zero),
   )
-  repeated = _frames(**kwargs, left_edge=REPEAT, right_edge=REPEAT)
-  np.testing.assert_array_equal(repeated(x, ones)[0], _oracle(x, **kwargs))
+  repeated = _stacked(x, ones, **kwargs, left_edge=REPEAT, right_edge=REPEAT)
+  np.testing.assert_array_equal(repeated[0], _oracle(x, **kwargs))
 
 
 def test_a_stacked_frame_is_real_where_any_or_all_of_its_frames_are():
   x = testing.normal(2, 6, 1)
-  mask = jnp.asarray([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]], bool)
+  mask = testing.array([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]], bool)
   kwargs = {"left": 1, "right": 1, "stride": 2}
-  some = _frames(**kwargs)(x, mask)[1]
+  some = _stacked(x, mask, **kwargs)[1]
   assert some.tolist() == [[True, True, True], [True, True, False]]
-  every = _frames(**kwargs, reduce=jnp.all)(x, mask)[1]
+  every = _stacked(x, mask, **kwargs, reduce=jnp.all)[1]
   # Zeros before the first frame are not real.
   assert every.tolist() == [[False, True, True], [False, False, False]]
-  edges = _frames(**kwargs, reduce=jnp.all, left_edge=REPEAT)(x, mask)[1]
+  edges = _stacked(x, mask, **kwargs, reduce=jnp.all, left_edge=REPEAT)[1]
   assert edges.tolist() == [[True, True, True], [True, False, False]]
 
 
@@ -72,12 +77,17 @@ def test_a_stacked_frame_is_real_where_any_or_all_of_its_frames_are():
 def test_unstack_is_the_inverse(left, right, stride):
   x = testing.normal(2, 8, 3)
   frames = _frames(left=left, right=right, stride=stride)
-  stacked, _ = frames(x, jnp.ones((2, 8), bool))
-  again = frames.unstack(stacked)
+
+  @jax.jit
+  def run(x):
+    stacked, _ = frames(x, jnp.ones((2, 8), bool))
+    return stacked, frames.unstack(stacked)
+
+  stacked, again = map(np.asarray, run(x))
   assert again.shape[1] == (stacked.shape[1] - 1) * stride + 1 + right
   assert again.shape[1] >= 8 - max(stride - 1 - right, 0)
   both = min(8, again.shape[1])
-  np.testing.assert_array_equal(again[:, :both], x[:, :both])
+  np.testing.assert_array_equal(again[:, :both], np.asarray(x)[:, :both])
   assert not np.any(again[:, both:])
 
 

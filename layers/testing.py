@@ -95,7 +95,7 @@ def random_values(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
       values = 1 + 0.3 * values
     else:
       values *= (math.prod(shape) / max(shape)) ** -0.5
-    return jax.numpy.asarray(values, spec.dtype)
+    return array(values, spec.dtype)
 
   return jax.tree.map(draw, specs(module, *args, **kwargs))
 
@@ -126,21 +126,37 @@ def _jitted(the: _The, constants: Any) -> Callable[..., Any]:
 _known_jitted = functools.lru_cache(maxsize=16)(_jitted)
 
 
+def array(values: Any, dtype: Any = np.float32) -> jax.Array:
+  """Returns what numpy makes of `values`, on the device.
+
+  `jnp.asarray` compiles a program for each shape.
+  """
+  return jax.device_put(np.asarray(values, dtype))
+
+
+def placed(tree: Any, shardings: Any) -> Any:
+  """Returns a tree of arrays, laid out.
+
+  By way of the host: what lies on one device is split by programs, one for
+  each shape.
+  """
+  return jax.device_put(jax.device_get(tree), shardings)
+
+
 def normal(*shape: int, seed: int = 1, dtype: Any = np.float32) -> jax.Array:
   """Returns random normal numbers."""
-  values = np.random.default_rng(seed).standard_normal(shape)
-  return jax.numpy.asarray(values, dtype)
+  return array(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 def counted(batch: int, length: int) -> jax.Array:
   """Returns positions 0, 1, ... int32 [batch, length]."""
   row = np.arange(length, dtype=np.int32)
-  return jax.numpy.asarray(np.tile(row, (batch, 1)))
+  return array(np.tile(row, (batch, 1)), np.int32)
 
 
 def ones(batch: int, length: int) -> jax.Array:
   """Returns segment ids of one document a row, int32 [batch, length]."""
-  return jax.numpy.asarray(np.ones((batch, length), np.int32))
+  return array(np.ones((batch, length)), np.int32)
 
 
 class Dot(NamedTuple):

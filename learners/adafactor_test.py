@@ -1,7 +1,6 @@
 """Tests for what only Adafactor has; the battery is `optimizers_test`."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -75,8 +74,10 @@ def test_one_layer_agrees_with_optax(shape):
     0.3, min_dim_size_to_factor=4, momentum=0.9, decay_rate=0.8
   )
   random = np.random.default_rng(0)
-  params = [jnp.asarray(random.normal(size=shape), jnp.float32)] * 2
-  states = [t.init(p) for t, p in zip((ours, theirs), params, strict=True)]
+  params = [jax.device_put(np.float32(random.normal(size=shape)))] * 2
+  states = [
+    jax.jit(t.init)(p) for t, p in zip((ours, theirs), params, strict=True)
+  ]
 
   def stepped(transform):
     def step(gradient, state, params):
@@ -88,7 +89,7 @@ def test_one_layer_agrees_with_optax(shape):
   steps = stepped(ours), stepped(theirs)
   with jax.numpy_dtype_promotion("standard"):
     for _ in range(10):
-      gradient = jnp.asarray(random.normal(size=shape), jnp.float32)
+      gradient = jax.device_put(np.float32(random.normal(size=shape)))
       for i, step in enumerate(steps):
         params[i], states[i] = step(gradient, states[i], params[i])
   np.testing.assert_allclose(params[0], params[1], rtol=1e-5, atol=1e-6)
@@ -100,7 +101,7 @@ def test_a_stack_is_many_layers():
   alone = _specs(stack=(6, 9))
   random = np.random.default_rng(0)
   value, gradient = (
-    jnp.asarray(random.normal(size=(12, 6, 9)), jnp.float32) for _ in range(2)
+    jax.device_put(np.float32(random.normal(size=(12, 6, 9)))) for _ in range(2)
   )
 
   def updated(specs):

@@ -50,7 +50,7 @@ def _run(transform, params, *, steps=20):
   every = []
   for _ in range(steps):
     gradients = jax.tree.map(
-      lambda p: jnp.asarray(random.normal(size=p.shape), jnp.float32), params
+      lambda p: jax.device_put(np.float32(random.normal(size=p.shape))), params
     )
     updates, state = update(gradients, state, params)
     params = optax.apply_updates(params, updates)
@@ -89,7 +89,7 @@ def test_momentum_may_be_kept_in_bfloat16():
 def test_twenty_steps_match_the_paper(specs, decays):
   random = np.random.default_rng(0)
   params = {
-    name: jnp.asarray(random.normal(size=spec.shape), jnp.float32)
+    name: jax.device_put(np.float32(random.normal(size=spec.shape)))
     for name, spec in SPECS["params"].items()
   }
   oracles = {
@@ -104,7 +104,7 @@ def test_twenty_steps_match_the_paper(specs, decays):
   update = jax.jit(transform.update)
   for _ in range(20):
     gradients = jax.tree.map(
-      lambda p: jnp.asarray(random.normal(size=p.shape), jnp.float32), params
+      lambda p: jax.device_put(np.float32(random.normal(size=p.shape))), params
     )
     updates, state = update(gradients, state, params)
     params = optax.apply_updates(params, updates)

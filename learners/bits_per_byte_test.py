@@ -1,5 +1,6 @@
 """Tests for bits per byte."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,8 +10,8 @@ from paxon.learners import bits_per_byte
 
 def _batch(weights, target_bytes):
   return {
-    "weights": jnp.asarray(weights, jnp.float32),
-    "target_bytes": jnp.asarray(target_bytes, jnp.int32),
+    "weights": jax.device_put(np.float32(weights)),
+    "target_bytes": jax.device_put(np.int32(target_bytes)),
   }
 
 
@@ -28,7 +29,7 @@ def test_matches_numpy_with_padding_and_long_tokens():
   weights = (random.random((3, 7)) < 0.7).astype(np.float32)
   lengths = random.integers(0, 6, size=(3, 7))
   pair = bits_per_byte.bits_per_byte(
-    _batch(weights, lengths), {"token_nll": jnp.asarray(nll)}
+    _batch(weights, lengths), {"token_nll": jax.device_put(nll)}
   )["bits_per_byte"]
   bits = np.sum(np.log2(np.exp(nll.astype(np.float64))) * weights)
   np.testing.assert_allclose(pair, (bits, np.sum(lengths * weights)), rtol=1e-6)

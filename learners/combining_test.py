@@ -14,19 +14,19 @@ REPLACE = variables.UpdateRule.REPLACE
 
 
 def _overwritten(values, rule, names=()):
-  values = jnp.asarray(values, jnp.float32)
+  values = jax.device_put(np.float32(values))
   spec = testing.spec(
     "fp8/x", values.shape[1:], axes=names, update=OVERWRITE, combine=rule
   )
-  combined = combining.overwritten(
-    {"fp8": {"x": values}}, specs={"fp8": {"x": spec}}
-  )
-  old = {"fp8": {"x": jnp.full(values.shape[1:], 9.0)}}
-  return np.asarray(
-    variable_updates.overwrite(old, combined, specs={"fp8": {"x": spec}})[
-      "fp8"
-    ]["x"]
-  ).tolist()
+  specs = {"fp8": {"x": spec}}
+
+  @jax.jit
+  def run(values):
+    combined = combining.overwritten({"fp8": {"x": values}}, specs=specs)
+    old = {"fp8": {"x": jnp.full(values.shape[1:], 9.0)}}
+    return variable_updates.overwrite(old, combined, specs=specs)["fp8"]["x"]
+
+  return np.asarray(run(values)).tolist()
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,10 @@ def test_each_expert_is_combined_alone():
 
 
 def _replaced(values, old, rule, dtype=jnp.float32):
-  values, old = jnp.asarray(values, dtype), jnp.asarray(old, dtype)
+  values, old = (
+    jax.device_put(np.asarray(values, dtype)),
+    jax.device_put(np.asarray(old, dtype)),
+  )
   spec = testing.spec("stats/x", (), update=REPLACE, combine=rule)
   return combining.replaced(
     {"stats": {"x": values}},

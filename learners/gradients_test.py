@@ -86,7 +86,7 @@ def _loss(values, batch, rngs):
 def _values():
   random = np.random.default_rng(0)
   values = jax.tree.map(
-    lambda s: jnp.asarray(random.normal(size=s.shape), jnp.float32), SPECS
+    lambda s: jax.device_put(np.float32(random.normal(size=s.shape))), SPECS
   )
   values["fp8"] = {"scale": jnp.float32(1)}
   return values
@@ -109,10 +109,10 @@ def _batch():
     < np.where(np.arange(ROWS) % 2, 0.9, 0.2)[:, None]
   )
   return {
-    "inputs": jnp.asarray(tokens[:, :-1], jnp.int32),
-    "targets": jnp.asarray(tokens[:, 1:], jnp.int32),
-    "segment_ids": jnp.asarray(segments),
-    "weights": jnp.asarray((segments > 0) & kept, jnp.float32),
+    "inputs": jax.device_put(np.int32(tokens[:, :-1])),
+    "targets": jax.device_put(np.int32(tokens[:, 1:])),
+    "segment_ids": jax.device_put(segments),
+    "weights": jax.device_put(np.float32((segments > 0) & kept)),
     "temperature": jnp.float32(0.7),
   }
 
@@ -238,9 +238,9 @@ def test_equals_the_full_batch_under_parallelism(mesh):
   layout = layouts.Layout(meshes.make_mesh(meshes.MeshSpec.parse(mesh)))
   run, (values, batch) = _run(2)
   shardings = layout.shardings(SPECS)
-  placed = jax.device_put(values, shardings)
+  placed = jax.device_put(jax.device_get(values), shardings)
   rows = {
-    k: jax.device_put(x, layout.batch_sharding(x.ndim))
+    k: jax.device_put(np.asarray(x), layout.batch_sharding(x.ndim))
     for k, x in batch.items()
   }
   params, fp8, stats, metrics = layout.jit(run)(placed, rows)

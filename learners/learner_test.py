@@ -37,7 +37,9 @@ class _Sgd:
 def _updates(max_grad_norm, gradients):
   learner = learner_lib.Learner(optimizer=_Sgd(), max_grad_norm=max_grad_norm)
   transform = learner.transform(SPECS)
-  updates, _ = transform.update(gradients, transform.init(gradients), gradients)
+  updates, _ = jax.jit(lambda g: transform.update(g, transform.init(g), g))(
+    gradients
+  )
   return updates["params"]
 
 
@@ -45,8 +47,8 @@ def _gradients(scale):
   random = np.random.default_rng(0)
   return {
     "params": {
-      "a": jnp.asarray(scale * random.normal(size=(2, 2)), jnp.float32),
-      "b": jnp.asarray(scale * random.normal(size=3), jnp.float32),
+      "a": jax.device_put(np.float32(scale * random.normal(size=(2, 2)))),
+      "b": jax.device_put(np.float32(scale * random.normal(size=3))),
     }
   }
 
@@ -68,7 +70,9 @@ def test_clips_each_variable_before_all_together():
     optimizer=_Sgd(), max_variable_grad_norm=2.0, max_grad_norm=1.5
   )
   transform = learner.transform(SPECS)
-  updates, _ = transform.update(gradients, transform.init(gradients), gradients)
+  updates, _ = jax.jit(lambda g: transform.update(g, transform.init(g), g))(
+    gradients
+  )
   # Both are longer than 2, so together they are 2 sqrt(2).
   for name, g in gradients["params"].items():
     g = np.asarray(g, np.float64)

@@ -1,5 +1,6 @@
 """Tests for norms by groups."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -42,10 +43,10 @@ SPECS = {
 def _values():
   return {
     "params": {
-      "embedding": {"table": jnp.asarray([3.0, 4.0])},
+      "embedding": {"table": jax.device_put(np.float32([3.0, 4.0]))},
       "stack": {
-        "query": jnp.asarray([1.0, 2.0]),
-        "value": jnp.asarray([2.0, 4.0]),
+        "query": jax.device_put(np.float32([1.0, 2.0])),
+        "value": jax.device_put(np.float32([2.0, 4.0])),
       },
     },
     "stats": {"mean": jnp.zeros(2)},
@@ -106,7 +107,9 @@ def test_a_step_tells_them_and_computes_the_same(patterns):
     loss_fn, learner=own, specs=SPECS, seed=0, norm_groups=patterns
   )
   state = train_state.initial(_values(), learner=own, specs=SPECS)
-  new, metrics = step(state, {"x": jnp.asarray([6.0, 8.0])})
+  new, metrics = jax.jit(step)(
+    state, {"x": jax.device_put(np.float32([6.0, 8.0]))}
+  )
   totals = weighted.Totals()
   totals.add(metrics)
   told = {k: v for k, v in totals.means().items() if "norm/" in k}

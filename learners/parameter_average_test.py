@@ -30,7 +30,7 @@ SPECS = {
 
 def _params(t):
   values = np.random.default_rng(t).normal(size=(4, 2))
-  return {"params": {"a": jnp.asarray(values, jnp.float32)}}
+  return {"params": {"a": jax.device_put(np.float32(values))}}
 
 
 def _after(average, steps):

@@ -117,7 +117,7 @@ CASES = {
 def test_matches_the_definition_at_every_step(case):
   schedule, definition = CASES[case]
   steps = np.arange(80)
-  actual = jax.jit(jax.vmap(schedule))(jnp.asarray(steps, jnp.int32))
+  actual = jax.jit(jax.vmap(schedule))(np.int32(steps))
   assert actual.dtype == jnp.float32
   expected = [definition(int(t)) for t in steps]
   np.testing.assert_allclose(actual, expected, rtol=3e-6, atol=1e-9)

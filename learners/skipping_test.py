@@ -89,8 +89,8 @@ def _batch(t, **changes):
   random = np.random.default_rng(t)
   changed = {k: jnp.full((4,), v) for k, v in changes.items()}
   return {
-    "x": jnp.asarray(random.normal(size=(4, 3)), jnp.float32),
-    "y": jnp.asarray(random.normal(size=(4, 2)), jnp.float32),
+    "x": jax.device_put(np.float32(random.normal(size=(4, 3)))),
+    "y": jax.device_put(np.float32(random.normal(size=(4, 2)))),
     "weights": jnp.ones((4,)),
     "factor": jnp.ones((4,)),
     "amax": jnp.full((4,), 2.0),
@@ -100,7 +100,7 @@ def _batch(t, **changes):
 def _state(learner):
   random = np.random.default_rng(0)
   values = jax.tree.map(
-    lambda s: jnp.asarray(random.normal(size=s.shape), jnp.float32), SPECS
+    lambda s: jax.device_put(np.float32(random.normal(size=s.shape))), SPECS
   )
   return train_state.initial(values, learner=learner, specs=SPECS)
 

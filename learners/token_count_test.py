@@ -19,8 +19,10 @@ from paxon.learners import (
 
 SPECS = {"params": {"w": testing.spec("params/w", (2,))}}
 BATCH = {
-  "x": jnp.asarray([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]]),
-  "weights": jnp.asarray([2.0, 0.0, 3.0, 1.0]),
+  "x": jax.device_put(
+    np.float32([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]])
+  ),
+  "weights": jax.device_put(np.float32([2.0, 0.0, 3.0, 1.0])),
 }
 
 
@@ -33,7 +35,7 @@ def test_counts_exactly_far_beyond_float32():
     np.testing.assert_allclose(token_count.as_float(count), exact, rtol=1e-6)
   assert exact > 2**31
   assert count.dtype == jnp.int32
-  large = jnp.asarray([2**29, 2**30 - 1], jnp.int32)
+  large = jax.device_put(np.int32([2**29, 2**30 - 1]))
   added = token_count.added(large, jnp.float32(3))
   assert token_count.as_int(added) == token_count.as_int(large) + 3
 

@@ -61,7 +61,7 @@ _scaled.defvjp(
 def _values():
   random = np.random.default_rng(0)
   values = jax.tree.map(
-    lambda s: jnp.asarray(random.normal(size=s.shape), jnp.float32), SPECS
+    lambda s: jax.device_put(np.float32(random.normal(size=s.shape))), SPECS
   )
   values["fp8"] = {"used": jnp.float32(1), "unused": jnp.float32(3)}
   return values
@@ -70,9 +70,9 @@ def _values():
 def _batch(step):
   random = np.random.default_rng(100 + step)
   return {
-    "x": jnp.asarray(random.normal(size=(5, 3)), jnp.float32),
-    "y": jnp.asarray(random.normal(size=(5, 2)), jnp.float32),
-    "weights": jnp.asarray(random.random(size=5) < 0.7, jnp.float32),
+    "x": jax.device_put(np.float32(random.normal(size=(5, 3)))),
+    "y": jax.device_put(np.float32(random.normal(size=(5, 2)))),
+    "weights": jax.device_put(np.float32(random.random(size=5) < 0.7)),
   }
 
 

@@ -1,5 +1,6 @@
 """Tests for updates without an optimizer."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,8 +15,8 @@ REPLACE = variables.UpdateRule.REPLACE
 def _overwrite(old, gradient, names):
   spec = testing.spec("fp8/x", np.shape(old), axes=names, update=OVERWRITE)
   result = variable_updates.overwrite(
-    {"fp8": {"x": jnp.asarray(old, jnp.float32)}},
-    {"fp8": {"x": jnp.asarray(gradient, jnp.float32)}},
+    {"fp8": {"x": jax.device_put(np.float32(old))}},
+    {"fp8": {"x": jax.device_put(np.float32(gradient))}},
     specs={"fp8": {"x": spec}, "params": {"y": testing.spec("params/y", ())}},
   )
   return np.asarray(result["fp8"]["x"]).tolist()

@@ -39,7 +39,7 @@ def test_matches_the_definition_at_every_step(warmup, total, end):
     _definition(s, peak=peak, warmup=warmup, total=total, end=end)
     for s in steps
   ]
-  actual = jax.vmap(schedule)(jnp.asarray(steps, jnp.int32))
+  actual = jax.jit(jax.vmap(schedule))(np.int32(steps))
   assert actual.dtype == jnp.float32
   np.testing.assert_allclose(actual, expected, rtol=2e-6, atol=2e-10)
 

@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,8 +11,8 @@ from paxon.learners import weighted
 
 
 def test_total_ignores_values_of_weight_zero():
-  values = jnp.asarray([[1.0, 2.0], [3.0, 100.0]])
-  weights = jnp.asarray([[1.0, 0.5], [2.0, 0.0]])
+  values = jax.device_put(np.float32([[1.0, 2.0], [3.0, 100.0]]))
+  weights = jax.device_put(np.float32([[1.0, 0.5], [2.0, 0.0]]))
   value, weight = weighted.total(values, weights=weights)
   assert (float(value), float(weight)) == (8.0, 3.5)
 
@@ -30,7 +31,7 @@ def test_mean_over_batches_is_the_mean_over_all_tokens():
   weights = (random.random(size=(5, 8)) < 0.6).astype(np.float32)
   totals = weighted.Totals()
   for row, mask in zip(values, weights, strict=True):
-    pair = weighted.total(jnp.asarray(row), weights=jnp.asarray(mask))
+    pair = weighted.total(jax.device_put(row), weights=jax.device_put(mask))
     totals.add({"loss": pair})
   expected = np.sum(values * weights, dtype=np.float64) / weights.sum()
   assert totals.means()["loss"] == pytest.approx(expected, rel=1e-6)
@@ -66,7 +67,7 @@ def test_a_metric_of_several_values_is_shown_as_one_for_each():
   totals = weighted.Totals()
   name = f"layers/{weighted.indexed(1, 2)}/rms"
   for scale in (1.0, 3.0):
-    values = scale * jnp.asarray([10.0, 20.0, 30.0])
+    values = scale * jax.device_put(np.float32([10.0, 20.0, 30.0]))
     totals.add({name: (values, jnp.float32(2))})
   assert totals.means() == {
     "layers/1/rms": 10.0,

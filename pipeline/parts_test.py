@@ -151,7 +151,7 @@ def test_what_ticks_made_by_microbatch():
     for stage, pair in enumerate(row):
       if pair is not None:
         ticks[tick, stage] = 100 * stage + 10 * pair[0] + pair[1]
-  made = stage_view.by_microbatch(jnp.asarray(ticks), table)
+  made = stage_view.by_microbatch(jax.device_put(ticks), table)
   np.testing.assert_array_equal(
     made, [[[0, 1, 2], [10, 11, 12]], [[100, 101, 102], [110, 111, 112]]]
   )

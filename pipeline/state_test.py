@@ -292,7 +292,9 @@ def _pipelined(plain, **fields):
 
 def _prompts(rows):
   rng = np.random.default_rng(0)
-  return jnp.asarray(rng.integers(0, models_testing.VOCAB, (rows, 6)), np.int32)
+  return layers_testing.array(
+    rng.integers(0, models_testing.VOCAB, (rows, 6)), np.int32
+  )
 
 
 def _values(model, inputs):

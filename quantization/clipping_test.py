@@ -24,7 +24,7 @@ def test_no_other_factor_is_better(granularity, power):
   tensor = recipe.TensorRecipe(INT4, **GRANULARITIES[granularity])
   x = np.random.default_rng(0).standard_normal((64, 3)).astype(np.float32)
   got = _best(
-    jnp.asarray(x), tensor_recipe=tensor, contracted=(0,), power=power
+    jax.device_put(x), tensor_recipe=tensor, contracted=(0,), power=power
   )
   off = np.abs(np.asarray(got.dequantize(), np.float64) - x) ** power
   clipped = False

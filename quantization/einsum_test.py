@@ -60,7 +60,7 @@ class Stack(nn.Module):
 
 def _x():
   x = np.random.default_rng(1).standard_normal((BATCH, WIDTH))
-  return jnp.asarray(x, jnp.float32)
+  return jax.device_put(np.float32(x))
 
 
 def _variables(module):
@@ -186,7 +186,10 @@ def test_is_quantized_einsum():
   provider = einsum.QuantizedEinsum(recipe)
   kernel = np.random.default_rng(2).standard_normal((WIDTH, 5))
   equation, wide = "BD,DF->BF", {"preferred_element_type": jnp.float32}
-  args = _x().astype(jnp.bfloat16), jnp.asarray(kernel, jnp.bfloat16)
+  args = (
+    _x().astype(jnp.bfloat16),
+    jax.device_put(np.asarray(kernel, jnp.bfloat16)),
+  )
   actual = jax.jit(
     lambda *args: provider.apply({}, equation, *args, product="kernel", **wide)
   )(*args)
@@ -207,7 +210,7 @@ def test_the_monitor_tells_what_is_lost():
   largest = np.float32(np.abs(_x()).max())
   limit = 2.0 ** np.floor(np.log2(largest / 448.0)) * 448.0
   product["lhs_amax_history"] = product["lhs_amax_history"].at[0].set(limit)
-  product["gradient_shares"] = jnp.asarray([1, 0.25, 0.5], jnp.float32)
+  product["gradient_shares"] = jax.device_put(np.float32([1, 0.25, 0.5]))
 
   @jax.jit
   def run(state):

@@ -1,5 +1,8 @@
 """Tests of equations of two operands."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -38,9 +41,10 @@ def test_a_product_and_its_backward_products_are_those_of_numpy(equation):
   out = np.einsum(equation, lhs, rhs)
 
   def dot(part, x, y):
-    return equations.dot(
-      part, jnp.asarray(x), jnp.asarray(y), preferred_element_type=jnp.float32
+    run = functools.partial(
+      equations.dot, part, preferred_element_type=jnp.float32
     )
+    return jax.jit(run)(x, y)
 
   np.testing.assert_array_equal(dot(parsed, lhs, rhs), out)
   left, right, result = parsed.lhs, parsed.rhs, parsed.out
@@ -62,16 +66,16 @@ def test_an_ellipsis_is_any_number_of_dimensions(rank):
   parsed = equations.parse("...D,DF->...F", rank, 2)
   got = equations.dot(
     parsed,
-    jnp.asarray(lhs),
-    jnp.asarray(rhs),
+    jax.device_put(lhs),
+    jax.device_put(rhs),
     preferred_element_type=jnp.float32,
   )
   np.testing.assert_array_equal(got, np.einsum("...D,DF->...F", lhs, rhs))
 
 
 def test_operands_of_two_formats_are_multiplied_as_they_are():
-  lhs = jnp.array([[0.5, 448.0]], jnp.float8_e4m3fn)
-  rhs = jnp.array([[1024.0], [57344.0]], jnp.float8_e5m2)
+  lhs = jax.device_put(np.asarray([[0.5, 448.0]], jnp.float8_e4m3fn))
+  rhs = jax.device_put(np.asarray([[1024.0], [57344.0]], jnp.float8_e5m2))
   parsed = equations.parse("AB,BC->AC", 2, 2)
   got = equations.dot(parsed, lhs, rhs, preferred_element_type=jnp.float32)
   assert float(got[0, 0]) == 0.5 * 2.0**10 + 448.0 * 57344.0

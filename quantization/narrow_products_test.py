@@ -35,7 +35,7 @@ _dequantize = jax.jit(lambda quantized: quantized.dequantize())
 
 def _quantized(x, number_format, contracted, **kwargs):
   return _quantize(
-    jnp.asarray(x),
+    jax.device_put(x),
     tensor_recipe=recipe.TensorRecipe(number_format, **kwargs),
     contracted=contracted,
   )
@@ -46,7 +46,7 @@ def operands() -> tuple[jax.Array, jax.Array]:
   rng = np.random.default_rng(0)
   shapes = ((4, 8), (8, 6))
   lhs, rhs = (rng.standard_normal(shape) for shape in shapes)
-  return jnp.asarray(lhs, jnp.float32), jnp.asarray(rhs, jnp.float32)
+  return jax.device_put(np.float32(lhs)), jax.device_put(np.float32(rhs))
 
 
 @pytest.mark.parametrize("kwargs", [{}, CHANNEL, ROWS], ids=repr)

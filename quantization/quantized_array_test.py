@@ -46,7 +46,9 @@ def test_values_are_those_of_numpy(number_format, granularity):
   tensor = recipe.TensorRecipe(number_format, **GRANULARITIES[granularity])
   x = _values()
   x[0, 0] = 0.0
-  got = _quantize(jnp.asarray(x), tensor_recipe=tensor, contracted=CONTRACTED)
+  got = _quantize(
+    jax.device_put(x), tensor_recipe=tensor, contracted=CONTRACTED
+  )
   assert got.shape == x.shape
   assert got.values.dtype == number_format.dtype
   np.testing.assert_array_equal(
@@ -69,7 +71,7 @@ def test_there_is_a_scale_for_each_group(granularity, shape):
     number_formats.INT8, **GRANULARITIES[granularity]
   )
   got = _quantize(
-    jnp.asarray(_values()), tensor_recipe=tensor, contracted=CONTRACTED
+    jax.device_put(_values()), tensor_recipe=tensor, contracted=CONTRACTED
   )
   assert got.scale.shape == shape
   assert got.nbytes == 96 + 4 * int(np.prod(shape))
@@ -93,7 +95,7 @@ def test_nothing_is_off_by_more_than_its_format_allows(
 ):
   """By half a step of integers; of fp8 by half a unit in the last place."""
   tensor = recipe.TensorRecipe(number_format, **GRANULARITIES[granularity])
-  got = _quantize(jnp.asarray(x), tensor_recipe=tensor, contracted=(1,))
+  got = _quantize(jax.device_put(x), tensor_recipe=tensor, contracted=(1,))
   off = np.abs(np.asarray(_dequantize(got), np.float64) - x)
   scale = np.zeros(x.shape)
   flat = iter(np.asarray(got.scale).ravel())
@@ -116,7 +118,9 @@ def test_a_history_gives_the_scale_of_the_steps_before():
   )
   x = np.array([0.3, -1.0, 20.0], np.float32)
   got = _quantize(
-    jnp.asarray(x), tensor_recipe=tensor, history=jnp.array([1.0, 7.0, 0.0])
+    jax.device_put(x),
+    tensor_recipe=tensor,
+    history=jax.device_put(np.float32([1.0, 7.0, 0.0])),
   )
   # 7 / 448 is a power of two; 20 is beyond, and saturates.
   assert float(got.scale) == 7 / 448
@@ -126,7 +130,9 @@ def test_a_history_gives_the_scale_of_the_steps_before():
   assert float(np.asarray(_dequantize(got))[2]) == 7.0
 
 
-@pytest.mark.parametrize("history", [None, jnp.array([2.0, 1.0])])
+@pytest.mark.parametrize(
+  "history", [None, jax.device_put(np.float32([2.0, 1.0]))]
+)
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 @pytest.mark.parametrize("number_format", FORMATS)
 def test_what_is_not_finite_stays_visible(number_format, bad, history):
@@ -135,7 +141,11 @@ def test_what_is_not_finite_stays_visible(number_format, bad, history):
     number_format, scaling=scaling or recipe.Current()
   )
   got = _dequantize(
-    _quantize(jnp.array([0.5, bad, 1.0]), tensor_recipe=tensor, history=history)
+    _quantize(
+      jax.device_put(np.float32([0.5, bad, 1.0])),
+      tensor_recipe=tensor,
+      history=history,
+    )
   )
   assert not np.isfinite(np.asarray(got)[1])
 
@@ -163,7 +173,7 @@ def test_four_bits_are_stored_in_half_a_byte():
     number_formats.INT4, granularity=recipe.Granularity.CHANNEL
   )
   whole = _quantize(
-    jnp.asarray(_values()), tensor_recipe=tensor, contracted=(2,)
+    jax.device_put(_values()), tensor_recipe=tensor, contracted=(2,)
   )
   packed = whole.packed(1)
   assert packed.shape == whole.shape

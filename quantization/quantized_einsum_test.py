@@ -160,7 +160,9 @@ def test_products_of_other_layers_are_too(equation, name):
 @pytest.mark.parametrize("wide", [None, jnp.dtype("float32")])
 def test_a_bfloat16_layer_gets_bfloat16_gradients(name, wide):
   equation = "BTD,DF->BTF"
-  narrow = [jnp.asarray(x, jnp.bfloat16) for x in _operands(equation)]
+  narrow = [
+    jax.device_put(np.asarray(x, jnp.bfloat16)) for x in _operands(equation)
+  ]
   operands = [np.asarray(x, np.float32) for x in narrow]
   gradient = narrow[2].astype(wide or jnp.bfloat16)
   got = _products(
@@ -211,7 +213,7 @@ def test_microbatches_are_combined_by_the_elementwise_maximum():
   equation = "BTD,DF->BTF"
   lhs, rhs, gradient = _operands(equation)
   state = {
-    name: jnp.array([2.0, 5.0, 1.0])
+    name: jax.device_put(np.float32([2.0, 5.0, 1.0]))
     for name in quantized_einsum.initial_state(tensors)
   }
   run = functools.partial(_products, equation, tensors=tensors)
@@ -230,7 +232,7 @@ def test_a_state_that_the_loss_does_not_reach_has_no_gradient():
   equation = "BTD,DF->BTF"
   lhs, rhs, gradient = map(jnp.asarray, _operands(equation))
   state = {
-    name: jnp.array([2.0, 5.0, 1.0])
+    name: jax.device_put(np.float32([2.0, 5.0, 1.0]))
     for name in quantized_einsum.initial_state(tensors)
   }
   zeros = _products(equation, lhs, rhs, 0 * gradient, state, tensors=tensors)[3]
@@ -377,7 +379,9 @@ def test_a_backward_product_without_a_key_is_refused():
 
 def _program(tensors: recipe.Recipe, dtype=jnp.bfloat16) -> str:
   equation = "BTD,DF->BTF"
-  lhs, rhs, gradient = (jnp.asarray(x, dtype) for x in _operands(equation))
+  lhs, rhs, gradient = (
+    jax.device_put(np.asarray(x, dtype)) for x in _operands(equation)
+  )
   state = quantized_einsum.initial_state(tensors)
   return _products.lower(
     equation, lhs, rhs, gradient, state, tensors=tensors

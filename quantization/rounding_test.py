@@ -25,7 +25,7 @@ def test_the_mean_of_stochastic_rounding_is_the_value(number_format):
     [0.0, 1.0, 1.03, -2.3, 3.999, 5.5, 2.0**-7 * 1.01, -(2.0**-18), 1e-5],
     np.float32,
   )
-  x = jnp.asarray(np.broadcast_to(values, (_DRAWS, values.size)))
+  x = jax.device_put(np.broadcast_to(values, (_DRAWS, values.size)))
   drawn = _to_format(
     x, number_format, rounding=STOCHASTIC, key=jax.random.key(0)
   )
@@ -41,7 +41,7 @@ def test_the_mean_of_stochastic_rounding_is_the_value(number_format):
 
 
 def test_nearest_rounding_is_biased_where_stochastic_is_not():
-  x = jnp.asarray(np.full(_DRAWS, 0.3, np.float32))
+  x = jax.device_put(np.full(_DRAWS, 0.3, np.float32))
   nearest = _to_format(x, number_formats.INT8)
   drawn = _to_format(
     x, number_formats.INT8, rounding=STOCHASTIC, key=jax.random.key(1)
@@ -54,7 +54,7 @@ def test_nearest_rounding_is_biased_where_stochastic_is_not():
 def test_stochastic_rounding_saturates_and_shows_what_is_not_finite(
   number_format,
 ):
-  x = jnp.array([1e9, -1e9, jnp.inf, jnp.nan])
+  x = jax.device_put(np.float32([1e9, -1e9, jnp.inf, jnp.nan]))
   drawn = _to_format(
     x, number_format, rounding=STOCHASTIC, key=jax.random.key(0)
   )

@@ -1,5 +1,6 @@
 """Tests of scales and histories."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -26,8 +27,9 @@ def test_a_margin_leaves_binary_digits_free():
 
 
 def test_scales_of_fp8_are_rounded_up_to_powers_of_two():
-  amax = jnp.array([448.0, 448.1, 447.9, 1.75, 1e-6, 3e38])
-  scale = np.asarray(scaling.scale_of(amax, _recipe()), np.float64)
+  amax = jax.device_put(np.float32([448.0, 448.1, 447.9, 1.75, 1e-6, 3e38]))
+  scale_of = jax.jit(lambda amax: scaling.scale_of(amax, _recipe()))
+  scale = np.asarray(scale_of(amax), np.float64)
   exponents = np.log2(scale)
   np.testing.assert_array_equal(exponents, np.round(exponents))
   ratio = scale * 448 / np.asarray(amax, np.float64)
@@ -51,19 +53,20 @@ def test_zeros_have_the_scale_one_or_the_initial_one():
 
 
 def test_the_inverse_of_a_scale_is_finite():
-  scale = scaling.scale_of(jnp.array([1e-37, 3e38]), _recipe())
+  scale_of = jax.jit(lambda amax: scaling.scale_of(amax, _recipe()))
+  scale = scale_of(np.float32([1e-37, 3e38]))
   assert np.isfinite(1 / np.asarray(scale)).all()
   assert (np.asarray(scale) > 0).all()
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_the_scale_of_what_is_not_finite_is_nan(bad):
-  x = jnp.array([1.0, bad, -3.0])
+  x = jax.device_put(np.float32([1.0, bad, -3.0]))
   assert np.isnan(scaling.scale_of(scaling.amax_of(x), _recipe()))
 
 
 def test_largest_magnitudes_are_float32():
-  x = jnp.array([[1.0, -5.0], [2.0, 3.0]], jnp.bfloat16)
+  x = jax.device_put(np.asarray([[1.0, -5.0], [2.0, 3.0]], jnp.bfloat16))
   assert scaling.amax_of(x).shape == ()
   assert scaling.amax_of(x).dtype == jnp.float32
   np.testing.assert_array_equal(scaling.amax_of(x, (1,)), [5.0, 3.0])
@@ -72,7 +75,7 @@ def test_largest_magnitudes_are_float32():
 
 
 def test_a_history_has_the_newest_first():
-  history = jnp.array([3.0, 2.0, 1.0])
+  history = jax.device_put(np.float32([3.0, 2.0, 1.0]))
   np.testing.assert_array_equal(
     scaling.next_history(history, jnp.float32(4.0)), [4.0, 3.0, 2.0]
   )
@@ -80,7 +83,7 @@ def test_a_history_has_the_newest_first():
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_a_history_does_not_remember_what_is_not_finite(bad):
-  history = jnp.array([3.0, 2.0, 1.0])
+  history = jax.device_put(np.float32([3.0, 2.0, 1.0]))
   np.testing.assert_array_equal(
     scaling.next_history(history, jnp.float32(bad)), [0.0, 3.0, 2.0]
   )

@@ -12,7 +12,9 @@ from paxon.quantization import products, recipe, recipes, served_einsum
 from paxon.sharding import logical, variables
 
 IN, OUT = 6, 4
-X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, IN)), "f4")
+X = jax.device_put(
+  np.float32(np.random.default_rng(0).standard_normal((2, 3, IN)))
+)
 
 
 class _Layer(nn.Module):
@@ -41,7 +43,7 @@ def _outputs(layer, values):
 def _values():
   """Parameters, whose outputs have scales far apart."""
   kernel = np.random.default_rng(1).standard_normal((IN, OUT)) * [1, 10, 0.1, 3]
-  return {"params": {"kernel": jnp.asarray(kernel, "f4")}}
+  return {"params": {"kernel": jax.device_put(np.float32(kernel))}}
 
 
 def _converted(layer, values):

@@ -18,12 +18,14 @@ def test_shares_are_counted():
     number_formats.FP8_E4M3, scaling=recipe.Delayed(history_length=1)
   )
   # A scale of one: from 2^-10 up to 448.
-  x = jnp.array([0.0, 1.0, 500.0, -449.0, 448.0, 2.0**-11, jnp.inf, jnp.nan])
+  x = jax.device_put(
+    np.float32([0.0, 1.0, 500.0, -449.0, 448.0, 2.0**-11, jnp.inf, jnp.nan])
+  )
   got = jax.jit(
     lambda x, history: shares.of(
       x, quantized_array.quantize(x, tensor, history=history)
     )
-  )(x, jnp.array([448.0]))
+  )(x, jax.device_put(np.float32([448.0])))
   assert (got.clipped, got.flushed, got.not_finite) == (2 / 8, 1 / 8, 2 / 8)
 
 
@@ -31,7 +33,7 @@ def test_tiles_are_judged_by_their_own_scales():
   tensor = recipe.TensorRecipe(
     number_formats.INT4, recipe.Granularity.BLOCK, block=(2, 1)
   )
-  x = jnp.array([[1.0, 0.01, 0.01, 0.01]])
+  x = jax.device_put(np.float32([[1.0, 0.01, 0.01, 0.01]]))
   got = jax.jit(
     lambda x: shares.of(x, quantized_array.quantize(x, tensor, contracted=(1,)))
   )(x)
@@ -47,16 +49,16 @@ def test_operands_of_a_product_are_quantized_as_in_it():
     granularity=recipe.Granularity.CHANNEL,
     rounding=recipe.Rounding.STOCHASTIC,
   )
-  kernel = jnp.array([[1.0, 1e-4], [1e-4, 1e-4]])
+  kernel = jax.device_put(np.float32([[1.0, 1e-4], [1e-4, 1e-4]]))
   got = jax.jit(
     lambda state: shares.of_operands(
       "BD,DF->BF",
-      jnp.array([[1.0, 3.0]]),
+      jax.device_put(np.float32([[1.0, 3.0]])),
       kernel,
       recipe=recipe.Recipe(delayed, channel, None),
       state=state,
     )
-  )({"lhs_amax_history": jnp.array([1.0, 0.0])})
+  )({"lhs_amax_history": jax.device_put(np.float32([1.0, 0.0]))})
   assert float(got["lhs"].clipped) == 1 / 2
   # One of the first column; the second has a scale of its own.
   assert float(got["rhs"].flushed) == 1 / 4

@@ -10,7 +10,7 @@ import pytest
 from paxon.sharding import axes, layout, logical, mesh, shards
 
 AXES = (axes.BATCH, axes.LENGTH)
-X = jnp.asarray(np.arange(8 * 4 * 3).reshape(8, 4, 3), jnp.float32)
+X = jax.device_put(np.float32(np.arange(8 * 4 * 3).reshape(8, 4, 3)))
 
 
 def _layout(text):

@@ -12,8 +12,8 @@ from paxon.sharding import variables
 
 BATCH, LENGTH, MEMORY, EMBED, MEMORY_EMBED, HEAD_DIM = 2, 4, 5, 6, 3, 4
 # Two packed examples with padding on both sides; one, with a short memory.
-SEGMENTS = jnp.asarray([[1, 1, 2, 0], [1, 1, 1, 1]], jnp.int32)
-MEMORY_SEGMENTS = jnp.asarray([[1, 2, 2, 2, 0], [1, 1, 0, 0, 0]], jnp.int32)
+SEGMENTS = testing.array([[1, 1, 2, 0], [1, 1, 1, 1]], jnp.int32)
+MEMORY_SEGMENTS = testing.array([[1, 2, 2, 2, 0], [1, 1, 0, 0, 0]], jnp.int32)
 
 
 def _layer(num_heads=4, num_kv_heads=2, **kwargs):

@@ -24,12 +24,10 @@ described = functools.partial(
 
 
 def _mask(segments, positions=None, **settings):
-  segments = jnp.asarray(segments, jnp.int32)
+  segments = testing.array(segments, jnp.int32)
   if positions is None:
-    positions = jnp.broadcast_to(
-      jnp.arange(segments.shape[1], dtype=jnp.int32), segments.shape
-    )
-  positions = jnp.asarray(positions, jnp.int32)
+    positions = np.broadcast_to(np.arange(segments.shape[1]), segments.shape)
+  positions = testing.array(positions, jnp.int32)
   return attention_mask.AttentionMask(
     q_positions=positions,
     kv_positions=positions,
@@ -53,19 +51,23 @@ def _inputs(
   return query, key, value
 
 
+def _both(inputs, mask, **fields):
+  """What is computed by a description of the mask, and by the mask."""
+
+  def run(inputs):
+    return [fn(*inputs, mask, **fields) for fn in (described, kernels.plain)]
+
+  return jax.jit(run)(inputs)
+
+
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize(
   "settings", [{}, {"window": 1}, {"window": 3}, {"causal": False}], ids=str
 )
 def test_a_described_mask_is_the_mask(kv_heads, settings):
   mask = _mask(_rows(LENGTH, 5, 0), **settings)
-  inputs = _inputs(kv_heads=kv_heads)
-  np.testing.assert_allclose(
-    described(*inputs, mask),
-    kernels.plain(*inputs, mask),
-    rtol=1e-5,
-    atol=1e-6,
-  )
+  found, expected = _both(_inputs(kv_heads=kv_heads), mask)
+  np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_gradients_through_a_described_mask():
@@ -99,11 +101,9 @@ def test_a_broken_promise_is_nan_in_its_row_only(segments, positions):
     [segments, [1] * LENGTH, [2] * LENGTH],
     [positions or ordinary, ordinary, [n + 5 for n in ordinary]],
   )
-  inputs = _inputs()
-  out = described(*inputs, mask)
+  out, expected = map(np.asarray, _both(_inputs(), mask))
   seen = np.asarray(segments) != 0
-  assert np.all(np.isnan(np.asarray(out)[0, seen]))
-  expected = kernels.plain(*inputs, mask)
+  assert np.all(np.isnan(out[0, seen]))
   np.testing.assert_allclose(out[1:], expected[1:], rtol=1e-5, atol=1e-6)
 
 
@@ -125,17 +125,13 @@ def test_one_document_a_row_is_not_packed():
 def test_a_call_with_a_cache_takes_any_mask():
   (query, _, _), (_, key, value) = _inputs(length=2), _inputs()
   mask = attention_mask.AttentionMask(
-    q_positions=jnp.asarray([[3, 4]] * 3, jnp.int32),
+    q_positions=testing.array([[3, 4]] * 3, jnp.int32),
     kv_positions=_mask(_rows(5, 5, 5)).q_positions,
-    q_segment_ids=jnp.ones((3, 2), jnp.int32),
-    kv_segment_ids=jnp.asarray(_rows(5, 5, 5), jnp.int32),
+    q_segment_ids=testing.ones(3, 2),
+    kv_segment_ids=testing.array(_rows(5, 5, 5), jnp.int32),
   )
-  np.testing.assert_allclose(
-    described(query, key, value, mask),
-    kernels.plain(query, key, value, mask),
-    rtol=1e-5,
-    atol=1e-6,
-  )
+  found, expected = _both((query, key, value), mask)
+  np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -228,12 +224,8 @@ def test_what_cudnn_has_no_word_for_is_refused():
 
 def test_scale_is_that_of_all_kernels():
   mask, inputs = _mask(_rows(LENGTH, 5, 0)), _inputs()
-  np.testing.assert_allclose(
-    described(*inputs, mask, scale=0.7),
-    kernels.plain(*inputs, mask, scale=0.7),
-    rtol=1e-5,
-    atol=1e-6,
-  )
+  found, expected = _both(inputs, mask, scale=0.7)
+  np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_without_cudnn_it_says_so_and_xla_can_stand_in():

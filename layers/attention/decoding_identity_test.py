@@ -123,7 +123,7 @@ def _outcomes():
   values = testing.random_values(model, x, positions, ones)
   forward = _compiled(model.apply)(values, x, positions, ones)
 
-  width, lengths = max(LENGTHS), jnp.asarray(LENGTHS)
+  width, lengths = max(LENGTHS), testing.array(LENGTHS, np.int32)
   inside = positions[:, :width] < lengths[:, None]
   prompt = (x[:, :width], positions[:, :width], inside.astype(jnp.int32))
   prefill = functools.partial(

@@ -11,8 +11,8 @@ from paxon.layers.attention import grouped_query, kernels, kv_cache, storage
 
 BATCH, LENGTH, EMBED, HEAD_DIM = 2, 6, 8, 4
 # Two documents and padding; one document.
-POSITIONS = jnp.asarray([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]], jnp.int32)
-SEGMENTS = jnp.asarray([[1, 1, 1, 2, 2, 0], [1] * 6], jnp.int32)
+POSITIONS = testing.array([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]], jnp.int32)
+SEGMENTS = testing.array([[1, 1, 1, 2, 2, 0], [1] * 6], jnp.int32)
 
 
 def _layer(num_heads=4, num_kv_heads=2, **kwargs):

@@ -22,9 +22,9 @@ from paxon.layers.attention import (
 
 BATCH, LENGTH, EMBED, HEADS, KV_HEADS, HEAD_DIM = 2, 6, 8, 4, 2, 4
 # Two documents and padding; one document.
-POSITIONS = jnp.asarray([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]], jnp.int32)
-SEGMENTS = jnp.asarray([[1, 1, 1, 2, 2, 0], [1] * 6], jnp.int32)
-PREFIX = jnp.asarray([[1, 1, 0, 1, 1, 0], [1, 1, 1, 0, 0, 0]], bool)
+POSITIONS = testing.array([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]], jnp.int32)
+SEGMENTS = testing.array([[1, 1, 1, 2, 2, 0], [1] * 6], jnp.int32)
+PREFIX = testing.array([[1, 1, 0, 1, 1, 0], [1, 1, 1, 0, 0, 0]], bool)
 SINUSOIDS = 6
 ROTARY = rotary_embedding.Rotary(max_wavelength=30.0)
 

@@ -70,8 +70,8 @@ def _positions(segments):
 
 
 def _mask(prefix=None, **settings):
-  segments = jnp.asarray(SEGMENTS, jnp.int32)
-  positions = jnp.asarray([_positions(row) for row in SEGMENTS], jnp.int32)
+  segments = testing.array(SEGMENTS, jnp.int32)
+  positions = testing.array([_positions(row) for row in SEGMENTS], jnp.int32)
   is_prefix = None if prefix is None else positions < prefix
   return attention_mask.AttentionMask(
     q_positions=positions,

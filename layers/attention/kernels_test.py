@@ -27,7 +27,7 @@ SEGMENTS = [[1, 1, 1, 2, 2, 0], [1, 1, 1, 1, 1, 1]]
 
 def _mask(**kwargs):
   positions, segments = (
-    jnp.asarray(rows, jnp.int32) for rows in (POSITIONS, SEGMENTS)
+    testing.array(rows, jnp.int32) for rows in (POSITIONS, SEGMENTS)
   )
   return attention_mask.AttentionMask(
     q_positions=positions,
@@ -189,9 +189,14 @@ def test_scale_takes_the_place_of_the_usual_one(kernel):
 
 
 def test_sinks_take_their_share():
-  inputs, sinks = _inputs(4, 2), jnp.asarray([-3.0, 0.0, 0.7, 9.0])
+  inputs, sinks = _inputs(4, 2), testing.array([-3.0, 0.0, 0.7, 9.0])
+
+  @jax.jit
+  def run(inputs, sinks):
+    return kernels.plain(*inputs, mask=_mask(), sinks=sinks, logit_cap=1.5)
+
   np.testing.assert_allclose(
-    kernels.plain(*inputs, mask=_mask(), sinks=sinks, logit_cap=1.5),
+    run(inputs, sinks),
     _oracle(*inputs, sinks=np.asarray(sinks, np.float64), logit_cap=1.5),
     rtol=1e-5,
     atol=1e-6,
@@ -241,7 +246,7 @@ def test_narrow_dtypes_hide_keys_altogether(kernel, dtype):
   """In Pax a float16 mask hid nothing from float32 logits."""
   query, key, value = _inputs(4, 2, dtype)
   at = (0, slice(3, None))  # Another document, and padding.
-  huge = jnp.asarray(3e4, dtype)
+  huge = testing.array(3e4, dtype)
   changed = key.at[at].set(huge), value.at[at].set(huge)
   # One operation at a time: as a whole, XLA has no such product of float16.
   before = kernel(query, key, value, _mask())[:, :3]

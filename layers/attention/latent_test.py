@@ -17,8 +17,8 @@ from paxon.sharding import layout, mesh, variables
 
 BATCH, LENGTH, EMBED = 2, 6, 8
 HEADS, HEAD, ROPE, VALUE, LATENT, QUERY_LATENT = 2, 3, 4, 5, 6, 7
-POSITIONS = jnp.asarray([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]], jnp.int32)
-SEGMENTS = jnp.asarray([[1, 1, 1, 2, 2, 0], [1] * 6], jnp.int32)
+POSITIONS = testing.array([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]], jnp.int32)
+SEGMENTS = testing.array([[1, 1, 1, 2, 2, 0], [1] * 6], jnp.int32)
 
 
 def _layer(**fields):
@@ -140,7 +140,7 @@ def test_a_packed_row_is_its_documents():
   packed = testing.apply(layer, values, *_args())
   # One row each; what a shorter one ends with is padding.
   x = jnp.stack([_x()[0, :3], jnp.pad(_x()[0, 3:5], [(0, 1), (0, 0)])])
-  segments = jnp.asarray([[1, 1, 1], [1, 1, 0]], jnp.int32)
+  segments = testing.array([[1, 1, 1], [1, 1, 0]], jnp.int32)
   alone = testing.apply(layer, values, x, testing.counted(2, 3), segments)
   for at, row in ((slice(0, 3), alone[0]), (slice(3, 5), alone[1, :2])):
     np.testing.assert_allclose(packed[0, at], row, rtol=1e-5, atol=1e-6)

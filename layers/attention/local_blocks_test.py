@@ -40,9 +40,9 @@ PREFIX = [
 
 def _mask(positions=POSITIONS, segments=SEGMENTS, *, prefix=None, **rules):
   positions, segments = (
-    jnp.asarray(rows, jnp.int32) for rows in (positions, segments)
+    testing.array(rows, jnp.int32) for rows in (positions, segments)
   )
-  prefix = None if prefix is None else jnp.asarray(prefix, bool)
+  prefix = None if prefix is None else testing.array(prefix, bool)
   return attention_mask.AttentionMask(
     q_positions=positions,
     kv_positions=positions,
@@ -154,7 +154,7 @@ def test_biases_by_position_in_blocks(settings):
   """In a layer, with the gradients of all parameters."""
   args = (
     testing.normal(3, LENGTH, 8),
-    *(jnp.asarray(rows, jnp.int32) for rows in (POSITIONS, SEGMENTS)),
+    *(testing.array(rows, jnp.int32) for rows in (POSITIONS, SEGMENTS)),
   )
   layers = [
     grouped_query.GroupedQueryAttention(
@@ -286,7 +286,7 @@ def test_sharded_equals_unsharded(axes):
     .lower(values, *args)
     .compile()
   )
-  placed = jax.device_put((values, *args), compiled.input_shardings[0])
+  placed = testing.placed((values, *args), compiled.input_shardings[0])
   np.testing.assert_allclose(
     compiled(*placed),
     testing.apply(layer, values, *args),

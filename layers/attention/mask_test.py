@@ -11,7 +11,7 @@ from paxon.layers.attention import mask as attention_mask
 
 
 def _array(rows):
-  return jnp.asarray(rows, jnp.int32)
+  return jax.device_put(np.int32(rows))
 
 
 def _mask(
@@ -22,7 +22,9 @@ def _mask(
   prefix=None,
   **kwargs,
 ):
-  prefix = None if prefix is None else jnp.asarray([prefix], bool)
+  prefix = (
+    None if prefix is None else jax.device_put(np.asarray([prefix], bool))
+  )
   q_positions, q_segments = _array([positions]), _array([segments])
   return attention_mask.AttentionMask(
     q_positions=q_positions,

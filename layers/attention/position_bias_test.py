@@ -17,8 +17,8 @@ from paxon.layers.attention import (
 )
 
 BATCH, LENGTH, EMBED, HEADS, HEAD_DIM = 2, 5, 6, 4, 4
-POSITIONS = jnp.asarray([[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]], jnp.int32)
-SEGMENTS = jnp.asarray([[1, 1, 1, 2, 2], [1] * 5], jnp.int32)
+POSITIONS = testing.array([[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]], jnp.int32)
+SEGMENTS = testing.array([[1, 1, 1, 2, 2], [1] * 5], jnp.int32)
 
 
 def _layer(**kwargs):

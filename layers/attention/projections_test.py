@@ -19,8 +19,8 @@ from paxon.layers.attention import (
 from paxon.sharding import layout, mesh
 
 BATCH, LENGTH, EMBED, HEAD_DIM = 2, 6, 8, 4
-POSITIONS = jnp.asarray([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]], jnp.int32)
-SEGMENTS = jnp.asarray([[1, 1, 1, 2, 2, 0], [1] * 6], jnp.int32)
+POSITIONS = testing.array([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]], jnp.int32)
+SEGMENTS = testing.array([[1, 1, 1, 2, 2, 0], [1] * 6], jnp.int32)
 HEADS = pytest.mark.parametrize(
   "heads", [(4, 4), (4, 2), (3, 1)], ids=["multi-head", "grouped", "one key"]
 )
@@ -236,7 +236,7 @@ def test_tensor_parallelism_moves_the_output_only(heads, settings):
     .lower(values, *args)
     .compile()
   )
-  placed = jax.device_put((values, *args), compiled.input_shardings[0])
+  placed = testing.placed((values, *args), compiled.input_shardings[0])
   np.testing.assert_allclose(
     compiled(*placed),
     testing.apply(layer, values, *args),

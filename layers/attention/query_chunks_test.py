@@ -17,9 +17,9 @@ PREFIX = [[1, 1, 0, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0, 0]]
 
 def _mask(*, prefix=None, **rules):
   positions, segments = (
-    jnp.asarray(rows, jnp.int32) for rows in (POSITIONS, SEGMENTS)
+    testing.array(rows, jnp.int32) for rows in (POSITIONS, SEGMENTS)
   )
-  prefix = None if prefix is None else jnp.asarray(prefix, bool)
+  prefix = None if prefix is None else testing.array(prefix, bool)
   return attention_mask.AttentionMask(
     q_positions=positions,
     kv_positions=positions,

@@ -1,6 +1,7 @@
 """Tests for rows whose places are, and are not, positions."""
 
-import jax.numpy as jnp
+import jax
+import numpy as np
 import pytest
 
 from paxon.layers.attention import mask as attention_mask
@@ -25,24 +26,31 @@ from paxon.layers.attention import row_order
   ],
 )
 def test_each_row_is_judged_alone(segments, positions, expected):
-  ids = jnp.asarray([segments, [1, 1, 1, 1]], jnp.int32)
-  places = jnp.asarray([positions, [0, 1, 2, 3]], jnp.int32)
+  ids = jax.device_put(np.int32([segments, [1, 1, 1, 1]]))
+  places = jax.device_put(np.int32([positions, [0, 1, 2, 3]]))
   mask = attention_mask.AttentionMask(
     q_positions=places,
     kv_positions=places,
     q_segment_ids=ids,
     kv_segment_ids=ids,
   )
-  assert row_order.is_in_order(mask).tolist() == [expected, True]
+  assert jax.jit(lambda: row_order.is_in_order(mask))().tolist() == [
+    expected,
+    True,
+  ]
 
 
 def test_queries_and_keys_must_be_the_same_tokens():
-  ids = jnp.asarray([[1, 1], [1, 0], [1, 1]], jnp.int32)
-  positions = jnp.asarray([[0, 1], [0, 1], [0, 1]], jnp.int32)
+  ids = jax.device_put(np.int32([[1, 1], [1, 0], [1, 1]]))
+  positions = jax.device_put(np.int32([[0, 1], [0, 1], [0, 1]]))
   mask = attention_mask.AttentionMask(
     q_positions=positions,
-    kv_positions=jnp.asarray([[1, 2], [0, 7], [0, 1]], jnp.int32),
+    kv_positions=jax.device_put(np.int32([[1, 2], [0, 7], [0, 1]])),
     q_segment_ids=ids,
-    kv_segment_ids=jnp.asarray([[1, 1], [1, 0], [2, 2]], jnp.int32),
+    kv_segment_ids=jax.device_put(np.int32([[1, 1], [1, 0], [2, 2]])),
   )
-  assert row_order.is_in_order(mask).tolist() == [False, True, False]
+  assert jax.jit(lambda: row_order.is_in_order(mask))().tolist() == [
+    False,
+    True,
+    False,
+  ]

@@ -32,7 +32,7 @@ def _model():
 
 def _cut(first, last):
   at = slice(first, last)
-  return X[:, at], POSITIONS[:, at], SEGMENTS[:, at]
+  return tuple(np.asarray(a)[:, at] for a in (X, POSITIONS, SEGMENTS))
 
 
 def _steps(text):
@@ -71,7 +71,7 @@ def _shards(state, name):
   axis = 3 if name in ("key", "value") else 2
   by_slot = {s.index[axis].start or 0: s.data for s in array.addressable_shards}
   return [
-    np.moveaxis(np.asarray(by_slot[at][0]), axis - 1, 0)
+    np.moveaxis(np.asarray(by_slot[at])[0], axis - 1, 0)
     for at in sorted(by_slot)
   ]
 
@@ -80,7 +80,7 @@ def _shards(state, name):
 def test_split_slots_give_the_same_numbers_and_stay_where_they_are(text):
   model = _model()
   values = testing.random_values(model, X, POSITIONS, SEGMENTS)
-  expected = testing.apply(model, values, X, POSITIONS, SEGMENTS)
+  expected = np.asarray(testing.apply(model, values, X, POSITIONS, SEGMENTS))
   prefill, step = _steps(text)
   y, state = prefill(values, *_cut(0, PROMPT))
   np.testing.assert_allclose(y, expected[:, :PROMPT], rtol=1e-5, atol=1e-5)
@@ -125,6 +125,7 @@ def test_new_tokens_go_to_the_devices_of_their_slots(length):
   seen = run(first, second)
   for i, got in enumerate((seen.key, seen.value, seen.positions)):
     expected = np.concatenate([first[i], second[i]], axis=1)
+    got = np.asarray(got)
     np.testing.assert_array_equal(got[:, : 4 + length], expected)
     assert not np.any(got[:, 4 + length :])
   assert seen.segment_ids.sum(axis=1).tolist() == [4 + length] * 2

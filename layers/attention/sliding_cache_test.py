@@ -19,7 +19,7 @@ def _tokens(length, first=0, seed=0):
   return (
     testing.normal(*shape, seed=seed),
     testing.normal(*shape, seed=seed + 1),
-    testing.counted(BATCH, length) + first,
+    testing.array(np.asarray(testing.counted(BATCH, length)) + first, np.int32),
     testing.ones(BATCH, length),
   )
 
@@ -45,17 +45,16 @@ def test_memory_is_that_of_the_window():
 def test_padding_takes_no_slot():
   cache = sliding_cache.SlidingCache(WINDOW)
   key, value, positions, _ = _tokens(7)
-  segments = jnp.asarray([[1, 1, 0, 0, 0, 0, 0], [1] * 7], jnp.int32)
+  segments = testing.array([[1, 1, 0, 0, 0, 0, 0], [1] * 7], jnp.int32)
   _, state = _run(cache, {}, (key, value, positions, segments), cache_length=9)
-  kept = _kept(state)
+  kept = jax.device_get(_kept(state))
   assert kept["index"].tolist() == list(LENGTHS)
   assert kept["positions"].tolist() == [[0, 1, 0], [6, 4, 5]]
   assert kept["segment_ids"].tolist() == [[1, 1, 0], [1, 1, 1]]
   rows = {name: np.swapaxes(kept[name], 1, 2) for name in ("key", "value")}
+  key, value = np.asarray(key), np.asarray(value)
   np.testing.assert_array_equal(rows["key"][0, :2], key[0, :2])
-  np.testing.assert_array_equal(
-    rows["value"][1], value[1, jnp.asarray([6, 4, 5])]
-  )
+  np.testing.assert_array_equal(rows["value"][1], value[1, [6, 4, 5]])
 
 
 def test_several_new_tokens_see_what_they_push_out():
@@ -100,7 +99,7 @@ def test_local_and_global_layers_of_one_scan_decode_as_they_train():
   values = testing.random_values(model, x, positions, ones)
   expected = testing.apply(model, values, x, positions, ones)
 
-  inside = positions[:, :width] < jnp.asarray(LENGTHS)[:, None]
+  inside = positions[:, :width] < testing.array(LENGTHS, np.int32)[:, None]
   y, state = testing.apply(
     model,
     values,
@@ -115,7 +114,7 @@ def test_local_and_global_layers_of_one_scan_decode_as_they_train():
     np.testing.assert_allclose(y[b, :n], expected[b, :n], rtol=1e-5, atol=1e-5)
   step = jax.jit(lambda v, *a: model.apply(v, *a, mutable=["cache"]))
   for i in range(new):
-    at = jnp.asarray(LENGTHS) + i
+    at = testing.array(LENGTHS, np.int32) + i
     y, state = step(
       {**values, **state},
       x[rows, at][:, None],

@@ -57,7 +57,7 @@ def _generation(steps, **kwargs):
 def _run(rows, steps=None, **kwargs):
   batch = prompts.right_padded(rows)
   run = _generation(steps or _scripted(), **kwargs)
-  return run(jnp.asarray(batch.ids), jnp.asarray(batch.lengths))
+  return run(jax.device_put(batch.ids), jax.device_put(batch.lengths))
 
 
 def test_continues_each_prompt_from_its_own_end():
@@ -178,8 +178,10 @@ def test_greedy_equals_the_full_forward_pass_at_each_step(model):
     text = list(ids)
     for new in result.ids[row].tolist():
       # One padded width, so that one compilation serves all steps.
-      padded = jnp.asarray([text + [0] * (9 - len(text))], jnp.int32)
-      segments = jnp.asarray([[1] * len(text) + [0] * (9 - len(text))])
+      padded = testing.array([text + [0] * (9 - len(text))], jnp.int32)
+      segments = testing.array(
+        [[1] * len(text) + [0] * (9 - len(text))], np.int32
+      )
       logits = forward(
         values, padded, testing.counted(1, 9), segments.astype(jnp.int32)
       )
@@ -217,12 +219,12 @@ def test_rows_do_not_depend_on_the_rest_of_the_batch(model):
   other = prompts.right_padded([[9, 1], [2, 4, 6, 8, 3], [5, 5, 5, 7]])
   steps = _steps(*model)
   run = _generation(steps, max_new_tokens=6)
-  together = run(jnp.asarray(batch.ids), jnp.asarray(batch.lengths))
+  together = run(jax.device_put(batch.ids), jax.device_put(batch.lengths))
   for row in range(3):
     # In shapes of the batch, so that one compilation serves all.
     ids, lengths = np.array(other.ids), np.array(other.lengths)
     ids[row], lengths[row] = batch.ids[row], batch.lengths[row]
-    among_others = run(jnp.asarray(ids), jnp.asarray(lengths))
+    among_others = run(jax.device_put(ids), jax.device_put(lengths))
     np.testing.assert_array_equal(together.ids[row], among_others.ids[row])
   alone = _run([[6]], steps, max_new_tokens=6)
   np.testing.assert_array_equal(together.ids[1], alone.ids[0])
@@ -230,7 +232,7 @@ def test_rows_do_not_depend_on_the_rest_of_the_batch(model):
 
 def test_what_stands_in_the_padding_has_no_influence(model):
   prefill, decode_step = _steps(*model)
-  lengths = jnp.asarray([2, 3], jnp.int32)
+  lengths = testing.array([2, 3], jnp.int32)
 
   @jax.jit
   def run(ids):
@@ -244,7 +246,7 @@ def test_what_stands_in_the_padding_has_no_influence(model):
       max_new_tokens=3,
     )
 
-  clean = jnp.asarray([[3, 4, 0], [5, 6, 7]], jnp.int32)
+  clean = testing.array([[3, 4, 0], [5, 6, 7]], jnp.int32)
   dirty = clean.at[0, 2].set(9)
   np.testing.assert_array_equal(run(clean).ids, run(dirty).ids)
 

@@ -17,7 +17,7 @@ def _compiled(prefill):
 
 def test_steps_are_the_methods_of_the_model():
   model = models_testing.tiny_decoder(num_layers=1)
-  ids = jnp.asarray([[3, 1, 4, 1]], jnp.int32)
+  ids = testing.array([[3, 1, 4, 1]], jnp.int32)
   args = ids, testing.counted(1, 4), testing.ones(1, 4)
   values = testing.random_values(model, *args)
   expected = testing.apply(model, values, *args)
@@ -38,8 +38,12 @@ def test_prefill_gives_the_logits_of_one_place_in_each_row(kind):
     "encoder-decoder": models_testing.tiny_t5,
   }
   model = models[kind]()
-  ids = jnp.asarray([[3, 1, 4], [1, 5, 0]], jnp.int32)
-  args = ids, testing.counted(2, 3), jnp.asarray([[1, 1, 1], [1, 1, 0]])
+  ids = testing.array([[3, 1, 4], [1, 5, 0]], jnp.int32)
+  args = (
+    ids,
+    testing.counted(2, 3),
+    testing.array([[1, 1, 1], [1, 1, 0]], np.int32),
+  )
   source, inputs = {}, args
   if kind == "encoder-decoder":
     names = ("encoder_inputs", "encoder_positions", "encoder_segment_ids")
@@ -47,7 +51,7 @@ def test_prefill_gives_the_logits_of_one_place_in_each_row(kind):
   values = testing.random_values(model, *inputs)
   prefill = _compiled(model_steps.prefill(model, values, **source))
   whole, cache = prefill(*args, cache_length=4)
-  at = jnp.asarray([2, 1])
+  at = testing.array([2, 1], np.int32)
   found, same = prefill(*args, cache_length=4, at=at)
   assert found.shape == (2, 1, whole.shape[2])
   np.testing.assert_allclose(
@@ -58,7 +62,7 @@ def test_prefill_gives_the_logits_of_one_place_in_each_row(kind):
 
 def test_a_stale_cache_among_the_variables_is_not_used():
   model = models_testing.tiny_decoder(num_layers=1)
-  ids = jnp.asarray([[3, 1]], jnp.int32)
+  ids = testing.array([[3, 1]], jnp.int32)
   args = ids, testing.counted(1, 2), testing.ones(1, 2)
   values = testing.random_values(model, *args)
   prefill = _compiled(model_steps.prefill(model, values))

@@ -46,8 +46,9 @@ def test_distribution_matches_the_definition(temperature, top_k, top_p):
   sampler = samplers.Temperature(
     temperature=temperature, top_k=top_k, top_p=top_p
   )
-  log_weights = sampler.log_weights(jnp.asarray(LOGITS))
-  actual = jax.nn.softmax(log_weights, axis=-1)
+  # Not compiled as one: the single operations serve all cases.
+  log_weights = sampler.log_weights(jax.device_put(LOGITS))
+  actual = np.asarray(jax.nn.softmax(log_weights, axis=-1))
   for row, logits in enumerate(LOGITS):
     expected = _kept(logits, temperature, top_k, top_p)
     np.testing.assert_allclose(actual[row], expected, rtol=1e-5, atol=1e-7)
@@ -56,7 +57,7 @@ def test_distribution_matches_the_definition(temperature, top_k, top_p):
 def test_draws_follow_the_distribution():
   sampler = samplers.Temperature(temperature=0.7, top_k=4, top_p=0.9)
   draws = 20_000
-  logits = jnp.asarray(np.repeat(LOGITS[:1], draws, axis=0))
+  logits = jax.device_put(np.repeat(LOGITS[:1], draws, axis=0))
   ids = jax.jit(sampler)(logits, jax.random.key(0))
   assert ids.dtype == jnp.int32
   frequency = np.bincount(np.asarray(ids), minlength=VOCAB) / draws
@@ -77,7 +78,7 @@ def test_keys_decide():
 
 
 def test_greedy_takes_the_first_of_the_best():
-  ids = samplers.Greedy()(jnp.asarray(LOGITS), jax.random.key(0))
+  ids = samplers.Greedy()(jax.device_put(LOGITS), jax.random.key(0))
   assert ids.dtype == jnp.int32
   assert ids.tolist() == [2, 0, 1, 3]
 
@@ -86,8 +87,8 @@ def test_top_k_of_one_is_greedy():
   logits = testing.normal(8, VOCAB)
   sampler = samplers.Temperature(top_k=1)
   np.testing.assert_array_equal(
-    sampler(logits, jax.random.key(3)),
-    samplers.Greedy()(logits, jax.random.key(0)),
+    jax.jit(sampler)(logits, jax.random.key(3)),
+    jax.jit(samplers.Greedy())(logits, jax.random.key(0)),
   )
 
 
@@ -96,9 +97,9 @@ def test_each_row_has_its_temperature():
   draws = 5000
   temperatures = np.repeat(np.asarray([0.0, 0.5, 2.0], np.float32), draws)
   sampler = samplers.RowTemperatures(
-    temperatures=jnp.asarray(temperatures), top_k=4, top_p=0.95
+    temperatures=jax.device_put(temperatures), top_k=4, top_p=0.95
   )
-  logits = jnp.asarray(np.repeat(LOGITS[:1], 3 * draws, axis=0))
+  logits = jax.device_put(np.repeat(LOGITS[:1], 3 * draws, axis=0))
   ids = np.asarray(jax.jit(sampler)(logits, jax.random.key(0)))
   assert set(ids[:draws]) == {2}
   for i, temperature in enumerate((0.5, 2.0), start=1):
@@ -113,7 +114,7 @@ def test_each_row_has_its_temperature():
 def test_temperatures_are_those_of_the_rows():
   sampler = samplers.RowTemperatures(temperatures=jnp.ones(3))
   with pytest.raises(ValueError, match=r"shape \(3,\) .* of the 4 rows"):
-    sampler(jnp.asarray(LOGITS), jax.random.key(0))
+    sampler(jax.device_put(LOGITS), jax.random.key(0))
   with pytest.raises(ValueError, match=r"RowTemperatures.top_k must be"):
     samplers.RowTemperatures(temperatures=jnp.ones(3), top_k=0)
 

@@ -12,8 +12,8 @@ from paxon.layers.models import testing as models_testing
 
 BATCH = {
   **models_testing.packed_batch([[5], [3], [6], [1]], 6),
-  "labels": jnp.asarray([2, 0, 5, 1], jnp.int32),
-  "example_weights": jnp.asarray([1.0, 1.0, 0.5, 0.0]),
+  "labels": testing.array([2, 0, 5, 1], jnp.int32),
+  "example_weights": testing.array([1.0, 1.0, 0.5, 0.0]),
 }
 MODEL = models_testing.tiny_classifier()
 
@@ -70,9 +70,9 @@ def test_loss_and_metrics_match_numpy(smoothing):
   weights = np.asarray([1, 1, 0.5, 1, 0, 2], np.float32)
   model = _of_logits(input_keys=["features"], label_smoothing=smoothing)
   batch = {
-    "features": jnp.asarray(logits),
-    "labels": jnp.asarray(labels),
-    "example_weights": jnp.asarray(weights),
+    "features": jax.device_put(logits),
+    "labels": jax.device_put(labels),
+    "example_weights": jax.device_put(weights),
   }
   loss, metrics, outputs = testing.apply(model, {}, batch, method="loss")
   total = {"loss": 0.0, "nll": 0.0, "top1": 0.0, "top5": 0.0}
@@ -165,7 +165,7 @@ def test_features_dropout_and_pooler_are_parts():
 )
 def test_poolings(fn, expected):
   x = jnp.arange(18.0).reshape(3, 3, 2)
-  segments = jnp.asarray([[1, 1, 1], [1, 1, 0], [0, 0, 0]], jnp.int32)
+  segments = testing.array([[1, 1, 1], [1, 1, 0], [0, 0, 0]], jnp.int32)
   np.testing.assert_array_equal(fn(x, segments), expected)
 
 

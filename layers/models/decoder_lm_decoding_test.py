@@ -18,7 +18,7 @@ LENGTH = 7
 def _ids(batch=2, seed=3):
   rng = np.random.default_rng(seed)
   shape = (batch, LENGTH)
-  return jnp.asarray(rng.integers(1, models_testing.VOCAB, shape), jnp.int32)
+  return testing.array(rng.integers(1, models_testing.VOCAB, shape), jnp.int32)
 
 
 def _args(ids):
@@ -130,7 +130,7 @@ def test_ragged_prompts_decode_as_each_alone():
   lengths, width = (2, 5, 3), 5
   model, values, (ids, *_), expected = _tiny()
   positions = testing.counted(3, width)
-  inside = positions < jnp.asarray(lengths)[:, None]
+  inside = positions < testing.array(lengths, jnp.int32)[:, None]
   _, state = _prefill(model)(
     values,
     jnp.where(inside, ids[:, :width], 0),
@@ -140,7 +140,7 @@ def test_ragged_prompts_decode_as_each_alone():
   )
   step = _step(model)
   for i in range(2):
-    at = jnp.asarray(lengths, jnp.int32)[:, None] + i
+    at = testing.array(lengths, jnp.int32)[:, None] + i
     next_ids = jnp.take_along_axis(ids, at, axis=1)
     logits, state = step({**values, **state}, next_ids, at, testing.ones(3, 1))
     for row, length in enumerate(lengths):

@@ -73,7 +73,7 @@ def test_sharded_equals_unsharded(text, settings, collectives):
   )
   for collective in collectives:
     assert f" {collective}" in compiled.as_text()
-  placed = jax.device_put((values, BATCH), compiled.input_shardings[0])
+  placed = testing.placed((values, BATCH), compiled.input_shardings[0])
   actual = compiled(*placed)
   np.testing.assert_allclose(actual[0], expected[0], rtol=1e-6)
   jax.tree.map(
@@ -99,8 +99,8 @@ def test_absolute_positions_and_combined_projections_shard_alike():
     _loss_and_gradient(model), out_shardings=(where.replicated, shardings)
   )
   actual = run(
-    jax.device_put(values, shardings),
-    jax.device_put(BATCH, where.batch_sharding(2)),
+    testing.placed(values, shardings),
+    testing.placed(BATCH, where.batch_sharding(2)),
   )
   jax.tree.map(
     lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-6),
@@ -130,7 +130,7 @@ def test_sharded_generation_equals_unsharded():
   specs = testing.specs(model, *ARGS)
   values = testing.random_values(model, *ARGS)
   prompts = BATCH["inputs"][:, :4]
-  lengths = jnp.asarray([4, 2, 3, 1] * 2, jnp.int32)
+  lengths = testing.array([4, 2, 3, 1] * 2, jnp.int32)
 
   def run(values, prompts, lengths):
     return generate.generate(
@@ -145,7 +145,7 @@ def test_sharded_generation_equals_unsharded():
 
   expected = jax.jit(run)(values, prompts, lengths)
   where = _layout("fsdp=4,tensor=2")
-  placed = jax.device_put(
+  placed = testing.placed(
     (values, prompts, lengths),
     (
       where.shardings(specs),

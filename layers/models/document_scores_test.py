@@ -24,9 +24,9 @@ def _outputs():
   nll = np.random.default_rng(0).random((3, 7)).astype(np.float32)
   nll[1, 2] = np.nan
   return {
-    "token_nll": jnp.asarray(nll),
-    "token_hits": jnp.asarray(hits),
-    "token_weights": jnp.asarray(weights),
+    "token_nll": jax.device_put(nll),
+    "token_hits": jax.device_put(hits),
+    "token_weights": jax.device_put(weights),
     "row_weight": jnp.sum(weights, axis=1),
   }
 
@@ -88,8 +88,8 @@ def test_scores_of_a_model_are_those_of_each_document_alone():
 def test_padded_examples_do_not_count():
   values = testing.random_values(MODEL, BATCH, method="loss")
   run = jax.jit(lambda b: MODEL.apply(values, b, method="loss"))
-  some = run({**BATCH, "example_weights": jnp.asarray([1.0, 0.0, 0.5])})
-  weights = BATCH["weights"] * jnp.asarray([1.0, 0.0, 0.5])[:, None]
+  some = run({**BATCH, "example_weights": testing.array([1.0, 0.0, 0.5])})
+  weights = BATCH["weights"] * testing.array([1.0, 0.0, 0.5])[:, None]
   expected = run({**BATCH, "weights": weights})
   jax.tree.map(
     lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-6), some, expected

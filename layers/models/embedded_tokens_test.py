@@ -9,9 +9,9 @@ import pytest
 from paxon.layers import embedding, position_embedding, testing
 from paxon.layers.models import embedded_tokens
 
-IDS = jnp.asarray([[3, 1, 1], [0, 2, 3]], jnp.int32)
-POSITIONS = jnp.asarray([[0, 1, 2], [0, 0, 1]], jnp.int32)
-TYPES = jnp.asarray([[0, 0, 1], [1, 1, 0]], jnp.int32)
+IDS = testing.array([[3, 1, 1], [0, 2, 3]], jnp.int32)
+POSITIONS = testing.array([[0, 1, 2], [0, 0, 1]], jnp.int32)
+TYPES = testing.array([[0, 0, 1], [1, 1, 0]], jnp.int32)
 
 
 class Doubled(nn.Module):

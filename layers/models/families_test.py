@@ -91,7 +91,7 @@ def test_sharded_equals_unsharded(family):
     out_shardings=(where.replicated, shardings),
   ).lower(values, batch)
   compiled = lowered.compile(compiler_options=_OPTIONS)
-  actual = compiled(*jax.device_put((values, batch), (shardings, of_batch)))
+  actual = compiled(*testing.placed((values, batch), (shardings, of_batch)))
 
   np.testing.assert_allclose(actual[0], expected[0], rtol=1e-5)
   jax.tree.map(_check_gradient, actual[1], expected[1])
@@ -114,7 +114,7 @@ def test_decoding_equals_the_forward_pass(family):
   rng = np.random.default_rng(3)
   ids = rng.integers(1, models_testing.VOCAB, (2, LENGTH))
   tokens = (
-    jnp.asarray(ids, jnp.int32),
+    testing.array(ids, jnp.int32),
     testing.counted(2, LENGTH),
     testing.ones(2, LENGTH),
   )

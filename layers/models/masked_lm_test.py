@@ -13,7 +13,7 @@ from paxon.layers.models import testing as models_testing
 
 BATCH = models_testing.packed_batch([[5, 2], [4]], 7)
 ARGS = models_testing.token_args(BATCH)
-TYPES = jnp.asarray([[0, 0, 1, 1, 1, 0, 1], [0] * 7], jnp.int32)
+TYPES = testing.array([[0, 0, 1, 1, 1, 0, 1], [0] * 7], jnp.int32)
 MODEL = models_testing.tiny_bert()
 _forward = jax.jit(MODEL.apply)
 
@@ -79,7 +79,7 @@ def test_logits_match_numpy(values):
 
 
 def test_the_loss_counts_hidden_tokens_only(values):
-  weights = BATCH["weights"] * jnp.asarray([0, 1, 0, 0, 1, 0, 1.0])[None]
+  weights = BATCH["weights"] * testing.array([0, 1, 0, 0, 1, 0, 1.0])[None]
   batch = {**BATCH, "weights": weights, "type_ids": TYPES}
   loss, metrics, outputs = testing.apply(MODEL, values, batch, method="loss")
   log_probs = jax.nn.log_softmax(_forward(values, *ARGS, TYPES))

@@ -13,7 +13,9 @@ MODEL = models_testing.tiny_prefix_lm()
 BATCH = models_testing.packed_batch([[5, 3], [7]], 8)
 ARGS = models_testing.token_args(BATCH)
 # Of the first document three tokens, of the second none; of the third four.
-PREFIX = jnp.asarray([[1, 1, 1, 0, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0, 0, 0]], bool)
+PREFIX = testing.array(
+  [[1, 1, 1, 0, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0, 0, 0]], bool
+)
 _forward = jax.jit(MODEL.apply)
 
 
@@ -62,8 +64,8 @@ def test_the_loss_has_the_prefix_and_the_weights_of_the_suffix(values):
 
 
 def test_decoding_reads_the_prompt_as_a_prefix(values):
-  ids = jnp.asarray([[1, 2, 3, 4, 5, 6, 7, 0]] * 2, jnp.int32)
-  at, lengths = testing.counted(2, 8), jnp.asarray([4, 2])[:, None]
+  ids = testing.array([[1, 2, 3, 4, 5, 6, 7, 0]] * 2, jnp.int32)
+  at, lengths = testing.counted(2, 8), testing.array([4, 2], np.int32)[:, None]
   inside = (at < lengths).astype(jnp.int32)
   prompt = tuple(x[:, :4] for x in (ids, at, inside))
   first, state = testing.apply(

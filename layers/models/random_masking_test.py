@@ -1,7 +1,6 @@
 """Tests for the masking of random tokens."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -22,9 +21,9 @@ def _batch(seed=0):
   weights[:, :10] = 0
   weights[:, 10:20] = 0.5
   return {
-    "inputs": jnp.asarray(ids, jnp.int32),
-    "segment_ids": jnp.asarray(segments, jnp.int32),
-    "weights": jnp.asarray(weights),
+    "inputs": jax.device_put(np.int32(ids)),
+    "segment_ids": jax.device_put(np.int32(segments)),
+    "weights": jax.device_put(weights),
   }
 
 

@@ -143,10 +143,14 @@ def batch() -> dict[str, jax.Array]:
   rng = np.random.default_rng(0)
   return {
     "factor": jnp.float32(0.5),
-    "ids": jnp.asarray(rng.integers(0, VOCAB, (ROWS, LENGTH)), jnp.int32),
-    "targets": jnp.asarray(rng.integers(0, VOCAB, (ROWS, LENGTH)), jnp.int32),
+    "ids": layers_testing.array(
+      rng.integers(0, VOCAB, (ROWS, LENGTH)), jnp.int32
+    ),
+    "targets": layers_testing.array(
+      rng.integers(0, VOCAB, (ROWS, LENGTH)), jnp.int32
+    ),
     "positions": layers_testing.counted(ROWS, LENGTH),
-    "weights": jnp.asarray(rng.uniform(size=(ROWS, LENGTH)), jnp.float32),
+    "weights": layers_testing.array(rng.uniform(size=(ROWS, LENGTH))),
   }
 
 
@@ -257,9 +261,9 @@ def scheduled(
       circular_repeats=own.circular_repeats,
     ),
   )
-  placed = jax.device_put(values, made.shardings(specs))
+  placed = layers_testing.placed(values, made.shardings(specs))
   rows = {
-    name: jax.device_put(
+    name: layers_testing.placed(
       x, made.batch_sharding(x.ndim) if x.ndim else made.replicated
     )
     for name, x in batch().items()

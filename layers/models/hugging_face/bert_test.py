@@ -1,7 +1,7 @@
 """Tests for BERT, against golden files of transformers."""
 
 from etils import epath
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -68,7 +68,9 @@ def test_packed():
   positions = np.concatenate([np.arange(10), np.arange(sizes[1])])
   segments = np.repeat([1, 2], [10, sizes[1]])
   args = (rows[0], positions, segments, rows[1])
-  found = _run(golden.config, *(jnp.asarray(x[None], jnp.int32) for x in args))
+  found = _run(
+    golden.config, *(jax.device_put(np.int32(x[None])) for x in args)
+  )
   expected = np.concatenate([alone[0], arrays["logits"][1, keep[1]]])
   np.testing.assert_allclose(found[0], expected, rtol=0, atol=testing.TOLERANCE)
 

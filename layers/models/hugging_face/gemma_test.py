@@ -1,5 +1,6 @@
 """Tests for Gemma 1, 2 and 3, against golden files of transformers."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -268,9 +269,9 @@ def test_embedded_tokens_are_scaled_by_a_rounded_root():
   config = _config("gemma", hidden_size=3072)
   table = gemma.FAMILY.model(config).embedding.clone(dtype=jnp.bfloat16)
   values = np.random.default_rng(0).standard_normal((64, 3072), np.float32)
-  ids = jnp.asarray([[3, 60]])
+  ids = jax.device_put(np.int32([[3, 60]]))
   found = table.apply({"params": {"table": values}}, ids)
   assert found.dtype == jnp.bfloat16
-  rows = jnp.asarray(values[[3, 60]], jnp.bfloat16)
+  rows = jax.device_put(np.asarray(values[[3, 60]], jnp.bfloat16))
   expected = (rows.astype(jnp.float32) * 55.5).astype(jnp.bfloat16)
   np.testing.assert_array_equal(found[0], expected)

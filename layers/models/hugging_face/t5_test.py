@@ -78,7 +78,7 @@ def test_packed():
     segments = np.repeat([1, 2, 0], [*sizes, padding])
     positions = [np.arange(n) for n in (*sizes, padding)]
     each = np.concatenate(row), np.concatenate(positions), segments
-    return [jnp.asarray(x[None], jnp.int32) for x in each]
+    return [jax.device_put(np.int32(x[None])) for x in each]
 
   args = *packed(arrays["ids"], sizes), *packed(arrays["encoder_ids"], lengths)
   model = t5.FAMILY.model(golden.config)

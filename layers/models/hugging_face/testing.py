@@ -48,7 +48,7 @@ def variables(names: family.Names) -> dict[str, Any]:
     return golden_case.weight(name, shape)[start:stop]
 
   flat = {
-    name: jnp.asarray(conversion.to_leaf(leaf, read_rows))
+    name: jax.device_put(conversion.to_leaf(leaf, read_rows))
     for name, leaf in names.leaves.items()
   }
   return traverse_util.unflatten_dict(flat, sep="/")
@@ -74,7 +74,7 @@ def token_args(ids: np.ndarray) -> tuple[jax.Array, jax.Array, jax.Array]:
     np.arange(ids.shape[1], dtype=np.int32), ids.shape
   )
   ones = np.ones_like(ids)
-  return jnp.asarray(ids), jnp.asarray(positions), jnp.asarray(ones)
+  return jax.device_put(ids), jax.device_put(positions), jax.device_put(ones)
 
 
 def model_args(arrays: Mapping[str, np.ndarray]) -> tuple[jax.Array, ...]:
@@ -86,9 +86,9 @@ def model_args(arrays: Mapping[str, np.ndarray]) -> tuple[jax.Array, ...]:
   args = token_args(arrays["ids"])
   if "encoder_ids" in arrays:
     ids, positions, _ = token_args(arrays["encoder_ids"])
-    return *args, ids, positions, jnp.asarray(arrays["encoder_mask"])
+    return *args, ids, positions, jax.device_put(arrays["encoder_mask"])
   if "mask" in arrays:
-    return *args[:2], *(jnp.asarray(arrays[x]) for x in ("mask", "type_ids"))
+    return *args[:2], *(jax.device_put(arrays[x]) for x in ("mask", "type_ids"))
   return args
 
 
@@ -153,7 +153,7 @@ def check_packed(of: family.Family, case: str) -> None:
   row = np.concatenate([ids[0, : sizes[0]], ids[1, : sizes[1]], [5, 5, 5]])
   segments = np.repeat([1, 2, 0], [*sizes, 3])
   positions = np.concatenate([np.arange(n) for n in (*sizes, 3)])
-  args = (jnp.asarray(x[None], jnp.int32) for x in (row, positions, segments))
+  args = (jax.device_put(np.int32(x[None])) for x in (row, positions, segments))
   model, weights = of.model(golden.config), variables(of.names(golden.config))
   found = np.asarray(run(model.apply, weights, *args))[0]
   # A decoder's logits do not depend on what follows.
@@ -186,7 +186,7 @@ def check_greedy(of: family.Family, case: str) -> None:
       max_new_tokens=golden_case.NEW_IDS,
     ).ids
 
-  result = run(generated, weights, jnp.asarray(prompts))
+  result = run(generated, weights, jax.device_put(prompts))
   np.testing.assert_array_equal(result, golden.arrays["greedy"])
 
 
