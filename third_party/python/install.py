@@ -5,33 +5,45 @@ that has pip), inside the folder of the repository:
 
   1. Keep the pins whose markers hold for this Python, less those that a base
      repository already has (same version, or it is an error).
-  2. Let pip download and unpack them into `site/`, every file checked
-     against its hash, no dependency resolved.
-  3. Compile the bytecode, because what is read-only later would otherwise be
-     compiled again at each import.
+  2. Let pip download them as wheels, every file checked against its hash, no
+     dependency resolved.
+  3. Unpack them into `site/`, on all cores, where pip has one, and compile the
+     bytecode, because what is read-only later would otherwise be compiled
+     again at each import.
   4. Write one `wheel` target a distribution: its own folders and files, and
      edges to the distributions that its metadata names.
 
-Besides the standard library it uses `packaging`, from pip's own copy.
+Nothing of a base repository is read but its lock, so that Bazel can make both
+at the same time. Besides the standard library it uses `packaging`, from pip's
+own copy.
 """
 
 import argparse
 import collections
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import compileall
+from concurrent import futures
+import csv
 import dataclasses
+import functools
 from importlib import metadata
-import os
+import io
 import pathlib
 import py_compile
 import re
 import shutil
 import subprocess
 import sys
+import zipfile
 
 from packaging import requirements, utils
 
 _Path = tuple[str, ...]
+
+# A piece of a wheel is what one core unpacks in about a tenth of a second; a
+# file counts for as many bytes as are unpacked while its bytecode is compiled.
+_BYTES_A_PIECE = 1 << 24
+_BYTES_A_FILE = 1 << 18
 
 
 class LockError(Exception):
@@ -240,40 +252,137 @@ def build_file(
 
 
 def _download(
-  pins: Mapping[str, Pin], site: pathlib.Path, from_source: Sequence[str]
+  pins: Mapping[str, Pin], folder: pathlib.Path, from_source: Sequence[str]
 ) -> None:
-  lock = site.with_name("installed.txt")
+  lock = folder.with_name("installed.txt")
   lock.write_text("".join(f"{pin.text}\n" for pin in pins.values()))
   command = [
-    *(sys.executable, "-m", "pip", "install", "--require-hashes", "--no-deps"),
-    *("--target", str(site), "--no-compile", "--disable-pip-version-check"),
-    *("--no-warn-conflicts", "--progress-bar=off", "--no-input"),
+    *(sys.executable, "-m", "pip", "wheel", "--require-hashes", "--no-deps"),
+    *("--wheel-dir", str(folder), "--disable-pip-version-check"),
+    *("--progress-bar=off", "--no-input"),
+    # The older way wants the `wheel` package beside pip.
+    "--use-pep517",
     "--only-binary=" + ",".join(sorted(pins.keys() - set(from_source))),
     *("--requirement", str(lock)),
   ]
-  # Root's warning about the system's packages does not apply to --target.
-  environment = dict(os.environ, PIP_ROOT_USER_ACTION="ignore", PIP_USER="0")
-  subprocess.run(command, check=True, env=environment)
-  # Programs start by `python -m`; these have another machine's shebangs.
-  shutil.rmtree(site / "bin", ignore_errors=True)
+  subprocess.run(command, check=True)
 
 
-def _compile(site: pathlib.Path) -> None:
-  compileall.compile_dir(
-    site,
-    quiet=2,
-    workers=0,
+def installed_path(member: str) -> str | None:
+  """Returns where a file of a wheel lies below `site`.
+
+  Args:
+    member: Its path in the wheel.
+
+  Returns:
+    The path, or None for what is left out: folders, and programs, which start
+    by `python -m` here.
+
+  Raises:
+    LockError: It would lie elsewhere.
+  """
+  special = re.fullmatch(r"[^/]+\.data/([^/]+)/(.*)", member)
+  path = member if special is None else special[2]
+  if special is not None and special[1] not in ("purelib", "platlib", "data"):
+    return None
+  if path.startswith("/") or ".." in path.split("/"):
+    raise LockError(f"A wheel has a file `{member}`, outside of its folder.")
+  return path if path and not path.endswith("/") else None
+
+
+_open = functools.cache(zipfile.ZipFile)
+
+
+def _unpack_some(
+  wheel: pathlib.Path, members: Sequence[str], site: pathlib.Path
+) -> None:
+  archive = _open(wheel)
+  for member in members:
+    path = installed_path(member)
+    assert path is not None
+    target = site / path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with archive.open(member) as source, target.open("wb") as file:
+      if re.fullmatch(r"[^/]+\.dist-info/RECORD", path):
+        file.write(_record(source.read().decode(), archive).encode())
+      else:
+        shutil.copyfileobj(source, file, 1 << 20)
+    if archive.getinfo(member).external_attr >> 16 & 0o111:
+      target.chmod(target.stat().st_mode | 0o111)
     # But for the packages' own tests, which nobody imports.
-    rx=re.compile(r"[/\\]tests?[/\\]"),
-    # Not by time stamp: a copy or a cache may change it.
-    invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH,
-  )
+    if target.suffix == ".py" and not re.search(r"(^|/)tests?/", path):
+      compileall.compile_file(
+        target,
+        quiet=2,
+        # Not by time stamp: a copy or a cache may change it.
+        invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH,
+      )
+
+
+def _record(text: str, archive: zipfile.ZipFile) -> str:
+  """Returns a wheel's list of files with the paths that they have in `site`."""
+  result, members = io.StringIO(), set(archive.namelist())
+  writer = csv.writer(result, lineterminator="\n")
+  for member, *rest in csv.reader(text.splitlines()):
+    path = installed_path(member) if member in members else None
+    if path is not None:
+      writer.writerow([path, *rest])
+  return result.getvalue()
+
+
+def _pieces(members: Iterable[zipfile.ZipInfo]) -> Iterator[list[str]]:
+  """Cuts a wheel into pieces that take about as long, large files first."""
+  piece: list[str] = []
+  weight = 0
+  for member in sorted(members, key=lambda m: m.file_size, reverse=True):
+    piece.append(member.filename)
+    weight += member.file_size + _BYTES_A_FILE
+    if weight > _BYTES_A_PIECE:
+      yield piece
+      piece, weight = [], 0
+  if piece:
+    yield piece
+
+
+def unpack(wheels: Iterable[pathlib.Path], site: pathlib.Path) -> None:
+  """Unpacks wheels and compiles their bytecode.
+
+  Args:
+    wheels: The files. Where several have a file of one name, the last one's
+      is taken.
+    site: An empty folder.
+
+  Raises:
+    LockError: A file would lie outside of the folder.
+  """
+  chosen: dict[str, tuple[pathlib.Path, zipfile.ZipInfo]] = {}
+  for wheel in wheels:
+    with zipfile.ZipFile(wheel) as archive:
+      for member in archive.infolist():
+        if path := installed_path(member.filename):
+          chosen[path] = wheel, member
+  members = collections.defaultdict(list)
+  for wheel, member in chosen.values():
+    members[wheel].append(member)
+  with futures.ProcessPoolExecutor() as pool:
+    # The largest first, so that none is waited for alone at the end.
+    waiting = [
+      pool.submit(_unpack_some, wheel, piece, site)
+      for wheel in sorted(members, key=lambda w: -w.stat().st_size)
+      for piece in _pieces(members[wheel])
+    ]
+    for piece in waiting:
+      piece.result()
+
+
+def _wheel_name(wheel: pathlib.Path) -> str:
+  return target_name(utils.parse_wheel_filename(wheel.name)[0])
 
 
 def _files(distribution: metadata.Distribution, site: pathlib.Path):
   paths = set()
   for file in distribution.files or ():
-    if file.parts[0] in ("..", "bin") or not (site / file).exists():
+    if not (site / file).exists():
       continue
     paths.add(tuple(file.parts))
     cached = f"{file.stem}.{sys.implementation.cache_tag}.pyc"
@@ -287,7 +396,6 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--lock", type=pathlib.Path, required=True)
   parser.add_argument("--base-lock", type=pathlib.Path)
-  parser.add_argument("--base-site", type=pathlib.Path)
   parser.add_argument("--substitute", action="append", default=[])
   parser.add_argument("--from-source", action="append", default=[])
   return parser.parse_args(argv)
@@ -298,24 +406,29 @@ def main(argv: Sequence[str]) -> None:
   arguments = _arguments(argv)
   pins = read_lock(arguments.lock.read_text())
   known = {name: f":{name}" for name in pins}
-  base_requires = {}
+  asked = {}
   if arguments.base_lock is not None:
     base = read_lock(arguments.base_lock.read_text())
+    # Their metadata says what the extras need.
+    asked = {n: pin for n, pin in pins.items() if n in base and pin.extras}
     pins = without_base(pins, base)
     known |= {name: f"@pypi//:{name}" for name in base}
-    base_requires = {
-      target_name(distribution.metadata["Name"]): distribution.requires or []
-      for distribution in metadata.distributions(
-        path=[str(arguments.base_site)]
-      )
-    }
   substitutes = dict(pair.split("=", 1) for pair in arguments.substitute)
 
   site = pathlib.Path("site").resolve()
+  folder = pathlib.Path("wheels").resolve()
   site.mkdir(exist_ok=True)
+  folder.mkdir(exist_ok=True)
   if pins:
-    _download(pins, site, arguments.from_source)
-  _compile(site)
+    _download(pins | asked, folder, arguments.from_source)
+  wheels = {_wheel_name(wheel): wheel for wheel in sorted(folder.iterdir())}
+  base_requires = {
+    target_name(distribution.metadata["Name"]): distribution.requires or []
+    for name in asked
+    for distribution in metadata.distributions(path=[str(wheels[name])])
+  }
+  unpack([wheel for name, wheel in wheels.items() if name in pins], site)
+  shutil.rmtree(folder)
 
   files, deps = {}, {}
   for distribution in metadata.distributions(path=[str(site)]):

@@ -1,5 +1,9 @@
 """Tests for the installer of locks, the parts that need no network."""
 
+from importlib import metadata, util
+import pathlib
+import zipfile
+
 import pytest
 
 from paxon.third_party.python import install
@@ -140,3 +144,73 @@ def test_cycles_become_one_target_with_every_name():
     "b": {"deps": [":a+b"]},
     "c": {"data": ["c"]},
   }
+
+
+def _wheel(folder: pathlib.Path, name: str, members: dict[str, str]):
+  path = folder / f"{name}-1.0-py3-none-any.whl"
+  with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+    for member, text in members.items():
+      information = zipfile.ZipInfo(member)
+      mode = 0o755 if member.endswith(".run") else 0o644
+      information.external_attr = mode << 16
+      archive.writestr(information, text)
+  return path
+
+
+def test_unpacks_what_is_imported_and_lists_it(tmp_path):
+  members = {
+    "one/": "",
+    "one/__init__.py": "VALUE = 1\n",
+    "one/tests/test_one.py": "",
+    "one/bad.py": "print 'of Python 2'\n",
+    "one/tool.run": "#!/bin/sh\n",
+    "one-1.0.data/scripts/one": "#!python\n",
+    "one-1.0.data/platlib/two.py": "VALUE = 2\n",
+    "one-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: one\n",
+  }
+  listed = "".join(f"{m},sha256=x,1\n" for m in members if m[-1] != "/")
+  members["one-1.0.dist-info/RECORD"] = listed + "../../bin/one,,\n"
+  site = tmp_path / "site"
+  install.unpack([_wheel(tmp_path, "one", members)], site)
+
+  compiled = {
+    path: pathlib.Path(util.cache_from_source(path))
+    for path in ("one/__init__.py", "two.py")
+  }
+  expected = {
+    *(pathlib.Path(m) for m in members if m[-1] != "/" and ".data" not in m),
+    pathlib.Path("two.py"),
+    *compiled.values(),
+  }
+  found = {p.relative_to(site) for p in site.rglob("*") if p.is_file()}
+  assert found == expected
+  for path, bytecode in compiled.items():
+    # A hash of the source, which is not looked at again.
+    flags = (site / bytecode).read_bytes()[4:8]
+    assert int.from_bytes(flags, "little") == 0b01, path
+  executable = {p.name for p in site.rglob("*") if p.stat().st_mode & 0o111}
+  assert executable & {p.name for p in expected} == {"tool.run"}
+  (distribution,) = metadata.distributions(path=[str(site)])
+  files = distribution.files or []
+  assert {pathlib.Path(f) for f in files} == {
+    p for p in expected if p.suffix != ".pyc" and p.name != "RECORD"
+  }
+
+
+def test_the_last_wheel_has_the_shared_file(tmp_path):
+  wheels = [
+    _wheel(tmp_path, name, {"shared/a.py": f"NAME = '{name}'\n"})
+    for name in ("one", "two")
+  ]
+  install.unpack(wheels, tmp_path / "site")
+  assert (tmp_path / "site/shared/a.py").read_text() == "NAME = 'two'\n"
+
+
+@pytest.mark.parametrize(
+  "member", ["../x.py", "/x.py", "one-1.0.data/purelib/../../x.py"]
+)
+def test_refuses_a_wheel_with_files_outside_of_it(tmp_path, member):
+  wheel = _wheel(tmp_path, "one", {"one.py": "", member: ""})
+  with pytest.raises(install.LockError, match="outside of its folder"):
+    install.unpack([wheel], tmp_path / "site")
+  assert not (tmp_path / "site").exists()

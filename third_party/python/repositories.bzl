@@ -108,9 +108,8 @@ def _python_wheels(ctx):
     vendored = _run(ctx, [python, "-c", "import pip._vendor as v; print(*v.__path__)"])
     arguments = [python, ctx.path(ctx.attr._install), "--lock", ctx.path(ctx.attr.lock)]
     if ctx.attr.base_lock:
-        base = ctx.path(Label("@pypi//:BUILD.bazel")).dirname
+        # Not @pypi itself: the two are made at the same time.
         arguments += ["--base-lock", ctx.path(ctx.attr.base_lock)]
-        arguments += ["--base-site", str(base) + "/site"]
     for name, other in ctx.attr.substitutes.items():
         arguments += ["--substitute", "%s=%s" % (name, other)]
     for name in ctx.attr.from_source:
