@@ -51,6 +51,16 @@ toolchain(
 )
 """
 
+# pip as the interpreter brings it. `venv` starts pip to install it, which takes
+# three seconds that everything else waits for; a wheel need only be unpacked.
+_UNPACK_PIP = """\
+import ensurepip, pathlib, sysconfig, zipfile
+folder = sysconfig.get_config_var("WHEEL_PKG_DIR")
+folder = folder or pathlib.Path(ensurepip.__file__).parent / "_bundled"
+(wheel,) = pathlib.Path(folder).glob("pip-*.whl")
+zipfile.ZipFile(wheel).extractall(sysconfig.get_path("purelib"))
+"""
+
 def _run(ctx, arguments, timeout = 600, python_path = ""):
     return ctx.execute(
         arguments,
@@ -86,7 +96,13 @@ def _python_interpreter(ctx):
 
     # One environment with pip to install with, one with nothing at all to run
     # in: neither pip nor the machine's site-packages can be imported there.
-    result = _run(ctx, [base, "-m", "venv", "installer"])
+    result = _run(ctx, [base, "-m", "venv", "--without-pip", "installer"])
+    if not result.return_code:
+        pip = [ctx.path("installer/bin/python3"), "-c", _UNPACK_PIP]
+        result = _run(ctx, pip)
+    if result.return_code:
+        # An interpreter that keeps its wheel elsewhere, or has none.
+        result = _run(ctx, [base, "-m", "venv", "--clear", "installer"])
     if result.return_code:
         fail(("`%s -m venv` failed: install the `venv` and `ensurepip` modules " +
               "of that Python (Debian: apt-get install python3-venv), then run " +
