@@ -55,7 +55,9 @@ def _both(inputs, mask, **fields):
   """What is computed by a description of the mask, and by the mask."""
 
   def run(inputs):
-    return [fn(*inputs, mask, **fields) for fn in (described, kernels.plain)]
+    return [
+      fn(*inputs, mask=mask, **fields) for fn in (described, kernels.plain)
+    ]
 
   return jax.jit(run)(inputs)
 

@@ -181,8 +181,8 @@ def test_what_is_hidden_wholly_is_not_computed():
   for array in broken:
     array[1, 24:] = np.nan
   kernel = ring.Ring(block_q=4, block_kv=4)
-  plain = jax.jit(lambda *inputs: kernels.plain(*inputs, mask))
-  run = jax.jit(lambda *inputs: kernel(*inputs, mask))
+  plain = jax.jit(lambda *inputs: kernels.plain(*inputs, mask=mask))
+  run = jax.jit(lambda *inputs: kernel(*inputs, mask=mask))
   out = np.asarray(run(query, *broken))
   expected = np.asarray(plain(query, key, value))
   np.testing.assert_allclose(

@@ -156,7 +156,7 @@ def test_calls_with_a_cache_go_where_the_configuration_says():
     splash.Splash()(*arrays, mask)
   kernel = splash.Splash(with_cache=kernels.plain)
   found, expected = (
-    jax.jit(lambda i: fn(*i, mask, scale=0.3, logit_cap=2.0))(arrays)  # noqa: B023
+    jax.jit(lambda i: fn(*i, mask=mask, scale=0.3, logit_cap=2.0))(arrays)  # noqa: B023
     for fn in (kernel, kernels.plain)
   )
   np.testing.assert_array_equal(found, expected)
