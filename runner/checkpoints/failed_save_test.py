@@ -2,13 +2,13 @@
 
 import os
 import subprocess
-import sys
 import time
 
 from etils import epath
 import pytest
 
 from paxon.runner.checkpoints import checkpointer, golden
+from paxon.runner.hosts import warm_python
 
 # Run in a process of its own, which must come to its end by itself.
 PROGRAM = """
@@ -37,6 +37,13 @@ except checkpointer.SaveError as error:
 """
 
 
+@pytest.fixture(name="python", scope="module")
+def _python(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("python")
+  with warm_python.WarmPython([golden.__name__], folder) as warm:
+    yield warm.executable
+
+
 @pytest.mark.parametrize(
   "limit",
   [
@@ -44,10 +51,10 @@ except checkpointer.SaveError as error:
     pytest.param(30, id="everything"),
   ],
 )
-def test_a_full_disk(tmp_path, limit):
+def test_a_full_disk(python, tmp_path, limit):
   start = time.monotonic()
   ended = subprocess.run(
-    [sys.executable, "-c", PROGRAM, os.fspath(tmp_path), str(limit)],
+    [python, "-c", PROGRAM, os.fspath(tmp_path), str(limit)],
     stderr=subprocess.PIPE,
     text=True,
     check=False,
