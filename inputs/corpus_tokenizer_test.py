@@ -87,7 +87,7 @@ def test_any_workers_and_shards_write_the_same(tmp_path, text, num_workers):
   assert (facts["has_begin"], facts["has_end"]) == (False, True)
 
 
-@hypothesis.settings(derandomize=True, max_examples=40, deadline=None)
+@hypothesis.settings(max_examples=40)
 @hypothesis.given(
   data=st.lists(st.sampled_from([b"a", b"bc", b"\n", b" ", b"d\n"])).map(
     b"".join

@@ -38,7 +38,7 @@ def test_an_order_by_hand():
   assert "".join(_names(mixed, 8)) == "aabaaaba"
 
 
-@hypothesis.settings(derandomize=True, max_examples=20, deadline=None)
+@hypothesis.settings(max_examples=20)
 @hypothesis.given(
   weights=st.lists(
     st.floats(0.01, 100, allow_nan=False), min_size=1, max_size=6

@@ -222,7 +222,7 @@ def test_without_an_index_the_same_holds(tmp_path_factory, packing):
 
 
 def _check_once_and_restored(tmp_path_factory, kind, packing, num_workers):
-  @hypothesis.settings(derandomize=True, max_examples=5, deadline=None)
+  @hypothesis.settings(max_examples=5)
   @hypothesis.given(
     setup=_setups(kind=st.just(kind), packing=st.just(packing)),
     num_hosts=st.sampled_from((1, 2, 4)),
@@ -270,7 +270,7 @@ def _check_setup(setup, folder, data, num_hosts, num_workers):
   assert _batches(restored) == (batches[step:], states[step:])
 
 
-@hypothesis.settings(derandomize=True, max_examples=20, deadline=None)
+@hypothesis.settings(max_examples=20)
 @hypothesis.given(setup=_setups(), other=_setups(), data=st.data())
 def test_a_run_goes_on_with_another_packing_and_batch(
   tmp_path_factory, setup, other, data

@@ -26,9 +26,7 @@ _KEYS = {
   "target_bytes",
 }
 _DOCUMENTS = tuple(bytes([i]) * (i * i % 11) for i in range(12))
-_settings = hypothesis.settings(
-  derandomize=True, max_examples=25, deadline=None
-)
+_settings = hypothesis.settings(max_examples=25)
 _documents = st.lists(st.binary(max_size=12), min_size=1, max_size=8)
 _lengths = st.integers(1, 9)
 

@@ -88,7 +88,7 @@ def test_no_runs_are_empty_rows():
   )
 
 
-@hypothesis.settings(derandomize=True, max_examples=60, deadline=None)
+@hypothesis.settings(max_examples=60)
 @hypothesis.given(
   counts=st.lists(st.integers(1, 9), max_size=12),
   length=st.integers(1, 7),

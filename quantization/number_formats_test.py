@@ -54,7 +54,7 @@ def test_formats_are_what_ml_dtypes_says_of_them(number_format, dtype):
 
 @pytest.mark.parametrize(("number_format", "dtype"), FP8)
 @hypothesis.given(values=FLOATS)
-@hypothesis.settings(deadline=None, derandomize=True, max_examples=50)
+@hypothesis.settings(max_examples=50)
 def test_fp8_is_off_by_half_a_unit_in_the_last_place(
   number_format, dtype, values
 ):
@@ -70,7 +70,7 @@ def test_fp8_is_off_by_half_a_unit_in_the_last_place(
 
 @pytest.mark.parametrize("number_format", INTEGERS)
 @hypothesis.given(values=FLOATS)
-@hypothesis.settings(deadline=None, derandomize=True, max_examples=50)
+@hypothesis.settings(max_examples=50)
 def test_integers_are_off_by_half(number_format, values):
   x = np.array(values, np.float64)
   got = np.asarray(_cast(jax.device_put(np.float32(x)), number_format))

@@ -89,7 +89,7 @@ def test_there_is_a_scale_for_each_group(granularity, shape):
     ),
   )
 )
-@hypothesis.settings(deadline=None, derandomize=True, max_examples=25)
+@hypothesis.settings(max_examples=25)
 def test_nothing_is_off_by_more_than_its_format_allows(
   number_format, granularity, x
 ):

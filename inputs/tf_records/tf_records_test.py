@@ -190,7 +190,7 @@ def test_numbers_that_are_not_packed_are_read():
   assert tf_example.parse(record)["n"].tolist() == [5, 300]
 
 
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.binary(max_size=40))
 def test_bytes_that_are_no_example_are_refused_or_read(data):
   with contextlib.suppress(ValueError):

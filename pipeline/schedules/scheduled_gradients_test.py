@@ -74,9 +74,7 @@ def _expected(num_layers, microbatches, tied):
 
 # The same cases each time; each is a program to compile.
 @hypothesis.settings(
-  derandomize=True,
   max_examples=6,
-  deadline=None,
   database=None,
   # A case says enough; a simpler one would be compiled for minutes.
   phases=(hypothesis.Phase.generate,),

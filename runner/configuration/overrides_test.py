@@ -256,7 +256,7 @@ _TEXTS = st.one_of(
 )
 
 
-@hypothesis.settings(derandomize=True, max_examples=300, deadline=None)
+@hypothesis.settings(max_examples=300)
 @hypothesis.given(_PATHS, _TEXTS)
 def test_any_override_is_applied_or_refused_whole(path, text):
   config = _toy()
@@ -275,7 +275,6 @@ def test_any_override_is_applied_or_refused_whole(path, text):
     dump.to_json(config)
 
 
-@hypothesis.settings(derandomize=True, deadline=None)
 @hypothesis.given(st.text(_CHARACTERS))
 def test_any_argument_is_an_override_or_is_refused_or_is_none(text):
   try:

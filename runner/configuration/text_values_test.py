@@ -128,13 +128,11 @@ def test_current_value_stands_in_for_a_missing_annotation(
 _CHARACTERS = st.characters(exclude_categories=("Cs",))
 
 
-@hypothesis.settings(derandomize=True, deadline=None)
 @hypothesis.given(st.integers())
 def test_every_int_round_trips(value):
   assert text_values.parse(str(value), int | None) == value
 
 
-@hypothesis.settings(derandomize=True, deadline=None)
 @hypothesis.given(
   st.floats(min_value=-3.4e38, max_value=3.4e38)
   | st.sampled_from([float("inf"), -float("inf")])
@@ -143,20 +141,17 @@ def test_every_float_round_trips(value):
   assert text_values.parse(repr(value), float) == value
 
 
-@hypothesis.settings(derandomize=True, deadline=None)
 @hypothesis.given(st.text(_CHARACTERS))
 def test_every_quoted_text_round_trips(value):
   assert text_values.parse(repr(value), str) == value
 
 
-@hypothesis.settings(derandomize=True, deadline=None)
 @hypothesis.given(st.lists(st.tuples(st.text(_CHARACTERS), st.integers())))
 def test_every_list_round_trips(value):
   annotation = list[tuple[str, int]]
   assert text_values.parse(repr(value), annotation) == value
 
 
-@hypothesis.settings(derandomize=True, deadline=None)
 @hypothesis.given(
   st.text(_CHARACTERS),
   st.sampled_from(
@@ -175,7 +170,6 @@ def test_any_text_gives_a_value_of_the_type_or_the_one_error(text, annotation):
   assert refused is None or refused.startswith(("expect", "_Color has no"))
 
 
-@hypothesis.settings(derandomize=True, deadline=None)
 @hypothesis.given(
   st.one_of(st.integers(), st.booleans(), st.none(), st.text(_CHARACTERS))
 )

@@ -46,7 +46,6 @@ def test_lines_are_json_objects_with_17_digits(tmp_path):
   )
 
 
-@hypothesis.settings(derandomize=True, deadline=None)
 @hypothesis.given(
   st.lists(
     st.tuples(

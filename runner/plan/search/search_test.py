@@ -226,7 +226,6 @@ def test_exploring_within_a_budget():
   assert asked.compiles == []
 
 
-@hypothesis.settings(derandomize=True, deadline=None)
 @hypothesis.given(
   st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=20)
 )
@@ -240,7 +239,6 @@ def test_the_front_is_what_nothing_beats(points):
   assert found == sorted(expected)
 
 
-@hypothesis.settings(derandomize=True, deadline=None)
 @hypothesis.given(st.integers(0, 50), st.integers(1, 10))
 def test_spread_keeps_both_ends(number, count):
   points = list(range(number))
@@ -252,7 +250,6 @@ def test_spread_keeps_both_ends(number, count):
     assert found[-1:] == points[-1:]
 
 
-@hypothesis.settings(derandomize=True, deadline=None)
 @hypothesis.given(st.integers(0, 12), st.integers(0, 12))
 def test_bisection_finds_the_first(length, first):
   chain = [
