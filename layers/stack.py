@@ -18,6 +18,7 @@ This is the only module of `layers` that uses linen's lifted transforms.
 """
 
 from collections.abc import Sequence
+import functools
 from typing import Any
 
 from flax import linen as nn
@@ -142,7 +143,7 @@ class Stack(nn.Module):
       common: What caches do alike, if the caller writes it.
     """
     call = self._call(static, prevent_cse=False)
-    given = common
+    given, read = common, self._only_read()
 
     def scanned(
       group: Group, x: jax.Array, starts: jax.Array | None, *args: Any
@@ -155,8 +156,14 @@ class Stack(nn.Module):
         x, number = carry
         for slot, block in enumerate(group.blocks):
           view = stacked_cache.LayerView(number, common)
+          # By its number, as the caches. Slices that the loop makes of what it
+          # loops over are copied by XLA:CPU in an order that is not of their
+          # use, which costs some percent of a step.
+          own = nn.map_variables(
+            call, read, trans_in_fn=functools.partial(_at_layer, number=number)
+          )
           x = nn.map_variables(
-            call,
+            own,
             stacked_cache.COLLECTION,
             trans_in_fn=view.given,
             trans_out_fn=view.taken,
@@ -165,7 +172,7 @@ class Stack(nn.Module):
         return (x, number + 1), None
 
       carry = {"variable_carry": stacked_cache.COLLECTION}
-      carried = self._lifted(body, groups, num_args, **carry)
+      carried = self._lifted(body, groups, num_args, whole=read, **carry)
       (x, _), _ = carried(group, (x, jnp.int32(first)), starts, *args)
       if given is None:
         common.write(self)
@@ -174,9 +181,23 @@ class Stack(nn.Module):
     return scanned
 
   def _lifted(
-    self, body: Any, groups: int, num_args: int, **axes_of: Any
+    self,
+    body: Any,
+    groups: int,
+    num_args: int,
+    *,
+    whole: Sequence[str] = (),
+    **axes_of: Any,
   ) -> Any:
-    """Returns the loop `(group, carry, starts, *args)` over all groups."""
+    """Returns the loop `(group, carry, starts, *args)` over all groups.
+
+    Args:
+      body: Of the loop.
+      groups: How often it runs.
+      num_args: How many arguments each layer gets.
+      whole: Collections of which the body gets those of all layers.
+      **axes_of: More of what `nn.scan` takes.
+    """
     # Linen traces the loop's body twice where the body may make variables that
     # are one set for all layers.
     makes_shared = self.is_mutable_collection(shared.COLLECTION) and any(
@@ -187,7 +208,7 @@ class Stack(nn.Module):
       # Every collection and random stream, those that users name included,
       # but for parameters that are one set for all layers.
       variable_axes={True: 0},
-      variable_broadcast=[shared.COLLECTION],
+      variable_broadcast=[shared.COLLECTION, *whole],
       split_rngs={True: True},
       in_axes=(0, *(nn.broadcast,) * num_args),
       length=groups,
@@ -199,6 +220,14 @@ class Stack(nn.Module):
       },
       **axes_of,
     )
+
+  def _only_read(self) -> list[str]:
+    """Returns the collections of layers that this call does not change."""
+    return [
+      name
+      for name in self.variables
+      if name != shared.COLLECTION and not self.is_mutable_collection(name)
+    ]
 
   def _is_decoding(self) -> bool:
     """Whether layers have caches, and change them."""
@@ -221,6 +250,13 @@ class Stack(nn.Module):
     if self.remat_policy is None or self._is_decoding():
       return call
     return nn.remat(call, policy=self.remat_policy, prevent_cse=prevent_cse)
+
+
+def _at_layer(tree: Any, *, number: jax.Array) -> Any:
+  """Returns one layer's part of the variables of all."""
+  return jax.tree.map(
+    lambda x: stacked_cache.at_layer(x, number), variables.unbox(tree)
+  )
 
 
 def _plus(start: jax.Array | None, slot: int) -> jax.Array | None:
