@@ -9,7 +9,6 @@ and no test can put another one in its place.
 
 import io
 import json
-import os
 import struct
 
 from etils import epath
@@ -108,14 +107,23 @@ class ObjectStore(fsspec.AbstractFileSystem):
   move = mv
 
 
+class _Local:
+  """A name of a folder that is another one, whatever it is joined to."""
+
+  def __init__(self, folder):
+    self._folder = folder
+
+  def __rtruediv__(self, other):
+    return self._folder
+
+
 @pytest.fixture(name="store")
 def _store(monkeypatch, tmp_path):
   fsspec.register_implementation("s3", ObjectStore, clobber=True)
   monkeypatch.setenv("EPATH_USE_TF", "false")
   monkeypatch.setattr(ObjectStore, "files", {})
   monkeypatch.setattr(ObjectStore, "modes", set())
-  # Joined to a run's folder, an absolute path stays as it is.
-  local = os.fspath(tmp_path / "checkpoints")
+  local = _Local(epath.Path(tmp_path / "checkpoints"))
   monkeypatch.setattr(run_dirs, "CHECKPOINTS", local)
   # Whoever takes the address for a relative path writes here.
   monkeypatch.chdir(tmp_path)
