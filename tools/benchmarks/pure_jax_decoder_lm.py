@@ -16,7 +16,19 @@ import jax
 import jax.numpy as jnp
 
 Arrays = dict[str, jax.Array]
-einsum32 = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def einsum32(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
+  """Returns a float32 product, whose gradient is rounded to their dtype."""
+  return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
+
+
+@einsum32.defjvp
+def _(equation: str, primals: Any, tangents: Any) -> tuple[Any, Any]:
+  (x, y), (dx, dy) = primals, tangents
+  narrow = jnp.einsum(equation, dx, y) + jnp.einsum(equation, x, dy)
+  return einsum32(equation, x, y), narrow.astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
