@@ -32,14 +32,16 @@ class Option:
 
   Attributes:
     name: As XLA calls it.
-    value: Its value.
+    value: Its value where a program has several devices.
     platform: Whose compiler has it.
     purpose: What it is for.
     source: Who recommends it.
+    on_one_device: Its value where a program has one device only.
   """
 
   name: str
   value: Value
+  on_one_device: Value
   platform: hardware.Platform
   purpose: str
   source: str
@@ -49,6 +51,9 @@ DEFAULTS: Final = (
   Option(
     name="xla_gpu_enable_latency_hiding_scheduler",
     value=True,
+    # There only copies are left to hide. jaxlib 0.10's does nothing then, and
+    # 0.11's, on by default, holds up to 40 % more memory: docs/design/0015.
+    on_one_device=False,
     platform=_Platform.CUDA,
     purpose="collectives overlap with products instead of waiting for them",
     source=(
@@ -118,43 +123,53 @@ def check_sets(names: Sequence[str]) -> None:
 
 
 def of(
-  given: Options, device: jax.Device, *, sets: Sequence[str] = ()
+  given: Options,
+  device: jax.Device,
+  *,
+  num_devices: int,
+  sets: Sequence[str] = (),
 ) -> dict[str, bool | str]:
   """Returns the options with which programs for a device are compiled.
 
   Args:
     given: Those of the job, which win.
     device: One of the devices, which may be absent.
+    num_devices: How many there are.
     sets: The sets that the job names, see `option_sets`.
   """
   kind = hardware.for_device_kind(device.device_kind)
   platform = _PLATFORMS.get(device.platform)
   name = None if kind is None else kind.name
-  return _options(given, platform, name, sets)
+  return _options(given, platform, name, num_devices, sets)
 
 
 def for_hardware(
-  given: Options, kind: hardware.Hardware, *, sets: Sequence[str] = ()
+  given: Options,
+  kind: hardware.Hardware,
+  *,
+  num_devices: int,
+  sets: Sequence[str] = (),
 ) -> dict[str, bool | str]:
   """Returns what `of` does, for a kind without a device of it."""
-  return _options(given, kind.platform, kind.name, sets)
+  return _options(given, kind.platform, kind.name, num_devices, sets)
 
 
 def for_platform(
-  given: Options, platform: hardware.Platform | None
+  given: Options, platform: hardware.Platform | None, *, num_devices: int
 ) -> dict[str, bool | str]:
   """Returns what `of` does, for a platform whatever the kind of device."""
-  return _options(given, platform, None, ())
+  return _options(given, platform, None, num_devices, ())
 
 
 def _options(
   given: Options,
   platform: hardware.Platform | None,
   kind: str | None,
+  num_devices: int,
   sets: Sequence[str],
 ) -> dict[str, bool | str]:
   options: dict[str, Value] = {
-    option.name: option.value
+    option.name: option.value if num_devices > 1 else option.on_one_device
     for option in DEFAULTS
     if option.platform is platform
   }
@@ -179,7 +194,7 @@ def check(
   Raises:
     UserError: The compiler does not know one of them, or refuses its value.
   """
-  options = of(given, device, sets=sets)
+  options = of(given, device, num_devices=1, sets=sets)
   if set(options) <= {option.name for option in DEFAULTS} - set(given):
     return
   sharding = jax.sharding.SingleDeviceSharding(device)

@@ -44,7 +44,15 @@ _CPU, _CUDA, _TPU = (
   ],
 )
 def test_a_program_gets_the_options_of_its_platform(platform, given, expected):
-  assert compiler_options.for_platform(given, platform) == expected
+  found = compiler_options.for_platform(given, platform, num_devices=2)
+  assert found == expected
+
+
+def test_one_device_has_no_latency_to_hide():
+  one = compiler_options.for_platform({}, _CUDA, num_devices=1)
+  assert one == {_LATENCY: False}
+  given = {_LATENCY: True}
+  assert compiler_options.for_platform(given, _CUDA, num_devices=1) == given
 
 
 def test_every_default_says_what_it_is_for_and_who_says_so():
@@ -105,8 +113,11 @@ def test_an_option_changes_the_compiled_program():
     return lowered.compile(compiler_options=options).as_text()
 
   # One fusion of both; without the pass there is none of both.
-  assert "broadcast_add_fusion" in text(compiler_options.of({}, device))
-  assert "broadcast_add_fusion" not in text(compiler_options.of(given, device))
+  def options(given):
+    return compiler_options.of(given, device, num_devices=1)
+
+  assert "broadcast_add_fusion" in text(options({}))
+  assert "broadcast_add_fusion" not in text(options(given))
 
 
 def test_a_plan_says_how_it_differs_from_the_run():
@@ -137,7 +148,9 @@ def test_another_error_of_the_compiler_is_passed_on():
   ],
 )
 def test_a_set_gives_a_kind_its_own_options(kind, sets, given, name, expected):
-  found = compiler_options.for_hardware(given, hardware.named(kind), sets=sets)
+  found = compiler_options.for_hardware(
+    given, hardware.named(kind), num_devices=8, sets=sets
+  )
   assert found.get(name) == expected
 
 
@@ -150,10 +163,10 @@ def test_every_set_says_what_it_is_for_and_who_says_so():
     # None is left out as one of another platform.
     for name in each.hardware:
       found = compiler_options.for_hardware(
-        {}, hardware.named(name), sets=(each.name,)
+        {}, hardware.named(name), num_devices=8, sets=(each.name,)
       )
       assert set(each.options) <= set(found)
-    wrong = compiler_options.for_platform(each.options, _CPU)
+    wrong = compiler_options.for_platform(each.options, _CPU, num_devices=8)
     assert wrong == {}
   pairs = [
     (each.name, kind) for each in option_sets.SETS for kind in each.hardware

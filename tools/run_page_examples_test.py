@@ -74,7 +74,7 @@ def test_a_text_is_what_was_printed(text):
 @pytest.mark.parametrize(
   ("text", "line"),
   [
-    ("peak 480 GiB", 2),
+    ("peak 500 GiB", 2),
     ("peak 466.71 MiB", 2),
     ("plan of a.C", 2),
     ("fits: 60 %\nplan of a.B", 3),

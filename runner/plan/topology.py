@@ -186,7 +186,9 @@ def compile_for(
   """
   platform = target.hardware.platform
   device = mesh.devices.flat[0]
-  options = compiler_options.of(given or {}, device, sets=sets)
+  options = compiler_options.of(
+    given or {}, device, num_devices=mesh.size, sets=sets
+  )
   options |= compiler_options.planned(platform)
   with jax.set_mesh(mesh):
     lowered = traced.lower(lowering_platforms=(platform.value,))

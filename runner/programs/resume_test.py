@@ -71,8 +71,10 @@ def _wait_for_a_step(process):
 def _kill(forks, folder, process, *, seconds):
   """Kills a process within some seconds after its first checkpoint."""
   _wait_for_checkpoint(folder, process)
-  # Random on purpose: any moment must do.
-  time.sleep(random.uniform(0.0, seconds))
+  # Random on purpose: any moment must do. pytest shows it where a test fails.
+  moment = random.uniform(0.0, seconds)
+  print(f"killed {moment:.3f} s after the first checkpoint")
+  time.sleep(moment)
   process.kill()
   assert forks.wait(process) == -signal.SIGKILL
 

@@ -52,6 +52,7 @@ class Session:
     return compiler_options.of(
       self.job.compiler_options,
       _one_device(self.layout.mesh),
+      num_devices=self.layout.mesh.size,
       sets=self.job.compiler_option_sets,
     )
 

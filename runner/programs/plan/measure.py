@@ -133,7 +133,10 @@ def measure(
     quantized_products=quantized,
     compiler_options=compiler_options.to_text(
       compiler_options.for_hardware(
-        job.compiler_options, kind, sets=job.compiler_option_sets
+        job.compiler_options,
+        kind,
+        num_devices=target.num_devices,
+        sets=job.compiler_option_sets,
       )
     ),
     bound=roofline.bound(
@@ -295,14 +298,18 @@ def _forecast(
     arguments=memory.arguments or memory.state_and_batch,
     platform=target.hardware.platform,
   )
-  scratch = _scratch(session.job, target.hardware)
+  scratch = _scratch(session.job, target)
   return _with(memory, saved=found.saved, forecast=found.peak + scratch)
 
 
-def _scratch(job: job_lib.Job, kind: hardware.Hardware) -> int:
+def _scratch(job: job_lib.Job, target: targets.Target) -> int:
   """Bytes that products of cuBLAS work in; those of Triton need none."""
+  kind = target.hardware
   options = compiler_options.for_hardware(
-    job.compiler_options, kind, sets=job.compiler_option_sets
+    job.compiler_options,
+    kind,
+    num_devices=target.num_devices,
+    sets=job.compiler_option_sets,
   )
   is_cuda = kind.platform is hardware.Platform.CUDA
   if not is_cuda or options.get(_TRITON) is not False:
