@@ -313,7 +313,12 @@ class _Answers:
 
   def _traced(self, candidate: candidates.Candidate) -> oracle.Forecast | None:
     assert self.tracer is not None
-    plan = self.tracer.plan(_overrides(candidate))
+    # What is unchanged was traced for its plan.
+    plan = (
+      self.tracer.plan(_overrides(candidate))
+      if candidate.choices
+      else self._before
+    )
     if isinstance(plan, result.Failure) or plan.memory.forecast is None:
       return None
     return oracle.Forecast(
