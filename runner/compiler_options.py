@@ -154,13 +154,6 @@ def for_hardware(
   return _options(given, kind.platform, kind.name, num_devices, sets)
 
 
-def for_platform(
-  given: Options, platform: hardware.Platform | None, *, num_devices: int
-) -> dict[str, bool | str]:
-  """Returns what `of` does, for a platform whatever the kind of device."""
-  return _options(given, platform, None, num_devices, ())
-
-
 def _options(
   given: Options,
   platform: hardware.Platform | None,

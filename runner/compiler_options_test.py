@@ -1,5 +1,7 @@
 """Tests for compiler options: which a program gets, and what is refused."""
 
+import types
+
 import jax
 import numpy as np
 import pytest
@@ -9,50 +11,55 @@ from paxon.runner.plan import hardware
 
 _GATHERS = "xla_gpu_all_gather_combine_threshold_bytes"
 _LATENCY = "xla_gpu_enable_latency_hiding_scheduler"
-_CPU, _CUDA, _TPU = (
-  hardware.Platform.CPU,
-  hardware.Platform.CUDA,
-  hardware.Platform.TPU,
-)
+_CUDA, _TPU = hardware.Platform.CUDA, hardware.Platform.TPU
 
 
 @pytest.mark.parametrize(
-  ("platform", "given", "expected"),
+  ("kind", "given", "expected"),
   [
-    (_CPU, {}, {}),
-    (_TPU, {}, {}),
-    (None, {}, {}),
-    (_CUDA, {}, {_LATENCY: True}),
-    (_CUDA, {_LATENCY: False}, {_LATENCY: False}),
+    ("cpu", {}, {}),
+    ("v4", {}, {}),
+    ("h200", {}, {_LATENCY: True}),
+    ("h200", {_LATENCY: False}, {_LATENCY: False}),
     (
-      _CUDA,
+      "h200",
       {"xla_tpu_x": 1, "xla_gpu_x": 2},
       {_LATENCY: True, "xla_gpu_x": "2"},
     ),
-    (_TPU, {"xla_tpu_x": 1, "xla_gpu_x": 2}, {"xla_tpu_x": "1"}),
+    ("v4", {"xla_tpu_x": 1, "xla_gpu_x": 2}, {"xla_tpu_x": "1"}),
     (
-      _CPU,
+      "cpu",
       {"xla_cpu_x": 1.5, "xla_all": "a"},
       {"xla_cpu_x": "1.5", "xla_all": "a"},
     ),
-    (_CPU, {"xla_enable_async_all_gather": True}, {}),
+    ("cpu", {"xla_enable_async_all_gather": True}, {}),
     (
-      _TPU,
+      "v4",
       {"xla_enable_async_all_gather": True, "xla_jf_x": 0},
       {"xla_enable_async_all_gather": True, "xla_jf_x": "0"},
     ),
   ],
 )
-def test_a_program_gets_the_options_of_its_platform(platform, given, expected):
-  found = compiler_options.for_platform(given, platform, num_devices=2)
+def test_a_program_gets_the_options_of_its_platform(kind, given, expected):
+  found = compiler_options.for_hardware(
+    given, hardware.named(kind), num_devices=2
+  )
   assert found == expected
 
 
-def test_one_device_has_no_latency_to_hide():
-  one = compiler_options.for_platform({}, _CUDA, num_devices=1)
-  assert one == {_LATENCY: False}
-  given = {_LATENCY: True}
-  assert compiler_options.for_platform(given, _CUDA, num_devices=1) == given
+def test_a_device_that_nobody_knows_gets_what_is_for_all():
+  device = types.SimpleNamespace(device_kind="abacus", platform="wood")
+  given = {"xla_gpu_x": 1, "xla_all": "a"}
+  found = compiler_options.of(given, device, num_devices=2)
+  assert found == {"xla_all": "a"}
+
+
+@pytest.mark.parametrize("given", [{}, {_LATENCY: True}])
+def test_one_device_has_no_latency_to_hide(given):
+  found = compiler_options.for_hardware(
+    given, hardware.named("h200"), num_devices=1
+  )
+  assert found == {_LATENCY: False} | given
 
 
 def test_every_default_says_what_it_is_for_and_who_says_so():
@@ -166,7 +173,9 @@ def test_every_set_says_what_it_is_for_and_who_says_so():
         {}, hardware.named(name), num_devices=8, sets=(each.name,)
       )
       assert set(each.options) <= set(found)
-    wrong = compiler_options.for_platform(each.options, _CPU, num_devices=8)
+    wrong = compiler_options.for_hardware(
+      each.options, hardware.named("cpu"), num_devices=8
+    )
     assert wrong == {}
   pairs = [
     (each.name, kind) for each in option_sets.SETS for kind in each.hardware

@@ -24,8 +24,8 @@ pytestmark = pytest.mark.skipif(
   reason="torch and transformers are not here; --config=oracle brings them",
 )
 
-# What two versions of torch, and two processors, may differ in, for each unit of
-# the largest value.
+# What two versions of torch, and two processors, may differ in, for each unit
+# of the largest value.
 _TOLERANCE = 1e-5
 _CASES = sorted(path.stem for path in golden_case.FOLDER.glob("*.npz"))
 # Sizes that a file always gives; every other field has its default.
