@@ -123,6 +123,40 @@ def test_a_stack_is_many_layers():
     np.testing.assert_allclose(whole[i], each(value[i], gradient[i]), rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+  "shape", [(6, 6, 3, 3), (6, 6, 6, 6, 3), (3, 6, 6, 3), (6, 9, 6)]
+)
+def test_of_equal_dimensions_the_later_are_factored(shape):
+  """On processors that sort ties in another order, too."""
+  names = tuple("abcde"[: len(shape)])
+  specs = {"params": {"w": testing.spec("params/w", shape, axes=names)}}
+  second, largest = np.argsort(shape, kind="stable")[-2:].tolist()
+  state = optimizer_state.specs(_factored(specs), specs)
+  for tree, reduced in ((state.row, largest), (state.column, second)):
+    assert tree["params"]["w"].axes == tuple(
+      None if i == reduced else name for i, name in enumerate(names)
+    )
+
+  random = np.random.default_rng(0)
+  transform = _factored(specs)
+  values = transform.init({"params": {"w": np.zeros(shape, np.float32)}})
+  row = column = np.float64(0)
+  for step in range(1, 21):
+    gradient = random.normal(size=shape)
+    decay = 1 - step**-0.8
+    square = gradient**2 + 1e-30
+    row = decay * row + (1 - decay) * square.mean(largest, keepdims=True)
+    column = decay * column + (1 - decay) * square.mean(second, keepdims=True)
+    mean = row * column / row.mean(second, keepdims=True)
+    updates, values = transform.update(
+      {"params": {"w": jax.device_put(np.float32(gradient))}}, values
+    )
+    np.testing.assert_allclose(
+      updates["params"]["w"], gradient / np.sqrt(mean), rtol=2e-5
+    )
+  np.testing.assert_allclose(values.row["params"]["w"], row, rtol=1e-5)
+
+
 def test_memory_is_that_of_rows_and_columns():
   specs = _specs(stack=(12, 60, 90))
   state = optimizer_state.specs(_factored(specs), specs)

@@ -10,11 +10,13 @@ Rows and columns are the two largest dimensions. A variable with fewer than two
 dimensions of `min_dim_to_factor` keeps the whole mean square (Shazeer & Stern
 2018, https://arxiv.org/abs/1804.04235, algorithms 4 and 5).
 
-The formula is optax's. What is done here is that each layer of a stacked
-variable is a matrix of its own (optax alone would take `layers` for rows where
-a stack is deep), and that statistics keep the rank of their parameter, with
-size one for the dimensions that are averaged. Therefore each statistic has the
-parameter's logical axes, and a square matrix is no riddle.
+The formula is optax's. What differs is that each layer of a stacked variable is
+a matrix of its own (optax would take `layers` for rows where a stack is deep),
+that statistics keep the rank of their parameter, with size one for the
+dimensions that are averaged, and that of equal dimensions the later ones are
+taken (in optax that is up to numpy's sort, which differs between processors).
+Therefore each statistic has the parameter's logical axes, and a square matrix
+is no riddle.
 """
 
 from typing import Any, NamedTuple
@@ -63,11 +65,6 @@ def scale_by_factored_rms(
     min_dim_to_factor: A dimension is factored from this size on.
     specs: Of the variables, which say what is stacked. `None`: nothing is.
   """
-  inner: Any = optax.scale_by_factored_rms(
-    decay_rate=decay_exponent,
-    epsilon=epsilon,
-    min_dim_size_to_factor=min_dim_to_factor,
-  )
 
   def depths(tree: Any) -> Any:
     if specs is None:
@@ -79,7 +76,7 @@ def scale_by_factored_rms(
       lambda p, depth: _Statistics(
         *(
           jnp.zeros(p.shape[:depth] + shape, jnp.float32)
-          for shape in _kept_shapes(inner, p.shape[depth:])
+          for shape in _shapes(p.shape[depth:], min_dim_to_factor)
         )
       ),
       params,
@@ -93,10 +90,20 @@ def scale_by_factored_rms(
     params: optax.Params | None = None,
   ) -> tuple[optax.Updates, FactoredRmsState]:
     del params
+    number = (state.count + 1).astype(jnp.float32)
+    decay = 1 - number**-decay_exponent
+
+    def one(
+      g: jax.Array, depth: int, *kept: jax.Array
+    ) -> tuple[jax.Array, _Statistics]:
+      dims = _factored_dims(g.shape[depth:], min_dim_to_factor)
+      axes = None if dims is None else (depth + dims[0], depth + dims[1])
+      return _update(
+        g, _Statistics(*kept), axes=axes, decay=decay, epsilon=epsilon
+      )
+
     pairs = jax.tree.map(
-      lambda g, depth, *stats: _update(
-        inner, g, _Statistics(*stats), state.count, depth
-      ),
+      one,
       updates,
       depths(updates),
       state.row,
@@ -113,52 +120,54 @@ def scale_by_factored_rms(
 
 
 def _update(
-  inner: Any,
   gradient: jax.Array,
-  statistics: _Statistics,
-  count: jax.Array,
-  depth: int,
+  kept: _Statistics,
+  *,
+  axes: tuple[int, int] | None,
+  decay: jax.Array,
+  epsilon: float,
 ) -> tuple[jax.Array, _Statistics]:
-  """Updates one variable, each of its layers alone."""
-  shapes = _shapes(inner, gradient.shape[depth:])
+  """Updates one variable; `axes` are those of `_factored_dims`."""
+  square = jnp.square(gradient) + epsilon
 
-  def one_layer(
-    g: jax.Array, kept: _Statistics
-  ) -> tuple[jax.Array, _Statistics]:
-    parts = (x.reshape(s) for x, s in zip(kept, shapes, strict=True))
-    state = inner.init(g)._replace(
-      count=count, **dict(zip(("v_row", "v_col", "v"), parts, strict=True))
-    )
-    scaled, new = inner.update(g, state, g)
-    return scaled, _Statistics(
-      *(
-        x.reshape(old.shape)
-        for x, old in zip((new.v_row, new.v_col, new.v), kept, strict=True)
-      )
-    )
+  def mixed(old: jax.Array, new: jax.Array) -> jax.Array:
+    return decay * old + (1 - decay) * new
 
-  fn = one_layer
-  for _ in range(depth):
-    fn = jax.vmap(fn)
-  return fn(gradient, statistics)
+  if axes is None:
+    full = mixed(kept.full, square)
+    return gradient * full**-0.5, kept._replace(full=full)
+  second, largest = axes
+  row = mixed(kept.row, jnp.mean(square, axis=largest, keepdims=True))
+  column = mixed(kept.column, jnp.mean(square, axis=second, keepdims=True))
+  share = row / jnp.mean(row, axis=second, keepdims=True)
+  return (
+    gradient * share**-0.5 * column**-0.5,
+    kept._replace(row=row, column=column),
+  )
+
+
+def _factored_dims(
+  shape: tuple[int, ...], min_dim_to_factor: int
+) -> tuple[int, int] | None:
+  """Returns the second largest and the largest dimension of one layer.
+
+  None where the whole mean square is kept.
+  """
+  if len(shape) < 2:
+    return None
+  second, largest = sorted(range(len(shape)), key=lambda i: shape[i])[-2:]
+  return None if shape[second] < min_dim_to_factor else (second, largest)
 
 
 def _shapes(
-  inner: Any, shape: tuple[int, ...]
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-  """Shapes of optax's row, column and full statistics of one layer."""
-  state = jax.eval_shape(inner.init, jax.ShapeDtypeStruct(shape, jnp.float32))
-  return state.v_row.shape, state.v_col.shape, state.v.shape
-
-
-def _kept_shapes(inner: Any, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-  """The same with the rank of the parameter."""
-  _, _, full = _shapes(inner, shape)
+  shape: tuple[int, ...], min_dim_to_factor: int
+) -> list[tuple[int, ...]]:
+  """Shapes of the row, column and full statistics of one layer."""
   ones = (1,) * len(shape)
-  if full == shape:
+  dims = _factored_dims(shape, min_dim_to_factor)
+  if dims is None:
     return [ones, ones, shape]
-  # As optax does: the two largest dimensions, of equal ones the later.
-  second, largest = sorted(range(len(shape)), key=lambda i: shape[i])[-2:]
+  second, largest = dims
   return [
     tuple(1 if i == reduced else n for i, n in enumerate(shape))
     for reduced in (largest, second)
