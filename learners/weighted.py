@@ -73,15 +73,20 @@ class Totals:
   def means(self) -> dict[str, float]:
     """Returns each metric's mean; NaN where the weights add up to zero."""
     return {
-      name: math.fsum(values) / math.fsum(weights)
-      if math.fsum(weights)
-      else math.nan
+      name: _sum(values) / _sum(weights) if _sum(weights) else math.nan
       for name, (values, weights) in self._parts.items()
     }
 
   def weight(self, name: str) -> float:
     """Returns the sum of a metric's weights; zero for one never added."""
-    return math.fsum(self._parts.get(name, ((), ()))[1])
+    return _sum(self._parts.get(name, ([], []))[1])
+
+
+def _sum(values: list[float]) -> float:
+  """Returns the sum; NaN, which `fsum` refuses, of infinities of both signs."""
+  if math.inf in values and -math.inf in values:
+    return math.nan
+  return math.fsum(values)
 
 
 def _singly(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -63,6 +63,16 @@ def test_nothing_has_no_mean():
   assert totals.weight("never added") == 0.0
 
 
+def test_infinities_of_both_signs_have_no_mean():
+  totals = weighted.Totals()
+  for value in (math.inf, -math.inf, math.nan):
+    totals.add({"x": (jnp.float32(value), jnp.float32(1))})
+    totals.add({"y": (jnp.float32(math.inf), jnp.float32(1))})
+  means = totals.means()
+  assert math.isnan(means["x"])
+  assert means["y"] == math.inf
+
+
 def test_a_metric_of_several_values_is_shown_as_one_for_each():
   totals = weighted.Totals()
   name = f"layers/{weighted.indexed(1, 2)}/rms"
