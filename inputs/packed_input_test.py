@@ -199,6 +199,29 @@ def test_without_packing_examples_keep_their_numbers_and_names():
     packed_input.PackedInput(length=3, **shared).get_next()
 
 
+def _with_key(key, *values):
+  """Returns an input of examples that have another array, by its values."""
+  examples = [
+    {**example_source.lm_features(np.arange(4)), key: np.asarray(value)}
+    for value in values
+  ]
+  return packed_input.PackedInput(
+    examples=example_stream.Examples(
+      source=example_source.InMemoryExamples(examples), shuffle_seed=None
+    ),
+    global_batch_size=1,
+    length=6,
+  )
+
+
+def test_weights_are_float32_whatever_the_first_example_has():
+  made = _with_key("weights", [1, 0, 1], [0.5, 0.25, 1.0], [True, False, True])
+  weights = made.get_next()["weights"]
+  assert weights.dtype == np.float32
+  assert weights.tolist() == [[1, 0, 1, 0.5, 0.25, 1]]
+  assert made.get_next()["weights"].tolist() == [[1, 0, 1, 1, 0, 1]]
+
+
 def _kinds(runs, **kwargs):
   made: dict[str, Any] = {
     "examples": example_stream.Examples(
@@ -254,6 +277,18 @@ def test_long_examples_are_split_cut_or_refused():
         ]
       ).get_next(),
       r"example 2 has the arrays \['inputs', 'targets', 'x'\], and example 0",
+    ),
+    (
+      lambda: _with_key("x", [1, 2, 3], [0.1, 0.2, 0.3]).get_next(),
+      r"example 1 has 'x' of float64 \[3\], and another example of int64 \[3\]",
+    ),
+    (
+      lambda: _with_key("x", np.ones((3, 4)), np.ones((3, 1))).get_next(),
+      r"example 1 has 'x' of float64 \[3, 1\], and another example",
+    ),
+    (
+      lambda: _with_key("x", [1, 2, 2**31]).get_next(),
+      r"example 0 has 'x' from 1 to 2147483648; integers of a batch are int32",
     ),
     (lambda: _kinds([], max_waiting=0), r"max_waiting must be at least 1"),
     (lambda: _kinds([], num_workers=-1), r"num_workers must be at least 0"),

@@ -35,10 +35,11 @@ def fill(
 
   Returns:
     Arrays [rows, length] or [rows, encoder length], by key, and [rows] of
-    scalars. Integers are int32 and other numbers float32.
+    scalars. Integers are int32, other numbers and all `weights` float32.
 
   Raises:
-    ValueError: An example has other keys, or `inputs` and `targets` lack.
+    ValueError: An example has other keys or arrays of another kind, an integer
+      that int32 cannot hold, or `inputs` and `targets` lack.
   """
   first = read(like)
   _check_keys(first, name(like), scalars=scalars)
@@ -53,6 +54,9 @@ def fill(
           f" {name(like)} has {sorted(first)}; all examples of an input must"
           " have the same."
         )
+      for key, value in example.items():
+        if problem := _problem(key, value, first[key]):
+          raise ValueError(f"{name(part.reference)} has {key!r} {problem}")
       for i, prefix in enumerate(_PREFIXES[: len(lengths)]):
         columns[i] = _put(
           batch, number, columns[i], segment, example, part, prefix, lengths[i]
@@ -105,17 +109,19 @@ def _empty(
   batch["weights"] = np.zeros((num_rows, lengths[0]), np.float32)
   for key, value in example.items():
     if not value.ndim:
-      batch[key] = np.zeros(num_rows, _dtype(value))
+      batch[key] = np.zeros(num_rows, _dtype(key, value))
       continue
     is_encoder = key.startswith(example_source.ENCODER)
     length = lengths[1] if is_encoder else lengths[0]
     is_token = key.removeprefix(example_source.ENCODER) in _PAD_KEYS
     shape = (num_rows, length, *value.shape[1:])
-    batch[key] = np.full(shape, pad_id if is_token else 0, _dtype(value))
+    batch[key] = np.full(shape, pad_id if is_token else 0, _dtype(key, value))
   return batch
 
 
-def _dtype(value: np.ndarray) -> np.dtype:
+def _dtype(key: str, value: np.ndarray) -> np.dtype:
+  if key == "weights":
+    return np.dtype(np.float32)
   if value.dtype.kind in "iu":
     return np.dtype(np.int32)
   if value.dtype.kind == "f":
@@ -137,3 +143,23 @@ def _check_keys(
         f"{name} has {key!r} without dimensions, which belongs to an example"
         " and not to a place; only packing NONE, one example a row, has room."
       )
+
+
+def _problem(key: str, value: np.ndarray, like: np.ndarray) -> str | None:
+  """Returns why an array cannot stand where those like another do."""
+  dtype, form = _dtype(key, value), value.shape[1:]
+  if (dtype, value.ndim, form) != (
+    _dtype(key, like),
+    like.ndim,
+    like.shape[1:],
+  ):
+    return (
+      f"of {value.dtype} {list(value.shape)}, and another example of"
+      f" {like.dtype} {list(like.shape)}; they must be of one kind."
+    )
+  # Most are int32 already, and are not looked at.
+  if dtype == np.int32 and value.size and not np.can_cast(value.dtype, dtype):
+    low, high = int(value.min()), int(value.max())
+    if low < -(2**31) or high >= 2**31:
+      return f"from {low} to {high}; integers of a batch are int32."
+  return None
