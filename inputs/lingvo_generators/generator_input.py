@@ -103,7 +103,8 @@ class GeneratorInput(base_input.BaseInput):
       StopIteration: There is no more.
       ValueError: This host's own generator has ended, and others may go on.
     """
-    if self._batches == self.num_batches:
+    # A run may go on with fewer batches than it has read already.
+    if self.num_batches is not None and self._batches >= self.num_batches:
       raise StopIteration
     if self._rows is None:
       self._rows = self._open_rows()

@@ -139,6 +139,10 @@ def test_training_ends_with_the_last_whole_batch():
   given = _input(open=_opener(size=3, number=10))
   assert _rows(given) == [[0, 1, 2, 3], [4, 5, 6, 7]]
   assert _rows(_input(open=_opener(), num_batches=1)) == [[0, 1, 2, 3]]
+  # A run that goes on with fewer batches than it has read has ended.
+  given = _input(open=_opener(), num_batches=1)
+  given.set_state({"batches": 2, "repeatable": True})
+  assert not _rows(given)
 
 
 def test_hosts_whose_generators_may_end_apart_are_refused():
