@@ -74,7 +74,7 @@ class TokenColumn:
     begin_id: The input before the first target; None has the first id be an
       input only.
     end_id: Put after a text that does not end with it; None adds nothing.
-    vocab_size: What ids must be below; None does not check.
+    vocab_size: What all ids must be below; None does not check.
   """
 
   rows: Rows
@@ -82,6 +82,18 @@ class TokenColumn:
   begin_id: int | None = None
   end_id: int | None = None
   vocab_size: int | None = None
+
+  def __post_init__(self) -> None:
+    size = self.vocab_size
+    for name in ("begin_id", "end_id"):
+      value = getattr(self, name)
+      if value is not None and (
+        value < 0 or (size is not None and value >= size)
+      ):
+        raise ValueError(
+          f"TokenColumn.{name} must be an id below vocab_size ({size}), got"
+          f" {value}."
+        )
 
   def __len__(self) -> int:
     return len(self.rows)

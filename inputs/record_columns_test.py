@@ -53,6 +53,14 @@ def test_tokens_of_another_form_or_vocabulary_are_errors(row, message):
     _tokens(row, vocab_size=9)
 
 
+@pytest.mark.parametrize("name", ["begin_id", "end_id"])
+def test_added_ids_are_of_the_vocabulary(name):
+  assert _tokens({"ids": [5]}, vocab_size=9, **{name: 8})["inputs"].size == 1
+  for wrong, size in ((9, 9), (-1, None)):
+    with pytest.raises(ValueError, match=rf"{name} must be an id .* got"):
+      _tokens({"ids": [5]}, vocab_size=size, **{name: wrong})
+
+
 def test_the_vocabulary_is_told():
   column = record_columns.TokenColumn(rows=[], vocab_size=9)
   assert column.required_vocab_size() == 9

@@ -157,6 +157,15 @@ class TokenFile:
       ValueError: A file is missing, cut short, or not of this format.
     """
     _ = self._bounds
+    required = self.required_vocab_size()
+    for name in ("begin_id", "end_id"):
+      value = getattr(self, name)
+      if value is not None and required is not None and value >= required:
+        raise ValueError(
+          f"TokenFile.{name} is {value}, and the vocabulary of {self.path} has"
+          f" {required} ids; give one of them, or vocab_size, if the model has"
+          " more."
+        )
     for name in ("begin", "end"):
       if (
         self.facts.get(f"has_{name}")

@@ -313,6 +313,17 @@ def test_what_cannot_be_is_refused(path, make, message):
     make(path)
 
 
+@pytest.mark.parametrize("name", ["begin_id", "end_id"])
+def test_added_ids_are_of_the_vocabulary(path, name):
+  token_file_writer.write(
+    path, _DOCUMENTS, dtype=np.dtype(np.uint16), facts={"vocab_size": 300}
+  )
+  token_file.TokenFile(path=path, **{name: 299}).check()
+  token_file.TokenFile(path=path, vocab_size=301, **{name: 300}).check()
+  with pytest.raises(ValueError, match=rf"{name} is 300, .* has 300 ids"):
+    token_file.TokenFile(path=path, **{name: 300}).check()
+
+
 def test_facts_that_are_no_json_are_named(path):
   token_file_writer.write(path, _DOCUMENTS, dtype=np.dtype(np.uint16))
   with open(f"{path}.json", "w") as file:
