@@ -134,7 +134,9 @@ class _File:
 
   def line(self, number: int) -> bytes:
     """Returns a line without its end."""
-    begin, end = int(self._begins[number]), int(self._ends[number])
+    return self._text(int(self._begins[number]), int(self._ends[number]))
+
+  def _text(self, begin: int, end: int) -> bytes:
     first, text = self._cached
     if not first <= begin <= end <= first + len(text):
       first, text = self._read(begin, end)
@@ -144,23 +146,29 @@ class _File:
 
   def _find_lines(self) -> tuple[np.ndarray, np.ndarray]:
     """Returns where lines with text begin and end, int64."""
-    ends, befores, size, last = [], [], 0, b"\n"
+    ends, firsts, befores, size, last = [], [], [], 0, b"\n"
     for text in self._chunks():
       array = np.frombuffer(last + text, np.uint8)
-      found = np.flatnonzero(array[1:] == ord("\n"))
+      found = np.flatnonzero(array == ord("\n"))
+      firsts.append(array[found[found < len(text)] + 1])
+      found = found[found > 0] - 1
       ends.append(found + size)
       befores.append(array[found])
       size += len(text)
       last = array[-1:].tobytes()
     found = np.concatenate([np.zeros(0, np.int64), *ends])
-    before = np.concatenate([np.zeros(0, np.uint8), *befores])
+    first, before = (
+      np.concatenate([np.zeros(0, np.uint8), *parts])
+      for parts in (firsts, befores)
+    )
     if size and last != b"\n":
       found, before = np.append(found, size), np.append(before, ord(last))
     begins = np.append(0, found[:-1] + 1) if len(found) else found
-    # Blank lines are no documents, nor those that end by "\r\n".
-    is_blank = np.isin(before, np.frombuffer(_BLANK, np.uint8))
-    size_of = found - begins
-    kept = (size_of > 1) | ((size_of == 1) & ~is_blank)
+    # Blank lines are no documents. Of long ones few begin and end by a blank.
+    is_blank = np.isin([first, before], np.frombuffer(_BLANK, np.uint8)).all(0)
+    kept = found > begins
+    for i in np.flatnonzero(kept & is_blank):
+      kept[i] = bool(self._text(int(begins[i]), int(found[i])).strip())
     return begins[kept], found[kept]
 
   def _chunks(self) -> Iterator[bytes]:

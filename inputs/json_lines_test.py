@@ -106,6 +106,19 @@ def test_one_character_is_a_line_but_white_space_is_none(
     _read(path)
 
 
+@pytest.mark.parametrize("chunk", [8, 16, 1 << 20])
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
+def test_several_blanks_are_no_line_either(tmp_path, monkeypatch, chunk, name):
+  monkeypatch.setattr(json_lines, "_CHUNK", chunk)
+  text = b'  \r\n {"text": "one"} \r\n \t\x0b\n \r\n {"text": "two"}\r\n\r   '
+  path = tmp_path / name
+  path.write_bytes(gzip.compress(text) if name.endswith("gz") else text)
+  assert _read(path) == ["one", "two"]
+  path.write_bytes(gzip.compress(b"  \r\n") if name.endswith("gz") else b"  ")
+  with pytest.raises(ValueError, match=r"holds no documents"):
+    _read(path)
+
+
 def test_half_of_a_surrogate_pair_is_a_question_mark(tmp_path):
   path = tmp_path / "a.json"
   path.write_bytes(b'{"text": "a\\ud800b"}\n')
