@@ -90,6 +90,9 @@ class BatchNorm(nn.Module):
       bias = self.param("bias", init, (features,), self.param_dtype)
     dtype = dtypes.canonicalize_dtype(x, scale, bias, dtype=self.dtype)
     kept = None if mask is None else mask[..., None]
+    if kept is not None:
+      # Padding may hold anything, and a gradient of zero times NaN is NaN.
+      x = jnp.where(kept, x, 0)
     if deterministic or self.frozen:
       known = moments.Moments(mean.value, variance.value)
     else:

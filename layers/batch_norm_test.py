@@ -82,6 +82,29 @@ def test_gradients_match_finite_differences():
   testing.assert_gradients_match(loss, (values["params"], X))
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_padding_may_hold_anything(deterministic):
+  layer = _layer()
+  values = testing.random_values(layer, X)
+
+  @jax.jit
+  def gradients(params, x):
+    def loss(at):
+      params, x = at
+      with_stats = {"params": params, STATS: values[STATS]}
+      y = layer.apply(with_stats, x, MASK, deterministic=deterministic)
+      return jnp.sum(jnp.sin(y))
+
+    return jax.value_and_grad(loss)((params, x))
+
+  bad = jnp.where(MASK[:, :, None], X, jnp.nan)
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    gradients(values["params"], bad),
+    gradients(values["params"], X),
+  )
+
+
 def test_first_values_axes_and_rules():
   layer = _layer(scale_offset=1.0)
   specs = testing.specs(layer, X)

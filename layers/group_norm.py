@@ -85,6 +85,9 @@ class GroupNorm(nn.Module):
       init = logical.partitioned(self.bias_init, (axes.EMBED,))
       bias = self.param("bias", init, (features,), self.param_dtype)
     dtype = dtypes.canonicalize_dtype(x, scale, bias, dtype=self.dtype)
+    if mask is not None:
+      # Padding may hold anything, and a gradient of zero times NaN is NaN.
+      x = jnp.where(_as_rank(mask, x.ndim), x, 0)
     grouped = x.reshape(*x.shape[:-1], groups, -1)
     kept = None if mask is None else _as_rank(mask, grouped.ndim)
     first = 2 if self.cumulative else 1

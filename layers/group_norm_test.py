@@ -80,6 +80,25 @@ def test_gradients_match_finite_differences(cumulative):
   testing.assert_gradients_match(loss, (testing.random_values(layer, x), x))
 
 
+@pytest.mark.parametrize("cumulative", [False, True])
+def test_padding_may_hold_anything(cumulative):
+  layer = _layer(cumulative=cumulative)
+  x = testing.normal(*SHAPES[3])
+  values = testing.random_values(layer, x)
+
+  @jax.jit
+  def gradients(values, x):
+    def loss(at):
+      return jnp.sum(jnp.sin(layer.apply(*at, MASK)))
+
+    return jax.value_and_grad(loss)((values, x))
+
+  bad = jnp.where(MASK[:, :, None], x, jnp.nan)
+  jax.tree.map(
+    np.testing.assert_array_equal, gradients(values, bad), gradients(values, x)
+  )
+
+
 @pytest.mark.parametrize(
   ("groups", "least", "expected"),
   [(32, 1, 6), (32, 2, 3), (2, 3, 2), (6, 3, 2)],
