@@ -14,6 +14,9 @@ import jax.numpy as jnp
 from paxon.quantization import equations, quantized_array, quantized_einsum
 from paxon.quantization import recipe as recipe_lib
 
+# By more than what rounding does to a scale and its product.
+_ROUNDED = 1 + 2.0**-20
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +42,8 @@ def of(x: jax.Array, quantized: quantized_array.QuantizedArray) -> Shares:
     quantized: What they were quantized to.
   """
   x = x.astype(jnp.float32)
-  limit = quantized.format.largest * quantized.scale
+  # A scale is rounded: the value that it was made of is not beyond.
+  limit = quantized.format.largest * quantized.scale * _ROUNDED
   beyond = quantized_array.by_group(operator.gt, jnp.abs(x), limit)
   finite = jnp.isfinite(x)
   values = quantized.values.astype(jnp.float32)

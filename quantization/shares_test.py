@@ -29,6 +29,20 @@ def test_shares_are_counted():
   assert (got.clipped, got.flushed, got.not_finite) == (2 / 8, 1 / 8, 2 / 8)
 
 
+@pytest.mark.parametrize("number_format", [*number_formats.FORMATS.values()])
+def test_values_that_made_a_scale_are_not_beyond_it(number_format):
+  tensor = recipe.TensorRecipe(
+    number_format,
+    recipe.Granularity.CHANNEL,
+    scaling=recipe.Current(power_of_two=False),
+  )
+  x = jax.device_put(np.float32(np.random.default_rng(0).normal(size=(64, 4))))
+  got = jax.jit(
+    lambda x: shares.of(x, quantized_array.quantize(x, tensor, contracted=(1,)))
+  )(x)
+  assert got.clipped == 0
+
+
 def test_tiles_are_judged_by_their_own_scales():
   tensor = recipe.TensorRecipe(
     number_formats.INT4, recipe.Granularity.BLOCK, block=(2, 1)
