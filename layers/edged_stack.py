@@ -148,8 +148,9 @@ class EdgedStack(stack.Stack):
     if common is None:
       scanned = self._scanned(run.length, num_args, static)
     else:
-      # Caches are carried whole; layers know their number.
-      whole += (_CACHE,)
+      # Caches are carried whole, and what is only read comes whole; layers
+      # know their number.
+      whole += (_CACHE, *self._only_read())
       scanned = self._decoding(
         run.length, num_args, static, first=run.first, common=common
       )
