@@ -9,7 +9,6 @@ Several classes, or none, may hold at once. The logits are those of any head or
 `linear.Linear`, after its soft cap.
 """
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -28,9 +27,12 @@ def sigmoid_cross_entropy(
   """
   logits = precision.widened(logits)
   targets = targets.astype(logits.dtype)
-  # The form that overflows for no logit.
-  softplus = jnp.log1p(jnp.exp(-jnp.abs(logits)))
-  return jax.nn.relu(logits) - targets * logits + softplus
+  # The form that overflows for no logit. It has no corner at zero, as long as
+  # both parts are of the same side there; `abs` and `relu` are not.
+  is_positive = logits >= 0
+  size = jnp.where(is_positive, logits, -logits)
+  largest = jnp.where(is_positive, logits, 0)
+  return largest - targets * logits + jnp.log1p(jnp.exp(-size))
 
 
 def weighted_loss(

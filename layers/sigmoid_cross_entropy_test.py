@@ -51,6 +51,21 @@ def test_gradients_match_finite_differences():
   testing.assert_gradients_match(loss, (LOGITS, TARGETS, jnp.ones((2, 3, 1))))
 
 
+def test_logits_of_zero_have_both_derivatives():
+  """Those of a head that begins with zeros."""
+  targets = testing.array([0.0, 0.25, 1.0])
+
+  def loss(x):
+    return jnp.sum(sigmoid_cross_entropy.sigmoid_cross_entropy(x, targets))
+
+  x = jnp.zeros(3)
+  first, second = jax.jit(
+    lambda x: jax.jvp(jax.grad(loss), (x,), (jnp.ones_like(x),))
+  )(x)
+  np.testing.assert_allclose(first, [0.5, 0.25, -0.5], rtol=1e-6)
+  np.testing.assert_allclose(second, [0.25] * 3, rtol=1e-6)
+
+
 def test_large_logits_neither_overflow_nor_lose_their_gradient():
   logits = testing.array([[1e4, -1e4]], jnp.bfloat16)
   wrong = testing.array([[0.0, 1.0]])
