@@ -11,6 +11,8 @@ import uuid
 
 from etils import epath
 
+from paxon.runner import user_error
+
 
 def write_text(path: epath.PathLike, text: str) -> None:
   """Writes a file as UTF-8 and makes the folders above it.
@@ -52,3 +54,22 @@ def write_bytes(path: epath.PathLike, data: bytes) -> None:
 def is_local(path: epath.PathLike) -> bool:
   """Whether the path is on a disk of this machine."""
   return "://" not in os.fspath(path)
+
+
+def check_store(path: epath.Path) -> None:
+  """Checks that what reaches a store is installed; disks need nothing.
+
+  Args:
+    path: Local, or of any store that epath knows.
+
+  Raises:
+    user_error.UserError: It is not; the message names it.
+  """
+  if is_local(path):
+    return
+  try:
+    path.exists()
+  except ImportError as error:
+    raise user_error.UserError(
+      f"{os.fspath(path)} cannot be reached: {error}."
+    ) from error

@@ -8,6 +8,7 @@ from etils import epath
 import pytest
 
 from paxon.runner import files, run_dir, user_error
+from paxon.runner.checkpoints import stored_checkpoint
 
 _NOW = datetime.datetime(2024, 5, 6, 7, 8, 9)
 
@@ -81,6 +82,26 @@ def test_remote_files_are_written_in_one_go(monkeypatch):
 def test_folder_is_relative_to_where_the_user_stands(given, environ, expected):
   expected = expected.format(cwd=os.getcwd(), home=pathlib.Path.home())
   assert os.fspath(run_dir.resolve(given, environ)) == expected
+
+
+def test_a_store_that_nobody_knows_is_one_line():
+  with pytest.raises(user_error.UserError, match=r"^foo://b/x is in no store"):
+    run_dir.resolve("foo://b/x", {})
+
+
+@pytest.mark.parametrize(
+  "use", [run_dir.create, run_dir.existing, stored_checkpoint.find]
+)
+def test_a_store_that_nothing_installed_reaches_is_one_line(use, monkeypatch):
+  path = epath.Path("gs://bucket/run")
+
+  def exists(self):
+    raise ImportError("Please install gcsfs to access Google Storage")
+
+  monkeypatch.setattr(type(path), "exists", exists)
+  message = "^gs://bucket/run cannot be reached: Please install gcsfs"
+  with pytest.raises(user_error.UserError, match=message):
+    use(path)
 
 
 def test_new_folders_are_unique(tmp_path):

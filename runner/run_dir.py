@@ -40,9 +40,18 @@ def resolve(given: str, environ: Mapping[str, str]) -> epath.Path:
   Args:
     given: A local path, `~` allowed, or one of a store, such as `gs://a/b`.
     environ: The environment.
+
+  Raises:
+    user_error.UserError: There is no such kind of store.
   """
   if not files.is_local(given):
-    return epath.Path(given)
+    try:
+      return epath.Path(given)
+    except KeyError as error:
+      raise user_error.UserError(
+        f"{given} is in no store that is known, such as gs:// and s3://; a"
+        " folder of a disk has no ://."
+      ) from error
   start = environ.get("BUILD_WORKING_DIRECTORY") or os.getcwd()
   return epath.Path(os.path.join(start, os.path.expanduser(given)))
 
@@ -56,6 +65,7 @@ def create(path: epath.Path) -> bool:
   Raises:
     user_error.UserError: It cannot be made or written to.
   """
+  files.check_store(path)
   try:
     is_new = not path.exists()
     path.mkdir(parents=True, exist_ok=True)
@@ -112,6 +122,7 @@ def existing(path: epath.Path) -> epath.Path:
   Raises:
     user_error.UserError: There is none.
   """
+  files.check_store(path)
   if not path.is_dir():
     raise user_error.UserError(
       f"--job_log_dir={os.fspath(path)}: there is no such folder; give that of"

@@ -14,7 +14,7 @@ from typing import Any
 from etils import epath
 import jax.numpy as jnp
 
-from paxon.runner import run_dir, user_error
+from paxon.runner import files, run_dir, user_error
 from paxon.runner.checkpoints import checkpointer, compatibility
 
 # What a train state holds beside the variables of its model.
@@ -109,6 +109,7 @@ def find_folder(path: epath.Path) -> tuple[epath.Path, int | None]:
   Raises:
     user_error.UserError: There is no such folder.
   """
+  files.check_store(path)
   if not path.is_dir():
     raise user_error.UserError(
       f"There is no folder {os.fspath(path)}; give that of a run, of its"
