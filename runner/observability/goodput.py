@@ -213,10 +213,7 @@ class Ledger:
 
   def flush(self) -> None:
     """Writes the file, also before a checkpoint is committed."""
-    path = self._path
-    if path is not None:
-      text = to_text([*self._before, self._attempt()])
-      self._pace.run(lambda: files.write_text(path, text))
+    self._write([*self._before, self._attempt()])
 
   def finish(self, *, complete: bool) -> Account:
     """Writes the file a last time; returns the time of the whole run.
@@ -228,9 +225,17 @@ class Ledger:
     self._finished = complete
     nothing_done = self._last_step == (self._first_step or 0)
     if nothing_done and self._before and self._before[-1].finished:
+      # It may have been flushed meanwhile.
+      self._write(self._before)
       return account(self._before)
     self.flush()
     return self.account()
+
+  def _write(self, attempts: Sequence[Attempt]) -> None:
+    path = self._path
+    if path is not None:
+      text = to_text(attempts)
+      self._pace.run(lambda: files.write_text(path, text))
 
   def _enter(self, cause: Cause) -> None:
     now = self._clock()

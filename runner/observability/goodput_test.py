@@ -191,6 +191,7 @@ def test_an_attempt_that_finds_nothing_to_do_leaves_no_record(tmp_path):
     ledger.start(0 if not path.exists() else 10)
     clock.now += 5
     ledger.made(10)
+    ledger.flush()  # As before each save, also of what is saved already.
     ledger.finish(complete=True)
     assert len(goodput.read(path)) == 1
 
