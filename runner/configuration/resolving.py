@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 # experiment divides by its knobs.
 REFUSALS = (ValueError, TypeError, ArithmeticError)
 
+# The field of a job that evaluation and decoding find its class by.
+_MADE_BY = "experiment"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Resolved:
@@ -147,6 +150,11 @@ def _configure(
       raise user_error.UserError(
         f"{override}: {type(experiment).__name__} has no knob and"
         f" {job_lib.Job.__name__} no field {steps[0]!r}{hint}"
+      )
+    if steps[0] == _MADE_BY:
+      raise user_error.UserError(
+        f"{override}: {_MADE_BY} is the class that made this configuration;"
+        " --exp names another one."
       )
     notes.append(overrides.apply(config, override))
   compute_dtype.check(config)

@@ -34,6 +34,13 @@ def test_the_job_is_built():
   assert isinstance(resolving.build(_resolve("seed=3").config), job.Job)
 
 
+def test_the_name_of_the_class_stays_what_exp_says():
+  # The run would be stored under a name that evaluation cannot find.
+  message = "^--fdl.experiment=a.B: experiment is the class that made"
+  with pytest.raises(user_error.UserError, match=message):
+    _resolve("experiment=a.B")
+
+
 @pytest.mark.parametrize(
   ("assignment", "message"),
   [
