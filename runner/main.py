@@ -19,7 +19,7 @@ from absl import flags
 
 from paxon.runner import pax_flags, user_error
 from paxon.runner.configuration import suggestions
-from paxon.runner.hosts import detection, process_settings
+from paxon.runner.hosts import detection, process_settings, terminal_output
 from paxon.runner.observability import launch, profile_window
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ _OF_A_RUN = ("eval", "decode")
 
 _WRONG_USE = 2
 _INTERRUPTED = 130
+# What a shell says of a program whose reader has had enough, such as `head`.
+_UNREAD = 141
 _FDL_HELP = (
   "--fdl.NAME=VALUE sets a knob of the experiment, or a path in its"
   " configuration, such as --fdl.task.learner.max_grad_norm=0.5."
@@ -56,11 +58,16 @@ def run(
   """
   try:
     status = _run(packages, list(sys.argv if argv is None else argv))
+    sys.stdout.flush()
   except user_error.UserError as error:
     print(user_error.one_line(error), file=sys.stderr)
     status = _WRONG_USE
   except KeyboardInterrupt:
     status = _INTERRUPTED
+  except BrokenPipeError:
+    if not terminal_output.drop_if_unread():
+      raise
+    status = _UNREAD
   sys.exit(status)
 
 

@@ -443,3 +443,35 @@ def test_as_a_program_it_answers_before_jax_is_imported():
     assert done.returncode == status, done.stderr
     assert not any("Traceback" in line for line in lines)
     assert len(done.stderr.splitlines()) == (1 if status else 0)
+
+
+@pytest.mark.parametrize("is_buffered", [True, False])
+def test_a_reader_that_leaves_is_no_error(is_buffered):
+  code = (
+    "import sys\n"
+    "from paxon.runner import main\n"
+    "sys.stdin.read()\n"
+    "main.run(('paxon.runner',), ['main', '--list'])\n"
+  )
+  buffering = [] if is_buffered else ["-u"]
+  environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+  environ.pop("PYTHONUNBUFFERED", None)
+  with subprocess.Popen(
+    [sys.executable, *buffering, "-c", code],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    env=environ,
+  ) as process:
+    process.stdout.close()
+    _, err = process.communicate(timeout=60)
+  assert (process.returncode, err) == (141, b"")
+
+
+def test_a_broken_pipe_that_is_not_the_output_is_a_bug(call, monkeypatch):
+  def run(*args):
+    raise BrokenPipeError
+
+  monkeypatch.setattr(main, "_run", run)
+  with pytest.raises(BrokenPipeError):
+    call("--list")

@@ -6,6 +6,7 @@ middle of a run; they are taken out.
 """
 
 import os
+import select
 import sys
 import threading
 
@@ -38,6 +39,23 @@ def mute() -> None:
   nothing = os.open(os.devnull, os.O_WRONLY)
   os.dup2(nothing, 1)
   sys.stdout = sys.__stdout__ = os.fdopen(nothing, "w")
+
+
+def drop_if_unread() -> bool:
+  """Drops all that is written to standard output, if its reader has left.
+
+  Returns:
+    Whether it has. If not, the pipe that is broken is another one.
+  """
+  poll = select.poll()
+  poll.register(1, 0)
+  has_left = any(
+    event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)
+  )
+  if has_left:
+    # What is left would fail again when the interpreter ends.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+  return has_left
 
 
 def _relay(read: int, original: int) -> None:
