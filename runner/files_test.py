@@ -104,6 +104,25 @@ def test_a_store_that_nothing_installed_reaches_is_one_line(use, monkeypatch):
     use(path)
 
 
+def test_a_folder_that_cannot_be_written_to_is_one_line(tmp_path, monkeypatch):
+  run, own = epath.Path(tmp_path), tmp_path / run_dir.EVAL
+
+  def access(path, mode):
+    del mode
+    return os.fspath(path) == os.fspath(own)  # Root may write anywhere.
+
+  monkeypatch.setattr(os, "access", access)
+  assert run_dir.existing(run) == run
+  for use in (
+    run_dir.create,
+    lambda path: run_dir.existing(path, writes=run_dir.EVAL),
+  ):
+    with pytest.raises(user_error.UserError, match="cannot be written to"):
+      use(run)
+  own.mkdir()
+  assert run_dir.existing(run, writes=run_dir.EVAL) == run
+
+
 def test_new_folders_are_unique(tmp_path):
   environ = {"BUILD_WORKING_DIRECTORY": str(tmp_path)}
   made = [run_dir.create_new("Toy", environ, now=_NOW) for _ in range(3)]

@@ -485,7 +485,7 @@ def _run_dir(command: _Command, experiment: str) -> tuple["epath.Path", bool]:
   path = run_dir.resolve(command.job_log_dir, os.environ)
   if command.mode not in _OF_A_RUN:
     return path, run_dir.create(path)
-  return run_dir.existing(path), False
+  return run_dir.existing(path, writes=command.mode), False
 
 
 def _start(

@@ -69,17 +69,28 @@ def create(path: epath.Path) -> bool:
   try:
     is_new = not path.exists()
     path.mkdir(parents=True, exist_ok=True)
-    writable = not files.is_local(path) or os.access(path, os.W_OK | os.X_OK)
   except OSError as error:
     raise user_error.UserError(
       f"--job_log_dir={os.fspath(path)}: the folder cannot be made"
       f" ({error.strerror or error})."
     ) from error
-  if not writable:
+  _check_writable(path)
+  return is_new
+
+
+def _check_writable(path: epath.Path) -> None:
+  """Checks that files can be made in a folder.
+
+  Args:
+    path: That exists. Of a store nothing is known before it is tried.
+
+  Raises:
+    user_error.UserError: They cannot.
+  """
+  if files.is_local(path) and not os.access(path, os.W_OK | os.X_OK):
     raise user_error.UserError(
       f"--job_log_dir={os.fspath(path)}: the folder cannot be written to."
     )
-  return is_new
 
 
 def remove_empty(path: epath.Path) -> None:
@@ -116,11 +127,16 @@ def create_new(
       return path
 
 
-def existing(path: epath.Path) -> epath.Path:
+def existing(path: epath.Path, *, writes: str | None = None) -> epath.Path:
   """Returns the folder of an earlier run.
 
+  Args:
+    path: The folder.
+    writes: The folder in it that will be written to, `EVAL` or `DECODE`; None
+      for none.
+
   Raises:
-    user_error.UserError: There is none.
+    user_error.UserError: There is none, or it cannot be written to.
   """
   files.check_store(path)
   if not path.is_dir():
@@ -128,4 +144,7 @@ def existing(path: epath.Path) -> epath.Path:
       f"--job_log_dir={os.fspath(path)}: there is no such folder; give that of"
       " an earlier --mode=train."
     )
+  if writes is not None:
+    inside = path / writes
+    _check_writable(inside if inside.is_dir() else path)
   return path
