@@ -1,6 +1,6 @@
 """Tests for compiler options: which a program gets, and what is refused."""
 
-import types
+from unittest import mock
 
 import jax
 import numpy as np
@@ -48,7 +48,7 @@ def test_a_program_gets_the_options_of_its_platform(kind, given, expected):
 
 
 def test_a_device_that_nobody_knows_gets_what_is_for_all():
-  device = types.SimpleNamespace(device_kind="abacus", platform="wood")
+  device = mock.Mock(spec=jax.Device, device_kind="abacus", platform="wood")
   given = {"xla_gpu_x": 1, "xla_all": "a"}
   found = compiler_options.of(given, device, num_devices=2)
   assert found == {"xla_all": "a"}
