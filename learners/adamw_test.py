@@ -121,6 +121,10 @@ def test_twenty_steps_match_the_paper(specs, decays):
   [
     ({"b1": 1.0}, r"AdamW.b1 must be at least 0 and less than 1, got 1.0"),
     ({"b2": -0.1}, r"AdamW.b2 must be at least 0 and less than 1, got -0.1"),
+    (
+      {"b2": 1 - 1e-9},
+      r"b2 must be .* less than 1 in float32, got 0.999999999",
+    ),
     ({"epsilon": 0.0}, r"AdamW.epsilon must be positive, got 0.0"),
     ({"weight_decay": -1.0}, r"weight_decay must not be negative, got -1.0"),
     (

@@ -21,8 +21,14 @@ def not_negative(part: object, *fields: str) -> None:
 
 
 def decay(part: object, *fields: str) -> None:
-  """Raises ValueError unless each field is the decay of a running mean."""
-  _check(part, fields, lambda v: 0 <= v < 1, "be at least 0 and less than 1")
+  """Raises ValueError unless each field is the decay of a running mean.
+
+  What float32 rounds to 1 is none: Adam would divide by 1 - 1.
+  """
+  requirement = "be at least 0 and less than 1"
+  _check(part, fields, lambda v: 0 <= v < 1, requirement)
+  float32 = jnp.dtype(jnp.float32).type
+  _check(part, fields, lambda v: float32(v) < 1, f"{requirement} in float32")
 
 
 def floating(part: object, *fields: str) -> None:
