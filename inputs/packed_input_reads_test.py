@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import json
 import multiprocessing
+import pickle
 import threading
 
 import numpy as np
@@ -16,6 +17,7 @@ from paxon.inputs import (
   mixture,
   packed_input,
   packing_plan,
+  read_ahead,
   sequential_stream,
 )
 
@@ -205,6 +207,31 @@ def test_what_cannot_be_read_is_an_error_where_it_stands(num_workers):
       made.get_next()
   assert made.get_state() == state
   made.close()
+
+
+class StoreError(Exception):
+  """Is not made from its message alone, as those of some stores are not."""
+
+  def __init__(self, code, place):
+    super().__init__(f"{code} at {place}")
+
+
+class Remote(Counted):
+  """Has an example whose store is down."""
+
+  def __getitem__(self, index, /):
+    if index == 5:
+      raise StoreError(503, "bucket")
+    return super().__getitem__(index)
+
+
+def test_any_error_gets_out_of_a_worker_process(monkeypatch):
+  monkeypatch.setattr(read_ahead, "_sources", [Remote()])
+  sent = pickle.dumps(read_ahead._read_of(0, [4, 5, 6]))
+  before, error, after = pickle.loads(sent)
+  assert [x["inputs"][0] for x in (before, after)] == [4, 6]
+  assert str(error) == "StoreError: 503 at bucket"
+  assert 'raise StoreError(503, "bucket")' in error.__notes__[0]
 
 
 def test_a_worker_process_that_was_killed_is_named_and_others_go_on():

@@ -13,6 +13,7 @@ from concurrent import futures
 import contextlib
 import dataclasses
 import multiprocessing
+import pickle
 import traceback
 
 from paxon.inputs import example_source
@@ -165,12 +166,22 @@ def _start(sources: list[example_source.ExampleSource]) -> None:
 
 
 def _read_of(number: int, chunk: list[int]) -> list[_Read]:
-  found = _read(_sources[number], chunk)
-  for each in found:
-    if isinstance(each, Exception):
-      # Where it was raised does not travel with it.
-      each.add_note("".join(traceback.format_exception(each)))
-  return found
+  return [
+    _portable(each) if isinstance(each, Exception) else each
+    for each in _read(_sources[number], chunk)
+  ]
+
+
+def _portable(error: Exception) -> Exception:
+  """Returns an exception that can be sent, with where it was raised."""
+  where = "".join(traceback.format_exception(error))
+  try:
+    pickle.loads(pickle.dumps(error))
+  except Exception:
+    # One that is not made from its message alone would end all workers.
+    error = RuntimeError(f"{type(error).__name__}: {error}")
+  error.add_note(where)
+  return error
 
 
 def _read(
