@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from paxon.layers import moments, norm_scale
+from paxon.layers import moments, norm_scale, precision
 from paxon.sharding import axes, logical, variables
 
 COLLECTION = "batch_stats"
@@ -100,10 +100,11 @@ class BatchNorm(nn.Module):
       if self.is_mutable_collection(COLLECTION) and not self.is_initializing():
         self._move(mean, known.mean)
         self._move(variance, known.variance)
-    y = x.astype(known.mean.dtype)
+    y = precision.widened(x)
     y -= norm_scale.over_features(known.mean, y)
-    inverse = jax.lax.rsqrt(known.variance + self.epsilon)
-    y *= norm_scale.over_features(inverse, y)
+    y *= jax.lax.rsqrt(
+      norm_scale.over_features(known.variance, y, self.epsilon)
+    )
     y = norm_scale.scaled(y, scale, self.scale_offset)
     if bias is not None:
       y += norm_scale.over_features(bias, y)

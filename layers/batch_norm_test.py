@@ -152,6 +152,18 @@ def test_bfloat16_keeps_float32_averages():
   assert {v.dtype for v in jax.tree.leaves(state)} == {jnp.dtype("float32")}
 
 
+def test_float64_stays_in_evaluation():
+  values = testing.random_values(_layer(), X)
+  with jax.enable_x64(True):
+    x = np.random.default_rng(0).standard_normal(X.shape)
+    layer = _layer(dtype=jnp.float64)
+    y = layer.apply(values, jax.device_put(x))
+  known = {k: np.float64(v) for c in values.values() for k, v in c.items()}
+  expected = (x - known["mean"]) / np.sqrt(known["variance"] + 1e-3)
+  expected = expected * known["scale"] + known["bias"]
+  np.testing.assert_allclose(y, expected, rtol=1e-12)
+
+
 def test_rejects_bad_fields():
   with pytest.raises(ValueError, match=r"BatchNorm.decay must be in \[0, 1\]"):
     _layer(decay=1.5)

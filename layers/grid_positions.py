@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from paxon.layers import dimensions
+from paxon.layers import dimensions, precision
 
 
 class GridPositions(nn.Module):
@@ -94,8 +94,9 @@ class GridPositions(nn.Module):
   def _waves(self, size: int, features: int) -> jax.Array:
     """Returns [size, features]."""
     half = features // 2
-    exponent = jnp.arange(half, dtype=jnp.float32) / half
-    frequency = jnp.float32(self.max_timescale) ** -exponent
-    place = jnp.arange(size, dtype=jnp.float32) - size / 2
+    wide = precision.at_least_float32(self.dtype or jnp.float32)
+    exponent = jnp.arange(half, dtype=wide) / half
+    frequency = jnp.asarray(self.max_timescale, wide) ** -exponent
+    place = jnp.arange(size, dtype=wide) - size / 2
     angle = place[:, None] * frequency[None, :]
     return jax.lax.concatenate((jnp.sin(angle), jnp.cos(angle)), 1)

@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -37,6 +38,10 @@ def test_matches_the_definition(longest):
   assert layer.length == 9
   for row in x:
     np.testing.assert_allclose(row, expected, rtol=1e-5, atol=1e-6)
+  with jax.enable_x64(True):
+    wide = _layer(max_timescale=longest, dtype=jnp.float64)
+    x = wide.apply({}, positions, EMBED)
+  np.testing.assert_allclose(x[0], expected, rtol=1e-12, atol=1e-15)
 
 
 def test_tokens_may_come_in_any_order():

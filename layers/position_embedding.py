@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from paxon.layers import dimensions
+from paxon.layers import dimensions, precision
 from paxon.layers import lookup as lookup_lib
 from paxon.sharding import axes, logical
 
@@ -110,10 +110,11 @@ class SinusoidalPositions(nn.Module):
     """Returns the vector of each position."""
     half = embed_dim // 2
     # float32 because bfloat16 cannot hold positions beyond 256 exactly.
-    exponent = jnp.arange(half, dtype=jnp.float32) / max(half - 1, 1)
+    wide = precision.at_least_float32(self.dtype or jnp.float32)
+    exponent = jnp.arange(half, dtype=wide) / max(half - 1, 1)
     ratio = self.min_timescale / self.max_timescale
-    frequency = jnp.float32(ratio) ** exponent / self.min_timescale
-    angle = positions.astype(jnp.float32)[:, :, None] * frequency[None, None, :]
+    frequency = jnp.asarray(ratio, wide) ** exponent / self.min_timescale
+    angle = positions.astype(wide)[:, :, None] * frequency[None, None, :]
     x = jax.lax.concatenate((jnp.sin(angle), jnp.cos(angle)), 2)
     x = jnp.pad(x, ((0, 0), (0, 0), (0, embed_dim % 2)))
     return x.astype(self.dtype or jnp.float32)

@@ -82,6 +82,10 @@ def test_sinusoidal_matches_the_definition(embed_dim, scales):
     [_waves(p, embed_dim, *scales) for p in r] for r in POSITIONS.tolist()
   ]
   np.testing.assert_allclose(x, np.stack(expected), rtol=1e-5, atol=1e-6)
+  with jax.enable_x64(True):
+    wide = position_embedding.SinusoidalPositions(*scales, dtype=jnp.float64)
+    x = wide.apply({}, POSITIONS, embed_dim)
+  np.testing.assert_allclose(x, np.stack(expected), rtol=1e-12, atol=1e-14)
 
 
 def test_sinusoidal_keeps_long_positions_in_bfloat16():

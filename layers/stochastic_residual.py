@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from paxon.layers import dimensions
+from paxon.layers import dimensions, precision
 
 # `(number of the layer) -> rate`; see `stack.Stack.pass_layer_index`.
 Rate = Callable[[jax.Array], jax.Array]
@@ -83,13 +83,14 @@ class StochasticResidual(nn.Module):
     Raises:
       ValueError: The rate depends on a number of the layer that is not given.
     """
-    factor = jnp.full((1, 1, 1), self.residual_weight, jnp.float32)
+    dtype = precision.at_least_float32(branch.dtype)
+    factor = jnp.full((1, 1, 1), self.residual_weight, dtype)
     if not deterministic and self.rate != 0:
       survival = 1 - self._rate(layer_index)
       shape = (x.shape[0], 1, 1)
       key = self.make_rng(self.rng_collection)
       kept = jax.random.bernoulli(key, survival, shape)
-      factor = jnp.where(kept, factor / survival, 0)
+      factor = jnp.where(kept, factor / survival.astype(dtype), 0)
     return x + branch * factor.astype(branch.dtype)
 
   def _rate(self, layer_index: jax.Array | None) -> jax.Array:

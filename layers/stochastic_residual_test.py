@@ -55,6 +55,13 @@ def test_evaluation_and_a_rate_of_zero_keep_everything():
   np.testing.assert_allclose(y, expected, rtol=1e-6, atol=1e-6)
 
 
+def test_float64_stays():
+  with jax.enable_x64(True):
+    x = jax.device_put(np.float64(X[:2]))
+    y = _residual(residual_weight=0.3).apply({}, x, x)
+  np.testing.assert_allclose(y, 1.3 * np.asarray(x), rtol=1e-12)
+
+
 def test_bfloat16_stays():
   x = X.astype(jnp.bfloat16)
   assert _train(_residual(rate=0.5), x, x).dtype == jnp.bfloat16
