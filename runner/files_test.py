@@ -123,6 +123,22 @@ def test_a_folder_that_cannot_be_written_to_is_one_line(tmp_path, monkeypatch):
   assert run_dir.existing(run, writes=run_dir.EVAL) == run
 
 
+def test_only_a_folder_with_nothing_in_it_is_removed(tmp_path):
+  run = epath.Path(tmp_path / "run")
+  inside = run / run_dir.CHECKPOINTS
+  inside.mkdir(parents=True)
+  run_dir.remove_empty(run)
+  assert not run.exists()
+  run_dir.remove_empty(run)
+  for name in (run_dir.CONFIG_TEXT, f"{run_dir.CHECKPOINTS}/100"):
+    file = run / name
+    file.parent.mkdir(parents=True)
+    file.write_text("text")
+    run_dir.remove_empty(run)
+    assert file.read_text() == "text"
+    run.rmtree()
+
+
 def test_new_folders_are_unique(tmp_path):
   environ = {"BUILD_WORKING_DIRECTORY": str(tmp_path)}
   made = [run_dir.create_new("Toy", environ, now=_NOW) for _ in range(3)]

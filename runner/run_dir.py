@@ -94,9 +94,15 @@ def _check_writable(path: epath.Path) -> None:
 
 
 def remove_empty(path: epath.Path) -> None:
-  """Removes the folder of a run that could not start, if nothing is in it."""
-  with contextlib.suppress(OSError):
-    path.rmdir()
+  """Removes the folder of a run that could not start, if nothing is in it.
+
+  Args:
+    path: The folder. One of checkpoints in it is nothing while it is empty.
+  """
+  for folder in (path / CHECKPOINTS, path):
+    # epath has a ValueError for a folder that is not empty.
+    with contextlib.suppress(OSError, ValueError):
+      folder.rmdir()
 
 
 def create_new(
