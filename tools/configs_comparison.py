@@ -12,7 +12,7 @@ import os
 import fiddle as fdl
 import jax
 
-from paxon.runner import run_dir, user_error
+from paxon.runner import files, run_dir, user_error
 from paxon.runner.configuration import (
   comparison,
   dump,
@@ -62,6 +62,7 @@ def side(
     user_error.UserError: There is neither, or the overrides do not fit.
   """
   folder = run_dir.resolve(name, os.environ)
+  files.check_store(folder)
   if not (folder / run_dir.CONFIG_TEXT).exists():
     if "/" in name or folder.is_dir():
       raise user_error.UserError(

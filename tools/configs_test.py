@@ -111,6 +111,7 @@ def test_runs_are_compared_by_what_they_have_stored(call, tmp_path):
     (["validate", _TINY, "--fdl.embed_dim=0"], "embed_dim must be positive"),
     (["compare", _TINY], "compare takes two experiments or folders, got 1"),
     (["compare", "./none", _TINY], "./none is no folder of a run"),
+    (["compare", "az://a/b", _TINY], "az://a/b cannot be reached: Install ad"),
   ],
 )
 def test_wrong_use_is_one_line_and_status_2(call, arguments, message):

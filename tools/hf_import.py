@@ -21,6 +21,7 @@ from paxon.layers.models.hugging_face import (
   safetensors_file,
   weight_files,
 )
+from paxon.runner import files as runner_files
 from paxon.runner import run_dir, user_error
 from paxon.runner.checkpoints import (
   checkpointer,
@@ -54,6 +55,8 @@ def run(
   Raises:
     user_error.UserError: The model is not served, or the weights do not fit.
   """
+  for place in (source, target):
+    runner_files.check_store(place)
   folder = source if source.is_dir() else source.parent
   if not source.exists():
     raise user_error.UserError(

@@ -18,7 +18,7 @@ import functools
 import os
 from typing import Any, Final
 
-from paxon.runner import run_dir, user_error
+from paxon.runner import files, run_dir, user_error
 from paxon.tools import ckpt_arguments, command_line
 
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -81,6 +81,7 @@ def _export(argv: list[str]) -> Any:
   like = None
   if arguments.like is not None:
     like = run_dir.resolve(arguments.like, os.environ)
+    files.check_store(like)
     inside = like / hf_files.FOLDER
     like = inside if inside.is_dir() else like
   return hf_export.run(

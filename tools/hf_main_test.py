@@ -245,6 +245,10 @@ def test_wrong_use(tmp_path, capsys):
   assert "invalid choice: 'int4'" in _error(
     capsys, "import", tmp_path, "--to", tmp_path / "x", "--dtype", "int4"
   )
+  # What would reach such a store is not installed.
+  missing = "az://a/b cannot be reached"
+  assert missing in _error(capsys, "import", "az://a/b", "--to", tmp_path)
+  assert missing in _error(capsys, "import", tmp_path, "--to", "az://a/b")
   assert _run("--help") == 0
   assert "Models served: " in capsys.readouterr().out
 

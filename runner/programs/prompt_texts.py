@@ -8,7 +8,7 @@
 from collections.abc import Mapping
 import os
 
-from paxon.runner import run_dir, user_error
+from paxon.runner import files, run_dir, user_error
 
 _FILE = "@"
 
@@ -35,6 +35,7 @@ def parse(given: str, environ: Mapping[str, str]) -> list[str]:
       " '@'."
     )
   path = run_dir.resolve(name, environ)
+  files.check_store(path)
   try:
     text = path.read_text(encoding="utf-8")
   except UnicodeDecodeError as error:

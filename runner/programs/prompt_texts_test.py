@@ -50,6 +50,7 @@ def test_a_relative_file_is_where_the_user_stands(tmp_path):
     (".", r"cannot be read \(Is a directory\)"),
     ("empty.txt", r"empty.txt is empty; write one prompt a line"),
     ("bytes.txt", r"bytes.txt is no UTF-8 text \(byte 1\)"),
+    ("az://a/b", r"az://a/b cannot be reached: Install adlfs"),
   ],
 )
 def test_a_file_that_gives_no_prompts(tmp_path, name, message):
