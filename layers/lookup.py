@@ -35,6 +35,9 @@ def one_hot(
   # A row of zeros, as an id outside of the table has, would pass unseen.
   valid = (ids >= 0) & (ids < size)
   chosen = jax.nn.one_hot(ids, size, dtype=table.dtype)
-  # Exact in any dtype: each sum has one term.
-  rows = jnp.einsum("...V,VD->...D", chosen, table)
+  # Exact, as each sum has one term, if the table's own digits are multiplied:
+  # by default accelerators round float32 to 10 bits or fewer.
+  is_wide = table.dtype.itemsize > 2
+  precision = jax.lax.Precision.HIGHEST if is_wide else None
+  rows = jnp.einsum("...V,VD->...D", chosen, table, precision=precision)
   return jnp.where(valid[..., None], rows, jnp.nan)

@@ -40,6 +40,13 @@ def test_a_product_is_what_it_says():
   assert len(testing.dots(jax.make_jaxpr(lookup.one_hot)(TABLE, IDS))) == 1
 
 
+def test_a_product_of_float32_is_made_of_all_its_digits():
+  """For accelerators; on a CPU it is so by default."""
+  for dtype, is_highest in ((jnp.float32, True), (jnp.bfloat16, False)):
+    made = jax.make_jaxpr(lookup.one_hot)(TABLE.astype(dtype), IDS)
+    assert ("HIGHEST" in str(made)) == is_highest
+
+
 @pytest.mark.parametrize(
   "layer",
   [
