@@ -7,8 +7,8 @@
   ```text                 is what the command before it prints: these lines in
                           this order, others between them
 
-Numbers in a text may be 3 % off, as what a compiler makes differs with its
-version; all other words are exact.
+Numbers in a text may be 2 % off, and 3 % with a later JAX, as what a compiler
+makes differs with its version; all other words are exact.
 
 The macro in readme.bzl makes a test of this file and names the page in the
 environment. Programs are run by the Python that runs the test, which has what
@@ -38,8 +38,9 @@ _BLOCK = re.compile(
 )
 # A number, such as 1,234.5; digits in a word are a part of the word.
 _NUMBER = re.compile(r"(?<![\w.,])\d[\d,]*(?:\.\d+)?(?![\w,]|\.\d)")
-# Also between two releases of a compiler.
-_TOLERANCE = 0.03
+# Pages are made with the JAX of Python 3.11; the lock has a later one for later
+# Pythons, whose compiler is a little further off.
+_TOLERANCE = 0.02 if sys.version_info < (3, 12) else 0.03
 _SECONDS = 280
 # What the commands of all pages import sooner or later.
 _IMPORTED = (
