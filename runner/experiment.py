@@ -45,10 +45,10 @@ from paxon.runner.configuration import (
   serving_weights,
   tree,
 )
-from paxon.runner.observability import settings as settings_lib
-from paxon.runner.observability import spikes, watchdog
+from paxon.runner.monitoring import settings as settings_lib
+from paxon.runner.monitoring import spikes, watchdog
 from paxon.runner.plan import kernel_contract
-from paxon.runner.programs import early_stopping as early_stopping_lib
+from paxon.runner.training import early_stopping as early_stopping_lib
 from paxon.sharding import rule_sets
 from paxon.sharding import rules as rules_lib
 

@@ -9,7 +9,7 @@ import pytest
 from paxon.runner import experiment, job, knobs, toy_experiment
 from paxon.runner.configuration import dump, tree
 from paxon.runner.plan import kernel_contract
-from paxon.runner.programs import early_stopping
+from paxon.runner.training import early_stopping
 
 
 def _class(name="New", bases=(toy_experiment.Toy,), **body) -> Any:

@@ -11,9 +11,9 @@ from paxon.runner import task as task_lib
 from paxon.runner.checkpoints import retention as retention_lib
 from paxon.runner.checkpoints import warm_start as warm_start_lib
 from paxon.runner.configuration import suggestions
-from paxon.runner.observability import settings as settings_lib
+from paxon.runner.monitoring import settings as settings_lib
 from paxon.runner.plan import kernel_contract
-from paxon.runner.programs import early_stopping as early_stopping_lib
+from paxon.runner.training import early_stopping as early_stopping_lib
 from paxon.sharding import mesh as meshes
 from paxon.sharding import rules as rules_lib
 

@@ -8,7 +8,7 @@ import pytest
 
 from paxon.runner import generation_settings, job, task, toy_experiment
 from paxon.runner.checkpoints import retention
-from paxon.runner.programs import early_stopping
+from paxon.runner.training import early_stopping
 from paxon.sharding import rules
 
 

@@ -20,7 +20,7 @@ from absl import flags
 from paxon.runner import pax_flags, user_error
 from paxon.runner.configuration import suggestions
 from paxon.runner.hosts import detection, process_settings, terminal_output
-from paxon.runner.observability import launch, profile_window
+from paxon.runner.monitoring import launch, profile_window
 
 if TYPE_CHECKING:
   from etils import epath
@@ -251,7 +251,7 @@ def _with_mesh(
 ) -> tuple[_Command, "resolving_lib.Resolved", "job_lib.Job"]:
   """Chooses a mesh for the devices, and builds the job anew with it."""
   from paxon.runner.configuration import resolving
-  from paxon.runner.programs.plan import run_mesh
+  from paxon.runner.planning import run_mesh
 
   choice = run_mesh.of(
     job,
@@ -270,7 +270,7 @@ def _inspect_input(
   job: "job_lib.Job", config: "fdl.Config[job_lib.Job]"
 ) -> int:
   """Prints batches; there is no run, and so no folder."""
-  from paxon.runner.programs import inspect_input
+  from paxon.runner.training import inspect_input
 
   try:
     return inspect_input.run(job)
@@ -461,7 +461,7 @@ def _with_settings_of_run(
   """Adds what the run's folder says, for modes that need a trained run."""
   if command.mode not in _OF_A_RUN:
     return command, ()
-  from paxon.runner.programs import stored_settings
+  from paxon.runner.training import stored_settings
 
   folder, _ = _run_dir(command, "")
   if command.continuous:
@@ -495,20 +495,20 @@ def _start(
   run_dir: "epath.Path",
 ) -> int:
   """Runs the program of the mode and returns its exit status."""
-  from paxon.runner.programs import serving
+  from paxon.runner.training import serving
 
   serving.check_mode(job, command.mode)
   if command.mode == "eval":
-    from paxon.runner.programs import evaluate
+    from paxon.runner.training import evaluate
 
     return evaluate.run(job, run_dir, continuous=command.continuous)
   if command.mode == "decode":
-    from paxon.runner.programs import decode
+    from paxon.runner.training import decode
 
     return decode.run(job, run_dir, command.prompt)
   if command.mode == "plan":
     return _plan(command, job, config, run_dir)
-  from paxon.runner.programs import train
+  from paxon.runner.training import train
 
   text = command.profile_steps
   return train.run(
@@ -530,7 +530,7 @@ def _plan(
   run_dir: "epath.Path",
 ) -> int:
   from paxon.runner.plan import target as targets
-  from paxon.runner.programs.plan import plan_program
+  from paxon.runner.planning import plan_program
 
   return plan_program.run(
     job,

@@ -15,8 +15,8 @@ import pytest
 from paxon.runner import job, main, toy_experiment, user_error
 from paxon.runner.configuration import overrides
 from paxon.runner.hosts import joining
-from paxon.runner.observability import profile_window
-from paxon.runner.programs import (
+from paxon.runner.monitoring import profile_window
+from paxon.runner.training import (
   decode,
   evaluate,
   inspect_input,

@@ -33,7 +33,7 @@ from paxon.runner.configuration import (
   experiment_index,
   find_experiment,
 )
-from paxon.runner.programs import model_loss
+from paxon.runner.training import model_loss
 from paxon.sharding import variables
 from paxon.tasks.lm import needs
 

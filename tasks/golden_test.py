@@ -23,8 +23,8 @@ from paxon.learners import train_state, train_step
 from paxon.runner import experiment
 from paxon.runner import job as job_lib
 from paxon.runner.configuration import dump
-from paxon.runner.programs import decode, evaluate, model_loss, train
-from paxon.runner.programs.plan import job_lint
+from paxon.runner.planning import job_lint
+from paxon.runner.training import decode, evaluate, model_loss, train
 from paxon.sharding import initialization
 from paxon.sharding import mesh as meshes
 from paxon.tasks import golden

@@ -9,7 +9,7 @@ import pytest
 
 from paxon.runner.configuration import resolving
 from paxon.runner.plan import target as targets
-from paxon.runner.programs.plan import child, job_lint
+from paxon.runner.planning import child, job_lint
 
 _LARGEST = "tasks.lm.params.lm_cloud.LmCloudSpmd1024B"
 _PLATFORM = {"JAX_PLATFORMS": "no_such_platform"}

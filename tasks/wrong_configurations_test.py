@@ -23,11 +23,11 @@ import pytest
 from paxon.runner import main
 from paxon.runner.checkpoints import checkpointer
 from paxon.runner.configuration import dump, find_experiment, tree
-from paxon.runner.programs import train
+from paxon.runner.training import train
 
 _EXPERIMENTS = (
   "tasks.lm.params.quickstart.PythonStdlibLm",
-  "runner.programs.testing.TinyLm",
+  "runner.training.testing.TinyLm",
 )
 _MORE = os.environ.get("PAXON_WRONG_CONFIGURATIONS")
 _NUM_EXAMPLES = int(_MORE or 500)

@@ -22,10 +22,10 @@ import sys
 from typing import Final
 
 from paxon.runner import user_error
+from paxon.runner.monitoring import metrics_file
 from paxon.runner.plan import hardware, result
 from paxon.runner.plan.estimate import calibration as calibrations
 from paxon.runner.plan.estimate import fitting
-from paxon.runner.summaries import metrics_file
 
 _WRONG_USE: Final = 2
 _VALUES: Final = ("job_log_dir", "plan", "out")

@@ -3,12 +3,12 @@
 from etils import epath
 import pytest
 
+from paxon.runner.monitoring import metrics_file
 from paxon.runner.plan import result
 from paxon.runner.plan import target as targets
 from paxon.runner.plan.estimate import calibration, microbenchmarks
-from paxon.runner.programs import testing, train
-from paxon.runner.programs.plan import measure
-from paxon.runner.summaries import metrics_file
+from paxon.runner.planning import measure
+from paxon.runner.training import testing, train
 from paxon.tools import calibrate_main
 
 _TINY = microbenchmarks.Sizes(

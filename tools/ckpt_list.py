@@ -13,7 +13,7 @@ from paxon.runner.checkpoints import (
   stored_checkpoint,
   text_table,
 )
-from paxon.runner.summaries import metrics_file
+from paxon.runner.monitoring import metrics_file
 
 _COLUMNS = (
   "step",

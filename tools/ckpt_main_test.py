@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import pytest
 
 from paxon.runner.checkpoints import checkpointer, warm_start
-from paxon.runner.programs import session as session_lib
-from paxon.runner.programs import testing
+from paxon.runner.training import session as session_lib
+from paxon.runner.training import testing
 from paxon.sharding import variables
 from paxon.tools import ckpt_main
 

@@ -112,7 +112,7 @@ def _of_experiment(
   job = resolving.build(resolved.config)
   import jax
 
-  from paxon.runner.programs import session
+  from paxon.runner.training import session
 
   opened = session.open_session(job, devices=jax.devices()[:1])
   return jax.tree.leaves(opened.state_specs), job.warm_start

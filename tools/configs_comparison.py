@@ -21,8 +21,8 @@ from paxon.runner.configuration import (
   refusals,
   resolving,
 )
-from paxon.runner.programs import compiled_steps, stored_settings
-from paxon.runner.programs import session as session_lib
+from paxon.runner.training import compiled_steps, stored_settings
+from paxon.runner.training import session as session_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

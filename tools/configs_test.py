@@ -7,10 +7,10 @@ import jax
 import pytest
 
 from paxon.runner.configuration import dump
-from paxon.runner.programs import stored_config, stored_settings, testing
+from paxon.runner.training import stored_config, stored_settings, testing
 from paxon.tools import configs_main
 
-_TINY = "runner.programs.testing.TinyLm"
+_TINY = "runner.training.testing.TinyLm"
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -7,8 +7,8 @@ import jax
 
 from paxon.runner import user_error
 from paxon.runner.configuration import refusals, resolving
-from paxon.runner.programs import memory_fit, preflight
-from paxon.runner.programs import session as session_lib
+from paxon.runner.training import memory_fit, preflight
+from paxon.runner.training import session as session_lib
 from paxon.sharding import mesh as meshes
 
 

@@ -19,7 +19,7 @@ from paxon.layers.decoding import generate, model_steps, samplers
 from paxon.layers.decoding import prompts as prompts_lib
 from paxon.learners import train_state
 from paxon.runner import user_error
-from paxon.runner.programs import session as session_lib
+from paxon.runner.training import session as session_lib
 from paxon.sharding import axes
 
 

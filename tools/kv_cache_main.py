@@ -20,8 +20,8 @@ from paxon.runner import run_dir as run_dirs
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer
 from paxon.runner.configuration import overrides, resolving
-from paxon.runner.programs import restoring, stored_settings
-from paxon.runner.programs import session as session_lib
+from paxon.runner.training import restoring, stored_settings
+from paxon.runner.training import session as session_lib
 from paxon.tools import kv_cache_agreement, page_sections
 
 _ROOT: Final = pathlib.Path(__file__).parent.parent

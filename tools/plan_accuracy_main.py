@@ -21,7 +21,7 @@ from paxon.runner import user_error
 from paxon.runner.configuration import overrides
 from paxon.runner.plan import result, topology
 from paxon.runner.plan import target as targets
-from paxon.runner.programs.plan import child
+from paxon.runner.planning import child
 from paxon.tools import plan_accuracy_page as page
 from paxon.tools import published_speeds
 

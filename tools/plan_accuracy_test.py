@@ -10,7 +10,7 @@ from paxon.runner.configuration import overrides, resolving
 from paxon.runner.plan import hardware, result
 from paxon.runner.plan import target as targets
 from paxon.runner.plan.estimate import calibration
-from paxon.runner.programs.plan import child
+from paxon.runner.planning import child
 from paxon.tools import plan_accuracy_main as command
 from paxon.tools import plan_accuracy_page as page
 from paxon.tools import published_speeds

@@ -21,7 +21,7 @@ from typing import Final
 import jax
 
 from paxon.quantization import recipes as recipes_lib
-from paxon.runner.summaries import metrics_file
+from paxon.runner.monitoring import metrics_file
 from paxon.tools import page_sections, quantization_quality
 
 _ROOT: Final = pathlib.Path(__file__).parent.parent

@@ -88,7 +88,7 @@ def test_trains_what_is_missing_and_compares(tmp_path, capsys):
     return _run(argv)
 
   arguments = [
-    "--exp=paxon.runner.programs.testing.TinyLm",
+    "--exp=paxon.runner.training.testing.TinyLm",
     f"--folder={tmp_path}",
     "--steps=2",
     "--seeds=3",

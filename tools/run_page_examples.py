@@ -45,10 +45,10 @@ _SECONDS = 280
 # What the commands of all pages import sooner or later.
 _IMPORTED = (
   "paxon.runner.main",
-  "paxon.runner.programs.decode",
-  "paxon.runner.programs.evaluate",
-  "paxon.runner.programs.plan.plan_program",
-  "paxon.runner.programs.train",
+  "paxon.runner.training.decode",
+  "paxon.runner.training.evaluate",
+  "paxon.runner.planning.plan_program",
+  "paxon.runner.training.train",
 )
 
 

@@ -21,7 +21,7 @@ from paxon.quantization import recipes
 from paxon.runner import run_dir as run_dirs
 from paxon.runner import user_error
 from paxon.runner.configuration import overrides, resolving
-from paxon.runner.programs import converting, stored_settings
+from paxon.runner.training import converting, stored_settings
 from paxon.tools import page_sections
 
 _ROOT: Final = pathlib.Path(__file__).parent.parent

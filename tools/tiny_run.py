@@ -4,7 +4,7 @@ import pathlib
 
 from paxon.runner import main as runner_main
 
-_EXPERIMENT = "paxon.runner.programs.testing.TinyLm"
+_EXPERIMENT = "paxon.runner.training.testing.TinyLm"
 
 
 def trained(folder: pathlib.Path) -> pathlib.Path:

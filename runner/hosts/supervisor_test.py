@@ -1,7 +1,7 @@
 """Tests for the parent that starts a training again.
 
 The children here are a few lines of Python that do as a training does; those of
-`programs/several_processes_test.py` are trainings.
+`training/several_processes_test.py` are trainings.
 """
 
 import os

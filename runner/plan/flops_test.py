@@ -28,7 +28,7 @@ from paxon.learners import (
   warmup_cosine,
 )
 from paxon.runner.plan import flops
-from paxon.runner.programs import model_loss
+from paxon.runner.training import model_loss
 from paxon.sharding import variables
 
 _Phase = flops.Phase

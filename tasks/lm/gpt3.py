@@ -21,7 +21,7 @@ from flax import linen as nn
 
 from paxon.layers import embedding, layer_norm, position_embedding
 from paxon.learners import adamw
-from paxon.runner.programs import early_stopping
+from paxon.runner.training import early_stopping
 from paxon.tasks.lm import transformer_lm_spmd
 
 # What MLPerf's reference run was tuned at.

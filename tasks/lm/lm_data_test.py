@@ -10,8 +10,8 @@ import pytest
 
 from paxon.inputs import unset_input
 from paxon.runner.configuration import refusals
-from paxon.runner.programs import train
-from paxon.runner.programs.plan import job_lint
+from paxon.runner.planning import job_lint
+from paxon.runner.training import train
 from paxon.tasks.lm import lm_data, transformer_lm_spmd
 
 

@@ -14,7 +14,7 @@ from paxon.inputs.seqio_tasks import testing as seqio_testing
 from paxon.runner import generation_settings, main
 from paxon.runner import task as task_lib
 from paxon.runner.hosts import testing as forks_lib
-from paxon.runner.programs import testing
+from paxon.runner.training import testing
 from paxon.tasks.lm import seqio_datasets
 
 

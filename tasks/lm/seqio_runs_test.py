@@ -10,7 +10,7 @@ import sentencepiece
 from paxon.inputs.seqio_tasks import testing as seqio_testing
 from paxon.runner import run_dir
 from paxon.runner.hosts import testing as forks_lib
-from paxon.runner.summaries import metrics_file
+from paxon.runner.monitoring import metrics_file
 from paxon.tasks.lm import seqio_run
 
 MAIN = "command_line"

@@ -6,7 +6,7 @@ import time
 from paxon.runner import user_error
 from paxon.runner.configuration import resolving
 from paxon.runner.plan import golden
-from paxon.runner.programs.plan import child, job_lint
+from paxon.runner.planning import child, job_lint
 from paxon.tasks.plans import pairs
 
 _TIME_LIMIT = 1800.0

@@ -10,7 +10,7 @@ import pytest
 
 from paxon.runner.hosts import warm_python
 from paxon.runner.plan import golden, hardware, testing
-from paxon.runner.programs.plan import worker
+from paxon.runner.planning import worker
 from paxon.tasks.plans import measuring, pairs
 
 

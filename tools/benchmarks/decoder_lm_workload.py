@@ -8,8 +8,8 @@ import jax
 
 from paxon.runner import job as job_lib
 from paxon.runner.plan import flops, hardware
-from paxon.runner.programs import compiled_steps
-from paxon.runner.programs import session as session_lib
+from paxon.runner.training import compiled_steps
+from paxon.runner.training import session as session_lib
 from paxon.tools.benchmarks import decoder_lm_job, pure_jax_decoder_lm
 
 # So many batches are kept on the device, and used in turn.

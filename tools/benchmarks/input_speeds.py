@@ -33,8 +33,8 @@ from paxon.inputs import (
 )
 from paxon.runner import run_dir as run_dirs
 from paxon.runner.configuration import find_experiment
-from paxon.runner.observability import goodput
-from paxon.runner.programs import train
+from paxon.runner.monitoring import goodput
+from paxon.runner.training import train
 from paxon.tools.benchmarks import input_cases, input_library_cases
 
 _BYTES = 4_000_000

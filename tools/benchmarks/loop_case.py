@@ -29,7 +29,7 @@ from etils import epath
 import fiddle as fdl
 
 from paxon.inputs import base_input
-from paxon.runner.programs import train
+from paxon.runner.training import train
 from paxon.tools.benchmarks import (
   comparison,
   decoder_lm_workload,

@@ -1,7 +1,7 @@
 """Nothing depends on itself in a roundabout way: no target, no folder.
 
 A folder and the folders in it are one family: `runner:main` uses
-`runner/programs`, which uses `runner:job`. Between any other two folders,
+`runner/training`, which uses `runner:job`. Between any other two folders,
 edges lead one way. Tests and programs are left out there, as nothing depends
 on them: `runner:main` brings `tasks/`, which uses `runner:experiment`.
 """

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from paxon.runner.hosts import testing as forks_lib
-from paxon.runner.programs import process_programs
+from paxon.runner.training import process_programs
 from paxon.tools.interruptions import (
   disturbances,
   disturbed_run,

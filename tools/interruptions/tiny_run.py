@@ -24,7 +24,7 @@ from paxon.runner.checkpoints import (
   stored_checkpoint,
 )
 
-EXPERIMENT = "paxon.runner.programs.testing.TinyLm"
+EXPERIMENT = "paxon.runner.training.testing.TinyLm"
 NUM_STEPS = 40
 _KNOBS = {
   "checkpoint_every_steps": 2,

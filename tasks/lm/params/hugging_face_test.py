@@ -18,7 +18,7 @@ from paxon.layers.models.hugging_face import (
 )
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer
-from paxon.runner.programs import decode
+from paxon.runner.training import decode
 from paxon.sharding import variables
 from paxon.tasks.lm.params import hugging_face
 

@@ -1,0 +1,177 @@
+"""Tests for the observer; its parts and the loop have tests of their own."""
+
+import contextlib
+import time
+
+from etils import epath
+import jax
+import jax.numpy as jnp
+import pytest
+
+from paxon.runner.monitoring import (
+  goodput,
+  launch,
+  observer,
+  profile_window,
+  settings,
+  spikes,
+  watchdog,
+)
+
+
+def _step():
+  x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+  traced = jax.jit(lambda x: x @ x).trace(x)
+  return traced, traced.lower().compile()
+
+
+def test_without_arguments_it_watches_and_writes_nothing(
+  tmp_path, monkeypatch, capsys
+):
+  monkeypatch.chdir(tmp_path)
+  with observer.Observer() as watching, watching.training(0):
+    with watching.span(goodput.Cause.EVALUATION):
+      pass
+    watching.dispatched(1, before={}, after={})
+    watching.finished(1, {"loss": float("nan")})
+    assert watching.figures(0.5) == {"step_seconds": 0.5}
+  assert list(tmp_path.iterdir()) == []
+  assert capsys.readouterr() == ("", "")
+
+
+def test_figures_of_a_compiled_step(capsys):
+  watching = observer.Observer()
+  devices = jax.devices()[:2]
+  watching.compiled(*_step(), length=8, devices=devices)
+  assert "so there is no MFU" in capsys.readouterr().out
+  figures = watching.figures(1e-6)
+  assert figures["model_tflops_per_device"] == pytest.approx(
+    2 * 8**3 / 1e-6 / 2 / 1e12
+  )
+  assert figures["step_memory_bytes"] >= 2 * 8 * 8 * 4
+  assert figures["host_memory_peak_bytes"] >= figures["host_memory_bytes"] > 0
+  assert 0 <= figures["goodput"] <= 1
+
+
+def _full(tmp_path, **options):
+  return observer.Observer(
+    settings.Settings(
+      watchdog=watchdog.WatchdogSettings(min_seconds=0.05, factor=1.0),
+      spikes=spikes.SpikeSettings(window=4, min_steps=2),
+    ),
+    run_dir=epath.Path(tmp_path),
+    **options,
+  )
+
+
+def test_spikes_name_the_batch_of_their_own_step(tmp_path):
+  # Two steps are in flight when the first one's metrics are read.
+  with _full(tmp_path) as watching:
+    for step in range(1, 7):
+      watching.dispatched(step, before={"at": step - 1}, after={"at": step})
+      if step > 1:
+        loss = 9.0 if step - 1 == 4 else 2.0
+        watching.finished(step - 1, {"loss": loss})
+  [spike] = spikes.read(tmp_path / "spikes.jsonl")
+  assert spike.step == 4
+  assert spike.position_before == {"at": 3}
+  assert spike.position_after == {"at": 4}
+
+
+@pytest.mark.parametrize(
+  ("cause", "speaks"),
+  [
+    (goodput.Cause.CHECKPOINT, True),
+    (goodput.Cause.EVALUATION, False),
+    (goodput.Cause.COMPILE, False),
+  ],
+)
+def test_watchdog_sleeps_in_all_but_checkpoints(
+  tmp_path, capsys, cause, speaks
+):
+  with _full(tmp_path) as watching, watching.training(3), watching.span(cause):
+    time.sleep(0.5)
+  assert ("after step 3" in capsys.readouterr().err) == speaks
+  assert (tmp_path / "stacks-3.txt").exists() == speaks
+
+
+def test_watchdog_sleeps_before_and_after_the_loop(tmp_path):
+  with _full(tmp_path) as watching:
+    time.sleep(0.2)
+    with watching.training(0):
+      pass
+    watching.finished(1, {"loss": 1.0})
+    time.sleep(0.2)
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_of_the_loop_is_not_hidden_by_a_full_disk(tmp_path):
+  (tmp_path / "file").write_text("")
+  ledger = goodput.Ledger(epath.Path(tmp_path) / "file" / "goodput.jsonl")
+
+  def fail():
+    with observer.Observer(ledger=ledger) as watching, watching.training(0):
+      raise ValueError("the first error")
+
+  with pytest.raises(ValueError, match="the first error"):
+    fail()
+
+
+def test_a_loop_that_fails_leaves_its_account(tmp_path):
+  path = epath.Path(tmp_path) / "goodput.jsonl"
+
+  def fail():
+    watching = observer.Observer(ledger=goodput.Ledger(path))
+    with watching, watching.training(0):
+      watching.finished(1, {})
+      raise ValueError("no")
+
+  with pytest.raises(ValueError, match="no"):
+    fail()
+  [attempt] = goodput.read(path)
+  assert attempt.last_step == 1
+  assert not attempt.finished
+
+
+def test_the_devices_are_drained_at_the_edges_of_a_profile_only(
+  tmp_path, capsys
+):
+  drained = []
+
+  @contextlib.contextmanager
+  def paused():
+    drained.append(step)
+    yield
+
+  given = launch.Launch(profile=profile_window.parse("2:4"))
+  with _full(tmp_path, launch=given) as watching:
+    for step in range(1, 6):
+      with watching.before_step(step, paused=paused):
+        pass
+  assert drained == [2, 4]
+  assert "profile of the steps 2:4: " in capsys.readouterr().out
+  assert list((tmp_path / "profile").glob("plugins/profile/*/*.xplane.pb"))
+
+
+@pytest.mark.parametrize(("step", "is_said"), [(2, False), (3, True)])
+def test_a_window_that_the_run_has_left_behind_is_said(
+  tmp_path, capsys, step, is_said
+):
+  given = launch.Launch(profile=profile_window.parse("2:4"))
+  _full(tmp_path, launch=given, resume_step=step)
+  said = f"nothing is profiled: --profile_steps=2:4 lies before step {step + 1}"
+  assert (said in capsys.readouterr().out) == is_said
+
+
+def test_a_profile_that_an_error_cuts_short_is_written(tmp_path):
+  given = launch.Launch(profile=profile_window.parse("1:9"))
+
+  def fail():
+    with _full(tmp_path, launch=given) as watching:
+      with watching.before_step(1, paused=contextlib.nullcontext):
+        pass
+      raise OSError("disk")
+
+  with pytest.raises(OSError, match="disk"):
+    fail()
+  assert list((tmp_path / "profile").glob("plugins/profile/*/*.xplane.pb"))

@@ -1,0 +1,94 @@
+"""Tests for profiles of a few steps."""
+
+from etils import epath
+import jax
+import jax.numpy as jnp
+import pytest
+
+from paxon.runner.monitoring import profile_window, profiling
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ("", r"--profile_steps= must be two numbers of steps, such as 10:13"),
+    ("10", r"--profile_steps=10 must be two numbers"),
+    ("a:b", r"must be two numbers"),
+    ("1:2:3", r"must be two numbers"),
+    ("-1:3", r"must be two numbers"),
+    ("1.5:3", r"must be two numbers"),
+    ("0:3", r"--profile_steps=0:3: the first step has number 1"),
+    ("5:5", r"--profile_steps=5:5 holds no step: .* must be at least 6"),
+    ("7:5", r"holds no step: .* must be at least 8"),
+  ],
+)
+def test_windows_that_cannot_be_read(text, message):
+  with pytest.raises(ValueError, match=message):
+    profile_window.parse(text)
+
+
+def test_a_window_is_a_slice():
+  window = profile_window.parse("10:13")
+  assert [step for step in range(20) if step in window] == [10, 11, 12]
+  assert str(window) == "10:13"
+
+
+def test_a_window_ends_with_the_training():
+  window = profile_window.parse("10:13")
+  profile_window.check(window, num_train_steps=12)
+  with pytest.raises(
+    ValueError, match=r"=10:13 goes on to step 12, but num_train_steps is 11"
+  ):
+    profile_window.check(window, num_train_steps=11)
+
+
+def _run(profiler, steps):
+  """Runs steps as the loop does; returns where the window had an edge."""
+  edges, lines = [], []
+  add = jax.jit(lambda x: x + 1)
+  x = jnp.zeros(4)
+  for step in steps:
+    if profiler.is_edge(step):
+      x.block_until_ready()
+      edges.append(step)
+      lines.append(profiler.move(step))
+    with profiler.step(step):
+      x = add(x)
+  x.block_until_ready()
+  lines.append(profiler.close())
+  return edges, [line for line in lines if line]
+
+
+@pytest.mark.parametrize(
+  ("text", "edges"), [("2:4", [2, 4]), ("1:3", [1, 3]), ("5:7", [5])]
+)
+def test_the_window_is_traced_once(tmp_path, text, edges):
+  folder = epath.Path(tmp_path) / "profile"
+  profiler = profiling.Profiler(profile_window.parse(text), folder)
+  found, lines = _run(profiler, range(1, 7))
+  assert found == edges
+  assert lines == [f"profile of the steps {text}: {folder}"]
+  [path] = folder.glob("plugins/profile/*/*.xplane.pb")
+  first, stop = map(int, text.split(":"))
+  trace = jax.profiler.ProfileData.from_file(str(path))
+  names = [
+    event.name
+    for plane in trace.planes
+    for line in plane.lines
+    for event in line.events
+  ]
+  assert names.count("train") == stop - first
+  assert b"step_num" in path.read_bytes()
+  assert _run(profiler, range(1, 7)) == ([], [])
+
+
+def test_a_run_that_goes_on_behind_the_window_traces_nothing(tmp_path):
+  folder = epath.Path(tmp_path) / "profile"
+  profiler = profiling.Profiler(profile_window.parse("2:4"), folder)
+  assert _run(profiler, range(4, 7)) == ([], [])
+  assert not folder.exists()
+
+
+def test_without_a_window_nothing_happens(tmp_path):
+  profiler = profiling.Profiler(None, epath.Path(tmp_path))
+  assert _run(profiler, range(1, 4)) == ([], [])

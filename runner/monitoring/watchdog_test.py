@@ -1,0 +1,125 @@
+"""Tests for the watchdog."""
+
+import threading
+import time
+
+from etils import epath
+import pytest
+
+from paxon.runner.monitoring import watchdog
+
+
+class _Clock:
+  def __init__(self):
+    self.now = 0.0
+
+  def __call__(self):
+    return self.now
+
+
+def _make(tmp_path, clock, **settings):
+  return watchdog.Watchdog(
+    watchdog.WatchdogSettings(**settings), epath.Path(tmp_path), clock=clock
+  )
+
+
+def test_speaks_once_a_hang_and_again_at_the_next(tmp_path, capsys):
+  clock = _Clock()
+  dog = _make(tmp_path, clock, min_seconds=10.0, factor=3.0)
+  dog.arm(4)
+  clock.now = 9.9
+  assert dog.check() is None
+  clock.now = 10.0
+  text = dog.check()
+  assert text.startswith(
+    "No step has finished for 10.0 s (limit 10.0 s), after"
+  )
+  assert "after step 4." in text
+  assert "test_speaks_once_a_hang" in text
+  assert capsys.readouterr().err == text + "\n"
+  assert (tmp_path / "stacks-4.txt").read_text() == text
+  clock.now = 1000.0
+  assert dog.check() is None
+  dog.beat(5)
+  clock.now += 5000
+  assert "after step 5." in dog.check()
+  assert {p.name for p in tmp_path.iterdir()} == {
+    "stacks-4.txt",
+    "stacks-5.txt",
+  }
+
+
+def test_limit_follows_the_median_step(tmp_path):
+  clock = _Clock()
+  dog = _make(tmp_path, clock, min_seconds=1.0, factor=3.0)
+  dog.arm(0)
+  assert dog.limit() == 1.0
+  # One slow step among many moves nothing.
+  for step, seconds in enumerate((2.0, 2.0, 50.0, 2.0, 2.0), start=1):
+    clock.now += seconds
+    dog.beat(step)
+  assert dog.limit() == 6.0
+  clock.now += 5.9
+  assert dog.check() is None
+  clock.now += 0.2
+  assert dog.check()
+
+
+def test_is_silent_while_suspended_and_counts_from_its_end(tmp_path):
+  clock = _Clock()
+  dog = _make(tmp_path, clock, min_seconds=10.0)
+  clock.now = 99.0
+  assert dog.check() is None
+  dog.arm(0)
+  with dog.suspended():
+    clock.now += 1000
+    assert dog.check() is None
+  clock.now += 9
+  assert dog.check() is None
+  dog.beat(1)
+  # The time of the context is no step's.
+  assert dog.limit() == max(10.0, 20 * 9.0)
+  clock.now += 181
+  assert dog.check()
+
+
+def test_thread_finds_a_real_hang(tmp_path, capsys):
+  release = threading.Event()
+
+  def the_place_that_hangs():
+    release.wait(20)
+
+  stuck = threading.Thread(target=the_place_that_hangs)
+  stuck.start()
+  path = tmp_path / "stacks-7-host3.txt"
+  settings = watchdog.WatchdogSettings(min_seconds=0.1)
+  with watchdog.Watchdog(settings, epath.Path(tmp_path), host="-host3") as dog:
+    dog.arm(7)
+    deadline = time.monotonic() + 15
+    while not path.exists() and time.monotonic() < deadline:
+      time.sleep(0.01)
+  release.set()
+  stuck.join()
+  assert "the_place_that_hangs" in path.read_text()
+  assert "the_place_that_hangs" in capsys.readouterr().err
+  assert not [t for t in threading.enumerate() if t.name == "watchdog"]
+
+
+def test_a_file_that_cannot_be_written_does_not_end_the_watch(tmp_path, capsys):
+  (tmp_path / "file").write_text("")
+  folder = epath.Path(tmp_path) / "file"
+  settings = watchdog.WatchdogSettings(min_seconds=0.02)
+  with watchdog.Watchdog(settings, folder) as dog:
+    for step in (1, 2):
+      dog.arm(step)
+      time.sleep(0.2)
+  assert capsys.readouterr().err.count("No step has finished") == 2
+
+
+@pytest.mark.parametrize("field", ["min_seconds", "factor"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
+def test_settings(field, value):
+  with pytest.raises(
+    ValueError, match=rf"WatchdogSettings.{field} must be positive"
+  ):
+    watchdog.WatchdogSettings(**{field: value})

@@ -1,0 +1,84 @@
+"""Tests that really compile for hardware that is not here.
+
+The compiler for CUDA is here always, that for TPUs under `--config=plan`.
+"""
+
+import subprocess
+import sys
+
+import pytest
+
+from paxon.runner.configuration import overrides
+from paxon.runner.plan import testing
+from paxon.runner.plan.program_text import collectives, hlo
+from paxon.runner.planning import child
+
+_TINY = "runner.training.testing.TinyLm"
+
+
+@pytest.mark.parametrize(
+  ("text", "spec", "mesh", "file"),
+  [
+    ("h200:1x8", "fsdp=8", {"fsdp": 8}, "h200_1x8.txt"),
+    ("v5e:2x4", "fsdp=4,tensor=2", {"fsdp": 4, "tensor": 2}, "v5e_2x4.txt"),
+  ],
+)
+def test_a_loop_communicates_as_in_the_stored_text(
+  tmp_path, text, spec, mesh, file
+):
+  target = testing.target(text)
+  output = tmp_path / "program.txt"
+  subprocess.run(
+    [sys.executable, "-m", testing.__name__, text, spec, str(output)],
+    env=child.environment(target, is_compiled=True),
+    capture_output=True,
+    timeout=300,
+    check=True,
+  )
+
+  def sums(program):
+    found = collectives.find(hlo.parse(program), mesh=mesh)
+    assert found.notes == ()
+    totals: dict = {}
+    for c in found.collectives:
+      key = c.kind, c.axes, c.payload_bytes
+      totals[key] = totals.get(key, 0) + c.count
+    return totals
+
+  assert sums(output.read_text()) == sums(testing.stored(file))
+
+
+@pytest.mark.parametrize("text", ["h200:1x1", "v5e:1x1"])
+def test_plans_the_real_train_step(text):
+  plan = child.plan(
+    _TINY, [], testing.target(text), is_compiled=True, time_limit=600.0
+  )
+  assert plan.compiled
+  memory = plan.memory
+  assert memory.peak is not None
+  assert memory.arguments is not None
+  assert memory.state_and_batch <= memory.arguments <= memory.peak
+  assert plan.fit == "fits"
+  assert plan.bound is not None
+  assert plan.bound.step > 0
+  # Each product of what was traced is in the text, and none twice.
+  assert plan.compiled_flops == pytest.approx(plan.flops.hardware, rel=0.02)
+  assert plan.hbm_bytes is not None
+  assert plan.hbm_bytes > memory.parameters
+  estimate = plan.estimate
+  assert estimate is not None, plan.notes
+  assert plan.bound.compute < estimate.data_sheet_step < estimate.step
+  assert estimate.mfu < estimate.data_sheet_mfu < estimate.ceiling_mfu
+
+
+def test_a_tpu_program_that_does_not_fit_is_refused():
+  target = testing.target("v5e:1x1")
+  given = [
+    overrides.Override(path, text)
+    for path, text in (("embed_dim", "16384"), ("global_batch_size", "8"))
+  ]
+  plan = child.plan(_TINY, given, target, is_compiled=True, time_limit=600.0)
+  assert plan.fit == "does not fit"
+  assert plan.memory.refusal is not None
+  assert "RESOURCE_EXHAUSTED" in plan.memory.refusal
+  assert plan.advice

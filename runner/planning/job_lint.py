@@ -1,0 +1,114 @@
+"""The sharding lint of a job, before any backend of JAX is touched."""
+
+import dataclasses
+import math
+
+import jax
+
+from paxon.inputs import base_input
+from paxon.runner import job as job_lib
+from paxon.runner import user_error
+from paxon.runner.training import model_loss
+from paxon.sharding import axes, lint, variables
+from paxon.sharding import mesh as meshes
+
+
+@dataclasses.dataclass(frozen=True)
+class JobShapes:
+  """Shapes of a job's variables and of a global batch.
+
+  Attributes:
+    specs: Of each variable.
+    batch: Shape and dtype of each array.
+  """
+
+  specs: variables.Specs
+  batch: base_input.Shapes
+
+  def to_text(self) -> str:
+    """Returns one line a variable or array: name, shape, dtype and axes."""
+    lines = [
+      f"{spec.name} {spec.shape} {spec.dtype} {spec.axes}"
+      for spec in jax.tree.leaves(
+        self.specs, is_leaf=lambda x: isinstance(x, variables.VariableSpec)
+      )
+    ]
+    lines += [
+      f"batch/{name} {shape} {dtype}"
+      for name, (shape, dtype) in sorted(self.batch.items())
+    ]
+    return "\n".join(lines)
+
+
+def shapes_of(job: job_lib.Job) -> JobShapes:
+  """Returns the shapes of a job, for which nothing is computed.
+
+  Raises:
+    UserError: The training input has no batch.
+  """
+  shapes = _batch_shapes(job.train_input)
+  batch = {
+    name: jax.ShapeDtypeStruct(shape, dtype)
+    for name, (shape, dtype) in shapes.items()
+  }
+  abstract = model_loss.abstract_variables(job.task.model, batch)
+  return JobShapes(variables.specs_of(abstract), shapes)
+
+
+def check(
+  job: job_lib.Job,
+  *,
+  num_devices: int,
+  num_slices: int = 1,
+  shapes: JobShapes | None = None,
+) -> list[lint.Finding]:
+  """Checks the layout of a job's variables and batches.
+
+  Args:
+    job: The resolved configuration.
+    num_devices: Number of devices of its mesh.
+    num_slices: Number of TPU slices that they are in.
+    shapes: What `shapes_of` returned; by default it is called here.
+
+  Returns:
+    What `lint.check` found.
+
+  Raises:
+    UserError: The mesh cannot cover so many devices, or so many slices.
+  """
+  try:
+    full = meshes.MeshSpec.parse(job.mesh).resolve(num_devices)
+  except ValueError as error:
+    raise user_error.UserError(str(error)) from error
+  between = math.prod(full.dcn.values())
+  if num_slices > 1 and between != num_slices:
+    raise user_error.UserError(
+      f"mesh {job.mesh!r} has {between} parts over the slow network, but there"
+      f" are {num_slices} slices; write for example"
+      f" 'fsdp={num_devices // num_slices},dcn.data={num_slices}'."
+    )
+  shapes = shapes or shapes_of(job)
+  return lint.check(
+    shapes.specs,
+    batch={name: shape for name, (shape, _) in shapes.batch.items()},
+    mesh={axis: full.ici[axis] * full.dcn[axis] for axis in axes.MESH_AXES},
+    rules=job.rules,
+  )
+
+
+def _batch_shapes(source: base_input.BaseInput) -> base_input.Shapes:
+  """Shapes of a global batch: one host reads all of it."""
+  source.set_infeed_hosts(infeed_host_index=0, num_infeed_hosts=1)
+  position = source.get_state()
+  shapes = source.batch_shapes()
+  if shapes is not None:
+    return shapes
+  try:
+    batch = source.get_next()
+  except StopIteration:
+    raise user_error.UserError(
+      "The training input has no batch; it needs more data, or a smaller"
+      " global_batch_size."
+    ) from None
+  source.set_state(position)
+  return {name: (value.shape, value.dtype) for name, value in batch.items()}

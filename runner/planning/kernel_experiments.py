@@ -1,0 +1,174 @@
+"""Tiny experiments that expect kernels, rightly and wrongly, for tests.
+
+`python -m paxon.runner.planning.kernel_experiments TARGET PACKED FILE`
+writes what the compiler for a target makes of cuDNN attention and its gradient.
+"""
+
+import pathlib
+import sys
+from typing import ClassVar, Literal
+
+import fiddle as fdl
+import jax
+import jax.numpy as jnp
+
+from paxon.layers.attention import (
+  cudnn_attention,
+  kernels,
+  position_bias,
+  ring,
+  splash,
+)
+from paxon.layers.attention import mask as attention_mask
+from paxon.runner import job as job_lib
+from paxon.runner.plan import kernel_contract, topology
+from paxon.runner.plan import target as targets
+from paxon.runner.training import testing
+from paxon.sharding import layout as layouts
+from paxon.sharding import mesh as meshes
+
+LENGTH, HEADS, HEAD_DIM = 640, 4, 64
+
+
+def _both_passes(
+  kernel: str,
+) -> tuple[fdl.Config[kernel_contract.ExpectedKernel], ...]:
+  return tuple(
+    fdl.Config(kernel_contract.ExpectedKernel, part=part, kernel=kernel)
+    for part in (kernel_contract.FORWARD, kernel_contract.BACKWARD)
+  )
+
+
+class ExpectsCudnn(testing.TinyLm):
+  """Expects cuDNN's attention and has it."""
+
+  dtype = "bfloat16"
+  head_dim: int = 8
+  kernel: Literal["cudnn", "plain", "fused"] = "cudnn"
+  packed: bool = False
+
+  _kernels: ClassVar = {"plain": kernels.plain, "fused": kernels.fused}
+
+  def expected_kernels(
+    self,
+  ) -> tuple[fdl.Config[kernel_contract.ExpectedKernel], ...]:
+    """Returns both passes of attention."""
+    return _both_passes(kernel_contract.CUDNN)
+
+  def adjust(self, config: fdl.Config[job_lib.Job]) -> None:
+    """Sets the kernel and the width of heads."""
+    attention = config.task.model.stack.blocks[0].attention
+    attention.head_dim = self.head_dim
+    cudnn = fdl.Partial(cudnn_attention.cudnn, packed=self.packed)
+    attention.kernel = self._kernels.get(self.kernel, cudnn)
+
+
+class ExpectsCudnnOfPlain(ExpectsCudnn):
+  """Expects cuDNN's attention, but its layers have another kernel."""
+
+  kernel = "plain"
+  packed = True
+
+
+class HasKernel(testing.TinyLm):
+  """Has one of the kernels that do not serve every layer."""
+
+  dtype = "bfloat16"
+  kernel: Literal["cudnn", "splash", "ring"] = "splash"
+  position_bias: bool = False
+  generates: bool = False
+
+  _kernels: ClassVar = {
+    "cudnn": cudnn_attention.cudnn,
+    "splash": fdl.Config(splash.Splash),
+    "ring": fdl.Config(ring.Ring),
+  }
+
+  def adjust(self, config: fdl.Config[job_lib.Job]) -> None:
+    """Sets the kernel, and what is added to logits."""
+    if not self.generates:
+      config.generation = None
+    attention = config.task.model.stack.blocks[0].attention
+    attention.kernel = self._kernels[self.kernel]
+    if self.position_bias:
+      attention.position_bias = fdl.Config(position_bias.Alibi)
+
+
+class ExpectsSplash(HasKernel):
+  """Expects splash attention and has it."""
+
+  def expected_kernels(
+    self,
+  ) -> tuple[fdl.Config[kernel_contract.ExpectedKernel], ...]:
+    """Returns both passes of attention."""
+    return _both_passes(kernel_contract.SPLASH)
+
+
+class ExpectsRing(HasKernel):
+  """Expects ring attention and has it."""
+
+  kernel = "ring"
+
+  def expected_kernels(
+    self,
+  ) -> tuple[fdl.Config[kernel_contract.ExpectedKernel], ...]:
+    """Returns both passes of attention."""
+    return _both_passes(kernel_contract.RING)
+
+
+class Expects(testing.TinyLm):
+  """Expects one kernel, by default one that every platform has."""
+
+  part: str = kernel_contract.PRODUCTS
+  kernel: str = kernel_contract.XLA
+
+  def expected_kernels(
+    self,
+  ) -> tuple[fdl.Config[kernel_contract.ExpectedKernel], ...]:
+    """Returns what the knobs say."""
+    return (
+      fdl.Config(
+        kernel_contract.ExpectedKernel, part=self.part, kernel=self.kernel
+      ),
+    )
+
+
+def compiled(target: targets.Target, *, packed: bool) -> jax.stages.Compiled:
+  """Compiles the gradient of attention for one device."""
+  devices = topology.devices(target)
+  mesh = meshes.make_mesh(meshes.MeshSpec.parse("fsdp=1"), devices=devices)
+  layout = layouts.Layout(mesh)
+
+  def loss(inputs: tuple[jax.Array, ...], ids: jax.Array) -> jax.Array:
+    query, key, value = inputs
+    mask = attention_mask.AttentionMask(
+      q_positions=ids,
+      kv_positions=ids,
+      q_segment_ids=ids,
+      kv_segment_ids=ids,
+    )
+    out = cudnn_attention.cudnn(query, key, value, mask, packed=packed)
+    return jnp.sum(out.astype(jnp.float32))
+
+  heads = jax.ShapeDtypeStruct(
+    (2, LENGTH, HEADS, HEAD_DIM),
+    jnp.bfloat16,
+    sharding=layout.batch_sharding(4),
+  )
+  ids = jax.ShapeDtypeStruct(
+    (2, LENGTH), jnp.int32, sharding=layout.batch_sharding(2)
+  )
+  traced = layout.jit(jax.grad(loss)).trace((heads,) * 3, ids)
+  return topology.compile_for(target, traced, mesh)
+
+
+def main(arguments: list[str]) -> int:
+  """Compiles and writes the text."""
+  target, packed, file = arguments
+  found = compiled(targets.parse(target), packed=bool(int(packed)))
+  pathlib.Path(file).write_text(found.as_text() or "")
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,377 @@
+"""Plans one job on one target: traces, compiles and reads its train step.
+
+Nothing is computed and no array is made. The target's variables must be set and
+its compiler installed, see `topology`.
+"""
+
+from collections.abc import Iterable, Mapping
+import hashlib
+import importlib.metadata
+import math
+import os
+import re
+import time
+from typing import Any
+
+import jax
+
+from paxon.runner import compiler_options
+from paxon.runner import job as job_lib
+from paxon.runner.plan import (
+  advice,
+  hardware,
+  kernel_contract,
+  quantized_products,
+  result,
+  roofline,
+  topology,
+)
+from paxon.runner.plan import flops as flops_lib
+from paxon.runner.plan import target as targets
+from paxon.runner.plan.estimate import calibration as calibrations
+from paxon.runner.plan.estimate import placement, prediction
+from paxon.runner.plan.memory import forecast as forecast_lib
+from paxon.runner.plan.program_text import hlo
+from paxon.runner.plan.program_text import reading as reading_lib
+from paxon.runner.planning import tracing
+from paxon.runner.training import expected_kernels
+from paxon.runner.training import session as session_lib
+from paxon.sharding import axes, variables
+from paxon.sharding import mesh as meshes
+
+_SOURCE = re.compile(r",? ?metadata=\{[^}]*\}")
+# Whether Triton multiplies too, and what XLA gives cuBLAS to work in, less on
+# GPUs before Hopper.
+_TRITON = "xla_gpu_enable_triton_gemm"
+_SCRATCH, _OLD_SCRATCH = 32 * 2**20, 4 * 2**20
+_OLD_GPUS = ("a100",)
+_DISTRIBUTIONS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin")
+
+
+def measure(
+  job: job_lib.Job,
+  target: targets.Target,
+  *,
+  experiment: str,
+  overrides: Iterable[str] = (),
+  is_compiled: bool = True,
+) -> result.Plan:
+  """Plans a job.
+
+  Args:
+    job: The resolved configuration.
+    target: What to plan for. To trace only, `num_devices` CPU devices stand in
+      for its devices.
+    experiment: Its name, for the plan.
+    overrides: Assignments of the command line, for the plan.
+    is_compiled: Whether to compile, or to trace only.
+
+  Returns:
+    The plan, without the findings of the lint.
+
+  Raises:
+    UserError: The mesh does not fit the target, a size does not divide, or the
+      step has other kernels than expected.
+  """
+  expected_kernels.check_devices(
+    job, platform=target.hardware.platform, where=target.text
+  )
+  devices = topology.devices(target) if is_compiled else jax.devices("cpu")
+  session = session_lib.open_session(job, devices=devices)
+  traced, obstacles = tracing.trace(session)
+  flops = flops_lib.count(traced.jaxpr)
+  memory = _closed_form(session, target)
+  mesh = session.layout.mesh
+  program = _Program(target, session)
+  if is_compiled and not obstacles:
+    memory = program.compile(traced, memory, flops)
+    expected_kernels.check(
+      job,
+      program.kernel_choices,
+      platform=target.hardware.platform,
+      quantized=program.quantized_products(flops),
+    )
+  memory = _forecast(session, traced, memory, target)
+  kind = target.hardware
+  quantized = program.quantized_products(flops)
+  collectives = roofline.summarize(
+    program.reading.communication.collectives,
+    kind=kind,
+    domains=program.domains,
+  )
+  inputs = session.batch.get("inputs")
+  shape = None if inputs is None else inputs.shape
+  is_rows = shape is not None and len(shape) > 1
+  notes = [*obstacles, *flops.notes, *program.reading.notes]
+  if program.is_compiled:
+    notes += compiler_options.differences(kind.platform)
+  estimate, why_not = program.estimate(flops, shape)
+  notes += why_not
+  return result.Plan(
+    experiment=experiment,
+    overrides=tuple(overrides),
+    target=target.text,
+    device_kind=kind.name,
+    num_devices=target.num_devices,
+    num_chips=target.num_chips,
+    mesh={name: size for name, size in mesh.shape.items() if size > 1},
+    batch={name: tuple(x.shape) for name, x in session.batch.items()},
+    compiled=program.is_compiled,
+    memory=memory,
+    flops=result.Flops(
+      model=flops.model_flops,
+      causal_model=flops.causal_model_flops(shape[1]) if is_rows else None,
+      hardware=flops.hardware_flops,
+      recomputed=flops.phase(flops_lib.Phase.REMAT),
+      by_part=flops.by("part"),
+      by_kind=flops.by("kind"),
+      by_dtype=flops.by("dtype"),
+    ),
+    collectives=collectives,
+    kernels=program.reading.communication.kernels,
+    kernel_choices=program.kernel_choices,
+    quantized_products=quantized,
+    compiler_options=compiler_options.to_text(
+      compiler_options.for_hardware(
+        job.compiler_options,
+        kind,
+        num_devices=target.num_devices,
+        sets=job.compiler_option_sets,
+      )
+    ),
+    bound=roofline.bound(
+      flops,
+      kind=kind,
+      num_devices=target.num_devices,
+      collectives=collectives,
+      traffic=program.traffic,
+      batch_shape=shape,
+    ),
+    estimate=estimate,
+    hbm_bytes=program.reading.hbm_bytes,
+    compiled_flops=program.reading.compiled_flops,
+    resharding=program.reading.resharding,
+    warnings=(
+      *program.reading.warnings,
+      *quantized_products.warnings(quantized),
+    ),
+    fit=memory.fit.value,
+    advice=advice.of(memory, flops, mesh=dict(mesh.shape), batch=shape),
+    findings=(),
+    notes=tuple(notes),
+    fingerprint=program.fingerprint,
+    versions=_versions(),
+    compile_seconds=program.seconds,
+  )
+
+
+def without_sources(text: str) -> str:
+  """Returns a compiled text without names of files, lines and operations."""
+  # Tables of files and lines stand before the first computation.
+  begin = re.search(r"^(?:ENTRY )?%", text, re.MULTILINE)
+  return _SOURCE.sub("", text[begin.start() if begin else 0 :])
+
+
+class _Program:
+  """The compiled step; empty until it is compiled."""
+
+  def __init__(
+    self, target: targets.Target, session: session_lib.Session
+  ) -> None:
+    self._target = target
+    self._mesh = session.layout.mesh
+    self._job = session.job
+    full = meshes.MeshSpec.parse(session.job.mesh).resolve(self._mesh.size)
+    self._dcn = [axis for axis in axes.MESH_AXES if full.dcn[axis] > 1]
+    self._batch_axes = _axes_of_rows(session.batch)
+    self.is_compiled = False
+    self.domains = [0] * self._mesh.size
+    self.reading = reading_lib.NOTHING
+    self.fingerprint: str | None = None
+    self.seconds: float | None = None
+    self.traffic: float | None = None
+    self._text: hlo.Program | None = None
+    self.kernel_choices: tuple[result.KernelChoice, ...] = ()
+
+  def compile(
+    self,
+    traced: jax.stages.Traced,
+    memory: result.Memory,
+    flops: flops_lib.Flops,
+  ) -> result.Memory:
+    """Compiles and reads; returns the memory as the compiler sees it."""
+    begin = time.monotonic()
+    try:
+      compiled = topology.compile_for(
+        self._target,
+        traced,
+        self._mesh,
+        given=self._job.compiler_options,
+        sets=self._job.compiler_option_sets,
+      )
+    except jax.errors.JaxRuntimeError as error:
+      if "RESOURCE_EXHAUSTED" not in str(error):
+        raise
+      self.seconds = time.monotonic() - begin
+      return _with(memory, refusal=str(error).splitlines()[0])
+    self.seconds = time.monotonic() - begin
+    self.is_compiled = True
+    text = compiled.as_text() or ""
+    stripped = without_sources(text).encode()
+    self.fingerprint = hashlib.sha256(stripped).hexdigest()
+    self.domains = topology.domains(self._target, self._mesh)
+    self._text = hlo.parse(text)
+    self.kernel_choices = kernel_contract.choices(
+      self._text,
+      is_tuned=self._target.hardware.platform is not hardware.Platform.CUDA,
+    )
+    self.reading = reading_lib.read(
+      self._text,
+      mesh=dict(self._mesh.shape),
+      dcn=self._dcn,
+      batch_axes=self._batch_axes,
+      platform=self._target.hardware.platform.value,
+      traced=flops.by("part"),
+    )
+    sizes = compiled.memory_analysis()
+    assert sizes is not None
+    self.traffic = float(
+      sizes.argument_size_in_bytes + sizes.output_size_in_bytes
+    )
+    return _with(
+      memory,
+      arguments=sizes.argument_size_in_bytes,
+      temporaries=sizes.temp_size_in_bytes,
+      peak=_peak(sizes, self._target.hardware.platform),
+    )
+
+  def quantized_products(
+    self, flops: flops_lib.Flops
+  ) -> tuple[result.QuantizedProduct, ...]:
+    """Returns what those run as that a quantization recipe covers."""
+    return quantized_products.of(
+      flops,
+      self._text,
+      kind=self._target.hardware,
+      num_devices=self._mesh.size,
+    )
+
+  def estimate(
+    self, flops: flops_lib.Flops, batch_shape: tuple[int, ...] | None
+  ) -> tuple[result.Estimate | None, tuple[str, ...]]:
+    """Returns the estimate of the step's time, and why there is none."""
+    if self._text is None:
+      return None, ()
+    kind = self._target.hardware
+    return prediction.of(
+      self._text,
+      communication=self.reading.communication,
+      placement=placement.of(kind, list(self._mesh.devices.flat), self.domains),
+      kind=kind,
+      calibration=calibrations.chosen(kind, os.environ),
+      flops=flops,
+      batch_shape=batch_shape,
+    )
+
+
+def _axes_of_rows(batch: Mapping[str, jax.ShapeDtypeStruct]) -> list[str]:
+  """The mesh axes over which a batch is split."""
+  found: dict[str, None] = {}
+  for array in batch.values():
+    spec = getattr(array.sharding, "spec", None) or (None,)
+    rows = spec[0] or ()
+    found |= dict.fromkeys((rows,) if isinstance(rows, str) else rows)
+  return list(found)
+
+
+def _forecast(
+  session: session_lib.Session,
+  traced: jax.stages.Traced,
+  memory: result.Memory,
+  target: targets.Target,
+) -> result.Memory:
+  """Returns the memory with the closed form of what lives during the step."""
+  found = forecast_lib.forecast(
+    traced,
+    inputs=(session.abstract_state(), dict(session.batch)),
+    mesh=session.layout.mesh,
+    arguments=memory.arguments or memory.state_and_batch,
+    platform=target.hardware.platform,
+  )
+  scratch = _scratch(session.job, target)
+  return _with(memory, saved=found.saved, forecast=found.peak + scratch)
+
+
+def _scratch(job: job_lib.Job, target: targets.Target) -> int:
+  """Bytes that products of cuBLAS work in; those of Triton need none."""
+  kind = target.hardware
+  options = compiler_options.for_hardware(
+    job.compiler_options,
+    kind,
+    num_devices=target.num_devices,
+    sets=job.compiler_option_sets,
+  )
+  is_cuda = kind.platform is hardware.Platform.CUDA
+  if not is_cuda or options.get(_TRITON) is not False:
+    return 0
+  return _OLD_SCRATCH if kind.name in _OLD_GPUS else _SCRATCH
+
+
+def _peak(sizes: Any, platform: hardware.Platform) -> int:
+  """Bytes in use at most, arguments included."""
+  if platform is hardware.Platform.TPU:
+    # Less than the sum, because the compiler reuses arguments' memory.
+    return sizes.peak_memory_in_bytes
+  # Results that are not donated arguments live beside the temporaries.
+  added = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+  return sizes.argument_size_in_bytes + sizes.temp_size_in_bytes + added
+
+
+def _with(memory: result.Memory, **fields: Any) -> result.Memory:
+  return result.Memory(**vars(memory) | fields)
+
+
+def _closed_form(
+  session: session_lib.Session, target: targets.Target
+) -> result.Memory:
+  """Sizes that follow from shapes and shardings."""
+  state = session.abstract_state()
+  specs = jax.tree.leaves(session.specs)
+  arrays = jax.tree.leaves(state.variables)
+  trained = [
+    spec.trainable and spec.update is variables.UpdateRule.OPTIMIZER
+    for spec in specs
+  ]
+  pairs = list(zip(arrays, trained, strict=True))
+  everything = _bytes(jax.tree.leaves(state))
+  return result.Memory(
+    parameters=_bytes(array for array, is_trained in pairs if is_trained),
+    other_variables=_bytes(a for a, is_trained in pairs if not is_trained),
+    optimizer=everything - _bytes(arrays),
+    batch=_bytes(session.batch.values()),
+    gradients=sum(
+      4 * _size(array) for array, is_trained in pairs if is_trained
+    ),
+    usable=target.hardware.usable_bytes,
+    capacity=target.hardware.memory_bytes,
+  )
+
+
+def _bytes(arrays: Iterable[jax.ShapeDtypeStruct]) -> int:
+  return sum(_size(array) * array.dtype.itemsize for array in arrays)
+
+
+def _size(array: jax.ShapeDtypeStruct) -> int:
+  """Elements of an array on one device."""
+  assert array.sharding is not None
+  return math.prod(array.sharding.shard_shape(array.shape))
+
+
+def _versions() -> Mapping[str, str]:
+  found = {}
+  for name in _DISTRIBUTIONS:
+    try:
+      found[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+      continue
+  return found

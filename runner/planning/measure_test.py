@@ -1,0 +1,148 @@
+"""Tests for planning on this machine's devices, in one process."""
+
+import hashlib
+
+import fiddle as fdl
+import jax
+import pytest
+
+from paxon.layers import remat
+from paxon.runner import user_error
+from paxon.runner.plan import flops, result
+from paxon.runner.plan import target as targets
+from paxon.runner.planning import measure
+from paxon.runner.training import compiled_steps, session, testing
+
+_CPU8 = targets.parse("cpu:8")
+
+
+def _plan(job, **options):
+  return measure.measure(job, _CPU8, experiment="a.B", **options)
+
+
+def _job(policy=None, **knobs):
+  _, config = testing.make(**knobs)
+  config.task.model.stack.remat_policy = policy
+  return fdl.build(config)
+
+
+@pytest.fixture(scope="module", name="plan")
+def _plan_of_tiny():
+  return _plan(_job(mesh="fsdp=4,tensor=2"))
+
+
+def test_memory_by_arithmetic_is_what_the_compiler_says(plan):
+  memory = plan.memory
+  assert memory.arguments == memory.state_and_batch
+  # Adam keeps two moments of every parameter, and some counters.
+  assert 2 * memory.parameters <= memory.optimizer
+  assert memory.optimizer < 2 * memory.parameters + 64
+  assert memory.gradients == memory.parameters
+  assert memory.temporaries > 0
+  assert memory.peak >= memory.arguments + memory.temporaries
+  assert memory.fit is result.Fit.UNKNOWN
+
+
+def test_the_plan_is_of_the_program_that_runs(plan):
+  job = _job(mesh="fsdp=4,tensor=2")
+  opened = session.open_session(job)
+  compiled = compiled_steps.compile_train_step(opened)
+  text = measure.without_sources(compiled.as_text())
+  assert plan.fingerprint == hashlib.sha256(text.encode()).hexdigest()
+  sizes = compiled.memory_analysis()
+  assert plan.memory.temporaries == sizes.temp_size_in_bytes
+  traced = compiled_steps.trace_train_step(opened)
+  assert plan.flops.model == flops.count(traced.jaxpr).model_flops
+
+
+def test_the_options_of_a_run_are_those_of_its_plan(plan):
+  knobs = {
+    "mesh": "fsdp=4,tensor=2",
+    "compiler_options": {"xla_disable_hlo_passes": "fusion", "xla_gpu_x": 1},
+  }
+  planned = _plan(_job(**knobs))
+  opened = session.open_session(_job(**knobs))
+  assert opened.compiler_options == {"xla_disable_hlo_passes": "fusion"}
+  assert planned.compiler_options == opened.compiler_options
+  # They reach the compiler, of both.
+  assert planned.fingerprint != plan.fingerprint
+  text = measure.without_sources(
+    compiled_steps.compile_train_step(opened).as_text()
+  )
+  assert planned.fingerprint == hashlib.sha256(text.encode()).hexdigest()
+  assert plan.compiler_options == {}
+
+
+def test_the_options_of_an_absent_gpu_are_planned_with_ours():
+  job = _job(mesh="data=8", compiler_options={"xla_gpu_x": 1, "xla_tpu_x": 1})
+  planned = measure.measure(
+    job, targets.parse("h200:1x8"), experiment="a.B", is_compiled=False
+  )
+  assert planned.compiler_options == {
+    "xla_gpu_enable_latency_hiding_scheduler": "True",
+    "xla_gpu_x": "1",
+  }
+
+
+def test_an_option_that_the_compiler_does_not_know_is_refused():
+  job = _job(mesh="data=8", compiler_options={"xla_no_such_option": True})
+  with pytest.raises(
+    user_error.UserError, match=r"for cpu has no option 'xla_no_such_option'"
+  ):
+    _plan(job)
+
+
+def test_says_what_was_planned(plan):
+  assert (plan.num_devices, plan.num_chips) == (8, 8)
+  assert plan.mesh == {"fsdp": 4, "tensor": 2}
+  assert plan.batch["inputs"] == (8, 16)
+  assert plan.versions["jax"] == jax.__version__
+  assert plan.compiled
+  # No vendor states the rates of this machine.
+  assert plan.bound is None
+  assert plan.estimate is None
+  assert any("there is no calibration for cpu" in note for note in plan.notes)
+  assert {c.link for c in plan.collectives} == {"fast"}
+  kinds = {(c.kind, c.axes) for c in plan.collectives}
+  assert ("all-gather", ("fsdp",)) in kinds
+  assert ("all-reduce", ("tensor",)) in kinds
+
+
+def test_the_compiled_text_does_what_was_traced(plan):
+  assert plan.compiled_flops == pytest.approx(plan.flops.hardware, rel=0.01)
+  assert plan.hbm_bytes > plan.memory.arguments
+  # Tensor parallelism sums activations; nothing else moves them in the loop.
+  moved = {(entry.kind, entry.axes) for entry in plan.resharding}
+  assert moved == {("all-reduce", ("tensor",))}
+  assert plan.warnings == ()
+  assert not any("not known" in note for note in plan.notes)
+
+
+def test_without_a_compiler_there_is_the_closed_form(plan):
+  traced = _plan(_job(mesh="fsdp=4,tensor=2"), is_compiled=False)
+  assert not traced.compiled
+  assert traced.flops == plan.flops
+  assert traced.memory.state_and_batch == plan.memory.state_and_batch
+  assert traced.memory.peak is None
+  assert (traced.collectives, traced.fingerprint) == ((), None)
+
+
+def test_a_larger_batch_takes_more_temporaries(plan):
+  double = _plan(_job(mesh="fsdp=4,tensor=2", global_batch_size=16))
+  assert double.memory.temporaries > 1.2 * plan.memory.temporaries
+  assert double.memory.batch == 2 * plan.memory.batch
+  assert double.memory.parameters == plan.memory.parameters
+
+
+def test_recomputation_takes_less_and_is_reported():
+  knobs = {"mesh": "fsdp=8", "num_layers": 12, "global_batch_size": 64}
+  saved = _plan(_job(**knobs))
+  recomputed = _plan(_job(remat.save_nothing, **knobs))
+  assert recomputed.memory.temporaries < 0.8 * saved.memory.temporaries
+  assert recomputed.flops.model == saved.flops.model
+  assert saved.flops.recomputed == 0 < recomputed.flops.recomputed
+
+
+def test_a_mesh_that_does_not_fit_the_target():
+  with pytest.raises(user_error.UserError, match=r"needs exactly 4 devices"):
+    _plan(_job(mesh="fsdp=4"))

@@ -1,0 +1,342 @@
+"""Tests for `--mode=plan`, with real processes."""
+
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+from etils import epath
+import fiddle as fdl
+import pytest
+
+from paxon.runner import user_error
+from paxon.runner.configuration import overrides, resolving
+from paxon.runner.hosts import warm_python
+from paxon.runner.plan import result, topology
+from paxon.runner.plan import target as targets
+from paxon.runner.planning import (
+  child,
+  plan_key,
+  plan_program,
+  plan_search,
+  worker,
+)
+
+_TINY = "runner.training.testing.TinyLm"
+
+
+@pytest.fixture(scope="module", name="kept")
+def _cache_of_these_tests(tmp_path_factory):
+  return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def _use_cache_of_these_tests(kept, monkeypatch):
+  monkeypatch.setenv("PAXON_CACHE_DIR", str(kept))
+  # Sources of a checkout may be edited while its tests run.
+  monkeypatch.setattr(plan_key, "sources", lambda: "the same")
+
+
+@pytest.fixture(scope="module", name="warm")
+def _warm_python(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("python")
+  with warm_python.WarmPython([worker.__name__], folder) as warm:
+    yield warm.executable
+
+
+@pytest.fixture(name="_warm")
+def _processes_have_their_imports(warm, monkeypatch):
+  monkeypatch.setattr(sys, "executable", warm)
+
+
+def _never(*args, **kwargs):
+  raise AssertionError("a process was started")
+
+
+def _run(folder, target, *assignments):
+  given = [overrides.parse_argument(text) for text in assignments]
+  config = resolving.resolve(_TINY, given).config
+  return plan_program.run(
+    fdl.build(config),
+    config,
+    experiment=_TINY,
+    overrides=given,
+    to=targets.parse_all(target),
+    run_dir=epath.Path(folder),
+  )
+
+
+@pytest.mark.usefixtures("_warm")
+def test_plans_and_writes_what_it_prints(tmp_path, capsys):
+  assert _run(tmp_path, "cpu:8", "--fdl.mesh=fsdp=4,tensor=2") == 0
+  out = capsys.readouterr().out
+  text = (tmp_path / plan_program.PLAN).read_text()
+  (plan,) = result.from_json(text)
+  assert plan.compiled
+  assert plan.experiment == _TINY
+  assert plan.overrides == ("--fdl.mesh=fsdp=4,tensor=2",)
+  assert "on cpu:8\n" in out
+  assert "8 devices of the CPU as fsdp=4 x tensor=2" in out
+  assert "planning for cpu:8 ..." in out
+  assert "all-gather" in out
+  assert f"plan: {tmp_path / plan_program.PLAN}" in out
+  assert f"plan: {tmp_path / plan_program.PAGE}" in out
+  assert result.to_json((plan,)) == text
+  assert "8 devices of the CPU" in (tmp_path / plan_program.PAGE).read_text()
+
+
+@pytest.mark.usefixtures("_warm")
+def test_the_same_configuration_is_planned_once(tmp_path, capsys, monkeypatch):
+  _run(tmp_path, "cpu:8", "--fdl.mesh=fsdp=4,tensor=2")
+  capsys.readouterr()
+  monkeypatch.setattr(child, "plan", _never)
+  # Another assignment that leads to the same configuration.
+  given = ["--fdl.mesh=fsdp=4,tensor=2", "--fdl.global_batch_size=8"]
+  assert _run(tmp_path, "cpu:8", *given) == 0
+  out = capsys.readouterr().out
+  assert "made: from cache, compiled in" in out
+  assert "planning for" not in out
+  (plan,) = result.from_json((tmp_path / plan_program.PLAN).read_text())
+  assert plan.is_from_cache
+  assert plan.overrides == tuple(given)
+  monkeypatch.setenv("PAXON_CACHE_DIR", "off")
+  with pytest.raises(AssertionError, match="a process was started"):
+    _run(tmp_path, "cpu:8", *given)
+
+
+@pytest.mark.usefixtures("_warm")
+def test_a_target_that_cannot_be_planned_does_not_lose_the_others(
+  tmp_path, capsys, monkeypatch
+):
+  real = child.plan
+
+  def plan(experiment, overrides, target, **options):
+    if target.text == "cpu:16":
+      raise RuntimeError("Planning for cpu:16 ended with status 1:\nTraceback")
+    return real(experiment, overrides, target, **options)
+
+  monkeypatch.setattr(child, "plan", plan)
+  given = ["--fdl.mesh=fsdp=-1", "--fdl.global_batch_size=16"]
+  assert _run(tmp_path, "cpu:3,cpu:16,cpu:2", *given) == 0
+  captured = capsys.readouterr()
+  assert captured.err == "Traceback\n"
+  content = json.loads((tmp_path / plan_program.PLAN).read_text())
+  assert [plan["target"] for plan in content["plans"]] == ["cpu:2"]
+  first, second = content["failures"]
+  assert first["target"] == "cpu:3"
+  assert "does not divide by fsdp=3" in first["message"]
+  assert second == {
+    "target": "cpu:16",
+    "message": "Planning for cpu:16 ended with status 1.",
+  }
+  table = captured.out[captured.out.index("\ntarget ") :].splitlines()
+  assert [line.split()[0] for line in table[2:5]] == [
+    "cpu:2",
+    "cpu:3",
+    "cpu:16",
+  ]
+  assert "cpu:16  no plan: Planning for cpu:16 ended" in table[4]
+
+
+@pytest.mark.usefixtures("_warm")
+def test_a_file_that_cannot_be_written(tmp_path, capsys):
+  (tmp_path / plan_program.PLAN).mkdir()
+  with pytest.raises(user_error.UserError, match=r"plan.json cannot be writ"):
+    _run(tmp_path, "cpu:8", "--fdl.mesh=fsdp=4,tensor=2")
+  # What was found out is not lost.
+  assert "memory per device" in capsys.readouterr().out
+
+
+def test_where_no_target_can_be_planned_all_reasons_are_given(
+  tmp_path, monkeypatch
+):
+  monkeypatch.setattr(child, "plan", _never)
+  message = r"mesh 'fsdp=16' .*there are 2.*mesh 'fsdp=16' .*there are 4"
+  with pytest.raises(user_error.UserError, match=message):
+    _run(tmp_path, "cpu:2,cpu:4", "--fdl.mesh=fsdp=16")
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_that_was_killed_tells_of_memory(monkeypatch, tmp_path):
+  (tmp_path / "ends_at_once.py").write_text(
+    "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
+  )
+  monkeypatch.syspath_prepend(str(tmp_path))
+  monkeypatch.setattr(child, "_WORKER", "ends_at_once")
+  message = r"cpu:1 was killed \(status -9\); a compiler takes up to 3 GB"
+  with pytest.raises(RuntimeError, match=message):
+    child.plan(
+      _TINY, [], targets.parse("cpu:1"), is_compiled=True, time_limit=60.0
+    )
+
+
+_WAITS = """
+import os, pathlib, time
+from paxon.runner.planning import lifeline
+lifeline.end_with_parent()
+pathlib.Path({file!r}).write_text(str(os.getpid()))
+time.sleep(600)
+"""
+
+_PARENT = """
+from paxon.runner.plan import target
+from paxon.runner.planning import child
+child._WORKER = "waits"
+child.plan(
+  "a.B", [], target.parse("cpu:1"), is_compiled=True, time_limit=600.0
+)
+"""
+
+
+def _is_running(process):
+  try:
+    status = pathlib.Path(f"/proc/{process}/stat").read_text()
+  except OSError:
+    return False
+  # Whoever adopted it may not have asked for its status.
+  return status.rpartition(")")[2].split()[0] not in "ZX"
+
+
+@pytest.mark.parametrize(
+  "how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name
+)
+def test_the_process_ends_with_the_one_that_waits_for_it(
+  tmp_path, monkeypatch, how
+):
+  file = tmp_path / "number"
+  (tmp_path / "waits.py").write_text(_WAITS.format(file=str(file)))
+  monkeypatch.syspath_prepend(str(tmp_path))
+  parent = subprocess.Popen(
+    [sys.executable, "-c", _PARENT],
+    env=child.environment(targets.parse("cpu:1"), is_compiled=True),
+    stderr=subprocess.DEVNULL,
+  )
+  try:
+    _wait_until(lambda: file.exists() and file.read_text())
+    number = int(file.read_text())
+    assert _is_running(number)
+    parent.send_signal(how)
+    assert parent.wait(timeout=60) != 0
+    _wait_until(lambda: not _is_running(number))
+  finally:
+    parent.kill()
+    parent.wait()
+
+
+def _wait_until(is_true, seconds=90.0):
+  end = time.monotonic() + seconds
+  while not is_true():
+    assert time.monotonic() < end, f"not within {seconds:.0f} s"
+    time.sleep(0.05)
+
+
+@pytest.mark.usefixtures("_warm")
+def test_without_compilers_it_says_what_is_missing(
+  tmp_path, capsys, monkeypatch
+):
+  monkeypatch.setattr(topology, "missing", lambda target: ("libtpu",))
+  # Has tests of its own, and takes a minute.
+  monkeypatch.setattr(plan_search, "fix", lambda subject, found: found)
+  status = _run(
+    tmp_path,
+    "v5e:1x1,v5e:4x4",
+    "--fdl.mesh=fsdp=-1",
+    "--fdl.embed_dim=32768",
+    "--fdl.global_batch_size=16",
+  )
+  out = capsys.readouterr().out
+  assert status == 0
+  assert "libtpu is not installed, so nothing was compiled for v5e:1x1" in out
+  assert "bazel run --config=plan //runner:main -- --mode=plan" in out
+  # The state alone is known to be too large for one chip.
+  assert "v5e:1x1: does not fit\n  1. The state alone takes" in out
+  assert "v5e:4x4: whether it fits is not known; by closed form" in out
+  table = out[out.index("\ntarget ") :].splitlines()
+  assert [line.split()[0] for line in table[2:4]] == ["v5e:1x1", "v5e:4x4"]
+
+
+@pytest.mark.parametrize(
+  ("assignments", "message"),
+  [
+    (
+      ["--fdl.mesh=tensor=16"],
+      r"mesh 'tensor=16' on h200:2x8: .*axis 'heads' of size 2 does not divide"
+      r" by tensor=16; make num_heads a multiple of 16, such as 16",
+    ),
+    (
+      ["--fdl.mesh=fsdp=16"],
+      r"batch/inputs: axis 'batch' of size 8 .* global_batch_size a multiple",
+    ),
+    (["--fdl.mesh=fsdp=3"], r"needs exactly 3 devices, but there are 16"),
+  ],
+)
+def test_the_lint_comes_before_any_compiler(
+  tmp_path, monkeypatch, assignments, message
+):
+  monkeypatch.setattr(child, "plan", _never)
+  with pytest.raises(user_error.UserError, match=message):
+    _run(tmp_path, "h200:2x8", *assignments)
+  assert not (tmp_path / plan_program.PLAN).exists()
+
+
+def test_slices_need_a_mesh_axis_between_them(tmp_path):
+  message = r"mesh 'fsdp=-1' has 1 parts .* 2 slices; .*'fsdp=4,dcn.data=2'"
+  with pytest.raises(user_error.UserError, match=message):
+    _run(tmp_path, "v4:2x(2x2x1)", "--fdl.mesh=fsdp=-1")
+
+
+def test_the_lint_touches_no_backend():
+  # A platform that is not there fails as soon as a backend is asked for.
+  code = (
+    "from paxon.runner.planning import job_lint\n"
+    "from paxon.runner.training import testing\n"
+    "job, _ = testing.make(mesh='fsdp=4096', global_batch_size=8)\n"
+    "print(len(job_lint.check(job, num_devices=4096)))\n"
+  )
+  done = subprocess.run(
+    [sys.executable, "-c", code],
+    env=child.environment(targets.parse("cpu:1"), is_compiled=True)
+    | {"JAX_PLATFORMS": "no_such_platform"},
+    capture_output=True,
+    text=True,
+    timeout=120,
+    check=False,
+  )
+  assert done.returncode == 0, done.stderr
+  assert int(done.stdout) > 0
+
+
+def test_a_process_gets_the_modules_and_flags_of_this_one(monkeypatch):
+  monkeypatch.setenv("XLA_FLAGS", "--xla_mine=1")
+  variables = child.environment(targets.parse("h200:2x8"), is_compiled=False)
+  # CPU devices stand in for those of the target.
+  assert variables["JAX_NUM_CPU_DEVICES"] == "16"
+  assert variables["PYTHONSAFEPATH"] == "1"
+  assert variables["PYTHONPATH"]
+  assert variables["XLA_FLAGS"] == "--xla_mine=1"
+
+
+def test_a_process_that_dies_shows_its_last_lines(monkeypatch):
+  monkeypatch.setattr(child, "_WORKER", "paxon.runner.planning.not_there")
+  with pytest.raises(RuntimeError, match=r"cpu:1 ended with status 1:\n.*not_"):
+    child.plan(
+      _TINY, [], targets.parse("cpu:1"), is_compiled=True, time_limit=60.0
+    )
+
+
+@pytest.mark.usefixtures("_warm")
+def test_errors_of_the_process_are_those_of_the_user():
+  given = [overrides.Override("embed_dim", "0")]
+  with pytest.raises(user_error.UserError, match="must be positive, got 0"):
+    child.plan(
+      _TINY, given, targets.parse("cpu:1"), is_compiled=True, time_limit=60.0
+    )
+
+
+def test_a_process_that_takes_too_long_is_stopped():
+  with pytest.raises(user_error.UserError, match=r"cpu:1: the compiler took m"):
+    child.plan(
+      _TINY, [], targets.parse("cpu:1"), is_compiled=True, time_limit=0.1
+    )

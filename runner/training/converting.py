@@ -1,0 +1,346 @@
+"""Makes weights of few bits of a run's parameters, and says what it cost."""
+
+from collections.abc import Iterator, Mapping
+import dataclasses
+import os
+from typing import Any
+
+from etils import epath
+import jax
+import jax.numpy as jnp
+
+from paxon.layers.decoding import model_steps
+from paxon.learners import train_state
+from paxon.quantization import number_formats, recipes, served_einsum
+from paxon.runner import job as job_lib
+from paxon.runner import run_dir as run_dirs
+from paxon.runner import user_error
+from paxon.runner.checkpoints import checkpointer
+from paxon.runner.training import evaluation, restoring, serving
+from paxon.runner.training import session as session_lib
+from paxon.sharding import axes, variables
+
+# No weight within its range is rounded by as much: those of four bits by 1/14
+# of the largest.
+_WRONG = 0.2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightErrors:
+  """How far the stored weights of a parameter are off.
+
+  Attributes:
+    largest: Of the worst weight, as a share of the largest weight.
+    mean: The root mean square, as a share of that of the weights.
+    rounding: As `largest`, of weights within the range that is stored.
+  """
+
+  largest: float
+  mean: float
+  rounding: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Conversion:
+  """Weights of few bits, made of the parameters of a run.
+
+  Attributes:
+    session: The job as it was trained.
+    state: What is evaluated of it.
+    served: The job that serves the weights.
+    converted: Its state.
+    errors: By the name of the parameter.
+    left: Products that the rules cover, and that multiply no parameter of their
+      layer: they are as they were.
+  """
+
+  session: session_lib.Session
+  state: train_state.TrainState
+  served: session_lib.Session
+  converted: train_state.TrainState
+  errors: Mapping[str, WeightErrors]
+  left: tuple[str, ...]
+
+  @property
+  def nbytes(self) -> tuple[int, int]:
+    """Bytes of all variables, before and after."""
+    before, after = (
+      sum(
+        spec.dtype.itemsize * jax.ShapeDtypeStruct(spec.shape, spec.dtype).size
+        for spec in jax.tree.leaves(s.state_specs.variables)
+      )
+      for s in (self.session, self.served)
+    )
+    return before, after
+
+  def losses_as_trained(self) -> dict[str, float]:
+    """Evaluates the parameters; returns the loss of each split."""
+    return _losses(self.session, self.state)
+
+  def losses_served(self) -> dict[str, float]:
+    """Evaluates the weights; returns the loss of each split."""
+    return _losses(self.served, self.converted)
+
+
+def run(job: job_lib.Job, run_dir: epath.Path) -> int:
+  """Converts the newest checkpoint, and evaluates it before and after.
+
+  Args:
+    job: The resolved configuration, built, of `quantization="...:convert"`.
+    run_dir: The folder of the run.
+
+  Returns:
+    The exit status, 0.
+
+  Raises:
+    UserError: There is no checkpoint that fits the job, it is converted
+      already, or a layer uses its weights in another way than by a product.
+  """
+  assert job.weights is not None
+  name = recipes.parse(job.weights).name
+  session, state = _restored(job, run_dir)
+  step = int(state.step)
+  to = serving.folder(job, run_dir)
+  with checkpointer.Checkpointer(to, read_only=True) as checkpoints:
+    if step in checkpoints.steps():
+      raise user_error.UserError(
+        f"The checkpoint of step {step} is converted already, in"
+        f" {os.fspath(to)}; use it with --fdl.quantization={name}:serve, or"
+        " remove that folder."
+      )
+  conversion = _converted(session, state)
+  specs = session_lib.for_evaluation(conversion.served.state_specs)
+  with checkpointer.Checkpointer(to) as checkpoints:
+    checkpoints.save(step, conversion.converted, specs=specs, data={})
+    checkpoints.wait()
+  for line in _lines(conversion, name):
+    print(line)
+  before, after = conversion.losses_as_trained(), conversion.losses_served()
+  for split, old in before.items():
+    new = after[split]
+    print(
+      f"{split}: loss {old:.6f} as trained, {new:.6f} served"
+      f" ({new / old - 1:+.3%})"
+    )
+  print(f"{name} weights: {os.fspath(to)}", flush=True)
+  return 0
+
+
+def convert(job: job_lib.Job, run_dir: epath.Path) -> Conversion:
+  """Converts the newest checkpoint of a run, and writes nothing.
+
+  Args:
+    job: As of `run`.
+    run_dir: The folder of the run.
+
+  Raises:
+    UserError: There is no checkpoint that fits the job, or a layer uses its
+      weights in another way than by a product.
+  """
+  return _converted(*_restored(job, run_dir))
+
+
+def _restored(
+  job: job_lib.Job, run_dir: epath.Path
+) -> tuple[session_lib.Session, train_state.TrainState]:
+  session = session_lib.open_session(job)
+  folder = run_dir / run_dirs.CHECKPOINTS
+  with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
+    state = restoring.restore_for_evaluation(session, checkpoints, folder)
+  return session, state
+
+
+def _converted(
+  session: session_lib.Session, state: train_state.TrainState
+) -> Conversion:
+  assert session.job.weights is not None
+  name = recipes.parse(session.job.weights).name
+  served = session_lib.open_session(
+    dataclasses.replace(session.job, weights=f"{name}:serve")
+  )
+  converted, errors, left = _quantized(session, served, state)
+  _check_errors(errors)
+  _check_decoding(served, converted)
+  return Conversion(
+    session=session,
+    state=state,
+    served=served,
+    converted=converted,
+    errors=errors,
+    left=left,
+  )
+
+
+def _quantized(
+  session: session_lib.Session,
+  served: session_lib.Session,
+  state: train_state.TrainState,
+) -> tuple[train_state.TrainState, dict[str, WeightErrors], tuple[str, ...]]:
+  """Returns the state with quantized weights, their errors, and what is left.
+
+  See `Conversion`.
+  """
+  model = session.job.task.model
+  specs = session_lib.for_evaluation(served.state_specs)
+  shardings = session_lib.for_evaluation(served.state_shardings)
+  left = set()
+
+  def compute(
+    state: train_state.TrainState,
+  ) -> tuple[train_state.TrainState, dict[str, dict[str, jax.Array]]]:
+    values = session.evaluation_variables(state)
+    # Of the forward pass only the weights are used.
+    batch = {k: jnp.zeros(x.shape, x.dtype) for k, x in session.batch.items()}
+    _, made = model.apply(
+      values,
+      batch,
+      deterministic=True,
+      method="loss",
+      mutable=[served_einsum.COLLECTION, served_einsum.NOT_SERVED],
+    )
+    made = dict(variables.unbox(made))
+    for name in _named(made.pop(served_einsum.NOT_SERVED, {})):
+      left.add(name.partition("/product/")[0])
+    named = _named({**values, **made})
+    errors = {}
+    for name in named:
+      parameter = served_einsum.stored_parameter(name)
+      if parameter is not None:
+        errors[parameter] = _errors(
+          named[parameter],
+          named[name],
+          named[name.rpartition("/")[0] + "/scale"],
+          served.absent[parameter],
+        )
+    new = train_state.TrainState(
+      step=state.step,
+      variables=jax.tree.map(lambda s: named[s.name], specs.variables),
+      opt_state=(),
+    )
+    return new, errors
+
+  call = session.layout.jit(
+    compute,
+    out_shardings=(shardings, session.layout.replicated),
+    compiler_options=session.compiler_options,
+  )
+  new, errors = call(session_lib.for_evaluation(state))
+  measured = {
+    name: WeightErrors(**{k: float(x) for k, x in of_one.items()})
+    for name, of_one in errors.items()
+  }
+  return new, measured, tuple(sorted(left))
+
+
+def _named(tree: Any) -> dict[str, Any]:
+  """Returns the leaves of nested dicts by their logical names."""
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  return {
+    "/".join(str(getattr(p, "key", p)) for p in path): leaf
+    for path, leaf in leaves
+  }
+
+
+def _errors(
+  exact: jax.Array,
+  values: jax.Array,
+  scale: jax.Array,
+  spec: variables.VariableSpec,
+) -> dict[str, jax.Array]:
+  """Returns the fields of `WeightErrors` of stored weights."""
+  formats = {jnp.dtype(f.dtype): f for f in number_formats.FORMATS.values()}
+  number_format = formats[values.dtype]
+  if number_format.is_integer:
+    is_packed = values.shape != spec.shape
+    number_format = number_formats.INT4 if is_packed else number_formats.INT8
+  stored = served_einsum.restored(
+    values, scale, number_format=number_format, layer_shape=spec.layer_shape
+  )
+  exact = exact.astype(jnp.float32)
+  # What is beyond the range is meant to be: it makes the others finer.
+  limit = scale * jnp.max(jnp.abs(stored / scale))
+  within = jnp.clip(exact, -limit, limit)
+
+  def share(of: jax.Array, whole: jax.Array) -> jax.Array:
+    # A parameter of zeros is stored as zeros.
+    return jnp.where(whole == 0, of, of / jnp.where(whole == 0, 1.0, whole))
+
+  top = jnp.max(jnp.abs(exact))
+  return {
+    "largest": share(jnp.max(jnp.abs(stored - exact)), top),
+    "mean": share(_root_mean_square(stored - exact), _root_mean_square(exact)),
+    "rounding": share(jnp.max(jnp.abs(stored - within)), top),
+  }
+
+
+def _root_mean_square(x: jax.Array) -> jax.Array:
+  return jnp.sqrt(jnp.mean(jnp.square(x)))
+
+
+def _check_errors(errors: Mapping[str, WeightErrors]) -> None:
+  if not errors:
+    raise user_error.UserError(
+      "No product that the quantization rules cover multiplies a parameter of"
+      " its layer, so there are no weights to convert."
+    )
+  for name, error in errors.items():
+    if not error.rounding <= _WRONG:
+      raise user_error.UserError(
+        f"{name} cannot be stored in few bits: it is not finite, or its layer"
+        " multiplies something else than this parameter (found by an error of"
+        f" {error.rounding:.3g}); exempt the layer in quantization_rules()."
+      )
+
+
+def _check_decoding(
+  session: session_lib.Session, state: train_state.TrainState
+) -> None:
+  """Raises where decoding reads a parameter that is absent, which is NaN."""
+  task = session.job.task
+  if not task.generates or callable(getattr(task.model, "encode", None)):
+    return
+
+  def run(state: train_state.TrainState) -> jax.Array:
+    values = session.evaluation_variables(state)
+    ids = jnp.ones((session.layout.shards(axes.BATCH), 1), jnp.int32)
+    places = jnp.zeros_like(ids)
+    _, cache = model_steps.prefill(task.model, values)(
+      ids, places, ids, cache_length=2
+    )
+    step = model_steps.decode_step(task.model, values)
+    logits, _ = step(cache, ids, places + 1, ids)
+    return jnp.isfinite(logits).all()
+
+  call = session.layout.jit(run, out_shardings=session.layout.replicated)
+  if not call(session_lib.for_evaluation(state)):
+    raise user_error.UserError(
+      "Decoding is not finite with weights of few bits: a layer uses its"
+      " parameters there in other products than in training (as latent"
+      " attention does); exempt it in quantization_rules()."
+    )
+
+
+def _losses(
+  session: session_lib.Session, state: train_state.TrainState
+) -> dict[str, float]:
+  results = evaluation.Evaluator(session).evaluate(state) or {}
+  return {split: values["loss"] for split, values in results.items()}
+
+
+def _lines(conversion: Conversion, name: str) -> Iterator[str]:
+  """Yields what a conversion changed."""
+  before, after = conversion.nbytes
+  yield (
+    f"bytes of variables: {before:,} as trained, {after:,} with {name} weights"
+    f" ({after / before:.1%})"
+  )
+  for parameter, error in conversion.errors.items():
+    yield (
+      f"error of weights: {error.mean:.2%} of their root mean square, at most"
+      f" {error.largest:.2%} of the largest: {parameter}"
+    )
+  for product in conversion.left:
+    yield (
+      f"not in {name}, because its layer has no parameter of this name and"
+      f" shape: the product {product}"
+    )

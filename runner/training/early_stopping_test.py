@@ -1,0 +1,105 @@
+"""Tests for the rule that ends a training early."""
+
+import math
+
+import pytest
+
+from paxon.runner import user_error
+from paxon.runner.checkpoints import retention
+from paxon.runner.training import early_stopping
+
+MAX = retention.Goal.MAX
+
+
+def _stop_step(values, **fields):
+  """Returns the first step at which a run of these values ends."""
+  rule = early_stopping.EarlyStopping(**fields)
+  for count in range(1, len(values) + 1):
+    made = enumerate(map(float, values[:count]), start=1)
+    if rule.reason(dict(made)) is not None:
+      return count
+  return None
+
+
+@pytest.mark.parametrize(
+  ("values", "fields", "step"),
+  [
+    pytest.param([3, 2, 1, 0], {"patience": 1}, None, id="better-each-time"),
+    pytest.param([3, 2, 2, 1], {"patience": 1}, 3, id="equal-is-no-better"),
+    pytest.param([3, 2, 2.5, 1, 4, 4], {"patience": 2}, 6, id="counts-anew"),
+    pytest.param([1, 2, 3, 3, 2], {"patience": 2, "goal": MAX}, 5, id="max"),
+    pytest.param([1, 2, 3], {"patience": 2}, 3, id="min-of-rising"),
+    pytest.param([3, 2.9, 2.8], {"patience": 2, "min_delta": 0.5}, 3, id="d"),
+    pytest.param(
+      [3, 2.9, 2.4], {"patience": 2, "min_delta": 0.5}, None, id="e"
+    ),
+    pytest.param([math.nan] * 2, {"patience": 2}, 2, id="nan"),
+    pytest.param([math.nan, 9, 8], {"patience": 2}, None, id="after-nan"),
+    pytest.param(
+      [math.inf, 5], {"patience": 2, "min_delta": 1.0}, None, id="i"
+    ),
+    pytest.param([3, 2], {"patience": None, "target": 2.0}, 2, id="target"),
+    pytest.param([3, 4, 5], {"patience": None, "target": 2.0}, None, id="far"),
+    pytest.param([3, 4, 1], {"patience": 1, "target": 2.0}, 2, id="no-hope"),
+    pytest.param(
+      [1, math.nan, 2],
+      {"patience": None, "target": 2.0, "goal": MAX},
+      3,
+      id="t",
+    ),
+  ],
+)
+def test_stops_where_the_definition_says(values, fields, step):
+  assert _stop_step(values, **fields) == step
+
+
+def test_the_order_in_which_evaluations_were_recorded_does_not_matter():
+  rule = early_stopping.EarlyStopping(patience=2)
+  values = {10: 3.0, 20: 2.0, 30: 2.5, 40: 2.6}
+  reason = rule.reason(dict(reversed(values.items())))
+  assert reason == rule.reason(values)
+  assert "better for 2 evaluations; its best is 2, of step 20" in reason
+
+
+def test_the_best_of_a_maximum_is_told_with_its_sign():
+  rule = early_stopping.EarlyStopping(patience=1, goal=MAX)
+  assert "its best is 0.5, of step 1" in rule.reason({1: 0.5, 2: 0.25})
+
+
+def test_value_reads_the_metric_of_its_split():
+  rule = early_stopping.EarlyStopping(metric="a/loss")
+  assert rule.value({"a": {"loss": 1.0}, "b": {"loss": 2.0}}) == 1.0
+
+
+@pytest.mark.parametrize(
+  ("metric", "hint"),
+  [
+    ("a/lss", r"did you mean 'a/loss'"),
+    ("b/loss", r"did you mean 'a/loss'"),
+    ("zzz/qqq", r"there are: a/accuracy, a/loss"),
+  ],
+)
+def test_a_metric_that_is_not_measured_names_the_close_ones(metric, hint):
+  rule = early_stopping.EarlyStopping(metric=metric)
+  with pytest.raises(
+    user_error.UserError, match=rf"metric is '{metric}', which .*{hint}"
+  ):
+    rule.value({"a": {"loss": 1.0, "accuracy": 0.5}})
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    ({"metric": "loss"}, r"metric must be split/name, .* got 'loss'"),
+    ({"metric": "a/"}, r"metric must be split/name"),
+    ({"patience": 0}, r"patience must be positive, got 0"),
+    ({"min_delta": -1.0}, r"min_delta must be finite and not negative, got -1"),
+    ({"min_delta": math.nan}, r"min_delta must be .* got nan"),
+    ({"min_delta": math.inf}, r"min_delta must be .* got inf"),
+    ({"target": math.nan}, r"target must be a number, got nan"),
+    ({"patience": None}, r"patience and target are both None"),
+  ],
+)
+def test_wrong_fields(fields, message):
+  with pytest.raises(ValueError, match=message):
+    early_stopping.EarlyStopping(**fields)

@@ -1,0 +1,71 @@
+"""Tests for what fits into memory."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from paxon.runner import user_error
+from paxon.runner.training import memory_fit, preflight, testing
+from paxon.runner.training import session as session_lib
+
+
+def test_shards_are_counted_on_one_device():
+  mesh = jax.sharding.Mesh(jax.devices()[:4], ("x",))
+  split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+  tree = {
+    "split": jax.ShapeDtypeStruct((8, 3), jnp.float32, sharding=split),
+    "whole": jax.ShapeDtypeStruct((5,), jnp.bfloat16),
+  }
+  assert memory_fit.shard_bytes(tree) == 2 * 3 * 4 + 5 * 2
+
+
+def test_the_largest_loop_is_found_wherever_it_is():
+  def body(x, _):
+    return x + 1.0, jnp.zeros((10, 10))
+
+  def program(x):
+    return jax.jit(lambda x: jax.lax.scan(body, x, None, length=7))(x)
+
+  jaxpr = jax.make_jaxpr(program)(jnp.zeros((3,)))
+  assert memory_fit.loop_bytes(jaxpr) == 4 * (3 + 7 * 100)
+  assert memory_fit.loop_bytes(jax.make_jaxpr(jnp.sin)(1.0)) == 0
+
+
+def test_what_does_not_fit_is_refused_with_sizes():
+  needs = {"state": 3 * 10**12, "data": 20}
+  message = r"would hold 3\.0 TB of state and 20 bytes of data, and has 1\.0 GB"
+  with pytest.raises(user_error.UserError, match=message):
+    memory_fit.check(needs, advice="do less", limit=10**9)
+  memory_fit.check(needs, advice="do less", limit=10**13)
+
+
+def test_a_batch_beyond_the_machine_is_refused_before_it_is_read(monkeypatch):
+  job, _ = testing.make()
+  monkeypatch.setattr(memory_fit, "host_bytes", lambda: 8 * 8 * 16 - 1)
+  message = r"global_batch_size \(8\) times length \(16\) does not fit"
+  with pytest.raises(user_error.UserError, match=message):
+    memory_fit.check_batch(job.train_input)
+
+
+@pytest.mark.parametrize(
+  ("knobs", "message"),
+  [
+    pytest.param({"embed_dim": 10**8}, r"[TPE]B of state", id="state"),
+    pytest.param(
+      {"max_new_tokens": 2 * 10**9}, r"of cache, and has", id="cache"
+    ),
+  ],
+)
+def test_a_job_that_cannot_fit_is_refused(knobs, message):
+  job, _ = testing.make(**knobs)
+  session = session_lib.open_session(job)
+  with pytest.raises(user_error.UserError, match=message):
+    preflight.check(session)
+  # Another machine may have the memory: it can still be traced here.
+  preflight.trace(session)
+
+
+def test_sizes_in_words():
+  sizes = (999, 1000, 3_210_000_000, 10**30)
+  words = [memory_fit.in_words(size) for size in sizes]
+  assert words == ["999 bytes", "1.0 kB", "3.2 GB", "1,000,000,000,000.0 EB"]

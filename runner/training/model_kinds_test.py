@@ -1,0 +1,163 @@
+"""Models that are no decoder train as steps do, and generate where they can."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxon.inputs import synthetic_lm_input
+from paxon.layers.decoding import samplers
+from paxon.layers.models import document_scores, random_masking
+from paxon.layers.models import testing as models_testing
+from paxon.learners import adamw, constant, learner, train_state, train_step
+from paxon.runner import generation_settings, user_error
+from paxon.runner.training import model_loss, samples, testing
+from paxon.runner.training import session as session_lib
+from paxon.sharding import initialization, variables
+
+_PAIRS = models_testing.paired_batch(
+  [[(3, 4), (2, 2)], [(5, 6)], [(6, 7)]], source=6, length=7
+)
+_TEXTS = models_testing.packed_batch([[7], [6], [5, 2]], 7)
+_MASKING = random_masking.RandomMasking(
+  mask_id=3, vocab_size=models_testing.VOCAB, rate=0.4
+)
+_CLASSES = {
+  **models_testing.packed_batch([[7], [4], [5]], 7),
+  "labels": jnp.asarray([4, 0, 2], jnp.int32),
+  "example_weights": jnp.ones(3),
+}
+
+
+@pytest.mark.parametrize(
+  ("model", "batch", "metric_fns"),
+  [
+    pytest.param(
+      models_testing.tiny_t5(),
+      _PAIRS,
+      (document_scores.strict_accuracy, document_scores.predictions_per_row),
+      id="encoder-decoder",
+    ),
+    pytest.param(
+      models_testing.tiny_bert(masking=_MASKING),
+      _TEXTS,
+      (document_scores.strict_accuracy,),
+      id="masked",
+    ),
+    pytest.param(models_testing.tiny_classifier(), _CLASSES, (), id="classes"),
+  ],
+)
+def test_a_step_learns(model, batch, metric_fns):
+  specs = variables.specs_of(model_loss.abstract_variables(model, batch))
+  optimizer = adamw.AdamW(schedule=constant.Constant(value=0.03))
+  how = learner.Learner(optimizer=optimizer, max_grad_norm=1.0)
+  values = initialization.initial_values(specs, 0)
+  state = train_state.initial(values, learner=how, specs=specs)
+  step = jax.jit(
+    train_step.make_train_step(
+      model_loss.make_loss_fn(model, specs=specs, deterministic=False),
+      learner=how,
+      specs=specs,
+      seed=0,
+      metric_fns=metric_fns,
+    )
+  )
+  losses = []
+  for _ in range(40):
+    state, metrics = step(state, batch)
+    losses.append(float(metrics["loss"][0] / metrics["loss"][1]))
+  assert np.all(np.isfinite(losses))
+  assert np.mean(losses[-5:]) < 0.75 * np.mean(losses[:5])
+  if metric_fns:
+    assert 0 <= metrics["strict_accuracy"][0] <= metrics["strict_accuracy"][1]
+  evaluate = jax.jit(
+    train_step.make_eval_step(
+      model_loss.make_loss_fn(model, specs=specs, deterministic=True),
+      metric_fns=metric_fns,
+    )
+  )
+  first, again = (evaluate(state.variables, batch)["loss"] for _ in range(2))
+  assert float(first[0]) == float(again[0])
+
+
+class Letters:
+  """A tokenizer of the letters a to m; 1 begins a text and 2 ends it."""
+
+  vocab_size = models_testing.VOCAB
+  pad_id, begin_id, end_id = 0, 1, 2
+
+  def encode(self, text):
+    return np.asarray([ord(c) - ord("a") + 3 for c in str(text)], np.int32)
+
+  def decode(self, ids):
+    return "".join(chr(i + ord("a") - 3) for i in np.asarray(ids) if i > 2)
+
+  def byte_counts(self, ids):
+    return (np.asarray(ids) > 2).astype(np.int32)
+
+
+class Pairs(synthetic_lm_input.SyntheticLmInput):
+  """Random texts, each with another one as its source."""
+
+  def get_next(self):
+    batch, source = super().get_next(), super().get_next()
+    names = ("inputs", "positions", "segment_ids")
+    return batch | {f"encoder_{name}": source[name] for name in names}
+
+
+def _session(model):
+  """A job with this model, on eight devices."""
+  job, _ = testing.make(mesh="data=4,fsdp=2")
+  task = dataclasses.replace(
+    job.task, model=model, tokenizer=Letters(), metrics=()
+  )
+  settings = generation_settings.GenerationSettings(
+    prompts=("abc", "m"), max_new_tokens=3, sampler=samplers.Greedy()
+  )
+  source = Pairs(
+    global_batch_size=8, length=6, vocab_size=task.tokenizer.vocab_size
+  )
+  job = dataclasses.replace(
+    job,
+    task=task,
+    train_input=source,
+    eval_inputs={},
+    eval_every_steps=None,
+    generation=settings if task.generates else None,
+  )
+  return session_lib.open_session(job)
+
+
+def test_an_encoder_decoder_reads_the_prompts_and_writes_texts():
+  model = models_testing.tiny_transformer()
+  session = _session(model)
+  state = session.initial_state()
+  drawn = samples.draw(session, state)
+  # The first text by whole forward passes, of one padded width.
+  values = jax.device_get(state.variables)
+  source = jnp.asarray([[3, 4, 5, 2]], jnp.int32)
+  at = jnp.arange(4)[None].astype(jnp.int32)
+  forward = jax.jit(model.apply)
+  text, ones = jnp.zeros((1, 4), jnp.int32).at[0, 0].set(1), jnp.ones_like(at)
+  ids = []
+  for i in range(3):
+    logits = forward(values, text, at, ones, source, at, ones)
+    ids.append(int(jnp.argmax(logits[0, i])))
+    if ids[-1] == Letters.end_id:
+      break
+    text = text.at[0, i + 1].set(ids[-1], mode="drop")
+  assert drawn[0].prompt == "abc"
+  assert drawn[0].ids == tuple(ids)
+  assert drawn[0].continuation == Letters().decode(ids)
+
+
+def test_a_masked_model_cannot_generate():
+  session = _session(models_testing.tiny_bert())
+  state = session.abstract_state()
+  with pytest.raises(
+    user_error.UserError,
+    match=r"TinyLm cannot generate text: its model, MaskedLm, has no prefill\.",
+  ):
+    samples.draw(session, state, prompts=["a"])

@@ -1,0 +1,138 @@
+"""Finds what is wrong with a job before anything is computed or written.
+
+Everything that will run is traced: the training step, and what generates
+samples at the end, where an error would come after hours. Tracing takes about a
+second, and the step is compiled from this very trace.
+"""
+
+import jax
+
+from paxon.runner import user_error
+from paxon.runner.training import (
+  compiled_steps,
+  expected_kernels,
+  memory_fit,
+  samples,
+)
+from paxon.runner.training import session as session_lib
+from paxon.sharding import axes, lint
+
+
+def check(session: session_lib.Session) -> jax.stages.Traced:
+  """Returns the traced training step of a job that can run.
+
+  Args:
+    session: The job on its devices.
+
+  Raises:
+    UserError: The job needs more memory than there is.
+    ValueError: A part of the model refused its configuration, or the training
+      input has nothing to read; the caller says where it stands
+      (`configuration.refusals`).
+  """
+  session.job.train_input.check_readable()
+  _check_vocabulary(session)
+  expected_kernels.check_devices(
+    session.job,
+    platform=expected_kernels.platform_of(session),
+    where="the devices that are here",
+  )
+  check_memory(session)
+  step, generation = trace(session)
+  advice = "make the batch, length or model smaller"
+  _check_loops(session, step, "activations", advice)
+  if generation is not None:
+    advice = "reduce generation.max_new_tokens"
+    _check_loops(session, generation, "cache", advice)
+  return step
+
+
+def _check_vocabulary(session: session_lib.Session) -> None:
+  """Refuses ids that the model has no row for, which would train on nothing.
+
+  Raises:
+    UserError: A split has such ids.
+  """
+  sizes = [
+    size
+    for spec in jax.tree.leaves(session.specs)
+    for size, axis in zip(spec.shape, spec.axes, strict=True)
+    if axis == axes.VOCAB
+  ]
+  job = session.job
+  for split, source in (("train", job.train_input), *job.eval_inputs.items()):
+    required = source.required_vocab_size()
+    if sizes and required is not None and required > max(sizes):
+      raise user_error.UserError(
+        f"the split {split!r} has ids below {required}, and the model's"
+        f" vocabulary has {max(sizes)}: it is that of another tokenizer; set"
+        f" the model's vocab_size to {required} or more."
+      )
+
+
+def warnings(session: session_lib.Session) -> list[str]:
+  """Returns what the mesh does not share though it could, a sentence each.
+
+  What does not divide at all has been refused when the session was opened.
+
+  Args:
+    session: The job on its devices.
+  """
+  found = lint.check(
+    session.specs,
+    batch={name: value.shape for name, value in session.batch.items()},
+    mesh=dict(session.layout.mesh.shape),
+    rules=session.layout.rules,
+  )
+  return [finding.message for finding in found]
+
+
+def trace(
+  session: session_lib.Session,
+) -> tuple[jax.stages.Traced, jax.stages.Traced | None]:
+  """Returns the training step, and what generates samples, both traced.
+
+  Args:
+    session: The job on its devices.
+
+  Raises:
+    ValueError: As for `check`.
+  """
+  step = compiled_steps.trace_train_step(session)
+  if session.job.generation is None:
+    return step, None
+  return step, samples.trace(session)
+
+
+def check_memory(session: session_lib.Session) -> None:
+  """Checks that the state and a batch fit into the devices.
+
+  Args:
+    session: The job on its devices.
+
+  Raises:
+    UserError: They do not.
+  """
+  needs = {
+    "state (parameters and optimizer)": memory_fit.shard_bytes(
+      session.abstract_state()
+    ),
+    "data": memory_fit.shard_bytes(dict(session.batch)),
+  }
+  memory_fit.check(
+    needs,
+    advice=(
+      "make the model or the batch smaller, or spread them over more devices"
+    ),
+  )
+
+
+def _check_loops(
+  session: session_lib.Session,
+  traced: jax.stages.Traced,
+  name: str,
+  advice: str,
+) -> None:
+  # Split over all devices at best.
+  size = memory_fit.loop_bytes(traced.jaxpr) // session.layout.mesh.size
+  memory_fit.check({name: size}, advice=advice)

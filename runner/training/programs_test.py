@@ -1,0 +1,314 @@
+"""Tests for the programs: training, evaluation and decoding of one job."""
+
+import contextlib
+import dataclasses
+import functools
+import io
+import json
+import math
+
+from etils import epath
+import jax
+import numpy as np
+import pytest
+
+from paxon.runner import user_error
+from paxon.runner.checkpoints import checkpointer
+from paxon.runner.monitoring import metrics_file
+from paxon.runner.training import (
+  decode,
+  evaluate,
+  evaluation,
+  restoring,
+  samples,
+  testing,
+  train,
+)
+from paxon.runner.training import session as session_lib
+
+MESH = "data=2,fsdp=2,tensor=2"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  """The folder of a finished run on a mesh."""
+  path = epath.Path(tmp_path_factory.mktemp("run"))
+  job, config = testing.make(mesh=MESH)
+  job = dataclasses.replace(job, baselines=lambda: {"xz": 2.5, "trigram": 9.0})
+  with contextlib.redirect_stdout(io.StringIO()) as output:
+    assert train.run(job, config, path) == 0
+  (path / "output.txt").write_text(output.getvalue())
+  return path
+
+
+def _records(folder, name="metrics.jsonl"):
+  lines = (folder / name).read_text().splitlines()
+  return [json.loads(line) for line in lines]
+
+
+def _restored(folder, mesh=MESH):
+  session = session_lib.open_session(testing.make(mesh=mesh)[0])
+  path = folder / "checkpoints"
+  with checkpointer.Checkpointer(path, read_only=True) as checkpoints:
+    state = restoring.restore_for_evaluation(session, checkpoints, path)
+  return session, state
+
+
+@pytest.fixture(scope="module")
+def restored(folder):
+  """The job on its mesh, and what evaluation needs of the finished run."""
+  return _restored(folder)
+
+
+def test_training_writes_everything(folder):
+  names = {path.name for path in folder.iterdir()}
+  assert names >= {
+    "checkpoints",
+    "config.json",
+    "config.txt",
+    "events",
+    "finished.json",
+    "metrics.jsonl",
+    "report.html",
+    "samples.txt",
+    "settings.json",
+  }
+  steps = {path.name for path in (folder / "checkpoints").iterdir()}
+  assert steps == {"4", "8", "12"}
+  assert "--- sample 2 ---\nx" in (folder / "samples.txt").read_text()
+
+
+def test_metrics_have_the_promised_keys(folder):
+  records = {(r["step"], r["split"]): r for r in _records(folder)}
+  assert {step for step, split in records if split == "train"} == set(
+    range(1, 13)
+  )
+  assert {s for s, split in records if split == "validation"} == {6, 12}
+  wanted = {"loss", "log_pplx", "bits_per_byte", "tokens_per_second"}
+  assert wanted <= set(records[12, "validation"])
+  more = {"learning_rate", "grad_norm", "param_norm"}
+  assert wanted | more <= set(records[12, "train"])
+  assert records[12, "train"]["loss"] < records[1, "train"]["loss"]
+  assert records[0, "baseline/xz"]["bits_per_byte"] == 2.5
+
+
+def test_evaluation_is_exact_over_the_whole_split(folder, restored):
+  session, state = restored
+  source = session.job.eval_inputs["validation"]
+  source.reset()
+  apply = jax.jit(session.job.task.model.apply)
+  nats, weight, source_bytes, batches = 0.0, 0.0, 0, 0
+  for batch in source:
+    batches += 1
+    logits = apply(
+      state.variables,
+      *(batch[k] for k in ("inputs", "positions", "segment_ids")),
+    )
+    logits = np.asarray(logits, np.float64)
+    log_sum = np.log(np.sum(np.exp(logits), -1))
+    at_target = np.take_along_axis(logits, batch["targets"][..., None], -1)
+    nll = log_sum - at_target[..., 0]
+    nats += np.sum(nll * batch["weights"])
+    weight += np.sum(batch["weights"])
+    source_bytes += np.sum(batch["target_bytes"] * batch["weights"])
+  assert batches > 1
+  written = {(r["step"], r["split"]): r for r in _records(folder)}
+  values = written[12, "validation"]
+  assert values["loss"] == pytest.approx(nats / weight, rel=1e-5)
+  assert values["log_pplx"] == values["loss"]
+  assert values["bits_per_byte"] == pytest.approx(
+    nats / math.log(2) / source_bytes, rel=1e-5
+  )
+
+
+def test_evaluating_gives_up_when_asked(restored):
+  session, state = restored
+  evaluator = evaluation.Evaluator(session)
+  assert evaluator.evaluate(state, is_stopped=lambda: True) is None
+
+
+def test_each_evaluation_is_shown_once(folder):
+  output = (folder / "output.txt").read_text()
+  assert output.count("step 6/12  validation  loss") == 1
+  assert output.count("step 12/12  validation  loss") == 1
+  assert output.count("validation") == 3  # The third compares with baselines.
+
+
+def test_evaluate_reads_the_checkpoint_and_writes_the_same_figures(
+  folder, capsys
+):
+  before = (folder / "metrics.jsonl").read_text()
+  report = (folder / "report.html").read_text()
+  assert evaluate.run(testing.make(mesh=MESH)[0], folder) == 0
+  assert "step 12: validation: bits_per_byte" in capsys.readouterr().out
+  # A run that is training meanwhile writes its own file.
+  assert (folder / "metrics.jsonl").read_text() == before
+  (own,) = _records(folder, "eval/metrics.jsonl")
+  assert (own["step"], own["split"]) == (12, "validation")
+  (trained,) = (
+    r for r in _records(folder) if (r["step"], r["split"]) == (12, "validation")
+  )
+  assert own.keys() == trained.keys()
+  for name, value in trained.items():
+    if name != "tokens_per_second":
+      assert own[name] == value
+  joined = metrics_file.read_run(folder)
+  assert len(joined) == len(_records(folder))
+  assert (folder / "report.html").read_text() != report
+
+
+def test_decode_equals_the_forward_pass(folder, restored, capsys):
+  session, state = restored
+  assert decode.run(testing.make(mesh=MESH)[0], folder, "return x") == 0
+  printed = capsys.readouterr().out
+  text, ids = testing.greedy_continuation(session, state.variables, "return x")
+  assert f"return x{text}\nsamples: {folder}/decode/12.jsonl\n" in printed
+  (line,) = _records(folder, "decode/12.jsonl")
+  assert (line["continuation"], line["ids"]) == (text, ids)
+  assert (line["prompt"], line["step"], line["seed"]) == ("return x", 12, 0)
+
+
+def test_decode_takes_prompts_from_a_file(folder, tmp_path, capsys):
+  (tmp_path / "prompts.txt").write_text("def \nx\n")
+  job, _ = testing.make(mesh=MESH)
+  assert decode.run(job, folder, f"@{tmp_path / 'prompts.txt'}") == 0
+  printed = capsys.readouterr().out
+  # The prompts of the job are the same, and greedy.
+  assert printed.startswith((folder / "samples.txt").read_text())
+
+
+def test_samples_are_the_same_on_another_mesh(folder, restored):
+  other = _restored(folder, "sequence=2,data=4")
+  drawn = [samples.draw(*each) for each in (restored, other)]
+  assert drawn[0] == drawn[1]
+  assert [sample.prompt for sample in drawn[0]] == ["def ", "x"]
+
+
+def test_a_finished_run_trains_no_more(folder, capsys):
+  job, config = testing.make(mesh=MESH)
+  before = _records(folder)
+  assert train.run(job, config, folder) == 0
+  output = capsys.readouterr().out
+  assert "step 12 is there already" in output
+  # It was evaluated, too, and that is shown, not made again.
+  assert output.count("step 12: validation: bits_per_byte") == 1
+  assert "step 12/12" not in output
+  assert _records(folder) == before
+
+
+@pytest.mark.parametrize(
+  "program",
+  [evaluate.run, functools.partial(decode.run, prompt=None)],
+  ids=["eval", "decode"],
+)
+def test_without_a_checkpoint(tmp_path, program):
+  job, _ = testing.make()
+  with pytest.raises(
+    user_error.UserError, match=r"There is no checkpoint in .*; train first"
+  ):
+    program(job, epath.Path(tmp_path))
+
+
+def test_a_checkpoint_of_another_model(folder):
+  job, _ = testing.make(mesh=MESH, embed_dim=32)
+  with pytest.raises(
+    user_error.UserError,
+    match=r"params/.* has shape \(.*16\) in the checkpoint and \(.*32\) in",
+  ):
+    evaluate.run(job, folder)
+
+
+def test_nothing_to_evaluate_on(folder):
+  job = dataclasses.replace(testing.make()[0], eval_inputs={})
+  with pytest.raises(user_error.UserError, match=r"TinyLm has no split to ev"):
+    evaluate.run(job, folder)
+
+
+def test_nothing_to_generate(folder):
+  job = dataclasses.replace(testing.make(mesh=MESH)[0], generation=None)
+  with pytest.raises(user_error.UserError, match=r"TinyLm cannot generate te"):
+    decode.run(job, folder, "x")
+
+
+def test_data_of_another_kind_than_the_checkpoint_was_trained_on(folder):
+  job, _ = testing.make(mesh=MESH, seed=5)
+  session = session_lib.open_session(job)
+  with (
+    checkpointer.Checkpointer(
+      folder / "checkpoints", read_only=True
+    ) as checkpoints,
+    pytest.raises(
+      user_error.UserError, match=r"does not fit the checkpoint of step 12: .*5"
+    ),
+  ):
+    restoring.restore_or_start(session, checkpoints)
+
+
+@pytest.mark.parametrize(
+  ("knobs", "message"),
+  [
+    (
+      {"mesh": "fsdp=16"},
+      r"mesh 'fsdp=16' needs exactly 16 devices, but there are 8",
+    ),
+    (
+      {"mesh": "data=8", "global_batch_size": 12},
+      r"global_batch_size \(12\) of the split 'train' must be a multiple of 8",
+    ),
+    (
+      {"mesh": "data=4,tensor=2", "num_microbatches": 4},
+      r"global_batch_size \(8\) .* must be a multiple of 16: num_microbatches"
+      r" \(4\) times the 4 parts into which mesh 'data=4,tensor=2'",
+    ),
+    (
+      {"mesh": "fsdp=8", "embed_dim": 12},
+      r"mesh 'fsdp=8': .*axis 'embed' of size 12 does not divide by fsdp=8",
+    ),
+  ],
+)
+def test_a_mesh_that_does_not_fit(knobs, message):
+  with pytest.raises(user_error.UserError, match=message):
+    session_lib.open_session(testing.make(**knobs)[0])
+
+
+def test_an_input_without_a_batch():
+  job, _ = testing.make()
+  empty = job.eval_inputs["validation"]
+  for _ in empty:
+    pass
+  job = dataclasses.replace(job, train_input=empty)
+  with pytest.raises(user_error.UserError, match=r"input has no batch; it nee"):
+    session_lib.open_session(job)
+
+
+def test_an_input_that_ends_as_tensorflow_does_has_no_batch_either():
+  class OutOfRangeError(Exception):
+    __module__ = "tensorflow.python.framework.errors_impl"
+
+  def raises(error):
+    def get_next():
+      raise error
+
+    return get_next
+
+  job, _ = testing.make()
+  empty = job.eval_inputs["validation"]
+  job = dataclasses.replace(job, train_input=empty)
+  empty.get_next = raises(OutOfRangeError())
+  with pytest.raises(user_error.UserError, match=r"input has no batch; it nee"):
+    session_lib.open_session(job)
+  empty.get_next = raises(RuntimeError("no such file"))
+  with pytest.raises(RuntimeError, match="no such file"):
+    session_lib.open_session(job)
+
+
+def test_a_finite_training_input_ends_the_run(tmp_path, capsys):
+  job, config = testing.make(num_train_steps=1000)
+  finite = testing.make()[0].eval_inputs["validation"]
+  count = len(list(finite))
+  finite.reset()
+  job = dataclasses.replace(job, train_input=finite, eval_inputs={})
+  assert train.run(job, config, epath.Path(tmp_path)) == 0
+  output = capsys.readouterr().out
+  assert f"the training input ended after {count} steps" in output
+  assert len(jax.devices()) == 8

@@ -1,0 +1,179 @@
+"""What a model gives for each row, for metrics that are joined by example.
+
+An input whose rows are examples with ids may have a method `row_metrics()`,
+which returns a collector. It gets the score of each row, the log likelihood of
+its targets, and what the model generates after its prompt, and computes figures
+from them on the host.
+"""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from paxon.inputs import base_input
+from paxon.layers.decoding import generate, model_steps, samplers
+from paxon.learners import train_state
+from paxon.runner import user_error
+from paxon.runner.training import model_loss
+from paxon.runner.training import session as session_lib
+from paxon.sharding import axes
+
+Batch = Mapping[str, jax.Array]
+
+_KEYS = ("example_ids", "example_weights")
+_ENCODER = ("encoder_inputs", "encoder_positions", "encoder_segment_ids")
+
+
+@runtime_checkable
+class RowMetrics(Protocol):
+  """A collector of the rows of one evaluation."""
+
+  @property
+  def needs_scores(self) -> bool:
+    """Whether `add` wants `scores`."""
+    ...
+
+  @property
+  def needs_predictions(self) -> bool:
+    """Whether `add` wants `predictions`."""
+    ...
+
+  def add(self, rows: Mapping[str, np.ndarray]) -> None:
+    """Adds a batch: `example_ids`, `example_weights` and what is needed."""
+    ...
+
+  def compute(self) -> dict[str, float]:
+    """Returns the figures of all rows that were added."""
+    ...
+
+
+class RowOutputs:
+  """Computes what a collector needs of each batch."""
+
+  def __init__(
+    self, session: session_lib.Session, make: Callable[[], RowMetrics]
+  ) -> None:
+    """Prepares; programs are compiled when the first batch is there.
+
+    Args:
+      session: The job on its devices.
+      make: Returns a collector of one evaluation; all need the same.
+
+    Raises:
+      UserError: Predictions are needed, and the model cannot generate.
+    """
+    self._make = make
+    self._collector = collector = make()
+    options: dict[str, Any] = {"compiler_options": session.compiler_options}
+    model = session.job.task.model
+    wanted = {}
+    if collector.needs_scores:
+      wanted["scores"] = session.layout.jit(
+        lambda state, batch: _scores(session, state, batch),
+        out_shardings=session.layout.replicated,
+        **options,
+      )
+    if collector.needs_predictions:
+      if session.job.task.tokenizer is None or not callable(
+        getattr(model, "prefill", None)
+      ):
+        raise user_error.UserError(
+          f"{session.job.experiment} has metrics of predictions, and cannot"
+          " generate: the task needs a tokenizer, and a model with prefill."
+        )
+      # A step reads one token a row, which cannot be split by length.
+      rules = tuple(
+        (logical, None if logical == axes.LENGTH else mesh_axes)
+        for logical, mesh_axes in session.layout.rules
+      )
+      layout = dataclasses.replace(session.layout, rules=rules)
+      wanted["predictions"] = layout.jit(
+        lambda state, batch: _predictions(session, state, batch),
+        out_shardings=layout.replicated,
+        **options,
+      )
+    self._ids = session.layout.jit(
+      lambda batch: {key: batch[key] for key in _KEYS},
+      out_shardings=session.layout.replicated,
+      **options,
+    )
+    self._programs = wanted
+
+  @property
+  def is_needed(self) -> bool:
+    """Whether the collector wants anything of the model."""
+    return bool(self._programs)
+
+  def begin(self) -> None:
+    """Begins an evaluation: forgets the rows of the one before."""
+    self._collector = self._make()
+
+  def add(self, state: train_state.TrainState, batch: Batch) -> None:
+    """Gives the collector what the model makes of a batch."""
+    rows = dict(self._ids({key: batch[key] for key in _KEYS}))
+    for name, program in self._programs.items():
+      rows[name] = program(state, dict(batch))
+    self._collector.add({k: np.asarray(v) for k, v in rows.items()})
+
+  def metrics(self) -> dict[str, float]:
+    """Returns the collector's figures."""
+    return self._collector.compute()
+
+
+def of_input(
+  source: base_input.BaseInput, *, session: session_lib.Session
+) -> RowOutputs | None:
+  """Returns what computes the rows of an input; None if it wants none."""
+  make = getattr(source, "row_metrics", None)
+  if make is None:
+    return None
+  rows = RowOutputs(session, make)
+  return rows if rows.is_needed else None
+
+
+def _scores(
+  session: session_lib.Session, state: train_state.TrainState, batch: Batch
+) -> jax.Array:
+  """Returns the log likelihood of each row's targets, float32 [B]."""
+  loss_fn = model_loss.make_loss_fn(
+    session.job.task.model, specs=session.specs, deterministic=True
+  )
+  outputs = loss_fn(session.evaluation_variables(state), batch, {}).outputs
+  return -outputs["row_nll"].astype(jnp.float32)
+
+
+def _predictions(
+  session: session_lib.Session, state: train_state.TrainState, batch: Batch
+) -> jax.Array:
+  """Returns the most likely continuation of each row's prompt, int32 [B,T].
+
+  The prompt is the row's prefix, or its first input: what begins a text. An
+  encoder reads its own inputs.
+  """
+  model, tokenizer = session.job.task.model, session.job.task.tokenizer
+  assert tokenizer is not None
+  variables = session.evaluation_variables(state)
+  source: dict[str, Any] = {key: batch[key] for key in _ENCODER if key in batch}
+  ids = batch["inputs"]
+  if "prefix" in batch:
+    lengths = jnp.sum(batch["prefix"].astype(jnp.int32), axis=1)
+    # Rows that only fill the batch have none.
+    lengths = jnp.maximum(lengths, 1)
+  else:
+    ids = ids[:, :1]
+    lengths = jnp.ones(ids.shape[:1], jnp.int32)
+  result = generate.generate(
+    model_steps.prefill(model, variables, **source),
+    model_steps.decode_step(model, variables),
+    ids,
+    lengths,
+    sampler=samplers.Greedy(),
+    key=jax.random.key(0),
+    max_new_tokens=batch["targets"].shape[1],
+    end_id=tokenizer.end_id,
+  )
+  return result.ids

@@ -1,0 +1,299 @@
+"""What all programs of a job share: its devices, variables and shardings."""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from paxon.inputs import base_input
+from paxon.learners import train_state, variable_groups
+from paxon.runner import compiler_options, user_error
+from paxon.runner import job as job_lib
+from paxon.runner.training import (
+  attention_kernels,
+  memory_fit,
+  model_loss,
+  serving,
+)
+from paxon.sharding import arrays, axes, initialization, lint, variables
+from paxon.sharding import layout as layouts
+from paxon.sharding import mesh as meshes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Session:
+  """A job on its devices. Nothing in it is an array yet.
+
+  Attributes:
+    job: The resolved configuration.
+    layout: Mesh and rules.
+    specs: A `VariableSpec` for each variable of the model.
+    state_specs: A train state of specs.
+    state_shardings: A train state of shardings.
+    batch: Shapes, dtypes and shardings of a global training batch.
+    absent: Parameters that the model has and the state has not, by name: those
+      whose weights are stored in few bits (`serving`).
+  """
+
+  job: job_lib.Job
+  layout: layouts.Layout
+  specs: variable_groups.Specs
+  state_specs: train_state.TrainState
+  state_shardings: train_state.TrainState
+  batch: Mapping[str, jax.ShapeDtypeStruct]
+  absent: serving.Absent = dataclasses.field(default_factory=dict)
+
+  @property
+  def compiler_options(self) -> dict[str, bool | str]:
+    """The options with which its steps are compiled, here or in a plan."""
+    return compiler_options.of(
+      self.job.compiler_options,
+      _one_device(self.layout.mesh),
+      num_devices=self.layout.mesh.size,
+      sets=self.job.compiler_option_sets,
+    )
+
+  def abstract_state(self) -> train_state.TrainState:
+    """Returns a placed `jax.ShapeDtypeStruct` for each array of the state."""
+    return jax.tree.map(
+      lambda spec, sharding: jax.ShapeDtypeStruct(
+        spec.shape, spec.dtype, sharding=sharding
+      ),
+      self.state_specs,
+      self.state_shardings,
+    )
+
+  def initial_state(
+    self, given: Mapping[str, jax.Array] | None = None
+  ) -> train_state.TrainState:
+    """Computes the state before the first step, each shard where it belongs.
+
+    Args:
+      given: Values by logical name that take the place of the computed ones,
+        with the state's shapes, dtypes and shardings. They are donated. The
+        optimizer's state is made from the variables as given.
+    """
+    task = self.job.task
+
+    def fallback() -> Any:
+      batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.batch)
+      return variables.unbox(model_loss.init(task.model, batch))
+
+    def compute(given: Mapping[str, jax.Array]) -> train_state.TrainState:
+      def replaced(specs: Any, values: Any) -> Any:
+        return jax.tree.map(
+          lambda spec, value: given.get(spec.name, value), specs, values
+        )
+
+      values = initialization.initial_values(
+        self.specs, self.job.seed, fallback=fallback
+      )
+      state = train_state.initial(
+        replaced(self.specs, values), learner=task.learner, specs=self.specs
+      )
+      return replaced(self.state_specs, state)
+
+    start = self.layout.jit(
+      compute,
+      out_shardings=self.state_shardings,
+      donate_argnums=0,
+      compiler_options=self.compiler_options,
+    )
+    return start(dict(given or {}))
+
+  def evaluation_variables(
+    self, state: train_state.TrainState
+  ) -> variable_groups.Tree:
+    """Returns what to evaluate and generate with; see `train_state`."""
+    values = train_state.evaluation_variables(
+      state, learner=self.job.task.learner, specs=self.specs
+    )
+    return serving.completed(values, self.absent)
+
+  def place(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+    """Returns the global arrays of one host's rows of a batch."""
+    return arrays.to_global(
+      batch, self.layout, num_hosts=self.job.train_input.num_infeed_hosts
+    )
+
+
+def open_session(
+  job: job_lib.Job, *, devices: Sequence[jax.Device] | None = None
+) -> Session:
+  """Finds out what a job needs, without computing anything.
+
+  Args:
+    job: The resolved configuration. Its inputs are told which host this is.
+    devices: Those of the mesh; by default all.
+
+  Raises:
+    UserError: The mesh does not fit the devices, a batch or a variable does
+      not divide by the mesh, or the compiler does not know an option.
+  """
+  try:
+    mesh = meshes.make_mesh(meshes.MeshSpec.parse(job.mesh), devices=devices)
+  except ValueError as error:
+    raise user_error.UserError(str(error)) from error
+  layout = layouts.Layout(mesh, job.rules)
+  _check_layout(job, layout, {}, {})
+  _check_rules(layout)
+  attention_kernels.check(job, length_shards=layout.shards(axes.LENGTH))
+  compiler_options.check(
+    job.compiler_options, _one_device(mesh), sets=job.compiler_option_sets
+  )
+  infeed_host_index, num_infeed_hosts = arrays.infeed_hosts(layout)
+  for name, source in (("train", job.train_input), *job.eval_inputs.items()):
+    _check_batch(source, name=name, layout=layout, mesh=job.mesh)
+    source.set_infeed_hosts(
+      infeed_host_index=infeed_host_index, num_infeed_hosts=num_infeed_hosts
+    )
+    memory_fit.check_batch(source)
+    # Opens the data: a folder that is missing is found here.
+    source.get_state()
+  _check_microbatches(job, layout)
+  batch = _abstract_batch(job.train_input, layout)
+  specs = variables.specs_of(
+    model_loss.abstract_variables(job.task.model, batch)
+  )
+  _check_layout(job, layout, specs, batch)
+  specs, absent = serving.split(job, specs)
+  state_specs = train_state.state_specs(specs, learner=job.task.learner)
+  if absent:
+    # They are made of the average where there is one.
+    state_specs = dataclasses.replace(state_specs, average=None)
+  try:
+    shardings = layout.shardings(state_specs)
+  except ValueError as error:
+    raise user_error.UserError(f"mesh {job.mesh!r}: {error}") from error
+  return Session(
+    job=job,
+    layout=layout,
+    specs=specs,
+    state_specs=state_specs,
+    state_shardings=shardings,
+    batch=batch,
+    absent=absent,
+  )
+
+
+def for_evaluation(tree: train_state.TrainState) -> train_state.TrainState:
+  """Returns a state without what only updates need.
+
+  Args:
+    tree: A train state of arrays, specs or shardings.
+  """
+  return dataclasses.replace(tree, opt_state=(), skipped=None, tokens=None)
+
+
+def _one_device(mesh: jax.sharding.Mesh) -> jax.Device:
+  """Returns a device of the mesh, one of this process if there is one."""
+  devices = list(mesh.devices.flat)
+  here = jax.process_index()
+  return next((d for d in devices if d.process_index == here), devices[0])
+
+
+def _check_rules(layout: layouts.Layout) -> None:
+  try:
+    for axis in (axes.BATCH, axes.LENGTH):
+      layout.shards(axis)
+  except ValueError as error:
+    raise user_error.UserError(f"Job.rules: {error}") from error
+
+
+def _check_batch(
+  source: base_input.BaseInput, *, name: str, layout: layouts.Layout, mesh: str
+) -> None:
+  shards = layout.shards(axes.BATCH)
+  if source.global_batch_size % shards:
+    raise user_error.UserError(
+      f"global_batch_size ({source.global_batch_size}) of the split {name!r}"
+      f" must be a multiple of {shards}, the number of parts into which mesh"
+      f" {mesh!r} splits a batch over {layout.mesh.size} devices"
+      f"{_of_processes(layout)}."
+    )
+  parts = layout.shards(axes.LENGTH)
+  if source.length % parts:
+    raise user_error.UserError(
+      f"length ({source.length}) of the split {name!r} must be a multiple of"
+      f" {parts}, the number of parts into which mesh {mesh!r} splits a row."
+    )
+
+
+def _of_processes(layout: layouts.Layout) -> str:
+  count = len({d.process_index for d in layout.mesh.devices.flat})
+  return f" of {count} processes" if count > 1 else ""
+
+
+def _check_layout(
+  job: job_lib.Job,
+  layout: layouts.Layout,
+  specs: variable_groups.Specs,
+  batch: Mapping[str, jax.ShapeDtypeStruct],
+) -> None:
+  """Refuses what the sharding lint calls an error, as a plan does."""
+  try:
+    found = lint.check(
+      specs,
+      batch={name: value.shape for name, value in batch.items()},
+      mesh=dict(layout.mesh.shape),
+      rules=layout.rules,
+    )
+  except ValueError as error:
+    # A part names an axis that no rule knows, such as a misspelled one.
+    raise user_error.UserError(f"task.model: {error}") from error
+  errors = [finding.message for finding in found if finding.is_error]
+  if errors:
+    raise user_error.UserError(f"mesh {job.mesh!r}: {'; '.join(errors)}.")
+
+
+def _check_microbatches(job: job_lib.Job, layout: layouts.Layout) -> None:
+  rows = job.train_input.global_batch_size
+  parts = job.task.learner.num_microbatches
+  shards = layout.shards(axes.BATCH)
+  if rows % (parts * shards):
+    raise user_error.UserError(
+      f"global_batch_size ({rows}) of the split 'train' must be a multiple of"
+      f" {parts * shards}: num_microbatches ({parts}) times the {shards} parts"
+      f" into which mesh {job.mesh!r} splits each."
+    )
+
+
+def _abstract_batch(
+  source: base_input.BaseInput, layout: layouts.Layout
+) -> dict[str, jax.ShapeDtypeStruct]:
+  """Returns the arrays of a global batch; reads one only if need be."""
+  shapes = source.batch_shapes()
+  if shapes is None:
+    shapes = _read_shapes(source)
+  return {
+    name: jax.ShapeDtypeStruct(
+      (shape[0] * source.num_infeed_hosts, *shape[1:]),
+      dtype,
+      sharding=layout.batch_sharding(len(shape)),
+    )
+    for name, (shape, dtype) in shapes.items()
+  }
+
+
+def _read_shapes(source: base_input.BaseInput) -> base_input.Shapes:
+  """Reads one batch for its shapes and goes back."""
+  position = source.get_state()
+  try:
+    batch = source.get_next()
+  except BaseException as error:
+    if not base_input.is_end(error):
+      raise
+    raise user_error.UserError(
+      "The training input has no batch; it needs more data, or a smaller"
+      " global_batch_size."
+    ) from None
+  source.set_state(position)
+  # Strings never reach a device.
+  return {
+    name: (value.shape, value.dtype)
+    for name, value in batch.items()
+    if value.dtype != object
+  }

@@ -1,0 +1,283 @@
+"""Tests for the order of things in the training loop, with a step that is not.
+
+The step, the evaluator and the checkpoints only note that they were called.
+"""
+
+import dataclasses
+import gc
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from paxon.learners import train_state, weighted
+from paxon.runner import user_error
+from paxon.runner.checkpoints import checkpointer
+from paxon.runner.monitoring import metrics_file, observer, summary_writer
+from paxon.runner.training import (
+  compiled_steps,
+  early_stopping,
+  evaluation,
+  evaluation_log,
+  garbage,
+  stop_signals,
+  testing,
+  train_loop,
+)
+from paxon.runner.training import session as session_lib
+
+
+class _Evaluator(evaluation.Evaluator):
+  def __init__(self, events, values):
+    self._events, self._left = events, list(values)
+
+  def evaluate(self, state, *, is_stopped=lambda: False):
+    self._events.append(("evaluate", None))
+    if is_stopped():
+      return None
+    return {"validation": {"loss": float(self._left.pop(0))}}
+
+  def positions(self, step):
+    return {}
+
+  def skip(self, step):
+    self._events.append(("skip", step))
+
+
+class _Checkpoints(checkpointer.Checkpointer):
+  def __init__(self, events):
+    self._events = events
+
+  def save(self, step, tree, **kwargs):
+    self._events.append(("save", step))
+
+
+class _Writer(summary_writer.SummaryWriter):
+  def __init__(self):
+    self.records = []
+
+  def write(self, step, split, values):
+    self.records.append(metrics_file.Record(step, split, values))
+
+  def close(self):
+    pass
+
+
+class _Observer(observer.Observer):
+  def compiled(self, *args, **kwargs):
+    pass
+
+
+@pytest.fixture(scope="module")
+def session():
+  return session_lib.open_session(testing.make()[0])
+
+
+@pytest.fixture(name="events")
+def _events(monkeypatch):
+  """What happens, in order; `read` is where the host waits for a step."""
+  events = []
+  add = weighted.Totals.add
+
+  def read(self, metrics):
+    events.append(("read", int(metrics["loss"][0])))
+    add(self, metrics)
+
+  monkeypatch.setattr(weighted.Totals, "add", read)
+  # Has no field: a loop that looks into the state fails.
+  hidden = object.__new__(train_state.TrainState)
+
+  def compile_train_step(session, traced, *, more_options):
+    steps = iter(range(_Loop.first_step + 1, 1000))
+
+    class Step(jax.stages.Compiled):
+      def __init__(self):
+        pass
+
+      def __call__(self, state, batch):
+        assert not gc.isenabled()
+        number = next(steps)
+        events.append(("dispatch", number))
+        return hidden, {"loss": (jnp.float32(number), jnp.float32(1.0))}
+
+    return Step()
+
+  monkeypatch.setattr(compiled_steps, "compile_train_step", compile_train_step)
+  return events
+
+
+class _Loop:
+  """A loop of a job with other settings, run from some step."""
+
+  first_step = 0
+
+  def __init__(self, session, events, *, losses=(), records=(), **settings):
+    job = dataclasses.replace(
+      session.job,
+      **{
+        "checkpoint_every_steps": None,
+        "eval_every_steps": None,
+        "summary_every_steps": 1,
+      }
+      | settings,
+    )
+    self._records = records
+    self.stop = stop_signals.StopSignals()
+    self.writer = _Writer()
+    self._fields = {
+      "session": dataclasses.replace(session, job=job),
+      "traced": object.__new__(jax.stages.Traced),
+      "checkpoints": _Checkpoints(events),
+      "writer": self.writer,
+      "evaluator": _Evaluator(events, losses),
+      "stop": self.stop,
+      "observer": _Observer(),
+    }
+
+  def run(self, first_step=0):
+    _Loop.first_step = first_step
+    state = object.__new__(train_state.TrainState)
+    object.__setattr__(state, "step", jnp.int32(first_step))
+    log = evaluation_log.EvaluationLog(
+      self._records, splits=["validation"], until=first_step
+    )
+    loop = train_loop.TrainLoop(log=log, **self._fields)
+    return loop, loop.run(state), state
+
+
+def _steps(events, kind):
+  return [step for name, step in events if name == kind]
+
+
+def test_two_steps_at_most_are_in_flight_and_metrics_are_read_one_late(
+  session, events
+):
+  _Loop(session, events, num_train_steps=5).run()
+  assert events == [
+    ("dispatch", 1),
+    *(("dispatch", 2), ("read", 1)),
+    *(("dispatch", 3), ("read", 2)),
+    *(("dispatch", 4), ("read", 3)),
+    *(("dispatch", 5), ("read", 4)),
+    ("read", 5),
+    ("save", 5),
+  ]
+
+
+def test_cycles_are_collected_in_the_pauses_only(session, events, monkeypatch):
+  collect = garbage.Postponed.collect
+
+  def note(self):
+    events.append(("collect", None))
+    collect(self)
+
+  monkeypatch.setattr(garbage.Postponed, "collect", note)
+  settings = {"checkpoint_every_steps": 2, "eval_every_steps": 3}
+  _Loop(session, events, losses=[1], num_train_steps=4, **settings).run()
+  kept = [e for e in events if e[0] in ("dispatch", "collect")]
+  assert [name for name, _ in kept] == [
+    *("dispatch", "dispatch", "collect"),
+    *("dispatch", "collect"),
+    *("dispatch", "collect"),
+  ]
+  assert gc.isenabled()
+
+
+def test_a_signal_before_the_first_step_leaves_everything_as_it_was(
+  session, events, monkeypatch
+):
+  loop = _Loop(session, events, num_train_steps=5)
+  compile_train_step = compiled_steps.compile_train_step
+
+  def interrupted(session, traced, *, more_options):
+    loop.stop.requested = "SIGINT"
+    return compile_train_step(session, traced, more_options=more_options)
+
+  monkeypatch.setattr(compiled_steps, "compile_train_step", interrupted)
+  _, state, given = loop.run()
+  assert state is given
+  assert events == []
+
+
+def test_a_signal_during_an_evaluation_ends_with_a_checkpoint(
+  session, events, monkeypatch
+):
+  loop = _Loop(session, events, num_train_steps=9, eval_every_steps=3)
+
+  def evaluate(self, state, *, is_stopped):
+    loop.stop.requested = "SIGTERM"
+    return None
+
+  monkeypatch.setattr(_Evaluator, "evaluate", evaluate)
+  loop.run()
+  assert events[-2:] == [("read", 3), ("save", 3)]
+
+
+def test_an_evaluation_that_an_interruption_took_is_made_again(session, events):
+  settings = {"num_train_steps": 6, "eval_every_steps": 3}
+  loop = _Loop(session, events, losses=[7], **settings)
+  loop.run(first_step=3)
+  assert events[:2] == [("evaluate", None), ("dispatch", 4)]
+  assert loop.writer.records[0].values == {"loss": 7.0}
+  events.clear()
+  _Loop(session, events, records=loop.writer.records, **settings).run(3)
+  assert "evaluate" not in [name for name, _ in events]
+
+
+LOSSES = {2: 5.0, 4: 3.0, 6: 4.0, 8: 3.0, 10: 1.0, 12: 9.0}
+
+
+def _stopping(session, events, first_step, *, lost=False):
+  """Runs with early stopping; returns the step of the last checkpoint."""
+  recorded = [s for s in LOSSES if s < first_step + (not lost)]
+  loop = _Loop(
+    session,
+    events,
+    losses=[v for s, v in LOSSES.items() if s not in recorded],
+    records=[
+      metrics_file.Record(s, "validation", {"loss": LOSSES[s]})
+      for s in recorded
+    ],
+    num_train_steps=20,
+    checkpoint_every_steps=1,
+    eval_every_steps=2,
+    early_stopping=early_stopping.EarlyStopping(
+      metric="validation/loss", patience=2
+    ),
+  )
+  ran, _, _ = loop.run(first_step)
+  return max(_steps(events, "save"), default=first_step), ran.early_end()
+
+
+def test_training_ends_early_where_the_rule_says(session, events):
+  step, reason = _stopping(session, events, 0)
+  assert step == 8
+  assert reason.endswith("better for 2 evaluations; its best is 3, of step 4")
+  assert events.count(("save", 8)) == 2  # Due, and at the end: saved once.
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["written", "lost"])
+@pytest.mark.parametrize("first_step", [2, 3, 4, 7, 8])
+def test_an_interrupted_run_ends_early_at_the_same_step(
+  session, events, first_step, lost
+):
+  step, reason = _stopping(session, events, first_step, lost=lost)
+  assert (step, "of step 4" in reason) == (8, True)
+  assert (9 in _steps(events, "dispatch")) is False
+
+
+def test_a_metric_that_is_not_measured_is_told_at_the_first_evaluation(
+  session, events
+):
+  rule = early_stopping.EarlyStopping(metric="validation/los")
+  loop = _Loop(
+    session,
+    events,
+    losses=[1],
+    num_train_steps=9,
+    eval_every_steps=2,
+    early_stopping=rule,
+  )
+  with pytest.raises(user_error.UserError, match=r"mean 'validation/loss'"):
+    loop.run()
+  assert _steps(events, "dispatch") == [1, 2]

@@ -1,0 +1,102 @@
+"""Tests that a folder that cannot be gone on in is told in one line."""
+
+import re
+
+from etils import epath
+import pytest
+
+from paxon.runner import user_error
+from paxon.runner.hosts import agreement
+from paxon.runner.training import evaluate, stored_config, testing, train
+
+SHORT = {
+  "num_train_steps": 2,
+  "checkpoint_every_steps": 1,
+  "max_new_tokens": 0,
+}
+
+
+@pytest.fixture(name="folder")
+def _folder(tmp_path):
+  return epath.Path(tmp_path)
+
+
+def _train(folder, **knobs):
+  return train.run(*testing.make(**SHORT | knobs), folder)
+
+
+def test_a_start_that_failed_binds_nobody(folder):
+  with pytest.raises(user_error.UserError, match=r"global_batch_size \(12\)"):
+    _train(folder, global_batch_size=12)
+  assert _train(folder, global_batch_size=8) == 0
+  with pytest.raises(user_error.UserError, match=r"size is 8 there and 16"):
+    _train(folder, global_batch_size=16)
+
+
+def test_whether_there_is_a_checkpoint_is_the_first_processs_word(
+  folder, monkeypatch
+):
+  def from_first(make):
+    return 8 if getattr(make, "__name__", "") == "latest_step" else make()
+
+  def check(config, run_dir):
+    raise user_error.UserError("compared with the stored configuration")
+
+  monkeypatch.setattr(agreement, "from_first", from_first)
+  monkeypatch.setattr(stored_config, "check", check)
+  with pytest.raises(user_error.UserError, match="compared with the stored"):
+    _train(folder)
+
+
+def _damage(folder, step):
+  (folder / "checkpoints" / str(step) / "data" / "metadata").write_text("{")
+
+
+def test_the_checkpoint_before_a_damaged_one_is_used(folder, capsys):
+  _train(folder)
+  _damage(folder, 2)
+  capsys.readouterr()
+  assert _train(folder) == 0
+  told = capsys.readouterr()
+  lines = [line for line in told.err.splitlines() if "checkpoint" in line]
+  assert len(lines) == 1
+  assert re.search(
+    r"/2 is damaged: data/metadata has 1 bytes and should have \d+; the one of"
+    r" step 1 is used instead$",
+    lines[0],
+  )
+  assert "continuing from the checkpoint of step 1" in told.out
+  # Step 2 was made and saved anew.
+  _train(folder)
+  told = capsys.readouterr()
+  assert "step 2 is there already" in told.out
+  assert "damaged" not in told.err
+  for step in (1, 2):
+    _damage(folder, step)
+  with pytest.raises(
+    user_error.UserError,
+    match=r"left .*/2 is damaged: .*/1 is damaged: .*Start",
+  ):
+    _train(folder)
+  job, _ = testing.make(**SHORT)
+  with pytest.raises(
+    user_error.UserError, match=r"no checkpoint left that can"
+  ):
+    evaluate.run(job, folder)
+  assert not (folder / "checkpoints" / "3").exists()
+
+
+def test_damaged_figures(folder):
+  _train(folder)
+  file = folder / "metrics.jsonl"
+  file.write_text(file.read_text()[:-9])
+  with pytest.raises(user_error.UserError, match=r"metrics.*, line \d+,"):
+    _train(folder, num_train_steps=3)
+
+
+def test_a_finished_run_says_so(folder, capsys):
+  _train(folder, num_train_steps=3)
+  capsys.readouterr()
+  _train(folder)
+  expected = "step 3 is there already, and num_train_steps is 2: nothing to tr"
+  assert expected in capsys.readouterr().out

@@ -1,0 +1,215 @@
+"""Tests of runs that begin with another run's values, from end to end."""
+
+import dataclasses
+import functools
+import json
+
+from etils import epath
+import fiddle as fdl
+import jax
+import numpy as np
+import pytest
+
+from paxon.learners import parameter_average
+from paxon.runner import user_error
+from paxon.runner.checkpoints import (
+  checkpointer,
+  stored_arrays,
+  stored_checkpoint,
+  warm_start,
+)
+from paxon.runner.training import session as session_lib
+from paxon.runner.training import testing, train, warm_starting
+
+SOURCE_STEPS = 2
+AVERAGE = fdl.Config(parameter_average.ParameterAverage, decay=0.5, debias=True)
+
+
+class Warm(testing.TinyLm):
+  """The tiny model, started from another run."""
+
+  source: str
+  averaged: bool
+
+  def warm_start(self) -> fdl.Config[warm_start.WarmStart]:
+    """Returns the source."""
+    return fdl.Config(
+      warm_start.WarmStart, checkpoint=self.source, averaged=self.averaged
+    )
+
+
+def _run(config, folder):
+  config.generation = None
+  epath.Path(folder).mkdir(parents=True, exist_ok=True)
+  assert train.run(fdl.build(config), config, epath.Path(folder)) == 0
+  return folder
+
+
+def _metrics(folder, split):
+  lines = (folder / "metrics.jsonl").read_text().splitlines()
+  records = [json.loads(line) for line in lines]
+  return [record for record in records if record["split"] == split]
+
+
+def _opened(**knobs):
+  return session_lib.open_session(testing.make(**knobs)[0])
+
+
+def _start(session, source, **fields):
+  return warm_starting.start(
+    session, warm_start.WarmStart(checkpoint=str(source), **fields)
+  )
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+  """A run of two steps that evaluates with an average."""
+  config = testing.TinyLm(num_train_steps=SOURCE_STEPS).job()
+  config.task.learner.average = AVERAGE
+  return _run(config, tmp_path_factory.mktemp("source"))
+
+
+@pytest.fixture(scope="module")
+def session():
+  """The model that is started, which keeps no average."""
+  return _opened()
+
+
+@pytest.fixture(scope="module")
+def stored(source):
+  """The variables in the source's checkpoint, by name."""
+  checkpoint = stored_checkpoint.find(epath.Path(source))
+  return stored_arrays.read_numpy(checkpoint, checkpoint.variables())
+
+
+def _first_loss(session, variables):
+  """The loss on the first training batch, without a step."""
+  session.job.train_input.reset()
+  apply = jax.jit(
+    functools.partial(
+      session.job.task.model.apply, deterministic=True, method="loss"
+    )
+  )
+  ((total, weight), *_) = apply(variables, session.job.train_input.get_next())
+  return float(total) / float(weight)
+
+
+def test_a_run_goes_on_where_another_was(source, session, tmp_path, capsys):
+  folder = tmp_path / "warm"
+  config = Warm(source=str(source), averaged=True).job()
+  config.num_train_steps = 0
+  _run(config, folder)
+  output = capsys.readouterr().out
+  assert f"warm start from step {SOURCE_STEPS} of {source}" in output
+  assert "read      11 of 11 variables, 9,424 of 9,424 values" in output
+  (there,) = _metrics(source, "validation")
+  (here,) = _metrics(folder, "validation")
+  assert (here["step"], there["step"]) == (0, SOURCE_STEPS)
+  np.testing.assert_allclose(here["loss"], there["loss"], rtol=1e-6)
+  # Where the run has a checkpoint of its own, that one is used.
+  config.num_train_steps = 1
+  _run(config, folder)
+  assert "warm start" not in capsys.readouterr().out
+  (first,) = _metrics(folder, "train")
+  state = _start(session, source, averaged=True)
+  expected = _first_loss(session, state.variables)
+  np.testing.assert_allclose(first["loss"], expected, rtol=1e-6)
+
+
+def test_only_variables_come_along_by_default(source, session, stored):
+  state = _start(session, source)
+  cold = session.initial_state()
+  assert int(state.step) == 0
+  assert testing.digest(state.opt_state) == testing.digest(cold.opt_state)
+  expected = jax.tree.map(lambda spec: stored[spec.name], session.specs)
+  assert testing.digest(state.variables) == testing.digest(expected)
+  assert testing.digest(state.variables) != testing.digest(cold.variables)
+  assert jax.tree.map(lambda x: x.sharding, state) == session.state_shardings
+
+
+def test_the_training_state_comes_along_if_asked_for(source):
+  config = testing.TinyLm().job()
+  config.task.learner.average = AVERAGE
+  session = session_lib.open_session(fdl.build(config))
+  state = _start(session, source, training_state=True)
+  with checkpointer.Checkpointer(
+    epath.Path(source / "checkpoints"), read_only=True
+  ) as checkpoints:
+    expected = checkpoints.restore(
+      SOURCE_STEPS, specs=session.state_specs, shardings=session.state_shardings
+    )
+  assert testing.digest(state) == testing.digest(expected.tree)
+
+
+def test_a_new_average_begins_with_the_values_read(source):
+  config = testing.TinyLm().job()
+  config.task.learner.average = fdl.Config(
+    parameter_average.ParameterAverage, decay=0.9
+  )
+  session = session_lib.open_session(fdl.build(config))
+  state = _start(session, source)
+  for average, value in zip(
+    jax.tree.leaves(state.average.average),
+    jax.tree.leaves(state.variables),
+    strict=True,
+  ):
+    np.testing.assert_array_equal(average, value)
+
+
+def test_a_renamed_part_and_a_missing_one(source, session, stored):
+  state = _start(
+    session,
+    source,
+    patterns=(
+      (r"(params/stack/.*)/attention/key", r"\1/attention/value"),
+      (r"params/embedding/.*", None),
+      (r"params/final_norm/(.*)", r"params/head_norm/\1"),
+    ),
+    may_be_missing=(r"params/final_norm/.*",),
+  )
+  params = state.variables["params"]
+  cold = session.initial_state().variables["params"]
+  attention = params["stack"]["layers"]["blocks_0"]["attention"]
+  value = stored["params/stack/layers/blocks_0/attention/value"]
+  np.testing.assert_array_equal(attention["key"], value)
+  np.testing.assert_array_equal(attention["value"], value)
+  for name in ("embedding", "final_norm"):
+    assert testing.digest(params[name]) == testing.digest(cold[name])
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    pytest.param({"checkpoint": "/nowhere"}, "no folder /nowhere", id="folder"),
+    pytest.param({"step": 1}, "no checkpoint of step 1 in", id="step"),
+    pytest.param(
+      {"patterns": (("params/stak/.*", None),)},
+      r"patterns\[0\] .*matches no variable .*closest name is",
+      id="pattern",
+    ),
+    pytest.param(
+      {"patterns": (("params/(.*)", r"old/\1"),)},
+      "would read nothing",
+      id="nothing",
+    ),
+    pytest.param(
+      {"training_state": True},
+      "goes on from step 2 .* num_train_steps is 2",
+      id="no step left",
+    ),
+  ],
+)
+def test_what_does_not_fit_is_one_line(source, session, fields, message):
+  job = dataclasses.replace(session.job, num_train_steps=SOURCE_STEPS)
+  start = warm_start.WarmStart(**{"checkpoint": str(source), **fields})
+  with pytest.raises(user_error.UserError, match=message) as caught:
+    warm_starting.start(dataclasses.replace(session, job=job), start)
+  assert "\n" not in str(caught.value)
+
+
+def test_another_number_of_layers_is_refused(source):
+  with pytest.raises(
+    user_error.UserError,
+    match=r"layers/blocks_0/attention/key has shape \(2, .*\) there and \(3, ",
+  ):
+    _start(_opened(num_layers=3), source)
