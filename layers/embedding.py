@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from paxon.layers import dimensions, precision, wide_einsum
 from paxon.layers import lookup as lookup_lib
+from paxon.layers import precision, wide_einsum
 from paxon.quantization import products, roles
-from paxon.sharding import axes, logical
+from paxon.sharding import axes, checks, logical
 
 # Standard deviation embed_dim ** -0.5: rows have length one, and tied logits
 # of a normalized input have variance one.
@@ -62,7 +62,7 @@ class Embedding(nn.Module):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    dimensions.check(self, "vocab_size", "embed_dim")
+    checks.check_size(self, "vocab_size", "embed_dim")
 
   def setup(self) -> None:
     """Makes the parameters, for both methods."""

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from paxon.layers import dimensions, remat
+from paxon.layers import remat
 from paxon.quantization import products, roles
-from paxon.sharding import axes, logical
+from paxon.sharding import axes, checks, logical
 
 _default_init = nn.initializers.variance_scaling(
   1.0, "fan_in", "truncated_normal"
@@ -56,7 +56,7 @@ class GatedFeedForward(nn.Module):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    dimensions.check(self, "mlp_dim")
+    checks.check_size(self, "mlp_dim")
 
   @nn.compact
   def __call__(
@@ -127,7 +127,7 @@ class FeedForward(nn.Module):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    dimensions.check(self, "mlp_dim")
+    checks.check_size(self, "mlp_dim")
 
   @nn.compact
   def __call__(

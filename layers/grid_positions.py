@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from paxon.layers import dimensions, precision
+from paxon.layers import precision
+from paxon.sharding import checks
 
 
 class GridPositions(nn.Module):
@@ -39,7 +40,7 @@ class GridPositions(nn.Module):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    dimensions.check(self, "height", "width")
+    checks.check_size(self, "height", "width")
     for field in ("slots_before", "slots_after"):
       if getattr(self, field) < 0:
         raise ValueError(

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from paxon.layers import dimensions, moments, norm_scale
-from paxon.sharding import axes, logical
+from paxon.layers import moments, norm_scale
+from paxon.sharding import axes, checks, logical
 
 
 class GroupNorm(nn.Module):
@@ -51,7 +51,7 @@ class GroupNorm(nn.Module):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    dimensions.check(self, "num_groups", "min_group_size")
+    checks.check_size(self, "num_groups", "min_group_size")
     if not 0 < self.epsilon < 1:
       raise ValueError(
         "GroupNorm.epsilon must be positive and less than 1, got "

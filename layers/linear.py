@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from paxon.layers import dimensions, initializers, remat
+from paxon.layers import initializers, remat
 from paxon.quantization import products, roles
-from paxon.sharding import axes, logical
+from paxon.sharding import axes, checks, logical
 
 _default_init = nn.initializers.variance_scaling(
   1.0, "fan_in", "truncated_normal"
@@ -62,7 +62,7 @@ class Linear(nn.Module):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    dimensions.check(self, "output_dim")
+    checks.check_size(self, "output_dim")
 
   @nn.compact
   def __call__(

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from paxon.layers import dimensions, precision
 from paxon.layers import lookup as lookup_lib
-from paxon.sharding import axes, logical
+from paxon.layers import precision
+from paxon.sharding import axes, checks, logical
 
 # Standard deviation embed_dim ** -0.5: rows of length one, as those of tokens.
 _default_init = nn.initializers.variance_scaling(
@@ -44,7 +44,7 @@ class LearnedPositions(nn.Module):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    dimensions.check(self, "max_length")
+    checks.check_size(self, "max_length")
 
   @nn.compact
   def __call__(

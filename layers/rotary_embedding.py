@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from paxon.layers import dimensions, precision, rotary_scaling
+from paxon.layers import precision, rotary_scaling
+from paxon.sharding import checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class Llama3Scaling(rotary_scaling.Scaling):
   original_length: int = 8192
 
   def __post_init__(self) -> None:
-    dimensions.check(self, "original_length")
+    checks.check_size(self, "original_length")
     if not self.factor >= 1:
       raise ValueError(
         f"Llama3Scaling.factor must be at least 1, got {self.factor}."
@@ -92,7 +93,7 @@ class Rotary:
   interleaved: bool = False
 
   def __post_init__(self) -> None:
-    dimensions.check(self, "rotary_dim")
+    checks.check_size(self, "rotary_dim")
     if self.max_wavelength <= 1:
       raise ValueError(
         f"Rotary.max_wavelength must exceed 1, got {self.max_wavelength}."

@@ -12,7 +12,7 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from paxon.layers import dimensions
+from paxon.sharding import checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ class YarnScaling(Scaling):
 
   def __post_init__(self) -> None:
     _check_factor(self, self.factor)
-    dimensions.check(self, "original_length")
+    checks.check_size(self, "original_length")
     if not 0 < self.slow_turns < self.fast_turns:
       raise ValueError(
         "YarnScaling.fast_turns must exceed slow_turns, which must be "

@@ -25,8 +25,8 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
-from paxon.layers import dimensions, remat, shared, stacked_cache
-from paxon.sharding import axes, variables
+from paxon.layers import remat, shared, stacked_cache
+from paxon.sharding import axes, checks, variables
 
 
 class Group(nn.Module):
@@ -62,7 +62,7 @@ class Stack(nn.Module):
     super().__post_init__()
     if not self.blocks:
       raise ValueError("Stack.blocks must not be empty.")
-    dimensions.check(self, "num_layers")
+    checks.check_size(self, "num_layers")
 
   @nn.compact
   def __call__(

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from paxon.layers import dimensions, precision
+from paxon.layers import precision
+from paxon.sharding import checks
 
 # `(number of the layer) -> rate`; see `stack.Stack.pass_layer_index`.
 Rate = Callable[[jax.Array], jax.Array]
@@ -36,7 +37,7 @@ class LinearRate:
   num_layers: int
 
   def __post_init__(self) -> None:
-    dimensions.check(self, "num_layers")
+    checks.check_size(self, "num_layers")
     _check_rate("LinearRate.rate", self.rate)
 
   def __call__(self, layer_index: jax.Array) -> jax.Array:

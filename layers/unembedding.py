@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from paxon.layers import dimensions, precision, wide_einsum
+from paxon.layers import precision, wide_einsum
 from paxon.quantization import products, roles
-from paxon.sharding import axes, logical
+from paxon.sharding import axes, checks, logical
 
 _default_init = nn.initializers.variance_scaling(
   1.0, "fan_in", "truncated_normal"
@@ -52,7 +52,7 @@ class Unembedding(nn.Module):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    dimensions.check(self, "vocab_size")
+    checks.check_size(self, "vocab_size")
 
   @nn.compact
   def __call__(

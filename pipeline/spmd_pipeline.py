@@ -19,10 +19,10 @@ from typing import Any
 from flax import linen as nn
 import jax
 
-from paxon.layers import dimensions, remat, shared, stack, stacked_cache
+from paxon.layers import remat, shared, stack, stacked_cache
 from paxon.pipeline import microbatch_rows, placement, stage_view, staged_run
 from paxon.pipeline import timetable as timetable_lib
-from paxon.sharding import axes, variables
+from paxon.sharding import axes, checks, variables
 
 # Collections whose variables are neither replaced nor overwritten, and caches.
 _PLAIN = {"params", shared.COLLECTION, stacked_cache.COLLECTION}
@@ -57,7 +57,7 @@ class PipelinedStack(stack.Stack):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    dimensions.check(self, "num_stages", "circular_repeats")
+    checks.check_size(self, "num_stages", "circular_repeats")
     given = (self.num_microbatches, self.microbatch_size)
     if (given[0] is None) == (given[1] is None):
       raise ValueError(
@@ -66,7 +66,7 @@ class PipelinedStack(stack.Stack):
       )
     for field in ("num_microbatches", "microbatch_size"):
       if getattr(self, field) is not None:
-        dimensions.check(self, field)
+        checks.check_size(self, field)
     groups, parts = self._num_groups(), self.num_stages * self.circular_repeats
     if groups < parts:
       repeats = self.circular_repeats

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from paxon.layers import dimensions, remat
+from paxon.layers import remat
 from paxon.layers.attention import (
   cache_variables,
   field_checks,
@@ -41,7 +41,7 @@ from paxon.layers.attention import (
 from paxon.layers.attention import mask as attention_mask
 from paxon.layers.attention import storage as cache_storage
 from paxon.quantization import roles
-from paxon.sharding import axes
+from paxon.sharding import axes, checks
 
 # Both scale by the true number of summed terms: D into heads, N * H out.
 _projection_init = nn.initializers.variance_scaling(
@@ -155,7 +155,7 @@ class CrossAttention(nn.Module):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    dimensions.check(self, "num_heads", "num_kv_heads", "head_dim")
+    checks.check_size(self, "num_heads", "num_kv_heads", "head_dim")
     name = type(self).__name__
     field_checks.check_heads(name, self.num_heads, self.num_kv_heads)
     field_checks.check_positive(self, "logit_cap", "logit_scale")

@@ -20,11 +20,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from paxon.layers import dimensions, remat, rotary_embedding
+from paxon.layers import remat, rotary_embedding
 from paxon.layers.attention import field_checks, kernels, kv_cache
 from paxon.layers.attention import mask as attention_mask
 from paxon.layers.attention import projections as attention_projections
 from paxon.quantization import roles
+from paxon.sharding import checks
 
 # Both scale by the true number of summed terms: D into heads, N * H out.
 _projection_init = nn.initializers.variance_scaling(
@@ -122,8 +123,8 @@ class GroupedQueryAttention(nn.Module):
   def __post_init__(self) -> None:
     super().__post_init__()
     name = type(self).__name__
-    dimensions.check(self, "num_heads", "num_kv_heads", "head_dim")
-    dimensions.check(self, "window", "chunk")
+    checks.check_size(self, "num_heads", "num_kv_heads", "head_dim")
+    checks.check_size(self, "window", "chunk")
     field_checks.check_heads(name, self.num_heads, self.num_kv_heads)
     field_checks.check_positive(self, "logit_cap", "logit_scale")
     attention_mask.check_rules(

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from paxon.layers import dimensions, linear, remat, rotary_embedding
+from paxon.layers import linear, remat, rotary_embedding
 from paxon.layers.attention import (
   field_checks,
   head_maps,
@@ -45,7 +45,7 @@ from paxon.layers.attention import (
 )
 from paxon.layers.attention import mask as attention_mask
 from paxon.quantization import products, roles
-from paxon.sharding import axes, logical
+from paxon.sharding import axes, checks, logical
 
 # All scale by the true number of summed terms.
 _latent_init = nn.initializers.variance_scaling(
@@ -120,7 +120,7 @@ class LatentAttention(nn.Module):
   def __post_init__(self) -> None:
     super().__post_init__()
     widths = ("head_dim", "rope_dim", "value_dim", "latent_dim")
-    dimensions.check(self, "num_heads", *widths, "query_latent_dim", "window")
+    checks.check_size(self, "num_heads", *widths, "query_latent_dim", "window")
     field_checks.check_positive(self, "logit_scale")
     is_rotary = isinstance(self.rotary, rotary_embedding.Rotary)
     if is_rotary and self.rope_dim % 2:

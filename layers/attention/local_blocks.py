@@ -24,9 +24,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from paxon.layers import dimensions
 from paxon.layers.attention import kernel_support, kernels, row_order
 from paxon.layers.attention import mask as attention_mask
+from paxon.sharding import checks
 
 # Smaller blocks leave matrix units idle.
 _MIN_BLOCK = 128
@@ -51,7 +51,7 @@ class LocalBlocks:
   takes_bias_function: ClassVar[bool] = True
 
   def __post_init__(self) -> None:
-    dimensions.check(self, "block_length")
+    checks.check_size(self, "block_length")
 
   @property
   def support(self) -> kernel_support.Support:

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from paxon.layers import dimensions, precision
-from paxon.sharding import axes, logical
+from paxon.layers import precision
+from paxon.sharding import axes, checks, logical
 
 
 class Alibi(nn.Module):
@@ -66,7 +66,7 @@ class RelativeBias(nn.Module):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    dimensions.check(self, "num_buckets", "max_distance")
+    checks.check_size(self, "num_buckets", "max_distance")
     parts = 4 if self.bidirectional else 2
     if self.num_buckets % parts:
       raise ValueError(

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from paxon.layers import dimensions
 from paxon.layers.attention import kernel_support, kernels
 from paxon.layers.attention import mask as attention_mask
+from paxon.sharding import checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class QueryChunks:
   kernel: kernels.Kernel = kernels.plain
 
   def __post_init__(self) -> None:
-    dimensions.check(self, "length")
+    checks.check_size(self, "length")
 
   @property
   def support(self) -> kernel_support.Support:

@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from paxon.layers import dimensions
 from paxon.layers.attention import cache_variables, kv_cache, slot_writes
 from paxon.layers.attention import storage as cache_storage
+from paxon.sharding import checks
 
 
 class SlidingCache(nn.Module):
@@ -38,7 +38,7 @@ class SlidingCache(nn.Module):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    dimensions.check(self, "window")
+    checks.check_size(self, "window")
 
   @nn.compact
   def __call__(

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from paxon.layers import dimensions, precision
-from paxon.sharding import axes, logical
+from paxon.layers import precision
+from paxon.sharding import axes, checks, logical
 
 # `(query with u [B,T,N,H], q_positions [B,T], kv_positions [B,S]) ->
 # [B,N,T,S]`.
@@ -53,7 +53,7 @@ class TransformerXlPosition(nn.Module):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    dimensions.check(self, "embed_dim")
+    checks.check_size(self, "embed_dim")
     if self.embed_dim % 2:
       raise ValueError(
         f"TransformerXlPosition.embed_dim must be even, got {self.embed_dim}."

@@ -14,7 +14,8 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from paxon.layers import dimensions, rotary_embedding, rotary_scaling
+from paxon.layers import rotary_embedding, rotary_scaling
+from paxon.sharding import checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,7 @@ class BoundedRotary:
   length: int
 
   def __post_init__(self) -> None:
-    dimensions.check(self, "length")
+    checks.check_size(self, "length")
 
   def __call__(
     self,

@@ -1,0 +1,87 @@
+"""Validation of dataclass fields, for `__post_init__`.
+
+Errors name the class and the field as the user wrote it. A field that is None
+is unset and passes; NaN fails every check.
+"""
+
+from collections.abc import Callable, Collection
+import math
+
+# XLA counts the entries of a dimension in int32 on most devices.
+_MAX_SIZE = 2**31 - 1
+
+# Largest divisor besides the number itself that an error proposes.
+_MAX_PROPOSED = 256
+
+
+def check_size(owner: object, *fields: str) -> None:
+  """Raises ValueError unless each field is a possible dimension of an array."""
+  check_positive(owner, *fields)
+  _check(owner, fields, lambda v: v <= _MAX_SIZE, "must be less than 2**31")
+
+
+def check_positive(owner: object, *fields: str) -> None:
+  """Raises ValueError unless each field is positive and finite."""
+  _check(owner, fields, lambda v: 0 < v < math.inf, "must be positive")
+
+
+def check_non_negative(owner: object, *fields: str) -> None:
+  """Raises ValueError unless each field is at least zero and finite."""
+  _check(owner, fields, lambda v: 0 <= v < math.inf, "must not be negative")
+
+
+def check_interval(owner: object, interval: str, *fields: str) -> None:
+  """Raises ValueError unless each field is in an interval.
+
+  Args:
+    owner: Object whose class the error names.
+    interval: Two numbers in square (inclusive) or round (exclusive) brackets,
+      such as `"[0, 1)"`.
+    *fields: Names of number fields.
+  """
+  low, high = (float(number) for number in interval[1:-1].split(","))
+
+  def is_inside(value: float) -> bool:
+    above = low <= value if interval[0] == "[" else low < value
+    return above and (value <= high if interval[-1] == "]" else value < high)
+
+  _check(owner, fields, is_inside, f"must be in {interval}")
+
+
+def check_one_of(
+  owner: object, field: str, choices: Collection[object]
+) -> None:
+  """Raises ValueError unless the field is one of the choices."""
+  listed = ", ".join(map(repr, choices))
+  _check(owner, (field,), lambda v: v in choices, f"must be one of {listed}")
+
+
+def check_multiple(owner: object, field: str, divisor: str) -> None:
+  """Raises ValueError unless one positive field is a multiple of another."""
+  value, by = getattr(owner, field), getattr(owner, divisor)
+  if value % by == 0:
+    return
+  # A search up to a huge number would take long.
+  small = range(1, min(value - 1, _MAX_PROPOSED) + 1)
+  divisors = [*(n for n in small if value % n == 0), value]
+  *first, last = map(str, divisors)
+  proposed = f"{', '.join(first)} or {last}" if first else last
+  raise ValueError(
+    f"{type(owner).__name__}.{field} ({value}) must be a multiple of {divisor}"
+    f" ({by}); use {proposed}."
+  )
+
+
+def _check(
+  owner: object,
+  fields: tuple[str, ...],
+  holds: Callable[..., bool],
+  requirement: str,
+) -> None:
+  for field in fields:
+    value = getattr(owner, field)
+    if value is not None and not holds(value):
+      got = repr(value) if isinstance(value, str) else value
+      raise ValueError(
+        f"{type(owner).__name__}.{field} {requirement}, got {got}."
+      )
