@@ -8,7 +8,7 @@ operations; `scheduled_gradients` runs it.
 
 from collections.abc import Callable
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 from paxon.pipeline import microbatch_rows, placement, spmd_pipeline
 from paxon.pipeline.schedules import lowering, one_f_one_b, operation, table
@@ -32,6 +32,9 @@ class ScheduledStack(spmd_pipeline.PipelinedStack):
   that of the forward pass by itself. Layers that have a `remat_policy` keep
   what it says.
   """
+
+  # Lets a runner find such a stack without importing the executor.
+  has_schedule: ClassVar[bool] = True
 
   schedule: Schedule = one_f_one_b.two_slots
   residuals: lowering.Residuals = lowering.Residuals.RECOMPUTE

@@ -51,7 +51,7 @@ def trace_train_step(session: session_lib.Session) -> jax.stages.Traced:
     streams=model_loss.random_streams(job.task.model),
     metric_fns=job.task.metrics,
     norm_groups=job.observability.norm_groups,
-    gradient_fn=scheduled_steps.gradient_fn(job, session.specs),
+    gradient_fn=scheduled_steps.make_gradient_fn(job, session.specs),
   )
   jitted = session.layout.jit(
     step,

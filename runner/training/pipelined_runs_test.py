@@ -100,7 +100,7 @@ def test_a_pipelined_run_goes_on_without_stages_and_back(tmp_path):
   assert _digest(before, 6, **own) == _digest(before, 6, **PLAIN)
 
 
-def test_a_schedule_has_the_microbatches_of_its_own():
+def test_a_schedule_rejects_microbatches_of_the_learner():
   job = fdl.build(Pipelined(**ZERO_BUBBLE, num_microbatches=2).job())
   session = session_lib.open_session(job)
   with pytest.raises(
@@ -120,17 +120,17 @@ class _Outer(nn.Module):
     return self.inner.loss(batch, deterministic=deterministic)
 
 
-def test_a_schedule_inside_of_another_model_is_refused():
+def test_a_schedule_in_a_submodule_is_rejected():
   job = fdl.build(Pipelined(**ZERO_BUBBLE).job())
   task = dataclasses.replace(job.task, model=_Outer(job.task.model))
   with pytest.raises(
     user_error.UserError,
-    match=r"^model\.inner\.stack is a ScheduledStack, whose schedule trains a",
+    match=r"^model\.inner\.stack is a ScheduledStack, whose schedule works",
   ):
-    scheduled_steps.gradient_fn(dataclasses.replace(job, task=task), {})
+    scheduled_steps.make_gradient_fn(dataclasses.replace(job, task=task), {})
 
 
-def test_a_program_that_would_hang_is_refused():
+def test_a_step_that_would_deadlock_is_rejected():
   """A permute in a branch, where stages run others."""
   job = fdl.build(Pipelined(**ZERO_BUBBLE).job())
   spec = jax.sharding.PartitionSpec(("data", "stage"))
@@ -150,7 +150,7 @@ def test_a_program_that_would_hang_is_refused():
     compiled = jax.jit(run).lower(np.ones((4, 3), np.float32)).compile()
   with pytest.raises(
     user_error.UserError,
-    match=r"With mesh 'stage=2,data=2,tensor=2' the compiler moves activations",
+    match=r"With mesh 'stage=2,data=2,tensor=2' the compiler puts ",
   ):
     scheduled_steps.check(job, compiled)
   scheduled_steps.check(fdl.build(Pipelined(**STAGES).job()), compiled)
