@@ -19,7 +19,7 @@ from absl import flags
 
 from paxon.runner import pax_flags, user_error
 from paxon.runner.configuration import suggestions
-from paxon.runner.hosts import detection, process_settings, terminal_output
+from paxon.runner.hosts import process_settings, terminal_output
 from paxon.runner.monitoring import launch, profile_window
 
 if TYPE_CHECKING:
@@ -210,10 +210,10 @@ def _run(packages: Sequence[str], argv: Sequence[str]) -> int:
   notes = (*notes, *resolved.notes)
   if command.mode not in process_settings.MODES:
     return _run_job(command, resolved, job, notes)
-  from paxon.runner.hosts import exits, joining
+  from paxon.runner.hosts import joining
 
   joining.join(_processes(command), os.environ)
-  with exits.together():
+  with joining.exit_together():
     joining.check_folder(command.job_log_dir)
     return _run_job(command, resolved, job, notes)
 
@@ -365,7 +365,7 @@ def _check(command: _Command, packages: Sequence[str]) -> None:
   _check_profile(command, num_train_steps=None)
   _check_target(command)
   _processes(command).check_command(
-    detection.detect(os.environ),
+    process_settings.detect(os.environ),
     mode=command.mode,
     job_log_dir=command.job_log_dir,
   )

@@ -1,8 +1,8 @@
-"""What the processes of a run tell each other, so that all decide alike.
+"""Agreement between the processes of a run: broadcast, gather and maximum.
 
-Everything here is called by all processes, in the same order; with one process
-nothing is sent. Values travel as JSON through the devices, by JAX's own
-collectives, and arrive with all their bits.
+All processes call every function here in the same order; with one process
+nothing is sent. Values travel as JSON through JAX's own collectives on the
+devices.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,33 +11,36 @@ from typing import Any, TypeVar
 
 import jax
 from jax.experimental import multihost_utils
+import jax.numpy as jnp
 import numpy as np
 
 from paxon.runner import user_error
+from paxon.sharding import arrays
+from paxon.sharding import layout as layouts
 
 _T = TypeVar("_T")
-# Sizes are rounded up to powers of two: each size is compiled once.
+# Sizes are rounded up to powers of two, because each size is compiled once.
 _MIN_BYTES = 256
 
 
 def is_alone() -> bool:
-  """Whether this is the only process of the run."""
+  """Returns whether this is the only process of the run."""
   return jax.process_count() == 1
 
 
 def is_first() -> bool:
-  """Whether this process is the one that writes files and speaks."""
+  """Returns whether this is process 0, which writes files and prints."""
   return jax.process_index() == 0
 
 
 def from_first(make: Callable[[], _T]) -> _T:
-  """Returns on every process what the first one made; only it is asked.
+  """Calls a function on process 0 and returns its result on all processes.
 
   Args:
-    make: Returns something that JSON can hold.
+    make: Returns a JSON value.
 
   Raises:
-    user_error.UserError: `make` has raised one, which all processes raise.
+    user_error.UserError: `make` raised one; then all processes raise it.
   """
   if is_alone():
     return make()
@@ -51,10 +54,10 @@ def from_first(make: Callable[[], _T]) -> _T:
 
 
 def gather(value: _T) -> list[_T]:
-  """Returns the values of all processes, by their numbers.
+  """Returns the values of all processes, in the order of their indices.
 
   Args:
-    value: Of this process; something that JSON can hold.
+    value: The JSON value of this process.
   """
   if is_alone():
     return [value]
@@ -69,16 +72,44 @@ def gather(value: _T) -> list[_T]:
 
 
 def share(items: Sequence[_T]) -> Sequence[_T]:
-  """Returns the part of some work that is this process's.
+  """Returns this process's share of some work.
 
   Args:
-    items: All of it, the same on every process.
+    items: All work, the same on every process.
   """
   return items[jax.process_index() :: jax.process_count()]
 
 
+class DelayedMaximum:
+  """The maximum of one number over all processes, returned one call later.
+
+  A call enqueues a small reduction and waits only for that of the previous
+  call, which has run behind the step in between: no device idles.
+  """
+
+  def __init__(self, layout: layouts.Layout) -> None:
+    """Prepares the reduction; the first call compiles it.
+
+    Args:
+      layout: The devices.
+    """
+    self._place = arrays.on_each_device(layout)
+    self._max = layout.jit(jnp.max, out_shardings=layout.replicated)
+    self._pending: jax.Array | None = None
+
+  def __call__(self, number: int) -> int:
+    """Returns the maximum of the previous call; 0 at the first call.
+
+    Args:
+      number: This process's number, non-negative, int32.
+    """
+    previous = self._pending
+    self._pending = self._max(self._place(number))
+    return 0 if previous is None else int(previous)
+
+
 def _outcome(make: Callable[[], Any]) -> dict[str, Any]:
-  """Returns what was made as `value`, or the user's mistake as `error`."""
+  """Returns the result as `value`, or the user's mistake as `error`."""
   try:
     return {"value": make()}
   except user_error.UserError as error:

@@ -1,4 +1,4 @@
-"""Tests for agreement, with a wire in the place of JAX's collectives."""
+"""Tests for agreement, with stubs of JAX's collectives."""
 
 import jax
 from jax.experimental import multihost_utils
@@ -7,6 +7,7 @@ import pytest
 
 from paxon.runner import user_error
 from paxon.runner.hosts import agreement
+from paxon.sharding import layout, mesh
 
 
 class _Wire:
@@ -44,15 +45,21 @@ def _never():
 
 
 @pytest.mark.parametrize("value", [None, 7, {"error": "a value"}, "ä" * 300])
-def test_all_have_what_the_first_one_made(wire, value):
+def test_all_get_the_value_of_the_first(wire, value):
   assert wire.run(0, lambda: value) == value
   assert wire.run(1, _never) == value
 
 
-def test_a_mistake_that_the_first_one_found_is_raised_by_all(wire):
+def test_error_of_the_first_is_raised_by_all(wire):
   def refuse():
     raise user_error.UserError("mesh 'data=3' needs exactly 3 devices.")
 
   for index, make in ((0, refuse), (1, _never)):
     with pytest.raises(user_error.UserError, match=r"^mesh 'data=3' needs"):
       wire.run(index, make)
+
+
+def test_maximum_is_returned_one_call_later():
+  made = layout.Layout(mesh.make_mesh(mesh.MeshSpec.parse("data=4,tensor=2")))
+  largest = agreement.DelayedMaximum(made)
+  assert [largest(number) for number in (0, 15, 2, 0)] == [0, 0, 15, 2]

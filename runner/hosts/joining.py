@@ -1,57 +1,65 @@
-"""Joins the processes of a run, and takes leave of them; nobody waits forever.
+"""Multi-process initialization and shutdown, with timeouts.
 
-JAX ends a process from C++, with a page of text, when the others do not come.
-Here a clock runs out a little earlier and says in one line who is missing.
+If processes are missing, JAX terminates the waiting ones from C++ with a long
+log. A shorter timeout here prints one line on which process is missing.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+import contextlib
 import json
 import os
 import socket
 import sys
 import threading
 import time
+import traceback
 from typing import NoReturn
 
 import jax
 
 from paxon.runner import files, user_error
-from paxon.runner.hosts import detection, process_settings, terminal_output
+from paxon.runner.hosts import (
+  process_failures,
+  process_settings,
+  terminal_output,
+)
 
-# Names a file that a supervisor reads: it is there once the processes joined.
+# The path of a file that is written once this process has joined the others;
+# the supervisor reads it.
 JOINED_FILE = "PAXON_JOINED_FILE"
 
-_WRONG_USE = 2
-# By so much JAX's own clock, which ends a process roughly, runs later.
+_ERROR = 1
+_USAGE_ERROR = 2
+_INTERRUPTED = 130
+# JAX's own timeout, which terminates the process abruptly, is longer by this.
 _MARGIN_SECONDS = 30
 _PROBE_SECONDS = 2.0
-# JAX's default. A host that is silent for longer counts as lost.
+# JAX's default. A process that is silent for longer counts as lost.
 _HEARTBEAT_SECONDS = 100
-# With the first process the others go; until then they can say their errors.
-_LAST_WORDS_SECONDS = 3.0
+# The other processes exit with process 0; they first print their own errors.
+_FLUSH_SECONDS = 3.0
 
 
 def join(
   settings: process_settings.ProcessSettings, environ: Mapping[str, str]
 ) -> None:
-  """Joins the other processes, if there are any; nothing has used jax yet.
+  """Joins the other processes, if any; must precede any other use of jax.
 
   Args:
     settings: From the command line.
-    environ: The environment, which may say what the command line does not.
+    environ: The environment, in which a cluster is detected.
 
   Raises:
-    user_error.UserError: The settings are wrong, or the processes cannot be
-      joined.
+    user_error.UserError: The settings are invalid, or joining failed.
   """
-  cluster = detection.detect(environ)
+  cluster = process_settings.detect(environ)
   settings.check(cluster)
   is_asked = settings.is_given or cluster is not None
   if settings.num_processes != 1 and is_asked:
     terminal_output.filter_noise()
     with _Deadline(settings):
       if _initialize(settings, cluster):
-        # The devices are found together, and that may take as long.
+        # The processes exchange their devices here, which may take as long.
         jax.devices()
   if jax.distributed.is_initialized() and jax.process_index() > 0:
     terminal_output.mute()
@@ -66,51 +74,78 @@ def join(
 
 
 def check_folder(job_log_dir: str | None) -> None:
-  """Checks that several processes have one folder; after `join`.
+  """Checks that several processes share one run directory; call after `join`.
 
   Args:
     job_log_dir: From the command line.
 
   Raises:
-    user_error.UserError: Each would make a folder of its own.
+    user_error.UserError: Each process would create its own directory.
   """
   if job_log_dir or not jax.distributed.is_initialized():
     return
   if jax.process_count() > 1:
     raise user_error.UserError(
-      f"A run of {jax.process_count()} processes needs --job_log_dir, one"
-      " folder that every one of them reaches; or give --num_processes=1 for"
-      " runs of their own."
+      f"A run of {jax.process_count()} processes requires --job_log_dir, a"
+      " directory that all of them can reach. Use --num_processes=1 for"
+      " separate runs."
     )
 
 
-def leave() -> None:
-  """Waits, not longer than the settings say, until all processes are done."""
-  if jax.distributed.is_initialized():
-    jax.distributed.shutdown()
+@contextlib.contextmanager
+def exit_together() -> Iterator[None]:
+  """Returns a context in which an error ends this process without waiting.
+
+  Python's own exit would wait for the other processes. On success the
+  processes wait for each other. With a single process this does nothing.
+  """
+  if not jax.distributed.is_initialized():
+    yield
+    return
+  try:
+    yield
+  except user_error.UserError as error:
+    print(user_error.one_line(error), file=sys.stderr)
+    _abandon(_USAGE_ERROR)
+  except KeyboardInterrupt:
+    _abandon(_INTERRUPTED)
+  except BaseException as error:
+    if process_failures.is_peer_failure(str(error)):
+      print(_describe_peer_failure(error), file=sys.stderr)
+    else:
+      traceback.print_exc()
+    _abandon(_ERROR)
+  jax.distributed.shutdown()
 
 
-def abandon(status: int) -> NoReturn:
-  """Ends this process though others may go on, and waits for none of them.
+def _abandon(status: int) -> NoReturn:
+  """Exits without waiting for the other processes.
 
-  They notice: the first process takes JAX's coordinator with it, and whoever
-  computes with one that is gone gets an error.
-
-  Args:
-    status: Of the exit.
+  They fail too: process 0 takes JAX's coordinator with it, and collectives
+  with a process that exited raise.
   """
   sys.stdout.flush()
   sys.stderr.flush()
-  if status == _WRONG_USE and jax.process_index() == 0:
-    # A mistake of the user is met by all of them.
-    time.sleep(_LAST_WORDS_SECONDS)
-  # `sys.exit` would wait for the others, and then be ended by JAX.
+  if status == _USAGE_ERROR and jax.process_index() == 0:
+    # All processes raise a usage error, and each prints it.
+    time.sleep(_FLUSH_SECONDS)
+  # `sys.exit` would wait for the others until JAX terminates this process.
   os._exit(status)
+
+
+def _describe_peer_failure(error: BaseException) -> str:
+  lines = str(error).splitlines()
+  return (
+    f"Process {jax.process_index()} of {jax.process_count()} exits, because"
+    f" another process was lost ({lines[0][:200] if lines else error!r})."
+    " Restart all processes with the same command to resume from the latest"
+    " checkpoint, or set --max_restarts."
+  )
 
 
 def _initialize(
   settings: process_settings.ProcessSettings,
-  cluster: detection.Cluster | None,
+  cluster: process_settings.Cluster | None,
 ) -> bool:
   """Returns whether there are several processes, which have joined."""
   try:
@@ -124,23 +159,23 @@ def _initialize(
       ),
       shutdown_timeout_seconds=settings.timeout_seconds,
     )
-  # What is raised depends on the cluster.
+  # The type of the exception depends on the cluster.
   except Exception as error:
-    # One machine with TPUs, and nobody who knows of others.
+    # A single machine with TPUs, which has no metadata of others.
     is_single = "should be defined" in str(error) and not settings.is_given
-    if cluster is detection.Cluster.TPU and is_single:
+    if cluster is process_settings.Cluster.TPU and is_single:
       return False
-    by = f" by {cluster.value}" if cluster else ""
+    by = f" of {cluster.value}" if cluster else ""
     raise user_error.UserError(
-      f"The processes could not be joined{by}: {user_error.one_line(error)};"
-      " check --coordinator_address, --num_processes and --process_id, or give"
-      " --num_processes=1 for this process alone."
+      f"Joining the processes{by} failed: {user_error.one_line(error)}; check"
+      " --coordinator_address, --num_processes and --process_id, or set"
+      " --num_processes=1 to run in this process alone."
     ) from error
   return True
 
 
 class _Deadline:
-  """Ends the process with one line when the time is over; a context."""
+  """A context that prints one line and exits when the timeout expires."""
 
   def __init__(self, settings: process_settings.ProcessSettings) -> None:
     self._settings = settings
@@ -154,46 +189,47 @@ class _Deadline:
     self._timer.cancel()
 
   def _expire(self) -> None:
-    # The main thread is in native code, where no exception reaches it.
-    print(missing(self._settings), file=sys.stderr, flush=True)
-    os._exit(_WRONG_USE)
+    # The main thread is in native code, which no exception interrupts.
+    message = describe_missing(self._settings)
+    print(message, file=sys.stderr, flush=True)
+    os._exit(_USAGE_ERROR)
 
 
-def missing(
+def describe_missing(
   settings: process_settings.ProcessSettings,
   *,
   answers: Callable[[str], bool] | None = None,
 ) -> str:
-  """Returns who has not come when the time was over.
+  """Returns the message of a timeout: which process is missing.
 
   Args:
     settings: Of this process.
-    answers: Whether somebody listens at an address; another one in tests.
+    answers: Whether an address accepts connections; replaced in tests.
   """
   answers = answers or _answers
   seconds, address = settings.timeout_seconds, settings.coordinator_address
   count, index = settings.num_processes, settings.process_id
   every = "start every process with the same --coordinator_address and"
-  every += " --num_processes, and each with its own --process_id from 0 on"
+  every += " --num_processes, and with --process_id 0, 1, ..."
   if address is None:
     return (
-      f"The processes of this run did not find each other within {seconds} s"
-      " (--host_timeout); start all of them, and let them reach each other."
+      f"The processes of this run did not connect within {seconds} s"
+      " (--host_timeout). Check that all of them run and reach each other."
     )
   if index == 0:
     return (
-      f"Process 0 waited {seconds} s (--host_timeout) at {address} and not all"
-      f" of the {count} processes came; {every}."
+      f"Process 0 waited {seconds} s (--host_timeout) at {address}, but not all"
+      f" of the {count} processes connected; {every}."
     )
   if not answers(address):
     return (
       f"The coordinator {address} did not answer within {seconds} s"
-      " (--host_timeout): start process 0 on that machine, and let its port be"
-      " reached from here."
+      " (--host_timeout): start process 0 on that machine, and check that its"
+      " port is reachable from here."
     )
   return (
     f"The coordinator {address} answers, but not all of the {count} processes"
-    f" came within {seconds} s (--host_timeout); {every}."
+    f" connected within {seconds} s (--host_timeout); {every}."
   )
 
 

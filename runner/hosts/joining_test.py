@@ -1,4 +1,4 @@
-"""Tests for joining, as far as one process can; others are in `programs`."""
+"""Tests for joining that one process can run; see also `runner/training`."""
 
 import json
 
@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from paxon.runner import user_error
-from paxon.runner.hosts import agreement, exits, joining, process_settings
+from paxon.runner.hosts import agreement, joining, process_settings
 
 
 def _settings(index, address="far:1234"):
@@ -18,25 +18,27 @@ def _settings(index, address="far:1234"):
   )
 
 
-def test_who_has_not_come_is_said():
-  first = joining.missing(_settings(0), answers=lambda address: True)
+def test_timeout_names_the_missing_process():
+  first = joining.describe_missing(_settings(0), answers=lambda address: True)
   assert first.startswith(
-    "Process 0 waited 7 s (--host_timeout) at far:1234 and not all of the 4"
-    " processes came; start every process with the same"
+    "Process 0 waited 7 s (--host_timeout) at far:1234, but not all of the 4"
+    " processes connected; start every process with the same"
   )
-  alone = joining.missing(_settings(2), answers=lambda address: False)
+  alone = joining.describe_missing(_settings(2), answers=lambda address: False)
   assert alone.startswith("The coordinator far:1234 did not answer within 7 s")
-  some = joining.missing(_settings(2), answers=lambda address: True)
+  some = joining.describe_missing(_settings(2), answers=lambda address: True)
   assert some.startswith("The coordinator far:1234 answers, but not all of the")
-  found = joining.missing(process_settings.ProcessSettings(timeout_seconds=9))
-  assert "did not find each other within 9 s (--host_timeout)" in found
+  found = joining.describe_missing(
+    process_settings.ProcessSettings(timeout_seconds=9)
+  )
+  assert "did not connect within 9 s (--host_timeout)" in found
 
 
-def test_one_process_joins_nobody(tmp_path):
+def test_one_process_does_not_join(tmp_path):
   path = tmp_path / "joined"
   joining.join(
     process_settings.ProcessSettings(num_processes=1),
-    # As in a task of SLURM: the flag is stronger.
+    # As in a task of SLURM: the flag takes precedence.
     {
       joining.JOINED_FILE: str(path),
       "SLURM_JOB_ID": "7",
@@ -48,24 +50,23 @@ def test_one_process_joins_nobody(tmp_path):
   )
   assert not jax.distributed.is_initialized()
   assert json.loads(path.read_text()) == {"process": 0, "processes": 1}
-  joining.leave()
 
 
-def test_wrong_settings_are_refused():
+def test_invalid_settings_are_rejected():
   with pytest.raises(user_error.UserError, match="--process_id=4 is out of"):
     joining.join(_settings(4), {})
 
 
-def test_devices_that_are_in_use_are_not_joined():
+def test_joining_after_devices_are_used_is_an_error():
   jax.devices()
   with pytest.raises(
-    user_error.UserError, match=r"could not be joined.*before"
+    user_error.UserError, match=r"Joining the processes failed.*before"
   ):
     joining.join(_settings(1), {})
 
 
-def test_one_process_keeps_its_errors():
-  with pytest.raises(ValueError, match="a bug"), exits.together():
+def test_one_process_raises_its_errors():
+  with pytest.raises(ValueError, match="a bug"), joining.exit_together():
     raise ValueError("a bug")
 
 

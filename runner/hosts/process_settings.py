@@ -1,28 +1,85 @@
-"""Which processes make up a run, as the command line says it."""
+"""Flags of multi-process runs, and detection of clusters that start them.
 
+On a cluster JAX finds the addresses and process numbers by itself. Without one,
+`jax.distributed.initialize()` raises, warns, or waits for a server that does
+not exist; so it is called without arguments only if `detect` finds a cluster.
+"""
+
+from collections.abc import Callable, Mapping
 import dataclasses
+import enum
+import glob
+import importlib.util
 
 from paxon.runner import user_error
-from paxon.runner.hosts import detection
 
-# Modes that several processes can run together.
+# The modes that several processes can run together.
 MODES = ("train", "eval", "decode")
 
 _MAX_PORT = 65535
+# `srun` sets these for the tasks of a step. The script of a job has only some
+# of them, and is one process.
+_SLURM = (
+  "SLURM_JOB_ID",
+  "SLURM_STEP_NODELIST",
+  "SLURM_PROCID",
+  "SLURM_LOCALID",
+)
+_TPU_FILES = ("/dev/accel*", "/dev/vfio/[0-9]*")
+
+
+class Cluster(enum.Enum):
+  """The system that started the processes; the values are shown to users."""
+
+  OPEN_MPI = "Open MPI"
+  SLURM = "SLURM"
+  TPU = "TPU"
+  KUBERNETES = "Kubernetes"
+
+
+def detect(
+  environ: Mapping[str, str],
+  *,
+  has_module: Callable[[str], bool] | None = None,
+  has_tpu: Callable[[], bool] | None = None,
+) -> Cluster | None:
+  """Returns the cluster of this process; None for a single process.
+
+  Args:
+    environ: The environment.
+    has_module: Whether a Python module can be imported; replaced in tests.
+    has_tpu: Whether this machine has TPUs; replaced in tests.
+  """
+  has_module = has_module or _has_module
+  has_tpu = has_tpu or _has_tpu
+  if _number(environ, "OMPI_COMM_WORLD_SIZE") > 1:
+    return Cluster.OPEN_MPI
+  is_step = all(name in environ for name in _SLURM)
+  if is_step and _number(environ, "SLURM_NTASKS") > 1:
+    return Cluster.SLURM
+  platforms = environ.get("JAX_PLATFORMS", "")
+  uses_tpu = not platforms or "tpu" in platforms.split(",")
+  if uses_tpu and has_module("libtpu") and has_tpu():
+    return Cluster.TPU
+  # An indexed job numbers its pods. JAX needs the package `kubernetes` for the
+  # rest; without it each pod is a separate run.
+  is_pod = "KUBERNETES_SERVICE_HOST" in environ
+  if is_pod and "JOB_COMPLETION_INDEX" in environ and has_module("kubernetes"):
+    return Cluster.KUBERNETES
+  return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessSettings:
-  """The processes of a run; those that are None are the environment's.
+  """The processes of a run; the cluster provides values that are None.
 
   Attributes:
-    coordinator_address: `HOST:PORT` of process 0, which the others reach.
-    num_processes: How many there are; 1 is this one alone, whatever the
-      environment says.
-    process_id: The number of this one, from 0.
-    timeout_seconds: How long one waits for the others when it starts and when
-      it ends.
-    max_restarts: How often a parent starts the process again; 0 for no parent.
+    coordinator_address: `HOST:PORT` of process 0, reachable from the others.
+    num_processes: Number of processes; 1 ignores any cluster.
+    process_id: Index of this process, from 0.
+    timeout_seconds: Longest wait for other processes at start and exit.
+    max_restarts: How often a supervisor restarts the process; 0 for no
+      supervisor.
   """
 
   coordinator_address: str | None = None
@@ -33,31 +90,31 @@ class ProcessSettings:
 
   @property
   def is_given(self) -> bool:
-    """Whether the command line says anything of processes."""
-    return any(value is not None for value in self._given().values())
+    """Whether any of the three flags that describe processes is set."""
+    return any(value is not None for value in self._flags().values())
 
   def check_command(
     self,
-    cluster: detection.Cluster | None,
+    cluster: Cluster | None,
     *,
     mode: str,
     job_log_dir: str | None,
   ) -> None:
-    """Checks the settings and what else the command line says.
+    """Checks the settings together with the other flags.
 
     Args:
-      cluster: What the environment has, which may complete the settings.
-      mode: Of the program.
-      job_log_dir: The folder of the run; None where each process makes one.
+      cluster: The detected cluster.
+      mode: The flag `--mode`.
+      job_log_dir: The flag `--job_log_dir`.
 
     Raises:
-      user_error.UserError: A value is wrong, or one is missing.
+      user_error.UserError: A value is invalid or missing.
     """
     self.check(cluster)
     if self.is_given and mode not in MODES:
       raise user_error.UserError(
-        "--coordinator_address, --num_processes and --process_id are not for"
-        f" --mode={mode}, which is one process."
+        "--coordinator_address, --num_processes and --process_id are not"
+        f" supported with --mode={mode}, which runs in one process."
       )
     if self.max_restarts < 0:
       raise user_error.UserError(
@@ -65,24 +122,24 @@ class ProcessSettings:
       )
     if self.max_restarts and mode != "train":
       raise user_error.UserError(
-        f"--max_restarts is for --mode=train, and the mode is {mode}."
+        f"--max_restarts requires --mode=train, got --mode={mode}."
       )
     is_one = self.num_processes in (None, 1) and not self.max_restarts
     if not is_one and not job_log_dir:
       flag = "--max_restarts" if self.max_restarts else "--num_processes"
       raise user_error.UserError(
-        f"{flag} needs --job_log_dir, one folder that every process, also one"
-        " that is started again, reaches."
+        f"{flag} requires --job_log_dir, a directory that all processes can"
+        " reach, including restarted ones."
       )
 
-  def check(self, cluster: detection.Cluster | None) -> None:
-    """Checks what can be known before any other process is asked.
+  def check(self, cluster: Cluster | None) -> None:
+    """Checks the settings without contacting any other process.
 
     Args:
-      cluster: What the environment has, which may complete the settings.
+      cluster: The detected cluster.
 
     Raises:
-      user_error.UserError: A value is wrong, or one is missing.
+      user_error.UserError: A value is invalid or missing.
     """
     count, index = self.num_processes, self.process_id
     if self.timeout_seconds <= 0:
@@ -104,17 +161,17 @@ class ProcessSettings:
       _check_address(self.coordinator_address)
     if count == 1 or cluster is not None or not self.is_given:
       return
-    missing = [f"--{name}" for name, v in self._given().items() if v is None]
+    missing = [f"--{name}" for name, v in self._flags().items() if v is None]
     if missing:
-      given = [f"--{n}={v}" for n, v in self._given().items() if v is not None]
+      given = [f"--{n}={v}" for n, v in self._flags().items() if v is not None]
       raise user_error.UserError(
-        f"{' '.join(given)} needs {' and '.join(missing)} too: the address"
-        " HOST:PORT of process 0, the number of processes and the number of"
-        " this one, from 0; the environment (SLURM, Open MPI, Kubernetes, TPU)"
-        " does not say them."
+        f"{' '.join(given)} requires {' and '.join(missing)}: HOST:PORT of"
+        " process 0, the number of processes and the index of this one, from"
+        " 0. No cluster (SLURM, Open MPI, Kubernetes, TPU) was detected that"
+        " provides them."
       )
 
-  def _given(self) -> dict[str, str | int | None]:
+  def _flags(self) -> dict[str, str | int | None]:
     return {
       "coordinator_address": self.coordinator_address,
       "num_processes": self.num_processes,
@@ -130,3 +187,16 @@ def _check_address(address: str) -> None:
       f"--coordinator_address={address} must be HOST:PORT, the address of"
       " process 0 and a free port there, such as 10.0.0.1:1234."
     )
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+  value = environ.get(name, "")
+  return int(value) if value.isascii() and value.isdigit() else 0
+
+
+def _has_module(name: str) -> bool:
+  return importlib.util.find_spec(name) is not None
+
+
+def _has_tpu() -> bool:
+  return any(glob.glob(pattern) for pattern in _TPU_FILES)

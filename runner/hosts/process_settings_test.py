@@ -1,9 +1,9 @@
-"""Tests for the settings of processes."""
+"""Tests for flags of multi-process runs and detection of clusters."""
 
 import pytest
 
 from paxon.runner import user_error
-from paxon.runner.hosts import detection, process_settings
+from paxon.runner.hosts import process_settings
 
 
 def _settings(address=None, count=None, index=None, seconds=300):
@@ -33,19 +33,19 @@ def _settings(address=None, count=None, index=None, seconds=300):
     (("a:65536", 2, 0), "=a:65536 must be HOST:PORT"),
     (
       (None, 4, 0),
-      "--num_processes=4 --process_id=0 needs --coordinator_address too",
+      "--num_processes=4 --process_id=0 requires --coordinator_address:",
     ),
     (
       (None, 4, None),
-      "--num_processes=4 needs --coordinator_address and --process_id too",
+      "--num_processes=4 requires --coordinator_address and --process_id:",
     ),
     (
       ("a:1", None, None),
-      "--coordinator_address=a:1 needs --num_processes and --process_id too",
+      "--coordinator_address=a:1 requires --num_processes and --process_id:",
     ),
   ],
 )
-def test_what_is_wrong_is_said(given, message):
+def test_invalid_settings(given, message):
   with pytest.raises(user_error.UserError) as raised:
     _settings(*given).check(None)
   assert message in str(raised.value)
@@ -58,12 +58,12 @@ def test_what_is_wrong_is_said(given, message):
     ((None, 1), None),
     (("a:1", 2, 0), None),
     (("[::1]:65535", 2, 1), None),
-    ((), detection.Cluster.SLURM),
-    # The environment says the rest.
-    (("a:1",), detection.Cluster.SLURM),
+    ((), process_settings.Cluster.SLURM),
+    # The cluster provides the rest.
+    (("a:1",), process_settings.Cluster.SLURM),
   ],
 )
-def test_what_is_right_passes(given, cluster):
+def test_valid_settings(given, cluster):
   _settings(*given).check(cluster)
 
 
@@ -76,20 +76,30 @@ def test_is_given():
 @pytest.mark.parametrize(
   ("settings", "mode", "folder", "message"),
   [
-    ({"num_processes": 1}, "plan", None, "are not for --mode=plan, which is"),
+    ({"num_processes": 1}, "plan", None, "are not supported with --mode=plan"),
     ({"max_restarts": -1}, "train", None, "must not be negative, got -1"),
-    ({"max_restarts": 1}, "eval", "a", "--max_restarts is for --mode=train,"),
-    ({"max_restarts": 1}, "train", None, "--max_restarts needs --job_log_dir"),
+    (
+      {"max_restarts": 1},
+      "eval",
+      "a",
+      "--max_restarts requires --mode=train, got --mode=eval",
+    ),
+    (
+      {"max_restarts": 1},
+      "train",
+      None,
+      "--max_restarts requires --job_log_dir",
+    ),
     (
       {"num_processes": 2, "process_id": 0, "coordinator_address": "a:1"},
       "train",
       None,
-      "--num_processes needs --job_log_dir, one folder",
+      "--num_processes requires --job_log_dir, a directory",
     ),
     ({"process_id": -1}, "train", "a", "--process_id=-1 is out of range"),
   ],
 )
-def test_what_does_not_go_together_is_said(settings, mode, folder, message):
+def test_invalid_combinations(settings, mode, folder, message):
   with pytest.raises(user_error.UserError) as raised:
     process_settings.ProcessSettings(**settings).check_command(
       None, mode=mode, job_log_dir=folder
@@ -97,10 +107,63 @@ def test_what_does_not_go_together_is_said(settings, mode, folder, message):
   assert message in str(raised.value)
 
 
-def test_what_goes_together_passes():
+def test_valid_combinations():
   process_settings.ProcessSettings().check_command(
     None, mode="plan", job_log_dir=None
   )
   process_settings.ProcessSettings(max_restarts=2).check_command(
     None, mode="train", job_log_dir="a"
   )
+
+
+Cluster = process_settings.Cluster
+SLURM = {
+  "SLURM_JOB_ID": "7",
+  "SLURM_STEP_NODELIST": "node[1-2]",
+  "SLURM_PROCID": "1",
+  "SLURM_LOCALID": "0",
+  "SLURM_NTASKS": "2",
+}
+POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
+
+
+def _detect(environ, *, modules=(), tpu=False):
+  return process_settings.detect(
+    environ, has_module=lambda name: name in modules, has_tpu=lambda: tpu
+  )
+
+
+@pytest.mark.parametrize(
+  ("environ", "modules", "tpu", "expected"),
+  [
+    ({}, (), False, None),
+    (SLURM, (), False, Cluster.SLURM),
+    # One task, and the script of a job, which is no step.
+    (SLURM | {"SLURM_NTASKS": "1"}, (), False, None),
+    (
+      {k: v for k, v in SLURM.items() if k != "SLURM_PROCID"},
+      (),
+      False,
+      None,
+    ),
+    ({"OMPI_COMM_WORLD_SIZE": "4"}, (), False, Cluster.OPEN_MPI),
+    ({"OMPI_COMM_WORLD_SIZE": "1"}, (), False, None),
+    ({"OMPI_COMM_WORLD_SIZE": "x"}, (), False, None),
+    (POD, ("kubernetes",), False, Cluster.KUBERNETES),
+    (POD, (), False, None),
+    ({"KUBERNETES_SERVICE_HOST": "a"}, ("kubernetes",), False, None),
+    ({}, ("libtpu",), True, Cluster.TPU),
+    ({}, ("libtpu",), False, None),
+    ({}, (), True, None),
+    ({"JAX_PLATFORMS": "cpu"}, ("libtpu",), True, None),
+    ({"JAX_PLATFORMS": "tpu,cpu"}, ("libtpu",), True, Cluster.TPU),
+    # A pod of a TPU slice: JAX asks the TPU.
+    (POD, ("libtpu", "kubernetes"), True, Cluster.TPU),
+  ],
+)
+def test_detected_cluster(environ, modules, tpu, expected):
+  assert _detect(environ, modules=modules, tpu=tpu) is expected
+
+
+def test_this_machine_is_no_cluster():
+  assert process_settings.detect({"JAX_PLATFORMS": "cpu"}) is None

@@ -1,12 +1,12 @@
-"""A parent that starts a training again when it, or another host's, dies.
+"""A supervisor process that restarts training after a failure.
 
-With `--max_restarts` every process of a run has such a parent, on its machine.
-A process that dies takes all others with it: JAX ends them, at once or when the
-heartbeat stops. Then each parent says who was lost, and starts its own process
-again; they join anew, and go on from the newest checkpoint.
+With `--max_restarts` every process of a run has a supervisor on its machine.
+When a process dies, JAX terminates all others, at once or when the heartbeat
+stops. Each supervisor then reports which process was lost and restarts its own;
+the processes join again and resume from the latest checkpoint.
 
-The parent imports neither jax nor the experiment, so it needs no memory, and
-what kills a training does not kill it.
+A supervisor imports neither jax nor the experiment: it needs little memory and
+survives what kills the training process.
 """
 
 import collections
@@ -29,42 +29,41 @@ from typing import IO
 from etils import epath
 
 from paxon.runner import run_dir as run_dirs
-from paxon.runner.hosts import failures, loss_records
+from paxon.runner.hosts import process_failures
 
-# As `joining.JOINED_FILE`, which this module does not import, nor jax with it.
+# Equal to `joining.JOINED_FILE`; `joining` would import jax.
 JOINED_FILE = "PAXON_JOINED_FILE"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_WRONG_USE = 2
+_USAGE_ERROR = 2
 _TAIL_LINES = 200
-# Asks a child to stop; it may come twice, or after another signal.
-_REQUEST = signal.SIGUSR1
-# Between two starts; and how long one waits for what others write or signal.
+# Requests a stop. Unlike SIGTERM, the child may get it twice.
+_STOP_SIGNAL = signal.SIGUSR1
+# Pause between two starts, and wait for records and signals of others.
 _PAUSE_SECONDS = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _End:
-  """How a child ended."""
+  """The exit of a child."""
 
   begin: float
   time: float
   status: int
   stderr: str
-  # What it has written once it joined the others; None if it never did.
+  # What it wrote to `JOINED_FILE`; None if it did not join the others.
   joined: Mapping[str, int] | None
 
 
 @dataclasses.dataclass(kw_only=True)
 class Supervisor:
-  """Runs a command until it ends well, or has died too often.
+  """Runs a command until it succeeds or has failed too often.
 
   Attributes:
-    command: Which starts the training in a process of its own.
-    run_dir: The folder of the run.
-    max_restarts: How often it is started again.
-    timeout_seconds: How long a process that was started again may take to join
-      the others.
-    sleep: Waits for seconds; another one in tests.
+    command: The command of the training process.
+    run_dir: The run directory.
+    max_restarts: Largest number of restarts.
+    timeout_seconds: How long a restarted process may take to join the others.
+    sleep: Sleeps for seconds; replaced in tests.
   """
 
   command: Sequence[str]
@@ -76,8 +75,8 @@ class Supervisor:
   _stopped_by: int = 0
 
   def run(self) -> int:
-    """Returns the exit status: that of the command when it ended by itself."""
-    before = {n: signal.signal(n, self._pass_on) for n in _SIGNALS}
+    """Returns the exit status: that of the command unless restarts ran out."""
+    before = {n: signal.signal(n, self._forward) for n in _SIGNALS}
     try:
       return self._run()
     finally:
@@ -88,28 +87,30 @@ class Supervisor:
     restarts, lost_at = 0, None
     while True:
       end = self._run_once()
-      if end.status in (0, _WRONG_USE) or self._stopped_by:
+      if end.status in (0, _USAGE_ERROR) or self._stopped_by:
         if end.status and end.joined:
           self._record(end)
         return _exit_status(end.status, self._stopped_by)
       if end.joined is None:
-        # Others may not have noticed yet, and refuse one that comes again.
+        # The others may not have noticed yet, and reject a second process.
         limit = self.timeout_seconds
         if lost_at is None or end.time - lost_at > limit:
-          _say("the process ended before it joined the others; not restarted")
+          _report(
+            "the process exited before it joined the others; not restarted"
+          )
           return _exit_status(end.status)
         self.sleep(_PAUSE_SECONDS)
         continue
-      what = self._tell(end)
+      cause = self._find_cause(end)
       if restarts == self.max_restarts:
-        _say(
-          f"gave up after {restarts} restarts (--max_restarts): {what};"
-          f" {self._newest()}; the same command goes on from there"
+        _report(
+          f"gave up after {restarts} restarts (--max_restarts): {cause}; the"
+          f" same command resumes {self._latest()}"
         )
         return 1
       restarts, lost_at = restarts + 1, end.time
-      _say(
-        f"{what}; restart {restarts} of {self.max_restarts}, {self._newest()}"
+      _report(
+        f"{cause}; restart {restarts} of {self.max_restarts}, {self._latest()}"
       )
 
   def _run_once(self) -> _End:
@@ -121,7 +122,7 @@ class Supervisor:
         self.command,
         stderr=subprocess.PIPE,
         env=os.environ | {JOINED_FILE: os.fspath(path)},
-        # The terminal's Ctrl-C goes to the parent, which passes it on once.
+        # Ctrl-C reaches only this process, which forwards it once.
         process_group=0,
       )
       child = self._child
@@ -134,7 +135,7 @@ class Supervisor:
         child.terminate()
       status = child.wait()
       self._child = None
-      # What the child started may hold its standard error open.
+      # Processes that the child started may hold its standard error open.
       relay.join(_PAUSE_SECONDS)
       joined = None
       with contextlib.suppress(OSError, ValueError):
@@ -144,77 +145,77 @@ class Supervisor:
       begin=begin, time=time.time(), status=status, stderr=text, joined=joined
     )
 
-  def _tell(self, end: _End) -> str:
-    """Writes how the child ended; returns who was lost first."""
+  def _find_cause(self, end: _End) -> str:
+    """Records how the child exited; returns which process was lost first."""
     own = self._record(end)
     if not own.follows:
-      return own.sentence()
-    # The others' parents write at about the same time.
+      return own.describe()
+    # The supervisors of the others write at about the same time.
     self.sleep(_PAUSE_SECONDS)
-    losses = loss_records.read(self.run_dir, since=end.begin)
-    first = loss_records.cause(losses)
-    here = f"process {own.process} ({own.host}) ended with it"
+    exits = process_failures.read(self.run_dir, since=end.begin)
+    first = process_failures.find_cause(exits)
+    here = f"process {own.process} ({own.host}) exited with it"
     if first is not None:
-      return f"{first.sentence()}; {here}"
-    when = loss_records.clock(end.time)
-    silent = failures.lost_processes(end.stderr)
-    if silent:
-      names = " and ".join(f"process {index}" for index in silent)
-      return f"{names} was lost before {when}, without a word; {here}"
+      return f"{first.describe()}; {here}"
+    when = process_failures.format_time(end.time)
+    lost = process_failures.find_lost_processes(end.stderr)
+    if lost:
+      names = " and ".join(f"process {index}" for index in lost)
+      return f"{names} was lost before {when} and left no record; {here}"
     return f"another process was lost before {when}; {here}"
 
-  def _record(self, end: _End) -> loss_records.Loss:
+  def _record(self, end: _End) -> process_failures.ProcessExit:
     joined = end.joined or {}
-    loss = loss_records.Loss(
+    own = process_failures.ProcessExit(
       process=int(joined.get("process", 0)),
       host=socket.gethostname(),
       time=end.time,
       status=end.status,
       follows=joined.get("processes", 1) > 1
       and end.status in (1, -signal.SIGABRT)
-      and failures.is_loss_text(end.stderr),
+      and process_failures.is_peer_failure(end.stderr),
     )
     try:
-      loss_records.write(self.run_dir, loss)
+      process_failures.write(self.run_dir, own)
     except OSError as error:
-      _say(f"how the process ended cannot be written down ({error})")
-    return loss
+      _report(f"cannot record how the process exited ({error})")
+    return own
 
-  def _newest(self) -> str:
-    """Returns which checkpoint the next start goes on from, in words."""
+  def _latest(self) -> str:
+    """Returns where the next start resumes, in words."""
     folder = self.run_dir / run_dirs.CHECKPOINTS
     steps = []
     with contextlib.suppress(OSError):
       steps = [int(p.name) for p in folder.iterdir() if p.name.isdigit()]
     if not steps:
-      return "from the beginning, because there is no checkpoint yet"
-    return f"from the newest checkpoint, of step {max(steps)}"
+      return "from the beginning (no checkpoint yet)"
+    return f"from the latest checkpoint (step {max(steps)})"
 
-  def _pass_on(self, number: int, frame: FrameType | None) -> None:
-    """Asks the child to stop; what comes after that reaches it as it is."""
+  def _forward(self, number: int, frame: FrameType | None) -> None:
+    """Requests a stop; later signals are forwarded unchanged."""
     del frame
     if not self._stopped_by:
       self._stopped_by = number
-      # Clusters signal all processes of a job. The child's own comes first, or
-      # it would count as the second one, which kills without a checkpoint.
+      # Clusters signal all processes of a job. The child must get its own
+      # signal first: as the second one it would kill without a checkpoint.
       self.sleep(_PAUSE_SECONDS)
-      number = _REQUEST
+      number = _STOP_SIGNAL
     if self._child is not None:
       self._child.send_signal(number)
 
 
 def child_command(original: Sequence[str], flag: str) -> list[str]:
-  """Returns the command of this process, with a flag that makes it a child.
+  """Returns the command of this process with another flag.
 
   Args:
     original: `sys.orig_argv`.
-    flag: The last of equal flags counts.
+    flag: Appended, so that it overrides an earlier value.
   """
   return [sys.executable, *original[1:], flag]
 
 
 def _relay(stream: IO[bytes], tail: collections.deque[bytes]) -> None:
-  """Shows what a child writes, as it comes, and keeps the end of it."""
+  """Copies a stream to standard error and keeps its last lines."""
   with stream:
     for line in stream:
       tail.append(line)
@@ -223,18 +224,18 @@ def _relay(stream: IO[bytes], tail: collections.deque[bytes]) -> None:
 
 
 def _exit_status(status: int, stopped_by: int = 0) -> int:
-  """Returns what a shell makes of a status of `subprocess`.
+  """Returns the exit status that a shell would report.
 
   Args:
-    status: Of the child.
-    stopped_by: The signal for which it was asked to stop. A child that was too
-      young to do so has died of the request instead.
+    status: Of the child, in the convention of `subprocess`.
+    stopped_by: The signal that this process forwarded as `_STOP_SIGNAL`. A
+      child without a handler yet was killed by the latter.
   """
   status = status if status >= 0 else 128 - status
-  if stopped_by and status == 128 + _REQUEST:
+  if stopped_by and status == 128 + _STOP_SIGNAL:
     return 128 + stopped_by
   return status
 
 
-def _say(line: str) -> None:
+def _report(line: str) -> None:
   print(f"supervisor: {line}", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""Tests for the parent that starts a training again.
+"""Tests for the supervisor.
 
-The children here are a few lines of Python that do as a training does; those of
-`training/several_processes_test.py` are trainings.
+The children here are a few lines of Python; those of
+`training/several_processes_test.py` train.
 """
 
 import os
@@ -17,9 +17,9 @@ from etils import epath
 import pytest
 
 from paxon.runner import run_dir
-from paxon.runner.hosts import loss_records, supervisor
+from paxon.runner.hosts import process_failures, supervisor
 
-# Counts its starts, joins if it is told to, and ends as the list says.
+# Counts its starts, joins if the flag is 1, and exits as the list specifies.
 CHILD = """
 import os, pathlib, signal, sys, time
 folder, joins, *ends = sys.argv[1:]
@@ -63,83 +63,84 @@ def _starts(folder):
   return int((folder / "starts").read_text())
 
 
-def test_a_child_that_ends_well_is_not_started_again(tmp_path, capfd):
+def test_successful_child_is_not_restarted(tmp_path, capfd):
   assert _supervisor(tmp_path, "0").run() == 0
   assert _starts(tmp_path) == 1
   assert capfd.readouterr().err == ""
-  assert not (tmp_path / loss_records.FOLDER).exists()
+  assert not (tmp_path / process_failures.FOLDER).exists()
 
 
-def test_a_child_that_dies_is_started_again_and_it_is_said(tmp_path, capfd):
+def test_failed_child_is_restarted_and_reported(tmp_path, capfd):
   for step in (5, 10):
     (tmp_path / run_dir.CHECKPOINTS / f"{step}").mkdir(parents=True)
   assert _supervisor(tmp_path, "-9", "3", "0").run() == 0
   assert _starts(tmp_path) == 3
   first, second = capfd.readouterr().err.splitlines()
   assert re.fullmatch(
-    r"supervisor: process 1 \(.+\) was lost at [\d :-]+: it was ended by"
-    r" SIGKILL; restart 1 of 2, from the newest checkpoint, of step 10",
+    r"supervisor: process 1 \(.+\) was lost at [\d :-]+: killed by"
+    r" SIGKILL; restart 1 of 2, from the latest checkpoint \(step 10\)",
     first,
   )
-  assert "it ended with status 3; restart 2 of 2" in second
+  assert "exit status 3; restart 2 of 2" in second
 
 
-def test_it_gives_up_with_a_message(tmp_path, capfd):
+def test_gives_up_with_a_message(tmp_path, capfd):
   assert _supervisor(tmp_path, "-9", max_restarts=1).run() == 1
   assert _starts(tmp_path) == 2
   assert re.search(
     r"supervisor: gave up after 1 restarts \(--max_restarts\): process 1"
-    r" \(.+\) was lost at .+; from the beginning, because there is no"
-    r" checkpoint yet; the same command goes on from there\n",
+    r" \(.+\) was lost at .+; the same command resumes from the"
+    r" beginning \(no checkpoint yet\)\n",
     capfd.readouterr().err,
   )
 
 
-def test_wrong_use_is_not_repeated(tmp_path, capfd):
+def test_usage_error_is_not_restarted(tmp_path, capfd):
   assert _supervisor(tmp_path, "2").run() == 2
   assert _supervisor(tmp_path, "2", joins="0").run() == 2
   assert _starts(tmp_path) == 2
-  [loss] = loss_records.read(epath.Path(tmp_path), since=0.0)
-  assert loss.status == 2
+  [recorded] = process_failures.read(epath.Path(tmp_path), since=0.0)
+  assert recorded.status == 2
 
 
-def test_what_never_joined_is_not_repeated(tmp_path, capfd):
+def test_child_that_never_joined_is_not_restarted(tmp_path, capfd):
   assert _supervisor(tmp_path, "-6", joins="0").run() == 128 + 6
   assert _starts(tmp_path) == 1
-  assert "ended before it joined the others" in capfd.readouterr().err
+  assert "exited before it joined the others" in capfd.readouterr().err
 
 
-def test_joining_again_may_take_several_starts(tmp_path, capfd):
+def test_rejoining_may_take_several_starts(tmp_path, capfd):
   ends = ("-9", "-6", "-6", "0")
   assert _supervisor(tmp_path, *ends, joins="1001", max_restarts=1).run() == 0
   assert _starts(tmp_path) == 4
   assert "restart 1 of 1" in capfd.readouterr().err
 
 
-def test_joining_again_has_a_limit(tmp_path, capfd):
+def test_rejoining_has_a_timeout(tmp_path, capfd):
   made = _supervisor(tmp_path, "-9", "-6", joins="10", timeout=0.0)
   assert made.run() == 128 + 6
-  assert "ended before it joined" in capfd.readouterr().err
+  assert "exited before it joined" in capfd.readouterr().err
 
 
-def test_who_was_lost_is_read_from_the_others(tmp_path, capfd):
-  other = loss_records.Loss(
+def test_lost_process_is_read_from_other_records(tmp_path, capfd):
+  other = process_failures.ProcessExit(
     process=4, host="far", time=time.time() + 60, status=-9, follows=False
   )
-  loss_records.write(epath.Path(tmp_path), other)
+  process_failures.write(epath.Path(tmp_path), other)
   assert _supervisor(tmp_path, "lost", "0").run() == 0
   *_, line = capfd.readouterr().err.splitlines()
   assert re.search(
-    r"process 4 \(far\) was lost at .+ SIGKILL; process 1 \(.+\) ended with it",
+    r"process 4 \(far\) was lost at .+ SIGKILL; process 1 \(.+\) exited with"
+    " it",
     line,
   )
 
 
-def test_who_was_lost_is_read_from_jax(tmp_path, capfd):
+def test_lost_process_is_read_from_jax(tmp_path, capfd):
   assert _supervisor(tmp_path, "silent", "0").run() == 0
   *_, line = capfd.readouterr().err.splitlines()
   assert "process 3 was lost before" in line
-  assert "without a word; process 1 (" in line
+  assert "and left no record; process 1 (" in line
   (tmp_path / "starts").unlink()
   assert _supervisor(tmp_path, "lost", "0").run() == 0
   assert "another process was lost before" in capfd.readouterr().err
@@ -165,7 +166,7 @@ def _signal_at(paths, number):
   ("number", "expected"),
   [(signal.SIGTERM, 7), (signal.SIGINT, 130)],
 )
-def test_the_first_signal_asks_and_the_second_is_passed_on(
+def test_first_signal_requests_stop_and_second_is_forwarded(
   tmp_path, number, expected, capfd
 ):
   pauses = []
@@ -180,14 +181,14 @@ def test_the_first_signal_asks_and_the_second_is_passed_on(
   assert "restart" not in capfd.readouterr().err
 
 
-def test_a_child_that_cannot_be_asked_yet_ends_by_the_signal(tmp_path):
+def test_child_without_handler_ends_by_the_signal(tmp_path):
   thread = _signal_at([tmp_path / "waits"], signal.SIGTERM)
   assert _supervisor(tmp_path, "young").run() == 128 + signal.SIGTERM
   thread.join()
   assert _starts(tmp_path) == 1
 
 
-def test_the_command_of_a_child():
+def test_child_command():
   original = ["python3", "-X", "dev", "-m", "paxon.runner.main", "--exp=a"]
   assert supervisor.child_command(original, "--max_restarts=0") == [
     *(sys.executable, "-X", "dev", "-m", "paxon.runner.main", "--exp=a"),
@@ -195,7 +196,7 @@ def test_the_command_of_a_child():
   ]
 
 
-def test_a_parent_needs_no_jax():
+def test_supervisor_imports_no_jax():
   code = (
     "import sys\nfrom paxon.runner.hosts import supervisor\n"
     "assert 'jax' not in sys.modules"
@@ -204,6 +205,6 @@ def test_a_parent_needs_no_jax():
   subprocess.run([sys.executable, "-c", code], env=environ, check=True)
 
 
-def test_the_environment_is_the_one_that_joining_reads():
+def test_joined_file_is_that_of_joining():
   text = pathlib.Path(supervisor.__file__).with_name("joining.py").read_text()
   assert f'JOINED_FILE = "{supervisor.JOINED_FILE}"' in text

@@ -1,8 +1,8 @@
-"""What of the processes' standard output reaches the user.
+"""Standard output of multi-process runs, and of pipes whose reader has exited.
 
-Only process 0 speaks; the others say errors, on standard error. The library
-that sums over CPUs (gloo) writes lines to the file descriptor from C++, in the
-middle of a run; they are taken out.
+Only process 0 prints to standard output; the others print errors to standard
+error. Gloo, the library of CPU collectives, writes lines to the file descriptor
+from C++ in the middle of a run; they are filtered out.
 """
 
 import os
@@ -14,9 +14,9 @@ _NOISE = b"[Gloo] Rank "
 
 
 def filter_noise() -> None:
-  """Lets through what is written past Python, line by line, but for noise.
+  """Filters gloo's lines out of what native code writes to standard output.
 
-  What Python writes goes its old way, at once.
+  Python's own output bypasses the filter.
   """
   sys.stdout.flush()
   original = os.dup(1)
@@ -34,7 +34,7 @@ def filter_noise() -> None:
 
 
 def mute() -> None:
-  """Drops all that is written to standard output from here on."""
+  """Discards everything that is written to standard output from now on."""
   sys.stdout.flush()
   nothing = os.open(os.devnull, os.O_WRONLY)
   os.dup2(nothing, 1)
@@ -42,26 +42,26 @@ def mute() -> None:
 
 
 def drop_if_unread() -> bool:
-  """Drops all that is written to standard output, if its reader has left.
+  """Discards standard output from now on if its reader has exited.
 
   Returns:
-    Whether it has. If not, the pipe that is broken is another one.
+    Whether it has. If not, another pipe is broken.
   """
   poll = select.poll()
   poll.register(1, 0)
-  has_left = any(
+  has_exited = any(
     event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)
   )
-  if has_left:
-    # What is left would fail again when the interpreter ends.
+  if has_exited:
+    # Flushing the rest would fail again when the interpreter exits.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-  return has_left
+  return has_exited
 
 
 def _relay(read: int, original: int) -> None:
   rest = b""
-  while piece := os.read(read, 1 << 16):
-    *lines, rest = (rest + piece).split(b"\n")
+  while chunk := os.read(read, 1 << 16):
+    *lines, rest = (rest + chunk).split(b"\n")
     kept = [line for line in lines if not line.startswith(_NOISE)]
     if kept:
       os.write(original, b"".join(line + b"\n" for line in kept))

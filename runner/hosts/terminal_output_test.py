@@ -1,4 +1,4 @@
-"""Tests for what reaches standard output."""
+"""Tests for filters of standard output."""
 
 import os
 import subprocess
@@ -30,12 +30,12 @@ def _run(*arguments):
   )
 
 
-def test_noise_is_taken_out():
+def test_noise_is_filtered():
   done = _run()
   assert done.stdout == "before\nfrom Python\nfrom below\nafter\n"
 
 
-def test_others_say_errors_only():
+def test_muted_processes_print_errors_only():
   done = _run("mute")
   assert done.stdout == "before\nfrom Python\nfrom below\n"
   assert done.stderr == "error\n"

@@ -9,7 +9,7 @@ from paxon.runner import job as job_lib
 from paxon.runner import run_dir as run_dirs
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer
-from paxon.runner.hosts import agreement, late_maximum
+from paxon.runner.hosts import agreement
 from paxon.runner.monitoring import report, run_summaries
 from paxon.runner.training import (
   converting,
@@ -69,7 +69,7 @@ def run(
 def _follow(session: session_lib.Session, run_dir: epath.Path) -> None:
   agree = None
   if not agreement.is_alone():
-    agree = late_maximum.LateMaximum(session.layout)
+    agree = agreement.DelayedMaximum(session.layout)
   with stop_signals.StopSignals(when="after this batch", agree=agree) as stop:
     following.Follower(session=session, run_dir=run_dir, stop=stop).run()
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from paxon.runner import main, run_dir
 from paxon.runner.checkpoints import checkpointer
-from paxon.runner.hosts import exits, joining, process_settings
+from paxon.runner.hosts import joining, process_settings
 from paxon.runner.hosts import testing as forks_lib
 from paxon.runner.training import decode, evaluate, testing
 from paxon.runner.training import session as session_lib
@@ -50,7 +50,7 @@ def tour(arguments: list[str]) -> int:
     ),
     os.environ,
   )
-  with exits.together():
+  with joining.exit_together():
     job, _ = testing.make(**json.loads(knobs))
     path = epath.Path(folder)
     session = session_lib.open_session(job)

@@ -278,7 +278,7 @@ def test_without_supervisor_the_other_ends_soon(forks, victim, tmp_path):
   # At once, or when the heartbeat stops.
   assert time.monotonic() - begin < 90
   assert re.search(
-    "because another one was lost|another task died",
+    "because another process was lost|another task died",
     survivor.stderr.read_text(),
   )
   assert forks.wait(processes[victim]) == -signal.SIGKILL
@@ -338,9 +338,9 @@ def test_supervised_run_ends_as_an_undisturbed_one(
   for number, victim in ((1, 1), (2, 0)):
     for text in said:
       assert re.search(
-        rf"supervisor: process {victim} \(.+\) was lost at 20.*: it was ended"
-        rf" by SIGKILL.*; restart {number} of 2, from the newest checkpoint, of"
-        r" step \d+\n",
+        rf"supervisor: process {victim} \(.+\) was lost at 20.*: killed"
+        rf" by SIGKILL.*; restart {number} of 2, from the latest checkpoint"
+        r" \(step \d+\)\n",
         text,
       ), text
   assert _state(session, folder) == _state(session, by_two[0])
@@ -359,7 +359,7 @@ def test_processes_that_do_not_come_are_said_in_time(forks, tmp_path):
       1,
       f"The coordinator {address} did not answer within 1 s (--host_timeout)",
     ),
-    (0, f"Process 0 waited 1 s (--host_timeout) at {address} and not all of"),
+    (0, f"Process 0 waited 1 s (--host_timeout) at {address}, but not all"),
   ):
     more = [f"--coordinator_address={address}", f"--process_id={index}"]
     process = forks.start(MAIN, [*flags, *more], devices=1)

@@ -16,7 +16,7 @@ from paxon.runner import run_dir as run_dirs
 from paxon.runner.checkpoints import checkpointer
 from paxon.runner.configuration import dump
 from paxon.runner.configuration import overrides as overrides_lib
-from paxon.runner.hosts import agreement, late_maximum
+from paxon.runner.hosts import agreement
 from paxon.runner.monitoring import (
   composite_writer,
   goodput,
@@ -113,7 +113,7 @@ def _run(
   with contextlib.ExitStack() as stack:
     agree = None
     if not agreement.is_alone():
-      agree = late_maximum.LateMaximum(session.layout)
+      agree = agreement.DelayedMaximum(session.layout)
     stop = stack.enter_context(stop_signals.StopSignals(agree=agree))
     checkpoints = stack.enter_context(
       checkpointer.Checkpointer(
