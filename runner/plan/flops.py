@@ -4,7 +4,7 @@ Counted from a jaxpr, so no device and no compiler is needed. A contraction
 costs `2 * batch * m * n * k`, what is elementwise costs nothing: for
 a decoder, one training step is exactly
 
-  6 * (parameters in matrix products) * tokens + 12 L N H T^2 B
+  6 * (parameters in matmuls) * tokens + 12 L N H T^2 B
 
 with all keys of all queries counted, visible or not (N heads of width H); the
 tied head counts once, a table that is looked up not at all.
@@ -281,7 +281,7 @@ def _phase(stack: str) -> Phase:
   return Phase.BACKWARD if "transpose(" in stack else Phase.FORWARD
 
 
-# What JAX and quantized products add for themselves.
+# What JAX and quantized matmuls add for themselves.
 _NO_PARTS = frozenset(
   ("", "rematted_computation", "checkpoint", *scopes.SCOPES)
 )

@@ -81,7 +81,7 @@ class Hardware:
   devices_per_host: int
 
   def peak_flops(self, dtype: DTypeLike = "bfloat16") -> float | None:
-    """Returns the peak FLOP/s of matrix products of two such operands.
+    """Returns the peak FLOP/s of matmuls of two such operands.
 
     float32 is the rate of JAX's default precision: TF32 on NVIDIA GPUs, and one
     bfloat16 pass on TPUs.

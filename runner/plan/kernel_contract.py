@@ -18,9 +18,9 @@ from paxon.runner.plan.program_text import costs, hlo, kernels, name_stack
 
 FORWARD: Final = "attention forward"
 BACKWARD: Final = "attention backward"
-PRODUCTS: Final = "matrix products"
+PRODUCTS: Final = "matmuls"
 # Those that a quantization recipe covers; they count in their own part too.
-QUANTIZED: Final = "quantized products"
+QUANTIZED: Final = "quantized matmuls"
 OTHER: Final = "other"
 PARTS: Final = (FORWARD, BACKWARD, PRODUCTS, QUANTIZED)
 
@@ -54,8 +54,8 @@ KERNELS: Final[Mapping[str, _Kernel]] = types.MappingProxyType(
     CUDNN: _Kernel(_Platform.CUDA, _ATTENTION, "cuDNN's fused attention"),
     SPLASH: _Kernel(_Platform.TPU, _ATTENTION, "splash attention"),
     PALLAS: _Kernel(None, _ATTENTION, "a Pallas kernel"),
-    RING: _Kernel(None, _ATTENTION, "products, in blocks of ring attention"),
-    PLAIN: _Kernel(None, _ATTENTION, "products, with all logits in memory"),
+    RING: _Kernel(None, _ATTENTION, "matmuls, in blocks of ring attention"),
+    PLAIN: _Kernel(None, _ATTENTION, "matmuls, with all logits in memory"),
     CUBLAS: _Kernel(_Platform.CUDA, _PRODUCTS, "cuBLAS or cuBLASLt"),
     CUBLAS_FP8: _Kernel(_Platform.CUDA, _PRODUCTS, "cuBLASLt in fp8"),
     CUBLAS_INT8: _Kernel(_Platform.CUDA, _PRODUCTS, "cuBLASLt in int8"),
@@ -78,11 +78,11 @@ class ExpectedKernel:
 
   It holds on the platform of the kernel (cuDNN's is CUDA) and is not looked at
   elsewhere. Attention must be all of this kernel, and so must quantized
-  products; of matrix products some.
+  products; of matmuls some.
 
   Attributes:
-    part: `attention forward`, `attention backward`, `matrix products` or
-      `quantized products`, which are those that a quantization recipe covers.
+    part: `attention forward`, `attention backward`, `matmuls` or
+      `quantized matmuls`, which are those that a quantization recipe covers.
     kernel: A name of `KERNELS`.
   """
 
@@ -110,7 +110,7 @@ class ExpectedKernel:
 def choices(
   program: hlo.Program, *, is_tuned: bool
 ) -> tuple[result.KernelChoice, ...]:
-  """Returns which kernels compute attention and matrix products.
+  """Returns which kernels compute attention and matmuls.
 
   Args:
     program: The compiled step of one device.

@@ -86,8 +86,8 @@ def test_reads_the_kernels_of_a_gpu():
   assert _found(_CUDA_TEXT) == [
     ("attention forward", "cudnn", True, 6),
     ("attention backward", "cudnn", True, 3),
-    ("matrix products", "triton", False, 3),
-    ("matrix products", "cublas fp8", True, 1),
+    ("matmuls", "triton", False, 3),
+    ("matmuls", "cublas fp8", True, 1),
   ]
 
 
@@ -101,7 +101,7 @@ def test_reads_the_kernels_of_a_tpu():
   assert _found(_TPU_TEXT) == [
     ("attention forward", "splash", True, 1),
     ("attention backward", "splash", True, 1),
-    ("matrix products", "xla", True, 1),
+    ("matmuls", "xla", True, 1),
     ("other", "pallas", True, 1),
   ]
 
@@ -142,7 +142,7 @@ metadata={op_name="jit(f)/transpose(jvp())/attention/BTNH,NHD->BTD/dot_general"}
 """
   assert _found(text) == [
     ("attention forward", "plain", True, 1),
-    ("matrix products", "xla", True, 1),
+    ("matmuls", "xla", True, 1),
   ]
 
 
@@ -168,11 +168,11 @@ rhs_contracting_dims={0}, metadata={op_name="jit(f)/head/dot_general"}
 }
 """
   assert _found(text) == [
-    ("matrix products", "cublas int8", True, 1),
-    ("matrix products", "cublas fp8", True, 1),
-    ("matrix products", "xla", True, 1),
-    ("quantized products", "cublas int8", True, 1),
-    ("quantized products", "cublas fp8", True, 1),
+    ("matmuls", "cublas int8", True, 1),
+    ("matmuls", "cublas fp8", True, 1),
+    ("matmuls", "xla", True, 1),
+    ("quantized matmuls", "cublas int8", True, 1),
+    ("quantized matmuls", "cublas fp8", True, 1),
   ]
 
 
@@ -194,8 +194,8 @@ def _problems(expected, *found, platform=_CUDA):
   ]
 
 
-_FORWARD, _PRODUCTS = "attention forward", "matrix products"
-_QUANTIZED = "quantized products"
+_FORWARD, _PRODUCTS = "attention forward", "matmuls"
+_QUANTIZED = "quantized matmuls"
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ _QUANTIZED = "quantized products"
         _choice(_QUANTIZED, "cublas fp8"),
         _choice(_QUANTIZED, "triton", is_decided=False, dtype="float8_e4m3fn"),
       ],
-      id="autotuning will tell of quantized products",
+      id="autotuning will tell of quantized matmuls",
     ),
     pytest.param(
       (_FORWARD, "splash"),
@@ -286,7 +286,7 @@ def test_an_expectation_holds_on_the_platform_of_its_kernel():
   [
     ("attention forwards", "cudnn", r"did you mean 'attention forward'\?"),
     ("attention forward", "cuddn", r"none of attention forward; did you mean"),
-    ("matrix products", "cudnn", r"is 'cudnn', which is none of matrix prod"),
+    ("matmuls", "cudnn", r"is 'cudnn', which is none of matmuls"),
   ],
 )
 def test_misspelled_expectations_are_refused(part, kernel, message):

@@ -117,7 +117,7 @@ def warnings(
     first = members[0]
     more = f" and {len(members) - 1} more" if len(members) > 1 else ""
     yield (
-      f"{len(members)} of {len(products)} quantized products run as"
+      f"{len(members)} of {len(products)} quantized matmuls run as"
       f" {dtype or 'something unknown'}: {first.part} ({first.product}){more},"
       f" because {reason}."
     )

@@ -1,4 +1,4 @@
-"""Tests for what quantized products run as, and for the reasons."""
+"""Tests for what quantized matmuls run as, and for the reasons."""
 
 import jax
 from jax import lax
@@ -151,10 +151,10 @@ def test_one_warning_a_reason():
   )
   first, second = quantized_products.warnings(_of(traced, kind="v5e"))
   assert first == (
-    "2 of 3 quantized products run as bfloat16: up (forward) and 1 more,"
+    "2 of 3 quantized matmuls run as bfloat16: up (forward) and 1 more,"
     " because v5e has no products in fp8."
   )
-  assert second.startswith("1 of 3 quantized products run as bfloat16: gate")
+  assert second.startswith("1 of 3 quantized matmuls run as bfloat16: gate")
   assert not list(quantized_products.warnings(_of(_traced(_UP))))
 
 

@@ -15,7 +15,7 @@ _SAME: Final = (0.999, 1.02)
 
 
 def to_text(plan: result.Plan) -> str:
-  """Returns the whole plan, several lines."""
+  """Returns the whole plan as several lines of text."""
   sections = [
     _head(plan),
     _memory(plan),
@@ -56,7 +56,7 @@ def _head(plan: result.Plan) -> list[str]:
   batch = ", ".join(
     "x".join(map(str, shape)) for shape in dict.fromkeys(plan.batch.values())
   )
-  lines = [f"plan of {plan.experiment} on {plan.target}"]
+  lines = [f"plan: {plan.experiment} on {plan.target}"]
   lines += [f"  {override}" for override in plan.overrides]
   lines.append(f"  {sentences.devices(plan)} as {mesh}, batch {batch}")
   return lines
@@ -73,22 +73,22 @@ def _memory(plan: result.Plan) -> list[str]:
       ("optimizer", memory.optimizer),
       ("other variables", memory.other_variables or None),
       ("batch", memory.batch),
-      ("all of these, as the compiler lays them out", memory.arguments),
+      ("all of the above, as allocated", memory.arguments),
       ("temporaries", memory.temporaries),
     ),
-    f"  {'  of which' if is_compiled else 'temporaries'}, by closed form",
+    f"  {'  of which' if is_compiled else 'temporaries'} (analytical estimate)",
     *_sizes(
-      ("  gradients, at most", memory.gradients),
+      ("  gradients (upper bound)", memory.gradients),
       *saved,
       ("peak", memory.peak),
-      ("peak, by closed form", memory.forecast),
+      ("peak (analytical estimate)", memory.forecast),
       ("usable", memory.usable),
-      ("read and written in a step", plan.hbm_bytes),
+      ("HBM traffic per step", plan.hbm_bytes),
     ),
     f"  {sentences.capacity(plan)}",
   ]
   if memory.refusal is not None:
-    lines.append(f"  the compiler says: {memory.refusal}")
+    lines.append(f"  compiler error: {memory.refusal}")
   return lines
 
 
@@ -103,11 +103,11 @@ def _sizes(*rows: tuple[str, float | int | None]) -> list[str]:
 def _flops(plan: result.Plan) -> list[str]:
   flops = plan.flops
   rows: list[tuple[str, float | None]] = [
-    ("of the model", flops.model),
-    ("  without what is masked (causal)", flops.causal_model),
+    ("model", flops.model),
+    ("  excluding masked attention (causal)", flops.causal_model),
     ("recomputed", flops.recomputed),
     ("executed", flops.hardware),
-    ("executed, by the compiled text", plan.compiled_flops),
+    ("executed (compiled program)", plan.compiled_flops),
   ]
   lines = ["FLOPs per step, all devices"]
   for name, number in rows:
@@ -115,26 +115,28 @@ def _flops(plan: result.Plan) -> list[str]:
       lines.append(f"  {name:<44}{units.flops(number):>18}")
   ratio = (plan.compiled_flops or flops.hardware) / max(flops.hardware, 1)
   if not _SAME[0] <= ratio <= _SAME[1]:
-    lines.append(f"  the program executes {ratio:.3f} times what the step asks")
-  lines.append("of which, executed")
+    lines.append(
+      f"  the compiled program executes {ratio:.3f}x the traced FLOPs"
+    )
+  lines.append("executed FLOPs by module")
   parts = list(flops.by_part.items())
   for part, number in parts[:_MAX_PARTS]:
     share = units.share(number / max(flops.hardware, 1))
-    lines.append(f"  {share:>6}  {part or '(outside of modules)'}")
+    lines.append(f"  {share:>6}  {part or '(outside any module)'}")
   if len(parts) > _MAX_PARTS:
-    lines.append(f"  and {len(parts) - _MAX_PARTS} parts more")
+    lines.append(f"  and {len(parts) - _MAX_PARTS} more modules")
   return lines
 
 
 def _collectives(plan: result.Plan) -> list[str]:
   titles = ("kind", "axes", "link", "count", "payload", "sent", "at least")
-  rows = [("", *titles, "of")]
+  rows = [("", *titles, "dtypes")]
   for entry in plan.collectives[:_MAX_COLLECTIVES]:
     time = "-" if entry.seconds is None else units.seconds(entry.seconds)
     rows.append(
       (
         "",
-        entry.kind + (" of padded parts" if entry.gathers else ""),
+        entry.kind + (" (padded shards)" if entry.gathers else ""),
         ",".join(entry.axes) or "-",
         entry.link,
         f"{entry.count:,}",
@@ -146,9 +148,9 @@ def _collectives(plan: result.Plan) -> list[str]:
     )
   more = len(plan.collectives) - _MAX_COLLECTIVES
   return [
-    "collectives per step, of one device",
+    "collectives per step, per device",
     *(_aligned(rows) if plan.collectives else ["  none"]),
-    *([f"  and {more} kinds more"] if more > 0 else []),
+    *([f"  and {more} more kinds"] if more > 0 else []),
   ]
 
 
@@ -166,7 +168,10 @@ def _resharding(plan: result.Plan) -> list[str]:
     )
     for entry in plan.resharding
   ]
-  return ["of these, activations moved inside the layer loop", *_aligned(rows)]
+  return [
+    "of which activation resharding inside the layer loop",
+    *_aligned(rows),
+  ]
 
 
 def _kernels(plan: result.Plan) -> list[str]:
@@ -189,7 +194,7 @@ def _kernels(plan: result.Plan) -> list[str]:
 
 
 def _quantized(plan: result.Plan) -> list[str]:
-  """One line a part of the model; products of it that run alike together."""
+  """Returns one line per module; matmuls that run alike are grouped."""
   if not plan.quantized_products:
     return []
   parts: dict[str, dict[str, list[str]]] = {}
@@ -202,9 +207,9 @@ def _quantized(plan: result.Plan) -> list[str]:
   ]
   more = len(rows) - _MAX_QUANTIZED
   return [
-    f"quantized products: {sentences.quantized(plan)}",
+    f"quantized matmuls: {sentences.quantized(plan)}",
     *_aligned(rows[:_MAX_QUANTIZED]),
-    *([f"  and {more} parts more"] if more > 0 else []),
+    *([f"  and {more} more modules"] if more > 0 else []),
   ]
 
 
@@ -213,17 +218,17 @@ def _bound(plan: result.Plan) -> list[str]:
   if bound is None:
     return []
   rows = [
-    ("matrix products", bound.compute),
+    ("matmuls", bound.compute),
     ("memory", bound.memory),
-    ("fast links", bound.fast_link),
+    ("fast link", bound.fast_link),
     ("network", bound.network),
-    ("all overlapped", bound.step),
+    ("step, all overlapped", bound.step),
   ]
-  lines = ["bound: a step takes at least (data sheet, no estimate)"]
+  lines = ["roofline lower bound on the step time (datasheet rates)"]
   lines += _times(rows)
   if bound.tokens_per_second is not None:
     lines.append(f"  at most {bound.tokens_per_second:,.0f} tokens/s")
-  return [*lines, f"  so the MFU is at most {units.share(bound.mfu)}"]
+  return [*lines, f"  MFU at most {units.share(bound.mfu)}"]
 
 
 def _estimate(plan: result.Plan) -> list[str]:
@@ -232,16 +237,19 @@ def _estimate(plan: result.Plan) -> list[str]:
     return []
   low, high = found.band
   rows = [
-    ("matrix products", found.compute),
+    ("matmuls", found.compute),
     ("memory", found.memory),
-    ("between kernels", found.overhead),
-    *((f"waiting for {axes or '-'}", s) for axes, s in found.exposed.items()),
-    ("a step", found.step),
+    ("kernel launch gaps", found.overhead),
+    *(
+      (f"exposed collectives ({axes or '-'})", s)
+      for axes, s in found.exposed.items()
+    ),
+    ("step", found.step),
   ]
-  lines = ["estimate: a step may take (calibrated, apart from the bound)"]
+  lines = ["estimated step time (calibrated, independent of the bound)"]
   lines += _times(rows)
   lines.append(
-    f"  between {units.seconds(low * found.step)} and"
+    f"  range {units.seconds(low * found.step)} to"
     f" {units.seconds(high * found.step)}"
   )
   if found.tokens_per_second is not None:
@@ -251,8 +259,8 @@ def _estimate(plan: result.Plan) -> list[str]:
       f" {found.tokens_per_second / low:,.0f}"
     )
   lines.append(
-    f"  MFU: {units.share(found.ceiling_mfu)} if products were all;"
-    f" {units.share(found.data_sheet_mfu)} at the rates of the data sheet;"
+    f"  MFU: {units.share(found.ceiling_mfu)} if only matmuls took time;"
+    f" {units.share(found.data_sheet_mfu)} at datasheet rates;"
     f" {units.share(found.mfu)} estimated, from"
     f" {units.share(found.mfu / high)} to {units.share(found.mfu / low)}"
   )
@@ -261,7 +269,7 @@ def _estimate(plan: result.Plan) -> list[str]:
 
 def _made(plan: result.Plan) -> list[str]:
   options = [f"  {k}={v}" for k, v in plan.compiler_options.items()]
-  lines = [f"made: {sentences.origin(plan)}"]
+  lines = [f"generated: {sentences.origin(plan)}"]
   if plan.fingerprint is not None:
     lines.append(f"  fingerprint {plan.fingerprint[:_FINGERPRINT_DIGITS]}")
   return lines + options
@@ -279,14 +287,14 @@ def _verdict(plan: result.Plan) -> list[str]:
 
 def _times(rows: Iterable[tuple[str, float | None]]) -> list[str]:
   return [
-    f"  {name:<26}{units.seconds(seconds):>12}"
+    f"  {name:<34}{units.seconds(seconds):>12}"
     for name, seconds in rows
     if seconds is not None
   ]
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-  """Returns lines whose columns have equal widths; figures stand right."""
+  """Returns lines with aligned columns; numbers are right-aligned."""
   columns = list(zip(*rows, strict=True))
   widths = [max(map(len, column)) for column in columns]
   is_figure = [

@@ -38,59 +38,59 @@ def test_writes_numbers_for_people(form, number, text):
 def test_the_text_has_every_figure():
   text = report.to_text(sample_plan.plan())
   for part in (
-    "plan of tasks.a.B on h200:1x8",
+    "plan: tasks.a.B on h200:1x8",
     "  --fdl.mesh=fsdp=8",
     "  8 devices on 8 GPUs as fsdp=8, batch 16x4096",
     "  parameters                                     10.00 GiB",
-    "    of which, by closed form",
+    "    of which (analytical estimate)",
     "    saved: layer inputs                          12.00 GiB",
     "  peak                                           72.00 GiB",
-    "  peak, by closed form                           70.00 GiB",
-    "  read and written in a step                    777.00 GiB",
-    "118.00 of 131.00 GiB are usable; the compiler for CUDA refuses nothing",
-    "without what is masked (causal)                  2.987 PFLOP",
+    "  peak (analytical estimate)                     70.00 GiB",
+    "  HBM traffic per step                          777.00 GiB",
+    "118.00 of 131.00 GiB are usable; the CUDA compiler enforces no limit",
+    "excluding masked attention (causal)              2.987 PFLOP",
     "recomputed                                       802.000 TFLOP",
-    "executed, by the compiled text                     4.011 PFLOP",
+    "executed (compiled program)                        4.011 PFLOP",
     "    62 %  DecoderLm/stack/layers/blocks_0/feed_forward",
     "all-gather                  fsdp       fast       129  61.00 GiB",
-    "all-reduce of padded parts  data,fsdp  network      3      812 B",
+    "all-reduce (padded shards)  data,fsdp  network      3      812 B",
     "all-to-all  fsdp  65  7.00 GiB  DecoderLm/stack/layers/blocks_0/norm",
     "attention forward  cudnn             decided",
-    "cublas or triton  left to autotuning  bf16  451 products",
+    "cublas or triton  autotuned at run time  bf16  451 matmuls",
     "decided             bf16      33 calls",
     "32  __cudnn$fmhaSoftmax",
-    "sent  at least  of",
+    "sent  at least  dtypes",
     "53.38 GiB    128 ms  bfloat16, float8_e4m3fn",
-    "quantized products: 35 % of the executed FLOPs are covered, 30 % run in"
+    "quantized matmuls: 35 % of the executed FLOPs are covered, 30 % run in"
     " few bits",
     "  DecoderLm/stack/layers/blocks_0/feed_forward/einsum/gate  cublas fp8:"
     " weight gradient",
-    "triton float16, or as tuned: input gradient",
-    "bound: a step takes at least (data sheet, no estimate)",
+    "triton float16 (may change by autotuning): input gradient",
+    "roofline lower bound on the step time (datasheet rates)",
     "  at most 125,548 tokens/s",
     "MFU is at most 72 %",
-    "estimate: a step may take (calibrated, apart from the bound)",
-    "  waiting for fsdp                143 ms",
-    "  between 720 ms and 1.12 s",
-    "MFU: 77 % if products were all; 45 % at the rates of the data sheet;"
+    "estimated step time (calibrated, independent of the bound)",
+    "  exposed collectives (fsdp)              143 ms",
+    "  range 720 ms to 1.12 s",
+    "MFU: 77 % if only matmuls took time; 45 % at datasheet rates;"
     " 36 % estimated, from 29 % to 45 %",
     "factors: h200.json, measured 2026-11-01 on one NVIDIA H200",
-    "made: compiled in 4.5 s on 2026-11-21T10:41:09Z by jax 0.10.2",
+    "generated: compiled in 4.5 s on 2026-11-21T10:41:09Z by jax 0.10.2",
     "  fingerprint 0123456789abcdef\n",
     "  xla_gpu_some_option=true",
     "warning: a table is left whole",
     "warning: gathers wait for each other",
     "note: a loop is counted once",
-    "h200:1x8: fits, 61 % of what is usable",
+    "h200:1x8: fits, 61 % of usable memory",
   ):
     assert part in text
 
 
 def test_says_when_the_program_executes_more_than_the_step_asks():
-  assert "times what the step asks" not in report.to_text(sample_plan.plan())
+  assert "x the traced FLOPs" not in report.to_text(sample_plan.plan())
   more = sample_plan.plan(compiled_flops=5_978 * 10**12)
   text = report.to_text(more)
-  assert "  the program executes 1.490 times what the step asks" in text
+  assert "  the compiled program executes 1.490x the traced FLOPs" in text
 
 
 def test_a_refusal_is_shown_with_what_to_change():
@@ -108,10 +108,10 @@ def test_a_refusal_is_shown_with_what_to_change():
     collectives=(),
   )
   text = report.to_text(plan)
-  assert "the compiler says: RESOURCE_EXHAUSTED: 36.47G" in text
-  assert "refused by the compiler after 4.5 s" in text
+  assert "compiler error: RESOURCE_EXHAUSTED: 36.47G" in text
+  assert "rejected by the compiler after 4.5 s" in text
   assert "h200:1x8: does not fit\n  1. Halve it." in text
-  assert "collectives" not in text
+  assert "collectives per step" not in text
 
 
 def test_changes_that_were_tried_stand_in_place_of_advice():
@@ -129,7 +129,7 @@ def test_changes_that_were_tried_stand_in_place_of_advice():
   assert "Halve it." not in text
 
 
-def test_a_plan_without_a_compiler_has_its_closed_form():
+def test_a_plan_without_a_compiler_has_its_estimate():
   plan = sample_plan.plan(
     memory=sample_plan.memory(peak=None, arguments=None, temporaries=None),
     compiled=False,
@@ -144,22 +144,29 @@ def test_a_plan_without_a_compiler_has_its_closed_form():
     resharding=(),
   )
   text = report.to_text(plan)
-  assert "peak, by closed form                           70.00 GiB" in text
+  assert "peak (analytical estimate)                     70.00 GiB" in text
   assert "traced, not compiled on 2026" in text
-  assert "  temporaries, by closed form\n    gradients, at most" in text
-  for absent in ("fingerprint", "kernels", "estimate:", "collectives"):
+  assert (
+    "  temporaries (analytical estimate)\n    gradients (upper bound)" in text
+  )
+  for absent in ("fingerprint", "kernels", "estimated step", "collectives per"):
     assert absent not in text
 
 
 @pytest.mark.parametrize(
   ("kind", "devices", "chips", "text"),
   [
-    ("cpu", 8, 8, "8 devices of the CPU"),
+    ("cpu", 8, 8, "8 CPU devices"),
     ("h200", 1, 1, "1 device on 1 GPU"),
     ("h200", 512, 512, "512 devices on 512 GPUs"),
     ("v5e", 16, 16, "16 devices on 16 chips"),
-    ("v4", 2048, 2048, r"2,048 devices on 2,048 chips (megacore: both cores"),
-    ("v7x", 2, 1, "2 devices on 1 chip (2 a chip)"),
+    (
+      "v4",
+      2048,
+      2048,
+      r"2,048 devices on 2,048 chips (megacore: one device per chip)",
+    ),
+    ("v7x", 2, 1, "2 devices on 1 chip (2 per chip)"),
   ],
 )
 def test_says_devices_and_chips(kind, devices, chips, text):
@@ -174,11 +181,11 @@ def test_says_what_is_usable_and_who_says_so():
   plan = sample_plan.plan(device_kind="v4", memory=tpu)
   assert (
     sentences.capacity(plan)
-    == "30.75 of 32.00 GiB are usable, which its compiler enforces"
+    == "30.75 of 32.00 GiB are usable; the TPU compiler enforces this limit"
   )
   machine = sample_plan.memory(usable=None, capacity=None)
   plan = sample_plan.plan(device_kind="cpu", memory=machine)
-  assert "nothing is compared" in sentences.capacity(plan)
+  assert "not checked" in sentences.capacity(plan)
 
 
 def test_says_when_jax_must_be_given_more_of_a_gpu():
@@ -204,19 +211,23 @@ def test_names_the_compilers_of_the_platform_alone():
 @pytest.mark.parametrize(
   ("fields", "fit", "text"),
   [
-    ({}, "fits", "fits, 61 % of what is usable"),
-    ({"peak": 120 * _GIB}, "does not fit", "does not fit, 102 % of what is us"),
+    ({}, "fits", "fits, 61 % of usable memory"),
+    (
+      {"peak": 120 * _GIB},
+      "does not fit",
+      "does not fit, 102 % of usable memory",
+    ),
     ({"refusal": "no", "peak": None}, "does not fit", "does not fit"),
-    ({"usable": None}, "unknown", "whether it fits is not known"),
+    ({"usable": None}, "unknown", "unknown whether it fits"),
     (
       {"peak": None},
       "unknown",
-      "whether it fits is not known; by closed form it takes 59 % of what is",
+      "unknown whether it fits; analytical estimate: 59 %",
     ),
     (
       {"peak": None, "forecast": None},
       "unknown",
-      "whether it fits is not known",
+      "unknown whether it fits",
     ),
   ],
 )
@@ -227,7 +238,9 @@ def test_says_whether_it_fits(fields, fit, text):
 
 def test_says_what_came_from_the_cache():
   plan = sample_plan.plan(is_from_cache=True)
-  assert "made: from cache, compiled in 4.5 s on 2026" in report.to_text(plan)
+  assert "generated: from cache, compiled in 4.5 s on 2026" in report.to_text(
+    plan
+  )
 
 
 def test_the_table_marks_the_best_that_fits():

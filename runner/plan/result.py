@@ -48,7 +48,7 @@ class Memory:
     saved: What is held from the forward pass for the backward pass, by closed
       form and by remat name; `layer inputs` is what a loop of layers carries,
       `unnamed` the rest.
-    forecast: `peak`, by closed form.
+    forecast: `peak`, by analytical estimate.
   """
 
   parameters: int
@@ -124,7 +124,7 @@ class Collectives:
     dtype_bytes: `payload_bytes` by dtype of the elements.
     wire_bytes: Sent by one device.
     seconds: The least time that the link needs for them.
-    gathers: Whether these all-reduces are gathers of padded parts.
+    gathers: Whether these all-reduces are gathers (padded shards).
   """
 
   kind: str
@@ -163,7 +163,7 @@ class Resharding:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bound:
-  """What a step takes at least, at the rates of the data sheet.
+  """Lower bound on the step time, at datasheet rates.
 
   Attributes:
     compute: Matrix products at peak rates.
@@ -200,9 +200,9 @@ class Estimate:
     mfu: Model FLOPs (causal where known) at that time over the peak rate.
     band: The step is expected between these two multiples of `step`.
     source: Where the factors are from.
-    data_sheet_step: The same simulation at the rates of the data sheet.
+    data_sheet_step: The same simulation at datasheet rates.
     data_sheet_mfu: The MFU at that time.
-    ceiling_mfu: The MFU if products were all there is, at peak rates; only
+    ceiling_mfu: The MFU if only matmuls took time, at peak rates; only
       recomputation, and dtypes with lower rates, are in it.
   """
 
@@ -228,12 +228,12 @@ class Change:
     overrides: To add to the command line, such as `--fdl.mesh=fsdp=8`.
     words: The same for a reader.
     compiled: Whether the figures are those of the compiled program; if not,
-      they are closed forms.
+      they are analytical estimates.
     fit: Whether the changed program fits.
     peak_before: Bytes of one device; `None` where it is not known.
     peak_after: The same with the change.
     recomputed_share: Of all FLOPs of the changed program.
-    bound_before: `Bound.step`; by closed form it counts what the mesh
+    bound_before: `Bound.step`; by analytical estimate it counts what the mesh
       communicates by arithmetic.
     bound_after: The same with the change.
     estimate_before: Seconds of a step by the estimate, if there is one.
@@ -258,8 +258,8 @@ class KernelChoice:
   """Which kernel computes a part of the step.
 
   Attributes:
-    part: What it computes: `attention forward`, `attention backward`, `matrix
-      products`, `quantized products` (which are among the others too), or
+    part: What it computes: `attention forward`, `attention backward`,
+      `matmuls`, `quantized matmuls` (which are among the others too), or
       `other` for kernels of the model's own.
     kernel: Our name of it, such as `cudnn`; `kernel_contract.KERNELS` has all.
     is_decided: Whether the run will have it too. What is not decided is left to
@@ -334,7 +334,7 @@ class Plan:
     resharding: Activations that are moved between devices inside loops, the
       largest first.
     warnings: What in the compiled program costs more than it needs to.
-    kernel_choices: Which kernels compute attention and matrix products.
+    kernel_choices: Which kernels compute attention and matmuls.
     quantized_products: What those run as that a quantization recipe covers, in
       the order of the program.
     compiler_options: With which the run is compiled; how the plan differs, its

@@ -1,4 +1,4 @@
-"""The least time of a step, at the rates of the data sheet.
+"""The least time of a step, at datasheet rates.
 
 Not an estimate: it is what no program can beat, with everything that can
 overlap overlapped, all links of a chip busy, and memory read once.

@@ -110,7 +110,7 @@ def plan(**fields: Any) -> result.Plan:
         dtype="bf16",
       ),
       result.KernelChoice(
-        part="matrix products",
+        part="matmuls",
         kernel="cublas or triton",
         is_decided=False,
         count=451,

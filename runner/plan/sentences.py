@@ -1,4 +1,4 @@
-"""Sentences about a plan, the same on a terminal and on a page."""
+"""Sentences of a plan, shared by the terminal report and the web page."""
 
 import re
 from typing import Final
@@ -26,14 +26,14 @@ def devices(plan: result.Plan) -> str:
   kind = hardware.named(plan.device_kind)
   of_chips = f"{plan.num_devices:,} devices on {plan.num_chips:,}"
   if kind.platform is hardware.Platform.CPU:
-    text = f"{plan.num_devices:,} devices of the CPU"
+    text = f"{plan.num_devices:,} CPU devices"
   elif kind.platform is hardware.Platform.CUDA:
     text = f"{of_chips} GPUs"
   elif kind.devices_per_chip > 1:
-    text = f"{of_chips} chips ({kind.devices_per_chip} a chip)"
+    text = f"{of_chips} chips ({kind.devices_per_chip} per chip)"
   elif kind.name == "v4":
     # Without megacore, each of its two cores would be a device.
-    text = f"{of_chips} chips (megacore: both cores of a chip are one device)"
+    text = f"{of_chips} chips (megacore: one device per chip)"
   else:
     text = f"{of_chips} chips"
   # Of one there is no plural.
@@ -45,13 +45,13 @@ def verdict(plan: result.Plan) -> str:
   memory = plan.memory
   if memory.peak is not None and memory.usable:
     share = units.share(memory.peak / memory.usable)
-    return f"{plan.fit}, {share} of what is usable"
+    return f"{plan.fit}, {share} of usable memory"
   if memory.fit is not result.Fit.UNKNOWN:
     return plan.fit
-  text = "whether it fits is not known"
+  text = "unknown whether it fits"
   if memory.forecast is not None and memory.usable:
     share = units.share(memory.forecast / memory.usable)
-    text += f"; by closed form it takes {share} of what is usable"
+    text += f"; analytical estimate: {share} of usable memory"
   return text
 
 
@@ -59,20 +59,20 @@ def capacity(plan: result.Plan) -> str:
   """Returns what a program may use of a device's memory, and who says so."""
   memory = plan.memory
   if memory.usable is None or memory.capacity is None:
-    return "usable is what the machine has, with which nothing is compared"
+    return "usable memory is that of the host, which is not checked"
   sizes = f"{memory.usable / _GIB:.2f} of {memory.capacity / _GIB:.2f} GiB"
   platform = hardware.named(plan.device_kind).platform
   if platform is hardware.Platform.TPU:
-    return f"{sizes} are usable, which its compiler enforces"
+    return f"{sizes} are usable; the TPU compiler enforces this limit"
   text = (
-    f"{sizes} are usable; the compiler for CUDA refuses nothing, so the plan"
-    " compares the peak itself"
+    f"{sizes} are usable; the CUDA compiler enforces no limit, so the plan"
+    " compares the peak with it"
   )
   if memory.peak is not None and (
     _RESERVED * memory.capacity < memory.peak <= memory.usable
   ):
     text += (
-      "; JAX takes three quarters of a GPU, so run it with"
+      "; JAX preallocates 75 % of a GPU by default, so run it with"
       " XLA_PYTHON_CLIENT_MEM_FRACTION=0.9"
     )
   return text
@@ -80,7 +80,7 @@ def capacity(plan: result.Plan) -> str:
 
 def decision(choice: result.KernelChoice) -> str:
   """Returns whether the run will have a kernel too."""
-  return "decided" if choice.is_decided else "left to autotuning"
+  return "decided" if choice.is_decided else "autotuned at run time"
 
 
 def executions(choice: result.KernelChoice) -> str:
@@ -91,10 +91,10 @@ def executions(choice: result.KernelChoice) -> str:
       counted, two in a forward pass, and again where they are recomputed.
   """
   is_product = choice.kernel == "plain" or choice.part in (
-    "matrix products",
-    "quantized products",
+    "matmuls",
+    "quantized matmuls",
   )
-  return f"{choice.count:,} {'products' if is_product else 'calls'}"
+  return f"{choice.count:,} {'matmuls' if is_product else 'calls'}"
 
 
 def origin(plan: result.Plan) -> str:
@@ -110,7 +110,7 @@ def origin(plan: result.Plan) -> str:
   elif plan.compiled:
     what = f"compiled in {plan.compile_seconds:.1f} s"
   else:
-    what = f"refused by the compiler after {plan.compile_seconds:.1f} s"
+    what = f"rejected by the compiler after {plan.compile_seconds:.1f} s"
   when = f" on {plan.made_at}" if plan.made_at else ""
   cached = "from cache, " if plan.is_from_cache else ""
   return f"{cached}{what}{when} by {by}"
@@ -123,17 +123,17 @@ def dtypes(collectives: result.Collectives) -> str:
 
 
 def quantized(plan: result.Plan) -> str:
-  """Returns how much of a step quantization covers, and what runs in few bits.
+  """Returns the shares of FLOPs that are covered and run in low precision.
 
   Args:
-    plan: One with quantized products.
+    plan: One with quantized matmuls.
   """
   covered = sum(p.flops for p in plan.quantized_products)
   narrow = sum(p.flops for p in plan.quantized_products if p.is_quantized)
   whole = max(plan.flops.hardware, 1)
   return (
     f"{units.share(covered / whole)} of the executed FLOPs are covered,"
-    f" {units.share(narrow / whole)} run in few bits"
+    f" {units.share(narrow / whole)} run in low precision"
   )
 
 
@@ -145,4 +145,4 @@ def runs_as(product: result.QuantizedProduct) -> str:
   # The names of some kernels say it.
   name = product.kernel
   text = name if name.endswith(dtype) else f"{name} {dtype}"
-  return text if product.is_decided else f"{text}, or as tuned"
+  return text if product.is_decided else f"{text} (may change by autotuning)"

@@ -1,4 +1,4 @@
-"""`mesh="auto"`: the mesh that fits and is fastest by closed form.
+"""`mesh="auto"`: the mesh that fits and is fastest by analytical estimate.
 
 All ways to share devices out over `data`, `fsdp` and `tensor` are put in order
 by what they send, which alone differs between them; the first whose step fits

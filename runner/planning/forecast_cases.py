@@ -1,4 +1,4 @@
-"""Small models in many layouts, to compare closed forms with compilers.
+"""Small models in many layouts, to compare analytical estimates with compilers.
 
 `python -m paxon.runner.planning.forecast_cases FILE NAME ...` plans cases
 for their targets, all in one process, and writes the plans as `plan.json`.

@@ -1,4 +1,4 @@
-"""Tests of the closed form of memory and FLOPs against outside counts.
+"""Tests of the analytical estimate of memory and FLOPs against outside counts.
 
 Memory: what the compiler for CUDA reserves. FLOPs: the products in the program
 without loops, read from its StableHLO text by the parser below.

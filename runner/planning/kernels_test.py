@@ -112,7 +112,7 @@ def test_compilers_for_absent_hardware_check_options(text, options, unknown):
 def test_a_wrong_kernel_is_an_error_of_the_plan_with_the_reason():
   message = (
     r"attention forward is expected to be cudnn, but the compiled step"
-    r" has \d of plain \(products, .*attention backward is expected .*: "
+    r" has \d of plain \(matmuls, .*attention backward is expected .*: "
     + _KERNEL
     + r" is layers\.attention\.kernels\.plain, which never calls cuDNN; set it"
     r" to layers\.attention\.cudnn_attention\.one_document \(or \.cudnn, for"
@@ -246,7 +246,7 @@ def test_nothing_has_a_logit_for_each_head(tmp_path, packed, largest):
 def test_an_expected_kernel_is_found_and_an_unexpected_one_refused():
   plan = _plan(kernel_experiments.Expects, "cpu:8", is_compiled=True)
   (choice,) = plan.kernel_choices
-  assert (choice.part, choice.kernel) == ("matrix products", "xla")
+  assert (choice.part, choice.kernel) == ("matmuls", "xla")
   assert choice.is_decided
   with pytest.raises(
     user_error.UserError,

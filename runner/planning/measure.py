@@ -290,7 +290,7 @@ def _forecast(
   memory: result.Memory,
   target: targets.Target,
 ) -> result.Memory:
-  """Returns the memory with the closed form of what lives during the step."""
+  """Returns the memory, with the analytical estimate of live temporaries."""
   found = forecast_lib.forecast(
     traced,
     inputs=(session.abstract_state(), dict(session.batch)),

@@ -78,13 +78,13 @@ def test_plans_and_writes_what_it_prints(tmp_path, capsys):
   assert plan.experiment == _TINY
   assert plan.overrides == ("--fdl.mesh=fsdp=4,tensor=2",)
   assert "on cpu:8\n" in out
-  assert "8 devices of the CPU as fsdp=4 x tensor=2" in out
+  assert "8 CPU devices as fsdp=4 x tensor=2" in out
   assert "planning for cpu:8 ..." in out
   assert "all-gather" in out
   assert f"plan: {tmp_path / plan_program.PLAN}" in out
   assert f"plan: {tmp_path / plan_program.PAGE}" in out
   assert result.to_json((plan,)) == text
-  assert "8 devices of the CPU" in (tmp_path / plan_program.PAGE).read_text()
+  assert "8 CPU devices" in (tmp_path / plan_program.PAGE).read_text()
 
 
 @pytest.mark.usefixtures("_warm")
@@ -96,7 +96,7 @@ def test_the_same_configuration_is_planned_once(tmp_path, capsys, monkeypatch):
   given = ["--fdl.mesh=fsdp=4,tensor=2", "--fdl.global_batch_size=8"]
   assert _run(tmp_path, "cpu:8", *given) == 0
   out = capsys.readouterr().out
-  assert "made: from cache, compiled in" in out
+  assert "generated: from cache, compiled in" in out
   assert "planning for" not in out
   (plan,) = result.from_json((tmp_path / plan_program.PLAN).read_text())
   assert plan.is_from_cache
@@ -252,7 +252,7 @@ def test_without_compilers_it_says_what_is_missing(
   assert "bazel run --config=plan //runner:main -- --mode=plan" in out
   # The state alone is known to be too large for one chip.
   assert "v5e:1x1: does not fit\n  1. The state alone takes" in out
-  assert "v5e:4x4: whether it fits is not known; by closed form" in out
+  assert "v5e:4x4: unknown whether it fits; analytical estimate" in out
   table = out[out.index("\ntarget ") :].splitlines()
   assert [line.split()[0] for line in table[2:4]] == ["v5e:1x1", "v5e:4x4"]
 

@@ -85,7 +85,7 @@ def is_needed(plan: result.Plan) -> bool:
   """Whether a plan does not fit, as far as can be told.
 
   Args:
-    plan: Compiled, or by closed form.
+    plan: Compiled, or by analytical estimate.
   """
   memory = plan.memory
   if memory.fit is not result.Fit.UNKNOWN:
@@ -221,7 +221,7 @@ def _remarks(subject: Subject, found: exploring.Explored) -> list[str]:
     notes.append("--plan_search was cut short before all was traced.")
   if not subject.is_compiled:
     notes.append(
-      "--plan_search went by closed forms alone, as nothing could be compiled."
+      "--plan_search used analytical estimates only: nothing could be compiled."
     )
   if not found.forecasts:
     notes.append(
@@ -285,7 +285,7 @@ class _Answers:
     return self._figures.whole_state()
 
   def forecast(self, candidate: candidates.Candidate) -> oracle.Forecast | None:
-    """Returns the closed forms."""
+    """Returns the analytical estimates."""
     if candidate not in self._forecasts:
       self._forecasts[candidate] = self._traced(candidate)
     return self._forecasts[candidate]

@@ -131,7 +131,7 @@ def test_without_a_compiler_the_closed_form_proposes(
   assert change.peak_after < _written(tmp_path).memory.usable
   assert change.peak_after < change.peak_before
   out = capsys.readouterr().out
-  assert "It fits (by closed form, not compiled) if you " in out
+  assert "It fits (analytical estimate) if you " in out
   assert f"\n  {table.paste(change)}\n" in out
 
 
@@ -187,7 +187,7 @@ def test_searching_prints_the_front(tmp_path, capsys, monkeypatch):
   assert all(change.compiled for change in plan.search)
   out = capsys.readouterr().out
   assert "searching 3 meshes, 5 remat policies and up to 64 times" in out
-  assert "the best in time or memory (compiled), the fastest first" in out
+  assert "Pareto front of step time and memory (compiled), fastest first" in out
   assert "note: --plan_search was cut short before all was traced" in out
 
 

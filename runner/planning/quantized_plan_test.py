@@ -53,7 +53,7 @@ def test_every_covered_product_is_an_fp8_gemm_and_gathers_move_one_byte():
       assert entry.count == _LAYERS
       assert entry.is_quantized
       assert not entry.reason
-  covered = [c for c in plan.kernel_choices if c.part == "quantized products"]
+  covered = [c for c in plan.kernel_choices if c.part == "quantized matmuls"]
   assert {c.kernel for c in covered} == {"cublas fp8"}
   assert sum(c.count for c in covered) == _LAYERS * len(found)
   # A matrix has three products, and all but `down` the forward one again.
@@ -75,7 +75,7 @@ def test_every_covered_product_is_an_fp8_gemm_and_gathers_move_one_byte():
 def test_a_covered_product_that_is_no_fp8_gemm_is_refused_with_the_reason():
   with pytest.raises(
     user_error.UserError,
-    match=r"Job\.expected_kernels: quantized products is expected to be cublas"
+    match=r"Job\.expected_kernels: quantized matmuls is expected to be cublas"
     r" fp8, but the compiled step has \d+ of cublas \(cuBLAS or cuBLASLt\):"
     r" \S+/einsum/\w+ \(forward\): its operands are bfloat16 when they meet:"
     r" .*its scales vary along what is summed",
@@ -96,4 +96,4 @@ def test_hardware_without_fp8_is_named():
     assert product.dtype == "bfloat16"
     assert product.reason == "v5e has no products in fp8"
   (warning,) = plan.warnings
-  assert warning.startswith("27 of 27 quantized products run as bfloat16: ")
+  assert warning.startswith("27 of 27 quantized matmuls run as bfloat16: ")

@@ -36,17 +36,17 @@ POLICIES: Final[tuple[tuple[str, str], ...]] = (
   ("None", "save everything"),
   (
     "layers.remat.save_projections",
-    "recompute all but matrix products with weights",
+    "recompute all but matmuls with weights",
   ),
   (
     _save_only(*_QKV, remat.ATTENTION_CONTEXT),
-    "recompute all but what attention is given and gives",
+    "recompute all but the inputs and outputs of attention",
   ),
   (
     _save_only(remat.ATTENTION_CONTEXT),
-    "recompute all but what attention gives",
+    "recompute all but the outputs of attention",
   ),
-  ("layers.remat.save_nothing", "recompute all but the inputs of layers"),
+  ("layers.remat.save_nothing", "recompute all but the layer inputs"),
 )
 
 

@@ -23,7 +23,7 @@ class TraceError(RuntimeError):
 
 
 class Tracer:
-  """Plans by closed form, without a compiler, in one process.
+  """Plans by analytical estimate, without a compiler, in one process.
 
   A context manager: the process ends with it.
   """

@@ -1,1 +1,1 @@
-"""Memory of a training step in closed form, from its jaxpr; no compiler."""
+"""Analytical memory estimate of a training step, from its jaxpr."""

@@ -65,7 +65,7 @@ class Collective:
     members: Positions in the mesh of the first group.
     between_slices: Whether it is a transfer between TPU slices.
     is_asynchronous: Whether the compiler split it into a start and a done.
-    gathers: For an all-reduce, whether it is a gather of padded parts.
+    gathers: For an all-reduce, whether it is a gather (padded shards).
     name: JAX's name stack.
     computation: Name of the computation that it stands in.
     instruction: Its own name.

@@ -93,7 +93,7 @@ def recomputation(
   if ratio < 1:
     return (
       f"The compiled program has {ratio:.3f} of the FLOPs that were traced: the"
-      " compiler turned products into something else, or a kernel's FLOPs are"
+      " compiler rewrote some matmuls, or a kernel's FLOPs are"
       " not known. Do not trust times."
     )
   excess = {part: compiled.get(part, 0) - traced[part] for part in traced}
@@ -101,7 +101,7 @@ def recomputation(
   where = ""
   if excess[worst] > 0:
     times = compiled[worst] / traced[worst]
-    where = f", {worst or 'what is outside of modules'} {times:.2f} times"
+    where = f", {worst or 'code outside any module'} {times:.2f} times"
   if ratio < _TWICE:
     return (
       f"The compiled program does {ratio:.3f} of the FLOPs that were traced"
@@ -138,7 +138,7 @@ def _padded(subject: Subject) -> Iterable[str]:
   found = [m for m in subject.moved if m.collective.gathers]
   for part, group in _by_part(found, subject):
     yield (
-      f"{part}: weights are gathered as all-reduces of padded parts:"
+      f"{part}: weights are gathered as all-reduces (padded shards):"
       f" {_figures(group)}, about twice what gathers send. Another size of"
       f" {_axes(group)}, or splitting another dimension, avoids it."
     )
@@ -184,10 +184,10 @@ def _duplicates(subject: Subject) -> Iterable[str]:
   for part, group in extra.items():
     if _total(group) >= subject.least:
       yield (
-        f"{part or 'an unnamed part'}: the same weights are gathered again in"
+        f"{part or 'an unnamed module'}: the same weights are gathered again in"
         f" the same pass: {_figures(group)} that could be saved. The pass"
-        " recomputes products before it needs their weights again; a remat"
-        " policy that saves these products avoids it."
+        " recomputes matmuls before it needs their weights again; a remat"
+        " policy that saves these matmuls avoids it."
       )
 
 
@@ -216,8 +216,8 @@ def _wide_products(subject: Subject) -> Iterable[str]:
     parts = subject.total.by_part("float32")
     part = max(parts, key=parts.__getitem__)
     yield (
-      f"{part or 'an unnamed part'}: {100 * wide / flops:.0f} % of the FLOPs"
-      " are products of float32 operands in a model that computes in 16 bits;"
+      f"{part or 'an unnamed module'}: {100 * wide / flops:.0f} % of the FLOPs"
+      " are matmuls of float32 operands in a model that computes in 16 bits;"
       " on GPUs at half the rate or less. Cast the operands, or what their"
       " gradient arrives in (preferred_element_type)."
     )
@@ -255,7 +255,7 @@ def _by_part(
   """Groups by part, without small ones, the largest first."""
   groups: dict[str, list[movements.Movement]] = {}
   for movement in found:
-    groups.setdefault(movement.part or "an unnamed part", []).append(movement)
+    groups.setdefault(movement.part or "an unnamed module", []).append(movement)
   large = [item for item in groups.items() if _total(item[1]) >= subject.least]
   return sorted(large, key=lambda item: -_total(item[1]))
 

@@ -124,7 +124,7 @@ def test_activations_over_an_axis_of_the_batch(platform):
 
 def test_gathers_as_all_reduces():
   (text,) = _check(_moved(_Data.WEIGHTS, "all-reduce", gathers=True))
-  assert f"{_PART}: weights are gathered as all-reduces of padded" in text
+  assert f"{_PART}: weights are gathered as all-reduces (padded" in text
   assert "8 times, 8.0 MiB a step" in text
   assert "Another size of fsdp" in text
 

@@ -59,7 +59,7 @@ def largest_part(movements: Iterable[Movement]) -> str:
   """Returns the part that most bytes are moved for, for a message."""
   sums: dict[str, int] = {}
   for movement in movements:
-    part = movement.part or "an unnamed part"
+    part = movement.part or "an unnamed module"
     sums[part] = sums.get(part, 0) + movement.total_bytes
   return max(sums, key=sums.__getitem__)
 

@@ -12,7 +12,7 @@ from paxon.quantization import scopes
 _TRANSFORM = re.compile(
   r"\b(?:jvp|transpose|vmap|custom_jvp|custom_vjp|remat|checkpoint)\("
 )
-# What JAX adds for its own control flow, and quantized products for a plan.
+# What JAX adds for its own control flow, and quantized matmuls for a plan.
 _NO_PARTS = frozenset(
   (
     "",

@@ -37,7 +37,7 @@ _LAYER = "stack/while/body/closed_call/layers.body/blocks_0"
       "Lm",
     ),
     ("jit(step)/(a/dot:b/mul)", ""),
-    # Scopes of quantized products are no parts.
+    # Scopes of quantized matmuls are no parts.
     (
       f"jit(step)/jvp(Lm.loss)/{_LAYER}/mlp/einsum/up/quantized_forward"
       "/BTD,DF->BTF/dot_general",

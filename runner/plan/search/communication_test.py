@@ -1,4 +1,4 @@
-"""Tests for communication and cost by closed form."""
+"""Tests for communication and cost by analytical estimate."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What a candidate costs by closed form: products, links, memory.
+"""What a candidate costs by analytical estimate: products, links, memory.
 
 The time is the sum, as if nothing overlapped: so that of two candidates the one
 that recomputes more or sends more is never the cheaper.
@@ -14,7 +14,7 @@ from paxon.runner.plan.search import communication
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
-  """Seconds of a step at the rates of the data sheet.
+  """Seconds of a step at datasheet rates.
 
   Attributes:
     compute: Matrix products, recomputation included.

@@ -1,8 +1,8 @@
 """The Pareto front of time and memory over meshes, remat and microbatches.
 
-By closed form for each mesh and remat policy the fewest microbatches that fit,
-and of the last policy twice as many; of the front of these the best are
-compiled, and of the compiled ones the front is what is returned.
+For each mesh and remat policy, an analytical estimate finds the fewest
+microbatches that fit. The best candidates of that front are compiled, and the
+front of the compiled ones is returned.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ class Explored:
   """What was found.
 
   Attributes:
-    forecasts: All that were traced and fit, by closed form.
+    forecasts: All that were traced and fit, by analytical estimate.
     attempts: Those compiled.
     is_cut_short: Whether the budget was spent before all was traced.
   """

@@ -1,9 +1,9 @@
 """The smallest change that makes an experiment fit.
 
 Changes are tried in groups: one thing, then two, then three, and in each first
-those that leave what is learned alone. In a group the one that costs least, by
-closed form, of those that fit, by closed form, is compiled. If the compiler
-finds that it does not fit, the next is, corrected by what it said.
+those that leave what is learned alone. In a group, the cheapest
+candidate that fits by the analytical estimate is compiled. If the compiled
+program does not fit, the estimate is corrected and the next one is compiled.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ class Attempt:
   """A candidate that was compiled.
 
   Attributes:
-    forecast: By closed form.
+    forecast: By analytical estimate.
     plan: Compiled.
   """
 
@@ -37,7 +37,7 @@ class Found:
 
   Attributes:
     attempts: Those compiled; the one that fits, if any, is the last.
-    forecast: Without a compiler, what fits by closed form.
+    forecast: Without a compiler, what fits by analytical estimate.
     is_cut_short: Whether the budget was spent before all was tried.
   """
 
@@ -64,8 +64,8 @@ def smallest(
     usable: Bytes of a device.
     budget: How much may be asked.
     correction: Of the forecasts; learns from each compiled program.
-    is_compiled: Whether there is a compiler; if not, the closed form decides.
-    say: Is told what is going on.
+    is_compiled: Whether there is a compiler; if not, the estimate decides.
+    say: Called with progress messages.
   """
   attempts: list[Attempt] = []
   tried: set[candidates.Candidate] = set()

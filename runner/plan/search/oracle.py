@@ -1,4 +1,4 @@
-"""What a search asks: closed forms of a candidate, and its compiled plan.
+"""Analytical estimates and compiled plans of search candidates.
 
 The searches know no experiment and start no process; whoever calls them gives
 an `Oracle`, and a `Budget` that bounds how often it is asked.
@@ -16,7 +16,7 @@ from paxon.runner.plan.search import candidates, cost
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Forecast:
-  """A candidate by closed form.
+  """A candidate by analytical estimate.
 
   Attributes:
     candidate: Which.
@@ -46,7 +46,7 @@ class Oracle(Protocol):
     ...
 
   def forecast(self, candidate: candidates.Candidate) -> Forecast | None:
-    """Returns the closed forms; takes seconds."""
+    """Returns the analytical estimates; takes seconds."""
     ...
 
   def compiled(self, candidate: candidates.Candidate) -> result.Plan | None:

@@ -139,8 +139,7 @@ def test_what_changes_numbers_comes_after_what_does_not():
 def test_what_the_compiler_says_corrects_the_forecasts():
   # It takes half as much again: some remat is 85, not 60.
   found, asked = _fix(60, factor=1.5)
-  # Two microbatches would be 60 by closed form; by then it is known that they
-  # are not.
+  # The estimate for two microbatches is 60; by then it is known to be wrong.
   assert asked.compiles == [("REMAT=some",), ("MICROBATCHES=4",)]
   assert [attempt.fits for attempt in found.attempts] == [False, True]
 
@@ -334,9 +333,9 @@ def test_changes_as_text():
   assert table.verified(plan) == [
     "It fits (compiled) if you do this. Add to the command:",
     "  '--fdl.a=f((\"x\",))' --fdl.mesh=fsdp=8",
-    "  peak 200.00 GiB -> 100.00 GiB of 120.00 GiB; a step takes at least"
-    " 1.00 s -> 1.25 s; 25 % of all FLOPs are recomputation",
-    "Smaller changes that were compiled and do not fit:",
+    "  peak 200.00 GiB -> 100.00 GiB of 120.00 GiB; step time at least"
+    " 1.00 s -> 1.25 s; 25 % of FLOPs are recomputed",
+    "Smaller changes that were compiled but do not fit:",
     "  --fdl.b=2  (peak 200.00 GiB -> - of 120.00 GiB)",
   ]
   plan = dataclasses.replace(plan, verified_changes=())
@@ -344,8 +343,8 @@ def test_changes_as_text():
   closed = _change(compiled=False, estimate_before=2.0, estimate_after=3.0)
   plan = dataclasses.replace(plan, verified_changes=(closed,))
   first, _, last = table.verified(plan)
-  assert "It fits (by closed form, not compiled) if" in first
-  assert "a step is estimated at 2.00 s -> 3.00 s" in last
+  assert "It fits (analytical estimate) if" in first
+  assert "estimated step time 2.00 s -> 3.00 s" in last
 
 
 def test_the_front_as_text():
@@ -353,7 +352,7 @@ def test_the_front_as_text():
   assert table.front(dataclasses.replace(plan, search=())) == []
   plan = dataclasses.replace(plan, search=(_change(), _change(overrides=())))
   assert table.front(plan) == [
-    "the best in time or memory (compiled), the fastest first",
+    "Pareto front of step time and memory (compiled), fastest first",
     "  step >=  peak        recomputed  add to the command",
     "  1.25 s   100.00 GiB  25 %        '--fdl.a=f((\"x\",))'"
     " --fdl.mesh=fsdp=8",

@@ -15,15 +15,15 @@ def verified(plan: result.Plan) -> list[str]:
   others = [c for c in plan.verified_changes if c.fit == _DOES_NOT_FIT]
   lines = []
   for change in fitting:
-    how = "compiled" if change.compiled else "by closed form, not compiled"
+    how = "compiled" if change.compiled else "analytical estimate"
     lines += [
       f"It {change.fit} ({how}) if you {change.words}. Add to the command:",
       f"  {paste(change)}",
       f"  peak {_peaks(change, plan)}; {_time(change)};"
-      f" {100 * change.recomputed_share:.0f} % of all FLOPs are recomputation",
+      f" {100 * change.recomputed_share:.0f} % of FLOPs are recomputed",
     ]
   if others:
-    lines.append("Smaller changes that were compiled and do not fit:")
+    lines.append("Smaller changes that were compiled but do not fit:")
   for change in others:
     lines.append(f"  {paste(change)}  (peak {_peaks(change, plan)})")
   return lines
@@ -37,7 +37,7 @@ def front(plan: result.Plan) -> list[str]:
   """
   if not plan.search:
     return []
-  how = "compiled" if plan.search[0].compiled else "by closed form"
+  how = "compiled" if plan.search[0].compiled else "analytical estimate"
   rows = [("step >=", "estimate", "peak", "recomputed", "add to the command")]
   for change in plan.search:
     rows.append(
@@ -53,7 +53,7 @@ def front(plan: result.Plan) -> list[str]:
     rows = [(row[0], *row[2:]) for row in rows]
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
   return [
-    f"the best in time or memory ({how}), the fastest first",
+    f"Pareto front of step time and memory ({how}), fastest first",
     *(
       "  "
       + "  ".join(
@@ -83,10 +83,10 @@ def _peaks(change: result.Change, plan: result.Plan) -> str:
 def _time(change: result.Change) -> str:
   if change.estimate_before is not None and change.estimate_after is not None:
     before, after = change.estimate_before, change.estimate_after
-    name = "a step is estimated at"
+    name = "estimated step time"
   else:
     before, after = change.bound_before, change.bound_after
-    name = "a step takes at least"
+    name = "step time at least"
   if before is None:
     return f"{name} {_seconds(after)}"
   return f"{name} {_seconds(before)} -> {_seconds(after)}"

@@ -10,7 +10,9 @@ PARAMETERS, OPTIMIZER, OTHERS, BATCH, TEMPORARIES, GRADIENTS, SAVED, REST = (
   range(bars.STYLES)
 )
 
-# Below this share of what is usable, that line would leave no room for bars.
+_GRADIENTS: Final = "gradients (upper bound)"
+
+# Below this share of usable memory, that line would leave no room for bars.
 _SMALL: Final = 0.05
 
 _LEGEND: Final = {
@@ -20,7 +22,7 @@ _LEGEND: Final = {
   "batch": BATCH,
   "layout and padding": REST,
   "temporaries": TEMPORARIES,
-  "gradients, at most": GRADIENTS,
+  _GRADIENTS: GRADIENTS,
   "saved for the backward pass": SAVED,
 }
 
@@ -36,7 +38,7 @@ def section(plan: result.Plan) -> list[str]:
   if memory.saved or memory.peak is not None:
     start = memory.arguments or memory.state_and_batch
     rows.append(
-      bars.Row("temporaries, by closed form", _closed(memory), start=start)
+      bars.Row("temporaries (estimate)", _closed(memory), start=start)
     )
   limits = _limits(memory, max(row.end for row in rows))
   picture = bars.draw(
@@ -45,18 +47,18 @@ def section(plan: result.Plan) -> list[str]:
   if memory.usable is not None and not limits:
     times = memory.usable / max(row.end for row in rows)
     parts.append(
-      f'<p class="soft">The bars are 1/{times:,.0f} of what is usable.</p>'
+      f'<p class="soft">The bars are 1/{times:,.0f} of usable memory.</p>'
     )
   parts += [picture, legend(rows)]
   if memory.refusal is not None:
-    words = markup.escape(f"The compiler says: {memory.refusal}")
+    words = markup.escape(f"Compiler error: {memory.refusal}")
     parts.append(f'<p class="bad">{words}</p>')
   table = markup.table(("", "bytes"), _figures(plan))
   return [*parts, markup.details("All figures of memory", table)]
 
 
 def shares(plan: result.Plan) -> tuple[bars.Segment, ...]:
-  """Returns the parts of the peak as shares of what is usable.
+  """Returns the parts of the peak as shares of usable memory.
 
   Args:
     plan: One whose usable memory is known.
@@ -99,7 +101,7 @@ def _segments(memory: result.Memory) -> tuple[bars.Segment, ...]:
 
 
 def _closed(memory: result.Memory) -> tuple[bars.Segment, ...]:
-  gradients = bars.Segment("gradients, at most", memory.gradients, GRADIENTS)
+  gradients = bars.Segment(_GRADIENTS, memory.gradients, GRADIENTS)
   saved = [
     bars.Segment(f"saved: {name}", size, SAVED)
     for name, size in memory.saved.items()
@@ -125,14 +127,14 @@ def _figures(plan: result.Plan) -> list[tuple[str, str]]:
     ("optimizer", memory.optimizer),
     ("other variables", memory.other_variables),
     ("batch", memory.batch),
-    ("all of these, as the compiler lays them out", memory.arguments),
+    ("all of the above, as allocated", memory.arguments),
     ("temporaries", memory.temporaries),
-    ("gradients, at most", memory.gradients),
+    (_GRADIENTS, memory.gradients),
     *((f"saved: {name}", size) for name, size in memory.saved.items()),
     ("peak", memory.peak),
-    ("peak, by closed form", memory.forecast),
+    ("peak (analytical estimate)", memory.forecast),
     ("usable", memory.usable),
     ("memory of the device", memory.capacity),
-    ("read and written in a step", plan.hbm_bytes),
+    ("HBM traffic per step", plan.hbm_bytes),
   ]
   return [(name, units.size(n)) for name, n in rows if n is not None]

@@ -81,7 +81,7 @@ def _comparison(
     f'<p class="soft">Best figures are bold. {markup.escape(table.legend)}</p>'
     '<div class="table"><table>'
     f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>",
-    "<h3>Memory, as a share of what is usable</h3>" if known else "",
+    "<h3>Memory, as a share of usable memory</h3>" if known else "",
     bars.draw(
       shares,
       title="Memory of each target",
@@ -142,7 +142,7 @@ def _changes(plan: result.Plan) -> list[str]:
     rows = [
       (
         " ".join(c.overrides) or c.words,
-        c.fit + ("" if c.compiled else " (closed form)"),
+        c.fit + ("" if c.compiled else " (analytical estimate)"),
         _change(c.peak_before, c.peak_after, units.size),
         _change(c.bound_before, c.bound_after, units.seconds),
         _change(c.estimate_before, c.estimate_after, units.seconds),

@@ -93,12 +93,16 @@ def test_every_sentence_of_the_file_is_on_the_page():
     *("a table is left whole", "a loop is counted once"),
     *("gathers wait for each other", "Halve it.", "0123456789abcdef" * 4),
     *("jax 0.10.2", "2026-11-21T10:41:09Z", "--fdl.num_microbatches=2"),
-    *("xla_gpu_some_option", "__cudnn$fmhaSoftmax", "left to autotuning"),
+    *(
+      "xla_gpu_some_option",
+      "__cudnn$fmhaSoftmax",
+      "autotuned at run time",
+    ),
     *("such a thing is not there", "weight gradient", "cublas fp8"),
-    "35 % of the executed FLOPs are covered, 30 % run in few bits.",
+    "35 % of the executed FLOPs are covered, 30 % run in low precision.",
     *("no plan: heads do not divide.", "h200.json, measured 2026-11-01"),
     *("all-to-all", "DecoderLm/stack/layers/blocks_0/norm"),
-    "118.00 of 131.00 GiB are usable; the compiler for CUDA refuses nothing",
+    "118.00 of 131.00 GiB are usable; the CUDA compiler enforces no limit",
   ):
     assert part in text
 

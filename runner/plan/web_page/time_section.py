@@ -9,12 +9,12 @@ from paxon.runner.plan.web_page import bars, markup
 PRODUCTS, MEMORY, FAST, NETWORK, EXPOSED, _, _, OVERHEAD = range(bars.STYLES)
 
 _LEGEND: Final = (
-  ("matrix products", PRODUCTS),
+  ("matmuls", PRODUCTS),
   ("memory", MEMORY),
-  ("fast links", FAST),
+  ("fast link", FAST),
   ("network", NETWORK),
-  ("waiting for communication", EXPOSED),
-  ("between kernels", OVERHEAD),
+  ("exposed communication", EXPOSED),
+  ("kernel launch gaps", OVERHEAD),
 )
 
 
@@ -28,7 +28,7 @@ def section(plan: result.Plan) -> list[str]:
     rows.append(row(plan, "estimate of a step"))
   parts = ["<h3>Time of a step</h3>", '<p class="soft">']
   parts.append(
-    "The bound is at the rates of the data sheet, everything overlapped: the"
+    "The bound is at datasheet rates, everything overlapped: the"
     " longest of its bars, and no estimate."
   )
   if estimate is not None:
@@ -72,9 +72,9 @@ def row(plan: result.Plan, label: str) -> bars.Row:
       label, (slowest,), text=f"\u2265 {units.seconds(plan.bound.step)}"
     )
   segments = [
-    bars.Segment("matrix products", found.compute, PRODUCTS),
+    bars.Segment("matmuls", found.compute, PRODUCTS),
     bars.Segment("memory", found.memory, MEMORY),
-    bars.Segment("between kernels", found.overhead, OVERHEAD),
+    bars.Segment("kernel launch gaps", found.overhead, OVERHEAD),
     *(
       bars.Segment(f"waiting for {axes or 'links'}", seconds, EXPOSED)
       for axes, seconds in found.exposed.items()
@@ -97,9 +97,9 @@ def legend(rows: Sequence[bars.Row]) -> str:
 
 def _limits(bound: result.Bound) -> list[bars.Segment]:
   rows = [
-    ("matrix products", bound.compute, PRODUCTS),
+    ("matmuls", bound.compute, PRODUCTS),
     ("memory", bound.memory, MEMORY),
-    ("fast links", bound.fast_link, FAST),
+    ("fast link", bound.fast_link, FAST),
     ("network", bound.network, NETWORK),
   ]
   return [bars.Segment(n, v, style) for n, v, style in rows if v is not None]
@@ -120,9 +120,9 @@ def _estimate_figures(found: result.Estimate) -> list[tuple[str, ...]]:
     return name, units.seconds(seconds), "", ""
 
   rows = [
-    alone("matrix products", found.compute),
+    alone("matmuls", found.compute),
     alone("memory", found.memory),
-    alone("between kernels", found.overhead),
+    alone("kernel launch gaps", found.overhead),
     *(
       alone(f"waiting for {axes or 'links'}", seconds)
       for axes, seconds in found.exposed.items()
@@ -131,7 +131,7 @@ def _estimate_figures(found: result.Estimate) -> list[tuple[str, ...]]:
       "a step",
       *(units.seconds(found.step * f) for f in (1, low, high)),
     ),
-    alone("a step at the rates of the data sheet", found.data_sheet_step),
+    alone("a step at datasheet rates", found.data_sheet_step),
   ]
   if found.tokens_per_second is not None:
     tokens = found.tokens_per_second
@@ -140,10 +140,10 @@ def _estimate_figures(found: result.Estimate) -> list[tuple[str, ...]]:
     *rows,
     ("MFU", *(units.share(found.mfu / f) for f in (1, high, low))),
     (
-      "MFU at the rates of the data sheet",
+      "MFU at datasheet rates",
       units.share(found.data_sheet_mfu),
       "",
       "",
     ),
-    ("MFU if products were all", units.share(found.ceiling_mfu), "", ""),
+    ("MFU if only matmuls took time", units.share(found.ceiling_mfu), "", ""),
   ]

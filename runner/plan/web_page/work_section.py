@@ -15,7 +15,7 @@ def flops(plan: result.Plan) -> list[str]:
   parts = list(found.by_part.items())
   rows = [
     bars.Row(
-      part or "(outside of modules)",
+      part or "(outside any module)",
       (bars.Segment("executed", number, _MODEL),),
       text=f"{units.flops(number)}, {_share(number, found.hardware)}",
     )
@@ -28,10 +28,10 @@ def flops(plan: result.Plan) -> list[str]:
     rows.append(bars.Row("of all: recomputed", (again,), text=text))
   totals: list[tuple[str, float | None]] = [
     ("of the model", found.model),
-    ("of the model, without what is masked (causal)", found.causal_model),
+    ("of the model, excluding masked attention (causal)", found.causal_model),
     ("recomputed", found.recomputed),
     ("executed", found.hardware),
-    ("executed, by the compiled text", plan.compiled_flops),
+    ("executed (compiled program)", plan.compiled_flops),
     *((f"executed: {kind}", n) for kind, n in found.by_kind.items()),
     *((f"executed in {d or 'no dtype'}", n) for d, n in found.by_dtype.items()),
     *((f"executed: {part}", n) for part, n in parts[_MAX_BARS:]),
@@ -53,7 +53,7 @@ def communication(plan: result.Plan) -> list[str]:
     return []
   rows = [
     (
-      c.kind + (" of padded parts" if c.gathers else ""),
+      c.kind + (" (padded shards)" if c.gathers else ""),
       ", ".join(c.axes) or "-",
       c.link,
       f"{c.count:,}",
@@ -113,7 +113,7 @@ def kernels(plan: result.Plan) -> list[str]:
 
 
 def quantized(plan: result.Plan) -> list[str]:
-  """Returns the HTML of what quantized products run as; nothing without."""
+  """Returns the HTML of what quantized matmuls run as; nothing without."""
   if not plan.quantized_products:
     return []
   rows = [
@@ -131,7 +131,7 @@ def quantized(plan: result.Plan) -> list[str]:
   titles = ("part", "product", "asked for", "runs as", "count", "FLOPs", "why")
   summary = markup.escape(sentences.quantized(plan))
   return [
-    "<h3>Quantized products of a step</h3>",
+    "<h3>Quantized matmuls of a step</h3>",
     f"<p>{summary[:1].upper()}{summary[1:]}.</p>",
     markup.table(titles, rows),
   ]
