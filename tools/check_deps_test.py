@@ -56,7 +56,7 @@ def test_every_kind_of_rule_is_applied(tmp_path, capsys, changes, message):
   assert check_deps.main([str(tmp_path)]) == 1
   printed = capsys.readouterr()
   assert message in printed.out
-  assert printed.err.endswith(" broken rules\n")
+  assert printed.err.endswith(" violations\n")
 
 
 def test_says_where_it_looked_for_the_workspace(tmp_path):

@@ -25,7 +25,7 @@ def test_no_rule_is_broken():
 def test_public_targets_drag_in_what_was_agreed():
   found = dependency_budget.check(_ROOT)
   if found:
-    message = "\n".join([*found, dependency_budget.MEND])
+    message = "\n".join([*found, dependency_budget.UPDATE])
     pytest.fail(message, pytrace=False)
 
 

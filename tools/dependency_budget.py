@@ -1,16 +1,18 @@
-"""What each public target drags in, held against what was agreed.
+"""The size of each public target: our modules and the wheels it needs.
 
 A target costs its user every wheel of its closure: those that the targets
-below it import, and those that these wheels require, as the locks say. What
-only a setting such as `--config=tf` adds does not count. The agreed sets stand
-in dependency_budget.txt, one public target a line, so that a new one is seen in
-review.
+below it import, and those that these wheels require, as the locks list them.
+What only a setting such as `--config=tf` adds does not count. It also costs
+the time to import our own modules and to read them: those that `import` loads
+are counted. The agreed sizes are in dependency_budget.txt, one public target a
+line, so that a new one is seen in review.
 
     python -m paxon.tools.dependency_budget            compares
-    python -m paxon.tools.dependency_budget --update   agrees to what is there
+    python -m paxon.tools.dependency_budget --update   writes today's sizes
 """
 
 from collections.abc import Iterator, Mapping
+import dataclasses
 import pathlib
 import sys
 
@@ -19,19 +21,34 @@ from paxon.tools.dependencies import source_tree, workspace
 PATH = "tools/dependency_budget.txt"
 
 _HEAD = """\
-# The wheels that each public target drags in.
+# For each public target: the number of our modules that importing it loads,
+# which may only shrink, and the wheels in its closure.
 # Made by: tools/python -m paxon.tools.dependency_budget --update
 """
 
-MEND = (
-  "If that is meant: tools/python -m paxon.tools.dependency_budget --update"
+UPDATE = (
+  "If this is intended: tools/python -m paxon.tools.dependency_budget --update"
 )
 
-Budget = Mapping[str, frozenset[str]]
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+  """The size of a public target.
+
+  Attributes:
+    modules: Our modules that importing it loads, itself included.
+    wheels: The distributions in its closure.
+  """
+
+  modules: int
+  wheels: frozenset[str]
+
+
+Budget = Mapping[str, Size]
 
 
 def measure(root: pathlib.Path) -> Budget:
-  """Returns the wheels in the closure of every public target of ours."""
+  """Returns the size of every public target of ours."""
   tree = workspace.load(root)
   budget = {}
   for label, target in tree.targets.items():
@@ -41,15 +58,16 @@ def measure(root: pathlib.Path) -> Budget:
         for wheel in tree.closure([label], optional=False)
         if wheel.startswith("@")
       ]
-      budget[label] = tree.distributions.closure(direct)
+      modules = tree.loaded_modules(target.source_paths())
+      budget[label] = Size(len(modules), tree.distributions.closure(direct))
   return budget
 
 
 def parse(text: str) -> Budget:
-  """Returns what a budget file says."""
+  """Returns the sizes that a budget file holds."""
   lines = [line.split() for line in text.splitlines()]
   return {
-    words[0]: frozenset(words[1:])
+    words[0]: Size(int(words[1]), frozenset(words[2:]))
     for words in lines
     if words and not words[0].startswith("#")
   }
@@ -57,25 +75,35 @@ def parse(text: str) -> Budget:
 
 def render(budget: Budget) -> str:
   """Returns the text of a budget file."""
-  lines = [" ".join([key, *sorted(budget[key])]) for key in sorted(budget)]
+  lines = [
+    " ".join([label, str(size.modules), *sorted(size.wheels)])
+    for label, size in sorted(budget.items())
+  ]
   return _HEAD + "\n".join(lines) + "\n"
 
 
 def differences(agreed: Budget, measured: Budget) -> Iterator[str]:
-  """Yields a line for every target that drags in other wheels than agreed."""
+  """Yields a line for every target whose size is not the agreed one."""
   for label in sorted({*agreed, *measured}):
     if label not in measured:
       yield f"{label} is in the budget, but is no public target."
-    elif label not in agreed:
-      wheels = ", ".join(sorted(measured[label])) or "no wheel"
-      yield f"{label} is not in the budget; it drags in {wheels}."
-    else:
-      added = sorted(measured[label] - agreed[label])
-      removed = sorted(agreed[label] - measured[label])
-      if added:
-        yield f"{label} drags in more than agreed: {', '.join(added)}."
-      if removed:
-        yield f"{label} drags in less than agreed: {', '.join(removed)}."
+      continue
+    size = measured[label]
+    if label not in agreed:
+      wheels = ", ".join(sorted(size.wheels)) or "no wheel"
+      yield f"{label} is not in the budget; it needs {wheels}."
+      continue
+    added = sorted(size.wheels - agreed[label].wheels)
+    removed = sorted(agreed[label].wheels - size.wheels)
+    if added:
+      yield f"{label} needs wheels beyond its budget: {', '.join(added)}."
+    if removed:
+      yield f"{label} no longer needs {', '.join(removed)}."
+    if size.modules > agreed[label].modules:
+      yield (
+        f"{label} loads {size.modules} of our modules; its budget is"
+        f" {agreed[label].modules}."
+      )
 
 
 def check(root: pathlib.Path) -> list[str]:
@@ -87,7 +115,7 @@ def check(root: pathlib.Path) -> list[str]:
 def main(arguments: list[str]) -> int:
   """Compares or updates the budget; returns the exit status."""
   if arguments not in ([], ["--update"]):
-    print(f"dependency_budget takes --update only, got {arguments}.")
+    print(f"dependency_budget: the only option is --update, got {arguments}.")
     return 2
   root = source_tree.find_root(pathlib.Path(__file__))
   if arguments:
@@ -97,7 +125,7 @@ def main(arguments: list[str]) -> int:
   for line in found:
     print(line)
   if found:
-    print(MEND, file=sys.stderr)
+    print(UPDATE, file=sys.stderr)
   return 1 if found else 0
 
 

@@ -1,4 +1,4 @@
-"""The budget follows every edge, and each difference is said."""
+"""The budget follows every edge, and reports each difference."""
 
 import pytest
 
@@ -28,35 +28,51 @@ _CHANGES = {
 def test_the_closure_of_targets_and_of_wheels_is_measured(tmp_path):
   planted.write(tmp_path, _CHANGES)
   numpy_and_jax = frozenset({"jax", "numpy"})
+  size = dependency_budget.Size
   assert dependency_budget.measure(tmp_path) == {
-    "//sharding:axes": numpy_and_jax,
-    "//layers:block": numpy_and_jax,
-    "//learners:adamw": frozenset(),
-    "//runner:task": numpy_and_jax,
+    "//sharding:axes": size(1, numpy_and_jax),
+    "//layers:block": size(2, numpy_and_jax),
+    "//learners:adamw": size(1, frozenset()),
+    "//runner:task": size(3, numpy_and_jax),
   }
+
+
+def test_lazy_imports_load_no_module(tmp_path):
+  source = """\
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+  from paxon.layers import block
+def f():
+  from paxon.layers import block
+"""
+  planted.write(tmp_path, {**_CHANGES, "runner/task.py": source})
+  assert dependency_budget.measure(tmp_path)["//runner:task"].modules == 1
 
 
 def test_what_is_written_is_read_back(tmp_path):
   planted.write(tmp_path, _CHANGES)
   budget = dependency_budget.measure(tmp_path)
   text = dependency_budget.render(budget)
-  assert "\n//layers:block jax numpy\n//learners:adamw\n" in text
+  assert "\n//layers:block 2 jax numpy\n//learners:adamw 1\n" in text
   assert dependency_budget.parse(text) == budget
 
 
-def test_a_workspace_is_held_against_its_file(tmp_path):
-  agreed = "//layers:block flax jax\n//learners:adamw\n//runner:main jax\n"
+def test_a_workspace_is_compared_with_its_file(tmp_path):
+  agreed = (
+    "//layers:block 1 flax jax\n//learners:adamw 2\n//runner:main 1 jax\n"
+  )
   planted.write(tmp_path, {**_CHANGES, dependency_budget.PATH: agreed})
   assert dependency_budget.check(tmp_path) == [
-    "//layers:block drags in more than agreed: numpy.",
-    "//layers:block drags in less than agreed: flax.",
+    "//layers:block needs wheels beyond its budget: numpy.",
+    "//layers:block no longer needs flax.",
+    "//layers:block loads 2 of our modules; its budget is 1.",
     "//runner:main is in the budget, but is no public target.",
-    "//runner:task is not in the budget; it drags in jax, numpy.",
-    "//sharding:axes is not in the budget; it drags in jax, numpy.",
+    "//runner:task is not in the budget; it needs jax, numpy.",
+    "//sharding:axes is not in the budget; it needs jax, numpy.",
   ]
 
 
 @pytest.mark.parametrize("arguments", [["--fix"], ["--update", "x"]])
-def test_refuses_what_it_does_not_know(capsys, arguments):
+def test_rejects_unknown_arguments(capsys, arguments):
   assert dependency_budget.main(arguments) == 2
-  assert "takes --update only" in capsys.readouterr().out
+  assert "the only option is --update" in capsys.readouterr().out

@@ -24,12 +24,15 @@ class Import:
     name: The name after `from module import`, or None.
     line: Where it stands, from 1.
     level: The number of dots of a relative import.
+    lazy: Whether importing the source leaves it out: the import is inside a
+      function, or under `if TYPE_CHECKING`.
   """
 
   module: str
   name: str | None
   line: int
   level: int = 0
+  lazy: bool = False
 
   @property
   def dotted(self) -> str:
@@ -48,21 +51,40 @@ class PythonBlock:
 def parse(text: str, first_line: int = 1) -> list[Import]:
   """Returns the imports of a source; raises SyntaxError if it has a mistake."""
   found = []
-  for node in ast.walk(ast.parse(text)):
+  for node, lazy in _walk(ast.parse(text), lazy=False):
     line = getattr(node, "lineno", 1) + first_line - 1
     match node:
       case ast.Import(names=names):
-        found += [Import(alias.name, None, line) for alias in names]
+        found += [Import(alias.name, None, line, lazy=lazy) for alias in names]
       case ast.ImportFrom(module=module, names=names, level=level):
         found += [
-          Import(module or "", alias.name, line, level) for alias in names
+          Import(module or "", alias.name, line, level, lazy) for alias in names
         ]
       case ast.Call(func=function, args=[first, *_]) if (
         _called_name(function) in _DYNAMIC
       ):
         literal = isinstance(first, ast.Constant)
-        found.append(Import(str(first.value) if literal else "", None, line))
+        name = str(first.value) if literal else ""
+        found.append(Import(name, None, line, lazy=lazy))
   return sorted(found, key=lambda item: (item.line, item.dotted))
+
+
+def _walk(node: ast.AST, *, lazy: bool) -> Iterator[tuple[ast.AST, bool]]:
+  """Yields all nodes, each with whether importing the source skips it."""
+  yield node, lazy
+  match node:
+    case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
+      lazy = True
+    case ast.If(test=test, orelse=orelse) if "TYPE_CHECKING" in ast.unparse(
+      test
+    ):
+      for child in orelse:
+        yield from _walk(child, lazy=lazy)
+      for child in node.body:
+        yield from _walk(child, lazy=True)
+      return
+  for child in ast.iter_child_nodes(node):
+    yield from _walk(child, lazy=lazy)
 
 
 def python_blocks(markdown: str) -> Iterator[PythonBlock]:

@@ -1,6 +1,6 @@
 """A workspace as the rules see it: targets, sources, and who imports what."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import functools
 import pathlib
@@ -58,6 +58,7 @@ class Workspace:
   imports: Mapping[str, Sequence[python_imports.Import]]
   distributions: locked.Distributions
   unreadable: Sequence[violation.Violation]
+  _uses: dict[str, list[Use]] = dataclasses.field(default_factory=dict)
 
   def text(self, path: str) -> str:
     """Returns the content of a file of the workspace."""
@@ -83,14 +84,19 @@ class Workspace:
           found.setdefault(path, []).append(target)
     return found
 
-  def uses(self, target: build_file.Target) -> Iterator[Use]:
-    """Yields the imports of all sources of a target."""
-    for path in target.source_paths():
-      for item in self.imports.get(path, ()):
-        use = self._resolve(path, item)
-        # A source may import another one of the same target.
-        if target.label not in use.labels:
-          yield use
+  def uses(self, target: build_file.Target) -> list[Use]:
+    """Returns the imports of all sources of a target."""
+    if target.label not in self._uses:
+      found = [
+        self._resolve(path, item)
+        for path in target.source_paths()
+        for item in self.imports.get(path, ())
+      ]
+      # A source may import another one of the same target.
+      self._uses[target.label] = [
+        use for use in found if target.label not in use.labels
+      ]
+    return self._uses[target.label]
 
   def closure(
     self, labels: Sequence[str], *, optional: bool = True
@@ -116,6 +122,23 @@ class Workspace:
           ]
     return reached
 
+  def loaded_modules(self, paths: Iterable[str]) -> set[str]:
+    """Returns the modules of ours that importing `paths` loads, with `paths`.
+
+    Imports inside functions and under `TYPE_CHECKING` load nothing.
+    """
+    reached: set[str] = set()
+    waiting = list(paths)
+    while waiting:
+      path = waiting.pop()
+      if path not in reached:
+        reached.add(path)
+        for item in self.imports.get(path, ()):
+          imported = None if item.lazy else self._module_path(item.dotted)
+          if imported and item.module.startswith(f"{IMPORT_ROOT}."):
+            waiting.append(imported)
+    return reached
+
   def _resolve(self, path: str, item: python_imports.Import) -> Use:
     """Returns where an import leads."""
     labels: tuple[str, ...] = ()
@@ -132,7 +155,7 @@ class Workspace:
       labels, problem = self._resolve_own(item)
     elif top in sys.stdlib_module_names:
       pass
-    elif self._is_own_folder(top):
+    elif top in self._top_folders:
       problem = (
         f"`{item.module}` without `{IMPORT_ROOT}.` makes a second copy of the"
         f" module; write `{IMPORT_ROOT}.{item.module}`."
@@ -177,8 +200,9 @@ class Workspace:
     path = "/".join(dotted.split(".")[1:]) + ".py"
     return path if path in self.imports else None
 
-  def _is_own_folder(self, name: str) -> bool:
-    return any(path.startswith(f"{name}/") for path in self.files)
+  @functools.cached_property
+  def _top_folders(self) -> frozenset[str]:
+    return frozenset(path.partition("/")[0] for path in self.files)
 
 
 def load(root: pathlib.Path) -> Workspace:
