@@ -14,6 +14,7 @@ microbatches by their `CombineRule`. A bubble, which is a stage that computes
 without having been given rows, changes nothing.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from flax import linen as nn
@@ -67,7 +68,7 @@ class PipelinedStack(stack.Stack):
     for field in ("num_microbatches", "microbatch_size"):
       if getattr(self, field) is not None:
         checks.check_size(self, field)
-    groups, parts = self._num_groups(), self.num_stages * self.circular_repeats
+    groups, parts = self.num_groups(), self.num_stages * self.circular_repeats
     if groups < parts:
       repeats = self.circular_repeats
       times = f" times circular_repeats ({repeats})" if repeats > 1 else ""
@@ -111,13 +112,13 @@ class PipelinedStack(stack.Stack):
       # The variables are those of a stack, and so are their first values.
       return super().__call__(x, *args, layer_index=layer_index, **static)
     indices = self._indices(layer_index)
-    groups, period = self._num_groups(), len(self.blocks)
+    groups, period = self.num_groups(), len(self.blocks)
     x = staged_run.run(
       self,
       x,
       args,
       starts=None if indices is None else indices[: groups * period : period],
-      call=self._call(static, prevent_cse=False),
+      call=self.layer_call(static),
       specs=self._specs(x, args, static),
       settings=self._settings(x),
     )
@@ -128,8 +129,17 @@ class PipelinedStack(stack.Stack):
       x = call(layer, x, None if indices is None else indices[i], *args)
     return x
 
-  def _num_groups(self) -> int:
+  def num_groups(self) -> int:
+    """Returns the number of whole periods of `blocks`."""
     return self.num_layers // len(self.blocks)
+
+  def layer_call(self, static: dict[str, Any]) -> Callable[..., Any]:
+    """Returns `(block, x, index, *args) -> x`.
+
+    Args:
+      static: Keyword arguments of the layers.
+    """
+    return self._call(static, prevent_cse=False)
 
   def _settings(self, x: Any) -> staged_run.Settings:
     """Returns how the batch passes through the stages."""
@@ -162,7 +172,7 @@ class PipelinedStack(stack.Stack):
         num_runs=self.num_stages if streaming else 1,
       ),
       view=stage_view.StageView(
-        num_groups=self._num_groups(),
+        num_groups=self.num_groups(),
         num_stages=self.num_stages,
         num_repeats=self.circular_repeats,
       ),

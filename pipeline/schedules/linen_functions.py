@@ -24,13 +24,13 @@ import jax.numpy as jnp
 
 from paxon.layers import shared
 from paxon.learners import loss_function, metric_functions
-from paxon.pipeline import layer_calls, live_gradients, placement
-from paxon.pipeline.schedules import (
-  dependencies,
-  model_functions,
-  scheduled_stack,
-  table,
+from paxon.pipeline import (
+  layer_calls,
+  live_gradients,
+  placement,
+  spmd_pipeline,
 )
+from paxon.pipeline.schedules import dependencies, model_functions, table
 from paxon.sharding import axes
 
 _Tree = model_functions.Tree
@@ -130,7 +130,7 @@ class Cut:
   metric_fns: Sequence[metric_functions.MetricFn]
 
   @property
-  def stack(self) -> scheduled_stack.ScheduledStack:
+  def stack(self) -> spmd_pipeline.PipelinedStack:
     """The stack of the model."""
     return getattr(self.model, FIELD)
 
@@ -182,11 +182,13 @@ class Layers:
     given: What the stack is called with; of it the shapes of `x` and of the
       arguments are those of a whole batch.
     schedule: With K virtual stages.
+    unroll: Whether the groups are compiled one by one, not as a loop.
   """
 
-  stack: scheduled_stack.ScheduledStack
+  stack: spmd_pipeline.PipelinedStack
   given: Given
   schedule: table.Table
+  unroll: bool
 
   @property
   def pieces(self) -> dependencies.Pieces:
@@ -269,7 +271,7 @@ class Layers:
       return self._live(own, common, keys, number, x, inputs.args)
 
     xs = (groups, keys, numbers)
-    if self.stack.unrolls(self.schedule):
+    if self.unroll:
       x, each = message.x, []
       for i in range(self.per_piece):
         x, one = group(x, jax.tree.map(lambda leaf, i=i: leaf[i], xs))

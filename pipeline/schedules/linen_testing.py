@@ -16,7 +16,6 @@ from paxon.pipeline import stage_rules
 from paxon.pipeline import testing as pipeline_testing
 from paxon.pipeline.schedules import (
   branch_permutes,
-  scheduled_gradients,
 )
 from paxon.quantization import einsum, products
 from paxon.quantization import recipe as recipe_lib
@@ -231,9 +230,9 @@ def accumulated(
   return jax.jit(of_values(run, specs))(values, batch(), rngs or {})
 
 
-def gradient_fn(model: Model, specs: Any) -> gradients.GradientFn:
+def gradient_fn(model: Any, specs: Any) -> gradients.GradientFn:
   """Returns the gradients of a model with a scheduled stack."""
-  return scheduled_gradients.make_gradient_fn(
+  return model.stack.make_gradient_fn(
     model, loss_fn_of=loss_fn, metric_fns=(nll,), specs=specs
   )
 

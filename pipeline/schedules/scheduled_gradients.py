@@ -29,10 +29,13 @@ from paxon.pipeline import placement
 from paxon.pipeline.schedules import (
   executor,
   linen_functions,
+  lowering,
   microbatch_inputs,
   model_functions,
+  operation,
   virtual_stages,
 )
+from paxon.pipeline.schedules import table as table_lib
 from paxon.sharding import axes, logical
 from paxon.sharding import variables as variables_lib
 
@@ -47,6 +50,8 @@ def make_gradient_fn(
   loss_fn_of: linen_functions.LossFnOf,
   metric_fns: Sequence[metric_functions.MetricFn],
   specs: variable_groups.Specs,
+  table_for: Callable[[int], table_lib.Table],
+  residuals: lowering.Residuals,
 ) -> gradients.GradientFn:
   """Returns `(variables, batch, rngs) -> Gradients`, as a learner has it.
 
@@ -57,6 +62,8 @@ def make_gradient_fn(
     loss_fn_of: Returns the loss function of a model like it.
     metric_fns: Evaluated on each microbatch and its outputs.
     specs: A `VariableSpec` for each variable.
+    table_for: Returns the schedule's table for a number of sequences.
+    residuals: What forward operations keep for backward ones.
 
   Raises:
     ValueError: A variable changes in a way that stages cannot combine.
@@ -76,10 +83,13 @@ def make_gradient_fn(
     values = _flat(variable_groups.merge(*groups))
     outer = {path: x for path, x in values.items() if not _is_layers(path)}
     rows = microbatch_inputs.rows_of(batch)
-    schedule = cut.stack.table_for(rows)
+    schedule = table_for(rows)
     given = cut.given(_tree(outer), batch, rngs)
     layers = linen_functions.Layers(
-      stack=cut.stack, given=given, schedule=schedule
+      stack=cut.stack,
+      given=given,
+      schedule=schedule,
+      unroll=not cut.stack.scan or _is_split(schedule, residuals),
     )
     inputs = microbatch_inputs.make(
       batch,
@@ -102,13 +112,19 @@ def make_gradient_fn(
       functions,
       schedule=schedule,
       maxima=(_MAXIMA,),
-      residuals=cut.stack.residuals,
+      residuals=residuals,
       pin=_pinned_by(flat_specs),
     )
     found = run(chunks, _by_rule(outer, flat_specs), inputs.arrays)
     return _gradients(found, variables, layers)
 
   return gradient_fn
+
+
+def _is_split(schedule: table_lib.Table, residuals: lowering.Residuals) -> bool:
+  kinds = {op.kind for _, op in schedule.places()}
+  saves = residuals is lowering.Residuals.SAVE
+  return saves and operation.Kind.WEIGHT_GRADIENT in kinds
 
 
 def _check_specs(specs: _Flat) -> None:

@@ -19,7 +19,6 @@ from paxon.pipeline.schedules import (
   linen_testing,
   lowering,
   one_f_one_b,
-  scheduled_gradients,
   scheduled_stack,
   zero_bubble,
 )
@@ -197,7 +196,7 @@ def test_refuses_arguments_with_gradients():
   own = _stack(gpipe.make, 2, 2, 2)
   plain = linen_testing.model_of(stack.Stack((linen_testing.block(),), 2))
   values, specs = linen_testing.variables_of(plain)
-  run = scheduled_gradients.make_gradient_fn(
+  run = own.make_gradient_fn(
     Wrong(own), loss_fn_of=linen_testing.loss_fn, metric_fns=(), specs=specs
   )
   with pytest.raises(ValueError, match=r"args/0 of dtype float32: with a sche"):

@@ -6,12 +6,21 @@ adds is the table by which a training step orders forward and backward
 operations; `scheduled_gradients` runs it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import functools
-from typing import Any, ClassVar
 
+from flax import linen as nn
+
+from paxon.learners import gradients, metric_functions, variable_groups
 from paxon.pipeline import microbatch_rows, placement, spmd_pipeline
-from paxon.pipeline.schedules import lowering, one_f_one_b, operation, table
+from paxon.pipeline.schedules import (
+  branch_permutes,
+  linen_functions,
+  lowering,
+  one_f_one_b,
+  scheduled_gradients,
+  table,
+)
 
 # `(*, num_stages, num_microbatches) -> table`.
 Schedule = Callable[..., table.Table]
@@ -33,9 +42,6 @@ class ScheduledStack(spmd_pipeline.PipelinedStack):
   what it says.
   """
 
-  # Lets a runner find such a stack without importing the executor.
-  has_schedule: ClassVar[bool] = True
-
   schedule: Schedule = one_f_one_b.two_slots
   residuals: lowering.Residuals = lowering.Residuals.RECOMPUTE
 
@@ -54,10 +60,6 @@ class ScheduledStack(spmd_pipeline.PipelinedStack):
       )
     if self.num_microbatches is not None:
       self._made(self.num_microbatches)
-
-  def num_groups(self) -> int:
-    """Returns how often the pattern of blocks is repeated."""
-    return self._num_groups()
 
   def table_for(self, batch: int) -> table.Table:
     """Returns the table for a batch.
@@ -80,24 +82,46 @@ class ScheduledStack(spmd_pipeline.PipelinedStack):
     self._check_rows(batch, number)
     return self._made(number)
 
-  def unrolls(self, made: table.Table) -> bool:
-    """Returns whether the layers of a chunk are compiled one by one.
+  def make_gradient_fn(
+    self,
+    model: nn.Module,
+    *,
+    loss_fn_of: linen_functions.LossFnOf,
+    metric_fns: Sequence[metric_functions.MetricFn],
+    specs: variable_groups.Specs,
+  ) -> gradients.GradientFn:
+    """Returns `(variables, batch, rngs) -> Gradients`, by the schedule.
 
     Args:
-      made: The table.
-    """
-    saves = self.residuals is lowering.Residuals.SAVE
-    kinds = {op.kind for _, op in made.places()}
-    is_split = operation.Kind.WEIGHT_GRADIENT in kinds
-    return not self.scan or (saves and is_split)
+      model: Has this stack as its field `stack`.
+      loss_fn_of: Returns the loss function of a model like it.
+      metric_fns: Evaluated on each microbatch and its outputs.
+      specs: A `VariableSpec` for each variable.
 
-  def layer_call(self, static: dict[str, Any]) -> Callable[..., Any]:
-    """Returns `(block, x, index, *args) -> x`.
+    Raises:
+      ValueError: A variable changes in a way that stages cannot combine.
+    """
+    return scheduled_gradients.make_gradient_fn(
+      model,
+      loss_fn_of=loss_fn_of,
+      metric_fns=metric_fns,
+      specs=specs,
+      table_for=self.table_for,
+      residuals=self.residuals,
+    )
+
+  def check_program(self, text: str) -> None:
+    """Raises ValueError if a compiled training step would deadlock.
 
     Args:
-      static: Keyword arguments of the layers.
+      text: HLO of the compiled program.
     """
-    return self._call(static, prevent_cse=False)
+    if branch_permutes.count(text):
+      raise ValueError(
+        "the compiler puts collective-permutes inside branches that only some"
+        " stages execute, so the step would deadlock. Split batch or weights"
+        " over fewer mesh axes, or train without pipeline_schedule."
+      )
 
   def _made(self, number: int) -> table.Table:
     made = _table(self.schedule, self.num_stages, number)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from paxon.layers import stack as stack_lib
 from paxon.learners import gradients, loss_function
 from paxon.pipeline import spmd_pipeline
-from paxon.pipeline.schedules import scheduled_gradients, scheduled_stack
+from paxon.pipeline.schedules import scheduled_stack
 from paxon.sharding import variables
 from paxon.tools.benchmarks import (
   comparison,
@@ -75,7 +75,7 @@ def lowered(
   values = variables.unbox(boxed)
   make: Callable[..., gradients.GradientFn] = gradients.make_gradient_fn
   if has_schedule:
-    gradient_fn = scheduled_gradients.make_gradient_fn(
+    gradient_fn = model.stack.make_gradient_fn(
       model, loss_fn_of=_loss_fn, metric_fns=(), specs=specs
     )
   else:
