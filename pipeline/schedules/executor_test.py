@@ -11,7 +11,6 @@ import pytest
 from paxon.layers import testing as layers_testing
 from paxon.pipeline.schedules import (
   backward_split,
-  branch_permutes,
   dependencies,
   executor,
   gpipe,
@@ -20,6 +19,7 @@ from paxon.pipeline.schedules import (
   model_functions,
   one_f_one_b,
   operation,
+  scheduled_stack,
   sequential,
   table,
   testing,
@@ -227,7 +227,7 @@ def test_permutes_in_branches_are_found():
   with jax.set_mesh(mesh):
     for permutes in (False, True):
       traced = jax.jit(run, static_argnums=0).lower(permutes, jnp.ones((4, 3)))
-      found = branch_permutes.count(traced.compile().as_text())
+      found = scheduled_stack.count_branch_permutes(traced.compile().as_text())
       assert found == permutes
 
 

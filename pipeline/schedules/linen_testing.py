@@ -14,9 +14,7 @@ from paxon.layers import testing as layers_testing
 from paxon.learners import gradients, loss_function, variable_groups
 from paxon.pipeline import stage_rules
 from paxon.pipeline import testing as pipeline_testing
-from paxon.pipeline.schedules import (
-  branch_permutes,
-)
+from paxon.pipeline.schedules import scheduled_stack
 from paxon.quantization import einsum, products
 from paxon.quantization import recipe as recipe_lib
 from paxon.sharding import axes, layout, logical, mesh, variables
@@ -271,7 +269,7 @@ def scheduled(
   given = placed, rows, rngs or {}
   compiled = made.lower(run.trace(*given)).compile()
   # Such a program would hang.
-  assert not branch_permutes.count(compiled.as_text() or "")
+  assert not scheduled_stack.count_branch_permutes(compiled.as_text() or "")
   found = compiled(*given)
   if own.circular_repeats == 1 and own.num_groups() % own.num_stages == 0:
     _assert_placed_like(found[0], placed)
