@@ -240,7 +240,7 @@ def test_what_is_not_decidedly_wrong_is_accepted(expected, found):
     pytest.param(
       (_FORWARD, "cudnn"),
       [_choice(_FORWARD, "cudnn"), _choice(_FORWARD, "plain")],
-      "2 of plain (products, with all logits in memory)",
+      "2 of plain (matmuls, with all logits in memory)",
       id="one layer differs",
     ),
     pytest.param(

@@ -57,7 +57,7 @@ def test_the_text_has_every_figure():
     "all-to-all  fsdp  65  7.00 GiB  DecoderLm/stack/layers/blocks_0/norm",
     "attention forward  cudnn             decided",
     "cublas or triton  autotuned at run time  bf16  451 matmuls",
-    "decided             bf16      33 calls",
+    "decided                bf16     33 calls",
     "32  __cudnn$fmhaSoftmax",
     "sent  at least  dtypes",
     "53.38 GiB    128 ms  bfloat16, float8_e4m3fn",

@@ -163,7 +163,7 @@ def test_gathers_that_wait(platform, option):
 def test_products_in_float32():
   narrow, wide = (_PART, "bfloat16"), ("Lm/head", "float32")
   (text,) = _check(counts={narrow: 60, wide: 40})
-  assert text.startswith("Lm/head: 40 % of the FLOPs are products of float32")
+  assert text.startswith("Lm/head: 40 % of the FLOPs are matmuls of float32")
   # A model in float32 means it, and a little of it is no matter.
   assert _check(counts={narrow: 40, wide: 60}) == ()
   assert _check(counts={narrow: 1000, wide: 1}) == ()
