@@ -62,7 +62,7 @@ def test_the_text_has_every_figure():
     "sent  at least  dtypes",
     "53.38 GiB    128 ms  bfloat16, float8_e4m3fn",
     "quantized matmuls: 35 % of the executed FLOPs are covered, 30 % run in"
-    " few bits",
+    " low precision",
     "  DecoderLm/stack/layers/blocks_0/feed_forward/einsum/gate  cublas fp8:"
     " weight gradient",
     "triton float16 (may change by autotuning): input gradient",
