@@ -1,11 +1,12 @@
-"""Activations that `flax.linen` lacks, and all of them by name.
+"""Activations that `flax.linen` lacks, soft cap, and activations by name.
 
-A field takes the function itself (`activation=nn.silu`). `named` is for
-configurations that are text.
+Fields take the function itself (`activation=nn.silu`); `named` is for names in
+text.
 
   squared_relu(x) = max(x, 0) ** 2     (Primer, https://arxiv.org/abs/2109.08668)
   cubed_relu(x)   = max(x, 0) ** 3
   sine_relu(x)    = sin(max(x, 0))
+  soft_cap(x)     = cap * tanh(x / cap)
 """
 
 from collections.abc import Callable, Mapping
@@ -72,23 +73,30 @@ NAMED: Final[Mapping[str, Activation]] = types.MappingProxyType(
 
 
 def named(name: str) -> Activation:
-  """Returns the activation with this name, of any case, with `_` or without.
+  """Returns an activation by name, ignoring case and underscores.
 
-  The same name gives the same object, so parts made of it are equal.
+  The same name gives the same object, so modules made with it compare equal.
 
   Raises:
-    ValueError: There is none; `gelu` alone says too little.
+    ValueError: The name is unknown, or `gelu`, which is ambiguous.
   """
   plain = {key.replace("_", ""): value for key, value in NAMED.items()}
   wanted = name.lower().replace("_", "")
   if wanted == "gelu":
     raise ValueError(
       f"The activation {name!r} is ambiguous: 'gelu_exact' (Hugging Face's "
-      "gelu) or 'gelu_tanh' (that of Pax and JAX)."
+      "gelu) or 'gelu_tanh' (Pax's and JAX's gelu)."
     )
   if wanted not in plain:
     close = difflib.get_close_matches(name.lower(), NAMED, n=3) or sorted(NAMED)
-    raise ValueError(
-      f"There is no activation {name!r}; choose {', '.join(close)}."
-    )
+    raise ValueError(f"Unknown activation {name!r}; use {', '.join(close)}.")
   return plain[wanted]
+
+
+def soft_cap(x: jax.Array, cap: float) -> jax.Array:
+  """Returns `x` soft-capped to `(-cap, cap)`, in its own dtype.
+
+  Unlike clipping it keeps gradients. Used on logits by Gemma 2 (2024,
+  https://arxiv.org/abs/2408.00118, section 2).
+  """
+  return cap * jnp.tanh(x / cap)

@@ -3,10 +3,11 @@
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import activations
+from paxon.layers import activations, testing
 
 X = np.asarray([-3.0, -1.0, -0.1, 0.0, 0.1, 1.0, 3.0, 7.0])
 
@@ -67,8 +68,29 @@ def test_an_ambiguous_name_is_an_error():
 
 def test_a_wrong_name_gives_the_closest_ones():
   with pytest.raises(
-    ValueError, match=r"no activation 'squard_relu'; choose sq"
+    ValueError, match=r"Unknown activation 'squard_relu'; use sq"
   ):
     activations.named("squard_relu")
-  with pytest.raises(ValueError, match=r"no activation 'xyz'; choose cubed_"):
+  with pytest.raises(ValueError, match=r"Unknown activation 'xyz'; use cubed_"):
     activations.named("xyz")
+
+
+CAPPED = testing.array([-1e30, -40.0, -0.5, 0.0, 1e-3, 29.0, 1e30])
+
+
+def test_soft_cap_matches_the_definition():
+  expected = 30 * np.tanh(np.asarray(CAPPED, np.float64) / 30)
+  np.testing.assert_allclose(
+    activations.soft_cap(CAPPED, 30.0), expected, rtol=1e-6
+  )
+
+
+def test_soft_cap_keeps_the_dtype():
+  y = activations.soft_cap(CAPPED.astype(jnp.bfloat16), 30.0)
+  assert y.dtype == jnp.bfloat16
+
+
+def test_gradient_of_soft_cap_matches_finite_differences():
+  testing.assert_gradients_match(
+    lambda x: jnp.sum(activations.soft_cap(x, 3.0)), testing.normal(5)
+  )

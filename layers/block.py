@@ -1,10 +1,15 @@
-"""The pre-norm transformer block.
+"""Transformer blocks: attention and feed-forward with norms and residuals.
 
-  x = x + dropout(attention(attention_norm(x)))
-  x = x + dropout(feed_forward(feed_forward_norm(x)))
+  pre-norm   x = x + dropout(attention(attention_norm(x)))
+             x = x + dropout(feed_forward(feed_forward_norm(x)))
+  post-norm  x = attention_norm(x + dropout(attention(x)))
+             x = feed_forward_norm(x + dropout(feed_forward(x)))
+  sandwich   x = x + dropout(post_norm(attention(attention_norm(x)))), ...
+  parallel   x = x + dropout(attention(norm(x)) + feed_forward(norm(x)))
 
-Rematerialization belongs to the stack that owns the block. Other orders of the
-same parts are `post_norm_block`, `sandwich_block` and `parallel_block`.
+`TransformerBlock` is pre-norm. All blocks are called alike. Rematerialization
+belongs to the stack that owns the block; `encoder_decoder_block` has blocks
+with cross-attention.
 """
 
 from collections.abc import Callable
@@ -19,16 +24,16 @@ from paxon.sharding import axes, logical
 
 
 class TransformerBlock(nn.Module):
-  """Attention and feed-forward, each with its norm and residual.
+  """Pre-norm block: attention and feed-forward, each with norm and residual.
 
   Attributes:
     attention_norm: Maps [B,T,D] to [B,T,D].
-    attention: Called with tokens, positions, segment ids, the prefix where
-      there is one, and `cache_length`.
+    attention: Called with tokens, positions, segment ids, `prefix` if set, and
+      `cache_length`.
     feed_forward_norm: Maps [B,T,D] to [B,T,D].
     feed_forward: Maps [B,T,D] to [B,T,D].
-    dropout: Called with a branch and `deterministic`, as `nn.Dropout` is;
-      `None` is no dropout.
+    dropout: Applied to each branch; called with `deterministic`, like
+      `nn.Dropout`. `None` disables it.
     residual: Adds a branch to the residual stream, such as
       `StochasticResidual`; `None` is a plain sum.
   """
@@ -57,15 +62,15 @@ class TransformerBlock(nn.Module):
       x: The residual stream.
       positions: Positions, from 0 in each segment.
       segment_ids: Segments; 0 is padding.
-      prefix: Tokens that see each other in both directions, the beginning of
-        each segment of a prefix language model; `None` is none.
+      prefix: Tokens that attend to each other in both directions, the beginning
+        of each segment of a prefix language model; `None` is causal.
       cache_length: Makes a cache with this number of slots (prefill).
-      deterministic: Whether dropout is off; otherwise the random stream
-        `dropout` is needed.
-      layer_index: The number of the layer, for `residual`.
+      deterministic: Disables dropout; if False, the random stream `dropout` is
+        needed.
+      layer_index: Index of the layer, passed to `residual`.
     """
-    add = added(self.dropout, self.residual, deterministic, layer_index)
-    branch = attended(
+    add = make_residual(self.dropout, self.residual, deterministic, layer_index)
+    branch = call_attention(
       self.attention,
       self.attention_norm(x),
       positions,
@@ -74,12 +79,151 @@ class TransformerBlock(nn.Module):
       cache_length,
     )
     x = add(x, branch)
-    feed_forward = fed(self.feed_forward, deterministic)
+    feed_forward = bind_deterministic(self.feed_forward, deterministic)
     branch = feed_forward(self.feed_forward_norm(x))
-    return pinned(add(x, branch))
+    return constrain(add(x, branch))
 
 
-def attended(
+class PostNormBlock(nn.Module):
+  """Post-norm block of the original transformer and of BERT.
+
+  Vaswani et al. 2017, https://arxiv.org/abs/1706.03762, section 3.1. The stack
+  of such a model is not followed by another norm. The fields are those of
+  `TransformerBlock`.
+  """
+
+  attention: nn.Module
+  attention_norm: nn.Module
+  feed_forward: nn.Module
+  feed_forward_norm: nn.Module
+  dropout: nn.Module | None = None
+  residual: nn.Module | None = None
+
+  def __call__(
+    self,
+    x: Float[Array, "batch length embed"],
+    positions: Int[Array, "batch length"],
+    segment_ids: Int[Array, "batch length"],
+    prefix: Bool[Array, "batch length"] | None = None,
+    *,
+    cache_length: int | None = None,
+    deterministic: bool = True,
+    layer_index: Int[Array, ""] | None = None,
+  ) -> Float[Array, "batch length embed"]:
+    """Returns the transformed tokens; called like `TransformerBlock`."""
+    feed_forward = bind_deterministic(self.feed_forward, deterministic)
+    add = make_residual(self.dropout, self.residual, deterministic, layer_index)
+    branch = call_attention(
+      self.attention, x, positions, segment_ids, prefix, cache_length
+    )
+    x = self.attention_norm(add(x, branch))
+    branch = feed_forward(x)
+    x = self.feed_forward_norm(add(x, branch))
+    return constrain(x)
+
+
+class SandwichBlock(nn.Module):
+  """Block with norms before and after attention and feed-forward.
+
+  With all four norms it is that of Gemma 2 (2024,
+  https://arxiv.org/abs/2408.00118, section 2); without `attention_norm` and
+  `feed_forward_norm` that of OLMo 2 (2024, https://arxiv.org/abs/2501.00656,
+  section 2.1), which normalizes only what is added to the residual stream.
+
+  Attributes:
+    attention: As in `TransformerBlock`.
+    post_attention_norm: Normalizes the output of attention.
+    feed_forward: As in `TransformerBlock`.
+    post_feed_forward_norm: Normalizes the output of the feed-forward layer.
+    attention_norm: Normalizes the input of attention; `None` disables it.
+    feed_forward_norm: Normalizes the input of the feed-forward layer; `None`
+      disables it.
+    dropout: As in `TransformerBlock`.
+    residual: As in `TransformerBlock`.
+  """
+
+  attention: nn.Module
+  post_attention_norm: nn.Module
+  feed_forward: nn.Module
+  post_feed_forward_norm: nn.Module
+  attention_norm: nn.Module | None = None
+  feed_forward_norm: nn.Module | None = None
+  dropout: nn.Module | None = None
+  residual: nn.Module | None = None
+
+  def __call__(
+    self,
+    x: Float[Array, "batch length embed"],
+    positions: Int[Array, "batch length"],
+    segment_ids: Int[Array, "batch length"],
+    prefix: Bool[Array, "batch length"] | None = None,
+    *,
+    cache_length: int | None = None,
+    deterministic: bool = True,
+    layer_index: Int[Array, ""] | None = None,
+  ) -> Float[Array, "batch length embed"]:
+    """Returns the transformed tokens; called like `TransformerBlock`."""
+    feed_forward = bind_deterministic(self.feed_forward, deterministic)
+    add = make_residual(self.dropout, self.residual, deterministic, layer_index)
+    normed = x if self.attention_norm is None else self.attention_norm(x)
+    branch = call_attention(
+      self.attention, normed, positions, segment_ids, prefix, cache_length
+    )
+    x = add(x, self.post_attention_norm(branch))
+    normed = x if self.feed_forward_norm is None else self.feed_forward_norm(x)
+    branch = self.post_feed_forward_norm(feed_forward(normed))
+    return constrain(add(x, branch))
+
+
+class ParallelBlock(nn.Module):
+  """Block that adds attention and feed-forward of one input.
+
+  Their matmuls can run side by side, and tensor parallelism reduces both at
+  once. With one norm it is that of GPT-J and PaLM (Chowdhery et al. 2022,
+  https://arxiv.org/abs/2204.02311, section 2); with two that of GPT-NeoX.
+
+  Attributes:
+    norm: Maps [B,T,D] to [B,T,D].
+    attention: As in `TransformerBlock`.
+    feed_forward: As in `TransformerBlock`.
+    feed_forward_norm: Normalizes the input of the feed-forward layer; `None`
+      uses `norm` for both.
+    dropout: Applied to the sum of both branches; see `TransformerBlock`.
+    residual: As in `TransformerBlock`.
+  """
+
+  norm: nn.Module
+  attention: nn.Module
+  feed_forward: nn.Module
+  feed_forward_norm: nn.Module | None = None
+  dropout: nn.Module | None = None
+  residual: nn.Module | None = None
+
+  def __call__(
+    self,
+    x: Float[Array, "batch length embed"],
+    positions: Int[Array, "batch length"],
+    segment_ids: Int[Array, "batch length"],
+    prefix: Bool[Array, "batch length"] | None = None,
+    *,
+    cache_length: int | None = None,
+    deterministic: bool = True,
+    layer_index: Int[Array, ""] | None = None,
+  ) -> Float[Array, "batch length embed"]:
+    """Returns the transformed tokens; called like `TransformerBlock`."""
+    feed_forward = bind_deterministic(self.feed_forward, deterministic)
+    add = make_residual(self.dropout, self.residual, deterministic, layer_index)
+    normed = self.norm(x)
+    branch = call_attention(
+      self.attention, normed, positions, segment_ids, prefix, cache_length
+    )
+    if self.feed_forward_norm is not None:
+      normed = self.feed_forward_norm(x)
+    branch += feed_forward(normed)
+    return constrain(add(x, branch))
+
+
+def call_attention(
   attention: nn.Module,
   x: jax.Array,
   positions: jax.Array,
@@ -87,10 +231,9 @@ def attended(
   prefix: jax.Array | None,
   cache_length: int | None,
 ) -> jax.Array:
-  """Returns what attention makes of `x`.
+  """Returns the output of self-attention.
 
-  It hears of a prefix only where there is one, so that one which cannot serve
-  prefixes is still an attention.
+  `prefix` is passed only if set, so attention layers need not support it.
   """
   tokens = (x, positions, segment_ids)
   if prefix is not None:
@@ -98,29 +241,29 @@ def attended(
   return attention(*tokens, cache_length=cache_length)
 
 
-def fed(
+def bind_deterministic(
   feed_forward: nn.Module, deterministic: bool
 ) -> Callable[[jax.Array], jax.Array]:
   """Returns the feed-forward layer as a function of the tokens alone.
 
-  It hears of `deterministic` only where it has a dropout, so any map of tokens
-  is a feed-forward layer.
+  `deterministic` is passed only to layers with dropout, so any module that maps
+  tokens to tokens can be a feed-forward layer.
   """
-  part = feed_forward
-  if isinstance(part, shared.Shared):
-    part = part.part
-  if getattr(part, "dropout", None) is None:
+  module = feed_forward
+  if isinstance(module, shared.Shared):
+    module = module.part
+  if getattr(module, "dropout", None) is None:
     return feed_forward
   return functools.partial(feed_forward, deterministic=deterministic)
 
 
-def added(
+def make_residual(
   dropout: nn.Module | None,
   residual: nn.Module | None,
   deterministic: bool,
   layer_index: jax.Array | None,
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
-  """Returns `(x, branch) -> x + dropout(branch)`, as a block asks for it."""
+  """Returns the residual connection `(x, branch) -> x + dropout(branch)`."""
 
   def add(x: jax.Array, branch: jax.Array) -> jax.Array:
     if dropout is not None:
@@ -132,10 +275,10 @@ def added(
   return add
 
 
-def pinned(x: jax.Array) -> jax.Array:
-  """Pins the residual stream, which a stack carries from layer to layer.
+def constrain(x: jax.Array) -> jax.Array:
+  """Constrains the residual stream, which a stack carries between layers.
 
-  It is saved for the backward pass, so it is split the same in all layers.
+  It is saved for the backward pass, so all layers shard it alike.
   """
   names = (axes.BATCH, axes.LENGTH, axes.ACTIVATION_EMBED)
   return logical.constrain(x, names)

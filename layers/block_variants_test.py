@@ -14,10 +14,7 @@ from paxon.layers import (
   block,
   feed_forward,
   layer_norm,
-  parallel_block,
-  post_norm_block,
   rms_norm,
-  sandwich_block,
   shared,
   stack,
   testing,
@@ -58,23 +55,23 @@ def _sandwich(x, inner):
 
 ORDERS = {
   "post": (
-    post_norm_block.PostNormBlock(A, M, F, N),
+    block.PostNormBlock(A, M, F, N),
     lambda x: n(m(x + a(x)) + f(m(x + a(x)))),
   ),
   "sandwich": (
-    sandwich_block.SandwichBlock(A, P, F, Q, M, N),
+    block.SandwichBlock(A, P, F, Q, M, N),
     lambda x: _sandwich(x, inner=True),
   ),
   "norms of branches only": (
-    sandwich_block.SandwichBlock(A, P, F, Q),
+    block.SandwichBlock(A, P, F, Q),
     lambda x: _sandwich(x, inner=False),
   ),
   "parallel, one norm": (
-    parallel_block.ParallelBlock(M, A, F),
+    block.ParallelBlock(M, A, F),
     lambda x: x + a(m(x)) + f(m(x)),
   ),
   "parallel, two norms": (
-    parallel_block.ParallelBlock(M, A, F, N),
+    block.ParallelBlock(M, A, F, N),
     lambda x: x + a(m(x)) + f(n(x)),
   ),
 }
@@ -121,9 +118,9 @@ class Told(nn.Module):
 
 BLOCKS = {
   "pre": block.TransformerBlock(N, Told(), N, F),
-  "post": post_norm_block.PostNormBlock(Told(), N, F, N),
-  "sandwich": sandwich_block.SandwichBlock(Told(), N, F, N, N, N),
-  "parallel": parallel_block.ParallelBlock(N, Told(), F),
+  "post": block.PostNormBlock(Told(), N, F, N),
+  "sandwich": block.SandwichBlock(Told(), N, F, N, N, N),
+  "parallel": block.ParallelBlock(N, Told(), F),
 }
 
 
@@ -180,13 +177,13 @@ def _norm():
 def _real():
   forward = feed_forward.GatedFeedForward(8)
   return {
-    "post, ALiBi": post_norm_block.PostNormBlock(
+    "post, ALiBi": block.PostNormBlock(
       _attention(position_bias=position_bias.Alibi()),
       layer_norm.LayerNorm(),
       feed_forward.FeedForward(8),
       layer_norm.LayerNorm(),
     ),
-    "sandwich, norms of queries and keys": sandwich_block.SandwichBlock(
+    "sandwich, norms of queries and keys": block.SandwichBlock(
       _attention(
         query_norm=head_norm.HeadNorm(), key_norm=head_norm.HeadNorm()
       ),
@@ -196,7 +193,7 @@ def _real():
       _norm(),
       _norm(),
     ),
-    "parallel, T5": parallel_block.ParallelBlock(
+    "parallel, T5": block.ParallelBlock(
       _norm(),
       _attention(
         position_bias=position_bias.RelativeBias(num_buckets=4, max_distance=6)

@@ -1,4 +1,8 @@
-"""Token embedding: a table of one row per id, also usable as output head.
+"""Token embedding: a table of one vector per id, also usable as a tied head.
+
+The lookup is a function `(table [V,D], ids [...]) -> [...,D]` in a field, so it
+can be replaced, for example to clip per-example gradients. Ids outside of the
+table give NaN.
 
 Einsum letters: B batch, T length, D embed, V vocab.
 """
@@ -13,27 +17,58 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from paxon.layers import lookup as lookup_lib
 from paxon.layers import precision, wide_einsum
 from paxon.quantization import products, roles
 from paxon.sharding import axes, checks, logical
 
-# Standard deviation embed_dim ** -0.5: rows have length one, and tied logits
+# Standard deviation embed_dim ** -0.5: vectors have length one, and tied logits
 # of a normalized input have variance one.
 _default_init = nn.initializers.variance_scaling(
   1.0, "fan_in", "normal", out_axis=0
 )
 
 
+# `(table [V,D], ids [...]) -> rows [...,D]`.
+Lookup = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def gather(
+  table: Float[Array, "vocab embed"], ids: Int[Array, "*batch"]
+) -> Float[Array, "*batch embed"]:
+  """Returns the rows of `ids`; negative ids count from the end."""
+  return jnp.take(table, ids, axis=0, mode="fill")
+
+
+def one_hot(
+  table: Float[Array, "vocab embed"], ids: Int[Array, "*batch"]
+) -> Float[Array, "*batch embed"]:
+  """Returns the rows of `ids` by a matmul with one-hot vectors.
+
+  A table sharded over the vocabulary is not moved, and the gradient is a matmul
+  instead of a scatter. Faster for small tables.
+  """
+  size = table.shape[0]
+  ids = jnp.where(ids < 0, ids + size, ids)
+  # Invalid ids have a one-hot vector of zeros; make their rows NaN instead.
+  valid = (ids >= 0) & (ids < size)
+  chosen = jax.nn.one_hot(ids, size, dtype=table.dtype)
+  # Each sum has one term, so the result is exact if float32 is not rounded, as
+  # accelerators do by default.
+  is_wide = table.dtype.itemsize > 2
+  precision = jax.lax.Precision.HIGHEST if is_wide else None
+  rows = jnp.einsum("...V,VD->...D", chosen, table, precision=precision)
+  return jnp.where(valid[..., None], rows, jnp.nan)
+
+
 class Embedding(nn.Module):
   """Maps ids to vectors, and vectors back to logits.
 
   Attributes:
-    vocab_size: Number of rows. An id outside of `[-vocab_size, vocab_size)`
-      gives a row of NaN, so that a wrong tokenizer cannot pass unseen.
-    embed_dim: Width of a row.
-    input_scale: Factor on looked-up rows, not on `attend`. Tied models often
-      use `embed_dim ** 0.5`, which makes the entries of size one.
+    vocab_size: Number of ids. An id outside of `[-vocab_size, vocab_size)`
+      gives NaN, so that a wrong tokenizer does not go unnoticed.
+    embed_dim: Width of a vector.
+    input_scale: Factor on looked-up vectors, not on `attend`. Tied models often
+      use `embed_dim ** 0.5`, so that entries have variance one.
     embedding_init: Initializer of the table; by default normal with standard
       deviation `embed_dim ** -0.5`.
     dtype: Dtype of the computation. `None` takes that of the table.
@@ -41,9 +76,9 @@ class Embedding(nn.Module):
     einsum: The contraction of `attend`.
     use_bias: Whether `attend` adds a learned value to each logit.
     bias_init: Initializer of the bias.
-    attend_scale: Factor on what `attend` is given, before the product. T5 and
-      GShard shrink it by `embed_dim ** -0.5`.
-    lookup: How rows are looked up (`layers.lookup`).
+    attend_scale: Factor on the input of `attend`; T5 and GShard use
+      `embed_dim ** -0.5`.
+    lookup: `gather` or `one_hot`.
   """
 
   vocab_size: int
@@ -56,7 +91,7 @@ class Embedding(nn.Module):
   use_bias: bool = False
   bias_init: nn.initializers.Initializer = nn.initializers.zeros
   attend_scale: float = 1.0
-  lookup: lookup_lib.Lookup = lookup_lib.gather
+  lookup: Lookup = gather
 
   quantization_roles: ClassVar[tuple[str, ...]] = (roles.EMBEDDING, roles.HEAD)
 
@@ -79,16 +114,15 @@ class Embedding(nn.Module):
   def __call__(
     self, ids: Int[Array, "batch length"]
   ) -> Float[Array, "batch length embed"]:
-    """Returns the rows of `ids`."""
+    """Returns the vectors of `ids`."""
     (table,) = dtypes.promote_dtype(self.table, dtype=self.dtype)
-    # Rows whole, as a weight is gathered before its use: each device then looks
-    # up its own ids. Rows that stay split over D would give an output that is
-    # split otherwise than the batch, and XLA would replicate all of it to get
-    # from one to the other.
+    # Gathered over D, like any weight before its use: each device then looks up
+    # its own ids. A table sharded over D would give an output that is sharded
+    # unlike the batch, and XLA would replicate all of it to reshard.
     table = logical.constrain(table, (axes.VOCAB, axes.ACTIVATION_EMBED))
     x = self.lookup(table, ids) * self.input_scale
-    # Pinned so that a table split over V or D does not split the residual
-    # stream the same way.
+    # Constrained so that the sharding of the table does not spread to the
+    # residual stream.
     return logical.constrain(
       x, (axes.BATCH, axes.LENGTH, axes.ACTIVATION_EMBED)
     )
@@ -96,7 +130,7 @@ class Embedding(nn.Module):
   def attend(
     self, x: Float[Array, "batch length embed"]
   ) -> Float[Array, "batch length vocab"]:
-    """Returns the products of `x` with every row, in at least float32."""
+    """Returns logits, `x @ table.T`, in at least float32."""
     x, table = dtypes.promote_dtype(x, self.table, dtype=self.dtype)
     if self.attend_scale != 1:
       x *= self.attend_scale
@@ -111,7 +145,7 @@ class Embedding(nn.Module):
     )
     if self.use_bias:
       logits += self.bias.astype(logits.dtype)[None, None, :]
-    # Pinned so that the largest tensor of the model is split over V.
+    # Constrained so that the largest tensor of the model is sharded over V.
     return logical.constrain(
       logits, (axes.BATCH, axes.LENGTH, axes.ACTIVATION_VOCAB)
     )

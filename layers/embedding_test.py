@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import embedding, testing
+from paxon.layers import embedding, position_embedding, testing
 from paxon.sharding import layout, mesh
 
 VOCAB, EMBED = 11, 6
@@ -172,3 +172,65 @@ def test_lookup_is_traceable_with_abstract_ids():
   ids = jax.ShapeDtypeStruct((4, 5), jnp.int32)
   values = testing.random_values(layer, IDS)
   assert jax.eval_shape(layer.apply, values, ids).shape == (4, 5, EMBED)
+
+
+TABLE = testing.normal(7, 4)
+ROWS = testing.array([[0, 6, 3], [3, 3, -1]], jnp.int32)
+BOTH = pytest.mark.parametrize("fn", [embedding.gather, embedding.one_hot])
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_lookup_returns_rows_of_the_table(fn, dtype):
+  table = np.asarray(TABLE, dtype)
+  rows = np.asarray(jax.jit(fn)(table, ROWS))
+  assert rows.dtype == dtype
+  for at in np.ndindex(ROWS.shape):
+    np.testing.assert_array_equal(rows[at], table[int(ROWS[at])])
+
+
+@BOTH
+def test_lookup_outside_of_the_table_gives_nan(fn):
+  rows = np.asarray(jax.jit(fn)(TABLE, np.int32([0, 7, -8])))
+  assert np.isnan(rows).all(axis=-1).tolist() == [False, True, True]
+
+
+@BOTH
+def test_gradients_of_lookups_match_finite_differences(fn):
+  testing.assert_gradients_match(
+    lambda table: jnp.sum(jnp.sin(fn(table, ROWS))), TABLE
+  )
+
+
+def test_one_hot_is_a_matmul():
+  assert not testing.dots(jax.make_jaxpr(embedding.gather)(TABLE, ROWS))
+  assert len(testing.dots(jax.make_jaxpr(embedding.one_hot)(TABLE, ROWS))) == 1
+
+
+def test_one_hot_of_float32_is_exact():
+  """For accelerators; on a CPU it is so by default."""
+  for dtype, is_highest in ((jnp.float32, True), (jnp.bfloat16, False)):
+    made = jax.make_jaxpr(embedding.one_hot)(TABLE.astype(dtype), ROWS)
+    assert ("HIGHEST" in str(made)) == is_highest
+
+
+@pytest.mark.parametrize(
+  "layer",
+  [
+    embedding.Embedding(7, embed_dim=4, lookup=embedding.one_hot),
+    position_embedding.LearnedPositions(7, lookup=embedding.one_hot),
+  ],
+)
+def test_the_lookup_is_configurable(layer):
+  args = (ROWS,) if isinstance(layer, embedding.Embedding) else (ROWS, 4)
+  values = {"params": {"table": TABLE}}
+  gathered = layer.clone(lookup=embedding.gather).apply(values, *args)
+  np.testing.assert_array_equal(layer.apply(values, *args), gathered)
+  counted = []
+
+  def counting(table, ids):
+    counted.append(ids.shape)
+    return embedding.gather(table, ids)
+
+  layer.clone(lookup=counting).apply(values, *args)
+  assert counted == [ROWS.shape]

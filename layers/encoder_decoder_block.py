@@ -72,8 +72,10 @@ class CrossBlock(nn.Module):
       skip_memory: Leaves the attention to the memory out.
       layer_index: The number of the layer, for `residual`.
     """
-    feed_forward = block.fed(self.feed_forward, deterministic)
-    add = block.added(self.dropout, self.residual, deterministic, layer_index)
+    feed_forward = block.bind_deterministic(self.feed_forward, deterministic)
+    add = block.make_residual(
+      self.dropout, self.residual, deterministic, layer_index
+    )
     branch = self.self_attention(
       self.self_attention_norm(x),
       positions,
@@ -91,7 +93,7 @@ class CrossBlock(nn.Module):
       )
       x = add(x, branch)
     branch = feed_forward(self.feed_forward_norm(x))
-    return block.pinned(add(x, branch))
+    return block.constrain(add(x, branch))
 
 
 class PostNormCrossBlock(nn.Module):
@@ -124,8 +126,10 @@ class PostNormCrossBlock(nn.Module):
     layer_index: Int[Array, ""] | None = None,
   ) -> Float[Array, "batch length embed"]:
     """Returns the transformed tokens; as `CrossBlock` is called."""
-    feed_forward = block.fed(self.feed_forward, deterministic)
-    add = block.added(self.dropout, self.residual, deterministic, layer_index)
+    feed_forward = block.bind_deterministic(self.feed_forward, deterministic)
+    add = block.make_residual(
+      self.dropout, self.residual, deterministic, layer_index
+    )
     branch = self.self_attention(
       x, positions, segment_ids, cache_length=cache_length
     )
@@ -136,4 +140,4 @@ class PostNormCrossBlock(nn.Module):
       )
       x = self.cross_attention_norm(add(x, branch))
     x = self.feed_forward_norm(add(x, feed_forward(x)))
-    return block.pinned(x)
+    return block.constrain(x)

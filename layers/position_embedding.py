@@ -1,9 +1,9 @@
-"""Positions as vectors that are added to the embedded tokens.
+"""Position embeddings that are added to the embedded tokens.
 
 `LearnedPositions` has one vector per position; `SinusoidalPositions` computes
-them (Vaswani et al. 2017, https://arxiv.org/abs/1706.03762, section 3.5). Both
-are called with the positions of the tokens, which restart in each packed
-document and go on while decoding, so neither counts rows by itself.
+them (Vaswani et al. 2017, https://arxiv.org/abs/1706.03762, section 3.5), and
+`GridPositions` those of image patches. All are called with the positions of the
+tokens, which restart in each packed document and continue while decoding.
 """
 
 from flax import linen as nn
@@ -13,11 +13,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from paxon.layers import lookup as lookup_lib
-from paxon.layers import precision
+from paxon.layers import embedding, precision
 from paxon.sharding import axes, checks, logical
 
-# Standard deviation embed_dim ** -0.5: rows of length one, as those of tokens.
+# Standard deviation embed_dim ** -0.5: vectors of length one, like `Embedding`.
 _default_init = nn.initializers.variance_scaling(
   1.0, "fan_in", "normal", out_axis=0
 )
@@ -28,19 +27,19 @@ class LearnedPositions(nn.Module):
 
   Attributes:
     max_length: Number of positions. A position beyond the last gives NaN, so
-      that decoding too far cannot pass unseen.
+      that decoding too far does not go unnoticed.
     embedding_init: Initializer of the table; by default normal with standard
       deviation `embed_dim ** -0.5`.
     dtype: Dtype of the result. `None` takes that of the table.
     param_dtype: Dtype in which the table is stored.
-    lookup: How rows are looked up (`layers.lookup`).
+    lookup: `embedding.gather` or `embedding.one_hot`.
   """
 
   max_length: int
   embedding_init: nn.initializers.Initializer = _default_init
   dtype: DTypeLike | None = None
   param_dtype: DTypeLike = jnp.float32
-  lookup: lookup_lib.Lookup = lookup_lib.gather
+  lookup: embedding.Lookup = embedding.gather
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -53,41 +52,40 @@ class LearnedPositions(nn.Module):
     """Returns the vector of each position.
 
     Raises:
-      ValueError: A row has more tokens than there are positions, so the last
-        of a document that fills it has none.
+      ValueError: Sequences are longer than `max_length`.
     """
     length = positions.shape[1]
     if length > self.max_length:
       raise ValueError(
         f"LearnedPositions.max_length ({self.max_length}) must be at least "
-        f"the length of a row, got {length} tokens."
+        f"the sequence length ({length})."
       )
     table = self.param(
       "table",
-      # Positions are not split: a row needs any of them.
+      # Not sharded over positions: every sequence needs all of them.
       logical.partitioned(self.embedding_init, (None, axes.EMBED)),
       (self.max_length, embed_dim),
       self.param_dtype,
     )
     (table,) = dtypes.promote_dtype(table, dtype=self.dtype)
-    # Gathered whole before its use, as the table of tokens is.
+    # Gathered before its use, like the table of `Embedding`.
     table = logical.constrain(table, (None, axes.ACTIVATION_EMBED))
     return self.lookup(table, positions)
 
 
 class SinusoidalPositions(nn.Module):
-  """Sines of the position, then its cosines, at slower and slower rates.
+  """Sines of the position, then its cosines, at decreasing frequencies.
 
   With `n = embed_dim // 2`, feature `i` of each half has the timescale
 
     min_timescale * (max_timescale / min_timescale) ** (i / (n - 1))
 
   and is the sine (cosine) of `position / timescale`. An odd `embed_dim` ends
-  with a zero. There is nothing to learn.
+  with a zero. It has no parameters.
 
   Attributes:
-    min_timescale: Of the fastest pair of features, in positions.
-    max_timescale: Of the slowest pair.
+    min_timescale: Timescale of the fastest features, in positions.
+    max_timescale: Timescale of the slowest features.
     dtype: Dtype of the result. `None` is float32.
   """
 
@@ -118,3 +116,88 @@ class SinusoidalPositions(nn.Module):
     x = jax.lax.concatenate((jnp.sin(angle), jnp.cos(angle)), 2)
     x = jnp.pad(x, ((0, 0), (0, 0), (0, embed_dim % 2)))
     return x.astype(self.dtype or jnp.float32)
+
+
+class GridPositions(nn.Module):
+  """Sinusoidal positions of the patches of images of one size.
+
+  A patch at `(h, w)` of a grid [H, W] has the sines and cosines of `h - H / 2`
+  and then those of `w - W / 2`, half of the features each, at the frequencies
+  `max_timescale ** (-i / n)`, `i = 0 ... n - 1`. As in ViT (Dosovitskiy et al.
+  2021, https://arxiv.org/abs/2010.11929, section D.4), for grids of any shape.
+  Slots before and after the patches, such as class tokens, have zeros.
+
+  Attributes:
+    height: Number of patches vertically.
+    width: Number of patches horizontally.
+    slots_before: Number of tokens before the patches.
+    slots_after: Number of tokens after them.
+    max_timescale: Timescale of the slowest features, about.
+    dtype: Dtype of the result. `None` is float32.
+  """
+
+  height: int
+  width: int
+  slots_before: int = 0
+  slots_after: int = 0
+  max_timescale: float = 10_000.0
+  dtype: DTypeLike | None = None
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    checks.check_size(self, "height", "width")
+    checks.check_non_negative(self, "slots_before", "slots_after")
+    if not self.max_timescale > 1:
+      raise ValueError(
+        f"GridPositions.max_timescale must exceed 1, got {self.max_timescale}."
+      )
+
+  @property
+  def length(self) -> int:
+    """Number of tokens, slots included."""
+    return self.slots_before + self.height * self.width + self.slots_after
+
+  @nn.compact
+  def __call__(
+    self, positions: Int[Array, "batch length"], embed_dim: int
+  ) -> Float[Array, "batch length embed"]:
+    """Returns the vector of each token.
+
+    Args:
+      positions: Indices into slots and patches, row by row; others give NaN.
+      embed_dim: Width of a token, a multiple of four.
+
+    Raises:
+      ValueError: `embed_dim` is not a multiple of four.
+    """
+    if embed_dim % 4:
+      raise ValueError(
+        f"GridPositions needs an embed_dim that is a multiple of 4, got"
+        f" {embed_dim}."
+      )
+    rows = self._features(self.height, embed_dim // 2)
+    columns = self._features(self.width, embed_dim // 2)
+    shape = self.height, self.width, embed_dim // 2
+    grid = jax.lax.concatenate(
+      (
+        jnp.broadcast_to(rows[:, None, :], shape),
+        jnp.broadcast_to(columns[None, :, :], shape),
+      ),
+      2,
+    ).reshape(self.height * self.width, embed_dim)
+    slots = (self.slots_before, self.slots_after)
+    table = jnp.pad(grid, (slots, (0, 0)))
+    # Negative positions would count from the end.
+    positions = jnp.where(positions < 0, self.length, positions)
+    x = jnp.take(table, positions, axis=0, mode="fill")
+    return x.astype(self.dtype or jnp.float32)
+
+  def _features(self, size: int, features: int) -> jax.Array:
+    """Returns sines and cosines of each coordinate, [size, features]."""
+    half = features // 2
+    wide = precision.at_least_float32(self.dtype or jnp.float32)
+    exponent = jnp.arange(half, dtype=wide) / half
+    frequency = jnp.asarray(self.max_timescale, wide) ** -exponent
+    coordinate = jnp.arange(size, dtype=wide) - size / 2
+    angle = coordinate[:, None] * frequency[None, :]
+    return jax.lax.concatenate((jnp.sin(angle), jnp.cos(angle)), 1)

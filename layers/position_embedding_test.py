@@ -1,5 +1,7 @@
 """Tests for position vectors."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,8 +58,8 @@ def test_learned_axes_dtypes_and_start():
   assert layer.apply(values, POSITIONS, embed_dim=64).dtype == jnp.bfloat16
 
 
-def test_a_row_longer_than_the_table_is_an_error():
-  message = r"LearnedPositions.max_length \(5\) must be at least .* got 6 tok"
+def test_sequences_longer_than_the_table_are_rejected():
+  message = r"max_length \(5\) must be at least the sequence length \(6\)"
   with pytest.raises(ValueError, match=message):
     testing.specs(_learned(5), POSITIONS, embed_dim=EMBED)
 
@@ -104,3 +106,78 @@ def test_rejects_wrong_sizes():
   message = r"max_timescale must exceed min_timescale.* got 1\.0 and 2\.0"
   with pytest.raises(ValueError, match=message):
     position_embedding.SinusoidalPositions(2.0, 1.0)
+
+
+GRID_EMBED = 8
+
+
+def _grid(**kwargs):
+  return position_embedding.GridPositions(
+    **{"height": 3, "width": 2, "slots_before": 1, "slots_after": 2, **kwargs}
+  )
+
+
+def _grid_waves(place, features, longest):
+  half = features // 2
+  rates = [longest ** (-i / half) for i in range(half)]
+  return [f(place * r) for f in (math.sin, math.cos) for r in rates]
+
+
+@pytest.mark.parametrize("longest", [10_000.0, 20.0])
+def test_grid_matches_the_definition(longest):
+  expected = [[0.0] * GRID_EMBED]
+  for h in range(3):
+    for w in range(2):
+      row = _grid_waves(h - 1.5, GRID_EMBED // 2, longest)
+      expected.append(row + _grid_waves(w - 1.0, GRID_EMBED // 2, longest))
+  expected += [[0.0] * GRID_EMBED] * 2
+  layer = _grid(max_timescale=longest)
+  positions = testing.counted(2, layer.length)
+  x = testing.apply(layer, {}, positions, embed_dim=GRID_EMBED)
+  assert layer.length == 9
+  for row in x:
+    np.testing.assert_allclose(row, expected, rtol=1e-5, atol=1e-6)
+  with jax.enable_x64(True):
+    wide = _grid(max_timescale=longest, dtype=jnp.float64)
+    x = wide.apply({}, positions, GRID_EMBED)
+  np.testing.assert_allclose(x[0], expected, rtol=1e-12, atol=1e-15)
+
+
+def test_grid_follows_positions():
+  order = testing.array([[4, 1, 7, 0]], jnp.int32)
+  layer = _grid()
+  whole = testing.apply(layer, {}, testing.counted(1, 9), embed_dim=GRID_EMBED)
+  some = testing.apply(layer, {}, order, embed_dim=GRID_EMBED)
+  np.testing.assert_array_equal(some[0], np.asarray(whole)[0][order[0]])
+
+
+def test_positions_outside_of_the_grid_give_nan():
+  places = testing.array([[8, 9, -1]], jnp.int32)
+  x = testing.apply(_grid(), {}, places, embed_dim=GRID_EMBED)
+  bad = np.isnan(np.asarray(x[0])).all(axis=-1)
+  assert bad.tolist() == [False, True, True]
+
+
+def test_grid_dtype():
+  layer = _grid(dtype=jnp.bfloat16)
+  assert (
+    layer.apply({}, testing.counted(1, 2), GRID_EMBED).dtype == jnp.bfloat16
+  )
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    ({"height": 0}, r"GridPositions.height must be positive, got 0"),
+    ({"slots_after": -1}, r"slots_after must not be negative, got -1"),
+    ({"max_timescale": 1.0}, r"max_timescale must exceed 1, got 1.0"),
+  ],
+)
+def test_grid_rejects_bad_fields(fields, message):
+  with pytest.raises(ValueError, match=message):
+    _grid(**fields)
+
+
+def test_grid_rejects_widths_without_quarters():
+  with pytest.raises(ValueError, match=r"a multiple of 4, got 6"):
+    _grid().apply({}, testing.counted(1, 2), 6)

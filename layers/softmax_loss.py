@@ -31,7 +31,7 @@ from jax import custom_derivatives
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from paxon.layers import precision, softmax_cross_entropy
+from paxon.layers import cross_entropy, precision
 from paxon.sharding import axes, shards
 from paxon.sharding import variables as variables_lib
 
@@ -151,7 +151,7 @@ class SoftmaxLoss:
   ) -> tuple[jax.Array, _Tokens]:
     """Returns the weighted sum, and the values of each token."""
     logits = logits_fn(variables, x)
-    terms = softmax_cross_entropy.softmax_terms(logits, targets)
+    terms = cross_entropy.softmax_terms(logits, targets)
     loss = terms.nll
     if self.label_smoothing:
       share = self.label_smoothing

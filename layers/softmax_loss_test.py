@@ -8,12 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from paxon.layers import (
-  precision,
-  softmax_cross_entropy,
-  softmax_loss,
-  testing,
-)
+from paxon.layers import cross_entropy, precision, softmax_loss, testing
 
 BATCH, LENGTH, EMBED, VOCAB = 2, 7, 5, 11
 TARGETS = np.random.default_rng(2).integers(0, VOCAB, (BATCH, LENGTH))
@@ -404,9 +399,7 @@ def test_rejects_bad_fields(field, value, required):
 
 def test_matches_the_terms_of_all_logits():
   terms = jax.jit(
-    lambda kernel, x: softmax_cross_entropy.softmax_terms(
-      _head(kernel, x), TARGETS
-    )
+    lambda kernel, x: cross_entropy.softmax_terms(_head(kernel, x), TARGETS)
   )(_kernel(), _x())
   output, _ = _gradients(_loss(chunk_length=3), _kernel(), _x())
   np.testing.assert_allclose(output.token_nll, terms.nll, rtol=1e-6, atol=1e-6)

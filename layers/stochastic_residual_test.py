@@ -6,16 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import (
-  block,
-  parallel_block,
-  post_norm_block,
-  remat,
-  sandwich_block,
-  stack,
-  stochastic_residual,
-  testing,
-)
+from paxon.layers import block, remat, stack, stochastic_residual, testing
 
 ROWS = 4000
 X = testing.normal(ROWS, 1, 2)
@@ -85,12 +76,10 @@ BLOCKS = {
   "pre": lambda r: block.TransformerBlock(
     Part(), Part(), Part(), Part(), residual=r
   ),
-  "sandwich": lambda r: sandwich_block.SandwichBlock(
+  "sandwich": lambda r: block.SandwichBlock(
     Part(), Part(), Part(), Part(), residual=r
   ),
-  "parallel": lambda r: parallel_block.ParallelBlock(
-    Part(), Part(), Part(), residual=r
-  ),
+  "parallel": lambda r: block.ParallelBlock(Part(), Part(), Part(), residual=r),
 }
 
 
@@ -154,7 +143,7 @@ def test_blocks_add_their_branches_by_it(kind):
 
 def test_a_post_norm_comes_after_the_sum():
   """Norms of ones hide the branches, dropped or not."""
-  layer = post_norm_block.PostNormBlock(
+  layer = block.PostNormBlock(
     Part(), Part(), Part(), Part(), residual=_residual(rate=0.5)
   )
   assert np.all(_train(layer, *_args(8)) == 1)

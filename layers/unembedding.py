@@ -1,4 +1,4 @@
-"""Output head with weights of its own: `logits = x @ kernel + bias`.
+"""Untied output head: `logits = x @ kernel + bias`.
 
 A head that shares the input table is `Embedding.attend`.
 
@@ -35,8 +35,7 @@ class Unembedding(nn.Module):
     einsum: The contraction.
     use_bias: Whether a learned value is added to each logit.
     bias_init: Initializer of the bias.
-    input_scale: Factor on `x` before the product, for models that shrink it by
-      `embed_dim ** -0.5`.
+    input_scale: Factor on `x`, such as `embed_dim ** -0.5`.
   """
 
   vocab_size: int
@@ -83,7 +82,7 @@ class Unembedding(nn.Module):
     )
     if bias is not None:
       logits += bias.astype(logits.dtype)[None, None, :]
-    # Pinned so that the largest tensor of the model is split over V.
+    # Constrained so that the largest tensor of the model is sharded over V.
     return logical.constrain(
       logits, (axes.BATCH, axes.LENGTH, axes.ACTIVATION_VOCAB)
     )

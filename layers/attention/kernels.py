@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from paxon.layers import precision, soft_cap, wide_einsum
+from paxon.layers import activations, precision, wide_einsum
 from paxon.layers.attention import field_checks, kernel_support
 from paxon.layers.attention import mask as attention_mask
 from paxon.quantization import products
@@ -89,7 +89,7 @@ def plain(
   if bias is not None:
     logits += bias.reshape(logits.shape).astype(logits.dtype)
   if logit_cap is not None:
-    logits = soft_cap.soft_cap(logits, logit_cap)
+    logits = activations.soft_cap(logits, logit_cap)
   # Finite, because a row of -inf would make its softmax NaN.
   lowest = float(jnp.finfo(jnp.float32).min)
   shown = visible[:, :, None] if grouped else visible

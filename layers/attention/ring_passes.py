@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from paxon.layers import precision, soft_cap
+from paxon.layers import activations, precision
 from paxon.layers.attention import mask as attention_mask
 
 # Below every logit, and finite, so that differences are no NaN.
@@ -291,7 +291,7 @@ def _logits(
   """Scaled, bent and masked [B,K,G,T,S]."""
   logits = _product("BTKGH,BSKH->BKGTS", query, key) * setup.scale
   if setup.logit_cap is not None:
-    logits = soft_cap.soft_cap(logits, setup.logit_cap)
+    logits = activations.soft_cap(logits, setup.logit_cap)
   return jnp.where(visible[:, :, None], logits, _LOWEST)
 
 

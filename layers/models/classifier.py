@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from paxon.layers import auxiliary_loss, precision, softmax_cross_entropy
+from paxon.layers import auxiliary_loss, cross_entropy, precision
 from paxon.layers.models import language_head
 from paxon.layers.models import pooling as pooling_lib
 
@@ -111,9 +111,7 @@ class Classifier(nn.Module):
     _check_keys(batch, ["labels", "example_weights"])
     logits = self(batch, deterministic=deterministic)
     labels = batch["labels"]
-    terms = softmax_cross_entropy.softmax_terms(
-      logits[:, None, :], labels[:, None]
-    )
+    terms = cross_entropy.softmax_terms(logits[:, None, :], labels[:, None])
     nll, uniform, hits = (
       x[:, 0] for x in (terms.nll, terms.uniform_nll, terms.hits)
     )

@@ -14,7 +14,7 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
-from paxon.layers import auxiliary_loss, precision, soft_cap, softmax_loss
+from paxon.layers import activations, auxiliary_loss, precision, softmax_loss
 from paxon.layers.models import document_scores
 
 Weighted = tuple[jax.Array, jax.Array]
@@ -127,7 +127,7 @@ class LanguageHead:
 
   def _capped(self, logits: jax.Array) -> jax.Array:
     logits, cap = precision.widened(logits), self.model.logit_cap
-    return logits if cap is None else soft_cap.soft_cap(logits, cap)
+    return logits if cap is None else activations.soft_cap(logits, cap)
 
   def _unbound(
     self, x: jax.Array

@@ -14,7 +14,6 @@ from paxon.layers import (
   layer_norm,
   linear,
   position_embedding,
-  post_norm_block,
   rms_norm,
   rotary_embedding,
   shared,
@@ -198,7 +197,7 @@ def tiny_transformer(**stack_fields: Any) -> encoder_decoder.EncoderDecoder:
     **stack_fields: Fields of both stacks.
   """
   norm = layer_norm.LayerNorm
-  encoder = post_norm_block.PostNormBlock(
+  encoder = block.PostNormBlock(
     _attention(causal=False, use_bias=True),
     norm(),
     feed_forward.FeedForward(12),
@@ -264,7 +263,7 @@ def tiny_classifier(
 
 
 def _text_parts(**stack_fields: Any) -> dict[str, Any]:
-  layer = post_norm_block.PostNormBlock(
+  layer = block.PostNormBlock(
     _attention(causal=False, use_bias=True),
     layer_norm.LayerNorm(),
     feed_forward.FeedForward(12, activation=jax.nn.gelu),

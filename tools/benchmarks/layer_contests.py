@@ -12,11 +12,8 @@ from paxon.layers import (
   block,
   encoder_decoder_block,
   feed_forward,
-  parallel_block,
-  post_norm_block,
   rms_norm,
   rotary_embedding,
-  sandwich_block,
 )
 from paxon.layers.attention import (
   cross_attention,
@@ -102,13 +99,13 @@ def _block(workload: Workload, order: str) -> Any:
     ),
   }
   if order == "parallel":
-    return parallel_block.ParallelBlock(norm=norm(), **parts)
+    return block.ParallelBlock(norm=norm(), **parts)
   parts |= {"attention_norm": norm(), "feed_forward_norm": norm()}
   if order == "pre":
     return block.TransformerBlock(**parts)
   if order == "post":
-    return post_norm_block.PostNormBlock(**parts)
-  return sandwich_block.SandwichBlock(
+    return block.PostNormBlock(**parts)
+  return block.SandwichBlock(
     post_attention_norm=norm(), post_feed_forward_norm=norm(), **parts
   )
 

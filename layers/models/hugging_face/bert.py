@@ -10,12 +10,12 @@ import dataclasses
 from typing import Any
 
 from paxon.layers import (
+  block,
   embedding,
   feed_forward,
   layer_norm,
   linear,
   position_embedding,
-  post_norm_block,
   stack,
   unembedding,
 )
@@ -187,7 +187,7 @@ def _norm(bert: _Bert, make: Callable[..., Any]) -> Any:
 
 def _block(bert: _Bert, make: Callable[..., Any]) -> Any:
   return make(
-    post_norm_block.PostNormBlock,
+    block.PostNormBlock,
     attention=make(
       grouped_query.GroupedQueryAttention,
       num_heads=bert.sizes["N"],

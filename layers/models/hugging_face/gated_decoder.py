@@ -14,7 +14,6 @@ from paxon.layers import (
   embedding,
   feed_forward,
   rms_norm,
-  sandwich_block,
   stack,
   unembedding,
 )
@@ -118,7 +117,7 @@ class GatedDecoder:
 
     kind, post_norms = block.TransformerBlock, {}
     if self.has_post_norms:
-      kind = sandwich_block.SandwichBlock
+      kind = block.SandwichBlock
       names = "post_attention_norm", "post_feed_forward_norm"
       post_norms = {name: norm() for name in names}
     return make(

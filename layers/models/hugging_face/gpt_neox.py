@@ -15,7 +15,6 @@ from paxon.layers import (
   embedding,
   feed_forward,
   layer_norm,
-  parallel_block,
   stack,
   unembedding,
 )
@@ -70,7 +69,7 @@ class _GptNeox:
     )
     if self.is_parallel:
       layer = make(
-        parallel_block.ParallelBlock,
+        block.ParallelBlock,
         norm=norm(),
         attention=attention,
         feed_forward=mlp,

@@ -10,12 +10,7 @@ import numpy as np
 
 from lab.layers import residual
 from paxon.inputs import base_input
-from paxon.layers import (
-  embedding,
-  feed_forward,
-  softmax_cross_entropy,
-  unembedding,
-)
+from paxon.layers import cross_entropy, embedding, feed_forward, unembedding
 from paxon.learners import adamw, learner, warmup_cosine
 from paxon.runner import experiment
 from paxon.runner import task as task_lib
@@ -76,7 +71,7 @@ class Model(nn.Module):
     """Returns the loss, metrics and outputs of a batch, as Paxon asks."""
     del deterministic  # There is no dropout.
     logits = self.head(self.layer(self.embedding(batch["inputs"])))
-    nll = softmax_cross_entropy.softmax_cross_entropy(logits, batch["targets"])
+    nll = cross_entropy.softmax_cross_entropy(logits, batch["targets"])
     weights = batch["weights"]
     loss = jnp.sum(nll * weights), jnp.sum(weights)
     return loss, {"log_pplx": loss}, {"token_nll": nll}

@@ -1,6 +1,6 @@
-"""Cross entropy of target ids under softmax logits, one value per token.
+"""Softmax and sigmoid cross entropy, one value per token or class.
 
-With `m = max(logits)` and `s = sum(exp(logits - m))`:
+Softmax, with `m = max(logits)` and `s = sum(exp(logits - m))`:
 
   nll            = log(s) - (logits[target] - m)
   uniform_nll    = log(s) - mean(logits - m)
@@ -10,7 +10,11 @@ With `m = max(logits)` and `s = sum(exp(logits - m))`:
 entropy with a uniform distribution over the vocabulary, which label smoothing
 mixes in. `log_normalizer` is log Z, which the z-loss keeps near zero.
 
-Weights, sums and means belong to whoever aggregates (`softmax_loss`).
+Sigmoid, a binary question for each class, with target probabilities `p`:
+
+  -p * log(sigmoid(x)) - (1 - p) * log(1 - sigmoid(x))
+
+`softmax_loss` aggregates these over a batch.
 """
 
 from typing import Any, NamedTuple
@@ -23,13 +27,13 @@ from paxon.layers import precision
 
 
 class SoftmaxTerms(NamedTuple):
-  """What losses are made of, per token, in at least float32 and nats.
+  """Terms of a softmax loss per token, in at least float32 and nats.
 
   Attributes:
     nll: Negative log likelihood of the target.
     uniform_nll: Mean negative log likelihood of all ids.
     log_normalizer: Logarithm of the sum of the exponentials of the logits.
-    hits: Whether the target has the largest logit, the first of equal ones.
+    hits: Whether the target is the argmax (the first of equal logits).
   """
 
   nll: Float[Array, "batch length"]
@@ -42,23 +46,21 @@ def softmax_terms(
   logits: Float[Array, "batch length vocab"],
   targets: Int[Array, "batch length"],
 ) -> SoftmaxTerms:
-  """Returns the terms of each token; those that are not used cost nothing.
+  """Returns the terms of each token; unused ones are dropped by XLA.
 
   Args:
     logits: Unnormalized log probabilities, of any float dtype.
     targets: Ids in `[0, vocab)`. Any other id gives NaN: there is no "ignore"
-      id, padding is what has weight zero.
+      id, padding has weight zero.
   """
   logits = precision.widened(logits)
   vocab_size = logits.shape[-1]
-  # Before anything else, because the difference of two large numbers that are
-  # rounded already would have an error of their size, not of its own.
+  # First of all: later differences of large numbers would cancel.
   largest = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
   logits -= largest[:, :, None]
   ids = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2)
   chosen = _at_targets(logits, targets)
-  # A question instead of an argmax, which over a split vocabulary would collect
-  # the whole logits. In booleans, a quarter of the bytes where they are stored.
+  # Not an argmax, which over a sharded vocabulary would gather all logits.
   beaten = jnp.any((logits == 0) & (ids < targets[:, :, None]), axis=-1)
   log_sum = jnp.log(jnp.sum(jnp.exp(logits), axis=-1))
   valid = (targets >= 0) & (targets < vocab_size)
@@ -75,9 +77,8 @@ def _at_targets(logits: jax.Array, targets: jax.Array) -> jax.Array:
   """Returns the logit of each target, [B,T]."""
   kinds = jax.sharding.get_abstract_mesh().axis_types
   if jax.sharding.AxisType.Manual in kinds:
-    # Inside of a `shard_map` over some mesh axes XLA's partitioner fails (a
-    # check in its program) on a gather by rows that one of the others splits
-    # from a vocabulary that another one splits.
+    # Inside a `shard_map` over some mesh axes XLA's partitioner crashes on a
+    # gather whose batch and vocabulary are sharded over other axes.
     ids = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2)
     picked = jnp.where(ids == targets[:, :, None], logits, 0)
     return jnp.sum(picked, axis=-1)
@@ -90,8 +91,8 @@ def _at_targets_jvp(
 ) -> tuple[jax.Array, jax.Array]:
   logits, targets = primals
   ids = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2)
-  # A mask instead of a scatter, because it becomes part of the loop that
-  # computes the gradient of the logits.
+  # A mask instead of a scatter, because it fuses with the gradient of the
+  # logits.
   chosen = jnp.where(ids == targets[:, :, None], tangents[0], 0)
   return _at_targets(logits, targets), jnp.sum(chosen, axis=-1)
 
@@ -112,7 +113,7 @@ def softmax_cross_entropy(
   return softmax_terms(logits, targets).nll
 
 
-def of_probabilities(
+def soft_target_cross_entropy(
   logits: Float[Array, "batch length vocab"],
   probabilities: Float[Array, "batch length vocab"],
 ) -> Float[Array, "batch length"]:
@@ -120,15 +121,15 @@ def of_probabilities(
 
   Args:
     logits: As those of `softmax_terms`.
-    probabilities: Of each id, adding up to one; of a teacher, or several
-      labels. No gradient passes through them.
+    probabilities: Target distribution of each token, such as a teacher's.
+      No gradient flows through it.
 
   Returns:
     `-sum(probabilities * log_probabilities(logits))`, in at least float32.
   """
   log_p = log_probabilities(logits)
   wanted = jax.lax.stop_gradient(probabilities).astype(log_p.dtype)
-  # Zero times minus infinity is zero here: what nobody wants costs nothing.
+  # An impossible id (logit -inf) with target probability zero costs nothing.
   return -jnp.sum(jnp.where(wanted > 0, wanted * log_p, 0), axis=-1)
 
 
@@ -138,6 +139,57 @@ def log_probabilities(
   """Returns the logarithms of the softmax, in at least float32.
 
   Args:
-    logits: Of a model, which has capped them where it does.
+    logits: Unnormalized log probabilities, soft-capped if the model does so.
   """
   return jax.nn.log_softmax(precision.widened(logits), axis=-1)
+
+
+def sigmoid_cross_entropy(
+  logits: Float[Array, "*batch classes"],
+  targets: Float[Array, "*batch classes"],
+) -> Float[Array, "*batch classes"]:
+  """Returns the binary cross entropy of each class, in nats.
+
+  Args:
+    logits: Log odds, of any float dtype.
+    targets: Probabilities from 0 to 1. Several classes, or none, may be true.
+
+  Returns:
+    Values in at least float32.
+  """
+  logits = precision.widened(logits)
+  targets = targets.astype(logits.dtype)
+  # max(x, 0) - p x + log(1 + exp(-|x|)) does not overflow. The derivatives of
+  # `abs` and `relu` at zero would not add up to that of the loss; those of
+  # `where` do, as both take the same side.
+  is_positive = logits >= 0
+  size = jnp.where(is_positive, logits, -logits)
+  largest = jnp.where(is_positive, logits, 0)
+  return largest - targets * logits + jnp.log1p(jnp.exp(-size))
+
+
+def weighted_sigmoid_loss(
+  logits: Float[Array, "*batch classes"],
+  targets: Float[Array, "*batch classes"],
+  weights: Float[Array, "*batch weighted"],
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+  """Returns the weighted sum over classes and examples, and the total weight.
+
+  Args:
+    logits: Log odds.
+    targets: Probabilities from 0 to 1.
+    weights: One for each class of each example, or one for each example, which
+      counts once in the total weight, not once for each class.
+
+  Raises:
+    ValueError: The last axis of the weights is neither one nor all classes.
+  """
+  if weights.shape[-1] not in (1, logits.shape[-1]):
+    raise ValueError(
+      "weights must have one entry for each of the "
+      f"{logits.shape[-1]} classes, or one for all, got the shape "
+      f"{weights.shape}."
+    )
+  losses = sigmoid_cross_entropy(logits, targets)
+  weights = weights.astype(losses.dtype)
+  return jnp.sum(losses * weights), jnp.sum(weights)
