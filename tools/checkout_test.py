@@ -10,7 +10,7 @@ import pathlib
 
 import pytest
 
-from paxon.tools import capabilities, check_deps, dependency_budget
+from paxon.tools import check_deps, dependency_budget
 from paxon.tools.dependencies import source_tree
 
 _ROOT = source_tree.find_root(pathlib.Path(__file__))
@@ -27,9 +27,3 @@ def test_public_targets_drag_in_what_was_agreed():
   if found:
     message = "\n".join([*found, dependency_budget.UPDATE])
     pytest.fail(message, pytrace=False)
-
-
-def test_the_table_of_capabilities_is_right():
-  found = capabilities.check(_ROOT)
-  if found:
-    pytest.fail("\n".join(found), pytrace=False)
