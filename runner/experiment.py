@@ -31,13 +31,9 @@ import fiddle as fdl
 from paxon.inputs import base_input
 from paxon.quantization import recipes, roles
 from paxon.quantization import rules as rules_of_quantization
-from paxon.runner import compiler_options as compiler_options_lib
-from paxon.runner import generation_settings
 from paxon.runner import job as job_lib
 from paxon.runner import knobs as knobs_lib
 from paxon.runner import task as task_lib
-from paxon.runner.checkpoints import retention as retention_lib
-from paxon.runner.checkpoints import warm_start as warm_start_lib
 from paxon.runner.configuration import (
   compute_dtype,
   kv_caches,
@@ -45,10 +41,9 @@ from paxon.runner.configuration import (
   serving_weights,
   tree,
 )
-from paxon.runner.monitoring import settings as settings_lib
-from paxon.runner.monitoring import spikes, watchdog
-from paxon.runner.plan import kernel_contract
-from paxon.runner.training import early_stopping as early_stopping_lib
+from paxon.runner.settings import compiler, monitoring, training
+from paxon.runner.settings import expected_kernels as expected_kernels_lib
+from paxon.runner.settings import generation as generation_lib
 from paxon.sharding import rule_sets
 from paxon.sharding import rules as rules_lib
 
@@ -118,9 +113,7 @@ class Experiment(abc.ABC):
   decode_rules: str | None = None
   dtype: Literal["float32", "bfloat16"] = "float32"
   kv_cache: Literal["int8", "fp8", "int4"] | None = None
-  compiler_options: Mapping[str, compiler_options_lib.Value] = (
-    types.MappingProxyType({})
-  )
+  compiler_options: Mapping[str, compiler.Value] = types.MappingProxyType({})
   compiler_option_sets: tuple[str, ...] = ()
   pgle: str | None = None
   quantization: str | None = None
@@ -249,17 +242,17 @@ class Experiment(abc.ABC):
 
   def generation(
     self,
-  ) -> fdl.Config[generation_settings.GenerationSettings] | None:
+  ) -> fdl.Config[generation_lib.GenerationSettings] | None:
     """Returns what to sample at the end of a run; None for nothing."""
     return None
 
   def early_stopping(
     self,
-  ) -> fdl.Config[early_stopping_lib.EarlyStopping] | None:
+  ) -> fdl.Config[training.EarlyStopping] | None:
     """Returns when to end before the last step; None for never."""
     return None
 
-  def warm_start(self) -> fdl.Config[warm_start_lib.WarmStart] | None:
+  def warm_start(self) -> fdl.Config[training.WarmStart] | None:
     """Returns which checkpoint a new run begins with; None for none."""
     return None
 
@@ -282,7 +275,7 @@ class Experiment(abc.ABC):
 
   def expected_kernels(
     self,
-  ) -> tuple[fdl.Config[kernel_contract.ExpectedKernel], ...]:
+  ) -> tuple[fdl.Config[expected_kernels_lib.ExpectedKernel], ...]:
     """Returns the kernels that the compiled step must have; none here."""
     return ()
 
@@ -301,16 +294,16 @@ class Experiment(abc.ABC):
     covered = (roles.ATTENTION_PROJECTIONS, roles.FEED_FORWARD, roles.EXPERTS)
     return (rules_of_quantization.Rule(covered, choice.recipe),)
 
-  def retention(self) -> fdl.Config[retention_lib.Retention]:
+  def retention(self) -> fdl.Config[training.Retention]:
     """Returns which checkpoints are kept; here the three newest."""
-    return fdl.Config(retention_lib.Retention)
+    return fdl.Config(training.Retention)
 
-  def observability(self) -> fdl.Config[settings_lib.Settings]:
+  def observability(self) -> fdl.Config[monitoring.MonitoringSettings]:
     """Returns what the training watches beside its figures."""
     return fdl.Config(
-      settings_lib.Settings,
-      watchdog=fdl.Config(watchdog.WatchdogSettings),
-      spikes=fdl.Config(spikes.SpikeSettings),
+      monitoring.MonitoringSettings,
+      watchdog=fdl.Config(monitoring.WatchdogSettings),
+      spikes=fdl.Config(monitoring.SpikeSettings),
     )
 
   def adjust(self, config: fdl.Config[job_lib.Job]) -> None:  # noqa: B027

@@ -8,8 +8,7 @@ import pytest
 
 from paxon.runner import experiment, job, knobs, toy_experiment
 from paxon.runner.configuration import dump, tree
-from paxon.runner.plan import kernel_contract
-from paxon.runner.training import early_stopping
+from paxon.runner.settings import expected_kernels, training
 
 
 def _class(name="New", bases=(toy_experiment.Toy,), **body) -> Any:
@@ -32,7 +31,7 @@ def _class(name="New", bases=(toy_experiment.Toy,), **body) -> Any:
       {"num_trian_steps": 3}, "did you mean 'num_train_steps'", id="base-knob"
     ),
     pytest.param(
-      {"zzz": "a"}, r"there are: .*A new knob needs an annotation", id="no-clue"
+      {"zzz": "a"}, r"known: .*A new knob needs an annotation", id="no-clue"
     ),
     pytest.param({"activation": np.tanh}, "no class declares", id="callable"),
     pytest.param(
@@ -314,7 +313,7 @@ def test_compiler_options_and_expected_kernels_reach_the_job():
   # Runs that were stored before there were such fields go on.
   assert not tree.is_set(untouched, "compiler_options")
   assert not tree.is_set(untouched, "expected_kernels")
-  expected = kernel_contract.ExpectedKernel(
+  expected = expected_kernels.ExpectedKernel(
     part="attention forward", kernel="cudnn"
   )
 
@@ -352,7 +351,7 @@ def test_early_stopping_is_a_method_that_may_read_knobs():
     patience: int = 5
 
     def early_stopping(self):
-      return fdl.Config(early_stopping.EarlyStopping, patience=self.patience)
+      return fdl.Config(training.EarlyStopping, patience=self.patience)
 
   rule = fdl.build(Stopping(patience=7).job()).early_stopping
   assert rule.patience == 7

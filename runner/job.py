@@ -5,17 +5,13 @@ import dataclasses
 
 from paxon.inputs import base_input
 from paxon.quantization import recipes as recipes_lib
-from paxon.runner import compiler_options as options_lib
-from paxon.runner import generation_settings
 from paxon.runner import task as task_lib
-from paxon.runner.checkpoints import retention as retention_lib
-from paxon.runner.checkpoints import warm_start as warm_start_lib
-from paxon.runner.configuration import suggestions
-from paxon.runner.monitoring import settings as settings_lib
-from paxon.runner.plan import kernel_contract
-from paxon.runner.training import early_stopping as early_stopping_lib
+from paxon.runner.settings import compiler, monitoring, training
+from paxon.runner.settings import expected_kernels as expected_kernels_lib
+from paxon.runner.settings import generation as generation_lib
 from paxon.sharding import mesh as meshes
 from paxon.sharding import rules as rules_lib
+from paxon.sharding import suggestions
 
 _INTERVALS = (
   "checkpoint_every_steps",
@@ -82,23 +78,23 @@ class Job:
   decode_mesh: str | None = None
   decode_rules: rules_lib.Rules | None = None
   seed: int = 0
-  retention: retention_lib.Retention = dataclasses.field(
-    default_factory=retention_lib.Retention
+  retention: training.Retention = dataclasses.field(
+    default_factory=training.Retention
   )
-  warm_start: warm_start_lib.WarmStart | None = None
-  early_stopping: early_stopping_lib.EarlyStopping | None = None
-  observability: settings_lib.Settings = dataclasses.field(
-    default_factory=settings_lib.Settings
+  warm_start: training.WarmStart | None = None
+  early_stopping: training.EarlyStopping | None = None
+  observability: monitoring.MonitoringSettings = dataclasses.field(
+    default_factory=monitoring.MonitoringSettings
   )
-  generation: generation_settings.GenerationSettings | None = None
+  generation: generation_lib.GenerationSettings | None = None
   baselines: Callable[[], dict[str, float]] | None = None
-  compiler_options: Mapping[str, options_lib.Value] = dataclasses.field(
+  compiler_options: Mapping[str, compiler.Value] = dataclasses.field(
     default_factory=dict
   )
   compiler_option_sets: tuple[str, ...] = ()
   pgle: str | None = None
   weights: str | None = None
-  expected_kernels: tuple[kernel_contract.ExpectedKernel, ...] = ()
+  expected_kernels: tuple[expected_kernels_lib.ExpectedKernel, ...] = ()
 
   def __post_init__(self) -> None:
     if self.mesh != meshes.AUTO:
@@ -129,8 +125,8 @@ class Job:
           "Job.weights must end with ':serve' or ':convert', got"
           f" {self.weights!r}; training is None."
         )
-    options_lib.check_names(self.compiler_options)
-    options_lib.check_sets(self.compiler_option_sets)
+    compiler.check_options(self.compiler_options)
+    compiler.check_sets(self.compiler_option_sets)
     if "train" in self.eval_inputs:
       raise ValueError(
         "Job.eval_inputs has a split named 'train', which is the name of the"
@@ -173,7 +169,7 @@ class Job:
         f"{what} needs evaluations to decide on; set Job.eval_every_steps."
       )
     if split not in self.eval_inputs:
-      hint = suggestions.hint(split or "", self.eval_inputs)
+      hint = suggestions.suggest(split or "", self.eval_inputs)
       raise ValueError(
         f"{what} has the metric {metric!r}, but Job.eval_inputs has no split"
         f" {split!r}{hint}"

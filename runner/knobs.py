@@ -15,7 +15,8 @@ import typing
 from typing import Any, ClassVar
 
 from paxon.runner import user_error
-from paxon.runner.configuration import annotations, suggestions
+from paxon.runner.configuration import annotations
+from paxon.sharding import suggestions
 
 REQUIRED: Any = object()
 
@@ -95,7 +96,7 @@ def value(cls: type, knob: Knob, given: Any) -> Any:
 def unknown(cls: type, name: str, known: Mapping[str, Knob]) -> KnobError:
   """Returns the error for a knob that does not exist."""
   return KnobError(
-    f"{cls.__name__} has no knob {name!r}{suggestions.hint(name, known)}"
+    f"{cls.__name__} has no knob {name!r}{suggestions.suggest(name, known)}"
   )
 
 
@@ -160,7 +161,7 @@ def _check_body(
       )
     elif not is_method and not _is_constant_of_bases(klass, name):
       known = {*declared, *own, *_knobs_below(cls, klass)}
-      close = suggestions.hint(name, known)
+      close = suggestions.suggest(name, known)
       raise KnobError(
         f"{klass.__name__}.{name} is assigned, but no class declares a knob"
         f" {name!r}{close} A new knob needs an annotation, such as '{name}:"

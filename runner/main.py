@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, NoReturn
 from absl import flags
 
 from paxon.runner import pax_flags, user_error
-from paxon.runner.configuration import suggestions
 from paxon.runner.hosts import process_settings, terminal_output
 from paxon.runner.monitoring import launch, profile_window
+from paxon.sharding import suggestions
 
 if TYPE_CHECKING:
   from etils import epath
@@ -334,7 +334,7 @@ def _parse(argv: Sequence[str]) -> _Command:
 
 
 def _unknown_flag(name: str, values: flags.FlagValues) -> user_error.UserError:
-  close = suggestions.closest(name.partition(".")[0], list(values))
+  close = suggestions.find_closest(name.partition(".")[0], list(values))
   if name.partition(".")[0] in ("fld", "fd", "fdll", "fiddle"):
     what = f"did you mean '--fdl.{name.partition('.')[2] or 'NAME'}'?"
   elif name in ("h", "?"):
@@ -350,7 +350,8 @@ def _check(command: _Command, packages: Sequence[str]) -> None:
   """Checks what can be known before an experiment is imported."""
   if command.mode not in MODES:
     raise user_error.UserError(
-      f"--mode={command.mode} is no mode{suggestions.hint(command.mode, MODES)}"
+      f"--mode={command.mode} is no mode"
+      f"{suggestions.suggest(command.mode, MODES)}"
     )
   if not command.exp and command.mode not in _OF_A_RUN:
     entries = _entries(packages)

@@ -74,7 +74,7 @@ _WRONG = [
   (["--exp=runner.toy_experiment.Layer"], r"Layer is no experiment"),
   ([_TOY, "--mode=trian"], r"--mode=trian is no mode; did you mean 'train'\?"),
   ([_TOY, "--mode=plan9"], r"--mode=plan9 is no mode; did you mean 'plan'"),
-  ([_TOY, "--mode="], r"--mode= is no mode; there are: decode, eval, inspect_"),
+  ([_TOY, "--mode="], r"--mode= is no mode; known: decode, eval, inspect_"),
   ([_TOY, "--mdoe=eval"], r"no flag --mdoe; did you mean '--mode'"),
   ([_TOY, "--mdoe", "eval"], r"no flag --mdoe; did you mean '--mode'"),
   ([_TOY, "--job_logdir=x"], r"no flag --job_logdir; did you mean '--job_log_"),

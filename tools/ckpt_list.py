@@ -14,6 +14,7 @@ from paxon.runner.checkpoints import (
   text_table,
 )
 from paxon.runner.monitoring import metrics_file
+from paxon.runner.settings import training
 
 _COLUMNS = (
   "step",
@@ -106,15 +107,17 @@ def _reasons(
   try:
     fields = {
       field.name: config["retention"][field.name]
-      for field in dataclasses.fields(retention.Retention)
+      for field in dataclasses.fields(training.Retention)
     }
     goal = fields.pop("goal")["@enum"].rpartition(".")[2]
-    rules = retention.Retention(goal=retention.Goal[goal], **fields)
+    rules = training.Retention(goal=training.Goal[goal], **fields)
     saved = [
       retention.Saved(step=step, time=time) for step, time in times.items()
     ]
-    return rules.reasons(
-      saved, value=lambda step: rules.value(results.get(step, {}))
+    return retention.reasons_to_keep(
+      rules,
+      saved,
+      value=lambda step: retention.metric_value(rules, results.get(step, {})),
     )
   # A copy without its configuration, or one of another version.
   except (KeyError, TypeError, ValueError, AttributeError):

@@ -18,7 +18,7 @@ import os
 from typing import TYPE_CHECKING, Final
 
 from paxon.runner import user_error
-from paxon.runner.configuration import suggestions
+from paxon.sharding import suggestions
 from paxon.tools import ckpt_arguments, command_line
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def _check_prefix(
   }
   raise user_error.UserError(
     f"There is no name and no folder of names {prefix!r} in"
-    f" {os.fspath(checkpoints[0].path)}{suggestions.hint(prefix, folders)}"
+    f" {os.fspath(checkpoints[0].path)}{suggestions.suggest(prefix, folders)}"
   )
 
 

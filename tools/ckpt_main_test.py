@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from paxon.runner.checkpoints import checkpointer, warm_start
+from paxon.runner.checkpoints import checkpointer
+from paxon.runner.settings import training
 from paxon.runner.training import session as session_lib
 from paxon.runner.training import testing
 from paxon.sharding import variables
@@ -63,7 +64,7 @@ def run(tmp_path_factory):
     "every_minutes": None,
     "best": 1,
     "metric": "validation/loss",
-    "goal": {"@enum": "paxon.runner.checkpoints.retention.Goal.MIN"},
+    "goal": {"@enum": "paxon.runner.checkpoints.training.Goal.MIN"},
   }
   (folder / "config.json").write_text(json.dumps({"retention": rules}))
   return folder
@@ -213,7 +214,7 @@ def test_preview_for_an_experiment(run, tmp_path, capsys, monkeypatch):
     testing.TinyLm,
     "warm_start",
     lambda self: fdl.Config(
-      warm_start.WarmStart, checkpoint=str(tmp_path), training_state=True
+      training.WarmStart, checkpoint=str(tmp_path), training_state=True
     ),
   )
   status, out, _ = _call(capsys, "preview", exp)
@@ -275,7 +276,7 @@ def test_a_store_is_looked_into_like_a_disk(run, store, capsys):
     (["preview", "{run}", "--to={run}", "--pattern=x"], "has no =>"),
     (
       ["preview", "{run}", "--to={run}", "--pattern=(=>"],
-      "WarmStart.patterns[0] is no regular expression",
+      "WarmStart.patterns[0] is not a regular expression",
     ),
     (
       ["preview", "{run}", "--to={run}", "--pattern=params/hed/.*=>"],

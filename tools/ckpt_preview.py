@@ -16,11 +16,11 @@ from typing import Any
 from paxon.runner import run_dir, user_error
 from paxon.runner.checkpoints import (
   stored_checkpoint,
-  warm_start,
   warm_start_plan,
   warm_start_preview,
 )
 from paxon.runner.configuration import overrides, resolving
+from paxon.runner.settings import training
 from paxon.tools import ckpt_arguments
 
 _ARROW = "=>"
@@ -104,7 +104,7 @@ def _parser() -> ckpt_arguments.Parser:
 
 def _of_experiment(
   name: str, given: Sequence[overrides.Override]
-) -> tuple[list[Any], warm_start.WarmStart | None]:
+) -> tuple[list[Any], training.WarmStart | None]:
   """Returns the specs of a state, and the warm start of the experiment."""
   resolved = resolving.resolve(name, given, packages=("paxon.tasks",))
   # Names and shapes do not depend on the mesh, and this machine has no other.
@@ -121,7 +121,7 @@ def _of_experiment(
 def _plan(
   arguments: argparse.Namespace,
   targets: Iterable[Any],
-  start: warm_start.WarmStart | None,
+  start: training.WarmStart | None,
 ) -> warm_start_plan.Plan:
   """Returns the plan of the flags; what they leave out, `start` says."""
   fields: dict[str, Any] = {}
@@ -139,7 +139,7 @@ def _plan(
     if start is not None:
       start = dataclasses.replace(start, **fields)
     elif "checkpoint" in fields:
-      start = warm_start.WarmStart(**fields)
+      start = training.WarmStart(**fields)
     else:
       raise user_error.UserError(
         "preview needs the SOURCE; the experiment has no warm start of its own."

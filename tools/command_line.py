@@ -11,7 +11,7 @@ import sys
 from typing import Final, NoReturn
 
 from paxon.runner import user_error
-from paxon.runner.configuration import suggestions
+from paxon.sharding import suggestions
 
 # By name: takes the arguments after it, and returns the exit status.
 Commands = Mapping[str, Callable[[list[str]], int]]
@@ -37,7 +37,7 @@ def dispatch(
   try:
     if name not in commands:
       raise user_error.UserError(
-        f"There is no command {name!r}{suggestions.hint(name, commands)}"
+        f"There is no command {name!r}{suggestions.suggest(name, commands)}"
       )
     return commands[name](rest)
   except user_error.UserError as error:

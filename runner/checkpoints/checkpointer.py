@@ -35,6 +35,7 @@ from paxon.runner.checkpoints import (
 )
 from paxon.runner.checkpoints import retention as retention_lib
 from paxon.runner.hosts import agreement
+from paxon.runner.settings import training
 
 _STATE, _DATA, _METADATA = "state", "data", "metadata"
 _MANIFEST = "manifest"
@@ -75,7 +76,7 @@ class Checkpointer:
     self,
     folder: epath.Path,
     *,
-    retention: retention_lib.Retention | None = None,
+    retention: training.Retention | None = None,
     read_only: bool = False,
     lazy: bool = False,
   ) -> None:
@@ -91,7 +92,7 @@ class Checkpointer:
     self._folder = folder
     self._lazy = lazy
     self._read_only = read_only
-    self._retention = retention or retention_lib.Retention(newest=None)
+    self._retention = retention or training.Retention(newest=None)
     self._value: Callable[[int], float | None] = lambda step: None
     self._values: dict[int, float | None] = {}
     self._times: dict[int, float] = {}
@@ -234,7 +235,9 @@ class Checkpointer:
       for step, time in zip(steps, times, strict=True)
       if step not in self._left_out
     ]
-    reasons = self._retention.reasons(saved, value=self._values.get)
+    reasons = retention_lib.reasons_to_keep(
+      self._retention, saved, value=self._values.get
+    )
     return [step in self._left_out or bool(reasons[step]) for step in steps]
 
   def _time(self, step: int, *, otherwise: float) -> float:

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.runner.checkpoints import checkpointer, compatibility, retention
+from paxon.runner.checkpoints import checkpointer, compatibility
+from paxon.runner.settings import training
 from paxon.sharding import layout as layouts
 from paxon.sharding import mesh as meshes
 from paxon.sharding import variables
@@ -162,7 +163,7 @@ def test_part_of_a_checkpoint_can_be_read(tmp_path):
 
 def test_keeps_the_newest(tmp_path):
   with checkpointer.Checkpointer(
-    epath.Path(tmp_path), retention=retention.Retention(newest=2)
+    epath.Path(tmp_path), retention=training.Retention(newest=2)
   ) as checkpoints:
     for step in (1, 2, 10, 20):
       checkpoints.save(step, _tree(step), specs=SPECS, data={})

@@ -14,15 +14,9 @@ This module knows names only: no shapes, no arrays, no jax.
 from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import re
-from typing import TypeAlias
 
-from paxon.runner.configuration import suggestions
-
-Pattern: TypeAlias = tuple[str, str | None]
-
-
-class PatternError(ValueError):
-  """A pattern that is wrong in itself, or has no effect."""
+from paxon.runner.settings import training
+from paxon.sharding import suggestions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,68 +38,11 @@ class Matching:
   uses: tuple[int, ...]
 
 
-def check(patterns: Iterable[object], *, field: str) -> None:
-  """Checks what can be known before any name is.
-
-  Args:
-    patterns: Such as the module's docstring shows.
-    field: Names the patterns in messages.
-
-  Raises:
-    PatternError: An expression is not valid, or a template refers to a group
-      that its expression does not have.
-  """
-  for index, pattern in enumerate(patterns):
-    place = f"{field}[{index}]"
-    match pattern:
-      case (str(expression), str() | None as template):
-        pass
-      case _:
-        raise PatternError(
-          f"{place} must be a pair of a regular expression and a template or"
-          f" None, got {pattern!r}."
-        )
-    compiled = compile_expression(expression, place=place)
-    if template is None:
-      continue
-    if not template:
-      raise PatternError(
-        f"{place} has an empty template; give the source's name, or None to"
-        " leave initial values."
-      )
-    try:
-      # Reads the template also where nothing matches.
-      compiled.sub(template, "")
-    except (re.error, IndexError) as error:
-      raise PatternError(
-        f"{place} has the template {template!r}, which does not fit its"
-        f" expression {expression!r} of {compiled.groups} groups: {error}."
-      ) from error
-
-
-def compile_expression(expression: str, *, place: str) -> re.Pattern[str]:
-  """Returns the compiled expression.
-
-  Args:
-    expression: A regular expression.
-    place: Names it in the message.
-
-  Raises:
-    PatternError: It is not valid.
-  """
-  try:
-    return re.compile(expression)
-  except re.error as error:
-    raise PatternError(
-      f"{place} is no regular expression: {expression!r} ({error})."
-    ) from error
-
-
 def match(
   targets: Sequence[str],
   sources: Iterable[str],
   *,
-  patterns: Sequence[Pattern],
+  patterns: Sequence[training.Pattern],
   field: str,
 ) -> Matching:
   """Finds the source of each target.
@@ -117,10 +54,10 @@ def match(
     field: Names the patterns in messages.
 
   Raises:
-    PatternError: A pattern matches no target, or only such that earlier ones
-      have taken.
+    training.PatternError: A pattern has no effect: it matches no target, or
+      only targets that an earlier pattern matches.
   """
-  check(patterns, field=field)
+  training.check_patterns(patterns, field=field)
   compiled = [re.compile(expression) for expression, _ in patterns]
   known = list(sources)
   known_set = set(known)
@@ -173,7 +110,7 @@ def matches_any(
 
 
 def closest(expression: str, names: Iterable[str]) -> str:
-  """Returns `; the closest name is 'x'.`, or `; there are: ...`.
+  """Returns `; the closest name is 'x'.`, or `; known: ...`.
 
   Args:
     expression: One that matches nothing.
@@ -183,7 +120,7 @@ def closest(expression: str, names: Iterable[str]) -> str:
   found = closest_name(expression, names)
   if found is not None:
     return f"; the closest name is {found!r}."
-  return suggestions.hint(expression, names)
+  return suggestions.suggest(expression, names)
 
 
 def closest_name(expression: str, names: Iterable[str]) -> str | None:
@@ -196,7 +133,7 @@ def closest_name(expression: str, names: Iterable[str]) -> str | None:
   names = list(names)
   # What stands for itself in most expressions is what was meant as a name.
   plain = re.sub(r"\(\?P?<\w+>|[\\^$()\[\]{}?+*|]|\.(?=[*+])", "", expression)
-  found = suggestions.closest(plain.strip("/"), names)
+  found = suggestions.find_closest(plain.strip("/"), names)
   return (found or _sharing_a_part(plain, names) or [None])[0]
 
 
@@ -206,7 +143,7 @@ def _sharing_a_part(plain: str, names: Iterable[str]) -> list[str]:
 
   def score(name: str) -> int:
     return sum(
-      bool(suggestions.closest(part, name.split("/"))) for part in parts
+      bool(suggestions.find_closest(part, name.split("/"))) for part in parts
     )
 
   best = sorted(names, key=lambda name: (-score(name), name))
@@ -215,22 +152,22 @@ def _sharing_a_part(plain: str, names: Iterable[str]) -> list[str]:
 
 def _no_effect(
   targets: Sequence[str],
-  patterns: Sequence[Pattern],
+  patterns: Sequence[training.Pattern],
   index: int,
   place: str,
-) -> PatternError:
+) -> training.PatternError:
   expression = patterns[index][0]
   hidden = [name for name in targets if re.fullmatch(expression, name)]
   if hidden:
     earlier = next(
       i for i in range(index) if re.fullmatch(patterns[i][0], hidden[0])
     )
-    return PatternError(
+    return training.PatternError(
       f"{place} ({expression!r}) has no effect: all that it matches, such as"
       f" {hidden[0]!r}, is taken by earlier patterns, such as"
       f" {patterns[earlier][0]!r}; put the more special one first."
     )
-  return PatternError(
+  return training.PatternError(
     f"{place} ({expression!r}) matches no variable of the model"
     + closest(expression, targets)
   )

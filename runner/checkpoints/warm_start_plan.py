@@ -17,8 +17,8 @@ from paxon.runner import user_error
 from paxon.runner.checkpoints import (
   name_patterns,
   stored_checkpoint,
-  warm_start,
 )
+from paxon.runner.settings import training
 
 # More than these would bury the message.
 _MAX_PROBLEMS = 5
@@ -43,7 +43,7 @@ class Plan:
     targets: All specs of the model's state, by name.
   """
 
-  start: warm_start.WarmStart
+  start: training.WarmStart
   checkpoint: stored_checkpoint.StoredCheckpoint
   matching: name_patterns.Matching
   reads: Mapping[str, str]
@@ -53,7 +53,7 @@ class Plan:
 
 
 def make(
-  start: warm_start.WarmStart,
+  start: training.WarmStart,
   *,
   checkpoint: stored_checkpoint.StoredCheckpoint,
   targets: Iterable[Any],
@@ -99,7 +99,7 @@ def make(
 
 
 def _match(
-  start: warm_start.WarmStart,
+  start: training.WarmStart,
   checkpoint: stored_checkpoint.StoredCheckpoint,
   wanted: Sequence[str],
 ) -> name_patterns.Matching:
@@ -110,12 +110,12 @@ def _match(
       patterns=start.patterns,
       field="WarmStart.patterns",
     )
-  except name_patterns.PatternError as error:
+  except training.PatternError as error:
     raise user_error.UserError(str(error)) from error
 
 
 def _check_missing(
-  start: warm_start.WarmStart,
+  start: training.WarmStart,
   checkpoint: stored_checkpoint.StoredCheckpoint,
   absent: Mapping[str, str],
   wanted: Sequence[str],
@@ -188,7 +188,7 @@ def _owner(name: str, variables: set[str]) -> tuple[str, str | None]:
 
 
 def _check_arrays(
-  start: warm_start.WarmStart,
+  start: training.WarmStart,
   checkpoint: stored_checkpoint.StoredCheckpoint,
   reads: Mapping[str, str],
   wanted: Mapping[str, Any],

@@ -7,10 +7,10 @@ import pytest
 from paxon.runner import user_error
 from paxon.runner.checkpoints import (
   stored_checkpoint,
-  warm_start,
   warm_start_plan,
   warm_start_preview,
 )
+from paxon.runner.settings import training
 from paxon.sharding import variables
 
 # Names with their shapes; dtypes are float32 unless said otherwise.
@@ -67,7 +67,7 @@ def _plan(*, source=None, target=None, dtype="float32", to="float32", **fields):
     for name, shape in (target or TARGET).items()
   ]
   return warm_start_plan.make(
-    warm_start.WarmStart(checkpoint="base", **fields),
+    training.WarmStart(checkpoint="base", **fields),
     checkpoint=_checkpoint(source, dtype),
     targets=specs,
   )

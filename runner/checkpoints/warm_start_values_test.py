@@ -14,10 +14,10 @@ from paxon.runner.checkpoints import (
   checkpointer,
   stored_arrays,
   stored_checkpoint,
-  warm_start,
   warm_start_plan,
   warm_start_values,
 )
+from paxon.runner.settings import training
 from paxon.sharding import layout as layouts
 from paxon.sharding import mesh as meshes
 from paxon.sharding import variables
@@ -67,7 +67,7 @@ def _save(run, count=COUNT, debias=None):
 def _read(run, targets, *, mesh="fsdp=4,tensor=2", **fields):
   layout = layouts.Layout(meshes.make_mesh(meshes.MeshSpec.parse(mesh)))
   plan = warm_start_plan.make(
-    warm_start.WarmStart(checkpoint="base", **fields),
+    training.WarmStart(checkpoint="base", **fields),
     checkpoint=stored_checkpoint.find(epath.Path(run)),
     targets=targets,
   )

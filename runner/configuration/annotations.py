@@ -14,7 +14,7 @@ import types
 import typing
 from typing import Any, Literal
 
-from paxon.runner.configuration import suggestions
+from paxon.sharding import suggestions
 
 _SEQUENCES: dict[object, Callable[..., object]] = {
   tuple: tuple,
@@ -255,6 +255,6 @@ def _mismatch(value: Any, annotation: Any) -> MismatchError:
       for arg in typing.get_args(part)
       if isinstance(arg, str)
     ]
-    close = suggestions.closest(value, words)
+    close = suggestions.find_closest(value, words)
     hint = f"; did you mean {close[0]!r}?" if close else ""
   return MismatchError(f"expected {describe(annotation)}, got {got}{hint}")

@@ -9,7 +9,8 @@ import types
 from typing import TYPE_CHECKING
 
 from paxon.runner import user_error
-from paxon.runner.configuration import experiment_index, suggestions
+from paxon.runner.configuration import experiment_index
+from paxon.sharding import suggestions
 
 if TYPE_CHECKING:
   from paxon.runner import experiment
@@ -138,7 +139,7 @@ def _no_class(
     )
   return user_error.UserError(
     f"--exp={name}: the module {modules[0]} has no experiment {class_name!r}"
-    f"{suggestions.hint(class_name, inside)}"
+    f"{suggestions.suggest(class_name, inside)}"
   )
 
 

@@ -145,7 +145,7 @@ def test_import_path_finds_the_class_again():
     ),
     pytest.param(
       "shop.good.Zzzzzz",
-      r"has no experiment 'Zzzzzz'; there are: Large, ",
+      r"has no experiment 'Zzzzzz'; known: Large, ",
       id="zz",
     ),
     pytest.param(

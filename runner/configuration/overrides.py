@@ -14,12 +14,8 @@ from typing import Any
 import fiddle as fdl
 
 from paxon.runner import user_error
-from paxon.runner.configuration import (
-  annotations,
-  suggestions,
-  text_values,
-  tree,
-)
+from paxon.runner.configuration import annotations, text_values, tree
+from paxon.sharding import suggestions
 
 PREFIX = "fdl."
 
@@ -181,7 +177,7 @@ class _Setter:
   ) -> fdl.Buildable:
     names = tree.field_names(node)
     if step not in names:
-      hint = suggestions.hint(str(step), names)
+      hint = suggestions.suggest(str(step), names)
       place = f" at {path}" if path else ""
       raise self._error(f"{_name(node)}{place} has no field {step!r}{hint}")
     name = str(step)
@@ -198,7 +194,7 @@ class _Setter:
   def _key(self, value: Mapping[Any, Any], step: str | int, path: str) -> Any:
     if step in value:
       return step
-    hint = suggestions.hint(str(step), map(str, value))
+    hint = suggestions.suggest(str(step), map(str, value))
     raise self._error(f"{path} has no key {step!r}{hint}")
 
   def _in_sequence(

@@ -125,7 +125,7 @@ def test_value_is_set(argument, read, expected):
       "task.modle.head=3",
       r"Task at task has no field 'modle'; did you mean 'mo",
     ),
-    ("zzz=3", r"Job has no field 'zzz'; there are: baselines, "),
+    ("zzz=3", r"Job has no field 'zzz'; known: baselines, "),
     (
       "task.model.layers[1].width=3.5",
       r"--fdl.task.model.layers\[1\].width=3.5: expected int, got float\.$",

@@ -21,7 +21,8 @@ from paxon.quantization import recipe as recipe_lib
 from paxon.quantization import roles
 from paxon.quantization import rules as rules_lib
 from paxon.runner import user_error
-from paxon.runner.configuration import suggestions, tree
+from paxon.runner.configuration import tree
+from paxon.sharding import suggestions
 
 # What a provider may take the place of.
 _PLAIN = (jnp.einsum, wide_einsum.wide_einsum)
@@ -172,7 +173,7 @@ def _matches_nothing(rule: rules_lib.Rule, sites: list[_Site]) -> str:
     return f"{what}, because no layer has a plain einsum or kernel."
   found = sorted({role for site in sites for role in site.roles})
   paths = dict.fromkeys(site.path for site in sites)
-  close = suggestions.closest(rule.targets[0], paths, count=3)
+  close = suggestions.find_closest(rule.targets[0], paths, count=3)
   shown = close or list(paths)[:3]
   return (
     f"{what}; the roles are {', '.join(found)}, and the closest paths"

@@ -15,10 +15,10 @@ from paxon.runner.configuration import (
   compute_dtype,
   find_experiment,
   overrides,
-  suggestions,
   text_values,
   tree,
 )
+from paxon.sharding import suggestions
 
 if TYPE_CHECKING:
   import fiddle as fdl
@@ -146,7 +146,7 @@ def _configure(
     steps = overrides.steps_of(override)
     fields = [*tree.field_names(config), *type(experiment).knobs()]
     if steps[0] not in fields:
-      hint = suggestions.hint(str(steps[0]), fields)
+      hint = suggestions.suggest(str(steps[0]), fields)
       raise user_error.UserError(
         f"{override}: {type(experiment).__name__} has no knob and"
         f" {job_lib.Job.__name__} no field {steps[0]!r}{hint}"

@@ -18,7 +18,8 @@ import types
 import typing
 from typing import Any
 
-from paxon.runner.configuration import annotations, suggestions
+from paxon.runner.configuration import annotations
+from paxon.sharding import suggestions
 
 _PREFIXES = ("paxon.", "")
 _EXAMPLE = "such as layers.remat.save_nothing or jax.nn.relu"
@@ -95,7 +96,7 @@ def _find(path: str) -> Any:
     for key, value in vars(modules[0]).items()
     if callable(value) and not key.startswith("_")
   ]
-  hint = suggestions.hint(name, public).rstrip(".")
+  hint = suggestions.suggest(name, public).rstrip(".")
   raise annotations.MismatchError(
     f"{modules[0].__name__} has no function {name!r}{hint}"
   )

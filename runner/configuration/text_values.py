@@ -23,11 +23,8 @@ import typing
 from typing import Any, Literal
 import warnings
 
-from paxon.runner.configuration import (
-  annotations,
-  suggestions,
-  text_functions,
-)
+from paxon.runner.configuration import annotations, text_functions
+from paxon.sharding import suggestions
 
 _BOOLS = {"true": True, "false": False, "True": True, "False": False}
 _INFINITIES = {"inf": float("inf"), "-inf": -float("inf")}
@@ -99,7 +96,7 @@ def _parse_one(text: str, literal: Any, annotation: Any) -> Any:
     if text in annotation.__members__:
       return annotation[text]
     names = list(annotation.__members__)
-    hint = suggestions.hint(text, names)
+    hint = suggestions.suggest(text, names)
     raise annotations.MismatchError(
       f"{annotation.__name__} has no member {_shown(text)}{hint.rstrip('.')}"
     )
@@ -130,7 +127,7 @@ def _parse_dtype(text: str, annotation: Any) -> Any:
   names |= {"float8_e4m3fn", "float8_e5m2", "int4", "int64"}
   # Only plain names: numpy would read "f" or "i4,i4" as dtypes as well.
   if text not in names:
-    close = suggestions.closest(text, names)
+    close = suggestions.find_closest(text, names)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     raise annotations.MismatchError(
       f"expected {annotations.describe(annotation)}, got {_shown(text)}{hint}"

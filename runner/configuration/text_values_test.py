@@ -88,7 +88,7 @@ def test_text_becomes_the_annotated_type(text, annotation, expected):
     ("'ab'", tuple[str, ...], r"^expected tuple\[str, ...\], got 'ab'$"),
     ("(1, 'a')", tuple[int, ...], "for element 1 expected int, got 'a'"),
     ("c", Literal["a", "b"], r"^expected 'a' \| 'b', got 'c'"),
-    ("QQ", _Color, r"_Color has no member 'QQ'; there are: BLUE, RED$"),
+    ("QQ", _Color, r"_Color has no member 'QQ'; known: BLUE, RED$"),
     ("REDD", _Color, r"did you mean 'RED'"),
     ("bfloat61", DTypeLike, r"expected a dtype.*did you mean 'bfloat16'"),
     ("i4,i4", DTypeLike, r"expected a dtype, got 'i4,i4'"),

@@ -23,7 +23,7 @@ from paxon.runner.monitoring import (
   watchdog,
 )
 from paxon.runner.monitoring import launch as launch_lib
-from paxon.runner.monitoring import settings as settings_lib
+from paxon.runner.settings import monitoring
 
 _T = TypeVar("_T")
 Position = Mapping[str, Any]
@@ -38,7 +38,7 @@ class Observer:
 
   def __init__(
     self,
-    settings: settings_lib.Settings | None = None,
+    settings: monitoring.MonitoringSettings | None = None,
     *,
     ledger: goodput.Ledger | None = None,
     run_dir: epath.Path | None = None,

@@ -13,10 +13,9 @@ from paxon.runner.monitoring import (
   launch,
   observer,
   profile_window,
-  settings,
   spikes,
-  watchdog,
 )
+from paxon.runner.settings import monitoring
 
 
 def _step():
@@ -55,9 +54,9 @@ def test_figures_of_a_compiled_step(capsys):
 
 def _full(tmp_path, **options):
   return observer.Observer(
-    settings.Settings(
-      watchdog=watchdog.WatchdogSettings(min_seconds=0.05, factor=1.0),
-      spikes=spikes.SpikeSettings(window=4, min_steps=2),
+    monitoring.MonitoringSettings(
+      watchdog=monitoring.WatchdogSettings(min_seconds=0.05, factor=1.0),
+      spikes=monitoring.SpikeSettings(window=4, min_steps=2),
     ),
     run_dir=epath.Path(tmp_path),
     **options,

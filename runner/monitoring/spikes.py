@@ -24,47 +24,12 @@ from typing import Any
 from etils import epath
 
 from paxon.inputs import base_input
-from paxon.learners import field_checks
 from paxon.runner import files, user_error
+from paxon.runner.settings import monitoring
 
 _TO_SIGMA = 1.4826
 # The least relative rise of a jump. The norm of a gradient often doubles.
 _RISES = {"loss": 0.05, "grad_norm": 1.0}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SpikeSettings:
-  """What counts as a jump; see the module.
-
-  Attributes:
-    window: How many steps before are compared with.
-    min_steps: Below this number of them, only values that are not finite count.
-    num_deviations: Above the median.
-    loss_factor: Times the median is always a jump of the loss.
-    grad_norm_factor: The same for the norm of the gradient.
-  """
-
-  window: int = 200
-  min_steps: int = 50
-  num_deviations: float = 10.0
-  loss_factor: float = 1.5
-  grad_norm_factor: float = 10.0
-
-  def __post_init__(self) -> None:
-    field_checks.positive(
-      self, "window", "min_steps", "num_deviations", *_factors()
-    )
-    if self.min_steps > self.window:
-      raise ValueError(
-        f"SpikeSettings.min_steps ({self.min_steps}) must be at most window"
-        f" ({self.window})."
-      )
-    for field in _factors():
-      if getattr(self, field) <= 1:
-        raise ValueError(
-          f"SpikeSettings.{field} must be greater than 1, got"
-          f" {getattr(self, field)}."
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,7 +70,7 @@ class Detector:
   """Finds jumps of one metric."""
 
   def __init__(
-    self, settings: SpikeSettings, *, factor: float, rise: float
+    self, settings: monitoring.SpikeSettings, *, factor: float, rise: float
   ) -> None:
     """Starts without any step.
 
@@ -169,7 +134,7 @@ class SpikeReport:
 
   def __init__(
     self,
-    settings: SpikeSettings,
+    settings: monitoring.SpikeSettings,
     path: epath.PathLike,
     *,
     resume_step: int = 0,
@@ -288,7 +253,3 @@ def _middle(in_order: Sequence[float]) -> float:
     return math.nan
   half = len(in_order) // 2
   return (in_order[half] + in_order[-half - 1]) / 2
-
-
-def _factors() -> tuple[str, ...]:
-  return tuple(f"{metric}_factor" for metric in _RISES)

@@ -9,8 +9,9 @@ import pytest
 from paxon.inputs import byte_tokenizer, document_source, packed_lm_input
 from paxon.runner import user_error
 from paxon.runner.monitoring import spikes
+from paxon.runner.settings import monitoring
 
-SETTINGS = spikes.SpikeSettings(window=40, min_steps=20)
+SETTINGS = monitoring.SpikeSettings(window=40, min_steps=20)
 
 
 def _detector(settings=SETTINGS, factor=1.5, rise=0.05):
@@ -56,7 +57,7 @@ def test_jumps_are_those_of_the_definition():
 
 
 def test_noise_and_falling_losses_are_no_jumps():
-  detector = _detector(spikes.SpikeSettings())
+  detector = _detector(monitoring.SpikeSettings())
   falling = [8 * math.exp(-i / 300) + 2 for i in range(3000)]
   noisy = np.asarray(falling) + np.asarray(_noise(3000, 0.0, 0.05))
   assert [detector.find(float(v)) for v in noisy] == [None] * 3000
@@ -191,18 +192,3 @@ def test_damaged_file(tmp_path, line):
   (tmp_path / "spikes.jsonl").write_text(line)
   with pytest.raises(user_error.UserError, match=r"line 1, is no record of"):
     spikes.read(tmp_path / "spikes.jsonl")
-
-
-@pytest.mark.parametrize(
-  ("fields", "message"),
-  [
-    ({"window": 0}, r"SpikeSettings.window must be positive, got 0"),
-    ({"min_steps": 300}, r"min_steps \(300\) must be at most window \(200\)"),
-    ({"num_deviations": -1.0}, r"num_deviations must be positive"),
-    ({"loss_factor": 1.0}, r"loss_factor must be greater than 1, got 1.0"),
-    ({"grad_norm_factor": 0.5}, r"grad_norm_factor must be greater than 1"),
-  ],
-)
-def test_settings(fields, message):
-  with pytest.raises(ValueError, match=message):
-    spikes.SpikeSettings(**fields)

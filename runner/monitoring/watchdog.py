@@ -10,7 +10,6 @@ interpreter is locked up by native code stays silent.
 import collections
 from collections.abc import Callable, Iterator
 import contextlib
-import dataclasses
 import faulthandler
 import statistics
 import sys
@@ -21,28 +20,12 @@ from types import TracebackType
 
 from etils import epath
 
-from paxon.learners import field_checks
 from paxon.runner import files
+from paxon.runner.settings import monitoring
 
 _MEMORY_STEPS = 101
 # How often the thread looks, as a share of the limit, and at most in seconds.
 _SHARE, _MAX_PAUSE = 0.05, 5.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WatchdogSettings:
-  """When a step counts as hanging.
-
-  Attributes:
-    min_seconds: Never before this time without a finished step.
-    factor: Nor before this many times the median of the last steps' times.
-  """
-
-  min_seconds: float = 300.0
-  factor: float = 20.0
-
-  def __post_init__(self) -> None:
-    field_checks.positive(self, "min_seconds", "factor")
 
 
 class Watchdog:
@@ -50,7 +33,7 @@ class Watchdog:
 
   def __init__(
     self,
-    settings: WatchdogSettings,
+    settings: monitoring.WatchdogSettings,
     folder: epath.Path,
     *,
     host: str = "",

@@ -6,105 +6,25 @@ matrices on a GPU is left to the autotuning of the run, which tries Triton's
 and cuBLAS's; a plan has no GPU to try them on.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 import dataclasses
 import re
-import types
 from typing import Final
 
-from paxon.runner.configuration import suggestions
 from paxon.runner.plan import hardware, result
 from paxon.runner.plan.program_text import costs, hlo, kernels, name_stack
+from paxon.runner.settings import expected_kernels
 
-FORWARD: Final = "attention forward"
-BACKWARD: Final = "attention backward"
-PRODUCTS: Final = "matmuls"
-# Those that a quantization recipe covers; they count in their own part too.
-QUANTIZED: Final = "quantized matmuls"
-OTHER: Final = "other"
-PARTS: Final = (FORWARD, BACKWARD, PRODUCTS, QUANTIZED)
-
-CUDNN: Final = "cudnn"
-SPLASH: Final = "splash"
-PALLAS: Final = "pallas"
-RING: Final = "ring"
-PLAIN: Final = "plain"
-CUBLAS: Final = "cublas"
-CUBLAS_FP8: Final = "cublas fp8"
-CUBLAS_INT8: Final = "cublas int8"
-TRITON: Final = "triton"
-XLA: Final = "xla"
-
-_Platform = hardware.Platform
-
-
-@dataclasses.dataclass(frozen=True)
-class _Kernel:
-  """Where a kernel may be met: whose compiler has it (None: all), and parts."""
-
-  platform: hardware.Platform | None
-  parts: tuple[str, ...]
-  words: str
-
-
-_ATTENTION: Final = (FORWARD, BACKWARD)
-_PRODUCTS: Final = (PRODUCTS, QUANTIZED)
-KERNELS: Final[Mapping[str, _Kernel]] = types.MappingProxyType(
-  {
-    CUDNN: _Kernel(_Platform.CUDA, _ATTENTION, "cuDNN's fused attention"),
-    SPLASH: _Kernel(_Platform.TPU, _ATTENTION, "splash attention"),
-    PALLAS: _Kernel(None, _ATTENTION, "a Pallas kernel"),
-    RING: _Kernel(None, _ATTENTION, "matmuls, in blocks of ring attention"),
-    PLAIN: _Kernel(None, _ATTENTION, "matmuls, with all logits in memory"),
-    CUBLAS: _Kernel(_Platform.CUDA, _PRODUCTS, "cuBLAS or cuBLASLt"),
-    CUBLAS_FP8: _Kernel(_Platform.CUDA, _PRODUCTS, "cuBLASLt in fp8"),
-    CUBLAS_INT8: _Kernel(_Platform.CUDA, _PRODUCTS, "cuBLASLt in int8"),
-    TRITON: _Kernel(_Platform.CUDA, _PRODUCTS, "XLA's Triton fusions"),
-    XLA: _Kernel(None, _PRODUCTS, "XLA's own code"),
-  }
-)
 # The scope that `layers.attention.ring` names.
 _RING: Final = "ring_attention"
 # What autotuning chooses among. Products of cuBLAS in few bits stand only where
 # they were asked for, or where Triton is off.
-_TUNED: Final = frozenset({CUBLAS, TRITON})
+_TUNED: Final = frozenset({expected_kernels.CUBLAS, expected_kernels.TRITON})
 # The dtypes of cuBLAS's kernels for few bits.
-_NARROW: Final = {CUBLAS_FP8: "float8", CUBLAS_INT8: "int8"}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ExpectedKernel:
-  """What an experiment expects of its compiled step.
-
-  It holds on the platform of the kernel (cuDNN's is CUDA) and is not looked at
-  elsewhere. Attention must be all of this kernel, and so must quantized
-  products; of matmuls some.
-
-  Attributes:
-    part: `attention forward`, `attention backward`, `matmuls` or
-      `quantized matmuls`, which are those that a quantization recipe covers.
-    kernel: A name of `KERNELS`.
-  """
-
-  part: str
-  kernel: str
-
-  def __post_init__(self) -> None:
-    if self.part not in PARTS:
-      raise ValueError(
-        f"ExpectedKernel.part is {self.part!r}"
-        f"{suggestions.hint(self.part, PARTS)}"
-      )
-    known = [name for name, k in KERNELS.items() if self.part in k.parts]
-    if self.kernel not in known:
-      raise ValueError(
-        f"ExpectedKernel.kernel is {self.kernel!r}, which is none of"
-        f" {self.part}{suggestions.hint(self.kernel, known)}"
-      )
-
-  def holds_on(self, platform: hardware.Platform) -> bool:
-    """Returns whether it is looked at on a platform."""
-    return KERNELS[self.kernel].platform in (None, platform)
+_NARROW: Final = {
+  expected_kernels.CUBLAS_FP8: "float8",
+  expected_kernels.CUBLAS_INT8: "int8",
+}
 
 
 def choices(
@@ -123,11 +43,11 @@ def choices(
   for each in executed(program):
     parts = [each.part]
     if name_stack.quantized(each.cost.name) and each.cost.flops:
-      parts.append(QUANTIZED)
+      parts.append(expected_kernels.QUANTIZED)
     for part in parts:
       key = part, each.kernel, each.cost.dtype
       counts[key] = counts.get(key, 0) + each.count
-  order = (*PARTS, OTHER)
+  order = (*expected_kernels.PARTS, expected_kernels.OTHER)
   return tuple(
     result.KernelChoice(
       part=part,
@@ -183,11 +103,11 @@ def is_decided(kernel: str) -> bool:
 
 
 def mismatches(
-  expected: Sequence[ExpectedKernel],
+  expected: Sequence[expected_kernels.ExpectedKernel],
   found: Sequence[result.KernelChoice],
   *,
   platform: hardware.Platform,
-) -> Iterator[tuple[ExpectedKernel, str]]:
+) -> Iterator[tuple[expected_kernels.ExpectedKernel, str]]:
   """Yields expectations that are decidedly not met, with what was found.
 
   Args:
@@ -196,16 +116,16 @@ def mismatches(
     platform: Whose compiler made the program.
   """
   for each in expected:
-    if not each.holds_on(platform):
+    if not _holds_on(each, platform):
       continue
     of_part = [choice for choice in found if choice.part == each.part]
     others = [choice for choice in of_part if choice.kernel != each.kernel]
     is_met = len(others) < len(of_part)
-    if each.part == QUANTIZED and each.kernel in _NARROW:
+    if each.part == expected_kernels.QUANTIZED and each.kernel in _NARROW:
       # Of operands in few bits, autotuning may still find such a kernel.
       others = [c for c in others if c.is_decided or not _may_be(c, each)]
       is_met = bool(of_part) and not others
-    elif each.part != PRODUCTS:
+    elif each.part != expected_kernels.MATMULS:
       is_met = is_met and not others
     elif each.kernel in _TUNED and any(not c.is_decided for c in of_part):
       # The run will tell.
@@ -214,7 +134,17 @@ def mismatches(
       yield each, _words(others)
 
 
-def _may_be(choice: result.KernelChoice, expected: ExpectedKernel) -> bool:
+def _holds_on(
+  expected: expected_kernels.ExpectedKernel, platform: hardware.Platform
+) -> bool:
+  """Whether an expectation is checked on a platform."""
+  where = expected_kernels.KERNELS[expected.kernel].platform
+  return where in (None, platform.value)
+
+
+def _may_be(
+  choice: result.KernelChoice, expected: expected_kernels.ExpectedKernel
+) -> bool:
   """Whether products have the dtype of a kernel for few bits."""
   return choice.dtype.startswith(_NARROW[expected.kernel])
 
@@ -222,9 +152,10 @@ def _may_be(choice: result.KernelChoice, expected: ExpectedKernel) -> bool:
 def _words(found: Sequence[result.KernelChoice]) -> str:
   if not found:
     return "none"
+  known = expected_kernels.KERNELS
   return ", ".join(
-    f"{choice.count} of {choice.kernel} ({KERNELS[choice.kernel].words})"
-    if choice.kernel in KERNELS
+    f"{choice.count} of {choice.kernel} ({known[choice.kernel].description})"
+    if choice.kernel in known
     else f"{choice.count} of {choice.kernel}"
     for choice in found
   )
@@ -238,26 +169,41 @@ def _classified(
   is_backward = name_stack.is_backward(
     cost.name
   ) and not name_stack.is_recomputed(cost.name)
-  attention = BACKWARD if is_backward else FORWARD
+  attention = (
+    expected_kernels.BACKWARD if is_backward else expected_kernels.FORWARD
+  )
   if kernels.is_attention(kernel):
     is_backward = kernels.is_attention_backward(kernel)
-    return BACKWARD if is_backward else FORWARD, CUDNN
+    return (
+      expected_kernels.BACKWARD if is_backward else expected_kernels.FORWARD,
+      expected_kernels.CUDNN,
+    )
   if _RING in cost.name and cost.kind in (costs.ATTENTION, costs.MATMUL):
     # Small ones are cuBLAS's.
-    return attention, RING
+    return attention, expected_kernels.RING
   if kernel.startswith("__cublas"):
     if kernel.endswith("$f8"):
-      return PRODUCTS, CUBLAS_FP8
-    return PRODUCTS, CUBLAS_INT8 if cost.dtype == "int8" else CUBLAS
+      return expected_kernels.MATMULS, expected_kernels.CUBLAS_FP8
+    return (
+      expected_kernels.MATMULS,
+      expected_kernels.CUBLAS_INT8
+      if cost.dtype == "int8"
+      else expected_kernels.CUBLAS,
+    )
   if _is_pallas(kernel):
     if "splash" in instruction.attributes:
-      return attention, SPLASH
+      return attention, expected_kernels.SPLASH
     is_attention = "attention" in name_stack.part(cost.name).lower()
-    return (attention if is_attention else OTHER), PALLAS
+    return (
+      attention if is_attention else expected_kernels.OTHER
+    ), expected_kernels.PALLAS
   if cost.kind == costs.ATTENTION and not _is_projection(cost.name):
-    return attention, PLAIN
+    return attention, expected_kernels.PLAIN
   if cost.kind in (costs.ATTENTION, costs.MATMUL, costs.CONVOLUTION):
-    return PRODUCTS, TRITON if "triton" in kernel else XLA
+    return (
+      expected_kernels.MATMULS,
+      expected_kernels.TRITON if "triton" in kernel else expected_kernels.XLA,
+    )
   return None
 
 

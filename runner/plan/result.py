@@ -261,7 +261,8 @@ class KernelChoice:
     part: What it computes: `attention forward`, `attention backward`,
       `matmuls`, `quantized matmuls` (which are among the others too), or
       `other` for kernels of the model's own.
-    kernel: Our name of it, such as `cudnn`; `kernel_contract.KERNELS` has all.
+    kernel: Our name of it, such as `cudnn`; see
+      `settings.expected_kernels.KERNELS`.
     is_decided: Whether the run will have it too. What is not decided is left to
       the autotuning of the run.
     count: Executions in a step, loops multiplied out, recomputation included;

@@ -14,8 +14,7 @@ from typing import Any, Final
 import jax
 from jax.experimental import topologies
 
-from paxon.runner import compiler_options
-from paxon.runner.plan import hardware
+from paxon.runner.plan import compiler_options, hardware
 from paxon.runner.plan import target as targets
 
 _Platform = hardware.Platform

@@ -21,8 +21,9 @@ from paxon.layers.attention import (
 )
 from paxon.layers.attention import mask as attention_mask
 from paxon.runner import job as job_lib
-from paxon.runner.plan import kernel_contract, topology
 from paxon.runner.plan import target as targets
+from paxon.runner.plan import topology
+from paxon.runner.settings import expected_kernels
 from paxon.runner.training import testing
 from paxon.sharding import layout as layouts
 from paxon.sharding import mesh as meshes
@@ -32,10 +33,10 @@ LENGTH, HEADS, HEAD_DIM = 640, 4, 64
 
 def _both_passes(
   kernel: str,
-) -> tuple[fdl.Config[kernel_contract.ExpectedKernel], ...]:
+) -> tuple[fdl.Config[expected_kernels.ExpectedKernel], ...]:
   return tuple(
-    fdl.Config(kernel_contract.ExpectedKernel, part=part, kernel=kernel)
-    for part in (kernel_contract.FORWARD, kernel_contract.BACKWARD)
+    fdl.Config(expected_kernels.ExpectedKernel, part=part, kernel=kernel)
+    for part in (expected_kernels.FORWARD, expected_kernels.BACKWARD)
   )
 
 
@@ -51,9 +52,9 @@ class ExpectsCudnn(testing.TinyLm):
 
   def expected_kernels(
     self,
-  ) -> tuple[fdl.Config[kernel_contract.ExpectedKernel], ...]:
+  ) -> tuple[fdl.Config[expected_kernels.ExpectedKernel], ...]:
     """Returns both passes of attention."""
-    return _both_passes(kernel_contract.CUDNN)
+    return _both_passes(expected_kernels.CUDNN)
 
   def adjust(self, config: fdl.Config[job_lib.Job]) -> None:
     """Sets the kernel and the width of heads."""
@@ -99,9 +100,9 @@ class ExpectsSplash(HasKernel):
 
   def expected_kernels(
     self,
-  ) -> tuple[fdl.Config[kernel_contract.ExpectedKernel], ...]:
+  ) -> tuple[fdl.Config[expected_kernels.ExpectedKernel], ...]:
     """Returns both passes of attention."""
-    return _both_passes(kernel_contract.SPLASH)
+    return _both_passes(expected_kernels.SPLASH)
 
 
 class ExpectsRing(HasKernel):
@@ -111,24 +112,24 @@ class ExpectsRing(HasKernel):
 
   def expected_kernels(
     self,
-  ) -> tuple[fdl.Config[kernel_contract.ExpectedKernel], ...]:
+  ) -> tuple[fdl.Config[expected_kernels.ExpectedKernel], ...]:
     """Returns both passes of attention."""
-    return _both_passes(kernel_contract.RING)
+    return _both_passes(expected_kernels.RING)
 
 
 class Expects(testing.TinyLm):
   """Expects one kernel, by default one that every platform has."""
 
-  part: str = kernel_contract.PRODUCTS
-  kernel: str = kernel_contract.XLA
+  part: str = expected_kernels.MATMULS
+  kernel: str = expected_kernels.XLA
 
   def expected_kernels(
     self,
-  ) -> tuple[fdl.Config[kernel_contract.ExpectedKernel], ...]:
+  ) -> tuple[fdl.Config[expected_kernels.ExpectedKernel], ...]:
     """Returns what the knobs say."""
     return (
       fdl.Config(
-        kernel_contract.ExpectedKernel, part=self.part, kernel=self.kernel
+        expected_kernels.ExpectedKernel, part=self.part, kernel=self.kernel
       ),
     )
 

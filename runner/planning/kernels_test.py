@@ -11,7 +11,7 @@ from etils import epath
 import fiddle as fdl
 import pytest
 
-from paxon.runner import option_sets, user_error
+from paxon.runner import user_error
 from paxon.runner.configuration import overrides
 from paxon.runner.hosts import warm_python
 from paxon.runner.plan import target as targets
@@ -22,6 +22,7 @@ from paxon.runner.planning import (
   measure,
   worker,
 )
+from paxon.runner.settings import compiler
 from paxon.runner.training import train
 
 _MODULE = kernel_experiments.__name__.removeprefix("paxon.")
@@ -85,7 +86,7 @@ compiler_options.check(eval(sys.argv[2]), device)
     ),
     (
       "v4:2x2x1",
-      option_sets.options_of("async_collectives", "v4"),
+      compiler.get_options("async_collectives", "v4"),
       {"xla_tpu_overlap_compute_collective_tcp": True},
     ),
   ],

@@ -15,10 +15,10 @@ from typing import Any
 
 import jax
 
-from paxon.runner import compiler_options
 from paxon.runner import job as job_lib
 from paxon.runner.plan import (
   advice,
+  compiler_options,
   hardware,
   kernel_contract,
   quantized_products,

@@ -4,7 +4,7 @@ import fiddle as fdl
 
 from paxon.layers import remat
 from paxon.runner import job as job_lib
-from paxon.runner.plan import kernel_contract
+from paxon.runner.settings import expected_kernels
 from paxon.runner.training import testing
 
 
@@ -25,14 +25,14 @@ class QuantizedLm(testing.TinyLm):
 
   def expected_kernels(
     self,
-  ) -> tuple[fdl.Config[kernel_contract.ExpectedKernel], ...]:
+  ) -> tuple[fdl.Config[expected_kernels.ExpectedKernel], ...]:
     """Returns the kernel of all covered products, if one is expected."""
     if not self.expects:
       return ()
     return (
       fdl.Config(
-        kernel_contract.ExpectedKernel,
-        part=kernel_contract.QUANTIZED,
+        expected_kernels.ExpectedKernel,
+        part=expected_kernels.QUANTIZED,
         kernel=self.expects,
       ),
     )

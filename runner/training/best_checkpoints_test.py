@@ -6,7 +6,8 @@ import json
 from etils import epath
 import pytest
 
-from paxon.runner.checkpoints import checkpointer, retention
+from paxon.runner.checkpoints import checkpointer
+from paxon.runner.settings import training
 from paxon.runner.training import testing, train
 
 KNOBS = {
@@ -21,7 +22,7 @@ def _train(folder, num_train_steps, goal, learning_rate):
   job, config = testing.make(
     num_train_steps=num_train_steps, learning_rate=learning_rate, **KNOBS
   )
-  rule = retention.Retention(
+  rule = training.Retention(
     newest=1, best=1, metric="validation/loss", goal=goal
   )
   assert (
@@ -42,13 +43,13 @@ def _train(folder, num_train_steps, goal, learning_rate):
 @pytest.mark.parametrize(
   ("goal", "learning_rate", "ends"),
   # The one makes the loss rise, the other makes it fall.
-  [(retention.Goal.MIN, 3.0, [3]), (retention.Goal.MAX, 0.01, [3, 5])],
+  [(training.Goal.MIN, 3.0, [3]), (training.Goal.MAX, 0.01, [3, 5])],
 )
 def test_the_best_and_the_newest_remain_also_after_a_restart(
   tmp_path, goal, learning_rate, ends
 ):
   folder = epath.Path(tmp_path)
-  choose = min if goal is retention.Goal.MIN else max
+  choose = min if goal is training.Goal.MIN else max
   best = last = 0
   for last in ends:
     losses, kept = _train(folder, last, goal, learning_rate)

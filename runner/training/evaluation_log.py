@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from paxon.runner.monitoring import metrics_file
+from paxon.runner.settings import training
 from paxon.runner.training import early_stopping
 
 Results = Mapping[str, Mapping[str, float]]
@@ -47,7 +48,7 @@ class EvaluationLog:
     return step in self._made
 
   def reason_to_stop(
-    self, rule: early_stopping.EarlyStopping, *, every_steps: int
+    self, rule: training.EarlyStopping, *, every_steps: int
   ) -> str | None:
     """Returns why training ends early, or `None` to go on.
 
@@ -60,10 +61,11 @@ class EvaluationLog:
     Raises:
       UserError: The evaluations do not have the rule's metric.
     """
-    return rule.reason(
+    return early_stopping.reason_to_stop(
+      rule,
       {
-        step: rule.value(results)
+        step: early_stopping.metric_value(rule, results)
         for step, results in self._results.items()
         if step % every_steps == 0 and self.at(step) is not None
-      }
+      },
     )

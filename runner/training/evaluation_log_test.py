@@ -4,9 +4,10 @@ import pytest
 
 from paxon.runner import user_error
 from paxon.runner.monitoring import metrics_file
-from paxon.runner.training import early_stopping, evaluation_log
+from paxon.runner.settings import training
+from paxon.runner.training import evaluation_log
 
-RULE = early_stopping.EarlyStopping(metric="a/loss", patience=2)
+RULE = training.EarlyStopping(metric="a/loss", patience=2)
 
 
 def _records(*lines):
@@ -67,6 +68,6 @@ def test_a_metric_that_is_not_there_is_an_error():
   log = evaluation_log.EvaluationLog(
     _records((2, "a", 1)), splits=["a"], until=2
   )
-  rule = early_stopping.EarlyStopping(metric="a/los")
+  rule = training.EarlyStopping(metric="a/los")
   with pytest.raises(user_error.UserError, match=r"did you mean 'a/loss'"):
     log.reason_to_stop(rule, every_steps=2)

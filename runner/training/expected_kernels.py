@@ -17,6 +17,7 @@ from paxon.runner.plan import (
   result,
 )
 from paxon.runner.plan.program_text import hlo
+from paxon.runner.settings import expected_kernels as settings
 from paxon.runner.training import attention_kernels
 from paxon.runner.training import session as session_lib
 
@@ -30,7 +31,7 @@ class _Part(NamedTuple):
 
 
 _PARTS: Final = {
-  kernel_contract.CUDNN: _Part(
+  settings.CUDNN: _Part(
     (
       kernel_support.CUDNN,
       kernel_support.CUDNN_ONE_DOCUMENT,
@@ -40,12 +41,12 @@ _PARTS: Final = {
     "layers.attention.cudnn_attention.one_document (or .cudnn, for packed"
     " rows)",
   ),
-  kernel_contract.SPLASH: _Part(
+  settings.SPLASH: _Part(
     (kernel_support.SPLASH,),
     "is not splash attention",
     kernel_support.SPLASH.name,
   ),
-  kernel_contract.RING: _Part(
+  settings.RING: _Part(
     (kernel_support.RING,), "is not ring attention", kernel_support.RING.name
   ),
 }
@@ -83,7 +84,7 @@ def check(
   ]
   reasons = dict.fromkeys(
     _quantized_reason(quantized)
-    if expected.part == kernel_contract.QUANTIZED
+    if expected.part == settings.QUANTIZED
     else _reason(job, expected)
     for expected, _ in wrong
   )
@@ -117,7 +118,7 @@ def check_compiled(
   )
   quantized: Sequence[result.QuantizedProduct] = ()
   if kind is not None and any(
-    choice.part == kernel_contract.QUANTIZED for choice in found
+    choice.part == settings.QUANTIZED for choice in found
   ):
     quantized = quantized_products.of(
       flops.count(traced.jaxpr),
@@ -150,7 +151,7 @@ def platform_of(session: session_lib.Session) -> hardware.Platform:
   return hardware.Platform(_PLATFORMS.get(name, name))
 
 
-def _reason(job: job_lib.Job, expected: kernel_contract.ExpectedKernel) -> str:
+def _reason(job: job_lib.Job, expected: settings.ExpectedKernel) -> str:
   """Why attention has another kernel: what the model's layers ask for."""
   part = _PARTS.get(expected.kernel)
   if part is None:

@@ -12,7 +12,8 @@ from paxon.layers.decoding import samplers
 from paxon.layers.models import document_scores, random_masking
 from paxon.layers.models import testing as models_testing
 from paxon.learners import adamw, constant, learner, train_state, train_step
-from paxon.runner import generation_settings, user_error
+from paxon.runner import user_error
+from paxon.runner.settings import generation
 from paxon.runner.training import model_loss, samples, testing
 from paxon.runner.training import session as session_lib
 from paxon.sharding import initialization, variables
@@ -113,7 +114,7 @@ def _session(model):
   task = dataclasses.replace(
     job.task, model=model, tokenizer=Letters(), metrics=()
   )
-  settings = generation_settings.GenerationSettings(
+  settings = generation.GenerationSettings(
     prompts=("abc", "m"), max_new_tokens=3, sampler=samplers.Greedy()
   )
   source = Pairs(

@@ -20,19 +20,18 @@ from paxon.runner.monitoring import (
   goodput,
   launch,
   profile_window,
-  settings,
   spikes,
-  watchdog,
 )
+from paxon.runner.settings import monitoring
 from paxon.runner.training import restoring, testing, train
 from paxon.runner.training import session as session_lib
 
 STEPS, POISONED_STEP = 30, 26
 POISON = 200
-NOTHING = settings.Settings(watchdog=None, spikes=None)
-EVERYTHING = settings.Settings(
-  watchdog=watchdog.WatchdogSettings(min_seconds=600.0),
-  spikes=spikes.SpikeSettings(window=20, min_steps=10),
+NOTHING = monitoring.MonitoringSettings(watchdog=None, spikes=None)
+EVERYTHING = monitoring.MonitoringSettings(
+  watchdog=monitoring.WatchdogSettings(min_seconds=600.0),
+  spikes=monitoring.SpikeSettings(window=20, min_steps=10),
   norm_groups={},
   wandb_project="tests",
 )
@@ -255,8 +254,8 @@ def test_a_crash_costs_the_steps_made_again(tmp_path, capsys):
   job, config = _make(_BreakingInput, NOTHING, knobs=knobs, after=8)
   with pytest.raises(OSError, match="the disk is gone"):
     train.run(job, config, folder)
-  watching = settings.Settings(
-    watchdog=watchdog.WatchdogSettings(min_seconds=0.5, factor=1e-6)
+  watching = monitoring.MonitoringSettings(
+    watchdog=monitoring.WatchdogSettings(min_seconds=0.5, factor=1e-6)
   )
   job, config = _make(_BreakingInput, watching, knobs=knobs, after=6, hang=4.0)
   assert train.run(job, config, folder) == 0

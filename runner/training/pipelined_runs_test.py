@@ -19,9 +19,10 @@ from paxon.layers import testing as layers_testing
 from paxon.layers.models import testing as models_testing
 from paxon.pipeline import spmd_pipeline, stage_rules
 from paxon.runner import user_error
-from paxon.runner.checkpoints import checkpointer, retention
+from paxon.runner.checkpoints import checkpointer
 from paxon.runner.monitoring import metrics_file
 from paxon.runner.plan.program_text import collectives, hlo
+from paxon.runner.settings import training
 from paxon.runner.training import (
   compiled_steps,
   pipelined_testing,
@@ -43,7 +44,7 @@ class Pipelined(pipelined_testing.PipelinedLm):
 
   def retention(self):
     """Returns that all checkpoints are kept."""
-    return fdl.Config(retention.Retention, newest=8)
+    return fdl.Config(training.Retention, newest=8)
 
 
 STAGES = {"num_stages": 2, "mesh": "stage=2,data=2,tensor=2"}

@@ -12,7 +12,8 @@ from paxon.inputs import tokenizer_protocol
 from paxon.layers.decoding import generate, model_steps
 from paxon.layers.decoding import prompts as prompts_lib
 from paxon.learners import random_keys, train_state
-from paxon.runner import generation_settings, user_error
+from paxon.runner import user_error
+from paxon.runner.settings import generation
 from paxon.runner.training import session as session_lib
 from paxon.sharding import axes
 from paxon.sharding import layout as layouts
@@ -103,9 +104,7 @@ def trace(session: session_lib.Session) -> jax.stages.Traced:
 
 def _settings(
   session: session_lib.Session,
-) -> tuple[
-  generation_settings.GenerationSettings, tokenizer_protocol.Tokenizer
-]:
+) -> tuple[generation.GenerationSettings, tokenizer_protocol.Tokenizer]:
   settings, tokenizer = session.job.generation, session.job.task.tokenizer
   model = session.job.task.model
   for method in ("prefill", "decode_step"):

@@ -7,7 +7,8 @@ from etils import epath
 import pytest
 
 from paxon.layers.decoding import samplers
-from paxon.runner import generation_settings, user_error
+from paxon.runner import user_error
+from paxon.runner.settings import generation
 from paxon.runner.training import samples, samples_file, testing
 
 
@@ -50,7 +51,7 @@ def test_a_sample_drawn_again_replaces_its_line_and_others_stay(tmp_path, job):
   samples_file.write(folder, [_sample("a", "new")], step=4, job=job)
   warm = dataclasses.replace(
     job,
-    generation=generation_settings.GenerationSettings(
+    generation=generation.GenerationSettings(
       max_new_tokens=12, sampler=samplers.Temperature(temperature=0.5)
     ),
   )
@@ -66,7 +67,7 @@ def test_a_function_is_named(tmp_path, job):
 
   named = dataclasses.replace(
     job,
-    generation=generation_settings.GenerationSettings(sampler=mine),
+    generation=generation.GenerationSettings(sampler=mine),
   )
   path = samples_file.write(
     epath.Path(tmp_path), [_sample("a")], step=4, job=named

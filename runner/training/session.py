@@ -10,8 +10,9 @@ import numpy as np
 
 from paxon.inputs import base_input
 from paxon.learners import train_state, variable_groups
-from paxon.runner import compiler_options, user_error
 from paxon.runner import job as job_lib
+from paxon.runner import user_error
+from paxon.runner.plan import compiler_options
 from paxon.runner.training import (
   attention_kernels,
   memory_fit,

@@ -38,11 +38,13 @@ from paxon.learners import (
   warmup_cosine,
 )
 from paxon.learners import learner as learner_lib
-from paxon.runner import experiment, generation_settings
+from paxon.runner import experiment
 from paxon.runner import job as job_lib
 from paxon.runner import task as task_lib
-from paxon.runner.training import early_stopping, train
+from paxon.runner.settings import generation as generation_lib
+from paxon.runner.settings import training
 from paxon.runner.training import session as session_lib
+from paxon.runner.training import train
 
 _MAX_DOCUMENTS = 10_000
 _WORDS = ("def ", "return ", "x", "y", " = ", "1", " + ", "\n", "  ", "(", ")")
@@ -195,22 +197,22 @@ class TinyLm(experiment.Experiment):
 
   def early_stopping(
     self,
-  ) -> fdl.Config[early_stopping.EarlyStopping] | None:
+  ) -> fdl.Config[training.EarlyStopping] | None:
     """Returns a rule that no run of this size satisfies, if there is one."""
     if self.patience is None:
       return None
     return fdl.Config(
-      early_stopping.EarlyStopping, patience=self.patience, min_delta=100.0
+      training.EarlyStopping, patience=self.patience, min_delta=100.0
     )
 
   def generation(
     self,
-  ) -> fdl.Config[generation_settings.GenerationSettings] | None:
+  ) -> fdl.Config[generation_lib.GenerationSettings] | None:
     """Returns two greedy samples, or none without a token to add."""
     if not self.max_new_tokens:
       return None
     return fdl.Config(
-      generation_settings.GenerationSettings,
+      generation_lib.GenerationSettings,
       prompts=("def ", "x"),
       max_new_tokens=self.max_new_tokens,
     )

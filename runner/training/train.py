@@ -13,7 +13,7 @@ from paxon.learners import train_state
 from paxon.runner import files, user_error
 from paxon.runner import job as job_lib
 from paxon.runner import run_dir as run_dirs
-from paxon.runner.checkpoints import checkpointer
+from paxon.runner.checkpoints import checkpointer, retention
 from paxon.runner.configuration import dump
 from paxon.runner.configuration import overrides as overrides_lib
 from paxon.runner.hosts import agreement
@@ -133,7 +133,9 @@ def _run(
       stored_config.store(config, run_dir)
       finished.unmark(run_dir)
     log = _evaluation_log(job, run_dir, until=int(state.step))
-    checkpoints.rank_by(lambda step: job.retention.value(log.at(step) or {}))
+    checkpoints.rank_by(
+      lambda step: retention.metric_value(job.retention, log.at(step) or {})
+    )
     writer: summary_writer.SummaryWriter = composite_writer.CompositeWriter(())
     if writes:
       writer = run_summaries.make_train(

@@ -14,9 +14,9 @@ from paxon.learners import train_state, weighted
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer
 from paxon.runner.monitoring import metrics_file, observer, summary_writer
+from paxon.runner.settings import training
 from paxon.runner.training import (
   compiled_steps,
-  early_stopping,
   evaluation,
   evaluation_log,
   garbage,
@@ -241,9 +241,7 @@ def _stopping(session, events, first_step, *, lost=False):
     num_train_steps=20,
     checkpoint_every_steps=1,
     eval_every_steps=2,
-    early_stopping=early_stopping.EarlyStopping(
-      metric="validation/loss", patience=2
-    ),
+    early_stopping=training.EarlyStopping(metric="validation/loss", patience=2),
   )
   ran, _, _ = loop.run(first_step)
   return max(_steps(events, "save"), default=first_step), ran.early_end()
@@ -252,7 +250,7 @@ def _stopping(session, events, first_step, *, lost=False):
 def test_training_ends_early_where_the_rule_says(session, events):
   step, reason = _stopping(session, events, 0)
   assert step == 8
-  assert reason.endswith("better for 2 evaluations; its best is 3, of step 4")
+  assert reason.endswith("improved for 2 evaluations; best 3 at step 4")
   assert events.count(("save", 8)) == 2  # Due, and at the end: saved once.
 
 
@@ -269,7 +267,7 @@ def test_an_interrupted_run_ends_early_at_the_same_step(
 def test_a_metric_that_is_not_measured_is_told_at_the_first_evaluation(
   session, events
 ):
-  rule = early_stopping.EarlyStopping(metric="validation/los")
+  rule = training.EarlyStopping(metric="validation/los")
   loop = _Loop(
     session,
     events,

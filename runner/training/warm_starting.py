@@ -8,16 +8,16 @@ from paxon.learners import train_state
 from paxon.runner import run_dir, user_error
 from paxon.runner.checkpoints import (
   stored_checkpoint,
-  warm_start,
   warm_start_plan,
   warm_start_preview,
   warm_start_values,
 )
+from paxon.runner.settings import training
 from paxon.runner.training import session as session_lib
 
 
 def make_plan(
-  session: session_lib.Session, start: warm_start.WarmStart
+  session: session_lib.Session, start: training.WarmStart
 ) -> warm_start_plan.Plan:
   """Finds the checkpoint and decides what is read from it.
 
@@ -37,7 +37,7 @@ def make_plan(
 
 
 def start(
-  session: session_lib.Session, start: warm_start.WarmStart
+  session: session_lib.Session, start: training.WarmStart
 ) -> train_state.TrainState:
   """Returns the state to train from, and prints what was read.
 

@@ -16,8 +16,8 @@ from paxon.runner.checkpoints import (
   checkpointer,
   stored_arrays,
   stored_checkpoint,
-  warm_start,
 )
+from paxon.runner.settings import training
 from paxon.runner.training import session as session_lib
 from paxon.runner.training import testing, train, warm_starting
 
@@ -31,10 +31,10 @@ class Warm(testing.TinyLm):
   source: str
   averaged: bool
 
-  def warm_start(self) -> fdl.Config[warm_start.WarmStart]:
+  def warm_start(self) -> fdl.Config[training.WarmStart]:
     """Returns the source."""
     return fdl.Config(
-      warm_start.WarmStart, checkpoint=self.source, averaged=self.averaged
+      training.WarmStart, checkpoint=self.source, averaged=self.averaged
     )
 
 
@@ -57,7 +57,7 @@ def _opened(**knobs):
 
 def _start(session, source, **fields):
   return warm_starting.start(
-    session, warm_start.WarmStart(checkpoint=str(source), **fields)
+    session, training.WarmStart(checkpoint=str(source), **fields)
   )
 
 
@@ -201,7 +201,7 @@ def test_a_renamed_part_and_a_missing_one(source, session, stored):
 )
 def test_what_does_not_fit_is_one_line(source, session, fields, message):
   job = dataclasses.replace(session.job, num_train_steps=SOURCE_STEPS)
-  start = warm_start.WarmStart(**{"checkpoint": str(source), **fields})
+  start = training.WarmStart(**{"checkpoint": str(source), **fields})
   with pytest.raises(user_error.UserError, match=message) as caught:
     warm_starting.start(dataclasses.replace(session, job=job), start)
   assert "\n" not in str(caught.value)

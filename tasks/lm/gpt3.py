@@ -21,7 +21,7 @@ from flax import linen as nn
 
 from paxon.layers import embedding, layer_norm, position_embedding
 from paxon.learners import adamw
-from paxon.runner.training import early_stopping
+from paxon.runner.settings import training
 from paxon.tasks.lm import transformer_lm_spmd
 
 # What MLPerf's reference run was tuned at.
@@ -123,13 +123,13 @@ class Gpt3(transformer_lm_spmd.TransformerLmSpmd):
       weight_decay=self.weight_decay,
     )
 
-  def early_stopping(self) -> fdl.Config[early_stopping.EarlyStopping] | None:
+  def early_stopping(self) -> fdl.Config[training.EarlyStopping] | None:
     """Returns the target, if there is one and text to compare it with."""
     target = self.target_log_pplx
     if target is None or "validation" not in self.datasets():
       return None
     return fdl.Config(
-      early_stopping.EarlyStopping,
+      training.EarlyStopping,
       metric="validation/log_pplx",
       patience=None,
       target=target,

@@ -11,9 +11,10 @@ import fiddle as fdl
 
 from paxon.inputs import base_input, packed_input
 from paxon.inputs.seqio_tasks import testing as seqio_testing
-from paxon.runner import generation_settings, main
+from paxon.runner import main
 from paxon.runner import task as task_lib
 from paxon.runner.hosts import testing as forks_lib
+from paxon.runner.settings import generation as generation_lib
 from paxon.runner.training import testing
 from paxon.tasks.lm import seqio_datasets
 
@@ -65,7 +66,7 @@ class TinySeqIo(seqio_datasets.SeqIo, testing.TinyLm):
 
   def generation(
     self,
-  ) -> fdl.Config[generation_settings.GenerationSettings] | None:
+  ) -> fdl.Config[generation_lib.GenerationSettings] | None:
     """Returns what to sample, if anything: the tasks' metrics generate too."""
     return super().generation() if self.max_new_tokens else None
 

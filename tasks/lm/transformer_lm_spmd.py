@@ -36,7 +36,7 @@ from paxon.layers import (
 )
 from paxon.layers.attention import grouped_query, projections
 from paxon.learners import adamw, warmup_cosine, warmup_decay
-from paxon.runner.checkpoints import retention
+from paxon.runner.settings import training
 from paxon.tasks.lm import decoder
 
 _STEPS_OF_DECAY = 300_000
@@ -174,6 +174,6 @@ class TransformerLmSpmd(decoder.Decoder):
       max_update_rms=1.0,
     )
 
-  def retention(self) -> fdl.Config[retention.Retention]:
+  def retention(self) -> fdl.Config[training.Retention]:
     """Returns Pax's choice: the ten newest."""
-    return fdl.Config(retention.Retention, newest=10)
+    return fdl.Config(training.Retention, newest=10)

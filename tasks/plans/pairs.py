@@ -13,9 +13,9 @@ from typing import Final
 
 from paxon.runner import user_error
 from paxon.runner.configuration import overrides as overrides_lib
-from paxon.runner.configuration import suggestions
 from paxon.runner.plan import golden, topology
 from paxon.runner.plan import target as targets
+from paxon.sharding import suggestions
 
 FOLDER: Final = pathlib.Path(__file__).parent / "files"
 _PARAMS: Final = "tasks.lm.params."
@@ -150,7 +150,7 @@ def find(patterns: Iterable[str]) -> list[Pair]:
   for pattern in wanted:
     if not fnmatch.filter(names, pattern):
       raise user_error.UserError(
-        f"There is no pair {pattern!r}{suggestions.hint(pattern, names)}"
+        f"There is no pair {pattern!r}{suggestions.suggest(pattern, names)}"
         " --list prints them."
       )
   return [

@@ -30,7 +30,7 @@ from paxon.inputs.seqio_tasks import (
   task_source,
   vocabulary_tokenizer,
 )
-from paxon.runner import generation_settings
+from paxon.runner.settings import generation as generation_lib
 from paxon.tasks.lm import split_baselines
 from paxon.tasks.lm.params import quickstart
 
@@ -170,7 +170,7 @@ class WordNetLm(_OfExamples):
       task.tokenizer = self._tokenizer()
     return task
 
-  def generation(self) -> fdl.Config[generation_settings.GenerationSettings]:
+  def generation(self) -> fdl.Config[generation_lib.GenerationSettings]:
     """Returns what is sampled at the end."""
     settings = super().generation()
     settings.prompts = ("dog: ", "music: ", "quickly: ")

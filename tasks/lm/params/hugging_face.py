@@ -23,9 +23,10 @@ from paxon.layers.models.hugging_face import (
   family,
 )
 from paxon.learners import adamw, learner, warmup_cosine
-from paxon.runner import experiment, generation_settings, run_dir, user_error
+from paxon.runner import experiment, run_dir, user_error
 from paxon.runner import task as task_lib
-from paxon.runner.checkpoints import warm_start
+from paxon.runner.settings import generation as generation_lib
+from paxon.runner.settings import training
 from paxon.tasks.lm import lm_data
 
 _CONFIG = "hugging_face/config.json"
@@ -105,17 +106,17 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
       **self.of_data(),
     )
 
-  def warm_start(self) -> fdl.Config[warm_start.WarmStart] | None:
+  def warm_start(self) -> fdl.Config[training.WarmStart] | None:
     """Returns the imported checkpoint."""
     if self.weights is None:
       return None
     # Parameters are float32, whatever the files had.
-    return fdl.Config(warm_start.WarmStart, checkpoint=self.weights, cast=True)
+    return fdl.Config(training.WarmStart, checkpoint=self.weights, cast=True)
 
-  def generation(self) -> fdl.Config[generation_settings.GenerationSettings]:
+  def generation(self) -> fdl.Config[generation_lib.GenerationSettings]:
     """Returns what is sampled at the end: the likeliest continuation."""
     return fdl.Config(
-      generation_settings.GenerationSettings,
+      generation_lib.GenerationSettings,
       prompts=self.prompts,
       max_new_tokens=self.max_new_tokens,
     )

@@ -23,7 +23,7 @@ from paxon.inputs import (
   token_file,
   unset_input,
 )
-from paxon.runner import generation_settings
+from paxon.runner.settings import generation as generation_lib
 from paxon.tasks.lm import split_baselines
 from paxon.tasks.lm.params import quickstart
 
@@ -74,7 +74,7 @@ class KingJamesLm(quickstart.PythonStdlibLm):
       ),
     }
 
-  def generation(self) -> fdl.Config[generation_settings.GenerationSettings]:
+  def generation(self) -> fdl.Config[generation_lib.GenerationSettings]:
     """Returns what is sampled at the end."""
     settings = super().generation()
     settings.prompts = ("Ge1:1 In the ", "And ", "Ps23:1 ")

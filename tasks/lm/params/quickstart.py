@@ -26,8 +26,9 @@ from paxon.layers.attention import grouped_query
 from paxon.layers.decoding import samplers
 from paxon.layers.models import pre_norm_decoder
 from paxon.learners import adamw, bits_per_byte, learner, warmup_cosine
-from paxon.runner import experiment, generation_settings
+from paxon.runner import experiment
 from paxon.runner import task as task_lib
+from paxon.runner.settings import generation as generation_lib
 
 
 class PythonStdlibLm(experiment.Experiment):
@@ -135,10 +136,10 @@ class PythonStdlibLm(experiment.Experiment):
       ),
     }
 
-  def generation(self) -> fdl.Config[generation_settings.GenerationSettings]:
+  def generation(self) -> fdl.Config[generation_lib.GenerationSettings]:
     """Returns what is sampled at the end."""
     return fdl.Config(
-      generation_settings.GenerationSettings,
+      generation_lib.GenerationSettings,
       prompts=("def ", "class ", "import "),
       max_new_tokens=self.max_new_tokens,
       sampler=fdl.Config(samplers.Temperature, temperature=0.7, top_k=40),

@@ -16,11 +16,12 @@ from typing import Final
 import jax
 import numpy as np
 
-from paxon.runner import option_sets, user_error
-from paxon.runner.configuration import suggestions
+from paxon.runner import user_error
 from paxon.runner.plan import hardware
+from paxon.runner.settings import compiler
+from paxon.sharding import suggestions
 
-Value = option_sets.Value
+Value = compiler.Value
 Options = Mapping[str, Value]
 
 _Platform = hardware.Platform
@@ -83,44 +84,8 @@ _PLATFORMS: Final = {
   "gpu": _Platform.CUDA,
   "tpu": _Platform.TPU,
 }
-_NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
 _UNKNOWN: Final = re.compile(r"No such compile option: '([^']*)'")
 _BAD_VALUE: Final = re.compile(r"While setting option (\w+), (.*)")
-
-
-def check_names(options: Mapping[str, object]) -> None:
-  """Checks what can be known of options without a compiler.
-
-  Raises:
-    ValueError: A name has another form, or a value another type.
-  """
-  for name, value in options.items():
-    if not _NAME.fullmatch(name):
-      hint = f"; write {name.lstrip('-')!r}" if name.startswith("-") else ""
-      raise ValueError(
-        f"Job.compiler_options has the name {name!r}, but options are written"
-        f" as xla_gpu_autotune_level is, without dashes{hint}."
-      )
-    if not isinstance(value, bool | int | float | str):
-      raise ValueError(
-        f"Job.compiler_options[{name!r}] must be a bool, a number or text, got"
-        f" {value!r}."
-      )
-
-
-def check_sets(names: Sequence[str]) -> None:
-  """Checks the names of sets of options.
-
-  Raises:
-    ValueError: There is no such set.
-  """
-  for name in names:
-    if name not in option_sets.NAMES:
-      hint = suggestions.hint(name, option_sets.NAMES)
-      raise ValueError(
-        f"Job.compiler_option_sets has the name {name!r}, which is no set of"
-        f" options{hint}"
-      )
 
 
 def of(
@@ -168,7 +133,7 @@ def _options(
     if option.platform is platform
   }
   for each in sets:
-    options |= option_sets.options_of(each, kind)
+    options |= compiler.get_options(each, kind)
   for name, value in given.items():
     if _platform_of(name) in (platform, None):
       options[name] = value
@@ -215,10 +180,10 @@ def refusals(device: jax.Device) -> Iterator[None]:
     refused = _BAD_VALUE.search(str(error))
     if unknown is not None:
       known = {option.name for option in DEFAULTS}.union(
-        *(each.options for each in option_sets.SETS)
+        *(each.options for each in compiler.SETS)
       )
       # The compiler has hundreds more, and no list of them.
-      close = suggestions.closest(unknown[1], known)
+      close = suggestions.find_closest(unknown[1], known)
       hint = f"; did you mean {close[0]!r}?" if close else "."
       raise user_error.UserError(
         f"Job.compiler_options: the compiler for {device.device_kind} has no"

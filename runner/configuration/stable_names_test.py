@@ -1,4 +1,4 @@
-"""Tests for the names closest to a wrong one, and for stable names."""
+"""Tests for stable names of functions and classes."""
 
 import sys
 
@@ -7,33 +7,7 @@ import jax
 import optax
 import pytest
 
-from paxon.runner.configuration import stable_names, suggestions
-
-_NAMES = ["seed", "mesh", "num_train_steps", "PythonStdlibLm"]
-
-
-@pytest.mark.parametrize(
-  ("word", "closest"),
-  [
-    ("sede", ["seed"]),
-    ("SEED", ["seed"]),
-    ("pythonstdliblm", ["PythonStdlibLm"]),
-    ("num_trian_steps", ["num_train_steps"]),
-    ("zzz", []),
-    ("", []),
-  ],
-)
-def test_closest_name_is_found_whatever_its_capitals(word, closest):
-  assert suggestions.closest(word, _NAMES) == closest
-
-
-def test_hint_names_the_closest_or_what_there_is():
-  assert suggestions.hint("sede", _NAMES) == "; did you mean 'seed'?"
-  assert suggestions.hint("ab", ["abc", "abd"], count=2).count("'") == 4
-  assert suggestions.hint("zzz", ["b", "a"]) == "; there are: a, b."
-  assert suggestions.hint("zzz", []) == "; there are none."
-  many = suggestions.hint("zzz", [f"name{i:02}" for i in range(20)])
-  assert many.endswith("name07, ....")
+from paxon.runner.configuration import stable_names
 
 
 def _local():
@@ -47,7 +21,10 @@ def _local():
     (optax.adamw, "optax.adamw"),
     (jax.nn.initializers.ones, "jax.nn.initializers.ones"),
     (nn.Dense, "flax.linen.linear.Dense"),
-    (suggestions.hint, "paxon.runner.configuration.suggestions.hint"),
+    (
+      stable_names.name_of,
+      "paxon.runner.configuration.stable_names.name_of",
+    ),
     (len, "builtins.len"),
     (_local(), None),
     (nn.initializers.normal(1.0), None),

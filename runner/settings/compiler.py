@@ -15,12 +15,17 @@ Sources:
   D   github.com/apple/axlearn, axlearn/common/compiler_options.py
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import dataclasses
+import re
 import types
 from typing import Final
 
+from paxon.sharding import suggestions
+
 Value = bool | int | float | str
+
+_NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
 
 _GPUS: Final = ("a100", "h100", "h200", "b200")
 _TPUS: Final = ("v4", "v5e", "v5p", "v6e", "v7x")
@@ -182,7 +187,7 @@ SETS: Final = (
 NAMES: Final = tuple(dict.fromkeys(each.name for each in SETS))
 
 
-def options_of(name: str, hardware: str | None) -> dict[str, Value]:
+def get_options(name: str, hardware: str | None) -> dict[str, Value]:
   """Returns the options of a set on one kind of hardware.
 
   Args:
@@ -195,3 +200,37 @@ def options_of(name: str, hardware: str | None) -> dict[str, Value]:
     if each.name == name and hardware in each.hardware
     for option, value in each.options.items()
   }
+
+
+def check_options(options: Mapping[str, object]) -> None:
+  """Checks the form of names and the types of values.
+
+  Raises:
+    ValueError: A name or a value is not valid.
+  """
+  for name, value in options.items():
+    if not _NAME.fullmatch(name):
+      close = f"; use {name.lstrip('-')!r}" if name.startswith("-") else ""
+      raise ValueError(
+        f"Job.compiler_options: {name!r} is not a valid name; names look like"
+        f" 'xla_gpu_autotune_level', without dashes{close}."
+      )
+    if not isinstance(value, bool | int | float | str):
+      raise ValueError(
+        f"Job.compiler_options[{name!r}] must be a bool, a number or a string,"
+        f" got {value!r}."
+      )
+
+
+def check_sets(names: Sequence[str]) -> None:
+  """Checks the names of option sets.
+
+  Raises:
+    ValueError: A set does not exist.
+  """
+  for name in names:
+    if name not in NAMES:
+      raise ValueError(
+        f"Job.compiler_option_sets: unknown set {name!r}"
+        f"{suggestions.suggest(name, NAMES)}"
+      )

@@ -1,0 +1,1 @@
+"""Settings of a run that experiments choose: data and validation only."""

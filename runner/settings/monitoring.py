@@ -1,0 +1,89 @@
+"""Settings of monitoring: watchdog, spike reports, norms, Weights & Biases.
+
+They never change what a run computes.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+
+from paxon.sharding import checks
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WatchdogSettings:
+  """When a step counts as hanging: after the larger of both limits.
+
+  Attributes:
+    min_seconds: Seconds without a finished step.
+    factor: Multiple of the median time of recent steps.
+  """
+
+  min_seconds: float = 300.0
+  factor: float = 20.0
+
+  def __post_init__(self) -> None:
+    checks.check_positive(self, "min_seconds", "factor")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpikeSettings:
+  """When a value is a spike; `runner.monitoring.spikes` has the formula.
+
+  Attributes:
+    window: Number of preceding steps to compare with.
+    min_steps: With fewer steps, only non-finite values count.
+    num_deviations: Robust standard deviations above the median.
+    loss_factor: Multiple of the median that is always a spike of the loss.
+    grad_norm_factor: The same for the gradient norm.
+  """
+
+  window: int = 200
+  min_steps: int = 50
+  num_deviations: float = 10.0
+  loss_factor: float = 1.5
+  grad_norm_factor: float = 10.0
+
+  def __post_init__(self) -> None:
+    checks.check_positive(self, "window", "min_steps", "num_deviations")
+    if self.min_steps > self.window:
+      raise ValueError(
+        f"SpikeSettings.min_steps ({self.min_steps}) must be at most window"
+        f" ({self.window})."
+      )
+    checks.check_interval(self, "(1, inf)", "loss_factor", "grad_norm_factor")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MonitoringSettings:
+  """Configurable monitoring of a training run.
+
+  Attributes:
+    watchdog: When to dump all stacks of a hanging run; None for never.
+    spikes: When to report a spike of the loss or gradient norm; None for never.
+    norm_groups: Groups of variables whose norms are metrics: regular
+      expressions over logical names, by group name. An empty mapping makes one
+      group per top-level module; None makes none.
+    wandb_project: Weights & Biases project; None disables it.
+    wandb_entity: Weights & Biases user or team; None for the account's default.
+  """
+
+  watchdog: WatchdogSettings | None = dataclasses.field(
+    default_factory=WatchdogSettings
+  )
+  spikes: SpikeSettings | None = dataclasses.field(
+    default_factory=SpikeSettings
+  )
+  norm_groups: Mapping[str, str] | None = None
+  wandb_project: str | None = None
+  wandb_entity: str | None = None
+
+  def __post_init__(self) -> None:
+    if self.wandb_project is not None and not self.wandb_project.strip():
+      raise ValueError(
+        "MonitoringSettings.wandb_project must not be empty; None disables it."
+      )
+    if self.wandb_entity is not None and self.wandb_project is None:
+      raise ValueError(
+        f"MonitoringSettings.wandb_entity ({self.wandb_entity!r}) requires"
+        " wandb_project."
+      )

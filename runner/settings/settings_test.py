@@ -1,0 +1,170 @@
+"""Tests for the validation of settings."""
+
+import math
+import re
+
+import fiddle as fdl
+import pytest
+
+from paxon.runner.settings import (
+  compiler,
+  expected_kernels,
+  generation,
+  monitoring,
+  training,
+)
+
+_START = {"checkpoint": "runs/base"}
+_BAD_GROUP = (("a", None), ("b(.)", r"\2"))
+
+
+@pytest.mark.parametrize(
+  ("settings", "fields", "message"),
+  [
+    (training.Retention, {"newest": 0}, "newest must be positive, got 0"),
+    (training.Retention, {"every_minutes": 0.0}, "must be positive, got 0"),
+    (training.Retention, {"every_minutes": math.nan}, "positive, got nan"),
+    (training.Retention, {"every_minutes": math.inf}, "positive, got inf"),
+    (training.Retention, {"best": -1}, "best must not be negative, got -1"),
+    (training.Retention, {"best": 2}, "together, got best=2 and metric=None"),
+    (
+      training.Retention,
+      {"metric": "validation/loss"},
+      "together, got best=0 and metric='validation/loss'",
+    ),
+    (
+      training.Retention,
+      {"best": 1, "metric": "loss"},
+      "Retention.metric must be split/name, such as validation/loss, got 'los",
+    ),
+    (
+      training.Retention,
+      {"best": 1, "metric": "validation/"},
+      "got 'validation/'",
+    ),
+    (training.WarmStart, {"checkpoint": " "}, "WarmStart.checkpoint is empty"),
+    (
+      training.WarmStart,
+      {**_START, "step": -1},
+      "WarmStart.step must not be negative, got -1",
+    ),
+    (
+      training.WarmStart,
+      {**_START, "patterns": (("params/(", None),)},
+      "WarmStart.patterns[0] is not a regular expression: 'params/('",
+    ),
+    (
+      training.WarmStart,
+      {**_START, "patterns": _BAD_GROUP},
+      "WarmStart.patterns[1]: the template '\\\\2' does not fit the expression"
+      " 'b(.)' with 1 groups: invalid group reference",
+    ),
+    (
+      training.WarmStart,
+      {**_START, "may_be_missing": ("params/.*", "*")},
+      "WarmStart.may_be_missing[1] is not a regular expression: '*'",
+    ),
+    (
+      training.WarmStart,
+      {**_START, "averaged": True, "training_state": True},
+      "averaged and WarmStart.training_state are both set",
+    ),
+    (training.EarlyStopping, {"metric": "loss"}, "split/name, such as"),
+    (training.EarlyStopping, {"metric": "a/"}, "must be split/name"),
+    (training.EarlyStopping, {"patience": 0}, "patience must be positive"),
+    (
+      training.EarlyStopping,
+      {"min_delta": -1.0},
+      "min_delta must not be negative, got -1.0",
+    ),
+    (training.EarlyStopping, {"min_delta": math.nan}, "negative, got nan"),
+    (training.EarlyStopping, {"min_delta": math.inf}, "negative, got inf"),
+    (training.EarlyStopping, {"target": math.nan}, "a number, got nan"),
+    (training.EarlyStopping, {"patience": None}, "are both None"),
+    (generation.GenerationSettings, {"prompts": ()}, "prompts is empty"),
+    (
+      generation.GenerationSettings,
+      {"max_new_tokens": 0},
+      "GenerationSettings.max_new_tokens must be positive, got 0",
+    ),
+    (
+      generation.GenerationSettings,
+      {"max_new_tokens": 2**31},
+      "max_new_tokens must be less than 2**31, got 2147483648",
+    ),
+    (
+      monitoring.WatchdogSettings,
+      {"factor": 0.0},
+      "WatchdogSettings.factor must be positive, got 0.0",
+    ),
+    (monitoring.SpikeSettings, {"window": 0}, "window must be positive"),
+    (
+      monitoring.SpikeSettings,
+      {"window": 10, "min_steps": 11},
+      "min_steps (11) must be at most window (10)",
+    ),
+    (monitoring.SpikeSettings, {"loss_factor": 1.0}, "must be in (1, inf)"),
+    (monitoring.MonitoringSettings, {"wandb_project": " "}, "not be empty"),
+    (
+      monitoring.MonitoringSettings,
+      {"wandb_entity": "me"},
+      "wandb_entity ('me') requires wandb_project",
+    ),
+    (
+      expected_kernels.ExpectedKernel,
+      {"part": "attention forwards", "kernel": "cudnn"},
+      "did you mean 'attention forward'?",
+    ),
+    (
+      expected_kernels.ExpectedKernel,
+      {"part": "attention forward", "kernel": "cuddn"},
+      "does not compute attention forward; did you mean 'cudnn'?",
+    ),
+    (
+      expected_kernels.ExpectedKernel,
+      {"part": "matmuls", "kernel": "cudnn"},
+      "ExpectedKernel.kernel is 'cudnn', which does not compute matmuls",
+    ),
+  ],
+)
+def test_invalid_values_are_rejected(settings, fields, message):
+  with pytest.raises(ValueError, match=re.escape(message)):
+    settings(**fields)
+
+
+def test_only_the_checkpoint_of_a_warm_start_is_required():
+  start = fdl.build(fdl.Config(training.WarmStart, checkpoint="runs/base"))
+  assert start == training.WarmStart(checkpoint="runs/base")
+  assert (start.step, start.patterns, start.may_be_missing) == (None, (), ())
+  assert not any((start.averaged, start.cast, start.training_state))
+
+
+def test_monitoring_is_on_by_default_without_a_service():
+  defaults = monitoring.MonitoringSettings()
+  assert defaults.watchdog is not None
+  assert defaults.spikes is not None
+  assert defaults.wandb_project is None
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    (
+      {"--xla_x": 1},
+      "'--xla_x' is not a valid name; .* dashes; use 'xla_x'\\.",
+    ),
+    ({"xla x": 1}, "'xla x' is not a valid name"),
+    ({"xla_x": None}, r"\['xla_x'\] must be a bool, a number or a .* got None"),
+    ({"xla_x": ["a"]}, r"a number or a string, got \['a'\]"),
+  ],
+)
+def test_invalid_compiler_options_are_rejected(options, message):
+  with pytest.raises(ValueError, match=message):
+    compiler.check_options(options)
+
+
+def test_unknown_option_set_is_rejected():
+  with pytest.raises(
+    ValueError, match="unknown set 'async_collective'; did you mean 'async_co"
+  ):
+    compiler.check_sets(["async_collective"])
