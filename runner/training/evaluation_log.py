@@ -1,10 +1,16 @@
-"""The evaluations that a run has recorded, also those of earlier processes."""
+"""Recorded evaluations of a run, and early stopping.
+
+Early stopping is decided from the recorded evaluations only, so that an
+interrupted run ends at the same step as an uninterrupted one.
+"""
 
 from collections.abc import Iterable, Mapping
+import math
 
+from paxon.runner import user_error
 from paxon.runner.monitoring import metrics_file
 from paxon.runner.settings import training
-from paxon.runner.training import early_stopping
+from paxon.sharding import suggestions
 
 Results = Mapping[str, Mapping[str, float]]
 
@@ -61,11 +67,66 @@ class EvaluationLog:
     Raises:
       UserError: The evaluations do not have the rule's metric.
     """
-    return early_stopping.reason_to_stop(
+    return reason_to_stop(
       rule,
       {
-        step: early_stopping.metric_value(rule, results)
+        step: early_stopping_value(rule, results)
         for step, results in self._results.items()
         if step % every_steps == 0 and self.at(step) is not None
       },
     )
+
+
+def early_stopping_value(
+  rule: training.EarlyStopping, results: Mapping[str, Mapping[str, float]]
+) -> float:
+  """Returns the monitored metric of one evaluation.
+
+  Args:
+    rule: Names the metric.
+    results: Values by metric by split.
+
+  Raises:
+    UserError: The evaluation does not have the metric.
+  """
+  split, _, name = rule.metric.partition("/")
+  if name not in results.get(split, {}):
+    known = [f"{s}/{n}" for s, values in results.items() for n in values]
+    raise user_error.UserError(
+      f"EarlyStopping.metric is {rule.metric!r}, which the evaluation does not"
+      f" have{suggestions.suggest(rule.metric, known, count=2)}"
+    )
+  return results[split][name]
+
+
+def reason_to_stop(
+  rule: training.EarlyStopping, values: Mapping[int, float]
+) -> str | None:
+  """Returns why training stops, or None to continue.
+
+  Args:
+    rule: When to stop.
+    values: The metric by the step of its evaluation.
+  """
+  sign = 1.0 if rule.goal is training.Goal.MIN else -1.0
+  if rule.target is not None:
+    for step, value in sorted(values.items()):
+      if sign * value <= sign * rule.target:
+        return (
+          f"{rule.metric} is {value:.6g} at step {step}, and the target is"
+          f" {rule.target:.6g}"
+        )
+  if rule.patience is None:
+    return None
+  best_step, best, waited = None, math.inf, 0
+  for step, value in sorted(values.items()):
+    if sign * value < best - (0.0 if best == math.inf else rule.min_delta):
+      best_step, best, waited = step, sign * value, 0
+    else:
+      waited += 1
+  if waited < rule.patience:
+    return None
+  text = f"{rule.metric} has not improved for {waited} evaluations"
+  if best_step is None:
+    return f"{text} and was never a number"
+  return f"{text}; best {sign * best:.6g} at step {best_step}"
