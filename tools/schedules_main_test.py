@@ -11,7 +11,7 @@ from paxon.tools import (
   schedules_page,
   schedules_plan,
 )
-from paxon.tools.benchmarks import interleaving
+from paxon.tools.benchmarks import timing
 
 _ROOT = pathlib.Path(__file__).parent.parent
 
@@ -75,9 +75,7 @@ def test_steps_are_timed_beside_the_sequential_one(monkeypatch):
   monkeypatch.setattr(
     schedules_measurement, "_SAVING", schedules_measurement._SAVING[2:]
   )
-  known = interleaving.Pairs(
-    first=(0.03, 0.01, 0.02), second=(0.01, 0.01, 0.05)
-  )
+  known = timing.Pairs(first=(0.03, 0.01, 0.02), second=(0.01, 0.01, 0.05))
   rounds = []
 
   def interleave(first, second, **given):
@@ -86,7 +84,7 @@ def test_steps_are_timed_beside_the_sequential_one(monkeypatch):
     rounds.append(given["rounds"])
     return known
 
-  monkeypatch.setattr(interleaving, "interleave", interleave)
+  monkeypatch.setattr(timing, "interleave", interleave)
   found = schedules_measurement.measure(rounds=3)
   # Medians of 30, 10, 20 and of 10, 10, 50 ms, and of 3, 1 and 0.4.
   assert [row[:4] for row in found] == [

@@ -21,7 +21,7 @@ from paxon.pipeline.schedules import (
   zero_bubble,
 )
 from paxon.sharding import axes
-from paxon.tools.benchmarks import interleaving
+from paxon.tools.benchmarks import timing
 
 NUM_STAGES: Final = 4
 NUM_MICROBATCHES: Final = 8
@@ -102,7 +102,7 @@ def _row(
   def run_plain() -> object:
     return jax.block_until_ready(plain(chunks, outer, batch))
 
-  pairs = interleaving.interleave(run_ours, run_plain, rounds=rounds)
+  pairs = timing.interleave(run_ours, run_plain, rounds=rounds)
   first, second = (
     f"{statistics.median(seconds) * 1000:.0f}"
     for seconds in (pairs.first, pairs.second)

@@ -1,4 +1,4 @@
-"""Training a decoder-only language model of given sizes, as blocks of steps."""
+"""Workloads of the bench: both train steps, compiled, in blocks of steps."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -12,19 +12,19 @@ from paxon.runner.training import compiled_steps
 from paxon.runner.training import session as session_lib
 from paxon.tools.benchmarks import decoder_lm_job, pure_jax_decoder_lm
 
-# So many batches are kept on the device, and used in turn.
+# Batches that are kept on the device and used in turn.
 _NUM_BATCHES = 4
 PURE_JAX_KEYS = ("inputs", "targets", "weights", "positions", "segment_ids")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-  """What is trained on.
+  """Sizes of a model and of its batches.
 
   Attributes:
     config: Sizes of the model.
-    global_batch_size: Rows of a batch.
-    length: Tokens of a row.
+    global_batch_size: Sequences per batch.
+    length: Tokens per sequence.
   """
 
   config: pure_jax_decoder_lm.Config
@@ -32,7 +32,7 @@ class Workload:
   length: int
 
   def job(self, **fields: Any) -> job_lib.Job:
-    """Returns the job, with other fields of it."""
+    """Returns the training job, with other fields replaced."""
     return decoder_lm_job.make_job(
       self.config,
       global_batch_size=self.global_batch_size,
@@ -42,11 +42,11 @@ class Workload:
 
   @property
   def tokens(self) -> int:
-    """Places in a batch."""
+    """Tokens per batch, with padding."""
     return self.global_batch_size * self.length
 
   def facts(self) -> dict[str, Any]:
-    """Returns the sizes that matter."""
+    """Returns the sizes for reports."""
     c = self.config
     return {
       "layers": c.num_layers,
@@ -60,7 +60,7 @@ class Workload:
 
 
 class Steps:
-  """A block of training steps; calling it makes them and waits for the end."""
+  """A block of train steps; a call runs them and waits for the result."""
 
   def __init__(
     self,
@@ -70,12 +70,12 @@ class Steps:
     *,
     count: int,
   ) -> None:
-    """Prepares.
+    """Initializes.
 
     Args:
-      step: `(state, batch) -> (state, metrics)`; the state is donated.
-      state: The first.
-      batches: Placed arrays, used in turn.
+      step: `(state, batch) -> (state, metrics)`, which donates the state.
+      state: The initial state.
+      batches: Arrays on the devices, used in turn.
       count: Steps in a block.
     """
     self.step = step
@@ -84,7 +84,7 @@ class Steps:
     self.state = state
 
   def __call__(self) -> None:
-    """Makes the block's steps."""
+    """Runs the steps of a block."""
     metrics = None
     for i in range(self._count):
       batch = self._batches[i % len(self._batches)]
@@ -94,13 +94,13 @@ class Steps:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OurSteps:
-  """Our own train step, with what it was made from.
+  """Our train step.
 
   Attributes:
     session: The job on its devices.
-    traced: The step, traced.
-    step: The same, compiled.
-    batches: Placed.
+    traced: The traced step.
+    step: The compiled step.
+    batches: Batches on the devices.
   """
 
   session: session_lib.Session
@@ -109,7 +109,7 @@ class OurSteps:
   batches: list[dict[str, jax.Array]]
 
   def start(self, *, count: int) -> Steps:
-    """Returns blocks of `count` steps from the initial state on."""
+    """Returns blocks of `count` steps that begin at the initial state."""
     state = self.session.initial_state()
     return Steps(self.step, state, self.batches, count=count)
 
@@ -121,7 +121,7 @@ class OurSteps:
 def compile_ours(
   job: job_lib.Job, *, devices: Sequence[jax.Device] | None = None
 ) -> OurSteps:
-  """Compiles our step and places some batches."""
+  """Compiles our train step and transfers batches to the devices."""
   session = session_lib.open_session(job, devices=devices)
   traced = compiled_steps.trace_train_step(session)
   batches = [
@@ -137,7 +137,7 @@ def compile_ours(
 
 
 def pure_jax_steps(ours: OurSteps, workload: Workload, *, count: int) -> Steps:
-  """Returns the other step, from our initial state and on our batches."""
+  """Returns the plain JAX step with our initial state and batches."""
   state = decoder_lm_job.to_pure_jax(ours.session.initial_state())
   batches = [
     {name: batch[name] for name in PURE_JAX_KEYS} for batch in ours.batches
@@ -155,7 +155,7 @@ def rates(
     tokens: In a step, over all devices.
     flops_per_step: Over all devices.
     seconds: Of a step.
-    dtype: Of the operands of matrix products.
+    dtype: Of the operands of matmuls.
   """
   devices = jax.devices()
   result = {

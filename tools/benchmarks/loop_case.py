@@ -1,20 +1,19 @@
-"""The whole training program beside the bare compiled step.
+"""The whole training program compared with its bare compiled step.
 
-The program runs as a user's does, with its summaries, checkpoints, prefetched
-input and observability. It pauses at its own evaluations: the only evaluation
-split of its job has no batch, but when it is read it makes a block of bare
-steps, the same compiled program on batches that lie on the device. So short
-blocks of both alternate in one process, and nothing of the program had to be
-changed.
+The program runs as a user's does, with metrics, checkpoints, prefetching and
+monitoring. It pauses at its own evaluations: its only evaluation split has no
+batch, but reading it runs a block of bare steps, the same compiled program on
+batches that are on the device already. So short blocks of both alternate in one
+process, and the program needs no change.
 
-There are five evaluations to a checkpoint. That of a checkpoint's own step
-makes no bare steps, and the one before makes twice as many, so that writing in
-the background falls into steps of the program. A round is the steps from one
-checkpoint to the next, and as many bare ones:
+There are five evaluations per checkpoint. The one at a checkpoint's own step
+runs no bare steps, and the one before it twice as many, so that background
+writing falls into steps of the program. A round is the steps from one
+checkpoint to the next, and as many bare steps:
 
   10 of the program, 10 bare, 10, 10, 10, 20 bare, 20 with the checkpoint, 10
 
-What the empty evaluations cost counts for the program.
+The time of the empty evaluations counts for the program.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,16 +29,12 @@ import fiddle as fdl
 
 from paxon.inputs import base_input
 from paxon.runner.training import train
-from paxon.tools.benchmarks import (
-  comparison,
-  decoder_lm_workload,
-  interleaving,
-)
+from paxon.tools.benchmarks import decoder_lm_workload, timing
 
 LIMIT = 1.03
 CHECKPOINT_EVERY_STEPS = 50
 SUMMARY_EVERY_STEPS = 10
-# Evaluations to a checkpoint.
+# Evaluations per checkpoint.
 _EVALUATIONS = 5
 # All devices, as experiments have by default.
 _MESH = "data=-1"
@@ -47,13 +42,13 @@ _MESH = "data=-1"
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Pause(base_input.BaseInput):
-  """An evaluation split without batches that does something when it is read.
+  """An evaluation split without batches that runs an action when it is read.
 
   Attributes:
-    action: Called at four of five evaluations, at the fourth twice.
+    action: Called at four of five evaluations, twice at the fourth.
     clock: Seconds from any origin.
-    begins: When actions began, one for each of these evaluations.
-    ends: When they ended.
+    begins: Start times of the actions, one per evaluation.
+    ends: Their end times.
   """
 
   action: Callable[[], object]
@@ -63,12 +58,12 @@ class Pause(base_input.BaseInput):
   _evaluations: int = dataclasses.field(default=0, init=False)
 
   def get_next(self) -> base_input.Batch:
-    """Acts, and says that there is no batch."""
+    """Runs the action and raises StopIteration."""
     self._evaluations += 1
-    place = self._evaluations % _EVALUATIONS
-    if place:
+    index = self._evaluations % _EVALUATIONS
+    if index:
       self.begins.append(self.clock())
-      for _ in range(2 if place == _EVALUATIONS - 1 else 1):
+      for _ in range(2 if index == _EVALUATIONS - 1 else 1):
         self.action()
       self.ends.append(self.clock())
     raise StopIteration
@@ -77,19 +72,19 @@ class Pause(base_input.BaseInput):
     """Does nothing: there is no position."""
 
   def get_state(self) -> base_input.State:
-    """Returns nothing to remember."""
+    """Returns an empty state."""
     return {}
 
   def set_state(self, state: base_input.State) -> None:
     """Does nothing: there is no position."""
 
-  def pairs(self, *, units: int) -> interleaving.Pairs:
-    """Returns the times between actions, and of the actions, by round.
+  def pairs(self, *, units: int) -> timing.Pairs:
+    """Returns the times between actions and the times of actions, by round.
 
-    A round is five evaluations, from after the first action on.
+    A round is five evaluations; the first one starts after the first action.
 
     Args:
-      units: By how much both are divided.
+      units: Divisor of both times.
     """
     between = [
       begin - end
@@ -99,7 +94,7 @@ class Pause(base_input.BaseInput):
       end - begin
       for begin, end in zip(self.begins[1:], self.ends[1:], strict=True)
     ]
-    return interleaving.Pairs(
+    return timing.Pairs(
       first=_sums(between, units), second=_sums(actions, units)
     )
 
@@ -110,14 +105,14 @@ def run(
   name: str,
   rounds: int,
   every_steps: int = CHECKPOINT_EVERY_STEPS,
-) -> comparison.Comparison:
+) -> timing.Comparison:
   """Returns the time of a step in the program over that of the bare step.
 
   Args:
     workload: Sizes.
     name: Of the comparison.
-    rounds: How often a block of each is timed.
-    every_steps: Interval of checkpoints, and steps in a round.
+    rounds: Timed blocks of each.
+    every_steps: Steps between checkpoints, which is a round.
   """
   if every_steps <= 0 or every_steps % _EVALUATIONS:
     raise ValueError(
@@ -132,24 +127,27 @@ def run(
     action=bare.start(count=block),
   )
   intervals: dict[str, Any] = {
-    # After the last evaluation comes a step.
+    # A step follows the last evaluation.
     "num_train_steps": rounds * every_steps + block + 1,
     "checkpoint_every_steps": every_steps,
     "eval_every_steps": block,
     "summary_every_steps": SUMMARY_EVERY_STEPS,
   }
   job = workload.job(mesh=_MESH, **intervals, eval_inputs={"pause": pause})
-  # Only stored beside the run, which nobody will go on with.
+  # Only stored with the run, which is never resumed.
   config = fdl.Config(type(job), experiment=job.experiment, **intervals)
-  said = io.StringIO()
+  output = io.StringIO()
   with tempfile.TemporaryDirectory() as folder:
     try:
-      with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+      with (
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(output),
+      ):
         train.run(job, config, epath.Path(folder))
     except BaseException:
-      print(said.getvalue())
+      print(output.getvalue())
       raise
-  return comparison.Comparison(
+  return timing.Comparison(
     case=name,
     first="the whole program",
     second="its bare step",

@@ -2,11 +2,7 @@
 
 import pytest
 
-from paxon.tools.benchmarks import (
-  cases,
-  loop_case,
-  save_case,
-)
+from paxon.tools.benchmarks import cases, loop_case, step_cases
 
 TINY = cases.resized(
   cases.QUICKSTART,
@@ -39,14 +35,14 @@ def test_a_pause_acts_at_four_of_five_evaluations_and_twice_before_the_fifth():
     # The program is at work from 2 to 3, from 4 to 6, from 9 to 13, ...
     clock=_Clock(0, 2, 3, 4, 6, 9, 13, 18, 20, 21, 24, 25, 26, 27, 29, 30),
   )
-  made = []
+  counts = []
   for _ in range(9):
     pause.reset()
     with pytest.raises(StopIteration):
       pause.get_next()
-    made.append(len(actions))
-  assert made == [1, 2, 3, 5, 5, 6, 7, 8, 10]
-  # Of the second round three actions of four were made.
+    counts.append(len(actions))
+  assert counts == [1, 2, 3, 5, 5, 6, 7, 8, 10]
+  # The second round has three of its four actions.
   pairs = pause.pairs(units=10)
   assert pairs.first == (0.9,)
   assert pairs.second == (1.0,)
@@ -56,18 +52,18 @@ def test_program_and_bare_steps_alternate(capsys):
   result = loop_case.run(TINY, name="tiny", rounds=2, every_steps=5)
   assert len(result.pairs.first) == len(result.pairs.second) == 2
   assert min(result.pairs.first + result.pairs.second) > 0
-  # What the program says is not the bench's.
+  # The output of the program is not shown.
   assert "loss" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("every", [0, 4])
-def test_refuses_intervals_that_blocks_do_not_divide(every):
+def test_rejects_intervals_that_blocks_do_not_divide(every):
   with pytest.raises(ValueError, match=rf"positive multiple of 5, got {every}"):
     loop_case.run(TINY, name="tiny", rounds=1, every_steps=every)
 
 
-def test_times_saves_beside_steps():
-  result = save_case.run(TINY, name="tiny", rounds=2)
+def test_times_saves_and_steps():
+  result = step_cases.run_save(TINY, name="tiny", rounds=2)
   assert len(result.pairs.first) == 2
   assert min(result.pairs.first) > 0
   assert result.facts["state_MB"] > 0

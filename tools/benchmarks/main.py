@@ -1,14 +1,14 @@
-"""The command line of the bench; `tools/bench` calls it.
+"""Command line of the bench; `tools/bench` calls it.
 
   tools/bench                        # the default cases, under six minutes
   tools/bench loop --rounds=9
-  tools/bench layers                 # each layer, generation, compilation
+  tools/bench train_step loop generation
   tools/bench gpt2_124m --global_batch_size=32
-  tools/bench inputs                 # each source of data, without a model
+  tools/bench inputs                 # each data source, without a model
   tools/bench --json=out.json --markdown=docs/benchmarks.md
 
-Cases are timed one after another, each with both of its contenders in turn. Run
-it on a machine that does nothing else: intervals widen with every disturbance.
+Each case times its two contenders in turn. Run it on an idle machine: every
+disturbance widens the intervals.
 """
 
 import argparse
@@ -18,16 +18,9 @@ import json
 import pathlib
 import sys
 
-from paxon.tools.benchmarks import (
-  cases,
-  comparison,
-  environment,
-  input_speeds,
-  report,
-)
+from paxon.tools.benchmarks import cases, report, timing
 
 _INPUTS = "inputs"
-
 _SIZES = (
   "global_batch_size",
   "length",
@@ -43,31 +36,34 @@ _DTYPES = ("float32", "bfloat16")
 
 
 def make_parser() -> argparse.ArgumentParser:
-  """Returns what reads the command line."""
+  """Returns the parser of the command line."""
   known = "\n".join(
-    f"  {name:23} {case.summary}{'' if case.is_default else ' (not default)'}"
+    f"  {name:19}{case.summary}{' (default)' if case.is_default else ''}"
     for name, case in cases.CASES.items()
   )
   parser = argparse.ArgumentParser(
     prog="tools/bench",
-    description=f"Times pairs of contenders in turn.\n\ncases:\n{known}",
+    description=(
+      "Compares the speed of Paxon with hand-written JAX, side by side.\n\n"
+      f"cases:\n{known}\n  {_INPUTS:19}throughput of each data source"
+    ),
     formatter_class=argparse.RawDescriptionHelpFormatter,
     allow_abbrev=False,
   )
+  parser.add_argument("case", nargs="*", help="cases to run, in this order")
+  parser.add_argument("--rounds", type=_positive, help="rounds of every case")
+  parser.add_argument("--json", type=pathlib.Path, help="write all times here")
   parser.add_argument(
-    "case", nargs="*", help="which, the group layers, or inputs alone"
+    "--markdown", type=pathlib.Path, help="write a Markdown page here"
   )
-  parser.add_argument("--rounds", type=_positive, help="of every case")
-  parser.add_argument("--json", type=pathlib.Path, help="write all figures")
-  parser.add_argument("--markdown", type=pathlib.Path, help="write a page")
   for size in _SIZES:
-    parser.add_argument(f"--{size}", type=_positive, help="of every case")
-  parser.add_argument("--dtype", choices=_DTYPES, help="of every case")
+    parser.add_argument(f"--{size}", type=_positive, help=f"override {size}")
+  parser.add_argument("--dtype", choices=_DTYPES, help="override the dtype")
   return parser
 
 
 def run(argv: Sequence[str]) -> int:
-  """Measures what the arguments ask for; returns the exit status."""
+  """Runs the command; returns the exit status."""
   parser = make_parser()
   options = parser.parse_args(argv)
   for path in filter(None, (options.json, options.markdown)):
@@ -76,23 +72,18 @@ def run(argv: Sequence[str]) -> int:
   if options.case == [_INPUTS]:
     for name in ("rounds", "json", *_SIZES, "dtype"):
       if getattr(options, name) is not None:
-        parser.error(f"{_INPUTS} has no use for --{name}")
+        parser.error(f"--{name} does not apply to {_INPUTS}")
     return _measure_inputs(options.markdown, argv)
-  chosen = [n for name in options.case for n in cases.named(name)]
   for name in options.case:
-    if not cases.named(name):
+    if name not in cases.CASES:
       parser.error(
-        f"there is no case {name!r}; there are {', '.join(cases.CASES)}, and "
-        f"the group {cases.LAYERS}; {_INPUTS} stands alone"
+        f"unknown case {name!r}; choose from {', '.join(cases.CASES)}, or"
+        f" {_INPUTS} alone"
       )
-  facts = environment.describe(datetime.datetime.now())
   sizes = {name: getattr(options, name) for name in (*_SIZES, "dtype")}
-  for name in chosen:
-    for size in cases.CASES[name].unused:
-      if sizes[size] is not None:
-        parser.error(f"the case {name} has no use for --{size}")
-  results: list[comparison.Comparison] = []
-  for name in chosen or cases.defaults():
+  facts = report.environment(datetime.datetime.now())
+  results: list[timing.Comparison] = []
+  for name in options.case or cases.defaults():
     case = cases.CASES[name]
     rounds = options.rounds or case.rounds
     print(f"{name}: {case.summary}, {rounds} rounds", file=sys.stderr)
@@ -114,8 +105,10 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _measure_inputs(page: pathlib.Path | None, argv: Sequence[str]) -> int:
-  """Measures sources of data, which are compared with nothing."""
-  facts = environment.describe(datetime.datetime.now())
+  # It needs every package of the inputs.
+  from paxon.tools.benchmarks import input_speeds
+
+  facts = report.environment(datetime.datetime.now())
   text = input_speeds.to_markdown(
     input_speeds.measure(),
     environment=facts,

@@ -3,7 +3,7 @@
 What one would write by hand, without a framework: pre-norm blocks of rotary
 grouped-query attention and a gated feed-forward, tied embeddings, AdamW with
 warm-up and cosine decay to 5 %, clipping to norm 1. Layers are scanned, the
-state is donated, kernels multiply in `dtype`, sums and norms are float32.
+state is donated, matmuls are in `dtype`, accumulation and norms in float32.
 
 Letters: batch B, length T S, embed D, heads N, key/value heads K, head_dim H.
 """
@@ -20,7 +20,7 @@ Arrays = dict[str, jax.Array]
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def einsum32(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
-  """Returns a float32 product, whose gradient is rounded to their dtype."""
+  """Multiplies into float32; gradients are rounded to the dtype of inputs."""
   return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
 
 
@@ -33,7 +33,7 @@ def _(equation: str, primals: Any, tangents: Any) -> tuple[Any, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-  """Sizes of the model, and how it learns."""
+  """Sizes of the model and hyperparameters."""
 
   vocab_size: int
   num_layers: int
@@ -70,21 +70,21 @@ def initial_state(c: Config, key: jax.Array) -> dict[str, Any]:
 
 
 def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-  """Returns `x` [B,T,D] over its root mean square, times `scale`."""
+  """Returns the RMS norm of `x` [B,T,D], times `scale`."""
   y = x.astype(jnp.float32)
   y *= jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + 1e-6)
   return (y * scale[None, None]).astype(x.dtype)
 
 
 def rotate(x: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
-  """Returns heads [B,T,N,H] turned by angles [B,T,1,H/2]."""
+  """Returns heads [B,T,N,H] rotated by angles [B,T,1,H/2]."""
   a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
   turned = a * cos - b * sin, b * cos + a * sin
   return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
 def attention(x: jax.Array, w: Arrays, mask: Any, turn: Any) -> jax.Array:
-  """Returns what each token of `x` [B,T,D] gathers from those it sees."""
+  """Returns the attention output of `x` [B,T,D]."""
   q, k, v = (jnp.einsum("BTD,DNH->BTNH", x, w[name]) for name in "qkv")
   (B, T, N, H), K = q.shape, k.shape[2]
   q, k = rotate(q, *turn).reshape(B, T, K, N // K, H), rotate(k, *turn)
@@ -129,7 +129,7 @@ def loss(params: Arrays, batch: Arrays, c: Config) -> tuple[jax.Array, Arrays]:
 
 
 def learning_rate(step: jax.Array, c: Config) -> jax.Array:
-  """Returns the rate of the update made at `step`, a float."""
+  """Returns the learning rate at `step`, a float."""
   warmup = (step + 1) / (c.warmup_steps + 1)
   done = (step - c.warmup_steps) / (c.total_steps - c.warmup_steps)
   cosine = 0.5 + 0.5 * jnp.cos(jnp.pi * jnp.minimum(done, 1))
@@ -156,6 +156,6 @@ def train_step(state: Any, batch: Arrays, *, c: Config) -> tuple[Any, Arrays]:
 
 
 def compile_step(c: Config, state: Any, batch: Arrays) -> jax.stages.Compiled:
-  """Returns the step for such arguments; it takes the state's memory over."""
+  """Compiles the train step for such arguments; it donates the state."""
   step = jax.jit(functools.partial(train_step, c=c), donate_argnums=0)
   return step.lower(state, batch).compile()

@@ -1,8 +1,8 @@
 """Greedy generation with a decoder-only language model in plain JAX.
 
-What one would write by hand, in one file: prompts of several lengths are read
-at once, then a loop appends one token a row and step. The caches of all layers
-are one array, which a loop over the layers writes in place. Parameters are
+Written by hand in one file: prefill of prompts of different lengths, then a
+loop that appends one token per sequence and step. The caches of all layers are
+one array, which a loop over the layers updates in place. Parameters are
 those of `pure_jax_decoder_lm`.
 
 Letters: B batch, P prompt length, S slots of the cache, V vocabulary, D embed,
@@ -20,7 +20,7 @@ einsum32 = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-  """Returns `x` [B,T,D] over its root mean square, times `scale`."""
+  """Returns the RMS norm of `x` [B,T,D], times `scale`."""
   y = x.astype(jnp.float32)
   y *= jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + 1e-6)
   return (y * scale[None, None]).astype(x.dtype)
@@ -34,7 +34,7 @@ def turn_by(positions: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
 
 
 def rotate(x: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
-  """Returns heads [B,T,N,H] turned by angles [B,T,1,H/2]."""
+  """Returns heads [B,T,N,H] rotated by angles [B,T,1,H/2]."""
   a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
   turned = a * cos - b * sin, b * cos + a * sin
   return jnp.concatenate(turned, axis=-1).astype(x.dtype)
@@ -47,13 +47,13 @@ def layer(x: jax.Array, w: Arrays, turn: Any, mask: Any, store: Any) -> Any:
     x: The residual stream [B,T,D].
     w: Kernels of the layer.
     turn: Sines and cosines of the tokens.
-    mask: Which keys each token sees, [B,T,S].
+    mask: Keys that each token attends to, [B,T,S].
     store: `(keys, values of the tokens [B,K,T,H]) -> (all keys, all values,
       cache)`.
   """
   y = norm(x, w["attention_norm"])
   q, k, v = (jnp.einsum("BTD,DNH->BTNH", y, w[name]) for name in "qkv")
-  # Heads before tokens: no product of a step turns the cache.
+  # Heads before tokens: no matmul of a step transposes the cache.
   k, v, cache = store(*(a.swapaxes(1, 2) for a in (rotate(k, *turn), v)))
   (B, T, N, H), K = q.shape, k.shape[1]
   q = rotate(q, *turn).reshape(B, T, K, N // K, H)
@@ -81,7 +81,7 @@ def generate(
     prompts: Ids [B,P], padded on the right.
     lengths: Number of ids of each prompt, [B].
     num_new: Number of ids to generate.
-    dtype: Of the products.
+    dtype: Of the matmuls.
   """
   w = {n: p.astype(dtype) if p.ndim > 1 else p for n, p in params.items()}
   table, scale = w.pop("table"), w.pop("final_norm")

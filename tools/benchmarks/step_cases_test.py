@@ -11,7 +11,7 @@ import pytest
 from paxon.tools.benchmarks import (
   decoder_lm_workload,
   pure_jax_decoder_lm,
-  train_step_case,
+  step_cases,
 )
 
 TOLERANCE = 0.02
@@ -63,8 +63,8 @@ def test_step_costs_what_the_handwritten_one_costs(config, mesh):
   )
   theirs = decoder_lm_workload.pure_jax_steps(ours, workload, count=1)
   expected = _costs(theirs.step)
-  # Not vacuous: products of matrices alone are most of it, and a loop's body
-  # counts at least once.
+  # Not vacuous: matmuls are most of it, and the body of a loop counts at least
+  # once.
   tokens = workload.tokens / (8 if mesh else 1)
   kernels = 128 * (workload.config.vocab_size + 2 * 128 + 2 * 32 + 3 * 384)
   assert expected["flops"] > 6 * tokens * kernels
@@ -76,9 +76,9 @@ def test_step_costs_what_the_handwritten_one_costs(config, mesh):
 
 def test_compares_two_running_steps():
   workload = _workload(embed_dim=16, mlp_dim=16, vocab_size=32, num_layers=1)
-  result = train_step_case.run(workload, name="tiny", rounds=3, steps=2)
+  result = step_cases.run(workload, name="tiny", rounds=3, steps=2)
   assert len(result.pairs.first) == len(result.pairs.second) == 3
   assert min(result.pairs.first + result.pairs.second) > 0
-  assert result.limit == train_step_case.LIMIT
+  assert result.limit == step_cases.STEP_LIMIT
   assert result.facts["tokens/s"] > 0
   assert result.facts["layers"] == 1

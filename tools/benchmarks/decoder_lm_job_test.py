@@ -1,14 +1,14 @@
-"""Tests of the made-up batches."""
+"""Random batches of packed documents."""
 
 import numpy as np
 import pytest
 
-from paxon.tools.benchmarks import random_tokens
+from paxon.tools.benchmarks import decoder_lm_job
 
 
-def _input(**fields) -> random_tokens.RandomTokens:
+def _input(**fields) -> decoder_lm_job.RandomTokens:
   sizes = {"global_batch_size": 4, "length": 128, "vocab_size": 50}
-  return random_tokens.RandomTokens(**{**sizes, **fields})
+  return decoder_lm_job.RandomTokens(**{**sizes, **fields})
 
 
 def test_rows_are_packed_documents():
@@ -58,6 +58,6 @@ def test_hosts_share_a_batch():
   np.testing.assert_array_equal(np.concatenate(parts), whole["inputs"])
 
 
-def test_refuses_the_state_of_another_input():
-  with pytest.raises(ValueError, match="RandomTokens has no such state"):
+def test_rejects_the_state_of_another_input():
+  with pytest.raises(ValueError, match="needs the key `next` only"):
     _input().set_state({"epoch": 1})
