@@ -15,17 +15,18 @@ it is not in optax's Adafactor.
 """
 
 import dataclasses
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import optax
 
 from paxon.learners import (
-  factored_rms,
-  field_checks,
   optimizer,
   variable_clipping,
   variable_groups,
 )
+from paxon.sharding import checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,7 @@ class Adafactor:
   weight_decay: float = 0.0
 
   def __post_init__(self) -> None:
-    field_checks.positive(
+    checks.check_positive(
       self,
       "decay_exponent",
       "epsilon",
@@ -63,8 +64,8 @@ class Adafactor:
       "max_update_rms",
       "min_param_rms",
     )
-    field_checks.decay(self, "b1")
-    field_checks.not_negative(self, "weight_decay")
+    checks.check_decay(self, "b1")
+    checks.check_non_negative(self, "weight_decay")
 
   def transform(
     self, specs: variable_groups.Specs | None = None
@@ -90,7 +91,7 @@ class Adafactor:
       return updates
 
     direction = optimizer.then(
-      factored_rms.scale_by_factored_rms(
+      scale_by_factored_rms(
         decay_exponent=self.decay_exponent,
         epsilon=self.epsilon,
         min_dim_to_factor=self.min_dim_to_factor,
@@ -109,3 +110,169 @@ class Adafactor:
       weight_decay=self.weight_decay,
       specs=specs,
     )
+
+
+class FactoredRmsState(NamedTuple):
+  """Statistics; each tree has every parameter.
+
+  Attributes:
+    count: int32 scalar, the number of updates.
+    row: Means over the largest dimension; size one where not factored.
+    column: Means over the second largest; size one where not factored.
+    full: Mean squares; size one where factored.
+  """
+
+  count: Any
+  row: Any
+  column: Any
+  full: Any
+
+
+class _Statistics(NamedTuple):
+  row: jax.Array
+  column: jax.Array
+  full: jax.Array
+
+
+def scale_by_factored_rms(
+  *,
+  decay_exponent: float,
+  epsilon: float,
+  min_dim_to_factor: int,
+  specs: variable_groups.Specs | None,
+) -> optax.GradientTransformation:
+  """Returns the transformation from g to u.
+
+  Args:
+    decay_exponent: Of the number of updates in the decay.
+    epsilon: Added to squared gradients.
+    min_dim_to_factor: A dimension is factored from this size on.
+    specs: Of the variables, which say what is stacked. `None`: nothing is.
+  """
+
+  def depths(tree: Any) -> Any:
+    if specs is None:
+      return jax.tree.map(lambda _: 0, tree)
+    return jax.tree.map(lambda spec: len(spec.stacked), specs)
+
+  def init(params: optax.Params) -> FactoredRmsState:
+    statistics = jax.tree.map(
+      lambda p, depth: _Statistics(
+        *(
+          jnp.zeros(p.shape[:depth] + shape, jnp.float32)
+          for shape in _shapes(p.shape[depth:], min_dim_to_factor)
+        )
+      ),
+      params,
+      depths(params),
+    )
+    return _to_state(jnp.zeros((), jnp.int32), statistics)
+
+  def update(
+    updates: optax.Updates,
+    state: Any,
+    params: optax.Params | None = None,
+  ) -> tuple[optax.Updates, FactoredRmsState]:
+    del params
+    number = (state.count + 1).astype(jnp.float32)
+    decay = 1 - number**-decay_exponent
+
+    def one(
+      g: jax.Array, depth: int, *kept: jax.Array
+    ) -> tuple[jax.Array, _Statistics]:
+      dims = _factored_dims(g.shape[depth:], min_dim_to_factor)
+      axes = None if dims is None else (depth + dims[0], depth + dims[1])
+      return _update(
+        g, _Statistics(*kept), axes=axes, decay=decay, epsilon=epsilon
+      )
+
+    pairs = jax.tree.map(
+      one,
+      updates,
+      depths(updates),
+      state.row,
+      state.column,
+      state.full,
+    )
+    scaled, statistics = (
+      jax.tree.map(lambda pair, i=i: pair[i], pairs, is_leaf=_is_pair)
+      for i in (0, 1)
+    )
+    return scaled, _to_state(optax.safe_increment(state.count), statistics)
+
+  return optax.GradientTransformation(init, update)
+
+
+def _update(
+  gradient: jax.Array,
+  kept: _Statistics,
+  *,
+  axes: tuple[int, int] | None,
+  decay: jax.Array,
+  epsilon: float,
+) -> tuple[jax.Array, _Statistics]:
+  """Updates one variable; `axes` are those of `_factored_dims`."""
+  square = jnp.square(gradient) + epsilon
+
+  def mixed(old: jax.Array, new: jax.Array) -> jax.Array:
+    return decay * old + (1 - decay) * new
+
+  if axes is None:
+    full = mixed(kept.full, square)
+    return gradient * full**-0.5, kept._replace(full=full)
+  second, largest = axes
+  row = mixed(kept.row, jnp.mean(square, axis=largest, keepdims=True))
+  column = mixed(kept.column, jnp.mean(square, axis=second, keepdims=True))
+  share = row / jnp.mean(row, axis=second, keepdims=True)
+  return (
+    gradient * share**-0.5 * column**-0.5,
+    kept._replace(row=row, column=column),
+  )
+
+
+def _factored_dims(
+  shape: tuple[int, ...], min_dim_to_factor: int
+) -> tuple[int, int] | None:
+  """Returns the second largest and the largest dimension of one layer.
+
+  None where the whole mean square is kept.
+  """
+  if len(shape) < 2:
+    return None
+  second, largest = sorted(range(len(shape)), key=lambda i: shape[i])[-2:]
+  return None if shape[second] < min_dim_to_factor else (second, largest)
+
+
+def _shapes(
+  shape: tuple[int, ...], min_dim_to_factor: int
+) -> list[tuple[int, ...]]:
+  """Shapes of the row, column and full statistics of one layer."""
+  ones = (1,) * len(shape)
+  dims = _factored_dims(shape, min_dim_to_factor)
+  if dims is None:
+    return [ones, ones, shape]
+  second, largest = dims
+  return [
+    tuple(1 if i == reduced else n for i, n in enumerate(shape))
+    for reduced in (largest, second)
+  ] + [ones]
+
+
+def _is_pair(node: Any) -> bool:
+  return (
+    isinstance(node, tuple)
+    and len(node) == 2
+    and isinstance(node[1], _Statistics)
+  )
+
+
+def _to_state(count: Any, statistics: Any) -> FactoredRmsState:
+  row, column, full = (
+    jax.tree.map(
+      lambda s, i=i: s[i],
+      statistics,
+      is_leaf=lambda node: isinstance(node, _Statistics),
+    )
+    for i in range(3)
+  )
+  return FactoredRmsState(count=count, row=row, column=column, full=full)

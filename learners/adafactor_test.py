@@ -5,15 +5,9 @@ import numpy as np
 import optax
 import pytest
 
-from paxon.learners import (
-  adafactor,
-  constant,
-  factored_rms,
-  optimizer_state,
-  testing,
-)
+from paxon.learners import adafactor, optimizer_state, schedules, testing
 
-RATE = constant.Constant(value=0.3)
+RATE = schedules.Constant(value=0.3)
 
 
 def _specs(**shapes):
@@ -32,7 +26,7 @@ def _specs(**shapes):
 
 
 def _factored(specs):
-  return factored_rms.scale_by_factored_rms(
+  return adafactor.scale_by_factored_rms(
     decay_exponent=0.8, epsilon=1e-30, min_dim_to_factor=4, specs=specs
   )
 

@@ -6,9 +6,9 @@ import numpy as np
 import optax
 import pytest
 
-from paxon.learners import adamw, testing, warmup_cosine
+from paxon.learners import adamw, schedules, testing
 
-SCHEDULE = warmup_cosine.WarmupCosine(peak=0.1, warmup_steps=5, total_steps=20)
+SCHEDULE = schedules.WarmupCosine(peak=0.1, warmup_steps=5, total_steps=20)
 SPECS = {
   "params": {
     "kernel": testing.spec("params/kernel", (3, 4)),
@@ -119,11 +119,11 @@ def test_twenty_steps_match_the_paper(specs, decays):
 @pytest.mark.parametrize(
   ("fields", "message"),
   [
-    ({"b1": 1.0}, r"AdamW.b1 must be at least 0 and less than 1, got 1.0"),
-    ({"b2": -0.1}, r"AdamW.b2 must be at least 0 and less than 1, got -0.1"),
+    ({"b1": 1.0}, r"AdamW.b1 must be in \[0, 1\), got 1.0"),
+    ({"b2": -0.1}, r"AdamW.b2 must be in \[0, 1\), got -0.1"),
     (
       {"b2": 1 - 1e-9},
-      r"b2 must be .* less than 1 in float32, got 0.999999999",
+      r"b2 must be in .* in float32, got 0.999999999",
     ),
     ({"epsilon": 0.0}, r"AdamW.epsilon must be positive, got 0.0"),
     ({"weight_decay": -1.0}, r"weight_decay must not be negative, got -1.0"),

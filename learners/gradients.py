@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from paxon.learners import (
   combining,
   loss_function,
-  metric_functions,
   microbatches,
   optimizer_state,
   variable_groups,
 )
+from paxon.learners import metrics as metrics_lib
 from paxon.sharding import logical
 from paxon.sharding import variables as variables_lib
 
@@ -60,14 +60,14 @@ class Gradients:
 
 
 GradientFn: TypeAlias = Callable[
-  [Variables, metric_functions.Batch, dict[str, jax.Array]], Gradients
+  [Variables, metrics_lib.Batch, dict[str, jax.Array]], Gradients
 ]
 
 
 def make_gradient_fn(
   loss_fn: loss_function.LossFn,
   *,
-  metric_fns: Sequence[metric_functions.MetricFn],
+  metric_fns: Sequence[metrics_lib.MetricFn],
   num_microbatches: int,
   specs: variable_groups.Specs,
 ) -> GradientFn:
@@ -87,11 +87,11 @@ def make_gradient_fn(
 
 def _whole(
   loss_fn: loss_function.LossFn,
-  metric_fns: Sequence[metric_functions.MetricFn],
+  metric_fns: Sequence[metrics_lib.MetricFn],
 ) -> GradientFn:
   def gradient_fn(
     variables: Variables,
-    batch: metric_functions.Batch,
+    batch: metrics_lib.Batch,
     rngs: dict[str, jax.Array],
   ) -> Gradients:
     def objective(
@@ -117,13 +117,13 @@ def _whole(
 
 def _accumulated(
   loss_fn: loss_function.LossFn,
-  metric_fns: Sequence[metric_functions.MetricFn],
+  metric_fns: Sequence[metrics_lib.MetricFn],
   num_microbatches: int,
   specs: variable_groups.Specs,
 ) -> GradientFn:
   def gradient_fn(
     variables: Variables,
-    batch: metric_functions.Batch,
+    batch: metrics_lib.Batch,
     rngs: dict[str, jax.Array],
   ) -> Gradients:
     parts, shared = microbatches.split(batch, num_microbatches=num_microbatches)
@@ -131,7 +131,7 @@ def _accumulated(
     def objective(
       params: _Tree,
       overwritten: _Tree,
-      part: metric_functions.Batch,
+      part: metrics_lib.Batch,
       keys: dict[str, jax.Array],
     ) -> tuple[jax.Array, loss_function.LossOutput]:
       merged = variable_groups.merge(params, overwritten, variables.constant)

@@ -7,13 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.learners import (
-  gradients,
-  loss_function,
-  microbatches,
-  testing,
-  weighted,
-)
+from paxon.learners import gradients, loss_function, microbatches, testing
+from paxon.learners import metrics as metrics_lib
 from paxon.sharding import layout as layouts
 from paxon.sharding import mesh as meshes
 from paxon.sharding import variables
@@ -76,7 +71,7 @@ def _loss(values, batch, rngs):
     noise = jax.random.normal(rngs["dropout"], ())
     metrics |= {"noise": (noise, jnp.float32(1)), "square": (noise**2, noise)}
   return loss_function.LossOutput(
-    loss=weighted.total(nll, weights=batch["weights"]),
+    loss=metrics_lib.total(nll, weights=batch["weights"]),
     metrics=metrics,
     outputs={"token_nll": nll},
     new_collections={"stats": {"mean": jnp.mean(x)}},
@@ -119,7 +114,7 @@ def _batch():
 
 def _count(batch, outputs):
   return {
-    "tokens": weighted.total(
+    "tokens": metrics_lib.total(
       jnp.ones_like(outputs["token_nll"]), weights=batch["weights"]
     )
   }

@@ -7,15 +7,15 @@ import jax
 from jax.typing import ArrayLike
 import optax
 
+from paxon.learners import optimizer as optimizer_lib
 from paxon.learners import (
-  field_checks,
   optimizer_by_path,
   parameter_average,
   skipping,
   variable_clipping,
   variable_groups,
 )
-from paxon.learners import optimizer as optimizer_lib
+from paxon.sharding import checks
 
 Optimizer: TypeAlias = optimizer_lib.Optimizer
 
@@ -50,7 +50,7 @@ class Learner:
   count_tokens: bool = False
 
   def __post_init__(self) -> None:
-    field_checks.positive(
+    checks.check_positive(
       self, "max_grad_norm", "max_variable_grad_norm", "num_microbatches"
     )
 

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 import optax
 
-from paxon.learners import field_checks, optimizer, variable_groups
+from paxon.learners import optimizer, variable_groups
+from paxon.sharding import checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,9 +39,9 @@ class Lion:
   momentum_dtype: DTypeLike = jnp.float32
 
   def __post_init__(self) -> None:
-    field_checks.decay(self, "b1", "b2")
-    field_checks.not_negative(self, "weight_decay")
-    field_checks.floating(self, "momentum_dtype")
+    checks.check_decay(self, "b1", "b2")
+    checks.check_non_negative(self, "weight_decay")
+    checks.check_floating(self, "momentum_dtype")
 
   def transform(
     self, specs: variable_groups.Specs | None = None

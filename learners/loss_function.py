@@ -6,9 +6,10 @@ from typing import NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from paxon.learners import metric_functions, variable_groups, weighted
+from paxon.learners import metrics as metrics_lib
+from paxon.learners import variable_groups
 
-Metrics: TypeAlias = dict[str, weighted.Weighted]
+Metrics: TypeAlias = dict[str, metrics_lib.Weighted]
 
 
 class LossOutput(NamedTuple):
@@ -21,14 +22,14 @@ class LossOutput(NamedTuple):
     new_collections: The collections that the forward pass replaced.
   """
 
-  loss: weighted.Weighted
+  loss: metrics_lib.Weighted
   metrics: Metrics
-  outputs: metric_functions.Outputs
+  outputs: metrics_lib.Outputs
   new_collections: variable_groups.Tree
 
 
 LossFn: TypeAlias = Callable[
-  [variable_groups.Tree, metric_functions.Batch, dict[str, jax.Array]],
+  [variable_groups.Tree, metrics_lib.Batch, dict[str, jax.Array]],
   LossOutput,
 ]
 
@@ -36,8 +37,8 @@ LossFn: TypeAlias = Callable[
 def measure(
   result: LossOutput,
   *,
-  metric_fns: Sequence[metric_functions.MetricFn],
-  batch: metric_functions.Batch,
+  metric_fns: Sequence[metrics_lib.MetricFn],
+  batch: metrics_lib.Batch,
 ) -> Metrics:
   """Returns the loss, the model's metrics and those of `metric_fns`.
 

@@ -5,14 +5,14 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 
-from paxon.learners import metric_functions
+from paxon.learners import metrics
 from paxon.sharding import axes, logical
 
 Arrays: TypeAlias = dict[str, jax.Array]
 
 
 def split(
-  batch: metric_functions.Batch, *, num_microbatches: int
+  batch: metrics.Batch, *, num_microbatches: int
 ) -> tuple[Arrays, Arrays]:
   """Returns the microbatches, stacked, and what they share.
 

@@ -9,32 +9,28 @@ import pytest
 from paxon.learners import (
   adafactor,
   adamw,
-  constant,
   learner,
   lion,
   parameter_average,
-  piecewise,
+  schedules,
   sgd,
   skipping,
-  warmup_cosine,
-  warmup_decay,
-  warmup_stable_decay,
 )
 
-RATE = constant.Constant(value=0.1)
+RATE = schedules.Constant(value=0.1)
 PARTS = (
   RATE,
-  warmup_cosine.WarmupCosine(peak=0.1, warmup_steps=1, total_steps=4),
-  warmup_decay.WarmupLinear(peak=0.1, warmup_steps=1, total_steps=4),
-  warmup_decay.WarmupRsqrt(peak=0.1, warmup_steps=1),
-  warmup_decay.WarmupExponential(
+  schedules.WarmupCosine(peak=0.1, warmup_steps=1, total_steps=4),
+  schedules.WarmupLinear(peak=0.1, warmup_steps=1, total_steps=4),
+  schedules.WarmupRsqrt(peak=0.1, warmup_steps=1),
+  schedules.WarmupExponential(
     peak=0.1, warmup_steps=1, total_steps=4, end=0.01
   ),
-  warmup_stable_decay.WarmupStableDecay(
+  schedules.WarmupStableDecay(
     peak=0.1, warmup_steps=1, decay_steps=1, total_steps=4
   ),
-  piecewise.PiecewiseConstant(boundaries=(2,), values=(0.1, 0.2)),
-  piecewise.PiecewiseLinear(steps=(0, 2), values=(0.1, 0.2)),
+  schedules.PiecewiseConstant(boundaries=(2,), values=(0.1, 0.2)),
+  schedules.PiecewiseLinear(steps=(0, 2), values=(0.1, 0.2)),
   adafactor.Adafactor(schedule=RATE),
   adamw.AdamW(schedule=RATE),
   lion.Lion(schedule=RATE),

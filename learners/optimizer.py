@@ -9,12 +9,12 @@ https://arxiv.org/abs/1711.05101) and scaled by the learning rate.
 """
 
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import optax
 
-from paxon.learners import optax_promotion, variable_clipping, variable_groups
+from paxon.learners import variable_clipping, variable_groups
 
 
 @runtime_checkable
@@ -65,7 +65,7 @@ def descent(
   regularized = None
   if specs is not None:
     regularized = jax.tree.map(lambda spec: spec.regularized, specs)
-  return optax_promotion.allow(
+  return allow(
     optax.chain(
       direction,
       optax.add_decayed_weights(weight_decay, regularized),
@@ -95,5 +95,17 @@ def then(
   ) -> tuple[optax.Updates, optax.OptState]:
     updates, state = transform.update(updates, state, params)
     return fn(updates, params), state
+
+  return optax.GradientTransformation(transform.init, update)
+
+
+def allow(
+  transform: optax.GradientTransformation,
+) -> optax.GradientTransformation:
+  """Returns `transform`, whose updates are traced with standard promotion."""
+
+  def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    with jax.numpy_dtype_promotion("standard"):
+      return transform.update(updates, state, params)
 
   return optax.GradientTransformation(transform.init, update)

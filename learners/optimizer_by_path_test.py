@@ -8,9 +8,9 @@ import pytest
 from paxon.learners import (
   adafactor,
   adamw,
-  constant,
   lion,
   optimizer_by_path,
+  schedules,
   sgd,
   testing,
   train_state,
@@ -34,7 +34,7 @@ PARAMS = {"params": SPECS["params"]}
 
 
 def _rate(value):
-  return constant.Constant(value=value)
+  return schedules.Constant(value=value)
 
 
 def _rule(name, pattern, optimizer=None):
@@ -106,7 +106,7 @@ def test_state_names_say_which_optimizer():
   # Overwritten variables have no state in any optimizer.
   assert not any("fp8" in name for name in names)
   values = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), SPECS)
-  state = train_state.initial(values, learner=learner, specs=SPECS)
+  state = train_state.make_initial(values, learner=learner, specs=SPECS)
   assert jax.tree.structure(state) == jax.tree.structure(specs)
 
 
@@ -193,7 +193,7 @@ def test_overwritten_variables_reach_no_optimizer_and_no_clipping():
       num_microbatches=num_microbatches,
     )
     values = _random(0) | {"fp8": {"scale": jnp.float32(scale)}}
-    state = train_state.initial(values, learner=learner, specs=SPECS)
+    state = train_state.make_initial(values, learner=learner, specs=SPECS)
     step = train_step.make_train_step(
       loss, learner=learner, specs=SPECS, seed=0
     )

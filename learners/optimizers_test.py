@@ -15,19 +15,18 @@ import pytest
 from paxon.learners import (
   adafactor,
   adamw,
-  constant,
   lion,
   optimizer_state,
+  schedules,
   sgd,
   testing,
   train_state,
-  warmup_decay,
 )
 from paxon.learners import learner as learner_lib
 from paxon.sharding import layout as layouts
 from paxon.sharding import mesh as meshes
 
-SCHEDULE = warmup_decay.WarmupLinear(peak=0.1, warmup_steps=5, total_steps=30)
+SCHEDULE = schedules.WarmupLinear(peak=0.1, warmup_steps=5, total_steps=30)
 DECAY = 0.1
 STACKED = (("layers", 1),)
 SPECS = {
@@ -221,7 +220,7 @@ def test_twenty_steps_match_the_paper(case):
 @ALL
 def test_reduces_a_quadratic(case):
   transform = _optimizer(
-    case, constant.Constant(value=0.02), weight_decay=0.0
+    case, schedules.Constant(value=0.02), weight_decay=0.0
   ).transform(SPECS)
   params, target = _random(0), _random(1)
 
@@ -256,7 +255,7 @@ def test_only_regularized_variables_decay(case):
 
 @ALL
 def test_without_specs_all_variables_decay(case):
-  transform = _optimizer(case, constant.Constant(value=0.5)).transform()
+  transform = _optimizer(case, schedules.Constant(value=0.5)).transform()
   # One that does not with its spec is enough.
   params = {"params": {"scale": _random(0)["params"]["scale"]}}
   zeros = jax.tree.map(jnp.zeros_like, params)
@@ -290,7 +289,7 @@ def test_specs_describe_the_state_and_layout_changes_no_value(case):
 
   def run():
     params = _random(0)
-    state = train_state.initial(params, learner=learner, specs=SPECS)
+    state = train_state.make_initial(params, learner=learner, specs=SPECS)
     updates, opt_state = transform.update(_random(1), state.opt_state, params)
     return updates, dataclasses.replace(state, opt_state=opt_state)
 
@@ -328,7 +327,7 @@ def test_specs_describe_the_state_and_layout_changes_no_value(case):
 @pytest.mark.parametrize(
   ("kind", "fields", "message"),
   [
-    (lion.Lion, {"b1": 1.0}, r"Lion.b1 must be at least 0 and less than 1"),
+    (lion.Lion, {"b1": 1.0}, r"Lion.b1 must be in \[0, 1\)"),
     (lion.Lion, {"b2": -0.1}, r"Lion.b2 must .*, got -0.1"),
     (lion.Lion, {"weight_decay": -1.0}, r"Lion.weight_decay must not be neg"),
     (sgd.Sgd, {"momentum": 1.0}, r"Sgd.momentum must .*, got 1.0"),

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from paxon.learners import learner as learner_lib
 from paxon.learners import (
-  constant,
   parameter_average,
+  schedules,
   sgd,
   testing,
   train_state,
 )
-from paxon.learners import learner as learner_lib
 from paxon.sharding import variables
 
 SPECS = {
@@ -88,7 +88,7 @@ def test_an_average_of_what_does_not_change_does_not_change():
 
 def _learner(**fields):
   return learner_lib.Learner(
-    optimizer=sgd.Sgd(schedule=constant.Constant(value=0.1)), **fields
+    optimizer=sgd.Sgd(schedule=schedules.Constant(value=0.1)), **fields
   )
 
 
@@ -96,7 +96,7 @@ def test_evaluation_uses_the_average_of_optimized_variables_only():
   average = parameter_average.ParameterAverage(decay=0.9)
   learner = _learner(average=average)
   values = jax.tree.map(lambda s: jnp.ones(s.shape, jnp.bfloat16), SPECS)
-  state = train_state.initial(values, learner=learner, specs=SPECS)
+  state = train_state.make_initial(values, learner=learner, specs=SPECS)
   doubled = dataclasses.replace(
     state, variables=jax.tree.map(lambda x: 2 * x, state.variables)
   )
@@ -112,7 +112,7 @@ def test_evaluation_uses_the_average_of_optimized_variables_only():
 def test_without_an_average_variables_are_evaluated_themselves():
   learner = _learner()
   values = jax.tree.map(lambda s: jnp.ones(s.shape), SPECS)
-  state = train_state.initial(values, learner=learner, specs=SPECS)
+  state = train_state.make_initial(values, learner=learner, specs=SPECS)
   used = train_state.evaluation_variables(state, learner=learner, specs=SPECS)
   assert used is state.variables
   assert state.average is None
@@ -126,7 +126,7 @@ def test_specs_of_the_average():
   assert (a.name, a.axes) == ("average/params/a", ("embed", "mlp"))
   assert specs.average.count.name == "average/count"
   values = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), SPECS)
-  state = train_state.initial(values, learner=learner, specs=SPECS)
+  state = train_state.make_initial(values, learner=learner, specs=SPECS)
   described = jax.tree.map(lambda s: (s.shape, s.dtype.name), specs)
   assert described == jax.tree.map(lambda x: (x.shape, x.dtype.name), state)
 

@@ -15,7 +15,8 @@ import dataclasses
 import jax.numpy as jnp
 import optax
 
-from paxon.learners import field_checks, optimizer, variable_groups
+from paxon.learners import optimizer, variable_groups
+from paxon.sharding import checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,8 +36,8 @@ class Sgd:
   weight_decay: float = 0.0
 
   def __post_init__(self) -> None:
-    field_checks.decay(self, "momentum")
-    field_checks.not_negative(self, "weight_decay")
+    checks.check_decay(self, "momentum")
+    checks.check_non_negative(self, "weight_decay")
     if self.nesterov and self.momentum is None:
       raise ValueError(
         "Sgd.nesterov needs Sgd.momentum, which is None; set it, such as to"

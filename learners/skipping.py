@@ -1,4 +1,4 @@
-"""Skipping of updates that would harm.
+"""Skipped updates: batches with non-finite or too large gradients.
 
 A batch with a loss, a gradient or a next value that is not finite, or with a
 gradient of too large a norm, leaves the state as it was, but for two counters:
@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from paxon.learners import field_checks
+from paxon.sharding import checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class SkipUpdates:
   above_grad_norm: float | None = None
 
   def __post_init__(self) -> None:
-    field_checks.positive(self, "above_grad_norm")
+    checks.check_positive(self, "above_grad_norm")
 
   def is_harmless(
     self, *, loss: jax.Array, grad_norm: jax.Array, next_values: Any

@@ -10,14 +10,14 @@ import pytest
 from paxon.learners import (
   adamw,
   parameter_average,
+  schedules,
   skipping,
   testing,
   train_state,
   train_step,
-  warmup_decay,
-  weighted,
 )
 from paxon.learners import learner as learner_lib
+from paxon.learners import metrics as metrics_lib
 from paxon.sharding import variables
 
 REPLACE = variables.UpdateRule.REPLACE
@@ -30,7 +30,7 @@ SPECS = {
   "fp8": {"scale": testing.spec("fp8/scale", (), update=OVERWRITE)},
   "stats": {"mean": testing.spec("stats/mean", (), update=REPLACE)},
 }
-SCHEDULE = warmup_decay.WarmupLinear(peak=0.1, warmup_steps=2, total_steps=20)
+SCHEDULE = schedules.WarmupLinear(peak=0.1, warmup_steps=2, total_steps=20)
 
 
 SKIP = skipping.SkipUpdates()
@@ -78,7 +78,7 @@ def _loss(values, batch, rngs):
   predicted = x @ kernel + values["params"]["fixed"][None]
   nll = jnp.sum((predicted - batch["y"]) ** 2, axis=-1)
   return train_step.LossOutput(
-    loss=weighted.total(nll, weights=batch["weights"]),
+    loss=metrics_lib.total(nll, weights=batch["weights"]),
     metrics={},
     outputs={},
     new_collections={"stats": {"mean": jnp.mean(batch["x"])}},
@@ -102,7 +102,7 @@ def _state(learner):
   values = jax.tree.map(
     lambda s: jax.device_put(np.float32(random.normal(size=s.shape))), SPECS
   )
-  return train_state.initial(values, learner=learner, specs=SPECS)
+  return train_state.make_initial(values, learner=learner, specs=SPECS)
 
 
 def _step(learner):

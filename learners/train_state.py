@@ -1,23 +1,25 @@
 """The train state: everything that training changes, as plain arrays."""
 
 import dataclasses
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
+import zlib
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int
 import optax
 
 from paxon.learners import learner as learner_lib
-from paxon.learners import (
-  optimizer_state,
-  parameter_average,
-  token_count,
-  variable_groups,
-)
+from paxon.learners import optimizer_state, parameter_average, variable_groups
 from paxon.sharding import variables as variables_lib
 
 # In a state an array; in trees made from one also a spec, a shape, a sharding.
 Leaf: TypeAlias = Any
+
+# Tokens are counted in two int32 digits [high, low] in base 2**30: float32 is
+# exact to 2**24 only, and int64 is off by default.
+_TOKEN_BITS: Final = 30
 
 
 @jax.tree_util.register_dataclass
@@ -45,7 +47,7 @@ class TrainState:
   tokens: Leaf = None
 
 
-def initial(
+def make_initial(
   variables: variable_groups.Tree,
   *,
   learner: learner_lib.Learner,
@@ -69,7 +71,7 @@ def initial(
     average=(
       None if learner.average is None else learner.average.initial(optimized)
     ),
-    tokens=token_count.zero() if learner.count_tokens else None,
+    tokens=zero_tokens() if learner.count_tokens else None,
   )
 
 
@@ -155,3 +157,53 @@ def _average_specs(
       optimized,
     ),
   )
+
+
+def make_key(seed: int, *, step: ArrayLike, stream: str) -> jax.Array:
+  """Returns the random key of one stream at one step.
+
+  Args:
+    seed: Of the run.
+    step: Integer scalar, traced or not.
+    stream: Such as "dropout".
+
+  Returns:
+    A scalar typed key.
+  """
+  # The implementation is named, so that a user's default cannot change a run.
+  key = jax.random.key(seed, impl="threefry2x32")
+  # crc32 and not hash(): Python's differs from process to process.
+  return jax.random.fold_in(
+    jax.random.fold_in(key, step), zlib.crc32(stream.encode())
+  )
+
+
+def zero_tokens() -> Int[Array, "2"]:
+  """Returns the count before the first step."""
+  return jnp.zeros((2,), jnp.int32)
+
+
+def add_tokens(
+  count: Int[Array, "2"], tokens: Float[Array, ""]
+) -> Int[Array, "2"]:
+  """Returns the count after a step.
+
+  Args:
+    count: Before the step.
+    tokens: Those of the step, the weight of its loss; less than 2**30. It is
+      rounded to a whole number.
+  """
+  low = count[1] + jnp.round(tokens).astype(jnp.int32)
+  carry = low >> _TOKEN_BITS
+  return jnp.stack([count[0] + carry, low - (carry << _TOKEN_BITS)])
+
+
+def tokens_as_float(count: Int[Array, "2"]) -> Float[Array, ""]:
+  """Returns the count as float32, to 7 digits."""
+  high, low = count[0].astype(jnp.float32), count[1].astype(jnp.float32)
+  return high * jnp.float32(2**_TOKEN_BITS) + low
+
+
+def tokens_as_int(count: jax.Array) -> int:
+  """Returns the exact count, on the host."""
+  return (int(count[0]) << _TOKEN_BITS) + int(count[1])

@@ -1,16 +1,24 @@
 """Tests for train states and for optimizer states."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 from paxon.learners import (
   adamw,
+  learner,
+  loss_function,
   optimizer_state,
+  schedules,
+  sgd,
+  skipping,
   testing,
   train_state,
-  warmup_cosine,
+  train_step,
 )
 from paxon.learners import learner as learner_lib
 from paxon.sharding import layout as layouts
@@ -37,9 +45,7 @@ SPECS = {
 }
 LEARNER = learner_lib.Learner(
   optimizer=adamw.AdamW(
-    schedule=warmup_cosine.WarmupCosine(
-      peak=0.1, warmup_steps=1, total_steps=5
-    ),
+    schedule=schedules.WarmupCosine(peak=0.1, warmup_steps=1, total_steps=5),
     weight_decay=0.1,
   ),
   max_grad_norm=1.0,
@@ -48,7 +54,7 @@ LEARNER = learner_lib.Learner(
 
 def _state():
   values = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), SPECS)
-  return train_state.initial(values, learner=LEARNER, specs=SPECS)
+  return train_state.make_initial(values, learner=LEARNER, specs=SPECS)
 
 
 def _moments(tree):
@@ -118,3 +124,114 @@ def test_a_state_of_another_shape_than_its_parameter_is_refused():
     ValueError, match=r"up has the shape \(3, 4\) and belongs to params/up of"
   ):
     optimizer_state.specs(factored, params)
+
+
+def _data(seed, step, stream):
+  key = train_state.make_key(seed, step=step, stream=stream)
+  return tuple(np.asarray(jax.random.key_data(key)).tolist())
+
+
+def test_differs_by_seed_step_and_stream():
+  keys = {
+    _data(seed, step, stream)
+    for seed, step, stream in itertools.product(
+      (0, 1), (0, 1, 1000), ("dropout", "noise")
+    )
+  }
+  assert len(keys) == 12
+
+
+def test_is_the_same_in_every_process_and_version():
+  # Another value here would change every run that is resumed.
+  assert _data(7, 3, "dropout") == (2685232904, 4161269239)
+  # From the definition, with the checksum as `crc32 <(printf dropout)` has it.
+  key = jax.random.fold_in(jax.random.fold_in(jax.random.key(7), 3), 0x9289EFC9)
+  assert _data(7, 3, "dropout") == tuple(jax.random.key_data(key).tolist())
+
+
+def test_traced_step_gives_the_same_key():
+  @jax.jit
+  def traced(step):
+    return jax.random.key_data(
+      train_state.make_key(5, step=step, stream="dropout")
+    )
+
+  assert tuple(np.asarray(traced(11)).tolist()) == _data(5, 11, "dropout")
+
+
+COUNT_SPECS = {"params": {"w": testing.spec("params/w", (2,))}}
+BATCH = {
+  "x": jax.device_put(
+    np.float32([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]])
+  ),
+  "weights": jax.device_put(np.float32([2.0, 0.0, 3.0, 1.0])),
+}
+
+
+def test_counts_exactly_far_beyond_float32():
+  add = jax.jit(train_state.add_tokens)
+  count, exact = train_state.zero_tokens(), 0
+  for tokens in (2**30 - 64, 2**20 + 1, 2**30 - 64, 7, 2**30 - 64, 1, 16383):
+    count, exact = add(count, jnp.float32(tokens)), exact + tokens
+    assert train_state.tokens_as_int(count) == exact
+    np.testing.assert_allclose(
+      train_state.tokens_as_float(count), exact, rtol=1e-6
+    )
+  assert exact > 2**31
+  assert count.dtype == jnp.int32
+  large = jax.device_put(np.int32([2**29, 2**30 - 1]))
+  added = train_state.add_tokens(large, jnp.float32(3))
+  assert (
+    train_state.tokens_as_int(added) == train_state.tokens_as_int(large) + 3
+  )
+
+
+def _loss(variables, batch, rngs):
+  del rngs
+  weights = batch["weights"]
+  loss = jnp.sum((batch["x"] @ variables["params"]["w"]) * weights)
+  return loss_function.LossOutput((loss, jnp.sum(weights)), {}, {}, {})
+
+
+def _run(how, batches):
+  values = {"params": {"w": jnp.ones(2)}}
+  state = train_state.make_initial(values, learner=how, specs=COUNT_SPECS)
+  step = jax.jit(
+    train_step.make_train_step(_loss, learner=how, specs=COUNT_SPECS, seed=0)
+  )
+  metrics = {}
+  for batch in batches:
+    state, metrics = step(state, batch)
+  return state, metrics
+
+
+def _learner(**fields):
+  schedule = schedules.Constant(value=0.1)
+  return learner.Learner(optimizer=sgd.Sgd(schedule=schedule), **fields)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_steps_count_the_weights_of_their_losses(num_microbatches):
+  how = _learner(count_tokens=True, num_microbatches=num_microbatches)
+  state, metrics = _run(how, [BATCH] * 3)
+  assert train_state.tokens_as_int(state.tokens) == 18
+  assert metrics["tokens_trained"] == (18, 1)
+  specs = train_state.state_specs(COUNT_SPECS, learner=how)
+  assert specs.tokens.shape == state.tokens.shape
+  assert specs.tokens.dtype == state.tokens.dtype
+  assert specs.tokens.name == "tokens"
+
+
+def test_a_skipped_update_trains_on_nothing():
+  how = _learner(count_tokens=True, skip=skipping.SkipUpdates())
+  bad = {**BATCH, "x": BATCH["x"].at[0, 0].set(jnp.nan)}
+  state, metrics = _run(how, [BATCH, bad, BATCH])
+  assert int(state.skipped) == 1
+  assert train_state.tokens_as_int(state.tokens) == 12
+  assert metrics["tokens_trained"] == (12, 1)
+
+
+def test_nothing_is_counted_unasked():
+  state, metrics = _run(_learner(), [BATCH])
+  assert state.tokens is None
+  assert "tokens_trained" not in metrics

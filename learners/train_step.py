@@ -5,8 +5,10 @@ compiled by the runner under a layout.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+import re
 from typing import Any, TypeAlias
 
+from flax import traverse_util
 import jax
 import jax.numpy as jnp
 import optax
@@ -14,18 +16,14 @@ import optax
 from paxon.learners import (
   gradients,
   loss_function,
-  metric_functions,
   optimizer_state,
-  random_keys,
   skipping,
-  token_count,
   train_state,
   variable_groups,
   variable_updates,
-  weighted,
 )
 from paxon.learners import learner as learner_lib
-from paxon.learners import norm_groups as norm_groups_lib
+from paxon.learners import metrics as metrics_lib
 
 _Group = variable_groups.Group
 _GROUPS = {
@@ -41,11 +39,11 @@ Metrics: TypeAlias = loss_function.Metrics
 LossOutput: TypeAlias = loss_function.LossOutput
 LossFn: TypeAlias = loss_function.LossFn
 TrainStep: TypeAlias = Callable[
-  [train_state.TrainState, metric_functions.Batch],
+  [train_state.TrainState, metrics_lib.Batch],
   tuple[train_state.TrainState, Metrics],
 ]
 EvalStep: TypeAlias = Callable[
-  [variable_groups.Tree, metric_functions.Batch], Metrics
+  [variable_groups.Tree, metrics_lib.Batch], Metrics
 ]
 
 
@@ -55,7 +53,7 @@ def make_train_step(
   learner: learner_lib.Learner,
   specs: variable_groups.Specs,
   seed: int,
-  metric_fns: Sequence[metric_functions.MetricFn] = (),
+  metric_fns: Sequence[metrics_lib.MetricFn] = (),
   streams: Sequence[str] = STREAMS,
   norm_groups: Mapping[str, str] | None = None,
   gradient_fn: gradients.GradientFn | None = None,
@@ -84,7 +82,7 @@ def make_train_step(
   transform = learner.transform(specs)
   groups = {}
   if norm_groups is not None:
-    groups = norm_groups_lib.of_patterns(norm_groups, specs=specs)
+    groups = group_by_patterns(norm_groups, specs=specs)
   if gradient_fn is None:
     gradient_fn = gradients.make_gradient_fn(
       loss_fn,
@@ -94,10 +92,10 @@ def make_train_step(
     )
 
   def step(
-    state: train_state.TrainState, batch: metric_functions.Batch
+    state: train_state.TrainState, batch: metrics_lib.Batch
   ) -> tuple[train_state.TrainState, Metrics]:
     rngs = {
-      name: random_keys.key_for(seed, step=state.step, stream=name)
+      name: train_state.make_key(seed, step=state.step, stream=name)
       for name in streams
     }
     old = gradients.Variables(
@@ -135,10 +133,10 @@ def make_train_step(
     metrics = {
       **result.metrics,
       **_rates(learner, state),
-      "grad_norm": weighted.scalar(grad_norm),
-      "param_norm": weighted.scalar(optax.tree.norm(params32)),
-      **norm_groups_lib.norms(result.params, groups=groups, prefix="grad_norm"),
-      **norm_groups_lib.norms(params32, groups=groups, prefix="param_norm"),
+      "grad_norm": metrics_lib.scalar(grad_norm),
+      "param_norm": metrics_lib.scalar(optax.tree.norm(params32)),
+      **norms(result.params, groups=groups, prefix="grad_norm"),
+      **norms(params32, groups=groups, prefix="param_norm"),
     }
     if learner.skip is not None:
       harmless = learner.skip.is_harmless(
@@ -147,17 +145,17 @@ def make_train_step(
         next_values=result.overwritten,
       )
       new_state = _skip_unless(harmless, new_state, state)
-      metrics["skipped"] = weighted.scalar(new_state.skipped)
+      metrics["skipped"] = metrics_lib.scalar(new_state.skipped)
     if new_state.tokens is not None:
-      count = token_count.as_float(new_state.tokens)
-      metrics["tokens_trained"] = weighted.scalar(count)
+      count = train_state.tokens_as_float(new_state.tokens)
+      metrics["tokens_trained"] = metrics_lib.scalar(count)
     return new_state, metrics
 
   return step
 
 
 def make_eval_step(
-  loss_fn: LossFn, *, metric_fns: Sequence[metric_functions.MetricFn] = ()
+  loss_fn: LossFn, *, metric_fns: Sequence[metrics_lib.MetricFn] = ()
 ) -> EvalStep:
   """Returns the function that measures one batch.
 
@@ -171,7 +169,7 @@ def make_eval_step(
   """
 
   def step(
-    variables: variable_groups.Tree, batch: metric_functions.Batch
+    variables: variable_groups.Tree, batch: metrics_lib.Batch
   ) -> Metrics:
     result = loss_fn(variables, batch, {})
     return loss_function.measure(result, metric_fns=metric_fns, batch=batch)
@@ -189,7 +187,7 @@ def _tokens(state: train_state.TrainState, metrics: Metrics) -> Any:
   if state.tokens is None:
     return None
   # The weight of the whole batch, of all its microbatches.
-  return token_count.added(state.tokens, metrics["loss"][1])
+  return train_state.add_tokens(state.tokens, metrics["loss"][1])
 
 
 def _rates(
@@ -201,7 +199,7 @@ def _rates(
     # The optimizer's own count: a skipped step does not advance a schedule.
     updates_made = state.step - state.skipped
   rates = learner.learning_rates(updates_made)
-  return {name: weighted.scalar(rate) for name, rate in rates.items()}
+  return {name: metrics_lib.scalar(rate) for name, rate in rates.items()}
 
 
 def _skip_unless(
@@ -224,3 +222,68 @@ def _skip_unless(
     average=average,
     tokens=tokens,
   )
+
+
+# Paths in a tree of variables, by the name of their group.
+Groups: TypeAlias = Mapping[str, Sequence[tuple[str, ...]]]
+
+
+def group_by_patterns(
+  patterns: Mapping[str, str], *, specs: variable_groups.Specs
+) -> Groups:
+  """Returns the optimized variables by group.
+
+  Args:
+    patterns: Regular expressions that match whole logical names (such as
+      "params/stack/layers/blocks_0/attention/query") by the group's name; a
+      variable may be in several groups or in none. An empty mapping groups by
+      the modules at the top, such as `embedding` and `stack`.
+    specs: Of all variables.
+
+  Raises:
+    ValueError: A pattern is no regular expression or matches nothing.
+  """
+  optimized = variable_groups.select(
+    specs, variable_groups.Group.OPTIMIZED, specs=specs
+  )
+  flat: dict[Any, Any] = traverse_util.flatten_dict(optimized)
+  groups: dict[str, list[Any]] = {}
+  if not patterns:
+    for path in flat:
+      groups.setdefault(path[1], []).append(path)
+    return groups
+  for name, pattern in patterns.items():
+    try:
+      paths = [p for p, s in flat.items() if re.fullmatch(pattern, s.name)]
+    except re.error as error:
+      raise ValueError(
+        f"The pattern of the norm group {name!r} must be a regular expression,"
+        f" got {pattern!r}: {error}."
+      ) from error
+    if not paths:
+      raise ValueError(
+        f"The pattern {pattern!r} of the norm group {name!r} matches no"
+        " variable; it must match a whole name, such as"
+        f" {next(iter(flat.values())).name!r}."
+      )
+    groups[name] = paths
+  return groups
+
+
+def norms(
+  tree: variable_groups.Tree, *, groups: Groups, prefix: str
+) -> dict[str, metrics_lib.Weighted]:
+  """Returns the metric `<prefix>/<group>` for each group, on the devices.
+
+  Args:
+    tree: Gradients or parameters in float32, with the paths of the groups.
+    groups: From `group_by_patterns`.
+    prefix: Such as `grad_norm`.
+  """
+  flat: Any = traverse_util.flatten_dict(tree)
+  return {
+    f"{prefix}/{name}": metrics_lib.scalar(
+      optax.tree.norm([flat[path] for path in paths])
+    )
+    for name, paths in groups.items()
+  }

@@ -7,15 +7,16 @@ import pytest
 
 from paxon.learners import (
   adamw,
-  bits_per_byte,
-  random_keys,
+  learner,
+  loss_function,
+  schedules,
+  sgd,
   testing,
   train_state,
   train_step,
-  warmup_cosine,
-  weighted,
 )
 from paxon.learners import learner as learner_lib
+from paxon.learners import metrics as metrics_lib
 from paxon.sharding import variables
 
 REPLACE = variables.UpdateRule.REPLACE
@@ -36,7 +37,7 @@ SPECS = {
 RATE, DECAY, MAX_NORM, B2 = 0.05, 0.1, 0.7, 0.95
 LEARNER = learner_lib.Learner(
   optimizer=adamw.AdamW(
-    schedule=warmup_cosine.WarmupCosine(
+    schedule=schedules.WarmupCosine(
       peak=RATE, warmup_steps=0, total_steps=1000, end=RATE
     ),
     b2=B2,
@@ -83,7 +84,7 @@ def _loss(values, batch, rngs):
   x = _scaled(batch["x"], values["fp8"]["used"])
   predicted = x @ params["kernel"] + (params["bias"] + params["fixed"])[None]
   nll = jnp.sum((predicted - batch["y"]) ** 2, axis=-1)
-  loss = weighted.total(nll, weights=batch["weights"])
+  loss = metrics_lib.total(nll, weights=batch["weights"])
   return train_step.LossOutput(
     loss=loss,
     metrics={"twice": (2 * loss[0], loss[1])},
@@ -101,7 +102,7 @@ def _step(loss=_loss, **options):
 
 
 def _state():
-  return train_state.initial(_values(), learner=LEARNER, specs=SPECS)
+  return train_state.make_initial(_values(), learner=LEARNER, specs=SPECS)
 
 
 def test_twenty_steps_match_float64_numpy():
@@ -214,7 +215,7 @@ def test_random_keys_follow_from_seed_and_step():
   state, step = _state(), _step(loss)
   for expected in range(3):
     state, metrics = step(state, _batch(0))
-    key = random_keys.key_for(7, step=expected, stream="dropout")
+    key = train_state.make_key(7, step=expected, stream="dropout")
     assert metrics["noise"][0] == jax.random.normal(key, ())
 
 
@@ -230,7 +231,7 @@ def test_evaluation_measures_the_same_without_an_update():
 
 def test_metric_functions_get_the_outputs_per_example():
   batch = _batch(3) | {"target_bytes": jnp.full((5,), 2, jnp.int32)}
-  metric_fns = (bits_per_byte.bits_per_byte,)
+  metric_fns = (metrics_lib.bits_per_byte,)
   measure = train_step.make_eval_step(_loss, metric_fns=metric_fns)
   metrics = measure(_values(), batch)
   bits, source = metrics["bits_per_byte"]
@@ -246,4 +247,115 @@ def test_two_metrics_of_one_name_are_refused():
 
 
 def _count(batch, outputs):
-  return {"count": weighted.total(jnp.ones(5), weights=batch["weights"])}
+  return {"count": metrics_lib.total(jnp.ones(5), weights=batch["weights"])}
+
+
+def _spec(name, update=variables.UpdateRule.OPTIMIZER):
+  return variables.VariableSpec(
+    name=name,
+    shape=(2,),
+    dtype=jnp.dtype(jnp.float32),
+    axes=(None,),
+    update=update,
+  )
+
+
+GROUP_SPECS = {
+  "params": {
+    "embedding": {"table": _spec("params/embedding/table")},
+    "stack": {
+      "query": _spec("params/stack/query"),
+      "value": _spec("params/stack/value"),
+    },
+  },
+  "stats": {"mean": _spec("stats/mean", variables.UpdateRule.REPLACE)},
+}
+
+
+def _group_values():
+  return {
+    "params": {
+      "embedding": {"table": jax.device_put(np.float32([3.0, 4.0]))},
+      "stack": {
+        "query": jax.device_put(np.float32([1.0, 2.0])),
+        "value": jax.device_put(np.float32([2.0, 4.0])),
+      },
+    },
+    "stats": {"mean": jnp.zeros(2)},
+  }
+
+
+def _shown(patterns):
+  groups = train_step.group_by_patterns(patterns, specs=GROUP_SPECS)
+  totals = metrics_lib.Totals()
+  totals.add(
+    train_step.norms(_group_values(), groups=groups, prefix="param_norm")
+  )
+  return totals.means()
+
+
+def test_groups_are_the_modules_at_the_top():
+  assert _shown({}) == {
+    "param_norm/embedding": 5.0,
+    "param_norm/stack": 5.0,
+  }
+
+
+def test_patterns_match_whole_names():
+  assert _shown({"query": ".*/query", "all": "params/.*"}) == {
+    "param_norm/query": pytest.approx(5**0.5),
+    "param_norm/all": pytest.approx(50**0.5),
+  }
+
+
+@pytest.mark.parametrize(
+  ("pattern", "message"),
+  [
+    (
+      "query",
+      r"'query' of the norm group 'q' matches no variable; it",
+    ),
+    ("stats/.*", r"'stats/.\*' of the norm group 'q' matches no variable"),
+    ("(", r"norm group 'q' must be a regular expression, got '\('"),
+  ],
+)
+def test_patterns_that_cannot_be_meant(pattern, message):
+  with pytest.raises(ValueError, match=message):
+    train_step.group_by_patterns({"q": pattern}, specs=GROUP_SPECS)
+
+
+@pytest.mark.parametrize("patterns", [None, {}])
+def test_a_step_tells_them_and_computes_the_same(patterns):
+  def loss_fn(values, batch, rngs):
+    del rngs
+    params = values["params"]
+    total = jnp.sum(params["embedding"]["table"] * batch["x"])
+    total += jnp.sum(jnp.square(params["stack"]["query"]))
+    loss = total, jnp.float32(1)
+    return loss_function.LossOutput(loss, {}, {}, {})
+
+  own = learner.Learner(
+    optimizer=sgd.Sgd(schedule=schedules.Constant(value=0.5))
+  )
+  step = train_step.make_train_step(
+    loss_fn, learner=own, specs=GROUP_SPECS, seed=0, norm_groups=patterns
+  )
+  state = train_state.make_initial(
+    _group_values(), learner=own, specs=GROUP_SPECS
+  )
+  new, metrics = jax.jit(step)(
+    state, {"x": jax.device_put(np.float32([6.0, 8.0]))}
+  )
+  totals = metrics_lib.Totals()
+  totals.add(metrics)
+  told = {k: v for k, v in totals.means().items() if "norm/" in k}
+  expected = {
+    "grad_norm/embedding": 10.0,
+    "grad_norm/stack": pytest.approx(20**0.5),
+    "param_norm/embedding": 5.0,
+    "param_norm/stack": 5.0,
+  }
+  assert told == ({} if patterns is None else expected)
+  np.testing.assert_allclose(
+    new.variables["params"]["embedding"]["table"], [0.0, 0.0]
+  )

@@ -10,7 +10,7 @@ from flax import linen as nn
 
 from paxon.inputs import tokenizer_protocol
 from paxon.learners import learner as learner_lib
-from paxon.learners import metric_functions
+from paxon.learners import metrics as metrics_lib
 
 _MODEL_METHODS = ("loss", "prefill", "decode_step")
 
@@ -35,7 +35,7 @@ class Task:
   name: str
   model: nn.Module
   learner: learner_lib.Learner
-  metrics: tuple[metric_functions.MetricFn, ...] = ()
+  metrics: tuple[metrics_lib.MetricFn, ...] = ()
   tokenizer: tokenizer_protocol.Tokenizer | None = None
 
   def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 import numpy as np
 
 from paxon.inputs import base_input
-from paxon.learners import adamw, learner, warmup_cosine
+from paxon.learners import adamw, learner, schedules
 from paxon.runner import experiment, task
 
 
@@ -103,7 +103,7 @@ class Toy(experiment.Experiment):
     optimizer = fdl.Config(
       adamw.AdamW,
       schedule=fdl.Config(
-        warmup_cosine.WarmupCosine,
+        schedules.WarmupCosine,
         peak=1e-3,
         warmup_steps=1,
         total_steps=self.num_train_steps,

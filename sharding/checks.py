@@ -7,6 +7,8 @@ is unset and passes; NaN fails every check.
 from collections.abc import Callable, Collection
 import math
 
+import jax.numpy as jnp
+
 # XLA counts the entries of a dimension in int32 on most devices.
 _MAX_SIZE = 2**31 - 1
 
@@ -46,6 +48,31 @@ def check_interval(owner: object, interval: str, *fields: str) -> None:
     return above and (value <= high if interval[-1] == "]" else value < high)
 
   _check(owner, fields, is_inside, f"must be in {interval}")
+
+
+def check_decay(owner: object, *fields: str) -> None:
+  """Raises ValueError unless each field is the decay of a running mean.
+
+  A decay that float32 rounds to 1 is rejected too: Adam divides by 1 - decay.
+  """
+  check_interval(owner, "[0, 1)", *fields)
+  _check(
+    owner,
+    fields,
+    lambda v: jnp.dtype(jnp.float32).type(v) < 1,
+    "must be in [0, 1) in float32",
+  )
+
+
+def check_floating(owner: object, *fields: str) -> None:
+  """Raises ValueError unless each field is a floating dtype."""
+  for field in fields:
+    dtype = jnp.dtype(getattr(owner, field))
+    if not jnp.issubdtype(dtype, jnp.floating):
+      raise ValueError(
+        f"{type(owner).__name__}.{field} must be a floating dtype such as"
+        f" bfloat16, got {dtype.name}."
+      )
 
 
 def check_one_of(

@@ -216,7 +216,7 @@ def test_takes_two_steps_at_toy_size(name, library):
 
   # Not compiled as a whole: toys share most of their shapes.
   values = initialization.initial_values(specs, 0)
-  state = train_state.initial(values, learner=how, specs=specs)
+  state = train_state.make_initial(values, learner=how, specs=specs)
   batch = _batch(job.train_input)
   first, _ = step(state, batch)
   after, metrics = step(first, batch)

@@ -23,7 +23,8 @@ import jax
 import jax.numpy as jnp
 
 from paxon.layers import shared
-from paxon.learners import loss_function, metric_functions
+from paxon.learners import loss_function
+from paxon.learners import metrics as metrics_lib
 from paxon.pipeline import (
   layer_calls,
   live_gradients,
@@ -127,7 +128,7 @@ class Cut:
 
   model: nn.Module
   loss_fn_of: LossFnOf
-  metric_fns: Sequence[metric_functions.MetricFn]
+  metric_fns: Sequence[metrics_lib.MetricFn]
 
   @property
   def stack(self) -> spmd_pipeline.PipelinedStack:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from paxon.learners import metric_functions, microbatches
+from paxon.learners import metrics, microbatches
 from paxon.pipeline.schedules import linen_functions
 
 _BATCH, _ARGS, _KEYS, _LAYER_KEYS = "batch", "args", "keys", "layer_keys"
@@ -32,7 +32,7 @@ class MicrobatchInputs:
   of: Callable[[Mapping[str, jax.Array]], linen_functions.Inputs]
 
 
-def rows_of(batch: metric_functions.Batch) -> int:
+def rows_of(batch: metrics.Batch) -> int:
   """Returns the number of rows of a batch.
 
   Args:
@@ -50,7 +50,7 @@ def rows_of(batch: metric_functions.Batch) -> int:
 
 
 def make(
-  batch: metric_functions.Batch,
+  batch: metrics.Batch,
   rngs: Mapping[str, jax.Array],
   *,
   args: tuple[Any, ...],

@@ -19,12 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from paxon.layers import shared
-from paxon.learners import (
-  gradients,
-  loss_function,
-  metric_functions,
-  variable_groups,
-)
+from paxon.learners import gradients, loss_function, metrics, variable_groups
 from paxon.pipeline import placement
 from paxon.pipeline.schedules import (
   executor,
@@ -48,7 +43,7 @@ def make_gradient_fn(
   model: nn.Module,
   *,
   loss_fn_of: linen_functions.LossFnOf,
-  metric_fns: Sequence[metric_functions.MetricFn],
+  metric_fns: Sequence[metrics.MetricFn],
   specs: variable_groups.Specs,
   table_for: Callable[[int], table_lib.Table],
   residuals: lowering.Residuals,
@@ -76,7 +71,7 @@ def make_gradient_fn(
 
   def gradient_fn(
     variables: gradients.Variables,
-    batch: metric_functions.Batch,
+    batch: metrics.Batch,
     rngs: dict[str, jax.Array],
   ) -> gradients.Gradients:
     groups = (variables.params, variables.overwritten, variables.constant)

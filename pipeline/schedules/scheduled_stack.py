@@ -12,7 +12,7 @@ import re
 
 from flax import linen as nn
 
-from paxon.learners import gradients, metric_functions, variable_groups
+from paxon.learners import gradients, metrics, variable_groups
 from paxon.pipeline import microbatch_rows, placement, spmd_pipeline
 from paxon.pipeline.schedules import (
   linen_functions,
@@ -87,7 +87,7 @@ class ScheduledStack(spmd_pipeline.PipelinedStack):
     model: nn.Module,
     *,
     loss_fn_of: linen_functions.LossFnOf,
-    metric_fns: Sequence[metric_functions.MetricFn],
+    metric_fns: Sequence[metrics.MetricFn],
     specs: variable_groups.Specs,
   ) -> gradients.GradientFn:
     """Returns `(variables, batch, rngs) -> Gradients`, by the schedule.

@@ -20,13 +20,7 @@ from paxon.layers import (
 from paxon.layers.attention import grouped_query, kernels, ring, splash
 from paxon.layers.attention import mask as attention_mask
 from paxon.layers.models import decoder_lm
-from paxon.learners import (
-  adamw,
-  learner,
-  train_state,
-  train_step,
-  warmup_cosine,
-)
+from paxon.learners import adamw, learner, schedules, train_state, train_step
 from paxon.runner.plan import flops
 from paxon.runner.training import model_loss
 from paxon.sharding import variables
@@ -66,9 +60,7 @@ def _trace(shape, num_microbatches=1, **stack_fields):
   specs = variables.specs_of(model_loss.abstract_variables(model, batch))
   learn = learner.Learner(
     optimizer=adamw.AdamW(
-      schedule=warmup_cosine.WarmupCosine(
-        peak=1e-3, warmup_steps=1, total_steps=9
-      )
+      schedule=schedules.WarmupCosine(peak=1e-3, warmup_steps=1, total_steps=9)
     ),
     max_grad_norm=1.0,
     num_microbatches=num_microbatches,

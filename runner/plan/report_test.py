@@ -68,7 +68,7 @@ def test_the_text_has_every_figure():
     "triton float16 (may change by autotuning): input gradient",
     "roofline lower bound on the step time (datasheet rates)",
     "  at most 125,548 tokens/s",
-    "MFU is at most 72 %",
+    "  MFU at most 72 %",
     "estimated step time (calibrated, independent of the bound)",
     "  exposed collectives (fsdp)              143 ms",
     "  range 720 ms to 1.12 s",

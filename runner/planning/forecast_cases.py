@@ -25,7 +25,7 @@ from paxon.layers import (
 )
 from paxon.layers.attention import grouped_query
 from paxon.layers.models import decoder_lm
-from paxon.learners import adamw, learner, warmup_cosine
+from paxon.learners import adamw, learner, schedules
 from paxon.runner import experiment
 from paxon.runner import task as task_lib
 from paxon.runner.plan import result
@@ -103,7 +103,7 @@ class ForecastLm(experiment.Experiment):
       ),
     )
     schedule = fdl.Config(
-      warmup_cosine.WarmupCosine, peak=1e-3, warmup_steps=2, total_steps=10
+      schedules.WarmupCosine, peak=1e-3, warmup_steps=2, total_steps=10
     )
     return fdl.Config(
       task_lib.Task,

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from paxon.learners import metric_functions, train_state, train_step
+from paxon.learners import metrics, train_state, train_step
 from paxon.runner.training import model_loss, scheduled_steps
 from paxon.runner.training import session as session_lib
 
@@ -79,7 +79,7 @@ def compile_eval_step(
   )
 
   def step(
-    state: train_state.TrainState, batch: metric_functions.Batch
+    state: train_state.TrainState, batch: metrics.Batch
   ) -> train_step.Metrics:
     return measure(session.evaluation_variables(state), batch)
 

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 
 from paxon.inputs import base_input
-from paxon.learners import train_state, weighted
+from paxon.learners import metrics as metrics_lib
+from paxon.learners import train_state
 from paxon.runner.hosts import agreement
 from paxon.runner.training import (
   compiled_steps,
@@ -103,7 +104,7 @@ class Evaluator:
     is_stopped: Callable[[], bool],
     rows: row_outputs.RowOutputs | None,
   ) -> dict[str, float] | None:
-    totals, pending = weighted.Totals(), None
+    totals, pending = metrics_lib.Totals(), None
     seconds, begin = 0.0, time.monotonic()
     if source.reset_for_eval:
       source.reset()

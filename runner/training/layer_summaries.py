@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from paxon.layers import summaries
-from paxon.learners import loss_function, variable_groups, weighted
+from paxon.learners import loss_function, variable_groups
+from paxon.learners import metrics as metrics_lib
 from paxon.sharding import axes, variables
 
 _BLOCK = re.compile(r"blocks_(\d+)")
@@ -64,7 +65,7 @@ def _names(
     block, rest = _BLOCK.fullmatch(part), _REST.fullmatch(part)
     if block and i and path[i - 1] == axes.LAYERS:
       period = _period(path[:i], specs)
-      names.append(weighted.indexed(int(block[1]), period))
+      names.append(metrics_lib.indexed(int(block[1]), period))
       num_stacked += 1
     elif rest:
       names += [axes.LAYERS, rest[1]]

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from paxon.layers import remat, stack, summaries
-from paxon.learners import gradients, weighted
+from paxon.learners import gradients
+from paxon.learners import metrics as metrics_lib
 from paxon.runner.training import layer_summaries, model_loss
 from paxon.sharding import layout as layouts
 from paxon.sharding import logical, rules, variables
@@ -73,7 +74,7 @@ def _oracle(values, x, num_layers):
 
 
 def _shown(metrics):
-  totals = weighted.Totals()
+  totals = metrics_lib.Totals()
   totals.add(metrics)
   means = totals.means()
   return {k: v for k, v in means.items() if k.startswith("summaries/")}

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from paxon.learners import weighted
+from paxon.learners import metrics as metrics_lib
 from paxon.runner.training import compiled_steps, testing
 from paxon.runner.training import session as session_lib
 
@@ -62,7 +62,7 @@ def _losses(mesh, scan):
   for _ in range(STEPS):
     batch = session.place(source.get_next())
     state, metrics = _compiled(mesh, scan)(state, batch)
-    totals = weighted.Totals()
+    totals = metrics_lib.Totals()
     totals.add(metrics)
     losses.append(totals.means()["loss"])
   return np.asarray(losses)

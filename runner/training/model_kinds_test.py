@@ -11,7 +11,7 @@ from paxon.inputs import synthetic_lm_input
 from paxon.layers.decoding import samplers
 from paxon.layers.models import document_scores, random_masking
 from paxon.layers.models import testing as models_testing
-from paxon.learners import adamw, constant, learner, train_state, train_step
+from paxon.learners import adamw, learner, schedules, train_state, train_step
 from paxon.runner import user_error
 from paxon.runner.settings import generation
 from paxon.runner.training import model_loss, samples, testing
@@ -52,10 +52,10 @@ _CLASSES = {
 )
 def test_a_step_learns(model, batch, metric_fns):
   specs = variables.specs_of(model_loss.abstract_variables(model, batch))
-  optimizer = adamw.AdamW(schedule=constant.Constant(value=0.03))
+  optimizer = adamw.AdamW(schedule=schedules.Constant(value=0.03))
   how = learner.Learner(optimizer=optimizer, max_grad_norm=1.0)
   values = initialization.initial_values(specs, 0)
-  state = train_state.initial(values, learner=how, specs=specs)
+  state = train_state.make_initial(values, learner=how, specs=specs)
   step = jax.jit(
     train_step.make_train_step(
       model_loss.make_loss_fn(model, specs=specs, deterministic=False),

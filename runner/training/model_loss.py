@@ -8,7 +8,8 @@ import jax
 
 from paxon.layers import auxiliary_loss, shared, summaries, tied_parts
 from paxon.layers.attention import cudnn_attention
-from paxon.learners import metric_functions, train_step, variable_groups
+from paxon.learners import metrics as metrics_lib
+from paxon.learners import train_step, variable_groups
 from paxon.runner import user_error
 from paxon.runner.training import layer_summaries
 from paxon.sharding import variables
@@ -35,7 +36,7 @@ def make_loss_fn(
 
   def loss_fn(
     values: variable_groups.Tree,
-    batch: metric_functions.Batch,
+    batch: metrics_lib.Batch,
     rngs: dict[str, jax.Array],
   ) -> train_step.LossOutput:
     (loss, metrics, outputs), new = model.apply(

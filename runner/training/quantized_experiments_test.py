@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from paxon.learners import weighted
+from paxon.learners import metrics as metrics_lib
 from paxon.quantization import recipes, rules
 from paxon.runner import knobs, user_error
 from paxon.runner.checkpoints import checkpointer
@@ -59,7 +59,7 @@ def _trained(session, step):
   batch = session.place(session.job.train_input.get_next())
   for _ in range(STEPS):
     state, metrics = step(state, batch)
-    totals = weighted.Totals()
+    totals = metrics_lib.Totals()
     totals.add(metrics)
     means = totals.means()
     losses.append(means["loss"])

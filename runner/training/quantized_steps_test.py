@@ -11,9 +11,9 @@ import pytest
 
 from paxon.layers import linear, remat, stack
 from paxon.learners import (
-  constant,
   learner,
   loss_function,
+  schedules,
   sgd,
   train_state,
   train_step,
@@ -156,7 +156,7 @@ def _trained(kind):
     return loss_function.LossOutput((error, weight), {}, {}, {})
 
   by = learner.Learner(
-    optimizer=sgd.Sgd(schedule=constant.Constant(value=RATE)),
+    optimizer=sgd.Sgd(schedule=schedules.Constant(value=RATE)),
     num_microbatches=2 if kind == "accumulated" else 1,
   )
   step = train_step.make_train_step(loss_fn, learner=by, specs=specs, seed=0)
@@ -165,7 +165,7 @@ def _trained(kind):
   unused = first["fp8"]["layers"]["blocks_0"]["unused"]["einsum"]["kernel"]
   for name, history in unused.items():
     unused[name] = jnp.full_like(history, KEPT)
-  state = train_state.initial(first, learner=by, specs=specs)
+  state = train_state.make_initial(first, learner=by, specs=specs)
   run, place = jax.jit(step), lambda x: x
   if kind in _LAYOUTS:
     text, rules = _LAYOUTS[kind]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from paxon.layers.attention import ring
-from paxon.learners import weighted
+from paxon.learners import metrics as metrics_lib
 from paxon.runner.plan.program_text import (
   collectives,
   dataflow,
@@ -111,7 +111,7 @@ def _losses(session, step):
   losses = []
   for _ in range(STEPS):
     state, metrics = step(state, session.place(source.get_next()))
-    totals = weighted.Totals()
+    totals = metrics_lib.Totals()
     totals.add(metrics)
     losses.append(totals.means()["loss"])
   return np.asarray(losses)

@@ -11,7 +11,7 @@ import numpy as np
 from paxon.inputs import tokenizer_protocol
 from paxon.layers.decoding import generate, model_steps
 from paxon.layers.decoding import prompts as prompts_lib
-from paxon.learners import random_keys, train_state
+from paxon.learners import train_state
 from paxon.runner import user_error
 from paxon.runner.settings import generation
 from paxon.runner.training import session as session_lib
@@ -63,7 +63,7 @@ def draw(
   texts = list(settings.prompts if prompts is None else prompts)
   layout = _decoding_layout(session)
   generator, batch = _generator(session, layout, texts)
-  key = random_keys.key_for(session.job.seed, step=state.step, stream=_STREAM)
+  key = train_state.make_key(session.job.seed, step=state.step, stream=_STREAM)
   given = session_lib.for_evaluation(state)
   if layout.mesh is not session.layout.mesh or session.job.decode_rules:
     # Once, and not in each step of decoding.

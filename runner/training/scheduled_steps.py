@@ -12,12 +12,7 @@ from flax import linen as nn
 import jax
 
 from paxon.layers import shared
-from paxon.learners import (
-  gradients,
-  loss_function,
-  metric_functions,
-  variable_groups,
-)
+from paxon.learners import gradients, loss_function, metrics, variable_groups
 from paxon.runner import job as job_lib
 from paxon.runner import user_error
 from paxon.runner.training import model_loss
@@ -32,7 +27,7 @@ class ScheduledStack(Protocol):
     model: nn.Module,
     *,
     loss_fn_of: Callable[[nn.Module], loss_function.LossFn],
-    metric_fns: Sequence[metric_functions.MetricFn],
+    metric_fns: Sequence[metrics.MetricFn],
     specs: variable_groups.Specs,
   ) -> gradients.GradientFn:
     """Returns `(variables, batch, rngs) -> Gradients` of a model."""

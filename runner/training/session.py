@@ -92,7 +92,7 @@ class Session:
       values = initialization.initial_values(
         self.specs, self.job.seed, fallback=fallback
       )
-      state = train_state.initial(
+      state = train_state.make_initial(
         replaced(self.specs, values), learner=task.learner, specs=self.specs
       )
       return replaced(self.state_specs, state)

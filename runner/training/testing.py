@@ -31,12 +31,7 @@ from paxon.layers import (
 )
 from paxon.layers.attention import grouped_query
 from paxon.layers.models import pre_norm_decoder
-from paxon.learners import (
-  adamw,
-  bits_per_byte,
-  parameter_average,
-  warmup_cosine,
-)
+from paxon.learners import adamw, metrics, parameter_average, schedules
 from paxon.learners import learner as learner_lib
 from paxon.runner import experiment
 from paxon.runner import job as job_lib
@@ -144,7 +139,7 @@ class TinyLm(experiment.Experiment):
         optimizer=fdl.Config(
           adamw.AdamW,
           schedule=fdl.Config(
-            warmup_cosine.WarmupCosine,
+            schedules.WarmupCosine,
             peak=self.learning_rate,
             warmup_steps=2,
             total_steps=self.num_train_steps,
@@ -155,7 +150,7 @@ class TinyLm(experiment.Experiment):
         num_microbatches=self.num_microbatches,
         average=average,
       ),
-      metrics=(bits_per_byte.bits_per_byte,),
+      metrics=(metrics.bits_per_byte,),
       tokenizer=fdl.Config(byte_tokenizer.ByteTokenizer),
     )
 

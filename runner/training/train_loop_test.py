@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from paxon.learners import train_state, weighted
+from paxon.learners import metrics as metrics_lib
+from paxon.learners import train_state
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer
 from paxon.runner.monitoring import metrics_file, observer, summary_writer
@@ -77,13 +78,13 @@ def session():
 def _events(monkeypatch):
   """What happens, in order; `read` is where the host waits for a step."""
   events = []
-  add = weighted.Totals.add
+  add = metrics_lib.Totals.add
 
   def read(self, metrics):
     events.append(("read", int(metrics["loss"][0])))
     add(self, metrics)
 
-  monkeypatch.setattr(weighted.Totals, "add", read)
+  monkeypatch.setattr(metrics_lib.Totals, "add", read)
   # Has no field: a loop that looks into the state fails.
   hidden = object.__new__(train_state.TrainState)
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import jax
 
-from paxon.learners import loss_function, weighted
+from paxon.learners import loss_function
+from paxon.learners import metrics as metrics_lib
 from paxon.runner.monitoring import observer as observer_lib
 from paxon.runner.monitoring import summary_writer
 from paxon.runner.training import throughput
@@ -75,7 +76,7 @@ class TrainSummaries:
     is_due = step % self._every_steps == 0 or step == self._last_step
     if not is_due:
       metrics = {k: metrics[k] for k in _WATCHED if k in metrics}
-    totals = weighted.Totals()
+    totals = metrics_lib.Totals()
     totals.add(metrics)
     self._throughput.add(totals.weight("loss"))
     values: dict[str, Any] = totals.means()

@@ -15,7 +15,7 @@ from paxon.layers import embedding as embedding_lib
 from paxon.layers import remat, softmax_loss
 from paxon.layers.attention import kernels
 from paxon.layers.models import pre_norm_decoder
-from paxon.learners import adamw, learner, warmup_cosine
+from paxon.learners import adamw, learner, schedules
 from paxon.runner import task as task_lib
 from paxon.tasks.lm import pipelining
 
@@ -116,7 +116,7 @@ class Decoder(pipelining.Pipelining):
   def schedule(self) -> fdl.Config[Any]:
     """Returns the learning rate: half a cosine, down to a tenth."""
     return fdl.Config(
-      warmup_cosine.WarmupCosine,
+      schedules.WarmupCosine,
       peak=self.learning_rate,
       warmup_steps=min(self.warmup_steps, self.num_train_steps),
       total_steps=self.num_train_steps,

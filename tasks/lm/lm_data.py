@@ -18,7 +18,7 @@ from paxon.inputs import (
   synthetic_lm_input,
   unset_input,
 )
-from paxon.learners import bits_per_byte
+from paxon.learners import metrics
 from paxon.runner import experiment
 
 _C4 = "c4/en/c4-train.0000?-of-01024.json.gz"
@@ -79,7 +79,7 @@ class Text(experiment.Experiment):
   def of_data(self) -> dict[str, Any]:
     """Returns the tokenizer, and the metric of texts."""
     return {
-      "metrics": (bits_per_byte.bits_per_byte,),
+      "metrics": (metrics.bits_per_byte,),
       "tokenizer": fdl.Config(byte_tokenizer.ByteTokenizer),
     }
 

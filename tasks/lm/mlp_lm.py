@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from paxon.layers import embedding, linear
 from paxon.layers.models import decoder_lm
-from paxon.learners import adamw, learner, warmup_decay
+from paxon.learners import adamw, learner, schedules
 from paxon.runner import experiment
 from paxon.runner import task as task_lib
 from paxon.sharding import axes
@@ -109,7 +109,7 @@ class MlpLm(experiment.Experiment):
     optimizer = fdl.Config(
       adamw.AdamW,
       schedule=fdl.Config(
-        warmup_decay.WarmupExponential,
+        schedules.WarmupExponential,
         peak=self.learning_rate,
         warmup_steps=self.warmup_steps,
         total_steps=_STEPS_OF_DECAY,

@@ -35,7 +35,7 @@ from paxon.layers import (
   remat,
 )
 from paxon.layers.attention import grouped_query, projections
-from paxon.learners import adamw, warmup_cosine, warmup_decay
+from paxon.learners import adamw, schedules
 from paxon.runner.settings import training
 from paxon.tasks.lm import decoder
 
@@ -145,7 +145,7 @@ class TransformerLmSpmd(decoder.Decoder):
   def schedule(self) -> fdl.Config[Any]:
     """Returns the learning rate: an exponential decay to a tenth."""
     return fdl.Config(
-      warmup_decay.WarmupExponential,
+      schedules.WarmupExponential,
       peak=self.learning_rate,
       warmup_steps=self.warmup_steps,
       total_steps=self.decay_steps,
@@ -155,7 +155,7 @@ class TransformerLmSpmd(decoder.Decoder):
   def cosine_schedule(self) -> fdl.Config[Any]:
     """Returns half a cosine, down to a tenth: what GPT-3's heirs take."""
     return fdl.Config(
-      warmup_cosine.WarmupCosine,
+      schedules.WarmupCosine,
       peak=self.learning_rate,
       warmup_steps=self.warmup_steps,
       total_steps=self.decay_steps,

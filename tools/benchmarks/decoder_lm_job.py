@@ -23,7 +23,7 @@ from paxon.layers import (
 )
 from paxon.layers.attention import grouped_query
 from paxon.layers.models import decoder_lm, pre_norm_decoder
-from paxon.learners import adamw, learner, train_state, warmup_cosine
+from paxon.learners import adamw, learner, schedules, train_state
 from paxon.runner import job as job_lib
 from paxon.runner import task
 from paxon.tools.benchmarks import pure_jax_decoder_lm
@@ -145,7 +145,7 @@ def make_job(
     length: Tokens per sequence.
     **fields: Other fields of the job, such as intervals and mesh.
   """
-  schedule = warmup_cosine.WarmupCosine(
+  schedule = schedules.WarmupCosine(
     peak=c.peak,
     warmup_steps=c.warmup_steps,
     total_steps=c.total_steps,

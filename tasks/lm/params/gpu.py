@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import fiddle as fdl
 
 from paxon.layers import remat
-from paxon.learners import warmup_decay
+from paxon.learners import schedules
 from paxon.tasks.lm import gpt3, llama_lm, lm_data, needs
 
 
@@ -131,7 +131,7 @@ class BaseLLaMA(lm_data.Text, llama_lm.LlamaLm):
   def schedule(self) -> fdl.Config[Any]:
     """Returns the learning rate: an exponential decay to a tenth."""
     return fdl.Config(
-      warmup_decay.WarmupExponential,
+      schedules.WarmupExponential,
       peak=self.learning_rate,
       warmup_steps=min(self.warmup_steps, self.num_train_steps),
       total_steps=self.num_train_steps,

@@ -22,7 +22,7 @@ from paxon.layers.models.hugging_face import (
   families,
   family,
 )
-from paxon.learners import adamw, learner, warmup_cosine
+from paxon.learners import adamw, learner, schedules
 from paxon.runner import experiment, run_dir, user_error
 from paxon.runner import task as task_lib
 from paxon.runner.settings import generation as generation_lib
@@ -87,7 +87,7 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
     optimizer = fdl.Config(
       adamw.AdamW,
       schedule=fdl.Config(
-        warmup_cosine.WarmupCosine,
+        schedules.WarmupCosine,
         peak=self.learning_rate,
         warmup_steps=min(self.warmup_steps, self.num_train_steps),
         total_steps=self.num_train_steps,

@@ -25,7 +25,7 @@ from paxon.layers import (
 from paxon.layers.attention import grouped_query
 from paxon.layers.decoding import samplers
 from paxon.layers.models import pre_norm_decoder
-from paxon.learners import adamw, bits_per_byte, learner, warmup_cosine
+from paxon.learners import adamw, learner, metrics, schedules
 from paxon.runner import experiment
 from paxon.runner import task as task_lib
 from paxon.runner.settings import generation as generation_lib
@@ -91,7 +91,7 @@ class PythonStdlibLm(experiment.Experiment):
     optimizer = fdl.Config(
       adamw.AdamW,
       schedule=fdl.Config(
-        warmup_cosine.WarmupCosine,
+        schedules.WarmupCosine,
         peak=self.peak_learning_rate,
         warmup_steps=min(self.warmup_steps, self.num_train_steps),
         total_steps=self.num_train_steps,
@@ -107,7 +107,7 @@ class PythonStdlibLm(experiment.Experiment):
       learner=fdl.Config(
         learner.Learner, optimizer=optimizer, max_grad_norm=1.0
       ),
-      metrics=(bits_per_byte.bits_per_byte,),
+      metrics=(metrics.bits_per_byte,),
       tokenizer=fdl.Config(byte_tokenizer.ByteTokenizer),
     )
 

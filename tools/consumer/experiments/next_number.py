@@ -11,7 +11,7 @@ import numpy as np
 from lab.layers import residual
 from paxon.inputs import base_input
 from paxon.layers import cross_entropy, embedding, feed_forward, unembedding
-from paxon.learners import adamw, learner, warmup_cosine
+from paxon.learners import adamw, learner, schedules
 from paxon.runner import experiment
 from paxon.runner import task as task_lib
 
@@ -101,7 +101,7 @@ class NextNumber(experiment.Experiment):
       head=fdl.Config(unembedding.Unembedding, vocab_size=PERIOD),
     )
     schedule = fdl.Config(
-      warmup_cosine.WarmupCosine,
+      schedules.WarmupCosine,
       peak=3e-2,
       warmup_steps=10,
       total_steps=self.num_train_steps,

@@ -1,14 +1,14 @@
-"""Weighted sums: every metric and loss is a (sum, weight) pair.
+"""Metrics and losses as (sum, weight) pairs.
 
-A pair is divided only when it is shown. Pairs of several batches, microbatches
-or hosts are added, so that the mean over all of them is exact, whatever each
-part's share of padding.
+A pair is divided only when it is reported. Pairs of several batches,
+microbatches or hosts are added, so the mean over all of them is exact for any
+distribution of padding.
 
-A metric may have several values at once, such as one for each layer: an array
-of sums with one weight. Its name says where their numbers go (`indexed`).
+A metric may hold several values, such as one per layer: an array of sums with
+one weight. Its name contains a placeholder for their indices (`indexed`).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 import math
 import re
 from typing import Any, TypeAlias
@@ -18,6 +18,9 @@ import jax.numpy as jnp
 
 # A sum and its weight, both float32; scalars but for `indexed` sums.
 Weighted: TypeAlias = tuple[jax.Array, jax.Array]
+Batch: TypeAlias = Mapping[str, jax.Array]
+Outputs: TypeAlias = Mapping[str, jax.Array]
+MetricFn: TypeAlias = Callable[[Batch, Outputs], dict[str, Weighted]]
 
 _INDEXED = re.compile(r"\[(\d+)::(\d+)\]")
 
@@ -39,15 +42,15 @@ def scalar(value: jax.Array) -> Weighted:
 
 
 def indexed(start: int, step: int) -> str:
-  """Returns the part of a metric's name that stands for its values' numbers.
+  """Returns a placeholder for the indices of a metric's values.
 
-  A metric `layers/[1::2]/rms` of the sums [a, b] is shown as the two metrics
-  `layers/1/rms` and `layers/3/rms`. With several such parts, each stands for
-  one dimension.
+  A metric `layers/[1::2]/rms` with the sums [a, b] is reported as
+  `layers/1/rms` and `layers/3/rms`. Several placeholders index several
+  dimensions.
 
   Args:
-    start: The number of the first value.
-    step: From one number to the next.
+    start: Index of the first value.
+    step: Difference between indices.
   """
   return f"[{start}::{step}]"
 
@@ -83,7 +86,7 @@ class Totals:
 
 
 def _sum(values: list[float]) -> float:
-  """Returns the sum; NaN, which `fsum` refuses, of infinities of both signs."""
+  """Returns the sum; NaN for infinities of both signs (`fsum` raises)."""
   if math.inf in values and -math.inf in values:
     return math.nan
   return math.fsum(values)
@@ -101,3 +104,17 @@ def _singly(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     yield from _singly(
       name[: found.start()] + number + name[found.end() :], each
     )
+
+
+def bits_per_byte(batch: Batch, outputs: Outputs) -> dict[str, Weighted]:
+  """Returns the metric `bits_per_byte`: (bits, bytes) of one batch.
+
+  Args:
+    batch: Has `weights` float32 [B, T] and `target_bytes` int32 [B, T], the
+      number of bytes that each target encodes.
+    outputs: Has `token_nll` float32 [B, T], in nats.
+  """
+  weights = batch["weights"].astype(jnp.float32)
+  nats = jnp.sum(outputs["token_nll"].astype(jnp.float32) * weights)
+  source = jnp.sum(batch["target_bytes"].astype(jnp.float32) * weights)
+  return {"bits_per_byte": (nats / math.log(2), source)}

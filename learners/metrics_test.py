@@ -7,19 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.learners import weighted
+from paxon.learners import metrics
 
 
 def test_total_ignores_values_of_weight_zero():
   values = jax.device_put(np.float32([[1.0, 2.0], [3.0, 100.0]]))
   weights = jax.device_put(np.float32([[1.0, 0.5], [2.0, 0.0]]))
-  value, weight = weighted.total(values, weights=weights)
+  value, weight = metrics.total(values, weights=weights)
   assert (float(value), float(weight)) == (8.0, 3.5)
 
 
 def test_total_of_bfloat16_is_summed_in_float32():
   values = jnp.ones((1000,), jnp.bfloat16)
-  value, weight = weighted.total(values, weights=values)
+  value, weight = metrics.total(values, weights=values)
   # A bfloat16 sum would stop at 256.
   assert (float(value), float(weight)) == (1000.0, 1000.0)
   assert value.dtype == weight.dtype == jnp.float32
@@ -29,9 +29,9 @@ def test_mean_over_batches_is_the_mean_over_all_tokens():
   random = np.random.default_rng(0)
   values = random.normal(size=(5, 8)).astype(np.float32)
   weights = (random.random(size=(5, 8)) < 0.6).astype(np.float32)
-  totals = weighted.Totals()
+  totals = metrics.Totals()
   for row, mask in zip(values, weights, strict=True):
-    pair = weighted.total(jax.device_put(row), weights=jax.device_put(mask))
+    pair = metrics.total(jax.device_put(row), weights=jax.device_put(mask))
     totals.add({"loss": pair})
   expected = np.sum(values * weights, dtype=np.float64) / weights.sum()
   assert totals.means()["loss"] == pytest.approx(expected, rel=1e-6)
@@ -42,7 +42,7 @@ def test_mean_does_not_depend_on_the_order():
   random = np.random.default_rng(1)
   values = random.normal(size=1000) * 10.0 ** random.integers(-6, 6, 1000)
   pairs = [(jnp.float32(v), jnp.float32(1)) for v in values]
-  forward, backward = weighted.Totals(), weighted.Totals()
+  forward, backward = metrics.Totals(), metrics.Totals()
   for pair in pairs:
     forward.add({"x": pair})
   for pair in reversed(pairs):
@@ -51,20 +51,20 @@ def test_mean_does_not_depend_on_the_order():
 
 
 def test_scalar_counts_once():
-  value, weight = weighted.scalar(jnp.bfloat16(0.5))
+  value, weight = metrics.scalar(jnp.bfloat16(0.5))
   assert (value.dtype, float(value)) == (jnp.float32, 0.5)
   assert float(weight) == 1.0
 
 
 def test_nothing_has_no_mean():
-  totals = weighted.Totals()
+  totals = metrics.Totals()
   totals.add({"x": (jnp.float32(0), jnp.float32(0))})
   assert math.isnan(totals.means()["x"])
   assert totals.weight("never added") == 0.0
 
 
 def test_infinities_of_both_signs_have_no_mean():
-  totals = weighted.Totals()
+  totals = metrics.Totals()
   for value in (math.inf, -math.inf, math.nan):
     totals.add({"x": (jnp.float32(value), jnp.float32(1))})
     totals.add({"y": (jnp.float32(math.inf), jnp.float32(1))})
@@ -74,8 +74,8 @@ def test_infinities_of_both_signs_have_no_mean():
 
 
 def test_a_metric_of_several_values_is_shown_as_one_for_each():
-  totals = weighted.Totals()
-  name = f"layers/{weighted.indexed(1, 2)}/rms"
+  totals = metrics.Totals()
+  name = f"layers/{metrics.indexed(1, 2)}/rms"
   for scale in (1.0, 3.0):
     values = scale * jax.device_put(np.float32([10.0, 20.0, 30.0]))
     totals.add({name: (values, jnp.float32(2))})
@@ -87,10 +87,45 @@ def test_a_metric_of_several_values_is_shown_as_one_for_each():
 
 
 def test_each_dimension_has_its_place_in_the_name():
-  totals = weighted.Totals()
-  name = f"a/{weighted.indexed(0, 1)}/b/{weighted.indexed(0, 2)}/x"
+  totals = metrics.Totals()
+  name = f"a/{metrics.indexed(0, 1)}/b/{metrics.indexed(0, 2)}/x"
   values = jnp.arange(6.0).reshape(2, 3)
   totals.add({name: (values, jnp.float32(1))})
   assert totals.means() == {
     f"a/{i}/b/{2 * j}/x": 3.0 * i + j for i in range(2) for j in range(3)
   }
+
+
+def _batch(weights, target_bytes):
+  return {
+    "weights": jax.device_put(np.float32(weights)),
+    "target_bytes": jax.device_put(np.int32(target_bytes)),
+  }
+
+
+def test_uniform_bytes_cost_eight_bits():
+  batch = _batch(np.ones((2, 5)), np.ones((2, 5)))
+  outputs = {"token_nll": jnp.full((2, 5), np.log(256), jnp.float32)}
+  bits, source = metrics.bits_per_byte(batch, outputs)["bits_per_byte"]
+  assert float(source) == 10
+  assert float(bits) == pytest.approx(80.0, rel=1e-6)
+
+
+def test_matches_numpy_with_padding_and_long_tokens():
+  random = np.random.default_rng(0)
+  nll = random.gamma(2.0, size=(3, 7)).astype(np.float32)
+  weights = (random.random((3, 7)) < 0.7).astype(np.float32)
+  lengths = random.integers(0, 6, size=(3, 7))
+  pair = metrics.bits_per_byte(
+    _batch(weights, lengths), {"token_nll": jax.device_put(nll)}
+  )["bits_per_byte"]
+  bits = np.sum(np.log2(np.exp(nll.astype(np.float64))) * weights)
+  np.testing.assert_allclose(pair, (bits, np.sum(lengths * weights)), rtol=1e-6)
+
+
+def test_end_of_document_costs_bits_but_is_no_byte():
+  batch = _batch([[1, 1]], [[1, 0]])
+  outputs = {"token_nll": jnp.full((1, 2), np.log(2), jnp.float32)}
+  bits, source = metrics.bits_per_byte(batch, outputs)["bits_per_byte"]
+  assert float(bits) == pytest.approx(2.0, rel=1e-6)
+  assert float(source) == 1.0
