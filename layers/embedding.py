@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from paxon.layers import precision, wide_einsum
-from paxon.quantization import products, roles
+from paxon.layers import precision
+from paxon.quantization import products
 from paxon.sharding import axes, checks, logical
 
 # Standard deviation embed_dim ** -0.5: vectors have length one, and tied logits
@@ -87,13 +87,16 @@ class Embedding(nn.Module):
   embedding_init: nn.initializers.Initializer = _default_init
   dtype: DTypeLike | None = None
   param_dtype: DTypeLike = jnp.float32
-  einsum: Callable[..., jax.Array] = wide_einsum.wide_einsum
+  einsum: Callable[..., jax.Array] = precision.wide_einsum
   use_bias: bool = False
   bias_init: nn.initializers.Initializer = nn.initializers.zeros
   attend_scale: float = 1.0
   lookup: Lookup = gather
 
-  quantization_roles: ClassVar[tuple[str, ...]] = (roles.EMBEDDING, roles.HEAD)
+  quantization_roles: ClassVar[tuple[str, ...]] = (
+    products.EMBEDDING,
+    products.HEAD,
+  )
 
   def __post_init__(self) -> None:
     super().__post_init__()

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from paxon.layers import remat
-from paxon.quantization import products, roles
+from paxon.quantization import products
 from paxon.sharding import axes, checks, logical
 
 _default_init = nn.initializers.variance_scaling(
@@ -52,7 +52,7 @@ class GatedFeedForward(nn.Module):
   einsum: Callable[..., jax.Array] = jnp.einsum
   dropout: nn.Module | None = None
 
-  quantization_roles: ClassVar[tuple[str, ...]] = (roles.FEED_FORWARD,)
+  quantization_roles: ClassVar[tuple[str, ...]] = (products.FEED_FORWARD,)
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -123,7 +123,7 @@ class FeedForward(nn.Module):
   einsum: Callable[..., jax.Array] = jnp.einsum
   dropout: nn.Module | None = None
 
-  quantization_roles: ClassVar[tuple[str, ...]] = (roles.FEED_FORWARD,)
+  quantization_roles: ClassVar[tuple[str, ...]] = (products.FEED_FORWARD,)
 
   def __post_init__(self) -> None:
     super().__post_init__()

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from paxon.layers import initializers, remat
-from paxon.quantization import products, roles
+from paxon.quantization import products
 from paxon.sharding import axes, checks, logical
 
 _default_init = nn.initializers.variance_scaling(
@@ -58,7 +58,7 @@ class Linear(nn.Module):
   param_dtype: DTypeLike = jnp.float32
   einsum: Callable[..., jax.Array] = jnp.einsum
 
-  quantization_roles: ClassVar[tuple[str, ...]] = (roles.LINEAR,)
+  quantization_roles: ClassVar[tuple[str, ...]] = (products.LINEAR,)
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -123,7 +123,7 @@ class Einsum(nn.Module):
   param_dtype: DTypeLike = jnp.float32
   einsum: Callable[..., jax.Array] = jnp.einsum
 
-  quantization_roles: ClassVar[tuple[str, ...]] = (roles.LINEAR,)
+  quantization_roles: ClassVar[tuple[str, ...]] = (products.LINEAR,)
 
   def __post_init__(self) -> None:
     super().__post_init__()

@@ -1,11 +1,15 @@
-"""The dtype of computations that bfloat16 would spoil.
+"""Operations that need float32 in a bfloat16 model.
 
 Softmax, norm statistics, rotary angles and losses sum many small terms, or
 subtract large ones; they run in float32 whatever the dtype around them.
 float64 stays float64, so that tests can use finite differences.
 """
 
+import functools
+from typing import Any
+
 import jax
+from jax import custom_derivatives
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -19,3 +23,69 @@ def at_least_float32(dtype: DTypeLike) -> jnp.dtype:
 def widened(x: jax.Array) -> jax.Array:
   """Returns `x` in at least float32."""
   return x.astype(at_least_float32(x.dtype))
+
+
+def wide_einsum(
+  equation: str,
+  lhs: jax.Array,
+  rhs: jax.Array,
+  *,
+  preferred_element_type: DTypeLike | None = None,
+) -> jax.Array:
+  """Returns `jnp.einsum` of two arrays, with low-precision gradients.
+
+  Logits of a head and of attention are wanted in float32, although their
+  operands are bfloat16. `jnp.einsum` with `preferred_element_type` gives that,
+  but its two backward matmuls then multiply a float32 gradient by a bfloat16
+  operand, for which no matrix unit has an instruction: they run in float32, at
+  half of the speed or less. Here the gradient is first rounded to the dtype of
+  the operands, as in every other matmul of a bfloat16 model.
+
+  Args:
+    equation: As of `jnp.einsum`.
+    lhs: One operand.
+    rhs: The other one.
+    preferred_element_type: Dtype of the result; `None` is that of the operands.
+      Where it is wider than theirs, gradients are rounded to theirs before
+      they are multiplied; the sums inside of products stay wide.
+
+  Raises:
+    ValueError: The operands differ in dtype.
+  """
+  if lhs.dtype != rhs.dtype:
+    raise ValueError(
+      f"wide_einsum needs operands of one dtype, got {lhs.dtype} and "
+      f"{rhs.dtype}."
+    )
+  wide = jnp.dtype(preferred_element_type or lhs.dtype)
+  if wide == lhs.dtype:
+    return jnp.einsum(equation, lhs, rhs)
+  return _wide(equation, wide, lhs, rhs)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _wide(
+  equation: str, wide: jnp.dtype, lhs: jax.Array, rhs: jax.Array
+) -> jax.Array:
+  return jnp.einsum(equation, lhs, rhs, preferred_element_type=wide)
+
+
+def _tangents(
+  equation: str, wide: jnp.dtype, primals: Any, tangents: Any
+) -> tuple[jax.Array, Any]:
+  """The product rule, by narrow products.
+
+  Its transposition, which is the backward pass, begins with that of `astype`:
+  it rounds the gradient.
+  """
+  lhs, rhs = primals
+  terms = [
+    jnp.einsum(equation, *pair).astype(wide)
+    for pair in ((tangents[0], rhs), (lhs, tangents[1]))
+    if not any(isinstance(x, custom_derivatives.SymbolicZero) for x in pair)
+  ]
+  out = _wide(equation, wide, lhs, rhs)
+  return out, sum(terms[1:], start=terms[0])
+
+
+_wide.defjvp(_tangents, symbolic_zeros=True)

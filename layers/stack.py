@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from paxon.layers import remat, shared, stacked_cache
+from paxon.layers.attention import cache_variables
 from paxon.sharding import axes, checks, variables
 
 
@@ -255,7 +256,7 @@ class Stack(nn.Module):
 def _at_layer(tree: Any, *, number: jax.Array) -> Any:
   """Returns one layer's part of the variables of all."""
   return jax.tree.map(
-    lambda x: stacked_cache.at_layer(x, number), variables.unbox(tree)
+    lambda x: cache_variables.at_layer(x, number), variables.unbox(tree)
   )
 
 

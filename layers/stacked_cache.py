@@ -26,17 +26,16 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
-COLLECTION: Final = "cache"
-# How many tokens a cache has seen; marks parts that know of `LAYER`.
-INDEX: Final = "index"
-LAYER: Final = "layer"
-# The first layer of the stack.
-FIRST: Final = "first"
-# The stack's `CommonTokens`.
-COMMON: Final = "common"
+from paxon.layers.attention import cache_variables
+
+COLLECTION: Final = cache_variables.COLLECTION
 
 Tree = Mapping[str, Any]
-_GIVEN = (LAYER, FIRST, COMMON)
+_GIVEN = (
+  cache_variables.LAYER,
+  cache_variables.FIRST,
+  cache_variables.COMMON,
+)
 
 
 # Static: it goes with variables, which an inner stack carries through a loop.
@@ -71,7 +70,7 @@ class CommonTokens:
     """Writes what was left into the variables of the stack."""
     for path, update in self._updates.items():
       names = path[len(stack.path) :]
-      part: Any = stack.variables[COLLECTION]
+      part: Any = stack.variables[cache_variables.COLLECTION]
       for name in names:
         part = part[name]
       for name, x in _for_all(part, update).items():
@@ -79,7 +78,7 @@ class CommonTokens:
         value: Any = jax.tree.map(lambda _, x=x: x, part[name])
         for outer in reversed((*names[1:], name)):
           value = {outer: value}
-        stack.put_variable(COLLECTION, names[0], value)
+        stack.put_variable(cache_variables.COLLECTION, names[0], value)
 
 
 class LayerView:
@@ -127,23 +126,34 @@ class LayerView:
     return _mapped(self._put, stacked, given, changed)
 
   def _part(self, stacked: Tree) -> Tree:
-    if INDEX not in stacked:
-      return jax.tree.map(lambda x: at_layer(x, self._number), stacked)
+    if cache_variables.INDEX not in stacked:
+      return jax.tree.map(
+        lambda x: cache_variables.at_layer(x, self._number), stacked
+      )
     arrays = _own(stacked)
     first, number = jnp.int32(0), self._number
-    if LAYER in stacked:
+    if cache_variables.LAYER in stacked:
       # In a stack of stacks, [L,L',...]: as one of all layers, [L * L',...].
       inner = jax.tree.leaves(arrays)[0].shape[1]
       arrays = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), arrays)
-      first = stacked[LAYER] * inner
+      first = stacked[cache_variables.LAYER] * inner
       number = first + number
-    return {**arrays, LAYER: number, FIRST: first, COMMON: self._common}
+    return {
+      **arrays,
+      cache_variables.LAYER: number,
+      cache_variables.FIRST: first,
+      cache_variables.COMMON: self._common,
+    }
 
   def _put(self, stacked: Tree, given: Tree, changed: Tree) -> Tree:
     def put(x: jax.Array, before: jax.Array, after: jax.Array) -> jax.Array:
-      if INDEX in stacked:
+      if cache_variables.INDEX in stacked:
         return after.reshape(x.shape)
-      return x if after is before else with_layer(x, after, self._number)
+      return (
+        x
+        if after is before
+        else cache_variables.with_layer(x, after, self._number)
+      )
 
     kept = _own(stacked)
     leaves = (
@@ -155,31 +165,21 @@ class LayerView:
     return {**stacked, **result}
 
 
-def at_layer(x: jax.Array, number: jax.Array) -> jax.Array:
-  """Returns entry `number` of a stacked array."""
-  return jax.lax.dynamic_index_in_dim(x, number, axis=0, keepdims=False)
-
-
-def with_layer(x: jax.Array, part: jax.Array, number: jax.Array) -> jax.Array:
-  """Returns a stacked array with `part` in place of entry `number`."""
-  return jax.lax.dynamic_update_index_in_dim(x, part, number, axis=0)
-
-
 def _for_all(
   part: Tree, update: Callable[[Tree], Tree]
 ) -> dict[str, jax.Array]:
   """Returns what an update changes of a part, with the layers' axes."""
   arrays = {k: jax.tree.leaves(v)[0] for k, v in _own(part).items()}
-  outer = part.get(LAYER)
+  outer = part.get(cache_variables.LAYER)
   # Of all layers of this stack, one of the layers of the outer one.
   own = arrays
   if outer is not None:
-    own = {k: at_layer(x, outer) for k, x in arrays.items()}
+    own = {k: cache_variables.at_layer(x, outer) for k, x in arrays.items()}
   changed = {}
   for name, x in update({k: x[0] for k, x in own.items()}).items():
     whole = jnp.broadcast_to(x[None], own[name].shape)
     if outer is not None:
-      whole = with_layer(arrays[name], whole, outer)
+      whole = cache_variables.with_layer(arrays[name], whole, outer)
     changed[name] = whole
   return changed
 

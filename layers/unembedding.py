@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from paxon.layers import precision, wide_einsum
-from paxon.quantization import products, roles
+from paxon.layers import precision
+from paxon.quantization import products
 from paxon.sharding import axes, checks, logical
 
 _default_init = nn.initializers.variance_scaling(
@@ -42,12 +42,12 @@ class Unembedding(nn.Module):
   kernel_init: nn.initializers.Initializer = _default_init
   dtype: DTypeLike | None = None
   param_dtype: DTypeLike = jnp.float32
-  einsum: Callable[..., jax.Array] = wide_einsum.wide_einsum
+  einsum: Callable[..., jax.Array] = precision.wide_einsum
   use_bias: bool = False
   bias_init: nn.initializers.Initializer = nn.initializers.zeros
   input_scale: float = 1.0
 
-  quantization_roles: ClassVar[tuple[str, ...]] = (roles.HEAD,)
+  quantization_roles: ClassVar[tuple[str, ...]] = (products.HEAD,)
 
   def __post_init__(self) -> None:
     super().__post_init__()

@@ -1,25 +1,60 @@
-"""Named products: how layers call the contraction that they were given.
+"""Named, replaceable matrix multiplications of layers, and their roles.
 
 A layer's field `einsum` holds a function like `jnp.einsum`, or a provider
-(`quantization.einsum.QuantizedEinsum`), which keeps something for each product:
-scales, for one. So layers name their products:
+(`quantization.einsum.QuantizedEinsum`), which keeps variables, such as scales,
+for each matmul. Layers therefore name their matmuls:
 
 ```python
 gate = products.call(self.einsum, "gate", "BTD,DF->BTF", x, kernel)
 ```
 
-A plain function is called without the name, so it need not know of names.
+A plain function is called without the name.
+
+Quantization rules select layers by role. A layer declares the roles of its
+matmuls in a class attribute:
+
+```python
+class MyFeedForward(nn.Module):
+  einsum: Callable[..., jax.Array] = jnp.einsum
+
+  quantization_roles: ClassVar[tuple[str, ...]] = (products.FEED_FORWARD,)
+```
 """
 
 from collections.abc import Callable
 import functools
-from typing import Any
+from typing import Any, Final
 
 import jax
 
 Einsum = Callable[..., jax.Array]
 
-# What says that something wants the name of a product.
+# Queries, keys and values of tokens, and the output projection.
+ATTENTION_PROJECTIONS: Final = "attention_projections"
+# Logits of queries and keys, and sums of values.
+ATTENTION_PRODUCTS: Final = "attention_products"
+FEED_FORWARD: Final = "feed_forward"
+# Feed-forward layers that each process some of the tokens.
+EXPERTS: Final = "experts"
+# The embedding table used as a head.
+EMBEDDING: Final = "embedding"
+# Logits, by a table or by a separate kernel.
+HEAD: Final = "head"
+# `Linear` and `Einsum`, which may be anything; rules name them by their path.
+LINEAR: Final = "linear"
+
+ROLES: Final = (
+  ATTENTION_PROJECTIONS,
+  ATTENTION_PRODUCTS,
+  FEED_FORWARD,
+  EXPERTS,
+  EMBEDDING,
+  HEAD,
+  LINEAR,
+)
+
+# Attributes of layers, and of providers of matmuls.
+_ROLES = "quantization_roles"
 _ATTRIBUTE = "takes_product"
 
 
@@ -65,3 +100,8 @@ def named(einsum: Einsum, name: str) -> Einsum:
   if not is_provider(einsum):
     return einsum
   return functools.partial(einsum, product=name)
+
+
+def roles_of(layer: object) -> tuple[str, ...]:
+  """Returns the roles of a layer or of its class; none if it declares none."""
+  return tuple(getattr(layer, _ROLES, ()))

@@ -18,8 +18,8 @@ import dataclasses
 import difflib
 import re
 
+from paxon.quantization import products
 from paxon.quantization import recipe as recipe_lib
-from paxon.quantization import roles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Rule:
     if not self.targets:
       raise ValueError("Rule.target must name a role or a path, got none.")
     for target in self.targets:
-      if target in roles.ALL or not target.isidentifier():
+      if target in products.ROLES or not target.isidentifier():
         continue
-      close = difflib.get_close_matches(target, roles.ALL, n=1)
+      close = difflib.get_close_matches(target, products.ROLES, n=1)
       hint = f"; did you mean {close[0]!r}?" if close else "."
       raise ValueError(
-        f"Rule.target {target!r} is no role ({', '.join(roles.ALL)}) and, "
+        f"Rule.target {target!r} is no role ({', '.join(products.ROLES)}) and, "
         f"without a dot or '*', no path{hint}"
       )
     # Checked here, because a name would be noticed only where it is used.

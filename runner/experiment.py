@@ -29,7 +29,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import fiddle as fdl
 
 from paxon.inputs import base_input
-from paxon.quantization import recipes, roles
+from paxon.quantization import products, recipes
 from paxon.quantization import rules as rules_of_quantization
 from paxon.runner import job as job_lib
 from paxon.runner import knobs as knobs_lib
@@ -291,7 +291,11 @@ class Experiment(abc.ABC):
     choice = self._quantization_choice()
     if choice is None:
       return ()
-    covered = (roles.ATTENTION_PROJECTIONS, roles.FEED_FORWARD, roles.EXPERTS)
+    covered = (
+      products.ATTENTION_PROJECTIONS,
+      products.FEED_FORWARD,
+      products.EXPERTS,
+    )
     return (rules_of_quantization.Rule(covered, choice.recipe),)
 
   def retention(self) -> fdl.Config[training.Retention]:

@@ -1,133 +1,162 @@
-"""The variables in which a cache keeps its slots, alone or in a stack.
+"""Variables of a cache: slots for tokens, written in place where XLA can.
 
-A cache has an array for each thing that it keeps, [B,S] or, of each head,
-[B,K,S,...] (`slot_writes`), and `index`, how many tokens it has seen. In a
-decoding step of a stack these are the arrays of all layers
-(`layers.stacked_cache`), of which each cache reads and writes its layer's; a
-cache that uses these functions need not know.
+A cache has one array for each thing it stores, [B,S] or, per head, [B,K,S,...],
+and `index`, the number of tokens it has received. Heads come before slots, so
+that the slots of a head are one block of memory, as the matmuls of attention
+read them. `slot_axis` returns the axis of the slots.
 
-Where tokens stand, their positions and segments and the index, is the same in
-all layers of a stack that hands on what it was given. Then the stack keeps it
-once a step (`stacked_cache.CommonTokens`), and no layer writes it.
+In a decoding step of a stack a cache gets the arrays of all layers, [L,B,S] and
+[L,B,K,S,...], and the number of its layer (`layers.stacked_cache`); it then
+reads and writes its own layer only. A cache outside of a stack is treated as a
+stack of one layer.
 
-Letters: L layers, B batch, T new tokens, S slots, K key/value heads.
+The positions and segments of stored tokens, and the index, are the same in all
+layers of a stack that passes its own arrays on to its caches. The stack then
+writes them once per step (`stacked_cache.CommonTokens`) and no layer does.
+
+Letters: L layers, B batch, K key/value heads, S slots, T new tokens.
+
+No index is ever out of range: XLA looks through a slice of a slice without the
+clamping of the first, and would read the previous content elsewhere.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Final, Protocol, runtime_checkable
 
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
-from paxon.layers import stacked_cache
 from paxon.sharding import axes, variables
 
-COLLECTION = stacked_cache.COLLECTION
-_INDEX = stacked_cache.INDEX
-# Variables that say where tokens stand.
-_PLACES = ("positions", "segment_ids")
+COLLECTION: Final = "cache"
+# The number of tokens that a cache has received.
+INDEX: Final = "index"
+# What a stack adds to the variables of a cache: the number of the layer, the
+# first layer of the stack, and the stack's `CommonTokens`.
+LAYER: Final = "layer"
+FIRST: Final = "first"
+COMMON: Final = "common"
+
+# Variables that are the same in all layers of a stack, besides the index.
+_TOKENS = ("positions", "segment_ids")
 
 # `(slots [L,B,(K,)S,...], tokens [B,(K,)T,...], number of the layer) -> slots`,
-# for each variable, such as a function of `slot_writes`.
+# for each variable, such as `write_slots`.
 Write = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-# Which slots tokens get: `(their segments [B,T], index before, number of slots)
-# -> (index after, what writes them)`.
+# Assigns slots to tokens: `(their segments [B,T], index before, number of
+# slots) -> (index after, function that writes them)`.
 Place = Callable[[jax.Array, jax.Array, int], tuple[jax.Array, Write]]
 
 
+@runtime_checkable
+class Common(Protocol):
+  """The part of `stacked_cache.CommonTokens` that caches use."""
+
+  def includes(self, *arrays: jax.Array) -> bool:
+    """Returns whether each is an array that the stack passed on."""
+    ...
+
+  def leave(
+    self,
+    cache: nn.Module,
+    update: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+  ) -> None:
+    """Leaves an update of variables of all layers' caches to the stack."""
+    ...
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Kept:
-  """What a cache holds.
+class Stored:
+  """The content of a cache.
 
   Attributes:
     slots: Arrays [B,S] and [B,K,S,...] by variable.
-    index: How many tokens came so far: Int of rank 0, or [B].
-    common: Who keeps where tokens stand, if not the cache.
+    index: Number of tokens received: Int of rank 0, or [B].
+    common: Writes positions, segments and index in place of the cache, if set.
   """
 
   slots: Mapping[str, jax.Array]
   index: jax.Array
-  common: stacked_cache.CommonTokens | None = None
+  common: Common | None = None
 
   @property
   def count(self) -> int:
     """The number of slots."""
-    return self.slots[_PLACES[0]].shape[1]
+    return self.slots[_TOKENS[0]].shape[1]
 
 
 def is_filled(cache: nn.Module) -> bool:
-  """Whether a prefill has made the variables of this cache."""
-  return cache.has_variable(COLLECTION, _INDEX)
+  """Returns whether a prefill has made the variables of this cache."""
+  return cache.has_variable(COLLECTION, INDEX)
 
 
-def load(cache: nn.Module, *tokens: jax.Array) -> Kept:
-  """Returns what a cache holds.
+def load(cache: nn.Module, *tokens: jax.Array) -> Stored:
+  """Returns the content of a cache.
 
   Args:
-    cache: Whose variables they are.
-    *tokens: Where new tokens stand, as the cache was given it, if it is to
-      append them.
+    cache: The cache.
+    *tokens: Positions and segments of new tokens that will be appended, the
+      arrays that the cache was called with.
   """
   slots = _stored(cache)
-  layer = slots.pop(stacked_cache.LAYER, None)
-  first = slots.pop(stacked_cache.FIRST, None)
-  common = slots.pop(stacked_cache.COMMON, None)
+  layer = slots.pop(LAYER, None)
+  first = slots.pop(FIRST, None)
+  common = slots.pop(COMMON, None)
   if common is not None and not (tokens and common.includes(*tokens)):
     common = None
   if layer is not None:
-    # In a stack, with those of all layers; see `stacked_cache`.
-    shared = () if common is None else (*_PLACES, _INDEX)
+    # Arrays of all layers of a stack; see `stacked_cache`.
+    shared = () if common is None else (*_TOKENS, INDEX)
     slots = {
-      n: stacked_cache.at_layer(x, first if n in shared else layer)
-      for n, x in slots.items()
+      n: at_layer(x, first if n in shared else layer) for n, x in slots.items()
     }
-  return Kept(index=slots.pop(_INDEX), slots=slots, common=common)
+  return Stored(index=slots.pop(INDEX), slots=slots, common=common)
 
 
 def append(
   cache: nn.Module,
-  kept: Kept,
+  stored: Stored,
   new: Mapping[str, jax.Array],
   place: Place,
   *,
   slot_axis: str | None,
 ) -> dict[str, jax.Array]:
-  """Writes tokens into slots, in place where it can.
+  """Writes tokens into slots, in place where XLA can.
 
   Args:
-    cache: Whose variables they are.
-    kept: What `load` returned for these tokens.
+    cache: The cache.
+    stored: What `load` returned for these tokens.
     new: Arrays [B,T] and [B,K,T,...] by variable.
-    place: Which slots they get; it reads no other arrays of the layer.
+    place: Assigns their slots; it reads no other arrays of the layer.
     slot_axis: Logical axis of the slots.
 
   Returns:
     All slots by variable.
   """
-  places = {name: new[name] for name in _PLACES}
-  total, write = place(new["segment_ids"], kept.index, kept.count)
+  places = {name: new[name] for name in _TOKENS}
+  total, write = place(new["segment_ids"], stored.index, stored.count)
   stacked = _stored(cache)
-  layer = stacked.get(stacked_cache.LAYER)
+  layer = stacked.get(LAYER)
   if layer is None:
-    slots = {n: _written(write, kept.slots[n], x) for n, x in new.items()}
+    slots = {n: _written(write, stored.slots[n], x) for n, x in new.items()}
     save(cache, slots, total, slot_axis=slot_axis)
     return slots
   slots = {}
-  if kept.common is not None:
+  if stored.common is not None:
     after = functools.partial(_after, new=places, place=place)
-    kept.common.leave(cache, after)
-    slots = after({**kept.slots, _INDEX: kept.index})
-    del slots[_INDEX]
+    stored.common.leave(cache, after)
+    slots = after({**stored.slots, INDEX: stored.index})
+    del slots[INDEX]
   else:
-    total = stacked_cache.with_layer(stacked[_INDEX], total, layer)
-    cache.put_variable(COLLECTION, _INDEX, total)
+    total = with_layer(stacked[INDEX], total, layer)
+    cache.put_variable(COLLECTION, INDEX, total)
   for name in new.keys() - slots.keys():
     whole = write(stacked[name], new[name], layer)
     cache.put_variable(COLLECTION, name, whole)
-    slots[name] = stacked_cache.at_layer(whole, layer)
+    slots[name] = at_layer(whole, layer)
   return slots
 
 
@@ -141,23 +170,23 @@ def save(
   """Makes or replaces the variables of a cache.
 
   Args:
-    cache: Whose variables they are.
+    cache: The cache.
     slots: Arrays [B,S] and [B,K,S,...] by variable.
-    index: How many tokens came so far: a number, or Int [B].
+    index: Number of tokens received: a number, or Int [B].
     slot_axis: Logical axis of the slots.
   """
   index = jnp.asarray(index, jnp.int32)
-  arrays = {**slots, _INDEX: index}
+  arrays = {**slots, INDEX: index}
   stacked = cache.variables.get(COLLECTION, {})
-  layer = stacked.get(stacked_cache.LAYER)
+  layer = stacked.get(LAYER)
   if layer is not None:
     for name, x in arrays.items():
-      whole = stacked_cache.with_layer(variables.unbox(stacked[name]), x, layer)
+      whole = with_layer(variables.unbox(stacked[name]), x, layer)
       cache.put_variable(COLLECTION, name, whole)
     return
   for name, x in slots.items():
     _put(cache, name, x, slot_axes(x.shape, slot_axis))
-  _put(cache, _INDEX, index, (axes.BATCH,)[: index.ndim])
+  _put(cache, INDEX, index, (axes.BATCH,)[: index.ndim])
 
 
 def slot_axes(
@@ -166,7 +195,7 @@ def slot_axes(
   """Returns the logical axes of an array [B,S] or [B,K,S,...] of a cache."""
   if len(shape) == 2:
     return axes.BATCH, slot_axis
-  # One head for all (multi-query, latent) is whole on every device.
+  # A single head (multi-query, latent) is replicated.
   heads = axes.KV_HEADS if shape[1] > 1 else None
   return (axes.BATCH, heads, slot_axis, axes.HEAD_DIM)[: len(shape)]
 
@@ -176,16 +205,16 @@ def _stored(cache: nn.Module) -> dict[str, Any]:
 
 
 def _after(
-  kept: Mapping[str, jax.Array],
+  stored: Mapping[str, jax.Array],
   *,
   new: Mapping[str, jax.Array],
   place: Place,
 ) -> dict[str, jax.Array]:
-  """Returns where the tokens of a cache stand after new ones, and its index."""
-  count = kept[_PLACES[0]].shape[1]
-  total, write = place(new["segment_ids"], kept[_INDEX], count)
-  slots = {name: _written(write, kept[name], x) for name, x in new.items()}
-  return {**slots, _INDEX: total}
+  """Returns positions, segments and index of a cache after new tokens."""
+  count = stored[_TOKENS[0]].shape[1]
+  total, write = place(new["segment_ids"], stored[INDEX], count)
+  slots = {name: _written(write, stored[name], x) for name, x in new.items()}
+  return {**slots, INDEX: total}
 
 
 def _written(write: Write, slots: jax.Array, new: jax.Array) -> jax.Array:
@@ -196,8 +225,156 @@ def _written(write: Write, slots: jax.Array, new: jax.Array) -> jax.Array:
 def _put(
   cache: nn.Module, name: str, x: jax.Array, names: tuple[str | None, ...]
 ) -> None:
-  # Linen unboxes what is read, and keeps the box around what is written.
+  # Linen unboxes on reading, and keeps the box on writing.
   init: Callable[[], Any] = variables.boxed(
     nn.initializers.zeros, names, shape=x.shape, dtype=x.dtype
   )
   cache.variable(COLLECTION, name, init).value = x
+
+
+def slot_axis(x: jax.Array | jax.ShapeDtypeStruct) -> int:
+  """Returns the axis of slots, or of tokens, of one layer's array."""
+  return min(x.ndim - 1, 2)
+
+
+def empty(new: jax.Array, count: int) -> jax.Array:
+  """Returns `count` empty slots of one layer for tokens like `new`."""
+  axis = slot_axis(new)
+  return jnp.zeros(
+    (*new.shape[:axis], count, *new.shape[axis + 1 :]), new.dtype
+  )
+
+
+def write_from(
+  whole: jax.Array, new: jax.Array, layer: jax.Array, first: jax.Array
+) -> jax.Array:
+  """Writes tokens into the slots from `first` on, in all sequences.
+
+  Args:
+    whole: Slots, [L,B,S] or [L,B,K,S,...].
+    new: Tokens, [B,T] or [B,K,T,...].
+    layer: Number of the layer, int of rank 0.
+    first: The first slot, likewise; clamped so that all tokens fit.
+
+  Returns:
+    The slots of all layers.
+  """
+  at = _begin(new, layer, first)
+  return jax.lax.dynamic_update_slice(whole, new[None], at)
+
+
+def write_one(
+  whole: jax.Array, new: jax.Array, layer: jax.Array, slot: jax.Array
+) -> jax.Array:
+  """Writes one token per sequence into the same slot, if it exists.
+
+  Only this slot is read and written.
+
+  Args:
+    whole: Slots, [L,B,S] or [L,B,K,S,...].
+    new: Tokens, [B,1] or [B,K,1,...].
+    layer: Number of the layer, int of rank 0.
+    slot: The slot, likewise; if it does not exist, nothing is written.
+
+  Returns:
+    The slots of all layers.
+  """
+  at = jnp.clip(slot, 0, whole.shape[slot_axis(new) + 1] - 1)
+  start = _begin(new, layer, at)
+  before = jax.lax.dynamic_slice(whole, start, (1, *new.shape))
+  return write_from(whole, jnp.where(at == slot, new, before[0]), layer, at)
+
+
+def write_slots(
+  whole: jax.Array, new: jax.Array, layer: jax.Array, slots: jax.Array
+) -> jax.Array:
+  """Writes each token into a separate slot.
+
+  Args:
+    whole: Slots, [L,B,S] or [L,B,K,S,...].
+    new: Tokens, [B,T] or [B,K,T,...].
+    layer: Number of the layer, int of rank 0.
+    slots: The slot of each token, int [B,T], no two of a sequence the same.
+      Tokens with a slot that does not exist are dropped.
+
+  Returns:
+    The slots of all layers.
+  """
+  axis = slot_axis(new)
+  if new.shape[axis] == 1:
+    return _write_one_each(whole, new, layer, slots)
+  count = whole.shape[axis + 1]
+  # Dropped tokens share one more slot.
+  slots = jnp.where((slots >= 0) & (slots < count), slots, count)
+
+  def write(old: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
+    more = jnp.concatenate([old, old[:1]])
+    return more.at[slots].set(new, mode="promise_in_bounds")[:count]
+
+  old = at_layer(whole, layer)
+  old, new = (jnp.moveaxis(x, axis, 1) for x in (old, new))
+  written = jnp.moveaxis(jax.vmap(write)(old, new, slots), 1, axis)
+  return with_layer(whole, written, layer)
+
+
+def _begin(
+  new: jax.Array, layer: jax.Array, slot: jax.Array
+) -> tuple[jax.Array | int, ...]:
+  """Returns the start index of tokens in the arrays of all layers."""
+  axis = slot_axis(new)
+  inside = (slot if i == axis else 0 for i in range(new.ndim))
+  return (layer, *inside)
+
+
+def _write_one_each(
+  whole: jax.Array, new: jax.Array, layer: jax.Array, slots: jax.Array
+) -> jax.Array:
+  """Writes one token per sequence, each into a slot of its sequence.
+
+  By `gather` and `scatter` with a batch axis in place: `vmap` would move the
+  batch axis, and with it the whole array.
+  """
+  axis = slot_axis(new) + 1
+  at = jnp.clip(slots, 0, whole.shape[axis] - 1)
+  index = jnp.concatenate([jnp.full_like(at, layer), at], axis=1)
+  token = jnp.squeeze(new, axis - 1)
+  window = tuple(range(1, token.ndim))
+  sizes = [1 if i in (0, 1, axis) else n for i, n in enumerate(whole.shape)]
+  before = jax.lax.gather(
+    whole,
+    index,
+    jax.lax.GatherDimensionNumbers(
+      offset_dims=window,
+      collapsed_slice_dims=(0, axis),
+      start_index_map=(0, axis),
+      operand_batching_dims=(1,),
+      start_indices_batching_dims=(0,),
+    ),
+    slice_sizes=sizes,
+    mode=jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+  )
+  exists = (at == slots).reshape(-1, *(1,) * len(window))
+  return jax.lax.scatter(
+    whole,
+    index,
+    jnp.where(exists, token, before),
+    jax.lax.ScatterDimensionNumbers(
+      update_window_dims=window,
+      inserted_window_dims=(0, axis),
+      scatter_dims_to_operand_dims=(0, axis),
+      operand_batching_dims=(1,),
+      scatter_indices_batching_dims=(0,),
+    ),
+    unique_indices=True,
+    mode=jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+  )
+
+
+def at_layer(x: jax.Array, number: jax.Array) -> jax.Array:
+  """Returns entry `number` of a stacked array."""
+  return jax.lax.dynamic_index_in_dim(x, number, axis=0, keepdims=False)
+
+
+def with_layer(x: jax.Array, part: jax.Array, number: jax.Array) -> jax.Array:
+  """Returns a stacked array with `part` in place of entry `number`."""
+  return jax.lax.dynamic_update_index_in_dim(x, part, number, axis=0)

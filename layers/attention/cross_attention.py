@@ -32,15 +32,12 @@ from jaxtyping import Array, Float, Int
 from paxon.layers import remat
 from paxon.layers.attention import (
   cache_variables,
-  field_checks,
-  head_maps,
   kernels,
   kv_cache,
   projections,
 )
 from paxon.layers.attention import mask as attention_mask
-from paxon.layers.attention import storage as cache_storage
-from paxon.quantization import roles
+from paxon.quantization import products
 from paxon.sharding import axes, checks
 
 # Both scale by the true number of summed terms: D into heads, N * H out.
@@ -59,7 +56,7 @@ class MemoryCache(nn.Module):
     storage: How they are kept.
   """
 
-  storage: cache_storage.Storage = cache_storage.AsIs()
+  storage: kv_cache.Storage = kv_cache.AsIs()
 
   @nn.compact
   def __call__(
@@ -151,22 +148,23 @@ class CrossAttention(nn.Module):
   query_scale: nn.Module | None = None
   sinks: nn.Module | None = None
 
-  quantization_roles: ClassVar[tuple[str, ...]] = (roles.ATTENTION_PROJECTIONS,)
+  quantization_roles: ClassVar[tuple[str, ...]] = (
+    products.ATTENTION_PROJECTIONS,
+  )
 
   def __post_init__(self) -> None:
     super().__post_init__()
     checks.check_size(self, "num_heads", "num_kv_heads", "head_dim")
-    name = type(self).__name__
-    field_checks.check_heads(name, self.num_heads, self.num_kv_heads)
-    field_checks.check_positive(self, "logit_cap", "logit_scale")
+    checks.check_multiple(self, "num_heads", "num_kv_heads")
+    checks.check_positive(self, "logit_cap", "logit_scale")
 
   @nn.compact
   def __call__(
     self,
     x: Float[Array, "batch length embed"],
     memory: Float[Array, "memory_batch kv_length memory_embed"] | None,
-    segment_ids: Int[Array, "batch length"],
-    memory_segment_ids: Int[Array, "memory_batch kv_length"] | None,
+    segment_ids: Int[Array, "batch length"] | None = None,
+    memory_segment_ids: Int[Array, "memory_batch kv_length"] | None = None,
     *,
     cache_length: int | None = None,
   ) -> Float[Array, "batch length embed"]:
@@ -179,15 +177,16 @@ class CrossAttention(nn.Module):
     Args:
       x: The tokens.
       memory: What the encoder returned; None reads the cache.
-      segment_ids: Segments of the tokens; 0 is padding, which gathers zeros.
-      memory_segment_ids: Segments of the memory; None if there is none.
+      segment_ids: Segments of the tokens; 0 is padding, whose output is zero.
+        None is one document without padding.
+      memory_segment_ids: Segments of the memory likewise.
       cache_length: Keeps keys and values for decoding (prefill).
 
     Raises:
       ValueError: Shapes do not fit, or what is kept and what is given are
         both there, or both not.
     """
-    field_checks.check_tokens(self, x, segment_ids=segment_ids)
+    segment_ids = attention_mask.fill_segments(self, x, segment_ids)
     layer = projections.Layer(
       num_heads=self.num_heads,
       num_kv_heads=self.num_kv_heads,
@@ -199,7 +198,9 @@ class CrossAttention(nn.Module):
       einsum=self.einsum,
       param=self.param,
     )
-    query = head_maps.to_heads(layer, "query", x, self.num_heads, self.head_dim)
+    query = projections.to_heads(
+      layer, "query", x, self.num_heads, self.head_dim
+    )
     if self.query_norm is not None:
       query = self.query_norm(query)
     if self.query_scale is not None:
@@ -230,16 +231,11 @@ class CrossAttention(nn.Module):
     """Returns what is made of a memory."""
     if memory is None:
       return None
-    if memory_segment_ids is None:
-      raise ValueError(
-        f"{type(self).__name__} needs memory_segment_ids with a memory; ones "
-        "where nothing is padding."
-      )
-    field_checks.check_tokens(
-      self, memory, memory_segment_ids=memory_segment_ids
+    memory_segment_ids = attention_mask.fill_segments(
+      self, memory, memory_segment_ids, field="memory_segment_ids"
     )
     key, value = (
-      head_maps.to_heads(
+      projections.to_heads(
         layer,
         name,
         memory,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from paxon.layers import stack, testing
-from paxon.layers.attention import cross_attention, head_norm, storage
+from paxon.layers.attention import cross_attention, head_norm, kv_cache
 from paxon.sharding import variables
 
 BATCH, LENGTH, MEMORY, EMBED, MEMORY_EMBED, HEAD_DIM = 2, 4, 5, 6, 3, 4
@@ -164,7 +164,7 @@ def test_several_samples_share_the_memory_of_their_prompt():
 
 
 def test_storage_is_a_part():
-  cache = cross_attention.MemoryCache(storage.Cast(jnp.bfloat16))
+  cache = cross_attention.MemoryCache(kv_cache.Cast(jnp.bfloat16))
   layer = _layer(cache=cache)
   values = testing.random_values(layer, *_args())
   y, state = testing.apply(
@@ -208,8 +208,6 @@ def test_rejects_what_does_not_go_together():
   x, memory, segments, memory_segments = _args()
   with pytest.raises(ValueError, match=r"no memory, and no cache that holds"):
     run(values, x, None, segments, None)
-  with pytest.raises(ValueError, match=r"needs memory_segment_ids"):
-    run(values, x, memory, segments, None)
   rows = jnp.ones((3, 1, EMBED)), memory, jnp.ones((3, 1), jnp.int32)
   with pytest.raises(ValueError, match=r"3 rows of tokens for 2 rows of mem"):
     run(values, *rows, memory_segments)
@@ -222,3 +220,13 @@ def test_rejects_heads_that_do_not_divide():
   message = r"CrossAttention.num_heads \(4\) must be a multiple of .* \(3\)"
   with pytest.raises(ValueError, match=message):
     _layer(4, 3)
+
+
+def test_all_tokens_are_of_one_document_by_default():
+  layer = _layer()
+  values = testing.random_values(layer, *_args())
+  x, memory, segments, memory_segments = _args()
+  ones = jnp.ones_like(segments), jnp.ones_like(memory_segments)
+  np.testing.assert_array_equal(
+    layer.apply(values, x, memory), layer.apply(values, x, memory, *ones)
+  )

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 import numpy as np
 
-from paxon.layers.attention import kernel_request, kernel_support, per_device
+from paxon.layers.attention import kernel_support, per_device
 from paxon.layers.attention import mask as attention_mask
 
 # Where cuDNN is not needed, because nothing is compiled for its GPUs.
@@ -54,7 +54,7 @@ def problem(*, head_dim: int, dtype: DTypeLike) -> str | None:
     head_dim: Width of a head.
     dtype: Of queries, keys and values.
   """
-  request = kernel_request.Request(
+  request = kernel_support.Request(
     head_dim=head_dim, dtype=np.dtype(dtype).name
   )
   return next(kernel_support.CUDNN.problems(request), None)

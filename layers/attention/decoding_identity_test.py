@@ -20,13 +20,11 @@ from paxon.layers.attention import (
   head_norm,
   kv_cache,
   latent,
-  per_dim_scale,
   position_bias,
   projections,
   sequence_cache,
   sinks,
   sliding_cache,
-  transformer_xl,
 )
 
 BATCH, EMBED, WINDOW = 2, 8, 3
@@ -51,7 +49,7 @@ _latent = functools.partial(
 
 def _layers():
   norms = {"query_norm": head_norm.HeadNorm(), "key_norm": head_norm.HeadNorm()}
-  xl = transformer_xl.TransformerXlPosition(embed_dim=EMBED)
+  xl = position_bias.TransformerXlPosition(embed_dim=EMBED)
   ring = lambda: sliding_cache.SlidingCache(WINDOW)  # noqa: E731
   split = sequence_cache.SequenceCache
   return {
@@ -78,7 +76,7 @@ def _layers():
       cache=ring(),
     ),
     "scale": _rotated(
-      query_scale=per_dim_scale.PerDimScale(),
+      query_scale=head_norm.PerDimScale(),
       logit_scale=0.7,
       projections=projections.CombinedProjections(),
     ),

@@ -20,11 +20,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from paxon.layers import remat, rotary_embedding
-from paxon.layers.attention import field_checks, kernels, kv_cache
+from paxon.layers import remat
+from paxon.layers.attention import kernels, kv_cache
 from paxon.layers.attention import mask as attention_mask
 from paxon.layers.attention import projections as attention_projections
-from paxon.quantization import roles
+from paxon.quantization import products
 from paxon.sharding import checks
 
 # Both scale by the true number of summed terms: D into heads, N * H out.
@@ -118,15 +118,17 @@ class GroupedQueryAttention(nn.Module):
   norm_rotated: bool = False
   relative_position: nn.Module | None = None
 
-  quantization_roles: ClassVar[tuple[str, ...]] = (roles.ATTENTION_PROJECTIONS,)
+  quantization_roles: ClassVar[tuple[str, ...]] = (
+    products.ATTENTION_PROJECTIONS,
+  )
 
   def __post_init__(self) -> None:
     super().__post_init__()
     name = type(self).__name__
     checks.check_size(self, "num_heads", "num_kv_heads", "head_dim")
     checks.check_size(self, "window", "chunk")
-    field_checks.check_heads(name, self.num_heads, self.num_kv_heads)
-    field_checks.check_positive(self, "logit_cap", "logit_scale")
+    checks.check_multiple(self, "num_heads", "num_kv_heads")
+    checks.check_positive(self, "logit_cap", "logit_scale")
     attention_mask.check_rules(
       name,
       causal=self.causal,
@@ -134,22 +136,13 @@ class GroupedQueryAttention(nn.Module):
       right_window=self.right_window,
       chunk=self.chunk,
     )
-    # Known early for our own embedding; other callables check when called.
-    rotary = self.rotary
-    whole = isinstance(rotary, rotary_embedding.Rotary) and (
-      rotary.rotary_dim is None
-    )
-    if whole and self.head_dim % 2:
-      raise ValueError(
-        f"{name}.head_dim must be even for Rotary, got {self.head_dim}."
-      )
 
   @nn.compact
   def __call__(
     self,
     x: Float[Array, "batch length embed"],
-    positions: Int[Array, "batch length"],
-    segment_ids: Int[Array, "batch length"],
+    positions: Int[Array, "batch length"] | None = None,
+    segment_ids: Int[Array, "batch length"] | None = None,
     prefix: Bool[Array, "batch length"] | None = None,
     *,
     cache_length: int | None = None,
@@ -158,8 +151,10 @@ class GroupedQueryAttention(nn.Module):
 
     Args:
       x: The tokens.
-      positions: Their positions, from 0 in each segment.
-      segment_ids: Their segments; 0 is padding, which gathers zeros.
+      positions: Their positions, from 0 in each segment; None counts from 0 in
+        each sequence. Required while decoding.
+      segment_ids: Their segments (documents); 0 is padding, whose output is
+        zero. None is one document without padding.
       prefix: Which of them are of their segment's prefix, whose tokens see each
         other although attention is causal. While decoding, new tokens are of no
         prefix: all of it must be in the prompt.
@@ -168,8 +163,8 @@ class GroupedQueryAttention(nn.Module):
     Raises:
       ValueError: Shapes do not fit, or a prefix is given that cannot be seen.
     """
-    field_checks.check_tokens(
-      self, x, positions=positions, segment_ids=segment_ids, prefix=prefix
+    positions, segment_ids = attention_mask.fill_tokens(
+      self, x, positions, segment_ids, prefix
     )
     layer = self._layer()
     query, key, value = self.projections(layer, x)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from paxon.layers import rotary_embedding, testing
-from paxon.layers.attention import grouped_query, kernels, kv_cache, storage
+from paxon.layers.attention import grouped_query, kernels, kv_cache
 
 BATCH, LENGTH, EMBED, HEAD_DIM = 2, 6, 8, 4
 # Two documents and padding; one document.
@@ -184,7 +184,7 @@ def test_einsum_and_cache_are_parts():
     return jnp.einsum(equation, *args)
 
   layer = _layer(
-    einsum=einsum, cache=kv_cache.ContiguousCache(storage.Cast(jnp.bfloat16))
+    einsum=einsum, cache=kv_cache.ContiguousCache(kv_cache.Cast(jnp.bfloat16))
   )
   values = testing.random_values(_layer(), *_args())
   _, state = testing.apply(
@@ -220,11 +220,11 @@ def test_rejects_heads_that_do_not_divide():
 
 
 def test_rejects_an_odd_head_dim_with_rotary():
-  message = r"GroupedQueryAttention.head_dim must be even for Rotary, got 31"
-  with pytest.raises(ValueError, match=message):
-    grouped_query.GroupedQueryAttention(
-      4, num_kv_heads=2, head_dim=31, rotary=rotary_embedding.Rotary()
-    )
+  layer = grouped_query.GroupedQueryAttention(
+    4, num_kv_heads=2, head_dim=31, rotary=rotary_embedding.Rotary()
+  )
+  with pytest.raises(ValueError, match=r"needs an even head_dim, got 31"):
+    layer.init(jax.random.key(0), testing.normal(1, 2, 8))
 
 
 @pytest.mark.parametrize(
@@ -234,3 +234,28 @@ def test_rejects_nonpositive_sizes(field):
   sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 4, field: 0}
   with pytest.raises(ValueError, match=f"{field} must be positive, got 0"):
     grouped_query.GroupedQueryAttention(**sizes)
+
+
+def test_tokens_are_one_unpadded_document_by_default():
+  layer = _layer(rotary=rotary_embedding.Rotary())
+  x = testing.normal(2, 6, 8)
+  positions, ones = testing.counted(2, 6), testing.ones(2, 6)
+  variables = layer.init(jax.random.key(0), x)
+  expected, cache = layer.apply(
+    variables, x, positions, ones, cache_length=8, mutable=["cache"]
+  )
+  np.testing.assert_array_equal(layer.apply(variables, x), expected)
+  np.testing.assert_array_equal(layer.apply(variables, x, positions), expected)
+  out, by_default = layer.apply(variables, x, cache_length=8, mutable=["cache"])
+  np.testing.assert_array_equal(out, expected)
+  jax.tree.map(np.testing.assert_array_equal, by_default, cache)
+
+
+def test_decoding_needs_positions():
+  layer = _layer()
+  x = testing.normal(2, 3, 8)
+  variables = layer.init(jax.random.key(0), x)
+  _, cache = layer.apply(variables, x, cache_length=8, mutable=["cache"])
+  message = r"GroupedQueryAttention needs `positions` while decoding"
+  with pytest.raises(ValueError, match=message):
+    layer.apply({**variables, **cache}, x[:, :1], mutable=["cache"])

@@ -14,10 +14,8 @@ from paxon.layers.attention import (
   grouped_query,
   head_norm,
   kernels,
-  per_dim_scale,
   position_bias,
   sinks,
-  transformer_xl,
 )
 
 BATCH, LENGTH, EMBED, HEADS, KV_HEADS, HEAD_DIM = 2, 6, 8, 4, 2, 4
@@ -41,10 +39,10 @@ ALL = {
   "logit_scale": 0.3,
   "output_bias": False,
   "sinks": sinks.LearnedSinks(),
-  "query_scale": per_dim_scale.PerDimScale(),
+  "query_scale": head_norm.PerDimScale(),
 }
 XL = {
-  "relative_position": transformer_xl.TransformerXlPosition(
+  "relative_position": position_bias.TransformerXlPosition(
     embed_dim=SINUSOIDS, max_wavelength=30.0
   ),
   "position_bias": position_bias.Alibi(),
@@ -281,7 +279,7 @@ def test_names_and_axes():
 
 
 def test_a_scale_of_queries_changes_nothing_at_first():
-  part = per_dim_scale.PerDimScale()
+  part = head_norm.PerDimScale()
   x = testing.normal(1, 2, 3, 4)
   values = testing.initial_values(part, x)
   np.testing.assert_array_equal(values["params"]["scale"], np.zeros(4))
@@ -331,8 +329,8 @@ def test_rejects_parts_without_sense():
   with pytest.raises(ValueError, match=r"ConstantSinks\.logit must be finite"):
     sinks.ConstantSinks(float("inf"))
   with pytest.raises(ValueError, match=r"embed_dim must be even, got 5"):
-    transformer_xl.TransformerXlPosition(embed_dim=5)
+    position_bias.TransformerXlPosition(embed_dim=5)
   with pytest.raises(ValueError, match=r"embed_dim must be positive, got 0"):
-    transformer_xl.TransformerXlPosition(embed_dim=0)
+    position_bias.TransformerXlPosition(embed_dim=0)
   with pytest.raises(ValueError, match=r"max_wavelength must exceed 1, got 1"):
-    transformer_xl.TransformerXlPosition(embed_dim=4, max_wavelength=1.0)
+    position_bias.TransformerXlPosition(embed_dim=4, max_wavelength=1.0)

@@ -15,7 +15,6 @@ import pytest
 from paxon.layers import testing
 from paxon.layers.attention import (
   cudnn_attention,
-  kernel_request,
   kernel_support,
   kernels,
   local_blocks,
@@ -144,7 +143,7 @@ def test_the_declaration_is_what_the_kernel_does(name):
   for case, (settings, keywords, _) in CASES.items():
     arrays, given = _arguments(keywords)
     given.pop("scale", None)
-    request = kernel_request.of_call(*arrays, mask=_mask(**settings), **given)
+    request = kernel_support.of_call(*arrays, mask=_mask(**settings), **given)
     reasons = kernel_support.supports(KERNELS[name], request)
     if reasons:
       declared.add(case)

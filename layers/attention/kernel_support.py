@@ -8,18 +8,147 @@ declare themselves likewise; one without a declaration is taken as it is.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
+import enum
 import functools
 from typing import Any, Final, TypeVar
 
 import jax
+from jax.typing import DTypeLike
+import numpy as np
 
-from paxon.layers.attention import kernel_request
 from paxon.layers.attention import mask as attention_mask
 
 CUDA: Final = "cuda"
 TPU: Final = "tpu"
 
-_Feature = kernel_request.Feature
+
+class Feature(enum.Enum):
+  """What a call may ask for and not every kernel has."""
+
+  LOGIT_CAP = "a cap of logits"
+  BIAS = "a bias of logits"
+  BIAS_MATRIX = "a bias of all pairs"
+  SINKS = "sinks"
+  PREFIX = "a prefix that sees itself"
+  CHUNK = "chunks"
+  WINDOW = "a window"
+  RIGHT_WINDOW = "a window to the right"
+  TWO_SIDED_WINDOW = "a window to both sides"
+  NO_LIMIT = "no window"
+  BIDIRECTIONAL = "later keys"
+  CACHE = "keys of a cache"
+  VALUE_WIDTH = "values of another width than keys"
+  PACKED = "several documents in a row"
+  SPLIT_ROWS = "rows split over devices"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+  """What a call asks for.
+
+  Attributes:
+    head_dim: Width of a head, of queries and keys.
+    dtype: Name of the dtype of queries, keys and values.
+    platform: Where it runs: "cuda", "tpu" or "cpu".
+    features: What is asked for, each with the words of who asks, such as
+      `logit_cap is 30.0`.
+  """
+
+  head_dim: int | None = None
+  dtype: str | None = None
+  platform: str | None = None
+  features: Mapping[Feature, str] = dataclasses.field(default_factory=dict)
+
+  def asking(self, feature: Feature, words: str) -> "Request":
+    """Returns it with one more feature."""
+    return dataclasses.replace(self, features={**self.features, feature: words})
+
+
+def of_call(
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  mask: attention_mask.AttentionMask,
+  *,
+  logit_cap: float | None = None,
+  bias: Any | None = None,
+  sinks: jax.Array | None = None,
+) -> Request:
+  """Returns what the arguments of a kernel ask for.
+
+  Whether rows are packed is in the data, and where it runs is decided later.
+
+  Args:
+    query: Queries [B,T,N,H].
+    key: Keys [B,S,K,H].
+    value: Values [B,S,K,H'].
+    mask: Which keys each query sees.
+    logit_cap: As kernels take it.
+    bias: As kernels take it, or a function that makes it.
+    sinks: As kernels take it.
+  """
+  features = _of_mask(mask)
+  if mask.q_prefix is not None:
+    features[Feature.PREFIX] = "there is a prefix"
+  if logit_cap is not None:
+    features[Feature.LOGIT_CAP] = f"logit_cap is {logit_cap}"
+  if callable(bias):
+    features[Feature.BIAS] = "there is a bias"
+  elif bias is not None:
+    words = f"there is a bias of shape {bias.shape}"
+    features |= {Feature.BIAS: words, Feature.BIAS_MATRIX: words}
+  if sinks is not None:
+    features[Feature.SINKS] = f"there are {sinks.shape[0]} sinks"
+  if value.shape[-1] != key.shape[-1]:
+    features[Feature.VALUE_WIDTH] = (
+      f"values are {value.shape[-1]} wide and keys {key.shape[-1]}"
+    )
+  if query.shape[1] != key.shape[1] and mask.rules:
+    features[Feature.CACHE] = (
+      f"{query.shape[1]} queries see {key.shape[1]} keys by their positions"
+    )
+  return Request(
+    head_dim=query.shape[-1],
+    dtype=np.dtype(query.dtype).name,
+    features=features,
+  )
+
+
+def of_layer(layer: Any, *, dtype: DTypeLike | None = None) -> Request:
+  """Returns what the fields of a layer ask for.
+
+  Args:
+    layer: With fields as `GroupedQueryAttention` has them; those that it has
+      not ask for nothing.
+    dtype: Of its queries, keys and values, where the layer does not say.
+  """
+  features = _of_mask(layer) if hasattr(layer, "causal") else {}
+  logit_cap = getattr(layer, "logit_cap", None)
+  if logit_cap is not None:
+    features[Feature.LOGIT_CAP] = f"logit_cap is {logit_cap}"
+  for field in ("position_bias", "relative_position"):
+    part = getattr(layer, field, None)
+    if part is not None:
+      features[Feature.BIAS] = f"{field} is {type(part).__name__}"
+  if getattr(layer, "sinks", None) is not None:
+    features[Feature.SINKS] = f"sinks is {type(layer.sinks).__name__}"
+  head_dim = getattr(layer, "head_dim", None)
+  if head_dim is not None:
+    # Latent attention has a part with positions beside that without.
+    head_dim += getattr(layer, "rope_dim", 0)
+  value_dim = getattr(layer, "value_dim", None)
+  if None not in (head_dim, value_dim) and value_dim != head_dim:
+    words = f"values are {value_dim} wide and keys {head_dim}"
+    features[Feature.VALUE_WIDTH] = words
+  dtype = getattr(layer, "dtype", None) or dtype
+  return Request(
+    head_dim=head_dim,
+    dtype=None if dtype is None else np.dtype(dtype).name,
+    features=features,
+  )
+
+
+_Feature = Feature
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,20 +165,18 @@ class Support:
   """
 
   name: str
-  refused: Mapping[kernel_request.Feature, str] = dataclasses.field(
-    default_factory=dict
-  )
+  refused: Mapping[Feature, str] = dataclasses.field(default_factory=dict)
   dtypes: tuple[str, ...] = ()
   platforms: tuple[str, ...] = ()
   head_dim_multiple: int = 1
   max_head_dim: int | None = None
 
-  def without(self, *features: kernel_request.Feature) -> "Support":
+  def without(self, *features: Feature) -> "Support":
     """Returns it without refusals of some features."""
     kept = {f: why for f, why in self.refused.items() if f not in features}
     return dataclasses.replace(self, refused=kept)
 
-  def problems(self, request: kernel_request.Request) -> Iterator[str]:
+  def problems(self, request: Request) -> Iterator[str]:
     """Yields each reason why a request cannot be served."""
     if self.platforms and request.platform not in (None, *self.platforms):
       yield f"it runs on {_either(self.platforms)}, not on {request.platform}"
@@ -77,7 +204,7 @@ class Support:
 
 PLAIN: Final = Support(name="layers.attention.kernels.plain")
 
-_OF_JAX: Final[Mapping[kernel_request.Feature, str]] = {
+_OF_JAX: Final[Mapping[Feature, str]] = {
   _Feature.LOGIT_CAP: "jax.nn.dot_product_attention has no cap",
   _Feature.SINKS: "jax.nn.dot_product_attention has no sinks",
   _Feature.VALUE_WIDTH: "jax.nn.dot_product_attention wants one width",
@@ -85,7 +212,7 @@ _OF_JAX: Final[Mapping[kernel_request.Feature, str]] = {
 
 FUSED: Final = Support(name="layers.attention.kernels.fused", refused=_OF_JAX)
 
-_OF_CUDNN: Final[Mapping[kernel_request.Feature, str]] = {
+_OF_CUDNN: Final[Mapping[Feature, str]] = {
   **_OF_JAX,
   _Feature.BIAS: "of its gradient cuDNN makes something of size T x S",
   _Feature.SPLIT_ROWS: "cuDNN needs whole rows on each device",
@@ -219,7 +346,7 @@ def around(support: Support, kernel: Any) -> Support:
   )
 
 
-def supports(kernel: Any, request: kernel_request.Request) -> list[str]:
+def supports(kernel: Any, request: Request) -> list[str]:
   """Returns why a kernel cannot serve a request; nothing if it can.
 
   Args:
@@ -230,7 +357,7 @@ def supports(kernel: Any, request: kernel_request.Request) -> list[str]:
   return [] if support is None else list(support.problems(request))
 
 
-def refusal(support: Support, request: kernel_request.Request) -> str | None:
+def refusal(support: Support, request: Request) -> str | None:
   """Returns one sentence about why a kernel cannot serve a request.
 
   Args:
@@ -251,7 +378,7 @@ def refusal(support: Support, request: kernel_request.Request) -> str | None:
   )
 
 
-def check(support: Support, request: kernel_request.Request) -> None:
+def check(support: Support, request: Request) -> None:
   """Checks that a kernel can serve a request.
 
   Args:
@@ -292,7 +419,7 @@ def check_call(
   Raises:
     ValueError: It cannot, or the heads do not divide into groups.
   """
-  request = kernel_request.of_call(
+  request = of_call(
     query, key, value, mask, logit_cap=logit_cap, bias=bias, sinks=sinks
   )
   check(support, request)
@@ -307,3 +434,24 @@ def check_call(
 def _either(words: Sequence[str]) -> str:
   *most, last = words
   return f"{', '.join(most)} or {last}" if most else last
+
+
+def _of_mask(rules: Any) -> dict[Feature, str]:
+  """What a mask or a layer with fields of the same names asks for."""
+  window, chunk = rules.window, getattr(rules, "chunk", None)
+  right_window = getattr(rules, "right_window", None)
+  features: dict[Feature, str] = {}
+  if not rules.causal:
+    features[Feature.BIDIRECTIONAL] = "causal is False"
+  if window is None and chunk is None:
+    features[Feature.NO_LIMIT] = "neither window nor chunk is set"
+  if window is not None:
+    features[Feature.WINDOW] = f"window is {window}"
+  if window is not None and right_window is None and not rules.causal:
+    words = f"window is {window} and causal is False"
+    features[Feature.TWO_SIDED_WINDOW] = words
+  if right_window is not None:
+    features[Feature.RIGHT_WINDOW] = f"right_window is {right_window}"
+  if chunk is not None:
+    features[Feature.CHUNK] = f"chunk is {chunk}"
+  return features

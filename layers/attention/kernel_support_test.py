@@ -9,7 +9,6 @@ from paxon.layers import rotary_embedding
 from paxon.layers.attention import (
   cudnn_attention,
   grouped_query,
-  kernel_request,
   kernel_support,
   kernels,
   latent,
@@ -21,8 +20,8 @@ from paxon.layers.attention import (
   splash,
 )
 
-_Feature = kernel_request.Feature
-_Request = kernel_request.Request
+_Feature = kernel_support.Feature
+_Request = kernel_support.Request
 
 
 @pytest.mark.parametrize(
@@ -183,14 +182,14 @@ def _layer(**fields):
   ids=str,
 )
 def test_a_layer_asks_for_what_its_fields_say(fields, expected):
-  request = kernel_request.of_layer(_layer(dtype=jnp.bfloat16, **fields))
+  request = kernel_support.of_layer(_layer(dtype=jnp.bfloat16, **fields))
   assert (request.head_dim, request.dtype) == (64, "bfloat16")
   assert set(request.features) == expected
 
 
 def test_a_layer_without_a_dtype_of_its_own():
-  assert kernel_request.of_layer(_layer()).dtype is None
-  found = kernel_request.of_layer(_layer(), dtype=jnp.float32)
+  assert kernel_support.of_layer(_layer()).dtype is None
+  found = kernel_support.of_layer(_layer(), dtype=jnp.float32)
   assert found.dtype == "float32"
 
 
@@ -203,7 +202,7 @@ def test_a_latent_layer_has_heads_of_two_parts():
     latent_dim=8,
     rotary=rotary_embedding.Rotary(),
   )
-  request = kernel_request.of_layer(layer)
+  request = kernel_support.of_layer(layer)
   assert request.head_dim == 48
   assert request.features[_Feature.VALUE_WIDTH] == (
     "values are 32 wide and keys 48"

@@ -14,14 +14,15 @@ G groups (N / K), H head_dim.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
+from flax import linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from paxon.layers import activations, precision, wide_einsum
-from paxon.layers.attention import field_checks, kernel_support
+from paxon.layers import precision
+from paxon.layers.attention import kernel_support
 from paxon.layers.attention import mask as attention_mask
 from paxon.quantization import products
 
@@ -65,7 +66,7 @@ def plain(
   Raises:
     ValueError: Shapes do not fit, or heads do not divide into groups.
   """
-  field_checks.check_arrays(
+  check_shapes(
     "kernels.plain", query, key, value, mask.q_positions, mask.kv_positions
   )
   B, T, N, H = query.shape
@@ -77,7 +78,7 @@ def plain(
   if grouped:
     query = query.reshape(B, T, N // groups, groups, H)
   logits = products.call(
-    einsum or wide_einsum.wide_einsum,
+    einsum or precision.wide_einsum,
     "logits",
     "BTKGH,BSKH->BKGTS" if grouped else "BTKH,BSKH->BKTS",
     query,
@@ -89,7 +90,7 @@ def plain(
   if bias is not None:
     logits += bias.reshape(logits.shape).astype(logits.dtype)
   if logit_cap is not None:
-    logits = activations.soft_cap(logits, logit_cap)
+    logits = logit_cap * jnp.tanh(logits / logit_cap)
   # Finite, because a row of -inf would make its softmax NaN.
   lowest = float(jnp.finfo(jnp.float32).min)
   shown = visible[:, :, None] if grouped else visible
@@ -103,6 +104,52 @@ def plain(
   out = products.call(context, "context", combine, weights, value)
   out = out.reshape(B, T, N, value.shape[-1])
   return _zero_unless(mask.sees_any(visible), out)
+
+
+def check_shapes(
+  name: str,
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  q_positions: jax.Array,
+  kv_positions: jax.Array,
+) -> None:
+  """Raises ValueError unless the arrays of a kernel fit each other.
+
+  Args:
+    name: The kernel, for messages.
+    query: Queries [B,T,N,H].
+    key: Keys [B,S,K,H], with K dividing N.
+    value: Values [B,S,K,H'].
+    q_positions: Positions of the mask, [B,T].
+    kv_positions: Positions of keys, [B,S].
+  """
+  fits = (
+    query.ndim == key.ndim == value.ndim == 4
+    and query.shape[0] == key.shape[0]
+    and query.shape[3] == key.shape[3]
+    and key.shape[:3] == value.shape[:3]
+  )
+  if not fits:
+    raise ValueError(
+      f"{name} needs queries [B,T,N,H], keys [B,S,K,H] and values [B,S,K,H'], "
+      f"got {query.shape}, {key.shape} and {value.shape}."
+    )
+  for words, array, positions in (
+    ("queries", query, q_positions),
+    ("keys", key, kv_positions),
+  ):
+    if positions.shape != array.shape[:2]:
+      raise ValueError(
+        f"{name} needs a mask of {array.shape[:2]} {words}, got one of "
+        f"{positions.shape}."
+      )
+  heads, kv_heads = query.shape[2], key.shape[2]
+  if heads % kv_heads:
+    raise ValueError(
+      f"The number of query heads ({heads}) must be a multiple of the number "
+      f"of key/value heads ({kv_heads})."
+    )
 
 
 def _context_of_one(
@@ -207,3 +254,27 @@ def _share_of_keys(
   total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
   sinks = sinks.reshape(1, *logits.shape[1:-2], 1, 1).astype(total.dtype)
   return jax.nn.sigmoid(total - sinks)
+
+
+class PlainKernel(nn.Module):
+  """`kernels.plain` by other contractions.
+
+  Attributes:
+    einsum: Computes the products `logits`, of queries and keys, and `context`,
+      of weights and values; swapped by quantization.
+  """
+
+  einsum: products.Einsum
+
+  support: ClassVar[kernel_support.Support] = kernel_support.PLAIN
+
+  def __call__(
+    self,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: attention_mask.AttentionMask,
+    **more: Any,
+  ) -> jax.Array:
+    """Returns what `kernels.plain` does, of the same arguments."""
+    return plain(query, key, value, mask, einsum=self.einsum, **more)

@@ -276,3 +276,39 @@ def test_products_with_a_float32_operand(kernel, wide):
 def test_rejects_heads_that_do_not_divide(kernel):
   with pytest.raises(ValueError, match=r"\(3\) must be a multiple .* \(2\)"):
     kernel(*_inputs(3, 2), _mask())
+
+
+ARRAYS = {
+  "query": (2, 3, 4, 8),
+  "key": (2, 5, 2, 8),
+  "value": (2, 5, 2, 6),
+  "q_positions": (2, 3),
+  "kv_positions": (2, 5),
+}
+
+
+def _check_arrays(**shapes):
+  arrays = {k: jnp.zeros(shape) for k, shape in (ARRAYS | shapes).items()}
+  kernels.check_shapes("my_kernel", **arrays)
+
+
+def test_arrays_that_fit_pass():
+  _check_arrays()
+
+
+@pytest.mark.parametrize(
+  ("shapes", "message"),
+  [
+    ({"query": (2, 3, 32)}, r"queries \[B,T,N,H\].*got \(2, 3, 32\), \(2, 5,"),
+    ({"key": (2, 5, 2, 6)}, r"needs queries .*\(2, 5, 2, 6\)"),
+    ({"value": (2, 4, 2, 6)}, r"needs queries .*\(2, 4, 2, 6\)"),
+    ({"query": (1, 3, 4, 8)}, r"needs queries .*\(1, 3, 4, 8\)"),
+    ({"q_positions": (2, 5)}, r"a mask of \(2, 3\) queries, got .*\(2, 5\)"),
+    ({"kv_positions": (1, 5)}, r"a mask of \(2, 5\) keys, got .*\(1, 5\)"),
+    ({"query": (2, 3, 5, 8)}, r"query heads \(5\) must be a multiple .* \(2\)"),
+  ],
+  ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_rejects_arrays_that_do_not_fit(shapes, message):
+  with pytest.raises(ValueError, match=message):
+    _check_arrays(**shapes)

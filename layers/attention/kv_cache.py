@@ -1,18 +1,30 @@
-"""Keys and values of the tokens seen so far, for step-by-step decoding.
+"""Caches of keys and values for step-by-step decoding.
 
-A cache is a part of an attention layer. It lives in the collection `cache`:
+A cache is a submodule of an attention layer. Its collection is `cache`:
 
   * no collection and no `cache_length` (training): nothing is stored;
   * `cache_length` given (prefill): a cache for that many tokens is made, and
     the given tokens are its first;
-  * the collection is there (decoding): the given tokens are appended.
+  * the collection exists (decoding): the given tokens are appended.
 
-Each slot keeps its token's position and segment. Padding (segment 0) is never
-attended, so the prompts of a batch may have any lengths.
+Each slot keeps the position and segment of its token. Padding (segment 0) is
+never attended to, so the prompts of a batch may have any lengths.
 
-This module holds the plainest cache, and the record that all caches return.
-`sliding_cache` and `sequence_cache` are others; what they share besides is in
-`cache_variables` and `slot_writes`.
+A storage is the format in which a cache keeps keys and values. It maps vectors
+of features to arrays, and back; the cache puts these arrays into slots, moves
+and shards them. So a storage does not depend on slots, nor a cache on a number
+format:
+
+  encode(x [B, T, K, H]) -> {suffix: array with the leading dimensions of x}
+  decode(arrays, dtype)  -> [B, S, K, H]
+
+The variables of a cache are named after both: suffix `""` of `key` is `key`,
+suffix `scale` is `key_scale`. Each vector is encoded alone, so it may be
+written into any slot; a slot that was never written (zeros) is never attended
+to. A vector of NaN must stay NaN: caches mark tokens that found no slot by it.
+
+Other caches are `sliding_cache` and `sequence_cache`; `cache_variables` has
+what they share.
 
 Letters: B batch, T new tokens, S slots, K key/value heads, H head_dim.
 """
@@ -20,7 +32,7 @@ Letters: B batch, T new tokens, S slots, K key/value heads, H head_dim.
 from collections.abc import Mapping
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from flax import linen as nn
 import jax
@@ -28,14 +40,75 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from paxon.layers.attention import cache_variables, slot_writes
+from paxon.layers.attention import cache_variables
 from paxon.layers.attention import mask as attention_mask
-from paxon.layers.attention import storage as cache_storage
 from paxon.sharding import axes
 
 COLLECTION = cache_variables.COLLECTION
 
-_ROWS = ("key", "value")
+_KEY_VALUE = ("key", "value")
+
+
+@runtime_checkable
+class Storage(Protocol):
+  """Format in which a cache keeps keys and values."""
+
+  def encode(self, x: jax.Array) -> Mapping[str, jax.Array]:
+    """Returns the stored arrays of `x` [B,T,K,H] by suffix.
+
+    Each array has the dimensions [B,T], [B,T,K] or [B,T,K,H'].
+    """
+    ...
+
+  def decode(
+    self, arrays: Mapping[str, jax.Array], dtype: DTypeLike
+  ) -> jax.Array:
+    """Returns the vectors [B,S,K,H] of stored arrays, in `dtype`."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True)
+class AsIs:
+  """Keeps the dtype of the keys and values."""
+
+  def encode(self, x: jax.Array) -> Mapping[str, jax.Array]:
+    """Returns `x` unchanged."""
+    return {"": x}
+
+  def decode(
+    self, arrays: Mapping[str, jax.Array], dtype: DTypeLike
+  ) -> jax.Array:
+    """Returns the vectors in `dtype`."""
+    return arrays[""].astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cast:
+  """Casts keys and values to another floating-point dtype.
+
+  Attributes:
+    dtype: Stored dtype; it must have NaN.
+  """
+
+  dtype: DTypeLike
+
+  def __post_init__(self) -> None:
+    dtype = jnp.dtype(self.dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+      raise ValueError(
+        f"Cast.dtype must be a floating-point dtype, got {dtype.name}; "
+        "for integers use layers.attention.quantized_rows.QuantizedRows."
+      )
+
+  def encode(self, x: jax.Array) -> Mapping[str, jax.Array]:
+    """Returns `x` rounded to the stored dtype."""
+    return {"": x.astype(self.dtype)}
+
+  def decode(
+    self, arrays: Mapping[str, jax.Array], dtype: DTypeLike
+  ) -> jax.Array:
+    """Returns the rounded vectors in `dtype`."""
+    return arrays[""].astype(dtype)
 
 
 @functools.partial(
@@ -45,15 +118,15 @@ _ROWS = ("key", "value")
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeyValues:
-  """What a query may attend to.
+  """Keys and values that queries may attend to.
 
   Attributes:
     key: Float [B, S, K, H].
-    value: Float [B, S, K, H'], or None where the key says all.
+    value: Float [B, S, K, H'], or None if the layer makes values from keys.
     positions: Int [B, S].
     segment_ids: Int [B, S]; 0 where a slot is padding or empty.
-    reach: For how many positions back, the query's own included, everything is
-      here; None is no limit.
+    reach: Number of latest positions that are complete, the query's own
+      included; None is no limit.
   """
 
   key: jax.Array
@@ -70,18 +143,18 @@ class KeyValues:
     prefix: jax.Array | None,
     **rules: Any,
   ) -> attention_mask.AttentionMask:
-    """Returns which of this the new tokens see, those of one sequence.
+    """Returns the mask of the new tokens.
 
     Args:
       name: Class of the layer, for messages.
       positions: Positions of the new tokens.
       segment_ids: Their segments.
-      prefix: Which of them are of a prefix; `None` is none.
-      **rules: Those of `AttentionMask`.
+      prefix: True for tokens of a prefix; `None` is no prefix.
+      **rules: As for `AttentionMask`.
 
     Raises:
-      ValueError: The layer looks back further than the cache, or a prefix is
-        given while decoding.
+      ValueError: The layer attends to earlier tokens than the cache keeps, or a
+        prefix is given while decoding.
     """
     if prefix is not None and self.key.shape[1] != positions.shape[1]:
       raise ValueError(
@@ -100,10 +173,11 @@ class KeyValues:
     before = mask.reach[0]
     if self.reach is None or (before is not None and before < self.reach):
       return mask
-    sees = "all positions" if before is None else f"{before + 1} positions"
+    reach = "all" if before is None else f"the last {before + 1}"
     raise ValueError(
-      f"{name} sees {sees}, but its cache keeps the last {self.reach} only; "
-      "give the cache the window of the layer, or use ContiguousCache."
+      f"{name} attends to {reach} positions, but its cache keeps only the last "
+      f"{self.reach}; give the cache the window of the layer, or use "
+      "ContiguousCache."
     )
 
 
@@ -111,10 +185,10 @@ class ContiguousCache(nn.Module):
   """Stores every token, in the order of arrival.
 
   Attributes:
-    storage: How keys and values are kept.
+    storage: Format of stored keys and values.
   """
 
-  storage: cache_storage.Storage = cache_storage.AsIs()
+  storage: Storage = AsIs()
 
   @nn.compact
   def __call__(
@@ -129,12 +203,11 @@ class ContiguousCache(nn.Module):
     """Stores the new tokens and returns all that may be attended to.
 
     A token beyond the last slot is stored as NaN in place of the last tokens:
-    it cannot raise inside a compiled loop, but the result is never silently
-    wrong.
+    a compiled loop cannot raise, but the result is never silently wrong.
 
     Args:
       key: Keys of the new tokens, rotated.
-      value: Their values; None where the key says all.
+      value: Their values; None if the layer makes values from keys.
       positions: Their positions.
       segment_ids: Their segments.
       cache_length: Makes a new cache with this number of slots.
@@ -143,7 +216,7 @@ class ContiguousCache(nn.Module):
       The new tokens alone, or all slots while decoding.
 
     Raises:
-      ValueError: The slots are too few, or there is a cache already.
+      ValueError: There are too few slots, or a cache exists already.
     """
     new = tokens(key, value, positions, segment_ids)
     if cache_length is not None:
@@ -159,10 +232,7 @@ class ContiguousCache(nn.Module):
 
 
 class NoCache(nn.Module):
-  """Keeps nothing: each call sees its own tokens only, also in decoding.
-
-  For layers that look at what one step is given and at nothing before it.
-  """
+  """Stores nothing: each call attends to its own tokens only."""
 
   def __call__(
     self,
@@ -186,7 +256,7 @@ def tokens(
   *,
   reach: int | None = None,
 ) -> KeyValues:
-  """Returns the record of new tokens.
+  """Returns new tokens as `KeyValues`.
 
   Args:
     key: Keys [B,T,K,H].
@@ -196,23 +266,23 @@ def tokens(
     reach: See `KeyValues`.
 
   Raises:
-    ValueError: Ranks or shapes do not go together.
+    ValueError: Shapes do not fit each other.
   """
   if key.ndim != 4:
     raise ValueError(
       "A cache needs keys of shape [batch, length, kv_heads, head_dim], got "
       f"{key.shape}."
     )
-  rows = key.shape[:3] if value is None else value.shape[:3]
+  heads = key.shape[:3] if value is None else value.shape[:3]
   for name, found, wanted in (
-    ("value", rows, key.shape[:3]),
+    ("value", heads, key.shape[:3]),
     ("positions", positions.shape, key.shape[:2]),
     ("segment_ids", segment_ids.shape, key.shape[:2]),
   ):
     if found != wanted:
       raise ValueError(
-        f"A cache needs `{name}` that begins with {wanted} for keys of shape "
-        f"{key.shape}, got {found}."
+        f"A cache needs `{name}` with leading dimensions {wanted} for keys of "
+        f"shape {key.shape}, got {found}."
       )
   return KeyValues(
     key=key,
@@ -230,79 +300,77 @@ def appended(
   *,
   slot_axis: str | None,
 ) -> KeyValues:
-  """Stores the tokens of a decoding step, and returns all that may be seen.
+  """Stores the tokens of a decoding step; returns all that may be attended to.
 
   Args:
-    cache: Which has been filled, with its `storage`.
-    new: The tokens. With a `reach`, the slots are a ring if they are as many.
-    place: Which slots they get.
+    cache: A filled cache, with its `storage`.
+    new: The tokens. The slots are a ring if there are `new.reach` of them.
+    place: Assigns their slots.
     slot_axis: Logical axis of the slots.
 
   Raises:
-    ValueError: The tokens do not go with what the cache holds.
+    ValueError: The tokens do not fit the content of the cache.
   """
-  kept = cache_variables.load(cache, new.positions, new.segment_ids)
-  is_ring = kept.count == new.reach
+  stored = cache_variables.load(cache, new.positions, new.segment_ids)
+  is_ring = stored.count == new.reach
   rows = packed(new, cache.storage)
-  check_append(rows, kept.slots, is_ring=is_ring)
+  check_append(rows, stored.slots, is_ring=is_ring)
   if not is_ring:
-    total, _ = place(new.segment_ids, kept.index, kept.count)
-    rows = packed(poisoned(new, total <= kept.count), cache.storage)
-  slots = cache_variables.append(cache, kept, rows, place, slot_axis=slot_axis)
+    total, _ = place(new.segment_ids, stored.index, stored.count)
+    rows = packed(poisoned(new, total <= stored.count), cache.storage)
+  slots = cache_variables.append(
+    cache, stored, rows, place, slot_axis=slot_axis
+  )
   if new.reach is not None and new.key.shape[1] > 1:
-    # The first of several tokens sees what the last of them pushes out.
+    # The first of several tokens attends to what the last one overwrites.
     slots = {
       name: jnp.concatenate(
-        [kept.slots[name], x], axis=slot_writes.slot_axis(x)
+        [stored.slots[name], x], axis=cache_variables.slot_axis(x)
       )
       for name, x in rows.items()
     }
   return unpacked(slots, cache.storage, dtype=new.key.dtype, reach=new.reach)
 
 
-def packed(
-  new: KeyValues, storage: cache_storage.Storage
-) -> dict[str, jax.Array]:
-  """Returns the arrays in which tokens are kept, by variable.
-
-  They are [B,T], and [B,K,T,...] with the heads before the tokens.
-  """
+def packed(new: KeyValues, storage: Storage) -> dict[str, jax.Array]:
+  """Returns the stored arrays of tokens, [B,T] or [B,K,T,...], by variable."""
   arrays = {"positions": new.positions, "segment_ids": new.segment_ids}
-  for row in _ROWS:
-    x = getattr(new, row)
-    parts = {} if x is None else storage.encode(x)
-    arrays.update({_name(row, part): _turned(x) for part, x in parts.items()})
+  for name in _KEY_VALUE:
+    x = getattr(new, name)
+    encoded = {} if x is None else storage.encode(x)
+    for suffix, x in encoded.items():
+      arrays[f"{name}_{suffix}" if suffix else name] = _swap_heads(x)
   return arrays
 
 
 def unpacked(
   slots: Mapping[str, jax.Array],
-  storage: cache_storage.Storage,
+  storage: Storage,
   *,
   dtype: DTypeLike,
   reach: int | None = None,
 ) -> KeyValues:
-  """Returns what the arrays of a cache hold.
+  """Returns the keys and values of the arrays of a cache.
 
   Args:
-    slots: What `packed` returned, with slots in place of tokens.
-    storage: What encoded the rows.
+    slots: As `packed` returns them, with slots in place of tokens.
+    storage: The format.
     dtype: Dtype of the keys and values.
     reach: See `KeyValues`.
   """
-  rows: dict[str, jax.Array | None] = {}
-  for row in _ROWS:
-    parts = {
-      name.removeprefix(row).removeprefix("_"): _turned(x)
+  decoded: dict[str, jax.Array | None] = {}
+  for which in _KEY_VALUE:
+    arrays = {
+      name.removeprefix(which).removeprefix("_"): _swap_heads(x)
       for name, x in slots.items()
-      if name == row or name.startswith(f"{row}_")
+      if name == which or name.startswith(f"{which}_")
     }
-    rows[row] = storage.decode(parts, dtype) if parts else None
-  key = rows["key"]
+    decoded[which] = storage.decode(arrays, dtype) if arrays else None
+  key = decoded["key"]
   assert key is not None
   return KeyValues(
     key=key,
-    value=rows["value"],
+    value=decoded["value"],
     positions=slots["positions"],
     segment_ids=slots["segment_ids"],
     reach=reach,
@@ -310,31 +378,31 @@ def unpacked(
 
 
 def padded(x: jax.Array, slots: int) -> jax.Array:
-  """Returns tokens as `packed` gives them, and empty slots behind them."""
-  axis = slot_writes.slot_axis(x)
+  """Returns an array of `packed` tokens, padded to a number of slots."""
+  axis = cache_variables.slot_axis(x)
   after = [(0, 0)] * x.ndim
   after[axis] = 0, slots - x.shape[axis]
   return jnp.pad(x, after)
 
 
 def poisoned(new: KeyValues, fits: jax.Array) -> KeyValues:
-  """Returns the tokens, with NaN for keys and values unless they fit.
+  """Returns the tokens, with NaN for keys and values where they do not fit.
 
   Args:
     new: New tokens.
-    fits: Whether there is a slot: Bool of rank 0, or [B].
+    fits: True where there is a slot: Bool of rank 0, or [B].
   """
 
   def mark(x: jax.Array) -> jax.Array:
-    rows = fits.reshape(fits.shape + (1,) * (x.ndim - fits.ndim))
-    return jnp.where(rows, x, jnp.full((), jnp.nan, x.dtype))
+    is_kept = fits.reshape(fits.shape + (1,) * (x.ndim - fits.ndim))
+    return jnp.where(is_kept, x, jnp.full((), jnp.nan, x.dtype))
 
   value = None if new.value is None else mark(new.value)
   return dataclasses.replace(new, key=mark(new.key), value=value)
 
 
 def check_prefill(cache: nn.Module, new: KeyValues, cache_length: int) -> None:
-  """Raises ValueError if a prompt does not fit, or there is a cache."""
+  """Raises ValueError if a prompt does not fit, or a cache exists already."""
   length = new.key.shape[1]
   if cache_length < length:
     raise ValueError(
@@ -343,9 +411,9 @@ def check_prefill(cache: nn.Module, new: KeyValues, cache_length: int) -> None:
     )
   if cache_variables.is_filled(cache):
     raise ValueError(
-      "cache_length was given, but there is a cache already; leave the "
-      f"collection {COLLECTION!r} out to start a new one, or cache_length "
-      "to append to it."
+      "cache_length was given, but a cache exists already; leave out the "
+      f"collection {COLLECTION!r} to start a new one, or cache_length to "
+      "append to it."
     )
 
 
@@ -358,50 +426,46 @@ def check_append(
   """Raises ValueError if new tokens cannot be appended.
 
   Args:
-    new: The tokens, as they are kept, by variable.
-    slots: What the cache holds, by variable.
-    is_ring: Whether tokens may take the slots of earlier ones.
+    new: Stored arrays of the tokens, by variable.
+    slots: Arrays of the cache, by variable.
+    is_ring: Whether tokens may overwrite earlier ones.
   """
   batch, length = new["positions"].shape
-  rows, count = slots["positions"].shape
-  if batch != rows:
+  cached, count = slots["positions"].shape
+  if batch != cached:
     raise ValueError(
-      f"{batch} rows of tokens do not go with the {rows} rows of the cache; "
-      "layers.decoding.cache_rows makes one for other rows."
+      f"A batch of {batch} sequences does not fit a cache of {cached}; "
+      "layers.decoding.cache_rows repeats or selects the sequences of a cache."
     )
   if length > count and not is_ring:
     raise ValueError(
-      f"{length} tokens do not fit into the {count} slots of the cache."
+      f"{length} tokens do not fit in the {count} slots of the cache."
     )
-  given, kept = (
-    {name: _kept_as(x) for name, x in each.items()} for each in (new, slots)
+  given, stored = (
+    {name: _token_type(x) for name, x in each.items()} for each in (new, slots)
   )
-  if given != kept:
+  if given != stored:
     raise ValueError(
-      f"Tokens are kept as {given}, but the cache holds {kept}; decode with "
-      "the layer, dtype and storage that made it."
+      f"The new tokens have the arrays {given}, but the cache {stored}; decode "
+      "with the layer, dtype and storage that made the cache."
     )
 
 
 def _in_order(
   segment_ids: jax.Array, index: jax.Array, count: int
 ) -> tuple[jax.Array, cache_variables.Write]:
-  """Gives each token the next slot."""
+  """Assigns the next slot to each token."""
   del count
   total = index + segment_ids.shape[1]
-  return total, functools.partial(slot_writes.from_slot, first=index)
+  return total, functools.partial(cache_variables.write_from, first=index)
 
 
-def _turned(x: jax.Array) -> jax.Array:
-  """Returns [B,K,T,...] of [B,T,K,...], and the other way round."""
+def _swap_heads(x: jax.Array) -> jax.Array:
+  """Maps [B,T,K,...] to [B,K,T,...] and back."""
   return jnp.swapaxes(x, 1, 2) if x.ndim > 2 else x
 
 
-def _kept_as(x: jax.Array) -> str:
-  """Returns dtype and shape of what is kept of one token of one row."""
-  axis = slot_writes.slot_axis(x)
+def _token_type(x: jax.Array) -> str:
+  """Returns dtype and shape of the stored array of one token."""
+  axis = cache_variables.slot_axis(x)
   return f"{x.dtype.name}{list(x.shape[1:axis] + x.shape[axis + 1 :])}"
-
-
-def _name(row: str, part: str) -> str:
-  return f"{row}_{part}" if part else row

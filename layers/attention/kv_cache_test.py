@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from paxon.layers import testing
-from paxon.layers.attention import grouped_query, kv_cache, storage
+from paxon.layers.attention import grouped_query, kv_cache
 from paxon.sharding import variables
 
 BATCH, KV_HEADS, HEAD_DIM = 2, 2, 3
@@ -63,7 +63,7 @@ def test_plain_values_serve_as_well_as_boxed_ones():
 
 
 def test_storage_dtype():
-  cache = kv_cache.ContiguousCache(storage.Cast(jnp.bfloat16))
+  cache = kv_cache.ContiguousCache(kv_cache.Cast(jnp.bfloat16))
   _, state = _run(cache, {}, _tokens(2), cache_length=3)
   stored = variables.unbox(state)["cache"]
   assert stored["key"].dtype == stored["value"].dtype == jnp.bfloat16
@@ -101,29 +101,27 @@ def test_rejects_too_few_slots():
   with pytest.raises(ValueError, match=r"cache_length \(2\) must be at least"):
     _run(cache, {}, _tokens(3), cache_length=2)
   _, state = _run(cache, {}, _tokens(2), cache_length=3)
-  with pytest.raises(ValueError, match=r"4 tokens do not fit into the 3 slots"):
+  with pytest.raises(ValueError, match=r"4 tokens do not fit in the 3 slots"):
     _run(cache, state, _tokens(4))
 
 
 def test_rejects_a_second_cache():
   cache = kv_cache.ContiguousCache()
   _, state = _run(cache, {}, _tokens(2), cache_length=3)
-  with pytest.raises(ValueError, match=r"there is a cache already"):
+  with pytest.raises(ValueError, match=r"a cache exists already"):
     _run(cache, state, _tokens(2), cache_length=3)
 
 
 def test_rejects_what_another_layer_or_storage_kept():
   cache = kv_cache.ContiguousCache()
   _, state = _run(cache, {}, _tokens(2), cache_length=3)
-  other = kv_cache.ContiguousCache(storage.Cast(jnp.bfloat16))
-  message = (
-    r"'key': 'bfloat16\[2, 3\]'.* but the cache holds .*'float32\[2, 3\]'"
-  )
+  other = kv_cache.ContiguousCache(kv_cache.Cast(jnp.bfloat16))
+  message = r"'key': 'bfloat16\[2, 3\]'.* but the cache .*'float32\[2, 3\]'"
   with pytest.raises(ValueError, match=message):
     _run(other, state, _tokens(1))
   rows = jax.tree.map(lambda x: x[:1], _tokens(1))
   with pytest.raises(
-    ValueError, match=r"1 rows of tokens do not go with the 2"
+    ValueError, match=r"A batch of 1 sequences does not fit a cache of 2"
   ):
     _run(cache, state, rows)
 
@@ -135,7 +133,8 @@ def test_rejects_ranks_and_shapes_that_do_not_go_together():
   )
   with pytest.raises(ValueError, match=message):
     kv_cache.tokens(key[..., 0], value, positions, segments)
-  with pytest.raises(ValueError, match=r"`value` that begins with \(2, 2, 2\)"):
+  message = r"`value` with leading dimensions \(2, 2, 2\)"
+  with pytest.raises(ValueError, match=message):
     kv_cache.tokens(key, value[:, :, :1], positions, segments)
   with pytest.raises(
     ValueError, match=r"`positions` .*\(2, 2\).* got \(2, 1\)"

@@ -35,16 +35,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from paxon.layers import linear, remat, rotary_embedding
 from paxon.layers.attention import (
-  field_checks,
-  head_maps,
-  kernel_request,
   kernel_support,
   kernels,
   kv_cache,
   projections,
 )
 from paxon.layers.attention import mask as attention_mask
-from paxon.quantization import products, roles
+from paxon.quantization import products
 from paxon.sharding import axes, checks, logical
 
 # All scale by the true number of summed terms.
@@ -115,13 +112,15 @@ class LatentAttention(nn.Module):
   param_dtype: DTypeLike = jnp.float32
   einsum: Callable[..., jax.Array] = jnp.einsum
 
-  quantization_roles: ClassVar[tuple[str, ...]] = (roles.ATTENTION_PROJECTIONS,)
+  quantization_roles: ClassVar[tuple[str, ...]] = (
+    products.ATTENTION_PROJECTIONS,
+  )
 
   def __post_init__(self) -> None:
     super().__post_init__()
     widths = ("head_dim", "rope_dim", "value_dim", "latent_dim")
     checks.check_size(self, "num_heads", *widths, "query_latent_dim", "window")
-    field_checks.check_positive(self, "logit_scale")
+    checks.check_positive(self, "logit_scale")
     is_rotary = isinstance(self.rotary, rotary_embedding.Rotary)
     if is_rotary and self.rope_dim % 2:
       raise ValueError(
@@ -138,8 +137,8 @@ class LatentAttention(nn.Module):
   def __call__(
     self,
     x: Float[Array, "batch length embed"],
-    positions: Int[Array, "batch length"],
-    segment_ids: Int[Array, "batch length"],
+    positions: Int[Array, "batch length"] | None = None,
+    segment_ids: Int[Array, "batch length"] | None = None,
     prefix: Bool[Array, "batch length"] | None = None,
     *,
     cache_length: int | None = None,
@@ -148,8 +147,10 @@ class LatentAttention(nn.Module):
 
     Args:
       x: The tokens.
-      positions: Their positions, from 0 in each segment.
-      segment_ids: Their segments; 0 is padding, which gathers zeros.
+      positions: Their positions, from 0 in each segment; None counts from 0 in
+        each sequence. Required while decoding.
+      segment_ids: Their segments (documents); 0 is padding, whose output is
+        zero. None is one document without padding.
       prefix: Which of them are of their segment's prefix, whose tokens see each
         other although attention is causal; in the prompt only.
       cache_length: Makes a cache with this number of slots (prefill).
@@ -157,8 +158,8 @@ class LatentAttention(nn.Module):
     Raises:
       ValueError: Shapes do not fit, or a prefix is given that cannot be seen.
     """
-    field_checks.check_tokens(
-      self, x, positions=positions, segment_ids=segment_ids, prefix=prefix
+    positions, segment_ids = attention_mask.fill_tokens(
+      self, x, positions, segment_ids, prefix
     )
     layer = self._layer()
     query = self._query(layer, x, positions)
@@ -212,7 +213,7 @@ class LatentAttention(nn.Module):
       if self.query_latent_norm is not None:
         x = self.query_latent_norm(x)
     width = self.head_dim + self.rope_dim
-    query = head_maps.to_heads(layer, "query", x, self.num_heads, width)
+    query = projections.to_heads(layer, "query", x, self.num_heads, width)
     plain, rotated = jnp.split(query, [self.head_dim], axis=-1)
     rotated = self.rotary(rotated, positions)
     query = jnp.concatenate([plain, rotated], axis=-1)
@@ -315,7 +316,7 @@ class LatentAttention(nn.Module):
 def _takes_other_widths(kernel: kernels.Kernel) -> bool:
   """Whether values may have another width than keys; no, if not declared."""
   support = kernel_support.of(kernel)
-  refused = kernel_request.Feature.VALUE_WIDTH
+  refused = kernel_support.Feature.VALUE_WIDTH
   return support is not None and refused not in support.refused
 
 

@@ -259,7 +259,7 @@ def test_rejects_what_does_not_go_together():
   with pytest.raises(ValueError, match=message):
     _layer(query_latent_norm=rms_norm.RmsNorm())
   layer = _layer(cache=sliding_cache.SlidingCache(2))
-  with pytest.raises(ValueError, match=r"LatentAttention sees all positions"):
+  with pytest.raises(ValueError, match=r"LatentAttention attends to all pos"):
     testing.specs(layer, *_args())
   prefix = jnp.zeros((2, 6), bool)
   message = r"got a prefix while decoding"

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from paxon.layers.attention import kernel_support, kernels, row_order
+from paxon.layers.attention import kernel_support, kernels
 from paxon.layers.attention import mask as attention_mask
 from paxon.sharding import checks
 
@@ -108,7 +108,7 @@ class LocalBlocks:
       settings,
     )
     out = cut.joined(out)
-    broken = jnp.where(row_order.is_in_order(mask), 0.0, jnp.nan)
+    broken = jnp.where(attention_mask.is_in_order(mask), 0.0, jnp.nan)
     return out + broken.astype(out.dtype)[:, None, None, None]
 
   def _attend(

@@ -14,7 +14,6 @@ from paxon.layers.attention import (
   local_blocks,
   position_bias,
   sinks,
-  transformer_xl,
 )
 from paxon.layers.attention import mask as attention_mask
 from paxon.sharding import layout, mesh
@@ -143,7 +142,7 @@ def test_hands_settings_on():
     {"position_bias": position_bias.Alibi(), "sinks": sinks.LearnedSinks()},
     {
       "position_bias": position_bias.RelativeBias(4, 6, bidirectional=True),
-      "relative_position": transformer_xl.TransformerXlPosition(embed_dim=4),
+      "relative_position": position_bias.TransformerXlPosition(embed_dim=4),
       "causal": False,
       "right_window": 1,
     },

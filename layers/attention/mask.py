@@ -1,28 +1,32 @@
-"""Who may attend to whom, described by data instead of by a matrix.
+"""Attention masks, described by positions, segments and a few rules.
 
 A key is visible to a query if all of these hold:
 
   * both are in the same segment (document), and that is not 0 (padding);
   * if `causal`: the key's position is not after the query's, or both are
     tokens of a prefix;
-  * if `window` is given: the key is less than `window` positions away;
-  * if `right_window` is given: the key is at most so many positions later,
-    and `window` holds for earlier keys only;
-  * if `chunk` is given: their positions are in the same chunk, which is
+  * if `window` is set: the key is less than `window` positions away;
+  * if `right_window` is set: the key is at most that many positions later, and
+    `window` applies to earlier keys only;
+  * if `chunk` is set: their positions are in the same chunk, which is
     `position // chunk`.
 
-Positions restart in each segment, so they are compared inside a segment only.
-A kernel gets this description and decides how to apply it; `to_array` is the
-plain way. A kernel that goes by the fields itself refuses the `rules` that it
-does not know. Letters: B batch, T queries, S keys.
+Positions restart in each segment, so they are compared inside of a segment
+only. A kernel gets this description and decides how to apply it; `to_array` is
+the plain way. A kernel that applies the fields itself must reject the `rules`
+that it does not support. Letters: B batch, T queries, S keys.
 """
 
 import dataclasses
 import functools
+from typing import Any
 
+from flax import linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Int
+
+from paxon.layers.attention import cache_variables
 
 # Names of what hides or shows keys beyond segments; those of the fields.
 CAUSAL = "causal"
@@ -196,6 +200,125 @@ def check_rules(
     raise ValueError(
       f"{name}.chunk ({chunk}) and a window ({window}, right_window "
       f"{right_window}) exclude each other; leave one of them None."
+    )
+
+
+def fill_tokens(
+  layer: nn.Module,
+  x: jax.Array,
+  positions: jax.Array | None,
+  segment_ids: jax.Array | None,
+  prefix: jax.Array | None = None,
+  *,
+  rank: int = 3,
+) -> tuple[Int[Array, "batch length"], Int[Array, "batch length"]]:
+  """Checks the arguments of a layer and returns its positions and segments.
+
+  Args:
+    layer: The bound layer that was called, for messages and its cache.
+    x: Tokens, [B,T,D] or ids [B,T].
+    positions: Positions [B,T]; None counts from 0 in each sequence.
+    segment_ids: Segments [B,T]; None is one document without padding.
+    prefix: True for tokens of a prefix, bool [B,T]; None is no prefix.
+    rank: Rank of `x`.
+
+  Raises:
+    TypeError: Positions or segments are not integers, or a prefix not boolean.
+    ValueError: Shapes do not fit, or positions are missing while decoding.
+  """
+  segment_ids = fill_segments(layer, x, segment_ids, rank=rank)
+  name, shape = type(layer).__name__, x.shape[:2]
+  if positions is None and cache_variables.COLLECTION in layer.variables:
+    raise ValueError(
+      f"{name} needs `positions` while decoding: the number of tokens before "
+      "each new one."
+    )
+  if positions is None:
+    count = jnp.arange(shape[1], dtype=jnp.int32)
+    positions = jnp.broadcast_to(count[None], shape)
+  _check_array(name, shape, "positions", positions)
+  if prefix is not None:
+    _check_array(name, shape, "prefix", prefix, "a boolean", jnp.bool)
+  return positions, segment_ids
+
+
+def fill_segments(
+  layer: nn.Module,
+  x: jax.Array,
+  segment_ids: jax.Array | None,
+  *,
+  field: str = "segment_ids",
+  rank: int = 3,
+) -> Int[Array, "batch length"]:
+  """Checks the segments of a layer's tokens; None is one unpadded document.
+
+  Args:
+    layer: The layer that was called, for messages.
+    x: Tokens, [B,T,D] or ids [B,T].
+    segment_ids: Segments [B,T].
+    field: Name of the argument, for messages.
+    rank: Rank of `x`.
+
+  Raises:
+    TypeError: They are not integers, such as a float attention mask.
+    ValueError: Shapes do not fit.
+  """
+  name = type(layer).__name__
+  if x.ndim != rank:
+    needed = "[batch, length, embed]" if rank == 3 else "[batch, length]"
+    raise ValueError(f"{name} needs tokens of shape {needed}, got {x.shape}.")
+  if segment_ids is None:
+    return jnp.ones(x.shape[:2], jnp.int32)
+  _check_array(name, x.shape[:2], field, segment_ids)
+  return segment_ids
+
+
+def is_in_order(
+  mask: AttentionMask,
+) -> Bool[Array, " batch"]:
+  """Returns which sequences hold whole segments one after another, in order.
+
+  A kernel that applies causality and windows by the index of a token, not by
+  its position, is right only for these. Ids of segments must rise, as packing
+  makes them, so that one pass finds an id that occurs again; padding may stand
+  between segments. Queries and keys must be the same tokens.
+
+  Args:
+    mask: A mask of as many queries as keys.
+  """
+  ids, positions = mask.q_segment_ids, mask.q_positions
+  # Positions of padding mean nothing.
+  same_tokens = (ids == mask.kv_segment_ids) & (
+    (positions == mask.kv_positions) | (ids == 0)
+  )
+  before, here = ids[:, :-1], ids[:, 1:]
+  continues = (here == before) & (positions[:, 1:] == positions[:, :-1] + 1)
+  begins = here > jax.lax.cummax(ids, axis=1)[:, :-1]
+  in_order = (here == 0) | continues | begins
+  return jnp.all(same_tokens, axis=1) & jnp.all(in_order, axis=1)
+
+
+def _check_array(
+  name: str,
+  shape: tuple[int, ...],
+  field: str,
+  array: jax.Array,
+  words: str = "an integer",
+  kind: Any = jnp.integer,
+) -> None:
+  got = f"got {jnp.dtype(array.dtype).name}{list(array.shape)}"
+  if not jnp.issubdtype(array.dtype, kind):
+    hint = ""
+    if field.endswith("segment_ids"):
+      hint = " Segments are numbered from 1 in each sequence; 0 is padding."
+    raise TypeError(
+      f"{name}: `{field}` must be {words} array of shape [batch, length], "
+      f"{got}.{hint}"
+    )
+  if array.shape != shape:
+    raise ValueError(
+      f"{name}: `{field}` must have the shape [batch, length] = {list(shape)} "
+      f"of the tokens, {got}."
     )
 
 

@@ -2,6 +2,7 @@
 
 import functools
 
+from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -254,3 +255,129 @@ def test_rejects_a_prefix_of_queries_alone():
       kv_segment_ids=_array([[1]]),
       q_prefix=jnp.ones((1, 1), bool),
     )
+
+
+@pytest.mark.parametrize(
+  ("segments", "positions", "expected"),
+  [
+    pytest.param([1, 1, 1, 1], [0, 1, 2, 3], True, id="one document"),
+    pytest.param([1, 1, 1, 1], [7, 8, 9, 10], True, id="from another position"),
+    pytest.param([1, 1, 4, 4], [0, 1, 0, 1], True, id="two documents"),
+    pytest.param([0, 1, 1, 0], [9, 0, 1, 5], True, id="padding around"),
+    pytest.param([1, 0, 2, 2], [0, 9, 0, 1], True, id="padding between"),
+    pytest.param([0, 0, 0, 0], [3, 3, 1, 0], True, id="padding only"),
+    pytest.param([1, 1, 1, 1], [0, 1, 1, 2], False, id="a position twice"),
+    pytest.param([1, 1, 1, 1], [3, 2, 1, 0], False, id="backwards"),
+    pytest.param([1, 2, 1, 2], [0, 0, 1, 1], False, id="interleaved"),
+    pytest.param([1, 2, 2, 1], [0, 0, 1, 3], False, id="in two pieces"),
+    pytest.param([1, 1, 0, 1], [0, 1, 2, 3], False, id="padding inside"),
+    pytest.param([2, 2, 1, 1], [0, 1, 0, 1], False, id="ids that fall"),
+  ],
+)
+def test_each_row_is_judged_alone(segments, positions, expected):
+  ids = jax.device_put(np.int32([segments, [1, 1, 1, 1]]))
+  places = jax.device_put(np.int32([positions, [0, 1, 2, 3]]))
+  mask = attention_mask.AttentionMask(
+    q_positions=places,
+    kv_positions=places,
+    q_segment_ids=ids,
+    kv_segment_ids=ids,
+  )
+  assert jax.jit(lambda: attention_mask.is_in_order(mask))().tolist() == [
+    expected,
+    True,
+  ]
+
+
+def test_queries_and_keys_must_be_the_same_tokens():
+  ids = jax.device_put(np.int32([[1, 1], [1, 0], [1, 1]]))
+  positions = jax.device_put(np.int32([[0, 1], [0, 1], [0, 1]]))
+  mask = attention_mask.AttentionMask(
+    q_positions=positions,
+    kv_positions=jax.device_put(np.int32([[1, 2], [0, 7], [0, 1]])),
+    q_segment_ids=ids,
+    kv_segment_ids=jax.device_put(np.int32([[1, 1], [1, 0], [2, 2]])),
+  )
+  assert jax.jit(lambda: attention_mask.is_in_order(mask))().tolist() == [
+    False,
+    True,
+    False,
+  ]
+
+
+class _Layer(nn.Module):
+  """A layer without annotations, which would check shapes and dtypes first."""
+
+  def __call__(self, x, positions=None, segment_ids=None, prefix=None):
+    return attention_mask.fill_tokens(self, x, positions, segment_ids, prefix)
+
+
+def test_fills_in_one_unpadded_document():
+  positions, segments = _Layer().apply({}, jnp.ones((2, 3, 8)))
+  assert positions.tolist() == [[0, 1, 2]] * 2
+  assert segments.tolist() == [[1, 1, 1]] * 2
+  assert positions.dtype == segments.dtype == jnp.int32
+
+
+def test_given_arrays_stay_the_same_objects():
+  # Masks and stacks recognize them by identity.
+  given = jnp.zeros((2, 3), jnp.int32), jnp.ones((2, 3), jnp.int8)
+  filled = _Layer().apply({}, jnp.ones((2, 3, 8)), *given)
+  assert all(a is b for a, b in zip(filled, given, strict=True))
+
+
+@pytest.mark.parametrize(
+  ("arrays", "error", "message"),
+  [
+    pytest.param(
+      {"segment_ids": np.ones((2, 3), np.float32)},
+      TypeError,
+      r"_Layer: `segment_ids` must be an integer array of shape "
+      r"\[batch, length\], got float32\[2, 3\]\. Segments are numbered from 1",
+      id="a float attention mask",
+    ),
+    pytest.param(
+      {"segment_ids": np.ones((2, 3), np.bool_)},
+      TypeError,
+      r"`segment_ids` must be an integer array .* got bool\[2, 3\]",
+      id="a boolean attention mask",
+    ),
+    pytest.param(
+      {"positions": np.zeros((2, 3), np.float32)},
+      TypeError,
+      r"`positions` must be an integer array .* got float32\[2, 3\]",
+      id="float positions",
+    ),
+    pytest.param(
+      {"positions": np.zeros((3,), np.int32)},
+      ValueError,
+      r"`positions` must have the shape \[batch, length\] = \[2, 3\] of the "
+      r"tokens, got int32\[3\]",
+      id="positions of one sequence",
+    ),
+    pytest.param(
+      {"segment_ids": np.ones((2, 3, 1), np.int32)},
+      ValueError,
+      r"`segment_ids` must have the shape .* got int32\[2, 3, 1\]",
+      id="one dimension too many",
+    ),
+    pytest.param(
+      {"prefix": np.ones((2, 3), np.int32)},
+      TypeError,
+      r"`prefix` must be a boolean array .* got int32\[2, 3\]",
+      id="an integer prefix",
+    ),
+  ],
+)
+def test_rejects_arrays_of_another_dtype_or_shape(arrays, error, message):
+  arrays = {name: jax.device_put(array) for name, array in arrays.items()}
+  with pytest.raises(error, match=message):
+    _Layer().apply({}, jnp.ones((2, 3, 8)), **arrays)
+
+
+def test_rejects_tokens_of_another_rank():
+  message = (
+    r"_Layer needs tokens of shape \[batch, length, embed\], got \(2, 8\)"
+  )
+  with pytest.raises(ValueError, match=message):
+    _Layer().apply({}, jnp.ones((2, 8)))

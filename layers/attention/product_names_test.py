@@ -18,7 +18,6 @@ from paxon.layers.attention import (
   grouped_query,
   kernels,
   latent,
-  plain_kernel,
   projections,
 )
 from paxon.layers.attention import mask as attention_mask
@@ -61,7 +60,7 @@ def _cross(**given):
 
 
 def _plain(**given):
-  return _attention(kernel=plain_kernel.PlainKernel(**given))()
+  return _attention(kernel=kernels.PlainKernel(**given))()
 
 
 _CASES = {
@@ -159,7 +158,7 @@ def test_the_plain_kernel_as_a_part_is_the_function():
     kv_segment_ids=ones,
     causal=True,
   )
-  kernel = plain_kernel.PlainKernel(einsum.QuantizedEinsum(_NOTHING))
+  kernel = kernels.PlainKernel(einsum.QuantizedEinsum(_NOTHING))
   got = jax.jit(lambda *a: kernel.apply({}, *a, mask, logit_cap=3.0))(
     query, key, value
   )

@@ -245,3 +245,83 @@ def _pinned(
   heads = (*names[0], axes.ACTIVATION_HEADS, *names[1])
   kv_heads = (*names[0], axes.ACTIVATION_KV_HEADS, *names[1])
   return pin(query, heads), pin(key, kv_heads), pin(value, kv_heads)
+
+
+def to_heads(
+  layer: Layer,
+  name: str,
+  x: jax.Array,
+  num_heads: int,
+  head_dim: int,
+  *,
+  in_axis: str = axes.EMBED,
+  heads_axis: str = axes.HEADS,
+) -> jax.Array:
+  """Returns heads [B,T,N,H], pinned so that tensor parallelism splits them.
+
+  Args:
+    layer: The layer, which gets the parameters `name` [D, N, H] and, if
+      `layer.use_bias`, `<name>_bias` [N, H].
+    name: Of the kernel.
+    x: Tokens [B,T,D].
+    num_heads: N.
+    head_dim: H.
+    in_axis: Logical axis of D.
+    heads_axis: Logical axis of N: `heads` or `kv_heads`.
+  """
+  names = (in_axis, heads_axis, axes.HEAD_DIM)
+  shape = (x.shape[-1], num_heads, head_dim)
+  kernel = layer.param(
+    name,
+    logical.partitioned(layer.kernel_init, names),
+    shape,
+    layer.param_dtype,
+  )
+  bias = None
+  if layer.use_bias:
+    # Of rank two, but no matrix: weight decay is not for it.
+    bias_init = logical.partitioned(
+      nn.initializers.zeros, names[1:], regularized=False
+    )
+    bias = layer.param(f"{name}_bias", bias_init, shape[1:], layer.param_dtype)
+  x, kernel, bias = dtypes.promote_dtype(x, kernel, bias, dtype=layer.dtype)
+  out = products.call(layer.einsum, name, "BTD,DNH->BTNH", x, kernel)
+  if bias is not None:
+    out += bias[None, None]
+  activation = {
+    axes.HEADS: axes.ACTIVATION_HEADS,
+    axes.KV_HEADS: axes.ACTIVATION_KV_HEADS,
+  }[heads_axis]
+  return logical.constrain(
+    out, (axes.BATCH, axes.LENGTH, activation, axes.ACTIVATION_HEAD_DIM)
+  )
+
+
+def gshard_query(
+  key: jax.Array, shape: Sequence[int], dtype: DTypeLike = jnp.float32
+) -> jax.Array:
+  """Returns the kernel [D, N, H] of queries."""
+  embed_dim, _, head_dim = shape
+  return _normal(key, shape, dtype, embed_dim * head_dim)
+
+
+def gshard_key_value(
+  key: jax.Array, shape: Sequence[int], dtype: DTypeLike = jnp.float32
+) -> jax.Array:
+  """Returns the kernel [D, K, H] of keys or of values."""
+  embed_dim, _, _ = shape
+  return _normal(key, shape, dtype, embed_dim)
+
+
+def gshard_output(
+  key: jax.Array, shape: Sequence[int], dtype: DTypeLike = jnp.float32
+) -> jax.Array:
+  """Returns the kernel [N, H, D] of the gshard_output."""
+  num_heads, head_dim, _ = shape
+  return _normal(key, shape, dtype, num_heads * head_dim)
+
+
+def _normal(
+  key: jax.Array, shape: Sequence[int], dtype: DTypeLike, terms: int
+) -> jax.Array:
+  return jax.random.normal(key, tuple(shape), dtype) * terms**-0.5

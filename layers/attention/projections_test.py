@@ -8,13 +8,10 @@ import pytest
 from paxon.layers import rotary_embedding, testing
 from paxon.layers.attention import (
   grouped_query,
-  gshard_init,
   head_norm,
-  per_dim_scale,
   position_bias,
   projections,
   sinks,
-  transformer_xl,
 )
 from paxon.sharding import layout, mesh
 
@@ -138,9 +135,9 @@ def test_starts_as_gshard_does(heads, combined):
     heads[0],
     num_kv_heads=heads[1],
     head_dim=8,
-    projections=part(query_init=gshard_init.query),
-    projection_init=gshard_init.key_value,
-    output_init=gshard_init.output,
+    projections=part(query_init=projections.gshard_query),
+    projection_init=projections.gshard_key_value,
+    output_init=projections.gshard_output,
   )
   args = testing.normal(1, 2, 64), testing.counted(1, 2), testing.ones(1, 2)
   params = testing.initial_values(layer, *args)["params"]
@@ -215,8 +212,8 @@ def test_combined_is_one_product():
       (8, 4),
       {
         "window": 3,
-        "relative_position": transformer_xl.TransformerXlPosition(embed_dim=4),
-        "query_scale": per_dim_scale.PerDimScale(),
+        "relative_position": position_bias.TransformerXlPosition(embed_dim=4),
+        "query_scale": head_norm.PerDimScale(),
         "sinks": sinks.LearnedSinks(),
       },
       id="grouped, transformer xl, scale, sinks",

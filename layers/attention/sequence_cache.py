@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from paxon.layers.attention import cache_variables, kv_cache, slot_writes
-from paxon.layers.attention import storage as cache_storage
+from paxon.layers.attention import cache_variables, kv_cache
 from paxon.sharding import axes, logical, rules
 
 
@@ -28,7 +27,7 @@ class SequenceCache(nn.Module):
     storage: How keys and values are kept.
   """
 
-  storage: cache_storage.Storage = cache_storage.AsIs()
+  storage: kv_cache.Storage = kv_cache.AsIs()
 
   @nn.compact
   def __call__(
@@ -97,17 +96,17 @@ def _write(
     layer: Whose slots.
     first: The slot of the first token.
   """
-  axis = slot_writes.slot_axis(new)
+  axis = cache_variables.slot_axis(new)
 
   def write(
     whole: jax.Array, new: jax.Array, layer: jax.Array, first: jax.Array
   ) -> jax.Array:
     count = new.shape[axis]
     if count == 1:
-      return slot_writes.one_or_none(whole, new, layer, first)
+      return cache_variables.write_one(whole, new, layer, first)
     slots = first + jnp.arange(count, dtype=first.dtype)
     slots = jnp.broadcast_to(slots[None], (new.shape[0], count))
-    return slot_writes.to_slots(whole, new, layer, slots)
+    return cache_variables.write_slots(whole, new, layer, slots)
 
   one_layer = whole.shape[1:]
   names = cache_variables.slot_axes(one_layer, axes.LENGTH)

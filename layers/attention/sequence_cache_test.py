@@ -150,7 +150,7 @@ def test_outside_of_a_layout_it_is_a_contiguous_cache():
   seen, state = run(state)
   # The sixth token has no slot.
   assert np.isnan(seen.key).any(axis=(1, 2, 3)).all()
-  with pytest.raises(ValueError, match=r"there is a cache already"):
+  with pytest.raises(ValueError, match=r"a cache exists already"):
     run(state, cache_length=5)
   with pytest.raises(ValueError, match=r"cache_length \(1\) must be at least"):
     run({}, cache_length=1)
@@ -159,7 +159,7 @@ def test_outside_of_a_layout_it_is_a_contiguous_cache():
       lambda x: x[:, :1] if x.ndim else x, variables.unbox(state)["cache"]
     )
   }
-  with pytest.raises(ValueError, match=r"2 tokens do not fit into the 1 slots"):
+  with pytest.raises(ValueError, match=r"2 tokens do not fit in the 1 slots"):
     run(small)
 
 

@@ -19,8 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from paxon.layers.attention import cache_variables, kv_cache, slot_writes
-from paxon.layers.attention import storage as cache_storage
+from paxon.layers.attention import cache_variables, kv_cache
 from paxon.sharding import checks
 
 
@@ -34,7 +33,7 @@ class SlidingCache(nn.Module):
   """
 
   window: int
-  storage: cache_storage.Storage = cache_storage.AsIs()
+  storage: kv_cache.Storage = kv_cache.AsIs()
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -77,8 +76,8 @@ class SlidingCache(nn.Module):
         segment_ids, jnp.zeros_like(segment_ids[:, 0]), count
       )
       filled = {
-        name: slot_writes.to_slots(
-          slot_writes.empty(x, count)[None],
+        name: cache_variables.write_slots(
+          cache_variables.empty(x, count)[None],
           x,
           jnp.int32(0),
           target,
@@ -97,7 +96,7 @@ def _in_a_ring(
   segment_ids: jax.Array, index: jax.Array, count: int
 ) -> tuple[jax.Array, cache_variables.Write]:
   total, target = _slots(segment_ids, index, count)
-  return total, functools.partial(slot_writes.to_slots, slots=target)
+  return total, functools.partial(cache_variables.write_slots, slots=target)
 
 
 def _slots(

@@ -73,7 +73,7 @@ def test_a_cache_shorter_than_the_window_fills():
   assert np.all(np.isfinite(seen.key))
   seen, state = _run(cache, state, _tokens(1, 3, seed=7))
   assert np.isnan(seen.key).any(axis=(1, 2, 3)).all()
-  with pytest.raises(ValueError, match=r"4 tokens do not fit into the 3 slots"):
+  with pytest.raises(ValueError, match=r"4 tokens do not fit in the 3 slots"):
     _run(cache, state, _tokens(4))
 
 
@@ -136,10 +136,11 @@ def test_the_layer_must_not_see_more_than_the_cache_keeps():
     testing.ones(1, 2),
   )
   cache = sliding_cache.SlidingCache(WINDOW)
-  message = r"sees 4 positions, but its cache keeps the last 3 only"
+  message = r"attends to the last 4 positions, but its cache keeps .* last 3"
   with pytest.raises(ValueError, match=message):
     testing.specs(_layer(4, cache), x, positions, ones)
-  with pytest.raises(ValueError, match=r"Attention sees all positions, but"):
+  message = r"Attention attends to all positions, but"
+  with pytest.raises(ValueError, match=message):
     testing.specs(_layer(None, cache), x, positions, ones)
 
 
@@ -162,10 +163,10 @@ def test_rejects_what_does_not_fit():
   with pytest.raises(ValueError, match=r"cache_length \(2\) must be at least"):
     _run(cache, {}, _tokens(3), cache_length=2)
   _, state = _run(cache, {}, _tokens(3), cache_length=4)
-  with pytest.raises(ValueError, match=r"there is a cache already"):
+  with pytest.raises(ValueError, match=r"a cache exists already"):
     _run(cache, state, _tokens(3), cache_length=4)
   one_row = jax.tree.map(lambda x: x[:1], _tokens(1))
   with pytest.raises(
-    ValueError, match=r"1 rows of tokens do not go with the 2"
+    ValueError, match=r"A batch of 1 sequences does not fit a cache of 2"
   ):
     _run(cache, state, one_row)

@@ -17,13 +17,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from paxon.layers.attention import (
-  kernel_request,
-  kernel_support,
-  kernels,
-  per_device,
-  row_order,
-)
+from paxon.layers.attention import kernel_support, kernels, per_device
 from paxon.layers.attention import mask as attention_mask
 
 # Of the last dimension of a TPU's registers.
@@ -78,7 +72,7 @@ class Splash:
     """What it serves."""
     support = kernel_support.SPLASH
     if self.with_cache is not None:
-      support = support.without(kernel_request.Feature.CACHE)
+      support = support.without(kernel_support.Feature.CACHE)
     if self.interpret:
       support = dataclasses.replace(support, platforms=(), dtypes=())
     return support
@@ -167,7 +161,7 @@ class Splash:
     )
     out = jnp.swapaxes(out, 1, 2)[:, :length]
     if mask.rules:
-      broken = jnp.where(row_order.is_in_order(mask), 0.0, jnp.nan)
+      broken = jnp.where(attention_mask.is_in_order(mask), 0.0, jnp.nan)
       out += broken.astype(out.dtype)[:, None, None, None]
       sees_any = mask.q_segment_ids != 0
     else:

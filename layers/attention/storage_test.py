@@ -13,7 +13,6 @@ from paxon.layers.attention import (
   kv_cache,
   sequence_cache,
   sliding_cache,
-  storage,
 )
 from paxon.sharding import variables
 
@@ -92,17 +91,17 @@ def test_a_full_cache_is_nan_in_a_storage_of_ones_own():
 
 def test_as_is_keeps_the_dtype_and_casts_what_it_returns():
   x = testing.normal(2, 3, 1, 4)
-  kept = storage.AsIs().encode(x)
+  kept = kv_cache.AsIs().encode(x)
   assert kept[""].dtype == jnp.float32
-  decoded = storage.AsIs().decode(kept, jnp.bfloat16)
+  decoded = kv_cache.AsIs().decode(kept, jnp.bfloat16)
   np.testing.assert_array_equal(decoded, x.astype(jnp.bfloat16))
 
 
 def test_cast_rounds_once():
   x = testing.normal(2, 3, 1, 4)
-  kept = storage.Cast(jnp.bfloat16).encode(x)
+  kept = kv_cache.Cast(jnp.bfloat16).encode(x)
   assert kept[""].dtype == jnp.bfloat16
-  decoded = storage.Cast(jnp.bfloat16).decode(kept, jnp.float32)
+  decoded = kv_cache.Cast(jnp.bfloat16).decode(kept, jnp.float32)
   assert decoded.dtype == jnp.float32
   expected = np.asarray(x.astype(jnp.bfloat16).astype(jnp.float32))
   np.testing.assert_array_equal(decoded, expected)
@@ -119,4 +118,4 @@ def test_logical_axes_follow_the_parts():
 
 def test_rejects_integers_without_a_scale():
   with pytest.raises(ValueError, match=r"Cast.dtype must be .* got int8"):
-    storage.Cast(jnp.int8)
+    kv_cache.Cast(jnp.int8)

@@ -9,7 +9,6 @@ from paxon.layers.attention import (
   kv_cache,
   quantized_rows,
   sliding_cache,
-  storage,
 )
 from paxon.runner import knobs
 from paxon.runner import toy_experiment as toy
@@ -28,7 +27,7 @@ def _attention(**fields):
 
 def test_every_cache_that_says_nothing_else_is_set():
   ring = fdl.Config(sliding_cache.SlidingCache, window=3)
-  cast = fdl.Config(kv_cache.ContiguousCache, storage=fdl.Config(storage.AsIs))
+  cast = fdl.Config(kv_cache.ContiguousCache, storage=fdl.Config(kv_cache.AsIs))
   config = fdl.Config(
     dict,
     default=_attention(),
@@ -45,7 +44,7 @@ def test_every_cache_that_says_nothing_else_is_set():
   assert isinstance(built["default"].cache, kv_cache.ContiguousCache)
   assert built["ring"].cache.storage == quantized_rows.QuantizedRows("int8")
   assert built["ring"].cache.window == 3
-  assert built["cast"].cache.storage == storage.AsIs()
+  assert built["cast"].cache.storage == kv_cache.AsIs()
   assert isinstance(built["none"].cache, kv_cache.NoCache)
 
 

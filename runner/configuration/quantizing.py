@@ -14,18 +14,18 @@ from typing import Any
 import fiddle as fdl
 from jax import numpy as jnp
 
-from paxon.layers import edged_stack, stack, wide_einsum
-from paxon.layers.attention import kernels, plain_kernel
+from paxon.layers import edged_stack, precision, stack
+from paxon.layers.attention import kernels
 from paxon.quantization import einsum as quantized
+from paxon.quantization import products
 from paxon.quantization import recipe as recipe_lib
-from paxon.quantization import roles
 from paxon.quantization import rules as rules_lib
 from paxon.runner import user_error
 from paxon.runner.configuration import tree
 from paxon.sharding import suggestions
 
 # What a provider may take the place of.
-_PLAIN = (jnp.einsum, wide_einsum.wide_einsum)
+_PLAIN = (jnp.einsum, precision.wide_einsum)
 _EINSUM, _KERNEL = "einsum", "kernel"
 
 
@@ -94,20 +94,20 @@ def _sites(config: fdl.Buildable) -> Iterator[_Site]:
     target, names = fdl.get_callable(node), tree.field_names(node)
     if not tree.is_linen(target):
       continue
-    its_roles = roles.of(target)
+    its_roles = products.roles_of(target)
     if _EINSUM in names and tree.value_of(node, _EINSUM) in _PLAIN:
       yield _Site(path, node, _EINSUM, its_roles)
-    if _KERNEL in names and roles.ATTENTION_PROJECTIONS in its_roles:
-      of_kernel = (roles.ATTENTION_PRODUCTS,)
+    if _KERNEL in names and products.ATTENTION_PROJECTIONS in its_roles:
+      of_kernel = (products.ATTENTION_PRODUCTS,)
       yield _Site(tree.join(path, _KERNEL), node, _KERNEL, of_kernel)
 
 
 def _quantize(site: _Site, recipe: recipe_lib.Recipe, monitor: bool) -> None:
   # The loss calls a head where nothing can be told, nor recorded.
-  told = monitor and roles.HEAD not in site.roles
+  told = monitor and products.HEAD not in site.roles
   provider = fdl.Config(quantized.QuantizedEinsum, recipe=recipe, monitor=told)
   if site.field == _EINSUM:
-    if roles.HEAD in site.roles:
+    if products.HEAD in site.roles:
       _check_head(site, recipe)
     site.node.einsum = provider
     return
@@ -119,7 +119,7 @@ def _quantize(site: _Site, recipe: recipe_lib.Recipe, monitor: bool) -> None:
       " reach; set layers.attention.kernels.plain, or leave it out by"
       f" Rule({site.path!r}, None) before."
     )
-  site.node.kernel = fdl.Config(plain_kernel.PlainKernel, einsum=provider)
+  site.node.kernel = fdl.Config(kernels.PlainKernel, einsum=provider)
 
 
 def _check_head(site: _Site, recipe: recipe_lib.Recipe) -> None:

@@ -14,7 +14,7 @@ from paxon.layers import (
   stack,
   unembedding,
 )
-from paxon.layers.attention import grouped_query, kernels, plain_kernel
+from paxon.layers.attention import grouped_query, kernels
 from paxon.pipeline import spmd_pipeline
 from paxon.quantization import einsum, recipes, rules
 from paxon.runner import toy_experiment, user_error
@@ -105,7 +105,7 @@ def test_products_of_attention():
   config = _config()
   quantizing.apply(config, (rules.Rule("attention_products", FP8),))
   attention = config.layers[1].blocks[1].attention
-  assert fdl.get_callable(attention.kernel) is plain_kernel.PlainKernel
+  assert fdl.get_callable(attention.kernel) is kernels.PlainKernel
   assert attention.kernel.einsum.recipe == FP8
   assert attention.einsum is jnp.einsum
 

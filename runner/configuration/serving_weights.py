@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import fiddle as fdl
 
-from paxon.layers import edged_stack, wide_einsum
-from paxon.layers.attention import kernels, plain_kernel
+from paxon.layers import edged_stack, precision
+from paxon.layers.attention import kernels
 from paxon.quantization import einsum as quantized
-from paxon.quantization import roles, served_einsum
+from paxon.quantization import products, served_einsum
 from paxon.runner import user_error
 from paxon.runner.configuration import tree
 
@@ -36,7 +36,7 @@ def serve(config: fdl.Buildable) -> list[str]:
   """
   changed = []
   for path, node in list(tree.nodes(config)):
-    if fdl.get_callable(node) is plain_kernel.PlainKernel:
+    if fdl.get_callable(node) is kernels.PlainKernel:
       continue
     for field in ("einsum", "kernel"):
       if not tree.is_set(node, field):
@@ -45,11 +45,11 @@ def serve(config: fdl.Buildable) -> list[str]:
       if not isinstance(value, fdl.Buildable):
         continue
       target = fdl.get_callable(value)
-      if target is plain_kernel.PlainKernel:
+      if target is kernels.PlainKernel:
         node.kernel = kernels.plain
       elif target is quantized.QuantizedEinsum:
-        if roles.HEAD in roles.of(fdl.get_callable(node)):
-          node.einsum = wide_einsum.wide_einsum
+        if products.HEAD in products.roles_of(fdl.get_callable(node)):
+          node.einsum = precision.wide_einsum
           continue
         recipe = served_einsum.serving_recipe(value.recipe)
         node.einsum = fdl.Config(served_einsum.ServedEinsum, recipe=recipe)

@@ -4,7 +4,7 @@ import fiddle as fdl
 from jax import numpy as jnp
 import pytest
 
-from paxon.layers import feed_forward, stack, unembedding, wide_einsum
+from paxon.layers import feed_forward, precision, stack, unembedding
 from paxon.layers.attention import grouped_query, kernels
 from paxon.quantization import number_formats, recipes, rules, served_einsum
 from paxon.runner import user_error
@@ -37,7 +37,7 @@ def test_weights_are_stored_where_products_were_quantized():
   assert provider.recipe.gradient is None
   # Products of activations, and the head's, are as they were without rules.
   assert built["attention"].kernel is kernels.plain
-  assert built["head"].einsum is wide_einsum.wide_einsum
+  assert built["head"].einsum is precision.wide_einsum
   assert built["mlp"].einsum is jnp.einsum
 
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import dataclasses
 from typing import Any
 
-from paxon.layers.attention import kernel_request, kernel_support
+from paxon.layers.attention import kernel_support
 from paxon.runner import job as job_lib
 from paxon.runner import user_error
 
-_Feature = kernel_request.Feature
+_Feature = kernel_support.Feature
 
 
 def check(
@@ -39,7 +39,7 @@ def check(
     if support is None:
       continue
     request = dataclasses.replace(
-      kernel_request.of_layer(layer), platform=platform
+      kernel_support.of_layer(layer), platform=platform
     )
     if length_shards > 1:
       words = f"mesh {job.mesh!r} splits rows into {length_shards} parts"

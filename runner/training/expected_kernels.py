@@ -6,7 +6,7 @@ from typing import Any, Final, NamedTuple
 
 import jax
 
-from paxon.layers.attention import kernel_request, kernel_support
+from paxon.layers.attention import kernel_support
 from paxon.runner import job as job_lib
 from paxon.runner import user_error
 from paxon.runner.plan import (
@@ -174,7 +174,7 @@ def _quantized_reason(quantized: Sequence[result.QuantizedProduct]) -> str:
 
 
 def _obstacle(layer: Any, part: _Part) -> str:
-  request = kernel_request.of_layer(layer)
+  request = kernel_support.of_layer(layer)
   problems = list(part.supports[0].problems(request))
   return f", after a change of the layer: {problems[0]}" if problems else ""
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paxon.layers import testing
-from paxon.layers.attention import slot_writes
+from paxon.layers.attention import cache_variables
 
 LAYERS, BATCH, HEADS, SLOTS = 2, 2, 3, 4
 
@@ -40,14 +40,14 @@ def _check(got, whole, new, layer, slots):
 def test_each_token_goes_to_its_slot_or_nowhere(slots, name):
   slots = np.asarray(slots, np.int32)
   whole, new = _arrays(name, slots.shape[1])
-  got = jax.jit(slot_writes.to_slots)(whole, new, jnp.int32(1), slots)
+  got = jax.jit(cache_variables.write_slots)(whole, new, jnp.int32(1), slots)
   _check(got, whole, new, 1, slots)
 
 
 @every_shape
 def test_one_slot_of_all_rows(name):
   whole, new = _arrays(name, 1)
-  write = jax.jit(slot_writes.one_or_none)
+  write = jax.jit(cache_variables.write_one)
   for slot in (0, 3, 4, -2):
     got = write(whole, new, jnp.int32(0), jnp.int32(slot))
     _check(got, whole, new, 0, np.full((BATCH, 1), slot))
@@ -56,14 +56,14 @@ def test_one_slot_of_all_rows(name):
 @every_shape
 def test_several_slots_of_all_rows(name):
   whole, new = _arrays(name, 2)
-  got = slot_writes.from_slot(whole, new, jnp.int32(1), jnp.int32(2))
+  got = cache_variables.write_from(whole, new, jnp.int32(1), jnp.int32(2))
   _check(got, whole, new, 1, np.asarray([[2, 3]] * BATCH))
 
 
 @every_shape
 def test_empty_slots(name):
   whole, new = _arrays(name, 2)
-  found = slot_writes.empty(new, SLOTS)
+  found = cache_variables.empty(new, SLOTS)
   assert (found.shape, found.dtype) == (whole.shape[1:], whole.dtype)
   assert not np.any(found)
 
@@ -75,8 +75,8 @@ def test_nothing_but_the_token_is_written():
   number = jax.ShapeDtypeStruct((), jnp.int32)
   slots = jax.ShapeDtypeStruct((2, 1), jnp.int32)
   for write, where in (
-    (slot_writes.one_or_none, number),
-    (slot_writes.to_slots, slots),
+    (cache_variables.write_one, number),
+    (cache_variables.write_slots, slots),
   ):
     jitted = jax.jit(write, donate_argnums=0)
     compiled = jitted.lower(whole, new, number, where).compile()
