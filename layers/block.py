@@ -48,8 +48,8 @@ class TransformerBlock(nn.Module):
   def __call__(
     self,
     x: Float[Array, "batch length embed"],
-    positions: Int[Array, "batch length"],
-    segment_ids: Int[Array, "batch length"],
+    positions: Int[Array, "batch length"] | None = None,
+    segment_ids: Int[Array, "batch length"] | None = None,
     prefix: Bool[Array, "batch length"] | None = None,
     *,
     cache_length: int | None = None,
@@ -60,8 +60,10 @@ class TransformerBlock(nn.Module):
 
     Args:
       x: The residual stream.
-      positions: Positions, from 0 in each segment.
-      segment_ids: Segments; 0 is padding.
+      positions: Positions, from 0 in each segment; None counts from 0 in each
+        sequence.
+      segment_ids: Segments; 0 is padding. None is one document without
+        padding.
       prefix: Tokens that attend to each other in both directions, the beginning
         of each segment of a prefix language model; `None` is causal.
       cache_length: Makes a cache with this number of slots (prefill).
@@ -102,8 +104,8 @@ class PostNormBlock(nn.Module):
   def __call__(
     self,
     x: Float[Array, "batch length embed"],
-    positions: Int[Array, "batch length"],
-    segment_ids: Int[Array, "batch length"],
+    positions: Int[Array, "batch length"] | None = None,
+    segment_ids: Int[Array, "batch length"] | None = None,
     prefix: Bool[Array, "batch length"] | None = None,
     *,
     cache_length: int | None = None,
@@ -154,8 +156,8 @@ class SandwichBlock(nn.Module):
   def __call__(
     self,
     x: Float[Array, "batch length embed"],
-    positions: Int[Array, "batch length"],
-    segment_ids: Int[Array, "batch length"],
+    positions: Int[Array, "batch length"] | None = None,
+    segment_ids: Int[Array, "batch length"] | None = None,
     prefix: Bool[Array, "batch length"] | None = None,
     *,
     cache_length: int | None = None,
@@ -202,8 +204,8 @@ class ParallelBlock(nn.Module):
   def __call__(
     self,
     x: Float[Array, "batch length embed"],
-    positions: Int[Array, "batch length"],
-    segment_ids: Int[Array, "batch length"],
+    positions: Int[Array, "batch length"] | None = None,
+    segment_ids: Int[Array, "batch length"] | None = None,
     prefix: Bool[Array, "batch length"] | None = None,
     *,
     cache_length: int | None = None,
@@ -226,8 +228,8 @@ class ParallelBlock(nn.Module):
 def call_attention(
   attention: nn.Module,
   x: jax.Array,
-  positions: jax.Array,
-  segment_ids: jax.Array,
+  positions: jax.Array | None,
+  segment_ids: jax.Array | None,
   prefix: jax.Array | None,
   cache_length: int | None,
 ) -> jax.Array:

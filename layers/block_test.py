@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import block, feed_forward, rms_norm, testing
+from paxon.layers import block, feed_forward, rms_norm, stack, testing
 from paxon.layers.attention import grouped_query
 
 BATCH, LENGTH, EMBED = 2, 4, 6
@@ -156,3 +156,16 @@ def test_dropout_without_its_random_stream_is_an_error():
   values = testing.random_values(layer, *_args())
   with pytest.raises(Exception, match="dropout"):
     layer.apply(values, *_args(), deterministic=False)
+
+
+def test_tokens_are_one_unpadded_document_by_default():
+  layer, args = _block(), _args()
+  variables = layer.init(jax.random.key(0), args[0])
+  np.testing.assert_array_equal(
+    layer.apply(variables, args[0]), layer.apply(variables, *args)
+  )
+  layers = stack.Stack([layer], num_layers=2)
+  variables = layers.init(jax.random.key(0), args[0])
+  np.testing.assert_array_equal(
+    layers.apply(variables, args[0]), layers.apply(variables, *args)
+  )

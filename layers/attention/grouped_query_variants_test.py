@@ -302,7 +302,7 @@ def test_kernels_hear_only_of_what_is_set():
 @pytest.mark.parametrize(
   ("settings", "message"),
   [
-    ({"logit_scale": 0.0}, r"\.logit_scale must be positive or None, got 0"),
+    ({"logit_scale": 0.0}, r"\.logit_scale must be positive, got 0"),
     ({"chunk": 0}, r"\.chunk must be positive, got 0"),
     ({"window": -1}, r"\.window must be positive, got -1"),
     ({"chunk": 2, "window": 3}, r"\.chunk \(2\) and a window \(3, .*exclude"),

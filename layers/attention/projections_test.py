@@ -295,6 +295,6 @@ def test_equal_settings_are_equal():
 
 @pytest.mark.parametrize("cap", [0.0, float("nan")])
 def test_rejects_a_cap_that_is_not_positive(cap):
-  message = r"GroupedQueryAttention\.logit_cap must be positive or None, got"
+  message = r"GroupedQueryAttention\.logit_cap must be positive, got"
   with pytest.raises(ValueError, match=message):
     _layer(logit_cap=cap)

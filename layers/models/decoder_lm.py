@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from paxon.layers import softmax_loss
 from paxon.layers.attention import kv_cache
+from paxon.layers.attention import mask as attention_mask
 from paxon.layers.models import (
   document_scores,
   embedded_tokens,
@@ -67,8 +68,8 @@ class DecoderLm(nn.Module):
   def __call__(
     self,
     inputs: Int[Array, "batch length"],
-    positions: Int[Array, "batch length"],
-    segment_ids: Int[Array, "batch length"],
+    positions: Int[Array, "batch length"] | None = None,
+    segment_ids: Int[Array, "batch length"] | None = None,
     prefix: Bool[Array, "batch length"] | None = None,
     *,
     cache_length: int | None = None,
@@ -78,8 +79,10 @@ class DecoderLm(nn.Module):
 
     Args:
       inputs: Token ids.
-      positions: Positions, from 0 in each segment.
-      segment_ids: Segments (documents); 0 is padding.
+      positions: Positions, from 0 in each segment; None counts from 0 in each
+        sequence.
+      segment_ids: Segments (documents); 0 is padding. None is one document
+        without padding.
       prefix: Tokens of a document that see each other in both directions; for
         blocks that take it.
       cache_length: Makes a cache with this number of slots (prefill).
@@ -98,14 +101,17 @@ class DecoderLm(nn.Module):
   def hidden(
     self,
     inputs: Int[Array, "batch length"],
-    positions: Int[Array, "batch length"],
-    segment_ids: Int[Array, "batch length"],
+    positions: Int[Array, "batch length"] | None = None,
+    segment_ids: Int[Array, "batch length"] | None = None,
     prefix: Bool[Array, "batch length"] | None = None,
     *,
     cache_length: int | None = None,
     deterministic: bool = True,
   ) -> Float[Array, "batch length embed"]:
     """Returns what the head is applied to; called as the model is."""
+    positions, segment_ids = attention_mask.fill_tokens(
+      self, inputs, positions, segment_ids, prefix, rank=2
+    )
     x = embedded_tokens.embedded(
       inputs,
       positions,

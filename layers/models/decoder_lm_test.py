@@ -494,7 +494,7 @@ def test_a_row_longer_than_the_learned_positions_is_an_error():
   model = models_testing.tiny_gpt2(
     positions=position_embedding.LearnedPositions(6)
   )
-  with pytest.raises(ValueError, match=r"max_length \(6\) .* got 7 tokens"):
+  with pytest.raises(ValueError, match=r"max_length \(6\) .* length \(7\)"):
     testing.specs(model, *ARGS)
 
 
@@ -539,3 +539,18 @@ def test_prefill_and_decode_step_say_what_they_need():
   )
   with pytest.raises(ValueError, match="needs the cache that prefill made"):
     model.apply({**values, **state}, *ARGS, method="decode_step")
+
+
+@pytest.mark.parametrize(
+  "make", [models_testing.tiny_decoder, models_testing.tiny_gpt2]
+)
+def test_inputs_are_one_unpadded_document_by_default(make):
+  model, inputs = make(), jnp.asarray([[5, 2, 9], [4, 1, 3]])
+  variables = model.init(jax.random.key(0), inputs)
+  arrays = testing.counted(2, 3), testing.ones(2, 3)
+  np.testing.assert_array_equal(
+    model.apply(variables, inputs), model.apply(variables, inputs, *arrays)
+  )
+  _, cache = model.apply(variables, inputs, cache_length=4, mutable=["cache"])
+  with pytest.raises(ValueError, match="DecoderLm needs `positions` while dec"):
+    model.apply({**variables, **cache}, inputs[:, :1], mutable=["cache"])

@@ -49,8 +49,8 @@ class MaskedLm(text_encoder.TextEncoder):
   def __call__(
     self,
     inputs: Int[Array, "batch length"],
-    positions: Int[Array, "batch length"],
-    segment_ids: Int[Array, "batch length"],
+    positions: Int[Array, "batch length"] | None = None,
+    segment_ids: Int[Array, "batch length"] | None = None,
     type_ids: Int[Array, "batch length"] | None = None,
     *,
     deterministic: bool = True,

@@ -9,6 +9,7 @@ from flax import linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from paxon.layers.attention import mask as attention_mask
 from paxon.layers.models import embedded_tokens
 
 
@@ -39,8 +40,8 @@ class TextEncoder(nn.Module):
   def __call__(
     self,
     inputs: Int[Array, "batch length"],
-    positions: Int[Array, "batch length"],
-    segment_ids: Int[Array, "batch length"],
+    positions: Int[Array, "batch length"] | None = None,
+    segment_ids: Int[Array, "batch length"] | None = None,
     type_ids: Int[Array, "batch length"] | None = None,
     *,
     deterministic: bool = True,
@@ -53,8 +54,8 @@ class TextEncoder(nn.Module):
   def hidden(
     self,
     inputs: Int[Array, "batch length"],
-    positions: Int[Array, "batch length"],
-    segment_ids: Int[Array, "batch length"],
+    positions: Int[Array, "batch length"] | None = None,
+    segment_ids: Int[Array, "batch length"] | None = None,
     type_ids: Int[Array, "batch length"] | None = None,
     *,
     deterministic: bool = True,
@@ -63,8 +64,10 @@ class TextEncoder(nn.Module):
 
     Args:
       inputs: Token ids.
-      positions: Positions, from 0 in each segment.
-      segment_ids: Segments; 0 is padding.
+      positions: Positions, from 0 in each segment; None counts from 0 in each
+        sequence.
+      segment_ids: Segments; 0 is padding. None is one document without
+        padding.
       type_ids: Types of the tokens; by default all are of type 0.
       deterministic: Whether dropout is off.
 
@@ -80,6 +83,9 @@ class TextEncoder(nn.Module):
         f"{type(self).__name__}.type_embedding is None, but type_ids were "
         "given; set it, or leave them out."
       )
+    positions, segment_ids = attention_mask.fill_tokens(
+      self, inputs, positions, segment_ids, rank=2
+    )
     x = embedded_tokens.embedded(
       inputs,
       positions,
