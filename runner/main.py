@@ -19,7 +19,7 @@ from absl import flags
 
 from paxon.runner import pax_flags, user_error
 from paxon.runner.hosts import process_settings, terminal_output
-from paxon.runner.monitoring import launch, profile_window
+from paxon.runner.monitoring import launch
 from paxon.sharding import suggestions
 
 if TYPE_CHECKING:
@@ -449,9 +449,9 @@ def _check_profile(command: _Command, *, num_train_steps: int | None) -> None:
       f"--profile_steps is for --mode=train, and the mode is {command.mode}."
     )
   try:
-    window = profile_window.parse(command.profile_steps)
+    window = launch.parse_window(command.profile_steps)
     if num_train_steps is not None:
-      profile_window.check(window, num_train_steps=num_train_steps)
+      launch.check_window(window, num_train_steps=num_train_steps)
   except ValueError as error:
     raise user_error.UserError(str(error)) from error
 
@@ -518,7 +518,7 @@ def _start(
     run_dir,
     overrides=command.overrides,
     launch=launch.Launch(
-      profile=None if text is None else profile_window.parse(text),
+      profile=None if text is None else launch.parse_window(text),
       begin=launch.process_begin(),
     ),
   )

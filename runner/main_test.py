@@ -15,7 +15,7 @@ import pytest
 from paxon.runner import job, main, toy_experiment, user_error
 from paxon.runner.configuration import overrides
 from paxon.runner.hosts import joining
-from paxon.runner.monitoring import profile_window
+from paxon.runner.monitoring import launch
 from paxon.runner.training import (
   decode,
   evaluate,
@@ -142,10 +142,10 @@ _WRONG = [
     r"--continuous is for --mode=eval, and the mode is train",
   ),
   ([_TOY, "--profile_steps=x"], r"--profile_steps=x must be two numbers of"),
-  ([_TOY, "--profile_steps=3:3"], r"--profile_steps=3:3 holds no step"),
+  ([_TOY, "--profile_steps=3:3"], r"--profile_steps=3:3 is empty"),
   (
     [_TOY, "--profile_steps=3:6"],
-    r"--profile_steps=3:6 goes on to step 5, but num_train_steps is 4",
+    r"--profile_steps=3:6 ends at step 5, but num_train_steps is 4",
   ),
   (
     [_TOY, "--mode=decode", "--job_log_dir=x", "--profile_steps=1:2"],
@@ -266,7 +266,7 @@ def test_train_gets_the_job_its_configuration_and_a_new_folder(call, calls):
 def test_train_gets_the_steps_to_profile(call, calls):
   assert call(_TOY, "--profile_steps=2:5")[0] == 7
   [(_, _, options)] = calls
-  assert options["launch"].profile == profile_window.ProfileWindow(2, 5)
+  assert options["launch"].profile == launch.ProfileWindow(2, 5)
 
 
 def test_paths_are_stronger_than_knobs_whatever_their_order(call, calls):

@@ -1,20 +1,18 @@
-"""Goodput: the share of wall time in which a run made steps that count.
+"""Goodput: the share of wall time spent on training steps that count.
 
-The host's time is cut without gaps: at every moment it belongs to one cause,
-the innermost that was entered, so the seconds of all causes add up to the wall
-time. A run that was interrupted has one record for each attempt:
+The host's time is partitioned: at every moment it is attributed to one cause,
+the innermost open span, so the seconds of all causes add up to the wall time.
+An interrupted run has one record per attempt:
 
   wall time   from the start of the first attempt to the end of the last one
-  productive  time of making steps, less that of steps made again
-  repeated    steps that a later attempt had to make again, because they came
-              after the checkpoint it went on from, at the mean time of a step
-  idle        from the end of an attempt to the start of the next, unless the
-              run was finished
+  productive  time of training steps, except repeated ones
+  repeated    steps after the checkpoint from which a later attempt resumed, at
+              the mean time of a step
+  idle        between two attempts, unless the run was finished
   goodput     productive / wall time
 
-A wait for data is a loss only while the devices have nothing to do: see
-`Ledger.waits`. What runs in the background, such as the writing of a
-checkpoint, costs nothing here.
+Waiting for data counts only while the devices are idle: see `Ledger.waits`.
+Background work, such as writing a checkpoint, does not count.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,12 +29,12 @@ from etils import epath
 from paxon.runner import files, flush_pace, user_error
 
 _T = TypeVar("_T")
-# How often a wait for data looks whether the devices are still at work.
-_LOOK_SECONDS = 1e-3
+# Polling interval of the devices while waiting for data.
+_POLL_SECONDS = 1e-3
 
 
 class Cause(enum.Enum):
-  """What time is spent on; the values are words of the files and reports."""
+  """What time is spent on; the values appear in files and reports."""
 
   PRODUCTIVE = "productive"
   STARTUP = "start-up"
@@ -53,14 +51,14 @@ class Cause(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attempt:
-  """One process of a run, from its start to where it was last seen.
+  """One process of a run, from its start to its last record.
 
   Attributes:
     begin: Seconds since the epoch.
-    end: The same; of the last write if it died.
-    first_step: The step it began with; the next is the first it made.
-    last_step: The last step it made.
-    finished: Whether it reached the last step of the training.
+    end: The same; of the last flush if the process died.
+    first_step: The step it started from; the next one is its first own step.
+    last_step: Its last step.
+    finished: Whether it reached the last training step.
     seconds: By the value of a `Cause`.
   """
 
@@ -77,9 +75,9 @@ class Account:
   """The time of a whole run.
 
   Attributes:
-    wall_seconds: All of it.
+    wall_seconds: The total.
     seconds: By cause, in the order of `Cause`; they add up to the wall time.
-    attempts: How many processes it took.
+    attempts: Number of attempts.
   """
 
   wall_seconds: float
@@ -94,7 +92,7 @@ class Account:
     return self.seconds[Cause.PRODUCTIVE] / self.wall_seconds
 
   def by_size(self) -> list[tuple[Cause, float]]:
-    """Returns the productive time, and then the losses, the largest first."""
+    """Returns the productive time, then the losses in descending order."""
     first = Cause.PRODUCTIVE
     losses = [(c, s) for c, s in self.seconds.items() if s and c is not first]
     losses.sort(key=lambda item: -item[1])
@@ -115,7 +113,7 @@ class Account:
 
 
 class Ledger:
-  """Says where the time goes, and keeps it in a file over all attempts."""
+  """Accounts for the main thread's time, in a file over all attempts."""
 
   def __init__(
     self,
@@ -128,11 +126,11 @@ class Ledger:
     """Begins an attempt with start-up.
 
     Args:
-      path: Of `goodput.jsonl`; None keeps nothing.
-      begin: When the process started, in seconds since the epoch; by default
-        this moment. Earlier than the end of the attempt before, it is moved.
-      clock: Gives seconds since the epoch and never goes back.
-      sleep: Waits for seconds.
+      path: The path of `goodput.jsonl`; None writes no file.
+      begin: When the process started, in seconds since the epoch; now by
+        default. Clipped to the end of the previous attempt.
+      clock: Returns seconds since the epoch, monotonic.
+      sleep: Sleeps for seconds.
     """
     self._path = None if path is None else epath.Path(path)
     self._clock = clock or _steady_clock()
@@ -153,21 +151,21 @@ class Ledger:
     self._finished = False
 
   def start(self, step: int) -> None:
-    """Says from which step the attempt goes on, before its first one."""
+    """Records the step from which the attempt resumes."""
     self._first_step = self._last_step = step
 
   def made(self, step: int) -> None:
-    """Says that a step was made; writes the file now and then."""
+    """Records a finished step; flushes periodically."""
     self._last_step = step
     if self._pace.is_due():
       self.flush()
 
   @contextlib.contextmanager
   def span(self, cause: Cause) -> Iterator[None]:
-    """Gives the time in the context to a cause, but for spans inside it.
+    """Attributes the time in the context, except for inner spans, to a cause.
 
     Args:
-      cause: Of the main thread's time.
+      cause: What the main thread does.
     """
     before = self._cause
     self._enter(cause)
@@ -177,7 +175,7 @@ class Ledger:
       self._enter(before)
 
   def rest(self) -> None:
-    """Gives the time from here on that is in no span to `OTHER`."""
+    """Attributes the time outside of all spans to `OTHER` from now on."""
     self._enter(Cause.OTHER)
 
   def waits(
@@ -187,19 +185,17 @@ class Ledger:
     is_ready: Callable[[], bool],
     is_busy: Callable[[], bool],
   ) -> Iterator[_T]:
-    """Yields from `batches`; a wait with idle devices is lost to data.
-
-    While the devices are busy with the steps they have, waiting costs nothing.
+    """Yields from `batches`; waits with idle devices are attributed to data.
 
     Args:
-      batches: What the loop reads.
-      is_ready: Whether the next batch can be had without waiting.
+      batches: The input of the loop.
+      is_ready: Whether the next batch is available without waiting.
       is_busy: Whether the devices have work.
     """
     iterator = iter(batches)
     while True:
       while not is_ready() and is_busy():
-        self._sleep(_LOOK_SECONDS)
+        self._sleep(_POLL_SECONDS)
       with self.span(Cause.DATA):
         try:
           item = next(iterator)
@@ -208,24 +204,24 @@ class Ledger:
       yield item
 
   def account(self) -> Account:
-    """Returns the time of the whole run until this moment."""
+    """Returns the time of the whole run until now."""
     return account([*self._before, self._attempt()])
 
   def flush(self) -> None:
-    """Writes the file, also before a checkpoint is committed."""
+    """Writes the file; also called before a checkpoint is committed."""
     self._write([*self._before, self._attempt()])
 
   def finish(self, *, complete: bool) -> Account:
     """Writes the file a last time; returns the time of the whole run.
 
     Args:
-      complete: Whether the training has reached its last step. A later attempt
-        that finds nothing to do then leaves no record.
+      complete: Whether training has reached its last step. A later attempt
+        without steps then leaves no record.
     """
     self._finished = complete
     nothing_done = self._last_step == (self._first_step or 0)
     if nothing_done and self._before and self._before[-1].finished:
-      # It may have been flushed meanwhile.
+      # Removes what was flushed meanwhile.
       self._write(self._before)
       return account(self._before)
     self.flush()
@@ -264,7 +260,7 @@ def account(attempts: Sequence[Attempt]) -> Account:
   for attempt in attempts:
     for name, value in attempt.seconds.items():
       seconds[Cause(name)] += value
-  # The step from which later attempts went on, the lowest of them.
+  # The lowest step from which a later attempt resumed.
   kept = attempts[-1].last_step
   for attempt in reversed(attempts):
     made = attempt.last_step - attempt.first_step
@@ -285,7 +281,7 @@ def account(attempts: Sequence[Attempt]) -> Account:
 
 
 def to_text(attempts: Sequence[Attempt]) -> str:
-  """Returns the content of `goodput.jsonl`, one line an attempt."""
+  """Returns the content of `goodput.jsonl`, one line per attempt."""
   lines = [json.dumps(dataclasses.asdict(attempt)) for attempt in attempts]
   return "".join(f"{line}\n" for line in lines)
 
@@ -294,10 +290,10 @@ def read(path: epath.PathLike) -> list[Attempt]:
   """Returns the attempts of a run, in order.
 
   Args:
-    path: Of `goodput.jsonl`.
+    path: The path of `goodput.jsonl`.
 
   Raises:
-    UserError: A line is no attempt.
+    UserError: A line cannot be parsed.
   """
   attempts = []
   lines = epath.Path(path).read_text().splitlines()
@@ -309,13 +305,13 @@ def read(path: epath.PathLike) -> list[Attempt]:
       attempts.append(Attempt(**fields))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
       raise user_error.UserError(
-        f"{path}, line {number}, is no record of an attempt ({error!r}):"
-        f" {line[:80]!r}; remove the line or the file."
+        f"{path}, line {number}, is not a valid goodput record ({error!r}):"
+        f" {line[:80]!r}. Remove the line or the file."
       ) from error
   return attempts
 
 
 def _steady_clock() -> Callable[[], float]:
-  """Returns seconds since the epoch that no correction of the clock moves."""
+  """Returns a monotonic clock of seconds since the epoch."""
   origin = time.time() - time.monotonic()
   return lambda: origin + time.monotonic()

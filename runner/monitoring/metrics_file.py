@@ -1,12 +1,12 @@
-"""`metrics.jsonl`: the figures of a run, one JSON object a line.
+"""`metrics.jsonl`: the metrics of a run, one JSON object per line.
 
   {"step": 100, "split": "train", "loss": 2.3025850929940459, ...}
 
-Numbers have 17 significant digits, enough to give back every float64. JSON has
-no NaN and no infinity; they are the strings "NaN", "Infinity" and "-Infinity",
-which Python's `float()` reads. There is one line per step and split: figures
-that are written again replace the line. The file is written whole each time,
-never appended to, so that it may lie in an object store.
+Numbers have 17 significant digits, enough to restore every float64. NaN and
+infinities, which JSON lacks, are the strings "NaN", "Infinity" and "-Infinity",
+which Python's `float()` parses. There is one line per step and split: writing
+it again replaces it. The file is always written whole, so that it may be in an
+object store.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ class Record:
   Attributes:
     step: The training step.
     split: `train`, the name of an evaluated split, or `baseline/<name>`.
-    values: Figures by name.
+    values: Metrics by name.
   """
 
   step: int
@@ -40,14 +40,14 @@ class Record:
 
 
 class MetricsFile(summary_writer.SummaryWriter):
-  """Writes `metrics.jsonl`; goes on with the lines that are there.
+  """Writes `metrics.jsonl` and keeps its existing lines.
 
   Args:
-    path: Of the file.
-    resume_step: The step from which training goes on, 0 for a start: lines of
-      later steps are dropped, because training writes them again. None keeps
-      all lines.
-    clock: Gives seconds; another one in tests.
+    path: The path of the file.
+    resume_step: The step from which training resumes, or 0. Lines of later
+      steps are dropped, because training writes them again. None keeps all
+      lines.
+    clock: Returns seconds; replaced in tests.
   """
 
   def __init__(
@@ -69,11 +69,11 @@ class MetricsFile(summary_writer.SummaryWriter):
     """Records one line.
 
     Raises:
-      ValueError: A figure is called `step` or `split`.
+      ValueError: A metric is named `step` or `split`.
     """
     for key in _KEYS:
       if key in values:
-        raise ValueError(f"A figure cannot be called {key!r}; it is a key.")
+        raise ValueError(f"A metric cannot be named {key!r}, which is reserved.")
     self._add(Record(step=step, split=split, values=values))
     if self._pace.is_due():
       self.flush()
@@ -87,22 +87,22 @@ class MetricsFile(summary_writer.SummaryWriter):
     self._pace.run(lambda: files.write_text(self._path, text))
 
   def close(self) -> None:
-    """Writes the file a last time."""
+    """Flushes."""
     self.flush()
 
 
 class DamagedFileError(user_error.UserError, ValueError):
-  """A line is no record; the message names the file and the line."""
+  """A line cannot be parsed; the message names the file and the line."""
 
 
 def read(path: epath.PathLike) -> list[Record]:
   """Returns the lines of a file, in order.
 
   Args:
-    path: Of the file.
+    path: The path of the file.
 
   Raises:
-    DamagedFileError: A line is no record.
+    DamagedFileError: A line cannot be parsed.
   """
   records = []
   lines = epath.Path(path).read_text().splitlines()
@@ -114,22 +114,22 @@ def read(path: epath.PathLike) -> list[Record]:
       records.append(Record(step=int(step), split=str(split), values=values))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
       raise DamagedFileError(
-        f"{path}, line {number}, is no record of metrics ({error!r}):"
-        f" {line[:80]!r}; remove the line or the file."
+        f"{path}, line {number}, is not a valid metrics record ({error!r}):"
+        f" {line[:80]!r}. Remove the line or the file."
       ) from error
   return records
 
 
 def read_run(folder: epath.PathLike) -> list[Record]:
-  """Returns the figures of a run: of its training and of separate evaluations.
+  """Returns the metrics of a run, from training and separate evaluations.
 
-  Where both have figures of the same step and split, the separate ones stand.
+  For the same step and split, those of the separate evaluation take precedence.
 
   Args:
-    folder: Of the run.
+    folder: The run directory.
 
   Raises:
-    DamagedFileError: A line is no record.
+    DamagedFileError: A line cannot be parsed.
   """
   root = epath.Path(folder)
   found = {}
@@ -155,5 +155,5 @@ def _number(value: float) -> str:
   if math.isinf(value):
     return '"Infinity"' if value > 0 else '"-Infinity"'
   text = f"{value:.17g}"
-  # Without a point a reader would take it for an int, and lose a minus zero.
+  # Without a point it would parse as an int, which loses a minus zero.
   return text if "." in text or "e" in text else f"{text}.0"

@@ -9,11 +9,7 @@ import numpy as np
 import pytest
 
 from paxon.runner import files, flush_pace
-from paxon.runner.monitoring import (
-  composite_writer,
-  metrics_file,
-  summary_writer,
-)
+from paxon.runner.monitoring import metrics_file, summary_writer
 
 # As `st.text` has them, without encoding each one first to find that out.
 _CHARACTERS = st.characters(exclude_categories=("Cs",))
@@ -161,7 +157,7 @@ def test_slow_writes_are_spaced_further():
 @pytest.mark.parametrize("name", ["step", "split"])
 def test_figures_cannot_be_called_like_the_keys(tmp_path, name):
   writer = metrics_file.MetricsFile(tmp_path / "m", resume_step=0)
-  with pytest.raises(ValueError, match=f"cannot be called '{name}'"):
+  with pytest.raises(ValueError, match=f"cannot be named '{name}'"):
     writer.write(1, "train", {name: 1.0})
 
 
@@ -193,7 +189,7 @@ def test_composite_passes_everything_on_and_closes_all():
       calls.append((self.name, "close"))
       raise OSError(self.name)
 
-  writer = composite_writer.CompositeWriter([Recorder("a"), Recorder("b")])
+  writer = summary_writer.CompositeWriter([Recorder("a"), Recorder("b")])
   writer.write(1, "train", {"loss": 2.0})
   writer.flush()
   with pytest.raises(OSError, match="b"):

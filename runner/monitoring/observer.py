@@ -1,8 +1,7 @@
-"""All of a training run's watching, in the words of its loop.
+"""Training-loop callbacks: goodput, watchdog, profiling and spike detection.
 
-The loop says what happens; nothing here waits for a device, but for the edges
-of a profile. An `Observer()` without arguments watches nothing and writes
-nothing, for loops that are run by tests and benchmarks.
+Nothing here waits for a device, except at the edges of a profile. `Observer()`
+without arguments monitors and writes nothing, for tests and benchmarks.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,10 +15,9 @@ from paxon.inputs import base_input
 from paxon.runner import run_dir as run_dirs
 from paxon.runner.monitoring import (
   goodput,
-  memory,
   profiling,
   spikes,
-  step_figures,
+  step_metrics,
   watchdog,
 )
 from paxon.runner.monitoring import launch as launch_lib
@@ -30,10 +28,10 @@ Position = Mapping[str, Any]
 
 
 class Observer:
-  """What the loop tells; use it as a context, entered when training begins.
+  """Callbacks of the training loop; a context entered when training begins.
 
   Attributes:
-    ledger: Where the time of the main thread goes.
+    ledger: Accounts for the time of the main thread.
   """
 
   def __init__(
@@ -46,15 +44,15 @@ class Observer:
     train_input: base_input.BaseInput | None = None,
     resume_step: int = 0,
   ) -> None:
-    """Prepares.
+    """Prepares the callbacks.
 
     Args:
-      settings: What to watch; None for nothing.
-      ledger: Begun when the program was; None keeps no file.
-      run_dir: Where files are written; None writes none.
-      launch: What the command line said.
-      train_input: Is asked for the documents of a batch that made a jump.
-      resume_step: The step from which training goes on.
+      settings: What to monitor; None for nothing.
+      ledger: Started with the program; None writes no file.
+      run_dir: The run directory; None writes no files.
+      launch: From the command line.
+      train_input: Looks up the documents of batches with spikes.
+      resume_step: The step from which training resumes, or 0.
     """
     self.ledger = ledger or goodput.Ledger()
     self._watchdog: watchdog.Watchdog | None = None
@@ -65,7 +63,7 @@ class Observer:
         self._watchdog = watchdog.Watchdog(
           settings.watchdog, run_dir, host=_host()
         )
-      # All processes see the same figures; one tells of them.
+      # Metrics are the same in all processes; one reports them.
       is_first = jax.process_index() == 0
       if settings.spikes is not None and is_first:
         self._spikes = spikes.SpikeReport(
@@ -79,14 +77,14 @@ class Observer:
           launch.profile, run_dir / run_dirs.PROFILE
         )
         if launch.profile and launch.profile.stop - 1 <= resume_step:
-          self._say(
-            f"nothing is profiled: --profile_steps={launch.profile} lies before"
-            f" step {resume_step + 1}, with which the run goes on"
+          self._print(
+            f"nothing is profiled: --profile_steps={launch.profile} is before"
+            f" step {resume_step + 1}, from which the run resumes"
           )
-    self._figures: step_figures.StepFigures | None = None
+    self._cost: step_metrics.StepCost | None = None
     self._devices: Sequence[jax.Device] = ()
     self._step_memory: dict[str, float] = {}
-    # Of the steps in flight, two at most.
+    # Positions of the steps in flight, at most two.
     self._positions: dict[int, tuple[Position, Position]] = {}
     self._stack = contextlib.ExitStack()
     self.ledger.start(resume_step)
@@ -98,7 +96,7 @@ class Observer:
 
   def __exit__(self, *exception: object) -> None:
     with self._stack:
-      self._say(self._profiler.close())
+      self._print(self._profiler.close())
 
   def compiled(
     self,
@@ -108,36 +106,36 @@ class Observer:
     length: int,
     devices: Sequence[jax.Device],
   ) -> None:
-    """Counts the step that was just compiled; says what MFU stands on.
+    """Counts FLOPs and memory of the compiled step; prints the basis of MFU.
 
     Args:
-      traced: Whose FLOPs are counted.
-      compiled: Whose memory is told where devices do not count theirs.
-      length: Tokens of a row.
-      devices: Of the mesh.
+      traced: The traced step, for FLOPs.
+      compiled: The compiled step, for memory on devices without statistics.
+      length: Sequence length in tokens.
+      devices: The mesh.
     """
     self._devices = devices
-    self._step_memory = memory.step_memory(compiled)
-    self._figures = step_figures.of_step(
+    self._step_memory = step_metrics.step_memory(compiled)
+    self._cost = step_metrics.count_step(
       traced,
       length=length,
       num_devices=len(devices),
       device_kind=devices[0].device_kind,
     )
-    self._say(self._figures.note)
-    # If the process dies in its first seconds of training, this much is known.
+    self._print(self._cost.note)
+    # Keeps the record if the process dies in its first seconds of training.
     self.ledger.flush()
 
   @contextlib.contextmanager
   def training(self, step: int) -> Iterator[None]:
-    """The loop itself; it goes on from `step`."""
+    """Returns the context of the loop, which starts after `step`."""
     with self.ledger.span(goodput.Cause.PRODUCTIVE):
       if self._watchdog is not None:
         self._watchdog.arm(step)
       try:
         yield
       except BaseException:
-        # What went wrong first is what is told, such as a full disk.
+        # The first error is raised, such as a full disk.
         with contextlib.suppress(OSError):
           self.ledger.flush()
         raise
@@ -148,17 +146,17 @@ class Observer:
 
   @contextlib.contextmanager
   def span(self, cause: goodput.Cause) -> Iterator[None]:
-    """Time of the main thread that goes to something else than steps.
+    """Returns a context whose time is attributed to a cause.
 
-    The watchdog sleeps meanwhile, but for checkpoints, which may hang.
+    The watchdog is suspended, except for checkpoints, which may hang.
 
     Args:
-      cause: What it goes to.
+      cause: Any other than steps.
     """
     with contextlib.ExitStack() as stack:
       stack.enter_context(self.ledger.span(cause))
       if cause is goodput.Cause.CHECKPOINT:
-        # No attempt goes on from a step that the file does not know.
+        # No attempt resumes from a step that the file lacks.
         self.ledger.flush()
       if self._watchdog and cause is not goodput.Cause.CHECKPOINT:
         stack.enter_context(self._watchdog.suspended())
@@ -184,31 +182,30 @@ class Observer:
 
     Args:
       step: Its number.
-      paused: Waits until the devices have nothing to do, and leaves the time
-        in its context out of the throughput. It is called at the edges of a
-        profile only.
+      paused: Waits until the devices are idle and excludes the time in its
+        context from the throughput. Called at the edges of a profile only.
     """
     if self._profiler.is_edge(step):
       with paused(), self.span(goodput.Cause.OTHER):
-        self._say(self._profiler.move(step))
+        self._print(self._profiler.move(step))
     return self._profiler.step(step)
 
   def dispatched(self, step: int, *, before: Position, after: Position) -> None:
-    """Notes where the batch of a step is in the data.
+    """Records the data position of a step.
 
     Args:
       step: Its number.
       before: The state of the input before its batch.
-      after: The same after it.
+      after: The state after it.
     """
     self._positions[step] = before, after
 
   def finished(self, step: int, values: Mapping[str, float]) -> None:
-    """Takes the metrics of a finished step.
+    """Processes the metrics of a finished step.
 
     Args:
-      step: Its number; each step is told, in order.
-      values: `loss` and `grad_norm` at least, where there are.
+      step: Its number; steps are passed in order, without gaps.
+      values: Its metrics, including `loss` and `grad_norm` if they exist.
     """
     self.ledger.made(step)
     if self._watchdog is not None:
@@ -217,27 +214,29 @@ class Observer:
     if self._spikes is not None:
       self._spikes.observe(step, values, before=before, after=after)
 
-  def figures(self, step_seconds: float) -> dict[str, float]:
-    """Returns what is written beside the metrics of a step.
+  def metrics(self, step_seconds: float) -> dict[str, float]:
+    """Returns performance metrics, written with those of a step.
 
     Args:
       step_seconds: Mean time of the steps since the last summary.
     """
     values = {"step_seconds": step_seconds}
-    if self._figures is not None:
-      values |= self._figures.values(step_seconds)
+    if self._cost is not None:
+      values |= self._cost.values(step_seconds)
       values["goodput"] = self.ledger.account().goodput
-      values |= memory.device_memory(self._devices, step=self._step_memory)
-      values |= memory.host_memory()
+      values |= step_metrics.device_memory(
+        self._devices, step=self._step_memory
+      )
+      values |= step_metrics.host_memory()
     return values
 
-  def _say(self, line: str | None) -> None:
+  def _print(self, line: str | None) -> None:
     if line:
       print(line, flush=True)
 
 
 def _host() -> str:
-  """Returns what tells this host's files from those of others."""
+  """Returns a suffix that distinguishes the files of this host."""
   if jax.process_count() == 1:
     return ""
   return f"-host{jax.process_index()}"

@@ -12,7 +12,6 @@ from paxon.runner.monitoring import (
   goodput,
   launch,
   observer,
-  profile_window,
   spikes,
 )
 from paxon.runner.settings import monitoring
@@ -33,7 +32,7 @@ def test_without_arguments_it_watches_and_writes_nothing(
       pass
     watching.dispatched(1, before={}, after={})
     watching.finished(1, {"loss": float("nan")})
-    assert watching.figures(0.5) == {"step_seconds": 0.5}
+    assert watching.metrics(0.5) == {"step_seconds": 0.5}
   assert list(tmp_path.iterdir()) == []
   assert capsys.readouterr() == ("", "")
 
@@ -42,8 +41,8 @@ def test_figures_of_a_compiled_step(capsys):
   watching = observer.Observer()
   devices = jax.devices()[:2]
   watching.compiled(*_step(), length=8, devices=devices)
-  assert "so there is no MFU" in capsys.readouterr().out
-  figures = watching.figures(1e-6)
+  assert "no MFU:" in capsys.readouterr().out
+  figures = watching.metrics(1e-6)
   assert figures["model_tflops_per_device"] == pytest.approx(
     2 * 8**3 / 1e-6 / 2 / 1e12
   )
@@ -142,13 +141,13 @@ def test_the_devices_are_drained_at_the_edges_of_a_profile_only(
     drained.append(step)
     yield
 
-  given = launch.Launch(profile=profile_window.parse("2:4"))
+  given = launch.Launch(profile=launch.parse_window("2:4"))
   with _full(tmp_path, launch=given) as watching:
     for step in range(1, 6):
       with watching.before_step(step, paused=paused):
         pass
   assert drained == [2, 4]
-  assert "profile of the steps 2:4: " in capsys.readouterr().out
+  assert "profile of steps 2:4: " in capsys.readouterr().out
   assert list((tmp_path / "profile").glob("plugins/profile/*/*.xplane.pb"))
 
 
@@ -156,14 +155,14 @@ def test_the_devices_are_drained_at_the_edges_of_a_profile_only(
 def test_a_window_that_the_run_has_left_behind_is_said(
   tmp_path, capsys, step, is_said
 ):
-  given = launch.Launch(profile=profile_window.parse("2:4"))
+  given = launch.Launch(profile=launch.parse_window("2:4"))
   _full(tmp_path, launch=given, resume_step=step)
-  said = f"nothing is profiled: --profile_steps=2:4 lies before step {step + 1}"
+  said = f"nothing is profiled: --profile_steps=2:4 is before step {step + 1}"
   assert (said in capsys.readouterr().out) == is_said
 
 
 def test_a_profile_that_an_error_cuts_short_is_written(tmp_path):
-  given = launch.Launch(profile=profile_window.parse("1:9"))
+  given = launch.Launch(profile=launch.parse_window("1:9"))
 
   def fail():
     with _full(tmp_path, launch=given) as watching:

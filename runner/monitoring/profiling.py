@@ -1,7 +1,7 @@
-"""Profiles of a few steps, for TensorBoard's profile plugin and XProf.
+"""Profiles of a few training steps, for TensorBoard's profile plugin and XProf.
 
-The window begins and ends when the devices have nothing to do, so that it holds
-whole steps and no part of others. Steps are marked by their numbers.
+A profile begins and ends while the devices are idle, so that it contains whole
+steps only. Steps are annotated with their numbers.
 """
 
 import contextlib
@@ -13,19 +13,19 @@ from etils import epath
 import jax
 
 from paxon.runner import files
-from paxon.runner.monitoring import profile_window
+from paxon.runner.monitoring import launch
 
 
 class Profiler:
-  """Traces the steps of a window, once."""
+  """Traces a window of steps once."""
 
   def __init__(
-    self, window: profile_window.ProfileWindow | None, folder: epath.Path
+    self, window: launch.ProfileWindow | None, folder: epath.Path
   ) -> None:
-    """Prepares.
+    """Prepares the profiler.
 
     Args:
-      window: What to trace; None for nothing.
+      window: Steps to trace; None for none.
       folder: Gets `plugins/profile/<time>/*.xplane.pb`, where TensorBoard
         looks. It may be in an object store.
     """
@@ -35,19 +35,19 @@ class Profiler:
     self._stack = contextlib.ExitStack()
 
   def is_edge(self, step: int) -> bool:
-    """Whether the window begins with this step, or ends before it."""
+    """Returns whether the window begins with this step or ends before it."""
     if self._window is None:
       return False
     return self._is_tracing != (step in self._window)
 
   def move(self, step: int) -> str | None:
-    """Begins or ends the window; called while the devices have nothing to do.
+    """Starts or stops the trace; call it while the devices are idle.
 
     Args:
-      step: The next one.
+      step: The next step.
 
     Returns:
-      A line for the user at the end of a window.
+      A line for the user at the end of the window.
     """
     if not self.is_edge(step):
       return None
@@ -64,24 +64,24 @@ class Profiler:
     return None
 
   def step(self, step: int) -> contextlib.AbstractContextManager[object]:
-    """Marks the dispatch of a step in the trace."""
+    """Returns a context that annotates the dispatch of a step in the trace."""
     if not self._is_tracing:
       return contextlib.nullcontext()
     return jax.profiler.StepTraceAnnotation("train", step_num=step)
 
   def close(self) -> str | None:
-    """Ends the window if it is open; returns a line for the user."""
+    """Stops the trace if there is one; returns a line for the user."""
     if not self._is_tracing:
       return None
-    # Not traced twice, also if writing fails.
+    # Never traced again, even if writing fails.
     self._is_tracing, window, self._window = False, self._window, None
     with self._stack:
       jax.profiler.stop_trace()
-    return f"profile of the steps {window}: {os.fspath(self._folder)}"
+    return f"profile of steps {window}: {os.fspath(self._folder)}"
 
 
 def _copy(source: pathlib.Path, target: epath.Path) -> None:
-  """Copies a folder's files; a store has no folders to make before."""
+  """Copies the files of a directory tree."""
   for path in source.rglob("*"):
     if path.is_file():
       name = path.relative_to(source)

@@ -5,41 +5,41 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from paxon.runner.monitoring import profile_window, profiling
+from paxon.runner.monitoring import launch, profiling
 
 
 @pytest.mark.parametrize(
   ("text", "message"),
   [
-    ("", r"--profile_steps= must be two numbers of steps, such as 10:13"),
+    ("", r"--profile_steps= must be FIRST:STOP, such as 10:13"),
     ("10", r"--profile_steps=10 must be two numbers"),
     ("a:b", r"must be two numbers"),
     ("1:2:3", r"must be two numbers"),
     ("-1:3", r"must be two numbers"),
     ("1.5:3", r"must be two numbers"),
-    ("0:3", r"--profile_steps=0:3: the first step has number 1"),
-    ("5:5", r"--profile_steps=5:5 holds no step: .* must be at least 6"),
-    ("7:5", r"holds no step: .* must be at least 8"),
+    ("0:3", r"--profile_steps=0:3: steps are numbered from 1"),
+    ("5:5", r"--profile_steps=5:5 is empty: .* must be at least 6"),
+    ("7:5", r"is empty: .* must be at least 8"),
   ],
 )
 def test_windows_that_cannot_be_read(text, message):
   with pytest.raises(ValueError, match=message):
-    profile_window.parse(text)
+    launch.parse_window(text)
 
 
 def test_a_window_is_a_slice():
-  window = profile_window.parse("10:13")
+  window = launch.parse_window("10:13")
   assert [step for step in range(20) if step in window] == [10, 11, 12]
   assert str(window) == "10:13"
 
 
 def test_a_window_ends_with_the_training():
-  window = profile_window.parse("10:13")
-  profile_window.check(window, num_train_steps=12)
+  window = launch.parse_window("10:13")
+  launch.check_window(window, num_train_steps=12)
   with pytest.raises(
-    ValueError, match=r"=10:13 goes on to step 12, but num_train_steps is 11"
+    ValueError, match=r"=10:13 ends at step 12, but num_train_steps is 11"
   ):
-    profile_window.check(window, num_train_steps=11)
+    launch.check_window(window, num_train_steps=11)
 
 
 def _run(profiler, steps):
@@ -64,10 +64,10 @@ def _run(profiler, steps):
 )
 def test_the_window_is_traced_once(tmp_path, text, edges):
   folder = epath.Path(tmp_path) / "profile"
-  profiler = profiling.Profiler(profile_window.parse(text), folder)
+  profiler = profiling.Profiler(launch.parse_window(text), folder)
   found, lines = _run(profiler, range(1, 7))
   assert found == edges
-  assert lines == [f"profile of the steps {text}: {folder}"]
+  assert lines == [f"profile of steps {text}: {folder}"]
   [path] = folder.glob("plugins/profile/*/*.xplane.pb")
   first, stop = map(int, text.split(":"))
   trace = jax.profiler.ProfileData.from_file(str(path))
@@ -84,7 +84,7 @@ def test_the_window_is_traced_once(tmp_path, text, edges):
 
 def test_a_run_that_goes_on_behind_the_window_traces_nothing(tmp_path):
   folder = epath.Path(tmp_path) / "profile"
-  profiler = profiling.Profiler(profile_window.parse("2:4"), folder)
+  profiler = profiling.Profiler(launch.parse_window("2:4"), folder)
   assert _run(profiler, range(4, 7)) == ([], [])
   assert not folder.exists()
 

@@ -1,4 +1,4 @@
-"""How far a run is: a live bar on a terminal, plain lines anywhere else."""
+"""Progress of a training run: a bar on a terminal, plain lines elsewhere."""
 
 from collections.abc import Callable, Mapping
 import sys
@@ -11,26 +11,26 @@ from rich import progress as rich_progress
 from paxon.runner.monitoring import summary_writer
 
 _TRAIN = "train"
-# In the order shown; what a run does not write is left out.
-_TRAIN_FIGURES = (
+# In the order shown; missing metrics are omitted.
+_TRAIN_METRICS = (
   "loss",
   "learning_rate",
   "tokens_per_second",
   "model_tflops_per_device",
   "mfu",
 )
-_EVAL_FIGURES = ("loss", "bits_per_byte", "accuracy")
+_EVAL_METRICS = ("loss", "bits_per_byte", "accuracy")
 
 
 @runtime_checkable
 class TextStream(Protocol):
-  """Where text can be written, such as `sys.stdout`."""
+  """A text stream such as `sys.stdout`."""
 
   def write(self, text: str, /) -> object:
     """Writes text."""
 
   def flush(self) -> object:
-    """Makes it visible."""
+    """Flushes the stream."""
 
 
 def make(
@@ -39,12 +39,12 @@ def make(
   first_step: int = 0,
   stream: TextStream | None = None,
 ) -> summary_writer.SummaryWriter:
-  """Returns the bar if the stream is a terminal, else the plain lines.
+  """Returns a bar if the stream is a terminal, else plain lines.
 
   Args:
-    num_train_steps: The step at which training ends.
-    first_step: The step from which it goes on.
-    stream: Where to write; standard output by default.
+    num_train_steps: The last training step.
+    first_step: The step from which training resumes, or 0.
+    stream: Standard output by default.
   """
   stream = sys.stdout if stream is None else stream
   console = rich_console.Console(file=cast(IO[str], stream))
@@ -56,12 +56,12 @@ def make(
 
 
 class ProgressLines(summary_writer.SummaryWriter):
-  """Writes one line for each step that has figures.
+  """Prints one line per step with metrics.
 
   Args:
-    num_train_steps: The step at which training ends.
-    stream: Where to write.
-    clock: Gives seconds; another one in tests.
+    num_train_steps: The last training step.
+    stream: Where to print.
+    clock: Returns seconds; replaced in tests.
   """
 
   def __init__(
@@ -76,30 +76,30 @@ class ProgressLines(summary_writer.SummaryWriter):
     self._time_left = TimeLeft(num_train_steps, clock)
 
   def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
-    """Writes a line; figures of a baseline have no step and no line."""
+    """Prints a line; baselines are skipped."""
     if split.startswith(summary_writer.BASELINE_PREFIX):
       return
-    parts = [f"step {step}/{self._num_train_steps}", *_figures(split, values)]
+    parts = [f"step {step}/{self._num_train_steps}", *_format(split, values)]
     if split == _TRAIN:
       left = self._time_left(step)
       parts += [f"{left} left"] if left else []
     print("  ".join(parts), file=self._stream, flush=True)
 
   def close(self) -> None:
-    """Does nothing: every line was flushed."""
+    """Does nothing; every line was flushed."""
 
 
 class ProgressBar(summary_writer.SummaryWriter):
-  """A live bar; lines above it for evaluations.
+  """A live bar, with lines above it for evaluations.
 
-  It is drawn from the start, so that a user sees the seconds go by while the
-  step is compiled. While it lives, `print` writes above it.
+  It is drawn from the start, so that it shows the elapsed time while the step
+  is compiled. Meanwhile `print` writes above it.
 
   Args:
-    num_train_steps: The step at which training ends.
-    first_step: The step from which it goes on.
+    num_train_steps: The last training step.
+    first_step: The step from which training resumes, or 0.
     console: A terminal.
-    clock: Gives seconds; another one in tests.
+    clock: Returns seconds; replaced in tests.
   """
 
   def __init__(
@@ -115,47 +115,47 @@ class ProgressBar(summary_writer.SummaryWriter):
     self._bar = rich_progress.Progress(
       rich_progress.TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
       rich_progress.BarColumn(bar_width=None),
-      rich_progress.TextColumn("{task.fields[figures]}"),
+      rich_progress.TextColumn("{task.fields[metrics]}"),
       rich_progress.TimeElapsedColumn(),
       console=console,
       expand=True,
-      # Twice a second is live enough, and leaves the processor to the step.
+      # Low, to leave the processor to the step.
       refresh_per_second=2,
     )
     self._task = self._bar.add_task(
       "train",
       total=num_train_steps,
       completed=first_step,
-      figures="starting",
+      metrics="starting",
     )
     self._bar.start()
 
   def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
-    """Moves the bar, or writes a line above it."""
+    """Updates the bar, or prints a line above it."""
     if split.startswith(summary_writer.BASELINE_PREFIX):
       return
-    figures = _figures(split, values)
+    shown = _format(split, values)
     if split == _TRAIN:
       left = self._time_left(step)
-      figures += [f"{left} left"] if left else []
-      self._bar.update(self._task, completed=step, figures="  ".join(figures))
+      shown += [f"{left} left"] if left else []
+      self._bar.update(self._task, completed=step, metrics="  ".join(shown))
     else:
-      line = "  ".join([f"step {step}/{self._num_train_steps}", *figures])
+      line = "  ".join([f"step {step}/{self._num_train_steps}", *shown])
       self._bar.console.print(line, markup=False, highlight=False)
 
   def close(self) -> None:
-    """Draws the bar a last time and gives the terminal back."""
+    """Draws the bar a last time and releases the terminal."""
     self._bar.stop()
 
 
 class TimeLeft:
-  """Estimates the time to the end from the steps since the first report.
+  """Estimates the remaining time from the steps since the first report.
 
-  Compiling belongs to no step and lies before the first report.
+  Compilation ends before the first report and does not count.
 
   Args:
-    num_train_steps: The step at which training ends.
-    clock: Gives seconds.
+    num_train_steps: The last training step.
+    clock: Returns seconds.
   """
 
   def __init__(self, num_train_steps: int, clock: Callable[[], float]):
@@ -164,7 +164,7 @@ class TimeLeft:
     self._start: tuple[int, float] | None = None
 
   def __call__(self, step: int) -> str | None:
-    """Returns `1:02:03`, or None before two steps have been reported."""
+    """Returns `1:02:03`, or None before the second report."""
     now = self._clock()
     if self._start is None:
       self._start = step, now
@@ -180,7 +180,7 @@ def duration(seconds: float) -> str:
   """Returns seconds as `h:mm:ss`, or `m:ss` below an hour.
 
   Args:
-    seconds: Not negative.
+    seconds: Non-negative.
   """
   minutes, rest = divmod(round(seconds), 60)
   hours, minutes = divmod(minutes, 60)
@@ -189,11 +189,11 @@ def duration(seconds: float) -> str:
   return f"{minutes}:{rest:02d}"
 
 
-def _figures(split: str, values: Mapping[str, float]) -> list[str]:
-  """Returns the figures that are shown, each with its name."""
+def _format(split: str, values: Mapping[str, float]) -> list[str]:
+  """Returns the metrics to show, each with its name."""
   if split != _TRAIN:
     shown = [
-      f"{name} {values[name]:.4f}" for name in _EVAL_FIGURES if name in values
+      f"{name} {values[name]:.4f}" for name in _EVAL_METRICS if name in values
     ]
     return [split, *shown]
   formats = {
@@ -205,6 +205,6 @@ def _figures(split: str, values: Mapping[str, float]) -> list[str]:
   }
   return [
     formats[name].format(values[name])
-    for name in _TRAIN_FIGURES
+    for name in _TRAIN_METRICS
     if name in values
   ]

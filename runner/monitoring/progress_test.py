@@ -12,7 +12,7 @@ import termios
 from etils import epath
 import pytest
 
-from paxon.runner.monitoring import progress, run_summaries
+from paxon.runner.monitoring import progress, writers
 
 _FIGURES = {
   "loss": 2.34567,
@@ -184,12 +184,12 @@ def test_dumb_terminal_gets_lines(terminal):
 
 def test_writers_of_a_run_leave_its_files(tmp_path):
   folder, stream = epath.Path(tmp_path), io.StringIO()
-  writer = run_summaries.make_train(
+  writer = writers.make_train_writer(
     folder, num_train_steps=2, resume_step=0, stream=stream
   )
   writer.write(2, "train", {"loss": 1.0})
   writer.close()
-  evaluation = run_summaries.make_eval(folder)
+  evaluation = writers.make_eval_writer(folder)
   evaluation.write(2, "test", {"loss": 1.5})
   evaluation.close()
   # Each has files of its own: both may write at the same time.

@@ -1,33 +1,57 @@
-"""The interface of everything that records the figures of a run."""
+"""The interface of writers of metrics, and a composite of several writers."""
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+import contextlib
 
-# Figures to compare a run with are written at step 0, under the split
-# `baseline/<name>`, so that a report needs no other source than the metrics.
+# The metrics of baselines are written at step 0 under the split
+# `baseline/<name>`, so that a report needs no other source.
 BASELINE_PREFIX = "baseline/"
 
 
 class SummaryWriter(abc.ABC):
-  """Records figures by step and split, one call after another."""
+  """Writes metrics by step and split."""
 
   @abc.abstractmethod
   def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
-    """Records figures.
+    """Records metrics.
 
     Args:
-      step: The training step after which they hold.
+      step: The training step after which they were measured.
       split: `train`, the name of an evaluated split, or `baseline/<name>`.
-      values: Figures by name.
+      values: Metrics by name.
     """
 
   def flush(self) -> None:  # noqa: B027
-    """Makes what was written outlive the process, however it ends.
+    """Makes everything written so far durable.
 
-    Called before a checkpoint is committed: what a resumed run does not write
-    again must not be lost. Writers also flush by themselves now and then.
+    Called before a checkpoint is committed, because a resumed run does not
+    write these metrics again. Writers also flush periodically.
     """
 
   @abc.abstractmethod
   def close(self) -> None:
-    """Flushes, and releases what is held; nothing is written after it."""
+    """Flushes and releases all resources."""
+
+
+class CompositeWriter(SummaryWriter):
+  """Forwards all calls to several writers, in order."""
+
+  def __init__(self, writers: Sequence[SummaryWriter]):
+    self._writers = tuple(writers)
+
+  def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
+    """Records metrics in every writer."""
+    for writer in self._writers:
+      writer.write(step, split, values)
+
+  def flush(self) -> None:
+    """Flushes every writer."""
+    for writer in self._writers:
+      writer.flush()
+
+  def close(self) -> None:
+    """Closes every writer, even if one of them fails."""
+    with contextlib.ExitStack() as stack:
+      for writer in reversed(self._writers):
+        stack.callback(writer.close)

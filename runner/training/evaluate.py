@@ -10,7 +10,7 @@ from paxon.runner import run_dir as run_dirs
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer
 from paxon.runner.hosts import agreement
-from paxon.runner.monitoring import report, run_summaries
+from paxon.runner.monitoring import report, writers
 from paxon.runner.training import (
   converting,
   evaluation,
@@ -85,7 +85,7 @@ def _evaluate_newest(session: session_lib.Session, run_dir: epath.Path) -> None:
   assert results is not None
   step = int(state.step)
   if agreement.is_first():
-    with contextlib.closing(run_summaries.make_eval(run_dir)) as writer:
+    with contextlib.closing(writers.make_eval_writer(run_dir)) as writer:
       for split, values in results.items():
         writer.write(step, split, values)
   for line in figures.lines(step, results):

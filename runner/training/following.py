@@ -21,12 +21,7 @@ from paxon.runner import run_dir as run_dirs
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer, compatibility
 from paxon.runner.hosts import agreement
-from paxon.runner.monitoring import (
-  composite_writer,
-  metrics_file,
-  run_summaries,
-  summary_writer,
-)
+from paxon.runner.monitoring import metrics_file, summary_writer, writers
 from paxon.runner.training import (
   evaluation,
   evaluation_log,
@@ -106,10 +101,10 @@ class Follower:
   def _positions(self) -> epath.Path:
     return self.run_dir / run_dirs.EVAL / run_dirs.POSITIONS
 
-  def _writer(self) -> composite_writer.CompositeWriter:
+  def _writer(self) -> summary_writer.CompositeWriter:
     if agreement.is_first():
-      return run_summaries.make_eval(self.run_dir)
-    return composite_writer.CompositeWriter(())
+      return writers.make_eval_writer(self.run_dir)
+    return summary_writer.CompositeWriter(())
 
   def _newest(
     self, steps: list[int], done: set[int], skipped: dict[int, int | None]

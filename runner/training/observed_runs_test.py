@@ -16,12 +16,7 @@ from paxon.inputs import packed_lm_input
 from paxon.layers import rms_norm, summaries
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer
-from paxon.runner.monitoring import (
-  goodput,
-  launch,
-  profile_window,
-  spikes,
-)
+from paxon.runner.monitoring import goodput, launch, spikes
 from paxon.runner.settings import monitoring
 from paxon.runner.training import restoring, testing, train
 from paxon.runner.training import session as session_lib
@@ -132,7 +127,7 @@ def _runs(tmp_path_factory):
     for name, observability in (("on", EVERYTHING), ("off", NOTHING)):
       folder = epath.Path(tmp_path_factory.mktemp(name))
       job, config = _poisoned(observability)
-      window = profile_window.parse("3:5") if name == "on" else None
+      window = launch.parse_window("3:5") if name == "on" else None
       started = launch.Launch(profile=window, begin=time.time() - 3.0)
       assert train.run(job, config, folder, launch=started) == 0
       folders[name] = folder

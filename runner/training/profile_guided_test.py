@@ -10,7 +10,7 @@ import pytest
 
 from paxon.runner import user_error
 from paxon.runner.monitoring import launch as launch_lib
-from paxon.runner.monitoring import metrics_file, profile_window
+from paxon.runner.monitoring import metrics_file
 from paxon.runner.training import profile_guided, testing, train
 
 _PROFILE = b"times of instructions"
@@ -196,7 +196,7 @@ def test_refuses_a_profile_before_anything_is_computed(
 
 def test_two_profiles_at_a_time_are_refused(tmp_path):
   job, config = testing.make(pgle="auto")
-  window = profile_window.parse("2:4")
+  window = launch_lib.parse_window("2:4")
   with pytest.raises(user_error.UserError, match="both profile the first"):
     train.run(
       job,

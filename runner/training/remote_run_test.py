@@ -16,7 +16,7 @@ import fsspec
 import pytest
 
 from paxon.runner import run_dir as run_dirs
-from paxon.runner.monitoring import launch, metrics_file, profile_window
+from paxon.runner.monitoring import launch, metrics_file
 from paxon.runner.training import decode, evaluate, testing, train
 
 RUN = "s3://bucket/runs/tiny"
@@ -149,7 +149,7 @@ def _written(store):
 
 def test_all_files_of_a_run_are_in_the_store(store, tmp_path):
   folder = epath.Path(RUN)
-  window = profile_window.ProfileWindow(first=2, stop=3)
+  window = launch.ProfileWindow(first=2, stop=3)
   start = launch.Launch(profile=window)
   assert train.run(*testing.make(**KNOBS), folder, launch=start) == 0
   # It goes on from what it has written there.

@@ -18,13 +18,11 @@ from paxon.runner.configuration import dump
 from paxon.runner.configuration import overrides as overrides_lib
 from paxon.runner.hosts import agreement
 from paxon.runner.monitoring import (
-  composite_writer,
   goodput,
   metrics_file,
   report,
-  run_summaries,
   summary_writer,
-  wandb_writer,
+  writers,
 )
 from paxon.runner.monitoring import launch as launch_lib
 from paxon.runner.monitoring import observer as observer_lib
@@ -98,7 +96,7 @@ def _run(
     run_dir / run_dirs.GOODPUT if writes else None, begin=launch.begin
   )
   if job.observability.wandb_project is not None:
-    wandb_writer.check_installed()
+    writers.check_wandb()
   profile_guided.check(job.pgle)
   if job.pgle == profile_guided.AUTO and launch.profile is not None:
     raise user_error.UserError(
@@ -136,9 +134,9 @@ def _run(
     checkpoints.rank_by(
       lambda step: retention.metric_value(job.retention, log.at(step) or {})
     )
-    writer: summary_writer.SummaryWriter = composite_writer.CompositeWriter(())
+    writer: summary_writer.SummaryWriter = summary_writer.CompositeWriter(())
     if writes:
-      writer = run_summaries.make_train(
+      writer = writers.make_train_writer(
         run_dir,
         num_train_steps=job.num_train_steps,
         resume_step=int(state.step),
@@ -221,7 +219,7 @@ def _wandb(
   if settings.wandb_project is None:
     return []
   return [
-    wandb_writer.WandbWriter(
+    writers.WandbWriter(
       run_dir,
       project=settings.wandb_project,
       entity=settings.wandb_entity,

@@ -82,6 +82,6 @@ class TrainSummaries:
     values: dict[str, Any] = totals.means()
     self._observer.finished(step, values)
     if is_due:
-      figures = self._observer.figures(self._throughput.step_seconds())
+      figures = self._observer.metrics(self._throughput.step_seconds())
       values["tokens_per_second"] = self._throughput.report()
       self._writer.write(step, TRAIN, values | figures)

@@ -21,7 +21,7 @@ COMPUTED_IMPORTS = frozenset(
     "runner/configuration/find_experiment_test.py",
     "runner/configuration/text_functions.py",
     "runner/hosts/warm_python_server.py",
-    "runner/monitoring/wandb_writer.py",
+    "runner/monitoring/writers.py",
     "tools/closure_test.py",
     "tools/tokenize_main.py",
   }

@@ -1,12 +1,16 @@
-"""Tests for event files, read by a reader of the format written here."""
+"""Tests for event files, with an independent reader, and for a W&B stub."""
 
 import pathlib
 import struct
+import sys
+import types
 
+from etils import epath
 import pytest
 from tensorboardX.proto import event_pb2
 
-from paxon.runner.monitoring import event_file
+from paxon.runner import user_error
+from paxon.runner.monitoring import writers
 
 
 def _crc32c(data: bytes) -> int:
@@ -51,7 +55,7 @@ def test_checksum_of_the_reader_is_the_standard_one():
 
 
 def test_each_split_has_a_folder_with_its_scalars(tmp_path):
-  writer = event_file.EventFiles(tmp_path, clock=lambda: 1234.5)
+  writer = writers.EventFiles(tmp_path, clock=lambda: 1234.5)
   writer.write(1, "train", {"loss": 2.5, "learning_rate": 0.25})
   writer.write(2, "train", {"loss": 2.0})
   writer.write(2, "validation", {"loss": 3.0})
@@ -74,7 +78,7 @@ def test_each_split_has_a_folder_with_its_scalars(tmp_path):
 
 
 def test_files_are_whole_after_every_flush(tmp_path):
-  writer = event_file.EventFiles(tmp_path)
+  writer = writers.EventFiles(tmp_path)
   for step in range(3):
     writer.write(step, "train", {"loss": float(step)})
     writer.flush()
@@ -85,7 +89,7 @@ def test_files_are_whole_after_every_flush(tmp_path):
 def test_resumed_run_begins_a_file_that_replaces_later_steps(tmp_path):
   times = iter(range(1000))
   for resume_step in (0, 10):
-    writer = event_file.EventFiles(
+    writer = writers.EventFiles(
       tmp_path, resume_step=resume_step, clock=lambda: float(next(times))
     )
     writer.write(resume_step + 5, "train", {"loss": 1.0})
@@ -97,8 +101,8 @@ def test_resumed_run_begins_a_file_that_replaces_later_steps(tmp_path):
   assert start.step == 11
 
 
-def test_baselines_are_left_out(tmp_path):
-  writer = event_file.EventFiles(tmp_path)
+def test_baselines_are_skipped(tmp_path):
+  writer = writers.EventFiles(tmp_path)
   writer.write(0, "baseline/xz", {"bits_per_byte": 2.0})
   writer.close()
   assert list(tmp_path.iterdir()) == []
@@ -106,9 +110,81 @@ def test_baselines_are_left_out(tmp_path):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e300])
 def test_values_beyond_float32_are_written(tmp_path, value):
-  writer = event_file.EventFiles(tmp_path)
+  writer = writers.EventFiles(tmp_path)
   writer.write(1, "train", {"loss": value})
   writer.close()
   [path] = (tmp_path / "train").iterdir()
   [(_, _, found)] = _scalars(_read(path))
   assert found != found if value != value else found == float("inf")
+
+
+class _Run:
+  def __init__(self, options):
+    self.options, self.logged, self.metrics = options, [], []
+    self.summary, self.finished = {}, 0
+
+  def define_metric(self, name, step_metric=None):
+    self.metrics.append((name, step_metric))
+
+  def log(self, values):
+    self.logged.append(values)
+
+  def finish(self):
+    self.finished += 1
+
+
+@pytest.fixture(name="runs")
+def _runs(monkeypatch):
+  """Puts a module `wandb` in place; returns the runs it began."""
+  runs = []
+
+  def init(**options):
+    runs.append(_Run(options))
+    return runs[-1]
+
+  module = types.ModuleType("wandb")
+  monkeypatch.setattr(module, "init", init, raising=False)
+  monkeypatch.setitem(sys.modules, "wandb", module)
+  return runs
+
+
+def test_metrics_are_sent_by_split(tmp_path, runs):
+  writer = writers.WandbWriter(
+    epath.Path(tmp_path), project="p", entity="team", config={"seed": 3}
+  )
+  writer.write(5, "train", {"loss": 2.0, "summaries/stack/rms": 1.5})
+  writer.write(5, "validation", {"loss": 3.0})
+  writer.write(0, "baseline/xz", {"bits_per_byte": 2.5})
+  writer.flush()
+  writer.close()
+  [run] = runs
+  assert run.logged == [
+    {"step": 5, "train/loss": 2.0, "train/summaries/stack/rms": 1.5},
+    {"step": 5, "validation/loss": 3.0},
+  ]
+  assert run.summary == {"baseline/xz/bits_per_byte": 2.5}
+  assert run.metrics == [("step", None), ("*", "step")]
+  assert run.finished == 1
+  assert run.options["project"] == "p"
+  assert run.options["entity"] == "team"
+  assert run.options["config"] == {"seed": 3}
+  assert run.options["name"] == tmp_path.name
+  assert run.options["resume"] == "allow"
+
+
+def test_resumed_run_keeps_its_id(tmp_path, runs):
+  for name in ("a", "a", "b"):
+    folder = epath.Path(tmp_path) / name
+    writers.WandbWriter(folder, project="p").close()
+  ids = [run.options["id"] for run in runs]
+  assert ids[0] == ids[1] != ids[2]
+
+
+def test_missing_package_is_one_line(tmp_path, monkeypatch):
+  # As Python does for a missing package.
+  monkeypatch.setitem(sys.modules, "wandb", None)
+  message = r"wandb_project is set, but the package wandb cannot .*pip install"
+  with pytest.raises(user_error.UserError, match=message):
+    writers.check_wandb()
+  with pytest.raises(user_error.UserError, match=message):
+    writers.WandbWriter(epath.Path(tmp_path), project="p")

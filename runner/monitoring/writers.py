@@ -1,0 +1,246 @@
+"""Writers of a run's metrics: TensorBoard, Weights & Biases, and the defaults.
+
+TensorBoard's event files are written without TensorFlow. Each split has its own
+directory, so that TensorBoard draws the curves of `train` and `validation` in
+one chart. A file is a sequence of protocol buffers, each framed by its length
+and checksums (TFRecord), and is held in memory and written whole, which object
+stores require. A resumed run starts another file, whose first record makes
+TensorBoard drop the steps that are trained again.
+
+Weights & Biases is an optional package, imported only if an experiment sets
+`observability.wandb_project`. A resumed run continues the same W&B run, whose
+id is stored in the run directory. Metrics of repeated steps are sent again.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import importlib
+import json
+import os
+import socket
+import struct
+import time
+from typing import Any
+import uuid
+
+from etils import epath
+from tensorboardX import record_writer
+from tensorboardX.proto import event_pb2, summary_pb2
+
+from paxon.runner import files, flush_pace, user_error
+from paxon.runner import run_dir as run_dir_lib
+from paxon.runner.monitoring import metrics_file, progress, summary_writer
+
+_VERSION = "brain.Event:2"
+# Type checkers cannot see the classes that protobuf makes at import.
+_events: Any = event_pb2
+_summaries: Any = summary_pb2
+
+# Optional: `pip install paxon[wandb]`.
+_WANDB = "wandb"
+_WANDB_STEP = "step"
+_WANDB_ID_FILE = "wandb.json"
+
+
+def make_train_writer(
+  run_dir: epath.Path,
+  *,
+  num_train_steps: int,
+  resume_step: int,
+  stream: progress.TextStream | None = None,
+  more: Sequence[summary_writer.SummaryWriter] = (),
+) -> summary_writer.CompositeWriter:
+  """Returns the writers of a training run: files, and progress for the user.
+
+  Args:
+    run_dir: The run directory.
+    num_train_steps: The last training step.
+    resume_step: The step from which training resumes, or 0. Metrics of later
+      steps that an earlier attempt wrote are dropped.
+    stream: Where progress is printed; standard output by default.
+    more: Other writers, closed with these.
+  """
+  return summary_writer.CompositeWriter(
+    [
+      metrics_file.MetricsFile(
+        run_dir / run_dir_lib.METRICS, resume_step=resume_step
+      ),
+      EventFiles(run_dir / run_dir_lib.EVENTS, resume_step=resume_step),
+      progress.make(
+        num_train_steps=num_train_steps, first_step=resume_step, stream=stream
+      ),
+      *more,
+    ]
+  )
+
+
+def make_eval_writer(run_dir: epath.Path) -> summary_writer.CompositeWriter:
+  """Returns the writers of a job that evaluates the checkpoints of a run.
+
+  The run may be training meanwhile, so the job writes separate files;
+  `metrics_file.read_run` merges them. Earlier metrics are kept.
+
+  Args:
+    run_dir: The directory of the evaluated run.
+  """
+  folder = run_dir / run_dir_lib.EVAL
+  return summary_writer.CompositeWriter(
+    [
+      metrics_file.MetricsFile(folder / run_dir_lib.METRICS, resume_step=None),
+      EventFiles(folder / run_dir_lib.EVENTS),
+    ]
+  )
+
+
+class EventFiles(summary_writer.SummaryWriter):
+  """Writes TensorBoard's `<folder>/<split>/events.out.tfevents.*`.
+
+  Args:
+    folder: Parent directory of all splits.
+    resume_step: The step from which training resumes, or 0.
+    clock: Returns seconds since the epoch; replaced in tests.
+  """
+
+  def __init__(
+    self,
+    folder: epath.PathLike,
+    *,
+    resume_step: int = 0,
+    clock: Callable[[], float] = time.time,
+  ):
+    self._folder = epath.Path(folder)
+    self._resume_step = resume_step
+    self._clock = clock
+    self._pace = flush_pace.FlushPace()
+    host = "".join(c if c.isalnum() else "-" for c in socket.gethostname())
+    # TensorBoard reads files in the order of their names.
+    self._name = (
+      f"events.out.tfevents.{int(clock() * 1000):014d}.{host}.{os.getpid()}"
+    )
+    self._records: dict[str, list[bytes]] = {}
+
+  def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
+    """Records one scalar per metric; baselines are skipped."""
+    if split.startswith(summary_writer.BASELINE_PREFIX):
+      return
+    if split not in self._records:
+      self._records[split] = [self._frame(_events.Event(file_version=_VERSION))]
+      if self._resume_step:
+        log = _events.SessionLog(status=_events.SessionLog.START)
+        # A session begins with the first repeated step.
+        start = _events.Event(session_log=log, step=self._resume_step + 1)
+        self._records[split].append(self._frame(start))
+    summary = _summaries.Summary(
+      value=[
+        _summaries.Summary.Value(tag=name, simple_value=float(value))
+        for name, value in values.items()
+      ]
+    )
+    event = _events.Event(step=step, summary=summary)
+    self._records[split].append(self._frame(event))
+    if self._pace.is_due():
+      self.flush()
+
+  def flush(self) -> None:
+    """Writes the files of all splits."""
+    self._pace.run(self._write_files)
+
+  def close(self) -> None:
+    """Flushes."""
+    self.flush()
+
+  def _frame(self, event: Any) -> bytes:
+    event.wall_time = self._clock()
+    data = event.SerializeToString()
+    length = struct.pack("<Q", len(data))
+    return (
+      length
+      + struct.pack("<I", record_writer.masked_crc32c(length))
+      + data
+      + struct.pack("<I", record_writer.masked_crc32c(data))
+    )
+
+  def _write_files(self) -> None:
+    for split, records in self._records.items():
+      path = self._folder / split / self._name
+      files.write_bytes(path, b"".join(records))
+
+
+class WandbWriter(summary_writer.SummaryWriter):
+  """Sends metrics to Weights & Biases as `<split>/<metric>`.
+
+  Baselines go to the summary of the W&B run.
+  """
+
+  def __init__(
+    self,
+    run_dir: epath.Path,
+    *,
+    project: str,
+    entity: str | None = None,
+    config: Mapping[str, Any] | None = None,
+  ) -> None:
+    """Starts a W&B run, or resumes that of the run directory.
+
+    Args:
+      run_dir: The run directory; its name becomes the name of the W&B run.
+      project: The W&B project.
+      entity: The W&B user or team; None is the account's default.
+      config: The resolved configuration.
+
+    Raises:
+      UserError: The package is not installed.
+    """
+    self._run = _import_wandb().init(
+      project=project,
+      entity=entity,
+      name=run_dir.name,
+      id=_wandb_id(run_dir),
+      resume="allow",
+      config=dict(config or {}),
+      # W&B's own files are large and specific to this machine.
+      dir=os.fspath(run_dir) if files.is_local(run_dir) else None,
+    )
+    # W&B's own step cannot decrease, which a resumed run requires.
+    self._run.define_metric(_WANDB_STEP)
+    self._run.define_metric("*", step_metric=_WANDB_STEP)
+
+  def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
+    """Queues metrics, which the package sends in the background."""
+    named = {f"{split}/{name}": float(value) for name, value in values.items()}
+    if split.startswith(summary_writer.BASELINE_PREFIX):
+      self._run.summary.update(named)
+    else:
+      self._run.log({_WANDB_STEP: step, **named})
+
+  def close(self) -> None:
+    """Sends the remaining metrics and ends the W&B run."""
+    self._run.finish()
+
+
+def check_wandb() -> None:
+  """Checks that the package `wandb` can be imported.
+
+  Raises:
+    UserError: It cannot.
+  """
+  _import_wandb()
+
+
+def _import_wandb() -> Any:
+  try:
+    return importlib.import_module(_WANDB)
+  except ImportError as error:
+    raise user_error.UserError(
+      "observability.wandb_project is set, but the package wandb cannot be"
+      f" imported ({error}). Install it with 'pip install wandb', or unset"
+      " wandb_project."
+    ) from error
+
+
+def _wandb_id(run_dir: epath.Path) -> str:
+  path = run_dir / _WANDB_ID_FILE
+  if path.exists():
+    return str(json.loads(path.read_text())["id"])
+  new = uuid.uuid4().hex[:16]
+  files.write_text(path, json.dumps({"id": new}) + "\n")
+  return new
