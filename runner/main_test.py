@@ -141,7 +141,7 @@ _WRONG = [
     [_TOY, "--continuous"],
     r"--continuous is for --mode=eval, and the mode is train",
   ),
-  ([_TOY, "--profile_steps=x"], r"--profile_steps=x must be two numbers of"),
+  ([_TOY, "--profile_steps=x"], r"--profile_steps=x must be FIRST:STOP"),
   ([_TOY, "--profile_steps=3:3"], r"--profile_steps=3:3 is empty"),
   (
     [_TOY, "--profile_steps=3:6"],

@@ -210,7 +210,9 @@ def test_nothing_is_written_without_a_path():
 def test_damaged_file(tmp_path, line):
   path = tmp_path / "goodput.jsonl"
   path.write_text(line + "\n")
-  with pytest.raises(user_error.UserError, match=r"line 1, is not a valid goodput record"):
+  with pytest.raises(
+    user_error.UserError, match=r"line 1, is not a valid goodput record"
+  ):
     goodput.Ledger(path)
 
 

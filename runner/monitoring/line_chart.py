@@ -1,18 +1,22 @@
-"""Line charts as SVG text, for a page that needs nothing else."""
+"""Line charts as SVG elements: curves by step, with labels and levels."""
 
 from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
-import html
 import math
 
+from paxon.runner import web_page
+
 _LEFT, _TOP, _BOTTOM = 64, 12, 44
-# Of the labels beside the curves, in pixels, on the safe side.
+# Upper bound of a letter's width in the labels beside the curves, in pixels.
 _LETTER = 7.6
-# The share of the steps that does not stretch the vertical axis.
+# The first share of the steps does not stretch the vertical axis.
 _BEGINNING = 0.05
 _MAX_POINTS = 600
 _MAX_DOTS = 60
 _LABEL_SPACING = 16
+
+_Points = Sequence[tuple[float, float]]
+_element = web_page.element
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,13 +25,13 @@ class Series:
 
   Attributes:
     name: Its label.
-    points: Pairs of step and value; values that are not finite are gaps.
-    style: The CSS class that gives its color.
+    points: Pairs of step and value; non-finite values are gaps.
+    color: Its number among the colors of `web_page`.
   """
 
   name: str
-  points: Sequence[tuple[float, float]]
-  style: str
+  points: _Points
+  color: int
 
 
 def draw(
@@ -37,12 +41,12 @@ def draw(
   levels: Mapping[str, float] | None = None,
   width: int = 760,
   height: int = 340,
-) -> str:
-  """Returns an `svg` element with axes, ticks, curves and their labels.
+) -> web_page.Element | None:
+  """Returns an `svg` element; None without any finite point.
 
   Args:
-    series: The curves; those without a finite point are left out.
-    title: What the values are, for the vertical axis and screen readers.
+    series: The curves.
+    title: The quantity, for the vertical axis and screen readers.
     levels: Values to compare with, by name: dashed horizontal lines.
     width: In pixels of the drawing, which scales with the page.
     height: In pixels.
@@ -50,12 +54,12 @@ def draw(
   levels = {k: v for k, v in (levels or {}).items() if math.isfinite(v)}
   series = [s for s in series if _finite(s.points)]
   if not series:
-    return ""
+    return None
   labels = [(v, f"{name} {_short(v)}", "level") for name, v in levels.items()]
   for s in series:
     last = _finite(s.points)[-1][1]
     name = f"{s.name} " if len(series) > 1 else ""
-    labels.append((last, f"{name}{_short(last)}", s.style))
+    labels.append((last, f"{name}{_short(last)}", f"c{s.color}"))
   frame = _Frame(
     x=_x_range(series),
     y=_y_range(series, levels.values()),
@@ -63,38 +67,37 @@ def draw(
     bottom=float(height - _BOTTOM),
   )
   clip = f"inside-{title.replace(' ', '-')}"
-  parts = [
-    f'<svg viewBox="0 0 {width} {height}" role="img"'
-    f' aria-label="{html.escape(title)} by step">',
-    f'<clipPath id="{clip}"><rect x="{_LEFT}" y="{_TOP}"'
-    # A little wider, so that the last dot is whole.
-    f' width="{frame.right - _LEFT + 4:.1f}" height="{frame.bottom - _TOP}"/>'
-    "</clipPath>",
+  area = _element(
+    "rect",
+    x=_LEFT,
+    y=_TOP,
+    # A little wider, so that the last dot is not cut.
+    width=frame.right - _LEFT + 4,
+    height=frame.bottom - _TOP,
+  )
+  curves = [shape for s in series for shape in _curve(s, frame)]
+  heights = [(frame.y_pixel(v), text, style) for v, text, style in labels]
+  return _element(
+    "svg",
+    _element("clipPath", area, id=clip),
     *frame.axes(title),
-  ]
-  for level in levels.values():
-    y = frame.y_pixel(level)
-    parts.append(
-      f'<line class="level" x1="{_LEFT}" x2="{frame.right:.1f}" y1="{y:.1f}"'
-      f' y2="{y:.1f}"/>'
-    )
-  parts.append(f'<g clip-path="url(#{clip})">')
-  for s in series:
-    parts += _curve(s, frame)
-  parts.append("</g>")
-  for y, text, style in _apart(
-    [(frame.y_pixel(value), text, style) for value, text, style in labels]
-  ):
-    parts.append(
-      f'<text class="label {style}" x="{frame.right + 8:.1f}"'
-      f' y="{y + 4:.1f}">{html.escape(text)}</text>'
-    )
-  return "\n".join([*parts, "</svg>"])
+    *(frame.horizontal(frame.y_pixel(v), "level") for v in levels.values()),
+    _element("g", *curves, clip_path=f"url(#{clip})"),
+    *(
+      _element(
+        "text", text, class_=f"label {style}", x=frame.right + 8, y=y + 4
+      )
+      for y, text, style in _spread(heights)
+    ),
+    viewBox=f"0 0 {width} {height}",
+    role="img",
+    aria_label=f"{title} by step",
+  )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Frame:
-  """The plotted ranges, and where they are in the picture."""
+  """The plotted ranges and their pixels."""
 
   x: tuple[float, float]
   y: tuple[float, float]
@@ -109,43 +112,41 @@ class _Frame:
     low, high = self.y
     return _TOP + (high - y) / (high - low) * (self.bottom - _TOP)
 
-  def axes(self, title: str) -> list[str]:
+  def horizontal(self, y: float, kind: str) -> web_page.Element:
+    return _element("line", class_=kind, x1=_LEFT, x2=self.right, y1=y, y2=y)
+
+  def axes(self, title: str) -> list[web_page.Element]:
     """Returns grid lines, tick labels and axis names."""
-    right, bottom = round(self.right, 1), self.bottom
-    parts = []
+    bottom, middle = self.bottom, (_TOP + self.bottom) / 2
+    center = (_LEFT + self.right) / 2
+    shapes = []
     for tick in ticks(*self.y, count=5):
       y = self.y_pixel(tick)
-      parts.append(
-        f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}"'
-        f' y2="{y:.1f}"/><text class="tick" text-anchor="end"'
-        f' x="{_LEFT - 8}" y="{y + 4:.1f}">{_short(tick)}</text>'
-      )
+      shapes.append(self.horizontal(y, "rule"))
+      shapes.append(_text(_short(tick), "tick", "end", _LEFT - 8, y + 4))
     for tick in ticks(*self.x, count=6):
       x = self.x_pixel(tick)
-      parts.append(
-        f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}"'
-        f' y2="{bottom + 4}"/><text class="tick" text-anchor="middle"'
-        f' x="{x:.1f}" y="{bottom + 18}">{_short(tick)}</text>'
+      shapes.append(
+        _element("line", class_="axis", x1=x, x2=x, y1=bottom, y2=bottom + 4)
       )
-    middle = (_TOP + bottom) / 2
-    parts += [
-      f'<line class="axis" x1="{_LEFT}" x2="{right}" y1="{bottom}"'
-      f' y2="{bottom}"/>',
-      f'<text class="name" text-anchor="middle" x="{(_LEFT + right) / 2}"'
-      f' y="{bottom + 36}">step</text>',
-      f'<text class="name" text-anchor="middle" transform="rotate(-90)"'
-      f' x="{-middle}" y="14">{html.escape(title)}</text>',
+      shapes.append(_text(_short(tick), "tick", "middle", x, bottom + 18))
+    name = _text(title, "name", "middle", -middle, 14)
+    name.set("transform", "rotate(-90)")
+    return [
+      *shapes,
+      self.horizontal(bottom, "axis"),
+      _text("step", "name", "middle", center, bottom + 36),
+      name,
     ]
-    return parts
 
 
 def ticks(low: float, high: float, *, count: int) -> list[float]:
-  """Returns round numbers in a range, about `count` of them.
+  """Returns round numbers in a range.
 
   Args:
-    low: The begin of the range.
-    high: Its end, above `low`.
-    count: How many are wanted; there may be up to twice as many.
+    low: The lower end of the range.
+    high: The upper end, above `low`.
+    count: Desired number of ticks; there may be up to twice as many.
   """
   raw = (high - low) / count * (1 - 1e-9)  # 2.2 - 1.2 is above 1.
   magnitude = 10.0 ** math.floor(math.log10(raw))
@@ -155,33 +156,43 @@ def ticks(low: float, high: float, *, count: int) -> list[float]:
   return [i * step for i in range(first, last + 1)]
 
 
-def _curve(series: Series, frame: _Frame) -> list[str]:
-  """Returns the line of a curve in its pieces, and dots if they are few."""
-  parts = []
-  for piece in _pieces(_thinned(series.points)):
-    path = " ".join(
-      f"{frame.x_pixel(x):.1f},{frame.y_pixel(y):.1f}" for x, y in piece
+def _text(
+  text: str, kind: str, anchor: str, x: float | int, y: float | int
+) -> web_page.Element:
+  return _element("text", text, class_=kind, text_anchor=anchor, x=x, y=y)
+
+
+def _curve(series: Series, frame: _Frame) -> list[web_page.Element]:
+  """Returns a line per finite segment, and dots if there are few."""
+  shapes = []
+  for segment in _segments(_thin(series.points)):
+    points = " ".join(
+      f"{frame.x_pixel(x):.1f},{frame.y_pixel(y):.1f}" for x, y in segment
     )
-    parts.append(f'<polyline class="curve {series.style}" points="{path}"/>')
+    kind = f"curve c{series.color}"
+    shapes.append(_element("polyline", class_=kind, points=points))
   finite = _finite(series.points)
-  if len(finite) <= _MAX_DOTS:
-    parts += [
-      f'<circle class="dot {series.style}" r="3" cx="{frame.x_pixel(x):.1f}"'
-      f' cy="{frame.y_pixel(y):.1f}"><title>{html.escape(series.name)}, step'
-      f" {_short(x)}: {y:.6g}</title></circle>"
-      for x, y in finite
-    ]
-  return parts
+  for x, y in finite if len(finite) <= _MAX_DOTS else ():
+    title = f"{series.name}, step {_short(x)}: {y:.6g}"
+    shapes.append(
+      _element(
+        "circle",
+        _element("title", title),
+        class_=f"c{series.color}",
+        r=3,
+        cx=frame.x_pixel(x),
+        cy=frame.y_pixel(y),
+      )
+    )
+  return shapes
 
 
-def _finite(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def _finite(points: _Points) -> list[tuple[float, float]]:
   return [(x, y) for x, y in points if math.isfinite(y)]
 
 
-def _thinned(
-  points: Sequence[tuple[float, float]],
-) -> list[tuple[float, float]]:
-  """Returns fewer points with every spike: the extremes of equal groups."""
+def _thin(points: _Points) -> list[tuple[float, float]]:
+  """Returns the extremes of equal groups of points, so that spikes remain."""
   if len(points) <= _MAX_POINTS:
     return list(points)
   size = math.ceil(2 * len(points) / _MAX_POINTS)
@@ -200,17 +211,15 @@ def _thinned(
   return kept
 
 
-def _pieces(
-  points: Sequence[tuple[float, float]],
-) -> list[list[tuple[float, float]]]:
-  """Splits a curve at values that are not finite."""
-  pieces: list[list[tuple[float, float]]] = [[]]
+def _segments(points: _Points) -> list[list[tuple[float, float]]]:
+  """Splits a curve at non-finite values."""
+  segments: list[list[tuple[float, float]]] = [[]]
   for x, y in points:
     if math.isfinite(y):
-      pieces[-1].append((x, y))
-    elif pieces[-1]:
-      pieces.append([])
-  return [piece for piece in pieces if piece]
+      segments[-1].append((x, y))
+    elif segments[-1]:
+      segments.append([])
+  return [segment for segment in segments if segment]
 
 
 def _x_range(series: Sequence[Series]) -> tuple[float, float]:
@@ -222,10 +231,10 @@ def _x_range(series: Sequence[Series]) -> tuple[float, float]:
 def _y_range(
   series: Sequence[Series], levels: Iterable[float]
 ) -> tuple[float, float]:
-  """Returns the range of the values to draw, never empty.
+  """Returns the range of the values, never empty.
 
-  It leaves out how the curves begin: the first fall of a loss is so deep that
-  all the rest would be a flat line. What is above the range is cut off.
+  It excludes the beginning of the curves: the first decrease of a loss would
+  flatten the rest. Values outside of the range are clipped.
   """
   points = [point for s in series for point in _finite(s.points)]
   start = _BEGINNING * max(x for x, _ in points)
@@ -235,10 +244,10 @@ def _y_range(
   return low - margin, high + margin
 
 
-def _apart(
+def _spread(
   labels: Sequence[tuple[float, str, str]],
 ) -> list[tuple[float, str, str]]:
-  """Moves labels down until none covers another."""
+  """Moves labels down until none overlap."""
   placed: list[tuple[float, str, str]] = []
   for y, text, style in sorted(labels):
     if placed:
@@ -248,7 +257,7 @@ def _apart(
 
 
 def _short(value: float) -> str:
-  """Returns a number as it is written beside an axis."""
+  """Returns a number with at most four digits and a unit prefix."""
   for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
     if 10_000 <= abs(value) < 1e15 and abs(value) >= size:
       return f"{value / size:.4g}{unit}"

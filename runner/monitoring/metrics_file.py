@@ -73,7 +73,9 @@ class MetricsFile(summary_writer.SummaryWriter):
     """
     for key in _KEYS:
       if key in values:
-        raise ValueError(f"A metric cannot be named {key!r}, which is reserved.")
+        raise ValueError(
+          f"A metric cannot be named {key!r}, which is reserved."
+        )
     self._add(Record(step=step, split=split, values=values))
     if self._pace.is_due():
       self.flush()

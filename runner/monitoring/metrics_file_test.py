@@ -168,7 +168,9 @@ def test_figures_cannot_be_called_like_the_keys(tmp_path, name):
 def test_damaged_file_is_named_with_the_line(tmp_path, line):
   path = tmp_path / "metrics.jsonl"
   path.write_text(f'{{"step": 1, "split": "train"}}\n{line}\n')
-  with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2, is no record"):
+  with pytest.raises(
+    ValueError, match=r"metrics\.jsonl, line 2, is not a valid"
+  ):
     metrics_file.read(path)
 
 

@@ -1,0 +1,197 @@
+"""Self-contained HTML pages and SVG drawings, built as element trees.
+
+Text is escaped when a tree is written, so callers never escape. Pages load
+nothing from elsewhere, and suit light and dark screens. The colors of a chart
+are the CSS classes `c0` to `c7`.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+from xml.etree import ElementTree
+
+Element = ElementTree.Element
+Content = Element | str | None
+
+NUM_COLORS: Final = 8
+
+_LIGHT: Final = "4f7ab8 c2410c 15803d 7c3aed 0e7490 b58b2a c2554f 9aa4af"
+_DARK: Final = "6c95d1 fb923c 4ade80 c4b5fd 67e8f9 d1a945 dd7570 6e7681"
+
+
+def _variables(colors: str) -> str:
+  return " ".join(f"--c{i}: #{c};" for i, c in enumerate(colors.split()))
+
+
+_CSS: Final = (
+  """
+:root { color-scheme: light dark; --ink: #1f2328; --soft: #59636e;
+  --line: #d1d9e0; --page: #ffffff; --panel: #f6f8fa; --good: #1a7f37;
+  --bad: #cf222e; --warn: #9a6700; """
+  + _variables(_LIGHT)
+  + """ }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --soft: #9198a1;
+  --line: #3d444d; --page: #0d1117; --panel: #151b23; --good: #3fb950;
+  --bad: #ff7b72; --warn: #d29922; """
+  + _variables(_DARK)
+  + """ } }
+body { margin: 2rem auto; max-width: 960px; padding: 0 1rem;
+  font: 16px/1.5 system-ui, sans-serif; color: var(--ink);
+  background: var(--page); overflow-wrap: anywhere; }
+h1 { margin-bottom: 0; } h2 { margin-top: 2.4rem; }
+h3 { margin: 1.8rem 0 .4rem; } p { margin: .4rem 0; }
+.soft { color: var(--soft); } .verdict { font-weight: 600; }
+.good { color: var(--good); } .bad { color: var(--bad); }
+.warn { color: var(--warn); } ul.warnings li::marker { color: var(--warn); }
+.table { overflow-x: auto; margin: .6rem 0; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums;
+  font-size: 14px; }
+caption { text-align: left; color: var(--soft); padding-bottom: .2rem; }
+th, td { padding: .25rem .7rem; border-bottom: 1px solid var(--line);
+  text-align: right; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; padding-left: 0; }
+th { font-weight: 600; color: var(--soft); }
+tbody th { font-weight: 400; color: var(--ink); }
+.changes tbody th { white-space: normal; min-width: 18em; }
+td.best { font-weight: 700; color: var(--good); }
+td.wide { white-space: normal; text-align: left; }
+pre { overflow-x: auto; padding: .8rem 1rem; border: 1px solid var(--line);
+  border-radius: 6px; background: var(--panel); font-size: 13px; }
+summary { cursor: pointer; color: var(--soft); font-size: 14px; }
+.grid { display: grid; gap: 1rem;
+  grid-template-columns: repeat(auto-fit, minmax(380px, 1fr)); }
+.side { display: flex; flex-wrap: wrap; gap: 0 3rem; }
+.legend { list-style: none; padding: 0; margin: .2rem 0; font-size: 14px;
+  display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; }
+.swatch { display: inline-block; width: .8em; height: .8em; margin-right: .5em;
+  border-radius: 2px; }
+svg { width: 100%; height: auto; font: 12px system-ui, sans-serif; }
+svg text { fill: var(--soft); } svg .name { fill: var(--ink); }
+svg rect { stroke: var(--page); stroke-width: 1; }
+svg .rule { stroke: var(--line); stroke-width: .6; }
+svg .axis { stroke: var(--soft); }
+svg line.level { stroke: var(--soft); stroke-dasharray: 6 4; }
+svg .limit { stroke: var(--ink); stroke-dasharray: 5 4; }
+svg .whisker { stroke: var(--ink); stroke-width: 1.5; fill: none; }
+svg .label { font-weight: 600; }
+svg .curve { stroke-width: 1.6; stroke-linejoin: round; }
+@media print { body { max-width: none; } }
+"""
+  + "\n".join(
+    f"svg .c{i} {{ fill: var(--c{i}); }} .swatch.c{i} {{ background:"
+    f" var(--c{i}); }} svg .curve.c{i} {{ fill: none; stroke: var(--c{i}); }}"
+    for i in range(NUM_COLORS)
+  )
+)
+
+
+def element(
+  tag: str, *content: Content, **attributes: str | float | int
+) -> Element:
+  """Returns an element.
+
+  Args:
+    tag: Its name, such as `p`.
+    *content: Elements and text, in order; None is skipped.
+    **attributes: Its attributes. A trailing underscore is dropped (`class_`),
+      other underscores become hyphens. Numbers are rounded to one decimal.
+  """
+  made = Element(
+    tag,
+    {
+      name.removesuffix("_").replace("_", "-"): _attribute(value)
+      for name, value in attributes.items()
+    },
+  )
+  last = None
+  for each in content:
+    if isinstance(each, Element):
+      made.append(each)
+      last = each
+    elif each is not None and last is not None:
+      last.tail = (last.tail or "") + _printable(each)
+    elif each is not None:
+      made.text = (made.text or "") + _printable(each)
+  return made
+
+
+def page(title: str, *body: Content) -> str:
+  """Returns a whole page.
+
+  Args:
+    title: Its title, also the first heading.
+    *body: What follows the heading.
+  """
+  head = element(
+    "head",
+    element("meta", charset="utf-8"),
+    element(
+      "meta", name="viewport", content="width=device-width, initial-scale=1"
+    ),
+    element("title", title),
+    element("style", _CSS),
+  )
+  root = element(
+    "html", head, element("body", element("h1", title), *body), lang="en"
+  )
+  ElementTree.indent(head)
+  text = ElementTree.tostring(root, encoding="unicode", method="html")
+  return f"<!doctype html>\n{text}\n"
+
+
+def table(
+  titles: Sequence[str],
+  rows: Sequence[Sequence[str]],
+  *,
+  caption: str = "",
+  kind: str = "",
+) -> Element | None:
+  """Returns a table; None without rows.
+
+  Args:
+    titles: Column headings.
+    rows: Cells; the first is the heading of the row.
+    caption: Its caption.
+    kind: A CSS class.
+  """
+  if not rows:
+    return None
+  made = element("table", **({"class": kind} if kind else {}))
+  if caption:
+    made.append(element("caption", caption))
+  head = (element("th", title, scope="col") for title in titles)
+  made.append(element("thead", element("tr", *head)))
+  made.append(element("tbody", *(_row(row) for row in rows)))
+  return element("div", made, class_="table")
+
+
+def details(summary: str, *content: Content) -> Element | None:
+  """Returns collapsed content; None without any.
+
+  Args:
+    summary: The line that is always visible.
+    *content: What a click on it shows.
+  """
+  shown = [each for each in content if each is not None]
+  return (
+    element("details", element("summary", summary), *shown) if shown else None
+  )
+
+
+def _row(cells: Sequence[str]) -> Element:
+  first, *rest = cells
+  head = element("th", first, scope="row")
+  return element("tr", head, *(element("td", cell) for cell in rest))
+
+
+def _attribute(value: str | float | int) -> str:
+  return _printable(value) if isinstance(value, str) else f"{round(value, 1):g}"
+
+
+def _printable(text: str) -> str:
+  """Replaces control characters and lone surrogates, which HTML forbids."""
+  return "".join(
+    c
+    if c in "\n\t" or (c.isprintable() and not "\ud800" <= c <= "\udfff")
+    else "\ufffd"
+    for c in text
+  )
