@@ -10,7 +10,7 @@ median absolute deviation (MAD) estimates a standard deviation that outliers do
 not move. A jump that lasts is reported at its first step.
 
 A report holds the position of the data before and after the batch, so the batch
-can be read again: `batch_of`.
+can be read again: `read_batch`.
 """
 
 import bisect
@@ -231,7 +231,7 @@ def read(path: epath.PathLike) -> list[Spike]:
   return spikes
 
 
-def batch_of(
+def read_batch(
   spike: Spike, train_input: base_input.BaseInput
 ) -> base_input.Batch:
   """Reads the batch of a jump again; moves the input.

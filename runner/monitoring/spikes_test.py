@@ -177,7 +177,7 @@ def test_the_batch_of_a_jump_can_be_read_again(tmp_path):
     if step == 27:
       poisoned = batch
   [spike] = spikes.read(tmp_path / "spikes.jsonl")
-  again = spikes.batch_of(spike, source)
+  again = spikes.read_batch(spike, source)
   for name, value in poisoned.items():
     np.testing.assert_array_equal(again[name], value)
   assert source.get_state() == spike.position_after

@@ -211,7 +211,7 @@ def test_the_poisoned_batch_is_found_again(runs):
   losses = [spike for spike in found if spike.metric == "loss"]
   assert [spike.step for spike in losses] == [POISONED_STEP]
   job, _ = _poisoned(NOTHING)
-  batch = spikes.batch_of(losses[0], job.train_input)
+  batch = spikes.read_batch(losses[0], job.train_input)
   assert (batch["targets"] == POISON).all()
   assert job.train_input.get_state() == losses[0].position_after
   assert losses[0].documents
