@@ -42,13 +42,13 @@ _BYTES = {"f32": 4, "s32": 4, "u32": 4, "pred": 1, "bf16": 2}
 _TRAIN = """
 import json, sys
 from etils import epath
-from paxon.runner.monitoring import launch, profile_window
+from paxon.runner.monitoring import launch
 from paxon.runner.training import compiled_steps, session, testing, train
 
 folder, knobs = epath.Path(sys.argv[1]), json.loads(sys.argv[2])
 job, config = testing.make(scan=True, **knobs)
 (folder / "loop").mkdir()
-profile = profile_window.parse("1:3")
+profile = launch.parse_window("1:3")
 train.run(job, config, folder / "loop", launch=launch.Launch(profile=profile))
 job, _ = testing.make(scan=False, **knobs)
 unrolled = compiled_steps.compile_train_step(session.open_session(job))
