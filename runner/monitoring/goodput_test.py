@@ -32,7 +32,7 @@ def _lost(account):
   return seconds
 
 
-def test_every_second_belongs_to_the_innermost_cause():
+def test_every_second_counts_for_the_innermost_cause():
   ledger, clock = _ledger(begin=990.0)
   clock.now += 2
   with ledger.span(Cause.RESTORE):
@@ -68,7 +68,7 @@ def test_every_second_belongs_to_the_innermost_cause():
   )
 
 
-def test_a_span_ends_where_an_error_leaves_it():
+def test_span_ends_with_an_error():
   ledger, clock = _ledger()
 
   def fail():
@@ -82,7 +82,7 @@ def test_a_span_ends_where_an_error_leaves_it():
   assert _lost(ledger.account()) == {Cause.EVALUATION: 2.0, Cause.STARTUP: 1.0}
 
 
-def test_waits_are_lost_only_while_the_devices_are_idle():
+def test_waits_count_only_while_the_devices_are_idle():
   ledger, clock = _ledger()
   # The batch comes 5 s later; the devices are busy for 2 of them.
   ready_at, busy_until = 1005.0, 1002.0
@@ -121,7 +121,7 @@ def _attempt(begin, end, first, last, productive, **more):
   )
 
 
-def test_steps_made_again_and_the_time_between_attempts_are_lost():
+def test_repeated_steps_and_idle_time_are_losses():
   account = goodput.account(
     [
       _attempt(0, 120, 0, 100, 100),  # Killed; the newest checkpoint is of 80.
@@ -139,7 +139,7 @@ def test_steps_made_again_and_the_time_between_attempts_are_lost():
   assert " in 2 attempts; lost: " in account.line()
 
 
-def test_an_older_checkpoint_undoes_several_attempts():
+def test_resuming_from_an_older_checkpoint_repeats_several_attempts():
   account = goodput.account(
     [
       _attempt(0, 100, 0, 100, 100),
@@ -151,7 +151,7 @@ def test_an_older_checkpoint_undoes_several_attempts():
   assert account.seconds[Cause.PRODUCTIVE] == 60 + 60
 
 
-def test_time_after_the_end_of_the_training_is_not_idle():
+def test_time_after_a_finished_run_is_not_idle():
   attempts = [
     _attempt(0, 10, 0, 10, 10, finished=True),
     _attempt(9999, 10_009, 10, 20, 10),
@@ -159,7 +159,7 @@ def test_time_after_the_end_of_the_training_is_not_idle():
   assert goodput.account(attempts).seconds[Cause.IDLE] == 0
 
 
-def test_an_attempt_goes_on_with_the_history(tmp_path):
+def test_attempt_keeps_the_history(tmp_path):
   path = tmp_path / "goodput.jsonl"
   first, clock = _ledger(path)
   first.start(0)
@@ -184,7 +184,7 @@ def test_an_attempt_goes_on_with_the_history(tmp_path):
   assert again == second.account()
 
 
-def test_an_attempt_that_finds_nothing_to_do_leaves_no_record(tmp_path):
+def test_attempt_without_steps_leaves_no_record(tmp_path):
   path = tmp_path / "goodput.jsonl"
   for _ in range(3):
     ledger, clock = _ledger(path)
@@ -216,7 +216,7 @@ def test_damaged_file(tmp_path, line):
     goodput.Ledger(path)
 
 
-def test_the_clock_of_a_run_is_that_of_the_world():
+def test_clock_is_wall_time():
   ledger = goodput.Ledger()
   with ledger.span(Cause.COMPILE):
     pass

@@ -7,7 +7,7 @@ import time
 from paxon.runner.monitoring import launch
 
 
-def test_start_of_the_process_is_known():
+def test_process_start_time():
   code = (
     "import time; time.sleep(0.5)\n"
     "from paxon.runner.monitoring import launch\n"

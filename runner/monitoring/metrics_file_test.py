@@ -71,7 +71,7 @@ def test_every_float_reads_back_exactly(tmp_path_factory, records):
       assert both_nan or repr(found.values[name]) == repr(value)
 
 
-def test_what_json_lacks_is_a_string_that_float_reads(tmp_path):
+def test_non_finite_values_are_strings(tmp_path):
   path = tmp_path / "metrics.jsonl"
   writer = metrics_file.MetricsFile(path, resume_step=0)
   values = {"a": math.nan, "b": math.inf, "c": -math.inf}
@@ -99,7 +99,7 @@ def test_later_lines_are_dropped_on_resume(tmp_path, resume_step, kept):
   assert [line["step"] for line in _lines(path)] == kept
 
 
-def test_figures_written_again_replace_the_line(tmp_path):
+def test_rewritten_metrics_replace_the_line(tmp_path):
   path = tmp_path / "metrics.jsonl"
   writer = metrics_file.MetricsFile(path, resume_step=None)
   writer.write(5, "test", {"loss": 3.0})
@@ -112,7 +112,7 @@ def test_figures_written_again_replace_the_line(tmp_path):
   ]
 
 
-def test_file_is_written_now_and_then_and_at_every_flush(tmp_path):
+def test_file_is_written_periodically_and_at_every_flush(tmp_path):
   clock = _Clock()
   path = tmp_path / "metrics.jsonl"
   writer = metrics_file.MetricsFile(path, resume_step=0, clock=clock)
@@ -155,7 +155,7 @@ def test_slow_writes_are_spaced_further():
 
 
 @pytest.mark.parametrize("name", ["step", "split"])
-def test_figures_cannot_be_called_like_the_keys(tmp_path, name):
+def test_metrics_cannot_have_reserved_names(tmp_path, name):
   writer = metrics_file.MetricsFile(tmp_path / "m", resume_step=0)
   with pytest.raises(ValueError, match=f"cannot be named '{name}'"):
     writer.write(1, "train", {name: 1.0})
@@ -174,7 +174,7 @@ def test_damaged_file_is_named_with_the_line(tmp_path, line):
     metrics_file.read(path)
 
 
-def test_composite_passes_everything_on_and_closes_all():
+def test_composite_forwards_everything_and_closes_all():
   calls: list[tuple] = []
 
   class Recorder(summary_writer.SummaryWriter):
@@ -203,7 +203,7 @@ def test_composite_passes_everything_on_and_closes_all():
   ]
 
 
-def test_a_run_has_the_figures_of_training_and_of_separate_evaluations(
+def test_run_has_metrics_of_training_and_separate_evaluations(
   tmp_path,
 ):
   assert metrics_file.read_run(tmp_path) == []

@@ -1,4 +1,4 @@
-"""Tests for the observer; its parts and the loop have tests of their own."""
+"""Tests for the training-loop callbacks."""
 
 import contextlib
 import time
@@ -23,7 +23,7 @@ def _step():
   return traced, traced.lower().compile()
 
 
-def test_without_arguments_it_watches_and_writes_nothing(
+def test_without_arguments_it_monitors_and_writes_nothing(
   tmp_path, monkeypatch, capsys
 ):
   monkeypatch.chdir(tmp_path)
@@ -37,7 +37,7 @@ def test_without_arguments_it_watches_and_writes_nothing(
   assert capsys.readouterr() == ("", "")
 
 
-def test_figures_of_a_compiled_step(capsys):
+def test_metrics_of_a_compiled_step(capsys):
   watching = observer.Observer()
   devices = jax.devices()[:2]
   watching.compiled(*_step(), length=8, devices=devices)
@@ -84,16 +84,16 @@ def test_spikes_name_the_batch_of_their_own_step(tmp_path):
     (goodput.Cause.COMPILE, False),
   ],
 )
-def test_watchdog_sleeps_in_all_but_checkpoints(
+def test_watchdog_is_suspended_except_in_checkpoints(
   tmp_path, capsys, cause, speaks
 ):
   with _full(tmp_path) as watching, watching.training(3), watching.span(cause):
     time.sleep(0.5)
-  assert ("after step 3" in capsys.readouterr().err) == speaks
+  assert ("since step 3" in capsys.readouterr().err) == speaks
   assert (tmp_path / "stacks-3.txt").exists() == speaks
 
 
-def test_watchdog_sleeps_before_and_after_the_loop(tmp_path):
+def test_watchdog_is_disarmed_before_and_after_the_loop(tmp_path):
   with _full(tmp_path) as watching:
     time.sleep(0.2)
     with watching.training(0):
@@ -103,7 +103,7 @@ def test_watchdog_sleeps_before_and_after_the_loop(tmp_path):
   assert list(tmp_path.iterdir()) == []
 
 
-def test_an_error_of_the_loop_is_not_hidden_by_a_full_disk(tmp_path):
+def test_error_of_the_loop_is_not_hidden_by_a_full_disk(tmp_path):
   (tmp_path / "file").write_text("")
   ledger = goodput.Ledger(epath.Path(tmp_path) / "file" / "goodput.jsonl")
 
@@ -115,7 +115,7 @@ def test_an_error_of_the_loop_is_not_hidden_by_a_full_disk(tmp_path):
     fail()
 
 
-def test_a_loop_that_fails_leaves_its_account(tmp_path):
+def test_failed_loop_leaves_its_account(tmp_path):
   path = epath.Path(tmp_path) / "goodput.jsonl"
 
   def fail():
@@ -152,7 +152,7 @@ def test_the_devices_are_drained_at_the_edges_of_a_profile_only(
 
 
 @pytest.mark.parametrize(("step", "is_said"), [(2, False), (3, True)])
-def test_a_window_that_the_run_has_left_behind_is_said(
+def test_profile_window_before_the_resume_step_is_reported(
   tmp_path, capsys, step, is_said
 ):
   given = launch.Launch(profile=launch.parse_window("2:4"))
@@ -161,7 +161,7 @@ def test_a_window_that_the_run_has_left_behind_is_said(
   assert (said in capsys.readouterr().out) == is_said
 
 
-def test_a_profile_that_an_error_cuts_short_is_written(tmp_path):
+def test_interrupted_profile_is_written(tmp_path):
   given = launch.Launch(profile=launch.parse_window("1:9"))
 
   def fail():

@@ -22,18 +22,18 @@ from paxon.runner.monitoring import launch, profiling
     ("7:5", r"is empty: .* must be at least 8"),
   ],
 )
-def test_windows_that_cannot_be_read(text, message):
+def test_invalid_windows(text, message):
   with pytest.raises(ValueError, match=message):
     launch.parse_window(text)
 
 
-def test_a_window_is_a_slice():
+def test_window_is_half_open():
   window = launch.parse_window("10:13")
   assert [step for step in range(20) if step in window] == [10, 11, 12]
   assert str(window) == "10:13"
 
 
-def test_a_window_ends_with_the_training():
+def test_window_beyond_the_training_is_rejected():
   window = launch.parse_window("10:13")
   launch.check_window(window, num_train_steps=12)
   with pytest.raises(
@@ -82,7 +82,7 @@ def test_the_window_is_traced_once(tmp_path, text, edges):
   assert _run(profiler, range(1, 7)) == ([], [])
 
 
-def test_a_run_that_goes_on_behind_the_window_traces_nothing(tmp_path):
+def test_resumed_run_after_the_window_traces_nothing(tmp_path):
   folder = epath.Path(tmp_path) / "profile"
   profiler = profiling.Profiler(launch.parse_window("2:4"), folder)
   assert _run(profiler, range(4, 7)) == ([], [])

@@ -52,7 +52,7 @@ def test_pipe_gets_plain_lines_with_the_time_left():
   ]
 
 
-def test_missing_figures_are_left_out():
+def test_missing_metrics_are_omitted():
   stream = io.StringIO()
   lines = progress.ProgressLines(num_train_steps=5, stream=stream)
   lines.write(1, "train", {"loss": float("nan")})
@@ -69,7 +69,7 @@ def test_missing_figures_are_left_out():
     (1e5, "27:46:40"),
   ],
 )
-def test_durations_read_like_a_clock(seconds, text):
+def test_duration_format(seconds, text):
   assert progress.duration(seconds) == text
 
 
@@ -182,7 +182,7 @@ def test_dumb_terminal_gets_lines(terminal):
   _terminal(80, use)
 
 
-def test_writers_of_a_run_leave_its_files(tmp_path):
+def test_writers_of_a_run_write_its_files(tmp_path):
   folder, stream = epath.Path(tmp_path), io.StringIO()
   writer = writers.make_train_writer(
     folder, num_train_steps=2, resume_step=0, stream=stream

@@ -1,16 +1,16 @@
-"""Reports of jumps of the loss or the gradient's norm, with their batches.
+"""Detection of spikes of the loss and the gradient norm, with their batches.
 
-A value jumps if it is not finite, or if it lies above both of
+A value is a spike if it is not finite, or if it exceeds both
 
   median + num_deviations * 1.4826 * MAD      of the last `window` steps,
-  median * (1 + rise)                         so that noise is none of it,
+  median * (1 + rise)                         so that noise does not trigger,
 
-or above `median * factor`, however noisy the steps were. 1.4826 times the
-median absolute deviation (MAD) estimates a standard deviation that outliers do
-not move. A jump that lasts is reported at its first step.
+or if it exceeds `median * factor`, however noisy the steps were. 1.4826 times
+the median absolute deviation (MAD) is a robust estimate of the standard
+deviation. Only the first step of a lasting spike is reported.
 
-A report holds the position of the data before and after the batch, so the batch
-can be read again: `read_batch`.
+A report contains the data position before and after the batch, so that
+`read_batch` can read the batch again.
 """
 
 import bisect
@@ -28,23 +28,23 @@ from paxon.runner import files, user_error
 from paxon.runner.settings import monitoring
 
 _TO_SIGMA = 1.4826
-# The least relative rise of a jump. The norm of a gradient often doubles.
+# The smallest relative rise of a spike. Gradient norms often double.
 _RISES = {"loss": 0.05, "grad_norm": 1.0}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Spike:
-  """One jump.
+  """One spike.
 
   Attributes:
-    step: In which it happened.
+    step: Its training step.
     metric: `loss` or `grad_norm`.
-    value: Of the metric.
-    expected: The median of the steps before; NaN without any.
-    limit: Above which the value jumped; NaN if it is not finite itself.
-    position_before: The state of the input from which the batch was read.
-    position_after: Its state after the batch.
-    documents: The numbers of the batch's documents, where the input can tell.
+    value: The value of the metric.
+    expected: The median of the previous steps; NaN without any.
+    limit: The limit that the value exceeds; NaN if the value is not finite.
+    position_before: The state of the input before the batch.
+    position_after: The state after the batch.
+    documents: The document numbers of the batch, if the input has them.
   """
 
   step: int
@@ -60,45 +60,45 @@ class Spike:
     """Returns one line for the terminal."""
     return (
       f"spike at step {self.step}: {self.metric} {self.value:.4g}, expected"
-      f" {self.expected:.4g} (limit {self.limit:.4g}); its batch was read from"
-      f" {json.dumps(self.position_before)} to"
+      f" {self.expected:.4g} (limit {self.limit:.4g}); its batch is at"
+      f" data position {json.dumps(self.position_before)} to"
       f" {json.dumps(self.position_after)}"
     )
 
 
 class Detector:
-  """Finds jumps of one metric."""
+  """Detects spikes of one metric."""
 
   def __init__(
     self, settings: monitoring.SpikeSettings, *, factor: float, rise: float
   ) -> None:
-    """Starts without any step.
+    """Starts with an empty window.
 
     Args:
       settings: The window and the deviations.
-      factor: Times the median is always a jump.
-      rise: The least relative rise of a jump.
+      factor: A value above this times the median is always a spike.
+      rise: The smallest relative rise of a spike.
     """
     self._settings = settings
     self._factor = factor
     self._rise = rise
     self._values: collections.deque[float] = collections.deque()
-    # The same values in order, so that a step needs no sort.
-    self._in_order: list[float] = []
+    # The same values, sorted incrementally.
+    self._sorted: list[float] = []
     self._was_high = False
 
   def find(self, value: float) -> tuple[float, float] | None:
-    """Takes the value of the next step.
+    """Adds the value of the next step.
 
     Args:
-      value: May be NaN or infinite; then it is no part of the window.
+      value: Non-finite values do not enter the window.
 
     Returns:
-      The median and the limit if the value jumps and the one before did not.
+      The median and the limit if a spike begins, else None.
     """
     is_finite = math.isfinite(value)
-    median, limit = _middle(self._in_order), math.nan
-    # Nearly all values lie below what any deviation would allow.
+    median, limit = _median(self._sorted), math.nan
+    # A fast path: most values are below the limit for a deviation of 0.
     if not is_finite or value > self._bounded(median, 0.0):
       limit = self._limit(median)
     is_high = not is_finite or value > limit
@@ -110,19 +110,19 @@ class Detector:
   def _add(self, value: float) -> None:
     if len(self._values) == self._settings.window:
       first = self._values.popleft()
-      del self._in_order[bisect.bisect_left(self._in_order, first)]
+      del self._sorted[bisect.bisect_left(self._sorted, first)]
     self._values.append(value)
-    bisect.insort(self._in_order, value)
+    bisect.insort(self._sorted, value)
 
   def _limit(self, median: float) -> float:
-    """Returns above what a value jumps; NaN before `min_steps` of them."""
+    """Returns the limit; NaN with fewer than `min_steps` values."""
     if len(self._values) < self._settings.min_steps:
       return math.nan
-    gaps = sorted(abs(value - median) for value in self._in_order)
-    return self._bounded(median, _TO_SIGMA * _middle(gaps))
+    gaps = sorted(abs(value - median) for value in self._sorted)
+    return self._bounded(median, _TO_SIGMA * _median(gaps))
 
   def _bounded(self, median: float, deviation: float) -> float:
-    """Returns the limit for a deviation; the larger, the higher."""
+    """Returns the limit for a deviation, in which it increases."""
     limit = median + max(
       self._settings.num_deviations * deviation, self._rise * abs(median)
     )
@@ -130,7 +130,7 @@ class Detector:
 
 
 class SpikeReport:
-  """Writes `spikes.jsonl` and says each jump on the terminal."""
+  """Writes `spikes.jsonl` and prints each spike."""
 
   def __init__(
     self,
@@ -140,13 +140,13 @@ class SpikeReport:
     resume_step: int = 0,
     train_input: base_input.BaseInput | None = None,
   ) -> None:
-    """Goes on with the file that is there.
+    """Reads the existing file, if any.
 
     Args:
-      settings: What counts as a jump.
-      path: Of the file, which is made at the first jump.
-      resume_step: Jumps of later steps are dropped: they are made again.
-      train_input: Is asked for the documents of a batch.
+      settings: The definition of a spike.
+      path: The path of the file, which is created at the first spike.
+      resume_step: Spikes of later steps are dropped, as training repeats them.
+      train_input: Looks up the documents of a batch.
     """
     self._train_input = train_input
     self._path = epath.Path(path)
@@ -168,27 +168,27 @@ class SpikeReport:
     before: Mapping[str, Any],
     after: Mapping[str, Any],
   ) -> list[Spike]:
-    """Takes the metrics of the next step; returns its jumps.
+    """Adds the metrics of the next step; returns its spikes.
 
     Args:
       step: Its number.
-      values: Its metrics, of which `loss` and `grad_norm` count.
-      before: The position of the data before its batch.
-      after: The same after it.
+      values: Its metrics, of which `loss` and `grad_norm` are used.
+      before: The data position before its batch.
+      after: The data position after it.
     """
     found: list[Spike] = []
     for metric, detector in self._detectors.items():
       if metric not in values:
         continue
-      jump = detector.find(values[metric])
-      if jump is not None:
+      limits = detector.find(values[metric])
+      if limits is not None:
         found.append(
           Spike(
             step=step,
             metric=metric,
             value=values[metric],
-            expected=jump[0],
-            limit=jump[1],
+            expected=limits[0],
+            limit=limits[1],
             position_before=before,
             position_after=after,
             documents=self._documents(before, after),
@@ -210,13 +210,13 @@ class SpikeReport:
 
 
 def read(path: epath.PathLike) -> list[Spike]:
-  """Returns the jumps of a run, in order.
+  """Returns the spikes of a run, in order.
 
   Args:
-    path: Of `spikes.jsonl`.
+    path: The path of `spikes.jsonl`.
 
   Raises:
-    UserError: A line is no jump.
+    UserError: A line cannot be parsed.
   """
   spikes = []
   lines = epath.Path(path).read_text().splitlines()
@@ -225,8 +225,8 @@ def read(path: epath.PathLike) -> list[Spike]:
       spikes.append(Spike(**json.loads(line)))
     except (ValueError, TypeError) as error:
       raise user_error.UserError(
-        f"{path}, line {number}, is no record of a spike ({error!r}):"
-        f" {line[:80]!r}; remove the line or the file."
+        f"{path}, line {number}, is not a valid spike record ({error!r}):"
+        f" {line[:80]!r}. Remove the line or the file."
       ) from error
   return spikes
 
@@ -234,11 +234,11 @@ def read(path: epath.PathLike) -> list[Spike]:
 def read_batch(
   spike: Spike, train_input: base_input.BaseInput
 ) -> base_input.Batch:
-  """Reads the batch of a jump again; moves the input.
+  """Reads the batch of a spike again and changes the state of the input.
 
   Args:
     spike: From `read`.
-    train_input: The run's, such as `job.train_input`.
+    train_input: The input of the run, such as `job.train_input`.
 
   Raises:
     ValueError: The position belongs to other data.
@@ -247,8 +247,8 @@ def read_batch(
   return train_input.get_next()
 
 
-def _middle(in_order: Sequence[float]) -> float:
-  """Returns the median of sorted values; NaN of none."""
+def _median(in_order: Sequence[float]) -> float:
+  """Returns the median of sorted values; NaN without any."""
   if not in_order:
     return math.nan
   half = len(in_order) // 2

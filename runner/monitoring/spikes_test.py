@@ -1,4 +1,4 @@
-"""Tests for the report of jumps."""
+"""Tests for spike detection."""
 
 import json
 import math
@@ -23,7 +23,7 @@ def _noise(count, mean=2.0, deviation=0.02, seed=0):
   return random.normal(mean, deviation, count).tolist()
 
 
-def test_limit_is_that_of_the_definition():
+def test_limit_matches_the_definition():
   detector, values = _detector(), _noise(100)
   assert [detector.find(v) for v in values] == [None] * 100
   median, limit = detector.find(2.9)
@@ -35,7 +35,7 @@ def test_limit_is_that_of_the_definition():
   assert limit == pytest.approx(middle + deviations)
 
 
-def test_jumps_are_those_of_the_definition():
+def test_spikes_match_the_definition():
   random = np.random.default_rng(1)
   values = np.round(random.standard_t(2, 600) * 0.1 + 1, 3)
   detector, before, was_high, jumps = _detector(), [], False, 0
@@ -56,14 +56,14 @@ def test_jumps_are_those_of_the_definition():
   assert jumps > 5
 
 
-def test_noise_and_falling_losses_are_no_jumps():
+def test_noise_and_falling_losses_are_no_spikes():
   detector = _detector(monitoring.SpikeSettings())
   falling = [8 * math.exp(-i / 300) + 2 for i in range(3000)]
   noisy = np.asarray(falling) + np.asarray(_noise(3000, 0.0, 0.05))
   assert [detector.find(float(v)) for v in noisy] == [None] * 3000
 
 
-def test_a_step_without_noise_must_rise_by_the_least_rise():
+def test_value_without_noise_must_exceed_the_smallest_rise():
   for value, expected in ((1.04, None), (1.06, (1.0, 1.05))):
     detector = _detector()
     for _ in range(30):
@@ -71,7 +71,7 @@ def test_a_step_without_noise_must_rise_by_the_least_rise():
     assert detector.find(value) == pytest.approx(expected)
 
 
-def test_times_the_factor_is_a_jump_however_noisy():
+def test_value_above_the_factor_is_a_spike_despite_noise():
   detector = _detector()
   for value in _noise(60, 2.0, 0.5):
     detector.find(value)
@@ -79,7 +79,7 @@ def test_times_the_factor_is_a_jump_however_noisy():
   assert limit == pytest.approx(1.5 * median)
 
 
-def test_a_jump_that_lasts_is_reported_once_and_the_next_one_again():
+def test_lasting_spike_is_reported_once():
   detector = _detector()
   for value in _noise(40):
     detector.find(value)
@@ -87,7 +87,7 @@ def test_a_jump_that_lasts_is_reported_once_and_the_next_one_again():
   assert found == [True, False, False, False, True]
 
 
-def test_values_that_are_not_finite_jump_from_the_first_step_on():
+def test_non_finite_values_are_spikes_from_the_first_step():
   detector = _detector()
   assert detector.find(math.nan) is not None
   assert detector.find(2.0) is None
@@ -97,7 +97,7 @@ def test_values_that_are_not_finite_jump_from_the_first_step_on():
     assert detector.find(value) is None
 
 
-def test_negative_losses_can_jump():
+def test_negative_losses_can_spike():
   detector = _detector()
   for value in _noise(40, -2.0):
     detector.find(value)
@@ -133,17 +133,17 @@ def test_report_names_the_batch_in_a_line_and_in_the_file(tmp_path, capsys):
   assert spikes.read(path) == found
   lines = capsys.readouterr().out.splitlines()
   assert lines == [
-    "spike at step 30: loss 7, expected 2.01 (limit 2.158); its batch was read"
-    ' from {"index": 29} to {"index": 30}',
-    "spike at step 50: grad_norm 2000, expected 1 (limit 2); its batch was"
-    ' read from {"index": 49} to {"index": 50}',
+    "spike at step 30: loss 7, expected 2.01 (limit 2.158); its batch is at"
+    ' data position {"index": 29} to {"index": 30}',
+    "spike at step 50: grad_norm 2000, expected 1 (limit 2); its batch is"
+    ' at data position {"index": 49} to {"index": 50}',
   ]
   assert json.loads(path.read_text().splitlines()[0])["position_before"] == {
     "index": 29
   }
 
 
-def test_a_run_that_goes_on_drops_what_it_makes_again(tmp_path):
+def test_resumed_run_drops_spikes_of_repeated_steps(tmp_path):
   path = tmp_path / "spikes.jsonl"
   _feed(
     spikes.SpikeReport(SETTINGS, path),
@@ -156,7 +156,7 @@ def test_a_run_that_goes_on_drops_what_it_makes_again(tmp_path):
   assert [s.step for s in spikes.read(path)] == [30, 42]
 
 
-def test_the_batch_of_a_jump_can_be_read_again(tmp_path):
+def test_batch_of_a_spike_can_be_read_again(tmp_path):
   source = packed_lm_input.PackedLmInput(
     source=document_source.InMemoryDocuments(
       tuple(f"document {i}\n" * (i % 5 + 1) for i in range(30))
@@ -190,5 +190,5 @@ def test_the_batch_of_a_jump_can_be_read_again(tmp_path):
 @pytest.mark.parametrize("line", ['{"step": 1}', "[]", "x"])
 def test_damaged_file(tmp_path, line):
   (tmp_path / "spikes.jsonl").write_text(line)
-  with pytest.raises(user_error.UserError, match=r"line 1, is no record of"):
+  with pytest.raises(user_error.UserError, match=r"line 1, is not a valid"):
     spikes.read(tmp_path / "spikes.jsonl")

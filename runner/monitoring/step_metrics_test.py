@@ -44,7 +44,7 @@ def test_forward_and_backward_count_and_recomputation_does_not():
   assert cost.note == "MFU is relative to 989 TFLOP/s (NVIDIA H200, bfloat16)"
 
 
-def test_a_device_without_a_known_peak_has_no_mfu():
+def test_unknown_peak_has_no_mfu():
   cost = _cost(jnp.float32, "Abacus 3000")
   assert set(cost.values(1.0)) == {"model_tflops_per_device"}
   assert cost.note == ("no MFU: the peak of 'Abacus 3000' is unknown")
@@ -60,7 +60,7 @@ def test_program_without_matmuls_has_no_metrics():
   assert cost.note.startswith("no MFU: the step contains no matmul")
 
 
-def test_no_time_is_no_division_by_zero():
+def test_zero_seconds_is_no_division_by_zero():
   assert _cost(jnp.float32, "cpu").values(0.0) == {}
 
 

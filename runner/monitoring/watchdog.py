@@ -1,10 +1,9 @@
-"""A thread that dumps all Python stacks when a run hangs.
+"""A watchdog thread that dumps the stacks of all Python threads on a hang.
 
-It is armed between two steps: while the loop waits for data, for the devices or
-for a checkpoint. It is suspended where nobody knows how long something takes:
-while a step is compiled, and in evaluation and sampling. It kills nothing, and
-speaks once a hang. The stacks are those of Python, so a process whose
-interpreter is locked up by native code stays silent.
+It is armed between two steps: while the loop waits for data, the devices or a
+checkpoint. It is suspended where durations are unknown: in compilation,
+evaluation and sampling. It terminates nothing and reports a hang once. If
+native code holds the interpreter's lock, it reports nothing.
 """
 
 import collections
@@ -23,13 +22,13 @@ from etils import epath
 from paxon.runner import files
 from paxon.runner.settings import monitoring
 
-_MEMORY_STEPS = 101
-# How often the thread looks, as a share of the limit, and at most in seconds.
+_WINDOW_STEPS = 101
+# The polling interval: a share of the limit, at most these seconds.
 _SHARE, _MAX_PAUSE = 0.05, 5.0
 
 
 class Watchdog:
-  """Watches the loop that calls `beat`; use it as a context."""
+  """Monitors a loop that calls `beat`; a context."""
 
   def __init__(
     self,
@@ -39,26 +38,26 @@ class Watchdog:
     host: str = "",
     clock: Callable[[], float] = time.monotonic,
   ) -> None:
-    """Prepares; nothing is watched before `arm`.
+    """Prepares a watchdog that is not armed.
 
     Args:
       settings: When a step hangs.
-      folder: Gets `stacks-<step>.txt`.
-      host: Stands in the name of the file, where several write there.
-      clock: Gives seconds.
+      folder: Gets `stacks-<step><host>.txt`.
+      host: Distinguishes the files of several hosts.
+      clock: Returns seconds.
     """
     self._settings = settings
     self._folder = folder
     self._host = host
     self._clock = clock
     self._times: collections.deque[float] = collections.deque(
-      maxlen=_MEMORY_STEPS
+      maxlen=_WINDOW_STEPS
     )
     self._lock = threading.Lock()
     self._step = 0
-    # When the last step was finished; None while nothing is watched.
+    # When the last step finished; None while disarmed.
     self._since: float | None = None
-    self._has_spoken = False
+    self._has_reported = False
     self._closed = threading.Event()
     self._thread: threading.Thread | None = None
 
@@ -80,27 +79,27 @@ class Watchdog:
       self._thread.join()
 
   def arm(self, step: int) -> None:
-    """Watches from here on; the loop is about to make the step after `step`."""
+    """Starts monitoring; `step` is the last finished step."""
     with self._lock:
-      self._step, self._since, self._has_spoken = step, self._clock(), False
+      self._step, self._since, self._has_reported = step, self._clock(), False
 
   def disarm(self) -> None:
-    """Watches no longer."""
+    """Stops monitoring."""
     with self._lock:
       self._since = None
 
   def beat(self, step: int) -> None:
-    """Says that a step has finished."""
+    """Records that a step has finished."""
     with self._lock:
       self._step = step
       if self._since is not None:
         now = self._clock()
         self._times.append(now - self._since)
-        self._since, self._has_spoken = now, False
+        self._since, self._has_reported = now, False
 
   @contextlib.contextmanager
   def suspended(self) -> Iterator[None]:
-    """Watches nothing in the context; the time in it is nobody's step."""
+    """Disarms within the context, whose time counts for no step."""
     with self._lock:
       was_armed, self._since = self._since is not None, None
     try:
@@ -110,27 +109,27 @@ class Watchdog:
         self.arm(self._step)
 
   def limit(self) -> float:
-    """Returns after how many seconds without a finished step it speaks."""
-    usual = statistics.median(self._times) if self._times else 0.0
-    return max(self._settings.min_seconds, self._settings.factor * usual)
+    """Returns the time without a finished step that is a hang, in seconds."""
+    typical = statistics.median(self._times) if self._times else 0.0
+    return max(self._settings.min_seconds, self._settings.factor * typical)
 
   def check(self) -> str | None:
-    """Dumps the stacks if the step hangs and they were not dumped yet.
+    """Dumps the stacks if a step hangs and has not been reported yet.
 
     Returns:
-      What was written, or None.
+      The text written, or None.
     """
     with self._lock:
-      if self._since is None or self._has_spoken:
+      if self._since is None or self._has_reported:
         return None
       seconds, limit = self._clock() - self._since, self.limit()
       if seconds < limit:
         return None
-      self._has_spoken = True
+      self._has_reported = True
       step = self._step
     text = (
-      f"No step has finished for {seconds:.1f} s (limit {limit:.1f} s), after"
-      f" step {step}. Stacks of all threads:\n{stacks()}"
+      f"No step has finished for {seconds:.1f} s (limit {limit:.1f} s) since"
+      f" step {step}. Stacks of all threads:\n{dump_stacks()}"
     )
     print(text, file=sys.stderr, flush=True)
     files.write_text(self._folder / f"stacks-{step}{self._host}.txt", text)
@@ -141,11 +140,11 @@ class Watchdog:
       try:
         self.check()
       except OSError as error:
-        # A full disk is no reason to stop watching.
+        # Keeps monitoring, such as on a full disk.
         print(f"watchdog: {error}", file=sys.stderr, flush=True)
 
 
-def stacks() -> str:
+def dump_stacks() -> str:
   """Returns the stacks of all threads of this process."""
   # faulthandler writes to file descriptors only.
   with tempfile.TemporaryFile() as file:

@@ -23,7 +23,7 @@ def _make(tmp_path, clock, **settings):
   )
 
 
-def test_speaks_once_a_hang_and_again_at_the_next(tmp_path, capsys):
+def test_reports_each_hang_once(tmp_path, capsys):
   clock = _Clock()
   dog = _make(tmp_path, clock, min_seconds=10.0, factor=3.0)
   dog.arm(4)
@@ -31,18 +31,16 @@ def test_speaks_once_a_hang_and_again_at_the_next(tmp_path, capsys):
   assert dog.check() is None
   clock.now = 10.0
   text = dog.check()
-  assert text.startswith(
-    "No step has finished for 10.0 s (limit 10.0 s), after"
-  )
-  assert "after step 4." in text
-  assert "test_speaks_once_a_hang" in text
+  assert text.startswith("No step has finished for 10.0 s (limit 10.0 s) since")
+  assert "since step 4." in text
+  assert "test_reports_each_hang_once" in text
   assert capsys.readouterr().err == text + "\n"
   assert (tmp_path / "stacks-4.txt").read_text() == text
   clock.now = 1000.0
   assert dog.check() is None
   dog.beat(5)
   clock.now += 5000
-  assert "after step 5." in dog.check()
+  assert "since step 5." in dog.check()
   assert {p.name for p in tmp_path.iterdir()} == {
     "stacks-4.txt",
     "stacks-5.txt",
@@ -65,7 +63,7 @@ def test_limit_follows_the_median_step(tmp_path):
   assert dog.check()
 
 
-def test_is_silent_while_suspended_and_counts_from_its_end(tmp_path):
+def test_reports_nothing_while_suspended(tmp_path):
   clock = _Clock()
   dog = _make(tmp_path, clock, min_seconds=10.0)
   clock.now = 99.0
@@ -105,7 +103,7 @@ def test_thread_finds_a_real_hang(tmp_path, capsys):
   assert not [t for t in threading.enumerate() if t.name == "watchdog"]
 
 
-def test_a_file_that_cannot_be_written_does_not_end_the_watch(tmp_path, capsys):
+def test_unwritable_file_does_not_end_the_watchdog(tmp_path, capsys):
   (tmp_path / "file").write_text("")
   folder = epath.Path(tmp_path) / "file"
   settings = monitoring.WatchdogSettings(min_seconds=0.02)

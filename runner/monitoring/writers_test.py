@@ -86,7 +86,7 @@ def test_files_are_whole_after_every_flush(tmp_path):
     assert len(_scalars(_read(path))) == step + 1
 
 
-def test_resumed_run_begins_a_file_that_replaces_later_steps(tmp_path):
+def test_resumed_run_starts_a_file_that_replaces_later_steps(tmp_path):
   times = iter(range(1000))
   for resume_step in (0, 10):
     writer = writers.EventFiles(
