@@ -1,26 +1,20 @@
-"""One program for all stages that runs any table, and returns gradients.
+"""One program for all stages that runs a table and returns gradients.
 
   each stage, at each tick, for each slot of the tick:
-    branch on the kind of operation; read the box, write nothing
-    the model's last piece: head and loss, which give the output's gradient
-    put what stays on the stage into the box
-  send what each slot has made to the neighbours, whatever it is
-  put what has arrived where the table says
+    branch on the kind of operation, which reads buffers and writes none
+    after the model's last chunk: head and loss, and the output's gradient
+    put a result for the same stage into the mailbox
+  send the result of each slot to the neighbors
+  put what arrived where the table says
 
-Gradients are computed by the schedule's own operations. Never differentiate
-through it: that would keep every tick.
+Gradients come from the table's own backward operations. Do not differentiate
+through the program: autodiff would keep every tick.
 
-Collectives over stages are outside of the branches, where all stages meet; in a
-branch they would wait for stages that run another. For the same reason a chunk
-must not permute over any mesh axis (such as ring attention does); sums and
-gathers over other axes are fine. Buffers are read inside of branches and
+Collectives over stages are outside the branches, where all stages meet; inside
+a branch they would wait for stages that run another branch. For the same reason
+a chunk must not permute over any mesh axis (as ring attention does); sums and
+gathers over other axes are allowed. Buffers are read inside branches and
 written outside, because a branch that changes a buffer copies it.
-
-Backward operations either run their piece forward again from its input: memory
-is that of the inputs in the box, and time is that of rematerialization. The
-parts of a backward pass that is split (B and W) then each do that, so tables of
-them are right but gain no time. Or forward operations keep what gradients need
-(`backward_split`): nothing is computed twice, and more is kept.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,19 +27,16 @@ from jax import lax
 import jax.numpy as jnp
 
 from paxon.pipeline.schedules import (
-  backward,
-  backward_split,
+  chunk_gradients,
   lowering,
   model_functions,
-  operation,
   table,
-  virtual_stages,
 )
 from paxon.sharding import axes
 
 _Spec = jax.sharding.PartitionSpec
 _Tree = model_functions.Tree
-_Kind = operation.Kind
+_Kind = table.Kind
 _COLUMN = {name: n for n, name in enumerate(lowering.COLUMNS)}
 
 
@@ -60,33 +51,28 @@ def make_gradient_fn(
 ) -> model_functions.GradientFn:
   """Returns `(chunks, outer, batch, key=None) -> Gradients`.
 
-  `chunks` is a tree of arrays [K,...], one entry a virtual stage in the model's
-  order (`virtual_stages.from_layers`), best sharded over the mesh axis `stage`.
-  `outer` has the variables of `first` and `last`, tied ones once. `batch` has
-  arrays [M,rows,...]. It is called under `jax.jit`, in the context of a mesh
-  (`jax.set_mesh`) whose axis `stage` has the size of the schedule's stages.
+  `chunks` is a tree of arrays [K,...], one entry for each virtual stage in the
+  model's order (`model_functions.split_layers`), best sharded over the mesh
+  axis `stage`. `outer` has the variables of `first` and `last`, tied ones once.
+  `batch` has arrays [M,rows,...]. Call it under `jax.jit`, in the context of a
+  mesh (`jax.set_mesh`) whose axis `stage` has the size of the table's stages.
 
   Args:
     functions: The model.
-    schedule: Any valid table.
-    data_axes: Mesh axes that split the rows. Gradients are summed over them
-      once, at the end. Other mesh axes are the partitioner's.
-    maxima: Entries of `chunks` and `outer`, which are dicts then, whose
-      gradients are values, none negative, such as the amax of fp8: of several
-      microbatches the largest is taken, not the sum.
-    residuals: What forward operations keep for backward ones. For tables with
-      B and W the layers of a chunk must then be written one after the other,
-      since a loop over them is never cut in two.
+    schedule: The table.
+    data_axes: Mesh axes that shard the sequences of a microbatch. Gradients are
+      summed over them once, at the end. Other mesh axes are left to the
+      partitioner.
+    maxima: Keys of `chunks` and `outer`, which are dicts then, whose gradients
+      are non-negative values, such as the amax of fp8: the maximum over
+      microbatches is returned, not the sum.
+    residuals: What forward operations save for backward operations.
     pin: Shards gradients of a chunk [...], sums of those of a stage's chunks
       [v,...], and those of `outer`, over the partitioner's axes. Sums begin as
-      zeros, of which the partitioner cannot tell how weights are split.
-
-  Raises:
-    ValueError: The table is invalid.
+      zeros, whose sharding the partitioner cannot infer.
   """
-  functions = model_functions.with_own_keys(functions)
+  functions = model_functions.with_separate_keys(functions)
   lowered = lowering.lower(schedule, residuals)
-  pieces = schedule.pieces
 
   def gradient_fn(
     chunks: _Tree,
@@ -102,7 +88,7 @@ def make_gradient_fn(
         _run_stage,
         functions,
         lowered,
-        pieces.num_chunks,
+        schedule.num_chunks,
         tuple(data_axes),
         frozenset(maxima),
         pin,
@@ -113,20 +99,19 @@ def make_gradient_fn(
       check_vma=False,
     )
     found = run(
-      virtual_stages.to_stages(chunks, pieces=pieces),
+      model_functions.to_stages(chunks, table=schedule),
       outer,
       dict(batch),
       key,
       jnp.asarray(lowered.cells),
       jnp.asarray(lowered.arrivals),
     )
-    own = virtual_stages.from_stages(found.chunks, pieces=pieces)
-    return found._replace(chunks=own)
+    return found._replace(chunks=model_functions.from_stages(found.chunks))
 
   return gradient_fn
 
 
-# Each stage has its own columns of the table: no lookup by stage is needed.
+# The table is sharded over stages, so a stage has only its own columns.
 _TABLE_SPECS = (_Spec(None, axes.STAGE), _Spec(None, axes.STAGE))
 # The fields of `Gradients`.
 _specs: Sequence[Any] = (_Spec(), _Spec(), _Spec(), _Spec(axes.STAGE), _Spec())
@@ -136,17 +121,16 @@ _OUT_SPECS = model_functions.Gradients(*_specs)
 def _check_mesh(schedule: table.Table, data_axes: Sequence[str]) -> None:
   sizes = jax.sharding.get_abstract_mesh().shape
   given = ",".join(f"{name}={n}" for name, n in sizes.items()) or "none"
-  stages = schedule.pieces.num_stages
+  stages = schedule.num_stages
   if sizes.get(axes.STAGE) != stages:
     raise ValueError(
-      f"Schedule {schedule.name!r} has {stages} stages and needs a mesh whose"
-      f" axis {axes.STAGE!r} has that size, got the mesh '{given}'; write"
-      f" {axes.STAGE}={stages} into it."
+      f"Schedule {schedule.name!r} has {stages} stages and needs a mesh with"
+      f" {axes.STAGE}={stages}, got the mesh '{given}'."
     )
   for name in data_axes:
     if name not in sizes or name == axes.STAGE:
       raise ValueError(
-        f"data_axes has {name!r}, which must be an axis of the mesh besides"
+        f"data_axes: {name!r} must be an axis of the mesh other than"
         f" {axes.STAGE!r}, got the mesh '{given}'."
       )
 
@@ -154,25 +138,25 @@ def _check_mesh(schedule: table.Table, data_axes: Sequence[str]) -> None:
 def _check_arrays(
   schedule: table.Table, chunks: _Tree, batch: Mapping[str, jax.Array]
 ) -> None:
-  number = schedule.pieces.num_stages * schedule.pieces.num_chunks
+  number = schedule.num_virtual_stages
   for path, x in jax.tree.leaves_with_path(chunks):
     if x.ndim == 0 or x.shape[0] != number:
       raise ValueError(
-        f"chunks{jax.tree_util.keystr(path)} has shape {list(x.shape)}; its"
-        f" first axis must have one entry for each of the {number} virtual"
+        f"chunks{jax.tree_util.keystr(path)} has shape {list(x.shape)}; the"
+        f" size of its first axis must be {number}, the number of virtual"
         f" stages of schedule {schedule.name!r}."
       )
   for name, x in batch.items():
     if x.ndim < 2 or x.shape[0] != schedule.num_microbatches:
       raise ValueError(
-        f"batch[{name!r}] has shape {list(x.shape)}; it must be [microbatches,"
-        f" rows, ...] with the {schedule.num_microbatches} microbatches of"
+        f"batch[{name!r}] has shape {list(x.shape)}; expected [microbatches,"
+        f" sequences, ...] with the {schedule.num_microbatches} microbatches of"
         f" schedule {schedule.name!r}."
       )
 
 
 class _Sums(NamedTuple):
-  """What is added up over ticks; the gradients are float32."""
+  """Sums over ticks; the gradients are float32."""
 
   loss: jax.Array
   auxiliary: jax.Array
@@ -182,18 +166,17 @@ class _Sums(NamedTuple):
 
 
 class _State(NamedTuple):
-  """Of one stage between ticks.
+  """State of one stage between ticks.
 
-  `box` has the messages [slots of the box,...], `sent` those of the tick before
-  by slot, where messages take two ticks. `residuals` and `pairs` are what
-  operations keep, [slots of the pool,...].
+  Attributes:
+    mailbox: Messages, [slots,...].
+    sums: Gradients, losses and metrics so far.
+    residuals: What forward operations saved, [slots,...].
   """
 
-  box: _Tree
-  sent: tuple[_Tree, ...]
+  mailbox: _Tree
   sums: _Sums
   residuals: Sequence[jax.Array]
-  pairs: Sequence[jax.Array]
 
 
 def _run_stage(
@@ -210,9 +193,9 @@ def _run_stage(
   cells: jax.Array,
   arrivals: jax.Array,
 ) -> model_functions.Gradients:
-  """Runs all ticks of one stage; everything is what this stage has."""
+  """Runs all ticks of one stage, inside of `shard_map`."""
   if key is not None:
-    # Shards of the rows draw different numbers.
+    # Shards of a microbatch draw different random numbers.
     for name in data_axes:
       key = jax.random.fold_in(key, lax.axis_index(name))
   stage = _Stage(
@@ -227,7 +210,9 @@ def _run_stage(
     pin=pin,
   )
   split = stage.split()
-  runs = backward.RECOMPUTING if split is None else backward.saving(split)
+  runs = chunk_gradients.RECOMPUTING
+  if split is not None:
+    runs = chunk_gradients.make_saving(split)
   state, _ = lax.scan(
     lambda state, row: (stage.tick(runs, state, *row), None),
     stage.initial(split),
@@ -247,7 +232,7 @@ def _run_stage(
 def _over(
   tree: _Tree, mesh_axes: tuple[str, ...], maxima: frozenset[str]
 ) -> _Tree:
-  """Returns gradients combined over mesh axes."""
+  """Combines gradients over mesh axes."""
   if not mesh_axes:
     return tree
   if not maxima:
@@ -259,7 +244,7 @@ def _over(
 
 
 def _added(total: _Tree, new: _Tree, maxima: frozenset[str]) -> _Tree:
-  """Returns gradients combined with those of one more microbatch."""
+  """Combines gradients with those of another microbatch."""
   if not maxima:
     return jax.tree.map(jnp.add, total, new)
   return {
@@ -272,7 +257,7 @@ def _added(total: _Tree, new: _Tree, maxima: frozenset[str]) -> _Tree:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Stage:
-  """What a stage has that ticks do not change."""
+  """Constants of one stage."""
 
   functions: model_functions.ModelFunctions
   lowered: lowering.Lowered
@@ -286,46 +271,36 @@ class _Stage:
 
   @functools.cached_property
   def shapes(self) -> model_functions.Shapes:
-    """What passes between functions, as shapes."""
-    return model_functions.shapes_of(
+    """Shapes of activations and metrics."""
+    return model_functions.check_shapes(
       self.functions,
       chunk=self._chunk(0),
       outer=self.outer,
-      piece=self._first_piece(),
+      context=self._blank_context(),
     )
 
-  def split(self) -> backward_split.Split | None:
-    """Returns the chunk in three parts, where operations keep something."""
+  def split(self) -> chunk_gradients.Split | None:
+    """Returns the chunk as two functions, or None without residuals."""
     if not self.lowered.residuals:
       return None
 
-    def piece(chunk: _Tree, piece: model_functions.Piece, x: _Tree) -> Any:
-      return self.functions.chunk(chunk, x, piece)
+    def function(
+      chunk: _Tree, context: model_functions.Context, x: _Tree
+    ) -> Any:
+      return self.functions.chunk(chunk, x, context)
 
-    abstract = jax.eval_shape(lambda: (self._chunk(0), self._first_piece()))
-    found = backward_split.split(
-      piece, variables=abstract[0], others=abstract[1], x=self.shapes.x
+    abstract = jax.eval_shape(lambda: (self._chunk(0), self._blank_context()))
+    return chunk_gradients.split(
+      function, variables=abstract[0], others=abstract[1], x=self.shapes.x
     )
-    if self.lowered.pairs and not found.splits:
-      raise ValueError(
-        "ModelFunctions.chunk gives gradients of its variables together with"
-        " that of its input, so nothing of it can wait: write its layers one"
-        " after the other, not as a loop or as one rematerialized function, or"
-        " take a schedule without W, or Residuals.RECOMPUTE."
-      )
-    return found
 
-  def initial(self, split: backward_split.Split | None) -> _State:
+  def initial(self, split: chunk_gradients.Split | None) -> _State:
     shapes = self.shapes
-    blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes.x)
-    sent = ()
-    if self.lowered.latency > 1:
-      sent = (blank,) * len(self.lowered.kinds)
+    slots = self.lowered.residuals
     return _State(
-      box=jax.tree.map(
-        lambda x: jnp.zeros((self.lowered.box, *x.shape), x.dtype), blank
+      mailbox=jax.tree.map(
+        lambda x: jnp.zeros((self.lowered.mailbox, *x.shape), x.dtype), shapes.x
       ),
-      sent=sent,
       sums=_Sums(
         loss=jnp.float32(0),
         auxiliary=jnp.float32(0),
@@ -335,13 +310,14 @@ class _Stage:
         chunks=self.pin(_zeros_float32(self.chunks)),
         outer=self.pin(_zeros_float32(self.outer)),
       ),
-      residuals=_pool(split.residuals, self.lowered.residuals) if split else (),
-      pairs=_pool(split.pairs, self.lowered.pairs) if split else (),
+      residuals=[jnp.zeros((slots, *s.shape), s.dtype) for s in split.residuals]
+      if split
+      else (),
     )
 
   def tick(
     self,
-    runs: Mapping[operation.Kind, backward.Run],
+    runs: Mapping[table.Kind, chunk_gradients.Run],
     state: _State,
     cells: jax.Array,
     arrivals: jax.Array,
@@ -350,71 +326,68 @@ class _Stage:
 
     Args:
       runs: The operations.
-      state: Before it.
+      state: Before the tick.
       cells: int32 [slots, COLUMNS].
       arrivals: int32 [routes].
     """
-    made = []
+    results = []
     for slot, kinds in enumerate(self.lowered.kinds):
       cell = cells[slot]
       message, state = self._run_slot(runs, kinds, state, cell)
       if self.lowered.has_local[slot]:
-        box = _put(state.box, message, cell[_COLUMN["local"]])
-        state = state._replace(box=box)
-      made.append(message)
-    box = state.box
-    # With a latency of two, what was made a tick ago moves beside this tick.
-    moving = state.sent or made
+        mailbox = _put(state.mailbox, message, cell[_COLUMN["local"]])
+        state = state._replace(mailbox=mailbox)
+      results.append(message)
+    mailbox = state.mailbox
     for number, route in enumerate(self.lowered.routes):
       arrived = jax.tree.map(
         lambda x, route=route: lax.ppermute(x, axes.STAGE, route.pairs),
-        moving[route.slot],
+        results[route.slot],
       )
-      box = _put(box, arrived, arrivals[number])
-    return state._replace(box=box, sent=tuple(made) if state.sent else ())
+      mailbox = _put(mailbox, arrived, arrivals[number])
+    return state._replace(mailbox=mailbox)
 
   def _run_slot(
     self,
-    runs: Mapping[operation.Kind, backward.Run],
-    kinds: Sequence[operation.Kind],
+    runs: Mapping[table.Kind, chunk_gradients.Run],
+    kinds: Sequence[table.Kind],
     state: _State,
     cell: jax.Array,
   ) -> tuple[_Tree, _State]:
-    """Returns what an operation sends, and the state with what it adds."""
-    box, sums = state.box, state.sums
-    piece = self._piece(cell)
-    given = backward.Given(
+    """Returns the message of an operation, and the new state."""
+    sums = state.sums
+    given = chunk_gradients.Operands(
       functions=self.functions,
       outer=self.outer,
-      piece=piece,
+      context=self._context(cell),
       is_first=cell[_COLUMN["is_first"]] == 1,
-      residuals=_get(state.residuals, cell[_COLUMN["kept"]]),
-      pairs=_get(state.pairs, cell[_COLUMN["pairs"]]),
+      residuals=_get(state.residuals, cell[_COLUMN["residuals"]]),
     )
-    x = _get(box, cell[_COLUMN["x"]])
-    dy = _get(box, cell[_COLUMN["dy"]])
+    x = _get(state.mailbox, cell[_COLUMN["x"]])
+    dy = _get(state.mailbox, cell[_COLUMN["dy"]])
     chunk_number = cell[_COLUMN["chunk"]]
-    has_gradients = _Kind.BACKWARD in kinds or _Kind.WEIGHT_GRADIENT in kinds
-    keeps = {
-      "residuals": _Kind.FORWARD in kinds,
-      "pairs": _Kind.INPUT_GRADIENT in kinds,
-    }
+    has_gradients = _Kind.BACKWARD in kinds
+    has_residuals = _Kind.FORWARD in kinds
 
-    def branch(run: Any) -> Callable[[], backward.Made]:
-      def call() -> backward.Made:
+    def branch(
+      run: chunk_gradients.Run,
+    ) -> Callable[[], chunk_gradients.Results]:
+      def call() -> chunk_gradients.Results:
         made = run(given, self._chunk(chunk_number), x, dy)
-        # In a slot that never makes them, nothing carries zeros of their size.
-        none = {name: () for name, has in keeps.items() if not has}
-        if has_gradients:
-          made = made._replace(chunk=self.pin(made.chunk))
-        else:
-          none["chunk"] = ()
-        return made._replace(**none)
+        # A slot that never returns gradients or residuals carries no zeros of
+        # their size.
+        return made._replace(
+          chunk=self.pin(made.chunk) if has_gradients else (),
+          residuals=made.residuals if has_residuals else (),
+        )
 
       return call
 
     # Kinds that never occur in this slot are not compiled for it.
-    branches = [branch(backward.nothing), *(branch(runs[k]) for k in kinds)]
+    branches = [
+      branch(chunk_gradients.idle),
+      *(branch(runs[kind]) for kind in kinds),
+    ]
     numbers = [kinds.index(k) + 1 if k in kinds else 0 for k in lowering.KINDS]
     number = jnp.asarray(numbers, jnp.int32)[cell[_COLUMN["kind"]]]
     made = lax.switch(number, branches)
@@ -424,35 +397,32 @@ class _Stage:
       total = _added(total, made.chunk, self.maxima)
       totals = self.pin(_put(sums.chunks, total, chunk_number))
       sums = sums._replace(chunks=totals)
-    if keeps["residuals"] and self.lowered.residuals:
-      kept = _put(state.residuals, made.residuals, cell[_COLUMN["keeps"]])
-      state = state._replace(residuals=kept)
-    if keeps["pairs"] and self.lowered.pairs:
-      kept = _put(state.pairs, made.pairs, cell[_COLUMN["pairs_kept"]])
-      state = state._replace(pairs=kept)
+    if has_residuals and self.lowered.residuals:
+      # A backward operation clears the slot that it was the last to read.
+      slot = cell[_COLUMN["residuals"]]
+      saved = _put(state.residuals, made.residuals, slot)
+      state = state._replace(residuals=saved)
     message, sums = self._ends(kinds, given, made.message, sums, cell)
     return message, state._replace(sums=sums)
 
   def _ends(
     self,
-    kinds: Sequence[operation.Kind],
-    given: backward.Given,
+    kinds: Sequence[table.Kind],
+    given: chunk_gradients.Operands,
     message: _Tree,
     sums: _Sums,
     cell: jax.Array,
   ) -> tuple[_Tree, _Sums]:
-    """Runs the loss after the last piece, and `first` backward."""
+    """Runs the loss after the last chunk, and `first` backward."""
 
-    def is_one_of(*among: operation.Kind) -> jax.Array:
-      kind = cell[_COLUMN["kind"]]
-      found = [kind == lowering.KINDS.index(k) for k in among]
-      return functools.reduce(jnp.logical_or, found)
+    def is_kind(kind: table.Kind) -> jax.Array:
+      return cell[_COLUMN["kind"]] == lowering.KINDS.index(kind)
 
     if _Kind.FORWARD in kinds:
-      is_end = is_one_of(_Kind.FORWARD) & (cell[_COLUMN["is_last"]] == 1)
+      is_end = is_kind(_Kind.FORWARD) & (cell[_COLUMN["is_last"]] == 1)
 
       def head(y: _Tree, sums: _Sums) -> tuple[_Tree, _Sums]:
-        (loss, metrics), dy, outer = backward.head(given, y)
+        (loss, metrics), dy, outer = chunk_gradients.head(given, y)
         return dy, sums._replace(
           loss=sums.loss + loss,
           metrics=jax.tree.map(jnp.add, sums.metrics, metrics),
@@ -462,22 +432,21 @@ class _Stage:
       message, sums = lax.cond(
         is_end, head, lambda y, sums: (y, sums), message, sums
       )
-    used = [k for k in operation.INPUT_GRADIENT_KINDS if k in kinds]
-    if used:
+    if _Kind.BACKWARD in kinds:
 
       def first(outer: _Tree) -> _Tree:
-        new = backward.first(given, message)
+        new = chunk_gradients.first(given, message)
         return self.pin(_added(outer, new, self.maxima))
 
-      is_begin = is_one_of(*used) & given.is_first
+      is_begin = is_kind(_Kind.BACKWARD) & given.is_first
       outer = lax.cond(is_begin, first, lambda outer: outer, sums.outer)
       sums = sums._replace(outer=outer)
     return message, sums
 
-  def _first_piece(self) -> model_functions.Piece:
-    return self._piece(jnp.zeros(len(lowering.COLUMNS), jnp.int32))
+  def _blank_context(self) -> model_functions.Context:
+    return self._context(jnp.zeros(len(lowering.COLUMNS), jnp.int32))
 
-  def _piece(self, cell: jax.Array) -> model_functions.Piece:
+  def _context(self, cell: jax.Array) -> model_functions.Context:
     microbatch = cell[_COLUMN["microbatch"]]
     virtual_stage = cell[_COLUMN["virtual_stage"]]
     key = self.key
@@ -485,7 +454,7 @@ class _Stage:
       key = jax.random.fold_in(key, microbatch)
       key = jax.random.fold_in(key, virtual_stage)
     inputs = {name: _get(x, microbatch) for name, x in self.batch.items()}
-    return model_functions.Piece(microbatch, virtual_stage, inputs, key)
+    return model_functions.Context(microbatch, virtual_stage, inputs, key)
 
   def _chunk(self, number: jax.Array | int) -> _Tree:
     # With one chunk no slice, which would be a copy of the weights.
@@ -496,13 +465,6 @@ class _Stage:
 
 def _zeros_float32(tree: _Tree) -> _Tree:
   return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), tree)
-
-
-def _pool(
-  shapes: Sequence[jax.ShapeDtypeStruct], slots: int
-) -> list[jax.Array]:
-  # Without a slot nothing is read; an array of none could not be indexed.
-  return [jnp.zeros((slots, *s.shape), s.dtype) for s in shapes if slots]
 
 
 def _get(tree: _Tree, number: jax.Array | int) -> _Tree:

@@ -10,21 +10,13 @@ import pytest
 
 from paxon.layers import testing as layers_testing
 from paxon.pipeline.schedules import (
-  backward_split,
-  dependencies,
+  chunk_gradients,
   executor,
-  gpipe,
-  interleaved,
+  generators,
   lowering,
   model_functions,
-  one_f_one_b,
-  operation,
   scheduled_stack,
-  sequential,
-  table,
   testing,
-  virtual_stages,
-  zero_bubble,
 )
 
 MICROBATCHES = 4
@@ -41,21 +33,25 @@ def _mesh(stages, data=1):
 
 def _given(schedule, *, tied=False, microbatches=MICROBATCHES):
   layers, outer = testing.variables(num_layers=LAYERS, tied=tied)
-  chunks = virtual_stages.from_layers(layers, pieces=schedule.pieces)
+  chunks = model_functions.split_layers(
+    layers, num_virtual_stages=schedule.num_virtual_stages
+  )
   return chunks, outer, testing.batch(num_microbatches=microbatches)
 
 
 def _compare(schedule, *, tied=False, data=1, saves=False):
-  model = testing.functions(tied=tied, unroll=saves)
+  model = testing.functions(tied=tied)
   # One operation a number, where the default is a hundred to compile.
   key = jax.random.key(2, impl="unsafe_rbg")
   given = (*_given(schedule, tied=tied), key)
   if data > 1:
     model = testing.without_noise(model)
-  want = jax.jit(sequential.make_gradient_fn(model, pieces=schedule.pieces))(
-    *given
-  )
-  with jax.set_mesh(_mesh(schedule.pieces.num_stages, data)):
+  want = jax.jit(
+    testing.sequential_gradient_fn(
+      model, num_virtual_stages=schedule.num_virtual_stages
+    )
+  )(*given)
+  with jax.set_mesh(_mesh(schedule.num_stages, data)):
     got = jax.jit(
       executor.make_gradient_fn(
         model,
@@ -74,28 +70,29 @@ def _compare(schedule, *, tied=False, data=1, saves=False):
   jax.tree.map_with_path(check, got, want)
 
 
-def _late(*, num_stages, num_microbatches):
-  """1F1B whose messages take two ticks."""
-  made = one_f_one_b.make(
-    num_stages=num_stages, num_microbatches=num_microbatches
-  )
-  orders = [made.order(stage) for stage in range(num_stages)]
-  return table.from_orders(orders, name="late", pieces=made.pieces, latency=2)
-
-
-# Drawn cases of linen models are in `scheduled_gradients_test`; here rows are
-# split by hand, and messages take two ticks.
+# Random cases of linen models are in `scheduled_gradients_test`; here batches
+# are sharded by hand.
 @pytest.mark.parametrize(
   ("make", "stages", "options"),
   [
-    pytest.param(gpipe.make, 2, {"data": 2}, id="gpipe"),
-    pytest.param(_late, 2, {"tied": True}, id="late"),
-    # Both neighbours of a stage are one.
-    pytest.param(interleaved.make, 2, {"tied": True}, id="interleaved"),
-    pytest.param(interleaved.two_slots, 4, {}, id="interleaved-two-slot"),
-    pytest.param(zero_bubble.make_v, 4, {"tied": True}, id="zb-v"),
+    pytest.param(testing.gpipe, 2, {"data": 2}, id="gpipe"),
+    pytest.param(generators.one_f_one_b, 2, {"tied": True}, id="1f1b"),
     pytest.param(
-      zero_bubble.make_h1, 4, {"saves": True, "data": 2}, id="zb-h1-saves"
+      generators.one_f_one_b, 4, {"saves": True, "data": 2}, id="1f1b-saves"
+    ),
+    # Both neighbors of a stage are one stage.
+    pytest.param(
+      generators.interleaved_two_slots,
+      2,
+      {"tied": True, "saves": True},
+      id="interleaved-saves",
+    ),
+    pytest.param(generators.interleaved_two_slots, 4, {}, id="interleaved"),
+    pytest.param(
+      generators.one_f_one_b_two_slots,
+      4,
+      {"tied": True, "saves": True, "data": 2},
+      id="two-slot-saves",
     ),
   ],
 )
@@ -107,18 +104,18 @@ def test_loss_and_gradients_are_the_sequential_models(make, stages, options):
 def test_first_chunk_and_last_have_keys_of_their_own():
   key = jax.random.key(0)
   plain = model_functions.ModelFunctions(
-    first=lambda outer, piece: piece.key,
-    chunk=lambda variables, x, piece: piece.key,
-    last=lambda outer, y, piece: piece.key,
+    first=lambda outer, context: context.key,
+    chunk=lambda variables, x, context: context.key,
+    last=lambda outer, y, context: context.key,
   )
-  made = model_functions.with_own_keys(plain)
+  made = model_functions.with_separate_keys(plain)
 
   def keys(key):
-    piece = model_functions.Piece(jnp.int32(0), jnp.int32(0), {}, key)
+    context = model_functions.Context(jnp.int32(0), jnp.int32(0), {}, key)
     return [
-      made.first({}, piece),
-      made.chunk({}, {}, piece),
-      made.last({}, {}, piece),
+      made.first({}, context),
+      made.chunk({}, {}, context),
+      made.last({}, {}, context),
     ]
 
   data = {tuple(jax.random.key_data(k).tolist()) for k in (key, *keys(key))}
@@ -128,7 +125,9 @@ def test_first_chunk_and_last_have_keys_of_their_own():
 
 def _lowered(microbatches, **options):
   # With one chunk a stage; several would go to and from their stages, outside.
-  schedule = one_f_one_b.two_slots(num_stages=4, num_microbatches=microbatches)
+  schedule = generators.one_f_one_b_two_slots(
+    num_stages=4, num_microbatches=microbatches
+  )
   given = _given(schedule, tied=True, microbatches=microbatches)
   gradient_fn = executor.make_gradient_fn(
     testing.functions(tied=True), schedule=schedule, **options
@@ -231,14 +230,14 @@ def test_permutes_in_branches_are_found():
       assert found == permutes
 
 
-def _products(fn, *args):
+def _matmuls(fn, *args):
   return str(jax.make_jaxpr(fn)(*args)).count(" dot_general[")
 
 
-def test_a_split_piece_computes_nothing_twice():
-  """Two layers of two products: four forward, four for dx, four for dw."""
+def test_saved_residuals_compute_nothing_twice():
+  """Two layers of two matmuls: four forward, four for dx, four for dw."""
 
-  def piece(kernels, scale, x):
+  def chunk(kernels, scale, x):
     for up, down in kernels:
       x = x + jnp.tanh(x @ up) @ down * jnp.float32(scale)
     return x, jnp.sum(x * x)
@@ -249,70 +248,51 @@ def test_a_split_piece_computes_nothing_twice():
   ]
   x, dy = (layers_testing.normal(3, 4, seed=i) for i in (3, 4))
   scale = jnp.float32(0.5)
-  made = backward_split.split(piece, variables=kernels, others=scale, x=x)
+  made = chunk_gradients.split(chunk, variables=kernels, others=scale, x=x)
   free = (kernels, scale)
   (y, auxiliary), residuals = made.forward(free, x)
-  dx, pairs = made.of_input(free, residuals, dy)
-  dw = made.of_weights(free, pairs)
-  want, pull = jax.vjp(lambda w, x: piece(w, scale, x), kernels, x)
+  dw, dx = made.backward(free, residuals, dy)
+  want, pull = jax.vjp(lambda w, x: chunk(w, scale, x), kernels, x)
   for a, e in zip(
     jax.tree.leaves(((y, auxiliary), dw, dx)),
     jax.tree.leaves((want, *pull((dy, jnp.float32(1))))),
     strict=True,
   ):
     np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6)
-  assert made.splits
-  assert _products(made.forward, free, x) == 4
-  assert _products(made.of_input, free, residuals, dy) == 4
-  assert _products(made.of_weights, free, pairs) == 4
-  # Kernels are never kept: all has rows.
-  for kept in (*made.residuals, *made.pairs):
-    assert kept.shape[0] == 3
+  assert _matmuls(made.forward, free, x) == 4
+  assert _matmuls(made.backward, free, residuals, dy) == 8
+  # Kernels are never saved: everything saved has the batch's first axis.
+  for saved in made.residuals:
+    assert saved.shape[0] == 3
 
 
-def test_the_parts_of_a_piece_keep_its_names():
-  """Plans and profiles tell layers, and backward passes, by them."""
+def test_backward_passes_keep_the_names_of_modules():
+  """Plans and profiles distinguish layers and backward passes by them."""
 
-  def piece(kernel, scale, x):
+  def chunk(kernel, scale, x):
     with jax.named_scope("layer"):
       y = jax.jit(lambda x: jnp.tanh(x @ kernel))(x) * scale
     return y, jnp.sum(y)
 
   kernel, x = layers_testing.normal(4, 4), layers_testing.normal(3, 4, seed=2)
   scale = jnp.float32(0.5)
-  made = backward_split.split(piece, variables=kernel, others=scale, x=x)
-  jaxpr = jax.make_jaxpr(made.of_weights)((kernel, scale), made.pairs)
-  (product,) = [
-    eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"
-  ]
-  name = str(product.source_info.name_stack)
-  assert "transpose(" in name
-  assert "layer" in name
+  made = chunk_gradients.split(chunk, variables=kernel, others=scale, x=x)
+  jaxpr = jax.make_jaxpr(made.backward)((kernel, scale), made.residuals, x)
+  matmuls = [e for e in jaxpr.eqns if e.primitive.name == "dot_general"]
+  assert len(matmuls) == 2
+  for eqn in matmuls:
+    name = str(eqn.source_info.name_stack)
+    assert "transpose(" in name
+    assert "layer" in name
 
 
-def test_a_loop_over_layers_cannot_be_split():
-  schedule = zero_bubble.make_h1(num_stages=1, num_microbatches=MICROBATCHES)
-  given = (*_given(schedule, tied=True), jax.random.key(0))
-  gradient_fn = executor.make_gradient_fn(
-    testing.functions(tied=True),
-    schedule=schedule,
-    residuals=lowering.Residuals.SAVE,
-  )
-  with (
-    jax.set_mesh(_mesh(1)),
-    pytest.raises(ValueError, match=r"write its layers one after the other"),
-  ):
-    jax.eval_shape(gradient_fn, *given)
-
-
-def test_meshes_and_arrays_that_do_not_suit_are_refused():
-  schedule = gpipe.make(num_stages=2, num_microbatches=MICROBATCHES)
+def test_unsuitable_meshes_and_arrays_are_rejected():
+  schedule = testing.gpipe(num_stages=2, num_microbatches=MICROBATCHES)
   chunks, outer, batch = _given(schedule)
   model = testing.functions(tied=False)
   gradient_fn = executor.make_gradient_fn(model, schedule=schedule)
   message = (
-    r"'GPipe' has 2 stages and needs a mesh whose axis 'stage' has that size,"
-    r" got the mesh '{}'; write stage=2"
+    r"'GPipe' has 2 stages and needs a mesh with stage=2, got the mesh '{}'"
   )
   with pytest.raises(ValueError, match=message.format("none")):
     gradient_fn(chunks, outer, batch)
@@ -325,7 +305,7 @@ def test_meshes_and_arrays_that_do_not_suit_are_refused():
     wrong = executor.make_gradient_fn(
       model, schedule=schedule, data_axes=("rows",)
     )
-    with pytest.raises(ValueError, match=r"data_axes has 'rows', which must"):
+    with pytest.raises(ValueError, match=r"data_axes: 'rows' must be an axis"):
       wrong(chunks, outer, batch)
     more = jax.tree.map(lambda x: x[:1], chunks)
     with pytest.raises(ValueError, match=r"chunks\['bias'\] has shape \[1, 4"):
@@ -338,24 +318,24 @@ def test_meshes_and_arrays_that_do_not_suit_are_refused():
   ("changes", "message"),
   [
     pytest.param(
-      {"first": lambda outer, piece: piece.inputs["ids"]},
+      {"first": lambda outer, context: context.inputs["ids"]},
       r"first must return floating arrays, .* got int32\[4, 3\]",
       id="integers",
     ),
     pytest.param(
-      {"chunk": lambda variables, x, piece: (x[:, :1], jnp.float32(0))},
-      r"chunk must return what it is given, of shapes .*4, 3, 4.*4, 1, 4",
+      {"chunk": lambda variables, x, context: (x[:, :1], jnp.float32(0))},
+      r"chunk must return an output like its input.*4, 3, 4.*4, 1, 4",
       id="shapes",
     ),
     pytest.param(
-      {"last": lambda outer, y, piece: (y, {})},
+      {"last": lambda outer, y, context: (y, {})},
       r"last must return a floating scalar .* got float32\[4, 3, 4\]",
       id="no-scalar",
     ),
   ],
 )
-def test_functions_that_do_not_go_together_are_refused(changes, message):
-  schedule = gpipe.make(num_stages=1, num_microbatches=MICROBATCHES)
+def test_functions_that_do_not_fit_together_are_rejected(changes, message):
+  schedule = testing.gpipe(num_stages=1, num_microbatches=MICROBATCHES)
   model = dataclasses.replace(testing.functions(tied=True), **changes)
   given = (*_given(schedule, tied=True), jax.random.key(0))
   gradient_fn = executor.make_gradient_fn(model, schedule=schedule)
@@ -367,28 +347,29 @@ def test_functions_that_do_not_go_together_are_refused(changes, message):
 
 
 def test_layers_must_divide_by_virtual_stages():
-  pieces = dependencies.Pieces(num_stages=4, num_chunks=3)
   with pytest.raises(
-    ValueError, match=r"8 layers must be a multiple of the 12"
+    ValueError, match=r"number of layers \(8\) must be a multiple of the 12"
   ):
-    virtual_stages.from_layers({"w": jnp.zeros((8, 2))}, pieces=pieces)
+    model_functions.split_layers(
+      {"w": jnp.zeros((8, 2))}, num_virtual_stages=12
+    )
 
 
-def test_a_v_places_layers_back_and_forth():
-  pieces = dependencies.Pieces(
-    num_stages=2, num_chunks=2, placement=operation.Placement.V
+def test_chunks_of_a_stage_are_a_round_apart():
+  schedule = generators.interleaved_two_slots(num_stages=2, num_microbatches=2)
+  chunks = model_functions.split_layers(jnp.arange(8), num_virtual_stages=4)
+  staged = model_functions.to_stages(chunks, table=schedule)
+  np.testing.assert_array_equal(staged, [[[0, 1], [4, 5]], [[2, 3], [6, 7]]])
+  back = model_functions.from_stages(staged)
+  np.testing.assert_array_equal(
+    model_functions.merge_layers(back), np.arange(8)
   )
-  chunks = virtual_stages.from_layers(jnp.arange(8), pieces=pieces)
-  staged = virtual_stages.to_stages(chunks, pieces=pieces)
-  np.testing.assert_array_equal(staged, [[[0, 1], [6, 7]], [[2, 3], [4, 5]]])
-  back = virtual_stages.from_stages(staged, pieces=pieces)
-  np.testing.assert_array_equal(virtual_stages.to_layers(back), np.arange(8))
 
 
 def test_memory_is_that_of_the_schedule():
   """Of 16 microbatches GPipe keeps all, two-slot 1F1B a few."""
   temporary = {}
-  for make in (gpipe.make, one_f_one_b.two_slots):
+  for make in (testing.gpipe, generators.one_f_one_b_two_slots):
     schedule = make(num_stages=2, num_microbatches=16)
     model = testing.functions(tied=True)
     given = _given(schedule, tied=True, microbatches=16)
@@ -397,9 +378,9 @@ def test_memory_is_that_of_the_schedule():
       lowered = jax.jit(gradient_fn).lower(*given, jax.random.key(0))
     memory = lowered.compile().memory_analysis()
     temporary[make] = memory.temp_size_in_bytes
-    boxes = lowering.lower(schedule).box
+    boxes = lowering.lower(schedule).mailbox
     activation = 4 * testing.ROWS * testing.LENGTH * testing.EMBED
     assert temporary[make] >= boxes * activation
-  saved = temporary[gpipe.make] - temporary[one_f_one_b.two_slots]
+  saved = temporary[testing.gpipe] - temporary[generators.one_f_one_b_two_slots]
   # Of 16 inputs and 16 gradients, all but a few.
   assert saved >= 24 * activation

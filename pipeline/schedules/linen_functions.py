@@ -31,7 +31,7 @@ from paxon.pipeline import (
   placement,
   spmd_pipeline,
 )
-from paxon.pipeline.schedules import dependencies, model_functions, table
+from paxon.pipeline.schedules import model_functions, table
 from paxon.sharding import axes
 
 _Tree = model_functions.Tree
@@ -183,30 +183,22 @@ class Layers:
     given: What the stack is called with; of it the shapes of `x` and of the
       arguments are those of a whole batch.
     schedule: With K virtual stages.
-    unroll: Whether the groups are compiled one by one, not as a loop.
   """
 
   stack: spmd_pipeline.PipelinedStack
   given: Given
   schedule: table.Table
-  unroll: bool
 
   @property
-  def pieces(self) -> dependencies.Pieces:
-    """The virtual stages."""
-    return self.schedule.pieces
-
-  @property
-  def per_piece(self) -> int:
+  def groups_per_stage(self) -> int:
     """Groups of a virtual stage; the last ones may not be used."""
-    number = self.pieces.num_stages * self.pieces.num_chunks
-    return -(-self.stack.num_groups() // number)
+    return -(-self.stack.num_groups() // self.schedule.num_virtual_stages)
 
   @property
   def padding(self) -> int:
     """Groups of virtual stages that are none of the stack's."""
-    number = self.pieces.num_stages * self.pieces.num_chunks
-    return number * self.per_piece - self.stack.num_groups()
+    groups = self.schedule.num_virtual_stages * self.groups_per_stage
+    return groups - self.stack.num_groups()
 
   def one_group(self, variables: _Tree, x: _Tree, inputs: "Inputs") -> _Tree:
     """Returns what one group of layers sows.
@@ -253,17 +245,19 @@ class Layers:
     """Returns what one piece makes.
 
     Args:
-      variables: Of its groups, [per_piece,...], and the parameters of shared
-        parts.
+      variables: Of its groups, [groups,...], and the parameters of shared
+        modules.
       message: What comes in.
       virtual_stage: The number of the piece.
       inputs: Of the microbatch.
     """
     groups, common = variables
-    first = virtual_stage * self.per_piece
-    numbers = first + jnp.arange(self.per_piece, dtype=jnp.int32)
+    first = virtual_stage * self.groups_per_stage
+    numbers = first + jnp.arange(self.groups_per_stage, dtype=jnp.int32)
     keys = jax.tree.map(
-      lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, first, self.per_piece),
+      lambda leaf: jax.lax.dynamic_slice_in_dim(
+        leaf, first, self.groups_per_stage
+      ),
       inputs.layer_keys,
     )
 
@@ -272,9 +266,9 @@ class Layers:
       return self._live(own, common, keys, number, x, inputs.args)
 
     xs = (groups, keys, numbers)
-    if self.unroll:
+    if not self.stack.scan:
       x, each = message.x, []
-      for i in range(self.per_piece):
+      for i in range(self.groups_per_stage):
         x, one = group(x, jax.tree.map(lambda leaf, i=i: leaf[i], xs))
         each.append(one)
       made = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
@@ -404,8 +398,8 @@ def functions_of(
       them.
   """
 
-  def first(outer: _Tree, piece: model_functions.Piece) -> Message:
-    inputs = inputs_of(piece.inputs)
+  def first(outer: _Tree, context: model_functions.Context) -> Message:
+    inputs = inputs_of(context.inputs)
     with placement.inside_a_stage(), placement.with_whole_tables():
       values = merged(_whole(outer, tables))
       given = cut.given(values, inputs.batch, inputs.keys)
@@ -413,19 +407,19 @@ def functions_of(
     return Message(given.x, zeros)
 
   def chunk(
-    variables: _Tree, x: Message, piece: model_functions.Piece
+    variables: _Tree, x: Message, context: model_functions.Context
   ) -> tuple[Message, jax.Array]:
     own = merged(_whole(variables, tables))
     common = own.pop(shared.COLLECTION, {})
-    inputs = inputs_of(piece.inputs)
-    made = layers((own, common), Message(*x), piece.virtual_stage, inputs)
+    inputs = inputs_of(context.inputs)
+    made = layers((own, common), Message(*x), context.virtual_stage, inputs)
     # What layers add to the loss, `last` finds in what they have sown.
     return made, jnp.float32(0)
 
   def last(
-    outer: _Tree, y: Message, piece: model_functions.Piece
+    outer: _Tree, y: Message, context: model_functions.Context
   ) -> tuple[jax.Array, loss_function.Metrics]:
-    inputs = inputs_of(piece.inputs)
+    inputs = inputs_of(context.inputs)
     groups = layers.stack.num_groups()
     message = Message(y.x, jax.tree.map(lambda leaf: leaf[:groups], y.sown))
     with placement.inside_a_stage():

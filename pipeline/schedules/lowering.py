@@ -1,48 +1,39 @@
-"""A table as the integers that one program for all stages reads.
+"""Tables as integers, which one program for all stages reads.
 
-A piece is given its input and the gradient of its output by messages. Both have
-one shape, so they share a pool, the box, in which each message has a slot from
-its arrival to the last operation that reads it. Where backward operations run
-the piece forward again, they read its input, too; else they read what forward
-operations have kept, residuals, and what the gradient of the input has kept for
-that of the weights, pairs, each in a pool of its own. Slots are given out here,
-once for all ticks (`lifetimes.assign`).
+A chunk receives its input and the gradient of its output as messages. Both have
+one shape, so they share a pool of buffers, the mailbox, in which each message
+has a slot from its arrival to the last operation that reads it. If backward
+operations recompute the forward pass, they read the chunk's input again;
+otherwise they read residuals, which have a pool of their own.
 
-The last slot of each pool is where goes what nobody waits for.
+A pool has as many slots as are live at once at most: lifetimes on one stage are
+intervals of ticks, and the interval that begins next takes the lowest free
+slot. Every stage has the pools of the stage that needs most. The last slot of
+each pool receives what no operation reads.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 import dataclasses
 import enum
+import heapq
+from typing import TypeVar
 
 import numpy as np
 
-from paxon.pipeline.schedules import (
-  lifetimes,
-  operation,
-  table,
-  validation,
-)
+from paxon.pipeline.schedules import table
 
-_Kind = operation.Kind
-_GRADIENTS = (*operation.INPUT_GRADIENT_KINDS, _Kind.WEIGHT_GRADIENT)
+_FORWARD, _BACKWARD = table.Kind.FORWARD, table.Kind.BACKWARD
 
-# Branches of the executor; an empty place of the table is the first.
-KINDS = (
-  None,
-  _Kind.FORWARD,
-  _Kind.BACKWARD,
-  _Kind.INPUT_GRADIENT,
-  _Kind.WEIGHT_GRADIENT,
-)
+# Branches of the executor; the first is an empty slot of the table.
+KINDS = (None, _FORWARD, _BACKWARD)
 
 
 class Residuals(enum.Enum):
-  """What forward operations keep for backward ones."""
+  """What forward operations keep for backward operations."""
 
-  # Nothing but the input of the piece; they run it forward again.
+  # The input of the chunk; backward operations run the forward pass again.
   RECOMPUTE = "recompute"
-  # What gradients need: no operation computes anything twice.
+  # All that gradients need; nothing is computed twice.
   SAVE = "save"
 
 
@@ -53,20 +44,16 @@ COLUMNS = (
   "microbatch",
   "chunk",
   "virtual_stage",
-  # Of virtual stages: whether it begins, or ends, the model.
+  # Whether the virtual stage is the model's first, or last.
   "is_first",
   "is_last",
-  # Slots of the box: the piece's input, the gradient of its output, and where
-  # what it makes is put, for this stage itself.
+  # Slots of the mailbox: the input, the gradient of the output, and where to
+  # put a result for this stage itself.
   "x",
   "dy",
   "local",
-  # Slots of the other pools: where an operation puts residuals, where it reads
-  # them, and likewise pairs.
-  "keeps",
-  "kept",
-  "pairs_kept",
-  "pairs",
+  # Slot of the residuals, written by forward and read by backward operations.
+  "residuals",
 )
 
 
@@ -75,9 +62,9 @@ class Route:
   """Messages of one slot of a tick in one direction.
 
   Attributes:
-    slot: Whose results are sent.
+    slot: The slot whose results are sent.
     direction: +1 or -1, from stage to stage.
-    pairs: (sender, receiver), all that occur in the table.
+    pairs: All (sender, receiver) of the table.
   """
 
   slot: int
@@ -87,40 +74,42 @@ class Route:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lowered:
-  """What the executor reads.
+  """A table as the executor reads it.
 
   Attributes:
     cells: int32 [ticks, stages, slots, COLUMNS].
-    arrivals: int32 [ticks, stages, routes], the slot of the box into which goes
-      what arrives at the end of a tick.
+    arrivals: int32 [ticks, stages, routes], the mailbox slot of what arrives at
+      the end of a tick.
     routes: One collective-permute each.
-    kinds: By slot, which kinds occur in it.
+    kinds: By slot, the kinds that occur in it.
     has_local: By slot, whether any result stays on its stage.
-    box: Slots of the box, the one of messages for nobody included.
-    residuals: Slots of the residuals, likewise; 0 where none are kept.
-    pairs: Slots of the pairs, likewise.
-    latency: Of the table.
+    mailbox: Slots of the mailbox, including the one that is never read.
+    residuals: Slots of the residuals, likewise; 0 without residuals.
   """
 
   cells: np.ndarray
   arrivals: np.ndarray
   routes: tuple[Route, ...]
-  kinds: tuple[tuple[operation.Kind, ...], ...]
+  kinds: tuple[tuple[table.Kind, ...], ...]
   has_local: tuple[bool, ...]
-  box: int
+  mailbox: int
   residuals: int
-  pairs: int
-  latency: int
 
 
 @dataclasses.dataclass(frozen=True)
 class _Message:
-  """A place in the box: the piece's input, or its output's gradient."""
+  """The input of a chunk, or the gradient of its output."""
 
   stage: int
   microbatch: int
   chunk: int
   is_gradient: bool
+
+
+_Key = TypeVar("_Key")
+# When an operation runs on its stage: tick and slot.
+_Time = tuple[int, int]
+_Senders = Mapping[_Message, table.Position]
 
 
 def lower(
@@ -129,150 +118,154 @@ def lower(
   """Returns a table as integers.
 
   Args:
-    schedule: Any valid one.
+    schedule: The table.
     residuals: What forward operations keep.
-
-  Raises:
-    ValueError: The table is invalid, or has operations of recomputation, which
-      are part of backward operations here.
   """
-  validation.check(schedule)
-  for place, op in schedule.places():
-    if op.kind is _Kind.RECOMPUTE:
-      raise ValueError(
-        f"Schedule {schedule.name!r}, tick {place.tick}, stage {place.stage}:"
-        f" the executor recomputes inside X, B and W; leave {op} out."
-      )
-  senders = dict(_senders(schedule))
+  senders: dict[_Message, table.Position] = {}
+  for at, op in schedule.operations:
+    message = _result(schedule, at.stage, op)
+    if message is not None:
+      senders[message] = at
   saves = residuals is Residuals.SAVE
-  slots, box = _assign(schedule, senders, saves=saves)
-  kept, num_kept = _pool(schedule, "residuals") if saves else ({}, 0)
-  pairs, num_pairs = _pool(schedule, "weight_pairs") if saves else ({}, 0)
-  shape = (len(schedule.ticks), schedule.pieces.num_stages)
-  routes = _routes(schedule, senders)
+  slots, mailbox = _assign_messages(schedule, senders, saves=saves)
+  kept, num_kept = _assign_residuals(schedule) if saves else ({}, 0)
+  routes = _routes(senders)
   numbers = {(r.slot, r.direction): n for n, r in enumerate(routes)}
-  arrivals = np.full((*shape, len(routes)), box - 1, np.int32)
-  for message, place in senders.items():
-    if place.stage != message.stage:
-      at = place.tick + schedule.latency - 1
-      number = numbers[place.slot, _direction(schedule, message, place)]
-      arrivals[at, message.stage, number] = slots[message]
-  kinds: list[set[operation.Kind]] = [set() for _ in range(schedule.num_slots)]
-  for place, op in schedule.places():
-    kinds[place.slot].add(op.kind)
-  local = {p.slot for m, p in senders.items() if p.stage == m.stage}
+  shape = (len(schedule.ticks), schedule.num_stages, len(routes))
+  arrivals = np.full(shape, mailbox - 1, np.int32)
+  for message, at in senders.items():
+    if at.stage != message.stage:
+      number = numbers[at.slot, _direction(message)]
+      arrivals[at.tick, message.stage, number] = slots[message]
+  kinds: list[set[table.Kind]] = [set() for _ in range(schedule.num_slots)]
+  for at, op in schedule.operations:
+    kinds[at.slot].add(op.kind)
+  local = {at.slot for m, at in senders.items() if at.stage == m.stage}
   return Lowered(
-    cells=_cells(
-      schedule, senders, slots, kept, pairs, (box, num_kept, num_pairs)
-    ),
+    cells=_cells(schedule, slots, mailbox - 1, kept, max(num_kept - 1, 0)),
     arrivals=arrivals,
     routes=routes,
-    kinds=tuple(tuple(k for k in KINDS[1:] if k in ks) for ks in kinds),
+    kinds=tuple(tuple(k for k in table.Kind if k in found) for found in kinds),
     has_local=tuple(slot in local for slot in range(schedule.num_slots)),
-    box=box,
+    mailbox=mailbox,
     residuals=num_kept,
-    pairs=num_pairs,
-    latency=schedule.latency,
   )
 
 
-def _target(
-  schedule: table.Table, stage: int, op: operation.Operation
+def count_in_flight(schedule: table.Table) -> list[int]:
+  """Returns by stage how many chunks wait for their backward pass at most."""
+  lifetimes = _in_flight(schedule)
+  return [
+    max(_assign_slots(lives).values(), default=-1) + 1
+    for lives in (lifetimes[stage] for stage in range(schedule.num_stages))
+  ]
+
+
+def _result(
+  schedule: table.Table, stage: int, op: table.Operation
 ) -> _Message | None:
   """Returns the message that an operation makes, if any."""
-  pieces = schedule.pieces
-  k = pieces.virtual_stage(stage, chunk=op.chunk)
-  last = pieces.num_stages * pieces.num_chunks - 1
-  if op.kind is _Kind.FORWARD:
+  k = schedule.virtual_stage(stage, chunk=op.chunk)
+  last = schedule.num_virtual_stages - 1
+  if op.kind is _FORWARD:
     # The loss turns the model's output into the gradient of that output.
-    receiver, chunk = pieces.home(min(k + 1, last))
+    receiver, chunk = schedule.locate(min(k + 1, last))
     return _Message(receiver, op.microbatch, chunk, k == last)
-  if op.kind in operation.INPUT_GRADIENT_KINDS and k > 0:
-    receiver, chunk = pieces.home(k - 1)
+  if k > 0:
+    receiver, chunk = schedule.locate(k - 1)
     return _Message(receiver, op.microbatch, chunk, True)
   return None
 
 
-def _senders(
+def _in_flight(
   schedule: table.Table,
-) -> Iterator[tuple[_Message, table.Place]]:
-  for place, op in schedule.places():
-    message = _target(schedule, place.stage, op)
-    if message is not None:
-      yield message, place
+) -> list[dict[tuple[int, int], tuple[_Time, _Time]]]:
+  """Returns by stage, microbatch and chunk, forward and backward times."""
+  times: list[dict[tuple[int, int], list[_Time]]] = [
+    {} for _ in range(schedule.num_stages)
+  ]
+  for at, op in schedule.operations:
+    own = times[at.stage].setdefault((op.microbatch, op.chunk), [])
+    own.append((at.tick, at.slot))
+  return [{key: (min(t), max(t)) for key, t in own.items()} for own in times]
 
 
-_Slots = Mapping[tuple[int, int, int], int]
+def _assign_slots(
+  lives: Mapping[_Key, tuple[_Time, _Time]],
+) -> dict[_Key, int]:
+  """Returns a slot for each lifetime; those that overlap have different slots.
+
+  What is last read by an operation is free after it.
+  """
+  slots: dict[_Key, int] = {}
+  free: list[int] = []
+  live: list[tuple[_Time, int]] = []
+  for key, (begin, end) in sorted(lives.items(), key=lambda item: item[1]):
+    while live and live[0][0] < begin:
+      heapq.heappush(free, heapq.heappop(live)[1])
+    slots[key] = heapq.heappop(free) if free else len(live)
+    heapq.heappush(live, (end, slots[key]))
+  return slots
 
 
-def _pool(schedule: table.Table, name: str) -> tuple[_Slots, int]:
+def _num_slots(slots: Iterable[int]) -> int:
+  return max(slots, default=-1) + 2
+
+
+def _assign_residuals(
+  schedule: table.Table,
+) -> tuple[Mapping[tuple[int, int, int], int], int]:
   """Returns slots by stage, microbatch and chunk, and the pool's size."""
-  slots = {}
-  for stage in range(schedule.pieces.num_stages):
-    lives = getattr(lifetimes.of_stage(schedule, stage=stage), name)
-    for life, slot in lifetimes.assign(lives).items():
-      slots[stage, life.microbatch, life.chunk] = slot
-  return slots, max(slots.values()) + 2 if slots else 0
+  slots = {
+    (stage, *key): slot
+    for stage, lives in enumerate(_in_flight(schedule))
+    for key, slot in _assign_slots(lives).items()
+  }
+  return slots, _num_slots(slots.values())
 
 
-def _assign(
-  schedule: table.Table,
-  senders: Mapping[_Message, table.Place],
-  *,
-  saves: bool,
+def _assign_messages(
+  schedule: table.Table, senders: _Senders, *, saves: bool
 ) -> tuple[Mapping[_Message, int], int]:
-  """Returns the slot of each message, and the size of the box."""
-  ends: dict[_Message, tuple[int, int]] = {}
-  for place, op in schedule.places():
-    at = (place.tick, place.slot)
+  """Returns the slot of each message, and the size of the mailbox."""
+  ends: dict[_Message, _Time] = {}
+  for at, op in schedule.operations:
     for is_gradient in (False, True):
       if _reads(op.kind, saves=saves, is_gradient=is_gradient):
-        message = _Message(place.stage, op.microbatch, op.chunk, is_gradient)
-        ends[message] = max(ends.get(message, at), at)
+        message = _Message(at.stage, op.microbatch, op.chunk, is_gradient)
+        time = (at.tick, at.slot)
+        ends[message] = max(ends.get(message, time), time)
   slots: dict[_Message, int] = {}
-  for stage in range(schedule.pieces.num_stages):
+  for stage in range(schedule.num_stages):
     lives = {}
-    for message, place in senders.items():
+    for message, at in senders.items():
       if message.stage == stage:
-        begin = (place.tick, place.slot)
-        if place.stage != stage:
-          # Messages are put into the box at the end of a tick.
-          begin = (place.tick + schedule.latency - 1, schedule.num_slots)
-        lives[message] = lifetimes.Lifetime(
-          microbatch=message.microbatch,
-          chunk=message.chunk,
-          begin=begin,
-          end=ends[message],
-        )
-    found = lifetimes.assign(lives.values())
-    slots |= {message: found[life] for message, life in lives.items()}
-  return slots, max(slots.values(), default=-1) + 2
+        # Messages are put into the mailbox at the end of a tick.
+        is_local = at.stage == stage
+        begin = (at.tick, at.slot if is_local else schedule.num_slots)
+        lives[message] = (begin, ends[message])
+    slots |= _assign_slots(lives)
+  return slots, _num_slots(slots.values())
 
 
-def _reads(kind: operation.Kind, *, saves: bool, is_gradient: bool) -> bool:
+def _reads(kind: table.Kind, *, saves: bool, is_gradient: bool) -> bool:
   """Returns whether an operation reads its input, or its output's gradient."""
-  if not is_gradient:
-    return kind is _Kind.FORWARD or not saves
-  return kind in (operation.INPUT_GRADIENT_KINDS if saves else _GRADIENTS)
+  if is_gradient:
+    return kind is _BACKWARD
+  return kind is _FORWARD or not saves
 
 
-def _direction(
-  schedule: table.Table, message: _Message, place: table.Place
-) -> int:
-  """In a ring of two, both neighbours are one: the kind tells them apart."""
-  if schedule.pieces.placement is operation.Placement.V:
-    return message.stage - place.stage
+def _direction(message: _Message) -> int:
+  # With two stages both neighbors are the same stage.
   return -1 if message.is_gradient else 1
 
 
-def _routes(
-  schedule: table.Table, senders: Mapping[_Message, table.Place]
-) -> tuple[Route, ...]:
+def _routes(senders: _Senders) -> tuple[Route, ...]:
   pairs: dict[tuple[int, int], set[tuple[int, int]]] = {}
-  for message, place in senders.items():
-    if place.stage != message.stage:
-      key = (place.slot, _direction(schedule, message, place))
-      pairs.setdefault(key, set()).add((place.stage, message.stage))
+  for message, at in senders.items():
+    if at.stage != message.stage:
+      key = (at.slot, _direction(message))
+      pairs.setdefault(key, set()).add((at.stage, message.stage))
   return tuple(
     Route(slot=slot, direction=direction, pairs=tuple(sorted(found)))
     for (slot, direction), found in sorted(pairs.items())
@@ -281,50 +274,36 @@ def _routes(
 
 def _cells(
   schedule: table.Table,
-  senders: Mapping[_Message, table.Place],
   slots: Mapping[_Message, int],
-  kept: _Slots,
-  pairs: _Slots,
-  sizes: tuple[int, int, int],
+  unread: int,
+  kept: Mapping[tuple[int, int, int], int],
+  unread_residuals: int,
 ) -> np.ndarray:
-  pieces = schedule.pieces
-  shape = (len(schedule.ticks), pieces.num_stages, schedule.num_slots)
+  shape = (len(schedule.ticks), schedule.num_stages, schedule.num_slots)
   cells = np.zeros((*shape, len(COLUMNS)), np.int32)
-  dump, kept_dump, pairs_dump = (max(size - 1, 0) for size in sizes)
   for name in ("x", "dy", "local"):
-    cells[..., COLUMNS.index(name)] = dump
-  for name in ("keeps", "kept"):
-    cells[..., COLUMNS.index(name)] = kept_dump
-  for name in ("pairs_kept", "pairs"):
-    cells[..., COLUMNS.index(name)] = pairs_dump
-  saves = bool(sizes[1])
-  for place, op in schedule.places():
-    k = pieces.virtual_stage(place.stage, chunk=op.chunk)
-    own = (place.stage, op.microbatch, op.chunk)
-    made = _target(schedule, place.stage, op)
-    is_local = made is not None and made.stage == place.stage
+    cells[..., COLUMNS.index(name)] = unread
+  cells[..., COLUMNS.index("residuals")] = unread_residuals
+  for at, op in schedule.operations:
+    k = schedule.virtual_stage(at.stage, chunk=op.chunk)
+    key = (at.stage, op.microbatch, op.chunk)
+    result = _result(schedule, at.stage, op)
+    is_local = result is not None and result.stage == at.stage
+    is_backward = op.kind is _BACKWARD
     values = {
       "kind": KINDS.index(op.kind),
       "microbatch": op.microbatch,
       "chunk": op.chunk,
       "virtual_stage": k,
       "is_first": k == 0,
-      "is_last": k + 1 == pieces.num_stages * pieces.num_chunks,
-      "x": slots.get(_Message(*own, False), dump)
-      if _reads(op.kind, saves=saves, is_gradient=False)
-      else dump,
-      "dy": slots[_Message(*own, True)]
-      if _reads(op.kind, saves=saves, is_gradient=True)
-      else dump,
-      "local": slots[made] if is_local and made is not None else dump,
+      "is_last": k + 1 == schedule.num_virtual_stages,
+      "x": unread
+      if kept and is_backward
+      else slots.get(_Message(*key, False), unread),
+      "dy": slots[_Message(*key, True)] if is_backward else unread,
+      "local": slots[result] if is_local and result is not None else unread,
+      "residuals": kept.get(key, unread_residuals),
     }
-    own_kept, own_pairs = kept.get(own, kept_dump), pairs.get(own, pairs_dump)
-    if op.kind is _Kind.FORWARD:
-      values["keeps"] = own_kept
-    elif op.kind is _Kind.WEIGHT_GRADIENT:
-      values["pairs"] = own_pairs
-    else:
-      values["kept"], values["pairs_kept"] = own_kept, own_pairs
     for name, value in values.items():
-      cells[place.tick, place.stage, place.slot, COLUMNS.index(name)] = value
+      cells[at.tick, at.stage, at.slot, COLUMNS.index(name)] = value
   return cells

@@ -1,38 +1,21 @@
 """Tests for tables as integers, run here by a plain interpreter."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
-from paxon.pipeline.schedules import (
-  gpipe,
-  interleaved,
-  lowering,
-  one_f_one_b,
-  operation,
-  table,
-  zero_bubble,
-)
+from paxon.pipeline.schedules import generators, lowering, table, testing
 
 COLUMN = {name: n for n, name in enumerate(lowering.COLUMNS)}
 
 
-def _late(*, num_stages, num_microbatches):
-  made = one_f_one_b.make(
-    num_stages=num_stages, num_microbatches=num_microbatches
-  )
-  orders = [made.order(stage) for stage in range(num_stages)]
-  return table.from_orders(orders, name="late", pieces=made.pieces, latency=2)
-
-
-def _run(schedule):
+def _run(schedule, residuals):
   """Moves names of messages as the integers say; checks what is read."""
-  lowered = lowering.lower(schedule)
-  stages = schedule.pieces.num_stages
-  last = stages * schedule.pieces.num_chunks - 1
-  box = [[None] * lowered.box for _ in range(stages)]
-  before = None
+  lowered = lowering.lower(schedule, residuals)
+  saves = residuals is lowering.Residuals.SAVE
+  stages = schedule.num_stages
+  last = schedule.num_virtual_stages - 1
+  mailbox = [[None] * lowered.mailbox for _ in range(stages)]
+  saved = [[None] * lowered.residuals for _ in range(stages)]
   num_ran = 0
   for tick, row in enumerate(lowered.cells):
     made = {}
@@ -47,81 +30,72 @@ def _run(schedule):
         i, k = cell["microbatch"], cell["virtual_stage"]
         assert (cell["is_first"], cell["is_last"]) == (k == 0, k == last)
         assert kind in lowered.kinds[slot]
-        if k > 0:
-          assert box[stage][cell["x"]] == ("x", i, k)
-        if kind is not operation.Kind.FORWARD:
-          assert box[stage][cell["dy"]] == ("dy", i, k)
-          made[slot, stage] = ("dy", i, k - 1)
-        else:
+        is_forward = kind is table.Kind.FORWARD
+        if k > 0 and (is_forward or not saves):
+          assert mailbox[stage][cell["x"]] == ("x", i, k)
+        if is_forward:
           made[slot, stage] = ("dy", i, k) if k == last else ("x", i, k + 1)
-        box[stage][cell["local"]] = made[slot, stage]
-    moving = made if lowered.latency == 1 else before
-    before = made
+        else:
+          assert mailbox[stage][cell["dy"]] == ("dy", i, k)
+          made[slot, stage] = ("dy", i, k - 1)
+        if saves and not is_forward:
+          assert saved[stage][cell["residuals"]] == (i, k)
+        if saves:
+          saved[stage][cell["residuals"]] = (i, k) if is_forward else None
+        mailbox[stage][cell["local"]] = made[slot, stage]
     for number, route in enumerate(lowered.routes):
       for sender, receiver in route.pairs:
-        if moving is not None:
-          at = lowered.arrivals[tick, receiver, number]
-          box[receiver][at] = moving[route.slot, sender]
-  assert num_ran == len(list(schedule.places()))
-  return lowered
+        at = lowered.arrivals[tick, receiver, number]
+        mailbox[receiver][at] = made[route.slot, sender]
+  assert num_ran == len(schedule.operations)
 
 
+@pytest.mark.parametrize("residuals", lowering.Residuals)
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 @pytest.mark.parametrize(
-  "make",
-  [
-    gpipe.make,
-    one_f_one_b.make,
-    one_f_one_b.two_slots,
-    one_f_one_b.split,
-    _late,
-    interleaved.make,
-    interleaved.two_slots,
-    zero_bubble.make_h1,
-    zero_bubble.make_v,
-  ],
+  "make", [testing.gpipe, *generators.SCHEDULES.values()]
 )
-def test_every_operation_reads_what_it_needs(make, stages):
-  _run(make(num_stages=stages, num_microbatches=2 * stages))
+def test_every_operation_reads_what_it_needs(make, stages, residuals):
+  _run(make(num_stages=stages, num_microbatches=2 * stages), residuals)
 
 
 def test_slots_and_permutes_are_few():
   """GPipe keeps all inputs, 1F1B as many as there are stages."""
   sizes = {"num_stages": 4, "num_microbatches": 8}
-  assert lowering.lower(gpipe.make(**sizes)).box == 17
-  assert lowering.lower(one_f_one_b.make(**sizes)).box == 6
-  two_slots = lowering.lower(one_f_one_b.two_slots(**sizes))
+  assert lowering.lower(testing.gpipe(**sizes)).mailbox == 17
+  assert lowering.lower(generators.one_f_one_b(**sizes)).mailbox == 6
+  two_slots = lowering.lower(generators.one_f_one_b_two_slots(**sizes))
   assert [(r.slot, r.direction) for r in two_slots.routes] == [(0, 1), (1, -1)]
-  # Nothing goes round where each stage has one piece.
+  # The stages form a ring only if they have several chunks.
   assert two_slots.routes[0].pairs == ((0, 1), (1, 2), (2, 3))
-  looped = lowering.lower(interleaved.two_slots(**sizes))
-  assert looped.routes[0].pairs == ((0, 1), (1, 2), (2, 3), (3, 0))
+  ring = lowering.lower(generators.interleaved_two_slots(**sizes))
+  assert ring.routes[0].pairs == ((0, 1), (1, 2), (2, 3), (3, 0))
   assert two_slots.has_local == (True, False)
 
 
-def test_the_box_does_not_grow_with_microbatches():
+@pytest.mark.parametrize(
+  ("make", "slots"),
+  [
+    pytest.param(testing.gpipe, 8, id="gpipe"),
+    pytest.param(generators.one_f_one_b, 4, id="1f1b"),
+    pytest.param(generators.one_f_one_b_two_slots, 7, id="two-slot"),
+    pytest.param(generators.interleaved_two_slots, 11, id="interleaved"),
+  ],
+)
+def test_residuals_have_the_slots_of_the_neediest_stage(make, slots):
+  made = make(num_stages=4, num_microbatches=8)
+  lowered = lowering.lower(made, lowering.Residuals.SAVE)
+  # One more is never read.
+  assert lowered.residuals == slots + 1
+  assert slots == max(lowering.count_in_flight(made))
+
+
+def test_memory_does_not_grow_with_microbatches():
   made = [
-    lowering.lower(one_f_one_b.two_slots(num_stages=4, num_microbatches=m))
+    lowering.lower(
+      generators.one_f_one_b_two_slots(num_stages=4, num_microbatches=m)
+    )
     for m in (16, 64)
   ]
-  assert made[0].box == made[1].box
+  assert made[0].mailbox == made[1].mailbox
   np.testing.assert_array_equal(made[0].kinds, made[1].kinds)
-
-
-def test_recomputation_by_itself_is_refused():
-  made = gpipe.make(num_stages=1, num_microbatches=1)
-  again = operation.Operation(operation.Kind.RECOMPUTE, 0)
-  ticks = (made.ticks[0], ((again,),), made.ticks[1])
-  with pytest.raises(
-    ValueError, match=r"tick 1, stage 0: the executor recomputes inside X"
-  ):
-    lowering.lower(dataclasses.replace(made, ticks=ticks))
-
-
-def test_invalid_tables_are_refused():
-  made = gpipe.make(num_stages=2, num_microbatches=1)
-  wrong = dataclasses.replace(made, ticks=made.ticks[1:])
-  with pytest.raises(
-    ValueError, match=r"'GPipe', tick \d, stage 0: F.* has not run"
-  ):
-    lowering.lower(wrong)

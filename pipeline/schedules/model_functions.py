@@ -1,8 +1,10 @@
 """A model as the three functions that a schedule runs: first, chunk and last.
 
-The objective is a sum over microbatches, of the losses of `last` and of what
-chunks add to them. Sums, not means: the caller divides by a weight that is
-known when all microbatches have been seen, as a learner does.
+The objective is a sum over microbatches of the losses of `last` and of what
+chunks add to them. The caller divides by the total weight, as a learner does.
+
+Variables of layers [L,...] are stored in the model's order and split into
+virtual stages [K,...] of L/K layers; only `to_stages` depends on the schedule.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,22 +14,23 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from paxon.pipeline.schedules import table as table_lib
+
 # Nested containers of arrays.
 Tree = Any
 
 
-class Piece(NamedTuple):
-  """What a function is told besides variables and activations.
+class Context(NamedTuple):
+  """The microbatch and virtual stage that a function is called for.
 
-  Nothing in it depends on the schedule: a random key follows from the
-  microbatch and the virtual stage, so whatever runs again repeats itself.
+  It does not depend on the schedule, so a recomputed forward pass draws the
+  same random numbers.
 
   Attributes:
-    microbatch: Its number, int32.
-    virtual_stage: The number of the piece in the model, int32.
+    microbatch: Index of the microbatch, int32.
+    virtual_stage: Index of the virtual stage, int32.
     inputs: The microbatch of the batch.
-    key: Of this microbatch, virtual stage and function; None where no key was
-      given.
+    key: Random key of this microbatch, virtual stage and function, or None.
   """
 
   microbatch: jax.Array
@@ -38,50 +41,48 @@ class Piece(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelFunctions:
-  """A model in equal pieces, and what is before and after them.
+  """A model as equal chunks, with functions before and after them.
 
   Attributes:
-    first: `(outer, piece) -> x`, such as an embedding; x is an array or a tree
-      of arrays, all floating.
-    chunk: `(variables, x, piece) -> (y, auxiliary)`: one virtual stage. `y` is
-      like `x`; `auxiliary` is a scalar that is added to the loss.
-    last: `(outer, y, piece) -> (loss, metrics)`: head and loss, summed over the
-      microbatch; metrics are arrays that are added up.
+    first: `(outer, context) -> x`, such as an embedding; x is an array or a
+      tree of arrays, all floating.
+    chunk: `(variables, x, context) -> (y, auxiliary)`: one virtual stage. `y`
+      is like `x`; `auxiliary` is a scalar that is added to the loss.
+    last: `(outer, y, context) -> (loss, metrics)`: head and loss, summed over
+      the microbatch; metrics are arrays that are added up.
   """
 
-  first: Callable[[Tree, Piece], Tree]
-  chunk: Callable[[Tree, Tree, Piece], tuple[Tree, jax.Array]]
-  last: Callable[[Tree, Tree, Piece], tuple[jax.Array, Tree]]
+  first: Callable[[Tree, Context], Tree]
+  chunk: Callable[[Tree, Tree, Context], tuple[Tree, jax.Array]]
+  last: Callable[[Tree, Tree, Context], tuple[jax.Array, Tree]]
 
 
-def with_own_keys(functions: ModelFunctions) -> ModelFunctions:
-  """Returns functions that fold their number into the key of their piece.
+def with_separate_keys(functions: ModelFunctions) -> ModelFunctions:
+  """Returns functions that fold their index into the key of their context.
 
-  `first`, the first chunk, `last` and the last chunk have pieces in common, and
-  must not draw the same numbers.
-
-  Args:
-    functions: The model.
+  `first` and the first chunk share a context, and so do `last` and the last
+  chunk; they must not draw the same random numbers.
   """
 
-  def own(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
+  def fold(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
-      *rest, piece = args
-      if piece.key is not None:
-        piece = piece._replace(key=jax.random.fold_in(piece.key, number))
-      return function(*rest, piece)
+      *rest, context = args
+      if context.key is not None:
+        key = jax.random.fold_in(context.key, number)
+        context = context._replace(key=key)
+      return function(*rest, context)
 
     return call
 
   return ModelFunctions(
-    first=own(0, functions.first),
-    chunk=own(1, functions.chunk),
-    last=own(2, functions.last),
+    first=fold(0, functions.first),
+    chunk=fold(1, functions.chunk),
+    last=fold(2, functions.last),
   )
 
 
 class Gradients(NamedTuple):
-  """What all microbatches say, summed.
+  """Sums over all microbatches.
 
   Attributes:
     loss: Of `last`, float32.
@@ -103,10 +104,10 @@ GradientFn = Callable[..., Gradients]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shapes:
-  """What passes between the functions, as shapes.
+  """Shapes of what passes between the functions.
 
   Attributes:
-    x: Between pieces.
+    x: Input and output of a chunk.
     metrics: Of one microbatch.
   """
 
@@ -114,35 +115,35 @@ class Shapes:
   metrics: Tree
 
 
-def shapes_of(
-  functions: ModelFunctions, *, chunk: Tree, outer: Tree, piece: Piece
+def check_shapes(
+  functions: ModelFunctions, *, chunk: Tree, outer: Tree, context: Context
 ) -> Shapes:
-  """Returns the shapes, checked.
+  """Returns the shapes of activations and metrics.
 
   Args:
     functions: The model.
     chunk: Variables of one virtual stage.
     outer: Variables of `first` and `last`.
-    piece: Any.
+    context: Any.
 
   Raises:
-    ValueError: The functions do not go with each other.
+    ValueError: The functions do not fit together.
   """
-  x = jax.eval_shape(functions.first, outer, piece)
+  x = jax.eval_shape(functions.first, outer, context)
   for leaf in jax.tree.leaves(x):
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
       raise ValueError(
         "ModelFunctions.first must return floating arrays, which have"
-        f" gradients, got {leaf.dtype}{list(leaf.shape)}; chunks find others in"
-        " Piece.inputs."
+        f" gradients, got {leaf.dtype}{list(leaf.shape)}. Chunks can read"
+        " integers from Context.inputs."
       )
-  y, auxiliary = jax.eval_shape(functions.chunk, chunk, x, piece)
-  if _described(y) != _described(x):
+  y, auxiliary = jax.eval_shape(functions.chunk, chunk, x, context)
+  if _format(y) != _format(x):
     raise ValueError(
-      "ModelFunctions.chunk must return what it is given, of shapes"
-      f" {_described(x)}, got {_described(y)}."
+      "ModelFunctions.chunk must return an output like its input, with shapes"
+      f" {_format(x)}, got {_format(y)}."
     )
-  loss, metrics = jax.eval_shape(functions.last, outer, y, piece)
+  loss, metrics = jax.eval_shape(functions.last, outer, y, context)
   for name, scalar in (("chunk", auxiliary), ("last", loss)):
     if scalar.shape or not jnp.issubdtype(scalar.dtype, jnp.floating):
       raise ValueError(
@@ -152,5 +153,45 @@ def shapes_of(
   return Shapes(x=x, metrics=metrics)
 
 
-def _described(tree: Tree) -> str:
+def _format(tree: Tree) -> str:
   return str(jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree))
+
+
+def split_layers(layers: Tree, *, num_virtual_stages: int) -> Tree:
+  """Returns [L,...] as [K,L/K,...], the layers of each virtual stage.
+
+  Raises:
+    ValueError: K does not divide L.
+  """
+
+  def split(x: jax.Array) -> jax.Array:
+    if x.shape[0] % num_virtual_stages:
+      raise ValueError(
+        f"The number of layers ({x.shape[0]}) must be a multiple of the"
+        f" {num_virtual_stages} virtual stages (stages times chunks)."
+      )
+    return x.reshape(num_virtual_stages, -1, *x.shape[1:])
+
+  return jax.tree.map(split, layers)
+
+
+def merge_layers(tree: Tree) -> Tree:
+  """Returns [K,L/K,...] as [L,...]."""
+  return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
+
+
+def to_stages(tree: Tree, *, table: table_lib.Table) -> Tree:
+  """Returns [K,...] as [P,v,...], by stage and chunk."""
+
+  def one(x: jax.Array) -> jax.Array:
+    x = x.reshape(table.num_chunks, table.num_stages, *x.shape[1:])
+    return jnp.moveaxis(x, 0, 1)
+
+  return jax.tree.map(one, tree)
+
+
+def from_stages(tree: Tree) -> Tree:
+  """Returns [P,v,...] as [K,...]."""
+  return jax.tree.map(
+    lambda x: jnp.moveaxis(x, 1, 0).reshape(-1, *x.shape[2:]), tree
+  )

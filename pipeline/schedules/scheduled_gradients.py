@@ -27,8 +27,6 @@ from paxon.pipeline.schedules import (
   lowering,
   microbatch_inputs,
   model_functions,
-  operation,
-  virtual_stages,
 )
 from paxon.pipeline.schedules import table as table_lib
 from paxon.sharding import axes, logical
@@ -84,7 +82,6 @@ def make_gradient_fn(
       stack=cut.stack,
       given=given,
       schedule=schedule,
-      unroll=not cut.stack.scan or _is_split(schedule, residuals),
     )
     inputs = microbatch_inputs.make(
       batch,
@@ -114,12 +111,6 @@ def make_gradient_fn(
     return _gradients(found, variables, layers)
 
   return gradient_fn
-
-
-def _is_split(schedule: table_lib.Table, residuals: lowering.Residuals) -> bool:
-  kinds = {op.kind for _, op in schedule.places()}
-  saves = residuals is lowering.Residuals.SAVE
-  return saves and operation.Kind.WEIGHT_GRADIENT in kinds
 
 
 def _check_specs(specs: _Flat) -> None:
@@ -207,8 +198,7 @@ def _chunks(values: _Flat, layers: linen_functions.Layers) -> _Flat:
   Layers lose the name of the stack. Shared parameters are copied, so that their
   gradients are added up once, after the loop.
   """
-  pieces = layers.pieces
-  number = pieces.num_stages * pieces.num_chunks
+  schedule = layers.schedule
   found = {}
   for path, x in values.items():
     if _is_layers(path):
@@ -216,9 +206,13 @@ def _chunks(values: _Flat, layers: linen_functions.Layers) -> _Flat:
         # Values that layers can compute with, unlike zeros.
         last = jnp.broadcast_to(x[-1:], (layers.padding, *x.shape[1:]))
         x = jnp.concatenate([x, last])
-      found[path] = virtual_stages.from_layers(x, pieces=pieces)
+      found[path] = model_functions.split_layers(
+        x, num_virtual_stages=schedule.num_virtual_stages
+      )
     elif path[0] == shared.COLLECTION:
-      found[path] = jnp.broadcast_to(x[None], (number, *x.shape))
+      found[path] = jnp.broadcast_to(
+        x[None], (schedule.num_virtual_stages, *x.shape)
+      )
   return found
 
 
@@ -233,7 +227,9 @@ def _gradients(
     total = _flat(found.outer[rule])
     for path, x in _flat(found.chunks[rule]).items():
       if _is_layers(path):
-        total[path] = virtual_stages.to_layers(x)[: layers.stack.num_groups()]
+        total[path] = model_functions.merge_layers(x)[
+          : layers.stack.num_groups()
+        ]
       else:
         combined = jnp.sum if rule is _SUMMED else jnp.max
         both = jnp.stack([total[path], combined(x, axis=0)])

@@ -13,14 +13,11 @@ import pytest
 
 from paxon.layers import stack
 from paxon.pipeline.schedules import (
-  by_name,
-  gpipe,
-  interleaved,
+  generators,
   linen_testing,
   lowering,
-  one_f_one_b,
   scheduled_stack,
-  zero_bubble,
+  testing,
 )
 from paxon.sharding import variables
 
@@ -39,8 +36,8 @@ _SIZES = (
 def _is_possible(case):
   """Whether no stage would be without layers."""
   name, (stages, *_), num_layers, *_ = case
-  made = by_name.find(name)(num_stages=stages, num_microbatches=4)
-  return stages * made.pieces.num_chunks <= num_layers
+  made = generators.find(name)(num_stages=stages, num_microbatches=4)
+  return stages * made.num_chunks <= num_layers
 
 
 # All schedules; layers that divide by the stages, and that do not; tied and
@@ -49,7 +46,7 @@ _CASES = tuple(
   filter(
     _is_possible,
     itertools.product(
-      sorted(by_name.NAMES),
+      sorted(generators.SCHEDULES),
       _SIZES,
       (5, 4),
       (True, False),
@@ -84,7 +81,7 @@ def test_a_step_is_that_of_an_accumulating_learner(case):
   name, (stages, microbatches, beside), num_layers, tied, residuals = case
   values, specs, want = _expected(num_layers, microbatches, tied)
   own = _stack(
-    by_name.find(name),
+    generators.find(name),
     stages,
     microbatches,
     num_layers,
@@ -108,7 +105,7 @@ def _stack(make, stages, microbatches, num_layers, *, tied=False, **fields):
     num_layers,
     num_stages=stages,
     num_microbatches=microbatches,
-    circular_repeats=made.pieces.num_chunks,
+    circular_repeats=made.num_chunks,
     schedule=make,
     **fields,
   )
@@ -116,7 +113,7 @@ def _stack(make, stages, microbatches, num_layers, *, tied=False, **fields):
 
 def _table_of_two(*, num_stages, num_microbatches):
   del num_microbatches
-  return gpipe.make(num_stages=num_stages, num_microbatches=2)
+  return testing.gpipe(num_stages=num_stages, num_microbatches=2)
 
 
 @pytest.mark.parametrize(
@@ -128,29 +125,24 @@ def _table_of_two(*, num_stages, num_microbatches):
       id="streaming",
     ),
     pytest.param(
-      {"schedule": interleaved.two_slots, "num_microbatches": 2},
-      r"circular_repeats is 1, and the table of schedule 'interleaved two-slot,"
-      r" 2 chunks' has 2 chunks on each stage; they must agree",
+      {"schedule": generators.interleaved_two_slots, "num_microbatches": 2},
+      r"circular_repeats \(1\) must be 2: schedule 'interleaved two-slot, 2"
+      r" chunks' has 2 chunks on each stage",
       id="chunks",
     ),
     pytest.param(
-      {"schedule": zero_bubble.make_h1, "num_microbatches": 1},
-      r"at least 2, got 1",
-      id="few",
-    ),
-    pytest.param(
       {"schedule": _table_of_two, "num_microbatches": 4},
-      r"num_microbatches is 4, and the table of schedule 'GPipe' has 2 micro",
+      r"num_microbatches \(4\) must be 2: schedule 'GPipe' has 2 microba",
       id="other-table",
     ),
     pytest.param(
       {"blocks": 2, "num_layers": 5, "num_microbatches": 2},
-      r"num_layers \(5\) must be a multiple of its 2 blocks: 1 layers",
+      r"num_layers \(5\) must be a multiple of its 2 blocks; 1 layers",
       id="rest",
     ),
   ],
 )
-def test_refuses_stacks_that_do_not_fit(fields, message):
+def test_rejects_stacks_that_do_not_fit(fields, message):
   blocks = (linen_testing.block(),) * fields.pop("blocks", 1)
   given = {"num_layers": 4, "num_stages": 2, **fields}
   with pytest.raises(ValueError, match=message):
@@ -169,7 +161,7 @@ def test_refuses_variables_that_microbatches_cannot_combine():
     return {"statistics": {"mean": made}}
 
   rule, combine = variables.UpdateRule, variables.CombineRule
-  own = _stack(gpipe.make, 2, 2, 2)
+  own = _stack(testing.gpipe, 2, 2, 2)
   for fields, message in (
     ({"update": rule.REPLACE}, r"statistics/mean is replaced by the forward"),
     (
@@ -193,7 +185,7 @@ def test_refuses_arguments_with_gradients():
       x = self.stack(x, x, deterministic=deterministic)
       return (jnp.sum(x), jnp.float32(1)), {}, {}
 
-  own = _stack(gpipe.make, 2, 2, 2)
+  own = _stack(testing.gpipe, 2, 2, 2)
   plain = linen_testing.model_of(stack.Stack((linen_testing.block(),), 2))
   values, specs = linen_testing.variables_of(plain)
   run = own.make_gradient_fn(
@@ -203,17 +195,3 @@ def test_refuses_arguments_with_gradients():
     jax.eval_shape(
       linen_testing.of_values(run, specs), values, linen_testing.batch(), {}
     )
-
-
-def test_names_are_those_of_tables():
-  made = {
-    name: make(num_stages=2, num_microbatches=4).name
-    for name, make in by_name.NAMES.items()
-  }
-  assert made["zb_h1"] == "ZB-H1"
-  assert len(set(made.values())) == len(made)
-  assert by_name.find("1f1b") is one_f_one_b.make
-  with pytest.raises(
-    ValueError, match=r"no schedule '1f1b_two_slot'; .*mean '1f1b_two_slots'"
-  ):
-    by_name.find("1f1b_two_slot")

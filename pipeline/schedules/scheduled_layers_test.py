@@ -9,7 +9,7 @@ import pytest
 from paxon.layers import stack
 from paxon.pipeline import spmd_pipeline
 from paxon.pipeline.schedules import (
-  by_name,
+  generators,
   linen_testing,
   lowering,
   scheduled_stack,
@@ -27,7 +27,7 @@ def _scheduled(block, name, residuals, **fields):
     LAYERS,
     num_stages=2,
     num_microbatches=MICROBATCHES,
-    schedule=by_name.find(name),
+    schedule=generators.find(name),
     residuals=lowering.Residuals(residuals),
     **fields,
   )
@@ -46,7 +46,7 @@ def test_quantized_products_are_those_of_a_learner(name, residuals, on):
   block = linen_testing.block(recipe=recipe)
   plain = linen_testing.model_of(stack.Stack((block,), LAYERS), recipe)
   values, specs = linen_testing.variables_of(plain)
-  schedule = "zb_h1" if residuals == "save" else "1f1b_two_slots"
+  schedule = "1f1b" if residuals == "save" else "1f1b_two_slots"
   own = _scheduled(block, schedule, residuals)
   got = linen_testing.scheduled(
     linen_testing.model_of(own, recipe), on, values=values, specs=specs

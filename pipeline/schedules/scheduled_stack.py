@@ -1,12 +1,11 @@
-"""A stack whose training step is run by an explicit schedule.
+"""A stack whose training step runs by an explicit pipeline schedule.
 
-`ScheduledStack` is a `PipelinedStack`: same call, same variables, and so is its
-forward pass where there is no backward one, in evaluation and decoding. What it
-adds is the table by which a training step orders forward and backward
-operations; `scheduled_gradients` runs it.
+`ScheduledStack` is a `PipelinedStack`: the same call, variables and forward
+pass (in evaluation and decoding). Its training step follows a table of forward
+and backward operations (`scheduled_gradients`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import functools
 import re
 
@@ -15,61 +14,52 @@ from flax import linen as nn
 from paxon.learners import gradients, metrics, variable_groups
 from paxon.pipeline import microbatch_rows, placement, spmd_pipeline
 from paxon.pipeline.schedules import (
+  generators,
   linen_functions,
   lowering,
-  one_f_one_b,
   scheduled_gradients,
   table,
 )
-
-# `(*, num_stages, num_microbatches) -> table`.
-Schedule = Callable[..., table.Table]
 
 
 class ScheduledStack(spmd_pipeline.PipelinedStack):
   """A `PipelinedStack` with a schedule for training.
 
-  Attributes:
-    schedule: A function (or what is hashable like one) that makes the table;
-      called with `num_stages` and `num_microbatches`.
-      `circular_repeats` is the number of its chunks on each stage.
-    residuals: What forward operations keep for backward ones. Where they keep
-      what gradients need and the table parts gradients of inputs from those of
-      weights, the layers of a chunk are compiled one by one.
+  `circular_repeats` must be the schedule's number of chunks on each stage.
+  `iteration_policy` applies to the forward pass alone; in training `residuals`
+  takes its place. Layers with a `remat_policy` save what that policy says.
 
-  With a schedule `residuals` takes the place of `iteration_policy`, which is
-  that of the forward pass by itself. Layers that have a `remat_policy` keep
-  what it says.
+  Attributes:
+    schedule: A hashable function that returns the table, called with
+      `num_stages` and `num_microbatches`.
+    residuals: What forward operations save for backward operations.
   """
 
-  schedule: Schedule = one_f_one_b.two_slots
+  schedule: generators.Schedule = generators.one_f_one_b_two_slots
   residuals: lowering.Residuals = lowering.Residuals.RECOMPUTE
 
   def __post_init__(self) -> None:
     super().__post_init__()
     if self.streaming:
       raise ValueError(
-        "ScheduledStack.streaming must be False: a schedule's table says what"
-        " stages are given, got True."
+        "ScheduledStack.streaming must be False, got True: the schedule decides"
+        " what each stage receives."
       )
     rest = self.num_layers % len(self.blocks)
     if rest:
       raise ValueError(
         f"ScheduledStack.num_layers ({self.num_layers}) must be a multiple of"
-        f" its {len(self.blocks)} blocks: {rest} layers are of no stage."
+        f" its {len(self.blocks)} blocks; {rest} layers are left over."
       )
     if self.num_microbatches is not None:
-      self._made(self.num_microbatches)
+      self._make_table(self.num_microbatches)
 
   def table_for(self, batch: int) -> table.Table:
-    """Returns the table for a batch.
-
-    Args:
-      batch: Its rows.
+    """Returns the table for a batch of that size.
 
     Raises:
-      ValueError: They cannot be cut into such microbatches, the mesh has no
-        such stages, or the schedule does not suit the numbers.
+      ValueError: The batch does not divide into the microbatches, or the mesh
+        or the schedule does not support the numbers.
     """
     placement.check_mesh(self.num_stages)
     number = microbatch_rows.number(
@@ -80,7 +70,7 @@ class ScheduledStack(spmd_pipeline.PipelinedStack):
       shrink=False,
     )
     self._check_rows(batch, number)
-    return self._made(number)
+    return self._make_table(number)
 
   def make_gradient_fn(
     self,
@@ -99,7 +89,7 @@ class ScheduledStack(spmd_pipeline.PipelinedStack):
       specs: A `VariableSpec` for each variable.
 
     Raises:
-      ValueError: A variable changes in a way that stages cannot combine.
+      ValueError: A variable changes in a way that a schedule cannot combine.
     """
     return scheduled_gradients.make_gradient_fn(
       model,
@@ -123,27 +113,36 @@ class ScheduledStack(spmd_pipeline.PipelinedStack):
         " over fewer mesh axes, or train without pipeline_schedule."
       )
 
-  def _made(self, number: int) -> table.Table:
-    made = _table(self.schedule, self.num_stages, number)
-    for field, wanted, got in (
-      ("num_stages", self.num_stages, made.pieces.num_stages),
-      ("circular_repeats", self.circular_repeats, made.pieces.num_chunks),
-      ("num_microbatches", number, made.num_microbatches),
+  def _make_table(self, num_microbatches: int) -> table.Table:
+    made = _table(self.schedule, self.num_stages, num_microbatches)
+    for field, expected, got, what in (
+      ("num_stages", self.num_stages, made.num_stages, "stages"),
+      (
+        "circular_repeats",
+        self.circular_repeats,
+        made.num_chunks,
+        "chunks on each stage",
+      ),
+      (
+        "num_microbatches",
+        num_microbatches,
+        made.num_microbatches,
+        "microbatches",
+      ),
     ):
-      if wanted != got:
-        what = {"circular_repeats": "chunks on each stage"}.get(
-          field, field.removeprefix("num_")
-        )
+      if expected != got:
         raise ValueError(
-          f"ScheduledStack.{field} is {wanted}, and the table of schedule"
-          f" {made.name!r} has {got} {what}; they must agree."
+          f"ScheduledStack.{field} ({expected}) must be {got}: schedule"
+          f" {made.name!r} has {got} {what}."
         )
     return made
 
 
-# Linen makes a module anew wherever it is bound.
+# Linen creates a module again wherever it is bound.
 @functools.lru_cache(maxsize=8)
-def _table(schedule: Schedule, stages: int, microbatches: int) -> table.Table:
+def _table(
+  schedule: generators.Schedule, stages: int, microbatches: int
+) -> table.Table:
   return schedule(num_stages=stages, num_microbatches=microbatches)
 
 

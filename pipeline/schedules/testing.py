@@ -1,23 +1,24 @@
-"""A tiny model for tests of schedules."""
+"""A tiny model and a sequential oracle for tests of schedules."""
 
-import functools
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 
-from paxon.pipeline.schedules import model_functions
+from paxon.pipeline.schedules import model_functions, table
 
+_Tree = model_functions.Tree
 VOCAB, EMBED, ROWS, LENGTH = 7, 4, 4, 3
 
 
-def _first(outer, piece):
-  noise = jax.random.uniform(piece.key, (1, LENGTH, EMBED))
-  return outer["embedding"][piece.inputs["ids"]] * (1.0 + noise)
+def _first(outer, context):
+  noise = jax.random.uniform(context.key, (1, LENGTH, EMBED))
+  return outer["embedding"][context.inputs["ids"]] * (1.0 + noise)
 
 
-def _chunk(variables, x, piece, *, unroll):
+def _chunk(variables, x, context):
   """Layers with a random branch and a loss of their own."""
-  keys = jax.random.split(piece.key, variables["kernel"].shape[0])
+  keys = jax.random.split(context.key, variables["kernel"].shape[0])
 
   def layer(x, given):
     kernel, bias, key = given
@@ -26,14 +27,8 @@ def _chunk(variables, x, piece, *, unroll):
     return x + jnp.where(kept, hidden, 0.0), jnp.sum(hidden**2) * 0.01
 
   given = (variables["kernel"], variables["bias"], keys)
-  if not unroll:
-    x, losses = jax.lax.scan(layer, x, given)
-    return x, jnp.sum(losses)
-  total = jnp.float32(0)
-  for kernel, bias, key in zip(*given, strict=True):
-    x, loss = layer(x, (kernel, bias, key))
-    total += loss
-  return x, total
+  x, losses = jax.lax.scan(layer, x, given)
+  return x, jnp.sum(losses)
 
 
 def _tied(outer):
@@ -44,28 +39,23 @@ def _untied(outer):
   return outer["head"]
 
 
-def functions(
-  *, tied: bool, unroll: bool = False
-) -> model_functions.ModelFunctions:
+def functions(*, tied: bool) -> model_functions.ModelFunctions:
   """Returns the model.
 
   Args:
     tied: Whether the embedding is the head.
-    unroll: Whether layers are written one after the other.
   """
   table_of = _tied if tied else _untied
 
-  def last(outer, y, piece):
-    noise = jax.random.uniform(piece.key, (1, LENGTH, EMBED))
+  def last(outer, y, context):
+    noise = jax.random.uniform(context.key, (1, LENGTH, EMBED))
     logits = jnp.einsum("BTD,VD->BTV", y * (1.0 + noise), table_of(outer))
-    picked = jax.nn.one_hot(piece.inputs["targets"], VOCAB)
+    picked = jax.nn.one_hot(context.inputs["targets"], VOCAB)
     entropy = -jnp.sum(picked * jax.nn.log_softmax(logits), axis=-1)
-    weights = piece.inputs["weights"]
+    weights = context.inputs["weights"]
     return jnp.sum(entropy * weights), {"weight": jnp.sum(weights)}
 
-  return model_functions.ModelFunctions(
-    first=_first, chunk=functools.partial(_chunk, unroll=unroll), last=last
-  )
+  return model_functions.ModelFunctions(first=_first, chunk=_chunk, last=last)
 
 
 def variables(*, num_layers: int, tied: bool):
@@ -95,16 +85,95 @@ def batch(*, num_microbatches: int):
 def without_noise(
   model: model_functions.ModelFunctions,
 ) -> model_functions.ModelFunctions:
-  """Returns the model with the same random numbers for all rows' shards."""
+  """Returns the model with the same random numbers for all data shards."""
 
   def fixed(function):
     def call(*args):
-      *rest, piece = args
-      key = jax.random.fold_in(jax.random.key(3), piece.virtual_stage)
-      return function(*rest, piece._replace(key=key))
+      *rest, context = args
+      key = jax.random.fold_in(jax.random.key(3), context.virtual_stage)
+      return function(*rest, context._replace(key=key))
 
     return call
 
   return model_functions.ModelFunctions(
     first=fixed(model.first), chunk=fixed(model.chunk), last=fixed(model.last)
   )
+
+
+def gpipe(*, num_stages: int, num_microbatches: int) -> table.Table:
+  """Returns the table of GPipe: all forward, then all backward."""
+  order = [
+    table.Operation(kind, i)
+    for kind in table.Kind
+    for i in range(num_microbatches)
+  ]
+  return table.from_orders([order] * num_stages, name="GPipe")
+
+
+def sequential_gradient_fn(
+  functions: model_functions.ModelFunctions, *, num_virtual_stages: int
+) -> model_functions.GradientFn:
+  """Returns `(chunks, outer, batch, key=None) -> Gradients` without stages.
+
+  One virtual stage after the other; microbatches are added up in a loop, each
+  differentiated by JAX.
+
+  Args:
+    functions: The model.
+    num_virtual_stages: K.
+  """
+  functions = model_functions.with_separate_keys(functions)
+
+  def one(
+    chunks: _Tree,
+    outer: _Tree,
+    batch: Mapping[str, jax.Array],
+    i: jax.Array,
+    key: jax.Array | None,
+  ) -> model_functions.Gradients:
+    inputs = {name: x[i] for name, x in batch.items()}
+
+    def context(k: jax.Array) -> model_functions.Context:
+      own = key
+      if own is not None:
+        own = jax.random.fold_in(jax.random.fold_in(own, i), k)
+      return model_functions.Context(i, k, inputs, own)
+
+    def objective(chunks: _Tree, outer: _Tree) -> tuple[jax.Array, _Tree]:
+      def next_stage(x: _Tree, given: _Tree) -> tuple[_Tree, jax.Array]:
+        variables, k = given
+        return functions.chunk(variables, x, context(k))
+
+      numbers = jnp.arange(num_virtual_stages, dtype=jnp.int32)
+      x = functions.first(outer, context(numbers[0]))
+      x, auxiliary = jax.lax.scan(next_stage, x, (chunks, numbers))
+      total = jnp.sum(auxiliary, dtype=jnp.float32)
+      loss, metrics = functions.last(outer, x, context(numbers[-1]))
+      loss = loss.astype(jnp.float32)
+      return loss + total, (loss, total, metrics)
+
+    gradients, found = jax.grad(objective, argnums=(0, 1), has_aux=True)(
+      chunks, outer
+    )
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), gradients)
+    return model_functions.Gradients(*found, *wide)
+
+  def gradient_fn(
+    chunks: _Tree,
+    outer: _Tree,
+    batch: Mapping[str, jax.Array],
+    key: jax.Array | None = None,
+  ) -> model_functions.Gradients:
+    def add(
+      sums: model_functions.Gradients, i: jax.Array
+    ) -> tuple[model_functions.Gradients, None]:
+      new = one(chunks, outer, batch, i, key)
+      return jax.tree.map(jnp.add, sums, new), None
+
+    shapes = jax.eval_shape(one, chunks, outer, batch, jnp.int32(0), key)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    size = next(iter(batch.values())).shape[0]
+    sums, _ = jax.lax.scan(add, zeros, jnp.arange(size, dtype=jnp.int32))
+    return sums
+
+  return gradient_fn

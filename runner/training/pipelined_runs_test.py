@@ -48,8 +48,8 @@ class Pipelined(pipelined_testing.PipelinedLm):
 
 
 STAGES = {"num_stages": 2, "mesh": "stage=2,data=2,tensor=2"}
-# Forward and backward operations in turns; nothing is computed twice.
-ZERO_BUBBLE = STAGES | {"schedule": "zb_h1", "residuals": "save"}
+# Nothing is computed twice.
+SCHEDULED = STAGES | {"schedule": "1f1b", "residuals": "save"}
 PLAIN = {"num_stages": None, "mesh": "data=2,fsdp=2,tensor=2"}
 
 
@@ -90,7 +90,7 @@ def test_a_pipelined_run_goes_on_without_stages_and_back(tmp_path):
   before, own = tmp_path / "a", STAGES
   for folder, step, knobs in (
     ("b", 3, PLAIN),
-    ("c", 4, ZERO_BUBBLE),
+    ("c", 4, SCHEDULED),
   ):
     # Parameters and moments are the same bits for both.
     assert _digest(before, step, **own) == _digest(before, step, **knobs)
@@ -102,7 +102,7 @@ def test_a_pipelined_run_goes_on_without_stages_and_back(tmp_path):
 
 
 def test_a_schedule_rejects_microbatches_of_the_learner():
-  job = fdl.build(Pipelined(**ZERO_BUBBLE, num_microbatches=2).job())
+  job = fdl.build(Pipelined(**SCHEDULED, num_microbatches=2).job())
   session = session_lib.open_session(job)
   with pytest.raises(
     user_error.UserError,
@@ -122,7 +122,7 @@ class _Outer(nn.Module):
 
 
 def test_a_schedule_in_a_submodule_is_rejected():
-  job = fdl.build(Pipelined(**ZERO_BUBBLE).job())
+  job = fdl.build(Pipelined(**SCHEDULED).job())
   task = dataclasses.replace(job.task, model=_Outer(job.task.model))
   with pytest.raises(
     user_error.UserError,
@@ -133,7 +133,7 @@ def test_a_schedule_in_a_submodule_is_rejected():
 
 def test_a_step_that_would_deadlock_is_rejected():
   """A permute in a branch, where stages run others."""
-  job = fdl.build(Pipelined(**ZERO_BUBBLE).job())
+  job = fdl.build(Pipelined(**SCHEDULED).job())
   spec = jax.sharding.PartitionSpec(("data", "stage"))
 
   def shifted(x):

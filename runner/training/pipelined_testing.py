@@ -3,7 +3,7 @@
 import fiddle as fdl
 
 from paxon.pipeline import spmd_pipeline, stage_rules
-from paxon.pipeline.schedules import by_name, lowering, scheduled_stack
+from paxon.pipeline.schedules import generators, lowering, scheduled_stack
 from paxon.runner import job as job_lib
 from paxon.runner.training import testing
 from paxon.sharding import rules as rules_lib
@@ -14,8 +14,8 @@ class PipelinedLm(testing.TinyLm):
 
   Attributes:
     num_stages: None is no pipeline.
-    schedule: A name of `by_name`; None is no schedule.
-    residuals: What forward operations of a schedule keep.
+    schedule: A name of `generators.SCHEDULES`; None is GPipe.
+    residuals: What forward operations of a schedule save.
   """
 
   max_new_tokens = 0
@@ -37,7 +37,7 @@ class PipelinedLm(testing.TinyLm):
       )
       if schedule is not None:
         fdl.update_callable(stack, scheduled_stack.ScheduledStack)
-        stack.schedule = by_name.find(schedule)
+        stack.schedule = generators.find(schedule)
         stack.residuals = lowering.Residuals(residuals)
       config.task.model.stack = stack
 

@@ -150,7 +150,7 @@ def test_two_and_four_processes_train_as_one(by_one, by_two, by_four):
     ),
     pytest.param(
       "dcn.stage=2,tensor=2",
-      {"schedule": "zb_h1", "residuals": "save"},
+      {"schedule": "1f1b", "residuals": "save"},
       id="schedule-across",
     ),
   ],

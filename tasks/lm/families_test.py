@@ -10,8 +10,7 @@ import pytest
 from paxon.layers.models import random_masking
 from paxon.pipeline import spmd_pipeline
 from paxon.pipeline.schedules import (
-  gpipe,
-  interleaved,
+  generators,
   lowering,
   scheduled_stack,
 )
@@ -150,7 +149,7 @@ def test_stages_are_beside_the_model():
   assert rules[axes.BATCH][0] == axes.STAGE
   plain = made.without_pipeline()
   assert plain.job().task.model == _Gpt3().job().task.model
-  # What layers kept for the backward pass, ticks keep.
+  # The policy of layers becomes that of ticks.
   assert stack.iteration_policy is plain.job().task.model.stack.remat_policy
 
 
@@ -161,14 +160,14 @@ def test_stages_are_beside_the_model():
     ("pipeline_microbatch_size", 4),
     ("circular_repeats", 2),
     ("stream_io", True),
-    ("pipeline_schedule", "gpipe"),
+    ("pipeline_schedule", "1f1b"),
     ("pipeline_residuals", "save"),
   ],
 )
 def test_knobs_of_a_pipeline_need_stages(knob, value):
   with pytest.raises(
     user_error.UserError,
-    match=rf"_Gpt3\.{knob}={value} is of a pipeline, .*; set num_stages, or",
+    match=rf"_Gpt3\.{knob}={value} needs a pipeline; set num_stages, or",
   ):
     _Gpt3(**{knob: value}).job()
 
@@ -185,8 +184,10 @@ def test_a_schedule_is_beside_the_model():
   stack = made.job().task.model.stack
   assert fdl.get_callable(stack) is scheduled_stack.ScheduledStack
   # Two chunks on each stage.
-  assert (stack.schedule, stack.circular_repeats) == (interleaved.two_slots, 2)
+  assert stack.circular_repeats == 2
+  assert stack.schedule is generators.interleaved_two_slots
   assert stack.residuals is lowering.Residuals.SAVE
+
   plain = made.without_pipeline()
   assert plain.job().task.model == _Gpt3(num_layers=4).job().task.model
 
@@ -199,14 +200,15 @@ def test_a_schedule_of_ones_own_is_a_method():
 
     def schedule_maker(self):
       """Returns a table of a test."""
-      return gpipe.make
+      return generators.one_f_one_b
 
   stack = Own().job().task.model.stack
-  assert stack.schedule is gpipe.make
+  assert stack.schedule is generators.one_f_one_b
 
 
 @pytest.mark.parametrize(
-  ("make", "chunks"), [(gpipe.make, 1), (interleaved.two_slots, 2)]
+  ("make", "chunks"),
+  [(generators.one_f_one_b, 1), (generators.interleaved_two_slots, 2)],
 )
 def test_the_toy_of_a_schedule_of_ones_own_has_its_chunks(make, chunks):
   class Own(_Gpt3):
@@ -229,16 +231,25 @@ def test_the_toy_of_a_schedule_of_ones_own_has_its_chunks(make, chunks):
   [
     (
       {"pipeline_schedule": "1f1b_two_slot"},
-      r"_Gpt3\.pipeline_schedule: There is no schedule '1f1b_two_slot'; .* did"
-      r" you mean '1f1b_two_slots'",
+      r"_Gpt3\.pipeline_schedule: '1f1b_two_slot' is not a schedule; .* Did you"
+      r" mean '1f1b_two_slots'",
     ),
     (
-      {"pipeline_schedule": "zb_h1", "pipeline_microbatch_size": 8},
-      r"_Gpt3\.pipeline_schedule=zb_h1: .*at least 2, got 1",
+      {"pipeline_schedule": "zb_h1"},
+      r"_Gpt3\.pipeline_schedule: 'zb_h1' is not a schedule; use one of 1f1b,"
+      r" 1f1b_two_slots, interleaved_two_slots, or unset it for GPipe\.",
+    ),
+    (
+      {
+        "pipeline_schedule": "interleaved_two_slots",
+        "pipeline_microbatch_size": 8,
+      },
+      r"_Gpt3\.pipeline_schedule=interleaved_two_slots: num_microbatches \(1\)"
+      r" must be a multiple of num_stages \(2\)",
     ),
     (
       {"pipeline_residuals": "save"},
-      r"_Gpt3\.pipeline_residuals=save is of a schedule, and there is none",
+      r"_Gpt3\.pipeline_residuals=save needs a schedule; set pipeline_sch",
     ),
   ],
 )

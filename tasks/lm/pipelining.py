@@ -1,16 +1,15 @@
-"""Knobs that split the layers of a model into the stages of a pipeline.
+"""Experiment knobs that split the layers of a model into pipeline stages.
 
-They stand beside the model, never in a second copy of it: the same experiment
-runs with stages and without, and its checkpoints do not know.
+The same experiment runs with and without stages, and its checkpoints are the
+same.
 """
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import fiddle as fdl
 
 from paxon.pipeline import spmd_pipeline, stage_rules
-from paxon.pipeline.schedules import by_name, lowering, scheduled_stack, table
+from paxon.pipeline.schedules import generators, lowering, scheduled_stack
 from paxon.runner import experiment, user_error
 from paxon.sharding import rules as rules_lib
 
@@ -28,26 +27,25 @@ _KNOBS = (
 class Pipelining(experiment.Experiment):
   """An experiment whose layers can be the stages of a pipeline.
 
-  The mesh's axis `stage` has the stages. A batch passes through them in
+  Stages are placed on the mesh axis `stage`. A batch passes through them in
   microbatches, given by their number or by their size.
 
   Attributes:
-    num_layers: Number of layers, of one kind.
-    num_stages: Into how many stages the layers are split; None is no pipeline.
-    num_pipeline_microbatches: How many microbatches a batch is cut into.
-    pipeline_microbatch_size: Rows of a microbatch, over all devices.
-    circular_repeats: How often a microbatch goes around the stages, each of
-      which then holds that many parts of the stack; None is once.
-    stream_io: Whether inputs and outputs are kept by the stages in turns, so
-      that sending them overlaps with computing; None is not.
-    pipeline_schedule: The order of forward and backward work in training, by a
-      name of `pipeline.schedules.by_name` (`gpipe`, `1f1b_two_slots`,
-      `interleaved_two_slots`, `zb_h1`, ...). None is all forward work first,
-      and what JAX makes of it. For a function of your own that makes a table,
-      override `schedule_maker`.
-    pipeline_residuals: What a schedule's forward operations keep: `recompute`,
-      the inputs of their layers; `save`, all that gradients need, which
-      zero-bubble schedules need to gain time. None is `recompute`.
+    num_layers: Number of layers.
+    num_stages: Number of stages; None is no pipeline.
+    num_pipeline_microbatches: Number of microbatches of a batch.
+    pipeline_microbatch_size: Sequences of a microbatch, over all devices.
+    circular_repeats: How often a microbatch passes through all stages, each of
+      which then holds that many chunks of the layers; None is once.
+    stream_io: Whether each stage holds a share of the inputs and outputs, so
+      that sending them overlaps with compute.
+    pipeline_schedule: Order of forward and backward passes in training: `1f1b`,
+      `1f1b_two_slots` or `interleaved_two_slots`. None is GPipe: all forward
+      passes, then all backward passes. To use a table of your own, override
+      `schedule_maker`.
+    pipeline_residuals: What forward passes of a schedule save: `recompute`,
+      the inputs of their layers; `save`, all that gradients need. None is
+      `recompute`.
   """
 
   num_layers: int
@@ -64,16 +62,16 @@ class Pipelining(experiment.Experiment):
     return self.replace(**dict.fromkeys(_KNOBS))
 
   def pipelined(self, stack: fdl.Config[Any]) -> fdl.Config[Any]:
-    """Returns the stack in stages, or as it is where there are none.
+    """Returns the stack split into stages, or unchanged without stages.
 
-    What a layer would keep for the backward pass, a tick of the pipeline keeps
-    of all layers of a stage, as in Pax.
+    The stack's `remat_policy` becomes the policy of a tick of the pipeline,
+    which runs all layers of a stage, as in Pax.
 
     Args:
-      stack: Of all layers.
+      stack: The stack of all layers.
 
     Raises:
-      UserError: A knob of pipelines is set, and there are no stages.
+      UserError: A pipeline knob is set without `num_stages`.
     """
     if self.num_stages is None:
       self._check_no_knobs()
@@ -101,23 +99,23 @@ class Pipelining(experiment.Experiment):
       made.residuals = lowering.Residuals(self.pipeline_residuals)
     return made
 
-  def schedule_maker(self) -> Callable[..., table.Table] | None:
-    """Returns what makes the table of the schedule; None for no schedule.
+  def schedule_maker(self) -> generators.Schedule | None:
+    """Returns the function that makes the schedule's table; None for GPipe.
 
     Raises:
-      UserError: There is no schedule of that name.
+      UserError: `pipeline_schedule` is not the name of a schedule.
     """
     if self.pipeline_schedule is None:
       return None
     try:
-      return by_name.find(self.pipeline_schedule)
+      return generators.find(self.pipeline_schedule)
     except ValueError as error:
       raise user_error.UserError(
         f"{type(self).__name__}.pipeline_schedule: {error}"
       ) from error
 
   def _repeats(self) -> int:
-    """Returns how many parts of the stack a stage holds."""
+    """Returns the number of chunks on each stage."""
     schedule = self.schedule_maker()
     if self.circular_repeats is not None:
       return self.circular_repeats
@@ -133,14 +131,13 @@ class Pipelining(experiment.Experiment):
         f"{type(self).__name__}.pipeline_schedule={self.pipeline_schedule}:"
         f" {error}"
       ) from error
-    return made.pieces.num_chunks
+    return made.num_chunks
 
   def _check_no_residuals(self) -> None:
     if self.pipeline_residuals is not None:
       raise user_error.UserError(
-        f"{type(self).__name__}.pipeline_residuals={self.pipeline_residuals} is"
-        " of a schedule, and there is none; set pipeline_schedule, or"
-        " pipeline_residuals=None."
+        f"{type(self).__name__}.pipeline_residuals={self.pipeline_residuals}"
+        " needs a schedule; set pipeline_schedule, or pipeline_residuals=None."
       )
 
   def _check_no_knobs(self) -> None:
@@ -148,12 +145,12 @@ class Pipelining(experiment.Experiment):
       value = getattr(self, knob)
       if value is not None:
         raise user_error.UserError(
-          f"{type(self).__name__}.{knob}={value} is of a pipeline, and without"
-          f" num_stages there is none; set num_stages, or {knob}=None."
+          f"{type(self).__name__}.{knob}={value} needs a pipeline; set"
+          f" num_stages, or {knob}=None."
         )
 
   def sharding_rules(self) -> rules_lib.Rules:
-    """Returns the rules of the rule set, with stages where there are some."""
+    """Returns the sharding rules, with stages if there is a pipeline."""
     rules = super().sharding_rules()
     if self.num_stages is None:
       return rules
@@ -166,20 +163,19 @@ class Pipelining(experiment.Experiment):
     )
 
   def toy_stages(self) -> Any:
-    """Returns the experiment, of toy size already, with two stages.
+    """Returns the experiment, already of toy size, with two stages.
 
-    For an even number of devices up to 8, and batches of eight rows.
+    It runs on an even number of devices up to 8, with batches of 8 sequences.
     """
     if self.num_stages is None:
       return self
     repeats = self.circular_repeats
     if self.schedule_maker() is None and repeats is not None:
       repeats = 2
-    # A schedule says how many chunks a stage has.
-    parts = self._repeats() if repeats is None else repeats
+    chunks = self._repeats() if repeats is None else repeats
     return self.replace(
       mesh="stage=2,fsdp=-1",
-      num_layers=2 * parts,
+      num_layers=2 * chunks,
       num_stages=2,
       num_pipeline_microbatches=2,
       pipeline_microbatch_size=None,
