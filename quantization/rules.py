@@ -10,7 +10,7 @@
 ```
 
 Rules are ordered, and the first that matches a layer has it; a layer that none
-matches stays as it is. `runner.configuration.quantizing` applies them.
+matches stays as it is. `runner.configuration.rewrites` applies them.
 """
 
 from collections.abc import Sequence

@@ -1,10 +1,10 @@
-"""Experiments: complete, named recipes whose variants change only knobs.
+"""Experiments: named training recipes, varied by knobs.
 
 ```python
 class Small(experiment.Experiment):
-  num_train_steps = 1000  # A knob of every experiment.
+  num_train_steps = 1000  # A knob of all experiments.
   global_batch_size = 16
-  embed_dim: int = 128  # A knob of this one.
+  embed_dim: int = 128  # A new knob.
 
   def task(self): ...  # fdl.Config of a Task, made from self.embed_dim, ...
   def datasets(self): ...  # {"train": fdl.Config, "validation": ...}
@@ -15,8 +15,7 @@ class Wide(Small):
 ```
 
 `Wide().job()` is the resolved configuration of a run: a `fdl.Config[Job]` that
-depends on the knobs alone. A name that no class declares cannot be assigned,
-and a knob that has no effect on the configuration is an error.
+depends on the knobs only. Undeclared knobs and knobs without effect are errors.
 """
 
 import abc
@@ -34,13 +33,7 @@ from paxon.quantization import rules as rules_of_quantization
 from paxon.runner import job as job_lib
 from paxon.runner import knobs as knobs_lib
 from paxon.runner import task as task_lib
-from paxon.runner.configuration import (
-  compute_dtype,
-  kv_caches,
-  quantizing,
-  serving_weights,
-  tree,
-)
+from paxon.runner.configuration import tree
 from paxon.runner.settings import compiler, monitoring, training
 from paxon.runner.settings import expected_kernels as expected_kernels_lib
 from paxon.runner.settings import generation as generation_lib
@@ -51,17 +44,16 @@ from paxon.sharding import rules as rules_lib
 _Self = TypeVar("_Self", bound="Experiment")
 
 _TRAIN = "train"
-# Without it, XLA leaves the fp8 and int8 kernels of GPUs to measurements.
-_OPTIONS_OF_PRODUCTS = "cublas_products"
+# Without it, autotuning decides whether GPUs run fp8 and int8 kernels.
+_QUANTIZED_OPTION_SET = "cublas_products"
 _MUTABLE = (list, dict, set)
 
 
 class Experiment(abc.ABC):
-  """The base of all experiments.
+  """Base class of experiments.
 
   Subclasses declare knobs as annotated attributes and implement `task` and
-  `datasets`. A knob is read as an attribute of the instance. `0` and `False`
-  are values like any other; what is not set is None.
+  `datasets`. Knobs are read as attributes of the instance; None means unset.
 
   Attributes:
     num_train_steps: The step at which training ends.
@@ -69,36 +61,31 @@ class Experiment(abc.ABC):
     checkpoint_every_steps: Interval of checkpoints; None for one at the end.
     eval_every_steps: Interval of evaluations; None for one at the end.
     summary_every_steps: Interval of training summaries.
-    seed: Of initial values, random keys and the order of the data.
-    mesh: Sizes of the device mesh's axes, such as `fsdp=4,tensor=2`; one `-1`
-      takes the devices that are left. `auto` is chosen for the devices when the
-      run starts.
-    rules: The rule set by name, which says what each axis of the mesh splits:
-      see `sharding.rule_sets`.
-    decode_mesh: The mesh on which samples are drawn, if not `mesh`: the same
-      devices, so without `dcn.`.
-    decode_rules: The rule set with which they are drawn, if not `rules`, such
-      as `weight_stationary`.
-    dtype: What parts compute in that do not say their own `dtype`. Parameters
-      stay in theirs.
-    kv_cache: How caches of keys and values keep them while decoding, those that
-      do not say it themselves: see `layers.attention.quantized_rows`; None
-      keeps them as they are. Training does not change, so it can be given to
-      `--mode=decode` alone.
-    compiler_options: Options of XLA by name, see `Job.compiler_options`.
-    compiler_option_sets: Names of `option_sets`, such as `async_collectives`.
-    pgle: `auto` compiles GPU programs by a profile of their first steps; or a
-      profile's path. See `Job.pgle`.
-    quantization: The recipe by name with which the projections of attention and
-      the feed-forward layers compute, see `quantization.recipes`: `fp8`,
-      `int8`, ...; None computes in `dtype`. With a mode after a colon,
-      `int8:convert` and `int8:serve`, for the weights of a trained run
-      (`programs.serving`). What else is quantized, and what is not, says
-      `quantization_rules`.
-    quantization_monitor: Whether training tells the shares of values that
-      quantization clips, and flushes to zero, as summaries. It costs a pass
-      over each operand, and is fixed for a run.
-    name: The experiment's word in reports; by default its class's name.
+    seed: Seed of initial values, random keys and data order.
+    mesh: Sizes of the mesh axes, such as `fsdp=4,tensor=2`; one may be -1 (all
+      remaining devices). `auto` chooses a mesh when the run starts.
+    rules: Name of a set of sharding rules, see `sharding.rule_sets`.
+    decode_mesh: Mesh for sampling, over the same devices (so without `dcn.`);
+      None for `mesh`.
+    decode_rules: Rule set for sampling, such as `weight_stationary`; None for
+      `rules`.
+    dtype: Compute dtype of all modules that leave `dtype` unset; parameters
+      keep their own dtype.
+    kv_cache: Storage format of KV caches that leave it unset, see
+      `layers.attention.quantized_rows`; None stores keys and values unchanged.
+      Training does not depend on it, so it can be set for `--mode=decode` only.
+    compiler_options: XLA options by name, see `Job.compiler_options`.
+    compiler_option_sets: Names of sets of XLA options in `settings.compiler`,
+      such as `async_collectives`.
+    pgle: `auto` or the path of a profile, see `Job.pgle`.
+    quantization: Recipe of attention projections and feed-forward layers, such
+      as `fp8` or `int8`, see `quantization.recipes`; None computes in `dtype`.
+      `int8:convert` and `int8:serve` quantize the weights of a trained run.
+      Override `quantization_rules` to cover other layers.
+    quantization_monitor: Whether training reports the shares of values that
+      quantization clips or flushes to zero, at the cost of one pass over each
+      operand. It cannot change when a run resumes.
+    name: Name in reports; default: the class name.
   """
 
   num_train_steps: int
@@ -129,27 +116,27 @@ class Experiment(abc.ABC):
     """Checks the knobs of a new experiment class.
 
     Raises:
-      knobs.KnobError: A knob is misspelled or has another type.
+      knobs.KnobError: A knob is unknown or its default has the wrong type.
     """
     super().__init_subclass__(**kwargs)
     if "job" in vars(cls):
       raise knobs_lib.KnobError(
-        f"{cls.__name__}.job: job() is not overridden, because it checks that"
-        " every knob is read; change the job in adjust(config)."
+        f"{cls.__name__}.job: job() must not be overridden, because it checks"
+        " that every knob is read; override adjust(config) instead."
       )
     if "name" not in vars(cls):
       cls.name = cls.__name__
     cls._knobs = knobs_lib.collect(cls, root=Experiment)
 
   def __init__(self, **given: object) -> None:
-    """Makes the experiment, with other values for some of its knobs.
+    """Creates the experiment.
 
     Args:
-      **given: Values by knob.
+      **given: Values of knobs that differ from their defaults.
 
     Raises:
-      knobs.KnobError: There is no such knob, a value has another type, or a
-        knob without a default is missing.
+      knobs.KnobError: A knob is unknown or missing, or a value has the wrong
+        type.
     """
     cls, known = type(self), type(self)._knobs
     values = {}
@@ -160,14 +147,14 @@ class Experiment(abc.ABC):
     for name, knob in known.items():
       if knob.default is knobs_lib.REQUIRED and name not in values:
         raise knobs_lib.KnobError(
-          f"{cls.__name__}.{name} has no value; set it in a subclass, or make"
-          f" the experiment with {name}=..."
+          f"{cls.__name__}.{name} has no value; set it in a subclass, or pass"
+          f" {name}=..."
         )
     object.__setattr__(self, "_given", values)
     object.__setattr__(self, "_read", None)
 
   def __getattribute__(self, name: str) -> Any:
-    """Returns an attribute; notes that a knob was read."""
+    """Returns an attribute; records reads of knobs."""
     if name.startswith("_") or name not in type(self)._knobs:
       return object.__getattribute__(self, name)
     if self._read is not None:
@@ -184,10 +171,9 @@ class Experiment(abc.ABC):
     return copy.deepcopy(value) if isinstance(value, _MUTABLE) else value
 
   def __setattr__(self, name: str, value: object) -> None:
-    """Refuses: knobs are set where the experiment is made."""
+    """Raises AttributeError: experiments are immutable."""
     raise AttributeError(
-      f"{type(self).__name__} cannot be changed; make another one with"
-      f" replace({name}=...)."
+      f"{type(self).__name__} is immutable; use replace({name}=...)."
     )
 
   def __repr__(self) -> str:
@@ -201,25 +187,25 @@ class Experiment(abc.ABC):
 
   @classmethod
   def import_path(cls) -> str:
-    """Returns the name that `--exp` finds this class by."""
+    """Returns the name of this class as `--exp` takes it."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
   def replace(self: _Self, **given: object) -> _Self:
-    """Returns this experiment with other values for some of its knobs.
+    """Returns a copy with other values for some knobs.
 
     Args:
       **given: Values by knob.
 
     Raises:
-      knobs.KnobError: As for making one.
+      knobs.KnobError: A knob is unknown or a value has the wrong type.
     """
     return type(self)(**{**self._given, **given})
 
   def shrink(self: _Self) -> _Self:
-    """Returns the experiment at toy size, for a smoke run on a CPU.
+    """Returns the experiment at toy size, for a smoke test on a CPU.
 
-    Here two steps of at most eight sequences, with an evaluation and a
-    checkpoint at each. Subclasses shrink their model's knobs too:
+    By default two steps of at most eight sequences, each with an evaluation and
+    a checkpoint. Subclasses shrink the model too:
     `return super().shrink().replace(embed_dim=16)`.
     """
     toy: dict[str, object] = {
@@ -234,34 +220,34 @@ class Experiment(abc.ABC):
 
   @abc.abstractmethod
   def task(self) -> fdl.Config[task_lib.Task]:
-    """Returns what is trained."""
+    """Returns the model, learner and metrics."""
 
   @abc.abstractmethod
   def datasets(self) -> dict[str, fdl.Config[base_input.BaseInput]]:
-    """Returns the inputs by split: `train`, and those to evaluate on."""
+    """Returns the inputs by split: `train`, and all evaluation splits."""
 
   def generation(
     self,
   ) -> fdl.Config[generation_lib.GenerationSettings] | None:
-    """Returns what to sample at the end of a run; None for nothing."""
+    """Returns prompts to sample at the end of a run; None for none."""
     return None
 
   def early_stopping(
     self,
   ) -> fdl.Config[training.EarlyStopping] | None:
-    """Returns when to end before the last step; None for never."""
+    """Returns when training ends before its last step; None for never."""
     return None
 
   def warm_start(self) -> fdl.Config[training.WarmStart] | None:
-    """Returns which checkpoint a new run begins with; None for none."""
+    """Returns the checkpoint that initializes a new run; None for none."""
     return None
 
   def baselines(
     self,
   ) -> Callable[[], dict[str, float]] | fdl.Buildable[Any] | None:
-    """Returns what computes figures to compare with; None for nothing.
+    """Returns a function that computes baseline metrics; None for none.
 
-    A configuration is of something callable, or is partial.
+    It may be a `fdl.Partial`, or a `fdl.Config` of a callable object.
     """
     return None
 
@@ -269,24 +255,24 @@ class Experiment(abc.ABC):
     """Returns the rules from logical axes to mesh axes.
 
     Raises:
-      knobs.KnobError: `rules` names no rule set.
+      knobs.KnobError: The rule set does not exist.
     """
     return self._named_rules(self.rules)
 
   def expected_kernels(
     self,
   ) -> tuple[fdl.Config[expected_kernels_lib.ExpectedKernel], ...]:
-    """Returns the kernels that the compiled step must have; none here."""
+    """Returns kernels that the compiled step must use; none by default."""
     return ()
 
   def quantization_rules(self) -> rules_of_quantization.Rules:
-    """Returns which layers are quantized by which recipe.
+    """Returns which layers are quantized, with which recipe.
 
-    Here the projections of attention and the feed-forward layers, experts
-    included, as the knob `quantization` says; none without it.
+    By default attention projections and feed-forward layers (experts included)
+    use the recipe of the knob `quantization`.
 
     Raises:
-      knobs.KnobError: The knob names no recipe, or no mode.
+      knobs.KnobError: The recipe or mode does not exist.
     """
     choice = self._quantization_choice()
     if choice is None:
@@ -299,11 +285,11 @@ class Experiment(abc.ABC):
     return (rules_of_quantization.Rule(covered, choice.recipe),)
 
   def retention(self) -> fdl.Config[training.Retention]:
-    """Returns which checkpoints are kept; here the three newest."""
+    """Returns which checkpoints are kept; by default the newest three."""
     return fdl.Config(training.Retention)
 
   def observability(self) -> fdl.Config[monitoring.MonitoringSettings]:
-    """Returns what the training watches beside its figures."""
+    """Returns the monitoring of the training run."""
     return fdl.Config(
       monitoring.MonitoringSettings,
       watchdog=fdl.Config(monitoring.WatchdogSettings),
@@ -311,20 +297,24 @@ class Experiment(abc.ABC):
     )
 
   def adjust(self, config: fdl.Config[job_lib.Job]) -> None:  # noqa: B027
-    """Changes the finished job in place, for what no other method gives.
+    """Changes the job in place, where no other method applies.
 
     Args:
-      config: The whole configuration, before the dtype is set where it is not.
+      config: The whole job, before quantization and unset dtypes are filled in.
     """
 
   def job(self) -> fdl.Config[job_lib.Job]:
     """Returns the resolved configuration of a run, the same at every call.
 
     Raises:
-      knobs.KnobError: A knob was read by nothing.
-      ValueError: A part of the configuration is missing or not allowed.
+      knobs.KnobError: A knob has no effect.
+      ValueError: The configuration is incomplete or not valid.
     """
-    with self._reading() as read:
+    # Loads jax and layers, which many users of this module do not need.
+    from paxon.runner.configuration import rewrites
+
+    with self._tracked_reads() as read:
+      decode_rules = self.decode_rules
       config = fdl.Config(
         job_lib.Job,
         experiment=self.import_path(),
@@ -336,45 +326,33 @@ class Experiment(abc.ABC):
         summary_every_steps=self.summary_every_steps,
         mesh=self.mesh,
         rules=self.sharding_rules(),
+        decode_mesh=self.decode_mesh,
+        decode_rules=decode_rules and self._named_rules(decode_rules),
         seed=self.seed,
         retention=self.retention(),
+        warm_start=self.warm_start(),
+        early_stopping=self.early_stopping(),
         observability=self.observability(),
         generation=self.generation(),
         baselines=self.baselines(),
+        compiler_options=dict(self.compiler_options),
+        compiler_option_sets=self.compiler_option_sets,
+        pgle=self.pgle,
+        expected_kernels=self.expected_kernels(),
       )
-      warm_start = self.warm_start()
-      # Left unset without one: runs stored before there was the field go on.
-      if warm_start is not None:
-        config.warm_start = warm_start
-      early_stopping = self.early_stopping()
-      if early_stopping is not None:
-        config.early_stopping = early_stopping
-      if self.compiler_options:
-        config.compiler_options = dict(self.compiler_options)
-      if self.compiler_option_sets:
-        config.compiler_option_sets = self.compiler_option_sets
-      if self.decode_mesh is not None:
-        config.decode_mesh = self.decode_mesh
-      if self.decode_rules is not None:
-        config.decode_rules = self._named_rules(self.decode_rules)
-      if self.pgle is not None:
-        config.pgle = self.pgle
-      expected_kernels = self.expected_kernels()
-      if expected_kernels:
-        config.expected_kernels = expected_kernels
       self.adjust(config)
       self._quantize(config)
-      if compute_dtype.set_where_unset(config.task, self._given_or("dtype")):
+      if rewrites.set_dtype(config.task, self._peek("dtype")):
         read.add("dtype")
-      kv_cache = self._given_or("kv_cache")
-      if kv_cache and kv_caches.set_where_unset(config.task, kv_cache):
+      kv_cache = self._peek("kv_cache")
+      if kv_cache and rewrites.set_kv_cache_storage(config.task, kv_cache):
         read.add("kv_cache")
     self._check_read(read)
-    _check_names(config)
+    _check_unnamed_modules(config)
     return config
 
   def _quantization_choice(self) -> recipes.Choice | None:
-    """Returns what the knob `quantization` says; None if it is not set."""
+    """Returns the parsed knob `quantization`; None if it is unset."""
     text = self.quantization
     if text is None:
       return None
@@ -388,14 +366,18 @@ class Experiment(abc.ABC):
   def _quantize(self, config: fdl.Config[job_lib.Job]) -> None:
     choice = self._quantization_choice()
     rules = self.quantization_rules()
+    if not rules and choice is None:
+      return
+    from paxon.runner.configuration import rewrites
+
     if rules:
-      quantizing.apply(config, rules, monitor=self.quantization_monitor)
+      rewrites.quantize(config, rules, monitor=self.quantization_monitor)
     if choice is not None and choice.mode is not recipes.Mode.TRAIN:
-      serving_weights.serve(config)
+      rewrites.serve_quantized_weights(config)
       config.weights = self.quantization
     elif rules:
       sets = config.compiler_option_sets
-      config.compiler_option_sets = (*sets, _OPTIONS_OF_PRODUCTS)
+      config.compiler_option_sets = (*sets, _QUANTIZED_OPTION_SET)
 
   def _named_rules(self, name: str) -> rules_lib.Rules:
     try:
@@ -403,8 +385,8 @@ class Experiment(abc.ABC):
     except ValueError as error:
       raise knobs_lib.KnobError(f"{type(self).__name__}: {error}") from None
 
-  def _given_or(self, name: str) -> Any:
-    """Returns a knob's value without counting as a reader."""
+  def _peek(self, name: str) -> Any:
+    """Returns a knob's value without recording a read."""
     read, value = self._read, None
     object.__setattr__(self, "_read", None)
     try:
@@ -414,7 +396,7 @@ class Experiment(abc.ABC):
     return value
 
   @contextlib.contextmanager
-  def _reading(self) -> Generator[set[str], None, None]:
+  def _tracked_reads(self) -> Generator[set[str], None, None]:
     read: set[str] = set()
     object.__setattr__(self, "_read", read)
     try:
@@ -436,15 +418,15 @@ class Experiment(abc.ABC):
     if _TRAIN not in datasets:
       splits = ", ".join(map(repr, datasets)) or "nothing"
       raise ValueError(
-        f"{type(self).__name__}.datasets() must have the split {_TRAIN!r}; it"
-        f" has {splits}."
+        f"{type(self).__name__}.datasets() must have the split {_TRAIN!r}, got"
+        f" {splits}."
       )
     return {"train_input": datasets.pop(_TRAIN), "eval_inputs": datasets}
 
   def _check_read(self, read: set[str]) -> None:
     cls = type(self)
     for name, knob in cls._knobs.items():
-      if name in read or self._given_or(name) is None:
+      if name in read or self._peek(name) is None:
         continue
       base = Experiment.__annotations__
       untouched = (
@@ -452,28 +434,27 @@ class Experiment(abc.ABC):
         and name not in self._given
         and knob.default is vars(Experiment).get(name, knobs_lib.REQUIRED)
       )
-      # Nobody asked for the value of a knob that every experiment has.
-      if untouched:
+      if untouched:  # A base knob at its default.
         continue
       field = {"dtype": "dtype", "kv_cache": "storage"}.get(name)
       what = (
-        f"no part of the task takes it: none has an unset field {field!r}"
+        f"no module of the task has an unset field {field!r}"
         if field
-        else "nothing read it while the configuration was built"
+        else "task() and datasets() do not read it"
       )
       raise knobs_lib.KnobError(
         f"{cls.__name__}.{name} has no effect: {what}. Read self.{name} in"
-        " task() or datasets(), or set the knob to None if it allows that."
+        " task() or datasets(), or set the knob to None if its type allows it."
       )
 
 
-def _check_names(config: fdl.Config) -> None:
+def _check_unnamed_modules(config: fdl.Config) -> None:
   for path, node in tree.nodes(config):
     if not tree.is_linen(fdl.get_callable(node)):
       continue
     for field in ("name", "parent"):
       if tree.is_set(node, field):
         raise ValueError(
-          f"{tree.join(path, field)} is set, which would not name the module's"
-          " parameters; the field that holds a module does."
+          f"{tree.join(path, field)} must not be set: the name of a module is"
+          " the field that holds it."
         )

@@ -1,4 +1,4 @@
-"""The root of a resolved configuration: everything that a run needs to know."""
+"""Root of a resolved configuration: everything that defines a run."""
 
 from collections.abc import Callable, Mapping
 import dataclasses
@@ -9,9 +9,9 @@ from paxon.runner import task as task_lib
 from paxon.runner.settings import compiler, monitoring, training
 from paxon.runner.settings import expected_kernels as expected_kernels_lib
 from paxon.runner.settings import generation as generation_lib
+from paxon.sharding import checks, suggestions
 from paxon.sharding import mesh as meshes
 from paxon.sharding import rules as rules_lib
-from paxon.sharding import suggestions
 
 _INTERVALS = (
   "checkpoint_every_steps",
@@ -22,47 +22,41 @@ _INTERVALS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-  """A task with its data, its devices and the length of its training.
+  """A task with its data, devices and training length.
 
   Attributes:
-    experiment: The import path of the experiment that made this job.
-    task: What is trained.
-    train_input: The training batches, which need not end.
-    eval_inputs: Finite inputs by the name of their split, each evaluated whole.
-    mesh: The device mesh as `sharding.mesh.MeshSpec.parse` reads it; `auto` is
-      chosen before a program starts.
-    rules: From logical axes to mesh axes.
-    decode_mesh: The mesh on which samples are drawn, if it is another one: the
-      same devices with other axes. It needs `generation`; predictions that an
-      input's metrics want are made as evaluation is laid out.
-    decode_rules: The rules for samples, if they are others; likewise.
-    seed: Of initial values and of every random key of the run.
-    num_train_steps: The step at which training ends.
-    checkpoint_every_steps: Interval of checkpoints. There is always one at the
-      end; `None` means no other.
-    eval_every_steps: Interval of evaluations; `None` means only at the end.
+    experiment: Import path of the experiment that created this job.
+    task: Model, learner and metrics.
+    train_input: Training batches; may be endless.
+    eval_inputs: Finite evaluation inputs by split.
+    num_train_steps: Step at which training ends.
+    checkpoint_every_steps: Interval of checkpoints; None saves only at the end.
+    eval_every_steps: Interval of evaluations; None evaluates only at the end.
     summary_every_steps: Interval of training summaries.
-    retention: Which checkpoints are kept; the others are deleted.
-    warm_start: Where the first values come from, if the run has no checkpoint
-      of its own yet; `None` for initial values.
-    early_stopping: When to end before the last step; `None` for never.
-    observability: What the training watches beside its figures.
-    generation: What to sample at the end; `None` for nothing.
-    baselines: Computes figures to compare `bits_per_byte` with, by name. It
-      is called after training and may take seconds. `None` for none.
-    compiler_options: Options of XLA for the compiled steps, beside or instead
-      of `compiler_options.DEFAULTS`; those of another platform
-      (`xla_gpu_...` on a TPU) are left out.
-    compiler_option_sets: Sets of options by name, see `option_sets`; each
-      gives a device what it has for that kind.
-    pgle: Whether GPU programs are compiled by a profile of themselves: `auto`
-      profiles some of the first steps, a path is a profile of before; `None`
-      for no profile. See `programs.profile_guided`.
-    weights: How weights are stored that quantization rules cover: `int8:serve`
-      uses those of few bits that `int8:convert` makes of a checkpoint; `None`
-      as trained. See `programs.serving`.
-    expected_kernels: Kernels that the compiled training step must have; a plan
-      and a run that have others are refused.
+    mesh: Device mesh in the form of `sharding.mesh.MeshSpec.parse`, or `auto`.
+    rules: Sharding rules from logical axes to mesh axes.
+    decode_mesh: Mesh for sampling over the same devices; None for `mesh`.
+      Requires `generation`. Predictions for metrics use `mesh`.
+    decode_rules: Sharding rules for sampling; None for `rules`.
+    seed: Seed of initial values and all random keys.
+    retention: Which checkpoints are kept.
+    warm_start: Initial values for a run without a checkpoint of its own.
+    early_stopping: When training ends before its last step; None for never.
+    observability: Monitoring of the training run.
+    generation: Prompts to sample at the end; None for none.
+    baselines: Computes values to compare `bits_per_byte` with, by name. Called
+      after training; may take seconds.
+    compiler_options: XLA options for compiled steps, on top of
+      `plan.compiler_options.DEFAULTS`. Options of other platforms
+      (`xla_gpu_...` on a TPU) are ignored.
+    compiler_option_sets: Names of sets of XLA options in `settings.compiler`;
+      each applies to the hardware that it lists.
+    pgle: Profile-guided compilation on GPUs: `auto` profiles some of the first
+      steps, a path reads an existing profile; None disables it.
+    weights: Storage of weights covered by quantization rules: `int8:convert`
+      quantizes a checkpoint, `int8:serve` uses the result; None trains.
+    expected_kernels: Kernels that the compiled training step must use; plans
+      and runs fail otherwise.
   """
 
   experiment: str
@@ -101,76 +95,65 @@ class Job:
       meshes.MeshSpec.parse(self.mesh)
     if self.decode_mesh is not None:
       meshes.MeshSpec.parse(self.decode_mesh)
-    for field in _INTERVALS:
-      value = getattr(self, field)
-      if value is not None and value <= 0:
-        raise ValueError(f"Job.{field} must be positive, got {value}.")
-    if self.num_train_steps < 0:
-      raise ValueError(
-        f"Job.num_train_steps must not be negative, got {self.num_train_steps}."
-      )
-    # Steps are counted in int32, and keys are made of 32 bits.
+    checks.check_positive(self, *_INTERVALS)
+    checks.check_non_negative(self, "num_train_steps", "seed")
+    # Step counts are int32, and random keys have 32-bit seeds.
     for field, limit in (("num_train_steps", 31), ("seed", 32)):
       if getattr(self, field) >= 2**limit:
         raise ValueError(
           f"Job.{field} must be less than 2**{limit}, got"
           f" {getattr(self, field)}."
         )
-    if self.seed < 0:
-      raise ValueError(f"Job.seed must not be negative, got {self.seed}.")
     if self.weights is not None:
       serves = (recipes_lib.Mode.SERVE, recipes_lib.Mode.CONVERT)
       if recipes_lib.parse(self.weights).mode not in serves:
         raise ValueError(
-          "Job.weights must end with ':serve' or ':convert', got"
-          f" {self.weights!r}; training is None."
+          "Job.weights must end with ':serve' or ':convert', or be None for"
+          f" training, got {self.weights!r}."
         )
     compiler.check_options(self.compiler_options)
     compiler.check_sets(self.compiler_option_sets)
     if "train" in self.eval_inputs:
       raise ValueError(
-        "Job.eval_inputs has a split named 'train', which is the name of the"
-        " training summaries; choose another name."
+        "Job.eval_inputs: the split name 'train' is reserved for training"
+        " summaries; choose another name."
       )
     for split, source in self.eval_inputs.items():
       if source.is_endless and source.eval_loop_num_batches is None:
         raise ValueError(
-          f"Job.eval_inputs[{split!r}] never ends, so it cannot be evaluated;"
-          " set its num_epochs to 1, or eval_loop_num_batches."
+          f"Job.eval_inputs[{split!r}] is endless; set its num_epochs to 1, or"
+          " eval_loop_num_batches."
         )
     rule = self.early_stopping
     if rule is not None:
-      self._check_watched("Job.early_stopping", rule.metric, rule.split)
+      self._check_metric("Job.early_stopping", rule.metric, rule.split)
     if self.retention.metric is not None:
-      self._check_watched(
+      self._check_metric(
         "Retention.best", self.retention.metric, self.retention.split
       )
     for field in ("decode_mesh", "decode_rules"):
       if self.generation is None and getattr(self, field) is not None:
-        raise ValueError(
-          f"Job.{field} is set, but Job.generation is None, so no samples are"
-          " drawn; leave it unset, or say what to generate."
-        )
+        raise ValueError(f"Job.{field} requires Job.generation, which is None.")
     if self.generation is not None and not self.task.generates:
       raise ValueError(
-        "Job.generation is set, but the task cannot generate: it needs a"
-        " tokenizer, and a model with `prefill` and `decode_step`."
+        "Job.generation requires a task with a tokenizer, and a model with"
+        " `prefill` and `decode_step`."
       )
 
   def close(self) -> None:
-    """Ends what its inputs have running; they may be read again."""
+    """Stops the background workers of the inputs; they can be read again."""
     for source in (self.train_input, *self.eval_inputs.values()):
       source.close()
 
-  def _check_watched(self, what: str, metric: str, split: str | None) -> None:
-    """Checks the metric of an evaluation on which something depends."""
+  def _check_metric(self, what: str, metric: str, split: str | None) -> None:
+    """Checks that an evaluation computes the metric that a setting uses."""
     if self.eval_every_steps is None:
       raise ValueError(
-        f"{what} needs evaluations to decide on; set Job.eval_every_steps."
+        f"{what} requires evaluations; set Job.eval_every_steps."
       )
     if split not in self.eval_inputs:
       hint = suggestions.suggest(split or "", self.eval_inputs)
       raise ValueError(
-        f"{what} has the metric {metric!r}, but Job.eval_inputs has no split"
+        f"{what} uses the metric {metric!r}, but Job.eval_inputs has no split"
         f" {split!r}{hint}"
       )

@@ -23,7 +23,7 @@ def _job():
     ({"summary_every_steps": 0}, r"summary_every_steps must be positive, got"),
     (
       {"retention": training.Retention(best=1, metric="validation/loss")},
-      r"Retention.best needs evaluations .* set Job.eval_every_steps",
+      r"Retention.best requires evaluations; set Job.eval_every_steps",
     ),
     (
       {
@@ -34,14 +34,14 @@ def _job():
     ),
     (
       {"early_stopping": training.EarlyStopping()},
-      r"Job.early_stopping needs evaluations .* set Job.eval_every_steps",
+      r"Job.early_stopping requires evaluations; set Job.eval_every_steps",
     ),
     (
       {
         "early_stopping": training.EarlyStopping(metric="valid/loss"),
         "eval_every_steps": 2,
       },
-      r"early_stopping has the metric 'valid/loss', but .*mean 'validation'",
+      r"early_stopping uses the metric 'valid/loss', but .*mean 'validation'",
     ),
     ({"num_train_steps": -1}, r"num_train_steps must not be negative, got -1"),
     (
@@ -50,11 +50,11 @@ def _job():
     ),
     (
       {"decode_mesh": "fsdp=-1"},
-      r"Job.decode_mesh is set, but Job.generation is None, so no samples",
+      r"Job.decode_mesh requires Job.generation",
     ),
     (
       {"decode_rules": rules.DEFAULT_RULES},
-      r"Job.decode_rules is set, but Job.generation is None, so no samples",
+      r"Job.decode_rules requires Job.generation",
     ),
     ({"mesh": "fsdp"}, r"mesh 'fsdp': 'fsdp' is not axis=size"),
     ({"mesh": "fdsp=2"}, r"unknown axis 'fdsp'; did you mean 'fsdp'"),
@@ -74,9 +74,7 @@ def test_intervals_may_be_unset():
 
 def test_a_split_cannot_be_called_train():
   one = _job()
-  with pytest.raises(
-    ValueError, match=r"eval_inputs has a split named 'train'"
-  ):
+  with pytest.raises(ValueError, match=r"the split name .train. is reserved"):
     dataclasses.replace(one, eval_inputs={"train": one.train_input})
 
 
@@ -84,7 +82,7 @@ def test_generation_needs_a_model_that_generates():
   one = _job()
   silent = dataclasses.replace(one.task, tokenizer=None)
   assert not silent.generates
-  with pytest.raises(ValueError, match=r"Job.generation is set, but the task"):
+  with pytest.raises(ValueError, match=r"Job.generation requires a task"):
     dataclasses.replace(
       one,
       task=silent,

@@ -201,7 +201,9 @@ def test_knob_without_effect_is_one_line(call, monkeypatch):
   monkeypatch.setattr(toy_experiment.Toy, "task", lambda self: task)
   status, _, err = call(_TOY, "--fdl.width=9")
   assert (status, err.count("\n")) == (2, 1)
-  assert err.startswith("Toy.width has no effect: nothing read it")
+  assert err.startswith(
+    "Toy.width has no effect: task() and datasets() do not read it"
+  )
 
 
 def test_flags_are_the_frozen_list():

@@ -1,7 +1,6 @@
-"""What is trained: a model, how it learns, and how its results are measured.
+"""Tasks: a model, its learner and its metrics.
 
-A task knows nothing of data, meshes or steps; those belong to the `Job` that
-runs it.
+A task is independent of data, meshes and steps, which belong to the `Job`.
 """
 
 import dataclasses
@@ -12,7 +11,7 @@ from paxon.inputs import tokenizer_protocol
 from paxon.learners import learner as learner_lib
 from paxon.learners import metrics as metrics_lib
 
-_MODEL_METHODS = ("loss", "prefill", "decode_step")
+_GENERATION_METHODS = ("loss", "prefill", "decode_step")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,16 +19,16 @@ class Task:
   """A model with its learner and metrics.
 
   Attributes:
-    name: A word for summaries and reports.
-    model: A linen module with the method `loss(batch, *, deterministic)`,
-      which returns a weighted loss, weighted metrics and per-example outputs.
-      Models that generate have `prefill` and `decode_step` too, and those that
-      read a prompt as the source of another text have `encode`.
-    learner: The optimizer and what is done to gradients before it.
-    metrics: Functions of a batch and the model's per-example outputs, evaluated
-      beside the model's own metrics.
-    tokenizer: Translates prompts to ids and ids to text. `None` for models that
-      do not generate text.
+    name: Name in summaries and reports.
+    model: A linen module with the method `loss(batch, *, deterministic)`, which
+      returns a weighted loss, weighted metrics and per-example outputs. Models
+      that generate text also have `prefill` and `decode_step`, and
+      encoder-decoder models `encode`.
+    learner: The optimizer and gradient transformations.
+    metrics: Functions of a batch and the model's per-example outputs, computed
+      in addition to the model's own metrics.
+    tokenizer: Encodes prompts and decodes generated tokens; None for models
+      that do not generate text.
   """
 
   name: str
@@ -51,5 +50,6 @@ class Task:
   def generates(self) -> bool:
     """Whether the model can generate text."""
     return self.tokenizer is not None and all(
-      callable(getattr(self.model, method, None)) for method in _MODEL_METHODS
+      callable(getattr(self.model, method, None))
+      for method in _GENERATION_METHODS
     )

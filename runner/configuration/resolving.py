@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from paxon.runner import user_error
 from paxon.runner.configuration import (
   annotations,
-  compute_dtype,
   find_experiment,
   overrides,
   text_values,
@@ -131,6 +130,7 @@ def _configure(
   """Returns the resolved configuration, and remarks on its overrides."""
   from paxon.runner import job as job_lib
   from paxon.runner import knobs
+  from paxon.runner.configuration import rewrites
 
   try:
     config = experiment.job()
@@ -157,5 +157,5 @@ def _configure(
         " --exp names another one."
       )
     notes.append(overrides.apply(config, override))
-  compute_dtype.check(config)
+  rewrites.check_dtypes(config)
   return config, tuple(note for note in notes if note)

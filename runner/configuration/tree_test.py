@@ -8,7 +8,7 @@ from flax import linen as nn
 import pytest
 
 from paxon.runner import toy_experiment
-from paxon.runner.configuration import compute_dtype, tree
+from paxon.runner.configuration import rewrites, tree
 
 
 @dataclasses.dataclass
@@ -80,7 +80,7 @@ def test_compute_dtype_is_set_in_classes_that_leave_it_open():
     layers=(explicit, fdl.Config(toy_experiment.Layer)),
     head=fdl.Config(_make),
   )
-  assert compute_dtype.set_where_unset(config, "bfloat16") == ["layers[1]"]
+  assert rewrites.set_dtype(config, "bfloat16") == ["layers[1]"]
   assert config.layers[1].dtype.name == "bfloat16"
   assert explicit.dtype is None
   assert config.head.dtype is None

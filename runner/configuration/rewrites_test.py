@@ -1,4 +1,4 @@
-"""Tests for quantization of configurations by rules."""
+"""Tests for rewrites of configurations."""
 
 import fiddle as fdl
 from jax import numpy as jnp
@@ -10,18 +10,85 @@ from paxon.layers import (
   embedding,
   feed_forward,
   linear,
+  precision,
   rms_norm,
   stack,
   unembedding,
 )
-from paxon.layers.attention import grouped_query, kernels
+from paxon.layers.attention import (
+  grouped_query,
+  kernels,
+  kv_cache,
+  quantized_rows,
+  sliding_cache,
+)
 from paxon.pipeline import spmd_pipeline
-from paxon.quantization import einsum, recipes, rules
-from paxon.runner import toy_experiment, user_error
-from paxon.runner.configuration import quantizing
+from paxon.quantization import (
+  einsum,
+  number_formats,
+  recipes,
+  rules,
+  served_einsum,
+)
+from paxon.runner import knobs, toy_experiment, user_error
+from paxon.runner.configuration import rewrites
+
+
+def _attention(**fields):
+  return fdl.Config(
+    grouped_query.GroupedQueryAttention,
+    4,
+    num_kv_heads=2,
+    head_dim=4,
+    **fields,
+  )
+
+
+def test_unset_cache_storage_is_set():
+  ring = fdl.Config(sliding_cache.SlidingCache, window=3)
+  cast = fdl.Config(kv_cache.ContiguousCache, storage=fdl.Config(kv_cache.AsIs))
+  config = fdl.Config(
+    dict,
+    default=_attention(),
+    ring=_attention(window=3, cache=ring),
+    cast=_attention(cache=cast),
+    none=_attention(cache=fdl.Config(kv_cache.NoCache)),
+  )
+  assert rewrites.set_kv_cache_storage(config, "int8") == [
+    "default.cache.storage",
+    "ring.cache.storage",
+  ]
+  built = fdl.build(config)
+  assert built["default"].cache.storage == quantized_rows.QuantizedRows("int8")
+  assert isinstance(built["default"].cache, kv_cache.ContiguousCache)
+  assert built["ring"].cache.storage == quantized_rows.QuantizedRows("int8")
+  assert built["ring"].cache.window == 3
+  assert built["cast"].cache.storage == kv_cache.AsIs()
+  assert isinstance(built["none"].cache, kv_cache.NoCache)
+
+
+def test_module_without_a_cache_is_kept():
+  config = fdl.Config(block.TransformerBlock)
+  assert rewrites.set_kv_cache_storage(config, "int8") == []
+
+
+def test_unknown_cache_format_is_rejected():
+  with pytest.raises(
+    ValueError, match=r"must be int8, fp8 or int4, got 'int2'"
+  ):
+    rewrites.set_kv_cache_storage(fdl.Config(dict), "int2")
+
+
+def test_kv_cache_knob_without_a_cache_is_rejected():
+  made = toy_experiment.Toy(kv_cache="int8")
+  with pytest.raises(
+    knobs.KnobError, match=r"Toy.kv_cache has no effect: .* field 'storage'"
+  ):
+    made.job()
+
 
 FP8, CURRENT = recipes.named("fp8"), recipes.named("fp8_current")
-# What a served or quantized layer of one's own would hold.
+# An einsum that is quantized already.
 OTHER = einsum.QuantizedEinsum(CURRENT, parent=None)
 
 
@@ -69,7 +136,7 @@ def _recipes(config):
 
 def test_the_first_rule_that_matches_has_a_layer():
   config = _config()
-  quantizing.apply(
+  rewrites.quantize(
     config,
     (
       rules.Rule("*.blocks[1].attention", None),
@@ -96,14 +163,14 @@ def test_the_first_rule_that_matches_has_a_layer():
 
 def test_a_head_is_its_own_kernel_or_a_table():
   config = _config()
-  quantizing.apply(config, (rules.Rule("head", CURRENT),))
+  rewrites.quantize(config, (rules.Rule("head", CURRENT),))
   found = _recipes(config)
   assert [n for n, r in found.items() if r] == ["embedding", "head"]
 
 
 def test_products_of_attention():
   config = _config()
-  quantizing.apply(config, (rules.Rule("attention_products", FP8),))
+  rewrites.quantize(config, (rules.Rule("attention_products", FP8),))
   attention = config.layers[1].blocks[1].attention
   assert fdl.get_callable(attention.kernel) is kernels.PlainKernel
   assert attention.kernel.einsum.recipe == FP8
@@ -113,13 +180,13 @@ def test_products_of_attention():
 def test_what_is_no_plain_contraction_stays():
   config = _config()
   config.layers[2].einsum = OTHER
-  quantizing.apply(config, (rules.Rule(("linear", "head"), CURRENT),))
+  rewrites.quantize(config, (rules.Rule(("linear", "head"), CURRENT),))
   assert config.layers[2].einsum is OTHER
 
 
 def test_exempt_layers_are_copies_of_what_blocks_were():
   config = _config()
-  quantizing.apply(
+  rewrites.quantize(
     config,
     (rules.ExemptLayers(first=1, last=2), rules.Rule("feed_forward", FP8)),
   )
@@ -132,11 +199,11 @@ def test_exempt_layers_are_copies_of_what_blocks_were():
   assert fdl.build(made).edge_blocks[0].attention.num_heads == 2
 
 
-def test_one_part_in_two_places_has_one_recipe():
+def test_shared_module_has_one_recipe():
   config = _config()
   config.layers[1].blocks = [shared := _block(), shared]
-  with pytest.raises(user_error.UserError, match="are the same part"):
-    quantizing.apply(
+  with pytest.raises(user_error.UserError, match="are the same module"):
+    rewrites.quantize(
       config,
       (
         rules.Rule("*.blocks[0].feed_forward", FP8),
@@ -176,7 +243,7 @@ def _without_stack(config):
     pytest.param(
       (rules.Rule("feed_forward", FP8), rules.Rule("*.feed_forward", None)),
       None,
-      "matches nothing that the rules before it leave; put it before them",
+      "feed_forward' has no effect: earlier rules match all its layers",
       id="too_late",
     ),
     pytest.param(
@@ -188,38 +255,98 @@ def _without_stack(config):
     pytest.param(
       (rules.Rule("head", recipes.named("int8")),),
       None,
-      "is a head, .* round to the nearest",
+      "is a head, .* round to nearest",
       id="random_head",
     ),
     pytest.param(
       (rules.Rule("attention_products", FP8),),
       _with_other_kernel,
-      r"blocks\[1\].attention.kernel is fused, whose products no rule can",
+      r"blocks\[1\].attention.kernel is fused, whose matmuls cannot be",
       id="kernel",
     ),
     pytest.param(
       (rules.ExemptLayers(first=1),),
       _pipelined,
-      r"layers\[1\] is PipelinedStack, all of whose layers are one program",
+      r"layers\[1\] is PipelinedStack, which runs all layers as one program",
       id="pipeline",
     ),
     pytest.param(
       (rules.ExemptLayers(first=1), rules.ExemptLayers(last=1)),
       None,
-      r"may stand once for the stack layers\[1\]; give first and last together",
+      r"only one ExemptLayers can apply to the stack layers\[1\]; set first",
       id="exempt_twice",
     ),
     pytest.param(
       (rules.ExemptLayers(first=1),),
       _without_stack,
-      "ExemptLayers matches nothing, because the configuration has no Stack",
+      "ExemptLayers has no effect, because the configuration has no Stack",
       id="no_stack",
     ),
   ],
 )
-def test_refusals(given, change, message):
+def test_rules_without_effect_are_rejected(given, change, message):
   config = _config()
   if change is not None:
     change(config)
   with pytest.raises(user_error.UserError, match=message):
-    quantizing.apply(config, given)
+    rewrites.quantize(config, given)
+
+
+def _served_config(*targets):
+  config = fdl.Config(
+    dict,
+    attention=fdl.Config(
+      grouped_query.GroupedQueryAttention, 4, num_kv_heads=2, head_dim=4
+    ),
+    mlp=fdl.Config(feed_forward.GatedFeedForward, mlp_dim=4),
+    head=fdl.Config(unembedding.Unembedding, vocab_size=8),
+  )
+  recipe = recipes.named("fp8_current")
+  rewrites.quantize(config, [rules.Rule(target, recipe) for target in targets])
+  return config
+
+
+def test_weights_of_quantized_matmuls_are_stored():
+  targets = ("attention_projections", "attention_products", "head")
+  config = _served_config(*targets)
+  assert rewrites.serve_quantized_weights(config) == ["attention"]
+  built = fdl.build(config)
+  provider = built["attention"].einsum
+  assert isinstance(provider, served_einsum.ServedEinsum)
+  e4m3 = number_formats.FP8_E4M3
+  assert provider.recipe.rhs.format == provider.recipe.lhs.format == e4m3
+  assert provider.recipe.gradient is None
+  # Matmuls of activations and the head are not quantized.
+  assert built["attention"].kernel is kernels.plain
+  assert built["head"].einsum is precision.wide_einsum
+  assert built["mlp"].einsum is jnp.einsum
+
+
+def test_rules_without_weights_are_rejected():
+  config = _served_config("attention_products")
+  with pytest.raises(user_error.UserError, match=r"no layer has weights that"):
+    rewrites.serve_quantized_weights(config)
+
+
+def test_layers_of_a_stack_are_stored_together():
+  mlp = fdl.Config(feed_forward.GatedFeedForward, mlp_dim=4)
+  config = fdl.Config(
+    dict,
+    stack=fdl.Config(stack.Stack, blocks=[mlp], num_layers=3),
+    attention=fdl.Config(
+      grouped_query.GroupedQueryAttention, 4, num_kv_heads=2, head_dim=4
+    ),
+  )
+  recipe = recipes.named("int8")
+  given = [rules.ExemptLayers(first=1), rules.Rule("*attention", recipe)]
+  rewrites.quantize(config, given)
+  # Nothing of the stack is quantized.
+  assert rewrites.serve_quantized_weights(config) == ["attention"]
+  config.stack = fdl.Config(stack.Stack, blocks=[mlp], num_layers=3)
+  rewrites.quantize(
+    config, [rules.ExemptLayers(first=1), rules.Rule("feed_forward", recipe)]
+  )
+  with pytest.raises(
+    user_error.UserError, match=r"layers of stack share their arrays"
+  ):
+    rewrites.serve_quantized_weights(config)

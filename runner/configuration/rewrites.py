@@ -1,0 +1,333 @@
+"""Rewrites of a configuration: compute dtype, KV-cache storage, quantization.
+
+Each sets fields that the experiment left unset, in place. Import this module
+lazily: it loads jax and the layers that it looks for.
+"""
+
+from collections.abc import Iterator, Sequence
+import copy
+import dataclasses
+from typing import Any
+
+import fiddle as fdl
+from flax import linen as nn
+from jax import numpy as jnp
+
+from paxon.layers import edged_stack, precision, stack
+from paxon.layers.attention import kernels, quantized_rows
+from paxon.quantization import einsum as quantized
+from paxon.quantization import products, served_einsum
+from paxon.quantization import recipe as recipe_lib
+from paxon.quantization import rules as rules_lib
+from paxon.runner import user_error
+from paxon.runner.configuration import annotations, tree
+from paxon.sharding import suggestions
+
+# JAX truncates float64, and 8-bit formats need scales (see `quantization`).
+_COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
+_CACHE, _STORAGE = "cache", "storage"
+_EINSUM, _KERNEL = "einsum", "kernel"
+# Contractions that a quantized einsum can replace.
+_PLAIN = (jnp.einsum, precision.wide_einsum)
+
+
+def check_dtypes(config: fdl.Buildable) -> None:
+  """Checks the fields `dtype` and `param_dtype` of all linen modules.
+
+  Raises:
+    user_error.UserError: A dtype is not supported.
+  """
+  for path, node in tree.nodes(config):
+    if not tree.is_linen(fdl.get_callable(node)):
+      continue
+    for field in ("dtype", "param_dtype"):
+      value = tree.value_of(node, field) if tree.is_set(node, field) else None
+      if value is None:
+        continue
+      name = annotations.to_dtype(value).name
+      if name not in _COMPUTE_DTYPES:
+        raise user_error.UserError(
+          f"{tree.join(path, field)} must be {', '.join(_COMPUTE_DTYPES[:-1])}"
+          f" or {_COMPUTE_DTYPES[-1]}, got {name}."
+        )
+
+
+def set_dtype(config: fdl.Buildable, dtype: str) -> list[str]:
+  """Sets the unset field `dtype` of every configured class, in place.
+
+  A field that was set, even to None, and the `dtype` of functions (such as
+  initializers) are kept.
+
+  Returns:
+    The paths of the nodes that were changed.
+  """
+  value = annotations.to_dtype(dtype)
+  changed = []
+  for path, node in tree.nodes(config):
+    if not isinstance(fdl.get_callable(node), type):
+      continue
+    if "dtype" in tree.field_names(node) and not tree.is_set(node, "dtype"):
+      node.dtype = value
+      changed.append(path)
+  return changed
+
+
+def set_kv_cache_storage(config: fdl.Buildable, name: str) -> list[str]:
+  """Sets the unset storage of every KV cache, in place.
+
+  An unset cache becomes a configuration of its default. Caches without a
+  storage (`NoCache`) are skipped.
+
+  Args:
+    config: The root.
+    name: A format of `QuantizedRows`.
+
+  Returns:
+    The paths of the storages that were set.
+
+  Raises:
+    ValueError: The format does not exist.
+  """
+  quantized_rows.QuantizedRows(name)
+  changed = []
+  for path, node in tree.nodes(config):
+    fields = tree.field_names(node)
+    default = tree.value_of(node, _CACHE) if _CACHE in fields else None
+    if isinstance(default, nn.Module) and not tree.is_set(node, _CACHE):
+      if _STORAGE not in {field.name for field in dataclasses.fields(default)}:
+        continue
+      node.cache = fdl.Config(type(default), **_get_changed_fields(default))
+      path, node = tree.join(path, _CACHE), node.cache
+      fields = tree.field_names(node)
+    if _STORAGE in fields and not tree.is_set(node, _STORAGE):
+      node.storage = fdl.Config(quantized_rows.QuantizedRows, name)
+      changed.append(tree.join(path, _STORAGE))
+  return changed
+
+
+def _get_changed_fields(cache: nn.Module) -> dict[str, object]:
+  """Returns the fields that differ from the defaults of the cache's class."""
+  hidden = ("parent", "name", _STORAGE)
+  return {
+    field.name: value
+    for field in dataclasses.fields(cache)
+    if field.name not in hidden
+    and (value := getattr(cache, field.name)) != field.default
+  }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Site:
+  """A field whose matmuls can be quantized.
+
+  Attributes:
+    path: As rules name it: path of the layer, or of an attention's kernel.
+    node: The layer.
+    field: `einsum` or `kernel`.
+    roles: Roles of the matmuls.
+  """
+
+  path: str
+  node: fdl.Buildable
+  field: str
+  roles: tuple[str, ...]
+
+
+def quantize(
+  config: fdl.Buildable, rules: rules_lib.Rules, *, monitor: bool = False
+) -> None:
+  """Quantizes layers by rules, in place.
+
+  Every layer with a plain `einsum`, and every attention with the plain kernel,
+  gets its own `QuantizedEinsum` with the recipe of the first matching rule.
+
+  Args:
+    config: The root.
+    rules: Ordered rules; the first match wins.
+    monitor: Whether training reports clipped and underflowing values.
+
+  Raises:
+    user_error.UserError: A rule has no effect, a matched layer cannot be
+      quantized, or a shared node gets several recipes.
+  """
+  sites = list(_find_sites(config))
+  chosen: dict[tuple[int, str], tuple[_Site, rules_lib.Rule | None]] = {}
+  used: set[int] = set()
+  layer_rules = [r for r in rules if isinstance(r, rules_lib.Rule)]
+  for site in sites:
+    rule = next(
+      (r for r in layer_rules if r.matches(site.path, site.roles)), None
+    )
+    if rule is not None:
+      used.add(id(rule))
+    key = (id(site.node), site.field)
+    before, other = chosen.setdefault(key, (site, rule))
+    if (rule and rule.recipe) != (other and other.recipe):
+      raise user_error.UserError(
+        f"{before.path} and {site.path} are the same module, but"
+        " quantization_rules() give them different recipes."
+      )
+  for rule in layer_rules:
+    if id(rule) not in used:
+      raise user_error.UserError(_explain_unused(rule, sites))
+  # First, because exempt layers are copies of the unquantized ones.
+  for rule in rules:
+    if isinstance(rule, rules_lib.ExemptLayers):
+      _exempt(config, rule)
+  for site, rule in chosen.values():
+    if rule is not None and rule.recipe is not None:
+      _quantize_site(site, rule.recipe, monitor)
+
+
+def _find_sites(config: fdl.Buildable) -> Iterator[_Site]:
+  for path, node in tree.nodes(config):
+    target, names = fdl.get_callable(node), tree.field_names(node)
+    if not tree.is_linen(target):
+      continue
+    layer_roles = products.roles_of(target)
+    if _EINSUM in names and tree.value_of(node, _EINSUM) in _PLAIN:
+      yield _Site(path, node, _EINSUM, layer_roles)
+    if _KERNEL in names and products.ATTENTION_PROJECTIONS in layer_roles:
+      kernel_roles = (products.ATTENTION_PRODUCTS,)
+      yield _Site(tree.join(path, _KERNEL), node, _KERNEL, kernel_roles)
+
+
+def _quantize_site(
+  site: _Site, recipe: recipe_lib.Recipe, monitor: bool
+) -> None:
+  # The loss calls the head in a context that cannot record summaries.
+  is_monitored = monitor and products.HEAD not in site.roles
+  provider = fdl.Config(
+    quantized.QuantizedEinsum, recipe=recipe, monitor=is_monitored
+  )
+  if site.field == _EINSUM:
+    if products.HEAD in site.roles:
+      _check_head(site, recipe)
+    site.node.einsum = provider
+    return
+  kernel: Any = tree.value_of(site.node, _KERNEL)
+  if kernel is not kernels.plain:
+    name = getattr(kernel, "__name__", None) or type(kernel).__name__
+    raise user_error.UserError(
+      f"quantization_rules(): {site.path} is {name}, whose matmuls cannot be"
+      " quantized; set layers.attention.kernels.plain, or exclude it with an"
+      f" earlier Rule({site.path!r}, None)."
+    )
+  site.node.kernel = fdl.Config(kernels.PlainKernel, einsum=provider)
+
+
+def _check_head(site: _Site, recipe: recipe_lib.Recipe) -> None:
+  """Rejects recipes with state: the loss computes the head in chunks."""
+  if recipe.is_delayed or quantized.is_stochastic(recipe):
+    raise user_error.UserError(
+      f"quantization_rules(): {site.path} is a head, which is computed in"
+      " chunks without state or random keys; its recipe must use current scales"
+      " and round to nearest, such as recipes.named('fp8_current')."
+    )
+
+
+def _exempt(config: fdl.Buildable, rule: rules_lib.ExemptLayers) -> None:
+  stacks = {
+    id(node): (path, node)
+    for path, node in tree.nodes(config)
+    if _is_stack(fdl.get_callable(node))
+  }
+  if not stacks:
+    raise user_error.UserError(
+      "quantization_rules(): ExemptLayers has no effect, because the"
+      " configuration has no Stack."
+    )
+  for path, node in stacks.values():
+    target: Any = fdl.get_callable(node)
+    if target is edged_stack.EdgedStack:
+      raise user_error.UserError(
+        f"quantization_rules(): only one ExemptLayers can apply to the stack"
+        f" {path}; set first and last in one rule."
+      )
+    if target is not stack.Stack:
+      raise user_error.UserError(
+        "quantization_rules(): ExemptLayers requires class Stack, but"
+        f" {path} is {target.__name__}, which runs all layers as one program."
+      )
+    fdl.update_callable(node, edged_stack.EdgedStack)
+    node.edge_blocks = copy.deepcopy(node.blocks)
+    node.num_first, node.num_last = rule.first, rule.last
+
+
+def _is_stack(target: Any) -> bool:
+  return isinstance(target, type) and issubclass(target, stack.Stack)
+
+
+def _explain_unused(rule: rules_lib.Rule, sites: list[_Site]) -> str:
+  target = " or ".join(map(repr, rule.targets))
+  what = f"quantization_rules(): the rule for {target}"
+  if any(rule.matches(site.path, site.roles) for site in sites):
+    return f"{what} has no effect: earlier rules match all its layers."
+  if not sites:
+    return f"{what} matches nothing: no layer has a plain einsum or kernel."
+  found = sorted({role for site in sites for role in site.roles})
+  paths = dict.fromkeys(site.path for site in sites)
+  close = suggestions.find_closest(rule.targets[0], paths, count=3)
+  shown = close or list(paths)[:3]
+  return (
+    f"{what} matches nothing; the roles are {', '.join(found)}, and the closest"
+    f" paths {', '.join(shown)}."
+  )
+
+
+def serve_quantized_weights(config: fdl.Buildable) -> list[str]:
+  """Replaces quantized einsums by einsums of stored quantized weights.
+
+  Matmuls without weights (inside attention) and the head are computed in the
+  layer's dtype.
+
+  Args:
+    config: The root, after `quantize`; changed in place.
+
+  Returns:
+    The paths of the layers with stored weights.
+
+  Raises:
+    user_error.UserError: No layer has weights to store, or only some layers of
+      a stack do.
+  """
+  changed = []
+  for path, node in list(tree.nodes(config)):
+    if fdl.get_callable(node) is kernels.PlainKernel:
+      continue
+    for field in (_EINSUM, _KERNEL):
+      value = node.__arguments__.get(field)
+      if not isinstance(value, fdl.Buildable):
+        continue
+      target = fdl.get_callable(value)
+      if target is kernels.PlainKernel:
+        node.kernel = kernels.plain
+      elif target is quantized.QuantizedEinsum:
+        if products.HEAD in products.roles_of(fdl.get_callable(node)):
+          node.einsum = precision.wide_einsum
+          continue
+        recipe = served_einsum.serving_recipe(value.recipe)
+        node.einsum = fdl.Config(served_einsum.ServedEinsum, recipe=recipe)
+        changed.append(path)
+  if not changed:
+    raise user_error.UserError(
+      "quantization: no layer has weights that can be stored quantized; the"
+      " rules must include attention_projections, feed_forward or experts."
+    )
+  _check_served_stacks(config, changed)
+  return changed
+
+
+def _check_served_stacks(config: fdl.Buildable, changed: Sequence[str]) -> None:
+  """Rejects stacks with quantized and other layers, which share arrays."""
+  for path, node in tree.nodes(config):
+    if fdl.get_callable(node) is not edged_stack.EdgedStack:
+      continue
+    blocks = tree.join(path, "blocks")
+    if any(layer.startswith(f"{blocks}[") for layer in changed):
+      raise user_error.UserError(
+        f"quantization: the layers of {path} share their arrays, so all or none"
+        " can be served quantized; remove ExemptLayers from"
+        " quantization_rules() for :serve and :convert, or exempt the blocks"
+        " with a Rule."
+      )
