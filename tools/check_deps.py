@@ -12,15 +12,10 @@ import pathlib
 import sys
 
 from paxon.tools.dependencies import (
-  cycle_rules,
   edge_rules,
-  exceptions,
   file_rules,
-  folder_rules,
-  module_rules,
+  order_rules,
   readme_rules,
-  source_tree,
-  target_rules,
   violation,
   vocabulary_rules,
   workspace,
@@ -28,12 +23,9 @@ from paxon.tools.dependencies import (
 
 _RULES = (
   edge_rules.check,
-  folder_rules.check,
-  cycle_rules.check,
-  target_rules.check,
+  order_rules.check,
   file_rules.check,
   readme_rules.check,
-  module_rules.check,
   vocabulary_rules.check,
 )
 
@@ -41,17 +33,19 @@ _RULES = (
 def violations(root: pathlib.Path) -> list[violation.Violation]:
   """Returns all violations in the workspace at `root`, in file order."""
   found = _find(root)
-  return sorted(exceptions.apply(found, exceptions.load(root)))
+  return sorted(
+    violation.apply_exceptions(found, violation.load_exceptions(root))
+  )
 
 
 def main(arguments: list[str]) -> int:
   """Prints the violations; returns the exit status."""
   if arguments == ["--update"]:
-    root = source_tree.find_root(pathlib.Path(__file__))
-    exceptions.update(root, _find(root))
+    root = workspace.find_root(pathlib.Path(__file__))
+    violation.update_exceptions(root, _find(root))
     return 0
   start = arguments[0] if arguments else __file__
-  found = violations(source_tree.find_root(pathlib.Path(start)))
+  found = violations(workspace.find_root(pathlib.Path(start)))
   for item in found:
     print(item)
   if found:

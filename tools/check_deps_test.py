@@ -36,7 +36,7 @@ def test_a_clean_workspace_has_no_broken_rule(tmp_path, capsys):
     ),
     pytest.param(
       planted.build("sharding", '  size = "small",\n', ""),
-      "a test says how long it takes",
+      "a test needs a size",
       id="targets",
     ),
     pytest.param({"runner/job.py": ""}, "is in no target", id="files"),

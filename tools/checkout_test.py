@@ -11,9 +11,9 @@ import pathlib
 import pytest
 
 from paxon.tools import check_deps, dependency_budget
-from paxon.tools.dependencies import source_tree
+from paxon.tools.dependencies import workspace
 
-_ROOT = source_tree.find_root(pathlib.Path(__file__))
+_ROOT = workspace.find_root(pathlib.Path(__file__))
 
 
 def test_no_rule_is_broken():

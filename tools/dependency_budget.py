@@ -16,7 +16,7 @@ import dataclasses
 import pathlib
 import sys
 
-from paxon.tools.dependencies import source_tree, workspace
+from paxon.tools.dependencies import workspace
 
 PATH = "tools/dependency_budget.txt"
 
@@ -117,7 +117,7 @@ def main(arguments: list[str]) -> int:
   if arguments not in ([], ["--update"]):
     print(f"dependency_budget: the only option is --update, got {arguments}.")
     return 2
-  root = source_tree.find_root(pathlib.Path(__file__))
+  root = workspace.find_root(pathlib.Path(__file__))
   if arguments:
     (root / PATH).write_text(render(measure(root)))
     return 0

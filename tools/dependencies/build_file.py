@@ -2,7 +2,7 @@
 
 A BUILD file here is a list of calls whose arguments are literals. Names bound
 to literals at the top, `+` and `select` (every branch counts) are understood;
-anything computed is refused, because it would hide an edge.
+anything computed is an error, because it would hide an edge.
 """
 
 import ast
@@ -16,7 +16,7 @@ PYTHON_KINDS = TEST_KINDS | {"py_library", "py_binary", "paxon_main"}
 _NO_TARGET = frozenset({"load", "package", "exports_files", "licenses"})
 _PUBLIC = "//visibility:public"
 
-# What a macro fills in by itself. The examples are the sources of their test.
+# Arguments that a macro fills in. Examples are the sources of their test.
 _DEFAULTS: Mapping[str, Mapping[str, object]] = {
   "paxon_main": {"deps": ["//runner:lib"]},
   "readme_test": {"name": "readme_test", "srcs": ["README.md"]},
@@ -24,7 +24,7 @@ _DEFAULTS: Mapping[str, Mapping[str, object]] = {
 
 
 class BuildFileError(ValueError):
-  """A BUILD file says something that cannot be read without Bazel."""
+  """A BUILD file holds something that only Bazel can evaluate."""
 
   def __init__(self, line: int, message: str) -> None:
     super().__init__(message)
@@ -41,12 +41,12 @@ class Target:
     package: The folder of the BUILD file, empty for the root.
     line: Where it begins.
     srcs: Source files, relative to the package.
-    deps: Labels that its sources import, written in full.
-    runtime_deps: Labels that are only looked up while it runs.
-    optional: Those of `deps` that only a setting other than the default adds.
+    deps: Full labels of what its sources import.
+    runtime_deps: Full labels of what is imported by name at run time.
+    optional: The `deps` that only a setting other than the default adds.
     visibility: Labels as written, or the package's default.
-    has_size: Whether it says `size`.
-    testonly: Whether it says `testonly`, or is a test.
+    has_size: Whether it sets `size`.
+    testonly: Whether it sets `testonly`, or is a test.
   """
 
   label: str
@@ -73,7 +73,7 @@ class Target:
 
   @property
   def edges(self) -> tuple[str, ...]:
-    """All labels that this target brings along."""
+    """All direct dependencies."""
     return self.deps + self.runtime_deps
 
   @property
@@ -236,7 +236,7 @@ def _literal(node: ast.expr, names: dict[str, object]) -> object:
 
 
 def _optional(call: ast.Call, names: dict[str, object]) -> set[str]:
-  """Returns what only other branches than the default of a select bring."""
+  """Returns the deps that are not in the default branch of a select."""
   found: set[str] = set()
   for keyword in call.keywords:
     for node in ast.walk(keyword.value) if keyword.arg == "deps" else ():
@@ -251,7 +251,7 @@ def _optional(call: ast.Call, names: dict[str, object]) -> set[str]:
 
 
 def _union(branches: object, line: int) -> list[object]:
-  """Returns what any branch of a select may bring, each item once."""
+  """Returns the union of the branches of a select."""
   if not isinstance(branches, dict):
     raise BuildFileError(line, "select needs a literal dict.")
   union: list[object] = []

@@ -1,4 +1,4 @@
-"""BUILD files are read as Bazel would read them, and computed ones refused."""
+"""BUILD files are read as Bazel reads them; computed arguments are errors."""
 
 import pytest
 
@@ -149,7 +149,7 @@ def test_labels_are_written_in_full(label, full):
     pytest.param("py_test(", 1, "syntax: '(' was never closed", id="syntax"),
   ],
 )
-def test_what_is_computed_is_refused(text, line, message):
+def test_rejects_computed_arguments(text, line, message):
   with pytest.raises(build_file.BuildFileError) as caught:
     build_file.parse(text, "layers")
   assert message in str(caught.value)

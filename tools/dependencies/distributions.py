@@ -1,4 +1,4 @@
-"""Distributions of the locks, and which of them an import belongs to.
+"""Distributions of the locks, and the import names they provide.
 
 A lock is a hash-pinned `requirements` file as `uv pip compile` writes it. The
 repository rule gives every distribution a target, `@pypi//:ml_dtypes`.
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import dataclasses
 import re
 
-# Imports that are not called like their distribution. The longest wins.
+# Imports not named like their distribution; the longest match wins.
 _DISTRIBUTION_OF = {
   "PIL": "pillow",
   "absl": "absl_py",
@@ -18,7 +18,7 @@ _DISTRIBUTION_OF = {
   "yaml": "pyyaml",
 }
 _PINNED = re.compile(r"^([\w.-]+)(?:\[[^]]*\])?==[^\s;]+\s*(?:;\s*([^\\]*))?")
-# uv says below each pin what asked for it: a distribution, or a file.
+# Below each pin, uv lists the distributions and files that require it.
 _ASKED_BY = re.compile(r"^    #(?: via |   )([\w.-]+)(?:\[[^]]*\])?\s*$")
 
 
@@ -27,8 +27,7 @@ class Distributions:
   """All locked distributions.
 
   Attributes:
-    repositories: For every distribution, the repository that imports of it
-      lead to.
+    repositories: For every distribution, the repository that provides it.
     requirements: For every distribution, those that it requires itself.
     labels: The targets of all repositories. Those of `@pypi` are nowhere else;
       the others may hold the same distribution, such as JAX's CUDA plugin with
@@ -41,7 +40,7 @@ class Distributions:
 
   @property
   def top_levels(self) -> frozenset[str]:
-    """The names that `import` knows them by, up to the first dot."""
+    """Their top-level import names."""
     plain = set(self.repositories) - set(_DISTRIBUTION_OF.values())
     return frozenset(plain).union(
       name.partition(".")[0]
@@ -50,13 +49,13 @@ class Distributions:
     )
 
   def label(self, dotted: str) -> str | None:
-    """Returns the target that gives the module `dotted`, if a lock has it."""
+    """Returns the target of the module `dotted`, or None if no lock has it."""
     distribution = _distribution(dotted)
     repository = self.repositories.get(distribution)
     return f"@{repository}//:{distribution}" if repository else None
 
   def closure(self, names: Iterable[str]) -> frozenset[str]:
-    """Returns all distributions that `names` need, themselves included."""
+    """Returns all distributions that `names` require, with `names`."""
     reached: set[str] = set()
     waiting = list(names)
     while waiting:

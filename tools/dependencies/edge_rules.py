@@ -1,18 +1,16 @@
-"""A target depends on exactly what its sources import.
+"""The deps of a target are exactly the imports of its sources.
 
-Bazel alone refuses an import from outside the transitive closure. It allows
-one of what only another target depends on, and any number of unused edges;
-both are refused here.
+Bazel rejects an import from outside the transitive closure. It allows imports
+of transitive dependencies and unused deps; this rule rejects both.
 """
 
 from collections.abc import Iterator
 
 from paxon.tools.dependencies import build_file, violation, workspace
 
-# Files whose purpose is to import by name: the experiment that `--exp` names
-# and its test, the function that an override names, a package that users
-# install beside ours, the tokenizer that a command names, what the commands of
-# a test have in common, and the test that tries what must not be importable.
+# Files that import by name: the experiment of `--exp` and its test, the
+# function of an override, optional packages, the tokenizer of a command, the
+# modules of a test server, and the test of imports that must fail.
 COMPUTED_IMPORTS = frozenset(
   {
     "inputs/lingvo_generators/generator_input_test.py",
@@ -27,13 +25,13 @@ COMPUTED_IMPORTS = frozenset(
   }
 )
 
-# What the macros add.
+# Added by the macros.
 _ADDED = frozenset({workspace.ROOT_TARGET})
 _ADDED_TO_TESTS = _ADDED | {"@pypi//:pytest"}
 
 
 def check(tree: workspace.Workspace) -> Iterator[violation.Violation]:
-  """Yields a violation for each import or edge without its counterpart."""
+  """Yields a violation for each import or edge without a counterpart."""
   for target in tree.targets.values():
     if not target.is_python:
       continue
@@ -44,14 +42,14 @@ def check(tree: workspace.Workspace) -> Iterator[violation.Violation]:
     for use in tree.uses(target):
       used.update(use.labels)
       yield from _check_use(tree, target, use, added)
-    # A target without sources stands for its deps: nothing is imported.
+    # A target without sources only groups its deps.
     if target.srcs and not mistaken:
       for label in target.deps:
         if label not in used:
           yield _at(
             target,
             f'"{label}" is in deps but no source imports it; remove it, or'
-            " name it in runtime_deps if it is looked up while running.",
+            " list it in runtime_deps if it is imported by name at run time.",
           )
 
 
@@ -61,7 +59,7 @@ def _check_use(
   use: workspace.Use,
   added: frozenset[str],
 ) -> Iterator[violation.Violation]:
-  """Yields what is wrong with one import."""
+  """Yields the problems of one import."""
   if use.problem:
     if use.dotted or use.path not in COMPUTED_IMPORTS:
       yield violation.Violation(use.path, use.line, target.label, use.problem)
@@ -72,7 +70,7 @@ def _check_use(
     label = use.labels[0]
     transitive = label in tree.closure(target.edges)
     reason = (
-      "which only a dependency's dependency brings"
+      "which is only a transitive dependency"
       if transitive
       else "which is not in deps"
     )
@@ -88,14 +86,16 @@ def _check_use(
 def _check_labels(
   tree: workspace.Workspace, target: build_file.Target, added: frozenset[str]
 ) -> Iterator[violation.Violation]:
-  """Yields labels that name nothing, stand twice, or come by themselves."""
+  """Yields labels that are unknown, duplicate, or added by the macro."""
   for index, label in enumerate(target.edges):
     if label in target.edges[:index]:
-      yield _at(target, f'"{label}" stands twice; remove one.')
+      yield _at(target, f'"{label}" is listed twice; remove one.')
     elif label in added:
       yield _at(target, f'"{label}" is added by the macro; remove it.')
     elif label.startswith("//") and label not in tree.targets:
-      yield _at(target, f'there is no target "{label}"; check the spelling.')
+      yield _at(
+        target, f'the target "{label}" does not exist; check the spelling.'
+      )
     elif label.startswith("@") and label not in tree.distributions.labels:
       yield _at(
         target,

@@ -47,16 +47,15 @@ _PLANTED = [
         "from paxon.layers import block\nfrom paxon.sharding import axes\n"
       )
     },
-    "runner/task.py:2: //runner:task: imports `paxon.sharding.axes`, which only"
-    ' a dependency\'s dependency brings; add "//sharding:axes" to its deps in'
+    "runner/task.py:2: //runner:task: imports `paxon.sharding.axes`, which is"
+    ' only a transitive dependency; add "//sharding:axes" to its deps in'
     " runner/BUILD.",
     id="transitive module of ours",
   ),
   pytest.param(
     {"runner/task.py": "import numpy\nfrom paxon.layers import block\n"},
-    "runner/task.py:1: //runner:task: imports `numpy`, which only a"
-    ' dependency\'s dependency brings; add "@pypi//:numpy" to its deps in'
-    " runner/BUILD.",
+    "runner/task.py:1: //runner:task: imports `numpy`, which is only a"
+    ' transitive dependency; add "@pypi//:numpy" to its deps in runner/BUILD.',
     id="transitive wheel",
   ),
   pytest.param(
@@ -65,31 +64,31 @@ _PLANTED = [
       "import block\n",
       "import block\nimport numpy as np\n",
     ),
-    "layers/README.md:10: //layers:readme_test: imports `numpy`, which only a"
-    ' dependency\'s dependency brings; add "@pypi//:numpy" to its deps in'
+    "layers/README.md:10: //layers:readme_test: imports `numpy`, which is"
+    ' only a transitive dependency; add "@pypi//:numpy" to its deps in'
     " layers/BUILD.",
     id="undeclared wheel in an example",
   ),
   pytest.param(
     {"sharding/axes.py": "VALUE = 1\n"},
     'sharding/BUILD:7: //sharding:axes: "@pypi//:numpy" is in deps but no'
-    " source imports it; remove it, or name it in runtime_deps if it is looked"
-    " up while running.",
+    " source imports it; remove it, or list it in runtime_deps if it is"
+    " imported by name at run time.",
     id="unused wheel",
   ),
   pytest.param(
     {"layers/block.py": "VALUE = 1\n"},
-    'layers/BUILD:7: //layers:block: "//sharding:axes" is in deps but no source'
-    " imports it; remove it, or name it in runtime_deps if it is looked up"
-    " while running.",
+    'layers/BUILD:7: //layers:block: "//sharding:axes" is in deps but no'
+    " source imports it; remove it, or list it in runtime_deps if it is"
+    " imported by name at run time.",
     id="unused module of ours",
   ),
   pytest.param(
     planted.build(
       "layers", '"//sharding:axes"', '"//sharding:axes", "//sharding:a"'
     ),
-    'layers/BUILD:7: //layers:block: there is no target "//sharding:a"; check'
-    " the spelling.",
+    'layers/BUILD:7: //layers:block: the target "//sharding:a" does not'
+    " exist; check the spelling.",
     id="no such target",
   ),
   pytest.param(

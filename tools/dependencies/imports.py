@@ -1,4 +1,4 @@
-"""The imports of a Python source, wherever they stand in it.
+"""Imports of Python sources and of examples in Markdown.
 
 An import inside a function, under `TYPE_CHECKING`, or made by
 `importlib.import_module("a.b")`, `__import__("a.b")` and
@@ -20,9 +20,9 @@ class Import:
 
   Attributes:
     module: The dotted name after `import` or `from`; empty when an imported
-      name is computed while the program runs.
+      name is computed at run time.
     name: The name after `from module import`, or None.
-    line: Where it stands, from 1.
+    line: Its line, from 1.
     level: The number of dots of a relative import.
     lazy: Whether importing the source leaves it out: the import is inside a
       function, or under `if TYPE_CHECKING`.
@@ -49,9 +49,9 @@ class PythonBlock:
 
 
 def parse(text: str, first_line: int = 1) -> list[Import]:
-  """Returns the imports of a source; raises SyntaxError if it has a mistake."""
+  """Returns the imports of a source; raises SyntaxError if it is invalid."""
   found = []
-  for node, lazy in _walk(ast.parse(text), lazy=False):
+  for node, lazy in _walk(ast.parse(text)):
     line = getattr(node, "lineno", 1) + first_line - 1
     match node:
       case ast.Import(names=names):
@@ -69,22 +69,18 @@ def parse(text: str, first_line: int = 1) -> list[Import]:
   return sorted(found, key=lambda item: (item.line, item.dotted))
 
 
-def _walk(node: ast.AST, *, lazy: bool) -> Iterator[tuple[ast.AST, bool]]:
+def _walk(module: ast.Module) -> Iterator[tuple[ast.AST, bool]]:
   """Yields all nodes, each with whether importing the source skips it."""
-  yield node, lazy
-  match node:
-    case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
-      lazy = True
-    case ast.If(test=test, orelse=orelse) if "TYPE_CHECKING" in ast.unparse(
-      test
-    ):
-      for child in orelse:
-        yield from _walk(child, lazy=lazy)
-      for child in node.body:
-        yield from _walk(child, lazy=True)
-      return
-  for child in ast.iter_child_nodes(node):
-    yield from _walk(child, lazy=lazy)
+  stack: list[tuple[ast.AST, bool]] = [(module, False)]
+  while stack:
+    node, lazy = stack.pop()
+    yield node, lazy
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+      stack += [(child, True) for child in node.body]
+      stack += [(child, lazy) for child in node.orelse]
+    else:
+      lazy |= isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+      stack += [(child, lazy) for child in ast.iter_child_nodes(node)]
 
 
 def python_blocks(markdown: str) -> Iterator[PythonBlock]:

@@ -1,4 +1,4 @@
-"""A small workspace without fault, and changes that plant one in it."""
+"""A small valid workspace, and changes that plant violations in it."""
 
 from collections.abc import Callable, Iterator, Mapping
 import pathlib
@@ -64,7 +64,7 @@ def build_text(module: str, deps: str = "") -> str:
 def package(
   folder: str, module: str, source: str, deps: str = ""
 ) -> dict[str, str]:
-  """Returns the files of a faultless folder with one module.
+  """Returns the files of a valid folder with one module.
 
   Args:
     folder: Where it is.
@@ -83,8 +83,8 @@ def package(
   }
 
 
-# A workspace without fault: runner:task -> layers:block -> sharding:axes ->
-# numpy, and learners:adamw, which needs nothing.
+# A valid workspace: runner:task -> layers:block -> sharding:axes -> numpy, and
+# learners:adamw, which imports nothing.
 CLEAN: Mapping[str, str] = {
   "WORKSPACE": "",
   "BUILD": 'py_root(name = "paxon", srcs = ["__init__.py"])\n',
@@ -112,7 +112,7 @@ CLEAN: Mapping[str, str] = {
 
 
 def write(root: pathlib.Path, changes: Changes) -> None:
-  """Writes the clean workspace with `changes`; None leaves a file out."""
+  """Writes the valid workspace with `changes`; None removes a file."""
   for path, text in {**CLEAN, **changes}.items():
     if text is not None:
       (root / path).parent.mkdir(parents=True, exist_ok=True)
@@ -120,17 +120,17 @@ def write(root: pathlib.Path, changes: Changes) -> None:
 
 
 def found_by(rule: Rule, root: pathlib.Path, changes: Changes) -> list[str]:
-  """Writes the workspace with `changes`; returns what `rule` says to it."""
+  """Writes the workspace with `changes`; returns the violations of `rule`."""
   write(root, changes)
   return [str(found) for found in rule(workspace.load(root))]
 
 
 def edit(path: str, old: str, new: str) -> dict[str, str]:
-  """Returns the change of one file that puts `new` for `old`."""
+  """Returns a change of one file that replaces `old` by `new`."""
   assert old in CLEAN[path], f"{old!r} is not in {path}"
   return {path: CLEAN[path].replace(old, new)}
 
 
 def build(folder: str, old: str, new: str) -> dict[str, str]:
-  """Returns the change of a BUILD file that puts `new` for `old`."""
+  """Returns a change of a BUILD file that replaces `old` by `new`."""
   return edit(f"{folder}/BUILD", old, new)

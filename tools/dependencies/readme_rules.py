@@ -1,8 +1,8 @@
-"""Every package has a README that tells what it has, and no more.
+"""Package READMEs: headings, the table of modules, examples; links of pages.
 
-The five headings let a reader skim ten packages. The table of modules is what
-other repositories may use, so it is held against the public targets. Examples
-are run, by the package's `readme_test`. On every page links lead somewhere.
+The five headings let a reader skim ten packages. The table of modules lists the
+public targets, which other repositories may use. Examples are run by the
+package's `readme_test`.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ import re
 
 from paxon.tools.dependencies import (
   build_file,
-  folder_rules,
+  order_rules,
   violation,
   workspace,
 )
@@ -35,9 +35,9 @@ def check(tree: workspace.Workspace) -> Iterator[violation.Violation]:
   for package in tree.packages():
     path = f"{package}/README.md".lstrip("/")
     if package.startswith("third_party/"):
-      continue  # Told by third_party/README.md.
+      continue  # Described in third_party/README.md.
     if path not in tree.files:
-      messages = ["is missing; say what the package is for."]
+      messages = ["is missing; describe the package."]
     else:
       text = tree.text(path)
       messages = list(_example_problems(tree, package, text))
@@ -58,7 +58,7 @@ def _link_problems(tree: workspace.Workspace, path: str) -> Iterator[str]:
   for link in _LINK.findall(_without_code(tree.text(path))):
     target = posixpath.join(posixpath.dirname(path), link)
     if not (tree.root / target).exists():
-      yield f"links to {link}, which is not there; mend the link."
+      yield f"links to {link}, which does not exist; fix the link."
 
 
 def _heading_problems(text: str) -> Iterator[str]:
@@ -93,15 +93,15 @@ def _table_problems(
     )
   for name in sorted(rows - public):
     yield (
-      f"lists `{name}`, but //{package}:{name} is no public target; make it"
-      " public, or remove the row."
+      f"lists `{name}`, but //{package}:{name} is not public; make it public,"
+      " or remove the row."
     )
 
 
 def _is_listed(target: build_file.Target) -> bool:
   """Returns whether a target belongs in the table of modules."""
-  if folder_rules.top_of(target.package) == "tools":
-    # Used by its own folder alone: the table tells what there is.
+  if order_rules.top_of(target.package) == "tools":
+    # Used by its own folder only; the table is an overview.
     return target.kind == "py_library" and not target.testonly
   return target.is_python and target.is_public
 
@@ -125,7 +125,7 @@ def _example_problems(
     and target.is_public
     for target in tree.targets.values()
   )
-  kept_apart = folder_rules.top_of(package) in _NOT_FOR_IMPORT
+  kept_apart = order_rules.top_of(package) in _NOT_FOR_IMPORT
   if importable and package and not blocks and not kept_apart:
     yield "has no example; add a ```python block under Use it."
   if blocks and f"//{package}:readme_test" not in tree.targets:
@@ -136,9 +136,9 @@ def _example_problems(
 
 
 def _map_problems(tree: workspace.Workspace, text: str) -> Iterator[str]:
-  """Yields top-level folders that the root README does not name."""
+  """Yields top-level folders that the root README does not list."""
   folders = {
-    folder_rules.top_of(package) for package in tree.packages() if package
+    order_rules.top_of(package) for package in tree.packages() if package
   }
   for folder in sorted(folders):
     if f"`{folder}/`" not in text:

@@ -13,8 +13,8 @@ _PLANTED = [
   ),
   pytest.param(
     planted.build("learners", "//visibility:public", "//:__subpackages__"),
-    "learners/README.md: lists `adamw`, but //learners:adamw is no public"
-    " target; make it public, or remove the row.",
+    "learners/README.md: lists `adamw`, but //learners:adamw is not public;"
+    " make it public, or remove the row.",
     id="a row without a public target",
   ),
   pytest.param(
@@ -25,7 +25,7 @@ _PLANTED = [
   ),
   pytest.param(
     {"learners/README.md": None},
-    "learners/README.md: is missing; say what the package is for.",
+    "learners/README.md: is missing; describe the package.",
     id="missing",
   ),
   pytest.param(
@@ -64,7 +64,7 @@ _PLANTED = [
       "docs/a.md": "[1](b.md#how) [2](../runner/task.py) [3](../learners/)"
       " [4](a.md#here) [5](#here) [6](https://a.b/c.md)\n```\n[7](c.md)\n```\n"
     },
-    "docs/a.md: links to b.md, which is not there; mend the link.",
+    "docs/a.md: links to b.md, which does not exist; fix the link.",
     id="a link that leads nowhere",
   ),
 ]

@@ -1,19 +1,35 @@
-"""A broken rule: where, which target, what is wrong, and how to fix it."""
+"""Violations of the build rules, and the list of allowed exceptions.
 
+A line of the list, tools/exceptions.txt, is `rule subject detail`, optionally
+followed by `# reason`.
+"""
+
+from collections.abc import Iterable, Mapping
 import dataclasses
+import pathlib
+
+PATH = "tools/exceptions.txt"
+
+_HEAD = """\
+# Exceptions to the build rules; entries are removed, never added.
+# Regenerate with: tools/python -m paxon.tools.check_deps --update
+"""
+# Rules for which the detail `*` allows everything in a file, while it is being
+# cleaned.
+_WHOLE_FILE = frozenset({"word"})
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Violation:
-  """A broken rule.
+  """A violation of a rule.
 
   Attributes:
-    path: The file to change, relative to the workspace root.
-    line: The line in it, from 1; 0 when the whole file is meant.
-    subject: The target or file that breaks the rule.
+    path: The file to change, relative to the workspace.
+    line: The line in it, from 1; 0 for the whole file.
+    subject: The target or file that violates the rule.
     message: What is wrong and how to fix it.
-    exception: The line of the list of exceptions that would allow it; empty
-      where the rule has no exceptions.
+    exception: The entry of the list that would allow it; empty if the rule has
+      no exceptions.
   """
 
   path: str
@@ -23,7 +39,74 @@ class Violation:
   exception: str = ""
 
   def __str__(self) -> str:
-    place = f"{self.path}:{self.line}" if self.line else self.path
+    where = f"{self.path}:{self.line}" if self.line else self.path
     if self.subject == self.path:
-      return f"{place}: {self.message}"
-    return f"{place}: {self.subject}: {self.message}"
+      return f"{where}: {self.message}"
+    return f"{where}: {self.subject}: {self.message}"
+
+
+def of_file(path: str, message: str, exception: str = "") -> Violation:
+  """Returns a violation by a whole file."""
+  return Violation(path, 0, path, message, exception)
+
+
+@dataclasses.dataclass(frozen=True)
+class Exceptions:
+  """The list of allowed exceptions.
+
+  Attributes:
+    reasons: The reason of each entry; may be empty.
+  """
+
+  reasons: Mapping[str, str]
+
+  def find_entry(self, exception: str) -> str | None:
+    """Returns the entry that allows `exception`, or None."""
+    for entry in (exception, _whole_file(exception)):
+      if entry in self.reasons:
+        return entry
+    return None
+
+
+def load_exceptions(root: pathlib.Path) -> Exceptions:
+  """Reads the list of the workspace at `root`; a missing file is empty."""
+  path = root / PATH
+  if not path.is_file():
+    return Exceptions({})
+  reasons = {}
+  for line in path.read_text().splitlines():
+    entry, _, reason = line.partition("#")
+    if entry.strip():
+      reasons[" ".join(entry.split())] = reason.strip()
+  return Exceptions(reasons)
+
+
+def apply_exceptions(
+  found: Iterable[Violation], listed: Exceptions
+) -> list[Violation]:
+  """Returns the violations that are not listed."""
+  return [
+    item
+    for item in found
+    if not item.exception or listed.find_entry(item.exception) is None
+  ]
+
+
+def update_exceptions(root: pathlib.Path, found: Iterable[Violation]) -> None:
+  """Rewrites the list to what `found` needs; reasons are kept."""
+  listed = load_exceptions(root)
+  entries = {
+    listed.find_entry(item.exception) or item.exception
+    for item in found
+    if item.exception
+  }
+  lines = []
+  for entry in sorted(entries):
+    reason = listed.reasons.get(entry)
+    lines.append(f"{entry}  # {reason}\n" if reason else f"{entry}\n")
+  (root / PATH).write_text(_HEAD + "".join(lines))
+
+
+def _whole_file(exception: str) -> str:
+  rule, subject, *_ = exception.split()
+  return f"{rule} {subject} *" if rule in _WHOLE_FILE else exception

@@ -1,12 +1,17 @@
-"""A workspace as the rules see it: targets, sources, and who imports what."""
+"""The workspace that the rules check: files, targets, and resolved imports.
+
+Files are found by walking the folders, not by asking Git: a source archive has
+no `.git`, and a new file is to be checked before it is added.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import functools
+import os
 import pathlib
 import sys
 
-from paxon.tools.dependencies import build_file, source_tree, violation
+from paxon.tools.dependencies import build_file, violation
 from paxon.tools.dependencies import distributions as locked
 from paxon.tools.dependencies import imports as python_imports
 
@@ -19,6 +24,12 @@ _LOCK_END = "_lock.txt"
 _NO_REPOSITORY = frozenset({"pypi_dev"})
 
 
+ROOT_MARK = "WORKSPACE"
+
+# Outputs of building, testing and running at the root.
+_PRODUCTS = frozenset({"build", "dist", "runs"})
+
+
 @dataclasses.dataclass(frozen=True)
 class Use:
   """One import of a target, resolved.
@@ -26,10 +37,10 @@ class Use:
   Attributes:
     path: The source that imports.
     line: The line of the import.
-    dotted: What is imported.
-    labels: The targets that give it, any of which will do; empty for the
-      standard library, and where there is a problem.
-    problem: Why it is refused, with the mend; None if it is not.
+    dotted: The imported module or name.
+    labels: The targets that hold it, any of which will do; empty for the
+      standard library, and if there is a problem.
+    problem: Why it is not allowed and how to fix it; None if it is.
   """
 
   path: str
@@ -41,14 +52,14 @@ class Use:
 
 @dataclasses.dataclass(frozen=True)
 class Workspace:
-  """Everything that is read from disk, once.
+  """The contents of a workspace, read once.
 
   Attributes:
     root: The folder of WORKSPACE.
     files: All source files, relative to the root.
     targets: The targets of all BUILD files, by label.
     imports: The imports of every Python source and of README examples.
-    distributions: What the locks hold.
+    distributions: The distributions of the locks.
     unreadable: BUILD files and sources that could not be parsed.
   """
 
@@ -76,7 +87,7 @@ class Workspace:
 
   @functools.cached_property
   def _owners(self) -> Mapping[str, list[build_file.Target]]:
-    """The Python targets by source; asked for each import of each file."""
+    """The Python targets by source."""
     found: dict[str, list[build_file.Target]] = {}
     for target in self.targets.values():
       if target.is_python:
@@ -101,11 +112,11 @@ class Workspace:
   def closure(
     self, labels: Sequence[str], *, optional: bool = True
   ) -> set[str]:
-    """Returns all labels that `labels` bring along, themselves included.
+    """Returns the transitive dependencies of `labels`, with `labels`.
 
     Args:
-      labels: Where to begin.
-      optional: Whether to count what only a setting adds.
+      labels: The first labels.
+      optional: Whether to count dependencies that only a setting adds.
     """
     reached: set[str] = set()
     waiting = list(labels)
@@ -140,7 +151,7 @@ class Workspace:
     return reached
 
   def _resolve(self, path: str, item: python_imports.Import) -> Use:
-    """Returns where an import leads."""
+    """Resolves an import to targets."""
     labels: tuple[str, ...] = ()
     problem = None
     top = item.module.partition(".")[0]
@@ -191,8 +202,7 @@ class Workspace:
     folder = "/".join(item.dotted.split(".")[1:])
     if any(name.startswith(f"{folder}/") for name in self.files):
       return (), (
-        f"`{item.dotted}` is a package, which holds nothing; import a module"
-        " of it."
+        f"`{item.dotted}` is a package, which is empty; import a module of it."
       )
     return (), f"there is no module `{item.dotted}`; check the spelling."
 
@@ -207,7 +217,7 @@ class Workspace:
 
 def load(root: pathlib.Path) -> Workspace:
   """Reads the workspace at `root`."""
-  files = source_tree.files(root)
+  files = find_files(root)
   unreadable = []
   targets: dict[str, build_file.Target] = {}
   imports: dict[str, list[python_imports.Import]] = {}
@@ -239,6 +249,43 @@ def load(root: pathlib.Path) -> Workspace:
   )
 
 
+def find_root(start: pathlib.Path) -> pathlib.Path:
+  """Returns the workspace that holds the real file behind `start`.
+
+  In Bazel's runfiles every source file is a link, so this leads back to the
+  checkout.
+
+  Raises:
+    FileNotFoundError: No folder above `start` has a WORKSPACE file.
+  """
+  real = start.resolve()
+  for folder in (real, *real.parents):
+    if (folder / ROOT_MARK).is_file():
+      return folder
+  raise FileNotFoundError(
+    f"no folder above {real} has a {ROOT_MARK} file; this check reads the"
+    " checkout itself, so it must run on the machine that holds it."
+  )
+
+
+def find_files(root: pathlib.Path) -> list[str]:
+  """Returns the paths of all source files below `root`, relative, sorted."""
+  ignored = _ignored_folders(root)
+  found = []
+  for folder, subfolders, names in os.walk(root):
+    here = pathlib.PurePath(folder).relative_to(root)
+    subfolders[:] = sorted(
+      name
+      for name in subfolders
+      if not _is_hidden(name)
+      and str(here / name) not in ignored
+      # The links that Bazel leaves at the root.
+      and not os.path.islink(os.path.join(folder, name))
+    )
+    found += [str(here / name) for name in names if not name.startswith(".")]
+  return sorted(found)
+
+
 def _distributions(root: pathlib.Path) -> locked.Distributions:
   """Reads the locks; `requirements_tf_lock.txt` is that of `@pypi_tf`."""
   locks = {}
@@ -257,3 +304,20 @@ def _folder(path: str) -> str:
 
 def _parent(path: str) -> str:
   return ".".join([IMPORT_ROOT, *path.split("/")[:-1]])
+
+
+def _is_hidden(name: str) -> bool:
+  return name.startswith(".") or name in ("__pycache__", "node_modules")
+
+
+def _ignored_folders(root: pathlib.Path) -> frozenset[str]:
+  """Returns the folders that do not belong to this workspace."""
+  bazelignore = root / ".bazelignore"
+  if not bazelignore.is_file():
+    return _PRODUCTS
+  lines = bazelignore.read_text().splitlines()
+  return _PRODUCTS | {
+    line.strip().rstrip("/")
+    for line in lines
+    if line.strip() and not line.startswith("#")
+  }

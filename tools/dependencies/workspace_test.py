@@ -1,5 +1,7 @@
 """A workspace is read from disk, and its imports lead to targets."""
 
+import pytest
+
 from paxon.tools.dependencies import planted, workspace
 
 
@@ -91,3 +93,41 @@ def test_folders_named_in_bazelignore_are_no_part_of_the_workspace(tmp_path):
     },
   )
   assert not any(path.startswith("tools/") for path in tree.files)
+
+
+def _touch(root, *paths):
+  for path in paths:
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).touch()
+
+
+def test_a_link_leads_back_to_the_workspace(tmp_path):
+  _touch(tmp_path, "checkout/WORKSPACE", "checkout/tools/a.py", "runfiles/b.py")
+  link = tmp_path / "runfiles/a.py"
+  link.symlink_to(tmp_path / "checkout/tools/a.py")
+  assert workspace.find_root(link) == tmp_path / "checkout"
+  with pytest.raises(FileNotFoundError, match=r"no folder above .*/runfiles/b"):
+    workspace.find_root(tmp_path / "runfiles/b.py")
+
+
+def test_lists_sources_and_nothing_else(tmp_path):
+  (tmp_path / ".bazelignore").write_text("# Others.\n\nthird_party/other/\n")
+  _touch(
+    tmp_path,
+    "BUILD",
+    "layers/a.py",
+    "layers/runs/b.py",
+    # Left out:
+    ".git/c.py",
+    "layers/.hidden.py",
+    "layers/__pycache__/a.cpython-311.pyc",
+    "build/lib/a.py",
+    "runs/1/a.py",
+    "third_party/other/d.py",
+  )
+  (tmp_path / "bazel-bin").symlink_to(tmp_path / "layers")
+  assert workspace.find_files(tmp_path) == [
+    "BUILD",
+    "layers/a.py",
+    "layers/runs/b.py",
+  ]
