@@ -38,8 +38,7 @@ _OF_A_RUN = ("eval", "decode")
 
 _WRONG_USE = 2
 _INTERRUPTED = 130
-# What a shell says of a program whose reader has had enough, such as `head`.
-_UNREAD = 141
+_UNREAD = 141  # 128 + SIGPIPE
 _FDL_HELP = (
   "--fdl.NAME=VALUE sets a knob of the experiment, or a path in its"
   " configuration, such as --fdl.task.learner.max_grad_norm=0.5."
@@ -462,12 +461,12 @@ def _with_settings_of_run(
   """Adds what the run's folder says, for modes that need a trained run."""
   if command.mode not in _OF_A_RUN:
     return command, ()
-  from paxon.runner.training import stored_settings
+  from paxon.runner.training import run_files
 
   folder, _ = _run_dir(command, "")
   if command.continuous:
-    stored_settings.wait(folder)
-  completed = stored_settings.complete(
+    run_files.wait_for_run(folder)
+  completed = run_files.complete_settings(
     command.exp, command.overrides, folder, packages=packages
   )
   command = dataclasses.replace(
@@ -512,7 +511,7 @@ def _start(
   from paxon.runner.training import train
 
   text = command.profile_steps
-  return train.run(
+  train.run(
     job,
     config,
     run_dir,
@@ -522,6 +521,7 @@ def _start(
       begin=launch.process_begin(),
     ),
   )
+  return 0
 
 
 def _plan(

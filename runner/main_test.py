@@ -20,7 +20,7 @@ from paxon.runner.training import (
   decode,
   evaluate,
   inspect_input,
-  stored_settings,
+  run_files,
   train,
 )
 
@@ -313,7 +313,7 @@ def test_eval_and_decode_get_the_folder_of_a_run(call, calls, tmp_path):
 
 def _store_settings(folder, *arguments, experiment=None):
   folder.mkdir()
-  stored_settings.store(
+  run_files.store_settings(
     experiment or toy_experiment.Toy.import_path(),
     [overrides.parse_argument(a) for a in arguments],
     epath.Path(folder),
@@ -369,16 +369,16 @@ def test_continuous_evaluation_waits_for_the_run(
     _store_settings(tmp_path / "run", "--fdl.width=9")
 
   monkeypatch.setattr(
-    stored_settings,
-    "wait",
-    functools.partial(stored_settings.wait, sleep=begin),
+    run_files,
+    "wait_for_run",
+    functools.partial(run_files.wait_for_run, sleep=begin),
   )
   at = ("--mode=eval", "--job_log_dir=run")
   _, out, _ = call(*at, "--continuous")
   _, (built, _), options = calls.pop()
   assert options == {"continuous": True}
   assert built.task.model.head.width == 9
-  assert re.match(r"waiting for a run to begin in .*/run\n", out)
+  assert re.match(r"waiting for a run to start in .*/run\n", out)
   call(*at)
   assert calls.pop()[2] == {"continuous": False}
 

@@ -215,7 +215,7 @@ def _folder(tmp_path, monkeypatch) -> pathlib.Path:
   def accept(*_: object, **__: object) -> None:
     raise _AcceptedError
 
-  def run(job: Any, config: Any, *rest: Any, **more: Any) -> int:
+  def run(job: Any, config: Any, *rest: Any, **more: Any) -> train.Result:
     # Tracing takes most of the time, and every other one has been traced.
     text = dump.to_text(config)
     if text in accepted:

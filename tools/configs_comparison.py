@@ -21,7 +21,7 @@ from paxon.runner.configuration import (
   refusals,
   resolving,
 )
-from paxon.runner.training import compiled_steps, stored_settings
+from paxon.runner.training import compiled_steps, run_files
 from paxon.runner.training import session as session_lib
 
 
@@ -75,7 +75,7 @@ def side(
       f"{given[0]} follows {name}, which is a run, and those are what they are."
     )
   text = (folder / run_dir.CONFIG_TEXT).read_text()
-  settings = stored_settings.read(folder)
+  settings = run_files.read_settings(folder)
   if settings is None:
     return Side(text=text, missing=f"{name} does not say how it was started")
   try:

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from paxon.runner.configuration import dump
-from paxon.runner.training import stored_config, stored_settings, testing
+from paxon.runner.training import run_files, testing
 from paxon.tools import configs_main
 
 _TINY = "runner.training.testing.TinyLm"
@@ -78,7 +78,7 @@ def test_a_difference_is_classed_and_the_program_compared(
 
 def _run(folder: pathlib.Path, **knobs) -> str:
   folder.mkdir()
-  stored_config.store(testing.TinyLm(**knobs).job(), epath.Path(folder))
+  run_files.store_config(testing.TinyLm(**knobs).job(), epath.Path(folder))
   return str(folder)
 
 
@@ -90,7 +90,7 @@ def test_runs_are_compared_by_what_they_have_stored(call, tmp_path):
   assert "program: not compared; " in out
   assert "task.model.embedding.embed_dim: 16 -> 32" in out
   for folder in (a, b):
-    stored_settings.store(_TINY, [], epath.Path(folder))
+    run_files.store_settings(_TINY, [], epath.Path(folder))
   _, out, _ = call("compare", a, _TINY, "--fdl.learning_rate=1")
   assert "program: the training step differs" in out
   _, out, _ = call("compare", b, _TINY)

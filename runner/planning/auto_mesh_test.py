@@ -11,7 +11,7 @@ from paxon.runner.configuration import overrides as overrides_lib
 from paxon.runner.plan import result, topology
 from paxon.runner.plan import target as targets
 from paxon.runner.planning import auto_mesh, run_mesh
-from paxon.runner.training import stored_settings, testing
+from paxon.runner.training import run_files, testing
 
 _TINY = "runner.training.testing.TinyLm"
 
@@ -136,7 +136,7 @@ def test_refuses_where_nothing_fits_or_divides():
 
 def _store(folder, mesh, *, experiment=None, is_saved=True):
   """What a run leaves in its folder that has trained on a mesh."""
-  stored_settings.store(
+  run_files.store_settings(
     experiment or testing.TinyLm.import_path(),
     [overrides_lib.Override("mesh", mesh)],
     epath.Path(folder),

@@ -117,7 +117,7 @@ def test_a_wrong_kernel_is_an_error_of_the_plan_with_the_reason():
     + _KERNEL
     + r" is layers\.attention\.kernels\.plain, which never calls cuDNN; set it"
     r" to layers\.attention\.cudnn_attention\.one_document \(or \.cudnn, for"
-    r" packed rows\)\.$"
+    r" packed sequences\)\.$"
   )
   with pytest.raises(user_error.UserError, match=message):
     _compiled("ExpectsCudnnOfPlain")
@@ -139,14 +139,14 @@ def test_a_layer_that_cudnn_cannot_serve_is_named(knobs, message):
   ("kernel", "target", "knobs", "message"),
   [
     ("splash", "h200:1x8", {}, r" on h200:1x8: .* runs on tpu, not on cuda"),
-    ("splash", "v5e:2x4", {"mesh": "sequence=8"}, r": .*splits rows into 8 pa"),
+    ("splash", "v5e:2x4", {"mesh": "sequence=8"}, r": .*splits sequences into"),
     (
       "ring",
       "v5e:2x4",
       {"position_bias": True},
       r" on v5e:2x4: .*_bias is Alibi",
     ),
-    ("cudnn", "h200:1x8", {"mesh": "sequence=8"}, r": .*splits rows into 8 p"),
+    ("cudnn", "h200:1x8", {"mesh": "sequence=8"}, r": .*splits sequences into"),
     (
       "splash",
       "v5e:2x4",
@@ -272,6 +272,6 @@ def test_a_run_is_refused_before_its_first_step(tmp_path):
 def test_a_run_refuses_cudnn_without_a_gpu(tmp_path):
   config = kernel_experiments.ExpectsCudnn().job()
   with pytest.raises(
-    user_error.UserError, match=_KERNEL + r" on the devices that are here: "
+    user_error.UserError, match=_KERNEL + r" on this machine's devices: "
   ):
     train.run(fdl.build(config), config, epath.Path(tmp_path))

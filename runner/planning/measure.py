@@ -34,7 +34,7 @@ from paxon.runner.plan.memory import forecast as forecast_lib
 from paxon.runner.plan.program_text import hlo
 from paxon.runner.plan.program_text import reading as reading_lib
 from paxon.runner.planning import tracing
-from paxon.runner.training import expected_kernels
+from paxon.runner.training import kernel_checks
 from paxon.runner.training import session as session_lib
 from paxon.sharding import axes, variables
 from paxon.sharding import mesh as meshes
@@ -73,8 +73,8 @@ def measure(
     UserError: The mesh does not fit the target, a size does not divide, or the
       step has other kernels than expected.
   """
-  expected_kernels.check_devices(
-    job, platform=target.hardware.platform, where=target.text
+  kernel_checks.check_attention(
+    job, platform=target.hardware.platform.value, where=target.text
   )
   devices = topology.devices(target) if is_compiled else jax.devices("cpu")
   session = session_lib.open_session(job, devices=devices)
@@ -85,7 +85,7 @@ def measure(
   program = _Program(target, session)
   if is_compiled and not obstacles:
     memory = program.compile(traced, memory, flops)
-    expected_kernels.check(
+    kernel_checks.check_expected(
       job,
       program.kernel_choices,
       platform=target.hardware.platform,

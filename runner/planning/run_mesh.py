@@ -23,7 +23,7 @@ from paxon.runner.hosts import agreement
 from paxon.runner.plan import hardware
 from paxon.runner.plan import target as targets
 from paxon.runner.planning import auto_mesh
-from paxon.runner.training import stored_settings
+from paxon.runner.training import run_files
 from paxon.sharding import mesh as mesh_lib
 
 # Kinds of TPU whose slices are written with two dimensions.
@@ -123,7 +123,7 @@ def _stored(
   job: job_lib.Job, run_dir: epath.Path, num_devices: int
 ) -> str | None:
   """The mesh of the checkpoints in the folder, if it fits the devices."""
-  settings = stored_settings.read(run_dir)
+  settings = run_files.read_settings(run_dir)
   # A run that has saved nothing may be one of another size by now.
   if (
     settings is None

@@ -1,45 +1,28 @@
-"""The steps of a session, compiled ahead of the loops that run them."""
+"""Training and evaluation steps, compiled ahead of the loops that run them."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
+from flax import linen as nn
 import jax
 
-from paxon.learners import metrics, train_state, train_step
-from paxon.runner.training import model_loss, scheduled_steps
+from paxon.layers import shared
+from paxon.learners import (
+  gradients,
+  loss_function,
+  metrics,
+  train_state,
+  train_step,
+  variable_groups,
+)
+from paxon.runner import job as job_lib
+from paxon.runner import user_error
+from paxon.runner.training import model_loss
 from paxon.runner.training import session as session_lib
 
 
-def compile_train_step(
-  session: session_lib.Session,
-  traced: jax.stages.Traced | None = None,
-  *,
-  more_options: Callable[[jax.stages.Lowered], Mapping[str, Any]] | None = None,
-) -> jax.stages.Compiled:
-  """Returns `(state, batch) -> (state, metrics)`.
-
-  The state is donated: its memory is that of the state returned. Metrics are
-  replicated, so that every host can read them.
-
-  Args:
-    session: The job on its devices.
-    traced: What `trace_train_step` returned for it, to save doing it again.
-    more_options: Returns compiler options for what was lowered, beside those of
-      the session.
-  """
-  if traced is None:
-    traced = trace_train_step(session)
-  lowered = session.layout.lower(traced)
-  options: dict[str, Any] = dict(session.compiler_options)
-  if more_options is not None:
-    options |= more_options(lowered)
-  compiled = lowered.compile(compiler_options=options)
-  scheduled_steps.check(session.job, compiled)
-  return compiled
-
-
 def trace_train_step(session: session_lib.Session) -> jax.stages.Traced:
-  """Returns the step of `compile_train_step`, traced; nothing is computed."""
+  """Traces the step of `compile_train_step`; computes nothing."""
   job = session.job
   step = train_step.make_train_step(
     model_loss.make_loss_fn(
@@ -51,7 +34,7 @@ def trace_train_step(session: session_lib.Session) -> jax.stages.Traced:
     streams=model_loss.random_streams(job.task.model),
     metric_fns=job.task.metrics,
     norm_groups=job.observability.norm_groups,
-    gradient_fn=scheduled_steps.make_gradient_fn(job, session.specs),
+    gradient_fn=scheduled_gradient_fn(job, session.specs),
   )
   jitted = session.layout.jit(
     step,
@@ -62,6 +45,34 @@ def trace_train_step(session: session_lib.Session) -> jax.stages.Traced:
   return jitted.trace(state, dict(session.batch))
 
 
+def compile_train_step(
+  session: session_lib.Session,
+  traced: jax.stages.Traced | None = None,
+  *,
+  more_options: Callable[[jax.stages.Lowered], Mapping[str, Any]] | None = None,
+) -> jax.stages.Compiled:
+  """Returns `(state, batch) -> (state, metrics)`.
+
+  The state is donated: the returned state uses its memory. Metrics are
+  replicated, so that every host can read them.
+
+  Args:
+    session: The job on its devices.
+    traced: From `trace_train_step`, if the step is traced already.
+    more_options: Returns compiler options for the lowered step, in addition to
+      those of the session.
+  """
+  if traced is None:
+    traced = trace_train_step(session)
+  lowered = session.layout.lower(traced)
+  options: dict[str, Any] = dict(session.compiler_options)
+  if more_options is not None:
+    options |= more_options(lowered)
+  compiled = lowered.compile(compiler_options=options)
+  check_schedule(session.job, compiled)
+  return compiled
+
+
 def compile_eval_step(
   session: session_lib.Session, batch: Mapping[str, jax.Array]
 ) -> jax.stages.Compiled:
@@ -69,7 +80,7 @@ def compile_eval_step(
 
   Args:
     session: The job on its devices.
-    batch: Placed arrays, of which only shapes and shardings are used.
+    batch: Placed arrays; only shapes and shardings are used.
   """
   measure = train_step.make_eval_step(
     model_loss.make_loss_fn(
@@ -87,3 +98,93 @@ def compile_eval_step(
   jitted = session.layout.jit(step, out_shardings=session.layout.replicated)
   lowered = jitted.lower(state, dict(batch))
   return lowered.compile(compiler_options=session.compiler_options)
+
+
+@runtime_checkable
+class ScheduledStack(Protocol):
+  """A stack that computes the gradients of its model, by a pipeline schedule.
+
+  It is recognized by its methods, so that training imports no schedule unless
+  the model has one.
+  """
+
+  def make_gradient_fn(
+    self,
+    model: nn.Module,
+    *,
+    loss_fn_of: Callable[[nn.Module], loss_function.LossFn],
+    metric_fns: Sequence[metrics.MetricFn],
+    specs: variable_groups.Specs,
+  ) -> gradients.GradientFn:
+    """Returns `(variables, batch, rngs) -> Gradients` of a model."""
+    ...
+
+  def check_program(self, text: str) -> None:
+    """Raises ValueError if a compiled step, as HLO, would deadlock."""
+    ...
+
+
+def scheduled_gradient_fn(
+  job: job_lib.Job, specs: variable_groups.Specs
+) -> gradients.GradientFn | None:
+  """Returns the gradient function of the model's stack, None without one.
+
+  Args:
+    job: The resolved configuration.
+    specs: A `VariableSpec` for each variable of the model.
+
+  Raises:
+    UserError: The learner, or a variable, is incompatible with a schedule.
+  """
+  task, stack = job.task, _find_scheduled(job)
+  if stack is None:
+    _check_submodules(task.model)
+    return None
+  if task.learner.num_microbatches > 1:
+    raise user_error.UserError(
+      f"Learner.num_microbatches ({task.learner.num_microbatches}) must be 1"
+      " with a pipeline schedule, which accumulates gradients over"
+      " ScheduledStack.num_microbatches."
+    )
+
+  def loss_fn_of(model: nn.Module) -> loss_function.LossFn:
+    return model_loss.make_loss_fn(model, specs=specs, deterministic=False)
+
+  try:
+    return stack.make_gradient_fn(
+      task.model, loss_fn_of=loss_fn_of, metric_fns=task.metrics, specs=specs
+    )
+  except ValueError as error:
+    raise user_error.UserError(str(error)) from error
+
+
+def check_schedule(job: job_lib.Job, compiled: jax.stages.Compiled) -> None:
+  """Checks the compiled step of a model whose stack has a schedule.
+
+  Raises:
+    UserError: The step would deadlock.
+  """
+  stack = _find_scheduled(job)
+  text = None if stack is None else compiled.as_text()
+  if stack is None or text is None:
+    return
+  try:
+    stack.check_program(text)
+  except ValueError as error:
+    raise user_error.UserError(f"With mesh {job.mesh!r} {error}") from error
+
+
+def _find_scheduled(job: job_lib.Job) -> ScheduledStack | None:
+  stack = getattr(job.task.model, "stack", None)
+  return stack if isinstance(stack, ScheduledStack) else None
+
+
+def _check_submodules(module: nn.Module, path: str = "model") -> None:
+  for name, inner in shared.parts_of(module):
+    if isinstance(inner, ScheduledStack):
+      raise user_error.UserError(
+        f"{path}.{name} is a {type(inner).__name__}, whose schedule works only"
+        " in the field `stack` of the model itself; use a PipelinedStack there"
+        " (leave pipeline_schedule unset)."
+      )
+    _check_submodules(inner, f"{path}.{name}")

@@ -1,31 +1,49 @@
-"""Generates text with the newest checkpoint of a run."""
+"""Text generation with the newest checkpoint of a run (`--mode=decode`).
 
+Prompts (`--prompt`):
+
+  --prompt="def "         this text
+  --prompt=@prompts.txt   the lines of that file, one prompt each
+  --prompt=@@home         the text `@home`
+
+Samples are printed and written to `decode/<step>.jsonl`, one JSON object a
+line:
+
+  {"step": 1000, "prompt": "def ", "continuation": "f(x):", "ids": [102, ...],
+   "seed": 0, "sampler": "Greedy()", "max_new_tokens": 256}
+
+A sample of the same prompt with the same settings replaces its line; others
+stay.
+"""
+
+from collections.abc import Mapping, Sequence
 import contextlib
+import json
 import os
+from typing import Any
 
 from etils import epath
 
+from paxon.runner import files, user_error
 from paxon.runner import job as job_lib
+from paxon.runner import run_dir as run_dirs
 from paxon.runner.checkpoints import checkpointer
 from paxon.runner.hosts import agreement
-from paxon.runner.training import (
-  prompt_texts,
-  restoring,
-  samples,
-  samples_file,
-  serving,
-)
+from paxon.runner.training import restore, samples, serving
 from paxon.runner.training import session as session_lib
+
+_FILE = "@"
+# Two samples with the same values of these are one.
+_KEY = ("prompt", "seed", "sampler", "max_new_tokens")
 
 
 def run(job: job_lib.Job, run_dir: epath.Path, prompt: str | None) -> int:
-  """Prints and writes the prompts and what the model adds to them.
+  """Prints and writes the prompts and their continuations.
 
   Args:
     job: The resolved configuration, built.
-    run_dir: The folder of a run of this job.
-    prompt: The text to continue, or a file of them, as `prompt_texts` reads it;
-      `None` for the job's prompts.
+    run_dir: The directory of a run of this job.
+    prompt: The text of `--prompt`; `None` for the job's prompts.
 
   Returns:
     The exit status, 0.
@@ -34,16 +52,125 @@ def run(job: job_lib.Job, run_dir: epath.Path, prompt: str | None) -> int:
     UserError: There is no checkpoint that fits the job, no such file of
       prompts, or the job does not generate text.
   """
-  texts = None if prompt is None else prompt_texts.parse(prompt, os.environ)
+  texts = None if prompt is None else parse_prompts(prompt, os.environ)
   with contextlib.closing(job):
     session = session_lib.open_session(job)
     folder = serving.checkpoints(job, run_dir)
     with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
-      state = restoring.restore_for_evaluation(session, checkpoints, folder)
+      state = restore.restore_for_evaluation(session, checkpoints, folder)
     drawn = samples.draw(session, state, prompts=texts)
   print(samples.to_text(drawn), flush=True)
-  step = int(state.step)
   if agreement.is_first():
-    path = samples_file.write(run_dir, drawn, step=step, job=job)
+    path = write_samples(run_dir, drawn, step=int(state.step), job=job)
     print(f"samples: {os.fspath(path)}", flush=True)
   return 0
+
+
+def parse_prompts(given: str, environ: Mapping[str, str]) -> list[str]:
+  """Returns the prompts, at least one.
+
+  Args:
+    given: The text of the flag.
+    environ: The environment, by which a relative path is resolved.
+
+  Raises:
+    UserError: There is no such file, it is not UTF-8, or it has no line.
+  """
+  if not given.startswith(_FILE):
+    return [given]
+  name = given.removeprefix(_FILE)
+  if name.startswith(_FILE):
+    return [name]
+  flag = f"--prompt={given}"
+  if not name:
+    raise user_error.UserError(
+      f"{flag} names no file; write --prompt=@FILE, or --prompt=@@ for the text"
+      " '@'."
+    )
+  path = run_dirs.resolve(name, environ)
+  files.check_store(path)
+  try:
+    text = path.read_text(encoding="utf-8")
+  except UnicodeDecodeError as error:
+    raise user_error.UserError(
+      f"{flag}: {os.fspath(path)} is not UTF-8 text (byte {error.start})."
+    ) from error
+  except OSError as error:
+    raise user_error.UserError(
+      f"{flag}: {os.fspath(path)} cannot be read"
+      f" ({error.strerror or type(error).__name__}); for a text that begins"
+      " with @ write @@."
+    ) from error
+  if not text:
+    raise user_error.UserError(
+      f"{flag}: {os.fspath(path)} is empty; write one prompt per line."
+    )
+  # Not `splitlines`, which also splits at characters that a prompt may have.
+  return [
+    line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")
+  ]
+
+
+def write_samples(
+  run_dir: epath.Path,
+  drawn: Sequence[samples.Sample],
+  *,
+  step: int,
+  job: job_lib.Job,
+) -> epath.Path:
+  """Adds samples to the file of a checkpoint; returns its path.
+
+  Args:
+    run_dir: The run directory.
+    drawn: The samples.
+    step: Of the checkpoint.
+    job: With the seed and generation settings of the samples.
+
+  Raises:
+    UserError: The file holds something else.
+  """
+  path = run_dir / run_dirs.DECODE / f"{step}.jsonl"
+  settings = job.generation
+  shared = {
+    "seed": job.seed,
+    "sampler": _name(settings.sampler) if settings else None,
+    "max_new_tokens": settings.max_new_tokens if settings else None,
+  }
+  lines = {_key(line): line for line in _read_samples(path)}
+  for sample in drawn:
+    line = {
+      "step": step,
+      "prompt": sample.prompt,
+      "continuation": sample.continuation,
+      "ids": list(sample.ids),
+      **shared,
+    }
+    lines[_key(line)] = line
+  text = "".join(
+    f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines.values()
+  )
+  files.write_text(path, text)
+  return path
+
+
+def _read_samples(path: epath.Path) -> list[dict[str, Any]]:
+  if not path.exists():
+    return []
+  try:
+    lines = [json.loads(t) for t in path.read_text().split("\n") if t]
+    for line in lines:
+      _key(line)
+  except (ValueError, KeyError, TypeError) as error:
+    raise user_error.UserError(
+      f"{os.fspath(path)} does not hold samples ({error!r}); move it away."
+    ) from error
+  return lines
+
+
+def _key(line: dict[str, Any]) -> tuple[Any, ...]:
+  return tuple(line[name] for name in _KEY)
+
+
+def _name(sampler: Any) -> str:
+  """Returns the repr of a dataclass, or the name of a function."""
+  return getattr(sampler, "__qualname__", None) or repr(sampler)

@@ -1,4 +1,4 @@
-"""Evaluates the newest checkpoint of a run, or each new one."""
+"""Evaluation of the newest checkpoint of a run, or of each new one."""
 
 import contextlib
 
@@ -12,13 +12,13 @@ from paxon.runner.checkpoints import checkpointer
 from paxon.runner.hosts import agreement
 from paxon.runner.monitoring import report, writers
 from paxon.runner.training import (
-  converting,
   evaluation,
-  figures,
-  following,
-  restoring,
+  follow,
+  restore,
+  run_metrics,
   serving,
   stop_signals,
+  weight_conversion,
 )
 from paxon.runner.training import session as session_lib
 
@@ -26,41 +26,42 @@ from paxon.runner.training import session as session_lib
 def run(
   job: job_lib.Job, run_dir: epath.Path, *, continuous: bool = False
 ) -> int:
-  """Measures every evaluation split, and writes and prints the figures.
+  """Evaluates every split, and writes and prints the metrics.
 
-  They are written to files of their own, so the run may be training meanwhile.
+  They are written to separate files, so the run may be training meanwhile.
 
   Args:
     job: The resolved configuration, built.
-    run_dir: The folder of a run of this job.
-    continuous: Whether to go on with every new checkpoint until the run is
-      finished, instead of ending after the newest one.
+    run_dir: The directory of a run of this job.
+    continuous: Whether to evaluate every new checkpoint until the run is
+      finished, instead of only the newest one.
 
   Returns:
     The exit status, 0.
 
   Raises:
     UserError: There is no checkpoint that fits the job, or nothing to
-      evaluate on; or weights of few bits would be followed.
+      evaluate on; or `continuous` is combined with quantized weights.
   """
   if not job.eval_inputs:
     raise user_error.UserError(
-      f"{job.experiment} has no split to evaluate on; add one to its datasets."
+      f"{job.experiment} has no split to evaluate; add one to its datasets."
     )
   if continuous and job.weights is not None:
     raise user_error.UserError(
-      f"--continuous follows what is trained, and quantization={job.weights!r}"
-      " converts or reads one checkpoint; leave one of them out."
+      f"--continuous evaluates each new checkpoint, but"
+      f" quantization={job.weights!r} converts or reads only one; leave one of"
+      " them out."
     )
   with contextlib.closing(job):
     if serving.mode_of(job) is recipes.Mode.CONVERT:
-      return converting.run(job, run_dir)
+      return weight_conversion.run(job, run_dir)
     session = session_lib.open_session(job)
     if continuous:
       _follow(session, run_dir)
     else:
       _evaluate_newest(session, run_dir)
-  # The run has written its report without these figures.
+  # The report of the run was written without these metrics.
   if agreement.is_first() and (run_dir / run_dirs.REPORT).exists():
     report.write(run_dir)
   return 0
@@ -71,16 +72,17 @@ def _follow(session: session_lib.Session, run_dir: epath.Path) -> None:
   if not agreement.is_alone():
     agree = agreement.DelayedMaximum(session.layout)
   with stop_signals.StopSignals(when="after this batch", agree=agree) as stop:
-    following.Follower(session=session, run_dir=run_dir, stop=stop).run()
+    follow.Follower(session=session, run_dir=run_dir, stop=stop).run()
 
 
 def _evaluate_newest(session: session_lib.Session, run_dir: epath.Path) -> None:
   folder = serving.checkpoints(session.job, run_dir)
   if serving.mode_of(session.job) is recipes.Mode.SERVE:
-    # Beside those weights, not in place of the figures of the parameters.
+    # Beside the quantized weights, so that the metrics of the trained
+    # parameters stay.
     run_dir = folder.parent
   with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
-    state = restoring.restore_for_evaluation(session, checkpoints, folder)
+    state = restore.restore_for_evaluation(session, checkpoints, folder)
   results = evaluation.Evaluator(session).evaluate(state)
   assert results is not None
   step = int(state.step)
@@ -88,5 +90,5 @@ def _evaluate_newest(session: session_lib.Session, run_dir: epath.Path) -> None:
     with contextlib.closing(writers.make_eval_writer(run_dir)) as writer:
       for split, values in results.items():
         writer.write(step, split, values)
-  for line in figures.lines(step, results):
+  for line in run_metrics.format_results(step, results):
     print(line)

@@ -1,4 +1,4 @@
-"""Evaluation of splits, whole or some batches of each."""
+"""Evaluation of all splits, and the log of a run's evaluations."""
 
 from collections.abc import Callable
 import time
@@ -12,54 +12,54 @@ from paxon.learners import train_state
 from paxon.runner.hosts import agreement
 from paxon.runner.training import (
   compiled_steps,
-  data_positions,
+  example_outputs,
   prefetch,
-  row_outputs,
+  restore,
 )
 from paxon.runner.training import session as session_lib
 
 
 class Evaluator:
-  """Measures a state on the splits of a job.
+  """Evaluates a state on the splits of a job.
 
-  Sums are exact, and a mean is taken once over all batches. Those are the
-  whole split, or as many as its input's `eval_loop_num_batches` says.
+  A mean is taken once, over all batches of a split: the whole split, or the
+  first `eval_loop_num_batches` of its input.
   """
 
   def __init__(self, session: session_lib.Session) -> None:
-    """Prepares; the step is compiled when the first batch is there.
+    """Prepares; the step is compiled for the first batch.
 
     Args:
       session: The job on its devices.
     """
     self._session = session
     self._steps: dict[Any, jax.stages.Compiled] = {}
-    # By split; kept, because each compiles programs of its own.
-    self._rows: dict[str, row_outputs.RowOutputs | None] = {}
-    # The newest evaluation's step, and where rolling inputs were before it.
-    self._newest: tuple[int, dict[str, base_input.State]] | None = None
+    # By split; kept because each compiles its own programs.
+    self._outputs: dict[str, example_outputs.ExampleOutputs | None] = {}
+    # The last evaluation's step, and the rolling positions before it.
+    self._last: tuple[int, dict[str, base_input.State]] | None = None
 
   def positions(self, step: int) -> dict[str, base_input.State]:
-    """Returns where rolling inputs were before the evaluation at a step.
+    """Returns the rolling positions before the evaluation at a step.
 
-    A run that goes on from a checkpoint of that step makes the evaluation, or
-    skips it if it is recorded; so it does not matter which of the two, the
+    A run that resumes from a checkpoint of that step evaluates, or skips the
+    evaluation if it is recorded; so it does not matter which of the two, the
     checkpoint and the evaluation, came first.
 
     Args:
-      step: The newest evaluation's, or a later one.
+      step: The last evaluation's, or a later one.
 
     Returns:
       Positions by split.
     """
-    if self._newest is not None and self._newest[0] == step:
-      return self._newest[1]
-    return data_positions.of_rolling(self._session.job.eval_inputs)
+    if self._last is not None and self._last[0] == step:
+      return self._last[1]
+    return restore.rolling_positions(self._session.job.eval_inputs)
 
   def skip(self, step: int) -> None:
-    """Has rolling inputs read on over one evaluation, made at a step before."""
+    """Advances rolling inputs past an evaluation recorded at `step`."""
     inputs = self._session.job.eval_inputs
-    self._newest = step, data_positions.of_rolling(inputs)
+    self._last = step, restore.rolling_positions(inputs)
     for source in inputs.values():
       if not source.reset_for_eval:
         for _ in range(source.eval_loop_num_batches or 0):
@@ -74,27 +74,28 @@ class Evaluator:
     """Returns the metrics of every split.
 
     Args:
-      state: Placed as the session's shardings say; only what evaluation needs.
-      is_stopped: Asked after each batch; true gives up.
+      state: Placed by the session's shardings; what only updates need may be
+        missing.
+      is_stopped: Polled after each batch; true stops the evaluation.
 
     Returns:
-      Values by metric by split, or `None` if it gave up.
+      Values by metric by split, or `None` if it was stopped.
     """
     results, inputs = {}, self._session.job.eval_inputs
-    positions = data_positions.of_rolling(inputs)
+    positions = restore.rolling_positions(inputs)
     for split, source in inputs.items():
       values = self._evaluate_split(
         source,
         session_lib.for_evaluation(state),
         is_stopped,
-        self._rows_of(split, source),
+        self._outputs_of(split, source),
       )
       if values is None:
-        # The evaluation will be made anew, on the same batches.
-        data_positions.restore_rolling(inputs, positions)
+        # The evaluation will be repeated, on the same batches.
+        restore.restore_rolling_positions(inputs, positions)
         return None
       results[split] = values
-    self._newest = int(state.step), positions
+    self._last = int(state.step), positions
     return results
 
   def _evaluate_split(
@@ -102,7 +103,7 @@ class Evaluator:
     source: base_input.BaseInput,
     state: train_state.TrainState,
     is_stopped: Callable[[], bool],
-    rows: row_outputs.RowOutputs | None,
+    outputs: example_outputs.ExampleOutputs | None,
   ) -> dict[str, float] | None:
     totals, pending = metrics_lib.Totals(), None
     seconds, begin = 0.0, time.monotonic()
@@ -120,39 +121,41 @@ class Evaluator:
         step, compiling = self._step(batch.arrays)
         seconds -= compiling
         metrics = step(state, batch.arrays)
-        # One batch late, so that the device never waits for the host.
+        # Read one batch late, so that the device never waits for the host.
         if pending is not None:
           totals.add(pending)
         pending = metrics
-        if rows is not None:
-          seconds -= _add_rows(rows, state, batch.arrays, after=metrics)
+        if outputs is not None:
+          seconds -= _add_outputs(outputs, state, batch.arrays, after=metrics)
       if pending is not None:
         totals.add(pending)
     seconds += time.monotonic() - begin
-    # All processes have the same figures, and may decide by any of them.
+    # All processes need the same metrics, because they decide by them.
     seconds = agreement.from_first(lambda: seconds)
-    measured = {} if rows is None else rows.metrics()
+    measured = {} if outputs is None else outputs.metrics()
     return (
       totals.means()
       | measured
       | {"tokens_per_second": totals.weight("loss") / max(seconds, 1e-9)}
     )
 
-  def _rows_of(
+  def _outputs_of(
     self, split: str, source: base_input.BaseInput
-  ) -> row_outputs.RowOutputs | None:
-    """Returns what computes the rows of a split, without rows yet."""
-    if split not in self._rows:
-      self._rows[split] = row_outputs.of_input(source, session=self._session)
-    rows = self._rows[split]
-    if rows is not None:
-      rows.begin()
-    return rows
+  ) -> example_outputs.ExampleOutputs | None:
+    """Returns the per-example outputs of a split, emptied."""
+    if split not in self._outputs:
+      self._outputs[split] = example_outputs.for_input(
+        source, session=self._session
+      )
+    outputs = self._outputs[split]
+    if outputs is not None:
+      outputs.begin()
+    return outputs
 
   def _step(
     self, batch: dict[str, jax.Array]
   ) -> tuple[jax.stages.Compiled, float]:
-    """Returns the step for a batch, and the seconds it took to compile."""
+    """Returns the compiled step for a batch, and the seconds to compile it."""
     begin = time.monotonic()
     key = tuple(sorted((k, v.shape, v.dtype.name) for k, v in batch.items()))
     if key not in self._steps:
@@ -160,22 +163,22 @@ class Evaluator:
     return self._steps[key], time.monotonic() - begin
 
 
-def _add_rows(
-  rows: row_outputs.RowOutputs,
+def _add_outputs(
+  outputs: example_outputs.ExampleOutputs,
   state: train_state.TrainState,
   batch: dict[str, jax.Array],
   *,
   after: Any,
 ) -> float:
-  """Returns the seconds it took, which are not those of the step.
+  """Adds a batch; returns the seconds, which do not count as the step's.
 
   Args:
-    rows: Gets the batch.
-    state: As the step's.
-    batch: As the step's.
-    after: What the step returns; its time counts as its own.
+    outputs: Gets the batch.
+    state: The step's.
+    batch: The step's.
+    after: The step's results, waited for first.
   """
   jax.block_until_ready(after)
   begin = time.monotonic()
-  rows.add(state, batch)
+  outputs.add(state, batch)
   return time.monotonic() - begin

@@ -10,13 +10,12 @@ import math
 from paxon.runner import user_error
 from paxon.runner.monitoring import metrics_file
 from paxon.runner.settings import training
+from paxon.runner.training import run_metrics
 from paxon.sharding import suggestions
-
-Results = Mapping[str, Mapping[str, float]]
 
 
 class EvaluationLog:
-  """Evaluations by step, each of all splits or of none."""
+  """A run's evaluations by step, including those of earlier processes."""
 
   def __init__(
     self,
@@ -25,12 +24,12 @@ class EvaluationLog:
     splits: Iterable[str],
     until: int = 0,
   ) -> None:
-    """Takes over what was recorded.
+    """Reads the recorded evaluations.
 
     Args:
-      records: Lines of a run's metrics.
-      splits: Those of an evaluation.
-      until: Lines of later steps are left out: the run makes them again.
+      records: Of the run's metrics file.
+      splits: Those of a complete evaluation.
+      until: Records of later steps are ignored: the run repeats those steps.
     """
     self._splits = frozenset(splits)
     self._results: dict[int, dict[str, Mapping[str, float]]] = {}
@@ -39,29 +38,37 @@ class EvaluationLog:
       if record.split in self._splits and record.step <= until:
         self._results.setdefault(record.step, {})[record.split] = record.values
 
-  def add(self, step: int, results: Results) -> None:
+  def add(self, step: int, results: run_metrics.Results) -> None:
     """Records an evaluation of all splits."""
     self._results[step] = dict(results)
     self._made.add(step)
 
-  def at(self, step: int) -> Results | None:
-    """Returns the evaluation at a step, `None` if it is not complete."""
+  def at(self, step: int) -> run_metrics.Results | None:
+    """Returns the evaluation at a step, `None` if it is incomplete."""
     results = self._results.get(step, {})
     return results if results.keys() == self._splits else None
 
-  def is_made_here(self, step: int) -> bool:
-    """Whether this process made the evaluation at a step."""
+  def complete(self) -> dict[int, run_metrics.Results]:
+    """Returns the complete evaluations by step."""
+    return {
+      step: results
+      for step, results in sorted(self._results.items())
+      if results.keys() == self._splits
+    }
+
+  def is_from_this_process(self, step: int) -> bool:
+    """Whether this process evaluated at a step, not an earlier one."""
     return step in self._made
 
   def reason_to_stop(
     self, rule: training.EarlyStopping, *, every_steps: int
   ) -> str | None:
-    """Returns why training ends early, or `None` to go on.
+    """Returns why training stops early, `None` if it does not.
 
     Args:
-      rule: When to end.
-      every_steps: Only evaluations at its multiples count. One at the end of a
-        run that was made longer later would not be there in one that was as
+      rule: The job's early stopping.
+      every_steps: Only evaluations at its multiples count. The one at the end
+        of a run that was extended later would not exist in a run that was as
         long from the start.
 
     Raises:
@@ -78,7 +85,7 @@ class EvaluationLog:
 
 
 def early_stopping_value(
-  rule: training.EarlyStopping, results: Mapping[str, Mapping[str, float]]
+  rule: training.EarlyStopping, results: run_metrics.Results
 ) -> float:
   """Returns the monitored metric of one evaluation.
 

@@ -25,10 +25,10 @@ def test_an_evaluation_counts_when_all_its_splits_are_there():
   assert log.at(2) == {"a": {"loss": 1.0}, "b": {"loss": 2.0}}
   assert log.at(4) is None
   assert log.at(0) is None
-  assert not log.is_made_here(2)
+  assert not log.is_from_this_process(2)
   log.add(4, {"a": {"loss": 3.0}, "b": {"loss": 4.0}})
   assert log.at(4) == {"a": {"loss": 3.0}, "b": {"loss": 4.0}}
-  assert log.is_made_here(4)
+  assert log.is_from_this_process(4)
 
 
 def test_without_splits_every_evaluation_is_complete():

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from paxon.runner.training import garbage
+from paxon.runner.training import train_loop
 
 
 class _Cycle:
@@ -27,7 +27,7 @@ def _nothing_is_set_aside():
 
 def test_cycles_live_until_they_are_collected():
   before = _lost_cycle()
-  with garbage.Postponed() as postponed:
+  with train_loop.DeferredGarbageCollection() as postponed:
     assert before() is None
     assert not gc.isenabled()
     lost = [_lost_cycle() for _ in range(3000)]
@@ -37,7 +37,7 @@ def test_cycles_live_until_they_are_collected():
 
 
 def test_what_was_there_before_is_set_aside():
-  with garbage.Postponed():
+  with train_loop.DeferredGarbageCollection():
     assert gc.get_freeze_count() > 1000
     assert len(gc.get_objects()) < 1000
   assert gc.get_freeze_count() == 0
@@ -45,13 +45,13 @@ def test_what_was_there_before_is_set_aside():
 
 def test_what_others_have_set_aside_stays_so():
   gc.freeze()
-  with garbage.Postponed():
+  with train_loop.DeferredGarbageCollection():
     pass
   assert gc.get_freeze_count() > 1000
 
 
 def test_cycles_are_freed_now_and_then_without_being_asked():
-  with garbage.Postponed() as postponed:
+  with train_loop.DeferredGarbageCollection() as postponed:
     lost = _lost_cycle()
     for _ in range(999):
       postponed.after_step()
@@ -65,7 +65,7 @@ def test_the_setting_of_before_is_restored_also_after_an_error(enabled):
   was = gc.isenabled()
   (gc.enable if enabled else gc.disable)()
   try:
-    with pytest.raises(KeyError), garbage.Postponed():
+    with pytest.raises(KeyError), train_loop.DeferredGarbageCollection():
       raise KeyError
     assert gc.isenabled() == enabled
   finally:

@@ -9,7 +9,7 @@ import pytest
 from paxon.layers import remat, stack, summaries
 from paxon.learners import gradients
 from paxon.learners import metrics as metrics_lib
-from paxon.runner.training import layer_summaries, model_loss
+from paxon.runner.training import model_loss
 from paxon.sharding import layout as layouts
 from paxon.sharding import logical, rules, variables
 from paxon.sharding import mesh as meshes
@@ -171,7 +171,7 @@ def test_they_do_not_change_gradients():
 
 def test_sown_arrays_of_other_dimensions_are_averaged():
   sown = {"head": {"z": (jnp.arange(4.0), jnp.ones((2, 3)))}}
-  [(name, pair)] = layer_summaries.metrics(sown, specs={}).items()
+  [(name, pair)] = model_loss.summary_metrics(sown, specs={}).items()
   assert name == "summaries/head/z"
   assert float(pair[0]) == 2.5
   assert float(pair[1]) == 2.0
@@ -180,7 +180,7 @@ def test_sown_arrays_of_other_dimensions_are_averaged():
 def test_a_path_like_that_of_a_stack_needs_its_dimension():
   sown = {"layers": {"blocks_0": {"z": (jnp.float32(1),)}}}
   with pytest.raises(ValueError, match=r"layers/\[0::1\]/z has the shape \(\)"):
-    layer_summaries.metrics(sown, specs={})
+    model_loss.summary_metrics(sown, specs={})
 
 
 def _variables(values):

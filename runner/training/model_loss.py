@@ -1,18 +1,25 @@
-"""A linen model as the plain loss function that steps are made of."""
+"""A linen model as a plain loss function, with the metrics its layers sow."""
 
+from collections.abc import Mapping
+import re
 from typing import Any
 
 from flax import core as flax_core
 from flax import linen as nn
+from flax import traverse_util
 import jax
+import jax.numpy as jnp
 
 from paxon.layers import auxiliary_loss, shared, summaries, tied_parts
 from paxon.layers.attention import cudnn_attention
+from paxon.learners import loss_function, train_step, variable_groups
 from paxon.learners import metrics as metrics_lib
-from paxon.learners import train_step, variable_groups
 from paxon.runner import user_error
-from paxon.runner.training import layer_summaries
-from paxon.sharding import variables
+from paxon.sharding import axes, variables
+
+_BLOCK = re.compile(r"blocks_(\d+)")
+# A layer of an incomplete last group of a stack.
+_REST = re.compile(axes.LAYERS + r"_(\d+)")
 
 
 def make_loss_fn(
@@ -23,8 +30,8 @@ def make_loss_fn(
   Args:
     model: Has the method `loss(batch, *, deterministic)`.
     specs: A `VariableSpec` for each variable of the model.
-    deterministic: Whether dropout is off. Then no collection changes either,
-      and layers tell no summaries.
+    deterministic: Whether dropout is off. Then collections do not change, and
+      there are no layer summaries.
 
   Raises:
     ValueError: A collection mixes variables that the forward pass replaces with
@@ -49,24 +56,24 @@ def make_loss_fn(
     )
     new = dict(new)
     sown = new.pop(summaries.COLLECTION, {})
-    # The model has added them to its loss.
+    # Already in the loss.
     new.pop(auxiliary_loss.COLLECTION, None)
-    metrics = metrics | layer_summaries.metrics(sown, specs=specs)
+    metrics = metrics | summary_metrics(sown, specs=specs)
     return train_step.LossOutput(loss, metrics, outputs, new)
 
   return loss_fn
 
 
 def random_streams(model: nn.Module) -> tuple[str, ...]:
-  """Returns the names of the random keys that training gives a model.
+  """Returns the names of a model's random streams in training.
 
-  Those of every model, and those that its parts name in `random_streams`.
+  The standard ones, and those that modules declare in `random_streams`.
   """
   names = dict.fromkeys(train_step.STREAMS)
 
-  def visit(part: nn.Module) -> None:
-    names.update(dict.fromkeys(getattr(part, "random_streams", ())))
-    for _, inner in shared.parts_of(part):
+  def visit(module: nn.Module) -> None:
+    names.update(dict.fromkeys(getattr(module, "random_streams", ())))
+    for _, inner in shared.parts_of(module):
       visit(inner)
 
   visit(model)
@@ -100,19 +107,19 @@ def abstract_variables(model: nn.Module, batch: Any) -> Any:
     batch: Arrays, or their shapes and dtypes.
 
   Raises:
-    user_error.UserError: One part with parameters stands in two places.
+    user_error.UserError: One configured module has parameters in two places.
   """
 
-  def of(model: nn.Module) -> Any:
-    # Of attention only the shapes matter.
+  def shapes(model: nn.Module) -> Any:
+    # Only the shapes of attention matter.
     with cudnn_attention.stand_in():
       return jax.eval_shape(lambda batch: init(model, batch), batch)
 
   try:
-    tied_parts.check(model, of)
+    tied_parts.check(model, shapes)
   except tied_parts.TiedError as error:
     raise user_error.UserError(str(error)) from error
-  return of(model)
+  return shapes(model)
 
 
 def init(model: nn.Module, batch: Any) -> Any:
@@ -122,6 +129,74 @@ def init(model: nn.Module, batch: Any) -> Any:
     batch,
     deterministic=True,
     method="loss",
-    # What layers sow is no variable.
+    # Sown values are not variables.
     mutable=flax_core.DenyList(("intermediates", summaries.COLLECTION)),
   )
+
+
+def summary_metrics(
+  sown: Mapping[str, Any], *, specs: variable_groups.Specs
+) -> loss_function.Metrics:
+  """Returns sown values as metrics `summaries/<path>/<name>`.
+
+  A value of a scanned stack has one entry for each group of layers. It stays
+  one metric of several values, whose name has the layers' numbers (`weighted`).
+
+  Args:
+    sown: The collection as linen returns it: nested dicts of tuples with one
+      value for each call.
+    specs: A `VariableSpec` for each variable, from which the period of each
+      stack is found.
+  """
+  result = {}
+  flat: dict[Any, Any] = traverse_util.flatten_dict(variables.unbox(sown))
+  for path, values in flat.items():
+    calls = jax.tree.leaves(values)
+    names, num_stacked = _names(path, specs)
+    name = "/".join((summaries.COLLECTION, *names))
+    means = jnp.stack([_mean(name, value, num_stacked) for value in calls])
+    result[name] = (jnp.sum(means, axis=0), jnp.float32(len(calls)))
+  return result
+
+
+def _mean(name: str, value: jax.Array, num_stacked: int) -> jax.Array:
+  """Averages over all dimensions but those of the stacks."""
+  if value.ndim < num_stacked:
+    raise ValueError(
+      f"The summary {name} has the shape {value.shape}, and its path leads"
+      f" through {num_stacked} stacks; give no module the name of a stack's"
+      " submodules."
+    )
+  rest = tuple(range(num_stacked, value.ndim))
+  return jnp.mean(value.astype(jnp.float32), axis=rest)
+
+
+def _names(
+  path: tuple[str, ...], specs: variable_groups.Specs
+) -> tuple[list[str], int]:
+  """Returns the components of a metric's name, and the number of stacks."""
+  names: list[str] = []
+  num_stacked = 0
+  for i, part in enumerate(path):
+    block, rest = _BLOCK.fullmatch(part), _REST.fullmatch(part)
+    if block and i and path[i - 1] == axes.LAYERS:
+      period = _period(path[:i], specs)
+      names.append(metrics_lib.indexed(int(block[1]), period))
+      num_stacked += 1
+    elif rest:
+      names += [axes.LAYERS, rest[1]]
+    else:
+      names.append(part)
+  return names, num_stacked
+
+
+def _period(path: tuple[str, ...], specs: variable_groups.Specs) -> int:
+  """Returns the number of blocks in a group of the stack at `path`."""
+  blocks = set()
+  for collection in specs.values():
+    node = collection
+    for part in path:
+      node = node.get(part, {}) if isinstance(node, Mapping) else {}
+    if isinstance(node, Mapping):
+      blocks |= {name for name in node if _BLOCK.fullmatch(name)}
+  return max((int(name.rpartition("_")[2]) + 1 for name in blocks), default=1)

@@ -18,7 +18,7 @@ from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer
 from paxon.runner.monitoring import goodput, launch, spikes
 from paxon.runner.settings import monitoring
-from paxon.runner.training import restoring, testing, train
+from paxon.runner.training import restore, testing, train
 from paxon.runner.training import session as session_lib
 
 STEPS, POISONED_STEP = 30, 26
@@ -129,7 +129,7 @@ def _runs(tmp_path_factory):
       job, config = _poisoned(observability)
       window = launch.parse_window("3:5") if name == "on" else None
       started = launch.Launch(profile=window, begin=time.time() - 3.0)
-      assert train.run(job, config, folder, launch=started) == 0
+      train.run(job, config, folder, launch=started)
       folders[name] = folder
   return folders, sent
 
@@ -138,7 +138,7 @@ def _digest(folder):
   session = session_lib.open_session(_poisoned(NOTHING)[0])
   path = folder / "checkpoints"
   with checkpointer.Checkpointer(path, read_only=True) as checkpoints:
-    state = restoring.restore_for_evaluation(session, checkpoints, path)
+    state = restore.restore_for_evaluation(session, checkpoints, path)
   return testing.digest(state)
 
 
@@ -253,7 +253,7 @@ def test_a_crash_costs_the_steps_made_again(tmp_path, capsys):
     watchdog=monitoring.WatchdogSettings(min_seconds=0.5, factor=1e-6)
   )
   job, config = _make(_BreakingInput, watching, knobs=knobs, after=6, hang=4.0)
-  assert train.run(job, config, folder) == 0
+  train.run(job, config, folder)
   first, second = goodput.read(folder / "goodput.jsonl")
   assert first.last_step > second.first_step == 4
   assert not first.finished

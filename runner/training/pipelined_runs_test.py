@@ -26,7 +26,6 @@ from paxon.runner.settings import training
 from paxon.runner.training import (
   compiled_steps,
   pipelined_testing,
-  scheduled_steps,
   testing,
   train,
 )
@@ -55,7 +54,7 @@ PLAIN = {"num_stages": None, "mesh": "data=2,fsdp=2,tensor=2"}
 
 def _train(folder, **layout_knobs):
   config = Pipelined(**layout_knobs).job()
-  assert train.run(fdl.build(config), config, epath.Path(folder)) == 0
+  train.run(fdl.build(config), config, epath.Path(folder))
   records = metrics_file.read(folder / "metrics.jsonl")
   losses = {r.step: r.values["loss"] for r in records if r.split == "train"}
   return np.asarray([losses[step] for step in sorted(losses)])
@@ -128,7 +127,9 @@ def test_a_schedule_in_a_submodule_is_rejected():
     user_error.UserError,
     match=r"^model\.inner\.stack is a ScheduledStack, whose schedule works",
   ):
-    scheduled_steps.make_gradient_fn(dataclasses.replace(job, task=task), {})
+    compiled_steps.scheduled_gradient_fn(
+      dataclasses.replace(job, task=task), {}
+    )
 
 
 def test_a_step_that_would_deadlock_is_rejected():
@@ -153,8 +154,8 @@ def test_a_step_that_would_deadlock_is_rejected():
     user_error.UserError,
     match=r"With mesh 'stage=2,data=2,tensor=2' the compiler puts ",
   ):
-    scheduled_steps.check(job, compiled)
-  scheduled_steps.check(fdl.build(Pipelined(**STAGES).job()), compiled)
+    compiled_steps.check_schedule(job, compiled)
+  compiled_steps.check_schedule(fdl.build(Pipelined(**STAGES).job()), compiled)
 
 
 def _communication(*, num_layers=2, **fields):

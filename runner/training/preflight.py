@@ -10,7 +10,7 @@ import jax
 from paxon.runner import user_error
 from paxon.runner.training import (
   compiled_steps,
-  expected_kernels,
+  kernel_checks,
   memory_fit,
   samples,
 )
@@ -32,10 +32,10 @@ def check(session: session_lib.Session) -> jax.stages.Traced:
   """
   session.job.train_input.check_readable()
   _check_vocabulary(session)
-  expected_kernels.check_devices(
+  kernel_checks.check_attention(
     session.job,
-    platform=expected_kernels.platform_of(session),
-    where="the devices that are here",
+    platform=kernel_checks.platform_of(session.layout.mesh).value,
+    where="this machine's devices",
   )
   check_memory(session)
   step, generation = trace(session)

@@ -62,7 +62,7 @@ def _train(folder, said, monkeypatch, extract=None):
     max_new_tokens=0,
   )
   folder.mkdir()
-  assert train.run(job, config, epath.Path(folder)) == 0
+  train.run(job, config, epath.Path(folder))
   return {
     record.step: record.values["loss"]
     for record in metrics_file.read(folder / "metrics.jsonl")

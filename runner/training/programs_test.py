@@ -19,7 +19,7 @@ from paxon.runner.training import (
   decode,
   evaluate,
   evaluation,
-  restoring,
+  restore,
   samples,
   testing,
   train,
@@ -36,7 +36,7 @@ def folder(tmp_path_factory):
   job, config = testing.make(mesh=MESH)
   job = dataclasses.replace(job, baselines=lambda: {"xz": 2.5, "trigram": 9.0})
   with contextlib.redirect_stdout(io.StringIO()) as output:
-    assert train.run(job, config, path) == 0
+    train.run(job, config, path)
   (path / "output.txt").write_text(output.getvalue())
   return path
 
@@ -50,7 +50,7 @@ def _restored(folder, mesh=MESH):
   session = session_lib.open_session(testing.make(mesh=mesh)[0])
   path = folder / "checkpoints"
   with checkpointer.Checkpointer(path, read_only=True) as checkpoints:
-    state = restoring.restore_for_evaluation(session, checkpoints, path)
+    state = restore.restore_for_evaluation(session, checkpoints, path)
   return session, state
 
 
@@ -187,13 +187,15 @@ def test_samples_are_the_same_on_another_mesh(folder, restored):
 def test_a_finished_run_trains_no_more(folder, capsys):
   job, config = testing.make(mesh=MESH)
   before = _records(folder)
-  assert train.run(job, config, folder) == 0
+  result = train.run(job, config, folder)
   output = capsys.readouterr().out
-  assert "step 12 is there already" in output
+  assert "step 12 already exists" in output
   # It was evaluated, too, and that is shown, not made again.
   assert output.count("step 12: validation: bits_per_byte") == 1
   assert "step 12/12" not in output
   assert _records(folder) == before
+  assert result.step == 12
+  assert list(result.evaluations) == [6, 12]
 
 
 @pytest.mark.parametrize(
@@ -241,7 +243,7 @@ def test_data_of_another_kind_than_the_checkpoint_was_trained_on(folder):
       user_error.UserError, match=r"does not fit the checkpoint of step 12: .*5"
     ),
   ):
-    restoring.restore_or_start(session, checkpoints)
+    restore.restore_or_start(session, checkpoints)
 
 
 @pytest.mark.parametrize(
@@ -302,13 +304,40 @@ def test_an_input_that_ends_as_tensorflow_does_has_no_batch_either():
     session_lib.open_session(job)
 
 
+def test_a_run_returns_its_state_and_its_metrics(tmp_path):
+  """As in a notebook."""
+  for num_train_steps in (4, 6):
+    job, config = testing.make(
+      num_train_steps=num_train_steps, eval_every_steps=2, max_new_tokens=0
+    )
+    result = train.run(job, config, epath.Path(tmp_path))
+  assert int(result.state.step) == result.step == 6
+  assert result.stopped_by is None
+  assert result.ended_early is None
+  # Of both processes.
+  assert list(result.evaluations) == [2, 4, 6]
+  losses = {
+    record.step: record.values["loss"]
+    for record in result.history()
+    if record.split == "train"
+  }
+  assert list(losses) == [1, 2, 3, 4, 5, 6]
+  assert losses[6] < losses[1]
+  evaluated = result.evaluations[6]["validation"]["loss"]
+  session = session_lib.open_session(job)
+  again = evaluation.Evaluator(session).evaluate(result.state)
+  assert again["validation"]["loss"] == evaluated
+
+
 def test_a_finite_training_input_ends_the_run(tmp_path, capsys):
   job, config = testing.make(num_train_steps=1000)
   finite = testing.make()[0].eval_inputs["validation"]
   count = len(list(finite))
   finite.reset()
   job = dataclasses.replace(job, train_input=finite, eval_inputs={})
-  assert train.run(job, config, epath.Path(tmp_path)) == 0
+  result = train.run(job, config, epath.Path(tmp_path))
   output = capsys.readouterr().out
   assert f"the training input ended after {count} steps" in output
+  assert result.step == count
+  assert result.ended_early == f"the training input ended after {count} steps"
   assert len(jax.devices()) == 8

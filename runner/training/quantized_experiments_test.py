@@ -12,12 +12,7 @@ from paxon.learners import metrics as metrics_lib
 from paxon.quantization import recipes, rules
 from paxon.runner import knobs, user_error
 from paxon.runner.checkpoints import checkpointer
-from paxon.runner.training import (
-  compiled_steps,
-  model_loss,
-  restoring,
-  testing,
-)
+from paxon.runner.training import compiled_steps, model_loss, restore, testing
 from paxon.runner.training import session as session_lib
 
 STEPS = 10
@@ -106,13 +101,13 @@ def test_a_run_goes_on_with_its_histories(tmp_path, capsys):
     return jax.tree.map(np.array, state), state
 
   with checkpointer.Checkpointer(epath.Path(tmp_path)) as checkpoints:
-    early, state = trained(restoring.restore_or_start(session, checkpoints))
+    early, state = trained(restore.restore_or_start(session, checkpoints))
     data = source.get_state()
     checkpoints.save(at, state, specs=session.state_specs, data=data)
     checkpoints.wait()
     expected, _ = trained(state)
     # As another process would, from what is stored.
-    state = restoring.restore_or_start(session, checkpoints)
+    state = restore.restore_or_start(session, checkpoints)
   assert "from the checkpoint of step 3" in capsys.readouterr().out
   found, _ = trained(state)
   assert testing.digest(found) == testing.digest(expected)

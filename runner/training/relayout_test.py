@@ -24,7 +24,7 @@ UNROLLED = {"scan": False, "mesh": "data=2,fsdp=2,tensor=2"}
 
 def _train(folder, **layout):
   job, config = testing.make(**KNOBS | layout)
-  assert train.run(job, config, epath.Path(folder)) == 0
+  train.run(job, config, epath.Path(folder))
   records = metrics_file.read(folder / "metrics.jsonl")
   losses = {r.step: r.values["loss"] for r in records if r.split == "train"}
   assert sorted(losses) == [1, 2, 3, 4]
@@ -48,4 +48,4 @@ def test_scanned_to_unrolled_on_another_mesh_and_back(tmp_path, capsys):
   back = _copy_until(there, tmp_path / "c", step=3)
   capsys.readouterr()
   np.testing.assert_allclose(_train(back, **SCANNED), expected, rtol=1e-6)
-  assert "continuing from the checkpoint of step 3" in capsys.readouterr().out
+  assert "resuming from the checkpoint of step 3" in capsys.readouterr().out

@@ -32,7 +32,7 @@ KNOBS = (
 # Figures of the machine, which differ from run to run.
 _MEASURED = re.compile("_second|goodput|mfu|tflops|memory").search
 _SPLITS = ("train", "validation", "rolling")
-CONTINUING = r"continuing from the checkpoint of step (\d+)"
+RESUMING = r"resuming from the checkpoint of step (\d+)"
 
 
 @pytest.fixture(name="forks", scope="module")
@@ -123,7 +123,7 @@ def test_killed_and_restarted(forks, session, undisturbed, tmp_path):
   _kill(forks, tmp_path, _start(forks, tmp_path), seconds=1.0)
 
   output = _finish(forks, _start(forks, tmp_path))
-  step = int(re.search(CONTINUING, output).group(1))
+  step = int(re.search(RESUMING, output).group(1))
   assert 3 <= step < 16
   found = _digest(session, tmp_path)
   assert found[0] == 16
@@ -140,7 +140,7 @@ def test_stopped_by_signals_and_restarted(
     _wait_for_a_step(process)
     os.kill(process.pid, signal.Signals[name])
     output = _finish(forks, process)
-    assert re.findall(CONTINUING, output) == ([stopped] if stopped else [])
+    assert re.findall(RESUMING, output) == ([stopped] if stopped else [])
     assert f"{name}: stopping after this step and a checkpoint" in output
     found = re.search(rf"stopped by {name} at step (\d+) of 16; .*", output)
     assert f"--job_log_dir={tmp_path}" in found.group(0)
@@ -148,7 +148,7 @@ def test_stopped_by_signals_and_restarted(
     stopped = found.group(1)
 
   output = _finish(forks, _start(forks, tmp_path))
-  assert re.findall(CONTINUING, output) == [stopped]
+  assert re.findall(RESUMING, output) == [stopped]
   found = _digest(session, tmp_path), _train_metrics(tmp_path)
   assert found == undisturbed
 
@@ -158,12 +158,12 @@ def test_killed_before_it_ends_early(forks, session, tmp_path):
   knobs = ("patience=2", "eval_every_steps=3")
   folders = [tmp_path / name for name in ("undisturbed", "killed")]
   output = _finish(forks, _start(forks, folders[0], *knobs, "delay=0.0"))
-  assert "training ends early, at step 9: validation/bits_per_byte" in output
+  assert "early stopping at step 9: validation/bits_per_byte" in output
 
   _kill(forks, folders[1], _start(forks, folders[1], *knobs), seconds=0.5)
   output = _finish(forks, _start(forks, folders[1], *knobs))
-  assert re.search(CONTINUING, output)
-  assert "training ends early, at step 9: validation/bits_per_byte" in output
+  assert re.search(RESUMING, output)
+  assert "early stopping at step 9: validation/bits_per_byte" in output
   expected, found = (_digest(session, folder) for folder in folders)
   assert found == expected
   assert found[0] == 9
@@ -171,5 +171,5 @@ def test_killed_before_it_ends_early(forks, session, tmp_path):
 
   # It is finished: once more, nothing is trained.
   output = _finish(forks, _start(forks, folders[1], *knobs))
-  assert "training ends early, at step 9: validation/bits_per_byte" in output
+  assert "early stopping at step 9: validation/bits_per_byte" in output
   assert _digest(session, folders[1])[0] == 9

@@ -15,16 +15,15 @@ from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer
 from paxon.runner.monitoring import metrics_file
 from paxon.runner.training import (
-  data_positions,
   evaluate,
   evaluation,
-  following,
   prefetch,
-  restoring,
+  restore,
   stop_signals,
   testing,
   train,
 )
+from paxon.runner.training import follow as follow_lib
 from paxon.runner.training import session as session_lib
 
 _BATCHES = 2
@@ -60,7 +59,7 @@ def _open():
 def _saved(folder, step):
   """What a checkpoint says of the data."""
   path = folder / run_dirs.CHECKPOINTS / str(step) / "data" / "metadata"
-  return data_positions.from_stored(json.loads(path.read_text()))
+  return restore.from_stored_positions(json.loads(path.read_text()))
 
 
 def _records(path):
@@ -76,7 +75,7 @@ def folder(tmp_path_factory):
   """A run of 8 steps, which then was made longer."""
   path = epath.Path(tmp_path_factory.mktemp("run"))
   for num_train_steps in (8, 12):
-    assert train.run(*_make(num_train_steps=num_train_steps), path) == 0
+    train.run(*_make(num_train_steps=num_train_steps), path)
   return path
 
 
@@ -109,7 +108,7 @@ def test_an_evaluation_that_is_given_up_is_made_anew_on_the_same_batches(
   session = _open()
   path = folder / run_dirs.CHECKPOINTS
   with checkpointer.Checkpointer(path, read_only=True) as checkpoints:
-    state = restoring.restore_for_evaluation(session, checkpoints, path)
+    state = restore.restore_for_evaluation(session, checkpoints, path)
   source = session.job.eval_inputs["rolling"]
   before = source.get_state()
   assert before == _states(3)[2]
@@ -136,7 +135,7 @@ def test_an_evaluation_that_is_given_up_is_made_anew_on_the_same_batches(
 class _Sums(evaluation.Evaluator):
   """Tells which batches it read, without a model."""
 
-  def _evaluate_split(self, source, state, is_stopped, rows):
+  def _evaluate_split(self, source, state, is_stopped, outputs):
     if source.reset_for_eval:
       return {"loss": 0.0}
     batches = (prefetch.next_batch(source, rolling=True) for _ in range(2))
@@ -161,7 +160,7 @@ class _Followed:
   def follow(self, kind):
     """Another process, and the figures after it."""
     self.patch.setattr(evaluation, "Evaluator", kind)
-    following.Follower(
+    follow_lib.Follower(
       session=_open(), run_dir=self.path, stop=stop_signals.StopSignals()
     ).run()
     return _records(self.figures)
@@ -203,21 +202,21 @@ def test_a_position_of_other_data_begins_anew_and_says_so():
   first = source.get_state()
   source.get_next()
   moved = source.get_state()
-  lines = data_positions.restore_rolling(
+  lines = restore.restore_rolling_positions(
     inputs, {"rolling": {**moved, "num_documents": 99}}
   )
   (line,) = lines
-  assert line.startswith("the evaluation of 'rolling' begins at its first")
+  assert line.startswith("the evaluation of 'rolling' starts at its first")
   assert "num_documents 99" in line
   assert source.get_state() == first
   # One that is gone is nobody's; one that is new begins at the start.
-  assert data_positions.restore_rolling(inputs, {"gone": {}}) == []
+  assert restore.restore_rolling_positions(inputs, {"gone": {}}) == []
   assert source.get_state() == first
 
 
 def test_what_is_stored_without_rolling_inputs_is_the_training_position():
   position = {"epoch": 1}
-  assert data_positions.to_stored(position, {}) == position
-  assert data_positions.from_stored(position) == (position, {})
-  stored = data_positions.to_stored(position, {"a": {"b": 2}})
-  assert data_positions.from_stored(stored) == (position, {"a": {"b": 2}})
+  assert restore.to_stored_positions(position, {}) == position
+  assert restore.from_stored_positions(position) == (position, {})
+  stored = restore.to_stored_positions(position, {"a": {"b": 2}})
+  assert restore.from_stored_positions(stored) == (position, {"a": {"b": 2}})

@@ -1,9 +1,9 @@
-"""Weights that are stored in few bits: what of a run they replace, and where.
+"""Quantized weights of a run for evaluation and decoding.
 
-A run that was trained has float parameters. With `quantization="int8:convert"`
-an evaluation makes int8 weights of them, in the folder of the run; with
-`"int8:serve"` evaluation and decoding read those, and the float parameters
-that they replace are neither stored nor in memory.
+Training makes float parameters. With `quantization="int8:convert"` an
+evaluation converts them to int8 weights, in the run directory; with
+`"int8:serve"` evaluation and decoding read those, and the float parameters that
+they replace are neither stored nor in memory.
 """
 
 from collections.abc import Mapping
@@ -30,18 +30,21 @@ Absent = Mapping[str, variables.VariableSpec]
 
 
 def mode_of(job: job_lib.Job) -> recipes.Mode:
-  """Returns whether a job converts weights, serves them, or does neither."""
+  """Returns whether a job trains, converts weights, or serves them."""
   if job.weights is None:
     return recipes.Mode.TRAIN
   return recipes.parse(job.weights).mode
 
 
 def check_mode(job: job_lib.Job, mode: str) -> None:
-  """Raises UserError where a program cannot use the job's weights.
+  """Checks that a program can use the job's weights.
 
   Args:
     job: The resolved configuration, built.
-    mode: As `--mode` has it.
+    mode: The value of `--mode`.
+
+  Raises:
+    UserError: It cannot.
   """
   allowed = _MODES.get(mode_of(job))
   if allowed is None or mode in allowed or mode == "inspect_input":
@@ -55,11 +58,11 @@ def check_mode(job: job_lib.Job, mode: str) -> None:
 
 
 def folder(job: job_lib.Job, run_dir: epath.Path) -> epath.Path:
-  """Returns where the quantized weights of a run are.
+  """Returns the directory of the quantized weights of a run.
 
   Args:
-    job: It says in which numbers.
-    run_dir: The folder of the run.
+    job: With the number format.
+    run_dir: The run directory.
   """
   assert job.weights is not None
   name = recipes.parse(job.weights).name
@@ -67,11 +70,11 @@ def folder(job: job_lib.Job, run_dir: epath.Path) -> epath.Path:
 
 
 def checkpoints(job: job_lib.Job, run_dir: epath.Path) -> epath.Path:
-  """Returns the folder of the checkpoints that a program reads.
+  """Returns the directory of the checkpoints that a program reads.
 
   Args:
     job: The resolved configuration, built.
-    run_dir: The folder of the run.
+    run_dir: The run directory.
 
   Raises:
     UserError: The job serves quantized weights, and there are none.
@@ -88,24 +91,24 @@ def checkpoints(job: job_lib.Job, run_dir: epath.Path) -> epath.Path:
         " train first, or give the --job_log_dir of a run that has them."
       )
     raise user_error.UserError(
-      f"{os.fspath(run_dir)} has float checkpoints and no {name} weights; make"
+      f"{os.fspath(run_dir)} has float checkpoints but no {name} weights; make"
       f" them with --mode=eval --fdl.quantization={name}:convert."
     )
   return path
 
 
 def split(job: job_lib.Job, specs: Any) -> tuple[Any, Absent]:
-  """Returns what the state holds of a model's variables, and what it does not.
+  """Splits a model's variables into those of the state and absent ones.
 
-  A conversion begins with the float parameters alone. In serving those that
-  have stored weights are absent.
+  A conversion starts from the float parameters alone. In serving, the
+  parameters that quantized weights replace are absent.
 
   Args:
     job: The resolved configuration, built.
     specs: A `VariableSpec` for each variable that the model has.
 
   Returns:
-    Specs of the variables that are there, and of the absent parameters by name.
+    Specs of the state's variables, and of the absent parameters by name.
   """
   match mode_of(job):
     case recipes.Mode.CONVERT:
@@ -119,15 +122,15 @@ def split(job: job_lib.Job, specs: Any) -> tuple[Any, Absent]:
   return specs, {}
 
 
-def completed(values: Any, absent: Absent) -> Any:
-  """Returns variables with NaN for the parameters that are absent.
+def complete(values: Any, absent: Absent) -> Any:
+  """Returns variables with NaN for the absent parameters.
 
-  Nothing reads them, so the compiler leaves them out; where something does,
-  such as a second product of a layer with the same kernel, the result is NaN
-  and not silently wrong.
+  Nothing should read them, and then the compiler removes them; if something
+  does, such as a second matmul with the same kernel, the result is NaN and not
+  silently wrong.
 
   Args:
-    values: Nested dicts of the variables that are there.
+    values: Nested dicts of the variables of the state.
     absent: Specs by name.
   """
   for name, spec in absent.items():
@@ -137,7 +140,7 @@ def completed(values: Any, absent: Absent) -> Any:
 
 
 def _without(tree: Any, absent: Absent) -> Any:
-  """Returns nested dicts of specs without those named, nor empty dicts."""
+  """Returns nested dicts of specs without absent ones and empty dicts."""
   if not isinstance(tree, Mapping):
     return tree
   kept = {}
@@ -151,7 +154,7 @@ def _without(tree: Any, absent: Absent) -> Any:
 
 
 def _with(tree: Mapping[str, Any], path: list[str], leaf: Any) -> Any:
-  """Returns nested dicts with another leaf."""
+  """Returns nested dicts with one leaf set."""
   first, *rest = path
   below = _with(tree.get(first, {}), rest, leaf) if rest else leaf
   return {**tree, first: below}

@@ -25,12 +25,12 @@ from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer
 from paxon.runner.training import (
   compiled_steps,
-  converting,
   decode,
   evaluate,
-  restoring,
+  restore,
   serving,
   testing,
+  weight_conversion,
 )
 from paxon.runner.training import session as session_lib
 from paxon.sharding import variables
@@ -100,7 +100,7 @@ def _restored(session, run_dir):
   """Weights of few bits of the run, placed as the session has them."""
   folder = serving.checkpoints(session.job, run_dir)
   with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
-    return restoring.restore_for_evaluation(session, checkpoints, folder)
+    return restore.restore_for_evaluation(session, checkpoints, folder)
 
 
 def _generated(session, state):
@@ -141,7 +141,9 @@ def test_a_mesh_serves_what_one_device_does(run_dir, said, name, mesh, shard):
   if name == "int8":
     weights = _restored(session_lib.open_session(_job("int8:serve")), run_dir)
   else:
-    weights = converting.convert(_job(f"{name}:convert"), run_dir).converted
+    weights = weight_conversion.convert(
+      _job(f"{name}:convert"), run_dir
+    ).converted
   weights = jax.device_get(weights)
   made = []
   for text, devices in ((mesh, None), ("data=1", jax.devices()[:1])):
@@ -171,8 +173,12 @@ def _errors_of(x, stored):
   spec = variables.VariableSpec(
     name="a", shape=x.shape, dtype=jnp.dtype("float32"), axes=(None, None)
   )
-  found = converting._errors(jnp.asarray(x), stored.values, stored.scale, spec)
-  return converting.WeightErrors(**{k: float(v) for k, v in found.items()})
+  found = weight_conversion._errors(
+    jnp.asarray(x), stored.values, stored.scale, spec
+  )
+  return weight_conversion.WeightErrors(
+    **{k: float(v) for k, v in found.items()}
+  )
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8_e4m3"])
@@ -191,7 +197,7 @@ def test_the_error_of_a_weight_is_a_share_of_the_largest(name):
   )
   # The largest value of fp8 may be rounded down, which then is the range.
   assert error.rounding <= error.largest * 1.00001
-  assert 0 < error.rounding < converting._WRONG
+  assert 0 < error.rounding < weight_conversion._WRONG
 
 
 def test_what_a_searched_range_cuts_off_is_no_mistake():
@@ -200,7 +206,7 @@ def test_what_a_searched_range_cuts_off_is_no_mistake():
   x[0, 0] = 6.0
   error = _errors_of(x, clipping.best(jnp.asarray(x), recipe))
   whole = _errors_of(x, quantized_array.quantize(jnp.asarray(x), recipe))
-  assert error.largest > converting._WRONG > 2 * error.rounding
+  assert error.largest > weight_conversion._WRONG > 2 * error.rounding
   assert error.mean < whole.mean
 
 
@@ -209,22 +215,24 @@ def test_a_parameter_of_zeros_can_be_stored():
   recipe = recipe_lib.TensorRecipe(number_formats.INT8)
   x = np.zeros((3, 4), "f4")
   error = _errors_of(x, quantized_array.quantize(jnp.asarray(x), recipe))
-  assert error == converting.WeightErrors(largest=0.0, mean=0.0, rounding=0.0)
+  assert error == weight_conversion.WeightErrors(
+    largest=0.0, mean=0.0, rounding=0.0
+  )
 
 
 def test_each_mistake_is_named(run_dir, said, tmp_path):
   del said
   empty = epath.Path(tmp_path)
   refused = functools.partial(pytest.raises, user_error.UserError)
-  with refused(match=r"of step 0 is converted already, in .*int8:serve"):
+  with refused(match=r"of step 0 is already converted, in .*int8:serve"):
     evaluate.run(_job("int8:convert"), run_dir)
   with refused(match=r"no checkpoint in"):
     evaluate.run(_job("int4:convert"), empty)
-  with refused(match=r"has float checkpoints and no int4 weights; make them"):
+  with refused(match=r"has float checkpoints but no int4 weights; make them"):
     decode.run(_job("int4:serve"), run_dir, "x")
   with refused(match=r"has neither checkpoints nor int4 weights; train first"):
     decode.run(_job("int4:serve"), empty, "x")
-  with refused(match=r"--continuous follows what is trained"):
+  with refused(match=r"--continuous evaluates each new"):
     evaluate.run(_job("int8:serve"), run_dir, continuous=True)
 
 
@@ -245,9 +253,9 @@ def test_a_mode_without_use_for_such_weights_is_refused(weights, mode, message):
 
 def test_a_weight_that_is_not_the_parameter_is_refused():
   def check(**rounding):
-    converting._check_errors(
+    weight_conversion._check_errors(
       {
-        f"params/{name}": converting.WeightErrors(
+        f"params/{name}": weight_conversion.WeightErrors(
           largest=error, mean=error, rounding=error
         )
         for name, error in rounding.items()
@@ -271,7 +279,7 @@ def test_what_reads_an_absent_parameter_is_nan():
   session = session_lib.open_session(_job("int8:serve"))
   name = "params/stack/layers/blocks_0/feed_forward/gate"
   assert name in session.absent
-  values = serving.completed({"params": {"a": 1}}, session.absent)
+  values = serving.complete({"params": {"a": 1}}, session.absent)
   blocks = values["params"]["stack"]["layers"]["blocks_0"]
   assert np.isnan(blocks["feed_forward"]["gate"]).all()
   assert values["params"]["a"] == 1

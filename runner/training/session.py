@@ -13,12 +13,7 @@ from paxon.learners import train_state, variable_groups
 from paxon.runner import job as job_lib
 from paxon.runner import user_error
 from paxon.runner.plan import compiler_options
-from paxon.runner.training import (
-  attention_kernels,
-  memory_fit,
-  model_loss,
-  serving,
-)
+from paxon.runner.training import kernel_checks, memory_fit, model_loss, serving
 from paxon.sharding import arrays, axes, initialization, lint, variables
 from paxon.sharding import layout as layouts
 from paxon.sharding import mesh as meshes
@@ -112,7 +107,7 @@ class Session:
     values = train_state.evaluation_variables(
       state, learner=self.job.task.learner, specs=self.specs
     )
-    return serving.completed(values, self.absent)
+    return serving.complete(values, self.absent)
 
   def place(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
     """Returns the global arrays of one host's rows of a batch."""
@@ -141,7 +136,7 @@ def open_session(
   layout = layouts.Layout(mesh, job.rules)
   _check_layout(job, layout, {}, {})
   _check_rules(layout)
-  attention_kernels.check(job, length_shards=layout.shards(axes.LENGTH))
+  kernel_checks.check_attention(job, length_shards=layout.shards(axes.LENGTH))
   compiler_options.check(
     job.compiler_options, _one_device(mesh), sets=job.compiler_option_sets
   )

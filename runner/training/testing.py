@@ -266,7 +266,8 @@ def main(arguments: list[str]) -> int:
   pairs = (text.split("=", 1) for text in assignments)
   job, config = make(**{name: ast.literal_eval(text) for name, text in pairs})
   epath.Path(folder).mkdir(parents=True, exist_ok=True)
-  return train.run(job, config, epath.Path(folder))
+  train.run(job, config, epath.Path(folder))
+  return 0
 
 
 if __name__ == "__main__":

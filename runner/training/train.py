@@ -1,7 +1,15 @@
-"""Trains a job to its last step, from the beginning or from a checkpoint."""
+"""Training of a job, from its beginning or from a checkpoint (`--mode=train`).
+
+From a notebook:
+
+  config = MyExperiment().job()
+  result = train.run(fdl.build(config), config, epath.Path("runs/first"))
+  result.state, result.evaluations[result.step], result.history()
+"""
 
 from collections.abc import Mapping, Sequence
 import contextlib
+import dataclasses
 import errno
 import json
 import os
@@ -29,18 +37,44 @@ from paxon.runner.monitoring import observer as observer_lib
 from paxon.runner.training import (
   evaluation,
   evaluation_log,
-  figures,
-  finished,
   preflight,
   profile_guided,
-  restoring,
+  restore,
+  run_files,
+  run_metrics,
   samples,
   stop_signals,
-  stored_config,
-  stored_settings,
   train_loop,
 )
 from paxon.runner.training import session as session_lib
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+  """The outcome of a training.
+
+  Attributes:
+    state: After the last step, on the job's mesh.
+    step: The last step.
+    evaluations: Results (values by metric by split) by the step of their
+      evaluation, also of earlier processes of the run.
+    stopped_by: The name of the signal that stopped the training, or `None`.
+    ended_early: Why training ended before its last step, or `None`: early
+      stopping, or the end of the training input.
+    run_dir: The run directory.
+  """
+
+  state: train_state.TrainState
+  step: int
+  evaluations: Mapping[int, run_metrics.Results]
+  stopped_by: str | None
+  ended_early: str | None
+  run_dir: epath.Path
+
+  def history(self) -> list[metrics_file.Record]:
+    """Returns all metrics of the run since its first step, from its files."""
+    path = self.run_dir / run_dirs.METRICS
+    return list(metrics_file.read(path)) if path.exists() else []
 
 
 def run(
@@ -50,22 +84,22 @@ def run(
   *,
   overrides: Sequence[overrides_lib.Override] = (),
   launch: launch_lib.Launch | None = None,
-) -> int:
-  """Trains, evaluates, samples and reports; goes on where a run has stopped.
+) -> Result:
+  """Trains, evaluates, samples and reports; resumes a run that exists.
+
+  A signal that asks to stop ends it after a step and a checkpoint.
 
   Args:
     job: The resolved configuration, built.
-    config: The same, not built, which is stored with the run.
-    run_dir: The run's folder, which exists.
-    overrides: The assignments by which the command line made `config`, stored
-      too, so that evaluation and decoding need not be told them again.
-    launch: What belongs to this start only; None for nothing.
-
-  Returns:
-    The exit status: 0, also where a signal asked to stop.
+    config: The same, not built; it is stored with the run.
+    run_dir: The run directory, which exists.
+    overrides: The command line's assignments in `config`, stored for later
+      evaluation and decoding.
+    launch: Options of this process only; None for the defaults.
 
   Raises:
-    UserError: The folder's run or the machine does not fit the job.
+    UserError: The run in the directory or the machine does not fit the job, or
+      the directory cannot be written to.
   """
   try:
     with contextlib.closing(job):
@@ -75,7 +109,7 @@ def run(
   except checkpointer.SaveError as error:
     raise user_error.UserError(str(error)) from error
   except OSError as error:
-    # The one failure of a machine that is met by its user often enough.
+    # A full disk is the one failure of a machine that users meet often.
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
       raise
     raise user_error.UserError(
@@ -89,25 +123,19 @@ def _run(
   run_dir: epath.Path,
   overrides: Sequence[overrides_lib.Override],
   launch: launch_lib.Launch,
-) -> int:
-  # Of several processes this one writes files, and all others none.
-  writes = agreement.is_first()
+) -> Result:
+  # Of several processes, only the first writes files.
+  is_writer = agreement.is_first()
   ledger = goodput.Ledger(
-    run_dir / run_dirs.GOODPUT if writes else None, begin=launch.begin
+    run_dir / run_dirs.GOODPUT if is_writer else None, begin=launch.begin
   )
-  if job.observability.wandb_project is not None:
-    writers.check_wandb()
-  profile_guided.check(job.pgle)
-  if job.pgle == profile_guided.AUTO and launch.profile is not None:
-    raise user_error.UserError(
-      "--profile_steps and pgle='auto' both profile the first steps, and only"
-      " one can; leave one out."
-    )
+  # All checks come first: a job that cannot run leaves no files.
+  _check(job, launch)
   session = session_lib.open_session(job)
   traced = preflight.check(session)
   for warning in preflight.warnings(session):
     print(f"warning: {warning}")
-  # Only what can run leaves anything in the folder.
+
   with contextlib.ExitStack() as stack:
     agree = None
     if not agreement.is_alone():
@@ -118,28 +146,32 @@ def _run(
         run_dir / run_dirs.CHECKPOINTS, retention=job.retention
       )
     )
-    cause = goodput.Cause.STARTUP
-    # A start that failed before its first checkpoint binds nobody.
-    if agreement.from_first(checkpoints.latest_step) is not None:
-      cause = goodput.Cause.RESTORE
-      for change in stored_config.check(config, run_dir):
+    # A run without a checkpoint may still change its configuration.
+    is_resumed = agreement.from_first(checkpoints.latest_step) is not None
+    if is_resumed:
+      for change in run_files.check_config(config, run_dir):
         print(f"changed: {change}")
+    cause = goodput.Cause.RESTORE if is_resumed else goodput.Cause.STARTUP
     with ledger.span(cause):
-      state = restoring.restore_or_start(session, checkpoints)
-    if writes:
-      stored_settings.store(job.experiment, overrides, run_dir)
-      stored_config.store(config, run_dir)
-      finished.unmark(run_dir)
-    log = _evaluation_log(job, run_dir, until=int(state.step))
+      state = restore.restore_or_start(session, checkpoints)
+    step = int(state.step)
+    # Stored only once the state is known to fit.
+    if is_writer:
+      run_files.store_settings(job.experiment, overrides, run_dir)
+      run_files.store_config(config, run_dir)
+      run_files.clear_finished(run_dir)
+
+    # Without what was recorded after `step`, which this process repeats.
+    log = _read_evaluations(job, run_dir, until=step)
     checkpoints.rank_by(
       lambda step: retention.metric_value(job.retention, log.at(step) or {})
     )
     writer: summary_writer.SummaryWriter = summary_writer.CompositeWriter(())
-    if writes:
+    if is_writer:
       writer = writers.make_train_writer(
         run_dir,
         num_train_steps=job.num_train_steps,
-        resume_step=int(state.step),
+        resume_step=step,
         more=_wandb(job, config, run_dir),
       )
     stack.enter_context(contextlib.closing(writer))
@@ -150,7 +182,7 @@ def _run(
         run_dir=run_dir,
         launch=launch,
         train_input=job.train_input,
-        resume_step=int(state.step),
+        resume_step=step,
       )
     )
     loop = train_loop.TrainLoop(
@@ -165,73 +197,44 @@ def _run(
       guide=_guide(session, run_dir),
     )
     state = loop.run(state)
+    # The last checkpoint is complete before anything else can fail.
     with ledger.span(goodput.Cause.CHECKPOINT):
       checkpoints.wait()
     ledger.rest()
-    lines = _finish(loop, state, run_dir)
+    lines, ended_early = _finish(loop, state, run_dir)
     stop.settle()
+
+  # The writers are closed, so this is printed below the progress bar.
   account = ledger.finish(complete=stop.requested is None)
   if stop.requested is not None:
     lines = []
   lines += [account.line(), _close(job, run_dir, stop, int(state.step))]
-  # After the writers are closed: below the last state of the progress bar.
   print("\n".join(lines), flush=True)
-  return 0
-
-
-def _guide(
-  session: session_lib.Session, run_dir: epath.Path
-) -> profile_guided.ProfileGuide | None:
-  """Returns what profiles some steps, if the job says so."""
-  if session.job.pgle is None:
-    return None
-  return profile_guided.ProfileGuide(
-    setting=session.job.pgle,
-    folder=run_dir / run_dirs.PGLE,
-    platform=session.layout.mesh.devices.flat[0].platform,
+  return Result(
+    state=state,
+    step=int(state.step),
+    evaluations=log.complete(),
+    stopped_by=stop.requested,
+    ended_early=ended_early,
+    run_dir=run_dir,
   )
 
 
-def _close(
-  job: job_lib.Job,
-  run_dir: epath.Path,
-  stop: stop_signals.StopSignals,
-  step: int,
-) -> str:
-  """Leaves a finished run with its report; returns what to print last."""
-  if stop.requested is not None:
-    return (
-      f"stopped by {stop.requested} at step {step} of {job.num_train_steps};"
-      f" the same command with --job_log_dir={os.fspath(run_dir)} goes on from"
-      " there"
+def _check(job: job_lib.Job, launch: launch_lib.Launch) -> None:
+  if job.observability.wandb_project is not None:
+    writers.check_wandb()
+  profile_guided.check(job.pgle)
+  if job.pgle == profile_guided.AUTO and launch.profile is not None:
+    raise user_error.UserError(
+      "--profile_steps and pgle='auto' both profile the first steps; use only"
+      " one of them."
     )
-  if agreement.is_first():
-    finished.mark(run_dir, step=step, job=job)
-    report.write(run_dir)
-  return f"report: {os.fspath(run_dir / run_dirs.REPORT)}"
 
 
-def _wandb(
-  job: job_lib.Job, config: fdl.Buildable, run_dir: epath.Path
-) -> list[summary_writer.SummaryWriter]:
-  """Returns what sends figures to Weights & Biases, from one host."""
-  settings = job.observability
-  if settings.wandb_project is None:
-    return []
-  return [
-    writers.WandbWriter(
-      run_dir,
-      project=settings.wandb_project,
-      entity=settings.wandb_entity,
-      config=json.loads(dump.to_json(config)),
-    )
-  ]
-
-
-def _evaluation_log(
+def _read_evaluations(
   job: job_lib.Job, run_dir: epath.Path, *, until: int
 ) -> evaluation_log.EvaluationLog:
-  """Returns what this run has recorded up to a step."""
+  """Returns the recorded evaluations up to a step, the same on each host."""
   path = run_dir / run_dirs.METRICS
 
   def read() -> list[tuple[int, str, Mapping[str, float]]]:
@@ -249,27 +252,60 @@ def _evaluation_log(
   )
 
 
+def _wandb(
+  job: job_lib.Job, config: fdl.Buildable, run_dir: epath.Path
+) -> list[summary_writer.SummaryWriter]:
+  settings = job.observability
+  if settings.wandb_project is None:
+    return []
+  return [
+    writers.WandbWriter(
+      run_dir,
+      project=settings.wandb_project,
+      entity=settings.wandb_entity,
+      config=json.loads(dump.to_json(config)),
+    )
+  ]
+
+
+def _guide(
+  session: session_lib.Session, run_dir: epath.Path
+) -> profile_guided.ProfileGuide | None:
+  if session.job.pgle is None:
+    return None
+  return profile_guided.ProfileGuide(
+    setting=session.job.pgle,
+    folder=run_dir / run_dirs.PGLE,
+    platform=session.layout.mesh.devices.flat[0].platform,
+  )
+
+
 def _finish(
   loop: train_loop.TrainLoop, state: train_state.TrainState, run_dir: epath.Path
-) -> list[str]:
-  """Evaluates, samples and compares a trained model; returns what to print."""
+) -> tuple[list[str], str | None]:
+  """Evaluates, samples and compares a trained model.
+
+  Returns:
+    Lines to print, and why training ended early, if it did.
+  """
   job, step = loop.session.job, int(state.step)
-  lines = []
+  lines: list[str] = []
+  ended_early = None
   if step < job.num_train_steps and loop.stop.requested is None:
-    early = loop.early_end()
-    lines.append(
-      f"the training input ended after {step} steps"
-      if early is None
-      else f"training ends early, at step {step}: {early}"
-    )
+    rule = loop.reason_to_stop()
+    if rule is None:
+      ended_early = f"the training input ended after {step} steps"
+    else:
+      ended_early = f"early stopping at step {step}: {rule}"
+    lines.append(ended_early)
   results = loop.log.at(step)
   if results is None:
     results = loop.evaluate(step, state)
-  elif not loop.log.is_made_here(step):
-    # Those made here were shown as progress.
-    lines += figures.lines(step, results)
+  elif not loop.log.is_from_this_process(step):
+    # Those of this process were shown as progress.
+    lines += run_metrics.format_results(step, results)
   if results is None or loop.stop.requested is not None:
-    return lines
+    return lines, ended_early
   if job.generation is not None:
     with loop.observer.span(goodput.Cause.SAMPLING):
       drawn = samples.draw(loop.session, state)
@@ -279,17 +315,36 @@ def _finish(
     lines = [text, *lines]
   if job.baselines is not None and agreement.is_first():
     lines += _compare(loop.writer, results, job.baselines())
-  return lines
+  return lines, ended_early
 
 
 def _compare(
   writer: summary_writer.SummaryWriter,
-  results: evaluation_log.Results,
+  results: run_metrics.Results,
   baselines: Mapping[str, float],
 ) -> list[str]:
-  """Writes the baselines and returns the comparison."""
+  """Writes the baselines and returns the comparison with them."""
   for name, value in baselines.items():
     writer.write(
       0, summary_writer.BASELINE_PREFIX + name, {"bits_per_byte": value}
     )
-  return list(figures.comparison(results, baselines))
+  return list(run_metrics.format_comparison(results, baselines))
+
+
+def _close(
+  job: job_lib.Job,
+  run_dir: epath.Path,
+  stop: stop_signals.StopSignals,
+  step: int,
+) -> str:
+  """Marks a finished run and writes its report; returns the last line."""
+  if stop.requested is not None:
+    return (
+      f"stopped by {stop.requested} at step {step} of {job.num_train_steps};"
+      f" the same command with --job_log_dir={os.fspath(run_dir)} resumes from"
+      f" step {step}"
+    )
+  if agreement.is_first():
+    run_files.mark_finished(run_dir, step=step, job=job)
+    report.write(run_dir)
+  return f"report: {os.fspath(run_dir / run_dirs.REPORT)}"

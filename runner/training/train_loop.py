@@ -2,13 +2,15 @@
 
 The host only dispatches: the step is compiled before the loop, its state is
 donated, a thread reads and places batches, metrics are read one step late,
-checkpoints are written in the background, and Python's garbage collection
-waits for the pauses.
+checkpoints are written in the background, and Python's garbage is collected
+only while training pauses.
 """
 
 from collections.abc import Mapping
 import contextlib
 import dataclasses
+import gc
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -19,17 +21,19 @@ from paxon.runner.monitoring import goodput, summary_writer
 from paxon.runner.monitoring import observer as observer_lib
 from paxon.runner.training import (
   compiled_steps,
-  data_positions,
   evaluation,
   evaluation_log,
-  expected_kernels,
-  garbage,
+  kernel_checks,
   prefetch,
   profile_guided,
+  restore,
+  run_metrics,
   stop_signals,
-  train_summaries,
 )
 from paxon.runner.training import session as session_lib
+
+# Runs without checkpoints and evaluations also make a few reference cycles.
+_MAX_STEPS_WITHOUT_COLLECTION = 1000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,12 +44,12 @@ class TrainLoop:
     session: The job on its devices.
     traced: Its training step, traced.
     checkpoints: Where states are saved.
-    writer: Where figures are written.
-    evaluator: Measures the state now and then.
-    log: The evaluations made, also by the processes before.
-    stop: Says when the user wants to stop.
-    observer: Is told what happens; by default it does nothing.
-    guide: Profiles some steps to compile the step anew; None for no profile.
+    writer: Where metrics are written.
+    evaluator: Evaluates the state at intervals.
+    log: The run's evaluations, including those of earlier processes.
+    stop: Requests of the user to stop.
+    observer: Callbacks for monitoring; by default none.
+    guide: Profiles some steps and recompiles; None for no profile.
   """
 
   session: session_lib.Session
@@ -67,20 +71,23 @@ class TrainLoop:
       state: Is donated. The job's training input is at the batch after it.
     """
     job, step = self.session.job, int(state.step)
-    # The process before may have ended between a checkpoint and the evaluation.
+    # The last process may have ended between a checkpoint and the evaluation of
+    # its step. That evaluation is made now; a recorded one is skipped.
     if step and self.log.at(step):
       self.evaluator.skip(step)
     elif step and is_due(step, job.eval_every_steps):
       self.evaluate(step, state)
     if step >= job.num_train_steps:
       self._save(step, state, job.train_input.get_state())
-    elif self.stop.requested is None and self.early_end() is None:
+    elif self.stop.requested is None and self.reason_to_stop() is None:
       state = self._train(state)
     return state
 
   def _train(self, state: train_state.TrainState) -> train_state.TrainState:
     job = self.session.job
     step = first_step = int(state.step)
+    # The position of the data after the last trained batch: the thread below
+    # reads ahead of it.
     position: Mapping[str, Any] = job.train_input.get_state()
     with (
       prefetch.Prefetcher(
@@ -88,73 +95,81 @@ class TrainLoop:
         place=self.session.place,
         limit=job.num_train_steps - first_step,
       ) as batches,
-      garbage.Postponed() as postponed,
+      DeferredGarbageCollection() as garbage,
       contextlib.ExitStack() as stack,
     ):
+      # Compiled while the first batches are read. Until the first step a signal
+      # ends the process immediately: there is nothing to save.
       with self.stop.at_once():
         train_step = self._compile()
       if self.stop.settle():
-        # Nothing was computed that is not saved.
         return state
-      summaries = train_summaries.TrainSummaries(
+      metrics = run_metrics.TrainMetrics(
         self.writer,
         every_steps=job.summary_every_steps,
         last_step=job.num_train_steps,
         observer=self.observer,
       )
-      waits = self.observer.waits(
-        batches, is_ready=batches.is_ready, is_busy=summaries.is_busy
+      timed_batches = self.observer.waits(
+        batches, is_ready=batches.is_ready, is_busy=metrics.is_busy
       )
       stack.enter_context(self.observer.training(first_step))
       if self.guide is not None:
         stack.enter_context(contextlib.closing(self.guide))
-      for step, batch in enumerate(waits, start=first_step + 1):
-        with self.observer.before_step(step, paused=summaries.paused):
-          state, metrics = train_step(state, batch.arrays)
+
+      for step, batch in enumerate(timed_batches, start=first_step + 1):
+        with self.observer.before_step(step, paused=metrics.paused):
+          state, step_metrics = train_step(state, batch.arrays)
         self.observer.dispatched(step, before=position, after=batch.position)
         position = batch.position
-        summaries.add(step, metrics)
-        if self.guide is not None and self.guide.after_step(metrics):
-          with summaries.paused():
+        # Waits for the step before this one, so the device always has work.
+        metrics.add(step, step_metrics)
+        if self.guide is not None and self.guide.after_step(step_metrics):
+          with metrics.paused():
             train_step = self._compile()
-        postponed.after_step()
+        garbage.after_step()
+        # The checkpoint comes first: a run that ends during the evaluation of
+        # this step resumes here and evaluates.
         if is_due(step, job.checkpoint_every_steps):
-          summaries.drain()
+          metrics.drain()
           self._save(step, state, position)
-          postponed.collect()
+          garbage.collect()
         if is_due(step, job.eval_every_steps) and step < job.num_train_steps:
-          with summaries.paused():
+          with metrics.paused():
             self.evaluate(step, state)
-            postponed.collect()
-          if self.early_end() is not None:
+            garbage.collect()
+          if self.reason_to_stop() is not None:
             break
+        # Last, so that a requested stop never skips a due evaluation.
         if self.stop.poll():
           break
-      summaries.drain()
+      metrics.drain()
     self._save(step, state, position)
     return state
 
   def _compile(self) -> jax.stages.Compiled:
-    """Compiles the step, while the first batches are read."""
     with self.observer.span(goodput.Cause.COMPILE):
       train_step = compiled_steps.compile_train_step(
         self.session,
         self.traced,
         more_options=None if self.guide is None else self.guide.options,
       )
-      expected_kernels.check_compiled(self.session, train_step, self.traced)
+      mesh = self.session.layout.mesh
+      kernel_checks.check_compiled(
+        self.session.job, train_step, self.traced, mesh=mesh
+      )
       self.observer.compiled(
         self.traced,
         train_step,
         length=self.session.job.train_input.length,
-        devices=self.session.layout.mesh.devices.flatten().tolist(),
+        devices=mesh.devices.flatten().tolist(),
       )
     return train_step
 
   def evaluate(
     self, step: int, state: train_state.TrainState
-  ) -> evaluation_log.Results | None:
-    """Measures and writes all splits; `None` if asked to stop meanwhile."""
+  ) -> run_metrics.Results | None:
+    """Evaluates all splits and writes them; `None` if stopped meanwhile."""
     with self.observer.span(goodput.Cause.EVALUATION):
       results = self.evaluator.evaluate(state, is_stopped=self.stop.poll)
     for split, values in (results or {}).items():
@@ -163,8 +178,8 @@ class TrainLoop:
       self.log.add(step, results)
     return results
 
-  def early_end(self) -> str | None:
-    """Returns why training ends before its last step; `None` if it does not."""
+  def reason_to_stop(self) -> str | None:
+    """Returns why early stopping ends the training, `None` if it does not."""
     job = self.session.job
     if job.early_stopping is None or job.eval_every_steps is None:
       return None
@@ -176,14 +191,65 @@ class TrainLoop:
     self, step: int, state: train_state.TrainState, position: Mapping[str, Any]
   ) -> None:
     with self.observer.span(goodput.Cause.CHECKPOINT):
-      # A run that goes on from it does not write these lines again.
+      # A run that resumes from this checkpoint writes no line before it again.
       self.writer.flush()
-      data = data_positions.to_stored(position, self.evaluator.positions(step))
+      data = restore.to_stored_positions(
+        position, self.evaluator.positions(step)
+      )
       self.checkpoints.save(
         step, state, specs=self.session.state_specs, data=data
       )
 
 
+class DeferredGarbageCollection:
+  """While entered, Python's garbage is collected only by `collect`.
+
+  Reference counts free nearly everything; the collector only frees reference
+  cycles. It runs whenever enough objects have been made, and a full collection
+  visits every object of the process: tens to hundreds of milliseconds with the
+  objects of jax, in the middle of a step, and at a different step on each host,
+  while all others wait. So the objects that exist before the first step, which
+  live as long as the run, are frozen, and newer cycles are collected while
+  training pauses anyway, at the same steps on every host.
+  """
+
+  def __init__(self) -> None:
+    self._was_enabled = False
+    self._was_frozen = False
+    self._steps = 0
+
+  def __enter__(self) -> "DeferredGarbageCollection":
+    self._was_enabled = gc.isenabled()
+    self._was_frozen = gc.get_freeze_count() > 0
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    return self
+
+  def __exit__(
+    self,
+    exception_type: type[BaseException] | None,
+    exception: BaseException | None,
+    traceback: TracebackType | None,
+  ) -> None:
+    # Objects frozen by others cannot be distinguished from those frozen here.
+    if not self._was_frozen:
+      gc.unfreeze()
+    if self._was_enabled:
+      gc.enable()
+
+  def collect(self) -> None:
+    """Frees the cycles made since the start, which are few objects."""
+    gc.collect()
+    self._steps = 0
+
+  def after_step(self) -> None:
+    """Counts a step; collects after many steps without a collection."""
+    self._steps += 1
+    if self._steps >= _MAX_STEPS_WITHOUT_COLLECTION:
+      self.collect()
+
+
 def is_due(step: int, every_steps: int | None) -> bool:
-  """Whether something happens after this step; `None` is never."""
+  """Whether an action with this interval is due; `None` is never."""
   return every_steps is not None and step % every_steps == 0

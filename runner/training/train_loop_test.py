@@ -20,7 +20,6 @@ from paxon.runner.training import (
   compiled_steps,
   evaluation,
   evaluation_log,
-  garbage,
   stop_signals,
   testing,
   train_loop,
@@ -166,13 +165,13 @@ def test_two_steps_at_most_are_in_flight_and_metrics_are_read_one_late(
 
 
 def test_cycles_are_collected_in_the_pauses_only(session, events, monkeypatch):
-  collect = garbage.Postponed.collect
+  collect = train_loop.DeferredGarbageCollection.collect
 
   def note(self):
     events.append(("collect", None))
     collect(self)
 
-  monkeypatch.setattr(garbage.Postponed, "collect", note)
+  monkeypatch.setattr(train_loop.DeferredGarbageCollection, "collect", note)
   settings = {"checkpoint_every_steps": 2, "eval_every_steps": 3}
   _Loop(session, events, losses=[1], num_train_steps=4, **settings).run()
   kept = [e for e in events if e[0] in ("dispatch", "collect")]
@@ -245,7 +244,7 @@ def _stopping(session, events, first_step, *, lost=False):
     early_stopping=training.EarlyStopping(metric="validation/loss", patience=2),
   )
   ran, _, _ = loop.run(first_step)
-  return max(_steps(events, "save"), default=first_step), ran.early_end()
+  return max(_steps(events, "save"), default=first_step), ran.reason_to_stop()
 
 
 def test_training_ends_early_where_the_rule_says(session, events):

@@ -7,7 +7,7 @@ import pytest
 
 from paxon.runner import user_error
 from paxon.runner.hosts import agreement
-from paxon.runner.training import evaluate, stored_config, testing, train
+from paxon.runner.training import evaluate, run_files, testing, train
 
 SHORT = {
   "num_train_steps": 2,
@@ -28,8 +28,8 @@ def _train(folder, **knobs):
 def test_a_start_that_failed_binds_nobody(folder):
   with pytest.raises(user_error.UserError, match=r"global_batch_size \(12\)"):
     _train(folder, global_batch_size=12)
-  assert _train(folder, global_batch_size=8) == 0
-  with pytest.raises(user_error.UserError, match=r"size is 8 there and 16"):
+  _train(folder, global_batch_size=8)
+  with pytest.raises(user_error.UserError, match=r"size was 8 and is now 16"):
     _train(folder, global_batch_size=16)
 
 
@@ -43,7 +43,7 @@ def test_whether_there_is_a_checkpoint_is_the_first_processs_word(
     raise user_error.UserError("compared with the stored configuration")
 
   monkeypatch.setattr(agreement, "from_first", from_first)
-  monkeypatch.setattr(stored_config, "check", check)
+  monkeypatch.setattr(run_files, "check_config", check)
   with pytest.raises(user_error.UserError, match="compared with the stored"):
     _train(folder)
 
@@ -56,31 +56,31 @@ def test_the_checkpoint_before_a_damaged_one_is_used(folder, capsys):
   _train(folder)
   _damage(folder, 2)
   capsys.readouterr()
-  assert _train(folder) == 0
+  _train(folder)
   told = capsys.readouterr()
   lines = [line for line in told.err.splitlines() if "checkpoint" in line]
   assert len(lines) == 1
   assert re.search(
-    r"/2 is damaged: data/metadata has 1 bytes and should have \d+; the one of"
-    r" step 1 is used instead$",
+    r"/2 is damaged: data/metadata has 1 bytes and should have \d+; using"
+    r" the one of step 1 instead$",
     lines[0],
   )
-  assert "continuing from the checkpoint of step 1" in told.out
+  assert "resuming from the checkpoint of step 1" in told.out
   # Step 2 was made and saved anew.
   _train(folder)
   told = capsys.readouterr()
-  assert "step 2 is there already" in told.out
+  assert "step 2 already exists" in told.out
   assert "damaged" not in told.err
   for step in (1, 2):
     _damage(folder, step)
   with pytest.raises(
     user_error.UserError,
-    match=r"left .*/2 is damaged: .*/1 is damaged: .*Start",
+    match=r"All .*/2 is damaged: .*/1 is damaged: .*Start",
   ):
     _train(folder)
   job, _ = testing.make(**SHORT)
   with pytest.raises(
-    user_error.UserError, match=r"no checkpoint left that can"
+    user_error.UserError, match=r"All checkpoints are damaged: "
   ):
     evaluate.run(job, folder)
   assert not (folder / "checkpoints" / "3").exists()
@@ -98,5 +98,5 @@ def test_a_finished_run_says_so(folder, capsys):
   _train(folder, num_train_steps=3)
   capsys.readouterr()
   _train(folder)
-  expected = "step 3 is there already, and num_train_steps is 2: nothing to tr"
+  expected = "step 3 already exists, and num_train_steps is 2: nothing to tr"
   assert expected in capsys.readouterr().out

@@ -54,7 +54,7 @@ def test_a_process_is_the_real_command_line(expected):
   run = tiny_run.TinyRun(expected.run.folder, num_steps=NUM_STEPS)
   ended = run.finish(run.start())
   assert ended.status == 0
-  assert f"step {NUM_STEPS} is there already" in ended.output
+  assert f"step {NUM_STEPS} already exists" in ended.output
 
 
 def test_the_test_covers_all_kinds():
@@ -79,7 +79,7 @@ def test_other_arrays_and_figures_are_noticed(expected, tmp_path):
 
 
 def test_a_wrong_start_and_a_lost_checkpoint_are_noticed():
-  text = "continuing from the checkpoint of step 4\n"
+  text = "resuming from the checkpoint of step 4\n"
   ended = tiny_run.Ended(status=0, output=text)
   assert ended.continued_from == 4
   assert disturbed_run._start_problems(ended, 4, NUM_STEPS) == []

@@ -31,7 +31,7 @@ _KNOBS = {
   "eval_every_steps": 15,
   "delay": 0.05,
 }
-_CONTINUING = re.compile(r"continuing from the checkpoint of step (\d+)")
+_RESUMING = re.compile(r"resuming from the checkpoint of step (\d+)")
 _STEP = re.compile(r"\d+")
 # Figures of the machine, which differ from run to run.
 _MEASURED = re.compile("_second|goodput|mfu|tflops|memory").search
@@ -53,7 +53,7 @@ class Ended:
   @property
   def continued_from(self) -> int | None:
     """The step of the checkpoint that it went on from; `None` for none."""
-    found = _CONTINUING.search(self.output)
+    found = _RESUMING.search(self.output)
     return int(found[1]) if found else None
 
 

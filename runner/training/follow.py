@@ -1,38 +1,45 @@
-"""Evaluates the checkpoints of a run that another process is training.
+"""Continuous evaluation of a run that another process is training.
 
-The newest checkpoint that has not been evaluated comes first, so that figures
-are as new as can be; older ones follow while there is no newer one. It ends
-when the run is finished and every checkpoint has been evaluated. Figures that
-an earlier follower has written are not made again, and rolling evaluations go
-on where its last one ended.
+The newest unevaluated checkpoint comes first; older ones are evaluated while
+there is no newer one. The program ends when the run is finished and every
+checkpoint has been evaluated. Restarted, it skips the checkpoints whose metrics
+are written.
+
+Rolling evaluations continue where the last one of this program ended. Their
+positions are in a file beside the metrics, because the run's checkpoints have
+the positions of the run's own evaluations, of other steps in another order.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 import contextlib
 import dataclasses
 import functools
+import json
 import os
 import time
+from typing import Any
 
 from etils import epath
 
+from paxon.inputs import base_input
 from paxon.learners import train_state
+from paxon.runner import files, user_error
 from paxon.runner import run_dir as run_dirs
-from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer, compatibility
 from paxon.runner.hosts import agreement
 from paxon.runner.monitoring import metrics_file, summary_writer, writers
 from paxon.runner.training import (
   evaluation,
   evaluation_log,
-  figures,
-  finished,
-  followed_positions,
+  restore,
+  run_files,
+  run_metrics,
   stop_signals,
 )
 from paxon.runner.training import session as session_lib
 
-# How soon a signal is seen while there is nothing to do.
+_POSITION_KEYS = {"step", "before", "after"}
+# Signals are polled this often while there is nothing to evaluate.
 _MAX_SLEEP_SECONDS = 0.2
 
 
@@ -42,10 +49,10 @@ class Follower:
 
   Attributes:
     session: The job on its devices.
-    run_dir: The folder of the run, which is only read, but for its `eval/`.
-    stop: Says when the user wants to stop.
-    pause_seconds: Between two looks for a new checkpoint.
-    sleep: Another one in tests.
+    run_dir: The run directory; only its `eval/` is written.
+    stop: Requests of the user to stop.
+    pause_seconds: Interval of polling for a new checkpoint.
+    sleep: Replaced in tests.
   """
 
   session: session_lib.Session
@@ -55,7 +62,7 @@ class Follower:
   sleep: Callable[[float], None] = time.sleep
 
   def run(self) -> None:
-    """Follows the run until it is finished, or a signal asks to stop.
+    """Follows the run until it is finished or a signal stops the program.
 
     Raises:
       UserError: A checkpoint does not fit the job.
@@ -64,13 +71,13 @@ class Follower:
     done = set(agreement.from_first(lambda: sorted(self._evaluated())))
     skipped: dict[int, int | None] = {}
     is_waiting = False
-    for line in followed_positions.restore(
+    for line in restore_positions(
       self._positions, self.session.job.eval_inputs, done=done
     ):
-      _say(f"warning: {line}")
+      _print(f"warning: {line}")
     with contextlib.closing(self._writer()) as writer:
       while not self.stop.settle():
-        # Before the checkpoints are listed: then the last one is among them.
+        # Read before the checkpoints are listed, so that the last is included.
         is_finished = agreement.from_first(self._is_finished)
         steps = self._steps()
         newest = agreement.from_first(
@@ -84,14 +91,14 @@ class Follower:
           elif self._evaluate(evaluator, state, writer):
             done.add(step)
         elif is_finished:
-          _say(f"the run is finished, with {len(done)} checkpoints evaluated")
+          _print(f"the run is finished; checkpoints evaluated: {len(done)}")
           return
         else:
           if not steps and not is_waiting:
             is_waiting = True
-            _say(f"waiting for a checkpoint in {os.fspath(self._folder)}")
+            _print(f"waiting for a checkpoint in {os.fspath(self._folder)}")
           self._pause()
-    _say(f"stopped by {self.stop.requested}; the same command goes on")
+    _print(f"stopped by {self.stop.requested}; the same command resumes")
 
   @property
   def _folder(self) -> epath.Path:
@@ -109,18 +116,18 @@ class Follower:
   def _newest(
     self, steps: list[int], done: set[int], skipped: dict[int, int | None]
   ) -> tuple[int, int | None] | None:
-    """Returns the newest step to evaluate, with its time; None if none is."""
+    """Returns the newest step to evaluate and its time, `None` if none is."""
     left = [
       step
       for step in steps
       if step not in done
-      # The run may save a damaged one again.
+      # The run may overwrite a damaged one.
       and (step not in skipped or skipped[step] != self._time(step))
     ]
     return (max(left), self._time(max(left))) if left else None
 
   def _evaluated(self) -> set[int]:
-    """Returns the steps that this command has evaluated before."""
+    """Returns the steps whose metrics an earlier process has written."""
     path = self.run_dir / run_dirs.EVAL / run_dirs.METRICS
     records = metrics_file.read(path) if path.exists() else []
     steps = {record.step for record in records}
@@ -132,24 +139,24 @@ class Follower:
     return {step for step in steps if log.at(step) is not None}
 
   def _steps(self) -> list[int]:
-    # Opened anew each time: it lists the folder when it is opened.
+    # Opened each time, because it lists the directory when it is opened.
     with checkpointer.Checkpointer(self._folder, read_only=True) as checkpoints:
       return checkpoints.steps()
 
   def _time(self, step: int) -> int | None:
-    """Returns the second of a checkpoint; `None` if it is not there."""
+    """Returns the time of a checkpoint in seconds, `None` if it is gone."""
     try:
       return (self._folder / str(step)).stat().mtime
     except FileNotFoundError:
       return None
 
   def _is_finished(self) -> bool:
-    mark = finished.read(self.run_dir)
-    wanted = self.session.job.num_train_steps
-    return mark is not None and mark.num_train_steps >= wanted
+    marker = run_files.read_finished(self.run_dir)
+    steps = self.session.job.num_train_steps
+    return marker is not None and marker.num_train_steps >= steps
 
   def _restore(self, step: int) -> train_state.TrainState | None:
-    """Returns a checkpoint; `None`, with a line, if it cannot be read."""
+    """Returns a checkpoint; prints why and returns `None` if it cannot."""
     try:
       with checkpointer.Checkpointer(self._folder, read_only=True) as opened:
         restored = opened.restore(
@@ -161,9 +168,9 @@ class Follower:
       raise user_error.UserError(str(error)) from error
     except checkpointer.DamagedCheckpointError as error:
       if step in self._steps():
-        _say(f"step {step} is skipped: {user_error.one_line(error)}")
+        _print(f"skipping step {step}: {user_error.one_line(error)}")
       else:
-        _say(f"step {step} is skipped: the run has deleted its checkpoint")
+        _print(f"skipping step {step}: the run has deleted its checkpoint")
       return None
     return restored.tree
 
@@ -173,13 +180,13 @@ class Follower:
     state: train_state.TrainState,
     writer: summary_writer.SummaryWriter,
   ) -> bool:
-    """Measures, writes and prints; false if asked to stop meanwhile."""
+    """Evaluates, writes and prints; false if stopped meanwhile."""
     results = evaluator.evaluate(state, is_stopped=self.stop.poll)
     if results is None:
       return False
     step = int(state.step)
     if agreement.is_first():
-      followed_positions.store(
+      store_positions(
         self._positions,
         self.session.job.eval_inputs,
         step=step,
@@ -188,8 +195,8 @@ class Follower:
     for split, values in results.items():
       writer.write(step, split, values)
     writer.flush()
-    for line in figures.lines(step, results):
-      _say(line)
+    for line in run_metrics.format_results(step, results):
+      _print(line)
     return True
 
   def _pause(self) -> None:
@@ -199,5 +206,68 @@ class Follower:
       left -= _MAX_SLEEP_SECONDS
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
   print(line, flush=True)
+
+
+def restore_positions(
+  path: epath.Path,
+  eval_inputs: Mapping[str, base_input.BaseInput],
+  *,
+  done: Collection[int],
+) -> list[str]:
+  """Sets rolling inputs to where the last evaluation ended.
+
+  Args:
+    path: The file of `store_positions`, which may not exist.
+    eval_inputs: The inputs by split.
+    done: The steps whose metrics are written. The last evaluation is repeated,
+      on the same batches, if its step is not among them.
+
+  Returns:
+    A line for each position that does not fit its input.
+
+  Raises:
+    UserError: The file is damaged.
+  """
+  stored = agreement.from_first(lambda: _read_positions(path))
+  if stored is None:
+    return []
+  positions = stored["after" if stored["step"] in done else "before"]
+  return restore.restore_rolling_positions(eval_inputs, positions)
+
+
+def store_positions(
+  path: epath.Path,
+  eval_inputs: Mapping[str, base_input.BaseInput],
+  *,
+  step: int,
+  before: Mapping[str, base_input.State],
+) -> None:
+  """Writes the positions of rolling inputs, before metrics are written.
+
+  Args:
+    path: The file.
+    eval_inputs: The inputs by split, after an evaluation.
+    step: Of the evaluation.
+    before: Their positions before it.
+  """
+  if before:
+    after = restore.rolling_positions(eval_inputs)
+    text = json.dumps({"step": step, "before": before, "after": after})
+    files.write_text(path, text)
+
+
+def _read_positions(path: epath.Path) -> dict[str, Any] | None:
+  if not path.exists():
+    return None
+  try:
+    stored = json.loads(path.read_text())
+  except ValueError as error:
+    stored = error
+  if not isinstance(stored, dict) or stored.keys() != _POSITION_KEYS:
+    raise user_error.UserError(
+      f"{os.fspath(path)} does not hold the positions of rolling evaluations;"
+      " remove it, and they start at their first batches."
+    )
+  return stored

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from paxon.runner.monitoring import observer, summary_writer
-from paxon.runner.training import throughput, train_summaries
+from paxon.runner.training import run_metrics
 
 
 class _Memory(summary_writer.SummaryWriter):
@@ -25,7 +25,7 @@ def _metrics(loss):
 
 def test_metrics_are_read_one_step_late():
   memory = _Memory()
-  summaries = train_summaries.TrainSummaries(memory, every_steps=1, last_step=3)
+  summaries = run_metrics.TrainMetrics(memory, every_steps=1, last_step=3)
   summaries.add(1, _metrics(1.5))
   assert memory.written == []
   summaries.add(2, _metrics(2.5))
@@ -37,7 +37,7 @@ def test_metrics_are_read_one_step_late():
 
 def test_every_nth_step_and_the_last_one_are_written():
   memory = _Memory()
-  summaries = train_summaries.TrainSummaries(memory, every_steps=3, last_step=7)
+  summaries = run_metrics.TrainMetrics(memory, every_steps=3, last_step=7)
   for step in range(1, 8):
     summaries.add(step, _metrics(step))
   summaries.drain()
@@ -52,7 +52,7 @@ def test_every_nth_step_and_the_last_one_are_written():
 
 def test_throughput_counts_tokens_and_time_since_the_last_report():
   now = [100.0]
-  rate = throughput.Throughput(clock=lambda: now[0])
+  rate = run_metrics.Throughput(clock=lambda: now[0])
   rate.add(30.0)
   rate.add(10.0)
   now[0] += 8
@@ -64,7 +64,7 @@ def test_throughput_counts_tokens_and_time_since_the_last_report():
 
 def test_throughput_leaves_out_pauses():
   now = [0.0]
-  rate = throughput.Throughput(clock=lambda: now[0])
+  rate = run_metrics.Throughput(clock=lambda: now[0])
   now[0] += 1
   with rate.paused():
     now[0] += 1000
@@ -74,12 +74,12 @@ def test_throughput_leaves_out_pauses():
 
 
 def test_throughput_of_no_time_is_no_division_by_zero():
-  assert throughput.Throughput(clock=lambda: 1.0).report() == 0.0
+  assert run_metrics.Throughput(clock=lambda: 1.0).report() == 0.0
 
 
 def test_throughput_counts_a_failed_pause_as_one():
   now = [0.0]
-  rate = throughput.Throughput(clock=lambda: now[0])
+  rate = run_metrics.Throughput(clock=lambda: now[0])
 
   def fail():
     with rate.paused():
@@ -109,7 +109,7 @@ class _Witness(observer.Observer):
 
 def test_each_step_is_told_and_only_what_is_written_is_read():
   memory, witness = _Memory(), _Witness()
-  summaries = train_summaries.TrainSummaries(
+  summaries = run_metrics.TrainMetrics(
     memory, every_steps=2, last_step=3, observer=witness
   )
   for step in (1, 2, 3):
@@ -133,9 +133,7 @@ def test_devices_are_busy_until_the_last_step_is_there():
 
   x = jnp.ones((256, 256))
   slow(x).block_until_ready()
-  summaries = train_summaries.TrainSummaries(
-    _Memory(), every_steps=1, last_step=3
-  )
+  summaries = run_metrics.TrainMetrics(_Memory(), every_steps=1, last_step=3)
   assert not summaries.is_busy()
   loss = slow(x), jnp.float32(4)
   summaries.add(1, {"loss": loss})
@@ -147,7 +145,7 @@ def test_devices_are_busy_until_the_last_step_is_there():
 
 def test_mean_time_of_a_step_since_the_last_report():
   now = [100.0]
-  rate = throughput.Throughput(clock=lambda: now[0])
+  rate = run_metrics.Throughput(clock=lambda: now[0])
   for _ in range(4):
     rate.add(1.0)
   now[0] += 8

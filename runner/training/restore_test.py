@@ -18,8 +18,8 @@ from paxon.runner.checkpoints import (
   stored_checkpoint,
 )
 from paxon.runner.settings import training
+from paxon.runner.training import restore, testing, train
 from paxon.runner.training import session as session_lib
-from paxon.runner.training import testing, train, warm_starting
 
 SOURCE_STEPS = 2
 AVERAGE = fdl.Config(parameter_average.ParameterAverage, decay=0.5, debias=True)
@@ -41,7 +41,7 @@ class Warm(testing.TinyLm):
 def _run(config, folder):
   config.generation = None
   epath.Path(folder).mkdir(parents=True, exist_ok=True)
-  assert train.run(fdl.build(config), config, epath.Path(folder)) == 0
+  train.run(fdl.build(config), config, epath.Path(folder))
   return folder
 
 
@@ -56,7 +56,7 @@ def _opened(**knobs):
 
 
 def _start(session, source, **fields):
-  return warm_starting.start(
+  return restore.warm_start(
     session, training.WarmStart(checkpoint=str(source), **fields)
   )
 
@@ -194,7 +194,7 @@ def test_a_renamed_part_and_a_missing_one(source, session, stored):
     ),
     pytest.param(
       {"training_state": True},
-      "goes on from step 2 .* num_train_steps is 2",
+      "starts at step 2 .* num_train_steps is 2",
       id="no step left",
     ),
   ],
@@ -203,7 +203,7 @@ def test_what_does_not_fit_is_one_line(source, session, fields, message):
   job = dataclasses.replace(session.job, num_train_steps=SOURCE_STEPS)
   start = training.WarmStart(**{"checkpoint": str(source), **fields})
   with pytest.raises(user_error.UserError, match=message) as caught:
-    warm_starting.start(dataclasses.replace(session, job=job), start)
+    restore.warm_start(dataclasses.replace(session, job=job), start)
   assert "\n" not in str(caught.value)
 
 

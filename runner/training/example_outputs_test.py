@@ -16,7 +16,7 @@ from paxon.inputs import base_input
 from paxon.runner.training import (
   compiled_steps,
   evaluation,
-  row_outputs,
+  example_outputs,
   testing,
 )
 from paxon.runner.training import session as session_lib
@@ -131,8 +131,8 @@ def _traced(monkeypatch):
   def state_of(session):
     return session_lib.for_evaluation(session.abstract_state())
 
-  monkeypatch.setattr(row_outputs, "_scores", scores)
-  monkeypatch.setattr(row_outputs, "_predictions", predictions)
+  monkeypatch.setattr(example_outputs, "_scores", scores)
+  monkeypatch.setattr(example_outputs, "_predictions", predictions)
   monkeypatch.setattr(compiled_steps, "compile_eval_step", compile_eval_step)
   return names
 
@@ -177,7 +177,7 @@ def test_programs_are_compiled_with_the_options_of_the_session(
   options = {"xla_an_option": True}
   monkeypatch.setattr(session_lib.Session, "compiler_options", options)
   source = session.job.eval_inputs["rows"]
-  assert row_outputs.of_input(source, session=session) is not None
+  assert example_outputs.for_input(source, session=session) is not None
   assert given == [options] * 3
 
 
@@ -187,4 +187,4 @@ def test_an_input_whose_collector_needs_nothing_has_no_rows(
   monkeypatch.setattr(_Collector, "needs_scores", False)
   monkeypatch.setattr(_Collector, "needs_predictions", False)
   source = session.job.eval_inputs["rows"]
-  assert row_outputs.of_input(source, session=session) is None
+  assert example_outputs.for_input(source, session=session) is None

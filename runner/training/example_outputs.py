@@ -1,9 +1,8 @@
-"""What a model gives for each row, for metrics that are joined by example.
+"""Per-example model outputs for metrics that are computed on the host.
 
-An input whose rows are examples with ids may have a method `row_metrics()`,
-which returns a collector. It gets the score of each row, the log likelihood of
-its targets, and what the model generates after its prompt, and computes figures
-from them on the host.
+An input whose examples have ids may have a method `row_metrics()` that returns
+a collector. It gets the score of each example (the log likelihood of its
+targets), and the text that the model generates for its prompt.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,42 +28,42 @@ _ENCODER = ("encoder_inputs", "encoder_positions", "encoder_segment_ids")
 
 
 @runtime_checkable
-class RowMetrics(Protocol):
-  """A collector of the rows of one evaluation."""
+class ExampleMetrics(Protocol):
+  """A collector of the examples of one evaluation."""
 
   @property
   def needs_scores(self) -> bool:
-    """Whether `add` wants `scores`."""
+    """Whether `add` requires `scores`."""
     ...
 
   @property
   def needs_predictions(self) -> bool:
-    """Whether `add` wants `predictions`."""
+    """Whether `add` requires `predictions`."""
     ...
 
   def add(self, rows: Mapping[str, np.ndarray]) -> None:
-    """Adds a batch: `example_ids`, `example_weights` and what is needed."""
+    """Adds a batch: `example_ids`, `example_weights` and required outputs."""
     ...
 
   def compute(self) -> dict[str, float]:
-    """Returns the figures of all rows that were added."""
+    """Returns the metrics of all added examples."""
     ...
 
 
-class RowOutputs:
-  """Computes what a collector needs of each batch."""
+class ExampleOutputs:
+  """Computes the outputs that a collector requires, batch by batch."""
 
   def __init__(
-    self, session: session_lib.Session, make: Callable[[], RowMetrics]
+    self, session: session_lib.Session, make: Callable[[], ExampleMetrics]
   ) -> None:
-    """Prepares; programs are compiled when the first batch is there.
+    """Prepares; programs are compiled for the first batch.
 
     Args:
       session: The job on its devices.
-      make: Returns a collector of one evaluation; all need the same.
+      make: Returns a collector for one evaluation; all require the same.
 
     Raises:
-      UserError: Predictions are needed, and the model cannot generate.
+      UserError: Predictions are required, and the model cannot generate.
     """
     self._make = make
     self._collector = collector = make()
@@ -82,10 +81,10 @@ class RowOutputs:
         getattr(model, "prefill", None)
       ):
         raise user_error.UserError(
-          f"{session.job.experiment} has metrics of predictions, and cannot"
-          " generate: the task needs a tokenizer, and a model with prefill."
+          f"{session.job.experiment} has metrics of predictions, but cannot"
+          " generate: the task needs a tokenizer and a model with prefill."
         )
-      # A step reads one token a row, which cannot be split by length.
+      # A decoding step has one token per sequence: no length to split.
       rules = tuple(
         (logical, None if logical == axes.LENGTH else mesh_axes)
         for logical, mesh_axes in session.layout.rules
@@ -105,40 +104,40 @@ class RowOutputs:
 
   @property
   def is_needed(self) -> bool:
-    """Whether the collector wants anything of the model."""
+    """Whether the collector requires any output of the model."""
     return bool(self._programs)
 
   def begin(self) -> None:
-    """Begins an evaluation: forgets the rows of the one before."""
+    """Starts an evaluation with an empty collector."""
     self._collector = self._make()
 
   def add(self, state: train_state.TrainState, batch: Batch) -> None:
-    """Gives the collector what the model makes of a batch."""
+    """Computes the outputs of a batch and adds them to the collector."""
     rows = dict(self._ids({key: batch[key] for key in _KEYS}))
     for name, program in self._programs.items():
       rows[name] = program(state, dict(batch))
     self._collector.add({k: np.asarray(v) for k, v in rows.items()})
 
   def metrics(self) -> dict[str, float]:
-    """Returns the collector's figures."""
+    """Returns the collector's metrics."""
     return self._collector.compute()
 
 
-def of_input(
+def for_input(
   source: base_input.BaseInput, *, session: session_lib.Session
-) -> RowOutputs | None:
-  """Returns what computes the rows of an input; None if it wants none."""
+) -> ExampleOutputs | None:
+  """Returns the outputs that an input's metrics require; None for none."""
   make = getattr(source, "row_metrics", None)
   if make is None:
     return None
-  rows = RowOutputs(session, make)
-  return rows if rows.is_needed else None
+  outputs = ExampleOutputs(session, make)
+  return outputs if outputs.is_needed else None
 
 
 def _scores(
   session: session_lib.Session, state: train_state.TrainState, batch: Batch
 ) -> jax.Array:
-  """Returns the log likelihood of each row's targets, float32 [B]."""
+  """Returns the log likelihood of each example's targets, float32 [B]."""
   loss_fn = model_loss.make_loss_fn(
     session.job.task.model, specs=session.specs, deterministic=True
   )
@@ -149,10 +148,10 @@ def _scores(
 def _predictions(
   session: session_lib.Session, state: train_state.TrainState, batch: Batch
 ) -> jax.Array:
-  """Returns the most likely continuation of each row's prompt, int32 [B,T].
+  """Returns a greedy continuation of each example's prompt, int32 [B,T].
 
-  The prompt is the row's prefix, or its first input: what begins a text. An
-  encoder reads its own inputs.
+  The prompt is the example's prefix, or its first input, which begins a text.
+  An encoder reads its own inputs.
   """
   model, tokenizer = session.job.task.model, session.job.task.tokenizer
   assert tokenizer is not None
@@ -161,7 +160,7 @@ def _predictions(
   ids = batch["inputs"]
   if "prefix" in batch:
     lengths = jnp.sum(batch["prefix"].astype(jnp.int32), axis=1)
-    # Rows that only fill the batch have none.
+    # Examples that only pad the batch have none.
     lengths = jnp.maximum(lengths, 1)
   else:
     ids = ids[:, :1]

@@ -15,12 +15,12 @@ from paxon.runner.checkpoints import checkpointer
 from paxon.runner.monitoring import metrics_file
 from paxon.runner.training import (
   evaluate,
-  finished,
-  following,
-  restoring,
+  follow,
+  run_files,
   stop_signals,
   testing,
 )
+from paxon.runner.training import restore as restore_lib
 from paxon.runner.training import session as session_lib
 
 KNOBS = {"num_train_steps": 6, "checkpoint_every_steps": 2}
@@ -58,7 +58,7 @@ class _Checkpoints:
     return self._run_dir / "checkpoints" / str(step)
 
   def finish(self, step):
-    finished.mark(self._run_dir, step=step, job=self._session.job)
+    run_files.mark_finished(self._run_dir, step=step, job=self._session.job)
 
 
 @pytest.fixture(name="checkpoints")
@@ -77,7 +77,7 @@ def _follow(session, run_dir, *events):
     else:
       stop.requested = "SIGTERM"
 
-  following.Follower(
+  follow.Follower(
     session=session, run_dir=run_dir, stop=stop, pause_seconds=0.1, sleep=sleep
   ).run()
   assert not left
@@ -101,7 +101,7 @@ def test_waits_and_takes_the_newest_first_until_the_run_is_finished(
   out = capsys.readouterr().out
   assert out.count("waiting for a checkpoint in ") == 1
   assert "step 4: validation: bits_per_byte" in out
-  assert out.endswith("the run is finished, with 3 checkpoints evaluated\n")
+  assert out.endswith("the run is finished; checkpoints evaluated: 3\n")
   # Once more: nothing is left, and nothing is made again.
   _follow(session, run_dir)
   assert "step 4" not in capsys.readouterr().out
@@ -123,8 +123,8 @@ def test_a_damaged_and_a_deleted_checkpoint_are_skipped(
   monkeypatch.setattr(checkpointer.Checkpointer, "restore", deleting)
   _follow(session, run_dir)
   out = capsys.readouterr().out.splitlines()
-  assert out[0].startswith("step 6 is skipped: The checkpoint ")
-  assert out[1] == "step 4 is skipped: the run has deleted its checkpoint"
+  assert out[0].startswith("skipping step 6: The checkpoint ")
+  assert out[1] == "skipping step 4: the run has deleted its checkpoint"
   assert [record.step for record in _figures(run_dir)] == [2]
 
 
@@ -146,9 +146,9 @@ def test_the_first_process_says_which_checkpoint_is_the_newest(
 ):
   checkpoints = _Listed(state)
   with pytest.raises(user_error.UserError, match="There is no checkpoint in"):
-    restoring.restore_for_evaluation(session, checkpoints, run_dir)
-  monkeypatch.setattr(restoring.agreement, "from_first", lambda make: 8)
-  found = restoring.restore_for_evaluation(session, checkpoints, run_dir)
+    restore_lib.restore_for_evaluation(session, checkpoints, run_dir)
+  monkeypatch.setattr(restore_lib.agreement, "from_first", lambda make: 8)
+  found = restore_lib.restore_for_evaluation(session, checkpoints, run_dir)
   assert found is state
 
 
@@ -179,7 +179,7 @@ def test_a_checkpoint_that_comes_again_is_evaluated(
 
   _follow(session, run_dir, again)
   assert [record.step for record in _figures(run_dir)] == [2]
-  assert "step 2 is skipped" in capsys.readouterr().out
+  assert "skipping step 2" in capsys.readouterr().out
 
 
 def test_a_run_that_ended_early_is_finished_and_one_made_longer_is_not(
@@ -188,12 +188,12 @@ def test_a_run_that_ended_early_is_finished_and_one_made_longer_is_not(
   checkpoints.save(2)
   checkpoints.finish(2)
   _follow(session, run_dir)
-  assert "is finished, with 1 " in capsys.readouterr().out
+  assert "checkpoints evaluated: 1\n" in capsys.readouterr().out
   longer = session_lib.open_session(
     testing.make(**KNOBS | {"num_train_steps": 8})[0]
   )
   _follow(longer, run_dir)
-  assert "stopped by SIGTERM; the same command goes" in capsys.readouterr().out
+  assert "stopped by SIGTERM; the same command res" in capsys.readouterr().out
 
 
 def test_another_model_is_refused(run_dir, checkpoints):
@@ -238,7 +238,7 @@ def test_a_trainer_and_a_follower_as_two_processes(tmp_path, capsys):
 
 def test_a_signal_ends_it(session, run_dir, capsys):
   with stop_signals.StopSignals(when="after this batch") as stop:
-    following.Follower(
+    follow.Follower(
       session=session,
       run_dir=run_dir,
       stop=stop,
@@ -247,13 +247,15 @@ def test_a_signal_ends_it(session, run_dir, capsys):
   waiting, noted, ended = capsys.readouterr().out.splitlines()
   assert waiting.startswith("waiting for a checkpoint in ")
   assert noted.startswith("SIGTERM: stopping after this batch; once more")
-  assert ended == "stopped by SIGTERM; the same command goes on"
+  assert ended == "stopped by SIGTERM; the same command resumes"
 
 
 def test_the_mark_of_a_finished_run(run_dir, session):
-  assert finished.read(run_dir) is None
-  finished.mark(run_dir, step=4, job=session.job)
-  assert finished.read(run_dir) == finished.Mark(step=4, num_train_steps=6)
-  finished.unmark(run_dir)
-  finished.unmark(run_dir)
-  assert finished.read(run_dir) is None
+  assert run_files.read_finished(run_dir) is None
+  run_files.mark_finished(run_dir, step=4, job=session.job)
+  assert run_files.read_finished(run_dir) == run_files.FinishedMarker(
+    step=4, num_train_steps=6
+  )
+  run_files.clear_finished(run_dir)
+  run_files.clear_finished(run_dir)
+  assert run_files.read_finished(run_dir) is None

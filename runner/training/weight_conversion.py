@@ -1,4 +1,4 @@
-"""Makes weights of few bits of a run's parameters, and says what it cost."""
+"""Conversion of trained parameters to quantized weights, with its errors."""
 
 from collections.abc import Iterator, Mapping
 import dataclasses
@@ -16,23 +16,23 @@ from paxon.runner import job as job_lib
 from paxon.runner import run_dir as run_dirs
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer
-from paxon.runner.training import evaluation, restoring, serving
+from paxon.runner.training import evaluation, restore, serving
 from paxon.runner.training import session as session_lib
 from paxon.sharding import axes, variables
 
-# No weight within its range is rounded by as much: those of four bits by 1/14
-# of the largest.
-_WRONG = 0.2
+# Rounding errors within the range are smaller: with four bits at most 1/14 of
+# the largest weight.
+_MAX_ROUNDING = 0.2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightErrors:
-  """How far the stored weights of a parameter are off.
+  """Quantization errors of a parameter.
 
   Attributes:
-    largest: Of the worst weight, as a share of the largest weight.
-    mean: The root mean square, as a share of that of the weights.
-    rounding: As `largest`, of weights within the range that is stored.
+    largest: The largest error, relative to the largest weight.
+    mean: The root mean square error, relative to that of the weights.
+    rounding: As `largest`, for weights within the stored range only.
   """
 
   largest: float
@@ -42,16 +42,16 @@ class WeightErrors:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conversion:
-  """Weights of few bits, made of the parameters of a run.
+  """Quantized weights made from the parameters of a run.
 
   Attributes:
     session: The job as it was trained.
-    state: What is evaluated of it.
+    state: Its state, without what only updates need.
     served: The job that serves the weights.
     converted: Its state.
-    errors: By the name of the parameter.
-    left: Products that the rules cover, and that multiply no parameter of their
-      layer: they are as they were.
+    errors: Errors by the name of the parameter.
+    left: Matmuls that the rules cover but that have no parameter of their layer
+      as an operand; they are unchanged.
   """
 
   session: session_lib.Session
@@ -74,11 +74,11 @@ class Conversion:
     return before, after
 
   def losses_as_trained(self) -> dict[str, float]:
-    """Evaluates the parameters; returns the loss of each split."""
+    """Returns the loss of each split with the trained parameters."""
     return _losses(self.session, self.state)
 
   def losses_served(self) -> dict[str, float]:
-    """Evaluates the weights; returns the loss of each split."""
+    """Returns the loss of each split with the quantized weights."""
     return _losses(self.served, self.converted)
 
 
@@ -87,14 +87,14 @@ def run(job: job_lib.Job, run_dir: epath.Path) -> int:
 
   Args:
     job: The resolved configuration, built, of `quantization="...:convert"`.
-    run_dir: The folder of the run.
+    run_dir: The run directory.
 
   Returns:
     The exit status, 0.
 
   Raises:
     UserError: There is no checkpoint that fits the job, it is converted
-      already, or a layer uses its weights in another way than by a product.
+      already, or a layer uses its weights other than in a matmul.
   """
   assert job.weights is not None
   name = recipes.parse(job.weights).name
@@ -104,7 +104,7 @@ def run(job: job_lib.Job, run_dir: epath.Path) -> int:
   with checkpointer.Checkpointer(to, read_only=True) as checkpoints:
     if step in checkpoints.steps():
       raise user_error.UserError(
-        f"The checkpoint of step {step} is converted already, in"
+        f"The checkpoint of step {step} is already converted, in"
         f" {os.fspath(to)}; use it with --fdl.quantization={name}:serve, or"
         " remove that folder."
       )
@@ -131,11 +131,11 @@ def convert(job: job_lib.Job, run_dir: epath.Path) -> Conversion:
 
   Args:
     job: As of `run`.
-    run_dir: The folder of the run.
+    run_dir: The run directory.
 
   Raises:
     UserError: There is no checkpoint that fits the job, or a layer uses its
-      weights in another way than by a product.
+      weights other than in a matmul.
   """
   return _converted(*_restored(job, run_dir))
 
@@ -146,7 +146,7 @@ def _restored(
   session = session_lib.open_session(job)
   folder = run_dir / run_dirs.CHECKPOINTS
   with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
-    state = restoring.restore_for_evaluation(session, checkpoints, folder)
+    state = restore.restore_for_evaluation(session, checkpoints, folder)
   return session, state
 
 
@@ -176,10 +176,7 @@ def _quantized(
   served: session_lib.Session,
   state: train_state.TrainState,
 ) -> tuple[train_state.TrainState, dict[str, WeightErrors], tuple[str, ...]]:
-  """Returns the state with quantized weights, their errors, and what is left.
-
-  See `Conversion`.
-  """
+  """Returns `converted`, `errors` and `left` of a `Conversion`."""
   model = session.job.task.model
   specs = session_lib.for_evaluation(served.state_specs)
   shardings = session_lib.for_evaluation(served.state_shardings)
@@ -189,7 +186,7 @@ def _quantized(
     state: train_state.TrainState,
   ) -> tuple[train_state.TrainState, dict[str, dict[str, jax.Array]]]:
     values = session.evaluation_variables(state)
-    # Of the forward pass only the weights are used.
+    # Only the quantized weights of the forward pass are used.
     batch = {k: jnp.zeros(x.shape, x.dtype) for k, x in session.batch.items()}
     _, made = model.apply(
       values,
@@ -247,7 +244,7 @@ def _errors(
   scale: jax.Array,
   spec: variables.VariableSpec,
 ) -> dict[str, jax.Array]:
-  """Returns the fields of `WeightErrors` of stored weights."""
+  """Returns the fields of the `WeightErrors` of one parameter."""
   formats = {jnp.dtype(f.dtype): f for f in number_formats.FORMATS.values()}
   number_format = formats[values.dtype]
   if number_format.is_integer:
@@ -257,7 +254,7 @@ def _errors(
     values, scale, number_format=number_format, layer_shape=spec.layer_shape
   )
   exact = exact.astype(jnp.float32)
-  # What is beyond the range is meant to be: it makes the others finer.
+  # Clipped on purpose: a smaller range has finer steps.
   limit = scale * jnp.max(jnp.abs(stored / scale))
   within = jnp.clip(exact, -limit, limit)
 
@@ -280,14 +277,14 @@ def _root_mean_square(x: jax.Array) -> jax.Array:
 def _check_errors(errors: Mapping[str, WeightErrors]) -> None:
   if not errors:
     raise user_error.UserError(
-      "No product that the quantization rules cover multiplies a parameter of"
-      " its layer, so there are no weights to convert."
+      "No matmul that the quantization rules cover has a parameter of its layer"
+      " as an operand, so there are no weights to convert."
     )
   for name, error in errors.items():
-    if not error.rounding <= _WRONG:
+    if not error.rounding <= _MAX_ROUNDING:
       raise user_error.UserError(
-        f"{name} cannot be stored in few bits: it is not finite, or its layer"
-        " multiplies something else than this parameter (found by an error of"
+        f"{name} cannot be quantized: it is not finite, or its layer multiplies"
+        " something other than this parameter (its rounding error is"
         f" {error.rounding:.3g}); exempt the layer in quantization_rules()."
       )
 
@@ -295,7 +292,7 @@ def _check_errors(errors: Mapping[str, WeightErrors]) -> None:
 def _check_decoding(
   session: session_lib.Session, state: train_state.TrainState
 ) -> None:
-  """Raises where decoding reads a parameter that is absent, which is NaN."""
+  """Raises if decoding reads an absent parameter, which is NaN."""
   task = session.job.task
   if not task.generates or callable(getattr(task.model, "encode", None)):
     return
@@ -303,19 +300,19 @@ def _check_decoding(
   def run(state: train_state.TrainState) -> jax.Array:
     values = session.evaluation_variables(state)
     ids = jnp.ones((session.layout.shards(axes.BATCH), 1), jnp.int32)
-    places = jnp.zeros_like(ids)
+    positions = jnp.zeros_like(ids)
     _, cache = model_steps.prefill(task.model, values)(
-      ids, places, ids, cache_length=2
+      ids, positions, ids, cache_length=2
     )
     step = model_steps.decode_step(task.model, values)
-    logits, _ = step(cache, ids, places + 1, ids)
+    logits, _ = step(cache, ids, positions + 1, ids)
     return jnp.isfinite(logits).all()
 
   call = session.layout.jit(run, out_shardings=session.layout.replicated)
   if not call(session_lib.for_evaluation(state)):
     raise user_error.UserError(
-      "Decoding is not finite with weights of few bits: a layer uses its"
-      " parameters there in other products than in training (as latent"
+      "Decoding is not finite with quantized weights: a layer uses its"
+      " parameters there in other matmuls than in training (as latent"
       " attention does); exempt it in quantization_rules()."
     )
 
@@ -328,7 +325,7 @@ def _losses(
 
 
 def _lines(conversion: Conversion, name: str) -> Iterator[str]:
-  """Yields what a conversion changed."""
+  """Yields the changes of size and the errors of a conversion."""
   before, after = conversion.nbytes
   yield (
     f"bytes of variables: {before:,} as trained, {after:,} with {name} weights"
@@ -336,11 +333,11 @@ def _lines(conversion: Conversion, name: str) -> Iterator[str]:
   )
   for parameter, error in conversion.errors.items():
     yield (
-      f"error of weights: {error.mean:.2%} of their root mean square, at most"
-      f" {error.largest:.2%} of the largest: {parameter}"
+      f"quantization error: {error.mean:.2%} of the root mean square, at most"
+      f" {error.largest:.2%} of the largest weight: {parameter}"
     )
-  for product in conversion.left:
+  for matmul in conversion.left:
     yield (
       f"not in {name}, because its layer has no parameter of this name and"
-      f" shape: the product {product}"
+      f" shape: matmul {matmul}"
     )

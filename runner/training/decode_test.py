@@ -1,0 +1,137 @@
+"""Tests for prompts and for the file of samples."""
+
+import dataclasses
+import json
+
+from etils import epath
+import pytest
+
+from paxon.layers.decoding import samplers
+from paxon.runner import user_error
+from paxon.runner.settings import generation
+from paxon.runner.training import decode, samples, testing
+
+
+@pytest.mark.parametrize(
+  ("given", "prompt"),
+  [
+    ("def ", "def "),
+    ("", ""),
+    ("a@b", "a@b"),
+    ("@@home", "@home"),
+    ("@@", "@"),
+  ],
+)
+def test_a_text_is_one_prompt(given, prompt):
+  assert decode.parse_prompts(given, {}) == [prompt]
+
+
+@pytest.mark.parametrize(
+  ("content", "prompts"),
+  [
+    ("one\ntwo\n", ["one", "two"]),
+    ("one\r\n two ", ["one", " two "]),
+    ("one\n\ntwo\n\n", ["one", "", "two", ""]),
+    ("a\u2028b\x0cc\n", ["a\u2028b\x0cc"]),
+    ("\n", [""]),
+  ],
+)
+def test_a_file_has_one_prompt_a_line(tmp_path, content, prompts):
+  path = tmp_path / "prompts.txt"
+  path.write_bytes(content.encode())
+  assert decode.parse_prompts(f"@{path}", {}) == prompts
+
+
+def test_a_relative_file_is_where_the_user_stands(tmp_path):
+  (tmp_path / "p.txt").write_text("x")
+  environ = {"BUILD_WORKING_DIRECTORY": str(tmp_path)}
+  assert decode.parse_prompts("@p.txt", environ) == ["x"]
+
+
+@pytest.mark.parametrize(
+  ("name", "message"),
+  [
+    ("", r"--prompt=@ names no file; write --prompt=@FILE, or --prompt=@@"),
+    ("no.txt", r"no.txt cannot be read \(No such file or dir.*begins with @"),
+    (".", r"cannot be read \(Is a directory\)"),
+    ("empty.txt", r"empty.txt is empty; write one prompt per line"),
+    ("bytes.txt", r"bytes.txt is not UTF-8 text \(byte 1\)"),
+    ("az://a/b", r"az://a/b cannot be reached: Install adlfs"),
+  ],
+)
+def test_a_file_that_gives_no_prompts(tmp_path, name, message):
+  (tmp_path / "empty.txt").write_text("")
+  (tmp_path / "bytes.txt").write_bytes(b"a\xff")
+  with pytest.raises(user_error.UserError, match=message):
+    decode.parse_prompts(f"@{name}", {"BUILD_WORKING_DIRECTORY": str(tmp_path)})
+
+
+@pytest.fixture(scope="module")
+def job():
+  return testing.make(seed=3)[0]
+
+
+def _sample(prompt, continuation="x\n\u2028é"):
+  return samples.Sample(prompt=prompt, continuation=continuation, ids=(5, 7))
+
+
+def _lines(path):
+  text = path.read_text()
+  assert text.endswith("\n")
+  return [json.loads(line) for line in text[:-1].split("\n")]
+
+
+def test_a_line_says_everything_of_a_sample(tmp_path, job):
+  path = decode.write_samples(
+    epath.Path(tmp_path), [_sample("a"), _sample("")], step=12, job=job
+  )
+  assert path == tmp_path / "decode" / "12.jsonl"
+  first, second = _lines(path)
+  assert first == {
+    "step": 12,
+    "prompt": "a",
+    "continuation": "x\n\u2028é",
+    "ids": [5, 7],
+    "seed": 3,
+    "sampler": "Greedy()",
+    "max_new_tokens": 12,
+  }
+  assert second["prompt"] == ""
+
+
+def test_a_sample_drawn_again_replaces_its_line_and_others_stay(tmp_path, job):
+  folder = epath.Path(tmp_path)
+  decode.write_samples(folder, [_sample("a"), _sample("b")], step=4, job=job)
+  decode.write_samples(folder, [_sample("a", "new")], step=4, job=job)
+  warm = dataclasses.replace(
+    job,
+    generation=generation.GenerationSettings(
+      max_new_tokens=12, sampler=samplers.Temperature(temperature=0.5)
+    ),
+  )
+  path = decode.write_samples(folder, [_sample("a", "warm")], step=4, job=warm)
+  found = [(line["prompt"], line["continuation"]) for line in _lines(path)]
+  assert found == [("a", "new"), ("b", "x\n\u2028é"), ("a", "warm")]
+  assert _lines(path)[2]["sampler"].startswith("Temperature(temperature=0.5,")
+
+
+def test_a_function_is_named(tmp_path, job):
+  def mine(logits, key):
+    return logits
+
+  named = dataclasses.replace(
+    job,
+    generation=generation.GenerationSettings(sampler=mine),
+  )
+  path = decode.write_samples(
+    epath.Path(tmp_path), [_sample("a")], step=4, job=named
+  )
+  assert _lines(path)[0]["sampler"].endswith(".mine")
+
+
+@pytest.mark.parametrize("text", ["{", "[]\n", '{"prompt": "a"}\n'])
+def test_a_file_of_something_else_is_named(tmp_path, job, text):
+  (tmp_path / "decode").mkdir()
+  (tmp_path / "decode" / "4.jsonl").write_text(text)
+  with pytest.raises(user_error.UserError, match=r"4.jsonl does not hold samp"):
+    decode.write_samples(epath.Path(tmp_path), [_sample("a")], step=4, job=job)

@@ -1,0 +1,267 @@
+"""Initial state of a program: a checkpoint, a warm start, or new values.
+
+A damaged checkpoint is reported in one line, and the one before it is used. A
+checkpoint that does not fit the configuration is an error instead: the one
+before would not fit either.
+
+A checkpoint's data is one JSON object: the position of the training input and,
+under a separate key, those of the rolling evaluation inputs, which continue
+where the evaluation before ended. Inputs that are reset for each evaluation
+store nothing.
+"""
+
+from collections.abc import Mapping
+import os
+import sys
+from typing import Any
+
+from etils import epath
+import jax
+
+from paxon.inputs import base_input
+from paxon.learners import train_state
+from paxon.runner import run_dir, user_error
+from paxon.runner.checkpoints import (
+  checkpointer,
+  compatibility,
+  stored_checkpoint,
+  warm_start_plan,
+  warm_start_preview,
+  warm_start_values,
+)
+from paxon.runner.hosts import agreement
+from paxon.runner.settings import training
+from paxon.runner.training import session as session_lib
+
+_EVALUATION = "evaluation inputs"
+
+
+def restore_or_start(
+  session: session_lib.Session, checkpoints: checkpointer.Checkpointer
+) -> train_state.TrainState:
+  """Returns the newest checkpoint's state, or the initial one; prints which.
+
+  The training input is left at the next batch, and rolling evaluation inputs
+  where the last evaluation ended.
+
+  Args:
+    session: The job on its devices.
+    checkpoints: Of the run.
+
+  Raises:
+    UserError: The checkpoint, or that of the warm start, does not fit the job
+      or its data; or all checkpoints are damaged.
+  """
+  job = session.job
+  restored = _restore_newest(
+    checkpoints, session.state_specs, session.state_shardings
+  )
+  if restored is None:
+    job.train_input.reset()
+    if job.warm_start is not None:
+      return warm_start(session, job.warm_start)
+    return session.initial_state()
+  step = restored.step
+  position, rolling = from_stored_positions(restored.data)
+  try:
+    job.train_input.set_state(position)
+  except ValueError as error:
+    raise user_error.UserError(
+      f"The training data does not fit the checkpoint of step {step}: {error}"
+    ) from error
+  _restore_rolling(session, rolling)
+  line = f"resuming from the checkpoint of step {step}"
+  if step >= job.num_train_steps:
+    line = (
+      f"the checkpoint of step {step} already exists, and num_train_steps is"
+      f" {job.num_train_steps}: nothing to train"
+    )
+  print(line, flush=True)
+  return restored.tree
+
+
+def restore_for_evaluation(
+  session: session_lib.Session,
+  checkpoints: checkpointer.Checkpointer,
+  folder: epath.Path,
+) -> train_state.TrainState:
+  """Returns the newest checkpoint's state without what only updates need.
+
+  Rolling evaluation inputs are set to the positions in the checkpoint.
+
+  Args:
+    session: The job on its devices.
+    checkpoints: Of the run.
+    folder: Their directory, for the message.
+
+  Raises:
+    UserError: There is no checkpoint, it does not fit the job, or all are
+      damaged.
+  """
+  restored = _restore_newest(
+    checkpoints,
+    session_lib.for_evaluation(session.state_specs),
+    session_lib.for_evaluation(session.state_shardings),
+  )
+  if restored is None:
+    raise user_error.UserError(
+      f"There is no checkpoint in {folder}; train first, or give the"
+      " --job_log_dir of a run that has one."
+    )
+  _, rolling = from_stored_positions(restored.data)
+  _restore_rolling(session, rolling)
+  return restored.tree
+
+
+def _restore_newest(
+  checkpoints: checkpointer.Checkpointer, specs: Any, shardings: Any
+) -> checkpointer.Restored | None:
+  """Returns the newest undamaged checkpoint; None if there are none."""
+  damaged: list[str] = []
+  # Each process has listed the directory itself, maybe not at the same time.
+  while (step := agreement.from_first(checkpoints.latest_step)) is not None:
+    try:
+      restored = checkpoints.restore(step, specs=specs, shardings=shardings)
+    except compatibility.CheckpointMismatchError as error:
+      raise user_error.UserError(str(error)) from error
+    except checkpointer.DamagedCheckpointError as error:
+      damaged.append(user_error.one_line(error))
+      checkpoints.leave_out(step)
+      continue
+    for line in damaged:
+      print(
+        f"{line}; using the one of step {restored.step} instead",
+        file=sys.stderr,
+        flush=True,
+      )
+    return restored
+  if damaged:
+    raise user_error.UserError(
+      f"All checkpoints are damaged: {'; '.join(damaged)}. Start again with"
+      " another --job_log_dir, or restore a backup of one."
+    )
+  return None
+
+
+def make_warm_start_plan(
+  session: session_lib.Session, start: training.WarmStart
+) -> warm_start_plan.Plan:
+  """Finds the checkpoint of a warm start and decides what is read from it.
+
+  Args:
+    session: The job on its devices; nothing is computed.
+    start: The job's setting.
+
+  Raises:
+    user_error.UserError: There is no such checkpoint, or it does not fit.
+  """
+  path = run_dir.resolve(start.checkpoint, os.environ)
+  return warm_start_plan.make(
+    start,
+    checkpoint=stored_checkpoint.find(path, step=start.step),
+    targets=jax.tree.leaves(session.state_specs),
+  )
+
+
+def warm_start(
+  session: session_lib.Session, start: training.WarmStart
+) -> train_state.TrainState:
+  """Returns an initial state with values of another run; prints which.
+
+  Args:
+    session: The job on its devices.
+    start: The job's setting.
+
+  Raises:
+    user_error.UserError: There is no such checkpoint, it does not fit, cannot
+      be read, or leaves no step to train.
+  """
+  plan = make_warm_start_plan(session, start)
+  steps = session.job.num_train_steps
+  if start.training_state and plan.checkpoint.step >= steps:
+    raise user_error.UserError(
+      f"WarmStart.training_state starts at step {plan.checkpoint.step} of"
+      f" {os.fspath(plan.checkpoint.folder)}, but num_train_steps is {steps};"
+      " make it larger, or leave training_state out."
+    )
+  print("\n".join(warm_start_preview.summary(plan)), flush=True)
+  specs = jax.tree.leaves(session.state_specs)
+  shardings = jax.tree.leaves(session.state_shardings)
+  values = warm_start_values.read(
+    plan,
+    shardings={
+      spec.name: sharding
+      for spec, sharding in zip(specs, shardings, strict=True)
+    },
+  )
+  return session.initial_state(values)
+
+
+def to_stored_positions(
+  training: Mapping[str, Any], evaluation: Mapping[str, base_input.State]
+) -> dict[str, Any]:
+  """Returns a checkpoint's data.
+
+  Args:
+    training: The position of the training input.
+    evaluation: The positions of rolling inputs by split.
+  """
+  if not evaluation:
+    return dict(training)
+  return {**training, _EVALUATION: dict(evaluation)}
+
+
+def from_stored_positions(
+  stored: Mapping[str, Any],
+) -> tuple[base_input.State, dict[str, base_input.State]]:
+  """Returns the two arguments of `to_stored_positions`."""
+  training = {k: v for k, v in stored.items() if k != _EVALUATION}
+  return training, dict(stored.get(_EVALUATION, {}))
+
+
+def rolling_positions(
+  eval_inputs: Mapping[str, base_input.BaseInput],
+) -> dict[str, base_input.State]:
+  """Returns the positions of the rolling inputs, by split."""
+  return {
+    split: source.get_state()
+    for split, source in eval_inputs.items()
+    if not source.reset_for_eval
+  }
+
+
+def restore_rolling_positions(
+  eval_inputs: Mapping[str, base_input.BaseInput],
+  positions: Mapping[str, base_input.State],
+) -> list[str]:
+  """Sets the positions of the rolling inputs.
+
+  Args:
+    eval_inputs: The inputs by split.
+    positions: Positions by split. A split without one, such as one that was
+      added later or has changed data, starts at its first batch: that is no
+      reason to stop training.
+
+  Returns:
+    A line for each position that does not fit its input.
+  """
+  lines = []
+  for split, source in eval_inputs.items():
+    if source.reset_for_eval:
+      continue
+    source.reset()
+    try:
+      if split in positions:
+        source.set_state(positions[split])
+    except ValueError as error:
+      lines.append(
+        f"the evaluation of {split!r} starts at its first batch: {error}"
+      )
+  return lines
+
+
+def _restore_rolling(
+  session: session_lib.Session, positions: Mapping[str, Any]
+) -> None:
+  for line in restore_rolling_positions(session.job.eval_inputs, positions):
+    print(f"warning: {line}", flush=True)

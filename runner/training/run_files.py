@@ -1,0 +1,276 @@
+"""Files that describe a run: its settings, configuration and finished marker.
+
+`settings.json` has the experiment and its `--fdl.` arguments in their order, so
+that evaluation and decoding can resolve the configuration again. The resolved
+configuration is stored as text, which is compared when the run resumes, and as
+JSON. The finished marker ends programs that follow the run.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import json
+import os
+import time
+
+from etils import epath
+import fiddle as fdl
+
+from paxon.runner import files, run_dir, user_error
+from paxon.runner import job as job_lib
+from paxon.runner.configuration import (
+  comparison,
+  dump,
+  find_experiment,
+  tree,
+)
+from paxon.runner.configuration import overrides as overrides_lib
+
+# May change if the number of steps does: a schedule spans the run.
+_SCHEDULE = ".schedule."
+_LENGTH = "num_train_steps"
+_PAUSE_SECONDS = 2.0
+
+
+def check_config(config: fdl.Buildable, folder: epath.Path) -> list[str]:
+  """Compares a configuration with the stored one of a run.
+
+  Args:
+    config: The root of the resolved configuration.
+    folder: The directory of a run that has checkpoints.
+
+  Returns:
+    One line for each value that differs and may differ.
+
+  Raises:
+    UserError: A value differs that would make it a different run.
+  """
+  stored = folder / run_dir.CONFIG_TEXT
+  if not stored.exists():
+    return []
+  before = stored.read_text()
+  changes = comparison.differences(before, dump.to_text(config))
+  # Fields that the code has gained since, left at their defaults.
+  added = _unset(config) - set(comparison.values(before))
+  is_extended = any(each.path == _LENGTH for each in changes)
+  rejected = [
+    each
+    for each in changes
+    if each.path not in added
+    and not each.rule.may_change
+    and not (is_extended and _SCHEDULE in each.path)
+  ]
+  if rejected:
+    more = f" (and {len(rejected) - 1} more)" if len(rejected) > 1 else ""
+    raise user_error.UserError(
+      f"{folder} has a run with a different configuration:"
+      f" {_line(rejected[0])}{more}; use the same values or another"
+      " --job_log_dir."
+    )
+  return [_line(each) for each in changes]
+
+
+def store_config(config: fdl.Buildable, folder: epath.Path) -> None:
+  """Writes a configuration, replacing a stored one.
+
+  Args:
+    config: The root of the resolved configuration.
+    folder: The run directory.
+  """
+  files.write_text(folder / run_dir.CONFIG_TEXT, dump.to_text(config))
+  files.write_text(folder / run_dir.CONFIG_JSON, dump.to_json(config))
+
+
+def _line(change: comparison.Difference) -> str:
+  return f"{change.path} was {change.before} and is now {change.after}"
+
+
+def _unset(config: fdl.Buildable) -> set[str]:
+  """Returns the paths of fields that have their defaults."""
+  return {
+    tree.join(path, name)
+    for path, node in tree.nodes(config)
+    for name in tree.field_names(node)
+    if not tree.is_set(node, name)
+  }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+  """The experiment and the overrides of a command line.
+
+  Attributes:
+    experiment: The import path of its class.
+    overrides: The assignments, as they were typed.
+  """
+
+  experiment: str
+  overrides: tuple[overrides_lib.Override, ...]
+
+
+def store_settings(
+  experiment: str,
+  overrides: Sequence[overrides_lib.Override],
+  folder: epath.Path,
+) -> None:
+  """Writes settings, replacing stored ones.
+
+  Args:
+    experiment: The import path of its class.
+    overrides: The assignments.
+    folder: The run directory.
+  """
+  content = {
+    "experiment": experiment,
+    "overrides": [
+      f"--{overrides_lib.PREFIX}{each.path}={each.text}" for each in overrides
+    ],
+  }
+  files.write_text(
+    folder / run_dir.SETTINGS, json.dumps(content, indent=1) + "\n"
+  )
+
+
+def read_settings(folder: epath.Path) -> Settings | None:
+  """Returns the stored settings of a run, `None` if there are none.
+
+  Args:
+    folder: The run directory.
+
+  Raises:
+    UserError: The file is damaged.
+  """
+  path = folder / run_dir.SETTINGS
+  if not path.exists():
+    return None
+  try:
+    content = json.loads(path.read_text())
+    parsed = [overrides_lib.parse_argument(a) for a in content["overrides"]]
+    return Settings(
+      experiment=str(content["experiment"]),
+      overrides=tuple(each for each in parsed if each is not None),
+    )
+  except (ValueError, KeyError, TypeError, AttributeError) as error:
+    raise user_error.UserError(
+      f"{path} does not hold the settings of a run ({error!r}); remove it, and"
+      " give --exp and every --fdl. of the training."
+    ) from error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompletedSettings:
+  """The settings of a run, completed by a command line.
+
+  Attributes:
+    experiment: As `--exp` takes it.
+    overrides: Those of the run, then those of the command line.
+    notes: Lines to print.
+  """
+
+  experiment: str
+  overrides: tuple[overrides_lib.Override, ...]
+  notes: tuple[str, ...] = ()
+
+
+def complete_settings(
+  experiment: str | None,
+  given: Sequence[overrides_lib.Override],
+  folder: epath.Path,
+  *,
+  packages: Sequence[str] = (),
+) -> CompletedSettings:
+  """Adds the settings of a run to those of a command line.
+
+  Args:
+    experiment: As `--exp` names it; `None` for that of the run. The settings of
+      the run are not used for another experiment.
+    given: The assignments of the command line.
+    folder: The run directory.
+    packages: Where names close to a misspelled one are searched.
+
+  Raises:
+    UserError: There is no such experiment, or none is named anywhere.
+  """
+  settings = read_settings(folder)
+  if settings is None:
+    if not experiment:
+      raise user_error.UserError(
+        f"--exp is missing, and {os.fspath(folder)} has no"
+        f" {run_dir.SETTINGS} with the experiment that was trained there."
+      )
+    return CompletedSettings(experiment=experiment, overrides=tuple(given))
+  if experiment:
+    cls = find_experiment.find_experiment(experiment, packages=packages)
+    if cls.import_path() != settings.experiment:
+      note = (
+        f"the run's experiment is {settings.experiment}; its settings are not"
+        f" used for {experiment}"
+      )
+      return CompletedSettings(
+        experiment=experiment, overrides=tuple(given), notes=(note,)
+      )
+  paths = {each.path for each in given}
+  used = [str(each) for each in settings.overrides if each.path not in paths]
+  return CompletedSettings(
+    experiment=experiment or settings.experiment,
+    overrides=(*settings.overrides, *given),
+    notes=(f"settings of the run: {' '.join(used)}",) if used else (),
+  )
+
+
+def wait_for_run(
+  folder: epath.Path, *, sleep: Callable[[float], None] = time.sleep
+) -> None:
+  """Waits until a run directory has settings, printing that once.
+
+  Args:
+    folder: The directory of a run that may not have started.
+    sleep: Replaced in tests.
+  """
+  path = folder / run_dir.SETTINGS
+  if path.exists():
+    return
+  print(f"waiting for a run to start in {os.fspath(folder)}", flush=True)
+  while not path.exists():
+    sleep(_PAUSE_SECONDS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FinishedMarker:
+  """The end of a finished run.
+
+  Attributes:
+    step: Of its last checkpoint; early stopping and the end of the data make it
+      less than `num_train_steps`.
+    num_train_steps: As configured.
+  """
+
+  step: int
+  num_train_steps: int
+
+
+def mark_finished(folder: epath.Path, *, step: int, job: job_lib.Job) -> None:
+  """Marks a run as finished, after its last checkpoint is complete.
+
+  Args:
+    folder: The run directory.
+    step: Of that checkpoint.
+    job: The resolved configuration.
+  """
+  marker = FinishedMarker(step=step, num_train_steps=job.num_train_steps)
+  text = json.dumps(dataclasses.asdict(marker))
+  files.write_text(folder / run_dir.FINISHED, f"{text}\n")
+
+
+def clear_finished(folder: epath.Path) -> None:
+  """Removes the marker: the run resumes."""
+  (folder / run_dir.FINISHED).unlink(missing_ok=True)
+
+
+def read_finished(folder: epath.Path) -> FinishedMarker | None:
+  """Returns the marker of a run, `None` while it is not finished."""
+  path = folder / run_dir.FINISHED
+  try:
+    return FinishedMarker(**json.loads(path.read_text()))
+  # Files appear whole on object stores.
+  except FileNotFoundError:
+    return None

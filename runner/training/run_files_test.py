@@ -1,0 +1,133 @@
+"""Tests for the stored settings and configuration of a run."""
+
+import json
+
+from etils import epath
+import pytest
+
+from paxon.runner import run_dir, user_error
+from paxon.runner.configuration import overrides
+from paxon.runner.training import run_files, testing
+
+
+def _config(**knobs):
+  return testing.make(**knobs)[1]
+
+
+def _stored(tmp_path, **knobs):
+  """A folder in which a run has stored its configuration."""
+  folder = epath.Path(tmp_path)
+  run_files.store_config(_config(**knobs), folder)
+  return folder
+
+
+def test_text_and_json_are_stored(tmp_path):
+  folder = _stored(tmp_path)
+  assert "num_train_steps = 12" in (folder / run_dir.CONFIG_TEXT).read_text()
+  json.loads((folder / run_dir.CONFIG_JSON).read_text())
+
+
+def test_the_same_configuration_has_no_changes(tmp_path):
+  assert run_files.check_config(_config(), _stored(tmp_path)) == []
+
+
+def test_a_folder_without_a_configuration_admits_any(tmp_path):
+  assert run_files.check_config(_config(), epath.Path(tmp_path)) == []
+
+
+def test_a_longer_run_may_go_on_and_its_schedule_with_it(tmp_path):
+  folder = _stored(tmp_path)
+  changes = run_files.check_config(_config(num_train_steps=24), folder)
+  assert "num_train_steps was 12 and is now 24" in changes
+  assert len(changes) == 2
+  assert any("schedule.total_steps was 12 and" in line for line in changes)
+
+
+@pytest.mark.parametrize(
+  "knobs",
+  [{"mesh": "fsdp=-1"}, {"eval_every_steps": 2}, {"max_new_tokens": 3}],
+  ids=["mesh", "interval", "generation"],
+)
+def test_what_does_not_change_the_steps_made_may_change(tmp_path, knobs):
+  changes = run_files.check_config(_config(**knobs), _stored(tmp_path))
+  assert len(changes) == 1
+
+
+@pytest.mark.parametrize(
+  ("knobs", "message"),
+  [
+    ({"seed": 3}, r"a different configuration: .*seed.* was 0 and is now 3"),
+    ({"learning_rate": 0.1}, r"schedule.peak was 0.003 and is now 0.1;"),
+    (
+      {"embed_dim": 32},
+      r"was 16 and is now 32 \(and 1 more\); use the same values or",
+    ),
+  ],
+)
+def test_another_run_is_refused(tmp_path, knobs, message):
+  with pytest.raises(user_error.UserError, match=message):
+    run_files.check_config(_config(**knobs), _stored(tmp_path))
+
+
+def _without(folder, line):
+  stored = folder / run_dir.CONFIG_TEXT
+  text = stored.read_text()
+  assert f"{line}\n" in text
+  stored.write_text(text.replace(f"{line}\n", ""))
+
+
+def test_a_field_that_a_later_version_added_may_have_its_default(tmp_path):
+  folder = _stored(tmp_path)
+  _without(folder, "task.learner.optimizer.max_update_rms = None")
+  (change,) = run_files.check_config(_config(), folder)
+  assert "max_update_rms was nothing and is now None" in change
+
+
+def test_a_field_that_was_not_there_may_not_be_set(tmp_path):
+  folder, config = _stored(tmp_path), _config()
+  _without(folder, "task.learner.optimizer.max_update_rms = None")
+  config.task.learner.optimizer.max_update_rms = 1.0
+  with pytest.raises(user_error.UserError, match=r"max_update_rms was nothing"):
+    run_files.check_config(config, folder)
+
+
+def test_how_a_stack_is_computed_may_change(tmp_path):
+  folder, config = _stored(tmp_path), _config()
+  config.task.model.stack.scan = not config.task.model.stack.scan
+  (change,) = run_files.check_config(config, folder)
+  assert "task.model.stack.scan" in change
+
+
+GIVEN = (
+  overrides.Override("num_layers", "3"),
+  overrides.Override("task.learner.max_grad_norm", "None"),
+)
+
+
+def test_settings_come_back_as_they_were_typed(tmp_path):
+  folder = epath.Path(tmp_path)
+  assert run_files.read_settings(folder) is None
+  run_files.store_settings("a.b.C", [], folder)
+  assert run_files.read_settings(folder).overrides == ()
+  run_files.store_settings("a.b.C", GIVEN, folder)
+  settings = run_files.read_settings(folder)
+  assert settings.experiment == "a.b.C"
+  assert settings.overrides == GIVEN
+
+
+def test_any_text_of_a_value_comes_back(tmp_path):
+  folder = epath.Path(tmp_path)
+  given = (overrides.Override("a['k'].b[0]", 'x "=" \udcff\n'),)
+  run_files.store_settings("a.b.C", given, folder)
+  assert run_files.read_settings(folder).overrides == given
+
+
+@pytest.mark.parametrize(
+  "text", ["", "[]", "{}", '{"experiment": "a.C", "overrides": [3]}']
+)
+def test_a_damaged_file_is_named(tmp_path, text):
+  (tmp_path / "settings.json").write_text(text)
+  with pytest.raises(
+    user_error.UserError, match=r"settings.json does not hold the settings"
+  ):
+    run_files.read_settings(epath.Path(tmp_path))

@@ -1,0 +1,173 @@
+"""Metrics of a run: training metrics read one step late, and text lines.
+
+Reading a step's metrics waits for that step. It happens after the next step has
+been dispatched, so that the device always has work: one step runs, one waits,
+and there are never more.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+import contextlib
+import time
+from typing import Any
+
+import jax
+
+from paxon.learners import loss_function
+from paxon.learners import metrics as metrics_lib
+from paxon.runner.monitoring import observer as observer_lib
+from paxon.runner.monitoring import summary_writer
+
+TRAIN = "train"
+# Read in every step; the others only where they are written, because each
+# number is a separate transfer from the device.
+_EVERY_STEP = ("loss", "grad_norm")
+_SHOWN_FIRST = (
+  "bits_per_byte",
+  "loss",
+  "log_pplx",
+  "accuracy",
+  "tokens_per_second",
+)
+
+# Values by metric by split.
+Results = Mapping[str, Mapping[str, float]]
+
+
+class TrainMetrics:
+  """Writes the metrics of every n-th step, as they are in that step."""
+
+  def __init__(
+    self,
+    writer: summary_writer.SummaryWriter,
+    *,
+    every_steps: int,
+    last_step: int,
+    observer: observer_lib.Observer | None = None,
+  ) -> None:
+    """Starts the clock of the first step.
+
+    Args:
+      writer: Where metrics are written.
+      every_steps: Interval of written steps.
+      last_step: Written too.
+      observer: Notified of each finished step; adds metrics to those written.
+    """
+    self._writer = writer
+    self._every_steps = every_steps
+    self._last_step = last_step
+    self._observer = observer or observer_lib.Observer()
+    self._pending: tuple[int, loss_function.Metrics] | None = None
+    self._throughput = Throughput()
+
+  def add(self, step: int, metrics: loss_function.Metrics) -> None:
+    """Takes the metrics of the step just dispatched; reads the one before."""
+    before, self._pending = self._pending, (step, metrics)
+    if before is not None:
+      self._finish(*before)
+
+  def drain(self) -> None:
+    """Waits for the last step and writes its metrics if they are due."""
+    if self._pending is not None:
+      before, self._pending = self._pending, None
+      self._finish(*before)
+
+  def is_busy(self) -> bool:
+    """Whether the devices are still running the last dispatched step."""
+    return self._pending is not None and not all(
+      x.is_ready() for x in jax.tree.leaves(self._pending[1]["loss"])
+    )
+
+  def paused(self) -> contextlib.AbstractContextManager[None]:
+    """Drains, and excludes the context from `tokens_per_second`."""
+    self.drain()
+    return self._throughput.paused()
+
+  def _finish(self, step: int, metrics: loss_function.Metrics) -> None:
+    is_due = step % self._every_steps == 0 or step == self._last_step
+    if not is_due:
+      metrics = {k: metrics[k] for k in _EVERY_STEP if k in metrics}
+    totals = metrics_lib.Totals()
+    totals.add(metrics)
+    self._throughput.add(totals.weight("loss"))
+    values: dict[str, Any] = totals.means()
+    self._observer.finished(step, values)
+    if is_due:
+      observed = self._observer.metrics(self._throughput.step_seconds())
+      values["tokens_per_second"] = self._throughput.report()
+      self._writer.write(step, TRAIN, values | observed)
+
+
+class Throughput:
+  """Tokens per second of training time, from one report to the next."""
+
+  def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+    """Starts the clock.
+
+    Args:
+      clock: Seconds from any origin.
+    """
+    self._clock = clock
+    self._restart()
+
+  def add(self, tokens: float) -> None:
+    """Counts a finished step and its tokens."""
+    self._tokens += tokens
+    self._steps += 1
+
+  @contextlib.contextmanager
+  def paused(self) -> Iterator[None]:
+    """Excludes the time spent in the context, such as an evaluation."""
+    begin = self._clock()
+    try:
+      yield
+    finally:
+      self._start += self._clock() - begin
+
+  def step_seconds(self) -> float:
+    """Returns the mean step time since the last report."""
+    return (self._clock() - self._start) / max(self._steps, 1)
+
+  def report(self) -> float:
+    """Returns the tokens per second since the last report."""
+    seconds = self._clock() - self._start
+    rate = self._tokens / seconds if seconds > 0 else 0.0
+    self._restart()
+    return rate
+
+  def _restart(self) -> None:
+    self._start = self._clock()
+    self._tokens = 0.0
+    self._steps = 0
+
+
+def format_results(step: int, results: Results) -> Iterator[str]:
+  """Yields one line for each evaluated split.
+
+  Args:
+    step: Of the evaluated variables.
+    results: Values by metric by split.
+  """
+  for split, values in results.items():
+    names = [name for name in _SHOWN_FIRST if name in values]
+    names += [name for name in values if name not in _SHOWN_FIRST]
+    text = ", ".join(f"{name} {values[name]:.4g}" for name in names)
+    yield f"step {step}: {split}: {text}"
+
+
+def format_comparison(
+  results: Results, baselines: Mapping[str, float]
+) -> Iterator[str]:
+  """Yields the bits per byte of the model and the baselines, best first.
+
+  Args:
+    results: Values by metric by split.
+    baselines: Bits per byte by name.
+  """
+  own = {
+    f"this model ({split})": values["bits_per_byte"]
+    for split, values in results.items()
+    if "bits_per_byte" in values
+  }
+  both = own | dict(baselines)
+  for name in sorted(both, key=lambda name: both[name]):
+    yield f"bits per byte: {both[name]:.4f} {name}"
