@@ -64,7 +64,7 @@ def said(run_dir):
 
 
 def test_a_conversion_says_what_it_cost(said):
-  errors = re.findall(r"most ([\d.]+)% of the largest: (params/\S+)", said)
+  errors = re.findall(r"most ([\d.]+)% of the largest weight: (params/\S+)", said)
   # Four of an attention and three of a feed-forward layer, stacked.
   assert len(errors) == 7
   assert all(0 < float(error) <= 50.5 / 127 for error, _ in errors)
@@ -197,7 +197,7 @@ def test_the_error_of_a_weight_is_a_share_of_the_largest(name):
   )
   # The largest value of fp8 may be rounded down, which then is the range.
   assert error.rounding <= error.largest * 1.00001
-  assert 0 < error.rounding < weight_conversion._WRONG
+  assert 0 < error.rounding < weight_conversion._MAX_ROUNDING
 
 
 def test_what_a_searched_range_cuts_off_is_no_mistake():
@@ -206,7 +206,7 @@ def test_what_a_searched_range_cuts_off_is_no_mistake():
   x[0, 0] = 6.0
   error = _errors_of(x, clipping.best(jnp.asarray(x), recipe))
   whole = _errors_of(x, quantized_array.quantize(jnp.asarray(x), recipe))
-  assert error.largest > weight_conversion._WRONG > 2 * error.rounding
+  assert error.largest > weight_conversion._MAX_ROUNDING > 2 * error.rounding
   assert error.mean < whole.mean
 
 
@@ -262,9 +262,9 @@ def test_a_weight_that_is_not_the_parameter_is_refused():
       }
     )
 
-  with pytest.raises(user_error.UserError, match=r"params/b cannot be stored"):
+  with pytest.raises(user_error.UserError, match=r"params/b cannot be quantized"):
     check(a=0.004, b=0.7)
-  with pytest.raises(user_error.UserError, match=r"params/c cannot be stored"):
+  with pytest.raises(user_error.UserError, match=r"params/c cannot be quantized"):
     check(c=float("nan"))
   with pytest.raises(user_error.UserError, match=r"there are no weights to"):
     check()

@@ -260,7 +260,7 @@ def test_an_interrupted_run_ends_early_at_the_same_step(
   session, events, first_step, lost
 ):
   step, reason = _stopping(session, events, first_step, lost=lost)
-  assert (step, "of step 4" in reason) == (8, True)
+  assert (step, "at step 4" in reason) == (8, True)
   assert (9 in _steps(events, "dispatch")) is False
 
 
