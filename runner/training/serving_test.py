@@ -64,7 +64,9 @@ def said(run_dir):
 
 
 def test_a_conversion_says_what_it_cost(said):
-  errors = re.findall(r"most ([\d.]+)% of the largest weight: (params/\S+)", said)
+  errors = re.findall(
+    r"most ([\d.]+)% of the largest weight: (params/\S+)", said
+  )
   # Four of an attention and three of a feed-forward layer, stacked.
   assert len(errors) == 7
   assert all(0 < float(error) <= 50.5 / 127 for error, _ in errors)
@@ -262,9 +264,13 @@ def test_a_weight_that_is_not_the_parameter_is_refused():
       }
     )
 
-  with pytest.raises(user_error.UserError, match=r"params/b cannot be quantized"):
+  with pytest.raises(
+    user_error.UserError, match=r"params/b cannot be quantized"
+  ):
     check(a=0.004, b=0.7)
-  with pytest.raises(user_error.UserError, match=r"params/c cannot be quantized"):
+  with pytest.raises(
+    user_error.UserError, match=r"params/c cannot be quantized"
+  ):
     check(c=float("nan"))
   with pytest.raises(user_error.UserError, match=r"there are no weights to"):
     check()
