@@ -72,6 +72,18 @@ def test_a_workspace_is_compared_with_its_file(tmp_path):
   ]
 
 
+def test_limits_hold_whatever_the_file_says(tmp_path, monkeypatch):
+  planted.write(tmp_path, _CHANGES)
+  text = dependency_budget.render(dependency_budget.measure(tmp_path))
+  (tmp_path / "tools").mkdir()
+  (tmp_path / dependency_budget.PATH).write_text(text)
+  assert dependency_budget.check(tmp_path) == []
+  monkeypatch.setitem(dependency_budget.MAX_MODULES, "//layers:block", 1)
+  assert dependency_budget.check(tmp_path) == [
+    "//layers:block loads 2 of our modules; its limit is 1."
+  ]
+
+
 @pytest.mark.parametrize("arguments", [["--fix"], ["--update", "x"]])
 def test_rejects_unknown_arguments(capsys, arguments):
   assert dependency_budget.main(arguments) == 2

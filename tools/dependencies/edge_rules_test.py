@@ -144,8 +144,7 @@ _STYLES = [
   ),
   pytest.param(
     "from paxon import sharding\n",
-    "`paxon.sharding` is a package, which holds nothing; import a module of"
-    " it.",
+    "`paxon.sharding` is a package, which is empty; import a module of it.",
     id="import of a package",
   ),
   pytest.param(
