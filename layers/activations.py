@@ -11,7 +11,6 @@ text.
 
 from collections.abc import Callable, Mapping
 import difflib
-import functools
 import types
 from typing import Final
 
@@ -44,6 +43,16 @@ def gelu_sigmoid(x: jax.Array) -> jax.Array:
   return x * nn.sigmoid(1.702 * x)
 
 
+def gelu_exact(x: jax.Array) -> jax.Array:
+  """Returns `x` times the normal cumulative distribution function of `x`."""
+  return nn.gelu(x, approximate=False)
+
+
+def gelu_tanh(x: jax.Array) -> jax.Array:
+  """Returns the tanh approximation of `gelu_exact`."""
+  return nn.gelu(x, approximate=True)
+
+
 def identity(x: jax.Array) -> jax.Array:
   """Returns `x`."""
   return x
@@ -54,9 +63,9 @@ NAMED: Final[Mapping[str, Activation]] = types.MappingProxyType(
     "cubed_relu": cubed_relu,
     "elu": nn.elu,
     "exp": jnp.exp,
-    "gelu_exact": functools.partial(nn.gelu, approximate=False),
+    "gelu_exact": gelu_exact,
     "gelu_sigmoid": gelu_sigmoid,
-    "gelu_tanh": functools.partial(nn.gelu, approximate=True),
+    "gelu_tanh": gelu_tanh,
     "identity": identity,
     "leaky_relu": nn.leaky_relu,
     "relu": nn.relu,

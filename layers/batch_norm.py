@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from paxon.layers import moments, norm_scale, precision
-from paxon.sharding import axes, logical, variables
+from paxon.sharding import axes, checks, logical, variables
 
 COLLECTION = "batch_stats"
 
@@ -56,13 +56,8 @@ class BatchNorm(nn.Module):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    if not 0 <= self.decay <= 1:
-      raise ValueError(f"BatchNorm.decay must be in [0, 1], got {self.decay}.")
-    if not 0 < self.epsilon < 1:
-      raise ValueError(
-        "BatchNorm.epsilon must be positive and less than 1, got "
-        f"{self.epsilon}."
-      )
+    checks.check_interval(self, "[0, 1]", "decay")
+    checks.check_interval(self, "(0, 1)", "epsilon")
 
   @nn.compact
   def __call__(

@@ -167,5 +167,7 @@ def test_float64_stays_in_evaluation():
 def test_rejects_bad_fields():
   with pytest.raises(ValueError, match=r"BatchNorm.decay must be in \[0, 1\]"):
     _layer(decay=1.5)
-  with pytest.raises(ValueError, match=r"BatchNorm.epsilon must be positive"):
+  with pytest.raises(
+    ValueError, match=r"BatchNorm.epsilon must be in \(0, 1\)"
+  ):
     _layer(epsilon=0.0)

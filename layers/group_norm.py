@@ -52,11 +52,7 @@ class GroupNorm(nn.Module):
   def __post_init__(self) -> None:
     super().__post_init__()
     checks.check_size(self, "num_groups", "min_group_size")
-    if not 0 < self.epsilon < 1:
-      raise ValueError(
-        "GroupNorm.epsilon must be positive and less than 1, got "
-        f"{self.epsilon}."
-      )
+    checks.check_interval(self, "(0, 1)", "epsilon")
 
   @nn.compact
   def __call__(

@@ -141,5 +141,7 @@ def test_rejects_bad_fields_and_inputs():
     ValueError, match=r"GroupNorm.num_groups must be positive"
   ):
     _layer(num_groups=0)
-  with pytest.raises(ValueError, match=r"GroupNorm.epsilon must be positive"):
+  with pytest.raises(
+    ValueError, match=r"GroupNorm.epsilon must be in \(0, 1\)"
+  ):
     _layer(epsilon=0.0)

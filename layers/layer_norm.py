@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from paxon.layers import norm_scale, precision
-from paxon.sharding import axes, logical
+from paxon.sharding import axes, checks, logical
 
 
 class LayerNorm(nn.Module):
@@ -41,11 +41,7 @@ class LayerNorm(nn.Module):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    if not 0 < self.epsilon < 1:
-      raise ValueError(
-        "LayerNorm.epsilon must be positive and less than 1, got "
-        f"{self.epsilon}."
-      )
+    checks.check_interval(self, "(0, 1)", "epsilon")
 
   @nn.compact
   def __call__(

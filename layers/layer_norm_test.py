@@ -86,7 +86,7 @@ def test_logical_axes():
 
 @pytest.mark.parametrize("epsilon", [0.0, 1.0, float("nan")])
 def test_rejects_an_epsilon_outside_of_its_range(epsilon):
-  with pytest.raises(ValueError, match=r"LayerNorm\.epsilon must be positive"):
+  with pytest.raises(ValueError, match=r"LayerNorm.epsilon must be in"):
     layer_norm.LayerNorm(epsilon=epsilon)
 
 

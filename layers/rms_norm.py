@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from paxon.layers import norm_scale, precision
-from paxon.sharding import axes
+from paxon.sharding import axes, checks
 
 
 class RmsNorm(nn.Module):
@@ -39,11 +39,7 @@ class RmsNorm(nn.Module):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    if not 0 < self.epsilon < 1:
-      raise ValueError(
-        f"{type(self).__name__}.epsilon must be positive and less than 1, got "
-        f"{self.epsilon}."
-      )
+    checks.check_interval(self, "(0, 1)", "epsilon")
 
   @nn.compact
   def __call__(

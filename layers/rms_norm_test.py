@@ -79,7 +79,7 @@ def test_scale_is_not_regularized():
 
 
 def test_rejects_nonpositive_epsilon():
-  with pytest.raises(ValueError, match=r"RmsNorm.epsilon must be positive"):
+  with pytest.raises(ValueError, match=r"RmsNorm.epsilon must be in \(0, 1\)"):
     rms_norm.RmsNorm(epsilon=0.0)
 
 

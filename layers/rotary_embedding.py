@@ -5,15 +5,12 @@ Feature `i` of the first half and feature `i` of the second half form a pair
 
   position * max_wavelength ** (-2 * i / head_dim)
 
-so that the product of a query and a key depends on the distance of their
-positions only. Su et al. 2021, https://arxiv.org/abs/2104.09864. There is
-nothing to learn. A model that was trained on short rows and continued on long
-ones turns its slow pairs more slowly: a scaling maps the frequencies above to
-those in use.
+so that the dot product of a query and a key depends only on the distance of
+their positions. Su et al. 2021, https://arxiv.org/abs/2104.09864. It has no
+parameters. `rotary_scaling` changes the frequencies for longer contexts.
 """
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -24,76 +21,28 @@ from paxon.sharding import checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Llama3Scaling(rotary_scaling.Scaling):
-  """The scaling of Llama 3.1: slow pairs slower, fast pairs as they were.
-
-  Dubey et al. 2024, https://arxiv.org/abs/2407.21783; the formula is that of
-  the reference code. With `turns = original_length / wavelength`,
-
-    frequency / factor                   turns < low_frequency_factor
-    frequency                            turns > high_frequency_factor
-    (1 - s) * frequency / factor + s * frequency    between them, with
-      s = (turns - low) / (high - low)
-
-  Attributes:
-    factor: How much slower the slow pairs turn.
-    low_frequency_factor: Pairs with fewer turns in the original length are
-      slow.
-    high_frequency_factor: Pairs with more turns are fast.
-    original_length: Length of the rows of the first training.
-  """
-
-  factor: float = 8.0
-  low_frequency_factor: float = 1.0
-  high_frequency_factor: float = 4.0
-  original_length: int = 8192
-
-  def __post_init__(self) -> None:
-    checks.check_size(self, "original_length")
-    if not self.factor >= 1:
-      raise ValueError(
-        f"Llama3Scaling.factor must be at least 1, got {self.factor}."
-      )
-    if not 0 < self.low_frequency_factor < self.high_frequency_factor:
-      raise ValueError(
-        "Llama3Scaling.high_frequency_factor must exceed low_frequency_factor, "
-        f"which must be positive; got {self.high_frequency_factor} and "
-        f"{self.low_frequency_factor}."
-      )
-
-  def __call__(
-    self, frequency: Float[Array, " pairs"], max_wavelength: float
-  ) -> Float[Array, " pairs"]:
-    """Returns the frequencies in use."""
-    del max_wavelength
-    low, high = self.low_frequency_factor, self.high_frequency_factor
-    turns = frequency * (self.original_length / (2 * math.pi))
-    # Outside of [0, 1] the pair is slow or fast altogether.
-    share = jnp.clip((turns - low) / (high - low), 0, 1)
-    return frequency * (share + (1 - share) / self.factor)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Rotary:
   """Rotates queries or keys by their positions.
 
   Attributes:
-    max_wavelength: The base of the angles; the slowest pair turns once in
-      about `2 * pi * max_wavelength` positions.
-    scaling: Maps the frequencies to those in use; `None` leaves them.
-    rotary_dim: How many features are rotated, the first ones of each head; the
-      others pass unchanged (partial rotary). `None` is all of them.
+    max_wavelength: Base of the angles; the slowest pair turns once in about
+      `2 * pi * max_wavelength` positions.
+    scaling: Maps the frequencies to those in use; `None` keeps them.
+    rotary_dim: Number of rotated features, the first ones of each head (partial
+      rotary). `None` rotates all.
     interleaved: Whether features `2 i` and `2 i + 1` form a pair (GPT-J)
       instead of `i` and `i + rotary_dim / 2`.
+    max_length: Positions from here on give NaN; `None` has no limit.
   """
 
   max_wavelength: float = 10_000.0
   scaling: rotary_scaling.Scaling | None = None
   rotary_dim: int | None = None
   interleaved: bool = False
+  max_length: int | None = None
 
   def __post_init__(self) -> None:
-    checks.check_size(self, "rotary_dim")
+    checks.check_size(self, "rotary_dim", "max_length")
     if self.max_wavelength <= 1:
       raise ValueError(
         f"Rotary.max_wavelength must exceed 1, got {self.max_wavelength}."
@@ -107,7 +56,7 @@ class Rotary:
     """Returns `x` rotated, in its own dtype.
 
     Raises:
-      ValueError: What is rotated is odd, or wider than a head.
+      ValueError: The number of rotated features is odd or exceeds `head_dim`.
     """
     head_dim, dim = x.shape[-1], self.rotary_dim or x.shape[-1]
     if dim % 2:
@@ -117,11 +66,16 @@ class Rotary:
         f"Rotary.rotary_dim ({dim}) must be at most the head_dim ({head_dim})."
       )
     if dim == head_dim:
-      return self._rotated(x, positions)
-    turned, same = jax.lax.split(x, (dim, head_dim - dim), axis=3)
-    return jax.lax.concatenate((self._rotated(turned, positions), same), 3)
+      rotated = self._rotate(x, positions)
+    else:
+      first, rest = jax.lax.split(x, (dim, head_dim - dim), axis=3)
+      rotated = jax.lax.concatenate((self._rotate(first, positions), rest), 3)
+    if self.max_length is None:
+      return rotated
+    is_valid = (positions < self.max_length)[:, :, None, None]
+    return jnp.where(is_valid, rotated, jnp.asarray(jnp.nan, rotated.dtype))
 
-  def _rotated(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+  def _rotate(self, x: jax.Array, positions: jax.Array) -> jax.Array:
     dim = x.shape[-1]
     # float32 because bfloat16 cannot hold positions beyond 256 exactly.
     dtype = precision.at_least_float32(x.dtype)

@@ -117,7 +117,7 @@ def _llama3_1(frequencies, factor, low, high, old_length):
 )
 def test_llama3_scaling_matches_the_reference(settings):
   factor, low, high, length = settings
-  scaling = rotary_embedding.Llama3Scaling(
+  scaling = rotary_scaling.Llama3Scaling(
     factor=factor,
     low_frequency_factor=low,
     high_frequency_factor=high,
@@ -134,7 +134,7 @@ def test_llama3_scaling_matches_the_reference(settings):
 
 
 def test_a_scaled_rotary_turns_by_the_scaled_frequencies():
-  scaling = rotary_embedding.Llama3Scaling(original_length=32)
+  scaling = rotary_scaling.Llama3Scaling(original_length=32)
   rotary = rotary_embedding.Rotary(max_wavelength=100.0, scaling=scaling)
   x, half = testing.normal(1, 1, 1, 8), 4
   plain = 100.0 ** (-np.arange(half) / half)
@@ -152,14 +152,14 @@ def test_a_scaled_rotary_turns_by_the_scaled_frequencies():
 @pytest.mark.parametrize(
   ("fields", "message"),
   [
-    ({"factor": 0.5}, r"Llama3Scaling.factor must be at least 1, got 0\.5"),
+    ({"factor": 0.5}, r"Llama3Scaling.factor must be in \[1, inf\), got 0\.5"),
     ({"high_frequency_factor": 1.0}, r"must exceed .* got 1\.0 and 1\.0"),
     ({"original_length": 0}, r"original_length must be positive, got 0"),
   ],
 )
 def test_rejects_wrong_scaling(fields, message):
   with pytest.raises(ValueError, match=message):
-    rotary_embedding.Llama3Scaling(**fields)
+    rotary_scaling.Llama3Scaling(**fields)
 
 
 def _linear(plain, base):
@@ -259,7 +259,7 @@ def test_rejects_wrong_dims_and_scalings():
     rotary_embedding.Rotary(rotary_dim=0)
   for scaling in (rotary_scaling.LinearScaling, rotary_scaling.NtkScaling):
     with pytest.raises(
-      ValueError, match=r"factor must be at least 1, got 0\.5"
+      ValueError, match=r"factor must be in \[1, inf\), got 0\.5"
     ):
       scaling(factor=0.5)
   with pytest.raises(ValueError, match=r"fast_turns must exceed slow_turns"):

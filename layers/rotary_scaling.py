@@ -1,8 +1,8 @@
-"""Scalings of rotary frequencies, for rows longer than those of training.
+"""Scaling of rotary frequencies, for contexts longer than in pretraining.
 
 A scaling maps the frequencies of `Rotary`, `max_wavelength ** (-2 * i / dim)`,
-to those in use. All of them leave the fastest pair as it is or slow all pairs
-down, so that the slowest turns as far on a long row as it did on a short one.
+to those in use: lower ones, so that a pair turns as far in a long context as it
+did in a short one. Most scalings keep the highest frequencies.
 """
 
 import abc
@@ -17,7 +17,7 @@ from paxon.sharding import checks
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scaling(abc.ABC):
-  """Maps frequencies; may also change the size of what is rotated."""
+  """Maps frequencies; may also change the amplitude of the rotated features."""
 
   @property
   def amplitude(self) -> float:
@@ -31,25 +31,25 @@ class Scaling(abc.ABC):
     """Returns the frequencies in use.
 
     Args:
-      frequency: In radians per position, fastest first.
-      max_wavelength: The base that gave them.
+      frequency: In radians per position, highest first.
+      max_wavelength: The base of the frequencies.
     """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearScaling(Scaling):
-  """All pairs slower: position `factor * p` is where `p` was.
+  """Position interpolation: divides all frequencies by `factor`.
 
   Chen et al. 2023, https://arxiv.org/abs/2306.15595.
 
   Attributes:
-    factor: How many times longer rows are.
+    factor: Ratio of the new to the original context length.
   """
 
   factor: float
 
   def __post_init__(self) -> None:
-    _check_factor(self, self.factor)
+    checks.check_interval(self, "[1, inf)", "factor")
 
   def __call__(
     self, frequency: Float[Array, " pairs"], max_wavelength: float
@@ -61,18 +61,18 @@ class LinearScaling(Scaling):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NtkScaling(Scaling):
-  """A longer base: the fastest pair as it was, the slowest by `factor`.
+  """NTK-aware scaling: the base `max_wavelength * factor ** (d / (d - 2))`.
 
-  The base is `max_wavelength * factor ** (dim / (dim - 2))` ("NTK-aware").
+  It keeps the highest frequency and divides the lowest by `factor`.
 
   Attributes:
-    factor: How many times longer rows are.
+    factor: Ratio of the new to the original context length.
   """
 
   factor: float
 
   def __post_init__(self) -> None:
-    _check_factor(self, self.factor)
+    checks.check_interval(self, "[1, inf)", "factor")
 
   def __call__(
     self, frequency: Float[Array, " pairs"], max_wavelength: float
@@ -86,17 +86,17 @@ class NtkScaling(Scaling):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class YarnScaling(Scaling):
-  """YaRN: slow pairs slower, fast ones as they were, a ramp between them.
+  """YaRN: keeps high frequencies, divides low ones, with a ramp between.
 
-  Peng et al. 2023, https://arxiv.org/abs/2309.00071. Pairs are told apart by
-  how often they turn in the rows of the first training; the ramp is linear in
-  the number of the pair. Logits grow a little, as `amplitude` says.
+  Peng et al. 2023, https://arxiv.org/abs/2309.00071. High and low depend on the
+  number of turns in the original context; the ramp is linear in the index of
+  the pair. `amplitude` increases attention logits a little.
 
   Attributes:
-    factor: How many times longer rows are.
-    original_length: Length of the rows of the first training.
-    fast_turns: Pairs with more turns are as they were.
-    slow_turns: Pairs with fewer turns are slower by `factor`.
+    factor: Ratio of the new to the original context length.
+    original_length: Sequence length of pretraining.
+    fast_turns: Pairs with more turns keep their frequency.
+    slow_turns: Frequencies of pairs with fewer turns are divided by `factor`.
   """
 
   factor: float
@@ -105,7 +105,7 @@ class YarnScaling(Scaling):
   slow_turns: float = 1.0
 
   def __post_init__(self) -> None:
-    _check_factor(self, self.factor)
+    checks.check_interval(self, "[1, inf)", "factor")
     checks.check_size(self, "original_length")
     if not 0 < self.slow_turns < self.fast_turns:
       raise ValueError(
@@ -124,24 +124,105 @@ class YarnScaling(Scaling):
     """Returns the frequencies in use."""
     pairs = frequency.shape[0]
 
-    def pair_with(turns: float) -> float:
-      """The number of the pair with so many turns, between two of them."""
+    def find_pair(turns: float) -> float:
+      """Returns the fractional index of the pair with this many turns."""
       wavelength = self.original_length / turns
       return (
         pairs * math.log(wavelength / (2 * math.pi)) / math.log(max_wavelength)
       )
 
-    first = max(math.floor(pair_with(self.fast_turns)), 0)
-    last = min(math.ceil(pair_with(self.slow_turns)), 2 * pairs - 1)
-    # At least a thousandth wide, as the reference has it.
+    first = max(math.floor(find_pair(self.fast_turns)), 0)
+    last = min(math.ceil(find_pair(self.slow_turns)), 2 * pairs - 1)
+    # At least a thousandth wide, as in the reference implementation.
     width = max(last - first, 1e-3)
-    number = jnp.arange(pairs, dtype=frequency.dtype)
-    slow = jnp.clip((number - first) / width, 0, 1)
+    index = jnp.arange(pairs, dtype=frequency.dtype)
+    slow = jnp.clip((index - first) / width, 0, 1)
     return frequency * (slow / self.factor + (1 - slow))
 
 
-def _check_factor(scaling: Scaling, factor: float) -> None:
-  if not factor >= 1:
-    raise ValueError(
-      f"{type(scaling).__name__}.factor must be at least 1, got {factor}."
-    )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Llama3Scaling(Scaling):
+  """Scaling of Llama 3.1: divides low frequencies, keeps high ones.
+
+  Dubey et al. 2024, https://arxiv.org/abs/2407.21783; the formula is that of
+  the reference code. With `turns = original_length / wavelength`,
+
+    frequency / factor                   turns < low_frequency_factor
+    frequency                            turns > high_frequency_factor
+    (1 - s) * frequency / factor + s * frequency    between them, with
+      s = (turns - low) / (high - low)
+
+  Attributes:
+    factor: Divisor of low frequencies.
+    low_frequency_factor: Pairs with fewer turns in the original context have a
+      low frequency.
+    high_frequency_factor: Pairs with more turns have a high frequency.
+    original_length: Sequence length of pretraining.
+  """
+
+  factor: float = 8.0
+  low_frequency_factor: float = 1.0
+  high_frequency_factor: float = 4.0
+  original_length: int = 8192
+
+  def __post_init__(self) -> None:
+    checks.check_interval(self, "[1, inf)", "factor")
+    checks.check_size(self, "original_length")
+    if not 0 < self.low_frequency_factor < self.high_frequency_factor:
+      raise ValueError(
+        "Llama3Scaling.high_frequency_factor must exceed low_frequency_factor, "
+        f"which must be positive; got {self.high_frequency_factor} and "
+        f"{self.low_frequency_factor}."
+      )
+
+  def __call__(
+    self, frequency: Float[Array, " pairs"], max_wavelength: float
+  ) -> Float[Array, " pairs"]:
+    """Returns the frequencies in use."""
+    del max_wavelength
+    low, high = self.low_frequency_factor, self.high_frequency_factor
+    turns = frequency * (self.original_length / (2 * math.pi))
+    share = jnp.clip((turns - low) / (high - low), 0, 1)
+    return frequency * (share + (1 - share) / self.factor)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PairScaling(Scaling):
+  """LongRoPE: divides the frequency of each pair by its own factor.
+
+  Ding et al. 2024, https://arxiv.org/abs/2402.13753.
+
+  Attributes:
+    factors: One for each pair, highest frequency first.
+    wave_factor: Factor on rotated queries and on rotated keys.
+  """
+
+  factors: tuple[float, ...]
+  wave_factor: float = 1.0
+
+  def __post_init__(self) -> None:
+    if not self.factors or not all(factor > 0 for factor in self.factors):
+      raise ValueError(
+        f"PairScaling.factors must be positive, got {self.factors}."
+      )
+
+  @property
+  def amplitude(self) -> float:
+    """Factor on rotated queries and on rotated keys."""
+    return self.wave_factor
+
+  def __call__(
+    self, frequency: Float[Array, " pairs"], max_wavelength: float
+  ) -> Float[Array, " pairs"]:
+    """Returns the frequencies in use.
+
+    Raises:
+      ValueError: There is not one factor for each pair.
+    """
+    del max_wavelength
+    if len(self.factors) != frequency.shape[0]:
+      raise ValueError(
+        f"PairScaling.factors has {len(self.factors)} entries and must have one"
+        f" for each of {frequency.shape[0]} pairs."
+      )
+    return frequency / jnp.asarray(self.factors, frequency.dtype)

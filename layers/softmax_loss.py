@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from paxon.layers import cross_entropy, precision
-from paxon.sharding import axes, shards
+from paxon.sharding import axes, checks, shards
 from paxon.sharding import variables as variables_lib
 
 Variables: TypeAlias = Mapping[str, Any]
@@ -93,21 +93,9 @@ class SoftmaxLoss:
   smooth_in_evaluation: bool = True
 
   def __post_init__(self) -> None:
-    if not 0 <= self.label_smoothing < 1:
-      raise ValueError(
-        "SoftmaxLoss.label_smoothing must be in [0, 1), got "
-        f"{self.label_smoothing}."
-      )
-    if not 0 <= self.z_loss_weight < float("inf"):
-      raise ValueError(
-        "SoftmaxLoss.z_loss_weight must be finite and not negative, got "
-        f"{self.z_loss_weight}."
-      )
-    if self.chunk_length is not None and self.chunk_length <= 0:
-      raise ValueError(
-        "SoftmaxLoss.chunk_length must be positive or None, got "
-        f"{self.chunk_length}."
-      )
+    checks.check_interval(self, "[0, 1)", "label_smoothing")
+    checks.check_non_negative(self, "z_loss_weight")
+    checks.check_size(self, "chunk_length")
 
   def __call__(
     self,

@@ -383,16 +383,16 @@ def test_rejects_gradients_that_are_no_sums():
 @pytest.mark.parametrize(
   ("field", "value", "required"),
   [
-    ("label_smoothing", 1.0, r"in \[0, 1\)"),
-    ("label_smoothing", float("nan"), r"in \[0, 1\)"),
-    ("z_loss_weight", -1e-4, "finite and not negative"),
-    ("z_loss_weight", float("nan"), "finite and not negative"),
-    ("chunk_length", 0, "positive or None"),
+    ("label_smoothing", 1.0, r"must be in \[0, 1\)"),
+    ("label_smoothing", float("nan"), r"must be in \[0, 1\)"),
+    ("z_loss_weight", -1e-4, "must not be negative"),
+    ("z_loss_weight", float("nan"), "must not be negative"),
+    ("chunk_length", 0, "must be positive"),
   ],
 )
 def test_rejects_bad_fields(field, value, required):
   with pytest.raises(
-    ValueError, match=f"SoftmaxLoss.{field} must be {required}, got {value}"
+    ValueError, match=f"SoftmaxLoss.{field} {required}, got {value}"
   ):
     _loss(**{field: value})
 

@@ -18,6 +18,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 import numpy as np
 
+from paxon.sharding import checks
+
 
 class Edge(enum.Enum):
   """What stands for frames before the first and after the last."""
@@ -50,12 +52,8 @@ class StackedFrames:
   reduce: Callable[..., jax.Array] = jnp.any
 
   def __post_init__(self) -> None:
-    for field, least in (("left", 0), ("right", 0), ("stride", 1)):
-      if getattr(self, field) < least:
-        raise ValueError(
-          f"StackedFrames.{field} must be at least {least}, got "
-          f"{getattr(self, field)}."
-        )
+    checks.check_non_negative(self, "left", "right")
+    checks.check_positive(self, "stride")
 
   @property
   def window(self) -> int:

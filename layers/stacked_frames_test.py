@@ -92,9 +92,9 @@ def test_unstack_is_the_inverse(left, right, stride):
 
 
 def test_rejects_bad_fields_and_lost_frames():
-  with pytest.raises(ValueError, match=r"stride must be at least 1, got 0"):
+  with pytest.raises(ValueError, match=r"stride must be positive, got 0"):
     _frames(stride=0)
-  with pytest.raises(ValueError, match=r"left must be at least 0, got -1"):
+  with pytest.raises(ValueError, match=r"left must not be negative, got -1"):
     _frames(left=-1)
   with pytest.raises(ValueError, match=r"stride \(3\) must be at most its win"):
     _frames(left=1, stride=3).unstack(testing.normal(1, 2, 4))

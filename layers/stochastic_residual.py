@@ -38,7 +38,7 @@ class LinearRate:
 
   def __post_init__(self) -> None:
     checks.check_size(self, "num_layers")
-    _check_rate("LinearRate.rate", self.rate)
+    checks.check_interval(self, "[0, 1)", "rate")
 
   def __call__(self, layer_index: jax.Array) -> jax.Array:
     """Returns the rate of a layer, float32."""
@@ -62,7 +62,7 @@ class StochasticResidual(nn.Module):
   def __post_init__(self) -> None:
     super().__post_init__()
     if not callable(self.rate):
-      _check_rate("StochasticResidual.rate", self.rate)
+      checks.check_interval(self, "[0, 1)", "rate")
 
   @nn.compact
   def __call__(
@@ -103,8 +103,3 @@ class StochasticResidual(nn.Module):
         "is none; set Stack.pass_layer_index."
       )
     return self.rate(layer_index)
-
-
-def _check_rate(name: str, rate: float) -> None:
-  if not 0 <= rate < 1:
-    raise ValueError(f"{name} must be in [0, 1), got {rate}.")

@@ -148,7 +148,7 @@ def test_stored_weights_have_the_axes_of_the_parameter():
   assert not values.trainable
 
 
-def test_a_stored_weight_names_its_parameter():
+def test_a_stored_mapping_its_parameter():
   name = "served/stack/layers/blocks_0/mlp/einsum/gate/values"
   found = served_einsum.stored_parameter(name)
   assert found == "params/stack/layers/blocks_0/mlp/gate"

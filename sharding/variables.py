@@ -82,6 +82,15 @@ class Variable(nn.LogicallyPartitioned):
   regularized: bool | None = struct.field(default=None, pytree_node=False)
   trainable: bool = struct.field(default=True, pytree_node=False)
 
+  def __repr__(self) -> str:
+    """Returns dtype, shape and axes, such as `float32[vocab=32, embed=8]`."""
+    value = self.value
+    if not hasattr(value, "shape") or len(value.shape) != len(self.names):
+      return f"{type(value).__name__}[{', '.join(map(str, self.names))}]"
+    sizes = zip(self.names, value.shape, strict=True)
+    shown = ", ".join(f"{n}={s}" if n else str(s) for n, s in sizes)
+    return f"{value.dtype}[{shown}]"
+
   def unbox(self, apply_constraint: bool = True) -> Any:
     """Returns the value; placement is the state's, never the box's."""
     del apply_constraint

@@ -125,3 +125,14 @@ def test_axis_must_be_added_in_front():
   box = variables.Variable(jnp.ones((2,)), ("embed",))
   with pytest.raises(ValueError, match="must add axis 0"):
     box.add_axis(1, {nn.PARTITION_NAME: "layers"})
+
+
+def test_boxes_print_in_one_short_line():
+  box = variables.Variable(
+    jnp.zeros((4, 8), jnp.bfloat16),
+    ("embed", None),
+    initializer=nn.initializers.zeros,
+  )
+  assert repr(box) == "bfloat16[embed=4, 8]"
+  # JAX puts placeholders into boxes, such as the leaves' names in errors.
+  assert repr(box.replace(value="x")) == "str[embed, None]"

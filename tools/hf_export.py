@@ -17,10 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from paxon.layers.models.hugging_face import (
-  config_fields,
-  conversion,
   families,
   family,
+  mapping,
   safetensors_file,
   weight_files,
 )
@@ -72,7 +71,7 @@ def run(
   config = hf_files.read_config(folder)
   try:
     names = families.find(config).names(config)
-  except config_fields.UnservedConfigError as error:
+  except family.UnsupportedConfigError as error:
     raise user_error.UserError(str(error)) from error
   _check(checkpoint, names)
   _check_target(target)
@@ -133,7 +132,7 @@ def plan(
 
 def _write(
   checkpoint: stored_checkpoint.StoredCheckpoint,
-  names: family.Names,
+  names: mapping.Names,
   described: Mapping[str, tuple[Any, tuple[int, ...]]],
   shards: Mapping[str, list[str]],
   target: epath.Path,
@@ -149,7 +148,7 @@ def _write(
       writers |= dict.fromkeys(each, writer)
     for leaf in names.leaves.values():
       array = stored_arrays.read_numpy(checkpoint, [leaf.name])[leaf.name]
-      for name, start, rows in conversion.to_rows(leaf, array):
+      for name, start, rows in leaf.to_tensors(array):
         dtype = described[name][0]
         writers[name].write_rows(name, start, rows.astype(dtype, copy=False))
       # Before the next one is read.
@@ -166,7 +165,7 @@ def _write(
 
 
 def _check(
-  checkpoint: stored_checkpoint.StoredCheckpoint, names: family.Names
+  checkpoint: stored_checkpoint.StoredCheckpoint, names: mapping.Names
 ) -> None:
   problems = []
   stored = checkpoint.variables()
@@ -218,12 +217,12 @@ def _verify(checkpoint: stored_checkpoint.StoredCheckpoint) -> None:
 
 def _dtype(
   checkpoint: stored_checkpoint.StoredCheckpoint,
-  tensor: family.Tensor,
+  tensor: mapping.Tensor,
   dtype: Any,
 ) -> np.dtype:
   if dtype is not None:
     return np.dtype(dtype)
-  found = {checkpoint.arrays[piece.leaf].dtype for piece in tensor.pieces}
+  found = {checkpoint.arrays[part.leaf].dtype for part in tensor.slices}
   if len(found) > 1:
     raise user_error.UserError(
       f"The parts of {tensor.name} have several dtypes in the checkpoint"

@@ -14,10 +14,9 @@ import jax
 import numpy as np
 
 from paxon.layers.models.hugging_face import (
-  config_fields,
-  conversion,
   families,
   family,
+  mapping,
   safetensors_file,
   weight_files,
 )
@@ -33,7 +32,7 @@ from paxon.tools import hf_files
 
 _STEP = "step"
 _MISTAKES = (
-  config_fields.UnservedConfigError,
+  family.UnsupportedConfigError,
   safetensors_file.DamagedFileError,
   weight_files.WeightsError,
 )
@@ -133,7 +132,7 @@ def preview(
 def _specs(
   of: family.Family,
   config: Mapping[str, Any],
-  names: family.Names,
+  names: mapping.Names,
   dtypes: Mapping[str, np.dtype],
 ) -> dict[str, variables.VariableSpec]:
   """Returns the specs of the model, by name, with the dtypes of the files."""
@@ -167,8 +166,7 @@ def _save(
       shape=spec.shape,
       dtype=spec.dtype,
       read=functools.partial(
-        conversion.to_leaf,
-        files.names.leaves[name],
+        files.names.leaves[name].from_tensors,
         files.read_rows,
         spec.dtype,
       ),

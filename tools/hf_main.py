@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
 def _help() -> str:
   from paxon.layers.models.hugging_face import families
 
-  return f"{__doc__}\nModels served: {', '.join(families.served())}."
+  return f"{__doc__}\nSupported models: {', '.join(families.list_supported())}."
 
 
 def _import(argv: list[str]) -> Any:

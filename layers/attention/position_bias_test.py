@@ -225,5 +225,5 @@ def test_rejects_wrong_sizes():
     part(max_distance=16)
   with pytest.raises(ValueError, match=r"num_buckets must be positive, got 0"):
     part(num_buckets=0)
-  with pytest.raises(ValueError, match=r"HeadNorm\.epsilon must be positive"):
+  with pytest.raises(ValueError, match=r"HeadNorm\.epsilon must be in"):
     head_norm.HeadNorm(epsilon=0.0)

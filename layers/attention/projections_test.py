@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import rotary_embedding, testing
+from paxon.layers import rotary_embedding, rotary_scaling, testing
 from paxon.layers.attention import (
   grouped_query,
   head_norm,
@@ -256,7 +256,7 @@ def test_tensor_parallelism_moves_the_output_only(heads, settings):
       {
         "rotary": rotary_embedding.Rotary(
           max_wavelength=50.0,
-          scaling=rotary_embedding.Llama3Scaling(original_length=64),
+          scaling=rotary_scaling.Llama3Scaling(original_length=64),
         )
       },
       id="scaled rotary",

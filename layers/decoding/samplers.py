@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
+from paxon.sharding import checks
+
 Sampler = Callable[[jax.Array, jax.Array], jax.Array]
 
 
@@ -111,16 +113,8 @@ class RowTemperatures:
 
 
 def _check_cuts(sampler: Any) -> None:
-  name = type(sampler).__name__
-  if sampler.top_k is not None and sampler.top_k <= 0:
-    raise ValueError(
-      f"{name}.top_k must be positive, got {sampler.top_k}; None keeps all ids."
-    )
-  if sampler.top_p is not None and not 0 < sampler.top_p <= 1:
-    raise ValueError(
-      f"{name}.top_p must be in (0, 1], got {sampler.top_p}; None keeps all "
-      "ids."
-    )
+  checks.check_positive(sampler, "top_k")
+  checks.check_interval(sampler, "(0, 1]", "top_p")
 
 
 def _cut(

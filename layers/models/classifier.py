@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 from paxon.layers import auxiliary_loss, cross_entropy, precision
 from paxon.layers.models import language_head
 from paxon.layers.models import pooling as pooling_lib
+from paxon.sharding import checks
 
 _TOP = 5
 
@@ -48,12 +49,8 @@ class Classifier(nn.Module):
     # A tuple keeps the module hashable where a list was given.
     self.input_keys = tuple(self.input_keys)
     super().__post_init__()
-    if not 0 <= self.label_smoothing < 1:
-      raise ValueError(
-        "Classifier.label_smoothing must be in [0, 1), got "
-        f"{self.label_smoothing}."
-      )
-    language_head.check_auxiliary_weight(self)
+    checks.check_interval(self, "[0, 1)", "label_smoothing")
+    checks.check_non_negative(self, "auxiliary_loss_weight")
 
   def __call__(
     self, batch: language_head.Batch, *, deterministic: bool = True

@@ -490,7 +490,7 @@ def test_positions_are_added_to_the_embedded_tokens():
   np.testing.assert_array_equal(y, expected.astype(np.float32))
 
 
-def test_a_row_longer_than_the_learned_positions_is_an_error():
+def test_sequences_longer_than_the_learned_positions_are_rejected():
   model = models_testing.tiny_gpt2(
     positions=position_embedding.LearnedPositions(6)
   )

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from paxon.layers import activations, auxiliary_loss, precision, softmax_loss
 from paxon.layers.models import document_scores
+from paxon.sharding import checks
 
 Weighted = tuple[jax.Array, jax.Array]
 Batch = Mapping[str, jax.Array]
@@ -156,23 +157,11 @@ def token_weights(batch: Batch) -> jax.Array:
 
 
 def check(model: Any) -> None:
-  """Raises ValueError for a cap, a record or a weight that makes no sense."""
-  name = type(model).__name__
-  if model.logit_cap is not None and not model.logit_cap > 0:
-    raise ValueError(
-      f"{name}.logit_cap must be positive or None, got {model.logit_cap}."
-    )
+  """Raises ValueError for invalid fields of a language model."""
+  checks.check_positive(model, "logit_cap")
+  checks.check_non_negative(model, "auxiliary_loss_weight")
   if unknown := sorted(set(model.record) - set(_RECORDED)):
     raise ValueError(
-      f"{name}.record must name values of {_RECORDED}, got {unknown[0]!r}."
-    )
-  check_auxiliary_weight(model)
-
-
-def check_auxiliary_weight(model: Any) -> None:
-  """Raises ValueError for a factor of the layers' losses without a sense."""
-  if not 0 <= model.auxiliary_loss_weight < float("inf"):
-    raise ValueError(
-      f"{type(model).__name__}.auxiliary_loss_weight must be finite and not "
-      f"negative, got {model.auxiliary_loss_weight}."
+      f"{type(model).__name__}.record must name values of {_RECORDED}, got"
+      f" {unknown[0]!r}."
     )

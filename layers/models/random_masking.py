@@ -11,6 +11,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from paxon.sharding import checks
+
 # The random stream that training gives to models.
 STREAM = "masking"
 
@@ -45,10 +47,7 @@ class RandomMasking:
         f"RandomMasking.mask_id ({self.mask_id}) must be an id below "
         f"vocab_size ({self.vocab_size})."
       )
-    if not 0 < self.rate < 1:
-      raise ValueError(
-        f"RandomMasking.rate must be in (0, 1), got {self.rate}."
-      )
+    checks.check_interval(self, "(0, 1)", "rate")
     shares = self.mask_share, self.random_share
     if not (min(shares) >= 0 and sum(shares) <= 1):
       raise ValueError(

@@ -1,8 +1,7 @@
-"""BERT with the head that predicts hidden tokens.
+"""BERT with its masked language modeling head.
 
-Devlin et al. 2018, https://arxiv.org/abs/1810.04805. Files of models that were
-trained with a second task, to tell the next sentence, have its weights too;
-they are left out.
+Devlin et al. 2018, https://arxiv.org/abs/1810.04805. Weights of next sentence
+prediction, which files may have, are ignored.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,6 +9,7 @@ import dataclasses
 from typing import Any
 
 from paxon.layers import (
+  activations,
   block,
   embedding,
   feed_forward,
@@ -22,13 +22,12 @@ from paxon.layers import (
 from paxon.layers.attention import grouped_query
 from paxon.layers.models import head_transform, masked_lm
 from paxon.layers.models.hugging_face import (
-  activations,
-  config_fields,
   family,
+  mapping,
 )
 from paxon.sharding import axes
 
-# Of training, and of a pooler that old files describe.
+# Dropout, and a pooler that old files describe.
 _INERT = (
   "attention_probs_dropout_prob",
   "directionality",
@@ -43,7 +42,7 @@ _INERT = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Bert:
-  """What a file says; `sizes` are those of the patterns of names."""
+  """Hyperparameters of a BERT; `sizes` are those of `mapping.Names`."""
 
   sizes: Mapping[str, int]
   num_layers: int
@@ -52,7 +51,7 @@ class _Bert:
   tied: bool
 
   def model(self, make: Callable[..., Any]) -> Any:
-    """Returns the model, or what `make` makes of it."""
+    """Returns the model, built by `make(cls, **fields)`."""
     D = self.sizes["D"]
     head = None
     if not self.tied:
@@ -84,59 +83,63 @@ class _Bert:
           linear.Linear,
           output_dim=D,
           activation=self.activation,
-          # The result is whole on each device, as the residual stream is.
+          # The output is replicated over `tensor`, like the residual stream.
           kernel_axes=(axes.EMBED, None),
         ),
         norm=_norm(self, make),
       ),
     )
 
-  def names(self) -> family.Names:
+  def names(self) -> mapping.Names:
     """Returns the names of the weights."""
     head, word = "cls.predictions", "bert.embeddings.word_embeddings.weight"
     ignored = [
       r"bert\.embeddings\.position_ids",
-      # Of the task that is not served.
+      # Of next sentence prediction.
       r"bert\.pooler\.dense\.(weight|bias)",
       r"cls\.seq_relationship\.(weight|bias)",
     ]
     tied = {}
     if self.tied:
-      last = [family.rule(f"{head}.bias", "params/embedding/bias", "V -> V")]
+      last = [mapping.rule(f"{head}.bias", "params/embedding/bias", "V -> V")]
       tied = {
         f"{head}.decoder.weight": word,
         f"{head}.decoder.bias": f"{head}.bias",
       }
     else:
       last = [
-        family.rule(
+        mapping.rule(
           f"{head}.decoder.weight", "params/head/kernel", "V D -> D V"
         ),
-        family.rule(f"{head}.decoder.bias", "params/head/bias", "V -> V"),
+        mapping.rule(f"{head}.decoder.bias", "params/head/bias", "V -> V"),
       ]
-      # It is that of the tied head, and of no use here.
+      # The bias of the tied head.
       ignored.append(r"cls\.predictions\.bias")
-    return family.Names(
+    return mapping.Names(
       sizes=self.sizes,
       rules=(
-        family.rule(word, "params/embedding/table", "V D -> V D"),
-        family.rule(
+        mapping.rule(word, "params/embedding/table", "V D -> V D"),
+        mapping.rule(
           "bert.embeddings.position_embeddings.weight",
           "params/position_embedding/table",
           "P D -> P D",
         ),
-        family.rule(
+        mapping.rule(
           "bert.embeddings.token_type_embeddings.weight",
           "params/type_embedding/table",
           "C D -> C D",
         ),
-        *_norm_rules("bert.embeddings.LayerNorm", "params/embedding_norm"),
+        *mapping.norm_rules(
+          "bert.embeddings.LayerNorm", "params/embedding_norm"
+        ),
         *_dense_rules(f"{head}.transform.dense", "params/transform/dense"),
-        *_norm_rules(f"{head}.transform.LayerNorm", "params/transform/norm"),
+        *mapping.norm_rules(
+          f"{head}.transform.LayerNorm", "params/transform/norm"
+        ),
         *last,
       ),
       stacks=(
-        family.StackRules(
+        mapping.StackRules(
           stack="params/stack", num_layers=self.num_layers, rules=_layer_rules()
         ),
       ),
@@ -149,19 +152,16 @@ class _Bert:
     )
 
 
-def _read(config: Mapping[str, Any]) -> _Bert:
-  fields = config_fields.Fields(
-    config, architecture=FAMILY.architecture, inert=_INERT
-  )
+def _read(fields: family.Fields) -> _Bert:
   fields.one_of("is_decoder", False, {False: False})
   fields.one_of("position_embedding_type", "absolute", {"absolute": None})
   embed_dim = fields.size("hidden_size", 768)
   num_heads = fields.size("num_attention_heads", 12)
   if embed_dim % num_heads:
-    fields.refuse(
+    fields.reject(
       "num_attention_heads", f"a divisor of hidden_size ({embed_dim})"
     )
-  result = _Bert(
+  return _Bert(
     sizes={
       "V": fields.size("vocab_size"),
       "D": embed_dim,
@@ -174,11 +174,9 @@ def _read(config: Mapping[str, Any]) -> _Bert:
     },
     num_layers=fields.size("num_hidden_layers", 12),
     epsilon=fields.number("layer_norm_eps", 1e-12),
-    activation=fields.one_of("hidden_act", "gelu", activations.SERVED),
+    activation=fields.activation("hidden_act", "gelu"),
     tied=fields.flag("tie_word_embeddings", True),
   )
-  fields.check_all_read()
-  return result
 
 
 def _norm(bert: _Bert, make: Callable[..., Any]) -> Any:
@@ -206,44 +204,39 @@ def _block(bert: _Bert, make: Callable[..., Any]) -> Any:
   )
 
 
-def _norm_rules(theirs: str, ours: str) -> tuple[family.Rule, ...]:
+def _dense_rules(tensor: str, leaf: str) -> tuple[mapping.Rule, ...]:
+  # Inputs and outputs have the same width; the pattern needs two names for it.
   return (
-    family.rule(f"{theirs}.weight", f"{ours}/scale", "D -> D"),
-    family.rule(f"{theirs}.bias", f"{ours}/bias", "D -> D"),
+    mapping.rule(f"{tensor}.weight", f"{leaf}/kernel", "E D -> D E"),
+    mapping.rule(f"{tensor}.bias", f"{leaf}/bias", "E -> E"),
   )
 
 
-def _dense_rules(theirs: str, ours: str) -> tuple[family.Rule, ...]:
-  # Inputs and outputs have one width, so the pattern needs two names for it.
-  return (
-    family.rule(f"{theirs}.weight", f"{ours}/kernel", "E D -> D E"),
-    family.rule(f"{theirs}.bias", f"{ours}/bias", "E -> E"),
-  )
-
-
-def _layer_rules() -> tuple[family.Rule, ...]:
+def _layer_rules() -> tuple[mapping.Rule, ...]:
   at = "bert.encoder.layer.{}"
   rules = []
   for name in ("query", "key", "value"):
-    theirs, ours = f"{at}.attention.self.{name}", f"attention/{name}"
+    tensor, leaf = f"{at}.attention.self.{name}", f"attention/{name}"
     rules += [
-      family.rule(f"{theirs}.weight", ours, "(N H) D -> D N H"),
-      family.rule(f"{theirs}.bias", f"{ours}_bias", "(N H) -> N H"),
+      mapping.rule(f"{tensor}.weight", leaf, "(N H) D -> D N H"),
+      mapping.rule(f"{tensor}.bias", f"{leaf}_bias", "(N H) -> N H"),
     ]
   places = {
     "attention.output.dense": ("attention/out", "D (N H) -> N H D", "D"),
     "intermediate.dense": ("feed_forward/up", "F D -> D F", "F"),
     "output.dense": ("feed_forward/down", "D F -> F D", "D"),
   }
-  for theirs, (ours, pattern, width) in places.items():
+  for tensor, (leaf, pattern, width) in places.items():
     rules += [
-      family.rule(f"{at}.{theirs}.weight", ours, pattern),
-      family.rule(f"{at}.{theirs}.bias", f"{ours}_bias", f"{width} -> {width}"),
+      mapping.rule(f"{at}.{tensor}.weight", leaf, pattern),
+      mapping.rule(
+        f"{at}.{tensor}.bias", f"{leaf}_bias", f"{width} -> {width}"
+      ),
     ]
   return (
     *rules,
-    *_norm_rules(f"{at}.attention.output.LayerNorm", "attention_norm"),
-    *_norm_rules(f"{at}.output.LayerNorm", "feed_forward_norm"),
+    *mapping.norm_rules(f"{at}.attention.output.LayerNorm", "attention_norm"),
+    *mapping.norm_rules(f"{at}.output.LayerNorm", "feed_forward_norm"),
   )
 
 
@@ -251,4 +244,5 @@ FAMILY = family.Family(
   model_type="bert",
   architecture="BertForMaskedLM",
   read=_read,
+  inert=_INERT,
 )

@@ -8,7 +8,7 @@ import safetensors.numpy
 
 from paxon.layers.models.hugging_face import (
   bert,
-  config_fields,
+  family,
   golden_case,
   testing,
   weight_files,
@@ -16,7 +16,7 @@ from paxon.layers.models.hugging_face import (
 
 LOGITS = testing.Outcome.OTHER_LOGITS
 TENSORS = testing.Outcome.OTHER_TENSORS
-REFUSED = testing.Outcome.REFUSED
+REJECTED = testing.Outcome.REJECTED
 CASES = ("bert", "bert_untied")
 
 
@@ -93,16 +93,16 @@ def test_round_trip(case):
 _CHANGES = (
   ("hidden_act", "relu", LOGITS),
   ("hidden_act", "gelu_new", LOGITS),
-  ("hidden_act", "other", REFUSED),
+  ("hidden_act", "other", REJECTED),
   ("hidden_size", 48, TENSORS),
   ("intermediate_size", 32, TENSORS),
-  ("is_decoder", True, REFUSED),
+  ("is_decoder", True, REJECTED),
   ("layer_norm_eps", 1e-2, LOGITS),
   ("max_position_embeddings", 30, TENSORS),
   ("num_attention_heads", 2, LOGITS),
-  ("num_attention_heads", 5, REFUSED),
+  ("num_attention_heads", 5, REJECTED),
   ("num_hidden_layers", 1, TENSORS),
-  ("position_embedding_type", "relative_key", REFUSED),
+  ("position_embedding_type", "relative_key", REJECTED),
   ("tie_word_embeddings", False, TENSORS),
   ("type_vocab_size", 3, TENSORS),
   ("vocab_size", 65, TENSORS),
@@ -126,22 +126,22 @@ def test_no_field_is_left_out(case):
   [
     (
       {"position_embedding_type": "relative_key"},
-      "position_embedding_type is 'relative_key', .* with 'absolute' only",
+      "position_embedding_type is 'relative_key'; .* supports only 'absolute'",
     ),
-    ({"is_decoder": True}, "is_decoder is True, but bert is served with False"),
+    ({"is_decoder": True}, "is_decoder is True; bert supports only False"),
     (
       {"num_attention_heads": 5},
-      r"num_attention_heads is 5, .* a divisor of hidden_size \(32\) only",
+      r"num_attention_heads is 5; .* a divisor of hidden_size \(32\)",
     ),
     (
       {"architectures": ["BertModel"]},
-      r"architectures is \['BertModel'\], .* with \['BertForMaskedLM'\] only",
+      r"architectures is \['BertModel'\]; .* \['BertForMaskedLM'\]",
     ),
   ],
 )
-def test_what_is_not_served_is_told(changes, message):
+def test_unsupported_values_are_rejected(changes, message):
   config = {**golden_case.read("bert").config, **changes}
-  with pytest.raises(config_fields.UnservedConfigError, match=message):
+  with pytest.raises(family.UnsupportedConfigError, match=message):
     bert.FAMILY.names(config)
 
 
@@ -175,9 +175,9 @@ def test_files_of_the_first_versions_are_read(tmp_path):
     np.testing.assert_array_equal(rows, value, err_msg=name)
 
 
-def test_other_weights_are_told(tmp_path):
+def test_unknown_weights_are_rejected(tmp_path):
   config = golden_case.read("bert").config
   files, _ = _stored(config, tmp_path, ["classifier.weight"])
-  message = "classifier.weight is in the file and not in the model"
+  message = "classifier.weight is not part of the model"
   with pytest.raises(weight_files.WeightsError, match=message):
     files.check()

@@ -1,4 +1,4 @@
-"""Tests for Mistral, Qwen, Phi-3, GPT-2 and GPT-NeoX, against golden files."""
+"""Tests for the families of llama, GPT-2 and GPT-NeoX, against golden files."""
 
 import pytest
 
@@ -6,24 +6,23 @@ from paxon.layers.models.hugging_face import (
   golden_case,
   gpt2,
   gpt_neox,
-  mistral,
-  phi3,
-  qwen2,
-  qwen3,
+  llama,
   testing,
 )
 
 Outcome = testing.Outcome
 LOGITS = Outcome.OTHER_LOGITS
 TENSORS = Outcome.OTHER_TENSORS
-REFUSED = Outcome.REFUSED
+REJECTED = Outcome.REJECTED
 
 CASES = {
-  "mistral": mistral.FAMILY,
-  "qwen2": qwen2.FAMILY,
-  "qwen3": qwen3.FAMILY,
-  "phi3": phi3.FAMILY,
-  "phi3_longrope": phi3.FAMILY,
+  "llama2": llama.LLAMA,
+  "llama3": llama.LLAMA,
+  "mistral": llama.MISTRAL,
+  "qwen2": llama.QWEN2,
+  "qwen3": llama.QWEN3,
+  "phi3": llama.PHI3,
+  "phi3_longrope": llama.PHI3,
   "gpt2": gpt2.FAMILY,
   "gpt2_scaled": gpt2.FAMILY,
   "gpt_neox": gpt_neox.FAMILY,
@@ -39,7 +38,17 @@ def test_logits(case):
 
 # One of each family: compiling a whole generation takes seconds.
 @pytest.mark.parametrize(
-  "case", ["mistral", "qwen2", "qwen3", "phi3", "gpt2", "gpt_neox"]
+  "case",
+  [
+    "llama2",
+    "llama3",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "gpt2",
+    "gpt_neox",
+  ],
 )
 def test_greedy(case):
   testing.check_greedy(CASES[case], case)
@@ -59,63 +68,87 @@ def _rope(case, **changes):
   return golden_case.read(case).config["rope_parameters"] | changes
 
 
-# What changes the shapes of tensors in all families but the GPTs.
+# Changes of all families but the GPTs.
 _SIZES = (
   ("hidden_size", 64, TENSORS),
   ("intermediate_size", 32, TENSORS),
   ("num_attention_heads", 2, TENSORS),
   ("num_hidden_layers", 1, TENSORS),
   ("num_key_value_heads", 1, TENSORS),
-  ("tie_word_embeddings", None, REFUSED),
+  ("tie_word_embeddings", None, REJECTED),
   ("vocab_size", 65, TENSORS),
-  # Changes nothing but where scalings begin.
-  ("max_position_embeddings", "long", REFUSED),
+  ("max_position_embeddings", "long", REJECTED),
   ("hidden_act", "relu", LOGITS),
   ("rms_norm_eps", 0.01, LOGITS),
 )
 _CHANGES = {
+  "llama3": (
+    *(each for each in _SIZES if each[0] != "num_hidden_layers"),
+    ("attention_bias", False, TENSORS),
+    ("head_dim", 8, TENSORS),
+    ("hidden_act", "nothing", REJECTED),
+    ("max_position_embeddings", 0, REJECTED),
+    ("mlp_bias", True, REJECTED),
+    ("num_attention_heads", 3, REJECTED),
+    ("num_hidden_layers", 2, TENSORS),
+    ("num_key_value_heads", 4, TENSORS),
+    ("num_key_value_heads", 3, REJECTED),
+    ("rope_parameters", None, LOGITS),
+    ("rope_parameters", _rope("llama3", factor=4.0), LOGITS),
+    ("rope_parameters", _rope("llama3", high_freq_factor=2.0), LOGITS),
+    ("rope_parameters", _rope("llama3", low_freq_factor=2.0), LOGITS),
+    (
+      "rope_parameters",
+      _rope("llama3", original_max_position_embeddings=16),
+      LOGITS,
+    ),
+    ("rope_parameters", _rope("llama3", rope_theta=50.0), LOGITS),
+    ("rope_parameters", _rope("llama3", rope_type="dynamic"), REJECTED),
+    ("rope_parameters", _rope("llama3", mscale=2.0), REJECTED),
+    ("tie_word_embeddings", False, TENSORS),
+  ),
   "mistral": (
     *_SIZES,
     ("head_dim", 8, TENSORS),
     ("rope_parameters", _rope("mistral", rope_theta=100.0), LOGITS),
     ("sliding_window", 8, LOGITS),
     ("sliding_window", None, LOGITS),
-    ("sliding_window", 0, REFUSED),
+    ("sliding_window", 0, REJECTED),
     ("tie_word_embeddings", True, TENSORS),
   ),
   "qwen2": (
     *(each for each in _SIZES if each[0] != "num_hidden_layers"),
-    ("num_hidden_layers", 3, REFUSED),
+    ("num_hidden_layers", 3, REJECTED),
     ("layer_types", ["full_attention"] * 4, LOGITS),
-    ("layer_types", ["full_attention"] * 3, REFUSED),
-    ("layer_types", ["chunked_attention"] * 4, REFUSED),
-    ("max_window_layers", -1, REFUSED),
+    ("layer_types", ["full_attention"] * 3, REJECTED),
+    ("layer_types", ["chunked_attention"] * 4, REJECTED),
+    ("max_window_layers", -1, REJECTED),
     ("rope_parameters", _rope("qwen2", factor=3.0), LOGITS),
     ("sliding_window", 4, LOGITS),
-    ("use_sliding_window", False, REFUSED),
+    ("use_sliding_window", False, REJECTED),
     ("tie_word_embeddings", False, TENSORS),
   ),
   "qwen3": (
     *(each for each in _SIZES if each[0] != "num_hidden_layers"),
-    ("num_hidden_layers", 2, REFUSED),
+    ("num_hidden_layers", 2, REJECTED),
     ("attention_bias", True, TENSORS),
     ("head_dim", 8, TENSORS),
     ("layer_types", ["sliding_attention"] * 3, LOGITS),
-    ("max_window_layers", -1, REFUSED),
+    ("max_window_layers", -1, REJECTED),
     ("rope_parameters", _rope("qwen3", factor=3.0), LOGITS),
     ("rope_parameters", _rope("qwen3", beta_fast=8.0), LOGITS),
     ("rope_parameters", _rope("qwen3", beta_slow=0.5), LOGITS),
-    ("rope_parameters", _rope("qwen3", truncate=False), REFUSED),
-    ("rope_parameters", _rope("qwen3", attention_factor=2.0), REFUSED),
+    ("rope_parameters", _rope("qwen3", truncate=False), REJECTED),
+    ("rope_parameters", _rope("qwen3", attention_factor=2.0), REJECTED),
     ("sliding_window", 5, LOGITS),
-    ("use_sliding_window", False, REFUSED),
+    ("use_sliding_window", False, REJECTED),
     ("tie_word_embeddings", True, TENSORS),
   ),
   "phi3": (
     *_SIZES,
-    ("original_max_position_embeddings", 0, REFUSED),
+    ("original_max_position_embeddings", 0, REJECTED),
     ("rope_parameters", _rope("phi3", partial_rotary_factor=1.0), LOGITS),
-    ("rope_parameters", _rope("phi3", partial_rotary_factor=0.2), REFUSED),
+    ("rope_parameters", _rope("phi3", partial_rotary_factor=0.2), REJECTED),
     ("sliding_window", 8, LOGITS),
     ("tie_word_embeddings", True, TENSORS),
   ),
@@ -127,17 +160,17 @@ _CHANGES = {
       _rope("phi3_longrope", short_factor=[1.0, 1.5, 2.0, 2.5]),
       LOGITS,
     ),
-    ("rope_parameters", _rope("phi3_longrope", short_factor=[1.0]), REFUSED),
-    ("rope_parameters", _rope("phi3_longrope", long_factor=[1.0]), REFUSED),
+    ("rope_parameters", _rope("phi3_longrope", short_factor=[1.0]), REJECTED),
+    ("rope_parameters", _rope("phi3_longrope", long_factor=[1.0]), REJECTED),
     ("tie_word_embeddings", False, TENSORS),
   ),
   "gpt2_scaled": (
     ("activation_function", "relu", LOGITS),
-    ("add_cross_attention", True, REFUSED),
+    ("add_cross_attention", True, REJECTED),
     ("layer_norm_epsilon", 0.01, LOGITS),
     ("n_embd", 64, TENSORS),
     ("n_head", 2, LOGITS),
-    ("n_head", 3, REFUSED),
+    ("n_head", 3, REJECTED),
     ("n_inner", 64, TENSORS),
     ("n_layer", 2, TENSORS),
     ("n_positions", 32, TENSORS),
@@ -152,9 +185,9 @@ _CHANGES = {
     ("hidden_size", 64, TENSORS),
     ("intermediate_size", 64, TENSORS),
     ("layer_norm_eps", 0.01, LOGITS),
-    ("max_position_embeddings", 0, REFUSED),
+    ("max_position_embeddings", 0, REJECTED),
     ("num_attention_heads", 2, LOGITS),
-    ("num_attention_heads", 3, REFUSED),
+    ("num_attention_heads", 3, REJECTED),
     ("num_hidden_layers", 1, TENSORS),
     ("rope_parameters", _rope("gpt_neox", rope_theta=50.0), LOGITS),
     ("rope_parameters", _rope("gpt_neox", partial_rotary_factor=1.0), LOGITS),
@@ -175,8 +208,8 @@ def test_every_field_counts(case, field, value, outcome):
 
 @pytest.mark.parametrize("case", set(_CHANGES) - {"phi3_longrope"})
 def test_no_field_is_left_out(case):
-  # The share of rotated features stands in `rope_parameters` once more, which
-  # goes before; and a decoder is one whatever `is_decoder` says.
+  # The fraction of rotated features is also in `rope_parameters`, which takes
+  # precedence; `is_decoder` has no effect.
   fields = {"partial_rotary_factor", "is_decoder"}
   fields |= {field for field, *_ in _CHANGES[case]}
   testing.check_all_covered(case, fields)

@@ -1,280 +1,224 @@
-"""What a family of models is: its module, and the names of its weights.
+"""Families of Hugging Face models: strict reading of `config.json`.
 
-A family says of a `config.json` which module has the same outputs, and where
-each tensor of theirs stands in our variables. Tensors of a layer are described
-once, for all layers of a stack:
-
-```python
-embedding = rule("model.embed.weight", "params/embedding/table", "V D -> V D")
-query = rule("layers.{}.q.weight", "attention/query", "(N H) D -> D N H")
-names = Names(
-  sizes={"V": 256, "D": 64, "N": 4, "H": 16},
-  rules=(embedding,),
-  stacks=(StackRules(stack="params/stack", num_layers=2, rules=(query,)),),
-)
-```
+A family reads every field of `config.json`. A field that does not change the
+outputs of a model is in `INERT`; any other field, and any unsupported value, is
+an error, because it might silently change what the model computes.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
-import functools
-import re
-from typing import Any, Protocol
+from typing import Any, Never, Protocol, TypeVar, runtime_checkable
 
+from flax import linen as nn
 import jax.numpy as jnp
 
-from paxon.layers.models.hugging_face import layout
-from paxon.sharding import axes
+from paxon.layers import activations
+from paxon.layers.models.hugging_face import mapping
 
+T = TypeVar("T")
 
-@dataclasses.dataclass(frozen=True)
-class Part:
-  """A range of rows of a tensor of theirs, and the array it is with us.
-
-  Attributes:
-    leaf: Our name: whole (`params/embedding/table`), or, of a stack, what
-      follows the block (`attention/query`).
-    pattern: Of `layout.Layout`: their dimensions, then ours.
+# Activations by their names in `config.json`.
+ACTIVATIONS: Mapping[str, activations.Activation] = {
+  "gelu": activations.gelu_exact,
+  "gelu_fast": activations.gelu_tanh,
+  "gelu_new": activations.gelu_tanh,
+  "gelu_python": activations.gelu_exact,
+  "gelu_python_tanh": activations.gelu_tanh,
+  "gelu_pytorch_tanh": activations.gelu_tanh,
+  "quick_gelu": activations.gelu_sigmoid,
+  "relu": nn.relu,
+  "relu2": activations.squared_relu,
+  "silu": nn.silu,
+  "swish": nn.silu,
+  "tanh": nn.tanh,
+}
+# Fields that do not change the outputs of a trained model: dropout and
+# initialization, ids of special tokens, settings of generation and of other
+# heads, versions.
+_INERT = """
+  _attn_implementation _attn_implementation_autoset _name_or_path
+  attention_dropout attn_implementation attn_pdrop auto_map bad_words_ids
+  begin_suppress_tokens bos_token_id chunk_size_feed_forward classifier_dropout
+  cls_token_id decoder_start_token_id diversity_penalty do_sample dtype
+  early_stopping embd_pdrop embedding_dropout encoder_no_repeat_ngram_size
+  eos_token_id exponential_decay_length_penalty finetuning_task
+  forced_bos_token_id forced_eos_token_id gradient_checkpointing hidden_dropout
+  id2label initializer_factor initializer_range label2id length_penalty
+  max_length min_length name_or_path no_repeat_ngram_size num_beam_groups
+  num_beams num_labels num_return_sequences output_attentions
+  output_hidden_states output_past output_scores pad_token_id prefix
+  pretraining_tp problem_type remove_invalid_values reorder_and_upcast_attn
+  repetition_penalty resid_pdrop return_dict return_dict_in_generate
+  sep_token_id summary_activation summary_first_dropout summary_proj_to_labels
+  summary_type summary_use_proj suppress_tokens task_specific_params
+  temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype
+  torchscript transformers_version typical_p use_bfloat16 use_cache
   """
-
-  leaf: str
-  pattern: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Rule:
-  """A tensor of theirs: the parts, in the order of its rows.
-
-  Attributes:
-    tensor: Their name; of a stack, with `{}` for the number of the layer.
-    parts: One, or several that are concatenated along the first dimension.
-  """
-
-  tensor: str
-  parts: tuple[Part, ...]
+INERT = frozenset(_INERT.split())
+# Fields that are not supported for any model, with their unset values.
+UNSET: Mapping[str, tuple[Any, ...]] = {
+  "add_cross_attention": (False, None),
+  "cross_attention_hidden_size": (None,),
+  "per_layer_config": (None, {}),
+  "pruned_heads": ({}, None),
+  "quantization_config": (None,),
+  "tie_encoder_decoder": (False, None),
+}
 
 
-def rule(tensor: str, leaf: str, pattern: str) -> Rule:
-  """Returns the rule of a tensor that is one array with us.
-
-  Args:
-    tensor: Their name.
-    leaf: Ours.
-    pattern: Of `layout.Layout`.
-  """
-  return Rule(tensor, (Part(leaf, pattern),))
+class UnsupportedConfigError(ValueError):
+  """A `config.json` describes an unsupported model."""
 
 
-def fused(tensor: str, *parts: tuple[str, str]) -> Rule:
-  """Returns the rule of a tensor that is several arrays with us.
-
-  Args:
-    tensor: Their name.
-    *parts: `(leaf, pattern)` of each, in the order of their rows.
-  """
-  return Rule(tensor, tuple(Part(*part) for part in parts))
+class _Required:
+  """Marks a field without a default."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StackRules:
-  """The rules of all layers of one `layers.stack.Stack`.
+_REQUIRED: Any = _Required()
 
-  Attributes:
-    stack: Its name, such as `params/stack`.
-    num_layers: Its number of layers.
-    rules: Of any layer.
-    period: The number of its blocks.
-    first: The number that their first layer has.
-  """
 
-  stack: str
-  num_layers: int
-  rules: tuple[Rule, ...]
-  period: int = 1
-  first: int = 0
+class Fields:
+  """The fields of one `config.json`; records which were read."""
 
-  def place(self, layer: int) -> tuple[str, int | None]:
-    """Returns the name of a layer's block, and its index where it is stacked.
+  def __init__(
+    self,
+    values: Mapping[str, Any],
+    *,
+    architecture: str,
+    inert: tuple[str, ...] = (),
+  ) -> None:
+    """Checks fields that all families share.
 
     Args:
-      layer: From 0.
+      values: Content of the file.
+      architecture: Supported class of transformers.
+      inert: Fields besides `INERT` that this family ignores.
+
+    Raises:
+      UnsupportedConfigError: The file is of another class, or sets a field that
+        no family supports.
     """
-    groups = self.num_layers // self.period
-    if layer < groups * self.period:
-      block = f"{axes.LAYERS}/blocks_{layer % self.period}"
-      return f"{self.stack}/{block}", layer // self.period
-    return f"{self.stack}/{axes.LAYERS}_{layer}", None
+    self._values = values
+    self._model = str(values.get("model_type", "the model"))
+    self._read = {"model_type", "architectures", *UNSET, *inert}
+    classes = values.get("architectures") or [architecture]
+    if classes != [architecture]:
+      self.reject("architectures", f"[{architecture!r}]")
+    for name, unset in UNSET.items():
+      if name in values and values[name] not in unset:
+        self.reject(name, f"{unset[0]!r}")
 
+  def has(self, name: str) -> bool:
+    """Whether the file has a field, even if null."""
+    return name in self._values
 
-@dataclasses.dataclass(frozen=True)
-class Piece:
-  """Where a range of rows of one tensor goes.
+  def get(self, name: str, default: Any = _REQUIRED) -> Any:
+    """Returns the value of a field.
 
-  Attributes:
-    leaf: Our whole name.
-    layer: The index along the first dimension of a stacked leaf; `None` if the
-      leaf is not stacked.
-    layout: Of the piece.
-    start: Its first row in the tensor.
-  """
-
-  leaf: str
-  layer: int | None
-  layout: layout.Layout
-  start: int
-
-  @property
-  def stop(self) -> int:
-    """The row after its last."""
-    return self.start + self.layout.their_shape[0]
-
-
-@dataclasses.dataclass(frozen=True)
-class Tensor:
-  """One tensor of theirs.
-
-  Attributes:
-    name: Its whole name.
-    pieces: In the order of its rows.
-  """
-
-  name: str
-  pieces: tuple[Piece, ...]
-
-  @property
-  def shape(self) -> tuple[int, ...]:
-    """Its shape."""
-    rest = self.pieces[0].layout.their_shape[1:]
-    return (self.pieces[-1].stop, *rest)
-
-
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-  """One array of ours, and what it is made of.
-
-  Attributes:
-    name: Its whole name.
-    shape: Its shape, the leading `layers` included.
-    sources: Tensors and which of their pieces, in the order of layers.
-  """
-
-  name: str
-  shape: tuple[int, ...]
-  sources: tuple[tuple[Tensor, Piece], ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Names:
-  """All weights of a model, by both names.
-
-  Attributes:
-    sizes: Of the dimensions that patterns name.
-    rules: Of what stands in no stack.
-    stacks: Of layers.
-    tied: Tensors that a file may hold though they are another one: by name, the
-      name of that. They are compared when read, and not written.
-    ignored: Regular expressions of whole names of theirs that are no weights,
-      such as masks that old versions stored.
-    prefix: What files of the model without a head leave out of all names.
-    former: Endings of names in files of the first versions, and what they are
-      called since; read, and not written.
-  """
-
-  sizes: Mapping[str, int]
-  rules: tuple[Rule, ...] = ()
-  stacks: tuple[StackRules, ...] = ()
-  tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  ignored: tuple[str, ...] = ()
-  prefix: str = ""
-  former: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-  @functools.cached_property
-  def tensors(self) -> Mapping[str, Tensor]:
-    """Theirs, by name."""
-    found: dict[str, Tensor] = {}
-    for tensor in self._all_tensors():
-      if tensor.name in found:
-        raise ValueError(f"Two rules name the tensor {tensor.name}.")
-      found[tensor.name] = tensor
-    return found
-
-  @functools.cached_property
-  def leaves(self) -> Mapping[str, Leaf]:
-    """Ours, by name, each with its sources in the order of layers."""
-    sources: dict[str, list[tuple[Tensor, Piece]]] = {}
-    for tensor in self.tensors.values():
-      for piece in tensor.pieces:
-        sources.setdefault(piece.leaf, []).append((tensor, piece))
-    found = {}
-    for name, each in sources.items():
-      shape = each[0][1].layout.our_shape
-      if each[0][1].layer is not None:
-        shape = (len(each), *shape)
-      elif len(each) > 1:
-        raise ValueError(f"Two rules name the leaf {name}.")
-      found[name] = Leaf(name, shape, tuple(each))
-    return found
-
-  def current(self, name: str) -> str:
-    """Returns what a tensor of a file is called since the first versions.
-
-    Args:
-      name: In the file.
+    Raises:
+      UnsupportedConfigError: A field without a default is missing.
     """
-    for ending, since in self.former.items():
-      if name.endswith(ending):
-        return name.removesuffix(ending) + since
-    return name
-
-  def is_ignored(self, name: str) -> bool:
-    """Whether a tensor of theirs is no weight.
-
-    Args:
-      name: Its whole name, with the prefix.
-    """
-    return any(re.fullmatch(each, name) for each in self.ignored)
-
-  def _all_tensors(self) -> Iterator[Tensor]:
-    for each in self.rules:
-      yield self._tensor(each.tensor, each, "", None)
-    for stack in self.stacks:
-      for each in stack.rules:
-        for layer in range(stack.num_layers):
-          block, index = stack.place(layer)
-          name = each.tensor.format(layer + stack.first)
-          yield self._tensor(name, each, f"{block}/", index)
-
-  def _tensor(
-    self, name: str, of: Rule, before: str, layer: int | None
-  ) -> Tensor:
-    pieces, start = [], 0
-    for part in of.parts:
-      piece = Piece(
-        f"{before}{part.leaf}",
-        layer,
-        layout.Layout(part.pattern, self.sizes),
-        start,
+    self._read.add(name)
+    if name in self._values:
+      return self._values[name]
+    if default is _REQUIRED:
+      raise UnsupportedConfigError(
+        f"config.json: {name} is missing; {self._model} needs it."
       )
-      pieces.append(piece)
-      start = piece.stop
-    return Tensor(name, tuple(pieces))
+    return default
+
+  def size(self, name: str, default: Any = _REQUIRED) -> int:
+    """Returns a positive integer."""
+    value = self.get(name, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+      self.reject(name, "a positive integer")
+    return value
+
+  def optional_size(self, name: str, default: int | None = None) -> int | None:
+    """Returns a positive integer, or `None` for null."""
+    return None if self.get(name, default) is None else self.size(name, default)
+
+  def number(self, name: str, default: Any = _REQUIRED) -> float:
+    """Returns a positive number."""
+    value = self.get(name, default)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not value > 0:
+      self.reject(name, "a positive number")
+    return float(value)
+
+  def optional_number(self, name: str, default: float | None) -> float | None:
+    """Returns a positive number, or `None` for null."""
+    if self.get(name, default) is None:
+      return None
+    return self.number(name, default)
+
+  def flag(self, name: str, default: Any = _REQUIRED) -> bool:
+    """Returns true or false."""
+    value = self.get(name, default)
+    if not isinstance(value, bool):
+      self.reject(name, "true or false")
+    return value
+
+  def one_of(self, name: str, default: Any, supported: Mapping[Any, T]) -> T:
+    """Returns what a value of a field maps to."""
+    value = self.get(name, default)
+    if not isinstance(value, str | int | bool | None) or value not in supported:
+      self.reject(name, " or ".join(map(repr, supported)))
+    return supported[value]
+
+  def activation(self, name: str, default: str) -> activations.Activation:
+    """Returns an activation by its name."""
+    return self.one_of(name, default, ACTIVATIONS)
+
+  def reject(self, name: str, supported: str) -> Never:
+    """Raises an error for an unsupported value.
+
+    Args:
+      name: Name of the field.
+      supported: Which values are supported.
+
+    Raises:
+      UnsupportedConfigError: Always.
+    """
+    value = repr(self._values.get(name))
+    shown = value if len(value) <= 200 else f"{value[:200]}..."
+    raise UnsupportedConfigError(
+      f"config.json: {name} is {shown}; {self._model} supports only"
+      f" {supported}."
+    )
+
+  def check_all_read(self) -> None:
+    """Raises UnsupportedConfigError if a field was not read."""
+    kind = "is_encoder_decoder"
+    # Families with an encoder read it themselves.
+    if kind not in self._read and self._values.get(kind, False) is not False:
+      self.reject(kind, "False")
+    rest = sorted(set(self._values) - self._read - INERT - {kind})
+    if rest:
+      value = repr(self._values[rest[0]])
+      also = f" (also {', '.join(rest[1:])})" if rest[1:] else ""
+      raise UnsupportedConfigError(
+        f"config.json: unknown field {rest[0]} ({value[:200]}) for"
+        f" {self._model}{also}; delete it if it does not change what the model"
+        " computes."
+      )
+
+
+@runtime_checkable
+class Description(Protocol):
+  """A model described by a `config.json`."""
+
+  def model(self, make: Callable[..., Any]) -> Any:
+    """Returns the model, built by `make(cls, **fields)`."""
+    ...
+
+  def names(self) -> mapping.Names:
+    """Returns the names of its weights."""
+    ...
 
 
 def _build(cls: Callable[..., Any], /, **fields: Any) -> Any:
-  """Returns a part itself. Here, as tables of names need no layers."""
   return cls(**fields)
-
-
-class Description(Protocol):
-  """A model that a `config.json` describes, every field read or refused."""
-
-  def model(self, make: Callable[..., Any]) -> Any:
-    """Returns the module, or what `make` makes of it."""
-    ...
-
-  def names(self) -> Names:
-    """Returns the names of its weights."""
-    ...
 
 
 def _token_example() -> tuple[Any, ...]:
@@ -285,18 +229,20 @@ def _token_example() -> tuple[Any, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-  """Models that one class of transformers computes.
+  """Models of one class of transformers.
 
   Attributes:
-    model_type: What `config.json` calls it.
-    architecture: The class whose tensors are served.
-    read: Returns what a `config.json` describes.
-    example: Returns what the model can be initialized with.
+    model_type: Name in `config.json`.
+    architecture: Supported class of transformers.
+    read: Reads the fields of a `config.json`.
+    inert: Fields that this family ignores besides `INERT`.
+    example: Returns arguments to initialize the model with.
   """
 
   model_type: str
   architecture: str
-  read: Callable[[Mapping[str, Any]], Description]
+  read: Callable[[Fields], Description]
+  inert: tuple[str, ...] = ()
   example: Callable[[], tuple[Any, ...]] = _token_example
 
   def model(
@@ -304,24 +250,27 @@ class Family:
     config: Mapping[str, Any],
     make: Callable[..., Any] = _build,
   ) -> Any:
-    """Returns the module of a `config.json`, or what `make` makes of it.
+    """Returns the model of a `config.json`.
 
     Args:
-      config: The content of the file.
-      make: Called with a class and its fields.
+      config: Content of the file.
+      make: Called with a class and its fields, such as `fdl.Config`.
 
     Raises:
-      UnservedConfigError: A field has a value that is not served.
+      UnsupportedConfigError: A field has an unsupported value.
     """
-    return self.read(config).model(make)
+    return self._describe(config).model(make)
 
-  def names(self, config: Mapping[str, Any]) -> Names:
+  def names(self, config: Mapping[str, Any]) -> mapping.Names:
     """Returns the names of the weights.
 
-    Args:
-      config: The content of the file.
-
     Raises:
-      UnservedConfigError: A field has a value that is not served.
+      UnsupportedConfigError: A field has an unsupported value.
     """
-    return self.read(config).names()
+    return self._describe(config).names()
+
+  def _describe(self, config: Mapping[str, Any]) -> Description:
+    fields = Fields(config, architecture=self.architecture, inert=self.inert)
+    description = self.read(fields)
+    fields.check_all_read()
+    return description

@@ -1,93 +1,229 @@
-"""Tests for tables of names."""
+"""Tests for families and reading `config.json`."""
 
+import math
+
+from flax import linen as nn
+import jax
 import numpy as np
 import pytest
 
-from paxon.layers.models.hugging_face import conversion, families, family
+from paxon.layers import activations, rotary_embedding, rotary_scaling
+from paxon.layers.models.hugging_face import (
+  families,
+  family,
+  gated_decoder,
+  llama,
+  mapping,
+  rope,
+)
 
-_TABLE = family.rule("table", "params/table", "V D -> V D")
+Error = family.UnsupportedConfigError
 
 
-def _names(*rules, **stack):
-  stack = {"stack": "params/stack", "num_layers": 5, "period": 2} | stack
-  return family.Names(
-    sizes={"V": 3, "D": 2, "F": 4},
-    rules=(_TABLE,),
-    stacks=(family.StackRules(rules=rules, **stack),),
+def _fields(**values):
+  return family.Fields(
+    {"model_type": "llama", **values}, architecture="LlamaForCausalLM"
   )
 
 
-def test_layers_have_the_places_of_a_stack():
-  names = _names(family.rule("layers.{}.w", "w", "F D -> D F"))
-  places = {
-    tensor.name: (tensor.pieces[0].leaf, tensor.pieces[0].layer)
-    for tensor in names.tensors.values()
-  }
-  assert places == {
-    "table": ("params/table", None),
-    "layers.0.w": ("params/stack/layers/blocks_0/w", 0),
-    "layers.1.w": ("params/stack/layers/blocks_1/w", 0),
-    "layers.2.w": ("params/stack/layers/blocks_0/w", 1),
-    "layers.3.w": ("params/stack/layers/blocks_1/w", 1),
-    # What fills no period is not stacked.
-    "layers.4.w": ("params/stack/layers_4/w", None),
-  }
-  shapes = {leaf.name: leaf.shape for leaf in names.leaves.values()}
-  assert shapes == {
-    "params/table": (3, 2),
-    "params/stack/layers/blocks_0/w": (2, 2, 4),
-    "params/stack/layers/blocks_1/w": (2, 2, 4),
-    "params/stack/layers_4/w": (2, 4),
-  }
+def test_values_and_defaults():
+  fields = _fields(a=3, b=None, c=0.5, d=False, e="silu", f=[1])
+  assert fields.size("a") == 3
+  assert fields.size("missing", 7) == 7
+  assert fields.optional_size("b", 4) is None
+  assert fields.optional_size("missing", 4) == 4
+  assert fields.number("c") == 0.5
+  assert fields.flag("d", True) is False
+  assert fields.one_of("e", "relu", {"silu": 1}) == 1
+  assert fields.get("f") == [1]
+  assert fields.has("b")
+  assert not fields.has("missing")
 
 
-def test_parts_of_one_tensor_are_read_by_their_rows_alone():
-  names = _names(
-    family.fused("layers.{}.ab", ("a", "F D -> D F"), ("b", "V D -> V D")),
-    num_layers=1,
-    period=1,
+@pytest.mark.parametrize(
+  ("read", "message"),
+  [
+    (lambda f: f.size("text"), "text is 'x'; llama supports only a pos"),
+    (lambda f: f.size("flag"), "flag is True; llama supports only a pos"),
+    (lambda f: f.number("text"), "text is 'x'; llama supports only a pos"),
+    (lambda f: f.flag("text"), "supports only true or false"),
+    (
+      lambda f: f.one_of("text", "a", {"a": 1, "b": 2}),
+      "supports only 'a' or 'b'",
+    ),
+    (lambda f: f.one_of("list", "a", {"a": 1}), "supports only 'a'"),
+    (lambda f: f.size("missing"), "missing is missing; llama needs it"),
+  ],
+)
+def test_unsupported_values_are_rejected(read, message):
+  with pytest.raises(Error, match=message):
+    read(_fields(text="x", flag=True, list=[1]))
+
+
+def test_unknown_fields_are_rejected():
+  fields = _fields(a=3, torch_dtype="bfloat16", use_cache=True, eos_token_id=2)
+  fields.size("a")
+  fields.check_all_read()
+  with pytest.raises(Error, match=r"unknown field b \(2\) for llama \(also c"):
+    _fields(b=2, c=3).check_all_read()
+
+
+def test_decoders_have_no_encoder():
+  _fields(is_encoder_decoder=False).check_all_read()
+  with pytest.raises(Error, match="is_encoder_decoder is True"):
+    _fields(is_encoder_decoder=True).check_all_read()
+
+
+def test_unsupported_fields_are_rejected():
+  _fields(pruned_heads={}, quantization_config=None)
+  with pytest.raises(Error, match=r"quantization_config is \{'bits': 4\}"):
+    _fields(quantization_config={"bits": 4})
+  with pytest.raises(Error, match=r"architectures is \['LlamaModel'\]"):
+    _fields(architectures=["LlamaModel"])
+
+
+def test_heads_divide():
+  sizes = {"hidden_size": 32, "num_attention_heads": 4}
+  found = gated_decoder.read_heads(
+    _fields(**sizes), kv_heads=None, head_dim=None
   )
-  assert names.tensors["layers.0.ab"].shape == (7, 2)
-  theirs = np.arange(14).reshape(7, 2)
-  asked = []
-
-  def read_rows(name, start, stop):
-    asked.append((name, start, stop))
-    return theirs[start:stop]
-
-  leaf = names.leaves["params/stack/layers/blocks_0/b"]
-  b = conversion.to_leaf(leaf, read_rows)
-  assert asked == [("layers.0.ab", 4, 7)]
-  np.testing.assert_array_equal(b, theirs[None, 4:])
-  ((name, start, rows),) = conversion.to_rows(leaf, b)
-  assert (name, start) == ("layers.0.ab", 4)
-  np.testing.assert_array_equal(rows, theirs[4:])
+  assert found == {
+    "embed_dim": 32,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+    "head_dim": 8,
+  }
+  with pytest.raises(Error, match=r"num_key_value_heads is 3; .* divisor of"):
+    gated_decoder.read_heads(
+      _fields(**sizes, num_key_value_heads=3), kv_heads=None, head_dim=None
+    )
+  sizes["num_attention_heads"] = 5
+  with pytest.raises(Error, match=r"num_attention_heads is 5; .* divisor of"):
+    gated_decoder.read_heads(_fields(**sizes), kv_heads=None, head_dim=None)
 
 
-def test_values_are_cast_on_request():
-  leaf = _names().leaves["params/table"]
-  values = np.ones((3, 2), np.float32)
-  found = conversion.to_leaf(leaf, lambda *_: values, np.float16)
-  assert found.dtype == np.float16
+def _rope(**values):
+  return rope.read(_fields(**values), head_dim=16, max_length=32, partial=1.0)
 
 
-def test_a_name_stands_once():
-  names = _names(family.rule("table", "w", "F D -> D F"))
-  with pytest.raises(ValueError, match="Two rules name the tensor table"):
-    _ = names.tensors
-  names = family.Names(
-    sizes={"V": 3, "D": 2},
-    rules=(_TABLE, family.rule("other", "params/table", "V D -> V D")),
+def test_rope_of_older_files():
+  new = _rope(rope_parameters={"rope_theta": 50.0, "rope_type": "default"})
+  assert _rope(rope_theta=50.0) == new
+  assert _rope(rope_theta=50.0, rope_scaling=None) == new
+  scaling = {"type": "linear", "factor": 2.0}
+  new = _rope(
+    rope_parameters={"rope_theta": 9.0, "rope_type": "linear", "factor": 2.0}
   )
-  with pytest.raises(ValueError, match="Two rules name the leaf params/table"):
-    _ = names.leaves
+  assert _rope(rope_theta=9.0, rope_scaling=scaling) == new
+  assert _rope(partial_rotary_factor=0.5).rotary_dim == 8
+  assert _rope(partial_rotary_factor=1.0).rotary_dim is None
+
+
+@pytest.mark.parametrize(
+  ("values", "message"),
+  [
+    ({"rope_scaling": {"type": "dynamic"}}, "rope_type 'default' or 'linear'"),
+    ({"rope_scaling": 3}, "an object or null"),
+    ({"rope_scaling": {"type": "linear"}}, "a number as factor"),
+    ({"rope_scaling": {"type": "linear", "factor": -1}}, "a positive factor"),
+    ({"rope_scaling": {"type": "default", "x": 1}}, r"the keys \(\) of"),
+    ({"partial_rotary_factor": 2}, "in \\(0, 1\\]"),
+    ({"partial_rotary_factor": 0.2}, "an even number of rotated features"),
+    (
+      {"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}},
+      "truncate true",
+    ),
+    (
+      {"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": 2}},
+      "an attention_factor of 1.069315",
+    ),
+    (
+      {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
+      "a short_factor of 8 numbers",
+    ),
+  ],
+)
+def test_unsupported_rope_is_rejected(values, message):
+  with pytest.raises(Error, match=message):
+    _rope(**values)
+
+
+def test_families_without_partial_rotation_reject_it():
+  fields = _fields(partial_rotary_factor=0.5)
+  with pytest.raises(Error, match="rotation of all features"):
+    rope.read(fields, head_dim=16, max_length=32)
+
+
+def test_long_rope():
+  with pytest.raises(
+    ValueError, match=r"PairScaling\.factors must be positive"
+  ):
+    rotary_scaling.PairScaling(factors=(1.0, 0.0))
+  with pytest.raises(ValueError, match=r"Rotary\.max_length must be positive"):
+    rotary_embedding.Rotary(max_length=0)
+  assert rope.find_wave_factor(factor=1.0, original_length=4096) == 1.0
+  # Phi-3-mini-128k: sqrt(1 + ln(32) / ln(4096)).
+  found = rope.find_wave_factor(factor=32.0, original_length=4096)
+  assert found == pytest.approx(1.190238)
+
+
+def test_periods():
+  assert mapping.find_period([7, 7, 7]) == (7,)
+  assert mapping.find_period([1, 2, 1, 2, 1]) == (1, 2)
+  assert mapping.find_period([1, 1, 2]) == (1, 1, 2)
+  assert mapping.find_period([]) == ()
+
+
+def _windows(**values):
+  return llama.read_windows(_fields(num_hidden_layers=3, **values))
+
+
+def test_windows():
+  assert _windows() == (None, None, None)
+  assert _windows(sliding_window=5) == (None, None, None)
+  assert _windows(use_sliding_window=True, max_window_layers=1) == (
+    None,
+    4096,
+    4096,
+  )
+  used = {"use_sliding_window": True, "sliding_window": 5}
+  kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+  assert _windows(**used, layer_types=kinds) == (5, None, 5)
+  with pytest.raises(Error, match="without sliding_window"):
+    _windows(layer_types=kinds)
+  with pytest.raises(Error, match="a list of 3 types"):
+    _windows(**used, layer_types=kinds[:2])
+  with pytest.raises(Error, match="a number of layers"):
+    _windows(**used, max_window_layers=-1)
+
+
+def test_activations():
+  x = np.linspace(-3, 3, 7)
+  phi = np.array([(1 + math.erf(each / math.sqrt(2))) / 2 for each in x])
+  inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+  sigmoid = 1 / (1 + np.exp(-x))
+  expected = {
+    activations.gelu_exact: x * phi,
+    activations.gelu_tanh: x * (1 + np.tanh(inner)) / 2,
+    activations.gelu_sigmoid: x / (1 + np.exp(-1.702 * x)),
+    activations.squared_relu: np.maximum(x, 0) ** 2,
+    nn.relu: np.maximum(x, 0),
+    nn.silu: x * sigmoid,
+    nn.tanh: np.tanh(x),
+  }
+  assert set(family.ACTIVATIONS.values()) == set(expected)
+  for function, values in expected.items():
+    found = function(jax.device_put(np.float32(x)))
+    np.testing.assert_allclose(found, values, rtol=1e-5, atol=1e-6)
 
 
 def test_families_are_found_by_their_type():
   assert families.find({"model_type": "llama"}).model_type == "llama"
-  for name in families.served():
+  for name in families.list_supported():
     assert families.find({"model_type": name}).model_type == name
-  with pytest.raises(ValueError, match=r"'mamba'; those served are .*gpt2"):
+  with pytest.raises(
+    ValueError, match=r"'mamba' is not supported; use one of .*gpt2"
+  ):
     families.find({"model_type": "mamba"})
-  with pytest.raises(ValueError, match="model_type is None"):
+  with pytest.raises(ValueError, match="model_type None"):
     families.find({})

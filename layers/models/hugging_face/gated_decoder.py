@@ -1,8 +1,8 @@
 """Decoders with gated feed-forward layers: Llama, Mistral, Qwen, Phi-3, Gemma.
 
-Root-mean-square norms before each part, rotary positions, no bias in the
-feed-forward layers. Families read their own `config.json` into a
-`GatedDecoder`, which makes the module and the table of names.
+Root-mean-square norms, rotary positions, no bias in the feed-forward layers.
+Families read their `config.json` into a `GatedDecoder`, which makes the model
+and the names of its weights.
 """
 
 from collections.abc import Callable
@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any
 
 from paxon.layers import (
+  activations,
   block,
   embedding,
   feed_forward,
@@ -20,17 +21,15 @@ from paxon.layers import (
 from paxon.layers.attention import grouped_query, head_norm
 from paxon.layers.models import decoder_lm
 from paxon.layers.models.hugging_face import (
-  activations,
-  config_fields,
   family,
-  patterns,
+  mapping,
   rope,
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatedDecoder:
-  """A decoder of this kind.
+  """Hyperparameters of a gated decoder.
 
   Attributes:
     vocab_size: Number of ids.
@@ -39,24 +38,24 @@ class GatedDecoder:
     num_heads: Number of query heads.
     num_kv_heads: Number of key/value heads.
     head_dim: Width of a head.
-    windows: How many positions each layer sees, `None` for all.
+    windows: Sliding window of each layer; `None` is full attention.
     rope: Rotary positions.
-    activation: Of the gate.
-    epsilon: Of all norms.
-    tied: Whether the head is the embedding.
+    activation: Activation of the gate.
+    epsilon: Epsilon of all norms.
+    tied: Whether the head shares the embedding table.
     qkv_bias: Whether queries, keys and values have biases.
     output_bias: Whether the output of attention has one.
     has_head_norm: Whether queries and keys are normalized.
-    is_fused: Whether files hold queries, keys and values in one tensor, and the
-      gate with what it gates.
-    norm_offset: What norms add to their stored factor.
-    input_scale: Factor of embedded tokens.
-    logit_scale: Factor of the logits of attention; `None` is
-      `head_dim ** -0.5`.
-    attention_cap: Bends the logits of attention; `None` does not.
-    logit_cap: Bends the logits of the head.
+    is_fused: Whether files fuse queries, keys and values in one tensor, and the
+      gate with the up projection.
+    norm_offset: Offset of the stored scale of norms.
+    input_scale: Factor on embedded tokens.
+    logit_scale: Factor on attention logits; `None` is `head_dim ** -0.5`.
+    attention_cap: Soft cap of attention logits.
+    logit_cap: Soft cap of the head's logits.
     local_rope: Rotary positions of layers with a window; `None` is `rope`.
-    has_post_norms: Whether the output of each part is normalized too.
+    has_post_norms: Whether the outputs of attention and feed-forward layers are
+      normalized.
   """
 
   vocab_size: int
@@ -83,13 +82,9 @@ class GatedDecoder:
   has_post_norms: bool = False
 
   def model(self, make: Callable[..., Any]) -> Any:
-    """Returns a `DecoderLm`, or what `make` makes of it.
-
-    Args:
-      make: Called with a class and its fields.
-    """
+    """Returns a `DecoderLm`, built by `make(cls, **fields)`."""
     blocks = [
-      self._block(make, window) for window in patterns.one_period(self.windows)
+      self._block(make, window) for window in mapping.find_period(self.windows)
     ]
     head = None
     if not self.tied:
@@ -156,10 +151,10 @@ class GatedDecoder:
       **norms,
     )
 
-  def names(self) -> family.Names:
-    """Returns the table of names."""
-    head = family.rule("lm_head.weight", "params/head/kernel", "V D -> D V")
-    return family.Names(
+  def names(self) -> mapping.Names:
+    """Returns the names of the weights."""
+    head = mapping.rule("lm_head.weight", "params/head/kernel", "V D -> D V")
+    return mapping.Names(
       sizes={
         "V": self.vocab_size,
         "D": self.embed_dim,
@@ -169,18 +164,18 @@ class GatedDecoder:
         "H": self.head_dim,
       },
       rules=(
-        family.rule(
+        mapping.rule(
           "model.embed_tokens.weight", "params/embedding/table", "V D -> V D"
         ),
-        family.rule("model.norm.weight", "params/final_norm/scale", "D -> D"),
+        mapping.rule("model.norm.weight", "params/final_norm/scale", "D -> D"),
         *(() if self.tied else (head,)),
       ),
       stacks=(
-        family.StackRules(
+        mapping.StackRules(
           stack="params/stack",
           num_layers=len(self.windows),
-          period=len(patterns.one_period(self.windows)),
-          rules=self._layer(),
+          period=len(mapping.find_period(self.windows)),
+          rules=self._layer_rules(),
         ),
       ),
       tied={"lm_head.weight": "model.embed_tokens.weight"} if self.tied else {},
@@ -191,15 +186,15 @@ class GatedDecoder:
       prefix="model.",
     )
 
-  def _layer(self) -> tuple[family.Rule, ...]:
+  def _layer_rules(self) -> tuple[mapping.Rule, ...]:
     at = "model.layers.{}."
     attention, mlp = f"{at}self_attn.", f"{at}mlp."
     rules = [
       *self._norm_rules(at),
-      family.rule(
+      mapping.rule(
         f"{attention}o_proj.weight", "attention/out", "D (N H) -> N H D"
       ),
-      family.rule(f"{mlp}down_proj.weight", "feed_forward/down", "D F -> F D"),
+      mapping.rule(f"{mlp}down_proj.weight", "feed_forward/down", "D F -> F D"),
     ]
     heads = (
       ("query", "(N H) D -> D N H"),
@@ -209,37 +204,37 @@ class GatedDecoder:
     gates = ("gate", "F D -> D F"), ("up", "F D -> D F")
     if self.is_fused:
       rules += [
-        family.fused(
+        mapping.fused_rule(
           f"{attention}qkv_proj.weight",
           *((f"attention/{name}", pattern) for name, pattern in heads),
         ),
-        family.fused(
+        mapping.fused_rule(
           f"{mlp}gate_up_proj.weight",
           *((f"feed_forward/{name}", pattern) for name, pattern in gates),
         ),
       ]
       return tuple(rules)
     for name, pattern in heads:
-      theirs = f"{attention}{name[0]}_proj"
+      tensor = f"{attention}{name[0]}_proj"
       rules.append(
-        family.rule(f"{theirs}.weight", f"attention/{name}", pattern)
+        mapping.rule(f"{tensor}.weight", f"attention/{name}", pattern)
       )
       if self.qkv_bias:
         flat = "(N H) -> N H" if name == "query" else "(K H) -> K H"
         rules.append(
-          family.rule(f"{theirs}.bias", f"attention/{name}_bias", flat)
+          mapping.rule(f"{tensor}.bias", f"attention/{name}_bias", flat)
         )
     if self.output_bias:
       rules.append(
-        family.rule(f"{attention}o_proj.bias", "attention/out_bias", "D -> D")
+        mapping.rule(f"{attention}o_proj.bias", "attention/out_bias", "D -> D")
       )
     rules += [
-      family.rule(f"{mlp}{name}_proj.weight", f"feed_forward/{name}", pattern)
+      mapping.rule(f"{mlp}{name}_proj.weight", f"feed_forward/{name}", pattern)
       for name, pattern in gates
     ]
     if self.has_head_norm:
       rules += [
-        family.rule(
+        mapping.rule(
           f"{attention}{name[0]}_norm.weight",
           f"attention/{name}_norm/scale",
           "H -> H",
@@ -248,7 +243,7 @@ class GatedDecoder:
       ]
     return tuple(rules)
 
-  def _norm_rules(self, at: str) -> list[family.Rule]:
+  def _norm_rules(self, at: str) -> list[mapping.Rule]:
     norms = {
       "input_layernorm": "attention_norm",
       "post_attention_layernorm": "feed_forward_norm",
@@ -260,34 +255,34 @@ class GatedDecoder:
         "post_feedforward_layernorm": "post_feed_forward_norm",
       }
     return [
-      family.rule(f"{at}{theirs}.weight", f"{ours}/scale", "D -> D")
-      for theirs, ours in norms.items()
+      mapping.rule(f"{at}{tensor}.weight", f"{leaf}/scale", "D -> D")
+      for tensor, leaf in norms.items()
     ]
 
 
-def heads(
-  fields: config_fields.Fields, *, kv_heads: int | None, head_dim: int | None
+def read_heads(
+  fields: family.Fields, *, kv_heads: int | None, head_dim: int | None
 ) -> dict[str, Any]:
   """Returns the sizes of attention, as fields of `GatedDecoder`.
 
   Args:
-    fields: Of the file, which gives `hidden_size` too.
-    kv_heads: `num_key_value_heads` by default; `None` is one for each head.
-    head_dim: By default; `None` divides the width of the model.
+    fields: Fields of the file.
+    kv_heads: Default of `num_key_value_heads`; `None` is `num_attention_heads`.
+    head_dim: Default of `head_dim`; `None` divides `hidden_size`.
 
   Raises:
-    UnservedConfigError: They do not divide.
+    UnsupportedConfigError: The sizes do not divide.
   """
   embed_dim = fields.size("hidden_size")
   num_heads = fields.size("num_attention_heads")
   num_kv_heads = fields.optional_size("num_key_value_heads", kv_heads)
   width = fields.optional_size("head_dim", head_dim)
   if num_heads % (num_kv_heads or num_heads):
-    fields.refuse(
+    fields.reject(
       "num_key_value_heads", f"a divisor of num_attention_heads ({num_heads})"
     )
   if width is None and embed_dim % num_heads:
-    fields.refuse(
+    fields.reject(
       "num_attention_heads", f"a divisor of hidden_size ({embed_dim})"
     )
   return {

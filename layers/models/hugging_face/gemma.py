@@ -1,33 +1,33 @@
-"""Gemma 1 (Gemma Team 2024, https://arxiv.org/abs/2403.08295)."""
+"""Gemma 1, 2 and 3 (text).
 
-from collections.abc import Mapping
+- Gemma (Gemma Team 2024, https://arxiv.org/abs/2403.08295)
+- Gemma 2 (Gemma Team 2024, https://arxiv.org/abs/2408.00118)
+- Gemma 3 (Gemma Team 2025, https://arxiv.org/abs/2503.19786)
+
+Norms store their scale minus one. Embedded tokens are multiplied by the square
+root of their width, rounded to the dtype of the model.
+"""
+
 from typing import Any
 
-from paxon.layers.models.hugging_face import (
-  activations,
-  config_fields,
-  family,
-  gated_decoder,
-  rope,
-)
+from paxon.layers import activations
+from paxon.layers.models.hugging_face import family, gated_decoder, rope
+
+_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+# Period of local and global layers in Gemma 3, unless the file sets it.
+_GEMMA3_PERIOD = 6
+# By type of layer: the field of the base in older files, and its default.
+_GEMMA3_BASES = {
+  _GLOBAL: ("rope_theta", 1_000_000.0),
+  _LOCAL: ("rope_local_base_freq", 10_000.0),
+}
 
 
-def common(fields: config_fields.Fields, *, kv_heads: int) -> dict[str, Any]:
-  """Returns what all Gemmas have in common, as fields of `GatedDecoder`.
-
-  Norms store their factor less one. Embedded tokens are multiplied by the root
-  of their width, rounded to the dtype of the model.
-
-  Args:
-    fields: Of the file.
-    kv_heads: Number of key/value heads where the file does not say it.
-
-  Raises:
-    UnservedConfigError: A field has a value that is not served.
-  """
-  sizes = gated_decoder.heads(fields, kv_heads=kv_heads, head_dim=256)
+def _read_common(fields: family.Fields, *, kv_heads: int) -> dict[str, Any]:
+  """Returns fields of `GatedDecoder` that all Gemmas share."""
+  sizes = gated_decoder.read_heads(fields, kv_heads=kv_heads, head_dim=256)
   bias = fields.flag("attention_bias", False)
-  # Masks that look ahead are for models of sentences, without a head.
+  # Bidirectional masks are for sentence embeddings, without a head.
   fields.one_of(
     "use_bidirectional_attention", False, {False: False, None: False}
   )
@@ -44,36 +44,150 @@ def common(fields: config_fields.Fields, *, kv_heads: int) -> dict[str, Any]:
   }
 
 
-def _read(config: Mapping[str, Any]) -> gated_decoder.GatedDecoder:
-  fields = config_fields.Fields(config, architecture=FAMILY.architecture)
-  sizes = common(fields, kv_heads=16)
-  result = gated_decoder.GatedDecoder(
-    **sizes,
+def _read_gemma(fields: family.Fields) -> gated_decoder.GatedDecoder:
+  common = _read_common(fields, kv_heads=16)
+  # Old files have "gelu" for its tanh approximation; newer ones repeat it in a
+  # second field, which some versions of transformers read.
+  supported = {**family.ACTIVATIONS, "gelu": activations.gelu_tanh}
+  activation = fields.one_of("hidden_act", "gelu_pytorch_tanh", supported)
+  repeated = {**supported, None: activation}
+  if fields.one_of("hidden_activation", None, repeated) is not activation:
+    fields.reject("hidden_activation", "null or the value of hidden_act")
+  return gated_decoder.GatedDecoder(
+    **common,
     windows=(None,) * fields.size("num_hidden_layers"),
-    rope=rope.read(
-      fields,
-      head_dim=sizes["head_dim"],
-      max_length=fields.size("max_position_embeddings", 8192),
-    ),
-    activation=_activation(fields),
+    rope=_read_rope(fields, common["head_dim"]),
+    activation=activation,
   )
-  fields.check_all_read()
-  return result
 
 
-def _activation(fields: config_fields.Fields) -> activations.Activation:
-  # The first files say "gelu" and mean its approximation; later ones have it
-  # in a second field, which some versions of transformers read.
-  served = {**activations.SERVED, "gelu": activations.gelu_tanh}
-  first = fields.one_of("hidden_act", "gelu_pytorch_tanh", served)
-  second = fields.one_of("hidden_activation", None, {**served, None: first})
-  if second is not first:
-    fields.refuse("hidden_activation", "null or the activation of hidden_act")
-  return first
+def _read_gemma2(fields: family.Fields) -> gated_decoder.GatedDecoder:
+  common = _read_common_2_3(fields, period=2)
+  return gated_decoder.GatedDecoder(
+    **common,
+    rope=_read_rope(fields, common["head_dim"]),
+    attention_cap=fields.optional_number("attn_logit_softcapping", 50.0),
+    logit_cap=fields.optional_number("final_logit_softcapping", 30.0),
+  )
 
 
-FAMILY = family.Family(
-  model_type="gemma",
-  architecture="GemmaForCausalLM",
-  read=_read,
+def _read_gemma3(fields: family.Fields) -> gated_decoder.GatedDecoder:
+  if fields.get("layer_types", None):
+    # Some files with `layer_types` repeat the period.
+    fields.get("_sliding_window_pattern", None)
+  common = _read_common_2_3(fields, period=None)
+  # The class of transformers reads this field and does not use it.
+  fields.one_of("attn_logit_softcapping", None, {None: None})
+  ropes = {
+    kind: _read_gemma3_rope(fields, kind, head_dim=common["head_dim"])
+    for kind in _GEMMA3_BASES
+  }
+  return gated_decoder.GatedDecoder(
+    **common,
+    rope=ropes[_GLOBAL],
+    local_rope=ropes[_LOCAL],
+    has_head_norm=True,
+    logit_cap=fields.optional_number("final_logit_softcapping", None),
+  )
+
+
+def _read_common_2_3(
+  fields: family.Fields, *, period: int | None
+) -> dict[str, Any]:
+  """Returns fields of `GatedDecoder` that Gemma 2 and 3 share.
+
+  Args:
+    fields: Fields of the file.
+    period: Every `period`-th layer is global unless the file lists the types of
+      layers; `None` reads it from the file.
+  """
+  activation = fields.activation("hidden_activation", "gelu_pytorch_tanh")
+  # Some files repeat it in the field of other families.
+  repeated = {**family.ACTIVATIONS, None: activation}
+  if fields.one_of("hidden_act", None, repeated) is not activation:
+    fields.reject("hidden_act", "null or the value of hidden_activation")
+  return {
+    **_read_common(fields, kv_heads=4),
+    "windows": _read_windows(fields, period),
+    "activation": activation,
+    "logit_scale": fields.number("query_pre_attn_scalar", 256) ** -0.5,
+    "has_post_norms": True,
+  }
+
+
+def _read_windows(
+  fields: family.Fields, period: int | None
+) -> tuple[int | None, ...]:
+  """Returns the sliding window of each layer."""
+  num_layers = fields.size("num_hidden_layers")
+  name = "sliding_window_pattern"
+  period = fields.size(name, _GEMMA3_PERIOD) if period is None else period
+  by_period = [
+    _LOCAL if (i + 1) % period else _GLOBAL for i in range(num_layers)
+  ]
+  kinds = fields.get("layer_types", None)
+  kinds = by_period if kinds is None else kinds
+  is_list = isinstance(kinds, list) and len(kinds) == num_layers
+  if not is_list or any(kind not in (_LOCAL, _GLOBAL) for kind in kinds):
+    fields.reject(
+      "layer_types", f"{num_layers} times {_LOCAL!r} or {_GLOBAL!r}"
+    )
+  if fields.has(name) and kinds != by_period:
+    fields.reject(name, "a period that agrees with layer_types")
+  window = fields.optional_size("sliding_window", 4096)
+  if window is None and _LOCAL in kinds:
+    fields.reject("sliding_window", f"a positive integer with {_LOCAL!r}")
+  if fields.get("sliding_window_size", window) != window:
+    fields.reject("sliding_window_size", f"sliding_window ({window})")
+  return tuple(window if kind == _LOCAL else None for kind in kinds)
+
+
+def _read_rope(fields: family.Fields, head_dim: int) -> rope.Rope:
+  return rope.read(
+    fields,
+    head_dim=head_dim,
+    max_length=fields.size("max_position_embeddings", 8192),
+  )
+
+
+def _read_gemma3_rope(
+  fields: family.Fields, kind: str, *, head_dim: int
+) -> rope.Rope:
+  """Returns the rotary positions of local or global layers."""
+  by_kind = fields.get("rope_parameters", None) or {}
+  if not isinstance(by_kind, dict) or not set(by_kind) <= set(_GEMMA3_BASES):
+    fields.reject(
+      "rope_parameters", f"objects for {' and '.join(_GEMMA3_BASES)}"
+    )
+  scaling = fields.get("rope_scaling", None)
+  if scaling and by_kind:
+    fields.reject("rope_scaling", "null with rope_parameters")
+  if kind == _GLOBAL and scaling:
+    by_kind = {kind: scaling}
+  theta = fields.number(*_GEMMA3_BASES[kind])
+  values = {"rope_theta": theta, **(by_kind.get(kind) or {})}
+  return rope.read(
+    family.Fields(
+      {"model_type": GEMMA3.model_type, "rope_parameters": values},
+      architecture=GEMMA3.architecture,
+    ),
+    head_dim=head_dim,
+    max_length=fields.size("max_position_embeddings", 131_072),
+  )
+
+
+GEMMA = family.Family(
+  model_type="gemma", architecture="GemmaForCausalLM", read=_read_gemma
+)
+GEMMA2 = family.Family(
+  model_type="gemma2",
+  architecture="Gemma2ForCausalLM",
+  read=_read_gemma2,
+  inert=("cache_implementation",),
+)
+GEMMA3 = family.Family(
+  model_type="gemma3_text",
+  architecture="Gemma3ForCausalLM",
+  read=_read_gemma3,
+  inert=("cache_implementation",),
 )

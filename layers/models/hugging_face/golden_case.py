@@ -1,10 +1,9 @@
-"""Tiny models whose outputs transformers computed once: the golden files.
+"""Golden files: tiny models with outputs computed by transformers.
 
-A case is a configuration for a class of transformers. Its weights are stored
-nowhere: each is made from its name, by `weight`, for transformers and for us
-alike. `make_goldens` writes, for each case, `goldens/<name>.json` (what
-transformers saves as `config.json`) and `goldens/<name>.npz` (inputs, logits,
-greedy continuations).
+A case is a configuration for a class of transformers. Weights are not stored:
+`weight` makes each from its name. `make_goldens` writes `goldens/<name>.json`
+(the `config.json` of transformers) and `goldens/<name>.npz` (inputs, logits,
+greedy continuations) of each case.
 """
 
 from collections.abc import Mapping
@@ -17,8 +16,8 @@ import zlib
 import numpy as np
 
 FOLDER = pathlib.Path(__file__).parent / "goldens"
-ROWS, LENGTH = 2, 20
-# Greedy generation reads so many ids of each row, and adds so many.
+BATCH, LENGTH = 2, 20
+# Greedy generation reads and adds this many ids.
 PROMPT_LENGTH, NEW_IDS = 6, 10
 
 
@@ -27,12 +26,12 @@ class Case:
   """One model.
 
   Attributes:
-    name: Of its files.
-    architecture: The class of transformers.
+    name: Name of its files.
+    architecture: Class of transformers.
     config: Arguments of its configuration.
-    renamed: Names in files, by the name of the parameter, where they differ.
-    has_own_head: Whether `lm_head` is untied, though transformers ties it where
-      a file has no such tensor.
+    renamed: Names in files, by name of the parameter, where they differ.
+    has_own_head: Whether `lm_head` is untied although transformers ties it in
+      files without that tensor.
   """
 
   name: str
@@ -44,10 +43,10 @@ class Case:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Golden:
-  """What was stored of a case.
+  """Stored files of a case.
 
   Attributes:
-    config: The content of `config.json`.
+    config: Content of `config.json`.
     arrays: Inputs and outputs, by name.
   """
 
@@ -56,14 +55,10 @@ class Golden:
 
 
 def weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
-  """Returns the float32 values of a tensor of theirs.
+  """Returns the float32 values of a Hugging Face tensor.
 
-  Nothing is 0 or 1, so that no norm or bias hides. The generator is one whose
-  numbers no version of numpy changes.
-
-  Args:
-    name: Theirs, whole.
-    shape: Its shape.
+  No value is 0 or 1, so that norms and biases have an effect. The generator is
+  stable across versions of numpy.
   """
   values = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(
     shape
@@ -78,29 +73,25 @@ def weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def ids(case: str, *, vocab_size: int, salt: str = "") -> np.ndarray:
-  """Returns random ids [ROWS, LENGTH] of a case, int32, never 0.
+  """Returns random ids [BATCH, LENGTH] of a case, int32, never 0.
 
   Args:
-    case: Its name.
-    vocab_size: Ids are less.
-    salt: Tells several arrays of a case apart.
+    case: Name of the case.
+    vocab_size: Upper bound of the ids.
+    salt: Distinguishes several arrays of a case.
   """
   random = np.random.RandomState(zlib.crc32(f"{case}{salt}".encode()))
-  return random.randint(1, vocab_size, (ROWS, LENGTH)).astype(np.int32)
+  return random.randint(1, vocab_size, (BATCH, LENGTH)).astype(np.int32)
 
 
 def mask() -> np.ndarray:
-  """Returns which ids of rows are no padding, int32 [ROWS, LENGTH]."""
-  lengths = LENGTH - 7 * np.arange(ROWS)
+  """Returns 1 for ids that are not padding, int32 [BATCH, LENGTH]."""
+  lengths = LENGTH - 7 * np.arange(BATCH)
   return (np.arange(LENGTH) < lengths[:, None]).astype(np.int32)
 
 
 def read(name: str) -> Golden:
-  """Returns what was stored of a case.
-
-  Args:
-    name: Of the case.
-  """
+  """Returns the stored files of a case."""
   with np.load(FOLDER / f"{name}.npz") as arrays:
     return Golden(
       config=json.loads((FOLDER / f"{name}.json").read_text()),
@@ -109,12 +100,7 @@ def read(name: str) -> Golden:
 
 
 def write(name: str, golden: Golden) -> None:
-  """Stores a case.
-
-  Args:
-    name: Of the case.
-    golden: What to store.
-  """
+  """Writes the files of a case."""
   text = json.dumps(golden.config, indent=2, sort_keys=True)
   (FOLDER / f"{name}.json").write_text(text + "\n")
   arrays: dict[str, Any] = dict(golden.arrays)

@@ -1,15 +1,16 @@
 """GPT-2 (Radford et al. 2019).
 
 Layer norms and learned positions, biases everywhere, one kernel for queries,
-keys and values, a plain feed-forward layer, and a tied head. Kernels of theirs
-stand as ours do, inputs first.
+keys and values, a plain feed-forward layer, and a tied head. Unlike elsewhere,
+kernels have inputs first.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 import dataclasses
 from typing import Any
 
 from paxon.layers import (
+  activations,
   block,
   embedding,
   feed_forward,
@@ -21,16 +22,14 @@ from paxon.layers import (
 from paxon.layers.attention import grouped_query, projections
 from paxon.layers.models import decoder_lm
 from paxon.layers.models.hugging_face import (
-  activations,
-  config_fields,
   family,
-  patterns,
+  mapping,
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Gpt2:
-  """What a file says."""
+  """Hyperparameters of a GPT-2."""
 
   vocab_size: int
   embed_dim: int
@@ -49,7 +48,7 @@ class _Gpt2:
     return self.embed_dim // self.num_heads
 
   def model(self, make: Callable[..., Any]) -> Any:
-    """Returns the model, or what `make` makes of it."""
+    """Returns the model, built by `make(cls, **fields)`."""
 
     def norm() -> Any:
       return make(layer_norm.LayerNorm, epsilon=self.epsilon)
@@ -77,7 +76,7 @@ class _Gpt2:
           activation=self.activation,
         ),
       )
-      for scale in patterns.one_period(self.logit_scales)
+      for scale in mapping.find_period(self.logit_scales)
     ]
     return make(
       decoder_lm.DecoderLm,
@@ -94,10 +93,10 @@ class _Gpt2:
       ),
     )
 
-  def names(self) -> family.Names:
+  def names(self) -> mapping.Names:
     """Returns the names of the weights."""
-    head = family.rule("lm_head.weight", "params/head/kernel", "V D -> D V")
-    return family.Names(
+    head = mapping.rule("lm_head.weight", "params/head/kernel", "V D -> D V")
+    return mapping.Names(
       sizes={
         "V": self.vocab_size,
         "D": self.embed_dim,
@@ -108,95 +107,77 @@ class _Gpt2:
         "C": 3,
       },
       rules=(
-        family.rule(
+        mapping.rule(
           "transformer.wte.weight", "params/embedding/table", "V D -> V D"
         ),
-        family.rule(
+        mapping.rule(
           "transformer.wpe.weight",
           "params/position_embedding/table",
           "P D -> P D",
         ),
-        *_norm("transformer.ln_f", "params/final_norm"),
+        *mapping.norm_rules("transformer.ln_f", "params/final_norm"),
         *(() if self.tied else (head,)),
       ),
       stacks=(
-        family.StackRules(
+        mapping.StackRules(
           stack="params/stack",
           num_layers=self.num_layers,
-          period=len(patterns.one_period(self.logit_scales)),
-          rules=_layer("transformer.h.{}."),
+          period=len(mapping.find_period(self.logit_scales)),
+          rules=_layer_rules("transformer.h.{}."),
         ),
       ),
       tied={"lm_head.weight": "transformer.wte.weight"} if self.tied else {},
-      # Masks, which old files hold.
+      # Masks in old files.
       ignored=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",),
       prefix="transformer.",
     )
 
 
-def _read(config: Mapping[str, Any]) -> _Gpt2:
-  fields = config_fields.Fields(
-    config,
-    architecture=FAMILY.architecture,
-    # The number of positions under another name, and an order of operations
-    # that changes rounding only.
-    inert=("n_ctx", "reorder_and_upcast_attn"),
-  )
+def _read(fields: family.Fields) -> _Gpt2:
   embed_dim = fields.size("n_embd", 768)
   num_heads = fields.size("n_head", 12)
   num_layers = fields.size("n_layer", 12)
   if embed_dim % num_heads:
-    fields.refuse("n_head", f"a divisor of n_embd ({embed_dim})")
+    fields.reject("n_head", f"a divisor of n_embd ({embed_dim})")
   is_scaled = fields.flag("scale_attn_weights", True)
   scale = None if is_scaled else 1.0
   scales = (scale,) * num_layers
   if fields.flag("scale_attn_by_inverse_layer_idx", False):
     first = (embed_dim // num_heads) ** -0.5 if is_scaled else 1.0
     scales = tuple(first / (layer + 1) for layer in range(num_layers))
-  result = _Gpt2(
+  return _Gpt2(
     vocab_size=fields.size("vocab_size", 50_257),
     embed_dim=embed_dim,
     mlp_dim=fields.optional_size("n_inner") or 4 * embed_dim,
     num_heads=num_heads,
     num_layers=num_layers,
     max_length=fields.size("n_positions", 1024),
-    activation=fields.one_of(
-      "activation_function", "gelu_new", activations.SERVED
-    ),
+    activation=fields.activation("activation_function", "gelu_new"),
     epsilon=fields.number("layer_norm_epsilon", 1e-5),
     tied=fields.flag("tie_word_embeddings", True),
     logit_scales=scales,
   )
-  fields.check_all_read()
-  return result
 
 
-def _norm(theirs: str, ours: str) -> tuple[family.Rule, ...]:
-  return (
-    family.rule(f"{theirs}.weight", f"{ours}/scale", "D -> D"),
-    family.rule(f"{theirs}.bias", f"{ours}/bias", "D -> D"),
-  )
-
-
-def _layer(at: str) -> tuple[family.Rule, ...]:
+def _layer_rules(at: str) -> tuple[mapping.Rule, ...]:
   attention, mlp = f"{at}attn", f"{at}mlp"
   return (
-    *_norm(f"{at}ln_1", "attention_norm"),
-    family.rule(
+    *mapping.norm_rules(f"{at}ln_1", "attention_norm"),
+    mapping.rule(
       f"{attention}.c_attn.weight", "attention/qkv", "D (C N H) -> D C N H"
     ),
-    family.rule(
+    mapping.rule(
       f"{attention}.c_attn.bias", "attention/qkv_bias", "(C N H) -> C N H"
     ),
-    family.rule(
+    mapping.rule(
       f"{attention}.c_proj.weight", "attention/out", "(N H) D -> N H D"
     ),
-    family.rule(f"{attention}.c_proj.bias", "attention/out_bias", "D -> D"),
-    *_norm(f"{at}ln_2", "feed_forward_norm"),
-    family.rule(f"{mlp}.c_fc.weight", "feed_forward/up", "D F -> D F"),
-    family.rule(f"{mlp}.c_fc.bias", "feed_forward/up_bias", "F -> F"),
-    family.rule(f"{mlp}.c_proj.weight", "feed_forward/down", "F D -> F D"),
-    family.rule(f"{mlp}.c_proj.bias", "feed_forward/down_bias", "D -> D"),
+    mapping.rule(f"{attention}.c_proj.bias", "attention/out_bias", "D -> D"),
+    *mapping.norm_rules(f"{at}ln_2", "feed_forward_norm"),
+    mapping.rule(f"{mlp}.c_fc.weight", "feed_forward/up", "D F -> D F"),
+    mapping.rule(f"{mlp}.c_fc.bias", "feed_forward/up_bias", "F -> F"),
+    mapping.rule(f"{mlp}.c_proj.weight", "feed_forward/down", "F D -> F D"),
+    mapping.rule(f"{mlp}.c_proj.bias", "feed_forward/down_bias", "D -> D"),
   )
 
 
@@ -204,4 +185,7 @@ FAMILY = family.Family(
   model_type="gpt2",
   architecture="GPT2LMHeadModel",
   read=_read,
+  # Number of positions under another name, and an order of operations that only
+  # changes rounding.
+  inert=("n_ctx", "reorder_and_upcast_attn"),
 )

@@ -1,16 +1,16 @@
 """GPT-NeoX and Pythia (Black et al. 2022, https://arxiv.org/abs/2204.06745).
 
-Layer norms, rotary positions on a part of each head, biases, a plain
-feed-forward layer, and a head of its own. Attention and feed-forward stand side
-by side, each with a norm of its own, or one after the other. In a tensor of
-queries, keys and values, the three of a head are neighbours.
+Layer norms, partial rotary positions, biases, a plain feed-forward layer, and
+an untied head. Attention and feed-forward are parallel, each with its norm, or
+sequential. The fused tensor has query, key and value of each head in turn.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 import dataclasses
 from typing import Any
 
 from paxon.layers import (
+  activations,
   block,
   embedding,
   feed_forward,
@@ -21,16 +21,15 @@ from paxon.layers import (
 from paxon.layers.attention import grouped_query, projections
 from paxon.layers.models import decoder_lm
 from paxon.layers.models.hugging_face import (
-  activations,
-  config_fields,
   family,
+  mapping,
   rope,
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _GptNeox:
-  """What a file says."""
+  """Hyperparameters of a GPT-NeoX."""
 
   vocab_size: int
   embed_dim: int
@@ -50,7 +49,7 @@ class _GptNeox:
     return self.embed_dim // self.num_heads
 
   def model(self, make: Callable[..., Any]) -> Any:
-    """Returns the model, or what `make` makes of it."""
+    """Returns the model, built by `make(cls, **fields)`."""
 
     def norm() -> Any:
       return make(layer_norm.LayerNorm, epsilon=self.epsilon)
@@ -98,11 +97,11 @@ class _GptNeox:
       head=head,
     )
 
-  def names(self) -> family.Names:
+  def names(self) -> mapping.Names:
     """Returns the names of the weights."""
-    head = family.rule("embed_out.weight", "params/head/kernel", "V D -> D V")
+    head = mapping.rule("embed_out.weight", "params/head/kernel", "V D -> D V")
     table = "gpt_neox.embed_in.weight"
-    return family.Names(
+    return mapping.Names(
       sizes={
         "V": self.vocab_size,
         "D": self.embed_dim,
@@ -112,19 +111,19 @@ class _GptNeox:
         "C": 3,
       },
       rules=(
-        family.rule(table, "params/embedding/table", "V D -> V D"),
-        *_norm("gpt_neox.final_layer_norm", "params/final_norm"),
+        mapping.rule(table, "params/embedding/table", "V D -> V D"),
+        *mapping.norm_rules("gpt_neox.final_layer_norm", "params/final_norm"),
         *(() if self.tied else (head,)),
       ),
       stacks=(
-        family.StackRules(
+        mapping.StackRules(
           stack="params/stack",
           num_layers=self.num_layers,
-          rules=_layer("gpt_neox.layers.{}.", self),
+          rules=_layer_rules("gpt_neox.layers.{}.", self),
         ),
       ),
       tied={"embed_out.weight": table} if self.tied else {},
-      # Masks and frequencies, which old files hold.
+      # Masks and frequencies in old files.
       ignored=(
         r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias)",
         r"gpt_neox\.layers\.\d+\.attention\.rotary_emb\.inv_freq",
@@ -133,17 +132,14 @@ class _GptNeox:
     )
 
 
-def _read(config: Mapping[str, Any]) -> _GptNeox:
-  fields = config_fields.Fields(
-    config, architecture=FAMILY.architecture, inert=("is_decoder",)
-  )
+def _read(fields: family.Fields) -> _GptNeox:
   embed_dim = fields.size("hidden_size", 6144)
   num_heads = fields.size("num_attention_heads", 64)
   if embed_dim % num_heads:
-    fields.refuse(
+    fields.reject(
       "num_attention_heads", f"a divisor of hidden_size ({embed_dim})"
     )
-  result = _GptNeox(
+  return _GptNeox(
     vocab_size=fields.size("vocab_size", 50_432),
     embed_dim=embed_dim,
     mlp_dim=fields.size("intermediate_size", 24_576),
@@ -157,54 +153,47 @@ def _read(config: Mapping[str, Any]) -> _GptNeox:
       theta_field="rotary_emb_base",
       partial_field="rotary_pct",
     ),
-    activation=fields.one_of("hidden_act", "gelu", activations.SERVED),
+    activation=fields.activation("hidden_act", "gelu"),
     epsilon=fields.number("layer_norm_eps", 1e-5),
     tied=fields.flag("tie_word_embeddings", False),
     attention_bias=fields.flag("attention_bias", True),
     is_parallel=fields.flag("use_parallel_residual", True),
   )
-  fields.check_all_read()
-  return result
 
 
-def _norm(theirs: str, ours: str) -> tuple[family.Rule, ...]:
-  return (
-    family.rule(f"{theirs}.weight", f"{ours}/scale", "D -> D"),
-    family.rule(f"{theirs}.bias", f"{ours}/bias", "D -> D"),
-  )
-
-
-def _layer(at: str, found: _GptNeox) -> tuple[family.Rule, ...]:
+def _layer_rules(at: str, model: _GptNeox) -> tuple[mapping.Rule, ...]:
   attention, mlp = f"{at}attention", f"{at}mlp"
   biases = (
-    family.rule(
+    mapping.rule(
       f"{attention}.query_key_value.bias",
       "attention/qkv_bias",
       "(N C H) -> C N H",
     ),
-    family.rule(f"{attention}.dense.bias", "attention/out_bias", "D -> D"),
+    mapping.rule(f"{attention}.dense.bias", "attention/out_bias", "D -> D"),
   )
   return (
-    *_norm(
+    *mapping.norm_rules(
       f"{at}input_layernorm",
-      "norm" if found.is_parallel else "attention_norm",
+      "norm" if model.is_parallel else "attention_norm",
     ),
-    *_norm(f"{at}post_attention_layernorm", "feed_forward_norm"),
-    family.rule(
+    *mapping.norm_rules(f"{at}post_attention_layernorm", "feed_forward_norm"),
+    mapping.rule(
       f"{attention}.query_key_value.weight",
       "attention/qkv",
       "(N C H) D -> D C N H",
     ),
-    family.rule(
+    mapping.rule(
       f"{attention}.dense.weight", "attention/out", "D (N H) -> N H D"
     ),
-    *(biases if found.attention_bias else ()),
-    family.rule(f"{mlp}.dense_h_to_4h.weight", "feed_forward/up", "F D -> D F"),
-    family.rule(f"{mlp}.dense_h_to_4h.bias", "feed_forward/up_bias", "F -> F"),
-    family.rule(
+    *(biases if model.attention_bias else ()),
+    mapping.rule(
+      f"{mlp}.dense_h_to_4h.weight", "feed_forward/up", "F D -> D F"
+    ),
+    mapping.rule(f"{mlp}.dense_h_to_4h.bias", "feed_forward/up_bias", "F -> F"),
+    mapping.rule(
       f"{mlp}.dense_4h_to_h.weight", "feed_forward/down", "D F -> F D"
     ),
-    family.rule(
+    mapping.rule(
       f"{mlp}.dense_4h_to_h.bias", "feed_forward/down_bias", "D -> D"
     ),
   )
@@ -214,4 +203,5 @@ FAMILY = family.Family(
   model_type="gpt_neox",
   architecture="GPTNeoXForCausalLM",
   read=_read,
+  inert=("is_decoder",),
 )

@@ -1,47 +1,169 @@
-"""Llama 2 and 3 (Touvron et al. 2023, Grattafiori et al. 2024)."""
+"""Llama and families with its architecture: Mistral, Qwen 2, Qwen 3, Phi-3.
 
-from collections.abc import Mapping
+- Llama 2 and 3 (Touvron et al. 2023, Grattafiori et al. 2024)
+- Mistral 7B and Nemo (Jiang et al. 2023, https://arxiv.org/abs/2310.06825)
+- Qwen 2 and 2.5 (Yang et al. 2024, https://arxiv.org/abs/2407.10671)
+- Qwen 3 (Yang et al. 2025, https://arxiv.org/abs/2505.09388)
+- Phi-3 and Phi-4-mini (Abdin et al. 2024, https://arxiv.org/abs/2404.14219).
+  Their files fuse queries, keys and values, and the gate with the up
+  projection. Of LongRoPE only the short factors are supported (`rope`).
+"""
+
 from typing import Any
 
-from paxon.layers.models.hugging_face import (
-  activations,
-  config_fields,
-  family,
-  gated_decoder,
-  rope,
-)
+from paxon.layers.models.hugging_face import family, gated_decoder, rope
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
-def _read(config: Mapping[str, Any]) -> gated_decoder.GatedDecoder:
-  fields = config_fields.Fields(config, architecture=FAMILY.architecture)
-  sizes = gated_decoder.heads(fields, kv_heads=None, head_dim=None)
-  bias = fields.flag("attention_bias", False)
-  # Our gated feed-forward layer has no bias, and no known file of this family
-  # asks for one.
-  fields.one_of("mlp_bias", False, {False: False})
-  num_layers = fields.size("num_hidden_layers")
-  result = gated_decoder.GatedDecoder(
+def _read_decoder(
+  fields: family.Fields,
+  *,
+  windows: tuple[int | None, ...],
+  max_length: int,
+  kv_heads: int | None = None,
+  head_dim: int | None = None,
+  epsilon: float = 1e-6,
+  rope_options: dict[str, Any] | None = None,
+  **features: Any,
+) -> gated_decoder.GatedDecoder:
+  """Reads the fields that these families share.
+
+  Args:
+    fields: Fields of the file.
+    windows: Sliding window of each layer.
+    max_length: Default of `max_position_embeddings`.
+    kv_heads: Default of `num_key_value_heads`; `None` is `num_attention_heads`.
+    head_dim: Default of `head_dim`; `None` divides `hidden_size`.
+    epsilon: Default of `rms_norm_eps`.
+    rope_options: Further arguments of `rope.read`.
+    **features: Further fields of `GatedDecoder`.
+  """
+  sizes = gated_decoder.read_heads(fields, kv_heads=kv_heads, head_dim=head_dim)
+  return gated_decoder.GatedDecoder(
     vocab_size=fields.size("vocab_size"),
     mlp_dim=fields.size("intermediate_size"),
-    windows=(None,) * num_layers,
+    windows=windows,
     rope=rope.read(
       fields,
       head_dim=sizes["head_dim"],
-      max_length=fields.size("max_position_embeddings", 2048),
+      max_length=fields.size("max_position_embeddings", max_length),
+      **(rope_options or {}),
     ),
-    activation=fields.one_of("hidden_act", "silu", activations.SERVED),
-    epsilon=fields.number("rms_norm_eps", 1e-6),
+    activation=fields.activation("hidden_act", "silu"),
+    epsilon=fields.number("rms_norm_eps", epsilon),
     tied=fields.flag("tie_word_embeddings", False),
+    **sizes,
+    **features,
+  )
+
+
+def _read_llama(fields: family.Fields) -> gated_decoder.GatedDecoder:
+  bias = fields.flag("attention_bias", False)
+  # GatedFeedForward has no bias, and no known Llama has one.
+  fields.one_of("mlp_bias", False, {False: False})
+  return _read_decoder(
+    fields,
+    windows=(None,) * fields.size("num_hidden_layers"),
+    max_length=2048,
     qkv_bias=bias,
     output_bias=bias,
-    **sizes,
   )
-  fields.check_all_read()
-  return result
 
 
-FAMILY = family.Family(
-  model_type="llama",
-  architecture="LlamaForCausalLM",
-  read=_read,
+def _read_mistral(fields: family.Fields) -> gated_decoder.GatedDecoder:
+  window = fields.optional_size("sliding_window", 4096)
+  return _read_decoder(
+    fields,
+    windows=(window,) * fields.size("num_hidden_layers"),
+    max_length=131_072,
+    kv_heads=8,
+  )
+
+
+def _read_qwen2(fields: family.Fields) -> gated_decoder.GatedDecoder:
+  return _read_decoder(
+    fields,
+    windows=read_windows(fields),
+    max_length=32_768,
+    kv_heads=32,
+    qkv_bias=True,
+  )
+
+
+def _read_qwen3(fields: family.Fields) -> gated_decoder.GatedDecoder:
+  bias = fields.flag("attention_bias", False)
+  return _read_decoder(
+    fields,
+    windows=read_windows(fields),
+    max_length=32_768,
+    kv_heads=32,
+    head_dim=128,
+    qkv_bias=bias,
+    output_bias=bias,
+    has_head_norm=True,
+  )
+
+
+def _read_phi3(fields: family.Fields) -> gated_decoder.GatedDecoder:
+  window = fields.optional_size("sliding_window", None)
+  original = fields.size("original_max_position_embeddings", 4096)
+  return _read_decoder(
+    fields,
+    windows=(window,) * fields.size("num_hidden_layers"),
+    max_length=4096,
+    epsilon=1e-5,
+    rope_options={
+      "partial": 1.0,
+      "original_length": original,
+      "aliases": {"su": "longrope", "yarn": "longrope"},
+    },
+    is_fused=True,
+  )
+
+
+def read_windows(fields: family.Fields) -> tuple[int | None, ...]:
+  """Returns the sliding window of each layer of Qwen 2 and 3.
+
+  `layer_types` takes precedence over `max_window_layers`, the first layer with
+  a window. Without `use_sliding_window` no layer has one.
+
+  Raises:
+    UnsupportedConfigError: `layer_types` does not have a valid entry for each
+      layer, or needs a window that is not set.
+  """
+  num_layers = fields.size("num_hidden_layers")
+  is_used = fields.flag("use_sliding_window", False)
+  window = fields.optional_size("sliding_window", 4096) if is_used else None
+  fields.get("sliding_window", None)
+  # Zero is valid, too.
+  first = fields.get("max_window_layers", 28)
+  if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+    fields.reject("max_window_layers", "a number of layers")
+  kinds = fields.get("layer_types", None)
+  if kinds is None:
+    return tuple(window if i >= first else None for i in range(num_layers))
+  if not isinstance(kinds, list) or len(kinds) != num_layers:
+    fields.reject("layer_types", f"a list of {num_layers} types")
+  if set(kinds) - {_FULL, _SLIDING}:
+    fields.reject("layer_types", f"{_FULL!r} or {_SLIDING!r}")
+  if _SLIDING in kinds and window is None:
+    fields.reject("layer_types", f"{_FULL!r} without sliding_window")
+  return tuple(window if kind == _SLIDING else None for kind in kinds)
+
+
+LLAMA = family.Family(
+  model_type="llama", architecture="LlamaForCausalLM", read=_read_llama
+)
+MISTRAL = family.Family(
+  model_type="mistral", architecture="MistralForCausalLM", read=_read_mistral
+)
+QWEN2 = family.Family(
+  model_type="qwen2", architecture="Qwen2ForCausalLM", read=_read_qwen2
+)
+QWEN3 = family.Family(
+  model_type="qwen3", architecture="Qwen3ForCausalLM", read=_read_qwen3
+)
+PHI3 = family.Family(
+  model_type="phi3", architecture="Phi3ForCausalLM", read=_read_phi3
 )

@@ -1,9 +1,8 @@
-"""Computes the golden files by transformers, anew.
+"""Regenerates the golden files with transformers.
 
   python -m paxon.layers.models.hugging_face.make_goldens [CASE ...]
 
-It needs torch and transformers 5 and is never part of a program; `python` is
-one that has both. Without arguments it makes all cases.
+It needs torch and transformers 5. Without arguments it makes all cases.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,24 +14,10 @@ import numpy as np
 import torch  # pyrefly: ignore[missing-import]
 import transformers  # pyrefly: ignore[missing-import]
 
-from paxon.layers.models.hugging_face import (
-  bert_cases,
-  decoder_cases,
-  gemma_cases,
-  golden_case,
-  t5_cases,
-)
+from paxon.layers.models.hugging_face import golden_case, golden_cases
 
-_CASES = {
-  case.name: case
-  for case in (
-    *decoder_cases.CASES,
-    *gemma_cases.CASES,
-    *t5_cases.CASES,
-    *bert_cases.CASES,
-  )
-}
-# A continuation whose best two ids are closer depends on rounding.
+_CASES = {case.name: case for case in golden_cases.CASES}
+# Continuations whose best two logits are closer depend on rounding.
 _MARGIN = 1e-3
 
 
@@ -42,11 +27,11 @@ def names() -> tuple[str, ...]:
 
 
 def torch_model(name: str, **changes: Any) -> transformers.PreTrainedModel:
-  """Returns the model of a case, with its weights.
+  """Returns the model of a case with its weights.
 
   Args:
-    name: Of the case.
-    **changes: Arguments of its configuration, in place of those of the case.
+    name: Name of the case.
+    **changes: Overrides of its configuration.
   """
   case = _CASES[name]
   cls = getattr(transformers, case.architecture)
@@ -61,11 +46,11 @@ def torch_model(name: str, **changes: Any) -> transformers.PreTrainedModel:
 
 
 def set_weights(model: torch.nn.Module, renamed: Mapping[str, str]) -> None:
-  """Gives each parameter the values of its name.
+  """Sets each parameter to `golden_case.weight` of its name.
 
   Args:
-    model: Whose tied parameters have one name, the first.
-    renamed: Names in files, by the name of the parameter, where they differ.
+    model: The model; tied parameters have the first of their names.
+    renamed: Names in files, by name of the parameter, where they differ.
   """
   with torch.no_grad():
     for name, parameter in model.named_parameters():
@@ -77,11 +62,9 @@ def set_weights(model: torch.nn.Module, renamed: Mapping[str, str]) -> None:
 def make(name: str) -> golden_case.Golden:
   """Computes one case.
 
-  Args:
-    name: Its name.
-
   Raises:
-    ValueError: Two ids are so close that a greedy choice depends on rounding.
+    ValueError: Two logits are so close that greedy decoding depends on
+      rounding.
   """
   case = _CASES[name]
   model = torch_model(name)
@@ -141,14 +124,8 @@ _ARRAYS = {
 def logits(
   model: transformers.PreTrainedModel, arrays: Mapping[str, np.ndarray]
 ) -> np.ndarray:
-  """Returns what a model gives for stored inputs.
-
-  Args:
-    model: Of a case.
-    arrays: `ids`, and what else is given to models of its kind; others are
-      left out.
-  """
-  theirs = {
+  """Returns the logits of a model for stored inputs; others are ignored."""
+  arguments = {
     "ids": "decoder_input_ids" if "encoder_ids" in arrays else "input_ids",
     "encoder_ids": "input_ids",
     "encoder_mask": "attention_mask",
@@ -156,7 +133,7 @@ def logits(
     "type_ids": "token_type_ids",
   }
   given = {
-    name: arrays[ours] for ours, name in theirs.items() if ours in arrays
+    name: arrays[key] for key, name in arguments.items() if key in arrays
   }
   with torch.no_grad():
     result = model(**_tensors(given)).logits
@@ -188,28 +165,23 @@ def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
 
 
 def check_margins(name: str, logits: Iterable[torch.Tensor]) -> None:
-  """Raises an error where the two best ids are too close.
+  """Raises ValueError if the two largest logits of a step are too close.
 
   Args:
-    name: Of the case.
-    logits: Of each step, [rows, vocab].
-
-  Raises:
-    ValueError: Two ids are so close that a greedy choice depends on rounding.
+    name: Name of the case.
+    logits: Logits of each step, [batch, vocab].
   """
   for step in logits:
     best = torch.topk(step, 2, dim=-1).values
     margin = float((best[:, 0] - best[:, 1]).min())
     if margin < _MARGIN:
-      raise ValueError(f"{name}: the best two ids differ by {margin:.2g} only.")
+      raise ValueError(
+        f"{name}: the two largest logits differ only by {margin:.2g}."
+      )
 
 
 def main(argv: Sequence[str]) -> None:
-  """Writes the files of the named cases.
-
-  Args:
-    argv: Their names; none for all.
-  """
+  """Writes the files of the named cases, or of all."""
   for name in argv or names():
     golden = make(name)
     golden_case.write(name, golden)

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from paxon.layers.models.hugging_face import (
-  activations,
   families,
+  family,
   golden_case,
 )
 
@@ -131,7 +131,7 @@ def test_defaults_of_bert():
   assert of.model(minimal) == of.model(full)
 
 
-@pytest.mark.parametrize("name", activations.SERVED)
+@pytest.mark.parametrize("name", family.ACTIVATIONS)
 def test_activations(name):
   import torch  # pyrefly: ignore[missing-import]
   from transformers import (  # pyrefly: ignore[missing-import]
@@ -140,5 +140,5 @@ def test_activations(name):
 
   x = np.linspace(-4, 4, 33, dtype=np.float32)
   expected = theirs.ACT2FN[name](torch.from_numpy(x)).numpy()
-  found = activations.SERVED[name](jax.device_put(x))
+  found = family.ACTIVATIONS[name](jax.device_put(x))
   np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)

@@ -1,10 +1,9 @@
-"""Files of tensors in the safetensors format, read and written in pieces.
+"""Reading and writing rows of tensors in safetensors files.
 
-A file is the length of a header, 8 bytes little-endian; the header, JSON that
-gives each tensor's dtype, shape and place; and the bytes of the tensors without
-gaps. The `safetensors` package maps whole files into memory and writes a dict
-of tensors that are all there; here only the rows that are asked for are read,
-from any path that `epath` knows, and rows are written as they come.
+A file has the length of the header (8 bytes, little-endian), a JSON header with
+dtype, shape and offsets of each tensor, and the bytes of the tensors. Unlike
+the `safetensors` package, this module reads rows from any `epath` (such as
+`gs://`), and writes rows one at a time, so memory need not hold a tensor.
 """
 
 from collections.abc import Mapping
@@ -20,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 
 _LENGTH_BYTES = 8
-# Larger ones are refused by the package, too.
+# The limit of the package.
 _MAX_HEADER_BYTES = 100_000_000
 _METADATA = "__metadata__"
-# Names of the format and numpy's; bfloat16 is `ml_dtypes`'s.
+# Dtypes by their names in the format.
 _DTYPES: Mapping[str, Any] = {
   "BF16": jnp.bfloat16,
   "F16": np.float16,
@@ -39,7 +38,7 @@ _DTYPES: Mapping[str, Any] = {
 
 
 class DamagedFileError(ValueError):
-  """A file is not one of this format, or is cut off; one line says why."""
+  """A file is truncated or not a safetensors file."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,10 +46,10 @@ class Entry:
   """One tensor of a file.
 
   Attributes:
-    dtype: Its name in the format, such as `BF16`.
-    shape: Its shape.
-    start: Of its bytes, counted from the beginning of the file.
-    stop: The byte after its last.
+    dtype: Name in the format, such as `BF16`.
+    shape: Shape.
+    start: Offset of its first byte in the file.
+    stop: Offset after its last byte.
   """
 
   dtype: str
@@ -60,55 +59,51 @@ class Entry:
 
   @functools.cached_property
   def numpy_dtype(self) -> np.dtype:
-    """Its dtype.
+    """Its numpy dtype.
 
     Raises:
-      DamagedFileError: It is one that numpy does not have.
+      DamagedFileError: The dtype is not supported.
     """
     if self.dtype not in _DTYPES:
       raise DamagedFileError(
-        f"dtype {self.dtype} is not read; those read are {', '.join(_DTYPES)}."
+        f"Unsupported dtype {self.dtype}; supported: {', '.join(_DTYPES)}."
       )
     return np.dtype(_DTYPES[self.dtype])
 
   @property
   def row_bytes(self) -> int:
-    """The bytes of one entry of the first dimension."""
+    """Bytes of one entry of the first dimension."""
     return math.prod(self.shape[1:]) * self.numpy_dtype.itemsize
 
 
 def dtype_name(dtype: Any) -> str:
-  """Returns the format's name of a dtype.
-
-  Args:
-    dtype: Of numpy.
+  """Returns the name of a numpy dtype in the format.
 
   Raises:
-    ValueError: The format has none for it.
+    ValueError: The format does not have it.
   """
   for name, each in _DTYPES.items():
     if np.dtype(each) == np.dtype(dtype):
       return name
-  raise ValueError(f"safetensors has no dtype {np.dtype(dtype)}.")
+  raise ValueError(f"safetensors does not support dtype {np.dtype(dtype)}.")
 
 
 def read_header(path: epath.Path) -> dict[str, Entry]:
-  """Returns the tensors of a file by name; none of their bytes are read.
-
-  Args:
-    path: Of the file.
+  """Returns the tensors of a file by name, without reading their values.
 
   Raises:
-    DamagedFileError: The file is cut off, or no file of this format.
+    DamagedFileError: The file is truncated or not a safetensors file.
   """
   size = path.stat().length
   with path.open("rb") as file:
     length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
     if size < _LENGTH_BYTES or not 2 <= length <= _MAX_HEADER_BYTES:
-      raise _damaged(path, "it does not begin as a safetensors file does")
+      raise _damaged(path, "it is not a safetensors file")
     begin = _LENGTH_BYTES + length
     if size < begin:
-      raise _damaged(path, f"it has {size:,} bytes and a header of {length:,}")
+      raise _damaged(
+        path, f"it is truncated to {size:,} bytes; the header has {length:,}"
+      )
     text = file.read(length)
   try:
     entries = {
@@ -122,31 +117,31 @@ def read_header(path: epath.Path) -> dict[str, Entry]:
       if name != _METADATA
     }
   except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-    raise _damaged(path, "its header cannot be read") from error
+    raise _damaged(path, "its header is invalid") from error
   end = max((entry.stop for entry in entries.values()), default=begin)
   if end > size:
     raise _damaged(
       path,
-      f"it has {size:,} bytes and should have {end:,}; copy it again",
+      f"it is truncated to {size:,} of {end:,} bytes; copy it again",
     )
   for name, entry in entries.items():
     if entry.dtype in _DTYPES:
       expected = math.prod(entry.shape) * entry.numpy_dtype.itemsize
       if entry.start < begin or entry.stop - entry.start != expected:
-        raise _damaged(path, f"the bytes of {name} do not fit its shape")
+        raise _damaged(path, f"the bytes of {name} do not match its shape")
   return entries
 
 
 def read_rows(
   path: epath.Path, entry: Entry, start: int, stop: int
 ) -> np.ndarray:
-  """Returns rows of a tensor, to look at only; nothing else is read.
+  """Returns rows `start` to `stop` of a tensor, read-only.
 
   Args:
-    path: Of the file.
-    entry: The tensor, of `read_header`.
-    start: The first row.
-    stop: The row after the last.
+    path: Path of the file.
+    entry: The tensor, from `read_header`.
+    start: First row.
+    stop: Row after the last.
   """
   shape = (stop - start, *entry.shape[1:])
   wanted = (stop - start) * entry.row_bytes
@@ -159,22 +154,21 @@ def read_rows(
 
 
 class Writer:
-  """Writes one file on this machine's disks, in any order. Use it as a context.
+  """Writes rows of tensors to a local file, in any order; a context manager.
 
-  All tensors are laid out as the `safetensors` package does, so that the same
-  tensors give the same file, byte by byte.
+  The layout is that of the `safetensors` package, byte by byte.
   """
 
   def __init__(
     self, path: epath.Path, tensors: Mapping[str, tuple[Any, tuple[int, ...]]]
   ) -> None:
-    """Makes the file, with zeros for all tensors.
+    """Creates the file with zeros in all tensors.
 
     Args:
-      path: Of the file, which is replaced.
+      path: Path of the file; overwritten if it exists.
       tensors: Dtype and shape by name.
     """
-    # The order of the package: wide values first, then by name.
+    # The order of the package: by item size, largest first, then by name.
     order = sorted(tensors, key=lambda n: (-_itemsize(tensors[n]), n))
     header: dict[str, Any] = {_METADATA: {"format": "pt"}}
     stop = 0
@@ -203,13 +197,7 @@ class Writer:
     self._file.close()
 
   def write_rows(self, name: str, start: int, rows: np.ndarray) -> None:
-    """Writes rows of a tensor.
-
-    Args:
-      name: Of the tensor.
-      start: The first row.
-      rows: Their values, of the tensor's dtype.
-    """
+    """Writes rows of a tensor, which have its dtype, from row `start` on."""
     entry = self._entries[name]
     assert rows.dtype == entry.numpy_dtype
     assert rows.shape[1:] == entry.shape[1:]

@@ -51,7 +51,7 @@ def test_writes_what_the_package_writes(tmp_path):
   assert ours.read_bytes() == theirs.read_bytes()
 
 
-def test_a_file_that_is_cut_off(tmp_path):
+def test_truncated_files_are_rejected(tmp_path):
   path = epath.Path(tmp_path / "x.safetensors")
   oracle.save_file(_tensors(), path)
   content = path.read_bytes()
@@ -59,49 +59,50 @@ def test_a_file_that_is_cut_off(tmp_path):
   size = len(content)
   with pytest.raises(
     safetensors_file.DamagedFileError,
-    match=f"has {size - 1:,} bytes and should have {size:,}; copy it again",
+    match=f"truncated to {size - 1:,} of {size:,} bytes; copy it again",
   ):
     safetensors_file.read_header(path)
   path.write_bytes(content[:100])
   with pytest.raises(
-    safetensors_file.DamagedFileError, match="has 100 bytes and a header of"
+    safetensors_file.DamagedFileError,
+    match="truncated to 100 bytes; the header has",
   ):
     safetensors_file.read_header(path)
 
 
-def test_another_kind_of_file(tmp_path):
+def test_other_files_are_rejected(tmp_path):
   path = epath.Path(tmp_path / "x.safetensors")
   path.write_bytes(b"PK\x03\x04 a file of pickled tensors, for example")
   with pytest.raises(
-    safetensors_file.DamagedFileError, match="does not begin as a safetensors"
+    safetensors_file.DamagedFileError, match="it is not a safetensors file"
   ):
     safetensors_file.read_header(path)
   path.write_bytes((8).to_bytes(8, "little") + b"{'a': 1}")
   with pytest.raises(
-    safetensors_file.DamagedFileError, match="its header cannot be read"
+    safetensors_file.DamagedFileError, match="its header is invalid"
   ):
     safetensors_file.read_header(path)
 
 
-def test_bytes_that_do_not_fit(tmp_path):
+def test_inconsistent_sizes_are_rejected(tmp_path):
   path = epath.Path(tmp_path / "x.safetensors")
   header = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}  '
   path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 4)
   with pytest.raises(
-    safetensors_file.DamagedFileError, match="bytes of a do not fit its shape"
+    safetensors_file.DamagedFileError, match="bytes of a do not match its shape"
   ):
     safetensors_file.read_header(path)
 
 
-def test_a_dtype_that_is_not_read(tmp_path):
+def test_unsupported_dtypes_are_rejected(tmp_path):
   path = epath.Path(tmp_path / "x.safetensors")
   header = b'{"a":{"dtype":"F8_E4M3","shape":[4],"data_offsets":[0,4]}}'
   header += b" " * (-len(header) % 8)
   path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 4)
   entry = safetensors_file.read_header(path)["a"]
   with pytest.raises(
-    safetensors_file.DamagedFileError, match="dtype F8_E4M3 is not read"
+    safetensors_file.DamagedFileError, match="Unsupported dtype F8_E4M3"
   ):
     safetensors_file.read_rows(path, entry, 0, 4)
-  with pytest.raises(ValueError, match="has no dtype complex64"):
+  with pytest.raises(ValueError, match="does not support dtype complex64"):
     safetensors_file.dtype_name(np.complex64)

@@ -1,10 +1,9 @@
-"""T5 v1.0 and v1.1, and what has their form, such as Flan-T5.
+"""T5 v1.0 and v1.1, and models of the same architecture, such as Flan-T5.
 
 Raffel et al. 2019, https://arxiv.org/abs/1910.10683. Version 1.0 has plain
-feed-forward layers, and its head is the embedding, applied to states times
-`d_model ** -0.5`. Version 1.1 has gated ones and a head of its own. One table
-of relative positions serves all layers of the encoder, another one all of the
-decoder; attention to the memory has none.
+feed-forward layers and a tied head with the scale `d_model ** -0.5`; version
+1.1 has gated ones and an untied head. All layers of the encoder share one table
+of relative positions, those of the decoder another; cross-attention has none.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from paxon.layers import (
+  activations,
   block,
   embedding,
   encoder_decoder_block,
@@ -31,26 +31,21 @@ from paxon.layers.attention import (
 )
 from paxon.layers.models import encoder_decoder
 from paxon.layers.models.hugging_face import (
-  activations,
-  config_fields,
   family,
+  mapping,
 )
-
-# Names that older and newer files have for what changes no output.
-_INERT = ("dropout_rate", "n_positions", "output_past")
-
-
-def _example() -> tuple[jax.Array, ...]:
-  """Returns ids, positions and segment ids of the decoder and the encoder."""
-  return (jnp.zeros((1, 2), jnp.int32),) * 6
-
 
 _SIDES = ("encoder", "decoder")
 
 
+def _make_example() -> tuple[jax.Array, ...]:
+  """Returns ids, positions and segment ids of the decoder and the encoder."""
+  return (jnp.zeros((1, 2), jnp.int32),) * 6
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _T5:
-  """What a file says; `sizes` are those of the patterns of names."""
+  """Hyperparameters of a T5; `sizes` are those of `mapping.Names`."""
 
   sizes: Mapping[str, int]
   num_encoder: int
@@ -62,7 +57,7 @@ class _T5:
   tied: bool
 
   def model(self, make: Callable[..., Any]) -> Any:
-    """Returns the model, or what `make` makes of it."""
+    """Returns the model, built by `make(cls, **fields)`."""
     head = None
     if not self.tied:
       head = make(unembedding.Unembedding, vocab_size=self.sizes["V"])
@@ -89,21 +84,21 @@ class _T5:
       head=head,
     )
 
-  def names(self) -> family.Names:
+  def names(self) -> mapping.Names:
     """Returns the names of the weights."""
-    head = family.rule("lm_head.weight", "params/head/kernel", "V D -> D V")
+    head = mapping.rule("lm_head.weight", "params/head/kernel", "V D -> D V")
     copies = ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
     if self.tied:
       copies.append("lm_head.weight")
-    return family.Names(
+    return mapping.Names(
       sizes=self.sizes,
       rules=(
-        family.rule("shared.weight", "params/embedding/table", "V D -> V D"),
+        mapping.rule("shared.weight", "params/embedding/table", "V D -> V D"),
         *(rule for side in _SIDES for rule in _rules_of_side(side)),
         *(() if self.tied else (head,)),
       ),
       stacks=(
-        family.StackRules(
+        mapping.StackRules(
           stack="params/encoder",
           num_layers=self.num_encoder,
           rules=(
@@ -111,7 +106,7 @@ class _T5:
             *_feed_forward_rules("encoder", 1, self.is_gated),
           ),
         ),
-        family.StackRules(
+        mapping.StackRules(
           stack="params/decoder",
           num_layers=self.num_decoder,
           rules=(
@@ -124,7 +119,7 @@ class _T5:
         ),
       ),
       tied=dict.fromkeys(copies, "shared.weight"),
-      # Stored by the first version, and never used.
+      # Stored by the first version and never used.
       ignored=(
         r"decoder\.block\.0\.layer\.1\.EncDecAttention"
         r"\.relative_attention_bias\.weight",
@@ -132,24 +127,21 @@ class _T5:
     )
 
 
-def _read(config: Mapping[str, Any]) -> _T5:
-  fields = config_fields.Fields(
-    config, architecture=FAMILY.architecture, inert=_INERT
-  )
+def _read(fields: family.Fields) -> _T5:
   fields.one_of("is_encoder_decoder", True, {True: True})
   fields.one_of("is_decoder", False, {False: False})
   buckets = fields.size("relative_attention_num_buckets", 32)
   if buckets % 4:
-    fields.refuse("relative_attention_num_buckets", "a multiple of 4")
+    fields.reject("relative_attention_num_buckets", "a multiple of 4")
   distance = fields.size("relative_attention_max_distance", 128)
   if distance <= buckets // 2:
-    fields.refuse(
+    fields.reject(
       "relative_attention_max_distance",
       f"more than half of relative_attention_num_buckets ({buckets})",
     )
-  is_gated, activation = _activation(fields)
+  is_gated, activation = _read_activation(fields)
   num_layers = fields.size("num_layers")
-  result = _T5(
+  return _T5(
     sizes={
       "V": fields.size("vocab_size"),
       "D": fields.size("d_model"),
@@ -164,33 +156,30 @@ def _read(config: Mapping[str, Any]) -> _T5:
     epsilon=fields.number("layer_norm_epsilon", 1e-6),
     activation=activation,
     is_gated=is_gated,
-    tied=_tied(fields),
+    tied=_read_tied(fields),
   )
-  fields.check_all_read()
-  return result
 
 
-def _activation(
-  fields: config_fields.Fields,
+def _read_activation(
+  fields: family.Fields,
 ) -> tuple[bool, activations.Activation]:
   """Returns whether feed-forward layers are gated, and the activation."""
   name = "feed_forward_proj"
-  served: dict[Any, tuple[bool, str]] = {}
-  for each in activations.SERVED:
-    served |= {each: (False, each), f"gated-{each}": (True, each)}
-  # The name that files of version 1.1 have for the approximation.
-  served["gated-gelu"] = True, "gelu_new"
-  is_gated, activation = fields.one_of(name, "relu", served)
-  if fields.any("is_gated_act", is_gated) != is_gated:
-    fields.refuse("is_gated_act", f"{is_gated}, what {name} says,")
-  if fields.any("dense_act_fn", activation) != activation:
-    fields.refuse("dense_act_fn", f"{activation!r}, what {name} says,")
-  return is_gated, activations.SERVED[activation]
+  supported: dict[Any, tuple[bool, str]] = {}
+  for each in family.ACTIVATIONS:
+    supported |= {each: (False, each), f"gated-{each}": (True, each)}
+  # Files of version 1.1 mean the tanh approximation.
+  supported["gated-gelu"] = True, "gelu_new"
+  is_gated, activation = fields.one_of(name, "relu", supported)
+  if fields.get("is_gated_act", is_gated) != is_gated:
+    fields.reject("is_gated_act", f"{is_gated}, as in {name}")
+  if fields.get("dense_act_fn", activation) != activation:
+    fields.reject("dense_act_fn", f"{activation!r}, as in {name}")
+  return is_gated, family.ACTIVATIONS[activation]
 
 
-def _tied(fields: config_fields.Fields) -> bool:
-  # Files of transformers 5 say in another field what they mean, and that all
-  # heads are tied, whatever the weights are.
+def _read_tied(fields: family.Fields) -> bool:
+  # Files of transformers 5 tie all heads and have another field for the scale.
   tied = fields.flag("tie_word_embeddings", True)
   return fields.flag("scale_decoder_outputs", tied)
 
@@ -255,13 +244,13 @@ def _feed_forward(t5: _T5, make: Callable[..., Any]) -> Any:
   return make(feed_forward.FeedForward, use_bias=False, **sizes)
 
 
-def _rules_of_side(side: str) -> tuple[family.Rule, ...]:
+def _rules_of_side(side: str) -> tuple[mapping.Rule, ...]:
   at = f"{side}.block.0.layer.0.SelfAttention"
   return (
-    family.rule(
+    mapping.rule(
       f"{side}.final_layer_norm.weight", f"params/{side}_norm/scale", "D -> D"
     ),
-    family.rule(
+    mapping.rule(
       f"{at}.relative_attention_bias.weight",
       f"shared/{side}_bias/table",
       "R N -> R N",
@@ -270,38 +259,40 @@ def _rules_of_side(side: str) -> tuple[family.Rule, ...]:
 
 
 def _attention_rules(
-  side: str, place: int, theirs: str, ours: str
-) -> tuple[family.Rule, ...]:
+  side: str, place: int, tensor: str, leaf: str
+) -> tuple[mapping.Rule, ...]:
   at = f"{side}.block.{{}}.layer.{place}"
   return (
-    family.rule(f"{at}.layer_norm.weight", f"{ours}_norm/scale", "D -> D"),
+    mapping.rule(f"{at}.layer_norm.weight", f"{leaf}_norm/scale", "D -> D"),
     *(
-      family.rule(
-        f"{at}.{theirs}.{name[0]}.weight",
-        f"{ours}/{name}",
+      mapping.rule(
+        f"{at}.{tensor}.{name[0]}.weight",
+        f"{leaf}/{name}",
         "(N H) D -> D N H",
       )
       for name in ("query", "key", "value")
     ),
-    family.rule(f"{at}.{theirs}.o.weight", f"{ours}/out", "D (N H) -> N H D"),
+    mapping.rule(f"{at}.{tensor}.o.weight", f"{leaf}/out", "D (N H) -> N H D"),
   )
 
 
 def _feed_forward_rules(
   side: str, place: int, is_gated: bool
-) -> tuple[family.Rule, ...]:
+) -> tuple[mapping.Rule, ...]:
   at = f"{side}.block.{{}}.layer.{place}"
   inward = {"wi_0": "gate", "wi_1": "up"} if is_gated else {"wi": "up"}
   dense = f"{at}.DenseReluDense"
   return (
-    family.rule(f"{at}.layer_norm.weight", "feed_forward_norm/scale", "D -> D"),
+    mapping.rule(
+      f"{at}.layer_norm.weight", "feed_forward_norm/scale", "D -> D"
+    ),
     *(
-      family.rule(
+      mapping.rule(
         f"{dense}.{name}.weight", f"feed_forward/{part}", "F D -> D F"
       )
       for name, part in inward.items()
     ),
-    family.rule(f"{dense}.wo.weight", "feed_forward/down", "D F -> F D"),
+    mapping.rule(f"{dense}.wo.weight", "feed_forward/down", "D F -> F D"),
   )
 
 
@@ -309,5 +300,7 @@ FAMILY = family.Family(
   model_type="t5",
   architecture="T5ForConditionalGeneration",
   read=_read,
-  example=_example,
+  # Of training, and former names.
+  inert=("dropout_rate", "n_positions", "output_past"),
+  example=_make_example,
 )

@@ -1,4 +1,4 @@
-"""Compares families with their golden files, for tests."""
+"""Assertions that compare families with their golden files."""
 
 from collections.abc import Callable, Iterable, Mapping
 import dataclasses
@@ -14,62 +14,50 @@ import pytest
 
 from paxon.layers.decoding import generate, model_steps, samplers
 from paxon.layers.models.hugging_face import (
-  config_fields,
-  conversion,
   family,
   golden_case,
+  mapping,
 )
 
 
 class Outcome(enum.Enum):
-  """What a changed field of a configuration does."""
+  """Effect of a changed field of a configuration."""
 
-  # The weights fit, and the logits are others.
+  # The weights match, and the logits differ.
   OTHER_LOGITS = "other logits"
-  # The weights do not fit, so reading them is an error.
+  # The weights do not match, so reading them is an error.
   OTHER_TENSORS = "other tensors"
-  # The configuration itself is an error.
-  REFUSED = "refused"
+  # The configuration is an error.
+  REJECTED = "rejected"
 
 
 # Between float32 programs, for logits of size one.
 TOLERANCE = 1e-4
 
 
-def variables(names: family.Names) -> dict[str, Any]:
-  """Returns the variables of a golden model, made from names of theirs.
-
-  Args:
-    names: Of the model.
-  """
+def variables(names: mapping.Names) -> dict[str, Any]:
+  """Returns the variables of a golden model."""
 
   def read_rows(name: str, start: int, stop: int) -> np.ndarray:
     shape = names.tensors[name].shape
     return golden_case.weight(name, shape)[start:stop]
 
   flat = {
-    name: jax.device_put(conversion.to_leaf(leaf, read_rows))
+    name: jax.device_put(leaf.from_tensors(read_rows))
     for name, leaf in names.leaves.items()
   }
   return traverse_util.unflatten_dict(flat, sep="/")
 
 
 def run(function: Callable[..., Any], *args: Any) -> Any:
-  """Returns what a function gives, compiled with little effort.
-
-  A tiny model is compiled for one call, so nothing is gained by a fast program.
-
-  Args:
-    function: Of arrays.
-    *args: Its arguments.
-  """
+  """Returns `function(*args)`, compiled without optimization to save time."""
   options: Any = {"xla_backend_optimization_level": 0}
   compiled = jax.jit(function).lower(*args).compile(compiler_options=options)
   return compiled(*args)
 
 
 def token_args(ids: np.ndarray) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns ids, positions and segment ids of rows that are one document."""
+  """Returns ids, positions and segment ids of sequences of one document."""
   positions = np.broadcast_to(
     np.arange(ids.shape[1], dtype=np.int32), ids.shape
   )
@@ -78,11 +66,7 @@ def token_args(ids: np.ndarray) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def model_args(arrays: Mapping[str, np.ndarray]) -> tuple[jax.Array, ...]:
-  """Returns what a model is called with for the inputs of golden files.
-
-  Args:
-    arrays: Stored ones; rows are one document, with padding after it.
-  """
+  """Returns the arguments of a model for the inputs of golden files."""
   args = token_args(arrays["ids"])
   if "encoder_ids" in arrays:
     ids, positions, _ = token_args(arrays["encoder_ids"])
@@ -93,15 +77,16 @@ def model_args(arrays: Mapping[str, np.ndarray]) -> tuple[jax.Array, ...]:
 
 
 def logits(
-  of: family.Family, config: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
+  of: family.Family,
+  config: Mapping[str, Any],
+  arrays: Mapping[str, np.ndarray],
 ) -> np.ndarray:
   """Returns the logits of a model with golden weights.
 
   Args:
     of: The family.
-    config: Of the model.
-    arrays: Inputs of golden files. Where there is padding, the logits are those
-      that are stored.
+    config: Content of `config.json`.
+    arrays: Inputs of golden files. Logits of padding are the stored ones.
   """
   weights = variables(of.names(config))
   found = run(of.model(config).apply, weights, *model_args(arrays))
@@ -113,13 +98,7 @@ def logits(
 def causal_lm_logits(
   of: family.Family, config: Mapping[str, Any], ids: np.ndarray
 ) -> np.ndarray:
-  """Returns the logits of a decoder with golden weights.
-
-  Args:
-    of: The family.
-    config: Of the model.
-    ids: Of the rows, [B,T].
-  """
+  """Returns the logits of a decoder with golden weights for ids [B,T]."""
   model = of.model(config)
   weights = variables(of.names(config))
   return np.asarray(run(model.apply, weights, *token_args(ids)))
@@ -140,7 +119,7 @@ def check_logits(of: family.Family, case: str) -> None:
 
 
 def check_packed(of: family.Family, case: str) -> None:
-  """Asserts that documents in one row give the stored logits of each.
+  """Asserts that packed documents give the stored logits of each.
 
   Args:
     of: The family, of decoders.
@@ -148,7 +127,7 @@ def check_packed(of: family.Family, case: str) -> None:
   """
   golden = golden_case.read(case)
   ids, logits = golden.arrays["ids"], golden.arrays["logits"]
-  # The first tokens of both rows, and three of padding.
+  # The first tokens of both sequences, and three of padding.
   sizes = np.asarray([8, ids.shape[1] - 11])
   row = np.concatenate([ids[0, : sizes[0]], ids[1, : sizes[1]], [5, 5, 5]])
   segments = np.repeat([1, 2, 0], [*sizes, 3])
@@ -191,12 +170,12 @@ def check_greedy(of: family.Family, case: str) -> None:
 
 
 def check_names(of: family.Family, case: str, *args: Any) -> None:
-  """Asserts that names and shapes are those that the model makes itself.
+  """Asserts that names and shapes are those of the model's variables.
 
   Args:
     of: The family.
     case: Name of the golden files.
-    *args: What the model is called with; the family's example by default.
+    *args: Arguments of the model; the family's example by default.
   """
   config = golden_case.read(case).config
   args = args or of.example()
@@ -208,15 +187,15 @@ def check_names(of: family.Family, case: str, *args: Any) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Made:
-  """What `make` was called with."""
+class _Call:
+  """A call of `make`."""
 
   cls: Callable[..., Any]
   fields: Mapping[str, Any]
 
 
 def check_make(of: family.Family, case: str) -> None:
-  """Asserts that `make` makes every part, so that all can be configured.
+  """Asserts that `make` builds every module, so that all are configurable.
 
   Args:
     of: The family.
@@ -224,14 +203,14 @@ def check_make(of: family.Family, case: str) -> None:
   """
   config = golden_case.read(case).config
 
-  def make(cls: Callable[..., Any], /, **fields: Any) -> _Made:
+  def make(cls: Callable[..., Any], /, **fields: Any) -> _Call:
     assert not any(isinstance(x, nn.Module) for x in jax.tree.leaves(fields))
-    return _Made(cls, fields)
+    return _Call(cls, fields)
 
   def built(value: Any) -> Any:
     if isinstance(value, list | tuple):
       return type(value)(built(x) for x in value)
-    if not isinstance(value, _Made):
+    if not isinstance(value, _Call):
       return value
     return value.cls(**{k: built(x) for k, x in value.fields.items()})
 
@@ -239,25 +218,25 @@ def check_make(of: family.Family, case: str) -> None:
 
 
 def check_round_trip(of: family.Family, case: str) -> None:
-  """Asserts that tensors survive the way to our arrays and back, bit by bit.
+  """Asserts that a round trip keeps every bit of the tensors.
 
   Args:
     of: The family.
     case: Name of the golden files.
   """
   names = of.names(golden_case.read(case).config)
-  theirs = {
+  tensors = {
     name: golden_case.weight(name, tensor.shape)
     for name, tensor in names.tensors.items()
   }
-  back = {name: np.full_like(value, np.nan) for name, value in theirs.items()}
+  back = {name: np.full_like(value, np.nan) for name, value in tensors.items()}
   for leaf in names.leaves.values():
-    array = conversion.to_leaf(
-      leaf, lambda name, start, stop: theirs[name][start:stop]
+    array = leaf.from_tensors(
+      lambda name, start, stop: tensors[name][start:stop]
     )
-    for name, start, rows in conversion.to_rows(leaf, array):
+    for name, start, rows in leaf.to_tensors(array):
       back[name][start : start + len(rows)] = rows
-  for name, value in theirs.items():
+  for name, value in tensors.items():
     np.testing.assert_array_equal(back[name], value, err_msg=name)
 
 
@@ -270,46 +249,46 @@ def check_sensitive(
     [family.Family, Mapping[str, Any], np.ndarray], np.ndarray
   ] = causal_lm_logits,
 ) -> None:
-  """Asserts what a changed configuration does to a model and its weights.
+  """Asserts the effect of a changed configuration.
 
   Args:
     of: The family.
     case: Name of the golden files.
-    changes: Fields of `config.json` and other values.
-    outcome: What must happen.
-    logits: Of a family and a configuration, for `ids` of the golden files.
+    changes: Changed fields of `config.json`.
+    outcome: The expected effect.
+    logits: Computes logits of a family, configuration and ids.
   """
   golden = golden_case.read(case)
   config = {**golden.config, **changes}
   assert config != golden.config
-  if outcome is Outcome.REFUSED:
-    with pytest.raises(config_fields.UnservedConfigError):
+  if outcome is Outcome.REJECTED:
+    with pytest.raises(family.UnsupportedConfigError):
       of.names(config)
     return
   if outcome is Outcome.OTHER_TENSORS:
     assert _shapes(of.names(config)) != _shapes(of.names(golden.config))
     return
-  # The same weights, so it is the configuration that makes the difference.
+  # The weights are the same, so differences come from the configuration.
   assert _shapes(of.names(config)) == _shapes(of.names(golden.config))
   found = logits(of, config, golden.arrays["ids"])
   difference = np.abs(found - golden.arrays["logits"]).max()
-  # Which is no number where a position is not served.
+  # NaN at unsupported positions.
   assert not difference <= 10 * TOLERANCE
 
 
 def check_all_covered(case: str, fields: Iterable[str]) -> None:
-  """Asserts that no field of a golden configuration is left out of a list.
+  """Asserts that each field of a golden configuration is listed.
 
   Args:
     case: Name of the golden files.
-    fields: Those whose changes are tested, and those that change nothing here
-      though they are not in `INERT`.
+    fields: Fields whose changes are tested, and those without effect here that
+      are not in `INERT`.
   """
-  known = {"architectures", "model_type", *config_fields.INERT, *fields}
-  known |= set(config_fields.UNSET)
+  known = {"architectures", "model_type", *family.INERT, *fields}
+  known |= set(family.UNSET)
   rest = set(golden_case.read(case).config) - known
   assert not rest, rest
 
 
-def _shapes(names: family.Names) -> dict[str, tuple[int, ...]]:
+def _shapes(names: mapping.Names) -> dict[str, tuple[int, ...]]:
   return {name: tensor.shape for name, tensor in names.tensors.items()}

@@ -1,4 +1,4 @@
-"""The weights of a model on disk: one file, or several with an index."""
+"""Weights on disk: one safetensors file, or several with an index."""
 
 from collections.abc import Iterable, Mapping
 import dataclasses
@@ -8,93 +8,83 @@ import os
 from etils import epath
 import numpy as np
 
-from paxon.layers.models.hugging_face import family, safetensors_file
+from paxon.layers.models.hugging_face import (
+  mapping,
+  safetensors_file,
+)
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# More than these would bury the message.
+# Problems listed in an error.
 _MAX_PROBLEMS = 5
-# Tied tensors are compared in pieces of so many rows.
+# Rows of tied tensors compared at a time.
 _ROWS = 1024
 
 
 class WeightsError(ValueError):
-  """Files do not hold the weights of a model; one line says what is wrong."""
+  """Files do not have the weights of a model."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightFiles:
-  """Tensors by the names of a family.
+  """Tensors of a model in files.
 
   Attributes:
-    places: The file and the entry of each tensor, by the name it has there.
-    names: What the model has.
+    entries: File and entry of each tensor, by its name in the file.
+    names: Names of the model's weights.
   """
 
-  places: Mapping[str, tuple[epath.Path, safetensors_file.Entry]]
-  names: family.Names
+  entries: Mapping[str, tuple[epath.Path, safetensors_file.Entry]]
+  names: mapping.Names
 
   def entry(self, name: str) -> safetensors_file.Entry:
-    """Returns what a file says of a tensor.
-
-    Args:
-      name: One of the model's.
-    """
-    return self.places[self._stored(name)][1]
+    """Returns the entry of a tensor of the model."""
+    return self.entries[self._stored(name)][1]
 
   def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-    """Returns rows of a tensor; nothing else is read.
-
-    Args:
-      name: One of the model's.
-      start: The first row.
-      stop: The row after the last.
-    """
-    path, entry = self.places[self._stored(name)]
+    """Reads rows `start` to `stop` of a tensor of the model."""
+    path, entry = self.entries[self._stored(name)]
     return safetensors_file.read_rows(path, entry, start, stop)
 
-  def leaf_dtype(self, leaf: family.Leaf) -> np.dtype:
-    """Returns the dtype of all tensors that one array of ours is made of.
-
-    Args:
-      leaf: Which.
+  def leaf_dtype(self, leaf: mapping.Leaf) -> np.dtype:
+    """Returns the dtype of all tensors that a variable is made of.
 
     Raises:
-      WeightsError: They have several.
+      WeightsError: They have several dtypes.
     """
     found = {tensor.name: self.entry(tensor.name) for tensor, _ in leaf.sources}
     by_dtype = {entry.dtype: name for name, entry in found.items()}
     if len(by_dtype) > 1:
       shown = ", ".join(f"{n} is {dtype}" for dtype, n in by_dtype.items())
       raise WeightsError(
-        f"The layers of {leaf.name} have several dtypes ({shown}); give the one"
+        f"The layers of {leaf.name} have several dtypes ({shown}); choose one"
         " to store."
       )
     return next(iter(found.values())).numpy_dtype
 
   def check(self) -> None:
-    """Raises an error unless the files hold this model, and nothing else.
+    """Raises an error unless the files have exactly this model's weights.
 
     Raises:
-      WeightsError: A tensor is missing, not known, of another shape, or tied
-        and not equal.
+      WeightsError: A tensor is missing, unknown, of another shape, or differs
+        from the one it is tied to.
     """
     problems = []
     for name, tensor in self.names.tensors.items():
-      if self._stored(name) not in self.places:
+      if self._stored(name) not in self.entries:
         problems.append(f"{name} {_shape(tensor.shape)} is missing")
       elif self.entry(name).shape != tensor.shape:
         problems.append(
-          f"{name} has shape {_shape(self.entry(name).shape)} in the file and"
-          f" {_shape(tensor.shape)} by its config.json"
+          f"{name} has shape {_shape(self.entry(name).shape)}, config.json"
+          f" needs {_shape(tensor.shape)}"
         )
     known = {self._stored(name) for name in self.names.tensors}
-    for name in sorted(set(self.places) - known):
+    for name in sorted(set(self.entries) - known):
       whole = {name, f"{self.names.prefix}{name}"}
       if not (
         whole & set(self.names.tied) or any(map(self.names.is_ignored, whole))
       ):
-        problems.append(f"{name} is in the file and not in the model")
+        problems.append(f"{name} is not part of the model")
     if not problems:
       problems = list(self._tied_problems())
     if problems:
@@ -102,20 +92,20 @@ class WeightFiles:
       if len(problems) > len(shown):
         shown.append(f"and {len(problems) - len(shown)} more")
       raise WeightsError(
-        f"The weights do not fit the model: {'; '.join(shown)}."
+        f"The weights do not match the model: {'; '.join(shown)}."
       )
 
   def _stored(self, name: str) -> str:
-    """Returns the name in the files, which may lack the prefix."""
+    """Returns the name in the files, which may omit the prefix."""
     short = name.removeprefix(self.names.prefix)
-    return name if name in self.places or short not in self.places else short
+    return name if name in self.entries or short not in self.entries else short
 
   def _tied_problems(self) -> Iterable[str]:
     for name, other in self.names.tied.items():
-      if name not in self.places:
+      if name not in self.entries:
         continue
       shape = self.entry(other).shape
-      is_same = self.places[name][1].shape == shape and all(
+      is_same = self.entries[name][1].shape == shape and all(
         np.array_equal(
           self.read_rows(name, start, min(start + _ROWS, shape[0])),
           self.read_rows(other, start, min(start + _ROWS, shape[0])),
@@ -124,53 +114,53 @@ class WeightFiles:
       )
       if not is_same:
         yield (
-          f"{name} must be {other}, as its config.json ties them"
-          " (tie_word_embeddings), and differs"
+          f"{name} differs from {other}, to which config.json ties it"
+          " (tie_word_embeddings)"
         )
 
 
-def find(path: epath.Path, *, names: family.Names) -> WeightFiles:
-  """Returns the weights in a folder, or in one file.
+def find(path: epath.Path, *, names: mapping.Names) -> WeightFiles:
+  """Returns the weights in a directory or file.
 
   Args:
-    path: Of the folder or the file.
-    names: What the model has.
+    path: Path of the directory or file.
+    names: Names of the model's weights.
 
   Raises:
-    WeightsError: There are none.
-    DamagedFileError: A file is cut off, or no safetensors file.
+    WeightsError: There are none, or some of the index are missing.
+    DamagedFileError: A file is truncated or not a safetensors file.
   """
-  places = {}
+  entries = {}
   for each, wanted in _files(path):
     if not each.exists():
-      raise WeightsError(f"{os.fspath(each)} is missing, and {INDEX} names it.")
-    entries = safetensors_file.read_header(each)
-    missing = sorted(wanted - set(entries))
+      raise WeightsError(f"{os.fspath(each)} is missing; {INDEX} lists it.")
+    header = safetensors_file.read_header(each)
+    missing = sorted(wanted - set(header))
     if missing:
       raise WeightsError(
-        f"{os.fspath(each)} lacks {missing[0]}, which {INDEX} places there."
+        f"{os.fspath(each)} does not have {missing[0]}, which {INDEX} lists."
       )
-    places |= {
-      names.current(name): (each, entry) for name, entry in entries.items()
+    entries |= {
+      names.to_current(name): (each, entry) for name, entry in header.items()
     }
-  return WeightFiles(places=places, names=names)
+  return WeightFiles(entries=entries, names=names)
 
 
 def _files(path: epath.Path) -> list[tuple[epath.Path, set[str]]]:
-  """Returns the files, and what an index says is in each."""
+  """Returns the files and the tensors that an index lists for each."""
   if not path.is_dir():
     return [(path, set())]
   if (path / INDEX).exists():
     index = path / INDEX
     try:
-      of_file: dict[str, set[str]] = {}
+      by_file: dict[str, set[str]] = {}
       for name, file in json.loads(index.read_text())["weight_map"].items():
-        of_file.setdefault(file, set()).add(name)
+        by_file.setdefault(file, set()).add(name)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
       raise WeightsError(
         f"{os.fspath(index)} cannot be read; copy it again."
       ) from error
-    return [(path / file, each) for file, each in sorted(of_file.items())]
+    return [(path / file, each) for file, each in sorted(by_file.items())]
   if (path / WEIGHTS).exists():
     return [(path / WEIGHTS, set())]
   others = sorted(
@@ -178,10 +168,8 @@ def _files(path: epath.Path) -> list[tuple[epath.Path, set[str]]]:
     for each in path.iterdir()
     if each.name.endswith((".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf"))
   )
-  also = f"; {others[0]} is of a kind that is not read" if others else ""
-  raise WeightsError(
-    f"There is no {WEIGHTS} and no {INDEX} in {os.fspath(path)}{also}."
-  )
+  also = f"; the format of {others[0]} is not supported" if others else ""
+  raise WeightsError(f"No {WEIGHTS} or {INDEX} in {os.fspath(path)}{also}.")
 
 
 def _shape(shape: Iterable[int]) -> str:

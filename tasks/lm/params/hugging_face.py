@@ -17,11 +17,7 @@ from etils import epath
 import fiddle as fdl
 
 from paxon.layers import softmax_loss
-from paxon.layers.models.hugging_face import (
-  config_fields,
-  families,
-  family,
-)
+from paxon.layers.models.hugging_face import families, family
 from paxon.learners import adamw, learner, schedules
 from paxon.runner import experiment, run_dir, user_error
 from paxon.runner import task as task_lib
@@ -141,7 +137,7 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
       config, of = _read(self.weights)
     try:
       return of.model(config, fdl.Config)
-    except config_fields.UnservedConfigError as error:
+    except family.UnsupportedConfigError as error:
       raise user_error.UserError(str(error)) from error
 
 

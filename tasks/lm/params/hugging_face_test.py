@@ -12,7 +12,6 @@ import pytest
 from paxon.inputs import byte_tokenizer
 from paxon.layers.decoding import generate, model_steps, samplers
 from paxon.layers.models.hugging_face import (
-  conversion,
   families,
   golden_case,
 )
@@ -40,8 +39,7 @@ def _weights(names):
     return golden_case.weight(name, names.tensors[name].shape)[start:stop]
 
   return {
-    name: conversion.to_leaf(leaf, read_rows)
-    for name, leaf in names.leaves.items()
+    name: leaf.from_tensors(read_rows) for name, leaf in names.leaves.items()
   }
 
 
@@ -113,8 +111,11 @@ def test_training_begins_with_the_weights(tmp_path):
   ("config", "message"),
   [
     (None, "No such file.*give the folder that `tools/hf import` has made"),
-    ({"model_type": "mamba"}, "model_type is 'mamba'; those served are"),
-    ({**_CONFIG, "hidden_act": "x"}, "hidden_act is 'x', but qwen3 is served"),
+    (
+      {"model_type": "mamba"},
+      "model_type 'mamba' is not supported",
+    ),
+    ({**_CONFIG, "hidden_act": "x"}, "hidden_act is 'x'; qwen3 supports only"),
     ({"model_type": "t5"}, "a T5ForConditionalGeneration; .* decoders alone"),
   ],
 )

@@ -1,4 +1,4 @@
-"""Golden cases of the families of decoders."""
+"""Configurations of the golden models of all families."""
 
 from paxon.layers.models.hugging_face import golden_case
 
@@ -35,6 +35,42 @@ _LLAMA3 = {
   "low_freq_factor": 1.0,
   "high_freq_factor": 4.0,
   "original_max_position_embeddings": 32,
+}
+_GEMMA = {
+  "vocab_size": 64,
+  "hidden_size": 32,
+  "intermediate_size": 48,
+  "num_hidden_layers": 2,
+  "num_attention_heads": 4,
+  "num_key_value_heads": 2,
+  "head_dim": 12,
+  "max_position_embeddings": 64,
+}
+_GEMMA3_ROPE = {
+  "full_attention": {
+    "rope_type": "linear",
+    "factor": 4.0,
+    "rope_theta": 1000.0,
+  },
+  "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
+}
+_T5 = {
+  "vocab_size": 64,
+  "d_model": 32,
+  "num_heads": 4,
+  "num_layers": 2,
+  # Rows reach all buckets.
+  "relative_attention_num_buckets": 8,
+  "relative_attention_max_distance": 16,
+  "decoder_start_token_id": 0,
+}
+_BERT = {
+  "vocab_size": 64,
+  "hidden_size": 32,
+  "intermediate_size": 48,
+  "num_hidden_layers": 2,
+  "num_attention_heads": 4,
+  "max_position_embeddings": 24,
 }
 
 CASES = (
@@ -155,6 +191,102 @@ CASES = (
       "attention_bias": False,
       "tie_word_embeddings": True,
       "hidden_act": "gelu_new",
+    },
+  ),
+  golden_case.Case(
+    name="gemma",
+    architecture="GemmaForCausalLM",
+    config={
+      **_GEMMA,
+      "num_key_value_heads": 1,
+      "hidden_act": "gelu",
+      "rms_norm_eps": 1e-3,
+    },
+  ),
+  golden_case.Case(
+    name="gemma_untied",
+    architecture="GemmaForCausalLM",
+    config={
+      **_GEMMA,
+      "attention_bias": True,
+      "tie_word_embeddings": False,
+      "hidden_act": "relu",
+      "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    },
+  ),
+  golden_case.Case(
+    name="gemma2",
+    architecture="Gemma2ForCausalLM",
+    config={
+      **_GEMMA,
+      # The last layer is half of a period.
+      "num_hidden_layers": 3,
+      "query_pre_attn_scalar": 5,
+      "sliding_window": 5,
+      "attn_logit_softcapping": 2.0,
+      "final_logit_softcapping": 3.0,
+    },
+  ),
+  golden_case.Case(
+    name="gemma3",
+    architecture="Gemma3ForCausalLM",
+    config={
+      **_GEMMA,
+      "query_pre_attn_scalar": 20,
+      "sliding_window": 4,
+      "layer_types": ["sliding_attention", "full_attention"],
+      "final_logit_softcapping": 30.0,
+      "rope_parameters": _GEMMA3_ROPE,
+    },
+  ),
+  golden_case.Case(
+    name="gemma3_period",
+    architecture="Gemma3ForCausalLM",
+    config={
+      **_GEMMA,
+      # Five local layers, a global one, and two of the next period.
+      "num_hidden_layers": 8,
+      "query_pre_attn_scalar": 100,
+      "sliding_window": 4,
+      "rope_parameters": _GEMMA3_ROPE,
+    },
+  ),
+  golden_case.Case(
+    name="t5",
+    architecture="T5ForConditionalGeneration",
+    config={
+      **_T5,
+      "d_kv": 8,
+      "d_ff": 40,
+      "num_layers": 3,
+      "num_decoder_layers": 2,
+    },
+  ),
+  golden_case.Case(
+    name="t5_v1_1",
+    architecture="T5ForConditionalGeneration",
+    config={
+      **_T5,
+      "d_kv": 12,
+      "d_ff": 64,
+      "feed_forward_proj": "gated-gelu",
+      "layer_norm_epsilon": 1e-3,
+      "tie_word_embeddings": False,
+    },
+    has_own_head=True,
+  ),
+  golden_case.Case(
+    name="bert", architecture="BertForMaskedLM", config={**_BERT}
+  ),
+  golden_case.Case(
+    name="bert_untied",
+    architecture="BertForMaskedLM",
+    config={
+      **_BERT,
+      "type_vocab_size": 3,
+      "hidden_act": "gelu_new",
+      "layer_norm_eps": 1e-3,
+      "tie_word_embeddings": False,
     },
   ),
 )

@@ -1,0 +1,344 @@
+"""Mapping between Hugging Face tensors and Paxon variables.
+
+A rule names a tensor, the variable it is stored in, and the layout of both.
+Tensors of a layer are described once, for all layers of a stack:
+
+```python
+embedding = rule("model.embed.weight", "params/embedding/table", "V D -> V D")
+query = rule("layers.{}.q.weight", "attention/query", "(N H) D -> D N H")
+names = Names(
+  sizes={"V": 256, "D": 64, "N": 4, "H": 16},
+  rules=(embedding,),
+  stacks=(StackRules(stack="params/stack", num_layers=2, rules=(query,)),),
+)
+```
+
+A mapping only moves values, so a round trip is exact bit by bit.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import dataclasses
+import functools
+import math
+import re
+from typing import Any, TypeVar
+
+import numpy as np
+
+from paxon.sharding import axes
+
+_TOKEN = re.compile(r"\(([^()]*)\)|(\w+)")
+
+T = TypeVar("T")
+
+# `(tensor's name, first row, row after the last) -> those rows`.
+ReadRows = Callable[[str, int, int], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+  """A pattern such as `(N H) D -> D N H` with the sizes of its dimensions.
+
+  Attributes:
+    pattern: Dimensions of the tensor, merged ones in parentheses, an arrow, and
+      the same dimensions in the order of the variable.
+    sizes: By dimension, at least those of the pattern.
+  """
+
+  pattern: str
+  sizes: Mapping[str, int]
+
+  def __post_init__(self) -> None:
+    if sorted(self._split) != sorted(self._variable):
+      raise ValueError(
+        f"Both sides of the pattern {self.pattern!r} must have the same"
+        " dimensions."
+      )
+    missing = [name for name in self._variable if name not in self.sizes]
+    if missing:
+      raise ValueError(
+        f"The pattern {self.pattern!r} needs the size of {missing[0]!r}; sizes"
+        f" has {sorted(self.sizes)}."
+      )
+
+  @functools.cached_property
+  def _tensor(self) -> tuple[tuple[str, ...], ...]:
+    found = _TOKEN.findall(self.pattern.partition("->")[0])
+    return tuple(tuple((merged or one).split()) for merged, one in found)
+
+  @functools.cached_property
+  def _variable(self) -> tuple[str, ...]:
+    return tuple(self.pattern.partition("->")[2].split())
+
+  @functools.cached_property
+  def _split(self) -> tuple[str, ...]:
+    return tuple(name for merged in self._tensor for name in merged)
+
+  @property
+  def tensor_shape(self) -> tuple[int, ...]:
+    """Shape of the Hugging Face tensor."""
+    return tuple(
+      math.prod(self.sizes[name] for name in merged) for merged in self._tensor
+    )
+
+  @property
+  def variable_shape(self) -> tuple[int, ...]:
+    """Shape of the Paxon variable."""
+    return tuple(self.sizes[name] for name in self._variable)
+
+  def to_variable(self, tensor: np.ndarray) -> np.ndarray:
+    """Returns a view of a tensor in the layout of the variable."""
+    split = tensor.reshape([self.sizes[name] for name in self._split])
+    return split.transpose([self._split.index(name) for name in self._variable])
+
+  def to_tensor(self, variable: np.ndarray) -> np.ndarray:
+    """Returns the values of a variable in the layout of the tensor."""
+    split = variable.transpose(
+      [self._variable.index(name) for name in self._split]
+    )
+    return split.reshape(self.tensor_shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+  """A Hugging Face tensor and the variables that it holds.
+
+  Attributes:
+    tensor: Its name; in a stack, with `{}` for the number of the layer.
+    variables: `(leaf, pattern)` of each variable, concatenated along the first
+      dimension of the tensor. A leaf is a whole name, or, in a stack, the name
+      below the block.
+  """
+
+  tensor: str
+  variables: tuple[tuple[str, str], ...]
+
+
+def rule(tensor: str, leaf: str, pattern: str) -> Rule:
+  """Returns the rule of a tensor that holds one variable."""
+  return Rule(tensor, ((leaf, pattern),))
+
+
+def fused_rule(tensor: str, *variables: tuple[str, str]) -> Rule:
+  """Returns the rule of a tensor that holds several variables."""
+  return Rule(tensor, variables)
+
+
+def norm_rules(tensor: str, leaf: str) -> tuple[Rule, ...]:
+  """Returns the rules of a layer norm with bias."""
+  return (
+    rule(f"{tensor}.weight", f"{leaf}/scale", "D -> D"),
+    rule(f"{tensor}.bias", f"{leaf}/bias", "D -> D"),
+  )
+
+
+def find_period(layers: Sequence[T]) -> tuple[T, ...]:
+  """Returns the shortest prefix that, repeated, gives all layers.
+
+  The last repetition may be incomplete. Layers without a pattern are one
+  period, and each of them is compiled separately.
+  """
+  for period in range(1, len(layers) + 1):
+    if all(layers[i] == layers[i % period] for i in range(len(layers))):
+      return tuple(layers[:period])
+  return tuple(layers)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StackRules:
+  """The rules of all layers of one `layers.stack.Stack`.
+
+  Attributes:
+    stack: Name of the stack, such as `params/stack`.
+    num_layers: Number of layers.
+    rules: Those of any layer.
+    period: Number of blocks in its pattern.
+    first: Number of the first layer in tensor names.
+  """
+
+  stack: str
+  num_layers: int
+  rules: tuple[Rule, ...]
+  period: int = 1
+  first: int = 0
+
+  def find_block(self, layer: int) -> tuple[str, int | None]:
+    """Returns the name of a layer's block, and its index if it is stacked."""
+    groups = self.num_layers // self.period
+    if layer < groups * self.period:
+      block = f"{axes.LAYERS}/blocks_{layer % self.period}"
+      return f"{self.stack}/{block}", layer // self.period
+    return f"{self.stack}/{axes.LAYERS}_{layer}", None
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+  """A range of rows of a tensor, and the variable it is stored in.
+
+  Attributes:
+    leaf: Whole name of the variable.
+    layer: Index along the leading dimension of a stacked variable; `None` if
+      it is not stacked.
+    layout: Layout of the slice.
+    start: First row in the tensor.
+  """
+
+  leaf: str
+  layer: int | None
+  layout: Layout
+  start: int
+
+  @property
+  def stop(self) -> int:
+    """The row after the last."""
+    return self.start + self.layout.tensor_shape[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+  """A Hugging Face tensor.
+
+  Attributes:
+    name: Whole name.
+    slices: In the order of rows.
+  """
+
+  name: str
+  slices: tuple[Slice, ...]
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """Shape of the tensor."""
+    rest = self.slices[0].layout.tensor_shape[1:]
+    return (self.slices[-1].stop, *rest)
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+  """A Paxon variable and the tensors that it is made of.
+
+  Attributes:
+    name: Whole name.
+    shape: Shape, including the leading `layers`.
+    sources: Tensors and their slices, in the order of layers.
+  """
+
+  name: str
+  shape: tuple[int, ...]
+  sources: tuple[tuple[Tensor, Slice], ...]
+
+  def from_tensors(self, read_rows: ReadRows, dtype: Any = None) -> np.ndarray:
+    """Returns the variable; memory holds it and one slice of a tensor.
+
+    Args:
+      read_rows: Reads tensors.
+      dtype: Dtype that values are cast to; `None` keeps theirs.
+    """
+
+    def read(tensor: Tensor, part: Slice) -> np.ndarray:
+      rows = read_rows(tensor.name, part.start, part.stop)
+      return part.layout.to_variable(rows)
+
+    # A stacked variable of one layer has the leading dimension, too.
+    if self.sources[0][1].layer is None:
+      rows = read(*self.sources[0])
+      return np.array(rows, dtype or rows.dtype)
+    result: np.ndarray | None = None
+    for tensor, part in self.sources:
+      rows = read(tensor, part)
+      if result is None:
+        result = np.empty(self.shape, dtype or rows.dtype)
+      result[part.layer] = rows
+    assert result is not None
+    return result
+
+  def to_tensors(
+    self, variable: np.ndarray
+  ) -> Iterator[tuple[str, int, np.ndarray]]:
+    """Yields slices of tensors: name, first row and rows."""
+    for tensor, part in self.sources:
+      values = variable if part.layer is None else variable[part.layer]
+      yield tensor.name, part.start, part.layout.to_tensor(values)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Names:
+  """All weights of a model, by both names.
+
+  Attributes:
+    sizes: Sizes of the dimensions that patterns name.
+    rules: Rules of variables outside of stacks.
+    stacks: Rules of layers.
+    tied: Tensors that files may hold as a copy of another one, by name. They
+      are compared when read, and not written.
+    ignored: Regular expressions of names of tensors that are not weights, such
+      as masks in old files.
+    prefix: Prefix that files of the model without a head leave out.
+    former: Suffixes of names in old files, and their current form.
+  """
+
+  sizes: Mapping[str, int]
+  rules: tuple[Rule, ...] = ()
+  stacks: tuple[StackRules, ...] = ()
+  tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  ignored: tuple[str, ...] = ()
+  prefix: str = ""
+  former: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+  @functools.cached_property
+  def tensors(self) -> Mapping[str, Tensor]:
+    """Hugging Face tensors by name."""
+    found: dict[str, Tensor] = {}
+    for tensor in self._all_tensors():
+      if tensor.name in found:
+        raise ValueError(f"Two rules name the tensor {tensor.name}.")
+      found[tensor.name] = tensor
+    return found
+
+  @functools.cached_property
+  def leaves(self) -> Mapping[str, Leaf]:
+    """Paxon variables by name."""
+    sources: dict[str, list[tuple[Tensor, Slice]]] = {}
+    for tensor in self.tensors.values():
+      for part in tensor.slices:
+        sources.setdefault(part.leaf, []).append((tensor, part))
+    found = {}
+    for name, each in sources.items():
+      shape = each[0][1].layout.variable_shape
+      if each[0][1].layer is not None:
+        shape = (len(each), *shape)
+      elif len(each) > 1:
+        raise ValueError(f"Two rules name the leaf {name}.")
+      found[name] = Leaf(name, shape, tuple(each))
+    return found
+
+  def to_current(self, name: str) -> str:
+    """Returns the current name of a tensor that may have its former one."""
+    for suffix, current in self.former.items():
+      if name.endswith(suffix):
+        return name.removesuffix(suffix) + current
+    return name
+
+  def is_ignored(self, name: str) -> bool:
+    """Whether a tensor is not a weight; `name` includes the prefix."""
+    return any(re.fullmatch(each, name) for each in self.ignored)
+
+  def _all_tensors(self) -> Iterator[Tensor]:
+    for each in self.rules:
+      yield self._make_tensor(each.tensor, each, "", None)
+    for stack in self.stacks:
+      for each in stack.rules:
+        for layer in range(stack.num_layers):
+          block, index = stack.find_block(layer)
+          name = each.tensor.format(layer + stack.first)
+          yield self._make_tensor(name, each, f"{block}/", index)
+
+  def _make_tensor(
+    self, name: str, rule: Rule, scope: str, layer: int | None
+  ) -> Tensor:
+    slices, start = [], 0
+    for leaf, pattern in rule.variables:
+      layout = Layout(pattern, self.sizes)
+      slices.append(Slice(f"{scope}{leaf}", layer, layout, start))
+      start = slices[-1].stop
+    return Tensor(name, tuple(slices))

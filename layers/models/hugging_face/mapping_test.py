@@ -1,0 +1,115 @@
+"""Tests for the mapping between tensors and variables."""
+
+import numpy as np
+import pytest
+
+from paxon.layers.models.hugging_face import mapping
+
+_TABLE = mapping.rule("table", "params/table", "V D -> V D")
+
+
+def _names(*rules, **stack):
+  stack = {"stack": "params/stack", "num_layers": 5, "period": 2} | stack
+  return mapping.Names(
+    sizes={"V": 3, "D": 2, "F": 4},
+    rules=(_TABLE,),
+    stacks=(mapping.StackRules(rules=rules, **stack),),
+  )
+
+
+def test_layers_are_entries_of_stacked_variables():
+  names = _names(mapping.rule("layers.{}.w", "w", "F D -> D F"))
+  places = {
+    tensor.name: (tensor.slices[0].leaf, tensor.slices[0].layer)
+    for tensor in names.tensors.values()
+  }
+  assert places == {
+    "table": ("params/table", None),
+    "layers.0.w": ("params/stack/layers/blocks_0/w", 0),
+    "layers.1.w": ("params/stack/layers/blocks_1/w", 0),
+    "layers.2.w": ("params/stack/layers/blocks_0/w", 1),
+    "layers.3.w": ("params/stack/layers/blocks_1/w", 1),
+    # The layer of an incomplete period is not stacked.
+    "layers.4.w": ("params/stack/layers_4/w", None),
+  }
+  shapes = {leaf.name: leaf.shape for leaf in names.leaves.values()}
+  assert shapes == {
+    "params/table": (3, 2),
+    "params/stack/layers/blocks_0/w": (2, 2, 4),
+    "params/stack/layers/blocks_1/w": (2, 2, 4),
+    "params/stack/layers_4/w": (2, 4),
+  }
+
+
+def test_only_the_rows_of_a_variable_are_read():
+  names = _names(
+    mapping.fused_rule(
+      "layers.{}.ab", ("a", "F D -> D F"), ("b", "V D -> V D")
+    ),
+    num_layers=1,
+    period=1,
+  )
+  assert names.tensors["layers.0.ab"].shape == (7, 2)
+  tensor = np.arange(14).reshape(7, 2)
+  asked = []
+
+  def read_rows(name, start, stop):
+    asked.append((name, start, stop))
+    return tensor[start:stop]
+
+  leaf = names.leaves["params/stack/layers/blocks_0/b"]
+  b = leaf.from_tensors(read_rows)
+  assert asked == [("layers.0.ab", 4, 7)]
+  np.testing.assert_array_equal(b, tensor[None, 4:])
+  ((name, start, rows),) = leaf.to_tensors(b)
+  assert (name, start) == ("layers.0.ab", 4)
+  np.testing.assert_array_equal(rows, tensor[4:])
+
+
+def test_values_are_cast_on_request():
+  leaf = _names().leaves["params/table"]
+  values = np.ones((3, 2), np.float32)
+  found = leaf.from_tensors(lambda *_: values, np.float16)
+  assert found.dtype == np.float16
+
+
+def test_duplicate_names_are_rejected():
+  names = _names(mapping.rule("table", "w", "F D -> D F"))
+  with pytest.raises(ValueError, match="Two rules name the tensor table"):
+    _ = names.tensors
+  names = mapping.Names(
+    sizes={"V": 3, "D": 2},
+    rules=(_TABLE, mapping.rule("other", "params/table", "V D -> V D")),
+  )
+  with pytest.raises(ValueError, match="Two rules name the leaf params/table"):
+    _ = names.leaves
+
+
+_SIZES = {"N": 2, "H": 3, "D": 5, "C": 4}
+
+
+def test_layout_splits_and_transposes():
+  found = mapping.Layout("(N C H) D -> D C N H", _SIZES)
+  assert found.tensor_shape == (24, 5)
+  assert found.variable_shape == (5, 4, 2, 3)
+  tensor = np.arange(120).reshape(24, 5)
+  variable = found.to_variable(tensor)
+  assert variable.shape == found.variable_shape
+  for n, c, h, d in np.ndindex(2, 4, 3, 5):
+    assert variable[d, c, n, h] == tensor[(n * 4 + c) * 3 + h, d]
+  np.testing.assert_array_equal(found.to_tensor(variable), tensor)
+
+
+def test_layout_of_a_vector():
+  found = mapping.Layout("(N H) -> N H", _SIZES)
+  assert found.to_variable(np.arange(6)).tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_layout_needs_the_same_dimensions_on_both_sides():
+  with pytest.raises(ValueError, match="'N D -> D' must have the same"):
+    mapping.Layout("N D -> D", _SIZES)
+
+
+def test_layout_needs_all_sizes():
+  with pytest.raises(ValueError, match=r"needs the size of 'F'.*\['C', 'D'"):
+    mapping.Layout("F D -> F D", _SIZES)
