@@ -1,7 +1,6 @@
-"""What can happen to a run, done to it on purpose.
+"""Disturbances of a running process: signals, damaged files, a full disk.
 
-Each disturbance strikes a running process at a moment, and returns when that
-process has ended.
+Each returns when the process has ended.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,8 +18,8 @@ Strike = Callable[
 ]
 
 BALLAST = "ballast"
-# Where the disk cannot be filled, files of this size are the largest: more than
-# a line of metrics, less than a checkpoint's arrays.
+# The largest file if no disk can be mounted: more than a line of metrics, less
+# than the arrays of a checkpoint.
 _LARGEST_FILE = 20_000
 _MIB = 1 << 20
 
@@ -49,7 +48,7 @@ def _damaged(damage: Callable[[bytearray, random.Random], bytes]) -> Strike:
     process.kill()
     ended = run.finish(process)
     whole = run.whole_steps()
-    # With a single one left there would be nothing to go on from.
+    # A single checkpoint would leave nothing to resume from.
     if len(whole) > 1:
       path = choice.choice(_files(run.checkpoints / str(whole[-1])))
       path.write_bytes(damage(bytearray(path.read_bytes()), choice))
@@ -59,7 +58,7 @@ def _damaged(damage: Callable[[bytearray, random.Random], bytes]) -> Strike:
 
 
 def _files(checkpoint: pathlib.Path) -> list[pathlib.Path]:
-  """The files of a checkpoint's items that hold something."""
+  """Returns the files of a checkpoint's items that are not empty."""
   return sorted(
     path
     for path in checkpoint.rglob("*")
@@ -79,7 +78,7 @@ def _flipped(content: bytearray, choice: random.Random) -> bytes:
 def _disk_full(
   run: tiny_run.TinyRun, process: tiny_run.Process, choice: random.Random
 ) -> tiny_run.Ended:
-  """Fills the disk until the process gives up."""
+  """Fills the disk until the process ends."""
   disk = run.folder.parent
   if not os.path.ismount(disk):
     largest = (_LARGEST_FILE, resource.RLIM_INFINITY)
@@ -88,7 +87,7 @@ def _disk_full(
   ballast = disk / BALLAST
   try:
     while process.poll() is None:
-      # Less than a checkpoint, so that one fails at any of its files.
+      # Less than a checkpoint, so that saving fails at any of its files.
       spared = choice.randrange(64) << 10
       _fill(ballast, spared)
       time.sleep(0.02)

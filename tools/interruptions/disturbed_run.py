@@ -1,11 +1,11 @@
-"""One run, disturbed some times and then left alone, and what must hold.
+"""A run that is interrupted several times, and the checks of how it resumes.
 
-After each disturbance the next process goes on from the newest checkpoint that
-was complete and undamaged: nothing committed is lost. At the end the arrays are
-bitwise, and the figures exactly, those of a run that nobody disturbed.
+After each disturbance the next process must resume from the newest complete and
+undamaged checkpoint: nothing committed is lost. At the end the arrays must be
+bitwise equal, and the metrics exactly equal, to those of an undisturbed run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import contextlib
 import dataclasses
 import pathlib
@@ -13,23 +13,24 @@ import random
 import subprocess
 import time
 
-from paxon.tools.interruptions import disturbances, scratch_disk, tiny_run
+from paxon.tools.interruptions import disturbances, tiny_run
 
-# Share of the moments that may lie anywhere, also while a process starts.
+# Share of moments at any time, also while a process starts.
 _ANY_MOMENT = 0.2
-_LOOK_SECONDS = 0.01
-# About as long as the steps between two checkpoints, with their saving.
+_POLL_SECONDS = 0.01
+# About the time between two checkpoints, with saving.
 _SPREAD_SECONDS = 0.4
+_DISK_SIZE = "32m"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Expected:
-  """What an undisturbed run gave.
+  """The results of an undisturbed run.
 
   Attributes:
     run: Its folder.
-    digest: Of its arrays.
-    seconds: How long it took, from process start to end.
+    digest: Hash of its arrays.
+    seconds: From the start of the process to its end.
   """
 
   run: tiny_run.TinyRun
@@ -39,14 +40,14 @@ class Expected:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Struck:
-  """One disturbance and what followed.
+  """One disturbance and its consequences.
 
   Attributes:
     kind: A key of `disturbances.KINDS`.
-    moment: When it struck, in seconds from the start of the process.
-    status: The process's exit status.
-    newest: The newest whole checkpoint afterwards; `None` for none.
-    problems: What did not hold, one sentence each.
+    moment: Seconds from the start of the process.
+    status: Exit status of the process.
+    newest: The newest undamaged checkpoint afterwards; None for none.
+    problems: Checks that failed, one sentence each.
   """
 
   kind: str
@@ -65,9 +66,9 @@ def undisturbed(
   """Runs to the end.
 
   Args:
-    folder: An empty one.
-    launch: What starts processes, also those that are compared with this one.
-    num_steps: How many steps these runs have.
+    folder: An empty folder.
+    launch: Starts processes, also those of the disturbed runs.
+    num_steps: Training steps of the runs.
 
   Raises:
     RuntimeError: The run failed.
@@ -88,19 +89,19 @@ def disturbed(
   expected: Expected,
   choice: random.Random,
 ) -> list[Struck]:
-  """Disturbs a run once by each kind, in order, and lets it end.
+  """Disturbs a run once by each kind, in order, and runs it to its end.
 
   Args:
-    folder: An empty one.
+    folder: An empty folder.
     kinds: Keys of `disturbances.KINDS`.
-    expected: Of the same run, undisturbed.
-    choice: Of moments, files and bits.
+    expected: Results of the same run, undisturbed.
+    choice: Source of random moments, files and bits.
 
   Returns:
-    What happened; the problems of the run's end stand with the last one.
+    The disturbances; problems at the end of the run belong to the last one.
   """
   needs_disk = "disk full" in kinds
-  with scratch_disk.scratch_disk(folder, wanted=needs_disk):
+  with _scratch_disk(folder, wanted=needs_disk):
     run = tiny_run.TinyRun(
       folder / "run",
       launch=expected.run.launch,
@@ -142,7 +143,7 @@ def _strike(
     )
   newest = _newest(run)
   problems = _start_problems(ended, before, run.num_steps)
-  # What was damaged on purpose may be lost.
+  # A checkpoint that was damaged on purpose may be lost.
   if "checkpoint" not in kind:
     problems += _lost(before, newest)
   return Struck(
@@ -163,8 +164,8 @@ def _wait(
 ) -> None:
   """Waits for a random moment.
 
-  Most moments count in steps: seconds alone would all lie before the first
-  checkpoint on a machine that is busier than when the undisturbed run was made.
+  Most moments count in steps: in seconds, all would be before the first
+  checkpoint if the machine is busier than during the undisturbed run.
   """
   if choice.random() < _ANY_MOMENT:
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -172,7 +173,7 @@ def _wait(
     return
   step = choice.randrange((before or 0) + 1, run.num_steps + 2)
   while process.poll() is None and run.last_begun_step() < step:
-    time.sleep(_LOOK_SECONDS)
+    time.sleep(_POLL_SECONDS)
   with contextlib.suppress(subprocess.TimeoutExpired):
     process.wait(choice.uniform(0.0, _SPREAD_SECONDS))
 
@@ -187,8 +188,8 @@ def _end(
   problems = _start_problems(ended, newest, run.num_steps)
   if run.digest() != expected.digest:
     problems.append("the arrays differ from those of the undisturbed run")
-  if run.figures() != expected.run.figures():
-    problems.append("the figures differ from those of the undisturbed run")
+  if run.metrics() != expected.run.metrics():
+    problems.append("the metrics differ from those of the undisturbed run")
   return problems
 
 
@@ -199,14 +200,14 @@ def _newest(run: tiny_run.TinyRun) -> int | None:
 def _start_problems(
   ended: tiny_run.Ended, newest: int | None, num_steps: int
 ) -> list[str]:
-  """Whether a process went on from the newest whole checkpoint, if it began."""
-  came_so_far = ended.continued_from is not None or "step 1/" in ended.output
+  """Checks that a process resumed from the newest undamaged checkpoint."""
+  has_started = ended.resumed_from is not None or "step 1/" in ended.output
   done = newest == num_steps
-  if not came_so_far or done or ended.continued_from == newest:
+  if not has_started or done or ended.resumed_from == newest:
     return []
   return [
-    f"went on from step {ended.continued_from}, and the newest whole checkpoint"
-    f" was of step {newest}"
+    f"resumed from step {ended.resumed_from}, but the newest undamaged"
+    f" checkpoint was of step {newest}"
   ]
 
 
@@ -214,3 +215,22 @@ def _lost(before: int | None, after: int | None) -> list[str]:
   if (after or 0) < (before or 0):
     return [f"the checkpoint of step {before} was lost; the newest is {after}"]
   return []
+
+
+@contextlib.contextmanager
+def _scratch_disk(folder: pathlib.Path, *, wanted: bool) -> Iterator[None]:
+  """Mounts a disk in memory at an empty folder, if permitted."""
+  command = ["mount", "-t", "tmpfs", "-o", f"size={_DISK_SIZE}", "scratch"]
+  mounted = wanted and _succeeds([*command, str(folder)])
+  try:
+    yield
+  finally:
+    if mounted:
+      subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def _succeeds(command: list[str]) -> bool:
+  try:
+    return subprocess.run(command, capture_output=True).returncode == 0
+  except FileNotFoundError:
+    return False

@@ -1,4 +1,4 @@
-"""Tests that disturbed runs end as undisturbed ones, and that it is noticed."""
+"""Disturbed runs end like undisturbed ones; differences are reported."""
 
 import dataclasses
 import random
@@ -11,12 +11,11 @@ from paxon.tools.interruptions import (
   disturbances,
   disturbed_run,
   main,
-  table,
   tiny_run,
 )
 
 MAIN = "command_line"
-# Enough for checkpoints to be deleted, and for an evaluation on the way.
+# Enough to delete checkpoints and to evaluate.
 NUM_STEPS = 20
 # Each kind once; `tools/chaos` does many more.
 PLANS = (
@@ -39,7 +38,7 @@ def expected(tmp_path_factory):
 
 @pytest.mark.parametrize("kinds", PLANS, ids=" and ".join)
 def test_a_disturbed_run_ends_as_an_undisturbed_one(expected, tmp_path, kinds):
-  # Random on purpose: any moment must do. pytest shows it where a test fails.
+  # Random on purpose; pytest shows the seed if a test fails.
   seed = random.randrange(2**32)
   print(f"{seed = }")
   struck = disturbed_run.disturbed(
@@ -50,7 +49,7 @@ def test_a_disturbed_run_ends_as_an_undisturbed_one(expected, tmp_path, kinds):
 
 
 def test_a_process_is_the_real_command_line(expected):
-  # All others are forks, which need not import anything.
+  # All others are forks, which import nothing.
   run = tiny_run.TinyRun(expected.run.folder, num_steps=NUM_STEPS)
   ended = run.finish(run.start())
   assert ended.status == 0
@@ -63,9 +62,9 @@ def test_the_test_covers_all_kinds():
   )
 
 
-def test_other_arrays_and_figures_are_noticed(expected, tmp_path):
+def test_other_arrays_and_metrics_are_reported(expected, tmp_path):
   class Other(tiny_run.TinyRun):
-    def figures(self):
+    def metrics(self):
       return {(1, "train"): {"loss": 0.5}}
 
   other = dataclasses.replace(
@@ -74,20 +73,20 @@ def test_other_arrays_and_figures_are_noticed(expected, tmp_path):
   problems = disturbed_run._end(expected.run, NUM_STEPS, other)
   assert problems == [
     "the arrays differ from those of the undisturbed run",
-    "the figures differ from those of the undisturbed run",
+    "the metrics differ from those of the undisturbed run",
   ]
 
 
-def test_a_wrong_start_and_a_lost_checkpoint_are_noticed():
+def test_a_wrong_start_and_a_lost_checkpoint_are_reported():
   text = "resuming from the checkpoint of step 4\n"
   ended = tiny_run.Ended(status=0, output=text)
-  assert ended.continued_from == 4
+  assert ended.resumed_from == 4
   assert disturbed_run._start_problems(ended, 4, NUM_STEPS) == []
   assert disturbed_run._start_problems(ended, 6, NUM_STEPS) == [
-    "went on from step 4, and the newest whole checkpoint was of step 6"
+    "resumed from step 4, but the newest undamaged checkpoint was of step 6"
   ]
-  began_anew = tiny_run.Ended(status=0, output="step 1/20  loss 5.6")
-  assert disturbed_run._start_problems(began_anew, 6, NUM_STEPS)
+  restarted = tiny_run.Ended(status=0, output="step 1/20  loss 5.6")
+  assert disturbed_run._start_problems(restarted, 6, NUM_STEPS)
   assert disturbed_run._lost(6, 4) == [
     "the checkpoint of step 6 was lost; the newest is 4"
   ]
@@ -112,15 +111,15 @@ def test_the_table_counts():
     [struck("SIGKILL", None), struck("SIGKILL", 4)],
     [struck("disk full", 6, "it went wrong")],
   ]
-  text = table.to_markdown(runs, command="tools/chaos", date="2026-01-02")
-  assert "2 runs of 40 steps, disturbed 3 times. 1 ended" in text
+  text = main.to_markdown(runs, command="tools/chaos", date="2026-01-02")
+  assert "2 runs of 40 steps, disturbed 3 times. 1 resumed" in text
   assert "| SIGKILL | 2 | 1 | 1 | -9 | 0 |" in text
   assert "| disk full | 1 | 0 | 1 | -9 | 1 |" in text
   assert "Run 1, disk full after 1.00 s: it went wrong." in text
 
 
 @pytest.mark.parametrize("argument", ["--runs=0", "--jobs=-1", "--runs=x"])
-def test_wrong_numbers_are_refused(argument, capsys):
+def test_rejects_wrong_numbers(argument, capsys):
   with pytest.raises(SystemExit) as error:
     main.run([argument])
   assert error.value.code == 2

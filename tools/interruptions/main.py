@@ -1,13 +1,13 @@
-"""Disturbs runs at random moments and compares how they end.
+"""Interrupts training runs at random and compares their results.
 
   tools/chaos                  # 50 runs, about a quarter of an hour
   tools/chaos --runs=6 --seed=1
   tools/chaos --markdown=docs/interruptions.md
 
-Each run is struck once to three times: by SIGKILL, SIGTERM, SIGINT, a newest
-checkpoint that is truncated or has one bit flipped, or a full disk. With the
-right to mount, the disk is a real one in memory; without, the process may not
-write large files. Exit status 1 if anything did not hold.
+Each run is disturbed one to three times: by SIGKILL, SIGTERM, SIGINT, a newest
+checkpoint that is truncated or has one bit flipped, or a full disk. The disk is
+a tmpfs if mounting is permitted; otherwise large files are forbidden. The exit
+status is 1 if a run lost a checkpoint or ended with other results.
 """
 
 import argparse
@@ -19,28 +19,32 @@ import random
 import sys
 import tempfile
 
-from paxon.tools.interruptions import disturbances, disturbed_run, table
+from paxon.tools.interruptions import disturbances, disturbed_run, tiny_run
 
 
 def make_parser() -> argparse.ArgumentParser:
-  """Returns what reads the command line."""
+  """Returns the parser of the command line."""
   parser = argparse.ArgumentParser(
     prog="tools/chaos",
     description=__doc__,
     formatter_class=argparse.RawDescriptionHelpFormatter,
     allow_abbrev=False,
   )
-  parser.add_argument("--runs", type=_positive, default=50)
-  parser.add_argument("--seed", type=int, default=0, help="of what is done")
   parser.add_argument(
-    "--jobs", type=_positive, default=2, help="runs at a time"
+    "--runs", type=_positive, default=50, help="number of runs; default 50"
   )
-  parser.add_argument("--markdown", type=pathlib.Path, help="write the table")
+  parser.add_argument("--seed", type=int, default=0, help="random seed")
+  parser.add_argument(
+    "--jobs", type=_positive, default=2, help="parallel runs; default 2"
+  )
+  parser.add_argument(
+    "--markdown", type=pathlib.Path, help="write a page with the table"
+  )
   return parser
 
 
 def run(argv: Sequence[str]) -> int:
-  """Makes the runs that the arguments ask for; returns the exit status."""
+  """Runs the command; returns the exit status."""
   parser = make_parser()
   options = parser.parse_args(argv)
   if options.markdown and not options.markdown.absolute().parent.is_dir():
@@ -48,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
   with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
     results = _runs(pathlib.Path(folder), options)
   command = " ".join(["tools/chaos", *argv])
-  text = table.to_markdown(
+  text = to_markdown(
     results, command=command, date=datetime.date.today().isoformat()
   )
   print(text)
@@ -58,11 +62,11 @@ def run(argv: Sequence[str]) -> int:
 
 
 def plan(runs: int, seed: int) -> list[list[str]]:
-  """Returns the kinds of disturbances of each run; every kind comes in turn.
+  """Returns the disturbances of each run; the first ones take turns.
 
   Args:
-    runs: How many.
-    seed: Of the order and of how many strike one run.
+    runs: Number of runs.
+    seed: Decides the others.
   """
   choice, kinds = random.Random(seed), list(disturbances.KINDS)
   return [
@@ -72,6 +76,48 @@ def plan(runs: int, seed: int) -> list[list[str]]:
     ]
     for number in range(runs)
   ]
+
+
+def to_markdown(
+  runs: Sequence[Sequence[disturbed_run.Struck]], *, command: str, date: str
+) -> str:
+  """Returns a page with a table by kind of disturbance, and all problems.
+
+  Args:
+    runs: The disturbances of each run.
+    command: The command that made them.
+    date: Its date.
+  """
+  struck = [each for run in runs for each in run]
+  failed = sum(any(each.problems for each in run) for run in runs)
+  lines = [
+    "# Interrupted runs",
+    "",
+    f"`{command}`, {date}: {len(runs)} runs of {tiny_run.NUM_STEPS} steps,"
+    f" disturbed {len(struck)} times. {len(runs) - failed} resumed each time"
+    " from the newest undamaged checkpoint and ended with the arrays and"
+    f" metrics of an undisturbed run, bit by bit; {failed} did not.",
+    "",
+    "| Disturbance | Times | Before the first checkpoint | Later | Exit status"
+    " | Problems |",
+    "| --- | --- | --- | --- | --- | --- |",
+  ]
+  for kind in disturbances.KINDS:
+    of_kind = [each for each in struck if each.kind == kind]
+    early = sum(each.newest is None for each in of_kind)
+    statuses = sorted({each.status for each in of_kind})
+    problems = sum(bool(each.problems) for each in of_kind)
+    lines.append(
+      f"| {kind} | {len(of_kind)} | {early} | {len(of_kind) - early} |"
+      f" {', '.join(map(str, statuses))} | {problems} |"
+    )
+  for number, run in enumerate(runs):
+    for each in run:
+      lines += [
+        f"\nRun {number}, {each.kind} after {each.moment:.2f} s: {problem}."
+        for problem in each.problems
+      ]
+  return "\n".join(lines) + "\n"
 
 
 def _runs(

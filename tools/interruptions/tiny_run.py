@@ -1,7 +1,7 @@
-"""A small training as its own process, and what its folder holds.
+"""A small training run in a separate process, and readers of its folder.
 
-The process is the real command line, on one CPU device, with a model that needs
-milliseconds a step; each batch comes late, so that a run takes some seconds.
+The process is the real command line on one CPU device, with a model that takes
+milliseconds per step; batches are delayed, so that a run takes some seconds.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,33 +33,33 @@ _KNOBS = {
 }
 _RESUMING = re.compile(r"resuming from the checkpoint of step (\d+)")
 _STEP = re.compile(r"\d+")
-# Figures of the machine, which differ from run to run.
+# Metrics of the machine, which differ between runs.
 _MEASURED = re.compile("_second|goodput|mfu|tflops|memory").search
 _LIMIT_SECONDS = 300.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ended:
-  """A process that has ended.
+  """A finished process.
 
   Attributes:
     status: Its exit status; negative for the signal that killed it.
-    output: What it printed, both streams.
+    output: Its stdout and stderr.
   """
 
   status: int
   output: str
 
   @property
-  def continued_from(self) -> int | None:
-    """The step of the checkpoint that it went on from; `None` for none."""
+  def resumed_from(self) -> int | None:
+    """The step of the checkpoint that it resumed from; None for none."""
     found = _RESUMING.search(self.output)
     return int(found[1]) if found else None
 
 
 @runtime_checkable
 class Process(Protocol):
-  """What is used of `subprocess.Popen`, and described there."""
+  """The part of `subprocess.Popen` that is used here."""
 
   @property
   def pid(self) -> int:
@@ -78,7 +78,7 @@ class Process(Protocol):
     """Sends SIGKILL."""
 
 
-# Starts `main`, by its arguments, with a file for both of its outputs.
+# Starts `main` with arguments and a log file for stdout and stderr.
 Launch = Callable[[Sequence[str], pathlib.Path], Process]
 
 
@@ -96,7 +96,7 @@ def command_line(arguments: Sequence[str], log: pathlib.Path) -> Process:
 
 
 class TinyRun:
-  """One run's folder."""
+  """The folder of a run."""
 
   def __init__(
     self,
@@ -105,13 +105,13 @@ class TinyRun:
     launch: Launch = command_line,
     num_steps: int = NUM_STEPS,
   ) -> None:
-    """Names the folder.
+    """Initializes; nothing is written.
 
     Args:
-      folder: Where the run is, or will be. Output of its processes goes beside
-        it, because its own disk may be full.
-      launch: What starts its processes.
-      num_steps: How many steps it has.
+      folder: The run directory. The log is outside of it, because its disk
+        may be full.
+      launch: Starts its processes.
+      num_steps: Training steps.
     """
     self.folder = folder
     self.launch = launch
@@ -147,7 +147,7 @@ class TinyRun:
     return Ended(status=status, output=self._log.read_text(errors="replace"))
 
   def last_begun_step(self) -> int:
-    """Returns the newest step whose checkpoint was begun, 0 for none."""
+    """Returns the newest step whose checkpoint was started, 0 for none."""
     try:
       names = [path.name for path in self.checkpoints.iterdir()]
     except FileNotFoundError:
@@ -178,8 +178,8 @@ class TinyRun:
       result.update(array.tobytes())
     return result.hexdigest()
 
-  def figures(self) -> Mapping[tuple[int, str], Mapping[str, Any]]:
-    """Returns what was written of each step, without what a clock says."""
+  def metrics(self) -> Mapping[tuple[int, str], Mapping[str, Any]]:
+    """Returns the metrics by step and split, without measured times."""
     lines = (self.folder / run_dir.METRICS).read_text().splitlines()
     records = [json.loads(line) for line in lines]
     return {
