@@ -66,7 +66,7 @@ def _facts(session: session_lib.Session) -> list[str]:
   rows = next(iter(session.batch.values())).shape
   mesh = session.layout.mesh
   axes = [f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1]
-  words = memory_fit.in_words
+  words = memory_fit.format_bytes
   return [
     f"trainable parameters: {trainable:,} in {len(specs)} variables",
     f"state: {words(whole)} in all, {words(memory_fit.shard_bytes(state))} on"

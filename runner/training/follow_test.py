@@ -246,7 +246,7 @@ def test_a_signal_ends_it(session, run_dir, capsys):
     ).run()
   waiting, noted, ended = capsys.readouterr().out.splitlines()
   assert waiting.startswith("waiting for a checkpoint in ")
-  assert noted.startswith("SIGTERM: stopping after this batch; once more")
+  assert noted.startswith("SIGTERM: stopping after this batch; send it again")
   assert ended == "stopped by SIGTERM; the same command resumes"
 
 

@@ -1,4 +1,4 @@
-"""Prints the first batches of a job's inputs as text; computes nothing."""
+"""The first batches of a job's inputs, printed (`--mode=inspect_input`)."""
 
 from paxon.inputs import base_input, batch_text
 from paxon.runner import job as job_lib
@@ -9,7 +9,7 @@ _NUM_BATCHES = 2
 
 
 def run(job: job_lib.Job) -> int:
-  """Prints the batches of all splits, all rows, as if there were one host.
+  """Prints the first batches of all splits, as if there were one host.
 
   Args:
     job: The resolved configuration, built.
@@ -51,5 +51,5 @@ def _next(
     if not base_input.is_end(error):
       raise
   if not number:
-    raise user_error.UserError(f"The split {split!r} has no batch at all.")
+    raise user_error.UserError(f"The split {split!r} has no batch.")
   return None

@@ -1,8 +1,8 @@
-"""Whether a job fits into the memory of its devices, before any is taken.
+"""Lower bounds of a job's memory, checked before any is allocated.
 
-A width with a digit too many would otherwise be found by the operating system,
-which kills the process, or the machine, without a word. What is counted is
-only what a job needs in any case: a job that passes may still not fit.
+Without this check, a width with one digit too many would end with the operating
+system killing the process, without a message. A job that passes may still not
+fit.
 """
 
 from collections.abc import Mapping
@@ -28,13 +28,13 @@ def check(
   device: jax.Device | None = None,
   limit: int | None = None,
 ) -> None:
-  """Checks what is needed at the same time on every device.
+  """Checks the memory that is needed at the same time on every device.
 
   Args:
-    needs: Bytes on one device, by what they are for.
+    needs: Bytes on one device, by their use.
     advice: What to change if they do not fit.
     device: One of the devices; by default the first of this process.
-    limit: The memory of a device in bytes; by default what it says.
+    limit: The memory of a device in bytes; by default as the device reports.
 
   Raises:
     user_error.UserError: They do not fit.
@@ -43,10 +43,12 @@ def check(
   limit = device_bytes(device) if limit is None else limit
   if limit is None or sum(needs.values()) <= limit:
     return
-  shown = " and ".join(f"{in_words(n)} of {name}" for name, n in needs.items())
+  shown = " and ".join(
+    f"{format_bytes(n)} for {name}" for name, n in needs.items()
+  )
   raise user_error.UserError(
-    f"The job does not fit: each device would hold {shown}, and has"
-    f" {in_words(limit)} ({device.device_kind}); {advice}."
+    f"The job does not fit: each device needs {shown}, but has"
+    f" {format_bytes(limit)} ({device.device_kind}); {advice}."
   )
 
 
@@ -54,7 +56,7 @@ def check_batch(source: base_input.BaseInput) -> None:
   """Checks that one batch fits into the memory of this machine.
 
   Args:
-    source: About to be read.
+    source: An input, before its first batch is read.
 
   Raises:
     user_error.UserError: It does not.
@@ -64,16 +66,16 @@ def check_batch(source: base_input.BaseInput) -> None:
   if limit is not None and size > limit:
     raise user_error.UserError(
       f"global_batch_size ({source.global_batch_size}) times length"
-      f" ({source.length}) does not fit: a batch would take"
-      f" {in_words(size)} or more, and this machine has {in_words(limit)}."
+      f" ({source.length}) does not fit: a batch takes at least"
+      f" {format_bytes(size)}, but this machine has {format_bytes(limit)}."
     )
 
 
 def shard_bytes(tree: Any) -> int:
-  """Returns the bytes that a pytree takes on one device.
+  """Returns the bytes of a pytree on one device.
 
   Args:
-    tree: `jax.ShapeDtypeStruct`s; those without a sharding lie whole on each.
+    tree: `jax.ShapeDtypeStruct`s; those without a sharding are replicated.
   """
   total = 0
   for leaf in jax.tree.leaves(tree):
@@ -85,10 +87,10 @@ def shard_bytes(tree: Any) -> int:
 
 
 def loop_bytes(jaxpr: Any) -> int:
-  """Returns the bytes that the largest loop of a program hands on.
+  """Returns the bytes of the results of the largest loop of a program.
 
-  A loop's results, such as a decoding cache or what each layer saves for the
-  backward pass, exist as a whole, whatever the compiler does.
+  A loop's results, such as a decoding cache or the residuals of all layers,
+  exist in memory at once, whatever the compiler does.
 
   Args:
     jaxpr: Of a traced function; the sizes are those of global arrays.
@@ -107,9 +109,9 @@ def loop_bytes(jaxpr: Any) -> int:
 
 
 def device_bytes(device: jax.Device) -> int | None:
-  """Returns the memory of a device, or None where it is not known.
+  """Returns the memory of a device in bytes, None if unknown.
 
-  Fake CPU devices share the machine's memory, each with its part.
+  Fake CPU devices share the machine's memory equally.
 
   Args:
     device: Of this process.
@@ -121,15 +123,15 @@ def device_bytes(device: jax.Device) -> int | None:
 
 
 def host_bytes() -> int | None:
-  """Returns the memory of this machine, or None where it is not known."""
+  """Returns the memory of this machine in bytes, None if unknown."""
   try:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
   except (ValueError, OSError):
     return None
 
 
-def in_words(size: int) -> str:
-  """Returns a number of bytes as a person writes it: `3.2 TB`."""
+def format_bytes(size: int) -> str:
+  """Formats a number of bytes, such as `3.2 TB`."""
   value, unit = float(size), 0
   while value >= 1000 and unit < len(_UNITS) - 1:
     value, unit = value / 1000, unit + 1
@@ -141,6 +143,6 @@ def _is_jaxpr(value: object) -> bool:
 
 
 def _bytes(aval: Any) -> int:
-  # Random keys have a dtype of their own, of no account here.
+  # The extended dtypes of random keys have no item size here.
   itemsize = getattr(aval.dtype, "itemsize", 0)
   return math.prod(aval.shape) * itemsize

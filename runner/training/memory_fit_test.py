@@ -33,7 +33,7 @@ def test_the_largest_loop_is_found_wherever_it_is():
 
 def test_what_does_not_fit_is_refused_with_sizes():
   needs = {"state": 3 * 10**12, "data": 20}
-  message = r"would hold 3\.0 TB of state and 20 bytes of data, and has 1\.0 GB"
+  message = r"needs 3\.0 TB for state and 20 bytes for data, but has 1\.0 GB"
   with pytest.raises(user_error.UserError, match=message):
     memory_fit.check(needs, advice="do less", limit=10**9)
   memory_fit.check(needs, advice="do less", limit=10**13)
@@ -50,9 +50,9 @@ def test_a_batch_beyond_the_machine_is_refused_before_it_is_read(monkeypatch):
 @pytest.mark.parametrize(
   ("knobs", "message"),
   [
-    pytest.param({"embed_dim": 10**8}, r"[TPE]B of state", id="state"),
+    pytest.param({"embed_dim": 10**8}, r"[TPE]B for state", id="state"),
     pytest.param(
-      {"max_new_tokens": 2 * 10**9}, r"of cache, and has", id="cache"
+      {"max_new_tokens": 2 * 10**9}, r"for cache, but has", id="cache"
     ),
   ],
 )
@@ -65,7 +65,7 @@ def test_a_job_that_cannot_fit_is_refused(knobs, message):
   preflight.trace(session)
 
 
-def test_sizes_in_words():
+def test_formats_bytes():
   sizes = (999, 1000, 3_210_000_000, 10**30)
-  words = [memory_fit.in_words(size) for size in sizes]
+  words = [memory_fit.format_bytes(size) for size in sizes]
   assert words == ["999 bytes", "1.0 kB", "3.2 GB", "1,000,000,000,000.0 EB"]

@@ -1,8 +1,8 @@
-"""Batches read and placed by a thread, beside the device.
+"""Prefetching: a thread reads batches and places them on the devices.
 
 Each batch carries the position of the input after it. A checkpoint stores the
-position that came with the last batch it has learnt from, so what the thread
-has read ahead is neither skipped nor repeated by the run that goes on.
+position of the last trained batch, so a resumed run neither skips nor repeats
+what the thread has read ahead.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +28,7 @@ class PlacedBatch:
   Attributes:
     arrays: Global arrays.
     position: The state of the input after this batch, JSON values.
-    strings: This host's rows of what no device can hold, by key.
+    strings: This host's arrays of strings, which no device can hold, by key.
   """
 
   arrays: dict[str, jax.Array]
@@ -37,7 +37,7 @@ class PlacedBatch:
 
 
 class _End:
-  """Says that the input has ended."""
+  """Marks the end of the input."""
 
 
 def next_batch(
@@ -47,7 +47,7 @@ def next_batch(
 
   Args:
     source: The input.
-    rolling: Whether to go on at the first batch where it ends.
+    rolling: Whether to continue with the first batch after the end.
   """
   try:
     return source.get_next()
@@ -59,9 +59,9 @@ def next_batch(
 
 
 class Prefetcher:
-  """Iterates over an input from its position on; use it as a context.
+  """Iterates over an input from its position; a context manager.
 
-  Nobody else may use the input meanwhile.
+  While it is entered, nothing else may use the input.
   """
 
   def __init__(
@@ -76,11 +76,11 @@ class Prefetcher:
     """Starts reading.
 
     Args:
-      source: Where batches come from.
+      source: The input.
       place: Moves one host batch to the devices.
-      limit: How many batches to read at most.
-      rolling: Whether to go on at the first batch where the input ends.
-      depth: How many are kept ready.
+      limit: Maximum number of batches.
+      rolling: Whether to continue with the first batch after the end.
+      depth: Number of batches kept ready.
     """
     self._source = source
     self._place = place
@@ -107,7 +107,7 @@ class Prefetcher:
     self.close()
 
   def __iter__(self) -> Iterator[PlacedBatch]:
-    """Yields batches; raises here what the input raised in the thread."""
+    """Yields batches; re-raises errors of the thread."""
     while True:
       item = self._ready.get()
       if isinstance(item, _End):
@@ -117,14 +117,14 @@ class Prefetcher:
       yield item
 
   def is_ready(self) -> bool:
-    """Whether the next batch, or the end, can be had without waiting."""
+    """Whether the next batch, or the end, is available without waiting."""
     return not self._ready.empty()
 
   def close(self) -> None:
-    """Ends the thread; batches that are ready are dropped."""
+    """Ends the thread; drops the batches that are ready."""
     self._closed.set()
-    # The thread may be waiting for a free place, and then puts one item at
-    # most before it sees that it is closed.
+    # The thread may be waiting for space in the queue; then it puts at most one
+    # more item before it sees that it is closed.
     with contextlib.suppress(queue.Empty):
       while True:
         self._ready.get_nowait()

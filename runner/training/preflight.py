@@ -1,8 +1,8 @@
-"""Finds what is wrong with a job before anything is computed or written.
+"""Checks of a job before anything is computed or written.
 
-Everything that will run is traced: the training step, and what generates
-samples at the end, where an error would come after hours. Tracing takes about a
-second, and the step is compiled from this very trace.
+Every program of the run is traced: the training step, and sample generation at
+the end, where an error would come after hours. Tracing takes about a second,
+and the step is compiled from this trace.
 """
 
 import jax
@@ -26,8 +26,8 @@ def check(session: session_lib.Session) -> jax.stages.Traced:
 
   Raises:
     UserError: The job needs more memory than there is.
-    ValueError: A part of the model refused its configuration, or the training
-      input has nothing to read; the caller says where it stands
+    ValueError: A module rejected its configuration, or the training input has
+      nothing to read; the caller adds its configuration path
       (`configuration.refusals`).
   """
   session.job.train_input.check_readable()
@@ -48,11 +48,7 @@ def check(session: session_lib.Session) -> jax.stages.Traced:
 
 
 def _check_vocabulary(session: session_lib.Session) -> None:
-  """Refuses ids that the model has no row for, which would train on nothing.
-
-  Raises:
-    UserError: A split has such ids.
-  """
+  """Raises if a split has ids outside the model's vocabulary."""
   sizes = [
     size
     for spec in jax.tree.leaves(session.specs)
@@ -64,16 +60,16 @@ def _check_vocabulary(session: session_lib.Session) -> None:
     required = source.required_vocab_size()
     if sizes and required is not None and required > max(sizes):
       raise user_error.UserError(
-        f"the split {split!r} has ids below {required}, and the model's"
-        f" vocabulary has {max(sizes)}: it is that of another tokenizer; set"
-        f" the model's vocab_size to {required} or more."
+        f"the split {split!r} has token ids up to {required - 1}, but the"
+        f" model's vocab_size is {max(sizes)}; set it to {required} or more, or"
+        " use another tokenizer."
       )
 
 
 def warnings(session: session_lib.Session) -> list[str]:
-  """Returns what the mesh does not share though it could, a sentence each.
+  """Returns a sentence for each array that could be sharded but is not.
 
-  What does not divide at all has been refused when the session was opened.
+  Arrays that are not divisible were rejected when the session was opened.
 
   Args:
     session: The job on its devices.
@@ -90,7 +86,7 @@ def warnings(session: session_lib.Session) -> list[str]:
 def trace(
   session: session_lib.Session,
 ) -> tuple[jax.stages.Traced, jax.stages.Traced | None]:
-  """Returns the training step, and what generates samples, both traced.
+  """Returns the traced training step and sample generation, if there is any.
 
   Args:
     session: The job on its devices.
@@ -133,6 +129,6 @@ def _check_loops(
   name: str,
   advice: str,
 ) -> None:
-  # Split over all devices at best.
+  # At best sharded over all devices.
   size = memory_fit.loop_bytes(traced.jaxpr) // session.layout.mesh.size
   memory_fit.check({name: size}, advice=advice)

@@ -1,16 +1,16 @@
-"""Profile-guided latency estimation (PGLE): a step compiled by a profile of it.
+"""Profile-guided latency estimation (PGLE): a step recompiled with its profile.
 
-The latency hiding scheduler of XLA places collectives by how long it believes
-that instructions take; a profile says how long they did. JAX's own automatic
-way (`jax_enable_pgle`) recompiles inside of `jax.jit` and never touches a step
-that is compiled ahead, so it is done here: after a few steps the loop profiles
-some, takes the times of instructions out of the trace, and compiles the same
-traced step again with them. What is profiled is compiled without CUDA graphs,
-which a trace shows as one instruction each. Where the folder has a profile of
-this very program, as when a run goes on, it is used from the first step.
+XLA's latency hiding scheduler places collectives by estimated instruction
+times; a profile has the measured times. JAX's automatic PGLE
+(`jax_enable_pgle`) recompiles inside `jax.jit` and ignores steps that are
+compiled ahead of time, so it is done here: the loop profiles a few steps, reads
+the instruction times from the trace, and compiles the same traced step again
+with them. The profiled program is compiled without CUDA graphs, each of which a
+trace shows as one instruction. A stored profile of the same program, as when a
+run resumes, is used from the first step.
 
-Compilers for NVIDIA GPUs take profiles; elsewhere nothing happens but a line
-that says so. What is computed is the same; what runs when is not.
+Only compilers for NVIDIA GPUs accept profiles; elsewhere one line is printed.
+Results are the same; only the order of instructions changes.
 """
 
 import base64
@@ -30,39 +30,39 @@ from paxon.runner import user_error
 from paxon.runner.hosts import agreement
 
 AUTO: Final = "auto"
-# Steps that run before the profile: the first ones wait for data and caches.
+# Steps before the profile: the first ones wait for data and caches.
 WARMUP_STEPS: Final = 5
 PROFILED_STEPS: Final = 3
 
 _OPTION: Final = "fdo_profile"
 _PLATFORMS: Final = ("cuda", "gpu")
-# As JAX's own way compiles what it profiles.
+# As JAX's automatic PGLE compiles the profiled program.
 _PROFILED: Final = types.MappingProxyType({"xla_gpu_enable_command_buffer": ""})
 
 
 def _extract(folder: str) -> bytes:
-  """Returns the times of instructions in the trace below a folder."""
+  """Returns the instruction times of the trace in a directory."""
   (run,) = epath.Path(folder).glob("plugins/profile/*")
   return profiler.get_profiled_instructions_proto(os.fspath(run))
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class ProfileGuide:
-  """Profiles the first steps of a loop, and knows what to compile with.
+  """Profiles the first steps of a loop, and gives the compiler the profile.
 
   Attributes:
     setting: `auto`, or the path of a profile.
-    folder: Where the automatic way keeps its profiles.
-    platform: Of the devices, as JAX calls it.
-    extract: Reads a trace; another one in tests.
-    say: Is told which program runs.
+    folder: Where `auto` stores its profiles.
+    platform: JAX's name of the devices' platform.
+    extract: Reads a trace; replaced in tests.
+    log: Prints which program runs.
   """
 
   setting: str
   folder: epath.Path
   platform: str
   extract: Callable[[str], bytes] = _extract
-  say: Callable[[str], None] = print
+  log: Callable[[str], None] = print
 
   def __post_init__(self) -> None:
     self._steps = 0
@@ -72,18 +72,18 @@ class ProfileGuide:
     self._is_done = False
 
   def options(self, lowered: jax.stages.Lowered) -> dict[str, Any]:
-    """Returns compiler options: to give a program its profile, or to get one.
+    """Returns compiler options: with a profile, or to be profiled.
 
     Args:
-      lowered: The program, by which a profile in the folder is found again.
+      lowered: The program, by which its stored profile is found.
 
     Raises:
-      UserError: The profile that was given cannot be read.
+      UserError: The given profile cannot be read.
     """
     if self.platform not in _PLATFORMS:
       if not self._is_done:
-        self.say(
-          f"pgle: left out, because compilers for {self.platform} take no"
+        self.log(
+          f"pgle: not used, because compilers for {self.platform} accept no"
           " profile"
         )
       self._is_done = True
@@ -95,13 +95,13 @@ class ProfileGuide:
     return {} if self._is_done else dict(_PROFILED)
 
   def after_step(self, outputs: Any) -> bool:
-    """Takes in that a step was dispatched.
+    """Counts a dispatched step, and starts or stops the profile.
 
     Args:
-      outputs: Of the step, waited for at the edges of the profile.
+      outputs: Of the step, waited for at both ends of the profile.
 
     Returns:
-      Whether to compile anew, because the profile is done.
+      Whether to compile again, because the profile is complete.
     """
     if self._is_done:
       return False
@@ -121,25 +121,25 @@ class ProfileGuide:
     self._is_done = True
 
   def _find(self, lowered: jax.stages.Lowered) -> None:
-    """Looks for a profile that is there already."""
+    """Looks for an existing profile."""
     if self.setting != AUTO:
       self._profile = _read(epath.Path(self.setting))
       self._is_done = True
-      self.say(f"pgle: compiled by the profile {self.setting}")
+      self.log(f"pgle: compiled with the profile {self.setting}")
       return
     digest = hashlib.sha256((lowered.as_text() or "").encode()).hexdigest()
     self._kept = self.folder / f"{digest[:16]}.pb"
-    # The folder of the first process counts: others may not see it yet.
+    # Only the first process looks: others may not see the file yet.
     kept = self._kept
     self._profile = _from_first(lambda: _read(kept) if kept.exists() else b"")
     if self._profile is not None:
       self._is_done = True
-      self.say(f"pgle: compiled by the profile {os.fspath(self._kept)}")
+      self.log(f"pgle: compiled with the profile {os.fspath(self._kept)}")
       return
     last = WARMUP_STEPS + PROFILED_STEPS
-    self.say(
-      "pgle: compiled without a profile and CUDA graphs; of the next steps"
-      f" {WARMUP_STEPS + 1} to {last} are profiled"
+    self.log(
+      "pgle: compiled without a profile and without CUDA graphs; profiling"
+      f" steps {WARMUP_STEPS + 1} to {last} from here"
     )
 
   def _begin(self, outputs: Any) -> None:
@@ -154,30 +154,30 @@ class ProfileGuide:
     self._is_done = True
     trace = self._trace
     self._trace = None
-    # All processes must compile by one profile, or they wait for each other
-    # in different orders.
+    # All processes must compile with one profile: with different orders of
+    # collectives they would deadlock.
     with trace:
       self._profile = _from_first(lambda: self.extract(trace.name))
     if self._profile is None:
-      self.say(
-        "pgle: the profile holds no times; compiled again without it, because"
-        " the program so far has no CUDA graphs"
+      self.log(
+        "pgle: the profile has no instruction times; compiled again without it,"
+        " to have CUDA graphs"
       )
       return True
     kept = self._kept
     if kept is not None and agreement.is_first():
       kept.parent.mkdir(parents=True, exist_ok=True)
       kept.write_bytes(self._profile)
-    self.say(
-      f"pgle: compiled again by a profile of {PROFILED_STEPS} steps"
-      f" ({len(self._profile)} bytes, kept as {os.fspath(kept or '')}); this"
-      " program runs from the next step on"
+    self.log(
+      f"pgle: compiled again with a profile of {PROFILED_STEPS} steps"
+      f" ({len(self._profile)} bytes, stored in {os.fspath(kept or '')}), used"
+      " from the next step"
     )
     return True
 
 
 def check(setting: str | None) -> None:
-  """Checks what a job says before anything is computed.
+  """Checks `Job.pgle` before anything is computed.
 
   Args:
     setting: `auto`, a path, or None for no profile.
@@ -190,7 +190,7 @@ def check(setting: str | None) -> None:
 
 
 def _from_first(make: Callable[[], bytes]) -> bytes | None:
-  """Returns on every process what the first one made; None for no bytes."""
+  """Returns the first process's bytes on every process; None for none."""
   text = agreement.from_first(lambda: base64.b64encode(make()).decode())
   return base64.b64decode(text) or None
 
@@ -201,8 +201,8 @@ def _read(path: epath.Path) -> bytes:
   except OSError as error:
     raise user_error.UserError(
       f"Job.pgle: the profile {os.fspath(path)} cannot be read"
-      f" ({error.strerror or error}); give a file that a run with pgle='auto'"
-      " has kept in the folder pgle, or auto."
+      f" ({error.strerror or error}); use 'auto', or a file that a run with"
+      " pgle='auto' has stored in its directory pgle."
     ) from error
   if not found:
     raise user_error.UserError(

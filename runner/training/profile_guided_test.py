@@ -25,7 +25,7 @@ def _guide(folder, said, **fields):
     "extract": lambda _: _PROFILE,
   } | fields
   return profile_guided.ProfileGuide(
-    folder=epath.Path(folder), say=said.append, **fields
+    folder=epath.Path(folder), log=said.append, **fields
   )
 
 
@@ -82,18 +82,15 @@ def test_a_run_profiles_recompiles_and_says_so(tmp_path, monkeypatch):
   losses = _train(tmp_path / "a", said, monkeypatch, extract)
   assert len(traces) == 1
   assert sorted(losses) == list(range(1, _LAST + 3))
-  assert (
-    "compiled without a profile and CUDA graphs; of the next steps 6 to 8"
-    in said[0]
-  )
-  assert "compiled again by a profile of 3 steps (21 bytes" in said[1]
+  assert "without CUDA graphs; profiling steps 6 to 8" in said[0]
+  assert "compiled again with a profile of 3 steps (21 bytes" in said[1]
   assert len(said) == 2
   # The next run of the same program has the profile from the first step on.
   (kept,) = (tmp_path / "pgle").iterdir()
   assert kept.read_bytes() == _PROFILE
   again = []
   assert _train(tmp_path / "b", again, monkeypatch) == losses
-  assert again == [f"pgle: compiled by the profile {kept}"]
+  assert again == [f"pgle: compiled with the profile {kept}"]
 
 
 def test_another_program_has_another_profile(tmp_path, no_trace):
@@ -121,7 +118,7 @@ def test_a_profile_without_times_does_not_leave_the_slower_program(
   assert guide.options(_program()) == _PROFILED
   again = [guide.after_step(0) for _ in range(_LAST + 1)]
   assert again == [*[False] * (_LAST - 1), True, False]
-  assert "the profile holds no times; compiled again without it" in said[-1]
+  assert "the profile has no instruction times; compiled again" in said[-1]
   # With CUDA graphs; and it is not looked for again.
   assert guide.options(_program()) == {}
   assert len(said) == 2
@@ -159,7 +156,7 @@ def test_other_platforms_leave_it_out(tmp_path, no_trace):
   assert guide.options(_program()) == {}
   assert not any(guide.after_step(0) for _ in range(_LAST))
   assert not no_trace
-  assert said == ["pgle: left out, because compilers for tpu take no profile"]
+  assert said == ["pgle: not used, because compilers for tpu accept no profile"]
 
 
 def test_a_profile_by_hand(tmp_path, no_trace):
@@ -169,7 +166,7 @@ def test_a_profile_by_hand(tmp_path, no_trace):
   guide = _guide(tmp_path, said, setting=str(path))
   assert guide.options(_program()) == {"fdo_profile": _PROFILE}
   assert not any(guide.after_step(0) for _ in range(_LAST))
-  assert said == [f"pgle: compiled by the profile {path}"]
+  assert said == [f"pgle: compiled with the profile {path}"]
 
 
 @pytest.mark.parametrize(
@@ -207,6 +204,5 @@ def test_two_profiles_at_a_time_are_refused(tmp_path):
 
 
 def test_a_job_without_it_has_no_guide():
-  job, config = testing.make()
+  job, _ = testing.make()
   assert job.pgle is None
-  assert "pgle" not in config.__arguments__

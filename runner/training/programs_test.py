@@ -260,7 +260,7 @@ def test_data_of_another_kind_than_the_checkpoint_was_trained_on(folder):
     (
       {"mesh": "data=4,tensor=2", "num_microbatches": 4},
       r"global_batch_size \(8\) .* must be a multiple of 16: num_microbatches"
-      r" \(4\) times the 4 parts into which mesh 'data=4,tensor=2'",
+      r" \(4\) times the 4 shards into which mesh 'data=4,tensor=2'",
     ),
     (
       {"mesh": "fsdp=8", "embed_dim": 12},
@@ -279,7 +279,7 @@ def test_an_input_without_a_batch():
   for _ in empty:
     pass
   job = dataclasses.replace(job, train_input=empty)
-  with pytest.raises(user_error.UserError, match=r"input has no batch; it nee"):
+  with pytest.raises(user_error.UserError, match=r"input has no batch; use"):
     session_lib.open_session(job)
 
 
@@ -297,7 +297,7 @@ def test_an_input_that_ends_as_tensorflow_does_has_no_batch_either():
   empty = job.eval_inputs["validation"]
   job = dataclasses.replace(job, train_input=empty)
   empty.get_next = raises(OutOfRangeError())
-  with pytest.raises(user_error.UserError, match=r"input has no batch; it nee"):
+  with pytest.raises(user_error.UserError, match=r"input has no batch; use"):
     session_lib.open_session(job)
   empty.get_next = raises(RuntimeError("no such file"))
   with pytest.raises(RuntimeError, match="no such file"):

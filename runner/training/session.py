@@ -1,4 +1,4 @@
-"""What all programs of a job share: its devices, variables and shardings."""
+"""A job on its devices: layout, variables and shardings."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
@@ -21,7 +21,7 @@ from paxon.sharding import mesh as meshes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Session:
-  """A job on its devices. Nothing in it is an array yet.
+  """A job on its devices; holds no arrays.
 
   Attributes:
     job: The resolved configuration.
@@ -30,8 +30,8 @@ class Session:
     state_specs: A train state of specs.
     state_shardings: A train state of shardings.
     batch: Shapes, dtypes and shardings of a global training batch.
-    absent: Parameters that the model has and the state has not, by name: those
-      whose weights are stored in few bits (`serving`).
+    absent: Parameters of the model that are not in the state, by name, because
+      quantized weights replace them (`serving`).
   """
 
   job: job_lib.Job
@@ -44,7 +44,7 @@ class Session:
 
   @property
   def compiler_options(self) -> dict[str, bool | str]:
-    """The options with which its steps are compiled, here or in a plan."""
+    """The compiler options of its steps, here or in a plan."""
     return compiler_options.of(
       self.job.compiler_options,
       _one_device(self.layout.mesh),
@@ -65,12 +65,12 @@ class Session:
   def initial_state(
     self, given: Mapping[str, jax.Array] | None = None
   ) -> train_state.TrainState:
-    """Computes the state before the first step, each shard where it belongs.
+    """Computes the state before the first step, sharded.
 
     Args:
-      given: Values by logical name that take the place of the computed ones,
-        with the state's shapes, dtypes and shardings. They are donated. The
-        optimizer's state is made from the variables as given.
+      given: Values by logical name that replace the computed ones, with the
+        state's shapes, dtypes and shardings. They are donated. The optimizer's
+        state is made from the replaced variables.
     """
     task = self.job.task
 
@@ -103,14 +103,14 @@ class Session:
   def evaluation_variables(
     self, state: train_state.TrainState
   ) -> variable_groups.Tree:
-    """Returns what to evaluate and generate with; see `train_state`."""
+    """Returns the variables for evaluation and generation (`train_state`)."""
     values = train_state.evaluation_variables(
       state, learner=self.job.task.learner, specs=self.specs
     )
     return serving.complete(values, self.absent)
 
   def place(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    """Returns the global arrays of one host's rows of a batch."""
+    """Returns global arrays from this host's sequences of a batch."""
     return arrays.to_global(
       batch, self.layout, num_hosts=self.job.train_input.num_infeed_hosts
     )
@@ -119,15 +119,15 @@ class Session:
 def open_session(
   job: job_lib.Job, *, devices: Sequence[jax.Device] | None = None
 ) -> Session:
-  """Finds out what a job needs, without computing anything.
+  """Lays a job out on its devices; computes nothing.
 
   Args:
-    job: The resolved configuration. Its inputs are told which host this is.
+    job: The resolved configuration. The infeed host of its inputs is set.
     devices: Those of the mesh; by default all.
 
   Raises:
-    UserError: The mesh does not fit the devices, a batch or a variable does
-      not divide by the mesh, or the compiler does not know an option.
+    UserError: The mesh does not fit the devices, a batch or a variable is not
+      divisible by the mesh, or the compiler does not have an option.
   """
   try:
     mesh = meshes.make_mesh(meshes.MeshSpec.parse(job.mesh), devices=devices)
@@ -147,7 +147,7 @@ def open_session(
       infeed_host_index=infeed_host_index, num_infeed_hosts=num_infeed_hosts
     )
     memory_fit.check_batch(source)
-    # Opens the data: a folder that is missing is found here.
+    # Opens the data, so a missing directory is found here.
     source.get_state()
   _check_microbatches(job, layout)
   batch = _abstract_batch(job.train_input, layout)
@@ -158,7 +158,7 @@ def open_session(
   specs, absent = serving.split(job, specs)
   state_specs = train_state.state_specs(specs, learner=job.task.learner)
   if absent:
-    # They are made of the average where there is one.
+    # They are converted from the average if there is one.
     state_specs = dataclasses.replace(state_specs, average=None)
   try:
     shardings = layout.shardings(state_specs)
@@ -176,7 +176,7 @@ def open_session(
 
 
 def for_evaluation(tree: train_state.TrainState) -> train_state.TrainState:
-  """Returns a state without what only updates need.
+  """Returns a state without the fields that only updates need.
 
   Args:
     tree: A train state of arrays, specs or shardings.
@@ -206,15 +206,16 @@ def _check_batch(
   if source.global_batch_size % shards:
     raise user_error.UserError(
       f"global_batch_size ({source.global_batch_size}) of the split {name!r}"
-      f" must be a multiple of {shards}, the number of parts into which mesh"
+      f" must be a multiple of {shards}, the number of shards into which mesh"
       f" {mesh!r} splits a batch over {layout.mesh.size} devices"
       f"{_of_processes(layout)}."
     )
-  parts = layout.shards(axes.LENGTH)
-  if source.length % parts:
+  shards = layout.shards(axes.LENGTH)
+  if source.length % shards:
     raise user_error.UserError(
       f"length ({source.length}) of the split {name!r} must be a multiple of"
-      f" {parts}, the number of parts into which mesh {mesh!r} splits a row."
+      f" {shards}, the number of shards into which mesh {mesh!r} splits a"
+      " sequence."
     )
 
 
@@ -229,7 +230,7 @@ def _check_layout(
   specs: variable_groups.Specs,
   batch: Mapping[str, jax.ShapeDtypeStruct],
 ) -> None:
-  """Refuses what the sharding lint calls an error, as a plan does."""
+  """Raises on errors of the sharding lint, as a plan does."""
   try:
     found = lint.check(
       specs,
@@ -238,7 +239,7 @@ def _check_layout(
       rules=layout.rules,
     )
   except ValueError as error:
-    # A part names an axis that no rule knows, such as a misspelled one.
+    # A module uses a logical axis without a rule, such as a misspelled one.
     raise user_error.UserError(f"task.model: {error}") from error
   errors = [finding.message for finding in found if finding.is_error]
   if errors:
@@ -246,21 +247,21 @@ def _check_layout(
 
 
 def _check_microbatches(job: job_lib.Job, layout: layouts.Layout) -> None:
-  rows = job.train_input.global_batch_size
-  parts = job.task.learner.num_microbatches
+  batch_size = job.train_input.global_batch_size
+  microbatches = job.task.learner.num_microbatches
   shards = layout.shards(axes.BATCH)
-  if rows % (parts * shards):
+  if batch_size % (microbatches * shards):
     raise user_error.UserError(
-      f"global_batch_size ({rows}) of the split 'train' must be a multiple of"
-      f" {parts * shards}: num_microbatches ({parts}) times the {shards} parts"
-      f" into which mesh {job.mesh!r} splits each."
+      f"global_batch_size ({batch_size}) of the split 'train' must be a"
+      f" multiple of {microbatches * shards}: num_microbatches ({microbatches})"
+      f" times the {shards} shards into which mesh {job.mesh!r} splits each."
     )
 
 
 def _abstract_batch(
   source: base_input.BaseInput, layout: layouts.Layout
 ) -> dict[str, jax.ShapeDtypeStruct]:
-  """Returns the arrays of a global batch; reads one only if need be."""
+  """Returns the arrays of a global batch; reads one only if necessary."""
   shapes = source.batch_shapes()
   if shapes is None:
     shapes = _read_shapes(source)
@@ -275,7 +276,7 @@ def _abstract_batch(
 
 
 def _read_shapes(source: base_input.BaseInput) -> base_input.Shapes:
-  """Reads one batch for its shapes and goes back."""
+  """Reads one batch for its shapes and restores the position."""
   position = source.get_state()
   try:
     batch = source.get_next()
@@ -283,7 +284,7 @@ def _read_shapes(source: base_input.BaseInput) -> base_input.Shapes:
     if not base_input.is_end(error):
       raise
     raise user_error.UserError(
-      "The training input has no batch; it needs more data, or a smaller"
+      "The training input has no batch; use more data or a smaller"
       " global_batch_size."
     ) from None
   source.set_state(position)

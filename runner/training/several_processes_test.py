@@ -392,6 +392,6 @@ def test_slurm_joins_them_and_a_batch_must_suit_them(forks, tmp_path):
     assert forks.wait(process) == 2, process.said()
     assert process.stderr.read_text() == (
       "global_batch_size (2) of the split 'train' must be a multiple of 4, the"
-      " number of parts into which mesh 'data=2,fsdp=2' splits a batch over 4"
+      " number of shards into which mesh 'data=2,fsdp=2' splits a batch over 4"
       " devices of 2 processes.\n"
     )

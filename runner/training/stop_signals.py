@@ -1,7 +1,7 @@
-"""Ctrl-C and SIGTERM as requests to stop, seen between two steps.
+"""Signals that stop a program between two steps: Ctrl-C, SIGTERM, SIGUSR1.
 
-SIGUSR1 is a request as well, which a supervisor sends. It never kills while
-requests are noted, because the signal that it stands for may come here too.
+SIGUSR1 is sent by a supervisor that received a signal. It never kills, because
+the process may receive that signal too.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,18 +21,18 @@ _SHOW_CURSOR = "\x1b[?25h"
 
 
 class StopSignals:
-  """While entered, the first signal is noted and the second one kills.
+  """While entered, the first signal is a request and the second one kills.
 
-  SIGUSR1 is noted if it is the first, and does nothing if it is a later one.
+  A second SIGUSR1 is ignored.
 
-  Python calls signal handlers in the main thread only; entered in another one,
-  it does nothing.
+  Python calls signal handlers only in the main thread; entered in another
+  thread, this does nothing.
 
-  Several processes stop together: what one of them noted, all are told when
-  they `poll`, which all do at the same places.
+  Several processes stop together: all call `poll` at the same points, and a
+  request to one of them reaches all.
 
   Attributes:
-    requested: The name of the signal that asked to stop, or `None`.
+    requested: The name of the signal that requested the stop, or `None`.
   """
 
   def __init__(
@@ -41,12 +41,12 @@ class StopSignals:
     when: str = "after this step and a checkpoint",
     agree: Callable[[int], int] | None = None,
   ) -> None:
-    """Prepares; signals are noted once it is entered.
+    """Prepares; signals are handled while it is entered.
 
     Args:
-      when: Said to the user: when the program stops.
-      agree: Takes a number of this process and returns the largest of all
-        processes, of this call or of the one before; None for one process.
+      when: When the program will stop, for the printed line.
+      agree: Takes a number of this process and returns the maximum over all
+        processes, of this call or of the last one; None for one process.
     """
     self._when = when
     self._agree = agree
@@ -73,7 +73,7 @@ class StopSignals:
 
   @property
   def is_noted(self) -> bool:
-    """Whether this process has heard of a request, agreed on or not."""
+    """Whether this process has received a request, agreed on or not."""
     return bool(self._noted) or self.requested is not None
 
   def poll(self) -> bool:
@@ -84,42 +84,43 @@ class StopSignals:
     return self.requested is not None
 
   def settle(self) -> bool:
-    """As `poll`, with all that was noted before the call."""
-    # The first of two may answer what was so before it.
+    """Polls including every signal that arrived before the call."""
+    # The first result may be that of the call before.
     return self.poll() or self.poll()
 
   @contextlib.contextmanager
   def at_once(self) -> Iterator[None]:
-    """While entered, a signal ends the process: nothing would be lost.
+    """While entered, a signal ends the process immediately.
 
-    A compilation runs native code for minutes, and Python calls no handler
-    meanwhile. So a thread hears of the signal, which the interpreter writes to
-    a socket at once. The exit status is the shell's, 128 and the signal.
+    For use before the first step, when nothing would be lost. A compilation
+    runs native code for minutes, and Python calls no handler meanwhile. So a
+    thread reads the signal from a socket, to which the interpreter writes it
+    immediately. The exit status is the shell's, 128 + signal.
 
-    One of several processes would take the others with it; there the signal is
-    noted, as everywhere.
+    One of several processes would end the others too; there the signal is
+    handled as everywhere.
     """
     if not self._before or self.is_noted or self._agree is not None:
       yield
       return
-    heard, told = socket.socketpair()
-    told.setblocking(False)
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
     thread = threading.Thread(
-      target=_end_at_signal, args=(heard,), name="stop_signals", daemon=True
+      target=_end_at_signal, args=(receiver,), name="stop_signals", daemon=True
     )
     thread.start()
-    before = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    before = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
     self._is_at_once = True
     try:
       yield
     finally:
       self._is_at_once = False
       signal.set_wakeup_fd(before)
-      # After the signals that came before, if there are any.
-      told.send(b"\0")
+      # Ends the thread, after any signals.
+      sender.send(b"\0")
       thread.join()
-      told.close()
-      heard.close()
+      sender.close()
+      receiver.close()
 
   def _note(self, number: int, frame: FrameType | None) -> None:
     del frame
@@ -128,22 +129,21 @@ class StopSignals:
     self._noted = number
     if self._agree is None:
       self.requested = signal.Signals(number).name
-    # The system's own action, which needs no Python to run: a second signal
-    # ends the process even while it is deep in a compilation.
+    # The default action needs no Python: a second signal ends the process even
+    # during a compilation.
     for each in _SIGNALS:
       signal.signal(each, signal.SIG_DFL)
     _show_cursor()
     name = signal.Signals(number).name
     print(
-      f"{name}: stopping {self._when}; once more to stop at once,"
-      " without that.",
+      f"{name}: stopping {self._when}; send it again to stop immediately.",
       flush=True,
     )
 
 
-def _end_at_signal(heard: socket.socket) -> None:
+def _end_at_signal(receiver: socket.socket) -> None:
   """Ends the process at the first of the signals; returns at a zero byte."""
-  while number := heard.recv(1)[0]:
+  while number := receiver.recv(1)[0]:
     if number in _NOTED:
       _show_cursor()
       name = signal.Signals(number).name
@@ -154,8 +154,8 @@ def _end_at_signal(heard: socket.socket) -> None:
 
 
 def _show_cursor() -> None:
-  # A process that dies leaves the cursor as it is, and the bar hides it.
-  # Past `sys.stdout`, which the bar replaces by one that drops such codes.
+  # The progress bar hides the cursor, and a killed process would leave it so.
+  # Not `sys.stdout`, which the bar replaces by a stream that drops such codes.
   terminal = sys.__stdout__
   if terminal is not None and terminal.isatty():
     terminal.write(_SHOW_CURSOR)
