@@ -1,9 +1,12 @@
-"""The layers of a stack as functions of their variables.
+"""Layers of a stack as functions of their variables.
 
-A pipeline runs each group of layers on variables that it hands over, outside of
-linen's lifted transforms. A group is applied in a scope of the path that it has
-in the model, so that it is called the same in messages and its random keys
-depend on that path.
+A pipeline runs each group of layers on variables that it passes explicitly,
+outside of linen's lifted transforms. A group is applied in a scope with its
+path in the model, so that errors name it and its random keys depend on it.
+
+In a bubble a group computes on arbitrary values, which may give NaN. The result
+is discarded, so its gradient is zero; but zero times infinity is NaN, which
+would be added to the gradients of real work. `mask_gradient` prevents that.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from paxon.layers import shared
+from paxon.learners import combining
 from paxon.sharding import axes, variables
 
 # Collections of nested dicts.
@@ -39,8 +43,8 @@ class GroupCall:
   Attributes:
     blocks: Templates of the group's layers.
     call: `(block, x, index, *args) -> x`.
-    path: Of the stack in the model.
-    mutable: The collections that layers may change or make.
+    path: Path of the stack in the model.
+    mutable: Filter of the collections that layers may change or create.
   """
 
   blocks: tuple[nn.Module, ...]
@@ -57,15 +61,15 @@ class GroupCall:
     x: Any,
     args: Sequence[Any],
   ) -> tuple[Any, Tree]:
-    """Returns what the layers make of `x`, and their mutable collections.
+    """Returns the output of the layers, and their mutable collections.
 
     Args:
       group: The group's variables by collection.
-      shared_parameters: Those of shared parts, by label.
-      keys: Of each random stream.
-      start: The number of the first layer, where layers are told it.
-      x: What the layers change.
-      args: What else they are given.
+      shared_parameters: Parameters of shared modules, by label.
+      keys: Random keys by stream.
+      start: Index of the first layer, if layers receive their index.
+      x: Input of the first layer.
+      args: Other arguments of every layer.
     """
     path = (*self.path, axes.LAYERS)
 
@@ -73,7 +77,7 @@ class GroupCall:
       scope = root
       for name in path:
         scope = scope.push(name)
-      # A scope is a parent, too, though its type does not say so.
+      # A scope can be a parent, though its type does not allow it.
       owner = _Group((), parent=cast(Any, scope))
       # Layers may be rematerialized, which is a lifted transform.
       copies = tuple(shared.with_stores(b, owner=owner) for b in self.blocks)
@@ -84,21 +88,21 @@ class GroupCall:
         y = self.call(block, y, index, *args)
       return y
 
-    nested = {name: _nested(tree, path) for name, tree in group.items()}
+    nested = {name: _nest(tree, path) for name, tree in group.items()}
     if shared_parameters:
       nested[shared.COLLECTION] = shared_parameters
     y, made = core.apply(run, mutable=self.mutable)(nested, rngs=dict(keys))
-    return y, {name: _inner(tree, path) for name, tree in made.items()}
+    return y, {name: _unnest(tree, path) for name, tree in made.items()}
 
 
-def mutable_in(module: nn.Module) -> Any:
+def mutable_filter(module: nn.Module) -> Any:
   """Returns linen's filter of what layers of a bound module may change."""
   assert module.scope is not None
   return core_scope.subtract_filters(module.scope.mutable, _NOT_MUTABLE)
 
 
-def variables_of(module: nn.Module) -> dict[str, Tree]:
-  """Returns the stacked variables of a stack, plain, by collection."""
+def stacked_variables(module: nn.Module) -> dict[str, Tree]:
+  """Returns the stacked variables of a stack, unboxed, by collection."""
   found = {
     name: tree[axes.LAYERS]
     for name, tree in module.variables.items()
@@ -107,17 +111,17 @@ def variables_of(module: nn.Module) -> dict[str, Tree]:
   return variables.unbox(core.unfreeze(core.freeze(found)))
 
 
-def shared_parameters_of(module: nn.Module) -> dict[str, Any]:
-  """Returns the parameters of shared parts of the model, by label."""
+def shared_parameters(module: nn.Module) -> dict[str, Any]:
+  """Returns the parameters of shared modules of the model, by label."""
   assert module.scope is not None
   found = module.scope.root.variables().get(shared.COLLECTION, {})
   return variables.unbox(core.unfreeze(core.freeze(found)))
 
 
-def put(module: nn.Module, made: Tree) -> None:
-  """Gives a bound stack the collections [G,...] of its stacked layers.
+def put_variables(module: nn.Module, made: Tree) -> None:
+  """Sets collections [G,...] of the stacked layers of a bound stack.
 
-  Boxes around what it has stay.
+  Existing variables keep their boxes.
   """
   flat: dict[Any, Any] = traverse_util.flatten_dict(dict(made))
   by_collection: dict[str, dict[Any, Any]] = {}
@@ -136,66 +140,128 @@ def put(module: nn.Module, made: Tree) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Keys:
-  """Random keys as numbers, which can be cut and placed like other arrays.
+class KeyData:
+  """Random keys as plain arrays, which can be split and sharded.
 
   Attributes:
     data: uint32 arrays by stream.
-    impl: The implementation of typed keys; None of raw ones.
+    impls: Implementation of typed keys by stream; None for raw keys.
   """
 
   data: Mapping[str, jax.Array]
-  impl: Mapping[str, Any]
+  impls: Mapping[str, Any]
 
-  def of(self, data: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns the keys that numbers of `data` are."""
+  def wrap(self, data: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns the keys of some of the data."""
     return {
       name: x
-      if self.impl[name] is None
-      else jax.random.wrap_key_data(x, impl=self.impl[name])
+      if self.impls[name] is None
+      else jax.random.wrap_key_data(x, impl=self.impls[name])
       for name, x in data.items()
     }
 
 
-def keys_of(
-  module: nn.Module, *, num_groups: int, num_microbatches: int
-) -> Keys:
-  """Returns the random keys [G,M,...] of each stream.
+def to_key_data(keys: Mapping[str, jax.Array]) -> KeyData:
+  """Returns keys by stream as plain arrays."""
+  return KeyData(
+    {name: jax.random.key_data(key) for name, key in keys.items()},
+    {
+      name: jax.random.key_impl(key)
+      if jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)
+      else None
+      for name, key in keys.items()
+    },
+  )
 
-  The model's key is folded with the number of the microbatch, as a learner with
-  several microbatches does (with one, nothing is folded), and split for the
-  groups, as a scanned stack does. A scan of linen counts each call that makes a
-  key twice, so its numbers are others.
 
-  Args:
-    module: The stack, bound.
-    num_groups: G.
-    num_microbatches: M.
-  """
+def module_keys(module: nn.Module) -> dict[str, jax.Array]:
+  """Returns the random keys of a bound module by stream."""
   assert module.scope is not None
-  data, impl = {}, {}
+  keys = {}
   for name, lazy in module.scope.rngs.items():
-    # Linen's keys that know the path of their scope.
     assert isinstance(lazy, core_scope.LazyRng)
-    key = lazy.rng
-    keys = key[None]
-    if num_microbatches > 1:
-      numbers = jnp.arange(num_microbatches, dtype=jnp.uint32)
-      keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, numbers)
-    split = jax.vmap(lambda k: jax.random.split(k, num_groups), out_axes=1)
-    is_typed = jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)
-    impl[name] = jax.random.key_impl(key) if is_typed else None
-    data[name] = jax.random.key_data(split(keys))
-  return Keys(data, impl)
+    keys[name] = lazy.rng
+  return keys
 
 
-def _nested(tree: Tree, path: Sequence[str]) -> Tree:
+def fold_microbatches(key: jax.Array, num_microbatches: int) -> jax.Array:
+  """Returns keys [M] as a learner does: if M is 1, `key` is not folded."""
+  if num_microbatches == 1:
+    return key[None]
+  numbers = jnp.arange(num_microbatches, dtype=jnp.uint32)
+  return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, numbers)
+
+
+def split_groups(keys: jax.Array, num_groups: int) -> jax.Array:
+  """Returns keys [M,G] of keys [M], split as a scanned stack does.
+
+  A linen scan counts each call that makes a key twice, so its random numbers
+  differ.
+  """
+  return jax.vmap(lambda k: jax.random.split(k, num_groups))(keys)
+
+
+def _nest(tree: Tree, path: Sequence[str]) -> Tree:
   for name in reversed(path):
     tree = {name: tree}
   return tree
 
 
-def _inner(tree: Any, path: Sequence[str]) -> Tree:
+def _unnest(tree: Any, path: Sequence[str]) -> Tree:
   for name in path:
     tree = tree.get(name, {})
   return core.unfreeze(core.freeze(tree)) if tree else {}
+
+
+@jax.custom_vjp
+def mask_gradient(live: jax.Array, tree: Any) -> Any:
+  """Returns `tree`; its gradient is zero unless `live`.
+
+  Args:
+    live: Bool of rank 0.
+    tree: Arrays of any dtype.
+  """
+  del live
+  return tree
+
+
+def _mask_forward(live: jax.Array, tree: Any) -> tuple[Any, jax.Array]:
+  return tree, live
+
+
+def _mask_backward(live: jax.Array, gradients: Any) -> tuple[None, Any]:
+  def masked(g: Any) -> Any:
+    # The gradient of integers and of keys has a dtype without values.
+    if g.dtype == jax.dtypes.float0:
+      return g
+    return jnp.where(live, g, jnp.zeros_like(g))
+
+  return None, jax.tree.map(masked, gradients)
+
+
+mask_gradient.defvjp(_mask_forward, _mask_backward)
+
+
+def copy_per_tick(values: Any, specs: variables.Specs, *, copies: int) -> Any:
+  """Returns a copy of variables for each tick, [copies,...].
+
+  For variables that are overwritten with their gradient. The gradients of the
+  copies are combined by each variable's `CombineRule`; autodiff would add them.
+
+  Args:
+    values: Nested dicts of such variables.
+    specs: A `VariableSpec` for each of them.
+    copies: Number of ticks.
+  """
+
+  @jax.custom_vjp
+  def fan_out(values: Any) -> Any:
+    return jax.tree.map(
+      lambda x: jnp.broadcast_to(x[None], (copies, *x.shape)), values
+    )
+
+  def backward(_: None, gradients: Any) -> tuple[Any]:
+    return (combining.overwritten(gradients, specs=specs),)
+
+  fan_out.defvjp(lambda values: (fan_out(values), None), backward)
+  return fan_out(values)

@@ -1,20 +1,20 @@
 """The loop over the ticks of a pipeline.
 
-A buffer [P,rows,...] holds what each stage made in the last tick. In each tick
-it is shifted by one along its first axis, which is sharded over stages; so each
-stage gets its neighbour's rows. Nothing else passes between stages.
+A buffer [P,size,...] holds the output of each stage in the last tick. In each
+tick it is shifted by one along its first axis, which is sharded over stages, so
+each stage receives its neighbor's output. Nothing else passes between stages.
 
-The microbatches wait, and what they become is collected, in one of two ways:
+Microbatches wait, and outputs are collected, in one of two ways:
 
-  * every stage has all microbatches, [P,M,rows,...], though only the first one
-    reads them; at the end the last stage's rows are sent to all;
-  * streaming: stages have M / P microbatches each, [P,M/P,rows,...]. In each
+  * every stage holds all microbatches, [P,M,size,...], though only the first
+    one reads them; at the end the last stage's outputs are sent to all;
+  * streaming: each stage holds M / P microbatches, [P,M/P,size,...]. In each
     tick one column of this ring moves by one stage towards the first; the first
-    stage's rows leave it and the last stage's come in. Both moves are over the
-    same links, and neither is waited for in the tick that it is made.
+    stage's microbatch leaves it and the last stage's output enters it. Both
+    moves use the same links, and no tick waits for its own moves.
 
-With several repeats, rows that leave the last stage go to the first one, where
-they wait until all microbatches have begun.
+With several repeats, the last stage's outputs go to the first stage, where they
+wait until all microbatches have begun.
 """
 
 from collections.abc import Callable
@@ -23,25 +23,28 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from paxon.pipeline import placement, timetable
+from paxon.pipeline import stage_sharding
+from paxon.pipeline import stages as stages_lib
 
-# A tree of arrays; that of all rows is a pair, see `run`.
-Rows = Any
-# `(tick, rows of all stages [P,rows,...], state) -> (rows, state, made)`.
+# Activations and batched arguments: a tree of arrays.
+Inputs = Any
+# `(tick, inputs of all stages [P,size,...], state, one of per_tick)
+# -> (outputs, state, made)`.
 Stages = Callable[[jax.Array, Any, Any, Any], tuple[Any, Any, Any]]
 
 
 class _Carry(NamedTuple):
-  """What one tick hands to the next.
+  """State between two ticks.
 
   Attributes:
-    buffer: What stages made, [P,rows,...].
-    waiting: Between two repeats, [P,wait,rows,...]; used by the first stage.
-    ring: The microbatches while streaming, [P,M/P,rows,...]; else None.
-    state: Of the stages.
+    buffer: Outputs of the stages, [P,size,...].
+    waiting: Outputs between two repeats, [P,wait,size,...]; the first stage
+      reads them.
+    ring: The microbatches while streaming, [P,M/P,size,...]; else None.
+    state: State of the stages.
   """
 
-  buffer: Rows
+  buffer: Inputs
   waiting: Any
   ring: Any
   state: Any
@@ -49,9 +52,9 @@ class _Carry(NamedTuple):
 
 def run(
   stages: Stages,
-  microbatches: Rows,
+  microbatches: Inputs,
   *,
-  table: timetable.Timetable,
+  ticks: stages_lib.Ticks,
   state: Any,
   per_tick: Any,
   streaming: bool,
@@ -59,39 +62,35 @@ def run(
   """Sends microbatches through all stages.
 
   Args:
-    stages: `(tick, rows [P,rows,...], state, one of per_tick) -> (rows, state,
-      made)`: what all stages do in a tick.
-    microbatches: What the layers change, and what goes with it; arrays
-      [1,M,rows,...], or while streaming [P,M/P,rows,...].
-    table: The ticks.
-    state: Of the stages, before the first tick.
+    stages: Computes one tick of all stages.
+    microbatches: Arrays [1,M,size,...], or while streaming [P,M/P,size,...].
+    ticks: The ticks.
+    state: State of the stages before the first tick.
     per_tick: Arrays [ticks,...].
-    streaming: How microbatches are kept, see above.
+    streaming: Whether each stage holds a share of the microbatches.
 
   Returns:
-    What the layers made of the rows, as these were given; the state; and what
-    was made in each tick, [ticks,...].
+    The outputs, in the form of `microbatches`; the state; and what was made in
+    each tick, [ticks,...].
   """
   if not streaming:
-    # A copy for each stage, so that gradients of copies are added up once,
-    # after the loop, and not in each tick.
+    # A copy for each stage, so that gradients of copies are added once, after
+    # the loop, and not in each tick.
     microbatches = jax.tree.map(
-      lambda x: jnp.broadcast_to(x, (table.num_stages, *x.shape[1:])),
+      lambda x: jnp.broadcast_to(x, (ticks.num_stages, *x.shape[1:])),
       microbatches,
     )
-  microbatches = _placed(microbatches)
+  microbatches = _shard(microbatches)
   each = jax.tree.leaves(microbatches)[0].shape[1]
 
-  def zeros(*shape: int) -> Rows:
+  def zeros(*shape: int) -> Inputs:
     return jax.tree.map(
       lambda x: jnp.zeros((*shape, *x.shape[2:]), x.dtype), microbatches
     )
 
   first = _Carry(
-    buffer=placement.staged_rows(zeros(table.num_stages)),
-    waiting=_placed(zeros(table.num_stages, table.wait))
-    if table.wait
-    else None,
+    buffer=stage_sharding.shard_microbatch(zeros(ticks.num_stages)),
+    waiting=_shard(zeros(ticks.num_stages, ticks.wait)) if ticks.wait else None,
     ring=microbatches if streaming else None,
     state=state,
   )
@@ -99,70 +98,70 @@ def run(
   def tick(carry: _Carry, xs: Any) -> tuple[_Carry, Any]:
     t, own = xs
     column = _column(carry.ring if streaming else microbatches, t % each)
-    given, waiting = _given(carry, column, t, table)
+    given, waiting = _inputs(carry, column, t, ticks)
     made, state, out = stages(t, given, carry.state, own)
-    made = placement.staged_rows(made)
+    made = stage_sharding.shard_microbatch(made)
     ring = carry.ring
     if streaming:
       moved = _last_from(made, _rolled(column, -1))
-      ring = _placed(_with_column(carry.ring, moved, t % each))
+      ring = _shard(_with_column(carry.ring, moved, t % each))
     after = _Carry(made, waiting, ring, state)
     return after, (out, None if streaming else made[0])
 
-  ticks = jnp.arange(table.num_ticks, dtype=jnp.int32)
-  last, (out, made) = jax.lax.scan(tick, first, (ticks, per_tick))
+  numbers = jnp.arange(ticks.num_ticks, dtype=jnp.int32)
+  last, (out, made) = jax.lax.scan(tick, first, (numbers, per_tick))
   if streaming:
-    # The column of the first microbatch is that of the tick it came out in.
-    shift = -(table.num_ticks % each)
-    rows = jax.tree.map(lambda x: jnp.roll(x, shift, axis=1), last.ring[0])
-    return _placed(rows), last.state, out
-  rows = jax.tree.map(lambda x: x[None, -table.num_microbatches :, -1], made)
-  return rows, last.state, out
+    # The first microbatch is in the column of the tick in which it came out.
+    shift = -(ticks.num_ticks % each)
+    y = jax.tree.map(lambda x: jnp.roll(x, shift, axis=1), last.ring[0])
+    return _shard(y), last.state, out
+  y = jax.tree.map(lambda x: x[None, -ticks.num_microbatches :, -1], made)
+  return y, last.state, out
 
 
-def _given(
-  carry: _Carry, column: Rows, tick: jax.Array, table: timetable.Timetable
-) -> tuple[Rows, Any]:
-  """Returns what stages are given in a tick, and what waits after it.
+def _inputs(
+  carry: _Carry, column: Inputs, tick: jax.Array, ticks: stages_lib.Ticks
+) -> tuple[Inputs, Any]:
+  """Returns the inputs of stages in a tick, and what waits after it.
 
   Args:
-    carry: Of the last tick.
-    column: Microbatches [P,rows,...] of which the first stage's may begin.
-    tick: The tick.
-    table: The ticks.
+    carry: After the last tick.
+    column: Microbatches [P,size,...]; the first stage's may begin.
+    tick: Index of the tick.
+    ticks: All ticks.
   """
   shifted = _rolled(carry.buffer, 1)
   returned, waiting = shifted, carry.waiting
-  if table.wait:
-    slot = tick % table.wait
+  if ticks.wait:
+    slot = tick % ticks.wait
     returned = _column(waiting, slot)
-    waiting = _placed(_with_column(waiting, shifted, slot))
-  if table.num_repeats > 1:
-    begins = tick < table.first_tick(repeat=1)
+    waiting = _shard(_with_column(waiting, shifted, slot))
+  if ticks.num_repeats > 1:
+    begins = tick < ticks.first_tick(repeat=1)
     column = jax.tree.map(
       lambda a, b: jnp.where(begins, a, b), column, returned
     )
-  return placement.staged_rows(_first_from(column, shifted)), waiting
+  return stage_sharding.shard_microbatch(_first_from(column, shifted)), waiting
 
 
-def _rolled(tree: Rows, by: int) -> Rows:
-  """Returns what each stage gets from its neighbour."""
+def _rolled(tree: Inputs, by: int) -> Inputs:
+  """Moves arrays [P,...] by some stages."""
   return jax.tree.map(lambda x: jnp.roll(x, by, axis=0), tree)
 
 
-def _placed(tree: Rows) -> Rows:
-  return placement.staged_rows(tree, between=1)
+def _shard(tree: Inputs) -> Inputs:
+  return stage_sharding.shard_microbatch(tree, between=1)
 
 
-def _column(tree: Rows, number: jax.Array) -> Rows:
-  """Returns [P,rows,...] of arrays [P,n,rows,...]."""
+def _column(tree: Inputs, number: jax.Array) -> Inputs:
+  """Returns [P,size,...] of arrays [P,n,size,...]."""
   return jax.tree.map(
     lambda x: jax.lax.dynamic_index_in_dim(x, number, axis=1, keepdims=False),
     tree,
   )
 
 
-def _with_column(tree: Rows, column: Rows, number: jax.Array) -> Rows:
+def _with_column(tree: Inputs, column: Inputs, number: jax.Array) -> Inputs:
   return jax.tree.map(
     lambda x, c: jax.lax.dynamic_update_index_in_dim(x, c, number, axis=1),
     tree,
@@ -170,7 +169,7 @@ def _with_column(tree: Rows, column: Rows, number: jax.Array) -> Rows:
   )
 
 
-def _first_from(first: Rows, others: Rows) -> Rows:
+def _first_from(first: Inputs, others: Inputs) -> Inputs:
   """Returns [P,...]: stage 0 as in `first`, the others as in `others`."""
 
   def choose(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -179,7 +178,7 @@ def _first_from(first: Rows, others: Rows) -> Rows:
   return jax.tree.map(choose, first, others)
 
 
-def _last_from(last: Rows, others: Rows) -> Rows:
+def _last_from(last: Inputs, others: Inputs) -> Inputs:
   def choose(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.where(_stage_numbers(b) == b.shape[0] - 1, a, b)
 

@@ -1,17 +1,16 @@
-"""A stack of layers whose parts are on several groups of devices.
+"""Pipeline parallelism by SPMD: a stack of layers split into stages.
 
-`PipelinedStack` takes the place of `layers.stack.Stack`: it is called in the
-same way, and has the same variables with the same names and shapes, so a
-checkpoint does not know by which of them it was written. The rows of a batch
-pass through the stages in microbatches (`timetable`, `shifting_buffer`); all
-stages are one program, which computes every stage's part at once, by `vmap`
-over an axis that the mesh axis `stage` shards.
+`PipelinedStack` replaces `layers.stack.Stack`: it has the same call and the
+same variables with the same names and shapes, so checkpoints are
+interchangeable. A batch passes through the stages in microbatches (`stages`,
+`shifting_buffer`). One program computes all stages at once, by `vmap` over an
+axis that is sharded over the mesh axis `stage`.
 
-What holds of everything that is no activation, of each layer: it begins with
-the same values for every microbatch, and afterwards is what `collected` says.
-Variables that are overwritten with their gradient are combined over
-microbatches by their `CombineRule`. A bubble, which is a stage that computes
-without having been given rows, changes nothing.
+State other than activations (caches, replaced variables, sown values) has the
+same value at the beginning of every microbatch and is combined afterwards
+(`layer_state`). Variables that are overwritten with their gradient are combined
+over microbatches by their `CombineRule`. A bubble, in which a stage computes on
+no microbatch, changes nothing.
 """
 
 from collections.abc import Callable
@@ -21,8 +20,7 @@ from flax import linen as nn
 import jax
 
 from paxon.layers import remat, shared, stack, stacked_cache
-from paxon.pipeline import microbatch_rows, placement, stage_view, staged_run
-from paxon.pipeline import timetable as timetable_lib
+from paxon.pipeline import stage_sharding, staged_run, stages
 from paxon.sharding import axes, checks, variables
 
 # Collections whose variables are neither replaced nor overwritten, and caches.
@@ -30,23 +28,23 @@ _PLAIN = {"params", shared.COLLECTION, stacked_cache.COLLECTION}
 
 
 class PipelinedStack(stack.Stack):
-  """A `Stack` in stages.
+  """A `Stack` split into stages.
 
-  The groups of layers (one period of `blocks` each) are given out to the stages
-  in runs; where they do not divide, the last runs are shorter. Layers that do
-  not fill a period are computed after the pipeline, on all devices.
+  Each stage has consecutive groups of layers (one period of `blocks` each); if
+  they do not divide, the last stages have fewer. Layers that do not fill a
+  period are computed after the pipeline, on all devices.
 
   Attributes:
-    num_stages: Into how many parts the layers are split; the size of the mesh
-      axis `stage`.
-    num_microbatches: Into how many microbatches a batch is cut, or
-    microbatch_size: how many rows each has. One of the two.
-    circular_repeats: How often a microbatch passes through the stages, each of
-      which has that many runs of layers: shorter bubbles, more transfers.
-    streaming: Whether microbatches are kept by the stages in turns instead of
-      by all; their number must be a multiple of the stages'.
-    iteration_policy: What a tick keeps for the backward pass besides what it is
-      given (`layers.remat`); None keeps what the layers keep.
+    num_stages: Number of stages; the size of the mesh axis `stage`.
+    num_microbatches: Number of microbatches of a batch, or None.
+    microbatch_size: Sequences of a microbatch, or None. Exactly one of the two
+      must be set.
+    circular_repeats: How often a microbatch passes through all stages, each of
+      which has that many chunks of layers: shorter bubbles, more transfers.
+    streaming: Whether each stage holds a share of the microbatches, instead of
+      all; their number must be a multiple of the stages.
+    iteration_policy: What a tick saves for the backward pass besides its inputs
+      (`layers.remat`); None saves what the layers save.
   """
 
   num_stages: int = 1
@@ -62,14 +60,13 @@ class PipelinedStack(stack.Stack):
     given = (self.num_microbatches, self.microbatch_size)
     if (given[0] is None) == (given[1] is None):
       raise ValueError(
-        "PipelinedStack needs one of num_microbatches and microbatch_size, got"
-        f" {given[0]} and {given[1]}."
+        "PipelinedStack needs exactly one of num_microbatches and"
+        f" microbatch_size, got {given[0]} and {given[1]}."
       )
     for field in ("num_microbatches", "microbatch_size"):
       if getattr(self, field) is not None:
         checks.check_size(self, field)
-    groups, parts = self.num_groups(), self.num_stages * self.circular_repeats
-    if groups < parts:
+    if self.num_groups() < self.num_stages * self.circular_repeats:
       repeats = self.circular_repeats
       times = f" times circular_repeats ({repeats})" if repeats > 1 else ""
       period = len(self.blocks)
@@ -82,7 +79,7 @@ class PipelinedStack(stack.Stack):
     if self.streaming and number is not None and number % self.num_stages:
       raise ValueError(
         f"PipelinedStack.num_microbatches ({number}) must be a multiple of"
-        f" num_stages ({self.num_stages}) while streaming."
+        f" num_stages ({self.num_stages}) with streaming=True."
       )
 
   @nn.compact
@@ -96,20 +93,19 @@ class PipelinedStack(stack.Stack):
     """Returns `x` after all layers.
 
     Args:
-      x: What each layer maps to something of the same shape and dtype; its
-        first axis is the batch.
-      *args: Arrays (or trees of them) given to every layer. Those whose first
-        axis has the size of the batch are cut into microbatches like `x`.
-      layer_index: The number of this stack among those of an outer stack.
+      x: Input of the first layer, [batch,...]; layers keep shape and dtype.
+      *args: Arrays (or trees of them) passed to every layer. Those whose first
+        axis has the size of the batch are split into microbatches like `x`.
+      layer_index: Index of this stack in an outer stack.
       **static: Keyword arguments for every layer, constants of the
         compilation such as `deterministic` and `cache_length`.
 
     Raises:
-      ValueError: The batch cannot be cut into such microbatches, or the mesh
-        has no such stages.
+      ValueError: The batch does not divide into the microbatches, or the mesh
+        does not have the stages.
     """
     if self.is_initializing():
-      # The variables are those of a stack, and so are their first values.
+      # Variables and initial values are those of a plain stack.
       return super().__call__(x, *args, layer_index=layer_index, **static)
     indices = self._indices(layer_index)
     groups, period = self.num_groups(), len(self.blocks)
@@ -144,39 +140,39 @@ class PipelinedStack(stack.Stack):
   def _settings(self, x: Any) -> staged_run.Settings:
     """Returns how the batch passes through the stages."""
     batch = jax.tree.leaves(x)[0].shape[0]
-    placement.check_mesh(self.num_stages)
-    # Prompts and samples are as many as there are.
+    stage_sharding.check_mesh(self.num_stages)
+    # Decoding accepts any number of prompts and samples.
     shrink = self.is_mutable_collection(stacked_cache.COLLECTION)
-    number = microbatch_rows.number(
+    number = stages.count_microbatches(
       batch,
       num_microbatches=self.num_microbatches,
       microbatch_size=self.microbatch_size,
-      shards=placement.row_shards(),
+      shards=stage_sharding.count_microbatch_shards(),
       shrink=shrink,
     )
-    self._check_rows(batch, number)
+    self._check_size(batch, number)
     streaming = self.streaming
     if streaming and number % self.num_stages:
       if shrink or self.num_microbatches is not None:
         streaming = False
       else:
         raise ValueError(
-          f"PipelinedStack.microbatch_size ({self.microbatch_size}) cuts the"
-          f" {batch} rows of the batch into {number} microbatches; while"
-          f" streaming their number must be a multiple of num_stages"
+          f"PipelinedStack.microbatch_size ({self.microbatch_size}) splits the"
+          f" batch of {batch} sequences into {number} microbatches; with"
+          " streaming=True their number must be a multiple of num_stages"
           f" ({self.num_stages})."
         )
     return staged_run.Settings(
-      rows=microbatch_rows.Rows(
+      microbatches=stages.Microbatches(
         num_microbatches=number,
-        num_runs=self.num_stages if streaming else 1,
+        num_segments=self.num_stages if streaming else 1,
       ),
-      view=stage_view.StageView(
+      layers=stages.StageLayers(
         num_groups=self.num_groups(),
         num_stages=self.num_stages,
         num_repeats=self.circular_repeats,
       ),
-      table=timetable_lib.Timetable(
+      ticks=stages.Ticks(
         num_stages=self.num_stages,
         num_microbatches=number,
         num_repeats=self.circular_repeats,
@@ -188,25 +184,25 @@ class PipelinedStack(stack.Stack):
       iteration_policy=self.iteration_policy,
     )
 
-  def _check_rows(self, batch: int, number: int) -> None:
-    """Raises ValueError where the mesh cannot share out a microbatch."""
-    shards, rows = placement.row_shards(), batch // number
-    # As layers do, a microbatch of one row stays whole.
-    if rows > 1 and rows % shards:
+  def _check_size(self, batch: int, number: int) -> None:
+    """Raises ValueError if the mesh cannot shard a microbatch evenly."""
+    shards, size = stage_sharding.count_microbatch_shards(), batch // number
+    # As in layers, a microbatch of one sequence is not sharded.
+    if size > 1 and size % shards:
       raise ValueError(
-        f"PipelinedStack: num_microbatches={number} leaves {rows} rows of the"
-        f" {batch} to a microbatch, which do not divide by the {shards} shards"
-        " of the batch on this mesh; change either."
+        f"PipelinedStack: {number} microbatches of a batch of {batch} have"
+        f" {size} sequences each, which must be a multiple of the {shards}"
+        " shards of the batch on this mesh; change either."
       )
 
   def _specs(
     self, x: Any, args: tuple[Any, ...], static: dict[str, Any]
   ) -> variables.Specs:
-    """Returns the specs of the stacked variables that steps change."""
+    """Returns the specs of the stacked variables that a step changes."""
     own = {name for name, tree in self.variables.items() if axes.LAYERS in tree}
     if own <= _PLAIN:
       return {}
-    # State is plain arrays; what becomes of them, an abstract init tells.
+    # State is plain arrays; an abstract init has their specs.
     blank = stack.Stack(
       tuple(block.copy(parent=None, name=None) for block in self.blocks),
       num_layers=self.num_layers,

@@ -12,7 +12,7 @@ import pytest
 
 from paxon.layers import remat, stack
 from paxon.layers import testing as layers_testing
-from paxon.pipeline import spmd_pipeline, stage_rules, testing
+from paxon.pipeline import spmd_pipeline, stage_sharding, testing
 from paxon.sharding import layout, mesh
 from paxon.sharding import rules as rules_lib
 
@@ -114,7 +114,7 @@ def test_loss_and_gradients_are_those_of_a_stack(case):
       streaming=streaming,
       **kept,
     )
-    rules = stage_rules.with_stages(
+    rules = stage_sharding.with_stages(
       rules_lib.DEFAULT_RULES,
       num_stages=stages,
       num_groups=num_layers // period,
@@ -177,12 +177,12 @@ def test_programs_do_not_grow_with_microbatches():
   [
     pytest.param(
       {"num_microbatches": None},
-      r"needs one of num_microbatches and microbatch_size, got None and None",
+      r"needs exactly one of num_microbatches and micro.*, got None and None",
       id="no microbatches",
     ),
     pytest.param(
       {"microbatch_size": 2},
-      r"needs one of num_microbatches and microbatch_size, got 4 and 2",
+      r"needs exactly one of num_microbatches and micro.*, got 4 and 2",
       id="two microbatches",
     ),
     pytest.param(
@@ -205,7 +205,7 @@ def test_programs_do_not_grow_with_microbatches():
     ),
     pytest.param(
       {"streaming": True, "num_microbatches": 3},
-      r"num_microbatches \(3\) must be a multiple of num_stages \(2\) while",
+      r"num_microbatches \(3\) must be a multiple of num_stages \(2\) with",
       id="streaming",
     ),
     pytest.param(
@@ -213,7 +213,7 @@ def test_programs_do_not_grow_with_microbatches():
     ),
   ],
 )
-def test_refuses_impossible_pipelines(settings, message):
+def test_rejects_impossible_pipelines(settings, message):
   with pytest.raises(ValueError, match=message):
     _pipelined(**settings)
 
@@ -224,34 +224,33 @@ def test_refuses_impossible_pipelines(settings, message):
     pytest.param(
       {"num_microbatches": 3},
       "stage=2,data=-1",
-      r"num_microbatches \(3\) must divide the 8 rows of the batch; use 1, 2,",
+      r"num_microbatches \(3\) must divide the batch of 8 sequences; use 1, 2",
       id="number",
     ),
     pytest.param(
       {"num_microbatches": None, "microbatch_size": 3},
       "stage=2,data=-1",
-      r"microbatch_size \(3\) must divide the 8 rows of the batch; use 1, 2, 4",
+      r"microbatch_size \(3\) must divide the batch of 8 sequences; use 1,",
       id="size",
     ),
     pytest.param(
       {"num_microbatches": None, "microbatch_size": 8, "streaming": True},
       "stage=2,data=-1",
-      r"microbatch_size \(8\) cuts the 8 rows of the batch into 1 microbatches;"
-      r" while streaming their number must be a multiple of num_stages \(2\)",
+      r"microbatch_size \(8\) splits the batch of 8 sequences into 1 microba.*;"
+      r" with streaming=True their number must be a multiple of num_stages",
       id="streaming",
     ),
     pytest.param(
       {"num_microbatches": 4},
       "stage=2,data=-1",
-      r"num_microbatches=4 leaves 2 rows of the 8 to a microbatch, which do not"
-      r" divide by the 4 shards of the batch",
-      id="rows",
+      r"4 microbatches of a batch of 8 have 2 sequences each, which must be a"
+      r" multiple of the 4 shards of the batch",
+      id="shards",
     ),
     pytest.param(
       {},
       "fsdp=-1",
-      r"num_stages \(2\) needs a mesh whose axis 'stage' has that size, got the"
-      r" mesh 'fsdp=8'; write stage=2 into it",
+      r"num_stages \(2\) needs a mesh with stage=2, got the mesh 'fsdp=8'",
       id="no stage axis",
     ),
     pytest.param(
@@ -259,7 +258,7 @@ def test_refuses_impossible_pipelines(settings, message):
     ),
   ],
 )
-def test_refuses_batches_and_meshes_that_do_not_fit(settings, on, message):
+def test_rejects_batches_and_meshes_that_do_not_fit(settings, on, message):
   args = testing.arguments()
   pipelined = _pipelined(**settings)
   values = layers_testing.random_values(pipelined, *args)

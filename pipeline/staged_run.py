@@ -1,6 +1,6 @@
-"""One pass of a batch through the stages of a pipelined stack.
+"""Forward pass of a batch through the stages of a pipelined stack.
 
-Letters: G groups of layers, P stages, R repeats, K groups of a stage and
+Letters: G groups of layers, P stages, R repeats, K groups of a stage in a
 repeat, M microbatches.
 """
 
@@ -15,15 +15,11 @@ import jax.numpy as jnp
 
 from paxon.layers import remat, stacked_cache
 from paxon.pipeline import (
-  cache_rows,
-  collected,
   layer_calls,
-  live_gradients,
-  microbatch_rows,
-  placement,
+  layer_state,
   shifting_buffer,
-  stage_view,
-  timetable,
+  stage_sharding,
+  stages,
 )
 from paxon.sharding import variables
 
@@ -35,19 +31,19 @@ class Settings:
   """How a batch passes through the stages.
 
   Attributes:
-    rows: Which rows are in which microbatch.
-    view: Which groups of layers a stage has.
-    table: What stages do when.
+    microbatches: Which sequences are in which microbatch.
+    layers: Which groups of layers are on which stage.
+    ticks: Which microbatch a stage computes at each tick.
     period: Layers of a group.
-    batch: Rows of the batch.
-    streaming: Whether stages keep microbatches in turns.
+    batch: Sequences of the batch.
+    streaming: Whether each stage holds a share of the microbatches.
     unroll: Whether the groups of a stage are compiled one by one.
-    iteration_policy: What a tick keeps for the backward pass.
+    iteration_policy: What a tick saves for the backward pass.
   """
 
-  rows: microbatch_rows.Rows
-  view: stage_view.StageView
-  table: timetable.Timetable
+  microbatches: stages.Microbatches
+  layers: stages.StageLayers
+  ticks: stages.Ticks
   period: int
   batch: int
   streaming: bool
@@ -55,30 +51,30 @@ class Settings:
   iteration_policy: remat.Policy | None
 
 
-class _Held(NamedTuple):
-  """What stages have, whatever the tick; arrays [P,...] or of one stage.
+class _Constants(NamedTuple):
+  """What stages hold in all ticks; arrays [P,...], or of one stage.
 
   Attributes:
-    stage: The stage's number, int32.
-    variables: Of its groups by collection, [R,K,...].
-    keys: Numbers of random keys, [R,K,M,...].
-    numbers: Of its groups, [R,K].
-    starts: Numbers of the groups' first layers, [R,K]; None if not told.
-    common: Parameters of shared parts, and arguments without rows.
-    counts: What caches have without rows, before the step, [R,K].
+    stage: Index of the stage, int32.
+    variables: Variables of its groups by collection, [R,K,...].
+    keys: Data of random keys, [R,K,M,...].
+    groups: Indices of its groups, [R,K].
+    starts: Indices of the groups' first layers, [R,K], if layers receive them.
+    common: Parameters of shared modules, and arguments without a batch axis.
+    unbatched: Cache variables without a batch axis before the step, [R,K].
   """
 
   stage: jax.Array
   variables: Any
   keys: Any
-  numbers: jax.Array
+  groups: jax.Array
   starts: jax.Array | None
   common: Any
-  counts: cache_rows.Flat
+  unbatched: layer_state.FlatCaches
 
 
-# Caches of a decoding step: with rows, and without after the step.
-_State = tuple[cache_rows.Flat, cache_rows.Flat]
+# Caches of a decoding step: with a batch axis, and without after the step.
+_State = tuple[layer_state.FlatCaches, layer_state.FlatCaches]
 
 
 def run(
@@ -94,57 +90,69 @@ def run(
   """Returns `x` after the groups of layers of a stack.
 
   Args:
-    module: The stack, bound; gets the collections that its layers change.
-    x: What the layers change, [batch,...].
-    args: What else they are given.
-    starts: The number of each group's first layer [G], where layers are told.
+    module: The bound stack; its mutable collections are updated.
+    x: Input of the first layer, [batch,...].
+    args: Other arguments of every layer.
+    starts: Index of each group's first layer [G], if layers receive it.
     call: `(block, x, index, *args) -> x`.
     specs: Of the variables that are replaced or overwritten, by collection.
     settings: How the batch passes through the stages.
   """
-  view, table = settings.view, settings.table
-  found = layer_calls.variables_of(module)
+  layers, ticks = settings.layers, settings.ticks
+  found = layer_calls.stacked_variables(module)
   caches = found.pop(_CACHE, {})
-  plain, overwritten = _parted(found, specs)
+  plain, overwritten = _split_overwritten(found, specs)
   split = _ArgumentSplit(args, settings.batch)
-  keys = layer_calls.keys_of(
-    module,
-    num_groups=view.num_groups,
-    num_microbatches=table.num_microbatches,
+  keys = layer_calls.to_key_data(
+    {
+      name: layer_calls.split_groups(
+        layer_calls.fold_microbatches(key, ticks.num_microbatches),
+        layers.num_groups,
+      )
+      for name, key in layer_calls.module_keys(module).items()
+    }
   )
-  with_rows, counts = cache_rows.apart(
-    view.split(caches), settings.rows, batch=settings.batch
+  batched, unbatched = layer_state.split_caches(
+    layers.split(caches), settings.microbatches, batch=settings.batch
   )
-  common = (layer_calls.shared_parameters_of(module), split.whole)
-  held = _Held(
-    stage=jnp.arange(view.num_stages, dtype=jnp.int32),
-    variables=view.split(plain),
-    keys=view.split(keys.data),
-    numbers=view.group_numbers(),
-    starts=None if starts is None else view.split(starts),
-    # One copy for each stage, which no device has two of: gradients of the
-    # copies are added up once, after the loop.
-    common=placement.staged(_copies(common, view.num_stages)),
-    counts=counts,
+  common = (layer_calls.shared_parameters(module), split.unbatched)
+  constants = _Constants(
+    stage=jnp.arange(layers.num_stages, dtype=jnp.int32),
+    variables=layers.split(plain),
+    keys=layers.split(
+      jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), dict(keys.data))
+    ),
+    groups=layers.group_numbers(),
+    starts=None if starts is None else layers.split(starts),
+    # One copy for each stage, and no two on a device: gradients of the copies
+    # are added once, after the loop.
+    common=stage_sharding.shard(
+      jax.tree.map(
+        lambda x: jnp.broadcast_to(x[None], (layers.num_stages, *x.shape)),
+        common,
+      )
+    ),
+    unbatched=unbatched,
   )
   stage = _Stage(
     call=layer_calls.GroupCall(
-      module.blocks, call, module.path, layer_calls.mutable_in(module)
+      module.blocks, call, module.path, layer_calls.mutable_filter(module)
     ),
     keys=keys,
     split=split,
     settings=settings,
     writes=module.is_mutable_collection(_CACHE),
   )
-  x, state, made = _looped(
+  x, state, made = _run_ticks(
     stage,
-    held,
-    (x, split.with_rows),
-    state=(with_rows, counts),
-    per_tick=_per_tick(overwritten, specs, settings),
+    constants,
+    (x, split.batched),
+    state=(batched, unbatched),
+    per_tick=_copy_per_tick(overwritten, specs, settings),
   )
   if caches and stage.writes:
-    layer_calls.put(module, {_CACHE: view.merge(cache_rows.together(*state))})
+    merged = layers.merge(layer_state.merge_caches(*state))
+    layer_calls.put_variables(module, {_CACHE: merged})
   if jax.tree.leaves(made):
     _collect(module, made, old=plain, specs=specs, settings=settings)
   return x
@@ -158,85 +166,98 @@ def _collect(
   specs: variables.Specs,
   settings: Settings,
 ) -> None:
-  """Gives the stack what layers made in each tick, arrays [ticks,P,K,...]."""
-  made = stage_view.by_microbatch(made, settings.table)
+  """Sets the collections made in each tick, arrays [ticks,P,K,...]."""
+  made = settings.ticks.gather_microbatches(made)
   made = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), made)
-  combined = collected.combined(
-    jax.vmap(settings.view.merge)(made),
+  combined = layer_state.combine_microbatches(
+    jax.vmap(settings.layers.merge)(made),
     old=old,
     specs=specs,
-    rows=settings.rows,
-    size=settings.batch // settings.table.num_microbatches,
+    microbatches=settings.microbatches,
+    size=settings.batch // settings.ticks.num_microbatches,
     period=settings.period,
   )
-  layer_calls.put(module, combined)
+  layer_calls.put_variables(module, combined)
 
 
-def _looped(
+def _run_ticks(
   stage: "_Stage",
-  held: _Held,
-  rows: Any,
+  constants: _Constants,
+  inputs: Any,
   *,
   state: _State,
   per_tick: Any,
 ) -> tuple[Any, _State, Any]:
-  """Runs the loop over ticks; `rows` are `x` and the arguments with rows."""
+  """Runs the loop over ticks; `inputs` are `x` and the batched arguments."""
   settings = stage.settings
-  axis = placement.stage_axis()
+  axis = stage_sharding.find_stage_axis()
 
-  def tick(t: jax.Array, given: Any, state: Any, own: Any, held: _Held) -> Any:
-    with placement.inside_a_stage():
+  def tick(
+    t: jax.Array, given: Any, state: Any, own: Any, constants: _Constants
+  ) -> Any:
+    with stage_sharding.inside_stage():
       mapped = jax.vmap(stage, in_axes=(None, 0, 0, 0, 0), spmd_axis_name=axis)
-      return mapped(t, given, state, own, held)
+      return mapped(t, given, state, own, constants)
 
   if settings.iteration_policy is not None:
     tick = jax.checkpoint(
       tick, policy=settings.iteration_policy, prevent_cse=False
     )
   y, state, made = shifting_buffer.run(
-    lambda t, given, state, own: tick(t, given, state, own, held),
-    settings.rows.split(rows),
-    table=settings.table,
+    lambda t, given, state, own: tick(t, given, state, own, constants),
+    settings.microbatches.split(inputs),
+    ticks=settings.ticks,
     state=state,
     per_tick=per_tick,
     streaming=settings.streaming,
   )
-  return placement.batch(settings.rows.merge(y)), state, made
+  return stage_sharding.shard_batch(settings.microbatches.merge(y)), state, made
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Stage:
-  """What one stage does in a tick."""
+  """Computes one tick of one stage."""
 
   call: layer_calls.GroupCall
-  keys: layer_calls.Keys
+  keys: layer_calls.KeyData
   split: "_ArgumentSplit"
   settings: Settings
   writes: bool
 
   def __call__(
-    self, tick: jax.Array, given: Any, state: _State, own: Any, held: _Held
+    self,
+    tick: jax.Array,
+    given: Any,
+    state: _State,
+    own: Any,
+    constants: _Constants,
   ) -> tuple[Any, _State, Any]:
-    """Returns the rows, the caches, and what the layers made, [K,...]."""
-    rows = self.settings.rows
-    work = self.settings.table.work(tick, held.stage)
-    x, row_args = given
-    of_repeat = stage_view.of_repeat(
-      (_joined(held.variables, own), held.numbers, held.starts, held.keys),
+    """Returns the output, the caches, and the layers' collections, [K,...]."""
+    microbatches = self.settings.microbatches
+    work = self.settings.ticks.work(tick, constants.stage)
+    x, batched_args = given
+    groups, numbers, starts, keys = stages.select_repeat(
+      (
+        _merge(constants.variables, own),
+        constants.groups,
+        constants.starts,
+        constants.keys,
+      ),
       work.repeat,
     )
-    groups, numbers, starts, keys = of_repeat
     keys = jax.tree.map(
       lambda x: jax.lax.dynamic_index_in_dim(
         x, work.microbatch, axis=1, keepdims=False
       ),
       keys,
     )
-    caches = cache_rows.read(state[0], held.counts, work, rows)
-    live = work.is_live & (numbers < self.settings.view.num_groups)
+    caches = layer_state.read_caches(
+      state[0], constants.unbatched, work, microbatches
+    )
+    live = work.is_live & (numbers < self.settings.layers.num_groups)
 
     def group(x: Any, xs: Any) -> tuple[Any, Any]:
-      return self._group(x, row_args, held.common, *xs)
+      return self._group(x, batched_args, constants.common, *xs)
 
     x, (made, changed) = jax.lax.scan(
       group,
@@ -246,18 +267,20 @@ class _Stage:
     )
     if self.writes and caches:
       kept: Any = traverse_util.flatten_dict(
-        cache_rows.read({}, state[1], work, rows)
+        layer_state.read_caches({}, state[1], work, microbatches)
       )
       state = (
-        cache_rows.write(state[0], changed, work, rows),
-        cache_rows.write(state[1], _chosen(live, changed, kept), work, rows),
+        layer_state.write_caches(state[0], changed, work, microbatches),
+        layer_state.write_caches(
+          state[1], _select(live, changed, kept), work, microbatches
+        ),
       )
-    return (x, row_args), state, made
+    return (x, batched_args), state, made
 
   def _group(
     self,
     x: Any,
-    row_args: Sequence[jax.Array],
+    batched_args: Sequence[jax.Array],
     common: Any,
     group: Any,
     cache: Any,
@@ -265,46 +288,46 @@ class _Stage:
     start: jax.Array | None,
     live: jax.Array,
   ) -> tuple[Any, Any]:
-    """Returns the rows after one group, and what it made and cached."""
-    used = live_gradients.only_if(live, (x, row_args, common, group))
-    used_x, row_args, (shared_parameters, whole), group = used
+    """Returns the output of one group, its collections and its caches."""
+    used = layer_calls.mask_gradient(live, (x, batched_args, common, group))
+    used_x, batched_args, (shared_parameters, unbatched), group = used
     y, made = self.call(
       {**group, _CACHE: cache} if cache else group,
       shared_parameters,
-      self.keys.of(keys),
+      self.keys.wrap(keys),
       start,
       used_x,
-      self.split.join(row_args, whole),
+      self.split.join(batched_args, unbatched),
     )
     made = dict(made)
     changed = cache
     if cache:
-      # Also where a layer did not live, each cache has a value.
+      # In a bubble, too, each cache has a value.
       changed = _where(live, made.pop(_CACHE, cache), cache)
     return _where(live, y, x), (made, changed)
 
 
 class _ArgumentSplit:
-  """Which arrays of the arguments have rows, and which are given whole."""
+  """Splits arguments into arrays with and without a batch axis."""
 
   def __init__(self, args: Sequence[Any], batch: int) -> None:
     leaves, self._treedef = jax.tree.flatten(tuple(args))
-    self._has_rows = [x.ndim > 0 and x.shape[0] == batch for x in leaves]
-    pairs = list(zip(leaves, self._has_rows, strict=True))
-    self.with_rows = [x for x, has_rows in pairs if has_rows]
-    self.whole = [x for x, has_rows in pairs if not has_rows]
+    self._is_batched = [x.ndim > 0 and x.shape[0] == batch for x in leaves]
+    pairs = list(zip(leaves, self._is_batched, strict=True))
+    self.batched = [x for x, is_batched in pairs if is_batched]
+    self.unbatched = [x for x, is_batched in pairs if not is_batched]
 
   def join(
-    self, with_rows: Sequence[jax.Array], whole: Sequence[jax.Array]
+    self, batched: Sequence[jax.Array], unbatched: Sequence[jax.Array]
   ) -> tuple[Any, ...]:
-    """Returns arguments of these arrays."""
-    rows, others = iter(with_rows), iter(whole)
-    leaves = [next(rows if has else others) for has in self._has_rows]
+    """Returns the arguments with these arrays."""
+    first, second = iter(batched), iter(unbatched)
+    leaves = [next(first if is_b else second) for is_b in self._is_batched]
     return jax.tree.unflatten(self._treedef, leaves)
 
 
-def _parted(found: Any, specs: variables.Specs) -> tuple[Any, Any]:
-  """Returns variables without, and those that gradients overwrite."""
+def _split_overwritten(found: Any, specs: variables.Specs) -> tuple[Any, Any]:
+  """Splits off the variables that are overwritten with their gradient."""
   flat_specs: dict[Any, Any] = traverse_util.flatten_dict(dict(specs))
   rule = variables.UpdateRule.OVERWRITE_WITH_GRADIENT
   over = {p for p, spec in flat_specs.items() if spec.update is rule}
@@ -315,7 +338,7 @@ def _parted(found: Any, specs: variables.Specs) -> tuple[Any, Any]:
   return unflatten(kept), unflatten(overwritten)
 
 
-def _per_tick(
+def _copy_per_tick(
   overwritten: Any, specs: variables.Specs, settings: Settings
 ) -> Any:
   """Returns a copy for each tick, [ticks,P,R,K,...]."""
@@ -323,15 +346,15 @@ def _per_tick(
     return {}
   flat: dict[Any, Any] = traverse_util.flatten_dict(dict(specs))
   own = traverse_util.flatten_dict(overwritten)
-  copies = live_gradients.fanned_out(
+  copies = layer_calls.copy_per_tick(
     overwritten,
     traverse_util.unflatten_dict({path: flat[path] for path in own}),
-    copies=settings.table.num_ticks,
+    copies=settings.ticks.num_ticks,
   )
-  return jax.vmap(settings.view.split)(copies)
+  return jax.vmap(settings.layers.split)(copies)
 
 
-def _joined(first: Any, second: Any) -> Any:
+def _merge(first: Any, second: Any) -> Any:
   """Returns the variables of two trees."""
   if not second:
     return first
@@ -340,20 +363,14 @@ def _joined(first: Any, second: Any) -> Any:
   )
 
 
-def _copies(tree: Any, number: int) -> Any:
-  return jax.tree.map(
-    lambda x: jnp.broadcast_to(x[None], (number, *x.shape)), tree
-  )
-
-
 def _where(live: jax.Array, new: Any, old: Any) -> Any:
   return jax.tree.map(lambda a, b: jnp.where(live, a, b), new, old)
 
 
-def _chosen(
+def _select(
   live: jax.Array, changed: Any, kept: Mapping[Any, jax.Array]
 ) -> Any:
-  """Returns what changed [K] of the paths of `kept`, where layers lived."""
+  """Returns the changes [K] of the paths of `kept`, where `live`."""
   flat: dict[Any, Any] = traverse_util.flatten_dict(changed)
   return traverse_util.unflatten_dict(
     {path: jnp.where(live, flat[path], old) for path, old in kept.items()}

@@ -11,7 +11,7 @@ import pytest
 from paxon.layers import auxiliary_loss, remat, stack, summaries
 from paxon.layers import testing as layers_testing
 from paxon.layers.models import testing as models_testing
-from paxon.pipeline import spmd_pipeline, stage_rules, testing
+from paxon.pipeline import spmd_pipeline, stage_sharding, testing
 from paxon.sharding import layout, mesh, variables
 from paxon.sharding import rules as rules_lib
 
@@ -220,7 +220,7 @@ def test_dropout_depends_on_layer_and_microbatch_only():
 
 
 class Recording(nn.Module):
-  """Records something that is no number of rows."""
+  """Sows an array that cannot be merged over microbatches."""
 
   value: str
 
@@ -235,11 +235,11 @@ class Recording(nn.Module):
 @pytest.mark.parametrize(
   ("value", "message"),
   [
-    ("count", r"recorded records/blocks_0/count, a number of dtype int32"),
-    ("matrix", r"matrix of shape \(3, 3\) from a microbatch of 2 rows"),
+    ("count", r"sowed records/blocks_0/count, a number of dtype int32"),
+    ("matrix", r"matrix of shape \(3, 3\) from a microbatch of 2 sequences"),
   ],
 )
-def test_refuses_records_of_no_meaning(value, message):
+def test_rejects_sown_arrays_that_cannot_be_merged(value, message):
   pipelined = spmd_pipeline.PipelinedStack(
     [Recording(value)], num_layers=2, num_stages=2, num_microbatches=4
   )
@@ -354,7 +354,7 @@ def test_decodes_batches_that_do_not_fit(rows, on, fields):
   if on:
     made = layout.Layout(
       mesh.make_mesh(mesh.MeshSpec.parse(on)),
-      stage_rules.with_stages(
+      stage_sharding.with_stages(
         rules_lib.DEFAULT_RULES, num_stages=2, num_groups=3
       ),
     )

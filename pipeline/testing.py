@@ -1,4 +1,4 @@
-"""What tests of pipelines share: small blocks, and sequential references."""
+"""Small blocks for tests of pipelines."""
 
 from typing import Any
 
@@ -15,10 +15,10 @@ BATCH, LENGTH, EMBED = 8, 3, 4
 
 @jax.custom_vjp
 def scaled(x: jax.Array, scale: jax.Array) -> jax.Array:
-  """Returns `x`; the "gradient" of `scale` is what it is to be next.
+  """Returns `x`; the "gradient" of `scale` is its next value.
 
   Args:
-    x: Of any shape.
+    x: Any shape.
     scale: [1]; its next value is the largest magnitude of x's gradient.
   """
   del scale
@@ -31,9 +31,9 @@ scaled.defvjp(
 
 
 class Mixing(nn.Module):
-  """A layer with all that a pipeline must hand over.
+  """A layer that uses every kind of argument.
 
-  Its gradient at zeros is NaN, as bubbles find out.
+  Its gradient at zeros is NaN, which bubbles must not add.
 
   Attributes:
     out: Maps [B,T,F] to [B,T,D].
@@ -54,9 +54,9 @@ class Mixing(nn.Module):
 
     Args:
       x: Float [B,T,D].
-      positions: Int [B,T], of the rows.
-      table: Float [T,1], the same for all rows.
-      layer_index: The number of the layer.
+      positions: Int [B,T].
+      table: Float [T,1], without a batch axis.
+      layer_index: Index of the layer.
     """
     normed = x / jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True))
     hidden = linear.Linear(6, name="up")(normed)
@@ -73,7 +73,7 @@ def mixing(*, tied: bool = False) -> Mixing:
 
 
 def arguments(batch: int = BATCH) -> tuple[jax.Array, ...]:
-  """Returns what the layer is called with."""
+  """Returns arguments of the layer."""
   return (
     layers_testing.normal(batch, LENGTH, EMBED),
     layers_testing.counted(batch, LENGTH),
@@ -82,7 +82,7 @@ def arguments(batch: int = BATCH) -> tuple[jax.Array, ...]:
 
 
 def as_float64(tree: Any) -> Any:
-  """Returns a tree with float64 for float32, where 64 bits are enabled."""
+  """Casts floats to float64; 64-bit types must be enabled."""
 
   def wide(x: jax.Array) -> jax.Array:
     is_float = jnp.issubdtype(x.dtype, jnp.floating)

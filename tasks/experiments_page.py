@@ -20,7 +20,8 @@ import jax
 import numpy as np
 
 from paxon.learners import adafactor
-from paxon.pipeline import spmd_pipeline, timetable
+from paxon.pipeline import spmd_pipeline
+from paxon.pipeline import stages as stages_lib
 from paxon.runner import job
 from paxon.sharding import axes, variables
 from paxon.sharding import mesh as meshes
@@ -192,7 +193,7 @@ def _kept_batches(
   if fdl.get_callable(stack) is not spmd_pipeline.PipelinedStack:
     return float(getattr(stack, "num_layers", None) or len(stack.parts))
   number = stack.num_microbatches or rows // stack.microbatch_size
-  table = timetable.Timetable(
+  table = stages_lib.Ticks(
     num_stages=stack.num_stages,
     num_microbatches=number,
     num_repeats=stack.circular_repeats,

@@ -1,16 +1,16 @@
 """A linen model as the three functions that a schedule runs.
 
 The model has a field `stack`, a `ScheduledStack`, which its loss function calls
-once. It is cut there by what stands in the place of the stack:
+once. The model is split there by replacing the stack:
 
-  first    the loss function, of which only what the stack is given is used
-  chunk    groups of the stack's layers, each by itself
-  last     the loss function, with rows that the last chunk has made
+  first    the loss function, of which only the inputs of the stack are used
+  chunk    groups of the stack's layers
+  last     the loss function, with the output of the last chunk
 
-The compiler drops what is not used: the embedding in `last`, the head in
-`first`. What layers sow (losses of their own, summaries) travels beside the
-rows, so that `last` sees it where the stack would have left it, and gradients
-of it travel back.
+The compiler removes what is not used: the embedding in `last`, the head in
+`first`. What layers sow (auxiliary losses, summaries) passes between stages
+with the activations, so that `last` finds it where the stack would have put it,
+and its gradients flow back.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,12 +25,7 @@ import jax.numpy as jnp
 from paxon.layers import shared
 from paxon.learners import loss_function
 from paxon.learners import metrics as metrics_lib
-from paxon.pipeline import (
-  layer_calls,
-  live_gradients,
-  placement,
-  spmd_pipeline,
-)
+from paxon.pipeline import layer_calls, spmd_pipeline, stage_sharding
 from paxon.pipeline.schedules import model_functions, table
 from paxon.sharding import axes
 
@@ -38,19 +33,19 @@ _Tree = model_functions.Tree
 _Path = tuple[str, ...]
 
 FIELD = "stack"
-# The gradients of these are summed over microbatches; of the others, which are
-# values that replace the variables, the largest is taken.
+# Variables by how their gradients are combined over microbatches: summed, or,
+# where they are values that replace the variables, by maximum.
 SUMMED, MAXIMA = "summed", "maxima"
 
 
-class Given(NamedTuple):
-  """What the stack of a model is called with.
+class StackCall(NamedTuple):
+  """Arguments of a call of a model's stack.
 
   Attributes:
-    x: The rows that layers change.
-    args: Arrays that all layers are given.
-    static: Keyword arguments that all layers are given.
-    mutable: Linen's filter of the collections that layers may make.
+    x: Input of the first layer.
+    args: Arrays for every layer.
+    static: Keyword arguments for every layer.
+    mutable: Linen's filter of the collections that layers may create.
   """
 
   x: _Tree
@@ -63,7 +58,7 @@ class Message(NamedTuple):
   """What passes between chunks.
 
   Attributes:
-    x: The rows that layers change.
+    x: Activations.
     sown: What layers have sown so far, [G,...] by collection.
   """
 
@@ -71,30 +66,30 @@ class Message(NamedTuple):
   sown: _Tree
 
 
-class _Begin(nn.Module):
-  """Tells what the stack is given.
+class _CaptureCall(nn.Module):
+  """Replaces a stack to capture the arguments of its call.
 
   Attributes:
-    tell: Is called with it.
+    capture: Receives them.
   """
 
-  tell: Callable[[Given], None]
+  capture: Callable[[StackCall], None]
 
   def __call__(
     self, x: _Tree, *args: Any, layer_index: Any = None, **static: Any
   ) -> _Tree:
     if layer_index is not None:
       raise ValueError("A ScheduledStack must not be a layer of another stack.")
-    mutable = layer_calls.mutable_in(self)
-    self.tell(Given(x, args, static, mutable))
+    mutable = layer_calls.mutable_filter(self)
+    self.capture(StackCall(x, args, static, mutable))
     return x
 
 
-class _End(nn.Module):
-  """Returns what the last chunk has made.
+class _ReplaceOutput(nn.Module):
+  """Replaces a stack to return the output of the last chunk.
 
   Attributes:
-    message: Returns it.
+    message: Returns that output.
   """
 
   message: Callable[[], Message]
@@ -107,21 +102,15 @@ class _End(nn.Module):
     return x
 
 
-def _with_stack(model: nn.Module, part: nn.Module) -> nn.Module:
-  """Returns a copy of a model with something in the place of its stack."""
-  fields: dict[str, Any] = {FIELD: part}
-  return model.clone(**fields)
-
-
 LossFnOf = Callable[[nn.Module], loss_function.LossFn]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cut:
-  """A model, cut at its stack.
+class SplitModel:
+  """A model, split at its stack.
 
   Attributes:
-    model: With a `ScheduledStack` as its field `stack`.
+    model: Has a `ScheduledStack` as its field `stack`.
     loss_fn_of: Returns the loss function of a model.
     metric_fns: Evaluated on each microbatch and its outputs.
   """
@@ -135,91 +124,110 @@ class Cut:
     """The stack of the model."""
     return getattr(self.model, FIELD)
 
-  def given(
+  def capture_call(
     self, values: _Tree, batch: Mapping[str, Any], rngs: Mapping[str, Any]
-  ) -> Given:
-    """Returns what the stack is given for a batch.
+  ) -> StackCall:
+    """Returns the arguments of the stack for a batch.
 
     Args:
-      values: Variables of the model, those of the layers not needed.
-      batch: Rows.
+      values: Variables of the model; those of the layers are not needed.
+      batch: Arrays of the batch.
       rngs: Random keys by stream.
 
     Raises:
-      ValueError: The model does not call its stack once.
+      ValueError: The loss function does not call the stack once.
     """
-    found: list[Given] = []
-    begun = _with_stack(self.model, _Begin(found.append))
-    self.loss_fn_of(begun)(values, dict(batch), dict(rngs))
-    if len(found) != 1:
+    calls: list[StackCall] = []
+    model = self._replace_stack(_CaptureCall(calls.append))
+    self.loss_fn_of(model)(values, dict(batch), dict(rngs))
+    if len(calls) != 1:
       raise ValueError(
-        f"{type(self.model).__name__} called its {FIELD} {len(found)} times in"
-        " one loss; with a schedule it must be once."
+        f"{type(self.model).__name__} called its {FIELD} {len(calls)} times in"
+        " one loss; a schedule needs exactly one call."
       )
-    return found[0]
+    return calls[0]
 
-  def result(
+  def loss(
     self,
     values: _Tree,
     message: Message,
     batch: Mapping[str, Any],
     rngs: Mapping[str, Any],
   ) -> tuple[jax.Array, loss_function.Metrics]:
-    """Returns the sum of the loss and all metrics of a microbatch."""
-    ended = _with_stack(self.model, _End(lambda: message))
-    found = self.loss_fn_of(ended)(values, dict(batch), dict(rngs))
+    """Returns the summed loss and all metrics of a microbatch."""
+    model = self._replace_stack(_ReplaceOutput(lambda: message))
+    found = self.loss_fn_of(model)(values, dict(batch), dict(rngs))
     metrics = loss_function.measure(
       found, metric_fns=self.metric_fns, batch=batch
     )
     return found.loss[0], metrics
 
+  def _replace_stack(self, module: nn.Module) -> nn.Module:
+    fields: dict[str, Any] = {FIELD: module}
+    return self.model.clone(**fields)
+
+
+class Inputs(NamedTuple):
+  """A microbatch without its activations.
+
+  Attributes:
+    batch: Its arrays of the batch.
+    args: Arguments of the stack's layers.
+    keys: Random keys by stream.
+    layer_keys: Random keys of each group of layers, [G,...] by stream.
+  """
+
+  batch: Mapping[str, jax.Array]
+  args: tuple[Any, ...]
+  keys: Mapping[str, jax.Array]
+  layer_keys: Mapping[str, jax.Array]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layers:
-  """Calls the groups of layers of one virtual stage.
+  """The groups of layers of one virtual stage, as a function.
 
   Attributes:
-    stack: Whose they are.
-    given: What the stack is called with; of it the shapes of `x` and of the
-      arguments are those of a whole batch.
-    schedule: With K virtual stages.
+    stack: The stack.
+    stack_call: Arguments of the stack for the whole batch.
+    schedule: A table with K virtual stages.
   """
 
   stack: spmd_pipeline.PipelinedStack
-  given: Given
+  stack_call: StackCall
   schedule: table.Table
 
   @property
   def groups_per_stage(self) -> int:
-    """Groups of a virtual stage; the last ones may not be used."""
+    """Groups of a virtual stage; the last ones may be unused."""
     return -(-self.stack.num_groups() // self.schedule.num_virtual_stages)
 
   @property
   def padding(self) -> int:
-    """Groups of virtual stages that are none of the stack's."""
+    """Unused groups of all virtual stages."""
     groups = self.schedule.num_virtual_stages * self.groups_per_stage
     return groups - self.stack.num_groups()
 
-  def one_group(self, variables: _Tree, x: _Tree, inputs: "Inputs") -> _Tree:
+  def sow_one_group(self, variables: _Tree, x: _Tree, inputs: Inputs) -> _Tree:
     """Returns what one group of layers sows.
 
     Args:
-      variables: Of one piece.
-      x: Rows of a microbatch.
-      inputs: Of a microbatch.
+      variables: Variables of one virtual stage.
+      x: Input of a microbatch.
+      inputs: The microbatch.
     """
     groups, common = variables
     one, keys = jax.tree.map(lambda x: x[0], (groups, inputs.layer_keys))
     return self._group(one, common, keys, jnp.int32(0), x, inputs.args)[1]
 
-  def stacked(self, made: _Tree) -> _Tree:
-    """Returns the shapes of what the layers of all pieces sow.
+  def stack_shapes(self, made: _Tree) -> _Tree:
+    """Returns the shapes of what all groups sow.
 
     Args:
-      made: Shapes of what one group does.
+      made: Shapes of what one group sows.
 
     Raises:
-      ValueError: A layer sows something that has no gradient.
+      ValueError: A layer sows an array that has no gradient.
     """
 
     def stack(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
@@ -240,40 +248,36 @@ class Layers:
     variables: _Tree,
     message: Message,
     virtual_stage: jax.Array,
-    inputs: "Inputs",
+    inputs: Inputs,
   ) -> Message:
-    """Returns what one piece makes.
+    """Returns the output of one virtual stage.
 
     Args:
-      variables: Of its groups, [groups,...], and the parameters of shared
-        modules.
-      message: What comes in.
-      virtual_stage: The number of the piece.
-      inputs: Of the microbatch.
+      variables: Variables of its groups, [groups_per_stage,...], and parameters
+        of shared modules.
+      message: Its input.
+      virtual_stage: Index of the virtual stage.
+      inputs: The microbatch.
     """
     groups, common = variables
-    first = virtual_stage * self.groups_per_stage
-    numbers = first + jnp.arange(self.groups_per_stage, dtype=jnp.int32)
+    size = self.groups_per_stage
+    first = virtual_stage * size
+    numbers = first + jnp.arange(size, dtype=jnp.int32)
     keys = jax.tree.map(
-      lambda leaf: jax.lax.dynamic_slice_in_dim(
-        leaf, first, self.groups_per_stage
-      ),
+      lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, first, size),
       inputs.layer_keys,
     )
 
     def group(x: _Tree, given: Any) -> tuple[_Tree, _Tree]:
       own, keys, number = given
-      return self._live(own, common, keys, number, x, inputs.args)
+      return self._live_group(own, common, keys, number, x, inputs.args)
 
-    xs = (groups, keys, numbers)
-    if not self.stack.scan:
-      x, each = message.x, []
-      for i in range(self.groups_per_stage):
-        x, one = group(x, jax.tree.map(lambda leaf, i=i: leaf[i], xs))
-        each.append(one)
-      made = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
-    else:
-      x, made = jax.lax.scan(group, message.x, xs)
+    x, made = jax.lax.scan(
+      group,
+      message.x,
+      (groups, keys, numbers),
+      unroll=1 if self.stack.scan else size,
+    )
     sown = jax.tree.map(
       lambda whole, new: jax.lax.dynamic_update_slice_in_dim(
         whole, new, first, axis=0
@@ -283,7 +287,7 @@ class Layers:
     )
     return Message(x, sown)
 
-  def _live(
+  def _live_group(
     self,
     group: _Tree,
     common: _Tree,
@@ -292,11 +296,11 @@ class Layers:
     x: _Tree,
     args: Sequence[Any],
   ) -> tuple[_Tree, _Tree]:
-    """Calls a group, or hands on `x` where there is none of that number."""
+    """Calls a group; returns `x` if the group is unused."""
     if not self.padding:
       return self._group(group, common, keys, number, x, args)
     live = number < self.stack.num_groups()
-    used = live_gradients.only_if(live, (group, common, x))
+    used = layer_calls.mask_gradient(live, (group, common, x))
     y, made = self._group(used[0], used[1], keys, number, used[2], args)
     y = jax.tree.map(lambda new, old: jnp.where(live, new, old), y, x)
     made = jax.tree.map(
@@ -316,48 +320,23 @@ class Layers:
     stack = self.stack
     call = layer_calls.GroupCall(
       tuple(stack.blocks),
-      stack.layer_call(dict(self.given.static)),
+      stack.layer_call(dict(self.stack_call.static)),
       (FIELD,),
-      self.given.mutable,
+      self.stack_call.mutable,
     )
     start = number * len(stack.blocks) if stack.pass_layer_index else None
-    with placement.inside_a_stage(), placement.with_whole_tables():
+    with (
+      stage_sharding.inside_stage(),
+      stage_sharding.with_replicated_vocab(),
+    ):
       y, made = call(group, common, keys, start, x, args)
     return y, dict(made)
 
 
-class Inputs(NamedTuple):
-  """What a microbatch is, beside its activations.
+def merge_rules(by_rule: Mapping[str, _Tree]) -> dict[str, _Tree]:
+  """Returns variables by collection, of the entries `SUMMED` and `MAXIMA`.
 
-  Attributes:
-    batch: Its rows.
-    args: What the stack's layers are given.
-    keys: Random keys by stream.
-    layer_keys: Those of each group of layers, [G,...] by stream.
-  """
-
-  batch: Mapping[str, jax.Array]
-  args: tuple[Any, ...]
-  keys: Mapping[str, jax.Array]
-  layer_keys: Mapping[str, jax.Array]
-
-
-def _whole(by_rule: Mapping[str, _Tree], paths: Collection[_Path]) -> _Tree:
-  """Returns variables, of which no mesh axis splits some."""
-
-  def one(path: _Path, x: jax.Array) -> jax.Array:
-    return placement.whole(x) if path[1:] in paths else x
-
-  flat: Any = traverse_util.flatten_dict(dict(by_rule))
-  return traverse_util.unflatten_dict(
-    {path: one(path, x) for path, x in flat.items()}
-  )
-
-
-def merged(by_rule: Mapping[str, _Tree]) -> dict[str, _Tree]:
-  """Returns variables by collection, of entries `SUMMED` and `MAXIMA`.
-
-  What a stage has of layers has the names that it has below the stack.
+  Variables of layers get their paths below the stack.
 
   Args:
     by_rule: Nested dicts.
@@ -374,55 +353,64 @@ def merged(by_rule: Mapping[str, _Tree]) -> dict[str, _Tree]:
   )
 
 
-def functions_of(
-  cut: Cut,
+def make_functions(
+  split: SplitModel,
   *,
   layers: Layers,
-  inputs_of: Callable[[Mapping[str, jax.Array]], Inputs],
+  read_inputs: Callable[[Mapping[str, jax.Array]], Inputs],
   sown: _Tree,
   tables: Collection[_Path],
 ) -> model_functions.ModelFunctions:
   """Returns the functions that a schedule runs.
 
-  XLA's partitioner fails (a check in its program) on lookups of rows that one
-  mesh axis splits in a table that others split, where a further axis, `stage`,
-  is not its own. So whatever may look up is given tables whole: `first` and
-  `chunk`, not the head in `last`, where they are largest.
+  XLA's partitioner aborts on lookups in a table of which two mesh axes shard
+  different dimensions, where a further axis (`stage`) is manual. So tables are
+  replicated for `first` and `chunk`, which may look up; not for the head in
+  `last`, where they are largest.
 
   Args:
-    cut: The model.
-    layers: Of its stack.
-    inputs_of: Returns a microbatch of what the executor is given.
-    sown: Shapes of what layers sow, `Layers.stacked`.
-    tables: Paths of variables that have a vocabulary, as the executor is given
-      them.
+    split: The model.
+    layers: The layers of its stack.
+    read_inputs: Returns the microbatch of the executor's arrays.
+    sown: Shapes of what layers sow, `Layers.stack_shapes`.
+    tables: Paths of variables with a vocabulary axis.
   """
 
+  def replicate_tables(by_rule: Mapping[str, _Tree]) -> dict[str, _Tree]:
+    flat: Any = traverse_util.flatten_dict(dict(by_rule))
+    for path, x in flat.items():
+      if path[1:] in tables:
+        flat[path] = stage_sharding.replicate(x)
+    return merge_rules(traverse_util.unflatten_dict(flat))
+
   def first(outer: _Tree, context: model_functions.Context) -> Message:
-    inputs = inputs_of(context.inputs)
-    with placement.inside_a_stage(), placement.with_whole_tables():
-      values = merged(_whole(outer, tables))
-      given = cut.given(values, inputs.batch, inputs.keys)
+    inputs = read_inputs(context.inputs)
+    with (
+      stage_sharding.inside_stage(),
+      stage_sharding.with_replicated_vocab(),
+    ):
+      values = replicate_tables(outer)
+      call = split.capture_call(values, inputs.batch, inputs.keys)
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sown)
-    return Message(given.x, zeros)
+    return Message(call.x, zeros)
 
   def chunk(
     variables: _Tree, x: Message, context: model_functions.Context
   ) -> tuple[Message, jax.Array]:
-    own = merged(_whole(variables, tables))
+    own = replicate_tables(variables)
     common = own.pop(shared.COLLECTION, {})
-    inputs = inputs_of(context.inputs)
+    inputs = read_inputs(context.inputs)
     made = layers((own, common), Message(*x), context.virtual_stage, inputs)
-    # What layers add to the loss, `last` finds in what they have sown.
+    # `last` adds the auxiliary losses that layers have sown.
     return made, jnp.float32(0)
 
   def last(
     outer: _Tree, y: Message, context: model_functions.Context
   ) -> tuple[jax.Array, loss_function.Metrics]:
-    inputs = inputs_of(context.inputs)
+    inputs = read_inputs(context.inputs)
     groups = layers.stack.num_groups()
     message = Message(y.x, jax.tree.map(lambda leaf: leaf[:groups], y.sown))
-    with placement.inside_a_stage():
-      return cut.result(merged(outer), message, inputs.batch, inputs.keys)
+    with stage_sharding.inside_stage():
+      return split.loss(merge_rules(outer), message, inputs.batch, inputs.keys)
 
   return model_functions.ModelFunctions(first=first, chunk=chunk, last=last)

@@ -12,7 +12,7 @@ import numpy as np
 from paxon.layers import auxiliary_loss, shared, summaries
 from paxon.layers import testing as layers_testing
 from paxon.learners import gradients, loss_function, variable_groups
-from paxon.pipeline import stage_rules
+from paxon.pipeline import stage_sharding
 from paxon.pipeline import testing as pipeline_testing
 from paxon.pipeline.schedules import scheduled_stack
 from paxon.quantization import einsum, products
@@ -251,7 +251,7 @@ def scheduled(
   number = int(np.prod([int(part.split("=")[1]) for part in on.split(",")]))
   made = layout.Layout(
     mesh.make_mesh(mesh.MeshSpec.parse(on), devices=jax.devices()[:number]),
-    stage_rules.with_stages(
+    stage_sharding.with_stages(
       rules_lib.DEFAULT_RULES,
       num_stages=own.num_stages,
       num_groups=own.num_groups(),

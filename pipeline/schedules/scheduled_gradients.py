@@ -1,13 +1,12 @@
-"""Gradients of a linen model's batch by an explicit schedule.
+"""Gradients of a linen model by an explicit schedule.
 
-What a learner that accumulates over microbatches computes
-(`learners.gradients`), by stages: the same sums of losses, gradients and
-metrics, divided once by the weight of all, and the same values of variables
-that are overwritten with their gradient.
+The result is that of a learner that accumulates over microbatches
+(`learners.gradients`): the same sums of losses, gradients and metrics, divided
+once by the total weight, and the same values of variables that are overwritten
+with their gradient.
 
-Only the mesh axis `stage` is the schedule's. Rows and weights may be split over
-all others, as the layout says; what layers compute is then that of all rows of
-a microbatch, whatever they do with them.
+Only the mesh axis `stage` is manual. Batch and weights may be sharded over all
+other axes by the layout; layers then compute on whole microbatches.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 
 from paxon.layers import shared
 from paxon.learners import gradients, loss_function, metrics, variable_groups
-from paxon.pipeline import placement
+from paxon.pipeline import stage_sharding
 from paxon.pipeline.schedules import (
   executor,
   linen_functions,
@@ -49,21 +48,21 @@ def make_gradient_fn(
   """Returns `(variables, batch, rngs) -> Gradients`, as a learner has it.
 
   Args:
-    model: With a `scheduled_stack.ScheduledStack` as its field `stack`, which
+    model: Has a `scheduled_stack.ScheduledStack` as its field `stack`, which
       its loss function calls once. The weight of its loss must not depend on
       variables.
     loss_fn_of: Returns the loss function of a model like it.
     metric_fns: Evaluated on each microbatch and its outputs.
     specs: A `VariableSpec` for each variable.
-    table_for: Returns the schedule's table for a number of sequences.
-    residuals: What forward operations keep for backward ones.
+    table_for: Returns the schedule's table for a batch size.
+    residuals: What forward operations save for backward operations.
 
   Raises:
-    ValueError: A variable changes in a way that stages cannot combine.
+    ValueError: A variable changes in a way that a schedule cannot combine.
   """
   flat_specs = _flat(specs)
   _check_specs(flat_specs)
-  cut = linen_functions.Cut(
+  split = linen_functions.SplitModel(
     model=model, loss_fn_of=loss_fn_of, metric_fns=metric_fns
   )
 
@@ -75,29 +74,29 @@ def make_gradient_fn(
     groups = (variables.params, variables.overwritten, variables.constant)
     values = _flat(variable_groups.merge(*groups))
     outer = {path: x for path, x in values.items() if not _is_layers(path)}
-    rows = microbatch_inputs.rows_of(batch)
-    schedule = table_for(rows)
-    given = cut.given(_tree(outer), batch, rngs)
+    size = microbatch_inputs.batch_size(batch)
+    schedule = table_for(size)
+    call = split.capture_call(_tree(outer), batch, rngs)
     layers = linen_functions.Layers(
-      stack=cut.stack,
-      given=given,
+      stack=split.stack,
+      stack_call=call,
       schedule=schedule,
     )
     inputs = microbatch_inputs.make(
       batch,
       rngs,
-      args=given.args,
+      args=call.args,
       num_microbatches=schedule.num_microbatches,
-      num_groups=cut.stack.num_groups(),
+      num_groups=split.stack.num_groups(),
       padding=layers.padding,
     )
     chunks = _by_rule(_chunks(values, layers), flat_specs)
     functions = _functions(
-      cut,
+      split,
       layers,
       inputs,
       chunks,
-      rows=rows // schedule.num_microbatches,
+      size=size // schedule.num_microbatches,
       tables=[p for p, s in flat_specs.items() if axes.VOCAB in s.axes],
     )
     run = executor.make_gradient_fn(
@@ -105,7 +104,7 @@ def make_gradient_fn(
       schedule=schedule,
       maxima=(_MAXIMA,),
       residuals=residuals,
-      pin=_pinned_by(flat_specs),
+      pin=_make_pin(flat_specs),
     )
     found = run(chunks, _by_rule(outer, flat_specs), inputs.arrays)
     return _gradients(found, variables, layers)
@@ -118,37 +117,37 @@ def _check_specs(specs: _Flat) -> None:
     group = variable_groups.group_of(spec)
     if group is variable_groups.Group.REPLACED:
       raise ValueError(
-        f"{spec.name} is replaced by the forward pass, which a schedule does"
-        " not combine over microbatches; leave pipeline schedules away (a"
-        " PipelinedStack does it)."
+        f"{spec.name} is replaced by the forward pass, which a schedule cannot"
+        " combine over microbatches; use a PipelinedStack (unset"
+        " pipeline_schedule)."
       )
     is_maximum = spec.combine is variables_lib.CombineRule.MAX
     if group is variable_groups.Group.OVERWRITTEN and not is_maximum:
       raise ValueError(
         f"{spec.name} is overwritten with its gradient and combined by"
-        f" {spec.combine.name} over microbatches; a schedule combines by MAX"
-        " only."
+        f" {spec.combine.name} over microbatches; a schedule supports only"
+        " MAX."
       )
     if not jnp.issubdtype(spec.dtype, jnp.floating):
       raise ValueError(
-        f"{spec.name} has the dtype {jnp.dtype(spec.dtype).name}; with a"
-        " schedule variables must be floats, which have gradients."
+        f"{spec.name} has dtype {jnp.dtype(spec.dtype).name}; with a schedule"
+        " all variables must be floats, which have gradients."
       )
 
 
-def _pinned_by(specs: _Flat) -> Callable[[Any], Any]:
-  """Returns a function that shards gradients as the variables are stored."""
+def _make_pin(specs: _Flat) -> Callable[[Any], Any]:
+  """Returns a function that shards gradients like their variables."""
 
   def one(path: _Path, x: jax.Array) -> jax.Array:
     names = specs[path].axes
     if _is_layers(path):
       names = names[1:]
-    # Before these are chunks of a stage, and layers of a chunk.
+    # Preceded by chunks of a stage and layers of a chunk.
     before = (None,) * (x.ndim - len(names))
     return logical.constrain(x, (*before, *names))
 
   def pin(by_rule: dict[str, Any]) -> dict[str, Any]:
-    with placement.inside_a_stage():
+    with stage_sharding.inside_stage():
       return {
         rule: _tree({path: one(path, x) for path, x in _flat(tree).items()})
         for rule, tree in by_rule.items()
@@ -158,15 +157,15 @@ def _pinned_by(specs: _Flat) -> Callable[[Any], Any]:
 
 
 def _functions(
-  cut: linen_functions.Cut,
+  split: linen_functions.SplitModel,
   layers: linen_functions.Layers,
   inputs: microbatch_inputs.MicrobatchInputs,
   chunks: Any,
   *,
-  rows: int,
+  size: int,
   tables: Collection[_Path],
 ) -> model_functions.ModelFunctions:
-  """Returns the model's functions, whose messages have known shapes."""
+  """Returns the model's functions."""
 
   def first_of(tree: Any) -> Any:
     return jax.tree.map(
@@ -174,36 +173,36 @@ def _functions(
     )
 
   def sown(chunk: Any, x: Any, arrays: Any) -> Any:
-    own = linen_functions.merged(chunk)
+    own = linen_functions.merge_rules(chunk)
     common = own.pop(shared.COLLECTION, {})
-    return layers.one_group((own, common), x, inputs.of(arrays))
+    return layers.sow_one_group((own, common), x, inputs.read(arrays))
 
   x = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype),
-    layers.given.x,
+    lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype),
+    layers.stack_call.x,
   )
   made = jax.eval_shape(sown, first_of(chunks), x, first_of(inputs.arrays))
-  return linen_functions.functions_of(
-    cut,
+  return linen_functions.make_functions(
+    split,
     layers=layers,
-    inputs_of=inputs.of,
-    sown=layers.stacked(made),
+    read_inputs=inputs.read,
+    sown=layers.stack_shapes(made),
     tables=tables,
   )
 
 
 def _chunks(values: _Flat, layers: linen_functions.Layers) -> _Flat:
-  """Returns what virtual stages have, arrays [K,...], by path.
+  """Returns the variables of virtual stages, arrays [K,...], by path.
 
-  Layers lose the name of the stack. Shared parameters are copied, so that their
-  gradients are added up once, after the loop.
+  Shared parameters are copied, so that their gradients are added once, after
+  the loop.
   """
   schedule = layers.schedule
   found = {}
   for path, x in values.items():
     if _is_layers(path):
       if layers.padding:
-        # Values that layers can compute with, unlike zeros.
+        # Not zeros, whose gradients may be NaN.
         last = jnp.broadcast_to(x[-1:], (layers.padding, *x.shape[1:]))
         x = jnp.concatenate([x, last])
       found[path] = model_functions.split_layers(
@@ -221,7 +220,7 @@ def _gradients(
   variables: gradients.Variables,
   layers: linen_functions.Layers,
 ) -> gradients.Gradients:
-  """Returns what a learner expects, of sums over microbatches."""
+  """Returns sums over microbatches as a learner expects them."""
   by_rule = {}
   for rule in (_SUMMED, _MAXIMA):
     total = _flat(found.outer[rule])
@@ -251,7 +250,7 @@ def _gradients(
 
 
 def _by_rule(values: _Flat, specs: _Flat) -> dict[str, Any]:
-  """Returns variables by how their gradients are combined."""
+  """Groups variables by how their gradients are combined."""
   rules: dict[str, _Flat] = {_SUMMED: {}, _MAXIMA: {}}
   for path, x in values.items():
     group = variable_groups.group_of(specs[path])

@@ -149,7 +149,7 @@ def test_rejects_stacks_that_do_not_fit(fields, message):
     scheduled_stack.ScheduledStack(blocks, **given)
 
 
-def test_refuses_variables_that_microbatches_cannot_combine():
+def test_rejects_variables_that_microbatches_cannot_combine():
   def spec(**fields):
     made = variables.VariableSpec(
       name="statistics/mean",
@@ -173,7 +173,7 @@ def test_refuses_variables_that_microbatches_cannot_combine():
       linen_testing.gradient_fn(linen_testing.model_of(own), spec(**fields))
 
 
-def test_refuses_arguments_with_gradients():
+def test_rejects_arguments_with_gradients():
   class Wrong(linen_testing.Model):
     @nn.compact
     def loss(self, batch, *, deterministic=False):
@@ -191,7 +191,7 @@ def test_refuses_arguments_with_gradients():
   run = own.make_gradient_fn(
     Wrong(own), loss_fn_of=linen_testing.loss_fn, metric_fns=(), specs=specs
   )
-  with pytest.raises(ValueError, match=r"args/0 of dtype float32: with a sche"):
+  with pytest.raises(ValueError, match=r"args/0 of dtype float32; with a sche"):
     jax.eval_shape(
       linen_testing.of_values(run, specs), values, linen_testing.batch(), {}
     )

@@ -12,7 +12,8 @@ import re
 from flax import linen as nn
 
 from paxon.learners import gradients, metrics, variable_groups
-from paxon.pipeline import microbatch_rows, placement, spmd_pipeline
+from paxon.pipeline import spmd_pipeline, stage_sharding
+from paxon.pipeline import stages as stages_lib
 from paxon.pipeline.schedules import (
   generators,
   linen_functions,
@@ -61,15 +62,15 @@ class ScheduledStack(spmd_pipeline.PipelinedStack):
       ValueError: The batch does not divide into the microbatches, or the mesh
         or the schedule does not support the numbers.
     """
-    placement.check_mesh(self.num_stages)
-    number = microbatch_rows.number(
+    stage_sharding.check_mesh(self.num_stages)
+    number = stages_lib.count_microbatches(
       batch,
       num_microbatches=self.num_microbatches,
       microbatch_size=self.microbatch_size,
-      shards=placement.row_shards(),
+      shards=stage_sharding.count_microbatch_shards(),
       shrink=False,
     )
-    self._check_rows(batch, number)
+    self._check_size(batch, number)
     return self._make_table(number)
 
   def make_gradient_fn(

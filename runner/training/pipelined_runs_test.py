@@ -17,7 +17,7 @@ import pytest
 
 from paxon.layers import testing as layers_testing
 from paxon.layers.models import testing as models_testing
-from paxon.pipeline import spmd_pipeline, stage_rules
+from paxon.pipeline import spmd_pipeline, stage_sharding
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer
 from paxon.runner.monitoring import metrics_file
@@ -175,7 +175,7 @@ def _communication(*, num_layers=2, **fields):
   sizes = {"stage": 2, "data": 2, "tensor": 2}
   made = layout.Layout(
     mesh.make_mesh(mesh.MeshSpec(ici=sizes)),
-    stage_rules.with_stages(
+    stage_sharding.with_stages(
       rules_lib.DEFAULT_RULES,
       num_stages=2,
       num_groups=num_layers,

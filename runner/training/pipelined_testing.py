@@ -2,7 +2,7 @@
 
 import fiddle as fdl
 
-from paxon.pipeline import spmd_pipeline, stage_rules
+from paxon.pipeline import spmd_pipeline, stage_sharding
 from paxon.pipeline.schedules import generators, lowering, scheduled_stack
 from paxon.runner import job as job_lib
 from paxon.runner.training import testing
@@ -46,6 +46,6 @@ class PipelinedLm(testing.TinyLm):
     rules = super().sharding_rules()
     if self.num_stages is None:
       return rules
-    return stage_rules.with_stages(
+    return stage_sharding.with_stages(
       rules, num_stages=self.num_stages, num_groups=self.num_layers
     )

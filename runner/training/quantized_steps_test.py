@@ -18,7 +18,7 @@ from paxon.learners import (
   train_state,
   train_step,
 )
-from paxon.pipeline import spmd_pipeline, stage_rules
+from paxon.pipeline import spmd_pipeline, stage_sharding
 from paxon.quantization import einsum, number_formats
 from paxon.quantization import recipe as recipe_lib
 from paxon.sharding import initialization, layout, mesh, variables
@@ -130,7 +130,7 @@ _LAYOUTS = {
   "data": ("data=2", rules_lib.DEFAULT_RULES),
   "pipeline": (
     "stage=2",
-    stage_rules.with_stages(
+    stage_sharding.with_stages(
       rules_lib.DEFAULT_RULES, num_stages=2, num_groups=LAYERS
     ),
   ),

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import fiddle as fdl
 
-from paxon.pipeline import spmd_pipeline, stage_rules
+from paxon.pipeline import spmd_pipeline, stage_sharding
 from paxon.pipeline.schedules import generators, lowering, scheduled_stack
 from paxon.runner import experiment, user_error
 from paxon.sharding import rules as rules_lib
@@ -154,7 +154,7 @@ class Pipelining(experiment.Experiment):
     rules = super().sharding_rules()
     if self.num_stages is None:
       return rules
-    return stage_rules.with_stages(
+    return stage_sharding.with_stages(
       rules,
       num_stages=self.num_stages,
       num_groups=self.num_layers,
