@@ -9,7 +9,7 @@ from paxon.tasks.lm import lm_data, masked_lm, transformer_lm_spmd
 
 
 class BertAdamL4H128(lm_data.Text, masked_lm.MaskedTransformerLm):
-  """5 M parameters, whole on each device: Pax's pmap, 8 rows a device."""
+  """5 M parameters, whole on each device: Pax's pmap, 8 sequences per device."""
 
   learning_rate = 1e-3
   dtype = "bfloat16"
@@ -22,7 +22,7 @@ class BertAdamL4H128(lm_data.Text, masked_lm.MaskedTransformerLm):
 
 
 class BertSpmdL4H128(lm_data.Text, masked_lm.AdafactorMaskedLm):
-  """5 M parameters on 8 chips, 4 rows each."""
+  """5 M parameters on 8 chips, 4 sequences per chip."""
 
   dtype = "bfloat16"
   num_layers = 4
@@ -33,7 +33,7 @@ class BertSpmdL4H128(lm_data.Text, masked_lm.AdafactorMaskedLm):
 
 
 class BertSpmdL33H12kBiggerBatch(lm_data.Text, masked_lm.AdafactorMaskedLm):
-  """100 B parameters on 512 chips, 4 rows each."""
+  """100 B parameters on 512 chips, 4 sequences per chip."""
 
   dtype = "bfloat16"
   weight_decay = 1e-2
@@ -48,7 +48,7 @@ class BertSpmdL33H12kBiggerBatch(lm_data.Text, masked_lm.AdafactorMaskedLm):
 
 
 class BertSpmdL33H12kBiggerBatch8x8x16(BertSpmdL33H12kBiggerBatch):
-  """100 B parameters on 1,024 chips, 4 rows each."""
+  """100 B parameters on 1,024 chips, 4 sequences per chip."""
 
   checkpoint_every_steps = 500
   global_batch_size = 4096
@@ -56,7 +56,7 @@ class BertSpmdL33H12kBiggerBatch8x8x16(BertSpmdL33H12kBiggerBatch):
 
 
 class BertSpmdL66H12kBiggerBatch8x8x16(BertSpmdL33H12kBiggerBatch8x8x16):
-  """200 B parameters on 1,024 chips, 4 rows each."""
+  """200 B parameters on 1,024 chips, 4 sequences per chip."""
 
   remat_policy = transformer_lm_spmd.SAVE_ATTENTION
   checkpoint_every_steps = 200
@@ -64,7 +64,7 @@ class BertSpmdL66H12kBiggerBatch8x8x16(BertSpmdL33H12kBiggerBatch8x8x16):
 
 
 class BertSpmdL66H12kBiggerBatch8x8x8(BertSpmdL66H12kBiggerBatch8x8x16):
-  """200 B parameters on 512 chips, one row each."""
+  """200 B parameters on 512 chips, one sequence per chip."""
 
   global_batch_size = 512
   mesh = "fsdp=64,tensor=8"

@@ -28,7 +28,7 @@ from paxon.tasks.lm import (
 
 
 class LmCloudSpmdAdam(lm_data.Synthetic, transformer_lm_spmd.TransformerLmSpmd):
-  """0.2 B parameters in float32 on 8 chips, 16 rows each, synthetic tokens."""
+  """0.2 B parameters in float32 on 8 chips, 16 sequences per chip, synthetic tokens."""
 
   learning_rate = 1e-3
   dtype = "float32"
@@ -46,7 +46,7 @@ class LmCloudSpmdAdamLimitSteps(LmCloudSpmdAdam):
 
 
 class C4SpmdAdam(seqio_datasets.C4, transformer_lm_spmd.TransformerLmSpmd):
-  """1.3 B parameters in float32 on 8 chips, one row each: Pax's base."""
+  """1.3 B parameters in float32 on 8 chips, one sequence per chip: Pax's base."""
 
   learning_rate = 1e-3
   dtype = "float32"
@@ -62,7 +62,7 @@ class C4SpmdAdam(seqio_datasets.C4, transformer_lm_spmd.TransformerLmSpmd):
 
 
 class C4Spmd1BAdam4Replicas(C4SpmdAdam):
-  """1.1 B parameters on 4 chips of TPU v4, 32 rows each."""
+  """1.1 B parameters on 4 chips of TPU v4, 32 sequences per chip."""
 
   dtype = "bfloat16"
   remat_policy = remat.save_nothing
@@ -82,14 +82,14 @@ class C4Spmd1BAdam4ReplicasLimitSteps(C4Spmd1BAdam4Replicas):
 
 
 class C4Spmd2BAdam4Replicas(C4Spmd1BAdam4Replicas):
-  """2.1 B parameters on 4 chips of TPU v4, 32 rows each."""
+  """2.1 B parameters on 4 chips of TPU v4, 32 sequences per chip."""
 
   num_layers = 18
   embed_dim = 3072
 
 
 class C4Spmd16BAdam32Replicas(C4Spmd1BAdam4Replicas):
-  """16.5 B parameters on 32 chips of TPU v4, 16 rows each."""
+  """16.5 B parameters on 32 chips of TPU v4, 16 sequences per chip."""
 
   num_layers = 36
   embed_dim = 6144
@@ -98,7 +98,7 @@ class C4Spmd16BAdam32Replicas(C4Spmd1BAdam4Replicas):
 
 
 class C4Spmd32BAdam64Replicas(C4Spmd1BAdam4Replicas):
-  """32.5 B parameters on 64 chips of TPU v4, 8 rows each."""
+  """32.5 B parameters on 64 chips of TPU v4, 8 sequences per chip."""
 
   num_layers = 40
   embed_dim = 8192
@@ -118,7 +118,7 @@ class C4SpmdGpt3AdamOrgHP(seqio_datasets.C4, gpt3.Gpt3):
 
 
 class C4SpmdGpt3AdamOrgHPBS1p5k1536Replicas(C4SpmdGpt3AdamOrgHP):
-  """GPT-3 of 175 B parameters in float32 on 1,536 chips, one row each.
+  """GPT-3 of 175 B parameters in float32 on 1,536 chips, one sequence per chip.
 
   51,456 rows of the table divide by 24 chips; Pax's 51,200 were padded.
   """
@@ -131,7 +131,7 @@ class C4SpmdGpt3AdamOrgHPBS1p5k1536Replicas(C4SpmdGpt3AdamOrgHP):
 
 
 class C4SpmdGpt3L16AdamOrgHP(C4SpmdGpt3AdamOrgHP):
-  """16 layers of GPT-3, 29.6 B parameters, on 64 chips, 3 rows each."""
+  """16 layers of GPT-3, 29.6 B parameters, on 64 chips, 3 sequences per chip."""
 
   dtype = "bfloat16"
   num_layers = 16
@@ -157,7 +157,7 @@ class C4SpmdPipelineGpt3AdamOrgHP(C4SpmdGpt3AdamOrgHP):
 
 
 class C4SpmdPipelineGpt3AdamOrgHPBS1p5k768Replicas(C4SpmdPipelineGpt3AdamOrgHP):
-  """GPT-3 in float32 on 768 chips: 8 stages of 96, 2 rows a chip.
+  """GPT-3 in float32 on 768 chips: 8 stages of 96, 2 sequences per chip.
 
   Pax meant microbatches of 8 rows, 192 of them, but set `MICROBATCH_SIAZE`,
   which nothing read, and trained with 2; here they have 8. 51,456 rows of the
@@ -190,7 +190,7 @@ class C4SpmdPipelineGpt3AdamMLPerfHP(seqio_datasets.C4, gpt3.MlPerfGpt3):
 class C4SpmdPipelineGpt3AdamMLPerfHPBS1p5k768Replicas(
   C4SpmdPipelineGpt3AdamMLPerfHP
 ):
-  """MLPerf's GPT-3 on 768 chips: 8 stages of 96, 2 rows a chip.
+  """MLPerf's GPT-3 on 768 chips: 8 stages of 96, 2 sequences per chip.
 
   51,456 rows of the table divide by 12 chips; Pax's 51,200 were padded.
   """
@@ -207,7 +207,7 @@ class C4SpmdPipelineGpt3AdamMLPerfHPBS1p5k768Replicas(
 class C4SpmdPipelineGpt3AdamMLPerfHPBS2k512Replicas(
   C4SpmdPipelineGpt3AdamMLPerfHP
 ):
-  """MLPerf's GPT-3 on 512 chips: 8 stages of 64, 4 rows a chip."""
+  """MLPerf's GPT-3 on 512 chips: 8 stages of 64, 4 sequences per chip."""
 
   checkpoint_every_steps = 24
   eval_every_steps = 12
@@ -221,7 +221,7 @@ class C4SpmdPipelineGpt3AdamMLPerfHPBS2k512Replicas(
 class C4SpmdPipelineGpt3AdamMLPerfHPBS3k768Replicas(
   C4SpmdPipelineGpt3AdamMLPerfHP
 ):
-  """MLPerf's GPT-3 on 768 chips: 4 stages of 192, 4 rows a chip.
+  """MLPerf's GPT-3 on 768 chips: 4 stages of 192, 4 sequences per chip.
 
   51,456 rows of the table divide by 12 chips; Pax's 51,200 were padded.
   """
@@ -239,7 +239,7 @@ class C4SpmdPipelineGpt3AdamMLPerfHPBS3k768Replicas(
 class C4SpmdPipelineGpt3AdamMLPerfHPBS4k1024Replicas(
   C4SpmdPipelineGpt3AdamMLPerfHP
 ):
-  """MLPerf's GPT-3 on 1,024 chips: 8 stages of 128, 4 rows a chip."""
+  """MLPerf's GPT-3 on 1,024 chips: 8 stages of 128, 4 sequences per chip."""
 
   checkpoint_every_steps = 12
   eval_every_steps = 6
@@ -253,7 +253,7 @@ class C4SpmdPipelineGpt3AdamMLPerfHPBS4k1024Replicas(
 class C4SpmdPipelineGpt3AdamMLPerfHPBS8k1024Replicas(
   C4SpmdPipelineGpt3AdamMLPerfHP
 ):
-  """MLPerf's GPT-3 on 1,024 chips: 4 stages of 256, 8 rows a chip."""
+  """MLPerf's GPT-3 on 1,024 chips: 4 stages of 256, 8 sequences per chip."""
 
   checkpoint_every_steps = 6
   eval_every_steps = 3
@@ -265,7 +265,7 @@ class C4SpmdPipelineGpt3AdamMLPerfHPBS8k1024Replicas(
 
 
 class C4SpmdPipelineGpt3SmallAdam8Replicas(C4SpmdPipelineGpt3AdamOrgHP):
-  """2.9 B parameters on 8 chips: two stages of 4, 64 rows a chip."""
+  """2.9 B parameters on 8 chips: two stages of 4, 64 sequences per chip."""
 
   dtype = "bfloat16"
   num_layers = 24
@@ -282,7 +282,7 @@ class C4SpmdPipelineGpt3SmallAdam8Replicas(C4SpmdPipelineGpt3AdamOrgHP):
 class C4SpmdPipelineGpt3SmallAdam64Replicas(
   C4SpmdPipelineGpt3SmallAdam8Replicas
 ):
-  """2.9 B parameters on 64 chips: two stages of 32, 8 rows a chip.
+  """2.9 B parameters on 64 chips: two stages of 32, 8 sequences per chip.
 
   Pax's README launches it, but Pax does not define it: this is the experiment
   for 8 chips with its 512 rows, each stage split over 32 chips instead of 4.

@@ -10,7 +10,7 @@ from paxon.tasks.lm.params import c4
 
 
 class C4Spmd22BAdamMaxText(c4.C4Spmd1BAdam4Replicas):
-  """21.9 B parameters on 8 chips, 16 rows each: MaxText's sizes."""
+  """21.9 B parameters on 8 chips, 16 sequences per chip: MaxText's sizes."""
 
   num_layers = 48
   embed_dim = 6144
@@ -21,21 +21,21 @@ class C4Spmd22BAdamMaxText(c4.C4Spmd1BAdam4Replicas):
 
 
 class C4Spmd22BAdam1xv4_128(C4Spmd22BAdamMaxText):  # noqa: N801
-  """21.9 B parameters on one slice v4-128 (64 chips), 16 rows each."""
+  """21.9 B parameters on one slice v4-128 (64 chips), 16 sequences per chip."""
 
   global_batch_size = 1024
   mesh = "fsdp=64"
 
 
 class C4Spmd22BAdam2xv4_128(C4Spmd22BAdam1xv4_128):  # noqa: N801
-  """21.9 B parameters on two slices v4-128, 16 rows a chip."""
+  """21.9 B parameters on two slices v4-128, 16 sequences per chip."""
 
   global_batch_size = 2048
   mesh = "fsdp=64,dcn.data=2"
 
 
 class C4Spmd22BAdam4xv4_128(C4Spmd22BAdam1xv4_128):  # noqa: N801
-  """21.9 B parameters on four slices v4-128, 16 rows a chip."""
+  """21.9 B parameters on four slices v4-128, 16 sequences per chip."""
 
   global_batch_size = 4096
   mesh = "fsdp=64,dcn.data=4"
@@ -60,7 +60,7 @@ class C4Spmd22BAdam4xv4_128LimitSteps(C4Spmd22BAdam4xv4_128):  # noqa: N801
 
 
 class C4Spmd22BAdam1xv4_384(C4Spmd22BAdamMaxText):  # noqa: N801
-  """24.8 B parameters on one slice v4-384 (192 chips), 10 rows each."""
+  """24.8 B parameters on one slice v4-384 (192 chips), 10 sequences per chip."""
 
   num_layers = 24
   embed_dim = 9216
@@ -70,14 +70,14 @@ class C4Spmd22BAdam1xv4_384(C4Spmd22BAdamMaxText):  # noqa: N801
 
 
 class C4Spmd22BAdam2xv4_384(C4Spmd22BAdam1xv4_384):  # noqa: N801
-  """24.8 B parameters on two slices v4-384, 10 rows a chip."""
+  """24.8 B parameters on two slices v4-384, 10 sequences per chip."""
 
   global_batch_size = 3840
   mesh = "fsdp=192,dcn.data=2"
 
 
 class C4Spmd22BAdam1xv4_8(C4Spmd22BAdamMaxText):  # noqa: N801
-  """0.9 B parameters on one slice v4-8 (4 chips), 16 rows each."""
+  """0.9 B parameters on one slice v4-8 (4 chips), 16 sequences per chip."""
 
   num_layers = 16
   embed_dim = 2048
@@ -86,14 +86,14 @@ class C4Spmd22BAdam1xv4_8(C4Spmd22BAdamMaxText):  # noqa: N801
 
 
 class C4Spmd22BAdam2xv4_8(C4Spmd22BAdam1xv4_8):  # noqa: N801
-  """0.9 B parameters on two slices v4-8, 16 rows a chip."""
+  """0.9 B parameters on two slices v4-8, 16 sequences per chip."""
 
   global_batch_size = 128
   mesh = "fsdp=4,dcn.data=2"
 
 
 class C4Spmd22BAdam4xv4_8(C4Spmd22BAdam1xv4_8):  # noqa: N801
-  """0.9 B parameters on four slices v4-8, 16 rows a chip."""
+  """0.9 B parameters on four slices v4-8, 16 sequences per chip."""
 
   global_batch_size = 256
   mesh = "fsdp=4,dcn.data=4"
@@ -131,7 +131,7 @@ class C4SpmdGpt3AdamDataParallel2x16x16(c4.C4SpmdGpt3AdamOrgHP):
 
 
 class C4Spmd32BAdam1xv5_256(C4Spmd22BAdamMaxText):  # noqa: N801
-  """32.5 B parameters on one slice of 128 chips, 2 rows of 2,048 each."""
+  """32.5 B parameters on one slice of 128 chips, 2 sequences of 2,048 per chip."""
 
   num_layers = 40
   embed_dim = 8192
@@ -141,7 +141,7 @@ class C4Spmd32BAdam1xv5_256(C4Spmd22BAdamMaxText):  # noqa: N801
 
 
 class C4Spmd32BAdam2xv5_256(C4Spmd32BAdam1xv5_256):  # noqa: N801
-  """32.5 B parameters on two slices of 128 chips, 2 rows a chip."""
+  """32.5 B parameters on two slices of 128 chips, 2 sequences per chip."""
 
   global_batch_size = 512
   mesh = "fsdp=128,dcn.data=2"

@@ -29,7 +29,7 @@ _normal = functools.partial(fdl.Config, nn.initializers.normal)
 
 
 class Gpt2Small124M(lm_data.Text, decoder.Decoder):
-  """GPT-2 of 124 M parameters: 9.8 G tokens on one GPU, 64 rows a step.
+  """GPT-2 of 124 M parameters: 9.8 G tokens on one GPU, 64 sequences per step.
 
   bazel run --config=cuda //runner:main -- \
       --exp=tasks.lm.params.gpt2.Gpt2Small124M \

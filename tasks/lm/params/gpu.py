@@ -19,7 +19,7 @@ from paxon.tasks.lm import gpt3, llama_lm, lm_data, needs
 
 
 class GPT126MBase(gpt3.Gpt3):
-  """The base of the GPTs: 124 M parameters on 64 GPUs, 4 rows each."""
+  """The base of the GPTs: 124 M parameters on 64 GPUs, 4 sequences per GPU."""
 
   num_train_steps = 600_000
   decay_steps = 500_000
@@ -38,7 +38,7 @@ class GPT126MBase(gpt3.Gpt3):
 
 
 class GPT5BBase(GPT126MBase):
-  """5.0 B parameters on 256 GPUs, 8 rows each."""
+  """5.0 B parameters on 256 GPUs, 8 sequences per GPU."""
 
   num_train_steps = 75_000
   decay_steps = 62_500
@@ -57,7 +57,7 @@ class GPT5BBase(GPT126MBase):
 
 
 class GPT175BBase(GPT126MBase):
-  """175 B parameters on 256 GPUs, 6 rows each."""
+  """175 B parameters on 256 GPUs, 6 sequences per GPU."""
 
   num_train_steps = 75_000
   decay_steps = 108_600
@@ -140,7 +140,7 @@ class BaseLLaMA(lm_data.Text, llama_lm.LlamaLm):
 
 
 class LLaMA7B(BaseLLaMA):
-  """6.7 B parameters on 8 GPUs, 16 rows each."""
+  """6.7 B parameters on 8 GPUs, 16 sequences per GPU."""
 
   mlp_dim = 11_008
   global_batch_size = 128
@@ -148,7 +148,7 @@ class LLaMA7B(BaseLLaMA):
 
 
 class LLaMA13B(LLaMA7B):
-  """13.0 B parameters on 8 GPUs, 8 rows each."""
+  """13.0 B parameters on 8 GPUs, 8 sequences per GPU."""
 
   num_layers = 40
   embed_dim = 5120
@@ -159,7 +159,7 @@ class LLaMA13B(LLaMA7B):
 
 
 class LLaMA70B(LLaMA7B):
-  """69 B parameters on 16 GPUs, 4 rows each; keys and values of 8 heads."""
+  """69 B parameters on 16 GPUs, 4 sequences per GPU; keys and values of 8 heads."""
 
   num_layers = 80
   embed_dim = 8192
@@ -192,7 +192,7 @@ class PileGLaM126M64E(Pile126M):
 
 
 class PileGLaM64B64E(PileGLaM126M64E):
-  """64 experts in every second of 64 layers, on 512 GPUs, 4 rows each."""
+  """64 experts in every second of 64 layers, on 512 GPUs, 4 sequences per GPU."""
 
   learning_rate = 2e-5
   warmup_steps = 398

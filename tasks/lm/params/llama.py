@@ -30,7 +30,7 @@ class _Llama(lm_data.Text, llama_lm.LlamaLm):
 
 
 class Llama2_7B(_Llama):  # noqa: N801
-  """Llama 2 of 6.7 B parameters on 8 GPUs, 2 rows of 4,096 tokens each.
+  """Llama 2 of 6.7 B parameters on 8 GPUs, 2 sequences of 4,096 tokens per GPU.
 
   Not run at its size here; what a step takes is in `docs/plans.md`.
   """
@@ -48,7 +48,7 @@ class Llama2_7B(_Llama):  # noqa: N801
 
 
 class Llama3_8B(_Llama):  # noqa: N801
-  """Llama 3 of 8.0 B parameters on 8 GPUs, one row of 8,192 tokens each.
+  """Llama 3 of 8.0 B parameters on 8 GPUs, one sequence of 8,192 tokens per GPU.
 
   Not run at its size here; what a step takes is in `docs/plans.md`.
   """

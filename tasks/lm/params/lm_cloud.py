@@ -90,7 +90,7 @@ class LmCloudSpmdTest(LmCloudSpmd):
 
 
 class LmCloudSpmd2B(LmCloudSpmd):
-  """2.1 B parameters on 4 chips of TPU v4, 8 rows each."""
+  """2.1 B parameters on 4 chips of TPU v4, 8 sequences per chip."""
 
   num_layers = 18
   embed_dim = 3072
@@ -105,7 +105,7 @@ class LmCloudSpmd2BLimitSteps(LmCloudSpmd2B):
 
 
 class LmCloudSpmd32B(LmCloudSpmd):
-  """32 B parameters on 64 chips of TPU v4, 8 rows each."""
+  """32 B parameters on 64 chips of TPU v4, 8 sequences per chip."""
 
   num_layers = 40
   embed_dim = 8192
@@ -115,7 +115,7 @@ class LmCloudSpmd32B(LmCloudSpmd):
 
 
 class LmCloudSpmd64B(LmCloudSpmd):
-  """65 B parameters on 128 chips of TPU v4, 4 rows each."""
+  """65 B parameters on 128 chips of TPU v4, 4 sequences per chip."""
 
   num_layers = 51
   embed_dim = 10_240
@@ -125,7 +125,7 @@ class LmCloudSpmd64B(LmCloudSpmd):
 
 
 class LmCloudSpmd128B(LmCloudSpmd):
-  """129 B parameters on 256 chips of TPU v4, 4 rows each."""
+  """129 B parameters on 256 chips of TPU v4, 4 sequences per chip."""
 
   num_layers = 71
   embed_dim = 12_288
@@ -134,7 +134,7 @@ class LmCloudSpmd128B(LmCloudSpmd):
 
 
 class LmCloudSpmd256B(LmCloudSpmd):
-  """258 B parameters on 512 chips of TPU v4, 4 rows each."""
+  """258 B parameters on 512 chips of TPU v4, 4 sequences per chip."""
 
   num_layers = 80
   embed_dim = 16_384
@@ -143,7 +143,7 @@ class LmCloudSpmd256B(LmCloudSpmd):
 
 
 class LmCloudSpmd512B(LmCloudSpmd):
-  """514 B parameters on 1,024 chips of TPU v4, 4 rows each."""
+  """514 B parameters on 1,024 chips of TPU v4, 4 sequences per chip."""
 
   num_layers = 102
   embed_dim = 20_480
@@ -152,7 +152,7 @@ class LmCloudSpmd512B(LmCloudSpmd):
 
 
 class LmCloudSpmd1024B(LmCloudSpmd):
-  """1,030 B parameters on 2,048 chips of TPU v4, 2 rows each."""
+  """1,030 B parameters on 2,048 chips of TPU v4, 2 sequences per chip."""
 
   num_layers = 142
   embed_dim = 24_576
@@ -161,7 +161,7 @@ class LmCloudSpmd1024B(LmCloudSpmd):
 
 
 class LmCloudSpmdMultislice2B(LmCloudSpmd2B):
-  """`LmCloudSpmd2B` on two slices of 4 chips, 16 rows a chip."""
+  """`LmCloudSpmd2B` on two slices of 4 chips, 16 sequences per chip."""
 
   global_batch_size = 128
   mesh = "fsdp=4,dcn.data=2"
@@ -180,7 +180,7 @@ class LmCloudSpmdPipeline9B(LmCloudSpmd):
 
 
 class LmCloudSpmdPipeline175B(LmCloudSpmd):
-  """174 B parameters: 8 stages, each a host of 16 GPUs, 96 rows in all."""
+  """174 B parameters: 8 stages, each a host of 16 GPUs, 96 sequences in total."""
 
   num_layers = 96
   embed_dim = 12_288

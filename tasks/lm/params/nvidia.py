@@ -29,7 +29,7 @@ from paxon.tasks.lm import lm_data, needs, transformer_lm_spmd
 
 
 class NVIDIA1_3B(lm_data.Synthetic, transformer_lm_spmd.TransformerLmSpmd):  # noqa: N801
-  """1.3 B parameters, whole on each of 16 GPUs, 4 rows each."""
+  """1.3 B parameters, whole on each of 16 GPUs, 4 sequences per GPU."""
 
   activation = nn.gelu
   init_stddev = 0.023
@@ -85,7 +85,7 @@ class _WithAdafactor(NVIDIA1_3B):
 
 
 class NVIDIA8_3B(NVIDIA1_3B):  # noqa: N801
-  """8.3 B parameters on 16 GPUs, 4 rows each."""
+  """8.3 B parameters on 16 GPUs, 4 sequences per GPU."""
 
   num_layers = 40
   embed_dim = 4096
@@ -93,7 +93,7 @@ class NVIDIA8_3B(NVIDIA1_3B):  # noqa: N801
 
 
 class NVIDIA10B(NVIDIA1_3B):
-  """10.3 B parameters on 16 GPUs, 4 rows over all."""
+  """10.3 B parameters on 16 GPUs, 4 sequences in total."""
 
   num_layers = 32
   embed_dim = 5120
@@ -103,7 +103,7 @@ class NVIDIA10B(NVIDIA1_3B):
 
 
 class NVIDIA5B(NVIDIA1_3B):
-  """5.0 B parameters on 16 GPUs: 4 stages of 4, one row a GPU."""
+  """5.0 B parameters on 16 GPUs: 4 stages of 4, one sequence per GPU."""
 
   embed_dim = 4096
   head_dim = 128
@@ -114,7 +114,7 @@ class NVIDIA5B(NVIDIA1_3B):
 
 
 class NVIDIA40BProxy(NVIDIA5B):
-  """12 layers of a model of 40 B on 16 GPUs: 2 stages of 8, 16 rows a GPU."""
+  """12 layers of a model of 40 B on 16 GPUs: 2 stages of 8, 16 sequences per GPU."""
 
   num_layers = 12
   embed_dim = 8192
@@ -125,14 +125,14 @@ class NVIDIA40BProxy(NVIDIA5B):
 
 
 class NVIDIA70BProxy(NVIDIA40BProxy):
-  """20 layers of a model of 70 B on 16 GPUs: 2 stages of 8, 8 rows a GPU."""
+  """20 layers of a model of 70 B on 16 GPUs: 2 stages of 8, 8 sequences per GPU."""
 
   num_layers = 20
   global_batch_size = 128
 
 
 class NVIDIA116BProxy(NVIDIA5B):
-  """16 layers of a model of 116 B on 16 GPUs: 4 stages of 4, 6 rows a GPU."""
+  """16 layers of a model of 116 B on 16 GPUs: 4 stages of 4, 6 sequences per GPU."""
 
   num_layers = 16
   embed_dim = 12_288
@@ -141,14 +141,14 @@ class NVIDIA116BProxy(NVIDIA5B):
 
 
 class NVIDIA175BProxy(NVIDIA116BProxy):
-  """24 layers of a model of 175 B on 16 GPUs: 4 stages of 4, 6 rows a GPU."""
+  """24 layers of a model of 175 B on 16 GPUs: 4 stages of 4, 6 sequences per GPU."""
 
   num_layers = 24
   pipeline_microbatch_size = 1
 
 
 class NVIDIA175B(_WithAdafactor, NVIDIA175BProxy):
-  """175 B parameters: 6 stages, each a host of 16 GPUs, 6 rows in all."""
+  """175 B parameters: 6 stages, each a host of 16 GPUs, 6 sequences in total."""
 
   num_layers = 96
   global_batch_size = 6
@@ -157,7 +157,7 @@ class NVIDIA175B(_WithAdafactor, NVIDIA175BProxy):
 
 
 class TestSmallConfig(NVIDIA40BProxy):
-  """3.4 B parameters on 16 GPUs: 2 stages of 8, 2 rows a GPU."""
+  """3.4 B parameters on 16 GPUs: 2 stages of 8, 2 sequences per GPU."""
 
   num_layers = 16
   embed_dim = 4096
@@ -166,7 +166,7 @@ class TestSmallConfig(NVIDIA40BProxy):
 
 
 class NVIDIA175B_FSDP(_WithAdafactor):  # noqa: N801
-  """175 B parameters on 128 GPUs, one row each."""
+  """175 B parameters on 128 GPUs, one sequence per GPU."""
 
   num_layers = 96
   embed_dim = 12_288
@@ -176,7 +176,7 @@ class NVIDIA175B_FSDP(_WithAdafactor):  # noqa: N801
 
 
 class Llama33BProxy(_WithAdafactor):
-  """25 B parameters of the widths of Llama 33 B on 16 GPUs, one row each.
+  """25 B parameters of the widths of Llama 33 B on 16 GPUs, one sequence per GPU.
 
   No Llama: as in Pax its layers are those of `NVIDIA1_3B`, without gates, which
   is why it has fewer parameters than its name says.
@@ -192,7 +192,7 @@ class Llama33BProxy(_WithAdafactor):
 
 
 class Llama2_7B(NVIDIA1_3B):  # noqa: N801
-  """Llama 2's layers, 6.7 B parameters, 100 steps on 16 GPUs, one row each.
+  """Llama 2's layers, 6.7 B parameters, 100 steps on 16 GPUs, one sequence per GPU.
 
   The head is tied to the table of 51,200 tokens, as in Pax;
   `params.llama.Llama2_7B` is the model of the paper.
@@ -253,7 +253,7 @@ class Llama2_7B(NVIDIA1_3B):  # noqa: N801
 
 
 class Llama2_13B(Llama2_7B):  # noqa: N801
-  """Llama 2's layers, 12.9 B parameters, on 16 GPUs, one row each."""
+  """Llama 2's layers, 12.9 B parameters, on 16 GPUs, one sequence per GPU."""
 
   num_layers = 40
   embed_dim = 5120
@@ -262,7 +262,7 @@ class Llama2_13B(Llama2_7B):  # noqa: N801
 
 
 class Llama2_70B(Llama2_7B):  # noqa: N801
-  """Llama 2's layers, 68.9 B parameters, on 64 GPUs, one row each."""
+  """Llama 2's layers, 68.9 B parameters, on 64 GPUs, one sequence per GPU."""
 
   num_layers = 80
   embed_dim = 8192
@@ -336,7 +336,7 @@ class GLaM64B64EProxy_EP(GLaM64B64EProxy):  # noqa: N801
 
 
 class Grok(MoELarge):
-  """Grok 1: 8 experts in each of 64 layers, on 256 GPUs, one row each."""
+  """Grok 1: 8 experts in each of 64 layers, on 256 GPUs, one sequence per GPU."""
 
   num_train_steps = 10
   remat_policy = remat.save_only(
@@ -354,7 +354,7 @@ class Grok(MoELarge):
 
 
 class Grok_Proxy(Grok):  # noqa: N801
-  """16 layers of Grok on 64 GPUs, one row each."""
+  """16 layers of Grok on 64 GPUs, one sequence per GPU."""
 
   num_layers = 16
   global_batch_size = 64
@@ -363,7 +363,7 @@ class Grok_Proxy(Grok):  # noqa: N801
 
 
 class Grok_Proxy_PP(Grok_Proxy):  # noqa: N801
-  """16 layers of Grok on 512 GPUs: 8 stages of 64, one row a GPU."""
+  """16 layers of Grok on 512 GPUs: 8 stages of 64, one sequence per GPU."""
 
   global_batch_size = 512
   mesh = "expert=8,dcn.stage=8,dcn.fsdp=8"
@@ -372,6 +372,6 @@ class Grok_Proxy_PP(Grok_Proxy):  # noqa: N801
 
 
 class Grok_PP(Grok_Proxy_PP):  # noqa: N801
-  """Grok 1 on 512 GPUs: 8 stages of 64, one row a GPU."""
+  """Grok 1 on 512 GPUs: 8 stages of 64, one sequence per GPU."""
 
   num_layers = 64

@@ -22,7 +22,7 @@ class _OptimalScaling(lm_cloud.LmCloudSpmd):
 
 
 class OptimalScaling2x2x1(_OptimalScaling):
-  """4.4 B parameters on 4 chips, 16 rows each."""
+  """4.4 B parameters on 4 chips, 16 sequences per chip."""
 
   num_layers = 28
   global_batch_size = 64
@@ -30,7 +30,7 @@ class OptimalScaling2x2x1(_OptimalScaling):
 
 
 class OptimalScaling2x2x2(_OptimalScaling):
-  """6.6 B parameters on 8 chips, 8 rows each."""
+  """6.6 B parameters on 8 chips, 8 sequences per chip."""
 
   num_layers = 32
   global_batch_size = 64
@@ -38,7 +38,7 @@ class OptimalScaling2x2x2(_OptimalScaling):
 
 
 class OptimalScaling2x2x4(_OptimalScaling):
-  """9.3 B parameters on 16 chips, 8 rows each."""
+  """9.3 B parameters on 16 chips, 8 sequences per chip."""
 
   num_layers = 36
   global_batch_size = 128
@@ -46,7 +46,7 @@ class OptimalScaling2x2x4(_OptimalScaling):
 
 
 class OptimalScaling2x4x4(_OptimalScaling):
-  """12.8 B parameters on 32 chips, 8 rows each."""
+  """12.8 B parameters on 32 chips, 8 sequences per chip."""
 
   num_layers = 40
   global_batch_size = 256
@@ -54,7 +54,7 @@ class OptimalScaling2x4x4(_OptimalScaling):
 
 
 class OptimalScaling4x4x4(_OptimalScaling):
-  """18.1 B parameters on 64 chips, 8 rows each."""
+  """18.1 B parameters on 64 chips, 8 sequences per chip."""
 
   num_layers = 45
   global_batch_size = 512
@@ -62,7 +62,7 @@ class OptimalScaling4x4x4(_OptimalScaling):
 
 
 class OptimalScaling4x4x8(_OptimalScaling):
-  """24.8 B parameters on 128 chips, 4 rows each."""
+  """24.8 B parameters on 128 chips, 4 sequences per chip."""
 
   num_layers = 50
   global_batch_size = 512
@@ -70,7 +70,7 @@ class OptimalScaling4x4x8(_OptimalScaling):
 
 
 class OptimalScaling4x8x8(_OptimalScaling):
-  """34.8 B parameters on 256 chips, 2 rows each."""
+  """34.8 B parameters on 256 chips, 2 sequences per chip."""
 
   num_layers = 56
   global_batch_size = 512
@@ -78,7 +78,7 @@ class OptimalScaling4x8x8(_OptimalScaling):
 
 
 class OptimalScaling4x8x16(_OptimalScaling):
-  """51.8 B parameters on 512 chips, 2 rows each."""
+  """51.8 B parameters on 512 chips, 2 sequences per chip."""
 
   num_layers = 64
   global_batch_size = 1024
@@ -86,7 +86,7 @@ class OptimalScaling4x8x16(_OptimalScaling):
 
 
 class OptimalScaling4x16x16(_OptimalScaling):
-  """51.8 B parameters on 1,024 chips, one row each."""
+  """51.8 B parameters on 1,024 chips, one sequence per chip."""
 
   num_layers = 64
   global_batch_size = 1024
@@ -94,7 +94,7 @@ class OptimalScaling4x16x16(_OptimalScaling):
 
 
 class OptimalScaling4x16x32(_OptimalScaling):
-  """51.8 B parameters on 2,048 chips, one row each."""
+  """51.8 B parameters on 2,048 chips, one sequence per chip."""
 
   num_layers = 64
   global_batch_size = 2048
@@ -102,7 +102,7 @@ class OptimalScaling4x16x32(_OptimalScaling):
 
 
 class OptimalScaling4x24x32(_OptimalScaling):
-  """51.8 B parameters on 3,072 chips, one row each.
+  """51.8 B parameters on 3,072 chips, one sequence per chip.
 
   Pax splits 8,192 features over 768 chips, which needs padding; here three
   copies are split over 256 each.
