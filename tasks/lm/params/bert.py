@@ -9,7 +9,7 @@ from paxon.tasks.lm import lm_data, masked_lm, transformer_lm_spmd
 
 
 class BertAdamL4H128(lm_data.Text, masked_lm.MaskedTransformerLm):
-  """5 M parameters, whole on each device: Pax's pmap, 8 sequences per device."""
+  """5 M parameters, whole on each device: Pax's pmap, 8 per device."""
 
   learning_rate = 1e-3
   dtype = "bfloat16"

@@ -28,7 +28,7 @@ from paxon.tasks.lm import (
 
 
 class LmCloudSpmdAdam(lm_data.Synthetic, transformer_lm_spmd.TransformerLmSpmd):
-  """0.2 B parameters in float32 on 8 chips, 16 sequences per chip, synthetic tokens."""
+  """0.2 B parameters in float32, 8 chips, 16 sequences per chip, synthetic."""
 
   learning_rate = 1e-3
   dtype = "float32"
@@ -46,7 +46,7 @@ class LmCloudSpmdAdamLimitSteps(LmCloudSpmdAdam):
 
 
 class C4SpmdAdam(seqio_datasets.C4, transformer_lm_spmd.TransformerLmSpmd):
-  """1.3 B parameters in float32 on 8 chips, one sequence per chip: Pax's base."""
+  """1.3 B parameters in float32 on 8 chips, 1 sequence per chip (Pax's base)."""
 
   learning_rate = 1e-3
   dtype = "float32"
@@ -131,7 +131,7 @@ class C4SpmdGpt3AdamOrgHPBS1p5k1536Replicas(C4SpmdGpt3AdamOrgHP):
 
 
 class C4SpmdGpt3L16AdamOrgHP(C4SpmdGpt3AdamOrgHP):
-  """16 layers of GPT-3, 29.6 B parameters, on 64 chips, 3 sequences per chip."""
+  """16 layers of GPT-3, 29.6 B, on 64 chips, 3 sequences per chip."""
 
   dtype = "bfloat16"
   num_layers = 16

@@ -60,7 +60,7 @@ class C4Spmd22BAdam4xv4_128LimitSteps(C4Spmd22BAdam4xv4_128):  # noqa: N801
 
 
 class C4Spmd22BAdam1xv4_384(C4Spmd22BAdamMaxText):  # noqa: N801
-  """24.8 B parameters on one slice v4-384 (192 chips), 10 sequences per chip."""
+  """24.8 B parameters on a slice v4-384 (192 chips), 10 sequences per chip."""
 
   num_layers = 24
   embed_dim = 9216
@@ -131,7 +131,7 @@ class C4SpmdGpt3AdamDataParallel2x16x16(c4.C4SpmdGpt3AdamOrgHP):
 
 
 class C4Spmd32BAdam1xv5_256(C4Spmd22BAdamMaxText):  # noqa: N801
-  """32.5 B parameters on one slice of 128 chips, 2 sequences of 2,048 per chip."""
+  """32.5 B parameters on one slice of 128 chips, 2 x 2,048 tokens per chip."""
 
   num_layers = 40
   embed_dim = 8192

@@ -159,7 +159,7 @@ class LLaMA13B(LLaMA7B):
 
 
 class LLaMA70B(LLaMA7B):
-  """69 B parameters on 16 GPUs, 4 sequences per GPU; keys and values of 8 heads."""
+  """69 B parameters on 16 GPUs, 4 sequences per GPU, 8 KV heads."""
 
   num_layers = 80
   embed_dim = 8192
@@ -192,7 +192,7 @@ class PileGLaM126M64E(Pile126M):
 
 
 class PileGLaM64B64E(PileGLaM126M64E):
-  """64 experts in every second of 64 layers, on 512 GPUs, 4 sequences per GPU."""
+  """64 experts in every 2nd of 64 layers, on 512 GPUs, 4 sequences per GPU."""
 
   learning_rate = 2e-5
   warmup_steps = 398

@@ -180,7 +180,7 @@ class LmCloudSpmdPipeline9B(LmCloudSpmd):
 
 
 class LmCloudSpmdPipeline175B(LmCloudSpmd):
-  """174 B parameters: 8 stages, each a host of 16 GPUs, 96 sequences in total."""
+  """174 B parameters: 8 stages of 16 GPUs, 96 sequences in total."""
 
   num_layers = 96
   embed_dim = 12_288

@@ -114,7 +114,7 @@ class NVIDIA5B(NVIDIA1_3B):
 
 
 class NVIDIA40BProxy(NVIDIA5B):
-  """12 layers of a model of 40 B on 16 GPUs: 2 stages of 8, 16 sequences per GPU."""
+  """12 layers of a 40 B on 16 GPUs: 2 stages of 8, 16 sequences per GPU."""
 
   num_layers = 12
   embed_dim = 8192
@@ -125,14 +125,14 @@ class NVIDIA40BProxy(NVIDIA5B):
 
 
 class NVIDIA70BProxy(NVIDIA40BProxy):
-  """20 layers of a model of 70 B on 16 GPUs: 2 stages of 8, 8 sequences per GPU."""
+  """20 layers of a 70 B on 16 GPUs: 2 stages of 8, 8 sequences per GPU."""
 
   num_layers = 20
   global_batch_size = 128
 
 
 class NVIDIA116BProxy(NVIDIA5B):
-  """16 layers of a model of 116 B on 16 GPUs: 4 stages of 4, 6 sequences per GPU."""
+  """16 layers of a 116 B on 16 GPUs: 4 stages of 4, 6 sequences per GPU."""
 
   num_layers = 16
   embed_dim = 12_288
@@ -141,14 +141,14 @@ class NVIDIA116BProxy(NVIDIA5B):
 
 
 class NVIDIA175BProxy(NVIDIA116BProxy):
-  """24 layers of a model of 175 B on 16 GPUs: 4 stages of 4, 6 sequences per GPU."""
+  """24 layers of a 175 B on 16 GPUs: 4 stages of 4, 6 sequences per GPU."""
 
   num_layers = 24
   pipeline_microbatch_size = 1
 
 
 class NVIDIA175B(_WithAdafactor, NVIDIA175BProxy):
-  """175 B parameters: 6 stages, each a host of 16 GPUs, 6 sequences in total."""
+  """175 B parameters: 6 stages of 16 GPUs, 6 sequences in total."""
 
   num_layers = 96
   global_batch_size = 6
@@ -176,7 +176,7 @@ class NVIDIA175B_FSDP(_WithAdafactor):  # noqa: N801
 
 
 class Llama33BProxy(_WithAdafactor):
-  """25 B parameters of the widths of Llama 33 B on 16 GPUs, one sequence per GPU.
+  """25 B parameters of the widths of Llama 33 B on 16 GPUs, 1 sequence per GPU.
 
   No Llama: as in Pax its layers are those of `NVIDIA1_3B`, without gates, which
   is why it has fewer parameters than its name says.
@@ -192,7 +192,7 @@ class Llama33BProxy(_WithAdafactor):
 
 
 class Llama2_7B(NVIDIA1_3B):  # noqa: N801
-  """Llama 2's layers, 6.7 B parameters, 100 steps on 16 GPUs, one sequence per GPU.
+  """Llama 2 layers, 6.7 B parameters, on 16 GPUs, 1 sequence per GPU.
 
   The head is tied to the table of 51,200 tokens, as in Pax;
   `params.llama.Llama2_7B` is the model of the paper.
@@ -336,7 +336,7 @@ class GLaM64B64EProxy_EP(GLaM64B64EProxy):  # noqa: N801
 
 
 class Grok(MoELarge):
-  """Grok 1: 8 experts in each of 64 layers, on 256 GPUs, one sequence per GPU."""
+  """Grok 1: 8 experts in each of 64 layers, on 256 GPUs, 1 sequence per GPU."""
 
   num_train_steps = 10
   remat_policy = remat.save_only(
