@@ -46,7 +46,7 @@ class LmCloudSpmdAdamLimitSteps(LmCloudSpmdAdam):
 
 
 class C4SpmdAdam(seqio_datasets.C4, transformer_lm_spmd.TransformerLmSpmd):
-  """1.3 B parameters in float32 on 8 chips, 1 sequence per chip (Pax's base)."""
+  """1.3 B parameters in float32, 8 chips, 1 sequence per chip (Pax's base)."""
 
   learning_rate = 1e-3
   dtype = "float32"

@@ -48,7 +48,7 @@ class Llama2_7B(_Llama):  # noqa: N801
 
 
 class Llama3_8B(_Llama):  # noqa: N801
-  """Llama 3 of 8.0 B parameters on 8 GPUs, one sequence of 8,192 tokens per GPU.
+  """Llama 3 of 8.0 B parameters on 8 GPUs, 8,192 tokens per GPU.
 
   Not run at its size here; what a step takes is in `docs/plans.md`.
   """
