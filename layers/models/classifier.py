@@ -1,44 +1,77 @@
-"""Classifier: says to which class each example belongs.
+"""Classifier of texts or features: encoder, pooling and head.
 
 Letters: B batch, T length, D embed, C classes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from paxon.layers import auxiliary_loss, cross_entropy, precision
-from paxon.layers.models import language_head
-from paxon.layers.models import pooling as pooling_lib
+from paxon.layers.models import language_model
 from paxon.sharding import checks
+
+# `(x [B,T,D], segment_ids [B,T]) -> [B,D]`; segment 0 is padding, at the end.
+Pooling = Callable[[jax.Array, jax.Array], jax.Array]
 
 _TOP = 5
 
 
+def pool_first(
+  x: Float[Array, "batch length embed"],
+  segment_ids: Int[Array, "batch length"],
+) -> Float[Array, "batch embed"]:
+  """Returns the state of the first token, as BERT does."""
+  del segment_ids
+  return x[:, 0]
+
+
+def pool_last(
+  x: Float[Array, "batch length embed"],
+  segment_ids: Int[Array, "batch length"],
+) -> Float[Array, "batch embed"]:
+  """Returns the state of the last token, for causal models."""
+  last = jnp.sum((segment_ids != 0).astype(jnp.int32), axis=1) - 1
+  at = jnp.maximum(last, 0)[:, None, None]
+  return jnp.take_along_axis(x, at, axis=1)[:, 0]
+
+
+def pool_mean(
+  x: Float[Array, "batch length embed"],
+  segment_ids: Int[Array, "batch length"],
+) -> Float[Array, "batch embed"]:
+  """Returns the mean state of all tokens; zeros if there are none."""
+  inside = (segment_ids != 0)[:, :, None]
+  # float32 because the sum over a long text loses digits in bfloat16.
+  total = jnp.sum(jnp.where(inside, precision.widened(x), 0), axis=1)
+  count = jnp.sum(inside.astype(total.dtype), axis=1)
+  return (total / jnp.maximum(count, 1)).astype(x.dtype)
+
+
 class Classifier(nn.Module):
-  """An encoder, what makes one vector of each example, and a head.
+  """Encoder, pooling and head.
 
   Attributes:
-    encoder: Called with the batch's `input_keys` and `deterministic`; gives
-      [B,T,D], as `text_encoder.TextEncoder` does, or [B,D].
+    encoder: Called with the batch's `input_keys` and `deterministic`; returns
+      [B,T,D], as `masked_lm.TextEncoder` does, or [B,D].
     head: Maps [B,D] to logits [B,C], such as `linear.Linear`.
-    pooling: Maps [B,T,D] and the batch's `segment_ids` to [B,D] (`pooling`);
-      `None` for an encoder that gives [B,D].
-    pooler: Maps [B,D] to [B,D] before the head; `None` leaves it.
-    dropout: Called with what the head is given and `deterministic`; `None` is
-      no dropout.
-    input_keys: Names of what the encoder is called with, in its order.
-    label_smoothing: Share of the uniform distribution in the target
-      distribution, in `[0, 1)`.
+    pooling: Maps [B,T,D] and the batch's `segment_ids` to [B,D], such as
+      `pool_mean`; `None` for an encoder that returns [B,D].
+    pooler: Maps [B,D] to [B,D] before the head; `None` is the identity. BERT's
+      is `linear.Linear(embed_dim, activation=jnp.tanh)` with `pool_first`.
+    dropout: Applied to the input of the head; `None` disables it.
+    input_keys: Batch keys of the encoder's arguments, in order.
+    label_smoothing: Weight of the uniform distribution in the targets, in
+      `[0, 1)`.
     auxiliary_loss_weight: As in `DecoderLm`.
   """
 
   encoder: nn.Module
   head: nn.Module
-  pooling: pooling_lib.Pooling | None = None
+  pooling: Pooling | None = None
   pooler: nn.Module | None = None
   dropout: nn.Module | None = None
   input_keys: Sequence[str] = ("inputs", "positions", "segment_ids")
@@ -53,17 +86,17 @@ class Classifier(nn.Module):
     checks.check_non_negative(self, "auxiliary_loss_weight")
 
   def __call__(
-    self, batch: language_head.Batch, *, deterministic: bool = True
+    self, batch: language_model.Batch, *, deterministic: bool = True
   ) -> Float[Array, "batch classes"]:
     """Returns logits in at least float32.
 
     Args:
-      batch: Arrays by `input_keys`, and `segment_ids` where there is `pooling`.
-      deterministic: Whether dropout is off.
+      batch: Arrays by `input_keys`, and `segment_ids` if `pooling` is set.
+      deterministic: Disables dropout.
 
     Raises:
-      ValueError: The batch lacks an input, or the encoder's output needs
-        `pooling`, or does not.
+      ValueError: A key is missing in the batch, or the rank of the encoder's
+        output does not match `pooling`.
     """
     needed = [*self.input_keys, *(["segment_ids"] if self.pooling else [])]
     _check_keys(batch, needed)
@@ -73,7 +106,7 @@ class Classifier(nn.Module):
     rank = 2 if self.pooling is None else 3
     if x.ndim != rank:
       raise ValueError(
-        f"Classifier.encoder gave the shape {x.shape}; with pooling "
+        f"Classifier.encoder returned shape {x.shape}; with pooling "
         f"{'None' if self.pooling is None else 'set'} it must have {rank} "
         "dimensions."
       )
@@ -86,24 +119,23 @@ class Classifier(nn.Module):
     return precision.widened(self.head(x))
 
   def loss(
-    self, batch: language_head.Batch, *, deterministic: bool = True
-  ) -> language_head.Result:
+    self, batch: language_model.Batch, *, deterministic: bool = True
+  ) -> language_model.Result:
     """Returns the loss, metrics and per-example outputs of a batch.
 
     Args:
-      batch: As the classifier is called with, with `labels` int32 [B] and
-        `example_weights` float32 [B], zero for rows that only fill the batch.
-      deterministic: Whether dropout is off.
+      batch: That of `__call__`, with `labels` int32 [B] and `example_weights`
+        float32 [B], zero for padding examples.
+      deterministic: Disables dropout.
 
     Returns:
       `(sum, weight)` of the cross entropy, in nats. Metrics, as such pairs:
-      `cross_entropy`, without smoothing; `accuracy` and `error`; and, of at
-      least 5 classes, `acc5` and `error5`: whether the label is among the five
-      most likely ones. Outputs: `label_probs` [B,C] and, without weights,
-      `row_nll` and `row_hits` [B]; `row_weight` [B].
+      `cross_entropy` without smoothing; `accuracy` and `error`; and, for at
+      least 5 classes, top-5 `acc5` and `error5`. Outputs: `label_probs` [B,C];
+      `row_nll`, `row_hits` (both unweighted) and `row_weight` [B].
 
     Raises:
-      ValueError: The batch lacks something.
+      ValueError: A key is missing in the batch.
     """
     _check_keys(batch, ["labels", "example_weights"])
     logits = self(batch, deterministic=deterministic)
@@ -115,7 +147,7 @@ class Classifier(nn.Module):
     weights = batch["example_weights"].astype(logits.dtype)
     share, total = self.label_smoothing, jnp.sum(weights)
 
-    def pair(values: jax.Array) -> language_head.Weighted:
+    def pair(values: jax.Array) -> language_model.Weighted:
       return jnp.sum(values.astype(weights.dtype) * weights), total
 
     metrics = {
@@ -138,12 +170,8 @@ class Classifier(nn.Module):
     }
     return (loss, total), metrics | more, outputs
 
-  def predict(self, batch: language_head.Batch) -> dict[str, jax.Array]:
-    """Returns `labels` int32 [B], the most likely ones, and `label_probs`.
-
-    Args:
-      batch: As the classifier is called with.
-    """
+  def predict(self, batch: language_model.Batch) -> dict[str, jax.Array]:
+    """Returns the most likely `labels` int32 [B], and `label_probs` [B,C]."""
     logits = self(batch)
     return {
       "labels": jnp.argmax(logits, axis=-1).astype(jnp.int32),
@@ -152,17 +180,14 @@ class Classifier(nn.Module):
 
 
 def _rank(logits: jax.Array, labels: jax.Array) -> jax.Array:
-  """Returns how many classes are before the label of each row.
-
-  Of equal logits the smaller class is first, as everywhere.
-  """
+  """Returns the rank of each label; of equal logits the smaller id is first."""
   own = jnp.take_along_axis(logits, labels[:, None], axis=1)
   ids = jax.lax.broadcasted_iota(labels.dtype, logits.shape, 1)
   before = (logits > own) | ((logits == own) & (ids < labels[:, None]))
   return jnp.sum(before.astype(jnp.int32), axis=1)
 
 
-def _check_keys(batch: language_head.Batch, keys: Sequence[str]) -> None:
+def _check_keys(batch: language_model.Batch, keys: Sequence[str]) -> None:
   for key in keys:
     if key not in batch:
       raise ValueError(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from paxon.layers import linear, testing
-from paxon.layers.models import classifier, pooling
+from paxon.layers.models import classifier
 from paxon.layers.models import testing as models_testing
 
 BATCH = {
@@ -158,9 +158,9 @@ def test_features_dropout_and_pooler_are_parts():
 @pytest.mark.parametrize(
   ("fn", "expected"),
   [
-    (pooling.first_token, [[0, 1], [6, 7], [12, 13]]),
-    (pooling.last_token, [[4, 5], [8, 9], [12, 13]]),
-    (pooling.mean, [[2, 3], [7, 8], [0, 0]]),
+    (classifier.pool_first, [[0, 1], [6, 7], [12, 13]]),
+    (classifier.pool_last, [[4, 5], [8, 9], [12, 13]]),
+    (classifier.pool_mean, [[2, 3], [7, 8], [0, 0]]),
   ],
 )
 def test_poolings(fn, expected):

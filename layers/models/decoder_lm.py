@@ -1,7 +1,7 @@
 """Decoder-only language model: embedding, stack, norm, head.
 
-`loss` is what a learner calls; `prefill` and `decode_step` are what decoding
-calls. All run the same layers and head, so they give the same numbers.
+Learners call `loss`; decoding calls `prefill` and `decode_step`. All run the
+same layers and head, so they give the same numbers.
 
 Letters: B batch, T length, V vocab.
 """
@@ -16,11 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from paxon.layers import softmax_loss
 from paxon.layers.attention import kv_cache
 from paxon.layers.attention import mask as attention_mask
-from paxon.layers.models import (
-  document_scores,
-  embedded_tokens,
-  language_head,
-)
+from paxon.layers.models import document_scores, language_model
 
 
 class DecoderLm(nn.Module):
@@ -28,23 +24,21 @@ class DecoderLm(nn.Module):
 
   Attributes:
     embedding: Maps ids [B,T] to [B,T,D], and back by `attend`.
-    stack: Called with tokens, positions, segment ids, the prefix where there is
-      one, and the keywords `cache_length` and `deterministic`.
-    final_norm: Maps [B,T,D] to [B,T,D]; `None` where the last block ends with a
+    stack: Called with tokens, positions, segment ids, `prefix` if set, and the
+      keywords `cache_length` and `deterministic`.
+    final_norm: Maps [B,T,D] to [B,T,D]; `None` if the last block ends with a
       norm.
-    head: Maps [B,T,D] to logits, each position by itself; `None` uses
+    head: Maps [B,T,D] to logits, each position separately; `None` uses
       `embedding.attend` (tied).
-    logit_cap: Bends logits into `(-logit_cap, logit_cap)`; `None` does not.
-    token_loss: What `loss` computes from the head, and in which chunks.
-    position_embedding: Called with positions [B,T] and the width of a token;
-      what it returns, [B,T,D], is added to the embedded tokens. `None` leaves
-      positions to the attention.
-    embedding_norm: Maps that sum to what the stack is given; `None` leaves it.
-    embedding_dropout: Called with it and `deterministic`; `None` is no dropout.
-    record: What `loss` adds to its outputs: `activations` [B,T,D], which the
-      head is applied to, and `logits` [B,T,V].
-    auxiliary_loss_weight: Factor of the losses that layers add themselves
-      (`layers.auxiliary_loss`); 0 leaves them out.
+    logit_cap: Soft cap of the logits; `None` disables it.
+    token_loss: Loss of the head.
+    position_embedding: Maps positions [B,T] and the width of a token to
+      [B,T,D], added to embedded tokens. `None` leaves positions to attention.
+    embedding_norm: Normalizes the sum of embeddings; `None` disables it.
+    embedding_dropout: Dropout of the input of the stack; `None` disables it.
+    record: Additional outputs of `loss`: `activations` [B,T,D], the input of
+      the head, and `logits` [B,T,V].
+    auxiliary_loss_weight: Factor of `layers.auxiliary_loss`; 0 disables them.
   """
 
   embedding: nn.Module
@@ -63,7 +57,7 @@ class DecoderLm(nn.Module):
     # A tuple keeps the module hashable where a list was given.
     self.record = tuple(self.record)
     super().__post_init__()
-    language_head.check(self)
+    language_model.check(self)
 
   def __call__(
     self,
@@ -83,10 +77,10 @@ class DecoderLm(nn.Module):
         sequence.
       segment_ids: Segments (documents); 0 is padding. None is one document
         without padding.
-      prefix: Tokens of a document that see each other in both directions; for
-        blocks that take it.
+      prefix: Tokens of a document that attend to each other in both directions;
+        for blocks that support it.
       cache_length: Makes a cache with this number of slots (prefill).
-      deterministic: Whether dropout is off.
+      deterministic: Disables dropout.
     """
     x = self.hidden(
       inputs,
@@ -96,7 +90,7 @@ class DecoderLm(nn.Module):
       cache_length=cache_length,
       deterministic=deterministic,
     )
-    return language_head.LanguageHead(self).logits(x)
+    return language_model.LanguageHead(self).logits(x)
 
   def hidden(
     self,
@@ -108,11 +102,11 @@ class DecoderLm(nn.Module):
     cache_length: int | None = None,
     deterministic: bool = True,
   ) -> Float[Array, "batch length embed"]:
-    """Returns what the head is applied to; called as the model is."""
+    """Returns the input of the head; called like the model."""
     positions, segment_ids = attention_mask.fill_tokens(
       self, inputs, positions, segment_ids, prefix, rank=2
     )
-    x = embedded_tokens.embedded(
+    x = language_model.embed_tokens(
       inputs,
       positions,
       embedding=self.embedding,
@@ -121,7 +115,7 @@ class DecoderLm(nn.Module):
       dropout=self.embedding_dropout,
       deterministic=deterministic,
     )
-    # Only where it is given, so that a block need not know of it.
+    # Passed only if set, so blocks need not support it.
     more: tuple[Any, ...] = () if prefix is None else (prefix,)
     x = self.stack(
       x,
@@ -131,44 +125,39 @@ class DecoderLm(nn.Module):
       cache_length=cache_length,
       deterministic=deterministic,
     )
-    return embedded_tokens.normed(x, self.final_norm)
+    return language_model.apply_norm(x, self.final_norm)
 
   def loss(
-    self, batch: language_head.Batch, *, deterministic: bool = True
-  ) -> language_head.Result:
+    self, batch: language_model.Batch, *, deterministic: bool = True
+  ) -> language_model.Result:
     """Returns the loss, metrics and per-example outputs of a batch.
 
     Args:
       batch: `inputs`, `targets`, `positions`, `segment_ids` int32 [B,T] and
-        `weights` float32 [B,T]. Where they are there, `prefix` bool [B,T], as
-        the model is called with, and `example_weights` float32 [B], a factor of
-        the weights of each row.
-      deterministic: Whether dropout is off.
+        `weights` float32 [B,T]. Optionally `prefix` bool [B,T] and
+        `example_weights` float32 [B], a factor of the weights of each example.
+      deterministic: Disables dropout.
 
     Returns:
-      `(sum, weight)` of what `token_loss` computes, in nats, and of what layers
-      add. Metrics, as such pairs: `log_pplx`, the negative log likelihood
-      alone; `accuracy`; `z_loss` where it is part of the loss; and
-      `auxiliary_loss/...`. Outputs, none of them differentiable: `token_nll`
-      [B,T] and `token_hits` [B,T], without weights; `token_weights` [B,T];
-      their weighted sums by row, `row_nll`, `row_hits` and `row_weight` [B];
-      and what is recorded. A packed row is several documents, told apart by
-      `segment_ids`.
+      `(sum, weight)` of `token_loss`, in nats, and of auxiliary losses.
+      Metrics, as such pairs: `log_pplx`, the negative log likelihood alone;
+      `accuracy`; `z_loss` if it is part of the loss; `auxiliary_loss/...`.
+      Outputs, not differentiable: unweighted `token_nll` and `token_hits`
+      [B,T]; `token_weights` [B,T]; weighted sums over each sequence `row_nll`,
+      `row_hits` and `row_weight` [B]; values of `record`.
     """
-    return language_head.LanguageHead(self).loss(
-      self._states(batch, deterministic=deterministic),
+    return language_model.LanguageHead(self).loss(
+      self._hidden_from_batch(batch, deterministic=deterministic),
       batch,
       deterministic=deterministic,
     )
 
-  def score(self, batch: language_head.Batch) -> document_scores.DocumentScores:
-    """Returns the log likelihood of each document, and its length.
-
-    Args:
-      batch: As that of `loss`.
-    """
-    return language_head.LanguageHead(self).score(
-      self._states(batch, deterministic=True), batch
+  def score(
+    self, batch: language_model.Batch
+  ) -> document_scores.DocumentScores:
+    """Returns log likelihood and length of each document of a batch."""
+    return language_model.LanguageHead(self).score(
+      self._hidden_from_batch(batch, deterministic=True), batch
     )
 
   def prefill(
@@ -179,23 +168,23 @@ class DecoderLm(nn.Module):
     *,
     cache_length: int,
     at: Int[Array, " batch"] | None = None,
-  ) -> Float[Array, "batch places vocab"]:
+  ) -> Float[Array, "batch tokens vocab"]:
     """Reads prompts into a new cache; apply with `mutable=["cache"]`.
 
     Prompts of several lengths are padded on the right with segment 0.
 
     Args:
       inputs: Token ids.
-      positions: Positions, from 0 in each row.
+      positions: Positions, from 0 in each sequence.
       segment_ids: 1, and 0 for padding.
       cache_length: Number of slots of the cache.
-      at: The place in each row whose logits are returned, [B,1,V], such as the
-        last of the prompt; `None` returns those of all.
+      at: Index of the token of each sequence whose logits are returned,
+        [B,1,V], such as the last of the prompt; `None` returns all logits.
 
     Raises:
       ValueError: The cache is not mutable.
     """
-    return self._prefilled(
+    return self._prefill(
       inputs, positions, segment_ids, None, cache_length=cache_length, at=at
     )
 
@@ -213,7 +202,7 @@ class DecoderLm(nn.Module):
     check_decode_step(self)
     return self(inputs, positions, segment_ids)
 
-  def _prefilled(
+  def _prefill(
     self,
     inputs: jax.Array,
     positions: jax.Array,
@@ -227,10 +216,10 @@ class DecoderLm(nn.Module):
     x = self.hidden(
       inputs, positions, segment_ids, prefix, cache_length=cache_length
     )
-    return language_head.LanguageHead(self).logits(x, at)
+    return language_model.LanguageHead(self).logits(x, at)
 
-  def _states(
-    self, batch: language_head.Batch, *, deterministic: bool
+  def _hidden_from_batch(
+    self, batch: language_model.Batch, *, deterministic: bool
   ) -> jax.Array:
     return self.hidden(
       batch["inputs"],
@@ -242,20 +231,19 @@ class DecoderLm(nn.Module):
 
 
 def check_prefill(model: nn.Module) -> None:
-  """Raises ValueError where a model cannot make a cache."""
+  """Raises ValueError if a model cannot create a cache."""
   if not model.is_mutable_collection(kv_cache.COLLECTION):
     raise ValueError(
-      f"{type(model).__name__}.prefill makes a cache; apply it with "
+      f"{type(model).__name__}.prefill creates a cache; apply it with "
       'mutable=["cache"].'
     )
 
 
 def check_decode_step(model: nn.Module) -> None:
-  """Raises ValueError where a model has no cache to append to."""
+  """Raises ValueError if a model has no mutable cache."""
   has_cache = kv_cache.COLLECTION in model.variables
   if not has_cache or not model.is_mutable_collection(kv_cache.COLLECTION):
     raise ValueError(
-      f"{type(model).__name__}.decode_step needs the cache that prefill made; "
-      "apply it with that collection among the variables and "
-      'mutable=["cache"].'
+      f"{type(model).__name__}.decode_step needs the cache of prefill; pass "
+      'the collection "cache" and mutable=["cache"].'
     )

@@ -529,7 +529,7 @@ def test_prefill_and_decode_step_say_what_they_need():
   model, values, _ = _model(tied=True)
   with pytest.raises(ValueError, match=r'prefill .*mutable=\["cache"\]'):
     model.apply(values, *ARGS, cache_length=9, method="prefill")
-  with pytest.raises(ValueError, match="needs the cache that prefill made"):
+  with pytest.raises(ValueError, match="needs the cache of prefill"):
     model.apply(values, *ARGS, method="decode_step", mutable=["cache"])
   _, state = jax.eval_shape(
     lambda values: model.apply(
@@ -537,7 +537,7 @@ def test_prefill_and_decode_step_say_what_they_need():
     ),
     values,
   )
-  with pytest.raises(ValueError, match="needs the cache that prefill made"):
+  with pytest.raises(ValueError, match="needs the cache of prefill"):
     model.apply({**values, **state}, *ARGS, method="decode_step")
 
 

@@ -1,8 +1,8 @@
-"""Scores of documents, from what a model's `loss` says of each token.
+"""Scores of documents from the per-token outputs of a model's `loss`.
 
-A packed row is several documents, told apart by segment ids 1, 2, ...; the
-arrays here have one entry for each: entry `s - 1` of a row is segment `s`, and
-entries without a document have length 0.
+A packed sequence has several documents with segment ids 1, 2, ... Arrays here
+have one entry per document: entry `s - 1` of a sequence is segment `s`; entries
+without a document have length 0.
 """
 
 from collections.abc import Mapping
@@ -17,14 +17,14 @@ Weighted = tuple[jax.Array, jax.Array]
 
 
 class DocumentScores(NamedTuple):
-  """What a model thinks of each document.
+  """Scores of each document.
 
   Attributes:
     log_likelihood: Weighted sum of the log probabilities of the targets, in
       nats; 0 where there is no document.
-    length: Sum of the weights: how many targets count.
-    is_greedy: Whether each target that counts is the most likely id. True where
-      no target counts.
+    length: Sum of the weights.
+    is_greedy: Whether each target of nonzero weight is the most likely id. True
+      without such a target.
   """
 
   log_likelihood: Float[Array, "batch length"]
@@ -32,39 +32,39 @@ class DocumentScores(NamedTuple):
   is_greedy: Bool[Array, "batch length"]
 
 
-def of_outputs(outputs: Arrays, segment_ids: jax.Array) -> DocumentScores:
+def score_outputs(outputs: Arrays, segment_ids: jax.Array) -> DocumentScores:
   """Returns the scores of the documents of a batch.
 
   Args:
-    outputs: Those of a model's `loss`: `token_nll`, `token_hits` and
-      `token_weights` [B,T].
-    segment_ids: Of the batch, int [B,T].
+    outputs: Outputs of `loss`: `token_nll`, `token_hits` and `token_weights`
+      [B,T].
+    segment_ids: Segments of the batch, int [B,T].
   """
   weights = outputs["token_weights"]
-  # Not weights times values: a target that does not count may have none.
+  # Targets of weight zero may be NaN.
   nll = jnp.where(weights != 0, outputs["token_nll"] * weights, 0)
   missed = (weights != 0) & (outputs["token_hits"] == 0)
   return DocumentScores(
-    log_likelihood=-by_document(nll, segment_ids),
-    length=by_document(weights, segment_ids),
-    is_greedy=by_document(missed.astype(weights.dtype), segment_ids) == 0,
+    log_likelihood=-sum_by_document(nll, segment_ids),
+    length=sum_by_document(weights, segment_ids),
+    is_greedy=sum_by_document(missed.astype(weights.dtype), segment_ids) == 0,
   )
 
 
 def strict_accuracy(batch: Arrays, outputs: Arrays) -> dict[str, Weighted]:
-  """Returns which share of documents, and of rows, has all targets right.
+  """Returns the fraction of documents and sequences without an error.
 
-  A metric function of a task (`Task.metrics`).
+  A metric function (`Task.metrics`).
 
   Args:
     batch: With `segment_ids` int [B,T].
-    outputs: As those of `of_outputs`.
+    outputs: As those of `score_outputs`.
 
   Returns:
-    `strict_accuracy` of documents and `strict_row_accuracy` of rows, among
-    those with a target that counts.
+    `strict_accuracy` of documents and `strict_row_accuracy` of sequences, among
+    those with a target of nonzero weight.
   """
-  scores = of_outputs(outputs, batch["segment_ids"])
+  scores = score_outputs(outputs, batch["segment_ids"])
   rows = DocumentScores(
     log_likelihood=jnp.sum(scores.log_likelihood, axis=1),
     length=jnp.sum(scores.length, axis=1),
@@ -83,16 +83,13 @@ def strict_accuracy(batch: Arrays, outputs: Arrays) -> dict[str, Weighted]:
 
 
 def predictions_per_row(batch: Arrays, outputs: Arrays) -> dict[str, Weighted]:
-  """Returns how many targets count, as a mean over the rows of the batch.
+  """Returns the mean weight of the targets of a sequence.
 
-  A metric function of a task.
+  A metric function (`Task.metrics`).
 
   Args:
     batch: Not used.
     outputs: With `row_weight` float [B].
-
-  Returns:
-    `predictions_per_row`; times the rows of a batch it is the number of a step.
   """
   del batch
   weights = outputs["row_weight"].astype(jnp.float32)
@@ -101,17 +98,17 @@ def predictions_per_row(batch: Arrays, outputs: Arrays) -> dict[str, Weighted]:
   }
 
 
-def by_document(
+def sum_by_document(
   values: Float[Array, "batch length"],
   segment_ids: Int[Array, "batch length"],
 ) -> Float[Array, "batch length"]:
-  """Returns the sum of the values of each document of each row.
+  """Returns the sum of the values of each document.
 
   Args:
-    values: One for each token; those of padding do not count.
-    segment_ids: From 1 to T in each row; 0 is padding.
+    values: One for each token; padding is ignored.
+    segment_ids: From 1 to T; 0 is padding.
   """
-  # A row has no more documents than tokens.
+  # There are no more documents than tokens.
   count = values.shape[1] + 1
   sums = jax.vmap(lambda v, s: jax.ops.segment_sum(v, s, num_segments=count))(
     values, segment_ids

@@ -33,7 +33,7 @@ def _outputs():
 
 def test_scores_are_sums_over_each_document():
   outputs = _outputs()
-  scores = document_scores.of_outputs(outputs, BATCH["segment_ids"])
+  scores = document_scores.score_outputs(outputs, BATCH["segment_ids"])
   nll = np.nan_to_num(outputs["token_nll"] * outputs["token_weights"])
   expected = np.zeros((3, 7))
   expected[0, :2] = nll[0, :3].sum(), nll[0, 3:5].sum()

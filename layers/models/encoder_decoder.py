@@ -1,10 +1,8 @@
-"""Encoder-decoder: reads one sequence both ways, and writes another.
+"""Encoder-decoder language model.
 
-`loss` is what a learner calls; `prefill`, which runs the encoder once, and
-`decode_step` are what decoding calls.
-
-Packed rows hold several pairs: the tokens of a document of the decoder read the
-memory of the encoder's document with the same segment id.
+Learners call `loss`; decoding calls `prefill`, which runs the encoder once, and
+`decode_step`. Packed sequences have several pairs: tokens of the decoder attend
+to the encoder's document with the same segment id.
 
 Letters: B batch, T length of the decoder, S length of the encoder, V vocab.
 """
@@ -16,12 +14,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from paxon.layers import softmax_loss
-from paxon.layers.models import (
-  decoder_lm,
-  document_scores,
-  embedded_tokens,
-  language_head,
-)
+from paxon.layers.models import decoder_lm, document_scores, language_model
 
 _ENCODER_KEYS = ("encoder_inputs", "encoder_positions", "encoder_segment_ids")
 
@@ -30,31 +23,30 @@ class EncoderDecoder(nn.Module):
   """Predicts the next token from those before it and from a source.
 
   Attributes:
-    embedding: Maps ids [B,T] to [B,T,D], and back by `attend`. (T5 shrinks
-      states before a tied head: `Embedding(attend_scale=D ** -0.5)`.)
+    embedding: Maps ids [B,T] to [B,T,D], and back by `attend`. T5 has
+      `Embedding(attend_scale=D ** -0.5)`.
     encoder: Called with tokens, positions, segment ids and `deterministic`; its
       attention is not causal.
-    encoder_norm: Maps [B,S,D] to [B,S,D]; `None` where the last block ends with
-      a norm.
-    decoder: Called with tokens, positions, segment ids, the memory [B,S,D] and
-      its segment ids, and the keywords `cache_length`, `deterministic` and
-      `skip_memory`.
-    decoder_norm: As `encoder_norm`, of the decoder.
+    encoder_norm: Maps [B,S,D] to [B,S,D]; `None` if the last block ends with a
+      norm.
+    decoder: Called with tokens, positions, segment ids, the memory [B,S,D] (the
+      output of the encoder) and its segment ids, and the keywords
+      `cache_length`, `deterministic` and `skip_memory`.
+    decoder_norm: Like `encoder_norm`, for the decoder.
     head: Maps [B,T,D] to logits; `None` uses `embedding.attend` (tied).
-    encoder_embedding: Of the encoder's ids; `None` uses `embedding`.
-    encoder_position_embedding: Called with positions and the width of a token,
-      and added; `None` leaves positions to the attention. For one table for
-      both sides, mark both with `layers.shared.shared`.
-    decoder_position_embedding: That of the decoder.
-    logit_cap: Bends logits into `(-logit_cap, logit_cap)`; `None` does not.
-    token_loss: What `loss` computes from the head, and in which chunks.
-    encoder_embedding_norm: Maps the encoder's embedded tokens; `None` leaves
-      them.
-    decoder_embedding_norm: That of the decoder.
-    embedding_dropout: Called with embedded tokens and `deterministic`; `None`
-      is no dropout.
-    source_optional: Whether batches without an encoder's keys train the decoder
-      alone, without its attention to a memory. Otherwise they are an error.
+    encoder_embedding: Embedding of the encoder; `None` uses `embedding`.
+    encoder_position_embedding: Maps positions and the width of a token to
+      vectors that are added; `None` leaves positions to attention. To share one
+      table with the decoder, use `layers.shared.shared` for both.
+    decoder_position_embedding: Like `encoder_position_embedding`.
+    logit_cap: Soft cap of the logits; `None` disables it.
+    token_loss: Loss of the head.
+    encoder_embedding_norm: Normalizes the encoder's sum of embeddings; `None`
+      disables it.
+    decoder_embedding_norm: Like `encoder_embedding_norm`.
+    embedding_dropout: Dropout of the inputs of both stacks; `None` disables it.
+    source_optional: Whether batches without encoder keys train the decoder
+      without cross-attention. Otherwise they are an error.
     record: As in `DecoderLm`.
     auxiliary_loss_weight: As in `DecoderLm`.
   """
@@ -81,7 +73,7 @@ class EncoderDecoder(nn.Module):
     # A tuple keeps the module hashable where a list was given.
     self.record = tuple(self.record)
     super().__post_init__()
-    language_head.check(self)
+    language_model.check(self)
 
   def __call__(
     self,
@@ -105,7 +97,7 @@ class EncoderDecoder(nn.Module):
       encoder_positions: Their positions.
       encoder_segment_ids: Their segments; a document has one id on both sides.
       cache_length: Makes a cache with this number of slots (prefill).
-      deterministic: Whether dropout is off.
+      deterministic: Disables dropout.
     """
     memory = self.encode(
       encoder_inputs,
@@ -113,7 +105,7 @@ class EncoderDecoder(nn.Module):
       encoder_segment_ids,
       deterministic=deterministic,
     )
-    x = self._decoded(
+    x = self._decode(
       inputs,
       positions,
       segment_ids,
@@ -122,7 +114,7 @@ class EncoderDecoder(nn.Module):
       cache_length=cache_length,
       deterministic=deterministic,
     )
-    return language_head.LanguageHead(self).logits(x)
+    return language_model.LanguageHead(self).logits(x)
 
   def encode(
     self,
@@ -132,9 +124,9 @@ class EncoderDecoder(nn.Module):
     *,
     deterministic: bool = True,
   ) -> Float[Array, "batch source embed"]:
-    """Returns the memory, what the decoder reads."""
+    """Returns the output of the encoder, the decoder's memory."""
     table = self.encoder_embedding
-    x = embedded_tokens.embedded(
+    x = language_model.embed_tokens(
       encoder_inputs,
       encoder_positions,
       embedding=self.embedding if table is None else table,
@@ -146,19 +138,19 @@ class EncoderDecoder(nn.Module):
     x = self.encoder(
       x, encoder_positions, encoder_segment_ids, deterministic=deterministic
     )
-    return embedded_tokens.normed(x, self.encoder_norm)
+    return language_model.apply_norm(x, self.encoder_norm)
 
   def hidden(
-    self, batch: language_head.Batch, *, deterministic: bool = True
+    self, batch: language_model.Batch, *, deterministic: bool = True
   ) -> Float[Array, "batch length embed"]:
-    """Returns what the head is applied to.
+    """Returns the input of the head.
 
     Args:
-      batch: As that of `loss`.
-      deterministic: Whether dropout is off.
+      batch: That of `loss`.
+      deterministic: Disables dropout.
 
     Raises:
-      ValueError: The batch has no source, or a part of one.
+      ValueError: Encoder keys are missing.
     """
     missing = [key for key in _ENCODER_KEYS if key not in batch]
     skip = self.source_optional and len(missing) == len(_ENCODER_KEYS)
@@ -173,7 +165,7 @@ class EncoderDecoder(nn.Module):
       memory = self.encode(
         *(batch[key] for key in _ENCODER_KEYS), deterministic=deterministic
       )
-    return self._decoded(
+    return self._decode(
       batch["inputs"],
       batch["positions"],
       batch["segment_ids"],
@@ -184,34 +176,32 @@ class EncoderDecoder(nn.Module):
     )
 
   def loss(
-    self, batch: language_head.Batch, *, deterministic: bool = True
-  ) -> language_head.Result:
+    self, batch: language_model.Batch, *, deterministic: bool = True
+  ) -> language_model.Result:
     """Returns the loss, metrics and per-example outputs of a batch.
 
     Args:
-      batch: As that of `DecoderLm.loss`, with `encoder_inputs`,
+      batch: That of `DecoderLm.loss` with `encoder_inputs`,
         `encoder_positions` and `encoder_segment_ids` int32 [B,S].
-      deterministic: Whether dropout is off.
+      deterministic: Disables dropout.
 
     Returns:
       As `DecoderLm.loss`.
 
     Raises:
-      ValueError: The batch has no source, and it is not optional.
+      ValueError: Encoder keys are missing and not optional.
     """
-    return language_head.LanguageHead(self).loss(
+    return language_model.LanguageHead(self).loss(
       self.hidden(batch, deterministic=deterministic),
       batch,
       deterministic=deterministic,
     )
 
-  def score(self, batch: language_head.Batch) -> document_scores.DocumentScores:
-    """Returns the log likelihood of each document, and its length.
-
-    Args:
-      batch: As that of `loss`.
-    """
-    return language_head.LanguageHead(self).score(self.hidden(batch), batch)
+  def score(
+    self, batch: language_model.Batch
+  ) -> document_scores.DocumentScores:
+    """Returns log likelihood and length of each document of a batch."""
+    return language_model.LanguageHead(self).score(self.hidden(batch), batch)
 
   def prefill(
     self,
@@ -224,18 +214,17 @@ class EncoderDecoder(nn.Module):
     encoder_segment_ids: Int[Array, "batch source"],
     cache_length: int,
     at: Int[Array, " batch"] | None = None,
-  ) -> Float[Array, "batch places vocab"]:
+  ) -> Float[Array, "batch tokens vocab"]:
     """Reads sources and prompts; apply with `mutable=["cache"]`.
 
-    Both are padded on the right with segment 0. For the rest see
-    `DecoderLm.prefill`.
+    Both are padded on the right with segment 0. See `DecoderLm.prefill`.
 
     Raises:
       ValueError: The cache is not mutable.
     """
     decoder_lm.check_prefill(self)
     memory = self.encode(encoder_inputs, encoder_positions, encoder_segment_ids)
-    x = self._decoded(
+    x = self._decode(
       inputs,
       positions,
       segment_ids,
@@ -243,7 +232,7 @@ class EncoderDecoder(nn.Module):
       encoder_segment_ids,
       cache_length=cache_length,
     )
-    return language_head.LanguageHead(self).logits(x, at)
+    return language_model.LanguageHead(self).logits(x, at)
 
   def decode_step(
     self,
@@ -257,10 +246,10 @@ class EncoderDecoder(nn.Module):
       ValueError: There is no cache, or it is not mutable.
     """
     decoder_lm.check_decode_step(self)
-    x = self._decoded(inputs, positions, segment_ids, None, None)
-    return language_head.LanguageHead(self).logits(x)
+    x = self._decode(inputs, positions, segment_ids, None, None)
+    return language_model.LanguageHead(self).logits(x)
 
-  def _decoded(
+  def _decode(
     self,
     inputs: jax.Array,
     positions: jax.Array,
@@ -272,8 +261,8 @@ class EncoderDecoder(nn.Module):
     deterministic: bool = True,
     skip_memory: bool = False,
   ) -> jax.Array:
-    """Returns the states of the decoder, [B,T,D]."""
-    x = embedded_tokens.embedded(
+    """Returns the hidden states of the decoder, [B,T,D]."""
+    x = language_model.embed_tokens(
       inputs,
       positions,
       embedding=self.embedding,
@@ -292,4 +281,4 @@ class EncoderDecoder(nn.Module):
       deterministic=deterministic,
       skip_memory=skip_memory,
     )
-    return embedded_tokens.normed(x, self.decoder_norm)
+    return language_model.apply_norm(x, self.decoder_norm)

@@ -1,7 +1,7 @@
-"""Masked language model: predicts the tokens that its input hides.
+"""Text encoder and masked language model.
 
-Devlin et al. 2018, https://arxiv.org/abs/1810.04805, section 3.1. It reads both
-ways, so it cannot generate text from left to right.
+Devlin et al. 2018, https://arxiv.org/abs/1810.04805, section 3.1. The encoder
+is bidirectional if its attention is not causal.
 
 Letters: B batch, T length, D embed, V vocab.
 """
@@ -10,24 +10,131 @@ from collections.abc import Sequence
 
 from flax import linen as nn
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from paxon.layers import softmax_loss
-from paxon.layers.models import language_head, random_masking, text_encoder
+from paxon.layers.attention import mask as attention_mask
+from paxon.layers.models import language_model, random_masking
 
 
-class MaskedLm(text_encoder.TextEncoder):
-  """A text encoder with a head.
+class TextEncoder(nn.Module):
+  """Maps token ids to hidden states: embeddings, stack, norm.
+
+  Attributes:
+    embedding: Maps ids [B,T] to [B,T,D].
+    stack: Called with tokens, positions, segment ids and `deterministic`.
+    final_norm: Maps [B,T,D] to [B,T,D]; `None` if the last block ends with a
+      norm.
+    position_embedding: Called with positions [B,T] and the width of a token;
+      added to embedded tokens. `None` leaves positions to the attention.
+    type_embedding: Maps type ids of tokens (first or second text) to [B,T,D];
+      added to embedded tokens. `None` is a model without types.
+    embedding_norm: Normalizes the sum of embeddings; `None` disables it.
+    embedding_dropout: Dropout of the input of the stack; `None` disables it.
+  """
+
+  embedding: nn.Module
+  stack: nn.Module
+  final_norm: nn.Module | None = None
+  position_embedding: nn.Module | None = None
+  type_embedding: nn.Module | None = None
+  embedding_norm: nn.Module | None = None
+  embedding_dropout: nn.Module | None = None
+
+  def __call__(
+    self,
+    inputs: Int[Array, "batch length"],
+    positions: Int[Array, "batch length"] | None = None,
+    segment_ids: Int[Array, "batch length"] | None = None,
+    type_ids: Int[Array, "batch length"] | None = None,
+    *,
+    deterministic: bool = True,
+  ) -> Float[Array, "batch length embed"]:
+    """Returns the hidden states; same as `hidden`."""
+    return self.hidden(
+      inputs, positions, segment_ids, type_ids, deterministic=deterministic
+    )
+
+  def hidden(
+    self,
+    inputs: Int[Array, "batch length"],
+    positions: Int[Array, "batch length"] | None = None,
+    segment_ids: Int[Array, "batch length"] | None = None,
+    type_ids: Int[Array, "batch length"] | None = None,
+    *,
+    deterministic: bool = True,
+  ) -> Float[Array, "batch length embed"]:
+    """Returns the hidden states of the tokens.
+
+    Args:
+      inputs: Token ids.
+      positions: Positions, from 0 in each segment; None counts from 0 in each
+        sequence.
+      segment_ids: Segments; 0 is padding. None is one document without
+        padding.
+      type_ids: Types of the tokens; 0 by default.
+      deterministic: Disables dropout.
+
+    Raises:
+      ValueError: `type_ids` are given without a `type_embedding`.
+    """
+    types = None
+    if self.type_embedding is not None:
+      type_ids = jnp.zeros_like(inputs) if type_ids is None else type_ids
+      types = self.type_embedding, type_ids
+    elif type_ids is not None:
+      raise ValueError(
+        f"{type(self).__name__}.type_embedding is None, but type_ids are given;"
+        " set it, or omit them."
+      )
+    positions, segment_ids = attention_mask.fill_tokens(
+      self, inputs, positions, segment_ids, rank=2
+    )
+    x = language_model.embed_tokens(
+      inputs,
+      positions,
+      embedding=self.embedding,
+      types=types,
+      position_embedding=self.position_embedding,
+      norm=self.embedding_norm,
+      dropout=self.embedding_dropout,
+      deterministic=deterministic,
+    )
+    x = self.stack(x, positions, segment_ids, deterministic=deterministic)
+    return language_model.apply_norm(x, self.final_norm)
+
+
+class HeadTransform(nn.Module):
+  """BERT's transform before the head: `norm(dense(x))`.
+
+  Attributes:
+    dense: Maps [B,T,D] to [B,T,D]; usually a `linear.Linear` with an
+      activation.
+    norm: Maps [B,T,D] to [B,T,D].
+  """
+
+  dense: nn.Module
+  norm: nn.Module
+
+  def __call__(
+    self, x: Float[Array, "batch length embed"]
+  ) -> Float[Array, "batch length embed"]:
+    """Returns the input of the head."""
+    return self.norm(self.dense(x))
+
+
+class MaskedLm(TextEncoder):
+  """Text encoder with a masked language modeling head.
 
   Attributes:
     head: Maps [B,T,D] to logits; `None` uses `embedding.attend` (tied; BERT
       adds a bias: `Embedding(use_bias=True)`).
-    transform: Maps states [B,T,D] to what the head is applied to, such as
-      `head_transform.HeadTransform`; `None` leaves them.
-    masking: Chooses and hides tokens in each step. `None` takes batches that
-      were masked before.
-    logit_cap: Bends logits into `(-logit_cap, logit_cap)`; `None` does not.
-    token_loss: What `loss` computes from the head, and in which chunks.
+    transform: Maps hidden states to the input of the head, such as
+      `HeadTransform`; `None` is the identity.
+    masking: Masks random tokens in each step. `None` expects masked batches.
+    logit_cap: Soft cap of the logits; `None` disables it.
+    token_loss: Loss of the head.
     record: As in `DecoderLm`.
     auxiliary_loss_weight: As in `DecoderLm`.
   """
@@ -44,7 +151,7 @@ class MaskedLm(text_encoder.TextEncoder):
     # A tuple keeps the module hashable where a list was given.
     self.record = tuple(self.record)
     super().__post_init__()
-    language_head.check(self)
+    language_model.check(self)
 
   def __call__(
     self,
@@ -59,39 +166,39 @@ class MaskedLm(text_encoder.TextEncoder):
     x = self.hidden(
       inputs, positions, segment_ids, type_ids, deterministic=deterministic
     )
-    return language_head.LanguageHead(self).logits(self._transformed(x))
+    return language_model.LanguageHead(self).logits(self._transformed(x))
 
   def loss(
-    self, batch: language_head.Batch, *, deterministic: bool = True
-  ) -> language_head.Result:
+    self, batch: language_model.Batch, *, deterministic: bool = True
+  ) -> language_model.Result:
     """Returns the loss, metrics and per-example outputs of a batch.
 
     Args:
       batch: `inputs`, `positions`, `segment_ids` int32 [B,T] and `weights`
-        float32 [B,T]; `type_ids` int32 [B,T] where tokens have types, and
-        `example_weights` as `DecoderLm.loss` has them. With `masking`, `inputs`
-        are the text, and weights of zero exclude tokens from being hidden.
-        Without, tokens are hidden in `inputs`, `targets` int32 [B,T] has the
-        text, and `weights` are 1 for hidden tokens.
-      deterministic: Whether dropout is off; otherwise `masking` needs the
-        random stream `masking`.
+        float32 [B,T]; optionally `type_ids` int32 [B,T] and `example_weights`
+        as in `DecoderLm.loss`. With `masking`, `inputs` are the text, and
+        tokens of weight zero are not masked. Without it, `inputs` are masked,
+        `targets` int32 [B,T] are the text, and `weights` are 1 for masked
+        tokens.
+      deterministic: Disables dropout; if False, `masking` needs the random
+        stream `masking`.
 
     Returns:
-      As `DecoderLm.loss`; `token_weights` are zero where nothing was hidden.
-      With `masking`, outputs have also the `inputs` that the model was given.
+      As `DecoderLm.loss`; `token_weights` are zero for tokens that are not
+      masked. With `masking`, outputs also have the masked `inputs`.
 
     Raises:
-      ValueError: There are no targets and no `masking`.
+      ValueError: There are neither targets nor `masking`.
     """
-    hidden: dict[str, jax.Array] = {}
+    masked: dict[str, jax.Array] = {}
     if self.masking is not None:
       key = None if deterministic else self.make_rng(random_masking.STREAM)
       batch = {**batch, **self.masking(batch, key=key)}
-      hidden["inputs"] = batch["inputs"]
+      masked["inputs"] = batch["inputs"]
     elif "targets" not in batch:
       raise ValueError(
-        "MaskedLm.loss needs batch['targets'], the text without masks, or "
-        "MaskedLm.masking to hide tokens of batch['inputs'] itself."
+        "MaskedLm.loss needs batch['targets'], the unmasked text, or "
+        "MaskedLm.masking to mask batch['inputs']."
       )
     x = self.hidden(
       batch["inputs"],
@@ -100,10 +207,10 @@ class MaskedLm(text_encoder.TextEncoder):
       batch.get("type_ids"),
       deterministic=deterministic,
     )
-    loss, metrics, outputs = language_head.LanguageHead(self).loss(
+    loss, metrics, outputs = language_model.LanguageHead(self).loss(
       self._transformed(x), batch, deterministic=deterministic
     )
-    return loss, metrics, outputs | hidden
+    return loss, metrics, outputs | masked
 
   def _transformed(self, x: jax.Array) -> jax.Array:
     return x if self.transform is None else self.transform(x)

@@ -1,9 +1,7 @@
-"""Puts a decoder-only language model of equal pre-norm layers together.
+"""Composition of a decoder-only language model with equal pre-norm layers.
 
-One composition for experiments, tests and benchmarks. What is made of a class
-and its fields is said by the caller: with `make=fdl.Config` it is a
-configuration, whose every field can still be changed; with `make=build` it is
-the module itself. So this package needs no Fiddle.
+For experiments, tests and benchmarks. `make=fdl.Config` composes a
+configuration, `make=build` the module, so this package does not need Fiddle.
 """
 
 from collections.abc import Callable
@@ -12,12 +10,12 @@ from typing import Any
 from paxon.layers import block, remat, stack
 from paxon.layers.models import decoder_lm
 
-# `(class, **fields) -> part`.
+# `(class, **fields) -> module or configuration`.
 Make = Callable[..., Any]
 
 
 def build(cls: Callable[..., Any], /, **fields: Any) -> Any:
-  """Returns `cls(**fields)`: the `make` of modules."""
+  """Returns `cls(**fields)`, for `make=build`."""
   return cls(**fields)
 
 
@@ -33,19 +31,18 @@ def compose(
   remat_policy: remat.Policy | None = None,
   **fields: Any,
 ) -> Any:
-  """Returns a `DecoderLm`, or what `make` makes of it.
+  """Returns a `DecoderLm` built by `make`.
 
   Args:
     make: Called with a class and its fields.
-    embedding: Of tokens; also the head where none is given.
-    norm: Returns a new norm at each call; there are three in the model, and
-      one part must not stand in several places.
-    attention: Of each layer.
-    feed_forward: Of each layer.
+    embedding: Token embedding; also the head unless `head` is given.
+    norm: Returns a new norm in each call, because modules must not be shared.
+    attention: Attention of each layer.
+    feed_forward: Feed-forward layer of each layer.
     num_layers: Number of layers.
     scan: Whether the compiled program loops over the layers.
-    remat_policy: What layers save for the backward pass; `None` is everything.
-    **fields: More of `DecoderLm`, such as `head` and `logit_cap`.
+    remat_policy: What is saved for the backward pass; `None` saves everything.
+    **fields: Further fields of `DecoderLm`, such as `head` and `logit_cap`.
   """
   layer = make(
     block.TransformerBlock,

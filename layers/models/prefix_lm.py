@@ -1,43 +1,44 @@
-"""Prefix language model: reads a prefix both ways, and writes what follows.
+"""Prefix language model: bidirectional attention in the prefix.
 
-Tokens of a prefix see each other whatever their order; the others see what came
-before (Raffel et al. 2019, https://arxiv.org/abs/1910.10683, section 3.2.1).
+Other tokens attend causally (Raffel et al. 2019,
+https://arxiv.org/abs/1910.10683, section 3.2.1).
 """
 
 import jax
 from jaxtyping import Array, Float, Int
 
-from paxon.layers.models import decoder_lm, document_scores, language_head
+from paxon.layers.models import decoder_lm, document_scores, language_model
 
 
 class PrefixLm(decoder_lm.DecoderLm):
   """A `DecoderLm` whose prompts are prefixes.
 
-  Its blocks take `prefix` after the segment ids. What is trained on is said by
-  the weights: usually they are 0 where the target is part of the prefix, which
-  otherwise could be read off the input.
+  Its blocks take `prefix` after the segment ids. Loss weights are usually 0 for
+  targets in the prefix, which could be copied from the input.
   """
 
   def loss(
-    self, batch: language_head.Batch, *, deterministic: bool = True
-  ) -> language_head.Result:
-    """Returns what `DecoderLm.loss` does.
+    self, batch: language_model.Batch, *, deterministic: bool = True
+  ) -> language_model.Result:
+    """Returns `DecoderLm.loss`.
 
     Args:
-      batch: As there, with `prefix` bool [B,T].
-      deterministic: Whether dropout is off.
+      batch: That of `DecoderLm.loss` with `prefix` bool [B,T].
+      deterministic: Disables dropout.
 
     Raises:
-      ValueError: The batch has no prefix.
+      ValueError: The batch has no `prefix`.
     """
     _check(batch)
     return super().loss(batch, deterministic=deterministic)
 
-  def score(self, batch: language_head.Batch) -> document_scores.DocumentScores:
-    """Returns what `DecoderLm.score` does; the batch is that of `loss`.
+  def score(
+    self, batch: language_model.Batch
+  ) -> document_scores.DocumentScores:
+    """Returns `DecoderLm.score`; the batch is that of `loss`.
 
     Raises:
-      ValueError: The batch has no prefix.
+      ValueError: The batch has no `prefix`.
     """
     _check(batch)
     return super().score(batch)
@@ -50,21 +51,21 @@ class PrefixLm(decoder_lm.DecoderLm):
     *,
     cache_length: int,
     at: Int[Array, " batch"] | None = None,
-  ) -> Float[Array, "batch places vocab"]:
-    """Reads prompts, each a prefix; otherwise as in `DecoderLm`.
+  ) -> Float[Array, "batch tokens vocab"]:
+    """Reads prompts as prefixes; otherwise as `DecoderLm.prefill`.
 
     Raises:
       ValueError: The cache is not mutable.
     """
     prefix: jax.Array = segment_ids != 0
-    return self._prefilled(
+    return self._prefill(
       inputs, positions, segment_ids, prefix, cache_length=cache_length, at=at
     )
 
 
-def _check(batch: language_head.Batch) -> None:
+def _check(batch: language_model.Batch) -> None:
   if "prefix" not in batch:
     raise ValueError(
-      "PrefixLm needs batch['prefix'], bool [B,T], which is true for tokens "
-      f"of a prefix; the batch has {sorted(batch)}."
+      "PrefixLm needs batch['prefix'], bool [B,T], true in the prefix; the"
+      f" batch has {sorted(batch)}."
     )

@@ -99,5 +99,5 @@ def test_says_what_it_needs(values):
   for method in ("loss", "score"):
     with pytest.raises(ValueError, match=r"PrefixLm needs batch\['prefix'\]"):
       MODEL.apply(values, BATCH, method=method)
-  with pytest.raises(ValueError, match=r"PrefixLm.prefill makes a cache"):
+  with pytest.raises(ValueError, match=r"PrefixLm.prefill creates a cache"):
     MODEL.apply(values, *ARGS, cache_length=9, method="prefill")

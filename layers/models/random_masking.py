@@ -1,8 +1,8 @@
-"""Hides random tokens of a text, for masked language models.
+"""Random masking of tokens for masked language models.
 
-Each token of a text is chosen with probability `rate`. Of the chosen ones most
-become the mask's id, some a random id and the others stay (Devlin et al. 2018,
-https://arxiv.org/abs/1810.04805, appendix A.1); all chosen ones are predicted.
+Each token is selected with probability `rate` and predicted. Most selected
+tokens become the mask id, some a random id and the others stay (Devlin et al.
+2018, https://arxiv.org/abs/1810.04805, appendix A.1).
 """
 
 from collections.abc import Mapping
@@ -13,25 +13,24 @@ import jax.numpy as jnp
 
 from paxon.sharding import checks
 
-# The random stream that training gives to models.
+# Random stream that training passes to models.
 STREAM = "masking"
 
-# A large odd number; its powers modulo 2**32 tell apart rows that have the same
-# ids in another order.
+# A large odd number; its powers modulo 2**32 distinguish permuted sequences.
 _FACTOR = 0x9E3779B1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RandomMasking:
-  """How tokens are chosen, and what becomes of them.
+  """Selects and masks tokens.
 
   Attributes:
-    mask_id: The id that hides a token.
+    mask_id: Id of the mask token.
     vocab_size: Random ids are drawn from `[0, vocab_size)`.
-    rate: Probability that a token is chosen.
-    mask_share: Share of the chosen tokens that become `mask_id`.
-    random_share: Share of the chosen tokens that become a random id.
-    special_ids: Ids that are never chosen, such as marks of beginning and end.
+    rate: Probability that a token is selected.
+    mask_share: Fraction of the selected tokens that become `mask_id`.
+    random_share: Fraction of the selected tokens that become a random id.
+    special_ids: Ids that are never selected, such as begin and end tokens.
   """
 
   mask_id: int
@@ -63,8 +62,8 @@ class RandomMasking:
     Args:
       batch: `inputs`, `segment_ids` int32 [B,T] and `weights` float [B,T].
         Padding (segment 0) and weights of zero exclude tokens.
-      key: Random key. `None` draws from a key that follows from the ids of each
-        row, so that evaluation hides the same tokens of a text every time.
+      key: Random key. `None` derives a key from the ids of each sequence, so
+        that evaluation always masks the same tokens of a text.
     """
     ids, weights = batch["inputs"], batch["weights"]
     if key is None:
@@ -74,25 +73,25 @@ class RandomMasking:
       draws = jax.vmap(lambda k: self._draw(k, ids.shape[1:]))(keys)
     else:
       draws = self._draw(key, ids.shape)
-    chance, fate, other = draws
+    selection, replacement, other = draws
     allowed = (batch["segment_ids"] != 0) & (weights != 0)
     for special in self.special_ids:
       allowed &= ids != special
-    chosen = allowed & (chance < self.rate)
-    is_masked = fate < self.mask_share
-    is_random = ~is_masked & (fate < self.mask_share + self.random_share)
-    hidden = jnp.where(is_random, other.astype(ids.dtype), ids)
-    hidden = jnp.where(is_masked, jnp.asarray(self.mask_id, ids.dtype), hidden)
+    selected = allowed & (selection < self.rate)
+    is_masked = replacement < self.mask_share
+    is_random = ~is_masked & (replacement < self.mask_share + self.random_share)
+    masked = jnp.where(is_random, other.astype(ids.dtype), ids)
+    masked = jnp.where(is_masked, jnp.asarray(self.mask_id, ids.dtype), masked)
     return {
-      "inputs": jnp.where(chosen, hidden, ids),
+      "inputs": jnp.where(selected, masked, ids),
       "targets": ids,
-      "weights": jnp.where(chosen, weights, jnp.zeros_like(weights)),
+      "weights": jnp.where(selected, weights, jnp.zeros_like(weights)),
     }
 
   def _draw(
     self, key: jax.Array, shape: tuple[int, ...]
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns what decides about each token: chance, fate and another id."""
+    """Returns random numbers of each token: selection, replacement, id."""
     keys = jax.random.split(key, 3)
     return (
       jax.random.uniform(keys[0], shape),
@@ -102,7 +101,7 @@ class RandomMasking:
 
 
 def _hashes(ids: jax.Array) -> jax.Array:
-  """Returns a number of each row of ids, uint32 [B]."""
+  """Returns a hash of each sequence, uint32 [B]."""
   factors = [pow(_FACTOR, i, 2**32) for i in range(1, ids.shape[1] + 1)]
   powers = jnp.asarray(factors, jnp.uint32)
   return jnp.sum(ids.astype(jnp.uint32) * powers[None], axis=1)

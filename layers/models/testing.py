@@ -31,12 +31,9 @@ from paxon.layers.models import (
   classifier,
   decoder_lm,
   encoder_decoder,
-  head_transform,
   masked_lm,
-  pooling,
   prefix_lm,
   random_masking,
-  text_encoder,
 )
 from paxon.sharding import axes
 
@@ -241,7 +238,7 @@ def tiny_bert(
   )
   return masked_lm.MaskedLm(
     **_text_parts(**stack_fields),
-    transform=head_transform.HeadTransform(dense, layer_norm.LayerNorm()),
+    transform=masked_lm.HeadTransform(dense, layer_norm.LayerNorm()),
     masking=masking,
   )
 
@@ -256,9 +253,9 @@ def tiny_classifier(
     **stack_fields: Fields of the stack.
   """
   return classifier.Classifier(
-    encoder=text_encoder.TextEncoder(**_text_parts(**stack_fields)),
+    encoder=masked_lm.TextEncoder(**_text_parts(**stack_fields)),
     head=linear.Linear(num_classes, kernel_axes=(axes.EMBED, None)),
-    pooling=pooling.mean,
+    pooling=classifier.pool_mean,
   )
 
 

@@ -20,7 +20,7 @@ from paxon.layers import (
   unembedding,
 )
 from paxon.layers.attention import grouped_query
-from paxon.layers.models import head_transform, masked_lm
+from paxon.layers.models import masked_lm
 from paxon.layers.models.hugging_face import (
   family,
   mapping,
@@ -78,7 +78,7 @@ class _Bert:
       embedding_norm=_norm(self, make),
       head=head,
       transform=make(
-        head_transform.HeadTransform,
+        masked_lm.HeadTransform,
         dense=make(
           linear.Linear,
           output_dim=D,

@@ -1,7 +1,7 @@
-"""From the states of a stack to logits, and to the loss of a batch.
+"""Shared parts of language models: token embedding, head and loss.
 
-What all language models share: a head of their own or the embedding's table, a
-cap after it, the loss that never holds all logits, and its sums by row.
+The head is untied or tied to the embedding, with an optional soft cap; the loss
+never holds all logits.
 
 Letters: B batch, T length, D embed, V vocab.
 """
@@ -22,13 +22,52 @@ Weighted = tuple[jax.Array, jax.Array]
 Batch = Mapping[str, jax.Array]
 Result = tuple[Weighted, dict[str, Weighted], dict[str, jax.Array]]
 
-# What `loss` may return of its inner values.
+# Values of `DecoderLm.record`.
 _RECORDED = ("activations", "logits")
+
+
+def embed_tokens(
+  ids: jax.Array,
+  positions: jax.Array,
+  *,
+  embedding: nn.Module,
+  position_embedding: nn.Module | None = None,
+  norm: nn.Module | None = None,
+  dropout: nn.Module | None = None,
+  types: tuple[nn.Module, jax.Array] | None = None,
+  deterministic: bool = True,
+) -> jax.Array:
+  """Returns the input of a stack, [B,T,D].
+
+  Args:
+    ids: Token ids, int [B,T].
+    positions: Positions, int [B,T], from 0 in each segment.
+    embedding: Maps ids to [B,T,D].
+    position_embedding: Maps positions and the width of a token to [B,T,D];
+      added.
+    norm: Normalizes the sum.
+    dropout: Called with the normalized sum and `deterministic`.
+    types: Embedding and type ids [B,T]; added.
+    deterministic: Disables dropout.
+  """
+  x = embedding(ids)
+  if types is not None:
+    table, type_ids = types
+    x += table(type_ids).astype(x.dtype)
+  if position_embedding is not None:
+    x += position_embedding(positions, x.shape[-1]).astype(x.dtype)
+  x = apply_norm(x, norm)
+  return x if dropout is None else dropout(x, deterministic=deterministic)
+
+
+def apply_norm(x: jax.Array, norm: nn.Module | None) -> jax.Array:
+  """Returns `norm(x)`, or `x` if `norm` is None."""
+  return x if norm is None else norm(x)
 
 
 @dataclasses.dataclass(frozen=True)
 class LanguageHead:
-  """How a model that is bound makes logits, and a loss, of its states.
+  """Logits and loss of the hidden states of a bound model.
 
   Attributes:
     model: A module with the fields `embedding`, `head`, `logit_cap`,
@@ -39,24 +78,24 @@ class LanguageHead:
   model: Any
 
   def logits(self, x: jax.Array, at: jax.Array | None = None) -> jax.Array:
-    """Returns the logits of states, in at least float32.
+    """Returns logits in at least float32.
 
     Args:
-      x: The states [B,T,D].
-      at: Of which place in each row, int [B]; `None` is all.
+      x: Hidden states [B,T,D].
+      at: Index of the token of each sequence, int [B]; `None` is all tokens.
     """
     if at is not None:
       x = jnp.take_along_axis(x, at[:, None, None], axis=1)
-    part, method = self._part()
-    return self._capped(getattr(part, method)(x))
+    module, method = self._head()
+    return self._cap(getattr(module, method)(x))
 
   def loss(self, x: jax.Array, batch: Batch, *, deterministic: bool) -> Result:
     """Returns the loss, metrics and outputs of a batch; see `DecoderLm.loss`.
 
     Args:
-      x: The states.
-      batch: `targets` int32 [B,T], `weights` float [B,T], and `example_weights`
-        float [B], a factor of each row, where it is there.
+      x: Hidden states [B,T,D].
+      batch: `targets` int32 [B,T], `weights` float [B,T], and optionally
+        `example_weights` float [B].
       deterministic: Whether this is evaluation.
     """
     return self._result(
@@ -68,11 +107,11 @@ class LanguageHead:
     )
 
   def score(self, x: jax.Array, batch: Batch) -> document_scores.DocumentScores:
-    """Returns the scores of each document of a batch; called as `loss`."""
+    """Returns the scores of each document; called like `loss`."""
     _, _, outputs = self._result(
       x, batch, deterministic=True, auxiliary_weight=0.0, record=()
     )
-    return document_scores.of_outputs(outputs, batch["segment_ids"])
+    return document_scores.score_outputs(outputs, batch["segment_ids"])
 
   def _result(
     self,
@@ -87,7 +126,7 @@ class LanguageHead:
     if deterministic:
       token_loss = token_loss.evaluated()
     weights = token_weights(batch)
-    logits_fn, variables = self._unbound(x)
+    logits_fn, variables = self._unbind_head(x)
     result = token_loss(
       logits_fn, variables, x, targets=batch["targets"], weights=weights
     )
@@ -120,36 +159,36 @@ class LanguageHead:
       outputs["logits"] = jax.lax.stop_gradient(self.logits(x))
     return (result.loss + added, total), metrics | more, outputs
 
-  def _part(self) -> tuple[nn.Module, str]:
-    """Returns the head and the name of the method to call."""
+  def _head(self) -> tuple[nn.Module, str]:
+    """Returns the head and the name of its method."""
     if self.model.head is None:
       return self.model.embedding, "attend"
     return self.model.head, "__call__"
 
-  def _capped(self, logits: jax.Array) -> jax.Array:
+  def _cap(self, logits: jax.Array) -> jax.Array:
     logits, cap = precision.widened(logits), self.model.logit_cap
     return logits if cap is None else activations.soft_cap(logits, cap)
 
-  def _unbound(
+  def _unbind_head(
     self, x: jax.Array
   ) -> tuple[softmax_loss.LogitsFn, softmax_loss.Variables]:
-    """Returns the head as a function of its variables, and these."""
+    """Returns the head as a function of its variables, and the variables."""
     if self.model.is_initializing():
-      # Makes the variables that are read below.
+      # Creates the variables that are read below.
       self.logits(x)
-    part, method = self._part()
-    # The loss calls the head in a loop, where a bound module must not be used.
-    head, variables = part.unbind()
+    module, method = self._head()
+    # The loss calls the head in a scan, where bound modules must not be used.
+    head, variables = module.unbind()
 
     def logits_fn(variables: softmax_loss.Variables, x: jax.Array) -> jax.Array:
       logits = cast(jax.Array, head.apply(variables, x, method=method))
-      return self._capped(logits)
+      return self._cap(logits)
 
     return logits_fn, variables
 
 
 def token_weights(batch: Batch) -> jax.Array:
-  """Returns the weight of each target, those of padded examples zeroed."""
+  """Returns the weights of targets times those of examples."""
   weights = batch["weights"]
   if "example_weights" not in batch:
     return weights

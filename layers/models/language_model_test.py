@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from paxon.layers import embedding, position_embedding, testing
-from paxon.layers.models import embedded_tokens
+from paxon.layers.models import language_model
 
 IDS = testing.array([[3, 1, 1], [0, 2, 3]], jnp.int32)
 POSITIONS = testing.array([[0, 1, 2], [0, 0, 1]], jnp.int32)
@@ -31,7 +31,7 @@ class Tokens(nn.Module):
   dropout: nn.Module | None = None
 
   def __call__(self, deterministic=True):
-    return embedded_tokens.embedded(
+    return language_model.embed_tokens(
       IDS,
       POSITIONS,
       embedding=self.table,
