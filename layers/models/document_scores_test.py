@@ -143,7 +143,7 @@ def test_the_loss_has_what_layers_add_and_scores_have_not():
   np.testing.assert_allclose(
     -np.sum(scores.log_likelihood), metrics["log_pplx"][0], rtol=1e-5
   )
-  with pytest.raises(ValueError, match=r"auxiliary_loss_weight must be finite"):
+  with pytest.raises(ValueError, match=r"auxiliary_loss_weight must not be"):
     MODEL.clone(auxiliary_loss_weight=-1.0)
 
 
