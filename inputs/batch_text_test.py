@@ -8,8 +8,8 @@ from paxon.inputs import (
   example_source,
   example_stream,
   packed_input,
-  packing_plan,
 )
+from paxon.inputs import packing as packing_lib
 
 
 def _made(texts, **kwargs):
@@ -24,7 +24,7 @@ def _made(texts, **kwargs):
       shuffle_seed=None,
       num_epochs=1,
     ),
-    packing=packing_plan.Packing.FIRST_FIT,
+    packing=packing_lib.Packing.FIRST_FIT,
     **{"global_batch_size": 2, "length": 8, "tokenizer": tokenizer} | kwargs,
   )
 

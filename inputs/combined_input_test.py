@@ -9,13 +9,13 @@ from paxon.inputs import (
   byte_tokenizer,
   combined_input,
   document_source,
-  packed_lm_input,
+  packed_input,
   synthetic_lm_input,
 )
 
 
 def _text(rows=4, **kwargs):
-  return packed_lm_input.PackedLmInput(
+  return packed_input.pack_documents(
     source=document_source.InMemoryDocuments(["abc", "defg", "hi" * 20]),
     tokenizer=byte_tokenizer.ByteTokenizer(),
     global_batch_size=rows,

@@ -1,15 +1,15 @@
 """Random-access sources of examples: the interface, text and arrays.
 
-An example is what a model sees as one thing: a dictionary of arrays. Arrays
-[n] belong to its n places, the same n for `inputs`, `targets` (both int32),
-`weights` (float32, 1 unless given) and any other key, but keys that begin with
-`encoder_` have a length of their own. An array without dimensions belongs to
-the example as a whole.
+An example is a dictionary of arrays. Arrays [n] hold a value for each of its n
+tokens: `inputs` and `targets` (int32), `weights` (float32, 1 by default) and
+any other key. Keys that begin with `encoder_` have a length of their own. An
+array without dimensions describes the example as a whole.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
-from typing import Protocol, runtime_checkable
+import functools
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -23,12 +23,16 @@ ENCODER = "encoder_"
 class ExampleSource(Protocol):
   """Examples by number, the same ones in the same order every time.
 
-  A source may say more, by members that are looked for by name:
+  A source may have further members, which are looked up by name:
 
-  * `num_places(index) -> int`: the places of an example, known without reading
-    it, so that a host need not read the rows of others;
+  * `num_tokens(index) -> int`: the tokens of an example, known without reading
+    it, so that a host need not read the sequences of others;
+  * `token_dtypes() -> dict[str, np.dtype]`: the arrays [n] of every example, if
+    there are no other arrays;
   * `required_vocab_size() -> int | None`: all ids are below it;
-  * `check() -> None`: raises ValueError for what is wrong without reading.
+  * `signature() -> dict`: JSON values that a saved position depends on;
+  * `document_number(index) -> int`: the document that an example is from;
+  * `check() -> None`: raises ValueError for errors that need no reading.
   """
 
   def __len__(self) -> int:
@@ -49,28 +53,28 @@ class SequentialSource(Protocol):
   """Examples that can only be read one after another."""
 
   def iterate(self, start: int, /) -> Iterator[Example]:
-    """Yields the examples from number `start` on, in the same order always."""
+    """Yields the examples from number `start` on, always in one order."""
     ...
 
 
 def lm_features(tokens: np.ndarray) -> Example:
-  """Returns what a language model learns from a run of tokens.
+  """Returns `inputs` and `targets` of consecutive tokens.
 
   Args:
-    tokens: int32 [n + 1]; each one but the first is a target.
+    tokens: int32 [n + 1]; all but the first are targets.
   """
   return {"inputs": tokens[:-1], "targets": tokens[1:]}
 
 
-def num_places(example: Mapping[str, np.ndarray], prefix: str = "") -> int:
-  """Returns the places of an example, or of its encoder.
+def num_tokens(example: Mapping[str, np.ndarray], prefix: str = "") -> int:
+  """Returns the number of tokens of an example, or of its encoder.
 
   Args:
     example: Arrays by key.
-    prefix: `ENCODER`, or nothing for the decoder's.
+    prefix: `ENCODER`, or "" for the decoder's.
 
   Raises:
-    ValueError: Its arrays have several lengths.
+    ValueError: Its arrays differ in length.
   """
   lengths = {
     key: len(value)
@@ -78,37 +82,84 @@ def num_places(example: Mapping[str, np.ndarray], prefix: str = "") -> int:
     if value.ndim and key.startswith(ENCODER) == bool(prefix)
   }
   if len(set(lengths.values())) > 1:
-    raise ValueError(f"Arrays of one example have several lengths: {lengths}.")
+    raise ValueError(f"The arrays of an example differ in length: {lengths}.")
   return next(iter(lengths.values()), 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenizedDocuments:
-  """Text as examples of a language model: BEGIN, its tokens, END.
+  """Documents of text as examples: BEGIN, the tokens, END.
+
+  With `chunk_length` an example is a chunk of a document. A chunk starts with
+  the token before its first target, so no target is lost or repeated, and only
+  a document's first chunk has BEGIN and only its last one END.
 
   Attributes:
     source: The documents.
-    tokenizer: Makes their tokens, and counts the bytes of each target.
+    tokenizer: Tokenizes them, and counts the bytes of each target.
+    chunk_length: Splits documents into examples of at most this many targets,
+      so that the sequences of a batch are not all from one long document. Every
+      document is then read once to count the examples.
   """
 
   source: document_source.DocumentSource
   tokenizer: tokenizer_protocol.Tokenizer
+  chunk_length: int | None = None
+
+  def __post_init__(self) -> None:
+    if self.chunk_length is not None and self.chunk_length <= 0:
+      raise ValueError(
+        "TokenizedDocuments.chunk_length must be positive, or None for whole"
+        f" documents, got {self.chunk_length}."
+      )
 
   def required_vocab_size(self) -> int:
     """Returns the tokenizer's."""
     return self.tokenizer.vocab_size
 
+  def token_dtypes(self) -> dict[str, np.dtype]:
+    """Returns int32 for each array of an example."""
+    keys = ("inputs", "targets", "target_bytes")
+    return dict.fromkeys(keys, np.dtype(np.int32))
+
+  def signature(self) -> dict[str, Any]:
+    """Returns the chunk length, on which the number of an example depends."""
+    return {"chunk_length": self.chunk_length}
+
+  def document_number(self, index: int) -> int:
+    """Returns the number of an example's document in the source."""
+    if self.chunk_length is None:
+      return index
+    return int(np.searchsorted(self._first_chunks, index, side="right") - 1)
+
   def __len__(self) -> int:
-    return len(self.source)
+    if self.chunk_length is None or not len(self.source):
+      return len(self.source)
+    return int(self._first_chunks[-1])
 
   def __getitem__(self, index: int, /) -> Example:
     """Returns `inputs`, `targets` and `target_bytes`, int32 [n]."""
-    ids = self.tokenizer.encode(self.source[index])
-    begin, end = self.tokenizer.begin_id, self.tokenizer.end_id
-    tokens = np.concatenate(([begin], ids, [end])).astype(np.int32)
+    document = self.document_number(index)
+    tokens = self._tokens(document)
+    if self.chunk_length is not None:
+      begin = (index - self._first_chunks[document]) * self.chunk_length
+      tokens = tokens[begin : begin + self.chunk_length + 1]
     features = lm_features(tokens)
     bytes_of = self.tokenizer.byte_counts(features["targets"])
     return {**features, "target_bytes": np.asarray(bytes_of, np.int32)}
+
+  def _tokens(self, document: int) -> np.ndarray:
+    ids = self.tokenizer.encode(self.source[document])
+    begin, end = self.tokenizer.begin_id, self.tokenizer.end_id
+    return np.concatenate(([begin], ids, [end]), dtype=np.int32)
+
+  @functools.cached_property
+  def _first_chunks(self) -> np.ndarray:
+    """The number of each document's first chunk, and of all chunks."""
+    assert self.chunk_length is not None
+    targets = [len(self._tokens(i)) - 1 for i in range(len(self.source))]
+    chunks = -(-np.asarray(targets, np.int64) // self.chunk_length)
+    return np.concatenate(([0], np.cumsum(chunks)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -116,7 +167,7 @@ class InMemoryExamples:
   """Examples from arrays in memory.
 
   Attributes:
-    examples: Their arrays, or a run of tokens for each.
+    examples: For each, its arrays by key, or consecutive tokens.
   """
 
   examples: Sequence[Mapping[str, np.ndarray] | np.ndarray]
@@ -125,7 +176,7 @@ class InMemoryExamples:
     return len(self.examples)
 
   def __getitem__(self, index: int, /) -> Example:
-    """Returns one; a run of tokens becomes `inputs` and `targets`."""
+    """Returns an example; tokens become `inputs` and `targets`."""
     example = self.examples[index]
     if isinstance(example, np.ndarray):
       if example.ndim != 1 or example.dtype.kind not in "iu":

@@ -12,6 +12,8 @@ import dataclasses
 import functools
 from typing import Any
 
+import numpy as np
+
 from paxon.inputs import document_order, example_source, read_ahead
 
 Position = Any
@@ -70,13 +72,17 @@ class Stream(abc.ABC):
     """Returns the words for an example in messages."""
     return f"example {reference}"
 
-  def num_places(self, reference: Reference) -> int | None:
+  def num_tokens(self, reference: Reference) -> int | None:
     """Returns the places of an example, if known without reading it."""
     del reference
     return None
 
   def required_vocab_size(self) -> int | None:
     """Returns the number that all ids are below, if known."""
+    return None
+
+  def token_dtypes(self) -> dict[str, np.dtype] | None:
+    """Returns the arrays [n] of every example, if known without reading."""
     return None
 
   def check_readable(self) -> None:  # noqa: B027
@@ -173,17 +179,16 @@ class Examples(Stream):
     own rows only, and which they are is known when a batch is planned.
     """
     self._ahead = None if workers is None else workers.read_ahead(self.source)
-    self._every = every or getattr(self.source, "num_places", None) is None
+    self._every = every or getattr(self.source, "num_tokens", None) is None
 
   def prepare(self, references: Sequence[int]) -> None:
     """Has others begin to read some examples."""
     if self._ahead is not None:
       self._ahead.fetch(references)
 
-  def num_places(self, reference: int) -> int | None:
-    """Asks the source."""
-    known = getattr(self.source, "num_places", None)
-    return None if known is None else known(reference)
+  def num_tokens(self, reference: int) -> int | None:
+    """Returns the source's, if it knows lengths."""
+    return self._ask("num_tokens", reference)
 
   def numbers(self, begin: int, end: int) -> list[int]:
     """Returns the numbers in the source between two positions."""
@@ -201,8 +206,8 @@ class Examples(Stream):
       )
 
   def signature(self) -> dict[str, Any]:
-    """Returns the source's size and the seed."""
-    return {
+    """Returns the source's size and signature, and the seed."""
+    return (self._ask("signature") or {}) | {
       "num_examples": len(self.source),
       "shuffle_seed": self.shuffle_seed,
     }
@@ -221,16 +226,22 @@ class Examples(Stream):
     return [self]
 
   def required_vocab_size(self) -> int | None:
-    """Asks the source."""
-    known = getattr(self.source, "required_vocab_size", None)
-    return None if known is None else known()
+    """Returns the source's."""
+    return self._ask("required_vocab_size")
+
+  def token_dtypes(self) -> dict[str, np.dtype] | None:
+    """Returns the source's."""
+    return self._ask("token_dtypes")
 
   def check_readable(self) -> None:
-    """Refuses an empty source, and what the source itself refuses."""
+    """Raises ValueError if the source is empty, or its own check fails."""
     _ = self._order
-    check = getattr(self.source, "check", None)
-    if check is not None:
-      check()
+    self._ask("check")
+
+  def _ask(self, member: str, *args: Any) -> Any:
+    """Returns the result of an optional method of the source, else None."""
+    method = getattr(self.source, member, None)
+    return None if method is None else method(*args)
 
   def _is_end(self, position: int) -> bool:
     end = self._end

@@ -4,22 +4,24 @@ from collections.abc import Callable, Sequence
 import dataclasses
 from typing import Any
 
+import numpy as np
+
 from paxon.inputs import example_source, example_stream, read_ahead
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MinPlaces:
-  """Keeps examples with enough places.
+class MinTokens:
+  """Keeps examples with at least so many tokens.
 
   Attributes:
-    places: How many are enough.
+    tokens: The minimum.
   """
 
-  places: int
+  tokens: int
 
   def __call__(self, example: example_source.Example) -> bool:
-    """Whether an example has as many."""
-    return example_source.num_places(example) >= self.places
+    """Returns whether to keep an example."""
+    return example_source.num_tokens(example) >= self.tokens
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -95,7 +97,7 @@ class Filtered(example_stream.Stream):
     """Returns the words for an example in messages."""
     return self.stream.name(reference)
 
-  def num_places(self, reference: Any) -> int | None:
+  def num_tokens(self, reference: Any) -> int | None:
     """Returns None: to be kept an example was read, and is there still."""
     del reference
 
@@ -130,6 +132,10 @@ class Filtered(example_stream.Stream):
   def leaves(self) -> list[example_stream.Stream]:
     """Returns those of the other stream."""
     return self.stream.leaves()
+
+  def token_dtypes(self) -> dict[str, np.dtype] | None:
+    """Returns the other stream's."""
+    return self.stream.token_dtypes()
 
   def required_vocab_size(self) -> int | None:
     """Asks the other stream."""

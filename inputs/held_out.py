@@ -44,9 +44,9 @@ class HeldOut:
     return index + index // (self.every - 1)
 
   @property
-  def num_places(self) -> Callable[[int], int] | None:
+  def num_tokens(self) -> Callable[[int], int] | None:
     """The places of an example by its number, if the other source knows."""
-    known = getattr(self.source, "num_places", None)
+    known = getattr(self.source, "num_tokens", None)
     return None if known is None else lambda index: known(self.number(index))
 
   def required_vocab_size(self) -> int | None:

@@ -36,7 +36,7 @@ def test_one_of_one_cannot_be_held_out():
 
 def test_places_are_known_where_the_other_source_knows():
   class Known(example_source.InMemoryExamples):
-    def num_places(self, index):
+    def num_tokens(self, index):
       return 10 * index
 
   train, held = (
@@ -47,9 +47,9 @@ def test_places_are_known_where_the_other_source_knows():
     )
     for is_held_out in (False, True)
   )
-  of_train, of_held = train.num_places, held.num_places
+  of_train, of_held = train.num_tokens, held.num_tokens
   assert of_train is not None
   assert of_held is not None
   assert [of_train(i) for i in range(len(train))] == [0, 10, 30, 40, 60]
   assert [of_held(i) for i in range(len(held))] == [20, 50]
-  assert _parts(7, 3)[0].num_places is None
+  assert _parts(7, 3)[0].num_tokens is None

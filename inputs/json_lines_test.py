@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from paxon.inputs import byte_tokenizer, json_lines, packed_lm_input
+from paxon.inputs import byte_tokenizer, json_lines, packed_input
 
 
 def _documents(number: int, seed: int = 0, length: int = 300) -> list[str]:
@@ -130,7 +130,7 @@ def test_feeds_packed_rows_that_can_be_restored(tmp_path):
   path.write_bytes(gzip.compress(_lines(_documents(40))))
 
   def make():
-    return packed_lm_input.PackedLmInput(
+    return packed_input.pack_documents(
       source=json_lines.JsonLines(files=str(path)),
       tokenizer=byte_tokenizer.ByteTokenizer(),
       global_batch_size=2,

@@ -107,10 +107,10 @@ class Mixture(example_stream.Stream):
     name, inner = reference
     return f"{self.members[name].name(inner)} of {name!r}"
 
-  def num_places(self, reference: list[Any]) -> int | None:
+  def num_tokens(self, reference: list[Any]) -> int | None:
     """Asks the member."""
     name, inner = reference
-    return self.members[name].num_places(inner)
+    return self.members[name].num_tokens(inner)
 
   def check(self, position: Any) -> None:
     """Checks the members' positions."""

@@ -1,8 +1,8 @@
-"""Batches of rows from any stream of examples, by any packing.
+"""Batches of packed sequences from any stream of examples, or from documents.
 
-This joins a stream (`example_stream`, `mixture`, `filtered`, ...), a plan of
-the rows (`packing_plan`) and the arrays (`row_arrays`). What remains here is
-the batch, the position and the end.
+`PackedInput` joins a stream (`example_stream`, `mixture`, `filtered`, ...) and
+a way to pack (`packing`); `pack_documents` is the usual case, one source of
+text.
 """
 
 import dataclasses
@@ -10,53 +10,55 @@ import functools
 import json
 from typing import Any
 
+import numpy as np
+
 from paxon.inputs import (
   base_input,
+  document_source,
   example_source,
   example_stream,
-  packing_plan,
   read_ahead,
-  row_arrays,
   tokenizer_protocol,
 )
+from paxon.inputs import packing as packing_lib
 
 _KEYS = {"batches", "data", "position", "waiting"}
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class PackedInput(base_input.BaseInput):
-  """Batches of packed rows, endless or as long as the stream.
+  """Batches of packed sequences, endless or until the stream ends.
 
   A batch holds `inputs`, `targets`, `positions` and `segment_ids` as int32 and
   `weights` as float32, all [per_host_batch_size, length], and every other array
-  of the examples. Examples with an encoder bring its arrays, and its
-  `encoder_positions` and `encoder_segment_ids`, [.., encoder_length]. Empty
-  places have weight 0 and segment 0; at the end of a stream the last batch is
-  filled up with them, and `StopIteration` follows.
+  of the examples. Examples with an encoder add its arrays,
+  `encoder_positions` and `encoder_segment_ids`, [..., encoder_length]. Padding
+  has weight 0 and segment 0; it completes the last batch of a finite stream,
+  and `StopIteration` follows.
 
-  The state is the stream's position and what was taken from it and waits for
-  room. It does not depend on the size of batches and rows, the way of packing,
-  the hosts or the workers: a run that goes on with others reads each example
-  once all the same.
+  The state is the position in the stream and the examples that wait for room.
+  It is valid for any batch size, length, packing, number of hosts and workers:
+  a run that resumes with other ones still reads each example once.
 
   Attributes:
-    examples: Where they come from, in which order.
-    packing: How they share rows.
-    encoder_length: Places of an encoder's row; None without an encoder.
-    tokenizer: Of `ids_to_strings`; and its padding fills empty places.
-    cut_long_examples: Whether one that is longer than a row is cut off there.
-      If not, its rest goes to another row, or, where it cannot (packing NONE,
-      or an encoder), it is refused.
-    max_waiting: How many examples may wait for room, in FIRST_FIT and BEST_FIT:
-      more fill rows better and make the state larger.
-    num_workers: How many read examples, ahead of a batch or, where lengths are
-      known, those of a host's rows side by side; 0 reads one after another.
-      They need an index: of a mixture they leave out the members without one.
+    examples: The examples and their order.
+    packing: How they share sequences.
+    encoder_length: Length of an encoder's sequence; None without an encoder.
+    tokenizer: For `ids_to_strings` and the id of padding.
+    cut_long_examples: Whether to truncate an example that is longer than a
+      sequence. If not, its rest goes to another sequence; where that is
+      impossible (packing NONE, or an encoder) it is an error.
+    max_waiting: How many examples may wait for room in FIRST_FIT and BEST_FIT.
+      More reduce padding and enlarge the state.
+    num_workers: How many workers read examples: ahead of the batch or, where
+      lengths are known, those of this host's sequences in parallel. 0 reads
+      one after another. Members of a mixture without an index are not read by
+      workers.
     worker_processes: Whether workers are processes instead of threads.
   """
 
   examples: example_stream.Stream
-  packing: packing_plan.Packing = packing_plan.Packing.SPLIT
+  packing: packing_lib.Packing = packing_lib.Packing.SPLIT
   encoder_length: int | None = None
   tokenizer: tokenizer_protocol.Tokenizer | None = None
   cut_long_examples: bool = False
@@ -68,7 +70,7 @@ class PackedInput(base_input.BaseInput):
   _waiting: list[list[Any]] = dataclasses.field(
     default_factory=list, init=False, repr=False
   )
-  # What waits, by its reference: a long example is read for its first batch.
+  # Waiting examples by reference, so that each is read once.
   _kept: dict[str, example_source.Example] = dataclasses.field(
     default_factory=dict, init=False, repr=False
   )
@@ -89,21 +91,21 @@ class PackedInput(base_input.BaseInput):
         "PackedInput.encoder_length must be positive, or None without an"
         f" encoder, got {self.encoder_length}."
       )
-    is_split = self.packing is packing_plan.Packing.SPLIT
+    is_split = self.packing is packing_lib.Packing.SPLIT
     if is_split and self.encoder_length is not None:
       raise ValueError(
-        "PackedInput.packing SPLIT would part targets from what the encoder"
-        " reads; use FIRST_FIT, BEST_FIT or NONE with encoder_length."
+        "PackedInput.packing SPLIT would separate targets from their encoder's"
+        " input; use FIRST_FIT, BEST_FIT or NONE with encoder_length."
       )
     if is_split and self.cut_long_examples:
       raise ValueError(
         "PackedInput.cut_long_examples has no effect with packing SPLIT, where"
-        " long examples go on in the next row; leave it False."
+        " long examples continue in the next sequence; leave it False."
       )
     self.reset()
 
   def get_next(self) -> base_input.Batch:
-    """Returns this host's rows of the next batch; see the class.
+    """Returns this host's sequences of the next batch; see the class.
 
     Raises:
       StopIteration: The stream has ended.
@@ -113,7 +115,7 @@ class PackedInput(base_input.BaseInput):
     read = functools.partial(self._read, cache)
     position = self._position
 
-    def take() -> packing_plan.Item | None:
+    def take() -> packing_lib.Item | None:
       nonlocal position
       found = self.examples.following(position, step=self._batches)
       if found is None:
@@ -121,28 +123,31 @@ class PackedInput(base_input.BaseInput):
       reference, position = found
       return self._item(reference, 0, read)
 
-    plan = packing_plan.make(
+    plan = packing_lib.make_plan(
       self.packing,
       waiting=[self._item(r, b, read) for r, b in self._waiting],
       take=take,
-      num_rows=self.global_batch_size,
+      num_sequences=self.global_batch_size,
       lengths=self._lengths,
       max_waiting=self.max_waiting,
     )
-    if not any(plan.rows):
+    if not any(plan.sequences):
       raise StopIteration
-    rows = self._host_plan(plan.rows)
-    like = next(row[0].reference for row in plan.rows if row)
+    start = self.infeed_host_index * self.per_host_batch_size
+    sequences = plan.sequences[start : start + self.per_host_batch_size]
+    like = next(segments[0] for segments in plan.sequences if segments)
     if self._workers is not None:
-      self._prepare([like, *(p.reference for row in rows for p in row)], cache)
-    batch = row_arrays.fill(
-      rows,
+      own = [segment for segments in sequences for segment in segments]
+      unread = {json.dumps(s.reference): s.reference for s in [like, *own]}
+      self.examples.prepare([r for k, r in unread.items() if k not in cache])
+    batch = packing_lib.fill_arrays(
+      sequences,
       read=read,
       lengths=self._lengths,
       pad_id=0 if self.tokenizer is None else self.tokenizer.pad_id,
       name=self.examples.name,
-      like=like,
-      scalars=self.packing is packing_plan.Packing.NONE,
+      like=like.reference,
+      scalars=self.packing is packing_lib.Packing.NONE,
     )
     self._batches += 1
     self._position = position
@@ -156,23 +161,41 @@ class PackedInput(base_input.BaseInput):
     """Whether the stream is."""
     return self.examples.is_endless
 
+  def batch_shapes(self) -> base_input.Shapes | None:
+    """Returns the shapes if the stream is endless and its dtypes are known."""
+    dtypes = self.examples.token_dtypes()
+    if (
+      dtypes is None
+      or not self.is_endless
+      # A subclass may add arrays.
+      or type(self).get_next is not PackedInput.get_next
+    ):
+      return None
+    int32, float32 = np.dtype(np.int32), np.dtype(np.float32)
+    added = {"positions": int32, "segment_ids": int32, "weights": float32}
+    shape = self.per_host_batch_size, self.length
+    return {key: (shape, dtype) for key, dtype in (dtypes | added).items()}
+
   def required_vocab_size(self) -> int | None:
-    """Asks the stream."""
+    """Returns the stream's."""
     return self.examples.required_vocab_size()
 
   def check_readable(self) -> None:
-    """Refuses sources that are empty, damaged or not there."""
+    """Raises ValueError if a source is empty, damaged or missing."""
     self.examples.check_readable()
     if self.num_workers:
       self._indexed_leaves()
 
   def reset(self) -> None:
-    """Goes back to the first batch."""
+    """Returns to the first batch."""
     self._batches, self._waiting, self._kept = 0, [], {}
     self._position = self.examples.start()
 
   def get_state(self) -> base_input.State:
-    """Returns the position after the last batch, and what it is true of."""
+    """Returns the position after the last batch, and a signature of the data.
+
+    The signature (number of examples, seed, ...) must be the same on restore.
+    """
     return {
       "batches": self._batches,
       "position": self._position,
@@ -181,7 +204,7 @@ class PackedInput(base_input.BaseInput):
     }
 
   def set_state(self, state: base_input.State) -> None:
-    """Goes to a position that `get_state` returned; reads no example.
+    """Sets a position from `get_state`; reads no example.
 
     Raises:
       ValueError: The state is damaged or belongs to other data.
@@ -205,31 +228,26 @@ class PackedInput(base_input.BaseInput):
   def documents_between(
     self, before: base_input.State, after: base_input.State
   ) -> list[int] | None:
-    """Returns the numbers in the source, if the stream has just one."""
+    """Returns their numbers in the source, if the stream has just one."""
     stream = self.examples
     if not isinstance(stream, example_stream.Examples):
       return None
     waiting = [reference for reference, _ in before["waiting"]]
     numbers = stream.numbers(before["position"], after["position"])
-    return list(dict.fromkeys([*waiting, *numbers]))
+    find = getattr(stream.source, "document_number", lambda number: number)
+    return list(dict.fromkeys(map(find, [*waiting, *numbers])))
 
   def close(self) -> None:
-    """Ends the workers; the next batch starts others."""
+    """Ends the workers; the next batch starts new ones."""
     if self._workers is not None:
       self.examples.read_ahead_with(None, every=False)
       self._workers.close()
       self._workers = None
 
   @property
-  def _lengths(self) -> packing_plan.Lengths:
+  def _lengths(self) -> packing_lib.Lengths:
     encoder = () if self.encoder_length is None else (self.encoder_length,)
     return (self.length, *encoder)
-
-  def _host_plan(
-    self, rows: list[list[packing_plan.Part]]
-  ) -> list[list[packing_plan.Part]]:
-    start = self.infeed_host_index * self.per_host_batch_size
-    return rows[start : start + self.per_host_batch_size]
 
   def _start_workers(self) -> None:
     if not self.num_workers or self._workers is not None:
@@ -239,7 +257,7 @@ class PackedInput(base_input.BaseInput):
       processes=self.worker_processes,
       sources=[leaf.source for leaf in self._indexed_leaves()],
     )
-    # Of an encoder no source knows the length unread.
+    # No source knows the length of an encoder's input without reading it.
     every = self.encoder_length is not None
     self.examples.read_ahead_with(self._workers, every=every)
 
@@ -251,16 +269,9 @@ class PackedInput(base_input.BaseInput):
       kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves}))
       raise ValueError(
         f"PackedInput.num_workers is {self.num_workers}, but PackedInput."
-        f"examples ({kinds}) has no index by which to read ahead; set it to 0."
+        f"examples ({kinds}) has no index to read ahead with; set it to 0."
       )
     return found
-
-  def _prepare(
-    self, references: list[Any], cache: dict[str, example_source.Example]
-  ) -> None:
-    """Has workers read what is not here yet."""
-    unread = {json.dumps(r): r for r in references}
-    self.examples.prepare([r for k, r in unread.items() if k not in cache])
 
   def _read(
     self, cache: dict[str, example_source.Example], reference: Any
@@ -272,61 +283,109 @@ class PackedInput(base_input.BaseInput):
 
   def _item(
     self, reference: Any, begin: int, read: example_stream.Read
-  ) -> packing_plan.Item:
-    """Returns what is known of an example's lengths; checks them."""
-    places = self.examples.num_places(reference)
-    if places is None or self.encoder_length is not None:
+  ) -> packing_lib.Item:
+    """Returns an example, or the rest of one, with its checked lengths."""
+    count, encoder = self.examples.num_tokens(reference), 0
+    if count is None or self.encoder_length is not None:
       example = read(reference)
-      places = example_source.num_places(example)
-      encoder = example_source.num_places(example, example_source.ENCODER)
-    else:
-      encoder = 0
-    name = self.examples.name
+      count = example_source.num_tokens(example)
+      encoder = example_source.num_tokens(example, example_source.ENCODER)
+    name = self.examples.name(reference)
     if encoder and self.encoder_length is None:
       raise ValueError(
-        f"{name(reference)} has encoder_ arrays; set PackedInput.encoder_length"
-        " to the places of an encoder's row."
+        f"{name} has encoder_ arrays; set PackedInput.encoder_length to the"
+        " length of an encoder's sequence."
       )
-    if not places:
+    if not count:
       raise ValueError(
-        f"{name(reference)} has no targets: it is empty, or a single token"
-        " without a begin_id before it. Filter such examples, or give begin_id."
+        f"{name} has no targets: it is empty, or a single token without a"
+        " begin_id before it. Filter such examples, or set begin_id."
+      )
+    if begin >= count:
+      raise ValueError(
+        f"The state's waiting is damaged: {name} has {count} targets, and"
+        f" {begin} of them are in earlier batches."
       )
     if self.cut_long_examples:
-      # A state of another packing may have some of it in batches already.
-      places = min(places, begin + self.length)
+      # With a state of another packing some tokens may be in batches already.
+      count = min(count, begin + self.length)
       encoder = min(encoder, self.encoder_length or 0)
     is_whole = (
-      self.packing is packing_plan.Packing.NONE
+      self.packing is packing_lib.Packing.NONE
       or self.encoder_length is not None
     )
-    for count, most, what in (
-      (places - begin, self.length, "length"),
+    for size, limit, field in (
+      (count - begin, self.length, "length"),
       (encoder, self.encoder_length or 0, "encoder_length"),
     ):
-      if is_whole and count > most:
+      if is_whole and size > limit:
         raise ValueError(
-          f"{name(reference)} has {count} places, more than PackedInput.{what}"
-          f" ({most}), and cannot be split; make rows longer, filter it, or set"
-          " cut_long_examples."
+          f"{name} has {size} tokens, more than PackedInput.{field} ({limit}),"
+          f" and cannot be split; increase {field}, filter long examples, or"
+          " set cut_long_examples."
         )
-    lengths = (places,) if self.encoder_length is None else (places, encoder)
-    return packing_plan.Item(reference=reference, begin=begin, lengths=lengths)
+    lengths = (count,) if self.encoder_length is None else (count, encoder)
+    return packing_lib.Item(reference=reference, begin=begin, lengths=lengths)
+
+
+def pack_documents(
+  *,
+  source: document_source.DocumentSource,
+  tokenizer: tokenizer_protocol.Tokenizer,
+  global_batch_size: int,
+  length: int,
+  shuffle_seed: int | None,
+  num_epochs: int | None = None,
+  chunk_length: int | None = None,
+  eval_loop_num_batches: int | None = None,
+  reset_for_eval: bool = True,
+) -> PackedInput:
+  """Returns the input of a language model that reads documents of text.
+
+  Every byte of every document is a target once in each epoch. Batches have
+  `target_bytes` too, the bytes of text of each target, for bits per byte.
+
+  Args:
+    source: The documents; listed and read when the first batch is read.
+    tokenizer: Tokenizes them.
+    global_batch_size: Sequences of a batch over all hosts.
+    length: Tokens of a sequence.
+    shuffle_seed: Seed of each epoch's order. None keeps the source's order.
+    num_epochs: Number of epochs after which the input ends; None never ends.
+    chunk_length: See `TokenizedDocuments`: shuffle chunks of documents instead
+      of whole ones.
+    eval_loop_num_batches: See `BaseInput`.
+    reset_for_eval: See `BaseInput`.
+  """
+  return PackedInput(
+    examples=example_stream.Examples(
+      source=example_source.TokenizedDocuments(
+        source=source, tokenizer=tokenizer, chunk_length=chunk_length
+      ),
+      shuffle_seed=shuffle_seed,
+      num_epochs=num_epochs,
+    ),
+    tokenizer=tokenizer,
+    global_batch_size=global_batch_size,
+    length=length,
+    eval_loop_num_batches=eval_loop_num_batches,
+    reset_for_eval=reset_for_eval,
+  )
 
 
 def _check_same_data(saved: Any, here: Any, path: str = "") -> None:
-  """Checks that two signatures agree, and names the first difference."""
+  """Raises ValueError with the first difference of two signatures."""
   if isinstance(saved, dict) and isinstance(here, dict):
     if set(saved) != set(here):
       raise ValueError(
-        f"The state was saved with data of {sorted(saved)}, and this input has"
+        f"The state was saved with data of {sorted(saved)}, but this input has"
         f" {sorted(here)}{f' in {path}' if path else ''}."
       )
     for key in here:
       _check_same_data(saved[key], here[key], f"{path}.{key}".lstrip("."))
   elif saved != here:
     raise ValueError(
-      f"The state was saved with {path} {saved}, and this input has {path}"
-      f" {here}: it would read other examples than those that were left."
-      " Restore with the same data, or start a new run."
+      f"The state was saved with {path} {saved}, but this input has {path}"
+      f" {here}, so its position would be another one. Restore with the same"
+      " data, or start a new run."
     )

@@ -20,16 +20,16 @@ from paxon.inputs import (
   json_lines,
   mixture,
   packed_input,
-  packing_plan,
   sequential_stream,
   token_file,
   token_file_writer,
 )
+from paxon.inputs import packing as packing_lib
 from paxon.inputs.tf_records import tf_record_files, tf_record_writer
 
-_SPLIT = packing_plan.Packing.SPLIT
-_FIRST_FIT = packing_plan.Packing.FIRST_FIT
-_NONE = packing_plan.Packing.NONE
+_SPLIT = packing_lib.Packing.SPLIT
+_FIRST_FIT = packing_lib.Packing.FIRST_FIT
+_NONE = packing_lib.Packing.NONE
 _LONGEST = 12
 # Of sources of text, whose examples end with this.
 _TEXTS = ("json_lines", "tf_records")
@@ -121,7 +121,7 @@ class Setup:
 
   members: tuple[tuple[int, ...], ...]
   kind: str
-  packing: packing_plan.Packing
+  packing: packing_lib.Packing
   seed: int | None
   is_filtered: bool
   num_epochs: int
@@ -186,7 +186,7 @@ _setups = functools.partial(
     max_size=3,
   ).map(tuple),
   kind=st.sampled_from(("memory", "token_file", "sequential")),
-  packing=st.sampled_from(packing_plan.Packing),
+  packing=st.sampled_from(packing_lib.Packing),
   seed=st.none() | st.integers(0, 5),
   is_filtered=st.booleans(),
   num_epochs=st.integers(1, 2),
@@ -207,13 +207,13 @@ def _batches(made) -> tuple[list[dict[str, bytes]], list[str]]:
   return batches, states
 
 
-@pytest.mark.parametrize("packing", packing_plan.Packing)
+@pytest.mark.parametrize("packing", packing_lib.Packing)
 @pytest.mark.parametrize("kind", ["memory", "token_file", *_TEXTS])
 def test_exactly_once_and_restored_anywhere(tmp_path_factory, kind, packing):
   _check_once_and_restored(tmp_path_factory, kind, packing, num_workers=(0, 2))
 
 
-@pytest.mark.parametrize("packing", packing_plan.Packing)
+@pytest.mark.parametrize("packing", packing_lib.Packing)
 def test_without_an_index_the_same_holds(tmp_path_factory, packing):
   # Nor are there workers: there is nothing to read ahead by.
   _check_once_and_restored(
@@ -321,7 +321,7 @@ def _filtered_text(folder):
   )
   return filtered.Filtered(
     stream=example_stream.Examples(source=source, shuffle_seed=2, num_epochs=1),
-    keep=filtered.MinPlaces(places=4),
+    keep=filtered.MinTokens(tokens=4),
   )
 
 

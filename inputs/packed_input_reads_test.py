@@ -16,10 +16,10 @@ from paxon.inputs import (
   filtered,
   mixture,
   packed_input,
-  packing_plan,
   read_ahead,
   sequential_stream,
 )
+from paxon.inputs import packing as packing_lib
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -37,7 +37,7 @@ class Counted:
 
 
 @pytest.mark.parametrize(
-  "packing", [packing_plan.Packing.SPLIT, packing_plan.Packing.FIRST_FIT]
+  "packing", [packing_lib.Packing.SPLIT, packing_lib.Packing.FIRST_FIT]
 )
 def test_an_example_of_many_batches_is_read_once(packing):
   reads = []
@@ -76,7 +76,7 @@ def test_restoring_at_ten_million_reads_nothing_of_what_is_before():
   source = Counted()
   made = packed_input.PackedInput(
     examples=example_stream.Examples(source=source, shuffle_seed=0),
-    packing=packing_plan.Packing.BEST_FIT,
+    packing=packing_lib.Packing.BEST_FIT,
     global_batch_size=4,
     length=16,
   )
@@ -108,20 +108,20 @@ class ByThread(Counted):
 class Known(ByThread):
   """Knows the places of its examples."""
 
-  def num_places(self, index):
+  def num_tokens(self, index):
     return 8
 
 
 @pytest.mark.parametrize("kind", [ByThread, Known])
 @pytest.mark.parametrize("is_filtered", [False, True])
 @pytest.mark.parametrize(
-  "packing", [packing_plan.Packing.SPLIT, packing_plan.Packing.BEST_FIT]
+  "packing", [packing_lib.Packing.SPLIT, packing_lib.Packing.BEST_FIT]
 )
 def test_workers_do_all_the_reading(kind, is_filtered, packing):
   source = kind()
   stream = example_stream.Examples(source=source, shuffle_seed=0)
   if is_filtered:
-    stream = filtered.Filtered(stream=stream, keep=filtered.MinPlaces(places=1))
+    stream = filtered.Filtered(stream=stream, keep=filtered.MinTokens(tokens=1))
   members = {
     "a": stream,
     "b": example_stream.Examples(source=source, shuffle_seed=1),
@@ -145,7 +145,7 @@ def test_hosts_read_only_their_rows_where_lengths_are_known(num_workers):
   source = Known()
   made = packed_input.PackedInput(
     examples=example_stream.Examples(source=source, shuffle_seed=None),
-    packing=packing_plan.Packing.NONE,
+    packing=packing_lib.Packing.NONE,
     global_batch_size=8,
     length=8,
     num_workers=num_workers,
@@ -166,9 +166,9 @@ def test_a_filtered_example_is_read_once(num_workers):
       stream=example_stream.Examples(
         source=source, shuffle_seed=None, num_epochs=1
       ),
-      keep=filtered.MinPlaces(places=1),
+      keep=filtered.MinTokens(tokens=1),
     ),
-    packing=packing_plan.Packing.SPLIT,
+    packing=packing_lib.Packing.SPLIT,
     global_batch_size=4,
     length=16,
     num_workers=num_workers,
@@ -194,7 +194,7 @@ class Damaged(Counted):
 def test_what_cannot_be_read_is_an_error_where_it_stands(num_workers):
   made = packed_input.PackedInput(
     examples=example_stream.Examples(source=Damaged(), shuffle_seed=None),
-    packing=packing_plan.Packing.NONE,
+    packing=packing_lib.Packing.NONE,
     global_batch_size=1,
     length=8,
     num_workers=num_workers,
@@ -240,7 +240,7 @@ def test_a_worker_process_that_was_killed_is_named_and_others_go_on():
     examples=example_stream.Examples(
       source=example_source.InMemoryExamples(tokens), shuffle_seed=None
     ),
-    packing=packing_plan.Packing.NONE,
+    packing=packing_lib.Packing.NONE,
     global_batch_size=1,
     length=8,
     num_workers=1,

@@ -1,82 +1,337 @@
-"""Concatenate-and-split packing of token runs into rows.
+"""Packing: which segments of which examples share a sequence, and the arrays.
 
-The targets of all runs, one after the other, fill row after row; a run that
-does not fit goes on in the next row. For runs `1 a b 2` and `1 c 2` (1 begins
-and 2 ends a document) in two rows of four:
+`make_plan` looks at lengths only. Four ways to pack, all deterministic:
+
+* SPLIT, concatenate and split: the tokens of all examples, one after the other,
+  fill sequence after sequence. An example that does not fit continues in the
+  next sequence or batch, as another segment. Nothing is padded before the end
+  of the data.
+* FIRST_FIT: an example goes to the first sequence with room for all of it. One
+  that fits nowhere waits for the next batch; when `max_waiting` examples wait,
+  the batch is done. A batch begins with the waiting ones, so none waits long.
+* BEST_FIT: the same, but into the sequence with the least sufficient room.
+* NONE: one example per sequence.
+
+An example has one length, or two with an encoder. The first three ways split an
+example that is longer than a sequence.
+
+`fill_arrays` then makes the arrays. SPLIT of the documents a b and c into two
+sequences of four tokens, where 1 begins and 2 ends a document:
 
     inputs       1 a b 1    c 0 0 0
     targets      a b 2 c    2 0 0 0
     weights      1 1 1 1    1 0 0 0
     positions    0 1 2 0    0 0 0 0
     segment_ids  1 1 1 2    1 0 0 0
-
-The first token of a run is an input only and its last one a target only, so
-nothing is predicted from another document, and a run that is split loses no
-target: `c`, the last target above, is the first input below. What comes first
-in a row has segment 1 and position 0, because a model sees nothing before it.
-Only the end of the stream leaves places empty.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
+import dataclasses
+import enum
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+
+from paxon.inputs import example_source
+
+Lengths = tuple[int, ...]
+
+_PREFIXES = ("", example_source.ENCODER)
+_PAD_KEYS = ("inputs", "targets")
 
 
-def pack_rows(
-  runs: Sequence[npt.NDArray[np.int32]],
+class Packing(enum.Enum):
+  """How examples share sequences; see the module."""
+
+  SPLIT = "split"
+  FIRST_FIT = "first_fit"
+  BEST_FIT = "best_fit"
+  NONE = "none"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Item:
+  """An example, or the rest of one, that is not in a batch yet.
+
+  Attributes:
+    reference: Of the example.
+    begin: How many of its tokens are in earlier batches or segments.
+    lengths: The number of its tokens, and of its encoder's if it has one.
+  """
+
+  reference: Any
+  begin: int
+  lengths: Lengths
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Segment:
+  """Tokens [begin, end) of an example in a sequence, and its whole encoder."""
+
+  reference: Any
+  begin: int
+  end: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+  """The sequences of one batch.
+
+  Attributes:
+    sequences: The segments of each sequence, in order.
+    waiting: What was taken and is not in the batch, in order.
+  """
+
+  sequences: list[list[Segment]]
+  waiting: list[Item]
+
+
+def make_plan(
+  packing: Packing,
   *,
-  num_rows: int,
-  length: int,
-  pad_id: int = 0,
-) -> dict[str, np.ndarray]:
-  """Packs runs of tokens into rows.
+  waiting: list[Item],
+  take: Callable[[], Item | None],
+  num_sequences: int,
+  lengths: Lengths,
+  max_waiting: int,
+) -> Plan:
+  """Plans a batch.
 
   Args:
-    runs: Each of two tokens or more; n tokens give n - 1 targets.
-    num_rows: The rows to return.
-    length: The places in a row.
-    pad_id: The input and target of an empty place.
+    packing: How to pack.
+    waiting: The items that come first.
+    take: Returns the next item, or None at the end.
+    num_sequences: The size of the batch.
+    lengths: The length of a sequence, and of an encoder's if there is one.
+    max_waiting: See the module; for FIRST_FIT and BEST_FIT.
 
   Returns:
-    `inputs` and `targets` int32, `weights` float32 (1 for a target, 0 for an
-    empty place), `positions` int32 (from 0 in each segment) and `segment_ids`
-    int32 (from 1 in each row, 0 for an empty place), all [num_rows, length].
+    The plan; its sequences are all empty if nothing is left.
+  """
+  queue = list(waiting)
+
+  def pop() -> Item | None:
+    return queue.pop(0) if queue else take()
+
+  if packing is Packing.SPLIT:
+    sequences, rest = _split(pop, num_sequences, lengths[0])
+    return Plan(sequences=sequences, waiting=rest + queue)
+  if packing is Packing.NONE:
+    sequences = [[] for _ in range(num_sequences)]
+    for sequence in sequences:
+      if (item := pop()) is None:
+        break
+      sequence.append(_segment(item, item.lengths[0]))
+    return Plan(sequences=sequences, waiting=queue)
+  fit = _Fit(num_sequences, lengths, is_best=packing is Packing.BEST_FIT)
+  for item in queue:
+    fit.place(item)
+  while len(fit.waiting) < max_waiting and fit.free[:, 0].any():
+    if (item := take()) is None:
+      break
+    fit.place(item)
+  return Plan(sequences=fit.sequences, waiting=fit.waiting)
+
+
+def fill_arrays(
+  sequences: list[list[Segment]],
+  *,
+  read: Callable[[Any], example_source.Example],
+  lengths: Lengths,
+  pad_id: int,
+  name: Callable[[Any], str],
+  like: Any,
+  scalars: bool,
+) -> dict[str, np.ndarray]:
+  """Returns the arrays of planned sequences.
+
+  Args:
+    sequences: The segments of each sequence.
+    read: Returns the example of a reference.
+    lengths: The length of a sequence, and of an encoder's if there is one.
+    pad_id: Padding of `inputs` and `targets`.
+    name: Returns the name of an example for messages.
+    like: Reference of an example whose keys all others must have.
+    scalars: Whether to include arrays without dimensions; there is one example
+      per sequence then.
+
+  Returns:
+    Arrays [B, length] or [B, encoder length], and [B] of scalars. Integers are
+    int32, other numbers and all `weights` float32.
 
   Raises:
-    ValueError: The runs have too many targets, or one has none.
+    ValueError: `inputs` or `targets` are missing, an example has other keys or
+      another kind of array, or an integer exceeds int32.
   """
-  counts = np.array([len(run) - 1 for run in runs], np.int64)
-  if (counts < 1).any():
-    raise ValueError(
-      "Every run of tokens must have at least 2 tokens (one target), got runs"
-      f" of {sorted({len(run) for run in runs})[:5]}."
-    )
-  total = int(counts.sum())
-  if total > num_rows * length:
-    raise ValueError(
-      f"{total} targets do not fit in {num_rows} rows of {length}."
-    )
+  first = read(like)
+  _check_keys(first, name(like), scalars=scalars)
+  batch = _make_padding(first, len(sequences), lengths, pad_id)
+  for number, segments in enumerate(sequences):
+    starts = [0] * len(lengths)
+    for segment_id, segment in enumerate(segments, start=1):
+      example = read(segment.reference)
+      if example.keys() != first.keys():
+        raise ValueError(
+          f"{name(segment.reference)} has the arrays {sorted(example)}, but"
+          f" {name(like)} has {sorted(first)}; all examples of an input must"
+          " have the same arrays."
+        )
+      for key, value in example.items():
+        if problem := _find_problem(key, value, first[key]):
+          raise ValueError(f"{name(segment.reference)}: {key!r} {problem}")
+        if scalars and not value.ndim:
+          batch[key][number] = value[()]
+      for i, (prefix, length) in enumerate(
+        zip(_PREFIXES, lengths, strict=False)
+      ):
+        begin, end = segment.begin, segment.end
+        if prefix:
+          begin = 0
+          end = min(example_source.num_tokens(example, prefix), length)
+        where = number, slice(starts[i], starts[i] + end - begin)
+        _write(batch, where, example, prefix, segment_id, begin, end)
+        starts[i] += end - begin
+  return batch
 
-  def filled(parts: Sequence[np.ndarray], fill: int) -> np.ndarray:
-    flat = np.full(num_rows * length, fill, np.int32)
-    if parts:
-      flat[:total] = np.concatenate(parts)
-    return flat.reshape(num_rows, length)
 
-  # Counted over the whole batch first; empty places form a segment of their
-  # own, which keeps `start` below correct for them.
-  run_numbers = filled([np.repeat(np.arange(len(runs)), counts)], len(runs))
-  is_filled = run_numbers < len(runs)
-  column = np.arange(length, dtype=np.int32)
-  is_start = np.ones((num_rows, length), bool)
-  is_start[:, 1:] = run_numbers[:, 1:] != run_numbers[:, :-1]
-  start = np.maximum.accumulate(np.where(is_start, column, 0), axis=1)
-  segments = run_numbers - run_numbers[:, :1] + 1
-  return {
-    "inputs": filled([run[:-1] for run in runs], pad_id),
-    "targets": filled([run[1:] for run in runs], pad_id),
-    "weights": is_filled.astype(np.float32),
-    "positions": np.where(is_filled, column - start, 0).astype(np.int32),
-    "segment_ids": np.where(is_filled, segments, 0).astype(np.int32),
-  }
+def _segment(item: Item, end: int) -> Segment:
+  return Segment(reference=item.reference, begin=item.begin, end=end)
+
+
+def _split(
+  pop: Callable[[], Item | None], num_sequences: int, length: int
+) -> tuple[list[list[Segment]], list[Item]]:
+  """Returns the segments of each sequence, and the rest of the last example."""
+  sequences: list[list[Segment]] = [[] for _ in range(num_sequences)]
+  number, free = 0, length
+  while number < num_sequences and (item := pop()) is not None:
+    begin, total = item.begin, item.lengths[0]
+    while begin < total:
+      if number == num_sequences:
+        return sequences, [dataclasses.replace(item, begin=begin)]
+      end = min(total, begin + free)
+      sequences[number].append(
+        Segment(reference=item.reference, begin=begin, end=end)
+      )
+      free -= end - begin
+      begin = end
+      if not free:
+        number, free = number + 1, length
+  return sequences, []
+
+
+class _Fit:
+  """Sequences with room for whole examples, for FIRST_FIT and BEST_FIT."""
+
+  def __init__(
+    self, num_sequences: int, lengths: Lengths, *, is_best: bool
+  ) -> None:
+    self.sequences: list[list[Segment]] = [[] for _ in range(num_sequences)]
+    self.free = np.tile(np.asarray(lengths, np.int64), (num_sequences, 1))
+    self.waiting: list[Item] = []
+    self._length = lengths[0]
+    self._is_best = is_best
+
+  def place(self, item: Item) -> None:
+    """Puts as much as fits into sequences; the rest waits."""
+    while item.begin < item.lengths[0]:
+      count = min(item.lengths[0] - item.begin, self._length)
+      need = np.array([count, *item.lengths[1:]])
+      fits = (self.free >= need).all(axis=1)
+      if not fits.any():
+        self.waiting.append(item)
+        return
+      room = np.where(fits, self.free[:, 0], self._length + 1)
+      number = int(room.argmin() if self._is_best else fits.argmax())
+      self.sequences[number].append(_segment(item, item.begin + count))
+      self.free[number] -= need
+      item = dataclasses.replace(item, begin=item.begin + count)
+
+
+def _write(
+  batch: dict[str, np.ndarray],
+  where: tuple[int, slice],
+  example: example_source.Example,
+  prefix: str,
+  segment_id: int,
+  begin: int,
+  end: int,
+) -> None:
+  """Writes tokens [begin, end) of an example, or of its encoder."""
+  for key, value in example.items():
+    if value.ndim and key.startswith(example_source.ENCODER) == bool(prefix):
+      batch[key][where] = value[begin:end]
+  batch[prefix + "positions"][where] = np.arange(end - begin, dtype=np.int32)
+  batch[prefix + "segment_ids"][where] = segment_id
+  if not prefix and "weights" not in example:
+    batch["weights"][where] = 1
+
+
+def _make_padding(
+  example: example_source.Example,
+  num_sequences: int,
+  lengths: Lengths,
+  pad_id: int,
+) -> dict[str, np.ndarray]:
+  """Returns the arrays of a batch of padding, with the example's keys."""
+  batch: dict[str, np.ndarray] = {}
+  for prefix, length in zip(_PREFIXES, lengths, strict=False):
+    for key in ("positions", "segment_ids"):
+      batch[prefix + key] = np.zeros((num_sequences, length), np.int32)
+  batch["weights"] = np.zeros((num_sequences, lengths[0]), np.float32)
+  for key, value in example.items():
+    if not value.ndim:
+      batch[key] = np.zeros(num_sequences, _to_dtype(key, value))
+      continue
+    length = lengths[key.startswith(example_source.ENCODER)]
+    is_token = key.removeprefix(example_source.ENCODER) in _PAD_KEYS
+    batch[key] = np.full(
+      (num_sequences, length, *value.shape[1:]),
+      pad_id if is_token else 0,
+      _to_dtype(key, value),
+    )
+  return batch
+
+
+def _to_dtype(key: str, value: np.ndarray) -> np.dtype:
+  if key == "weights":
+    return np.dtype(np.float32)
+  kinds = {"i": np.int32, "u": np.int32, "f": np.float32, "b": bool}
+  return np.dtype(kinds.get(value.dtype.kind, object))
+
+
+def _check_keys(
+  example: example_source.Example, name: str, *, scalars: bool
+) -> None:
+  for key in ("inputs", "targets"):
+    if key not in example:
+      raise ValueError(
+        f"{name} must have the array {key!r}, got {sorted(example)}."
+      )
+  for key, value in example.items():
+    if not value.ndim and not scalars:
+      raise ValueError(
+        f"{name}: {key!r} has no dimensions, so it describes the example and"
+        " not a token; this needs packing NONE, one example per sequence."
+      )
+
+
+def _find_problem(key: str, value: np.ndarray, like: np.ndarray) -> str | None:
+  """Returns why an array cannot share a batch with another, if so."""
+  dtype = _to_dtype(key, value)
+  if (dtype, value.ndim, value.shape[1:]) != (
+    _to_dtype(key, like),
+    like.ndim,
+    like.shape[1:],
+  ):
+    return (
+      f"is {value.dtype} {list(value.shape)}, but {like.dtype}"
+      f" {list(like.shape)} in another example; kinds and inner shapes must"
+      " agree."
+    )
+  # Most are int32 already, and are not searched.
+  if dtype == np.int32 and value.size and not np.can_cast(value.dtype, dtype):
+    low, high = int(value.min()), int(value.max())
+    if low < -(2**31) or high >= 2**31:
+      return f"has values from {low} to {high}, which exceed int32."
+  return None

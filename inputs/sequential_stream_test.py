@@ -11,9 +11,9 @@ from paxon.inputs import (
   filtered,
   mixture,
   packed_input,
-  packing_plan,
   sequential_stream,
 )
+from paxon.inputs import packing as packing_lib
 
 
 @dataclasses.dataclass
@@ -94,11 +94,11 @@ def _runs(lengths):
 
 def test_a_filter_keeps_what_is_long_enough():
   kept = filtered.Filtered(
-    stream=_runs((1, 5, 2, 6)), keep=filtered.MinPlaces(places=3)
+    stream=_runs((1, 5, 2, 6)), keep=filtered.MinTokens(tokens=3)
   )
   made = packed_input.PackedInput(
     examples=kept,
-    packing=packing_plan.Packing.NONE,
+    packing=packing_lib.Packing.NONE,
     global_batch_size=2,
     length=6,
   )
@@ -110,16 +110,16 @@ def test_a_filter_keeps_what_is_long_enough():
 
 def test_a_filter_that_keeps_nothing_is_an_error():
   kept = filtered.Filtered(
-    stream=_runs((1, 2)), keep=filtered.MinPlaces(places=3)
+    stream=_runs((1, 2)), keep=filtered.MinTokens(tokens=3)
   )
-  with pytest.raises(ValueError, match=r"MinPlaces\(places=3\)\) has turned d"):
+  with pytest.raises(ValueError, match=r"MinTokens\(tokens=3\)\) has turned d"):
     kept.following(0, step=0)
 
 
 def test_a_finite_filter_that_keeps_nothing_is_an_error():
   stream = _runs((1, 2))
   stream.num_epochs = 1
-  kept = filtered.Filtered(stream=stream, keep=filtered.MinPlaces(places=3))
+  kept = filtered.Filtered(stream=stream, keep=filtered.MinTokens(tokens=3))
   with pytest.raises(ValueError, match=r"turned down every example of the str"):
     kept.following(0, step=0)
   # From a place within it nothing is known of what was before.
@@ -133,7 +133,7 @@ def test_a_filter_ends_where_a_mixture_never_reads_a_member():
     weight_changes={9: {"short": 0.0, "long": 1.0}},
   )
   kept = filtered.Filtered(
-    stream=mixed, keep=filtered.MinPlaces(places=3), max_turned_down=20
+    stream=mixed, keep=filtered.MinTokens(tokens=3), max_turned_down=20
   )
   with pytest.raises(ValueError, match=r"down 21 examples in a row, .* is 20"):
     kept.following(kept.start(), step=0)

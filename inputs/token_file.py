@@ -127,7 +127,7 @@ class TokenFile:
       return self.tokenizer.vocab_size
     return self.facts.get("vocab_size")
 
-  def num_places(self, index: int) -> int:
+  def num_tokens(self, index: int) -> int:
     """Returns the targets of an example, from the index alone."""
     sequences = self._sequences(index)
     lengths = self._tables.lengths[sequences]

@@ -75,7 +75,7 @@ def test_every_dtype_documents_and_sequences(path, code, dtype):
   assert [documents.tokens(i).tolist() for i in range(3)] == expected
   assert len(documents) == 3
   assert documents.tokens(0).dtype == np.int32
-  assert documents.num_places(0) == 3
+  assert documents.num_tokens(0) == 3
   single = token_file.TokenFile(
     path=path,
     unit=token_file.Unit.SEQUENCE,
@@ -86,7 +86,7 @@ def test_every_dtype_documents_and_sequences(path, code, dtype):
   assert [single.tokens(i).tolist() for i in range(4)] == [
     [7, *ids, 8] for ids in sequences
   ]
-  assert [single.num_places(i) for i in range(4)] == [4, 2, 1, 3]
+  assert [single.num_tokens(i) for i in range(4)] == [4, 2, 1, 3]
   np.testing.assert_array_equal(single[3]["inputs"], [7, 5, 100])
   np.testing.assert_array_equal(single[3]["targets"], [5, 100, 8])
   with pytest.raises(IndexError, match=r"no example 4 of 4"):
@@ -227,7 +227,7 @@ def test_a_damaged_entry_within_the_index_is_named(path, place, value, message):
     tokens.tokens(1)
   if value == -1:
     with pytest.raises(ValueError, match=rf"is damaged: {message}"):
-      tokens.num_places(1)
+      tokens.num_tokens(1)
 
 
 def test_other_formats_are_refused(path):

@@ -6,7 +6,9 @@ none of its data; only what reads batches is refused.
 
 import dataclasses
 
-from paxon.inputs import base_input, packed_lm_input
+import numpy as np
+
+from paxon.inputs import base_input
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -29,8 +31,11 @@ class UnsetInput(base_input.BaseInput):
     return True
 
   def batch_shapes(self) -> base_input.Shapes:
-    """Returns what `PackedLmInput` returns."""
-    return packed_lm_input.shapes_of(self.per_host_batch_size, self.length)
+    """Returns those of packed documents of text."""
+    shape = self.per_host_batch_size, self.length
+    keys = ("inputs", "targets", "positions", "segment_ids", "target_bytes")
+    integers = {key: (shape, np.dtype(np.int32)) for key in keys}
+    return {**integers, "weights": (shape, np.dtype(np.float32))}
 
   def check_readable(self) -> None:
     """Refuses; see `get_next`."""

@@ -6,7 +6,7 @@ import pytest
 from paxon.inputs import (
   byte_tokenizer,
   document_source,
-  packed_lm_input,
+  packed_input,
   unset_input,
 )
 
@@ -18,7 +18,7 @@ def _unset():
 
 
 def test_has_the_shapes_of_packed_rows():
-  packed = packed_lm_input.PackedLmInput(
+  packed = packed_input.pack_documents(
     source=document_source.InMemoryDocuments(["text"]),
     tokenizer=byte_tokenizer.ByteTokenizer(),
     shuffle_seed=None,

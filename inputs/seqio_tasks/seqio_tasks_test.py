@@ -9,7 +9,8 @@ import pytest
 import seqio
 import tensorflow as tf
 
-from paxon.inputs import packed_input, packing_plan
+from paxon.inputs import packed_input
+from paxon.inputs import packing as packing_lib
 from paxon.inputs.seqio_tasks import (
   element_specs,
   feature_converters,
@@ -344,7 +345,7 @@ def _stream(**given):
   return task_stream.TaskStream(**given)
 
 
-def _input(packing=packing_plan.Packing.SPLIT, **given):
+def _input(packing=packing_lib.Packing.SPLIT, **given):
   sizes = {
     key: given.pop(key)
     for key in ("global_batch_size", "length")
@@ -358,7 +359,7 @@ def _input(packing=packing_plan.Packing.SPLIT, **given):
 
 @pytest.mark.usefixtures("tasks")
 @pytest.mark.parametrize(
-  "packing", [packing_plan.Packing.SPLIT, packing_plan.Packing.FIRST_FIT]
+  "packing", [packing_lib.Packing.SPLIT, packing_lib.Packing.FIRST_FIT]
 )
 def test_a_mixture_goes_on_from_any_batch_on_any_hosts(packing):
   given = _input(packing)
@@ -392,7 +393,7 @@ def test_a_mixture_keeps_its_rates():
 @pytest.mark.usefixtures("tasks")
 def test_examples_to_evaluate_say_where_they_are_from():
   given = _input(
-    packing_plan.Packing.NONE,
+    packing_lib.Packing.NONE,
     name_in_registry="made_text",
     split="validation",
     num_epochs=1,

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from paxon.inputs import packed_input, packing_plan
+from paxon.inputs import packed_input, packing
 from paxon.inputs.seqio_tasks import task_metrics, task_stream
 
 
@@ -22,7 +22,7 @@ class TaskEvalInput(packed_input.PackedInput):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    if self.packing is not packing_plan.Packing.NONE:
+    if self.packing is not packing.Packing.NONE:
       raise ValueError(
         "TaskEvalInput.packing must be NONE: results are joined by rows, got"
         f" {self.packing.name}."

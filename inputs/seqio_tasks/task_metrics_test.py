@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import seqio
 
-from paxon.inputs import packed_input, packing_plan
+from paxon.inputs import packed_input
+from paxon.inputs import packing as packing_lib
 from paxon.inputs.seqio_tasks import (
   feature_converters,
   task_eval_input,
@@ -137,7 +138,7 @@ def _encode(tasks):
 
 def _eval_input(stream, **given):
   sizes = {"global_batch_size": 2, "length": 80}
-  given = {"packing": packing_plan.Packing.NONE} | sizes | given
+  given = {"packing": packing_lib.Packing.NONE} | sizes | given
   return task_eval_input.TaskEvalInput(examples=stream, **given)
 
 
@@ -161,7 +162,7 @@ def test_an_input_to_evaluate_gives_the_metrics_of_its_task():
   with pytest.raises(ValueError, match="must be a TaskStream with provenance"):
     _eval_input(_stream("measured_text", provenance=False))
   with pytest.raises(ValueError, match=r"packing must be NONE.* got SPLIT"):
-    _eval_input(_stream("measured_text"), packing=packing_plan.Packing.SPLIT)
+    _eval_input(_stream("measured_text"), packing=packing_lib.Packing.SPLIT)
 
 
 def test_the_vocabulary_is_the_tokenizer(tasks):
@@ -178,7 +179,7 @@ def test_the_vocabulary_is_the_tokenizer(tasks):
   assert counts[-1] == 0
   given = packed_input.PackedInput(
     examples=_stream("measured_text"),
-    packing=packing_plan.Packing.NONE,
+    packing=packing_lib.Packing.NONE,
     global_batch_size=2,
     length=80,
     tokenizer=tokenizer,

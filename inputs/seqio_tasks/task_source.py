@@ -41,7 +41,7 @@ class TaskSource:
   """Examples of a task, as a model sees them.
 
   An example that the task's own filters leave out has no places; `Filtered`
-  with `MinPlaces` skips it.
+  with `MinTokens` skips it.
 
   Attributes:
     task: The task's name in SeqIO's registry.

@@ -187,7 +187,7 @@ class TaskStream(example_stream.Stream):
           shuffle_seed=self.shuffle_seed,
           num_epochs=self.num_epochs,
         ),
-        keep=filtered.MinPlaces(places=1),
+        keep=filtered.MinTokens(tokens=1),
       )
       for name, source in self.sources.items()
     }

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from paxon.inputs import example_stream, packed_input, packing_plan
+from paxon.inputs import example_stream, packed_input
+from paxon.inputs import packing as packing_lib
 from paxon.inputs.tf_records import (
   bert_examples,
   tf_example,
@@ -59,7 +60,7 @@ def test_short_examples_share_rows(tmp_path):
       shuffle_seed=None,
       num_epochs=1,
     ),
-    packing=packing_plan.Packing.FIRST_FIT,
+    packing=packing_lib.Packing.FIRST_FIT,
     global_batch_size=2,
     length=15,
   )

@@ -16,7 +16,7 @@ def test_prints_the_first_batches_of_every_split(capsys):
   assert inspect_input.run(job) == 0
   text = capsys.readouterr().out
   assert text.startswith("train: SlowInput, global_batch_size ")
-  assert "\nvalidation: PackedLmInput, global_batch_size " in text
+  assert "\nvalidation: PackedInput, global_batch_size " in text
   assert text.count("packing efficiency") == 4
   assert text.count("\nbatch 1\n") == 2
 
@@ -31,7 +31,7 @@ def test_says_what_cannot_be_read_and_where_a_split_ends(capsys):
 
   class Short(type(source)):
     def get_next(self):
-      if self.get_state()["index"]:
+      if self.get_state()["batches"]:
         raise StopIteration
       return super().get_next()
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.inputs import packed_lm_input
+from paxon.inputs import packed_input
 from paxon.layers import rms_norm, summaries
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer
@@ -43,7 +43,7 @@ class _TellingNorm(nn.Module):
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class _PoisonedInput(packed_lm_input.PackedLmInput):
+class _PoisonedInput(packed_input.PackedInput):
   """Has one batch whose targets nobody can guess."""
 
   poisoned_at: dict
@@ -57,7 +57,7 @@ class _PoisonedInput(packed_lm_input.PackedLmInput):
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class _BreakingInput(packed_lm_input.PackedLmInput):
+class _BreakingInput(packed_input.PackedInput):
   """Fails, or hangs, at a batch, once."""
 
   after: int = 0
@@ -74,7 +74,7 @@ class _BreakingInput(packed_lm_input.PackedLmInput):
 
 def _input(cls, job, **fields):
   given = job.train_input
-  names = ("source", "tokenizer", "shuffle_seed", "global_batch_size", "length")
+  names = ("examples", "tokenizer", "global_batch_size", "length")
   return cls(**{name: getattr(given, name) for name in names}, **fields)
 
 
@@ -92,7 +92,7 @@ def _make(cls, observability, *, knobs=None, **fields):
 
 def _poisoned(observability):
   job, _ = testing.make(mesh="data=8")
-  source = _input(packed_lm_input.PackedLmInput, job)
+  source = _input(packed_input.PackedInput, job)
   for _ in range(POISONED_STEP - 1):
     source.get_next()
   knobs = {

@@ -61,9 +61,8 @@ def test_an_error_of_the_input_is_raised_here():
 
   source = _source()
   broken = Broken(
-    source=source.source,
+    examples=source.examples,
     tokenizer=source.tokenizer,
-    shuffle_seed=0,
     global_batch_size=8,
     length=16,
   )

@@ -21,7 +21,9 @@ from paxon.inputs import (
   base_input,
   byte_tokenizer,
   document_source,
-  packed_lm_input,
+  example_source,
+  example_stream,
+  packed_input,
 )
 from paxon.layers import (
   embedding,
@@ -55,7 +57,7 @@ def documents(num_documents: int, *, seed: int) -> list[str]:
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class SlowInput(packed_lm_input.PackedLmInput):
+class SlowInput(packed_input.PackedInput):
   """Waits before each batch, so that a test can kill a run in the middle."""
 
   delay: float = 0.0
@@ -164,7 +166,7 @@ class TinyLm(experiment.Experiment):
     rolling: dict[str, fdl.Config[base_input.BaseInput]] = {}
     if self.rolling_batches is not None:
       rolling["rolling"] = fdl.Config(
-        packed_lm_input.PackedLmInput,
+        packed_input.pack_documents,
         source=fdl.Config(source, num_documents=5, seed=2),
         shuffle_seed=None,
         num_epochs=1,
@@ -175,13 +177,20 @@ class TinyLm(experiment.Experiment):
     return {
       "train": fdl.Config(
         SlowInput,
-        source=fdl.Config(source, num_documents=20, seed=0),
-        shuffle_seed=self.seed,
+        examples=fdl.Config(
+          example_stream.Examples,
+          source=fdl.Config(
+            example_source.TokenizedDocuments,
+            source=fdl.Config(source, num_documents=20, seed=0),
+            tokenizer=shared["tokenizer"],
+          ),
+          shuffle_seed=self.seed,
+        ),
         delay=self.delay,
         **shared,
       ),
       "validation": fdl.Config(
-        packed_lm_input.PackedLmInput,
+        packed_input.pack_documents,
         source=fdl.Config(source, num_documents=5, seed=1),
         shuffle_seed=None,
         num_epochs=1,

@@ -13,7 +13,7 @@ import fiddle as fdl
 from paxon.inputs import (
   byte_tokenizer,
   json_lines,
-  packed_lm_input,
+  packed_input,
   python_stdlib,
   synthetic_lm_input,
   unset_input,
@@ -103,7 +103,7 @@ class Text(experiment.Experiment):
     }
     splits = {
       "train": fdl.Config(
-        packed_lm_input.PackedLmInput,
+        packed_input.pack_documents,
         source=train,
         global_batch_size=self.global_batch_size,
         shuffle_seed=self.seed,
@@ -112,7 +112,7 @@ class Text(experiment.Experiment):
     }
     if held_out is not None:
       splits["validation"] = fdl.Config(
-        packed_lm_input.PackedLmInput,
+        packed_input.pack_documents,
         source=held_out,
         global_batch_size=self._eval_batch_size(),
         shuffle_seed=None,

@@ -47,7 +47,7 @@ def test_text_is_read_from_the_files_that_the_knobs_name(tmp_path):
   ).job()
   train_input = fdl.build(job.train_input)
   held_out = fdl.build(job.eval_inputs["validation"])
-  assert len(train_input.source) == 3
+  assert len(train_input.examples.source) == 3
   batch = train_input.get_next()
   text = train_input.tokenizer.decode(np.ravel(batch["inputs"]))
   for word in ("one", "two", "three"):

@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 import fiddle as fdl
 
-from paxon.inputs import packed_input, packing_plan
+from paxon.inputs import packed_input
+from paxon.inputs import packing as packing_lib
 from paxon.inputs.seqio_tasks import (
   c4,
   feature_converters,
@@ -84,7 +85,7 @@ class SeqIo(experiment.Experiment):
       "tokenizer": self._tokenizer(),
     }
     split_text = self.form == "language_model"
-    packing = packing_plan.Packing
+    packing = packing_lib.Packing
     splits = {
       "train": fdl.Config(
         packed_input.PackedInput,
@@ -202,7 +203,7 @@ class C4(lm_data.Text):
           num_epochs=1,
           **given,
         ),
-        packing=packing_plan.Packing.NONE,
+        packing=packing_lib.Packing.NONE,
         cut_long_examples=True,
         **shared,
       ),

@@ -24,6 +24,7 @@ from etils import epath
 import fiddle as fdl
 import numpy as np
 
+from paxon.inputs import packing as packing_lib
 from paxon.inputs import (
   base_input,
   byte_tokenizer,
@@ -35,8 +36,6 @@ from paxon.inputs import (
   json_lines,
   mixture,
   packed_input,
-  packed_lm_input,
-  packing_plan,
   python_stdlib,
   text_files,
   token_file,
@@ -159,7 +158,7 @@ def _from_text(
     "TFRecord": tf_record_files.TfRecordFiles(files=str(records)),
   }
   return {
-    name: packed_lm_input.PackedLmInput(
+    name: packed_input.pack_documents(
       source=source,
       tokenizer=_TOKENIZER,
       shuffle_seed=0,
@@ -182,8 +181,8 @@ def _from_tokens(folder: pathlib.Path) -> dict[str, base_input.BaseInput]:
   )
   return {
     "token file": _packed(tokens),
-    "token file, first fit": _packed(tokens, packing_plan.Packing.FIRST_FIT),
-    "token file, best fit": _packed(tokens, packing_plan.Packing.BEST_FIT),
+    "token file, first fit": _packed(tokens, packing_lib.Packing.FIRST_FIT),
+    "token file, best fit": _packed(tokens, packing_lib.Packing.BEST_FIT),
     "two token files mixed": _packed(mixed),
   }
 
@@ -194,7 +193,7 @@ def _shuffled(source: example_source.ExampleSource) -> example_stream.Stream:
 
 def _packed(
   stream: example_stream.Stream,
-  packing: packing_plan.Packing = packing_plan.Packing.SPLIT,
+  packing: packing_lib.Packing = packing_lib.Packing.SPLIT,
 ) -> base_input.BaseInput:
   return packed_input.PackedInput(
     examples=stream,
@@ -270,7 +269,7 @@ class _Numbers:
 
 def _resuming() -> Speed:
   """Times restoring a position far into a shuffled epoch, and a batch."""
-  source = _packed(_shuffled(_Numbers()), packing_plan.Packing.BEST_FIT)
+  source = _packed(_shuffled(_Numbers()), packing_lib.Packing.BEST_FIT)
   state = source.get_state() | {"position": _FAR}
   begin = time.perf_counter()
   source.set_state(state)

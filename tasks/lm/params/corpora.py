@@ -19,10 +19,10 @@ from paxon.inputs import (
   example_stream,
   held_out,
   packed_input,
-  packing_plan,
   text_baselines,
   unset_input,
 )
+from paxon.inputs import packing as packing_lib
 from paxon.inputs.grain_sources import grain_rows, optional_library
 from paxon.inputs.seqio_tasks import (
   feature_converters,
@@ -105,7 +105,7 @@ class _OfExamples(quickstart.PythonStdlibLm):
       return fdl.Config(
         packed_input.PackedInput,
         examples=fdl.Config(example_stream.Examples, source=part, **order),
-        packing=packing_plan.Packing.SPLIT,
+        packing=packing_lib.Packing.SPLIT,
         tokenizer=tokenizer,
         global_batch_size=rows,
         length=self.length,

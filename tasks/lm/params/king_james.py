@@ -18,11 +18,11 @@ from paxon.inputs import (
   example_stream,
   held_out,
   packed_input,
-  packing_plan,
   text_baselines,
   token_file,
   unset_input,
 )
+from paxon.inputs import packing as packing_lib
 from paxon.runner.settings import generation as generation_lib
 from paxon.tasks.lm import split_baselines
 from paxon.tasks.lm.params import quickstart
@@ -100,7 +100,7 @@ class KingJamesLm(quickstart.PythonStdlibLm):
     return fdl.Config(
       packed_input.PackedInput,
       examples=fdl.Config(example_stream.Examples, source=source, **order),
-      packing=packing_plan.Packing.BEST_FIT,
+      packing=packing_lib.Packing.BEST_FIT,
       tokenizer=fdl.Config(byte_tokenizer.ByteTokenizer),
       global_batch_size=global_batch_size,
       length=self.length,

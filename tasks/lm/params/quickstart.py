@@ -11,7 +11,7 @@ import fiddle as fdl
 
 from paxon.inputs import (
   byte_tokenizer,
-  packed_lm_input,
+  packed_input,
   python_stdlib,
   text_baselines,
 )
@@ -119,15 +119,15 @@ class PythonStdlibLm(experiment.Experiment):
     }
     return {
       "train": fdl.Config(
-        packed_lm_input.PackedLmInput,
+        packed_input.pack_documents,
         source=fdl.Config(python_stdlib.PythonStdlib, split="train"),
         global_batch_size=self.global_batch_size,
         shuffle_seed=self.seed,
-        piece_length=self.length,
+        chunk_length=self.length,
         **shared,
       ),
       "validation": fdl.Config(
-        packed_lm_input.PackedLmInput,
+        packed_input.pack_documents,
         source=fdl.Config(python_stdlib.PythonStdlib, split="validation"),
         global_batch_size=4 * self.global_batch_size,
         shuffle_seed=None,

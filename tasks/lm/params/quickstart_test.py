@@ -41,7 +41,7 @@ def test_knobs_reach_the_configuration():
   assert stack.num_layers == 2
   assert stack.blocks[0].feed_forward.mlp_dim == 8
   assert stack.blocks[0].feed_forward.dtype == "bfloat16"
-  assert job.train_input.shuffle_seed == job.seed == 5
+  assert job.train_input.examples.shuffle_seed == job.seed == 5
 
 
 def test_warm_up_is_no_longer_than_a_short_run():

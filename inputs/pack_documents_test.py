@@ -1,6 +1,8 @@
-"""Tests for packed batches: by hand, over hosts, resumed, and at the end."""
+"""Tests for packed documents: by hand, on several hosts, and resumed."""
 
 import collections
+import dataclasses
+import itertools
 import json
 from typing import Any
 
@@ -11,10 +13,11 @@ import numpy as np
 import pytest
 
 from paxon.inputs import (
-  base_input,
   byte_tokenizer,
   document_source,
-  packed_lm_input,
+  example_source,
+  example_stream,
+  packed_input,
 )
 
 _KEYS = {
@@ -31,15 +34,26 @@ _documents = st.lists(st.binary(max_size=12), min_size=1, max_size=8)
 _lengths = st.integers(1, 9)
 
 
-def _make(documents=_DOCUMENTS, *, cls=packed_lm_input.PackedLmInput, **kwargs):
+@dataclasses.dataclass(frozen=True)
+class CountedDocuments(document_source.InMemoryDocuments):
+  """Documents that record which are read."""
+
+  reads: list[int] = dataclasses.field(default_factory=list)
+
+  def __getitem__(self, index: int, /) -> bytes:
+    self.reads.append(index)
+    return super().__getitem__(index)
+
+
+def _make(documents=_DOCUMENTS, *, source=None, **kwargs):
   defaults: dict[str, Any] = {
-    "source": document_source.InMemoryDocuments(documents),
+    "source": source or document_source.InMemoryDocuments(documents),
     "tokenizer": byte_tokenizer.ByteTokenizer(),
     "global_batch_size": 4,
     "length": 5,
     "shuffle_seed": 1,
   }
-  return cls(**defaults | kwargs)
+  return packed_input.pack_documents(**defaults | kwargs)
 
 
 def _bytes(batch) -> dict[str, tuple]:
@@ -190,7 +204,7 @@ def test_state_is_small_and_the_same_on_every_host():
   assert states == [states[0]] * 4
   # 3 batches of 4 x 5 targets; the epoch has 12 documents of 46 bytes or so.
   num_targets = sum(len(d) + 1 for d in _DOCUMENTS)
-  assert states[0]["epoch"] == 60 // num_targets
+  assert states[0]["position"] // len(_DOCUMENTS) == 60 // num_targets
   assert len(json.dumps(states[0])) < 200
 
 
@@ -255,29 +269,12 @@ def test_the_end_stays_until_reset():
   for _ in range(2):
     with pytest.raises(StopIteration):
       packed.get_next()
-  assert packed.get_state()["epoch"] == 1
+  assert packed.get_state()["position"] == len(_DOCUMENTS)
   packed.reset()
   assert [_bytes(batch) for batch in packed] == expected
 
 
-def test_a_subclass_may_edit_the_batch():
-  class Halved(packed_lm_input.PackedLmInput):
-    def get_next(self) -> base_input.Batch:
-      batch = super().get_next()
-      batch["weights"] = batch["weights"] / 2
-      return batch
-
-  edited = _make(cls=Halved)
-  expected = _make()
-  np.testing.assert_array_equal(
-    edited.get_next()["weights"], expected.get_next()["weights"] / 2
-  )
-  restored = _make(cls=Halved)
-  restored.set_state(expected.get_state())
-  assert _take(restored, 2) == _take(edited, 2)
-
-
-def test_padding_stands_for_no_bytes_whatever_its_id():
+def test_padding_has_no_bytes_for_any_pad_id():
   class PadIsText(byte_tokenizer.ByteTokenizer):
     @property
     def pad_id(self) -> int:
@@ -290,7 +287,7 @@ def test_padding_stands_for_no_bytes_whatever_its_id():
 
 def test_fiddle_configures_it():
   config = fdl.Config(
-    packed_lm_input.PackedLmInput,
+    packed_input.pack_documents,
     source=fdl.Config(document_source.InMemoryDocuments, _DOCUMENTS),
     tokenizer=fdl.Config(byte_tokenizer.ByteTokenizer),
     length=5,
@@ -301,13 +298,11 @@ def test_fiddle_configures_it():
   config.length = 0
   with pytest.raises(ValueError, match=r"length must be positive, got 0"):
     fdl.build(config)
-  with pytest.raises(AttributeError, match=r"infeed_host_index"):
-    config.infeed_host_index = 1
 
 
 def test_documents_are_not_asked_for_when_it_is_made():
   packed = _make([])
-  with pytest.raises(ValueError, match=r"The source holds no documents"):
+  with pytest.raises(ValueError, match=r"The source holds no examples"):
     packed.get_next()
 
 
@@ -319,50 +314,246 @@ def test_rejects_no_epochs():
 @pytest.mark.parametrize(
   ("change", "message"),
   [
-    ({"num_documents": 11}, r"saved with num_documents 11, .* has .* 12"),
     ({"shuffle_seed": 9}, r"saved with shuffle_seed 9, .* has shuffle_seed 1"),
     ({"shuffle_seed": None}, r"saved with shuffle_seed None"),
-    ({"bins": 3}, r"must have the keys \['epoch', .* got \['bins', 'epoch'"),
-    ({"offset": 1.0}, r"state's offset must be an integer, got 1\.0"),
-    ({"epoch": "1"}, r"state's epoch must be an integer, got '1'"),
-    ({"index": None}, r"state's index must be an integer, got None"),
-    ({"index": True}, r"state's index must be an integer, got True"),
-    ({"index": 12}, r"index=12.* in a source of 12 documents"),
-    ({"offset": 99}, r"offset=99.*that one has \d+ targets"),
+    ({"num_examples": 11}, r"saved with num_examples 11, .* has .* 12"),
+    ({"chunk_length": 3}, r"saved with chunk_length 3, .* has .* None"),
   ],
 )
-def test_rejects_a_state_that_is_damaged_or_of_other_data(change, message):
+def test_rejects_a_state_of_other_data(change, message):
   packed = _make()
   packed.get_next()
   before = packed.get_state()
   with pytest.raises(ValueError, match=message):
-    packed.set_state({**before, **change})
+    packed.set_state({**before, "data": before["data"] | change})
   assert packed.get_state() == before
 
 
-@pytest.mark.parametrize("piece_length", [1, 3, 100])
-def test_pieces_resume_exactly(piece_length):
-  packed = _make(piece_length=piece_length)
+def test_rejects_a_state_beyond_the_end_of_a_document():
+  packed = _make(shuffle_seed=None)
+  packed.set_state(packed.get_state() | {"waiting": [[3, 10]]})
+  with pytest.raises(ValueError, match=r"example 3 has 10 targets, and 10 of"):
+    packed.get_next()
+
+
+@pytest.mark.parametrize("chunk_length", [1, 3, 100])
+def test_chunks_resume_exactly(chunk_length):
+  packed = _make(chunk_length=chunk_length)
   states, batches = [packed.get_state()], []
   for _ in range(7):
     batches.append(_bytes(packed.get_next()))
     states.append(packed.get_state())
   for i, state in enumerate(states[:-1]):
-    resumed = _make(piece_length=piece_length)
+    resumed = _make(chunk_length=chunk_length)
     resumed.set_state(state)
     assert _take(resumed, len(batches) - i) == batches[i:]
 
 
-def test_a_position_among_other_pieces_is_refused():
-  state = _make(piece_length=3).get_state()
+def test_rejects_an_empty_chunk():
   with pytest.raises(
-    ValueError, match=r"saved with piece_length 3, .* has .* 4"
+    ValueError, match=r"chunk_length must be positive, or None"
   ):
-    _make(piece_length=4).set_state(state)
+    _make(chunk_length=0)
 
 
-def test_rejects_an_empty_piece():
-  with pytest.raises(
-    ValueError, match=r"piece_length must be positive, or None"
+def test_a_document_of_many_batches_is_read_once():
+  source = CountedDocuments([bytes(1000)] * 3)
+  packed = _make(source=source)
+  _take(packed, 50)
+  assert len(source.reads) == 1
+
+
+def test_restoring_far_away_reads_one_document():
+  source = CountedDocuments([bytes(60)] * 1000)
+  packed = _make(source=source, shuffle_seed=0)
+  packed.set_state(
+    packed.get_state() | {"position": 7778, "waiting": [[5, 20]]}
+  )
+  assert not source.reads
+  packed.get_next()
+  assert source.reads == [5]
+
+
+def _chunks(documents, chunk_length):
+  return example_source.TokenizedDocuments(
+    source=document_source.InMemoryDocuments(documents),
+    tokenizer=byte_tokenizer.ByteTokenizer(),
+    chunk_length=chunk_length,
+  )
+
+
+def test_chunks_by_hand():
+  # BEGIN is 1, END is 2, and a byte is its value plus 3.
+  a, b, c, d = (ord(letter) + 3 for letter in "abcd")
+  chunks = _chunks([b"abcd", b"a"], 2)
+  assert [(x["inputs"].tolist(), x["targets"].tolist()) for x in chunks] == [
+    ([1, a], [a, b]),
+    ([b, c], [c, d]),
+    ([d], [2]),
+    ([1, a], [a, 2]),
+  ]
+  assert [chunks.document_number(i) for i in range(4)] == [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("chunk_length", [1, 2, 3, 5, 100])
+def test_chunks_have_every_target_once(chunk_length):
+  documents = [bytes(range(n)) for n in (1, 2, 3, 7, 20)]
+  chunks = list(_chunks(documents, chunk_length))
+  targets = [t for chunk in chunks for t in chunk["targets"].tolist()]
+  assert targets == [
+    token for text in documents for token in (*(x + 3 for x in text), 2)
+  ]
+  assert max(len(chunk["inputs"]) for chunk in chunks) <= chunk_length
+  assert len(chunks) == sum(
+    -(-(len(text) + 1) // chunk_length) for text in documents
+  )
+
+
+def test_chunks_of_a_document_are_not_neighbours():
+  stream = example_stream.Examples(
+    source=_chunks([bytes(range(100)), bytes(range(100, 200))], 4),
+    shuffle_seed=3,
+  )
+  first = [number >= 26 for number in stream.numbers(0, 52)]
+  assert sum(x != y for x, y in itertools.pairwise(first)) > 10
+
+
+@pytest.mark.parametrize("chunk_length", [None, 2])
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 9, 20])
+def test_documents_between_two_positions_are_those_read(length, chunk_length):
+  source = CountedDocuments([bytes([2 + i]) * (i % 4 + 1) for i in range(10)])
+  packed = _make(
+    source=source,
+    length=length,
+    global_batch_size=1,
+    shuffle_seed=3,
+    chunk_length=chunk_length,
+  )
+  packed.get_next()
+  for _ in range(6):
+    before, batch = packed.get_state(), packed.get_next()
+    reads = len(source.reads)
+    found = packed.documents_between(before, packed.get_state())
+    assert len(source.reads) == reads
+    assert found is not None
+    # The tokenizer adds 3 to bytes, and document i consists of bytes 2 + i.
+    tokens = np.stack([batch["inputs"], batch["targets"]], axis=-1)
+    seen = [int(t) - 5 for t in tokens.max(axis=-1).ravel() if t > 2]
+    seen = list(dict.fromkeys(seen))
+    assert [number for number in found if number in seen] == seen
+    assert len(found) <= length
+
+
+@hypothesis.settings(max_examples=60)
+@hypothesis.given(
+  counts=st.lists(st.integers(1, 9), min_size=1, max_size=12),
+  length=st.integers(1, 7),
+  num_sequences=st.integers(1, 4),
+)
+def test_split_packing_keeps_every_pair_in_order(counts, length, num_sequences):
+  # All tokens differ, so that a pair identifies its position.
+  starts = np.cumsum([0, *[count + 1 for count in counts]]) + 10
+  runs = [
+    np.arange(start, start + count + 1, dtype=np.int32)
+    for start, count in zip(starts, counts, strict=False)
+  ]
+  batches = list(
+    packed_input.PackedInput(
+      examples=example_stream.Examples(
+        source=example_source.InMemoryExamples(runs),
+        shuffle_seed=None,
+        num_epochs=1,
+      ),
+      global_batch_size=num_sequences,
+      length=length,
+    )
+  )
+  batch = {k: np.concatenate([b[k] for b in batches]) for k in batches[0]}
+  filled = batch["weights"] > 0
+  pairs = zip(batch["inputs"][filled], batch["targets"][filled], strict=True)
+  assert list(pairs) == [(t, t + 1) for run in runs for t in run[:-1]]
+  np.testing.assert_array_equal(filled, batch["segment_ids"] > 0)
+  # Padding comes last.
+  assert filled.ravel()[: sum(counts)].all()
+  for row in range(len(filled)):
+    segments, positions = batch["segment_ids"][row], batch["positions"][row]
+    previous = 0
+    for i in range(length):
+      if segments[i] == 0:
+        assert not filled[row, i:].any()
+        assert not batch["inputs"][row, i:].any()
+        assert not positions[i:].any()
+        break
+      assert segments[i] - previous in (0, 1)
+      if segments[i] != previous:
+        assert positions[i] == 0
+      else:
+        assert positions[i] == positions[i - 1] + 1
+        # Only within a segment is the input the target before it.
+        assert batch["inputs"][row, i] == batch["targets"][row, i - 1]
+      previous = segments[i]
+
+
+@pytest.mark.parametrize(
+  ("documents", "length", "inputs", "targets", "positions", "segments"),
+  [
+    pytest.param(
+      # Bytes 2, 3, 4 are the ids 5, 6, 7.
+      [b"\x02\x03", b"\x04"],
+      4,
+      [[1, 5, 6, 1], [7, 0, 0, 0]],
+      [[5, 6, 2, 7], [2, 0, 0, 0]],
+      [[0, 1, 2, 0], [0, 0, 0, 0]],
+      [[1, 1, 1, 2], [1, 0, 0, 0]],
+      id="the module's example",
+    ),
+    pytest.param(
+      [b"\x02\x03\x04\x05\x06", b""],
+      3,
+      [[1, 5, 6], [7, 8, 9], [1, 0, 0], [0, 0, 0]],
+      [[5, 6, 7], [8, 9, 2], [2, 0, 0], [0, 0, 0]],
+      [[0, 1, 2], [0, 1, 2], [0, 0, 0], [0, 0, 0]],
+      [[1, 1, 1], [1, 1, 1], [1, 0, 0], [0, 0, 0]],
+      id="three sequences and an empty document",
+    ),
+    pytest.param(
+      [b"", b"", b"\x02"],
+      4,
+      [[1, 1, 1, 5]],
+      [[2, 2, 5, 2]],
+      [[0, 0, 0, 1]],
+      [[1, 2, 3, 3]],
+      id="equal documents are separate segments",
+    ),
+  ],
+)
+def test_batches_by_hand(
+  documents, length, inputs, targets, positions, segments
+):
+  packed = _make(
+    documents,
+    length=length,
+    global_batch_size=len(inputs),
+    shuffle_seed=None,
+    num_epochs=1,
+  )
+  (batch,) = packed
+  for key, expected in (
+    ("inputs", inputs),
+    ("targets", targets),
+    ("positions", positions),
+    ("segment_ids", segments),
+    ("weights", np.asarray(segments) > 0),
   ):
-    _make(piece_length=0)
+    np.testing.assert_array_equal(batch[key], expected, err_msg=key)
+
+
+def test_shapes_are_known_without_reading_if_the_input_is_endless():
+  source = CountedDocuments([b"text"])
+  packed = _make(source=source)
+  packed.set_infeed_hosts(infeed_host_index=1, num_infeed_hosts=2)
+  shapes = packed.batch_shapes()
+  assert not source.reads
+  batch = packed.get_next()
+  assert shapes == {k: (v.shape, v.dtype) for k, v in batch.items()}
+  assert _make(num_epochs=1).batch_shapes() is None
