@@ -25,7 +25,7 @@ from paxon.inputs import (
   token_file_writer,
 )
 from paxon.inputs import packing as packing_lib
-from paxon.inputs.tf_records import tf_record_files, tf_record_writer
+from paxon.inputs.tf_records import tf_record_files
 
 _SPLIT = packing_lib.Packing.SPLIT
 _FIRST_FIT = packing_lib.Packing.FIRST_FIT
@@ -95,7 +95,7 @@ def _source(kind, runs, path) -> example_source.ExampleSource:
     )
     documents = json_lines.JsonLines(files=path)
   else:
-    tf_record_writer.write(path, [text.encode() for text in texts])
+    tf_record_files.write(path, [text.encode() for text in texts])
     documents = tf_record_files.TfRecordFiles(files=path)
   return example_source.TokenizedDocuments(
     source=documents, tokenizer=Numbers()

@@ -56,7 +56,11 @@ def test_equal_is_status_0(call):
     ("--fdl.learning_rate=0.1", "numerics", "the training step differs"),
     # Without dropout the seed is in the data and in the initial values only.
     ("--fdl.seed=3", "numerics", "the same training step"),
-    ("--fdl.train_input.shuffle_seed=3", "numerics", "the same training step"),
+    (
+      "--fdl.train_input.examples.shuffle_seed=3",
+      "numerics",
+      "the same training step",
+    ),
     ("--fdl.mesh=fsdp=-1", "throughput", "the same training step"),
     ("--fdl.scan=False", "throughput", "the training step differs"),
     ("--fdl.max_new_tokens=3", "evaluation", "the same training step"),

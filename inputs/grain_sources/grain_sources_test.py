@@ -27,9 +27,7 @@ from paxon.inputs.grain_sources import (
 )
 from paxon.inputs.tf_records import (
   tf_example,
-  tf_example_rows,
   tf_record_files,
-  tf_record_writer,
 )
 
 TEXTS = [f"text {i} " + "x" * (i % 5) for i in range(23)]
@@ -72,9 +70,9 @@ def _tf_record_documents(folder):
     tf_example.serialize({"content": np.array([text], object)})
     for text in TEXTS
   )
-  tf_record_writer.write(folder / "texts.tfrecord", records)
+  tf_record_files.write(folder / "texts.tfrecord", records)
   files = tf_record_files.TfRecordFiles(files=str(folder / "*.tfrecord"))
-  rows = tf_example_rows.TfExampleRows(records=files)
+  rows = tf_example.TfExampleRecords(files=files)
   return record_columns.TextColumn(rows=rows, column="content")
 
 

@@ -9,7 +9,7 @@ from paxon.inputs.seqio_tasks import (
   task_source,
   testing,
 )
-from paxon.inputs.tf_records import tf_example, tf_record_writer
+from paxon.inputs.tf_records import tf_example, tf_record_files
 
 
 def test_texts_and_ids_are_read_where_they_lie(tmp_path):
@@ -20,7 +20,7 @@ def test_texts_and_ids_are_read_where_they_lie(tmp_path):
   testing.write_texts(
     folder / "3.0.4" / f"c4-{c4.TRAIN_SPLIT}.tfrecord-00000-of-00001", texts
   )
-  tf_record_writer.write(
+  tf_record_files.write(
     folder / "3.0.5" / f"c4-{c4.EVAL_SPLIT}.tfrecord-00000-of-00001",
     (tf_example.serialize({"ids": np.array(row)}) for row in ids),
   )

@@ -20,8 +20,6 @@ from paxon.inputs.seqio_tasks import (
 )
 from paxon.inputs.tf_records import (
   tf_example,
-  tf_record_file,
-  tf_record_writer,
 )
 
 LM = feature_converters.LanguageModel()

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from paxon.inputs.seqio_tasks import seqio_library
-from paxon.inputs.tf_records import tf_record_file
+from paxon.inputs.tf_records import tf_record_files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Part:
     count: How many there are; None is all that follow.
   """
 
-  file: tf_record_file.TfRecordFile
+  file: tf_record_files.TfRecordFile
   first: int = 0
   count: int | None = None
 
@@ -62,7 +62,7 @@ class TaskRecords:
     file, number = self.place(index)
     return file[number]
 
-  def place(self, index: int) -> tuple[tf_record_file.TfRecordFile, int]:
+  def place(self, index: int) -> tuple[tf_record_files.TfRecordFile, int]:
     """Returns a record's file and its number there."""
     if not 0 <= index < len(self):
       raise IndexError(f"There is no record {index} of {len(self)}.")
@@ -94,7 +94,7 @@ def of_task(
     ValueError: Files are missing, or there are others than the cache says.
   """
   open_file = functools.partial(
-    tf_record_file.TfRecordFile, index_folder=index_folder
+    tf_record_files.TfRecordFile, index_folder=index_folder
   )
   if use_cached:
     return _of_cache(task, split, open_file)
@@ -117,7 +117,7 @@ def of_task(
 def _of_cache(
   task: Any,
   split: str,
-  open_file: Callable[[str], tf_record_file.TfRecordFile],
+  open_file: Callable[[str], tf_record_files.TfRecordFile],
 ) -> TaskRecords:
   seqio = seqio_library.seqio()
   if not task.supports_caching or not task.cache_dir:
@@ -161,7 +161,7 @@ def _of_cache(
 def _of_tfds(
   source: Any,
   split: str,
-  open_file: Callable[[str], tf_record_file.TfRecordFile],
+  open_file: Callable[[str], tf_record_files.TfRecordFile],
 ) -> TaskRecords | None:
   info = source.tfds_dataset.info
   if getattr(info.file_format, "value", info.file_format) != "tfrecord":

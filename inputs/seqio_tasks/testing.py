@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from paxon.inputs.seqio_tasks import seqio_library
-from paxon.inputs.tf_records import tf_example, tf_record_writer
+from paxon.inputs.tf_records import tf_example, tf_record_files
 
 _TEXT = (
   "the cat sat on a mat and the dog ran after it until both were tired of"
@@ -52,7 +52,7 @@ def write_texts(
   records = (
     tf_example.serialize({key: np.array([text], object)}) for text in given
   )
-  tf_record_writer.write(path, records)
+  tf_record_files.write(path, records)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +132,7 @@ def write_cache(
   cache.mkdir(parents=True, exist_ok=True)
   half = len(examples) // 2
   for number, part in enumerate((examples[:half], examples[half:])):
-    tf_record_writer.write(
+    tf_record_files.write(
       cache / f"{split}.tfrecord-{number:05}-of-00002",
       (tf_example.serialize({"targets": np.array(ids)}) for ids in part),
     )

@@ -11,7 +11,7 @@ import dataclasses
 import numpy as np
 
 from paxon.inputs import example_source
-from paxon.inputs.tf_records import tf_example_rows
+from paxon.inputs.tf_records import tf_example
 
 _KEYS = (
   "input_ids",
@@ -36,7 +36,7 @@ class BertExamples:
     special_ids: Ids that are not to be hidden when the model hides tokens.
   """
 
-  rows: tf_example_rows.TfExampleRows
+  rows: tf_example.TfExampleRecords
   remask: bool = False
   vocab_size: int = 30_522
   special_ids: tuple[int, ...] = (101, 102)

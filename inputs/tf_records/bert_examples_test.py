@@ -8,9 +8,7 @@ from paxon.inputs import packing as packing_lib
 from paxon.inputs.tf_records import (
   bert_examples,
   tf_example,
-  tf_example_rows,
   tf_record_files,
-  tf_record_writer,
 )
 
 
@@ -31,9 +29,9 @@ def _record(**changes):
 
 
 def _source(folder, records, **given):
-  tf_record_writer.write(folder / "bert.tfrecord", records)
+  tf_record_files.write(folder / "bert.tfrecord", records)
   files = tf_record_files.TfRecordFiles(files=str(folder / "bert.tfrecord"))
-  rows = tf_example_rows.TfExampleRows(records=files)
+  rows = tf_example.TfExampleRecords(files=files)
   return bert_examples.BertExamples(rows=rows, vocab_size=200, **given)
 
 
@@ -88,5 +86,5 @@ def test_records_of_another_form_are_named(tmp_path, changes, message):
 
 def test_a_record_that_is_no_example_is_named(tmp_path):
   source = _source(tmp_path, [_record(), b"\x0a\x09"])
-  with pytest.raises(ValueError, match=r"record 1: no tf\.train\.Example"):
+  with pytest.raises(ValueError, match=r"record 1: not a tf\.train\.Example"):
     _ = source[1]

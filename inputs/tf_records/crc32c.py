@@ -1,14 +1,14 @@
 """CRC-32C (Castagnoli), the checksum of TFRecord files, in numpy.
 
-The checksum is linear over GF(2): that of n bytes is the exclusive or of what
-each byte gives by itself, and this depends on the byte and on how many bytes
-follow it. So a block is one look-up a byte in a table [followers, value], and
-the checksum so far enters with the first four bytes of the next block.
-Reflected, polynomial 0x82F63B78, begun and ended with all ones, as RFC 3720
-has it.
+The checksum is linear over GF(2): that of n bytes is the exclusive or of one
+term per byte, which depends on the byte and on how many bytes follow it. So a
+block is one look-up per byte in a table [followers, value], and the previous
+checksum enters with the first four bytes of the next block. Reflected,
+polynomial 0x82F63B78, initial and final value all ones, as in RFC 3720.
 """
 
 import functools
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -43,11 +43,11 @@ def crc32c_rows(
   return found ^ np.uint32(_ONES)
 
 
-def masked(checksum: int) -> int:
-  """Returns a checksum as TFRecord files store it.
+def mask(checksum: Any) -> Any:
+  """Returns an int or a uint64 array of checksums as TFRecord files store it.
 
-  They hold data with checksums in it, and a checksum of its own checksum says
-  nothing; so it is rotated and a constant is added.
+  They are rotated and offset, as a checksum of data that holds its own checksum
+  would be worthless.
   """
   return (((checksum >> 15) | (checksum << 17)) + _MASK_DELTA) & _ONES
 

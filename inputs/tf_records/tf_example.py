@@ -1,178 +1,168 @@
 """`tf.train.Example`, the usual content of a TFRecord, as numpy arrays.
 
-    Example  = 1: Features
-    Features = 1: repeated (1: name, 2: Feature)
-    Feature  = 1: bytes list | 2: float list | 3: int64 list
-    list     = 1: repeated values, packed or one by one
+The message is declared here for protobuf, since TensorFlow alone ships it:
 
-That is all there is of the format, so it is read and written here: protobuf
-would need the message's description, which only TensorFlow carries.
+    message BytesList { repeated bytes value = 1; }
+    message FloatList { repeated float value = 1; }
+    message Int64List { repeated int64 value = 1; }
+    message Feature {
+      oneof kind {
+        BytesList bytes_list = 1;
+        FloatList float_list = 2;
+        Int64List int64_list = 3;
+      }
+    }
+    message Features { map<string, Feature> feature = 1; }
+    message Example { Features features = 1; }
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+import dataclasses
+import functools
+from typing import Any
 
+from google.protobuf import (
+  descriptor_pb2,
+  descriptor_pool,
+  message,
+  message_factory,
+)
 import numpy as np
+
+from paxon.inputs.tf_records import tf_record_files
 
 Features = dict[str, np.ndarray]
 
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_PACKAGE = "paxon"
+# By kind of list: the name and type of its message, and our dtype.
+_KINDS = {
+  "bytes_list": ("BytesList", "TYPE_BYTES", object),
+  "float_list": ("FloatList", "TYPE_FLOAT", np.float32),
+  "int64_list": ("Int64List", "TYPE_INT64", np.int64),
+}
+_KIND_OF_DTYPE = {
+  "i": "int64_list",
+  "u": "int64_list",
+  "b": "int64_list",
+  "f": "float_list",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TfExampleRecords:
+  """The features of each Example of TFRecord files, by name.
+
+  Attributes:
+    files: The files.
+  """
+
+  files: tf_record_files.TfRecordFiles
+
+  def __len__(self) -> int:
+    return len(self.files)
+
+  def __getitem__(self, index: int, /) -> Features:
+    """Returns 1-D arrays of int64, float32 or bytes.
+
+    Raises:
+      ValueError: The record is damaged, or not an Example; names file and
+        record.
+    """
+    record = self.files[index]
+    try:
+      return parse(record)
+    except ValueError as error:
+      raise ValueError(f"{self.name(index)}: {error}") from error
+
+  def name(self, index: int) -> str:
+    """Returns a record's file and number, for messages."""
+    return self.files.name(index)
 
 
 def parse(record: bytes) -> Features:
   """Returns the features of a serialized Example.
-
-  Args:
-    record: Its bytes.
 
   Returns:
     By name a 1-D array: int64, float32, or objects of type bytes. A feature
     without a value is an empty float32 array.
 
   Raises:
-    ValueError: The bytes are no Example.
+    ValueError: The bytes are not an Example.
   """
-  features: Features = {}
   try:
-    for number, _, part in _fields(memoryview(record)):
-      if number == 1 and isinstance(part, memoryview):
-        for inner, _, entry in _fields(part):
-          if inner == 1 and isinstance(entry, memoryview):
-            name, feature = _entry(entry)
-            features[name] = feature
-  except (IndexError, UnicodeDecodeError, ValueError) as error:
-    raise ValueError(f"no tf.train.Example ({error}).") from error
+    example = _make_class().FromString(record)
+  except message.DecodeError as error:
+    raise ValueError("not a tf.train.Example.") from error
+  features = {}
+  for name, feature in example.features.feature.items():
+    kind = feature.WhichOneof("kind") or "float_list"
+    values = getattr(feature, kind).value
+    features[name] = np.empty(len(values), _KINDS[kind][2])
+    features[name][:] = values
   return features
 
 
 def serialize(features: Mapping[str, np.ndarray]) -> bytes:
   """Returns an Example of 1-D arrays of integers, floats or bytes."""
-  entries = b""
-  for name in sorted(features):
-    feature = _message(2, _feature(name, np.asarray(features[name])))
-    entries += _message(1, _message(1, name.encode()) + feature)
-  return _message(1, entries)
+  example = _make_class()()
+  for name, given in features.items():
+    values = np.asarray(given)
+    if values.ndim != 1:
+      raise ValueError(
+        f"The feature {name!r} must be 1-D, got the shape {values.shape}."
+      )
+    kind = _KIND_OF_DTYPE.get(values.dtype.kind, "bytes_list")
+    elements = values.tolist()
+    if kind == "bytes_list":
+      elements = [v.encode() if isinstance(v, str) else v for v in elements]
+      if not all(isinstance(v, bytes) for v in elements):
+        raise ValueError(
+          f"The feature {name!r} must hold integers, floats or bytes, got"
+          f" {values.dtype}."
+        )
+    getattr(example.features.feature[name], kind).value.extend(elements)
+  return example.SerializeToString(deterministic=True)
 
 
-def _entry(entry: memoryview) -> tuple[str, np.ndarray]:
-  name, feature = "", np.zeros(0, np.float32)
-  for number, _, part in _fields(entry):
-    if not isinstance(part, memoryview):
-      raise ValueError("an entry of features has a number in it")
-    if number == 1:
-      name = bytes(part).decode()
-    elif number == 2:
-      for kind, _, values in _fields(part):
-        if not isinstance(values, memoryview):
-          raise ValueError("a feature has a number in it")
-        feature = _values(kind, values)
-  return name, feature
-
-
-def _values(kind: int, message: memoryview) -> np.ndarray:
-  """Returns the values of a bytes, float or int64 list."""
-  parts = [part for number, _, part in _fields(message) if number]
-  if kind == 1:
-    found = np.empty(len(parts), object)
-    found[:] = [_bytes(part) for part in parts]
-    return found
-  if kind == 2:
-    raw = b"".join(map(_bytes, parts))
-    return np.frombuffer(raw, "<f4").astype(np.float32)
-  if kind == 3:
-    arrays = [
-      _varints(part)
-      if isinstance(part, memoryview)
-      else np.array([part], np.uint64)
-      for part in parts
-    ]
-    return np.concatenate([np.zeros(0, np.uint64), *arrays]).view(np.int64)
-  raise ValueError(f"a feature has the unknown kind {kind}")
-
-
-def _bytes(part: int | memoryview) -> bytes:
-  if isinstance(part, int):
-    raise ValueError("a number stands where bytes belong")
-  return bytes(part)
-
-
-def _varints(packed: memoryview) -> np.ndarray:
-  """Returns packed varints as uint64."""
-  data = np.frombuffer(packed, np.uint8)
-  if not len(data):
-    return np.zeros(0, np.uint64)
-  is_last = data < 0x80
-  if not is_last[-1]:
-    raise ValueError("a number is cut off")
-  begins = np.concatenate(([0], np.flatnonzero(is_last)[:-1] + 1))
-  lengths = np.diff(np.append(begins, len(data)))
-  if lengths.max() > 10:
-    raise ValueError("a number has more than 10 bytes")
-  shift = 7 * (np.arange(len(data)) - np.repeat(begins, lengths))
-  bits = (data & 0x7F).astype(np.uint64) << shift.astype(np.uint64)
-  return np.bitwise_or.reduceat(bits, begins)
-
-
-def _fields(
-  message: memoryview,
-) -> Iterator[tuple[int, int, int | memoryview]]:
-  """Yields number, wire type and value of each field of a message."""
-  place, end = 0, len(message)
-  while place < end:
-    key, place = _varint(message, place)
-    number, wire = key >> 3, key & 7
-    if wire == _VARINT:
-      value, place = _varint(message, place)
-      yield number, wire, value
-      continue
-    if wire == _BYTES:
-      length, place = _varint(message, place)
-    elif wire in (_FIXED64, _FIXED32):
-      length = 8 if wire == _FIXED64 else 4
-    else:
-      raise ValueError(f"a field has the wire type {wire}")
-    if place + length > end:
-      raise ValueError("a field is longer than its message")
-    yield number, wire, message[place : place + length]
-    place += length
-
-
-def _varint(message: memoryview, place: int) -> tuple[int, int]:
-  value = shift = 0
-  while True:
-    byte = message[place]
-    place += 1
-    value |= (byte & 0x7F) << shift
-    if byte < 0x80:
-      return value & (2**64 - 1), place
-    shift += 7
-
-
-def _message(number: int, data: bytes) -> bytes:
-  return _number(number << 3 | _BYTES) + _number(len(data)) + data
-
-
-def _number(value: int) -> bytes:
-  found = bytearray()
-  while value >= 0x80:
-    found.append(value & 0x7F | 0x80)
-    value >>= 7
-  return bytes([*found, value])
-
-
-def _feature(name: str, values: np.ndarray) -> bytes:
-  if values.ndim != 1:
-    raise ValueError(
-      f"The feature {name!r} must be 1-D, got the shape {values.shape}."
-    )
-  if values.dtype.kind in "iub":
-    packed = b"".join(_number(int(v) % 2**64) for v in values)
-    return _message(3, _message(1, packed))
-  if values.dtype.kind == "f":
-    return _message(2, _message(1, values.astype("<f4").tobytes()))
-  texts = [v.encode() if isinstance(v, str) else v for v in values]
-  if all(isinstance(v, bytes) for v in texts):
-    return _message(1, b"".join(_message(1, v) for v in texts))
-  raise ValueError(
-    f"The feature {name!r} must hold integers, floats or bytes, got"
-    f" {values.dtype}."
+@functools.cache
+def _make_class() -> Any:
+  """Returns protobuf's class of the message."""
+  file = descriptor_pb2.FileDescriptorProto(
+    name="paxon/tf_example.proto", package=_PACKAGE, syntax="proto3"
   )
+  feature = descriptor_pb2.DescriptorProto(name="Feature")
+  feature.oneof_decl.add(name="kind")
+  for kind, (name, element, _) in _KINDS.items():
+    _add_field(file.message_type.add(name=name), "value", element, many=True)
+    _add_field(feature, kind, name).oneof_index = 0
+  file.message_type.append(feature)
+  features = file.message_type.add(name="Features")
+  entry = features.nested_type.add(name="FeatureEntry")
+  entry.options.map_entry = True
+  _add_field(entry, "key", "TYPE_STRING")
+  _add_field(entry, "value", "Feature")
+  _add_field(features, "feature", "Features.FeatureEntry", many=True)
+  _add_field(file.message_type.add(name="Example"), "features", "Features")
+  # Apart from the default pool, where TensorFlow registers its own.
+  pool = descriptor_pool.DescriptorPool()
+  pool.AddSerializedFile(file.SerializeToString())
+  descriptor = pool.FindMessageTypeByName(f"{_PACKAGE}.Example")
+  return message_factory.GetMessageClass(descriptor)
+
+
+def _add_field(
+  owner: Any, name: str, element: str, *, many: bool = False
+) -> Any:
+  """Adds a field of a scalar type or of a message."""
+  fields = descriptor_pb2.FieldDescriptorProto
+  field = owner.field.add(
+    name=name,
+    number=len(owner.field) + 1,
+    label=fields.LABEL_REPEATED if many else fields.LABEL_OPTIONAL,
+  )
+  if element.startswith("TYPE_"):
+    field.type = fields.Type.Value(element)
+  else:
+    field.type = fields.TYPE_MESSAGE
+    field.type_name = f".{_PACKAGE}.{element}"
+  return field

@@ -11,9 +11,7 @@ import pytest
 from paxon.inputs.tf_records import (
   crc32c,
   tf_example,
-  tf_record_file,
   tf_record_files,
-  tf_record_writer,
 )
 
 
@@ -60,28 +58,28 @@ RECORDS = [b"first", b"", b"x" * 3000, b"last"]
 @pytest.fixture
 def path(tmp_path):
   file = tmp_path / "some.tfrecord-00000-of-00001"
-  assert tf_record_writer.write(file, RECORDS) == 4
+  assert tf_record_files.write(file, RECORDS) == 4
   return str(file)
 
 
 def test_a_file_gives_its_records_in_any_order(path):
-  file = tf_record_file.TfRecordFile(path)
+  file = tf_record_files.TfRecordFile(path)
   assert len(file) == 4
   assert [file[i] for i in (3, 0, 2, 1)] == [RECORDS[i] for i in (3, 0, 2, 1)]
 
 
 def test_places_of_records_are_kept_until_the_file_changes(path, tmp_path):
   folder = tmp_path / "index"
-  file = tf_record_file.TfRecordFile(path, index_folder=folder)
+  file = tf_record_files.TfRecordFile(path, index_folder=folder)
   assert len(file) == 4
   (kept,) = folder.iterdir()
   begin = kept.stat().st_mtime_ns
-  again = tf_record_file.TfRecordFile(path, index_folder=folder)
+  again = tf_record_files.TfRecordFile(path, index_folder=folder)
   assert again[2] == RECORDS[2]
   assert kept.stat().st_mtime_ns == begin
-  tf_record_writer.write(path, [*RECORDS, b"more"])
+  tf_record_files.write(path, [*RECORDS, b"more"])
   os.utime(path, ns=(begin + 10**9, begin + 10**9))
-  other = tf_record_file.TfRecordFile(path, index_folder=folder)
+  other = tf_record_files.TfRecordFile(path, index_folder=folder)
   assert len(other) == 5
 
 
@@ -93,12 +91,12 @@ def test_processes_of_one_number_keep_places_at_once(
   def late_save(file, places):
     # Another machine's process, whose number is ours, comes in between.
     monkeypatch.setattr(np, "save", save)
-    other = tf_record_file.TfRecordFile(path, index_folder=folder)
+    other = tf_record_files.TfRecordFile(path, index_folder=folder)
     assert len(other) == 4
     save(file, places)
 
   monkeypatch.setattr(np, "save", late_save)
-  assert len(tf_record_file.TfRecordFile(path, index_folder=folder)) == 4
+  assert len(tf_record_files.TfRecordFile(path, index_folder=folder)) == 4
   assert len(list(folder.iterdir())) == 1
 
 
@@ -113,7 +111,7 @@ def _changed(path: str, place: int, value: int) -> None:
 def test_a_changed_byte_of_data_names_file_and_record(path):
   # Records 0 and 1 take 21 and 16 bytes; the data of record 2 begins at 49.
   _changed(path, 100, 1)
-  file = tf_record_file.TfRecordFile(path)
+  file = tf_record_files.TfRecordFile(path)
   assert file[1] == b""
   with pytest.raises(
     ValueError, match=r"some\.tfrecord-.*, record 2: the data"
@@ -126,22 +124,22 @@ def test_a_changed_length_names_file_and_record(path, place):
   _changed(path, place, 3)
   number = 1 if place < 37 else 2
   with pytest.raises(ValueError, match=f"record {number}: its length does not"):
-    len(tf_record_file.TfRecordFile(path))
+    len(tf_record_files.TfRecordFile(path))
 
 
 @pytest.mark.parametrize(("size", "record"), [(3060, 3), (3070, 3), (100, 2)])
 def test_a_file_that_is_cut_off_names_the_record(path, size, record):
   os.truncate(path, size)
   with pytest.raises(
-    ValueError, match=f"record {record}: the file ends in the"
+    ValueError, match=f"record {record}: the file is truncated"
   ):
-    len(tf_record_file.TfRecordFile(path))
+    len(tf_record_files.TfRecordFile(path))
 
 
 def test_files_are_one_list_in_the_order_of_their_names(tmp_path):
   for number in (1, 0, 2):
     records = [b"%d.%d" % (number, i) for i in range(number)]
-    tf_record_writer.write(tmp_path / f"part-{number}", records)
+    tf_record_files.write(tmp_path / f"part-{number}", records)
   files = tf_record_files.TfRecordFiles(files=str(tmp_path / "part-*"))
   assert [files[i] for i in range(len(files))] == [b"1.0", b"2.0", b"2.1"]
   assert files.name(2).endswith("part-2, record 1")
@@ -159,7 +157,7 @@ def test_files_are_one_list_in_the_order_of_their_names(tmp_path):
 def test_files_that_are_missing_or_empty_are_errors(tmp_path):
   with pytest.raises(FileNotFoundError, match="no file has the name"):
     len(tf_record_files.TfRecordFiles(files=str(tmp_path / "none-*")))
-  tf_record_writer.write(tmp_path / "empty", [])
+  tf_record_files.write(tmp_path / "empty", [])
   with pytest.raises(ValueError, match="holds no records"):
     len(tf_record_files.TfRecordFiles(files=str(tmp_path / "empty")))
   with pytest.raises(ValueError, match="files must not be empty"):
@@ -192,26 +190,19 @@ def test_numbers_that_are_not_packed_are_read():
 
 @settings(max_examples=50)
 @given(st.binary(max_size=40))
-def test_bytes_that_are_no_example_are_refused_or_read(data):
+def test_any_bytes_are_rejected_or_read(data):
   with contextlib.suppress(ValueError):
     found = tf_example.parse(data)
     assert all(value.ndim == 1 for value in found.values())
 
 
-@pytest.mark.parametrize(
-  ("data", "message"),
-  [
-    (b"\x0a\x09", "longer than its message"),
-    (b"\x0b", "wire type 3"),
-    (b"\x80", "out of bounds"),
-  ],
-)
-def test_bytes_that_are_no_example_say_why(data, message):
-  with pytest.raises(ValueError, match=f"no tf.train.Example .*{message}"):
+@pytest.mark.parametrize("data", [b"\x0a\x09", b"\x0b", b"\x80"])
+def test_bytes_that_are_no_example_are_rejected(data):
+  with pytest.raises(ValueError, match="not a tf.train.Example"):
     tf_example.parse(data)
 
 
-def test_features_that_no_example_can_hold_are_refused():
+def test_features_that_no_example_can_hold_are_rejected():
   with pytest.raises(ValueError, match="'x' must be 1-D, got the shape"):
     tf_example.serialize({"x": np.zeros((2, 2))})
   with pytest.raises(ValueError, match="'x' must hold integers, floats"):

@@ -40,7 +40,7 @@ from paxon.inputs import (
   text_files,
   token_file,
 )
-from paxon.inputs.tf_records import tf_record_files, tf_record_writer
+from paxon.inputs.tf_records import tf_record_files
 from paxon.runner import run_dir as run_dirs
 from paxon.runner.configuration import find_experiment
 from paxon.runner.monitoring import goodput
@@ -149,7 +149,7 @@ def _from_text(
   for i, document in enumerate(documents):
     (folder / "texts" / f"{i:05}.txt").write_bytes(document)
   records = folder / "a.tfrecord"
-  tf_record_writer.write(str(records), documents)
+  tf_record_files.write(str(records), documents)
   sources: dict[str, document_source.DocumentSource] = {
     "text in memory": document_source.InMemoryDocuments(documents),
     "text files": text_files.TextFiles(files=str(folder / "texts" / "*.txt")),

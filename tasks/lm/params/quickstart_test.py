@@ -14,7 +14,7 @@ def _job(**given):
 def test_evaluation_counts_every_held_out_byte_once():
   held_out = fdl.build(_job().eval_inputs["validation"])
   counted = sum(int(batch["target_bytes"].sum()) for batch in held_out)
-  source = held_out.source
+  source = held_out.examples.source.source
   assert counted == sum(len(source[i]) for i in range(len(source)))
 
 
@@ -41,7 +41,7 @@ def test_knobs_reach_the_configuration():
   assert stack.num_layers == 2
   assert stack.blocks[0].feed_forward.mlp_dim == 8
   assert stack.blocks[0].feed_forward.dtype == "bfloat16"
-  assert job.train_input.examples.shuffle_seed == job.seed == 5
+  assert job.train_input.shuffle_seed == job.seed == 5
 
 
 def test_warm_up_is_no_longer_than_a_short_run():
