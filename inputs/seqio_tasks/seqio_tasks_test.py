@@ -449,11 +449,11 @@ def test_tensorflow_reads_what_we_write_and_we_what_it_writes(tmp_path):
   assert list(feature["texts"].bytes_list.value) == [b"one", b""]
   parsed = tf_example.parse(theirs.SerializeToString())
   assert parsed["ids"].tolist() == [1, -2, 2**40]
-  tf_record_writer.write(tmp_path / "ours", [ours, b"x" * 5000])
+  tf_record_files.write(tmp_path / "ours", [ours, b"x" * 5000])
   dataset = tf.data.TFRecordDataset(str(tmp_path / "ours"))
   assert list(dataset.as_numpy_iterator()) == [ours, b"x" * 5000]
   with tf.io.TFRecordWriter(str(tmp_path / "theirs")) as writer:
     for record in (b"y" * 1500, ours):
       writer.write(record)
-  file = tf_record_file.TfRecordFile(str(tmp_path / "theirs"))
+  file = tf_record_files.TfRecordFile(str(tmp_path / "theirs"))
   assert [file[1], file[0]] == [ours, b"y" * 1500]

@@ -198,7 +198,7 @@ def test_any_bytes_are_rejected_or_read(data):
 
 @pytest.mark.parametrize("data", [b"\x0a\x09", b"\x0b", b"\x80"])
 def test_bytes_that_are_no_example_are_rejected(data):
-  with pytest.raises(ValueError, match="not a tf.train.Example"):
+  with pytest.raises(ValueError, match=r"not a tf\.train\.Example"):
     tf_example.parse(data)
 
 

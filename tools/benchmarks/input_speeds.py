@@ -24,7 +24,6 @@ from etils import epath
 import fiddle as fdl
 import numpy as np
 
-from paxon.inputs import packing as packing_lib
 from paxon.inputs import (
   base_input,
   byte_tokenizer,
@@ -40,6 +39,7 @@ from paxon.inputs import (
   text_files,
   token_file,
 )
+from paxon.inputs import packing as packing_lib
 from paxon.inputs.tf_records import tf_record_files
 from paxon.runner import run_dir as run_dirs
 from paxon.runner.configuration import find_experiment
