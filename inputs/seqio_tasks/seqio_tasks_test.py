@@ -18,9 +18,7 @@ from paxon.inputs.seqio_tasks import (
   task_stream,
   testing,
 )
-from paxon.inputs.tf_records import (
-  tf_example,
-)
+from paxon.inputs.tf_records import tf_example, tf_record_files
 
 LM = feature_converters.LanguageModel()
 
