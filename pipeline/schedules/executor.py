@@ -219,17 +219,17 @@ def _run_stage(
     (cells[:, 0], arrivals[:, 0]),
   )
   sums, all_axes = state.sums, (axes.STAGE, *data_axes)
-  own = _over(sums.chunks, data_axes, maxima)
+  own = _reduce_over(sums.chunks, data_axes, maxima)
   return model_functions.Gradients(
     loss=lax.psum(sums.loss, all_axes),
     auxiliary=lax.psum(sums.auxiliary, all_axes),
     metrics=lax.psum(sums.metrics, all_axes),
     chunks=jax.tree.map(lambda x: x[None], own),
-    outer=_over(sums.outer, all_axes, maxima),
+    outer=_reduce_over(sums.outer, all_axes, maxima),
   )
 
 
-def _over(
+def _reduce_over(
   tree: _Tree, mesh_axes: tuple[str, ...], maxima: frozenset[str]
 ) -> _Tree:
   """Combines gradients over mesh axes."""
@@ -243,7 +243,7 @@ def _over(
   }
 
 
-def _added(total: _Tree, new: _Tree, maxima: frozenset[str]) -> _Tree:
+def _combine(total: _Tree, new: _Tree, maxima: frozenset[str]) -> _Tree:
   """Combines gradients with those of another microbatch."""
   if not maxima:
     return jax.tree.map(jnp.add, total, new)
@@ -394,7 +394,7 @@ class _Stage:
     sums = sums._replace(auxiliary=sums.auxiliary + made.auxiliary)
     if has_gradients:
       total = _get(sums.chunks, chunk_number)
-      total = _added(total, made.chunk, self.maxima)
+      total = _combine(total, made.chunk, self.maxima)
       totals = self.pin(_put(sums.chunks, total, chunk_number))
       sums = sums._replace(chunks=totals)
     if has_residuals and self.lowered.residuals:
@@ -426,7 +426,7 @@ class _Stage:
         return dy, sums._replace(
           loss=sums.loss + loss,
           metrics=jax.tree.map(jnp.add, sums.metrics, metrics),
-          outer=self.pin(_added(sums.outer, outer, self.maxima)),
+          outer=self.pin(_combine(sums.outer, outer, self.maxima)),
         )
 
       message, sums = lax.cond(
@@ -436,7 +436,7 @@ class _Stage:
 
       def first(outer: _Tree) -> _Tree:
         new = chunk_gradients.first(given, message)
-        return self.pin(_added(outer, new, self.maxima))
+        return self.pin(_combine(outer, new, self.maxima))
 
       is_begin = is_kind(_Kind.BACKWARD) & given.is_first
       outer = lax.cond(is_begin, first, lambda outer: outer, sums.outer)

@@ -1,4 +1,4 @@
-"""A small linen model with all that a schedule hands over, for tests."""
+"""A small linen model with all kinds of variables, for tests of schedules."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ VOCAB, EMBED, ROWS, LENGTH = 6, 4, 16, 3
 
 
 class Kernel(nn.Module):
-  """A product, pinned as those of layers are."""
+  """A matmul whose result is sharded like those of layers."""
 
   names: tuple[str, str]
   result: str
@@ -32,7 +32,7 @@ class Kernel(nn.Module):
 
   @nn.compact
   def __call__(self, x):
-    """Returns the product."""
+    """Returns the matmul."""
     init = logical.partitioned(nn.initializers.lecun_normal(), self.names)
     kernel = self.param("kernel", init, (EMBED, EMBED))
     y = products.call(self.product, "kernel", "BTD,DE->BTE", x, kernel)
@@ -40,12 +40,12 @@ class Kernel(nn.Module):
 
 
 class Block(auxiliary_loss.Source, nn.Module):
-  """A layer with all that a schedule must hand over.
+  """A layer with all kinds of variables and arguments.
 
   Attributes:
-    up: The first product of its branch.
+    up: The first matmul of its branch.
     out: The second.
-    more: Called with the branch between them, and positions.
+    more: Called between them with the branch and positions.
   """
 
   up: nn.Module
@@ -71,7 +71,7 @@ class Block(auxiliary_loss.Source, nn.Module):
     hidden *= jnp.cos(positions.astype(x.dtype))[:, :, None]
     if self.more is not None:
       hidden = self.more(hidden, positions)
-    # Not a sum over rows: that of a part of them would be another one.
+    # Not additive over sequences, so it shows if data shards are separate.
     auxiliary_loss.add(self, "size", jnp.sqrt(jnp.mean(hidden**2)))
     summaries.summarize(self, "rms", jnp.sqrt(jnp.mean(x**2)))
     del deterministic
@@ -120,9 +120,9 @@ def block(
   """Returns the layer.
 
   Args:
-    tied: Whether all layers share their second product.
-    recipe: With which its products are quantized; None is not.
-    more: As of `Block`.
+    tied: Whether all layers share their second matmul.
+    recipe: Quantization recipe of its matmuls, or None.
+    more: As in `Block`.
   """
   up = Kernel((axes.EMBED, axes.MLP), axes.ACTIVATION_MLP, product(recipe))
   names = axes.MLP, axes.EMBED
@@ -131,12 +131,12 @@ def block(
 
 
 def product(recipe: recipe_lib.Recipe | None) -> Callable[..., jax.Array]:
-  """Returns the contraction of a layer by itself."""
+  """Returns the contraction of one layer."""
   return jnp.einsum if recipe is None else einsum.QuantizedEinsum(recipe)
 
 
 def batch() -> dict[str, jax.Array]:
-  """Returns rows, whose weights differ, and a number for all of them."""
+  """Returns sequences with different weights, and a scalar."""
   rng = np.random.default_rng(0)
   return {
     "factor": jnp.float32(0.5),
@@ -210,13 +210,13 @@ def variables_of(model: Model) -> tuple[Any, Any]:
 def accumulated(
   model: Model, microbatches: int, *, values: Any, specs: Any, rngs: Any = None
 ) -> Any:
-  """Returns what a learner computes, microbatch by microbatch.
+  """Returns gradients of a learner that accumulates over microbatches.
 
   Args:
-    model: Without stages.
-    microbatches: How many.
-    values: Of the variables.
-    specs: Of the variables.
+    model: Model without stages.
+    microbatches: Number of microbatches.
+    values: Values of the variables.
+    specs: A `VariableSpec` for each variable.
     rngs: Random keys by stream.
   """
   run = gradients.make_gradient_fn(
@@ -238,13 +238,13 @@ def gradient_fn(model: Any, specs: Any) -> gradients.GradientFn:
 def scheduled(
   model: Model, on: str, *, values: Any, specs: Any, rngs: Any = None
 ) -> Any:
-  """Returns what a schedule computes on a mesh, with the layout's rules.
+  """Returns gradients of a schedule on a mesh.
 
   Args:
-    model: With a scheduled stack.
-    on: The mesh, as text.
-    values: Of the variables.
-    specs: Of the variables.
+    model: Model with a scheduled stack.
+    on: The mesh as text.
+    values: Values of the variables.
+    specs: A `VariableSpec` for each variable.
     rngs: Random keys by stream.
   """
   own: Any = model.stack
@@ -259,16 +259,16 @@ def scheduled(
     ),
   )
   placed = layers_testing.placed(values, made.shardings(specs))
-  rows = {
+  arrays = {
     name: layers_testing.placed(
       x, made.batch_sharding(x.ndim) if x.ndim else made.replicated
     )
     for name, x in batch().items()
   }
   run = made.jit(of_values(gradient_fn(model, specs), specs))
-  given = placed, rows, rngs or {}
+  given = placed, arrays, rngs or {}
   compiled = made.lower(run.trace(*given)).compile()
-  # Such a program would hang.
+  # Such a program would deadlock.
   assert not scheduled_stack.count_branch_permutes(compiled.as_text() or "")
   found = compiled(*given)
   if own.circular_repeats == 1 and own.num_groups() % own.num_stages == 0:
@@ -277,7 +277,7 @@ def scheduled(
 
 
 def _assert_placed_like(gradients: Any, values: Any) -> None:
-  """Gradients were summed where the weights are, in parts as large."""
+  """Checks that gradients are sharded like their weights."""
   flat: Any = traverse_util.flatten_dict(values)
   found: Any = traverse_util.flatten_dict(gradients)
   for path, got in found.items():
