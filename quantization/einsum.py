@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from paxon.quantization import monitor as monitor_lib
-from paxon.quantization import provider, quantized_einsum
+from paxon.quantization import products, quantized_einsum
 from paxon.quantization import recipe as recipe_lib
 from paxon.sharding import variables
 
@@ -33,7 +33,7 @@ COLLECTION = "fp8"
 ROUNDING = "rounding"
 
 
-class QuantizedEinsum(provider.Provider):
+class QuantizedEinsum(products.Provider):
   """Computes the products of a layer in few bits.
 
   Attributes:

@@ -10,20 +10,17 @@ histories, `gradient_shares`, which a learner overwrites with it; the forward
 pass of the next step tells them.
 """
 
+from collections.abc import Mapping
 import dataclasses
 import functools
+import operator
 from typing import Final
 
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
-from paxon.quantization import (
-  equations,
-  quantized_array,
-  quantized_einsum,
-  shares,
-)
+from paxon.quantization import equations, quantized_array, quantized_einsum
 from paxon.quantization import recipe as recipe_lib
 
 # Of the variable, float32 [3]: 1 (it has been seen), clipped, flushed.
@@ -53,7 +50,7 @@ def tell_operands(
     recipe: Of the product.
     state: Of delayed scaling.
   """
-  found = shares.of_operands(equation, lhs, rhs, recipe=recipe, state=state)
+  found = of_operands(equation, lhs, rhs, recipe=recipe, state=state)
   for operand, share in found.items():
     _tell(module, operand, share.clipped, share.flushed)
 
@@ -124,7 +121,7 @@ def _backward(
     contracted=equation.contracted_axes(equation.lhs),
     history=history,
   )
-  share = shares.of(gradient, quantized)
+  share = of(gradient, quantized)
   seen = jnp.ones((), jnp.float32)
   record = jnp.stack([seen, share.clipped, share.flushed])
   # Zeros, where the loss did not reach the product: the old record stays.
@@ -142,3 +139,75 @@ def _tell(
     for name, value in (("clipped", clipped), ("flushed", flushed)):
       told = jax.lax.stop_gradient(value)
       module.sow(_SUMMARIES, f"{operand}_{name}", told)
+
+
+# By more than what rounding does to a scale and its product.
+_ROUNDED = 1 + 2.0**-20
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Shares:
+  """Shares of the values of a tensor, each float32 [] from 0 to 1.
+
+  Attributes:
+    clipped: Finite ones larger than the largest value of the format.
+    flushed: Those other than 0 that became 0.
+    not_finite: Those that were infinite or NaN before.
+  """
+
+  clipped: jax.Array
+  flushed: jax.Array
+  not_finite: jax.Array
+
+
+def of(x: jax.Array, quantized: quantized_array.QuantizedArray) -> Shares:
+  """Returns what a quantization lost.
+
+  Args:
+    x: Values as they were.
+    quantized: What they were quantized to.
+  """
+  x = x.astype(jnp.float32)
+  # A scale is rounded: the value that it was made of is not beyond.
+  limit = quantized.format.largest * quantized.scale * _ROUNDED
+  beyond = quantized_array.by_group(operator.gt, jnp.abs(x), limit)
+  finite = jnp.isfinite(x)
+  values = quantized.values.astype(jnp.float32)
+  return Shares(
+    clipped=jnp.mean(beyond & finite, dtype=jnp.float32),
+    flushed=jnp.mean((x != 0) & finite & (values == 0), dtype=jnp.float32),
+    not_finite=jnp.mean(~finite, dtype=jnp.float32),
+  )
+
+
+def of_operands(
+  equation: str,
+  lhs: jax.Array,
+  rhs: jax.Array,
+  *,
+  recipe: recipe_lib.Recipe,
+  state: quantized_einsum.State | None = None,
+) -> Mapping[str, Shares]:
+  """Returns the shares of the operands of a forward product, by `lhs`, `rhs`.
+
+  With the arguments of `quantized_einsum`; values are rounded to the nearest.
+  What both compute alike, a compiler computes once.
+  """
+  parsed = equations.parse(equation, lhs.ndim, rhs.ndim)
+  result = {}
+  for name, x, letters, tensor_recipe in (
+    ("lhs", lhs, parsed.lhs, recipe.lhs),
+    ("rhs", rhs, parsed.rhs, recipe.rhs),
+  ):
+    if tensor_recipe is not None:
+      quantized = quantized_array.quantize(
+        x,
+        dataclasses.replace(
+          tensor_recipe, rounding=recipe_lib.Rounding.NEAREST
+        ),
+        contracted=parsed.contracted_axes(letters),
+        history=(state or {}).get(quantized_einsum.history_name(name)),
+      )
+      result[name] = of(x, quantized)
+  return result

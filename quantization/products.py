@@ -23,9 +23,11 @@ class MyFeedForward(nn.Module):
 
 from collections.abc import Callable
 import functools
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
+from flax import linen as nn
 import jax
+from jax.typing import DTypeLike
 
 Einsum = Callable[..., jax.Array]
 
@@ -105,3 +107,52 @@ def named(einsum: Einsum, name: str) -> Einsum:
 def roles_of(layer: object) -> tuple[str, ...]:
   """Returns the roles of a layer or of its class; none if it declares none."""
   return tuple(getattr(layer, _ROLES, ()))
+
+
+class Provider(nn.Module):
+  """A contraction that wants to know which product it computes."""
+
+  takes_product: ClassVar[bool] = True
+
+  @nn.compact
+  def __call__(
+    self,
+    equation: str,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *,
+    product: str,
+    preferred_element_type: DTypeLike | None = None,
+  ) -> jax.Array:
+    """Returns the product of two operands.
+
+    Args:
+      equation: As of `jnp.einsum`.
+      lhs: Activations.
+      rhs: The kernel, or other activations.
+      product: Its name, unlike those of the layer's other products; that of
+        the kernel among the layer's parameters, where it is one.
+      preferred_element_type: Dtype of the result; `None` is that of `lhs`.
+    """
+    part = self.part(product)
+    return part(equation, lhs, rhs, preferred_element_type)
+
+  def part(self, product: str) -> nn.Module:
+    """Returns `(equation, lhs, rhs, preferred_element_type) -> out`.
+
+    Args:
+      product: The name that the module has to have.
+    """
+    raise NotImplementedError
+
+
+FORWARD: Final = "quantized_forward"
+INPUT_GRADIENT: Final = "quantized_input_gradient"
+WEIGHT_GRADIENT: Final = "quantized_weight_gradient"
+
+# By what they are called in words.
+SCOPES: Final = {
+  FORWARD: "forward",
+  INPUT_GRADIENT: "input gradient",
+  WEIGHT_GRADIENT: "weight gradient",
+}

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from paxon.quantization import number_formats, packing, rounding, scaling
+from paxon.quantization import number_formats, scaling
 from paxon.quantization import recipe as recipe_lib
 
 # An array, or what stands for it in a tree of the same structure, such as a
@@ -85,7 +85,7 @@ class QuantizedArray:
       )
     return dataclasses.replace(
       self,
-      values=packing.pack(self.values, axis=axis),
+      values=number_formats.pack(self.values, axis=axis),
       packed_axis=axis if axis < 0 else axis - self.ndim,
     )
 
@@ -95,7 +95,7 @@ class QuantizedArray:
       return self
     return dataclasses.replace(
       self,
-      values=packing.unpack(self.values, axis=self.packed_axis),
+      values=number_formats.unpack(self.values, axis=self.packed_axis),
       packed_axis=None,
     )
 
@@ -140,7 +140,7 @@ def quantize(
       amax = reduce_groups(scaling.amax_of, x, tensor_recipe, contracted)
     scale = scaling.scale_of(amax, tensor_recipe)
   scaled = by_group(operator.mul, x.astype(jnp.float32), 1 / scale)
-  values = rounding.to_format(
+  values = to_format(
     scaled, number_format, rounding=tensor_recipe.rounding, key=key
   )
   return QuantizedArray(
@@ -220,3 +220,56 @@ def _tiled_shape(
       )
     tiled += [shape[axis] // size, size]
   return tiled
+
+
+def to_format(
+  x: jax.Array,
+  number_format: number_formats.NumberFormat,
+  *,
+  rounding: recipe_lib.Rounding = recipe_lib.Rounding.NEAREST,
+  key: jax.Array | None = None,
+) -> jax.Array:
+  """Returns `x` in a format, saturated.
+
+  Args:
+    x: float32 values, scaled to the range of the format.
+    number_format: The format.
+    rounding: How values between two of the format are rounded.
+    key: Random key; needed by stochastic rounding only.
+
+  Raises:
+    ValueError: Rounding is stochastic, and there is no key.
+  """
+  if rounding is recipe_lib.Rounding.STOCHASTIC:
+    if key is None:
+      raise ValueError(
+        "Rounding.STOCHASTIC needs a random key, got None; give "
+        "quantized_einsum its argument key."
+      )
+    x = _at_random(x, number_format, key)
+  return number_formats.saturating_cast(x, number_format)
+
+
+def _at_random(
+  x: jax.Array, number_format: number_formats.NumberFormat, key: jax.Array
+) -> jax.Array:
+  """Rounds to multiples of the distance between neighbours, in float32."""
+  step = _step(x, number_format)
+  # Exact: steps are powers of two, and so is the difference to the floor.
+  scaled = x / step
+  low = jnp.floor(scaled)
+  up = jax.random.uniform(key, x.shape, x.dtype) < scaled - low
+  return (low + up.astype(x.dtype)) * step
+
+
+def _step(
+  x: jax.Array, number_format: number_formats.NumberFormat
+) -> jax.Array:
+  """Returns the distance of the format's values around `x`."""
+  if number_format.is_integer:
+    return jnp.ones((), x.dtype)
+  bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+  exponent = ((bits >> 23) & 0xFF) - 127
+  exponent = jnp.clip(exponent, number_format.smallest_exponent, 126)
+  step_bits = (exponent - number_format.mantissa_bits + 127) << 23
+  return jax.lax.bitcast_convert_type(step_bits, jnp.float32)

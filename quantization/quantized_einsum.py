@@ -55,9 +55,9 @@ from jax.typing import DTypeLike
 from paxon.quantization import (
   equations,
   narrow_products,
+  products,
   quantized_array,
   scaling,
-  scopes,
 )
 from paxon.quantization import recipe as recipe_lib
 
@@ -173,7 +173,7 @@ def _forward(product, lhs, rhs, state, key):
   )
   left = narrow(_LHS, lhs, _rounded(recipe.lhs, key), amax=amax.get(_LHS))
   right = narrow(_RHS, rhs, _rounded(recipe.rhs, key), amax=amax.get(_RHS))
-  with jax.named_scope(scopes.FORWARD):
+  with jax.named_scope(products.FORWARD):
     out = narrow_products.multiply(
       equation,
       left,
@@ -212,10 +212,10 @@ def _backward(product, residuals, gradient):
   multiply = functools.partial(
     narrow_products.multiply, layer_dtype=product.lhs_dtype
   )
-  with jax.named_scope(scopes.INPUT_GRADIENT):
+  with jax.named_scope(products.INPUT_GRADIENT):
     equation = product.equation.backward_lhs
     lhs_gradient = multiply(equation, left, rhs, out_dtype=product.lhs_dtype)
-  with jax.named_scope(scopes.WEIGHT_GRADIENT):
+  with jax.named_scope(products.WEIGHT_GRADIENT):
     equation = product.equation.backward_rhs
     rhs_gradient = multiply(equation, lhs, right, out_dtype=product.rhs_dtype)
   return lhs_gradient, rhs_gradient, _next_state(state, amax), None

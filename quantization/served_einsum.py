@@ -20,18 +20,20 @@ stands; so are products without such a parameter, of two activations for one,
 which are told to the collection `not_served`.
 """
 
+from collections.abc import Sequence
+
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from paxon.quantization import (
-  clipping,
   equations,
   narrow_products,
   number_formats,
-  provider,
+  products,
   quantized_array,
+  scaling,
 )
 from paxon.quantization import recipe as recipe_lib
 from paxon.sharding import variables
@@ -76,7 +78,7 @@ def stored_parameter(name: str) -> str | None:
   return "/".join((_PARAMS, *layer, product))
 
 
-class ServedEinsum(provider.Provider):
+class ServedEinsum(products.Provider):
   """Computes the products of a layer from weights of few bits.
 
   Attributes:
@@ -140,7 +142,7 @@ class _Product(nn.Module):
       if names is None or not self.is_mutable_collection(COLLECTION):
         return None
       is_searched = self.recipe.search_range
-      quantize = clipping.best if is_searched else quantized_array.quantize
+      quantize = best if is_searched else quantized_array.quantize
       contracted = equation.contracted_axes(equation.rhs)
       made = quantize(rhs, recipe, contracted=contracted)
       axis = packed_axis(recipe.format, rhs.shape)
@@ -241,3 +243,61 @@ def _per_channel(
   return recipe_lib.TensorRecipe(
     number_format, granularity=recipe_lib.Granularity.CHANNEL
   )
+
+
+# Down to half of the largest magnitude, in steps of a twentieth.
+FACTORS = tuple(1 - i / 20 for i in range(11))
+
+
+def best(
+  x: jax.Array,
+  tensor_recipe: recipe_lib.TensorRecipe,
+  *,
+  contracted: tuple[int, ...] = (),
+  factors: Sequence[float] = FACTORS,
+  power: float = 2.0,
+) -> quantized_array.QuantizedArray:
+  """Returns `x` quantized with the best range of each group.
+
+  Args:
+    x: Values of a floating-point dtype.
+    tensor_recipe: How they are quantized, with current scaling and rounding to
+      the nearest value.
+    contracted: As of `quantized_array.quantize`.
+    factors: Ranges that are tried, as parts of the largest magnitude; of
+      equally good ones the first is taken.
+    power: Of the error whose mean is to be small.
+
+  Raises:
+    ValueError: There is nothing to try, or the recipe has no largest magnitude
+      of its own.
+  """
+  if not factors or min(factors) <= 0:
+    raise ValueError(
+      f"best needs positive factors, and at least one, got {tuple(factors)}."
+    )
+  if tensor_recipe.is_delayed:
+    raise ValueError(
+      "best needs TensorRecipe.scaling to be Current(): weights that are "
+      "quantized once have no history."
+    )
+  wide = x.astype(jnp.float32)
+  amax = quantized_array.reduce_groups(
+    scaling.amax_of, wide, tensor_recipe, contracted
+  )
+
+  def quantized(range_: jax.Array) -> quantized_array.QuantizedArray:
+    return quantized_array.quantize(
+      wide, tensor_recipe, contracted=contracted, amax=range_
+    )
+
+  def error(factor: jax.Array) -> jax.Array:
+    off = jnp.abs(quantized(factor * amax).dequantize() - wide) ** power
+    return quantized_array.reduce_groups(
+      jnp.sum, off, tensor_recipe, contracted
+    )
+
+  tried = jnp.asarray(factors, jnp.float32)
+  # One after the other: a copy of the weights for each would not fit.
+  errors = jax.lax.map(error, tried)
+  return quantized(tried[jnp.argmin(errors, axis=0)] * amax)

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from paxon.quantization import number_formats, packing
+from paxon.quantization import number_formats
 
 _SCALE: Final = "scale"
 _SCALE_DTYPE: Final = jnp.bfloat16
@@ -79,7 +79,7 @@ class QuantizedRows:
     # than half a step.
     kept = number_formats.saturating_cast(scaled, numbers)
     return {
-      "": packing.pack(kept) if numbers.bits == 4 else kept,
+      "": number_formats.pack(kept) if numbers.bits == 4 else kept,
       _SCALE: scale,
     }
 
@@ -89,6 +89,6 @@ class QuantizedRows:
     """Returns the rows [B,S,K,H] that were kept, in `dtype`."""
     kept = parts[""]
     if _FORMATS[self.format].bits == 4:
-      kept = packing.unpack(kept)
+      kept = number_formats.unpack(kept)
     scale = parts[_SCALE].astype(jnp.float32)[..., None]
     return (kept.astype(jnp.float32) * scale).astype(dtype)

@@ -14,12 +14,7 @@ import numpy as np
 import pytest
 
 from paxon.layers.decoding import generate, model_steps, samplers
-from paxon.quantization import (
-  clipping,
-  number_formats,
-  quantized_array,
-  served_einsum,
-)
+from paxon.quantization import number_formats, quantized_array, served_einsum
 from paxon.quantization import recipe as recipe_lib
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer
@@ -206,7 +201,7 @@ def test_what_a_searched_range_cuts_off_is_no_mistake():
   recipe = recipe_lib.TensorRecipe(number_formats.INT4)
   x = np.random.default_rng(0).standard_normal((50, 3)).astype("f4")
   x[0, 0] = 6.0
-  error = _errors_of(x, clipping.best(jnp.asarray(x), recipe))
+  error = _errors_of(x, served_einsum.best(jnp.asarray(x), recipe))
   whole = _errors_of(x, quantized_array.quantize(jnp.asarray(x), recipe))
   assert error.largest > weight_conversion._MAX_ROUNDING > 2 * error.rounding
   assert error.mean < whole.mean

@@ -5,12 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.quantization import (
-  number_formats,
-  quantized_array,
-  recipe,
-  shares,
-)
+from paxon.quantization import monitor, number_formats, quantized_array, recipe
 
 
 def test_shares_are_counted():
@@ -22,7 +17,7 @@ def test_shares_are_counted():
     np.float32([0.0, 1.0, 500.0, -449.0, 448.0, 2.0**-11, jnp.inf, jnp.nan])
   )
   got = jax.jit(
-    lambda x, history: shares.of(
+    lambda x, history: monitor.of(
       x, quantized_array.quantize(x, tensor, history=history)
     )
   )(x, jax.device_put(np.float32([448.0])))
@@ -38,7 +33,9 @@ def test_values_that_made_a_scale_are_not_beyond_it(number_format):
   )
   x = jax.device_put(np.float32(np.random.default_rng(0).normal(size=(64, 4))))
   got = jax.jit(
-    lambda x: shares.of(x, quantized_array.quantize(x, tensor, contracted=(1,)))
+    lambda x: monitor.of(
+      x, quantized_array.quantize(x, tensor, contracted=(1,))
+    )
   )(x)
   assert got.clipped == 0
 
@@ -49,7 +46,9 @@ def test_tiles_are_judged_by_their_own_scales():
   )
   x = jax.device_put(np.float32([[1.0, 0.01, 0.01, 0.01]]))
   got = jax.jit(
-    lambda x: shares.of(x, quantized_array.quantize(x, tensor, contracted=(1,)))
+    lambda x: monitor.of(
+      x, quantized_array.quantize(x, tensor, contracted=(1,))
+    )
   )(x)
   assert (got.clipped, got.flushed) == (0.0, 1 / 4)
 
@@ -65,7 +64,7 @@ def test_operands_of_a_product_are_quantized_as_in_it():
   )
   kernel = jax.device_put(np.float32([[1.0, 1e-4], [1e-4, 1e-4]]))
   got = jax.jit(
-    lambda state: shares.of_operands(
+    lambda state: monitor.of_operands(
       "BD,DF->BF",
       jax.device_put(np.float32([[1.0, 3.0]])),
       kernel,
@@ -81,7 +80,7 @@ def test_operands_of_a_product_are_quantized_as_in_it():
 def test_operands_that_are_not_quantized_have_no_shares():
   int8 = recipe.TensorRecipe(number_formats.INT8)
   got = jax.jit(
-    lambda lhs, rhs: shares.of_operands(
+    lambda lhs, rhs: monitor.of_operands(
       "BD,DF->BF", lhs, rhs, recipe=recipe.Recipe(None, int8, None)
     )
   )(*np.ones((2, 2, 2), np.float32))
