@@ -1,4 +1,4 @@
-"""The checkpoints of a run, one line each."""
+"""Table of the checkpoints of a run."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -23,18 +23,18 @@ _COLUMNS = (
   "arrays",
   "values",
   "kept as",
-  "figures",
+  "metrics",
 )
 _NUMBERS = (0, 2, 3, 4)
-# Of the figures of a split, those that say how good a model is.
-_FIGURES = ("loss", "bits_per_byte", "accuracy")
+# The metrics of quality of a split.
+_METRICS = ("loss", "bits_per_byte", "accuracy")
 
 
 def lines(path: epath.Path) -> list[str]:
   """Returns the lines to print.
 
   Args:
-    path: The folder of a run, or of its checkpoints.
+    path: A run directory, or its checkpoints folder.
 
   Raises:
     user_error.UserError: There is no checkpoint.
@@ -57,7 +57,7 @@ def lines(path: epath.Path) -> list[str]:
         ", ".join(reasons.get(step, ())) or "-",
         "its metadata is damaged"
         if checkpoint is None
-        else _figures(results.get(step, {})),
+        else _metrics(results.get(step, {})),
       )
     )
   word = "checkpoint" if len(steps) == 1 else "checkpoints"
@@ -82,7 +82,7 @@ def _time(
   step: int,
   checkpoint: stored_checkpoint.StoredCheckpoint | None,
 ) -> float:
-  """Returns when a checkpoint was saved, in seconds since the epoch."""
+  """Returns the time of a save, in seconds since the epoch."""
   if checkpoint is None or checkpoint.time is None:
     return float((folder / str(step)).stat().mtime)
   return checkpoint.time
@@ -102,7 +102,7 @@ def _reasons(
   times: Mapping[int, float],
   results: Mapping[int, Mapping[str, Mapping[str, float]]],
 ) -> Mapping[int, list[str]]:
-  """Returns why each is kept, by the rules in the run's configuration."""
+  """Returns why each is kept, by the retention rules of the run."""
   config = stored_checkpoint.read_config(run) or {}
   try:
     fields = {
@@ -119,7 +119,7 @@ def _reasons(
       saved,
       value=lambda step: retention.metric_value(rules, results.get(step, {})),
     )
-  # A copy without its configuration, or one of another version.
+  # A copy without its configuration, or of another version.
   except (KeyError, TypeError, ValueError, AttributeError):
     return {}
 
@@ -134,7 +134,7 @@ def _size_on_disk(path: epath.Path) -> int:
 def _results(
   run: epath.Path,
 ) -> Mapping[int, Mapping[str, Mapping[str, float]]]:
-  """Returns what the run's evaluations gave, by step and split."""
+  """Returns the evaluation metrics of the run, by step and split."""
   try:
     records = metrics_file.read_run(run)
   except (OSError, metrics_file.DamagedFileError):
@@ -146,10 +146,10 @@ def _results(
   return results
 
 
-def _figures(results: Mapping[str, Mapping[str, float]]) -> str:
+def _metrics(results: Mapping[str, Mapping[str, float]]) -> str:
   shown = []
   for split, values in results.items():
-    told = [f"{n} {values[n]:.4f}" for n in _FIGURES if n in values]
-    if told:
-      shown.append(f"{split}: {', '.join(told)}")
+    found = [f"{n} {values[n]:.4f}" for n in _METRICS if n in values]
+    if found:
+      shown.append(f"{split}: {', '.join(found)}")
   return "; ".join(shown)

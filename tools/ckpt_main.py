@@ -1,16 +1,15 @@
-"""The command line for checkpoints.
+"""Inspects, compares and verifies checkpoints.
 
-  tools/ckpt list RUN              the checkpoints of a run
-  tools/ckpt explain RUN[@STEP]    what one holds
-  tools/ckpt diff A[@STEP] B[@STEP]
-                                   how two differ; status 1 if they do
-  tools/ckpt verify RUN[@STEP]     reads them whole; status 1 if one is damaged
+  tools/ckpt list RUN                  list the checkpoints of a run
+  tools/ckpt explain RUN[@STEP]        list the arrays of a checkpoint
+  tools/ckpt diff A[@STEP] B[@STEP]    compare two; status 1 if they differ
+  tools/ckpt verify RUN[@STEP]         read every array; status 1 if damaged
   tools/ckpt preview RUN[@STEP] --exp=a.b.C
-                                   what a warm start from one would read
+                                       show what a warm start would load
 
-RUN is the folder of a run, of its checkpoints, or of one checkpoint, on a disk
-or in a store (`gs://...`). Without @STEP the newest is meant, or all of them
-where several are shown. Wrong use is one line on stderr and status 2.
+RUN is a run directory, its checkpoints folder, or a checkpoint, local or in a
+store (`gs://...`). Without @STEP, the newest checkpoint is used; `verify` reads
+all of them. Usage errors print one line to stderr and exit with status 2.
 """
 
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from paxon.runner import user_error
 from paxon.sharding import suggestions
-from paxon.tools import ckpt_arguments, command_line
+from paxon.tools import command_line
 
 if TYPE_CHECKING:
   from paxon.runner.checkpoints import stored_checkpoint
@@ -37,13 +36,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _list(argv: list[str]) -> int:
-  parser = ckpt_arguments.Parser("list", "Prints the checkpoints of a run.")
-  parser.add_argument("run", metavar="RUN", help="a folder")
-  path, step = ckpt_arguments.parse_place(parser.parse_args(argv).run)
+  parser = command_line.Parser("list", "Lists the checkpoints of a run.")
+  parser.add_argument("run", metavar="RUN", help="run directory")
+  path, step = command_line.parse_place(parser.parse_args(argv).run)
   if step is not None:
     raise user_error.UserError(
-      f"list prints all checkpoints of {os.fspath(path)}; leave @{step} out, or"
-      " explain that one."
+      f"list shows all checkpoints of {os.fspath(path)}; remove @{step}, or use"
+      " `explain`."
     )
   from paxon.tools import ckpt_list
 
@@ -52,15 +51,15 @@ def _list(argv: list[str]) -> int:
 
 
 def _explain(argv: list[str]) -> int:
-  parser = ckpt_arguments.Parser(
-    "explain", "Prints the names in a checkpoint, with sizes."
+  parser = command_line.Parser(
+    "explain", "Lists the arrays of a checkpoint with their sizes."
   )
   parser.add_argument("run", metavar="RUN[@STEP]", help="a checkpoint")
   parser.add_argument(
-    "prefix", nargs="?", default="", help="only this folder of names, or name"
+    "prefix", nargs="?", default="", help="only names below this prefix"
   )
   arguments = parser.parse_args(argv)
-  checkpoint = ckpt_arguments.find(arguments.run)
+  checkpoint = command_line.find_checkpoint(arguments.run)
   from paxon.runner.checkpoints import explanation
 
   _check_prefix(arguments.prefix, checkpoint)
@@ -69,14 +68,17 @@ def _explain(argv: list[str]) -> int:
 
 
 def _diff(argv: list[str]) -> int:
-  parser = ckpt_arguments.Parser("diff", "Prints how two checkpoints differ.")
+  parser = command_line.Parser("diff", "Compares two checkpoints.")
   parser.add_argument("a", metavar="A[@STEP]", help="a checkpoint")
-  parser.add_argument("b", metavar="B[@STEP]", help="another one")
+  parser.add_argument("b", metavar="B[@STEP]", help="another checkpoint")
   parser.add_argument(
-    "prefix", nargs="?", default="", help="only this folder of names, or name"
+    "prefix", nargs="?", default="", help="only names below this prefix"
   )
   arguments = parser.parse_args(argv)
-  a, b = ckpt_arguments.find(arguments.a), ckpt_arguments.find(arguments.b)
+  a, b = (
+    command_line.find_checkpoint(arguments.a),
+    command_line.find_checkpoint(arguments.b),
+  )
   from paxon.runner.checkpoints import checkpointer, comparison
 
   _check_prefix(arguments.prefix, a, b)
@@ -89,11 +91,13 @@ def _diff(argv: list[str]) -> int:
 
 
 def _verify(argv: list[str]) -> int:
-  parser = ckpt_arguments.Parser(
-    "verify", "Reads checkpoints whole and says what is damaged."
+  parser = command_line.Parser(
+    "verify", "Reads all arrays and reports damaged checkpoints."
   )
-  parser.add_argument("run", metavar="RUN[@STEP]", help="one or all of a run")
-  path, step = ckpt_arguments.parse_place(parser.parse_args(argv).run)
+  parser.add_argument(
+    "run", metavar="RUN[@STEP]", help="one checkpoint, or all of a run"
+  )
+  path, step = command_line.parse_place(parser.parse_args(argv).run)
   from paxon.tools import ckpt_verify
 
   is_sound = True
@@ -117,13 +121,13 @@ def _check_prefix(
     for end in range(1, len(parts) + 1)
   }
   raise user_error.UserError(
-    f"There is no name and no folder of names {prefix!r} in"
+    f"No name begins with {prefix!r} in"
     f" {os.fspath(checkpoints[0].path)}{suggestions.suggest(prefix, folders)}"
   )
 
 
 def _preview(argv: list[str]) -> int:
-  # What builds an experiment is the largest import.
+  # Building an experiment needs the largest imports.
   from paxon.tools import ckpt_preview
 
   return ckpt_preview.main(argv)
@@ -139,6 +143,6 @@ COMMANDS: Final[command_line.Commands] = {
 
 
 if __name__ == "__main__":
-  # A training on this machine keeps its accelerators. jax comes later.
+  # Set before jax is imported: accelerators may be in use by a training run.
   os.environ["JAX_PLATFORMS"] = "cpu"
   command_line.run(main)

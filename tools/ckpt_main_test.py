@@ -178,7 +178,7 @@ def test_verify_holds_arrays_against_the_metadata(run, tmp_path, capsys):
   metadata.write_text(json.dumps(described))
   status, out, _ = _call(capsys, "verify", f"{copy}@20")
   assert status == 1
-  assert "holds params/body/scale as float32[4], and its metadata says" in out
+  assert "holds params/body/scale as float32[4], but its metadata has" in out
 
 
 def test_preview_between_two_checkpoints(run, wider, capsys):
@@ -257,22 +257,25 @@ def test_a_store_is_looked_into_like_a_disk(run, store, capsys):
 @pytest.mark.parametrize(
   ("argv", "message"),
   [
-    (["lst"], "There is no command 'lst'; did you mean 'list'?"),
+    (["lst"], "Unknown command 'lst'; did you mean 'list'?"),
     (["list"], "list: the following arguments are required: RUN"),
-    (["list", "{run}@10"], "leave @10 out"),
+    (["list", "{run}@10"], "remove @10"),
     (["list", "/nowhere"], "There is no folder /nowhere"),
-    (["list", " "], "A folder is empty"),
+    (["list", " "], "The run directory is empty"),
     (["explain", "{run}@7"], "There is no checkpoint of step 7 in"),
     (["explain", "{run}/metrics.jsonl"], "There is no folder"),
-    (["explain", "{run}", "parms"], "no folder of names 'parms'"),
+    (["explain", "{run}", "parms"], "No name begins with 'parms'"),
     (["diff", "{run}"], "diff: the following arguments are required: B"),
     (["diff", "{run}", "{run}", "a", "b"], "unrecognized arguments: b"),
     (["verify", "{run}", "--fast"], "unrecognized arguments: --fast"),
     (["verify", "{run}@7"], "There is no checkpoint of step 7 in"),
     (["preview", "{run}"], "either --exp=a.b.C or --to=RUN"),
     (["preview", "{run}", "--to={run}", "--exp=a.B"], "either --exp"),
-    (["preview", "{run}", "--to={run}", "--fdl.a=1"], "--fdl.a=1 is for --exp"),
-    (["preview", "--to={run}"], "preview needs the SOURCE"),
+    (
+      ["preview", "{run}", "--to={run}", "--fdl.a=1"],
+      "--fdl.a=1 requires --exp",
+    ),
+    (["preview", "--to={run}"], "preview needs a SOURCE"),
     (["preview", "{run}", "--to={run}", "--pattern=x"], "has no =>"),
     (
       ["preview", "{run}", "--to={run}", "--pattern=(=>"],

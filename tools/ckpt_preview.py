@@ -1,10 +1,10 @@
-r"""What a warm start would do, without training and without reading arrays.
+r"""Preview of a warm start, without training and without reading arrays.
 
 The model comes from an experiment or from another checkpoint:
 
   preview SOURCE --exp=a.b.C --pattern='params/encoder/(.*)=>params/decoder/\1'
   preview SOURCE --to=RUN[@STEP] --pattern='params/head/.*=>'
-  preview --exp=a.b.C            the warm start that the experiment itself has
+  preview --exp=a.b.C            the warm start that the experiment defines
 """
 
 import argparse
@@ -21,14 +21,14 @@ from paxon.runner.checkpoints import (
 )
 from paxon.runner.configuration import overrides, resolving
 from paxon.runner.settings import training
-from paxon.tools import ckpt_arguments
+from paxon.tools import command_line
 
 _ARROW = "=>"
-# Fields of `WarmStart` that are true or false.
+# Boolean fields of `WarmStart`.
 _SWITCHES = {
-  "averaged": "read what the source evaluates with",
-  "cast": "allow another floating-point dtype",
-  "training_state": "read the step and the optimizer's state too",
+  "averaged": "load the averaged (EMA) variables of the source",
+  "cast": "allow a change of the floating-point dtype",
+  "training_state": "load the step and the optimizer state, too",
 }
 
 
@@ -39,8 +39,8 @@ def main(argv: Sequence[str]) -> int:
     argv: The arguments of the command.
 
   Raises:
-    user_error.UserError: Something in them is wrong, or the source does not
-      fit the model.
+    user_error.UserError: An argument is wrong, or the source does not match
+      the model.
   """
   given, rest = [], []
   for argument in argv:
@@ -52,14 +52,13 @@ def main(argv: Sequence[str]) -> int:
   arguments = _parser().parse_args(rest)
   if (arguments.exp is None) == (arguments.to is None):
     raise user_error.UserError(
-      "preview needs the model that would be started: either --exp=a.b.C or"
-      " --to=RUN."
+      "preview needs a model: pass either --exp=a.b.C or --to=RUN."
     )
   if given and arguments.exp is None:
-    raise user_error.UserError(f"{given[0]} is for --exp, which is not given.")
+    raise user_error.UserError(f"{given[0]} requires --exp.")
   start = None
   if arguments.to is not None:
-    targets = list(ckpt_arguments.find(arguments.to).arrays.values())
+    targets = list(command_line.find_checkpoint(arguments.to).arrays.values())
   else:
     targets, start = _of_experiment(arguments.exp, given)
   plan = _plan(arguments, targets, start)
@@ -70,35 +69,39 @@ def main(argv: Sequence[str]) -> int:
   return 0
 
 
-def _parser() -> ckpt_arguments.Parser:
-  parser = ckpt_arguments.Parser(
-    "preview", "Prints what a warm start would read; see docs/design/0007."
+def _parser() -> command_line.Parser:
+  parser = command_line.Parser(
+    "preview", "Shows what a warm start would load; see docs/design/0007."
   )
   parser.add_argument(
     "source",
     metavar="SOURCE[@STEP]",
     nargs="?",
-    help="where values come from; default: what the experiment says",
+    help="checkpoint to load from; default: that of the experiment",
   )
   parser.add_argument(
-    "--exp", help="the experiment; --fdl.NAME=VALUE sets more"
+    "--exp", help="experiment; --fdl.NAME=VALUE overrides its fields"
   )
-  parser.add_argument("--to", metavar="RUN[@STEP]", help="names as in this one")
+  parser.add_argument(
+    "--to", metavar="RUN[@STEP]", help="use the names of this checkpoint"
+  )
   parser.add_argument(
     "--pattern",
     action="append",
     metavar="REGEX=>TEMPLATE",
-    help="in order; without a template initial values are left",
+    help="rename; the first match wins; an empty template keeps initial values",
   )
   parser.add_argument(
     "--may_be_missing",
     action="append",
     metavar="REGEX",
-    help="names that keep initial values where the source lacks them",
+    help="names that keep initial values if the source lacks them",
   )
   for name, help_text in _SWITCHES.items():
     parser.add_argument(f"--{name}", action="store_true", help=help_text)
-  parser.add_argument("--all", action="store_true", help="a line for each name")
+  parser.add_argument(
+    "--all", action="store_true", help="print a line for each name"
+  )
   return parser
 
 
@@ -123,7 +126,7 @@ def _plan(
   targets: Iterable[Any],
   start: training.WarmStart | None,
 ) -> warm_start_plan.Plan:
-  """Returns the plan of the flags; what they leave out, `start` says."""
+  """Returns the plan of the flags; `start` holds the defaults."""
   fields: dict[str, Any] = {}
   if arguments.pattern is not None:
     fields["patterns"] = tuple(map(_pattern, arguments.pattern))
@@ -134,7 +137,7 @@ def _plan(
       fields[name] = True
   try:
     if arguments.source is not None:
-      path, step = ckpt_arguments.parse_place(arguments.source)
+      path, step = command_line.parse_place(arguments.source)
       fields |= {"checkpoint": os.fspath(path), "step": step}
     if start is not None:
       start = dataclasses.replace(start, **fields)
@@ -142,7 +145,7 @@ def _plan(
       start = training.WarmStart(**fields)
     else:
       raise user_error.UserError(
-        "preview needs the SOURCE; the experiment has no warm start of its own."
+        "preview needs a SOURCE, because the experiment defines no warm start."
       )
   except ValueError as error:
     raise user_error.UserError(str(error)) from error
@@ -157,6 +160,6 @@ def _pattern(text: str) -> tuple[str, str | None]:
   if not arrow:
     raise user_error.UserError(
       f"--pattern={text} has no {_ARROW}; write REGEX{_ARROW}TEMPLATE, or"
-      f" REGEX{_ARROW} to leave initial values."
+      f" REGEX{_ARROW} to keep initial values."
     )
   return expression.strip(), template.strip() or None

@@ -1,4 +1,4 @@
-"""Whether checkpoints can be read whole, and whether all values are finite."""
+"""Verification of checkpoints: readable, as written, and finite."""
 
 from collections.abc import Iterator
 import dataclasses
@@ -14,18 +14,18 @@ from paxon.runner.checkpoints import (
   text_table,
 )
 
-# Values that are looked at together.
-_PIECE = 1 << 20
+# Number of values that are checked at a time.
+_CHUNK = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-  """What was found of one checkpoint.
+  """The result for one checkpoint.
 
   Attributes:
-    step: Of the checkpoint.
-    is_sound: Whether all of it can be read and is what was written.
-    line: What to print.
+    step: Step of the checkpoint.
+    is_sound: Whether all arrays can be read and are as written.
+    line: One line of output.
   """
 
   step: int
@@ -37,11 +37,11 @@ def verify(path: epath.Path, *, step: int | None = None) -> Iterator[Report]:
   """Yields a report for each checkpoint, the oldest first.
 
   Args:
-    path: The folder of a run, of its checkpoints, or of one of them.
-    step: Of the only one to look at.
+    path: A run directory, its checkpoints folder, or a checkpoint.
+    step: Verify only this step.
 
   Raises:
-    user_error.UserError: There is none.
+    user_error.UserError: There is no checkpoint.
   """
   folder, steps = stored_checkpoint.steps(path)
   if step is not None:
@@ -78,7 +78,7 @@ def _verify(folder: epath.Path, step: int) -> Report:
 
 
 def _read_all(checkpoint: stored_checkpoint.StoredCheckpoint) -> dict[str, int]:
-  """Reads each array; returns how many values are not finite, if any."""
+  """Reads each array; returns the number of non-finite values by name."""
   counts = {
     name: _read_one(checkpoint, stored)
     for name, stored in checkpoint.arrays.items()
@@ -90,13 +90,13 @@ def _read_one(
   checkpoint: stored_checkpoint.StoredCheckpoint,
   stored: stored_checkpoint.StoredArray,
 ) -> int:
-  # A function, so that one array is gone before the next is read.
+  # A function, so that one array is freed before the next is read.
   (array,) = stored_arrays.read_numpy(checkpoint, [stored.name]).values()
   if (array.shape, array.dtype.name) != (stored.shape, stored.dtype):
     raise checkpointer.DamagedCheckpointError(
       f"The checkpoint {checkpoint.path} holds {stored.name} as"
-      f" {array.dtype.name}{text_table.shape(array.shape)}, and its metadata"
-      f" says {stored.dtype}{text_table.shape(stored.shape)}"
+      f" {array.dtype.name}{text_table.shape(array.shape)}, but its metadata"
+      f" has {stored.dtype}{text_table.shape(stored.shape)}"
     )
   return _count_not_finite(array)
 
@@ -104,6 +104,6 @@ def _read_one(
 def _count_not_finite(array: np.ndarray) -> int:
   flat = array.reshape(-1)
   return sum(
-    int((~np.isfinite(flat[i : i + _PIECE].astype(np.float64))).sum())
-    for i in range(0, flat.size, _PIECE)
+    int((~np.isfinite(flat[i : i + _CHUNK].astype(np.float64))).sum())
+    for i in range(0, flat.size, _CHUNK)
   )

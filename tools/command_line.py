@@ -1,17 +1,23 @@
-"""What command lines of the form `PROGRAM COMMAND ARGUMENTS` have in common.
+"""Shared code of command lines of the form `PROGRAM COMMAND ARGUMENTS`.
 
-Help is of the whole program. Wrong use is one line on stderr and status 2, an
-interrupt is status 130, and a reader that has had enough, such as `head`, is
-no error.
+A usage error prints one line to stderr and exits with status 2; an interrupt
+exits with status 130. A closed pipe, as by `head`, is not an error.
 """
 
+import argparse
 from collections.abc import Callable, Mapping, Sequence
 import os
+import re
 import sys
-from typing import Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
-from paxon.runner import user_error
+from etils import epath
+
+from paxon.runner import run_dir, user_error
 from paxon.sharding import suggestions
+
+if TYPE_CHECKING:
+  from paxon.runner.checkpoints import stored_checkpoint
 
 # By name: takes the arguments after it, and returns the exit status.
 Commands = Mapping[str, Callable[[list[str]], int]]
@@ -27,8 +33,8 @@ def dispatch(
 
   Args:
     argv: The command and its arguments.
-    commands: Those that there are.
-    help_text: Returns what is printed for `--help`, and without arguments.
+    commands: All commands by name.
+    help_text: Returns the text for `--help` and for no arguments.
   """
   if not argv or argv[0] in ("-h", "--help", "help"):
     print(help_text())
@@ -37,7 +43,7 @@ def dispatch(
   try:
     if name not in commands:
       raise user_error.UserError(
-        f"There is no command {name!r}{suggestions.suggest(name, commands)}"
+        f"Unknown command {name!r}{suggestions.suggest(name, commands)}"
       )
     return commands[name](rest)
   except user_error.UserError as error:
@@ -53,7 +59,65 @@ def run(main: Callable[[Sequence[str]], int]) -> NoReturn:
   except KeyboardInterrupt:
     status = _INTERRUPTED
   except BrokenPipeError:
-    # What is left would fail again when the interpreter ends.
+    # Otherwise the interpreter flushes, and fails, again.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     status = 0
   sys.exit(status)
+
+
+def find_checkpoint(place: str) -> "stored_checkpoint.StoredCheckpoint":
+  """Returns the checkpoint that an argument names.
+
+  Args:
+    place: `RUN` or `RUN@STEP`.
+
+  Raises:
+    user_error.UserError: It does not exist.
+  """
+  path, step = parse_place(place)
+  from paxon.runner.checkpoints import stored_checkpoint as stored
+
+  return stored.find(path, step=step)
+
+
+def parse_place(place: str) -> tuple[epath.Path, int | None]:
+  """Returns the folder and the step that an argument names.
+
+  Args:
+    place: `RUN` or `RUN@STEP`.
+
+  Raises:
+    user_error.UserError: It is empty.
+  """
+  if not place.strip():
+    raise user_error.UserError("The run directory is empty; pass its path.")
+  matched = re.fullmatch(r"(.+)@(\d+)", place)
+  path = run_dir.resolve(matched[1] if matched else place, os.environ)
+  return path, int(matched[2]) if matched else None
+
+
+class Parser(argparse.ArgumentParser):
+  """A parser of one command's arguments that raises `UserError`."""
+
+  def __init__(
+    self, command: str, description: str, *, program: str = "tools/ckpt"
+  ) -> None:
+    """Initializes.
+
+    Args:
+      command: Name of the command.
+      description: One sentence.
+      program: Name of the program.
+    """
+    super().__init__(
+      prog=f"{program} {command}",
+      description=description,
+      allow_abbrev=False,
+    )
+    self._command = command
+
+  def error(self, message: str) -> NoReturn:
+    """Raises a usage error."""
+    raise user_error.UserError(
+      f"{self._command}: {message} (see {self.prog} --help)."
+    )

@@ -1,4 +1,4 @@
-"""Tests for what command lines have in common."""
+"""Dispatch, exit statuses and closed pipes of command lines."""
 
 import subprocess
 import sys
@@ -22,12 +22,12 @@ lines.run(main)
 """
 
 
-def _refuse(argv):
+def _reject(argv):
   raise user_error.UserError(f"no\n  {argv[0]}")
 
 
 def _main(*argv):
-  commands = {"count": len, "refuse": _refuse}
+  commands = {"count": len, "reject": _reject}
   return command_line.dispatch(argv, commands, help_text=lambda: "the help")
 
 
@@ -39,7 +39,7 @@ def _main(*argv):
     (("--help", "count"), 0, "the help\n", ""),
     (("count", "-h", "a"), 2, "", ""),
     (("count",), 0, "", ""),
-    (("refuse", "it"), 2, "", "no it\n"),
+    (("reject", "it"), 2, "", "no it\n"),
   ],
 )
 def test_dispatches(capsys, argv, status, out, error):
@@ -50,7 +50,7 @@ def test_dispatches(capsys, argv, status, out, error):
 def test_the_closest_command_is_named(capsys):
   assert _main("coumt") == 2
   (line,) = capsys.readouterr().err.splitlines()
-  assert line.startswith("There is no command 'coumt'; did you mean 'count'")
+  assert line.startswith("Unknown command 'coumt'; did you mean 'count'")
 
 
 def _start(*argv, **kwargs):
@@ -64,7 +64,7 @@ def test_the_status_is_that_of_the_program():
   assert process.returncode == 3
 
 
-def test_a_reader_that_has_had_enough_is_no_error():
+def test_a_closed_pipe_is_not_an_error():
   process = _start(stdout=subprocess.PIPE)
   assert process.stdout.readline() == b"line\n"
   process.stdout.close()

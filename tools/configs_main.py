@@ -1,17 +1,18 @@
-"""The command line for configurations.
+"""Prints, validates and compares configurations.
 
   tools/configs dump EXP [--fdl....] [--json]
-                      the resolved configuration, defaults included
+                      print the resolved configuration, with defaults
   tools/configs validate EXP [--fdl....] [--devices=N]
-                      builds and traces it for N devices; nothing is computed
+                      build it and trace the train step for N devices, without
+                      computing
   tools/configs compare A [--fdl....] [B [--fdl....]]
-                      what differs, and what each difference does; status 1 if
-                      anything does
+                      list differences and their effects; exit status 1 if
+                      there are any
 
-EXP is an experiment, as for `--exp`. A and B are experiments or folders of
-runs. Overrides belong to the name before them; with one experiment alone, it is
-compared with and without them. Wrong use, or a configuration that cannot run,
-is one line on stderr and status 2.
+EXP is an experiment, as for `--exp`. A and B are experiments or run
+directories. Overrides apply to the name before them; a single experiment is
+compared with and without its overrides. Usage errors and invalid configurations
+print one line to stderr and exit with status 2.
 """
 
 from collections.abc import Sequence
@@ -62,9 +63,9 @@ def _validate(argv: list[str]) -> int:
   operand = _one(_operands([a for a in argv if a not in devices]))
   number = _number(devices[-1]) if devices else None
   resolved = _resolve(operand)
-  from paxon.tools import configs_validation
+  from paxon.tools import configs_checks
 
-  print("\n".join(configs_validation.lines(resolved.config, number)))
+  print("\n".join(configs_checks.validate(resolved.config, number)))
   return _SAME
 
 
@@ -74,13 +75,13 @@ def _compare(argv: list[str]) -> int:
     operands = [Operand(name=operands[0].name), operands[0]]
   if len(operands) != 2:
     raise user_error.UserError(
-      f"compare takes two experiments or folders, got {len(operands)}; or one"
-      " experiment with --fdl.NAME=VALUE."
+      f"compare takes two experiments or run directories, got {len(operands)};"
+      " or one experiment with --fdl.NAME=VALUE."
     )
-  from paxon.tools import configs_comparison
+  from paxon.tools import configs_checks
 
-  found = configs_comparison.compare(
-    *(configs_comparison.side(o.name, o.given, _PACKAGES) for o in operands)
+  found = configs_checks.compare(
+    *(configs_checks.side(o.name, o.given, _PACKAGES) for o in operands)
   )
   print(f"A: {operands[0]}\nB: {operands[1]}\n" + "\n".join(found.lines))
   return _DIFFERENT if found.differs else _SAME
@@ -97,12 +98,12 @@ def _operands(argv: Sequence[str]) -> list[Operand]:
     override = overrides.parse_argument(argument)
     if override is None and argument.startswith("-"):
       raise user_error.UserError(
-        f"There is no flag {argument.partition('=')[0]} here; --help explains."
+        f"Unknown flag {argument.partition('=')[0]}; see --help."
       )
     if override is None:
       found.append(Operand(name=argument))
     elif not found:
-      raise user_error.UserError(f"{override} stands before any experiment.")
+      raise user_error.UserError(f"{override} must follow an experiment.")
     else:
       last = found[-1]
       found[-1] = Operand(name=last.name, given=(*last.given, override))
@@ -112,7 +113,7 @@ def _operands(argv: Sequence[str]) -> list[Operand]:
 def _one(operands: Sequence[Operand]) -> Operand:
   if len(operands) != 1:
     raise user_error.UserError(
-      f"Name one experiment, such as tasks.lm.C; got {len(operands)}."
+      f"Expected one experiment, such as tasks.lm.C; got {len(operands)}."
     )
   return operands[0]
 
@@ -120,9 +121,7 @@ def _one(operands: Sequence[Operand]) -> Operand:
 def _number(argument: str) -> int:
   text = argument.partition("=")[2]
   if not (text.isascii() and text.isdigit() and 0 < int(text[:6]) < 10**5):
-    raise user_error.UserError(
-      f"{argument}: write --devices=N, a number from 1 to 99999."
-    )
+    raise user_error.UserError(f"{argument}: N must be between 1 and 99999.")
   return int(text)
 
 

@@ -104,17 +104,20 @@ def test_runs_are_compared_by_what_they_have_stored(call, tmp_path):
 @pytest.mark.parametrize(
   ("arguments", "message"),
   [
-    (["dmup"], "There is no command 'dmup'; did you mean 'dump'?"),
-    (["dump"], "Name one experiment, such as tasks.lm.C; got 0."),
-    (["dump", _TINY, "--exp=x"], "There is no flag --exp here; --help"),
-    (["dump", "--fdl.seed=1", _TINY], "--fdl.seed=1 stands before any"),
+    (["dmup"], "Unknown command 'dmup'; did you mean 'dump'?"),
+    (["dump"], "Expected one experiment, such as tasks.lm.C; got 0."),
+    (["dump", _TINY, "--exp=x"], "Unknown flag --exp; see --help"),
+    (["dump", "--fdl.seed=1", _TINY], "--fdl.seed=1 must follow an experiment"),
     (["dump", _TINY, "--fdl.sede=1"], "did you mean 'seed'?"),
-    (["validate", _TINY, "--devices=0"], "--devices=0: write --devices=N"),
+    (["validate", _TINY, "--devices=0"], "--devices=0: N must be between 1"),
     (["validate", _TINY, "--fdl.mesh=tensor=8"], "does not divide by tensor=8"),
-    (["validate", _TINY, "--fdl.mesh=data=512"], "use a new one"),
+    (["validate", _TINY, "--fdl.mesh=data=512"], "use a new process"),
     (["validate", _TINY, "--fdl.embed_dim=0"], "embed_dim must be positive"),
-    (["compare", _TINY], "compare takes two experiments or folders, got 1"),
-    (["compare", "./none", _TINY], "./none is no folder of a run"),
+    (
+      ["compare", _TINY],
+      "compare takes two experiments or run directories, got 1",
+    ),
+    (["compare", "./none", _TINY], "./none is not a run directory"),
     (["compare", "az://a/b", _TINY], "az://a/b cannot be reached: Install ad"),
   ],
 )

@@ -1,4 +1,4 @@
-"""A checkpoint of ours into weights of Hugging Face.
+"""Export of a checkpoint to Hugging Face weights.
 
 Files are laid out before anything is read. Then each array of ours, which holds
 all layers of a stack, is read once, and its pieces are written where they
@@ -33,7 +33,7 @@ from paxon.runner.checkpoints import (
 )
 from paxon.tools import hf_files
 
-# What transformers writes into one file.
+# The default of transformers.
 SHARD_BYTES = 5 * 10**9
 _MAX_PROBLEMS = 5
 
@@ -50,23 +50,23 @@ def run(
   """Exports a checkpoint, and yields lines to print.
 
   Args:
-    checkpoint: Which.
-    target: The folder to fill; on this machine's disks.
-    like: A folder with the `config.json` of the model; `None` for the one that
-      an imported checkpoint has.
-    dtype: Of the written tensors; `None` keeps that of the checkpoint.
-    shard_bytes: A file is not larger, unless it has one tensor only.
-    dry_run: Whether only to say what would be written.
+    checkpoint: The checkpoint.
+    target: The local folder to write.
+    like: A folder with the `config.json` of the model; None for that of an
+      imported run directory.
+    dtype: Of the written tensors; None keeps that of the checkpoint.
+    shard_bytes: Maximum size of a file with several tensors.
+    dry_run: Only print what would be written.
 
   Raises:
-    user_error.UserError: The model is not served, or the checkpoint does not
-      fit it.
+    user_error.UserError: The model is not supported, or the checkpoint does
+      not match it.
   """
   folder = like or checkpoint.run_path / hf_files.FOLDER
   if not folder.is_dir():
     raise user_error.UserError(
-      f"There is no {os.fspath(folder)}, which would say what model this is;"
-      " give --like, a folder with its config.json."
+      f"{os.fspath(folder)} does not exist; pass --like=FOLDER with the"
+      " config.json of the model."
     )
   config = hf_files.read_config(folder)
   try:
@@ -151,7 +151,7 @@ def _write(
       for name, start, rows in leaf.to_tensors(array):
         dtype = described[name][0]
         writers[name].write_rows(name, start, rows.astype(dtype, copy=False))
-      # Before the next one is read.
+      # Free it before the next one is read.
       del array, rows
   if len(shards) > 1:
     index = {
@@ -178,7 +178,7 @@ def _check(
         f" {leaf.shape} by config.json"
       )
   problems += [
-    f"{name} is in the checkpoint and not in the model of config.json"
+    f"{name} is in the checkpoint but not in the model of config.json"
     for name in stored
     if name not in names.leaves
   ]
@@ -187,7 +187,7 @@ def _check(
     if len(problems) > len(shown):
       shown.append(f"and {len(problems) - len(shown)} more")
     raise user_error.UserError(
-      f"The checkpoint {os.fspath(checkpoint.path)} does not fit the model:"
+      f"The checkpoint {os.fspath(checkpoint.path)} does not match the model:"
       f" {'; '.join(shown)}."
     )
 
@@ -195,15 +195,15 @@ def _check(
 def _check_target(target: epath.Path) -> None:
   if not runner_files.is_local(os.fspath(target)):
     raise user_error.UserError(
-      f"--to={os.fspath(target)} is no folder of this machine; export to one,"
-      " and copy the files from there."
+      f"--to={os.fspath(target)} is not a local folder; export to one, and copy"
+      " the files from there."
     )
   if target.exists() and any(
     each.name.endswith(".safetensors") or each.name == weight_files.INDEX
     for each in target.iterdir()
   ):
     raise user_error.UserError(
-      f"{os.fspath(target)} holds weights; give another folder, or delete them."
+      f"{os.fspath(target)} holds weights; pass another folder, or delete them."
     )
 
 
@@ -225,10 +225,10 @@ def _dtype(
   found = {checkpoint.arrays[part.leaf].dtype for part in tensor.slices}
   if len(found) > 1:
     raise user_error.UserError(
-      f"The parts of {tensor.name} have several dtypes in the checkpoint"
-      f" ({', '.join(sorted(found))}); give --dtype."
+      f"The arrays of {tensor.name} have different dtypes in the checkpoint"
+      f" ({', '.join(sorted(found))}); pass --dtype."
     )
-  # jax's, which knows bfloat16.
+  # jax's dtype, which supports bfloat16.
   return jnp.dtype(found.pop())
 
 

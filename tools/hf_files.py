@@ -1,4 +1,4 @@
-"""What lies beside weights: `config.json`, and the files of a tokenizer."""
+"""`config.json` and the tokenizer files of Hugging Face models."""
 
 from collections.abc import Mapping
 import json
@@ -10,7 +10,7 @@ from etils import epath
 from paxon.runner import user_error
 
 CONFIG = "config.json"
-# In the folder of an imported checkpoint.
+# Folder of these files in an imported run directory.
 FOLDER = "hugging_face"
 _BESIDE = """
   added_tokens.json chat_template.jinja chat_template.json
@@ -21,27 +21,27 @@ _BESIDE = """
 
 
 def read_config(folder: epath.Path) -> Mapping[str, Any]:
-  """Returns the content of a folder's `config.json`.
+  """Returns the content of `config.json`.
 
   Args:
-    folder: That has one.
+    folder: The folder that holds it.
 
   Raises:
-    user_error.UserError: It has none, or it cannot be read.
+    user_error.UserError: The file is missing or invalid.
   """
   path = folder / CONFIG
   try:
     config = json.loads(path.read_text())
   except FileNotFoundError as error:
     raise user_error.UserError(
-      f"There is no {os.fspath(path)}; it says what the weights are of."
+      f"{os.fspath(path)} is missing; it describes the model."
     ) from error
   except (OSError, ValueError) as error:
     raise user_error.UserError(
       f"{os.fspath(path)} cannot be read ({error})."
     ) from error
   if not isinstance(config, dict):
-    raise user_error.UserError(f"{os.fspath(path)} is no JSON object.")
+    raise user_error.UserError(f"{os.fspath(path)} is not a JSON object.")
   return config
 
 
@@ -51,9 +51,9 @@ def copy_beside(
   """Copies `config.json` and a tokenizer's files; returns their names.
 
   Args:
-    source: The folder that has them.
-    target: Made when missing.
-    dtype: What `config.json` says of the weights' dtype; `None` leaves it.
+    source: The folder that holds them.
+    target: Created if missing.
+    dtype: Dtype of the weights to write to `config.json`; None keeps it.
   """
   target.mkdir(parents=True, exist_ok=True)
   names = sorted(
@@ -65,7 +65,7 @@ def copy_beside(
     (source / name).copy(target / name, overwrite=True)
   if dtype is not None:
     config = dict(read_config(source))
-    # The older name, where the file has it.
+    # The older name, if the file has it.
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
     text = json.dumps(config, indent=2, ensure_ascii=False)
     (target / CONFIG).write_text(text + "\n")

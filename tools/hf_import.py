@@ -1,7 +1,7 @@
-"""Weights of Hugging Face into a checkpoint of ours.
+"""Import of Hugging Face weights into a checkpoint.
 
-Arrays are made one at a time, each of all layers of a stack, and written before
-the next is read: memory holds a few times the largest of them.
+Arrays are converted one at a time, each with all layers of a stack, and written
+before the next is read: peak memory is a few times the largest array.
 """
 
 from collections.abc import Iterator, Mapping
@@ -44,32 +44,33 @@ def run(
   """Imports weights, and yields lines to print.
 
   Args:
-    source: A folder with `config.json` and weights, or one file beside its
+    source: A folder with `config.json` and weights, or one file next to
       `config.json`.
-    target: The folder to make, as a run has it: `checkpoints/0`, and
-      `hugging_face` with what is needed to export.
-    dtype: Of the stored arrays; `None` keeps that of the files.
-    dry_run: Whether only to say what would be written.
+    target: The run directory to make: `checkpoints/0`, and `hugging_face` with
+      the files for exporting.
+    dtype: Of the stored arrays; None keeps that of the files.
+    dry_run: Only print what would be written.
 
   Raises:
-    user_error.UserError: The model is not served, or the weights do not fit.
+    user_error.UserError: The model is not supported, or the weights do not
+      match it.
   """
   for place in (source, target):
     runner_files.check_store(place)
   folder = source if source.is_dir() else source.parent
   if not source.exists():
     raise user_error.UserError(
-      f"There is no {os.fspath(source)}; give a folder with config.json and"
+      f"{os.fspath(source)} does not exist; pass a folder with config.json and"
       " safetensors files."
     )
   config = hf_files.read_config(folder)
   checkpoints = target / run_dir.CHECKPOINTS
   if not dry_run and checkpoints.is_dir():
     there = [each.name for each in checkpoints.iterdir()]
-    # What an interrupted import has left behind is replaced.
+    # Remains of an interrupted import are replaced.
     if any(name.isdecimal() for name in there):
       raise user_error.UserError(
-        f"{os.fspath(checkpoints)} holds checkpoints; give another folder, or"
+        f"{os.fspath(checkpoints)} holds checkpoints; pass another folder, or"
         " delete them."
       )
   try:
@@ -142,7 +143,7 @@ def _specs(
   found = jax.tree.leaves(variables.specs_of(abstract))
   shapes = {spec.name: spec.shape for spec in found}
   expected = {name: leaf.shape for name, leaf in names.leaves.items()}
-  assert shapes == expected, "a family's names are not those of its model"
+  assert shapes == expected, "a family's names differ from its model's"
   return {
     spec.name: variables.VariableSpec(
       name=spec.name,
@@ -173,7 +174,7 @@ def _save(
     )
     for name, spec in specs.items()
   }
-  # Training that starts from here is at its first step.
+  # Training starts here at step 0.
   tree[_STEP] = lazy_array.LazyArray(
     shape=(), dtype=step.dtype, read=lambda: np.zeros((), np.int32)
   )

@@ -1,16 +1,14 @@
-"""The command line for weights of Hugging Face.
+"""Converts weights between Hugging Face and Paxon.
 
-  tools/hf import DIR --to RUN     safetensors files into a checkpoint
-  tools/hf export RUN[@STEP] --to DIR
-                                   a checkpoint into safetensors files
+  tools/hf import DIR --to RUN          safetensors files to a checkpoint
+  tools/hf export RUN[@STEP] --to DIR   a checkpoint to safetensors files
 
-DIR is a folder with config.json and model.safetensors, or the files that
-model.safetensors.index.json names; or one such file. RUN becomes a folder with
-the checkpoint of step 0, and with config.json and the tokenizer's files, so
-that it can be exported again. A run that was trained from it is exported with
---like RUN. Values keep their dtype unless --dtype says another one, and
---dry_run shows names and shapes and writes nothing. Wrong use is one line on
-stderr and status 2.
+DIR is a folder with config.json and model.safetensors, or with the files that
+model.safetensors.index.json lists; or one such file. `import` makes the run
+directory RUN with a checkpoint of step 0, config.json and the tokenizer files,
+so that it can be exported again. To export a run trained from it, pass
+--like RUN. --dtype converts values; --dry_run prints names and shapes and
+writes nothing. Usage errors print one line to stderr and exit with status 2.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +17,7 @@ import os
 from typing import Any, Final
 
 from paxon.runner import files, run_dir, user_error
-from paxon.tools import ckpt_arguments, command_line
+from paxon.tools import command_line
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
@@ -40,10 +38,10 @@ def _help() -> str:
 
 
 def _import(argv: list[str]) -> Any:
-  parser = _parser("import", "Writes safetensors files into a checkpoint.")
-  parser.add_argument("source", metavar="DIR", help="a folder, or one file")
+  parser = _parser("import", "Converts safetensors files to a checkpoint.")
+  parser.add_argument("source", metavar="DIR", help="folder, or one file")
   parser.add_argument(
-    "--to", metavar="RUN", required=True, help="the folder to make"
+    "--to", metavar="RUN", required=True, help="run directory to make"
   )
   arguments = parser.parse_args(argv)
   from paxon.tools import hf_import
@@ -57,25 +55,25 @@ def _import(argv: list[str]) -> Any:
 
 
 def _export(argv: list[str]) -> Any:
-  parser = _parser("export", "Writes a checkpoint into safetensors files.")
-  parser.add_argument("run", metavar="RUN[@STEP]", help="a checkpoint")
+  parser = _parser("export", "Converts a checkpoint to safetensors files.")
+  parser.add_argument("run", metavar="RUN[@STEP]", help="checkpoint to export")
   parser.add_argument(
-    "--to", metavar="DIR", required=True, help="the folder to fill"
+    "--to", metavar="DIR", required=True, help="folder to write"
   )
   parser.add_argument(
     "--like",
     metavar="RUN",
-    help="a folder with the model's config.json, or an imported checkpoint",
+    help="folder with config.json, or an imported run directory",
   )
   parser.add_argument(
-    "--shard_bytes", type=int, default=None, help="the largest size of a file"
+    "--shard_bytes", type=int, default=None, help="maximum size of a file"
   )
   arguments = parser.parse_args(argv)
   if arguments.shard_bytes is not None and arguments.shard_bytes <= 0:
     raise user_error.UserError(
       f"export: --shard_bytes must be positive, got {arguments.shard_bytes}."
     )
-  checkpoint = ckpt_arguments.find(arguments.run)
+  checkpoint = command_line.find_checkpoint(arguments.run)
   from paxon.tools import hf_export, hf_files
 
   like = None
@@ -94,13 +92,15 @@ def _export(argv: list[str]) -> Any:
   )
 
 
-def _parser(command: str, description: str) -> ckpt_arguments.Parser:
-  parser = ckpt_arguments.Parser(command, description, program="tools/hf")
+def _parser(command: str, description: str) -> command_line.Parser:
+  parser = command_line.Parser(command, description, program="tools/hf")
   parser.add_argument(
-    "--dtype", choices=_DTYPES, help="of the written values; default as read"
+    "--dtype", choices=_DTYPES, help="dtype of the output; default: keep"
   )
   parser.add_argument(
-    "--dry_run", action="store_true", help="show names and shapes only"
+    "--dry_run",
+    action="store_true",
+    help="print names and shapes, write nothing",
   )
   return parser
 
@@ -126,6 +126,6 @@ COMMANDS: Final[command_line.Commands] = {
 
 
 if __name__ == "__main__":
-  # A training on this machine keeps its accelerators. jax comes later.
+  # Set before jax is imported: accelerators may be in use by a training run.
   os.environ["JAX_PLATFORMS"] = "cpu"
   command_line.run(main)

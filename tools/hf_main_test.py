@@ -191,10 +191,10 @@ def test_tied_tensors_that_differ(tmp_path, capsys):
 def test_files_that_cannot_be_read(tmp_path, capsys):
   to, source = tmp_path / "run", tmp_path / "source"
   line = _error(capsys, "import", source, "--to", to)
-  assert "There is no" in line
+  assert "does not exist" in line
   source.mkdir()
   line = _error(capsys, "import", source, "--to", to)
-  assert "config.json; it says what the weights are of" in line
+  assert "config.json is missing; it describes the model" in line
   (source / "config.json").write_text(json.dumps(_config("llama2")))
   (source / "pytorch_model.bin").write_bytes(b"")
   line = _error(capsys, "import", source, "--to", to)
@@ -243,7 +243,7 @@ def test_unsupported_models_are_rejected(tmp_path, capsys):
 
 
 def test_wrong_use(tmp_path, capsys):
-  assert "There is no command 'improt'" in _error(capsys, "improt")
+  assert "Unknown command 'improt'" in _error(capsys, "improt")
   assert "--to" in _error(capsys, "import", tmp_path)
   assert "invalid choice: 'int4'" in _error(
     capsys, "import", tmp_path, "--to", tmp_path / "x", "--dtype", "int4"
@@ -262,15 +262,15 @@ def test_what_is_there_is_not_replaced(tmp_path, capsys):
   assert _run("import", source, "--to", run) == 0
   capsys.readouterr()
   line = _error(capsys, "import", source, "--to", run)
-  assert "checkpoints holds checkpoints; give another folder" in line
+  assert "checkpoints holds checkpoints; pass another folder" in line
   line = _error(capsys, "export", run, "--to", source)
-  assert f"{source} holds weights; give another folder" in line
+  assert f"{source} holds weights; pass another folder" in line
   line = _error(
     capsys, "export", run, "--to", tmp_path / "y", "--shard_bytes", "0"
   )
   assert "--shard_bytes must be positive, got 0" in line
   line = _error(capsys, "export", run, "--to", "gs://bucket/model")
-  assert "is no folder of this machine" in line
+  assert "is not a local folder" in line
 
 
 def test_checkpoints_that_do_not_fit(tmp_path, capsys):
@@ -288,7 +288,7 @@ def test_checkpoints_that_do_not_fit(tmp_path, capsys):
   (run / "hugging_face" / "config.json").unlink()
   (run / "hugging_face").rmdir()
   line = _error(capsys, "export", run, "--to", tmp_path / "x")
-  assert "give --like, a folder with its config.json" in line
+  assert "pass --like=FOLDER" in line
 
 
 def test_files_are_filled_in_order():

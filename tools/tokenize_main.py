@@ -1,4 +1,4 @@
-"""The command line that tokenizes a corpus into a token file.
+"""Tokenizes a corpus into a token file.
 
   tools/tokenize --files='texts/*.txt' --out=corpus [--documents=file|line|json]
     [--text_key=text] [--tokenizer=NAME] [--workers=N] [--no_end] [--begin]
@@ -6,20 +6,19 @@
 Writes corpus.bin, corpus.idx (Megatron's format) and corpus.json, for
 `inputs.token_file.TokenFile(path="corpus")`.
 
-  --files       a path or a pattern; several with commas between them. Lines
-                may be compressed by gzip
-  --documents   what a document is; default json for .json, .jsonl and their
-                .gz, else file
-  --text_key    which string of a JSON object is the document
-  --tokenizer   a class and what it is called with, such as
-                'mine.tokens.Words(path="words.txt")'; default ByteTokenizer
-  --workers     processes; default the cores of the machine. The file is the
-                same with any number
-  --no_end      the tokenizer's end is not put after each document
-  --begin       its begin is put before each document
+  --files       comma-separated paths or patterns; .gz files are decompressed
+  --documents   unit of a document; default: json for .json, .jsonl and their
+                .gz, otherwise file
+  --text_key    key of the text in a JSON object; default: text
+  --tokenizer   a constructor call such as
+                'mine.tokens.Words(path="words.txt")'; default: ByteTokenizer
+  --workers     number of processes; default: the cores of the machine. The
+                output does not depend on it
+  --no_end      do not append the tokenizer's end token to each document
+  --begin       prepend the tokenizer's begin token to each document
 
-A command that was stopped goes on where it was when it is given again. Wrong
-use is one line on stderr and status 2.
+Rerun a stopped command to resume it. Usage errors print one line to stderr and
+exit with status 2.
 """
 
 import ast
@@ -82,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
     print(str(error), file=sys.stderr)
     return _WRONG_USE
   except KeyboardInterrupt:
-    print("stopped; the same command goes on from here", file=sys.stderr)
+    print("stopped; rerun the command to resume", file=sys.stderr)
     return _INTERRUPTED
   print(
     f"{given['out']}.bin: {last.documents:,} documents, {last.tokens:,} tokens"
@@ -103,14 +102,14 @@ def _parse(argv: Sequence[str]) -> dict[str, str]:
     is_switch = name in _SWITCHES and not equals
     if not argument.startswith("--") or not (is_value or is_switch):
       raise ValueError(
-        f"There is an argument {argument!r}, but known are"
+        f"Unknown argument {argument!r}; choose from"
         f" {', '.join(f'--{v}=...' for v in _VALUES)},"
-        f" {' and '.join(f'--{s}' for s in _SWITCHES)} (--help explains)."
+        f" {' and '.join(f'--{s}' for s in _SWITCHES)} (see --help)."
       )
     given[name] = value
   for name in ("files", "out"):
     if name not in given:
-      raise ValueError(f"--{name} is missing (--help explains).")
+      raise ValueError(f"--{name} is missing (see --help).")
   return given
 
 
@@ -137,7 +136,7 @@ def _workers(given: dict[str, str]) -> int:
   if text is None:
     return len(os.sched_getaffinity(0))
   if not text.isdecimal():
-    raise ValueError(f"--workers must be a number from 0 on, got {text!r}.")
+    raise ValueError(f"--workers must be a non-negative integer, got {text!r}.")
   return int(text)
 
 
@@ -145,15 +144,15 @@ def make_tokenizer(text: str) -> tokenizer_protocol.Tokenizer:
   """Returns the tokenizer that a call such as `a.b.C(path="x")` makes.
 
   Args:
-    text: A dotted name, and in parentheses values of Python by name.
+    text: A dotted name, with keyword arguments in parentheses.
 
   Raises:
-    ValueError: It is no such call, or what it makes is no tokenizer.
+    ValueError: It is not such a call, or its result is not a tokenizer.
   """
   try:
     call = ast.parse(text if "(" in text else text + "()", mode="eval").body
     if not isinstance(call, ast.Call) or call.args:
-      raise ValueError("it must be a name and values by name in parentheses")
+      raise ValueError("it must be a call with keyword arguments")
     values = {
       str(keyword.arg): ast.literal_eval(keyword.value)
       for keyword in call.keywords
@@ -164,15 +163,15 @@ def make_tokenizer(text: str) -> tokenizer_protocol.Tokenizer:
     raise ValueError(f"--tokenizer={text!r} cannot be made: {e}.") from e
   if not isinstance(tokenizer, tokenizer_protocol.Tokenizer):
     raise ValueError(
-      f"--tokenizer={text!r} makes no tokenizer; see"
-      " inputs.tokenizer_protocol.Tokenizer for the members of one."
+      f"--tokenizer={text!r} is not a tokenizer; see"
+      " inputs.tokenizer_protocol.Tokenizer."
     )
   return tokenizer
 
 
 @dataclasses.dataclass
 class _Bar:
-  """A line that is written over, or a line every ten seconds in a file."""
+  """A progress line, or a line every ten seconds if not on a terminal."""
 
   begin: float = dataclasses.field(default_factory=time.monotonic)
   last: float = float("-inf")
@@ -185,7 +184,7 @@ class _Bar:
       print(file=sys.stderr)
 
   def show(self, progress: corpus_tokenizer.Progress) -> None:
-    """Shows how far the command is."""
+    """Prints the progress."""
     now = time.monotonic()
     is_terminal = sys.stderr.isatty()
     is_end = progress.bytes_done == progress.bytes_total
@@ -200,17 +199,17 @@ class _Bar:
 
 
 def bar_line(progress: corpus_tokenizer.Progress, *, seconds: float) -> str:
-  """Returns the words of a progress bar.
+  """Returns the text of a progress bar.
 
   Args:
-    progress: How far the command is.
-    seconds: Since it began.
+    progress: The progress.
+    seconds: Time since the start.
   """
   total, done = progress.bytes_total, progress.bytes_done
   share = done / total if total else 1.0
   speed = (done - progress.bytes_found) / max(seconds, 1e-9)
-  is_on_its_way = speed > 0 and done < total
-  left = f", {(total - done) / speed:,.0f} s left" if is_on_its_way else ""
+  is_running = speed > 0 and done < total
+  left = f", {(total - done) / speed:,.0f} s left" if is_running else ""
   filled = round(_BAR * share)
   return (
     f"[{'#' * filled}{'.' * (_BAR - filled)}] {share:4.0%}"
