@@ -52,7 +52,7 @@ def test_another_layout_draws_the_same():
     ("tensor=8", r"Job.decode_mesh 'tensor=8': .*axis 'heads' of size 2 does"),
   ],
 )
-def test_a_mesh_that_does_not_fit_is_refused_before_training(mesh, message):
+def test_rejects_a_decode_mesh_that_does_not_fit_before_training(mesh, message):
   with pytest.raises(user_error.UserError, match=message):
     preflight.check(_session(decode_mesh=mesh))
 

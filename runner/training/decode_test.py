@@ -81,7 +81,7 @@ def _lines(path):
   return [json.loads(line) for line in text[:-1].split("\n")]
 
 
-def test_a_line_says_everything_of_a_sample(tmp_path, job):
+def test_a_line_has_all_fields_of_a_sample(tmp_path, job):
   path = decode.write_samples(
     epath.Path(tmp_path), [_sample("a"), _sample("")], step=12, job=job
   )

@@ -49,7 +49,7 @@ def _stop_step(values, **fields):
     ),
   ],
 )
-def test_stops_where_the_definition_says(values, fields, step):
+def test_stops_where_the_definition_stops(values, fields, step):
   assert _stop_step(values, **fields) == step
 
 
@@ -61,7 +61,7 @@ def test_the_order_in_which_evaluations_were_recorded_does_not_matter():
   assert "improved for 2 evaluations; best 2 at step 20" in reason
 
 
-def test_the_best_of_a_maximum_is_told_with_its_sign():
+def test_the_best_of_a_maximum_keeps_its_sign():
   rule = training.EarlyStopping(patience=1, goal=MAX)
   assert "best 0.5 at step 1" in evaluation_log.reason_to_stop(
     rule, {1: 0.5, 2: 0.25}

@@ -64,7 +64,7 @@ def test_evaluations_between_the_regular_ones_do_not_count():
   assert log.reason_to_stop(RULE, every_steps=1) is not None
 
 
-def test_a_metric_that_is_not_there_is_an_error():
+def test_a_missing_metric_is_an_error():
   log = evaluation_log.EvaluationLog(
     _records((2, "a", 1)), splits=["a"], until=2
   )

@@ -137,7 +137,7 @@ def _traced(monkeypatch):
   return names
 
 
-def test_programs_are_compiled_once_and_rows_are_those_of_one_evaluation(
+def test_programs_are_compiled_once_and_examples_are_of_one_evaluation(
   session, state, traced
 ):
   evaluator = evaluation.Evaluator(session)
@@ -149,7 +149,7 @@ def test_programs_are_compiled_once_and_rows_are_those_of_one_evaluation(
   assert sorted(traced) == ["predictions", "scores", "step"]
 
 
-def test_what_rows_take_is_no_time_of_the_steps(
+def test_example_outputs_do_not_count_as_step_time(
   session, state, traced, monkeypatch
 ):
   source = session.job.eval_inputs["rows"]
@@ -181,9 +181,7 @@ def test_programs_are_compiled_with_the_options_of_the_session(
   assert given == [options] * 3
 
 
-def test_an_input_whose_collector_needs_nothing_has_no_rows(
-  session, monkeypatch
-):
+def test_a_collector_without_requirements_has_no_outputs(session, monkeypatch):
   monkeypatch.setattr(_Collector, "needs_scores", False)
   monkeypatch.setattr(_Collector, "needs_predictions", False)
   source = session.job.eval_inputs["rows"]

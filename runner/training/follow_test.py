@@ -141,7 +141,7 @@ class _Listed(checkpointer.Checkpointer):
     return checkpointer.Restored(tree=self._tree, data={}, step=step)
 
 
-def test_the_first_process_says_which_checkpoint_is_the_newest(
+def test_the_first_process_decides_which_checkpoint_is_newest(
   session, state, run_dir, monkeypatch
 ):
   checkpoints = _Listed(state)
@@ -196,7 +196,7 @@ def test_a_run_that_ended_early_is_finished_and_one_made_longer_is_not(
   assert "stopped by SIGTERM; the same command res" in capsys.readouterr().out
 
 
-def test_another_model_is_refused(run_dir, checkpoints):
+def test_rejects_another_model(run_dir, checkpoints):
   checkpoints.save(2)
   other = session_lib.open_session(testing.make(embed_dim=32)[0])
   with pytest.raises(user_error.UserError, match=r"has shape .*16\) in the ch"):

@@ -21,7 +21,7 @@ def test_prints_the_first_batches_of_every_split(capsys):
   assert text.count("\nbatch 1\n") == 2
 
 
-def test_says_what_cannot_be_read_and_where_a_split_ends(capsys):
+def test_reports_unreadable_splits_and_their_ends(capsys):
   job, _ = testing.make()
   source = job.eval_inputs["validation"]
 
@@ -50,7 +50,7 @@ def test_says_what_cannot_be_read_and_where_a_split_ends(capsys):
     inspect_input.run(job)
 
 
-def test_a_rolling_evaluation_goes_on_and_begins_again():
+def test_a_rolling_evaluation_continues_and_wraps_around():
   job, _ = testing.make()
   source = job.eval_inputs["validation"]
   every = [batch["inputs"].tolist() for batch in source]

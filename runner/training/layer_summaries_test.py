@@ -150,7 +150,7 @@ def test_devices_tell_the_value_of_the_whole_batch():
     )
 
 
-def test_they_are_neither_variables_nor_told_in_evaluation():
+def test_summaries_are_neither_variables_nor_in_evaluation():
   _, specs, values, batch = _setup()
   assert set(specs) == set(values) == {"params"}
   loss_fn = model_loss.make_loss_fn(_model(), specs=specs, deterministic=True)

@@ -31,7 +31,7 @@ def test_the_largest_loop_is_found_wherever_it_is():
   assert memory_fit.loop_bytes(jax.make_jaxpr(jnp.sin)(1.0)) == 0
 
 
-def test_what_does_not_fit_is_refused_with_sizes():
+def test_rejects_what_does_not_fit_with_sizes():
   needs = {"state": 3 * 10**12, "data": 20}
   message = r"needs 3\.0 TB for state and 20 bytes for data, but has 1\.0 GB"
   with pytest.raises(user_error.UserError, match=message):
@@ -39,7 +39,7 @@ def test_what_does_not_fit_is_refused_with_sizes():
   memory_fit.check(needs, advice="do less", limit=10**13)
 
 
-def test_a_batch_beyond_the_machine_is_refused_before_it_is_read(monkeypatch):
+def test_rejects_a_batch_beyond_the_machine_before_reading(monkeypatch):
   job, _ = testing.make()
   monkeypatch.setattr(memory_fit, "host_bytes", lambda: 8 * 8 * 16 - 1)
   message = r"global_batch_size \(8\) times length \(16\) does not fit"
@@ -56,7 +56,7 @@ def test_a_batch_beyond_the_machine_is_refused_before_it_is_read(monkeypatch):
     ),
   ],
 )
-def test_a_job_that_cannot_fit_is_refused(knobs, message):
+def test_rejects_a_job_that_cannot_fit(knobs, message):
   job, _ = testing.make(**knobs)
   session = session_lib.open_session(job)
   with pytest.raises(user_error.UserError, match=message):

@@ -89,7 +89,7 @@ class _Two(nn.Module):
     return (jnp.sum(y), jnp.float32(y.shape[0])), {}, {"y": y}
 
 
-def test_one_part_in_two_places_is_an_error():
+def test_one_module_used_twice_is_an_error():
   part = nn.Dense(4)
   with pytest.raises(
     user_error.UserError, match=r"One Dense stands in two .*first and second"

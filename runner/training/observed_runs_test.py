@@ -157,7 +157,7 @@ def test_watching_changes_no_bit(runs):
       assert on[step][name] == values[name]
 
 
-def test_summaries_have_figures_of_speed_memory_and_time(runs):
+def test_summaries_have_speed_memory_and_time(runs):
   folders, _ = runs
   for folder in folders.values():
     records = _records(folder)
@@ -217,7 +217,7 @@ def test_the_poisoned_batch_is_found_again(runs):
   assert losses[0].documents
 
 
-def test_weights_and_biases_gets_the_figures(runs):
+def test_weights_and_biases_gets_the_metrics(runs):
   folders, sent = runs
   *figures, last = sent
   assert last == "finished"

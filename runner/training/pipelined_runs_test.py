@@ -82,7 +82,7 @@ def _digest(folder, step, **knobs):
   return testing.digest(restored.tree)
 
 
-def test_a_pipelined_run_goes_on_without_stages_and_back(tmp_path):
+def test_a_pipelined_run_resumes_without_stages_and_back(tmp_path):
   """Without, then by a schedule; what that writes is the same again."""
   expected = _train(tmp_path / "a", **STAGES)
   assert len(expected) == 8

@@ -97,7 +97,7 @@ def test_closing_ends_the_thread():
   assert "prefetch" not in {t.name for t in threading.enumerate()}
 
 
-def test_says_whether_a_batch_can_be_had_without_waiting():
+def test_is_ready_if_a_batch_is_available_without_waiting():
   go_on = threading.Event()
 
   def place(batch):

@@ -9,7 +9,7 @@ from paxon.runner.training import preflight, testing
 from paxon.runner.training import session as session_lib
 
 
-def test_work_that_a_mesh_does_not_share_is_told():
+def test_warns_of_arrays_that_a_mesh_does_not_shard():
   job, _ = testing.make()
   session = session_lib.open_session(dataclasses.replace(job, mesh="data=8"))
   assert preflight.warnings(session) == []
@@ -23,7 +23,7 @@ def test_work_that_a_mesh_does_not_share_is_told():
   assert "add 'data' to the rule of 'batch'" in warning
 
 
-def test_ids_of_another_tokenizer_are_refused():
+def test_rejects_ids_of_another_tokenizer():
   job, _ = testing.make()
   session = session_lib.open_session(job)
   preflight.check(session)

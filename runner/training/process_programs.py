@@ -1,4 +1,4 @@
-"""What processes of tests do, beside the command line itself."""
+"""Programs of test processes, in addition to the command line."""
 
 import hashlib
 import json
@@ -18,17 +18,17 @@ from paxon.runner.hosts import testing as forks_lib
 from paxon.runner.training import decode, evaluate, testing
 from paxon.runner.training import session as session_lib
 
-# Rows are split over the processes, over some of their devices, and not at all.
+# Sequences are sharded over processes, over some of their devices, or not.
 MESHES = ("data=4", "fsdp=2,tensor=2", "sequence=4", "sequence=2,data=2")
 
 
 def command_line(arguments: list[str]) -> int:
-  """Is `main` with the experiments of tests."""
+  """Runs `main` with the experiments of tests."""
   main.run(("paxon.runner",), ["main", *arguments])
 
 
 def train(arguments: list[str]) -> int:
-  """Is the program of `testing`; a warning is an error."""
+  """Runs the program of `testing`; a warning is an error."""
   warnings.simplefilter("error")
   return testing.main(arguments)
 
@@ -71,7 +71,7 @@ def _first_batch(mesh: str) -> str:
 
 
 def batch_digests(session: session_lib.Session, number: int) -> list[str]:
-  """Returns the digests of global batches, put together from all hosts.
+  """Returns the digests of global batches, assembled from all hosts.
 
   Args:
     session: The job on its devices.

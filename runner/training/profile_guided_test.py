@@ -70,7 +70,7 @@ def _train(folder, said, monkeypatch, extract=None):
   }
 
 
-def test_a_run_profiles_recompiles_and_says_so(tmp_path, monkeypatch):
+def test_a_run_profiles_recompiles_and_prints_it(tmp_path, monkeypatch):
   traces = []
 
   def extract(folder):
@@ -126,7 +126,7 @@ def test_a_profile_without_times_does_not_leave_the_slower_program(
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
-def test_the_first_process_says_whether_there_is_a_profile(
+def test_the_first_process_decides_whether_there_is_a_profile(
   tmp_path, monkeypatch, no_trace, is_kept
 ):
   guide = _guide(tmp_path / "kept", [])
@@ -179,7 +179,7 @@ def test_a_profile_by_hand(tmp_path, no_trace):
     (b"", r"missing\.pb is empty"),
   ],
 )
-def test_refuses_a_profile_before_anything_is_computed(
+def test_rejects_a_profile_before_anything_is_computed(
   tmp_path, content, message
 ):
   path = tmp_path / "missing.pb"
@@ -191,7 +191,7 @@ def test_refuses_a_profile_before_anything_is_computed(
     run()
 
 
-def test_two_profiles_at_a_time_are_refused(tmp_path):
+def test_rejects_two_profiles_at_a_time(tmp_path):
   job, config = testing.make(pgle="auto")
   window = launch_lib.parse_window("2:4")
   with pytest.raises(user_error.UserError, match="both profile the first"):

@@ -134,7 +134,7 @@ def test_each_evaluation_is_shown_once(folder):
   assert output.count("validation") == 3  # The third compares with baselines.
 
 
-def test_evaluate_reads_the_checkpoint_and_writes_the_same_figures(
+def test_evaluate_reads_the_checkpoint_and_writes_the_same_metrics(
   folder, capsys
 ):
   before = (folder / "metrics.jsonl").read_text()

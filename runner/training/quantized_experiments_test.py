@@ -90,7 +90,7 @@ def test_rules_of_every_kind_and_the_monitor():
   assert told
 
 
-def test_a_run_goes_on_with_its_histories(tmp_path, capsys):
+def test_a_run_resumes_with_its_histories(tmp_path, capsys):
   """Resumed is uninterrupted, bit by bit."""
   session, step = _careful_run()
   source, at = session.job.train_input, 3

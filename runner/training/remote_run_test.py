@@ -188,7 +188,7 @@ def test_all_files_of_a_run_are_in_the_store(store, tmp_path):
   assert {path.name for path in tmp_path.iterdir()} == {"checkpoints"}
 
 
-def test_the_store_refuses_what_real_ones_refuse(store):
+def test_the_store_rejects_what_real_ones_reject(store):
   path = epath.Path("s3://bucket/a")
   path.write_text("caf\u00e9")
   assert path.read_text() == "caf\u00e9"

@@ -94,7 +94,7 @@ def _first_loss(session, variables):
   return float(total) / float(weight)
 
 
-def test_a_run_goes_on_where_another_was(source, session, tmp_path, capsys):
+def test_a_warm_start_has_the_metrics_of_its_source(source, session, tmp_path, capsys):
   folder = tmp_path / "warm"
   config = Warm(source=str(source), averaged=True).job()
   config.num_train_steps = 0
@@ -207,7 +207,7 @@ def test_what_does_not_fit_is_one_line(source, session, fields, message):
   assert "\n" not in str(caught.value)
 
 
-def test_another_number_of_layers_is_refused(source):
+def test_rejects_another_number_of_layers(source):
   with pytest.raises(
     user_error.UserError,
     match=r"layers/blocks_0/attention/key has shape \(2, .*\) there and \(3, ",

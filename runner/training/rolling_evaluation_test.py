@@ -102,7 +102,7 @@ def test_evaluating_a_checkpoint_reads_the_batches_of_its_evaluation(folder):
   assert found == {12: pytest.approx(trained[12], rel=1e-6)}
 
 
-def test_an_evaluation_that_is_given_up_is_made_anew_on_the_same_batches(
+def test_a_stopped_evaluation_is_repeated_on_the_same_batches(
   folder,
 ):
   session = _open()
@@ -170,7 +170,7 @@ class _Followed:
     return self.path / run_dirs.EVAL / run_dirs.METRICS
 
 
-def test_a_follower_goes_on_where_the_one_before_ended(
+def test_a_follower_resumes_where_the_last_one_ended(
   folder, tmp_path, monkeypatch, capsys
 ):
   ignored = shutil.ignore_patterns(run_dirs.EVAL)
@@ -196,7 +196,7 @@ def test_a_follower_goes_on_where_the_one_before_ended(
     followed.follow(_Sums)
 
 
-def test_a_position_of_other_data_begins_anew_and_says_so():
+def test_a_position_of_other_data_starts_again_with_a_warning():
   inputs = _make()[0].eval_inputs
   source = inputs["rolling"]
   first = source.get_state()

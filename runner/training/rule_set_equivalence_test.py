@@ -172,7 +172,7 @@ def test_all_rule_sets_are_here():
   assert tested == set(rule_sets.NAMES) - {rule_sets.DEFAULT}
 
 
-def test_the_compiler_still_says_so_where_it_gathers_all(capfd):
+def test_the_compiler_still_reports_full_gathers(capfd):
   mesh = jax.make_mesh(
     (2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2
   )

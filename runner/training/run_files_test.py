@@ -31,11 +31,11 @@ def test_the_same_configuration_has_no_changes(tmp_path):
   assert run_files.check_config(_config(), _stored(tmp_path)) == []
 
 
-def test_a_folder_without_a_configuration_admits_any(tmp_path):
+def test_any_configuration_fits_a_directory_without_one(tmp_path):
   assert run_files.check_config(_config(), epath.Path(tmp_path)) == []
 
 
-def test_a_longer_run_may_go_on_and_its_schedule_with_it(tmp_path):
+def test_a_run_may_be_extended_and_its_schedule_with_it(tmp_path):
   folder = _stored(tmp_path)
   changes = run_files.check_config(_config(num_train_steps=24), folder)
   assert "num_train_steps was 12 and is now 24" in changes
@@ -64,7 +64,7 @@ def test_what_does_not_change_the_steps_made_may_change(tmp_path, knobs):
     ),
   ],
 )
-def test_another_run_is_refused(tmp_path, knobs, message):
+def test_rejects_another_run(tmp_path, knobs, message):
   with pytest.raises(user_error.UserError, match=message):
     run_files.check_config(_config(**knobs), _stored(tmp_path))
 

@@ -107,7 +107,7 @@ class _Witness(observer.Observer):
     return {"step_seconds": step_seconds}
 
 
-def test_each_step_is_told_and_only_what_is_written_is_read():
+def test_each_step_is_observed_and_only_written_metrics_are_read():
   memory, witness = _Memory(), _Witness()
   summaries = run_metrics.TrainMetrics(
     memory, every_steps=2, last_step=3, observer=witness

@@ -58,7 +58,7 @@ def said(run_dir):
   return printed.getvalue()
 
 
-def test_a_conversion_says_what_it_cost(said):
+def test_a_conversion_prints_its_errors(said):
   errors = re.findall(
     r"most ([\d.]+)% of the largest weight: (params/\S+)", said
   )
@@ -241,14 +241,14 @@ def test_each_mistake_is_named(run_dir, said, tmp_path):
     ("int8:convert", "decode", r"is for --mode=eval, and the mode is decode"),
   ],
 )
-def test_a_mode_without_use_for_such_weights_is_refused(weights, mode, message):
+def test_rejects_a_mode_that_cannot_use_the_weights(weights, mode, message):
   with pytest.raises(user_error.UserError, match=message):
     serving.check_mode(_job(weights), mode)
   serving.check_mode(_job(weights), "eval")
   serving.check_mode(_job(), mode)
 
 
-def test_a_weight_that_is_not_the_parameter_is_refused():
+def test_rejects_a_weight_that_is_not_the_parameter():
   def check(**rounding):
     weight_conversion._check_errors(
       {
@@ -271,7 +271,7 @@ def test_a_weight_that_is_not_the_parameter_is_refused():
     check()
 
 
-def test_a_job_without_a_mode_of_serving_is_refused():
+def test_rejects_a_job_without_a_serving_mode():
   with pytest.raises(ValueError, match=r"must end with ':serve' or ':convert'"):
     dataclasses.replace(_job(), weights="int8")
 

@@ -349,7 +349,7 @@ def test_supervised_run_ends_as_an_undisturbed_one(
   assert len(lines) == 4
 
 
-def test_processes_that_do_not_come_are_said_in_time(forks, tmp_path):
+def test_missing_processes_are_reported_in_time(forks, tmp_path):
   port = forks_lib.free_port()
   flags = [*_flags(tmp_path / "run"), "--num_processes=2", "--host_timeout=1"]
   address = f"localhost:{port}"

@@ -101,7 +101,7 @@ class TinyLm(experiment.Experiment):
   num_microbatches: int = 1
   average_decay: float | None = None
   patience: int | None = None
-  # Of one evaluation of a split that goes on; None for no such split.
+  # Per evaluation of a rolling split; None for no such split.
   rolling_batches: int | None = None
 
   def task(self) -> fdl.Config[task_lib.Task]:
@@ -234,7 +234,7 @@ def greedy_continuation(
   """Continues a prompt by whole forward passes, without a cache.
 
   Args:
-    session: The job on its devices; it says how many tokens.
+    session: The job on its devices, with generation settings.
     variables: Of the model.
     prompt: The text to continue.
 

@@ -213,7 +213,7 @@ def test_a_signal_during_an_evaluation_ends_with_a_checkpoint(
   assert events[-2:] == [("read", 3), ("save", 3)]
 
 
-def test_an_evaluation_that_an_interruption_took_is_made_again(session, events):
+def test_an_interrupted_evaluation_is_repeated(session, events):
   settings = {"num_train_steps": 6, "eval_every_steps": 3}
   loop = _Loop(session, events, losses=[7], **settings)
   loop.run(first_step=3)
@@ -247,7 +247,7 @@ def _stopping(session, events, first_step, *, lost=False):
   return max(_steps(events, "save"), default=first_step), ran.reason_to_stop()
 
 
-def test_training_ends_early_where_the_rule_says(session, events):
+def test_training_ends_early_by_the_rule(session, events):
   step, reason = _stopping(session, events, 0)
   assert step == 8
   assert reason.endswith("improved for 2 evaluations; best 3 at step 4")
@@ -264,9 +264,7 @@ def test_an_interrupted_run_ends_early_at_the_same_step(
   assert (9 in _steps(events, "dispatch")) is False
 
 
-def test_a_metric_that_is_not_measured_is_told_at_the_first_evaluation(
-  session, events
-):
+def test_an_unknown_metric_is_an_error_at_the_first_evaluation(session, events):
   rule = training.EarlyStopping(metric="validation/los")
   loop = _Loop(
     session,

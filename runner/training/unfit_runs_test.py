@@ -25,7 +25,7 @@ def _train(folder, **knobs):
   return train.run(*testing.make(**SHORT | knobs), folder)
 
 
-def test_a_start_that_failed_binds_nobody(folder):
+def test_a_run_without_a_checkpoint_may_change_its_configuration(folder):
   with pytest.raises(user_error.UserError, match=r"global_batch_size \(12\)"):
     _train(folder, global_batch_size=12)
   _train(folder, global_batch_size=8)
@@ -86,7 +86,7 @@ def test_the_checkpoint_before_a_damaged_one_is_used(folder, capsys):
   assert not (folder / "checkpoints" / "3").exists()
 
 
-def test_damaged_figures(folder):
+def test_damaged_metrics(folder):
   _train(folder)
   file = folder / "metrics.jsonl"
   file.write_text(file.read_text()[:-9])
@@ -94,7 +94,7 @@ def test_damaged_figures(folder):
     _train(folder, num_train_steps=3)
 
 
-def test_a_finished_run_says_so(folder, capsys):
+def test_a_finished_run_reports_it(folder, capsys):
   _train(folder, num_train_steps=3)
   capsys.readouterr()
   _train(folder)
