@@ -1,4 +1,4 @@
-"""Prefetching: a thread reads batches and places them on the devices.
+"""Prefetching: a thread reads batches and moves them to the devices.
 
 Each batch carries the position of the input after it. A checkpoint stores the
 position of the last trained batch, so a resumed run neither skips nor repeats
