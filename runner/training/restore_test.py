@@ -94,7 +94,9 @@ def _first_loss(session, variables):
   return float(total) / float(weight)
 
 
-def test_a_warm_start_has_the_metrics_of_its_source(source, session, tmp_path, capsys):
+def test_a_warm_start_gives_metrics_of_its_source(
+  source, session, tmp_path, capsys
+):
   folder = tmp_path / "warm"
   config = Warm(source=str(source), averaged=True).job()
   config.num_train_steps = 0
