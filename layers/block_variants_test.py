@@ -19,7 +19,8 @@ from paxon.layers import (
   stack,
   testing,
 )
-from paxon.layers.attention import grouped_query, head_norm, position_bias
+from paxon.layers.attention import head_norm, position_bias
+from paxon.layers.attention import testing as attention_testing
 
 BATCH, LENGTH, EMBED = 2, 5, 6
 
@@ -165,7 +166,7 @@ def test_feed_forward_hears_of_training_where_it_has_a_dropout(order, mark):
 
 
 def _attention(**kwargs):
-  return grouped_query.GroupedQueryAttention(
+  return attention_testing.grouped_query_attention(
     2, num_kv_heads=1, head_dim=4, **kwargs
   )
 

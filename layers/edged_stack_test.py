@@ -15,6 +15,7 @@ from paxon.layers import (
   testing,
 )
 from paxon.layers.attention import grouped_query
+from paxon.layers.attention import mask as attention_mask
 
 BATCH, LENGTH, EMBED = 2, 5, 6
 
@@ -31,7 +32,11 @@ class Layer(nn.Module):
   ):
     """Returns `x` and a branch."""
     attention = grouped_query.GroupedQueryAttention(
-      2, num_kv_heads=1, head_dim=4, window=self.window, name="attention"
+      2,
+      num_kv_heads=1,
+      head_dim=4,
+      mask=attention_mask.MaskRules(window=self.window),
+      name="attention",
     )
     x += attention(x, positions, segment_ids, cache_length=cache_length)
     hidden = feed_forward.GatedFeedForward(

@@ -9,6 +9,7 @@ import pytest
 from paxon.layers import encoder_decoder_block, feed_forward, stack, testing
 from paxon.layers import layer_norm as norms
 from paxon.layers.attention import cross_attention, grouped_query
+from paxon.layers.attention import testing as attention_testing
 
 X, MEMORY = testing.normal(2, 5, 8), testing.normal(2, 4, 6, seed=2)
 SEGMENTS = testing.array([[1, 1, 1, 2, 2], [1, 1, 1, 0, 0]], jnp.int32)
@@ -24,7 +25,7 @@ def _block(cls, **fields):
     ),
     self_attention_norm=norms.LayerNorm(),
     cross_attention=cross_attention.CrossAttention(
-      2, num_kv_heads=1, head_dim=4, use_bias=True
+      2, num_kv_heads=1, head_dim=4, **attention_testing.fields(use_bias=True)
     ),
     cross_attention_norm=norms.LayerNorm(),
     feed_forward=feed_forward.FeedForward(12),

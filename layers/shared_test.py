@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from paxon.layers import feed_forward, remat, shared, stack, testing
-from paxon.layers.attention import grouped_query
+from paxon.layers.attention import testing as attention_testing
 from paxon.sharding import initialization, layout, mesh
 
 BATCH, LENGTH, EMBED = 2, 4, 4
@@ -26,7 +26,7 @@ class Layer(nn.Module):
 
 
 def _attention(**kwargs):
-  return grouped_query.GroupedQueryAttention(
+  return attention_testing.grouped_query_attention(
     2, num_kv_heads=1, head_dim=2, **kwargs
   )
 

@@ -18,7 +18,7 @@ from paxon.layers import (
   stack,
   testing,
 )
-from paxon.layers.attention import grouped_query
+from paxon.layers.attention import testing as attention_testing
 from paxon.sharding import variables
 
 BATCH, LENGTH, EMBED = 2, 5, 6
@@ -27,7 +27,7 @@ BATCH, LENGTH, EMBED = 2, 5, 6
 def _block(window=None, dropout=None):
   return block.TransformerBlock(
     attention_norm=rms_norm.RmsNorm(),
-    attention=grouped_query.GroupedQueryAttention(
+    attention=attention_testing.grouped_query_attention(
       2,
       num_kv_heads=1,
       head_dim=4,
@@ -92,7 +92,7 @@ def _local_and_global():
   """Five layers that see two tokens, and one that sees all."""
 
   def attention(window):
-    return grouped_query.GroupedQueryAttention(
+    return attention_testing.grouped_query_attention(
       2, num_kv_heads=1, head_dim=4, window=window
     )
 

@@ -12,6 +12,7 @@ from paxon.layers.attention import (
   sequence_cache,
   sliding_cache,
 )
+from paxon.layers.attention import mask as attention_mask
 
 EMBED, SLOTS = 8, 4096
 
@@ -130,7 +131,10 @@ def _layers_of(block, num_layers):
   """Two blocks in turn: a ring, and shared parameters with another cache."""
   attention = grouped_query.GroupedQueryAttention
   sizes = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 4}
-  sees_two = {"window": 2, "cache": sliding_cache.SlidingCache(2)}
+  sees_two = {
+    "mask": attention_mask.MaskRules(window=2),
+    "cache": sliding_cache.SlidingCache(2),
+  }
   all_seen = attention(**sizes, cache=sequence_cache.SequenceCache())
   return stack.Stack(
     (

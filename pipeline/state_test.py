@@ -279,7 +279,7 @@ def _decoder(*, slides):
     return models_testing.tiny_decoder(num_layers=6)
   made = models_testing.tiny_decoder(num_layers=7)
   window = made.stack.blocks[0]
-  assert window.attention.window == 3
+  assert window.attention.mask.window == 3
   return made.clone(stack=stack.Stack([window], num_layers=7))
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from paxon.layers import stack, testing
 from paxon.layers.attention import cross_attention, head_norm, kv_cache
+from paxon.layers.attention import testing as attention_testing
 from paxon.sharding import variables
 
 BATCH, LENGTH, MEMORY, EMBED, MEMORY_EMBED, HEAD_DIM = 2, 4, 5, 6, 3, 4
@@ -18,7 +19,10 @@ MEMORY_SEGMENTS = testing.array([[1, 2, 2, 2, 0], [1, 1, 0, 0, 0]], jnp.int32)
 
 def _layer(num_heads=4, num_kv_heads=2, **kwargs):
   return cross_attention.CrossAttention(
-    num_heads, num_kv_heads=num_kv_heads, head_dim=HEAD_DIM, **kwargs
+    num_heads,
+    num_kv_heads=num_kv_heads,
+    head_dim=HEAD_DIM,
+    **attention_testing.fields(**kwargs),
   )
 
 
@@ -206,13 +210,13 @@ def test_rejects_what_does_not_go_together():
     return jax.eval_shape(call, *args)
 
   x, memory, segments, memory_segments = _args()
-  with pytest.raises(ValueError, match=r"no memory, and no cache that holds"):
+  with pytest.raises(ValueError, match=r"no memory, and no cache with its"):
     run(values, x, None, segments, None)
   rows = jnp.ones((3, 1, EMBED)), memory, jnp.ones((3, 1), jnp.int32)
-  with pytest.raises(ValueError, match=r"3 rows of tokens for 2 rows of mem"):
+  with pytest.raises(ValueError, match=r"batch of 3 sequences for 2 memories"):
     run(values, *rows, memory_segments)
   _, state = run(values, *_args(), cache_length=4)
-  with pytest.raises(ValueError, match=r"holds its keys and values already"):
+  with pytest.raises(ValueError, match=r"are in the cache already"):
     run({**values, **state}, *_args())
 
 

@@ -218,13 +218,13 @@ def _described(mask: attention_mask.AttentionMask) -> dict[str, Any]:
   """Returns the mask in the words of `jax.nn.dot_product_attention`."""
   lengths = jnp.sum(mask.q_segment_ids != 0, axis=-1, dtype=jnp.int32)
   settings: dict[str, Any] = {
-    "is_causal": mask.causal,
+    "is_causal": mask.rules.causal,
     "query_seq_lengths": lengths,
     "key_value_seq_lengths": lengths,
   }
-  if mask.window is not None:
+  if mask.rules.window is not None:
     # JAX does not count the query's own position.
-    settings["local_window_size"] = (mask.window - 1, 0)
+    settings["local_window_size"] = (mask.rules.window - 1, 0)
   return settings
 
 

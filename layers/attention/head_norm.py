@@ -1,4 +1,4 @@
-"""Root-mean-square norm of each head, for queries and keys.
+"""Norms and scales of queries and keys.
 
 Normalized queries and keys bound the logits of attention (Dehghani et al. 2023,
 https://arxiv.org/abs/2302.05442, section 2.2). One scale serves all heads, as
@@ -28,11 +28,44 @@ class HeadNorm(rms_norm.RmsNorm):
   axis: str = axes.HEAD_DIM
 
 
-class PerDimScale(nn.Module):
-  """Multiplies each feature by a positive learned factor.
+class QueryKeyNorm(nn.Module):
+  """The norms of queries and keys of an attention layer.
+
+  They belong to the layer, whose parameters are `query_norm/...` and
+  `key_norm/...`; the layer calls `kernels.bind_fields` first.
 
   Attributes:
-    scale_init: Initializer of what the softplus makes factors of.
+    query_norm: Maps queries [B,T,N,H] to the same shape; `None` leaves them.
+    key_norm: Maps keys [B,T,K,H] likewise, before they are stored in a cache.
+    after_rotary: Whether rotary positions come before the norms, as in Pax.
+  """
+
+  query_norm: nn.Module | None = None
+  key_norm: nn.Module | None = None
+  after_rotary: bool = False
+
+  @nn.nowrap
+  def normalize_query(self, x: jax.Array) -> jax.Array:
+    """Returns the normalized queries."""
+    return x if self.query_norm is None else self.query_norm(x)
+
+  @nn.nowrap
+  def normalize_key(self, x: jax.Array) -> jax.Array:
+    """Returns the normalized keys."""
+    return x if self.key_norm is None else self.key_norm(x)
+
+
+class PerDimScale(nn.Module):
+  """Multiplies each feature of queries by a positive learned factor.
+
+    x * softplus(scale) / log(2)
+
+  which is `x` for the initial scale of zero. With the kernel's own `H ** -0.5`
+  this is Pax's `PerDimScale`, which multiplies queries by
+  `softplus(scale) * 1.442695041 / sqrt(H)`. One scale serves all heads.
+
+  Attributes:
+    scale_init: Initializer of the scale, before the softplus.
     dtype: Dtype of the result. `None` promotes input and scale.
     param_dtype: Dtype in which the scale is stored.
   """

@@ -79,7 +79,7 @@ def _mask(prefix=None, **settings):
     kv_segment_ids=segments,
     q_prefix=is_prefix,
     kv_prefix=is_prefix,
-    **settings,
+    rules=attention_mask.MaskRules(**settings),
   )
 
 

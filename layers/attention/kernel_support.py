@@ -87,7 +87,7 @@ def of_call(
     bias: As kernels take it, or a function that makes it.
     sinks: As kernels take it.
   """
-  features = _of_mask(mask)
+  features = _of_mask(mask.rules)
   if mask.q_prefix is not None:
     features[Feature.PREFIX] = "there is a prefix"
   if logit_cap is not None:
@@ -103,7 +103,7 @@ def of_call(
     features[Feature.VALUE_WIDTH] = (
       f"values are {value.shape[-1]} wide and keys {key.shape[-1]}"
     )
-  if query.shape[1] != key.shape[1] and mask.rules:
+  if query.shape[1] != key.shape[1] and mask.by_position:
     features[Feature.CACHE] = (
       f"{query.shape[1]} queries see {key.shape[1]} keys by their positions"
     )
@@ -122,16 +122,19 @@ def of_layer(layer: Any, *, dtype: DTypeLike | None = None) -> Request:
       not ask for nothing.
     dtype: Of its queries, keys and values, where the layer does not say.
   """
-  features = _of_mask(layer) if hasattr(layer, "causal") else {}
-  logit_cap = getattr(layer, "logit_cap", None)
-  if logit_cap is not None:
-    features[Feature.LOGIT_CAP] = f"logit_cap is {logit_cap}"
+  rules = getattr(layer, "mask", None)
+  features = {} if rules is None else _of_mask(rules)
+  logits = getattr(layer, "logits", None)
+  cap = getattr(logits, "cap", None)
+  if cap is not None:
+    features[Feature.LOGIT_CAP] = f"logits.cap is {cap}"
   for field in ("position_bias", "relative_position"):
-    part = getattr(layer, field, None)
+    part = getattr(logits, field, None)
     if part is not None:
-      features[Feature.BIAS] = f"{field} is {type(part).__name__}"
-  if getattr(layer, "sinks", None) is not None:
-    features[Feature.SINKS] = f"sinks is {type(layer.sinks).__name__}"
+      features[Feature.BIAS] = f"logits.{field} is {type(part).__name__}"
+  sinks = getattr(logits, "sinks", None)
+  if sinks is not None:
+    features[Feature.SINKS] = f"logits.sinks is {type(sinks).__name__}"
   head_dim = getattr(layer, "head_dim", None)
   if head_dim is not None:
     # Latent attention has a part with positions beside that without.
@@ -436,22 +439,20 @@ def _either(words: Sequence[str]) -> str:
   return f"{', '.join(most)} or {last}" if most else last
 
 
-def _of_mask(rules: Any) -> dict[Feature, str]:
-  """What a mask or a layer with fields of the same names asks for."""
-  window, chunk = rules.window, getattr(rules, "chunk", None)
-  right_window = getattr(rules, "right_window", None)
+def _of_mask(rules: attention_mask.MaskRules) -> dict[Feature, str]:
+  """Returns the features of a mask."""
   features: dict[Feature, str] = {}
   if not rules.causal:
     features[Feature.BIDIRECTIONAL] = "causal is False"
-  if window is None and chunk is None:
+  if rules.window is None and rules.chunk is None:
     features[Feature.NO_LIMIT] = "neither window nor chunk is set"
-  if window is not None:
-    features[Feature.WINDOW] = f"window is {window}"
-  if window is not None and right_window is None and not rules.causal:
-    words = f"window is {window} and causal is False"
-    features[Feature.TWO_SIDED_WINDOW] = words
-  if right_window is not None:
-    features[Feature.RIGHT_WINDOW] = f"right_window is {right_window}"
-  if chunk is not None:
-    features[Feature.CHUNK] = f"chunk is {chunk}"
+  if rules.window is not None:
+    features[Feature.WINDOW] = f"window is {rules.window}"
+    if rules.right_window is None and not rules.causal:
+      words = f"window is {rules.window} and causal is False"
+      features[Feature.TWO_SIDED_WINDOW] = words
+  if rules.right_window is not None:
+    features[Feature.RIGHT_WINDOW] = f"right_window is {rules.right_window}"
+  if rules.chunk is not None:
+    features[Feature.CHUNK] = f"chunk is {rules.chunk}"
   return features

@@ -8,7 +8,6 @@ import pytest
 from paxon.layers import rotary_embedding
 from paxon.layers.attention import (
   cudnn_attention,
-  grouped_query,
   kernel_support,
   kernels,
   latent,
@@ -19,6 +18,7 @@ from paxon.layers.attention import (
   sinks,
   splash,
 )
+from paxon.layers.attention import testing as attention_testing
 
 _Feature = kernel_support.Feature
 _Request = kernel_support.Request
@@ -149,7 +149,7 @@ def test_there_is_always_a_kernel_that_can():
 
 
 def _layer(**fields):
-  return grouped_query.GroupedQueryAttention(
+  return attention_testing.grouped_query_attention(
     4, num_kv_heads=2, head_dim=64, **fields
   )
 

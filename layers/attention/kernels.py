@@ -14,6 +14,7 @@ G groups (N / K), H head_dim.
 """
 
 from collections.abc import Callable, Mapping
+import dataclasses
 from typing import Any, ClassVar, Literal
 
 from flax import linen as nn
@@ -25,12 +26,14 @@ from paxon.layers import precision
 from paxon.layers.attention import kernel_support
 from paxon.layers.attention import mask as attention_mask
 from paxon.quantization import products
+from paxon.sharding import checks
 
 # `(query, key, value, mask, *, logit_cap=None, bias=None, scale=None,
-# sinks=None)`. A keyword comes only where it is asked for. A kernel whose
-# `takes_bias_function` is true gets as `bias` not [B,N,T,S], but what makes it:
-# `(query [B,T,N,H], q_positions [B,T], kv_positions [B,S]) -> [B,N,T,S]`.
+# sinks=None) -> [B,T,N,H]`. Layers pass only the keywords that are set. A
+# kernel whose `takes_bias_function` is true gets a `BiasFunction` as `bias`.
 Kernel = Callable[..., jax.Array]
+# `(query [B,T,N,H], q_positions [B,T], kv_positions [B,S]) -> [B,N,T,S]`.
+BiasFunction = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 @kernel_support.declared(kernel_support.PLAIN)
@@ -278,3 +281,116 @@ class PlainKernel(nn.Module):
   ) -> jax.Array:
     """Returns what `kernels.plain` does, of the same arguments."""
     return plain(query, key, value, mask, einsum=self.einsum, **more)
+
+
+class Logits(nn.Module):
+  """Settings and submodules of the attention logits of a layer.
+
+    logits = cap(scale * query . key + bias)
+
+  The submodules belong to the layer, whose parameters are `query_scale/...`,
+  `position_bias/...` and so on; the layer calls `bind_fields` first.
+
+  Attributes:
+    cap: Soft-caps the logits to `(-cap, cap)`; `None` does not.
+    scale: Factor of the dot products; `None` is `head_dim ** -0.5`.
+    query_scale: Maps queries [B,T,N,H] to the same shape after rotary
+      positions, such as `head_norm.PerDimScale`.
+    position_bias: `(positions of queries [B,T], of keys [B,S], number of heads)
+      -> [B,N,T,S]`, added to the logits.
+    relative_position: `(queries, scale) -> (queries, function of them and of
+      positions that returns a bias)` (`position_bias.TransformerXlPosition`).
+    sinks: `(number of heads) -> [N]`, logits of attention sinks (`sinks`).
+  """
+
+  cap: float | None = None
+  scale: float | None = None
+  query_scale: nn.Module | None = None
+  position_bias: nn.Module | None = None
+  relative_position: nn.Module | None = None
+  sinks: nn.Module | None = None
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    checks.check_positive(self, "cap", "scale")
+
+  @property
+  def has_bias(self) -> bool:
+    """Whether anything is added to the logits."""
+    return self.position_bias is not None or self.relative_position is not None
+
+  @nn.nowrap
+  def prepare(self, query: jax.Array) -> tuple[jax.Array, BiasFunction | None]:
+    """Returns the queries for the kernel, and the bias of the logits.
+
+    Args:
+      query: Queries [B,T,N,H], normalized and rotated.
+    """
+    num_heads = query.shape[2]
+    if self.query_scale is not None:
+      query = self.query_scale(query)
+    relative = None
+    if self.relative_position is not None:
+      scale = self.scale or query.shape[-1] ** -0.5
+      query, relative = self.relative_position(query, scale)
+
+    def bias(
+      query: jax.Array, q_positions: jax.Array, kv_positions: jax.Array
+    ) -> jax.Array:
+      total = None
+      if relative is not None:
+        total = relative(query, q_positions, kv_positions)
+      if self.position_bias is not None:
+        fixed = self.position_bias(q_positions, kv_positions, num_heads)
+        total = fixed if total is None else total + fixed.astype(total.dtype)
+      assert total is not None
+      return total
+
+    return query, bias if self.has_bias else None
+
+  @nn.nowrap
+  def keywords(
+    self,
+    kernel: Kernel,
+    query: jax.Array,
+    mask: attention_mask.AttentionMask,
+    bias: BiasFunction | None = None,
+  ) -> dict[str, Any]:
+    """Returns the keywords for a kernel, only those that are set.
+
+    Args:
+      kernel: The kernel.
+      query: Queries that `prepare` returned.
+      mask: The mask.
+      bias: The bias that `prepare` returned.
+    """
+    keywords: dict[str, Any] = {}
+    if self.cap is not None:
+      keywords["logit_cap"] = self.cap
+    if self.scale is not None:
+      keywords["scale"] = self.scale
+    if self.sinks is not None:
+      keywords["sinks"] = self.sinks(query.shape[2])
+    if bias is not None:
+      keywords["bias"] = bias
+      if not getattr(kernel, "takes_bias_function", False):
+        keywords["bias"] = bias(query, mask.q_positions, mask.kv_positions)
+    return keywords
+
+
+def bind_fields(part: nn.Module, layer: nn.Module) -> Any:
+  """Returns a copy of `part` whose submodules are children of `layer`.
+
+  They have the names of their fields, so that the names of parameters do not
+  depend on how a layer groups its submodules. To be called in a compact method.
+
+  Args:
+    part: A module that groups others and has no variables.
+    layer: The bound layer.
+  """
+  bound: dict[str, Any] = {}
+  for field in dataclasses.fields(part):
+    value = getattr(part, field.name)
+    if isinstance(value, nn.Module) and field.name != "parent":
+      bound[field.name] = value.clone(parent=layer, name=field.name)
+  return part.clone(parent=None, name=None, **bound)

@@ -34,7 +34,7 @@ def _mask(**kwargs):
     kv_positions=positions,
     q_segment_ids=segments,
     kv_segment_ids=segments,
-    **kwargs,
+    rules=attention_mask.MaskRules(**kwargs),
   )
 
 

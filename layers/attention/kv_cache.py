@@ -141,7 +141,7 @@ class KeyValues:
     positions: jax.Array,
     segment_ids: jax.Array,
     prefix: jax.Array | None,
-    **rules: Any,
+    rules: attention_mask.MaskRules,
   ) -> attention_mask.AttentionMask:
     """Returns the mask of the new tokens.
 
@@ -150,7 +150,7 @@ class KeyValues:
       positions: Positions of the new tokens.
       segment_ids: Their segments.
       prefix: True for tokens of a prefix; `None` is no prefix.
-      **rules: As for `AttentionMask`.
+      rules: Rules of the mask.
 
     Raises:
       ValueError: The layer attends to earlier tokens than the cache keeps, or a
@@ -168,7 +168,7 @@ class KeyValues:
       kv_segment_ids=self.segment_ids,
       q_prefix=prefix,
       kv_prefix=prefix,
-      **rules,
+      rules=rules,
     )
     before = mask.reach[0]
     if self.reach is None or (before is not None and before < self.reach):

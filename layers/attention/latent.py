@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys and values of all heads from one vector.
+"""Multi-head latent attention (MLA): keys and values from one latent vector.
 
 Each token has a latent `c` [R] and one rotated key `k` [P], which all heads
 share; with a head's own matrices,
@@ -6,8 +6,8 @@ share; with a head's own matrices,
   key = [key_kernel c, k]      value = value_kernel c
   query = [unrotated part, rotated part]
 
-A cache keeps `c` and `k` only. DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434,
-section 2.1 (V3 has the same); Rotary stands for its RoPE.
+A cache stores only `c` and `k`. DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434,
+section 2.1 (V3 has the same).
 
 Training and prefill make keys and values ("expanded"). Decoding attends to the
 latents themselves, by the identity
@@ -15,7 +15,7 @@ latents themselves, by the identity
   query . (key_kernel c) = (key_kernel^T query) . c
 
 ("absorbed"): one key/value head of width R + P serves all query heads, and
-nothing is made of the past tokens.
+keys and values of past tokens are never computed.
 
 Einsum letters: B batch, T length, S keys, D embed, N heads, H head_dim (of any
 part), R latent.
@@ -38,21 +38,14 @@ from paxon.layers.attention import (
   kernel_support,
   kernels,
   kv_cache,
-  projections,
 )
 from paxon.layers.attention import mask as attention_mask
+from paxon.layers.attention import projections as attention_projections
 from paxon.quantization import products
 from paxon.sharding import axes, checks, logical
 
-# All scale by the true number of summed terms.
 _latent_init = nn.initializers.variance_scaling(
   1.0, "fan_in", "truncated_normal"
-)
-_projection_init = nn.initializers.variance_scaling(
-  1.0, "fan_in", "truncated_normal", in_axis=0, out_axis=(1, 2)
-)
-_output_init = nn.initializers.variance_scaling(
-  1.0, "fan_in", "truncated_normal", in_axis=(0, 1), out_axis=2
 )
 
 
@@ -68,20 +61,18 @@ class LatentAttention(nn.Module):
     rotary: Maps heads [B,T,N,rope_dim] and positions [B,T] to rotated ones.
     query_latent_dim: Width of a latent of queries; `None` makes queries from
       the tokens.
-    latent_norm: Maps latents [B,T,R] to the same, before they are kept; the
-      paper has an RMS norm. `None` leaves them.
+    latent_norm: Maps latents [B,T,R] to the same shape, before they are stored;
+      the paper has an RMS norm. `None` leaves them.
     query_latent_norm: Maps latents of queries likewise.
     kernel: Computes attention from expanded keys and values.
     latent_kernel: Computes attention to latents, while decoding: one key/value
       head of width `latent_dim + rope_dim`.
-    cache: Where latents and rotated keys are kept while decoding.
-    causal: Whether later tokens are hidden.
-    window: How many positions a token sees, its own included; None for all.
-    logit_scale: What products of queries and keys are multiplied by; `None` is
+    cache: Stores latents and rotated keys while decoding.
+    mask: Causality, windows and chunks.
+    logit_scale: Factor of the dot products of queries and keys; `None` is
       `(head_dim + rope_dim) ** -0.5`.
     latent_init: Initializer of the kernels of latents [D, R].
-    projection_init: Initializer of the kernels of queries, keys and values.
-    output_init: Initializer of the kernel of the output.
+    projections: Kernels of queries, keys, values and the output; no biases.
     dtype: Dtype of the computation. `None` promotes inputs and kernels.
     param_dtype: Dtype in which the kernels are stored.
     einsum: The contraction of the projections.
@@ -102,12 +93,12 @@ class LatentAttention(nn.Module):
   cache: nn.Module = dataclasses.field(
     default_factory=functools.partial(kv_cache.ContiguousCache, parent=None)
   )
-  causal: bool = True
-  window: int | None = None
+  mask: attention_mask.MaskRules = attention_mask.MaskRules()
   logit_scale: float | None = None
   latent_init: nn.initializers.Initializer = _latent_init
-  projection_init: nn.initializers.Initializer = _projection_init
-  output_init: nn.initializers.Initializer = _output_init
+  projections: attention_projections.SeparateProjections = (
+    attention_projections.SeparateProjections()
+  )
   dtype: DTypeLike | None = None
   param_dtype: DTypeLike = jnp.float32
   einsum: Callable[..., jax.Array] = jnp.einsum
@@ -119,7 +110,7 @@ class LatentAttention(nn.Module):
   def __post_init__(self) -> None:
     super().__post_init__()
     widths = ("head_dim", "rope_dim", "value_dim", "latent_dim")
-    checks.check_size(self, "num_heads", *widths, "query_latent_dim", "window")
+    checks.check_size(self, "num_heads", *widths, "query_latent_dim")
     checks.check_positive(self, "logit_scale")
     is_rotary = isinstance(self.rotary, rotary_embedding.Rotary)
     if is_rotary and self.rope_dim % 2:
@@ -132,6 +123,13 @@ class LatentAttention(nn.Module):
         "LatentAttention.query_latent_norm needs query_latent_dim; without it "
         "there is no latent of queries."
       )
+    if self.projections.use_bias or self.projections.output_bias:
+      raise ValueError("LatentAttention.projections must have no biases.")
+
+  @property
+  def num_kv_heads(self) -> int:
+    """Number of key/value heads."""
+    return self.num_heads
 
   @nn.compact
   def __call__(
@@ -143,7 +141,7 @@ class LatentAttention(nn.Module):
     *,
     cache_length: int | None = None,
   ) -> Float[Array, "batch length embed"]:
-    """Returns what each token gathered from those it sees.
+    """Returns the tokens after attention.
 
     Args:
       x: The tokens.
@@ -151,69 +149,41 @@ class LatentAttention(nn.Module):
         each sequence. Required while decoding.
       segment_ids: Their segments (documents); 0 is padding, whose output is
         zero. None is one document without padding.
-      prefix: Which of them are of their segment's prefix, whose tokens see each
+      prefix: True for the tokens of a segment's prefix, which attend to each
         other although attention is causal; in the prompt only.
       cache_length: Makes a cache with this number of slots (prefill).
 
     Raises:
-      ValueError: Shapes do not fit, or a prefix is given that cannot be seen.
+      TypeError: Positions or segments are not integers.
+      ValueError: Shapes do not fit, or a prefix is given while decoding.
     """
     positions, segment_ids = attention_mask.fill_tokens(
       self, x, positions, segment_ids, prefix
     )
-    layer = self._layer()
-    query = self._query(layer, x, positions)
-    seen = self.cache(
+    query = self._query(x, positions)
+    stored = self.cache(
       self._latents(x, positions)[:, :, None],
       None,
       positions,
       segment_ids,
       cache_length=cache_length,
     )
-    mask = seen.mask(
-      type(self).__name__,
-      positions,
-      segment_ids,
-      prefix,
-      causal=self.causal,
-      window=self.window,
-    )
-    is_decoding = seen.key.shape[1] != x.shape[1]
+    name = type(self).__name__
+    mask = stored.mask(name, positions, segment_ids, prefix, self.mask)
+    is_decoding = stored.key.shape[1] != x.shape[1]
     form = self._absorbed if is_decoding else self._expanded
-    context = form(query, seen.key, mask, *self._head_kernels(query.dtype))
+    context = form(query, stored.key, mask, *self._head_kernels(query.dtype))
     context = remat.tag(context, remat.ATTENTION_CONTEXT)
-    return projections.output(
-      layer,
-      context,
-      x.shape[-1],
-      kernel_init=self.output_init,
-      use_bias=False,
-    )
+    return self.projections.output(self, context, x.shape[-1])
 
-  def _layer(self) -> projections.Layer:
-    """Returns what projections need to know."""
-    return projections.Layer(
-      num_heads=self.num_heads,
-      num_kv_heads=self.num_heads,
-      head_dim=self.head_dim,
-      use_bias=False,
-      kernel_init=self.projection_init,
-      dtype=self.dtype,
-      param_dtype=self.param_dtype,
-      einsum=self.einsum,
-      param=self.param,
-    )
-
-  def _query(
-    self, layer: projections.Layer, x: jax.Array, positions: jax.Array
-  ) -> jax.Array:
+  def _query(self, x: jax.Array, positions: jax.Array) -> jax.Array:
     """Returns queries [B,T,N,head_dim + rope_dim], the last part rotated."""
     if self.query_latent_dim is not None:
       x = self._down("query_latent", self.query_latent_dim)(x)
       if self.query_latent_norm is not None:
         x = self.query_latent_norm(x)
     width = self.head_dim + self.rope_dim
-    query = projections.to_heads(layer, "query", x, self.num_heads, width)
+    query = self.projections.project(self, "query", x, head_dim=width)
     plain, rotated = jnp.split(query, [self.head_dim], axis=-1)
     rotated = self.rotary(rotated, positions)
     query = jnp.concatenate([plain, rotated], axis=-1)
@@ -247,7 +217,7 @@ class LatentAttention(nn.Module):
     for name, width in (("key", self.head_dim), ("value", self.value_dim)):
       # `embed`, as of all kernels: the dimension that is split over `fsdp`.
       init = logical.partitioned(
-        self.projection_init, (axes.EMBED, axes.HEADS, axes.HEAD_DIM)
+        self.projections.kernel_init, (axes.EMBED, axes.HEADS, axes.HEAD_DIM)
       )
       shape = (self.latent_dim, self.num_heads, width)
       made.append(self.param(name, init, shape, self.param_dtype))

@@ -13,6 +13,7 @@ from paxon.layers.attention import (
   sequence_cache,
   sliding_cache,
 )
+from paxon.layers.attention import mask as attention_mask
 from paxon.sharding import layout, mesh, variables
 
 BATCH, LENGTH, EMBED = 2, 6, 8
@@ -105,7 +106,7 @@ def _oracle(params, x, *, scale=None, window=None):
   [
     (_deepseek, {}),
     (_layer, {}),
-    (_layer, {"logit_scale": 0.7, "window": 2}),
+    (_layer, {"logit_scale": 0.7, "mask": attention_mask.MaskRules(window=2)}),
     # One width for all: queries, keys and values get zeros.
     (_layer, {"kernel": kernels.fused}),
   ],
@@ -118,7 +119,7 @@ def test_matches_numpy(make, fields):
     values["params"],
     _x(),
     scale=fields.get("logit_scale"),
-    window=fields.get("window"),
+    window=fields["mask"].window if "mask" in fields else None,
   )
   got = testing.apply(layer, values, *_args())
   np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
@@ -156,7 +157,8 @@ CACHES = {
 @pytest.mark.parametrize("name", CACHES)
 def test_decoding_by_latents_gives_what_the_forward_pass_gives(name):
   cache, window = CACHES[name]
-  layer = _deepseek(cache=cache(), window=window)
+  rules = attention_mask.MaskRules(window=window)
+  layer = _deepseek(cache=cache(), mask=rules)
   x, positions, segments = _x(), testing.counted(2, 6), testing.ones(2, 6)
   args = (x, positions, segments)
   values = testing.random_values(layer, *args)

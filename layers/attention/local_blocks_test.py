@@ -9,13 +9,13 @@ import pytest
 
 from paxon.layers import testing
 from paxon.layers.attention import (
-  grouped_query,
   kernels,
   local_blocks,
   position_bias,
   sinks,
 )
 from paxon.layers.attention import mask as attention_mask
+from paxon.layers.attention import testing as attention_testing
 from paxon.sharding import layout, mesh
 
 LENGTH = 11
@@ -49,7 +49,7 @@ def _mask(positions=POSITIONS, segments=SEGMENTS, *, prefix=None, **rules):
     kv_segment_ids=segments,
     q_prefix=prefix,
     kv_prefix=prefix,
-    **rules,
+    rules=attention_mask.MaskRules(**rules),
   )
 
 
@@ -156,7 +156,7 @@ def test_biases_by_position_in_blocks(settings):
     *(testing.array(rows, jnp.int32) for rows in (POSITIONS, SEGMENTS)),
   )
   layers = [
-    grouped_query.GroupedQueryAttention(
+    attention_testing.grouped_query_attention(
       4, num_kv_heads=2, head_dim=4, window=3, kernel=kernel, **settings
     )
     for kernel in (local_blocks.LocalBlocks(block_length=4), kernels.plain)
@@ -228,14 +228,14 @@ def test_other_keys_than_queries_become_nan():
     kv_positions=mask.kv_positions,
     q_segment_ids=mask.q_segment_ids,
     kv_segment_ids=mask.kv_segment_ids,
-    window=2,
+    rules=attention_mask.MaskRules(window=2),
   )
   blocks = local_blocks.LocalBlocks(block_length=2)
   assert np.isnan(jax.jit(blocks)(*_inputs(1, 6), moved)).all()
 
 
 def test_decoding_gives_what_the_forward_pass_gives():
-  layer = grouped_query.GroupedQueryAttention(
+  layer = attention_testing.grouped_query_attention(
     4,
     num_kv_heads=2,
     head_dim=4,
@@ -268,7 +268,7 @@ def test_decoding_gives_what_the_forward_pass_gives():
   "axes", ["data=2,tensor=4", "data=2,sequence=4"], ids=str
 )
 def test_sharded_equals_unsharded(axes):
-  layer = grouped_query.GroupedQueryAttention(
+  layer = attention_testing.grouped_query_attention(
     8,
     num_kv_heads=4,
     head_dim=4,

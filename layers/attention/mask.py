@@ -27,13 +27,42 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from paxon.layers.attention import cache_variables
+from paxon.sharding import checks
 
-# Names of what hides or shows keys beyond segments; those of the fields.
-CAUSAL = "causal"
-WINDOW = "window"
-RIGHT_WINDOW = "right_window"
-CHUNK = "chunk"
-PREFIX = "prefix"
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MaskRules:
+  """Rules of visibility besides segments; the default is plain causality.
+
+  Attributes:
+    causal: Mask later keys.
+    window: Number of visible positions, the query's own included; on both sides
+      if not causal. `None` is no limit.
+    right_window: Number of visible later positions, if not causal; 0 is none.
+      `None` is the same limit as `window`.
+    chunk: Number of positions of a chunk, inside of which tokens attend to each
+      other. `None` is one chunk.
+  """
+
+  causal: bool = True
+  window: int | None = None
+  right_window: int | None = None
+  chunk: int | None = None
+
+  def __post_init__(self) -> None:
+    checks.check_size(self, "window", "chunk")
+    checks.check_non_negative(self, "right_window")
+    if self.right_window is not None and self.causal:
+      raise ValueError(
+        f"MaskRules.right_window ({self.right_window}) needs causal=False: "
+        "causal attention masks all later tokens."
+      )
+    is_limited = self.window is not None or self.right_window is not None
+    if self.chunk is not None and is_limited:
+      raise ValueError(
+        f"MaskRules.chunk ({self.chunk}) cannot be combined with a window "
+        f"({self.window}, right_window {self.right_window})."
+      )
 
 
 @functools.partial(
@@ -46,81 +75,56 @@ PREFIX = "prefix"
     "q_prefix",
     "kv_prefix",
   ),
-  meta_fields=("causal", "window", "right_window", "chunk"),
+  meta_fields=("rules",),
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionMask:
-  """A description of visible keys.
+  """A description of the keys that each query attends to.
 
   Attributes:
     q_positions: Positions of the queries, int [B, T].
     kv_positions: Positions of the keys, int [B, S].
     q_segment_ids: Segments of the queries, int [B, T]; 0 is padding.
     kv_segment_ids: Segments of the keys, int [B, S]; 0 is padding.
-    causal: Whether later keys are hidden.
-    window: How many positions are visible, the query's own included; on both
-      sides if not causal. `None` is no limit.
-    right_window: How many later positions are visible, if not causal; 0 is
-      none. `None` is as `window` says.
-    chunk: Number of positions of a chunk, which see each other only. `None` is
-      one chunk.
-    q_prefix: Which queries are of a prefix, bool [B, T]: `causal` hides
-      nothing of the prefix from them. `None` is no prefix.
-    kv_prefix: Which keys are, bool [B, S]; given where `q_prefix` is.
+    rules: Causality, windows and chunks.
+    q_prefix: True for queries of a prefix, bool [B, T]; they attend to all keys
+      of the prefix although `causal`. `None` is no prefix.
+    kv_prefix: True for keys of a prefix, bool [B, S]; set with `q_prefix`.
   """
 
   q_positions: jax.Array
   kv_positions: jax.Array
   q_segment_ids: jax.Array
   kv_segment_ids: jax.Array
-  causal: bool = True
-  window: int | None = None
-  right_window: int | None = None
-  chunk: int | None = None
+  rules: MaskRules = MaskRules()
   q_prefix: jax.Array | None = None
   kv_prefix: jax.Array | None = None
 
   def __post_init__(self) -> None:
-    check_rules(
-      "AttentionMask",
-      causal=self.causal,
-      window=self.window,
-      right_window=self.right_window,
-      chunk=self.chunk,
-    )
     if (self.q_prefix is None) != (self.kv_prefix is None):
       raise ValueError(
         "AttentionMask.q_prefix and kv_prefix must be given together."
       )
-    if self.q_prefix is not None and not self.causal:
+    if self.q_prefix is not None and not self.rules.causal:
       raise ValueError(
-        "AttentionMask.q_prefix needs causal=True; without it all tokens see "
-        "each other already."
+        "AttentionMask.q_prefix needs causal=True; otherwise all tokens attend "
+        "to each other already."
       )
 
   @property
-  def rules(self) -> frozenset[str]:
-    """Which rules are in force besides segments; names as of the fields."""
-    in_force = {
-      CAUSAL: self.causal,
-      WINDOW: self.window is not None,
-      RIGHT_WINDOW: self.right_window is not None,
-      CHUNK: self.chunk is not None,
-      PREFIX: self.q_prefix is not None,
-    }
-    return frozenset(name for name, is_set in in_force.items() if is_set)
+  def by_position(self) -> bool:
+    """Whether visibility depends on positions, not on segments alone."""
+    return self.rules != MaskRules(causal=False)
 
   @property
   def reach(self) -> tuple[int | None, int | None]:
-    """How many positions before and after a query may be visible, at most.
-
-    `None` is no limit.
-    """
-    size = self.window if self.chunk is None else self.chunk
+    """The largest visible distance before and after a query; None: no limit."""
+    rules = self.rules
+    size = rules.window if rules.chunk is None else rules.chunk
     side = None if size is None else size - 1
-    if self.causal and self.q_prefix is None:
+    if rules.causal and self.q_prefix is None:
       return side, 0
-    return side, side if self.right_window is None else self.right_window
+    return side, side if rules.right_window is None else rules.right_window
 
   def to_array(self) -> Bool[Array, "batch 1 length kv_length"]:
     """Returns the mask as a matrix for all heads; True means attend."""
@@ -128,32 +132,31 @@ class AttentionMask:
     kv_segment = _row(self.kv_segment_ids)
     visible = (segment == kv_segment) & (kv_segment != 0)
     position, kv_position = _column(self.q_positions), _row(self.kv_positions)
-    distance = position - kv_position
-    if self.causal:
+    rules, distance = self.rules, position - kv_position
+    if rules.causal:
       earlier = distance >= 0
       if self.q_prefix is not None and self.kv_prefix is not None:
         earlier |= _column(self.q_prefix) & _row(self.kv_prefix)
       visible &= earlier
-    if self.window is not None:
-      far = distance if self.right_window is not None else jnp.abs(distance)
-      visible &= far < self.window
-    if self.right_window is not None:
-      visible &= distance >= -self.right_window
-    if self.chunk is not None:
-      visible &= position // self.chunk == kv_position // self.chunk
+    if rules.window is not None:
+      far = distance if rules.right_window is not None else jnp.abs(distance)
+      visible &= far < rules.window
+    if rules.right_window is not None:
+      visible &= distance >= -rules.right_window
+    if rules.chunk is not None:
+      visible &= position // rules.chunk == kv_position // rules.chunk
     return visible
 
   def sees_any(
     self, visible: Bool[Array, "batch 1 length kv_length"]
   ) -> Bool[Array, "batch length"]:
-    """Returns which queries see a key at all.
+    """Returns which queries attend to at least one key.
 
-    Whatever the rules are, a token of a sequence that attends to itself sees
-    itself, unless it is padding. Then the matrix is not read, so that compilers
-    need not write it.
+    In self-attention every token but padding attends to itself. Then the matrix
+    is not read, so that compilers need not write it.
 
     Args:
-      visible: What `to_array` returned.
+      visible: The result of `to_array`.
     """
     is_own = (
       self.q_positions is self.kv_positions
@@ -162,45 +165,6 @@ class AttentionMask:
     if is_own:
       return self.q_segment_ids != 0
     return jnp.any(visible, axis=-1)[:, 0]
-
-
-def check_rules(
-  name: str,
-  *,
-  causal: bool,
-  window: int | None,
-  right_window: int | None,
-  chunk: int | None,
-) -> None:
-  """Raises ValueError unless the rules make sense together.
-
-  Args:
-    name: Whose fields they are.
-    causal: As of `AttentionMask`, and so are the others.
-    window: See there.
-    right_window: See there.
-    chunk: See there.
-  """
-  for field, size in (("window", window), ("chunk", chunk)):
-    if size is not None and size <= 0:
-      raise ValueError(
-        f"{name}.{field} must be positive, got {size}; None is no limit."
-      )
-  if right_window is not None and right_window < 0:
-    raise ValueError(
-      f"{name}.right_window must be at least 0, got {right_window}; None is as "
-      "`window` says."
-    )
-  if right_window is not None and causal:
-    raise ValueError(
-      f"{name}.right_window ({right_window}) needs causal=False: causal "
-      "attention sees nothing later."
-    )
-  if chunk is not None and (window is not None or right_window is not None):
-    raise ValueError(
-      f"{name}.chunk ({chunk}) and a window ({window}, right_window "
-      f"{right_window}) exclude each other; leave one of them None."
-    )
 
 
 def fill_tokens(

@@ -34,7 +34,7 @@ def _mask(
     kv_segment_ids=_array([kv_segments]) if kv_segments else q_segments,
     q_prefix=prefix,
     kv_prefix=prefix,
-    **kwargs,
+    rules=attention_mask.MaskRules(**kwargs),
   )
 
 
@@ -187,7 +187,7 @@ def test_is_a_pytree_with_static_settings():
   mask = _mask([0, 1], [1, 1], causal=False, window=3)
   assert len(jax.tree.leaves(mask)) == 4
   through = jax.jit(lambda m: m)(mask)
-  assert (through.causal, through.window) == (False, 3)
+  assert (through.rules.causal, through.rules.window) == (False, 3)
   np.testing.assert_array_equal(through.to_array(), mask.to_array())
 
 
@@ -205,7 +205,7 @@ def test_reach_covers_what_is_visible(case):
       assert after is None or -distance <= after
 
 
-def test_reach_and_rules():
+def test_reach_and_dependence_on_positions():
   assert _mask([0], [1]).reach == (None, 0)
   assert _mask([0], [1], window=3).reach == (2, 0)
   assert _mask([0], [1], window=3, causal=False).reach == (2, 2)
@@ -213,36 +213,29 @@ def test_reach_and_rules():
   assert _mask([0], [1], chunk=4).reach == (3, 0)
   limited = _mask([0], [1], window=3, right_window=5, causal=False)
   assert limited.reach == (2, 5)
-  assert limited.rules == {"window", "right_window"}
-  assert _mask([0], [1], chunk=4, prefix=[1]).rules == {
-    "causal",
-    "chunk",
-    "prefix",
-  }
-
-
-def test_rejects_an_empty_window():
-  with pytest.raises(ValueError, match=r"window must be positive, got 0"):
-    _mask([0], [1], window=0)
+  assert limited.by_position
+  assert _mask([0], [1]).by_position
+  assert not _mask([0], [1], causal=False).by_position
 
 
 @pytest.mark.parametrize(
   ("rules", "message"),
   [
-    ({"chunk": 0}, r"chunk must be positive, got 0; None is no limit"),
-    ({"right_window": -1, "causal": False}, r"right_window must be at least 0"),
+    ({"window": 0}, r"MaskRules\.window must be positive, got 0"),
+    ({"chunk": 0}, r"MaskRules\.chunk must be positive, got 0"),
+    ({"right_window": -1, "causal": False}, r"right_window must not be negat"),
     ({"right_window": 2}, r"right_window \(2\) needs causal=False"),
-    ({"chunk": 2, "window": 2}, r"chunk \(2\) and a window \(2, .* exclude"),
+    ({"chunk": 2, "window": 2}, r"chunk \(2\) cannot .* a window \(2, right"),
     (
       {"chunk": 2, "right_window": 1, "causal": False},
-      r"chunk \(2\) and a window \(None, right_window 1\) exclude",
+      r"chunk \(2\) cannot be combined .* \(None, right_window 1\)",
     ),
     ({"prefix": [1], "causal": False}, r"q_prefix needs causal=True"),
   ],
   ids=str,
 )
-def test_rejects_rules_without_sense(rules, message):
-  with pytest.raises(ValueError, match="AttentionMask." + message):
+def test_rejects_contradictory_rules(rules, message):
+  with pytest.raises(ValueError, match=message):
     _mask([0], [1], **rules)
 
 

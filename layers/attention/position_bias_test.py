@@ -9,12 +9,12 @@ import pytest
 
 from paxon.layers import rotary_embedding, testing
 from paxon.layers.attention import (
-  grouped_query,
   head_norm,
   kernels,
   kv_cache,
   position_bias,
 )
+from paxon.layers.attention import testing as attention_testing
 
 BATCH, LENGTH, EMBED, HEADS, HEAD_DIM = 2, 5, 6, 4, 4
 POSITIONS = testing.array([[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]], jnp.int32)
@@ -22,7 +22,7 @@ SEGMENTS = testing.array([[1, 1, 1, 2, 2], [1] * 5], jnp.int32)
 
 
 def _layer(**kwargs):
-  return grouped_query.GroupedQueryAttention(
+  return attention_testing.grouped_query_attention(
     HEADS, num_kv_heads=2, head_dim=HEAD_DIM, **kwargs
   )
 

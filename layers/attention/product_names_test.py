@@ -156,7 +156,7 @@ def test_the_plain_kernel_as_a_part_is_the_function():
     kv_positions=places,
     q_segment_ids=ones,
     kv_segment_ids=ones,
-    causal=True,
+    rules=attention_mask.MaskRules(causal=True),
   )
   kernel = kernels.PlainKernel(einsum.QuantizedEinsum(_NOTHING))
   got = jax.jit(lambda *a: kernel.apply({}, *a, mask, logit_cap=3.0))(

@@ -1,17 +1,32 @@
-"""How an attention layer makes queries, keys and values of its tokens.
+"""Projections of attention: queries, keys, values, and the output.
 
-Projections are a part of the layer: functions of what it is (`Layer`) and of
-the tokens. `SeparateProjections` has a kernel for each of the three;
-`CombinedProjections` has one, so that the tokens are read, and a kernel that is
-split over devices is gathered, once instead of three times. Both start with
-values of the same distribution.
+`SeparateProjections` has one kernel each for queries, keys and values.
+`CombinedProjections` has one for all three, so that the tokens are read, and a
+kernel that is split over devices is gathered, once instead of three times. Both
+start with the same distribution. Projections create the parameters in the
+attention layer that calls them.
+
+GShard's initializers are Gaussians by the true fan-in; queries have the scale
+of logits in their initializer (Lepikhin et al. 2020,
+https://arxiv.org/abs/2006.16668):
+
+  GroupedQueryAttention(
+    ...,
+    projections=SeparateProjections(
+      query_init=gshard_query,
+      kernel_init=gshard_key_value,
+      output_init=gshard_output,
+    ),
+    logits=Logits(scale=1.0),
+  )
 
 Einsum letters: B batch, T length, D embed, N heads, K key/value heads,
-H head_dim, C what is combined.
+H head_dim, C index in a combined kernel.
 """
 
 from collections.abc import Callable, Sequence
 import dataclasses
+from typing import Any, Protocol, runtime_checkable
 
 from flax import linen as nn
 from flax.linen import dtypes
@@ -25,93 +40,176 @@ from paxon.sharding import axes, logical
 
 Initializer = nn.initializers.Initializer
 
+# Both scale by the true number of summed terms: D into heads, N * H out.
+_kernel_init = nn.initializers.variance_scaling(
+  1.0, "fan_in", "truncated_normal", in_axis=0, out_axis=(1, 2)
+)
+_output_init = nn.initializers.variance_scaling(
+  1.0, "fan_in", "truncated_normal", in_axis=(0, 1), out_axis=2
+)
+
+_ACTIVATION_AXES = {
+  axes.HEADS: axes.ACTIVATION_HEADS,
+  axes.KV_HEADS: axes.ACTIVATION_KV_HEADS,
+}
+
+
+@runtime_checkable
+class Layer(Protocol):
+  """The fields of an attention layer that projections use."""
+
+  @property
+  def num_heads(self) -> int:
+    """Number of query heads."""
+    ...
+
+  @property
+  def num_kv_heads(self) -> int:
+    """Number of key/value heads; divides `num_heads`."""
+    ...
+
+  @property
+  def head_dim(self) -> int:
+    """Width of a head."""
+    ...
+
+  @property
+  def dtype(self) -> DTypeLike | None:
+    """Dtype of the computation; `None` promotes."""
+    ...
+
+  @property
+  def param_dtype(self) -> DTypeLike:
+    """Dtype in which parameters are stored."""
+    ...
+
+  @property
+  def einsum(self) -> Callable[..., jax.Array]:
+    """The contraction."""
+    ...
+
+  @property
+  def param(self) -> Callable[..., Any]:
+    """Creates a parameter, as `nn.Module.param`."""
+    ...
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layer:
-  """What projections need to know of the layer that owns them.
+class Projections:
+  """Initializers, biases and the output; subclasses make the heads.
 
   Attributes:
-    num_heads: Number of query heads, N.
-    num_kv_heads: Number of key/value heads, K; divides N.
-    head_dim: Width of a head, H.
-    use_bias: Whether a learned value is added to what a kernel gives.
-    kernel_init: Initializer of a kernel [D, heads, H].
-    dtype: Dtype of the computation; `None` promotes.
-    param_dtype: Dtype in which parameters are stored.
-    einsum: The contraction.
-    param: `(name, initializer, shape, dtype)` makes a parameter of the layer.
+    kernel_init: Initializer of the kernels of queries, keys and values.
+    query_init: Initializer of the kernel of queries; `None` is `kernel_init`.
+    output_init: Initializer of the kernel of the output.
+    use_bias: Whether queries, keys, values and the output have a bias.
+    output_bias: Whether the output has a bias; `None` is `use_bias`.
   """
 
-  num_heads: int
-  num_kv_heads: int
-  head_dim: int
-  use_bias: bool
-  kernel_init: Initializer
-  dtype: DTypeLike | None
-  param_dtype: DTypeLike
-  einsum: Callable[..., jax.Array]
-  param: Callable[..., jax.Array]
-
-
-# `(layer, tokens [B,T,D]) -> (queries [B,T,N,H], keys [B,T,K,H], values)`.
-Projections = Callable[
-  [Layer, jax.Array], tuple[jax.Array, jax.Array, jax.Array]
-]
-
-
-@dataclasses.dataclass(frozen=True)
-class SeparateProjections:
-  """Kernels `query` [D, N, H], `key` and `value` [D, K, H].
-
-  Attributes:
-    query_init: Initializer of the kernel of queries; `None` is that of all.
-  """
-
+  kernel_init: Initializer = _kernel_init
   query_init: Initializer | None = None
+  output_init: Initializer = _output_init
+  use_bias: bool = False
+  output_bias: bool | None = None
+
+  def __call__(
+    self, layer: Layer, x: jax.Array
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns queries [B,T,N,H], keys and values [B,T,K,H].
+
+    Args:
+      layer: The calling layer, bound; it gets the parameters.
+      x: Tokens [B,T,D].
+    """
+    raise NotImplementedError
+
+  def output(
+    self, layer: Layer, context: jax.Array, embed_dim: int
+  ) -> jax.Array:
+    """Returns tokens [B,T,D] from the weighted values of heads.
+
+    The layer gets the parameters `out` [N,H,D] and, with a bias, `out_bias`.
+
+    Args:
+      layer: The calling layer, bound.
+      context: Weighted values [B,T,N,H].
+      embed_dim: D.
+    """
+    shape = (*context.shape[2:], embed_dim)
+    names = (axes.HEADS, axes.HEAD_DIM, axes.EMBED)
+    kernel = _make_kernel(layer, "out", self.output_init, shape, names)
+    bias = None
+    has_bias = self.use_bias if self.output_bias is None else self.output_bias
+    if has_bias:
+      bias_init = logical.partitioned(nn.initializers.zeros, (axes.EMBED,))
+      bias = layer.param("out_bias", bias_init, (embed_dim,), layer.param_dtype)
+    context, kernel, bias = dtypes.promote_dtype(
+      context, kernel, bias, dtype=layer.dtype
+    )
+    x = products.call(layer.einsum, "out", "BTNH,NHD->BTD", context, kernel)
+    return remat.tag(_add_bias(x, bias), remat.ATTENTION_OUTPUT)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SeparateProjections(Projections):
+  """Kernels `query` [D,N,H], `key` and `value` [D,K,H]."""
 
   def __call__(
     self, layer: Layer, x: jax.Array
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns queries, keys and values."""
-    D, H = x.shape[-1], layer.head_dim
-    parts = {
-      "query": (layer.num_heads, axes.HEADS),
-      "key": (layer.num_kv_heads, axes.KV_HEADS),
-      "value": (layer.num_kv_heads, axes.KV_HEADS),
-    }
-    kernels, biases = [], []
-    for name, (heads, axis) in parts.items():
-      kernel_axes = (axes.EMBED, axis, axes.HEAD_DIM)
-      init = layer.kernel_init
-      if name == "query":
-        init = self.query_init or init
-      kernels.append(_kernel(layer, name, init, (D, heads, H), kernel_axes))
-      biases.append(_bias(layer, name, (heads, H), kernel_axes[1:]))
-    x, *params = dtypes.promote_dtype(x, *kernels, *biases, dtype=layer.dtype)
-    query, key, value = (
-      _with_bias(
-        products.call(layer.einsum, name, "BTD,DNH->BTNH", x, kernel), bias
-      )
-      for name, kernel, bias in zip(parts, params[:3], params[3:], strict=True)
+    return (
+      self.project(layer, "query", x),
+      self.project(layer, "key", x, heads_axis=axes.KV_HEADS),
+      self.project(layer, "value", x, heads_axis=axes.KV_HEADS),
     )
-    return _pinned(query, key, value)
+
+  def project(
+    self,
+    layer: Layer,
+    name: str,
+    x: jax.Array,
+    *,
+    head_dim: int | None = None,
+    heads_axis: str = axes.HEADS,
+  ) -> jax.Array:
+    """Returns one linear map of tokens to heads, [B,T,N,H].
+
+    The layer gets the parameters `name` [D,N,H] and, with biases,
+    `<name>_bias` [N,H].
+
+    Args:
+      layer: The calling layer, bound.
+      name: Name of the kernel.
+      x: Tokens [B,T,D].
+      head_dim: H; `None` is that of the layer.
+      heads_axis: Logical axis of N, `heads` or `kv_heads`.
+    """
+    is_query = heads_axis == axes.HEADS
+    num_heads = layer.num_heads if is_query else layer.num_kv_heads
+    shape = (x.shape[-1], num_heads, head_dim or layer.head_dim)
+    names = (axes.EMBED, heads_axis, axes.HEAD_DIM)
+    init = self.kernel_init
+    if name == "query":
+      init = self.query_init or init
+    kernel = _make_kernel(layer, name, init, shape, names)
+    bias = None
+    if self.use_bias:
+      bias = _make_bias(layer, name, shape[1:], names[1:])
+    x, kernel, bias = dtypes.promote_dtype(x, kernel, bias, dtype=layer.dtype)
+    heads = products.call(layer.einsum, name, "BTD,DNH->BTNH", x, kernel)
+    return _constrain_heads(_add_bias(heads, bias), heads_axis)
 
 
-@dataclasses.dataclass(frozen=True)
-class CombinedProjections:
-  """One kernel `qkv`, and one product.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CombinedProjections(Projections):
+  """One kernel `qkv`, and one matmul.
 
-  It is [D, 3, N, H] where there are as many key/value heads as query heads.
-  Else it is [D, K, N / K + 2, H]: each key/value head, after the queries that
-  use it. The dimension along which the result is taken apart is never split,
-  so tensor parallelism splits heads and moves nothing.
-
-  Attributes:
-    query_init: Initializer of the part of queries, [D, N, H]; `None` is that of
-      all.
+  Its shape is [D, 3, N, H] if there are as many key/value heads as query heads,
+  else [D, K, N / K + 2, H]: each key/value head, after the queries that use it.
+  The dimension along which the result is split is never sharded, so tensor
+  parallelism splits heads and moves nothing.
   """
-
-  query_init: Initializer | None = None
 
   def __call__(
     self, layer: Layer, x: jax.Array
@@ -126,26 +224,51 @@ class CombinedProjections:
       names = (*names, axes.HEAD_DIM)
       equation, sizes = "BTD,DKCH->BTKCH", (N // K, 1, 1)
     init = _CombinedInit(
-      layer.kernel_init, N, K, self.query_init or layer.kernel_init
+      self.kernel_init, N, K, self.query_init or self.kernel_init
     )
     kernel_shape, kernel_axes = (x.shape[-1], *shape), (axes.EMBED, *names)
-    kernel = _kernel(layer, "qkv", init, kernel_shape, kernel_axes)
-    bias = _bias(layer, "qkv", shape, names)
+    kernel = _make_kernel(layer, "qkv", init, kernel_shape, kernel_axes)
+    bias = None
+    if self.use_bias:
+      bias = _make_bias(layer, "qkv", shape, names)
     x, kernel, bias = dtypes.promote_dtype(x, kernel, bias, dtype=layer.dtype)
     combined = products.call(layer.einsum, "qkv", equation, x, kernel)
-    combined = _with_bias(combined, bias)
-    # Taken apart by `split`, whose derivative is one concatenation.
-    query, key, value = jax.lax.split(combined, sizes, axis=at)
-    return _pinned(
-      query.reshape(*x.shape[:2], N, H),
-      key.reshape(*x.shape[:2], K, H),
-      value.reshape(*x.shape[:2], K, H),
+    # `split`, because its derivative is one concatenation.
+    query, key, value = jax.lax.split(_add_bias(combined, bias), sizes, axis=at)
+    return (
+      _constrain_heads(query.reshape(*x.shape[:2], N, H), axes.HEADS),
+      _constrain_heads(key.reshape(*x.shape[:2], K, H), axes.KV_HEADS),
+      _constrain_heads(value.reshape(*x.shape[:2], K, H), axes.KV_HEADS),
     )
+
+
+def gshard_query(
+  key: jax.Array, shape: Sequence[int], dtype: DTypeLike = jnp.float32
+) -> jax.Array:
+  """GShard initializer of the query kernel [D,N,H]: `(D H) ** -0.5`."""
+  embed_dim, _, head_dim = shape
+  return _draw_normal(key, shape, dtype, embed_dim * head_dim)
+
+
+def gshard_key_value(
+  key: jax.Array, shape: Sequence[int], dtype: DTypeLike = jnp.float32
+) -> jax.Array:
+  """GShard initializer of a key or value kernel [D,K,H]: `D ** -0.5`."""
+  embed_dim, _, _ = shape
+  return _draw_normal(key, shape, dtype, embed_dim)
+
+
+def gshard_output(
+  key: jax.Array, shape: Sequence[int], dtype: DTypeLike = jnp.float32
+) -> jax.Array:
+  """GShard initializer of the output kernel [N,H,D]: `(N H) ** -0.5`."""
+  num_heads, head_dim, _ = shape
+  return _draw_normal(key, shape, dtype, num_heads * head_dim)
 
 
 @dataclasses.dataclass(frozen=True)
 class _CombinedInit:
-  """Makes each part of a combined kernel as if it stood alone.
+  """Initializes queries, keys and values as if their kernels were separate.
 
   A class, because equal initializers must compare equal.
   """
@@ -172,40 +295,7 @@ class _CombinedInit:
     return jnp.concatenate(parts, axis=2)
 
 
-def output(
-  layer: Layer,
-  context: jax.Array,
-  embed_dim: int,
-  *,
-  kernel_init: Initializer,
-  use_bias: bool,
-) -> jax.Array:
-  """Returns tokens [B,T,D] of what heads gathered.
-
-  Args:
-    layer: The layer, which gets the parameters `out` [N, H, D] and, if asked
-      for, `out_bias` [D].
-    context: What each head gathered, [B,T,N,H].
-    embed_dim: D.
-    kernel_init: Initializer of `out`.
-    use_bias: Whether there is a bias.
-  """
-  shape = (*context.shape[2:], embed_dim)
-  kernel_axes = (axes.HEADS, axes.HEAD_DIM, axes.EMBED)
-  kernel = _kernel(layer, "out", kernel_init, shape, kernel_axes)
-  bias = None
-  if use_bias:
-    bias_init = logical.partitioned(nn.initializers.zeros, (axes.EMBED,))
-    bias = layer.param("out_bias", bias_init, (embed_dim,), layer.param_dtype)
-  context, kernel, bias = dtypes.promote_dtype(
-    context, kernel, bias, dtype=layer.dtype
-  )
-  x = products.call(layer.einsum, "out", "BTNH,NHD->BTD", context, kernel)
-  x = _with_bias(x, bias)
-  return remat.tag(x, remat.ATTENTION_OUTPUT)
-
-
-def _kernel(
+def _make_kernel(
   layer: Layer,
   name: str,
   init: Initializer,
@@ -216,112 +306,30 @@ def _kernel(
   return layer.param(name, init, shape, layer.param_dtype)
 
 
-def _bias(
+def _make_bias(
   layer: Layer,
   name: str,
   shape: tuple[int, ...],
   names: tuple[str | None, ...],
-) -> jax.Array | None:
-  if not layer.use_bias:
-    return None
-  # Of rank two or more, but no matrix: weight decay is not for it.
+) -> jax.Array:
+  # Of rank two or more, but not subject to weight decay.
   init = logical.partitioned(nn.initializers.zeros, names, regularized=False)
   return layer.param(f"{name}_bias", init, shape, layer.param_dtype)
 
 
-def _with_bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:
+def _add_bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:
   return x if bias is None else x + bias[None, None]
 
 
-def _pinned(
-  query: jax.Array, key: jax.Array, value: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Pins all three, so that tensor parallelism splits heads.
-
-  A sequence that is split over devices stays split through the projections.
-  """
-  pin = logical.constrain
-  names = (axes.BATCH, axes.LENGTH), (axes.ACTIVATION_HEAD_DIM,)
-  heads = (*names[0], axes.ACTIVATION_HEADS, *names[1])
-  kv_heads = (*names[0], axes.ACTIVATION_KV_HEADS, *names[1])
-  return pin(query, heads), pin(key, kv_heads), pin(value, kv_heads)
-
-
-def to_heads(
-  layer: Layer,
-  name: str,
-  x: jax.Array,
-  num_heads: int,
-  head_dim: int,
-  *,
-  in_axis: str = axes.EMBED,
-  heads_axis: str = axes.HEADS,
-) -> jax.Array:
-  """Returns heads [B,T,N,H], pinned so that tensor parallelism splits them.
-
-  Args:
-    layer: The layer, which gets the parameters `name` [D, N, H] and, if
-      `layer.use_bias`, `<name>_bias` [N, H].
-    name: Of the kernel.
-    x: Tokens [B,T,D].
-    num_heads: N.
-    head_dim: H.
-    in_axis: Logical axis of D.
-    heads_axis: Logical axis of N: `heads` or `kv_heads`.
-  """
-  names = (in_axis, heads_axis, axes.HEAD_DIM)
-  shape = (x.shape[-1], num_heads, head_dim)
-  kernel = layer.param(
-    name,
-    logical.partitioned(layer.kernel_init, names),
-    shape,
-    layer.param_dtype,
-  )
-  bias = None
-  if layer.use_bias:
-    # Of rank two, but no matrix: weight decay is not for it.
-    bias_init = logical.partitioned(
-      nn.initializers.zeros, names[1:], regularized=False
-    )
-    bias = layer.param(f"{name}_bias", bias_init, shape[1:], layer.param_dtype)
-  x, kernel, bias = dtypes.promote_dtype(x, kernel, bias, dtype=layer.dtype)
-  out = products.call(layer.einsum, name, "BTD,DNH->BTNH", x, kernel)
-  if bias is not None:
-    out += bias[None, None]
-  activation = {
-    axes.HEADS: axes.ACTIVATION_HEADS,
-    axes.KV_HEADS: axes.ACTIVATION_KV_HEADS,
-  }[heads_axis]
+def _constrain_heads(x: jax.Array, heads_axis: str) -> jax.Array:
+  """Constrains heads, so that tensor parallelism splits them."""
+  heads = _ACTIVATION_AXES[heads_axis]
   return logical.constrain(
-    out, (axes.BATCH, axes.LENGTH, activation, axes.ACTIVATION_HEAD_DIM)
+    x, (axes.BATCH, axes.LENGTH, heads, axes.ACTIVATION_HEAD_DIM)
   )
 
 
-def gshard_query(
-  key: jax.Array, shape: Sequence[int], dtype: DTypeLike = jnp.float32
-) -> jax.Array:
-  """Returns the kernel [D, N, H] of queries."""
-  embed_dim, _, head_dim = shape
-  return _normal(key, shape, dtype, embed_dim * head_dim)
-
-
-def gshard_key_value(
-  key: jax.Array, shape: Sequence[int], dtype: DTypeLike = jnp.float32
-) -> jax.Array:
-  """Returns the kernel [D, K, H] of keys or of values."""
-  embed_dim, _, _ = shape
-  return _normal(key, shape, dtype, embed_dim)
-
-
-def gshard_output(
-  key: jax.Array, shape: Sequence[int], dtype: DTypeLike = jnp.float32
-) -> jax.Array:
-  """Returns the kernel [N, H, D] of the gshard_output."""
-  num_heads, head_dim, _ = shape
-  return _normal(key, shape, dtype, num_heads * head_dim)
-
-
-def _normal(
+def _draw_normal(
   key: jax.Array, shape: Sequence[int], dtype: DTypeLike, terms: int
 ) -> jax.Array:
   return jax.random.normal(key, tuple(shape), dtype) * terms**-0.5

@@ -7,12 +7,12 @@ import pytest
 
 from paxon.layers import rotary_embedding, rotary_scaling, testing
 from paxon.layers.attention import (
-  grouped_query,
   head_norm,
   position_bias,
   projections,
   sinks,
 )
+from paxon.layers.attention import testing as attention_testing
 from paxon.sharding import layout, mesh
 
 BATCH, LENGTH, EMBED, HEAD_DIM = 2, 6, 8, 4
@@ -24,14 +24,11 @@ HEADS = pytest.mark.parametrize(
 
 
 def _layer(heads=(4, 2), *, combined=True, **kwargs):
-  part = projections.CombinedProjections
-  if not combined:
-    part = projections.SeparateProjections
-  return grouped_query.GroupedQueryAttention(
+  return attention_testing.grouped_query_attention(
     heads[0],
     num_kv_heads=heads[1],
     head_dim=HEAD_DIM,
-    projections=part(),
+    combined=combined,
     **kwargs,
   )
 
@@ -128,15 +125,13 @@ def test_combined_starts_as_separate_does():
 @pytest.mark.parametrize("heads", [(16, 16), (16, 8)], ids=str)
 def test_starts_as_gshard_does(heads, combined):
   """Standard deviations of the paper, for D 64, N 16, H 8."""
-  part = projections.SeparateProjections
-  if combined:
-    part = projections.CombinedProjections
-  layer = grouped_query.GroupedQueryAttention(
+  layer = attention_testing.grouped_query_attention(
     heads[0],
     num_kv_heads=heads[1],
     head_dim=8,
-    projections=part(query_init=projections.gshard_query),
-    projection_init=projections.gshard_key_value,
+    combined=combined,
+    query_init=projections.gshard_query,
+    kernel_init=projections.gshard_key_value,
     output_init=projections.gshard_output,
   )
   args = testing.normal(1, 2, 64), testing.counted(1, 2), testing.ones(1, 2)
@@ -295,6 +290,6 @@ def test_equal_settings_are_equal():
 
 @pytest.mark.parametrize("cap", [0.0, float("nan")])
 def test_rejects_a_cap_that_is_not_positive(cap):
-  message = r"GroupedQueryAttention\.logit_cap must be positive, got"
+  message = r"Logits\.cap must be positive, got"
   with pytest.raises(ValueError, match=message):
     _layer(logit_cap=cap)

@@ -27,7 +27,7 @@ def _mask(*, prefix=None, **rules):
     kv_segment_ids=segments,
     q_prefix=prefix,
     kv_prefix=prefix,
-    **rules,
+    rules=attention_mask.MaskRules(**rules),
   )
 
 

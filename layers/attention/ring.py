@@ -22,8 +22,6 @@ from jaxtyping import Array, Float
 from paxon.layers.attention import kernel_support, per_device, ring_passes
 from paxon.layers.attention import mask as attention_mask
 
-_RULES = ("causal", "window", "right_window", "chunk")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ring:
@@ -94,7 +92,7 @@ class Ring:
     heads, kv_heads = per_device.splits(query, key, name="Ring")
     attend = functools.partial(
       self._attend,
-      rules=tuple((name, getattr(mask, name)) for name in _RULES),
+      rules=mask.rules,
       scale=query.shape[-1] ** -0.5 if scale is None else scale,
       logit_cap=logit_cap,
     )
@@ -141,7 +139,7 @@ class Ring:
     *,
     q_axes: tuple[str, ...],
     kv_axes: tuple[str, ...],
-    rules: tuple[tuple[str, Any], ...],
+    rules: attention_mask.MaskRules,
     scale: float,
     logit_cap: float | None,
   ) -> jax.Array:
@@ -151,7 +149,7 @@ class Ring:
     sizes = jax.sharding.get_abstract_mesh().shape
     size = math.prod(sizes[axis] for axis in kv_axes)
     is_ring = size > 1 and q_axes == kv_axes
-    is_zigzag = (is_ring and self.balanced and is_uneven(dict(rules))) and not (
+    is_zigzag = (is_ring and self.balanced and is_uneven(rules)) and not (
       T % 2 or key.shape[1] % 2
     )
     pieces = 2 if is_zigzag else 1
@@ -179,9 +177,9 @@ class Ring:
     return out.reshape(B, T, N, -1)
 
 
-def is_uneven(rules: dict[str, Any]) -> bool:
-  """Whether later queries see many more keys than earlier ones."""
-  return rules["causal"] and rules["window"] is None and rules["chunk"] is None
+def is_uneven(rules: attention_mask.MaskRules) -> bool:
+  """Returns whether later queries attend to many more keys."""
+  return rules == attention_mask.MaskRules()
 
 
 def _block(most: int, length: int) -> int:

@@ -36,7 +36,7 @@ class Setup:
     block_kv: Keys of a block.
     scale: What products are multiplied by.
     logit_cap: Bends the scaled logits, if given.
-    rules: Fields of `AttentionMask` that are no arrays, with their values.
+    rules: Rules of the mask.
   """
 
   axes: tuple[str, ...]
@@ -45,7 +45,7 @@ class Setup:
   block_kv: int
   scale: float
   logit_cap: float | None
-  rules: tuple[tuple[str, Any], ...]
+  rules: attention_mask.MaskRules
 
 
 class Tokens(NamedTuple):
@@ -318,7 +318,7 @@ def _visible(setup: Setup, q: Tokens, kv: Tokens) -> jax.Array:
     kv_segment_ids=kv.segment_ids,
     q_prefix=q.prefix,
     kv_prefix=kv.prefix,
-    **dict(setup.rules),
+    rules=setup.rules,
   ).to_array()
 
 

@@ -44,7 +44,7 @@ def _mask(length=LENGTH, *, prefix=None, **settings):
     kv_segment_ids=testing.array(segments, jnp.int32),
     q_prefix=is_prefix,
     kv_prefix=is_prefix,
-    **settings,
+    rules=attention_mask.MaskRules(**settings),
   )
 
 
@@ -227,9 +227,8 @@ def test_masks_that_are_even_already_are_not_dealt():
 
   assert permutes(ring.Ring(balanced=False)) < permutes(ring.Ring())
   for rules in ({"window": 3}, {"chunk": 4}, {"causal": False}):
-    fields = {"causal": True, "window": None, "chunk": None, **rules}
-    assert not ring.is_uneven(fields)
-  assert ring.is_uneven({"causal": True, "window": None, "chunk": None})
+    assert not ring.is_uneven(attention_mask.MaskRules(**rules))
+  assert ring.is_uneven(attention_mask.MaskRules())
 
 
 def test_what_a_ring_cannot_serve():

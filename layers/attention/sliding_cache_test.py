@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from paxon.layers import rotary_embedding, stack, testing
-from paxon.layers.attention import grouped_query, kv_cache, sliding_cache
+from paxon.layers.attention import kv_cache, sliding_cache
+from paxon.layers.attention import testing as attention_testing
 from paxon.sharding import variables
 
 BATCH, EMBED, WINDOW = 2, 8, 3
@@ -78,7 +79,7 @@ def test_a_cache_shorter_than_the_window_fills():
 
 
 def _layer(window, cache):
-  return grouped_query.GroupedQueryAttention(
+  return attention_testing.grouped_query_attention(
     4,
     num_kv_heads=2,
     head_dim=4,

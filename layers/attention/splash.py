@@ -109,7 +109,7 @@ class Splash:
       "bias": bias,
       "sinks": sinks,
     }
-    is_cached = query.shape[1] != key.shape[1] and mask.rules
+    is_cached = query.shape[1] != key.shape[1] and mask.by_position
     if self.with_cache is not None and is_cached:
       settings = {**settings, "scale": scale}
       given = {k: v for k, v in settings.items() if v is not None}
@@ -160,7 +160,7 @@ class Splash:
       query, key, value, ids, sinks
     )
     out = jnp.swapaxes(out, 1, 2)[:, :length]
-    if mask.rules:
+    if mask.by_position:
       broken = jnp.where(attention_mask.is_in_order(mask), 0.0, jnp.nan)
       out += broken.astype(out.dtype)[:, None, None, None]
       sees_any = mask.q_segment_ids != 0
@@ -225,9 +225,9 @@ def _segments(
   mask: attention_mask.AttentionMask,
 ) -> tuple[Int[Array, "batch length"], Int[Array, "batch kv_length"]]:
   """The segments of queries and keys, each chunk a segment of its own."""
-  if mask.chunk is None:
+  if mask.rules.chunk is None:
     return mask.q_segment_ids, mask.kv_segment_ids
-  ids, chunks = mask.q_segment_ids, mask.q_positions // mask.chunk
+  ids, chunks = mask.q_segment_ids, mask.q_positions // mask.rules.chunk
   begins = (ids[:, 1:] != ids[:, :-1]) | (chunks[:, 1:] != chunks[:, :-1])
   runs = jnp.cumsum(begins, axis=1, dtype=ids.dtype)
   runs = jnp.pad(runs, ((0, 0), (1, 0))) + 1

@@ -31,7 +31,7 @@ def _mask(segments, positions=None, **settings):
     kv_positions=positions,
     q_segment_ids=segments,
     kv_segment_ids=segments,
-    **settings,
+    rules=attention_mask.MaskRules(**settings),
   )
 
 
@@ -127,7 +127,7 @@ def test_attention_to_another_row_sees_segments_only():
     kv_positions=jnp.zeros((1, 5), jnp.int32),
     q_segment_ids=testing.array([[1, 7, 2]], jnp.int32),
     kv_segment_ids=testing.array([[2, 1, 1, 0, 2]], jnp.int32),
-    causal=False,
+    rules=attention_mask.MaskRules(causal=False),
   )
   query, key, value = _inputs(1, 5)
   arrays = query[:, :3], key, value

@@ -9,11 +9,11 @@ import pytest
 
 from paxon.layers import rotary_embedding, testing
 from paxon.layers.attention import (
-  grouped_query,
   kv_cache,
   sequence_cache,
   sliding_cache,
 )
+from paxon.layers.attention import testing as attention_testing
 from paxon.sharding import variables
 
 BATCH, LENGTH, PROMPT, EMBED = 2, 7, 4, 8
@@ -41,7 +41,7 @@ CACHES = {
 
 
 def _layer(cache):
-  return grouped_query.GroupedQueryAttention(
+  return attention_testing.grouped_query_attention(
     4,
     num_kv_heads=2,
     head_dim=16,

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from paxon.layers import rotary_embedding, stack, testing
-from paxon.layers.attention import grouped_query, sliding_cache
+from paxon.layers.attention import sliding_cache
+from paxon.layers.attention import testing as attention_testing
 from paxon.layers.decoding import cache_rows
 from paxon.sharding import axes, variables
 
@@ -20,7 +21,7 @@ LENGTHS = testing.array([2, 4, 3], np.int32)
 def _prefilled():
   """A model with two kinds of cache, its step, and a full cache."""
   make = functools.partial(
-    grouped_query.GroupedQueryAttention,
+    attention_testing.grouped_query_attention,
     2,
     num_kv_heads=2,
     head_dim=4,

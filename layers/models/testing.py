@@ -27,6 +27,8 @@ from paxon.layers.attention import (
   position_bias,
   projections,
 )
+from paxon.layers.attention import mask as attention_mask
+from paxon.layers.attention import testing as attention_testing
 from paxon.layers.models import (
   classifier,
   decoder_lm,
@@ -70,7 +72,7 @@ def tiny_decoder(
         head_dim=4,
         rotary=rotary_embedding.Rotary(),
         kernel=kernel,
-        window=window,
+        mask=attention_mask.MaskRules(window=window),
         dtype=dtype,
       ),
       feed_forward_norm=rms_norm.RmsNorm(dtype=dtype),
@@ -105,9 +107,8 @@ def tiny_gpt2(
       4,
       num_kv_heads=4,
       head_dim=4,
-      projections=projections.CombinedProjections(),
-      use_bias=True,
-      logit_cap=5.0,
+      projections=projections.CombinedProjections(use_bias=True),
+      logits=kernels.Logits(cap=5.0),
       dtype=dtype,
     ),
     feed_forward_norm=layer_norm.LayerNorm(dtype=dtype),
@@ -171,7 +172,7 @@ def tiny_t5(
     self_attention=attention("decoder", causal=True),
     cross_attention_norm=rms_norm.RmsNorm(),
     cross_attention=cross_attention.CrossAttention(
-      4, num_kv_heads=4, head_dim=4, logit_scale=1.0
+      4, num_kv_heads=4, head_dim=4, logits=kernels.Logits(scale=1.0)
     ),
     feed_forward_norm=rms_norm.RmsNorm(),
     feed_forward=mlp(),
@@ -204,7 +205,10 @@ def tiny_transformer(**stack_fields: Any) -> encoder_decoder.EncoderDecoder:
     self_attention=_attention(use_bias=True),
     self_attention_norm=norm(),
     cross_attention=cross_attention.CrossAttention(
-      4, num_kv_heads=2, head_dim=4, use_bias=True
+      4,
+      num_kv_heads=2,
+      head_dim=4,
+      projections=projections.SeparateProjections(use_bias=True),
     ),
     cross_attention_norm=norm(),
     feed_forward=feed_forward.FeedForward(12),
@@ -276,7 +280,7 @@ def _text_parts(**stack_fields: Any) -> dict[str, Any]:
 
 
 def _attention(**fields: Any) -> grouped_query.GroupedQueryAttention:
-  return grouped_query.GroupedQueryAttention(
+  return attention_testing.grouped_query_attention(
     4, num_kv_heads=4, head_dim=4, **fields
   )
 

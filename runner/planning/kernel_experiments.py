@@ -92,7 +92,8 @@ class HasKernel(testing.TinyLm):
     attention = config.task.model.stack.blocks[0].attention
     attention.kernel = self._kernels[self.kernel]
     if self.position_bias:
-      attention.position_bias = fdl.Config(position_bias.Alibi)
+      bias = fdl.Config(position_bias.Alibi)
+      attention.logits = fdl.Config(kernels.Logits, position_bias=bias)
 
 
 class ExpectsSplash(HasKernel):

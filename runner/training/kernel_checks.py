@@ -89,7 +89,8 @@ def check_attention(
     if length_shards > 1:
       words = f"mesh {job.mesh!r} splits sequences into {length_shards} shards"
       request = request.asking(_Feature.SPLIT_ROWS, words)
-    if job.generation is not None and getattr(layer, "causal", False):
+    rules = getattr(layer, "mask", None)
+    if job.generation is not None and rules is not None and rules.causal:
       request = request.asking(_Feature.CACHE, "the job generates samples")
     message = kernel_support.refusal(support, request)
     if message is not None:

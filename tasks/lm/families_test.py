@@ -104,7 +104,7 @@ def test_llama_s_toy_groups_heads_as_it_does():
 def test_bert_reads_both_ways_and_hides_tokens():
   config = _Bert(label_smoothing=0.1).job().task
   (block,) = config.model.stack.blocks
-  assert not block.attention.causal
+  assert not block.attention.mask.causal
   masking = config.model.masking
   assert fdl.get_callable(masking) is random_masking.RandomMasking
   assert (masking.mask_id, masking.rate) == (103, 0.15)

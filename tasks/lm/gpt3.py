@@ -98,7 +98,7 @@ class Gpt3(transformer_lm_spmd.TransformerLmSpmd):
   def attention(self) -> fdl.Config[Any]:
     """Returns attention with biases."""
     attention = super().attention()
-    attention.use_bias = True
+    attention.projections.use_bias = True
     return attention
 
   def model(self) -> fdl.Config[Any]:

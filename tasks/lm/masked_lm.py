@@ -10,6 +10,7 @@ from typing import Any
 import fiddle as fdl
 
 from paxon.layers import remat, softmax_loss
+from paxon.layers.attention import mask as attention_mask
 from paxon.layers.models import masked_lm, random_masking
 from paxon.learners import adafactor
 from paxon.tasks.lm import transformer_lm_spmd
@@ -38,7 +39,7 @@ class MaskedTransformerLm(transformer_lm_spmd.TransformerLmSpmd):
   def attention(self) -> fdl.Config[Any]:
     """Returns attention that reads both ways."""
     attention = super().attention()
-    attention.causal = False
+    attention.mask = fdl.Config(attention_mask.MaskRules, causal=False)
     return attention
 
   def model(self) -> fdl.Config[Any]:

@@ -34,7 +34,7 @@ from paxon.layers import (
   position_embedding,
   remat,
 )
-from paxon.layers.attention import grouped_query, projections
+from paxon.layers.attention import grouped_query, kernels, projections
 from paxon.learners import adamw, schedules
 from paxon.runner.settings import training
 from paxon.tasks.lm import decoder
@@ -128,9 +128,11 @@ class TransformerLmSpmd(decoder.Decoder):
       num_kv_heads=self.num_heads,
       head_dim=self.head_dim,
       kernel=self.attention_kernel,
-      projections=fdl.Config(projections.CombinedProjections),
-      logit_cap=self.attention_logit_cap,
-      **self.initial("projection_init", "output_init"),
+      projections=fdl.Config(
+        projections.CombinedProjections,
+        **self.initial("kernel_init", "output_init"),
+      ),
+      logits=fdl.Config(kernels.Logits, cap=self.attention_logit_cap),
     )
 
   def feed_forward(self) -> fdl.Config[Any]:

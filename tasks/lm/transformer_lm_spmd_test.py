@@ -44,7 +44,7 @@ def test_knobs_reach_the_configuration():
   config = task.job().task
   (block,) = config.model.stack.blocks
   assert block.feed_forward.activation is nn.gelu
-  assert block.attention.logit_cap is None
+  assert block.attention.logits.cap is None
   assert config.model.logit_cap is None
   assert config.model.token_loss.chunk_length == 8
   assert config.learner.num_microbatches == 2
@@ -57,7 +57,7 @@ def test_a_toy_keeps_the_parts():
   (block,), (small,) = whole.stack.blocks, toy.stack.blocks
   for name in ("attention", "feed_forward", "attention_norm"):
     assert type(getattr(block, name)) is type(getattr(small, name))
-  assert small.attention.logit_cap == block.attention.logit_cap == 50.0
+  assert small.attention.logits.cap == block.attention.logits.cap == 50.0
   assert toy.stack.remat_policy is whole.stack.remat_policy
 
 

@@ -19,7 +19,8 @@ from paxon.layers import (
   stack,
   unembedding,
 )
-from paxon.layers.attention import grouped_query
+from paxon.layers.attention import grouped_query, projections
+from paxon.layers.attention import mask as attention_mask
 from paxon.layers.models import masked_lm
 from paxon.layers.models.hugging_face import (
   family,
@@ -191,8 +192,8 @@ def _block(bert: _Bert, make: Callable[..., Any]) -> Any:
       num_heads=bert.sizes["N"],
       num_kv_heads=bert.sizes["N"],
       head_dim=bert.sizes["H"],
-      causal=False,
-      use_bias=True,
+      mask=make(attention_mask.MaskRules, causal=False),
+      projections=make(projections.SeparateProjections, use_bias=True),
     ),
     attention_norm=_norm(bert, make),
     feed_forward=make(

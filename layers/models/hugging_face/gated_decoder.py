@@ -18,7 +18,13 @@ from paxon.layers import (
   stack,
   unembedding,
 )
-from paxon.layers.attention import grouped_query, head_norm
+from paxon.layers.attention import (
+  grouped_query,
+  head_norm,
+  kernels,
+  projections,
+)
+from paxon.layers.attention import mask as attention_mask
 from paxon.layers.models import decoder_lm
 from paxon.layers.models.hugging_face import (
   family,
@@ -129,12 +135,13 @@ class GatedDecoder:
     )
 
   def _attention(self, make: Callable[..., Any], window: int | None) -> Any:
-    norms = {}
+    norms = None
     if self.has_head_norm:
-      norms = {
-        name: self._norm(make, head_norm.HeadNorm)
-        for name in ("query_norm", "key_norm")
-      }
+      norms = make(
+        head_norm.QueryKeyNorm,
+        query_norm=self._norm(make, head_norm.HeadNorm),
+        key_norm=self._norm(make, head_norm.HeadNorm),
+      )
     is_local = window is not None and self.local_rope is not None
     positions = self.local_rope if is_local else self.rope
     return make(
@@ -143,12 +150,16 @@ class GatedDecoder:
       num_kv_heads=self.num_kv_heads,
       head_dim=self.head_dim,
       rotary=positions.build(make),
-      window=window,
-      use_bias=self.qkv_bias,
-      output_bias=self.output_bias,
-      logit_scale=self.logit_scale,
-      logit_cap=self.attention_cap,
-      **norms,
+      mask=make(attention_mask.MaskRules, window=window),
+      projections=make(
+        projections.SeparateProjections,
+        use_bias=self.qkv_bias,
+        output_bias=self.output_bias,
+      ),
+      head_norm=norms,
+      logits=make(
+        kernels.Logits, scale=self.logit_scale, cap=self.attention_cap
+      ),
     )
 
   def names(self) -> mapping.Names:

@@ -242,7 +242,7 @@ def test_layers_of_a_published_size():
   left_out = "layer_types", "_sliding_window_pattern"
   config = _config("gemma3", *left_out, num_hidden_layers=26)
   stack = gemma.GEMMA3.model(config).stack
-  assert [b.attention.window for b in stack.blocks] == [4] * 5 + [None]
+  assert [b.attention.mask.window for b in stack.blocks] == [4] * 5 + [None]
   tensors = gemma.GEMMA3.names(config).tensors
   blocks = {}
   for layer in (0, 11, 23, 24, 25):

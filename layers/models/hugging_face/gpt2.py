@@ -19,7 +19,11 @@ from paxon.layers import (
   stack,
   unembedding,
 )
-from paxon.layers.attention import grouped_query, projections
+from paxon.layers.attention import (
+  grouped_query,
+  kernels,
+  projections,
+)
 from paxon.layers.models import decoder_lm
 from paxon.layers.models.hugging_face import (
   family,
@@ -65,9 +69,8 @@ class _Gpt2:
           num_heads=self.num_heads,
           num_kv_heads=self.num_heads,
           head_dim=self.head_dim,
-          projections=make(projections.CombinedProjections),
-          use_bias=True,
-          logit_scale=scale,
+          projections=make(projections.CombinedProjections, use_bias=True),
+          logits=make(kernels.Logits, scale=scale),
         ),
         feed_forward_norm=norm(),
         feed_forward=make(

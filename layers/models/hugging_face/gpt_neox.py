@@ -60,8 +60,9 @@ class _GptNeox:
       num_kv_heads=self.num_heads,
       head_dim=self.head_dim,
       rotary=self.rope.build(make),
-      projections=make(projections.CombinedProjections),
-      use_bias=self.attention_bias,
+      projections=make(
+        projections.CombinedProjections, use_bias=self.attention_bias
+      ),
     )
     mlp = make(
       feed_forward.FeedForward, mlp_dim=self.mlp_dim, activation=self.activation

@@ -27,8 +27,10 @@ from paxon.layers import (
 from paxon.layers.attention import (
   cross_attention,
   grouped_query,
+  kernels,
   position_bias,
 )
+from paxon.layers.attention import mask as attention_mask
 from paxon.layers.models import encoder_decoder
 from paxon.layers.models.hugging_face import (
   family,
@@ -209,7 +211,7 @@ def _decoder_block(t5: _T5, make: Callable[..., Any]) -> Any:
       num_heads=t5.sizes["N"],
       num_kv_heads=t5.sizes["N"],
       head_dim=t5.sizes["H"],
-      logit_scale=1.0,
+      logits=make(kernels.Logits, scale=1.0),
     ),
     feed_forward_norm=_norm(t5, make),
     feed_forward=_feed_forward(t5, make),
@@ -231,9 +233,12 @@ def _self_attention(
     num_heads=t5.sizes["N"],
     num_kv_heads=t5.sizes["N"],
     head_dim=t5.sizes["H"],
-    causal=not is_encoder,
-    position_bias=make(shared.Shared, label=label, part=bias),
-    logit_scale=1.0,
+    mask=make(attention_mask.MaskRules, causal=not is_encoder),
+    logits=make(
+      kernels.Logits,
+      scale=1.0,
+      position_bias=make(shared.Shared, label=label, part=bias),
+    ),
   )
 
 

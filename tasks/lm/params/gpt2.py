@@ -93,10 +93,12 @@ class Gpt2Small124M(lm_data.Text, decoder.Decoder):
       num_kv_heads=self.num_heads,
       head_dim=self.head_dim,
       kernel=self.attention_kernel,
-      projections=fdl.Config(projections.CombinedProjections),
-      use_bias=True,
-      projection_init=_normal(_STDDEV),
-      output_init=_normal(last),
+      projections=fdl.Config(
+        projections.CombinedProjections,
+        use_bias=True,
+        kernel_init=_normal(_STDDEV),
+        output_init=_normal(last),
+      ),
     )
 
   def feed_forward(self) -> fdl.Config[Any]:

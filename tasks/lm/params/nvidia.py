@@ -23,7 +23,11 @@ from paxon.layers import (
   rms_norm,
   rotary_embedding,
 )
-from paxon.layers.attention import grouped_query
+from paxon.layers.attention import (
+  grouped_query,
+  kernels,
+  projections,
+)
 from paxon.learners import adafactor, adamw
 from paxon.tasks.lm import lm_data, needs, transformer_lm_spmd
 
@@ -230,8 +234,11 @@ class Llama2_7B(NVIDIA1_3B):  # noqa: N801
       head_dim=self.head_dim,
       rotary=fdl.Config(rotary_embedding.Rotary),
       kernel=self.attention_kernel,
-      logit_cap=self.attention_logit_cap,
-      **self.initial("projection_init", "output_init"),
+      logits=fdl.Config(kernels.Logits, cap=self.attention_logit_cap),
+      projections=fdl.Config(
+        projections.SeparateProjections,
+        **self.initial("kernel_init", "output_init"),
+      ),
     )
 
   def feed_forward(self) -> fdl.Config[Any]:

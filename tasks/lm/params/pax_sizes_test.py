@@ -229,8 +229,8 @@ def test_gpt3_is_gpt3():
   made = _load("c4.C4SpmdGpt3L16AdamOrgHP")
   model = made.job().task.model
   (block,) = model.stack.blocks
-  assert (block.attention.logit_cap, model.logit_cap) == (None, None)
-  assert block.attention.use_bias
+  assert (block.attention.logits.cap, model.logit_cap) == (None, None)
+  assert block.attention.projections.use_bias
   assert block.attention_norm.epsilon == model.final_norm.epsilon == 1e-5
   assert model.position_embedding.max_length == 16_384
   assert model.embedding.embedding_init.stddev == 0.006
