@@ -50,7 +50,7 @@ def test_unset_cache_storage_is_set():
   config = fdl.Config(
     dict,
     default=_attention(),
-    ring=_attention(window=3, cache=ring),
+    ring=_attention(cache=ring),
     cast=_attention(cache=cast),
     none=_attention(cache=fdl.Config(kv_cache.NoCache)),
   )
