@@ -90,7 +90,7 @@ def test_a_store_that_nobody_knows_is_one_line():
 
 
 @pytest.mark.parametrize(
-  "use", [run_dir.create, run_dir.existing, stored_checkpoint.find]
+  "use", [run_dir.create, run_dir.existing, stored_checkpoint.find_checkpoint]
 )
 def test_a_store_that_nothing_installed_reaches_is_one_line(use, monkeypatch):
   path = epath.Path("gs://bucket/run")

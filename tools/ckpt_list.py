@@ -7,7 +7,7 @@ import os
 
 from etils import epath
 
-from paxon.runner import user_error
+from paxon.runner import units, user_error
 from paxon.runner.checkpoints import (
   retention,
   stored_checkpoint,
@@ -39,7 +39,7 @@ def lines(path: epath.Path) -> list[str]:
   Raises:
     user_error.UserError: There is no checkpoint.
   """
-  folder, steps = stored_checkpoint.steps(path)
+  folder, steps = stored_checkpoint.find_steps(path)
   results = _results(folder.parent)
   found = {step: _read(folder, step) for step in steps}
   times = {step: _time(folder, step, found[step]) for step in steps}
@@ -52,7 +52,7 @@ def lines(path: epath.Path) -> list[str]:
       (
         str(step),
         f"{datetime.datetime.fromtimestamp(times[step]):%Y-%m-%d %H:%M:%S}",
-        text_table.size(num_bytes),
+        units.size(num_bytes),
         *_counts(checkpoint),
         ", ".join(reasons.get(step, ())) or "-",
         "its metadata is damaged"
@@ -62,17 +62,16 @@ def lines(path: epath.Path) -> list[str]:
     )
   word = "checkpoint" if len(steps) == 1 else "checkpoints"
   head = (
-    f"{os.fspath(folder)}: {len(steps)} {word}, {text_table.size(total)} on"
-    " disk"
+    f"{os.fspath(folder)}: {len(steps)} {word}, {units.size(total)} on disk"
   )
-  return [head, "", *text_table.lines(rows, right=_NUMBERS)]
+  return [head, "", *text_table.format_lines(rows, right=_NUMBERS)]
 
 
 def _read(
   folder: epath.Path, step: int
 ) -> stored_checkpoint.StoredCheckpoint | None:
   try:
-    return stored_checkpoint.read(folder, step)
+    return stored_checkpoint.read_metadata(folder, step)
   except user_error.UserError:
     return None
 
@@ -83,7 +82,7 @@ def _time(
   checkpoint: stored_checkpoint.StoredCheckpoint | None,
 ) -> float:
   """Returns the time of a save, in seconds since the epoch."""
-  if checkpoint is None or checkpoint.time is None:
+  if checkpoint is None:
     return float((folder / str(step)).stat().mtime)
   return checkpoint.time
 

@@ -60,10 +60,10 @@ def _explain(argv: list[str]) -> int:
   )
   arguments = parser.parse_args(argv)
   checkpoint = command_line.find_checkpoint(arguments.run)
-  from paxon.runner.checkpoints import explanation
+  from paxon.runner.checkpoints import inspection
 
   _check_prefix(arguments.prefix, checkpoint)
-  print("\n".join(explanation.explain(checkpoint, prefix=arguments.prefix)))
+  print("\n".join(inspection.explain(checkpoint, prefix=arguments.prefix)))
   return _SAME
 
 
@@ -79,14 +79,14 @@ def _diff(argv: list[str]) -> int:
     command_line.find_checkpoint(arguments.a),
     command_line.find_checkpoint(arguments.b),
   )
-  from paxon.runner.checkpoints import checkpointer, comparison
+  from paxon.runner.checkpoints import checkpointer, inspection
 
   _check_prefix(arguments.prefix, a, b)
   try:
-    found = comparison.compare(a, b, prefix=arguments.prefix)
+    found = inspection.compare(a, b, prefix=arguments.prefix)
   except checkpointer.DamagedCheckpointError as error:
     raise user_error.UserError(str(error)) from error
-  print("\n".join(comparison.lines(found)))
+  print("\n".join(inspection.format_comparison(found)))
   return _SAME if found.is_same else _DIFFERENT
 
 
@@ -110,9 +110,9 @@ def _verify(argv: list[str]) -> int:
 def _check_prefix(
   prefix: str, *checkpoints: "stored_checkpoint.StoredCheckpoint"
 ) -> None:
-  from paxon.runner.checkpoints import explanation
+  from paxon.runner.checkpoints import inspection
 
-  if any(explanation.within(c.arrays, prefix) for c in checkpoints):
+  if any(inspection.select(c.arrays, prefix) for c in checkpoints):
     return
   folders = {
     "/".join(parts[:end])

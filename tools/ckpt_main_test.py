@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from paxon.runner.checkpoints import checkpointer
+from paxon.runner.checkpoints import checkpointer, manifest
 from paxon.runner.settings import training
 from paxon.runner.training import session as session_lib
 from paxon.runner.training import testing
@@ -116,7 +116,7 @@ def test_explain_takes_a_step_and_a_folder_of_names(run, capsys):
 
 def test_diff_says_by_its_status_whether_two_differ(run, wider, capsys):
   status, out, _ = _call(capsys, "diff", run, run / "checkpoints" / "20")
-  assert (status, out.splitlines()[-1]) == (0, "equal bit for bit: 4")
+  assert (status, out.splitlines()[-1]) == (0, "bitwise equal: 4")
   status, out, _ = _call(capsys, "diff", f"{run}@10", run)
   assert status == 1
   assert "params/head/kernel         10     0.476  12 of 12" in out
@@ -162,20 +162,18 @@ def test_verify_names_what_is_damaged(run, tmp_path, capsys, damage):
   assert (status, len(out.splitlines())) == (0, 1)
 
 
-def test_verify_holds_arrays_against_the_metadata(run, tmp_path, capsys):
+def test_verify_compares_arrays_with_the_metadata(run, tmp_path, capsys):
   copy = tmp_path / "copy"
   shutil.copytree(run, copy)
-  step = copy / "checkpoints" / "20"
-  # As in format version 1, which has no checksums.
-  shutil.rmtree(step / "manifest")
+  step = epath.Path(copy / "checkpoints" / "20")
   metadata = step / "metadata" / "metadata"
-  described = json.loads(metadata.read_text()) | {"format_version": 1}
-  metadata.write_text(json.dumps(described))
-  status, out, _ = _call(capsys, "verify", f"{copy}@20")
-  assert status == 0
-  assert "no checksums in format version 1" in out
+  described = json.loads(metadata.read_text())
   described["arrays"]["params/body/scale"]["shape"] = [5]
   metadata.write_text(json.dumps(described))
+  # With checksums of the changed file.
+  entries = manifest.compute(step, names=("state", "data", "metadata"))
+  text = manifest.to_text(entries)
+  (step / "manifest" / manifest.FILE_NAME).write_text(text)
   status, out, _ = _call(capsys, "verify", f"{copy}@20")
   assert status == 1
   assert "holds params/body/scale as float32[4], but its metadata has" in out
@@ -209,7 +207,7 @@ def test_preview_for_an_experiment(run, tmp_path, capsys, monkeypatch):
   assert "read      10 of 11 variables" in out
   status, _, err = _call(capsys, "preview", run, exp)
   assert status == 2
-  assert "none of the model's variables" in err
+  assert "none of the requested variables" in err
   monkeypatch.setattr(
     testing.TinyLm,
     "warm_start",
@@ -219,7 +217,7 @@ def test_preview_for_an_experiment(run, tmp_path, capsys, monkeypatch):
   )
   status, out, _ = _call(capsys, "preview", exp)
   assert status == 0
-  assert "begins at step 3; 25 arrays beside variables read" in out
+  assert "starts at step 3; 25 non-variable arrays read" in out
   # What is given stands in place of what the experiment says.
   status, out, _ = _call(capsys, "preview", exp, "--pattern=params/stack/.*=>")
   assert status == 0
@@ -251,7 +249,7 @@ def test_a_store_is_looked_into_like_a_disk(run, store, capsys):
     *(capsys, "preview", store, f"--to={run}", "--training_state")
   )
   assert status == 0
-  assert "begins at step 20" in out
+  assert "starts at step 20" in out
 
 
 @pytest.mark.parametrize(
@@ -260,15 +258,15 @@ def test_a_store_is_looked_into_like_a_disk(run, store, capsys):
     (["lst"], "Unknown command 'lst'; did you mean 'list'?"),
     (["list"], "list: the following arguments are required: RUN"),
     (["list", "{run}@10"], "remove @10"),
-    (["list", "/nowhere"], "There is no folder /nowhere"),
+    (["list", "/nowhere"], "/nowhere does not exist"),
     (["list", " "], "The run directory is empty"),
-    (["explain", "{run}@7"], "There is no checkpoint of step 7 in"),
-    (["explain", "{run}/metrics.jsonl"], "There is no folder"),
+    (["explain", "{run}@7"], "contains no checkpoint of step 7"),
+    (["explain", "{run}/metrics.jsonl"], "does not exist"),
     (["explain", "{run}", "parms"], "No name begins with 'parms'"),
     (["diff", "{run}"], "diff: the following arguments are required: B"),
     (["diff", "{run}", "{run}", "a", "b"], "unrecognized arguments: b"),
     (["verify", "{run}", "--fast"], "unrecognized arguments: --fast"),
-    (["verify", "{run}@7"], "There is no checkpoint of step 7 in"),
+    (["verify", "{run}@7"], "contains no checkpoint of step 7"),
     (["preview", "{run}"], "either --exp=a.b.C or --to=RUN"),
     (["preview", "{run}", "--to={run}", "--exp=a.B"], "either --exp"),
     (

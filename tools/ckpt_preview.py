@@ -16,8 +16,8 @@ from typing import Any
 from paxon.runner import run_dir, user_error
 from paxon.runner.checkpoints import (
   stored_checkpoint,
+  warm_start,
   warm_start_plan,
-  warm_start_preview,
 )
 from paxon.runner.configuration import overrides, resolving
 from paxon.runner.settings import training
@@ -62,9 +62,9 @@ def main(argv: Sequence[str]) -> int:
   else:
     targets, start = _of_experiment(arguments.exp, given)
   plan = _plan(arguments, targets, start)
-  lines = warm_start_preview.summary(plan)
+  lines = warm_start.summarize(plan)
   if arguments.all:
-    lines += ["", *warm_start_preview.table(plan)]
+    lines += ["", *warm_start.format_table(plan)]
   print("\n".join(lines))
   return 0
 
@@ -149,7 +149,7 @@ def _plan(
       )
   except ValueError as error:
     raise user_error.UserError(str(error)) from error
-  checkpoint = stored_checkpoint.find(
+  checkpoint = stored_checkpoint.find_checkpoint(
     run_dir.resolve(start.checkpoint, os.environ), step=start.step
   )
   return warm_start_plan.make(start, checkpoint=checkpoint, targets=targets)

@@ -6,13 +6,8 @@ import dataclasses
 from etils import epath
 import numpy as np
 
-from paxon.runner import user_error
-from paxon.runner.checkpoints import (
-  checkpointer,
-  stored_arrays,
-  stored_checkpoint,
-  text_table,
-)
+from paxon.runner import units, user_error
+from paxon.runner.checkpoints import checkpointer, stored_checkpoint, text_table
 
 # Number of values that are checked at a time.
 _CHUNK = 1 << 20
@@ -43,9 +38,9 @@ def verify(path: epath.Path, *, step: int | None = None) -> Iterator[Report]:
   Raises:
     user_error.UserError: There is no checkpoint.
   """
-  folder, steps = stored_checkpoint.steps(path)
+  folder, steps = stored_checkpoint.find_steps(path)
   if step is not None:
-    stored_checkpoint.find(path, step=step)
+    stored_checkpoint.find_checkpoint(path, step=step)
     steps = [step]
   for each in steps:
     yield _verify(folder, each)
@@ -53,10 +48,9 @@ def verify(path: epath.Path, *, step: int | None = None) -> Iterator[Report]:
 
 def _verify(folder: epath.Path, step: int) -> Report:
   try:
-    checkpoint = stored_checkpoint.read(folder, step)
+    checkpoint = stored_checkpoint.read_metadata(folder, step)
     with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
       checkpoints.verify(step)
-      has_checksums = checkpoints.describe(step)["checksums"] is not None
     not_finite = _read_all(checkpoint)
   except (checkpointer.DamagedCheckpointError, user_error.UserError) as error:
     return Report(
@@ -65,10 +59,8 @@ def _verify(folder: epath.Path, step: int) -> Report:
       line=f"step {step}: DAMAGED. {user_error.one_line(error)}",
     )
   arrays = checkpoint.arrays.values()
-  size = text_table.size(stored_checkpoint.total_bytes(arrays))
+  size = units.size(stored_checkpoint.total_bytes(arrays))
   line = f"step {step}: sound, {len(arrays)} arrays of {size} read"
-  if not has_checksums:
-    line += f"; no checksums in format version {checkpoint.format_version}"
   if not_finite:
     total = sum(not_finite.values())
     names = ", ".join(list(not_finite)[:3])
@@ -91,12 +83,12 @@ def _read_one(
   stored: stored_checkpoint.StoredArray,
 ) -> int:
   # A function, so that one array is freed before the next is read.
-  (array,) = stored_arrays.read_numpy(checkpoint, [stored.name]).values()
+  (array,) = stored_checkpoint.read_numpy(checkpoint, [stored.name]).values()
   if (array.shape, array.dtype.name) != (stored.shape, stored.dtype):
     raise checkpointer.DamagedCheckpointError(
       f"The checkpoint {checkpoint.path} holds {stored.name} as"
-      f" {array.dtype.name}{text_table.shape(array.shape)}, but its metadata"
-      f" has {stored.dtype}{text_table.shape(stored.shape)}"
+      f" {array.dtype.name}{text_table.format_shape(array.shape)}, but its"
+      f" metadata has {stored.dtype}{text_table.format_shape(stored.shape)}"
     )
   return _count_not_finite(array)
 

@@ -77,7 +77,7 @@ def find_checkpoint(place: str) -> "stored_checkpoint.StoredCheckpoint":
   path, step = parse_place(place)
   from paxon.runner.checkpoints import stored_checkpoint as stored
 
-  return stored.find(path, step=step)
+  return stored.find_checkpoint(path, step=step)
 
 
 def parse_place(place: str) -> tuple[epath.Path, int | None]:

@@ -24,13 +24,8 @@ from paxon.layers.models.hugging_face import (
   weight_files,
 )
 from paxon.runner import files as runner_files
-from paxon.runner import user_error
-from paxon.runner.checkpoints import (
-  checkpointer,
-  stored_arrays,
-  stored_checkpoint,
-  text_table,
-)
+from paxon.runner import units, user_error
+from paxon.runner.checkpoints import checkpointer, stored_checkpoint, text_table
 from paxon.tools import hf_files
 
 # The default of transformers.
@@ -87,7 +82,7 @@ def run(
       for file, each in shards.items()
       for name in each
     ]
-    yield from text_table.lines(rows, right=())
+    yield from text_table.format_lines(rows, right=())
   else:
     _verify(checkpoint)
     target.mkdir(parents=True, exist_ok=True)
@@ -98,7 +93,7 @@ def run(
   total = sum(_bytes(each) for each in described.values())
   done = "would write" if dry_run else "wrote"
   yield (
-    f"{done} {len(described)} tensors, {text_table.size(total)}, in"
+    f"{done} {len(described)} tensors, {units.size(total)}, in"
     f" {len(shards)} file{'s' if len(shards) > 1 else ''} to"
     f" {os.fspath(target)}"
   )
@@ -147,7 +142,7 @@ def _write(
       )
       writers |= dict.fromkeys(each, writer)
     for leaf in names.leaves.values():
-      array = stored_arrays.read_numpy(checkpoint, [leaf.name])[leaf.name]
+      array = stored_checkpoint.read_numpy(checkpoint, [leaf.name])[leaf.name]
       for name, start, rows in leaf.to_tensors(array):
         dtype = described[name][0]
         writers[name].write_rows(name, start, rows.astype(dtype, copy=False))

@@ -21,7 +21,7 @@ from paxon.layers.models.hugging_face import (
   weight_files,
 )
 from paxon.runner import files as runner_files
-from paxon.runner import run_dir, user_error
+from paxon.runner import run_dir, units, user_error
 from paxon.runner.checkpoints import (
   checkpointer,
   lazy_array,
@@ -98,7 +98,7 @@ def run(
   )
   done = "would write" if dry_run else "wrote"
   yield (
-    f"{done} {len(names.leaves)} arrays, {text_table.size(total)}, to"
+    f"{done} {len(names.leaves)} arrays, {units.size(total)}, to"
     f" {os.fspath(checkpoints / '0')}"
   )
 
@@ -127,7 +127,7 @@ def preview(
         entry.numpy_dtype.name,
       )
     )
-  yield from text_table.lines(rows, right=())
+  yield from text_table.format_lines(rows, right=())
 
 
 def _specs(

@@ -11,7 +11,7 @@ import pytest
 from safetensors import numpy as safetensors_numpy
 
 from paxon.layers.models.hugging_face import families, golden_case
-from paxon.runner.checkpoints import stored_arrays, stored_checkpoint
+from paxon.runner.checkpoints import stored_checkpoint
 from paxon.tools import hf_export, hf_main
 
 _METADATA = {"format": "pt"}
@@ -123,13 +123,14 @@ def test_dtypes_are_cast_on_request(tmp_path):
   source, run, back = (tmp_path / name for name in ("source", "run", "back"))
   tensors = _model(source, _config("llama2"))
   assert _run("import", source, "--to", run, "--dtype", "bfloat16") == 0
-  stored = stored_checkpoint.find(epath.Path(run))
+  stored = stored_checkpoint.find_checkpoint(epath.Path(run))
   name = "params/embedding/table"
   assert stored.arrays[name].dtype == "bfloat16"
   assert stored.arrays[name].axes == ("vocab", "embed")
   table = tensors["model.embed_tokens.weight"]
   np.testing.assert_array_equal(
-    stored_arrays.read_numpy(stored, [name])[name], table.astype(jnp.bfloat16)
+    stored_checkpoint.read_numpy(stored, [name])[name],
+    table.astype(jnp.bfloat16),
   )
   assert _run("export", run, "--to", back, "--dtype", "float16") == 0
   found = safetensors_numpy.load_file(back / "model.safetensors")

@@ -1,6 +1,6 @@
-"""Saves and restores the state of a run with orbax.
+"""Saving and restoring the state of a run with orbax.
 
-A checkpoint of step s is the folder `s/` with four items:
+A checkpoint of step s is the directory `s/` with four items:
 
   state      the arrays, by logical names
   data       the position of the training data after s steps, JSON
@@ -8,9 +8,9 @@ A checkpoint of step s is the folder `s/` with four items:
              axes, JSON
   manifest   the size and checksum of each file of the other three, JSON
 
-Saving copies the arrays to the host and returns; writing goes on in the
-background. A folder gets its final name only when it is complete, manifest
-included, so a killed process leaves the checkpoint before as the latest one.
+Saving copies the arrays to the host and returns; files are written in the
+background. A directory gets its final name when it is complete, including the
+manifest, so a killed process leaves the previous checkpoint as the latest one.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,8 +26,6 @@ import jax
 import orbax.checkpoint as ocp
 
 from paxon.runner.checkpoints import (
-  checked_item,
-  compatibility,
   lazy_array,
   manifest,
   named_tree,
@@ -39,29 +37,28 @@ from paxon.runner.settings import training
 
 _STATE, _DATA, _METADATA = "state", "data", "metadata"
 _MANIFEST = "manifest"
-# Orbax calls it so in the folder of a JSON item.
+# Orbax's file name of a JSON item.
 _JSON_FILE = "metadata"
-_HAS_MANIFEST = 2
-# Of larger arrays each device moves its part to the host.
-_ONE_COPY_BYTES = 2**20
+# Larger arrays are copied to the host per shard.
+_ONE_REPLICA_BYTES = 2**20
 
 
 class DamagedCheckpointError(Exception):
-  """A checkpoint cannot be read; the message names its folder and files."""
+  """A checkpoint cannot be read; the message names its path and files."""
 
 
 class SaveError(Exception):
-  """A checkpoint could not be written; the message says why."""
+  """A checkpoint cannot be written; the message gives the reason."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Restored:
-  """What a checkpoint held.
+  """The content of a checkpoint.
 
   Attributes:
-    tree: Arrays, in the structure of the specs that were asked for.
+    tree: Arrays, in the structure of the requested specs.
     data: The position of the training data.
-    step: The number of training steps before the checkpoint.
+    step: Number of completed training steps.
   """
 
   tree: Any
@@ -70,7 +67,7 @@ class Restored:
 
 
 class Checkpointer:
-  """The checkpoints in one folder. Use it as a context, or call `close`."""
+  """The checkpoints of one directory; a context, or call `close`."""
 
   def __init__(
     self,
@@ -80,13 +77,13 @@ class Checkpointer:
     read_only: bool = False,
     lazy: bool = False,
   ) -> None:
-    """Opens a folder.
+    """Opens a directory.
 
     Args:
-      folder: Made when missing, unless read only.
-      retention: Which checkpoints are kept; `None` for all.
-      read_only: Never changes the folder, which another process may write to.
-      lazy: Trees that are saved have leaves of `lazy_array.LazyArray`, written
+      folder: The directory; created if missing, unless `read_only`.
+      retention: The checkpoints to keep; None for all.
+      read_only: Never changes the directory; another process may write to it.
+      lazy: Saved trees have leaves of `lazy_array.LazyArray`, which are written
         one by one before `save` returns.
     """
     self._folder = folder
@@ -96,38 +93,38 @@ class Checkpointer:
     self._value: Callable[[int], float | None] = lambda step: None
     self._values: dict[int, float | None] = {}
     self._times: dict[int, float] = {}
-    self._left_out = set[int]()
+    self._skipped = set[int]()
     self._manager: ocp.CheckpointManager | None = None
-    self._end_silence = orbax_noise.silence()
+    self._restore_logs = orbax_noise.filter_logs()
     if folder.exists() or not read_only:
       self._manager = self._open()
 
   def _open(self) -> ocp.CheckpointManager:
     if self._read_only:
-      # Other defaults do not go with it, and orbax warns of each.
+      # Orbax warns about other defaults with `read_only`.
       options = ocp.CheckpointManagerOptions(
         read_only=True, create=False, save_interval_steps=0
       )
     else:
       options = ocp.CheckpointManagerOptions(
-        # Cleans up what a killed process left unfinished.
+        # Removes incomplete checkpoints of killed processes.
         cleanup_tmp_directories=True,
-        preservation_policy=_Policy(self._is_kept),
-        # Where folders are made in the background and that fails, orbax's
-        # writing threads wait for them, and the process cannot exit.
+        preservation_policy=_Policy(self._select_kept),
+        # If creating directories in the background fails, orbax's threads wait
+        # for them and the process cannot exit.
         async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
       )
     return ocp.CheckpointManager(
       self._folder,
       options=options,
       item_handlers={
-        _STATE: lazy_array.handler()
+        _STATE: lazy_array.make_handler()
         if self._lazy
         else ocp.PyTreeCheckpointHandler(),
         _DATA: ocp.JsonCheckpointHandler(),
         _METADATA: ocp.JsonCheckpointHandler(),
-        # Comes last, because items are finished in this order.
-        _MANIFEST: checked_item.ManifestHandler((_STATE, _DATA, _METADATA)),
+        # Last, because items are finalized in this order.
+        _MANIFEST: manifest.ManifestHandler((_STATE, _DATA, _METADATA)),
       },
     )
 
@@ -141,125 +138,119 @@ class Checkpointer:
     traceback: TracebackType | None,
   ) -> None:
     if exception is not None and not agreement.is_alone():
-      # A save under way would wait for a process that may be gone.
+      # A pending save would wait for a process that may be lost.
       self._manager = None
     self.close()
 
   def steps(self) -> list[int]:
-    """Returns the steps of all complete checkpoints, in order.
-
-    Those that were left out are not among them.
-    """
+    """Returns the steps of all complete checkpoints not skipped, in order."""
     steps = self._manager.all_steps() if self._manager else ()
-    return sorted(set(steps) - self._left_out)
+    return sorted(set(steps) - self._skipped)
 
   def latest_step(self) -> int | None:
-    """Returns the step of the newest complete checkpoint, `None` without."""
+    """Returns the step of the latest complete checkpoint, or None."""
     steps = self.steps()
     return steps[-1] if steps else None
 
-  def leave_out(self, step: int) -> None:
-    """Treats a checkpoint as if it were not there, because it is damaged.
+  def skip(self, step: int) -> None:
+    """Ignores a checkpoint from now on, because it is damaged.
 
-    Its files stay until its step is saved anew. It does not count as one of
-    those that are kept.
+    Its files stay until its step is saved again. Retention does not count it.
 
     Args:
-      step: Of the checkpoint.
+      step: The step of the checkpoint.
     """
-    self._left_out.add(step)
+    self._skipped.add(step)
 
   def rank_by(self, value: Callable[[int], float | None]) -> None:
-    """Sets what the best checkpoints are told by.
+    """Sets the metric that ranks checkpoints.
 
     Args:
-      value: Gives the metric of the retention at a step; `None` where it is
-        not known. It is asked at each save.
+      value: Returns the metric at a step, or None if it is unknown. Called at
+        each save.
     """
     self._value = value
 
   def save(
     self, step: int, tree: Any, *, specs: Any, data: Mapping[str, Any]
   ) -> None:
-    """Starts saving; the arrays may be donated as soon as it returns.
+    """Starts saving; the arrays may be donated when it returns.
 
-    Waits for the save before, if that is still under way. Does nothing if this
-    step is already saved. When it is complete, checkpoints that are not to be
-    kept are deleted.
+    Waits for a pending save. Does nothing if this step is already saved. When
+    the save is complete, checkpoints outside of the retention are deleted.
 
     Args:
-      step: The number of training steps made.
+      step: Number of completed training steps.
       tree: A pytree of arrays.
       specs: The same pytree of `VariableSpec`.
       data: The position of the training data after these steps; JSON values.
 
     Raises:
-      SaveError: This save, or the one before, failed.
+      SaveError: This save or the previous one failed.
     """
     if self._manager is None or self._read_only:
-      raise ValueError(f"{self._folder} is open for reading only, or closed.")
+      raise ValueError(f"{self._folder} is closed or read-only.")
     if step in self.steps():
       return
     self._values = {each: self._value(each) for each in self.steps()}
-    # Which checkpoints are kept depends on it, and all processes agree on that.
+    # Retention depends on the time, and must be the same on all processes.
     self._times[step] = agreement.from_first(time.time)
     metadata = {
-      "format_version": compatibility.FORMAT_VERSION,
+      "format_version": named_tree.FORMAT_VERSION,
       "step": step,
       "time": self._times[step],
-      "arrays": compatibility.describe(specs),
+      "arrays": named_tree.describe(specs),
     }
     args = ocp.args.Composite(
       **{
         _STATE: ocp.args.PyTreeSave(
-          jax.tree.map(_one_copy, named_tree.to_named(tree, specs=specs))
+          jax.tree.map(_one_replica, named_tree.to_named(tree, specs=specs))
         ),
         _DATA: ocp.args.JsonSave(dict(data)),
         _METADATA: ocp.args.JsonSave(metadata),
-        _MANIFEST: checked_item.ManifestArgs(),
+        _MANIFEST: manifest.ManifestArgs(),
       }
     )
     with self._saving():
-      if step in self._left_out:
+      if step in self._skipped:
         self._manager.delete(step)
-        self._left_out.remove(step)
-      # Forced, because a later one that is damaged may be there.
+        self._skipped.remove(step)
+      # Forced, because a later, damaged checkpoint may exist.
       self._manager.save(step, args=args, force=True)
 
-  def _is_kept(
+  def _select_kept(
     self, steps: Sequence[int], times: Sequence[float]
   ) -> list[bool]:
-    """Decides at a save; the newest of the steps is being saved."""
+    """Applies the retention; the last step is being saved."""
     saved = [
       retention_lib.Saved(step=step, time=self._time(step, otherwise=time))
       for step, time in zip(steps, times, strict=True)
-      if step not in self._left_out
+      if step not in self._skipped
     ]
     reasons = retention_lib.reasons_to_keep(
       self._retention, saved, value=self._values.get
     )
-    return [step in self._left_out or bool(reasons[step]) for step in steps]
+    return [step in self._skipped or bool(reasons[step]) for step in steps]
 
   def _time(self, step: int, *, otherwise: float) -> float:
     """Returns when a checkpoint was saved, in seconds since the epoch."""
     if step not in self._times:
       try:
         self._times[step] = float(self._metadata(step)["time"])
-      # Format version 1 has none; and a damaged one is found when it is read.
+      # Damage is reported when the checkpoint is read.
       except (DamagedCheckpointError, KeyError, TypeError, ValueError):
         self._times[step] = otherwise
     return self._times[step]
 
   def describe(self, step: int) -> dict[str, Any]:
-    """Returns what a checkpoint says of itself, as JSON values.
+    """Returns the metadata and checksums of a checkpoint, as JSON values.
 
     Args:
-      step: Of the checkpoint.
+      step: The step of the checkpoint.
 
     Returns:
-      `format_version`, `step`, `time` (since format version 2, seconds since
-      the epoch), `arrays` (shape, dtype and axes by name) and `checksums` (size
-      and CRC-32 by file; `None` before format version 2).
+      `format_version`, `step`, `time` (seconds since the epoch), `arrays`
+      (shape, dtype and axes by name) and `checksums` (size and CRC-32 by file).
 
     Raises:
       DamagedCheckpointError: The metadata or the manifest cannot be read.
@@ -267,30 +258,26 @@ class Checkpointer:
     entries = self._entries(step)
     return {
       **self._metadata(step),
-      "checksums": None
-      if entries is None
-      else {name: dataclasses.asdict(each) for name, each in entries.items()},
+      "checksums": {n: dataclasses.asdict(each) for n, each in entries.items()},
     }
 
   def verify(self, step: int) -> None:
     """Reads all files of a checkpoint and compares their checksums.
 
     Args:
-      step: Of the checkpoint. One of format version 1 has no checksums, and
-        only its metadata is read.
+      step: The step of the checkpoint.
 
     Raises:
       DamagedCheckpointError: Files are missing, incomplete or changed; the
         message names them.
-      CheckpointMismatchError: A later version of this program has written it.
+      CheckpointMismatchError: Another version of this program wrote it.
     """
     self._verify(step)
 
   def _verify(self, step: int) -> dict[str, Any]:
-    """Returns the metadata of a checkpoint that is as it was written.
+    """Verifies a checkpoint and returns its metadata.
 
-    Of several processes each reads its share of the files, and what one of them
-    finds is raised by all.
+    Each process reads its share of the files, and all raise what one finds.
     """
     if agreement.is_alone():
       return self._verify_share(step)
@@ -305,28 +292,31 @@ class Checkpointer:
   def _verify_share(self, step: int) -> dict[str, Any]:
     path = self._folder / str(step)
     entries = self._entries(step)
-    if entries is not None:
-      # First, because the version in it says what the rest means.
-      own = {n: e for n, e in entries.items() if n.startswith(f"{_METADATA}/")}
-      self._refuse(step, manifest.problems(path, own))
+    # First, because the rest depends on the version in it.
+    own = {n: e for n, e in entries.items() if n.startswith(f"{_METADATA}/")}
+    self._check_files(step, own)
     metadata = self._metadata(step)
     version = metadata["format_version"]
-    compatibility.check_version(version, where=f"The checkpoint {path}")
-    if entries is not None:
-      share = agreement.share(sorted(entries))
-      self._refuse(
-        step, manifest.problems(path, {n: entries[n] for n in share})
-      )
-    elif version >= _HAS_MANIFEST:
-      self._refuse(step, [f"{_MANIFEST}/{checked_item.FILE_NAME} is missing"])
+    named_tree.check_version(version, where=f"The checkpoint {path}")
+    share = agreement.share(sorted(entries))
+    self._check_files(step, {n: entries[n] for n in share})
     return metadata
 
-  def _entries(self, step: int) -> dict[str, manifest.Entry] | None:
-    name = f"{_MANIFEST}/{checked_item.FILE_NAME}"
+  def _check_files(
+    self, step: int, entries: Mapping[str, manifest.Entry]
+  ) -> None:
+    problems = manifest.find_problems(self._folder / str(step), entries)
+    if problems:
+      more = len(problems) - 1
+      also = f" (and {more} more)" if more else ""
+      raise self._damaged(step, f"{problems[0]}{also}")
+
+  def _entries(self, step: int) -> dict[str, manifest.Entry]:
+    name = f"{_MANIFEST}/{manifest.FILE_NAME}"
     try:
       return manifest.from_text((self._folder / str(step) / name).read_text())
-    except FileNotFoundError:
-      return None
+    except FileNotFoundError as error:
+      raise self._damaged(step, f"{name} is missing") from error
     except (OSError, ValueError) as error:
       raise self._damaged(step, f"{name}: {_first_line(error)}") from error
 
@@ -335,16 +325,10 @@ class Checkpointer:
     try:
       metadata = json.loads((self._folder / str(step) / name).read_text())
       if not isinstance(metadata["format_version"], int):
-        raise ValueError("its format_version is no number")
+        raise ValueError("its format_version is not an integer")
     except (OSError, ValueError, KeyError, TypeError) as error:
       raise self._damaged(step, f"{name}: {_first_line(error)}") from error
     return metadata
-
-  def _refuse(self, step: int, problems: list[str]) -> None:
-    if problems:
-      more = len(problems) - 1
-      also = f" (and {more} more)" if more else ""
-      raise self._damaged(step, f"{problems[0]}{also}")
 
   def _damaged(self, step: int, what: str) -> DamagedCheckpointError:
     return DamagedCheckpointError(
@@ -352,17 +336,17 @@ class Checkpointer:
     )
 
   def restore(self, step: int, *, specs: Any, shardings: Any) -> Restored:
-    """Reads a checkpoint, placed for the mesh at hand, after verifying it.
+    """Verifies and reads a checkpoint onto any mesh.
 
     Args:
-      step: Of the checkpoint.
-      specs: A pytree of `VariableSpec`; it may leave out whole collections.
+      step: The step of the checkpoint.
+      specs: A pytree of `VariableSpec`; it may omit whole collections.
       shardings: The same pytree of shardings.
 
     Raises:
       CheckpointMismatchError: The checkpoint does not fit the specs.
-      DamagedCheckpointError: Its files are incomplete or changed, for one of
-        several processes at least.
+      DamagedCheckpointError: Its files are incomplete or changed, on any
+        process.
     """
     if self._manager is None:
       raise ValueError(f"{self._folder} does not exist.")
@@ -370,10 +354,10 @@ class Checkpointer:
     restored, problem, cause = None, None, None
     try:
       restored = self._read(metadata, step, specs, shardings)
-    # Of the metadata, which are the same for all processes.
-    except compatibility.CheckpointMismatchError:
+    # The metadata are the same on all processes.
+    except named_tree.CheckpointMismatchError:
       raise
-    # What orbax raises depends on the file; its other causes are tested here.
+    # The type of orbax's exception depends on the file.
     except Exception as error:
       what = f"{type(error).__name__}: {_first_line(error)}"
       problem = str(self._damaged(step, f"it cannot be read ({what})"))
@@ -390,10 +374,9 @@ class Checkpointer:
     shardings: Any,
   ) -> Restored:
     path = self._folder / str(step)
-    compatibility.check(
+    named_tree.check(
       metadata["arrays"],
       specs=specs,
-      version=metadata["format_version"],
       where=f"The checkpoint {path}",
     )
     wanted = named_tree.to_named(
@@ -406,8 +389,8 @@ class Checkpointer:
       ),
       specs=specs,
     )
-    # Not by the manager: it ends with a barrier of all devices, and where one
-    # process fails before, the others' barrier meets what that one does next.
+    # Not by the manager, which ends with a barrier of all devices: if one
+    # process fails, the others' barrier would match its next collective.
     with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
       named = handler.restore(
         path / _STATE,
@@ -424,47 +407,47 @@ class Checkpointer:
     )
 
   def wait(self) -> None:
-    """Returns when all saves are complete.
+    """Waits until all saves are complete.
 
     Raises:
-      SaveError: One of them failed, such as on a full disk.
+      SaveError: A save failed, such as on a full disk.
     """
     if self._manager:
       with self._saving():
         self._manager.wait_until_finished()
 
   def close(self) -> None:
-    """Waits for saves under way and ends the background threads."""
+    """Waits for pending saves and ends the background threads."""
     try:
       if self._manager:
         self._manager.close()
     finally:
       self._manager = None
-      self._end_silence()
+      self._restore_logs()
 
   @contextlib.contextmanager
   def _saving(self) -> Iterator[None]:
     try:
       yield
-    # What orbax raises depends on where it failed.
+    # The type of orbax's exception depends on where it failed.
     except Exception as error:
-      # Closing would wait for the failed save, and raise it again.
+      # Closing would wait for the failed save and raise again.
       self._manager = None
-      # Orbax's threads may end later than this object, and would be heard.
-      self._end_silence = lambda: None
-      orbax_noise.silence_what_follows_a_failure()
+      # Orbax's threads may log after this object is closed.
+      self._restore_logs = lambda: None
+      orbax_noise.ignore_late_errors()
       raise SaveError(
-        f"A checkpoint could not be written to {self._folder}: {_reason(error)}"
+        f"Writing a checkpoint to {self._folder} failed: {_reason(error)}"
       ) from error
 
 
 class _Policy:
-  """Asks a function which checkpoints orbax shall keep."""
+  """Orbax's preservation policy from a function."""
 
   def __init__(
-    self, is_kept: Callable[[Sequence[int], Sequence[float]], list[bool]]
+    self, select: Callable[[Sequence[int], Sequence[float]], list[bool]]
   ) -> None:
-    self._is_kept = is_kept
+    self._select = select
 
   def should_preserve(
     self,
@@ -473,9 +456,9 @@ class _Policy:
     *,
     context: ocp.checkpoint_managers.PreservationContext,
   ) -> Sequence[bool]:
-    """Returns the decision of each."""
+    """Returns whether to keep each checkpoint."""
     del context
-    return self._is_kept(
+    return self._select(
       [info.step for info in checkpoints],
       [info.time.timestamp() for info in checkpoints],
     )
@@ -484,14 +467,14 @@ class _Policy:
 def _agree_on(
   problem: str | None, *, cause: BaseException | None = None
 ) -> None:
-  """Raises on all processes what one of them has found.
+  """Raises the problem of any process on all processes.
 
   Args:
-    problem: Of this process; None without one.
-    cause: What it was made from.
+    problem: The problem of this process, or None.
+    cause: The exception behind it.
 
   Raises:
-    DamagedCheckpointError: The first process's problem that has one.
+    DamagedCheckpointError: Of the first process with a problem.
   """
   for each in agreement.gather(problem):
     if each is not None:
@@ -499,24 +482,24 @@ def _agree_on(
 
 
 def _reason(error: BaseException) -> str:
-  """Returns why a write failed: of TensorStore's long story the last clause."""
-  story = _first_line(error).partition(" [tensorstore_spec=")[0]
-  return story.rpartition('": ')[2]
+  """Returns the last clause of TensorStore's long message."""
+  message = _first_line(error).partition(" [tensorstore_spec=")[0]
+  return message.rpartition('": ')[2]
 
 
-def _one_copy(x: Any) -> Any:
-  """Returns a small array without the copies that further devices have.
+def _one_replica(x: Any) -> Any:
+  """Returns a small replicated array on the devices of one replica.
 
-  Orbax would have each copy write a slice, and compile a program for every
+  Otherwise orbax writes a slice per replica, and compiles a program for every
   shape and device at the first save.
 
   Args:
-    x: A leaf of what is saved. Only arrays of this process alone are changed.
+    x: A leaf of the saved tree; only fully addressable arrays are changed.
   """
   sharding = getattr(x, "sharding", None)
   if (
     not isinstance(sharding, jax.sharding.NamedSharding)
-    or x.nbytes > _ONE_COPY_BYTES
+    or x.nbytes > _ONE_REPLICA_BYTES
     or not x.is_fully_addressable
   ):
     return x
@@ -527,7 +510,7 @@ def _one_copy(x: Any) -> Any:
   ]
   if devices.size == mesh.size:
     return x
-  parts = {shard.device: shard.data for shard in x.addressable_shards}
+  shards = {shard.device: shard.data for shard in x.addressable_shards}
   return jax.make_array_from_single_device_arrays(
     x.shape,
     jax.sharding.NamedSharding(
@@ -535,7 +518,7 @@ def _one_copy(x: Any) -> Any:
       spec,
       memory_kind=sharding.memory_kind,
     ),
-    [parts[device] for device in devices.flat],
+    [shards[device] for device in devices.flat],
   )
 
 

@@ -11,13 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from paxon.runner.checkpoints import (
-  checked_item,
-  checkpointer,
-  compatibility,
-  golden,
-  manifest,
-)
+from paxon.runner.checkpoints import checkpointer, golden, manifest, named_tree
 
 STEP = golden.STEP
 # Orbax writes them after the last item; nothing is read from them.
@@ -79,20 +73,20 @@ def _cut_off(path: pathlib.Path) -> str:
   content = path.read_bytes()
   path.write_bytes(content[: len(content) // 2])
   half, size = len(content) // 2, len(content)
-  return f"has {half:,} bytes and should have {size:,}"
+  return f"has {half:,} bytes instead of {size:,}"
 
 
 def _grown(path: pathlib.Path) -> str:
   content = path.read_bytes()
   path.write_bytes(content + b"\n")
-  return f"has {len(content) + 1:,} bytes and should have {len(content):,}"
+  return f"has {len(content) + 1:,} bytes instead of {len(content):,}"
 
 
 def _bit_flipped(path: pathlib.Path) -> str:
   content = bytearray(path.read_bytes())
   content[len(content) // 2] ^= 0x10
   path.write_bytes(content)
-  return "checksum differs"
+  return "checksum mismatch"
 
 
 @pytest.mark.parametrize("damage", [_removed, _cut_off, _grown, _bit_flipped])
@@ -100,7 +94,7 @@ def test_damage_of_any_file_is_found_and_named(whole, tmp_path, damage):
   names = _files(whole)
   assert any(name.startswith("state/ocdbt.process_0/d/") for name in names)
   for number, name in enumerate(names):
-    is_manifest = name == f"manifest/{checked_item.FILE_NAME}"
+    is_manifest = name == f"manifest/{manifest.FILE_NAME}"
     if is_manifest and damage == _grown:
       # An empty line more: what it says is unchanged.
       continue
@@ -117,15 +111,15 @@ def test_damage_of_any_file_is_found_and_named(whole, tmp_path, damage):
       _restore(folder)
 
 
-def test_a_whole_checkpoint_is_verified_and_described(whole):
+def test_intact_checkpoint_is_verified_and_described(whole):
   _verify(whole)
   with checkpointer.Checkpointer(
     epath.Path(whole), read_only=True
   ) as checkpoints:
     described = checkpoints.describe(STEP)
-  assert described["format_version"] == compatibility.FORMAT_VERSION
+  assert described["format_version"] == named_tree.FORMAT_VERSION
   assert described["step"] == STEP
-  assert described["arrays"] == compatibility.describe(golden.specs())
+  assert described["arrays"] == named_tree.describe(golden.specs())
   names = [n for n in _files(whole) if not n.startswith("manifest/")]
   assert sorted(described["checksums"]) == names
   for name, entry in described["checksums"].items():
@@ -136,9 +130,7 @@ def test_a_whole_checkpoint_is_verified_and_described(whole):
 
 @pytest.mark.parametrize("name", MARKS)
 @pytest.mark.parametrize("damage", [_cut_off, _bit_flipped])
-def test_what_orbax_keeps_beside_the_items_cannot_change_values(
-  copy, name, damage
-):
+def test_damage_to_orbax_files_cannot_change_values(copy, name, damage):
   damage(copy / str(STEP) / name)
   try:
     restored = _restore(copy)
@@ -147,13 +139,13 @@ def test_what_orbax_keeps_beside_the_items_cannot_change_values(
   jax.tree.map(np.testing.assert_array_equal, restored.tree, golden.values())
 
 
-def test_a_damaged_checkpoint_can_be_left_out_and_saved_anew(copy):
+def test_damaged_checkpoint_can_be_skipped_and_saved_again(copy):
   specs, values = golden.specs(), golden.values()
   with checkpointer.Checkpointer(epath.Path(copy)) as checkpoints:
     checkpoints.save(STEP - 2, values, specs=specs, data={})
     checkpoints.wait()
     _bit_flipped(copy / str(STEP) / "metadata" / "metadata")
-    checkpoints.leave_out(STEP)
+    checkpoints.skip(STEP)
     assert checkpoints.steps() == [STEP - 2]
     assert checkpoints.latest_step() == STEP - 2
     # Orbax alone would refuse a step before the newest one.
@@ -177,18 +169,18 @@ def test_several_problems_are_counted(copy):
     _verify(copy)
 
 
-def test_a_missing_checkpoint_is_named(copy):
+def test_missing_checkpoint_is_named(copy):
   with (
     checkpointer.Checkpointer(epath.Path(copy), read_only=True) as checkpoints,
     pytest.raises(
       checkpointer.DamagedCheckpointError,
-      match=r"/99 is damaged: metadata/metadata: .*No such file",
+      match=r"/99 is damaged: manifest/files.json is missing",
     ),
   ):
     checkpoints.verify(99)
 
 
-def test_a_large_file_is_read_in_pieces(tmp_path):
+def test_large_file_is_read_in_chunks(tmp_path):
   content = np.random.default_rng(0).bytes((9 << 20) + 5)
   (tmp_path / "a").mkdir()
   (tmp_path / "a" / "large").write_bytes(content)
@@ -199,9 +191,11 @@ def test_a_large_file_is_read_in_pieces(tmp_path):
   # By the definition of CRC-32, bit by bit, of the bytes 0 to 8.
   assert entries["empty"] == manifest.Entry(0, 0)
   assert entries["a/large"].size == len(content)
-  assert manifest.problems(folder, entries) == []
+  assert manifest.find_problems(folder, entries) == []
   (tmp_path / "a" / "large").write_bytes(content[:-1] + b"\0")
-  assert manifest.problems(folder, entries) == ["a/large: checksum differs"]
+  assert manifest.find_problems(folder, entries) == [
+    "a/large: checksum mismatch"
+  ]
 
 
 def test_checksums_are_crc32_by_its_definition(tmp_path):
@@ -217,18 +211,20 @@ def test_checksums_are_crc32_by_its_definition(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"crc32": 1, "files": {}}'])
-def test_a_manifest_that_is_none_is_refused(text):
+def test_invalid_manifest_is_rejected(text):
   with pytest.raises(manifest.UnreadableManifestError):
     manifest.from_text(text)
 
 
-def test_a_manifest_is_read_as_written():
+def test_manifest_round_trip():
   entries = {"a/b": manifest.Entry(3, 5), "caf\u00e9": manifest.Entry(0, 0)}
   assert manifest.from_text(manifest.to_text(entries)) == entries
 
 
-def test_the_manifest_comes_last(tmp_path):
-  handler = checked_item.ManifestHandler(["state"])
+def test_manifest_is_written_last(tmp_path):
+  handler = manifest.ManifestHandler(["state"])
   (tmp_path / "manifest").mkdir()
-  with pytest.raises(ValueError, match=r"items \['state'\] .* not finished"):
+  with pytest.raises(
+    ValueError, match=r"items \['state'\] .* must be finalized"
+  ):
     handler.finalize(epath.Path(tmp_path / "manifest"))

@@ -1,4 +1,4 @@
-"""Tests that a save that fails says so in one line and spoils nothing."""
+"""Tests that a failed save is one line and keeps other checkpoints."""
 
 import os
 import subprocess
@@ -65,7 +65,7 @@ def test_a_full_disk(python, tmp_path, limit):
   lines = ended.stderr.splitlines()
   assert len(lines) == 1, ended.stderr
   assert lines[0].startswith(
-    f"A checkpoint could not be written to {os.fspath(tmp_path)}:"
+    f"Writing a checkpoint to {os.fspath(tmp_path)} failed:"
   )
   assert "File too large" in lines[0]
 

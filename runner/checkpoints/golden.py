@@ -1,13 +1,11 @@
-"""Golden checkpoints: small ones in the repository that must load for ever.
+"""A golden checkpoint: a small one in the repository that must stay readable.
 
-`goldens/v1.zip` was written by the program whose format version was 1, and so
-on; each is a folder with the one checkpoint `7`. After a change of the format,
-the next one is made by
+`goldens/v<version>.zip` contains the checkpoint `7` in the current format.
+After a change of the format, replace it with the output of
 
   tools/python -m paxon.runner.checkpoints.golden
 
-which writes `goldens/v<version>.zip`, and never one that exists.
-The values are integers and quarters, which every dtype here holds exactly.
+The values are integers and quarters, which every dtype here represents exactly.
 """
 
 import os
@@ -21,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paxon.runner.checkpoints import checkpointer, compatibility
+from paxon.runner.checkpoints import checkpointer, named_tree
 from paxon.sharding import variables
 
 STEP = 7
@@ -37,7 +35,7 @@ def _spec(
 
 
 def specs() -> dict[str, Any]:
-  """Returns what the golden checkpoints hold."""
+  """Returns the specs of the golden checkpoint."""
   layers = ("layers", "embed", "mlp")
   return {
     "step": _spec("step", (), "int32", ()),
@@ -74,39 +72,39 @@ def values() -> dict[str, Any]:
 
 
 def write(folder: epath.Path) -> None:
-  """Writes the checkpoint in this program's format.
+  """Writes the checkpoint.
 
   Args:
-    folder: Of checkpoints; the new one is `folder/7`.
+    folder: A directory of checkpoints; the new one is `folder/7`.
   """
   with checkpointer.Checkpointer(folder) as checkpoints:
     checkpoints.save(STEP, values(), specs=specs(), data=DATA)
     checkpoints.wait()
 
 
-def archive_of(version: int) -> epath.Path:
-  """Returns the file of the golden checkpoint of a format version."""
-  return epath.Path(__file__).parent / "goldens" / f"v{version}.zip"
+def archive_path() -> epath.Path:
+  """Returns the path of the golden checkpoint."""
+  name = f"v{named_tree.FORMAT_VERSION}.zip"
+  return epath.Path(__file__).parent / "goldens" / name
 
 
-def extract(version: int, folder: epath.Path) -> None:
-  """Puts the golden checkpoint of a format version into a folder.
+def extract(folder: epath.Path) -> None:
+  """Extracts the golden checkpoint.
 
   Args:
-    version: From 1 to that of this program.
-    folder: Of checkpoints; the new one is `folder/7`.
+    folder: A directory of checkpoints; the new one is `folder/7`.
   """
-  shutil.unpack_archive(os.fspath(archive_of(version)), os.fspath(folder))
+  shutil.unpack_archive(os.fspath(archive_path()), os.fspath(folder))
 
 
 def main() -> int:
-  """Writes the golden checkpoint of this program's format."""
-  archive = os.fspath(archive_of(compatibility.FORMAT_VERSION))
+  """Writes the golden checkpoint of the current format."""
+  archive = os.fspath(archive_path())
   if os.path.exists(archive):
-    print(f"{archive} exists, and is never changed", file=sys.stderr)
+    print(f"{archive} already exists", file=sys.stderr)
     return 1
   with tempfile.TemporaryDirectory() as temporary:
-    # Orbax's files name the folder they were written in.
+    # Orbax's files contain the path of their directory.
     write(epath.Path(temporary))
     shutil.make_archive(archive.removesuffix(".zip"), "zip", temporary)
   print(f"wrote {archive}")

@@ -1,7 +1,7 @@
-"""Arrays that are read when a checkpoint writes them, one after the other.
+"""Arrays that are read while a checkpoint is written, one at a time.
 
-A tree of them can be larger than the memory of this machine: one array at a
-time is there. What lies on disk is what arrays of numpy would have given.
+A tree of them can be larger than the memory of this machine. The files are the
+same as those of numpy arrays.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,12 +16,12 @@ import orbax.checkpoint as ocp
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LazyArray:
-  """An array that is not there yet.
+  """An array that is not in memory yet.
 
   Attributes:
     shape: Its shape.
     dtype: Its dtype.
-    read: Returns it; called once.
+    read: Returns the array; called once.
   """
 
   shape: tuple[int, ...]
@@ -30,12 +30,12 @@ class LazyArray:
 
   @property
   def nbytes(self) -> int:
-    """Its size in memory, in bytes."""
+    """Its size in bytes."""
     return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
 
 class _Handler(ocp.type_handlers.NumpyHandler):
-  """Writes lazy arrays, each before the next is read."""
+  """Writes each lazy array before it reads the next one."""
 
   async def serialize(
     self,
@@ -43,7 +43,7 @@ class _Handler(ocp.type_handlers.NumpyHandler):
     infos: Sequence[Any],
     args: Sequence[Any] | None = None,
   ) -> Sequence[Any]:
-    """Returns when all are written."""
+    """Returns when all arrays are written."""
     args = args or [ocp.SaveArgs()] * len(values)
     for value, info, arg in zip(values, infos, args, strict=True):
       array = np.asarray(value.read())
@@ -54,13 +54,13 @@ class _Handler(ocp.type_handlers.NumpyHandler):
         )
       for future in await super().serialize([array], [info], [arg]):
         future.result()
-      # Before the next one is read.
+      # Frees it before the next one is read.
       del array
     return []
 
 
-def handler() -> ocp.PyTreeCheckpointHandler:
-  """Returns what writes a tree whose leaves are all `LazyArray`."""
+def make_handler() -> ocp.PyTreeCheckpointHandler:
+  """Returns a handler of trees whose leaves are all `LazyArray`."""
   return ocp.PyTreeCheckpointHandler(
     type_handler_registry=ocp.type_handlers.create_type_handler_registry(
       (LazyArray, _Handler(deepcopy_host_arrays=False))

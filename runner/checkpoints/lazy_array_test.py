@@ -6,12 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.runner.checkpoints import (
-  checkpointer,
-  lazy_array,
-  stored_arrays,
-  stored_checkpoint,
-)
+from paxon.runner.checkpoints import checkpointer, lazy_array, stored_checkpoint
 from paxon.sharding import variables
 
 
@@ -27,7 +22,7 @@ def _lazy(array, read):
   )
 
 
-def test_restores_as_any_other_array(tmp_path):
+def test_lazy_arrays_are_restored_like_others(tmp_path):
   arrays = {
     "params/a": np.arange(6, dtype=np.float32).reshape(2, 3),
     "params/b": np.ones((4,), jnp.bfloat16),
@@ -52,15 +47,15 @@ def test_restores_as_any_other_array(tmp_path):
     found = checkpoints.restore(
       0, specs=specs, shardings=dict.fromkeys(specs, shardings)
     ).tree
-  stored = stored_checkpoint.find(folder)
+  stored = stored_checkpoint.find_checkpoint(folder)
   for name, x in arrays.items():
     np.testing.assert_array_equal(found[name], x)
     assert found[name].dtype == x.dtype
-    again = stored_arrays.read_numpy(stored, [name])[name]
+    again = stored_checkpoint.read_numpy(stored, [name])[name]
     np.testing.assert_array_equal(again, x)
 
 
-def test_what_is_read_must_be_what_was_said(tmp_path):
+def test_shape_and_dtype_of_the_array_are_checked(tmp_path):
   array = np.zeros((2,), np.float32)
   with checkpointer.Checkpointer(
     epath.Path(tmp_path), lazy=True

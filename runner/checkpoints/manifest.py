@@ -1,11 +1,14 @@
-"""Sizes and checksums of all files below a folder.
+"""The manifest of a checkpoint: size and checksum of every file.
 
-CRC-32 finds what disks and networks do to files by accident: any changed bits
-up to 32 in a row, and others but for one in four thousand millions. Files are
-read in pieces, so that memory does not grow with them.
+CRC-32 detects accidental changes: all bursts of up to 32 bits, and all but one
+in 2^32 of the others. Files are read in chunks, so that memory does not grow.
+
+Orbax finalizes the items of a checkpoint in the order of their handlers, after
+all processes have written all files and before the checkpoint gets its final
+name. The manifest is the last item, so every complete checkpoint has one.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import concurrent.futures
 import dataclasses
 import json
@@ -14,14 +17,17 @@ from typing import Any
 import zlib
 
 from etils import epath
+import orbax.checkpoint as ocp
 
-_PIECE_BYTES = 1 << 22
-# zlib releases Python's lock; a remote store answers several at once.
+FILE_NAME = "files.json"
+
+_CHUNK_BYTES = 1 << 22
+# zlib releases the GIL; a remote store serves several requests at once.
 _THREADS = 8
 
 
 class UnreadableManifestError(ValueError):
-  """The text of a manifest was changed or cut off."""
+  """The text of a manifest was changed or truncated."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,104 +35,145 @@ class Entry:
   """One file.
 
   Attributes:
-    size: In bytes.
-    crc32: Of its content.
+    size: Its size in bytes.
+    crc32: The checksum of its content.
   """
 
   size: int
   crc32: int
 
 
+class ManifestHandler(ocp.AsyncCheckpointHandler):
+  """Writes the manifest of the other items when they are finalized.
+
+  Args:
+    items: Their names; all must be finalized before this one.
+  """
+
+  def __init__(self, items: Sequence[str]) -> None:
+    self._items = tuple(items)
+
+  async def async_save(self, directory: epath.Path, args: Any) -> None:
+    """Does nothing; `finalize` writes the file."""
+    del directory, args
+
+  def save(self, directory: epath.Path, args: Any) -> None:
+    """Does nothing; `finalize` writes the file."""
+    del directory, args
+
+  def restore(self, directory: epath.Path, args: Any = None) -> str:
+    """Returns the text of the manifest."""
+    del args
+    return (directory / FILE_NAME).read_text()
+
+  def finalize(self, directory: epath.Path) -> None:
+    """Writes the manifest; called on one process."""
+    parent = directory.parent
+    missing = [name for name in self._items if not (parent / name).is_dir()]
+    if missing:
+      raise ValueError(
+        f"The items {missing} of {parent} must be finalized before the"
+        " manifest."
+      )
+    entries = compute(parent, names=self._items)
+    (directory / FILE_NAME).write_text(to_text(entries))
+
+
+@ocp.args.register_with_handler(
+  ManifestHandler, for_save=True, for_restore=True
+)
+class ManifestArgs(ocp.args.CheckpointArgs):
+  """The arguments of `ManifestHandler`, which has none."""
+
+
 def compute(folder: epath.Path, *, names: Iterable[str]) -> dict[str, Entry]:
   """Reads files and returns their entries by relative name, in order.
 
   Args:
-    folder: The folder that relative names begin in.
-    names: Files and folders in it; of a folder, all files below.
+    folder: The directory to which names are relative.
+    names: Files, and directories with all files below them.
   """
-  found = sorted(name for top in names for name in _below(folder, top))
+  found = sorted(name for top in names for name in _walk(folder, top))
   with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-    entries = list(pool.map(lambda name: _entry(folder / name), found))
+    entries = list(pool.map(lambda name: _read_entry(folder / name), found))
   return dict(zip(found, entries, strict=True))
 
 
-def problems(folder: epath.Path, entries: Mapping[str, Entry]) -> list[str]:
-  """Returns what is wrong with files, a clause each; nothing if all are right.
+def find_problems(
+  folder: epath.Path, entries: Mapping[str, Entry]
+) -> list[str]:
+  """Returns one clause for each missing or changed file.
 
   Args:
-    folder: The folder that relative names begin in.
-    entries: As they were when the files were written.
+    folder: The directory to which names are relative.
+    entries: The expected files.
   """
   with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
     found = pool.map(
-      lambda item: _problem(folder / item[0], *item), sorted(entries.items())
+      lambda item: _find_problem(folder / item[0], *item),
+      sorted(entries.items()),
     )
     return [problem for problem in found if problem]
 
 
 def to_text(entries: Mapping[str, Entry]) -> str:
-  """Returns entries as JSON, with a checksum of their own."""
+  """Returns entries as JSON that includes its own checksum."""
   files = {n: [entry.size, entry.crc32] for n, entry in entries.items()}
-  return json.dumps({"crc32": _own(files), "files": files})
+  return json.dumps({"crc32": _checksum(files), "files": files})
 
 
 def from_text(text: str) -> dict[str, Entry]:
-  """Returns the entries that `to_text` wrote.
+  """Returns the entries written by `to_text`.
 
   Args:
-    text: As read.
+    text: The JSON.
 
   Raises:
-    UnreadableManifestError: It is not what was written.
+    UnreadableManifestError: The text was changed or truncated.
   """
   try:
     parsed = json.loads(text)
     entries = {n: Entry(*map(int, f)) for n, f in parsed["files"].items()}
-    is_whole = parsed["crc32"] == _own(parsed["files"])
+    is_intact = parsed["crc32"] == _checksum(parsed["files"])
   except (ValueError, KeyError, TypeError, AttributeError) as error:
-    raise UnreadableManifestError(f"no manifest: {text[:80]!r}") from error
-  if not is_whole:
+    raise UnreadableManifestError(f"invalid manifest: {text[:80]!r}") from error
+  if not is_intact:
     raise UnreadableManifestError("the manifest's own checksum differs")
   return entries
 
 
-def _own(files: Any) -> int:
+def _checksum(files: Any) -> int:
   return zlib.crc32(json.dumps(files, sort_keys=True).encode())
 
 
-def _below(folder: epath.Path, name: str) -> Iterator[str]:
+def _walk(folder: epath.Path, name: str) -> Iterator[str]:
   path = folder / name
   if not path.is_dir():
     yield name
     return
   for child in path.iterdir():
-    yield from _below(folder, f"{name}/{child.name}")
+    yield from _walk(folder, f"{name}/{child.name}")
 
 
-def _entry(path: epath.Path) -> Entry:
+def _read_entry(path: epath.Path) -> Entry:
   size, crc32 = 0, 0
   with path.open("rb") as file:
-    while piece := file.read(_PIECE_BYTES):
-      size += len(piece)
-      crc32 = zlib.crc32(piece, crc32)
+    while chunk := file.read(_CHUNK_BYTES):
+      size += len(chunk)
+      crc32 = zlib.crc32(chunk, crc32)
   return Entry(size, crc32)
 
 
-def _problem(path: epath.Path, name: str, expected: Entry) -> str | None:
+def _find_problem(path: epath.Path, name: str, expected: Entry) -> str | None:
   try:
-    # Before the content is read, which says the same later.
-    size = path.stat().length
-    if size == expected.size:
-      actual = _entry(path)
-      size = actual.size
-    else:
-      actual = None
+    # Cheaper than reading the content.
+    actual = Entry(path.stat().length, expected.crc32)
+    if actual.size == expected.size:
+      actual = _read_entry(path)
   except FileNotFoundError:
     return f"{name} is missing"
   except OSError as error:
     return f"{name} cannot be read: {error.strerror or os.fspath(path)}"
-  if actual is None or size != expected.size:
-    return f"{name} has {size:,} bytes and should have {expected.size:,}"
-  if actual.crc32 != expected.crc32:
-    return f"{name}: checksum differs"
-  return None
+  if actual.size != expected.size:
+    return f"{name} has {actual.size:,} bytes instead of {expected.size:,}"
+  return None if actual == expected else f"{name}: checksum mismatch"

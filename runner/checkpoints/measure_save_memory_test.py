@@ -9,7 +9,7 @@ import numpy as np
 from paxon.runner.checkpoints import measure_save_memory
 
 
-def test_a_save_takes_at_most_1_3_times_the_state():
+def test_save_uses_at_most_1_3_times_the_state():
   # A process of its own: memory that others left free would hide growth.
   printed = subprocess.run(
     [sys.executable, "-m", measure_save_memory.__name__, "150"],
@@ -28,7 +28,7 @@ def test_a_save_takes_at_most_1_3_times_the_state():
   assert 0.3 <= float(found[1]) <= 1.3
 
 
-def test_the_peak_is_measured_from_the_reset_on():
+def test_peak_is_measured_since_the_reset():
   status = measure_save_memory._status
   mebibyte = 1 << 20
 

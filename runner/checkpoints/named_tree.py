@@ -1,13 +1,24 @@
-"""Trees of arrays by logical names.
+"""Trees of arrays by logical names, and whether a checkpoint fits a model.
 
-A checkpoint stores nested dicts made from the `name` of each `VariableSpec`
-(`params/decoder/...`, `opt_state/0/mu/...`), so that its names do not depend
-on the Python types that hold a state.
+A checkpoint stores nested dicts by the `name` of each `VariableSpec`
+(`params/decoder/...`, `opt_state/0/mu/...`), independent of the Python types
+that hold a state. Shapes and dtypes are compared before any array is read.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
+
+from paxon.sharding import suggestions
+
+FORMAT_VERSION = 2
+
+_MAX_PROBLEMS = 5
+
+
+class CheckpointMismatchError(ValueError):
+  """A checkpoint does not fit a configuration."""
 
 
 def to_named(tree: Any, *, specs: Any) -> dict[str, Any]:
@@ -15,8 +26,7 @@ def to_named(tree: Any, *, specs: Any) -> dict[str, Any]:
 
   Args:
     tree: Any pytree.
-    specs: The same pytree of `VariableSpec`, whose names say where each leaf
-      goes.
+    specs: The same pytree of `VariableSpec`, which names the leaves.
 
   Raises:
     ValueError: Two specs have the same name, or one is a prefix of another.
@@ -26,14 +36,14 @@ def to_named(tree: Any, *, specs: Any) -> dict[str, Any]:
   named: dict[str, Any] = {}
   for name, leaf in zip(names, leaves, strict=True):
     *folders, last = name.split("/")
-    place = named
+    node = named
     for folder in folders:
-      place = place.setdefault(folder, {})
-      if not isinstance(place, dict):
-        raise ValueError(f"The name {name!r} continues another one's name.")
-    if last in place:
+      node = node.setdefault(folder, {})
+      if not isinstance(node, dict):
+        raise ValueError(f"Another value's name is a prefix of {name!r}.")
+    if last in node:
       raise ValueError(f"Two values have the name {name!r}.")
-    place[last] = leaf
+    node[last] = leaf
   return named
 
 
@@ -41,14 +51,98 @@ def from_named(named: dict[str, Any], *, specs: Any) -> Any:
   """Returns the pytree whose `to_named` is `named`.
 
   Args:
-    named: Nested dicts that hold at least the names of `specs`.
-    specs: The wanted pytree, of `VariableSpec`.
+    named: Nested dicts that contain at least the names of `specs`.
+    specs: A pytree of `VariableSpec`.
   """
 
   def find(spec: Any) -> Any:
-    place: Any = named
-    for part in spec.name.split("/"):
-      place = place[part]
-    return place
+    node: Any = named
+    for key in spec.name.split("/"):
+      node = node[key]
+    return node
 
   return jax.tree.map(find, specs)
+
+
+def describe(specs: Any) -> dict[str, Any]:
+  """Returns shape, dtype and axes by name, as JSON values for the metadata.
+
+  Args:
+    specs: A pytree of `VariableSpec`.
+  """
+  return {
+    spec.name: {
+      "shape": list(spec.shape),
+      "dtype": spec.dtype.name,
+      "axes": list(spec.axes),
+    }
+    for spec in jax.tree.leaves(specs)
+  }
+
+
+def check_version(version: int, *, where: str) -> None:
+  """Checks that this program reads a format version.
+
+  Args:
+    version: The checkpoint's format version.
+    where: Names the checkpoint in the message.
+
+  Raises:
+    CheckpointMismatchError: Another version of this program wrote it.
+  """
+  if version != FORMAT_VERSION:
+    raise CheckpointMismatchError(
+      f"{where} has format version {version}, but this program reads version"
+      f" {FORMAT_VERSION} only."
+    )
+
+
+def check(stored: Mapping[str, Any], *, specs: Any, where: str) -> None:
+  """Checks that a checkpoint fits a model.
+
+  Args:
+    stored: The result of `describe` when the checkpoint was written.
+    specs: The wanted pytree of `VariableSpec`. It may omit whole collections,
+      such as the optimizer state.
+    where: Names the checkpoint in the message.
+
+  Raises:
+    CheckpointMismatchError: A name is missing or unused, or has another shape
+      or dtype. The message names the variables.
+  """
+  wanted = {spec.name: spec for spec in jax.tree.leaves(specs)}
+  problems = []
+  for name, spec in wanted.items():
+    if name not in stored:
+      problems.append(_missing(name, spec, stored))
+      continue
+    shape, dtype = tuple(stored[name]["shape"]), stored[name]["dtype"]
+    if shape != spec.shape:
+      problems.append(
+        f"{name} has shape {shape} in the checkpoint and {spec.shape} in the"
+        f" configuration (axes {spec.axes})"
+      )
+    elif dtype != spec.dtype.name:
+      problems.append(
+        f"{name} has dtype {dtype} in the checkpoint and {spec.dtype.name} in"
+        " the configuration"
+      )
+  collections = {name.partition("/")[0] for name in wanted}
+  problems += [
+    f"{name} is in the checkpoint and not in the configuration"
+    for name in stored
+    if name.partition("/")[0] in collections and name not in wanted
+  ]
+  if problems:
+    shown = problems[:_MAX_PROBLEMS]
+    if len(problems) > len(shown):
+      shown.append(f"and {len(problems) - len(shown)} more")
+    raise CheckpointMismatchError(
+      f"{where} does not match the configuration: {'; '.join(shown)}."
+    )
+
+
+def _missing(name: str, spec: Any, stored: Mapping[str, Any]) -> str:
+  close = suggestions.find_closest(name, list(stored))
+  similar = f" (did you mean {close[0]}?)" if close else ""
+  return f"{name} {spec.shape} is not in the checkpoint{similar}"

@@ -1,6 +1,7 @@
-"""Tests for trees by logical names."""
+"""Tests for trees of arrays by logical names."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +12,77 @@ from paxon.runner.checkpoints import named_tree
 from paxon.sharding import variables
 
 
-def _spec(name):
+def _spec(name, shape=(2, 3), dtype=jnp.float32):
   return variables.VariableSpec(
-    name=name, shape=(), dtype=jnp.dtype(jnp.float32), axes=()
+    name=name,
+    shape=shape,
+    dtype=jnp.dtype(dtype),
+    axes=("embed", "mlp")[: len(shape)],
   )
+
+
+def _check(stored, wanted):
+  # Through JSON, as in a checkpoint.
+  described = json.loads(json.dumps(named_tree.describe(stored)))
+  named_tree.check(described, specs=wanted, where="The checkpoint x/7")
+
+
+def test_equal_specs_fit():
+  _check([_spec("params/a")], {"other": (_spec("params/a"),)})
+
+
+def test_whole_collections_may_be_omitted():
+  _check([_spec("params/a"), _spec("opt_state/mu/a")], [_spec("params/a")])
+
+
+@pytest.mark.parametrize(
+  ("stored", "wanted", "message"),
+  [
+    pytest.param(
+      [_spec("params/a")],
+      [_spec("params/a", (2, 4))],
+      r"x/7 does not match the configuration: params/a has shape \(2, 3\) in"
+      r" the checkpoint and \(2, 4\) in the configuration \(axes \('embed',",
+      id="shape",
+    ),
+    pytest.param(
+      [_spec("params/a")],
+      [_spec("params/a", dtype=jnp.bfloat16)],
+      r"params/a has dtype float32 in the checkpoint and bfloat16 in the conf",
+      id="dtype",
+    ),
+    pytest.param(
+      [_spec("params/block/kernel")],
+      [_spec("params/block/kernels")],
+      r"params/block/kernels \(2, 3\) is not in the checkpoint \(did you mean"
+      r" params/block/kernel\?\)",
+      id="missing",
+    ),
+    pytest.param(
+      [_spec("params/a"), _spec("params/b")],
+      [_spec("params/a")],
+      r"params/b is in the checkpoint and not in the configuration",
+      id="unused",
+    ),
+    pytest.param(
+      [],
+      [_spec(f"params/{i}") for i in range(9)],
+      r"params/4 .*; and 4 more\.",
+      id="many",
+    ),
+  ],
+)
+def test_mismatches_are_named(stored, wanted, message):
+  with pytest.raises(named_tree.CheckpointMismatchError, match=message):
+    _check(stored, wanted)
+
+
+def test_rejects_another_format():
+  with pytest.raises(
+    named_tree.CheckpointMismatchError,
+    match=r"x/7 has format version 3, but this program reads version 2 only",
+  ):
+    named_tree.check_version(3, where="x/7")
 
 
 def test_names_replace_python_types():
@@ -34,7 +102,7 @@ def test_round_trip_of_an_optimizer_state():
   assert jax.tree.leaves(restored) == jax.tree.leaves(state)
 
 
-def test_names_not_asked_for_are_left_out():
+def test_other_names_are_omitted():
   named = {"params": {"a": 1, "b": 2}}
   specs = [_spec("params/b")]
   assert named_tree.from_named(named, specs=specs) == [2]
@@ -44,7 +112,7 @@ def test_names_not_asked_for_are_left_out():
   ("names", "message"),
   [
     (("a/b", "a/b"), r"Two values have the name 'a/b'"),
-    (("a", "a/b"), r"The name 'a/b' continues another one's"),
+    (("a", "a/b"), r"Another value's name is a prefix of 'a/b'"),
     (("a/b", "a"), r"Two values have the name 'a'"),
   ],
 )

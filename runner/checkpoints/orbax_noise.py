@@ -1,8 +1,7 @@
-"""Keeps orbax's log off the terminal of a run.
+"""Filters for the logs and tracebacks that orbax prints about a failed save.
 
-Orbax logs a failed save as several tracebacks, from its threads too, before
-the error itself is raised. The error says all of it in one line, which must
-not be buried. Warnings of what orbax does by itself are no user's business.
+The exception of a failed save contains the whole story in one line, which
+several tracebacks from orbax's threads would bury.
 """
 
 from collections.abc import Callable
@@ -10,50 +9,44 @@ import logging
 import os
 import sys
 import threading
-from types import TracebackType
 
 _ORBAX = f"{os.sep}orbax{os.sep}"
 
 
-def silence() -> Callable[[], None]:
-  """Drops what orbax causes to be logged; returns what ends it."""
-
-  def is_of_others(record: logging.LogRecord) -> bool:
-    return _ORBAX not in record.pathname
-
-  def is_retrieved(record: logging.LogRecord) -> bool:
-    return "exception was never retrieved" not in record.getMessage()
-
-  # Orbax logs by absl, whose logger is a named one of Python's. Of several
-  # writes that fail together it awaits one, and asyncio tells of the others.
-  filters = {"absl": is_of_others, "asyncio": is_retrieved}
-  for name, each in filters.items():
-    logging.getLogger(name).addFilter(each)
-
-  def end() -> None:
-    for name, each in filters.items():
-      logging.getLogger(name).removeFilter(each)
-
-  return end
+def _is_relevant(record: logging.LogRecord) -> bool:
+  # Orbax logs through absl. It awaits one of several failed writes, and asyncio
+  # logs the others.
+  is_unawaited = "exception was never retrieved" in record.getMessage()
+  return _ORBAX not in record.pathname and not is_unawaited
 
 
-def silence_what_follows_a_failure() -> None:
-  """Drops the complaints of TensorStore's threads, from here on.
+def filter_logs() -> Callable[[], None]:
+  """Drops the logs of orbax; returns a function that restores them."""
+  loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+  # A filter of this call only, because several may be active.
+  each = logging.Filter()
+  each.filter = _is_relevant
+  for logger in loggers:
+    logger.addFilter(each)
 
-  Writes that are still under way when another one has failed come to their end
-  with nobody waiting. TensorStore then prints 'Event loop is closed' with a
-  traceback, by `sys.excepthook`. The process is about to end anyway.
+  def restore() -> None:
+    for logger in loggers:
+      logger.removeFilter(each)
+
+  return restore
+
+
+def ignore_late_errors() -> None:
+  """Drops 'Event loop is closed' errors of TensorStore's threads from now on.
+
+  Pending writes raise them when another one has failed. The process is about
+  to exit.
   """
-  others = sys.excepthook
+  previous = sys.excepthook
 
-  def hook(
-    kind: type[BaseException],
-    error: BaseException,
-    traceback: TracebackType | None,
-  ) -> None:
+  def hook(*error: object) -> None:
     is_main = threading.current_thread() is threading.main_thread()
-    is_late = isinstance(error, RuntimeError) and "loop is closed" in str(error)
-    if is_main or not is_late:
-      others(kind, error, traceback)
+    if is_main or "loop is closed" not in str(error[1]):
+      previous(*error)  # pyrefly: ignore
 
   sys.excepthook = hook

@@ -1,4 +1,4 @@
-"""Tests for which checkpoints are kept."""
+"""Tests for retention."""
 
 import math
 
@@ -141,7 +141,7 @@ def test_a_damaged_one_does_not_count(tmp_path):
     for step in (1, 5):
       _save(checkpoints, step)
   with checkpointer.Checkpointer(folder, retention=rule) as checkpoints:
-    checkpoints.leave_out(5)
+    checkpoints.skip(5)
     _save(checkpoints, 2)
     assert checkpoints.steps() == [2]
   # The good one is not deleted in its favor, and it is not deleted either.

@@ -1,7 +1,7 @@
-"""What one checkpoint on disk holds, by its metadata; no array is read.
+"""Checkpoints on disk: discovery, metadata, and arrays read by name.
 
-Found from any of three folders: a run's, that of its checkpoints, or that of
-one checkpoint.
+A path may be a run directory, its directory of checkpoints, or one checkpoint.
+Only `read_arrays` and `read_numpy` read arrays.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,12 +12,15 @@ import os
 from typing import Any
 
 from etils import epath
+import jax
 import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
 
 from paxon.runner import files, run_dir, user_error
-from paxon.runner.checkpoints import checkpointer, compatibility
+from paxon.runner.checkpoints import checkpointer, named_tree
 
-# What a train state holds beside the variables of its model.
+# The entries of a train state that are not variables of the model.
 _NOT_VARIABLES = (
   "step",
   "skipped",
@@ -34,9 +37,9 @@ class StoredArray:
   """One array of a checkpoint.
 
   Attributes:
-    name: Logical.
-    shape: As stored, leading `layers` included.
-    dtype: Its name.
+    name: Logical name.
+    shape: Including a leading `layers` dimension.
+    dtype: Name of the dtype.
     axes: One logical axis (or None) per dimension.
   """
 
@@ -47,12 +50,12 @@ class StoredArray:
 
   @property
   def size(self) -> int:
-    """The number of its values."""
+    """The number of values."""
     return math.prod(self.shape)
 
   @property
   def num_bytes(self) -> int:
-    """Its size in memory, in bytes."""
+    """The size in memory, in bytes."""
     return self.size * jnp.dtype(self.dtype).itemsize
 
 
@@ -61,33 +64,32 @@ class StoredCheckpoint:
   """One complete checkpoint.
 
   Attributes:
-    folder: That of all checkpoints of the run.
-    step: The number of training steps before it.
-    format_version: Of its metadata.
-    time: When it was saved, in seconds since the epoch; `None` if it does not
-      say so.
+    folder: The directory of all checkpoints of the run.
+    step: Number of completed training steps.
+    format_version: The version of its format.
+    time: When it was saved, in seconds since the epoch.
     arrays: By name, in the order of the state.
   """
 
   folder: epath.Path
   step: int
   format_version: int
-  time: float | None
+  time: float
   arrays: Mapping[str, StoredArray]
 
   @property
   def path(self) -> epath.Path:
-    """The folder of this checkpoint."""
+    """The directory of this checkpoint."""
     return self.folder / str(self.step)
 
   @property
   def state_path(self) -> epath.Path:
-    """The folder of its arrays."""
+    """The directory of its arrays."""
     return self.path / _STATE
 
   @property
   def run_path(self) -> epath.Path:
-    """The folder of the run, if the checkpoints lie where runs have them."""
+    """The run directory, if the checkpoints are in their usual place."""
     return self.folder.parent
 
   def variables(self) -> dict[str, StoredArray]:
@@ -96,24 +98,24 @@ class StoredCheckpoint:
 
 
 def is_variable(name: str) -> bool:
-  """Whether a name of a train state is that of a variable of the model."""
+  """Returns whether a name of a train state is a variable of the model."""
   return name.partition("/")[0] not in _NOT_VARIABLES
 
 
 def find_folder(path: epath.Path) -> tuple[epath.Path, int | None]:
-  """Returns the folder of checkpoints, and the step if `path` names one.
+  """Returns the directory of checkpoints, and the step if `path` is one.
 
   Args:
-    path: The folder of a run, of its checkpoints, or of one of them.
+    path: A run directory, its directory of checkpoints, or one checkpoint.
 
   Raises:
-    user_error.UserError: There is no such folder.
+    user_error.UserError: The directory does not exist.
   """
   files.check_store(path)
   if not path.is_dir():
     raise user_error.UserError(
-      f"There is no folder {os.fspath(path)}; give that of a run, of its"
-      f" {run_dir.CHECKPOINTS}, or of one checkpoint."
+      f"{os.fspath(path)} does not exist; pass a run directory, its directory"
+      f" {run_dir.CHECKPOINTS}, or one checkpoint."
     )
   if (path / run_dir.CHECKPOINTS).is_dir():
     return path / run_dir.CHECKPOINTS, None
@@ -122,14 +124,14 @@ def find_folder(path: epath.Path) -> tuple[epath.Path, int | None]:
   return path, None
 
 
-def steps(path: epath.Path) -> tuple[epath.Path, list[int]]:
-  """Returns the folder of checkpoints, and the complete ones, ascending.
+def find_steps(path: epath.Path) -> tuple[epath.Path, list[int]]:
+  """Returns the directory of checkpoints and the steps of complete ones.
 
   Args:
-    path: As for `find_folder`; of one checkpoint, only its step is returned.
+    path: As for `find_folder`; for one checkpoint, only its step is returned.
 
   Raises:
-    user_error.UserError: There is no such folder or no checkpoint in it.
+    user_error.UserError: The directory does not exist or has no checkpoint.
   """
   folder, only = find_folder(path)
   with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
@@ -137,97 +139,164 @@ def steps(path: epath.Path) -> tuple[epath.Path, list[int]]:
   if only is not None:
     if only not in found:
       raise user_error.UserError(
-        f"The checkpoint {os.fspath(path)} is not complete; its save was"
+        f"The checkpoint {os.fspath(path)} is incomplete; its save was"
         " interrupted."
       )
     return folder, [only]
   if not found:
     raise user_error.UserError(
-      f"There is no checkpoint in {os.fspath(folder)}; give the folder of a"
-      " run that has one."
+      f"{os.fspath(folder)} contains no checkpoint; pass the directory of a run"
+      " that has one."
     )
   return folder, found
 
 
-def find(path: epath.Path, *, step: int | None = None) -> StoredCheckpoint:
+def find_checkpoint(
+  path: epath.Path, *, step: int | None = None
+) -> StoredCheckpoint:
   """Returns one checkpoint.
 
   Args:
     path: As for `find_folder`.
-    step: Which; by default the newest, or the one that `path` names.
+    step: Its step; by default the latest one, or that of `path`.
 
   Raises:
-    user_error.UserError: There is none, or its metadata cannot be read.
+    user_error.UserError: It does not exist, or its metadata is damaged.
   """
-  folder, found = steps(path)
+  folder, found = find_steps(path)
   if step is None:
     step = found[-1]
   if step not in found:
     shown = ", ".join(map(str, found[-10:]))
     raise user_error.UserError(
-      f"There is no checkpoint of step {step} in {os.fspath(path)}; it has"
+      f"{os.fspath(path)} contains no checkpoint of step {step}; it has"
       f" {'... ' if len(found) > 10 else ''}{shown}."
     )
-  return read(folder, step)
+  return read_metadata(folder, step)
 
 
-def read(folder: epath.Path, step: int) -> StoredCheckpoint:
-  """Returns what the metadata of one checkpoint says.
+def read_metadata(folder: epath.Path, step: int) -> StoredCheckpoint:
+  """Reads the metadata of one checkpoint.
 
   Args:
-    folder: Of checkpoints.
-    step: Of a complete one.
+    folder: The directory of checkpoints.
+    step: The step of a complete one.
 
   Raises:
-    user_error.UserError: The metadata cannot be read or has another format.
+    user_error.UserError: The metadata is damaged or has another format.
   """
   path = folder / str(step)
   try:
-    text = (path / _METADATA / _METADATA).read_text()
-    metadata = json.loads(text)
+    metadata = json.loads((path / _METADATA / _METADATA).read_text())
     version = int(metadata["format_version"])
-    time = metadata.get("time")
-    arrays = {
-      name: StoredArray(
-        name=name,
-        shape=tuple(described["shape"]),
-        dtype=described["dtype"],
-        axes=tuple(described["axes"]),
-      )
-      for name, described in metadata["arrays"].items()
-    }
+    named_tree.check_version(version, where=f"The checkpoint {os.fspath(path)}")
+    return StoredCheckpoint(
+      folder=folder,
+      step=step,
+      format_version=version,
+      time=float(metadata["time"]),
+      arrays={
+        name: StoredArray(
+          name=name,
+          shape=tuple(described["shape"]),
+          dtype=described["dtype"],
+          axes=tuple(described["axes"]),
+        )
+        for name, described in metadata["arrays"].items()
+      },
+    )
+  except named_tree.CheckpointMismatchError as error:
+    raise user_error.UserError(str(error)) from error
   except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
     raise user_error.UserError(
       f"The checkpoint {os.fspath(path)} cannot be read: its metadata is"
       f" missing or damaged ({type(error).__name__})."
     ) from error
-  try:
-    compatibility.check_version(
-      version, where=f"The checkpoint {os.fspath(path)}"
-    )
-  except compatibility.CheckpointMismatchError as error:
-    raise user_error.UserError(str(error)) from error
-  return StoredCheckpoint(
-    folder=folder,
-    step=step,
-    format_version=version,
-    time=None if time is None else float(time),
-    arrays=arrays,
-  )
 
 
 def total_bytes(arrays: Iterable[StoredArray]) -> int:
-  """Returns the bytes of all arrays together."""
+  """Returns the size of all arrays together, in bytes."""
   return sum(array.num_bytes for array in arrays)
 
 
 def read_config(run: epath.Path) -> Mapping[str, Any] | None:
-  """Returns the stored configuration of a run, if it can be read.
+  """Returns the stored configuration of a run, or None.
 
   Args:
-    run: Its folder; a copy of checkpoints may have none.
+    run: The run directory; a copy of checkpoints may have no configuration.
   """
   try:
     return json.loads((run / run_dir.CONFIG_JSON).read_text())
   except (OSError, ValueError):
     return None
+
+
+def read_arrays(
+  checkpoint: StoredCheckpoint, wanted: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+  """Reads arrays onto devices.
+
+  Args:
+    checkpoint: The checkpoint.
+    wanted: By name, the stored shape, the resulting dtype, and the sharding.
+
+  Raises:
+    checkpointer.DamagedCheckpointError: A file is incomplete or changed.
+  """
+  tree = _to_nested(checkpoint, wanted)
+  restore_args = ocp.checkpoint_utils.construct_restore_args(tree)
+  return _read(checkpoint, wanted, tree, restore_args)
+
+
+def read_numpy(
+  checkpoint: StoredCheckpoint, names: Iterable[str]
+) -> dict[str, np.ndarray]:
+  """Reads whole arrays into host memory.
+
+  Args:
+    checkpoint: The checkpoint.
+    names: The names of the arrays.
+
+  Raises:
+    checkpointer.DamagedCheckpointError: A file is incomplete or changed.
+  """
+  wanted = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
+  tree = _to_nested(checkpoint, dict.fromkeys(wanted, 0))
+  return _read(checkpoint, wanted, tree, _to_nested(checkpoint, wanted))
+
+
+def _to_nested(
+  checkpoint: StoredCheckpoint, by_name: Mapping[str, Any]
+) -> dict[str, Any]:
+  specs = [checkpoint.arrays[name] for name in by_name]
+  return named_tree.to_named(list(by_name.values()), specs=specs)
+
+
+def _read(
+  checkpoint: StoredCheckpoint,
+  wanted: Mapping[str, Any],
+  tree: dict[str, Any],
+  restore_args: Any,
+) -> dict[str, Any]:
+  if not wanted:
+    return {}
+  try:
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+      restored = reader.restore(
+        checkpoint.state_path,
+        args=ocp.args.PyTreeRestore(
+          item=tree, restore_args=restore_args, partial_restore=True
+        ),
+      )
+    specs = [checkpoint.arrays[name] for name in wanted]
+    # Orbax omits missing arrays.
+    arrays = named_tree.from_named(restored, specs=specs)
+  # The type of orbax's exception depends on the file.
+  except Exception as error:
+    lines = str(error).splitlines()
+    raise checkpointer.DamagedCheckpointError(
+      f"The checkpoint {os.fspath(checkpoint.path)} is damaged: it cannot be"
+      f" read ({type(error).__name__}:"
+      f" {lines[0][:300] if lines else 'no message'})"
+    ) from error
+  return dict(zip(wanted, arrays, strict=True))

@@ -1,4 +1,4 @@
-"""Tests for finding checkpoints and reading what they say they hold."""
+"""Tests for discovery and metadata of checkpoints."""
 
 import json
 import time
@@ -30,8 +30,8 @@ def run(tmp_path_factory):
 
 
 @pytest.mark.parametrize("below", ["", "checkpoints", "checkpoints/100"])
-def test_the_newest_is_found_from_any_folder(run, below):
-  found = stored_checkpoint.find(run / below)
+def test_latest_is_found_from_any_directory(run, below):
+  found = stored_checkpoint.find_checkpoint(run / below)
   assert (found.step, found.folder) == (100, run / "checkpoints")
   assert found.path == run / "checkpoints" / "100"
   assert found.run_path == run
@@ -39,7 +39,7 @@ def test_the_newest_is_found_from_any_folder(run, below):
 
 def test_metadata_is_read(run):
   before = time.time()
-  found = stored_checkpoint.find(run, step=20)
+  found = stored_checkpoint.find_checkpoint(run, step=20)
   assert before - 600 < found.time <= before
   assert list(found.arrays) == ["step", "params/up"]
   up = found.arrays["params/up"]
@@ -50,27 +50,27 @@ def test_metadata_is_read(run):
 
 
 def test_steps_are_ascending(run):
-  assert stored_checkpoint.steps(run)[1] == [5, 20, 100]
-  assert stored_checkpoint.steps(run / "checkpoints" / "20")[1] == [20]
+  assert stored_checkpoint.find_steps(run)[1] == [5, 20, 100]
+  assert stored_checkpoint.find_steps(run / "checkpoints" / "20")[1] == [20]
 
 
-def test_a_configuration_is_read_if_it_is_there(tmp_path):
+def test_configuration_is_optional(tmp_path):
   folder = epath.Path(tmp_path)
   assert stored_checkpoint.read_config(folder) is None
   (folder / "config.json").write_text('{"seed": 3}')
   assert stored_checkpoint.read_config(folder) == {"seed": 3}
 
 
-def test_what_is_not_there_is_named(run, tmp_path):
+def test_missing_checkpoints_are_named(run, tmp_path):
   empty = epath.Path(tmp_path)
-  with pytest.raises(user_error.UserError, match=r"no folder .*/none; give"):
-    stored_checkpoint.find(empty / "none")
-  with pytest.raises(user_error.UserError, match="There is no checkpoint in"):
-    stored_checkpoint.find(empty)
+  with pytest.raises(user_error.UserError, match=r"/none does not exist; pass"):
+    stored_checkpoint.find_checkpoint(empty / "none")
+  with pytest.raises(user_error.UserError, match="contains no checkpoint"):
+    stored_checkpoint.find_checkpoint(empty)
   with pytest.raises(
-    user_error.UserError, match=r"no checkpoint of step 7 in .*5, 20, 100\."
+    user_error.UserError, match=r"no checkpoint of step 7; it has 5, 20, 100\."
   ):
-    stored_checkpoint.find(run, step=7)
+    stored_checkpoint.find_checkpoint(run, step=7)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_what_is_not_there_is_named(run, tmp_path):
     ("[]", r"missing or damaged"),
     (
       json.dumps({"format_version": 99, "arrays": {}}),
-      r"format version 99; this program reads versions 1 to",
+      r"format version 99, but this program reads version 2 only",
     ),
   ],
 )
@@ -90,10 +90,10 @@ def test_damaged_metadata_is_named(tmp_path, text, message):
   (folder / "3" / "metadata").mkdir(parents=True)
   (folder / "3" / "metadata" / "metadata").write_text(text)
   with pytest.raises(user_error.UserError, match=message):
-    stored_checkpoint.read(folder, 3)
+    stored_checkpoint.read_metadata(folder, 3)
 
 
-def test_variables_are_told_from_the_rest():
+def test_variables_are_selected():
   names = ("params/a", "fp8/b", "step", "opt_state/0/mu/params/a")
   assert [stored_checkpoint.is_variable(n) for n in names] == [
     *(True, True),

@@ -1,18 +1,30 @@
-"""Columns of text, and sizes as people read them."""
+"""Text tables, shapes and short lists of names."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+import dataclasses
 
-_UNITS = ("B", "kB", "MB", "GB", "TB")
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NameGroup:
+  """Names that are shown as one.
+
+  Attributes:
+    label: A name, or a prefix followed by `/*`.
+    names: The names of the group.
+  """
+
+  label: str
+  names: tuple[str, ...]
 
 
-def lines(
+def format_lines(
   rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()
 ) -> list[str]:
-  """Returns the rows with their columns aligned, without trailing blanks.
+  """Returns rows with aligned columns, without trailing spaces.
 
   Args:
     rows: Cells; all rows have the same number.
-    right: The columns whose cells end together, such as numbers.
+    right: Right-aligned columns, such as numbers.
   """
   if not rows:
     return []
@@ -29,15 +41,48 @@ def lines(
   ]
 
 
-def size(num_bytes: int) -> str:
-  """Returns a number of bytes in decimal units: `36.8 kB`."""
-  value, unit = float(num_bytes), 0
-  # What would be rounded to 1000 takes the next unit.
-  while value >= 999.95 and unit + 1 < len(_UNITS):
-    value, unit = value / 1000, unit + 1
-  return f"{value:.0f} B" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
-
-
-def shape(dimensions: Sequence[int]) -> str:
-  """Returns a shape as `[264,16]`."""
+def format_shape(dimensions: Sequence[int]) -> str:
+  """Returns a shape such as `[264,16]`."""
   return f"[{','.join(map(str, dimensions))}]"
+
+
+def collapse_names(
+  names: Iterable[str], *, among: Iterable[str]
+) -> list[NameGroup]:
+  """Returns names in as few groups as possible, in the order of first names.
+
+  Args:
+    names: The names to show.
+    among: All existing names. A prefix becomes a group if all of its names, and
+      more than one, are among `names`.
+  """
+  wanted = dict.fromkeys(names)
+  totals: dict[str, int] = {}
+  for name in among:
+    for prefix in _prefixes(name):
+      totals[prefix] = totals.get(prefix, 0) + 1
+  inside: dict[str, list[str]] = {}
+  for name in wanted:
+    for prefix in _prefixes(name):
+      inside.setdefault(prefix, []).append(name)
+  groups: dict[str, tuple[str, ...]] = {}
+  for name in wanted:
+    whole = next(
+      (
+        prefix
+        for prefix in _prefixes(name)
+        if len(inside[prefix]) == totals.get(prefix) and len(inside[prefix]) > 1
+      ),
+      None,
+    )
+    if whole is None:
+      groups[name] = (name,)
+    else:
+      groups[f"{whole}/*"] = tuple(inside[whole])
+  return [NameGroup(label=label, names=held) for label, held in groups.items()]
+
+
+def _prefixes(name: str) -> list[str]:
+  """Returns the proper prefixes of a name at slashes, shortest first."""
+  parts = name.split("/")
+  return ["/".join(parts[:end]) for end in range(1, len(parts))]

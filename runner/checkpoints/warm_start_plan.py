@@ -1,51 +1,75 @@
-"""What a warm start reads, decided from names, shapes and dtypes alone.
+r"""Plan of a warm start: the source array of each target, by names and shapes.
 
-Patterns speak of the variables of the model. What an optimizer or an average
-keeps for a variable, such as `opt_state/0/mu/params/a`, goes its variable's
-way: it is read from `opt_state/0/mu/params/b` where `params/a` is read from
-`params/b`, and left alone where `params/a` is.
+Patterns map the names of a model's variables to those in a checkpoint. A
+pattern is a pair: a regular expression that must match a target's whole name,
+and a template of the source's name, in which `\1` and `\g<word>` stand for
+groups. A template `None` keeps the target's initial value. The first matching
+pattern wins, and a name without a match keeps its name:
+
+  (r"params/encoder/(.*)", r"params/decoder/\1"),
+  (r"params/head/.*", None),
+
+Optimizer and average state follows its variable: if `params/a` is read from
+`params/b`, `opt_state/0/mu/params/a` is read from `opt_state/0/mu/params/b`. No
+array is read here.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import os
+import re
 from typing import Any
 
 import jax.numpy as jnp
 
 from paxon.runner import user_error
-from paxon.runner.checkpoints import (
-  name_patterns,
-  stored_checkpoint,
-)
+from paxon.runner.checkpoints import stored_checkpoint
 from paxon.runner.settings import training
+from paxon.sharding import suggestions
 
-# More than these would bury the message.
 _MAX_PROBLEMS = 5
 _AVERAGE = "average/"
 _COUNT = "average/count"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-  """What is read and what is not.
+class Matching:
+  """The source of each target.
 
   Attributes:
-    start: What was asked for.
+    sources: The source's name by target, for existing sources.
+    absent: The source's name by target, for missing sources.
+    initial: Targets that a pattern leaves at their initial values.
+    unused: Sources that no target reads.
+    uses: Number of targets that each pattern was the first to match.
+  """
+
+  sources: Mapping[str, str]
+  absent: Mapping[str, str]
+  initial: tuple[str, ...]
+  unused: tuple[str, ...]
+  uses: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+  """The arrays that a warm start reads.
+
+  Attributes:
+    start: The settings.
     checkpoint: The source.
-    matching: The sources of the model's variables, by name.
-    reads: The source's array by the target's name, for all that is read: the
-      variables of `matching.sources`, and what else of the state.
-    kept: Names of the rest of the state that keep their initial values
-      although the training state was asked for.
-    averages: The arrays of averaged parameters by target, where those are
-      read in place of `reads`.
+    matching: The sources of the model's variables.
+    reads: The source's name by target for all arrays to read: variables, and
+      the training state if requested.
+    kept: Names of the training state that keep their initial values although
+      the training state was requested.
+    averages: Averaged parameters by target, read in place of `reads`.
     targets: All specs of the model's state, by name.
   """
 
   start: training.WarmStart
   checkpoint: stored_checkpoint.StoredCheckpoint
-  matching: name_patterns.Matching
+  matching: Matching
   reads: Mapping[str, str]
   kept: tuple[str, ...]
   averages: Mapping[str, str]
@@ -58,25 +82,33 @@ def make(
   checkpoint: stored_checkpoint.StoredCheckpoint,
   targets: Iterable[Any],
 ) -> Plan:
-  """Decides what is read.
+  """Returns the plan of a warm start.
 
   Args:
-    start: What is asked for.
+    start: The settings.
     checkpoint: The source.
-    targets: All of the state that is to be started: anything with a `name`, a
+    targets: Specs of the whole state to start: anything with a `name`, a
       `shape`, a `dtype` and `axes`, such as a `VariableSpec`.
 
   Raises:
-    user_error.UserError: A pattern is wrong, a variable has no source and may
+    user_error.UserError: A pattern is invalid, a variable has no source and may
       not be missing, nothing matches, or a shape or dtype differs.
   """
   wanted = {spec.name: spec for spec in targets}
-  matching = _match(start, checkpoint, list(wanted))
+  try:
+    matching = match(
+      [name for name in wanted if stored_checkpoint.is_variable(name)],
+      checkpoint.variables(),
+      patterns=start.patterns,
+      field="WarmStart.patterns",
+    )
+  except training.PatternError as error:
+    raise user_error.UserError(str(error)) from error
   if not matching.sources:
     raise user_error.UserError(
-      f"The warm start from {_place(checkpoint)} would read nothing: none of"
-      f" the model's variables is in it or asked for; it has"
-      f" {_some(checkpoint.variables())}, and the model has"
+      f"The warm start from {os.fspath(checkpoint.path)} would read nothing:"
+      " it contains none of the requested variables. It has"
+      f" {_some(checkpoint.variables())}; the model has"
       f" {_some(filter(stored_checkpoint.is_variable, wanted))}."
     )
   _check_missing(start, checkpoint, matching.absent, list(wanted))
@@ -98,20 +130,113 @@ def make(
   )
 
 
-def _match(
-  start: training.WarmStart,
-  checkpoint: stored_checkpoint.StoredCheckpoint,
-  wanted: Sequence[str],
-) -> name_patterns.Matching:
-  try:
-    return name_patterns.match(
-      [name for name in wanted if stored_checkpoint.is_variable(name)],
-      checkpoint.variables(),
-      patterns=start.patterns,
-      field="WarmStart.patterns",
+def match(
+  targets: Sequence[str],
+  sources: Iterable[str],
+  *,
+  patterns: Sequence[training.Pattern],
+  field: str,
+) -> Matching:
+  """Finds the source of each target.
+
+  Args:
+    targets: Names of the model's variables.
+    sources: Names in the checkpoint.
+    patterns: In order; see the module's docstring.
+    field: Names the patterns in messages.
+
+  Raises:
+    training.PatternError: A pattern has no effect: it matches no target, or
+      only targets that an earlier pattern matches.
+  """
+  training.check_patterns(patterns, field=field)
+  compiled = [re.compile(expression) for expression, _ in patterns]
+  known = list(sources)
+  known_set = set(known)
+  uses = [0] * len(patterns)
+  found: dict[str, str] = {}
+  absent: dict[str, str] = {}
+  initial = []
+  for target in targets:
+    source: str | None = target
+    for index, expression in enumerate(compiled):
+      matched = expression.fullmatch(target)
+      if matched:
+        uses[index] += 1
+        template = patterns[index][1]
+        source = None if template is None else matched.expand(template)
+        break
+    if source is None:
+      initial.append(target)
+    elif source in known_set:
+      found[target] = source
+    else:
+      absent[target] = source
+  for index, count in enumerate(uses):
+    if not count:
+      raise _no_effect(targets, patterns, index, f"{field}[{index}]")
+  read = set(found.values())
+  return Matching(
+    sources=found,
+    absent=absent,
+    initial=tuple(initial),
+    unused=tuple(name for name in known if name not in read),
+    uses=tuple(uses),
+  )
+
+
+def _no_effect(
+  targets: Sequence[str],
+  patterns: Sequence[training.Pattern],
+  index: int,
+  place: str,
+) -> training.PatternError:
+  expression = patterns[index][0]
+  shadowed = [name for name in targets if re.fullmatch(expression, name)]
+  if shadowed:
+    earlier = next(
+      i for i in range(index) if re.fullmatch(patterns[i][0], shadowed[0])
     )
-  except training.PatternError as error:
-    raise user_error.UserError(str(error)) from error
+    return training.PatternError(
+      f"{place} ({expression!r}) has no effect: every variable that it matches,"
+      f" such as {shadowed[0]!r}, is matched by an earlier pattern, such as"
+      f" {patterns[earlier][0]!r}; put the more specific one first."
+    )
+  return training.PatternError(
+    f"{place} ({expression!r}) matches no variable of the model"
+    + _suggest(expression, targets)
+  )
+
+
+def _suggest(expression: str, names: Iterable[str]) -> str:
+  """Returns `; the closest name is 'x'.`, or `; known: ...`."""
+  names = list(names)
+  found = _closest_name(expression, names)
+  if found is not None:
+    return f"; the closest name is {found!r}."
+  return suggestions.suggest(expression, names)
+
+
+def _closest_name(expression: str, names: Iterable[str]) -> str | None:
+  """Returns the name most similar to an expression or a name, or None."""
+  names = list(names)
+  # Without the operators of regular expressions.
+  plain = re.sub(r"\(\?P?<\w+>|[\\^$()\[\]{}?+*|]|\.(?=[*+])", "", expression)
+  found = suggestions.find_closest(plain.strip("/"), names)
+  return found[0] if found else _sharing_components(plain, names)
+
+
+def _sharing_components(plain: str, names: Iterable[str]) -> str | None:
+  """Returns the name with most components similar to those of `plain`."""
+  words = [word for word in plain.split("/") if word]
+
+  def score(name: str) -> int:
+    return sum(
+      bool(suggestions.find_closest(word, name.split("/"))) for word in words
+    )
+
+  best = min(names, key=lambda name: (-score(name), name), default=None)
+  return best if best is not None and score(best) else None
 
 
 def _check_missing(
@@ -120,26 +245,24 @@ def _check_missing(
   absent: Mapping[str, str],
   wanted: Sequence[str],
 ) -> list[str]:
-  """Returns the names of `absent`, all of which may be missing."""
+  """Checks that all names of `absent` may be missing, and returns them."""
   for index, expression in enumerate(start.may_be_missing):
-    if not any(
-      name_patterns.matches_any(name, [expression]) for name in wanted
-    ):
+    if not any(re.fullmatch(expression, name) for name in wanted):
       raise user_error.UserError(
         f"WarmStart.may_be_missing[{index}] ({expression!r}) matches no"
-        " variable of the model" + name_patterns.closest(expression, wanted)
+        " variable of the model" + _suggest(expression, wanted)
       )
-  refused = [
-    (name, source)
+  problems = [
+    _missing(name, source, checkpoint)
     for name, source in absent.items()
-    if not name_patterns.matches_any(name, start.may_be_missing)
+    if not any(re.fullmatch(e, name) for e in start.may_be_missing)
   ]
-  if refused:
-    problems = [_missing(name, source, checkpoint) for name, source in refused]
+  if problems:
+    names = "name" if len(problems) == 1 else "names"
     raise user_error.UserError(
-      f"The warm start from {_place(checkpoint)} lacks"
-      f" {len(refused)} of the names it needs: {_limited(problems)}; give a"
-      " pattern for them, or name them in WarmStart.may_be_missing."
+      f"The warm start from {os.fspath(checkpoint.path)} lacks"
+      f" {len(problems)} required {names}: {_limited(problems)}; add a pattern,"
+      " or list them in WarmStart.may_be_missing."
     )
   return list(absent)
 
@@ -148,18 +271,18 @@ def _missing(
   name: str, source: str, checkpoint: stored_checkpoint.StoredCheckpoint
 ) -> str:
   text = source if name == source else f"{source} (for {name})"
-  close = name_patterns.closest_name(source, checkpoint.arrays)
-  return text + (f", the closest is {close}" if close else "")
+  close = _closest_name(source, checkpoint.arrays)
+  return text + (f", closest: {close}" if close else "")
 
 
 def _training_state(
   wanted: Iterable[str],
   checkpoint: stored_checkpoint.StoredCheckpoint,
-  matching: name_patterns.Matching,
+  matching: Matching,
 ) -> tuple[dict[str, str], dict[str, str], list[str]]:
-  """Returns what is read, what is missing, and what goes with left variables.
+  """Returns existing and missing sources by target, and targets to keep.
 
-  The first two have the source's name by the target's.
+  The latter belong to variables that are not read.
   """
   variables = {*matching.sources, *matching.absent, *matching.initial}
   reads: dict[str, str] = {}
@@ -168,7 +291,7 @@ def _training_state(
   for name in wanted:
     if stored_checkpoint.is_variable(name):
       continue
-    prefix, owner = _owner(name, variables)
+    prefix, owner = _split_owner(name, variables)
     if owner is not None and owner not in matching.sources:
       kept.append(name)
       continue
@@ -177,8 +300,8 @@ def _training_state(
   return reads, missing, kept
 
 
-def _owner(name: str, variables: set[str]) -> tuple[str, str | None]:
-  """Splits a name into what comes before a variable's name, and that name."""
+def _split_owner(name: str, variables: set[str]) -> tuple[str, str | None]:
+  """Splits a name into a prefix and the name of its variable, if any."""
   parts = name.split("/")
   for start in range(1, len(parts)):
     rest = "/".join(parts[start:])
@@ -196,47 +319,42 @@ def _check_arrays(
   problems = []
   for name, source in reads.items():
     spec, stored = wanted[name], checkpoint.arrays[source]
-    called = name if name == source else f"{name} (from {source})"
-    to = jnp.dtype(spec.dtype)
+    shown = name if name == source else f"{name} (from {source})"
+    dtype = jnp.dtype(spec.dtype)
     if tuple(spec.shape) != stored.shape:
       problems.append(
-        f"{called} has shape {stored.shape} there and {tuple(spec.shape)} in"
-        f" the model (axes {spec.axes})"
+        f"{shown} has shape {stored.shape} in the checkpoint and"
+        f" {tuple(spec.shape)} in the model (axes {spec.axes})"
       )
-    elif to.name != stored.dtype:
+    elif dtype.name != stored.dtype:
       floats = all(
-        jnp.issubdtype(dtype, jnp.floating)
-        for dtype in (to, jnp.dtype(stored.dtype))
+        jnp.issubdtype(each, jnp.floating)
+        for each in (dtype, jnp.dtype(stored.dtype))
       )
       if not (floats and start.cast):
         hint = "; WarmStart.cast=True allows that" if floats else ""
         problems.append(
-          f"{called} has dtype {stored.dtype} there and {to.name} in the"
-          f" model{hint}"
+          f"{shown} has dtype {stored.dtype} in the checkpoint and"
+          f" {dtype.name} in the model{hint}"
         )
   if problems:
     raise user_error.UserError(
-      f"The warm start from {_place(checkpoint)} does not fit the model:"
-      f" {_limited(problems)}."
+      f"The warm start from {os.fspath(checkpoint.path)} does not fit the"
+      f" model: {_limited(problems)}."
     )
 
 
 def _averages(
-  checkpoint: stored_checkpoint.StoredCheckpoint,
-  matching: name_patterns.Matching,
+  checkpoint: stored_checkpoint.StoredCheckpoint, matching: Matching
 ) -> dict[str, str]:
   if _COUNT not in checkpoint.arrays:
     raise user_error.UserError(
-      f"WarmStart.averaged is set, but {_place(checkpoint)} has no averaged"
-      " parameters; its learner kept none."
+      f"WarmStart.averaged is set, but {os.fspath(checkpoint.path)} has no"
+      " averaged parameters: its learner has no `average`."
     )
   named = {name: _AVERAGE + source for name, source in matching.sources.items()}
-  # What no optimizer changes has no average, and is itself.
+  # Non-trainable variables have no average and are read directly.
   return {n: array for n, array in named.items() if array in checkpoint.arrays}
-
-
-def _place(checkpoint: stored_checkpoint.StoredCheckpoint) -> str:
-  return os.fspath(checkpoint.path)
 
 
 def _limited(problems: Sequence[str]) -> str:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 from typing import Final
 
-from paxon.runner.plan import result, units
+from paxon.runner import units
+from paxon.runner.plan import result
 
 
 @dataclasses.dataclass(frozen=True)

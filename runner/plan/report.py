@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from paxon.runner.plan import comparison, result, sentences, units
+from paxon.runner import units
+from paxon.runner.plan import comparison, result, sentences
 from paxon.runner.plan.search import table
 
 _MAX_PARTS: Final = 8

@@ -2,7 +2,8 @@
 
 import pytest
 
-from paxon.runner.plan import report, result, sample_plan, sentences, units
+from paxon.runner import units
+from paxon.runner.plan import report, result, sample_plan, sentences
 
 _GIB = 2**30
 

@@ -3,7 +3,8 @@
 import re
 from typing import Final
 
-from paxon.runner.plan import hardware, result, units
+from paxon.runner import units
+from paxon.runner.plan import hardware, result
 
 _GIB: Final = 2.0**30
 

@@ -12,9 +12,9 @@ import dataclasses
 from typing import Final
 
 from paxon.runner import job as job_lib
-from paxon.runner import user_error
+from paxon.runner import units, user_error
 from paxon.runner.configuration import overrides as overrides_lib
-from paxon.runner.plan import advice, result, topology, units
+from paxon.runner.plan import advice, result, topology
 from paxon.runner.plan import target as targets
 from paxon.runner.plan.search import communication, cost, meshes
 from paxon.runner.planning import child, job_lint, mesh_figures, tracer

@@ -25,7 +25,7 @@ from paxon.inputs import base_input
 from paxon.learners import train_state
 from paxon.runner import files, user_error
 from paxon.runner import run_dir as run_dirs
-from paxon.runner.checkpoints import checkpointer, compatibility
+from paxon.runner.checkpoints import checkpointer, named_tree
 from paxon.runner.hosts import agreement
 from paxon.runner.monitoring import metrics_file, summary_writer, writers
 from paxon.runner.training import (
@@ -164,7 +164,7 @@ class Follower:
           specs=session_lib.for_evaluation(self.session.state_specs),
           shardings=session_lib.for_evaluation(self.session.state_shardings),
         )
-    except compatibility.CheckpointMismatchError as error:
+    except named_tree.CheckpointMismatchError as error:
       raise user_error.UserError(str(error)) from error
     except checkpointer.DamagedCheckpointError as error:
       if step in self._steps():

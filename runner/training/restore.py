@@ -23,12 +23,11 @@ from paxon.learners import train_state
 from paxon.runner import run_dir, user_error
 from paxon.runner.checkpoints import (
   checkpointer,
-  compatibility,
+  named_tree,
   stored_checkpoint,
   warm_start_plan,
-  warm_start_preview,
-  warm_start_values,
 )
+from paxon.runner.checkpoints import warm_start as warm_start_lib
 from paxon.runner.hosts import agreement
 from paxon.runner.settings import training
 from paxon.runner.training import session as session_lib
@@ -122,11 +121,11 @@ def _restore_newest(
   while (step := agreement.from_first(checkpoints.latest_step)) is not None:
     try:
       restored = checkpoints.restore(step, specs=specs, shardings=shardings)
-    except compatibility.CheckpointMismatchError as error:
+    except named_tree.CheckpointMismatchError as error:
       raise user_error.UserError(str(error)) from error
     except checkpointer.DamagedCheckpointError as error:
       damaged.append(user_error.one_line(error))
-      checkpoints.leave_out(step)
+      checkpoints.skip(step)
       continue
     for line in damaged:
       print(
@@ -158,7 +157,7 @@ def make_warm_start_plan(
   path = run_dir.resolve(start.checkpoint, os.environ)
   return warm_start_plan.make(
     start,
-    checkpoint=stored_checkpoint.find(path, step=start.step),
+    checkpoint=stored_checkpoint.find_checkpoint(path, step=start.step),
     targets=jax.tree.leaves(session.state_specs),
   )
 
@@ -184,10 +183,10 @@ def warm_start(
       f" {os.fspath(plan.checkpoint.folder)}, but num_train_steps is {steps};"
       " make it larger, or leave training_state out."
     )
-  print("\n".join(warm_start_preview.summary(plan)), flush=True)
+  print("\n".join(warm_start_lib.summarize(plan)), flush=True)
   specs = jax.tree.leaves(session.state_specs)
   shardings = jax.tree.leaves(session.state_shardings)
-  values = warm_start_values.read(
+  values = warm_start_lib.read(
     plan,
     shardings={
       spec.name: sharding

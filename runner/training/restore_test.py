@@ -12,11 +12,7 @@ import pytest
 
 from paxon.learners import parameter_average
 from paxon.runner import user_error
-from paxon.runner.checkpoints import (
-  checkpointer,
-  stored_arrays,
-  stored_checkpoint,
-)
+from paxon.runner.checkpoints import checkpointer, stored_checkpoint
 from paxon.runner.settings import training
 from paxon.runner.training import restore, testing, train
 from paxon.runner.training import session as session_lib
@@ -78,8 +74,8 @@ def session():
 @pytest.fixture(scope="module")
 def stored(source):
   """The variables in the source's checkpoint, by name."""
-  checkpoint = stored_checkpoint.find(epath.Path(source))
-  return stored_arrays.read_numpy(checkpoint, checkpoint.variables())
+  checkpoint = stored_checkpoint.find_checkpoint(epath.Path(source))
+  return stored_checkpoint.read_numpy(checkpoint, checkpoint.variables())
 
 
 def _first_loss(session, variables):
@@ -182,8 +178,10 @@ def test_a_renamed_part_and_a_missing_one(source, session, stored):
 @pytest.mark.parametrize(
   ("fields", "message"),
   [
-    pytest.param({"checkpoint": "/nowhere"}, "no folder /nowhere", id="folder"),
-    pytest.param({"step": 1}, "no checkpoint of step 1 in", id="step"),
+    pytest.param(
+      {"checkpoint": "/nowhere"}, "/nowhere does not exist", id="folder"
+    ),
+    pytest.param({"step": 1}, "no checkpoint of step 1;", id="step"),
     pytest.param(
       {"patterns": (("params/stak/.*", None),)},
       r"patterns\[0\] .*matches no variable .*closest name is",
@@ -201,7 +199,7 @@ def test_a_renamed_part_and_a_missing_one(source, session, stored):
     ),
   ],
 )
-def test_what_does_not_fit_is_one_line(source, session, fields, message):
+def test_mismatches_are_one_line(source, session, fields, message):
   job = dataclasses.replace(session.job, num_train_steps=SOURCE_STEPS)
   start = training.WarmStart(**{"checkpoint": str(source), **fields})
   with pytest.raises(user_error.UserError, match=message) as caught:
@@ -212,6 +210,7 @@ def test_what_does_not_fit_is_one_line(source, session, fields, message):
 def test_rejects_another_number_of_layers(source):
   with pytest.raises(
     user_error.UserError,
-    match=r"layers/blocks_0/attention/key has shape \(2, .*\) there and \(3, ",
+    match=r"layers/blocks_0/attention/key has shape \(2, .*\) in the checkpoint"
+    r" and \(3, ",
   ):
     _start(_opened(num_layers=3), source)

@@ -61,7 +61,7 @@ def test_the_checkpoint_before_a_damaged_one_is_used(folder, capsys):
   lines = [line for line in told.err.splitlines() if "checkpoint" in line]
   assert len(lines) == 1
   assert re.search(
-    r"/2 is damaged: data/metadata has 1 bytes and should have \d+; using"
+    r"/2 is damaged: data/metadata has 1 bytes instead of \d+; using"
     r" the one of step 1 instead$",
     lines[0],
   )

@@ -18,11 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 from etils import epath
 
 from paxon.runner import run_dir
-from paxon.runner.checkpoints import (
-  checkpointer,
-  stored_arrays,
-  stored_checkpoint,
-)
+from paxon.runner.checkpoints import checkpointer, stored_checkpoint
 
 EXPERIMENT = "paxon.runner.training.testing.TinyLm"
 NUM_STEPS = 40
@@ -169,10 +165,10 @@ class TinyRun:
 
   def digest(self) -> str:
     """Returns the sha256 of all arrays of the newest checkpoint, by name."""
-    stored = stored_checkpoint.find(epath.Path(self.checkpoints))
+    stored = stored_checkpoint.find_checkpoint(epath.Path(self.checkpoints))
     result = hashlib.sha256(f"step {stored.step}".encode())
     for name, array in sorted(
-      stored_arrays.read_numpy(stored, stored.arrays).items()
+      stored_checkpoint.read_numpy(stored, stored.arrays).items()
     ):
       result.update(f"{name} {array.shape} {array.dtype}".encode())
       result.update(array.tobytes())

@@ -2,7 +2,8 @@
 
 import shlex
 
-from paxon.runner.plan import result, units
+from paxon.runner import units
+from paxon.runner.plan import result
 
 
 def verified(plan: result.Plan) -> list[str]:

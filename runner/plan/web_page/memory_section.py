@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Final
 
-from paxon.runner.plan import result, sentences, units
+from paxon.runner import units
+from paxon.runner.plan import result, sentences
 from paxon.runner.plan.web_page import bars, markup
 
 PARAMETERS, OPTIMIZER, OTHERS, BATCH, TEMPORARIES, GRADIENTS, SAVED, REST = (

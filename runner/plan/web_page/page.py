@@ -6,7 +6,8 @@ It is HTML that is also well-formed XML.
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from paxon.runner.plan import comparison, result, sentences, units
+from paxon.runner import units
+from paxon.runner.plan import comparison, result, sentences
 from paxon.runner.plan.web_page import (
   bars,
   markup,

@@ -8,7 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from paxon.runner.plan import result, sample_plan, units
+from paxon.runner import units
+from paxon.runner.plan import result, sample_plan
 from paxon.runner.plan.web_page import bars, page
 
 _VOID = ("meta", "!doctype")

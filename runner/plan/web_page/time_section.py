@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Final
 
-from paxon.runner.plan import result, units
+from paxon.runner import units
+from paxon.runner.plan import result
 from paxon.runner.plan.web_page import bars, markup
 
 PRODUCTS, MEMORY, FAST, NETWORK, EXPOSED, _, _, OVERHEAD = range(bars.STYLES)

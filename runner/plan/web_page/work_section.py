@@ -2,7 +2,8 @@
 
 from typing import Final
 
-from paxon.runner.plan import result, sentences, units
+from paxon.runner import units
+from paxon.runner.plan import result, sentences
 from paxon.runner.plan.web_page import bars, markup
 
 _MODEL, _RECOMPUTED = 0, 6

@@ -1,4 +1,4 @@
-"""Tests for reading what a warm start plans, from real checkpoints."""
+"""Tests for warm starts from real checkpoints."""
 
 import json
 
@@ -12,10 +12,9 @@ from paxon.learners import parameter_average
 from paxon.runner import user_error
 from paxon.runner.checkpoints import (
   checkpointer,
-  stored_arrays,
   stored_checkpoint,
+  warm_start,
   warm_start_plan,
-  warm_start_values,
 )
 from paxon.runner.settings import training
 from paxon.sharding import layout as layouts
@@ -68,17 +67,17 @@ def _read(run, targets, *, mesh="fsdp=4,tensor=2", **fields):
   layout = layouts.Layout(meshes.make_mesh(meshes.MeshSpec.parse(mesh)))
   plan = warm_start_plan.make(
     training.WarmStart(checkpoint="base", **fields),
-    checkpoint=stored_checkpoint.find(epath.Path(run)),
+    checkpoint=stored_checkpoint.find_checkpoint(epath.Path(run)),
     targets=targets,
   )
   shardings = {spec.name: layout.sharding(spec.axes) for spec in targets}
-  values = warm_start_values.read(plan, shardings=shardings)
+  values = warm_start.read(plan, shardings=shardings)
   for name, value in values.items():
     assert value.sharding == shardings[name]
   return values
 
 
-def test_values_lie_where_the_target_wants_them(tmp_path):
+def test_values_have_the_target_shardings(tmp_path):
   saved = _save(tmp_path)
   values = _read(tmp_path, SOURCE[1:3])
   assert set(values) == {"params/up", "params/bias"}
@@ -112,7 +111,7 @@ def test_a_cast_rounds_to_the_nearest(tmp_path):
 
 @pytest.mark.parametrize("debias", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_averages_are_what_the_source_evaluates_with(tmp_path, debias, dtype):
+def test_averages_are_those_of_evaluation(tmp_path, debias, dtype):
   saved = _save(tmp_path, debias=debias)
   targets = [
     _spec("params/up", (8, 16), ("embed", "mlp"), dtype),
@@ -152,21 +151,21 @@ def test_averages_agree_with_the_learners(tmp_path):
   np.testing.assert_array_equal(values["params/up"], expected["up"])
 
 
-def test_an_average_without_its_configuration_is_refused(tmp_path):
+def test_average_without_configuration_is_rejected(tmp_path):
   _save(tmp_path)
   with pytest.raises(
-    user_error.UserError, match=r"averaged .* not known: .*config\.json"
+    user_error.UserError, match=r"averaged .* are unknown: .*config\.json"
   ):
     _read(tmp_path, SOURCE[1:2], averaged=True)
 
 
-def test_only_what_is_asked_for_is_read(tmp_path, monkeypatch):
+def test_only_requested_arrays_are_read(tmp_path, monkeypatch):
   _save(tmp_path)
   asked = []
-  read = stored_arrays.read
+  read = stored_checkpoint.read_arrays
   monkeypatch.setattr(
-    stored_arrays,
-    "read",
+    stored_checkpoint,
+    "read_arrays",
     lambda checkpoint, wanted: (
       asked.append(set(wanted)) or read(checkpoint, wanted)
     ),
@@ -175,7 +174,7 @@ def test_only_what_is_asked_for_is_read(tmp_path, monkeypatch):
   assert asked == [{"params/up", "params/bias"}]
 
 
-def test_a_damaged_source_is_named(tmp_path):
+def test_damaged_source_is_named(tmp_path):
   _save(tmp_path)
   state = tmp_path / "checkpoints" / "7" / "state"
   for file in state.rglob("*"):
@@ -188,12 +187,12 @@ def test_a_damaged_source_is_named(tmp_path):
     _read(tmp_path, SOURCE[1:2])
 
 
-def test_whole_arrays_are_read_for_a_host(tmp_path):
+def test_whole_arrays_are_read_into_host_memory(tmp_path):
   saved = _save(tmp_path)
-  checkpoint = stored_checkpoint.find(epath.Path(tmp_path))
-  read = stored_arrays.read_numpy(checkpoint, ["params/bias", "step"])
+  checkpoint = stored_checkpoint.find_checkpoint(epath.Path(tmp_path))
+  read = stored_checkpoint.read_numpy(checkpoint, ["params/bias", "step"])
   assert set(read) == {"params/bias", "step"}
   for name, value in read.items():
     assert isinstance(value, np.ndarray)
     np.testing.assert_array_equal(value, saved[name])
-  assert stored_arrays.read_numpy(checkpoint, []) == {}
+  assert stored_checkpoint.read_numpy(checkpoint, []) == {}

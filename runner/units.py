@@ -1,4 +1,4 @@
-"""Bytes, FLOPs, seconds and shares as a person reads them."""
+"""Formatting of bytes, FLOPs, seconds and shares."""
 
 
 def size(number: float | int) -> str:
