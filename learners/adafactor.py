@@ -1,4 +1,4 @@
-"""Adafactor: squared gradients kept as rows and columns.
+"""Adafactor: factored second moments.
 
   u <- g / sqrt(factored mean of g^2)           see `factored_rms`
   u <- u / max(1, rms(u) / max_update_rms)

@@ -1,4 +1,4 @@
-"""What a loss function is, and what a step measures with it."""
+"""Loss functions: their output, and the metrics of a step."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias

@@ -1,4 +1,4 @@
-"""The rows of a batch, in parts that are computed one after the other."""
+"""Microbatches: splits a batch into equal parts."""
 
 from typing import TypeAlias
 
@@ -39,14 +39,14 @@ def split(
     rows = x.shape[0]
     if rows != arrays[first].shape[0]:
       raise ValueError(
-        f"batch[{name!r}] has {rows} rows and batch[{first!r}] has"
+        f"batch[{name!r}] has {rows} sequences and batch[{first!r}] has"
         f" {arrays[first].shape[0]}; for microbatches all arrays must have the"
         " same number."
       )
     if rows % num_microbatches:
       raise ValueError(
-        f"The {rows} rows of batch[{name!r}] do not divide into"
-        f" num_microbatches={num_microbatches} parts; change either."
+        f"The {rows} sequences of batch[{name!r}] are not a multiple of"
+        f" num_microbatches={num_microbatches}; change either."
       )
     stacked = jnp.moveaxis(
       x.reshape(rows // num_microbatches, num_microbatches, *x.shape[1:]), 1, 0
@@ -58,7 +58,7 @@ def split(
     except ValueError as error:
       raise ValueError(
         f"num_microbatches={num_microbatches} leaves"
-        f" {rows // num_microbatches} rows of batch[{name!r}] to a microbatch,"
-        f" which the mesh cannot share out: {error}"
+        f" {rows // num_microbatches} sequences of batch[{name!r}] per"
+        f" microbatch, which the mesh cannot split: {error}"
       ) from error
   return parts, shared

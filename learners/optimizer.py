@@ -1,4 +1,4 @@
-"""What an optimizer is, and the steps that all of them share.
+"""The optimizer protocol, and update steps that optimizers share.
 
 An optimizer gives a direction; `descent` turns it into the update
 

@@ -1,1 +1,1 @@
-"""Quantization: number formats, recipes and the products that use them."""
+"""Quantization: number formats, recipes and quantized matmuls."""

@@ -1,4 +1,4 @@
-"""The contraction of a layer whose products are quantized.
+"""Quantized einsum as a linen module, for layers.
 
 `QuantizedEinsum(recipe)` goes into a layer's field `einsum` in place of
 `jnp.einsum`. It is a linen module, because delayed scaling has a state: what a
@@ -114,8 +114,8 @@ class _Product(nn.Module):
     is_there = self.has_variable(COLLECTION, name)
     if is_there and self.is_initializing():
       raise ValueError(
-        f"The product {'/'.join(self.path)} is computed twice in a pass, and "
-        f"has a state ({name}) for one; call another layer, name the products "
+        f"The matmul {'/'.join(self.path)} is computed twice in one pass, but "
+        f"has state ({name}) for one; use another layer, name the matmuls "
         "differently, or use a recipe with current scales and no monitor."
       )
     if not is_there and not self.is_mutable_collection(COLLECTION):

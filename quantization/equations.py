@@ -1,4 +1,4 @@
-"""Einsum equations of two operands, and products of operands of two dtypes.
+"""Einsum equations of two operands with different dtypes.
 
 `jnp.einsum` promotes its operands to one dtype, which would widen an e4m3
 kernel that meets an e5m2 gradient. Here an equation becomes one
@@ -74,7 +74,7 @@ def parse(equation: str, lhs_rank: int, rhs_rank: int) -> Equation:
   terms = inputs.split(",")
   if not arrow or len(terms) != 2:
     raise ValueError(
-      f"A quantized product is of the form 'lhs,rhs->out', got '{equation}'."
+      f"A quantized einsum must have the form 'lhs,rhs->out', got '{equation}'."
     )
   unused = [c for c in string.ascii_letters if c not in equation]
   widths = {

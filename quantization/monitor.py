@@ -1,4 +1,4 @@
-"""Summaries of what quantized products lose, in training.
+"""Summaries of values that quantization clips or flushes to zero.
 
 For each operand of a product, the shares of values that saturate and of those
 that become zero, as `summaries/<layer>/einsum/<product>/lhs_clipped`, and

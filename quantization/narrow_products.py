@@ -1,4 +1,4 @@
-"""Products of operands that may be quantized, without derivatives.
+"""Matmuls of quantized operands, without derivatives.
 
 Used by the training product `quantized_einsum`, and by models whose weights
 are stored quantized.

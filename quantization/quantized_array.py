@@ -1,4 +1,4 @@
-"""An array of few bits a value, with the scales that make numbers of them.
+"""Quantized arrays: low-precision values with scales.
 
   quantize(x, recipe)       x ~ values * scale
 

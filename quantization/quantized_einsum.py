@@ -1,4 +1,4 @@
-"""An einsum of quantized operands, with quantized backward products.
+"""Differentiable einsum with quantized operands and gradients.
 
 With `Q` for "quantize, then dequantize" and E for the equation:
 

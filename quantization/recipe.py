@@ -1,4 +1,4 @@
-"""Recipes: to which numbers the operands of a product are quantized, and how.
+"""Recipes: how the operands of a matmul are quantized.
 
 A product has three operands: `lhs` (activations), `rhs` (the kernel, or the
 other activation) and, in the backward pass, `gradient` (of the output). Each
@@ -163,13 +163,13 @@ class Recipe:
       backward = getattr(self, name)
       if backward is not None and self.gradient is None:
         raise ValueError(
-          f"Recipe.{name} needs Recipe.gradient: a gradient that is not "
-          "quantized is multiplied with the operands of the forward product."
+          f"Recipe.{name} requires Recipe.gradient: an unquantized gradient is "
+          "multiplied with the operands of the forward matmul."
         )
       if backward is not None and backward.is_delayed:
         raise ValueError(
-          f"Recipe.{name}.scaling must be Current(): histories are kept for "
-          "the operands of the forward product and for the gradient."
+          f"Recipe.{name}.scaling must be Current(): only the operands of the "
+          "forward matmul and the gradient have histories."
         )
 
   @property

@@ -1,4 +1,4 @@
-"""The contraction of a layer whose weights are stored in few bits.
+"""Einsum with weights stored in low precision, for serving.
 
 `ServedEinsum(recipe)` goes into a layer's field `einsum` in place of
 `jnp.einsum`. Where the right operand of a product is the layer's parameter of

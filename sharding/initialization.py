@@ -56,9 +56,7 @@ def initial_values(
   if not foreign:
     return treedef.unflatten(list(map(_value, keys, leaves)))
   if fallback is None:
-    raise ValueError(
-      f"{foreign[0]} has no initializer of its own; give `fallback`."
-    )
+    raise ValueError(f"{foreign[0]} has no initializer; pass `fallback`.")
   others = treedef.flatten_up_to(fallback())
   return treedef.unflatten(
     [

@@ -1,4 +1,4 @@
-"""Metadata of variables: what a variable is, beside its value.
+"""Metadata of variables: axes, initializer and update rule.
 
 Layers attach metadata where they create a variable (`logical.partitioned` for
 parameters, `boxed` for other collections). It travels through linen's lifted

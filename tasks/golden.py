@@ -1,4 +1,4 @@
-"""Golden files: what experiments resolve to, as text beside their modules.
+"""Golden files: resolved configurations of experiments, as text.
 
 There is one file for each module. An experiment's text is its resolved
 configuration, one value a line, and then each variable's shape, axes and number

@@ -1,4 +1,4 @@
-"""What to change in a program that does not fit, in words.
+"""Proposed changes for a program that does not fit in memory.
 
 For what `plan_search` cannot find, or was not asked for.
 """

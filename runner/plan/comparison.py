@@ -1,4 +1,4 @@
-"""Plans of one experiment beside each other: a row a target.
+"""Comparison of one experiment's plans, one table line per target.
 
 The best of a column is marked among the targets that the program fits. Cost is
 chips times seconds for each token, relative to the best; what a chip costs is

@@ -1,4 +1,4 @@
-"""Which kernels compute a step, and which of them an experiment expects.
+"""Kernels that compute a step, and checks of the expected ones.
 
 Kernels that the program asks for are decided: cuDNN's attention, splash
 attention, other Pallas kernels, products in fp8. Which kernel multiplies

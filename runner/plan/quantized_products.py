@@ -1,4 +1,4 @@
-"""What the products run as that a quantization recipe covers.
+"""Kernels and dtypes of quantized matmuls in a compiled program.
 
 A quantized einsum names its products (`quantization.scopes`), whatever dtype
 they have, so that each of them is found in the traced program, with the dtype

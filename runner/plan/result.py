@@ -1,4 +1,4 @@
-"""What a plan found out, as `plan.json` holds it.
+"""Result of a plan, as stored in `plan.json`.
 
 The file is `{"version": 3, "plans": [PLAN, ...], "failures": [FAILURE, ...]}`;
 each plan has the fields of `Plan`, each failure those of `Failure`. Bytes are

@@ -1,4 +1,4 @@
-"""A plan with a figure in every field, for tests of what shows plans.
+"""A plan with a value in every field, for tests.
 
 The figures are made up; no two of them read alike.
 """

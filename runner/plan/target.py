@@ -1,4 +1,4 @@
-"""What to plan for: hardware and how much of it, as text.
+"""Targets: hardware and its size, parsed from text.
 
 cpu:8             eight CPU devices
 h200:64x8         64 hosts of 8 GPUs (a100, h100, h200, b200)

@@ -1,4 +1,4 @@
-"""Devices that are not there, for a compiler that is.
+"""Abstract device topologies for ahead-of-time compilation.
 
 Everything here but `environment` and `missing` runs in a process of its own:
 two vendors' plugins do not go together, and their variables must be set before

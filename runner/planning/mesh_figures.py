@@ -1,4 +1,4 @@
-"""What a mesh means for a job on a target, by arithmetic on shapes."""
+"""Memory and communication of a mesh, by arithmetic on shapes."""
 
 from collections.abc import Collection
 import math

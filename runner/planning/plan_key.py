@@ -1,4 +1,4 @@
-"""What a plan is made of, as one digest: equal digests give equal plans.
+"""Cache key of a plan: equal digests mean equal plans.
 
   sha256 of  the resolved configuration,
              shapes of the variables and of a batch (a tokenizer file may set

@@ -1,4 +1,4 @@
-"""A tiny experiment whose products are quantized, for tests of plans."""
+"""A tiny quantized experiment, for tests of plans."""
 
 import fiddle as fdl
 

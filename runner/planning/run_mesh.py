@@ -1,4 +1,4 @@
-"""The mesh of a run whose configuration says `auto`.
+"""The mesh of a run that is configured with `auto`.
 
 A run chooses for the devices that it finds. Once it has a checkpoint the mesh
 is kept, as long as it fits the devices; where not, it is chosen anew. What was

@@ -1,4 +1,4 @@
-"""What can be changed in a configuration, and how it is written."""
+"""Search space: the changes to try, and their overrides."""
 
 from collections.abc import Iterator, Sequence
 from typing import Final

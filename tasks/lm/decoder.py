@@ -1,4 +1,4 @@
-"""What experiments with decoder-only language models have in common.
+"""Base of experiments with decoder-only language models.
 
 A family (`transformer_lm_spmd`, `gpt3`, `llama_lm`, `params/gpt2`) says which
 parts the layers are made of; its members set the knobs. Data comes from

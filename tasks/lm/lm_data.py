@@ -1,4 +1,4 @@
-"""Where the experiments of language modelling have their tokens from.
+"""Data of language-modeling experiments: synthetic tokens and text.
 
 Each class gives an experiment its `datasets`; mix it with a model's family:
 

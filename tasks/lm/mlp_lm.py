@@ -1,4 +1,4 @@
-"""Language models that see one token: a multilayer perceptron on its row.
+"""Language models of one token: a multilayer perceptron per position.
 
 Pax's smallest scaling experiments. The next token is predicted from the token
 before it alone, by layers without residual.

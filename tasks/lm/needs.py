@@ -1,7 +1,7 @@
-"""Refuses experiments whose parts this repository does not have yet.
+"""Errors for experiments that need a missing package.
 
-They are classes with all their knobs, so that they are listed and compared like
-any other; only what would run them is one line.
+Such experiments are listed with all their knobs and can be compared; only
+building their model raises.
 """
 
 from typing import NoReturn
@@ -10,7 +10,7 @@ from paxon.runner import experiment, user_error
 
 
 class MissingPartError(user_error.UserError):
-  """An experiment needs a package that is not there.
+  """An experiment needs a package that does not exist yet.
 
   Attributes:
     package: The folder that will have the part.

@@ -224,7 +224,7 @@ class C4(lm_data.Text):
     if folder is None:
       if self.index_folder is not None:
         raise ValueError(
-          "index_folder needs c4_folder, whose records it has the places of,"
+          "index_folder requires c4_folder, whose records it indexes,"
           f" got {self.index_folder!r} and no c4_folder."
         )
       return None

@@ -1,4 +1,4 @@
-"""What xz and a trigram model reach on the splits of an experiment.
+"""Baselines (xz and trigrams) on the splits of an experiment.
 
 For experiments whose splits are streams of one source of text each; the
 quickstart, which reads documents, has its own.

@@ -1,4 +1,4 @@
-"""Which experiments are planned for which hardware, and their files.
+"""Pairs of experiments and targets with golden plans.
 
 A pair's file lies in `files/`; its name is made of the experiment's class and
 the target: `LmCloudSpmd2B.h200_4x8.json`.

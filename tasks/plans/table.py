@@ -8,23 +8,22 @@ from paxon.tasks.plans import pairs
 
 _GIB = 2**30
 _HEADER = """\
-# What experiments take
+# Plans of experiments
 
 Generated from the golden plans in `tasks/plans/files` by `tools/plans --table`;
 a test compares them. Nothing here was run: memory, FLOPs and collectives are
-those of the train step, compiled for hardware that was not there.
+those of the training step, compiled for absent hardware.
 
-Memory is that of one device. `fit` compares the peak with what a program may
-use: 0.9 of a GPU's memory, and on TPUs what the compiler allows. FLOPs are of a
-step on all devices, the model's, with every key of every query counted.
-`compiled` is the compiler's time, and `in all` that of linting, tracing,
-compiling and reading the program, without the start of Python, on two CPU cores
-that other programs were using too.
+Memory is per device. `fit` compares the peak with usable memory: 90 % of a
+GPU's memory, and the compiler's limit on TPUs. FLOPs are model FLOPs per step
+on all devices, with every key of every query counted. `compiled` is the
+compile time; `in all` includes linting, tracing and reading the program, but
+not Python's startup, on two CPU cores shared with other programs.
 
 """
 _FOOTER = """
-`sent within`: the payload of a device's collectives over NVLink or ICI;
-`sent between`: that over the network, between hosts or slices.
+`sent within` is the payload of a device's collectives over NVLink or ICI, and
+`sent between` the payload over the network between hosts or slices.
 """
 _COLUMNS = (
   "experiment",

@@ -1,1 +1,1 @@
-"""How long a step takes, by simulation with measured rates."""
+"""Step-time estimate: a simulation with calibrated rates."""

@@ -1,4 +1,4 @@
-"""How much of the data sheet's rates programs reach, read from a file.
+"""Calibration files: achieved fractions of datasheet rates.
 
 A calibration is a JSON file:
 

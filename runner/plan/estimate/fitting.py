@@ -123,8 +123,8 @@ def time_of_run(
   """
   if plan.flops.causal_model is None:
     raise user_error.UserError(
-      f"The plan of {plan.experiment} has no rows of tokens, so its time cannot"
-      " be compared with that of a run."
+      f"The plan of {plan.experiment} has no token batch, so its time cannot be"
+      " compared with that of a run."
     )
   flops = plan.flops.causal_model / plan.num_devices / _TERA
   # The first is of the time in which the program also starts.
@@ -145,8 +145,8 @@ def time_of_run(
   tokens = statistics.median(time * rate for time, rate in pairs)
   if not _LEAST_TOKENS <= tokens / (rows * length) <= _MOST_TOKENS:
     raise user_error.UserError(
-      f"The run {name} is not what was planned: by the plan's FLOPs and the"
-      f" run's figures a step has {tokens:.0f} tokens, but a batch of the plan"
+      f"The run {name} differs from the plan: by the plan's FLOPs and the"
+      f" run's metrics, a step has {tokens:.0f} tokens, but a batch of the plan"
       f" has {rows * length}. Plan it with the overrides of the run."
     )
   quarter = len(seconds) // 4

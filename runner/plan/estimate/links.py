@@ -1,4 +1,4 @@
-"""How long a collective takes, and on which links.
+"""Time of a collective on the links that it uses.
 
   time = bytes that a device sends / bandwidth of the group
 

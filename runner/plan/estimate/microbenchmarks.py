@@ -1,4 +1,4 @@
-"""What the devices of this machine reach, measured with small programs.
+"""Microbenchmarks of this machine's devices.
 
 All devices work at once, as they do in a training step:
 

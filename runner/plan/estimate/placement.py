@@ -1,4 +1,4 @@
-"""Where the devices of a mesh are in the fast network."""
+"""Placement of mesh devices in the fast network."""
 
 from collections.abc import Sequence
 import dataclasses

@@ -1,4 +1,4 @@
-"""What a device does in a second: data sheet times calibration."""
+"""Effective rates of a device: datasheet times calibration."""
 
 from collections.abc import Mapping
 import dataclasses

@@ -259,7 +259,7 @@ class _Walker:
     match = _RENDEZVOUS.search(instruction.attributes)
     transfer = self._transfers.get((computation.name, instruction.name))
     if match is None or (opcode == "send" and transfer is None):
-      raise NotPredictedError(f"{instruction.name} sends to an unknown place")
+      raise NotPredictedError(f"{instruction.name} has no known destination")
     if opcode == "send":
       assert transfer is not None
       state.start(match[1], transfer)
@@ -334,9 +334,7 @@ class _Walker:
     )
     rate = self._rates.flops(cost.dtype, is_attention=is_kernel)
     if rate is None:
-      raise NotPredictedError(
-        f"the rate of products of {cost.dtype} is not known"
-      )
+      raise NotPredictedError(f"the rate of {cost.dtype} matmuls is not known")
     # Costs count all pairs of positions; such a kernel skips half of them.
     skips = is_kernel and "CAUSAL" in instruction.attributes
     return cost.flops * (0.5 if skips else 1.0) / rate

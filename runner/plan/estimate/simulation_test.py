@@ -392,12 +392,12 @@ def test_the_dearest_branch_is_taken():
     (
       ["k = f32[2] dot(%p)"],
       {"k": _cost("matmul", flops=1, dtype="int4")},
-      "the rate of products of int4 is not known",
+      "the rate of int4 matmuls is not known",
     ),
     (
       ["k = token[] send(%p, %p), channel_id=1"],
       {},
-      "k sends to an unknown place",
+      "k has no known destination",
     ),
   ],
 )

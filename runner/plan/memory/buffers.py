@@ -1,4 +1,4 @@
-"""Which values of a graph have memory of their own, and whose they read.
+"""Buffer allocation: which values of a graph alias others.
 
 Elementwise chains are computed where they are used, so only what must be there
 is: operands and results of products, kernels and collectives, results of

@@ -1,4 +1,4 @@
-"""Which mesh axes split each value of a graph.
+"""Sharding propagation: the mesh axes that split each value.
 
 A simple form of what the SPMD partitioner does: arguments, results and
 constraints are settled; everything else takes, first along the program and then

@@ -1,4 +1,4 @@
-"""What a step holds from its forward pass for its backward pass, by name."""
+"""Activations saved for the backward pass, by remat name."""
 
 from collections.abc import Iterator
 

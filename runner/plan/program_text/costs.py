@@ -1,4 +1,4 @@
-"""What each instruction of a compiled program costs one device.
+"""FLOPs and bytes of each instruction of a compiled program.
 
 FLOPs are those of products (`dot`, `convolution`, known kernels); bytes are
 those that cross the border of an instruction to and from the device's main

@@ -1,4 +1,4 @@
-"""What a training step's collectives move: weights, activations, gradients.
+"""Classification of collectives: weights, activations, gradients.
 
 Seen from what values depend on. Weights do not depend on the batch. Activations
 do, and are used in products of the same loop. Gradients depend on the batch as

@@ -1,4 +1,4 @@
-"""What in a compiled program costs more than it needs to, as warnings.
+"""Warnings about avoidable costs in a compiled program.
 
 Each names the part of the model, sizes and counts of one device and step, and
 what to change. Small things are silent.

@@ -1,4 +1,4 @@
-"""What each collective of a training step moves, and for which module."""
+"""Data that each collective of a step moves, by module."""
 
 from collections.abc import Iterable, Mapping
 import dataclasses

@@ -1,4 +1,4 @@
-"""Which part of a model an operation belongs to, from JAX's name stack.
+"""Module of an operation, from JAX's name stack.
 
 The compiled text carries the name stack as `op_name`. Where the compiler joined
 operations, it lists what differs in parentheses: `a/b/(c/dot:d/mul)`.

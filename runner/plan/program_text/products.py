@@ -1,4 +1,4 @@
-"""FLOPs of the products in a compiled program: `dot` and `convolution`.
+"""FLOPs of the matmuls in a compiled program: `dot` and `convolution`.
 
 A product of m x k with k x n costs 2 m n k. On TPUs all products are
 convolutions, a batched one with a window as large as the batch of which all but

@@ -1,4 +1,4 @@
-"""Which devices take part in a collective, in all spellings of HLO.
+"""Replica groups of collectives, in all HLO notations.
 
   {{0,1},{2,3}}                       listed; `{}` is everyone
   [2,4]<=[4,2]T(1,0)                  a transposed and reshaped iota

@@ -1,4 +1,4 @@
-"""How often a loop of a compiled program runs.
+"""Trip counts of loops in a compiled program.
 
 The compilers for CPU and CUDA say it. The one for TPU does not: there it is
 inferred from the condition, which compares an element of the loop's tuple with

@@ -1,4 +1,4 @@
-"""What can be changed in an experiment so that it takes less memory.
+"""Candidate changes of an experiment that reduce its memory.
 
 A choice is one thing to change, with the assignments that do it; a candidate
 is a set of choices of different kinds, of which the smallest that fits is

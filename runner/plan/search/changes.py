@@ -1,4 +1,4 @@
-"""What a search has found, as a plan holds it."""
+"""Search results, in the form that a plan stores."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What a mesh makes devices send in a step, by arithmetic on shapes.
+"""Communication of a mesh per step, by arithmetic on shapes.
 
 Enough to put meshes in order before any is compiled. For each variable, of
 which a device holds the part that its axes leave it:

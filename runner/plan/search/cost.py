@@ -1,4 +1,4 @@
-"""What a candidate costs by analytical estimate: products, links, memory.
+"""Analytical cost of a candidate: matmuls, links, memory.
 
 The time is the sum, as if nothing overlapped: so that of two candidates the one
 that recomputes more or sends more is never the cheaper.

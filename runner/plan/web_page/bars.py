@@ -1,4 +1,4 @@
-"""Rows of stacked bars as SVG text, for a page that needs nothing else."""
+"""Stacked bar charts as SVG text."""
 
 from collections.abc import Callable, Sequence
 import dataclasses

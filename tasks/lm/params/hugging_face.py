@@ -1,4 +1,4 @@
-r"""Models of Hugging Face, to go on training and to generate text.
+r"""Imported Hugging Face models, to train further and to generate text.
 
   tools/hf import Qwen3-0.6B --to runs/qwen3 --dtype float32
   tools/python -m paxon.runner.main --mode=decode --job_log_dir=runs/qwen3 \
@@ -41,7 +41,7 @@ _DECODERS = ("ForCausalLM", "LMHeadModel")
 
 
 class HuggingFaceLm(lm_data.Text, experiment.Experiment):
-  """Goes on training a decoder that `tools/hf import` has made.
+  """Trains a decoder further that `tools/hf import` created.
 
   Without `weights` it is a toy with first values of its own. Tokens are bytes,
   as in all experiments of text here, so a model that was trained with another
