@@ -18,12 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from paxon.inputs import (
-  corpus_shards,
-  token_file_writer,
-  tokenizer_facts,
-  tokenizer_protocol,
-)
+from paxon.inputs import corpus_shards, token_file_writer, tokenizer_protocol
 
 _PLAN = "plan.json"
 _COPY_BYTES = 1 << 24
@@ -62,7 +57,7 @@ class Corpus:
   def facts(self) -> dict[str, Any]:
     """Returns what is written beside the token file."""
     return {
-      **tokenizer_facts.of(self.tokenizer),
+      **tokenizer_protocol.describe(self.tokenizer),
       "has_begin": self.prepend_begin,
       "has_end": self.append_end,
       "begin_id": self.tokenizer.begin_id,

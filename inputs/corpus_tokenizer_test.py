@@ -16,7 +16,7 @@ from paxon.inputs import (
   corpus_shards,
   corpus_tokenizer,
   token_file,
-  tokenizer_facts,
+  tokenizer_protocol,
 )
 
 _LINES = [f"line {i} " + "x" * (i * i % 37) for i in range(60)]
@@ -83,7 +83,7 @@ def test_any_workers_and_shards_write_the_same(tmp_path, text, num_workers):
   assert not (tmp_path / "out.parts").exists()
   facts = json.loads((tmp_path / "out.json").read_text())
   tokenizer = byte_tokenizer.ByteTokenizer()
-  assert tokenizer_facts.of(tokenizer).items() <= facts.items()
+  assert tokenizer_protocol.describe(tokenizer).items() <= facts.items()
   assert (facts["has_begin"], facts["has_end"]) == (False, True)
 
 

@@ -1,4 +1,4 @@
-"""Random-access sources of examples: the interface, text and arrays.
+"""Random-access sources of examples: text, arrays, and held-out parts.
 
 An example is a dictionary of arrays. Arrays [n] hold a value for each of its n
 tokens: `inputs` and `targets` (int32), `weights` (float32, 1 by default) and
@@ -6,7 +6,7 @@ any other key. Keys that begin with `encoder_` have a length of their own. An
 array without dimensions describes the example as a whole.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
 from typing import Any, Protocol, runtime_checkable
@@ -55,6 +55,12 @@ class SequentialSource(Protocol):
   def iterate(self, start: int, /) -> Iterator[Example]:
     """Yields the examples from number `start` on, always in one order."""
     ...
+
+
+def call_optional(source: object, member: str, *args: Any) -> Any:
+  """Returns the result of an optional method of a source, None without it."""
+  method = getattr(source, member, None)
+  return None if method is None else method(*args)
 
 
 def lm_features(tokens: np.ndarray) -> Example:
@@ -186,3 +192,55 @@ class InMemoryExamples:
         )
       return lm_features(example.astype(np.int32))
     return {key: np.asarray(value) for key, value in example.items()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class HeldOut:
+  """Every n-th example of another source, or all others.
+
+  Attributes:
+    source: All examples.
+    every: One of so many is held out, the last of each group.
+    is_held_out: Whether these are the held-out examples, or the others.
+  """
+
+  source: ExampleSource
+  every: int
+  is_held_out: bool
+
+  def __post_init__(self) -> None:
+    if self.every < 2:
+      raise ValueError(f"HeldOut.every must be at least 2, got {self.every}.")
+
+  def __len__(self) -> int:
+    count = len(self.source) // self.every
+    return count if self.is_held_out else len(self.source) - count
+
+  def __getitem__(self, index: int, /) -> Example:
+    return self.source[self.number(index)]
+
+  def number(self, index: int) -> int:
+    """Returns the number of an example in `source`.
+
+    Raises:
+      IndexError: There is no such example.
+    """
+    if not 0 <= index < len(self):
+      raise IndexError(f"There is no example {index} of {len(self)}.")
+    if self.is_held_out:
+      return index * self.every + self.every - 1
+    return index + index // (self.every - 1)
+
+  @property
+  def num_tokens(self) -> Callable[[int], int] | None:
+    """Returns the tokens of an example, if `source` knows them."""
+    known = getattr(self.source, "num_tokens", None)
+    return None if known is None else lambda index: known(self.number(index))
+
+  def required_vocab_size(self) -> int | None:
+    """Returns that of `source`."""
+    return call_optional(self.source, "required_vocab_size")
+
+  def check(self) -> None:
+    """Checks `source`."""
+    call_optional(self.source, "check")

@@ -188,7 +188,7 @@ class Examples(Stream):
 
   def num_tokens(self, reference: int) -> int | None:
     """Returns the source's, if it knows lengths."""
-    return self._ask("num_tokens", reference)
+    return example_source.call_optional(self.source, "num_tokens", reference)
 
   def numbers(self, begin: int, end: int) -> list[int]:
     """Returns the numbers in the source between two positions."""
@@ -207,7 +207,7 @@ class Examples(Stream):
 
   def signature(self) -> dict[str, Any]:
     """Returns the source's size and signature, and the seed."""
-    return (self._ask("signature") or {}) | {
+    return (example_source.call_optional(self.source, "signature") or {}) | {
       "num_examples": len(self.source),
       "shuffle_seed": self.shuffle_seed,
     }
@@ -227,21 +227,16 @@ class Examples(Stream):
 
   def required_vocab_size(self) -> int | None:
     """Returns the source's."""
-    return self._ask("required_vocab_size")
+    return example_source.call_optional(self.source, "required_vocab_size")
 
   def token_dtypes(self) -> dict[str, np.dtype] | None:
     """Returns the source's."""
-    return self._ask("token_dtypes")
+    return example_source.call_optional(self.source, "token_dtypes")
 
   def check_readable(self) -> None:
     """Raises ValueError if the source is empty, or its own check fails."""
     _ = self._order
-    self._ask("check")
-
-  def _ask(self, member: str, *args: Any) -> Any:
-    """Returns the result of an optional method of the source, else None."""
-    method = getattr(self.source, member, None)
-    return None if method is None else method(*args)
+    example_source.call_optional(self.source, "check")
 
   def _is_end(self, position: int) -> bool:
     end = self._end

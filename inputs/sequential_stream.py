@@ -108,9 +108,8 @@ class SequentialExamples(example_stream.Stream):
     return [self]
 
   def required_vocab_size(self) -> int | None:
-    """Asks the source."""
-    known = getattr(self.source, "required_vocab_size", None)
-    return None if known is None else known()
+    """Returns the source's."""
+    return example_source.call_optional(self.source, "required_vocab_size")
 
   def _order(self, epoch: int, number: int, size: int, offset: int) -> int:
     order = document_order.DocumentOrder(

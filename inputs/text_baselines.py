@@ -1,11 +1,10 @@
-"""What programs without a neural network reach on held-out text.
+"""Bits per byte of two programs without a neural network, on held-out text.
 
-A language model's bits per byte say little alone. Beside them stand those of
-two well-known programs on the same bytes:
+They put a language model's bits per byte on the same bytes into perspective:
 
 * `xz`: the held-out documents, joined, compressed by LZMA at its strongest
   setting (`xz -9e`), as one stream. Header, index and checksum are counted. It
-  learns from the held-out text alone, as it goes.
+  learns from the held-out text alone.
 * `trigram`: the byte trigram model of `trigram_model`, trained on the training
   split. The ends of documents are counted as targets, as they are in a
   language model's loss; bits are divided by the number of bytes all the same.
@@ -16,7 +15,12 @@ import dataclasses
 import lzma
 import types
 
-from paxon.inputs import document_source, trigram_model
+from paxon.inputs import (
+  document_source,
+  example_source,
+  tokenizer_protocol,
+  trigram_model,
+)
 
 # For people; the keys are for files.
 TITLES: Mapping[str, str] = types.MappingProxyType(
@@ -69,3 +73,36 @@ def _check_has_bytes(num_bytes: int) -> None:
     raise ValueError(
       "The held-out documents have no bytes, so there are no bits per byte."
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class DecodedDocuments:
+  """The text of each example's targets.
+
+  Attributes:
+    source: The examples.
+    tokenizer: That which made them.
+  """
+
+  source: example_source.ExampleSource
+  tokenizer: tokenizer_protocol.Tokenizer
+
+  def __len__(self) -> int:
+    return len(self.source)
+
+  def __getitem__(self, index: int, /) -> bytes:
+    """Returns the text of an example as UTF-8.
+
+    Raises:
+      ValueError: It has not as many bytes as its targets stand for: text that
+        is not UTF-8, or the targets of another tokenizer.
+    """
+    targets = self.source[index]["targets"]
+    text = self.tokenizer.decode(targets).encode()
+    expected = int(self.tokenizer.byte_counts(targets).sum())
+    if len(text) != expected:
+      raise ValueError(
+        f"DecodedDocuments: example {index} has {len(text)} bytes of text, and"
+        f" its targets stand for {expected}; it cannot be read back."
+      )
+    return text

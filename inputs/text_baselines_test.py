@@ -3,9 +3,16 @@
 import lzma
 import random
 
+import numpy as np
 import pytest
 
-from paxon.inputs import document_source, text_baselines, trigram_model
+from paxon.inputs import (
+  byte_tokenizer,
+  document_source,
+  example_source,
+  text_baselines,
+  trigram_model,
+)
 
 _TRAIN = document_source.InMemoryDocuments(
   [b"for line in lines:\n", b"if line:\n  return line\n", b"lines = []\n"]
@@ -62,3 +69,26 @@ def test_rejects_held_out_documents_without_bytes(documents):
     text_baselines.xz_bits_per_byte(empty)
   with pytest.raises(ValueError, match=r"held-out documents have no bytes"):
     text_baselines.trigram_bits_per_byte(empty, train=_TRAIN)
+
+
+def test_text_comes_back_without_begin_and_end():
+  texts = ["In the beginning", "", "naïve café"]
+  examples = example_source.TokenizedDocuments(
+    source=document_source.InMemoryDocuments(texts),
+    tokenizer=byte_tokenizer.ByteTokenizer(),
+  )
+  found = text_baselines.DecodedDocuments(
+    source=examples, tokenizer=byte_tokenizer.ByteTokenizer()
+  )
+  assert [found[i] for i in range(len(found))] == [t.encode() for t in texts]
+
+
+def test_what_is_no_text_is_an_error():
+  examples = example_source.InMemoryExamples(
+    [np.array([1, 3 + 0xFF, 2], np.int32)]
+  )
+  found = text_baselines.DecodedDocuments(
+    source=examples, tokenizer=byte_tokenizer.ByteTokenizer()
+  )
+  with pytest.raises(ValueError, match=r"example 0 has 3 bytes of text.*for 1"):
+    _ = found[0]

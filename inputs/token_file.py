@@ -29,11 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from paxon.inputs import (
-  example_source,
-  tokenizer_facts,
-  tokenizer_protocol,
-)
+from paxon.inputs import example_source, tokenizer_protocol
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -186,7 +182,7 @@ class TokenFile:
       self._check_tokenizer(self.tokenizer)
 
   def _check_tokenizer(self, tokenizer: tokenizer_protocol.Tokenizer) -> None:
-    here = tokenizer_facts.of(tokenizer)
+    here = tokenizer_protocol.describe(tokenizer)
     for key, value in here.items():
       if key in self.facts and self.facts[key] != value:
         raise ValueError(

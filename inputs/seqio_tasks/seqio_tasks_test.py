@@ -12,9 +12,9 @@ import tensorflow as tf
 from paxon.inputs import packed_input
 from paxon.inputs import packing as packing_lib
 from paxon.inputs.seqio_tasks import (
-  element_specs,
   feature_converters,
   task_source,
+  task_steps,
   task_stream,
   testing,
 )
@@ -143,7 +143,7 @@ def test_a_task_without_records_is_held_in_memory():
   with pytest.raises(ValueError, match=r"more than TaskSource\.max_in_memory"):
     len(_source(task="numbers", max_in_memory=3))
   converter = feature_converters.LanguageModel(feature="text")
-  with pytest.raises(ValueError, match="gives no feature 'text'"):
+  with pytest.raises(ValueError, match="has no dense feature 'text'"):
     len(_source(task="numbers", converter=converter))
 
 
@@ -417,7 +417,7 @@ def test_specs_of_elements_have_strings_booleans_and_ragged_tensors():
       "inner": {"score": tf.constant([0.5])},
     }
   )
-  specs = element_specs.specs_of(dataset.element_spec)
+  specs = task_steps.find_specs(dataset.element_spec)
   assert specs == {
     "text": ((2,), np.dtype(object)),
     "flag": ((), np.dtype(bool)),
@@ -425,11 +425,11 @@ def test_specs_of_elements_have_strings_booleans_and_ragged_tensors():
     "inner/score": ((1,), np.dtype(np.float32)),
   }
   with pytest.raises(ValueError, match="must be dictionaries"):
-    element_specs.specs_of(tf.TensorSpec([], tf.int32))
+    task_steps.find_specs(tf.TensorSpec([], tf.int32))
   with pytest.raises(ValueError, match="'x' must be a tensor"):
-    element_specs.specs_of({"x": tf.data.DatasetSpec(tf.TensorSpec([]))})
+    task_steps.find_specs({"x": tf.data.DatasetSpec(tf.TensorSpec([]))})
   with pytest.raises(ValueError, match="'x' has no known number of"):
-    element_specs.specs_of({"x": tf.TensorSpec(None, tf.int32)})
+    task_steps.find_specs({"x": tf.TensorSpec(None, tf.int32)})
 
 
 def test_tensorflow_reads_what_we_write_and_we_what_it_writes(tmp_path):

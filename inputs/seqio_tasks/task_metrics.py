@@ -1,16 +1,22 @@
-"""The metric functions of a task, over what a model gave for its examples.
+"""Evaluation of a task with the task's own metric functions.
 
-Rows of results come in any order, several times, from any host, with rows that
-only filled a batch among them. They are joined to the examples by their ids:
-each example counts once, with its own target.
+Results may arrive in any order, repeatedly, from any host, and with padding
+among them. They are joined to the examples by id: each example counts once,
+with its own target.
 """
 
 from collections.abc import Mapping, Sequence
+import dataclasses
 from typing import Any
 
 import numpy as np
 
-from paxon.inputs.seqio_tasks import seqio_library, task_source
+from paxon.inputs import packed_input, packing
+from paxon.inputs.seqio_tasks import (
+  seqio_library,
+  task_source,
+  task_stream,
+)
 
 PREDICT = "predict"
 SCORE = "score"
@@ -30,16 +36,16 @@ class TaskMetrics:
 
     Args:
       source: The examples, by their ids.
-      kinds: Of metrics to compute: `SCORE`, of the log likelihood of targets,
-        and `PREDICT`, of what is generated.
+      kinds: Metrics to compute: `SCORE`, those of the log likelihood of
+        targets, and `PREDICT`, those of generated texts.
 
     Raises:
-      ValueError: There is another kind, or a metric of a type that is neither.
+      ValueError: A kind, or the type of a metric, is neither of them.
     """
     for kind in kinds:
       if kind not in (SCORE, PREDICT):
         raise ValueError(
-          f"kinds must hold {SCORE!r} and {PREDICT!r} only, got {kind!r}."
+          f"kinds must be of {SCORE!r} and {PREDICT!r}, got {kind!r}."
         )
     task = source.seqio_task
     objects = task.metric_objs[: len(task.metric_objs) - len(task.metric_fns)]
@@ -57,12 +63,12 @@ class TaskMetrics:
 
   @property
   def needs_scores(self) -> bool:
-    """Whether a metric is of scores."""
+    """Whether a metric needs scores."""
     return bool(self._functions[SCORE] or self._objects[SCORE])
 
   @property
   def needs_predictions(self) -> bool:
-    """Whether a metric is of what is generated."""
+    """Whether a metric needs generated texts."""
     return bool(self._functions[PREDICT] or self._objects[PREDICT])
 
   def add(self, rows: Mapping[str, np.ndarray]) -> None:
@@ -70,8 +76,8 @@ class TaskMetrics:
 
     Args:
       rows: `example_ids` and `example_weights` [B]; `scores` [B], the log
-        likelihood of each row's targets; `predictions` int [B, T], ids that
-        were generated, as needed.
+        likelihood of each sequence's targets; `predictions` int [B, T],
+        generated ids; the latter two as needed.
     """
     for row, number in enumerate(rows["example_ids"].tolist()):
       if rows["example_weights"][row]:
@@ -80,17 +86,15 @@ class TaskMetrics:
         )
 
   def compute(self) -> dict[str, float]:
-    """Returns the task's metrics of the examples that were added.
-
-    Metrics that are no numbers (texts, pictures) are left out.
+    """Returns the task's metrics of the added examples, numbers only.
 
     Raises:
       ValueError: Nothing was added, or two metrics have one name.
     """
     if not self._rows:
       raise ValueError(
-        f"The task {self._source.task!r} has metrics, and no example was"
-        " evaluated."
+        f"No example of the task {self._source.task!r} was evaluated, so it"
+        " has no metrics."
       )
     numbers = sorted(self._rows)
     examples = [self._source.all_features(number) for number in numbers]
@@ -103,7 +107,7 @@ class TaskMetrics:
         for key, value in values.items():
           if key in found:
             raise ValueError(
-              f"Two metrics of the task {self._source.task!r} are called"
+              f"Two metrics of the task {self._source.task!r} have the name"
               f" {key!r}."
             )
           number = _number(value)
@@ -141,8 +145,8 @@ def _kind(metric: Any) -> str:
   found = getattr(metric, "model_output_type", None)
   if found not in kinds:
     raise ValueError(
-      f"The metric {metric!r} is computed from {found!r}; scores and"
-      " predictions are what there is."
+      f"The metric {metric!r} is computed from {found!r}; only scores and"
+      " predictions are supported."
     )
   return kinds[found]
 
@@ -172,3 +176,48 @@ def _number(value: Any) -> float | None:
     return float(value)
   except (TypeError, ValueError):
     return None
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class TaskEvalInput(packed_input.PackedInput):
+  """One epoch of a task, one example per sequence, with ids to join results.
+
+  The evaluation gets a collector from `row_metrics` and adds the scores and
+  predictions of each batch to it.
+
+  Attributes:
+    metric_kinds: Metrics to compute, if the task has them: `score`, and
+      `predict`, which generates a text for each example.
+  """
+
+  metric_kinds: tuple[str, ...] = (SCORE, PREDICT)
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if self.packing is not packing.Packing.NONE:
+      raise ValueError(
+        "TaskEvalInput.packing must be NONE, one example per sequence, got"
+        f" {self.packing.name}."
+      )
+    stream = self.examples
+    if not isinstance(stream, task_stream.TaskStream) or not stream.provenance:
+      raise ValueError(
+        "TaskEvalInput.examples must be a TaskStream with provenance=True, to"
+        " join results to examples."
+      )
+
+  def row_metrics(self) -> TaskMetrics:
+    """Returns a new collector of results.
+
+    Raises:
+      ValueError: The stream is a mixture of tasks.
+    """
+    stream = self.examples
+    assert isinstance(stream, task_stream.TaskStream)
+    if len(stream.sources) > 1:
+      raise ValueError(
+        f"{stream.name_in_registry} is a mixture of {sorted(stream.sources)};"
+        " add an evaluation split for each task."
+      )
+    (source,) = stream.sources.values()
+    return TaskMetrics(source, kinds=self.metric_kinds)

@@ -11,7 +11,6 @@ from paxon.inputs import packed_input
 from paxon.inputs import packing as packing_lib
 from paxon.inputs.seqio_tasks import (
   feature_converters,
-  task_eval_input,
   task_metrics,
   task_source,
   task_stream,
@@ -81,14 +80,16 @@ def test_rows_in_any_order_are_joined_by_their_ids(tasks):
 def test_only_what_was_evaluated_counts():
   metrics = task_metrics.TaskMetrics(_source(), kinds=("score",))
   assert not metrics.needs_predictions
-  with pytest.raises(ValueError, match="and no example was evaluated"):
+  with pytest.raises(ValueError, match="was evaluated, so it has no metrics"):
     metrics.compute()
   metrics.add(_rows([2, 4], [1, 1], [-1, -2]))
   assert metrics.compute() == {
     "mean_score": -1.5,
     "target_length": (len(TEXTS[2]) + len(TEXTS[4])) / 2,
   }
-  with pytest.raises(ValueError, match="kinds must hold 'score' and 'predict'"):
+  with pytest.raises(
+    ValueError, match="kinds must be of 'score' and 'predict'"
+  ):
     task_metrics.TaskMetrics(_source(), kinds=("decode",))
 
 
@@ -139,7 +140,7 @@ def _encode(tasks):
 def _eval_input(stream, **given):
   sizes = {"global_batch_size": 2, "length": 80}
   given = {"packing": packing_lib.Packing.NONE} | sizes | given
-  return task_eval_input.TaskEvalInput(examples=stream, **given)
+  return task_metrics.TaskEvalInput(examples=stream, **given)
 
 
 def _stream(name, **given):

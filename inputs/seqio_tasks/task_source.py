@@ -241,7 +241,7 @@ class _InMemory:
       num_epochs=1,
       try_in_mem_cache=False,
     )
-    kept = task_steps.kept(source.task, keys, dataset.element_spec)
+    kept = task_steps.select_specs(source.task, keys, dataset.element_spec)
     dataset = dataset.map(lambda example: {key: example[key] for key in kept})
     self._features: list[dict[str, np.ndarray]] = []
     for features in dataset.as_numpy_iterator():

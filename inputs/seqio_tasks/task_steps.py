@@ -1,10 +1,9 @@
 """The preprocessing of a task, applied to one stored record at a time.
 
 The steps of a task are functions of data sets. Here they are traced once, over
-a data set of the one example that is given, so that example number k can be had
-without those before it. That is the same as running them over the whole split
-where each step deals with each example alone. A step that draws random numbers
-does not: its numbers come one after another.
+a data set of one example, so that example k needs none of those before it. The
+result is the same as over the whole split if each step handles each example by
+itself; one that draws random numbers in sequence does not.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,13 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from paxon.inputs.seqio_tasks import element_specs, seqio_library, task_records
+from paxon.inputs.seqio_tasks import seqio_library, task_records
+
+Spec = tuple[tuple[int | None, ...], np.dtype]
 
 _RANDOM = ("Random", "Shuffle", "TruncatedNormal", "Multinomial")
 
 
 class TaskSteps:
-  """What a task does with a record."""
+  """The preprocessing of a task."""
 
   def __init__(
     self,
@@ -39,18 +40,18 @@ class TaskSteps:
       records: Where records come from.
       is_cached: Whether they went through the steps before the cache.
       keys: The features to return; None returns all but ragged ones.
-      sequence_length: What the steps are told, and features are cut to.
+      sequence_length: Passed to the steps; features are truncated to it.
 
     Raises:
-      ValueError: The task does not give these features.
+      ValueError: The task has no such features.
     """
     tensorflow = seqio_library.tensorflow()
     alone = _with_one_example(task, split=split, is_cached=is_cached)
 
     def run(record: Any) -> Any:
-      """Returns what the task makes of a record, and an end after it."""
+      """Returns the task's examples of a record, and an end after them."""
       dataset = alone.dataset(records.parse(record), sequence_length)
-      specs = kept(task.name, keys, dataset.element_spec)
+      specs = select_specs(task.name, keys, dataset.element_spec)
       end = {
         key: tensorflow.zeros(
           [1] + [0] * len(shape), dataset.element_spec[key].dtype
@@ -85,7 +86,7 @@ class TaskSteps:
     )
 
   def __call__(self, record: bytes) -> dict[str, np.ndarray] | None:
-    """Returns the features of a record; None where the task leaves it out.
+    """Returns the features of a record; None if the task drops it.
 
     Raises:
       ValueError: The task makes several examples of it.
@@ -96,24 +97,23 @@ class TaskSteps:
       try:
         found = self._stream.examples(record)
       except BaseException:
-        # What is left in it is of this record.
+        # The rest of its output belongs to this record.
         self._stream = None
         raise
     if len(found) > 1:
       raise ValueError(
-        f"the task {self._task_name!r} makes {len(found)} examples of it, so"
-        " they have no number each; put that step before a"
-        " CacheDatasetPlaceholder and cache the task, or leave it out: packing"
-        " is done here."
+        f"the task {self._task_name!r} makes {len(found)} examples of it, which"
+        " therefore have no index; put that step before a"
+        " CacheDatasetPlaceholder and cache the task, or remove it if it packs:"
+        " PackedInput packs."
       )
     return found[0] if found else None
 
 
 class _Stream:
-  """The steps as one data set that never ends, fed record by record.
+  """The steps as one endless data set, fed record by record.
 
-  Functions of a data set are made ready when it is first read, which costs
-  many times what running them does; so it is read on and on.
+  Starting a data set costs many times what a record does, so it is reused.
   """
 
   def __init__(self, run: Callable[[Any], Any]) -> None:
@@ -130,7 +130,7 @@ class _Stream:
     self._outputs = iter(dataset.with_options(options))
 
   def examples(self, record: bytes) -> list[dict[str, np.ndarray]]:
-    """Returns what becomes of a record."""
+    """Returns the examples of a record."""
     self._records.enqueue(record)
     found = []
     while True:
@@ -181,27 +181,67 @@ def _with_one_example(task: Any, *, split: str, is_cached: bool) -> _OneExample:
   return _OneExample(task, split)
 
 
-def kept(
+def select_specs(
   name: str, keys: Sequence[str] | None, element_spec: Mapping[str, Any]
-) -> dict[str, element_specs.Spec]:
-  """Returns the shapes and dtypes of the features that are wanted.
+) -> dict[str, Spec]:
+  """Returns the shapes and dtypes of features of a task's data set.
 
   Args:
-    name: The task's.
+    name: The task's name.
     keys: The features; None for all but ragged ones.
-    element_spec: Of the task's data set.
+    element_spec: The data set's.
 
   Raises:
     ValueError: It has no such feature.
   """
-  specs = element_specs.specs_of(element_spec)
+  specs = find_specs(element_spec)
   ragged = seqio_library.tensorflow().RaggedTensorSpec
   plain = {k for k in specs if not isinstance(element_spec.get(k), ragged)}
   plain &= element_spec.keys()  # No dictionaries within dictionaries.
   for key in keys or ():
     if key not in plain:
       raise ValueError(
-        f"The task {name!r} gives no feature {key!r} that is a plain tensor; it"
-        f" has {sorted(plain)}."
+        f"The task {name!r} has no dense feature {key!r}; it has"
+        f" {sorted(plain)}."
       )
   return {k: specs[k] for k in (sorted(plain) if keys is None else keys)}
+
+
+def find_specs(element_spec: Any) -> dict[str, Spec]:
+  """Returns shape and dtype of each feature of an element.
+
+  Strings have dtype object; a ragged size is None.
+
+  Args:
+    element_spec: The `element_spec` of a `tf.data.Dataset` of dictionaries;
+      nested ones give names such as `outer/inner`.
+
+  Raises:
+    ValueError: An element is not a dictionary of tensors.
+  """
+  if not isinstance(element_spec, Mapping):
+    raise ValueError(
+      "The elements of a data set must be dictionaries of features, got"
+      f" {type(element_spec).__name__}."
+    )
+  found: dict[str, Spec] = {}
+  for name, spec in element_spec.items():
+    if isinstance(spec, Mapping):
+      inner = find_specs(spec)
+      found |= {f"{name}/{key}": value for key, value in inner.items()}
+    else:
+      found[str(name)] = _spec_of(str(name), spec)
+  return found
+
+
+def _spec_of(name: str, spec: Any) -> Spec:
+  shape, dtype = getattr(spec, "shape", None), getattr(spec, "dtype", None)
+  if shape is None or dtype is None:
+    raise ValueError(
+      f"The feature {name!r} must be a tensor, a ragged or a sparse one, got"
+      f" {type(spec).__name__}."
+    )
+  if shape.rank is None:
+    raise ValueError(f"The feature {name!r} has no known number of dimensions.")
+  # A property, not a method: `tf.string.as_numpy_dtype` is the type of objects.
+  return tuple(shape.as_list()), np.dtype(dtype.as_numpy_dtype)

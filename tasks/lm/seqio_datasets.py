@@ -20,7 +20,7 @@ from paxon.inputs import packing as packing_lib
 from paxon.inputs.seqio_tasks import (
   c4,
   feature_converters,
-  task_eval_input,
+  task_metrics,
   task_stream,
   vocabulary_tokenizer,
 )
@@ -100,7 +100,7 @@ class SeqIo(experiment.Experiment):
     eval_split, kinds = self.eval_split, self.metric_kinds
     for task in self.eval_tasks:
       splits[task] = fdl.Config(
-        task_eval_input.TaskEvalInput,
+        task_metrics.TaskEvalInput,
         examples=self._stream(
           task, eval_split, shuffle_seed=None, num_epochs=1, provenance=True
         ),

@@ -9,7 +9,7 @@ from typing import Any
 
 import fiddle as fdl
 
-from paxon.inputs import decoded_documents, text_baselines
+from paxon.inputs import text_baselines
 
 
 def of_splits(
@@ -24,10 +24,10 @@ def of_splits(
   if "validation" not in splits:
     return None
 
-  def text(name: str) -> fdl.Config[decoded_documents.DecodedDocuments]:
+  def text(name: str) -> fdl.Config[text_baselines.DecodedDocuments]:
     split = splits[name]
     return fdl.Config(
-      decoded_documents.DecodedDocuments,
+      text_baselines.DecodedDocuments,
       source=split.examples.source,
       tokenizer=split.tokenizer,
     )

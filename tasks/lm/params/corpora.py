@@ -17,7 +17,6 @@ from paxon.inputs import (
   byte_tokenizer,
   example_source,
   example_stream,
-  held_out,
   packed_input,
   text_baselines,
   unset_input,
@@ -100,7 +99,10 @@ class _OfExamples(quickstart.PythonStdlibLm):
 
     def split(is_held_out: bool, rows: int, **order: Any) -> fdl.Config[Any]:
       part = fdl.Config(
-        held_out.HeldOut, source=source, every=_EVERY, is_held_out=is_held_out
+        example_source.HeldOut,
+        source=source,
+        every=_EVERY,
+        is_held_out=is_held_out,
       )
       return fdl.Config(
         packed_input.PackedInput,

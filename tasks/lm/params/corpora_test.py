@@ -3,7 +3,7 @@
 import fiddle as fdl
 import pytest
 
-from paxon.inputs import held_out, unset_input
+from paxon.inputs import example_source, unset_input
 from paxon.tasks.lm.params import corpora
 
 
@@ -27,7 +27,7 @@ def test_one_example_of_fifty_is_held_out(kind):
   splits = kind(folder="/nowhere").datasets()
   train, other = (splits[name].examples for name in ("train", "validation"))
   sources = [train.source, other.source]
-  assert all(fdl.get_callable(s) is held_out.HeldOut for s in sources)
+  assert all(fdl.get_callable(s) is example_source.HeldOut for s in sources)
   assert [source.is_held_out for source in sources] == [False, True]
   assert other.num_epochs == 1
   assert kind(folder="/nowhere").job().train_input == splits["train"]

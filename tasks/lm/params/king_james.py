@@ -15,8 +15,8 @@ import fiddle as fdl
 
 from paxon.inputs import (
   byte_tokenizer,
+  example_source,
   example_stream,
-  held_out,
   packed_input,
   text_baselines,
   token_file,
@@ -95,7 +95,10 @@ class KingJamesLm(quickstart.PythonStdlibLm):
       tokenizer=fdl.Config(byte_tokenizer.ByteTokenizer),
     )
     source = fdl.Config(
-      held_out.HeldOut, source=verses, every=_EVERY, is_held_out=is_held_out
+      example_source.HeldOut,
+      source=verses,
+      every=_EVERY,
+      is_held_out=is_held_out,
     )
     return fdl.Config(
       packed_input.PackedInput,

@@ -1,9 +1,9 @@
-"""Tests for held-out parts of a source."""
+"""Tests for held-out parts of a source of examples."""
 
 import numpy as np
 import pytest
 
-from paxon.inputs import example_source, held_out
+from paxon.inputs import example_source
 
 
 def _parts(size, every):
@@ -11,7 +11,7 @@ def _parts(size, every):
     [np.array([i, i]) for i in range(size)]
   )
   return [
-    held_out.HeldOut(source=source, every=every, is_held_out=is_held_out)
+    example_source.HeldOut(source=source, every=every, is_held_out=is_held_out)
     for is_held_out in (False, True)
   ]
 
@@ -40,7 +40,7 @@ def test_places_are_known_where_the_other_source_knows():
       return 10 * index
 
   train, held = (
-    held_out.HeldOut(
+    example_source.HeldOut(
       source=Known([np.array([i, i]) for i in range(7)]),
       every=3,
       is_held_out=is_held_out,
