@@ -158,7 +158,7 @@ def _stream(name, **given):
 def test_an_input_to_evaluate_gives_the_metrics_of_its_task():
   metrics = _eval_input(_stream("measured_text")).row_metrics()
   assert isinstance(metrics, task_metrics.TaskMetrics)
-  with pytest.raises(ValueError, match="an evaluation split of each task"):
+  with pytest.raises(ValueError, match="an evaluation split for each task"):
     _eval_input(_stream("measured_both")).row_metrics()
   with pytest.raises(ValueError, match="must be a TaskStream with provenance"):
     _eval_input(_stream("measured_text", provenance=False))
