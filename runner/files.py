@@ -1,9 +1,8 @@
-"""Whole files, written so that a reader never sees half of one.
+"""Atomic writes of whole files, on local disks and in object stores.
 
-On a local disk a file is written beside its place and moved there. Object
-stores (`gs://`, ...) can neither append nor rename, but make a file visible
-only when it is whole, so there it is written in one go. Nothing in a run
-appends to a file.
+Local files are written under a temporary name and renamed. Object stores
+(`gs://`, ...) can neither append nor rename, but make a file visible only when
+it is complete. Nothing in a run appends to a file.
 """
 
 import os
@@ -15,20 +14,20 @@ from paxon.runner import user_error
 
 
 def write_text(path: epath.PathLike, text: str) -> None:
-  """Writes a file as UTF-8 and makes the folders above it.
+  """Writes a file as UTF-8 and creates its parent directories.
 
   Args:
-    path: Local, or of any store that epath knows.
+    path: A local path, or one of a store that epath supports.
     text: The whole content.
   """
   write_bytes(path, text.encode())
 
 
 def write_bytes(path: epath.PathLike, data: bytes) -> None:
-  """Writes a file and makes the folders above it.
+  """Writes a file and creates its parent directories.
 
   Args:
-    path: Local, or of any store that epath knows.
+    path: A local path, or one of a store that epath supports.
     data: The whole content.
   """
   target = epath.Path(path)
@@ -36,13 +35,13 @@ def write_bytes(path: epath.PathLike, data: bytes) -> None:
   if not is_local(target):
     target.write_bytes(data)
     return
-  # The name is unique: several processes may write the same file.
+  # Unique, because several processes may write the same file.
   draft = f"{os.fspath(target)}.{uuid.uuid4().hex[:8]}.part"
   try:
     with open(draft, "xb") as file:
       file.write(data)
       file.flush()
-      # Without it a machine that loses power may keep the name and no content.
+      # Otherwise a power failure can leave an empty file.
       os.fsync(file.fileno())
     os.replace(draft, target)
   except BaseException:
@@ -57,13 +56,13 @@ def is_local(path: epath.PathLike) -> bool:
 
 
 def check_store(path: epath.Path) -> None:
-  """Checks that what reaches a store is installed; disks need nothing.
+  """Checks that the library of an object store is installed.
 
   Args:
-    path: Local, or of any store that epath knows.
+    path: A local path, or one of a store that epath supports.
 
   Raises:
-    user_error.UserError: It is not; the message names it.
+    user_error.UserError: It is missing.
   """
   if is_local(path):
     return
@@ -71,5 +70,5 @@ def check_store(path: epath.Path) -> None:
     path.exists()
   except ImportError as error:
     raise user_error.UserError(
-      f"{os.fspath(path)} cannot be reached: {error}."
+      f"{os.fspath(path)} cannot be accessed: {error}."
     ) from error

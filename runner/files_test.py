@@ -84,27 +84,30 @@ def test_folder_is_relative_to_where_the_user_stands(given, environ, expected):
   assert os.fspath(run_dir.resolve(given, environ)) == expected
 
 
-def test_a_store_that_nobody_knows_is_one_line():
-  with pytest.raises(user_error.UserError, match=r"^foo://b/x is in no store"):
+def test_unsupported_store_is_a_user_error():
+  with pytest.raises(
+    user_error.UserError, match=r"foo://b/x: unsupported store; use gs://"
+  ):
     run_dir.resolve("foo://b/x", {})
 
 
 @pytest.mark.parametrize(
-  "use", [run_dir.create, run_dir.existing, stored_checkpoint.find_checkpoint]
+  "use",
+  [run_dir.create, run_dir.check_existing, stored_checkpoint.find_checkpoint],
 )
-def test_a_store_that_nothing_installed_reaches_is_one_line(use, monkeypatch):
+def test_missing_store_library_is_a_user_error(use, monkeypatch):
   path = epath.Path("gs://bucket/run")
 
   def exists(self):
     raise ImportError("Please install gcsfs to access Google Storage")
 
   monkeypatch.setattr(type(path), "exists", exists)
-  message = "^gs://bucket/run cannot be reached: Please install gcsfs"
+  message = "^gs://bucket/run cannot be accessed: Please install gcsfs"
   with pytest.raises(user_error.UserError, match=message):
     use(path)
 
 
-def test_a_folder_that_cannot_be_written_to_is_one_line(tmp_path, monkeypatch):
+def test_unwritable_directory_is_a_user_error(tmp_path, monkeypatch):
   run, own = epath.Path(tmp_path), tmp_path / run_dir.EVAL
 
   def access(path, mode):
@@ -112,15 +115,15 @@ def test_a_folder_that_cannot_be_written_to_is_one_line(tmp_path, monkeypatch):
     return os.fspath(path) == os.fspath(own)  # Root may write anywhere.
 
   monkeypatch.setattr(os, "access", access)
-  assert run_dir.existing(run) == run
+  assert run_dir.check_existing(run) == run
   for use in (
     run_dir.create,
-    lambda path: run_dir.existing(path, writes=run_dir.EVAL),
+    lambda path: run_dir.check_existing(path, writes=run_dir.EVAL),
   ):
-    with pytest.raises(user_error.UserError, match="cannot be written to"):
+    with pytest.raises(user_error.UserError, match="is not writable"):
       use(run)
   own.mkdir()
-  assert run_dir.existing(run, writes=run_dir.EVAL) == run
+  assert run_dir.check_existing(run, writes=run_dir.EVAL) == run
 
 
 def test_only_a_folder_with_nothing_in_it_is_removed(tmp_path):
@@ -150,16 +153,16 @@ def test_new_folders_are_unique(tmp_path):
   assert all(path.parent == tmp_path / "runs" for path in made)
 
 
-def test_folders_that_cannot_be_are_named(tmp_path):
+def test_impossible_directories_are_user_errors(tmp_path):
   blocked = tmp_path / "file"
   blocked.write_text("")
   for path in (blocked, blocked / "below"):
-    with pytest.raises(user_error.UserError, match=r"file.*cannot be made"):
+    with pytest.raises(user_error.UserError, match=r"file.*cannot create"):
       run_dir.create(epath.Path(path))
-    with pytest.raises(user_error.UserError, match="there is no such folder"):
-      run_dir.existing(epath.Path(path))
+    with pytest.raises(user_error.UserError, match="does not exist; use"):
+      run_dir.check_existing(epath.Path(path))
   run_dir.create(epath.Path(tmp_path))
-  assert run_dir.existing(epath.Path(tmp_path)) == epath.Path(tmp_path)
+  assert run_dir.check_existing(epath.Path(tmp_path)) == epath.Path(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,13 @@ from etils import epath
 import fiddle as fdl
 import pytest
 
-from paxon.runner import job, main, toy_experiment, user_error
+from paxon.runner import (
+  command_line,
+  job,
+  main,
+  toy_experiment,
+  user_error,
+)
 from paxon.runner.configuration import overrides
 from paxon.runner.hosts import joining
 from paxon.runner.monitoring import launch
@@ -35,7 +41,7 @@ def _own_folder(tmp_path, monkeypatch):
 
 @pytest.fixture(name="calls")
 def _calls(monkeypatch):
-  """Replaces the programs; returns what they are called with."""
+  """Replaces the modes; returns their arguments. Training exits with 0."""
   calls = []
   for module in (train, evaluate, decode):
 
@@ -63,7 +69,7 @@ _WRONG = [
   # What is typed, and what the one line must name: the bad and the right word.
   (
     [],
-    r"--exp is missing: name an experiment, such as --exp=runner\..*; --list",
+    r"--exp is missing: set an experiment, such as --exp=runner\..*; --list",
   ),
   (["--exp="], r"--exp is missing"),
   (["--exp"], r"[Mm]issing value for flag --exp"),
@@ -72,19 +78,28 @@ _WRONG = [
   (["--exp=runner.toy_experiment"], r"is a module; name a class in it"),
   (["--exp=Toy"], r"no module; write it as a.b.C; did you mean 'runner.toy_e"),
   (["--exp=runner.toy_experiment.Layer"], r"Layer is no experiment"),
-  ([_TOY, "--mode=trian"], r"--mode=trian is no mode; did you mean 'train'\?"),
-  ([_TOY, "--mode=plan9"], r"--mode=plan9 is no mode; did you mean 'plan'"),
-  ([_TOY, "--mode="], r"--mode= is no mode; known: decode, eval, inspect_"),
-  ([_TOY, "--mdoe=eval"], r"no flag --mdoe; did you mean '--mode'"),
-  ([_TOY, "--mdoe", "eval"], r"no flag --mdoe; did you mean '--mode'"),
-  ([_TOY, "--job_logdir=x"], r"no flag --job_logdir; did you mean '--job_log_"),
-  ([_TOY, "--seed=3"], r"no flag --seed; a knob .* --fdl.seed=VALUE"),
-  ([_TOY, "-h"], r"no flag --h; did you mean '--help'"),
-  ([_TOY, "--fld.seed=3"], r"no flag --fld.seed; did you mean '--fdl.seed'"),
-  ([_TOY, "--flagfile=/etc/hostname"], r"There is no flag --flagfile"),
-  ([_TOY, "--undefok=x", "--x=3"], r"There is no flag --undefok"),
+  ([_TOY, "--mode=trian"], r"Unknown --mode=trian; did you mean .train.\?"),
+  ([_TOY, "--mode=plan9"], r"Unknown --mode=plan9; did you mean 'plan'"),
+  ([_TOY, "--mode="], r"Unknown --mode=; known: decode, eval, inspect_"),
+  ([_TOY, "--mdoe=eval"], r"Unknown flag --mdoe; did you mean '--mode'"),
+  ([_TOY, "--mdoe", "eval"], r"Unknown flag --mdoe; did you mean '--mode'"),
+  (
+    [_TOY, "--job_logdir=x"],
+    r"Unknown flag --job_logdir; did you mean '--job_log_",
+  ),
+  (
+    [_TOY, "--seed=3"],
+    r"Unknown flag --seed; to set a knob .* --fdl.seed=VALUE",
+  ),
+  ([_TOY, "-h"], r"Unknown flag --h; did you mean '--help'"),
+  (
+    [_TOY, "--fld.seed=3"],
+    r"Unknown flag --fld.seed; did you mean '--fdl.seed'",
+  ),
+  ([_TOY, "--flagfile=/etc/hostname"], r"Unknown flag --flagfile"),
+  ([_TOY, "--undefok=x", "--x=3"], r"Unknown flag --undefok"),
   ([_TOY, "--list=maybe"], r"flag --list=maybe"),
-  ([_TOY, "seed=3"], r"an argument 'seed=3', but only flags are taken"),
+  ([_TOY, "seed=3"], r"Unexpected argument 'seed=3'; flags are written"),
   ([_TOY, "--fdl.seed"], r"--fdl.seed has no value; write --fdl.seed=VALUE"),
   (
     [_TOY, "--fdl.sede=3"],
@@ -131,15 +146,15 @@ _WRONG = [
   ([_TOY, "--fdl.mesh=fdsp=4"], r"'fdsp'; did you mean 'fsdp'"),
   (
     [_TOY, "--prompt=x"],
-    r"--prompt is for --mode=decode, and the mode is train",
+    r"--prompt requires --mode=decode \(got --mode=train\)\.",
   ),
   (
     [_TOY, "--mode=decode", "--job_log_dir=no", "--prompt=\udcff"],
-    r"--prompt='\\udcff' is no UTF-8 text",
+    r"--prompt='\\udcff' is not valid UTF-8",
   ),
   (
     [_TOY, "--continuous"],
-    r"--continuous is for --mode=eval, and the mode is train",
+    r"--continuous requires --mode=eval \(got --mode=train\)",
   ),
   ([_TOY, "--profile_steps=x"], r"--profile_steps=x must be FIRST:STOP"),
   ([_TOY, "--profile_steps=3:3"], r"--profile_steps=3:3 is empty"),
@@ -149,23 +164,34 @@ _WRONG = [
   ),
   (
     [_TOY, "--mode=decode", "--job_log_dir=x", "--profile_steps=1:2"],
-    r"--profile_steps is for --mode=train, and the mode is decode",
+    r"--profile_steps requires --mode=train \(got --mode=decode\)",
   ),
-  ([_TOY, "--target=cpu:8"], r"--target is for --mode=plan, .* mode is train"),
-  ([_TOY, "--mode=plan"], r"--mode=plan needs --target, the hardware: write c"),
-  ([_TOY, "--plan_search"], r"--plan_search is for --mode=plan, .* is train"),
+  (
+    [_TOY, "--target=cpu:8"],
+    r"--target requires --mode=plan \(got --mode=train",
+  ),
+  ([_TOY, "--mode=plan"], r"--mode=plan requires --target, the hardware: cpu"),
+  ([_TOY, "--plan_search"], r"--plan_search requires --mode=plan"),
   ([_TOY, "--mode=plan", "--target=h300:8"], r"h300:8 is no target: write cpu"),
   ([_TOY, "--mode=plan", "--target=v5e:3x3"], r"no v5e slice of 3x3; there ar"),
   ([_TOY, "--mode=plan", "--target=cpu:2,"], r"--target=cpu:2, has an empty"),
-  ([_TOY, "--mode=eval"], r"--mode=eval needs --job_log_dir"),
+  (
+    [_TOY, "--mode=plan", "--num_processes=1"],
+    r"--num_processes requires --mode=train or eval or decode \(got",
+  ),
+  (
+    [_TOY, "--mode=eval", "--job_log_dir=a", "--max_restarts=1"],
+    r"--max_restarts requires --mode=train \(got --mode=eval\)",
+  ),
+  ([_TOY, "--mode=eval"], r"--mode=eval requires --job_log_dir"),
   (
     [_TOY, "--mode=inspect_input", "--job_log_dir=x"],
-    r"--job_log_dir is the folder of a run, and --mode=inspect_input makes",
+    r"--job_log_dir requires --mode=train or eval or .*=inspect_input\)",
   ),
-  ([_TOY, "--mode=decode"], r"--mode=decode needs --job_log_dir"),
-  ([_TOY, "--mode=eval", "--job_log_dir=no"], r"no: there is no such folder"),
+  ([_TOY, "--mode=decode"], r"--mode=decode requires --job_log_dir"),
+  ([_TOY, "--mode=eval", "--job_log_dir=no"], r"no does not exist; use"),
   ([_TOY, "--job_log_dir="], r"--job_log_dir is empty"),
-  ([_TOY, "--job_log_dir=/dev/null/x"], r"the folder cannot be made"),
+  ([_TOY, "--job_log_dir=/dev/null/x"], r"cannot create the directory"),
   ([_TOY, "--fdl.width=3\n4"], r"got the word '3\\n4'"),
   ([_TOY, "--fdl.\x1b[31m=3"], r"cannot read"),
 ]
@@ -192,7 +218,7 @@ def test_experiment_that_gives_no_configuration_says_where(call, monkeypatch):
   status, _, err = call(_TOY)
   assert (status, err.count("\n")) == (2, 1)
   assert re.search(
-    r"Toy gives no configuration: no such thing \(main_test.py:\d+\)", err
+    r"Toy has no valid configuration: no such thing \(main_test.py:\d+\)", err
   )
 
 
@@ -207,12 +233,12 @@ def test_knob_without_effect_is_one_line(call, monkeypatch):
 
 
 def test_flags_are_the_frozen_list():
-  assert sorted(main.make_flags()) == [
+  assert sorted(command_line.make_flags()) == [
     *("continuous", "coordinator_address", "exp", "help", "host_timeout"),
     *("job_log_dir", "list", "max_restarts", "mode", "num_processes"),
     *("plan_search", "process_id", "profile_steps", "prompt", "target"),
   ]
-  assert main.MODES == (
+  assert command_line.MODES == (
     "train",
     "eval",
     "decode",
@@ -224,7 +250,7 @@ def test_flags_are_the_frozen_list():
 def test_help_explains_every_flag_and_with_exp_the_knobs(call):
   status, out, err = call("--help")
   assert (status, err) == (0, "")
-  for name in (*main.make_flags(), "fdl.NAME=VALUE"):
+  for name in (*command_line.make_flags(), "fdl.NAME=VALUE"):
     assert f"--{name}" in out
   status, out, err = call("--help", _TOY)
   assert (status, err) == (0, "")
@@ -241,12 +267,12 @@ def test_list_prints_the_experiments(call):
 def test_packages_that_are_missing_are_named(call):
   status, _, err = call("--list", packages=("not_there",))
   assert (status, err.count("\n")) == (2, 1)
-  assert "not_there, cannot be listed" in err
+  assert "Cannot list the experiments of not_there" in err
 
 
 def test_train_gets_the_job_its_configuration_and_a_new_folder(call, calls):
   status, out, err = call(_TOY, "--fdl.width=3", "--fdl.seed=5")
-  assert (status, err) == (7, "")
+  assert (status, err) == (0, "")
   [(module, (built, config, folder), options)] = calls
   assert [str(o) for o in options["overrides"]] == [
     "--fdl.width=3",
@@ -266,7 +292,7 @@ def test_train_gets_the_job_its_configuration_and_a_new_folder(call, calls):
 
 
 def test_train_gets_the_steps_to_profile(call, calls):
-  assert call(_TOY, "--profile_steps=2:5")[0] == 7
+  assert call(_TOY, "--profile_steps=2:5")[0] == 0
   [(_, _, options)] = calls
   assert options["launch"].profile == launch.ProfileWindow(2, 5)
 
@@ -283,7 +309,7 @@ def test_paths_are_stronger_than_knobs_whatever_their_order(call, calls):
 
 def test_shared_part_is_remarked_after_the_folder(call, calls):
   status, out, err = call(_TOY, "--fdl.task.model.head.width=3")
-  assert (status, err, len(calls)) == (7, "", 1)
+  assert (status, err, len(calls)) == (0, "", 1)
   assert "also changes task.model.layers[0]" in out.splitlines()[1]
 
 
@@ -343,7 +369,7 @@ def test_settings_of_a_run_are_not_those_of_another_experiment(
   _, out, _ = call(_TOY, "--mode=eval", "--job_log_dir=run")
   _, (built, _), _ = calls.pop()
   assert built.task.model.head.width == toy_experiment.Toy().width
-  assert "is of shop.Other; its settings are not used for runner.toy" in out
+  assert "experiment is shop.Other; its settings are not used for" in out
 
 
 def test_a_run_that_does_not_say_its_experiment(call, calls, tmp_path):
@@ -392,7 +418,7 @@ def test_a_mode_of_one_process_does_not_join_those_of_a_cluster(
   monkeypatch.setattr(inspect_input, "run", lambda job: 7)
   assert call(_TOY, "--mode=inspect_input")[0] == 7
   assert not joined
-  assert call(_TOY, "--job_log_dir=run")[0] == 7
+  assert call(_TOY, "--job_log_dir=run")[0] == 0
   assert len(joined) == 1
 
 

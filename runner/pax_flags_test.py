@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from paxon.runner import experiment, main, pax_flags
+from paxon.runner import command_line, experiment, main, pax_flags
 
 # All that `paxml/main.py` defines, by `DEFINE_` and by Fiddle's own, but for
 # `exp`, `job_log_dir` and `mode`; older versions had the last two.
@@ -48,7 +48,7 @@ _PAX_S = [
   "multi_host_checkpointing",
   "pmap_use_tensorstore",
 ]
-_OURS = list(main.make_flags())
+_OURS = list(command_line.make_flags())
 
 
 def _stderr(capsys, *arguments: str) -> str:
@@ -66,7 +66,7 @@ def test_all_of_them_are_answered():
 @pytest.mark.parametrize("name", _PAX_S)
 @pytest.mark.parametrize("form", ["--{}=x", "--{}", "-{}=true", "--no{}"])
 def test_each_form_is_known(name, form):
-  found = pax_flags.answer([form.format(name)], _OURS)
+  found = pax_flags.find_replacements([form.format(name)], _OURS)
   assert found is not None
   assert pax_flags.FLAGS[name] in found
   assert "\n" not in found
@@ -77,7 +77,7 @@ def test_what_replaces_them_exists():
   for name in re.findall(r"--([a-z_]+)\b(?!\.)", texts):
     assert name in _OURS
   for mode in re.findall(r"--mode=(\w+)", texts):
-    assert mode in main.MODES
+    assert mode in command_line.MODES
   knobs = set(re.findall(r"--fdl\.([a-z_]+)", texts))
   # The fields of a job that an experiment gives by a method.
   fields = set(inspect.get_annotations(experiment.Experiment)) | {"retention"}
@@ -96,10 +96,9 @@ def test_a_pasted_command_is_answered_in_one_line(capsys):
     "--mode=decode_once",
   )
   assert text == (
-    "Instead of Pax's flags write here: --jax_fully_async_checkpoint: leave it"
-    " out, saving is always asynchronous; --multiprocess_gpu: leave it out,"
-    " processes find each other by --coordinator_address --num_processes"
-    " --process_id, or by SLURM; --server_addr:"
+    "Flags of Pax: --jax_fully_async_checkpoint: remove it; saving is always"
+    " asynchronous; --multiprocess_gpu: use --coordinator_address,"
+    " --num_processes and --process_id, or SLURM; --server_addr:"
     " --coordinator_address=HOST:PORT; --mode=decode_once: --mode=decode.\n"
   )
 
@@ -116,11 +115,11 @@ def test_a_pasted_command_is_answered_in_one_line(capsys):
 )
 def test_paths_in_pax_are_told_as_ours(capsys, theirs, ours):
   assert _stderr(capsys, f"--exp={theirs}") == (
-    f"Instead of Pax's flags write here: --exp={theirs}: --exp={ours}.\n"
+    f"Flags of Pax: --exp={theirs}: --exp={ours}.\n"
   )
 
 
 def test_our_own_commands_are_left_alone():
   arguments = ["--exp=tasks.lm.C", "--mode=train", "--fdl.seed=1", "x", "--"]
-  assert pax_flags.answer(arguments, _OURS) is None
-  assert pax_flags.experiment("tasks.lm.params.c4.C4SpmdAdam") is None
+  assert pax_flags.find_replacements(arguments, _OURS) is None
+  assert pax_flags.translate_experiment("tasks.lm.params.c4.C4SpmdAdam") is None

@@ -1,4 +1,4 @@
-"""The folder of a run: its place, and the names of the files in it."""
+"""Run directory: its path and the names of the files in it."""
 
 from collections.abc import Mapping
 import contextlib
@@ -17,10 +17,10 @@ EVENTS = "events"
 CHECKPOINTS = "checkpoints"
 REPORT = "report.html"
 FINISHED = "finished.json"
-# What `--mode=eval` and `--mode=decode` write.
+# Written by `--mode=eval` and `--mode=decode`.
 EVAL = "eval"
 DECODE = "decode"
-# In `EVAL`: where rolling evaluations of `--continuous` are.
+# In `EVAL`: positions of rolling evaluations (`--continuous`).
 POSITIONS = "positions.json"
 SAMPLES = "samples.txt"
 GOODPUT = "goodput.jsonl"
@@ -32,38 +32,38 @@ _DEFAULT_PARENT = "runs"
 
 
 def resolve(given: str, environ: Mapping[str, str]) -> epath.Path:
-  """Returns the folder that the text of `--job_log_dir` means.
+  """Returns the absolute path of a value of `--job_log_dir`.
 
-  A relative path starts where the user stands, which `bazel run` tells by an
-  environment variable because it starts programs elsewhere.
+  Relative paths start in the user's working directory, which `bazel run` passes
+  in an environment variable.
 
   Args:
-    given: A local path, `~` allowed, or one of a store, such as `gs://a/b`.
+    given: A local path (`~` allowed) or an object-store path such as `gs://a/b`.
     environ: The environment.
 
   Raises:
-    user_error.UserError: There is no such kind of store.
+    user_error.UserError: The kind of store is not supported.
   """
   if not files.is_local(given):
     try:
       return epath.Path(given)
     except KeyError as error:
       raise user_error.UserError(
-        f"{given} is in no store that is known, such as gs:// and s3://; a"
-        " folder of a disk has no ://."
+        f"--job_log_dir={given}: unsupported store; use gs://, s3:// or a local"
+        " path."
       ) from error
   start = environ.get("BUILD_WORKING_DIRECTORY") or os.getcwd()
   return epath.Path(os.path.join(start, os.path.expanduser(given)))
 
 
 def create(path: epath.Path) -> bool:
-  """Makes the folder of a run, or goes on in one that exists.
+  """Creates a run directory if it does not exist.
 
   Returns:
-    Whether it was made.
+    Whether it was created.
 
   Raises:
-    user_error.UserError: It cannot be made or written to.
+    user_error.UserError: It cannot be created or written to.
   """
   files.check_store(path)
   try:
@@ -71,7 +71,7 @@ def create(path: epath.Path) -> bool:
     path.mkdir(parents=True, exist_ok=True)
   except OSError as error:
     raise user_error.UserError(
-      f"--job_log_dir={os.fspath(path)}: the folder cannot be made"
+      f"--job_log_dir={os.fspath(path)}: cannot create the directory"
       f" ({error.strerror or error})."
     ) from error
   _check_writable(path)
@@ -79,28 +79,20 @@ def create(path: epath.Path) -> bool:
 
 
 def _check_writable(path: epath.Path) -> None:
-  """Checks that files can be made in a folder.
-
-  Args:
-    path: That exists. Of a store nothing is known before it is tried.
-
-  Raises:
-    user_error.UserError: They cannot.
-  """
+  # Object stores only report this when something is written.
   if files.is_local(path) and not os.access(path, os.W_OK | os.X_OK):
     raise user_error.UserError(
-      f"--job_log_dir={os.fspath(path)}: the folder cannot be written to."
+      f"--job_log_dir={os.fspath(path)}: the directory is not writable."
     )
 
 
 def remove_empty(path: epath.Path) -> None:
-  """Removes the folder of a run that could not start, if nothing is in it.
+  """Removes the directory of a run that failed to start, if it is empty.
 
-  Args:
-    path: The folder. One of checkpoints in it is nothing while it is empty.
+  An empty directory of checkpoints in it is removed too.
   """
   for folder in (path / CHECKPOINTS, path):
-    # epath has a ValueError for a folder that is not empty.
+    # epath raises ValueError for a non-empty directory.
     with contextlib.suppress(OSError, ValueError):
       folder.rmdir()
 
@@ -108,15 +100,15 @@ def remove_empty(path: epath.Path) -> None:
 def create_new(
   experiment: str, environ: Mapping[str, str], *, now: datetime.datetime
 ) -> epath.Path:
-  """Makes a new folder under `runs`, named by experiment and time.
+  """Creates a directory under `runs`, named by experiment and time.
 
   Args:
-    experiment: The name of its class.
+    experiment: Name of the experiment's class.
     environ: The environment.
-    now: The time of the start.
+    now: Start time of the run.
 
   Raises:
-    user_error.UserError: It cannot be made.
+    user_error.UserError: It cannot be created.
   """
   parent = resolve(_DEFAULT_PARENT, environ)
   create(parent)
@@ -125,7 +117,7 @@ def create_new(
   while True:
     path = parent / (base if number == 1 else f"{base}-{number}")
     try:
-      # Fails if it exists, so that two runs of one second never share it.
+      # Fails if it exists, so that concurrent runs never share a directory.
       path.mkdir(exist_ok=False)
     except FileExistsError:
       number += 1
@@ -133,22 +125,24 @@ def create_new(
       return path
 
 
-def existing(path: epath.Path, *, writes: str | None = None) -> epath.Path:
-  """Returns the folder of an earlier run.
+def check_existing(
+  path: epath.Path, *, writes: str | None = None
+) -> epath.Path:
+  """Returns the directory of an earlier run.
 
   Args:
-    path: The folder.
-    writes: The folder in it that will be written to, `EVAL` or `DECODE`; None
-      for none.
+    path: The directory.
+    writes: Name of the subdirectory that will be written to, `EVAL` or
+      `DECODE`; None for none.
 
   Raises:
-    user_error.UserError: There is none, or it cannot be written to.
+    user_error.UserError: It does not exist or is not writable.
   """
   files.check_store(path)
   if not path.is_dir():
     raise user_error.UserError(
-      f"--job_log_dir={os.fspath(path)}: there is no such folder; give that of"
-      " an earlier --mode=train."
+      f"--job_log_dir={os.fspath(path)} does not exist; use the directory of an"
+      " earlier --mode=train."
     )
   if writes is not None:
     inside = path / writes

@@ -19,7 +19,6 @@ from paxon.runner.configuration import (
   dump,
   effects,
   overrides,
-  refusals,
   resolving,
 )
 from paxon.runner.training import (
@@ -132,14 +131,9 @@ def _program_line(
 def _step_text(config: fdl.Buildable) -> str:
   """Returns the lowered training step of a configuration on one device."""
   job = dataclasses.replace(resolving.build(config), mesh="")
-  try:
+  with resolving.user_errors(config):
     session = session_lib.open_session(job, devices=jax.devices("cpu")[:1])
     traced = compiled_steps.trace_train_step(session)
-  except Exception as error:
-    refusal = refusals.of(error, config)
-    if refusal is None:
-      raise
-    raise user_error.UserError(refusal) from error
   return session.layout.lower(traced).as_text()
 
 
@@ -170,14 +164,9 @@ def validate(config: fdl.Buildable, num_devices: int | None) -> list[str]:
       f"The mesh {job.mesh!r} needs {number} devices, but this process started"
       f" with {len(devices)}; use a new process."
     )
-  try:
+  with resolving.user_errors(config):
     session = session_lib.open_session(job, devices=devices)
     preflight.trace(session)
-  except Exception as error:
-    refusal = refusals.of(error, config)
-    if refusal is None:
-      raise
-    raise user_error.UserError(refusal) from error
   return [*_facts(session), "ok"]
 
 

@@ -250,7 +250,7 @@ def test_wrong_use(tmp_path, capsys):
     capsys, "import", tmp_path, "--to", tmp_path / "x", "--dtype", "int4"
   )
   # What would reach such a store is not installed.
-  missing = "az://a/b cannot be reached"
+  missing = "az://a/b cannot be accessed"
   assert missing in _error(capsys, "import", "az://a/b", "--to", tmp_path)
   assert missing in _error(capsys, "import", tmp_path, "--to", "az://a/b")
   assert _run("--help") == 0

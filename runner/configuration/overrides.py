@@ -61,11 +61,11 @@ def parse_argument(argument: str) -> Override | None:
       f"{argument} has no value; write --{PREFIX}{path or 'NAME'}=VALUE."
     )
   override = Override(path=path, text=text)
-  steps_of(override)
+  parse_steps(override)
   return override
 
 
-def steps_of(override: Override) -> list[str | int]:
+def parse_steps(override: Override) -> list[str | int]:
   """Returns the names, keys and indices of the path.
 
   Raises:
@@ -109,7 +109,7 @@ def apply(config: fdl.Buildable, override: Override) -> str | None:
     user_error.UserError: The path does not exist, or the value does not fit.
   """
   setter = _Setter(override)
-  setter.set(config, steps_of(override), annotation=Any, path="")
+  setter.set(config, parse_steps(override), annotation=Any, path="")
   if setter.owner is None:
     return None
   path, node = setter.owner

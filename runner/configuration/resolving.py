@@ -1,12 +1,16 @@
-"""From an experiment's name and its overrides to a configuration and a job.
+"""Resolves an experiment and its overrides to a configuration and a job.
 
-What the command line of programs and `tools/configs` have in common. Whatever
-a user can get wrong here is a `UserError` of one line.
+Every user mistake becomes a `UserError` of one line; bugs keep their traceback.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+import contextlib
 import dataclasses
+import linecache
+import os
 import re
+import traceback
+import types
 from typing import TYPE_CHECKING, Any
 
 from paxon.runner import user_error
@@ -25,20 +29,31 @@ if TYPE_CHECKING:
   from paxon.runner import experiment as experiment_lib
   from paxon.runner import job as job_lib
 
-# What a part says of a value that it does not take. Arithmetic, because an
-# experiment divides by its knobs.
-REFUSALS = (ValueError, TypeError, ArithmeticError)
+# Errors that invalid values cause while a configuration is made and built.
+# Arithmetic, because experiments divide by knobs.
+_VALUE_ERRORS = (ValueError, TypeError, ArithmeticError)
 
-# The field of a job that evaluation and decoding find its class by.
-_MADE_BY = "experiment"
+# Field of a job that names its experiment.
+_EXPERIMENT = "experiment"
+
+_MAX_PATHS = 3
+_OURS = __name__.partition(".")[0]
+# Listed, because not all installations put them into site-packages.
+_LIBRARIES = frozenset(
+  (
+    *("beartype", "chex", "einops", "etils", "fiddle", "flax", "jax", "jaxlib"),
+    *("jaxtyping", "numpy", "opt_einsum", "optax", "orbax", "tensorstore"),
+  )
+)
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Resolved:
-  """An experiment with its overrides.
+  """A resolved experiment.
 
   Attributes:
-    experiment: With its knobs set.
+    experiment: The experiment with its knobs set.
     config: The whole configuration of a run.
     notes: Remarks on the overrides, one line each.
   """
@@ -57,13 +72,13 @@ def resolve(
   """Returns the configuration of an experiment.
 
   Args:
-    name: As `--exp` takes it.
-    given: Knobs, which are set first, and paths in the configuration.
-    packages: Where names close to a misspelled one are sought.
+    name: Value of `--exp`.
+    given: Overrides of knobs, which are set first, and of paths.
+    packages: Packages whose experiments errors suggest.
 
   Raises:
-    user_error.UserError: There is no such experiment, knob or path, a value
-      does not fit, or the experiment gives no configuration.
+    user_error.UserError: The experiment, a knob or a path does not exist, a
+      value is not valid, or the experiment fails.
   """
   experiment, paths = _make_experiment(name, given, packages)
   config, notes = _configure(experiment, paths)
@@ -71,27 +86,114 @@ def resolve(
 
 
 def build(config: "fdl.Buildable") -> "job_lib.Job":
-  """Makes the job.
-
-  Args:
-    config: The root; no part is made in two places unless it is shared.
+  """Builds the job.
 
   Raises:
-    user_error.UserError: A part refused its values; the message ends with the
-      part's place in the configuration.
+    user_error.UserError: A node rejects its values; the message ends with the
+      node's path.
   """
   import fiddle as fdl
 
   try:
     return fdl.build(config)
-  except REFUSALS as error:
-    # Fiddle adds the place in the configuration to the text.
+  except _VALUE_ERRORS as error:
+    # Fiddle appends the path to the message.
     message, _, context = str(error).partition("\n\nFiddle context:")
     found = re.search(r" at <root>\.?(.*?) with positional", context)
     path = re.sub(r"\['(\w+)'\]", r".\1", found[1]) if found else ""
     if path:
       message = f"{message.rstrip('.')} (at {path})."
     raise user_error.UserError(message) from error
+
+
+@contextlib.contextmanager
+def user_errors(config: "fdl.Buildable") -> Iterator[None]:
+  """Turns errors about the configuration into `UserError`.
+
+  Args:
+    config: The configuration that runs inside the `with` statement.
+
+  Raises:
+    user_error.UserError: See `explain_error`.
+  """
+  try:
+    yield
+  except user_error.UserError:
+    raise
+  except Exception as error:
+    message = explain_error(error, config)
+    if message is None:
+      raise
+    raise user_error.UserError(message) from error
+
+
+def explain_error(error: BaseException, config: "fdl.Buildable") -> str | None:
+  """Returns an error about a running configuration as one line.
+
+  Some constraints are only checked when a model is traced or an input is
+  opened. An error is about the configuration if a method of a configured class
+  was running, and the error is
+
+  * a ValueError or TypeError of a `raise` statement outside the libraries, or
+  * an OSError or OverflowError, which depend on values only.
+
+  Args:
+    error: As caught, with its traceback.
+    config: The root of the configuration that was running.
+
+  Returns:
+    The message with the path of the innermost node that was running; None for a
+    bug.
+  """
+  depends_on_values = isinstance(error, OSError | OverflowError)
+  if not depends_on_values and not isinstance(error, ValueError | TypeError):
+    return None
+  frames = list(traceback.walk_tb(error.__traceback__))
+  if not frames:
+    return None
+  if not depends_on_values and not _is_raised_outside_libraries(*frames[-1]):
+    return None
+  paths = _find_paths([frame for frame, _ in frames], config)
+  if not paths:
+    return None
+  shown = " or ".join(paths[:_MAX_PATHS])
+  if len(paths) > _MAX_PATHS:
+    shown += f" or {len(paths) - _MAX_PATHS} more"
+  what = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
+  if isinstance(error, OverflowError):
+    what = f"A number is too large ({what})"
+  return f"{what} (at {shown})."
+
+
+def _is_raised_outside_libraries(frame: types.FrameType, line: int) -> bool:
+  source = linecache.getline(frame.f_code.co_filename, line, frame.f_globals)
+  if not source.lstrip().startswith("raise "):
+    return False
+  root = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+  if root == _OURS:
+    return True
+  folders = frame.f_code.co_filename.split(os.sep)
+  return root not in _LIBRARIES and _INSTALLED.isdisjoint(folders)
+
+
+def _find_paths(
+  frames: Sequence[types.FrameType], config: "fdl.Buildable"
+) -> list[str]:
+  """Returns the paths of the innermost running node.
+
+  Several, because nodes are found by class: linen copies its modules.
+  """
+  import fiddle as fdl
+
+  places: dict[object, list[str]] = {}
+  for path, node in tree.nodes(config):
+    if path:
+      places.setdefault(fdl.get_callable(node), []).append(path)
+  for frame in reversed(frames):
+    for cls in type(frame.f_locals.get("self")).__mro__:
+      if cls in places:
+        return places[cls]
+  return []
 
 
 def _make_experiment(
@@ -128,33 +230,31 @@ def _configure(
   paths: Sequence[overrides.Override],
 ) -> tuple["fdl.Config[job_lib.Job]", tuple[str, ...]]:
   """Returns the resolved configuration, and remarks on its overrides."""
-  from paxon.runner import job as job_lib
   from paxon.runner import knobs
   from paxon.runner.configuration import rewrites
 
+  name = type(experiment).__name__
   try:
     config = experiment.job()
   except knobs.KnobError as error:
     raise user_error.UserError(str(error)) from error
-  except REFUSALS as error:
+  except _VALUE_ERRORS as error:
     raise user_error.UserError(
-      f"{type(experiment).__name__} gives no configuration: {error}"
+      f"{name} has no valid configuration: {error}"
       f" ({user_error.place_of(error)})"
     ) from error
   notes = []
   for override in paths:
-    steps = overrides.steps_of(override)
-    fields = [*tree.field_names(config), *type(experiment).knobs()]
-    if steps[0] not in fields:
-      hint = suggestions.suggest(str(steps[0]), fields)
+    first = overrides.parse_steps(override)[0]
+    known = [*tree.field_names(config), *type(experiment).knobs()]
+    if first not in known:
       raise user_error.UserError(
-        f"{override}: {type(experiment).__name__} has no knob and"
-        f" {job_lib.Job.__name__} no field {steps[0]!r}{hint}"
+        f"{override}: {name} has no knob and Job no field {first!r}"
+        f"{suggestions.suggest(str(first), known)}"
       )
-    if steps[0] == _MADE_BY:
+    if first == _EXPERIMENT:
       raise user_error.UserError(
-        f"{override}: {_MADE_BY} is the class that made this configuration;"
-        " --exp names another one."
+        f"{override}: {_EXPERIMENT!r} cannot be overridden; use --exp."
       )
     notes.append(overrides.apply(config, override))
   rewrites.check_dtypes(config)

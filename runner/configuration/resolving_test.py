@@ -36,7 +36,7 @@ def test_the_job_is_built():
 
 def test_the_name_of_the_class_stays_what_exp_says():
   # The run would be stored under a name that evaluation cannot find.
-  message = "^--fdl.experiment=a.B: experiment is the class that made"
+  message = "^--fdl.experiment=a.B: 'experiment' cannot be overridden"
   with pytest.raises(user_error.UserError, match=message):
     _resolve("experiment=a.B")
 
@@ -81,7 +81,7 @@ def test_an_experiment_that_cannot_count_says_where(monkeypatch, error):
 
   monkeypatch.setattr(toy_experiment.Toy, "task", task)
   message = (
-    r"Toy gives no configuration: no such number \(resolving_test\.py:\d"
+    r"Toy has no valid configuration: no such number \(resolving_test\.py:\d"
   )
   with pytest.raises(user_error.UserError, match=message):
     _resolve()

@@ -97,32 +97,21 @@ class ProcessSettings:
     self,
     cluster: Cluster | None,
     *,
-    mode: str,
     job_log_dir: str | None,
   ) -> None:
     """Checks the settings together with the other flags.
 
     Args:
       cluster: The detected cluster.
-      mode: The flag `--mode`.
       job_log_dir: The flag `--job_log_dir`.
 
     Raises:
       user_error.UserError: A value is invalid or missing.
     """
     self.check(cluster)
-    if self.is_given and mode not in MODES:
-      raise user_error.UserError(
-        "--coordinator_address, --num_processes and --process_id are not"
-        f" supported with --mode={mode}, which runs in one process."
-      )
     if self.max_restarts < 0:
       raise user_error.UserError(
         f"--max_restarts must not be negative, got {self.max_restarts}."
-      )
-    if self.max_restarts and mode != "train":
-      raise user_error.UserError(
-        f"--max_restarts requires --mode=train, got --mode={mode}."
       )
     is_one = self.num_processes in (None, 1) and not self.max_restarts
     if not is_one and not job_log_dir:

@@ -74,45 +74,30 @@ def test_is_given():
 
 
 @pytest.mark.parametrize(
-  ("settings", "mode", "folder", "message"),
+  ("settings", "folder", "message"),
   [
-    ({"num_processes": 1}, "plan", None, "are not supported with --mode=plan"),
-    ({"max_restarts": -1}, "train", None, "must not be negative, got -1"),
-    (
-      {"max_restarts": 1},
-      "eval",
-      "a",
-      "--max_restarts requires --mode=train, got --mode=eval",
-    ),
-    (
-      {"max_restarts": 1},
-      "train",
-      None,
-      "--max_restarts requires --job_log_dir",
-    ),
+    ({"max_restarts": -1}, None, "must not be negative, got -1"),
+    ({"max_restarts": 1}, None, "--max_restarts requires --job_log_dir"),
     (
       {"num_processes": 2, "process_id": 0, "coordinator_address": "a:1"},
-      "train",
       None,
       "--num_processes requires --job_log_dir, a directory",
     ),
-    ({"process_id": -1}, "train", "a", "--process_id=-1 is out of range"),
+    ({"process_id": -1}, "a", "--process_id=-1 is out of range"),
   ],
 )
-def test_invalid_combinations(settings, mode, folder, message):
+def test_invalid_combinations(settings, folder, message):
   with pytest.raises(user_error.UserError) as raised:
     process_settings.ProcessSettings(**settings).check_command(
-      None, mode=mode, job_log_dir=folder
+      None, job_log_dir=folder
     )
   assert message in str(raised.value)
 
 
 def test_valid_combinations():
-  process_settings.ProcessSettings().check_command(
-    None, mode="plan", job_log_dir=None
-  )
+  process_settings.ProcessSettings().check_command(None, job_log_dir=None)
   process_settings.ProcessSettings(max_restarts=2).check_command(
-    None, mode="train", job_log_dir="a"
+    None, job_log_dir="a"
   )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from paxon.runner import user_error
 from paxon.runner.configuration import overrides as overrides_lib
-from paxon.runner.configuration import refusals, resolving
+from paxon.runner.configuration import resolving
 from paxon.runner.plan import result
 from paxon.runner.plan import target as targets
 from paxon.runner.planning import measure
@@ -50,7 +50,7 @@ def _answer(
   except Exception as error:
     message = str(error) if isinstance(error, user_error.UserError) else None
     if message is None and resolved is not None:
-      message = refusals.of(error, resolved.config)
+      message = resolving.explain_error(error, resolved.config)
     if message is None:
       # One change that meets a bug does not lose the others.
       message = f"{type(error).__name__}: {error}"

@@ -10,7 +10,7 @@ import sys
 
 from paxon.runner import user_error
 from paxon.runner.configuration import overrides as overrides_lib
-from paxon.runner.configuration import refusals, resolving
+from paxon.runner.configuration import resolving
 from paxon.runner.plan import result
 from paxon.runner.plan import target as targets
 from paxon.runner.planning import lifeline, measure
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
   except Exception as error:
     message = str(error) if isinstance(error, user_error.UserError) else None
     if message is None and resolved is not None:
-      message = refusals.of(error, resolved.config)
+      message = resolving.explain_error(error, resolved.config)
     if message is None:
       raise
     text = json.dumps({"error": message})

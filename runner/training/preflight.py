@@ -28,7 +28,7 @@ def check(session: session_lib.Session) -> jax.stages.Traced:
     UserError: The job needs more memory than there is.
     ValueError: A module rejected its configuration, or the training input has
       nothing to read; the caller adds its configuration path
-      (`configuration.refusals`).
+      (`configuration.resolving.explain_error`).
   """
   session.job.train_input.check_readable()
   _check_vocabulary(session)

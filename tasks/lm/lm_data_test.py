@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from paxon.inputs import unset_input
-from paxon.runner.configuration import refusals
+from paxon.runner.configuration import resolving
 from paxon.runner.planning import job_lint
 from paxon.runner.training import train
 from paxon.tasks.lm import lm_data, transformer_lm_spmd
@@ -73,7 +73,7 @@ def test_without_files_it_can_be_linted_and_says_so_when_it_trains(tmp_path):
   with pytest.raises(ValueError, match=message) as caught:
     train.run(job, config, epath.Path(tmp_path))
   # One line at the command line, with its place.
-  refusal = refusals.of(caught.value, config)
+  refusal = resolving.explain_error(caught.value, config)
   assert refusal is not None
   assert refusal.endswith("(at train_input).")
 

@@ -38,7 +38,7 @@ RUNNER_LEVELS = (
   ),
   ("runner/training",),
   ("runner/planning",),
-  ("runner/main",),
+  ("runner/main", "runner/command_line"),
 )
 
 # The only target that depends on the experiments; no source imports them.
@@ -52,7 +52,7 @@ _NOT_FOR_INPUTS = ("chex", "flax", "jax", "jaxlib", "optax", "orbax_checkpoint")
 
 # Flags belong to the program, not to a library.
 _FLAGS = ("absl.app", "absl.flags")
-_FLAG_SOURCES = ("runner/main.py", "runner/main_test.py")
+_FLAG_SOURCES = ("runner/command_line.py",)
 
 Graph = Mapping[str, set[str]]
 

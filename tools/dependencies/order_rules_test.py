@@ -72,7 +72,7 @@ _PACKAGES = [
       ),
     },
     "runner/task.py:1: //runner:task: imports `absl.flags`; flags are"
-    " defined in runner/main.py only. Take the value as an argument.",
+    " defined in runner/command_line.py only. Take the value as an argument.",
     id="flags outside main",
   ),
   pytest.param(

@@ -1,4 +1,4 @@
-"""Tests for telling a refusal of a part from a bug."""
+"""Tests for distinguishing errors about the configuration from bugs."""
 
 import dataclasses
 
@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from paxon.runner.configuration import refusals
+from paxon.runner.configuration import resolving
 
 
 class _Layer(nn.Module):
-  """Does what its field says."""
+  """Fails as its field says."""
 
   what: str
 
@@ -42,43 +42,43 @@ class _Model:
 _X = jax.ShapeDtypeStruct((2, 3), jnp.float32)
 
 
-def _refusal(*whats: str) -> str | None:
+def _explain(*whats: str) -> str | None:
   config = fdl.Config(
     _Model, layers=tuple(fdl.Config(_Layer, what=what) for what in whats)
   )
   with pytest.raises(Exception) as caught:  # noqa: PT011
     fdl.build(config).run()
-  return refusals.of(caught.value, config)
+  return resolving.explain_error(caught.value, config)
 
 
-def test_what_a_part_raises_is_its_refusal_with_its_place():
-  assert _refusal("raise") == "_Layer.what must be kind, (at layers[0])."
+def test_raised_error_has_the_path_of_its_module():
+  assert _explain("raise") == "_Layer.what must be kind, (at layers[0])."
 
 
-def test_every_place_of_the_class_is_named():
-  said = _refusal("raise", "raise", "raise", "raise", "raise")
-  assert said is not None
-  assert said.endswith("(at layers[0] or layers[1] or layers[2] or 2 more).")
+def test_all_paths_of_the_class_are_listed():
+  text = _explain("raise", "raise", "raise", "raise", "raise")
+  assert text is not None
+  assert text.endswith("(at layers[0] or layers[1] or layers[2] or 2 more).")
 
 
 @pytest.mark.parametrize("what", ["shape", "unpack", "attribute"])
-def test_a_bug_of_a_part_keeps_its_traceback(what):
-  assert _refusal(what) is None
+def test_other_errors_are_bugs(what):
+  assert _explain(what) is None
 
 
-def test_a_number_beyond_a_word_is_a_refusal():
-  said = _refusal("huge")
-  assert said is not None
-  assert said.startswith("A number is too large (")
-  assert said.endswith("(at layers[0]).")
+def test_a_number_beyond_a_word_is_a_explain():
+  text = _explain("huge")
+  assert text is not None
+  assert text.startswith("A number is too large (")
+  assert text.endswith("(at layers[0]).")
 
 
-def test_an_error_outside_of_all_parts_is_a_bug():
+def test_error_outside_of_all_modules_is_a_bug():
   config = fdl.Config(_Model, layers=())
   for error in (ValueError("a"), OSError("b"), OverflowError("c")):
     with pytest.raises(type(error)) as caught:
       raise error
-    assert refusals.of(caught.value, config) is None
+    assert resolving.explain_error(caught.value, config) is None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,12 +90,12 @@ class _Source:
       return file.read()
 
 
-def test_a_missing_file_of_a_part_is_a_refusal(tmp_path):
+def test_a_missing_file_of_a_part_is_a_explain(tmp_path):
   config = fdl.Config(_Source, folder=str(tmp_path / "none"))
   root = fdl.Config(dict, source=config)
   with pytest.raises(FileNotFoundError) as caught:
     fdl.build(config).read()
-  said = refusals.of(caught.value, root)
-  assert said is not None
-  assert "No such file or directory" in said
-  assert said.endswith("(at source).")
+  text = resolving.explain_error(caught.value, root)
+  assert text is not None
+  assert "No such file or directory" in text
+  assert text.endswith("(at source).")

@@ -1,0 +1,329 @@
+"""Flags of the command line: one table, from which all else is derived.
+
+absl's flags, `--help`, and the check that a flag fits the mode come from the
+table. `--fdl.PATH=VALUE` are overrides, not flags.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import os
+import re
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from absl import flags
+
+from paxon.runner import pax_flags, user_error
+from paxon.runner.hosts import process_settings
+from paxon.runner.monitoring import launch
+from paxon.sharding import suggestions
+
+if TYPE_CHECKING:
+  from paxon.runner.configuration import experiment_index
+  from paxon.runner.configuration import overrides as overrides_lib
+
+MODES = ("train", "eval", "decode", "plan", "inspect_input")
+
+# These read the experiment and its overrides from the directory of a run.
+MODES_OF_TRAINED_RUNS = ("eval", "decode")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Flag:
+  """A command-line flag; its type is that of the default, or str.
+
+  Attributes:
+    name: Without dashes.
+    default: Value if the flag is not set.
+    help: Text for `--help`.
+    modes: Values of `--mode` that accept the flag.
+    is_number: Whether a flag without a default is an integer.
+  """
+
+  name: str
+  default: str | int | bool | None
+  help: str
+  modes: tuple[str, ...] = MODES
+  is_number: bool = False
+
+
+_FLAGS = (
+  _Flag(
+    "exp",
+    None,
+    "Experiment, such as tasks.lm.params.quickstart.PythonStdlibLm.",
+  ),
+  _Flag("mode", "train", f"One of {', '.join(MODES)}."),
+  _Flag(
+    "job_log_dir",
+    None,
+    "Run directory. If it exists, the run resumes from its latest checkpoint."
+    " Default: a new directory under ./runs.",
+    modes=("train", "eval", "decode", "plan"),
+  ),
+  _Flag(
+    "profile_steps",
+    None,
+    "Steps to profile, such as 10:13 for steps 10, 11 and 12.",
+    modes=("train",),
+  ),
+  _Flag(
+    "max_restarts",
+    0,
+    "Number of times the process is restarted from the latest checkpoint after"
+    " it, or another process of the run, fails.",
+    modes=("train",),
+  ),
+  _Flag(
+    "continuous",
+    False,
+    "Evaluate each new checkpoint until the run is finished.",
+    modes=("eval",),
+  ),
+  _Flag(
+    "prompt",
+    None,
+    "Prompt to continue, or @FILE with one prompt per line.",
+    modes=("decode",),
+  ),
+  _Flag(
+    "target",
+    None,
+    "Hardware to plan for, such as cpu:8, h200:64x8, v5e:16x16 or v4:2x(4x4x4);"
+    " several separated by commas.",
+    modes=("plan",),
+  ),
+  _Flag(
+    "plan_search",
+    False,
+    "Search meshes, remat policies and microbatch sizes, and print the best in"
+    " time and memory.",
+    modes=("plan",),
+  ),
+  _Flag(
+    "coordinator_address",
+    None,
+    "HOST:PORT of process 0. Only needed without SLURM, Open MPI, Kubernetes or"
+    " a TPU pod, like the next two flags.",
+    modes=process_settings.MODES,
+  ),
+  _Flag(
+    "num_processes",
+    None,
+    "Number of processes; 1 ignores any cluster.",
+    modes=process_settings.MODES,
+    is_number=True,
+  ),
+  _Flag(
+    "process_id",
+    None,
+    "Index of this process, from 0.",
+    modes=process_settings.MODES,
+    is_number=True,
+  ),
+  _Flag(
+    "host_timeout",
+    300,
+    "Seconds to wait for the other processes at start and exit.",
+  ),
+  _Flag("list", False, "List all experiments and exit."),
+  _Flag("help", False, "Print this help, with --exp its knobs too, and exit."),
+)
+
+
+# Flags by name, as attributes.
+Values: TypeAlias = flags.FlagValues
+
+
+class Command(NamedTuple):
+  """A parsed command line."""
+
+  flags: Values
+  overrides: tuple["overrides_lib.Override", ...]
+
+
+def parse(argv: Sequence[str]) -> Command:
+  """Parses the arguments into flags and overrides.
+
+  Raises:
+    user_error.UserError: An argument is not valid.
+  """
+  from paxon.runner.configuration import overrides as overrides_lib
+
+  values = make_flags()
+  replacement = pax_flags.find_replacements(argv[1:], list(values))
+  if replacement is not None:
+    raise user_error.UserError(replacement)
+  overrides, rest = [], [argv[0] if argv else "main"]
+  for argument in argv[1:]:
+    override = overrides_lib.parse_argument(argument)
+    if override is not None:
+      overrides.append(override)
+    # absl accepts these two even where they are not defined.
+    elif re.match(r"--?(flagfile|undefok)\b", argument):
+      raise _unknown_flag(argument.lstrip("-").partition("=")[0], values)
+    else:
+      rest.append(argument)
+  try:
+    positional = values(rest)[1:]
+  except flags.UnrecognizedFlagError as error:
+    raise _unknown_flag(error.flagname, values) from error
+  except flags.Error as error:
+    raise user_error.UserError(f"{error} (See --help.)") from error
+  if positional:
+    raise user_error.UserError(
+      f"Unexpected argument {positional[0]!r}; flags are written --name=value."
+    )
+  # Libraries may read absl's own flags.
+  flags.FLAGS.mark_as_parsed()
+  return Command(values, tuple(overrides))
+
+
+def _unknown_flag(name: str, values: Values) -> user_error.UserError:
+  first, _, rest = name.partition(".")
+  close = suggestions.find_closest(first, list(values))
+  if first in ("fld", "fd", "fdll", "fiddle"):
+    hint = f"did you mean '--fdl.{rest or 'NAME'}'?"
+  elif name in ("h", "?"):
+    hint = "did you mean '--help'?"
+  elif close:
+    hint = f"did you mean '--{close[0]}'?"
+  else:
+    hint = f"to set a knob or a path, use --fdl.{name}=VALUE."
+  return user_error.UserError(f"Unknown flag --{name}; {hint}")
+
+
+def check(values: Values, packages: Sequence[str]) -> None:
+  """Checks the flags before the experiment is imported.
+
+  Raises:
+    user_error.UserError: A flag is not valid.
+  """
+  mode = values.mode
+  if mode not in MODES:
+    raise user_error.UserError(
+      f"Unknown --mode={mode}{suggestions.suggest(mode, MODES)}"
+    )
+  for flag in _FLAGS:
+    if mode not in flag.modes and values[flag.name].value != flag.default:
+      raise user_error.UserError(
+        f"--{flag.name} requires --mode={' or '.join(flag.modes)} (got"
+        f" --mode={mode})."
+      )
+  if not values.exp and mode not in MODES_OF_TRAINED_RUNS:
+    entries = _list_entries(packages)
+    example = f", such as --exp={_shorten(entries[0].name)}" if entries else ""
+    raise user_error.UserError(
+      f"--exp is missing: set an experiment{example}; --list prints all."
+    )
+  if mode in MODES_OF_TRAINED_RUNS and not values.job_log_dir:
+    raise user_error.UserError(
+      f"--mode={mode} requires --job_log_dir, the directory of a trained run."
+    )
+  if values.job_log_dir is not None and not values.job_log_dir.strip():
+    raise user_error.UserError("--job_log_dir is empty; set a directory.")
+  try:
+    (values.prompt or "").encode()
+  except UnicodeEncodeError as error:
+    raise user_error.UserError(
+      f"--prompt={values.prompt!r} is not valid UTF-8."
+    ) from error
+  get_process_settings(values).check_command(
+    process_settings.detect(os.environ), job_log_dir=values.job_log_dir
+  )
+  try:
+    if values.profile_steps is not None:
+      launch.parse_window(values.profile_steps)
+    if mode == "plan":
+      from paxon.runner.plan import target as targets
+
+      if not values.target:
+        raise ValueError(
+          f"--mode=plan requires --target, the hardware: {targets.FORMS}."
+        )
+      targets.parse_all(values.target)
+  except ValueError as error:
+    raise user_error.UserError(str(error)) from error
+
+
+def make_flags() -> Values:
+  """Returns the flags of the command line, without `--fdl.`."""
+  values = flags.FlagValues()
+  for flag in _FLAGS:
+    define: Callable[..., object] = flags.DEFINE_string
+    if isinstance(flag.default, bool):
+      define = flags.DEFINE_bool
+    elif flag.is_number or isinstance(flag.default, int):
+      define = flags.DEFINE_integer
+    define(flag.name, flag.default, flag.help, flag_values=values)
+  return values
+
+
+def print_list(packages: Sequence[str]) -> None:
+  """Prints the experiments of packages with their summaries."""
+  for entry in _list_entries(packages):
+    name = _shorten(entry.name)
+    print(f"{name}  {entry.summary}" if entry.summary else name)
+
+
+def _list_entries(packages: Sequence[str]) -> list["experiment_index.Entry"]:
+  from paxon.runner.configuration import experiment_index
+
+  try:
+    return experiment_index.list_experiments(packages)
+  except ImportError as error:
+    raise user_error.UserError(
+      f"Cannot list the experiments of {', '.join(packages)}: {error}."
+    ) from error
+
+
+def print_help(experiment: str | None, packages: Sequence[str]) -> None:
+  """Prints all flags, and the knobs of an experiment if one is given."""
+  print(
+    "Trains, evaluates, samples or plans an experiment.\n\n"
+    "  main --exp=tasks.lm.params.quickstart.PythonStdlibLm\n\n"
+    "Flags [modes]:"
+  )
+  for flag in _FLAGS:
+    modes = "" if flag.modes == MODES else f" [{', '.join(flag.modes)}]"
+    print(f"  --{flag.name}{modes}: {flag.help}")
+  print(
+    "  --fdl.NAME=VALUE: Set a knob of the experiment, or a path in its"
+    " configuration, such as --fdl.task.learner.max_grad_norm=0.5."
+  )
+  if experiment:
+    _print_knobs(experiment, packages)
+
+
+def _print_knobs(name: str, packages: Sequence[str]) -> None:
+  from paxon.runner.configuration import find_experiment
+
+  cls = find_experiment.find_experiment(name, packages=packages)
+  from paxon.runner import knobs
+  from paxon.runner.configuration import annotations
+
+  print(f"\nKnobs of {cls.__name__}:")
+  for knob in cls.knobs().values():
+    default = f" = {knob.default!r}"
+    if knob.default is knobs.REQUIRED:
+      default = " (required)"
+    elif isinstance(knob.default, property):
+      default = " (computed)"
+    kind = annotations.describe(knob.annotation)
+    print(f"  --fdl.{knob.name}: {kind}{default}")
+
+
+def get_process_settings(
+  values: Values,
+) -> process_settings.ProcessSettings:
+  """Returns the flags that describe the processes of a run."""
+  return process_settings.ProcessSettings(
+    coordinator_address=values.coordinator_address,
+    num_processes=values.num_processes,
+    process_id=values.process_id,
+    timeout_seconds=values.host_timeout,
+    max_restarts=values.max_restarts,
+  )
+
+
+def _shorten(name: str) -> str:
+  return name.removeprefix("paxon.")
