@@ -282,27 +282,28 @@ def test_a_batch_of_padding_has_a_gradient_of_zero():
     np.testing.assert_array_equal(leaf, np.zeros_like(leaf))
 
 
-def test_rows_must_divide():
+def test_batch_sizes_must_divide():
   with pytest.raises(
     ValueError,
-    match=r"The 16 rows of batch\['inputs'\] do not divide into num_microb.*=3",
+    match=r"16 sequences of batch\['inputs'\] are not a multiple .*=3",
   ):
     _alone(3)
 
 
-def test_rows_must_agree():
+def test_batch_sizes_must_agree():
   batch = _batch() | {"extra": jnp.zeros((VOCAB,))}
   with pytest.raises(
-    ValueError, match=r"batch\['inputs'\] has 16 rows and batch\['extra'\] has"
+    ValueError,
+    match=r"batch\['inputs'\] has 16 sequences and batch\['extra'\] has",
   ):
     _alone(2, batch=batch)
 
 
-def test_rows_of_a_microbatch_must_cover_the_mesh():
+def test_microbatches_must_cover_the_mesh():
   layout = layouts.Layout(meshes.make_mesh(meshes.MeshSpec.parse("data=8")))
   run, args = _run(4)
   with pytest.raises(
     ValueError,
-    match=r"num_microbatches=4 leaves 4 rows .* does not divide by data=8",
+    match=r"num_microbatches=4 leaves 4 sequences .* does not divide by data=8",
   ):
     layout.jit(run)(*args)

@@ -129,7 +129,7 @@ class Twice(nn.Module):
 def test_a_state_is_of_one_use():
   """Its next value is a gradient, and those of two uses are added up."""
   key = jax.random.key(0)
-  with pytest.raises(ValueError, match=r"a/einsum/in is computed twice in a"):
+  with pytest.raises(ValueError, match=r"a/einsum/in is computed twice in one"):
     jax.eval_shape(Twice(recipes.named("fp8")).init, key, _x())
   # Without a state there is nothing to add up.
   made = jax.eval_shape(Twice(recipes.named("fp8_current")).init, key, _x())

@@ -92,8 +92,8 @@ def test_scales_take_the_dimensions_of_the_output():
 @pytest.mark.parametrize(
   ("equation", "ranks", "message"),
   [
-    ("BTD,DF", (3, 2), r"of the form 'lhs,rhs->out', got 'BTD,DF'"),
-    ("AB,BC,CD->AD", (2, 2), r"of the form 'lhs,rhs->out'"),
+    ("BTD,DF", (3, 2), r"have the form 'lhs,rhs->out', got 'BTD,DF'"),
+    ("AB,BC,CD->AD", (2, 2), r"have the form 'lhs,rhs->out'"),
     ("AB,BC->AC", (3, 2), r"has 2 dimensions in lhs, the operand has 3"),
     ("AB,BC->AC", (2, 1), r"has 2 dimensions in rhs, the operand has 1"),
     ("AA,AC->C", (2, 2), r"A letter may stand once in each term of 'AA,AC->C'"),
@@ -103,8 +103,6 @@ def test_scales_take_the_dimensions_of_the_output():
     ("...A,...A->...", (3, 2), r"'\.\.\.' of .* does not stand for the same"),
   ],
 )
-def test_what_is_no_product_of_two_operands_is_refused(
-  equation, ranks, message
-):
+def test_rejects_equations_without_two_operands(equation, ranks, message):
   with pytest.raises(ValueError, match=message):
     equations.parse(equation, *ranks)

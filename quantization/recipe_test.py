@@ -54,7 +54,9 @@ def test_tiles_are_not_empty():
 
 
 def test_backward_operands_need_a_quantized_gradient():
-  with pytest.raises(ValueError, match=r"backward_rhs needs Recipe.gradient"):
+  with pytest.raises(
+    ValueError, match=r"backward_rhs requires Recipe.gradient"
+  ):
     recipe.Recipe(INT8, INT8, None, backward_rhs=INT8)
 
 
