@@ -8,7 +8,7 @@
   put what arrived where the table says
 
 Gradients come from the table's own backward operations. Do not differentiate
-through the program: autodiff would keep every tick.
+through the program: autodiff would save every tick.
 
 Collectives over stages are outside the branches, where all stages meet; inside
 a branch they would wait for stages that run another branch. For the same reason
@@ -54,7 +54,7 @@ def make_gradient_fn(
   `chunks` is a tree of arrays [K,...], one entry for each virtual stage in the
   model's order (`model_functions.split_layers`), best sharded over the mesh
   axis `stage`. `outer` has the variables of `first` and `last`, tied ones once.
-  `batch` has arrays [M,rows,...]. Call it under `jax.jit`, in the context of a
+  `batch` has arrays [M,size,...]. Call it under `jax.jit`, in the context of a
   mesh (`jax.set_mesh`) whose axis `stage` has the size of the table's stages.
 
   Args:
@@ -82,7 +82,7 @@ def make_gradient_fn(
   ) -> model_functions.Gradients:
     _check_mesh(schedule, data_axes)
     _check_arrays(schedule, chunks, batch)
-    rows = _Spec(None, tuple(data_axes) or None)
+    microbatches = _Spec(None, tuple(data_axes) or None)
     run = jax.shard_map(
       functools.partial(
         _run_stage,
@@ -93,7 +93,13 @@ def make_gradient_fn(
         frozenset(maxima),
         pin,
       ),
-      in_specs=(_Spec(axes.STAGE), _Spec(), rows, _Spec(), *_TABLE_SPECS),
+      in_specs=(
+        _Spec(axes.STAGE),
+        _Spec(),
+        microbatches,
+        _Spec(),
+        *_TABLE_SPECS,
+      ),
       out_specs=_OUT_SPECS,
       axis_names={axes.STAGE, *data_axes},
       check_vma=False,

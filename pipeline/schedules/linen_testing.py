@@ -94,9 +94,8 @@ class Model(nn.Module):
       ),
       (VOCAB, EMBED),
     )
-    # Rows whole, as `layers.embedding` has them. XLA's partitioner fails where
-    # rows of ids and both dimensions of a table are split, and `stage` is not
-    # its own.
+    # Not sharded over `embed`, as in `layers.embedding`: XLA's partitioner fails
+    # if ids and both dimensions of a table are sharded, and `stage` is manual.
     whole = logical.constrain(table, (axes.VOCAB, axes.ACTIVATION_EMBED))
     x = jnp.take(whole, batch["ids"], axis=0, mode="fill")
     x = logical.constrain(x, (axes.BATCH, axes.LENGTH, axes.ACTIVATION_EMBED))

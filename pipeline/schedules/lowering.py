@@ -29,7 +29,7 @@ KINDS = (None, _FORWARD, _BACKWARD)
 
 
 class Residuals(enum.Enum):
-  """What forward operations keep for backward operations."""
+  """What forward operations save for backward operations."""
 
   # The input of the chunk; backward operations run the forward pass again.
   RECOMPUTE = "recompute"
@@ -119,7 +119,7 @@ def lower(
 
   Args:
     schedule: The table.
-    residuals: What forward operations keep.
+    residuals: What forward operations save.
   """
   senders: dict[_Message, table.Position] = {}
   for at, op in schedule.operations:
@@ -128,7 +128,7 @@ def lower(
       senders[message] = at
   saves = residuals is Residuals.SAVE
   slots, mailbox = _assign_messages(schedule, senders, saves=saves)
-  kept, num_kept = _assign_residuals(schedule) if saves else ({}, 0)
+  saved, num_saved = _assign_residuals(schedule) if saves else ({}, 0)
   routes = _routes(senders)
   numbers = {(r.slot, r.direction): n for n, r in enumerate(routes)}
   shape = (len(schedule.ticks), schedule.num_stages, len(routes))
@@ -142,13 +142,13 @@ def lower(
     kinds[at.slot].add(op.kind)
   local = {at.slot for m, at in senders.items() if at.stage == m.stage}
   return Lowered(
-    cells=_cells(schedule, slots, mailbox - 1, kept, max(num_kept - 1, 0)),
+    cells=_cells(schedule, slots, mailbox - 1, saved, max(num_saved - 1, 0)),
     arrivals=arrivals,
     routes=routes,
     kinds=tuple(tuple(k for k in table.Kind if k in found) for found in kinds),
     has_local=tuple(slot in local for slot in range(schedule.num_slots)),
     mailbox=mailbox,
-    residuals=num_kept,
+    residuals=num_saved,
   )
 
 
@@ -276,7 +276,7 @@ def _cells(
   schedule: table.Table,
   slots: Mapping[_Message, int],
   unread: int,
-  kept: Mapping[tuple[int, int, int], int],
+  saved: Mapping[tuple[int, int, int], int],
   unread_residuals: int,
 ) -> np.ndarray:
   shape = (len(schedule.ticks), schedule.num_stages, schedule.num_slots)
@@ -298,11 +298,11 @@ def _cells(
       "is_first": k == 0,
       "is_last": k + 1 == schedule.num_virtual_stages,
       "x": unread
-      if kept and is_backward
+      if saved and is_backward
       else slots.get(_Message(*key, False), unread),
       "dy": slots[_Message(*key, True)] if is_backward else unread,
       "local": slots[result] if is_local and result is not None else unread,
-      "residuals": kept.get(key, unread_residuals),
+      "residuals": saved.get(key, unread_residuals),
     }
     for name, value in values.items():
       cells[at.tick, at.stage, at.slot, COLUMNS.index(name)] = value

@@ -72,7 +72,7 @@ def variables(*, num_layers: int, tied: bool):
 
 
 def batch(*, num_microbatches: int):
-  """Returns ids, targets and weights [M,rows,T]."""
+  """Returns ids, targets and weights [M,B,T]."""
   keys = jax.random.split(jax.random.key(1), 3)
   shape = (num_microbatches, ROWS, LENGTH)
   return {
