@@ -94,7 +94,7 @@ class Model(nn.Module):
       ),
       (VOCAB, EMBED),
     )
-    # Not sharded over `embed`, as in `layers.embedding`: XLA's partitioner fails
+    # `embed` is not sharded, as in `layers.embedding`: XLA's partitioner fails
     # if ids and both dimensions of a table are sharded, and `stage` is manual.
     whole = logical.constrain(table, (axes.VOCAB, axes.ACTIVATION_EMBED))
     x = jnp.take(whole, batch["ids"], axis=0, mode="fill")
