@@ -4,8 +4,8 @@ Usage: `count.py EVENTS`, the file of `--build_event_json_file`. It names the
 JUnit report of every test that took part, cached ones included. A test that
 failed without a failing case (it crashed, or ran out of time) counts as one.
 
-What failed is printed before, with the last lines of what it said: a log of
-CI is often kept in part only, and its end is what is left.
+Failures are printed first, with the last lines of their logs: often only the
+end of a CI log is kept.
 """
 
 import json
@@ -23,7 +23,7 @@ def _events(path: str):
       return  # Bazel was stopped in the middle of a line.
 
 
-# Of a failure.
+# Lines of output per failure.
 _LINES = 30
 
 
@@ -75,7 +75,7 @@ def main(path: str) -> None:
   for event in _events(path):
     if "testResult" in event:
       place = event["id"]["testResult"]
-      # A test that was tried again counts by its last try.
+      # A test that was retried counts by its last attempt.
       key = place["label"], place.get("run"), place.get("shard")
       results[key] = _cases(place["label"], event["testResult"])
   counts = [sum(column) for column in zip(*results.values(), strict=True)]

@@ -73,11 +73,11 @@ def _parse(argv: Sequence[str]) -> dict[str, str]:
     if not argument.startswith("--") or not (is_known or argument == "--small"):
       raise user_error.UserError(
         f"There is an argument {argument!r}, but known are --small and"
-        f" {', '.join(f'--{v}=...' for v in _VALUES)} (--help explains)."
+        f" {', '.join(f'--{v}=...' for v in _VALUES)} (see --help)."
       )
     given[name] = value
   if "out" not in given:
-    raise user_error.UserError("--out=FILE says where the calibration goes.")
+    raise user_error.UserError("--out=FILE is required: the file to write.")
   if ("job_log_dir" in given) != ("plan" in given):
     raise user_error.UserError(
       "--job_log_dir=RUN and --plan=PLAN go together: a run, and the plan.json"
@@ -116,7 +116,7 @@ def _of_run(folder: str, plan_file: str) -> calibrations.Calibration:
   path = pathlib.Path(folder, "metrics.jsonl")
   if not path.exists():
     raise user_error.UserError(
-      f"--job_log_dir={folder} is no run with figures: there is no {path}."
+      f"--job_log_dir={folder} has no metrics: {path} does not exist."
     )
   reports = [
     record.values

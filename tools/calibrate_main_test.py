@@ -71,7 +71,7 @@ def _status(capsys, *arguments):
   [
     (["--fast"], "There is an argument '--fast', but known are --small"),
     (["--out="], "There is an argument '--out='"),
-    (["--small"], "--out=FILE says where the calibration goes."),
+    (["--small"], "--out=FILE is required"),
     (["--out=x", "--plan=p"], "--job_log_dir=RUN and --plan=PLAN go together"),
     (
       ["--out=x", "--plan=missing.json", "--job_log_dir=r"],
@@ -99,7 +99,7 @@ def test_a_plan_of_several_targets_or_a_run_without_figures(tmp_path, capsys):
   file.write_text(result.to_json((traced,)))
   status, said = _status(capsys, *arguments)
   assert status == 2
-  assert "is no run with figures: there is no" in said
+  assert "has no metrics:" in said
 
 
 def test_it_prints_its_help(capsys):

@@ -1,8 +1,8 @@
-"""Bazel itself refuses to import what no dependency brings.
+"""Imports from outside a target's closure fail when Bazel runs it.
 
-check_deps tells before a build what is not declared. This is the other half:
-what is outside a target's closure is not there when it runs, neither a wheel
-of the lock nor a module of ours nor what the machine has installed.
+check_deps finds undeclared imports before a build. This is the other half: a
+running target has neither undeclared wheels of the lock, nor undeclared modules
+of ours, nor packages of the machine.
 """
 
 import importlib

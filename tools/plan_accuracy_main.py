@@ -83,12 +83,12 @@ def _parse(argv: Sequence[str]) -> tuple[set[str], dict[str, str]]:
     is_known = (flag == "--again" and not file) or (flag == "--plan" and file)
     if not is_known:
       raise user_error.UserError(
-        f"There is an argument {argument!r}, but known are --again,"
-        " --again=NAME and --plan=NAME=FILE (--help explains)."
+        f"Unknown argument {argument!r}; choose from --again,"
+        " --again=NAME and --plan=NAME=FILE (see --help)."
       )
     if name not in names:
       raise user_error.UserError(
-        f"{argument}: there is no row {name!r}; there are {', '.join(names)}."
+        f"{argument}: unknown program {name!r}; choose from {', '.join(names)}."
       )
     if file:
       given[name] = file

@@ -1,4 +1,4 @@
-"""`docs/plan_accuracy.md`: predictions beside what others have published."""
+"""`docs/plan_accuracy.md`: predicted and published speeds."""
 
 from collections.abc import Callable, Iterable, Sequence
 import dataclasses

@@ -257,9 +257,9 @@ def test_without_a_compiler_the_row_is_named(files, monkeypatch, capsys):
 @pytest.mark.parametrize(
   ("argument", "message"),
   [
-    ("--fast", "There is an argument '--fast', but known are --again"),
-    ("--again=17B", "--again=17B: there is no row '17B'; there are 16B, 32B"),
-    ("--plan=16B", "There is an argument '--plan=16B'"),
+    ("--fast", "Unknown argument '--fast'; choose from --again"),
+    ("--again=17B", "--again=17B: unknown program '17B'; choose from 16B, 32B"),
+    ("--plan=16B", "Unknown argument '--plan=16B'"),
     ("--plan=16B=missing", "--plan=16B=missing cannot be taken: "),
   ],
 )

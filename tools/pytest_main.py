@@ -1,9 +1,8 @@
 """Runs the test files of one Bazel target with pytest.
 
 Usage, from the macro in py.bzl: `pytest_main.py a_test.py [b_test.py ...]
-[pytest arguments]`. It honours Bazel's test protocol: filter, shards, JUnit
-report, scratch folder. No test at all is a failure, because a target that
-tests nothing says nothing.
+[pytest arguments]`. It follows Bazel's test protocol: filter, shards, JUnit
+report, scratch folder. Collecting no test is a failure.
 """
 
 import ast
@@ -34,14 +33,14 @@ KEEP_COMPILATIONS = "PAXON_KEEP_COMPILATIONS"
 # That the macro's `machine_code` is False.
 NO_MACHINE_CODE = "PAXON_NO_MACHINE_CODE"
 
-# Stands for CUDA's assembler: what it makes is empty, and nothing reads it.
+# Replaces CUDA's assembler: its output is empty, and nothing reads it.
 _ASSEMBLER = """\
 #!/bin/sh
 [ "$1" = --version ] && exec {assembler} --version
 while [ "$1" != -o ]; do shift; done
 : > "$2"
 """
-# What XLA looks for in CUDA's toolkit.
+# Files that XLA needs from CUDA's toolkit.
 _TOOLKIT = ("bin/ptxas", "bin/nvlink", "nvvm/libdevice")
 
 _HYPOTHESIS = "_hypothesis_pytestplugin"
@@ -68,20 +67,20 @@ class _Shard:
       config.hook.pytest_deselected(items=dropped)
 
 
-# The names in a module of Paxon's under which it finds `checked`, and `inner`.
+# Names of `checked` and `inner` in the modules of Paxon.
 _CHECKED = "__checked__"
 _INNER = "__checked_inner__"
 
-# What is of a wrong type is a TypeError, however it is found.
+# Type violations raise TypeError, whoever finds them.
 _CONFIGURATION = beartype.BeartypeConf(violation_type=jaxtyping.TypeCheckError)
 
 
-# Whether functions inside of functions have shapes, by where they are written.
+# Whether nested functions have shapes in their annotations, by their code.
 _have_shapes: dict[types.CodeType, bool] = {}
 
 
 def _has_shapes(hint: Any) -> bool:
-  """Whether a hint has an array's shape in it, or has yet to be evaluated."""
+  """Returns whether a hint has an array shape, or is not evaluated yet."""
   if isinstance(hint, str | typing.ForwardRef):
     return True
   if isinstance(hint, list):  # Of a Callable's parameters.
@@ -97,24 +96,24 @@ def _with_checks(function: Callable[..., Any]) -> Callable[..., Any]:
   check = beartype.beartype(conf=_CONFIGURATION)
   if (
     any(map(_has_shapes, hints))
-    # Where beartype alone checks less: what is made step by step, and the
-    # `__init__` of Flax, whose own parameters are `*args, **kwargs`.
+    # beartype alone checks less of generators, and of the `__init__` of Flax,
+    # which takes `*args, **kwargs`.
     or inspect.isgeneratorfunction(function)
     or hasattr(function, "__wrapped__")
   ):
     return jaxtyping.jaxtyped(function, typechecker=check)
-  # No shape to remember from one argument to the next: a tenth of the time.
+  # Without shapes that several arguments share: a tenth of the time.
   return check(function)
 
 
 def checked(made: Any) -> Any:
   """Checks the types of a function, or of a dataclass's fields.
 
-  The code that does it is made at the first call. A test calls few of the
-  functions that it imports, and making it for all takes a second.
+  The checking code is generated at the first call. A test calls few of the
+  functions that it imports, and generating it for all takes a second.
 
   Args:
-    made: A function or a class, less its own decorators or with them.
+    made: A function or a class, decorated or not.
 
   Returns:
     The function, wrapped, or the class.
@@ -138,16 +137,16 @@ def checked(made: Any) -> Any:
 
 
 def inner(made: Any) -> Any:
-  """As `checked`, for what is made inside of a function.
+  """As `checked`, for nested functions and classes.
 
-  It is made anew at each call of that function, and its checks with it, which
-  takes longer than most calls. So only shapes are worth it.
+  Their checks are generated again at each call of the outer function, which
+  takes longer than most calls. So only functions with shapes are checked.
 
   Args:
-    made: A function or a class, less its own decorators or with them.
+    made: A function or a class, decorated or not.
 
   Returns:
-    The function, wrapped where it has shapes, or the class.
+    The function, wrapped if it has shapes, or the class.
   """
   if not inspect.isclass(made):
     code = made.__code__
@@ -159,13 +158,13 @@ def inner(made: Any) -> Any:
   return checked(made)
 
 
-# Where statements hold others. No expression holds a function with a name, and
-# most of a tree is expressions.
+# Fields of statements that hold statements. No expression holds a named
+# function, and most of a tree is expressions.
 _WITH_STATEMENTS = ("body", "orelse", "finalbody", "handlers", "cases")
 
 
 def decorated(source: str | bytes, path: str) -> ast.Module:
-  """Returns the source of a module with all of its functions to be checked.
+  """Returns the tree of a module with all functions decorated by checks.
 
   Args:
     source: The text of the module.
@@ -197,7 +196,7 @@ class _CheckedLoader(importlib.machinery.SourceFileLoader):
   """
 
   def get_code(self, fullname: str) -> types.CodeType:
-    # Bytecode without checks may lie there.
+    # There may be bytecode without checks.
     return self.source_to_code(self.get_data(self.path), self.path)
 
   def source_to_code(
@@ -213,7 +212,7 @@ class _CheckedLoader(importlib.machinery.SourceFileLoader):
 
 
 class _CheckedFinder(importlib.abc.MetaPathFinder):
-  """Finds the modules of Paxon, less the tests: pytest loads those."""
+  """Finds the modules of Paxon except tests, which pytest loads."""
 
   def find_spec(
     self, fullname: str, path: Sequence[str] | None, target: Any = None
@@ -235,15 +234,15 @@ class _Checks:
   """Checks types and shapes at run time in all of Paxon."""
 
   def pytest_load_initial_conftests(self) -> None:
-    # Before pytest's own finder, which is there already.
+    # Before pytest's own finder, which is installed already.
     sys.meta_path.insert(0, _CheckedFinder())
 
 
 class _Imported:
-  """Spares the collector of garbage what is imported: it lives to the end.
+  """Excludes imported objects from garbage collection.
 
-  It would look through all of JAX several times while that is imported, and
-  again in each of its longer passes.
+  Otherwise it traverses all of JAX several times during its import, and again
+  in each full collection.
   """
 
   def pytest_load_initial_conftests(self) -> None:
@@ -258,7 +257,7 @@ def _arguments(argv: Sequence[str]) -> list[str]:
   root = pathlib.Path.cwd()
   arguments = [
     f"--rootdir={root}",
-    # No configuration file: what applies to a test stands in its target.
+    # No configuration file: the settings of a test are in its target.
     "--config-file=/dev/null",
     "--import-mode=importlib",
     "--strict-markers",
@@ -267,8 +266,8 @@ def _arguments(argv: Sequence[str]) -> list[str]:
     *("-o", "console_output_style=classic"),
   ]
   if importlib.util.find_spec(_HYPOTHESIS):
-    # Its profile for CI: the same examples in each run, and no limit on the
-    # time that one takes, which a busy machine would exceed.
+    # Its profile for CI: the same examples in each run, and no time limit,
+    # which a busy machine would exceed.
     arguments += ["-p", _HYPOTHESIS, "--hypothesis-profile=ci"]
   if report := os.environ.get("XML_OUTPUT_FILE"):
     arguments.append(f"--junitxml={report}")
@@ -277,8 +276,8 @@ def _arguments(argv: Sequence[str]) -> list[str]:
   if wanted := os.environ.get("TESTBRIDGE_TEST_ONLY"):
     arguments += ["-k", wanted]
   for argument in argv:
-    # Bazel names a file of another repository by where it stands below the
-    # workspace; in the runfiles it is a sibling of the workspace.
+    # Bazel gives the path of a file of another repository below the workspace;
+    # in the runfiles it is a sibling of the workspace.
     if argument.startswith("external/"):
       argument = "../" + argument.removeprefix("external/")
     arguments.append(argument)
@@ -286,7 +285,7 @@ def _arguments(argv: Sequence[str]) -> list[str]:
 
 
 def _drop_workspace_folder() -> None:
-  """Takes the workspace's folder, which Bazel puts there, off `sys.path`.
+  """Removes the workspace's folder, which Bazel adds, from `sys.path`.
 
   With it `import layers` would be a second copy of `paxon.layers`.
   """
@@ -322,13 +321,13 @@ def _find_in_toolkit(name: str) -> pathlib.Path:
 
 
 def _without_assembler(folder: pathlib.Path) -> None:
-  """Makes a toolkit whose assembler makes nothing.
+  """Makes a CUDA toolkit whose assembler does nothing.
 
-  Of what it costs to compile a program for GPUs, a third is the assembler,
-  started for each kernel.
+  The assembler, started for each kernel, takes a third of the time of compiling
+  a program for GPUs.
 
   Args:
-    folder: Gets the toolkit.
+    folder: Where to make it.
   """
   for name in _TOOLKIT:
     path, found = folder / name, _find_in_toolkit(name)
@@ -348,25 +347,25 @@ def main(argv: Sequence[str]) -> int:
     os.environ["TMPDIR"] = scratch
     os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", scratch)
     if os.environ.get(KEEP_COMPILATIONS):
-      # For targets whose processes compile the same programs. Of this target
-      # alone: what one test compiled is no input of another.
+      # For targets whose processes compile the same programs. The cache is not
+      # shared between targets.
       os.environ.update(
         JAX_COMPILATION_CACHE_DIR=os.path.join(scratch, "compilations"),
         JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
         JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
       )
     if _has_compiler_for_gpus():
-      # Programs that a target compiles share most kernels. Nothing that a plan
-      # says depends on where they come from.
+      # Programs of a target share most kernels, and no plan depends on where
+      # they come from.
       os.environ["XLA_FLAGS"] = " ".join(
         (
           os.environ.get("XLA_FLAGS", ""),
           f"--xla_gpu_kernel_cache_file={os.path.join(scratch, 'kernels')}",
-          # That file needs it, where jaxlib has such a flag.
+          # Required for that file, if jaxlib has the flag.
           "--xla_gpu_enable_llvm_module_compilation_parallelism=true"
           if metadata.version("jaxlib").startswith("0.10.")
           else "",
-          # Other tests have the other cores.
+          # Other tests use the other cores.
           "--xla_gpu_force_compilation_parallelism=1",
         )
       )
@@ -381,23 +380,23 @@ def main(argv: Sequence[str]) -> int:
   if status_file := os.environ.get("TEST_SHARD_STATUS_FILE"):
     pathlib.Path(status_file).touch()
   # pytest would rewrite, in every process, all modules of each distribution
-  # that has a plugin. The one that we want is named instead.
+  # with a plugin. The one plugin that we use is named instead.
   os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
   status = pytest.main(
     _arguments(argv), plugins=[shard, _Checks(), _Imported()]
   )
   if status == pytest.ExitCode.NO_TESTS_COLLECTED:
     if shard.collected:
-      return 0  # More shards than tests: the others have them.
-    print("No test was found, which counts as a failure.", file=sys.stderr)
+      return 0  # More shards than tests: other shards have them.
+    print("No tests were collected, which is a failure.", file=sys.stderr)
   return int(status)
 
 
 def _end(status: int) -> NoReturn:
-  """Ends the process, with what it started, but without Python's own end.
+  """Ends the process and its children without Python's own shutdown.
 
-  JAX and Python take two thirds of a second to free what the kernel frees
-  anyway. What tests have to say of their own ends they say before.
+  JAX and Python take two thirds of a second to free memory that the kernel
+  frees anyway.
   """
   for child in multiprocessing.active_children():
     child.terminate()

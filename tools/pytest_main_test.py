@@ -1,4 +1,4 @@
-"""Tests that tests run with types and shapes checked."""
+"""Types and shapes are checked in tests."""
 
 from collections.abc import Iterator
 import dataclasses
@@ -50,7 +50,7 @@ def test_fields_of_dataclasses_are_checked():
     Point("1")  # pyrefly: ignore[bad-argument-type]
 
 
-def test_what_is_made_step_by_step_is_checked():
+def test_generators_are_checked():
   @pytest_main.checked
   def count(n: int) -> Iterator[int]:
     yield from range(n)
@@ -70,7 +70,7 @@ def test_layers_are_checked():
     jax.eval_shape(block.init, jax.random.key(0), np.ones((2, 3), np.float32))
 
 
-def test_functions_in_functions_are_checked_where_they_have_shapes():
+def test_nested_functions_are_checked_if_they_have_shapes():
   vector = jaxtyping.Float[np.ndarray, " n"]
 
   @pytest_main.inner
@@ -87,7 +87,7 @@ def test_functions_in_functions_are_checked_where_they_have_shapes():
   assert pytest_main.inner(same) is same
 
 
-def test_what_is_decorated_where_modules_are_loaded():
+def test_functions_and_classes_are_decorated():
   source = """
 def outer():
   class Inside:

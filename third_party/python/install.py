@@ -409,7 +409,7 @@ def main(argv: Sequence[str]) -> None:
   asked = {}
   if arguments.base_lock is not None:
     base = read_lock(arguments.base_lock.read_text())
-    # Their metadata says what the extras need.
+    # Their metadata lists the requirements of extras.
     asked = {n: pin for n, pin in pins.items() if n in base and pin.extras}
     pins = without_base(pins, base)
     known |= {name: f"@pypi//:{name}" for name in base}

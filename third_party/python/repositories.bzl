@@ -19,7 +19,7 @@ load(":bazel4.bzl", "bazel4_stand_ins")
 _VERSIONS = ["3.11", "3.12", "3.13"]
 
 # pip reads the rest of its environment (index, proxy, certificates) by itself,
-# and what it brings is fixed by hashes: a change there fetches nothing anew.
+# and what it brings is fixed by hashes: a change there fetches nothing again.
 _ENVIRONMENT = {
     "PYTHONHOME": "",
     "PYTHONNOUSERSITE": "1",
@@ -139,7 +139,7 @@ def _python_wheels(ctx):
 
 python_wheels = repository_rule(
     implementation = _python_wheels,
-    doc = "The distributions of one lock, each a strict target of its own.",
+    doc = "The distributions of one lock, each a separate strict target.",
     attrs = {
         "lock": attr.label(
             mandatory = True,
