@@ -1,6 +1,6 @@
 """Activations that `flax.linen` lacks, soft cap, and activations by name.
 
-Fields take the function itself (`activation=nn.silu`); `named` is for names in
+Fields take the function itself (`activation=nn.silu`); `find` looks up names in
 text.
 
   squared_relu(x) = max(x, 0) ** 2     (Primer, https://arxiv.org/abs/2109.08668)
@@ -81,7 +81,7 @@ NAMED: Final[Mapping[str, Activation]] = types.MappingProxyType(
 )
 
 
-def named(name: str) -> Activation:
+def find(name: str) -> Activation:
   """Returns an activation by name, ignoring case and underscores.
 
   The same name gives the same object, so modules made with it compare equal.

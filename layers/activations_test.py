@@ -47,32 +47,32 @@ def test_every_name_has_a_definition():
 
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_matches_its_definition(name):
-  y = jax.jit(activations.named(name))(np.float32(X))
+  y = jax.jit(activations.find(name))(np.float32(X))
   expected = [DEFINITIONS[name](float(v)) for v in X]
   np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("text", ["SquaredReLU", "squared_relu", "squaredrelu"])
 def test_case_and_underscores_do_not_matter(text):
-  assert activations.named(text) is activations.squared_relu
+  assert activations.find(text) is activations.squared_relu
 
 
 def test_a_name_gives_one_object():
-  assert activations.named("gelu_exact") is activations.named("GeluExact")
+  assert activations.find("gelu_exact") is activations.find("GeluExact")
 
 
 def test_an_ambiguous_name_is_an_error():
   with pytest.raises(ValueError, match=r"'gelu' is ambiguous: 'gelu_exact'"):
-    activations.named("gelu")
+    activations.find("gelu")
 
 
 def test_a_wrong_name_gives_the_closest_ones():
   with pytest.raises(
     ValueError, match=r"Unknown activation 'squard_relu'; use sq"
   ):
-    activations.named("squard_relu")
+    activations.find("squard_relu")
   with pytest.raises(ValueError, match=r"Unknown activation 'xyz'; use cubed_"):
-    activations.named("xyz")
+    activations.find("xyz")
 
 
 CAPPED = testing.array([-1e30, -40.0, -0.5, 0.0, 1e-3, 29.0, 1e30])

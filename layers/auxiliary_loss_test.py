@@ -30,7 +30,7 @@ class Model(nn.Module):
 
   def __call__(self, x):
     total, weight = jnp.sum(self.stack(x)), jnp.float32(11)
-    added, metrics = auxiliary_loss.weighted(
+    added, metrics = auxiliary_loss.collect(
       self, factor=self.factor, weight=weight
     )
     return total + added, metrics

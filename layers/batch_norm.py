@@ -1,14 +1,12 @@
-"""Batch norm: each feature with its mean and variance over the batch.
+"""Batch norm: normalizes each feature over the batch.
 
 Ioffe and Szegedy 2015, https://arxiv.org/abs/1502.03167. Training normalizes by
-the moments of the batch and moves averages of them,
+the moments of the global batch and updates their running averages,
 
   average = decay * average + (1 - decay) * moment,
 
-by which evaluation normalizes. The moments are those of the whole batch, over
-all devices: a sum over a sharded axis is one. The averages are variables that
-the forward pass replaces; microbatches each move them from the same values, and
-their mean is kept (`sharding.variables`).
+which evaluation uses. The forward pass replaces the averages; those of
+microbatches are averaged (`sharding.variables`).
 """
 
 from flax import linen as nn
@@ -28,19 +26,17 @@ class BatchNorm(nn.Module):
   """Normalizes the last axis over all others.
 
   Attributes:
-    decay: Share of an average that stays in each step.
+    decay: Decay of the running averages.
     epsilon: Added to the variance.
-    frozen: Whether training, too, normalizes by the averages and leaves them,
-      as for a pretrained part.
-    use_scale: Whether there is a factor per feature.
-    use_bias: Whether a learned value is added to each feature.
-    scale_init: Initializer of the factor.
-    scale_offset: Added to what is stored to get the factor. Pax stores the
-      factor less one, so that weight decay pulls it to one.
+    frozen: Whether training also normalizes by the averages and keeps them, for
+      pretrained layers.
+    use_scale: Whether there is a scale.
+    use_bias: Whether there is a bias.
+    scale_init: Initializer of the scale.
+    scale_offset: The stored parameter is the scale minus this (1 in Pax).
     bias_init: Initializer of the bias.
     dtype: Dtype of the result. `None` promotes input and parameters.
-    param_dtype: Dtype in which the parameters are stored; the averages are
-      float32.
+    param_dtype: Dtype of the parameters; averages are float32.
   """
 
   decay: float = 0.999
@@ -70,15 +66,15 @@ class BatchNorm(nn.Module):
     """Returns the normalized `x`.
 
     Args:
-      x: Of any rank.
-      mask: What counts; `None` is everything. What does not becomes zero.
-      deterministic: False trains: normalizes by the moments of this batch, and
-        moves the averages where their collection is mutable.
+      x: Input of any rank.
+      mask: True for positions to keep; others become zero. `None` keeps all.
+      deterministic: False (training) normalizes by the moments of the batch and
+        updates the averages if their collection is mutable.
     """
     features = x.shape[-1]
     mean = self._average("mean", nn.initializers.zeros, features)
     variance = self._average("variance", nn.initializers.ones, features)
-    scale = norm_scale.stored(self, features, axes.EMBED)
+    scale = norm_scale.make_scale(self, features, axes.EMBED)
     bias = None
     if self.use_bias:
       init = logical.partitioned(self.bias_init, (axes.EMBED,))
@@ -86,23 +82,21 @@ class BatchNorm(nn.Module):
     dtype = dtypes.canonicalize_dtype(x, scale, bias, dtype=self.dtype)
     kept = None if mask is None else mask[..., None]
     if kept is not None:
-      # Padding may hold anything, and a gradient of zero times NaN is NaN.
+      # Padding may be NaN, and zero times NaN is NaN in the gradient.
       x = jnp.where(kept, x, 0)
     if deterministic or self.frozen:
-      known = moments.Moments(mean.value, variance.value)
+      used = moments.Moments(mean.value, variance.value)
     else:
-      known = moments.moments(x, kept, axes=range(x.ndim - 1))
+      used = moments.moments(x, kept, axes=range(x.ndim - 1))
       if self.is_mutable_collection(COLLECTION) and not self.is_initializing():
-        self._move(mean, known.mean)
-        self._move(variance, known.variance)
+        self._update(mean, used.mean)
+        self._update(variance, used.variance)
     y = precision.widened(x)
-    y -= norm_scale.over_features(known.mean, y)
-    y *= jax.lax.rsqrt(
-      norm_scale.over_features(known.variance, y, self.epsilon)
-    )
-    y = norm_scale.scaled(y, scale, self.scale_offset)
+    y -= norm_scale.to_features(used.mean, y)
+    y *= jax.lax.rsqrt(norm_scale.to_features(used.variance, y, self.epsilon))
+    y = norm_scale.apply_scale(y, scale, self.scale_offset)
     if bias is not None:
-      y += norm_scale.over_features(bias, y)
+      y += norm_scale.to_features(bias, y)
     if kept is not None:
       y = jnp.where(kept, y, 0)
     return y.astype(dtype)
@@ -115,6 +109,6 @@ class BatchNorm(nn.Module):
     )
     return self.variable(COLLECTION, name, boxed)
 
-  def _move(self, average: nn.Variable, moment: jax.Array) -> None:
+  def _update(self, average: nn.Variable, moment: jax.Array) -> None:
     moment = jax.lax.stop_gradient(moment).reshape(-1).astype(jnp.float32)
     average.value = self.decay * average.value + (1 - self.decay) * moment

@@ -1,11 +1,11 @@
-"""Feed-forward layers: gated ones, and plain ones with or without bias.
+"""Feed-forward layers, gated and plain.
 
   gated: down(activation(gate(x)) * up(x))
   plain: down(activation(up(x) + up_bias)) + down_bias
 
-Gated with `nn.silu` is SwiGLU, with `nn.gelu` GEGLU, with `nn.relu` ReGLU
-(Shazeer 2020, https://arxiv.org/abs/2002.05202). There is no norm, residual or
-dropout of the result here: those belong to the block that owns the layer.
+With `nn.silu` the gated layer is SwiGLU, with `nn.gelu` GEGLU, with `nn.relu`
+ReGLU (Shazeer 2020, https://arxiv.org/abs/2002.05202). Norm, residual and
+dropout of the output belong to the block.
 
 Einsum letters: B batch, T length, D embed, F mlp.
 """
@@ -33,15 +33,13 @@ class GatedFeedForward(nn.Module):
   """A gated feed-forward layer over the last axis of its input, without bias.
 
   Attributes:
-    mlp_dim: Width of the hidden activation, final: the caller does any 2/3
-      scaling or rounding.
+    mlp_dim: Width of the hidden activation, after any 2/3 scaling.
     activation: Applied to the gate branch only.
     kernel_init: Initializer of all three kernels.
     dtype: Dtype of the computation. `None` promotes inputs and kernels.
     param_dtype: Dtype in which the kernels are stored.
-    einsum: The contraction; swapped by quantization.
-    dropout: Of the hidden activation; called with it and `deterministic`, as
-      `nn.Dropout` is. `None` is none.
+    einsum: The matmul; replaced by quantization.
+    dropout: Dropout of the hidden activation; `None` disables it.
   """
 
   mlp_dim: int
@@ -72,19 +70,19 @@ class GatedFeedForward(nn.Module):
     x, gate, up, down = dtypes.promote_dtype(
       x, gate, up, down, dtype=self.dtype
     )
-    hidden = self.activation(self._product("gate", "BTD,DF->BTF", x, gate))
-    hidden *= self._product("up", "BTD,DF->BTF", x, up)
-    # Pinned so that tensor parallelism splits F here, not D at the output.
+    hidden = self.activation(self._matmul("gate", "BTD,DF->BTF", x, gate))
+    hidden *= self._matmul("up", "BTD,DF->BTF", x, up)
+    # Constrained so that tensor parallelism shards F here, not D at the output.
     hidden = logical.constrain(
       hidden, (axes.BATCH, axes.LENGTH, axes.ACTIVATION_MLP)
     )
     hidden = remat.tag(hidden, remat.FEED_FORWARD_HIDDEN)
     if self.dropout is not None:
       hidden = self.dropout(hidden, deterministic=deterministic)
-    output = self._product("down", "BTF,FD->BTD", hidden, down)
+    output = self._matmul("down", "BTF,FD->BTD", hidden, down)
     return remat.tag(output, remat.FEED_FORWARD_OUTPUT)
 
-  def _product(
+  def _matmul(
     self, name: str, equation: str, *operands: jax.Array
   ) -> jax.Array:
     return products.call(self.einsum, name, equation, *operands)
@@ -102,15 +100,13 @@ class FeedForward(nn.Module):
   Attributes:
     mlp_dim: Width of the hidden activation.
     activation: Applied to the hidden activation.
-    use_bias: Whether learned values are added before the activation and to the
-      output.
+    use_bias: Whether both matmuls have a bias.
     kernel_init: Initializer of both kernels.
     bias_init: Initializer of both biases.
     dtype: Dtype of the computation. `None` promotes inputs and parameters.
     param_dtype: Dtype in which the parameters are stored.
-    einsum: The contraction; swapped by quantization.
-    dropout: Of the hidden activation; called with it and `deterministic`, as
-      `nn.Dropout` is. `None` is none.
+    einsum: The matmul; replaced by quantization.
+    dropout: Dropout of the hidden activation; `None` disables it.
   """
 
   mlp_dim: int
@@ -148,8 +144,8 @@ class FeedForward(nn.Module):
       x, up, down, up_bias, down_bias, dtype=self.dtype
     )
     hidden = products.call(self.einsum, "up", "BTD,DF->BTF", x, up)
-    hidden = self.activation(_with_bias(hidden, up_bias))
-    # Pinned so that tensor parallelism splits F here, not D at the output.
+    hidden = self.activation(_add_bias(hidden, up_bias))
+    # Constrained so that tensor parallelism shards F here, not D at the output.
     hidden = logical.constrain(
       hidden, (axes.BATCH, axes.LENGTH, axes.ACTIVATION_MLP)
     )
@@ -157,7 +153,7 @@ class FeedForward(nn.Module):
     if self.dropout is not None:
       hidden = self.dropout(hidden, deterministic=deterministic)
     output = products.call(self.einsum, "down", "BTF,FD->BTD", hidden, down)
-    output = _with_bias(output, down_bias)
+    output = _add_bias(output, down_bias)
     return remat.tag(output, remat.FEED_FORWARD_OUTPUT)
 
   def _param(
@@ -171,5 +167,5 @@ class FeedForward(nn.Module):
     return self.param(name, init, shape, self.param_dtype)
 
 
-def _with_bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:
+def _add_bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:
   return x if bias is None else x + bias[None, None, :]

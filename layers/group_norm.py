@@ -1,9 +1,8 @@
-"""Group norm: features in groups, each with a mean and variance of its example.
+"""Group norm: normalizes groups of features within each example.
 
-Wu and He 2018, https://arxiv.org/abs/1803.08494. The groups are runs of
-neighbouring features; the statistics are those of a group over all positions of
-an example, or, `cumulative`, over its positions up to the present one, which
-makes the norm causal. Positions that a mask leaves out do not count.
+Wu and He 2018, https://arxiv.org/abs/1803.08494. Groups are adjacent features;
+statistics are over all positions of an example, or, if `cumulative`, over
+positions up to the current one (causal). Masked positions are ignored.
 """
 
 from flax import linen as nn
@@ -21,17 +20,15 @@ class GroupNorm(nn.Module):
   """Normalizes [B,T,D], [B,H,W,D] or [B,T,H,W,D].
 
   Attributes:
-    num_groups: Number of groups, which divides the number of features. There
-      are fewer where they would be smaller than `min_group_size`.
-    min_group_size: Least number of features in a group; divides the number of
-      features.
-    cumulative: Whether the statistics at a time (axis 1) are those up to it.
+    num_groups: Number of groups, a divisor of the number of features; fewer if
+      groups would be smaller than `min_group_size`.
+    min_group_size: Minimum number of features in a group.
+    cumulative: Whether statistics are cumulative along time (axis 1).
     epsilon: Added to the variance.
-    use_scale: Whether there is a factor per feature.
-    use_bias: Whether a learned value is added to each feature.
-    scale_init: Initializer of the factor.
-    scale_offset: Added to what is stored to get the factor. Pax stores the
-      factor less one.
+    use_scale: Whether there is a scale.
+    use_bias: Whether there is a bias.
+    scale_init: Initializer of the scale.
+    scale_offset: The stored parameter is the scale minus this (1 in Pax).
     bias_init: Initializer of the bias.
     dtype: Dtype of the result. `None` promotes input and parameters.
     param_dtype: Dtype in which the parameters are stored.
@@ -63,26 +60,27 @@ class GroupNorm(nn.Module):
     """Returns the normalized `x`.
 
     Args:
-      x: Of rank 3, 4 or 5.
-      mask: What counts along axis 1; `None` is everything. What does not
-        count becomes zero.
+      x: Input of rank 3, 4 or 5.
+      mask: True for positions (axis 1) to keep; others become zero. `None`
+        keeps all.
 
     Raises:
-      ValueError: The rank is another one, or the features make no groups.
+      ValueError: The rank is another one, or the groups do not divide the
+        features.
     """
     if x.ndim not in (3, 4, 5):
       raise ValueError(
-        f"GroupNorm needs an input of rank 3, 4 or 5, got the shape {x.shape}."
+        f"GroupNorm needs an input of rank 3, 4 or 5, got shape {x.shape}."
       )
-    features, groups = x.shape[-1], self._groups(x.shape[-1])
-    scale = norm_scale.stored(self, features, axes.EMBED)
+    features, groups = x.shape[-1], self._find_num_groups(x.shape[-1])
+    scale = norm_scale.make_scale(self, features, axes.EMBED)
     bias = None
     if self.use_bias:
       init = logical.partitioned(self.bias_init, (axes.EMBED,))
       bias = self.param("bias", init, (features,), self.param_dtype)
     dtype = dtypes.canonicalize_dtype(x, scale, bias, dtype=self.dtype)
     if mask is not None:
-      # Padding may hold anything, and a gradient of zero times NaN is NaN.
+      # Padding may be NaN, and zero times NaN is NaN in the gradient.
       x = jnp.where(_as_rank(mask, x.ndim), x, 0)
     grouped = x.reshape(*x.shape[:-1], groups, -1)
     kept = None if mask is None else _as_rank(mask, grouped.ndim)
@@ -96,14 +94,14 @@ class GroupNorm(nn.Module):
     y = (grouped.astype(mean.dtype) - mean) * jax.lax.rsqrt(
       variance + self.epsilon
     )
-    y = norm_scale.scaled(y.reshape(x.shape), scale, self.scale_offset)
+    y = norm_scale.apply_scale(y.reshape(x.shape), scale, self.scale_offset)
     if bias is not None:
-      y += norm_scale.over_features(bias, y)
+      y += norm_scale.to_features(bias, y)
     if mask is not None:
       y = jnp.where(_as_rank(mask, y.ndim), y, 0)
     return y.astype(dtype)
 
-  def _groups(self, features: int) -> int:
+  def _find_num_groups(self, features: int) -> int:
     """Returns the number of groups."""
     size = max(features // self.num_groups, self.min_group_size)
     whole = features % self.num_groups == 0 or features < self.num_groups

@@ -1,15 +1,14 @@
-"""Initializers that are values: equal settings are equal, and fans are exact.
+"""Initializers that compare by value, with exact fans.
 
-A stack compares the initializers of its layers, and a configuration shows them,
-so they are frozen dataclasses `(key, shape, dtype) -> array` instead of the
-closures of `jax.nn.initializers`, which serve as well where they are made once.
+Unlike the closures of `jax.nn.initializers` these are frozen dataclasses
+`(key, shape, dtype) -> array`, so a stack can compare the initializers of its
+layers, and a configuration can show them.
 
-A kernel of more than two axes says which of them are summed over (`in_axes`)
-and which are made (`out_axes`): [D, N, H] of a projection to heads has
-`in_axes=(0,), out_axes=(1, 2)`, and [N, H, D] of the way back `(0, 1), (2,)`.
-The others, such as experts, count for nothing. Without them the last two axes
-are in and out, and all before are a receptive field, as in a convolution, which
-multiplies both fans.
+Kernels with more than two axes need input axes (`in_axes`) and output axes
+(`out_axes`): [D, N, H] of a projection to heads has `in_axes=(0,), out_axes=(1,
+2)`, and [N, H, D] of the output projection `(0, 1), (2,)`. Other axes, such as
+experts, are ignored. By default the last two axes are input and output, and all
+others a receptive field, as in a convolution, which multiplies both fans.
 
   Pax's WeightInit              here
   Gaussian, Uniform             Normal(scale), Uniform(scale)
@@ -35,12 +34,12 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
-# Standard deviation of a unit normal cut off at two.
+# Standard deviation of a unit normal truncated at two.
 _TRUNCATED_DEVIATION = 0.87962566103423978
 
 
 class Fan(enum.Enum):
-  """Which number of a kernel's shape the variance is divided by."""
+  """The divisor of the variance."""
 
   IN = "in"
   OUT = "out"
@@ -51,11 +50,11 @@ class Fan(enum.Enum):
 
 
 class Distribution(enum.Enum):
-  """What values are drawn from."""
+  """Distribution of the values."""
 
   NORMAL = "normal"
-  # A normal cut off at two of its standard deviations, which makes its own
-  # standard deviation 0.88 of what it was. It is not scaled up for that.
+  # Truncated at two standard deviations, which reduces the standard deviation
+  # to 0.88 of the nominal one, without compensation.
   TRUNCATED_NORMAL = "truncated_normal"
   UNIFORM = "uniform"
 
@@ -77,10 +76,10 @@ class Normal:
 
 @dataclasses.dataclass(frozen=True)
 class TruncatedNormal:
-  """Normal values, none beyond two standard deviations.
+  """Normal values truncated at two standard deviations.
 
   Attributes:
-    scale: Standard deviation before the cut; 1.14 times that after it.
+    scale: Standard deviation before truncation.
   """
 
   scale: float = 1.0
@@ -95,7 +94,7 @@ class Uniform:
   """Values between `-scale` and `scale`.
 
   Attributes:
-    scale: The bound.
+    scale: Bound of the absolute value.
   """
 
   scale: float = 1.0
@@ -108,16 +107,16 @@ class Uniform:
 
 @dataclasses.dataclass(frozen=True)
 class Constant:
-  """One value everywhere.
+  """A constant.
 
   Attributes:
-    value: An integer for variables of integers.
+    value: The value; an integer for integer variables.
   """
 
   value: float | int
 
   def __call__(self, key: jax.Array, shape: Any, dtype: Any) -> jax.Array:
-    """Returns the value, `shape` times."""
+    """Returns the values."""
     del key
     integers = not jnp.issubdtype(dtype, jnp.inexact)
     if integers and self.value != int(self.value):
@@ -133,11 +132,11 @@ class FanScaled:
   """Values with standard deviation `scale / sqrt(fan)`.
 
   Attributes:
-    scale: Of the standard deviation; of a normal before it is cut.
-    fan: What the variance is divided by.
-    distribution: What values are drawn from.
-    in_axes: The axes of a kernel that are summed over.
-    out_axes: The axes that are made.
+    scale: Factor of the standard deviation, before truncation.
+    fan: Divisor of the variance.
+    distribution: Distribution of the values.
+    in_axes: Input axes of a kernel, over which a matmul sums.
+    out_axes: Output axes of a kernel.
   """
 
   scale: float = 1.0
@@ -173,11 +172,11 @@ class FanScaled:
 
 @dataclasses.dataclass(frozen=True)
 class Orthogonal:
-  """Kernels that keep lengths (Xiao et al. 2018, arXiv:1806.05393).
+  """Norm-preserving kernels (Xiao et al. 2018, arXiv:1806.05393).
 
-  A matrix [in, out] has orthogonal rows or columns, times `sqrt(in / out)`
-  where that exceeds one. A convolution has such a matrix in its middle, and
-  zeros around it. Vectors are normal.
+  A matrix [in, out] is orthogonal, times `max(sqrt(in / out), 1)`. A
+  convolution has such a matrix at its center and zeros elsewhere. Vectors are
+  normal.
   """
 
   def __call__(self, key: jax.Array, shape: Any, dtype: Any) -> jax.Array:
@@ -196,7 +195,7 @@ def xavier(
   in_axes: tuple[int, ...] | None = None,
   out_axes: tuple[int, ...] | None = None,
 ) -> FanScaled:
-  """Returns Glorot's uniform values within `sqrt(6 / (in + out))`.
+  """Returns Glorot's uniform initializer with bound `sqrt(6 / (in + out))`.
 
   Glorot and Bengio 2010, section 4.2.1; `scale` multiplies the bound.
   """
@@ -206,9 +205,9 @@ def xavier(
 def fixup(
   num_layers: int, layers_per_block: int, scale: float = 1.0
 ) -> FanScaled:
-  """Returns `xavier` made smaller for a deep stack of residual blocks.
+  """Returns Fixup: `xavier` scaled down for deep residual networks.
 
-  Fixup (Zhang et al. 2019, https://arxiv.org/abs/1901.09321): times
+  Zhang et al. 2019, https://arxiv.org/abs/1901.09321: times
   `num_layers ** (-1 / (2 * layers_per_block))`.
 
   Args:
@@ -220,9 +219,9 @@ def fixup(
 
 
 def lecun(*, in_axes: tuple[int, ...], out_axes: tuple[int, ...]) -> FanScaled:
-  """Returns cut normal values with standard deviation `1 / sqrt(fan_in)`.
+  """Returns a truncated normal with standard deviation `1 / sqrt(fan_in)`.
 
-  What the kernels of this library start with by default.
+  The default of kernels in this library.
   """
   return FanScaled(
     1 / _TRUNCATED_DEVIATION,
@@ -238,12 +237,12 @@ def fans(
   in_axes: tuple[int, ...] | None = None,
   out_axes: tuple[int, ...] | None = None,
 ) -> tuple[int, int]:
-  """Returns how many numbers enter a sum, and how many sums a number enters.
+  """Returns fan-in and fan-out.
 
   Args:
-    shape: Of the parameter of one layer.
-    in_axes: Axes that are summed over.
-    out_axes: Axes that are made.
+    shape: Shape of the parameter in one layer.
+    in_axes: Input axes.
+    out_axes: Output axes.
   """
   if in_axes is not None and out_axes is not None:
     sizes = (math.prod(shape[a] for a in axes) for axes in (in_axes, out_axes))
@@ -261,7 +260,7 @@ def _draw(
   shape: Any,
   dtype: Any,
 ) -> jax.Array:
-  """Returns values whose standard deviation is `deviation` before any cut."""
+  """Returns values with a standard deviation, before truncation."""
   shape = tuple(shape)
   match distribution:
     case Distribution.NORMAL:

@@ -1,7 +1,7 @@
 """Layer norm: `(x - mean) / sqrt(variance + epsilon) * scale + bias`.
 
 Ba et al. 2016, https://arxiv.org/abs/1607.06450. Mean and variance are those of
-the features of one token.
+the features of each token.
 """
 
 from flax import linen as nn
@@ -20,14 +20,13 @@ class LayerNorm(nn.Module):
 
   Attributes:
     epsilon: Added to the variance.
-    use_bias: Whether a learned value is added to each feature.
-    scale_init: Initializer of the factor per feature.
+    use_bias: Whether there is a bias.
+    scale_init: Initializer of the scale.
     bias_init: Initializer of the bias.
     dtype: Dtype of the result. `None` promotes input and parameters.
     param_dtype: Dtype in which scale and bias are stored.
-    use_scale: Whether there is a factor per feature.
-    scale_offset: Added to what is stored to get the factor; `scale_init` is
-      that of the factor still. Pax stores the factor less one.
+    use_scale: Whether there is a scale.
+    scale_offset: The stored parameter is the scale minus this (1 in Pax).
   """
 
   epsilon: float = 1e-6
@@ -47,20 +46,19 @@ class LayerNorm(nn.Module):
   def __call__(
     self, x: Float[Array, "*batch embed"]
   ) -> Float[Array, "*batch embed"]:
-    """Returns the normalized `x`; every vector is independent."""
-    scale = norm_scale.stored(self, x.shape[-1], axes.EMBED)
+    """Returns the normalized `x`."""
+    scale = norm_scale.make_scale(self, x.shape[-1], axes.EMBED)
     dtype = dtypes.canonicalize_dtype(x, scale, dtype=self.dtype)
-    # float32 because the sums over a wide bfloat16 vector lose all but their
-    # first digits; scale and bias are applied before rounding.
+    # float32 because sums in bfloat16 lose precision; scale and bias are
+    # applied before rounding.
     x = precision.widened(x)
-    # Not the mean of squares less the square of the mean, which cancels where
-    # the mean is large.
+    # Not mean(x**2) - mean(x)**2, which cancels if the mean is large.
     x -= jnp.mean(x, axis=-1, keepdims=True)
     variance = jnp.mean(x * x, axis=-1, keepdims=True)
     x *= jax.lax.rsqrt(variance + self.epsilon)
-    x = norm_scale.scaled(x, scale, self.scale_offset)
+    x = norm_scale.apply_scale(x, scale, self.scale_offset)
     if self.use_bias:
       init = logical.partitioned(self.bias_init, (axes.EMBED,))
       bias = self.param("bias", init, (x.shape[-1],), self.param_dtype)
-      x += norm_scale.over_features(bias, x)
+      x += norm_scale.to_features(bias, x)
     return x.astype(dtype)

@@ -1,12 +1,12 @@
-"""Linear layers: over the last axis, and by any equation.
+"""Linear layers: of the last axis, and by an einsum equation.
 
   Linear:  activation(x @ kernel + bias)
   Einsum:  einsum(equation, x, kernel) + bias
 
-There is no norm, dropout or residual here. A perceptron of several layers is
+Multilayer perceptrons are
 `nn.Sequential([Linear(128, activation=nn.relu), ..., Linear(10)])`.
 
-Einsum letters: D what goes in, F what comes out.
+Einsum letters: D input, F output.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,21 +29,21 @@ _default_init = nn.initializers.variance_scaling(
 
 
 class Linear(nn.Module):
-  """A linear map of the last axis, of any rank.
+  """A linear map of the last axis.
 
   Attributes:
     output_dim: Width of the result.
-    use_bias: Whether a learned value is added to each feature.
-    activation: Applied to the result; `None` is none.
+    use_bias: Whether there is a bias.
+    activation: Applied to the result; `None` is the identity.
     kernel_axes: Logical axes of the kernel [D, F].
-    output_axes: Logical axes of the result, as many as it has; `None` leaves
-      its sharding to the compiler.
-    remat_name: By which policies of `remat` know the result; `None` is none.
+    output_axes: Logical axes of the result; `None` leaves its sharding to the
+      compiler.
+    remat_name: Name of the result for `remat` policies.
     kernel_init: Initializer of the kernel.
     bias_init: Initializer of the bias.
     dtype: Dtype of the computation. `None` promotes input and parameters.
     param_dtype: Dtype in which the parameters are stored.
-    einsum: The contraction; swapped by quantization.
+    einsum: The matmul; replaced by quantization.
   """
 
   output_dim: int
@@ -91,25 +91,25 @@ class Linear(nn.Module):
 
 
 class Einsum(nn.Module):
-  """A contraction of its input with a kernel, by an equation.
+  """An einsum of the input with a kernel.
 
   `Einsum("BTD,DNH->BTNH", {"N": 4, "H": 8}, ("embed", "heads", "head_dim"))`
   projects to heads; `"BTED,EDF->BTEF"` has a kernel for each expert.
 
   Attributes:
-    equation: `input,kernel->output`, one letter an axis.
-    sizes: Of the letters of the kernel that the input does not have.
+    equation: `input,kernel->output`, one letter per axis.
+    sizes: Sizes of the letters that only the kernel has.
     kernel_axes: Logical axes of the kernel.
-    use_bias: Whether a learned value is added. It has the axes of the kernel
-      that are in the output, in the output's order.
+    use_bias: Whether there is a bias, with the axes that kernel and output
+      share.
     output_axes: Logical axes of the result; `None` leaves its sharding to the
       compiler.
-    kernel_init: Initializer of the kernel; `None` has the standard deviation
-      `1 / sqrt(fan_in)`, with the fan-in that the equation has.
+    kernel_init: Initializer of the kernel; `None` is `initializers.lecun` with
+      the fan-in of the equation.
     bias_init: Initializer of the bias.
     dtype: Dtype of the computation. `None` promotes input and parameters.
     param_dtype: Dtype in which the parameters are stored.
-    einsum: The contraction; swapped by quantization.
+    einsum: The matmul; replaced by quantization.
   """
 
   equation: str
@@ -133,8 +133,8 @@ class Einsum(nn.Module):
       term.isalpha() and len(set(term)) == len(term) for term in terms
     ):
       raise ValueError(
-        "Einsum.equation must be 'input,kernel->output' with one letter an "
-        f"axis, none of them twice in a term, got {self.equation!r}."
+        "Einsum.equation must be 'input,kernel->output' with one letter per "
+        f"axis, each once in a term, got {self.equation!r}."
       )
     new = set(terms[1]) - set(terms[0])
     if new != set(self.sizes):
@@ -153,18 +153,20 @@ class Einsum(nn.Module):
     """Returns the contraction.
 
     Raises:
-      ValueError: `x` has another rank than the equation says.
+      ValueError: The rank of `x` does not match the equation.
     """
     letters, _, output = self.equation.partition("->")
-    given, kernel_letters = letters.split(",")
-    if x.ndim != len(given):
+    input_letters, kernel_letters = letters.split(",")
+    if x.ndim != len(input_letters):
       raise ValueError(
         f"Einsum.equation {self.equation!r} needs an input of rank "
-        f"{len(given)}, got the shape {x.shape}."
+        f"{len(input_letters)}, got the shape {x.shape}."
       )
-    sizes = dict(zip(given, x.shape, strict=True)) | dict(self.sizes)
+    sizes = dict(zip(input_letters, x.shape, strict=True)) | dict(self.sizes)
     axis_of = dict(zip(kernel_letters, self.kernel_axes, strict=True))
-    init = self.kernel_init or _init(given, kernel_letters, output)
+    init = self.kernel_init or _default_einsum_init(
+      input_letters, kernel_letters, output
+    )
     kernel = self._param("kernel", init, kernel_letters, sizes, axis_of)
     kept = "".join(letter for letter in output if letter in kernel_letters)
     bias = None
@@ -191,8 +193,10 @@ class Einsum(nn.Module):
     return self.param(name, boxed, shape, self.param_dtype)
 
 
-def _init(given: str, kernel: str, output: str) -> initializers.FanScaled:
-  """The default of a kernel: what it sums over is what the output lacks."""
+def _default_einsum_init(
+  input_letters: str, kernel: str, output: str
+) -> initializers.FanScaled:
+  """Returns an initializer whose fan-in are the axes missing in the output."""
   summed = tuple(i for i, c in enumerate(kernel) if c not in output)
-  made = tuple(i for i, c in enumerate(kernel) if c not in given)
-  return initializers.lecun(in_axes=summed, out_axes=made)
+  added = tuple(i for i, c in enumerate(kernel) if c not in input_letters)
+  return initializers.lecun(in_axes=summed, out_axes=added)

@@ -1,11 +1,11 @@
-"""Mean and variance of the values that a mask keeps.
+"""Masked mean and variance, optionally cumulative.
 
   mean     = sum(mask * x) / count,            count = max(sum(mask), 1)
   variance = sum(mask * (x - mean) ** 2) / count
 
-over the given axes. With `cumulative_axis` every sum runs from the first to the
-present entry of that axis, so no entry depends on a later one; the variance
-then adds up how far each value was from the mean that was known at its time.
+over the given axes. With `cumulative_axis` sums run up to the current entry of
+that axis, so no entry depends on a later one; the variance then sums squared
+differences from the mean up to each value.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ class Moments(NamedTuple):
   """Statistics in at least float32, with reduced axes of size one.
 
   Attributes:
-    mean: Zero where nothing was kept.
-    variance: Of the population (not the sample); zero where nothing was kept.
+    mean: Mean; zero if all values are masked.
+    variance: Population variance; zero if all values are masked.
   """
 
   mean: jax.Array
@@ -37,36 +37,34 @@ def moments(
   axes: Sequence[int],
   cumulative_axis: int | None = None,
 ) -> Moments:
-  """Returns the moments of what is kept.
-
-  A sum over an axis that is split over devices is one over all devices.
+  """Returns the moments of unmasked values.
 
   Args:
     x: Values.
-    mask: What to keep, of the rank of `x`; `None` keeps everything.
-    axes: To sum over.
-    cumulative_axis: To sum along, none of `axes`.
+    mask: True to keep, of the rank of `x`; `None` keeps all.
+    axes: Axes to sum over.
+    cumulative_axis: Axis to accumulate along, not in `axes`.
 
   Raises:
     ValueError: The mask has another rank, or an axis is in both.
   """
   if mask is not None and mask.ndim != x.ndim:
     raise ValueError(
-      f"A mask of values with shape {x.shape} must have rank {x.ndim}, got the "
-      f"shape {mask.shape}."
+      f"mask must have rank {x.ndim} for values of shape {x.shape}, got shape"
+      f" {mask.shape}."
     )
   axes = tuple(axes)
   if cumulative_axis in axes:
     raise ValueError(
-      f"The cumulative axis {cumulative_axis} must not be one of the axes "
-      f"that are summed over, {axes}."
+      f"cumulative_axis ({cumulative_axis}) must not be one of the summed axes "
+      f"{axes}."
     )
   x = precision.widened(x)
   kept = jnp.ones((1,) * x.ndim, bool) if mask is None else mask
   kept = jnp.broadcast_to(kept, x.shape)
 
   def total(values: jax.Array) -> jax.Array:
-    # Chosen, not multiplied: padding may hold anything, also NaN.
+    # Not multiplied by the mask: padding may be NaN.
     values = jnp.sum(jnp.where(kept, values, 0), axis=axes, keepdims=True)
     if cumulative_axis is None:
       return values
@@ -74,7 +72,6 @@ def moments(
 
   count = jnp.maximum(total(jnp.ones_like(x)), 1)
   mean = total(x) / count
-  # Not the mean of squares less the square of the mean, which cancels where
-  # the mean is large.
+  # Not mean(x**2) - mean(x)**2, which cancels if the mean is large.
   centred = jnp.where(kept, x, 0) - mean
   return Moments(mean, total(centred * centred) / count)

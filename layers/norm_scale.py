@@ -1,9 +1,9 @@
-"""The learned factor per feature that ends a norm.
+"""Learned scale of norms.
 
-A norm that uses it has the fields `use_scale`, `scale_init`, `scale_offset` and
-`param_dtype`. The factor is the stored parameter `scale` plus `scale_offset`:
-with an offset of one (Gemma, Pax) what is stored starts at zero, and weight
-decay, where it is asked for, pulls the factor to one.
+Norms with it have the fields `use_scale`, `scale_init`, `scale_offset` and
+`param_dtype`. The stored parameter is the scale minus `scale_offset`: with an
+offset of one (Gemma, Pax) it starts at zero, and weight decay pulls the scale
+to one.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from paxon.sharding import logical
 
 @runtime_checkable
 class Scaled(Protocol):
-  """A bound norm; see the fields above."""
+  """A bound norm with these fields."""
 
   use_scale: bool
   scale_init: nn.initializers.Initializer
@@ -27,28 +27,28 @@ class Scaled(Protocol):
   param_dtype: DTypeLike
 
   def param(self, name: str, init_fn: Any, *args: Any) -> Any:
-    """Makes or reads a parameter, as linen does."""
+    """Creates or reads a parameter, like `nn.Module.param`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredInit:
-  """First value of what is stored, less the offset; equal parts are equal.
+  """Initializer of the stored parameter; compares by value.
 
   Attributes:
-    init: Initializer of the factor.
-    offset: What is added to the stored value wherever it is used.
+    init: Initializer of the scale.
+    offset: Subtracted from it.
   """
 
   init: nn.initializers.Initializer
   offset: float
 
   def __call__(self, key: jax.Array, shape: Any, dtype: Any) -> jax.Array:
-    """Returns the first stored value."""
+    """Returns the initial stored value."""
     return self.init(key, shape, dtype) - jnp.asarray(self.offset, dtype)
 
 
-def stored(norm: Scaled, size: int, axis: str | None) -> jax.Array | None:
-  """Returns the stored parameter [size], or None where the norm has none."""
+def make_scale(norm: Scaled, size: int, axis: str | None) -> jax.Array | None:
+  """Creates the stored parameter [size]; None if the norm has no scale."""
   if not norm.use_scale:
     return None
   init = norm.scale_init
@@ -59,21 +59,23 @@ def stored(norm: Scaled, size: int, axis: str | None) -> jax.Array | None:
   )
 
 
-def scaled(x: jax.Array, scale: jax.Array | None, offset: float) -> jax.Array:
-  """Returns `x` times the factor along its last axis, in the dtype of `x`.
+def apply_scale(
+  x: jax.Array, scale: jax.Array | None, offset: float
+) -> jax.Array:
+  """Returns `x * (scale + offset)` along the last axis, in the dtype of `x`.
 
   Args:
-    x: What was normalized, of any rank, in at least float32.
-    scale: What `stored` returned.
-    offset: The norm's `scale_offset`.
+    x: Normalized values of any rank, in at least float32.
+    scale: Result of `make_scale`.
+    offset: `scale_offset` of the norm.
   """
-  return x if scale is None else x * over_features(scale, x, offset)
+  return x if scale is None else x * to_features(scale, x, offset)
 
 
-def over_features(
+def to_features(
   vector: jax.Array, x: jax.Array, offset: float = 0.0
 ) -> jax.Array:
   """Returns `vector + offset` in the dtype and with the rank of `x`."""
-  # Added after the cast: 1 + scale in bfloat16 would round the scale away.
+  # Added after the cast: in bfloat16, 1 + scale would lose the scale.
   vector = vector.astype(x.dtype) + offset
   return vector.reshape((1,) * (x.ndim - 1) + (-1,))

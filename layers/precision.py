@@ -1,8 +1,7 @@
 """Operations that need float32 in a bfloat16 model.
 
-Softmax, norm statistics, rotary angles and losses sum many small terms, or
-subtract large ones; they run in float32 whatever the dtype around them.
-float64 stays float64, so that tests can use finite differences.
+Softmax, norm statistics, rotary angles and losses are computed in float32,
+because they sum many small terms or subtract large ones. float64 stays float64, so that tests can use finite differences.
 """
 
 import functools
@@ -15,9 +14,9 @@ from jax.typing import DTypeLike
 
 
 def at_least_float32(dtype: DTypeLike) -> jnp.dtype:
-  """Returns float32, or `dtype` itself where that is wider."""
-  narrow = jnp.finfo(dtype).bits < 32
-  return jnp.dtype(jnp.float32 if narrow else dtype)
+  """Returns float32, or `dtype` if it is wider."""
+  is_low = jnp.finfo(dtype).bits < 32
+  return jnp.dtype(jnp.float32 if is_low else dtype)
 
 
 def widened(x: jax.Array) -> jax.Array:
@@ -34,20 +33,19 @@ def wide_einsum(
 ) -> jax.Array:
   """Returns `jnp.einsum` of two arrays, with low-precision gradients.
 
-  Logits of a head and of attention are wanted in float32, although their
-  operands are bfloat16. `jnp.einsum` with `preferred_element_type` gives that,
-  but its two backward matmuls then multiply a float32 gradient by a bfloat16
-  operand, for which no matrix unit has an instruction: they run in float32, at
-  half of the speed or less. Here the gradient is first rounded to the dtype of
-  the operands, as in every other matmul of a bfloat16 model.
+  Logits of a head and of attention need float32. The backward matmuls of
+  `jnp.einsum` with `preferred_element_type` multiply a float32 gradient by a
+  bfloat16 operand, which runs in float32 at half the speed or less. Here the
+  gradient is first rounded to the dtype of the operands, as in every other
+  matmul of a bfloat16 model.
 
   Args:
-    equation: As of `jnp.einsum`.
-    lhs: One operand.
-    rhs: The other one.
+    equation: As for `jnp.einsum`.
+    lhs: Left operand.
+    rhs: Right operand.
     preferred_element_type: Dtype of the result; `None` is that of the operands.
-      Where it is wider than theirs, gradients are rounded to theirs before
-      they are multiplied; the sums inside of products stay wide.
+      If it is wider, gradients are rounded to the dtype of the operands before
+      the backward matmuls, which accumulate in float32.
 
   Raises:
     ValueError: The operands differ in dtype.

@@ -1,7 +1,7 @@
 """Root-mean-square norm: `x / sqrt(mean(x ** 2) + epsilon) * scale`.
 
 Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467. No mean is
-subtracted and there is no bias. The norm of heads is `attention.head_norm`.
+subtracted and there is no bias. For norms of heads see `attention.head_norm`.
 """
 
 from flax import linen as nn
@@ -20,12 +20,12 @@ class RmsNorm(nn.Module):
 
   Attributes:
     epsilon: Added to the mean square.
-    scale_init: Initializer of the factor per feature.
+    scale_init: Initializer of the scale.
     dtype: Dtype of the result. `None` promotes input and scale.
     param_dtype: Dtype in which the scale is stored.
-    use_scale: Whether there is a factor per feature.
-    scale_offset: Added to what is stored to get the factor; `scale_init` is
-      that of the factor still. Gemma and Pax store the factor less one.
+    use_scale: Whether there is a scale.
+    scale_offset: The stored parameter is the scale minus this (1 in Gemma and
+      Pax).
     axis: Logical axis of the features.
   """
 
@@ -45,14 +45,13 @@ class RmsNorm(nn.Module):
   def __call__(
     self, x: Float[Array, "*batch features"]
   ) -> Float[Array, "*batch features"]:
-    """Returns the normalized `x`; every vector is independent."""
-    scale = norm_scale.stored(self, x.shape[-1], self.axis)
+    """Returns the normalized `x`."""
+    scale = norm_scale.make_scale(self, x.shape[-1], self.axis)
     dtype = dtypes.canonicalize_dtype(x, scale, dtype=self.dtype)
-    # float32 because the sum of squares of a wide bfloat16 vector loses all
-    # but its first digits, and the scale is applied before rounding.
+    # float32 because a bfloat16 sum of squares loses precision; the scale is
+    # applied before rounding.
     x = precision.widened(x)
-    # Not `jnp.square(x)`, whose derivative keeps `2 x` beside `x` in memory
-    # from the forward to the backward pass.
+    # Not `jnp.square(x)`, whose derivative saves `2 x` in addition to `x`.
     mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
     x *= jax.lax.rsqrt(mean_square + self.epsilon)
-    return norm_scale.scaled(x, scale, self.scale_offset).astype(dtype)
+    return norm_scale.apply_scale(x, scale, self.scale_offset).astype(dtype)

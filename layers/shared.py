@@ -151,12 +151,12 @@ def with_stores(part: nn.Module, *, owner: nn.Module) -> nn.Module:
   return copied
 
 
-def has_places(module: nn.Module) -> bool:
+def has_shared(module: nn.Module) -> bool:
   """Returns whether a shared part is in `module`."""
   return next(_places(module), None) is not None
 
 
-def parts_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def iterate_submodules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
   """Yields the modules in the fields of a module, with their fields."""
   for field in dataclasses.fields(module):
     if field.name in ("parent", "name"):
@@ -169,7 +169,7 @@ def parts_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _places(module: nn.Module) -> Iterator[Shared]:
   if isinstance(module, Shared):
     yield module
-  for _, part in parts_of(module):
+  for _, part in iterate_submodules(module):
     if not isinstance(part, _Store):
       yield from _places(part)
 

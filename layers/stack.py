@@ -202,7 +202,7 @@ class Stack(nn.Module):
     # Linen traces the loop's body twice where the body may make variables that
     # are one set for all layers.
     makes_shared = self.is_mutable_collection(shared.COLLECTION) and any(
-      map(shared.has_places, self.blocks)
+      map(shared.has_shared, self.blocks)
     )
     return nn.scan(
       body,

@@ -1,12 +1,11 @@
-"""Residual connections that drop whole branches while training.
+"""Residual connections with stochastic depth (drop path).
 
   training:    x + residual_weight * kept / (1 - rate) * branch
   evaluation:  x + residual_weight * branch
 
-where `kept` is one or zero for each row of the batch: stochastic depth (Huang
-et al. 2016, https://arxiv.org/abs/1603.09382), also known as droppath. The
-documents of a packed row are kept or dropped together. Later layers may be
-dropped more often (`LinearRate`).
+where `kept` is one or zero for each sequence (Huang et al. 2016,
+https://arxiv.org/abs/1603.09382). Documents of a packed sequence are kept or
+dropped together. Later layers may be dropped more often (`LinearRate`).
 """
 
 from collections.abc import Callable
@@ -20,16 +19,16 @@ from jaxtyping import Array, Float, Int
 from paxon.layers import precision
 from paxon.sharding import checks
 
-# `(number of the layer) -> rate`; see `stack.Stack.pass_layer_index`.
+# `(layer_index) -> rate`; see `stack.Stack.pass_layer_index`.
 Rate = Callable[[jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class LinearRate:
-  """Layer `i` of `num_layers` drops with the rate `rate * i / num_layers`.
+  """Layer `i` of `num_layers` is dropped at the rate `rate * i / num_layers`.
 
   Attributes:
-    rate: What the layer after the last one would have.
+    rate: Limit of the rate.
     num_layers: Number of layers.
   """
 
@@ -46,11 +45,11 @@ class LinearRate:
 
 
 class StochasticResidual(nn.Module):
-  """Adds a branch to the residual stream, now and then not.
+  """Adds a branch to the residual stream, or drops it at random.
 
   Attributes:
-    rate: Probability that a branch is dropped, in `[0, 1)`, or what gives that
-      of a layer. One minus it is known as the survival probability.
+    rate: Probability in `[0, 1)` that a branch is dropped (one minus the
+      survival probability), or a function of the layer index.
     residual_weight: Factor of the branch.
     rng_collection: The random stream.
   """
@@ -77,12 +76,12 @@ class StochasticResidual(nn.Module):
 
     Args:
       x: The residual stream.
-      branch: What is to be added.
-      layer_index: The number of the layer, for a rate that depends on it.
-      deterministic: Whether nothing is dropped.
+      branch: Output of the branch.
+      layer_index: Index of the layer, for a rate that depends on it.
+      deterministic: Disables dropping.
 
     Raises:
-      ValueError: The rate depends on a number of the layer that is not given.
+      ValueError: The rate needs a layer index, and there is none.
     """
     dtype = precision.at_least_float32(branch.dtype)
     factor = jnp.full((1, 1, 1), self.residual_weight, dtype)
@@ -99,7 +98,7 @@ class StochasticResidual(nn.Module):
       return jnp.float32(self.rate)
     if layer_index is None:
       raise ValueError(
-        "StochasticResidual.rate depends on the number of the layer, but there "
-        "is none; set Stack.pass_layer_index."
+        "StochasticResidual.rate needs a layer index; set"
+        " Stack.pass_layer_index=True."
       )
     return self.rate(layer_index)

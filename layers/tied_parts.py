@@ -68,7 +68,7 @@ def _places(model: nn.Module) -> dict[int, list[tuple[str, str]]]:
       return
     seen.add(id(module))
     edges = set()
-    for field, part in shared.parts_of(module):
+    for field, part in shared.iterate_submodules(module):
       at = f"{path}.{field}" if path else field
       # One object several times in one field is a pattern of templates.
       if (field, id(part)) not in edges:
@@ -96,7 +96,7 @@ def _apart(module: nn.Module, target: int, done: _Objects) -> nn.Module:
     field.name: jax.tree.map(part, getattr(module, field.name))
     for field in dataclasses.fields(module)
     if field.name not in ("parent", "name")
-    and any(f == field.name for f, _ in shared.parts_of(module))
+    and any(f == field.name for f, _ in shared.iterate_submodules(module))
   }
   copied = module.clone(**updates)
   if id(module) != target:

@@ -1,7 +1,8 @@
-"""Rows of a cache: one for each row that decodes.
+"""Repeating and selecting the sequences of a cache.
 
-A cache is a tree of the boxes that layers make (`sharding.variables`), which
-name the axis of the rows wherever a stack has put it.
+A cache is a tree of boxed variables (`sharding.variables`), which name the
+batch axis wherever a stack has put it. Variables without a batch axis, such as
+the number of filled slots, are kept.
 """
 
 from collections.abc import Callable
@@ -13,63 +14,62 @@ import jax.numpy as jnp
 from paxon.sharding import axes, variables
 
 
-def repeated(cache: Any, count: int) -> Any:
-  """Returns the cache with `count` neighbouring copies of each row.
+def repeat(cache: Any, count: int) -> Any:
+  """Returns the cache with `count` adjacent copies of each sequence.
 
   Args:
-    cache: A tree of boxed variables, as a model's prefill returns it. What has
-      no axis of rows, such as a number of filled slots, stays.
+    cache: Cache of a model's prefill.
     count: Number of copies, at least 1.
 
   Raises:
     ValueError: A variable does not name its axes.
   """
-  return mapped(
+  return map_axis(
     cache, axes.BATCH, lambda x, axis: jnp.repeat(x, count, axis=axis)
   )
 
 
-def taken(cache: Any, rows: jax.Array) -> Any:
-  """Returns the cache of other rows: row `i` is row `rows[i]` of this one.
-
-  For beams, which go on from some of the rows, some of them several times.
+def take(cache: Any, indices: jax.Array) -> Any:
+  """Returns the cache of the sequences at `indices`, such as those of beams.
 
   Args:
-    cache: See `repeated`.
-    rows: int [R]; a row that does not exist is NaN.
+    cache: Cache of a model's prefill.
+    indices: int [R]; an index out of range gives NaN.
 
   Raises:
     ValueError: A variable does not name its axes.
   """
-  return mapped(cache, axes.BATCH, lambda x, axis: jnp.take(x, rows, axis=axis))
+  return map_axis(
+    cache, axes.BATCH, lambda x, axis: jnp.take(x, indices, axis=axis)
+  )
 
 
-def mapped(
+def map_axis(
   cache: Any, axis: str, fn: Callable[[jax.Array, int], jax.Array]
 ) -> Any:
-  """Returns the cache with each array changed that has a logical axis.
+  """Applies a function to each array with a logical axis.
 
   Args:
-    cache: See `repeated`.
-    axis: The logical axis: `batch` for rows, `kv_length` for the slots of a
-      contiguous cache (to pad or cut them).
-    fn: Given an array and the number of the axis, returns what replaces it.
+    cache: Cache of a model's prefill.
+    axis: The logical axis: `batch` for sequences, `kv_length` for the slots of
+      a contiguous cache (to pad or truncate them).
+    fn: Called with an array and the position of the axis.
 
   Raises:
     ValueError: A variable does not name its axes.
   """
 
-  def changed(path: Any, leaf: Any) -> Any:
+  def apply(path: Any, leaf: Any) -> Any:
     if not isinstance(leaf, variables.Variable):
       raise ValueError(
-        f"The cache's variable {jax.tree_util.keystr(path)} does not name its "
-        "axes, so its rows are not known; make it with sharding.variables."
-        "boxed, or give `generate` another `repeat`."
+        f"The cache variable {jax.tree_util.keystr(path)} does not name its"
+        " axes; create it with sharding.variables.boxed, or pass another"
+        " `repeat` to `generate`."
       )
     if axis not in leaf.names:
       return leaf
     return leaf.replace(value=fn(leaf.value, leaf.names.index(axis)))
 
   return jax.tree_util.tree_map_with_path(
-    changed, cache, is_leaf=lambda leaf: isinstance(leaf, variables.Variable)
+    apply, cache, is_leaf=lambda leaf: isinstance(leaf, variables.Variable)
   )

@@ -63,14 +63,14 @@ def test_taken_rows_go_on_as_those_they_were(rows):
   step, cache = _prefilled()
   rows = testing.array(rows, np.int32)
   expected = np.asarray(step(cache, *_next(np.arange(BATCH)))[0])
-  y, _ = step(jax.jit(cache_rows.taken)(cache, rows), *_next(rows))
+  y, _ = step(jax.jit(cache_rows.take)(cache, rows), *_next(rows))
   np.testing.assert_allclose(y, expected[rows], rtol=1e-5, atol=1e-6)
 
 
 def test_repeated_rows_are_neighbours():
   _, cache = _prefilled()
-  repeated = cache_rows.repeated(cache, 2)
-  taken = cache_rows.taken(cache, testing.array([0, 0, 1, 1, 2, 2], np.int32))
+  repeated = cache_rows.repeat(cache, 2)
+  taken = cache_rows.take(cache, testing.array([0, 0, 1, 1, 2, 2], np.int32))
   jax.tree.map(np.testing.assert_array_equal, repeated, taken)
 
 
@@ -81,7 +81,7 @@ def test_slots_can_be_added():
   def padded(x, axis):
     return jnp.pad(x, [(0, 3 if i == axis else 0) for i in range(x.ndim)])
 
-  longer = cache_rows.mapped(cache, axes.KV_LENGTH, padded)
+  longer = cache_rows.map_axis(cache, axes.KV_LENGTH, padded)
   shapes = {x.shape for x in jax.tree.leaves(variables.unbox(longer))}
   # Of the ring there are two, as before.
   assert (1, BATCH, 2, 2, 4) in shapes
@@ -96,4 +96,4 @@ def test_slots_can_be_added():
 def test_rejects_variables_without_axes():
   _, cache = _prefilled()
   with pytest.raises(ValueError, match=r"\['index'\].* does not name its axes"):
-    cache_rows.taken(variables.unbox(cache), testing.array([0], np.int32))
+    cache_rows.take(variables.unbox(cache), testing.array([0], np.int32))

@@ -1,16 +1,15 @@
-"""Generation: reads prompts at once, then one id per row and step.
+"""Autoregressive generation: prefill of prompts, then one token per step.
 
   logits, cache = prefill(prompts)
   id[0] = sampler(logits at the end of each prompt, fold_in(key, 0))
-  for i = 1, 2, ... until max_new_tokens, or until all rows have ended:
+  for i = 1, 2, ... until max_new_tokens, or until all sequences have ended:
     logits, cache = decode_step(cache, id[i - 1])
     id[i] = sampler(logits, fold_in(key, i))
 
-The function is traceable: compile it with everything but the arrays closed
-over. It knows no model; `model_steps` makes the two steps from one.
+The function is traceable: jit it with everything but the arrays closed over.
+`model_steps` makes the two steps from a model.
 
-Letters: B batch, P prompt length, V vocab, R rows: B times the samples of each
-prompt.
+Letters: B batch, P prompt length, V vocab, R sequences (B times num_samples).
 """
 
 from collections.abc import Callable, Collection
@@ -25,7 +24,7 @@ from jaxtyping import Array, Int, Key
 from paxon.layers.decoding import cache_rows, samplers
 
 # (ids, positions, segment_ids, each [B,P], *, cache_length: int, at: int [B])
-#   -> (logits [B,1,V] of the token `at` this place of each row,
+#   -> (logits [B,1,V] of the token with index `at` of each sequence,
 #       a cache with that many slots)
 Prefill = Callable[..., tuple[jax.Array, Any]]
 
@@ -34,7 +33,7 @@ DecodeStep = Callable[
   [Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]
 ]
 
-# (cache, count) -> the cache with `count` neighbouring copies of each row.
+# (cache, count) -> the cache with `count` adjacent copies of each sequence.
 Repeat = Callable[[Any, int], Any]
 
 
@@ -45,15 +44,14 @@ Repeat = Callable[[Any, int], Any]
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Generation:
-  """What was generated, without the prompts.
+  """Generated tokens, without the prompts.
 
   Attributes:
-    ids: int32 [R, max_new_tokens]; 0 after the end of a row. The samples of a
-      prompt are neighbours.
-    lengths: int32 [R]; number of generated ids, an `end_id` included.
-    log_probs: float32 [R, max_new_tokens]; logarithm of the probability that
-      the model gave to each id, whatever the sampler made of it. 0 after the
-      end of a row, so that their sum is that of the text.
+    ids: int32 [R, max_new_tokens]; 0 after the end of a sequence. Samples of a
+      prompt are adjacent.
+    lengths: int32 [R]; number of generated ids, including an `end_id`.
+    log_probs: float32 [R, max_new_tokens]; log probability of each id under the
+      model, independent of the sampler; 0 after the end of a sequence.
   """
 
   ids: jax.Array
@@ -68,7 +66,7 @@ class Generation:
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _State:
-  """Carried by the loop; `last` [R] and `done` [R] are of the last step."""
+  """Loop state; `last` [R] and `done` [R] are those of the last step."""
 
   step: jax.Array
   cache: Any
@@ -88,31 +86,29 @@ def generate(
   max_new_tokens: int,
   end_id: int | Collection[int] | None = None,
   num_samples: int = 1,
-  repeat: Repeat = cache_rows.repeated,
+  repeat: Repeat = cache_rows.repeat,
 ) -> Generation:
-  """Continues each prompt; a row does not depend on its neighbours' lengths.
+  """Generates a continuation of each prompt, independent of other prompts.
 
   Args:
-    prefill: Reads the prompts and makes the cache.
-    decode_step: Appends one id per row to the cache.
+    prefill: Reads the prompts and creates the cache.
+    decode_step: Appends one id to each sequence.
     prompts: Ids, padded on the right with anything.
-    prompt_lengths: Number of ids of each prompt, from 1 to P (`prompts`
-      module checks that on the host).
-    sampler: Chooses ids from logits.
+    prompt_lengths: Number of ids of each prompt, from 1 to P.
+    sampler: Samples ids from logits.
     key: Random key; step `i` uses `fold_in(key, i)`.
-    max_new_tokens: Number of ids to generate at most.
-    end_id: A row ends after this id, or after any of these; `None` never ends
-      one early.
-    num_samples: Number of continuations of each prompt. A prompt is read once,
-      and its cache copied.
-    repeat: Copies the rows of a cache; the default knows those of our layers.
+    max_new_tokens: Maximum number of generated ids.
+    end_id: Id, or ids, that end a sequence; `None` never ends one early.
+    num_samples: Number of continuations of each prompt, which share its
+      prefill.
+    repeat: Repeats the sequences of a cache.
 
   Returns:
-    The generated ids.
+    The generated tokens.
 
   Raises:
-    ValueError: A number is not positive, `end_id` is empty, or the shapes
-      disagree.
+    ValueError: A number is not positive, `end_id` is empty, or the shapes do
+      not match.
   """
   _check(prompts, prompt_lengths, max_new_tokens, num_samples)
   end_ids = _end_ids(end_id)
@@ -120,14 +116,14 @@ def generate(
   lengths = prompt_lengths.astype(jnp.int32)
   positions = jax.lax.broadcasted_iota(jnp.int32, prompts.shape, 1)
   inside = positions < lengths[:, None]
-  # The last generated id is never read, so it needs no slot.
+  # The last generated id is not read, so it needs no slot.
   slots = width + max_new_tokens - 1
   at_end, cache = prefill(
     jnp.where(inside, prompts.astype(jnp.int32), 0),
     positions,
     inside.astype(jnp.int32),
     cache_length=slots,
-    # Logits of no other token of a prompt are needed.
+    # Only the logits of the last token are needed.
     at=lengths - 1,
   )
   if num_samples > 1:
@@ -136,12 +132,12 @@ def generate(
       jnp.repeat(x, num_samples, axis=0) for x in (at_end, lengths)
     )
 
-  def chosen(logits: jax.Array, state: _State) -> _State:
+  def sample(logits: jax.Array, state: _State) -> _State:
     ids = sampler(logits, jax.random.fold_in(key, state.step))
-    return _appended(state, ids, _log_probs(logits, ids), end_ids)
+    return _append(state, ids, _log_probs(logits, ids), end_ids)
 
   def body(state: _State) -> _State:
-    # The first generated id stands right after the prompt.
+    # The first generated id directly follows the prompt.
     position = lengths + state.step - 1
     logits, cache = decode_step(
       state.cache,
@@ -149,7 +145,7 @@ def generate(
       position[:, None],
       jnp.ones((rows, 1), jnp.int32),
     )
-    return chosen(logits[:, 0], dataclasses.replace(state, cache=cache))
+    return sample(logits[:, 0], dataclasses.replace(state, cache=cache))
 
   def is_running(state: _State) -> jax.Array:
     return (state.step < max_new_tokens) & ~jnp.all(state.done)
@@ -166,17 +162,17 @@ def generate(
     done=jnp.zeros((rows,), bool),
     result=empty,
   )
-  state = chosen(at_end[:, 0], state)
+  state = sample(at_end[:, 0], state)
   return jax.lax.while_loop(is_running, body, state).result
 
 
-def _appended(
+def _append(
   state: _State,
   ids: jax.Array,
   log_probs: jax.Array,
   end_ids: tuple[int, ...],
 ) -> _State:
-  """Adds one id to each row that has not ended."""
+  """Appends one id to each sequence that has not ended."""
   ids = jnp.where(state.done, 0, ids)
   log_probs = jnp.where(state.done, 0, log_probs)
 
@@ -199,7 +195,7 @@ def _appended(
 
 
 def _log_probs(logits: jax.Array, ids: jax.Array) -> jax.Array:
-  """Returns the log probability of each row's id, float32."""
+  """Returns the log probability of each id, float32."""
   log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
   return jnp.take_along_axis(log_probs, ids[:, None], axis=-1)[:, 0]
 
@@ -209,9 +205,7 @@ def _end_ids(end_id: int | Collection[int] | None) -> tuple[int, ...]:
     return ()
   end_ids = (end_id,) if isinstance(end_id, int) else tuple(end_id)
   if not end_ids:
-    raise ValueError(
-      "end_id has no ids; use None where no id ends a row, or give one."
-    )
+    raise ValueError("end_id is empty; use None to never end a sequence early.")
   return end_ids
 
 
@@ -227,8 +221,8 @@ def _check(
     raise ValueError(f"num_samples must be positive, got {num_samples}.")
   if prompts.shape[1] == 0:
     raise ValueError(
-      f"prompts of shape {prompts.shape} are empty; begin them with at least "
-      "one id, such as the begin-of-document id."
+      f"prompts of shape {prompts.shape} are empty; begin them with an id such"
+      " as the begin-of-document id."
     )
   if prompt_lengths.shape != prompts.shape[:1]:
     raise ValueError(

@@ -55,7 +55,7 @@ def _generation(steps, **kwargs):
 
 
 def _run(rows, steps=None, **kwargs):
-  batch = prompts.right_padded(rows)
+  batch = prompts.pad_right(rows)
   run = _generation(steps or _scripted(), **kwargs)
   return run(jax.device_put(batch.ids), jax.device_put(batch.lengths))
 
@@ -164,7 +164,7 @@ def _model():
 
 
 def _steps(model, values):
-  return model_steps.prefill(model, values), model_steps.decode_step(
+  return model_steps.make_prefill(model, values), model_steps.make_decode_step(
     model, values
   )
 
@@ -215,8 +215,8 @@ def test_a_cache_that_names_no_rows_is_not_copied():
 
 
 def test_rows_do_not_depend_on_the_rest_of_the_batch(model):
-  batch = prompts.right_padded([[1, 2, 3, 4, 5], [6], [7, 8, 9]])
-  other = prompts.right_padded([[9, 1], [2, 4, 6, 8, 3], [5, 5, 5, 7]])
+  batch = prompts.pad_right([[1, 2, 3, 4, 5], [6], [7, 8, 9]])
+  other = prompts.pad_right([[9, 1], [2, 4, 6, 8, 3], [5, 5, 5, 7]])
   steps = _steps(*model)
   run = _generation(steps, max_new_tokens=6)
   together = run(jax.device_put(batch.ids), jax.device_put(batch.lengths))
@@ -256,7 +256,7 @@ def test_what_stands_in_the_padding_has_no_influence(model):
   [
     ({"max_new_tokens": 0}, r"max_new_tokens must be positive, got 0"),
     ({"num_samples": 0}, r"num_samples must be positive, got 0"),
-    ({"end_id": ()}, r"end_id has no ids; use None"),
+    ({"end_id": ()}, r"end_id is empty; use None"),
     ({"prompts": jnp.zeros((2, 0), jnp.int32)}, r"\(2, 0\) are empty"),
     (
       {"prompt_lengths": jnp.ones((3,), jnp.int32)},

@@ -1,7 +1,7 @@
-"""The two steps of generation, from a linen model and its variables.
+"""Prefill and decode steps of a linen model, for `generate`.
 
-`generate` knows functions only; these make them from any linen module that has
-`prefill` and `decode_step` as `layers.models.decoder_lm.DecoderLm` has.
+The model has the methods `prefill` and `decode_step`, such as
+`layers.models.decoder_lm.DecoderLm`.
 """
 
 from collections.abc import Mapping
@@ -16,17 +16,16 @@ from paxon.layers.decoding import generate
 Variables = Mapping[str, Any]
 
 
-def prefill(
+def make_prefill(
   model: nn.Module, variables: Variables, **inputs: jax.Array
 ) -> generate.Prefill:
-  """Returns the step that reads the prompts and makes the cache.
+  """Returns the step that reads prompts and creates the cache.
 
   Args:
-    model: Not bound.
-    variables: Its variables; a cache among them is not used.
-    **inputs: More of what the model's `prefill` is called with, one row for
-      each prompt, such as `encoder_inputs`, `encoder_positions` and
-      `encoder_segment_ids` of an encoder-decoder.
+    model: Unbound model.
+    variables: Its variables; a cache among them is ignored.
+    **inputs: Further arguments of the model's `prefill`, with one entry for
+      each prompt, such as `encoder_inputs`.
   """
   more: dict[str, Any] = dict(inputs)
 
@@ -53,8 +52,10 @@ def prefill(
   return step
 
 
-def decode_step(model: nn.Module, variables: Variables) -> generate.DecodeStep:
-  """Returns the step that appends one id per row."""
+def make_decode_step(
+  model: nn.Module, variables: Variables
+) -> generate.DecodeStep:
+  """Returns the step that appends one id to each sequence."""
 
   def step(
     cache: Any, ids: jax.Array, positions: jax.Array, segment_ids: jax.Array

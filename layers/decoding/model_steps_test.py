@@ -21,8 +21,8 @@ def test_steps_are_the_methods_of_the_model():
   args = ids, testing.counted(1, 4), testing.ones(1, 4)
   values = testing.random_values(model, *args)
   expected = testing.apply(model, values, *args)
-  prefill = _compiled(model_steps.prefill(model, values))
-  decode_step = jax.jit(model_steps.decode_step(model, values))
+  prefill = _compiled(model_steps.make_prefill(model, values))
+  decode_step = jax.jit(model_steps.make_decode_step(model, values))
   first, cache = prefill(*(a[:, :3] for a in args), cache_length=4)
   assert set(cache) == {"cache"}
   last, cache = decode_step(cache, *(a[:, 3:] for a in args))
@@ -49,7 +49,7 @@ def test_prefill_gives_the_logits_of_one_place_in_each_row(kind):
     names = ("encoder_inputs", "encoder_positions", "encoder_segment_ids")
     source, inputs = dict(zip(names, args, strict=True)), args * 2
   values = testing.random_values(model, *inputs)
-  prefill = _compiled(model_steps.prefill(model, values, **source))
+  prefill = _compiled(model_steps.make_prefill(model, values, **source))
   whole, cache = prefill(*args, cache_length=4)
   at = testing.array([2, 1], np.int32)
   found, same = prefill(*args, cache_length=4, at=at)
@@ -65,15 +65,15 @@ def test_a_stale_cache_among_the_variables_is_not_used():
   ids = testing.array([[3, 1]], jnp.int32)
   args = ids, testing.counted(1, 2), testing.ones(1, 2)
   values = testing.random_values(model, *args)
-  prefill = _compiled(model_steps.prefill(model, values))
+  prefill = _compiled(model_steps.make_prefill(model, values))
   logits, cache = prefill(*args, cache_length=3)
-  again = _compiled(model_steps.prefill(model, {**values, **cache}))
+  again = _compiled(model_steps.make_prefill(model, {**values, **cache}))
   np.testing.assert_array_equal(again(*args, cache_length=3)[0], logits)
 
 
 def test_a_model_without_the_methods_is_an_error():
   layer = models_testing.tiny_decoder().embedding
-  step = model_steps.prefill(layer, {})
+  step = model_steps.make_prefill(layer, {})
   ids = jnp.ones((1, 2), jnp.int32)
   with pytest.raises(AttributeError, match="prefill"):
     step(ids, ids, ids, cache_length=3)

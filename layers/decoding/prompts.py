@@ -1,4 +1,4 @@
-"""Prompts of several lengths as one rectangular batch."""
+"""Batches of prompts of different lengths."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -8,10 +8,10 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prompts:
-  """Prompts, padded on the right.
+  """Prompts padded on the right.
 
   Attributes:
-    ids: int32 [B, P]; 0 beyond the length of a row.
+    ids: int32 [B, P]; padded with 0.
     lengths: int32 [B], each at least 1.
   """
 
@@ -19,28 +19,28 @@ class Prompts:
   lengths: np.ndarray
 
 
-def right_padded(
+def pad_right(
   prompts: Sequence[Sequence[int]], *, length: int | None = None
 ) -> Prompts:
-  """Returns the batch of `prompts`.
+  """Returns a batch of prompts.
 
   Args:
     prompts: Ids of each prompt.
-    length: Width of the batch; by default that of the longest prompt. A fixed
-      width avoids one compilation per longest prompt.
+    length: Length to pad to; the longest prompt by default. A fixed length
+      avoids recompilation.
 
   Raises:
-    ValueError: There is no prompt, one is empty, or one exceeds `length`.
+    ValueError: There is no prompt, a prompt is empty, or exceeds `length`.
   """
   if not prompts:
-    raise ValueError("At least one prompt is needed, got none.")
+    raise ValueError("prompts must not be empty.")
   lengths = [len(prompt) for prompt in prompts]
   width = max(lengths) if length is None else length
   ids = np.zeros((len(prompts), width), np.int32)
   for row, prompt in enumerate(prompts):
     if not prompt:
       raise ValueError(
-        f"Prompt {row} is empty; begin it with at least one id, such as the "
+        f"Prompt {row} is empty; begin it with an id such as the "
         "begin-of-document id."
       )
     if len(prompt) > width:

@@ -1,8 +1,7 @@
-"""Samplers: how the next id is chosen from logits.
+"""Samplers of the next token: greedy, temperature, top-k and top-p.
 
-A sampler is a function `(logits [B,V] float32, key) -> ids [B] int32`. Where
-two ids have the same logit, the smaller one counts as more likely, so that
-every set below has exactly the size that was asked for.
+A sampler is a function `(logits [B,V] float32, key) -> ids [B] int32`. Of equal
+logits the smaller id counts as more likely, so `top_k=k` keeps exactly `k` ids.
 """
 
 from collections.abc import Callable
@@ -21,7 +20,7 @@ Sampler = Callable[[jax.Array, jax.Array], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Greedy:
-  """Takes the most likely id."""
+  """Selects the most likely id."""
 
   def __call__(
     self, logits: Float[Array, "batch vocab"], key: Key[Array, ""]
@@ -33,9 +32,9 @@ class Greedy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Temperature:
-  """Draws from `softmax(logits / temperature)`, optionally cut to its head.
+  """Samples from `softmax(logits / temperature)`, optionally truncated.
 
-  `top_k` cuts first, and `top_p` counts in what is left of it.
+  `top_k` is applied first, then `top_p`.
 
   Attributes:
     temperature: Below 1 sharpens, above 1 flattens.
@@ -56,31 +55,31 @@ class Temperature:
         f"Temperature.temperature must be positive, got {self.temperature}; "
         "use Greedy for the limit 0."
       )
-    _check_cuts(self)
+    _check_truncation(self)
 
   def __call__(
     self, logits: Float[Array, "batch vocab"], key: Key[Array, ""]
   ) -> Int[Array, " batch"]:
-    """Returns one id per row."""
+    """Returns one id per sequence."""
     ids = jax.random.categorical(key, self.log_weights(logits), axis=-1)
     return ids.astype(jnp.int32)
 
   def log_weights(
     self, logits: Float[Array, "batch vocab"]
   ) -> Float[Array, "batch vocab"]:
-    """Returns the logits of the distribution drawn from; -inf is cut."""
-    return _cut(logits / self.temperature, self.top_k, self.top_p)
+    """Returns the logits of the truncated distribution."""
+    return _truncate(logits / self.temperature, self.top_k, self.top_p)
 
 
-# Arrays cannot be compared for equality, so it is equal to itself only.
+# Arrays do not compare by value, so instances compare by identity.
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RowTemperatures:
-  """`Temperature` with a temperature for each row; made inside of a step.
+  """`Temperature` with a temperature for each sequence; created inside jit.
 
   Attributes:
-    temperatures: Float [B]; 0 takes the most likely id of that row.
-    top_k: As that of `Temperature`, for all rows.
-    top_p: As that of `Temperature`, for all rows.
+    temperatures: Float [B]; 0 selects the most likely id.
+    top_k: As in `Temperature`, for all sequences.
+    top_p: As in `Temperature`, for all sequences.
   """
 
   temperatures: jax.Array
@@ -88,7 +87,7 @@ class RowTemperatures:
   top_p: float | None = None
 
   def __post_init__(self) -> None:
-    _check_cuts(self)
+    _check_truncation(self)
 
   def __call__(
     self, logits: Float[Array, "batch vocab"], key: Key[Array, ""]
@@ -96,31 +95,32 @@ class RowTemperatures:
     """Returns one id per row.
 
     Raises:
-      ValueError: The rows are not those of `temperatures`.
+      ValueError: There is not one temperature for each sequence.
     """
     at = self.temperatures
     if at.shape != logits.shape[:1]:
       raise ValueError(
         f"RowTemperatures.temperatures of shape {at.shape} must have one entry "
-        f"for each of the {logits.shape[0]} rows (all samples of all prompts)."
+        f"for each of the {logits.shape[0]} sequences (all samples of all "
+        "prompts)."
       )
     greedy = at <= 0
     divisor = jnp.where(greedy, 1.0, at).astype(logits.dtype)
-    weights = _cut(logits / divisor[:, None], self.top_k, self.top_p)
+    weights = _truncate(logits / divisor[:, None], self.top_k, self.top_p)
     drawn = jax.random.categorical(key, weights, axis=-1)
     best = jnp.argmax(logits, axis=-1)
     return jnp.where(greedy, best, drawn).astype(jnp.int32)
 
 
-def _check_cuts(sampler: Any) -> None:
+def _check_truncation(sampler: Any) -> None:
   checks.check_positive(sampler, "top_k")
   checks.check_interval(sampler, "(0, 1]", "top_p")
 
 
-def _cut(
+def _truncate(
   logits: jax.Array, top_k: int | None, top_p: float | None
 ) -> jax.Array:
-  """Returns logits that are -inf outside of the head of each row."""
+  """Returns logits that are -inf for truncated ids."""
   vocab = logits.shape[-1]
   top_k = vocab if top_k is None else min(top_k, vocab)
   top_p = 1.0 if top_p is None else top_p
@@ -129,7 +129,7 @@ def _cut(
   order = jnp.argsort(-logits, axis=-1, stable=True)
   ranked = jnp.take_along_axis(logits, order, axis=-1)
   keep = jax.lax.broadcasted_iota(jnp.int32, ranked.shape, 1) < top_k
-  # Rounded sums can reach 1 before the last id, so 1 is not a sum to compare.
+  # Rounded sums can reach 1 before the last id, so 1 must not be compared.
   if top_p < 1:
     weights = jax.nn.softmax(jnp.where(keep, ranked, -jnp.inf), axis=-1)
     before = jnp.cumsum(weights, axis=-1) - weights

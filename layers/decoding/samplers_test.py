@@ -113,7 +113,7 @@ def test_each_row_has_its_temperature():
 
 def test_temperatures_are_those_of_the_rows():
   sampler = samplers.RowTemperatures(temperatures=jnp.ones(3))
-  with pytest.raises(ValueError, match=r"shape \(3,\) .* of the 4 rows"):
+  with pytest.raises(ValueError, match=r"shape \(3,\) .* of the 4 seq"):
     sampler(jax.device_put(LOGITS), jax.random.key(0))
   with pytest.raises(ValueError, match=r"RowTemperatures.top_k must be"):
     samplers.RowTemperatures(temperatures=jnp.ones(3), top_k=0)

@@ -158,7 +158,7 @@ class Classifier(nn.Module):
     if logits.shape[-1] >= _TOP:
       among = _rank(logits, labels) < _TOP
       metrics |= {"acc5": pair(among), "error5": pair(~among)}
-    added, more = auxiliary_loss.weighted(
+    added, more = auxiliary_loss.collect(
       self, factor=self.auxiliary_loss_weight, weight=total
     )
     loss = pair((1 - share) * nll + share * uniform)[0] + added

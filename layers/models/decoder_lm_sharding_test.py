@@ -134,8 +134,8 @@ def test_sharded_generation_equals_unsharded():
 
   def run(values, prompts, lengths):
     return generate.generate(
-      model_steps.prefill(model, values),
-      model_steps.decode_step(model, values),
+      model_steps.make_prefill(model, values),
+      model_steps.make_decode_step(model, values),
       prompts,
       lengths,
       sampler=samplers.Greedy(),

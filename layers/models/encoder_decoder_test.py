@@ -258,8 +258,8 @@ def test_generation_reads_the_source_and_continues_each_sample():
   @jax.jit
   def run(prompts, lengths):
     return generate.generate(
-      model_steps.prefill(model, values, **sources),
-      model_steps.decode_step(model, values),
+      model_steps.make_prefill(model, values, **sources),
+      model_steps.make_decode_step(model, values),
       prompts,
       lengths,
       sampler=samplers.Greedy(),

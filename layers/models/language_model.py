@@ -144,7 +144,7 @@ class LanguageHead:
     }
     if token_loss.z_loss_weight:
       metrics["z_loss"] = jnp.sum(result.token_z_loss * weights), total
-    added, more = auxiliary_loss.weighted(
+    added, more = auxiliary_loss.collect(
       self.model, factor=auxiliary_weight, weight=total
     )
     outputs = {

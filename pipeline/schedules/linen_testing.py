@@ -105,7 +105,7 @@ class Model(nn.Module):
     nll = -jnp.sum(picked * jax.nn.log_softmax(logits), axis=-1)
     weights = batch["factor"] * batch["weights"]
     weight = jnp.sum(weights)
-    added, more = auxiliary_loss.weighted(self, factor=0.5, weight=weight)
+    added, more = auxiliary_loss.collect(self, factor=0.5, weight=weight)
     loss = jnp.sum(nll * weights) + added
     return (loss, weight), more, {"nll": nll}
 

@@ -180,7 +180,7 @@ def _find_scheduled(job: job_lib.Job) -> ScheduledStack | None:
 
 
 def _check_submodules(module: nn.Module, path: str = "model") -> None:
-  for name, inner in shared.parts_of(module):
+  for name, inner in shared.iterate_submodules(module):
     if isinstance(inner, ScheduledStack):
       raise user_error.UserError(
         f"{path}.{name} is a {type(inner).__name__}, whose schedule works only"

@@ -166,8 +166,8 @@ def _predictions(
     ids = ids[:, :1]
     lengths = jnp.ones(ids.shape[:1], jnp.int32)
   result = generate.generate(
-    model_steps.prefill(model, variables, **source),
-    model_steps.decode_step(model, variables),
+    model_steps.make_prefill(model, variables, **source),
+    model_steps.make_decode_step(model, variables),
     ids,
     lengths,
     sampler=samplers.Greedy(),

@@ -73,7 +73,7 @@ def random_streams(model: nn.Module) -> tuple[str, ...]:
 
   def visit(module: nn.Module) -> None:
     names.update(dict.fromkeys(getattr(module, "random_streams", ())))
-    for _, inner in shared.parts_of(module):
+    for _, inner in shared.iterate_submodules(module):
       visit(inner)
 
   visit(model)

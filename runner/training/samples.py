@@ -140,7 +140,7 @@ def _generator(
       return [*ids, tokenizer.end_id]
     return [tokenizer.begin_id, *ids]
 
-  batch = prompts_lib.right_padded([ids_of(text) for text in texts])
+  batch = prompts_lib.pad_right([ids_of(text) for text in texts])
   batch = _pad(batch, multiple=layout.shards(axes.BATCH))
 
   def run(
@@ -156,8 +156,8 @@ def _generator(
       ids = jnp.full((ids.shape[0], 1), tokenizer.begin_id, jnp.int32)
       lengths = jnp.ones_like(lengths)
     return generate.generate(
-      model_steps.prefill(model, variables, **source),
-      model_steps.decode_step(model, variables),
+      model_steps.make_prefill(model, variables, **source),
+      model_steps.make_decode_step(model, variables),
       ids,
       lengths,
       sampler=settings.sampler,

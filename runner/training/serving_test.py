@@ -107,8 +107,8 @@ def _generated(session, state):
   def run(state, ids):
     values = session.evaluation_variables(state)
     made = generate.generate(
-      model_steps.prefill(model, values),
-      model_steps.decode_step(model, values),
+      model_steps.make_prefill(model, values),
+      model_steps.make_decode_step(model, values),
       ids,
       jnp.full(ids.shape[:1], ids.shape[1]),
       sampler=samplers.Greedy(),

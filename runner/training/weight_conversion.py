@@ -301,10 +301,10 @@ def _check_decoding(
     values = session.evaluation_variables(state)
     ids = jnp.ones((session.layout.shards(axes.BATCH), 1), jnp.int32)
     positions = jnp.zeros_like(ids)
-    _, cache = model_steps.prefill(task.model, values)(
+    _, cache = model_steps.make_prefill(task.model, values)(
       ids, positions, ids, cache_length=2
     )
-    step = model_steps.decode_step(task.model, values)
+    step = model_steps.make_decode_step(task.model, values)
     logits, _ = step(cache, ids, positions + 1, ids)
     return jnp.isfinite(logits).all()
 

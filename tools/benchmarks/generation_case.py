@@ -67,8 +67,8 @@ def compile_both(workload: decoder_lm_workload.Workload) -> Contenders:
 
   def run(values: Any, prompts: jax.Array, lengths: jax.Array) -> jax.Array:
     return generate.generate(
-      model_steps.prefill(model, values),
-      model_steps.decode_step(model, values),
+      model_steps.make_prefill(model, values),
+      model_steps.make_decode_step(model, values),
       prompts,
       lengths,
       sampler=samplers.Greedy(),

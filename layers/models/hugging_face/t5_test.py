@@ -45,8 +45,8 @@ def test_greedy(case):
 
   def generated(weights, source):
     return generate.generate(
-      model_steps.prefill(model, weights, **source),
-      model_steps.decode_step(model, weights),
+      model_steps.make_prefill(model, weights, **source),
+      model_steps.make_decode_step(model, weights),
       start,
       jnp.ones((golden_case.BATCH,), jnp.int32),
       sampler=samplers.Greedy(),

@@ -156,8 +156,8 @@ def check_greedy(of: family.Family, case: str) -> None:
 
   def generated(weights: Any, prompts: jax.Array) -> jax.Array:
     return generate.generate(
-      model_steps.prefill(model, weights),
-      model_steps.decode_step(model, weights),
+      model_steps.make_prefill(model, weights),
+      model_steps.make_decode_step(model, weights),
       prompts,
       jnp.full((len(prompts),), prompts.shape[1], jnp.int32),
       sampler=samplers.Greedy(),

@@ -82,8 +82,8 @@ def test_decodes_what_the_weights_say(tmp_path):
   prompt = jnp.asarray([[tokenizer.begin_id, *tokenizer.encode("abc")]])
   model = families.find(_CONFIG).model(_CONFIG)
   expected = generate.generate(
-    model_steps.prefill(model, _nested(arrays)),
-    model_steps.decode_step(model, _nested(arrays)),
+    model_steps.make_prefill(model, _nested(arrays)),
+    model_steps.make_decode_step(model, _nested(arrays)),
     prompt,
     jnp.asarray([prompt.shape[1]]),
     sampler=samplers.Greedy(),
