@@ -85,10 +85,10 @@ def test_the_loss_and_its_gradient_have_those_of_all_layers(fields):
   )
 
 
-def test_a_loss_that_is_not_collected_is_an_error():
+def test_a_loss_without_mutable_collection_is_rejected():
   values = testing.random_values(_model(), X)
   with pytest.raises(
-    ValueError, match=r"Balanced adds an auxiliary loss, .*auxiliary_losses"
+    ValueError, match=r"Balanced adds an auxiliary loss; .*auxiliary_losses"
   ):
     _model().apply(values, X)
   # Where none is wanted, nothing is collected.

@@ -1,11 +1,9 @@
-"""A stack whose first and last layers compute otherwise, with its variables.
+"""A stack whose first and last layers differ, with the same variables.
 
-Some layers are more sensitive than others: a quantized model may leave its
-first and last ones as they are. In a scanned stack all layers are one program.
-Here the stack is cut into runs of equal layers, at most three of them or a few
-more where a pattern of several blocks is cut, and each run is a loop of its
-own over its part of the same stacked variables. So a checkpoint does not know
-whether there were edges.
+For example, a quantized model may keep its first and last layers in high
+precision. The stack is split into runs of equal layers, usually three, and each
+run is a loop over its slice of the same stacked variables. So checkpoints do
+not depend on the edges.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,12 +23,12 @@ _CACHE = stacked_cache.COLLECTION
 
 
 class _Run(NamedTuple):
-  """Groups of layers of one kind.
+  """Consecutive groups with the same blocks.
 
   Attributes:
-    first: Number of the first group.
-    length: How many.
-    is_edge: Of each slot of a group.
+    first: Index of the first group.
+    length: Number of groups.
+    is_edge: Whether each slot has an edge block.
   """
 
   first: int
@@ -39,13 +37,13 @@ class _Run(NamedTuple):
 
 
 class EdgedStack(stack.Stack):
-  """A `Stack` with other blocks at its beginning and its end.
+  """A `Stack` with other blocks in its first and last layers.
 
   Attributes:
-    edge_blocks: What the first and last layers are, in place of `blocks`: as
-      many, each with the variables of the other one or some of them.
-    num_first: How many layers at the beginning.
-    num_last: How many at the end.
+    edge_blocks: Replacements of `blocks` in the first and last layers, each
+      with the same variables or a subset.
+    num_first: Number of first layers.
+    num_last: Number of last layers.
   """
 
   edge_blocks: Sequence[nn.Module] = ()
@@ -57,14 +55,14 @@ class EdgedStack(stack.Stack):
     super().__post_init__()
     if len(self.edge_blocks) != len(self.blocks):
       raise ValueError(
-        f"EdgedStack.edge_blocks must be as many as blocks, got"
-        f" {len(self.edge_blocks)} for {len(self.blocks)}."
+        "EdgedStack.edge_blocks must have one entry for each of"
+        f" {len(self.blocks)} blocks, got {len(self.edge_blocks)}."
       )
     for field in ("num_first", "num_last"):
       if not 0 <= getattr(self, field) <= self.num_layers:
         raise ValueError(
-          f"EdgedStack.{field} must be from 0 to num_layers"
-          f" ({self.num_layers}), got {getattr(self, field)}."
+          f"EdgedStack.{field} must be in [0, num_layers]"
+          f" ({self.num_layers} layers), got {getattr(self, field)}."
         )
 
   @nn.compact
@@ -77,7 +75,7 @@ class EdgedStack(stack.Stack):
   ) -> Any:
     """Returns `x` after all layers; see `Stack`."""
     if self.is_initializing():
-      # The variables are those of a stack, and so are their first values.
+      # Variables and initial values are those of `Stack`.
       return super().__call__(x, *args, layer_index=layer_index, **static)
     indices = self._indices(layer_index)
     period = len(self.blocks)
@@ -92,9 +90,9 @@ class EdgedStack(stack.Stack):
       if indices is not None:
         starts = indices[: groups * period : period]
         starts = starts[run.first : run.first + run.length]
-      scanned = self._of_run(number, run, parts, len(args), static, common)
+      scanned = self._make_run(number, run, parts, len(args), static, common)
       x, _ = scanned(self._layers(run), x, starts, *args)
-    self._put(parts.joined())
+    self._write(parts.join())
     if common is not None:
       common.write(self)
     call = self._call(static, prevent_cse=True)
@@ -131,10 +129,10 @@ class EdgedStack(stack.Stack):
     )
     assert self.scope is not None
     scope = self.scope.push(axes.LAYERS, reuse=True)
-    # A scope is a parent, too, though its type does not say so.
+    # A scope can be a parent, although its type does not allow it.
     return stack.Group(copies, parent=cast(Any, scope))
 
-  def _of_run(
+  def _make_run(
     self,
     number: int,
     run: _Run,
@@ -146,24 +144,23 @@ class EdgedStack(stack.Stack):
     """Returns `(group, x, starts, *args) -> (x, None)` of one run."""
     whole = (shared.COLLECTION,)
     if common is None:
-      scanned = self._scanned(run.length, num_args, static)
+      scanned = self._make_scan(run.length, num_args, static)
     else:
-      # Caches are carried whole, and what is only read comes whole; layers
-      # know their number.
-      whole += (_CACHE, *self._only_read())
-      scanned = self._decoding(
+      # Caches and immutable collections are passed whole and indexed by layer.
+      whole += (_CACHE, *self._immutable_collections())
+      scanned = self._make_decoding_scan(
         run.length, num_args, static, first=run.first, common=common
       )
     return nn.map_variables(
       scanned,
       flax_core.DenyList(whole),
-      trans_in_fn=lambda given: parts.cut(given, number),
-      trans_out_fn=lambda made: parts.keep(made, number),
+      trans_in_fn=lambda given: parts.select(given, number),
+      trans_out_fn=lambda made: parts.collect(made, number),
       mutable=True,
     )
 
-  def _put(self, made: dict[tuple[str, ...], Any]) -> None:
-    """Writes what layers changed, by collection and path."""
+  def _write(self, made: dict[tuple[str, ...], Any]) -> None:
+    """Writes changed variables by collection and path."""
     by_collection: dict[str, dict[tuple[str, ...], Any]] = {}
     for (collection, *path), value in made.items():
       by_collection.setdefault(collection, {})[tuple(path)] = value
@@ -175,54 +172,54 @@ class EdgedStack(stack.Stack):
 
 
 class _Parts:
-  """Stacked variables, cut for runs, and put together after them."""
+  """Stacked variables, split between runs and joined after them."""
 
   def __init__(self, lengths: Sequence[int]) -> None:
     self._lengths = tuple(lengths)
-    self._cut: dict[int, tuple[jax.Array, Sequence[jax.Array]]] = {}
-    # By collection and path: what a run was given, and what it made.
+    self._slices: dict[int, tuple[jax.Array, Sequence[jax.Array]]] = {}
+    # By collection and path: inputs of all runs, and outputs of each.
     self._given: dict[tuple[str, ...], Any] = {}
     self._made: list[dict[tuple[str, ...], Any]] = [{} for _ in lengths]
 
-  def cut(self, given: Any, number: int) -> Any:
-    """Returns the part of a run of variables [G,...]."""
+  def select(self, given: Any, number: int) -> Any:
+    """Returns the slice of a run of variables [G,...]."""
     self._given |= _flat(given)
-    return self._part(given, number)
+    return self._slice(given, number)
 
-  def keep(self, made: Any, number: int) -> dict[str, Any]:
-    """Keeps what a run changed; until all have run, nothing is written."""
+  def collect(self, made: Any, number: int) -> dict[str, Any]:
+    """Stores the outputs of a run; nothing is written until all have run."""
     self._made[number] |= _flat(made)
     return {}
 
-  def joined(self) -> dict[tuple[str, ...], Any]:
-    """Returns what the runs changed or made, of all layers."""
+  def join(self) -> dict[tuple[str, ...], Any]:
+    """Returns the changed or created variables of all layers."""
     result = {}
     for path in dict.fromkeys(path for made in self._made for path in made):
       example = next(made[path] for made in self._made if path in made)
       parts = [
-        made[path] if path in made else self._without(path, example, number)
+        made[path] if path in made else self._fill(path, example, number)
         for number, made in enumerate(self._made)
       ]
       result[path] = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
     return result
 
-  def _without(self, path: tuple[str, ...], example: Any, number: int) -> Any:
-    """Returns the part of a run whose layers know nothing of a variable."""
+  def _fill(self, path: tuple[str, ...], example: Any, number: int) -> Any:
+    """Returns the slice of a run whose layers do not have a variable."""
     if path in self._given:
-      return self._part(self._given[path], number)
+      return self._slice(self._given[path], number)
     length = self._lengths[number]
     return jax.tree.map(
       lambda x: jnp.zeros((length, *x.shape[1:]), x.dtype), example
     )
 
-  def _part(self, tree: Any, number: int) -> Any:
-    return jax.tree.map(lambda x: self._parts_of(x)[number], tree)
+  def _slice(self, tree: Any, number: int) -> Any:
+    return jax.tree.map(lambda x: self._split(x)[number], tree)
 
-  def _parts_of(self, x: jax.Array) -> Sequence[jax.Array]:
-    # Cut once: the derivative is then one concatenation for all runs.
-    if id(x) not in self._cut:
-      self._cut[id(x)] = x, jax.lax.split(x, self._lengths)
-    return self._cut[id(x)][1]
+  def _split(self, x: jax.Array) -> Sequence[jax.Array]:
+    # Split once, so that the derivative is one concatenation for all runs.
+    if id(x) not in self._slices:
+      self._slices[id(x)] = x, jax.lax.split(x, self._lengths)
+    return self._slices[id(x)][1]
 
 
 def _flat(tree: Any) -> dict[tuple[str, ...], Any]:

@@ -133,9 +133,7 @@ def test_rejects_bad_fields_and_inputs():
     ValueError, match=r"6 features must divide .*groups \(4\)"
   ):
     _layer(num_groups=4).init(jax.random.key(0), x)
-  with pytest.raises(
-    ValueError, match=r"rank 3, 4 or 5, got the shape \(2, 6\)"
-  ):
+  with pytest.raises(ValueError, match=r"rank 3, 4 or 5, got shape \(2, 6\)"):
     _layer().init(jax.random.key(0), x[:, 0])
   with pytest.raises(
     ValueError, match=r"GroupNorm.num_groups must be positive"

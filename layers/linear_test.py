@@ -177,7 +177,7 @@ def test_einsum_axes():
   ("equation", "sizes", "message"),
   [
     ("BD,DF", {"F": 2}, r"must be 'input,kernel->output' .* got 'BD,DF'"),
-    ("BDD,DF->BF", {"F": 2}, r"none of them twice in a term, got 'BDD,DF->BF'"),
+    ("BDD,DF->BF", {"F": 2}, r"each once in a term, got 'BDD,DF->BF'"),
     ("BD,DF->BF", {}, r"sizes must have the letters .* \['F'\], got \[\]"),
     ("BD,DF->BF", {"F": 0}, r"sizes\['F'\] must be positive, got 0"),
   ],

@@ -81,9 +81,7 @@ def test_bfloat16_sums_are_in_float32():
 
 
 def test_rejects_wrong_masks_and_axes():
-  with pytest.raises(
-    ValueError, match=r"must have rank 3, got the shape \(3, 4"
-  ):
+  with pytest.raises(ValueError, match=r"must have rank 3 for.*shape \(3, 4"):
     moments.moments(X, jax.device_put(MASK), axes=(1,))
-  with pytest.raises(ValueError, match=r"cumulative axis 1 must not be one of"):
+  with pytest.raises(ValueError, match=r"cumulative_axis \(1\) must not be"):
     moments.moments(X, axes=(1, 2), cumulative_axis=1)

@@ -1,7 +1,8 @@
 """Operations that need float32 in a bfloat16 model.
 
 Softmax, norm statistics, rotary angles and losses are computed in float32,
-because they sum many small terms or subtract large ones. float64 stays float64, so that tests can use finite differences.
+because they sum many small terms or subtract large ones. float64 stays float64,
+so that tests can use finite differences.
 """
 
 import functools
@@ -71,10 +72,10 @@ def _wide(
 def _tangents(
   equation: str, wide: jnp.dtype, primals: Any, tangents: Any
 ) -> tuple[jax.Array, Any]:
-  """The product rule, by narrow products.
+  """The product rule with low-precision matmuls.
 
-  Its transposition, which is the backward pass, begins with that of `astype`:
-  it rounds the gradient.
+  Its transpose, the backward pass, starts with that of `astype`, which rounds
+  the gradient.
   """
   lhs, rhs = primals
   terms = [

@@ -282,7 +282,7 @@ def test_sharded_equals_unsharded():
 def test_variables_without_the_shared_ones_are_an_error():
   layer = _stack(2, 1)
   values = testing.random_values(layer, *_args())
-  message = r"hold no shared/projection_0, .* shared\('projection_0'\)"
+  message = r"do not have shared/projection_0, .* shared\('projection_0'\)"
   with pytest.raises(ValueError, match=message):
     layer.apply({"params": values["params"]}, *_args())
 
@@ -309,7 +309,7 @@ def test_a_label_that_is_a_part_of_the_model_is_an_error():
 
 
 def test_rejects_a_shared_part_in_a_shared_part():
-  message = r"shared\('outer'\) must not hold a shared part, got 'inner'"
+  message = r"shared\('outer'\) must not contain a shared .*, got 'inner'"
   with pytest.raises(ValueError, match=message):
     shared.shared("outer", _layer("inner"))
 

@@ -1,20 +1,17 @@
 """A stack of layers: one pattern of blocks, repeated.
 
 The layers are `blocks[0], blocks[1], ..., blocks[0], ...`, `num_layers` in
-all. Their variables are stored stacked: what layer `g * period + p` has is
+total. Their variables are stored stacked: those of layer `g * period + p` are
 entry `g` of `layers/blocks_<p>/...`, whose leading axis is named `layers`.
-Layers that do not fill a whole period are stored singly as `layers_<i>/...`.
+Layers of an incomplete last period are stored separately as `layers_<i>/...`.
 
-`scan=True` compiles the pattern once and loops over it; `scan=False` compiles
-every layer on its own, which takes longer to compile and may run faster. It is
-the same tree of variables either way, so the choice can change at any time.
+`scan=True` compiles the pattern once and loops over it; `scan=False` unrolls
+the loop, which takes longer to compile and may run faster. The variables are
+the same, so the choice can change at any time.
 
-What differs between the layers of one slot, but is no variable, they compute
-from their number: with `pass_layer_index` each is called with `layer_index`,
-an array, because the program loops; tables are indexed by it (`table[i]`). A
-stack is a block, too: the layers of a stack of stacks count through.
-
-This is the only module of `layers` that uses linen's lifted transforms.
+With `pass_layer_index` each layer is called with its index (an array, because
+the program loops) for what differs between layers and is not a variable. A
+stack can be a block of another stack; indices then count all layers.
 """
 
 from collections.abc import Sequence
@@ -31,7 +28,7 @@ from paxon.sharding import axes, checks, variables
 
 
 class Group(nn.Module):
-  """One period of the pattern; names its blocks `blocks_0`, `blocks_1`, ..."""
+  """One period of the pattern, with blocks `blocks_0`, `blocks_1`, ..."""
 
   blocks: Sequence[nn.Module]
 
@@ -40,15 +37,15 @@ class Stack(nn.Module):
   """Applies `num_layers` blocks one after another.
 
   Attributes:
-    blocks: One period of the pattern. They are templates: each layer gets a
-      copy with variables of its own, also where one object stands twice. What
-      is marked `shared` (`layers.shared`) has one set of parameters for all.
-    num_layers: Number of layers, of any remainder by the period.
+    blocks: One period of the pattern. Blocks are templates: each layer gets a
+      copy with its own variables, even if one object occurs twice. Modules
+      marked `shared` (`layers.shared`) have one set of parameters for all.
+    num_layers: Number of layers; need not be a multiple of the period.
     scan: Whether the compiled program loops over the periods.
     remat_policy: What is saved for the backward pass (`layers.remat`); `None`
       saves everything.
-    pass_layer_index: Whether each layer is called with `layer_index`, its
-      number from 0, an int32 scalar.
+    pass_layer_index: Whether each layer is called with `layer_index`, an int32
+      scalar from 0.
   """
 
   blocks: Sequence[nn.Module]
@@ -58,7 +55,7 @@ class Stack(nn.Module):
   pass_layer_index: bool = False
 
   def __post_init__(self) -> None:
-    # A tuple keeps the module hashable where a list was given.
+    # A tuple is hashable, a list is not.
     self.blocks = tuple(self.blocks)
     super().__post_init__()
     if not self.blocks:
@@ -76,21 +73,23 @@ class Stack(nn.Module):
     """Returns `x` after all layers.
 
     Args:
-      x: What each layer maps to something of the same shape and dtype.
-      *args: Arrays (or trees of them) given to every layer, unchanged.
-      layer_index: The number of this stack among those of an outer stack.
-      **static: Keyword arguments for every layer, constants of the
-        compilation such as `deterministic` and `cache_length`.
+      x: Input; each layer keeps its shape and dtype.
+      *args: Arrays (or trees of arrays) passed to every layer.
+      layer_index: Index of this stack in an outer stack.
+      **static: Keyword arguments of every layer, compile-time constants such as
+        `deterministic` and `cache_length`.
     """
     period = len(self.blocks)
     groups = self.num_layers // period
     indices = self._indices(layer_index)
     if groups:
-      make = self._decoding if self._is_decoding() else self._scanned
+      make = self._make_decoding_scan
+        if self._is_decoding()
+        else self._make_scan
       scanned = make(groups, len(args), static)
       starts = None if indices is None else indices[: groups * period : period]
       x, _ = scanned(self._group(), x, starts, *args)
-    # Protected from common-subexpression elimination, which would undo it.
+    # Common-subexpression elimination would undo rematerialization.
     call = self._call(static, prevent_cse=True)
     for i in range(groups * period, self.num_layers):
       block = shared.with_stores(self.blocks[i % period], owner=self)
@@ -99,33 +98,35 @@ class Stack(nn.Module):
     return x
 
   def _indices(self, layer_index: jax.Array | None) -> jax.Array | None:
-    """Returns the number of each layer, [L], where layers are told it."""
+    """Returns the index of each layer, [L], if layers need it."""
     if not self.pass_layer_index:
       return None
     first = 0 if layer_index is None else layer_index * self.num_layers
     return first + jnp.arange(self.num_layers, dtype=jnp.int32)
 
   def _group(self) -> Group:
-    # Deep copies: a clone keeps the children of its original, and all layers
-    # would silently have the same parameters.
+    # Deep copies: clones share submodules, so all layers would silently have
+    # the same parameters.
     copies = tuple(shared.with_stores(b, owner=self) for b in self.blocks)
     return Group(copies, name=axes.LAYERS)
 
-  def _scanned(self, groups: int, num_args: int, static: dict[str, Any]) -> Any:
+  def _make_scan(
+    self, groups: int, num_args: int, static: dict[str, Any]
+  ) -> Any:
     """Returns `(group, x, starts, *args) -> (x, None)` over all groups."""
-    # A loop cannot be merged with its recomputation, straight code can.
+    # CSE cannot merge a loop with its recomputation, but unrolled code.
     call = self._call(static, prevent_cse=not self.scan)
 
     def body(
       group: Group, x: jax.Array, start: jax.Array | None, *args: Any
     ) -> tuple[Any, None]:
       for slot, block in enumerate(group.blocks):
-        x = call(block, x, _plus(start, slot), *args)
+        x = call(block, x, _add_slot(start, slot), *args)
       return x, None
 
     return self._lifted(body, groups, num_args)
 
-  def _decoding(
+  def _make_decoding_scan(
     self,
     groups: int,
     num_args: int,
@@ -134,17 +135,17 @@ class Stack(nn.Module):
     first: int = 0,
     common: stacked_cache.CommonTokens | None = None,
   ) -> Any:
-    """Returns what `_scanned` does, with caches carried from layer to layer.
+    """Like `_make_scan`, with caches carried from layer to layer.
 
     Args:
-      groups: How many.
-      num_args: How many arguments each layer gets.
+      groups: Number of groups.
+      num_args: Number of arguments of each layer.
       static: Keyword arguments of each layer.
-      first: The number of the first group.
-      common: What caches do alike, if the caller writes it.
+      first: Index of the first group.
+      common: Shared updates of caches, if the caller writes them.
     """
     call = self._call(static, prevent_cse=False)
-    given, read = common, self._only_read()
+    given, read = common, self._immutable_collections()
 
     def scanned(
       group: Group, x: jax.Array, starts: jax.Array | None, *args: Any
@@ -157,19 +158,19 @@ class Stack(nn.Module):
         x, number = carry
         for slot, block in enumerate(group.blocks):
           view = stacked_cache.LayerView(number, common)
-          # By its number, as the caches. Slices that the loop makes of what it
-          # loops over are copied by XLA:CPU in an order that is not of their
-          # use, which costs some percent of a step.
+          # Indexed here, like the caches: XLA:CPU copies the slices of scanned
+          # arrays in a different order than they are used, which costs some
+          # percent of a step.
           own = nn.map_variables(
             call, read, trans_in_fn=functools.partial(_at_layer, number=number)
           )
           x = nn.map_variables(
             own,
             stacked_cache.COLLECTION,
-            trans_in_fn=view.given,
-            trans_out_fn=view.taken,
+            trans_in_fn=view.select,
+            trans_out_fn=view.update,
             mutable=True,
-          )(block, x, _plus(start, slot), *args)
+          )(block, x, _add_slot(start, slot), *args)
         return (x, number + 1), None
 
       carry = {"variable_carry": stacked_cache.COLLECTION}
@@ -193,21 +194,21 @@ class Stack(nn.Module):
     """Returns the loop `(group, carry, starts, *args)` over all groups.
 
     Args:
-      body: Of the loop.
-      groups: How often it runs.
-      num_args: How many arguments each layer gets.
-      whole: Collections of which the body gets those of all layers.
-      **axes_of: More of what `nn.scan` takes.
+      body: Body of the loop.
+      groups: Number of iterations.
+      num_args: Number of arguments of each layer.
+      whole: Collections that the body gets for all layers.
+      **axes_of: Further arguments of `nn.scan`.
     """
-    # Linen traces the loop's body twice where the body may make variables that
-    # are one set for all layers.
+    # Linen then traces the body twice, because it may create variables that all
+    # layers share.
     makes_shared = self.is_mutable_collection(shared.COLLECTION) and any(
       map(shared.has_shared, self.blocks)
     )
     return nn.scan(
       body,
-      # Every collection and random stream, those that users name included,
-      # but for parameters that are one set for all layers.
+      # All collections and random streams, including those of users, except
+      # parameters that all layers share.
       variable_axes={True: 0},
       variable_broadcast=[shared.COLLECTION, *whole],
       split_rngs={True: True},
@@ -222,8 +223,8 @@ class Stack(nn.Module):
       **axes_of,
     )
 
-  def _only_read(self) -> list[str]:
-    """Returns the collections of layers that this call does not change."""
+  def _immutable_collections(self) -> list[str]:
+    """Returns the collections that this call does not change."""
     return [
       name
       for name in self.variables
@@ -231,7 +232,7 @@ class Stack(nn.Module):
     ]
 
   def _is_decoding(self) -> bool:
-    """Whether layers have caches, and change them."""
+    """Whether layers have mutable caches."""
     made = self.variables.get(stacked_cache.COLLECTION, {})
     is_mutable = self.is_mutable_collection(stacked_cache.COLLECTION)
     return axes.LAYERS in made and is_mutable
@@ -239,7 +240,7 @@ class Stack(nn.Module):
   def _call(self, static: dict[str, Any], *, prevent_cse: bool) -> Any:
     """Returns `(block, x, index, *args) -> x`, rematerialized by the policy."""
 
-    # Static arguments by closure: as arguments they would be traced.
+    # A closure, because arguments would be traced.
     def call(
       block: nn.Module, x: jax.Array, index: jax.Array | None, *args: Any
     ) -> Any:
@@ -254,12 +255,12 @@ class Stack(nn.Module):
 
 
 def _at_layer(tree: Any, *, number: jax.Array) -> Any:
-  """Returns one layer's part of the variables of all."""
+  """Returns the variables of one layer."""
   return jax.tree.map(
     lambda x: cache_variables.at_layer(x, number), variables.unbox(tree)
   )
 
 
-def _plus(start: jax.Array | None, slot: int) -> jax.Array | None:
-  """Returns the number of a layer, where layers are told it."""
+def _add_slot(start: jax.Array | None, slot: int) -> jax.Array | None:
+  """Returns the index of a layer, if layers need it."""
   return None if start is None else start + slot

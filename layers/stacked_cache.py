@@ -1,22 +1,19 @@
-"""The caches of stacked layers, written in place by one layer after another.
+"""Caches of stacked layers, updated in place.
 
-A scan hands each layer its slice of all stacked variables, and stacks what the
-layers give back. That is right for what a training step makes; in a decoding
-step it would copy every layer's cache several times, to add a token to each. So
-there `Stack` carries the collection `cache` whole from layer to layer:
+A scan slices stacked variables for each layer and stacks the results. In a
+decoding step that would copy every cache several times to add one token. So
+`Stack` carries the collection `cache` whole from layer to layer:
 
-  * the variables of a part that has `index` among them come whole, as
-    [L, ...], with the number of the layer in one more entry, `layer` (and
-    `first` and `common`, see below). The part reads and writes its own layer,
-    as `attention.kv_cache` does;
-  * those of any other part come and go as slices, as elsewhere.
+  * a module with a variable `index` gets its variables stacked, [L, ...], and
+    the additional entries `layer`, its index, `first` and `common` (see below).
+    It reads and writes its own layer, as `attention.kv_cache` does;
+  * other modules get slices, as in any scan.
 
-What caches keep of where tokens stand is the same in all layers, if each gave
-its cache the positions and segments that the stack was given. Then no layer
-writes it: all read the `first` layer's as it was before the step. That stays
-constant in the loop, and so does what follows from it, such as masks, so that
-compilers move it out of the loop. The stack writes it for all layers afterwards
-(`CommonTokens`, the entry `common`).
+Positions and segments of cached tokens are the same in all layers if each layer
+passes those of the stack to its cache. Then layers do not write them: they read
+those of the `first` layer from before the step, which are constant in the loop,
+so that XLA moves their use (such as masks) out of it. The stack writes them for
+all layers after the loop (`CommonTokens`, the entry `common`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,43 +35,43 @@ _GIVEN = (
 )
 
 
-# Static: it goes with variables, which an inner stack carries through a loop.
+# Static, because it is passed with variables that a loop carries.
 @jax.tree_util.register_static
 class CommonTokens:
-  """What the caches of all layers of a stack do alike in a step; used once.
+  """Cache updates that all layers share in a step; used once.
 
-  A block that gives its caches the arrays of the stack in a decoding step must
-  have done so in the prefill.
+  A block that passes the arrays of the stack to its caches in a decoding step
+  must also do so in the prefill.
   """
 
   def __init__(self, args: Sequence[Any]) -> None:
-    """Remembers what every layer is given, arrays among it."""
+    """Records the arguments of every layer."""
     self._args = tuple(args)
     self._updates: dict[tuple[str, ...], Callable[[Tree], Tree]] = {}
 
   def includes(self, *arrays: jax.Array) -> bool:
-    """Whether each is an array of the stack, itself and not its equal."""
+    """Whether each is identical to an array of the stack."""
     return all(any(x is arg for arg in self._args) for x in arrays)
 
-  def leave(self, cache: nn.Module, update: Callable[[Tree], Tree]) -> None:
-    """Leaves variables of all layers' caches to the stack.
+  def defer(self, cache: nn.Module, update: Callable[[Tree], Tree]) -> None:
+    """Defers an update of the caches of all layers to the stack.
 
     Args:
-      cache: That of any layer; it does not write them.
-      update: Maps the arrays of one layer, by variable, to those that change.
-        It closes over arrays of the stack only.
+      cache: The cache of any layer, which does not write the variables.
+      update: Maps the arrays of one layer, by variable, to the changed ones; a
+        closure over arrays of the stack only.
     """
     self._updates[cache.path] = update
 
   def write(self, stack: nn.Module) -> None:
-    """Writes what was left into the variables of the stack."""
+    """Applies the deferred updates to the variables of the stack."""
     for path, update in self._updates.items():
       names = path[len(stack.path) :]
       part: Any = stack.variables[cache_variables.COLLECTION]
       for name in names:
         part = part[name]
       for name, x in _for_all(part, update).items():
-        # Nested, as `put_variable` wants what is not the module's own.
+        # Nested, because `put_variable` needs it for variables of submodules.
         value: Any = jax.tree.map(lambda _, x=x: x, part[name])
         for outer in reversed((*names[1:], name)):
           value = {outer: value}
@@ -82,50 +79,49 @@ class CommonTokens:
 
 
 class LayerView:
-  """What one layer sees of the stacked variables; used once.
+  """The stacked variables as one layer sees them; used once.
 
-  Parts of a layer that stand in scopes of their own, such as the parameters of
-  shared parts, have trees of their own: all are given first, in the order in
-  which they are taken then.
+  Submodules in other scopes, such as those with shared parameters, have
+  separate trees: all are selected first and then updated in the same order.
   """
 
   def __init__(
     self, number: jax.Array, common: CommonTokens | None = None
   ) -> None:
-    """Remembers the layer.
+    """Records the layer.
 
     Args:
-      number: Of the layer, int of rank 0.
-      common: What all layers do alike; `None` leaves all to each.
+      number: Index of the layer, an int scalar.
+      common: Shared updates; `None` lets each layer write all variables.
     """
     self._number = number
     self._common = common
     self._seen: list[tuple[Tree, Tree]] = []
 
-  def given(self, stacked: Tree) -> Tree:
-    """Returns what the layer is given of the stacked variables."""
-    given = _mapped(self._part, stacked)
+  def select(self, stacked: Tree) -> Tree:
+    """Returns the variables of the layer."""
+    given = _map(self._select, stacked)
     self._seen.append((stacked, given))
     return given
 
-  def taken(self, changed: Tree) -> Tree:
-    """Returns the stacked variables after the layer changed what it was given.
+  def update(self, changed: Tree) -> Tree:
+    """Returns the stacked variables with those that the layer changed.
 
-    Boxes around variables are as before.
+    Boxes around variables are kept.
 
     Raises:
-      ValueError: The layer made more variables, for which there is no place.
+      ValueError: The layer created a variable.
     """
     stacked, given = self._seen.pop(0)
     new = sorted(_names(changed) - _names(given))
     if new:
       raise ValueError(
-        f"A layer made the variable {new[0]} in a decoding step; make it in "
-        "the prefill, which makes the caches of all layers."
+        f"A layer created the variable {new[0]} in a decoding step; create it"
+        " in the prefill."
       )
-    return _mapped(self._put, stacked, given, changed)
+    return _map(self._update, stacked, given, changed)
 
-  def _part(self, stacked: Tree) -> Tree:
+  def _select(self, stacked: Tree) -> Tree:
     if cache_variables.INDEX not in stacked:
       return jax.tree.map(
         lambda x: cache_variables.at_layer(x, self._number), stacked
@@ -133,7 +129,7 @@ class LayerView:
     arrays = _own(stacked)
     first, number = jnp.int32(0), self._number
     if cache_variables.LAYER in stacked:
-      # In a stack of stacks, [L,L',...]: as one of all layers, [L * L',...].
+      # A stack of stacks, [L,L',...], is flattened to [L * L',...].
       inner = jax.tree.leaves(arrays)[0].shape[1]
       arrays = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), arrays)
       first = stacked[cache_variables.LAYER] * inner
@@ -145,7 +141,7 @@ class LayerView:
       cache_variables.COMMON: self._common,
     }
 
-  def _put(self, stacked: Tree, given: Tree, changed: Tree) -> Tree:
+  def _update(self, stacked: Tree, given: Tree, changed: Tree) -> Tree:
     def put(x: jax.Array, before: jax.Array, after: jax.Array) -> jax.Array:
       if cache_variables.INDEX in stacked:
         return after.reshape(x.shape)
@@ -189,12 +185,12 @@ def _own(part: Tree) -> dict[str, Any]:
   return {k: v for k, v in part.items() if k not in _GIVEN}
 
 
-def _mapped(fn: Callable[..., Tree], tree: Tree, *others: Tree) -> Tree:
+def _map(fn: Callable[..., Tree], tree: Tree, *others: Tree) -> Tree:
   """Returns `fn` of the variables of each part, given all trees' together."""
   parts = {k: v for k, v in tree.items() if isinstance(v, Mapping)}
   own = {k: v for k, v in tree.items() if k not in parts}
   result = {
-    name: _mapped(fn, part, *(other[name] for other in others))
+    name: _map(fn, part, *(other[name] for other in others))
     for name, part in parts.items()
   }
   if own:

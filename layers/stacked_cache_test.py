@@ -220,6 +220,6 @@ def test_a_variable_made_too_late_is_an_error():
   layers = stack.Stack((Counter(makes_more=True),), num_layers=2)
   state = layers.init(jax.random.key(0), jnp.ones((1, 2)))
   with pytest.raises(
-    ValueError, match=r"made the variable cache/late in a decoding step"
+    ValueError, match=r"created the variable cache/late in a decoding step"
   ):
     layers.apply(state, jnp.ones((1, 2)), mutable=["cache"])

@@ -1,13 +1,12 @@
-"""Finds parameters that are tied by accident.
+"""Detection of accidentally shared parameters.
 
-Linen gives one module object in two fields one set of parameters, without a
-word: a norm that was made once and passed twice, or one node of a configuration
-in two places. Sharing is asked for here (`layers.shared`), so this is an error.
+Linen silently shares the parameters of one module object in two fields, such as
+a norm that is created once and passed twice. Here sharing is explicit
+(`layers.shared`), so this is an error.
 
-An object in two places is harmless where it has no parameters (dropout), and
-where the places are copied anyway (two blocks of a stack). So each such object
-is put into each place as a copy of its own; only if the model then has
-variables that it had not before, the object was tied.
+One object in two fields is harmless without parameters (dropout) or if it is
+copied anyway (blocks of a stack). So each such object is replaced by separate
+copies; if the model then has additional variables, the object was shared.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,21 +23,21 @@ _Objects = dict[int, nn.Module]
 
 
 class TiedError(ValueError):
-  """One object with parameters stands in two places of a model."""
+  """One module object with parameters is in two fields of a model."""
 
 
 def check(
   model: nn.Module, variables_of: Callable[[nn.Module], Mapping[str, Any]]
 ) -> None:
-  """Raises an error if two places of a model share parameters unasked.
+  """Raises an error if a model shares parameters accidentally.
 
   Args:
-    model: Not bound.
-    variables_of: Returns the tree of abstract variables of a model like this
-      one; called only where an object stands in several places.
+    model: Unbound model.
+    variables_of: Returns the abstract variables of such a model; called only if
+      an object is in several fields.
 
   Raises:
-    TiedError: One object stands in two places.
+    TiedError: One object with parameters is in two fields.
   """
   places = _places(model)
   several = {i: p for i, p in places.items() if len(p) > 1}
@@ -46,20 +45,20 @@ def check(
     return
   tied = _names(variables_of(model))
   for target, where in several.items():
-    apart = _names(variables_of(_apart(model, target, {})))
+    apart = _names(variables_of(_separate(model, target, {})))
     if apart - tied:
       kind = where[0][1]
       names = " and ".join(name for name, _ in where)
       own = sorted(apart - tied)[0]
       raise TiedError(
-        f"One {kind} stands in two places, {names}, but its parameters belong "
-        f"to one of them only ({own} is missing). Make one for each, or mark "
-        "both with layers.shared.shared(name, part)."
+        f"One {kind} object is in two fields, {names}, so they share their"
+        f" parameters ({own} is missing). Create one for each, or mark both"
+        " with layers.shared.shared(name, module)."
       )
 
 
 def _places(model: nn.Module) -> dict[int, list[tuple[str, str]]]:
-  """Returns the places of each object: the field that has it, and its class."""
+  """Returns the fields that contain each object, and its class."""
   places: dict[int, list[tuple[str, str]]] = {}
   seen: set[int] = set()
 
@@ -70,7 +69,7 @@ def _places(model: nn.Module) -> dict[int, list[tuple[str, str]]]:
     edges = set()
     for field, part in shared.iterate_submodules(module):
       at = f"{path}.{field}" if path else field
-      # One object several times in one field is a pattern of templates.
+      # One object several times in one field is a pattern of blocks.
       if (field, id(part)) not in edges:
         edges.add((field, id(part)))
         found = places.setdefault(id(part), [])
@@ -81,16 +80,18 @@ def _places(model: nn.Module) -> dict[int, list[tuple[str, str]]]:
   return places
 
 
-def _apart(module: nn.Module, target: int, done: _Objects) -> nn.Module:
-  """Returns a copy in which `target` is another object in each of its places.
+def _separate(module: nn.Module, target: int, done: _Objects) -> nn.Module:
+  """Returns a copy of a model with separate copies of the object `target`.
 
-  All other objects stay one where they were one.
+  Other objects in several fields remain one object.
   """
   if id(module) in done:
     return done[id(module)]
 
   def part(leaf: Any) -> Any:
-    return _apart(leaf, target, done) if isinstance(leaf, nn.Module) else leaf
+    return (
+      _separate(leaf, target, done) if isinstance(leaf, nn.Module) else leaf
+    )
 
   updates = {
     field.name: jax.tree.map(part, getattr(module, field.name))

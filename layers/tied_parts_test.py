@@ -65,7 +65,7 @@ def test_a_model_of_distinct_parts_costs_nothing():
 def test_one_norm_in_two_fields_of_a_block_is_an_error():
   norm = rms_norm.RmsNorm()
   message = (
-    r"One RmsNorm stands in two places, stack.blocks.attention_norm and "
+    r"One RmsNorm object is in two fields, stack.blocks.attention_norm and "
     r"stack.blocks.feed_forward_norm, .*params/stack/layers/blocks_0/"
     r"feed_forward_norm/scale.*layers\.shared"
   )

@@ -59,7 +59,7 @@ class Common(Protocol):
     """Returns whether each is an array that the stack passed on."""
     ...
 
-  def leave(
+  def defer(
     self,
     cache: nn.Module,
     update: Callable[[Mapping[str, Any]], Mapping[str, Any]],
@@ -147,7 +147,7 @@ def append(
   slots = {}
   if stored.common is not None:
     after = functools.partial(_after, new=places, place=place)
-    stored.common.leave(cache, after)
+    stored.common.defer(cache, after)
     slots = after({**stored.slots, INDEX: stored.index})
     del slots[INDEX]
   else:
