@@ -83,9 +83,8 @@ class Stack(nn.Module):
     groups = self.num_layers // period
     indices = self._indices(layer_index)
     if groups:
-      make = self._make_decoding_scan
-        if self._is_decoding()
-        else self._make_scan
+      is_decoding = self._is_decoding()
+      make = self._make_decoding_scan if is_decoding else self._make_scan
       scanned = make(groups, len(args), static)
       starts = None if indices is None else indices[: groups * period : period]
       x, _ = scanned(self._group(), x, starts, *args)

@@ -151,9 +151,7 @@ def test_a_post_norm_comes_after_the_sum():
 
 def test_a_missing_number_is_an_error():
   rate = stochastic_residual.LinearRate(0.5, num_layers=2)
-  with pytest.raises(
-    ValueError, match=r"layer index; set Stack.pass_layer_index"
-  ):
+  with pytest.raises(ValueError, match=r"set Stack.pass_layer_index"):
     _train(_residual(rate=rate), X, BRANCH)
 
 
