@@ -182,8 +182,11 @@ class _Setter:
       raise self._error(f"{_name(node)}{place} has no field {step!r}{hint}")
     name = str(step)
     self.owner = path, node
+    value = tree.value_of(node, name)
+    if rest and not tree.is_set(node, name):
+      value = _configure_default(value)
     child = self.set(
-      tree.value_of(node, name),
+      value,
       rest,
       annotation=tree.annotations_of(node).get(name, Any),
       path=tree.join(path, name),
@@ -242,6 +245,27 @@ class _Setter:
   def _error(self, what: str) -> user_error.UserError:
     text = user_error.sentence(f"{self.override}: {what}")
     return user_error.UserError(text)
+
+
+def _configure_default(value: Any) -> Any:
+  """Returns the default object of a field as a configuration, if it has fields.
+
+  Args:
+    value: The default; returned as it is unless it is a dataclass.
+  """
+  if not dataclasses.is_dataclass(value) or isinstance(value, type):
+    return value
+  fields = {
+    field.name: getattr(value, field.name)
+    for field in dataclasses.fields(value)
+    if field.init and field.name not in ("parent", "name")
+  }
+  target = type(value)
+  config = fdl.Config(target)
+  for name, current in fields.items():
+    if current != tree.value_of(config, name):
+      setattr(config, name, current)
+  return config
 
 
 def _name(node: fdl.Buildable) -> str:

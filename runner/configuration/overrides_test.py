@@ -283,3 +283,22 @@ def test_any_argument_is_an_override_or_is_refused_or_is_none(text):
     return
   assert found is not None
   assert f"{found.path}={found.text}" == text
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Rules:
+  causal: bool = True
+  window: int | None = None
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Attention:
+  rules: _Rules = _Rules(causal=False)
+
+
+def test_a_field_of_a_default_object_can_be_set():
+  config = fdl.Config(_Attention)
+  _apply(config, "rules.window=4")
+  assert fdl.build(config).rules == _Rules(causal=False, window=4)
+  with pytest.raises(user_error.UserError, match="window"):
+    _apply(fdl.Config(_Attention), "rules.windw=4")
