@@ -1,10 +1,9 @@
 """Attention by cuDNN: one fused kernel of NVIDIA GPUs.
 
-`cudnn` is a kernel as those of `kernels` are. cuDNN is told of a mask what it
-knows: that it is causal, its window, and the length of each row. So rows with
-one document each need nothing of size T x S. Of rows with several documents
-JAX's public function knows nothing; for them the mask becomes a bias
-[B,1,T,S], which is N times less than the logits, but grows with T x S.
+cuDNN supports causal masks, windows and the length of each sequence, so
+sequences of one document each need nothing of size T x S. JAX's public function
+does not support several documents per sequence; for them the mask becomes a
+bias [B,1,T,S], which is N times smaller than the logits, but grows with T x S.
 
 Letters: B batch, T queries, S keys, N heads, K key/value heads, H head_dim.
 """
@@ -24,19 +23,19 @@ import numpy as np
 from paxon.layers.attention import kernel_support, per_device
 from paxon.layers.attention import mask as attention_mask
 
-# Where cuDNN is not needed, because nothing is compiled for its GPUs.
+# Set where nothing is compiled for GPUs, so that cuDNN is not needed.
 _stands_in: contextvars.ContextVar[bool] = contextvars.ContextVar(
   "cudnn_stands_in", default=False
 )
 
 
 class CudnnMissingError(ValueError):
-  """cuDNN's library is not on this machine."""
+  """The cuDNN library is missing on this machine."""
 
 
 @contextlib.contextmanager
 def stand_in() -> Iterator[None]:
-  """Lets XLA stand in for cuDNN, for shapes and for counts of FLOPs.
+  """Replaces cuDNN by XLA, to trace shapes and count FLOPs.
 
   cuDNN attention cannot even be traced without cuDNN's library.
   """
@@ -48,11 +47,11 @@ def stand_in() -> Iterator[None]:
 
 
 def problem(*, head_dim: int, dtype: DTypeLike) -> str | None:
-  """Returns why cuDNN cannot serve a layer, or None if it can.
+  """Returns why cuDNN does not support a layer, or None if it does.
 
   Args:
     head_dim: Width of a head.
-    dtype: Of queries, keys and values.
+    dtype: Dtype of queries, keys and values.
   """
   request = kernel_support.Request(
     head_dim=head_dim, dtype=np.dtype(dtype).name
@@ -73,7 +72,7 @@ def _support(settings: Mapping[str, Any]) -> kernel_support.Support:
   )
 
 
-@kernel_support.declared(_support)
+@kernel_support.declare(_support)
 def cudnn(
   query: Float[Array, "batch length heads head_dim"],
   key: Float[Array, "batch kv_length kv_heads head_dim"],
@@ -93,23 +92,22 @@ def cudnn(
     query: Queries.
     key: Keys.
     value: Values.
-    mask: Which keys each query sees.
-    logit_cap: Refused: cuDNN does not bend logits.
-    bias: Refused: of its gradient cuDNN makes something of size T x S.
-    scale: What products are multiplied by; `None` is `H ** -0.5`.
-    sinks: Refused likewise.
-    packed: Whether rows may hold several documents. False promises that each
-      row is one document with padding behind it; rows for which that is not
-      true become NaN. Calls with a cache (S is not T) do not depend on it.
-    implementation: "xla" computes the same, from the same description of the
-      mask, on any device.
+    mask: The mask.
+    logit_cap: Not supported.
+    bias: Not supported: cuDNN materializes a T x S gradient.
+    scale: Factor of the dot products; `None` is `H ** -0.5`.
+    sinks: Not supported.
+    packed: Whether sequences may hold several documents. False requires that
+      each is one document followed by padding; other sequences become NaN.
+      Calls with a cache (S is not T) do not depend on it.
+    implementation: "xla" computes the same on any device.
 
   Returns:
     The weighted values.
 
   Raises:
-    ValueError: cuDNN cannot serve this call; the message says why.
-    CudnnMissingError: cuDNN is not here.
+    ValueError: cuDNN does not support this call.
+    CudnnMissingError: The cuDNN library is missing.
   """
   is_described = not packed and query.shape[1] == key.shape[1]
   settings = {"packed": not is_described, "implementation": implementation}
@@ -159,19 +157,19 @@ def cudnn(
   try:
     return per_device.call(attend, query, key, value, mask, name="cuDNN")
   except NotImplementedError as error:
-    raise ValueError(f"cuDNN attention cannot serve this call: {error}") from (
-      error
-    )
+    raise ValueError(
+      f"cuDNN attention does not support this call: {error}"
+    ) from (error)
   except RuntimeError as error:
     if "cuDNN" not in str(error):
       raise
     raise CudnnMissingError(
-      f"cuDNN attention needs NVIDIA's library, and JAX says: {error} Where"
-      " there is no NVIDIA GPU, use kernels.fused."
+      f"cuDNN attention needs NVIDIA's library; JAX reports: {error} Without an"
+      " NVIDIA GPU, use kernels.fused."
     ) from error
 
 
-@kernel_support.declared(kernel_support.CUDNN_ONE_DOCUMENT)
+@kernel_support.declare(kernel_support.CUDNN_ONE_DOCUMENT)
 def one_document(
   query: Float[Array, "batch length heads head_dim"],
   key: Float[Array, "batch kv_length kv_heads head_dim"],
@@ -183,7 +181,7 @@ def one_document(
   scale: float | None = None,
   sinks: jax.Array | None = None,
 ) -> Float[Array, "batch length heads head_dim"]:
-  """`cudnn` for rows of one document each: what is masked is not computed.
+  """`cudnn` for sequences of one document: masked keys are not computed.
 
   A function, so that a command line can name it.
 
@@ -191,12 +189,12 @@ def one_document(
     query: Queries.
     key: Keys.
     value: Values.
-    mask: Which keys each query sees; rows that are not one document with
-      padding behind it become NaN.
-    logit_cap: Refused, as by `cudnn`.
-    bias: Refused, as by `cudnn`.
-    scale: What products are multiplied by; `None` is `H ** -0.5`.
-    sinks: Refused, as by `cudnn`.
+    mask: The mask; sequences other than one document followed by padding become
+      NaN.
+    logit_cap: Not supported.
+    bias: Not supported.
+    scale: Factor of the dot products; `None` is `H ** -0.5`.
+    sinks: Not supported.
 
   Returns:
     The weighted values.
@@ -215,7 +213,7 @@ def one_document(
 
 
 def _described(mask: attention_mask.AttentionMask) -> dict[str, Any]:
-  """Returns the mask in the words of `jax.nn.dot_product_attention`."""
+  """Returns the mask as arguments of `jax.nn.dot_product_attention`."""
   lengths = jnp.sum(mask.q_segment_ids != 0, axis=-1, dtype=jnp.int32)
   settings: dict[str, Any] = {
     "is_causal": mask.rules.causal,
@@ -231,7 +229,7 @@ def _described(mask: attention_mask.AttentionMask) -> dict[str, Any]:
 def _is_one_document(
   mask: attention_mask.AttentionMask,
 ) -> Bool[Array, " batch"]:
-  """Whether each row is one document, in order, with padding behind it."""
+  """Returns which sequences are one document, in order, then padding."""
   ids, positions = mask.q_segment_ids, mask.q_positions
   index = jnp.arange(ids.shape[-1], dtype=positions.dtype)[None]
   lengths = jnp.sum(ids != 0, axis=-1, keepdims=True, dtype=positions.dtype)

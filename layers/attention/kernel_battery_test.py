@@ -143,7 +143,7 @@ def test_the_declaration_is_what_the_kernel_does(name):
   for case, (settings, keywords, _) in CASES.items():
     arrays, given = _arguments(keywords)
     given.pop("scale", None)
-    request = kernel_support.of_call(*arrays, mask=_mask(**settings), **given)
+    request = kernel_support.from_call(*arrays, mask=_mask(**settings), **given)
     reasons = kernel_support.supports(KERNELS[name], request)
     if reasons:
       declared.add(case)

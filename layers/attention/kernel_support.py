@@ -1,9 +1,9 @@
-"""What each attention kernel serves, as data, and the one check of it.
+"""Features that attention kernels support, and the check of calls and layers.
 
-A kernel is declared once, below, and refers to its declaration by `declared`,
-or by an attribute `support`. Its calls are checked against it, and so is
-a configuration before anything is traced. Kernels of other repositories may
-declare themselves likewise; one without a declaration is taken as it is.
+A kernel declares its `Support` by the decorator `declare` or an attribute
+`support`. A `Request` lists the required features, of a call or of a layer
+before anything is traced. Kernels of other repositories may declare theirs; a
+kernel without a declaration is not checked.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,34 +23,34 @@ TPU: Final = "tpu"
 
 
 class Feature(enum.Enum):
-  """What a call may ask for and not every kernel has."""
+  """A feature that not every kernel supports."""
 
-  LOGIT_CAP = "a cap of logits"
+  LOGIT_CAP = "soft-capped logits"
   BIAS = "a bias of logits"
-  BIAS_MATRIX = "a bias of all pairs"
-  SINKS = "sinks"
-  PREFIX = "a prefix that sees itself"
+  BIAS_MATRIX = "a bias matrix"
+  SINKS = "attention sinks"
+  PREFIX = "a bidirectional prefix"
   CHUNK = "chunks"
   WINDOW = "a window"
   RIGHT_WINDOW = "a window to the right"
   TWO_SIDED_WINDOW = "a window to both sides"
-  NO_LIMIT = "no window"
+  NO_LIMIT = "no window or chunk"
   BIDIRECTIONAL = "later keys"
-  CACHE = "keys of a cache"
+  CACHE = "a cache"
   VALUE_WIDTH = "values of another width than keys"
-  PACKED = "several documents in a row"
-  SPLIT_ROWS = "rows split over devices"
+  PACKED = "several documents per sequence"
+  SPLIT_SEQUENCES = "sequences split over devices"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-  """What a call asks for.
+  """Requirements of a call or a layer; unknown ones are None or missing.
 
   Attributes:
     head_dim: Width of a head, of queries and keys.
     dtype: Name of the dtype of queries, keys and values.
-    platform: Where it runs: "cuda", "tpu" or "cpu".
-    features: What is asked for, each with the words of who asks, such as
+    platform: "cuda", "tpu" or "cpu".
+    features: Required features, each with the reason, such as
       `logit_cap is 30.0`.
   """
 
@@ -60,11 +60,11 @@ class Request:
   features: Mapping[Feature, str] = dataclasses.field(default_factory=dict)
 
   def asking(self, feature: Feature, words: str) -> "Request":
-    """Returns it with one more feature."""
+    """Returns a copy with one more feature."""
     return dataclasses.replace(self, features={**self.features, feature: words})
 
 
-def of_call(
+def from_call(
   query: jax.Array,
   key: jax.Array,
   value: jax.Array,
@@ -74,18 +74,18 @@ def of_call(
   bias: Any | None = None,
   sinks: jax.Array | None = None,
 ) -> Request:
-  """Returns what the arguments of a kernel ask for.
+  """Returns the requirements of a call.
 
-  Whether rows are packed is in the data, and where it runs is decided later.
+  Packing is in the data, and the platform is decided later; both are unknown.
 
   Args:
     query: Queries [B,T,N,H].
     key: Keys [B,S,K,H].
     value: Values [B,S,K,H'].
-    mask: Which keys each query sees.
-    logit_cap: As kernels take it.
-    bias: As kernels take it, or a function that makes it.
-    sinks: As kernels take it.
+    mask: The mask.
+    logit_cap: Argument of the kernel.
+    bias: Argument of the kernel, or a function that returns it.
+    sinks: Argument of the kernel.
   """
   features = _of_mask(mask.rules)
   if mask.q_prefix is not None:
@@ -105,7 +105,7 @@ def of_call(
     )
   if query.shape[1] != key.shape[1] and mask.by_position:
     features[Feature.CACHE] = (
-      f"{query.shape[1]} queries see {key.shape[1]} keys by their positions"
+      f"{query.shape[1]} queries attend to {key.shape[1]} keys by position"
     )
   return Request(
     head_dim=query.shape[-1],
@@ -114,13 +114,12 @@ def of_call(
   )
 
 
-def of_layer(layer: Any, *, dtype: DTypeLike | None = None) -> Request:
-  """Returns what the fields of a layer ask for.
+def from_layer(layer: Any, *, dtype: DTypeLike | None = None) -> Request:
+  """Returns the requirements of a layer.
 
   Args:
-    layer: With fields as `GroupedQueryAttention` has them; those that it has
-      not ask for nothing.
-    dtype: Of its queries, keys and values, where the layer does not say.
+    layer: An attention layer, with fields like `GroupedQueryAttention`.
+    dtype: Dtype of queries, keys and values if the layer has none.
   """
   rules = getattr(layer, "mask", None)
   features = {} if rules is None else _of_mask(rules)
@@ -137,7 +136,7 @@ def of_layer(layer: Any, *, dtype: DTypeLike | None = None) -> Request:
     features[Feature.SINKS] = f"logits.sinks is {type(sinks).__name__}"
   head_dim = getattr(layer, "head_dim", None)
   if head_dim is not None:
-    # Latent attention has a part with positions beside that without.
+    # Heads of latent attention also have rotated features.
     head_dim += getattr(layer, "rope_dim", 0)
   value_dim = getattr(layer, "value_dim", None)
   if None not in (head_dim, value_dim) and value_dim != head_dim:
@@ -156,31 +155,31 @@ _Feature = Feature
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Support:
-  """What a kernel serves.
+  """The features, dtypes, platforms and widths that a kernel supports.
 
   Attributes:
-    name: How it is called in a configuration.
-    refused: Why it cannot serve a feature, for each that it cannot.
-    dtypes: Names of the dtypes that it takes; empty for all.
-    platforms: Where it runs; empty for everywhere.
-    head_dim_multiple: What the width of a head must be a multiple of.
-    max_head_dim: The largest width of a head; None for any.
+    name: Its import path in a configuration.
+    unsupported: The reason for each feature that it does not support.
+    dtypes: Names of supported dtypes; empty for all.
+    platforms: Supported platforms; empty for all.
+    head_dim_multiple: Divisor of supported head widths.
+    max_head_dim: Largest head width; None for any.
   """
 
   name: str
-  refused: Mapping[Feature, str] = dataclasses.field(default_factory=dict)
+  unsupported: Mapping[Feature, str] = dataclasses.field(default_factory=dict)
   dtypes: tuple[str, ...] = ()
   platforms: tuple[str, ...] = ()
   head_dim_multiple: int = 1
   max_head_dim: int | None = None
 
   def without(self, *features: Feature) -> "Support":
-    """Returns it without refusals of some features."""
-    kept = {f: why for f, why in self.refused.items() if f not in features}
-    return dataclasses.replace(self, refused=kept)
+    """Returns a copy that supports some more features."""
+    kept = {f: why for f, why in self.unsupported.items() if f not in features}
+    return dataclasses.replace(self, unsupported=kept)
 
   def problems(self, request: Request) -> Iterator[str]:
-    """Yields each reason why a request cannot be served."""
+    """Yields each reason why a request is not supported."""
     if self.platforms and request.platform not in (None, *self.platforms):
       yield f"it runs on {_either(self.platforms)}, not on {request.platform}"
     if self.dtypes and request.dtype not in (None, *self.dtypes):
@@ -196,8 +195,8 @@ class Support:
         f" {self.head_dim_multiple}{most}"
       )
     for feature, words in request.features.items():
-      if feature in self.refused:
-        yield f"{words}, but {self.refused[feature]}"
+      if feature in self.unsupported:
+        yield f"{words}, but {self.unsupported[feature]}"
 
   def _takes_width(self, head_dim: int) -> bool:
     most = self.max_head_dim
@@ -208,52 +207,56 @@ class Support:
 PLAIN: Final = Support(name="layers.attention.kernels.plain")
 
 _OF_JAX: Final[Mapping[Feature, str]] = {
-  _Feature.LOGIT_CAP: "jax.nn.dot_product_attention has no cap",
+  _Feature.LOGIT_CAP: "jax.nn.dot_product_attention has no soft cap",
   _Feature.SINKS: "jax.nn.dot_product_attention has no sinks",
-  _Feature.VALUE_WIDTH: "jax.nn.dot_product_attention wants one width",
+  _Feature.VALUE_WIDTH: "jax.nn.dot_product_attention needs one width",
 }
 
-FUSED: Final = Support(name="layers.attention.kernels.fused", refused=_OF_JAX)
+FUSED: Final = Support(
+  name="layers.attention.kernels.fused", unsupported=_OF_JAX
+)
 
 _OF_CUDNN: Final[Mapping[Feature, str]] = {
   **_OF_JAX,
-  _Feature.BIAS: "of its gradient cuDNN makes something of size T x S",
-  _Feature.SPLIT_ROWS: "cuDNN needs whole rows on each device",
+  _Feature.BIAS: "cuDNN materializes a T x S bias gradient",
+  _Feature.SPLIT_SEQUENCES: "cuDNN needs whole sequences on each device",
 }
 
 CUDNN: Final = Support(
   name="layers.attention.cudnn_attention.cudnn",
-  refused=_OF_CUDNN,
+  unsupported=_OF_CUDNN,
   dtypes=("bfloat16", "float16"),
   platforms=(CUDA,),
   head_dim_multiple=8,
-  # 128 before Hopper, which JAX itself refuses.
+  # 128 before Hopper, which JAX itself rejects.
   max_head_dim=256,
 )
 
 CUDNN_ONE_DOCUMENT: Final = dataclasses.replace(
   CUDNN,
   name="layers.attention.cudnn_attention.one_document",
-  refused={
+  unsupported={
     **_OF_CUDNN,
     _Feature.TWO_SIDED_WINDOW: "cuDNN has windows for causal masks only",
     _Feature.RIGHT_WINDOW: "cuDNN has windows for causal masks only",
-    _Feature.CHUNK: "cuDNN knows no chunks",
-    _Feature.PREFIX: "cuDNN knows no prefix",
-    _Feature.PACKED: "it is a promise that each row is one document",
+    _Feature.CHUNK: "cuDNN has no chunks",
+    _Feature.PREFIX: "cuDNN has no prefix masks",
+    _Feature.PACKED: "one_document needs one document per sequence",
   },
 )
 
 SPLASH: Final = Support(
   name="layers.attention.splash.Splash",
-  refused={
+  unsupported={
     _Feature.BIAS: "splash attention has no bias",
-    _Feature.PREFIX: "what splash attention hides is fixed when compiled",
+    _Feature.PREFIX: "splash masks are fixed at compile time",
     _Feature.CACHE: (
-      "splash attention goes by places in a row, and a cache has others (set"
-      " with_cache to a kernel for such calls)"
+      "splash attention masks by index, not by position (set with_cache to a"
+      " kernel for calls with a cache)"
     ),
-    _Feature.SPLIT_ROWS: "splash attention needs whole rows on each device",
+    _Feature.SPLIT_SEQUENCES: (
+      "splash attention needs whole sequences on each device"
+    ),
   },
   dtypes=("bfloat16", "float32"),
   platforms=(TPU,),
@@ -261,27 +264,25 @@ SPLASH: Final = Support(
 
 RING: Final = Support(
   name="layers.attention.ring.Ring",
-  refused={
-    _Feature.BIAS: "a bias of all pairs is what a ring is there to avoid"
-  },
+  unsupported={_Feature.BIAS: "ring attention never materializes a T x S bias"},
 )
 
 LOCAL_BLOCKS: Final = Support(
   name="layers.attention.local_blocks.LocalBlocks",
-  refused={
-    _Feature.NO_LIMIT: "blocks need a mask with a limit",
+  unsupported={
+    _Feature.NO_LIMIT: "blocks need a window or chunk",
     _Feature.BIAS_MATRIX: "blocks take a bias as a function of positions",
   },
 )
 
 QUERY_CHUNKS: Final = Support(name="layers.attention.query_chunks.QueryChunks")
 
-# The limits of cuDNN, but a bias, which it turns into a gradient of its size.
+# The limits of cuDNN, but with a bias, whose gradient is as large as itself.
 FUSED_BY_CUDNN: Final = dataclasses.replace(
-  CUDNN, name=FUSED.name, refused=_OF_JAX
+  CUDNN, name=FUSED.name, unsupported=_OF_JAX
 )
 
-# Those that a message may propose.
+# The kernels that an error proposes, in this order.
 KERNELS: Final = (
   CUDNN_ONE_DOCUMENT,
   CUDNN,
@@ -296,27 +297,27 @@ KERNELS: Final = (
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def declared(
+def declare(
   support: Support | Callable[[Mapping[str, Any]], Support],
 ) -> Callable[[_F], _F]:
-  """Returns a decorator that gives a kernel its declaration.
+  """Returns a decorator that declares what a kernel supports.
 
   Args:
-    support: The declaration; or a function of the settings that a
-      `functools.partial` of the kernel has, where it depends on them.
+    support: The declaration; or a function of the keywords of a
+      `functools.partial` of the kernel that returns it.
   """
 
-  def declare(kernel: _F) -> _F:
+  def decorate(kernel: _F) -> _F:
     setattr(kernel, _ATTRIBUTE, support)
     return kernel
 
-  return declare
+  return decorate
 
 
 _ATTRIBUTE: Final = "support"
 
 
-def of(kernel: Any) -> Support | None:
+def find_support(kernel: Any) -> Support | None:
   """Returns the declaration of a kernel, or None if it has none.
 
   Args:
@@ -333,65 +334,68 @@ def of(kernel: Any) -> Support | None:
   return support(settings)
 
 
-def around(support: Support, kernel: Any) -> Support:
-  """Returns what a kernel serves that calls another one for parts of a row.
+def combine(support: Support, kernel: Any) -> Support:
+  """Returns the support of a kernel that calls another one block by block.
 
   Args:
-    support: What it would serve with a kernel that serves everything.
-    kernel: The other one; a cache and a split row are not its concern.
+    support: Support of the outer kernel alone.
+    kernel: The inner kernel; caches and split sequences do not reach it.
   """
-  inner = of(kernel)
+  inner = find_support(kernel)
   if inner is None:
     return support
-  inner = inner.without(_Feature.CACHE, _Feature.SPLIT_ROWS)
+  inner = inner.without(_Feature.CACHE, _Feature.SPLIT_SEQUENCES)
   return dataclasses.replace(
-    inner, name=support.name, refused={**inner.refused, **support.refused}
+    inner,
+    name=support.name,
+    unsupported={**inner.unsupported, **support.unsupported},
   )
 
 
 def supports(kernel: Any, request: Request) -> list[str]:
-  """Returns why a kernel cannot serve a request; nothing if it can.
+  """Returns the reasons why a kernel does not support a request, if any.
 
   Args:
-    kernel: As for `of`.
-    request: What is asked for.
+    kernel: As for `find_support`.
+    request: The requirements.
   """
-  support = of(kernel)
+  support = find_support(kernel)
   return [] if support is None else list(support.problems(request))
 
 
-def refusal(support: Support, request: Request) -> str | None:
-  """Returns one sentence about why a kernel cannot serve a request.
+def explain(support: Support, request: Request) -> str | None:
+  """Returns an error message for a request that a kernel does not support.
 
   Args:
-    support: Of the kernel.
-    request: What is asked for.
+    support: Support of the kernel.
+    request: The requirements.
 
   Returns:
-    The kernel, each reason, and the kernels that can; None if it can.
+    The kernel, each reason, and the kernels that support the request; None if
+    the kernel does.
   """
   problems = list(support.problems(request))
   if not problems:
     return None
-  # Not empty: `plain` serves everything.
+  # Not empty: `plain` supports everything.
   able = [k.name for k in KERNELS if not any(k.problems(request))]
   return (
-    f"{support.name} cannot serve this layer: {'; '.join(problems)}; use"
+    f"{support.name} does not support this layer: {'; '.join(problems)}; use"
     f" {_either(able)}."
   )
 
 
 def check(support: Support, request: Request) -> None:
-  """Checks that a kernel can serve a request.
+  """Checks that a kernel supports a request.
 
   Args:
-    support: Of the kernel.
-    request: What is asked for.
+    support: Support of the kernel.
+    request: The requirements.
 
   Raises:
-    ValueError: It cannot; see `refusal`.
+    ValueError: It does not; see `explain`.
   """
-  message = refusal(support, request)
+  message = explain(support, request)
   if message is not None:
     raise ValueError(message)
 
@@ -407,30 +411,30 @@ def check_call(
   bias: Any | None = None,
   sinks: jax.Array | None = None,
 ) -> None:
-  """Checks that a kernel can serve a call, by its arguments.
+  """Checks that a kernel supports a call, by its arguments.
 
   Args:
-    support: Of the kernel.
+    support: Support of the kernel.
     query: Queries [B,T,N,H].
     key: Keys [B,S,K,H].
     value: Values [B,S,K,H'].
-    mask: Which keys each query sees.
-    logit_cap: As kernels take it.
-    bias: As kernels take it, or a function that makes it.
-    sinks: As kernels take it.
+    mask: The mask.
+    logit_cap: Argument of the kernel.
+    bias: Argument of the kernel, or a function that returns it.
+    sinks: Argument of the kernel.
 
   Raises:
-    ValueError: It cannot, or the heads do not divide into groups.
+    ValueError: It does not, or the heads do not divide into groups.
   """
-  request = of_call(
+  request = from_call(
     query, key, value, mask, logit_cap=logit_cap, bias=bias, sinks=sinks
   )
   check(support, request)
   heads, kv_heads = query.shape[2], key.shape[2]
   if heads % kv_heads:
     raise ValueError(
-      f"The heads of queries ({heads}) must be a multiple of those of keys "
-      f"({kv_heads})."
+      f"The number of query heads ({heads}) must be a multiple of the number "
+      f"of key/value heads ({kv_heads})."
     )
 
 

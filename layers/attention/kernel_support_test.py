@@ -38,7 +38,7 @@ _Request = kernel_support.Request
   ],
 )
 def test_each_kernel_is_declared_under_its_name(kernel):
-  support = kernel_support.of(kernel)
+  support = kernel_support.find_support(kernel)
   assert support in kernel_support.KERNELS
   named = kernel if hasattr(kernel, "__qualname__") else type(kernel)
   assert f"paxon.{support.name}" == f"{named.__module__}.{named.__qualname__}"
@@ -46,7 +46,7 @@ def test_each_kernel_is_declared_under_its_name(kernel):
 
 def test_a_declaration_goes_with_the_settings():
   def of(**settings):
-    return kernel_support.of(
+    return kernel_support.find_support(
       functools.partial(cudnn_attention.cudnn, **settings)
     )
 
@@ -54,22 +54,22 @@ def test_a_declaration_goes_with_the_settings():
   assert of(packed=False) == kernel_support.CUDNN_ONE_DOCUMENT
   assert of(packed=False, implementation="xla").dtypes == ()
   by_cudnn = functools.partial(kernels.fused, implementation="cudnn")
-  assert kernel_support.of(by_cudnn) == kernel_support.FUSED_BY_CUDNN
+  assert kernel_support.find_support(by_cudnn) == kernel_support.FUSED_BY_CUDNN
   # The outer of two settings holds.
   outer = functools.partial(by_cudnn, implementation="xla")
-  assert kernel_support.of(outer) == kernel_support.FUSED
+  assert kernel_support.find_support(outer) == kernel_support.FUSED
 
 
 def test_a_kernel_around_a_kernel_serves_what_both_do():
   inner = functools.partial(kernels.fused, implementation="cudnn")
-  support = kernel_support.of(local_blocks.LocalBlocks(kernel=inner))
+  support = kernel_support.find_support(local_blocks.LocalBlocks(kernel=inner))
   assert support.name == kernel_support.LOCAL_BLOCKS.name
   assert support.dtypes == kernel_support.CUDNN.dtypes
-  assert {_Feature.NO_LIMIT, _Feature.LOGIT_CAP} <= set(support.refused)
+  assert {_Feature.NO_LIMIT, _Feature.LOGIT_CAP} <= set(support.unsupported)
   # Its parts of rows are whole, and have all their keys.
   chunks = query_chunks.QueryChunks(kernel=splash.Splash())
-  found = set(kernel_support.of(chunks).refused)
-  assert not found & {_Feature.CACHE, _Feature.SPLIT_ROWS}
+  found = set(kernel_support.find_support(chunks).unsupported)
+  assert not found & {_Feature.CACHE, _Feature.SPLIT_SEQUENCES}
 
 
 def test_a_kernel_without_a_declaration_is_taken_as_it_is():
@@ -77,9 +77,9 @@ def test_a_kernel_without_a_declaration_is_taken_as_it_is():
     raise AssertionError
 
   request = _Request(dtype="float8_e4m3fn", features={_Feature.SINKS: "sinks"})
-  assert kernel_support.of(mine) is None
+  assert kernel_support.find_support(mine) is None
   assert kernel_support.supports(mine, request) == []
-  assert kernel_support.of(query_chunks.QueryChunks(kernel=mine)) == (
+  assert kernel_support.find_support(query_chunks.QueryChunks(kernel=mine)) == (
     kernel_support.QUERY_CHUNKS
   )
 
@@ -119,11 +119,12 @@ def test_an_error_names_the_kernels_that_can():
       _Feature.NO_LIMIT: "no window",
     },
   )
-  assert kernel_support.refusal(kernel_support.PLAIN, request) is None
+  assert kernel_support.explain(kernel_support.PLAIN, request) is None
   with pytest.raises(
     ValueError,
-    match=r"^layers\.attention\.kernels\.fused cannot serve this layer:"
-    r" logit_cap is 5\.0, but jax\.nn\.dot_product_attention has no cap; use"
+    match=r"^layers\.attention\.kernels\.fused does not support this"
+    r" layer: logit_cap is 5\.0, but jax\.nn\.dot_product_attention has no"
+    r" soft cap; use"
     r" layers\.attention\.splash\.Splash, layers\.attention\.ring\.Ring,"
     r" layers\.attention\.query_chunks\.QueryChunks or"
     r" layers\.attention\.kernels\.plain\.$",
@@ -139,9 +140,9 @@ def test_there_is_always_a_kernel_that_can():
     features=dict.fromkeys(_Feature, ""),
   )
   mine = kernel_support.Support(name="mine.kernel", max_head_dim=2)
-  message = kernel_support.refusal(mine, request)
+  message = kernel_support.explain(mine, request)
   assert message == (
-    "mine.kernel cannot serve this layer: its head_dim is 3, and the kernel"
+    "mine.kernel does not support this layer: its head_dim is 3, and the kernel"
     " takes multiples of 1 up to 2; use"
     " layers.attention.query_chunks.QueryChunks or"
     " layers.attention.kernels.plain."
@@ -182,14 +183,14 @@ def _layer(**fields):
   ids=str,
 )
 def test_a_layer_asks_for_what_its_fields_say(fields, expected):
-  request = kernel_support.of_layer(_layer(dtype=jnp.bfloat16, **fields))
+  request = kernel_support.from_layer(_layer(dtype=jnp.bfloat16, **fields))
   assert (request.head_dim, request.dtype) == (64, "bfloat16")
   assert set(request.features) == expected
 
 
 def test_a_layer_without_a_dtype_of_its_own():
-  assert kernel_support.of_layer(_layer()).dtype is None
-  found = kernel_support.of_layer(_layer(), dtype=jnp.float32)
+  assert kernel_support.from_layer(_layer()).dtype is None
+  found = kernel_support.from_layer(_layer(), dtype=jnp.float32)
   assert found.dtype == "float32"
 
 
@@ -202,7 +203,7 @@ def test_a_latent_layer_has_heads_of_two_parts():
     latent_dim=8,
     rotary=rotary_embedding.Rotary(),
   )
-  request = kernel_support.of_layer(layer)
+  request = kernel_support.from_layer(layer)
   assert request.head_dim == 48
   assert request.features[_Feature.VALUE_WIDTH] == (
     "values are 32 wide and keys 48"

@@ -1,13 +1,12 @@
-"""Attention kernels: functions with one signature, interchangeable as parts.
+"""Attention kernels with one signature, and the logits settings of a layer.
 
   out[t, n] = sum_s softmax_s(query[t, n] . key[s, k] / sqrt(H)) value[s, k]
 
-over the keys `s` that the mask shows to `t`, with `k = n // (N / K)`: each
-group of N / K neighbouring query heads shares a key/value head. A query that
-sees no key (padding) gives zeros, in every kernel. With `sinks` [N] there is
-one more term `exp(sinks[n])` in the denominator of the softmax, and nothing
-for it in the sum (the "zero sink" of Xiao et al. 2023,
-https://arxiv.org/abs/2309.17453).
+over the keys `s` that are visible to `t`, with `k = n // (N / K)`: each group
+of N / K neighbouring query heads shares a key/value head. The output of a query
+without visible keys (padding) is zero, in every kernel. Attention sinks [N] add
+a term `exp(sinks[n])` to the denominator of the softmax (the "zero sink" of
+Xiao et al. 2023, https://arxiv.org/abs/2309.17453).
 
 Einsum letters: B batch, T queries, S keys, N heads, K key/value heads,
 G groups (N / K), H head_dim.
@@ -36,7 +35,7 @@ Kernel = Callable[..., jax.Array]
 BiasFunction = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-@kernel_support.declared(kernel_support.PLAIN)
+@kernel_support.declare(kernel_support.PLAIN)
 def plain(
   query: Float[Array, "batch length heads head_dim"],
   key: Float[Array, "batch kv_length kv_heads head_dim"],
@@ -54,13 +53,13 @@ def plain(
   Args:
     query: Queries.
     key: Keys.
-    value: Values; they may have a width of their own.
-    mask: Which keys each query sees.
-    logit_cap: Bends the scaled logits into `(-logit_cap, logit_cap)`.
-    bias: Added to the scaled logits, before they are bent.
-    scale: What products are multiplied by; `None` is `H ** -0.5`.
-    sinks: A logit of each head for nothing: neither scaled nor bent.
-    einsum: Computes the products `logits` and `context`; `None` is
+    value: Values; they may have another width.
+    mask: The mask.
+    logit_cap: Soft-caps the scaled logits to `(-logit_cap, logit_cap)`.
+    bias: Added to the scaled logits, before the soft cap.
+    scale: Factor of the dot products; `None` is `H ** -0.5`.
+    sinks: Logits of attention sinks, neither scaled nor capped.
+    einsum: Computes the matmuls `logits` and `context`; `None` is
       `wide_einsum` for logits and `jnp.einsum` for values.
 
   Returns:
@@ -96,8 +95,8 @@ def plain(
     logits = logit_cap * jnp.tanh(logits / logit_cap)
   # Finite, because a row of -inf would make its softmax NaN.
   lowest = float(jnp.finfo(jnp.float32).min)
-  shown = visible[:, :, None] if grouped else visible
-  logits = jnp.where(shown, logits, lowest)
+  unmasked = visible[:, :, None] if grouped else visible
+  logits = jnp.where(unmasked, logits, lowest)
   weights = jax.nn.softmax(logits, axis=-1)
   if sinks is not None:
     weights *= _share_of_keys(logits, sinks)
@@ -158,10 +157,10 @@ def check_shapes(
 def _context_of_one(
   equation: str, weights: jax.Array, value: jax.Array
 ) -> jax.Array:
-  """Returns `jnp.einsum`, with the weights on the left of the product.
+  """Returns `jnp.einsum`, with the weights as the left operand of the matmul.
 
-  `jnp.einsum` puts its second operand there, and XLA:CPU wants the sum's
-  dimension last in it: it would turn all values of a cache at every step.
+  `jnp.einsum` puts its second operand there, and XLA:CPU wants the contracted
+  dimension last in it: it would transpose all values of a cache at every step.
   """
   operands, result = equation.split("->")
   first, second = operands.split(",")
@@ -173,7 +172,7 @@ def _of_fused(settings: Mapping[str, Any]) -> kernel_support.Support:
   return kernel_support.FUSED_BY_CUDNN if is_cudnn else kernel_support.FUSED
 
 
-@kernel_support.declared(_of_fused)
+@kernel_support.declare(_of_fused)
 def fused(
   query: Float[Array, "batch length heads head_dim"],
   key: Float[Array, "batch kv_length kv_heads head_dim"],
@@ -194,11 +193,11 @@ def fused(
     query: Queries.
     key: Keys.
     value: Values.
-    mask: Which keys each query sees.
-    logit_cap: Refused: JAX's function has no such setting.
+    mask: The mask.
+    logit_cap: Not supported.
     bias: Added to the scaled logits.
-    scale: What products are multiplied by; `None` is `H ** -0.5`.
-    sinks: Refused likewise.
+    scale: Factor of the dot products; `None` is `H ** -0.5`.
+    sinks: Not supported.
     implementation: Passed on to JAX: "cudnn" asks for the fused kernel of
       NVIDIA GPUs (bfloat16 or float16 only), None leaves the choice to JAX.
 
@@ -207,7 +206,7 @@ def fused(
 
   Raises:
     ValueError: The heads do not divide into groups, or a cap or sinks are
-      asked for.
+      given.
   """
   kernel_support.check_call(
     _of_fused({"implementation": implementation}),
@@ -238,7 +237,7 @@ def _zero_unless(
   sees_any: Bool[Array, "batch length"],
   out: Float[Array, "batch length heads value_dim"],
 ) -> jax.Array:
-  """Returns `out` with zeros for queries that see no key.
+  """Returns `out` with zeros for queries without visible keys.
 
   Their softmax is an average of all values. Zeroing the output and not the
   weights saves passes over the largest tensor of attention, [B,N,T,S].
@@ -250,7 +249,7 @@ def _share_of_keys(
   logits: Float[Array, "batch *heads length kv_length"],
   sinks: Float[Array, " all_heads"],
 ) -> jax.Array:
-  """Returns what the keys have of the softmax with sinks, [B,...,T,1].
+  """Returns the share of the keys in a softmax with sinks, [B,...,T,1].
 
   `e ** l / (e ** l + e ** sink)` for `e ** l`, the sum over keys.
   """
@@ -260,11 +259,11 @@ def _share_of_keys(
 
 
 class PlainKernel(nn.Module):
-  """`kernels.plain` by other contractions.
+  """`plain` with a replaceable contraction, which may be a submodule.
 
   Attributes:
-    einsum: Computes the products `logits`, of queries and keys, and `context`,
-      of weights and values; swapped by quantization.
+    einsum: Computes the matmuls `logits`, of queries and keys, and `context`,
+      of weights and values; replaced by quantization.
   """
 
   einsum: products.Einsum
@@ -279,7 +278,7 @@ class PlainKernel(nn.Module):
     mask: attention_mask.AttentionMask,
     **more: Any,
   ) -> jax.Array:
-    """Returns what `kernels.plain` does, of the same arguments."""
+    """Returns the result of `plain`."""
     return plain(query, key, value, mask, einsum=self.einsum, **more)
 
 

@@ -171,7 +171,9 @@ def test_plain_caps_the_scaled_logits():
 
 
 def test_fused_says_that_it_cannot_cap():
-  message = r"kernels\.fused cannot serve .* logit_cap is 30\.0, but .*s\.plain"
+  message = (
+    r"kernels\.fused does not support .* logit_cap is 30\.0, but .*s\.plain"
+  )
   query, key, value = _inputs(4, 2)
   with pytest.raises(ValueError, match=message):
     kernels.fused(query, key, value, _mask(), logit_cap=30.0)

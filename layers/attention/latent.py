@@ -285,9 +285,9 @@ class LatentAttention(nn.Module):
 
 def _takes_other_widths(kernel: kernels.Kernel) -> bool:
   """Whether values may have another width than keys; no, if not declared."""
-  support = kernel_support.of(kernel)
+  support = kernel_support.find_support(kernel)
   refused = kernel_support.Feature.VALUE_WIDTH
-  return support is not None and refused not in support.refused
+  return support is not None and refused not in support.unsupported
 
 
 def _widened(x: jax.Array, width: int) -> jax.Array:

@@ -1,17 +1,17 @@
-"""Attention of tokens to their neighbours, in blocks: memory O(T * window).
+"""Block-local attention for windows and chunks: memory O(T * window).
 
-A row is cut into blocks. The queries of a block see keys of their own block and
-of as many blocks around it as the mask reaches, so that what another kernel
-gets is a batch of short rows:
+A sequence is split into blocks. The queries of a block attend to the keys of
+their block and of as many blocks around it as the mask reaches, so that another
+kernel gets a batch of short sequences:
 
   queries [B, T, N, H] -> [B * blocks, block, N, H]
   keys    [B, T, K, H] -> [B * blocks, (before + 1 + after) * block, K, H]
 
 The mask must have a limit (`window`, `right_window`, `chunk`); it is applied to
-each pair, so the result is that of the other kernel on whole rows. It counts
-positions, blocks count places: a token must be as many places from another of
-its segment as positions, and later segments have larger numbers, as packing
-makes them. Rows for which that is not true become NaN.
+each pair, so the result is that of the other kernel on whole sequences. Masks
+use positions, blocks use indices: inside of a segment both must differ alike,
+and later segments must have larger ids, as packing makes them. Other sequences
+become NaN.
 
 Letters: B batch, T length, N heads, K key/value heads, H head_dim.
 """
@@ -55,8 +55,8 @@ class LocalBlocks:
 
   @property
   def support(self) -> kernel_support.Support:
-    """What it serves: what the kernel inside of blocks does, with a limit."""
-    return kernel_support.around(kernel_support.LOCAL_BLOCKS, self.kernel)
+    """What the inner kernel supports, for masks with a limit."""
+    return kernel_support.combine(kernel_support.LOCAL_BLOCKS, self.kernel)
 
   def __call__(
     self,
@@ -74,10 +74,10 @@ class LocalBlocks:
       query: Queries.
       key: Keys.
       value: Values.
-      mask: Which keys each query sees.
+      mask: The mask.
       bias: `(query [B,T,N,H], q_positions [B,T], kv_positions [B,S]) ->
-        [B,N,T,S]`, called once, for blocks; added to the scaled logits. An
-        array is refused.
+        [B,N,T,S]`, called once, for blocks; added to the scaled logits. Arrays
+        are not supported.
       **settings: Keywords of the kernel inside of blocks.
 
     Raises:

@@ -1,8 +1,8 @@
-"""Attention kernels called on each device, with its own rows and heads.
+"""Calls of opaque attention kernels on each device's sequences and heads.
 
-A kernel that the compiler cannot take apart (cuDNN's, Pallas's) would be called
-with the whole arrays, gathered on every device. Attention of different rows and
-heads is independent, so each device calls it with what it has.
+A kernel that the compiler cannot partition (cuDNN's, Pallas's) would be called
+with whole arrays, gathered on every device. Attention of different sequences
+and heads is independent, so each device calls it with its own shard.
 """
 
 from collections.abc import Callable
@@ -47,7 +47,7 @@ def call(
     query: Queries [B,T,N,H] of all devices.
     key: Keys [B,S,K,H].
     value: Values [B,S,K,H].
-    mask: Which keys each query sees.
+    mask: The mask.
     sinks: One logit of each query head [N], or None.
     name: What messages call the kernel.
 
@@ -63,8 +63,8 @@ def call(
     return attend(query, key, value, mask, sinks)
   if heads[1] or kv_heads[1]:
     raise ValueError(
-      f"{name} attention needs whole rows on each device, but the mesh splits"
-      f" '{axes.LENGTH}' over {words(heads[1] or kv_heads[1])}; use"
+      f"{name} attention needs whole sequences on each device, but the mesh"
+      f" splits '{axes.LENGTH}' over {words(heads[1] or kv_heads[1])}; use"
       " layers.attention.ring.Ring."
     )
   rows = jax.P(heads[0])
@@ -97,7 +97,7 @@ def splits(
     return None, None
   if heads[2] != kv_heads[2] and key.shape[2] > 1:
     raise ValueError(
-      f"{name} attention needs heads of queries and of keys on the same"
+      f"{name} attention needs query and key/value heads on the same"
       f" devices, but the mesh splits them over {words(heads[2])} and over"
       f" {words(kv_heads[2])}."
     )

@@ -1,8 +1,19 @@
-"""What is added to attention logits for the distance of query and key.
+"""Position biases of attention logits: ALiBi, T5, Transformer-XL.
 
-A part of an attention layer: `(q_positions [B,T], kv_positions [B,S], number of
-heads) -> [B,N,T,S]` in float32. Positions restart in each packed document;
-pairs across documents get a number too, which the mask hides.
+`Alibi` and `RelativeBias` are submodules of an attention layer, `(q_positions
+[B,T], kv_positions [B,S], number of heads) -> [B,N,T,S]` in float32. Positions
+restart in each packed document; pairs across documents are masked.
+
+`TransformerXlPosition` depends on the content of queries:
+
+  logit[t, s] = (q_t . k_s + q_t . r_{t-s} + u . k_s + v . r_{t-s}) * scale
+
+for `r_d = W [sin(d f), cos(d f)]`, frequencies `f` as of sinusoidal positions,
+and learned `W`, `u`, `v`. Dai et al. 2019, https://arxiv.org/abs/1901.02860,
+section 3.3. The sinusoid of a difference is a sum of products of sinusoids, so
+the terms with `r` are one matmul of a function of the queries with `[cos(s f),
+sin(s f)]`. Any positions work (packed, of a cache), and none needs a table of
+distances.
 
 Letters: B batch, T queries, S keys, N heads.
 """

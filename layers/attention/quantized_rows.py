@@ -1,7 +1,7 @@
-"""Keys and values kept in 8 or 4 bits, with a scale for each row.
+"""8-bit and 4-bit storage of keys and values, with one scale per vector.
 
-A row is the features of one token and one head. Its largest magnitude decides
-its scale, so no other token matters: rows can be written one by one, into any
+A vector (row) is the features of one token and one head. Its scale depends on
+its own largest magnitude only: vectors can be written one by one, into any
 slot, and nothing is ever quantized twice.
 
   scale = bfloat16(max|x| / largest)      kept = round(x / scale)
@@ -35,9 +35,9 @@ NAMES: Final = tuple(_FORMATS)
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedRows:
-  """Keeps each row in few bits, and one scale for it.
+  """Stores each vector in 8 or 4 bits, with a bfloat16 scale.
 
-  A row with a NaN or an infinity is NaN when it is read.
+  A vector with a NaN or an infinity is NaN when it is read.
 
   Attributes:
     format: `int8`; `fp8`, which is float8_e4m3fn: as many bytes, finer near

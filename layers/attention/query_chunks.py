@@ -1,10 +1,9 @@
-"""Attention a few queries at a time: memory O(T * length of a chunk).
+"""Attention by chunks of queries: memory O(T * length of a chunk).
 
-The queries of a row are cut into chunks, and another kernel gets one chunk
-after the other with all keys, in a compiled loop. What a chunk computed is
-computed again in the backward pass, so no matrix of size T x S ever exists but
-a bias. Any mask will do; a mask with a limit is better served by
-`local_blocks`. Pax calls it `chunked_attn_num_seq_split`.
+Another kernel gets one chunk of queries after the other with all keys, in a
+compiled loop. Chunks are recomputed in the backward pass, so no matrix of size
+T x S ever exists, except for a bias. It supports any mask; for masks with a
+limit `local_blocks` is faster. Pax calls it `chunked_attn_num_seq_split`.
 
 Letters: B batch, T queries, S keys, N heads, K key/value heads, H head_dim.
 """
@@ -26,7 +25,7 @@ class QueryChunks:
   """A kernel that computes by chunks of queries.
 
   Attributes:
-    length: Number of queries of a chunk; shorter rows are left whole.
+    length: Number of queries of a chunk; shorter sequences are one chunk.
     kernel: Computes attention of a chunk.
   """
 
@@ -38,8 +37,8 @@ class QueryChunks:
 
   @property
   def support(self) -> kernel_support.Support:
-    """What it serves: what the kernel of a chunk does."""
-    return kernel_support.around(kernel_support.QUERY_CHUNKS, self.kernel)
+    """What the inner kernel supports."""
+    return kernel_support.combine(kernel_support.QUERY_CHUNKS, self.kernel)
 
   def __call__(
     self,
@@ -57,12 +56,12 @@ class QueryChunks:
       query: Queries.
       key: Keys.
       value: Values.
-      mask: Which keys each query sees.
+      mask: The mask.
       bias: Added to the scaled logits.
       **settings: Keywords of the kernel of a chunk.
 
     Raises:
-      ValueError: The kernel of a chunk cannot serve the call.
+      ValueError: The inner kernel does not support the call.
     """
     per_query = {
       "query": query,

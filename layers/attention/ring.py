@@ -1,13 +1,13 @@
-"""Ring attention: rows split over devices, keys and values going round.
+"""Ring attention: sequences split over devices, keys and values rotate.
 
-Each device keeps its queries, and the keys and values of all devices come by,
-so that neither a row's keys nor its logits are ever in one place. What a device
-holds at a time is its own part of a row twice, and the logits of a block. See
-`ring_passes` for what happens on a device.
+Each device keeps its queries and receives the keys and values of all devices,
+one shard after another, so no device ever holds all keys or logits of a
+sequence: only two shards and the logits of a block. `ring_passes` has the
+computation of one device.
 
-Of a causal row the last device sees all and the first almost nothing. Therefore
-each device first gets two pieces of the row, one from either end, whose visible
-keys are the same number on all devices and at every step (zigzag).
+With a causal mask the last device would attend to everything and the first to
+almost nothing. Therefore each device first gets two chunks of the sequence, one
+from either end, so that the work is the same on all devices (zigzag).
 """
 
 import dataclasses
@@ -25,20 +25,20 @@ from paxon.layers.attention import mask as attention_mask
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ring:
-  """A kernel as those of `kernels` are, for rows split over devices.
+  """A kernel for sequences that are split over devices.
 
-  Without a mesh, or where rows are whole, it is attention in blocks. A single
-  query (a decoding step) stays where it is: each device gathers from its own
-  keys, and the sums are put together.
+  Without a mesh, or for whole sequences, it is blockwise attention. A single
+  query (a decoding step) is not moved: each device attends to its own keys, and
+  the partial sums are reduced.
 
-  A block is the largest number of tokens that divides a device's part of a row
-  and is not above its field.
+  A block is the largest number of tokens that divides the shard of a device and
+  is not above its field.
 
   Attributes:
     block_q: Queries of a block.
     block_kv: Keys of a block.
-    balanced: Whether causal work is dealt out evenly, for one more exchange of
-      queries, keys, values and results between devices.
+    balanced: Whether causal work is balanced over devices, which costs one more
+      exchange of queries, keys, values and results.
   """
 
   block_q: int = 512
@@ -70,14 +70,14 @@ class Ring:
       query: Queries.
       key: Keys.
       value: Values.
-      mask: Which keys each query sees.
-      logit_cap: Bends the scaled logits into `(-logit_cap, logit_cap)`.
-      bias: Refused: a ring avoids anything of size T x S.
-      scale: What products are multiplied by; `None` is `H ** -0.5`.
-      sinks: A logit of each head for nothing.
+      mask: The mask.
+      logit_cap: Soft-caps the scaled logits to `(-logit_cap, logit_cap)`.
+      bias: Not supported: a ring avoids anything of size T x S.
+      scale: Factor of the dot products; `None` is `H ** -0.5`.
+      sinks: Logits of attention sinks, one per head.
 
     Raises:
-      ValueError: It cannot serve this call; the message says why.
+      ValueError: The kernel does not support this call.
     """
     kernel_support.check_call(
       self.support,
@@ -102,7 +102,7 @@ class Ring:
     kv_tokens = ring_passes.Tokens(
       mask.kv_positions, mask.kv_segment_ids, mask.kv_prefix
     )
-    # The name by which a plan knows it.
+    # The plan recognizes the kernel by this name.
     with jax.named_scope("ring_attention"):
       if heads is None or kv_heads is None:
         attend = functools.partial(attend, q_axes=(), kv_axes=())

@@ -236,7 +236,7 @@ def test_what_a_ring_cannot_serve():
   bias = jnp.zeros((BATCH, HEADS, LENGTH, LENGTH))
   with pytest.raises(
     ValueError,
-    match=r"ring\.Ring cannot serve this layer: there is a bias of shape"
+    match=r"ring\.Ring does not support this layer: there is a bias of shape"
     r" \(2, 4, 32, 32\), but a bias of all pairs .*kernels\.plain",
   ):
     ring.Ring()(query, key, value, _mask(), bias=bias)

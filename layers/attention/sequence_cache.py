@@ -1,9 +1,9 @@
-"""A cache whose slots are split over devices, for contexts that fill many.
+"""A cache whose slots are split over devices, for long contexts.
 
 The slots have the logical axis `length`, which the rules split over the mesh
-axis `sequence`. A new token is written by the device that has its slot, by
-itself; attention over the slots adds up maxima, sums and weighted values over
-devices. Keys and values never leave the device that holds them.
+axis `sequence`. A new token is written by the device that has its slot;
+attention over the slots reduces maxima, sums and weighted values over devices.
+Keys and values are never moved between devices.
 
 Letters: B batch, T new tokens, S slots, K key/value heads, H head_dim.
 """
@@ -24,7 +24,7 @@ class SequenceCache(nn.Module):
   """Stores every token, in the order of arrival, in slots that are split.
 
   Attributes:
-    storage: How keys and values are kept.
+    storage: Format of stored keys and values.
   """
 
   storage: kv_cache.Storage = kv_cache.AsIs()
@@ -46,7 +46,7 @@ class SequenceCache(nn.Module):
 
     Args:
       key: Keys of the new tokens, rotated.
-      value: Their values; None where the key says all.
+      value: Their values; None if the layer makes values from keys.
       positions: Their positions.
       segment_ids: Their segments.
       cache_length: Makes a new cache with this number of slots, rounded up to

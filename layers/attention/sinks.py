@@ -1,8 +1,8 @@
-"""Logits for nothing: what lets a head attend to no key at all.
+"""Attention sinks: a learned per-head logit that absorbs attention.
 
-A part of an attention layer: `(number of heads) -> [N]`. The softmax of head
-`n` gets one more term `exp(sinks[n])` in its denominator, so that its weights
-add up to less than one.
+Submodules of an attention layer, `(number of heads) -> [N]`. The softmax of
+head `n` gets one more term `exp(sinks[n])` in its denominator, so that its
+weights sum to less than one.
 """
 
 import math
@@ -42,7 +42,7 @@ class ConstantSinks(nn.Module):
   it `attention_extra_logit`.
 
   Attributes:
-    logit: Where less than any logit of a key, there is no effect.
+    logit: The logit; far below the logits of keys it has no effect.
   """
 
   logit: float = 0.0
@@ -52,7 +52,7 @@ class ConstantSinks(nn.Module):
     if not math.isfinite(self.logit):
       raise ValueError(
         f"ConstantSinks.logit must be finite, got {self.logit}; for no sinks "
-        "leave the layer's field None."
+        "leave Logits.sinks None."
       )
 
   def __call__(self, num_heads: int) -> Float[Array, " heads"]:

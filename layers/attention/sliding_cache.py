@@ -1,13 +1,13 @@
-"""A cache for layers with a window: a ring with a slot for each position.
+"""A ring buffer of keys and values, for layers with a window.
 
-  slot(token) = (number of real tokens of its row before it) mod window
+  slot(token) = (number of earlier real tokens of its sequence) mod window
 
-A new token takes the slot of the one that has just left the window, so memory
-is the same whatever the length. Padding takes no slot: prompts of several
-lengths stand in one batch, and each row counts for itself.
+A new token takes the slot of the token that has just left the window, so memory
+does not depend on the length. Padding takes no slot: a batch may hold prompts
+of several lengths, and each sequence has its own count.
 
-It is exact where each document's tokens come one after another, and the
-positions of neighbours differ by one, as everywhere in Paxon.
+It is exact if the tokens of each document are contiguous and positions of
+neighbours differ by one.
 
 Letters: B batch, T new tokens, S slots, K key/value heads, H head_dim.
 """
@@ -24,12 +24,12 @@ from paxon.sharding import checks
 
 
 class SlidingCache(nn.Module):
-  """Stores the last tokens of each row.
+  """Stores the last tokens of each sequence.
 
   Attributes:
-    window: How many tokens are kept; at least the window (or chunk) of the
+    window: Number of stored tokens; at least the window (or chunk) of the
       layer, which checks it.
-    storage: How keys and values are kept.
+    storage: Format of stored keys and values.
   """
 
   window: int
@@ -51,12 +51,12 @@ class SlidingCache(nn.Module):
   ) -> kv_cache.KeyValues:
     """Stores the new tokens and returns all that may be attended to.
 
-    Where `cache_length` is less than the window there are that many slots, and
-    a token that finds none is stored as NaN. Otherwise the ring is never full.
+    If `cache_length` is less than the window, there are that many slots, and a
+    token beyond them is stored as NaN. Otherwise the buffer is never full.
 
     Args:
       key: Keys of the new tokens, rotated.
-      value: Their values; None where the key says all.
+      value: Their values; None if the layer makes values from keys.
       positions: Their positions.
       segment_ids: Their segments.
       cache_length: Makes a new cache, for this number of tokens.

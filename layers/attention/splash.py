@@ -1,10 +1,10 @@
 """Splash attention: JAX's fused kernel for TPUs, with no logits in memory.
 
-Splash attention knows a mask by places in a row, which is fixed when it is
-compiled, so that hidden blocks are never computed, and by segments, which are
-data. Where each document of a row stands in one piece, places differ as
-positions do, and both together are the mask. Rows where that is not so become
-NaN, because a compiled step cannot raise.
+Splash attention masks by the index of a token, which is fixed at compile time,
+so that masked blocks are never computed, and by segments, which are data. If
+each document of a sequence is contiguous, indices differ as positions do, and
+both together are the mask. Other sequences become NaN, because a compiled step
+cannot raise.
 
 Letters: B batch, T queries, S keys, N heads, K key/value heads, H head_dim.
 """
@@ -26,12 +26,12 @@ _LANES = 128
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Splash:
-  """A kernel as those of `kernels` are, by splash attention.
+  """Splash attention as a kernel.
 
-  Rows are padded to multiples of 128. A block is the largest multiple of 128
-  that divides the padded row and is not above its field, so lengths that are
-  multiples of the blocks are the swiftest. Queries are scaled before they are
-  multiplied, in their own dtype.
+  Sequences are padded to multiples of 128. A block is the largest multiple of
+  128 that divides the padded length and is not above its field, so lengths that
+  are multiples of the blocks are fastest. Queries are scaled before the matmul,
+  in their own dtype.
 
   Attributes:
     block_q: Queries of a block.
@@ -43,8 +43,8 @@ class Splash:
     block_kv_backward: Keys likewise; `None` is `block_kv`.
     fused_backward: Whether one kernel computes all gradients. It multiplies
       less, and keeps a gradient of the queries for each block of keys.
-    with_cache: The kernel for calls whose keys come from a cache, which has
-      other places than positions; `None` refuses them.
+    with_cache: The kernel for calls with a cache, whose slots are not in the
+      order of positions; `None` rejects them.
     interpret: Whether Pallas interprets the kernel, on any device, for tests.
   """
 
@@ -69,7 +69,7 @@ class Splash:
 
   @property
   def support(self) -> kernel_support.Support:
-    """What it serves."""
+    """What the kernel supports."""
     support = kernel_support.SPLASH
     if self.with_cache is not None:
       support = support.without(kernel_support.Feature.CACHE)
@@ -95,14 +95,14 @@ class Splash:
       query: Queries.
       key: Keys.
       value: Values.
-      mask: Which keys each query sees.
-      logit_cap: Bends the scaled logits into `(-logit_cap, logit_cap)`.
-      bias: Refused: splash attention has none.
-      scale: What products are multiplied by; `None` is `H ** -0.5`.
-      sinks: A logit of each head for nothing.
+      mask: The mask.
+      logit_cap: Soft-caps the scaled logits to `(-logit_cap, logit_cap)`.
+      bias: Not supported.
+      scale: Factor of the dot products; `None` is `H ** -0.5`.
+      sinks: Logits of attention sinks, one per head.
 
     Raises:
-      ValueError: It cannot serve this call; the message says why.
+      ValueError: The kernel does not support this call.
     """
     settings: dict[str, Any] = {
       "logit_cap": logit_cap,
@@ -166,12 +166,12 @@ class Splash:
       sees_any = mask.q_segment_ids != 0
     else:
       sees_any = mask.sees_any(mask.to_array())
-    # Padding gathered padding, and what sees nothing an average of all.
+    # The output of padding, and of queries without keys, is meaningless.
     zero = jnp.zeros((), out.dtype)
     return jnp.where(sees_any[:, :, None, None], out, zero)
 
   def blocks(self, length: int, kv_length: int) -> splash_attention.BlockSizes:
-    """Returns the blocks of padded rows.
+    """Returns the block sizes.
 
     Args:
       length: Number of queries, a multiple of 128.
@@ -210,7 +210,7 @@ def _padded(x: jax.Array) -> jax.Array:
 def _in_row(
   mask: attention_mask.AttentionMask, length: int, kv_length: int
 ) -> splash_attention.Mask:
-  """What a mask hides by places in a row."""
+  """Returns the mask by indices."""
   shape = (length, kv_length)
   match mask.reach:
     case (None, None):
@@ -224,7 +224,7 @@ def _in_row(
 def _segments(
   mask: attention_mask.AttentionMask,
 ) -> tuple[Int[Array, "batch length"], Int[Array, "batch kv_length"]]:
-  """The segments of queries and keys, each chunk a segment of its own."""
+  """Returns the segments of queries and keys; each chunk is a segment."""
   if mask.rules.chunk is None:
     return mask.q_segment_ids, mask.kv_segment_ids
   ids, chunks = mask.q_segment_ids, mask.q_positions // mask.rules.chunk

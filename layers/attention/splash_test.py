@@ -151,7 +151,7 @@ def test_calls_with_a_cache_go_where_the_configuration_says():
   arrays = query[:, 5:], key, value
   with pytest.raises(
     ValueError,
-    match=r"1 queries see 6 keys by .*set with_cache to a kernel .*s\.plain",
+    match=r"1 queries attend to 6 keys .*set with_cache to a kernel .*s\.plain",
   ):
     splash.Splash()(*arrays, mask)
   kernel = splash.Splash(with_cache=kernels.plain)
@@ -200,7 +200,8 @@ def test_what_splash_attention_cannot_serve():
   layout = layouts.Layout(meshes.make_mesh(meshes.MeshSpec.parse("sequence=8")))
   step = layout.jit(lambda arrays: interpreted(*arrays, mask=mask))
   with pytest.raises(
-    ValueError, match=r"Splash attention needs whole rows .*use .*ring\.Ring"
+    ValueError,
+    match=r"Splash attention needs whole sequences .*use .*ring\.Ring",
   ):
     step(inputs)
 

@@ -126,8 +126,14 @@ def test_a_wrong_kernel_is_an_error_of_the_plan_with_the_reason():
 @pytest.mark.parametrize(
   ("knobs", "message"),
   [
-    ({"head_dim": 12}, r"cannot serve this layer: its head_dim is 12, and "),
-    ({"dtype": "float32"}, r"cannot serve this layer: its dtype is float32"),
+    (
+      {"head_dim": 12},
+      r"does not support this layer: its head_dim is 12, and ",
+    ),
+    (
+      {"dtype": "float32"},
+      r"does not support this layer: its dtype is float32",
+    ),
   ],
 )
 def test_a_layer_that_cudnn_cannot_serve_is_named(knobs, message):

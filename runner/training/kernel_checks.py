@@ -80,19 +80,19 @@ def check_attention(
       reason, and the kernels that do.
   """
   for path, layer in _attention_layers(job.task.model, "task.model"):
-    support = kernel_support.of(layer.kernel)
+    support = kernel_support.find_support(layer.kernel)
     if support is None:
       continue
     request = dataclasses.replace(
-      kernel_support.of_layer(layer), platform=platform
+      kernel_support.from_layer(layer), platform=platform
     )
     if length_shards > 1:
       words = f"mesh {job.mesh!r} splits sequences into {length_shards} shards"
-      request = request.asking(_Feature.SPLIT_ROWS, words)
+      request = request.asking(_Feature.SPLIT_SEQUENCES, words)
     rules = getattr(layer, "mask", None)
     if job.generation is not None and rules is not None and rules.causal:
       request = request.asking(_Feature.CACHE, "the job generates samples")
-    message = kernel_support.refusal(support, request)
+    message = kernel_support.explain(support, request)
     if message is not None:
       place = f"{path}.kernel on {where}" if where else f"{path}.kernel"
       raise user_error.UserError(f"{place}: {message}")
@@ -232,13 +232,13 @@ def _attention_layers(node: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _obstacle(layer: Any, part: _Implementations) -> str:
-  request = kernel_support.of_layer(layer)
+  request = kernel_support.from_layer(layer)
   problems = list(part.supports[0].problems(request))
   return f", after a change of the layer: {problems[0]}" if problems else ""
 
 
 def _is_one_of(kernel: Any, part: _Implementations) -> bool:
-  support = kernel_support.of(kernel)
+  support = kernel_support.find_support(kernel)
   # XLA's fallback has the same name, but every platform.
   return support is not None and any(
     (support.name, support.platforms) == (s.name, s.platforms)
@@ -247,7 +247,7 @@ def _is_one_of(kernel: Any, part: _Implementations) -> bool:
 
 
 def _name(kernel: Any) -> str:
-  support = kernel_support.of(kernel)
+  support = kernel_support.find_support(kernel)
   if support is not None:
     return support.name
   kernel = kernel.func if isinstance(kernel, functools.partial) else kernel
