@@ -165,7 +165,11 @@ def test_each_device_computes_its_rows_and_heads(spec, kv_heads, packed):
 @pytest.mark.parametrize(
   ("spec", "kv_heads", "message"),
   [
-    ("sequence=8", 2, r"needs whole sequences on each device, .* 'length' over"),
+    (
+      "sequence=8",
+      2,
+      r"needs whole sequences on each device, .* 'length' over",
+    ),
     ("tensor=8", 2, r"'activation_kv_heads' of size 2 does not divide by"),
   ],
 )
@@ -187,9 +191,7 @@ def test_heads_of_queries_and_keys_must_be_together():
   )
   inputs = _inputs(batch=4)
   mask = _mask(_rows(8, 8, 8, 8))
-  with pytest.raises(
-    ValueError, match=r"query and key/value heads"
-  ):
+  with pytest.raises(ValueError, match=r"query and key/value heads"):
     layouts.Layout(mesh, rules).jit(
       lambda i: described(i[0], i[1], i[2], mask)
     )(inputs)
