@@ -11,7 +11,7 @@ import pathlib
 import pytest
 
 from paxon.tools import check_deps, dependency_budget
-from paxon.tools.dependencies import workspace
+from paxon.tools.dependencies import order_rules, workspace
 
 _ROOT = workspace.find_root(pathlib.Path(__file__))
 
@@ -27,3 +27,34 @@ def test_public_targets_are_within_their_budget():
   if found:
     message = "\n".join([*found, dependency_budget.UPDATE])
     pytest.fail(message, pytrace=False)
+
+
+def _read_picture(heading):
+  """Returns the lines of the text block below a heading of the page."""
+  page = (_ROOT / "docs/architecture.md").read_text()
+  section = page.split(f"\n## {heading}\n")[1]
+  return section.split("```text\n")[1].split("\n```")[0].splitlines()
+
+
+def test_the_architecture_page_has_the_order_of_the_packages():
+  shown = [line.split() for line in _read_picture("Packages")]
+  packages = {first: tuple(rest) for first, *rest in shown}
+  expected = {k: v for k, v in order_rules.MAY_USE.items() if k in packages}
+  assert packages == expected
+  assert set(order_rules.MAY_USE) - set(packages) == {"third_party"}
+
+
+def test_the_architecture_page_shows_real_imports():
+  tree = workspace.load(_ROOT)
+  parents: list[str] = []
+  lines = _read_picture("A training run")
+  for line in lines:
+    depth = (len(line) - len(line.lstrip())) // 2
+    path = line.split()[0]
+    dotted = "paxon." + path.removesuffix(".py").replace("/", ".")
+    assert path in tree.imports, path
+    if depth:
+      imports = {item.dotted for item in tree.imports[parents[depth - 1]]}
+      assert dotted in imports, f"{parents[depth - 1]} does not import {path}"
+    parents = [*parents[:depth], path]
+  assert len(lines) > 15
