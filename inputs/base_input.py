@@ -1,17 +1,15 @@
-"""`BaseInput`, what the training loop knows of an input pipeline.
+"""`BaseInput`, the interface between an input pipeline and the training loop.
 
-An input returns one batch after another, a plain `dict[str, np.ndarray]`, and
-can name the place it has reached, so that a restored run reads on from there.
-Three rules hold for every subclass:
+An input returns batches, plain `dict[str, np.ndarray]`, and a state from which
+a resumed run continues. Three rules hold for every subclass:
 
-* Batch number k has the same bytes on any number of hosts. A host returns its
-  rows of that global batch, `[index * B / n, (index + 1) * B / n)`.
-* The state is small, can be written as JSON, is the same on every host, and
-  says what comes after the last batch that was returned.
-* Restoring a state does not read again what came before it.
+* Batch k has the same bytes on any number of hosts. A host returns sequences
+  `[index * B / n, (index + 1) * B / n)` of that global batch.
+* The state is small, JSON, the same on every host, and describes the position
+  after the last batch that was returned.
+* Setting a state does not read the data before it.
 
-The tokenizer, the source and the packing are parts of a subclass; prefetching
-and moving rows to devices belong to the runner and to sharding.
+Prefetching and transfers to devices belong to the runner and to sharding.
 """
 
 import abc
@@ -31,11 +29,10 @@ State = dict[str, Any]
 
 
 def is_end(error: BaseException) -> bool:
-  """Whether an exception of `get_next` says that the input has ended.
+  """Returns whether an exception of `get_next` means the end of the input.
 
-  It does if it is `StopIteration`, or TensorFlow's `OutOfRangeError`, which an
-  input over TensorFlow's iterators may let through; that one is known by its
-  name, so that nobody has to import TensorFlow to ask.
+  These are `StopIteration`, and TensorFlow's `OutOfRangeError`, recognized by
+  name so that TensorFlow need not be imported.
   """
   return isinstance(error, StopIteration) or any(
     c.__name__ == "OutOfRangeError" and c.__module__.startswith("tensorflow.")
@@ -45,23 +42,21 @@ def is_end(error: BaseException) -> bool:
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class BaseInput(abc.ABC):
-  """One batch after another, from any position.
+  """An iterator of batches with positions.
 
-  A subclass is a keyword-only dataclass too. It may extend another input by
-  overriding `get_next`, calling `super().get_next()` and editing the rows; the
-  state keeps working, because it is about the position only.
+  A subclass is a keyword-only dataclass. It may extend another input by editing
+  the result of `super().get_next()` in `get_next`.
 
   Attributes:
-    global_batch_size: Rows of one batch over all hosts together.
-    length: Tokens of a row.
-    eval_loop_num_batches: How many batches one evaluation reads. `None` is all
-      of one epoch, until the input ends.
-    reset_for_eval: Whether each evaluation begins at the first batch. If not,
-      it goes on after the one before, also in a run that goes on, and from the
-      first batch again where the input ends; that needs
-      `eval_loop_num_batches`.
-    infeed_host_index: Which host's rows `get_next` returns.
-    num_infeed_hosts: Over how many hosts the rows of a batch are spread.
+    global_batch_size: Sequences of a batch over all hosts.
+    length: Tokens of a sequence.
+    eval_loop_num_batches: Number of batches of an evaluation. `None` reads
+      until the input ends.
+    reset_for_eval: Whether each evaluation starts at the first batch. If not,
+      it continues after the previous one, also in a resumed run, and wraps
+      around at the end; this requires `eval_loop_num_batches`.
+    infeed_host_index: The host whose sequences `get_next` returns.
+    num_infeed_hosts: The number of hosts that share a batch.
   """
 
   global_batch_size: int
@@ -90,30 +85,23 @@ class BaseInput(abc.ABC):
       )
     if number is None and not self.reset_for_eval:
       raise ValueError(
-        f"{type(self).__name__}.reset_for_eval is False, so each evaluation"
-        " goes on where the one before ended; eval_loop_num_batches must say"
-        " after how many batches that is. A whole epoch begins at its first"
-        " batch: leave reset_for_eval True for it."
+        f"{type(self).__name__}.reset_for_eval=False requires"
+        " eval_loop_num_batches, the number of batches of each evaluation; leave"
+        " reset_for_eval True to evaluate a whole epoch."
       )
 
   @property
   def is_endless(self) -> bool:
-    """Whether `get_next` is known never to end.
-
-    Such an input evaluates only with `eval_loop_num_batches`.
-    """
+    """Whether `get_next` never ends; evaluation needs a number of batches."""
     return False
 
   def required_vocab_size(self) -> int | None:
-    """Returns what a model's vocabulary must have at least.
-
-    All ids are below it; `None`, the default, is an input that cannot say.
-    """
+    """Returns a bound above all ids, or None, the default, if unknown."""
     return None
 
   @abc.abstractmethod
   def get_next(self) -> Batch:
-    """Returns this host's rows of the next batch.
+    """Returns this host's sequences of the next batch.
 
     Raises:
       StopIteration: A finite input has ended; it stays so until `reset`, or
@@ -121,37 +109,20 @@ class BaseInput(abc.ABC):
     """
 
   def batch_shapes(self) -> Shapes | None:
-    """Returns shape and dtype of this host's arrays, if known without reading.
+    """Returns the shapes and dtypes of this host's arrays.
 
-    None, the default, has the runner read one batch to learn them.
+    With None, the default, the runner reads a batch to find them.
     """
     return None
 
   def check_readable(self) -> None:  # noqa: B027
     """Raises ValueError if `get_next` is bound to fail.
 
-    A program that reads calls it before it computes anything; one that only
-    wants to know shapes does not.
+    Called by programs that read, before they compute anything.
     """
 
   def close(self) -> None:  # noqa: B027
-    """Ends the threads and processes that read ahead, if there are any.
-
-    A program calls it when it has read what it wants. The position stays, and
-    another batch may be asked for.
-    """
-
-  def peek(self) -> Batch:
-    """Returns what `get_next` would, and stays where it is.
-
-    Raises:
-      StopIteration: A finite input has ended.
-    """
-    state = self.get_state()
-    try:
-      return self.get_next()
-    finally:
-      self.set_state(state)
+    """Ends threads and processes that read ahead; the position stays."""
 
   def ids_to_strings(
     self,
@@ -159,13 +130,13 @@ class BaseInput(abc.ABC):
     lengths: Sequence[int] | np.ndarray,
     key: str | None = None,
   ) -> list[str]:
-    """Returns the texts of rows of ids, by the input's `tokenizer`.
+    """Decodes sequences of ids by the input's `tokenizer`.
 
     Args:
       ids: [B, T] integers.
-      lengths: [B], how many ids of each row count.
-      key: Of which array of a batch they are, for an input whose arrays have
-        tokenizers of their own.
+      lengths: [B], the number of ids of each sequence to decode.
+      key: The array of a batch that they are from, for an input with several
+        tokenizers.
 
     Raises:
       ValueError: The input has no tokenizer.
@@ -174,8 +145,8 @@ class BaseInput(abc.ABC):
     tokenizer = getattr(self, "tokenizer", None)
     if tokenizer is None:
       raise ValueError(
-        f"{type(self).__name__} has no tokenizer, so ids have no text; give it"
-        " one, or override ids_to_strings."
+        f"{type(self).__name__} has no tokenizer to decode ids; set one, or"
+        " override ids_to_strings."
       )
     return [
       tokenizer.decode(row[:length])
@@ -184,7 +155,7 @@ class BaseInput(abc.ABC):
 
   @abc.abstractmethod
   def reset(self) -> None:
-    """Goes back to the first batch."""
+    """Returns to the first batch."""
 
   @abc.abstractmethod
   def get_state(self) -> State:
@@ -192,39 +163,35 @@ class BaseInput(abc.ABC):
 
   @abc.abstractmethod
   def set_state(self, state: State) -> None:
-    """Goes to a position that `get_state` returned.
+    """Sets a position from `get_state`.
 
     Args:
-      state: It may come from a run on another number of hosts.
+      state: Possibly from a run on another number of hosts.
 
     Raises:
       ValueError: The state is damaged or belongs to other data.
     """
 
   def documents_between(self, before: State, after: State) -> list[int] | None:
-    """Returns the numbers of the documents between two positions, if known.
+    """Returns the numbers of the documents between two states, if known.
 
-    It changes nothing, so that it may be asked while a thread reads batches.
-
-    Args:
-      before: What `get_state` returned.
-      after: What it returned later.
+    Thread-safe: it may be called while another thread reads batches.
     """
     del before, after
 
   @property
   def per_host_batch_size(self) -> int:
-    """The rows that one call of `get_next` returns."""
+    """The number of sequences that `get_next` returns."""
     return self.global_batch_size // self.num_infeed_hosts
 
   def set_infeed_hosts(
     self, *, infeed_host_index: int, num_infeed_hosts: int
   ) -> None:
-    """Chooses the rows of this host; the runner calls it, once, at the start.
+    """Selects this host's sequences; called once, at the start.
 
     Args:
-      infeed_host_index: The place of this host, from 0.
-      num_infeed_hosts: How many hosts share each batch.
+      infeed_host_index: The index of this host, from 0.
+      num_infeed_hosts: The number of hosts that share each batch.
 
     Raises:
       ValueError: There is no such host, or the batch cannot be divided.
@@ -248,16 +215,16 @@ class BaseInput(abc.ABC):
     self.num_infeed_hosts = num_infeed_hosts
 
   def host_rows(self, batch: Mapping[str, np.ndarray]) -> Batch:
-    """Returns this host's rows of a global batch, for use in `get_next`.
+    """Returns this host's sequences of a global batch, for use in `get_next`.
 
     Args:
-      batch: Arrays of `global_batch_size` rows each.
+      batch: Arrays [global_batch_size, ...].
     """
     for key, value in batch.items():
       if value.shape[:1] != (self.global_batch_size,):
         raise ValueError(
-          f"The array {key!r} of a global batch must have"
-          f" {self.global_batch_size} rows (global_batch_size), got the shape"
+          f"The array {key!r} of a global batch must have the first dimension"
+          f" global_batch_size ({self.global_batch_size}), got the shape"
           f" {value.shape}."
         )
     start = self.infeed_host_index * self.per_host_batch_size
@@ -265,7 +232,7 @@ class BaseInput(abc.ABC):
     return {key: value[rows] for key, value in batch.items()}
 
   def __iter__(self) -> Iterator[Batch]:
-    """Iterates from the position reached, without going back first."""
+    """Iterates from the current position."""
     return self
 
   def __next__(self) -> Batch:

@@ -1,4 +1,4 @@
-"""Batches as text for people: segments, lengths, and how full rows are."""
+"""Readable descriptions of batches: segments, lengths and padding."""
 
 from collections.abc import Iterator, Mapping, Sequence
 import itertools
@@ -7,7 +7,7 @@ import numpy as np
 
 from paxon.inputs import base_input, example_source
 
-# Characters of a segment that are shown, and rows of a batch.
+# Characters of a segment, sequences of a batch and segments to print.
 _TEXT = 72
 _ROWS = 4
 _SEGMENTS = 6
@@ -19,9 +19,9 @@ def describe(
   """Returns the description of a batch.
 
   Args:
-    source: Where it is from; its tokenizer makes text of ids.
-    batch: This host's rows.
-    number: Of the batch, from 0.
+    source: The batch's input, whose tokenizer decodes ids.
+    batch: This host's sequences.
+    number: The batch's number, from 0.
   """
   return "\n".join(_lines(source, batch, number))
 
@@ -53,37 +53,37 @@ def _packed(
   ids = batch[prefix + "inputs"].reshape(segments.shape)
   spans = [_spans(row) for row in segments]
   lengths = [end - begin for row in spans for begin, end in row]
-  places, filled = segments.size, int((segments > 0).sum())
-  title = f"{prefix}rows"
+  total, used = segments.size, int((segments > 0).sum())
   words = (
-    f"  {title}: {len(segments)} of {segments.shape[1]} places; {filled:,} of"
-    f" {places:,} places filled, packing efficiency {filled / places:.1%}"
+    f"  {prefix}sequences: {len(segments)} x {segments.shape[1]} tokens;"
+    f" {total - used:,} of {total:,} are padding, packing efficiency"
+    f" {used / total:.1%}"
   )
   if lengths:
     words += (
-      f"; {len(lengths)} segments of {min(lengths)} to {max(lengths)} places,"
+      f"; {len(lengths)} segments of {min(lengths)} to {max(lengths)} tokens,"
       f" {sum(lengths) / len(lengths):.1f} on average"
     )
   yield words
   if not prefix and "weights" in batch:
     weights = batch["weights"]
-    yield f"  targets that count: {int((weights > 0).sum()):,}"
+    yield f"  targets with a positive weight: {int((weights > 0).sum()):,}"
   for number, (row, found) in enumerate(
     zip(ids[:_ROWS], spans[:_ROWS], strict=True)
   ):
     words = "segment" if len(found) == 1 else "segments"
-    yield f"  {prefix}row {number}: {len(found)} {words}"
+    yield f"  {prefix}sequence {number}: {len(found)} {words}"
     for begin, end in found[:_SEGMENTS]:
       text = _text(source, row[begin:end], prefix + "inputs")
       yield f"    [{begin}:{end}] {text}"
     if len(found) > _SEGMENTS:
       yield f"    and {len(found) - _SEGMENTS} more"
   if len(ids) > _ROWS:
-    yield f"  and {len(ids) - _ROWS} more rows"
+    yield f"  and {len(ids) - _ROWS} more sequences"
 
 
 def _spans(segments: np.ndarray) -> Sequence[tuple[int, int]]:
-  """Returns where the segments of a row begin and end."""
+  """Returns the [begin, end) of each segment of a sequence."""
   edges = np.flatnonzero(np.diff(segments)) + 1
   bounds = [0, *edges.tolist(), len(segments)]
   return [
@@ -94,7 +94,7 @@ def _spans(segments: np.ndarray) -> Sequence[tuple[int, int]]:
 
 
 def _text(source: base_input.BaseInput, ids: np.ndarray, key: str) -> str:
-  """Returns a segment in one line, its beginning if it is long."""
+  """Returns a segment in one line, truncated if it is long."""
   try:
     (text,) = source.ids_to_strings(ids[None], [len(ids)], key=key)
   except ValueError:  # There is no tokenizer.

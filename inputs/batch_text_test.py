@@ -39,13 +39,13 @@ def test_segments_lengths_and_efficiency():
     "  segment_ids: int32 [2, 8] from 0 to 2",
     "  targets: int32 [2, 8] from 0 to 107",
     "  weights: float32 [2, 8] from 0 to 1",
-    "  rows: 2 of 8 places; 12 of 16 places filled, packing efficiency 75.0%;"
-    " 3 segments of 2 to 6 places, 4.0 on average",
-    "  targets that count: 12",
-    "  row 0: 2 segments",
+    "  sequences: 2 x 8 tokens; 4 of 16 are padding, packing efficiency 75.0%;"
+    " 3 segments of 2 to 6 tokens, 4.0 on average",
+    "  targets with a positive weight: 12",
+    "  sequence 0: 2 segments",
     "    [0:4] 'ab\\n'",
     "    [4:6] 'c'",
-    "  row 1: 1 segment",
+    "  sequence 1: 1 segment",
     "    [0:6] 'defgh'",
   ]
 
@@ -58,4 +58,4 @@ def test_long_batches_are_cut_and_ids_stand_for_themselves():
   assert "    [0:101] 1 123 123" in text
   assert text.count(" ...") == 1
   assert "    and 3 more" in text
-  assert "  and 2 more rows" in text
+  assert "  and 2 more sequences" in text

@@ -1,4 +1,4 @@
-"""A stream without the examples that a test turns down."""
+"""A stream without the examples that a predicate rejects."""
 
 from collections.abc import Callable, Sequence
 import dataclasses
@@ -26,31 +26,28 @@ class MinTokens:
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Filtered(example_stream.Stream):
-  """Another stream's examples, but for those that `keep` turns down.
+  """The examples of another stream for which `keep` is true.
 
-  A position is the other stream's: what was turned down before it is turned
-  down once.
+  A position is the other stream's, so no example is tested twice.
 
   Attributes:
-    stream: Where the examples are from.
-    keep: Whether to keep one. It must always answer the same of the same
-      example, and depend on nothing else.
-    max_turned_down: How many it may turn down in a row. A mixture may never
-      read a member, so that no epoch of all ends; this does.
+    stream: The other stream.
+    keep: Returns whether to keep an example; a function of the example alone.
+    max_rejected: The number of consecutive rejected examples after which
+      reading is an error.
   """
 
   stream: example_stream.Stream
   keep: Callable[[example_source.Example], bool]
-  max_turned_down: int = 1_000_000
+  max_rejected: int = 1_000_000
   _last: tuple[Any, example_source.Example] | None = dataclasses.field(
     default=None, init=False, repr=False
   )
 
   def __post_init__(self) -> None:
-    if self.max_turned_down <= 0:
+    if self.max_rejected <= 0:
       raise ValueError(
-        "Filtered.max_turned_down must be positive, got"
-        f" {self.max_turned_down}."
+        f"Filtered.max_rejected must be positive, got {self.max_rejected}."
       )
 
   def start(self) -> Any:
@@ -62,22 +59,22 @@ class Filtered(example_stream.Stream):
 
     Raises:
       ValueError: A whole epoch, or the whole stream, has none, or more than
-        `max_turned_down` in a row are turned down.
+        `max_rejected` examples in a row are rejected.
     """
     epoch = self.stream.epoch(position)
-    is_start, turned_down = position == self.stream.start(), 0
+    is_start, rejected = position == self.stream.start(), 0
     while found := self.stream.following(position, step=step):
       reference, position = found
       example = self.stream.read(reference)
       if self.keep(example):
         self._last = reference, example
         return reference, position
-      turned_down += 1
+      rejected += 1
       if self.stream.epoch(position) > epoch + 1:
         raise self._nothing_to_read("every example of a whole epoch")
-      if turned_down > self.max_turned_down:
-        raise self._nothing_to_read(f"{turned_down} examples in a row")
-    if is_start and turned_down:
+      if rejected > self.max_rejected:
+        raise self._nothing_to_read(f"{rejected} examples in a row")
+    if is_start and rejected:
       raise self._nothing_to_read("every example of the stream")
     return None
 
@@ -89,8 +86,8 @@ class Filtered(example_stream.Stream):
 
   def _nothing_to_read(self, what: str) -> ValueError:
     return ValueError(
-      f"Filtered.keep ({self.keep!r}) has turned down {what}, so there is"
-      f" nothing to read (max_turned_down is {self.max_turned_down})."
+      f"Filtered.keep ({self.keep!r}) rejected {what}, so nothing is"
+      f" left to read (max_rejected is {self.max_rejected})."
     )
 
   def name(self, reference: Any) -> str:
@@ -102,7 +99,7 @@ class Filtered(example_stream.Stream):
     del reference
 
   def check(self, position: Any) -> None:
-    """Asks the other stream."""
+    """Calls the other stream's."""
     self.stream.check(position)
 
   def signature(self) -> dict[str, Any]:
@@ -115,18 +112,18 @@ class Filtered(example_stream.Stream):
     return self.stream.is_endless
 
   def epoch(self, position: Any) -> int:
-    """Asks the other stream."""
+    """Calls the other stream's."""
     return self.stream.epoch(position)
 
   def read_ahead_with(
     self, workers: read_ahead.Workers | None, *, every: bool
   ) -> None:
-    """Tells the other stream; each host asks `keep` of every example."""
+    """Calls the other stream's; each host reads every example."""
     del every
     self.stream.read_ahead_with(workers, every=True)
 
   def prepare(self, references: Sequence[Any]) -> None:
-    """Tells the other stream."""
+    """Calls the other stream's."""
     self.stream.prepare(references)
 
   def leaves(self) -> list[example_stream.Stream]:
@@ -138,9 +135,9 @@ class Filtered(example_stream.Stream):
     return self.stream.token_dtypes()
 
   def required_vocab_size(self) -> int | None:
-    """Asks the other stream."""
+    """Calls the other stream's."""
     return self.stream.required_vocab_size()
 
   def check_readable(self) -> None:
-    """Asks the other stream."""
+    """Calls the other stream's."""
     self.stream.check_readable()

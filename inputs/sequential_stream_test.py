@@ -103,7 +103,7 @@ def test_a_filter_keeps_what_is_long_enough():
     length=6,
   )
   assert made.get_next()["weights"].sum(axis=1).tolist() == [5, 6]
-  # Two were turned down before that place.
+  # Two were rejected before that position.
   assert made.get_state()["position"] == 4
   made.check_readable()
 
@@ -112,7 +112,7 @@ def test_a_filter_that_keeps_nothing_is_an_error():
   kept = filtered.Filtered(
     stream=_runs((1, 2)), keep=filtered.MinTokens(tokens=3)
   )
-  with pytest.raises(ValueError, match=r"MinTokens\(tokens=3\)\) has turned d"):
+  with pytest.raises(ValueError, match=r"MinTokens\(tokens=3\)\) rejected"):
     kept.following(0, step=0)
 
 
@@ -120,7 +120,7 @@ def test_a_finite_filter_that_keeps_nothing_is_an_error():
   stream = _runs((1, 2))
   stream.num_epochs = 1
   kept = filtered.Filtered(stream=stream, keep=filtered.MinTokens(tokens=3))
-  with pytest.raises(ValueError, match=r"turned down every example of the str"):
+  with pytest.raises(ValueError, match=r"rejected every example of the str"):
     kept.following(0, step=0)
   # From a place within it nothing is known of what was before.
   assert kept.following(1, step=0) is None
@@ -133,10 +133,12 @@ def test_a_filter_ends_where_a_mixture_never_reads_a_member():
     weight_changes={9: {"short": 0.0, "long": 1.0}},
   )
   kept = filtered.Filtered(
-    stream=mixed, keep=filtered.MinTokens(tokens=3), max_turned_down=20
+    stream=mixed, keep=filtered.MinTokens(tokens=3), max_rejected=20
   )
-  with pytest.raises(ValueError, match=r"down 21 examples in a row, .* is 20"):
+  with pytest.raises(
+    ValueError, match=r"rejected 21 examples in a row, .* is 20"
+  ):
     kept.following(kept.start(), step=0)
   assert kept.following(kept.start(), step=9)[0] == ["long", 0]
-  with pytest.raises(ValueError, match=r"max_turned_down must be positive"):
-    filtered.Filtered(stream=mixed, keep=bool, max_turned_down=0)
+  with pytest.raises(ValueError, match=r"max_rejected must be positive"):
+    filtered.Filtered(stream=mixed, keep=bool, max_rejected=0)

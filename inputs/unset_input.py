@@ -1,7 +1,7 @@
-"""A stand-in for an input whose files nobody has named.
+"""A placeholder for an input whose files are not configured.
 
-With it an experiment can be planned, linted and compared on a machine that has
-none of its data; only what reads batches is refused.
+With it an experiment can be planned, linted and compared on a machine without
+its data; reading a batch is an error.
 """
 
 import dataclasses
@@ -13,12 +13,12 @@ from paxon.inputs import base_input
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class UnsetInput(base_input.BaseInput):
-  """Knows the shapes of packed rows of text, and holds none.
+  """Has the shapes of packed text, and no batches.
 
   Attributes:
-    knob: What to set to have data, such as `train_files`.
+    knob: The field to set to have data, such as `train_files`.
     example: A value for it.
-    how: Where such files come from, a sentence, if that can be said.
+    how: A sentence on where to get such files.
   """
 
   knob: str
@@ -27,7 +27,7 @@ class UnsetInput(base_input.BaseInput):
 
   @property
   def is_endless(self) -> bool:
-    """True: it stands in for a training split."""
+    """True, as for a training split."""
     return True
 
   def batch_shapes(self) -> base_input.Shapes:
@@ -38,16 +38,16 @@ class UnsetInput(base_input.BaseInput):
     return {**integers, "weights": (shape, np.dtype(np.float32))}
 
   def check_readable(self) -> None:
-    """Refuses; see `get_next`."""
-    raise self._refusal()
+    """Raises; see `get_next`."""
+    raise self._make_error()
 
   def get_next(self) -> base_input.Batch:
-    """Refuses.
+    """Raises.
 
     Raises:
-      ValueError: Always; it says which knob to set.
+      ValueError: Always, with the field to set.
     """
-    raise self._refusal()
+    raise self._make_error()
 
   def reset(self) -> None:
     """There is one position only."""
@@ -57,17 +57,17 @@ class UnsetInput(base_input.BaseInput):
     return {}
 
   def set_state(self, state: base_input.State) -> None:
-    """Refuses what another input has saved.
+    """Accepts only its own state.
 
     Raises:
-      ValueError: The state is not its own.
+      ValueError: The state is another input's.
     """
     if state:
-      raise self._refusal()
+      raise self._make_error()
 
-  def _refusal(self) -> ValueError:
+  def _make_error(self) -> ValueError:
     return ValueError(
-      f"There is nothing to read: {self.knob} is not set; name files, such as"
+      f"No data: {self.knob} is not set. Set it to files, such as"
       f" --fdl.{self.knob}={self.example!r}."
       f"{self.how and ' '}{self.how}"
     )

@@ -50,7 +50,7 @@ def test_has_one_position():
   ],
 )
 def test_says_what_to_set(read):
-  message = r"train_files is not set; .*--fdl\.train_files='a/\*\.json'"
+  message = r"train_files is not set\. .*--fdl\.train_files='a/\*\.json'"
   with pytest.raises(ValueError, match=message):
     read(_unset())
 

@@ -69,7 +69,8 @@ def test_without_files_it_says_which_to_name(tmp_path, capsys):
   command += [f"--job_log_dir={tmp_path / 'run'}", "--fdl.mesh=fsdp=8"]
   assert _run(*command, *_SMALL) == 2
   text = capsys.readouterr().err
-  assert "train_files is not set; name files, such as --fdl.train_files=" in (
-    text
+  assert (
+    "train_files is not set. Set it to files, such as --fdl.train_files="
+    in (text)
   )
   assert text.count("\n") == 1

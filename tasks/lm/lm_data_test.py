@@ -69,7 +69,9 @@ def test_without_files_it_can_be_linted_and_says_so_when_it_trains(tmp_path):
   assert job.train_input.length == 16
   errors = [f for f in job_lint.check(job, num_devices=8) if f.is_error]
   assert errors == []
-  message = r"train_files is not set; name files, such as --fdl\.train_files="
+  message = (
+    r"train_files is not set\. Set it to files, such as --fdl\.train_files="
+  )
   with pytest.raises(ValueError, match=message) as caught:
     train.run(job, config, epath.Path(tmp_path))
   # One line at the command line, with its place.
