@@ -86,8 +86,8 @@ class BaseInput(abc.ABC):
     if number is None and not self.reset_for_eval:
       raise ValueError(
         f"{type(self).__name__}.reset_for_eval=False requires"
-        " eval_loop_num_batches, the number of batches of each evaluation; leave"
-        " reset_for_eval True to evaluate a whole epoch."
+        " eval_loop_num_batches, the number of batches of each evaluation;"
+        " leave reset_for_eval True to evaluate a whole epoch."
       )
 
   @property
