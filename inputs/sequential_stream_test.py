@@ -135,9 +135,7 @@ def test_a_filter_ends_where_a_mixture_never_reads_a_member():
   kept = filtered.Filtered(
     stream=mixed, keep=filtered.MinTokens(tokens=3), max_rejected=20
   )
-  with pytest.raises(
-    ValueError, match=r"rejected 21 examples in .* is 20"
-  ):
+  with pytest.raises(ValueError, match=r"rejected 21 examples in .* is 20"):
     kept.following(kept.start(), step=0)
   assert kept.following(kept.start(), step=9)[0] == ["long", 0]
   with pytest.raises(ValueError, match=r"max_rejected must be positive"):
