@@ -18,7 +18,7 @@ from paxon.runner.monitoring import launch
 from paxon.sharding import suggestions
 
 if TYPE_CHECKING:
-  from paxon.runner.configuration import experiment_index
+  from paxon.runner.configuration import find_experiment
   from paxon.runner.configuration import overrides as overrides_lib
 
 MODES = ("train", "eval", "decode", "plan", "inspect_input")
@@ -265,11 +265,11 @@ def print_list(packages: Sequence[str]) -> None:
     print(f"{name}  {entry.summary}" if entry.summary else name)
 
 
-def _list_entries(packages: Sequence[str]) -> list["experiment_index.Entry"]:
-  from paxon.runner.configuration import experiment_index
+def _list_entries(packages: Sequence[str]) -> list["find_experiment.Entry"]:
+  from paxon.runner.configuration import find_experiment
 
   try:
-    return experiment_index.list_experiments(packages)
+    return find_experiment.list_experiments(packages)
   except ImportError as error:
     raise user_error.UserError(
       f"Cannot list the experiments of {', '.join(packages)}: {error}."

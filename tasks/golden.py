@@ -28,11 +28,7 @@ import jax
 import numpy as np
 
 from paxon.runner import experiment, job
-from paxon.runner.configuration import (
-  dump,
-  experiment_index,
-  find_experiment,
-)
+from paxon.runner.configuration import dump, find_experiment
 from paxon.runner.training import model_loss
 from paxon.sharding import variables
 from paxon.tasks.lm import needs
@@ -45,7 +41,7 @@ _AS = ", as "
 
 def names() -> list[str]:
   """Returns the import paths of all experiments."""
-  return [entry.name for entry in experiment_index.list_experiments([PACKAGE])]
+  return [entry.name for entry in find_experiment.list_experiments([PACKAGE])]
 
 
 def load(name: str) -> experiment.Experiment:

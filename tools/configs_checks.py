@@ -1,7 +1,7 @@
 """Checks of configurations: validation and comparison, without computing.
 
 `validate` traces the train step on devices of the CPU. `compare` classifies
-each difference by the table in `runner/configuration/effects`, and compares the
+each difference by `runner.configuration.comparison`, and compares the
 lowered train steps of both configurations on one device.
 """
 
@@ -14,13 +14,7 @@ import fiddle as fdl
 import jax
 
 from paxon.runner import files, run_dir, user_error
-from paxon.runner.configuration import (
-  comparison,
-  dump,
-  effects,
-  overrides,
-  resolving,
-)
+from paxon.runner.configuration import comparison, dump, overrides, resolving
 from paxon.runner.training import (
   compiled_steps,
   memory_fit,
@@ -120,9 +114,9 @@ def _program_line(
     return f"program: not compared; {missing}"
   if _step_text(a.config) == _step_text(b.config):
     return "program: the same training step, apart from the mesh"
-  gravest = min(list(effects.Effect).index(e.rule.effect) for e in found)
+  gravest = min(list(comparison.Effect).index(e.rule.effect) for e in found)
   line = "program: the training step differs"
-  if gravest > list(effects.Effect).index(effects.Effect.THROUGHPUT):
+  if gravest > list(comparison.Effect).index(comparison.Effect.THROUGHPUT):
     # By the table no trained value differs, but the program does.
     line += ", though no field below should change it: assume other numerics"
   return line

@@ -9,10 +9,10 @@ from paxon.layers.attention import cross_attention, grouped_query, latent
 from paxon.pipeline import spmd_pipeline
 from paxon.pipeline.schedules import scheduled_stack
 from paxon.runner import job, task, toy_experiment
-from paxon.runner.configuration import comparison, dump, effects
+from paxon.runner.configuration import comparison, dump
 
 _JOB = "<root>: paxon.runner.job.Job\n"
-_NUMERICS, _THROUGHPUT, _EVALUATION, _BOOKKEEPING = effects.Effect
+_NUMERICS, _THROUGHPUT, _EVALUATION, _BOOKKEEPING = comparison.Effect
 
 
 def _text(**knobs) -> str:
@@ -62,7 +62,7 @@ _STACK = "task: paxon.runner.task.Task\ntask.m: paxon.layers.stack.Stack\n"
 )
 def test_effect_of_a_field(path, lines, effect):
   values = comparison.values(_JOB + lines)
-  assert effects.rule_of(path, values).effect is effect
+  assert comparison.rule_of(path, values).effect is effect
 
 
 def test_the_graver_of_two_classes_counts():
@@ -106,18 +106,18 @@ _OWNERS = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(set(effects.RULES) - _OLD))
+@pytest.mark.parametrize("name", sorted(set(comparison.RULES) - _OLD))
 def test_every_rule_is_of_a_field_that_exists(name):
   owner, _, field = name.rpartition(".")
   assert field in inspect.signature(_OWNERS[owner]).parameters
 
 
 def test_whatever_may_change_changes_no_number():
-  for name, rule in effects.RULES.items():
+  for name, rule in comparison.RULES.items():
     length = name.endswith((".num_train_steps", ".early_stopping"))
     assert not (rule.may_change and rule.effect is _NUMERICS) or length
 
 
 def test_partial_parts_are_known_by_their_class():
   values = {"<root>": "partial paxon.runner.job.Job"}
-  assert effects.rule_of("mesh", values).effect is _THROUGHPUT
+  assert comparison.rule_of("mesh", values).effect is _THROUGHPUT

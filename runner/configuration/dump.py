@@ -12,12 +12,13 @@ import dataclasses
 import enum
 import functools
 import json
+import sys
 from typing import Any
 
 import fiddle as fdl
 
 from paxon.runner import user_error
-from paxon.runner.configuration import annotations, stable_names, tree
+from paxon.runner.configuration import annotations, tree
 
 _ROOT = "<root>"
 _REQUIRED = "<required>"
@@ -109,7 +110,7 @@ def _as_node(value: functools.partial, path: str) -> fdl.Buildable:
 
 def _node_name(node: fdl.Buildable, path: str) -> str:
   target = fdl.get_callable(node)
-  name = stable_names.name_of(target)
+  name = stable_name(target)
   if name is None:
     raise _unstable(target, path)
   return name
@@ -126,7 +127,7 @@ def _unset_text(node: fdl.Buildable, name: str, path: str) -> str | None:
   if _is_callable_value(value):
     module = getattr(target, "__module__", None)
     # A default without a name is still fixed by the class that has it.
-    return stable_names.name_of(value, user=module) or _DEFAULT
+    return stable_name(value, user=module) or _DEFAULT
   try:
     _text(value, path)
   except UnstableValueError:
@@ -139,7 +140,7 @@ def _is_callable_value(value: Any) -> bool:
     callable(value)
     and not isinstance(value, functools.partial)
     and _dtype_name(value) is None
-    and stable_names.is_function_or_class(value)
+    and is_function_or_class(value)
   )
 
 
@@ -149,7 +150,7 @@ def _text(value: Any, path: str) -> str:
   if dtype is not None:
     return dtype
   if isinstance(value, enum.Enum):
-    return f"{stable_names.name_of(type(value))}.{value.name}"
+    return f"{stable_name(type(value))}.{value.name}"
   if value is None or isinstance(value, bool | int | float | bytes):
     return repr(value)
   if isinstance(value, str):
@@ -174,10 +175,10 @@ def _text(value: Any, path: str) -> str:
       for field in dataclasses.fields(value)
       if not (tree.is_linen(type(value)) and field.name in ("parent", "name"))
     ]
-    return f"{stable_names.name_of(type(value))}({', '.join(items)})"
+    return f"{stable_name(type(value))}({', '.join(items)})"
   name = None
   if _is_callable_value(value):
-    name = stable_names.name_of(value)
+    name = stable_name(value)
   if name is None:
     raise _unstable(value, path)
   return name
@@ -197,7 +198,7 @@ def _field_text(owner: Any, name: str, path: str) -> str:
   value = getattr(owner, name)
   if _is_callable_value(value):
     # The value may be a default that only the owner's module has a name for.
-    known = stable_names.name_of(value, user=type(owner).__module__)
+    known = stable_name(value, user=type(owner).__module__)
     if known is not None:
       return known
   return _text(value, tree.join(path, name))
@@ -282,4 +283,77 @@ def _unstable(value: Any, path: str) -> UnstableValueError:
     " down; use fdl.Config or fdl.Partial of something that a module defines by"
     " name, instead of a lambda, an inner function, an array or a finished"
     " object."
+  )
+
+
+# Only those that are loaded are searched: whoever uses jax.nn.silu has it.
+_PUBLIC = (
+  *("jax.nn", "jax.nn.initializers", "jax.numpy", "jax.lax", "jax.random"),
+  *("jax", "flax.linen", "flax.linen.initializers", "optax"),
+)
+
+
+def stable_name(target: Any, *, user: str | None = None) -> str | None:
+  """Returns the import path of a function or class, or None without one.
+
+  Args:
+    target: Something callable.
+    user: The module of the class or function that has `target` as a default:
+      searched for a variable that holds it.
+  """
+  module = getattr(target, "__module__", None)
+  name = getattr(target, "__qualname__", None) or getattr(
+    target, "__name__", None
+  )
+  is_defined = (
+    isinstance(module, str)
+    and isinstance(name, str)
+    and _lookup(module, name) is target
+  )
+  if is_defined and not _is_private(module):
+    return f"{module}.{name}"
+  for public in _PUBLIC:
+    alias = _variable(public, target, preferred=name)
+    if alias:
+      return f"{public}.{alias}"
+  if is_defined:
+    return f"{module}.{name}"
+  if user:
+    alias = _variable(user, target, preferred=None)
+    return f"{user}.{alias}" if alias else None
+  return None
+
+
+def _is_private(module: str) -> bool:
+  return any(part.startswith("_") for part in module.split("."))
+
+
+def _lookup(module: str, qualname: str) -> Any:
+  """Returns what the dotted name stands for, or None."""
+  value: Any = sys.modules.get(module)
+  for part in qualname.split("."):
+    value = getattr(value, part, None)
+  return value
+
+
+def _variable(module: str, target: Any, *, preferred: str | None) -> str | None:
+  """Returns the name of a module's variable that holds `target`, if any."""
+  variables = vars(sys.modules[module]) if module in sys.modules else {}
+  if preferred and variables.get(preferred) is target:
+    return preferred
+  # Sorted, so that the choice does not depend on the order of definition.
+  found = sorted(name for name, value in variables.items() if value is target)
+  return found[0] if found else None
+
+
+def is_function_or_class(value: Any) -> bool:
+  """Whether something callable is named by where it is defined.
+
+  Not so an object with `__call__`, whose fields matter.
+  """
+  if isinstance(value, type):
+    return True
+  return hasattr(value, "__qualname__") or (
+    # numpy's and jax's ufuncs have a name and no fields.
+    type(value).__name__ == "ufunc" and hasattr(value, "__name__")
   )

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from paxon.runner import experiment, toy_experiment, user_error
-from paxon.runner.configuration import experiment_index, find_experiment
+from paxon.runner.configuration import find_experiment
 
 _METHODS = """
   def task(self):
@@ -219,7 +219,7 @@ def test_without_packages_nothing_is_proposed():
 
 def test_list_names_what_can_run_and_reads_its_docstring():
   _forget()
-  listed = experiment_index.list_experiments(["shop"])
+  listed = find_experiment.list_experiments(["shop"])
   assert {entry.name: entry.summary for entry in listed} == {
     "shop.good.Small": "A small one.",
     "shop.good.Large": "",
@@ -235,17 +235,17 @@ def test_list_names_what_can_run_and_reads_its_docstring():
 
 def test_list_does_not_import_what_it_lists():
   _forget()
-  experiment_index.list_experiments(["shop"])
+  find_experiment.list_experiments(["shop"])
   assert not [name for name in sys.modules if name.startswith("shop")]
 
 
 def test_list_of_a_missing_package_is_an_error():
   with pytest.raises(ModuleNotFoundError, match="not_there"):
-    experiment_index.list_experiments(["not_there"])
+    find_experiment.list_experiments(["not_there"])
 
 
 def test_list_equals_what_importing_finds():
-  listed = experiment_index.list_experiments(["shop.good", "shop.deep"])
+  listed = find_experiment.list_experiments(["shop.good", "shop.deep"])
   found = set()
   for name in ("shop.good", "shop.deep.far"):
     for value in vars(importlib.import_module(name)).values():

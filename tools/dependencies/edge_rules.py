@@ -17,7 +17,7 @@ COMPUTED_IMPORTS = frozenset(
     "inputs/lingvo_generators/lingvo_library.py",
     "runner/configuration/find_experiment.py",
     "runner/configuration/find_experiment_test.py",
-    "runner/configuration/text_functions.py",
+    "runner/configuration/text_values.py",
     "runner/hosts/warm_python_server.py",
     "runner/monitoring/writers.py",
     "tools/closure_test.py",

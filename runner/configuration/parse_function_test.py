@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from paxon.layers import remat, stack
-from paxon.runner.configuration import annotations, dump, text_functions
+from paxon.runner.configuration import annotations, dump, text_values
 
 
 @dataclasses.dataclass
@@ -40,7 +40,7 @@ _ME = __name__
   ],
 )
 def test_text_becomes_the_function(text, expected):
-  assert text_functions.parse(text) == expected
+  assert text_values.parse_function(text) == expected
 
 
 def test_what_a_configuration_shows_can_be_given_back():
@@ -48,7 +48,7 @@ def test_what_a_configuration_shows_can_be_given_back():
   for value in (remat.save_projections, remat.SaveOnly(("a", "b")), joined):
     config = fdl.Config(stack.Stack, num_layers=1, remat_policy=value)
     (shown,) = re.findall(r"remat_policy = (.*)", dump.to_text(config))
-    assert text_functions.parse(shown) == value
+    assert text_values.parse_function(shown) == value
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_other_text_is_refused(tmp_path, monkeypatch, text, message):
   monkeypatch.chdir(tmp_path)
   monkeypatch.setitem(sys.modules, _ME, sys.modules[__name__])
   with pytest.raises(annotations.MismatchError, match=message):
-    text_functions.parse(text)
+    text_values.parse_function(text)
   assert not list(tmp_path.iterdir())
 
 
@@ -95,4 +95,4 @@ def test_a_module_that_cannot_be_imported_says_why(tmp_path, monkeypatch):
     annotations.MismatchError,
     match=r"broken_here failed to import because of ModuleNotFoundError: .*eit",
   ):
-    text_functions.parse("broken_here.f")
+    text_values.parse_function("broken_here.f")

@@ -7,7 +7,7 @@ import jax
 import optax
 import pytest
 
-from paxon.runner.configuration import stable_names
+from paxon.runner.configuration import dump
 
 
 def _local():
@@ -22,8 +22,8 @@ def _local():
     (jax.nn.initializers.ones, "jax.nn.initializers.ones"),
     (nn.Dense, "flax.linen.linear.Dense"),
     (
-      stable_names.name_of,
-      "paxon.runner.configuration.stable_names.name_of",
+      dump.stable_name,
+      "paxon.runner.configuration.dump.stable_name",
     ),
     (len, "builtins.len"),
     (_local(), None),
@@ -31,19 +31,19 @@ def _local():
   ],
 )
 def test_functions_have_a_public_name_or_none(value, name):
-  assert stable_names.name_of(value) == name
+  assert dump.stable_name(value) == name
 
 
 def test_nameless_default_is_named_by_the_variable_of_its_user():
   module = sys.modules[nn.Dense.__module__]
   init = vars(module)["default_kernel_init"]
-  assert stable_names.name_of(init) is None
-  named = stable_names.name_of(init, user=module.__name__)
+  assert dump.stable_name(init) is None
+  named = dump.stable_name(init, user=module.__name__)
   assert named == "flax.linen.linear.default_kernel_init"
 
 
 def test_objects_with_fields_are_no_functions():
-  assert stable_names.is_function_or_class(len)
-  assert stable_names.is_function_or_class(nn.Dense)
-  assert stable_names.is_function_or_class(jax.numpy.add)
-  assert not stable_names.is_function_or_class(nn.Dense(3))
+  assert dump.is_function_or_class(len)
+  assert dump.is_function_or_class(nn.Dense)
+  assert dump.is_function_or_class(jax.numpy.add)
+  assert not dump.is_function_or_class(nn.Dense(3))
