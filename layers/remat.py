@@ -1,16 +1,16 @@
-"""What a stack keeps of its forward pass for the backward pass.
+"""Rematerialization policies: what a stack saves for the backward pass.
 
-A policy says which intermediate values of a block are saved; the others are
-computed again ("rematerialized"). A stack without a policy saves everything,
-and with any policy the input of each block. Layers give their large
-intermediate values the names below; `save_only` saves named ones on the device,
-`offload` moves them to the memory of the host and back, and `|` joins policies:
+A policy selects intermediate values of a block to save; others are recomputed.
+Without a policy a stack saves everything; with any policy it saves the input of
+each block. Layers name their large intermediate values as below. `save_only`
+saves named values on the device, `offload` moves them to host memory and back,
+and `|` joins policies:
 
   remat.save_only(remat.ATTENTION_OUTPUT) | remat.offload(remat.ATTENTION_QUERY)
   remat.save_projections | remat.save_only(remat.ATTENTION_CONTEXT)
 
-The first of several policies that keeps a value says where. On a CPU, device
-and host are one memory, and an offloaded value is saved as any other.
+The first policy that saves a value decides where. On CPU, offloaded values are
+saved like any other.
 
   Pax's AutodiffCheckpointType      here
   SAVE_EVERYTHING                   None
@@ -36,11 +36,11 @@ from jax import ad_checkpoint
 
 Policy = Callable[..., Any]
 
-# Rotated queries and keys, and values: what the attention kernel is given.
+# Inputs of the attention kernel (queries and keys after rotary positions).
 ATTENTION_QUERY: Final = "attention_query"
 ATTENTION_KEY: Final = "attention_key"
 ATTENTION_VALUE: Final = "attention_value"
-# What the kernel gives back, and that after the output projection.
+# Output of the kernel, and of the output projection.
 ATTENTION_CONTEXT: Final = "attention_context"
 ATTENTION_OUTPUT: Final = "attention_output"
 # The widest tensor of a feed-forward layer, and its output.
@@ -57,23 +57,23 @@ _HOST: Final = "pinned_host"
 
 
 def save_nothing(*args: Any, **params: Any) -> Any:
-  """Policy: keep the input of each block only; least memory, one more pass."""
+  """Policy: save only the input of each block (full rematerialization)."""
   return jax.checkpoint_policies.nothing_saveable(*args, **params)
 
 
 def save_projections(*args: Any, **params: Any) -> Any:
-  """Policy: keep matrix products with weights, not those of attention."""
+  """Policy: save matmuls with weights, not those of attention."""
   policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
   return policy(*args, **params)
 
 
 def save_products(*args: Any, **params: Any) -> Any:
-  """Policy: keep all matrix products and convolutions, also of attention."""
+  """Policy: save all matmuls and convolutions, including attention."""
   return jax.checkpoint_policies.dots_saveable(*args, **params)
 
 
 def offload_projections(*args: Any, **params: Any) -> Any:
-  """Policy: move what `save_projections` keeps to the host."""
+  """Policy: offload to the host what `save_projections` saves."""
   policy = jax.checkpoint_policies.offload_dot_with_no_batch_dims(
     _DEVICE, _HOST
   )
@@ -81,7 +81,7 @@ def offload_projections(*args: Any, **params: Any) -> Any:
 
 
 class _Joinable:
-  """A policy that `|` joins with others, functions included."""
+  """A policy that `|` joins with other policies or functions."""
 
   def __or__(self, other: Policy) -> "Either":
     return Either((*_policies(self), *_policies(other)))
@@ -92,7 +92,7 @@ class _Joinable:
 
 @dataclasses.dataclass(frozen=True)
 class SaveOnly(_Joinable):
-  """Policy: keep the values with these names. Equal names, equal policies.
+  """Policy: save the values with these names; compares by value.
 
   Attributes:
     names: Names given by `tag`, usually constants of this module.
@@ -108,14 +108,14 @@ class SaveOnly(_Joinable):
       )
 
   def __call__(self, *args: Any, **params: Any) -> Any:
-    """Answers JAX's question whether one value is kept."""
+    """Returns whether a value is saved."""
     policy = jax.checkpoint_policies.save_only_these_names(*self.names)
     return policy(*args, **params)
 
 
 @dataclasses.dataclass(frozen=True)
 class Offload(_Joinable):
-  """Policy: move the values with these names to the host, and back.
+  """Policy: offload the values with these names to the host.
 
   Attributes:
     names: Names given by `tag`, usually constants of this module.
@@ -128,23 +128,23 @@ class Offload(_Joinable):
       raise ValueError("Offload.names must not be empty.")
 
   def __call__(self, *args: Any, **params: Any) -> Any:
-    """Answers JAX's question what to do with one value."""
+    """Returns what to do with a value."""
     return _named(offloaded=self.names)(*args, **params)
 
 
 @dataclasses.dataclass(frozen=True)
 class Either(_Joinable):
-  """Policy: what the first of several policies does that keeps a value.
+  """Policy: the first of several policies that saves a value.
 
   Attributes:
-    policies: Asked in this order.
+    policies: In order of precedence.
   """
 
   policies: tuple[Policy, ...]
 
   def __call__(self, *args: Any, **params: Any) -> Any:
-    """Answers JAX's question what to do with one value."""
-    # JAX's word for "compute it again", which has no public name.
+    """Returns what to do with a value."""
+    # JAX's value for recomputation, which has no public name.
     again = _named()(*args, **params)
     for policy in self.policies:
       answer = policy(*args, **params)
@@ -167,15 +167,15 @@ def _named(*, offloaded: tuple[str, ...] = ()) -> Policy:
 
 
 def save_only(*names: str) -> SaveOnly:
-  """Returns the policy that keeps the values with these names alone."""
+  """Returns the policy that saves only the values with these names."""
   return SaveOnly(names)
 
 
 def offload(*names: str) -> Offload:
-  """Returns the policy that moves the values with these names to the host."""
+  """Returns the policy that offloads the values with these names."""
   return Offload(names)
 
 
 def tag(x: jax.Array, name: str) -> jax.Array:
-  """Returns `x`, known to policies as `name`."""
+  """Returns `x`, named for policies."""
   return ad_checkpoint.checkpoint_name(x, name)
