@@ -1,11 +1,13 @@
 """Formatting of bytes, FLOPs, seconds and shares."""
 
+_BYTE_PREFIXES = "KMGTPE"
+
 
 def size(number: float | int) -> str:
   """Returns bytes, such as `1.50 GiB`."""
-  for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-    if number >= scale:
-      return f"{number / scale:,.2f} {unit}"
+  for power in range(len(_BYTE_PREFIXES), 0, -1):
+    if number >= 1024**power:
+      return f"{number / 1024**power:,.2f} {_BYTE_PREFIXES[power - 1]}iB"
   return f"{number:.0f} B"
 
 

@@ -13,7 +13,8 @@ from paxon.runner import units
     (1024, "1.00 KiB"),
     (3 * 2**19, "1.50 MiB"),
     (2**30, "1.00 GiB"),
-    (3 * 2**40, "3,072.00 GiB"),
+    (3 * 2**40, "3.00 TiB"),
+    (2**72, "4,096.00 EiB"),
   ],
 )
 def test_sizes(number, text):

@@ -22,7 +22,7 @@ def _variables(colors: str) -> str:
   return " ".join(f"--c{i}: #{c};" for i, c in enumerate(colors.split()))
 
 
-_CSS: Final = (
+CSS: Final = (
   """
 :root { color-scheme: light dark; --ink: #1f2328; --soft: #59636e;
   --line: #d1d9e0; --page: #ffffff; --panel: #f6f8fa; --good: #1a7f37;
@@ -128,7 +128,7 @@ def page(title: str, *body: Content) -> str:
       "meta", name="viewport", content="width=device-width, initial-scale=1"
     ),
     element("title", title),
-    element("style", _CSS),
+    element("style", CSS),
   )
   root = element(
     "html", head, element("body", element("h1", title), *body), lang="en"

@@ -13,7 +13,7 @@ import os
 import fiddle as fdl
 import jax
 
-from paxon.runner import files, run_dir, user_error
+from paxon.runner import files, run_dir, units, user_error
 from paxon.runner.configuration import comparison, dump, overrides, resolving
 from paxon.runner.training import (
   compiled_steps,
@@ -180,7 +180,7 @@ def _facts(session: session_lib.Session) -> list[str]:
   rows = next(iter(session.batch.values())).shape
   mesh = session.layout.mesh
   axes = [f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1]
-  words = memory_fit.format_bytes
+  words = units.size
   return [
     f"trainable parameters: {trainable:,} in {len(specs)} variables",
     f"state: {words(whole)} in all, {words(memory_fit.shard_bytes(state))} on"

@@ -6,6 +6,7 @@ For what `plan_search` cannot find, or was not asked for.
 from collections.abc import Mapping, Sequence
 import math
 
+from paxon.runner import units
 from paxon.runner.plan import flops as flops_lib
 from paxon.runner.plan import result
 
@@ -32,9 +33,9 @@ def of(
   if usable is not None and state > usable:
     parts = -(-state // int(usable)) * 2
     return (
-      f"The state alone takes {_gib(state)} of {_gib(usable)} on each device:"
-      f" split it over more devices, for example over {parts} times as many by"
-      f" the mesh axis fsdp (the mesh is {shards}).",
+      f"The state alone takes {units.size(state)} of {units.size(usable)} on"
+      f" each device: split it over more devices, for example over {parts}"
+      f" times as many by the mesh axis fsdp (the mesh is {shards}).",
       "An optimizer with less state (adafactor, lion) takes less, and needs a"
       " learning rate of its own.",
     )
@@ -65,12 +66,9 @@ def devices_for(whole: int, *, usable: float, num_devices: int) -> str:
   # Of a power of two as many divide most sizes, and half stays for the rest.
   roomy = 2 ** math.ceil(math.log2(max(2 * whole / usable, 1)))
   return (
-    f"The state takes {_gib(whole)} in all; split over {num_devices} devices it"
-    f" is {_gib(whole / num_devices)} of {_gib(usable)} on each. At least"
-    f" {least} such devices hold it, {roomy} leave half of their memory to"
-    f" activations: a larger --target, with --fdl.mesh=fsdp={roomy}."
+    f"The state takes {units.size(whole)} in all; split over {num_devices}"
+    f" devices it is {units.size(whole / num_devices)} of"
+    f" {units.size(usable)} on each. At least {least} such devices hold it,"
+    f" {roomy} leave half of their memory to activations: a larger --target,"
+    f" with --fdl.mesh=fsdp={roomy}."
   )
-
-
-def _gib(size: float | int) -> str:
-  return f"{size / 2**30:.1f} GiB"

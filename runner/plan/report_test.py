@@ -14,7 +14,7 @@ _GIB = 2**30
     (units.size, 0, "0 B"),
     (units.size, 2048, "2.00 KiB"),
     (units.size, 1.5 * _GIB, "1.50 GiB"),
-    (units.size, 2000 * _GIB, "2,000.00 GiB"),
+    (units.size, 2000 * _GIB, "1.95 TiB"),
     (units.flops, 0, "0 FLOP"),
     (units.flops, 5e5, "0.500 MFLOP"),
     (units.flops, 12.5e9, "12.500 GFLOP"),

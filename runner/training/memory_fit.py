@@ -13,9 +13,8 @@ from typing import Any
 import jax
 
 from paxon.inputs import base_input
-from paxon.runner import user_error
+from paxon.runner import units, user_error
 
-_UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB", "EB")
 _LOOPS = ("scan", "while")
 # `inputs` and `targets`, both int32, are in every batch.
 _BYTES_PER_TOKEN = 8
@@ -44,11 +43,11 @@ def check(
   if limit is None or sum(needs.values()) <= limit:
     return
   shown = " and ".join(
-    f"{format_bytes(n)} for {name}" for name, n in needs.items()
+    f"{units.size(n)} for {name}" for name, n in needs.items()
   )
   raise user_error.UserError(
     f"The job does not fit: each device needs {shown}, but has"
-    f" {format_bytes(limit)} ({device.device_kind}); {advice}."
+    f" {units.size(limit)} ({device.device_kind}); {advice}."
   )
 
 
@@ -67,7 +66,7 @@ def check_batch(source: base_input.BaseInput) -> None:
     raise user_error.UserError(
       f"global_batch_size ({source.global_batch_size}) times length"
       f" ({source.length}) does not fit: a batch takes at least"
-      f" {format_bytes(size)}, but this machine has {format_bytes(limit)}."
+      f" {units.size(size)}, but this machine has {units.size(limit)}."
     )
 
 
@@ -128,14 +127,6 @@ def host_bytes() -> int | None:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
   except (ValueError, OSError):
     return None
-
-
-def format_bytes(size: int) -> str:
-  """Formats a number of bytes, such as `3.2 TB`."""
-  value, unit = float(size), 0
-  while value >= 1000 and unit < len(_UNITS) - 1:
-    value, unit = value / 1000, unit + 1
-  return f"{value:,.1f} {_UNITS[unit]}" if unit else f"{size} bytes"
 
 
 def _is_jaxpr(value: object) -> bool:

@@ -6,13 +6,12 @@ It is HTML that is also well-formed XML.
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from paxon.runner import units
+from paxon.runner import units, web_page
 from paxon.runner.plan import comparison, result, sentences
 from paxon.runner.plan.web_page import (
   bars,
   markup,
   memory_section,
-  page_style,
   time_section,
   work_section,
 )
@@ -41,7 +40,7 @@ def to_html(
     '<html lang="en"><head><meta charset="utf-8"/>',
     '<meta name="viewport" content="width=device-width, initial-scale=1"/>',
     f"<title>{markup.escape(title)}</title>",
-    f"<style>{page_style.CSS}</style></head>",
+    f"<style>{web_page.CSS}</style></head>",
     f"<body><header><h1>{markup.escape(title)}</h1>",
     f'<p class="soft">{markup.escape(first.experiment)}</p>',
     *_overrides(first),
