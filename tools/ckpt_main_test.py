@@ -218,7 +218,7 @@ def test_preview_for_an_experiment(run, tmp_path, capsys, monkeypatch):
   status, out, _ = _call(capsys, "preview", exp)
   assert status == 0
   assert "starts at step 3; 25 non-variable arrays read" in out
-  # What is given stands in place of what the experiment says.
+  # What is given replaces the value of the experiment.
   status, out, _ = _call(capsys, "preview", exp, "--pattern=params/stack/.*=>")
   assert status == 0
   assert "read      2 of 11 variables" in out

@@ -38,7 +38,7 @@ def page_test(name, page, size, runtime_deps, **kwargs):
       name: The target's name.
       page: The label of the page, a Markdown file.
       size: Bazel's size, which is also the time limit.
-      runtime_deps: What the code imports; it runs in processes of its own.
+      runtime_deps: What the code imports; it runs in separate processes.
       **kwargs: As for py_test.
     """
     py_test(

@@ -1,4 +1,4 @@
-"""Runs the examples of one README, each in a namespace of its own.
+"""Runs the examples of one README, each in a separate namespace.
 
 The macro in readme.bzl makes a test of this file and names the README in the
 environment, as pytest's arguments are for pytest.
