@@ -1,4 +1,4 @@
-"""Several named inputs as one, each batch with arrays of all of them."""
+"""Several named inputs combined, with the arrays of all in each batch."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
@@ -10,19 +10,18 @@ from paxon.inputs import base_input
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class CombinedInput(base_input.BaseInput):
-  """The batches of several inputs side by side.
+  """Batches that combine those of several inputs.
 
-  The array `targets` of the input `text` is `text/targets`. An input may have
-  more rows than the others: with n times `global_batch_size` its arrays become
-  [global_batch_size, n, ...], so that all arrays have the same first dimension
-  and the rows that belong to one are together; a model folds the two.
+  The array `targets` of the input `text` is `text/targets`. An input whose
+  batch size is n times `global_batch_size` has its arrays reshaped to
+  [global_batch_size, n, ...], so all arrays have the same first dimension.
 
-  The input ends where the first of its parts does.
+  The combined input ends when the first of its inputs ends.
 
   Attributes:
-    inputs: The parts by name, each with a multiple of `global_batch_size` rows.
-    default_input: The part whose `length` this one's is, and which answers
-      `ids_to_strings` where no key says otherwise.
+    inputs: The inputs by name, each with a multiple of `global_batch_size`.
+    default_input: The name of the input that provides `length`, and
+      `ids_to_strings` for keys of no input.
   """
 
   inputs: Mapping[str, base_input.BaseInput]
@@ -57,7 +56,7 @@ class CombinedInput(base_input.BaseInput):
   def set_infeed_hosts(
     self, *, infeed_host_index: int, num_infeed_hosts: int
   ) -> None:
-    """Tells this input and its parts which rows are this host's."""
+    """Sets the host index and count of this input and its inputs."""
     super().set_infeed_hosts(
       infeed_host_index=infeed_host_index, num_infeed_hosts=num_infeed_hosts
     )
@@ -67,10 +66,10 @@ class CombinedInput(base_input.BaseInput):
       )
 
   def get_next(self) -> base_input.Batch:
-    """Returns this host's rows of all parts.
+    """Returns this host's part of the next batch of all inputs.
 
     Raises:
-      StopIteration: A part has ended. No part has moved on then.
+      StopIteration: An input has ended. All inputs keep their positions.
     """
     before = self.get_state()
     batch = {}
@@ -93,20 +92,20 @@ class CombinedInput(base_input.BaseInput):
 
   @property
   def is_endless(self) -> bool:
-    """Whether all parts are."""
+    """Whether all inputs are endless."""
     return all(part.is_endless for part in self.inputs.values())
 
   def required_vocab_size(self) -> int | None:
-    """Asks the default part: others may be of other vocabularies."""
+    """Returns the default input's; others may use other vocabularies."""
     return self.inputs[self.default_input].required_vocab_size()
 
   def check_readable(self) -> None:
-    """Asks the parts."""
+    """Checks the inputs."""
     for part in self.inputs.values():
       part.check_readable()
 
   def close(self) -> None:
-    """Closes the parts."""
+    """Closes the inputs."""
     for part in self.inputs.values():
       part.close()
 
@@ -116,26 +115,26 @@ class CombinedInput(base_input.BaseInput):
     lengths: Sequence[int] | np.ndarray,
     key: str | None = None,
   ) -> list[str]:
-    """Asks the part that the key is of, else the default one."""
+    """Decodes with the input that the key names, or the default one."""
     name, _, rest = (key or "").partition("/")
     if name in self.inputs:
       return self.inputs[name].ids_to_strings(ids, lengths, key=rest)
     return self.inputs[self.default_input].ids_to_strings(ids, lengths, key=key)
 
   def reset(self) -> None:
-    """Resets the parts."""
+    """Resets the inputs."""
     for part in self.inputs.values():
       part.reset()
 
   def get_state(self) -> base_input.State:
-    """Returns the parts' states by name."""
+    """Returns the states of the inputs by name."""
     return {name: part.get_state() for name, part in self.inputs.items()}
 
   def set_state(self, state: base_input.State) -> None:
-    """Sets the parts' states.
+    """Sets the states of the inputs.
 
     Raises:
-      ValueError: The state is of other parts, or a part refuses its own.
+      ValueError: The names do not match, or an input rejects its state.
     """
     if set(state) != set(self.inputs):
       raise ValueError(

@@ -1,10 +1,10 @@
-"""Tokenizes a corpus into one token file, in parallel and resumable.
+"""Parallel, resumable tokenization of a corpus into one token file.
 
-The corpus is cut into shards (`corpus_shards`) whatever the number of workers.
-Each worker writes shards into `NAME.parts/`, each of which appears whole or not
-at all; at the end they are joined into `NAME.bin` and `NAME.idx`
-(`token_file`), in order. So the bytes are the same with any number of workers,
-and a command that was killed goes on with the shards that are missing.
+The corpus is split into shards (`corpus_shards`) independently of the number of
+workers. Workers write the shards atomically to `NAME.parts/`; at the end they
+are concatenated in order into `NAME.bin` and `NAME.idx` (`token_file`). The
+output is therefore the same with any number of workers, and an interrupted
+command resumes with the missing shards.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,16 +26,16 @@ _COPY_BYTES = 1 << 24
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Corpus:
-  """What to tokenize, and how.
+  """Files to tokenize, with their format and tokenizer.
 
   Attributes:
     paths: The files, in order.
-    form: What a document is.
-    tokenizer: Makes the ids; it is pickled for processes.
-    text_key: Which string of a line of JSON is the document.
-    append_end: Whether the tokenizer's end stands after each document.
-    prepend_begin: Whether its begin stands before each document.
-    shard_bytes: About the size of a shard, in bytes of text.
+    form: The format of documents in the files.
+    tokenizer: The tokenizer; pickled for worker processes.
+    text_key: The key of the document in a line of JSON.
+    append_end: Whether to append the tokenizer's end id to each document.
+    prepend_begin: Whether to prepend its begin id to each document.
+    shard_bytes: The approximate size of a shard, in bytes of text.
   """
 
   paths: Sequence[str]
@@ -55,7 +55,7 @@ class Corpus:
       )
 
   def facts(self) -> dict[str, Any]:
-    """Returns what is written beside the token file."""
+    """Returns the content of the token file's `NAME.json`."""
     return {
       **tokenizer_protocol.describe(self.tokenizer),
       "has_begin": self.prepend_begin,
@@ -67,14 +67,14 @@ class Corpus:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Progress:
-  """How far a command is.
+  """The progress of a command.
 
   Attributes:
-    bytes_done: Of files, before decompression.
-    bytes_total: Of all files.
-    bytes_found: Those that were done by an earlier command.
-    documents: How many have been written.
-    tokens: How many have been written.
+    bytes_done: Bytes of the files processed, before decompression.
+    bytes_total: Bytes of all files.
+    bytes_found: Bytes that an earlier command had processed.
+    documents: The number of documents written.
+    tokens: The number of tokens written.
   """
 
   bytes_done: int
@@ -91,25 +91,25 @@ def run(
   num_workers: int = 1,
   report: Callable[[Progress], None] = lambda _: None,
 ) -> Progress:
-  """Tokenizes a corpus, or what is missing of it.
+  """Tokenizes the missing shards of a corpus and writes the token file.
 
   Args:
-    corpus: What to tokenize.
-    path: Of the token file, without an ending.
-    num_workers: Processes that tokenize; 0 is this one.
-    report: Is told after each shard.
+    corpus: The corpus.
+    path: The path of the token file, without an extension.
+    num_workers: The number of worker processes; 0 uses this process.
+    report: Called once at the start and after each shard.
 
   Returns:
     The last progress.
 
   Raises:
-    ValueError: A document cannot be read, there is none, the file is there
-      already, or what was begun is of another corpus.
+    ValueError: A document cannot be read, there are none, the output exists
+      already, or the shards on disk are of another corpus.
   """
   pair = token_file_writer.Pair(path=path)
   parts = path + ".parts"
   for existing in (pair.tokens, pair.index):
-    # With parts beside it, it is of a command that was stopped at the end.
+    # With shards next to it, it is the output of an interrupted command.
     if os.path.exists(existing) and not os.path.exists(parts):
       raise ValueError(
         f"{existing} is there already; remove it, or choose another output."
@@ -150,10 +150,10 @@ def run(
 
 
 def _begin(parts: str, corpus: Corpus) -> None:
-  """Makes the folder of parts, or checks that it is of the same corpus."""
+  """Creates the shard folder, or checks that its plan matches."""
   status = {path: os.stat(path) for path in corpus.paths}
   plan = {
-    # A file that was changed since, its size not, is another one.
+    # The modification time detects changes that keep the size.
     "files": [[p, s.st_size, s.st_mtime_ns] for p, s in status.items()],
     "form": corpus.form.value,
     "text_key": corpus.text_key,
@@ -180,12 +180,12 @@ def _part(parts: str, number: int) -> str:
 
 
 def _is_done(parts: str, number: int) -> bool:
-  # Written after the tokens, so that both are there.
+  # Written after the tokens, so it exists only if both do.
   return os.path.exists(_part(parts, number) + ".npy")
 
 
 def _counts(parts: str, number: int) -> tuple[int, int]:
-  """Returns the documents and the tokens of a part."""
+  """Returns the numbers of documents and tokens of a shard."""
   lengths = np.load(_part(parts, number) + ".npy")
   return len(lengths), int(lengths.sum())
 
@@ -197,7 +197,7 @@ def _written(
   parts: str,
   num_workers: int,
 ) -> Iterator[int]:
-  """Yields the numbers of shards as they are written."""
+  """Tokenizes the missing shards; yields their numbers as they finish."""
   if not num_workers:
     for number in missing:
       yield _write(corpus, shards[number], _part(parts, number), number)
@@ -212,7 +212,7 @@ def _written(
       for task in futures.as_completed(tasks):
         yield task.result()
     finally:
-      # After a mistake, or a key, what nobody has begun is left.
+      # After an error or an interrupt, pending shards are cancelled.
       pool.shutdown(wait=True, cancel_futures=True)
 
 
@@ -252,7 +252,7 @@ def _join(
   pair: token_file_writer.Pair,
   corpus: Corpus,
 ) -> None:
-  """Makes one file of all parts and removes them."""
+  """Concatenates the shards into one file and removes them."""
   lengths = np.concatenate(
     [np.load(_part(parts, i) + ".npy") for i in range(num_parts)]
   )
@@ -270,8 +270,8 @@ def _join(
     lengths=lengths,
     documents=np.arange(len(lengths) + 1),
   )
-  # What an earlier command did not get to remove.
+  # Left by an interrupted command.
   shutil.rmtree(parts + ".done", ignore_errors=True)
-  # In one moment, so that no command finds half of them.
+  # Renamed first, so that no command finds a partial folder.
   os.replace(parts, parts + ".done")
   shutil.rmtree(parts + ".done")

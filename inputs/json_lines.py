@@ -1,14 +1,12 @@
-"""Documents in files of JSON lines, compressed by gzip or not.
+"""Documents in JSON-lines files, plain or gzip-compressed.
 
-Each line is an object, and one of its strings is the document: the form in
-which C4 is distributed (`c4-train.00000-of-01024.json.gz`, `{"text": ...}`).
+Each line is an object with the document in one of its strings, as in C4
+(`c4-train.00000-of-01024.json.gz`, `{"text": ...}`).
 
-A file is read once from end to end before its first document is returned, to
-learn where lines begin; only these places are kept. Text within a gzip file is
-reached from the places where the decompressor's state was kept as well, once
-every `_SPAN` bytes of text (40 kB each). One file of C4, 800 MB of text, takes
-some seconds and 35 MB of memory: name as many files as a run needs, not all of
-the 1,024.
+Before the first document, each file is read once to index its line offsets. For
+random access in a gzip file, the decompressor's state (40 kB) is saved every
+`_SPAN` bytes of text. Indexing one file of C4 (800 MB of text) takes seconds
+and 35 MB of memory: list only the files that a run needs.
 """
 
 import bisect
@@ -25,24 +23,23 @@ from paxon.inputs import file_patterns
 
 _GZIP = (".gz", ".gzip")
 _BLANK = b" \t\r\v\f"
-# Bytes read at once.
+# Bytes per read.
 _CHUNK = 1 << 20
-# Bytes of text between two kept states of the decompressor.
+# Bytes of text between saved states of the decompressor.
 _SPAN = 1 << 20
-# Reads the header and the checksum of gzip's format.
+# Selects the gzip format: its header and checksum.
 _GZIP_FORMAT = 16 + zlib.MAX_WBITS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JsonLines:
-  """A source of documents: one string of each line of some files.
+  """Documents from one string field of JSON lines.
 
-  Lines without any text are left out; every other line must be an object with
-  the string. Documents are ordered by file name, then as in the file.
+  Blank lines are skipped. Documents are ordered by file name, then by line.
 
   Attributes:
     files: A path, or a pattern such as `c4/en/c4-train.0000?-of-01024.json.gz`.
-    text_key: Which string of a line is the document.
+    text_key: The key of the document in each line.
   """
 
   files: str
@@ -58,7 +55,7 @@ class JsonLines:
     """The files, sorted.
 
     Raises:
-      FileNotFoundError: There is none.
+      FileNotFoundError: No file matches.
     """
     return file_patterns.find(self.files, field="JsonLines.files")
 
@@ -69,7 +66,7 @@ class JsonLines:
     """Returns one document as UTF-8.
 
     Raises:
-      ValueError: Its line is no object with the string.
+      ValueError: Its line is not an object with the string `text_key`.
     """
     if not 0 <= index < len(self):
       raise IndexError(f"There is no document {index} of {len(self)}.")
@@ -79,7 +76,7 @@ class JsonLines:
     return self.document(file.line(index - first), file.path)
 
   def __getstate__(self) -> dict[str, Any]:
-    """Leaves out what was opened: another process opens it again."""
+    """Returns the fields only: each process opens the files itself."""
     return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
   def document(self, line: bytes, path: str) -> bytes:
@@ -87,10 +84,10 @@ class JsonLines:
 
     Args:
       line: The bytes of a JSON object.
-      path: Where it was found, for messages.
+      path: The file of the line, for error messages.
 
     Raises:
-      ValueError: It is no object with the string.
+      ValueError: The line is not an object with the string `text_key`.
     """
     try:
       row = json.loads(line)
@@ -102,7 +99,7 @@ class JsonLines:
         f"{path}: a line has no string {self.text_key!r}:"
         f" {line[:60].decode(errors='replace')}"
       )
-    # JSON can spell halves of surrogate pairs, which UTF-8 has no bytes for.
+    # JSON can encode lone surrogates, which UTF-8 cannot.
     return text.encode(errors="replace")
 
   @functools.cached_property
@@ -114,16 +111,16 @@ class JsonLines:
 
   @functools.cached_property
   def _ends(self) -> list[int]:
-    """By file: the number of documents in it and those before it."""
+    """The cumulative number of documents after each file."""
     return np.cumsum([len(file) for file in self._files]).tolist()
 
 
 class _File:
-  """Where the lines of a file begin, and how to read one."""
+  """One file with an index of its lines."""
 
   def __init__(self, path: str) -> None:
     self.path = path
-    # Of text, which is decompressed: where each state below was kept.
+    # Offsets in the decompressed text, one for each of the states.
     self._starts: list[int] = []
     self._states: list[tuple[int, Any]] = []
     self._cached: tuple[int, bytes] = (0, b"")
@@ -133,19 +130,19 @@ class _File:
     return len(self._begins)
 
   def line(self, number: int) -> bytes:
-    """Returns a line without its end."""
+    """Returns a line without its newline."""
     return self._text(int(self._begins[number]), int(self._ends[number]))
 
   def _text(self, begin: int, end: int) -> bytes:
     first, text = self._cached
     if not first <= begin <= end <= first + len(text):
       first, text = self._read(begin, end)
-      # The next document is often in the same span.
+      # The next document is often in the same chunk.
       self._cached = first, text
     return text[begin - first : end - first]
 
   def _find_lines(self) -> tuple[np.ndarray, np.ndarray]:
-    """Returns where lines with text begin and end, int64."""
+    """Returns the begin and end offsets of nonblank lines, int64 [n]."""
     ends, firsts, befores, size, last = [], [], [], 0, b"\n"
     for text in self._chunks():
       array = np.frombuffer(last + text, np.uint8)
@@ -164,7 +161,7 @@ class _File:
     if size and last != b"\n":
       found, before = np.append(found, size), np.append(before, ord(last))
     begins = np.append(0, found[:-1] + 1) if len(found) else found
-    # Blank lines are no documents. Of long ones few begin and end by a blank.
+    # Skips blank lines; only lines with blanks at both ends need a full check.
     is_blank = np.isin([first, before], np.frombuffer(_BLANK, np.uint8)).all(0)
     kept = found > begins
     for i in np.flatnonzero(kept & is_blank):
@@ -172,7 +169,7 @@ class _File:
     return begins[kept], found[kept]
 
   def _chunks(self) -> Iterator[bytes]:
-    """Yields the file's text once, and keeps states on the way."""
+    """Yields the text of the file; saves decompressor states."""
     if not self.path.endswith(_GZIP):
       with open(self.path, "rb") as file:
         while chunk := file.read(_CHUNK):
@@ -187,7 +184,7 @@ class _File:
       yield text
 
   def _read(self, begin: int, end: int) -> tuple[int, bytes]:
-    """Returns text that holds [begin, end), and where it begins."""
+    """Returns text that includes [begin, end), preceded by its offset."""
     if not self.path.endswith(_GZIP):
       with open(self.path, "rb") as file:
         file.seek(begin)
@@ -205,23 +202,24 @@ class _File:
   def _decompressed(
     self, place: int, state: Any
   ) -> Iterator[tuple[int, Any, bytes]]:
-    """Yields text from a place of the file on.
+    """Decompresses the file from an offset.
 
     Yields:
-      The place and a copy of the decompressor before the text, and the text.
+      The file offset and a copy of the decompressor before a chunk of text, and
+      the chunk.
 
     Raises:
-      ValueError: The file is damaged or cut.
+      ValueError: The file is damaged or truncated.
     """
-    # Whether the state has begun to read a part of the file.
+    # Whether the state is within a gzip member.
     has_begun = place > 0
     with open(self.path, "rb") as file:
       file.seek(place)
       while data := file.read(_CHUNK // 8):
         while data:
-          if state.eof:  # Files of gzip may be joined, each with a state.
+          if state.eof:  # A file may have several gzip members.
             state, has_begun = _new_state(), False
-          if not has_begun:  # Zeros may fill up what is between them.
+          if not has_begun:  # Members may be separated by zero padding.
             rest = data.lstrip(b"\0")
             place, data = place + len(data) - len(rest), rest
             if not data:

@@ -1,14 +1,14 @@
-"""Several streams as one, with exact quotas.
+"""A weighted mixture of streams with exact quotas.
 
-After any number k of examples, member i has given its share w_i * k of them to
-within less than one: each draw goes to a member that is due, the one whose
-deadline is nearest (Tijdeman, The chairman assignment problem, 1980). With n
-members and c_i = w_i * k - (what i has given before draw k), those with
-c_i >= 1 / (2n - 2) are due, and (1 - 1 / (2n - 2) - c_i) / w_i is the time
-that is left. There is no randomness, and all arithmetic is on integers.
+After any number k of examples, the count of member i differs from its share
+w_i * k by less than one: each draw takes the due member with the earliest
+deadline (Tijdeman, The chairman assignment problem, 1980). With n members and
+c_i = w_i * k - (examples of i before draw k), members with
+c_i >= 1 / (2n - 2) are due, and (1 - 1 / (2n - 2) - c_i) / w_i is the time left
+until the deadline. There is no randomness, and all arithmetic is on integers.
 
-A member that ends leaves its share to the others, and the mixture ends with
-its last member; so every example of members with a number of epochs is read.
+When a member ends, the others share its weight; the mixture ends with its last
+member, so every example of members with finite epochs is read.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,23 +19,22 @@ from typing import Any
 
 from paxon.inputs import example_source, example_stream, read_ahead
 
-# Weights are counted in parts of a whole: sums of floats depend on the order.
+# Shares are integers with this sum: sums of floats depend on the order.
 _WHOLE = 1 << 40
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Mixture(example_stream.Stream):
-  """Examples of several streams in turn, by weight.
+  """Examples of several streams, interleaved by weight.
 
-  A position holds those of the members. Weights may differ between two runs
-  that share it: what was read stays read.
+  A position contains the members' positions. A run may resume from it with
+  other weights.
 
   Attributes:
     members: The streams by name.
-    weights: The share of each in the examples, of any sum. `None` is the same
-      for all.
-    weight_changes: By the batch, from 0, from which on they hold: other
-      weights. A member may have the weight 0 for a while, but not always.
+    weights: The weight of each stream, with any sum. `None` weights all equally.
+    weight_changes: New weights by the index of the first batch that they apply
+      to. A weight may be 0 temporarily, but not in all batches.
   """
 
   members: Mapping[str, example_stream.Stream]
@@ -63,7 +62,7 @@ class Mixture(example_stream.Stream):
         )
 
   def start(self) -> dict[str, Any]:
-    """Returns the members' starts."""
+    """Returns the start positions of the members."""
     return {
       "members": {name: m.start() for name, m in self.members.items()},
       "due": dict.fromkeys(self.members, 0),
@@ -73,7 +72,7 @@ class Mixture(example_stream.Stream):
   def following(
     self, position: dict[str, Any], *, step: int
   ) -> tuple[list[Any], dict[str, Any]] | None:
-    """Returns a member's name and its reference, and the next position."""
+    """Returns [member name, reference], and the position after it."""
     while len(position["ended"]) < len(self.members):
       shares = self._shares(self._phase(step), tuple(position["ended"]))
       due = {
@@ -103,12 +102,12 @@ class Mixture(example_stream.Stream):
     return self.members[name].read(inner)
 
   def name(self, reference: list[Any]) -> str:
-    """Returns the words for an example in messages."""
+    """Returns the name of an example for messages."""
     name, inner = reference
     return f"{self.members[name].name(inner)} of {name!r}"
 
   def num_tokens(self, reference: list[Any]) -> int | None:
-    """Asks the member."""
+    """Returns the number of tokens from the member."""
     name, inner = reference
     return self.members[name].num_tokens(inner)
 
@@ -137,11 +136,11 @@ class Mixture(example_stream.Stream):
 
   @property
   def is_endless(self) -> bool:
-    """Whether a member is."""
+    """Whether any member is endless."""
     return any(member.is_endless for member in self.members.values())
 
   def epoch(self, position: dict[str, Any]) -> int:
-    """Returns the epochs of the member that has the fewest and goes on."""
+    """Returns the fewest epochs of any member that has not ended."""
     epochs = [
       member.epoch(position["members"][name])
       for name, member in self.members.items()
@@ -152,29 +151,29 @@ class Mixture(example_stream.Stream):
   def read_ahead_with(
     self, workers: read_ahead.Workers | None, *, every: bool
   ) -> None:
-    """Tells the members."""
+    """Sets the workers of the members."""
     for member in self.members.values():
       member.read_ahead_with(workers, every=every)
 
   def prepare(self, references: Sequence[list[Any]]) -> None:
-    """Tells each member its own."""
+    """Passes each member its references."""
     for name, member in self.members.items():
       inner = [reference for owner, reference in references if owner == name]
       if inner:
         member.prepare(inner)
 
   def leaves(self) -> list[example_stream.Stream]:
-    """Returns those of the members."""
+    """Returns the leaves of the members."""
     return [leaf for m in self.members.values() for leaf in m.leaves()]
 
   def required_vocab_size(self) -> int | None:
-    """Returns the largest of the members', None where one is unknown."""
+    """Returns the largest of the members', None if one is unknown."""
     sizes = [member.required_vocab_size() for member in self.members.values()]
     known = [size for size in sizes if size is not None]
     return max(known) if len(known) == len(sizes) else None
 
   def check_readable(self) -> None:
-    """Asks the members, and says which one refuses."""
+    """Checks the members; an error names the member."""
     for name, member in self.members.items():
       try:
         member.check_readable()
@@ -188,7 +187,7 @@ class Mixture(example_stream.Stream):
     return [(0, first), *sorted(self.weight_changes.items())]
 
   def _phase(self, step: int) -> int:
-    """Returns the number of the weights that hold in a batch."""
+    """Returns the index of the weights that apply to a batch."""
     return max(i for i, (first, _) in enumerate(self._phases) if first <= step)
 
   def _check_weights(self, step: int, weights: Mapping[str, float]) -> None:
@@ -208,13 +207,13 @@ class Mixture(example_stream.Stream):
 
   @functools.lru_cache(maxsize=64)  # noqa: B019 Lives as long as the input.
   def _shares(self, phase: int, ended: tuple[str, ...]) -> dict[str, int]:
-    """Returns positive shares of `_WHOLE`, which is their sum."""
+    """Returns positive integer shares that sum to `_WHOLE`."""
     weights = {
       name: fractions.Fraction(weight)
       for name, weight in self._phases[phase][1].items()
       if name not in ended
     }
-    # Those left may all have to wait for a later batch that never comes.
+    # All remaining members may have weight 0 in this phase: share equally.
     if not any(weights.values()):
       weights = dict.fromkeys(weights, fractions.Fraction(1))
     total = sum(weights.values())
@@ -225,20 +224,20 @@ class Mixture(example_stream.Stream):
 
 
 def _next_member(due: Mapping[str, int], shares: Mapping[str, int]) -> str:
-  """Returns the member that gives the next example.
+  """Returns the member to draw the next example from.
 
   Args:
-    due: By member, what it has not given of its share, in parts of `_WHOLE`;
-      its share in this draw is counted.
-    shares: By member that may give, its share in this draw.
+    due: Each member's outstanding share in units of 1 / `_WHOLE`, including
+      this draw.
+    shares: The share in this draw of each eligible member.
   """
   num = len(shares)
   if num == 1:
     return next(iter(shares))
-  # Everything times 2n - 2, so that it stays whole.
+  # Scaled by 2n - 2 to stay in integers.
   factor = 2 * num - 2
   ready = [name for name in shares if factor * due[name] >= _WHOLE]
-  if not ready:  # Possible just after weights have changed.
+  if not ready:  # Possible just after a change of weights.
     return max(shares, key=lambda name: due[name])
   last = (factor - 1) * _WHOLE
 

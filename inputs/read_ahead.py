@@ -1,10 +1,9 @@
-"""Examples read by threads or processes before they are asked for.
+"""Asynchronous reading of examples by threads or processes.
 
-Workers change when an example is read, never which one comes next: a stream
-knows the numbers that follow, has them read in advance, and takes each when it
-gets there; or it is told the numbers of a batch that is planned, and has them
-read side by side. So results are the same with any number of workers, and
-nothing of them is in a saved state.
+Workers affect when an example is read, never the order: a stream submits the
+indices that follow, or those of a planned batch, and collects the results when
+they are needed. Results are the same with any number of workers, and saved
+states do not depend on them.
 """
 
 import collections
@@ -18,25 +17,25 @@ import traceback
 
 from paxon.inputs import example_source
 
-# Examples of one task, so that sending costs little of its time.
+# Examples per task, to amortize the overhead of a task.
 _CHUNK = 8
 
-# An example, or what reading it raised.
+# An example, or the error of reading it.
 _Read = example_source.Example | Exception
 
-# Of a worker process: the sources it was started with.
+# In a worker process: the sources that it was started with.
 _sources: list[example_source.ExampleSource] = []
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Workers:
-  """Threads or processes that all streams of an input share.
+  """A pool of threads or processes shared by all streams of an input.
 
   Attributes:
-    num_workers: How many; at least one.
-    processes: Whether they are processes, for sources whose reading is Python
-      code. Their sources are pickled once.
-    sources: Those that may be read.
+    num_workers: The number of workers, at least one.
+    processes: Whether to use processes, for sources that spend their time in
+      Python code. The sources are pickled once.
+    sources: The sources to read from.
   """
 
   num_workers: int
@@ -46,7 +45,7 @@ class Workers:
   def __post_init__(self) -> None:
     self._executor: futures.Executor
     if self.processes:
-      # A fork of a process with threads, such as JAX's, may hang.
+      # Forking a process that has threads, such as JAX's, may hang.
       self._executor = futures.ProcessPoolExecutor(
         self.num_workers,
         mp_context=multiprocessing.get_context("spawn"),
@@ -59,58 +58,58 @@ class Workers:
       )
 
   def read_ahead(self, source: example_source.ExampleSource) -> "ReadAhead":
-    """Returns what reads one of the sources."""
+    """Returns a reader of one of the sources."""
     number = next(i for i, s in enumerate(self.sources) if s is source)
     return ReadAhead(self, source, number)
 
   def submit(
     self, source: example_source.ExampleSource, number: int, chunk: list[int]
   ) -> "futures.Future[list[_Read]]":
-    """Has some examples of a source read."""
+    """Submits a chunk of indices of a source for reading."""
     with _told_of_ended_workers():
       if self.processes:
         return self._executor.submit(_read_of, number, chunk)
       return self._executor.submit(_read, source, chunk)
 
   def close(self) -> None:
-    """Ends the workers; what nobody has begun to read is dropped."""
+    """Shuts the workers down and cancels pending reads."""
     self._executor.shutdown(wait=True, cancel_futures=True)
 
 
 class ReadAhead:
-  """Reads the examples of one source that come next."""
+  """Reads upcoming examples of one source in the background."""
 
   def __init__(
     self, workers: Workers, source: example_source.ExampleSource, number: int
   ) -> None:
-    """Prepares; nothing is read yet.
+    """Initializes the reader; reads nothing.
 
     Args:
-      workers: Who reads.
-      source: What is read.
-      number: Its place among the sources of the workers.
+      workers: The worker pool.
+      source: The source to read.
+      number: Its index in `workers.sources`.
     """
     self._workers = workers
     self._source = source
     self._number = number
     self._depth = 2 * _CHUNK * workers.num_workers
-    # Positions [first, end) are read, or being read.
+    # Positions [first, end) have been submitted.
     self._first = self._end = 0
     self._tasks: dict[int, tuple[futures.Future, int]] = {}
-    # The tasks by the position after their last example.
+    # The submitted chunks, each with the position after it.
     self._chunks: collections.deque[tuple[int, list[int]]] = collections.deque()
 
   def expect(
     self, position: int, number_at: Callable[[int], int | None]
   ) -> None:
-    """Has the examples from a position on read.
+    """Submits the examples that follow a position.
 
     Args:
-      position: Where the stream is.
-      number_at: The example at a position, None after the end.
+      position: The stream's current position.
+      number_at: Returns the example index at a position, None after the end.
     """
     if not self._first <= position <= self._end:
-      self._tasks.clear()  # The stream was set to another place.
+      self._tasks.clear()  # The stream was repositioned.
       self._chunks.clear()
       self._end = position
     self._first = position
@@ -123,13 +122,13 @@ class ReadAhead:
       task = self._workers.submit(self._source, self._number, chunk)
       self._tasks.update((n, (task, i)) for i, n in enumerate(chunk))
       self._chunks.append((self._end, chunk))
-    # What nobody has taken was of another host's rows.
+    # Examples not collected belong to other hosts.
     while self._chunks[0][0] < position - self._depth:
       for number in self._chunks.popleft()[1]:
         self._tasks.pop(number, None)
 
   def fetch(self, numbers: Sequence[int]) -> None:
-    """Has some examples read that will be asked for next."""
+    """Submits examples that are needed next."""
     missing = [n for n in dict.fromkeys(numbers) if n not in self._tasks]
     for begin in range(0, len(missing), _CHUNK):
       chunk = missing[begin : begin + _CHUNK]
@@ -137,7 +136,7 @@ class ReadAhead:
       self._tasks.update((n, (task, i)) for i, n in enumerate(chunk))
 
   def get(self, number: int) -> example_source.Example:
-    """Returns an example, read ahead or not; raises what reading it did."""
+    """Returns an example, prefetched or not; reraises its read error."""
     task, place = self._tasks.pop(number, (None, 0))
     if task is None:
       return self._source[number]
@@ -150,7 +149,7 @@ class ReadAhead:
 
 @contextlib.contextmanager
 def _told_of_ended_workers() -> Iterator[None]:
-  """Says what it means that an executor is broken."""
+  """Explains the error of a broken executor."""
   try:
     yield
   except futures.BrokenExecutor as error:
@@ -173,12 +172,12 @@ def _read_of(number: int, chunk: list[int]) -> list[_Read]:
 
 
 def _portable(error: Exception) -> Exception:
-  """Returns an exception that can be sent, with where it was raised."""
+  """Returns a picklable exception with the traceback as a note."""
   where = "".join(traceback.format_exception(error))
   try:
     pickle.loads(pickle.dumps(error))
   except Exception:
-    # One that is not made from its message alone would end all workers.
+    # An exception that cannot be unpickled would break the pool.
     error = RuntimeError(f"{type(error).__name__}: {error}")
   error.add_note(where)
   return error
@@ -187,7 +186,7 @@ def _portable(error: Exception) -> Exception:
 def _read(
   source: example_source.ExampleSource, chunk: list[int]
 ) -> list[_Read]:
-  """Returns examples; one that cannot be read does no harm to the others."""
+  """Returns examples, or the error of each that cannot be read."""
   found: list[_Read] = []
   for number in chunk:
     try:

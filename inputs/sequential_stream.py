@@ -1,9 +1,10 @@
-"""One order of examples that have no index: shuffled within windows.
+"""A stream over a sequential source, shuffled within windows.
 
-The examples of an epoch come in a fixed order, `shuffle_window` at a time; each
-window is shuffled by a keyed permutation of its own. A position is (epoch,
-place), and to go on there only its window is read. A larger window shuffles
-better and costs more memory; where there is an index, use `example_stream`.
+The examples of an epoch are read in a fixed order in windows of
+`shuffle_window`; each window is shuffled by its own keyed permutation. A
+position is (epoch, index), and resuming reads only the current window. A larger
+window shuffles better and uses more memory. For sources with random access use
+`example_stream`.
 """
 
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import Any
 
 from paxon.inputs import document_order, example_source, example_stream
 
-# Waiting examples are read again after the window has moved on.
+# Pending references may still point into the previous window.
 _KEPT_WINDOWS = 2
 
 
@@ -22,10 +23,10 @@ class SequentialExamples(example_stream.Stream):
   """The examples of a sequential source.
 
   Attributes:
-    source: Where they are.
-    shuffle_seed: The seed of the order in windows. `None` is the source's.
-    shuffle_window: Examples that are held and shuffled together.
-    num_epochs: After how many epochs the stream ends. `None` is never.
+    source: The source of the examples.
+    shuffle_seed: The shuffle seed. `None` keeps the source's order.
+    shuffle_window: The number of examples held in memory and shuffled together.
+    num_epochs: The number of epochs. `None` repeats without end.
   """
 
   source: example_source.SequentialSource
@@ -35,7 +36,7 @@ class SequentialExamples(example_stream.Stream):
   _windows: dict[int, list[example_source.Example]] = dataclasses.field(
     default_factory=dict, init=False, repr=False
   )
-  # Where the iterator stands, and the iterator.
+  # The index of the iterator's next example, and the iterator.
   _reader: tuple[int, Iterator[example_source.Example]] | None = (
     dataclasses.field(default=None, init=False, repr=False)
   )
@@ -51,13 +52,13 @@ class SequentialExamples(example_stream.Stream):
         )
 
   def start(self) -> list[int]:
-    """Returns the first epoch's first place."""
+    """Returns [epoch 0, index 0]."""
     return [0, 0]
 
   def following(
     self, position: list[int], *, step: int
   ) -> tuple[int, list[int]] | None:
-    """Returns the number of a record, and the next position."""
+    """Returns the index of an example, and the position after it."""
     epoch, place = position
     while self.num_epochs is None or epoch < self.num_epochs:
       number, offset = divmod(place, self.shuffle_window)
@@ -74,12 +75,12 @@ class SequentialExamples(example_stream.Stream):
     return None
 
   def read(self, reference: int) -> example_source.Example:
-    """Returns an example; its window is read again if it is gone."""
+    """Returns an example; reads its window again if necessary."""
     number, offset = divmod(reference, self.shuffle_window)
     return self._window(number)[offset]
 
   def check(self, position: Any) -> None:
-    """Checks that the position is one; whether it is there, reading shows."""
+    """Checks the format of a position, not whether it exists."""
     if not isinstance(position, list) or len(position) != 2:
       raise ValueError(
         f"The state's position must be an epoch and a place, got {position!r}."
@@ -96,11 +97,11 @@ class SequentialExamples(example_stream.Stream):
 
   @property
   def is_endless(self) -> bool:
-    """Whether no number of epochs is given."""
+    """Whether `num_epochs` is None."""
     return self.num_epochs is None
 
   def epoch(self, position: list[int]) -> int:
-    """Returns the number of whole epochs."""
+    """Returns the number of completed epochs."""
     return position[0]
 
   def leaves(self) -> list[example_stream.Stream]:
@@ -108,14 +109,14 @@ class SequentialExamples(example_stream.Stream):
     return [self]
 
   def required_vocab_size(self) -> int | None:
-    """Returns the source's."""
+    """Returns the `required_vocab_size` of the source, if it has one."""
     return example_source.call_optional(self.source, "required_vocab_size")
 
   def _order(self, epoch: int, number: int, size: int, offset: int) -> int:
     order = document_order.DocumentOrder(
       num_documents=size, seed=self.shuffle_seed
     )
-    # Every window of every epoch has an order of its own.
+    # Each window of each epoch has its own order.
     return order.document((epoch << 40) + number, offset)
 
   def _window(self, number: int) -> list[example_source.Example]:

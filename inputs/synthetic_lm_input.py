@@ -1,7 +1,7 @@
-"""Token batches without any data, to measure speed and to try programs.
+"""Synthetic token batches for benchmarks and smoke tests.
 
-A row is one document of `length` tokens without padding, so a step does as much
-work as with the best packed text, and reading costs nothing.
+Each sequence is one document of `length` tokens without padding, so a step does
+the same work as with perfectly packed text.
 """
 
 import dataclasses
@@ -15,17 +15,17 @@ _TOKEN = 1
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class SyntheticLmInput(base_input.BaseInput):
-  """Batches of ones, or of random tokens; endless or a number of them.
+  """Batches of ones or of random tokens.
 
-  A batch holds `inputs`, `targets`, `positions` and `segment_ids` as int32 and
-  `weights` as float32, all [per_host_batch_size, length]. Of random tokens,
-  batch k is a function of the seed and k, and a target is the next input.
+  A batch has `inputs`, `targets`, `positions` and `segment_ids` as int32 and
+  `weights` as float32, all [per_host_batch_size, length]. Random batch k is a
+  function of the seed and k; each target is the next input.
 
   Attributes:
-    vocab_size: Ids are below it.
-    random_seed: The seed of random tokens. `None` makes every token a 1, which
-      a model learns by heart within a few steps.
-    num_batches: After how many batches the input ends. `None` is never.
+    vocab_size: The exclusive upper bound of the ids.
+    random_seed: The seed of random tokens. With `None` all tokens are 1, which
+      a model memorizes within a few steps.
+    num_batches: The number of batches. `None` is endless.
   """
 
   vocab_size: int
@@ -52,7 +52,7 @@ class SyntheticLmInput(base_input.BaseInput):
       )
 
   def get_next(self) -> base_input.Batch:
-    """Returns this host's rows of the next batch; see the class.
+    """Returns this host's part of the next batch; see the class.
 
     Raises:
       StopIteration: `num_batches` batches have been returned.
@@ -73,35 +73,35 @@ class SyntheticLmInput(base_input.BaseInput):
 
   @property
   def is_endless(self) -> bool:
-    """Whether no number of batches is given."""
+    """Whether `num_batches` is None."""
     return self.num_batches is None
 
   def batch_shapes(self) -> base_input.Shapes | None:
-    """Returns what `get_next` will return."""
+    """Returns the shapes and dtypes of the arrays of `get_next`."""
     if type(self).get_next is not SyntheticLmInput.get_next:
-      return None  # A subclass may add arrays of its own.
+      return None  # A subclass may add arrays.
     shape = self.per_host_batch_size, self.length
     keys = ("inputs", "targets", "positions", "segment_ids")
     integers = {key: (shape, np.dtype(np.int32)) for key in keys}
     return {**integers, "weights": (shape, np.dtype(np.float32))}
 
   def required_vocab_size(self) -> int:
-    """Returns `vocab_size`, or 2 where all tokens are ones."""
+    """Returns `vocab_size`, or 2 if all tokens are 1."""
     return _TOKEN + 1 if self.random_seed is None else self.vocab_size
 
   def reset(self) -> None:
-    """Goes back to the first batch."""
+    """Restarts from the first batch."""
     self._next = 0
 
   def get_state(self) -> base_input.State:
-    """Returns the number of batches read, and what they depend on."""
+    """Returns the number of batches read, and the seed."""
     return {"next": self._next, "random_seed": self.random_seed}
 
   def set_state(self, state: base_input.State) -> None:
-    """Goes to a position that `get_state` returned.
+    """Restores a state that `get_state` returned.
 
     Raises:
-      ValueError: The state is damaged, or of another seed.
+      ValueError: The state is damaged or has another seed.
     """
     expected = self.get_state()
     if set(state) != set(expected):
@@ -124,12 +124,11 @@ class SyntheticLmInput(base_input.BaseInput):
     self._next = number
 
   def _tokens(self, rows: int, length: int) -> np.ndarray:
-    """Returns this host's rows of the next batch, int32 [rows, length]."""
+    """Returns this host's tokens of the next batch, int32 [rows, length]."""
     if self.random_seed is None:
       return np.full((rows, length), _TOKEN, np.int32)
-    # The words of a bit generator are the same in every version of numpy, those
-    # of `default_rng().integers` need not be. One number in 2**49 favours small
-    # ids, which nobody can see.
+    # Raw bits of a generator are stable across numpy versions, unlike
+    # `default_rng().integers`. The bias of the modulo is negligible.
     generator = np.random.Philox(key=[self.random_seed, self._next])
     words = generator.random_raw(self.global_batch_size * length)
     tokens = (words % np.uint64(self.vocab_size)).astype(np.int32)

@@ -1,8 +1,7 @@
-"""Documents in text files: one a file, one a line, or paragraphs.
+"""Documents in text files: one per file, line or paragraph.
 
-Documents are bytes, as they lie in the files: nothing is decoded, so a file in
-any encoding is a document like any other. Each file is read once from end to
-end before its first document is returned, to learn where documents begin.
+Documents are raw bytes in any encoding. Each file is read once before the first
+document to index the offsets.
 """
 
 import bisect
@@ -20,7 +19,7 @@ _BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+")
 
 
 class Documents(enum.Enum):
-  """What a document is."""
+  """The unit of text that makes one document."""
 
   FILE = "file"
   LINE = "line"
@@ -29,15 +28,14 @@ class Documents(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextFiles:
-  """A source of documents: the text of some files.
+  """Documents from text files.
 
-  Documents without any character but white space are left out: empty files and
-  blank lines. They are ordered by the name of the file, then as in the file.
+  Documents that contain only white space are skipped. They are ordered by file
+  name, then by position in the file.
 
   Attributes:
     files: A path, or a pattern such as `texts/**/*.txt`.
-    documents: What is one: a file, a line, or what stands between two blank
-      lines.
+    documents: One per file, line or paragraph (separated by blank lines).
   """
 
   files: str
@@ -52,7 +50,7 @@ class TextFiles:
     """The files, sorted.
 
     Raises:
-      FileNotFoundError: There is none.
+      FileNotFoundError: No file matches.
     """
     return file_patterns.find(self.files, field="TextFiles.files")
 
@@ -70,12 +68,12 @@ class TextFiles:
       return file.read(int(end - begin))
 
   def __getstate__(self) -> dict[str, Any]:
-    """Leaves out what was opened: another process opens it again."""
+    """Returns the fields only: each process opens the files itself."""
     return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
   @functools.cached_property
   def _spans(self) -> tuple[np.ndarray, ...]:
-    """By file: where its documents begin and end, int64 [n, 2]."""
+    """The begin and end offsets of each file's documents, int64 [n, 2]."""
     spans = tuple(self._spans_of(path) for path in self.paths)
     if not any(len(span) for span in spans):
       raise ValueError(
@@ -87,7 +85,7 @@ class TextFiles:
   def _spans_of(self, path: str) -> np.ndarray:
     with open(path, "rb") as file:
       data = file.read()
-    # What stands between two documents.
+    # Separators between documents.
     if self.documents is Documents.FILE:
       gaps = []
     elif self.documents is Documents.LINE:
@@ -105,5 +103,5 @@ class TextFiles:
 
   @functools.cached_property
   def _ends(self) -> list[int]:
-    """By file: the number of documents in it and those before it."""
+    """The cumulative number of documents after each file."""
     return np.cumsum([len(span) for span in self._spans]).tolist()

@@ -1,4 +1,4 @@
-r"""Memory-mapped token files: Megatron's `.bin` and `.idx`, as they are.
+r"""Memory-mapped token files in Megatron's `.bin` and `.idx` format.
 
 `NAME.bin` holds the tokens of all sequences, one after another. `NAME.idx`:
 
@@ -7,16 +7,15 @@ r"""Memory-mapped token files: Megatron's `.bin` and `.idx`, as they are.
     uint8     dtype: 1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 6 float64,
               7 float32, 8 uint16
     uint64    n, the number of sequences
-    uint64    d, the number of entries of the last table
-    int32[n]  the tokens of each sequence
-    int64[n]  where each begins in the `.bin`, in bytes
-    int64[d]  the first sequence of each document, and n at the end
-    int8[n]   optional: a mode for each sequence, which text does not use
+    uint64    d, the number of document entries
+    int32[n]  the length of each sequence in tokens
+    int64[n]  the byte offset of each sequence in the `.bin`
+    int64[d]  the first sequence of each document, then n
+    int8[n]   optional: a mode for each sequence, ignored here
 
-All is little-endian. Places in bytes are 64 bits wide, so a file may be of any
-size. Opening reads the header only; a document costs two look-ups and its own
-tokens. Beside the pair our own tools write `NAME.json`: which tokenizer made
-the tokens, and the ids that they are below.
+All values are little-endian. Opening a file reads only the header; reading a
+document takes two look-ups plus its tokens. Paxon's tools also write
+`NAME.json` with the tokenizer's description and vocabulary size.
 """
 
 import dataclasses
@@ -47,7 +46,7 @@ DTYPES: dict[int, type[np.generic]] = {
 
 
 class Unit(enum.Enum):
-  """What one example is."""
+  """The unit of text that makes one example."""
 
   DOCUMENT = "document"
   SEQUENCE = "sequence"
@@ -55,7 +54,7 @@ class Unit(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Tables:
-  """Views of the mapped files."""
+  """Arrays backed by the mapped files."""
 
   tokens: np.ndarray
   lengths: np.ndarray
@@ -65,18 +64,18 @@ class _Tables:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TokenFile:
-  """Examples of a language model from a `.bin` and its `.idx`.
+  """Language-model examples from a `.bin` and its `.idx`.
 
   Attributes:
-    path: Their path without the ending.
-    vocab_size: All ids must be below it, which each document is checked for as
-      it is read. `None` takes the tokenizer's, or what `NAME.json` says.
-    begin_id: Is put before each example; `None` puts nothing there, and then
+    path: The path without its extension.
+    vocab_size: The exclusive upper bound of all ids, checked when a document is
+      read. `None` uses the tokenizer's, or the one in `NAME.json`.
+    begin_id: Prepended to each example. With `None` nothing is prepended and
       the first token is only an input.
-    end_id: Is put after each example, for files without ends of documents.
-    unit: Documents, or the sequences (sentences, often) that they consist of.
-    tokenizer: That which made the file. Examples then have `target_bytes` too,
-      and `NAME.json`, if there is one, must be of this tokenizer.
+    end_id: Appended to each example, for files without end-of-document ids.
+    unit: Documents, or the sequences (often sentences) within them.
+    tokenizer: The tokenizer that made the file; must match `NAME.json`, if that
+      exists. Adds `target_bytes` to the examples.
   """
 
   path: str
@@ -107,7 +106,7 @@ class TokenFile:
     """Returns `inputs` and `targets` of an example, int32 [n].
 
     Raises:
-      ValueError: An id is not in the vocabulary, or the index is damaged there.
+      ValueError: An id is not in the vocabulary, or the index is damaged.
     """
     example = example_source.lm_features(self.tokens(index))
     if self.tokenizer is None:
@@ -116,7 +115,7 @@ class TokenFile:
     return {**example, "target_bytes": np.asarray(bytes_of, np.int32)}
 
   def required_vocab_size(self) -> int | None:
-    """Returns the number that all ids are below, if that is known."""
+    """Returns the exclusive upper bound of all ids, None if unknown."""
     if self.vocab_size is not None:
       return self.vocab_size
     if self.tokenizer is not None:
@@ -124,7 +123,7 @@ class TokenFile:
     return self.facts.get("vocab_size")
 
   def num_tokens(self, index: int) -> int:
-    """Returns the targets of an example, from the index alone."""
+    """Returns the number of targets of an example; reads only the index."""
     sequences = self._sequences(index)
     lengths = self._tables.lengths[sequences]
     if len(lengths) and lengths.min() < 0:
@@ -133,7 +132,7 @@ class TokenFile:
     return max(count + self._num_added - 1, 0)
 
   def tokens(self, index: int) -> np.ndarray:
-    """Returns the tokens of an example, int32 [n], with begin and end."""
+    """Returns the tokens of an example, int32 [n], with begin and end ids."""
     sequences, tables = self._sequences(index), self._tables
     parts = [
       tables.tokens[self._place(number)]
@@ -147,10 +146,11 @@ class TokenFile:
     return np.concatenate((begin, stored, end)).astype(np.int32)
 
   def check(self) -> None:
-    """Checks the files against each other; reads no token.
+    """Checks the files and settings for consistency; reads no tokens.
 
     Raises:
-      ValueError: A file is missing, cut short, or not of this format.
+      ValueError: A file is missing, truncated, not of this format, or does
+        not match the settings.
     """
     _ = self._bounds
     required = self.required_vocab_size()
@@ -192,12 +192,12 @@ class TokenFile:
         )
 
   def __getstate__(self) -> dict[str, Any]:
-    """Leaves out what was opened: another process opens it again."""
+    """Returns the fields only: each process maps the files itself."""
     return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
   @functools.cached_property
   def facts(self) -> dict[str, Any]:
-    """What `NAME.json` says; nothing where there is none."""
+    """The content of `NAME.json`; empty if it does not exist."""
     path = self.path + ".json"
     if not os.path.exists(path):
       return {}
@@ -212,7 +212,7 @@ class TokenFile:
     return (self.begin_id is not None) + (self.end_id is not None)
 
   def _sequences(self, index: int) -> slice:
-    """Returns the sequences of an example."""
+    """Returns the range of sequences of an example."""
     if not 0 <= index < len(self):
       raise IndexError(f"There is no example {index} of {len(self)}.")
     begin, end = int(self._bounds[index]), int(self._bounds[index + 1])
@@ -225,7 +225,7 @@ class TokenFile:
     return slice(begin, end)
 
   def _place(self, number: int) -> slice:
-    """Returns where the tokens of a sequence are."""
+    """Returns the range of a sequence in the token array."""
     tables = self._tables
     pointer, length = int(tables.pointers[number]), int(tables.lengths[number])
     size, count = tables.tokens.itemsize, len(tables.tokens)
@@ -256,7 +256,7 @@ class TokenFile:
 
   @functools.cached_property
   def _bounds(self) -> np.ndarray:
-    """The first sequence of each example, and the end."""
+    """The first sequence of each example, then the number of sequences."""
     tables = self._tables
     if self.unit is Unit.SEQUENCE:
       return np.arange(len(tables.lengths) + 1, dtype=np.int64)
@@ -315,11 +315,11 @@ class TokenFile:
   def _mapped_tokens(
     self, dtype: np.dtype, lengths: np.ndarray, pointers: np.ndarray
   ) -> np.ndarray:
-    """Maps the `.bin`, which must hold what the `.idx` says."""
+    """Maps the `.bin`; raises ValueError if it is shorter than indexed."""
     path = self.path + ".bin"
     size = os.path.getsize(path)
     if len(lengths):
-      # Sequences follow one another, so the last one ends the file.
+      # Sequences are contiguous, so the last one ends the file.
       needed = int(pointers[-1]) + dtype.itemsize * int(lengths[-1])
       if size < needed:
         last = int(np.searchsorted(pointers, size, side="right")) - 1
@@ -335,5 +335,5 @@ def _mapped(path: str, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
   if not count:
     return np.zeros(0, dtype)  # An empty range cannot be mapped.
   little = dtype.newbyteorder("<")
-  # As a plain array: slices of a memmap cost twenty times as much.
+  # A plain array: slicing a memmap is twenty times slower.
   return np.asarray(np.memmap(path, little, "r", offset=offset, shape=(count,)))
