@@ -32,7 +32,7 @@ class Mixture(example_stream.Stream):
 
   Attributes:
     members: The streams by name.
-    weights: The weight of each stream, with any sum. `None` weights all equally.
+    weights: The weight of each stream, with any sum. `None` is all equal.
     weight_changes: New weights by the index of the first batch that they apply
       to. A weight may be 0 temporarily, but not in all batches.
   """
