@@ -7,11 +7,11 @@
   p <- p - rate(t - 1) (u + weight_decay p)
 
 (Shazeer & Stern 2018, https://arxiv.org/abs/1804.04235.) The mean square of a
-matrix takes the memory of one row and one column. All of it applies to each
-variable of each layer alone. Statistics are float32 and sharded like their
-parameter. Decay applies to the variables whose `VariableSpec` says
-`regularized`; as in the other optimizers here it is scaled by the rate, which
-it is not in optax's Adafactor.
+matrix takes the memory of one row and one column. Each layer of a stacked
+variable has separate statistics and clipping. Statistics are float32 and
+sharded like their parameter. Weight decay applies to variables with
+`VariableSpec.regularized` and, unlike in optax's Adafactor, is scaled by the
+learning rate.
 """
 
 import dataclasses
@@ -31,19 +31,20 @@ from paxon.sharding import checks
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adafactor:
-  """An optimizer: makes an optax transformation for given variables.
+  """The Adafactor optimizer.
 
   Attributes:
-    schedule: From a step to a learning rate, relative to the size of
-      parameters unless `min_param_rms` is `None`.
-    decay_exponent: The mean of squares decays by 1 - t^(-decay_exponent).
+    schedule: Maps a step to a learning rate, which is relative to the RMS of
+      the parameter unless `min_param_rms` is `None`.
+    decay_exponent: The decay of the mean square is 1 - t^(-decay_exponent).
     epsilon: Added to squared gradients.
-    min_dim_to_factor: Matrices with a smaller side keep the whole mean square.
-    max_update_rms: Limit of a variable's update at rate one; `None` is none.
-    min_param_rms: Updates are multiplied by the RMS of their parameter, or by
-      this where it is more. `None` does not multiply.
-    b1: Decay of the momentum; `None` has none.
-    weight_decay: Share of a parameter that is subtracted at rate one.
+    min_dim_to_factor: Smallest dimension that is factored.
+    max_update_rms: Largest RMS of the update of one variable of one layer at
+      rate 1, before scaling by the parameter; `None` disables the clipping.
+    min_param_rms: Updates are multiplied by the RMS of their parameter, at
+      least this. `None` disables the scaling.
+    b1: Decay of the momentum; `None` disables momentum.
+    weight_decay: Fraction of a parameter that is subtracted at rate 1.
   """
 
   schedule: optax.Schedule
@@ -73,8 +74,8 @@ class Adafactor:
     """Returns the update rule as an optax transformation.
 
     Args:
-      specs: Of the variables that are optimized. `None` decays all of them,
-        and takes none for stacked.
+      specs: Specs of the optimized variables. `None` decays all of them and
+        treats none as stacked.
     """
 
     def clip_and_scale(
@@ -113,13 +114,13 @@ class Adafactor:
 
 
 class FactoredRmsState(NamedTuple):
-  """Statistics; each tree has every parameter.
+  """Factored second moments; each tree has the structure of the parameters.
 
   Attributes:
     count: int32 scalar, the number of updates.
-    row: Means over the largest dimension; size one where not factored.
-    column: Means over the second largest; size one where not factored.
-    full: Mean squares; size one where factored.
+    row: Means over the largest dimension; size one if not factored.
+    column: Means over the second largest dimension; size one if not factored.
+    full: Mean squares; size one if factored.
   """
 
   count: Any
@@ -141,13 +142,13 @@ def scale_by_factored_rms(
   min_dim_to_factor: int,
   specs: variable_groups.Specs | None,
 ) -> optax.GradientTransformation:
-  """Returns the transformation from g to u.
+  """Returns the transformation from g to the first u of the module docstring.
 
   Args:
-    decay_exponent: Of the number of updates in the decay.
+    decay_exponent: The decay of the mean square is 1 - t^(-decay_exponent).
     epsilon: Added to squared gradients.
-    min_dim_to_factor: A dimension is factored from this size on.
-    specs: Of the variables, which say what is stacked. `None`: nothing is.
+    min_dim_to_factor: Smallest dimension that is factored.
+    specs: Specs of the variables; `None` treats none as stacked.
   """
 
   def depths(tree: Any) -> Any:
@@ -235,7 +236,7 @@ def _factored_dims(
 ) -> tuple[int, int] | None:
   """Returns the second largest and the largest dimension of one layer.
 
-  None where the whole mean square is kept.
+  Returns None if the mean square is not factored.
   """
   if len(shape) < 2:
     return None
@@ -246,7 +247,7 @@ def _factored_dims(
 def _shapes(
   shape: tuple[int, ...], min_dim_to_factor: int
 ) -> list[tuple[int, ...]]:
-  """Shapes of the row, column and full statistics of one layer."""
+  """Returns the shapes of the row, column and full statistics of one layer."""
   ones = (1,) * len(shape)
   dims = _factored_dims(shape, min_dim_to_factor)
   if dims is None:

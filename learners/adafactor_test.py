@@ -1,4 +1,4 @@
-"""Tests for what only Adafactor has; the battery is `optimizers_test`."""
+"""Tests for Adafactor; `optimizers_test` covers all optimizers."""
 
 import jax
 import numpy as np
@@ -89,7 +89,7 @@ def test_one_layer_agrees_with_optax(shape):
   np.testing.assert_allclose(params[0], params[1], rtol=1e-5, atol=1e-6)
 
 
-def test_a_stack_is_many_layers():
+def test_stacked_layers_match_separate_layers():
   """The same numbers as each layer alone, though it is deeper than wide."""
   stacked = _specs(stack=(12, 6, 9))
   alone = _specs(stack=(6, 9))
@@ -120,7 +120,7 @@ def test_a_stack_is_many_layers():
 @pytest.mark.parametrize(
   "shape", [(6, 6, 3, 3), (6, 6, 6, 6, 3), (3, 6, 6, 3), (6, 9, 6)]
 )
-def test_of_equal_dimensions_the_later_are_factored(shape):
+def test_equal_dimensions_factor_the_last_two(shape):
   """On processors that sort ties in another order, too."""
   names = tuple("abcde"[: len(shape)])
   specs = {"params": {"w": testing.spec("params/w", shape, axes=names)}}
@@ -151,7 +151,7 @@ def test_of_equal_dimensions_the_later_are_factored(shape):
   np.testing.assert_allclose(values.row["params"]["w"], row, rtol=1e-5)
 
 
-def test_memory_is_that_of_rows_and_columns():
+def test_state_size_is_one_row_and_one_column():
   specs = _specs(stack=(12, 60, 90))
   state = optimizer_state.specs(_factored(specs), specs)
   size = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(state))

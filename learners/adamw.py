@@ -6,9 +6,9 @@
 
 with t counted from 1 (Loshchilov & Hutter 2019,
 https://arxiv.org/abs/1711.05101; as in most libraries, the decay is scaled by
-the learning rate). The quotient can be clipped by its RMS. Moments are float32
-unless `momentum_dtype` says otherwise of m, and sharded like their parameters.
-Decay applies to the variables whose `VariableSpec` says `regularized`.
+the learning rate). Moments are float32, except m with `momentum_dtype`, and
+sharded like their parameters. Weight decay applies to variables with
+`VariableSpec.regularized`.
 """
 
 import dataclasses
@@ -23,20 +23,20 @@ from paxon.sharding import checks
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdamW:
-  """An optimizer: makes an optax transformation for given variables.
+  """The AdamW optimizer.
 
   Attributes:
-    schedule: From a step to a learning rate.
+    schedule: Maps a step to a learning rate.
     b1: Decay of the mean of gradients.
     b2: Decay of the mean of squared gradients.
     epsilon: Added to the root of the mean of squared gradients.
-    weight_decay: Share of a parameter that is subtracted at rate one.
-    max_update_rms: Limit of the root mean square of m' / (sqrt(v') + epsilon)
-      of each variable; `None` is none.
-    momentum_dtype: Dtype in which m is kept between steps. bfloat16 takes half
-      the memory; gradients are added in float32, and what is kept is rounded,
-      so m forgets changes below 2^-9 of itself. v is float32 always: with b2
-      near one its steps would be rounded away.
+    weight_decay: Fraction of a parameter that is subtracted at rate 1.
+    max_update_rms: Largest RMS of m' / (sqrt(v') + epsilon) of one variable of
+      one layer; `None` disables the clipping.
+    momentum_dtype: Storage dtype of m. bfloat16 halves its memory; gradients
+      are added in float32 and the sum is rounded, so m loses changes below
+      2^-9 of itself. v is always float32: with b2 near one, rounding would
+      remove its changes.
   """
 
   schedule: optax.Schedule
@@ -59,7 +59,7 @@ class AdamW:
     """Returns the update rule as an optax transformation.
 
     Args:
-      specs: Of the variables that are optimized. `None` decays all of them.
+      specs: Specs of the optimized variables. `None` decays all of them.
     """
     return optimizer.descent(
       optax.scale_by_adam(

@@ -58,7 +58,7 @@ def _run(transform, params, *, steps=20):
   return params, every, state
 
 
-def test_momentum_may_be_kept_in_bfloat16():
+def test_bfloat16_momentum_is_close_to_float32():
   params = {"kernel": jnp.ones((64, 64), jnp.float32)}
   optimizer = adamw.AdamW(schedule=SCHEDULE, momentum_dtype=jnp.bfloat16)
   params, every, state = _run(optimizer.transform(), params)

@@ -1,17 +1,17 @@
-"""Values that microbatches give to variables no optimizer touches.
+"""Combination of microbatch values of variables without an optimizer.
 
-All microbatches of a step begin with the same values. Where microbatches give
-values v_1 ... v_k to a variable that had the value o, its `CombineRule` says
-what becomes of it:
+All microbatches of a step start from the same values. If they return the values
+v_1 ... v_k for a variable with the value o, its `CombineRule` defines the
+combined value:
 
              overwritten with gradient     replaced by the forward pass
   MEAN       mean of the v_i               mean of the v_i
   SUM        sum of the v_i                o + sum of the v_i - o
   MAX        max of the v_i                max of the v_i
 
-A microbatch whose loss did not reach an overwritten variable (or its part of
-one layer or expert) does not count. A replaced variable with MEAN that is not
-of floating point, such as a count of steps, has the last microbatch's value.
+A microbatch with a zero gradient of an overwritten variable (or of its slice
+for one layer or expert) does not count. With MEAN, a replaced variable of an
+integer dtype, such as a step count, gets the value of the last microbatch.
 """
 
 from typing import Any
@@ -29,11 +29,11 @@ _Rule = variables_lib.CombineRule
 def overwritten(
   values: variable_groups.Tree, *, specs: variable_groups.Specs
 ) -> dict[str, Any]:
-  """Returns one value for each variable, zero where the loss never reached it.
+  """Returns one value per variable; zero if all its gradients are zero.
 
   Args:
     values: Gradients of all microbatches, stacked along a new first axis.
-    specs: Of these variables at least.
+    specs: Specs of at least these variables.
   """
   return variable_groups.map_paths(_overwritten, values, specs)
 
@@ -44,13 +44,13 @@ def replaced(
   old: variable_groups.Tree,
   specs: variable_groups.Specs,
 ) -> dict[str, Any]:
-  """Returns one value for each variable that the forward pass returned.
+  """Returns one value per variable that the forward pass returned.
 
   Args:
-    values: Of all microbatches, stacked along a new first axis.
-    old: The values before the step.
-    specs: Of the variables that may be replaced. Others are passed on, for
-      `variable_updates.replace` to refuse.
+    values: Values of all microbatches, stacked along a new first axis.
+    old: Values before the step.
+    specs: Specs of the variables that may be replaced. Others are returned
+      unchanged; `variable_updates.replace` rejects them.
   """
   flat_old: dict[Any, Any] = traverse_util.flatten_dict(old)
   flat_specs: dict[Any, Any] = traverse_util.flatten_dict(specs)

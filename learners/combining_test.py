@@ -32,21 +32,21 @@ def _overwritten(values, rule, names=()):
 @pytest.mark.parametrize(
   ("rule", "expected"), [(MEAN, 3.0), (SUM, 6.0), (MAX, 4.0)]
 )
-def test_overwritten_values_where_the_loss_reached(rule, expected):
+def test_overwritten_values_ignore_zero_gradients(rule, expected):
   # The second microbatch did not reach the variable.
   assert _overwritten([2.0, 0.0, 4.0], rule) == expected
 
 
 @pytest.mark.parametrize("rule", [MEAN, SUM, MAX])
-def test_what_no_microbatch_reached_keeps_its_value(rule):
+def test_all_zero_gradients_keep_the_value(rule):
   assert _overwritten([0.0, 0.0], rule) == 9.0
 
 
-def test_the_largest_of_negative_values():
+def test_max_of_negative_values():
   assert _overwritten([-2.0, 0.0, -4.0], MAX) == -2.0
 
 
-def test_each_expert_is_combined_alone():
+def test_experts_are_combined_separately():
   values = [[[1.0, 5.0], [0.0, 0.0]], [[3.0, 0.0], [2.0, 4.0]]]
   names = (axes.EXPERTS, None)
   assert _overwritten(values, MEAN, names) == [[2.0, 2.5], [2.0, 4.0]]
@@ -74,14 +74,14 @@ def test_replaced_values(rule, expected):
   assert float(_replaced([3.0, 5.0, 4.0], 2.0, rule)) == expected
 
 
-def test_a_counter_counts_steps_or_microbatches():
+def test_integer_counter_by_combine_rule():
   steps = _replaced([8, 8], 7, MEAN, jnp.int32)
   parts = _replaced([8, 8], 7, SUM, jnp.int32)
   assert (int(steps), int(parts)) == (8, 9)
   assert steps.dtype == parts.dtype == jnp.int32
 
 
-def test_a_running_mean_is_that_of_the_full_batch():
+def test_running_mean_equals_the_full_batch():
   x = np.random.default_rng(0).normal(size=(4, 6))
   parts = [0.9 * 2.0 + 0.1 * part.mean() for part in x]
   np.testing.assert_allclose(
@@ -89,6 +89,6 @@ def test_a_running_mean_is_that_of_the_full_batch():
   )
 
 
-def test_unknown_variables_are_passed_on():
+def test_unknown_variables_are_unchanged():
   new = combining.replaced({"sown": {"x": jnp.arange(3)}}, old={}, specs={})
   assert jax.tree.map(int, new) == {"sown": {"x": 2}}

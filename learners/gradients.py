@@ -1,9 +1,9 @@
-"""Gradients of a batch's mean loss, at once or accumulated over microbatches.
+"""Gradients of the mean loss, optionally accumulated over microbatches.
 
-Accumulated, the gradient is that of the whole batch: gradients of the *sum* of
-losses are added, and divided once by the weight of all microbatches. A mean of
-the microbatches' means would weigh a token more the more padding its
-microbatch has.
+The accumulated gradient equals that of the whole batch: gradients of the *sum*
+of losses are added, then divided once by the total weight. Averaging the means
+of microbatches would give tokens in microbatches with more padding a larger
+weight.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,12 +29,12 @@ _Tree: TypeAlias = variable_groups.Tree
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Variables:
-  """The variables of a model, by what a step does with them.
+  """The variables of a model by update rule.
 
   Attributes:
-    params: Those that are optimized.
-    overwritten: Those whose gradient is their next value.
-    constant: All others, replaced or frozen.
+    params: Optimized variables.
+    overwritten: Variables whose gradient is their next value.
+    constant: All other variables, replaced or frozen.
   """
 
   params: _Tree
@@ -44,13 +44,13 @@ class Variables:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gradients:
-  """What a batch says about the variables.
+  """Gradients, new values and metrics of one batch.
 
   Attributes:
     params: Gradients of the mean loss, float32.
-    overwritten: Next values, zero where the loss did not reach.
-    new_collections: What the forward pass returned.
-    metrics: Of the batch.
+    overwritten: Next values; zero if the loss did not depend on the variable.
+    new_collections: Collections returned by the forward pass.
+    metrics: Metrics of the batch.
   """
 
   params: _Tree
@@ -74,10 +74,11 @@ def make_gradient_fn(
   """Returns `(variables, batch, rngs) -> Gradients`.
 
   Args:
-    loss_fn: Its random keys are those given, or, with several microbatches,
-      follow from them and the microbatch's index.
-    metric_fns: Evaluated on each (micro)batch and its outputs.
-    num_microbatches: Memory for activations is that of one.
+    loss_fn: With several microbatches, its random keys are those of the batch
+      folded with the index of the microbatch.
+    metric_fns: Evaluated on each microbatch and its outputs.
+    num_microbatches: Number of sequential microbatches; only one microbatch's
+      activations are in memory.
     specs: A `VariableSpec` for each variable.
   """
   if num_microbatches == 1:
@@ -175,7 +176,7 @@ def _accumulated(
 
 
 def _placed(params: _Tree, specs: variable_groups.Specs) -> _Tree:
-  """Shards sums of gradients like the parameters, not like one gradient."""
+  """Shards accumulated gradients like the parameters."""
   return variable_groups.map_paths(
     lambda x, spec: logical.constrain(x, spec.axes), params, specs
   )

@@ -1,4 +1,4 @@
-"""Tests for gradients over microbatches: the same as over the full batch."""
+"""Tests for gradients over microbatches, compared with the full batch."""
 
 import functools
 
@@ -183,7 +183,7 @@ def test_equals_the_full_batch_under_masks_and_packing(num_microbatches):
   assert [float(x) for x in metrics["rows"]] == [ROWS, num_microbatches]
 
 
-def test_the_mean_of_means_would_be_another_gradient():
+def test_mean_of_means_is_a_different_gradient():
   """So that the test above can fail."""
   parts, shared = microbatches.split(_batch(), num_microbatches=2)
   halves = [
@@ -252,7 +252,7 @@ def test_equals_the_full_batch_under_parallelism(mesh):
     assert x.sharding.is_equivalent_to(expected, x.ndim)
 
 
-def test_no_row_changes_its_device():
+def test_no_sequence_moves_between_devices():
   layout = layouts.Layout(meshes.make_mesh(meshes.MeshSpec.parse("data=8")))
   x = jax.device_put(_batch()["inputs"], layout.batch_sharding(2))
   compiled = layout.jit(
@@ -265,7 +265,7 @@ def test_no_row_changes_its_device():
   )
 
 
-def test_microbatches_have_random_keys_of_their_own():
+def test_microbatches_have_different_random_keys():
   key = jax.random.key(3)
   metrics = _alone(2, rngs={"dropout": key})[3]
   noise = [
@@ -276,7 +276,7 @@ def test_microbatches_have_random_keys_of_their_own():
   np.testing.assert_allclose(whole["noise"][0], jax.random.normal(key, ()))
 
 
-def test_a_batch_of_padding_has_a_gradient_of_zero():
+def test_gradient_of_a_padding_batch_is_zero():
   batch = _batch() | {"weights": jnp.zeros((ROWS, LENGTH))}
   for leaf in jax.tree.leaves(_alone(2, batch=batch)[0]):
     np.testing.assert_array_equal(leaf, np.zeros_like(leaf))

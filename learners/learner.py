@@ -1,4 +1,4 @@
-"""A learner: an optimizer, and what is done to gradients before it."""
+"""The learner: gradient clipping, an optimizer, and options of the update."""
 
 import dataclasses
 from typing import TypeAlias
@@ -24,21 +24,21 @@ Optimizer: TypeAlias = optimizer_lib.Optimizer
 class Learner:
   """Turns gradients into updates.
 
-  Gradients are clipped variable by variable, then all together, then given to
-  the optimizer.
+  Gradients are clipped per variable, then by their global norm, and then passed
+  to the optimizer.
 
   Attributes:
-    optimizer: Such as `adamw.AdamW`.
-    max_grad_norm: Gradients are scaled down to this norm, taken over all
-      optimized variables together. `None` leaves them alone.
-    max_variable_grad_norm: The gradient of each variable of each layer is
-      scaled down to this norm. `None` leaves them alone.
-    num_microbatches: A batch is computed in so many parts, one after the other,
-      which saves memory; the gradient is that of the whole batch.
-    skip: Which updates are skipped; `None` skips none.
-    average: An average of the parameters for evaluation; `None` keeps none.
-    count_tokens: Whether the train state counts the tokens of all updates, and
-      the metric `tokens_trained` tells it.
+    optimizer: Optimizer, such as `adamw.AdamW`.
+    max_grad_norm: Largest global norm of the gradients of all optimized
+      variables; `None` disables the clipping.
+    max_variable_grad_norm: Largest norm of the gradient of one variable of one
+      layer; `None` disables the clipping.
+    num_microbatches: Number of sequential microbatches per batch. More save
+      memory and do not change the gradient.
+    skip: Condition for skipping an update; `None` skips none.
+    average: Average of the parameters for evaluation; `None` keeps none.
+    count_tokens: Whether to count the tokens of all updates in the train state
+      and to report them as the metric `tokens_trained`.
   """
 
   optimizer: Optimizer
@@ -60,8 +60,8 @@ class Learner:
     """Returns clipping and the optimizer as one optax transformation.
 
     Args:
-      specs: Of all variables of a model. The transformation is for those that
-        are optimized, as `variable_groups.select` returns them.
+      specs: Specs of all variables of a model. The transformation applies to
+        the optimized ones, as `variable_groups.select` returns them.
     """
     optimized = variable_groups.select(
       specs, variable_groups.Group.OPTIMIZED, specs=specs
@@ -94,9 +94,9 @@ class Learner:
     return jax.numpy.asarray(self.optimizer.schedule(step), jax.numpy.float32)
 
   def learning_rates(self, step: ArrayLike) -> dict[str, jax.Array]:
-    """Returns the learning rates at `step` by the name of their metric.
+    """Returns the learning rates at `step` by metric name, float32.
 
-    With several optimizers each has a `learning_rate/<name>` of its own.
+    `OptimizerByPath` adds a `learning_rate/<name>` for each of its rules.
     """
     rates = {"learning_rate": self.learning_rate(step)}
     if isinstance(self.optimizer, optimizer_by_path.OptimizerByPath):

@@ -64,7 +64,7 @@ def test_clips_by_the_norm_over_all_variables(scale):
     np.testing.assert_allclose(a, e, rtol=1e-6)
 
 
-def test_clips_each_variable_before_all_together():
+def test_clips_each_variable_before_the_global_norm():
   gradients = _gradients(10.0)
   learner = learner_lib.Learner(
     optimizer=_Sgd(), max_variable_grad_norm=2.0, max_grad_norm=1.5
@@ -80,7 +80,7 @@ def test_clips_each_variable_before_all_together():
     np.testing.assert_allclose(updates["params"][name], expected, rtol=1e-6)
 
 
-def test_without_a_norm_gradients_pass_unchanged():
+def test_without_clipping_gradients_are_unchanged():
   gradients = _gradients(1000.0)
   updates = _updates(None, gradients)
   np.testing.assert_array_equal(updates["b"], -gradients["params"]["b"])
@@ -102,7 +102,7 @@ def test_clipping_does_not_change_the_names_of_the_state():
   ]
 
 
-def test_the_optimizer_sees_optimized_variables_only():
+def test_optimizer_receives_only_optimized_variables():
   optimizer = _Sgd()
   learner_lib.Learner(optimizer=optimizer).transform(SPECS)
   assert jax.tree.map(lambda s: s.name, optimizer.specs) == {

@@ -5,8 +5,8 @@
 
 (Chen et al. 2023, https://arxiv.org/abs/2302.06675, algorithm 2.) Each element
 moves by the rate itself, so rates are 3 to 10 times smaller than AdamW's and
-decays as much larger. The momentum is sharded like its parameter.
-Decay applies to the variables whose `VariableSpec` says `regularized`.
+weight decays larger by the same factor. The momentum is sharded like its
+parameter. Weight decay applies to variables with `VariableSpec.regularized`.
 """
 
 import dataclasses
@@ -21,15 +21,15 @@ from paxon.sharding import checks
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lion:
-  """An optimizer: makes an optax transformation for given variables.
+  """The Lion optimizer.
 
   Attributes:
-    schedule: From a step to a learning rate.
-    b1: Share of the momentum in the direction.
+    schedule: Maps a step to a learning rate.
+    b1: Weight of the momentum in the direction.
     b2: Decay of the momentum.
-    weight_decay: Share of a parameter that is subtracted at rate one.
-    momentum_dtype: Dtype in which the momentum is kept between steps; bfloat16
-      takes half the memory, and rounds it.
+    weight_decay: Fraction of a parameter that is subtracted at rate 1.
+    momentum_dtype: Storage dtype of the momentum; bfloat16 halves its memory
+      and rounds it.
   """
 
   schedule: optax.Schedule
@@ -49,7 +49,7 @@ class Lion:
     """Returns the update rule as an optax transformation.
 
     Args:
-      specs: Of the variables that are optimized. `None` decays all of them.
+      specs: Specs of the optimized variables. `None` decays all of them.
     """
     return optimizer.descent(
       optax.scale_by_lion(b1=self.b1, b2=self.b2, mu_dtype=self.momentum_dtype),

@@ -13,13 +13,13 @@ Metrics: TypeAlias = dict[str, metrics_lib.Weighted]
 
 
 class LossOutput(NamedTuple):
-  """What a loss function returns.
+  """The output of a loss function.
 
   Attributes:
-    loss: Sum and weight; what is minimized is their quotient.
-    metrics: The model's own metrics.
+    loss: (sum, weight); the minimized loss is their quotient.
+    metrics: Metrics of the model.
     outputs: Arrays per example, for metric functions.
-    new_collections: The collections that the forward pass replaced.
+    new_collections: Collections replaced by the forward pass.
   """
 
   loss: metrics_lib.Weighted
@@ -43,9 +43,9 @@ def measure(
   """Returns the loss, the model's metrics and those of `metric_fns`.
 
   Args:
-    result: What the loss function returned.
-    metric_fns: Evaluated on the batch and the result's outputs.
-    batch: What the loss function was given.
+    result: Output of the loss function.
+    metric_fns: Evaluated on the batch and `result.outputs`.
+    batch: Input of the loss function.
 
   Raises:
     ValueError: Two metrics have the same name.
@@ -64,6 +64,6 @@ def measure(
 
 
 def divisor(weight: jax.Array) -> jax.Array:
-  """Returns what a sum of losses of this weight is divided by."""
-  # A batch of padding only has weight 0 and must not make NaNs of parameters.
+  """Returns the divisor of a sum of losses: its weight, or 1 if that is 0."""
+  # A batch with only padding has weight 0 and must not make parameters NaN.
   return jnp.where(weight == 0, jnp.ones_like(weight), weight)

@@ -1,11 +1,10 @@
 """Metrics and losses as (sum, weight) pairs.
 
-A pair is divided only when it is reported. Pairs of several batches,
-microbatches or hosts are added, so the mean over all of them is exact for any
-distribution of padding.
+A pair is divided only when it is reported. Pairs of batches, microbatches and
+hosts are added, so the mean is exact for any distribution of padding.
 
-A metric may hold several values, such as one per layer: an array of sums with
-one weight. Its name contains a placeholder for their indices (`indexed`).
+A metric may have several values, such as one per layer: an array of sums with
+one weight, and a name with a placeholder for their indices (`indexed`).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +15,8 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-# A sum and its weight, both float32; scalars but for `indexed` sums.
+# A sum and its weight, both float32 scalars; the sums of an `indexed` metric
+# are an array.
 Weighted: TypeAlias = tuple[jax.Array, jax.Array]
 Batch: TypeAlias = Mapping[str, jax.Array]
 Outputs: TypeAlias = Mapping[str, jax.Array]
@@ -37,7 +37,7 @@ def total(values: jax.Array, *, weights: jax.Array) -> Weighted:
 
 
 def scalar(value: jax.Array) -> Weighted:
-  """Returns a value that counts once a step, such as a learning rate."""
+  """Returns a value with weight 1, such as a learning rate."""
   return value.astype(jnp.float32), jnp.float32(1.0)
 
 
@@ -56,17 +56,17 @@ def indexed(start: int, step: int) -> str:
 
 
 class Totals:
-  """Adds up metrics of many steps on the host, without rounding.
+  """Sums of metrics over many steps, on the host and without rounding.
 
-  Each float32 pair is kept as a float64 number and summed by `math.fsum`, so
-  the result does not depend on the order of the batches.
+  `math.fsum` adds the float32 values, so the result does not depend on the
+  order of the batches.
   """
 
   def __init__(self) -> None:
     self._parts: dict[str, tuple[list[float], list[float]]] = {}
 
   def add(self, metrics: Mapping[str, Weighted]) -> None:
-    """Adds one step's metrics; waits until they are computed."""
+    """Adds the metrics of one step; blocks until they are computed."""
     for group, (value, weight) in jax.device_get(dict(metrics)).items():
       for name, each in _singly(group, value):
         values, weights = self._parts.setdefault(name, ([], []))
@@ -74,14 +74,14 @@ class Totals:
         weights.append(float(weight))
 
   def means(self) -> dict[str, float]:
-    """Returns each metric's mean; NaN where the weights add up to zero."""
+    """Returns the mean of each metric; NaN if its total weight is zero."""
     return {
       name: _sum(values) / _sum(weights) if _sum(weights) else math.nan
       for name, (values, weights) in self._parts.items()
     }
 
   def weight(self, name: str) -> float:
-    """Returns the sum of a metric's weights; zero for one never added."""
+    """Returns the total weight of a metric; zero if it was never added."""
     return _sum(self._parts.get(name, ([], []))[1])
 
 
@@ -93,7 +93,7 @@ def _sum(values: list[float]) -> float:
 
 
 def _singly(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-  """Yields the name and number of each of a metric's values."""
+  """Yields the name and the value for each index of a metric."""
   found = _INDEXED.search(name)
   if found is None or not value.ndim:
     yield name, value

@@ -56,14 +56,14 @@ def test_scalar_counts_once():
   assert float(weight) == 1.0
 
 
-def test_nothing_has_no_mean():
+def test_zero_weight_has_a_nan_mean():
   totals = metrics.Totals()
   totals.add({"x": (jnp.float32(0), jnp.float32(0))})
   assert math.isnan(totals.means()["x"])
   assert totals.weight("never added") == 0.0
 
 
-def test_infinities_of_both_signs_have_no_mean():
+def test_infinities_of_both_signs_have_a_nan_mean():
   totals = metrics.Totals()
   for value in (math.inf, -math.inf, math.nan):
     totals.add({"x": (jnp.float32(value), jnp.float32(1))})
@@ -73,7 +73,7 @@ def test_infinities_of_both_signs_have_no_mean():
   assert means["y"] == math.inf
 
 
-def test_a_metric_of_several_values_is_shown_as_one_for_each():
+def test_indexed_metric_is_reported_per_index():
   totals = metrics.Totals()
   name = f"layers/{metrics.indexed(1, 2)}/rms"
   for scale in (1.0, 3.0):
@@ -86,7 +86,7 @@ def test_a_metric_of_several_values_is_shown_as_one_for_each():
   }
 
 
-def test_each_dimension_has_its_place_in_the_name():
+def test_each_dimension_has_a_placeholder():
   totals = metrics.Totals()
   name = f"a/{metrics.indexed(0, 1)}/b/{metrics.indexed(0, 2)}/x"
   values = jnp.arange(6.0).reshape(2, 3)
@@ -123,7 +123,7 @@ def test_matches_numpy_with_padding_and_long_tokens():
   np.testing.assert_allclose(pair, (bits, np.sum(lengths * weights)), rtol=1e-6)
 
 
-def test_end_of_document_costs_bits_but_is_no_byte():
+def test_end_of_document_has_bits_but_no_bytes():
   batch = _batch([[1, 1]], [[1, 0]])
   outputs = {"token_nll": jnp.full((1, 2), np.log(2), jnp.float32)}
   bits, source = metrics.bits_per_byte(batch, outputs)["bits_per_byte"]

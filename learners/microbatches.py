@@ -1,4 +1,4 @@
-"""Microbatches: splits a batch into equal parts."""
+"""Microbatches: equal splits of a batch along its first dimension."""
 
 from typing import TypeAlias
 
@@ -14,22 +14,23 @@ Arrays: TypeAlias = dict[str, jax.Array]
 def split(
   batch: metrics.Batch, *, num_microbatches: int
 ) -> tuple[Arrays, Arrays]:
-  """Returns the microbatches, stacked, and what they share.
+  """Returns the stacked microbatches and the scalars that they share.
 
-  Microbatch i has the rows i, i + k, i + 2k ... of k microbatches. So each
-  device's rows are spread over all microbatches, and no row changes its device;
-  runs of neighbouring rows would leave most devices without work.
+  Microbatch i of k has the sequences i, i + k, i + 2k ... Every device thus has
+  sequences in all microbatches, and no sequence moves between devices; a
+  microbatch of consecutive sequences would leave most devices idle.
 
   Args:
     batch: Arrays whose first dimension is the batch, and scalars.
-    num_microbatches: How many; divides the number of rows.
+    num_microbatches: Number of microbatches; divides the batch size.
 
   Returns:
-    Arrays of shape [num_microbatches, rows / num_microbatches, ...], and the
+    Arrays of shape [num_microbatches, batch / num_microbatches, ...], and the
     scalars of the batch.
 
   Raises:
-    ValueError: Rows differ between arrays, or do not divide.
+    ValueError: Arrays have different batch sizes, or `num_microbatches` or the
+      mesh does not divide them.
   """
   shared = {name: x for name, x in batch.items() if not x.ndim}
   arrays = {name: x for name, x in batch.items() if x.ndim}

@@ -1,4 +1,4 @@
-"""Tests that no part of a learner takes NaN or infinity for a number."""
+"""Tests that numeric fields of learners reject NaN and infinity."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -53,7 +53,7 @@ def _cases():
 
 
 @pytest.mark.parametrize(("part", "field", "bad"), list(_cases()))
-def test_a_number_must_be_finite(part, field, bad):
+def test_numeric_fields_must_be_finite(part, field, bad):
   value = getattr(part, field)
   new = (*value[:-1], bad) if isinstance(value, tuple) else bad
   with pytest.raises(
@@ -62,5 +62,5 @@ def test_a_number_must_be_finite(part, field, bad):
     dataclasses.replace(part, **{field: new})
 
 
-def test_every_part_has_such_a_field():
+def test_every_class_has_numeric_fields():
   assert len({case.id.partition(".")[0] for case in _cases()}) == len(PARTS)

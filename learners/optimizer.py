@@ -1,6 +1,6 @@
-"""The optimizer protocol, and update steps that optimizers share.
+"""The optimizer protocol and the update step that optimizers share.
 
-An optimizer gives a direction; `descent` turns it into the update
+An optimizer computes a direction; `descent` turns it into the update
 
   p <- p - rate(t) (direction + weight_decay p)
 
@@ -19,11 +19,11 @@ from paxon.learners import variable_clipping, variable_groups
 
 @runtime_checkable
 class Optimizer(Protocol):
-  """What a learner needs of an optimizer."""
+  """A learning-rate schedule and an optax transformation."""
 
   @property
   def schedule(self) -> optax.Schedule:
-    """From a step to a learning rate."""
+    """Maps a step to a learning rate."""
     ...
 
   def transform(
@@ -41,18 +41,19 @@ def descent(
   specs: variable_groups.Specs | None,
   max_update_rms: float | None = None,
 ) -> optax.GradientTransformation:
-  """Returns the update rule of a direction.
+  """Returns the update rule for a direction.
 
-  Its state is that of the direction, of optax's masked decay, and the count of
-  the schedule, in this order, whatever the options are.
+  For all options, the state holds the states of the direction, of optax's
+  masked decay and of the schedule, in this order.
 
   Args:
-    direction: From gradients to what is subtracted at rate one.
-    schedule: From the number of updates made to a learning rate.
-    weight_decay: Share of a parameter that is subtracted at rate one.
-    specs: Of the variables; those `regularized` decay, with `None` all do.
-    max_update_rms: Clips the direction of each variable; see
-      `variable_clipping.by_rms`.
+    direction: Maps gradients to the update at rate -1.
+    schedule: Maps the number of previous updates to a learning rate.
+    weight_decay: Fraction of a parameter that is subtracted at rate 1.
+    specs: Specs of the variables; only `regularized` ones decay. `None` decays
+      all variables.
+    max_update_rms: Largest RMS of the direction of one variable, see
+      `variable_clipping.by_rms`; `None` disables the clipping.
   """
   if max_update_rms is not None:
     limit = max_update_rms
@@ -78,13 +79,13 @@ def then(
   transform: optax.GradientTransformation,
   fn: Callable[[optax.Updates, optax.Params | None], optax.Updates],
 ) -> optax.GradientTransformation:
-  """Returns `transform` followed by a function without state.
+  """Returns `transform` followed by a stateless function.
 
-  Not `optax.chain`, which would add a level to the state: turning the function
-  on or off must not change names in checkpoints.
+  Unlike `optax.chain`, this adds no level to the state, so adding or removing
+  the function does not change names in checkpoints.
 
   Args:
-    transform: Any.
+    transform: An optax transformation.
     fn: `(updates, params) -> updates`.
   """
 
@@ -102,7 +103,7 @@ def then(
 def allow(
   transform: optax.GradientTransformation,
 ) -> optax.GradientTransformation:
-  """Returns `transform`, whose updates are traced with standard promotion."""
+  """Returns `transform` with updates under standard dtype promotion."""
 
   def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
     with jax.numpy_dtype_promotion("standard"):

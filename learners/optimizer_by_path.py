@@ -1,10 +1,10 @@
-"""Several optimizers in one, chosen by the names of variables.
+"""Several optimizers in one, selected by variable name.
 
-Rules are ordered, and the first whose pattern matches the whole logical name
-(such as "params/decoder/embedding/table") has the variable. Each optimizer sees
-its own variables only, so that all it takes over its variables is over these.
-Gradients are clipped before, over all optimized variables; variables that are
-overwritten with their gradient never get here.
+Rules are ordered: the first whose pattern matches the whole logical name (such
+as "params/decoder/embedding/table") gets the variable. Each optimizer receives
+only its own variables, so its statistics over variables cover only these.
+Gradients are clipped before, over all optimized variables. Variables that are
+overwritten with their gradient have no optimizer.
 """
 
 from collections.abc import Sequence
@@ -24,9 +24,9 @@ class PathRule:
   """One optimizer and its variables.
 
   Attributes:
-    name: Of the optimizer, in metrics and in checkpoints.
-    pattern: A regular expression that matches whole logical names.
-    optimizer: Such as `adamw.AdamW`.
+    name: Name of the optimizer in metrics and checkpoints.
+    pattern: Regular expression that must match the whole logical name.
+    optimizer: Optimizer, such as `adamw.AdamW`.
   """
 
   name: str
@@ -50,10 +50,10 @@ class PathRule:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerByPath:
-  """An optimizer: makes an optax transformation for given variables.
+  """An optimizer that applies a different optimizer to each set of variables.
 
   Attributes:
-    rules: In order; the first that matches a variable has it.
+    rules: Ordered; the first that matches a variable applies.
   """
 
   rules: Sequence[PathRule]
@@ -71,25 +71,25 @@ class OptimizerByPath:
 
   @property
   def schedule(self) -> optax.Schedule:
-    """The first rule's, which stands for all in the metric learning_rate."""
+    """The schedule of the first rule, reported as `learning_rate`."""
     return self.rules[0].optimizer.schedule
 
   @property
   def schedules(self) -> dict[str, optax.Schedule]:
-    """The schedule of each optimizer, by name."""
+    """The schedule of each optimizer by rule name."""
     return {rule.name: rule.optimizer.schedule for rule in self.rules}
 
   def transform(
     self, specs: variable_groups.Specs | None = None
   ) -> optax.GradientTransformation:
-    """Returns the update rule, whose state is {name of a rule: its state}.
+    """Returns the update rule; its state is {rule name: optimizer state}.
 
     Args:
-      specs: Of the variables that are optimized; needed for their names.
+      specs: Specs of the optimized variables; required.
 
     Raises:
-      ValueError: There are no specs, a variable matches no pattern, or a
-        pattern has no variable.
+      ValueError: `specs` is `None`, a variable matches no rule, or a rule
+        applies to no variable.
     """
     if specs is None:
       raise ValueError(
@@ -128,7 +128,7 @@ class OptimizerByPath:
   def _paths(
     self, specs: variable_groups.Specs
   ) -> dict[str, list[tuple[str, ...]]]:
-    """Returns the paths of each rule's variables, by the rule's name."""
+    """Returns the paths of each rule's variables by rule name."""
     paths: dict[str, list[Any]] = {rule.name: [] for rule in self.rules}
     flat: dict[Any, Any] = traverse_util.flatten_dict(specs)
     for path, spec in flat.items():

@@ -72,7 +72,7 @@ def _random(seed):
   )
 
 
-def test_each_variable_gets_the_update_of_its_optimizer_alone():
+def test_each_variable_matches_its_optimizer_alone():
   transform = BY_PATH.transform(PARAMS)
   params, gradients = _random(0), _random(1)
   updates, _ = jax.jit(transform.update)(
@@ -95,7 +95,7 @@ def test_each_variable_gets_the_update_of_its_optimizer_alone():
     )
 
 
-def test_state_names_say_which_optimizer():
+def test_state_names_contain_the_optimizer():
   learner = learner_lib.Learner(optimizer=BY_PATH)
   specs = train_state.state_specs(SPECS, learner=learner)
   names = [spec.name for spec in jax.tree.leaves(specs.opt_state)]
@@ -162,7 +162,7 @@ def test_rejects_bad_rules():
     _rule("a/b", ".*")
 
 
-def test_overwritten_variables_reach_no_optimizer_and_no_clipping():
+def test_overwritten_variables_bypass_optimizer_and_clipping():
   """In Pax's learner of several optimizers fp8 scales went through Adam."""
 
   @jax.custom_vjp

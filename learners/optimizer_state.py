@@ -1,4 +1,4 @@
-"""Optimizer states: in float32, and sharded like their parameters."""
+"""Optimizer states in float32, sharded like their parameters."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +18,7 @@ def initial(
 
   Args:
     transform: The update rule.
-    params: The optimized variables; moments are float32 whatever their dtype.
+    params: The optimized variables, of any dtype; moments are float32.
   """
   return transform.init(as_float32(params))
 
@@ -26,23 +26,23 @@ def initial(
 def specs(
   transform: optax.GradientTransformation, params: variable_groups.Specs
 ) -> Any:
-  """Returns a `VariableSpec` for each array of the optimizer's state.
+  """Returns a `VariableSpec` for each array of the optimizer state.
 
-  An array belongs to a parameter if its path in the state ends with the
-  parameter's path. It has the parameter's shape, or size one in some dimensions
-  (statistics that are averaged over them), or it is a scalar.
+  An array belongs to a parameter if its path in the state ends with the path of
+  the parameter. It must be a scalar, or have the shape of the parameter with
+  size one in dimensions over which it is averaged.
 
   Args:
     transform: The update rule.
     params: Specs of the optimized variables.
 
   Returns:
-    A tree like the state. Arrays that belong to a parameter, such as moments,
-    have its axes, without a name where the size is one; counters have none.
+    A tree like the state. An array that belongs to a parameter, such as a
+    moment, has its axes, except in dimensions of size one; other arrays have
+    no axes.
 
   Raises:
-    ValueError: The state holds an array that belongs to a parameter and has
-      another shape, so that its axes are unknown.
+    ValueError: An array that belongs to a parameter has another shape.
   """
   state = jax.eval_shape(
     lambda: initial(
@@ -71,7 +71,7 @@ def _keys(path: tuple[Any, ...]) -> tuple[str, ...]:
 def _owner(
   keys: tuple[str, ...], owners: Mapping[tuple[str, ...], Any]
 ) -> variables.VariableSpec | None:
-  """Returns the parameter that the path of a state ends with, the longest."""
+  """Returns the parameter with the longest path that `keys` ends with."""
   ends = (keys[i:] for i in range(len(keys)))
   return next((owners[end] for end in ends if end in owners), None)
 

@@ -2,11 +2,11 @@
 
   a_t = decay a_{t-1} + (1 - decay) p_t        p_t: after the t-th update
 
-begins with a_0 = p_0 and is used as it is. Debiased (Kingma & Ba 2015,
-https://arxiv.org/abs/1412.6980, section 3), it begins with a_0 = 0 and
-a_t / (1 - decay^t) is used: a weighted mean of p_1 ... p_t, without p_0.
+starts with a_0 = p_0. With debiasing (Kingma & Ba 2015,
+https://arxiv.org/abs/1412.6980, section 3) it starts with a_0 = 0, and
+evaluation uses a_t / (1 - decay^t): a weighted mean of p_1 ... p_t without p_0.
 
-The average is float32, whatever the parameters are. Skipped updates do not
+The average is float32 for any dtype of the parameters. Skipped updates do not
 count.
 """
 
@@ -26,8 +26,8 @@ class AverageState:
   """The running average.
 
   Attributes:
-    count: int32 scalar, the number of updates in it.
-    average: float32, the paths of the optimized variables.
+    count: int32 scalar, the number of averaged updates.
+    average: float32 arrays with the paths of the optimized variables.
   """
 
   count: Any
@@ -36,12 +36,11 @@ class AverageState:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParameterAverage:
-  """How parameters are averaged.
+  """An exponential moving average of the optimized parameters.
 
   Attributes:
-    decay: Share of the average that an update keeps; the average is over about
-      1 / (1 - decay) updates.
-    debias: Whether the average is of updated parameters only.
+    decay: Decay per update; the average covers about 1 / (1 - decay) updates.
+    debias: Whether to exclude the initial parameters from the average.
   """
 
   decay: float
@@ -59,7 +58,7 @@ class ParameterAverage:
     if self.debias:
       average = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
     else:
-      # A copy, because a step donates both.
+      # A copy, because a step donates both buffers.
       average = jax.tree.map(
         lambda p: jnp.array(p, jnp.float32, copy=True), params
       )
@@ -68,9 +67,9 @@ class ParameterAverage:
   def update(
     self, state: AverageState, params: variable_groups.Tree
   ) -> AverageState:
-    """Returns the average with the parameters after one more update."""
-    # Not decay * a + (1 - decay) * p: rounded to float32, the two factors of a
-    # decay near one do not add up to one, which would scale the average.
+    """Returns the average that includes `params`, the updated parameters."""
+    # Not decay * a + (1 - decay) * p: for a decay near one, the two factors
+    # rounded to float32 do not add up to one, which would scale the average.
     share = 1 - self.decay
     average = jax.tree.map(
       lambda a, p: a + share * (p.astype(jnp.float32) - a),
@@ -82,11 +81,11 @@ class ParameterAverage:
   def values(
     self, state: AverageState, params: variable_groups.Tree
   ) -> variable_groups.Tree:
-    """Returns what to evaluate with, in the dtypes of the parameters.
+    """Returns the values for evaluation, in the dtypes of the parameters.
 
     Args:
-      state: The average.
-      params: The parameters; returned themselves before the first update.
+      state: The running average.
+      params: The parameters; returned before the first update.
     """
     if not self.debias:
       return jax.tree.map(lambda a, p: a.astype(p.dtype), state.average, params)

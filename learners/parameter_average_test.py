@@ -75,7 +75,7 @@ def test_debiased_before_the_first_update_is_the_parameters():
   np.testing.assert_array_equal(_after(average, 0), _params(0)["params"]["a"])
 
 
-def test_an_average_of_what_does_not_change_does_not_change():
+def test_average_of_constant_parameters_is_constant():
   average = parameter_average.ParameterAverage(decay=0.9999)
   state = average.initial(_params(0))
   update = jax.jit(average.update)
@@ -109,7 +109,7 @@ def test_evaluation_uses_the_average_of_optimized_variables_only():
   assert state.average.average["params"]["a"].dtype == jnp.float32
 
 
-def test_without_an_average_variables_are_evaluated_themselves():
+def test_without_an_average_evaluation_uses_the_variables():
   learner = _learner()
   values = jax.tree.map(lambda s: jnp.ones(s.shape), SPECS)
   state = train_state.make_initial(values, learner=learner, specs=SPECS)

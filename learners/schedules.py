@@ -1,8 +1,8 @@
 """Learning-rate schedules: from a step to a float32 learning rate.
 
-With W warmup steps, N steps in total and the step t counted from 0, every
-warmup schedule has the rate `peak (t + 1) / (W + 1)` for t <= W, so the first
-update does not use a rate of zero and step W has exactly the peak. Then:
+With W warmup steps, N total steps and the step t counted from 0, every warmup
+schedule has the rate `peak (t + 1) / (W + 1)` for t <= W: the first update has
+a positive rate, and step W has exactly the peak. Then:
 
   WarmupCosine       end + (peak - end) (1 + cos(pi (t - W) / (N - W))) / 2
   WarmupLinear       end + (peak - end) (N - t) / (N - W)
@@ -146,7 +146,7 @@ class WarmupRsqrt:
     """Returns the learning rate of the update made at `step`, float32."""
     step = jnp.asarray(step, jnp.float32)
     start = self.warmup_steps + 1
-    # The maximum, because the branch not taken must not exceed float32 either.
+    # The maximum, because the unselected branch must not overflow either.
     decayed = self.peak * jnp.sqrt(start / jnp.maximum(step + 1, start))
     return jnp.where(step < self.warmup_steps, _warm_up(self, step), decayed)
 
@@ -283,7 +283,7 @@ def _add_warmup_and_end(
   rate = jnp.where(
     step < schedule.warmup_steps, _warm_up(schedule, step), decayed
   )
-  # Exactly `end`, which float32 arithmetic may miss.
+  # Exactly `end`, which the rounded decay may miss.
   return jnp.where(
     step >= schedule.total_steps, jnp.float32(schedule.end), rate
   )

@@ -1,4 +1,4 @@
-"""One battery for all schedules: the definition in float64, at every step."""
+"""Tests for all schedules, against their definition in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -143,7 +143,7 @@ def test_boundaries_are_exact(case, exact):
     assert np.float32(schedule(step)) == np.float32(rate), step
 
 
-def test_rsqrt_goes_on_falling():
+def test_rsqrt_keeps_decaying():
   schedule = schedules.WarmupRsqrt(peak=1.0, warmup_steps=0)
   np.testing.assert_allclose(schedule(999_999), 1e-3, rtol=1e-6)
 

@@ -3,11 +3,11 @@
   m <- momentum m + g
   p <- p - rate(t - 1) (d + weight_decay p)
 
-where d is m, or `momentum m + g` with the new m for Nesterov's (Sutskever et
-al. 2013, https://proceedings.mlr.press/v28/sutskever13.html). Without momentum
-d is g, and there is no state. The momentum is float32 and sharded like its
-parameter. Decay applies to the variables whose `VariableSpec` says
-`regularized`.
+where d is m, or for Nesterov momentum `momentum m + g` with the new m
+(Sutskever et al. 2013, https://proceedings.mlr.press/v28/sutskever13.html).
+Without momentum, d is g and there is no state. The momentum is float32 and
+sharded like its parameter. Weight decay applies to variables with
+`VariableSpec.regularized`.
 """
 
 import dataclasses
@@ -21,13 +21,13 @@ from paxon.sharding import checks
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sgd:
-  """An optimizer: makes an optax transformation for given variables.
+  """The SGD optimizer.
 
   Attributes:
-    schedule: From a step to a learning rate.
-    momentum: Decay of the sum of gradients; `None` has no such sum.
-    nesterov: Looks ahead along the momentum, which it needs.
-    weight_decay: Share of a parameter that is subtracted at rate one.
+    schedule: Maps a step to a learning rate.
+    momentum: Decay of the sum of gradients; `None` disables momentum.
+    nesterov: Whether to use Nesterov momentum; requires `momentum`.
+    weight_decay: Fraction of a parameter that is subtracted at rate 1.
   """
 
   schedule: optax.Schedule
@@ -50,7 +50,7 @@ class Sgd:
     """Returns the update rule as an optax transformation.
 
     Args:
-      specs: Of the variables that are optimized. `None` decays all of them.
+      specs: Specs of the optimized variables. `None` decays all of them.
     """
     direction = optax.identity()
     if self.momentum is not None:

@@ -154,7 +154,7 @@ def test_a_harmful_batch_changes_counters_only(kind, num_microbatches):
   assert [float(x) for x in metrics["skipped"]] == [1.0, 1.0]
 
 
-def test_training_goes_on_as_if_the_batch_had_not_been_there():
+def test_training_continues_as_without_the_batch():
   learner = _learner()
   step = _step(learner)
   disturbed = undisturbed = _state(learner)
@@ -179,7 +179,7 @@ def test_without_the_option_nothing_is_skipped_or_stored():
   assert np.isnan(after.variables["params"]["kernel"]).all()
 
 
-def test_a_large_gradient_is_no_reason_without_a_limit():
+def test_large_gradients_are_not_skipped_without_a_limit():
   learner = _learner()
   after, _ = _step(learner)(_state(learner), _batch(1, factor=1e6))
   assert int(after.skipped) == 0

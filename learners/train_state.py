@@ -1,4 +1,8 @@
-"""The train state: everything that training changes, as plain arrays."""
+"""The train state: step, variables, optimizer state, and counters.
+
+All leaves are plain arrays, which makes the state a pytree to compile against
+and to checkpoint.
+"""
 
 import dataclasses
 from typing import Any, Final, TypeAlias
@@ -14,29 +18,29 @@ from paxon.learners import learner as learner_lib
 from paxon.learners import optimizer_state, parameter_average, variable_groups
 from paxon.sharding import variables as variables_lib
 
-# In a state an array; in trees made from one also a spec, a shape, a sharding.
+# An array; in trees derived from a state also a spec, a shape or a sharding.
 Leaf: TypeAlias = Any
 
 # Tokens are counted in two int32 digits [high, low] in base 2**30: float32 is
-# exact to 2**24 only, and int64 is off by default.
+# exact only up to 2**24, and int64 is off by default.
 _TOKEN_BITS: Final = 30
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainState:
-  """Step, variables and the optimizer's state.
+  """Step, variables, optimizer state, and optional counters.
 
   Attributes:
-    step: int32 scalar, the number of steps made.
+    step: int32 scalar, the number of completed steps.
     variables: Nested dicts {collection: {module: ... {variable: array}}}.
     opt_state: The state of `Learner.transform`, for the optimized variables.
-    skipped: int32 scalar, how many of the steps made no update; `None` unless
-      the learner skips.
+    skipped: int32 scalar, the number of steps without an update; `None` unless
+      `Learner.skip` is set.
     average: `parameter_average.AverageState` of the optimized variables; `None`
-      unless the learner averages.
-    tokens: `token_count` of the weights of the losses of all updates, int32
-      [2]; `None` unless the learner counts.
+      unless `Learner.average` is set.
+    tokens: int32 [2], the total loss weight of all updates as two digits (see
+      `add_tokens`); `None` unless `Learner.count_tokens` is set.
   """
 
   step: Leaf
@@ -57,7 +61,7 @@ def make_initial(
 
   Args:
     variables: Initial values, plain arrays.
-    learner: Makes the optimizer's state.
+    learner: Defines the optimizer state and the optional counters.
     specs: A `VariableSpec` for each variable.
   """
   optimized = variable_groups.select(
@@ -80,11 +84,9 @@ def state_specs(
 ) -> TrainState:
   """Returns a state with a `VariableSpec` in place of each array.
 
-  A layout maps it to shardings, and `variables.abstract` to shapes.
-
   Args:
     specs: A `VariableSpec` for each variable of the model.
-    learner: Makes the optimizer's state.
+    learner: Defines the optimizer state and the optional counters.
   """
   optimized = variable_groups.select(
     specs, variable_groups.Group.OPTIMIZED, specs=specs
@@ -105,13 +107,14 @@ def evaluation_variables(
   learner: learner_lib.Learner,
   specs: variable_groups.Specs,
 ) -> variable_groups.Tree:
-  """Returns the variables to evaluate and to decode with.
+  """Returns the variables for evaluation and decoding.
+
+  With an average, call this inside the compiled function that uses the result,
+  so that no second copy of the parameters stays in memory.
 
   Args:
-    state: Not changed. Without an average its variables are returned as they
-      are; with one it is best called inside the compiled function that uses the
-      result, so that no second copy of the parameters is kept.
-    learner: Says whether and how parameters are averaged.
+    state: Not modified. Without an average its variables are returned.
+    learner: Defines the average.
     specs: A `VariableSpec` for each variable.
   """
   if learner.average is None or state.average is None:
@@ -163,35 +166,34 @@ def make_key(seed: int, *, step: ArrayLike, stream: str) -> jax.Array:
   """Returns the random key of one stream at one step.
 
   Args:
-    seed: Of the run.
+    seed: Seed of the training run.
     step: Integer scalar, traced or not.
-    stream: Such as "dropout".
+    stream: Name of the stream, such as "dropout".
 
   Returns:
     A scalar typed key.
   """
-  # The implementation is named, so that a user's default cannot change a run.
+  # An explicit implementation: the user's default must not change a run.
   key = jax.random.key(seed, impl="threefry2x32")
-  # crc32 and not hash(): Python's differs from process to process.
+  # crc32, because Python's hash() differs between processes.
   return jax.random.fold_in(
     jax.random.fold_in(key, step), zlib.crc32(stream.encode())
   )
 
 
 def zero_tokens() -> Int[Array, "2"]:
-  """Returns the count before the first step."""
+  """Returns the token count before the first step."""
   return jnp.zeros((2,), jnp.int32)
 
 
 def add_tokens(
   count: Int[Array, "2"], tokens: Float[Array, ""]
 ) -> Int[Array, "2"]:
-  """Returns the count after a step.
+  """Returns the token count after a step.
 
   Args:
-    count: Before the step.
-    tokens: Those of the step, the weight of its loss; less than 2**30. It is
-      rounded to a whole number.
+    count: Digits [high, low] in base 2**30 before the step.
+    tokens: Loss weight of the step, less than 2**30; rounded to an integer.
   """
   low = count[1] + jnp.round(tokens).astype(jnp.int32)
   carry = low >> _TOKEN_BITS
@@ -199,11 +201,11 @@ def add_tokens(
 
 
 def tokens_as_float(count: Int[Array, "2"]) -> Float[Array, ""]:
-  """Returns the count as float32, to 7 digits."""
+  """Returns the token count as float32, exact to 7 decimal digits."""
   high, low = count[0].astype(jnp.float32), count[1].astype(jnp.float32)
   return high * jnp.float32(2**_TOKEN_BITS) + low
 
 
 def tokens_as_int(count: jax.Array) -> int:
-  """Returns the exact count, on the host."""
+  """Returns the exact token count on the host."""
   return (int(count[0]) << _TOKEN_BITS) + int(count[1])

@@ -84,13 +84,13 @@ def test_moments_are_float32_and_have_the_axes_of_their_parameter():
     assert {up.dtype, scale.dtype} == {jnp.dtype(jnp.float32)}
 
 
-def test_there_are_no_moments_for_what_is_not_optimized():
+def test_only_optimized_variables_have_moments():
   for moment in _moments(_state().opt_state):
     assert set(moment) == {"params"}
     assert set(moment["params"]) == {"up", "scale"}
 
 
-def test_names_are_unique_and_say_where_a_value_belongs():
+def test_names_are_unique_paths():
   specs = jax.tree.leaves(train_state.state_specs(SPECS, learner=LEARNER))
   names = [spec.name for spec in specs]
   assert len(set(names)) == len(names)
@@ -114,7 +114,7 @@ def test_moments_are_sharded_like_their_parameter():
     assert up.addressable_shards[0].data.shape == (3, 1, 4)
 
 
-def test_a_state_of_another_shape_than_its_parameter_is_refused():
+def test_rejects_a_state_with_another_shape_than_its_parameter():
   factored = optax.GradientTransformation(
     lambda params: jax.tree.map(lambda p: p.sum(-1), params),
     lambda updates, state, params=None: (updates, state),
@@ -141,7 +141,7 @@ def test_differs_by_seed_step_and_stream():
   assert len(keys) == 12
 
 
-def test_is_the_same_in_every_process_and_version():
+def test_key_is_independent_of_process_and_version():
   # Another value here would change every run that is resumed.
   assert _data(7, 3, "dropout") == (2685232904, 4161269239)
   # From the definition, with the checksum as `crc32 <(printf dropout)` has it.
@@ -222,7 +222,7 @@ def test_steps_count_the_weights_of_their_losses(num_microbatches):
   assert specs.tokens.name == "tokens"
 
 
-def test_a_skipped_update_trains_on_nothing():
+def test_a_skipped_update_counts_no_tokens():
   how = _learner(count_tokens=True, skip=skipping.SkipUpdates())
   bad = {**BATCH, "x": BATCH["x"].at[0, 0].set(jnp.nan)}
   state, metrics = _run(how, [BATCH, bad, BATCH])
@@ -231,7 +231,7 @@ def test_a_skipped_update_trains_on_nothing():
   assert metrics["tokens_trained"] == (12, 1)
 
 
-def test_nothing_is_counted_unasked():
+def test_tokens_are_not_counted_by_default():
   state, metrics = _run(_learner(), [BATCH])
   assert state.tokens is None
   assert "tokens_trained" not in metrics

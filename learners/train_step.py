@@ -1,7 +1,6 @@
-"""The pure functions of a training run: one update, one evaluation.
+"""The train step and the evaluation step, as pure functions of plain arrays.
 
-Both take plain arrays and return plain arrays, know nothing of devices, and are
-compiled by the runner under a layout.
+The runner compiles them under a layout; nothing here depends on devices.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +31,7 @@ _GROUPS = {
   "constant": (_Group.REPLACED, _Group.FROZEN),
 }
 
-# The random keys that every loss function gets.
+# Default names of the random keys passed to a loss function.
 STREAMS = ("dropout", "masking")
 
 Metrics: TypeAlias = loss_function.Metrics
@@ -58,26 +57,28 @@ def make_train_step(
   norm_groups: Mapping[str, str] | None = None,
   gradient_fn: gradients.GradientFn | None = None,
 ) -> TrainStep:
-  """Returns the function that makes one update.
+  """Returns the train step, `(state, batch) -> (state, metrics)`.
+
+  The metrics are those of the loss function and of `metric_fns`, and:
+
+    loss, learning_rate
+    grad_norm            before clipping
+    param_norm           before the update
+    skipped              skipped steps so far, if `learner.skip` is set
+    tokens_trained       tokens of all updates so far, if they are counted
+    grad_norm/<group>    for each of `norm_groups`
+    param_norm/<group>   for each of `norm_groups`
 
   Args:
     loss_fn: `(variables, batch, rngs) -> LossOutput`.
     learner: Turns gradients into updates.
     specs: A `VariableSpec` for each variable.
-    seed: Of the run; random keys follow from it and the step.
+    seed: Seed of the training run; random keys depend on it and the step.
     metric_fns: Evaluated on the batch and the loss function's outputs.
-    streams: Names of the random keys that `loss_fn` gets.
-    norm_groups: Groups whose norms are told too, see `norm_groups.of_patterns`.
-    gradient_fn: Computes gradients and metrics instead of `loss_fn` and
-      `metric_fns`, such as a schedule of a pipeline does.
-
-  Returns:
-    `(state, batch) -> (state, metrics)`. Metrics are those of the loss function
-    and of `metric_fns`, and `loss`, `learning_rate`, `grad_norm` (before
-    clipping) and `param_norm` (before the update); `skipped`, the number of
-    steps so far that made no update, if the learner skips; `tokens_trained` of
-    all updates so far, if it counts; `grad_norm/<group>` and
-    `param_norm/<group>` of the groups.
+    streams: Names of the random keys passed to `loss_fn`.
+    norm_groups: Patterns of variables by group, see `group_by_patterns`.
+    gradient_fn: Replaces the gradients of `loss_fn` and `metric_fns`, for
+      example by those of a pipeline schedule.
   """
   transform = learner.transform(specs)
   groups = {}
@@ -157,15 +158,11 @@ def make_train_step(
 def make_eval_step(
   loss_fn: LossFn, *, metric_fns: Sequence[metrics_lib.MetricFn] = ()
 ) -> EvalStep:
-  """Returns the function that measures one batch.
+  """Returns the evaluation step, `(variables, batch) -> metrics`.
 
   Args:
-    loss_fn: Gets no random keys, so it must be deterministic.
+    loss_fn: Must be deterministic: it is called without random keys.
     metric_fns: Evaluated on the batch and the loss function's outputs.
-
-  Returns:
-    `(variables, batch) -> metrics`, as those of the train step without what
-    belongs to an update.
   """
 
   def step(
@@ -178,25 +175,25 @@ def make_eval_step(
 
 
 def _add(param: jax.Array, update: jax.Array) -> jax.Array:
-  """The sum in float32, stored in the parameter's dtype."""
+  """Adds in float32 and casts to the parameter's dtype."""
   return (param.astype(jnp.float32) + update).astype(param.dtype)
 
 
 def _tokens(state: train_state.TrainState, metrics: Metrics) -> Any:
-  """The tokens of all updates, this one's included."""
+  """Returns the token count including this update."""
   if state.tokens is None:
     return None
-  # The weight of the whole batch, of all its microbatches.
+  # The weight of the whole batch, summed over its microbatches.
   return train_state.add_tokens(state.tokens, metrics["loss"][1])
 
 
 def _rates(
   learner: learner_lib.Learner, state: train_state.TrainState
 ) -> Metrics:
-  """The rates of this step's update."""
+  """Returns the learning rates of this step's update."""
   updates_made = state.step
   if learner.skip is not None:
-    # The optimizer's own count: a skipped step does not advance a schedule.
+    # The optimizer's count: a skipped step does not advance a schedule.
     updates_made = state.step - state.skipped
   rates = learner.learning_rates(updates_made)
   return {name: metrics_lib.scalar(rate) for name, rate in rates.items()}
@@ -224,24 +221,24 @@ def _skip_unless(
   )
 
 
-# Paths in a tree of variables, by the name of their group.
+# Paths in a tree of variables, by group name.
 Groups: TypeAlias = Mapping[str, Sequence[tuple[str, ...]]]
 
 
 def group_by_patterns(
   patterns: Mapping[str, str], *, specs: variable_groups.Specs
 ) -> Groups:
-  """Returns the optimized variables by group.
+  """Returns the paths of the optimized variables by group.
 
   Args:
-    patterns: Regular expressions that match whole logical names (such as
-      "params/stack/layers/blocks_0/attention/query") by the group's name; a
-      variable may be in several groups or in none. An empty mapping groups by
-      the modules at the top, such as `embedding` and `stack`.
-    specs: Of all variables.
+    patterns: Regular expressions by group name. Each must match the whole
+      logical name, such as "params/stack/layers/blocks_0/attention/query"; a
+      variable may match several or none. An empty mapping makes one group for
+      each top-level module, such as `embedding` and `stack`.
+    specs: Specs of all variables.
 
   Raises:
-    ValueError: A pattern is no regular expression or matches nothing.
+    ValueError: A pattern is not a regular expression or matches no variable.
   """
   optimized = variable_groups.select(
     specs, variable_groups.Group.OPTIMIZED, specs=specs
@@ -273,12 +270,12 @@ def group_by_patterns(
 def norms(
   tree: variable_groups.Tree, *, groups: Groups, prefix: str
 ) -> dict[str, metrics_lib.Weighted]:
-  """Returns the metric `<prefix>/<group>` for each group, on the devices.
+  """Returns the norm of each group as the metric `<prefix>/<group>`.
 
   Args:
     tree: Gradients or parameters in float32, with the paths of the groups.
-    groups: From `group_by_patterns`.
-    prefix: Such as `grad_norm`.
+    groups: Paths by group name, from `group_by_patterns`.
+    prefix: Prefix of the metric names, such as `grad_norm`.
   """
   flat: Any = traverse_util.flatten_dict(tree)
   return {

@@ -153,12 +153,12 @@ def test_each_variable_follows_its_update_rule():
   np.testing.assert_allclose(new["stats"]["mean"], x.mean(), rtol=1e-6)
 
 
-def test_a_scale_that_does_not_reach_the_loss_is_kept():
+def test_a_scale_with_zero_gradient_is_kept():
   after, _ = _step()(_state(), _batch(0))
   assert float(after.variables["fp8"]["unused"]) == 3.0
 
 
-def test_overwritten_variables_stay_out_of_clipping_and_optimizer():
+def test_overwritten_variables_bypass_clipping_and_optimizer():
   batch = _batch(0)
   _, small = _step()(_state(), batch)
   large = _state()
@@ -181,7 +181,7 @@ def test_padding_does_not_count():
   )
 
 
-def test_a_batch_of_padding_makes_no_nan():
+def test_a_batch_of_padding_is_finite():
   batch = _batch(1) | {"weights": jnp.zeros((5,))}
   state, metrics = _step()(_state(), batch)
   assert metrics["loss"] == (0.0, 0.0)
@@ -240,7 +240,7 @@ def test_metric_functions_get_the_outputs_per_example():
   np.testing.assert_allclose(bits * np.log(2), loss, rtol=1e-6)
 
 
-def test_two_metrics_of_one_name_are_refused():
+def test_rejects_two_metrics_with_one_name():
   measure = train_step.make_eval_step(_loss, metric_fns=(_count, _count))
   with pytest.raises(ValueError, match=r"Two metrics are called 'count'"):
     measure(_values(), _batch(0))
@@ -294,7 +294,7 @@ def _shown(patterns):
   return totals.means()
 
 
-def test_groups_are_the_modules_at_the_top():
+def test_default_groups_are_top_level_modules():
   assert _shown({}) == {
     "param_norm/embedding": 5.0,
     "param_norm/stack": 5.0,
@@ -319,13 +319,13 @@ def test_patterns_match_whole_names():
     ("(", r"norm group 'q' must be a regular expression, got '\('"),
   ],
 )
-def test_patterns_that_cannot_be_meant(pattern, message):
+def test_rejects_bad_patterns(pattern, message):
   with pytest.raises(ValueError, match=message):
     train_step.group_by_patterns({"q": pattern}, specs=GROUP_SPECS)
 
 
 @pytest.mark.parametrize("patterns", [None, {}])
-def test_a_step_tells_them_and_computes_the_same(patterns):
+def test_group_norms_do_not_change_the_step(patterns):
   def loss_fn(values, batch, rngs):
     del rngs
     params = values["params"]

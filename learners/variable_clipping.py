@@ -1,13 +1,12 @@
-"""Clipping of all variables together, of each one, and of each layer of one.
+"""Clipping by global norm, and by norm or RMS per variable and layer.
 
   by_global_norm   x min(1, max_norm / |all|)
   by_norm          x min(1, max_norm / |x|)      |x| = sqrt(sum x^2)
   by_rms           x min(1, max_rms / rms(x))    rms(x) = sqrt(mean x^2)
 
-For the last two, a stacked variable holds one value per layer along its leading
-axes, and each is clipped alone, as it would be in a model that is not stacked.
-Clipping of updates by their RMS is part of Adafactor (Shazeer & Stern 2018,
-https://arxiv.org/abs/1804.04235, section 6).
+`by_norm` and `by_rms` clip each layer of a stacked variable separately, as in a
+model that is not stacked. Clipping of updates by RMS is part of Adafactor
+(Shazeer & Stern 2018, https://arxiv.org/abs/1804.04235, section 6).
 """
 
 from typing import Any
@@ -20,15 +19,15 @@ from paxon.learners import variable_groups
 
 
 def by_global_norm(tree: Any, *, max_norm: float) -> Any:
-  """Returns the arrays, scaled down together to a norm of at most `max_norm`.
+  """Returns the arrays, scaled down to a global norm of at most `max_norm`.
 
-  One scalar is computed and multiplied in. A quotient per element, as
-  `optax.clip_by_global_norm` has it, is a pass over all arrays of its own: XLA
-  stores it rather than divide again in each moment of the optimizer.
+  All arrays are multiplied by one scalar. The division per element of
+  `optax.clip_by_global_norm` costs an extra pass over all arrays, because XLA
+  stores its result for the moments of the optimizer.
 
   Args:
     tree: float32 arrays.
-    max_norm: Of all of them.
+    max_norm: Largest global norm.
   """
   share = max_norm / jnp.maximum(optax.tree.norm(tree), max_norm)
   return jax.tree.map(lambda x: x * share, tree)
@@ -41,8 +40,8 @@ def by_norm(
 
   Args:
     tree: float32 arrays.
-    max_norm: Of one variable of one layer.
-    specs: Of these variables; `None` takes each array for one layer.
+    max_norm: Largest norm of one variable of one layer.
+    specs: Specs of the variables; `None` treats each array as one layer.
   """
 
   def clip(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
@@ -59,8 +58,8 @@ def by_rms(
 
   Args:
     tree: float32 arrays.
-    max_rms: Of one variable of one layer.
-    specs: Of these variables; `None` takes each array for one layer.
+    max_rms: Largest RMS of one variable of one layer.
+    specs: Specs of the variables; `None` treats each array as one layer.
   """
 
   def clip(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
@@ -81,8 +80,8 @@ def scale_by_rms(
   Args:
     tree: float32 arrays.
     params: The parameters, float32.
-    min_rms: Taken in place of a smaller RMS, so that zeros can be left.
-    specs: Of these variables; `None` takes each array for one layer.
+    min_rms: Lower bound of the RMS, so that zero parameters can change.
+    specs: Specs of the variables; `None` treats each array as one layer.
   """
 
   def scale(x: jax.Array, axes: tuple[int, ...], param: jax.Array) -> jax.Array:
@@ -92,14 +91,14 @@ def scale_by_rms(
 
 
 def rms(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-  """Returns the root of the mean square over `axes`, which are kept."""
+  """Returns the root mean square over `axes`, with size one in them."""
   return jnp.sqrt(jnp.mean(jnp.square(x), axis=axes, keepdims=True))
 
 
 def _map(
   fn: Any, tree: Any, specs: variable_groups.Specs | None, *rest: Any
 ) -> Any:
-  """Maps `fn(leaf, axes of one layer's value, *leaves of rest)`."""
+  """Maps `fn(leaf, axes within one layer, *leaves of rest)`."""
   if specs is None:
     depths = jax.tree.map(lambda _: 0, tree)
   else:

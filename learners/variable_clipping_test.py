@@ -44,7 +44,7 @@ def _rms(x):
   ],
   ids=["norm", "rms"],
 )
-def test_each_layer_is_clipped_alone(clip, size):
+def test_layers_are_clipped_separately(clip, size):
   limit = 1.5 if size is _norm else 0.5
   values = _values()
   clipped = jax.device_get(jax.jit(clip)(values)["params"])
@@ -57,7 +57,7 @@ def test_each_layer_is_clipped_alone(clip, size):
 
 
 @pytest.mark.parametrize("limit", [0.3, 1e3], ids=["above", "below"])
-def test_all_variables_are_clipped_together_as_by_optax(limit):
+def test_global_norm_clipping_matches_optax(limit):
   values = _values()
   clip = lambda v: variable_clipping.by_global_norm(v, max_norm=limit)  # noqa: E731
   clipped = jax.jit(clip)(values)

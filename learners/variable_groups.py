@@ -1,12 +1,12 @@
-"""Variables grouped by how a train step changes them.
+"""Groups of variables by update rule.
 
   optimized     gradients go through clipping and the optimizer
   overwritten   the gradient itself is the next value (scales of fp8 training)
   replaced      the forward pass returns the next value (running statistics)
   frozen        never changed
 
-Groups are pruned trees: nested dicts with the same paths that hold only the
-group's leaves, so that an optimizer never sees the others.
+A group is a pruned tree: nested dicts with the same paths that hold only the
+group's leaves.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,12 +19,12 @@ from paxon.sharding import variables
 
 # Nested dicts {collection: {module: ... {variable: VariableSpec}}}.
 Specs: TypeAlias = Mapping[str, Any]
-# Nested dicts of the same paths with arrays or anything else as leaves.
+# Nested dicts with the same paths and any leaves, such as arrays.
 Tree: TypeAlias = Mapping[str, Any]
 
 
 class Group(enum.Enum):
-  """How a train step changes a variable."""
+  """The update rule of a variable in a train step."""
 
   OPTIMIZED = "optimized"
   OVERWRITTEN = "overwritten"
@@ -48,11 +48,11 @@ def select(tree: Tree, *groups: Group, specs: Specs) -> dict[str, Any]:
 
   Args:
     tree: Nested dicts with the paths of `specs`.
-    *groups: Which to keep.
-    specs: Says which group a path belongs to.
+    *groups: Groups to keep.
+    specs: Specs of all variables, which define their groups.
 
   Returns:
-    Nested dicts; a path whose leaf is left out does not occur.
+    Nested dicts without the paths of other leaves.
   """
   flat = traverse_util.flatten_dict(tree)
   kept: dict[Any, Any] = traverse_util.flatten_dict(specs)

@@ -40,7 +40,7 @@ def test_group(update, trainable, group):
   assert variable_groups.group_of(spec) is group
 
 
-def test_select_prunes_what_is_left_out():
+def test_select_prunes_other_groups():
   def select(*groups):
     return variable_groups.select(VALUES, *groups, specs=SPECS)
 

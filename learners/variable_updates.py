@@ -1,7 +1,7 @@
-"""Updates of variables that no optimizer touches.
+"""Updates of variables without an optimizer.
 
-Scales of fp8 training get their next value as their gradient; running
-statistics get theirs from the forward pass.
+The gradient of an fp8 scale is its next value; the forward pass returns the
+next values of running statistics.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from paxon.learners import variable_groups
 from paxon.sharding import axes
 from paxon.sharding import variables as variables_lib
 
-# Along these axes the loss reaches parts of a variable independently.
+# The loss may depend on some slices along these axes and not on others.
 _INDEPENDENT_AXES = (axes.LAYERS, axes.STAGES, axes.EXPERTS)
 
 
@@ -24,17 +24,17 @@ def overwrite(
   *,
   specs: variable_groups.Specs,
 ) -> dict[str, Any]:
-  """Returns the gradients as values, where the loss reached the variable.
+  """Returns the gradients as the next values, where they are not all zero.
 
-  A variable that the loss did not reach in this step (an expert without tokens,
-  a branch not taken) has a gradient of exactly zero, and a scale of zero would
-  make the next step divide by zero. Such a variable, or its part for one layer
-  or expert, keeps its value.
+  If the loss does not depend on a variable in this step (an expert without
+  tokens, a branch not taken), its gradient is exactly zero, and a scale of zero
+  would make the next step divide by zero. Such a variable, or its slice for one
+  layer or expert, keeps its value.
 
   Args:
     old: The variables.
-    gradients: Of the same paths.
-    specs: Of these variables at least.
+    gradients: Gradients with the same paths.
+    specs: Specs of at least these variables.
   """
   return variable_groups.map_paths(_reached_or_old, old, gradients, specs)
 
@@ -49,11 +49,11 @@ def replace(
 
   Args:
     old: Variables that are replaced or frozen.
-    new: The collections that the forward pass returned; may lack variables.
-    specs: Of all variables.
+    new: Collections that the forward pass returned; may be incomplete.
+    specs: Specs of all variables.
 
   Raises:
-    ValueError: `new` has a variable that is not to be replaced.
+    ValueError: `new` has a variable whose update rule is not `replace`.
   """
   result = traverse_util.flatten_dict(old)
   flat_specs: dict[Any, Any] = traverse_util.flatten_dict(specs)
@@ -77,11 +77,11 @@ def replace(
 
 
 def reached(gradient: jax.Array, spec: variables_lib.VariableSpec) -> jax.Array:
-  """Returns where the loss reached a variable: its gradient is not all zero.
+  """Returns whether the gradient of each layer, stage and expert is nonzero.
 
   Args:
-    gradient: Of the variable.
-    spec: Names its axes; each layer, stage and expert is judged alone.
+    gradient: Gradient of the variable.
+    spec: Spec of the variable, with the names of its axes.
 
   Returns:
     Booleans of the gradient's rank, of size one in all other dimensions.

@@ -26,11 +26,11 @@ def test_the_gradient_is_the_next_value():
   assert _overwrite(2.0, 0.5, ()) == 0.5
 
 
-def test_a_scale_that_the_loss_did_not_reach_keeps_its_value():
+def test_a_scale_with_zero_gradient_keeps_its_value():
   assert _overwrite(2.0, 0.0, ()) == 2.0
 
 
-def test_each_layer_is_judged_alone():
+def test_layers_are_updated_separately():
   assert _overwrite([1.0, 2.0, 3.0], [0.0, 5.0, 0.0], (axes.LAYERS,)) == [
     1.0,
     5.0,
@@ -45,7 +45,7 @@ def test_an_idle_expert_keeps_its_history():
   assert _overwrite(old, new, names) == [[[1.0, 1.0], [0.0, 7.0]]]
 
 
-def test_a_history_that_was_reached_may_hold_zeros():
+def test_a_history_with_nonzero_gradient_may_contain_zeros():
   assert _overwrite([3.0, 2.0], [0.0, 7.0], (None,)) == [0.0, 7.0]
 
 
@@ -62,7 +62,7 @@ OLD = {
 }
 
 
-def test_replace_takes_what_the_forward_pass_returned():
+def test_replace_uses_the_values_of_the_forward_pass():
   new = {"stats": {"mean": jnp.float32(9)}}
   result = variable_updates.replace(OLD, new, specs=SPECS)
   assert result == {
