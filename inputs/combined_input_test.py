@@ -40,7 +40,7 @@ def _made(**kwargs):
 
 
 @pytest.mark.parametrize("num_hosts", [1, 2, 4])
-def test_parts_are_side_by_side_on_any_hosts(num_hosts):
+def test_combines_batches_on_any_hosts(num_hosts):
   whole = list(_made())
   hosts = [_made() for _ in range(num_hosts)]
   for i, host in enumerate(hosts):
@@ -59,7 +59,7 @@ def test_parts_are_side_by_side_on_any_hosts(num_hosts):
       )
 
 
-def test_it_ends_with_its_first_part_and_goes_on_anywhere():
+def test_ends_with_the_first_input_and_resumes_anywhere():
   made = _made()
   batches = list(made)
   assert len(batches) == len(list(_text()))
@@ -78,7 +78,7 @@ def test_it_ends_with_its_first_part_and_goes_on_anywhere():
       np.testing.assert_array_equal(batch[key], value, err_msg=key)
 
 
-def test_texts_by_the_part_they_are_of():
+def test_decodes_with_the_input_of_the_key():
   made = _made()
   ids = byte_tokenizer.ByteTokenizer().encode("abc")[None]
   assert made.ids_to_strings(ids, [2]) == ["ab"]
@@ -101,12 +101,12 @@ def test_texts_by_the_part_they_are_of():
     ({"inputs": {"text": _text(), "a/b": _text()}}, r"'a/b' must not have"),
   ],
 )
-def test_parts_that_do_not_fit_are_refused(kwargs, message):
+def test_rejects_incompatible_inputs(kwargs, message):
   with pytest.raises(ValueError, match=message):
     _made(**kwargs)
 
 
-def test_a_state_of_other_parts_is_refused():
+def test_rejects_states_of_other_inputs():
   made = _made()
   with pytest.raises(ValueError, match=r"must have the parts \['noise', 'text"):
     made.set_state({"text": {}})

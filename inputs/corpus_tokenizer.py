@@ -170,8 +170,8 @@ def _begin(parts: str, corpus: Corpus) -> None:
   for key, value in plan.items():
     if begun.get(key) != value:
       raise ValueError(
-        f"{parts} was begun with another {key}; remove that folder to begin"
-        " again, or go on with the same arguments."
+        f"{parts} was begun with another {key}; remove that folder to start"
+        " over, or resume with the same arguments."
       )
 
 

@@ -63,7 +63,7 @@ def text(tmp_path):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_any_workers_and_shards_write_the_same(tmp_path, text, num_workers):
+def test_output_does_not_depend_on_workers(tmp_path, text, num_workers):
   expected = tmp_path / "expected"
   corpus_tokenizer.run(_corpus([text], shard_bytes=10**6), str(expected))
   assert _documents(expected) == [line.encode() for line in _LINES]
@@ -94,7 +94,7 @@ def test_any_workers_and_shards_write_the_same(tmp_path, text, num_workers):
   ),
   shard_bytes=st.integers(1, 9),
 )
-def test_ranges_of_bytes_hold_every_line_once(
+def test_byte_ranges_contain_every_line_once(
   tmp_path_factory, data, shard_bytes
 ):
   path = tmp_path_factory.mktemp("corpus") / "lines"
@@ -109,7 +109,7 @@ def test_ranges_of_bytes_hold_every_line_once(
   assert found == [line for line in data.split(b"\n") if line.strip()]
 
 
-def test_what_was_stopped_goes_on(tmp_path, text):
+def test_an_interrupted_run_resumes(tmp_path, text):
   expected = tmp_path / "expected"
   corpus_tokenizer.run(_corpus([text]), str(expected), num_workers=0)
   out = tmp_path / "out"
@@ -127,7 +127,7 @@ def test_what_was_stopped_goes_on(tmp_path, text):
   assert _bytes(out) == _bytes(expected)
 
 
-def test_what_was_stopped_while_parts_were_joined_goes_on(
+def test_a_run_interrupted_during_concatenation_resumes(
   tmp_path, text, monkeypatch
 ):
   def stop(*_, **__):
@@ -142,7 +142,7 @@ def test_what_was_stopped_while_parts_were_joined_goes_on(
   assert _documents(tmp_path / "out") == [line.encode() for line in _LINES]
 
 
-def test_other_arguments_do_not_go_on(tmp_path, text):
+def test_rejects_resuming_with_other_arguments(tmp_path, text):
   stopping = _corpus([text], tokenizer=Stops(at=b"line 40"))
   with pytest.raises(RuntimeError, match="stopped"):
     corpus_tokenizer.run(stopping, str(tmp_path / "out"), num_workers=0)
@@ -194,7 +194,7 @@ def test_files_with_begin_and_without_end(tmp_path):
     ("", "FILE", r"hold no documents"),
   ],
 )
-def test_bad_data_names_file_and_place(tmp_path, data, form, message):
+def test_errors_name_file_and_position(tmp_path, data, form, message):
   path = tmp_path / "bad"
   path.write_text(data)
   corpus = _corpus([path], corpus_shards.Form[form])
@@ -210,7 +210,7 @@ def test_a_damaged_archive_is_named(tmp_path):
     corpus_tokenizer.run(corpus, str(tmp_path / "out"), num_workers=0)
 
 
-def test_wrong_use_is_refused(tmp_path, text):
+def test_rejects_invalid_use(tmp_path, text):
   with pytest.raises(ValueError, match=r"paths must not be empty"):
     _corpus([])
   with pytest.raises(ValueError, match=r"shard_bytes must be positive, got 0"):
@@ -258,7 +258,7 @@ def test_an_archive_damaged_in_the_middle_is_named(tmp_path, form):
     )
 
 
-def test_a_file_that_changed_is_another_one(tmp_path, text):
+def test_rejects_resuming_with_a_changed_file(tmp_path, text):
   stopping = _corpus([text], tokenizer=Stops(at=b"line 40"))
   with pytest.raises(RuntimeError, match="stopped"):
     corpus_tokenizer.run(stopping, str(tmp_path / "out"), num_workers=0)
@@ -268,7 +268,7 @@ def test_a_file_that_changed_is_another_one(tmp_path, text):
     corpus_tokenizer.run(stopping, str(tmp_path / "out"), num_workers=0)
 
 
-def test_what_a_killed_command_did_not_remove_is_no_hindrance(tmp_path, text):
+def test_leftovers_of_a_killed_command_are_removed(tmp_path, text):
   left = tmp_path / "out.parts.done"
   left.mkdir()
   (left / "00000000.bin").touch()

@@ -59,7 +59,7 @@ class Filtered(example_stream.Stream):
 
     Raises:
       ValueError: A whole epoch, or the whole stream, has none, or more than
-        `max_rejected` examples in a row are rejected.
+        `max_rejected` consecutive examples are rejected.
     """
     epoch = self.stream.epoch(position)
     is_start, rejected = position == self.stream.start(), 0
@@ -73,7 +73,7 @@ class Filtered(example_stream.Stream):
       if self.stream.epoch(position) > epoch + 1:
         raise self._nothing_to_read("every example of a whole epoch")
       if rejected > self.max_rejected:
-        raise self._nothing_to_read(f"{rejected} examples in a row")
+        raise self._nothing_to_read(f"{rejected} consecutive examples")
     if is_start and rejected:
       raise self._nothing_to_read("every example of the stream")
     return None
@@ -91,11 +91,11 @@ class Filtered(example_stream.Stream):
     )
 
   def name(self, reference: Any) -> str:
-    """Returns the words for an example in messages."""
+    """Returns the name of an example for messages."""
     return self.stream.name(reference)
 
   def num_tokens(self, reference: Any) -> int | None:
-    """Returns None: to be kept an example was read, and is there still."""
+    """Returns None: the filter has already read the example."""
     del reference
 
   def check(self, position: Any) -> None:

@@ -62,7 +62,7 @@ def test_any_order_of_a_large_compressed_file(tmp_path, monkeypatch):
   assert len(file._starts) > 30
 
 
-def test_a_document_is_reached_without_reading_from_the_start(tmp_path):
+def test_random_access_does_not_read_from_the_start(tmp_path):
   documents = _documents(30_000, length=800)
   path = tmp_path / "part.json.gz"
   path.write_bytes(gzip.compress(_lines(documents), compresslevel=1))
@@ -76,7 +76,7 @@ def test_a_document_is_reached_without_reading_from_the_start(tmp_path):
 
 
 @pytest.mark.parametrize("fill", [b"", b"\0" * 1000])
-def test_joined_gzip_files_are_one(tmp_path, monkeypatch, fill):
+def test_concatenated_gzip_files_are_one(tmp_path, monkeypatch, fill):
   monkeypatch.setattr(json_lines, "_CHUNK", 512)
   monkeypatch.setattr(json_lines, "_SPAN", 100)
   documents = _documents(60)
@@ -86,7 +86,7 @@ def test_joined_gzip_files_are_one(tmp_path, monkeypatch, fill):
   assert _read(path) == documents[::3] + documents[1::3] + documents[2::3]
 
 
-def test_blank_lines_and_a_missing_last_end_are_fine(tmp_path):
+def test_blank_lines_and_a_missing_last_newline_are_valid(tmp_path):
   path = tmp_path / "a.json"
   path.write_bytes(b'\n{"text": "one"}\r\n\r\n\n{"text": "two"}')
   assert _read(path) == ["one", "two"]
@@ -108,7 +108,7 @@ def test_one_character_is_a_line_but_white_space_is_none(
 
 @pytest.mark.parametrize("chunk", [8, 16, 1 << 20])
 @pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
-def test_several_blanks_are_no_line_either(tmp_path, monkeypatch, chunk, name):
+def test_skips_lines_of_blanks(tmp_path, monkeypatch, chunk, name):
   monkeypatch.setattr(json_lines, "_CHUNK", chunk)
   text = b'  \r\n {"text": "one"} \r\n \t\x0b\n \r\n {"text": "two"}\r\n\r   '
   path = tmp_path / name
@@ -119,13 +119,13 @@ def test_several_blanks_are_no_line_either(tmp_path, monkeypatch, chunk, name):
     _read(path)
 
 
-def test_half_of_a_surrogate_pair_is_a_question_mark(tmp_path):
+def test_a_lone_surrogate_becomes_a_question_mark(tmp_path):
   path = tmp_path / "a.json"
   path.write_bytes(b'{"text": "a\\ud800b"}\n')
   assert _read(path) == ["a?b"]
 
 
-def test_feeds_packed_rows_that_can_be_restored(tmp_path):
+def test_packed_sequences_can_be_restored(tmp_path):
   path = tmp_path / "a.json.gz"
   path.write_bytes(gzip.compress(_lines(_documents(40))))
 
@@ -168,13 +168,13 @@ def _write(path, data: bytes) -> str:
     ),
   ],
 )
-def test_refuses_files(tmp_path, data, name, message):
+def test_rejects_damaged_files(tmp_path, data, name, message):
   path = _write(tmp_path / name, data)
   with pytest.raises(ValueError, match=message):
     _read(path)
 
 
-def test_a_damaged_checksum_is_found(tmp_path):
+def test_rejects_a_damaged_checksum(tmp_path):
   data = bytearray(gzip.compress(_lines(_documents(9))))
   data[-5] ^= 1
   path = _write(tmp_path / "a.json.gz", bytes(data))
@@ -182,21 +182,21 @@ def test_a_damaged_checksum_is_found(tmp_path):
     _read(path)
 
 
-def test_refuses_missing_files(tmp_path):
+def test_rejects_missing_files(tmp_path):
   source = json_lines.JsonLines(files=str(tmp_path / "*.json"))
   with pytest.raises(FileNotFoundError, match=r"no file has the name '.*json'"):
     len(source)
 
 
 @pytest.mark.parametrize("field", ["files", "text_key"])
-def test_refuses_empty_fields(field):
+def test_rejects_empty_fields(field):
   with pytest.raises(
     ValueError, match=rf"JsonLines\.{field} must not be empty"
   ):
     json_lines.JsonLines(**{"files": "a", field: ""})
 
 
-def test_there_is_no_document_beyond_the_last(tmp_path):
+def test_rejects_an_index_out_of_range(tmp_path):
   source = json_lines.JsonLines(
     files=_write(tmp_path / "a.json", _lines(["a"]))
   )

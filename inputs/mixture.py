@@ -49,8 +49,8 @@ class Mixture(example_stream.Stream):
     for step in self.weight_changes:
       if step <= 0:
         raise ValueError(
-          "Mixture.weight_changes must be at batches from 1 on, and weights"
-          f" says what holds before, got {step}."
+          "Mixture.weight_changes must be at batch 1 or later (weights applies"
+          f" before), got {step}."
         )
     for step, weights in self._phases:
       self._check_weights(step, weights)

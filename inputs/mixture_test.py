@@ -31,7 +31,7 @@ def _names(mixed, count, *, step=lambda k: 0):
   return names
 
 
-def test_an_order_by_hand():
+def test_order_matches_example_by_hand():
   mixed = mixture.Mixture(
     members={"a": _leaf(), "b": _leaf()}, weights={"a": 3.0, "b": 1.0}
   )
@@ -78,7 +78,7 @@ def test_weights_change_at_a_batch():
   assert abs(counts["c"] - 75) <= 1
 
 
-def test_what_a_member_leaves_goes_to_the_others():
+def test_members_share_the_weight_of_an_ended_member():
   mixed = mixture.Mixture(
     members={
       "a": _leaf(6, num_epochs=1),
@@ -95,7 +95,7 @@ def test_what_a_member_leaves_goes_to_the_others():
   assert mixture.Mixture(members={"a": _leaf()}).is_endless
 
 
-def test_members_by_name_in_messages():
+def test_messages_name_the_member():
   mixed = mixture.Mixture(members={"a": _leaf(), "b": _leaf(0)})
   assert mixed.name(["a", 3]) == "example 3 of 'a'"
   with pytest.raises(ValueError, match=r"member 'b': The source holds no"):
@@ -116,12 +116,12 @@ def test_members_by_name_in_messages():
     ({"weights": {"a": float("nan"), "b": 1.0}}, r"got nan for 'a'"),
     (
       {"weight_changes": {0: {"a": 1.0, "b": 1.0}}},
-      r"at batches from 1 on, .* got 0",
+      r"at batch 1 or later .* got 0",
     ),
     ({"weight_changes": {5: {"a": 1.0}}}, r"batch 5 must be of the members"),
   ],
 )
-def test_what_cannot_be_mixed_is_refused(kwargs, message):
+def test_rejects_invalid_fields(kwargs, message):
   members = {"a": _leaf(), "b": _leaf()}
   with pytest.raises(ValueError, match=message):
     mixture.Mixture(**{"members": members} | kwargs)
@@ -136,7 +136,7 @@ def test_what_cannot_be_mixed_is_refused(kwargs, message):
     ({"members": {"a": 0, "b": -1}}, r"must be an integer, got -1"),
   ],
 )
-def test_a_damaged_position_is_refused(change, message):
+def test_rejects_damaged_positions(change, message):
   mixed = mixture.Mixture(members={"a": _leaf(), "b": _leaf()})
   mixed.check(mixed.start())
   with pytest.raises(ValueError, match=message):

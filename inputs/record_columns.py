@@ -1,8 +1,8 @@
-"""Documents and examples of rows that have named columns.
+"""Documents and examples from named columns of tabular data.
 
-Rows are what readers of ArrayRecord, Parquet, TFRecord and Hugging Face data
-sets give: mappings by number. Which column is the text, or the token ids, is
-said here, so that every reader serves both.
+Readers of ArrayRecord, Parquet, TFRecord and Hugging Face data return each row
+as a mapping. `TextColumn` and `TokenColumn` select the column of text or token
+ids.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ Row = Mapping[str, Any]
 
 @runtime_checkable
 class Rows(Protocol):
-  """Rows by number, the same ones in the same order every time."""
+  """A random-access sequence of rows, in a fixed order."""
 
   def __len__(self) -> int:
     """Returns the number of rows."""
@@ -28,7 +28,7 @@ class Rows(Protocol):
     """Returns one row.
 
     Raises:
-      ValueError: It cannot be read; the message names file and record.
+      ValueError: The row cannot be read; names the file and the record.
     """
     ...
 
@@ -38,9 +38,8 @@ class TextColumn:
   """One column of text as documents.
 
   Attributes:
-    rows: Where they are.
-    column: The column of strings, or of one string in a list, as TFRecords
-      have it.
+    rows: The rows.
+    column: The column of strings, or of lists of one string as in TFRecords.
   """
 
   rows: Rows
@@ -69,12 +68,12 @@ class TokenColumn:
   """One column of token ids as examples of a language model.
 
   Attributes:
-    rows: Where they are.
+    rows: The rows.
     column: The column of lists of integers.
-    begin_id: The input before the first target; None has the first id be an
-      input only.
-    end_id: Put after a text that does not end with it; None adds nothing.
-    vocab_size: What all ids must be below; None does not check.
+    begin_id: The input before the first target. With None, the first id is only
+      an input.
+    end_id: Appended to texts that do not end with it. None appends nothing.
+    vocab_size: The exclusive upper bound of the ids. None disables the check.
   """
 
   rows: Rows

@@ -13,7 +13,7 @@ def _tokens(row, **given):
 @pytest.mark.parametrize(
   "value", ["one", b"one", ["one"], np.array([b"one"], object)]
 )
-def test_a_text_is_a_string_or_the_only_one_of_a_list(value):
+def test_text_is_a_string_or_a_list_of_one(value):
   rows = [{"text": value}]
   source = record_columns.TextColumn(rows=rows)
   assert source[0] == b"one"
@@ -21,7 +21,7 @@ def test_a_text_is_a_string_or_the_only_one_of_a_list(value):
 
 
 @pytest.mark.parametrize("value", [7, ["a", "b"], None])
-def test_what_is_no_text_is_an_error(value):
+def test_rejects_other_types_of_text(value):
   source = record_columns.TextColumn(rows=[{"text": value}])
   with pytest.raises(
     ValueError, match="row 0: the column 'text' must be a str"
@@ -29,7 +29,7 @@ def test_what_is_no_text_is_an_error(value):
     _ = source[0]
 
 
-def test_tokens_begin_and_end_as_asked():
+def test_tokens_have_begin_and_end_ids():
   assert _tokens({"ids": [5, 6]})["targets"].tolist() == [6]
   example = _tokens({"ids": [5, 6]}, begin_id=0, end_id=1)
   assert example["inputs"].tolist() == [0, 5, 6]
@@ -48,20 +48,20 @@ def test_tokens_begin_and_end_as_asked():
     ({"ids": [-1, 8]}, "ids from -1 to 8"),
   ],
 )
-def test_tokens_of_another_form_or_vocabulary_are_errors(row, message):
+def test_rejects_tokens_of_another_type_or_vocabulary(row, message):
   with pytest.raises(ValueError, match=message):
     _tokens(row, vocab_size=9)
 
 
 @pytest.mark.parametrize("name", ["begin_id", "end_id"])
-def test_added_ids_are_of_the_vocabulary(name):
+def test_rejects_added_ids_outside_the_vocabulary(name):
   assert _tokens({"ids": [5]}, vocab_size=9, **{name: 8})["inputs"].size == 1
   for wrong, size in ((9, 9), (-1, None)):
     with pytest.raises(ValueError, match=rf"{name} must be an id .* got"):
       _tokens({"ids": [5]}, vocab_size=size, **{name: wrong})
 
 
-def test_the_vocabulary_is_told():
+def test_reports_the_vocabulary_size():
   column = record_columns.TokenColumn(rows=[], vocab_size=9)
   assert column.required_vocab_size() == 9
   assert len(column) == 0

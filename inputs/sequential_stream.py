@@ -83,9 +83,9 @@ class SequentialExamples(example_stream.Stream):
     """Checks the format of a position, not whether it exists."""
     if not isinstance(position, list) or len(position) != 2:
       raise ValueError(
-        f"The state's position must be an epoch and a place, got {position!r}."
+        f"The state's position must be an epoch and an index, got {position!r}."
       )
-    for value, what in zip(position, ("epoch", "place"), strict=True):
+    for value, what in zip(position, ("epoch", "index"), strict=True):
       example_stream.check_place(value, what=what)
 
   def signature(self) -> dict[str, Any]:

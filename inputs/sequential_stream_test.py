@@ -47,7 +47,7 @@ def _read(stream, position=None):
   return found
 
 
-def test_windows_are_shuffled_and_each_epoch_is_another():
+def test_windows_are_shuffled_differently_in_each_epoch():
   found = _read(_stream(Recorded(25), num_epochs=2))
   first, second = found[:25], found[25:]
   assert sorted(first) == sorted(second) == list(range(25))
@@ -56,7 +56,7 @@ def test_windows_are_shuffled_and_each_epoch_is_another():
   assert _read(_stream(Recorded(5), shuffle_seed=None)) == [0, 1, 2, 3, 4]
 
 
-def test_going_on_reads_one_window_only():
+def test_resuming_reads_only_one_window():
   whole = _read(_stream(Recorded(95)))
   source = Recorded(95)
   stream = _stream(source)
@@ -74,11 +74,11 @@ def test_going_on_reads_one_window_only():
     (lambda: _read(_stream(Recorded(0))), r"holds no examples"),
     (lambda: _stream(Recorded(1), shuffle_window=0), r"window must be posit"),
     (lambda: _stream(Recorded(1), num_epochs=0), r"num_epochs must be posit"),
-    (lambda: _stream(Recorded(1)).check(3), r"must be an epoch and a place"),
-    (lambda: _stream(Recorded(1)).check([0, -1]), r"place must be an integer"),
+    (lambda: _stream(Recorded(1)).check(3), r"must be an epoch and an index"),
+    (lambda: _stream(Recorded(1)).check([0, -1]), r"index must be an integer"),
   ],
 )
-def test_what_cannot_be_is_refused(make, message):
+def test_rejects_invalid_fields_and_positions(make, message):
   with pytest.raises(ValueError, match=message):
     make()
 
@@ -92,7 +92,7 @@ def _runs(lengths):
   )
 
 
-def test_a_filter_keeps_what_is_long_enough():
+def test_a_filter_keeps_long_examples():
   kept = filtered.Filtered(
     stream=_runs((1, 5, 2, 6)), keep=filtered.MinTokens(tokens=3)
   )
@@ -122,7 +122,7 @@ def test_a_finite_filter_that_keeps_nothing_is_an_error():
   kept = filtered.Filtered(stream=stream, keep=filtered.MinTokens(tokens=3))
   with pytest.raises(ValueError, match=r"rejected every example of the str"):
     kept.following(0, step=0)
-  # From a place within it nothing is known of what was before.
+  # From a later position the filter cannot see the earlier examples.
   assert kept.following(1, step=0) is None
 
 
@@ -135,7 +135,7 @@ def test_a_filter_ends_where_a_mixture_never_reads_a_member():
   kept = filtered.Filtered(
     stream=mixed, keep=filtered.MinTokens(tokens=3), max_rejected=20
   )
-  with pytest.raises(ValueError, match=r"rejected 21 examples in .* is 20"):
+  with pytest.raises(ValueError, match=r"rejected 21 consecutive .* is 20"):
     kept.following(kept.start(), step=0)
   assert kept.following(kept.start(), step=9)[0] == ["long", 0]
   with pytest.raises(ValueError, match=r"max_rejected must be positive"):

@@ -19,7 +19,7 @@ def _assert_same(left, right):
     np.testing.assert_array_equal(value, right[key], err_msg=key)
 
 
-def test_ones_in_one_document_a_row():
+def test_ones_are_one_document_per_sequence():
   batch = _input().get_next()
   ones = np.ones((4, 8))
   positions = np.tile(np.arange(8), (4, 1))
@@ -42,7 +42,7 @@ def test_shapes_are_known_without_reading():
   assert shapes == {k: (v.shape, v.dtype) for k, v in batch.items()}
 
 
-def test_a_subclass_is_asked_for_its_own_arrays():
+def test_a_subclass_has_no_known_shapes():
   class More(synthetic_lm_input.SyntheticLmInput):
     def get_next(self):
       return {**super().get_next(), "more": np.zeros(4)}
@@ -67,7 +67,7 @@ def test_random_tokens_fill_the_vocabulary_and_shift_into_targets():
   assert (batch["inputs"] != another["inputs"]).mean() > 0.9
 
 
-def test_random_tokens_are_those_of_every_version():
+def test_random_tokens_match_stored_values():
   # Words of Philox4x64-10 (Salmon et al. 2011), whose streams numpy promises.
   batch = _input(random_seed=3, vocab_size=32000).get_next()
   expected = np.random.Philox(key=[3, 0]).random_raw(4) % 32000
@@ -75,7 +75,7 @@ def test_random_tokens_are_those_of_every_version():
 
 
 @pytest.mark.parametrize("random_seed", [None, 7])
-def test_goes_on_from_any_batch(random_seed):
+def test_resumes_from_any_batch(random_seed):
   source = _input(random_seed=random_seed)
   batches, states = [], []
   for _ in range(4):
@@ -121,7 +121,7 @@ def test_ends_after_a_number_of_batches():
     ({"length": 0}, r"SyntheticLmInput\.length must be positive, got 0"),
   ],
 )
-def test_refuses_fields(fields, message):
+def test_rejects_invalid_fields(fields, message):
   with pytest.raises(ValueError, match=message):
     _input(**fields)
 
@@ -136,6 +136,6 @@ def test_refuses_fields(fields, message):
     ({"next": 4, "random_seed": None}, r"up to 3, got 4"),
   ],
 )
-def test_refuses_states(state, message):
+def test_rejects_invalid_states(state, message):
   with pytest.raises(ValueError, match=message):
     _input(num_batches=3).set_state(state)

@@ -168,8 +168,9 @@ class TokenFile:
         and getattr(self, f"{name}_id") is not None
       ):
         raise ValueError(
-          f"TokenFile.{name}_id is set, and {self.path}.json says that"
-          f" documents have their {name} already; leave it out."
+          f"TokenFile.{name}_id is set, and according to"
+          f" {self.path}.json documents have their {name} already; leave it"
+          " out."
         )
     made_with = self.facts.get("vocab_size")
     size = self.vocab_size
@@ -324,7 +325,7 @@ class TokenFile:
       if size < needed:
         last = int(np.searchsorted(pointers, size, side="right")) - 1
         raise ValueError(
-          f"{path} is cut short: it has {size} bytes, and the index says"
+          f"{path} is cut short: it has {size} bytes, and the index requires"
           f" {needed}; sequence {last} of {len(lengths)} is the first that is"
           " not whole."
         )

@@ -94,7 +94,7 @@ def test_every_dtype_documents_and_sequences(path, code, dtype):
   documents.check()
 
 
-def test_places_beyond_32_bits(path):
+def test_offsets_beyond_32_bits(path):
   # A file with a hole takes no space; its second document begins at 5 GB.
   far = 5_000_000_000
   with open(f"{path}.bin", "wb") as file:
@@ -133,7 +133,7 @@ def test_the_dtype_is_the_smallest_that_holds_the_ids():
   assert token_file_writer.dtype_for(65537) == np.int32
 
 
-def test_a_tokenizer_counts_bytes_and_is_the_one_of_the_file(path):
+def test_a_tokenizer_counts_bytes_and_must_match_the_file(path):
   tokenizer = byte_tokenizer.ByteTokenizer()
   texts = ["one", "", "three"]
   ids = [np.append(tokenizer.encode(text), 2) for text in texts]
@@ -178,7 +178,7 @@ def _cut(path, size):
     (lambda p: os.remove(f"{p}.bin"), r"there is no file .*tokens\.bin; give"),
     (
       lambda p: _cut(f"{p}.bin", 2),
-      r"tokens\.bin is cut short: it has 14 bytes, .* says 16; sequence 2 of 3",
+      r"tokens\.bin is cut short: it has 14 .* requires 16; sequence 2 of 3",
     ),
     (
       lambda p: _cut(f"{p}.bin", 12),
@@ -230,7 +230,7 @@ def test_a_damaged_entry_within_the_index_is_named(path, place, value, message):
       tokens.num_tokens(1)
 
 
-def test_other_formats_are_refused(path):
+def test_rejects_other_formats(path):
   for version, code in ((2, 4), (1, 9), (1, 0)):
     token_file_writer.write(path, _DOCUMENTS, dtype=np.dtype(np.uint16))
     with open(f"{path}.idx", "r+b") as file:
@@ -242,7 +242,7 @@ def test_other_formats_are_refused(path):
       token_file.TokenFile(path=path).check()
 
 
-def test_documents_that_do_not_span_the_sequences_are_refused(path):
+def test_rejects_documents_that_do_not_span_the_sequences(path):
   _write_by_hand(
     path, code=4, dtype="i4", sequences=[[1], [2]], documents=[0, 1]
   )
@@ -265,7 +265,7 @@ def test_ids_of_another_vocabulary_name_file_and_record(
     _ = token_file.TokenFile(path=path, vocab_size=50)[0]
 
 
-def test_halves_are_no_ids(path):
+def test_rejects_fractional_ids(path):
   _write_by_hand(path, code=7, dtype="f4", sequences=[[0.5]], documents=[0, 1])
   with pytest.raises(ValueError, match=r"no ids of tokens \(from 0.5 to 0.5"):
     token_file.TokenFile(path=path).tokens(0)
@@ -308,13 +308,13 @@ def test_halves_are_no_ids(path):
     ),
   ],
 )
-def test_what_cannot_be_is_refused(path, make, message):
+def test_rejects_invalid_fields(path, make, message):
   with pytest.raises(ValueError, match=message):
     make(path)
 
 
 @pytest.mark.parametrize("name", ["begin_id", "end_id"])
-def test_added_ids_are_of_the_vocabulary(path, name):
+def test_rejects_added_ids_outside_the_vocabulary(path, name):
   token_file_writer.write(
     path, _DOCUMENTS, dtype=np.dtype(np.uint16), facts={"vocab_size": 300}
   )
@@ -324,7 +324,7 @@ def test_added_ids_are_of_the_vocabulary(path, name):
     token_file.TokenFile(path=path, **{name: 300}).check()
 
 
-def test_facts_that_are_no_json_are_named(path):
+def test_rejects_invalid_json_facts(path):
   token_file_writer.write(path, _DOCUMENTS, dtype=np.dtype(np.uint16))
   with open(f"{path}.json", "w") as file:
     file.write("{")

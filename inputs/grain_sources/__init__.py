@@ -1,1 +1,1 @@
-"""Grain, ArrayRecord, Parquet and Hugging Face data sets as rows."""
+"""Readers of Grain, ArrayRecord, Parquet and Hugging Face data sets."""

@@ -1,4 +1,4 @@
-"""ArrayRecord files: records with an index of their own."""
+"""ArrayRecord files with random access to their records."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -11,9 +11,9 @@ from paxon.inputs.grain_sources import optional_library
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ArrayRecordFiles:
-  """Records by number, ordered by file name, then as in the file.
+  """Records by index, ordered by file name, then by position in the file.
 
-  It is a source of documents where a record is a document by itself.
+  A source of documents if each record is the text of a document.
 
   Attributes:
     files: A path, a pattern such as `data/*.array_record*`, or several.
@@ -26,7 +26,7 @@ class ArrayRecordFiles:
       raise ValueError("ArrayRecordFiles.files must not be empty.")
 
   def __getstate__(self) -> dict[str, Any]:
-    # Open files do not travel to other processes.
+    # Open files cannot be pickled.
     return {"files": self.files}
 
   def __setstate__(self, state: dict[str, Any]) -> None:
@@ -39,7 +39,7 @@ class ArrayRecordFiles:
     """Returns the data of one record.
 
     Raises:
-      ValueError: It cannot be read; names the files and the record.
+      ValueError: The record cannot be read.
     """
     if not 0 <= index < len(self):
       raise IndexError(f"There is no record {index} of {len(self)}.")
@@ -49,7 +49,7 @@ class ArrayRecordFiles:
       raise ValueError(f"{self.name(index)} is damaged: {error}.") from error
 
   def name(self, index: int) -> str:
-    """Returns words for a record, for messages."""
+    """Returns the name of a record for messages."""
     return f"{self.files}, record {index} of all"
 
   @functools.cached_property

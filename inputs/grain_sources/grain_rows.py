@@ -1,4 +1,4 @@
-"""Whatever Grain can read at random as rows or records."""
+"""Random-access reading of Grain data sources and `MapDataset`s."""
 
 from collections.abc import Callable
 import dataclasses
@@ -10,13 +10,12 @@ from typing import Any
 class GrainRows:
   """The elements of a Grain data source or `MapDataset`.
 
-  Its own shuffle, if it has one, stays as it is; what comes after, order,
-  packing, hosts and the position, is ours. Leave out its `repeat` and batches.
+  Any shuffle within it is kept. Epochs, shuffling, packing and sharding by host
+  are done by `inputs`, so omit Grain's `repeat` and `batch`.
 
   Attributes:
     open: Returns the source, such as a `functools.partial` of
-      `grain.sources.ArrayRecordDataSource` or a function that maps one. Called
-      once, when the first element is asked for.
+      `grain.sources.ArrayRecordDataSource`. Called once, on the first access.
   """
 
   open: Callable[[], Any]
@@ -34,7 +33,7 @@ class GrainRows:
     """Returns one element.
 
     Raises:
-      ValueError: Grain has none there, as behind a filter of its own.
+      ValueError: A Grain filter removed the element.
     """
     if not 0 <= index < len(self):
       raise IndexError(f"There is no element {index} of {len(self)}.")
@@ -47,7 +46,7 @@ class GrainRows:
     return element
 
   def name(self, index: int) -> str:
-    """Returns words for an element, for messages."""
+    """Returns the name of an element for messages."""
     return f"element {index} of Grain's source"
 
   @functools.cached_property

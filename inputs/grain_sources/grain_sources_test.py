@@ -95,7 +95,7 @@ def _file_documents(folder):
 
 
 def _opened(pattern):
-  """A Grain data set over ArrayRecords, with a step of its own."""
+  """Returns a Grain data set over ArrayRecords with a map step."""
   source = grain.sources.ArrayRecordDataSource(
     sorted(str(path) for path in pattern.parent.glob(pattern.name))
   )
@@ -132,7 +132,7 @@ def _input(source):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_documents_by_number_from_any_position_on_any_hosts(kind, tmp_path):
+def test_documents_have_random_access_and_resume_on_any_hosts(kind, tmp_path):
   source = kind(tmp_path)
   assert len(source) == len(TEXTS)
   assert [source[i].decode() for i in (22, 0, 9, 10)] == [
@@ -140,7 +140,7 @@ def test_documents_by_number_from_any_position_on_any_hosts(kind, tmp_path):
   ]
   copied = pickle.loads(pickle.dumps(source))
   assert copied[11].decode() == TEXTS[11]
-  # All sources give one and the same stream.
+  # All sources yield the same stream.
   given, expected = _input(source), _input(_InMemory())
   for _ in range(3):
     state = given.get_state()
@@ -172,7 +172,7 @@ def test_token_columns_are_checked(tmp_path):
   )
   assert given[2]["inputs"].tolist() == [0, 2, 3, 4]
   assert given[2]["targets"].tolist() == [2, 3, 4, 3]
-  # An end that is there is not put a second time.
+  # An existing end id is not repeated.
   assert given[1]["targets"].tolist() == [1, 2, 3]
   with pytest.raises(ValueError, match=r"row 9: .* ids from 9 to 9|from 10 to"):
     _ = given[10]
@@ -213,7 +213,7 @@ def test_files_that_are_missing_empty_or_damaged_are_named(tmp_path):
       make(files="")
 
 
-def test_an_array_record_that_two_patterns_name_is_read_once(tmp_path):
+def test_a_file_that_matches_two_patterns_is_read_once(tmp_path):
   pattern = _array_records(tmp_path)
   files = [str(tmp_path / "part-1.array_record"), pattern]
   source = array_record_files.ArrayRecordFiles(files=files)
@@ -262,12 +262,12 @@ def test_splits_are_chosen_by_name(tmp_path):
     ),
   ],
 )
-def test_data_sets_without_numbers_are_refused(opened, message):
+def test_rejects_data_sets_without_random_access(opened, message):
   with pytest.raises(ValueError, match=message):
     len(grain_rows.GrainRows(open=opened))
 
 
-def test_what_grain_filters_out_is_an_error():
+def test_rejects_elements_filtered_out_by_grain():
   rows = grain_rows.GrainRows(
     open=lambda: grain.MapDataset.source([1, 2]).filter(lambda x: x > 1)
   )

@@ -1,4 +1,4 @@
-"""Hugging Face data sets that lie on this machine."""
+"""Hugging Face data sets in local files."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -17,12 +17,12 @@ class HuggingFaceRows:
   """Rows of a data set on disk; nothing is downloaded.
 
   Attributes:
-    path: What `save_to_disk` has written; or files, a path or a pattern, if
-      `files_format` says of which kind.
-    split: Which split; None if there is one only.
-    files_format: One of `arrow`, `csv`, `json`, `parquet` and `text`. They are
-      converted once, in `cache_folder`.
-    cache_folder: Where converted files are kept; None is the library's default.
+    path: A folder written by `save_to_disk`, or with `files_format` a path or
+      pattern of files.
+    split: The split. None is the only one.
+    files_format: The format of the files: `arrow`, `csv`, `json`, `parquet` or
+      `text`. They are converted to Arrow once.
+    cache_folder: The folder of converted files. None is the library's default.
   """
 
   path: str
@@ -50,13 +50,13 @@ class HuggingFaceRows:
     return len(self._rows)
 
   def __getitem__(self, index: int, /) -> Mapping[str, Any]:
-    """Returns one row: Python's values by column."""
+    """Returns one row as a dictionary of Python values."""
     if not 0 <= index < len(self):
       raise IndexError(f"There is no row {index} of {len(self)}.")
     return self._rows[index]
 
   def name(self, index: int) -> str:
-    """Returns words for a row, for messages."""
+    """Returns the name of a row for messages."""
     return f"{self.path}, row {index}"
 
   @functools.cached_property
@@ -83,7 +83,7 @@ class HuggingFaceRows:
     return rows
 
   def _split_of(self, found: Any) -> Any:
-    """Returns the one split that is meant."""
+    """Returns the data set of `split`."""
     if not isinstance(found, Mapping):
       if self.split is not None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Libraries that read data sets, imported when something first needs them."""
+"""Lazy imports of optional libraries that read data sets."""
 
 from collections.abc import Generator
 import contextlib
@@ -9,7 +9,7 @@ from paxon.inputs import missing_library
 
 
 def array_record() -> Any:
-  """Returns ArrayRecord's module of data sources."""
+  """Returns `array_record.python.array_record_data_source`."""
   with _telling("array_record"):
     return importlib.import_module(
       "array_record.python.array_record_data_source"
@@ -17,13 +17,13 @@ def array_record() -> Any:
 
 
 def datasets() -> Any:
-  """Returns Hugging Face's `datasets`."""
+  """Returns Hugging Face `datasets`."""
   with _telling("datasets"):
     return importlib.import_module("datasets")
 
 
 def grain() -> Any:
-  """Returns Grain."""
+  """Returns `grain`."""
   with _telling("grain"):
     return importlib.import_module("grain")
 
@@ -36,7 +36,7 @@ def parquet() -> Any:
 
 @contextlib.contextmanager
 def _telling(library: str) -> Generator[None, None, None]:
-  """Says how to get a library that is not installed."""
+  """Raises an error with install instructions if a library is missing."""
   try:
     yield
   except ModuleNotFoundError as error:

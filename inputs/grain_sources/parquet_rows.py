@@ -1,8 +1,8 @@
-"""Rows of Parquet files.
+"""Random access to Parquet files.
 
-The files say where their groups of rows are, and a group is read as a whole,
-so the last groups are kept. A shuffle of single rows reads a group for nearly
-every one: shuffle them when the files are written, or make ArrayRecords.
+The unit of reading is a row group; the most recent groups are cached. A global
+shuffle reads a whole group for nearly every row: shuffle the data when writing
+the files, or convert them to ArrayRecord.
 """
 
 import bisect
@@ -21,11 +21,11 @@ _KEPT_GROUPS = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParquetRows:
-  """Rows by number, ordered by file name, then as in the file.
+  """Rows by index, ordered by file name, then by position in the file.
 
   Attributes:
     files: A path or a pattern such as `data/*.parquet`.
-    columns: What is read; None reads all columns.
+    columns: The columns to read. None reads all.
   """
 
   files: str
@@ -36,7 +36,7 @@ class ParquetRows:
       raise ValueError("ParquetRows.files must not be empty.")
 
   def __getstate__(self) -> dict[str, Any]:
-    # Open files do not travel to other processes.
+    # Open files cannot be pickled.
     return {"files": self.files, "columns": self.columns}
 
   def __setstate__(self, state: dict[str, Any]) -> None:
@@ -46,16 +46,16 @@ class ParquetRows:
     return self._ends[-1]
 
   def __getitem__(self, index: int, /) -> dict[str, Any]:
-    """Returns one row: Python's values by column.
+    """Returns one row as a dictionary of Python values.
 
     Raises:
-      ValueError: Its group cannot be read; names the file.
+      ValueError: The row group cannot be read.
     """
     place, number = self._place(index)
     return self._group(place).slice(number, 1).to_pylist()[0]
 
   def name(self, index: int) -> str:
-    """Returns a row's file and number, for messages."""
+    """Returns the file, group and index of a row for messages."""
     place, number = self._place(index)
     path, group = self._groups[place]
     return f"{path}, group {group}, row {number}"
@@ -68,7 +68,7 @@ class ParquetRows:
 
   @functools.cached_property
   def _group(self) -> Callable[[int], Any]:
-    """Reads a group, or has it still; several threads may ask."""
+    """Returns a row group, cached; thread-safe."""
     return functools.lru_cache(_KEPT_GROUPS)(self._read_group)
 
   def _read_group(self, place: int) -> Any:
@@ -83,12 +83,12 @@ class ParquetRows:
 
   @functools.cached_property
   def _groups(self) -> list[tuple[str, int]]:
-    """By group: its file and its number there."""
+    """The file of each row group, and its index in the file."""
     return [(path, group) for path, group, _ in self._sizes]
 
   @functools.cached_property
   def _ends(self) -> list[int]:
-    """By group: the number of rows in it and those before it."""
+    """The cumulative number of rows after each row group."""
     ends = np.cumsum([rows for _, _, rows in self._sizes]).tolist()
     if not ends or not ends[-1]:
       raise ValueError(f"ParquetRows.files: {self.files!r} holds no rows.")

@@ -1,13 +1,13 @@
-"""Batches of a generator that can only be asked for the next ones.
+"""Input from batch generators with Lingvo's interface.
 
-Such a generator, Lingvo's are the model, has a method
-`GetPreprocessedInputBatch()` that returns arrays or tensors [rows, ...], maybe
-nested, and ends by `StopIteration` or TensorFlow's OutOfRange. Its batches may
-have another number of rows than ours: rows are passed on one after another.
+A generator has a method `GetPreprocessedInputBatch()` that returns a possibly
+nested dictionary of arrays or tensors [B, ...], and ends with `StopIteration`
+or TensorFlow's OutOfRange. Its batches are split into examples and rebatched.
 
-It knows no position. One that gives the same rows each time it is opened is
-`repeatable`: a run goes on by reading what it has read again. One that does not
-is opened anew, and each host has one of its own.
+Generators have no position to restore. If a generator is `repeatable`, that is,
+returns the same examples each time it is opened, a run resumes by reading and
+skipping the earlier ones. Otherwise each host opens its own, and resuming opens
+new ones.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +19,7 @@ import numpy as np
 
 from paxon.inputs import base_input
 
-# What language models of Pax call their arrays.
+# Array names of Pax's language models, and Paxon's.
 _NAMES = {
   "ids": "inputs",
   "labels": "targets",
@@ -30,11 +30,11 @@ Row = dict[str, np.ndarray]
 
 
 def paxon_names(batch: Mapping[str, np.ndarray]) -> base_input.Batch:
-  """Returns a batch of Pax's language models by our names.
+  """Renames the arrays of a batch from Pax's names to Paxon's.
 
   Args:
-    batch: `ids`, `labels`, `segment_pos`, `paddings` and others, which pass
-      unchanged. Without `weights` they are 1 where there is no padding.
+    batch: `ids`, `labels`, `segment_pos`, `paddings`, and others that are
+      returned unchanged. If `weights` is missing, it is 1 - `paddings`.
   """
   renamed = {_NAMES.get(key, key): value for key, value in batch.items()}
   paddings = renamed.pop("paddings", None)
@@ -45,25 +45,24 @@ def paxon_names(batch: Mapping[str, np.ndarray]) -> base_input.Batch:
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class GeneratorInput(base_input.BaseInput):
-  """A generator's rows in batches of our size.
+  """A generator's examples in batches of `global_batch_size`.
 
-  Pax has four classes for what are fields here: the adaptor itself, one with a
-  new batch size (`global_batch_size`), one for evaluation (`num_samples`) and
-  its lazy form (`keep_rows=False`).
+  Replaces four classes of Pax: the adaptor, the adaptor with a new batch size
+  (`global_batch_size`), the one for evaluation (`num_samples`) and its lazy
+  form (`keep_rows=False`).
 
   Attributes:
     open: Returns a new generator; see `LingvoGenerator`.
-    repeatable: Whether each one gives the same rows in the same order.
-    num_samples: How many rows there are to evaluate; then the input ends after
-      them, the last batch is filled up with rows of zeros, and
-      `example_weights` float32 [B] says which these are. None has no such end.
-    num_batches: After how many batches the input ends; None is never, or where
-      the generator does. Then, without `num_samples`, its last rows are left
-      out if they do not fill a batch. Of several hosts that read generators of
-      their own none may end earlier, as others might not.
-    keep_rows: Whether rows of an evaluation are held after they were read once,
-      so that the next one reads nothing.
-    convert: Makes our batch of the generator's.
+    repeatable: Whether each generator returns the same examples in order.
+    num_samples: The number of examples to evaluate. The last batch is padded
+      with zeros and `example_weights`, float32 [B], is 0 for padding. None is
+      for training.
+    num_batches: The number of batches. None reads until the generator ends.
+      Without `num_samples`, an incomplete last batch is dropped. If hosts read
+      separate generators, a generator that ends before is an error.
+    keep_rows: Whether to keep the examples of an evaluation in memory for the
+      next one.
+    convert: Converts a batch of the generator to Paxon's names.
   """
 
   open: Callable[[], Any]
@@ -91,19 +90,20 @@ class GeneratorInput(base_input.BaseInput):
     seed = getattr(self.open, "file_random_seed", 0)
     if seed and not self.repeatable and self.num_samples is None:
       raise ValueError(
-        f"GeneratorInput.open has the fixed file_random_seed {seed}: a run that"
-        " was stopped would train on the same rows again. Set it to 0, or set"
-        " repeatable, which goes on after them by reading them again."
+        f"GeneratorInput.open has the fixed file_random_seed {seed}: a"
+        " resumed run would train on the same examples again. Set it to 0, or"
+        " set repeatable, which reads and skips them."
       )
 
   def get_next(self) -> base_input.Batch:
-    """Returns this host's rows of the next batch.
+    """Returns this host's part of the next batch.
 
     Raises:
-      StopIteration: There is no more.
-      ValueError: This host's own generator has ended, and others may go on.
+      StopIteration: The input has ended.
+      ValueError: This host's generator has ended; those of other hosts may not
+        have.
     """
-    # A run may go on with fewer batches than it has read already.
+    # A run may resume with a lower num_batches.
     if self.num_batches is not None and self._batches >= self.num_batches:
       raise StopIteration
     if self._rows is None:
@@ -123,22 +123,22 @@ class GeneratorInput(base_input.BaseInput):
 
   @property
   def is_endless(self) -> bool:
-    """Whether neither a number of samples nor of batches is given."""
+    """Whether `num_samples` and `num_batches` are both None."""
     return self.num_samples is None and self.num_batches is None
 
   def reset(self) -> None:
-    """Goes back to the first row; opens another generator."""
+    """Restarts with a new generator."""
     self._batches, self._rows = 0, None
 
   def get_state(self) -> base_input.State:
-    """Returns how many batches have been read."""
+    """Returns the number of batches read."""
     return {"batches": self._batches, "repeatable": self._is_shared}
 
   def set_state(self, state: base_input.State) -> None:
-    """Goes on after some batches; see the module for what that means.
+    """Restores a state that `get_state` returned; see the module.
 
     Raises:
-      ValueError: The state is damaged, or of a generator of another kind.
+      ValueError: The state is damaged, or `repeatable` differs.
     """
     number = state.get("batches")
     if (
@@ -154,8 +154,8 @@ class GeneratorInput(base_input.BaseInput):
     if state["repeatable"] != self._is_shared:
       raise ValueError(
         f"The state was saved with repeatable {state['repeatable']}, and this"
-        f" input has repeatable {self._is_shared}; rows would be lost or read"
-        " twice."
+        f" input has repeatable {self._is_shared}; examples would be lost or"
+        " read twice."
       )
     self.reset()
     if self._is_shared and number:
@@ -166,7 +166,7 @@ class GeneratorInput(base_input.BaseInput):
 
   @property
   def _is_shared(self) -> bool:
-    """Whether all hosts read the same rows, and take theirs of them."""
+    """Whether all hosts read the same examples and select their own."""
     return self.repeatable or self.num_samples is not None
 
   def _check_others(self) -> None:
@@ -198,11 +198,11 @@ class GeneratorInput(base_input.BaseInput):
     if count < number:
       raise ValueError(
         f"GeneratorInput.num_samples is {number}, and the generator ended after"
-        f" {count} rows."
+        f" {count} examples."
       )
 
   def _read(self) -> Iterator[Row]:
-    """Yields the rows of a new generator."""
+    """Yields the examples of a new generator."""
     generator = self.open()
     while True:
       try:
@@ -215,7 +215,7 @@ class GeneratorInput(base_input.BaseInput):
       sizes = {key: len(value) for key, value in batch.items()}
       if len(set(sizes.values())) != 1:
         raise ValueError(
-          "The arrays of a generator's batch must have one number of rows, got"
+          "The arrays of a generator's batch must have the same batch size, got"
           f" {sizes}."
         )
       for row in range(next(iter(sizes.values()))):
@@ -223,7 +223,7 @@ class GeneratorInput(base_input.BaseInput):
 
 
 def _flat(batch: Mapping[str, Any], prefix: str = "") -> Row:
-  """Returns nested tensors as arrays, by names such as `outer/inner`."""
+  """Flattens nested tensors to arrays with names such as `outer/inner`."""
   found: Row = {}
   for key, value in batch.items():
     if isinstance(value, Mapping):
@@ -234,13 +234,13 @@ def _flat(batch: Mapping[str, Any], prefix: str = "") -> Row:
 
 
 def _filled(batch: base_input.Batch, rows: int) -> base_input.Batch:
-  """Returns a batch with `rows` rows; those that are added weigh nothing."""
+  """Returns a batch padded to `rows` examples, with `example_weights`."""
   count = len(next(iter(batch.values())))
   weights = np.arange(rows) < count
   if "example_weights" in batch:
     raise ValueError(
-      "The generator's batch has example_weights already; which rows fill up"
-      " the last batch is said by that key."
+      "The generator's batch has example_weights already, the key that marks"
+      " padding in the last batch."
     )
   filled = {
     key: np.concatenate(

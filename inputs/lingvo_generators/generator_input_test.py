@@ -59,7 +59,7 @@ def _rows(batches):
   return [batch["inputs"][:, 0].tolist() for batch in batches]
 
 
-def test_batches_have_our_size_and_names():
+def test_batches_are_resized_and_renamed():
   batch = _input(open=_opener()).get_next()
   assert batch["inputs"].tolist() == [[0, 1], [1, 2], [2, 3], [3, 4]]
   assert batch["targets"].tolist() == [[1, 2], [2, 3], [3, 4], [4, 5]]
@@ -68,7 +68,7 @@ def test_batches_have_our_size_and_names():
   assert "paddings" not in batch
 
 
-def test_a_repeatable_one_goes_on_from_any_batch_on_any_hosts():
+def test_repeatable_resumes_from_any_batch_on_any_hosts():
   given = _input(open=_opener())
   states, batches = [], []
   for _ in range(4):
@@ -86,7 +86,7 @@ def test_a_repeatable_one_goes_on_from_any_batch_on_any_hosts():
     )
 
 
-def test_others_are_opened_anew_on_every_host():
+def test_other_generators_are_opened_on_every_host():
   begins = iter((100, 200))
 
   def opened():
@@ -104,7 +104,7 @@ def test_others_are_opened_anew_on_every_host():
 
 
 @pytest.mark.parametrize("keep_rows", [True, False])
-def test_an_evaluation_has_every_row_once_and_says_what_fills(keep_rows):
+def test_evaluation_reads_every_example_once_and_pads(keep_rows):
   opened = []
 
   def opener():
@@ -123,7 +123,7 @@ def test_an_evaluation_has_every_row_once_and_says_what_fills(keep_rows):
   assert len(opened) == (1 if keep_rows else 2)
 
 
-def test_lazy_rows_are_read_when_they_are_needed():
+def test_lazy_examples_are_read_on_demand():
   opened = []
 
   def opener():
@@ -145,7 +145,7 @@ def test_training_ends_with_the_last_whole_batch():
   assert not _rows(given)
 
 
-def test_hosts_whose_generators_may_end_apart_are_refused():
+def test_rejects_generators_that_may_end_at_different_batches():
   given = _input(open=_opener(number=5), repeatable=False)
   given.set_infeed_hosts(infeed_host_index=1, num_infeed_hosts=2)
   given.get_next(), given.get_next()
@@ -159,13 +159,13 @@ def test_hosts_whose_generators_may_end_apart_are_refused():
   assert _rows(given) == [[0, 1], [2, 3]]
 
 
-def test_too_few_samples_are_an_error():
+def test_rejects_too_few_samples():
   given = _input(open=_opener(number=7), num_samples=10)
-  with pytest.raises(ValueError, match=r"num_samples is 10, .* after 7 rows"):
+  with pytest.raises(ValueError, match=r"num_samples is 10, .* 7 examples"):
     given.get_next()
 
 
-def test_what_a_generator_does_wrong_is_not_taken_for_its_end():
+def test_generator_errors_propagate():
   class Broken:
     def GetPreprocessedInputBatch(self):  # noqa: N802
       raise RuntimeError("no such file")
@@ -178,17 +178,17 @@ def test_what_a_generator_does_wrong_is_not_taken_for_its_end():
 @pytest.mark.parametrize(
   ("convert", "message"),
   [
-    (lambda b: {"a": b["ids"], "b": b["ids"][:1]}, "one number of rows, got"),
+    (lambda b: {"a": b["ids"], "b": b["ids"][:1]}, "the same batch size, got"),
     (lambda b: {"example_weights": b["ids"]}, "has example_weights already"),
   ],
 )
-def test_batches_of_a_wrong_form_are_errors(convert, message):
+def test_rejects_invalid_batches(convert, message):
   given = _input(open=_opener(number=9), num_samples=9, convert=convert)
   with pytest.raises(ValueError, match=message):
     given.get_next()
 
 
-def test_a_fixed_seed_is_refused_for_training():
+def test_rejects_a_fixed_seed_for_training():
   params = types.SimpleNamespace(file_random_seed=7)
   opener = lingvo_library.LingvoGenerator(params=params)
   with pytest.raises(ValueError, match="the fixed file_random_seed 7"):
@@ -207,13 +207,13 @@ def test_params_are_instantiated_when_first_read():
 @pytest.mark.parametrize(
   "state", [{}, {"batches": True, "repeatable": True}, {"batches": -1}]
 )
-def test_damaged_states_are_refused(state):
+def test_rejects_damaged_states(state):
   with pytest.raises(ValueError, match="must have the number `batches`"):
     _input(open=_opener()).set_state(state)
 
 
 @pytest.mark.parametrize("name", ["num_samples", "num_batches"])
-def test_numbers_are_checked(name):
+def test_rejects_nonpositive_numbers(name):
   with pytest.raises(ValueError, match=f"{name} must be positive, or None"):
     _input(open=_opener(), **{name: 0})
 

@@ -1,7 +1,7 @@
-"""Lingvo's input generators, imported when one is first opened.
+"""Lazy construction of Lingvo's input generators.
 
-Lingvo is in no lock of ours: its compiled operations need a newer C library
-than some of the systems have that Paxon runs on. Install it beside Paxon.
+Lingvo is not in Paxon's lock files, because its compiled operations need a
+newer C library than some supported systems have. Install it separately.
 """
 
 import contextlib
@@ -12,11 +12,11 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LingvoGenerator:
-  """Opens the generator of Lingvo's parameters.
+  """Creates the generator of Lingvo's params.
 
   Attributes:
-    params: What Lingvo calls the params of an input generator.
-    do_eval: Whether Lingvo is told that this is for evaluation.
+    params: Lingvo's params of an input generator.
+    do_eval: Whether to create the generator in Lingvo's evaluation mode.
   """
 
   params: Any
@@ -24,7 +24,7 @@ class LingvoGenerator:
 
   @property
   def file_random_seed(self) -> int:
-    """The seed of the params; 0 is another order at each start."""
+    """The seed of the params; with 0 the order differs on each start."""
     return int(getattr(self.params, "file_random_seed", 0) or 0)
 
   def __call__(self) -> Any:

@@ -1,8 +1,9 @@
-"""C4 as the GPT-3 of MLPerf, and of Pax, reads it: tasks over TFRecord files.
+"""C4 tasks of MLPerf's and Pax's GPT-3, over TFRecord files.
 
-The files are those of a TensorFlow data set: `c4/en/3.0.4` has the texts, with
-a second half `train2` that training begins with after MLPerf's checkpoint, and
-`c4/en/3.0.5` the validation texts as ids, in rows as they are scored.
+The files are those of a TensorFlow data set. `c4/en/3.0.4` has the training
+texts; training from MLPerf's checkpoint uses the second half, `train2`.
+`c4/en/3.0.5` has the validation texts as token ids, one evaluated sequence per
+record.
 """
 
 import dataclasses
@@ -19,10 +20,10 @@ EVAL_SPLIT = "validation_tokenized_5662seqs"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class C4Tasks:
-  """Adds both tasks to SeqIO's registry; nothing is read.
+  """Adds both tasks to SeqIO's registry; reads no data.
 
   Attributes:
-    folder: That which has the folder `c4`.
+    folder: The parent folder of `c4`.
     vocabulary_file: A SentencePiece model.
   """
 
@@ -35,7 +36,7 @@ class C4Tasks:
         raise ValueError(f"C4Tasks.{name} must not be empty.")
 
   def __call__(self) -> None:
-    """Adds what is not there yet."""
+    """Adds the tasks that are not registered yet."""
     seqio = seqio_library.seqio()
     io = seqio_library.tensorflow().io
     vocabulary = seqio.SentencePieceVocabulary(self.vocabulary_file)

@@ -12,7 +12,7 @@ from paxon.inputs.seqio_tasks import (
 from paxon.inputs.tf_records import tf_example, tf_record_files
 
 
-def test_texts_and_ids_are_read_where_they_lie(tmp_path):
+def test_reads_texts_and_ids(tmp_path):
   texts, ids = testing.texts(3, seed=1), [[5, 6, 7], [8, 9]]
   for version in ("3.0.4", "3.0.5"):
     (tmp_path / "c4" / "en" / version).mkdir(parents=True)
@@ -50,7 +50,7 @@ def test_texts_and_ids_are_read_where_they_lie(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["folder", "vocabulary_file"])
-def test_names_must_be_given(name):
+def test_rejects_empty_names(name):
   given = {"folder": "data", "vocabulary_file": "c4.model", name: ""}
   with pytest.raises(ValueError, match=rf"C4Tasks\.{name} must not be empty"):
     c4.C4Tasks(**given)

@@ -1,7 +1,7 @@
-"""What a model sees of a task's features: SeqIO's four forms.
+"""Converters from task features to model inputs, as SeqIO's four.
 
-A converter turns the features of one example of a task into the arrays that
-are packed. For `inputs` = a b and `targets` = c d 1, with 0 to begin:
+A converter turns the features of one example into the arrays to pack. For
+`inputs` = a b, `targets` = c d 1, begin id 0 and mask id m:
 
     LanguageModel     inputs 0 c d        targets c d 1
     PrefixLm          inputs 0 a b c d    targets a b c d 1
@@ -9,8 +9,7 @@ are packed. For `inputs` = a b and `targets` = c d 1, with 0 to begin:
     EncoderDecoder    encoder_inputs a b  inputs 0 c d    targets c d 1
     Encoder           inputs a m          targets a b     weights 0 1
 
-Segments and positions come with packing; lengths, shuffling and hosts are no
-concern of a converter.
+Packing adds segments and positions.
 """
 
 from collections.abc import Mapping
@@ -26,32 +25,31 @@ Features = Mapping[str, np.ndarray]
 
 @runtime_checkable
 class FeatureConverter(Protocol):
-  """Makes an example of a task's features."""
+  """Converts the features of an example."""
 
   @property
   def keys(self) -> tuple[str, ...]:
-    """The features that it needs."""
+    """The features to read."""
     ...
 
   def __call__(self, features: Features, /) -> example_source.Example:
     """Returns the arrays to pack.
 
     Raises:
-      ValueError: A feature does not have the form that is needed.
+      ValueError: A feature has a wrong shape or dtype.
     """
     ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LanguageModel:
-  """A text that is learnt token by token.
+  """Autoregressive language modeling of one feature.
 
   Attributes:
-    begin_id: The input before the first target. SeqIO has 0.
-    end_id: Put after a text that does not end with it; None adds nothing.
-    feature: Where the ids are.
-    tokenizer: Counts the bytes of each target, for bits per byte; None counts
-      nothing.
+    begin_id: The input before the first target. SeqIO's is 0.
+    end_id: Appended to texts that do not end with it. None appends nothing.
+    feature: The feature of token ids.
+    tokenizer: Adds `target_bytes`, for bits per byte. None does not.
   """
 
   begin_id: int = 0
@@ -61,11 +59,11 @@ class LanguageModel:
 
   @property
   def keys(self) -> tuple[str, ...]:
-    """The one feature."""
+    """`feature`."""
     return (self.feature,)
 
   def __call__(self, features: Features, /) -> example_source.Example:
-    """Returns `inputs`, `targets` and maybe `target_bytes`, int32 [n]."""
+    """Returns `inputs`, `targets`, and `target_bytes` if set, int32 [n]."""
     ids = _ended(_ids(features, self.feature), self.end_id)
     example = {"inputs": _shifted(ids, self.begin_id), "targets": ids}
     if self.tokenizer is not None:
@@ -76,12 +74,12 @@ class LanguageModel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefixLm:
-  """A text of which the first part is given.
+  """Language modeling of targets after a bidirectional prefix.
 
   Attributes:
     begin_id: The input before the first token.
-    end_id: Put after targets that do not end with it; None adds nothing.
-    loss_on_inputs: Whether the given part is learnt too.
+    end_id: Appended to targets that do not end with it. None appends nothing.
+    loss_on_inputs: Whether the loss includes the prefix.
   """
 
   begin_id: int = 0
@@ -90,14 +88,13 @@ class PrefixLm:
 
   @property
   def keys(self) -> tuple[str, ...]:
-    """`inputs`, what is given, and `targets`."""
+    """`inputs`, the prefix, and `targets`."""
     return ("inputs", "targets")
 
   def __call__(self, features: Features, /) -> example_source.Example:
     """Returns `inputs`, `targets`, `weights` and `prefix` (bool), all [n].
 
-    A place is in the prefix if its input is known beforehand: all that are
-    given, and the beginning.
+    `prefix` is true where the input is `begin_id` or a token of the prefix.
     """
     given = _ids(features, "inputs")
     targets = _ended(_ids(features, "targets"), self.end_id)
@@ -114,11 +111,11 @@ class PrefixLm:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderDecoder:
-  """One text that is read, and another that is written.
+  """Encoder inputs with decoder targets.
 
   Attributes:
     begin_id: The decoder's input before the first target.
-    end_id: Put after targets that do not end with it; None adds nothing.
+    end_id: Appended to targets that do not end with it. None appends nothing.
   """
 
   begin_id: int = 0
@@ -126,7 +123,7 @@ class EncoderDecoder:
 
   @property
   def keys(self) -> tuple[str, ...]:
-    """`inputs`, what is read, and `targets`."""
+    """`inputs`, of the encoder, and `targets`."""
     return ("inputs", "targets")
 
   def __call__(self, features: Features, /) -> example_source.Example:
@@ -141,17 +138,17 @@ class EncoderDecoder:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Encoder:
-  """A text with hidden places, to be found out from those around them.
+  """Masked language modeling.
 
   Attributes:
-    mask_id: The input of a hidden place; the others are not learnt.
+    mask_id: The id of masked tokens; the loss includes only these.
   """
 
   mask_id: int
 
   @property
   def keys(self) -> tuple[str, ...]:
-    """`inputs`, with hidden places, and `targets`, the whole text."""
+    """`inputs`, with masked tokens, and `targets`, the original text."""
     return ("inputs", "targets")
 
   def __call__(self, features: Features, /) -> example_source.Example:
@@ -182,14 +179,14 @@ def _ids(features: Features, name: str) -> np.ndarray:
 
 
 def _ended(ids: np.ndarray, end_id: int | None) -> np.ndarray:
-  # Nothing at all is an example that was filtered out.
+  # An empty text marks an example that was filtered out.
   if end_id is None or not len(ids) or ids[-1] == end_id:
     return ids
   return np.append(ids, np.int32(end_id))
 
 
 def _shifted(ids: np.ndarray, begin_id: int) -> np.ndarray:
-  """Returns the input at each target: the one before it."""
+  """Returns the ids shifted right by one, with `begin_id` first."""
   if not len(ids):
     return ids
   return np.concatenate([np.array([begin_id], np.int32), ids[:-1]])

@@ -1,7 +1,6 @@
-"""SeqIO and TensorFlow, imported when something first needs them.
+"""Lazy imports of SeqIO and TensorFlow.
 
-Both together take seconds and 0.8 GB, and runs that do not read with SeqIO need
-neither; so this is the one place that imports them.
+Importing both takes seconds and 0.8 GB, so only this module imports them.
 """
 
 import importlib
@@ -15,9 +14,9 @@ def seqio() -> Any:
   """Returns the module `seqio`.
 
   Raises:
-    MissingLibraryError: It is not installed; says how to get it.
+    MissingLibraryError: It is not installed.
   """
-  # TensorFlow's notes about its own start are no news here.
+  # Silences TensorFlow's startup messages.
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
   try:
     return importlib.import_module("seqio")
@@ -28,13 +27,13 @@ def seqio() -> Any:
 
 
 def tensorflow() -> Any:
-  """Returns the module `tensorflow`, which never gets hold of a GPU.
+  """Returns the module `tensorflow`, without access to GPUs.
 
   Raises:
-    MissingLibraryError: It is not installed; says how to get it.
+    MissingLibraryError: It is not installed.
   """
   seqio()
   library = importlib.import_module("tensorflow")
-  # The devices are JAX's. TensorFlow would take their memory at first use.
+  # TensorFlow would allocate the GPU memory that JAX needs.
   library.config.set_visible_devices([], "GPU")
   return library

@@ -59,7 +59,7 @@ def _of_seqio(task, split="train", **given):
   ]
 
 
-def test_examples_are_those_of_seqio_one_by_one(tasks):
+def test_examples_equal_those_of_seqio(tasks):
   source = _source()
   # SeqIO interleaves the files; each file's order is the same.
   found = [source[i]["targets"].tolist() for i in range(len(source))]
@@ -72,7 +72,7 @@ def test_examples_are_those_of_seqio_one_by_one(tasks):
 
 
 @pytest.mark.usefixtures("tasks")
-def test_a_source_can_be_sent_to_another_process():
+def test_a_source_can_be_pickled():
   source = _source(register=testing.texts)
   expected = source[3]["targets"].tolist()
   copied = pickle.loads(pickle.dumps(source))
@@ -86,15 +86,15 @@ def test_cached_tasks_are_read_from_the_cache(tasks, tmp_path):
   testing.write_cache(tmp_path, "made_other", "train", ids)
   source = _source(task="made_other", use_cached=True)
   found = [source[i]["targets"].tolist() for i in range(len(source))]
-  # What comes after the cache, the end, is added.
+  # The step after the cache appends the end id.
   assert found == [[*some, 1] for some in ids]
   assert sorted(found) == sorted(_of_seqio("made_other", use_cached=True))
   stats = tmp_path / "made_other" / "stats.train.json"
   stats.write_text(json.dumps({"examples": 8}))
-  with pytest.raises(ValueError, match=r"has 7 examples .* its stats say 8"):
+  with pytest.raises(ValueError, match=r"has 7 examples .* its stats list 8"):
     len(_source(task="made_other", use_cached=True))
   (tmp_path / "made_other" / "train.tfrecord-00001-of-00002").unlink()
-  with pytest.raises(ValueError, match=r"has 1 files .* its info says 2"):
+  with pytest.raises(ValueError, match=r"has 1 files .* its info lists 2"):
     len(_source(task="made_other", use_cached=True))
   with pytest.raises(ValueError, match="no cached split 'validation'"):
     len(_source(task="made_other", use_cached=True, split="validation"))
@@ -182,14 +182,14 @@ def test_a_task_without_records_is_held_in_memory():
     ),
   ],
 )
-def test_converters_give_what_models_take(converter, expected):
+def test_converters_return_model_inputs(converter, expected):
   features = {"inputs": np.array([3, 4]), "targets": np.array([30, 31, 1])}
   found = converter(features)
   assert {k: v.tolist() for k, v in found.items()} == expected
   assert found["inputs"].dtype == np.int32
 
 
-def test_an_encoder_learns_what_is_hidden():
+def test_encoder_weights_select_masked_tokens():
   converter = feature_converters.Encoder(mask_id=9)
   features = {"inputs": np.array([3, 9]), "targets": np.array([3, 4])}
   found = converter(features)
@@ -249,7 +249,7 @@ def _ids_of_length(text):
 TARGETS = {"targets": _IDS["targets"]}
 
 
-def test_filtered_examples_have_no_places(tmp_path):
+def test_filtered_examples_are_empty(tmp_path):
   def steps(dataset):
     dataset = dataset.map(lambda x: _ids_of_length(x["text"]))
     return dataset.filter(lambda x: tf.size(x["targets"]) > 2)
@@ -272,7 +272,7 @@ def test_filtered_examples_have_no_places(tmp_path):
   assert batch["targets"].tolist() == [[0, 1, 2, 0, 1, 2, 3]]
 
 
-def test_steps_that_split_examples_are_refused(tmp_path):
+def test_rejects_steps_that_split_examples(tmp_path):
   def split(dataset):
     dataset = dataset.map(lambda x: _ids_of_length(x["text"]))
     return dataset.flat_map(
@@ -321,7 +321,7 @@ def test_a_corrupt_record_is_named(tmp_path):
     _ = found[1]
 
 
-def test_names_that_nobody_added_are_errors():
+def test_rejects_unregistered_names():
   with pytest.raises(ValueError, match="SeqIO knows no task 'nobody'"):
     len(_source(task="nobody"))
   with pytest.raises(ValueError, match="has no split 'test'; it has"):
@@ -357,7 +357,7 @@ def _input(packing=packing_lib.Packing.SPLIT, **given):
 @pytest.mark.parametrize(
   "packing", [packing_lib.Packing.SPLIT, packing_lib.Packing.FIRST_FIT]
 )
-def test_a_mixture_goes_on_from_any_batch_on_any_hosts(packing):
+def test_a_mixture_resumes_from_any_batch_on_any_hosts(packing):
   given = _input(packing)
   batches, states = [], []
   for _ in range(6):
@@ -387,7 +387,7 @@ def test_a_mixture_keeps_its_rates():
 
 
 @pytest.mark.usefixtures("tasks")
-def test_examples_to_evaluate_say_where_they_are_from():
+def test_evaluation_examples_have_provenance():
   given = _input(
     packing_lib.Packing.NONE,
     name_in_registry="made_text",
@@ -432,7 +432,7 @@ def test_specs_of_elements_have_strings_booleans_and_ragged_tensors():
     task_steps.find_specs({"x": tf.TensorSpec(None, tf.int32)})
 
 
-def test_tensorflow_reads_what_we_write_and_we_what_it_writes(tmp_path):
+def test_tf_records_round_trip_with_tensorflow(tmp_path):
   features = {
     "ids": np.array([1, -2, 2**40]),
     "scores": np.array([0.5, -1.25], np.float32),

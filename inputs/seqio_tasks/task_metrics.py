@@ -139,7 +139,7 @@ class TaskMetrics:
 
 
 def _kind(metric: Any) -> str:
-  """Returns what a metric object is computed from."""
+  """Returns the kind of a metric object, `SCORE` or `PREDICT`."""
   types = seqio_library.seqio().metrics.ModelOutputType
   kinds = {types.SCORE: SCORE, types.PREDICTION: PREDICT}
   found = getattr(metric, "model_output_type", None)

@@ -58,7 +58,7 @@ def _ids(tasks, texts):
   return rows
 
 
-def test_rows_in_any_order_are_joined_by_their_ids(tasks):
+def test_results_in_any_order_are_joined_by_ids(tasks):
   metrics = task_metrics.TaskMetrics(_source())
   assert metrics.needs_scores
   assert metrics.needs_predictions
@@ -77,7 +77,7 @@ def test_rows_in_any_order_are_joined_by_their_ids(tasks):
 
 
 @pytest.mark.usefixtures("tasks")
-def test_only_what_was_evaluated_counts():
+def test_only_evaluated_examples_count():
   metrics = task_metrics.TaskMetrics(_source(), kinds=("score",))
   assert not metrics.needs_predictions
   with pytest.raises(ValueError, match="was evaluated, so it has no metrics"):

@@ -1,9 +1,8 @@
-"""The stored records of a task's split, each to be read by itself.
+"""Random access to the stored records of a SeqIO task's split.
 
-Cached tasks, tasks of TFRecord files and TensorFlow data sets in TFRecord files
-are records with an index, so that any of them can be read at once and in any
-order. What is read is a serialized message; `parse` is the part of the task
-that makes features of it.
+Supports cached tasks, tasks over TFRecord files, and TensorFlow data sets in
+TFRecord files. A record is a serialized message; `parse` converts it to
+features.
 """
 
 import bisect
@@ -22,12 +21,12 @@ from paxon.inputs.tf_records import tf_record_files
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-  """Some consecutive records of a file.
+  """A range of consecutive records of a file.
 
   Attributes:
     file: The file.
-    first: The number of the first of them in the file.
-    count: How many there are; None is all that follow.
+    first: The index of the first record.
+    count: The number of records. None is all that follow.
   """
 
   file: tf_record_files.TfRecordFile
@@ -40,11 +39,11 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class TaskRecords:
-  """Serialized examples by number.
+  """Serialized examples by index.
 
   Attributes:
-    parts: Where they are, in order.
-    parse: Makes TensorFlow's features of a string tensor, one record.
+    parts: The ranges of records, in order.
+    parse: Parses a record, a string tensor, into TensorFlow features.
   """
 
   parts: Sequence[Part]
@@ -57,13 +56,13 @@ class TaskRecords:
     """Returns one record.
 
     Raises:
-      ValueError: It is damaged; names file and record.
+      ValueError: The record is damaged.
     """
     file, number = self.place(index)
     return file[number]
 
   def place(self, index: int) -> tuple[tf_record_files.TfRecordFile, int]:
-    """Returns a record's file and its number there."""
+    """Returns a record's file and its index in the file."""
     if not 0 <= index < len(self):
       raise IndexError(f"There is no record {index} of {len(self)}.")
     number = bisect.bisect_right(self._ends, index)
@@ -84,14 +83,14 @@ def of_task(
   Args:
     task: A `seqio.Task`.
     split: The split's name.
-    use_cached: Whether to read what was cached of the task.
-    index_folder: Where the places of records are kept; see `TfRecordFile`.
+    use_cached: Whether to read the task's cache.
+    index_folder: The folder of saved record indices; see `TfRecordFile`.
 
   Returns:
-    None where the source of the task has no records that can be read apart.
+    The records, or None if the source does not support random access.
 
   Raises:
-    ValueError: Files are missing, or there are others than the cache says.
+    ValueError: Files are missing, or do not match the cache's metadata.
   """
   open_file = functools.partial(
     tf_record_files.TfRecordFile, index_folder=index_folder
@@ -143,7 +142,7 @@ def _of_cache(
   if len(files) != info["num_shards"]:
     raise ValueError(
       f"{task.name}: {folder} has {len(files)} files of the split {split!r},"
-      f" and its info says {info['num_shards']}; the cache is not whole."
+      f" and its info lists {info['num_shards']}; the cache is incomplete."
     )
   records = TaskRecords(
     [Part(open_file(path)) for path in files],
@@ -152,8 +151,8 @@ def _of_cache(
   if len(records) != stats["examples"]:
     raise ValueError(
       f"{task.name}: {folder} has {len(records)} examples of the split"
-      f" {split!r}, and its stats say {stats['examples']}; the cache is not"
-      " whole."
+      f" {split!r}, and its stats list {stats['examples']}; the cache is"
+      " incomplete."
     )
   return records
 
@@ -177,7 +176,7 @@ def _of_tfds(
 
 
 def _parse_cached(features: Mapping[str, Any], record: Any) -> dict[str, Any]:
-  """Returns the features of a cached example, as they were before."""
+  """Returns the features of a cached example with their original dtypes."""
   tensorflow = seqio_library.tensorflow()
   description = {
     name: _description(name, feature["shape"], feature["dtype"])
@@ -194,10 +193,10 @@ def _parse_cached(features: Mapping[str, Any], record: Any) -> dict[str, Any]:
 
 
 def _description(name: str, shape: list[int | None], dtype: str) -> Any:
-  """Returns how a feature stands in a `tf.train.Example`."""
+  """Returns the TensorFlow parsing spec of a feature."""
   io = seqio_library.tensorflow().io
   utils = seqio_library.seqio().utils
-  # There are no other integers in the format.
+  # The format has no other integer type.
   stored = "int64" if dtype in ("int32", "bool") else dtype
   if None in shape[1:]:
     lengths = (i for i in range(len(shape)))

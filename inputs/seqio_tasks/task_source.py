@@ -1,9 +1,9 @@
-"""A split of a SeqIO task as examples by number.
+"""A random-access source of the examples of a SeqIO task's split.
 
-What is stored as records (a cached task, TFRecord files, a TensorFlow data set)
-is read one record at a time, so a run goes on at example 10^7 at once. Other
-tasks (text lines, functions, random preprocessing) are run once from end to end
-and held in memory; for large ones of these, cache the task.
+Tasks stored as records (a cached task, TFRecord files, a TensorFlow data set)
+are read one record at a time, so resuming at example 10^7 is immediate. Other
+tasks (text lines, functions, random preprocessing) are run once and held in
+memory; cache large ones.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,13 +21,13 @@ from paxon.inputs.seqio_tasks import (
   task_steps,
 )
 
-# Of keys that say where an example is from. Pax's name.
+# The prefix of provenance keys, as in Pax.
 PROVENANCE = "_seqio_provenance"
 
 
 @runtime_checkable
 class _Examples(Protocol):
-  """Features by number, with words for where they are from."""
+  """Features by index, with their origins."""
 
   def __len__(self) -> int: ...
 
@@ -38,28 +38,27 @@ class _Examples(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskSource:
-  """Examples of a task, as a model sees them.
+  """Examples of a task, converted for the model.
 
-  An example that the task's own filters leave out has no places; `Filtered`
-  with `MinTokens` skips it.
+  An example that the task filters out is empty; skip it by `Filtered` with
+  `MinTokens`.
 
   Attributes:
     task: The task's name in SeqIO's registry.
     split: One of its splits.
-    converter: Makes the arrays of its features.
-    register: Called where SeqIO does not know the task yet; it adds the task,
-      or imports the module that does. None where somebody has done so.
-    use_cached: Whether to read what SeqIO's own tool cached of the task.
-    sequence_length: By feature, what the task's steps are told and features are
-      cut to; None cuts nothing, which is right where examples are packed.
-    seed: Of the steps that draw random numbers; they draw once, not anew in
-      each epoch.
-    provenance: Whether an example has `example_ids`, its number, and the keys
-      `_seqio_provenance/task`, `/file` and `/index`; and `example_weights`,
-      1, which is 0 in rows that only fill a batch. Only for packing NONE.
-    index_folder: Where the places of records in files are kept; None finds
-      them at each start.
-    max_in_memory: How many examples may be held in memory.
+    converter: Converts the task's features to arrays.
+    register: Registers the task, or imports a module that does; called if the
+      task is not registered. None requires a registered task.
+    use_cached: Whether to read the cache made by SeqIO's caching tool.
+    sequence_length: Lengths by feature, passed to the preprocessing; features
+      are truncated to them. None does not truncate, as for packing.
+    seed: The seed of random preprocessing, which runs once for all epochs.
+    provenance: Whether to add `example_ids`, `_seqio_provenance/task`, `/file`
+      and `/index`, and `example_weights`, which is 0 for examples that pad a
+      batch. Only for packing NONE.
+    index_folder: The folder of saved record indices. None indexes the files at
+      each start.
+    max_in_memory: The maximum number of examples to hold in memory.
   """
 
   task: str
@@ -83,7 +82,7 @@ class TaskSource:
       )
 
   def __getstate__(self) -> dict[str, Any]:
-    # TensorFlow's graphs do not travel to other processes; they are made anew.
+    # TensorFlow graphs cannot be pickled; each process builds them.
     names = {field.name for field in dataclasses.fields(self)}
     return {k: v for k, v in self.__dict__.items() if k in names}
 
@@ -94,10 +93,10 @@ class TaskSource:
     return len(self._examples)
 
   def __getitem__(self, index: int, /) -> example_source.Example:
-    """Returns one example; with no places if the task leaves it out.
+    """Returns one example, empty if the task filters it out.
 
     Raises:
-      ValueError: It cannot be read; the message names file and record.
+      ValueError: It cannot be read; names the file and the record.
     """
     features = self.features(index)
     if features is None:
@@ -111,20 +110,20 @@ class TaskSource:
     return {**example, **self._provenance(index)}
 
   def features(self, index: int) -> dict[str, np.ndarray] | None:
-    """Returns the features that the converter needs; None if left out."""
+    """Returns the features for the converter, None if filtered out."""
     return self._examples.features(index)
 
   def all_features(self, index: int) -> dict[str, np.ndarray] | None:
-    """Returns what the task gives, what is not for the model included."""
+    """Returns all features of the task, None if filtered out."""
     return self._unconverted.features(index)
 
   def name(self, index: int) -> str:
-    """Returns an example's place, for messages."""
+    """Returns the file and record of an example for messages."""
     file, number = self._examples.place(index)
     return f"{file}, record {number}"
 
   def required_vocab_size(self) -> int:
-    """Returns what all ids are below, by the features' vocabularies."""
+    """Returns the largest vocabulary size of the converter's features."""
     features = self.seqio_task.output_features
     sizes = [
       features[key].vocabulary.vocab_size
@@ -143,7 +142,7 @@ class TaskSource:
     """The `seqio.Task`.
 
     Raises:
-      ValueError: There is none of this name, or it has no such split.
+      ValueError: The task or the split does not exist.
     """
     registry = seqio_library.seqio().TaskRegistry
     if self.register is not None and self.task not in registry.names():
@@ -203,7 +202,7 @@ class TaskSource:
 
 
 class _Stored:
-  """Examples of records."""
+  """Examples from stored records."""
 
   def __init__(
     self, records: task_records.TaskRecords, steps: task_steps.TaskSteps
@@ -228,7 +227,7 @@ class _Stored:
 
 
 class _InMemory:
-  """Examples that one run over the task has given."""
+  """Examples of one run of the task, held in memory."""
 
   def __init__(self, source: TaskSource, keys: Sequence[str] | None) -> None:
     self._name = f"{source.task}:{source.split}"

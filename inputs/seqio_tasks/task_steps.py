@@ -1,9 +1,9 @@
-"""The preprocessing of a task, applied to one stored record at a time.
+"""The preprocessing of a SeqIO task, applied to one record at a time.
 
-The steps of a task are functions of data sets. Here they are traced once, over
-a data set of one example, so that example k needs none of those before it. The
-result is the same as over the whole split if each step handles each example by
-itself; one that draws random numbers in sequence does not.
+Preprocessing steps are functions of data sets. They are traced once over a data
+set of one example, so example k can be processed without those before it. The
+result equals that over the whole split if each step processes examples
+independently, unlike steps that draw random numbers in sequence.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,13 +32,13 @@ class TaskSteps:
     keys: Sequence[str] | None,
     sequence_length: Mapping[str, int] | None,
   ) -> None:
-    """Traces the steps; runs nothing.
+    """Traces the steps without running them.
 
     Args:
       task: A `seqio.Task`.
-      split: The split's name, which a step may ask for.
-      records: Where records come from.
-      is_cached: Whether they went through the steps before the cache.
+      split: The split's name, passed to the steps.
+      records: The records.
+      is_cached: Whether to skip the steps before the cache placeholder.
       keys: The features to return; None returns all but ragged ones.
       sequence_length: Passed to the steps; features are truncated to it.
 
@@ -49,7 +49,7 @@ class TaskSteps:
     alone = _with_one_example(task, split=split, is_cached=is_cached)
 
     def run(record: Any) -> Any:
-      """Returns the task's examples of a record, and an end after them."""
+      """Returns the task's examples of a record, then an end marker."""
       dataset = alone.dataset(records.parse(record), sequence_length)
       specs = select_specs(task.name, keys, dataset.element_spec)
       end = {
@@ -89,7 +89,7 @@ class TaskSteps:
     """Returns the features of a record; None if the task drops it.
 
     Raises:
-      ValueError: The task makes several examples of it.
+      ValueError: The task makes several examples of the record.
     """
     with self._lock:
       if self._stream is None:
@@ -97,7 +97,7 @@ class TaskSteps:
       try:
         found = self._stream.examples(record)
       except BaseException:
-        # The rest of its output belongs to this record.
+        # Discards the rest of this record's output.
         self._stream = None
         raise
     if len(found) > 1:
@@ -113,7 +113,7 @@ class TaskSteps:
 class _Stream:
   """The steps as one endless data set, fed record by record.
 
-  Starting a data set costs many times what a record does, so it is reused.
+  It is reused because starting a data set is much slower than a record.
   """
 
   def __init__(self, run: Callable[[Any], Any]) -> None:
@@ -124,7 +124,7 @@ class _Stream:
     dataset = tensorflow.data.Dataset.from_tensors(0).repeat()
     dataset = dataset.map(lambda _: self._records.dequeue()).flat_map(run)
     options = tensorflow.data.Options()
-    # Nothing may be read before its record is there.
+    # Prevents reading ahead of the enqueued record.
     options.autotune.enabled = False
     options.experimental_optimization.apply_default_optimizations = False
     self._outputs = iter(dataset.with_options(options))
@@ -189,10 +189,10 @@ def select_specs(
   Args:
     name: The task's name.
     keys: The features; None for all but ragged ones.
-    element_spec: The data set's.
+    element_spec: The `element_spec` of the data set.
 
   Raises:
-    ValueError: It has no such feature.
+    ValueError: The data set does not have a feature of `keys`.
   """
   specs = find_specs(element_spec)
   ragged = seqio_library.tensorflow().RaggedTensorSpec
@@ -243,5 +243,5 @@ def _spec_of(name: str, spec: Any) -> Spec:
     )
   if shape.rank is None:
     raise ValueError(f"The feature {name!r} has no known number of dimensions.")
-  # A property, not a method: `tf.string.as_numpy_dtype` is the type of objects.
+  # `tf.string.as_numpy_dtype` is `object`.
   return tuple(shape.as_list()), np.dtype(dtype.as_numpy_dtype)

@@ -1,7 +1,7 @@
-"""A SeqIO task or mixture as a stream of examples.
+"""A stream of the examples of a SeqIO task or mixture.
 
-Nothing is imported, listed or read before an example or a state is asked for:
-an experiment may be built, printed and compared where TensorFlow is missing.
+Nothing is imported, listed or read before the first example or state, so
+experiments can be built and printed without TensorFlow.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,22 +27,22 @@ from paxon.inputs.seqio_tasks import (
 class TaskStream(example_stream.Stream):
   """The examples of a task, or of a mixture's tasks by their rates.
 
-  Order, shares and position are those of `Examples` and `Mixture`, not SeqIO's:
-  every task is shuffled as a whole, and shares are exact.
+  Shuffling, mixing and positions are those of `Examples` and `Mixture`, not
+  SeqIO's: each task is shuffled globally, and rates are exact.
 
   Attributes:
-    name_in_registry: Of the task or mixture.
-    split: The split of every task. Tasks of a mixture that do not have it are
-      left out, as SeqIO does.
-    converter: Makes the arrays of a task's features.
-    shuffle_seed: The seed of each epoch's order; None is the stored order.
-    num_epochs: After how many epochs of each task the stream ends; None never.
-    register: As in `TaskSource`.
-    use_cached: As there.
-    sequence_length: As there.
-    provenance: As there.
-    index_folder: As there.
-    max_in_memory: As there.
+    name_in_registry: The name of the task or mixture.
+    split: The split of all tasks. A mixture omits tasks without it, as in
+      SeqIO.
+    converter: Converts a task's features to arrays.
+    shuffle_seed: The seed of each epoch's order. None is the stored order.
+    num_epochs: The number of epochs of each task. None repeats without end.
+    register: See `TaskSource`.
+    use_cached: See `TaskSource`.
+    sequence_length: See `TaskSource`.
+    provenance: See `TaskSource`.
+    index_folder: See `TaskSource`.
+    max_in_memory: See `TaskSource`.
   """
 
   name_in_registry: str
@@ -68,11 +68,11 @@ class TaskStream(example_stream.Stream):
       )
 
   def start(self) -> None:
-    """Returns None, which is the beginning of whatever is found later."""
+    """Returns None, which stands for the start without reading."""
     return
 
   def following(self, position: Any, *, step: int) -> tuple[Any, Any] | None:
-    """Returns what stands at a position, and the one after it."""
+    """Returns the example's reference and the position after it."""
     return self._stream.following(self._place(position), step=step)
 
   def read(self, reference: Any) -> example_source.Example:
@@ -80,11 +80,11 @@ class TaskStream(example_stream.Stream):
     return self._stream.read(reference)
 
   def check(self, position: Any) -> None:
-    """Checks that there is such a position."""
+    """Checks a position."""
     self._stream.check(self._place(position))
 
   def signature(self) -> dict[str, Any]:
-    """Returns the names, and what the tasks say."""
+    """Returns the name, the split and the tasks' signatures."""
     return {
       "name": self.name_in_registry,
       "split": self.split,
@@ -93,33 +93,33 @@ class TaskStream(example_stream.Stream):
 
   @property
   def is_endless(self) -> bool:
-    """Whether no number of epochs is given."""
+    """Whether `num_epochs` is None."""
     return self.num_epochs is None
 
   def epoch(self, position: Any) -> int:
-    """Returns how many epochs stand before a position."""
+    """Returns the number of epochs completed at a position."""
     return self._stream.epoch(self._place(position))
 
   def name(self, reference: Any) -> str:
-    """Returns the words for an example in messages."""
+    """Returns the name of an example for messages."""
     return self._stream.name(reference)
 
   def required_vocab_size(self) -> int | None:
-    """Returns what all ids are below."""
+    """Returns the largest vocabulary size of the tasks."""
     return max(s.required_vocab_size() for s in self.sources.values())
 
   def check_readable(self) -> None:
-    """Raises ValueError where reading is bound to fail."""
+    """Raises ValueError if reading would fail."""
     self._stream.check_readable()
 
   def read_ahead_with(
     self, workers: read_ahead.Workers | None, *, every: bool
   ) -> None:
-    """Tells the tasks' streams."""
+    """Sets the workers of the tasks' streams."""
     self._stream.read_ahead_with(workers, every=every)
 
   def prepare(self, references: Sequence[Any]) -> None:
-    """Tells the tasks' streams."""
+    """Passes the references to the tasks' streams."""
     self._stream.prepare(references)
 
   def leaves(self) -> list[example_stream.Stream]:
@@ -128,16 +128,16 @@ class TaskStream(example_stream.Stream):
 
   @functools.cached_property
   def sources(self) -> dict[str, task_source.TaskSource]:
-    """The tasks' examples, by the names of the tasks.
+    """The sources by task name.
 
     Raises:
-      ValueError: There is no such task or mixture, or no task has the split.
+      ValueError: The task or mixture does not exist, or no task has the split.
     """
     return {name: self._source(name) for name in self._rates}
 
   @functools.cached_property
   def _rates(self) -> dict[str, float]:
-    """The shares of the tasks."""
+    """The mixing rate of each task."""
     seqio, name = seqio_library.seqio(), self.name_in_registry
     registries = (seqio.TaskRegistry, seqio.MixtureRegistry)
     if self.register is not None and not any(
@@ -179,7 +179,7 @@ class TaskStream(example_stream.Stream):
 
   @functools.cached_property
   def _stream(self) -> example_stream.Stream:
-    # What the task's own filters leave out has no places.
+    # Skips the empty examples that the tasks filter out.
     members: dict[str, example_stream.Stream] = {
       name: filtered.Filtered(
         stream=_TaskExamples(
@@ -201,7 +201,7 @@ class TaskStream(example_stream.Stream):
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class _TaskExamples(example_stream.Examples):
-  """Examples whose names are files and records."""
+  """Examples named by file and record."""
 
   def name(self, reference: int) -> str:
     assert isinstance(self.source, task_source.TaskSource)

@@ -1,4 +1,4 @@
-"""Tasks of every kind over texts made on the spot, for tests."""
+"""SeqIO tasks over generated texts, for tests."""
 
 import dataclasses
 import importlib
@@ -19,7 +19,7 @@ SENTENCEPIECE_SIZE = 48
 
 
 def texts(number: int, *, seed: int) -> list[str]:
-  """Returns made-up texts of 3 to 12 words."""
+  """Returns random texts of 3 to 12 words."""
   random, words = np.random.default_rng(seed), _TEXT.split()
   return [
     " ".join(random.choice(words, size=random.integers(3, 13)))
@@ -28,8 +28,8 @@ def texts(number: int, *, seed: int) -> list[str]:
 
 
 def train_sentencepiece(folder: pathlib.Path) -> str:
-  """Trains a vocabulary of 48 pieces; 0 is padding, 1 ends, 2 is unknown."""
-  # Tests that only write texts do without it.
+  """Trains a 48-piece SentencePiece model; pad is 0, EOS 1, unknown 2."""
+  # Imported here: tests that only write texts do not need it.
   sentencepiece = importlib.import_module("sentencepiece")
   sentencepiece.SentencePieceTrainer.train(
     sentence_iterator=iter(texts(300, seed=9)),
@@ -60,10 +60,10 @@ class Tasks:
   """Adds tasks and mixtures to SeqIO's registry.
 
   Attributes:
-    folder: Where `train-*` and `validation-*` TFRecord files of texts are.
+    folder: The folder of the TFRecord files `<name>-<split>-*`.
     vocabulary_file: A SentencePiece model.
-    prefix: Of the names: `<prefix>_text`, `<prefix>_other`, and the mixture
-      `<prefix>_both`.
+    prefix: The prefix of the tasks `<prefix>_text` and `<prefix>_other`, and
+      of the mixture `<prefix>_both`.
   """
 
   folder: str
@@ -71,7 +71,7 @@ class Tasks:
   prefix: str
 
   def __call__(self) -> None:
-    """Adds them."""
+    """Adds the tasks and the mixture."""
     seqio = seqio_library.seqio()
     for name in ("text", "other"):
       seqio.TaskRegistry.add(
@@ -106,12 +106,12 @@ class Tasks:
 
 
 def rekeyed(dataset: Any) -> Any:
-  """Calls the feature `text` `targets`, as SeqIO's rekey does."""
+  """Renames the feature `text` to `targets`."""
   return seqio_library.seqio().preprocessors.rekey(dataset, {"targets": "text"})
 
 
 def mean_score(targets: list[str], scores: np.ndarray) -> dict[str, float]:
-  """Returns the mean log likelihood, and how long the targets are."""
+  """Returns the mean log likelihood and the mean length of targets."""
   return {
     "mean_score": float(np.mean(scores)),
     "target_length": float(np.mean([len(target) for target in targets])),
@@ -119,7 +119,7 @@ def mean_score(targets: list[str], scores: np.ndarray) -> dict[str, float]:
 
 
 def exact_match(targets: list[str], predictions: list[str]) -> dict[str, float]:
-  """Returns the share of predictions that are the target."""
+  """Returns the fraction of predictions that equal the target."""
   pairs = zip(targets, predictions, strict=True)
   return {"exact_match": float(np.mean([t == p for t, p in pairs]))}
 
@@ -127,7 +127,7 @@ def exact_match(targets: list[str], predictions: list[str]) -> dict[str, float]:
 def write_cache(
   folder: pathlib.Path, task: str, split: str, examples: list[list[int]]
 ) -> None:
-  """Writes what SeqIO's caching tool does of tokenized examples."""
+  """Writes tokenized examples in the format of SeqIO's caching tool."""
   cache = folder / task
   cache.mkdir(parents=True, exist_ok=True)
   half = len(examples) // 2

@@ -1,4 +1,4 @@
-"""The vocabulary of a task as a tokenizer."""
+"""A tokenizer from the vocabulary of a SeqIO task."""
 
 from collections.abc import Callable
 import dataclasses
@@ -13,14 +13,12 @@ from paxon.inputs.seqio_tasks import seqio_library
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VocabularyTokenizer:
-  """What a task or mixture reads and writes one of its features with.
-
-  The vocabulary is loaded when it is first needed.
+  """The vocabulary of a feature of a task or mixture, loaded lazily.
 
   Attributes:
-    name_in_registry: Of the task or mixture.
-    register: As in `TaskSource`.
-    feature: Whose vocabulary it is.
+    name_in_registry: The name of the task or mixture.
+    register: See `TaskSource`.
+    feature: The feature.
     begin_id: The id before the first token of a document.
   """
 
@@ -30,7 +28,7 @@ class VocabularyTokenizer:
   begin_id: int = 0
 
   def __getstate__(self) -> dict[str, Any]:
-    # Vocabularies hold compiled models; they are loaded anew.
+    # Vocabularies hold compiled models; each process loads them.
     names = [field.name for field in dataclasses.fields(self)]
     return {name: getattr(self, name) for name in names}
 
@@ -44,7 +42,7 @@ class VocabularyTokenizer:
 
   @property
   def pad_id(self) -> int:
-    """The id in places that hold nothing."""
+    """The padding id."""
     return self._vocabulary.pad_id
 
   @property
@@ -63,26 +61,26 @@ class VocabularyTokenizer:
     return found
 
   def encode(self, text: str | bytes) -> npt.NDArray[np.int32]:
-    """Returns the ids of `text`, int32 [T], without begin and end."""
+    """Returns the ids of `text`, int32 [T], without begin and end ids."""
     text = text.decode(errors="replace") if isinstance(text, bytes) else text
     return np.asarray(self._vocabulary.encode(text), np.int32)
 
   def decode(self, ids: npt.ArrayLike) -> str:
-    """Returns the text that ids of shape [T] stand for, up to an end."""
+    """Returns the text of ids [T], up to the first end id."""
     return self._vocabulary.decode(np.asarray(ids).tolist())
 
   def byte_counts(self, ids: npt.ArrayLike) -> npt.NDArray[np.int32]:
-    """Returns the bytes that each id adds to a text, int32, of ids' shape.
+    """Returns the number of bytes of each id's text, int32, of ids' shape.
 
-    A space that begins a word counts, except before the first word, where the
-    vocabulary itself has added it.
+    The space that begins a word counts, except before the first word, where the
+    vocabulary adds it.
     """
     return self._byte_counts[np.asarray(ids)]
 
   @functools.cached_property
   def _byte_counts(self) -> npt.NDArray[np.int32]:
     if isinstance(self._vocabulary, seqio_library.seqio().ByteVocabulary):
-      # One byte alone is often no text.
+      # A single byte is often not valid UTF-8.
       numbers = np.arange(self.vocab_size)
       return ((numbers >= 3) & (numbers < 259)).astype(np.int32)
     before = self._vocabulary.encode("a")
