@@ -1,4 +1,4 @@
-"""`docs/plan_accuracy.md`: predicted and published speeds."""
+"""Generator of `docs/plan_accuracy.md`: predicted and published MFU."""
 
 from collections.abc import Callable, Iterable, Sequence
 import dataclasses
@@ -14,17 +14,17 @@ _VERSION: Final = 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prediction:
-  """What a plan says of a published speed.
+  """The prediction of a plan for a published speed.
 
   Attributes:
-    name: Of the speed.
-    bound_mfu: What no program can beat.
-    bound_step: Seconds of a step at that bound.
-    estimate: Of the step's time.
-    used: Share of the usable memory.
-    date: Of the plan.
-    fingerprint: Of the compiled program.
-    versions: Of libraries.
+    name: Name of the published speed.
+    bound_mfu: Upper bound of the MFU.
+    bound_step: Lower bound of the step time, in seconds.
+    estimate: Estimated step time.
+    used: Peak memory as a share of usable memory.
+    date: Date of the plan.
+    fingerprint: Fingerprint of the compiled program.
+    versions: Library versions.
   """
 
   name: str
@@ -38,15 +38,15 @@ class Prediction:
 
 
 def of_plan(name: str, plan: result.Plan, *, date: str) -> Prediction:
-  """Returns what a plan predicts.
+  """Returns the prediction of a plan.
 
   Args:
-    name: Of the speed.
-    plan: Of its experiment.
-    date: Of the plan.
+    name: Name of the published speed.
+    plan: Plan of its experiment.
+    date: Date of the plan.
 
   Raises:
-    ValueError: The plan has no estimate; the message says why.
+    ValueError: The plan has no estimate.
   """
   if plan.estimate is None or plan.bound is None or not plan.memory.peak:
     said = [plan.memory.refusal, *plan.notes]
@@ -64,7 +64,7 @@ def of_plan(name: str, plan: result.Plan, *, date: str) -> Prediction:
 
 
 def to_json(predictions: Iterable[Prediction]) -> str:
-  """Returns the text that is stored beside the page."""
+  """Returns the contents of `docs/plan_accuracy.json`."""
   rows = [dataclasses.asdict(prediction) for prediction in predictions]
   content = {"version": _VERSION, "predictions": rows}
   return json.dumps(content, indent=2) + "\n"
@@ -74,7 +74,7 @@ def from_json(text: str) -> dict[str, Prediction]:
   """Returns stored predictions by name.
 
   Raises:
-    ValueError: They are of another version.
+    ValueError: The file has another version.
   """
   content = json.loads(text)
   if content.get("version") != _VERSION:
@@ -99,10 +99,10 @@ def _prediction(row: dict[str, Any]) -> Prediction:
 
 Pair = tuple[published_speeds.Speed, Prediction]
 
-# Ways to predict an MFU, by the words of the page.
+# Predicted MFUs by column title.
 _WAYS: Final[dict[str, Callable[[Prediction], float]]] = {
-  "products alone, at peak": lambda p: p.estimate.ceiling_mfu,
-  "bound": lambda p: p.bound_mfu,
+  "matmuls only, at peak": lambda p: p.estimate.ceiling_mfu,
+  "upper bound": lambda p: p.bound_mfu,
   "simulated, data sheet": lambda p: p.estimate.data_sheet_mfu,
   "estimate": lambda p: p.estimate.mfu,
 }
@@ -113,7 +113,7 @@ def to_markdown(predictions: dict[str, Prediction]) -> str:
   """Returns the page.
 
   Args:
-    predictions: By the name of the speed; some may be missing.
+    predictions: Predictions by name of the speed; some may be missing.
   """
   pairs = [
     (speed, predictions[speed.name])
@@ -124,7 +124,15 @@ def to_markdown(predictions: dict[str, Prediction]) -> str:
   parts = [
     _INTRODUCTION,
     _table(
-      ("", "on", "published", *_WAYS, "band", "in it", "error"),
+      (
+        "model",
+        "target",
+        "published MFU",
+        *_WAYS,
+        "band",
+        "in band",
+        "error",
+      ),
       (_row(*pair) for pair in pairs),
     ),
   ]
@@ -136,7 +144,7 @@ def to_markdown(predictions: dict[str, Prediction]) -> str:
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
-  """Returns the rank correlation, None where one side does not vary.
+  """Returns the rank correlation; None if one side is constant.
 
   Equal values share the mean of their ranks.
   """
@@ -168,13 +176,13 @@ def _row(speed: published_speeds.Speed, found: Prediction) -> list[str]:
 
 
 def _error(speed: published_speeds.Speed, found: Prediction) -> str:
-  """Points that the estimate is above what was published."""
+  """Returns the error of the estimate, in points of MFU."""
   # Rounded first, so that there is no -0.
   return f"{round(100 * (found.estimate.mfu - speed.mfu)):+d}"
 
 
 def _band(found: Prediction) -> tuple[float, float]:
-  """The MFU at the longest and at the shortest step."""
+  """Returns the MFU at the longest and at the shortest step time."""
   shortest, longest = found.estimate.band
   return found.estimate.mfu / longest, found.estimate.mfu / shortest
 
@@ -197,10 +205,16 @@ def _errors(pairs: Sequence[Pair]) -> str:
         statistics.fmean(published[:i] + published[i + 1 :])
         for i in range(len(published))
       ]
-      # Leaving one out orders the rest backwards, which says nothing.
-      row = _error_row(name, "the mean of the others", others, published)
+      # Leave-one-out means are in reverse order by construction.
+      row = _error_row(name, "mean of the others", others, published)
       rows.append([*row[:-1], "-"])
-  heads = ("rows", "predicted by", "mean error", "worst", "rank correlation")
+  heads = (
+    "models",
+    "prediction",
+    "mean error",
+    "largest error",
+    "rank correlation",
+  )
   return _table(heads, rows)
 
 
@@ -221,7 +235,7 @@ def _error_row(
 def _verdict(pairs: Sequence[Pair]) -> str:
   inside = sum(_row(*pair)[-2] == "yes" for pair in pairs)
   return (
-    f"{inside} of {len(pairs)} published figures lie inside the band of their"
+    f"{inside} of {len(pairs)} published MFUs are within the band of their"
     " estimate."
   )
 
@@ -233,7 +247,7 @@ def _times(pairs: Sequence[Pair]) -> str:
     for axis, seconds in found.estimate.exposed.items()
     if seconds > 0.005 * found.estimate.step
   )
-  heads = ("", "a step", "products", "memory", "between kernels")
+  heads = ("model", "step time", "matmuls", "memory-bound", "between kernels")
   rows = []
   for speed, found in pairs:
     estimate = found.estimate
@@ -246,7 +260,7 @@ def _times(pairs: Sequence[Pair]) -> str:
         *(f"{100 * part / estimate.step:.0f} %" for part in parts),
       ]
     )
-  return _table((*heads, *(f"waiting for {axis}" for axis in axes)), rows)
+  return _table((*heads, *(f"exposed ({axis})" for axis in axes)), rows)
 
 
 def _reasons(pairs: Sequence[Pair]) -> str:
@@ -265,7 +279,7 @@ def _reasons(pairs: Sequence[Pair]) -> str:
 
 
 def _one_sided(pairs: Sequence[Pair]) -> Iterable[str]:
-  """What it means that all rows of a series err in one direction."""
+  """Yields an explanation for each series whose errors have one sign."""
   for series in dict.fromkeys(speed.series for speed, _ in pairs):
     signs = {
       found.estimate.mfu > speed.mfu
@@ -274,30 +288,31 @@ def _one_sided(pairs: Sequence[Pair]) -> Iterable[str]:
     }
     if signs == {True}:
       yield (
-        f"- {series}: every row is predicted too fast. The shares are more than"
-        " those programs reached, or they waited for what no estimate has."
+        f"- {series}: every estimate is too fast. These programs reached less"
+        " of the peak rates than assumed, or waited for something that"
+        " estimates omit."
       )
     elif signs == {False}:
       yield (
-        f"- {series}: every row is predicted too slow. The shares are less than"
-        " those programs reached, or they do less than ours."
+        f"- {series}: every estimate is too slow. These programs reached more"
+        " of the peak rates than assumed, or did less work than ours."
       )
 
 
 def _where(estimate: result.Estimate) -> Iterable[str]:
-  """What most of the time that is not spent on products goes to."""
+  """Yields the largest costs other than matmuls."""
   for axis, seconds in list(estimate.exposed.items())[:1]:
     if seconds > 0.05 * estimate.step:
       share = _percent(seconds / estimate.step)
-      yield f"waits {share} of its step for `{axis}`"
+      yield f"spends {share} of its step on exposed `{axis}` communication"
   if estimate.memory > 0.3 * estimate.step:
     share = _percent(estimate.memory / estimate.step)
-    yield f"spends {share} of its step in kernels that the memory bounds"
+    yield f"spends {share} of its step in memory-bound kernels"
 
 
 def _how(pairs: Sequence[Pair]) -> str:
   sources = dict.fromkeys(found.estimate.source for _, found in pairs)
-  lines = ["## How this page was made", ""]
+  lines = ["## Sources and commands", ""]
   lines += [f"- Rates: {source}." for source in sources]
   for speed, found in pairs:
     knobs = "".join(f" --fdl.{n}={v}" for n, v in speed.assigned)
@@ -324,42 +339,47 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
   return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-_INTRODUCTION: Final = """# How good the predictions of the plan are
+_INTRODUCTION: Final = """# Accuracy of plan estimates
 
-`tools/plan_accuracy` writes this page. It plans programs whose speed others
-have published, and compares. No factor was fitted to these figures: rates are
-those of the data sheets, times the shares that the files in
-`runner/plan/estimate/calibrations` held before the first comparison. All
-figures are MFU: model FLOPs (no recomputation, nothing that is masked) over the
-peak. Errors are in points of it."""
+Generated by `tools/plan_accuracy`, which plans programs with a published speed
+and compares. Nothing was fitted to the published values: rates are those of
+data sheets, times the efficiencies in `runner/plan/estimate/calibrations`,
+which were chosen before the first comparison. All values are MFU: model FLOPs
+(without recomputation and masked attention) as a share of peak FLOPs. Errors
+are in points of MFU."""
 
-_ERRORS: Final = """## How far off
+_ERRORS: Final = """## Errors
 
-A prediction is of use if it is nearer than a guess. The guess here is the mean
-of the other published figures of the same rows. A rank correlation says little
-of predictions that differ by less than a point, as those of products alone."""
+An estimate is useful if it is closer than a simple guess. The guess here is the
+mean published MFU of the other models in the same group. Rank correlations mean
+little where predictions differ by less than a point, as those of `matmuls only`
+do."""
 
-_TIME: Final = """## Where the time of the estimates goes"""
+_TIME: Final = """## Estimated step time
 
-_REASONS: Final = """## Why they differ"""
+Shares of the estimated step time. `exposed` is communication over a mesh axis
+that does not overlap with compute."""
 
-_GENERAL: Final = """What holds for all of them:
+_REASONS: Final = """## Causes of the differences"""
 
-- The shares are round figures of other people's microbenchmarks.
-  `tools/calibrate` measures those of a machine; then the band is narrower.
-- Kernels are not tuned where there is no device, so which product runs how fast
-  is not known: one share stands for products of all shapes.
-- Of the chart, a point is read to about one point of MFU, and how many runs a
-  published figure was chosen from is not known.
-- Waiting for hosts, for data and for slow machines is in no estimate.
+_GENERAL: Final = """Limits of all estimates:
 
-Use an estimate to compare two plans of the same kind of hardware. It is no
-promise of a speed."""
+- Efficiencies are rounded values from other people's microbenchmarks.
+  `tools/calibrate` measures those of your machine, which narrows the band.
+- Kernels are not autotuned without a device, so one efficiency stands for
+  matmuls of all shapes.
+- Values read off a chart are exact to about one point of MFU. It is unknown how
+  many runs a published value was selected from.
+- Estimates omit waiting for hosts, input and slow machines.
 
-_AGAIN: Final = """To make it again, with compilers as for `--mode=plan` (what
-`docs/plan_accuracy.json` holds is not planned again):
+Use estimates to compare plans for the same kind of hardware, not to predict a
+speed."""
+
+_AGAIN: Final = """To update the page, install the compilers that
+`--mode=plan` needs. Models in `docs/plan_accuracy.json` are not planned
+again by default.
 
 ```sh
-tools/plan_accuracy --again=16B   # one row, or all without a name
-tools/plan_accuracy               # what is missing, and the page
+tools/plan_accuracy --again=16B   # plan one model again; all without a name
+tools/plan_accuracy               # plan missing models and write the page
 ```"""

@@ -43,32 +43,34 @@ def _prediction(name="16B", **changes):
   )
 
 
-def test_what_is_stored_is_what_is_read():
+def test_json_round_trip():
   found = _prediction()
   assert page.from_json(page.to_json([found])) == {"16B": found}
   with pytest.raises(ValueError, match="version 9, not 1; make them again"):
     page.from_json(json.dumps({"version": 9}))
 
 
-def test_a_row_has_its_error_and_its_band():
+def test_table_has_errors_and_bands():
   text = page.to_markdown({"16B": _prediction()})
-  # Published are 42 %; 48 is 6 more; the band is 48 / 1.5 to 48 / 0.75.
+  # 42 % are published; the band of 48 % is 48 / 1.5 to 48 / 0.75.
   row = "| 16B | `v4:2x4x4` | 42 % | 81 % | 80 % | 53 % | 48 % | 32 to 64 % |"
   assert f"{row} yes | +6 |" in text
   assert "| 16B | 10 s | 60 % | 10 % | 0 % | 25 % | 5 % |" in text
-  assert "waiting for tensor | waiting for fsdp |" in text
-  assert "16B waits 25 % of its step for `tensor`." in text
-  assert "that the memory bounds" not in text
+  assert "exposed (tensor) | exposed (fsdp) |" in text
+  assert (
+    "16B spends 25 % of its step on exposed `tensor` communication." in text
+  )
+  assert "memory-bound kernels" not in text
   assert "Not predicted yet: 32B, 128B, 256B, 512B, 1024B, Llama-2" in text
-  assert "1 of 1 published figures lie inside the band" in text
+  assert "1 of 1 published MFUs are within the band" in text
   assert "--exp=tasks.lm.params.c4.C4Spmd16BAdam32Replicas" in text
 
 
 @pytest.mark.parametrize(
   ("mfus", "words"),
   [
-    ((0.48, 0.60), "Pax on v4: every row is predicted too fast."),
-    ((0.40, 0.50), "Pax on v4: every row is predicted too slow."),
+    ((0.48, 0.60), "Pax on v4: every estimate is too fast."),
+    ((0.40, 0.50), "Pax on v4: every estimate is too slow."),
     ((0.48, 0.50), None),
   ],
 )
@@ -77,21 +79,21 @@ def test_errors_of_one_sign_are_named(mfus, words):
   text = page.to_markdown(
     {n: _prediction(n, mfu=m) for n, m in zip(names, mfus, strict=True)}
   )
-  assert ("every row is predicted" in text) == (words is not None)
+  assert ("every estimate is" in text) == (words is not None)
   assert words is None or words in text
 
 
-def test_much_time_in_memory_is_a_reason():
+def test_memory_bound_time_is_a_cause():
   found = _prediction(compute=3.0, memory=4.0, exposed={"fsdp": 0.1})
   text = page.to_markdown({"16B": found})
-  assert "16B spends 40 % of its step in kernels that the memory" in text
-  assert "16B waits" not in text
+  assert "16B spends 40 % of its step in memory-bound kernels" in text
+  assert "on exposed" not in text
 
 
-def test_a_figure_outside_of_the_band_is_named():
+def test_value_outside_the_band():
   text = page.to_markdown({"16B": _prediction(band=(0.95, 1.05))})
   assert "| 46 to 51 % | no | +6 |" in text
-  assert "0 of 1 published figures lie inside the band" in text
+  assert "0 of 1 published MFUs are within the band" in text
 
 
 def test_errors_of_several_rows():
@@ -124,8 +126,8 @@ def test_rank_correlation(a, b, expected):
   assert found == (None if expected is None else pytest.approx(expected))
 
 
-def test_the_page_is_what_is_stored():
-  # Without `tools/plan_accuracy` after a change of either, it is not.
+def test_page_matches_json():
+  # After a change, run `tools/plan_accuracy`.
   found = page.from_json(command.DATA.read_text())
   assert found
   assert command.PAGE.read_text() == page.to_markdown(found)
@@ -139,14 +141,14 @@ def test_nothing_was_fitted():
       if speed.name == found.name
     )
     own = calibration.for_hardware(kind)
-    # The estimates stand on the files that ship, which were there before.
+    # Estimates use the calibrations in the repository, which are older.
     assert found.estimate.source == own.summary
     assert not own.measured
     assert own.date <= found.date
 
 
 @pytest.mark.parametrize("speed", published_speeds.ALL, ids=lambda s: s.name)
-def test_each_row_can_be_planned(speed):
+def test_each_speed_has_an_experiment(speed):
   target = targets.parse(speed.target)
   assert calibration.for_hardware(target.hardware) is not None
   assert target.hardware != hardware.named("cpu")
@@ -219,7 +221,7 @@ def _files(tmp_path, monkeypatch):
   return tmp_path
 
 
-def test_a_row_comes_from_a_file_and_others_are_planned(files, monkeypatch):
+def test_reads_given_plan_and_makes_the_others(files, monkeypatch):
   file = files / "plan.json"
   file.write_text(result.to_json((_plan("16B"),)))
   asked = []
@@ -233,7 +235,7 @@ def test_a_row_comes_from_a_file_and_others_are_planned(files, monkeypatch):
 
   monkeypatch.setattr(child, "plan", plan)
   monkeypatch.setattr(command.topology, "missing", lambda target: ())
-  # One row has no estimate, and says so.
+  # One plan has no estimate.
   assert command.main([f"--plan=16B={file}"]) == 1
   assert len(asked) == len(published_speeds.ALL) - 1
   text = command.PAGE.read_text()
@@ -242,12 +244,12 @@ def test_a_row_comes_from_a_file_and_others_are_planned(files, monkeypatch):
   stored = page.from_json(command.DATA.read_text())
   assert stored["16B"].date == "2026-01-31"
   asked.clear()
-  # What is known is not planned again, except where it is asked for.
+  # Known models are planned again only with --again.
   assert command.main(["--again=128B"]) == 1
   assert asked == ["v4:4x4x4", "v4:4x8x8"]
 
 
-def test_without_a_compiler_the_row_is_named(files, monkeypatch, capsys):
+def test_missing_compiler_is_reported(files, monkeypatch, capsys):
   monkeypatch.setattr(command.topology, "missing", lambda target: ("libtpu",))
   assert command.main([]) == 1
   assert "16B: libtpu must be installed." in capsys.readouterr().err
@@ -265,18 +267,18 @@ def test_without_a_compiler_the_row_is_named(files, monkeypatch, capsys):
 )
 def test_wrong_use_is_one_line(files, capsys, argument, message):
   assert command.main([argument]) == 2
-  said = capsys.readouterr().err
-  assert said.startswith(message)
-  assert said.count("\n") == 1
+  printed = capsys.readouterr().err
+  assert printed.startswith(message)
+  assert printed.count("\n") == 1
 
 
-def test_a_plan_of_another_program_is_refused(files, capsys):
+def test_rejects_plan_of_another_program(files, capsys):
   file = files / "plan.json"
   file.write_text(result.to_json((_plan("32B"),)))
   assert command.main([f"--plan=16B={file}"]) == 2
   assert "cannot be taken: it is of (" in capsys.readouterr().err
-  refused = _plan("16B", estimate=None, notes=("Why not.",))
-  file.write_text(result.to_json((refused,)))
+  rejected = _plan("16B", estimate=None, notes=("Why not.",))
+  file.write_text(result.to_json((rejected,)))
   assert command.main([f"--plan=16B={file}"]) == 2
   assert "16B has no estimate: Why not." in capsys.readouterr().err
 

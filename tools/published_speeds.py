@@ -1,6 +1,6 @@
-"""Speeds of training that others have published.
+"""Published training speeds to compare plans with.
 
-What the plan predicts is compared with them, and nothing is fitted to them.
+Nothing is fitted to them.
 """
 
 import dataclasses
@@ -9,18 +9,18 @@ from typing import Final
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Speed:
-  """A published figure, and what is planned beside it.
+  """A published speed and the experiment to plan.
 
   Attributes:
-    name: Short, for tables and files.
-    mfu: Share of the peak of model FLOPs, as published or as it follows from
-      what was published.
-    source: Who published it, and how.
-    differs: What of their program ours is not.
-    experiment: As `--exp` takes it.
-    target: As `--target` takes it.
-    assigned: Knobs by name.
-    series: Whose measurements belong together.
+    name: Short name, for tables and files.
+    mfu: Model FLOPs as a share of peak FLOPs, published or derived from
+      published values.
+    source: Publication.
+    differs: Differences between the published program and ours.
+    experiment: Value of `--exp`.
+    target: Value of `--target`.
+    assigned: Knob values by name.
+    series: Group of comparable measurements.
   """
 
   name: str
@@ -33,14 +33,11 @@ class Speed:
   series: str
 
 
-_CHART: Final = (
-  "weak scaling on TPU v4, read off the chart in the README of Paxml"
-)
+_CHART: Final = "weak scaling on TPU v4, read off the chart in Paxml's README"
 _PAX: Final = (
-  "theirs is a compiler of 2023 with flags that the chart does not name, ours"
-  " the public one of today with its defaults; batches and what is recomputed"
-  " are those of the experiments that Paxml shipped, which the chart may not"
-  " have used"
+  "the chart used a compiler of 2023 with unknown flags, we use today's public"
+  " compiler with default flags; batch sizes and remat policies are those of"
+  " the experiments in Paxml, which the chart may not have used"
 )
 _PARAMS: Final = "tasks.lm.params."
 _KERNEL: Final = (
@@ -80,17 +77,17 @@ ALL: Final = (
     "v4:8x8x16",
     0.49,
     ("global_batch_size", "2048"),
-    differs="as the others, and half of the batch: that of 4,096 rows does not"
-    " fit with this compiler",
+    differs="as above; also half the batch, since 4,096 sequences do not fit"
+    " with this compiler",
   ),
   _pax("1024B", "lm_cloud.LmCloudSpmd1024B", "v4:8x16x16", 0.54),
   Speed(
     name="Llama-2-7B",
     mfu=0.50,
-    source="JAX-Toolbox, 0.721 s for 16 rows of 4,096 tokens on 8 H100, as"
-    " FLOPs without masked ones",
-    differs="their layers are unrolled, attention is saved and not computed"
-    " again, and kernels are autotuned",
+    source="JAX-Toolbox, 0.721 s for 16 sequences of 4,096 tokens on 8 H100,"
+    " as FLOPs without masked attention",
+    differs="their layers are unrolled, attention is saved instead of"
+    " recomputed, and kernels are autotuned",
     experiment=f"{_PARAMS}llama.Llama2_7B",
     target="h100:1x8",
     assigned=(_KERNEL,),
@@ -100,8 +97,8 @@ ALL: Final = (
     name="GPT-2-124M",
     mfu=0.395,
     source="modded-nanoGPT, 1,070.7 ms for 524,288 tokens on one H200",
-    differs="theirs is PyTorch with fused kernels for the loss and the norms,"
-    " autotuned, and another optimizer",
+    differs="their program uses PyTorch with fused, autotuned kernels for the"
+    " loss and the norms, and another optimizer",
     experiment=f"{_PARAMS}gpt2.Gpt2Small124M",
     target="h200:1x1",
     assigned=(_KERNEL,),
