@@ -3,8 +3,8 @@
   tools/python -m paxon.tasks.experiments_page             compares
   tools/python -m paxon.tasks.experiments_page --update    writes the page
 
-Parameters, FLOPs and memory follow from shapes, rules and the mesh; what a plan
-predicts, and what others have measured, is read from `docs/plan_accuracy.md`.
+Parameters, FLOPs and memory are computed from shapes, sharding rules and the
+mesh; predicted and published MFUs are read from `docs/plan_accuracy.md`.
 """
 
 from collections.abc import Sequence
@@ -71,14 +71,14 @@ lists the names in Pax and MaxText.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Figures:
-  """What an experiment takes.
+  """Resources of an experiment.
 
   Attributes:
-    parameters: How many are trained.
-    flops: Of a step, on all devices.
-    devices: How many the mesh has at least.
-    state: Bytes of parameters and moments on a device.
-    layer_inputs: Bytes of the inputs of layers, or stages, on a device.
+    parameters: Number of trainable parameters.
+    flops: FLOPs per step on all devices.
+    devices: Minimum number of devices in the mesh.
+    state: Bytes of parameters and optimizer moments per device.
+    layer_inputs: Bytes of saved layer or stage inputs per device.
   """
 
   parameters: int
@@ -89,7 +89,7 @@ class Figures:
 
 
 def figures(config: fdl.Config[job.Job]) -> Figures:
-  """Returns what an experiment's configuration takes, by closed forms."""
+  """Returns analytical estimates of an experiment's resources."""
   specs = [s for s in jax.tree.leaves(golden.specs_of(config)) if s.trainable]
   spec = meshes.MeshSpec.parse(config.mesh)
   sizes = {
@@ -130,7 +130,7 @@ def page() -> str:
 def _row(
   name: str, predictions: dict[str, tuple[str, str]]
 ) -> tuple[tuple[int, str], Sequence[str]]:
-  """Returns what a row is sorted by, and its cells."""
+  """Returns the sort key and the cells of a table row."""
   config, missing = golden.resolved(name)
   cls = name.rpartition(".")[2]
   if config is None:
@@ -155,7 +155,7 @@ def _row(
 def _flops(
   config: fdl.Buildable, specs: Sequence[variables.VariableSpec]
 ) -> int:
-  """Returns the model's FLOPs of a step, all keys of all queries counted."""
+  """Returns the model FLOPs per step, counting every key of every query."""
   data, model = config.train_input, config.task.model
   tied = getattr(model, "head", None) is None
   products = 0
@@ -179,7 +179,7 @@ def _layer_inputs(config: fdl.Buildable, sizes: dict[str, int]) -> float:
   names = (axes.BATCH, axes.LENGTH, axes.ACTIVATION_EMBED)
   entries = data.global_batch_size * data.length * model.embedding.embed_dim
   dtype = getattr(model.embedding, "dtype", None) or np.float32
-  # Every row passes through every stage, whichever one it began with.
+  # Every sequence passes through every stage.
   share = _share(names, config.rules, {**sizes, axes.STAGE: 1})
   batches = _kept_batches(model.stack, data.global_batch_size, sizes)
   return batches * entries * np.dtype(dtype).itemsize * share
@@ -188,7 +188,7 @@ def _layer_inputs(config: fdl.Buildable, sizes: dict[str, int]) -> float:
 def _kept_batches(
   stack: fdl.Buildable, rows: int, sizes: dict[str, int]
 ) -> float:
-  """Returns how many inputs a device keeps, in those of a whole batch."""
+  """Returns the saved inputs of a device, as a multiple of the batch."""
   if fdl.get_callable(stack) is not spmd_pipeline.PipelinedStack:
     return float(getattr(stack, "num_layers", None) or len(stack.parts))
   number = stack.num_microbatches or rows // stack.microbatch_size
@@ -198,7 +198,7 @@ def _kept_batches(
     num_repeats=stack.circular_repeats,
   )
   stages = stack.num_stages / sizes[axes.STAGE]
-  # What does not divide into groups comes after the stages.
+  # Layers that do not divide into groups follow the stages.
   rest = stack.num_layers % len(stack.blocks)
   return stages * table.num_ticks / number + rest
 
@@ -206,14 +206,14 @@ def _kept_batches(
 def _share(
   names: Sequence[str | None], rules: rules_lib.Rules, sizes: dict[str, int]
 ) -> float:
-  """Returns which part of an array a device has."""
+  """Returns the share of an array on a device."""
   spec = rules_lib.to_partition_spec(names, rules=rules)
   split = [axis for entry in spec for axis in rules_lib.as_tuple(entry)]
   return 1 / math.prod(sizes[axis] for axis in split)
 
 
 def _predictions() -> dict[str, tuple[str, str]]:
-  """Returns what is predicted and published, by the name of an experiment."""
+  """Returns predicted and published MFUs by name of the experiment."""
   text = (_ROOT / ACCURACY).read_text()
   found = {}
   for cells in re.findall(r"^\| (\S+ \| `.*) \|$", text, re.MULTILINE):
@@ -230,7 +230,7 @@ def _predictions() -> dict[str, tuple[str, str]]:
 
 
 def _short(number: float | int, units: Sequence[str]) -> str:
-  """Returns a number with three digits and a unit."""
+  """Formats a number with three digits and a unit."""
   for unit in units[:-1]:
     if number < 999.5:
       return f"{number:.3g} {unit}".rstrip()
@@ -243,7 +243,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-  """Compares or writes; returns 1 where the page is not what it should be."""
+  """Compares or writes the page; returns 1 if it is outdated."""
   path = _ROOT / PAGE
   if list(argv) == ["--update"]:
     path.write_text(page())

@@ -1,16 +1,16 @@
 """Golden files: resolved configurations of experiments, as text.
 
-There is one file for each module. An experiment's text is its resolved
-configuration, one value a line, and then each variable's shape, axes and number
-of entries. The first of a family is written whole, and the others as the lines
-in which they differ from the class they derive from, or else from the closest:
+There is one file per module. An experiment's text is its resolved
+configuration, one value per line, then the dtype, shape and axes of each
+variable. The first of a family is written in full, others as a diff to their
+base class or to the most similar experiment:
 
   == LmCloudSpmd2BLimitSteps, as LmCloudSpmd2B
   - num_train_steps = 300000
   + num_train_steps = 300
 
-So a review shows exactly which hyper-parameter or shape a change has moved.
-After a wanted change:
+In a review, the diff shows which hyper-parameters and shapes changed. After an
+intended change:
 
   tools/python -m paxon.tasks.golden --update
 """
@@ -45,20 +45,20 @@ def names() -> list[str]:
 
 
 def load(name: str) -> experiment.Experiment:
-  """Returns the experiment `a.b.C` with its own knobs."""
+  """Returns the experiment `a.b.C` with its default knobs."""
   return find_experiment.find_experiment(name)()
 
 
 @functools.cache
 def resolved(name: str) -> tuple[fdl.Config[job.Job] | None, str]:
-  """Returns what the experiment `a.b.C` resolves to, and what it still needs.
+  """Returns the resolved configuration of an experiment.
 
   Args:
-    name: Its import path.
+    name: Import path of the experiment.
 
   Returns:
-    The configuration and an empty text, or None and the package that is
-    missing. It is the same object at each call: nobody may change it.
+    The configuration and an empty string, or None and the missing package. The
+    configuration is cached: do not modify it.
   """
   try:
     return load(name).job(), ""
@@ -67,13 +67,13 @@ def resolved(name: str) -> tuple[fdl.Config[job.Job] | None, str]:
 
 
 def specs_of(config: fdl.Buildable) -> variables.Specs:
-  """Returns the specs of a job's variables; equal models are traced once."""
+  """Returns the specs of a job's variables; caches equal models."""
   model = dump.to_text(config.task.model)
   return _specs(_Model(model, config))
 
 
 def text_of(config: fdl.Config[job.Job] | None, missing: str) -> str:
-  """Returns the whole golden text of what `resolved` returns."""
+  """Returns the full golden text of a result of `resolved`."""
   lines = [f"needs {missing}"] if missing else []
   if config is not None:
     lines += [dump.to_text(config).rstrip("\n"), *_variables(config)]
@@ -81,7 +81,7 @@ def text_of(config: fdl.Config[job.Job] | None, missing: str) -> str:
 
 
 def path_of(name: str) -> pathlib.Path:
-  """Returns the golden file that the experiment `a.b.C` is in."""
+  """Returns the path of the golden file of the experiment `a.b.C`."""
   module = name.rpartition(".")[0]
   spec = importlib.util.find_spec(module)
   assert spec is not None
@@ -91,10 +91,10 @@ def path_of(name: str) -> pathlib.Path:
 
 
 def stored(name: str) -> str:
-  """Returns the golden text of the experiment `a.b.C`, whole.
+  """Returns the full golden text of the experiment `a.b.C`.
 
   Raises:
-    KeyError: Its file has no such experiment.
+    KeyError: The experiment is not in the golden file.
   """
   return _read(path_of(name))[name.rpartition(".")[2]]
 
@@ -103,8 +103,8 @@ def file_text(texts: Mapping[str, str], module: str) -> str:
   """Returns the golden file of a module.
 
   Args:
-    texts: The golden texts by the names of classes.
-    module: The module's import path.
+    texts: Golden texts by class name.
+    module: Import path of the module.
   """
   parts, written = [], []
   for name in _bases_first(texts, module):
@@ -120,7 +120,7 @@ def file_text(texts: Mapping[str, str], module: str) -> str:
 
 
 def update() -> list[pathlib.Path]:
-  """Writes all golden files; returns those that changed or are new."""
+  """Writes all golden files; returns the changed and new ones."""
   changed = []
   for path, text in _files().items():
     if not path.exists() or path.read_text() != text:
@@ -142,7 +142,7 @@ def _files() -> dict[pathlib.Path, str]:
 
 
 def _bases(module: str, class_name: str) -> list[str]:
-  """Returns the classes of the module that a class derives from, near first."""
+  """Returns the base classes of a class in its module, nearest first."""
   cls = type(load(f"{module}.{class_name}"))
   return [b.__name__ for b in cls.__mro__[1:] if b.__module__ == module]
 
@@ -154,7 +154,7 @@ def _bases_first(names: Mapping[str, str], module: str) -> list[str]:
 def _closest(
   texts: Mapping[str, str], name: str, others: Sequence[str]
 ) -> str | None:
-  """Returns whose text is most like that of `name`, if half of it is equal."""
+  """Returns the most similar experiment, if half of the lines are equal."""
   sizes = {o: sum(1 for _ in _change(texts[o], texts[name])) for o in others}
   best = min(others, key=sizes.__getitem__, default=None)
   is_close = best is not None and sizes[best] < texts[name].count("\n") // 2
@@ -162,7 +162,7 @@ def _closest(
 
 
 def _change(old: str, new: str) -> Iterator[str]:
-  """Yields the lines that go and those that come."""
+  """Yields removed and added lines."""
   before, after = old.splitlines(), new.splitlines()
   for sign, lines, others in (("-", before, after), ("+", after, before)):
     known = set(others)
@@ -170,7 +170,7 @@ def _change(old: str, new: str) -> Iterator[str]:
 
 
 def _read(path: pathlib.Path) -> dict[str, str]:
-  """Returns the whole texts in a golden file, by the names of classes."""
+  """Returns the full texts of a golden file, by class name."""
   texts: dict[str, str] = {}
   for part in ("\n" + path.read_text()).split(f"\n{_BEGIN}")[1:]:
     title, _, body = part.partition("\n")
@@ -183,14 +183,14 @@ def _read(path: pathlib.Path) -> dict[str, str]:
 
 
 def _changed(before: Sequence[str], change: Sequence[str]) -> list[str]:
-  """Returns lines after a change; those that come stand at the end."""
+  """Applies a change; added lines are at the end."""
   gone = {line[2:] for line in change if line.startswith("- ")}
   come = [line[2:] for line in change if line.startswith("+ ")]
   return [line for line in before if line not in gone] + come
 
 
 class _Model:
-  """A model and the length of its rows, compared by its text."""
+  """A model and its sequence length, compared by their text."""
 
   def __init__(self, text: str, config: fdl.Buildable) -> None:
     self.config = config
@@ -205,7 +205,7 @@ class _Model:
 
 @functools.lru_cache(maxsize=256)
 def _specs(model: _Model) -> variables.Specs:
-  # Shapes of variables do not depend on the batch, so one row will do.
+  # Shapes of variables do not depend on the batch size.
   shape = 1, model.config.train_input.length
   keys = ("inputs", "targets", "positions", "segment_ids")
   batch = {key: jax.ShapeDtypeStruct(shape, np.int32) for key in keys}
@@ -225,7 +225,7 @@ def _variables(config: fdl.Buildable) -> Iterator[str]:
 
 
 def main(argv: list[str]) -> int:
-  """Updates the golden files, or says which differ; returns the exit status."""
+  """Compares or updates the golden files; returns the exit status."""
   parser = argparse.ArgumentParser(description="Golden files of experiments.")
   parser.add_argument("--update", action="store_true", help="write them")
   if parser.parse_args(argv).update:

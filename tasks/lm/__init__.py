@@ -1,1 +1,1 @@
-"""Language modelling."""
+"""Language models and their data."""

@@ -1,8 +1,7 @@
 """Base of experiments with decoder-only language models.
 
-A family (`transformer_lm_spmd`, `gpt3`, `llama_lm`, `params/gpt2`) says which
-parts the layers are made of; its members set the knobs. Data comes from
-`lm_data`.
+A family (`transformer_lm_spmd`, `gpt3`, `llama_lm`, `params/gpt2`) defines the
+layers, and its experiments set the knobs. `lm_data` provides the data.
 """
 
 import abc
@@ -19,33 +18,33 @@ from paxon.learners import adamw, learner, schedules
 from paxon.runner import task as task_lib
 from paxon.tasks.lm import pipelining
 
-# The byte tokenizer's, so that text can be read at toy size too.
+# That of the byte tokenizer, so that toys read text too.
 _TOY_VOCABULARY = 264
 
 
 class Decoder(pipelining.Pipelining):
-  """Sizes of the model, and how it learns.
+  """Base class of experiments with decoder-only models.
 
   Attributes:
-    length: Tokens of a row.
+    length: Sequence length in tokens.
     num_layers: Number of layers.
     embed_dim: Width of the residual stream.
     mlp_dim: Width of the feed-forward layers.
     num_heads: Number of query heads.
     head_dim: Width of a head.
-    vocab_size: Rows of the embedding table.
-    attention_kernel: Computes attention. cuDNN's is for NVIDIA GPUs; elsewhere
-      set `layers.attention.kernels.plain`.
-    remat_policy: What a layer saves for its backward pass, of `layers.remat`;
-      None is everything.
-    logit_cap: Bends the logits of the head into this range.
-    loss_chunk_length: How many positions of a row the head computes at once;
-      None is all of them.
-    learning_rate: The highest.
-    warmup_steps: Steps until the highest learning rate.
-    weight_decay: Share of a parameter that is subtracted at rate one.
-    max_grad_norm: The gradient of all parameters is scaled down to this.
-    num_microbatches: Parts that a batch is computed in, one after the other.
+    vocab_size: Size of the vocabulary.
+    attention_kernel: Attention function. cuDNN's requires NVIDIA GPUs; use
+      `layers.attention.kernels.plain` elsewhere.
+    remat_policy: Which values a layer saves for its backward pass, from
+      `layers.remat`; None saves all.
+    logit_cap: Soft-cap of the logits; None disables it.
+    loss_chunk_length: Positions per chunk of the loss; None computes all at
+      once.
+    learning_rate: Peak learning rate.
+    warmup_steps: Warmup steps of the learning rate.
+    weight_decay: Decoupled weight decay, multiplied by the learning rate.
+    max_grad_norm: Gradients are clipped to this global norm.
+    num_microbatches: Gradient accumulation: microbatches per batch.
   """
 
   length: int
@@ -67,7 +66,7 @@ class Decoder(pipelining.Pipelining):
 
   @abc.abstractmethod
   def norm(self) -> fdl.Config[Any]:
-    """Returns a norm, another one at each call."""
+    """Returns the configuration of a norm, a new one for each call."""
 
   @abc.abstractmethod
   def attention(self) -> fdl.Config[Any]:
@@ -75,10 +74,10 @@ class Decoder(pipelining.Pipelining):
 
   @abc.abstractmethod
   def feed_forward(self) -> fdl.Config[Any]:
-    """Returns the feed-forward part of a layer."""
+    """Returns the feed-forward submodule of a layer."""
 
   def embedding(self) -> fdl.Config[embedding_lib.Embedding]:
-    """Returns the table of tokens."""
+    """Returns the token embedding."""
     return fdl.Config(
       embedding_lib.Embedding,
       vocab_size=self.vocab_size,
@@ -86,11 +85,11 @@ class Decoder(pipelining.Pipelining):
     )
 
   def position_embedding(self) -> fdl.Config[Any] | None:
-    """Returns what is added to embedded tokens; None for nothing."""
+    """Returns the position embedding; None for none."""
     return None
 
   def head(self) -> fdl.Config[Any] | None:
-    """Returns the head; None for the table of tokens."""
+    """Returns the head; None ties it to the token embedding."""
     return None
 
   def model(self) -> fdl.Config[Any]:
@@ -114,7 +113,7 @@ class Decoder(pipelining.Pipelining):
     return model
 
   def schedule(self) -> fdl.Config[Any]:
-    """Returns the learning rate: half a cosine, down to a tenth."""
+    """Returns a cosine schedule that ends at a tenth of the peak."""
     return fdl.Config(
       schedules.WarmupCosine,
       peak=self.learning_rate,
@@ -124,7 +123,7 @@ class Decoder(pipelining.Pipelining):
     )
 
   def optimizer(self) -> fdl.Config[Any]:
-    """Returns the optimizer: AdamW, as papers on large models have it."""
+    """Returns AdamW with `b2=0.95`, common for large language models."""
     return fdl.Config(
       adamw.AdamW,
       schedule=self.schedule(),
@@ -133,11 +132,11 @@ class Decoder(pipelining.Pipelining):
     )
 
   def of_data(self) -> dict[str, Any]:
-    """Returns fields of the task that the data gives, such as a tokenizer."""
+    """Returns the fields of the task set by the data, such as `tokenizer`."""
     return {}
 
   def task(self) -> fdl.Config[task_lib.Task]:
-    """Returns the model and how it learns."""
+    """Returns the model and its learner."""
     return fdl.Config(
       task_lib.Task,
       name=self.name,
@@ -152,12 +151,12 @@ class Decoder(pipelining.Pipelining):
     )
 
   def shrink(self) -> Any:
-    """Returns a toy of the same parts, for any number of devices up to 8."""
+    """Returns a toy-sized version for up to 8 devices."""
     return (
       super()
       .shrink()
       .replace(
-        # Eight rows, whatever the size of the real batch, over all devices.
+        # Eight sequences, split over all devices.
         global_batch_size=8,
         mesh="fsdp=-1",
         length=32,

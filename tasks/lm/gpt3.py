@@ -1,16 +1,16 @@
 """GPT-3 as Pax trains it (Brown et al. 2020, https://arxiv.org/abs/2005.14165).
 
-Learned positions, biases everywhere, no capped logits, normal initial weights,
-AdamW with half a cosine, and an end when the loss on held-out text is as low as
-MLPerf asks for. The rest is that of `transformer_lm_spmd`.
+Differences from `transformer_lm_spmd`: learned positions, biases in all layers,
+no soft-caps, normal initialization, AdamW with a cosine schedule, and early
+stopping at MLPerf's target loss.
 
-What differs from Pax:
+Differences from Pax:
 
-* The evaluation that ends a training is of the split `validation`; Pax's looked
-  for the name of one data set. MLPerf's target is of C4's SentencePiece tokens,
-  so it is set only where a `c4_folder` is; a byte is easier to predict.
-* Where Pax has 50,257 rows of the table, which divide by no mesh and were
-  padded at run time, these have 50,304.
+* Early stopping evaluates the split `validation`; Pax looked for the name of
+  one data set. MLPerf's target is per SentencePiece token of C4, so it is set
+  only with a `c4_folder`: bytes have a lower loss.
+* The vocabulary is padded from 50,257 to 50,304, which meshes divide; Pax
+  padded it at run time.
 """
 
 import math
@@ -24,29 +24,27 @@ from paxon.learners import adamw
 from paxon.runner.settings import training
 from paxon.tasks.lm import transformer_lm_spmd
 
-# What MLPerf's reference run was tuned at.
+# Batch size of MLPerf's reference run.
 _MLPERF_BATCH = 1536
-# Its target, in nats a SentencePiece token of C4.
+# Target of MLPerf, in nats per SentencePiece token of C4.
 _MLPERF_LOG_PPLX = 2.69
 
 
 class Gpt3(transformer_lm_spmd.TransformerLmSpmd):
-  """The base of the GPT-3s of `c4`, and of `gpu`.
+  """Base class of the GPT-3 models in `c4` and `gpu`.
 
   Attributes:
-    max_positions: Rows of the table of positions; None is one per token of a
-      row.
-    embedding_dropout: Share of features of embedded tokens that is dropped;
-      None is no dropout.
-    target_log_pplx: The training ends when the mean loss of held-out text, in
-      nats a token, is no more than this; None is never. By default MLPerf's
-      2.69 with a `c4_folder`, else None.
+    max_positions: Size of the position embedding; None is `length`.
+    embedding_dropout: Dropout rate of embedded tokens; None disables it.
+    target_log_pplx: Training ends when the validation loss, in nats per token,
+      is at most this; None disables it. The default with a `c4_folder` is
+      MLPerf's 2.69, else None.
   """
 
   length = 2048
   num_layers = 96
   embed_dim = 12_288
-  # GPT-2's 50,257 tokens, and rows up to a multiple of 128.
+  # GPT-2's 50,257 tokens, padded to a multiple of 128.
   vocab_size = 50_304
   activation = nn.gelu
   attention_logit_cap = None
@@ -70,7 +68,7 @@ class Gpt3(transformer_lm_spmd.TransformerLmSpmd):
   def target_log_pplx(  # pyrefly: ignore[bad-override, redefinition]
     self,
   ) -> float | None:
-    """MLPerf's target, where tokens are those that it is of."""
+    """MLPerf's target if the tokens are MLPerf's."""
     return _MLPERF_LOG_PPLX if getattr(self, "c4_folder", None) else None
 
   def norm(self) -> fdl.Config[Any]:
@@ -78,7 +76,7 @@ class Gpt3(transformer_lm_spmd.TransformerLmSpmd):
     return fdl.Config(layer_norm.LayerNorm, epsilon=1e-5)
 
   def embedding(self) -> fdl.Config[embedding.Embedding]:
-    """Returns the table of tokens, which is the head too."""
+    """Returns the token embedding, which is also the head."""
     return fdl.Config(
       embedding.Embedding,
       vocab_size=self.vocab_size,
@@ -87,7 +85,7 @@ class Gpt3(transformer_lm_spmd.TransformerLmSpmd):
     )
 
   def position_embedding(self) -> fdl.Config[Any] | None:
-    """Returns a table of positions."""
+    """Returns a learned position embedding."""
     positions = self.max_positions
     return fdl.Config(
       position_embedding.LearnedPositions,
@@ -109,11 +107,11 @@ class Gpt3(transformer_lm_spmd.TransformerLmSpmd):
     return model
 
   def schedule(self) -> fdl.Config[Any]:
-    """Returns the learning rate: half a cosine, down to a tenth."""
+    """Returns a cosine schedule that ends at a tenth of the peak."""
     return self.cosine_schedule()
 
   def optimizer(self) -> fdl.Config[Any]:
-    """Returns AdamW, whose updates are not clipped."""
+    """Returns AdamW without clipped updates."""
     return fdl.Config(
       adamw.AdamW,
       schedule=self.schedule(),
@@ -124,7 +122,7 @@ class Gpt3(transformer_lm_spmd.TransformerLmSpmd):
     )
 
   def early_stopping(self) -> fdl.Config[training.EarlyStopping] | None:
-    """Returns the target, if there is one and text to compare it with."""
+    """Returns the target, if it is set and there is a validation split."""
     target = self.target_log_pplx
     if target is None or "validation" not in self.datasets():
       return None
@@ -136,32 +134,32 @@ class Gpt3(transformer_lm_spmd.TransformerLmSpmd):
     )
 
   def shrink(self) -> Any:
-    """Returns a toy; its few positions are those of its rows."""
+    """Returns a toy-sized version with `length` positions."""
     return super().shrink().replace(max_positions=None)
 
 
 class MlPerfGpt3(Gpt3):
-  """GPT-3 with the learning rate that MLPerf prescribes for each batch."""
+  """GPT-3 with MLPerf's learning rate for each batch size."""
 
   vocab_size = 51_200
   summary_every_steps = 1
 
   @property
   def learning_rate(self) -> float:  # pyrefly: ignore[bad-override]
-    """2e-5, or 3e-5 for more than 3,584 rows."""
+    """2e-5, or 3e-5 for more than 3,584 sequences."""
     return 2e-5 if self.global_batch_size <= 3584 else 3e-5
 
   @property
   def warmup_steps(self) -> int:  # pyrefly: ignore[bad-override]
-    """As many rows as 265 steps of 1,536."""
+    """As many sequences as 265 steps of 1,536."""
     return math.ceil(265 * _MLPERF_BATCH / self.global_batch_size)
 
   @property
   def decay_steps(self) -> int:  # pyrefly: ignore[bad-override]
-    """As many rows as 108,600 steps of 1,536."""
+    """As many sequences as 108,600 steps of 1,536."""
     return math.ceil(108_600 * _MLPERF_BATCH / self.global_batch_size)
 
   @property
   def num_train_steps(self) -> int:  # pyrefly: ignore[bad-override]
-    """Until the learning rate has decayed."""
+    """`decay_steps`."""
     return self.decay_steps

@@ -1,7 +1,6 @@
-"""Models like Llama (Touvron et al. 2023, https://arxiv.org/abs/2302.13971).
+"""Llama models (Touvron et al. 2023, https://arxiv.org/abs/2302.13971).
 
-Root-mean-square norm before each part, rotary positions, gated feed-forward
-layers with SiLU, and no biases.
+Pre-norm layers with RMS norm, rotary positions, SwiGLU and no biases.
 """
 
 from typing import Any
@@ -20,11 +19,11 @@ from paxon.tasks.lm import decoder
 
 
 class LlamaLm(decoder.Decoder):
-  """The base of `params.llama`, and of the Llamas of `params.gpu`.
+  """Base class of `params.llama` and of the Llama models in `params.gpu`.
 
   Attributes:
-    num_kv_heads: Number of key/value heads; divides `num_heads`.
-    rotary_wavelength: Of the slowest pair of features.
+    num_kv_heads: Number of key/value heads; must divide `num_heads`.
+    rotary_wavelength: Maximum wavelength of rotary positions.
   """
 
   dtype = "bfloat16"
@@ -34,7 +33,7 @@ class LlamaLm(decoder.Decoder):
   rotary_wavelength: float = 10_000.0
 
   def norm(self) -> fdl.Config[Any]:
-    """Returns a root-mean-square norm."""
+    """Returns an RMS norm."""
     return fdl.Config(rms_norm.RmsNorm, epsilon=1e-5)
 
   def attention(self) -> fdl.Config[Any]:
@@ -51,15 +50,15 @@ class LlamaLm(decoder.Decoder):
     )
 
   def feed_forward(self) -> fdl.Config[Any]:
-    """Returns a gated layer."""
+    """Returns a gated feed-forward layer."""
     return fdl.Config(feed_forward.GatedFeedForward, mlp_dim=self.mlp_dim)
 
   def head(self) -> fdl.Config[Any] | None:
-    """Returns a head of its own."""
+    """Returns a separate head."""
     return fdl.Config(unembedding.Unembedding, vocab_size=self.vocab_size)
 
   def shrink(self) -> Any:
-    """Returns a toy that still groups heads where the model does."""
+    """Returns a toy-sized version with grouped heads if the model has them."""
     groups = self.num_heads // self.num_kv_heads
     toy = super().shrink()
     return toy.replace(num_kv_heads=max(1, toy.num_heads // groups))

@@ -1,6 +1,6 @@
 """Data of language-modeling experiments: synthetic tokens and text.
 
-Each class gives an experiment its `datasets`; mix it with a model's family:
+Each class defines `datasets`; combine it with a model family:
 
   class MyModel(lm_data.Text, MyFamily):
     train_files = "/data/c4/en/c4-train.0000?-of-01024.json.gz"
@@ -25,12 +25,12 @@ _C4 = "c4/en/c4-train.0000?-of-01024.json.gz"
 
 
 class Synthetic(experiment.Experiment):
-  """Tokens that cost nothing to read, to measure speed with.
+  """Synthetic tokens, to measure speed.
 
   Attributes:
-    length: Tokens of a row.
-    vocab_size: Ids are below it.
-    random_seed: The seed of random tokens; None makes every token a 1.
+    length: Sequence length in tokens.
+    vocab_size: Token ids are below it.
+    random_seed: Seed of random tokens; None sets every token to 1.
   """
 
   length: int
@@ -38,7 +38,7 @@ class Synthetic(experiment.Experiment):
   random_seed: int | None = None
 
   def datasets(self) -> dict[str, fdl.Config]:
-    """Returns endless batches, and one to evaluate on."""
+    """Returns endless training batches and one validation batch."""
     shared: dict[str, Any] = {
       "global_batch_size": self.global_batch_size,
       "length": self.length,
@@ -56,18 +56,19 @@ class Synthetic(experiment.Experiment):
 class Text(experiment.Experiment):
   """Documents in files of JSON lines, as C4 is distributed.
 
-  A run needs `train_files`. Without them everything but reading works: plans,
-  lints, comparisons. Without `validation_files` nothing is evaluated. Tokens
-  are bytes, whatever the size of the vocabulary: losses per token are losses
-  per byte, and the speed of a step is that of any tokenizer.
+  A run requires `train_files`; plans, lints and comparisons work without them.
+  Without `validation_files` there is no evaluation. Tokens are bytes for any
+  `vocab_size`, so losses are per byte; the step time does not depend on the
+  tokenizer.
 
   Attributes:
-    length: Tokens of a row.
-    documents: `files`, or the source text that comes with Python, which lies
-      on every machine and has two million words.
-    train_files: A path or a pattern; see `inputs.json_lines`.
-    validation_files: The same, of what is held out.
-    text_key: Which string of a JSON object is the document.
+    length: Sequence length in tokens.
+    documents: `files`, or `python_stdlib`, the source code of Python's standard
+      library, which needs no download.
+    train_files: Path or pattern of the training files; see
+      `inputs.json_lines`.
+    validation_files: Path or pattern of the validation files.
+    text_key: Key of the document in a JSON object.
   """
 
   length: int
@@ -77,14 +78,14 @@ class Text(experiment.Experiment):
   text_key: str = "text"
 
   def of_data(self) -> dict[str, Any]:
-    """Returns the tokenizer, and the metric of texts."""
+    """Returns the tokenizer and the metric bits per byte."""
     return {
       "metrics": (metrics.bits_per_byte,),
       "tokenizer": fdl.Config(byte_tokenizer.ByteTokenizer),
     }
 
   def datasets(self) -> dict[str, fdl.Config]:
-    """Returns shuffled text without an end, and what is held out, once."""
+    """Returns endless shuffled training text and one validation epoch."""
     train = self._source("train", self.train_files)
     held_out = self._source("validation", self.validation_files)
     if train is None:
@@ -122,7 +123,7 @@ class Text(experiment.Experiment):
     return splits
 
   def shrink(self) -> Any:
-    """Returns a toy that reads Python's own source text."""
+    """Returns a toy-sized version that reads Python's standard library."""
     return super().shrink().replace(documents="python_stdlib")
 
   def _source(self, split: str, files: str | None) -> fdl.Config | None:
@@ -134,6 +135,6 @@ class Text(experiment.Experiment):
     return fdl.Config(json_lines.JsonLines, files=files, text_key=text_key)
 
   def _eval_batch_size(self) -> int:
-    # Rows of a toy are short, and a step costs the same for more of them.
+    # Sequences of a toy are short, so a larger batch costs little.
     factor = 16 if self.documents == "python_stdlib" else 1
     return factor * self.global_batch_size

@@ -1,8 +1,8 @@
-"""BERTs as Pax trains them: the layers of `transformer_lm_spmd`, both ways.
+"""BERT as in Pax: `transformer_lm_spmd` with bidirectional attention.
 
-Tokens are hidden while training (Devlin et al. 2018,
-https://arxiv.org/abs/1810.04805): each step hides others of the same text.
-There is one text to a document, no types and no second objective, as in Pax.
+Tokens are masked at random in each step (Devlin et al. 2018,
+https://arxiv.org/abs/1810.04805). As in Pax, there are no token types and no
+next-sentence prediction.
 """
 
 from typing import Any
@@ -15,17 +15,17 @@ from paxon.layers.models import masked_lm, random_masking
 from paxon.learners import adafactor
 from paxon.tasks.lm import transformer_lm_spmd
 
-# Of WordPiece's vocabulary.
+# In WordPiece's vocabulary.
 _MASK = 103
 
 
 class MaskedTransformerLm(transformer_lm_spmd.TransformerLmSpmd):
-  """The base of `params.bert`.
+  """Base class of `params.bert`.
 
   Attributes:
-    mask_id: The id that hides a token.
-    masked_share: Share of the tokens that are predicted.
-    label_smoothing: Share of the probability given to all tokens evenly.
+    mask_id: Id of the mask token.
+    masked_share: Share of tokens to mask and predict.
+    label_smoothing: Probability spread evenly over the vocabulary.
   """
 
   length = 512
@@ -37,7 +37,7 @@ class MaskedTransformerLm(transformer_lm_spmd.TransformerLmSpmd):
   label_smoothing: float = 0.0
 
   def attention(self) -> fdl.Config[Any]:
-    """Returns attention that reads both ways."""
+    """Returns bidirectional attention."""
     attention = super().attention()
     attention.mask = fdl.Config(attention_mask.MaskRules, causal=False)
     return attention
@@ -67,12 +67,12 @@ class MaskedTransformerLm(transformer_lm_spmd.TransformerLmSpmd):
 
 
 class AdafactorMaskedLm(MaskedTransformerLm):
-  """The same with Adafactor, whose updates are not scaled by parameters."""
+  """`MaskedTransformerLm` with Adafactor, not scaled by parameter RMS."""
 
   learning_rate = 2.5e-4
 
   def optimizer(self) -> fdl.Config[Any]:
-    """Returns Adafactor with a momentum."""
+    """Returns Adafactor with momentum."""
     return fdl.Config(
       adafactor.Adafactor,
       schedule=self.schedule(),

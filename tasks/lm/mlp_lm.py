@@ -1,7 +1,6 @@
-"""Language models of one token: a multilayer perceptron per position.
+"""MLP language models: the next token from the current token alone.
 
-Pax's smallest scaling experiments. The next token is predicted from the token
-before it alone, by layers without residual.
+Pax's smallest scaling experiments. Layers have no residual connections.
 """
 
 from collections.abc import Sequence
@@ -24,16 +23,16 @@ _TOY_WIDTH = 32
 
 
 class TokenWise(nn.Module):
-  """Parts one after another, as the stack of a `DecoderLm`.
+  """A sequence of layers, as the stack of a `DecoderLm`.
 
   Attributes:
-    parts: Each maps [B,T,D] to [B,T,D'].
+    parts: Layers; each maps [B,T,D] to [B,T,D'].
   """
 
   parts: Sequence[nn.Module]
 
   def __post_init__(self) -> None:
-    # A tuple keeps the module hashable where a list was given.
+    # A tuple is hashable.
     self.parts = tuple(self.parts)
     super().__post_init__()
 
@@ -43,7 +42,7 @@ class TokenWise(nn.Module):
     *args: jax.Array,
     **kwargs: Any,
   ) -> Float[Array, "batch length embed"]:
-    """Returns what the parts make of each token, wherever it stands."""
+    """Applies the layers to each token."""
     del args, kwargs
     for part in self.parts:
       x = part(x)
@@ -51,16 +50,16 @@ class TokenWise(nn.Module):
 
 
 class MlpLm(experiment.Experiment):
-  """The base of `lm_cloud.LargeMlp` and `SmallMlp`.
+  """Base class of `lm_cloud.LargeMlp` and `SmallMlp`.
 
   Attributes:
-    length: Tokens of a row.
-    num_layers: Number of layers, the first and the last included.
-    embed_dim: Width of the input and of the output, and number of tokens.
-    mlp_dim: Width of the layers between.
-    learning_rate: The highest.
-    warmup_steps: Steps until the highest learning rate.
-    weight_decay: Share of a parameter that is subtracted at rate one.
+    length: Sequence length in tokens.
+    num_layers: Number of layers, including the first and the last.
+    embed_dim: Width of the input and output, and size of the vocabulary.
+    mlp_dim: Width of the hidden layers.
+    learning_rate: Peak learning rate.
+    warmup_steps: Warmup steps of the learning rate.
+    weight_decay: Decoupled weight decay, multiplied by the learning rate.
   """
 
   num_train_steps = 10
@@ -77,11 +76,11 @@ class MlpLm(experiment.Experiment):
 
   @property
   def vocab_size(self) -> int:
-    """As many tokens as features, as in Pax."""
+    """`embed_dim`, as in Pax."""
     return self.embed_dim
 
   def task(self) -> fdl.Config[task_lib.Task]:
-    """Returns the model and how it learns."""
+    """Returns the model and its learner."""
     hidden = [
       fdl.Config(
         linear.Linear,
@@ -130,7 +129,7 @@ class MlpLm(experiment.Experiment):
     )
 
   def shrink(self) -> Any:
-    """Returns a toy with as many layers."""
+    """Returns a toy-sized version with as many layers."""
     return (
       super()
       .shrink()

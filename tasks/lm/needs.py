@@ -10,10 +10,10 @@ from paxon.runner import experiment, user_error
 
 
 class MissingPartError(user_error.UserError):
-  """An experiment needs a package that does not exist yet.
+  """An experiment requires a package that does not exist yet.
 
   Attributes:
-    package: The folder that will have the part.
+    package: Folder of the missing package.
   """
 
   def __init__(self, text: str, *, package: str) -> None:
@@ -26,8 +26,8 @@ def refuse(made: experiment.Experiment, package: str, what: str) -> NoReturn:
 
   Args:
     made: The experiment.
-    package: The folder that will have the part, such as `layers/moe`.
-    what: What that part is, and what can be done without.
+    package: Folder of the missing package, such as `layers/moe`.
+    what: Explanation of what is missing and of alternatives.
   """
   name = type(made).__name__
   raise MissingPartError(f"{name} needs {package}: {what}", package=package)

@@ -32,20 +32,19 @@ class Pipelining(experiment.Experiment):
 
   Attributes:
     num_layers: Number of layers.
-    num_stages: Number of stages; None is no pipeline.
-    num_pipeline_microbatches: Number of microbatches of a batch.
-    pipeline_microbatch_size: Sequences of a microbatch, over all devices.
-    circular_repeats: How often a microbatch passes through all stages, each of
-      which then holds that many chunks of the layers; None is once.
+    num_stages: Number of stages; None disables the pipeline.
+    num_pipeline_microbatches: Microbatches per batch.
+    pipeline_microbatch_size: Sequences per microbatch, over all devices.
+    circular_repeats: Number of layer chunks per stage; a microbatch passes
+      through all stages as many times. None is 1.
     stream_io: Whether each stage holds a share of the inputs and outputs, so
       that sending them overlaps with compute.
     pipeline_schedule: Order of forward and backward passes in training: `1f1b`,
       `1f1b_two_slots` or `interleaved_two_slots`. None is GPipe: all forward
-      passes, then all backward passes. To use a table of your own, override
+      passes, then all backward passes. For a custom table, override
       `schedule_maker`.
-    pipeline_residuals: What forward passes of a schedule save: `recompute`,
-      the inputs of their layers; `save`, all that gradients need. None is
-      `recompute`.
+    pipeline_residuals: Values that forward passes of a schedule save:
+      `recompute` saves layer inputs, `save` all residuals. None is `recompute`.
   """
 
   num_layers: int

@@ -1,6 +1,6 @@
-"""Experiments that read SeqIO's tasks and mixtures.
+"""SeqIO tasks and mixtures as data of experiments.
 
-Mix these with a model's family, as those of `lm_data`:
+Combine with a model family, as the classes of `lm_data`:
 
   class MyModel(seqio_datasets.SeqIo, MyFamily):
     mixture = "my_mixture"
@@ -8,7 +8,7 @@ Mix these with a model's family, as those of `lm_data`:
     def register(self):
       return fdl.Config(my_tasks.Tasks, folder="/data")
 
-TensorFlow is needed to read, and only then: `bazel run --config=tf ...`.
+Reading requires TensorFlow: `bazel run --config=tf ...`.
 """
 
 from typing import Any, Literal
@@ -35,22 +35,23 @@ _CONVERTERS = {
 
 
 class SeqIo(experiment.Experiment):
-  """A mixture to train on, and tasks whose metrics are evaluated.
+  """A SeqIO mixture for training and tasks for evaluation.
 
   Attributes:
-    length: Tokens of a row.
-    mixture: The name of a task or mixture.
-    train_split: Its split to train on.
-    eval_tasks: The names of tasks, each a split of the experiment.
-    eval_split: Their split.
-    form: What the model sees of a task's features.
-    encoder_length: Tokens of an encoder's row, for `encoder_decoder`.
-    use_cached: Whether tasks are read from SeqIO's cache.
-    index_folder: Where the places of records are kept between runs.
-    begin_id: The input before the first target.
-    end_id: Put after texts that do not end with it; None adds nothing.
-    metric_kinds: Of the tasks' metrics: `score`, and `predict`, which generates
-      a text for each example.
+    length: Sequence length in tokens.
+    mixture: Name of a task or mixture.
+    train_split: Training split of the mixture.
+    eval_tasks: Names of evaluation tasks; each is a split of the experiment.
+    eval_split: Split of the evaluation tasks.
+    form: Feature converter: model inputs from a task's features.
+    encoder_length: Sequence length of the encoder, for `encoder_decoder`.
+    use_cached: Whether to read tasks from SeqIO's cache.
+    index_folder: Folder that keeps record offsets between runs.
+    begin_id: Input before the first target.
+    end_id: Token appended to texts that do not end with it; None appends
+      nothing.
+    metric_kinds: Kinds of metrics to compute: `score`, and `predict`, which
+      generates text for each example.
   """
 
   length: int
@@ -69,15 +70,15 @@ class SeqIo(experiment.Experiment):
   metric_kinds: tuple[str, ...] = ("score", "predict")
 
   def register(self) -> fdl.Config[Any] | None:
-    """Returns what adds the tasks, called before they are looked up."""
+    """Returns a callable that registers the tasks; None if registered."""
     return None
 
   def of_data(self) -> dict[str, Any]:
-    """Returns the mixture's vocabulary; its metrics belong to its tasks."""
+    """Returns the tokenizer of the mixture, and no metrics besides tasks'."""
     return {"metrics": (), "tokenizer": self._tokenizer()}
 
   def datasets(self) -> dict[str, fdl.Config]:
-    """Returns the mixture without an end, and an epoch of each task."""
+    """Returns the endless mixture and one epoch of each evaluation task."""
     shared: dict[str, Any] = {
       "length": self.length,
       "encoder_length": self.encoder_length,
@@ -135,20 +136,19 @@ class SeqIo(experiment.Experiment):
 
 
 class C4(lm_data.Text):
-  """C4 as Pax reads it, where its files are; else as `lm_data.Text`.
+  """C4 as in Pax with a `c4_folder`, else `lm_data.Text`.
 
-  That is SeqIO's mixture `c4_lm_v301_gpt`, split `train2`, packed, an epoch's
-  order by the seed 9876, and the ids of the split
-  `validation_tokenized_5662seqs`; texts begin with 0 and end with 1.
+  Pax trains on SeqIO's mixture `c4_lm_v301_gpt`, split `train2`, packed and
+  shuffled with seed 9876, and evaluates on the token ids of the split
+  `validation_tokenized_5662seqs`. Texts begin with 0 and end with 1.
 
   Attributes:
-    c4_folder: That which has `c4/en/3.0.4` and `c4/en/3.0.5` as TFRecord files
-      of a TensorFlow data set.
-    vocabulary_file: The SentencePiece model.
-    index_folder: Where the places of the records are kept between runs; needs
+    c4_folder: Folder with the TensorFlow data sets `c4/en/3.0.4` and
+      `c4/en/3.0.5` as TFRecord files.
+    vocabulary_file: SentencePiece model.
+    index_folder: Folder that keeps record offsets between runs; requires
       `c4_folder`.
-    data_seed: Of the order of texts, with a `c4_folder`; that of `lm_data.Text`
-      is by `seed`.
+    data_seed: Shuffle seed with a `c4_folder`; `lm_data.Text` uses `seed`.
   """
 
   c4_folder: str | None = None
@@ -157,14 +157,14 @@ class C4(lm_data.Text):
   data_seed: int = 9876
 
   def of_data(self) -> dict[str, Any]:
-    """Returns the vocabulary; where tokens are bytes, their metric too."""
+    """Returns the tokenizer, and bits per byte if tokens are bytes."""
     register = self._register()
     if register is None:
       return super().of_data()
     return {"metrics": (), "tokenizer": self._tokenizer(register)}
 
   def datasets(self) -> dict[str, fdl.Config]:
-    """Returns shuffled text without an end, and what is held out, once."""
+    """Returns endless shuffled training text and one validation epoch."""
     register = self._register()
     seed, folder = self.data_seed, self.index_folder
     text = super().datasets()
@@ -197,7 +197,7 @@ class C4(lm_data.Text):
           task_stream.TaskStream,
           name_in_registry=c4.EVAL,
           split=c4.EVAL_SPLIT,
-          # Its rows end where they end.
+          # Without an end token, since these examples are tokenized already.
           converter=fdl.Config(feature_converters.LanguageModel, begin_id=0),
           shuffle_seed=None,
           num_epochs=1,
@@ -210,7 +210,7 @@ class C4(lm_data.Text):
     }
 
   def shrink(self) -> Any:
-    """Returns a toy that reads Python's own source text."""
+    """Returns a toy-sized version that reads Python's standard library."""
     real = ("c4_folder", "vocabulary_file", "index_folder")
     return super().shrink().replace(**dict.fromkeys(real))
 

@@ -1,6 +1,6 @@
-"""A tiny experiment over SeqIO's tasks, for tests that start it.
+"""A tiny experiment on SeqIO tasks, for tests that run it in a process.
 
-As a program this is the process that forks those of a test.
+As a program, it is the server that forks the processes of a test.
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ from paxon.tasks.lm import seqio_datasets
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class SlowInput(packed_input.PackedInput):
-  """Waits before each batch, so that a test can kill a run in the middle."""
+  """An input that waits before each batch, so that a test can kill a run."""
 
   delay: float = 0.0
 
   def get_next(self) -> base_input.Batch:
-    """Returns the next batch, later."""
+    """Returns the next batch after the delay."""
     time.sleep(self.delay)
     return super().get_next()
 
@@ -42,7 +42,7 @@ class TinySeqIo(seqio_datasets.SeqIo, testing.TinyLm):
   folder: str = ""
 
   def register(self) -> fdl.Config[Any]:
-    """Returns what adds the tasks of the texts in `folder`."""
+    """Returns a callable that registers the tasks for `folder`."""
     return fdl.Config(
       seqio_testing.Tasks,
       folder=self.folder,
@@ -51,14 +51,14 @@ class TinySeqIo(seqio_datasets.SeqIo, testing.TinyLm):
     )
 
   def task(self) -> fdl.Config[task_lib.Task]:
-    """Returns the tiny model, with the mixture's vocabulary."""
+    """Returns the tiny model with the tokenizer of the mixture."""
     task = super().task()
     for name, value in self.of_data().items():
       setattr(task, name, value)
     return task
 
   def datasets(self) -> dict[str, fdl.Config]:
-    """Returns the mixture, slowly, and the task to evaluate."""
+    """Returns the mixture, delayed, and the evaluation task."""
     splits = super().datasets()
     fdl.update_callable(splits["train"], SlowInput)
     splits["train"].delay = self.delay
@@ -67,12 +67,12 @@ class TinySeqIo(seqio_datasets.SeqIo, testing.TinyLm):
   def generation(
     self,
   ) -> fdl.Config[generation_lib.GenerationSettings] | None:
-    """Returns what to sample, if anything: the tasks' metrics generate too."""
+    """Returns settings if `max_new_tokens` is set."""
     return super().generation() if self.max_new_tokens else None
 
 
 def command_line(arguments: list[str]) -> int:
-  """Is `main` with the experiments of tests."""
+  """Runs `main` with the experiments of tests."""
   main.run(("paxon.tasks",), ["main", *arguments])
 
 

@@ -1,7 +1,6 @@
 """Baselines (xz and trigrams) on the splits of an experiment.
 
-For experiments whose splits are streams of one source of text each; the
-quickstart, which reads documents, has its own.
+Each split must read one source of text through `Examples`.
 """
 
 from collections.abc import Mapping
@@ -15,11 +14,11 @@ from paxon.inputs import text_baselines
 def of_splits(
   splits: Mapping[str, fdl.Config[Any]],
 ) -> fdl.Config[text_baselines.TextBaselines] | None:
-  """Returns baselines on the text of two splits.
+  """Returns baselines on the text of two splits; None without `validation`.
 
   Args:
     splits: `train` and `validation`, each a `PackedInput` with a tokenizer and
-      `Examples`; without the latter there is nothing to compare.
+      `Examples`.
   """
   if "validation" not in splits:
     return None

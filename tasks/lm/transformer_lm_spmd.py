@@ -1,22 +1,19 @@
-"""The dense language models of Pax: one family, from 1 B to 1 T parameters.
+"""Pax's dense language models, from 1 B to 1 T parameters.
 
-Pre-norm layers of attention with capped logits and a feed-forward layer, layer
-norm, sines as positions, and a head tied to the embedding; computed in
-bfloat16, with float32 parameters and Adam.
+Pre-norm layers with soft-capped attention logits, layer norm, sinusoidal
+positions and a head tied to the embedding; computed in bfloat16, with float32
+parameters and Adam.
 
-What differs from Pax, and why:
+Differences from Pax:
 
-* Queries are scaled by `head_dim ** -0.5`; Pax learns a factor per feature of a
-  head on top (0.0001 % of the parameters), which later models dropped.
-* The head has no bias on the logits (another 0.002 %).
-* Initial weights are truncated normal, scaled by their true fan-in, instead of
-  Xavier's uniform ones, so that depth and width do not change the size of
-  activations.
-* Moments, the norm of gradients and the schedule are the same, but the first
-  step has a learning rate above zero, and training ends where the learning
-  rate's decay ends (Pax: after 10 million steps, which nobody waits for).
-* The mesh is named: Pax's axes replica, data and mdl are `data`, `fsdp` and
-  `tensor`.
+* Queries are scaled by `head_dim ** -0.5`; Pax also learns a scale per feature
+  of a head (0.0001 % of the parameters), which later models dropped.
+* The head has no bias (0.002 % of the parameters).
+* Initialization is truncated normal, scaled by the fan-in, instead of Xavier
+  uniform, so that the scale of activations does not depend on depth and width.
+* The first step has a learning rate above zero, and training ends with the
+  decay of the learning rate; Pax's ends after 10 million steps.
+* Pax's mesh axes replica, data and mdl are `data`, `fsdp` and `tensor`.
 """
 
 from collections.abc import Callable
@@ -50,14 +47,14 @@ SAVE_ATTENTION = remat.save_only(*remat.ATTENTION)
 
 
 class TransformerLmSpmd(decoder.Decoder):
-  """The base of `lm_cloud`, `c4`, `c4_multislice` and `optimal_scaling`.
+  """Base class of `lm_cloud`, `c4`, `c4_multislice` and `optimal_scaling`.
 
   Attributes:
-    activation: Of the feed-forward layers.
-    attention_logit_cap: Bends the logits of attention into this range.
-    init_stddev: Standard deviation of all initial weights; None is each part's
-      own.
-    decay_steps: The step at which the learning rate ends, at a tenth.
+    activation: Activation of the feed-forward layers.
+    attention_logit_cap: Soft-cap of the attention logits; None disables it.
+    init_stddev: Standard deviation of all initial weights; None uses each
+      layer's default initializer.
+    decay_steps: Step at which the learning rate reaches a tenth of the peak.
   """
 
   num_train_steps = _STEPS_OF_DECAY
@@ -65,8 +62,8 @@ class TransformerLmSpmd(decoder.Decoder):
   eval_every_steps = 100
   summary_every_steps = 100
   dtype = "bfloat16"
-  # Between layers nothing else is saved, and of 142 layers that is most of the
-  # memory: it is split over `tensor` too, as in Pax.
+  # As in Pax, saved layer inputs, most of the memory of deep models, are split
+  # over `tensor` too.
   rules = "2d"
 
   length = 1024
@@ -85,16 +82,16 @@ class TransformerLmSpmd(decoder.Decoder):
 
   @property
   def mlp_dim(self) -> int:  # pyrefly: ignore[bad-override]
-    """Four times the width."""
+    """Four times `embed_dim`."""
     return 4 * self.embed_dim
 
   @property
   def num_heads(self) -> int:  # pyrefly: ignore[bad-override]
-    """As many heads as make up the width."""
+    """`embed_dim // head_dim`."""
     return self.embed_dim // self.head_dim
 
   def initial(self, *fields: str) -> dict[str, fdl.Config[Any]]:
-    """Returns the named fields of a part, if `init_stddev` sets them."""
+    """Returns initializers for the named fields if `init_stddev` is set."""
     if self.init_stddev is None:
       return {}
     return {
@@ -107,7 +104,7 @@ class TransformerLmSpmd(decoder.Decoder):
     return fdl.Config(layer_norm.LayerNorm)
 
   def embedding(self) -> fdl.Config[embedding.Embedding]:
-    """Returns a table whose rows are scaled to entries of size one."""
+    """Returns a token embedding scaled by the square root of its width."""
     return fdl.Config(
       embedding.Embedding,
       vocab_size=self.vocab_size,
@@ -117,11 +114,11 @@ class TransformerLmSpmd(decoder.Decoder):
     )
 
   def position_embedding(self) -> fdl.Config[Any] | None:
-    """Returns sines."""
+    """Returns sinusoidal positions."""
     return fdl.Config(position_embedding.SinusoidalPositions)
 
   def attention(self) -> fdl.Config[Any]:
-    """Returns attention with one kernel for queries, keys and values."""
+    """Returns attention with combined query, key and value projections."""
     return fdl.Config(
       grouped_query.GroupedQueryAttention,
       num_heads=self.num_heads,
@@ -136,7 +133,7 @@ class TransformerLmSpmd(decoder.Decoder):
     )
 
   def feed_forward(self) -> fdl.Config[Any]:
-    """Returns a layer without gates."""
+    """Returns a feed-forward layer without gates."""
     return fdl.Config(
       feed_forward.FeedForward,
       mlp_dim=self.mlp_dim,
@@ -145,7 +142,7 @@ class TransformerLmSpmd(decoder.Decoder):
     )
 
   def schedule(self) -> fdl.Config[Any]:
-    """Returns the learning rate: an exponential decay to a tenth."""
+    """Returns an exponential schedule that ends at a tenth of the peak."""
     return fdl.Config(
       schedules.WarmupExponential,
       peak=self.learning_rate,
@@ -155,7 +152,7 @@ class TransformerLmSpmd(decoder.Decoder):
     )
 
   def cosine_schedule(self) -> fdl.Config[Any]:
-    """Returns half a cosine, down to a tenth: what GPT-3's heirs take."""
+    """Returns a cosine schedule that ends at a tenth of the peak."""
     return fdl.Config(
       schedules.WarmupCosine,
       peak=self.learning_rate,
@@ -165,7 +162,7 @@ class TransformerLmSpmd(decoder.Decoder):
     )
 
   def optimizer(self) -> fdl.Config[Any]:
-    """Returns Adam, whose updates are clipped by their RMS."""
+    """Returns Adam with updates clipped by their RMS."""
     return fdl.Config(
       adamw.AdamW,
       schedule=self.schedule(),
@@ -177,5 +174,5 @@ class TransformerLmSpmd(decoder.Decoder):
     )
 
   def retention(self) -> fdl.Config[training.Retention]:
-    """Returns Pax's choice: the ten newest."""
+    """Returns Pax's retention: the ten newest checkpoints."""
     return fdl.Config(training.Retention, newest=10)

@@ -1,1 +1,1 @@
-"""Golden plans: what experiments take on hardware, as files to compare with."""
+"""Golden plans: plans of experiments on target hardware, stored as files."""

@@ -20,7 +20,7 @@ _WRONG_USE = 2
 
 
 def main(argv: list[str]) -> int:
-  """Returns 0, 1 where plans differ, or 2 after one line on stderr."""
+  """Returns 0, 1 if plans differ, or 2 for wrong usage."""
   parser = argparse.ArgumentParser(
     prog="tools/plans", description="Golden plans of experiments."
   )

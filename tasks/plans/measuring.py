@@ -1,4 +1,4 @@
-"""Makes a golden plan: `--mode=plan` for one pair, without its cache."""
+"""Maker of golden plans: `--mode=plan` for one pair, without cache."""
 
 import datetime
 import time
@@ -13,10 +13,10 @@ _TIME_LIMIT = 1800.0
 
 
 def measure(pair: pairs.Pair) -> golden.GoldenPlan:
-  """Lints and compiles.
+  """Lints and compiles a pair.
 
   Args:
-    pair: What to plan.
+    pair: Experiment and target.
 
   Raises:
     UserError: The experiment cannot run on the target, or the target's compiler

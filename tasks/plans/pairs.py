@@ -1,7 +1,7 @@
 """Pairs of experiments and targets with golden plans.
 
-A pair's file lies in `files/`; its name is made of the experiment's class and
-the target: `LmCloudSpmd2B.h200_4x8.json`.
+The plan of a pair is stored in `files/`, named after the experiment and the
+target: `LmCloudSpmd2B.h200_4x8.json`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,12 +26,11 @@ class Pair:
   """An experiment on a target.
 
   Attributes:
-    experiment: As `--exp` takes it.
-    target: As `--target` takes it.
-    assigned: Knobs that the target asks for; what else is the experiment's.
-    attention: Whose kernel computes attention, where there are two: `cudnn` or
-      `plain`.
-    quantization: The recipe of its products, if it has one.
+    experiment: Value of `--exp`.
+    target: Value of `--target`.
+    assigned: Knob values for the target.
+    attention: Attention kernel, `cudnn` or `plain`, if there are plans of both.
+    quantization: Quantization recipe, if any.
   """
 
   experiment: str
@@ -42,7 +41,7 @@ class Pair:
 
   @property
   def name(self) -> str:
-    """The name of its file, without the ending."""
+    """Name of its file, without extension."""
     target = re.sub(r"[^a-z0-9]+", "_", self.target).strip("_")
     variants = filter(None, (self.attention, self.quantization))
     experiment = self.experiment.rpartition(".")[2]
@@ -50,12 +49,12 @@ class Pair:
 
   @property
   def path(self) -> pathlib.Path:
-    """Its file."""
+    """Path of its file."""
     return FOLDER / f"{self.name}.json"
 
   @property
   def overrides(self) -> list[overrides_lib.Override]:
-    """The assignments, as the command line would make them."""
+    """Overrides, as on the command line."""
     assigned = dict(self.assigned)
     if self.attention == "plain":
       assigned["attention_kernel"] = "layers.attention.kernels.plain"
@@ -65,12 +64,12 @@ class Pair:
 
   @property
   def parsed_target(self) -> targets.Target:
-    """The target."""
+    """The parsed target."""
     return targets.parse(self.target)
 
   @property
   def missing(self) -> tuple[str, ...]:
-    """The distributions that its compiler lacks here."""
+    """Distributions that its compiler needs and that are not installed."""
     missing = topology.missing(self.parsed_target)
     if not missing and self.attention == "cudnn":
       return topology.missing_for_cudnn()
@@ -80,7 +79,7 @@ class Pair:
     """Returns the contents of its file.
 
     Raises:
-      UserError: There is no file.
+      UserError: The file does not exist.
     """
     if not self.path.exists():
       raise user_error.UserError(
@@ -97,7 +96,7 @@ def _pairs() -> Iterator[Pair]:
     f"{_PARAMS}quickstart.PythonStdlibLm", "h200:1x8", {"mesh": "fsdp=-1"}
   )
   cloud = f"{_PARAMS}lm_cloud.LmCloudSpmd"
-  # Eight rows a device, as on TPUs. Hosts share their gradients only.
+  # Eight sequences per device, as on TPUs; data parallelism between hosts.
   for hosts, gpus in ((1, 1), (1, 8), (4, 8), (64, 8)):
     mesh = f"fsdp={gpus}" + (f",dcn.data={hosts}" if hosts > 1 else "")
     yield Pair(
@@ -112,16 +111,16 @@ def _pairs() -> Iterator[Pair]:
     quantization="fp8",
   )
   yield Pair(f"{cloud}2B", "v4:2x2x1")
-  # cuDNN's library is large, so CI compiles these with plain attention too.
+  # CI compiles plain attention too, since cuDNN's library is large.
   gpt2, llama = (
     f"{_PARAMS}{name}" for name in ("gpt2.Gpt2Small124M", "llama.Llama3_8B")
   )
   yield Pair(gpt2, "h200:1x1", attention="cudnn")
-  # Whose logits take more memory: half of the rows.
+  # Half the batch, since plain attention needs more memory.
   yield Pair(gpt2, "h200:1x1", {"global_batch_size": "32"}, attention="plain")
   yield Pair(llama, "h200:1x8", attention="cudnn")
   yield Pair(llama, "h200:1x8", attention="plain")
-  # Split over hosts as well: their adapters are fast enough.
+  # FSDP over hosts too: their network adapters are fast enough.
   yield Pair(
     llama,
     "h200:4x8",
@@ -140,7 +139,7 @@ def find(patterns: Iterable[str]) -> list[Pair]:
   """Returns the pairs whose names match one of the patterns.
 
   Args:
-    patterns: Names with * and ?; none means every pair.
+    patterns: Names with * and ?; none selects all pairs.
 
   Raises:
     UserError: A pattern matches nothing.

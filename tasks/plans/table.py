@@ -1,4 +1,4 @@
-"""The page `docs/plans.md`, generated from the golden plans."""
+"""Generator of `docs/plans.md`, from the golden plans."""
 
 from collections.abc import Iterable
 import textwrap
@@ -46,7 +46,7 @@ def text() -> str:
   """Returns the page.
 
   Raises:
-    UserError: A pair has no file.
+    UserError: The file of a pair does not exist.
   """
   plans = [pair.read() for pair in pairs.PAIRS]
   return "".join(
@@ -93,7 +93,7 @@ def _row(plan: golden.GoldenPlan) -> tuple[str, ...]:
 
 
 def _variant(plan: golden.GoldenPlan) -> str:
-  """How a plan differs from others of its experiment on its target."""
+  """Returns the variant of a plan: attention and quantization."""
   words = ""
   for override in plan.overrides:
     name, _, value = override.removeprefix("--fdl.").partition("=")

@@ -1,1 +1,1 @@
-"""Experiments of language modelling, one module per family."""
+"""Language-modeling experiments, one module per family."""

@@ -1,15 +1,15 @@
 """Pax's masked language models, up to 200 B parameters.
 
-Sizes, batches and meshes are those of `paxml/tasks/lm/params/bert.py`; see
-`tasks.lm.masked_lm` for the models, and `c4` for the text they read. Pax reads
-MLPerf's files of masked word pieces.
+Sizes, batches and meshes are those of `paxml/tasks/lm/params/bert.py`. Models
+are described in `tasks.lm.masked_lm`, data in `c4`; Pax reads MLPerf's files of
+masked word pieces.
 """
 
 from paxon.tasks.lm import lm_data, masked_lm, transformer_lm_spmd
 
 
 class BertAdamL4H128(lm_data.Text, masked_lm.MaskedTransformerLm):
-  """5 M parameters, whole on each device: Pax's pmap, 8 per device."""
+  """5 M parameters replicated on each device (Pax's pmap), 8 sequences."""
 
   learning_rate = 1e-3
   dtype = "bfloat16"

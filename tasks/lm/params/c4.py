@@ -1,19 +1,18 @@
-"""Pax's dense language models of C4.
+"""Pax's dense language models trained on C4.
 
-Sizes, batches and meshes are those of `paxml/tasks/lm/params/c4.py`; see
-`tasks.lm.transformer_lm_spmd` for what the models are and what differs.
+Sizes, batches and meshes are those of `paxml/tasks/lm/params/c4.py`. Models and
+differences from Pax are described in `tasks.lm.transformer_lm_spmd`.
 
-The text is in files that you name, of JSON lines, compressed or not:
+Text comes from files of JSON lines, compressed or not:
 
   bazel run //runner:main -- --exp=tasks.lm.params.c4.C4Spmd1BAdam4Replicas \
       --fdl.train_files='c4/en/c4-train.0000?-of-01024.json.gz' \
       --fdl.validation_files='c4/en/c4-validation.*.json.gz'
 
-Those are read as bytes. Where the files of Pax's SeqIO mixture and its
-vocabulary are, `--fdl.c4_folder` and `--fdl.vocabulary_file` name them, and
-tokens are Pax's: see `tasks.lm.seqio_datasets`. What each takes is in
-`docs/experiments.md`, and in `docs/plans.md` from plans; none was run at its
-size.
+Tokens are bytes. To read Pax's SeqIO mixture with its vocabulary, set
+`--fdl.c4_folder` and `--fdl.vocabulary_file`; see `tasks.lm.seqio_datasets`.
+`docs/experiments.md` lists memory and FLOPs, `docs/plans.md` has plans. None
+was run at full size.
 """
 
 from flax import linen as nn
@@ -28,7 +27,7 @@ from paxon.tasks.lm import (
 
 
 class LmCloudSpmdAdam(lm_data.Synthetic, transformer_lm_spmd.TransformerLmSpmd):
-  """0.2 B parameters in float32, 8 chips, 16 sequences per chip, synthetic."""
+  """0.2 B float32 parameters on 8 chips, 16 synthetic sequences per chip."""
 
   learning_rate = 1e-3
   dtype = "float32"
@@ -46,7 +45,7 @@ class LmCloudSpmdAdamLimitSteps(LmCloudSpmdAdam):
 
 
 class C4SpmdAdam(seqio_datasets.C4, transformer_lm_spmd.TransformerLmSpmd):
-  """1.3 B parameters in float32, 8 chips, 1 sequence per chip (Pax's base)."""
+  """1.3 B float32 parameters on 8 chips, one sequence per chip."""
 
   learning_rate = 1e-3
   dtype = "float32"
@@ -62,7 +61,7 @@ class C4SpmdAdam(seqio_datasets.C4, transformer_lm_spmd.TransformerLmSpmd):
 
 
 class C4Spmd1BAdam4Replicas(C4SpmdAdam):
-  """1.1 B parameters on 4 chips of TPU v4, 32 sequences per chip."""
+  """1.1 B parameters on 4 TPU v4 chips, 32 sequences per chip."""
 
   dtype = "bfloat16"
   remat_policy = remat.save_nothing
@@ -82,14 +81,14 @@ class C4Spmd1BAdam4ReplicasLimitSteps(C4Spmd1BAdam4Replicas):
 
 
 class C4Spmd2BAdam4Replicas(C4Spmd1BAdam4Replicas):
-  """2.1 B parameters on 4 chips of TPU v4, 32 sequences per chip."""
+  """2.1 B parameters on 4 TPU v4 chips, 32 sequences per chip."""
 
   num_layers = 18
   embed_dim = 3072
 
 
 class C4Spmd16BAdam32Replicas(C4Spmd1BAdam4Replicas):
-  """16.5 B parameters on 32 chips of TPU v4, 16 sequences per chip."""
+  """16.5 B parameters on 32 TPU v4 chips, 16 sequences per chip."""
 
   num_layers = 36
   embed_dim = 6144
@@ -98,7 +97,7 @@ class C4Spmd16BAdam32Replicas(C4Spmd1BAdam4Replicas):
 
 
 class C4Spmd32BAdam64Replicas(C4Spmd1BAdam4Replicas):
-  """32.5 B parameters on 64 chips of TPU v4, 8 sequences per chip."""
+  """32.5 B parameters on 64 TPU v4 chips, 8 sequences per chip."""
 
   num_layers = 40
   embed_dim = 8192
@@ -107,9 +106,9 @@ class C4Spmd32BAdam64Replicas(C4Spmd1BAdam4Replicas):
 
 
 class C4SpmdGpt3AdamOrgHP(seqio_datasets.C4, gpt3.Gpt3):
-  """GPT-3 of 175 B parameters in float32: the base of what follows.
+  """GPT-3 of 175 B float32 parameters, base class of the GPT-3 experiments.
 
-  As Pax's, it is too large for its 8 chips.
+  As in Pax, it does not fit on its 8 chips.
   """
 
   dtype = "float32"
@@ -118,9 +117,9 @@ class C4SpmdGpt3AdamOrgHP(seqio_datasets.C4, gpt3.Gpt3):
 
 
 class C4SpmdGpt3AdamOrgHPBS1p5k1536Replicas(C4SpmdGpt3AdamOrgHP):
-  """GPT-3 of 175 B parameters in float32 on 1,536 chips, one sequence per chip.
+  """GPT-3 of 175 B float32 parameters on 1,536 chips, one sequence per chip.
 
-  51,456 rows of the table divide by 24 chips; Pax's 51,200 were padded.
+  The vocabulary is padded from 51,200 to 51,456, which 24 chips divide.
   """
 
   vocab_size = 51_456
@@ -149,7 +148,7 @@ class C4SpmdPipelineAdam(C4SpmdAdam):
 
 
 class C4SpmdPipelineGpt3AdamOrgHP(C4SpmdGpt3AdamOrgHP):
-  """`C4SpmdGpt3AdamOrgHP` in two stages, too large as that is."""
+  """`C4SpmdGpt3AdamOrgHP` in two stages; does not fit on its 8 chips."""
 
   mesh = "stage=2,fsdp=2,tensor=2"
   num_stages = 2
@@ -157,11 +156,11 @@ class C4SpmdPipelineGpt3AdamOrgHP(C4SpmdGpt3AdamOrgHP):
 
 
 class C4SpmdPipelineGpt3AdamOrgHPBS1p5k768Replicas(C4SpmdPipelineGpt3AdamOrgHP):
-  """GPT-3 in float32 on 768 chips: 8 stages of 96, 2 sequences per chip.
+  """GPT-3 in float32 on 768 chips: 8 stages of 96 chips, 2 sequences per chip.
 
-  Pax meant microbatches of 8 rows, 192 of them, but set `MICROBATCH_SIAZE`,
-  which nothing read, and trained with 2; here they have 8. 51,456 rows of the
-  table divide by 12 chips; Pax's 51,200 were padded.
+  Microbatches have 8 sequences, as Pax intended: its `MICROBATCH_SIAZE` was a
+  typing error, so Pax trained with 2. The vocabulary is padded from 51,200 to
+  51,456, which 12 chips divide.
   """
 
   vocab_size = 51_456
@@ -175,9 +174,9 @@ class C4SpmdPipelineGpt3AdamOrgHPBS1p5k768Replicas(C4SpmdPipelineGpt3AdamOrgHP):
 
 
 class C4SpmdPipelineGpt3AdamMLPerfHP(seqio_datasets.C4, gpt3.MlPerfGpt3):
-  """GPT-3 with MLPerf's hyper-parameters: the base of what follows.
+  """GPT-3 with MLPerf's hyper-parameters, base class of MLPerf experiments.
 
-  As Pax's, it is too large for its 8 chips.
+  As in Pax, it does not fit on its 8 chips.
   """
 
   dtype = "float32"
@@ -192,7 +191,7 @@ class C4SpmdPipelineGpt3AdamMLPerfHPBS1p5k768Replicas(
 ):
   """MLPerf's GPT-3 on 768 chips: 8 stages of 96, 2 sequences per chip.
 
-  51,456 rows of the table divide by 12 chips; Pax's 51,200 were padded.
+  The vocabulary is padded from 51,200 to 51,456, which 12 chips divide.
   """
 
   vocab_size = 51_456
@@ -223,7 +222,7 @@ class C4SpmdPipelineGpt3AdamMLPerfHPBS3k768Replicas(
 ):
   """MLPerf's GPT-3 on 768 chips: 4 stages of 192, 4 sequences per chip.
 
-  51,456 rows of the table divide by 12 chips; Pax's 51,200 were padded.
+  The vocabulary is padded from 51,200 to 51,456, which 12 chips divide.
   """
 
   vocab_size = 51_456
@@ -284,8 +283,8 @@ class C4SpmdPipelineGpt3SmallAdam64Replicas(
 ):
   """2.9 B parameters on 64 chips: two stages of 32, 8 sequences per chip.
 
-  Pax's README launches it, but Pax does not define it: this is the experiment
-  for 8 chips with its 512 rows, each stage split over 32 chips instead of 4.
+  Pax's README launches it, but Pax does not define it. It is the experiment for
+  8 chips with the same batch, each stage split over 32 chips instead of 4.
   """
 
   mesh = "stage=2,fsdp=8,tensor=4"

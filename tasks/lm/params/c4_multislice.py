@@ -1,16 +1,16 @@
-"""Pax's dense language models of C4 on several slices.
+"""Pax's dense language models trained on C4 on several TPU slices.
 
 Sizes, batches and meshes are those of `paxml/tasks/lm/params/c4_multislice.py`:
-parameters are split inside a slice (`fsdp`) and repeated in each (`dcn.data`).
-See `c4` for the data, `tasks.lm.transformer_lm_spmd` for the models, and
-`docs/plans.md` for what they take.
+parameters are sharded within a slice (`fsdp`) and replicated across slices
+(`dcn.data`). Data is described in `c4`, models in
+`tasks.lm.transformer_lm_spmd`; `docs/plans.md` has plans.
 """
 
 from paxon.tasks.lm.params import c4
 
 
 class C4Spmd22BAdamMaxText(c4.C4Spmd1BAdam4Replicas):
-  """21.9 B parameters on 8 chips, 16 sequences per chip: MaxText's sizes."""
+  """21.9 B parameters on 8 chips, 16 sequences per chip (MaxText's sizes)."""
 
   num_layers = 48
   embed_dim = 6144
@@ -21,21 +21,21 @@ class C4Spmd22BAdamMaxText(c4.C4Spmd1BAdam4Replicas):
 
 
 class C4Spmd22BAdam1xv4_128(C4Spmd22BAdamMaxText):  # noqa: N801
-  """21.9 B parameters on one slice v4-128 (64 chips), 16 sequences per chip."""
+  """21.9 B parameters on one v4-128 slice (64 chips), 16 sequences per chip."""
 
   global_batch_size = 1024
   mesh = "fsdp=64"
 
 
 class C4Spmd22BAdam2xv4_128(C4Spmd22BAdam1xv4_128):  # noqa: N801
-  """21.9 B parameters on two slices v4-128, 16 sequences per chip."""
+  """21.9 B parameters on two v4-128 slices, 16 sequences per chip."""
 
   global_batch_size = 2048
   mesh = "fsdp=64,dcn.data=2"
 
 
 class C4Spmd22BAdam4xv4_128(C4Spmd22BAdam1xv4_128):  # noqa: N801
-  """21.9 B parameters on four slices v4-128, 16 sequences per chip."""
+  """21.9 B parameters on four v4-128 slices, 16 sequences per chip."""
 
   global_batch_size = 4096
   mesh = "fsdp=64,dcn.data=4"
@@ -60,7 +60,7 @@ class C4Spmd22BAdam4xv4_128LimitSteps(C4Spmd22BAdam4xv4_128):  # noqa: N801
 
 
 class C4Spmd22BAdam1xv4_384(C4Spmd22BAdamMaxText):  # noqa: N801
-  """24.8 B parameters on a slice v4-384 (192 chips), 10 sequences per chip."""
+  """24.8 B parameters on a v4-384 slice (192 chips), 10 sequences per chip."""
 
   num_layers = 24
   embed_dim = 9216
@@ -70,14 +70,14 @@ class C4Spmd22BAdam1xv4_384(C4Spmd22BAdamMaxText):  # noqa: N801
 
 
 class C4Spmd22BAdam2xv4_384(C4Spmd22BAdam1xv4_384):  # noqa: N801
-  """24.8 B parameters on two slices v4-384, 10 sequences per chip."""
+  """24.8 B parameters on two v4-384 slices, 10 sequences per chip."""
 
   global_batch_size = 3840
   mesh = "fsdp=192,dcn.data=2"
 
 
 class C4Spmd22BAdam1xv4_8(C4Spmd22BAdamMaxText):  # noqa: N801
-  """0.9 B parameters on one slice v4-8 (4 chips), 16 sequences per chip."""
+  """0.9 B parameters on one v4-8 slice (4 chips), 16 sequences per chip."""
 
   num_layers = 16
   embed_dim = 2048
@@ -86,14 +86,14 @@ class C4Spmd22BAdam1xv4_8(C4Spmd22BAdamMaxText):  # noqa: N801
 
 
 class C4Spmd22BAdam2xv4_8(C4Spmd22BAdam1xv4_8):  # noqa: N801
-  """0.9 B parameters on two slices v4-8, 16 sequences per chip."""
+  """0.9 B parameters on two v4-8 slices, 16 sequences per chip."""
 
   global_batch_size = 128
   mesh = "fsdp=4,dcn.data=2"
 
 
 class C4Spmd22BAdam4xv4_8(C4Spmd22BAdam1xv4_8):  # noqa: N801
-  """0.9 B parameters on four slices v4-8, 16 sequences per chip."""
+  """0.9 B parameters on four v4-8 slices, 16 sequences per chip."""
 
   global_batch_size = 256
   mesh = "fsdp=4,dcn.data=4"
@@ -120,7 +120,7 @@ class C4Spmd22BAdam4xv4_8LimitSteps(C4Spmd22BAdam4xv4_8):  # noqa: N801
 class C4SpmdGpt3AdamDataParallel2x16x16(c4.C4SpmdGpt3AdamOrgHP):
   """GPT-3 of 175 B parameters for 100 steps on two slices of 256 chips.
 
-  Half a row a chip: `tensor` shares each row among 16.
+  Half a sequence per chip: `tensor` splits each sequence over 16 chips.
   """
 
   dtype = "bfloat16"

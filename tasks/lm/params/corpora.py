@@ -1,9 +1,8 @@
-"""The quickstart's model on texts that Debian packages carry.
+"""The quickstart's model on text from Debian packages.
 
-`WordNetLm` reads definitions through SeqIO, `PythonManualLm` pages through
-Grain. Nothing but the package named in each has to be installed, and the
-libraries that read it: `--config=tf` for the one, `--config=data` for the
-other.
+`WordNetLm` reads definitions through SeqIO (`--config=tf`), `PythonManualLm`
+reads pages through Grain (`--config=data`). Install the Debian package named in
+each.
 """
 
 import dataclasses
@@ -35,25 +34,25 @@ from paxon.tasks.lm.params import quickstart
 
 _WORDNET = "wordnet_definitions"
 _PARTS = ("adj", "adv", "noun", "verb")
-# One example of so many is held out.
+# One example in this many is held out.
 _EVERY = 50
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WordNetTask:
-  """Adds a task to SeqIO's registry: the definitions, as bytes.
+  """Registers a SeqIO task: WordNet's definitions, as bytes.
 
   Attributes:
-    folder: Where `data.noun` and the others are.
+    folder: Folder with `data.noun` and the other data files.
   """
 
   folder: str
 
   def __call__(self) -> None:
-    """Adds it; looks for the files first.
+    """Registers the task.
 
     Raises:
-      FileNotFoundError: They are not there.
+      FileNotFoundError: A data file is missing.
     """
     files = [pathlib.Path(self.folder, f"data.{part}") for part in _PARTS]
     for file in files:
@@ -72,9 +71,9 @@ class WordNetTask:
 
 
 def _definitions(dataset: Any) -> Any:
-  """Returns the words and the definition of each line of data."""
+  """Returns the word and the definition of each line."""
   strings = seqio_library.tensorflow().strings
-  # Lines of the licence begin with two spaces.
+  # Lines of the license begin with two spaces.
   dataset = dataset.filter(lambda line: strings.substr(line, 0, 2) != "  ")
 
   def definition(line: Any) -> dict[str, Any]:
@@ -89,13 +88,13 @@ class _OfExamples(quickstart.PythonStdlibLm):
   """The quickstart's model on numbered examples."""
 
   def baselines(self) -> fdl.Config[text_baselines.TextBaselines] | None:
-    """Returns what xz and a trigram model reach on the same bytes."""
+    """Returns xz and a trigram model on the same bytes."""
     return split_baselines.of_splits(self.datasets())
 
   def _splits(
     self, source: fdl.Config[Any], tokenizer: fdl.Config[Any]
   ) -> dict[str, fdl.Config]:
-    """Returns shuffled examples, and every fiftieth, once."""
+    """Returns shuffled training examples and one epoch of held-out ones."""
 
     def split(is_held_out: bool, rows: int, **order: Any) -> fdl.Config[Any]:
       part = fdl.Config(
@@ -120,7 +119,7 @@ class _OfExamples(quickstart.PythonStdlibLm):
     }
 
   def _unset(self, *, example: str, package: str) -> dict[str, fdl.Config]:
-    """Returns what stands in for text that nobody has named."""
+    """Returns a placeholder that raises an error when read."""
     unset = fdl.Config(
       unset_input.UnsetInput,
       global_batch_size=self.global_batch_size,
@@ -133,23 +132,22 @@ class _OfExamples(quickstart.PythonStdlibLm):
 
 
 class WordNetLm(_OfExamples):
-  """117,659 definitions of WordNet 3.0, 8 MB, through SeqIO.
+  """0.8 M parameters on 117,659 WordNet 3.0 definitions (8 MB), through SeqIO.
 
   apt-get install wordnet-base && bazel run --config=tf //runner:main --
   --exp=tasks.lm.params.corpora.WordNetLm --fdl.folder=/usr/share/wordnet
 
-  Measured 2026-11-22 on a CPU: after its 1,000 steps 2.22 bits per byte on the
-  held-out definitions, where a byte trigram model reaches 3.08 and `xz -9e`
-  2.97.
+  Measured 2026-11-22 on a CPU after 1,000 steps: 2.22 bits per byte on held-out
+  definitions; a byte trigram model reaches 3.08 and `xz -9e` 2.97.
 
   Attributes:
-    folder: Where the package has its data files.
+    folder: Folder with the data files of the package.
   """
 
   folder: str | None = None
 
   def datasets(self) -> dict[str, fdl.Config]:
-    """Returns shuffled definitions, and every fiftieth, once."""
+    """Returns shuffled definitions and one epoch of held-out ones."""
     if self.folder is None:
       return self._unset(example="/usr/share/wordnet", package="wordnet-base")
     register = fdl.Config(WordNetTask, folder=self.folder)
@@ -166,14 +164,14 @@ class WordNetLm(_OfExamples):
     return self._splits(source, tokenizer)
 
   def task(self) -> fdl.Config[Any]:
-    """Returns the quickstart's task with SeqIO's bytes as ids."""
+    """Returns the quickstart's task with SeqIO's byte vocabulary."""
     task = super().task()
     if self.folder is not None:
       task.tokenizer = self._tokenizer()
     return task
 
   def generation(self) -> fdl.Config[generation_lib.GenerationSettings]:
-    """Returns what is sampled at the end."""
+    """Returns settings of the samples at the end of training."""
     settings = super().generation()
     settings.prompts = ("dog: ", "music: ", "quickly: ")
     return settings
@@ -187,23 +185,24 @@ class WordNetLm(_OfExamples):
 
 
 class PythonManualLm(_OfExamples):
-  """497 pages of the manual of Python 3.11, 11 MB, through Grain.
+  """0.8 M parameters on 497 pages of Python's manual (11 MB), through Grain.
 
   apt-get install python3.11-doc && bazel run --config=data //runner:main --
   --exp=tasks.lm.params.corpora.PythonManualLm
   --fdl.folder=/usr/share/doc/python3.11/html/_sources
 
-  Measured 2026-11-21 on a CPU: after its 1,000 steps 2.38 bits per byte on the
-  held-out pages, where a byte trigram model reaches 2.84 and `xz -9e` 2.00.
+  Measured 2026-11-21 on a CPU with Python 3.11's manual after 1,000 steps: 2.38
+  bits per byte on held-out pages; a byte trigram model reaches 2.84 and
+  `xz -9e` 2.00.
 
   Attributes:
-    folder: Where the package has the sources of its pages.
+    folder: Folder with the page sources of the package.
   """
 
   folder: str | None = None
 
   def datasets(self) -> dict[str, fdl.Config]:
-    """Returns shuffled pages, and every fiftieth, once."""
+    """Returns shuffled pages and one epoch of held-out ones."""
     if self.folder is None:
       return self._unset(
         example="/usr/share/doc/python3.11/html/_sources",
@@ -220,10 +219,10 @@ class PythonManualLm(_OfExamples):
 
 
 def open_pages(folder: str) -> Any:
-  """Returns the pages below a folder as Grain's data set of bytes.
+  """Returns the pages under `folder` as a Grain data set of bytes.
 
   Raises:
-    FileNotFoundError: There is none.
+    FileNotFoundError: The folder has no pages.
   """
   paths = sorted(pathlib.Path(folder).rglob("*.rst.txt"))
   if not paths:

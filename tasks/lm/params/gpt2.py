@@ -1,8 +1,8 @@
-"""GPT-2 (Radford et al. 2019), the smallest of its four sizes.
+"""GPT-2 Small (Radford et al. 2019).
 
-Learned positions, layer norm before each part, GELU, biases everywhere, one
-kernel for queries, keys and values, and a head tied to the embedding. The
-optimizer is the one that reproductions use: AdamW with half a cosine.
+Learned positions, pre-norm layers with layer norm, GELU, biases in all layers,
+combined query, key and value projections, and a head tied to the embedding. The
+optimizer is that of common reproductions: AdamW with a cosine schedule.
 """
 
 import functools
@@ -35,8 +35,8 @@ class Gpt2Small124M(lm_data.Text, decoder.Decoder):
       --exp=tasks.lm.params.gpt2.Gpt2Small124M \
       --fdl.train_files='c4/en/c4-train.0000?-of-01024.json.gz'
 
-  The vocabulary of 50,257 ids is rounded up to a multiple of 128. Not run at
-  its size here; what a step takes is in `docs/plans.md`.
+  The vocabulary of 50,257 tokens is padded to a multiple of 128. Not run at
+  full size here; `docs/plans.md` has a plan.
   """
 
   num_train_steps = 150_000
@@ -57,7 +57,7 @@ class Gpt2Small124M(lm_data.Text, decoder.Decoder):
   weight_decay = 0.1
 
   attention_kernel = cudnn_attention.cudnn
-  # Logits of whole rows would take 13 GB.
+  # Logits of all positions at once would take 13 GB.
   loss_chunk_length = 256
   warmup_steps = 700
 
@@ -66,7 +66,7 @@ class Gpt2Small124M(lm_data.Text, decoder.Decoder):
     return fdl.Config(layer_norm.LayerNorm, epsilon=1e-5)
 
   def embedding(self) -> fdl.Config[embedding.Embedding]:
-    """Returns the table of tokens, which is the head too."""
+    """Returns the token embedding, which is also the head."""
     return fdl.Config(
       embedding.Embedding,
       vocab_size=self.vocab_size,
@@ -75,7 +75,7 @@ class Gpt2Small124M(lm_data.Text, decoder.Decoder):
     )
 
   def position_embedding(self) -> fdl.Config[Any] | None:
-    """Returns a table of positions."""
+    """Returns a learned position embedding."""
     return fdl.Config(
       position_embedding.LearnedPositions,
       max_length=self.length,
@@ -83,9 +83,9 @@ class Gpt2Small124M(lm_data.Text, decoder.Decoder):
     )
 
   def attention(self) -> fdl.Config[Any]:
-    """Returns attention with biases, and one kernel for what it reads."""
-    # The parts that add to the residual stream begin small, so that its size
-    # does not grow with the number of layers.
+    """Returns attention with biases and combined projections."""
+    # Output projections are initialized small, so that the scale of the
+    # residual stream does not grow with the number of layers.
     last = _STDDEV / (2 * self.num_layers) ** 0.5
     return fdl.Config(
       grouped_query.GroupedQueryAttention,
@@ -102,7 +102,7 @@ class Gpt2Small124M(lm_data.Text, decoder.Decoder):
     )
 
   def feed_forward(self) -> fdl.Config[Any]:
-    """Returns a layer without gates."""
+    """Returns a feed-forward layer without gates."""
     return fdl.Config(
       feed_forward.FeedForward,
       mlp_dim=self.mlp_dim,
@@ -111,5 +111,5 @@ class Gpt2Small124M(lm_data.Text, decoder.Decoder):
     )
 
   def shrink(self) -> Any:
-    """Returns a toy for a CPU, whose head still works in chunks."""
+    """Returns a toy-sized version for a CPU, still with a chunked loss."""
     return super().shrink().replace(loss_chunk_length=12)

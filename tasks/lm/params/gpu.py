@@ -1,12 +1,12 @@
 """Pax's experiments on GPUs with The Pile, LAMBADA and synthetic tokens.
 
 Sizes, batches and meshes are those of
-`paxml/contrib/gpu/scripts_gpu/configs.py`. The GPTs are `tasks.lm.gpt3`, the
-LLaMAs `tasks.lm.llama_lm`; Pax's LLaMAs could only be evaluated (on BoolQ,
-fine-tuned by LoRA), ours train, and go on from weights of Hugging Face as
-`params.hugging_face` says. Text comes from files that you name, see `c4`.
+`paxml/contrib/gpu/scripts_gpu/configs.py`. GPT models are those of
+`tasks.lm.gpt3`, LLaMA models those of `tasks.lm.llama_lm`. Pax's LLaMA models
+could only be evaluated (on BoolQ, fine-tuned by LoRA); these train. To continue
+from Hugging Face weights, see `params.hugging_face`; for data, see `c4`.
 
-Mixtures of experts are named, and answer what they need.
+Mixtures of experts raise an error with the missing package.
 """
 
 from typing import Any, NoReturn
@@ -19,7 +19,7 @@ from paxon.tasks.lm import gpt3, llama_lm, lm_data, needs
 
 
 class GPT126MBase(gpt3.Gpt3):
-  """The base of the GPTs: 124 M parameters on 64 GPUs, 4 sequences per GPU."""
+  """124 M parameters on 64 GPUs, 4 sequences per GPU."""
 
   num_train_steps = 600_000
   decay_steps = 500_000
@@ -91,23 +91,23 @@ class Synthetic175B(lm_data.Synthetic, GPT175BBase):
 
 
 class Pile126M(lm_data.Text, GPT126MBase):
-  """`GPT126MBase` on the files of The Pile."""
+  """`GPT126MBase` on The Pile."""
 
 
 class Pile5B(lm_data.Text, GPT5BBase):
-  """`GPT5BBase` on the files of The Pile."""
+  """`GPT5BBase` on The Pile."""
 
 
 class Pile175B(lm_data.Text, GPT175BBase):
-  """`GPT175BBase` on the files of The Pile."""
+  """`GPT175BBase` on The Pile."""
 
 
 class Lambada126M(Pile126M):
-  """`Pile126M`, to be evaluated on LAMBADA: name it as `validation_files`."""
+  """`Pile126M`; set `validation_files` to LAMBADA."""
 
 
 class BaseLLaMA(lm_data.Text, llama_lm.LlamaLm):
-  """8.7 B parameters on one device: the base of the LLaMAs."""
+  """8.7 B parameters on one device, base class of the LLaMA experiments."""
 
   num_train_steps = 300_000
   checkpoint_every_steps = 5000
@@ -129,7 +129,7 @@ class BaseLLaMA(lm_data.Text, llama_lm.LlamaLm):
   mesh = "fsdp=1"
 
   def schedule(self) -> fdl.Config[Any]:
-    """Returns the learning rate: an exponential decay to a tenth."""
+    """Returns an exponential schedule that ends at a tenth of the peak."""
     return fdl.Config(
       schedules.WarmupExponential,
       peak=self.learning_rate,
@@ -171,10 +171,10 @@ class LLaMA70B(LLaMA7B):
 
 
 class PileGLaM126M64E(Pile126M):
-  """64 experts in every second of 12 layers, on 64 GPUs.
+  """64 experts in every 2nd of 12 layers, on 64 GPUs, 4 sequences per GPU.
 
   Attributes:
-    num_experts: Experts of a layer.
+    num_experts: Experts per layer.
   """
 
   mesh = "fsdp=64"
@@ -182,7 +182,7 @@ class PileGLaM126M64E(Pile126M):
   num_experts: int = 64
 
   def feed_forward(self) -> NoReturn:
-    """Refuses: there are no layers of experts."""
+    """Raises an error: experts are not implemented."""
     needs.refuse(
       self,
       "layers/moe",
@@ -206,8 +206,8 @@ class PileGLaM64B64E(PileGLaM126M64E):
 
 
 class LambadaGLaM126M64E(PileGLaM126M64E):
-  """`PileGLaM126M64E`, to be evaluated on LAMBADA."""
+  """`PileGLaM126M64E`; set `validation_files` to LAMBADA."""
 
 
 class LambadaGLaM64B64E(PileGLaM64B64E):
-  """`PileGLaM64B64E`, to be evaluated on LAMBADA."""
+  """`PileGLaM64B64E`; set `validation_files` to LAMBADA."""

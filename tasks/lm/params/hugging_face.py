@@ -5,7 +5,7 @@ r"""Imported Hugging Face models, to train further and to generate text.
       --exp=tasks.lm.params.hugging_face.HuggingFaceLm \
       --fdl.weights=runs/qwen3
 
-The architecture is that of the `config.json` that was imported.
+The imported `config.json` defines the architecture.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from paxon.runner.settings import training
 from paxon.tasks.lm import lm_data
 
 _CONFIG = "hugging_face/config.json"
-# A toy, so that everything but its text can be tried without any file.
+# A toy, to try the experiment without weights.
 _TOY: Mapping[str, Any] = {
   "model_type": "llama",
   "vocab_size": 264,
@@ -41,22 +41,23 @@ _DECODERS = ("ForCausalLM", "LMHeadModel")
 
 
 class HuggingFaceLm(lm_data.Text, experiment.Experiment):
-  """Trains a decoder further that `tools/hf import` created.
+  """Continued training of a decoder imported by `tools/hf import`.
 
-  Without `weights` it is a toy with first values of its own. Tokens are bytes,
-  as in all experiments of text here, so a model that was trained with another
-  tokenizer first has to learn them.
+  Without `weights` it is a randomly initialized toy. Tokens are bytes, as in
+  other text experiments, so a model trained with another tokenizer has to learn
+  them first.
 
   Attributes:
-    weights: The folder that `tools/hf import` has made: what the model is, and
-      its first values.
-    learning_rate: The highest.
-    warmup_steps: Steps until the highest learning rate.
-    weight_decay: Share of a parameter that is subtracted at rate one.
-    loss_chunk_length: How many positions of a row the head computes at once;
-      None is all of them.
-    prompts: What is continued at the end, and by `--mode=decode`.
-    max_new_tokens: How many tokens are added.
+    weights: Folder created by `tools/hf import`, with the architecture and the
+      initial weights.
+    learning_rate: Peak learning rate.
+    warmup_steps: Warmup steps of the learning rate.
+    weight_decay: Decoupled weight decay, multiplied by the learning rate.
+    loss_chunk_length: Positions per chunk of the loss; None computes all at
+      once.
+    prompts: Prompts of the samples at the end of training and of
+      `--mode=decode`.
+    max_new_tokens: Number of tokens to generate for each prompt.
   """
 
   num_train_steps = 1000
@@ -75,7 +76,7 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
   max_new_tokens: int = 128
 
   def task(self) -> fdl.Config[task_lib.Task]:
-    """Returns the model of the weights, and how it learns."""
+    """Returns the imported model and its learner."""
     model = self._model()
     model.token_loss = fdl.Config(
       softmax_loss.SoftmaxLoss, chunk_length=self.loss_chunk_length
@@ -106,11 +107,11 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
     """Returns the imported checkpoint."""
     if self.weights is None:
       return None
-    # Parameters are float32, whatever the files had.
+    # Parameters are float32, for any dtype of the files.
     return fdl.Config(training.WarmStart, checkpoint=self.weights, cast=True)
 
   def generation(self) -> fdl.Config[generation_lib.GenerationSettings]:
-    """Returns what is sampled at the end: the likeliest continuation."""
+    """Returns settings of greedy samples at the end of training."""
     return fdl.Config(
       generation_lib.GenerationSettings,
       prompts=self.prompts,
@@ -118,7 +119,7 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
     )
 
   def shrink(self) -> Any:
-    """Returns the toy."""
+    """Returns a toy-sized version without weights."""
     return (
       super()
       .shrink()
@@ -142,7 +143,7 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
 
 
 def _read(weights: str) -> tuple[Mapping[str, Any], family.Family]:
-  """Returns the configuration of imported weights, and its family."""
+  """Returns the configuration of imported weights and its family."""
   path = run_dir.resolve(weights, os.environ) / epath.Path(_CONFIG)
   try:
     config = json.loads(path.read_text())

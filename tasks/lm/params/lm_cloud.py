@@ -1,18 +1,16 @@
 """Pax's scaling experiments: dense models from 2 B to 1 T on synthetic tokens.
 
-They measure speed and memory; nothing is learnt but the number one. Sizes,
-batches and meshes are those of `paxml/tasks/lm/params/lm_cloud.py`; see
-`tasks.lm.transformer_lm_spmd` for what the models are and what differs. Those
-whose names say Pipeline split their layers into stages, see
-`tasks.lm.pipelining`.
+They measure speed and memory. Sizes, batches and meshes are those of
+`paxml/tasks/lm/params/lm_cloud.py`. Models and differences from Pax are
+described in `tasks.lm.transformer_lm_spmd`, pipelines in `tasks.lm.pipelining`.
 
-On other hardware give another mesh and batch:
+For other hardware, set the mesh and the batch size:
 
   bazel run --config=plan //runner:main -- --mode=plan --target=h200:4x8 \
       --exp=tasks.lm.params.lm_cloud.LmCloudSpmd2B \
       --fdl.mesh=fsdp=8,dcn.data=4 --fdl.global_batch_size=256
 
-What each takes is in `docs/plans.md`, from plans; none was run at its size.
+`docs/plans.md` has plans. None was run at full size.
 """
 
 from flax import linen as nn
@@ -21,7 +19,7 @@ from paxon.tasks.lm import lm_data, mlp_lm, transformer_lm_spmd
 
 
 class LargeMlp(lm_data.Synthetic, mlp_lm.MlpLm):
-  """384 M parameters in 8 layers of 7,168, repeated on each of 8 chips."""
+  """384 M parameters, 8 MLP layers of width 7,168, replicated on 8 chips."""
 
   embed_dim = 4096
   mlp_dim = 7168
@@ -30,7 +28,7 @@ class LargeMlp(lm_data.Synthetic, mlp_lm.MlpLm):
 
 
 class SmallMlp(LargeMlp):
-  """9 M parameters in 8 layers of 1,024, repeated on each of 8 chips."""
+  """9 M parameters, 8 MLP layers of width 1,024, replicated on 8 chips."""
 
   embed_dim = 1024
   mlp_dim = 1024
@@ -39,9 +37,9 @@ class SmallMlp(LargeMlp):
 class LmCloudTransformerAdam(
   lm_data.Synthetic, transformer_lm_spmd.TransformerLmSpmd
 ):
-  """0.4 B parameters in float32, whole on each device: Pax's pmap.
+  """0.4 B float32 parameters replicated on each device (Pax's pmap).
 
-  Pax has 16 rows on each device, however many there are: on 8 give
+  Pax has 16 sequences per device: for 8 devices, set
   `--fdl.global_batch_size=128`.
   """
 
@@ -70,7 +68,7 @@ class LmCloudTransformerAdamLimitSteps(LmCloudTransformerAdam):
 
 
 class LmCloudSpmd(lm_data.Synthetic, transformer_lm_spmd.TransformerLmSpmd):
-  """0.6 B parameters on one chip: the base of what follows."""
+  """0.6 B parameters on one chip, 16 sequences; base class."""
 
   learning_rate = 2.5e-4
   activation = nn.gelu
@@ -81,7 +79,7 @@ class LmCloudSpmd(lm_data.Synthetic, transformer_lm_spmd.TransformerLmSpmd):
 
 
 class LmCloudSpmdTest(LmCloudSpmd):
-  """Two small layers, for one device of any kind."""
+  """Two small layers on one device, 4 sequences."""
 
   num_layers = 2
   embed_dim = 64
@@ -90,7 +88,7 @@ class LmCloudSpmdTest(LmCloudSpmd):
 
 
 class LmCloudSpmd2B(LmCloudSpmd):
-  """2.1 B parameters on 4 chips of TPU v4, 8 sequences per chip."""
+  """2.1 B parameters on 4 TPU v4 chips, 8 sequences per chip."""
 
   num_layers = 18
   embed_dim = 3072
@@ -105,7 +103,7 @@ class LmCloudSpmd2BLimitSteps(LmCloudSpmd2B):
 
 
 class LmCloudSpmd32B(LmCloudSpmd):
-  """32 B parameters on 64 chips of TPU v4, 8 sequences per chip."""
+  """32 B parameters on 64 TPU v4 chips, 8 sequences per chip."""
 
   num_layers = 40
   embed_dim = 8192
@@ -115,7 +113,7 @@ class LmCloudSpmd32B(LmCloudSpmd):
 
 
 class LmCloudSpmd64B(LmCloudSpmd):
-  """65 B parameters on 128 chips of TPU v4, 4 sequences per chip."""
+  """65 B parameters on 128 TPU v4 chips, 4 sequences per chip."""
 
   num_layers = 51
   embed_dim = 10_240
@@ -125,7 +123,7 @@ class LmCloudSpmd64B(LmCloudSpmd):
 
 
 class LmCloudSpmd128B(LmCloudSpmd):
-  """129 B parameters on 256 chips of TPU v4, 4 sequences per chip."""
+  """129 B parameters on 256 TPU v4 chips, 4 sequences per chip."""
 
   num_layers = 71
   embed_dim = 12_288
@@ -134,7 +132,7 @@ class LmCloudSpmd128B(LmCloudSpmd):
 
 
 class LmCloudSpmd256B(LmCloudSpmd):
-  """258 B parameters on 512 chips of TPU v4, 4 sequences per chip."""
+  """258 B parameters on 512 TPU v4 chips, 4 sequences per chip."""
 
   num_layers = 80
   embed_dim = 16_384
@@ -143,7 +141,7 @@ class LmCloudSpmd256B(LmCloudSpmd):
 
 
 class LmCloudSpmd512B(LmCloudSpmd):
-  """514 B parameters on 1,024 chips of TPU v4, 4 sequences per chip."""
+  """514 B parameters on 1,024 TPU v4 chips, 4 sequences per chip."""
 
   num_layers = 102
   embed_dim = 20_480
@@ -152,7 +150,7 @@ class LmCloudSpmd512B(LmCloudSpmd):
 
 
 class LmCloudSpmd1024B(LmCloudSpmd):
-  """1,030 B parameters on 2,048 chips of TPU v4, 2 sequences per chip."""
+  """1,030 B parameters on 2,048 TPU v4 chips, 2 sequences per chip."""
 
   num_layers = 142
   embed_dim = 24_576
@@ -168,7 +166,7 @@ class LmCloudSpmdMultislice2B(LmCloudSpmd2B):
 
 
 class LmCloudSpmdPipeline9B(LmCloudSpmd):
-  """9.8 B parameters in float32: 16 stages, each on 4 chips."""
+  """9.8 B float32 parameters in 16 stages of 4 chips, 8 sequences per chip."""
 
   dtype = "float32"
   num_layers = 48
@@ -180,7 +178,7 @@ class LmCloudSpmdPipeline9B(LmCloudSpmd):
 
 
 class LmCloudSpmdPipeline175B(LmCloudSpmd):
-  """174 B parameters: 8 stages of 16 GPUs, 96 sequences in total."""
+  """174 B parameters in 8 stages of 16 GPUs, 96 sequences in total."""
 
   num_layers = 96
   embed_dim = 12_288
@@ -202,7 +200,7 @@ class LmCloudSpmdPipelineMultislice2B(LmCloudSpmd2B):
 
 
 class LmCloudSpmdPipelineMultislice2BCircular(LmCloudSpmdPipelineMultislice2B):
-  """The same, each batch passing three times through both stages."""
+  """`LmCloudSpmdPipelineMultislice2B` with 3 circular repeats."""
 
   pipeline_microbatch_size = 8
   circular_repeats = 3

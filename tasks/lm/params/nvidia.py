@@ -1,14 +1,13 @@
-"""Pax's experiments on GPUs that NVIDIA gave, on synthetic tokens.
+"""NVIDIA's experiments in Pax, on synthetic tokens.
 
-Sizes, batches and meshes are those of `paxml/tasks/lm/params/nvidia.py`. The
-models are `tasks.lm.transformer_lm_spmd` with learned positions, normal initial
-weights and half a cosine as the learning rate; the Llamas have the parts of
-`tasks.lm.llama_lm` where they differ. Attention is computed as everywhere; on
-GPUs cuDNN's kernel is several times faster:
+Sizes, batches and meshes are those of `paxml/tasks/lm/params/nvidia.py`. Models
+are `tasks.lm.transformer_lm_spmd` with learned positions, normal initialization
+and a cosine schedule; Llama models have the layers of `tasks.lm.llama_lm`. On
+GPUs, cuDNN's attention is several times faster than the default:
 
   --fdl.attention_kernel=layers.attention.cudnn_attention.cudnn
 
-Mixtures of experts are named, and answer what they need.
+Mixtures of experts raise an error with the missing package.
 """
 
 from typing import Any
@@ -33,7 +32,7 @@ from paxon.tasks.lm import lm_data, needs, transformer_lm_spmd
 
 
 class NVIDIA1_3B(lm_data.Synthetic, transformer_lm_spmd.TransformerLmSpmd):  # noqa: N801
-  """1.3 B parameters, whole on each of 16 GPUs, 4 sequences per GPU."""
+  """1.3 B parameters replicated on 16 GPUs, 4 sequences per GPU."""
 
   activation = nn.gelu
   init_stddev = 0.023
@@ -52,7 +51,7 @@ class NVIDIA1_3B(lm_data.Synthetic, transformer_lm_spmd.TransformerLmSpmd):  # n
   mesh = "data=16"
 
   def position_embedding(self) -> fdl.Config[Any] | None:
-    """Returns a table of positions."""
+    """Returns a learned position embedding."""
     return fdl.Config(
       position_embedding.LearnedPositions,
       max_length=self.length,
@@ -60,11 +59,11 @@ class NVIDIA1_3B(lm_data.Synthetic, transformer_lm_spmd.TransformerLmSpmd):  # n
     )
 
   def schedule(self) -> fdl.Config[Any]:
-    """Returns the learning rate: half a cosine, down to a tenth."""
+    """Returns a cosine schedule that ends at a tenth of the peak."""
     return self.cosine_schedule()
 
   def optimizer(self) -> fdl.Config[Any]:
-    """Returns AdamW, whose updates are clipped by their RMS."""
+    """Returns AdamW with updates clipped by their RMS."""
     return fdl.Config(
       adamw.AdamW,
       schedule=self.schedule(),
@@ -75,10 +74,10 @@ class NVIDIA1_3B(lm_data.Synthetic, transformer_lm_spmd.TransformerLmSpmd):  # n
 
 
 class _WithAdafactor(NVIDIA1_3B):
-  """With Adafactor, whose memory is that of rows and columns."""
+  """`NVIDIA1_3B` with Adafactor, which needs less memory."""
 
   def optimizer(self) -> fdl.Config[Any]:
-    """Returns Adafactor with a momentum."""
+    """Returns Adafactor with momentum."""
     return fdl.Config(
       adafactor.Adafactor,
       schedule=self.schedule(),
@@ -180,10 +179,10 @@ class NVIDIA175B_FSDP(_WithAdafactor):  # noqa: N801
 
 
 class Llama33BProxy(_WithAdafactor):
-  """25 B parameters of the widths of Llama 33 B on 16 GPUs, 1 sequence per GPU.
+  """25 B parameters with Llama 33 B's widths on 16 GPUs, 1 sequence per GPU.
 
-  No Llama: as in Pax its layers are those of `NVIDIA1_3B`, without gates, which
-  is why it has fewer parameters than its name says.
+  As in Pax, layers are those of `NVIDIA1_3B`, without gates, so there are fewer
+  parameters than in Llama 33 B.
   """
 
   num_layers = 60
@@ -196,13 +195,13 @@ class Llama33BProxy(_WithAdafactor):
 
 
 class Llama2_7B(NVIDIA1_3B):  # noqa: N801
-  """Llama 2 layers, 6.7 B parameters, on 16 GPUs, 1 sequence per GPU.
+  """Llama 2 layers, 6.7 B parameters, on 16 GPUs, one sequence per GPU.
 
-  The head is tied to the table of 51,200 tokens, as in Pax;
+  The head is tied to the embedding of 51,200 tokens, as in Pax;
   `params.llama.Llama2_7B` is the model of the paper.
 
   Attributes:
-    num_kv_heads: Number of key/value heads; divides `num_heads`.
+    num_kv_heads: Number of key/value heads; must divide `num_heads`.
   """
 
   num_train_steps = 100
@@ -218,11 +217,11 @@ class Llama2_7B(NVIDIA1_3B):  # noqa: N801
   num_kv_heads: int = 32
 
   def norm(self) -> fdl.Config[Any]:
-    """Returns a root-mean-square norm."""
+    """Returns an RMS norm."""
     return fdl.Config(rms_norm.RmsNorm)
 
   def position_embedding(self) -> fdl.Config[Any] | None:
-    """Returns nothing: attention has positions."""
+    """Returns None: attention has rotary positions."""
     return None
 
   def attention(self) -> fdl.Config[Any]:
@@ -242,7 +241,7 @@ class Llama2_7B(NVIDIA1_3B):  # noqa: N801
     )
 
   def feed_forward(self) -> fdl.Config[Any]:
-    """Returns a gated layer."""
+    """Returns a gated feed-forward layer."""
     return fdl.Config(
       feed_forward.GatedFeedForward,
       mlp_dim=self.mlp_dim,
@@ -253,14 +252,14 @@ class Llama2_7B(NVIDIA1_3B):  # noqa: N801
   activation = nn.silu
 
   def shrink(self) -> Any:
-    """Returns a toy that still groups heads where the model does."""
+    """Returns a toy-sized version with grouped heads if the model has them."""
     groups = self.num_heads // self.num_kv_heads
     toy = super().shrink()
     return toy.replace(num_kv_heads=max(1, toy.num_heads // groups))
 
 
 class Llama2_13B(Llama2_7B):  # noqa: N801
-  """Llama 2's layers, 12.9 B parameters, on 16 GPUs, one sequence per GPU."""
+  """Llama 2 layers, 12.9 B parameters, on 16 GPUs, one sequence per GPU."""
 
   num_layers = 40
   embed_dim = 5120
@@ -269,7 +268,7 @@ class Llama2_13B(Llama2_7B):  # noqa: N801
 
 
 class Llama2_70B(Llama2_7B):  # noqa: N801
-  """Llama 2's layers, 68.9 B parameters, on 64 GPUs, one sequence per GPU."""
+  """Llama 2 layers, 68.9 B parameters, on 64 GPUs, one sequence per GPU."""
 
   num_layers = 80
   embed_dim = 8192
@@ -282,7 +281,7 @@ class Llama2_70B(Llama2_7B):  # noqa: N801
 class NVIDIA_CIRCULAR_REPEAT(  # noqa: N801
   lm_data.Synthetic, transformer_lm_spmd.TransformerLmSpmd
 ):
-  """6.6 B parameters in float32 on 8 GPUs: 8 stages, 4 times around."""
+  """6.6 B float32 parameters on 8 GPUs: 8 stages, 4 circular repeats."""
 
   dtype = "float32"
   activation = nn.gelu
@@ -298,11 +297,11 @@ class NVIDIA_CIRCULAR_REPEAT(  # noqa: N801
 
 
 class MoELarge(NVIDIA1_3B):
-  """26.8 B parameters: 16 experts in each of 12 layers, on 32 GPUs.
+  """26.8 B parameters, 16 experts in each of 12 layers, on 32 GPUs.
 
   Attributes:
-    num_experts: Experts of a layer.
-    num_groups: Groups of tokens that are routed each by itself.
+    num_experts: Experts per layer.
+    num_groups: Groups of tokens with separate routing.
   """
 
   num_layers = 12
@@ -315,7 +314,7 @@ class MoELarge(NVIDIA1_3B):
   num_groups: int = 16
 
   def feed_forward(self) -> fdl.Config[Any]:
-    """Refuses: there are no layers of experts."""
+    """Raises an error: experts are not implemented."""
     needs.refuse(
       self,
       "layers/moe",
@@ -325,7 +324,7 @@ class MoELarge(NVIDIA1_3B):
 
 
 class GLaM64B64EProxy(MoELarge):
-  """143 B parameters: 64 experts in 4 of 8 layers, on 128 GPUs."""
+  """143 B parameters, 64 experts in 4 of 8 layers, on 128 GPUs."""
 
   num_layers = 8
   embed_dim = 8192

@@ -1,9 +1,9 @@
-"""Pax's models whose depth and width grow together: 128 features a layer.
+"""Pax's optimal-scaling models, whose width is 128 times their depth.
 
 Sizes, batches and meshes are those of
-`paxml/tasks/lm/params/optimal_scaling.py`; the names are shapes of TPU v4
-slices. See `lm_cloud` for the data and `tasks.lm.transformer_lm_spmd` for the
-models.
+`paxml/tasks/lm/params/optimal_scaling.py`; names are the shapes of TPU v4
+slices. Tokens are synthetic; models are described in
+`tasks.lm.transformer_lm_spmd`.
 """
 
 from paxon.layers import remat
@@ -11,13 +11,13 @@ from paxon.tasks.lm.params import lm_cloud
 
 
 class _OptimalScaling(lm_cloud.LmCloudSpmd):
-  """The base of this module."""
+  """Base class of this module."""
 
   remat_policy = remat.save_projections
 
   @property
   def embed_dim(self) -> int:  # pyrefly: ignore[bad-override]
-    """128 features a layer."""
+    """128 times the number of layers."""
     return 128 * self.num_layers
 
 
@@ -104,8 +104,8 @@ class OptimalScaling4x16x32(_OptimalScaling):
 class OptimalScaling4x24x32(_OptimalScaling):
   """51.8 B parameters on 3,072 chips, one sequence per chip.
 
-  Pax splits 8,192 features over 768 chips, which needs padding; here three
-  copies are split over 256 each.
+  Pax splits 8,192 features over 768 chips, with padding; here three replicas
+  are split over 256 chips each.
   """
 
   num_layers = 64

@@ -1,7 +1,7 @@
-"""The first experiment: a byte-level language model of Python's own library.
+"""The quickstart: a byte-level language model of Python's standard library.
 
-It needs no download: the text is the source of the standard library of the
-interpreter that runs it, so it trains for real on any machine.
+It needs no download: it reads the source code of the interpreter's standard
+library.
 """
 
 import functools
@@ -32,13 +32,13 @@ from paxon.runner.settings import generation as generation_lib
 
 
 class PythonStdlibLm(experiment.Experiment):
-  """A decoder-only transformer of 0.8 M parameters on 11 MB of source text.
+  """0.8 M parameters on 11 MB of Python source code, for any machine.
 
   bazel run //runner:main -- --exp=tasks.lm.params.quickstart.PythonStdlibLm
 
-  Measured 2026-11-21 on two CPU cores, with the library of Python 3.11.2: under
-  six minutes, installation included; 1.60 bits per byte on the
-  held-out files, where `xz -9e` reaches 1.56 and a byte trigram model 2.44.
+  Measured 2026-11-21 on two CPU cores with Python 3.11.2: under six minutes,
+  including installation; 1.60 bits per byte on held-out files, where `xz -9e`
+  reaches 1.56 and a byte trigram model 2.44.
   """
 
   num_train_steps = 1000
@@ -58,12 +58,12 @@ class PythonStdlibLm(experiment.Experiment):
   peak_learning_rate: float = 4e-3
   warmup_steps: int = 50
   weight_decay: float = 0.1
-  # With the prompt no more than `length`: positions it has not seen in training
-  # make a model of this size babble.
+  # Prompt and new tokens must fit into `length`: a model of this size does not
+  # generalize to positions that it was not trained on.
   max_new_tokens: int = 240
 
   def task(self) -> fdl.Config[task_lib.Task]:
-    """Returns the model and how it learns."""
+    """Returns the model and its learner."""
     attention = fdl.Config(
       grouped_query.GroupedQueryAttention,
       num_heads=self.num_heads,
@@ -112,7 +112,7 @@ class PythonStdlibLm(experiment.Experiment):
     )
 
   def datasets(self) -> dict[str, fdl.Config]:
-    """Returns the training split and the held-out files."""
+    """Returns endless training text and one epoch of held-out files."""
     shared = {
       "tokenizer": fdl.Config(byte_tokenizer.ByteTokenizer),
       "length": self.length,
@@ -137,7 +137,7 @@ class PythonStdlibLm(experiment.Experiment):
     }
 
   def generation(self) -> fdl.Config[generation_lib.GenerationSettings]:
-    """Returns what is sampled at the end."""
+    """Returns settings of the samples at the end of training."""
     return fdl.Config(
       generation_lib.GenerationSettings,
       prompts=("def ", "class ", "import "),
@@ -146,7 +146,7 @@ class PythonStdlibLm(experiment.Experiment):
     )
 
   def baselines(self) -> fdl.Config[text_baselines.TextBaselines] | None:
-    """Returns what xz and a trigram model reach on the same bytes."""
+    """Returns xz and a trigram model on the same bytes."""
     return fdl.Config(
       text_baselines.TextBaselines,
       train=fdl.Config(python_stdlib.PythonStdlib, split="train"),
@@ -154,7 +154,7 @@ class PythonStdlibLm(experiment.Experiment):
     )
 
   def shrink(self) -> "PythonStdlibLm":
-    """Returns a toy-sized version for smoke runs."""
+    """Returns a toy-sized version."""
     return (
       super()
       .shrink()
