@@ -1,8 +1,8 @@
 """A tokenizer whose tokens are the bytes of the text.
 
 Ids: 0 padding, 1 begin of document, 2 end of document, 3 + b for the byte b.
-It needs no vocabulary file, loses nothing, and its loss per token is a loss
-per byte, which is comparable between models with different tokenizers.
+It needs no vocabulary file and is lossless. Its loss per token is a loss per
+byte, which is comparable between models with different tokenizers.
 """
 
 import dataclasses
@@ -20,21 +20,21 @@ class ByteTokenizer:
 
   @property
   def vocab_size(self) -> int:
-    """The ids that occur: three special ones and 256 bytes."""
+    """The number of ids: three special ones and 256 bytes."""
     return _NUM_SPECIAL + _NUM_BYTES
 
   @property
   def padded_vocab_size(self) -> int:
     """`vocab_size` rounded up to a multiple of 8.
 
-    259 is a prime, so that no mesh axis divides it; 264 is divided by 2, 4
-    and 8. The ids added never occur in data and stand for no bytes.
+    264 can be sharded over mesh axes of size 2, 4 and 8; 259 cannot. The added
+    ids never occur in data.
     """
     return -(-self.vocab_size // 8) * 8
 
   @property
   def pad_id(self) -> int:
-    """The id in places that hold nothing."""
+    """The id of padding."""
     return 0
 
   @property
@@ -48,26 +48,26 @@ class ByteTokenizer:
     return 2
 
   def encode(self, text: str | bytes) -> npt.NDArray[np.int32]:
-    """Returns the ids of `text`, int32 [T], without begin and end.
+    """Returns the ids of `text`, int32 [T], without begin and end ids.
 
     Args:
-      text: A string stands for its UTF-8 bytes.
+      text: Bytes, or a string to encode as UTF-8.
     """
     data = text.encode("utf-8") if isinstance(text, str) else text
     return np.frombuffer(data, np.uint8).astype(np.int32) + _NUM_SPECIAL
 
   def decode_bytes(self, ids: npt.ArrayLike) -> bytes:
-    """Returns the bytes of ids of shape [T]; other ids leave no trace.
+    """Returns the bytes of ids [T]; special ids are dropped.
 
     Raises:
-      ValueError: An id is not below `padded_vocab_size`, or is negative.
+      ValueError: An id is not in [0, padded_vocab_size).
     """
     checked = self._checked(ids)
     kept = checked[self.byte_counts(checked) == 1]
     return (kept - _NUM_SPECIAL).astype(np.uint8).tobytes()
 
   def decode(self, ids: npt.ArrayLike) -> str:
-    """Returns `decode_bytes(ids)` as text; what is not UTF-8 becomes U+FFFD."""
+    """Returns `decode_bytes(ids)` as text, with U+FFFD for invalid UTF-8."""
     return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
   def byte_counts(self, ids: npt.ArrayLike) -> npt.NDArray[np.int32]:

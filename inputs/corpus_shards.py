@@ -1,8 +1,8 @@
-"""A corpus cut into shards, from the sizes of its files alone.
+"""Shards of a corpus, determined by the sizes of its files.
 
-A shard is some whole files, or a range of bytes of one file: the lines that
-begin in it. So nothing is read to cut a corpus, any process can read any
-shard, and the documents of all shards, in order, are those of the corpus.
+A shard is a group of whole files, or a byte range of one file with the lines
+that begin in it. Splitting a corpus reads no data, any process can read any
+shard, and the documents of all shards in order are those of the corpus.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,7 @@ _GZIP = (".gz", ".gzip")
 
 
 class Form(enum.Enum):
-  """What a document is: a file, a line, or a string in a line of JSON."""
+  """The format of documents: files, lines, or strings in lines of JSON."""
 
   FILE = "file"
   LINE = "line"
@@ -31,10 +31,10 @@ class Shard:
   """A part of a corpus.
 
   Attributes:
-    paths: Its files; just one, if it has a range.
-    begin: The byte from which on lines begin.
-    end: The byte before which they begin. None is the end of the file.
-    size: Bytes of the files or the range, for a progress bar.
+    paths: Its files; only one if it is a byte range.
+    begin: The begin of the byte range.
+    end: The end of the byte range. None is the end of the file.
+    size: The number of bytes, for progress reports.
   """
 
   paths: tuple[str, ...]
@@ -44,15 +44,16 @@ class Shard:
 
 
 def cut(paths: Sequence[str], *, form: Form, shard_bytes: int) -> list[Shard]:
-  """Cuts a corpus.
+  """Splits a corpus into shards.
 
   Args:
-    paths: Its files, in order.
-    form: What its documents are.
-    shard_bytes: The most bytes of a range, and the least of several files.
+    paths: The files, in order.
+    form: The format of the documents.
+    shard_bytes: The maximum size of a byte range, and the minimum size of a
+      group of files.
 
   Returns:
-    The shards, in order. A compressed file is in one shard.
+    The shards, in order. A compressed file of lines is one shard.
   """
   shards: list[Shard] = []
   some: list[str] = []
@@ -81,13 +82,13 @@ def cut(paths: Sequence[str], *, form: Form, shard_bytes: int) -> list[Shard]:
 def documents(
   shard: Shard, *, form: Form, text_key: str
 ) -> Iterator[tuple[str, bytes]]:
-  """Yields the documents of a shard, and where each one is, for messages.
+  """Yields the documents of a shard, each with its location for messages.
 
-  Files and lines without any character but white space are left out.
+  Blank files and lines are skipped.
 
   Raises:
-    ValueError: A line is no JSON object with the string, or a compressed file
-      is damaged.
+    ValueError: A line is not a JSON object with the string `text_key`, or a
+      compressed file is damaged.
   """
   if form is Form.FILE:
     for path in shard.paths:
@@ -104,12 +105,12 @@ def documents(
 
 
 def _lines(shard: Shard) -> Iterator[tuple[str, bytes]]:
-  """Yields the lines that begin in the shard's range, without their ends."""
+  """Yields the lines that begin in the shard's range, without newlines."""
   (path,) = shard.paths
   with _open(path) as file:
     place = shard.begin
     if place:
-      # The line that goes on here belongs to the shard before.
+      # The line that continues here belongs to the previous shard.
       file.seek(place - 1)
       place += len(_read(path, file.readline)) - 1
     while shard.end is None or place < shard.end:
@@ -121,7 +122,7 @@ def _lines(shard: Shard) -> Iterator[tuple[str, bytes]]:
 
 
 def _read(path: str, read: Callable[[], bytes]) -> bytes:
-  """Returns what is read; names the file where it cannot be."""
+  """Returns the result of `read`; an error names the file."""
   try:
     return read()
   except (OSError, EOFError, zlib.error) as error:

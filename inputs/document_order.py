@@ -1,20 +1,19 @@
 """The order of documents in each epoch: a shuffle with random access.
 
-The document at place i of epoch e comes from a keyed permutation of 0..n-1,
-computed for i alone: a Feistel network over the numbers below a * b, for the
-smallest a * b >= n with a = ceil(sqrt(n)), followed again from a result that
-is not below n ("cycle walking"; Black and Rogaway, Ciphers with Arbitrary
-Finite Domains, 2002):
+The document at index i of epoch e comes from a keyed permutation of 0..n-1,
+evaluated for i alone: a Feistel network over the numbers below a * b, for the
+smallest a * b >= n with a = ceil(sqrt(n)), repeated until the result is below n
+("cycle walking"; Black and Rogaway, Ciphers with Arbitrary Finite Domains,
+2002):
 
     (left, right) = divmod(i, b)
     repeat rounds: left  = (left  + mix(key, right)) mod a
                    right = (right + mix(key, left))  mod b
     i = left * b + right
 
-So no list of n numbers is made or stored, and place 10^9 costs what place 0
-costs. The arithmetic is on integers and ours alone: the order can change with
-no version of numpy. Not every one of the n! orders can occur, which is so for
-any shuffle with a seed.
+No list of n numbers is created, and every index has the same cost. The integer
+arithmetic does not depend on numpy, so no version of it can change the order.
+As with any seeded shuffle, not all n! orders can occur.
 """
 
 import dataclasses
@@ -28,12 +27,11 @@ _MASK = (1 << 64) - 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DocumentOrder:
-  """Which document stands at each place of each epoch.
+  """A permutation of the documents for each epoch.
 
   Attributes:
-    num_documents: How many documents there are.
-    seed: Each seed and epoch has an order of its own. `None` is no shuffle:
-      every epoch has the order of the source.
+    num_documents: The number of documents.
+    seed: Each seed and epoch has its own order. `None` does not shuffle.
   """
 
   num_documents: int
@@ -47,10 +45,10 @@ class DocumentOrder:
       )
 
   def document(self, epoch: int, index: int) -> int:
-    """Returns the number of the document at place `index` of an epoch.
+    """Returns the document at `index` of an epoch.
 
     Raises:
-      IndexError: There is no such place.
+      IndexError: The index is out of range.
     """
     if not 0 <= index < self.num_documents:
       raise IndexError(
@@ -68,7 +66,7 @@ class DocumentOrder:
         left = (left + _mix(key ^ right)) % rows
         right = (right + _mix(other_key ^ left)) % columns
       index = left * columns + right
-      # The walk ends: a permutation leads back to a place below n.
+      # Terminates: every cycle of a permutation returns to a number below n.
       if index < self.num_documents:
         return index
 

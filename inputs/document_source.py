@@ -1,7 +1,7 @@
 """Random-access sources of documents: the interface and one in memory.
 
-A source knows how many documents it has and returns any of them as bytes. It
-knows nothing of order, tokens, hosts or epochs.
+A source returns the number of its documents, and any document as bytes. Order,
+tokens, hosts and epochs are handled elsewhere.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 
 @runtime_checkable
 class DocumentSource(Protocol):
-  """Documents by number, the same ones in the same order every time."""
+  """A random-access sequence of documents, in a fixed order."""
 
   def __len__(self) -> int:
     """Returns the number of documents."""
@@ -27,7 +27,7 @@ class InMemoryDocuments:
   """Documents given as a sequence of strings or bytes.
 
   Attributes:
-    documents: The documents; a string stands for its UTF-8 bytes.
+    documents: The documents; strings are encoded as UTF-8.
   """
 
   documents: Sequence[str | bytes]

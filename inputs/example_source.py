@@ -2,7 +2,7 @@
 
 An example is a dictionary of arrays. Arrays [n] hold a value for each of its n
 tokens: `inputs` and `targets` (int32), `weights` (float32, 1 by default) and
-any other key. Keys that begin with `encoder_` have a length of their own. An
+any other key. Keys that begin with `encoder_` have a separate length. An
 array without dimensions describes the example as a whole.
 """
 
@@ -21,15 +21,15 @@ ENCODER = "encoder_"
 
 @runtime_checkable
 class ExampleSource(Protocol):
-  """Examples by number, the same ones in the same order every time.
+  """A random-access sequence of examples, in a fixed order.
 
-  A source may have further members, which are looked up by name:
+  A source may have these optional members, which are looked up by name:
 
   * `num_tokens(index) -> int`: the tokens of an example, known without reading
     it, so that a host need not read the sequences of others;
   * `token_dtypes() -> dict[str, np.dtype]`: the arrays [n] of every example, if
     there are no other arrays;
-  * `required_vocab_size() -> int | None`: all ids are below it;
+  * `required_vocab_size() -> int | None`: the exclusive upper bound of ids;
   * `signature() -> dict`: JSON values that a saved position depends on;
   * `document_number(index) -> int`: the document that an example is from;
   * `check() -> None`: raises ValueError for errors that need no reading.
@@ -43,17 +43,17 @@ class ExampleSource(Protocol):
     """Returns one example; 0 <= index < len.
 
     Raises:
-      ValueError: It cannot be read; the message names file and record.
+      ValueError: The example cannot be read; names the file and the record.
     """
     ...
 
 
 @runtime_checkable
 class SequentialSource(Protocol):
-  """Examples that can only be read one after another."""
+  """Examples that can only be read sequentially."""
 
   def iterate(self, start: int, /) -> Iterator[Example]:
-    """Yields the examples from number `start` on, always in one order."""
+    """Yields the examples from index `start`, in a fixed order."""
     ...
 
 
@@ -102,7 +102,7 @@ class TokenizedDocuments:
 
   Attributes:
     source: The documents.
-    tokenizer: Tokenizes them, and counts the bytes of each target.
+    tokenizer: The tokenizer; also counts the bytes of each target.
     chunk_length: Splits documents into examples of at most this many targets,
       so that the sequences of a batch are not all from one long document. Every
       document is then read once to count the examples.
@@ -173,7 +173,7 @@ class InMemoryExamples:
   """Examples from arrays in memory.
 
   Attributes:
-    examples: For each, its arrays by key, or consecutive tokens.
+    examples: Each is arrays by key, or int [n + 1] consecutive tokens.
   """
 
   examples: Sequence[Mapping[str, np.ndarray] | np.ndarray]
@@ -200,8 +200,8 @@ class HeldOut:
 
   Attributes:
     source: All examples.
-    every: One of so many is held out, the last of each group.
-    is_held_out: Whether these are the held-out examples, or the others.
+    every: The last of each group of `every` examples is held out.
+    is_held_out: Whether to return the held-out examples or the others.
   """
 
   source: ExampleSource
@@ -220,10 +220,10 @@ class HeldOut:
     return self.source[self.number(index)]
 
   def number(self, index: int) -> int:
-    """Returns the number of an example in `source`.
+    """Returns the index of an example in `source`.
 
     Raises:
-      IndexError: There is no such example.
+      IndexError: The index is out of range.
     """
     if not 0 <= index < len(self):
       raise IndexError(f"There is no example {index} of {len(self)}.")
@@ -233,12 +233,12 @@ class HeldOut:
 
   @property
   def num_tokens(self) -> Callable[[int], int] | None:
-    """Returns the tokens of an example, if `source` knows them."""
+    """The `num_tokens` of `source` for these examples, if it has one."""
     known = getattr(self.source, "num_tokens", None)
     return None if known is None else lambda index: known(self.number(index))
 
   def required_vocab_size(self) -> int | None:
-    """Returns that of `source`."""
+    """Returns the `required_vocab_size` of `source`, if it has one."""
     return call_optional(self.source, "required_vocab_size")
 
   def check(self) -> None:

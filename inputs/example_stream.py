@@ -1,9 +1,9 @@
-"""One order of examples, read from any position: the interface and the leaf.
+"""Streams of examples with positions: the interface, and shuffled sources.
 
-A stream is a fixed sequence of examples. A position in it is a JSON value that
-names the place between two of them; nothing else is remembered, so any number
-of readers may stand at any places. What stands next is a reference, a JSON
-value too, by which the example can be read, also later or by another process.
+A stream is a fixed sequence of examples. A position is a JSON value for a point
+between two examples. Streams hold no position, so any number of readers can
+share one. A reference, also a JSON value, identifies an example, which can be
+read later or by another process.
 """
 
 import abc
@@ -32,12 +32,12 @@ class Stream(abc.ABC):
   def following(
     self, position: Position, *, step: int
   ) -> tuple[Reference, Position] | None:
-    """Returns what stands at a position, and the position after it.
+    """Returns the next example's reference and the position after it.
 
     Args:
-      position: Where to look.
-      step: The batch that is being made, from 0; only mixtures whose weights
-        change ask for it.
+      position: The current position.
+      step: The index of the current batch, from 0; used by mixtures whose
+        weights change.
 
     Returns:
       None at the end of the stream.
@@ -49,15 +49,15 @@ class Stream(abc.ABC):
 
   @abc.abstractmethod
   def check(self, position: Position) -> None:
-    """Checks that there is such a position; reads nothing of what is before.
+    """Checks a position without reading the examples before it.
 
     Raises:
-      ValueError: There is none.
+      ValueError: The position is invalid.
     """
 
   @abc.abstractmethod
   def signature(self) -> dict[str, Any]:
-    """Returns what a position is true of, JSON values."""
+    """Returns the JSON values that determine the meaning of positions."""
 
   @property
   @abc.abstractmethod
@@ -66,53 +66,53 @@ class Stream(abc.ABC):
 
   @abc.abstractmethod
   def epoch(self, position: Position) -> int:
-    """Returns how many times all examples stand before a position."""
+    """Returns the number of epochs completed at a position."""
 
   def name(self, reference: Reference) -> str:
-    """Returns the words for an example in messages."""
+    """Returns the name of an example for messages."""
     return f"example {reference}"
 
   def num_tokens(self, reference: Reference) -> int | None:
-    """Returns the places of an example, if known without reading it."""
+    """Returns an example's number of tokens, if known without reading it."""
     del reference
     return None
 
   def required_vocab_size(self) -> int | None:
-    """Returns the number that all ids are below, if known."""
+    """Returns the exclusive upper bound of all ids, None if unknown."""
     return None
 
   def token_dtypes(self) -> dict[str, np.dtype] | None:
-    """Returns the arrays [n] of every example, if known without reading."""
+    """Returns the dtypes of the arrays [n] by key, if known without reading."""
     return None
 
   def check_readable(self) -> None:  # noqa: B027
-    """Raises ValueError where reading is bound to fail."""
+    """Raises ValueError if reading would fail."""
 
   @abc.abstractmethod
   def leaves(self) -> "list[Stream]":
-    """Returns the streams at the bottom, those that have sources."""
+    """Returns the leaf streams, those that have sources."""
 
   def read_ahead_with(
     self, workers: read_ahead.Workers | None, *, every: bool
   ) -> None:
-    """Has others read, those leaves that have an index.
+    """Sets the workers that read the leaves with random access.
 
     Args:
-      workers: Who reads; theirs are the sources of the leaves. None has nobody.
-      every: Whether each host reads every example, so that they may be read
-        before it is known which rows they are in.
+      workers: The worker pool for the leaves' sources. None reads directly.
+      every: Whether each host reads every example, so examples can be read
+        before the batch is planned.
     """
     for leaf in self.leaves():
       if leaf is not self:
         leaf.read_ahead_with(workers, every=every)
 
   def prepare(self, references: Sequence[Reference]) -> None:
-    """Has others begin to read what `read` is going to be asked for."""
+    """Starts reading examples in the background that `read` will return."""
     del references
 
 
 def check_place(value: Any, *, what: str) -> int:
-  """Returns `value`, if it is a number of examples.
+  """Returns `value` if it is a nonnegative integer.
 
   Raises:
     ValueError: It is not.
@@ -124,14 +124,14 @@ def check_place(value: Any, *, what: str) -> int:
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Examples(Stream):
-  """The examples of an indexed source, shuffled anew in every epoch.
+  """The examples of a random-access source, shuffled in each epoch.
 
-  A position is one integer: how many examples have been read, over all epochs.
+  A position is the number of examples read over all epochs.
 
   Attributes:
-    source: Where they are.
-    shuffle_seed: The seed of each epoch's order. `None` is the source's order.
-    num_epochs: After how many epochs the stream ends. `None` is never.
+    source: The source of the examples.
+    shuffle_seed: The seed of each epoch's order. `None` keeps the source's.
+    num_epochs: The number of epochs. `None` repeats without end.
   """
 
   source: example_source.ExampleSource
@@ -154,7 +154,7 @@ class Examples(Stream):
     return 0
 
   def following(self, position: int, *, step: int) -> tuple[int, int] | None:
-    """Returns the number in the source, and the next position."""
+    """Returns the example's index in the source, and the next position."""
     del step
     if self._is_end(position):
       return None
@@ -173,30 +173,30 @@ class Examples(Stream):
   def read_ahead_with(
     self, workers: read_ahead.Workers | None, *, every: bool
   ) -> None:
-    """Has others read: what stands next, or what `prepare` is told.
+    """Sets the workers, which read ahead or after `prepare`.
 
-    Where the source knows the places of its examples, a host reads those of its
-    own rows only, and which they are is known when a batch is planned.
+    If the source has `num_tokens`, batches are planned without reading, and
+    each host reads only the examples of its own sequences.
     """
     self._ahead = None if workers is None else workers.read_ahead(self.source)
     self._every = every or getattr(self.source, "num_tokens", None) is None
 
   def prepare(self, references: Sequence[int]) -> None:
-    """Has others begin to read some examples."""
+    """Starts reading examples in the background."""
     if self._ahead is not None:
       self._ahead.fetch(references)
 
   def num_tokens(self, reference: int) -> int | None:
-    """Returns the source's, if it knows lengths."""
+    """Returns the `num_tokens` of the source, if it has one."""
     return example_source.call_optional(self.source, "num_tokens", reference)
 
   def numbers(self, begin: int, end: int) -> list[int]:
-    """Returns the numbers in the source between two positions."""
+    """Returns the indices in the source between two positions."""
     found = (self._number_at(place) for place in range(begin, end))
     return [number for number in found if number is not None]
 
   def check(self, position: Any) -> None:
-    """Checks that there is such a position."""
+    """Checks a position."""
     place = check_place(position, what="position")
     end = self._end
     if end is not None and place > end:
@@ -214,11 +214,11 @@ class Examples(Stream):
 
   @property
   def is_endless(self) -> bool:
-    """Whether no number of epochs is given."""
+    """Whether `num_epochs` is None."""
     return self.num_epochs is None
 
   def epoch(self, position: int) -> int:
-    """Returns the number of whole epochs."""
+    """Returns the number of completed epochs."""
     return position // self._order.num_documents
 
   def leaves(self) -> list[Stream]:
@@ -243,7 +243,7 @@ class Examples(Stream):
     return end is not None and position >= end
 
   def _number_at(self, position: int) -> int | None:
-    """Returns the number in the source of what stands at a position."""
+    """Returns the source index at a position, None at the end."""
     if self._is_end(position):
       return None
     order = self._order

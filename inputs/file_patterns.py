@@ -1,9 +1,8 @@
-"""The files that paths and patterns mean.
+"""Expansion of glob patterns to files.
 
-In a pattern `*` and `?` stand for any characters of a name, `[ab]` for one of
-some, and `**` for any folders. `~` is the user's folder. A path that is there
-is itself, whatever characters it has. Files are read from disks: a bucket of a
-store has to be mounted.
+In a pattern `*` and `?` match any characters of a name, `[ab]` one of a set,
+and `**` any folders. `~` is the home folder. An existing path is used
+literally, even if it contains such characters. Object stores must be mounted.
 """
 
 from collections.abc import Sequence
@@ -12,16 +11,16 @@ import os
 
 
 def find(files: str | Sequence[str], *, field: str) -> tuple[str, ...]:
-  """Returns the files of a path or a pattern, sorted, or of several.
+  """Returns the files that match one or several paths or patterns.
 
   Args:
-    files: Of several the order given is kept, and a file that has two of them
-      is there once.
-    field: Who names them, for messages: `JsonLines.files`.
+    files: The paths or patterns. The matches of each are sorted; their order is
+      kept, and duplicates are dropped.
+    field: The configuration field, for messages, such as `JsonLines.files`.
 
   Raises:
-    FileNotFoundError: A path or pattern has no file; folders are none. Or it
-      is in a store.
+    FileNotFoundError: A path or pattern matches no regular file, or is a URL of
+      an object store.
   """
   found: list[str] = []
   for pattern in [files] if isinstance(files, str) else files:

@@ -1,18 +1,18 @@
-"""The error for a library that is needed and not installed."""
+"""The error for a missing optional library."""
 
 
 class MissingLibraryError(ImportError, ValueError):
-  """A library that only some inputs need is not there.
+  """An optional library is not installed.
 
-  It is the user's to mend, as a wrong value is; the message says how.
+  Also a ValueError, because the user can fix it; the message states how.
   """
 
   def __init__(self, library: str, *, extra: str) -> None:
-    """Names the library.
+    """Initializes the error.
 
     Args:
-      library: What is not installed.
-      extra: The extra of `paxon`, and the setting of Bazel, that brings it.
+      library: The missing library.
+      extra: The extra of `paxon`, and the Bazel config, that provides it.
     """
     super().__init__(
       f"{library} is not installed: start with `bazel run --config={extra}"

@@ -1,8 +1,8 @@
 """Batches of packed sequences from any stream of examples, or from documents.
 
-`PackedInput` joins a stream (`example_stream`, `mixture`, `filtered`, ...) and
-a way to pack (`packing`); `pack_documents` is the usual case, one source of
-text.
+`PackedInput` combines a stream (`example_stream`, `mixture`, `filtered`, ...)
+with a packing algorithm (`packing`); `pack_documents` creates one for a source
+of text.
 """
 
 import dataclasses
@@ -41,19 +41,18 @@ class PackedInput(base_input.BaseInput):
   a run that resumes with other ones still reads each example once.
 
   Attributes:
-    examples: The examples and their order.
-    packing: How they share sequences.
+    examples: The stream of examples.
+    packing: The packing algorithm.
     encoder_length: Length of an encoder's sequence; None without an encoder.
-    tokenizer: For `ids_to_strings` and the id of padding.
+    tokenizer: The tokenizer for `ids_to_strings` and the padding id.
     cut_long_examples: Whether to truncate an example that is longer than a
-      sequence. If not, its rest goes to another sequence; where that is
-      impossible (packing NONE, or an encoder) it is an error.
-    max_waiting: How many examples may wait for room in FIRST_FIT and BEST_FIT.
-      More reduce padding and enlarge the state.
-    num_workers: How many workers read examples: ahead of the batch or, where
-      lengths are known, those of this host's sequences in parallel. 0 reads
-      one after another. Members of a mixture without an index are not read by
-      workers.
+      sequence. If not, its rest goes to another sequence; with packing NONE or
+      an encoder it is an error.
+    max_waiting: The maximum number of waiting examples in FIRST_FIT and
+      BEST_FIT. More reduce padding and enlarge the state.
+    num_workers: The number of workers that read examples: ahead of the batch
+      or, if lengths are known, those of this host's sequences in parallel. 0
+      reads sequentially. Workers do not read sequential sources.
     worker_processes: Whether workers are processes instead of threads.
   """
 
@@ -158,7 +157,7 @@ class PackedInput(base_input.BaseInput):
 
   @property
   def is_endless(self) -> bool:
-    """Whether the stream is."""
+    """Whether the stream is endless."""
     return self.examples.is_endless
 
   def batch_shapes(self) -> base_input.Shapes | None:
@@ -177,7 +176,7 @@ class PackedInput(base_input.BaseInput):
     return {key: (shape, dtype) for key, dtype in (dtypes | added).items()}
 
   def required_vocab_size(self) -> int | None:
-    """Returns the stream's."""
+    """Returns the stream's `required_vocab_size`."""
     return self.examples.required_vocab_size()
 
   def check_readable(self) -> None:
@@ -228,7 +227,7 @@ class PackedInput(base_input.BaseInput):
   def documents_between(
     self, before: base_input.State, after: base_input.State
   ) -> list[int] | None:
-    """Returns their numbers in the source, if the stream has just one."""
+    """Returns the source's document indices, None without a single source."""
     stream = self.examples
     if not isinstance(stream, example_stream.Examples):
       return None
@@ -238,7 +237,7 @@ class PackedInput(base_input.BaseInput):
     return list(dict.fromkeys(map(find, [*waiting, *numbers])))
 
   def close(self) -> None:
-    """Ends the workers; the next batch starts new ones."""
+    """Stops the workers; the next batch starts new ones."""
     if self._workers is not None:
       self.examples.read_ahead_with(None, every=False)
       self._workers.close()
@@ -257,12 +256,12 @@ class PackedInput(base_input.BaseInput):
       processes=self.worker_processes,
       sources=[leaf.source for leaf in self._indexed_leaves()],
     )
-    # No source knows the length of an encoder's input without reading it.
+    # The length of an encoder's input requires reading the example.
     every = self.encoder_length is not None
     self.examples.read_ahead_with(self._workers, every=every)
 
   def _indexed_leaves(self) -> list[example_stream.Examples]:
-    """Returns the streams that can be read ahead."""
+    """Returns the leaf streams with random access."""
     leaves = self.examples.leaves()
     found = [x for x in leaves if isinstance(x, example_stream.Examples)]
     if not found:
@@ -307,7 +306,7 @@ class PackedInput(base_input.BaseInput):
         f" {begin} of them are in earlier batches."
       )
     if self.cut_long_examples:
-      # With a state of another packing some tokens may be in batches already.
+      # A state of another packing may have used some tokens already.
       count = min(count, begin + self.length)
       encoder = min(encoder, self.encoder_length or 0)
     is_whole = (
@@ -340,18 +339,18 @@ def pack_documents(
   eval_loop_num_batches: int | None = None,
   reset_for_eval: bool = True,
 ) -> PackedInput:
-  """Returns the input of a language model that reads documents of text.
+  """Returns a language model's input of packed text documents.
 
-  Every byte of every document is a target once in each epoch. Batches have
-  `target_bytes` too, the bytes of text of each target, for bits per byte.
+  Every byte of every document is a target once in each epoch. Batches also
+  have `target_bytes`, the bytes of text of each target, for bits per byte.
 
   Args:
-    source: The documents; listed and read when the first batch is read.
-    tokenizer: Tokenizes them.
+    source: The documents; listed and read with the first batch.
+    tokenizer: The tokenizer.
     global_batch_size: Sequences of a batch over all hosts.
     length: Tokens of a sequence.
     shuffle_seed: Seed of each epoch's order. None keeps the source's order.
-    num_epochs: Number of epochs after which the input ends; None never ends.
+    num_epochs: The number of epochs. None is endless.
     chunk_length: See `TokenizedDocuments`: shuffle chunks of documents instead
       of whole ones.
     eval_loop_num_batches: See `BaseInput`.
@@ -374,7 +373,7 @@ def pack_documents(
 
 
 def _check_same_data(saved: Any, here: Any, path: str = "") -> None:
-  """Raises ValueError with the first difference of two signatures."""
+  """Raises ValueError at the first difference between two signatures."""
   if isinstance(saved, dict) and isinstance(here, dict):
     if set(saved) != set(here):
       raise ValueError(

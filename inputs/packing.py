@@ -1,15 +1,14 @@
-"""Packing: which segments of which examples share a sequence, and the arrays.
+"""Packing of examples into sequences: the plan of a batch, and its arrays.
 
-`make_plan` looks at lengths only. Four ways to pack, all deterministic:
+`make_plan` uses only lengths. Packing is deterministic, in one of four ways:
 
 * SPLIT, concatenate and split: the tokens of all examples, one after the other,
   fill sequence after sequence. An example that does not fit continues in the
-  next sequence or batch, as another segment. Nothing is padded before the end
-  of the data.
-* FIRST_FIT: an example goes to the first sequence with room for all of it. One
-  that fits nowhere waits for the next batch; when `max_waiting` examples wait,
-  the batch is done. A batch begins with the waiting ones, so none waits long.
-* BEST_FIT: the same, but into the sequence with the least sufficient room.
+  next sequence or batch, as another segment. Only the last batch has padding.
+* FIRST_FIT: an example goes to the first sequence with room for all of it, or
+  else waits for the next batch. A batch starts with the waiting examples and is
+  complete when `max_waiting` examples wait.
+* BEST_FIT: the same, but with the sequence with the least sufficient room.
 * NONE: one example per sequence.
 
 An example has one length, or two with an encoder. The first three ways split an
@@ -41,7 +40,7 @@ _PAD_KEYS = ("inputs", "targets")
 
 
 class Packing(enum.Enum):
-  """How examples share sequences; see the module."""
+  """The packing algorithm; see the module."""
 
   SPLIT = "split"
   FIRST_FIT = "first_fit"
@@ -51,11 +50,11 @@ class Packing(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Item:
-  """An example, or the rest of one, that is not in a batch yet.
+  """An example, or the rest of one, that is not yet in a batch.
 
   Attributes:
-    reference: Of the example.
-    begin: How many of its tokens are in earlier batches or segments.
+    reference: The reference of the example.
+    begin: The number of its tokens in earlier batches or segments.
     lengths: The number of its tokens, and of its encoder's if it has one.
   """
 
@@ -79,7 +78,7 @@ class Plan:
 
   Attributes:
     sequences: The segments of each sequence, in order.
-    waiting: What was taken and is not in the batch, in order.
+    waiting: The items taken that are not in the batch, in order.
   """
 
   sequences: list[list[Segment]]
@@ -98,7 +97,7 @@ def make_plan(
   """Plans a batch.
 
   Args:
-    packing: How to pack.
+    packing: The packing algorithm.
     waiting: The items that come first.
     take: Returns the next item, or None at the end.
     num_sequences: The size of the batch.
@@ -233,7 +232,7 @@ class _Fit:
     self._is_best = is_best
 
   def place(self, item: Item) -> None:
-    """Puts as much as fits into sequences; the rest waits."""
+    """Adds an item to the sequences; what does not fit waits."""
     while item.begin < item.lengths[0]:
       count = min(item.lengths[0] - item.begin, self._length)
       need = np.array([count, *item.lengths[1:]])
@@ -317,7 +316,7 @@ def _check_keys(
 
 
 def _find_problem(key: str, value: np.ndarray, like: np.ndarray) -> str | None:
-  """Returns why an array cannot share a batch with another, if so."""
+  """Returns the error of an array that does not match another, or None."""
   dtype = _to_dtype(key, value)
   if (dtype, value.ndim, value.shape[1:]) != (
     _to_dtype(key, like),
@@ -329,7 +328,7 @@ def _find_problem(key: str, value: np.ndarray, like: np.ndarray) -> str | None:
       f" {list(like.shape)} in another example; kinds and inner shapes must"
       " agree."
     )
-  # Most are int32 already, and are not searched.
+  # Skipped for int32, the usual dtype.
   if dtype == np.int32 and value.size and not np.can_cast(value.dtype, dtype):
     low, high = int(value.min()), int(value.max())
     if low < -(2**31) or high >= 2**31:

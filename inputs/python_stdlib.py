@@ -1,18 +1,16 @@
 """The source text of the running interpreter's standard library.
 
-Megabytes of real text that lie on every machine with Python. A document is one
-`.py` file, as bytes: nothing is decoded, so a file in another encoding than
-UTF-8 is a document like any other. Left out are tests, installed packages,
-caches, empty files, and what the machine wrote instead of Python's authors
-(`_sysconfigdata_*`, `config-*`, `sitecustomize`), so that two builds of
-one version of Python give the same text. Python 3.11.7 has 714 files of 11.8 MB
-to train on and 15 files of 0.25 MB held out.
+Megabytes of text that are available on every machine with Python. A document is
+one `.py` file as bytes, in any encoding. Tests, installed packages, caches,
+empty files and machine-generated files (`_sysconfigdata_*`, `config-*`,
+`sitecustomize`) are excluded, so builds of the same Python version have the
+same text. Python 3.11.7 has 714 training files (11.8 MB) and 15 held-out files
+(0.25 MB).
 
-A file belongs to the validation split when
-`sha256(path) % 100 < validation_percent`, the path taken relative to
-the library's folder with `/` between its parts. So the split depends on names
-only: a file keeps its side on another machine and in another version of
-Python, and a file that is added moves no other one.
+A file belongs to the validation split if
+`sha256(path) % 100 < validation_percent`, for the path relative to the
+library's folder with `/` separators. A file is therefore in the same split on
+every machine and in every version of Python.
 """
 
 from collections.abc import Iterator
@@ -41,13 +39,12 @@ _SKIPPED_PREFIXES = ("_sysconfigdata_", "config-")
 class PythonStdlib:
   """The standard library's files of one split, ordered by path.
 
-  The folder is listed when a document, or the number of documents, is asked
-  for the first time; files are read one at a time.
+  The folder is listed on the first access; files are read one at a time.
 
   Attributes:
-    split: "train", what training sees, or "validation", what is held out.
-    validation_percent: How many of 100 files are held out, on average.
-    folder: The library's folder. `None` is that of the running interpreter.
+    split: "train" or "validation".
+    validation_percent: The approximate percentage of held-out files.
+    folder: The library's folder. `None` is the running interpreter's.
   """
 
   split: str
@@ -79,7 +76,7 @@ class PythonStdlib:
     """The paths of the documents, relative to `root`, with `/`, sorted.
 
     Raises:
-      FileNotFoundError: The folder holds no source text at all.
+      FileNotFoundError: The folder has no source files.
     """
     every = _source_paths(self.root)
     if not every:
@@ -99,25 +96,25 @@ class PythonStdlib:
     return (self.root / self.paths[index]).read_bytes()
 
   def _is_held_out(self, path: str) -> bool:
-    # A path may hold bytes that are no UTF-8; they come as surrogates.
+    # Paths may contain bytes that are not UTF-8, decoded as surrogates.
     digest = hashlib.sha256(path.encode("utf-8", errors="surrogateescape"))
     return int(digest.hexdigest(), 16) % 100 < self.validation_percent
 
 
 def _source_paths(root: pathlib.Path) -> list[str]:
-  """Returns the paths of all documents under `root`, sorted, each text once."""
+  """Returns the sorted paths of all distinct documents under `root`."""
   found: dict[tuple[int, int], str] = {}
   for path in sorted(p.relative_to(root).as_posix() for p in _walk(root)):
     status = (root / path).stat()
-    # Debian links one file under two names. The same text must not be on
-    # both sides of the split, so a file counts under its first name only.
+    # Debian links one file under two names. Only the first is used, so that
+    # the same text is not in both splits.
     if status.st_size:
       found.setdefault((status.st_dev, status.st_ino), path)
   return list(found.values())
 
 
 def _walk(root: pathlib.Path) -> Iterator[pathlib.Path]:
-  """Yields the files to consider, following links but never in a circle."""
+  """Yields candidate files, following links without cycles."""
   visited = set()
   for folder, subfolders, files in os.walk(root, followlinks=True):
     status = pathlib.Path(folder).stat()
@@ -136,6 +133,6 @@ def _walk(root: pathlib.Path) -> Iterator[pathlib.Path]:
         name.endswith(".py")
         and name not in _SKIPPED_FILES
         and not name.startswith(_SKIPPED_PREFIXES)
-        and path.is_file()  # False for a link that leads nowhere.
+        and path.is_file()  # False for a broken link.
       ):
         yield path

@@ -1,13 +1,13 @@
-"""Bits per byte of two programs without a neural network, on held-out text.
+"""Compression baselines in bits per byte on held-out text.
 
-They put a language model's bits per byte on the same bytes into perspective:
+They are references for a language model's bits per byte on the same text:
 
-* `xz`: the held-out documents, joined, compressed by LZMA at its strongest
-  setting (`xz -9e`), as one stream. Header, index and checksum are counted. It
-  learns from the held-out text alone.
+* `xz`: the concatenated held-out documents, compressed by LZMA at its strongest
+  setting (`xz -9e`), including header, index and checksum. It uses no training
+  text.
 * `trigram`: the byte trigram model of `trigram_model`, trained on the training
-  split. The ends of documents are counted as targets, as they are in a
-  language model's loss; bits are divided by the number of bytes all the same.
+  split. The end of a document counts as a target, as in a language model's
+  loss, but not as a byte.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from paxon.inputs import (
   trigram_model,
 )
 
-# For people; the keys are for files.
+# Display names by metric key.
 TITLES: Mapping[str, str] = types.MappingProxyType(
   {"xz": "xz -9e", "trigram": "byte trigram model"}
 )
@@ -50,11 +50,11 @@ def trigram_bits_per_byte(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextBaselines:
-  """Both baselines as one callable, to be configured as part of a job.
+  """A configurable callable that computes both baselines.
 
   Attributes:
-    train: The documents that a model is trained on.
-    held_out: The documents that it is evaluated on.
+    train: The training documents.
+    held_out: The evaluation documents.
   """
 
   train: document_source.DocumentSource
@@ -81,7 +81,7 @@ class DecodedDocuments:
 
   Attributes:
     source: The examples.
-    tokenizer: That which made them.
+    tokenizer: The tokenizer of the examples.
   """
 
   source: example_source.ExampleSource
@@ -94,8 +94,8 @@ class DecodedDocuments:
     """Returns the text of an example as UTF-8.
 
     Raises:
-      ValueError: It has not as many bytes as its targets stand for: text that
-        is not UTF-8, or the targets of another tokenizer.
+      ValueError: The text does not have the number of bytes of the targets:
+        it is not UTF-8, or the targets are of another tokenizer.
     """
     targets = self.source[index]["targets"]
     text = self.tokenizer.decode(targets).encode()

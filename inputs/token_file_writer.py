@@ -1,4 +1,4 @@
-"""Writes token files, Megatron's `.bin` and `.idx`; see `token_file`."""
+"""Writers of token files, Megatron's `.bin` and `.idx`; see `token_file`."""
 
 import dataclasses
 import json
@@ -11,16 +11,16 @@ from paxon.inputs import token_file
 
 
 def dtype_for(vocab_size: int) -> np.dtype:
-  """Returns the smallest dtype that Megatron's readers take for the ids."""
+  """Returns the smallest dtype for the ids that Megatron supports."""
   return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.int32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pair:
-  """The files of one path.
+  """The paths of a token file.
 
   Attributes:
-    path: Without the ending.
+    path: The path without an extension.
   """
 
   path: str
@@ -37,7 +37,7 @@ class Pair:
 
   @property
   def facts(self) -> str:
-    """The path of what is known of the tokens."""
+    """The path of the JSON file of facts."""
     return self.path + ".json"
 
 
@@ -47,13 +47,14 @@ def write_index(
   """Writes an index.
 
   Args:
-    path: Of the `.idx`; it appears when it is whole.
-    dtype: Of the tokens.
-    lengths: The tokens of each sequence, [n].
-    documents: The first sequence of each document, and n, [d].
+    path: The path of the `.idx`, written atomically.
+    dtype: The dtype of the tokens.
+    lengths: The length of each sequence in tokens, [n].
+    documents: The first sequence of each document, then n, [d].
 
   Raises:
-    ValueError: The format has no such dtype, or a sequence is too long for it.
+    ValueError: The format does not support the dtype or the length of a
+      sequence.
   """
   codes = {np.dtype(kind): code for code, kind in token_file.DTYPES.items()}
   if dtype not in codes:
@@ -85,7 +86,7 @@ def write_index(
 
 
 def write_facts(path: str, facts: dict[str, Any]) -> None:
-  """Writes what is known of the tokens, as JSON."""
+  """Writes facts about the tokens as JSON."""
   with open(path + ".part", "w", encoding="utf-8") as file:
     json.dump(facts, file, indent=2, sort_keys=True)
     file.write("\n")
@@ -96,7 +97,7 @@ def write_tokens(file: BinaryIO, ids: np.ndarray, *, dtype: np.dtype) -> None:
   """Appends ids to an open `.bin`.
 
   Raises:
-    ValueError: The dtype cannot hold them.
+    ValueError: An id does not fit in the dtype.
   """
   if ids.size and (ids.min() < 0 or ids.max() > np.iinfo(dtype).max):
     raise ValueError(
@@ -115,10 +116,10 @@ def write(
   """Writes whole documents, one sequence each, for small data and tests.
 
   Args:
-    path: Without the ending.
-    documents: Ids, [n] each.
-    dtype: In which they are stored.
-    facts: What is known of them; None writes no file of it.
+    path: The path without an extension.
+    documents: The ids of each document, [n].
+    dtype: The stored dtype.
+    facts: Facts about the tokens for `NAME.json`. None writes no such file.
   """
   pair = Pair(path=path)
   with open(pair.tokens, "wb") as file:

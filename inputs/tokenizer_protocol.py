@@ -1,6 +1,6 @@
-"""The interface of tokenizers, and facts by which to distinguish them.
+"""The interface of tokenizers, and a description to distinguish them.
 
-Any class with these members will do; nothing is inherited or registered.
+Any class with these members is a tokenizer, without inheritance.
 """
 
 import hashlib
@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-# Words, numbers, spaces, code, several scripts, and a character of four bytes.
+# Words, numbers, spaces, code, several scripts and a four-byte character.
 _PROBE = (
   "The quick brown fox jumps over 13 lazy dogs; 3.14159 isn't 22/7!\n\n"
   "def f(x):\n    return {x: [x ** 2, None]}\n\tÜber naïve façades, ¿qué? "
@@ -42,7 +42,7 @@ class Tokenizer(Protocol):
     ...
 
   def encode(self, text: str | bytes) -> npt.NDArray[np.int32]:
-    """Returns the ids of `text`, int32 [T], without begin and end."""
+    """Returns the ids of `text`, int32 [T], without begin and end ids."""
     ...
 
   def decode(self, ids: npt.ArrayLike) -> str:
@@ -50,7 +50,7 @@ class Tokenizer(Protocol):
     ...
 
   def byte_counts(self, ids: npt.ArrayLike) -> npt.NDArray[np.int32]:
-    """Returns the bytes of text of each id, int32, of the ids' shape."""
+    """Returns the number of bytes of each id's text, int32, of ids' shape."""
     ...
 
 

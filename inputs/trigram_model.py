@@ -6,12 +6,11 @@ symbols c2 c1 is a mixture of four estimates from counts n in training text:
     p(t | c2 c1) = w3 n(c2 c1 t) / n(c2 c1) + w2 n(c1 t) / n(c1)
                    + w1 n(t) / n + w0 / 257
 
-Before a document's first byte stand two begin symbols, so nothing is known
-of the document before. Where a context never occurred, its estimate is that
-of the next shorter context. The four weights (they sum to 1) are those of
-Jelinek and Mercer (1980): the most likely ones for every 20th document of the
-training text, given the counts of the others, found by expectation
-maximization. The model then counts all training documents.
+A document begins with two begin symbols, so documents are independent. A
+context that never occurred uses the estimate of the next shorter context. The
+four weights sum to 1 and are fit as in Jelinek and Mercer (1980): expectation
+maximization on every 20th training document, given the counts of the others.
+The final counts are of all training documents.
 """
 
 from collections.abc import Iterable
@@ -22,12 +21,12 @@ import numpy.typing as npt
 
 from paxon.inputs import document_source
 
-# A symbol is a byte, or 256: as a context the begin, as a target the end.
+# A symbol is a byte, or 256: the begin in a context, the end as a target.
 _EDGE = 256
 _NUM_SYMBOLS = 257
 _TUNING_STRIDE = 20
 _NUM_ITERATIONS = 20
-# Counting many documents together spares calls, a bounded number spares memory.
+# Documents are counted in chunks of bounded size, to limit calls and memory.
 _CHUNK_BYTES = 1 << 20
 
 
@@ -36,7 +35,7 @@ class TrigramModel:
   """Counts of text and the weights of their mixture.
 
   Attributes:
-    counts: How often each triple (c2, c1, t) occurred, uint32 [257, 257, 257].
+    counts: The count of each triple (c2, c1, t), uint32 [257, 257, 257].
     weights: w0 to w3, float64 [4].
   """
 
@@ -44,7 +43,7 @@ class TrigramModel:
   weights: npt.NDArray[np.float64]
 
   def bits(self, documents: document_source.DocumentSource) -> float:
-    """Returns the code length of the documents, their ends included."""
+    """Returns the code length of the documents in bits, including ends."""
     estimates = _Estimates(self.counts)
     total = 0.0
     for document in (documents[i] for i in range(len(documents))):
@@ -57,8 +56,8 @@ def fit(documents: document_source.DocumentSource) -> TrigramModel:
   """Returns the model of some training documents.
 
   Args:
-    documents: At least 2, as the weights are chosen on one in 20, from the
-      first on, and need counts of others.
+    documents: At least 2: the weights are fit on every 20th document, with
+      the counts of the others.
   """
   if len(documents) < 2:
     raise ValueError(
@@ -75,11 +74,11 @@ def fit(documents: document_source.DocumentSource) -> TrigramModel:
 
 
 class _Estimates:
-  """The four estimates of the mixture, with the sums that they need."""
+  """The four estimates of the mixture."""
 
   def __init__(self, counts: npt.NDArray[np.uint32]) -> None:
-    # Every target has just one trigram, one bigram and one unigram, so that
-    # the smaller tables are sums of the largest.
+    # Each target has one trigram, bigram and unigram, so the smaller tables are
+    # sums of the largest.
     self._trigrams = counts
     self._bigrams = counts.sum(axis=0, dtype=np.int64)
     self._unigrams = self._bigrams.sum(axis=0)
@@ -89,7 +88,7 @@ class _Estimates:
   def of(
     self, c2: np.ndarray, c1: np.ndarray, t: np.ndarray
   ) -> npt.NDArray[np.float64]:
-    """Returns estimates from no, one, two and three symbols, [4, N]."""
+    """Returns the uniform to trigram estimates of targets, [4, N]."""
     result = np.empty((4, len(t)), np.float64)
     result[0] = 1 / _NUM_SYMBOLS
     levels = (
@@ -132,12 +131,11 @@ def _count(counts: npt.NDArray[np.uint32], documents: Iterable[bytes]) -> None:
 def _likeliest_weights(
   estimates: npt.NDArray[np.float64],
 ) -> npt.NDArray[np.float64]:
-  """Returns weights, above zero, that make the targets about the likeliest."""
+  """Returns positive weights fit by expectation maximization, [4]."""
   weights = np.full(4, 0.25)
   for _ in range(_NUM_ITERATIONS):
     share = weights[:, None] * estimates
     share /= share.sum(axis=0)
-    # As if each estimate had explained one more symbol: a weight of zero would
-    # make a symbol impossible that the tuning documents happen not to hold.
+    # Add-one smoothing: a zero weight could make unseen symbols impossible.
     weights = (share.sum(axis=1) + 1) / (estimates.shape[1] + 4)
   return weights

@@ -13,12 +13,12 @@ from paxon.inputs import base_input
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class UnsetInput(base_input.BaseInput):
-  """Has the shapes of packed text, and no batches.
+  """An input with the shapes of packed text, and no batches.
 
   Attributes:
-    knob: The field to set to have data, such as `train_files`.
+    knob: The configuration field to set, such as `train_files`.
     example: A value for it.
-    how: A sentence on where to get such files.
+    how: A sentence about where to get such files.
   """
 
   knob: str
@@ -31,7 +31,7 @@ class UnsetInput(base_input.BaseInput):
     return True
 
   def batch_shapes(self) -> base_input.Shapes:
-    """Returns those of packed documents of text."""
+    """Returns the shapes of packed documents."""
     shape = self.per_host_batch_size, self.length
     keys = ("inputs", "targets", "positions", "segment_ids", "target_bytes")
     integers = {key: (shape, np.dtype(np.int32)) for key in keys}
@@ -42,25 +42,25 @@ class UnsetInput(base_input.BaseInput):
     raise self._make_error()
 
   def get_next(self) -> base_input.Batch:
-    """Raises.
+    """Raises an error.
 
     Raises:
-      ValueError: Always, with the field to set.
+      ValueError: Always; names the field to set.
     """
     raise self._make_error()
 
   def reset(self) -> None:
-    """There is one position only."""
+    """Does nothing: there is only one position."""
 
   def get_state(self) -> base_input.State:
-    """Returns the one position."""
+    """Returns an empty state."""
     return {}
 
   def set_state(self, state: base_input.State) -> None:
-    """Accepts only its own state.
+    """Accepts only an empty state.
 
     Raises:
-      ValueError: The state is another input's.
+      ValueError: The state is of another input.
     """
     if state:
       raise self._make_error()

@@ -1,9 +1,8 @@
-"""BERT's training examples as MLPerf has them in TFRecord files.
+"""MLPerf's BERT training examples in TFRecord files.
 
-A record has `input_ids`, `input_mask` and `segment_ids` [512], with some tokens
-hidden, and `masked_lm_positions`, `masked_lm_ids` and `masked_lm_weights` [76],
-which say where and what they were. Its second objective, which text comes next,
-is not read.
+A record has `input_ids` with masked tokens, `input_mask` and `segment_ids`
+[512], and `masked_lm_positions`, `masked_lm_ids` and `masked_lm_weights` [76]
+with the masked positions and original ids. The next-sentence label is ignored.
 """
 
 import dataclasses
@@ -25,15 +24,14 @@ _KEYS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BertExamples:
-  """Texts with hidden tokens, without the padding.
+  """Texts with masked tokens, without padding.
 
   Attributes:
     rows: The records.
-    remask: Whether to give the whole text, of which the model hides other
-      tokens in every step (`MaskedLm.masking`), instead of the hidden tokens
-      of the record, the same ones in every epoch.
-    vocab_size: What ids must be below.
-    special_ids: Ids that are not to be hidden when the model hides tokens.
+    remask: Whether to return the original text for dynamic masking by the model
+      (`MaskedLm.masking`), instead of the record's static masks.
+    vocab_size: The exclusive upper bound of the ids.
+    special_ids: Ids that dynamic masking does not mask.
   """
 
   rows: tf_example.TfExampleRecords
@@ -52,12 +50,12 @@ class BertExamples:
     """Returns one example, all [n].
 
     Returns:
-      `inputs`, what the model reads; `targets`, the whole text; `type_ids`, to
-      which of the two texts a token belongs; and `weights`, 1 for a token that
-      is hidden, or, to be masked anew, may be.
+      `inputs`; `targets`, the original text; `type_ids`, the index of the text
+      (0 or 1) of each token; and `weights`, 1 for tokens that are masked, or
+      with `remask` may be masked.
 
     Raises:
-      ValueError: A record has another form; names file and record.
+      ValueError: A record is invalid; names the file and the record.
     """
     row = self.rows[index]
     name = self.rows.name(index)
