@@ -1,4 +1,4 @@
-"""Host batches to global arrays."""
+"""Conversion of host batches to global arrays."""
 
 from collections.abc import Callable, Mapping
 
@@ -10,15 +10,15 @@ from paxon.sharding import layout as layouts
 
 
 def infeed_hosts(layout: layouts.Layout) -> tuple[int, int]:
-  """Returns which rows of a batch this host reads: (index, number of parts).
+  """Returns the chunk of a batch that this host reads: (index, number).
 
-  A batch is cut into as many equal parts as there are, and the part `index` is
-  what this host's devices need. Hosts among which the batch is not split, such
-  as those of one tensor axis, read the same part. Where a host's devices need
-  rows of several places, every host reads the whole batch.
+  A batch is split into `number` equal chunks of consecutive sequences. Hosts
+  that hold the same sequences, such as those of one tensor axis, read the same
+  chunk. If the devices of any host need sequences that are not one chunk, every
+  host reads the whole batch.
 
   Args:
-    layout: Its mesh and its rule for `batch`.
+    layout: Defines the mesh and the rule for `batch`.
   """
   shards = layout.shards(axes.BATCH)
   places: dict[int, set[int]] = {}
@@ -42,20 +42,19 @@ def to_global(
   *,
   num_hosts: int = 1,
 ) -> dict[str, jax.Array]:
-  """Places one host's rows of a batch.
+  """Returns global arrays made of the sequences of each host.
 
   Args:
-    batch: This host's rows, arrays [host batch, length, ...]. With one host
-      these are all rows.
-    layout: Where they go.
-    num_hosts: In how many parts hosts read a batch, see `infeed_hosts`.
+    batch: Sequences of this host, arrays [host batch, length, ...].
+    layout: Layout of the global arrays.
+    num_hosts: Number of chunks of a batch, see `infeed_hosts`.
 
   Returns:
-    Global arrays [global batch, length, ...], sharded as the layout's rules
-    say for `batch` and `length`.
+    Arrays [global batch, length, ...], sharded by the layout's rules for
+    `batch` and `length`.
 
   Raises:
-    ValueError: The global batch does not divide by its shards.
+    ValueError: The global batch size is not a multiple of its shards.
   """
   shards = layout.shards(axes.BATCH)
   for name, value in batch.items():
@@ -69,7 +68,7 @@ def to_global(
     name: jax.make_array_from_process_local_data(
       layout.batch_sharding(value.ndim),
       value,
-      # Said, because hosts may hold more than their devices need.
+      # Explicit, because hosts may hold more than their devices need.
       (value.shape[0] * num_hosts, *value.shape[1:]),
     )
     for name, value in batch.items()
@@ -77,13 +76,13 @@ def to_global(
 
 
 def on_each_device(layout: layouts.Layout) -> Callable[[int], jax.Array]:
-  """Returns what makes an array of each process's own number.
+  """Returns a function that gathers one number per process into an array.
 
-  It takes this process's number, int32, and returns int32 [devices]. What only
-  depends on the layout is computed here, once, and not at each call.
+  The function takes this process's number, int32, and returns int32 [devices]
+  with the number of each device's process. The sharding is computed only once.
 
   Args:
-    layout: Whose devices hold one element each.
+    layout: Layout whose devices hold one element each.
   """
   mesh = layout.mesh
   spec = jax.sharding.PartitionSpec(mesh.axis_names)

@@ -60,7 +60,7 @@ def _untyped(function):
     (2, [(0, 0), (1, 1)], 2, (0, 1)),
   ],
 )
-def test_rows_of_a_host(shards, needs, here, expected, monkeypatch):
+def test_chunk_of_a_host(shards, needs, here, expected, monkeypatch):
   monkeypatch.setattr(jax, "process_index", lambda: here)
   found = cast(layout.Layout, _Rows(shards, needs))
   assert _untyped(arrays.infeed_hosts)(found) == expected
@@ -75,7 +75,7 @@ def test_one_host_reads_everything():
   assert placed.sharding.is_equivalent_to(made.batch_sharding(2), 2)
 
 
-def test_a_number_is_placed_without_asking_for_the_devices_again(monkeypatch):
+def test_numbers_are_placed_without_querying_devices(monkeypatch):
   made = layout.Layout(mesh.make_mesh(mesh.MeshSpec.parse("data=4,tensor=2")))
   place = arrays.on_each_device(made)
   # Thousands of devices are not counted at each step.
@@ -86,7 +86,7 @@ def test_a_number_is_placed_without_asking_for_the_devices_again(monkeypatch):
   assert numbers[0].sharding is numbers[1].sharding
 
 
-def test_rows_that_do_not_divide_are_refused():
+def test_rejects_indivisible_batch_sizes():
   made = layout.Layout(mesh.make_mesh(mesh.MeshSpec.parse("data=8")))
   with pytest.raises(ValueError, match=r"\(12\) must be a multiple of 8"):
     arrays.to_global({"inputs": np.zeros((6, 4))}, made, num_hosts=2)

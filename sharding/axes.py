@@ -1,10 +1,10 @@
-"""The names of logical axes and of mesh axes.
+"""Names of logical axes and of mesh axes.
 
-Layers name the axes of their parameters and activations with the logical
-names below; rules (`paxon.sharding.rules`) map those to mesh axes. A parameter
-and an activation of the same width have different names, because they are
-usually sharded differently: `embed` of a kernel is split over `fsdp`, while
-`activation_embed` of the tensor it multiplies is not.
+Layers name the axes of their parameters and activations with logical axes;
+rules (`paxon.sharding.rules`) map these to mesh axes. Parameters and
+activations of the same width have different names because they are usually
+sharded differently: `embed` of a kernel is split over `fsdp`,
+`activation_embed` is not.
 """
 
 from typing import Final
@@ -58,7 +58,7 @@ LOGICAL_AXES: Final[tuple[str, ...]] = (
   ACTIVATION_EXPERTS,
 )
 
-# Mesh axes, slowest network first: neighbours on the last axis talk the most.
+# Mesh axes, slowest network first; the last axis communicates the most.
 STAGE: Final = "stage"
 DATA: Final = "data"
 FSDP: Final = "fsdp"

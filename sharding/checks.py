@@ -1,7 +1,7 @@
 """Validation of dataclass fields, for `__post_init__`.
 
-Errors name the class and the field as the user wrote it. A field that is None
-is unset and passes; NaN fails every check.
+Errors name the class and the field. None passes every check, NaN fails every
+check.
 """
 
 from collections.abc import Callable, Collection
@@ -9,10 +9,10 @@ import math
 
 import jax.numpy as jnp
 
-# XLA counts the entries of a dimension in int32 on most devices.
+# XLA uses int32 for the size of a dimension on most devices.
 _MAX_SIZE = 2**31 - 1
 
-# Largest divisor besides the number itself that an error proposes.
+# Largest divisor that an error proposes, except the number itself.
 _MAX_PROPOSED = 256
 
 
@@ -36,7 +36,7 @@ def check_interval(owner: object, interval: str, *fields: str) -> None:
   """Raises ValueError unless each field is in an interval.
 
   Args:
-    owner: Object whose class the error names.
+    owner: Object with the fields.
     interval: Two numbers in square (inclusive) or round (exclusive) brackets,
       such as `"[0, 1)"`.
     *fields: Names of number fields.
@@ -51,9 +51,10 @@ def check_interval(owner: object, interval: str, *fields: str) -> None:
 
 
 def check_decay(owner: object, *fields: str) -> None:
-  """Raises ValueError unless each field is the decay of a running mean.
+  """Raises ValueError unless each field is in [0, 1), also in float32.
 
-  A decay that float32 rounds to 1 is rejected too: Adam divides by 1 - decay.
+  Decays that float32 rounds to 1 are rejected because Adam divides by
+  1 - decay.
   """
   check_interval(owner, "[0, 1)", *fields)
   _check(

@@ -78,7 +78,7 @@ def test_the_first_invalid_field_is_named():
     (2 * 10_007, 4, "1, 2 or 20014"),
   ],
 )
-def test_other_than_multiples_are_rejected(width, groups, proposed):
+def test_rejects_non_multiples(width, groups, proposed):
   checks.check_multiple(_Layer(width, groups=1), "width", "groups")
   expected = re.escape(
     f"_Layer.width ({width}) must be a multiple of groups ({groups}); use"

@@ -1,13 +1,13 @@
-"""Initial values that do not depend on how the model is laid out.
+"""Initial values that are independent of the layout and of layer stacking.
 
 The value of a variable in layer i is
 
   initializer(fold_in(fold_in(key(seed), hash(name)), i), layer shape, dtype)
 
-where `name` is the logical name without the slot in a repeated pattern. So
-scan, unrolling, the period of a pattern, pipeline stages and the mesh never
-change step 0: layer 7 starts the same wherever it is stored. (JAX's default
-threefry keys give the same bits however an array is sharded.)
+where `name` is the logical name without the slot in a repeated pattern. Scan,
+unrolling, the period of a pattern, pipeline stages and the mesh therefore do
+not change the values of a layer. (JAX's default threefry keys give the same
+bits for every sharding.)
 """
 
 from collections.abc import Callable, Sequence
@@ -32,23 +32,23 @@ def initial_values(
   *,
   fallback: Callable[[], Any] | None = None,
 ) -> Any:
-  """Computes every variable's first value.
+  """Computes the initial value of every variable.
 
-  Meant to be traced under `Layout.jit` with `out_shardings`, so that no device
-  ever holds a whole large array.
+  Call it in a function compiled by `Layout.jit` with `out_shardings`, so that
+  no device holds a whole large array.
 
   Args:
     specs: Nested dicts of `VariableSpec`.
-    seed: The experiment's seed.
-    fallback: Returns a tree like `specs` with the values of variables that
-      have no initializer of their own (linen modules from elsewhere); usually
-      `lambda: variables.unbox(model.init(...))`. The others are not used.
+    seed: Seed of the experiment.
+    fallback: Returns a tree like `specs`; its values are used for variables
+      without an initializer (linen modules of other libraries). Usually
+      `lambda: variables.unbox(model.init(...))`.
 
   Returns:
-    Nested dicts of arrays, as `specs` says.
+    Nested dicts of arrays with the structure of `specs`.
 
   Raises:
-    ValueError: A variable has no initializer, and there is no fallback.
+    ValueError: A variable has no initializer and `fallback` is None.
   """
   leaves, treedef = jax.tree.flatten(specs)
   foreign = [spec.name for spec in leaves if spec.initializer is None]
@@ -67,7 +67,7 @@ def initial_values(
 
 
 def _value(keys: jax.Array, spec: variables.VariableSpec) -> jax.Array:
-  """The value of one variable, all its layers stacked."""
+  """Returns the value of one variable, with all its layers stacked."""
   assert spec.initializer is not None
   init, shape, dtype = spec.initializer, spec.layer_shape, spec.dtype
   if not spec.stacked:
@@ -79,10 +79,10 @@ def _value(keys: jax.Array, spec: variables.VariableSpec) -> jax.Array:
 def _keys(
   root: jax.Array, specs: Sequence[variables.VariableSpec]
 ) -> list[jax.Array]:
-  """One key per layer of each variable, in storage order.
+  """Returns one key per layer of each variable, in storage order.
 
-  The hashes of all variables are folded in at once: a few large computations
-  are compiled in a fraction of the time of many small ones.
+  The hashes of all variables are folded in together, because a few large
+  computations compile much faster than many small ones.
   """
   paths = [np.asarray(_path(spec), np.uint32) for spec in specs]
   keys: list[jax.Array] = [root] * len(specs)
@@ -99,14 +99,14 @@ def _keys(
 
 
 def _path(spec: variables.VariableSpec) -> list[tuple[int, ...]]:
-  """What is folded in for each layer, first to last."""
+  """Returns the numbers to fold into the key of each layer, in order."""
   name = _layerless(spec.name)
   singles = [[int(index)] for index in _SINGLE.findall(spec.name)]
   return list(itertools.product([_hash(name)], *singles, *_indices(spec)))
 
 
 def _indices(spec: variables.VariableSpec) -> Sequence[list[int]]:
-  """The layer's index along each stacked axis, for each stored entry."""
+  """Returns the layer indices of the stored entries for each stacked axis."""
   slots = iter([int(slot) for slot in _STACKED.findall(spec.name)])
   indices = []
   for (axis, period), length in zip(spec.stacked, spec.shape, strict=False):
@@ -116,12 +116,12 @@ def _indices(spec: variables.VariableSpec) -> Sequence[list[int]]:
 
 
 def _layerless(name: str) -> str:
-  """The name without the slot or the number of a layer."""
+  """Returns the name without the slot or the number of a layer."""
   name = _STACKED.sub(lambda m: m.group(0).rpartition("/")[0], name)
   return _SINGLE.sub(lambda m: m.group(0).rpartition("_")[0], name)
 
 
 def _hash(name: str) -> int:
-  """31 stable bits: `hash()` differs between processes."""
+  """Returns a 31-bit hash that, unlike `hash()`, is equal in all processes."""
   digest = hashlib.sha256(name.encode()).digest()
   return int.from_bytes(digest[:4], "big") >> 1

@@ -1,8 +1,8 @@
-"""A layout: one mesh, one rule set, and everything that is compiled for them.
+"""Layouts: a mesh and a rule set, and compilation of functions under them.
 
 Rules are entered inside the traced function, and each layout makes a new
-function, because linen's rules are no part of jit's cache key: a step traced
-under one rule set would otherwise be reused, silently, under another.
+function, because linen's rules are not part of jit's cache key: a step traced
+under one rule set would otherwise be reused silently under another.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,54 +18,54 @@ from paxon.sharding import axes as axis_names
 from paxon.sharding import rules as sharding_rules
 from paxon.sharding import variables
 
-# More than these would bury the message.
+# Maximum number of problems in one error message.
 _MAX_PROBLEMS = 5
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """Where arrays lie.
+  """The placement of arrays on devices.
 
   Attributes:
-    mesh: The devices, see `mesh.make_mesh`.
-    rules: Which mesh axes split which logical axis.
+    mesh: Devices, see `mesh.make_mesh`.
+    rules: Mesh axes of each logical axis.
   """
 
   mesh: jax.sharding.Mesh
   rules: sharding_rules.Rules = sharding_rules.DEFAULT_RULES
 
   def sharding(self, axes: Sequence[str | None]) -> jax.sharding.NamedSharding:
-    """Returns the sharding of an array whose dimensions are `axes`."""
+    """Returns the sharding of an array with these logical axes."""
     spec = sharding_rules.to_partition_spec(axes, rules=self.rules)
     return jax.sharding.NamedSharding(self.mesh, spec)
 
   @property
   def replicated(self) -> jax.sharding.NamedSharding:
-    """The sharding of an array that every device holds whole."""
+    """The sharding of an array that is replicated on every device."""
     return self.sharding(())
 
   def batch_sharding(self, ndim: int) -> jax.sharding.NamedSharding:
-    """Returns the sharding of a batch's array [batch, length, ...]."""
+    """Returns the sharding of a batch array [batch, length, ...]."""
     names = (axis_names.BATCH, axis_names.LENGTH)[:ndim]
     return self.sharding(names + (None,) * (ndim - len(names)))
 
   def shards(self, axis: str) -> int:
-    """Returns into how many parts an array with this one axis is split."""
+    """Returns the number of shards along a logical axis."""
     (entry,) = self.sharding((axis,)).spec
     names = (entry,) if isinstance(entry, str) else entry or ()
     return math.prod(self.mesh.shape[name] for name in names)
 
   def shardings(self, specs: Any) -> Any:
-    """Returns a sharding per `VariableSpec` of a pytree of them.
+    """Returns the sharding of each `VariableSpec` in a pytree.
 
     Raises:
-      ValueError: A dimension does not divide by its shards; the message names
-        the first such variables, axes and sizes.
+      ValueError: Dimensions are not multiples of their shards; the message
+        lists the first such variables, axes and sizes.
     """
     leaves = jax.tree.leaves(specs)
     problems = [p for spec in leaves for p in self._indivisible(spec)]
     if problems:
-      # The moments of an optimizer repeat what its parameters say.
+      # Optimizer moments repeat the problems of their parameters.
       more = len(problems) - _MAX_PROBLEMS
       rest = [f"and {more} more"] if more > 0 else []
       raise ValueError("; ".join(problems[:_MAX_PROBLEMS] + rest))
@@ -76,7 +76,7 @@ class Layout:
     return LaidOut(self, fn, options)
 
   def lower(self, traced: jax.stages.Traced) -> jax.stages.Lowered:
-    """Lowers what a function of this layout was traced to."""
+    """Lowers a function of this layout that `LaidOut.trace` traced."""
     with jax.set_mesh(self.mesh):
       return traced.lower()
 
@@ -96,7 +96,7 @@ class Layout:
 
 
 class LaidOut:
-  """A jitted function that always runs under its layout."""
+  """A jitted function that runs under its layout."""
 
   def __init__(
     self, layout: Layout, fn: Callable[..., Any], options: dict[str, Any]
@@ -110,16 +110,16 @@ class LaidOut:
     self._jitted = jax.jit(traced, **options)
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    """Runs the function, compiling it at the first call."""
+    """Runs the function; the first call compiles it."""
     with jax.set_mesh(self._layout.mesh):
       return self._jitted(*args, **kwargs)
 
   def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
-    """Traces the function; `Layout.lower` goes on from there."""
+    """Traces the function, for `Layout.lower`."""
     with jax.set_mesh(self._layout.mesh):
       return self._jitted.trace(*args, **kwargs)
 
   def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-    """Traces and lowers; `.compile()` of the result needs no context."""
+    """Traces and lowers the function; `.compile()` needs no mesh context."""
     with jax.set_mesh(self._layout.mesh):
       return self._jitted.lower(*args, **kwargs)

@@ -28,7 +28,7 @@ def test_constraint_reaches_the_compiled_program():
   assert sharding.shard_shape((4, 8)) == (2, 2)
 
 
-def test_each_layout_traces_anew():
+def test_each_layout_traces_separately():
   x = np.ones((8, 8), np.float32)
   shapes = [
     laid.jit(_double)(x).sharding.shard_shape((8, 8))
@@ -46,7 +46,7 @@ def test_constraint_outside_a_layout_does_nothing():
   np.testing.assert_array_equal(_double(x), x * 2)
 
 
-def test_constraint_leaves_dimensions_of_size_one_whole():
+def test_constraint_does_not_split_dimensions_of_size_one():
   y = _layout("fsdp=2,tensor=4").jit(_double)(np.ones((1, 8)))
   assert y.sharding.shard_shape((1, 8)) == (1, 2)
 
@@ -87,7 +87,7 @@ def test_every_indivisible_axis_is_named():
   assert "params/b: axis 'mlp' of size 3 does not divide by tensor=2" in text
 
 
-def test_batch_is_placed_by_rows():
+def test_batch_is_split_by_sequences():
   laid = _layout("data=2,fsdp=2,tensor=2")
   host = {"inputs": np.arange(32).reshape(8, 4), "weight": np.ones(8)}
   batch = arrays.to_global(host, laid)

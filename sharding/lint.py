@@ -1,10 +1,10 @@
-"""The sharding lint: what is wrong with a layout, before any device is touched.
+"""The sharding lint: errors and warnings of a layout, computed without devices.
 
-Plain arithmetic on names and sizes: no mesh of devices is needed, so the layout
-of the largest model on the largest pod is checked on a laptop.
+The checks use only names and sizes, so the layout of any model on any mesh can
+be checked on one CPU.
 
-An error makes the program fail or its compiler refuse; a warning is memory or
-work that the mesh does not share, though the mesh has an axis for it.
+With an error the program fails to compile or to run. A warning reports memory
+or work that is replicated although the mesh has an axis for it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ from paxon.sharding import variables
 # A replicated tensor below this size is not worth a collective.
 LARGE_BYTES = 64 * 2**20
 
-# The field that sets the size of an axis, where it is always the same.
+# The configuration field that sets the size of an axis, if it is unique.
 _FIELDS = {
   axis_names.HEADS: "num_heads",
   axis_names.KV_HEADS: "num_kv_heads",
@@ -37,7 +37,7 @@ _FIELDS = {
 
 
 class Rule(enum.Enum):
-  """What a finding is about."""
+  """The kind of a finding."""
 
   DOES_NOT_DIVIDE = "does not divide"
   AXIS_USED_TWICE = "axis used twice"
@@ -48,12 +48,12 @@ class Rule(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-  """One thing to change.
+  """An error or warning of a layout.
 
   Attributes:
-    rule: What it is about.
-    is_error: Whether the program cannot run at all.
-    message: Path, sizes, and the change to make; one sentence.
+    rule: Kind of the finding.
+    is_error: Whether the program cannot run.
+    message: One sentence with path, sizes, and the change to make.
   """
 
   rule: Rule
@@ -72,15 +72,15 @@ def check(
   """Checks a layout.
 
   Args:
-    specs: A pytree of `VariableSpec`, usually those of a model.
-    batch: Shapes of a global batch's arrays, [batch, length, ...].
+    specs: Pytree of `VariableSpec`, usually those of a model.
+    batch: Shapes of the arrays of a global batch, [batch, length, ...].
     mesh: Size of each mesh axis.
-    rules: Which mesh axes split which logical axis.
-    large_bytes: From which size on a replicated variable is worth a warning.
+    rules: Mesh axes of each logical axis.
+    large_bytes: Smallest size of a replicated variable that gets a warning.
 
   Returns:
-    The errors, then the warnings; of findings that say the same of several
-    variables there is one, which names the first.
+    Errors, then warnings. A finding that applies to several variables appears
+    once, with the name of the first.
   """
   findings = _check_rules(rules, mesh)
   if findings:
@@ -101,7 +101,7 @@ def check(
   return sorted(findings, key=lambda finding: not finding.is_error)
 
 
-# A finding, and what it has in common with others of its kind.
+# A finding, and the key by which equal findings are grouped.
 _Problem = tuple[tuple[Any, ...], Finding]
 
 
@@ -211,12 +211,12 @@ class _Checker:
     yield key, Finding(Rule.LEFT_REPLICATED, False, message)
 
   def idle_axes(self, named: set[str | None]) -> Iterable[Finding]:
-    """Mesh axes that split weights at most, so that work is done twice."""
+    """Yields a warning for each mesh axis that splits no activations."""
     working = {
       name
       for logical, entry in self._rules
       for name in _as_tuple(entry)
-      # Stages are there only if the model is cut into some.
+      # Stages split work only if the model has stages.
       if logical in _WORK and (logical != axis_names.STAGES or logical in named)
     }
     for axis, size in self._mesh.items():
@@ -230,12 +230,12 @@ class _Checker:
         yield Finding(Rule.WORK_NOT_SHARED, False, message)
 
   def _split(self, axes: Sequence[str | None]) -> list[tuple[str, ...]]:
-    """The mesh axes in use that split each dimension."""
+    """Returns the mesh axes larger than one that split each dimension."""
     spec = sharding_rules.to_partition_spec(axes, rules=self._rules)
     return [self._in_use(_as_tuple(entry)) for entry in spec]
 
   def _wanted(self, axis: str | None) -> tuple[str, ...]:
-    """The mesh axes in use that the first rule of an axis asks for."""
+    """Returns the mesh axes larger than one in the first rule of an axis."""
     for logical, entry in self._rules:
       if logical == axis:
         return self._in_use(_as_tuple(entry))
@@ -245,7 +245,7 @@ class _Checker:
     return tuple(name for name in names if self._mesh[name] > 1)
 
 
-# Axes whose splitting splits the work of a step.
+# Logical axes that split the work of a step.
 _WORK = frozenset(
   name
   for name in axis_names.LOGICAL_AXES

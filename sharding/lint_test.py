@@ -55,7 +55,7 @@ def test_dimensions_that_do_not_divide():
   )
 
 
-def test_a_vocabulary_that_does_not_divide_has_three_ways_out():
+def test_three_fixes_for_an_indivisible_vocabulary():
   table = _spec("params/table", (50_257, 64), (axes.VOCAB, axes.EMBED))
   (finding,) = _check(table, mesh=_mesh(fsdp=2, tensor=4))
   assert "axis 'vocab' of size 50257 does not divide" in finding.message
@@ -96,7 +96,7 @@ def test_a_batch_that_does_not_cover_the_mesh():
   assert "global_batch_size a multiple of 64, such as 64" in finding.message
 
 
-def test_rows_that_do_not_divide_by_the_sequence_axis():
+def test_lengths_that_do_not_divide_by_the_sequence_axis():
   (finding,) = _check(mesh=_mesh(sequence=3))
   assert "'length' of size 128 does not divide by sequence=3" in finding.message
   # The other array of the batch has the same problem.
@@ -142,7 +142,7 @@ def test_large_tensors_left_replicated():
   assert _check(large, mesh=_mesh(fsdp=8), large_bytes=1 << 30) == []
 
 
-def test_a_mesh_axis_that_shares_no_work():
+def test_a_mesh_axis_that_splits_no_work():
   weights_only = ((axes.BATCH, "data"), *rules.DEFAULT_RULES[1:])
   (finding,) = _check(mesh=_mesh(data=2, fsdp=4), rules=weights_only)
   assert finding.rule is lint.Rule.WORK_NOT_SHARED

@@ -19,16 +19,16 @@ def partitioned(
   regularized: bool | None = None,
   trainable: bool = True,
 ) -> Initializer:
-  """Returns `init` whose parameter carries its metadata.
+  """Returns an initializer for `self.param` that attaches metadata.
+
+  `self.param` itself returns a plain array.
 
   Args:
     init: `(key, shape, dtype) -> array` for the value of one layer.
     axes: One logical axis (or None) per dimension.
-    regularized: Whether weight decay applies; by default to matrices and up.
-    trainable: False keeps the parameter out of the optimizer.
-
-  Returns:
-    An initializer for `self.param`; callers see a plain array.
+    regularized: Whether weight decay applies; None applies it to parameters of
+      rank 2 or more.
+    trainable: Whether the optimizer updates the parameter.
   """
   names = tuple(axes)
 
@@ -51,20 +51,17 @@ def partitioned(
 
 
 def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
-  """Shards `x` as the active rules say; a no-op outside of a layout.
+  """Returns `x`, sharded by the active rules; unchanged outside a layout.
 
-  A dimension of size one (a broadcast, a single decoding step) stays whole.
+  A dimension of size one (a broadcast, a decoding step) is not split.
 
   Args:
     x: An activation.
     axes: One logical axis (or None) per dimension of `x`.
 
-  Returns:
-    `x`, with a sharding constraint while a `Layout` traces.
-
   Raises:
-    ValueError: The number of names is not the rank of `x`, or a dimension does
-      not divide by the shards of its axis.
+    ValueError: The number of axes is not the rank of `x`, or a dimension is not
+      a multiple of its shards.
   """
   if x.ndim != len(axes):
     raise ValueError(
@@ -78,17 +75,14 @@ def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
 def partition_spec(
   shape: Sequence[int], axes: Sequence[str | None]
 ) -> jax.sharding.PartitionSpec | None:
-  """Returns how the active rules shard an activation.
+  """Returns the partition of an activation; None outside a layout.
 
   Args:
-    shape: Its shape; a dimension of size one stays whole.
+    shape: Shape of the activation; a dimension of size one is not split.
     axes: One logical axis (or None) per dimension.
 
-  Returns:
-    One entry per dimension, or None outside of a layout.
-
   Raises:
-    ValueError: A dimension does not divide by the shards of its axis.
+    ValueError: A dimension is not a multiple of its shards.
   """
   active = nn.get_logical_axis_rules()
   if not active:

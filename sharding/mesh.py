@@ -1,10 +1,10 @@
-"""Device meshes, given by axis name for the fast and for the slow network.
+"""Device meshes with named axes over the fast and the slow network.
 
-`MeshSpec(ici={"fsdp": 64}, dcn={"data": 2})` is two slices of 64 devices: the
-axes in `ici` lie inside a slice (or a host with NVLink), those in `dcn` between
-slices. The same as text: `fsdp=64,dcn.data=2`. One size may be -1 and takes
-what is left. Axes that are not given have size one, so every mesh has the same
-six axes and rules never depend on which of them are in use.
+`MeshSpec(ici={"fsdp": 64}, dcn={"data": 2})`, or `fsdp=64,dcn.data=2` as text,
+is two slices of 64 devices: axes in `ici` are within a slice (or a host with
+NVLink), axes in `dcn` between slices. One size may be -1 to use all remaining
+devices. Missing axes have size one: every mesh has the same six axes, and rules
+do not depend on the axes in use.
 """
 
 import collections
@@ -20,7 +20,7 @@ import numpy as np
 
 from paxon.sharding import axes
 
-# As a mesh's text: to be chosen for the devices that there are.
+# Text of a mesh that is chosen for the available devices.
 AUTO: Final = "auto"
 
 _DCN_PREFIX = "dcn."
@@ -31,8 +31,9 @@ class MeshSpec:
   """Sizes of the mesh axes.
 
   Attributes:
-    ici: Size of each axis inside a slice; -1 (once, over both) fills.
-    dcn: Size of each axis across slices.
+    ici: Size of each axis within a slice. One size of `ici` and `dcn` may be
+      -1 to use all remaining devices.
+    dcn: Size of each axis between slices.
   """
 
   ici: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -59,10 +60,10 @@ class MeshSpec:
 
   @classmethod
   def parse(cls, text: str) -> "MeshSpec":
-    """Reads `axis=size,...`; `dcn.axis=size` is across slices.
+    """Parses `axis=size,...`, with `dcn.axis=size` for axes between slices.
 
     Raises:
-      ValueError: The text has another form; the message names the bad part.
+      ValueError: The text is malformed.
     """
     if text.strip() == AUTO:
       raise ValueError(
@@ -93,10 +94,10 @@ class MeshSpec:
     return ",".join(parts)
 
   def resolve(self, num_devices: int) -> "MeshSpec":
-    """Returns the spec with every axis given and -1 replaced.
+    """Returns the spec with all axes and with -1 replaced.
 
     Raises:
-      ValueError: The sizes cannot cover exactly `num_devices`.
+      ValueError: The product of the sizes cannot be `num_devices`.
     """
     sizes = {
       (net, axis): int(given.get(axis, 1))
@@ -123,41 +124,37 @@ class MeshSpec:
 def make_mesh(
   spec: MeshSpec, *, devices: Sequence[jax.Device] | None = None
 ) -> jax.sharding.Mesh:
-  """Lays devices out so that ICI axes stay inside a slice.
+  """Returns a mesh with the axes `MESH_AXES` and ICI axes within a slice.
 
   Args:
-    spec: The sizes.
+    spec: Sizes of the axes.
     devices: All devices of the job; by default `jax.devices()`.
 
-  Returns:
-    A mesh with the axes `paxon.sharding.axes.MESH_AXES`, all of type Auto.
-
   Raises:
-    ValueError: The sizes do not fit the number of devices, of slices or of
+    ValueError: The sizes do not match the number of devices, slices or
       processes.
   """
   array = device_array(spec, jax.devices() if devices is None else devices)
   return jax.sharding.Mesh(
     array,
     axes.MESH_AXES,
-    # Explicit is JAX's default and would change what einsum means.
+    # JAX's default, Explicit, would change the semantics of einsum.
     axis_types=(jax.sharding.AxisType.Auto,) * len(axes.MESH_AXES),
   )
 
 
 def reshaped(mesh: jax.sharding.Mesh, spec: MeshSpec) -> jax.sharding.Mesh:
-  """Returns the devices of a mesh, in their order, with other axes.
+  """Returns a mesh of the same devices in the same order, with other axes.
 
-  Arrays go from one to the other inside of one program, as the order of
-  devices is the same.
+  The equal order lets one program move arrays between both meshes.
 
   Args:
-    mesh: As `make_mesh` made it.
-    spec: The sizes; only those inside a slice, as devices stay where they are.
+    mesh: A mesh from `make_mesh`.
+    spec: Sizes of the axes, all within a slice.
 
   Raises:
-    ValueError: The sizes do not fit the number of devices, or lie between
-      slices.
+    ValueError: The sizes do not match the number of devices, or `spec.dcn` has
+      a size above one.
   """
   full = spec.resolve(mesh.size)
   if math.prod(full.dcn.values()) > 1:
@@ -172,15 +169,15 @@ def reshaped(mesh: jax.sharding.Mesh, spec: MeshSpec) -> jax.sharding.Mesh:
 
 
 def device_array(spec: MeshSpec, devices: Sequence[Any]) -> np.ndarray:
-  """Returns devices in the shape of a mesh, one dimension an axis.
+  """Returns devices in the shape of a mesh, one dimension per axis.
 
-  What lies between the groups of `dcn` is the slow network: slices where
-  devices have a `slice_index` (TPUs, and GPUs by host), else processes. A group
-  may be several processes, but never several slices.
+  The groups of `dcn` are slices if devices have a `slice_index` (TPUs, and GPUs
+  by host), else processes. A group may have several processes but not several
+  slices.
 
   Args:
-    spec: The sizes.
-    devices: All devices of the job, or what has their attributes.
+    spec: Sizes of the axes.
+    devices: All devices of the job, or objects with the same attributes.
 
   Raises:
     ValueError: As for `make_mesh`.
@@ -212,7 +209,7 @@ def device_array(spec: MeshSpec, devices: Sequence[Any]) -> np.ndarray:
 def _by_process(
   spec: MeshSpec, ici: list[int], dcn: list[int], devices: list[Any]
 ) -> np.ndarray:
-  """Devices grouped by process, in the order of processes."""
+  """Returns devices grouped by process, in the order of processes."""
   counts = collections.Counter(device.process_index for device in devices)
   groups = math.prod(dcn)
   if len(counts) == groups and len(set(counts.values())) == 1:
@@ -229,8 +226,7 @@ def _by_process(
       f" {' or '.join(map(str, sorted(set(counts.values()))))} each; their"
       " number must be a multiple of the groups."
     )
-  # Several processes of a host, or one host that stands in for several slices
-  # (fake devices in tests).
+  # Groups of several processes, or fake devices of one process in tests.
   devices = sorted(devices, key=lambda d: (d.process_index, d.id))
   blocks = np.asarray(devices, dtype=object).reshape(*dcn, *ici)
   rank = len(ici)

@@ -47,7 +47,7 @@ def test_parse_rejects(text, message):
     mesh.MeshSpec.parse(text)
 
 
-def test_fill_takes_what_is_left():
+def test_fill_uses_all_remaining_devices():
   full = mesh.MeshSpec.parse("fsdp=-1,tensor=2").resolve(8)
   assert dict(full.ici) == {
     "stage": 1,
@@ -116,7 +116,7 @@ def _in_slices(number, slices, platform="cuda"):
   ]
 
 
-def test_slices_are_what_lies_between():
+def test_dcn_axes_are_between_slices():
   made = _array("fsdp=2,tensor=2,dcn.data=2,dcn.fsdp=2", _in_slices(16, 4))
   assert made.shape == (1, 2, 4, 1, 1, 2)
   slices = np.vectorize(lambda d: d.slice_index)(made)[0, :, :, 0, 0]
@@ -135,7 +135,7 @@ def test_slices_are_what_lies_between():
     (2, "dcn.data=4,fsdp=2"),
   ],
 )
-def test_without_slices_processes_lie_between(per_process, text):
+def test_without_slices_dcn_axes_are_between_processes(per_process, text):
   devices = [_Device(i, process_index=i // per_process) for i in range(8)]
   made = _array(text, devices[::-1])
   blocks = made.reshape(mesh.MeshSpec.parse(text).dcn["data"], -1)
@@ -177,7 +177,7 @@ def test_without_slices_processes_lie_between(per_process, text):
     ),
   ],
 )
-def test_rejects_what_the_network_does_not_have(text, devices, message):
+def test_rejects_meshes_that_do_not_fit_the_network(text, devices, message):
   with pytest.raises(ValueError, match=message):
     _array(text, devices)
 

@@ -1,15 +1,14 @@
 """Rule sets by name, for the knob `rules` of experiments.
 
-A set says which mesh axes split what; the mesh says how many devices each axis
-has. An axis of size one splits nothing, so most experiments keep `default` and
-choose a mesh. In the table below, W is a kernel (`embed` by `mlp`, `heads` or
-`vocab`), x an activation [batch, length, width], and "split n ways" is over the
-named mesh axes. What each step sends, beside sums of metrics:
+A mesh axis of size one splits nothing, so most experiments use `default` and
+choose a mesh. The table lists the splits and the communication of each step. W
+is a kernel (`embed` by `mlp`, `heads` or `vocab`), x an activation
+[batch, length, width].
 
   default            W by embed over fsdp, by its other axis over tensor; x by
                      batch over data, fsdp and expert, by length over sequence,
-                     by heads and mlp over tensor. Sends what `fsdp`, `tensor`
-                     and `sequence` send for the axes that the mesh has.
+                     by heads and mlp over tensor. Communication of `fsdp`,
+                     `tensor` and `sequence`, for mesh axes larger than one.
   data               W whole; x by batch. All-reduce of gradients.
   fsdp               W by embed over fsdp (ZeRO-3); x by batch. All-gather of W
                      in each pass, reduce-scatter of its gradient.
@@ -18,22 +17,22 @@ named mesh axes. What each step sends, beside sums of metrics:
                      attention and after the feed-forward layer, each pass.
   sequence           x by batch, and by length over sequence (context
                      parallelism); W by embed over sequence. As `fsdp` over
-                     sequence; attention gathers keys and values, or sends them
-                     round where its kernel is `ring.Ring`.
+                     sequence; attention gathers keys and values, or passes them
+                     around with the kernel `ring.Ring`.
   expert             kernels of experts by expert, other W by embed over expert;
-                     x by batch, and by expert inside of expert layers.
-  2d                 `default`, and x between layers by width over tensor, which
-                     is Pax's recipe: what is saved for the backward pass is
-                     split too. All-gather of x before each product and
+                     x by batch, and by expert in expert layers.
+  2d                 `default`, and x between layers by width over tensor (as in
+                     Pax), which also splits the activations saved for the
+                     backward pass. All-gather of x before each matmul and
                      reduce-scatter after it, instead of the all-reduce.
   weight_stationary  W as in `default`; x by batch over data and expert, by
-                     width over fsdp, by heads and mlp over tensor. No W is ever
+                     width over fsdp, by heads and mlp over tensor. No W is
                      gathered, x is reduced over both axes: for decoding, where
-                     x is small and W is not.
-  replicated         W whole; x by batch over all axes of the mesh, as pmap did.
+                     x is small and W is large.
+  replicated         W whole; x by batch over all axes of the mesh (as in pmap).
                      All-reduce of gradients.
 
-`data`, `fsdp`, `tensor`, `sequence` and `expert` are added up by `+`:
+Combine `data`, `fsdp`, `tensor`, `sequence` and `expert` with `+`:
 `fsdp+tensor+sequence` splits the embed axis of W over fsdp and sequence.
 """
 
@@ -48,7 +47,7 @@ DEFAULT: Final = "default"
 
 _Entries = Mapping[str, rules_lib.MeshAxes]
 
-# What each part adds to `data`; the mesh axes of one logical axis are joined.
+# Rules added to `data` by each combinable set.
 _PARTS: Final[Mapping[str, _Entries]] = {
   "data": {},
   "fsdp": {axes.EMBED: axes.FSDP},
@@ -70,7 +69,7 @@ _PARTS: Final[Mapping[str, _Entries]] = {
   },
 }
 
-# Whole sets, as changes of the default's rules.
+# Sets that cannot be combined, as changes of the default rules.
 _WHOLE: Final[Mapping[str, _Entries]] = {
   DEFAULT: {},
   "2d": {axes.ACTIVATION_EMBED: axes.TENSOR},
@@ -88,13 +87,13 @@ NAMES: Final = (*_WHOLE, *_PARTS)
 
 
 def named(name: str) -> rules_lib.Rules:
-  """Returns the rules of a set.
+  """Returns the rules of a rule set.
 
   Args:
-    name: One of `NAMES`, or several parts with `+` between them.
+    name: One of `NAMES`, or several joined by `+`.
 
   Raises:
-    ValueError: There is no such set, or a set cannot be added to others.
+    ValueError: A rule set does not exist or cannot be combined.
   """
   if name in _WHOLE:
     return rules_lib.replace(rules_lib.DEFAULT_RULES, _WHOLE[name])
@@ -125,7 +124,7 @@ def named(name: str) -> rules_lib.Rules:
 def _joined(
   first: rules_lib.MeshAxes, second: rules_lib.MeshAxes
 ) -> rules_lib.MeshAxes:
-  """Mesh axes of both, one alone as a name."""
+  """Returns the union of mesh axes, as a name if there is only one."""
   names = dict.fromkeys(
     (*rules_lib.as_tuple(first), *rules_lib.as_tuple(second))
   )

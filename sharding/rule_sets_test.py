@@ -82,7 +82,7 @@ _EXPECTED = {
 
 
 @pytest.mark.parametrize("name", _EXPECTED)
-def test_what_lands_where(name):
+def test_partition_specs(name):
   found = rule_sets.named(name)
   arrays = (_KERNEL, _EXPERTS, _HIDDEN, _STREAM)
   assert (
@@ -93,7 +93,7 @@ def test_what_lands_where(name):
   )
 
 
-def test_each_set_stands_in_the_table_and_has_a_rule_for_every_axis():
+def test_each_set_is_documented_and_has_a_rule_for_every_axis():
   for name in rule_sets.NAMES:
     assert f"\n  {name:<17}  "[:21] in (rule_sets.__doc__ or ""), name
     found = rule_sets.named(name)
@@ -104,7 +104,7 @@ def test_each_set_stands_in_the_table_and_has_a_rule_for_every_axis():
     assert lint.check({}, batch={}, mesh=mesh, rules=found) == []
 
 
-def test_the_default_is_the_default():
+def test_default_is_default_rules():
   assert rule_sets.named(rule_sets.DEFAULT) == rules.DEFAULT_RULES
 
 
@@ -116,11 +116,11 @@ def test_the_default_is_the_default():
     ("fsdp+2d", r"'2d' stands alone; what can be added up is data, fsdp, "),
   ],
 )
-def test_refuses_names_that_it_does_not_know(name, message):
+def test_rejects_unknown_names(name, message):
   with pytest.raises(ValueError, match=message):
     rule_sets.named(name)
 
 
-def test_other_mesh_axes_for_an_axis_without_a_rule_are_refused():
+def test_rejects_replacing_a_missing_rule():
   with pytest.raises(ValueError, match="Did you mean 'embed'"):
     rules.replace(rules.DEFAULT_RULES, {"embedd": "fsdp"})

@@ -1,10 +1,9 @@
-"""Sharding rules: which mesh axes split which logical axis.
+"""Sharding rules: mesh axes of each logical axis.
 
-A rule set is an ordered tuple of `(logical axis, mesh axes)`. The mesh axes of
-one array are given out in the order of the rules, each mesh axis at most once
-per array; a logical axis whose mesh axes are taken stays whole. A logical axis
-that no rule names is an error, so that a misspelled axis cannot end up
-silently replicated.
+A rule set is an ordered tuple of `(logical axis, mesh axes)`. For each array,
+mesh axes are assigned in the order of the rules, each at most once; a logical
+axis whose mesh axes are all in use is not split. A logical axis without a rule
+is an error, so that a misspelled axis is not silently replicated.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,8 +17,8 @@ MeshAxes = str | tuple[str, ...] | None
 Rules = tuple[tuple[str, MeshAxes], ...]
 
 # Batches over `data` and `fsdp`, weights over `fsdp` (ZeRO-3) and `tensor`
-# (Megatron), sequences over `sequence`. Meshes that lack an axis have it with
-# size one, so this one set serves data, FSDP, tensor and mixed parallelism.
+# (Megatron), sequences over `sequence`. Unused mesh axes have size one, so this
+# rule set works for data, FSDP, tensor and mixed parallelism.
 DEFAULT_RULES: Rules = (
   (axes.BATCH, (axes.DATA, axes.FSDP, axes.EXPERT)),
   (axes.STAGES, axes.STAGE),
@@ -45,19 +44,19 @@ DEFAULT_RULES: Rules = (
 
 
 def as_tuple(entry: MeshAxes) -> tuple[str, ...]:
-  """Returns the mesh axes of a rule or of a partition, as a tuple."""
+  """Returns the mesh axes of a rule or partition entry as a tuple."""
   return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
 def replace(rules: Rules, entries: Mapping[str, MeshAxes]) -> Rules:
-  """Returns rules with other mesh axes for some logical axes.
+  """Returns the rules, in the same order, with some mesh axes replaced.
 
   Args:
-    rules: The rule set; its order stays.
-    entries: Mesh axes by logical axis.
+    rules: The rule set.
+    entries: New mesh axes by logical axis.
 
   Raises:
-    ValueError: A logical axis has no rule yet.
+    ValueError: A logical axis has no rule.
   """
   known = {logical for logical, _ in rules}
   for name in entries:
@@ -74,11 +73,8 @@ def to_partition_spec(
   """Returns the mesh axes of each dimension of one array.
 
   Args:
-    logical_axes: One logical axis (or None: never split) per dimension.
+    logical_axes: One logical axis (or None: not split) per dimension.
     rules: The rule set.
-
-  Returns:
-    A `PartitionSpec` with one entry per dimension.
 
   Raises:
     ValueError: A logical axis has no rule.

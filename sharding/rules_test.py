@@ -45,7 +45,7 @@ def test_earlier_rules_win_a_mesh_axis():
   assert tuple(spec) == ("data", "tensor")
 
 
-def test_second_dimension_of_one_name_stays_whole():
+def test_second_dimension_of_one_name_is_not_split():
   spec = rules.to_partition_spec(("mlp", "mlp"), rules=rules.DEFAULT_RULES)
   assert tuple(spec) == ("tensor", None)
 

@@ -1,9 +1,8 @@
-"""A function of activations, applied to each shard of them by itself.
+"""Functions of activations that are applied to each shard separately.
 
-A sum over an axis that is split over devices is added up over the devices where
-it is computed; in a loop, once per step. A function that is mapped over the
-shards has one such sum per shard instead, on the shard's own devices, and they
-are added up once, at its end.
+A sum over a sharded axis is reduced over devices where it is computed; in a
+loop, in every iteration. A function that is mapped over shards computes one
+local sum per shard, and the sums are reduced once at the end.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,25 +26,25 @@ def map_shards(
   *,
   axes: Sequence[str],
 ) -> tuple[Any, Any]:
-  """Returns `fn(arrays)`, computed shard by shard, all at the same time.
+  """Returns `fn(arrays)`, computed on all shards in parallel.
 
-  Inside of `fn` the mesh axes that split `axes` do not exist: an activation is
-  a shard of itself, and constraints leave these mesh axes out.
+  Inside `fn`, arrays are shards, and sharding constraints omit the mesh axes
+  that split `axes`.
 
   Args:
-    fn: Maps arrays to sums (arrays of any shape, which are to be added up over
-      shards) and outputs (with the leading axes `axes`).
+    fn: Maps arrays to (sums, outputs). Sums have any shape and are added over
+      shards; outputs have the leading axes `axes`.
     arrays: Activations with the leading axes `axes`.
-    axes: Logical axes; the active rules say what splits them. Outside of a
-      layout there is one shard.
+    axes: Logical axes, split by the active rules. Outside a layout there is one
+      shard.
 
   Raises:
-    ValueError: An axis does not divide by its shards.
+    ValueError: A dimension is not a multiple of its shards.
   """
   active = tuple(nn.get_logical_axis_rules())
   if not active:
     return fn(arrays)
-  # A dimension of size one stays whole, as it does for `logical.constrain`.
+  # A dimension of size one is not split, as in `logical.constrain`.
   shape = jax.tree.leaves(arrays)[0].shape
   names = [a if n > 1 else None for a, n in zip(axes, shape, strict=False)]
   entries = rules.to_partition_spec(names, rules=active)
@@ -73,7 +72,7 @@ def map_shards(
   rank = len(counts)
 
   def added(x: jax.Array) -> jax.Array:
-    # One axis of all shards, so that one reduction goes over all devices.
+    # One axis for all shards, for a single reduction over all devices.
     x = placed(x).reshape(-1, *x.shape[rank:])
     rest = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
     spec = PartitionSpec(every, *rest)
@@ -86,7 +85,7 @@ def map_shards(
 
 
 def _without(taken: tuple[str, ...], active: rules.Rules) -> rules.Rules:
-  """Returns the rules without the mesh axes that are taken."""
+  """Returns the rules without the mesh axes `taken`."""
 
   def left(entry: rules.MeshAxes) -> rules.MeshAxes:
     names = (entry,) if isinstance(entry, str) else entry or ()
@@ -96,7 +95,7 @@ def _without(taken: tuple[str, ...], active: rules.Rules) -> rules.Rules:
 
 
 def _split(x: jax.Array, axes: Sequence[str], counts: list[int]) -> jax.Array:
-  """Returns [shards by axis ..., sizes of a shard by axis ..., other ...]."""
+  """Returns shape [shards per axis ..., shard size per axis ..., ...]."""
   shape: list[int] = []
   for axis, count, size in zip(axes, counts, x.shape, strict=False):
     if size % count:

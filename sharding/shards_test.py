@@ -28,7 +28,7 @@ def _fn(x):
   "text",
   ["data=8", "data=2,fsdp=2,tensor=2", "data=2,sequence=4", "tensor=8"],
 )
-def test_sums_and_outputs_are_those_of_the_whole(text):
+def test_sums_and_outputs_match_the_unsharded_function(text):
   where = _layout(text)
   run = where.jit(lambda x: shards.map_shards(_fn, x, axes=AXES))
   total, doubled = run(jax.device_put(X, where.batch_sharding(3)))
@@ -37,7 +37,7 @@ def test_sums_and_outputs_are_those_of_the_whole(text):
   assert doubled.sharding.is_equivalent_to(where.batch_sharding(3), 3)
 
 
-def test_a_shard_is_what_a_device_has():
+def test_a_shard_is_local_to_a_device():
   seen = []
 
   def fn(x):
@@ -53,7 +53,7 @@ def test_a_shard_is_what_a_device_has():
 
 
 @pytest.mark.parametrize("mapped", [True, False])
-def test_sums_of_a_loop_are_added_over_devices_once(mapped):
+def test_sums_of_a_loop_are_reduced_once(mapped):
   def summed(x):
     def step(total, row):
       return total + jnp.einsum("BD,BE->DE", row, row), None
@@ -83,7 +83,7 @@ def test_sums_of_a_loop_are_added_over_devices_once(mapped):
   assert places[0].strip().startswith("ENTRY") == mapped
 
 
-def test_a_dimension_of_size_one_stays_whole():
+def test_a_dimension_of_size_one_is_not_split():
   run = _layout("data=8").jit(lambda x: shards.map_shards(_fn, x, axes=AXES))
   total, _ = run(X[:1])
   np.testing.assert_array_equal(total, np.sum(X[:1], axis=(0, 1)))

@@ -1,11 +1,10 @@
 """Metadata of variables: axes, initializer and update rule.
 
 Layers attach metadata where they create a variable (`logical.partitioned` for
-parameters, `boxed` for other collections). It travels through linen's lifted
-transforms in the box `Variable`, and is stripped once, after an abstract init,
-into a tree of `VariableSpec`. From then on state is plain arrays, and the
-stack, the learner, the checkpointer and the plan get the specs as an argument.
-There is no other registry.
+parameters, `boxed` for other collections). The box `Variable` carries it
+through linen's lifted transforms. After an abstract init, `specs_of` strips the
+boxes into a tree of `VariableSpec`; from then on the state is plain arrays, and
+specs are passed as an argument. There is no other registry.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,30 +23,29 @@ from paxon.sharding import axes as axis_names
 
 Initializer = Callable[..., Any]
 
-# Where a stack stores one slot of its pattern.
+# Path of one slot of a stack's pattern.
 _SLOT = re.compile(r"(?:^|/)layers/blocks_(\d+)(?=/)")
 
-# Key of `metadata_params` under which a stack says how many blocks one step of
-# its pattern has.
+# Key in `metadata_params` for the number of blocks in a stack's pattern.
 PERIOD = "period"
 
-# The collection of parameters that several parts of a model use. Lifted
-# transforms hand it on whole, without an axis of its own.
+# Collection of parameters shared by several modules. Lifted transforms
+# broadcast it and add no axis.
 SHARED = "shared"
 
 
 class UpdateRule(enum.Enum):
-  """How a variable gets its next value."""
+  """The source of a variable's next value."""
 
   OPTIMIZER = "optimizer"
-  # From the collection that the forward pass returned.
+  # The collection returned by the forward pass.
   REPLACE = "replace"
-  # The gradient is the next value (scales of fp8 training).
+  # The gradient (scales of fp8 training).
   OVERWRITE_WITH_GRADIENT = "overwrite_with_gradient"
 
 
 class CombineRule(enum.Enum):
-  """How values from replicas and microbatches become one."""
+  """The reduction of values over replicas and microbatches."""
 
   MEAN = "mean"
   SUM = "sum"
@@ -55,16 +53,17 @@ class CombineRule(enum.Enum):
 
 
 class Variable(nn.LogicallyPartitioned):
-  """The metadata box that linen carries around a variable.
+  """The metadata box around a variable in linen.
 
   Attributes:
-    initializer: Makes the value of one layer: `(key, shape, dtype) -> array`.
+    initializer: `(key, shape, dtype) -> array` for the value of one layer.
     stacked: `(axis, period)` of each leading axis that a lifted transform
       added, outermost first.
-    update: How the variable is updated.
-    combine: How values of replicas and microbatches are combined.
-    regularized: Whether weight decay applies; None means to matrices and up.
-    trainable: Whether a learner may change it.
+    update: Source of the next value.
+    combine: Reduction over replicas and microbatches.
+    regularized: Whether weight decay applies; None applies it to variables of
+      rank 2 or more.
+    trainable: Whether a learner may change the variable.
   """
 
   initializer: Initializer | None = struct.field(
@@ -92,7 +91,7 @@ class Variable(nn.LogicallyPartitioned):
     return f"{value.dtype}[{shown}]"
 
   def unbox(self, apply_constraint: bool = True) -> Any:
-    """Returns the value; placement is the state's, never the box's."""
+    """Returns the value, without a sharding constraint."""
     del apply_constraint
     return self.value
 
@@ -110,7 +109,7 @@ class Variable(nn.LogicallyPartitioned):
     )
 
   def remove_axis(self, index: int, params: dict[Any, Any]) -> "Variable":
-    """Undoes `add_axis` for the value of one layer."""
+    """Reverts `add_axis` for the value of one layer."""
     del index, params
     return self.replace(names=self.names[1:], stacked=self.stacked[1:])
 
@@ -127,16 +126,13 @@ def boxed(
   """Returns the init function for `self.variable(collection, name, ...)`.
 
   Args:
-    initializer: `(key, shape, dtype) -> array`; the key is a constant inside
-      linen and the real one in `initialization.initial_values`.
+    initializer: `(key, shape, dtype) -> array`. Linen's init calls it with a
+      constant key; `initialization.initial_values` uses a key per layer.
     axes: One logical axis (or None) per dimension.
     shape: Shape of the variable in one layer.
-    dtype: Its dtype.
-    update: How it gets its next value.
-    combine: How replicas and microbatches are combined.
-
-  Returns:
-    A function without arguments that makes the boxed variable.
+    dtype: Dtype of the variable.
+    update: Source of the next value.
+    combine: Reduction over replicas and microbatches.
   """
 
   def init() -> Variable:
@@ -155,20 +151,20 @@ def boxed(
 
 @dataclasses.dataclass(frozen=True)
 class VariableSpec:
-  """Everything about one variable but its value. A leaf, not a pytree node.
+  """The metadata of one variable. A leaf, not a pytree node.
 
   Attributes:
     name: Logical name, `collection/module/.../variable`.
-    shape: Shape of the stored array, leading `layers` axes included.
-    dtype: Its dtype.
+    shape: Shape of the stored array, including leading `layers` axes.
+    dtype: Dtype of the stored array.
     axes: One logical axis (or None) per dimension.
-    initializer: Makes the value of one layer; None for a variable of a linen
-      module that does not name its axes.
+    initializer: Returns the value of one layer; None for a variable without our
+      box, such as in linen modules of other libraries.
     stacked: `(axis, period)` of the leading axes of stacks, outermost first.
-    update: How it is updated.
-    combine: How values of replicas and microbatches are combined.
+    update: Source of the next value.
+    combine: Reduction over replicas and microbatches.
     regularized: Whether weight decay applies.
-    trainable: Whether a learner may change it.
+    trainable: Whether a learner may change the variable.
   """
 
   name: str
@@ -192,14 +188,11 @@ Specs = Mapping[str, Any]
 
 
 def specs_of(abstract_variables: Mapping[str, Any]) -> Specs:
-  """Strips the boxes of an abstract init into a tree of specs.
+  """Returns the specs of abstract variables as nested dicts.
 
   Args:
-    abstract_variables: What `jax.eval_shape(model.init, ...)` returned:
-      collections of nested dicts, boxed or not.
-
-  Returns:
-    Nested dicts of `VariableSpec`, one per variable.
+    abstract_variables: The result of `jax.eval_shape(model.init, ...)`: nested
+      dicts with or without boxes.
   """
   leaves, treedef = jax.tree_util.tree_flatten_with_path(
     abstract_variables,
@@ -214,17 +207,17 @@ def specs_of(abstract_variables: Mapping[str, Any]) -> Specs:
 
 
 def unbox(boxed_variables: Any) -> Any:
-  """Returns the tree with plain values in place of boxes."""
+  """Returns the tree with boxes replaced by their values."""
   return meta.unbox(boxed_variables)
 
 
 def abstract(specs: Specs) -> Any:
-  """Returns a `jax.ShapeDtypeStruct` per spec."""
+  """Returns the tree with specs replaced by `jax.ShapeDtypeStruct`."""
   return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), specs)
 
 
 def _periods(names: Sequence[str]) -> dict[str, int]:
-  """Returns how many slots the pattern of each stack has, by its path."""
+  """Returns the number of slots in the pattern of each stack, by path."""
   periods: dict[str, int] = {}
   for name in names:
     for match in _SLOT.finditer(name):
@@ -238,8 +231,8 @@ def _foreign_axes(
 ) -> tuple[tuple[str | None, ...], tuple[tuple[str, int], ...]]:
   """Returns axes and stacked axes of a variable without our box.
 
-  Linen's own boxes name axes, those of stacks included; where there is no box,
-  the path tells of stacks, because each has added an axis in front.
+  Linen's boxes name all axes. Without a box, each stack in the path stands for
+  one leading axis.
   """
   stacked = tuple(
     (axis_names.LAYERS, periods[name[: match.start()]])
