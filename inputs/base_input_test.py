@@ -1,4 +1,4 @@
-"""Tests for what all inputs share, with the smallest input there is."""
+"""Tests for the base class, with a minimal input."""
 
 import dataclasses
 from typing import Any
@@ -11,7 +11,7 @@ from paxon.inputs import base_input, byte_tokenizer
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class CountingInput(base_input.BaseInput):
-  """Rows that say their number; `num_batches` batches."""
+  """Sequences that contain their index; `num_batches` batches."""
 
   num_batches: int = 3
   _step: int = dataclasses.field(default=0, init=False)
@@ -35,7 +35,7 @@ class CountingInput(base_input.BaseInput):
 
 
 class EditedInput(CountingInput):
-  """What a user writes to change the rows of another input."""
+  """An input that edits the batches of another."""
 
   def get_next(self) -> base_input.Batch:
     batch = super().get_next()
@@ -75,7 +75,7 @@ def test_iterates_from_the_position_reached():
   assert len(list(counting)) == 3
 
 
-def test_subclass_edits_rows_and_keeps_the_position():
+def test_subclass_edits_batches_and_keeps_the_position():
   edited = _input(EditedInput)
   edited.get_next()
   state = edited.get_state()
@@ -120,14 +120,14 @@ def test_rejects_invalid_hosts(index, count, message):
 
 
 @pytest.mark.parametrize("array", [np.zeros((3, 2)), np.float32(0)])
-def test_host_rows_rejects_an_array_with_other_rows(array):
+def test_host_rows_rejects_another_batch_size(array):
   with pytest.raises(
     ValueError, match=r"'extra' .* first dimension .* \(4\), got"
   ):
     _input().host_rows({"extra": np.asarray(array)})
 
 
-def test_an_input_without_its_four_methods_cannot_be_made():
+def test_abstract_methods_are_required():
   class Half(base_input.BaseInput):
     def reset(self) -> None:
       pass
@@ -152,7 +152,7 @@ def test_the_end_is_recognized_by_name():
   assert not base_input.is_end(ValueError("OutOfRangeError"))
 
 
-def test_ids_have_text_where_there_is_a_tokenizer():
+def test_decodes_ids_with_a_tokenizer():
   counting = _input()
   with pytest.raises(ValueError, match=r"CountingInput has no tokenizer"):
     counting.ids_to_strings(np.zeros((1, 2), np.int32), [2])

@@ -1,4 +1,4 @@
-"""Tests for batches as text."""
+"""Tests for descriptions of batches."""
 
 import numpy as np
 
@@ -50,7 +50,7 @@ def test_segments_lengths_and_efficiency():
   ]
 
 
-def test_long_batches_are_cut_and_ids_stand_for_themselves():
+def test_long_batches_are_truncated_and_ids_are_printed():
   made = _made(
     ["x" * 100, *["a"] * 8], global_batch_size=6, length=120, tokenizer=None
   )

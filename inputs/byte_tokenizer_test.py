@@ -25,25 +25,25 @@ def test_special_ids_and_sizes():
   assert _TOKENIZER.padded_vocab_size == 264
 
 
-def test_every_byte_comes_back():
+def test_every_byte_round_trips():
   data = bytes(range(256))
   ids = _TOKENIZER.encode(data)
   assert ids.tolist() == list(range(3, 259))
   assert _TOKENIZER.decode_bytes(ids) == data
 
 
-def test_text_comes_back_without_special_ids():
+def test_text_round_trips_without_special_ids():
   ids = [1, *_TOKENIZER.encode("déf").tolist(), 2, 0, 0, 263]
   assert _TOKENIZER.decode(ids) == "déf"
 
 
-def test_half_a_character_is_shown_as_replacement():
+def test_a_partial_character_decodes_to_a_replacement():
   assert (
     _TOKENIZER.decode(_TOKENIZER.encode("é")[:1]) == "\N{REPLACEMENT CHARACTER}"
   )
 
 
-def test_nothing_is_no_ids():
+def test_empty_text_has_no_ids():
   assert _TOKENIZER.encode("").shape == (0,)
   assert _TOKENIZER.decode([]) == ""
   assert _TOKENIZER.byte_counts([]).shape == (0,)
@@ -66,6 +66,6 @@ def test_rejects_ids_out_of_range(wrong):
     _TOKENIZER.decode([5, wrong, 7])
 
 
-def test_rejects_ids_that_are_no_integers():
+def test_rejects_ids_that_are_not_integers():
   with pytest.raises(ValueError, match=r"must be integers, got float64"):
     _TOKENIZER.decode([5.0])

@@ -35,7 +35,7 @@ def test_no_seed_is_the_order_of_the_source():
 
 
 def test_order_is_frozen():
-  # A run that is restored by a later version must go on in the same order.
+  # A run resumed by a later version must have the same order.
   assert _order(10, seed=1234, epoch=5) == [7, 9, 1, 5, 0, 4, 6, 2, 8, 3]
 
 
@@ -48,7 +48,7 @@ def test_every_order_of_four_is_about_as_frequent():
   assert sum((c - 50) ** 2 / 50 for c in counts.values()) < 49.7
 
 
-def test_places_and_documents_are_uncorrelated():
+def test_indices_and_documents_are_uncorrelated():
   n = 1500
   for epoch in range(4):
     order = np.array(_order(n, epoch=epoch))
@@ -62,7 +62,7 @@ def test_places_and_documents_are_uncorrelated():
     assert abs(neighbours) < 4 / math.sqrt(n)
 
 
-def test_a_place_far_away_costs_no_list():
+def test_a_large_index_creates_no_list():
   order = document_order.DocumentOrder(num_documents=10**12, seed=0)
   documents = {order.document(3, 10**12 - 1 - i) for i in range(100)}
   assert len(documents) == 100
@@ -77,7 +77,7 @@ def test_rejects_no_documents():
 
 
 @pytest.mark.parametrize("index", [-1, 5])
-def test_rejects_a_place_outside(index):
+def test_rejects_an_index_out_of_range(index):
   order = document_order.DocumentOrder(num_documents=5, seed=0)
   with pytest.raises(IndexError, match=rf"num_documents \(5\), got {index}"):
     order.document(0, index)

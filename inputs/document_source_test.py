@@ -5,7 +5,7 @@ import pytest
 from paxon.inputs import document_source
 
 
-def test_documents_are_bytes_by_number():
+def test_documents_are_bytes_by_index():
   documents = document_source.InMemoryDocuments(["é", b"\xff", ""])
   assert len(documents) == 3
   assert [documents[i] for i in range(3)] == [b"\xc3\xa9", b"\xff", b""]
@@ -17,6 +17,6 @@ def test_is_a_document_source():
   assert not isinstance(3, document_source.DocumentSource)
 
 
-def test_rejects_one_string_for_many():
+def test_rejects_a_single_string():
   with pytest.raises(ValueError, match=r"got one str; write \[text\]"):
     document_source.InMemoryDocuments("text")

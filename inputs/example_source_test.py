@@ -18,7 +18,7 @@ def _parts(size, every):
 
 @pytest.mark.parametrize("size", [0, 1, 4, 5, 6, 23])
 @pytest.mark.parametrize("every", [2, 5])
-def test_every_example_is_in_one_part(size, every):
+def test_every_example_is_in_one_split(size, every):
   train, held = (
     [int(part[i]["inputs"][0]) for i in range(len(part))]
     for part in _parts(size, every)
@@ -29,12 +29,12 @@ def test_every_example_is_in_one_part(size, every):
     _ = _parts(size, every)[0][len(train)]
 
 
-def test_one_of_one_cannot_be_held_out():
+def test_rejects_holding_out_every_example():
   with pytest.raises(ValueError, match=r"every must be at least 2, got 1"):
     _parts(3, 1)
 
 
-def test_places_are_known_where_the_other_source_knows():
+def test_num_tokens_is_that_of_the_source():
   class Known(example_source.InMemoryExamples):
     def num_tokens(self, index):
       return 10 * index

@@ -1,4 +1,4 @@
-"""Tests for the files that paths and patterns mean."""
+"""Tests for the expansion of file patterns."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def _folder(tmp_path, monkeypatch):
     pytest.param("b.txt", ["b.txt"], id="path"),
     pytest.param("?.txt", ["a.txt", "b.txt"], id="pattern"),
     pytest.param("[b]*.txt", ["b.txt"], id="some"),
-    # Not what the pattern would match, which is `a1.txt`.
+    # As a pattern it would match `a1.txt`.
     pytest.param("a[1].txt", ["a[1].txt"], id="path with brackets"),
     pytest.param("*/*.txt", ["in/c.txt"], id="one folder"),
     pytest.param("in/**/*.txt", ["in/c.txt", "in/deep/a.txt"], id="any folder"),
@@ -41,7 +41,7 @@ def test_finds(folder, files, expected):
     assert found == tuple(str(folder / each) for each in expected)
 
 
-def test_a_store_has_to_be_mounted():
+def test_rejects_urls_of_object_stores():
   with pytest.raises(
     FileNotFoundError, match=r"Mine\.files: 'gs://a/b\*' is in a store, .*mount"
   ):
@@ -49,7 +49,7 @@ def test_a_store_has_to_be_mounted():
 
 
 @pytest.mark.parametrize("pattern", ["none-*", "c.txt", "folder.txt", "in"])
-def test_nothing_is_an_error_that_names_field_and_pattern(folder, pattern):
+def test_an_error_names_field_and_pattern(folder, pattern):
   with pytest.raises(
     FileNotFoundError,
     match=rf"^Mine\.files: no file has the name '.*/{pattern[:4]}.*'; give a",

@@ -1,4 +1,4 @@
-"""Tests for libraries that are not installed."""
+"""Tests for missing optional libraries."""
 
 import importlib
 
@@ -20,20 +20,20 @@ from paxon.inputs.seqio_tasks import seqio_library
     (optional_library.parquet, "pyarrow is not installed"),
   ],
 )
-def test_a_library_that_is_missing_says_how_to_get_it(
+def test_the_error_has_install_instructions(
   opened, message, monkeypatch
 ):
   def import_module(name):
     raise ModuleNotFoundError(name=name.partition(".")[0])
 
   monkeypatch.setattr(importlib, "import_module", import_module)
-  # A ValueError is a refusal for programs, which they say in one line.
+  # Programs print a ValueError in one line.
   with pytest.raises(ValueError, match=message) as caught:
     opened()
   assert isinstance(caught.value, missing_library.MissingLibraryError)
 
 
-def test_what_a_library_itself_misses_is_not_hidden(monkeypatch):
+def test_missing_dependencies_of_a_library_are_not_hidden(monkeypatch):
   def import_module(name):
     raise ModuleNotFoundError("No module named 'deep'", name="deep")
 

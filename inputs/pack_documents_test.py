@@ -65,7 +65,7 @@ def _take(packed, count) -> list[dict[str, tuple]]:
 
 
 def _documents_read(batches) -> list[bytes]:
-  """Returns the documents that the targets spell, in order of their ends."""
+  """Returns the documents of the targets, in order of their ends."""
   targets = np.concatenate([b["targets"][b["weights"] > 0] for b in batches])
   documents, current = [], bytearray()
   for target in targets.tolist():
@@ -148,7 +148,7 @@ def test_every_byte_is_a_target_once_an_epoch(
   assert sum(b["weights"].sum() for b in batches) == num_targets
   num_bytes = num_epochs * sum(len(d) for d in documents)
   assert sum(b["target_bytes"].sum() for b in batches) == num_bytes
-  # Only the last batch has empty places, and none is only those.
+  # Only the last batch has padding, and no batch is only padding.
   assert len(batches) == -(-num_targets // (length * batch_size))
 
 
@@ -241,7 +241,7 @@ def test_restores_on_another_number_of_hosts_and_another_batch_size():
   np.testing.assert_array_equal(np.concatenate(actual), expected[8:])
 
 
-def test_seeds_differ_and_one_seed_is_one_order():
+def test_order_depends_on_the_seed():
   batches = [_take(_make(shuffle_seed=seed), 4) for seed in (0, 1, None)]
   assert batches[0] != batches[1] != batches[2] != batches[0]
   assert _take(_make(shuffle_seed=1), 4) == batches[1]
@@ -255,7 +255,7 @@ def test_epochs_have_different_orders():
   assert list(first) != list(second)
 
 
-def test_training_never_ends_and_has_no_empty_places():
+def test_training_never_ends_and_has_no_padding():
   packed = _make([b"ab"])
   for _ in range(50):
     batch = next(packed)
@@ -263,7 +263,7 @@ def test_training_never_ends_and_has_no_empty_places():
     assert (batch["segment_ids"] > 0).all()
 
 
-def test_the_end_stays_until_reset():
+def test_stays_ended_until_reset():
   packed = _make(num_epochs=1)
   expected = [_bytes(batch) for batch in packed]
   for _ in range(2):
@@ -285,7 +285,7 @@ def test_padding_has_no_bytes_for_any_pad_id():
   assert batch["target_bytes"].ravel().tolist() == [1] + [0] * 19
 
 
-def test_fiddle_configures_it():
+def test_can_be_configured_by_fiddle():
   config = fdl.Config(
     packed_input.pack_documents,
     source=fdl.Config(document_source.InMemoryDocuments, _DOCUMENTS),
@@ -300,7 +300,7 @@ def test_fiddle_configures_it():
     fdl.build(config)
 
 
-def test_documents_are_not_asked_for_when_it_is_made():
+def test_construction_reads_no_documents():
   packed = _make([])
   with pytest.raises(ValueError, match=r"The source holds no examples"):
     packed.get_next()

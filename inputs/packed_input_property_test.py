@@ -1,4 +1,4 @@
-"""Properties of packed batches: exactly once, and from any position."""
+"""Properties of packed batches: each target once, and exact resuming."""
 
 import collections
 import dataclasses
@@ -38,7 +38,7 @@ _END = 99_999
 
 @dataclasses.dataclass(kw_only=True)
 class InOrder:
-  """The same examples without an index."""
+  """The same examples without random access."""
 
   examples: example_source.ExampleSource
 
@@ -49,14 +49,14 @@ class InOrder:
 
 @dataclasses.dataclass(frozen=True)
 class KeepSome:
-  """Turns down every third example, and none that is the first of a source."""
+  """Rejects every third example, except the first of a source."""
 
   def __call__(self, example):
     return int(example["targets"][0]) % 10_000 // 100 % 3 != 1
 
 
 def _runs(lengths, member=0) -> list[np.ndarray]:
-  """Returns runs of tokens, each token once in all members."""
+  """Returns examples; each token occurs once in all members."""
   return [
     10_000 * member + 100 * i + np.arange(n + 1, dtype=np.int32)
     for i, n in enumerate(lengths)
@@ -65,7 +65,7 @@ def _runs(lengths, member=0) -> list[np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Numbers:
-  """A tokenizer of numbers with spaces between them."""
+  """A tokenizer of numbers separated by spaces."""
 
   vocab_size: int = 100_000
   pad_id: int = 0
@@ -117,7 +117,7 @@ def _stream(kind, runs, path, *, seed, num_epochs) -> example_stream.Stream:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setup:
-  """One way to read."""
+  """One configuration of an input."""
 
   members: tuple[tuple[int, ...], ...]
   kind: str
@@ -130,7 +130,7 @@ class Setup:
 
   @property
   def length(self) -> int:
-    # With the end that text has.
+    # Includes the end id of the text.
     return _LONGEST + 1 if self.packing is _NONE else 7
 
   def make(self, folder, *, host=0, num_hosts=1, num_workers=0):
@@ -166,7 +166,7 @@ class Setup:
     return made
 
   def expected(self) -> collections.Counter:
-    """How often each target must be read."""
+    """The expected count of each target."""
     targets = collections.Counter()
     for i, lengths in enumerate(self.members):
       for run in _runs(lengths, i):
@@ -196,7 +196,7 @@ _setups = functools.partial(
 
 
 def _batches(made) -> tuple[list[dict[str, bytes]], list[str]]:
-  """Returns all batches from here, and the states between, as JSON."""
+  """Returns the remaining batches, and the states between them as JSON."""
   states, batches = [json.dumps(made.get_state())], []
   for batch in made:
     batches.append(
@@ -214,8 +214,8 @@ def test_exactly_once_and_restored_anywhere(tmp_path_factory, kind, packing):
 
 
 @pytest.mark.parametrize("packing", packing_lib.Packing)
-def test_without_an_index_the_same_holds(tmp_path_factory, packing):
-  # Nor are there workers: there is nothing to read ahead by.
+def test_sequential_sources_have_the_same_properties(tmp_path_factory, packing):
+  # Workers do not read sequential sources.
   _check_once_and_restored(
     tmp_path_factory, "sequential", packing, num_workers=(0,)
   )
@@ -240,13 +240,13 @@ def _check_setup(setup, folder, data, num_hosts, num_workers):
   whole = list(setup.make(folder))
   batches, states = _batches(setup.make(folder))
 
-  # Every kept target as often as there are epochs.
+  # Each kept target occurs once per epoch.
   read = collections.Counter()
   for batch in whole:
     read.update(batch["targets"][batch["weights"] > 0].tolist())
   assert read == setup.expected()
 
-  # All hosts together, with any workers, have the same bytes and state.
+  # Any numbers of hosts and workers have the same bytes and state.
   hosts = [
     setup.make(folder, host=i, num_hosts=num_hosts, num_workers=num_workers)
     for i in range(num_hosts)
@@ -263,7 +263,7 @@ def _check_setup(setup, folder, data, num_hosts, num_workers):
       host.get_next()
     host.close()
 
-  # From the state between any two batches the rest is the same.
+  # Resuming between any two batches returns the same rest.
   step = data.draw(st.integers(0, len(batches)))
   restored = setup.make(folder, num_workers=num_workers)
   restored.set_state(json.loads(states[step]))
@@ -272,10 +272,10 @@ def _check_setup(setup, folder, data, num_hosts, num_workers):
 
 @hypothesis.settings(max_examples=20)
 @hypothesis.given(setup=_setups(), other=_setups(), data=st.data())
-def test_a_run_goes_on_with_another_packing_and_batch(
+def test_resumes_with_another_packing_and_batch(
   tmp_path_factory, setup, other, data
 ):
-  # NONE needs rows for the longest; the rest of a split one is shorter.
+  # NONE needs sequences as long as the longest example.
   folder = tmp_path_factory.mktemp("data")
   before = setup.make(folder)
   step = data.draw(st.integers(0, len(_batches(setup.make(folder))[0])))
@@ -294,7 +294,7 @@ def test_a_run_goes_on_with_another_packing_and_batch(
     read.update(batch["targets"][batch["weights"] > 0].tolist())
   assert read == setup.expected()
   if changed.packing is not _SPLIT:
-    # What is cut off of an example, one in the middle too, is left out.
+    # Truncated tokens are missing, also those of a partly read example.
     cut.cut_long_examples = True
     for batch in cut:
       read_and_cut.update(batch["targets"][batch["weights"] > 0].tolist())
@@ -303,7 +303,7 @@ def test_a_run_goes_on_with_another_packing_and_batch(
 
 
 def _token_files(folder):
-  """Of these the rows that are planned are read."""
+  """Returns a stream with `num_tokens`: reads follow the batch's plan."""
   streams = {
     name: _stream("token_file", runs, str(folder / name), seed=2, num_epochs=2)
     for name, runs in (("a", _runs((5, 12, 1, 7))), ("b", _runs((3, 3, 9), 1)))
@@ -312,7 +312,7 @@ def _token_files(folder):
 
 
 def _filtered_text(folder):
-  """Of this what stands next is read."""
+  """Returns a stream without `num_tokens`: reads precede the plan."""
   del folder
   documents = [bytes([i % 250]) * (i % 13) for i in range(60)]
   source = example_source.TokenizedDocuments(

@@ -1,4 +1,4 @@
-"""Tests for which examples packed batches read, and how often."""
+"""Tests for the number of reads of examples in packed batches."""
 
 import collections
 import dataclasses
@@ -24,7 +24,7 @@ from paxon.inputs import packing as packing_lib
 
 @dataclasses.dataclass(kw_only=True)
 class Counted:
-  """A billion examples that count how often they are read."""
+  """A billion examples that count their reads."""
 
   reads: list[int] = dataclasses.field(default_factory=list)
 
@@ -61,7 +61,7 @@ def test_an_example_of_many_batches_is_read_once(packing):
   state = None
   for number, _ in enumerate(made):
     state = made.get_state() if number == 3 else state
-    # No more is held than what waits.
+    # Only waiting examples are kept.
     assert len(made._kept) == len({r for r, _ in made.get_state()["waiting"]})
   assert reads == [0, 1, 2]
   made.set_state(state)
@@ -72,7 +72,7 @@ def test_an_example_of_many_batches_is_read_once(packing):
   assert reads == [0, 1, 2, 0, 0]
 
 
-def test_restoring_at_ten_million_reads_nothing_of_what_is_before():
+def test_restoring_at_ten_million_reads_no_earlier_example():
   source = Counted()
   made = packed_input.PackedInput(
     examples=example_stream.Examples(source=source, shuffle_seed=0),
@@ -86,7 +86,7 @@ def test_restoring_at_ten_million_reads_nothing_of_what_is_before():
   made.set_state(state)
   assert not source.reads
   batch = made.get_next()
-  # Each of eight places; five were left of the one that waited.
+  # Examples have eight tokens; the waiting one has five left.
   assert batch["weights"].sum() == 5 + 8 * 7
   assert source.reads[0] == 17
   assert len(source.reads) <= 1 + 8 + made.max_waiting
@@ -96,7 +96,7 @@ def test_restoring_at_ten_million_reads_nothing_of_what_is_before():
 
 @dataclasses.dataclass(kw_only=True)
 class ByThread(Counted):
-  """Notes the threads that read."""
+  """Records the threads that read."""
 
   threads: list[str] = dataclasses.field(default_factory=list)
 
@@ -106,7 +106,7 @@ class ByThread(Counted):
 
 
 class Known(ByThread):
-  """Knows the places of its examples."""
+  """Has `num_tokens`."""
 
   def num_tokens(self, index):
     return 8
@@ -141,7 +141,7 @@ def test_workers_do_all_the_reading(kind, is_filtered, packing):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_hosts_read_only_their_rows_where_lengths_are_known(num_workers):
+def test_hosts_read_only_their_sequences_if_lengths_are_known(num_workers):
   source = Known()
   made = packed_input.PackedInput(
     examples=example_stream.Examples(source=source, shuffle_seed=None),
@@ -154,7 +154,7 @@ def test_hosts_read_only_their_rows_where_lengths_are_known(num_workers):
   batch = made.get_next()
   made.close()
   np.testing.assert_array_equal(batch["inputs"][:, 0], [6, 7])
-  # The first says which arrays there are.
+  # The first example determines the arrays.
   assert sorted(source.reads) == [0, 6, 7]
 
 
@@ -176,7 +176,7 @@ def test_a_filtered_example_is_read_once(num_workers):
   for _ in range(3):
     made.get_next()
   made.close()
-  # Two fill a row; workers have begun to read more.
+  # Two fill a sequence; workers may read more.
   assert len(source.reads) == len(set(source.reads))
   assert sorted(source.reads)[:24] == list(range(24))
 
@@ -191,7 +191,7 @@ class Damaged(Counted):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_what_cannot_be_read_is_an_error_where_it_stands(num_workers):
+def test_an_unreadable_example_raises_in_its_batch(num_workers):
   made = packed_input.PackedInput(
     examples=example_stream.Examples(source=Damaged(), shuffle_seed=None),
     packing=packing_lib.Packing.NONE,
@@ -210,14 +210,14 @@ def test_what_cannot_be_read_is_an_error_where_it_stands(num_workers):
 
 
 class StoreError(Exception):
-  """Is not made from its message alone, as those of some stores are not."""
+  """An error whose constructor takes more than a message."""
 
   def __init__(self, code, place):
     super().__init__(f"{code} at {place}")
 
 
 class Remote(Counted):
-  """Has an example whose store is down."""
+  """Has an example that raises `StoreError`."""
 
   def __getitem__(self, index, /):
     if index == 5:
@@ -225,7 +225,7 @@ class Remote(Counted):
     return super().__getitem__(index)
 
 
-def test_any_error_gets_out_of_a_worker_process(monkeypatch):
+def test_worker_processes_propagate_any_error(monkeypatch):
   monkeypatch.setattr(read_ahead, "_sources", [Remote()])
   sent = pickle.dumps(read_ahead._read_of(0, [4, 5, 6]))
   before, error, after = pickle.loads(sent)
@@ -234,7 +234,7 @@ def test_any_error_gets_out_of_a_worker_process(monkeypatch):
   assert 'raise StoreError(503, "bucket")' in error.__notes__[0]
 
 
-def test_a_worker_process_that_was_killed_is_named_and_others_go_on():
+def test_reading_resumes_after_a_killed_worker_process():
   tokens = [np.full(9, i, np.int32) for i in range(40)]
   made = packed_input.PackedInput(
     examples=example_stream.Examples(
@@ -254,14 +254,14 @@ def test_a_worker_process_that_was_killed_is_named_and_others_go_on():
     RuntimeError, match=r"process that .* has ended: .*num_wo"
   ):
     collections.deque(made, maxlen=0)
-  # Nothing is lost or doubled by going on.
+  # Resuming neither loses nor repeats examples.
   made.close()
   assert made.get_next()["inputs"][0, 0] == made.get_state()["position"] - 1
   made.close()
   assert not multiprocessing.active_children()
 
 
-def test_workers_without_an_index_are_refused():
+def test_rejects_workers_for_sequential_sources():
   class InOrder:
     def iterate(self, start, /):
       raise AssertionError("nothing is read")

@@ -22,7 +22,7 @@ _NONE = packing_lib.Packing.NONE
 
 
 def _runs(lengths, member=0) -> list[np.ndarray]:
-  """Returns runs of tokens, each token once in all members."""
+  """Returns examples; each token occurs once in all members."""
   return [
     10_000 * member + 100 * i + np.arange(n + 1, dtype=np.int32)
     for i, n in enumerate(lengths)
@@ -46,7 +46,7 @@ def _text(documents, **kwargs):
 
 
 def test_first_fit_by_hand():
-  # Runs of 3, 3, 2 and 1 targets in two rows of four.
+  # Examples of 3, 3, 2 and 1 targets in two sequences of four.
   made = packed_input.PackedInput(
     examples=example_stream.Examples(
       source=example_source.InMemoryExamples(_runs((3, 3, 2, 1))),
@@ -78,7 +78,7 @@ def test_first_fit_by_hand():
 
 
 @pytest.mark.parametrize("packing", [_FIRST_FIT, _BEST_FIT, _NONE])
-def test_what_is_left_of_a_split_example_is_cut(packing):
+def test_the_rest_of_a_split_example_is_truncated(packing):
   runs, sizes = _runs((30,)), {"global_batch_size": 2, "length": 4}
   shared = {
     "examples": example_stream.Examples(
@@ -98,7 +98,7 @@ def test_what_is_left_of_a_split_example_is_cut(packing):
   np.testing.assert_array_equal(batch["inputs"], [[8, 9, 10, 11], [0, 0, 0, 0]])
 
 
-def test_best_fit_takes_the_fullest_row():
+def test_best_fit_uses_the_fullest_sequence():
   rows = {}
   for packing in (_FIRST_FIT, _BEST_FIT):
     made = packed_input.PackedInput(
@@ -115,7 +115,7 @@ def test_best_fit_takes_the_fullest_row():
   assert rows == {_FIRST_FIT: [2, 1], _BEST_FIT: [1, 2]}
 
 
-def test_encoders_have_rows_of_their_own():
+def test_encoders_have_separate_sequences():
   examples = [
     {
       "encoder_inputs": np.full(n, 10 + n, np.int32),
@@ -138,7 +138,7 @@ def test_encoders_have_rows_of_their_own():
     encoder_length=5,
   )
   (batch,) = made
-  # The second has room with its targets only, and not with its encoder.
+  # The second example's targets would fit, but not its encoder inputs.
   np.testing.assert_array_equal(
     batch["encoder_segment_ids"], [[1, 1, 1, 2, 0], [1, 1, 1, 0, 0]]
   )
@@ -182,7 +182,7 @@ def test_without_packing_examples_keep_their_numbers_and_names():
 
 
 def _with_key(key, *values):
-  """Returns an input of examples that have another array, by its values."""
+  """Returns an input of examples with an additional array."""
   examples = [
     {**example_source.lm_features(np.arange(4)), key: np.asarray(value)}
     for value in values
@@ -324,7 +324,7 @@ def test_a_state_of_other_data_is_rejected(change, message):
   assert made.get_state() == before
 
 
-def test_text_of_ids_and_documents_of_a_batch():
+def test_decodes_ids_and_lists_documents_of_a_batch():
   made = _text([b"ab", b"c", b"defghijklmnop", b"q", b"rst"], shuffle_seed=None)
   before = made.get_state()
   batch = made.get_next()

@@ -1,4 +1,4 @@
-"""Tests for the standard library as a source, on a made tree and the real."""
+"""Tests for the standard library as a source, on a fake and the real one."""
 
 import hashlib
 import os
@@ -53,7 +53,7 @@ def _both(folder=None, **kwargs):
 
 
 def _texts(folder) -> dict[str, bytes]:
-  """Returns what both splits hold together, by path."""
+  """Returns the documents of both splits by path."""
   return {
     path: source[i]
     for source in _both(folder)
@@ -81,8 +81,8 @@ def test_split_is_a_hash_of_the_path(folder):
   assert list(train.paths) == sorted(train.paths)
 
 
-def test_known_path_stays_on_its_side(tmp_path):
-  # sha256("functools.py") % 100 is 0, worked out outside.
+def test_known_path_stays_in_its_split(tmp_path):
+  # sha256("functools.py") % 100 is 0, computed independently.
   _write(tmp_path, "functools.py", b"x\n")
   train, validation = _both(tmp_path)
   assert (train.paths, validation.paths) == ((), ("functools.py",))
@@ -108,13 +108,13 @@ def test_links_to_elsewhere_are_followed(folder, tmp_path):
   }
 
 
-def test_broken_and_circular_links_do_no_harm(folder):
+def test_broken_and_circular_links_are_skipped(folder):
   (folder / "broken.py").symlink_to("nowhere.py")
   (folder / "email" / "circle").symlink_to(folder)
   assert _texts(folder).keys() == _KEPT.keys()
 
 
-def test_nothing_is_read_before_it_is_asked_for(tmp_path):
+def test_construction_reads_nothing(tmp_path):
   source = python_stdlib.PythonStdlib(split="train", folder=tmp_path / "later")
   _write(tmp_path, "later/abc.py", b"abc\n")
   assert source[0] == b"abc\n"
@@ -156,6 +156,6 @@ def test_rejects_another_split():
 
 
 @pytest.mark.parametrize("percent", [0, 100])
-def test_rejects_an_empty_side(percent):
+def test_rejects_an_empty_split(percent):
   with pytest.raises(ValueError, match=rf"between 1 and 99, got {percent}"):
     python_stdlib.PythonStdlib(split="train", validation_percent=percent)

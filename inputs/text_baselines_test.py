@@ -22,13 +22,13 @@ _HELD_OUT = document_source.InMemoryDocuments(
 )
 
 
-def test_xz_is_the_size_of_the_file_of_joined_documents():
-  # Made up, so that it is the same on every machine.
+def test_xz_is_the_size_of_the_compressed_file():
+  # Generated, so that it is the same on every machine.
   source_of = random.Random(0)
   words = ["".join(source_of.choices("abcdefgh ", k=5)) for _ in range(300)]
   parts = [" ".join(source_of.choices(words, k=4000)).encode()] * 2
   joined = parts[0] + parts[1]
-  # The presets of the command `xz -9e`, spelled as lzma's filter chain.
+  # The filter chain of the command `xz -9e`.
   filters = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}]
   size = len(lzma.compress(joined, format=lzma.FORMAT_XZ, filters=filters))
   other = len(lzma.compress(joined, preset=9))
@@ -71,7 +71,7 @@ def test_rejects_held_out_documents_without_bytes(documents):
     text_baselines.trigram_bits_per_byte(empty, train=_TRAIN)
 
 
-def test_text_comes_back_without_begin_and_end():
+def test_text_round_trips_without_begin_and_end():
   texts = ["In the beginning", "", "naïve café"]
   examples = example_source.TokenizedDocuments(
     source=document_source.InMemoryDocuments(texts),
@@ -83,7 +83,7 @@ def test_text_comes_back_without_begin_and_end():
   assert [found[i] for i in range(len(found))] == [t.encode() for t in texts]
 
 
-def test_what_is_no_text_is_an_error():
+def test_rejects_targets_that_are_not_text():
   examples = example_source.InMemoryExamples(
     [np.array([1, 3 + 0xFF, 2], np.int32)]
   )

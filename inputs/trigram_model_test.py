@@ -1,4 +1,4 @@
-"""Tests for the trigram model against hand, a dictionary and identities."""
+"""Tests for the trigram model: by hand, against an oracle, and identities."""
 
 import collections
 import math
@@ -19,7 +19,7 @@ _TEXT = [
 
 
 class DictionaryTrigram:
-  """The definition, with dictionaries and no arrays."""
+  """An oracle with dictionaries instead of arrays."""
 
   def __init__(self, documents, weights):
     self.weights = weights
@@ -58,7 +58,7 @@ def _source(documents):
   return document_source.InMemoryDocuments(documents)
 
 
-def test_bits_worked_out_by_hand():
+def test_bits_by_hand():
   counts = np.zeros((257, 257, 257), np.uint32)
   # One training document, "ab": begin begin -> a, begin a -> b, a b -> end.
   a, b, edge = ord("a"), ord("b"), 256
@@ -75,13 +75,13 @@ def test_bits_worked_out_by_hand():
   assert model.bits(_source([b"bb"])) == pytest.approx(expected, rel=1e-12)
 
 
-def test_context_of_a_new_document_is_nothing():
+def test_documents_are_independent():
   model = trigram_model.fit(_source(_TEXT))
   one_by_one = [model.bits(_source([text])) for text in _TEXT]
   assert model.bits(_source(_TEXT)) == pytest.approx(sum(one_by_one))
 
 
-def test_matches_a_dictionary():
+def test_matches_the_oracle():
   model = trigram_model.fit(_source(_TEXT))
   oracle = DictionaryTrigram(_TEXT, model.weights)
   held_out = [b"the rat sat", b"", b"\x80 and\xff\x00"]
@@ -94,7 +94,7 @@ def test_matches_a_dictionary():
     assert total == pytest.approx(1)
 
 
-def test_counts_hold_all_training_documents():
+def test_counts_include_all_training_documents():
   model = trigram_model.fit(_source(_TEXT))
   # Every byte and every end is one target.
   assert model.counts.sum() == sum(len(text) + 1 for text in _TEXT)
@@ -102,7 +102,7 @@ def test_counts_hold_all_training_documents():
   assert model.counts[256, 256, 256] == 1
 
 
-def test_documents_in_many_chunks_are_counted_alike(monkeypatch):
+def test_counts_do_not_depend_on_chunks(monkeypatch):
   expected = trigram_model.fit(_source(_TEXT))
   monkeypatch.setattr(trigram_model, "_CHUNK_BYTES", 5)
   actual = trigram_model.fit(_source(_TEXT))
@@ -110,7 +110,7 @@ def test_documents_in_many_chunks_are_counted_alike(monkeypatch):
   np.testing.assert_array_equal(actual.weights, expected.weights)
 
 
-def test_weights_are_about_the_likeliest_for_every_twentieth_document():
+def test_weights_maximize_the_likelihood_of_every_twentieth_document():
   rng = np.random.default_rng(0)
   words = [b"alpha ", b"beta ", b"gamma ", b"delta ", b"x", b"1", b"\n"]
   documents = [
@@ -127,8 +127,8 @@ def test_weights_are_about_the_likeliest_for_every_twentieth_document():
     assert DictionaryTrigram(others, candidate).bits(tuning) > 0.999 * best
 
 
-def test_weights_are_not_chosen_on_documents_that_were_counted():
-  # Of noise, three symbols tell nothing but where they have been seen.
+def test_weights_are_not_fit_on_counted_documents():
+  # For noise, trigram counts are useful only on counted documents.
   rng = np.random.default_rng(1)
   documents = [rng.bytes(300) for _ in range(41)]
   weights = trigram_model.fit(_source(documents)).weights

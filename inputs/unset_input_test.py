@@ -1,4 +1,4 @@
-"""Tests for the input that stands in for files."""
+"""Tests for the placeholder input."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def _unset():
   )
 
 
-def test_has_the_shapes_of_packed_rows():
+def test_has_the_shapes_of_packed_sequences():
   packed = packed_input.pack_documents(
     source=document_source.InMemoryDocuments(["text"]),
     tokenizer=byte_tokenizer.ByteTokenizer(),
@@ -49,13 +49,13 @@ def test_has_one_position():
     lambda source: source.set_state({"epoch": 0}),
   ],
 )
-def test_says_what_to_set(read):
+def test_the_error_names_the_field(read):
   message = r"train_files is not set\. .*--fdl\.train_files='a/\*\.json'"
   with pytest.raises(ValueError, match=message):
     read(_unset())
 
 
-def test_says_where_files_come_from():
+def test_the_error_includes_how():
   source = unset_input.UnsetInput(
     global_batch_size=4, length=8, knob="tokens", example="x", how="Buy them."
   )

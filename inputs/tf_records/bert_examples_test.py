@@ -13,7 +13,7 @@ from paxon.inputs.tf_records import (
 
 
 def _record(**changes):
-  """[CLS] 7 [MASK] 9 [SEP] 8 [SEP], where 5 was hidden, in 9 places."""
+  """Returns [CLS] 7 [MASK] 9 [SEP] 8 [SEP] padded to 9; 5 was masked."""
   features = {
     "input_ids": [101, 7, 103, 9, 102, 8, 102, 0, 0],
     "input_mask": [1] * 7 + [0] * 2,
@@ -35,7 +35,7 @@ def _source(folder, records, **given):
   return bert_examples.BertExamples(rows=rows, vocab_size=200, **given)
 
 
-def test_hidden_tokens_are_those_of_the_record(tmp_path):
+def test_static_masks_are_those_of_the_record(tmp_path):
   example = _source(tmp_path, [_record()])[0]
   assert {key: value.tolist() for key, value in example.items()} == {
     "inputs": [101, 7, 103, 9, 102, 8, 102],
@@ -45,13 +45,13 @@ def test_hidden_tokens_are_those_of_the_record(tmp_path):
   }
 
 
-def test_to_be_masked_anew_is_the_text_without_marks(tmp_path):
+def test_remask_returns_the_original_text(tmp_path):
   example = _source(tmp_path, [_record()], remask=True)[0]
   assert example["inputs"].tolist() == [101, 7, 5, 9, 102, 8, 102]
   assert example["weights"].tolist() == [0, 1, 1, 1, 0, 1, 0]
 
 
-def test_short_examples_share_rows(tmp_path):
+def test_short_examples_are_packed(tmp_path):
   given = packed_input.PackedInput(
     examples=example_stream.Examples(
       source=_source(tmp_path, [_record()] * 3),
@@ -78,13 +78,13 @@ def test_short_examples_share_rows(tmp_path):
     ({"masked_lm_ids": [5, 200, 0, 0]}, "to 200, and BertExamples.vocab_size"),
   ],
 )
-def test_records_of_another_form_are_named(tmp_path, changes, message):
+def test_rejects_invalid_records(tmp_path, changes, message):
   source = _source(tmp_path, [_record(), _record(**changes)])
   with pytest.raises(ValueError, match=message):
     _ = source[1]
 
 
-def test_a_record_that_is_no_example_is_named(tmp_path):
+def test_rejects_records_that_are_not_examples(tmp_path):
   source = _source(tmp_path, [_record(), b"\x0a\x09"])
   with pytest.raises(ValueError, match=r"record 1: not a tf\.train\.Example"):
     _ = source[1]

@@ -17,7 +17,7 @@ from paxon.inputs.tf_records import (
 
 @pytest.mark.parametrize(
   ("data", "expected"),
-  # RFC 3720, B.4, and the check value of the catalogue of CRCs.
+  # RFC 3720, B.4, and the check value of the CRC catalogue.
   [
     (b"", 0),
     (bytes(32), 0x8A9136AA),
@@ -27,7 +27,7 @@ from paxon.inputs.tf_records import (
     (b"123456789", 0xE3069283),
   ],
 )
-def test_checksums_are_those_of_the_standard(data, expected):
+def test_checksums_match_the_standard(data, expected):
   assert crc32c.crc32c(data) == expected
 
 
@@ -41,7 +41,7 @@ def _bitwise(data: bytes) -> int:
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 1023, 1024, 1025, 1027, 3000])
-def test_checksum_of_any_length_is_the_definition(length):
+def test_checksum_of_any_length_matches_the_definition(length):
   data = np.random.default_rng(length).bytes(length)
   assert crc32c.crc32c(data) == _bitwise(data)
 
@@ -62,13 +62,13 @@ def path(tmp_path):
   return str(file)
 
 
-def test_a_file_gives_its_records_in_any_order(path):
+def test_records_have_random_access(path):
   file = tf_record_files.TfRecordFile(path)
   assert len(file) == 4
   assert [file[i] for i in (3, 0, 2, 1)] == [RECORDS[i] for i in (3, 0, 2, 1)]
 
 
-def test_places_of_records_are_kept_until_the_file_changes(path, tmp_path):
+def test_indices_are_saved_until_the_file_changes(path, tmp_path):
   folder = tmp_path / "index"
   file = tf_record_files.TfRecordFile(path, index_folder=folder)
   assert len(file) == 4
@@ -83,13 +83,13 @@ def test_places_of_records_are_kept_until_the_file_changes(path, tmp_path):
   assert len(other) == 5
 
 
-def test_processes_of_one_number_keep_places_at_once(
+def test_processes_with_the_same_id_save_indices_at_once(
   path, tmp_path, monkeypatch
 ):
   save, folder = np.save, tmp_path / "index"
 
   def late_save(file, places):
-    # Another machine's process, whose number is ours, comes in between.
+    # Another machine's process with the same id writes in between.
     monkeypatch.setattr(np, "save", save)
     other = tf_record_files.TfRecordFile(path, index_folder=folder)
     assert len(other) == 4
@@ -136,7 +136,7 @@ def test_a_file_that_is_cut_off_names_the_record(path, size, record):
     len(tf_record_files.TfRecordFile(path))
 
 
-def test_files_are_one_list_in_the_order_of_their_names(tmp_path):
+def test_files_are_concatenated_by_name(tmp_path):
   for number in (1, 0, 2):
     records = [b"%d.%d" % (number, i) for i in range(number)]
     tf_record_files.write(tmp_path / f"part-{number}", records)
@@ -148,13 +148,13 @@ def test_files_are_one_list_in_the_order_of_their_names(tmp_path):
   parts = [str(tmp_path / "part-2"), str(tmp_path / "part-1")]
   both = tf_record_files.TfRecordFiles(files=parts)
   assert both[0] == b"2.0"
-  # A file that two patterns name is read once.
+  # A file that matches two patterns is read once.
   overlapping = [str(tmp_path / "part-2"), str(tmp_path / "part-*")]
   files = tf_record_files.TfRecordFiles(files=overlapping)
   assert [files[i] for i in range(len(files))] == [b"2.0", b"2.1", b"1.0"]
 
 
-def test_files_that_are_missing_or_empty_are_errors(tmp_path):
+def test_rejects_missing_or_empty_files(tmp_path):
   with pytest.raises(FileNotFoundError, match="no file has the name"):
     len(tf_record_files.TfRecordFiles(files=str(tmp_path / "none-*")))
   tf_record_files.write(tmp_path / "empty", [])
@@ -164,7 +164,7 @@ def test_files_that_are_missing_or_empty_are_errors(tmp_path):
     tf_record_files.TfRecordFiles(files="")
 
 
-def test_an_example_of_each_kind_is_read_back():
+def test_examples_of_each_type_round_trip():
   features = {
     "ids": np.array([1, -2, 2**62, 127, 128], np.int64),
     "scores": np.array([0.5, -1.25], np.float32),
@@ -179,7 +179,7 @@ def test_an_example_of_each_kind_is_read_back():
   assert found["none"].shape == (0,)
 
 
-def test_numbers_that_are_not_packed_are_read():
+def test_reads_unpacked_integers():
   # Feature 3 (int64 list) with two fields 1 of wire type 0: 5 and 300.
   feature = bytes.fromhex("1a05080508ac02")
   entry = b"\x0a\x01n\x12" + bytes([len(feature)]) + feature
@@ -197,12 +197,12 @@ def test_any_bytes_are_rejected_or_read(data):
 
 
 @pytest.mark.parametrize("data", [b"\x0a\x09", b"\x0b", b"\x80"])
-def test_bytes_that_are_no_example_are_rejected(data):
+def test_rejects_bytes_that_are_not_an_example(data):
   with pytest.raises(ValueError, match=r"not a tf\.train\.Example"):
     tf_example.parse(data)
 
 
-def test_features_that_no_example_can_hold_are_rejected():
+def test_rejects_unsupported_features():
   with pytest.raises(ValueError, match="'x' must be 1-D, got the shape"):
     tf_example.serialize({"x": np.zeros((2, 2))})
   with pytest.raises(ValueError, match="'x' must hold integers, floats"):
