@@ -138,7 +138,7 @@ def test_abstract_methods_are_required():
 
 
 def test_the_end_is_recognized_by_name():
-  # As TensorFlow defines them, without TensorFlow.
+  # Imitates TensorFlow's errors without importing it.
   out_of_range = type(
     "OutOfRangeError",
     (Exception,),

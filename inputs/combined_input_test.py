@@ -1,4 +1,4 @@
-"""Tests for inputs side by side."""
+"""Tests for combined inputs."""
 
 import json
 
@@ -64,7 +64,7 @@ def test_ends_with_the_first_input_and_resumes_anywhere():
   batches = list(made)
   assert len(batches) == len(list(_text()))
   state = made.get_state()
-  # The endless part has not run ahead of the one that ended.
+  # The endless input has not advanced further than the one that ended.
   assert state["noise"]["next"] == len(batches)
   made.reset()
   made.get_next()

@@ -1,4 +1,4 @@
-"""Tests for tokenizing a corpus: same bytes, goes on, names what is wrong."""
+"""Tests for tokenizing a corpus: same bytes, resuming, and errors."""
 
 import dataclasses
 import gzip
@@ -25,7 +25,7 @@ _TEXT = "\n".join(_LINES[:30]) + "\n\n \n" + "\n".join(_LINES[30:])
 
 @dataclasses.dataclass(frozen=True)
 class Stops(byte_tokenizer.ByteTokenizer):
-  """Stops where a line says so, as a kill would; else it tokenizes bytes."""
+  """A byte tokenizer that raises at certain text, to simulate a kill."""
 
   at: bytes
 
@@ -76,7 +76,7 @@ def test_output_does_not_depend_on_workers(tmp_path, text, num_workers):
   )
   assert _bytes(tmp_path / "out") == _bytes(expected)
   assert last.documents == 60
-  # An end for each document.
+  # Each document has an end id.
   assert last.tokens == sum(len(line) + 1 for line in _LINES)
   assert [p.bytes_done for p in seen] == sorted(p.bytes_done for p in seen)
   assert seen[-1].bytes_done == seen[-1].bytes_total == len(_TEXT)
@@ -121,7 +121,7 @@ def test_an_interrupted_run_resumes(tmp_path, text):
   going_on = _corpus([text], tokenizer=Stops(at=b"never"))
   seen = []
   corpus_tokenizer.run(going_on, str(out), num_workers=0, report=seen.append)
-  # What was done is counted and not done again.
+  # Finished shards are counted and not repeated.
   assert seen[0].bytes_found == 100 * len(whole)
   assert seen[0].documents > 0
   assert _bytes(out) == _bytes(expected)
@@ -245,7 +245,7 @@ def test_an_archive_damaged_in_the_middle_is_named(tmp_path, form):
     except zlib.error:
       return True
     except OSError:
-      return False  # Just another text, which the checksum finds.
+      return False  # Changed text, which only the checksum detects.
     return False
 
   middle = range(len(whole) // 2, len(whole))

@@ -1,4 +1,4 @@
-"""Tests for documents in files of JSON lines."""
+"""Tests for documents in JSON-lines files."""
 
 import gzip
 import json
@@ -45,7 +45,7 @@ def test_every_line_of_every_file_is_a_document(tmp_path, suffix):
 
 
 def test_any_order_of_a_large_compressed_file(tmp_path, monkeypatch):
-  # Many spans and many chunks, without megabytes.
+  # Many chunks and saved states with little data.
   monkeypatch.setattr(json_lines, "_CHUNK", 512)
   monkeypatch.setattr(json_lines, "_SPAN", 1000)
   documents = _documents(400)
@@ -57,7 +57,7 @@ def test_any_order_of_a_large_compressed_file(tmp_path, monkeypatch):
   random.Random(1).shuffle(order)
   for i in order:
     assert source[i].decode() == documents[i]
-  # The places are those of the text: one is kept in each span of it.
+  # One state is saved per `_SPAN` bytes of text.
   (file,) = source._files
   assert len(file._starts) > 30
 

@@ -20,9 +20,7 @@ from paxon.inputs.seqio_tasks import seqio_library
     (optional_library.parquet, "pyarrow is not installed"),
   ],
 )
-def test_the_error_has_install_instructions(
-  opened, message, monkeypatch
-):
+def test_the_error_has_install_instructions(opened, message, monkeypatch):
   def import_module(name):
     raise ModuleNotFoundError(name=name.partition(".")[0])
 

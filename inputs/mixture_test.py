@@ -20,7 +20,7 @@ def _leaf(size=4, *, first=0, num_epochs=None):
 
 
 def _names(mixed, count, *, step=lambda k: 0):
-  """Returns the members of the first draws, and how many there were."""
+  """Returns the members of the first draws, and their counts."""
   names, position = [], mixed.start()
   for k in range(count):
     found = mixed.following(position, step=step(k))
@@ -65,7 +65,7 @@ def test_weights_change_at_a_batch():
     weights={"a": 1.0, "b": 1.0, "c": 0.0},
     weight_changes={10: {"a": 0.0, "b": 1.0, "c": 3.0}},
   )
-  # Ten draws a batch.
+  # Ten draws per batch.
   names = _names(mixed, 200, step=lambda k: k // 10)
   before, after = names[:100], names[100:]
   assert {name: before.count(name) for name in "abc"} == {
@@ -85,7 +85,7 @@ def test_members_share_the_weight_of_an_ended_member():
       "b": _leaf(2, num_epochs=1),
       "c": _leaf(1, num_epochs=2),
     },
-    # Without its share "c" is read when the others have ended.
+    # With weight 0, "c" is read after the others have ended.
     weights={"a": 1.0, "b": 1.0, "c": 0.0},
     weight_changes={10**6: {"a": 1.0, "b": 1.0, "c": 1.0}},
   )

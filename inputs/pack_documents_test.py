@@ -202,7 +202,7 @@ def test_state_is_small_and_the_same_on_every_host():
     _take(host, 3)
   states = [host.get_state() for host in hosts]
   assert states == [states[0]] * 4
-  # 3 batches of 4 x 5 targets; the epoch has 12 documents of 46 bytes or so.
+  # 3 batches of 4 x 5 targets; an epoch has 12 documents of about 46 bytes.
   num_targets = sum(len(d) + 1 for d in _DOCUMENTS)
   assert states[0]["position"] // len(_DOCUMENTS) == 60 // num_targets
   assert len(json.dumps(states[0])) < 200
@@ -489,7 +489,7 @@ def test_split_packing_keeps_every_pair_in_order(counts, length, num_sequences):
         assert positions[i] == 0
       else:
         assert positions[i] == positions[i - 1] + 1
-        # Only within a segment is the input the target before it.
+        # Within a segment, the input is the previous target.
         assert batch["inputs"][row, i] == batch["targets"][row, i - 1]
       previous = segments[i]
 

@@ -1,4 +1,4 @@
-"""Tests for documents and examples of rows with columns."""
+"""Tests for documents and examples of table columns."""
 
 import numpy as np
 import pytest

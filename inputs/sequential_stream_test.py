@@ -1,4 +1,4 @@
-"""Tests for filters, and for streams without an index."""
+"""Tests for filters and sequential streams."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ from paxon.inputs import packing as packing_lib
 
 @dataclasses.dataclass
 class Recorded:
-  """Examples in order, and where reading has begun."""
+  """Sequential examples that record where reading starts."""
 
   size: int
   starts: list[int] = dataclasses.field(default_factory=list)
@@ -103,7 +103,7 @@ def test_a_filter_keeps_long_examples():
     length=6,
   )
   assert made.get_next()["weights"].sum(axis=1).tolist() == [5, 6]
-  # Two were rejected before that position.
+  # Two examples before that position were rejected.
   assert made.get_state()["position"] == 4
   made.check_readable()
 

@@ -1,4 +1,4 @@
-"""Tests for batches without data."""
+"""Tests for synthetic batches."""
 
 import numpy as np
 import pytest
@@ -68,7 +68,7 @@ def test_random_tokens_fill_the_vocabulary_and_shift_into_targets():
 
 
 def test_random_tokens_match_stored_values():
-  # Words of Philox4x64-10 (Salmon et al. 2011), whose streams numpy promises.
+  # Output of Philox4x64-10 (Salmon et al. 2011), which numpy keeps stable.
   batch = _input(random_seed=3, vocab_size=32000).get_next()
   expected = np.random.Philox(key=[3, 0]).random_raw(4) % 32000
   assert batch["inputs"][0, :4].tolist() == expected.tolist()

@@ -1,4 +1,4 @@
-"""Tests for text files as documents."""
+"""Tests for documents in text files."""
 
 import pickle
 

@@ -95,7 +95,7 @@ def test_every_dtype_documents_and_sequences(path, code, dtype):
 
 
 def test_offsets_beyond_32_bits(path):
-  # A file with a hole takes no space; its second document begins at 5 GB.
+  # A sparse file whose second document begins at 5 GB.
   far = 5_000_000_000
   with open(f"{path}.bin", "wb") as file:
     file.write(np.array([1, 2], "<i4"))

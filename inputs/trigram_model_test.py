@@ -67,8 +67,8 @@ def test_bits_by_hand():
     counts=counts, weights=np.array([0.1, 0.2, 0.3, 0.4])
   )
   # "bb": b after begin begin: 0.1 / 257 + 0.2 / 3. b after begin b, a context
-  # that never occurred, whose place the bigram takes; b was followed by the
-  # end only: the same. The end after b b: the bigram says 1 for both.
+  # that never occurred, uses the bigram; b was followed only by the end, so the
+  # probability is the same. The end after b b: both estimates are 1.
   twice = 0.1 / 257 + 0.2 / 3
   end = 0.1 / 257 + 0.2 / 3 + 0.3 + 0.4
   expected = -(2 * math.log2(twice) + math.log2(end))
@@ -96,7 +96,7 @@ def test_matches_the_oracle():
 
 def test_counts_include_all_training_documents():
   model = trigram_model.fit(_source(_TEXT))
-  # Every byte and every end is one target.
+  # Each byte and each end is one target.
   assert model.counts.sum() == sum(len(text) + 1 for text in _TEXT)
   assert model.counts[ord("t"), ord("h"), ord("e")] == 6
   assert model.counts[256, 256, 256] == 1

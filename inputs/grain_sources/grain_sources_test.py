@@ -36,8 +36,8 @@ IDS = [[i, i + 1, i + 2][: 1 + i % 3] for i in range(23)]
 
 def _dataset(texts):
   table = datasets.table.InMemoryTable.from_pydict({"text": texts})
-  # Without a fingerprint the table would be pickled to make one, and with it
-  # all of pyarrow, which dill takes for ours where it is not in site-packages.
+  # Without a fingerprint, `datasets` would pickle the table to compute one, and
+  # dill would pickle all of pyarrow if it is not in site-packages.
   return datasets.Dataset(table, fingerprint=f"test{len(texts)}")
 
 
@@ -226,7 +226,7 @@ def test_a_damaged_array_record_is_named(tmp_path):
   path = tmp_path / "part-0.array_record"
   data = bytearray(path.read_bytes())
   place = data.index(TEXTS[3].encode()) if TEXTS[3].encode() in data else None
-  # Records may be compressed; then any byte of the first ones will do.
+  # In compressed records, changes any byte of the first ones.
   data[place or 70] ^= 0xFF
   path.write_bytes(bytes(data))
   source = array_record_files.ArrayRecordFiles(files=files)

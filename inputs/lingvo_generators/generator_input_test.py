@@ -1,4 +1,4 @@
-"""Tests for inputs over generators, with a small one of the same interface."""
+"""Tests for inputs of generators, with a fake of the interface."""
 
 import dataclasses
 import importlib
@@ -14,7 +14,7 @@ from paxon.inputs.lingvo_generators import generator_input, lingvo_library
 
 
 class _OutOfRangeError(Exception):
-  """As TensorFlow's, of which the module and the name are known."""
+  """Imitates the module and the name of TensorFlow's error."""
 
 
 _OutOfRangeError.__name__ = "OutOfRangeError"
@@ -23,7 +23,7 @@ _OutOfRangeError.__module__ = "tensorflow.python.framework.errors_impl"
 
 @dataclasses.dataclass
 class Generator:
-  """Rows 0, 1, 2, ... of two tokens, `size` a batch; ends after `number`."""
+  """Yields `number` examples 0, 1, ... of two tokens, `size` per batch."""
 
   size: int
   number: int | None
@@ -139,7 +139,7 @@ def test_training_ends_with_the_last_whole_batch():
   given = _input(open=_opener(size=3, number=10))
   assert _rows(given) == [[0, 1, 2, 3], [4, 5, 6, 7]]
   assert _rows(_input(open=_opener(), num_batches=1)) == [[0, 1, 2, 3]]
-  # A run that goes on with fewer batches than it has read has ended.
+  # A run resumed with fewer batches than it has read has ended.
   given = _input(open=_opener(), num_batches=1)
   given.set_state({"batches": 2, "repeatable": True})
   assert not _rows(given)
@@ -153,7 +153,7 @@ def test_rejects_generators_that_may_end_at_different_batches():
     ValueError, match=r"host 1 of 2 ended after 2 batches; .*repeatable is Fal"
   ):
     given.get_next()
-  # One that all have is the end of all.
+  # A `num_batches` that all hosts reach ends them together.
   given = _input(open=_opener(number=5), repeatable=False, num_batches=2)
   given.set_infeed_hosts(infeed_host_index=1, num_infeed_hosts=2)
   assert _rows(given) == [[0, 1], [2, 3]]
@@ -224,6 +224,6 @@ def test_lingvos_own_generator_where_it_loads():
     core, _ = (importlib.import_module(name) for name in modules)
   except Exception as error:
     pytest.skip(f"Lingvo does not load here: {error!r}")
-  # Whatever Lingvo generates has this one method.
+  # All of Lingvo's generators have this method.
   assert hasattr(core.BaseInputGenerator, "GetPreprocessedInputBatch")
   assert "batch_size" in core.BaseInputGenerator.Params()

@@ -1,4 +1,4 @@
-"""Tests for C4's tasks, over files as they lie in a TensorFlow data set."""
+"""Tests for the C4 tasks, with the files of a TensorFlow data set."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Tests for SeqIO's tasks and mixtures as examples."""
+"""Tests for examples of SeqIO tasks and mixtures."""
 
 import itertools
 import json
@@ -25,7 +25,7 @@ LM = feature_converters.LanguageModel()
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
-  """Files of texts, a vocabulary, and tasks over them."""
+  """Creates files of texts, a vocabulary, and tasks over them."""
   folder = tmp_path_factory.mktemp("texts")
   for seed, name in enumerate(("text", "other")):
     for shard in range(2):
@@ -109,7 +109,7 @@ def _add(name, source, preprocessors, **features):
 
 
 def _numbers(number, **more):
-  """A function source of examples with inputs and targets."""
+  """Returns a function source of examples with inputs and targets."""
 
   def make(split, shuffle_files, seed=None):
     del split, shuffle_files, seed
@@ -297,7 +297,7 @@ def test_random_steps_are_run_once_and_held(tmp_path):
   _add("noisy", _text_source(tmp_path, ["a", "a", "a"]), [noisy], **TARGETS)
   source = _source(task="noisy")
   found = [source[i]["targets"].tolist() for i in range(3)]
-  # Not the same numbers for each example, but the same in the next run.
+  # The numbers differ between examples, but not between runs.
   assert found[0] != found[1]
   again = _source(task="noisy")
   assert [again[i]["targets"].tolist() for i in range(3)] == found

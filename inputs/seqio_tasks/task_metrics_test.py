@@ -1,4 +1,4 @@
-"""Tests for a task's metrics over rows of results."""
+"""Tests for a task's metrics over batches of results."""
 
 import dataclasses
 from typing import ClassVar
@@ -53,7 +53,7 @@ def _ids(tasks, texts):
   vocabulary = tasks.feature().vocabulary
   rows = np.zeros((len(texts), 80), np.int32)
   for row, text in enumerate(texts):
-    ids = [*vocabulary.encode(text), 1, 7, 7]  # Nothing counts after an end.
+    ids = [*vocabulary.encode(text), 1, 7, 7]  # Ids after the end are ignored.
     rows[row, : len(ids)] = ids
   return rows
 
@@ -66,7 +66,7 @@ def test_results_in_any_order_are_joined_by_ids(tasks):
   metrics.add(
     _rows([3, 1, 2, 0], [1, 1, 1, 0], [-3, -1, -2, -9], _ids(tasks, said))
   )
-  # Example 3 once more, and 0 and 4 for the first time.
+  # Repeats example 3 and adds 0 and 4.
   said = [TEXTS[0], TEXTS[4], "a dog"]
   metrics.add(_rows([0, 4, 3], [1, 1, 1], [-5, -4, -8], _ids(tasks, said)))
   assert metrics.compute() == {
@@ -96,7 +96,7 @@ def test_only_evaluated_examples_count():
 def test_metric_objects_and_postprocessing(tasks):
   @dataclasses.dataclass
   class Longest:
-    """As SeqIO's metric objects are called."""
+    """Has the signature of SeqIO's metric objects."""
 
     model_output_type: ClassVar = seqio.metrics.ModelOutputType.SCORE
     value: float = 0.0
@@ -174,7 +174,7 @@ def test_the_vocabulary_is_the_tokenizer(tasks):
   assert ids.tolist() == tasks.feature().vocabulary.encode(TEXTS[0])
   assert tokenizer.decode([*ids, tokenizer.end_id, 9]) == TEXTS[0]
   assert tokenizer.vocab_size == testing.SENTENCEPIECE_SIZE
-  # But for the space that the vocabulary puts before the first word.
+  # Except the space that the vocabulary adds before the first word.
   counts = tokenizer.byte_counts(np.append(ids, tokenizer.end_id))
   assert counts.sum() == len(TEXTS[0]) + 1
   assert counts[-1] == 0
