@@ -1,7 +1,7 @@
 """Golden, lint and smoke tests of every experiment.
 
-Many experiments differ in sizes alone: equal models are traced once, and of
-those that shrink to the same toy one is trained.
+Many experiments differ only in size: equal models are traced once, and only one
+of the experiments with the same toy is trained.
 """
 
 from collections.abc import Sequence
@@ -65,7 +65,7 @@ _RUNNABLE = [name for name in _NAMES if not golden.resolved(name)[1]]
 
 
 def _text(made: experiment.Experiment) -> str:
-  """Returns the configuration without the words that name the experiment."""
+  """Returns the configuration without the name of the experiment."""
   config = made.job()
   config.experiment = config.task.name = ""
   return dump.to_text(config)
@@ -73,10 +73,10 @@ def _text(made: experiment.Experiment) -> str:
 
 @functools.cache
 def _program(name: str) -> str:
-  """Returns what a toy is made of: its parts, and the functions they have.
+  """Returns the modules and functions of a toy.
 
-  Toys have equal sizes. Those that differ in numbers, dtypes and in what layers
-  save for the backward pass count as one.
+  Toys have equal sizes. Toys that differ only in numbers, dtypes and remat
+  policies have the same text.
   """
   config = _toy(name)
   kind = fdl.get_callable(config.train_input).__name__
@@ -88,7 +88,7 @@ def _program(name: str) -> str:
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
-  """Returns the first of all experiments whose toys are the same program."""
+  """Returns the first experiment for each distinct toy program."""
   first: dict[str, str] = {}
   for name in names:
     first.setdefault(_program(name), name)
@@ -107,7 +107,7 @@ def test_there_are_experiments():
   assert f"{_PARAMS}lm_cloud.LmCloudSpmd1024B" in _NAMES
   assert f"{_PARAMS}nvidia.Grok" in _NAMES
   assert set(_WHOLE) <= set(_RUNNABLE)
-  # Bases are no experiments.
+  # Base classes are not experiments.
   assert not [n for n in _NAMES if n.endswith(("Decoder", "LmSpmd", "Gpt3"))]
 
 
@@ -159,7 +159,7 @@ def test_without_its_layers_it_answers_in_one_line(name):
 
 @pytest.mark.parametrize("name", _TOYS)
 def test_shrinks_to_toy_size(name):
-  """A `shrink` that forgets a knob leaves a model that takes minutes."""
+  """A knob missing in `shrink` leaves a model that takes minutes."""
   made, config = golden.load(name), _toy(name)
   total = golden.text_of(config, "").rpartition("trainable: ")[2]
   assert int(total.replace(",", "")) <= 100_000
@@ -234,7 +234,7 @@ def test_takes_two_steps_at_toy_size(name, library):
 def test_goes_through_all_programs_at_toy_size(name, library, tmp_path, capsys):
   config = _toy_on(library, name)
   run_dir = epath.Path(tmp_path)
-  # In every mode: what trains is what is evaluated and sampled.
+  # All modes use the same experiment.
   train.run(fdl.build(config), config, run_dir)
   assert (run_dir / "checkpoints" / "2").exists()
   assert (run_dir / "report.html").exists()

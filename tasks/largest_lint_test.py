@@ -1,4 +1,4 @@
-"""Tests that the lint of the largest experiment needs no hardware, nor time."""
+"""Tests that linting the largest experiment is fast and needs no hardware."""
 
 import re
 import subprocess
@@ -19,7 +19,7 @@ def _run(folder, code_or_module, *arguments):
   target = targets.parse("v4:8x16x16")
   return subprocess.run(
     [sys.executable, *code_or_module, *arguments],
-    # A platform that is not there fails as soon as a backend is asked for.
+    # A missing platform raises when a backend is initialized.
     env=child.environment(target, is_compiled=True) | _PLATFORM,
     cwd=folder,
     capture_output=True,
@@ -29,7 +29,7 @@ def _run(folder, code_or_module, *arguments):
   )
 
 
-def test_without_that_platform_nothing_runs(tmp_path):
+def test_training_fails_without_the_platform(tmp_path):
   done = _run(tmp_path, ["-c"], "import jax; jax.devices()")
   assert "no_such_platform" in done.stderr
   assert done.returncode == 1
@@ -46,7 +46,7 @@ def test_without_that_platform_nothing_runs(tmp_path):
     ("fsdp=512", r"The mesh 'fsdp=512' needs exactly 512 devices.* are 2048"),
   ],
 )
-def test_it_is_refused_before_a_backend_is_there(tmp_path, mesh, message):
+def test_rejects_mesh_before_initializing_a_backend(tmp_path, mesh, message):
   done = _run(
     tmp_path,
     ["-m", "paxon.runner.main"],
@@ -58,7 +58,7 @@ def test_it_is_refused_before_a_backend_is_there(tmp_path, mesh, message):
   assert done.stderr.count("\n") == 1
 
 
-def test_it_takes_seconds():
+def test_lint_takes_seconds():
   job = resolving.build(resolving.resolve(_LARGEST, []).config)
   begin = time.monotonic()
   findings = job_lint.check(job, num_devices=2048)

@@ -1,6 +1,6 @@
-"""The commands of Pax's README run here, as written but for their sizes.
+"""Tests that the commands of Pax's README run, with small sizes.
 
-What follows `--exp` and `--job_log_dir` only makes them small, and names text.
+Flags after `--exp` and `--job_log_dir` set sizes and text files.
 """
 
 import json
@@ -32,7 +32,7 @@ def _run(*arguments: str) -> int:
 
 @pytest.fixture(name="files", scope="module")
 def _files(tmp_path_factory):
-  """Files as C4 has them: JSON lines with a text each."""
+  """Files like those of C4: JSON lines with one text each."""
   folder = tmp_path_factory.mktemp("c4")
   flags = []
   for split in ("train", "validation"):
@@ -53,7 +53,7 @@ def _files(tmp_path_factory):
     ("c4_multislice.C4Spmd22BAdam2xv4_128", "fsdp=4,data=2"),
   ],
 )
-def test_it_trains(experiment, mesh, files, tmp_path, capsys):
+def test_trains(experiment, mesh, files, tmp_path, capsys):
   run = tmp_path / "run"
   small = [*_SMALL, *([] if mesh is None else [f"--fdl.mesh={mesh}"])]
   if experiment.startswith("c4"):
@@ -64,7 +64,7 @@ def test_it_trains(experiment, mesh, files, tmp_path, capsys):
   assert "validation" in capsys.readouterr().out
 
 
-def test_without_files_it_says_which_to_name(tmp_path, capsys):
+def test_error_without_files_names_the_knob(tmp_path, capsys):
   command = [f"--exp={_PARAMS}c4.C4Spmd1BAdam4Replicas"]
   command += [f"--job_log_dir={tmp_path / 'run'}", "--fdl.mesh=fsdp=8"]
   assert _run(*command, *_SMALL) == 2

@@ -1,4 +1,4 @@
-"""Tests for the families of models, as far as no table of Pax has them."""
+"""Tests for model families, beyond the table of Pax's sizes."""
 
 import fiddle as fdl
 from flax import linen as nn
@@ -69,15 +69,15 @@ class _Mlp(lm_data.Synthetic, mlp_lm.MlpLm):
   mlp_dim = 24
 
 
-def test_gpt3_stops_at_the_loss_that_is_given():
-  # MLPerf's is of tokens that these are not.
+def test_gpt3_stops_at_target_loss():
+  # MLPerf's target is for other tokens.
   assert _Gpt3().job().early_stopping is None
   # Synthetic tokens are evaluated too.
   rule = _Gpt3(target_log_pplx=1.5).job().early_stopping
   assert (rule.metric, rule.target) == ("validation/log_pplx", 1.5)
 
 
-def test_gpt3_has_a_position_for_each_token_at_least():
+def test_gpt3_has_a_position_for_each_token():
   assert _Gpt3().job().task.model.position_embedding.max_length == 16_384
   rows = _Gpt3(max_positions=None).job().task.model.position_embedding
   assert rows.max_length == _Gpt3().length
@@ -87,13 +87,13 @@ def test_gpt3_has_a_position_for_each_token_at_least():
   ("rows", "rate", "warmup", "end"),
   [(1536, 2e-5, 265, 108_600), (3584, 2e-5, 114, 46_543), (3585, 3e-5, 114, 0)],
 )
-def test_mlperf_s_rates_follow_from_the_batch(rows, rate, warmup, end):
+def test_mlperf_rates_depend_on_the_batch(rows, rate, warmup, end):
   made = _MlPerf(global_batch_size=rows)
   assert (made.learning_rate, made.warmup_steps) == (rate, warmup)
   assert not end or made.num_train_steps == made.decay_steps == end
 
 
-def test_llama_s_toy_groups_heads_as_it_does():
+def test_llama_toy_has_grouped_heads():
   toy = _Llama().shrink()
   assert (toy.num_heads, toy.num_kv_heads) == (4, 2)
   model = toy.job().task.model
@@ -101,7 +101,7 @@ def test_llama_s_toy_groups_heads_as_it_does():
   assert model.position_embedding is None
 
 
-def test_bert_reads_both_ways_and_hides_tokens():
+def test_bert_is_bidirectional_and_masks_tokens():
   config = _Bert(label_smoothing=0.1).job().task
   (block,) = config.model.stack.blocks
   assert not block.attention.mask.causal
@@ -112,13 +112,13 @@ def test_bert_reads_both_ways_and_hides_tokens():
   assert config.learner.optimizer.b1 == 0.9
 
 
-def test_an_mlp_has_eight_layers_and_sees_one_token():
+def test_mlp_has_eight_layers_and_sees_one_token():
   model = fdl.build(_Mlp().job().task.model)
   tokens = jnp.asarray([[1, 2, 3, 2]], jnp.int32)
   places = jnp.arange(4, dtype=jnp.int32)[None]
   values = model.init(jax.random.key(0), tokens, places, jnp.ones_like(tokens))
   logits = model.apply(values, tokens, places, jnp.ones_like(tokens))
-  # Equal tokens have equal logits, wherever they stand.
+  # Equal tokens have equal logits at all positions.
   np.testing.assert_array_equal(logits[0, 1], logits[0, 3])
   values = jax.tree.map(
     lambda v: np.asarray(v, np.float64), nn.unbox(values)["params"]
@@ -133,7 +133,7 @@ def test_an_mlp_has_eight_layers_and_sees_one_token():
   np.testing.assert_allclose(logits[0, 1], table @ x, rtol=1e-4, atol=1e-6)
 
 
-def test_stages_are_beside_the_model():
+def test_stages_do_not_change_the_model():
   made = _Gpt3(
     mesh="stage=2,fsdp=2",
     num_stages=2,
@@ -172,7 +172,7 @@ def test_knobs_of_a_pipeline_need_stages(knob, value):
     _Gpt3(**{knob: value}).job()
 
 
-def test_a_schedule_is_beside_the_model():
+def test_schedule_does_not_change_the_model():
   made = _Gpt3(
     num_layers=4,
     mesh="stage=2,fsdp=2",
@@ -192,7 +192,7 @@ def test_a_schedule_is_beside_the_model():
   assert plain.job().task.model == _Gpt3(num_layers=4).job().task.model
 
 
-def test_a_schedule_of_ones_own_is_a_method():
+def test_custom_schedule_is_a_method():
   class Own(_Gpt3):
     num_stages = 2
     num_pipeline_microbatches = 2
@@ -210,7 +210,7 @@ def test_a_schedule_of_ones_own_is_a_method():
   ("make", "chunks"),
   [(generators.one_f_one_b, 1), (generators.interleaved_two_slots, 2)],
 )
-def test_the_toy_of_a_schedule_of_ones_own_has_its_chunks(make, chunks):
+def test_toy_of_custom_schedule_has_its_chunks(make, chunks):
   class Own(_Gpt3):
     num_layers = 8
     num_stages = 2
@@ -253,13 +253,13 @@ def test_the_toy_of_a_schedule_of_ones_own_has_its_chunks(make, chunks):
     ),
   ],
 )
-def test_schedules_that_do_not_suit_are_refused(knobs, message):
+def test_rejects_unsuitable_schedules(knobs, message):
   given = {"num_stages": 2, "pipeline_microbatch_size": 4, **knobs}
   with pytest.raises(user_error.UserError, match=message):
     _Gpt3(mesh="stage=2,fsdp=2", **given).job()
 
 
-def test_no_stages_are_refused():
+def test_rejects_zero_stages():
   with pytest.raises(ValueError, match=r"num_stages must be positive, got 0"):
     _Gpt3(num_stages=0, pipeline_microbatch_size=4).job()
 
@@ -278,13 +278,13 @@ def test_the_toy_of_a_pipeline_has_two_stages():
   assert _Gpt3().shrink().num_stages is None
 
 
-def test_the_axes_of_an_mlp_are_of_the_mesh():
+def test_mlp_axes_are_mesh_axes():
   parts = _Mlp().job().task.model.stack.parts
   assert parts[0].kernel_axes == (axes.EMBED, axes.MLP)
   assert parts[-1].kernel_axes == (axes.MLP, axes.EMBED)
 
 
-def test_a_missing_part_is_told_in_one_line():
+def test_missing_package_error_is_one_line():
   message = r"^_Gpt3 needs layers/moe: it has experts\.$"
   with pytest.raises(needs.MissingPartError, match=message) as error:
     needs.refuse(_Gpt3(), "layers/moe", "it has experts.")

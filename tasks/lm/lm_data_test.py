@@ -29,7 +29,7 @@ class _Text(lm_data.Text, _Model):
 
 
 class _Synthetic(lm_data.Synthetic, _Model):
-  """Tokens from nowhere."""
+  """Synthetic tokens."""
 
 
 def _write(folder, name, documents):
@@ -37,7 +37,7 @@ def _write(folder, name, documents):
   (folder / name).write_bytes(gzip.compress(rows.encode()))
 
 
-def test_text_is_read_from_the_files_that_the_knobs_name(tmp_path):
+def test_reads_text_from_files(tmp_path):
   _write(tmp_path, "train-0.json.gz", ["one", "two"])
   _write(tmp_path, "train-1.json.gz", ["three"])
   _write(tmp_path, "held-out.json.gz", ["four"])
@@ -56,13 +56,13 @@ def test_text_is_read_from_the_files_that_the_knobs_name(tmp_path):
   assert sum(int(b["target_bytes"].sum()) for b in held_out) == len("four")
 
 
-def test_without_held_out_files_nothing_is_evaluated(tmp_path):
+def test_no_evaluation_without_validation_files(tmp_path):
   _write(tmp_path, "train.json.gz", ["one"])
   job = _Text(train_files=str(tmp_path / "train.json.gz")).job()
   assert job.eval_inputs == {}
 
 
-def test_without_files_it_can_be_linted_and_says_so_when_it_trains(tmp_path):
+def test_without_files_only_training_raises(tmp_path):
   config = _Text(mesh="fsdp=-1").job()
   job = fdl.build(config)
   assert isinstance(job.train_input, unset_input.UnsetInput)
@@ -74,13 +74,13 @@ def test_without_files_it_can_be_linted_and_says_so_when_it_trains(tmp_path):
   )
   with pytest.raises(ValueError, match=message) as caught:
     train.run(job, config, epath.Path(tmp_path))
-  # One line at the command line, with its place.
+  # One line on the command line, with the location.
   refusal = resolving.explain_error(caught.value, config)
   assert refusal is not None
   assert refusal.endswith("(at train_input).")
 
 
-def test_a_toy_needs_no_files():
+def test_toy_needs_no_files():
   job = fdl.build(_Text().shrink().job())
   batch = job.train_input.get_next()
   assert batch["target_bytes"].sum() > 0

@@ -70,11 +70,11 @@ class SeqIo(experiment.Experiment):
   metric_kinds: tuple[str, ...] = ("score", "predict")
 
   def register(self) -> fdl.Config[Any] | None:
-    """Returns a callable that registers the tasks; None if registered."""
+    """Returns a callable that registers the tasks; None for none."""
     return None
 
   def of_data(self) -> dict[str, Any]:
-    """Returns the tokenizer of the mixture, and no metrics besides tasks'."""
+    """Returns the mixture's tokenizer; metrics come from its tasks."""
     return {"metrics": (), "tokenizer": self._tokenizer()}
 
   def datasets(self) -> dict[str, fdl.Config]:

@@ -1,4 +1,4 @@
-"""A mixture of SeqIO's tasks, trained by two processes, killed and resumed."""
+"""Tests of training on a SeqIO mixture by two processes, killed and resumed."""
 
 import os
 import re
@@ -20,7 +20,7 @@ _MEASURED = re.compile("_second|goodput|mfu|tflops|memory").search
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-  """The folder of the tasks' files."""
+  """Folder with the files of the tasks."""
   folder = tmp_path_factory.mktemp("texts")
   for seed, name in enumerate(("text", "other")):
     for split, count in (("train", 30), ("validation", 5)):
@@ -78,7 +78,7 @@ def test_two_processes_that_are_killed_go_on_as_if_they_were_not(
   whole = _start(forks, expected, texts)
   assert [forks.wait(p) for p in whole] == [0, 0], [p.said() for p in whole]
 
-  # So slow that they are met before the end.
+  # Slow enough to be killed before the end.
   first = _start(forks, killed, texts, delay=0.6)
   limit = time.monotonic() + 100
   checkpoints = killed / run_dir.CHECKPOINTS

@@ -35,7 +35,7 @@ def _split(texts):
   )
 
 
-def test_the_text_is_that_of_the_examples():
+def test_reads_text_of_the_examples():
   config = split_baselines.of_splits(
     {"train": _split(_TRAIN), "validation": _split(_OTHER)}
   )
@@ -47,5 +47,5 @@ def test_the_text_is_that_of_the_examples():
   assert fdl.build(config)() == pytest.approx(expected())
 
 
-def test_without_a_held_out_split_there_are_none():
+def test_none_without_held_out_split():
   assert split_baselines.of_splits({"train": _split(_TRAIN)}) is None

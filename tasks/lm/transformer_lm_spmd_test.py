@@ -17,7 +17,7 @@ class _Model(lm_data.Synthetic, transformer_lm_spmd.TransformerLmSpmd):
   learning_rate = 1e-3
 
 
-def test_widths_follow_from_the_width():
+def test_widths_follow_from_embed_dim():
   (block,) = _Model().job().task.model.stack.blocks
   assert block.feed_forward.mlp_dim == 256
   assert block.attention.num_heads == block.attention.num_kv_heads == 4
@@ -52,7 +52,7 @@ def test_knobs_reach_the_configuration():
   assert block.attention.dtype.name == "float32"
 
 
-def test_a_toy_keeps_the_parts():
+def test_toy_keeps_the_submodules():
   whole, toy = (m.job().task.model for m in (_Model(), _Model().shrink()))
   (block,), (small,) = whole.stack.blocks, toy.stack.blocks
   for name in ("attention", "feed_forward", "attention_norm"):
@@ -61,6 +61,6 @@ def test_a_toy_keeps_the_parts():
   assert toy.stack.remat_policy is whole.stack.remat_policy
 
 
-def test_pax_s_names_of_knobs_are_no_knobs():
+def test_rejects_knob_names_of_pax():
   with pytest.raises(knobs.KnobError, match=r"no knob 'num_layer'.*num_layers"):
     _Model(num_layer=3)

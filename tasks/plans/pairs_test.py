@@ -1,4 +1,4 @@
-"""Tests for the files of golden plans, the page and the command line."""
+"""Tests for golden plan files, their page and the command line."""
 
 import dataclasses
 import os
@@ -28,7 +28,7 @@ def test_every_pair_has_its_file_and_every_file_its_pair():
 
 
 @pytest.mark.parametrize("pair", pairs.PAIRS, ids=lambda pair: pair.name)
-def test_a_file_is_of_its_pair(pair):
+def test_file_matches_its_pair(pair):
   made = pair.read()
   assert (made.experiment, made.target) == (pair.experiment, pair.target)
   assert made.overrides == tuple(map(str, pair.overrides))
@@ -43,7 +43,7 @@ def test_a_file_is_of_its_pair(pair):
 
 @pytest.mark.parametrize("pair", pairs.PAIRS, ids=lambda pair: pair.name)
 def test_a_pair_is_planned_at_the_size_of_its_experiment(pair):
-  """Only what the hardware asks for is set: no smaller model is planned."""
+  """Only knobs for the target are set: no smaller model is planned."""
   assert set(pair.assigned) <= {"mesh", "global_batch_size"}
   config = resolving.resolve(pair.experiment, pair.overrides).config
   if pair.attention == "plain":
@@ -54,12 +54,12 @@ def test_a_pair_is_planned_at_the_size_of_its_experiment(pair):
 
 
 def test_files_were_made_with_the_locked_versions():
-  """A new lock needs new files, whatever Python this is."""
+  """A new lock needs new files, on any Python."""
   text = "\n".join(
     (_checkout() / "third_party" / "python" / f"{name}_lock.txt").read_text()
     for name in _LOCKS
   )
-  # The oldest Python's, with which the files are made.
+  # The lock of the oldest Python, which made the files.
   lines = re.findall(r"^([a-z0-9-]+)==([^ ]+)(.*)$", text, re.MULTILINE)
   locked = {
     name: version for name, version, only in lines if ">= '3.12'" not in only
@@ -69,7 +69,7 @@ def test_files_were_made_with_the_locked_versions():
       assert locked[name] == version, f"tools/plans --update {pair.name}"
 
 
-def test_the_page_is_that_of_the_files():
+def test_page_matches_files():
   page = (_checkout() / "docs" / "plans.md").read_text()
   assert page == table.text(), "run `tools/plans --table`"
 
@@ -86,7 +86,7 @@ def test_find_takes_names_and_patterns():
 
 
 def _measured(monkeypatch, change):
-  """Makes `measure` return the file's plan, with other figures."""
+  """Makes `measure` return the stored plan with other values."""
 
   def measure(pair):
     read = pair.read()
@@ -98,7 +98,7 @@ def _measured(monkeypatch, change):
 _NAME = "PythonStdlibLm.cpu_8"
 
 
-def test_the_command_tells_what_has_moved(monkeypatch, capsys):
+def test_command_prints_differences(monkeypatch, capsys):
   _measured(monkeypatch, lambda figures: {**figures, "devices": 9})
   assert main.main([_NAME]) == 1
   out = capsys.readouterr().out
@@ -108,7 +108,7 @@ def test_the_command_tells_what_has_moved(monkeypatch, capsys):
   assert main.main([_NAME]) == 0
 
 
-def test_update_writes_and_is_content_afterwards(tmp_path, monkeypatch):
+def test_update_writes_files(tmp_path, monkeypatch):
   (pair,) = pairs.find([_NAME])
   old = pair.path.read_text()
   monkeypatch.setattr(pairs, "FOLDER", tmp_path / "files")

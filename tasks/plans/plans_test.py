@@ -1,7 +1,7 @@
-"""Compares golden plans with what compilers say today.
+"""Tests that compiled plans match the golden plans.
 
-The compiler for CUDA is here always, that for TPUs under `--config=plan`, and
-what cuDNN's attention needs beside under `--config=plan_cudnn`.
+The CUDA compiler is always available, the TPU compiler under `--config=plan`,
+and cuDNN's attention under `--config=plan_cudnn`.
 """
 
 import importlib.metadata
@@ -22,9 +22,9 @@ def _warm_python(tmp_path_factory):
 
 
 def _skip_other_versions(versions):
-  """Figures of other compilers are others; the lock's are those of the files.
+  """Skips the test if a compiler has another version than the file's.
 
-  That they are, `pairs_test` checks on every version of Python.
+  `pairs_test` checks on every Python that files match the lock.
   """
   for name, version in versions.items():
     found = importlib.metadata.version(name)
@@ -33,11 +33,11 @@ def _skip_other_versions(versions):
 
 
 @pytest.mark.parametrize("pair", pairs.PAIRS, ids=lambda pair: pair.name)
-def test_a_plan_is_as_in_its_file(pair, monkeypatch):
+def test_plan_matches_its_file(pair, monkeypatch):
   expected = pair.read()
   if testing.target(pair.target).hardware.platform is hardware.Platform.CPU:
-    # Those of tests are for speed, and change a program for CPUs; of one for
-    # GPUs they change the machine code alone.
+    # Compiler flags of tests change programs for CPUs; for GPUs they only
+    # change the machine code.
     monkeypatch.delenv("XLA_FLAGS", raising=False)
   if pair.missing:
     pytest.skip(f"needs {' and '.join(pair.missing)}: --config=plan_cudnn")

@@ -1,4 +1,4 @@
-"""Tests for the experiments on texts of Debian packages."""
+"""Tests for the experiments on text from Debian packages."""
 
 import fiddle as fdl
 import pytest
@@ -14,7 +14,7 @@ from paxon.tasks.lm.params import corpora
     (corpora.PythonManualLm(), "python3.11-doc"),
   ],
 )
-def test_without_a_folder_the_package_is_named(made, package):
+def test_error_without_folder_names_the_package(made, package):
   given = fdl.build(made.datasets()["train"])
   assert isinstance(given, unset_input.UnsetInput)
   with pytest.raises(ValueError, match=f"folder is not set.*install {package}"):
@@ -22,8 +22,8 @@ def test_without_a_folder_the_package_is_named(made, package):
 
 
 @pytest.mark.parametrize("kind", [corpora.WordNetLm, corpora.PythonManualLm])
-def test_one_example_of_fifty_is_held_out(kind):
-  # Not built: types are checked here, and to look at a vocabulary loads it.
+def test_one_example_in_fifty_is_held_out(kind):
+  # Not built: building checks types, which loads the vocabulary.
   splits = kind(folder="/nowhere").datasets()
   train, other = (splits[name].examples for name in ("train", "validation"))
   sources = [train.source, other.source]
@@ -33,7 +33,7 @@ def test_one_example_of_fifty_is_held_out(kind):
   assert kind(folder="/nowhere").job().train_input == splits["train"]
 
 
-def test_files_that_are_missing_name_their_package(tmp_path):
+def test_error_for_missing_files_names_the_package(tmp_path):
   with pytest.raises(FileNotFoundError, match="apt-get install wordnet-base"):
     corpora.WordNetTask(folder=str(tmp_path))()
   with pytest.raises(FileNotFoundError, match=r"install python3\.11-doc"):

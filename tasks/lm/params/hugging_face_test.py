@@ -70,7 +70,7 @@ def _nested(arrays):
   return tree
 
 
-def test_decodes_what_the_weights_say(tmp_path):
+def test_decodes_with_imported_weights(tmp_path):
   arrays = _imported(tmp_path, _CONFIG)
   experiment = hugging_face.HuggingFaceLm(
     weights=str(tmp_path), prompts=("abc",), max_new_tokens=5
@@ -95,7 +95,7 @@ def test_decodes_what_the_weights_say(tmp_path):
   assert json.loads(line)["ids"] == ids
 
 
-def test_training_begins_with_the_weights(tmp_path):
+def test_training_starts_from_imported_weights(tmp_path):
   experiment = hugging_face.HuggingFaceLm()
   assert experiment.warm_start() is None
   (tmp_path / "hugging_face").mkdir()
@@ -119,7 +119,7 @@ def test_training_begins_with_the_weights(tmp_path):
     ({"model_type": "t5"}, "a T5ForConditionalGeneration; .* decoders alone"),
   ],
 )
-def test_weights_that_cannot_be_used(config, message, tmp_path):
+def test_rejects_unusable_weights(config, message, tmp_path):
   if config is not None:
     (tmp_path / "hugging_face").mkdir()
     path = tmp_path / "hugging_face" / "config.json"

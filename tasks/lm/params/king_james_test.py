@@ -1,4 +1,4 @@
-"""Tests for the experiment on the King James Bible, with verses made here."""
+"""Tests for the experiment on the King James Bible, with generated verses."""
 
 import fiddle as fdl
 import numpy as np
@@ -25,12 +25,12 @@ def test_every_fiftieth_verse_is_held_out(tmp_path):
   texts = tokenizer.decode(batch["targets"][batch["weights"] > 0])
   assert texts == "".join(verses[49::50])
   batch = splits["train"].get_next()
-  # Two verses of 23 to 25 places in each row of 64, all whole.
+  # Two whole verses of 23 to 25 tokens per sequence of 64.
   assert batch["segment_ids"].max() == 2
   assert (batch["targets"] == tokenizer.end_id).sum() == 16
 
 
-def test_without_data_it_says_what_to_install():
+def test_error_without_data_names_packages():
   train = fdl.build(king_james.KingJamesLm().datasets()["train"])
   with pytest.raises(
     ValueError, match=r"--fdl\.tokens='kjv'. .* apt-get install bible-kjv bib"

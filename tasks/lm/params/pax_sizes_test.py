@@ -1,4 +1,4 @@
-"""Compares the experiments with a table of Pax's, one line for each."""
+"""Tests that experiments match the table of Pax's sizes."""
 
 import math
 import pathlib
@@ -34,7 +34,7 @@ _REMAT = {
   ),
 }
 _AXES = ("data", "fsdp", "tensor")
-# Where ours does what was meant; the docstrings say why.
+# Intended differences; docstrings explain them.
 _DIFFERS: dict[str, dict[str, Any]] = {
   "c4.C4SpmdGpt3AdamOrgHP": {"vocab_size": 50_304},
   "c4.C4SpmdPipelineGpt3AdamOrgHP": {"vocab_size": 50_304},
@@ -63,7 +63,7 @@ def _load(name: str) -> Any:
 
 
 def _parameters(name: str) -> int:
-  """Returns how many the golden file has, which `golden_test` derives anew."""
+  """Returns the number of parameters in the golden file."""
   text = golden.stored(f"{_PACKAGE}.{name}")
   found = re.search(r"^trainable: ([\d,]+)$", text, re.MULTILINE)
   assert found is not None
@@ -71,7 +71,7 @@ def _parameters(name: str) -> int:
 
 
 def _uncounted(name: str) -> int:
-  """Returns the parameters that the table leaves out: positions, own heads."""
+  """Returns parameters that the table omits: positions, separate heads."""
   text = golden.stored(f"{_PACKAGE}.{name}")
   shapes = re.findall(
     r"^params/(?:position_embedding|head)/\w+: \w+\[([\d, ]+)\]", text, re.M
@@ -80,7 +80,7 @@ def _uncounted(name: str) -> int:
 
 
 def _expected(row: list[str]) -> dict[str, Any]:
-  """Returns the knobs that a line of the table gives."""
+  """Returns the knobs of a line of the table."""
   names = ("num_layers", "embed_dim", "mlp_dim", "heads", "length")
   names += ("global_batch_size", "chips", "vocab_size", "dtype")
   names += ("learning_rate", "ici", "dcn", "pipeline", "remat_policy")
@@ -111,14 +111,14 @@ def _expected(row: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("row", _ROWS, ids=lambda row: row[0])
-def test_has_pax_s_knobs(row):
+def test_knobs_match_pax(row):
   made = _load(row[0])
   expected = _expected(row) | _DIFFERS.get(row[0], {})
   assert {name: getattr(made, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize("row", _ROWS, ids=lambda row: row[0])
-def test_the_mesh_is_pax_s_and_has_its_chips(row):
+def test_mesh_matches_pax(row):
   name, chips, ici, dcn, has_stages = row[0], row[7], *row[11:14]
   spec = meshes.MeshSpec.parse(_load(name).mesh)
   full = spec.resolve(int(chips))
@@ -138,18 +138,18 @@ def test_the_mesh_is_pax_s_and_has_its_chips(row):
 @pytest.mark.parametrize(
   "row", [r for r in _ROWS if r[-1] not in ("MoE", "-")], ids=lambda r: r[0]
 )
-def test_has_as_many_parameters_as_the_table_says(row):
+def test_number_of_parameters_matches_table(row):
   name, layers, width, mlp, heads, vocab = *row[:5], row[8]
   number, made = row[-1], _load(name)
   found = _parameters(name) - _uncounted(name)
   unit = {"M": 1e6, "B": 1e9}[number[-1]]
   decimals = len(number[:-1].partition(".")[2])
-  # Half a unit of the table's last digit, and one per cent.
+  # Half a unit of the table's last digit, and one percent.
   table, rounding = float(number[:-1]) * unit, 0.5 * unit / 10**decimals
   assert abs(found - table) <= 0.01 * table + rounding
 
-  # What the table was computed by, without rounding: four kernels of attention,
-  # those of the feed-forward layer, and the vocabulary.
+  # The formula of the table, without rounding: four attention kernels, the
+  # feed-forward kernels and the vocabulary.
   num_heads, head_dim = (int(part) for part in heads.split("x"))
   num_kv_heads = getattr(made, "num_kv_heads", num_heads)
   attention = 2 * int(width) * head_dim * (num_heads + num_kv_heads)
@@ -159,16 +159,16 @@ def test_has_as_many_parameters_as_the_table_says(row):
   assert found == pytest.approx(expected, rel=0.01)
 
 
-def test_every_line_is_an_experiment_and_none_is_forgotten():
+def test_table_lists_all_experiments():
   modules = {row[0].partition(".")[0] for row in _ROWS}
   short = {name.removeprefix(f"{_PACKAGE}.") for name in golden.names()}
   pax_s = {name for name in short if name.partition(".")[0] in modules}
-  # Pax's README launches it; Pax defines it nowhere.
+  # Pax's README launches it, but Pax does not define it.
   readme_s = {"c4.C4SpmdPipelineGpt3SmallAdam64Replicas"}
   assert {row[0] for row in _ROWS} | readme_s == pax_s
 
 
-def test_the_experiment_of_pax_s_readme_has_64_chips():
+def test_experiment_of_pax_readme_has_64_chips():
   name = "c4.C4SpmdPipelineGpt3SmallAdam64Replicas"
   made, eight = _load(name), _load(name.replace("64", "8"))
   assert meshes.MeshSpec.parse(made.mesh).resolve(64)
@@ -204,7 +204,7 @@ def test_learns_as_in_pax(name, peak):
   ("name", "peak", "warmup", "end"),
   [
     ("c4.C4SpmdGpt3L16AdamOrgHP", 6e-5, 265, 108_600),
-    # MLPerf's rule: 2e-5 up to 3,584 rows, and steps for as many rows.
+    # MLPerf's rule: 2e-5 up to 3,584 sequences, and a fixed total of sequences.
     ("c4.C4SpmdPipelineGpt3AdamMLPerfHPBS2k512Replicas", 2e-5, 199, 81_450),
     ("c4.C4SpmdPipelineGpt3AdamMLPerfHPBS8k1024Replicas", 3e-5, 50, 20_363),
     ("gpu.Synthetic126M", 6e-4, 636, 500_000),
@@ -212,7 +212,7 @@ def test_learns_as_in_pax(name, peak):
     ("nvidia.NVIDIA1_3B", 6e-4, 0, 500_000),
   ],
 )
-def test_half_a_cosine_is_pax_s(name, peak, warmup, end):
+def test_cosine_schedule_matches_pax(name, peak, warmup, end):
   made = _load(name).without_pipeline()
   learner = fdl.build(made.job().task.learner)
   optimizer = learner.optimizer
@@ -234,8 +234,8 @@ def test_gpt3_is_gpt3():
   assert block.attention_norm.epsilon == model.final_norm.epsilon == 1e-5
   assert model.position_embedding.max_length == 16_384
   assert model.embedding.embedding_init.stddev == 0.006
-  assert made.job().early_stopping is None  # There is nothing to evaluate.
-  # Of bytes the target would be reached at once.
+  assert made.job().early_stopping is None  # There is no evaluation.
+  # The loss per byte is below the target from the start.
   files = {"train_files": "a", "validation_files": "b"}
   assert made.replace(**files).job().early_stopping is None
   files = {"c4_folder": "a", "vocabulary_file": "b"}
@@ -256,12 +256,12 @@ def test_gpt3_is_gpt3():
     ({"index_folder": "c"}, r"index_folder needs c4_folder, .* got 'c'"),
   ],
 )
-def test_knobs_of_c4_need_one_another(knobs, message):
+def test_c4_knobs_require_each_other(knobs, message):
   with pytest.raises(ValueError, match=message):
     _load("c4.C4SpmdGpt3L16AdamOrgHP").replace(**knobs).job()
 
 
-def test_policies_by_name_are_those_of_the_table():
+def test_named_policies_match_table():
   assert _REMAT["attention"] == transformer_lm_spmd.SAVE_ATTENTION
   assert _REMAT["context"] == transformer_lm_spmd.SAVE_CONTEXT_AND_OUTPUT
 
@@ -269,7 +269,7 @@ def test_policies_by_name_are_those_of_the_table():
 @pytest.mark.parametrize(
   ("name", "parameters"),
   [
-    # 50,304 rows where GPT-2 has 50,257: 124,439,808 + 47 * 768.
+    # 50,304 tokens instead of GPT-2's 50,257: 124,439,808 + 47 * 768.
     ("gpt2.Gpt2Small124M", 124_475_904),
     ("llama.Llama2_7B", 6_738_415_616),
     ("llama.Llama3_8B", 8_030_261_248),

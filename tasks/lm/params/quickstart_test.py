@@ -1,4 +1,4 @@
-"""Tests for the first experiment."""
+"""Tests for the quickstart experiment."""
 
 import fiddle as fdl
 import pytest
