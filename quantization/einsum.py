@@ -1,19 +1,18 @@
 """Quantized einsum as a linen module, for layers.
 
-`QuantizedEinsum(recipe)` goes into a layer's field `einsum` in place of
-`jnp.einsum`. It is a linen module, because delayed scaling has a state: what a
-product needs lies at `fp8/<path of the layer>/einsum/<product>/...`, in a
-collection of its own that a learner overwrites with its gradient, and combines
-over microbatches by maximum. A stack stacks it like parameters. The next state
-is a gradient, and gradients of two uses are added up; so a product that has a
-state is computed once in a pass, and a layer that is called twice is refused.
+`QuantizedEinsum(recipe)` replaces `jnp.einsum` in the field `einsum` of a
+layer. It is a linen module because delayed scaling has state, stored at
+`fp8/<path of the layer>/einsum/<matmul>/...`. A learner overwrites this
+collection with its gradient and combines it over microbatches by maximum;
+stacks stack it like parameters. Gradients of two uses would be added, so a
+matmul with state may be computed only once per pass; a second call raises.
 
-Where variables may not change and there are none for a product (decoding by
-other products than training has, as latent attention does; weights of a run
-that was not quantized), delayed scales are current ones.
+A matmul without state in an immutable collection uses current scaling:
+decoding with other matmuls than training (latent attention), or weights of an
+unquantized run.
 
-Random rounding draws from the stream `rounding`; without that stream, which is
-in evaluation and decoding, forward products round to the nearest value.
+Stochastic rounding uses the random stream `rounding`. Without this stream, as
+in evaluation and decoding, forward matmuls round to nearest.
 """
 
 import dataclasses
@@ -34,13 +33,13 @@ ROUNDING = "rounding"
 
 
 class QuantizedEinsum(products.Provider):
-  """Computes the products of a layer in few bits.
+  """Computes the matmuls of a layer in low precision.
 
   Attributes:
     recipe: How operands and gradients are quantized.
-    monitor: Whether training tells the shares of values that saturate, and that
-      become zero, as summaries (`quantization.monitor`). It costs a pass over
-      each operand, and a variable for each product.
+    monitor: Whether training reports the fractions of saturated and flushed
+      values as summaries (`quantization.monitor`). Costs a pass over each
+      operand and a variable per matmul.
   """
 
   recipe: recipe_lib.Recipe
@@ -48,16 +47,16 @@ class QuantizedEinsum(products.Provider):
 
   @property
   def random_streams(self) -> tuple[str, ...]:
-    """The random streams that training needs for it."""
+    """The random streams that training requires."""
     return (ROUNDING,) if is_stochastic(self.recipe) else ()
 
   def part(self, product: str) -> nn.Module:
-    """Returns the product of this name."""
+    """Returns the matmul of this name."""
     return _Product(self.recipe, self.monitor, name=product)
 
 
 class _Product(nn.Module):
-  """One product of a layer."""
+  """One matmul of a layer."""
 
   recipe: recipe_lib.Recipe
   monitor: bool
@@ -98,7 +97,7 @@ class _Product(nn.Module):
     )
 
   def _histories(self) -> dict[str, jax.Array] | None:
-    """Returns the histories of delayed scaling; None if there are none."""
+    """Returns the histories of delayed scaling; None without state."""
     state = {}
     for name, value in (
       quantized_einsum.initial_state(self.recipe) or {}
@@ -110,7 +109,7 @@ class _Product(nn.Module):
     return state or None
 
   def _made(self, name: str, shape: tuple[int, ...]) -> jax.Array | None:
-    """Returns a variable, zeros at first; None where there is none."""
+    """Returns a variable, initially zero; None if it cannot be created."""
     is_there = self.has_variable(COLLECTION, name)
     if is_there and self.is_initializing():
       raise ValueError(
@@ -120,7 +119,7 @@ class _Product(nn.Module):
       )
     if not is_there and not self.is_mutable_collection(COLLECTION):
       return None
-    # Linen takes the box off, which its types do not say.
+    # Linen unboxes the value, which its types do not show.
     made: Any = self.variable(
       COLLECTION,
       name,
@@ -137,7 +136,7 @@ class _Product(nn.Module):
 
 
 def is_stochastic(recipe: recipe_lib.Recipe) -> bool:
-  """Whether an operand of one of the three products is rounded at random."""
+  """Returns whether any operand of the recipe is rounded stochastically."""
   operands = (
     getattr(recipe, field.name) for field in dataclasses.fields(recipe)
   )

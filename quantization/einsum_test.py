@@ -1,4 +1,4 @@
-"""Tests for the provider: its state, its names, its random keys."""
+"""Tests for `QuantizedEinsum`: state, names, random keys."""
 
 import functools
 
@@ -79,7 +79,7 @@ def test_a_plain_function_is_called_without_names():
   assert not products.is_provider(jnp.einsum)
 
 
-def test_each_product_of_each_layer_has_its_state():
+def test_each_matmul_of_each_layer_has_state():
   module = Stack(recipes.named("fp8"))
   abstract = jax.eval_shape(lambda: module.init(jax.random.key(0), _x()))
   specs = variables.specs_of(abstract)["fp8"]["layers"]["einsum"]
@@ -126,7 +126,7 @@ class Twice(nn.Module):
     return layer(layer(x)[0])[0]
 
 
-def test_a_state_is_of_one_use():
+def test_rejects_two_uses_of_a_state():
   """Its next value is a gradient, and those of two uses are added up."""
   key = jax.random.key(0)
   with pytest.raises(ValueError, match=r"a/einsum/in is computed twice in one"):
@@ -154,7 +154,7 @@ def _random(operand):
   return einsum.QuantizedEinsum(recipe_lib.Recipe(**operands))
 
 
-def test_random_rounding_draws_from_its_stream():
+def test_stochastic_rounding_uses_its_stream():
   provider = _random("lhs")
   assert provider.random_streams == ("rounding",)
   layer = Layer(provider)
@@ -173,7 +173,7 @@ def test_random_rounding_draws_from_its_stream():
   assert einsum.QuantizedEinsum(recipes.named("fp8")).random_streams == ()
 
 
-def test_training_without_the_stream_is_refused():
+def test_rejects_training_without_the_stream():
   layer = Layer(_random("gradient"))
   values = nn.unbox(jax.eval_shape(layer.init, jax.random.key(0), _x()))
   gradient = jax.grad(lambda v: jnp.sum(layer.apply(v, _x())[0]))
@@ -181,7 +181,7 @@ def test_training_without_the_stream_is_refused():
     jax.eval_shape(gradient, values)
 
 
-def test_is_quantized_einsum():
+def test_matches_quantized_einsum():
   recipe = recipes.named("int8")
   provider = einsum.QuantizedEinsum(recipe)
   kernel = np.random.default_rng(2).standard_normal((WIDTH, 5))
@@ -202,7 +202,7 @@ def test_is_quantized_einsum():
   np.testing.assert_array_equal(actual, wanted)
 
 
-def test_the_monitor_tells_what_is_lost():
+def test_monitor_reports_clipped_and_flushed_values():
   layer = Layer(einsum.QuantizedEinsum(recipes.named("fp8"), monitor=True))
   values = _variables(layer)
   product = values["fp8"]["einsum"]["in"]

@@ -1,12 +1,11 @@
 """Einsum equations of two operands with different dtypes.
 
-`jnp.einsum` promotes its operands to one dtype, which would widen an e4m3
-kernel that meets an e5m2 gradient. Here an equation becomes one
-`lax.dot_general`, which takes them as they are.
+`jnp.einsum` promotes its operands to one dtype, for example an e4m3 kernel and
+an e5m2 gradient. `dot` computes an equation with one `lax.dot_general` without
+promotion.
 
-Each letter of an equation is of one kind: batch (in both operands and the
-output), contracted (in both operands only), or free (in one operand and the
-output).
+A letter of an equation is batch (in both operands and the output), contracted
+(in both operands only), or free (in one operand and the output).
 """
 
 import dataclasses
@@ -19,12 +18,12 @@ from jax.typing import DTypeLike
 
 @dataclasses.dataclass(frozen=True)
 class Equation:
-  """A product of two operands.
+  """An einsum equation with one letter per dimension.
 
   Attributes:
-    lhs: Letters of the left operand, one a dimension.
-    rhs: Of the right one.
-    out: Of the output.
+    lhs: Letters of the left operand.
+    rhs: Letters of the right operand.
+    out: Letters of the output.
   """
 
   lhs: str
@@ -33,26 +32,26 @@ class Equation:
 
   @property
   def text(self) -> str:
-    """The equation as it is written."""
+    """The equation as text, `lhs,rhs->out`."""
     return f"{self.lhs},{self.rhs}->{self.out}"
 
   @property
   def backward_lhs(self) -> "Equation":
-    """The product of the output's gradient and `rhs` that `lhs` gets."""
+    """The equation for the gradient of `lhs`: out,rhs->lhs."""
     return Equation(self.out, self.rhs, self.lhs)
 
   @property
   def backward_rhs(self) -> "Equation":
-    """The product of `lhs` and the output's gradient that `rhs` gets."""
+    """The equation for the gradient of `rhs`: lhs,out->rhs."""
     return Equation(self.lhs, self.out, self.rhs)
 
   @property
   def contracted(self) -> str:
-    """The letters that are summed over, in the order of the right operand."""
+    """The contracted letters, in the order of the right operand."""
     return "".join(c for c in self.rhs if c not in self.out)
 
   def contracted_axes(self, letters: str) -> tuple[int, ...]:
-    """Returns which dimensions of an operand are summed over."""
+    """Returns the contracted dimensions of an operand."""
     return tuple(i for i, c in enumerate(letters) if c in self.contracted)
 
 
@@ -60,15 +59,14 @@ def parse(equation: str, lhs_rank: int, rhs_rank: int) -> Equation:
   """Returns an equation with a letter for every dimension.
 
   Args:
-    equation: `"lhs,rhs->out"` as `jnp.einsum` takes it. `...` stands for any
-      number of dimensions, the same in each operand that has it.
-    lhs_rank: Number of dimensions of the left operand.
-    rhs_rank: Of the right one.
+    equation: `"lhs,rhs->out"`, as in `jnp.einsum`. `...` stands for the same
+      dimensions in each term.
+    lhs_rank: Rank of the left operand.
+    rhs_rank: Rank of the right operand.
 
   Raises:
-    ValueError: There are not two operands and an output, a letter is repeated
-      in an operand, is in one operand only and not in the output, or the
-      ranks are others than those of the operands.
+    ValueError: The equation does not have two operands and an output, a letter
+      is repeated in a term or is in one term only, or the ranks do not match.
   """
   inputs, arrow, out = equation.replace(" ", "").partition("->")
   terms = inputs.split(",")
@@ -100,12 +98,12 @@ def dot(
   *,
   preferred_element_type: DTypeLike,
 ) -> jax.Array:
-  """Returns the product as one `lax.dot_general`, transposed if need be.
+  """Computes the equation as one `lax.dot_general` and a transpose.
 
   Args:
-    equation: The product.
-    lhs: Its left operand.
-    rhs: Its right operand; may be of another dtype.
+    equation: The equation.
+    lhs: Left operand.
+    rhs: Right operand; may have another dtype.
     preferred_element_type: Dtype of the sums and of the result.
   """
   batch = [c for c in equation.lhs if c in equation.rhs and c in equation.out]
@@ -117,7 +115,7 @@ def dot(
     )
     for letters in (contracted, batch)
   ]
-  # As jnp.einsum has it; a plan tells products apart by their equations.
+  # As in jnp.einsum; a plan distinguishes matmuls by their equations.
   with jax.named_scope(equation.text):
     out = jax.lax.dot_general(
       lhs,
@@ -138,9 +136,10 @@ def like_output(scale: jax.Array, letters: str, out: str) -> jax.Array:
   """Returns scales of an operand in the dimensions of the output.
 
   Args:
-    scale: Of the operand's rank, of size 1 in contracted dimensions; or [].
-    letters: Of the operand.
-    out: Of the output.
+    scale: A scalar, or of the operand's rank with size 1 in contracted
+      dimensions.
+    letters: Letters of the operand.
+    out: Letters of the output.
   """
   if scale.ndim == 0:
     return scale

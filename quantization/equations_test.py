@@ -35,7 +35,7 @@ def _operands(equation: str) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("equation", EQUATIONS)
-def test_a_product_and_its_backward_products_are_those_of_numpy(equation):
+def test_forward_and_backward_matmuls_match_numpy(equation):
   lhs, rhs = _operands(equation)
   parsed = equations.parse(equation, lhs.ndim, rhs.ndim)
   out = np.einsum(equation, lhs, rhs)
@@ -73,7 +73,7 @@ def test_an_ellipsis_is_any_number_of_dimensions(rank):
   np.testing.assert_array_equal(got, np.einsum("...D,DF->...F", lhs, rhs))
 
 
-def test_operands_of_two_formats_are_multiplied_as_they_are():
+def test_operands_of_two_formats_are_not_promoted():
   lhs = jax.device_put(np.asarray([[0.5, 448.0]], jnp.float8_e4m3fn))
   rhs = jax.device_put(np.asarray([[1024.0], [57344.0]], jnp.float8_e5m2))
   parsed = equations.parse("AB,BC->AC", 2, 2)

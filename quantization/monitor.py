@@ -1,13 +1,12 @@
 """Summaries of values that quantization clips or flushes to zero.
 
-For each operand of a product, the shares of values that saturate and of those
-that become zero, as `summaries/<layer>/einsum/<product>/lhs_clipped`, and
+For each operand of a matmul, the fractions of values that saturate and that
+become zero are summaries: `summaries/<layer>/einsum/<matmul>/lhs_clipped`,
 `lhs_flushed`, `rhs_...`, `gradient_...`.
 
-The gradient of an output is known in the backward pass only, from which
-nothing can be told. So its shares are the "gradient" of a variable beside the
-histories, `gradient_shares`, which a learner overwrites with it; the forward
-pass of the next step tells them.
+The backward pass cannot write summaries. The fractions of the gradient are
+therefore the "gradient" of the variable `gradient_shares`, which a learner
+overwrites with it, and the forward pass of the next step reports them.
 """
 
 from collections.abc import Mapping
@@ -23,11 +22,11 @@ import jax.numpy as jnp
 from paxon.quantization import equations, quantized_array, quantized_einsum
 from paxon.quantization import recipe as recipe_lib
 
-# Of the variable, float32 [3]: 1 (it has been seen), clipped, flushed.
+# Variable, float32 [3]: 1 once it is recorded, clipped, flushed.
 RECORD: Final = "gradient_shares"
 RECORD_SHAPE: Final = (3,)
 
-# As `layers.summaries` has it, which may not be imported here.
+# As in `layers.summaries`, which may not be imported here.
 _SUMMARIES = "summaries"
 
 
@@ -40,15 +39,15 @@ def tell_operands(
   recipe: recipe_lib.Recipe,
   state: quantized_einsum.State | None,
 ) -> None:
-  """Tells the shares of both operands of a forward product.
+  """Writes the summaries of both operands of a forward matmul.
 
   Args:
-    module: Who speaks.
-    equation: Of the product.
+    module: Module that writes the summaries.
+    equation: Equation of the matmul.
     lhs: Left operand.
     rhs: Right operand.
-    recipe: Of the product.
-    state: Of delayed scaling.
+    recipe: Recipe of the matmul.
+    state: State of delayed scaling.
   """
   found = of_operands(equation, lhs, rhs, recipe=recipe, state=state)
   for operand, share in found.items():
@@ -65,16 +64,16 @@ def watched(
   recipe: recipe_lib.Recipe,
   state: quantized_einsum.State | None,
 ) -> jax.Array:
-  """Returns `out`, whose gradient is recorded; tells the last record.
+  """Returns `out` and records its gradient; writes the previous record.
 
   Args:
-    module: Who speaks.
-    equation: Of the product.
-    out: Its output.
+    module: Module that writes the summaries.
+    equation: Equation of the matmul.
+    out: Output of the matmul.
     record: The variable `RECORD`, whose gradient is its next value.
-    ranks: Of both operands.
-    recipe: Of the product; its gradient is quantized.
-    state: Of delayed scaling.
+    ranks: Ranks of both operands.
+    recipe: Recipe of the matmul, with a recipe for the gradient.
+    state: State of delayed scaling.
   """
   _tell(module, "gradient", record[1], record[2])
   assert recipe.gradient is not None
@@ -124,7 +123,7 @@ def _backward(
   share = of(gradient, quantized)
   seen = jnp.ones((), jnp.float32)
   record = jnp.stack([seen, share.clipped, share.flushed])
-  # Zeros, where the loss did not reach the product: the old record stays.
+  # Zero if the loss does not depend on the matmul, which keeps the old record.
   reached = jnp.any(gradient != 0)
   return gradient, jnp.where(reached, record, jnp.zeros_like(record)), None
 
@@ -141,19 +140,19 @@ def _tell(
       module.sow(_SUMMARIES, f"{operand}_{name}", told)
 
 
-# By more than what rounding does to a scale and its product.
+# Larger than the rounding error of a scaled value.
 _ROUNDED = 1 + 2.0**-20
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Shares:
-  """Shares of the values of a tensor, each float32 [] from 0 to 1.
+  """Fractions of the values of a tensor, each float32 [] in [0, 1].
 
   Attributes:
-    clipped: Finite ones larger than the largest value of the format.
-    flushed: Those other than 0 that became 0.
-    not_finite: Those that were infinite or NaN before.
+    clipped: Finite values beyond the largest value of the format.
+    flushed: Nonzero values that became zero.
+    not_finite: Values that were infinite or NaN.
   """
 
   clipped: jax.Array
@@ -162,14 +161,14 @@ class Shares:
 
 
 def of(x: jax.Array, quantized: quantized_array.QuantizedArray) -> Shares:
-  """Returns what a quantization lost.
+  """Returns the fractions of clipped, flushed and non-finite values.
 
   Args:
-    x: Values as they were.
-    quantized: What they were quantized to.
+    x: Original values.
+    quantized: Quantized values.
   """
   x = x.astype(jnp.float32)
-  # A scale is rounded: the value that it was made of is not beyond.
+  # Scales are rounded; the largest value itself must not count as clipped.
   limit = quantized.format.largest * quantized.scale * _ROUNDED
   beyond = quantized_array.by_group(operator.gt, jnp.abs(x), limit)
   finite = jnp.isfinite(x)
@@ -189,10 +188,10 @@ def of_operands(
   recipe: recipe_lib.Recipe,
   state: quantized_einsum.State | None = None,
 ) -> Mapping[str, Shares]:
-  """Returns the shares of the operands of a forward product, by `lhs`, `rhs`.
+  """Returns the fractions of the operands of a forward matmul by name.
 
-  With the arguments of `quantized_einsum`; values are rounded to the nearest.
-  What both compute alike, a compiler computes once.
+  The arguments are those of `quantized_einsum`; values are rounded to nearest.
+  A compiler removes the computations that both have in common.
   """
   parsed = equations.parse(equation, lhs.ndim, rhs.ndim)
   result = {}

@@ -1,4 +1,4 @@
-"""Tests of shares of what a quantization lost."""
+"""Tests for fractions of clipped and flushed values."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def test_shares_are_counted():
 
 
 @pytest.mark.parametrize("number_format", [*number_formats.FORMATS.values()])
-def test_values_that_made_a_scale_are_not_beyond_it(number_format):
+def test_the_largest_value_is_not_clipped(number_format):
   tensor = recipe.TensorRecipe(
     number_format,
     recipe.Granularity.CHANNEL,
@@ -40,7 +40,7 @@ def test_values_that_made_a_scale_are_not_beyond_it(number_format):
   assert got.clipped == 0
 
 
-def test_tiles_are_judged_by_their_own_scales():
+def test_tiles_use_their_own_scales():
   tensor = recipe.TensorRecipe(
     number_formats.INT4, recipe.Granularity.BLOCK, block=(2, 1)
   )
@@ -53,7 +53,7 @@ def test_tiles_are_judged_by_their_own_scales():
   assert (got.clipped, got.flushed) == (0.0, 1 / 4)
 
 
-def test_operands_of_a_product_are_quantized_as_in_it():
+def test_operands_are_quantized_as_in_the_matmul():
   delayed = recipe.TensorRecipe(
     number_formats.FP8_E4M3, scaling=recipe.Delayed(history_length=2)
   )

@@ -1,7 +1,6 @@
 """Matmuls of quantized operands, without derivatives.
 
-Used by the training product `quantized_einsum`, and by models whose weights
-are stored quantized.
+Used by `quantized_einsum` and by models with quantized stored weights.
 """
 
 from collections.abc import Sequence
@@ -24,27 +23,26 @@ def multiply(
   layer_dtype: DTypeLike,
   out_dtype: DTypeLike,
 ) -> jax.Array:
-  """Returns the product of two operands, quantized or not.
+  """Returns the matmul of two operands, quantized or not.
 
-  Two operands of fp8, or two of integers, are multiplied as they are, and sums
-  are float32 or int32. Otherwise quantized values first become numbers of the
-  dtype of the other operand, which holds them exactly, or of the layer, if both
-  are quantized; sums are float32. That is so where
+  Two fp8 or two integer operands are multiplied in low precision, with sums in
+  float32 or int32, unless
 
-  * one operand is not quantized, or one is fp8 and one an integer,
-  * scales change along the contracted dimensions,
-  * so many integers are added (133,144 products of int8) that int32 could
-    overflow.
+  * scales vary along the contracted dimensions, or
+  * int32 sums could overflow (from 133,144 terms of int8).
 
-  Scales multiply the result; only those that change along the contracted
-  dimensions multiply the operand instead.
+  Otherwise quantized values are first cast to the dtype of the other operand,
+  or to `layer_dtype` if both are quantized, and sums are float32.
+
+  Scales multiply the result, except those that vary along the contracted
+  dimensions, which multiply the operand.
 
   Args:
-    equation: The product.
+    equation: Equation of the matmul.
     lhs: Left operand.
     rhs: Right operand.
-    layer_dtype: In which two quantized operands are multiplied that are not
-      multiplied as they are.
+    layer_dtype: Dtype of the matmul of two quantized operands that are not
+      multiplied in low precision.
     out_dtype: Dtype of the result.
   """
   pairs = ((lhs, equation.lhs), (rhs, equation.rhs))
@@ -73,11 +71,11 @@ def _sums_dtype(
   operands: Sequence[Operand],
   out_dtype: DTypeLike,
 ) -> jnp.dtype:
-  """Returns the dtype in which a product gives its result, before scales.
+  """Returns the dtype of the matmul result before scaling.
 
-  Scales that are powers of two do not round: sums may be rounded to bfloat16,
-  which has the exponents of float32, before them. A GPU then writes half of the
-  bytes, and cuBLASLt applies a scalar scale itself.
+  Scaling by powers of two is exact, so the result may be rounded to bfloat16,
+  which has the exponent range of float32, before it. A GPU then writes half the
+  bytes, and cuBLASLt applies scalar scales.
   """
   if all(jnp.issubdtype(x.dtype, jnp.integer) for x in multiplied):
     return jnp.dtype(jnp.int32)
@@ -97,7 +95,7 @@ def _dtypes(
   rhs: Operand,
   layer_dtype: DTypeLike,
 ) -> tuple[jnp.dtype, jnp.dtype]:
-  """Returns the dtypes that the operands are multiplied in."""
+  """Returns the dtypes of both operands in the matmul."""
   quantized = quantized_array.QuantizedArray
   layer_dtype = jnp.dtype(layer_dtype)
   if isinstance(lhs, quantized) and isinstance(rhs, quantized):
@@ -113,7 +111,7 @@ def _have_product(
   lhs: quantized_array.QuantizedArray,
   rhs: quantized_array.QuantizedArray,
 ) -> bool:
-  """Whether two quantized operands are multiplied as they are."""
+  """Returns whether two quantized operands are multiplied in low precision."""
   if not (
     lhs.format.is_integer == rhs.format.is_integer
     and _is_outside(equation, lhs, equation.lhs)
@@ -122,7 +120,7 @@ def _have_product(
     return False
   if not lhs.format.is_integer:
     return True
-  # A sum that wraps around would be an ordinary number.
+  # int32 sums wrap around silently.
   terms = math.prod(
     lhs.shape[i] for i in equation.contracted_axes(equation.lhs)
   )
@@ -135,7 +133,7 @@ def _is_outside(
   operand: quantized_array.QuantizedArray,
   letters: str,
 ) -> bool:
-  """Whether the scales of an operand can multiply the result instead."""
+  """Returns whether the scales of an operand can multiply the result."""
   scale = operand.scale
   contracted = equation.contracted_axes(letters)
   return all(

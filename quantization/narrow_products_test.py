@@ -1,4 +1,4 @@
-"""Tests of products of operands that may be quantized."""
+"""Tests for matmuls of quantized operands."""
 
 import functools
 
@@ -67,7 +67,7 @@ def test_stored_weights_are_multiplied_with_activations(
     np.testing.assert_array_equal(_multiply(x, packed), _multiply(x, stored))
 
 
-def test_integers_are_multiplied_as_such_where_no_sum_can_overflow():
+def test_integers_are_multiplied_as_integers_unless_sums_may_overflow():
   """127 * 127 * 133,144 is the last that int32 holds."""
 
   def program(terms: int) -> str:
@@ -84,7 +84,7 @@ def test_integers_are_multiplied_as_such_where_no_sum_can_overflow():
   assert "tensor<133145x2xf32>) -> tensor<2x2xf32>" in program(133_145)
 
 
-def test_large_products_of_fp8_do_not_overflow_in_bfloat16():
+def test_large_fp8_matmuls_do_not_overflow_in_bfloat16():
   largest = np.full((2, 4096), 448.0, np.float32)
   lhs = _quantized(largest, number_formats.FP8_E4M3, (1,))
   rhs = _quantized(largest.T, number_formats.FP8_E4M3, (0,))

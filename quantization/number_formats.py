@@ -1,9 +1,8 @@
-"""Number formats that values are quantized to: fp8 and small integers.
+"""Number formats for quantization: fp8 and small integers.
 
-Casts to fp8 do not saturate by themselves (500 becomes NaN in e4m3, 1e6
-becomes infinite in e5m2), so everything here goes through `saturating_cast`.
-What was not finite before the cast stays visible after it: an overflow of the
-model must not turn into a large but ordinary number.
+Plain casts to fp8 do not saturate (500 becomes NaN in e4m3, 1e6 becomes
+infinite in e5m2); `saturating_cast` does. It keeps non-finite values
+non-finite in fp8, so that an overflow of the model stays visible.
 """
 
 import dataclasses
@@ -14,13 +13,13 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class NumberFormat:
-  """A set of numbers that fit into a byte or less.
+  """A number format of at most 8 bits.
 
   Attributes:
-    name: As in messages and tables.
-    bits: Width of a value where it is stored packed.
-    dtype: Of the arrays that hold the values. Integers of four bits are held,
-      and multiplied, as int8: XLA has no product of int4 on CPU and GPU.
+    name: Name in messages and tables.
+    bits: Width of a packed value.
+    dtype: Dtype of arrays. int4 values are stored and multiplied as int8,
+      because XLA has no int4 matmul on CPU and GPU.
     largest: Largest finite value; the smallest is its negative.
     mantissa_bits: Stored bits of the significand; 0 for integers.
     smallest_exponent: Binary exponent of the smallest normal value.
@@ -52,19 +51,15 @@ FORMATS = {f.name: f for f in (INT4, INT8, FP8_E4M3, FP8_E5M2)}
 
 
 def saturating_cast(x: jax.Array, number_format: NumberFormat) -> jax.Array:
-  """Returns the nearest values of a format; ties go to the even one.
+  """Returns the nearest values of a format, in its dtype; ties to even.
 
-  Finite values beyond the largest become the largest. NaN and infinite values
-  become NaN in fp8. Integers cannot show them: there NaN becomes 0 and
-  infinity the largest value, and it is the scale that has to be NaN (as
-  `scaling.scale_of` makes it).
+  Finite values saturate at the largest value. NaN and infinity become NaN in
+  fp8. In integer formats, NaN becomes 0 and infinity the largest value, and the
+  scale must be NaN (see `scaling.scale_of`).
 
   Args:
     x: float32 values, scaled to the range of the format.
     number_format: The format.
-
-  Returns:
-    An array of the dtype of the format.
   """
   largest = number_format.largest
   clipped = jnp.clip(x, -largest, largest)
@@ -76,14 +71,17 @@ def saturating_cast(x: jax.Array, number_format: NumberFormat) -> jax.Array:
 
 
 def pack(values: jax.Array, *, axis: int = -1) -> jax.Array:
-  """Returns int8, half as long along an axis.
+  """Packs two 4-bit values per byte.
 
   Args:
     values: int8, each from -8 to 7.
-    axis: Along which neighbours share a byte.
+    axis: Axis along which neighbours share a byte.
+
+  Returns:
+    int8, half as long along `axis`.
 
   Raises:
-    ValueError: The values are not int8, or of an odd number along the axis.
+    ValueError: The values are not int8, or their number along `axis` is odd.
   """
   if values.dtype != jnp.int8:
     raise ValueError(
@@ -101,11 +99,11 @@ def pack(values: jax.Array, *, axis: int = -1) -> jax.Array:
 
 
 def unpack(packed: jax.Array, *, axis: int = -1) -> jax.Array:
-  """Returns the int8 values that `pack` was given.
+  """Inverts `pack`.
 
   Args:
-    packed: As `pack` returned it.
-    axis: Of `pack`.
+    packed: The result of `pack`.
+    axis: Axis along which neighbours share a byte.
   """
   axis %= packed.ndim
   # Shifts of signed integers keep the sign.

@@ -44,7 +44,7 @@ def test_every_bfloat16_is_cast_as_ml_dtypes_does(number_format, dtype):
 
 
 @pytest.mark.parametrize(("number_format", "dtype"), FP8)
-def test_formats_are_what_ml_dtypes_says_of_them(number_format, dtype):
+def test_formats_match_ml_dtypes(number_format, dtype):
   info = ml_dtypes.finfo(dtype)
   assert number_format.dtype == dtype
   assert number_format.largest == float(info.max)
@@ -55,9 +55,7 @@ def test_formats_are_what_ml_dtypes_says_of_them(number_format, dtype):
 @pytest.mark.parametrize(("number_format", "dtype"), FP8)
 @hypothesis.given(values=FLOATS)
 @hypothesis.settings(max_examples=50)
-def test_fp8_is_off_by_half_a_unit_in_the_last_place(
-  number_format, dtype, values
-):
+def test_fp8_error_is_at_most_half_an_ulp(number_format, dtype, values):
   x = np.array(values, np.float64)
   got = np.asarray(_cast(jax.device_put(np.float32(x)), number_format))
   inside = np.clip(x, -number_format.largest, number_format.largest)
@@ -71,7 +69,7 @@ def test_fp8_is_off_by_half_a_unit_in_the_last_place(
 @pytest.mark.parametrize("number_format", INTEGERS)
 @hypothesis.given(values=FLOATS)
 @hypothesis.settings(max_examples=50)
-def test_integers_are_off_by_half(number_format, values):
+def test_integer_error_is_at_most_half(number_format, values):
   x = np.array(values, np.float64)
   got = np.asarray(_cast(jax.device_put(np.float32(x)), number_format))
   inside = np.clip(x, -number_format.largest, number_format.largest)
@@ -89,7 +87,7 @@ def test_integers_saturate_on_both_sides_alike(number_format):
 
 
 @pytest.mark.parametrize("axis", [0, 1, -1])
-def test_all_values_come_back(axis):
+def test_unpack_inverts_pack(axis):
   values = jax.device_put(
     np.asarray(np.random.default_rng(0).integers(-8, 8, (16, 4, 6)), jnp.int8)
   )
@@ -115,13 +113,13 @@ def test_a_part_of_the_bytes_is_a_part_of_the_values():
   np.testing.assert_array_equal(part, values[4:12])
 
 
-def test_an_odd_number_is_refused():
+def test_rejects_an_odd_number():
   with pytest.raises(
     ValueError, match=r"must be even; dimension 1 of \(2, 3\)"
   ):
     number_formats.pack(jnp.zeros((2, 3), jnp.int8), axis=1)
 
 
-def test_other_dtypes_are_refused():
+def test_rejects_other_dtypes():
   with pytest.raises(ValueError, match=r"packed from int8, got int32"):
     number_formats.pack(jnp.zeros(2, jnp.int32))

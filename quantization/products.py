@@ -36,13 +36,13 @@ ATTENTION_PROJECTIONS: Final = "attention_projections"
 # Logits of queries and keys, and sums of values.
 ATTENTION_PRODUCTS: Final = "attention_products"
 FEED_FORWARD: Final = "feed_forward"
-# Feed-forward layers that each process some of the tokens.
+# Feed-forward layers of a mixture of experts.
 EXPERTS: Final = "experts"
 # The embedding table used as a head.
 EMBEDDING: Final = "embedding"
 # Logits, by a table or by a separate kernel.
 HEAD: Final = "head"
-# `Linear` and `Einsum`, which may be anything; rules name them by their path.
+# `Linear` and `Einsum`, without a specific role; rules select them by path.
 LINEAR: Final = "linear"
 
 ROLES: Final = (
@@ -55,13 +55,13 @@ ROLES: Final = (
   LINEAR,
 )
 
-# Attributes of layers, and of providers of matmuls.
+# Attributes of layers and of providers.
 _ROLES = "quantization_roles"
 _ATTRIBUTE = "takes_product"
 
 
 def is_provider(einsum: Einsum) -> bool:
-  """Whether a contraction wants to know which product it computes."""
+  """Returns whether an einsum takes the name of the matmul."""
   return getattr(einsum, _ATTRIBUTE, False)
 
 
@@ -73,16 +73,15 @@ def call(
   rhs: jax.Array,
   **more: Any,
 ) -> jax.Array:
-  """Returns a product of a layer.
+  """Returns a matmul of a layer.
 
   Args:
-    einsum: The layer's contraction.
-    name: Of the product, unlike those of the layer's other products; that of
-      the kernel, as a rule.
-    equation: As of `jnp.einsum`, with two operands.
+    einsum: The layer's einsum.
+    name: Name of the matmul, unique in the layer; usually that of the kernel.
+    equation: Equation of `jnp.einsum` with two operands.
     lhs: Activations.
-    rhs: The kernel, or other activations.
-    **more: Other keywords of the contraction, as `preferred_element_type`.
+    rhs: The kernel or other activations.
+    **more: Other keyword arguments, such as `preferred_element_type`.
   """
   if is_provider(einsum):
     more["product"] = name
@@ -90,14 +89,11 @@ def call(
 
 
 def named(einsum: Einsum, name: str) -> Einsum:
-  """Returns a contraction for a part of a layer that has one product.
-
-  A layer gives its own contraction to a part that it makes, such as a `Linear`;
-  the part's product gets a name that is the layer's to choose.
+  """Returns the einsum for a submodule with one matmul, such as a `Linear`.
 
   Args:
-    einsum: The layer's contraction.
-    name: Of the product, whatever the part calls it.
+    einsum: The layer's einsum.
+    name: Name of the matmul, which replaces the submodule's name.
   """
   if not is_provider(einsum):
     return einsum
@@ -110,7 +106,7 @@ def roles_of(layer: object) -> tuple[str, ...]:
 
 
 class Provider(nn.Module):
-  """A contraction that wants to know which product it computes."""
+  """Base of einsums that take the name of the matmul."""
 
   takes_product: ClassVar[bool] = True
 
@@ -124,14 +120,14 @@ class Provider(nn.Module):
     product: str,
     preferred_element_type: DTypeLike | None = None,
   ) -> jax.Array:
-    """Returns the product of two operands.
+    """Returns the matmul of two operands.
 
     Args:
-      equation: As of `jnp.einsum`.
+      equation: Equation of `jnp.einsum`.
       lhs: Activations.
-      rhs: The kernel, or other activations.
-      product: Its name, unlike those of the layer's other products; that of
-        the kernel among the layer's parameters, where it is one.
+      rhs: The kernel or other activations.
+      product: Name of the matmul, unique in the layer. If `rhs` is a parameter,
+        its name.
       preferred_element_type: Dtype of the result; `None` is that of `lhs`.
     """
     part = self.part(product)
@@ -141,7 +137,7 @@ class Provider(nn.Module):
     """Returns `(equation, lhs, rhs, preferred_element_type) -> out`.
 
     Args:
-      product: The name that the module has to have.
+      product: Name of the matmul and of the returned module.
     """
     raise NotImplementedError
 
@@ -150,7 +146,7 @@ FORWARD: Final = "quantized_forward"
 INPUT_GRADIENT: Final = "quantized_input_gradient"
 WEIGHT_GRADIENT: Final = "quantized_weight_gradient"
 
-# By what they are called in words.
+# Named scopes and their descriptions.
 SCOPES: Final = {
   FORWARD: "forward",
   INPUT_GRADIENT: "input gradient",

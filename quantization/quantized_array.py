@@ -2,9 +2,8 @@
 
   quantize(x, recipe)       x ~ values * scale
 
-Scales have one entry for each group of values that share it: they have the
-rank of the values, with size 1 (or the number of tiles) in the dimensions that
-groups extend over; or they are a scalar.
+A scale is a scalar, or has the rank of the values, with size 1 or the number of
+tiles in the dimensions of a group of values with the same scale.
 """
 
 from collections.abc import Callable
@@ -20,8 +19,7 @@ from jax.typing import DTypeLike
 from paxon.quantization import number_formats, scaling
 from paxon.quantization import recipe as recipe_lib
 
-# An array, or what stands for it in a tree of the same structure, such as a
-# shape or a sharding.
+# An array; in trees of the same structure also a shape or a sharding.
 _Leaf = Any
 
 
@@ -31,13 +29,14 @@ class QuantizedArray:
   """Values of a number format and their scales. A pytree.
 
   Attributes:
-    values: Of the dtype of the format; int8 with two values a byte, if packed.
-    scale: float32; a scalar, or of the rank of `values`, where each dimension
-      has a size that divides that of the (unpacked) values.
+    values: Array of the format's dtype; int8 with two values per byte if
+      packed.
+    scale: float32; a scalar, or of the rank of `values`, with sizes that divide
+      those of the (unpacked) values.
     format: The number format.
-    power_of_two: Whether scales are known to be powers of two.
-    packed_axis: Along which two values share a byte, counted from the last;
-      `None` where each has its own.
+    power_of_two: Whether all scales are powers of two.
+    packed_axis: Negative axis along which two values share a byte; `None` if
+      not packed.
   """
 
   values: _Leaf
@@ -54,7 +53,7 @@ class QuantizedArray:
 
   @property
   def shape(self) -> tuple[int, ...]:
-    """Shape of the array that this stands for."""
+    """Shape of the unpacked values."""
     shape = list(self.values.shape)
     if self.packed_axis is not None:
       shape[self.packed_axis] *= 2
@@ -62,7 +61,7 @@ class QuantizedArray:
 
   @property
   def ndim(self) -> int:
-    """Its number of dimensions."""
+    """Number of dimensions."""
     return self.values.ndim
 
   @property
@@ -73,10 +72,10 @@ class QuantizedArray:
     )
 
   def packed(self, axis: int = -1) -> "QuantizedArray":
-    """Returns the same array with two values of four bits a byte.
+    """Returns the same array with two 4-bit values per byte.
 
     Args:
-      axis: Along which neighbours share a byte.
+      axis: Axis along which neighbours share a byte.
     """
     if self.format.bits != 4 or self.packed_axis is not None:
       raise ValueError(
@@ -90,7 +89,7 @@ class QuantizedArray:
     )
 
   def unpacked(self) -> "QuantizedArray":
-    """Returns the same array with a byte for each value."""
+    """Returns the same array with one byte per value."""
     if self.packed_axis is None:
       return self
     return dataclasses.replace(
@@ -100,7 +99,7 @@ class QuantizedArray:
     )
 
   def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """Returns the numbers that this stands for, computed in float32."""
+    """Returns values times scales, computed in float32 and cast to `dtype`."""
     values = self.unpacked().values.astype(jnp.float32)
     return by_group(operator.mul, values, self.scale).astype(dtype)
 
@@ -114,25 +113,24 @@ def quantize(
   history: jax.Array | None = None,
   key: jax.Array | None = None,
 ) -> QuantizedArray:
-  """Returns `x` in the format of a recipe.
+  """Quantizes an array.
 
   Args:
     x: Values of a floating-point dtype.
-    tensor_recipe: The recipe. With delayed scaling and no history, the scale
-      is the current one.
-    contracted: Dimensions that the product with `x` sums over, innermost last;
-      groups of `CHANNEL` extend over all of them, tiles of `BLOCK` along the
-      last.
-    amax: Largest magnitude of each group, if it is known already, or what is
-      to be the largest that does not saturate.
-    history: float32 [H], of delayed scaling.
-    key: Random key of stochastic rounding.
+    tensor_recipe: The recipe. Delayed scaling without a history becomes current
+      scaling.
+    contracted: Dimensions of `x` that the matmul contracts. Groups of `CHANNEL`
+      cover all of them, tiles of `BLOCK` only the last.
+    amax: Largest magnitude of each group that does not saturate; computed from
+      `x` by default.
+    history: float32 [H], history of delayed scaling.
+    key: Random key for stochastic rounding.
   """
   number_format = tensor_recipe.format
   if history is not None and tensor_recipe.is_delayed:
     scale = scaling.scale_of(jnp.max(history), tensor_recipe)
     if number_format.is_integer:
-      # Integers have no NaN: the scale must show it.
+      # Integers have no NaN, so the scale must be NaN.
       amax = scaling.amax_of(x) if amax is None else amax
       scale = jnp.where(jnp.isfinite(amax), scale, jnp.nan)
   else:
@@ -156,12 +154,12 @@ def by_group(
   x: jax.Array,
   groups: jax.Array,
 ) -> jax.Array:
-  """Returns an operation on values and what their groups share.
+  """Returns an operation on values and the entry of their group.
 
   Args:
-    operation: Elementwise, such as `operator.mul`.
+    operation: Elementwise operation, such as `operator.mul`.
     x: Values.
-    groups: A scalar, or of the rank of `x`, of sizes that divide those of `x`.
+    groups: A scalar, or of the rank of `x` with sizes that divide those of `x`.
   """
   if all(s in (1, n) for s, n in zip(groups.shape, x.shape, strict=False)):
     return operation(x, groups)
@@ -179,16 +177,16 @@ def reduce_groups(
   tensor_recipe: recipe_lib.TensorRecipe,
   contracted: tuple[int, ...],
 ) -> jax.Array:
-  """Returns a reduction of each group of values that share a scale.
+  """Reduces each group of values that share a scale.
 
   Args:
-    reduction: Such as `jnp.sum`: `(x, axis=, keepdims=)`.
+    reduction: `(x, axis=, keepdims=)`, such as `jnp.sum`.
     x: Values.
-    tensor_recipe: Says what groups are.
-    contracted: As of `quantize`.
+    tensor_recipe: Defines the groups.
+    contracted: Contracted dimensions, as in `quantize`.
 
   Returns:
-    One entry a group, in the dimensions of scales.
+    One entry per group, with the shape of scales.
   """
   match tensor_recipe.granularity:
     case recipe_lib.Granularity.TENSOR:
@@ -205,7 +203,7 @@ def reduce_groups(
 def _tiled_shape(
   shape: tuple[int, ...], block: tuple[int, int], contracted: tuple[int, ...]
 ) -> list[int]:
-  """Returns number and size of tiles for each dimension, in turns."""
+  """Returns the number and the size of tiles of each dimension, alternating."""
   sizes = [1] * len(shape)
   free = [i for i in range(len(shape)) if i not in contracted]
   for axes, size in ((contracted, block[0]), (free, block[1])):
@@ -229,16 +227,16 @@ def to_format(
   rounding: recipe_lib.Rounding = recipe_lib.Rounding.NEAREST,
   key: jax.Array | None = None,
 ) -> jax.Array:
-  """Returns `x` in a format, saturated.
+  """Rounds and casts values to a format, with saturation.
 
   Args:
     x: float32 values, scaled to the range of the format.
     number_format: The format.
-    rounding: How values between two of the format are rounded.
-    key: Random key; needed by stochastic rounding only.
+    rounding: Rounding of values between two neighbours of the format.
+    key: Random key, only for stochastic rounding.
 
   Raises:
-    ValueError: Rounding is stochastic, and there is no key.
+    ValueError: Rounding is stochastic and `key` is None.
   """
   if rounding is recipe_lib.Rounding.STOCHASTIC:
     if key is None:
@@ -253,9 +251,9 @@ def to_format(
 def _at_random(
   x: jax.Array, number_format: number_formats.NumberFormat, key: jax.Array
 ) -> jax.Array:
-  """Rounds to multiples of the distance between neighbours, in float32."""
+  """Rounds stochastically to neighbours in the format, in float32."""
   step = _step(x, number_format)
-  # Exact: steps are powers of two, and so is the difference to the floor.
+  # Exact: steps are powers of two, and the difference to the floor is exact.
   scaled = x / step
   low = jnp.floor(scaled)
   up = jax.random.uniform(key, x.shape, x.dtype) < scaled - low
@@ -265,7 +263,7 @@ def _at_random(
 def _step(
   x: jax.Array, number_format: number_formats.NumberFormat
 ) -> jax.Array:
-  """Returns the distance of the format's values around `x`."""
+  """Returns the distance between neighbours of the format around `x`."""
   if number_format.is_integer:
     return jnp.ones((), x.dtype)
   bits = jax.lax.bitcast_convert_type(x, jnp.int32)

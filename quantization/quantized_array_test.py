@@ -42,7 +42,7 @@ def _values(seed: int = 0) -> np.ndarray:
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("number_format", FORMATS)
-def test_values_are_those_of_numpy(number_format, granularity):
+def test_values_match_numpy(number_format, granularity):
   tensor = recipe.TensorRecipe(number_format, **GRANULARITIES[granularity])
   x = _values()
   x[0, 0] = 0.0
@@ -90,9 +90,7 @@ def test_there_is_a_scale_for_each_group(granularity, shape):
   )
 )
 @hypothesis.settings(max_examples=25)
-def test_nothing_is_off_by_more_than_its_format_allows(
-  number_format, granularity, x
-):
+def test_rounding_error_is_within_the_format(number_format, granularity, x):
   """By half a step of integers; of fp8 by half a unit in the last place."""
   tensor = recipe.TensorRecipe(number_format, **GRANULARITIES[granularity])
   got = _quantize(jax.device_put(x), tensor_recipe=tensor, contracted=(1,))
@@ -135,7 +133,7 @@ def test_a_history_gives_the_scale_of_the_steps_before():
 )
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 @pytest.mark.parametrize("number_format", FORMATS)
-def test_what_is_not_finite_stays_visible(number_format, bad, history):
+def test_non_finite_values_stay_visible(number_format, bad, history):
   scaling = recipe.Delayed(history_length=2) if history is not None else None
   tensor = recipe.TensorRecipe(
     number_format, scaling=scaling or recipe.Current()
@@ -246,7 +244,7 @@ def test_nearest_rounding_is_biased_where_stochastic_is_not():
 
 
 @pytest.mark.parametrize("number_format", ROUNDED_FORMATS)
-def test_stochastic_rounding_saturates_and_shows_what_is_not_finite(
+def test_stochastic_rounding_saturates_and_keeps_non_finite_values(
   number_format,
 ):
   x = jax.device_put(np.float32([1e9, -1e9, jnp.inf, jnp.nan]))

@@ -5,43 +5,41 @@ With `Q` for "quantize, then dequantize" and E for the equation:
   out        = E(Q(lhs), Q(rhs))
   d loss/lhs = E'(Q(g), Q(rhs)),  d loss/rhs = E''(Q(lhs), Q(g))
 
-`g` is the gradient of the output, and E', E'' are the equations that the
-unquantized product would have. So gradients are straight-through: rounding and
-saturation have the derivative 1.
+`g` is the gradient of the output, and E', E'' are the equations of the
+unquantized gradients. Gradients are straight-through: the derivative of
+rounding and saturation is 1.
 
-**What is multiplied.** If both operands are fp8, or both integers, the product
-is one `lax.dot_general` of the narrow values, with sums in float32 (int32), and
-scales multiply its result. That needs scales which do not change along the
-contracted dimensions: those of `TENSOR` and `CHANNEL`. Otherwise (one operand
-not quantized, one fp8 and one an integer, tiles) the narrow values become
-numbers of the layer's dtype, and are multiplied in it. Integers of four bits
-are multiplied as int8.
+**Matmul dtypes.** Two fp8 or two integer operands are multiplied by one
+`lax.dot_general` in low precision, with sums in float32 or int32, and scales
+multiply the result. This requires scales that are constant along the contracted
+dimensions (`TENSOR` and `CHANNEL`). Otherwise (one unquantized operand, fp8 and
+integer, tiles) quantized values are cast to the dtype of the layer before the
+matmul. int4 values are multiplied as int8.
 
-**Scales of the backward products.** Per tensor, an operand is quantized once
-and used in both products that it takes part in; in between it is kept in its
-narrow values. Finer scales belong to a product: they are constant along the
-dimensions that it contracts, other ones in each of the three products, so
-operands are quantized anew from the values as they were.
+**Scales of the backward matmuls.** With one scale per tensor, an operand is
+quantized once and stored in low precision for the backward pass. Finer scales
+are constant along the dimensions that a matmul contracts, which differ in the
+three matmuls, so operands are quantized again from the original values.
 
-**Delayed scaling.** For each operand that has it, `state` holds the history of
-the largest magnitudes of the last steps, newest first. One step, in order
-(Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433; as Transformer
-Engine and flax have it):
+**Delayed scaling.** For each operand with delayed scaling, `state` has the
+history of the largest magnitudes of the last steps, newest first. In each step
+(Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433; as in Transformer
+Engine and flax):
 
   1. scale = max(history) * 2^margin / largest value of the format
-     (`initial_scale`, where the history is zeros)
+     (`initial_scale` if the history is zero)
   2. values = round(x / scale), saturated
   3. history = [max |x|, *history[:-1]]
 
-The new history is the "gradient" of the old one: a learner overwrites the
-state with it. It has no scale, so where a step consists of several calls
-(microbatches, replicas) the elementwise maximum of their histories is that of
-one call on all. If the gradient of the output is zeros, the loss does not
-depend on this call, and the gradient of the state is exactly 0.
+The "gradient" of the state is its next value; a learner overwrites the state
+with it. The state contains no scales, so the elementwise maximum of the
+histories of several calls (microbatches, replicas) equals the history of one
+call on all of their values. If the gradient of the output is zero, the loss
+does not depend on the call, and the gradient of the state is exactly zero.
 
-**What is not finite** stays visible: the outputs that it reaches are NaN, and
-with scales that are current, all those that share them. Finite values beyond
-a delayed scale saturate; `shares` counts them.
+**Non-finite values** stay visible: the outputs that depend on them are NaN and,
+with current scaling, all outputs that share their scale. Finite values beyond a
+delayed scale saturate; `monitor` reports their fraction.
 """
 
 from collections.abc import Mapping
@@ -64,11 +62,11 @@ from paxon.quantization import recipe as recipe_lib
 State = Mapping[str, jax.Array]
 
 _LHS, _RHS, _GRADIENT = "lhs", "rhs", "gradient"
-# As the left operand of the product that gives the gradient of `rhs` ...
+# Operands that are quantized again for a backward matmul: `lhs` as its left
+# operand, the others as its right operand.
 _LHS_AGAIN = "lhs_again"
-# ... and as right operands of backward products.
 _RHS_AGAIN, _GRADIENT_AGAIN = "rhs_again", "gradient_again"
-# Their places are folded into random keys: no two roundings share theirs.
+# Indices are folded into random keys, so each rounding has a different key.
 _PARTS = (_LHS, _RHS, _GRADIENT, _LHS_AGAIN, _RHS_AGAIN, _GRADIENT_AGAIN)
 
 
@@ -82,9 +80,9 @@ def history_name(operand: str) -> str:
 
 
 def initial_state(recipe: recipe_lib.Recipe) -> dict[str, jax.Array] | None:
-  """Returns the state before the first step; `None` if a recipe needs none.
+  """Returns the state before the first step; `None` without delayed scaling.
 
-  It has a history, float32 zeros [H], for each operand with delayed scaling.
+  The state has a history, float32 zeros [H], per operand with delayed scaling.
   """
   state = {
     history_name(name): jnp.zeros(tensor.scaling.history_length, jnp.float32)
@@ -104,25 +102,26 @@ def quantized_einsum(
   key: jax.Array | None = None,
   preferred_element_type: DTypeLike | None = None,
 ) -> jax.Array:
-  """Returns the product of two operands quantized by a recipe.
+  """Returns the einsum of two operands that are quantized by a recipe.
 
   Differentiable in `lhs`, `rhs`, and `state`, whose gradient is its next value.
 
   Args:
-    equation: `"lhs,rhs->out"`, as of `jnp.einsum`; no letter may be in one term
-      only.
+    equation: `"lhs,rhs->out"`, as in `jnp.einsum`; each letter must be in at
+      least two terms.
     lhs: Left operand, of a floating-point dtype.
-    rhs: Right operand.
-    recipe: How the three products are quantized.
-    state: As `initial_state` makes it. With `None`, delayed scales are current
-      ones: for a product outside of training, which has no history.
-    key: Random key of stochastic rounding. With `None` the forward product
-      rounds to the nearest value, as evaluation has it.
+    rhs: Right operand, of a floating-point dtype.
+    recipe: How the three matmuls are quantized.
+    state: The state, initially from `initial_state`. `None` replaces delayed by
+      current scaling, for matmuls outside of training.
+    key: Random key for stochastic rounding. With `None` the forward matmul
+      rounds to nearest.
     preferred_element_type: Dtype of the result; `None` is that of `lhs`.
 
   Raises:
-    ValueError: The equation is not one of two operands; the state is not that
-      of the recipe; a backward product rounds at random, and there is no key.
+    ValueError: The equation does not have two operands, the state does not
+      match the recipe, or a backward matmul rounds stochastically without a
+      key.
   """
   _check_state(recipe, state)
   product = _Product(
@@ -139,7 +138,7 @@ def quantized_einsum(
 
 @dataclasses.dataclass(frozen=True)
 class _Product:
-  """What is known of a product before its values are."""
+  """The static properties of a matmul."""
 
   equation: equations.Equation
   recipe: recipe_lib.Recipe
@@ -160,7 +159,7 @@ def _quantized(
 
 
 def _forward(product, lhs, rhs, state, key):
-  """Returns the output, and what the backward pass needs."""
+  """Returns the output and the residuals of the backward pass."""
   equation, recipe = product.equation, product.recipe
   histories = state or {}
   amax = {
@@ -195,7 +194,7 @@ def _backward(product, residuals, gradient):
   if state is not None:
     amax = {**amax, _GRADIENT: scaling.amax_of(gradient)}
   if recipe.gradient is None:
-    # As wide_einsum: no product of a wide gradient with narrow values.
+    # The matmul runs in the dtype of the layer.
     gradient = gradient.astype(product.lhs_dtype)
   narrow = functools.partial(_quantize, histories=state or {}, key=key)
   to_lhs = functools.partial(narrow, equation=product.equation.backward_lhs)
@@ -234,16 +233,16 @@ def _quantize(
   key: jax.Array | None,
   amax: jax.Array | None = None,
 ) -> narrow_products.Operand:
-  """Returns an operand of a product as its recipe has it.
+  """Quantizes an operand of a matmul.
 
   Args:
     part: One of `_PARTS`.
     x: The operand.
-    tensor_recipe: Its recipe; `None` leaves it.
-    equation: The product.
-    histories: Of delayed scaling.
+    tensor_recipe: Its recipe; `None` returns `x`.
+    equation: Equation of the matmul.
+    histories: State of delayed scaling.
     key: Random key.
-    amax: Largest magnitude of the whole operand, if known.
+    amax: Largest magnitude of the whole operand, if already computed.
   """
   if tensor_recipe is None:
     return x
@@ -266,7 +265,7 @@ def _quantize(
 def _rounded(
   tensor_recipe: recipe_lib.TensorRecipe | None, key: jax.Array | None
 ) -> recipe_lib.TensorRecipe | None:
-  """Returns a forward recipe, which without a key rounds to the nearest."""
+  """Returns the recipe, with rounding to nearest if there is no key."""
   if tensor_recipe is None or key is not None:
     return tensor_recipe
   return dataclasses.replace(
@@ -277,7 +276,7 @@ def _rounded(
 def _next_state(
   state: State | None, amax: Mapping[str, jax.Array]
 ) -> dict[str, jax.Array] | None:
-  """Returns the histories after this call; zeros if the loss is not reached."""
+  """Returns the next histories; zeros if the gradient of the output is zero."""
   if state is None:
     return None
   reached = amax[_GRADIENT] != 0
@@ -309,7 +308,7 @@ def _check_state(recipe: recipe_lib.Recipe, state: State | None) -> None:
 
 
 def _is_per_tensor(tensor_recipe: recipe_lib.TensorRecipe | None) -> bool:
-  """Whether an operand is the same in every product it takes part in."""
+  """Returns whether an operand is quantized equally in all its matmuls."""
   return (
     tensor_recipe is None
     or tensor_recipe.granularity is recipe_lib.Granularity.TENSOR
@@ -321,7 +320,7 @@ def _is_reused(
   forward: recipe_lib.TensorRecipe | None,
   backward: recipe_lib.TensorRecipe | None,
 ) -> bool:
-  """Whether the backward product has the operand of the forward product."""
+  """Returns whether the backward matmul reuses the operand of the forward."""
   if recipe.gradient is None:
     return True
   return backward is None and _is_per_tensor(forward)

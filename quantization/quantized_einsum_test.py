@@ -1,4 +1,4 @@
-"""Tests of products of quantized operands, and of their derivatives."""
+"""Tests for quantized matmuls and their derivatives."""
 
 import dataclasses
 import functools
@@ -130,7 +130,7 @@ def _assert_close(got, expected, relative=2e-6):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_products_are_those_of_the_quantized_operands(name):
+def test_matmuls_match_numpy_on_quantized_operands(name):
   equation = "BTD,DF->BTF"
   operands = _operands(equation)
   got = _products(equation, *operands, None, tensors=RECIPES[name])
@@ -150,7 +150,7 @@ def test_products_are_those_of_the_quantized_operands(name):
     ("BTD,FD->BTF", "fp8-rows"),
   ],
 )
-def test_products_of_other_layers_are_too(equation, name):
+def test_matmuls_of_other_layers_match_numpy(equation, name):
   operands = _operands(equation)
   got = _products(equation, *operands, None, tensors=RECIPES[name])
   _assert_close(got[:3], _oracle(equation, operands, RECIPES[name]))
@@ -183,9 +183,7 @@ DELAYED = {
 
 @pytest.mark.parametrize("formats", ["fp8", "int8"])
 @pytest.mark.parametrize("scaling", DELAYED)
-def test_delayed_scaling_is_that_of_a_simulation_over_50_steps(
-  scaling, formats
-):
+def test_delayed_scaling_matches_a_simulation_over_50_steps(scaling, formats):
   tensors = _recipe(formats, scaling=recipe.Delayed(**DELAYED[scaling]))
   names = ("lhs", "rhs", "gradient")
   simulated = {name: testing.Delayed(getattr(tensors, name)) for name in names}
@@ -227,7 +225,7 @@ def test_microbatches_are_combined_by_the_elementwise_maximum():
   )
 
 
-def test_a_state_that_the_loss_does_not_reach_has_no_gradient():
+def test_an_unused_state_has_a_zero_gradient():
   tensors = _recipe("fp8", scaling=recipe.Delayed(history_length=3))
   equation = "BTD,DF->BTF"
   lhs, rhs, gradient = map(jnp.asarray, _operands(equation))
@@ -263,7 +261,7 @@ def test_without_a_state_delayed_scales_are_current_ones():
     np.testing.assert_array_equal(x, y)
 
 
-def test_another_state_is_refused():
+def test_rejects_another_state():
   with pytest.raises(ValueError, match=r"must have the arrays \{\} of .*got"):
     quantized_einsum.quantized_einsum(
       "AB,BC->AC",
@@ -278,7 +276,7 @@ def test_another_state_is_refused():
 @pytest.mark.parametrize(
   "name", ["fp8-tensor", "int8-channel", "int4-squares", "fp8", "int8"]
 )
-def test_what_is_not_finite_stays_visible(name, bad):
+def test_non_finite_values_stay_visible(name, bad):
   """In all that it reaches without quantization; without a dash: delayed."""
   equation = "BTD,DF->BTF"
   delayed = {"scaling": recipe.Delayed(history_length=2)}
@@ -347,7 +345,7 @@ def test_the_mean_of_stochastic_gradients_is_that_of_the_exact_one():
     np.testing.assert_array_less(off, 5 * deviation / np.sqrt(draws))
 
 
-def test_a_forward_product_without_a_key_rounds_to_the_nearest():
+def test_forward_without_a_key_rounds_to_nearest():
   equation = "BTD,DF->BTF"
   lhs, rhs, _ = _operands(equation)
   compiled = jax.jit(
@@ -362,7 +360,7 @@ def test_a_forward_product_without_a_key_rounds_to_the_nearest():
   assert (product(recipe=drawn, key=jax.random.key(0)) != nearest).any()
 
 
-def test_a_backward_product_without_a_key_is_refused():
+def test_rejects_stochastic_backward_without_a_key():
   tensors = dataclasses.replace(
     FP8, gradient=recipe.TensorRecipe(E5M2, rounding=STOCHASTIC)
   )
@@ -400,7 +398,7 @@ def _program(tensors: recipe.Recipe, dtype=jnp.bfloat16) -> str:
     pytest.param(INT8_ROWS, "int8", 6, id="channel"),
   ],
 )
-def test_a_program_has_three_narrow_products_and_no_maximum_twice(
+def test_a_program_has_three_low_precision_matmuls_and_no_repeated_maximum(
   tensors, kinds, maxima
 ):
   text = _program(tensors)
@@ -422,7 +420,7 @@ def test_a_program_has_three_narrow_products_and_no_maximum_twice(
   assert len(re.findall(r"stablehlo.reduce\(.*maximum", text)) == maxima
 
 
-def test_scanned_rematerialized_layers_have_states_of_their_own():
+def test_scanned_rematerialized_layers_have_separate_states():
   tensors = _recipe("fp8", scaling=recipe.Delayed(history_length=2))
   kernels = jax.random.normal(jax.random.key(0), (3, 8, 8))
   states = {

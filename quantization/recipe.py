@@ -1,10 +1,9 @@
 """Recipes: how the operands of a matmul are quantized.
 
-A product has three operands: `lhs` (activations), `rhs` (the kernel, or the
-other activation) and, in the backward pass, `gradient` (of the output). Each
-has a `TensorRecipe`, or `None`: it then stays in the dtype of the layer.
-
-Here are descriptions only; `quantized_einsum` says what is computed by them.
+A matmul has three operands: `lhs` (activations), `rhs` (the kernel or other
+activations) and, in the backward pass, `gradient` (of the output). Each has a
+`TensorRecipe`, or `None` to stay in the dtype of the layer. `quantized_einsum`
+defines the computation.
 """
 
 import dataclasses
@@ -14,12 +13,12 @@ from paxon.quantization import number_formats
 
 
 class Granularity(enum.Enum):
-  """Which values share a scale.
+  """The groups of values that share a scale.
 
-  TENSOR: all of an operand.
-  CHANNEL: those that one sum of the product runs over: a row of activations,
-    the input weights of one output.
-  BLOCK: tiles of an operand, as `TensorRecipe.block` has them.
+  TENSOR: the whole operand.
+  CHANNEL: the values of one sum of the matmul, such as the activations of one
+    token or the weights of one output.
+  BLOCK: tiles of size `TensorRecipe.block`.
   """
 
   TENSOR = "tensor"
@@ -28,10 +27,10 @@ class Granularity(enum.Enum):
 
 
 class Rounding(enum.Enum):
-  """Which of the two neighbours in the format a value becomes.
+  """Rounding of a value to one of its two neighbours in the format.
 
-  NEAREST: the nearer one, at a tie the even one.
-  STOCHASTIC: the upper one with the probability that makes the mean exact.
+  NEAREST: to the nearer one, ties to even.
+  STOCHASTIC: up with the probability that makes the mean exact.
   """
 
   NEAREST = "nearest"
@@ -40,14 +39,14 @@ class Rounding(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Current:
-  """The scale comes from the largest value of the tensor itself.
+  """Scales from the largest value of the tensor itself.
 
   Attributes:
-    margin: Binary digits kept free above the largest value.
+    margin: Number of unused bits above the largest value.
     power_of_two: Whether scales are rounded up to powers of two, which makes
-      scaling exact: only casts round, and results of products may be scaled in
-      bfloat16. `None` does so for fp8, which loses at most one binary digit of
-      range by it, and not for integers, which would lose half of their values.
+      scaling exact: only casts round, and results may be scaled in bfloat16.
+      `None` is True for fp8, which loses at most one bit of range, and False
+      for integers, which would lose up to half of their values.
   """
 
   margin: int = 0
@@ -56,16 +55,16 @@ class Current:
 
 @dataclasses.dataclass(frozen=True)
 class Delayed:
-  """The scale comes from the largest values of the steps before.
+  """Scales from the largest values of previous steps.
 
-  So it is known before the tensor is, which can be cast while it is written.
-  Values beyond it saturate.
+  The tensor can be cast while it is written, because its scale is available
+  before. Values beyond the scale saturate.
 
   Attributes:
-    history_length: Over how many steps the largest value is remembered.
-    margin: Binary digits kept free above the largest value.
+    history_length: Number of previous steps.
+    margin: Number of unused bits above the largest value.
     power_of_two: As in `Current`.
-    initial_scale: The scale until there is a history.
+    initial_scale: The scale while the history is zero.
   """
 
   history_length: int = 1024
@@ -90,14 +89,13 @@ class TensorRecipe:
   """How one operand is quantized.
 
   Attributes:
-    format: The numbers that it is quantized to.
-    granularity: Which values share a scale.
-    scaling: Where the scale comes from.
-    rounding: How values are rounded.
-    block: Size of a tile along the innermost contracted dimension, and along
-      the innermost one that is not contracted; other dimensions are tiled by
-      one. `(128, 1)` gives each row tiles of 128, `(128, 128)` is for kernels.
-      Used by `Granularity.BLOCK` only.
+    format: Number format.
+    granularity: Groups of values that share a scale.
+    scaling: Source of the scale.
+    rounding: Rounding to the format.
+    block: Size of a tile along the last contracted and the last other
+      dimension; tiles have size one along all others. `(128, 1)` is for
+      activations, `(128, 128)` for kernels. Only for `Granularity.BLOCK`.
   """
 
   format: number_formats.NumberFormat
@@ -124,7 +122,7 @@ class TensorRecipe:
 
   @property
   def is_delayed(self) -> bool:
-    """Whether the scale comes from a history."""
+    """Whether the scale comes from previous steps."""
     return isinstance(self.scaling, Delayed)
 
   @property
@@ -136,19 +134,20 @@ class TensorRecipe:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-  """How a product and the two products of its backward pass are quantized.
+  """How a matmul and its two backward matmuls are quantized.
 
   Attributes:
-    lhs: Of the left operand; `None` leaves it in the dtype of the layer.
-    rhs: Of the right operand; `None` leaves it.
-    gradient: Of the gradient of the output in both backward products; `None`
-      leaves it, and these products then run in the dtype of the layer.
-    backward_lhs: Of the left operand where it is multiplied with the gradient;
-      `None` is as in `lhs`.
-    backward_rhs: Of the right operand there; `None` is as in `rhs`.
-    search_range: Of weights that are stored quantized (`served_einsum`):
-      whether their range is the one that loses least (`clipping`), and not up
-      to the largest magnitude. It takes no part in training.
+    lhs: Recipe of the left operand; `None` does not quantize it.
+    rhs: Recipe of the right operand; `None` does not quantize it.
+    gradient: Recipe of the gradient of the output in both backward matmuls;
+      `None` runs them in the dtype of the layer.
+    backward_lhs: Recipe of the left operand in the backward matmul; `None` uses
+      `lhs`.
+    backward_rhs: Recipe of the right operand in the backward matmul; `None`
+      uses `rhs`.
+    search_range: Whether to search the range of stored weights with the
+      smallest error (`served_einsum.best`) instead of using the largest
+      magnitude. Not used in training.
   """
 
   lhs: TensorRecipe | None
@@ -174,6 +173,6 @@ class Recipe:
 
   @property
   def is_delayed(self) -> bool:
-    """Whether a product by this recipe has a state."""
+    """Whether a matmul with this recipe has state."""
     operands = (self.lhs, self.rhs, self.gradient)
     return any(o is not None and o.is_delayed for o in operands)

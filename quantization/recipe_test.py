@@ -1,4 +1,4 @@
-"""Tests of what recipes refuse."""
+"""Tests for validation of recipes."""
 
 import pytest
 

@@ -1,19 +1,19 @@
-"""Recipes by name, as the knob `quantization` of experiments takes them.
+"""Recipes by name, for the knob `quantization` of experiments.
 
-  fp8          e4m3 forward, e5m2 gradients; a scale for each tensor, from the
-               largest values of the steps before (delayed scaling)
-  fp8_current  the same, with scales of the tensors themselves
-  fp8_channel  e4m3 everywhere, a scale for each row that a sum runs over
-  fp8_block    e4m3 everywhere, a scale for tiles of 128 (kernels: 128 x 128)
-  int8         int8 everywhere, a scale for each row; gradients are rounded at
-               random (AQT)
-  int4         weights in int4, and all else as int8 has it, so that training
-               sees what is served: activations of four bits would cost much and
-               gain nothing where products are of int8. Weights that are served
-               have the range that loses least
+  fp8          e4m3 forward, e5m2 gradients; delayed scaling with a scale per
+               tensor
+  fp8_current  as fp8, with current scaling
+  fp8_channel  e4m3 everywhere, a scale per channel
+  fp8_block    e4m3 everywhere, a scale per tile of 128 (kernels: 128 x 128)
+  int8         int8 everywhere, a scale per channel; stochastic rounding of
+               gradients (as in AQT)
+  int4         as int8, with int4 weights in the forward pass; served weights
+               have the range with the smallest error. Activations stay int8:
+               matmuls run in int8, so int4 would only lose precision
 
-A mode may follow after a colon, as in `int8:serve`: `train` (what is left out)
-quantizes the products of training.
+A suffix selects the mode: `int8:train` (the default) quantizes the matmuls of
+training, `int8:serve` stores quantized weights, and `int8:convert` converts the
+weights of a float checkpoint.
 """
 
 import dataclasses
@@ -26,23 +26,23 @@ from paxon.quantization import recipe as recipe_lib
 
 
 class Mode(enum.Enum):
-  """What is quantized, and when."""
+  """The use of a recipe."""
 
-  # Products, from float32 parameters.
+  # Quantize matmuls of float32 parameters.
   TRAIN = "train"
-  # Weights, which are stored in few bits.
+  # Store quantized weights.
   SERVE = "serve"
-  # Weights, which are made of a float checkpoint.
+  # Quantize the weights of a float checkpoint.
   CONVERT = "convert"
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-  """What the knob `quantization` says.
+  """A value of the knob `quantization`.
 
   Attributes:
-    name: Of the recipe.
-    mode: Its use.
+    name: Name of the recipe.
+    mode: Use of the recipe.
   """
 
   name: str
@@ -50,15 +50,15 @@ class Choice:
 
   @property
   def recipe(self) -> recipe_lib.Recipe:
-    """The recipe of products."""
+    """The recipe of this name."""
     return _RECIPES[self.name]
 
 
 def named(name: str) -> recipe_lib.Recipe:
-  """Returns a recipe.
+  """Returns the recipe of this name.
 
   Raises:
-    ValueError: There is no such recipe.
+    ValueError: The recipe does not exist.
   """
   if name not in _RECIPES:
     raise ValueError(_unknown("recipe", name, list(_RECIPES)))
@@ -66,10 +66,10 @@ def named(name: str) -> recipe_lib.Recipe:
 
 
 def parse(text: str) -> Choice:
-  """Returns what `name` or `name:mode` says.
+  """Parses `name` or `name:mode`.
 
   Raises:
-    ValueError: There is no such recipe or mode.
+    ValueError: The recipe or the mode does not exist.
   """
   name, colon, mode = text.partition(":")
   named(name)
@@ -107,7 +107,7 @@ def _per_block(block: tuple[int, int]) -> recipe_lib.TensorRecipe:
 _DELAYED = recipe_lib.TensorRecipe(
   number_formats.FP8_E4M3, scaling=recipe_lib.Delayed()
 )
-# Gradients of a mean loss are tiny: with the scale 1, all of the first steps'
+# Gradients of a mean loss are tiny: with scale 1, those of the first steps
 # would be flushed to zero.
 _DELAYED_GRADIENT = recipe_lib.TensorRecipe(
   number_formats.FP8_E5M2, scaling=recipe_lib.Delayed(initial_scale=2.0**-26)
@@ -124,7 +124,7 @@ _RECIPES: Final = {
     recipe_lib.TensorRecipe(number_formats.FP8_E4M3),
     recipe_lib.TensorRecipe(number_formats.FP8_E5M2),
   ),
-  # The finer the scales, the less range a value needs of its own.
+  # With finer scales, values need less range.
   "fp8_channel": recipe_lib.Recipe(_E4M3, _E4M3, _E4M3),
   "fp8_block": recipe_lib.Recipe(
     _per_block((128, 1)), _per_block((128, 128)), _per_block((128, 1))
@@ -135,7 +135,7 @@ _RECIPES: Final = {
     _INT4,
     _RANDOM,
     backward_rhs=_INT8,
-    # With so few steps, outliers cost more than they are worth.
+    # With 15 values, clipping outliers reduces the error.
     search_range=True,
   ),
 }

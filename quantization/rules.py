@@ -1,4 +1,4 @@
-"""Rules: which layers of a model are quantized by which recipe.
+"""Quantization rules: the recipe of each layer of a model.
 
 ```python
 (
@@ -9,8 +9,8 @@
 )
 ```
 
-Rules are ordered, and the first that matches a layer has it; a layer that none
-matches stays as it is. `runner.configuration.rewrites` applies them.
+Rules are ordered; the first that matches a layer applies. Layers without a
+matching rule are not quantized. `runner.configuration.rewrites` applies rules.
 """
 
 from collections.abc import Sequence
@@ -24,14 +24,13 @@ from paxon.quantization import recipe as recipe_lib
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-  """Layers, and how their products are quantized.
+  """The recipe of the matmuls of some layers.
 
   Attributes:
-    target: A role (`quantization.roles`), or the path of a layer in the
-      configuration, in which `*` stands for anything:
-      `task.model.stack.blocks[0].*`; or several of them, of which any may
-      match.
-    recipe: How; `None` exempts the layers from the rules that follow.
+    target: A role (`products.ROLES`), or a path in the configuration with `*`
+      as a wildcard, such as `task.model.stack.blocks[0].*`; or a tuple of
+      them, of which any may match.
+    recipe: Recipe of the layers; `None` exempts them from later rules.
   """
 
   target: str | tuple[str, ...]
@@ -49,7 +48,7 @@ class Rule:
         f"Rule.target {target!r} is no role ({', '.join(products.ROLES)}) and, "
         f"without a dot or '*', no path{hint}"
       )
-    # Checked here, because a name would be noticed only where it is used.
+    # Reject a name of a recipe here, not where the recipe is used.
     if not isinstance(self.recipe, recipe_lib.Recipe | None):
       raise TypeError(
         "Rule.recipe must be a Recipe, such as recipes.named('fp8'), or None, "
@@ -62,11 +61,11 @@ class Rule:
     return (self.target,) if isinstance(self.target, str) else self.target
 
   def matches(self, path: str, its_roles: Sequence[str]) -> bool:
-    """Whether it has a layer.
+    """Returns whether the rule applies to a layer.
 
     Args:
-      path: Of the layer.
-      its_roles: Of the layer.
+      path: Path of the layer in the configuration.
+      its_roles: Roles of the layer.
     """
     return any(
       target in its_roles or bool(_pattern(target).fullmatch(path))
@@ -76,11 +75,11 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class ExemptLayers:
-  """Keeps the first and last layers of each stack as they are.
+  """Exempts the first and last layers of each stack from quantization.
 
   Attributes:
-    first: How many at the beginning.
-    last: How many at the end.
+    first: Number of exempt layers at the start of a stack.
+    last: Number of exempt layers at the end of a stack.
   """
 
   first: int = 0

@@ -1,11 +1,10 @@
-"""Scales: what one unit of a quantized tensor is worth.
+"""Scales of quantized tensors, and histories of largest magnitudes.
 
   scale = largest value * 2^margin / largest value of the format
   values = round(x / scale),  x ~ values * scale
 
-A scale is a positive float32 number. That of zeros is 1, and it is never so
-small that its inverse overflows. If any value is not finite, the scale is NaN,
-and with it everything that is computed from these values.
+A scale is a positive float32 number whose inverse is finite. The scale of zeros
+is 1. If any value is not finite, the scale is NaN, and so are the results.
 """
 
 import jax
@@ -23,12 +22,12 @@ def amax_of(
   *,
   keepdims: bool = False,
 ) -> jax.Array:
-  """Returns the largest magnitude, as float32; NaN if there is a NaN.
+  """Returns the largest magnitude as float32; NaN if there is a NaN.
 
   Args:
     x: Values.
-    axis: Over which dimensions it is taken; `None` is over all.
-    keepdims: Whether these dimensions keep the size 1.
+    axis: Reduced dimensions; `None` reduces all.
+    keepdims: Whether to keep reduced dimensions with size 1.
   """
   largest = jnp.max(jnp.abs(x), axis=axis, keepdims=keepdims, initial=0)
   return largest.astype(jnp.float32)
@@ -41,8 +40,8 @@ def scale_of(
 
   Args:
     amax: float32, of any shape.
-    tensor_recipe: Gives the format, the margin, and the scale where `amax` is
-      0: the initial one of a history, otherwise 1.
+    tensor_recipe: Defines format and margin, and the scale for an `amax` of 0:
+      `initial_scale` for delayed scaling, else 1.
   """
   scaling = tensor_recipe.scaling
   factor = 2.0**scaling.margin / tensor_recipe.format.largest
@@ -57,21 +56,21 @@ def scale_of(
 
 
 def next_history(history: jax.Array, amax: jax.Array) -> jax.Array:
-  """Returns a history after a step: its largest magnitude, then the newest.
+  """Returns the history after a step, without its oldest entry.
 
-  What is not finite is entered as 0, so that one bad step does not ruin the
-  scale of all that a history remembers.
+  A non-finite magnitude is stored as 0, so that one bad step does not affect
+  later scales.
 
   Args:
     history: float32 [H], newest first.
-    amax: float32 [], of this step.
+    amax: float32 [], largest magnitude of this step.
   """
   newest = jnp.where(jnp.isfinite(amax), amax, 0.0)
   return jnp.concatenate([newest[None], history[:-1]])
 
 
 def _next_power_of_two(x: jax.Array) -> jax.Array:
-  """Rounds positive normal float32 numbers up, by their bits."""
+  """Rounds positive normal float32 numbers up to powers of two."""
   bits = jax.lax.bitcast_convert_type(x, jnp.int32)
   rounded = (bits + 0x7FFFFF) & 0x7F800000
   return jax.lax.bitcast_convert_type(rounded, jnp.float32)

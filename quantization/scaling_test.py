@@ -60,7 +60,7 @@ def test_the_inverse_of_a_scale_is_finite():
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
-def test_the_scale_of_what_is_not_finite_is_nan(bad):
+def test_the_scale_of_non_finite_values_is_nan(bad):
   x = jax.device_put(np.float32([1.0, bad, -3.0]))
   assert np.isnan(scaling.scale_of(scaling.amax_of(x), _recipe()))
 
@@ -82,7 +82,7 @@ def test_a_history_has_the_newest_first():
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
-def test_a_history_does_not_remember_what_is_not_finite(bad):
+def test_a_history_omits_non_finite_values(bad):
   history = jax.device_put(np.float32([3.0, 2.0, 1.0]))
   np.testing.assert_array_equal(
     scaling.next_history(history, jnp.float32(bad)), [0.0, 3.0, 2.0]

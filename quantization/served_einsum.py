@@ -1,23 +1,22 @@
 """Einsum with weights stored in low precision, for serving.
 
-`ServedEinsum(recipe)` goes into a layer's field `einsum` in place of
-`jnp.einsum`. Where the right operand of a product is the layer's parameter of
-the product's name, it is stored quantized, once, with a scale for each output:
+`ServedEinsum(recipe)` replaces `jnp.einsum` in the field `einsum` of a layer.
+If the right operand of a matmul is the layer's parameter of the same name, it
+is stored quantized, with a scale per output:
 
   served/<path of the layer>/einsum/<product>/values    int8, fp8; int4 packed
   served/<path of the layer>/einsum/<product>/scale     float32
 
-and the right operand that the layer gives is not read: whoever serves leaves
-that parameter out (`stored_parameter`), and hands in anything of its shape.
-Activations are quantized as they come, by their own largest values, where the
-recipe has something for `lhs`; otherwise the weights become numbers of the
-layer's dtype just before the product.
+The right operand is then not read: the server removes the parameter
+(`stored_parameter`) and passes any array of its shape. Activations are
+quantized with current scaling if the recipe has `lhs`; otherwise the weights
+are cast to the dtype of the layer before the matmul.
 
-The variables are made where the collection may change: by an initialization,
-or by `apply(..., mutable=["served"])` with a float checkpoint, which converts
-it. Where there are none, and none may be made, a product is computed as it
-stands; so are products without such a parameter, of two activations for one,
-which are told to the collection `not_served`.
+The variables are created when the collection is mutable: by an initialization,
+or by `apply(..., mutable=["served"])`, which converts a float checkpoint.
+Without these variables a matmul is not quantized. Matmuls without such a
+parameter, such as those of two activations, are recorded in the collection
+`not_served`.
 """
 
 from collections.abc import Sequence
@@ -39,21 +38,20 @@ from paxon.quantization import recipe as recipe_lib
 from paxon.sharding import variables
 
 COLLECTION = "served"
-# Where conversions may look for the products that have no stored weights.
+# Collection that records matmuls without stored weights, for conversions.
 NOT_SERVED = "not_served"
 _VALUES, _SCALE = "values", "scale"
 _PARAMS = "params"
 
 
 def serving_recipe(recipe: recipe_lib.Recipe) -> recipe_lib.Recipe:
-  """Returns the recipe by which a product of a recipe of training is served.
+  """Returns the serving recipe for a training recipe.
 
-  Both operands keep the formats of training. Weights get a scale for each
-  output, activations that are quantized one for each row. The range of weights
-  is searched for where the recipe says so.
+  Both operands keep their formats. Weights have a scale per output, quantized
+  activations a scale per token.
 
   Args:
-    recipe: How the product is quantized in training.
+    recipe: Recipe of training.
   """
   rhs = recipe.rhs and _per_channel(recipe.rhs.format)
   lhs = None
@@ -63,13 +61,14 @@ def serving_recipe(recipe: recipe_lib.Recipe) -> recipe_lib.Recipe:
 
 
 def stored_parameter(name: str) -> str | None:
-  """Returns the name of the parameter that a variable takes the place of.
+  """Returns the name of the parameter that a served variable replaces.
 
   Args:
-    name: Logical name of a variable, as `served/a/einsum/gate/values`.
+    name: Logical name of a variable, such as `served/a/einsum/gate/values`.
 
   Returns:
-    As `params/a/gate`; `None` for variables that are not the values of weights.
+    A name such as `params/a/gate`; `None` if the variable is not the values of
+    weights.
   """
   collection, *path = name.split("/")
   if collection != COLLECTION or path[-1] != _VALUES:
@@ -79,22 +78,21 @@ def stored_parameter(name: str) -> str | None:
 
 
 class ServedEinsum(products.Provider):
-  """Computes the products of a layer from weights of few bits.
+  """Computes the matmuls of a layer from quantized stored weights.
 
   Attributes:
-    recipe: How operands are quantized, with a scale for each row or output, the
-      current ones; see `serving_recipe`.
+    recipe: How operands are quantized, from `serving_recipe`.
   """
 
   recipe: recipe_lib.Recipe
 
   def part(self, product: str) -> nn.Module:
-    """Returns the product of this name."""
+    """Returns the matmul of this name."""
     return _Product(self.recipe, name=product)
 
 
 class _Product(nn.Module):
-  """One product of a layer."""
+  """One matmul of a layer."""
 
   recipe: recipe_lib.Recipe
 
@@ -136,7 +134,7 @@ class _Product(nn.Module):
       return None
     if not self.has_variable(COLLECTION, _VALUES):
       names = self._parameter_axes(rhs.shape)
-      # What is told is no variable of the model.
+      # Not during initialization: the record is not a model variable.
       if names is None and not self.is_initializing():
         self.sow(NOT_SERVED, "product", jnp.zeros(()))
       if names is None or not self.is_mutable_collection(COLLECTION):
@@ -166,10 +164,10 @@ class _Product(nn.Module):
   ) -> tuple[str | None, ...] | None:
     """Returns the logical axes of the layer's parameter of this name.
 
-    `None` if there is no such parameter of this shape. Axes are known only
-    while variables are initialized.
+    Returns `None` without such a parameter of this shape. Axes are all `None`
+    except during initialization.
     """
-    # By scopes: inside of lifted transforms a module does not know its parent.
+    # By scopes: inside lifted transforms a module has no parent.
     einsum = self.scope.parent if self.scope is not None else None
     layer = einsum.parent if einsum is not None else None
     if layer is None or self.name is None:
@@ -183,7 +181,7 @@ class _Product(nn.Module):
   def _keep(
     self, name: str, value: jax.Array, names: tuple[str | None, ...]
   ) -> None:
-    """Makes a variable."""
+    """Creates a variable."""
     axes = (
       n if size > 1 else None
       for n, size in zip(names, value.shape, strict=True)
@@ -197,15 +195,15 @@ class _Product(nn.Module):
 def packed_axis(
   number_format: number_formats.NumberFormat, shape: tuple[int, ...]
 ) -> int | None:
-  """Returns along which axis weights of four bits share bytes.
+  """Returns the axis along which 4-bit weights are packed.
 
   Args:
-    number_format: Of the weights.
-    shape: Of the weights of one layer.
+    number_format: Format of the weights.
+    shape: Shape of the weights of one layer.
 
   Returns:
-    The last one of an even size, counted from the last; `None` if there is
-    none, or values have a byte each.
+    The last axis of even size, as a negative number; `None` if no size is even
+    or values have 8 bits.
   """
   if number_format.bits != 4:
     return None
@@ -220,13 +218,13 @@ def restored(
   number_format: number_formats.NumberFormat,
   layer_shape: tuple[int, ...],
 ) -> jax.Array:
-  """Returns the float32 weights that stored ones stand for.
+  """Returns the dequantized float32 weights.
 
   Args:
-    values: As stored, with leading axes of stacks or without.
-    scale: Theirs.
-    number_format: Theirs.
-    layer_shape: Of the weights of one layer.
+    values: Stored values, possibly with leading axes of stacks.
+    scale: Stored scales.
+    number_format: Format of the values.
+    layer_shape: Shape of the weights of one layer.
   """
   stored = quantized_array.QuantizedArray(
     values,
@@ -245,7 +243,7 @@ def _per_channel(
   )
 
 
-# Down to half of the largest magnitude, in steps of a twentieth.
+# From 1 to 0.5 times the largest magnitude, in steps of 0.05.
 FACTORS = tuple(1 - i / 20 for i in range(11))
 
 
@@ -257,20 +255,18 @@ def best(
   factors: Sequence[float] = FACTORS,
   power: float = 2.0,
 ) -> quantized_array.QuantizedArray:
-  """Returns `x` quantized with the best range of each group.
+  """Quantizes `x` with the range of smallest error for each group.
 
   Args:
     x: Values of a floating-point dtype.
-    tensor_recipe: How they are quantized, with current scaling and rounding to
-      the nearest value.
-    contracted: As of `quantized_array.quantize`.
-    factors: Ranges that are tried, as parts of the largest magnitude; of
-      equally good ones the first is taken.
-    power: Of the error whose mean is to be small.
+    tensor_recipe: A recipe with current scaling and rounding to nearest.
+    contracted: Contracted dimensions, as in `quantized_array.quantize`.
+    factors: Candidate ranges, relative to the largest magnitude; the first of
+      the best is used.
+    power: Exponent of the absolute error that is minimized.
 
   Raises:
-    ValueError: There is nothing to try, or the recipe has no largest magnitude
-      of its own.
+    ValueError: `factors` is empty or not positive, or scaling is delayed.
   """
   if not factors or min(factors) <= 0:
     raise ValueError(
@@ -298,6 +294,6 @@ def best(
     )
 
   tried = jnp.asarray(factors, jnp.float32)
-  # One after the other: a copy of the weights for each would not fit.
+  # Sequentially, because a copy of the weights per factor may not fit.
   errors = jax.lax.map(error, tried)
   return quantized(tried[jnp.argmin(errors, axis=0)] * amax)

@@ -1,4 +1,4 @@
-"""Tests for products of weights that are stored in few bits."""
+"""Tests for matmuls with quantized stored weights."""
 
 import functools
 
@@ -112,7 +112,7 @@ def test_fp8_is_close():
   assert (np.abs(y - exact) <= bound).all()
 
 
-def test_weights_alone_become_numbers_of_the_layer():
+def test_weight_only_quantization_uses_the_layer_dtype():
   one = recipe.TensorRecipe(
     recipes.named("int8").rhs.format,
     granularity=recipe.Granularity.CHANNEL,
@@ -137,7 +137,7 @@ def test_the_parameter_is_not_read_and_the_bytes_are_as_the_bits_say(name):
   assert size == IN * OUT * bits // 8 + OUT * 4
 
 
-def test_without_stored_weights_products_are_plain():
+def test_without_stored_weights_matmuls_are_not_quantized():
   layer, values = _layer("int8"), _values()
   y, _ = layer.apply(values, X)
   np.testing.assert_array_equal(y, X @ values["params"]["kernel"])
@@ -185,7 +185,7 @@ _best = jax.jit(
 
 @pytest.mark.parametrize("power", [2.0, 3.5])
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_no_other_factor_is_better(granularity, power):
+def test_best_has_the_smallest_error(granularity, power):
   tensor = recipe.TensorRecipe(INT4, **GRANULARITIES[granularity])
   x = np.random.default_rng(0).standard_normal((64, 3)).astype(np.float32)
   got = _best(

@@ -1,7 +1,7 @@
-"""Quantization in numpy, written from the definitions, to compare with.
+"""Reference quantization in numpy, written from the definitions.
 
-Everything is float32 where the definition rounds, and float64 otherwise; casts
-are those of `ml_dtypes`, which is not what XLA casts with.
+Computes in float32 where the definition rounds and in float64 elsewhere, with
+the casts of `ml_dtypes`, which XLA does not use.
 """
 
 import ml_dtypes
@@ -74,9 +74,9 @@ def quantized(
 
   Args:
     x: Values.
-    tensor_recipe: How; `None` changes nothing.
-    contracted: Dimensions that a product sums over.
-    scale: Of the whole tensor, if it is not the current one.
+    tensor_recipe: The recipe; `None` does not quantize.
+    contracted: Dimensions that the matmul contracts.
+    scale: Scale of the whole tensor; `None` uses current scaling.
   """
   if tensor_recipe is None:
     return np.asarray(x, np.float64)
@@ -103,7 +103,7 @@ class Delayed:
 
   @property
   def scale(self) -> np.float32:
-    """The scale of this step, which knows the steps before only."""
+    """The scale of this step, from previous steps only."""
     window = self._largest[-self._length :]
     return scale_of(max(window, default=0.0), self._recipe)
 
@@ -115,5 +115,5 @@ class Delayed:
     return np.array(newest + [0.0] * missing, np.float32)
 
   def end_step(self, x: np.ndarray) -> None:
-    """Ends a step, in which the operand was this."""
+    """Ends a step with this value of the operand."""
     self._largest.append(float(np.max(np.abs(x))))
