@@ -1,4 +1,4 @@
-"""What tests of layers share: values, axes, dtypes of products, gradients."""
+"""Shared helpers of layer tests: values, axes, matmul dtypes, gradients."""
 
 from collections.abc import Callable, Mapping
 import functools

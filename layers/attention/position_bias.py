@@ -88,7 +88,7 @@ class RelativeBias(nn.Module):
     if self.max_distance <= self.num_buckets // parts:
       raise ValueError(
         f"RelativeBias.max_distance ({self.max_distance}) must exceed the "
-        f"{self.num_buckets // parts} distances with a bucket of their own."
+        f"{self.num_buckets // parts} distances that have separate buckets."
       )
 
   @nn.compact

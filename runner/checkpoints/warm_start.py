@@ -158,7 +158,7 @@ def _find_average(
     raise user_error.UserError(
       "WarmStart.averaged is set, but the settings of the average are unknown:"
       f" {checkpoint.run_path / run_dir.CONFIG_JSON} is missing or describes"
-      " none. Keep it beside the directory of checkpoints."
+      " none. Keep it next to the directory of checkpoints."
     ) from error
 
 

@@ -1,1 +1,1 @@
-"""What a training run tells about itself: see README.md."""
+"""Metrics, logs, reports, profiles and health checks of a run."""

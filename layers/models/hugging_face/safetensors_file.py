@@ -1,4 +1,4 @@
-"""Reading and writing rows of tensors in safetensors files.
+"""Partial reads and writes of tensors in safetensors files.
 
 A file has the length of the header (8 bytes, little-endian), a JSON header with
 dtype, shape and offsets of each tensor, and the bytes of the tensors. Unlike
