@@ -253,7 +253,7 @@ def test_gpt3_is_gpt3():
   [
     ({"c4_folder": "a"}, r"belong together: .* got 'a' and None"),
     ({"vocabulary_file": "b"}, r"belong together: .* got None and 'b'"),
-    ({"index_folder": "c"}, r"index_folder needs c4_folder, .* got 'c'"),
+    ({"index_folder": "c"}, r"index_folder requires c4_folder, .* got 'c'"),
   ],
 )
 def test_c4_knobs_require_each_other(knobs, message):
