@@ -52,8 +52,8 @@ def check_mode(job: job_lib.Job, mode: str) -> None:
   assert job.weights is not None
   name = recipes.parse(job.weights).name
   raise user_error.UserError(
-    f"quantization={job.weights!r} is for --mode={' and '.join(allowed)}, and"
-    f" the mode is {mode}; train with {name!r} or without quantization."
+    f"quantization={job.weights!r} requires --mode={' or '.join(allowed)} (got"
+    f" --mode={mode}); train with {name!r} or without quantization."
   )
 
 
