@@ -274,10 +274,6 @@ def _make_padding(
 ) -> dict[str, np.ndarray]:
   """Returns the arrays of a batch of padding, with the example's keys."""
   batch: dict[str, np.ndarray] = {}
-  for prefix, length in zip(_PREFIXES, lengths, strict=False):
-    for key in ("positions", "segment_ids"):
-      batch[prefix + key] = np.zeros((num_sequences, length), np.int32)
-  batch["weights"] = np.zeros((num_sequences, lengths[0]), np.float32)
   for key, value in example.items():
     if not value.ndim:
       batch[key] = np.zeros(num_sequences, _to_dtype(key, value))
@@ -289,6 +285,13 @@ def _make_padding(
       pad_id if is_token else 0,
       _to_dtype(key, value),
     )
+  # Last, so that errors about shapes name `inputs` first.
+  for prefix, length in zip(_PREFIXES, lengths, strict=False):
+    for key in ("positions", "segment_ids"):
+      zeros = np.zeros((num_sequences, length), np.int32)
+      batch.setdefault(prefix + key, zeros)
+  weights = np.zeros((num_sequences, lengths[0]), np.float32)
+  batch.setdefault("weights", weights)
   return batch
 
 
