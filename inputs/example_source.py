@@ -129,8 +129,15 @@ class TokenizedDocuments:
     return dict.fromkeys(keys, np.dtype(np.int32))
 
   def signature(self) -> dict[str, Any]:
-    """Returns the chunk length, on which the number of an example depends."""
-    return {"chunk_length": self.chunk_length}
+    """Returns the values on which the meaning of an index depends.
+
+    It has the number of documents because counting the examples would tokenize
+    all of them.
+    """
+    return {
+      "chunk_length": self.chunk_length,
+      "num_documents": len(self.source),
+    }
 
   def document_number(self, index: int) -> int:
     """Returns the number of an example's document in the source."""

@@ -207,10 +207,10 @@ class Examples(Stream):
 
   def signature(self) -> dict[str, Any]:
     """Returns the source's size and signature, and the seed."""
-    return (example_source.call_optional(self.source, "signature") or {}) | {
-      "num_examples": len(self.source),
-      "shuffle_seed": self.shuffle_seed,
-    }
+    found = example_source.call_optional(self.source, "signature") or {}
+    if "num_documents" not in found:
+      found = found | {"num_examples": len(self.source)}
+    return found | {"shuffle_seed": self.shuffle_seed}
 
   @property
   def is_endless(self) -> bool:

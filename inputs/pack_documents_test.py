@@ -316,7 +316,7 @@ def test_rejects_no_epochs():
   [
     ({"shuffle_seed": 9}, r"saved with shuffle_seed 9, .* has shuffle_seed 1"),
     ({"shuffle_seed": None}, r"saved with shuffle_seed None"),
-    ({"num_examples": 11}, r"saved with num_examples 11, .* has .* 12"),
+    ({"num_documents": 11}, r"saved with num_documents 11, .* has .* 12"),
     ({"chunk_length": 3}, r"saved with chunk_length 3, .* has .* None"),
   ],
 )

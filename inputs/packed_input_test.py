@@ -309,8 +309,8 @@ def test_a_batch_smaller_than_the_hosts_is_rejected():
     ({"waiting": [[1]]}, r"waiting is damaged: \[1\]"),
     ({"waiting": [[1, "x"]]}, r"waiting must be an integer, got 'x'"),
     (
-      {"data": {"num_examples": 4, "shuffle_seed": 1, "chunk_length": None}},
-      r"num_examples 4, but this input has num_examples 3",
+      {"data": {"num_documents": 4, "shuffle_seed": 1, "chunk_length": None}},
+      r"num_documents 4, but this input has num_documents 3",
     ),
     ({"data": {"m0": {}}}, r"saved with data of \['m0'\], but this input has"),
   ],

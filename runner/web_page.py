@@ -190,8 +190,10 @@ def _attribute(value: str | float | int) -> str:
 def _printable(text: str) -> str:
   """Replaces control characters and lone surrogates, which HTML forbids."""
   return "".join(
-    c
-    if c in "\n\t" or (c.isprintable() and not "\ud800" <= c <= "\udfff")
-    else "\ufffd"
-    for c in text
+    "\ufffd" if _is_forbidden(c) and c not in "\n\t" else c for c in text
   )
+
+
+def _is_forbidden(c: str) -> bool:
+  # Not `str.isprintable`, which also rejects spaces and joiners of text.
+  return ord(c) < 32 or 127 <= ord(c) < 160 or "\ud800" <= c <= "\udfff"

@@ -40,3 +40,8 @@ def test_tables_and_details_without_content_are_omitted():
     '<th scope="col"></th><th scope="col">b</th></tr></thead><tbody><tr>'
     '<th scope="row">c</th><td>d</td></tr></tbody></table></div>'
   )
+
+
+def test_keeps_spaces_and_joiners_of_text():
+  text = "a\u00a0b\u3000c \U0001f469\u200d\U0001f4bb"
+  assert _text(web_page.element("p", text)) == f"<p>{text}</p>"

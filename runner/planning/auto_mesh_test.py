@@ -122,7 +122,7 @@ def test_refuses_where_nothing_fits_or_divides():
   with pytest.raises(
     user_error.UserError,
     match=r"mesh=auto: none of \d+ meshes of v5e:2x4 fits: the smallest needs"
-    r" .* GiB of 15\.75 GiB a device; The state takes .* GiB in all; .* At"
+    r" .* GiB of 15\.75 GiB a device; The state takes .* TiB in all; .* At"
     r" least \d+ such devices hold it",
   ):
     _choose("v5e:2x4", embed_dim=65536, num_layers=16)

@@ -68,7 +68,7 @@ def _needs_cudnn():
 
 _CHECK = """
 import sys
-from paxon.runner import compiler_options
+from paxon.runner.plan import compiler_options
 from paxon.runner.plan import target, topology
 
 device = topology.devices(target.parse(sys.argv[1]))[0]

@@ -63,7 +63,7 @@ def test_a_key_depends_on_what_a_plan_depends_on(shapes, tmp_path):
 )
 def test_a_changed_source_changes_the_key(monkeypatch, shapes, name):
   before = _key(shapes)
-  changed = pathlib.Path(plan_key.__file__).parents[3] / name
+  changed = pathlib.Path(plan_key.__file__).parents[2] / name
   assert changed.exists()
   read = pathlib.Path.read_bytes
 

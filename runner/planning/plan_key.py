@@ -32,7 +32,7 @@ from paxon.runner.planning import job_lint
 # Where the cache lies changes no plan.
 CACHE_VARIABLE: Final = "PAXON_CACHE_DIR"
 
-_ROOT: Final = pathlib.Path(__file__).parents[3]
+_ROOT: Final = pathlib.Path(__file__).parents[2]
 _FOLDERS: Final = (
   "inputs",
   "layers",

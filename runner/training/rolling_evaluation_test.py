@@ -204,11 +204,11 @@ def test_a_position_of_other_data_starts_again_with_a_warning():
   moved = source.get_state()
   lines = restore.restore_rolling_positions(
     inputs,
-    {"rolling": {**moved, "data": {**moved["data"], "num_examples": 99}}},
+    {"rolling": {**moved, "data": {**moved["data"], "num_documents": 99}}},
   )
   (line,) = lines
   assert line.startswith("the evaluation of 'rolling' starts at its first")
-  assert "num_examples 99" in line
+  assert "num_documents 99" in line
   assert source.get_state() == first
   # One that is gone is nobody's; one that is new begins at the start.
   assert restore.restore_rolling_positions(inputs, {"gone": {}}) == []
