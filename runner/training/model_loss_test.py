@@ -92,7 +92,7 @@ class _Two(nn.Module):
 def test_one_module_used_twice_is_an_error():
   part = nn.Dense(4)
   with pytest.raises(
-    user_error.UserError, match=r"One Dense stands in two .*first and second"
+    user_error.UserError, match=r"One Dense object is in two .*first and second"
   ):
     model_loss.abstract_variables(_Two(part, part), BATCH)
   two = model_loss.abstract_variables(_Two(nn.Dense(4), nn.Dense(4)), BATCH)
