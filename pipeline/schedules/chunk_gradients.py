@@ -4,9 +4,11 @@ Backward operations either recompute the forward pass from the chunk's input, or
 read residuals that the forward operation saved. To save residuals, the forward
 and backward pass are traced once (a jaxpr), and the forward operation runs the
 equations that its output depends on; of their results it returns those that the
-backward pass needs. Whatever depends only on variables and the microbatch (a
-cast or transposed kernel, a mask, dropout's bits) is computed again instead, so
-weights are never saved.
+backward pass needs. Equations that depend only on variables and the microbatch
+(a cast or transposed kernel, a mask, dropout's bits) are computed again, so the
+weights of an unrolled stack are never saved. A loop (`lax.scan`) is one
+equation: whatever it saves for its backward pass is a residual, including
+kernels cast to bfloat16.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paxon.pipeline.schedules import generators, lowering, testing
+from paxon.pipeline.schedules import generators, testing
 
 
 def _written(schedule):
@@ -49,17 +49,17 @@ def test_ticks_and_memory_are_the_papers(p, m):
   """P stages, M microbatches, v chunks; memory in chunks in flight."""
   sizes = {"num_stages": p, "num_microbatches": m}
   plain = generators.one_f_one_b(**sizes)
-  assert lowering.count_in_flight(plain) == [min(m, p - s) for s in range(p)]
+  assert testing.count_in_flight(plain) == [min(m, p - s) for s in range(p)]
   made = generators.one_f_one_b_two_slots(**sizes)
   assert len(made.ticks) == m + 2 * (p - 1)
-  assert lowering.count_in_flight(made) == [
+  assert testing.count_in_flight(made) == [
     min(m, 2 * (p - s) - 1) for s in range(p)
   ]
   for v in (2, 3):
     made = generators.interleaved_two_slots(**sizes, num_chunks=v)
     # F + B of M microbatches, and a bubble of 1/v of GPipe's.
     assert len(made.ticks) == v * m + v * p - 1 + p - 1
-    assert lowering.count_in_flight(made) == [
+    assert testing.count_in_flight(made) == [
       min(v * m, 2 * (p - 1 - s) + (v - 1) * p + 1) for s in range(p)
     ]
 
@@ -70,7 +70,7 @@ def test_fewer_microbatches_than_stages():
     generators.one_f_one_b_two_slots,
   ):
     made = make(num_stages=4, num_microbatches=2)
-    assert max(lowering.count_in_flight(made)) == 2
+    assert max(testing.count_in_flight(made)) == 2
 
 
 @pytest.mark.parametrize("make", list(generators.SCHEDULES.values()))

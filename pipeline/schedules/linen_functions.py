@@ -272,12 +272,17 @@ class Layers:
       own, keys, number = given
       return self._live_group(own, common, keys, number, x, inputs.args)
 
-    x, made = jax.lax.scan(
-      group,
-      message.x,
-      (groups, keys, numbers),
-      unroll=1 if self.stack.scan else size,
-    )
+    xs = (groups, keys, numbers)
+    if self.stack.scan:
+      x, made = jax.lax.scan(group, message.x, xs)
+    else:
+      # Not an unrolled scan, which would be one equation of the jaxpr: all that
+      # it saves would be residuals, including kernels cast to bfloat16.
+      x, sown_by_group = message.x, []
+      for i in range(size):
+        x, one = group(x, jax.tree.map(lambda leaf, i=i: leaf[i], xs))
+        sown_by_group.append(one)
+      made = jax.tree.map(lambda *leaves: jnp.stack(leaves), *sown_by_group)
     sown = jax.tree.map(
       lambda whole, new: jax.lax.dynamic_update_slice_in_dim(
         whole, new, first, axis=0

@@ -152,15 +152,6 @@ def lower(
   )
 
 
-def count_in_flight(schedule: table.Table) -> list[int]:
-  """Returns by stage how many chunks wait for their backward pass at most."""
-  lifetimes = _in_flight(schedule)
-  return [
-    max(_assign_slots(lives).values(), default=-1) + 1
-    for lives in (lifetimes[stage] for stage in range(schedule.num_stages))
-  ]
-
-
 def _result(
   schedule: table.Table, stage: int, op: table.Operation
 ) -> _Message | None:

@@ -87,7 +87,7 @@ def test_residuals_have_the_slots_of_the_neediest_stage(make, slots):
   lowered = lowering.lower(made, lowering.Residuals.SAVE)
   # One more is never read.
   assert lowered.residuals == slots + 1
-  assert slots == max(lowering.count_in_flight(made))
+  assert slots == max(testing.count_in_flight(made))
 
 
 def test_memory_does_not_grow_with_microbatches():

@@ -9,6 +9,7 @@ import pytest
 from paxon.layers import stack
 from paxon.pipeline import spmd_pipeline
 from paxon.pipeline.schedules import (
+  chunk_gradients,
   generators,
   linen_testing,
   lowering,
@@ -119,6 +120,52 @@ def test_layers_may_look_up_rows_of_a_table():
     values=values,
     specs=specs,
   )
+  want = linen_testing.accumulated(
+    plain, MICROBATCHES, values=values, specs=specs
+  )
+  linen_testing.assert_equal(got, want)
+
+
+class Bfloat16(nn.Module):
+  """A matmul in bfloat16 with a float32 kernel."""
+
+  @nn.compact
+  def __call__(self, x, positions):
+    """Returns the matmul, in the dtype of `x`."""
+    del positions
+    init = logical.partitioned(
+      nn.initializers.lecun_normal(), (axes.EMBED, axes.MLP)
+    )
+    kernel = self.param("kernel", init, (linen_testing.EMBED,) * 2)
+    y = jnp.einsum(
+      "BTD,DE->BTE", x.astype(jnp.bfloat16), kernel.astype(jnp.bfloat16)
+    )
+    return y.astype(x.dtype)
+
+
+def test_unrolled_layers_save_no_kernels(monkeypatch):
+  """Kernels cast to bfloat16 are cast again by the backward operation."""
+  splits = []
+  split = chunk_gradients.split
+
+  def record(*args, **given):
+    splits.append(split(*args, **given))
+    return splits[-1]
+
+  monkeypatch.setattr(chunk_gradients, "split", record)
+  block = linen_testing.block(more=Bfloat16())
+  plain = linen_testing.model_of(stack.Stack((block,), LAYERS))
+  values, specs = linen_testing.variables_of(plain)
+  own = _scheduled(block, "1f1b_two_slots", "save", scan=False)
+  got = linen_testing.scheduled(
+    linen_testing.model_of(own), "stage=2", values=values, specs=specs
+  )
+  (made,) = splits
+  assert any(saved.dtype == jnp.bfloat16 for saved in made.residuals)
+  kernel = (linen_testing.EMBED,) * 2
+  for saved in made.residuals:
+    # Nor stacked kernels of several layers.
+    assert saved.shape[-2:] != kernel, saved
   want = linen_testing.accumulated(
     plain, MICROBATCHES, values=values, specs=specs
   )

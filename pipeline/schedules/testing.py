@@ -110,6 +110,16 @@ def gpipe(*, num_stages: int, num_microbatches: int) -> table.Table:
   return table.from_orders([order] * num_stages, name="GPipe")
 
 
+def count_in_flight(schedule: table.Table) -> list[int]:
+  """Returns by stage how many chunks wait for their backward pass at most."""
+  now = [0] * schedule.num_stages
+  most = [0] * schedule.num_stages
+  for at, op in schedule.operations:
+    now[at.stage] += 1 if op.kind is table.Kind.FORWARD else -1
+    most[at.stage] = max(most[at.stage], now[at.stage])
+  return most
+
+
 def sequential_gradient_fn(
   functions: model_functions.ModelFunctions, *, num_virtual_stages: int
 ) -> model_functions.GradientFn:
