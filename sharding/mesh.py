@@ -110,7 +110,7 @@ class MeshSpec:
       needs = f"a multiple of {known}" if filled else f"exactly {known}"
       raise ValueError(
         f"The mesh '{self}' needs {needs} devices, but there are "
-        f"{num_devices}; change a size, or let one axis be -1."
+        f"{num_devices}; change a size, or set one axis to -1."
       )
     sizes = {
       k: num_devices // known if s == -1 else s for k, s in sizes.items()

@@ -75,7 +75,7 @@ def parse(text: str) -> Target:
   if kind is None or not colon or not size:
     known = ", ".join(hardware.names())
     raise ValueError(
-      f"--target={text} is no target: write {FORMS}; kinds are {known}."
+      f"--target={text} is not a target: use {FORMS}; kinds are {known}."
     )
   match = re.fullmatch(r"(?:(\d+)x\((\d+(?:x\d+)*)\)|(\d+(?:x\d+)*))", size)
   if match is None:

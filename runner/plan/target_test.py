@@ -34,9 +34,9 @@ def test_reads_a_target(text, name, shape, slices, chips, devices):
 @pytest.mark.parametrize(
   ("text", "message"),
   [
-    ("h300:1x8", r"--target=h300:1x8 is no target: write cpu:8, .*kinds are"),
-    ("h200", r"is no target: write cpu:8, h200:HOSTSxGPUS"),
-    ("h200:", "is no target"),
+    ("h300:1x8", r"--target=h300:1x8 is not a target: use cpu:8, .*kinds are"),
+    ("h200", r"is not a target: use cpu:8, h200:HOSTSxGPUS"),
+    ("h200:", "is not a target"),
     ("h200:8 gpus", r"has no size '8 gpus': write"),
     ("h200:8", r"write hosts and GPUs of each, such as h200:64x8"),
     ("h200:2x(4x8)", "write hosts and GPUs"),
@@ -69,7 +69,7 @@ def test_reads_several_targets():
     ("cpu:8,,cpu:4", "has an empty entry"),
     ("cpu:8,cpu:4, cpu:8", r"--target=cpu:8,cpu:4, cpu:8 names cpu:8 twice"),
     # One bad entry is a slip of the pen, and nothing is planned.
-    ("cpu:8,h300:1x8", r"--target=h300:1x8 is no target"),
+    ("cpu:8,h300:1x8", r"--target=h300:1x8 is not a target"),
   ],
 )
 def test_says_what_is_wrong_with_several_targets(text, message):
