@@ -327,7 +327,9 @@ class Experiment(abc.ABC):
         mesh=self.mesh,
         rules=self.sharding_rules(),
         decode_mesh=self.decode_mesh,
-        decode_rules=decode_rules and self._named_rules(decode_rules),
+        decode_rules=(
+          None if decode_rules is None else self._named_rules(decode_rules)
+        ),
         seed=self.seed,
         retention=self.retention(),
         warm_start=self.warm_start(),

@@ -86,7 +86,7 @@ def test_folder_is_relative_to_where_the_user_stands(given, environ, expected):
 
 def test_unsupported_store_is_a_user_error():
   with pytest.raises(
-    user_error.UserError, match=r"foo://b/x: unsupported store; use gs://"
+    user_error.UserError, match=r"^foo://b/x: unsupported store; use gs://"
   ):
     run_dir.resolve("foo://b/x", {})
 

@@ -100,12 +100,11 @@ def _run(packages: Sequence[str], argv: Sequence[str]) -> int:
 
 def _supervise(values: command_line.Values) -> int:
   """Runs this command in a child process and restarts it when it fails."""
-  from paxon.runner import run_dir
   from paxon.runner.hosts import supervisor
 
   return supervisor.Supervisor(
     command=supervisor.child_command(sys.orig_argv, "--max_restarts=0"),
-    run_dir=run_dir.resolve(values.job_log_dir or "", os.environ),
+    run_dir=_resolve_run_dir(values.job_log_dir or ""),
     max_restarts=values.max_restarts,
     timeout_seconds=values.host_timeout,
   ).run()
@@ -189,10 +188,19 @@ def _open_run_dir(
   if values.job_log_dir is None:
     now = datetime.datetime.now()
     return run_dir.create_new(experiment, os.environ, now=now), True
-  path = run_dir.resolve(values.job_log_dir, os.environ)
+  path = _resolve_run_dir(values.job_log_dir)
   if values.mode in command_line.MODES_OF_TRAINED_RUNS:
     return run_dir.check_existing(path, writes=values.mode), False
   return path, run_dir.create(path)
+
+
+def _resolve_run_dir(given: str) -> "epath.Path":
+  from paxon.runner import run_dir
+
+  try:
+    return run_dir.resolve(given, os.environ)
+  except user_error.UserError as error:
+    raise user_error.UserError(f"--job_log_dir={error}") from error
 
 
 def _choose_mesh(this: _Run, run_dir: "epath.Path") -> _Run:

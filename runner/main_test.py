@@ -195,6 +195,7 @@ _WRONG = [
   ([_TOY, "--mode=eval", "--job_log_dir=no"], r"no does not exist; use"),
   ([_TOY, "--job_log_dir="], r"--job_log_dir is empty"),
   ([_TOY, "--job_log_dir=/dev/null/x"], r"cannot create the directory"),
+  ([_TOY, "--job_log_dir=foo://x"], r"--job_log_dir=foo://x: unsupported"),
   ([_TOY, "--fdl.width=3\n4"], r"got the word '3\\n4'"),
   ([_TOY, "--fdl.\x1b[31m=3"], r"cannot read"),
 ]

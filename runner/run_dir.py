@@ -32,7 +32,7 @@ _DEFAULT_PARENT = "runs"
 
 
 def resolve(given: str, environ: Mapping[str, str]) -> epath.Path:
-  """Returns the absolute path of a value of `--job_log_dir`.
+  """Returns the absolute path of a run directory or another given path.
 
   Relative paths start in the user's working directory, which `bazel run` passes
   in an environment variable.
@@ -49,8 +49,7 @@ def resolve(given: str, environ: Mapping[str, str]) -> epath.Path:
       return epath.Path(given)
     except KeyError as error:
       raise user_error.UserError(
-        f"--job_log_dir={given}: unsupported store; use gs://, s3:// or a local"
-        " path."
+        f"{given}: unsupported store; use gs://, s3:// or a local path."
       ) from error
   start = environ.get("BUILD_WORKING_DIRECTORY") or os.getcwd()
   return epath.Path(os.path.join(start, os.path.expanduser(given)))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from paxon.inputs import byte_tokenizer, document_source, packed_input
 from paxon.runner.configuration import resolving
 
 
@@ -20,6 +21,11 @@ class _Layer(nn.Module):
   def __call__(self, x):
     if self.what == "raise":
       raise ValueError("_Layer.what must be kind,\ngot 'raise'.")
+    if self.what == "one line": raise ValueError("No.")  # fmt: skip  # noqa: E701
+    match self.what:
+      case "case": raise ValueError("No.")  # fmt: skip  # noqa: E701
+    if self.what == "operand":
+      raise ValueError("No." + 1)  # pyrefly: ignore[unsupported-operation]
     if self.what == "shape":
       return jnp.einsum("ab,bc->ac", x, jnp.zeros((7, 7)))
     if self.what == "unpack":
@@ -55,13 +61,18 @@ def test_raised_error_has_the_path_of_its_module():
   assert _explain("raise") == "_Layer.what must be kind, (at layers[0])."
 
 
+@pytest.mark.parametrize("what", ["one line", "case"])
+def test_raise_need_not_start_its_line(what):
+  assert _explain(what) == "No (at layers[0])."
+
+
 def test_all_paths_of_the_class_are_listed():
   text = _explain("raise", "raise", "raise", "raise", "raise")
   assert text is not None
   assert text.endswith("(at layers[0] or layers[1] or layers[2] or 2 more).")
 
 
-@pytest.mark.parametrize("what", ["shape", "unpack", "attribute"])
+@pytest.mark.parametrize("what", ["shape", "unpack", "attribute", "operand"])
 def test_other_errors_are_bugs(what):
   assert _explain(what) is None
 
@@ -99,3 +110,20 @@ def test_a_missing_file_of_a_part_is_a_explain(tmp_path):
   assert text is not None
   assert "No such file or directory" in text
   assert text.endswith("(at source).")
+
+
+def test_input_of_a_function_has_a_path():
+  config = fdl.Config(
+    packed_input.pack_documents,
+    source=fdl.Config(document_source.InMemoryDocuments, documents=()),
+    tokenizer=fdl.Config(byte_tokenizer.ByteTokenizer),
+    global_batch_size=2,
+    length=8,
+    shuffle_seed=0,
+  )
+  root = fdl.Config(dict, train_input=config)
+  with pytest.raises(ValueError, match="holds no examples") as caught:
+    fdl.build(config).get_next()
+  text = resolving.explain_error(caught.value, root)
+  assert text is not None
+  assert text.endswith("(at train_input).")

@@ -3,13 +3,13 @@
 Every user mistake becomes a `UserError` of one line; bugs keep their traceback.
 """
 
+import ast
 from collections.abc import Iterator, Sequence
 import contextlib
 import dataclasses
 import linecache
 import os
 import re
-import traceback
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -148,12 +148,16 @@ def explain_error(error: BaseException, config: "fdl.Buildable") -> str | None:
   depends_on_values = isinstance(error, OSError | OverflowError)
   if not depends_on_values and not isinstance(error, ValueError | TypeError):
     return None
-  frames = list(traceback.walk_tb(error.__traceback__))
-  if not frames:
+  last = error.__traceback__
+  if last is None:
     return None
-  if not depends_on_values and not _is_raised_outside_libraries(*frames[-1]):
+  frames = [last.tb_frame]
+  while last.tb_next is not None:
+    last = last.tb_next
+    frames.append(last.tb_frame)
+  if not depends_on_values and not _is_raised_outside_libraries(last):
     return None
-  paths = _find_paths([frame for frame, _ in frames], config)
+  paths = _find_paths(frames, config)
   if not paths:
     return None
   shown = " or ".join(paths[:_MAX_PATHS])
@@ -165,15 +169,33 @@ def explain_error(error: BaseException, config: "fdl.Buildable") -> str | None:
   return f"{what} (at {shown})."
 
 
-def _is_raised_outside_libraries(frame: types.FrameType, line: int) -> bool:
-  source = linecache.getline(frame.f_code.co_filename, line, frame.f_globals)
-  if not source.lstrip().startswith("raise "):
+def _is_raised_outside_libraries(last: types.TracebackType) -> bool:
+  """Whether a `raise` statement outside the libraries raised the error.
+
+  An error in the evaluation of the statement's operands does not count.
+
+  Args:
+    last: The innermost entry of the traceback.
+  """
+  code, scope = last.tb_frame.f_code, last.tb_frame.f_globals
+  root = str(scope.get("__name__", "")).partition(".")[0]
+  if root != _OURS and (
+    root in _LIBRARIES
+    or not _INSTALLED.isdisjoint(code.co_filename.split(os.sep))
+  ):
     return False
-  root = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-  if root == _OURS:
-    return True
-  folders = frame.f_code.co_filename.split(os.sep)
-  return root not in _LIBRARIES and _INSTALLED.isdisjoint(folders)
+  # The positions of the instruction; each may be None.
+  found = list(code.co_positions())[last.tb_lasti // 2]
+  try:
+    source = ast.parse("".join(linecache.getlines(code.co_filename, scope)))
+  except SyntaxError:
+    return False
+  for node in ast.walk(source):
+    if isinstance(node, ast.Raise):
+      place = node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
+      if all(a in (None, b) for a, b in zip(found, place, strict=True)):
+        return True
+  return False
 
 
 def _find_paths(
@@ -181,14 +203,21 @@ def _find_paths(
 ) -> list[str]:
   """Returns the paths of the innermost running node.
 
-  Several, because nodes are found by class: linen copies its modules.
+  Several, because nodes are found by class: linen copies its modules. The class
+  of a configured function is its return annotation.
   """
   import fiddle as fdl
 
-  places: dict[object, list[str]] = {}
+  places: dict[type, list[str]] = {}
   for path, node in tree.nodes(config):
-    if path:
-      places.setdefault(fdl.get_callable(node), []).append(path)
+    if not path:
+      continue
+    cls: Any = fdl.get_callable(node)
+    if not isinstance(cls, type):
+      cls = tree.annotations_of(node).get("return")
+    # Every frame would match those two, having no `self` or any.
+    if isinstance(cls, type) and cls not in (object, types.NoneType):
+      places.setdefault(cls, []).append(path)
   for frame in reversed(frames):
     for cls in type(frame.f_locals.get("self")).__mro__:
       if cls in places:

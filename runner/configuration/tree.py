@@ -57,12 +57,17 @@ def value_of(node: fdl.Buildable, name: str) -> Any:
   """Returns a field's value or default, or `fdl.NO_VALUE` without one."""
   if name in node.__arguments__:
     return node.__arguments__[name]
+  return default_of(node, name)
+
+
+def default_of(node: fdl.Buildable, name: str) -> Any:
+  """Returns a field's default, or `fdl.NO_VALUE` without one."""
   target = fdl.get_callable(node)
   factory = _default_factories(target).get(name)
   if factory is not None:
     return factory()
-  parameter = signatures.get_signature(target).parameters[name]
-  if parameter.default is inspect.Parameter.empty:
+  parameter = signatures.get_signature(target).parameters.get(name)
+  if parameter is None or parameter.default is inspect.Parameter.empty:
     return fdl.NO_VALUE
   return parameter.default
 

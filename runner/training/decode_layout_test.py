@@ -73,6 +73,13 @@ def test_rules_that_do_not_fit_are_named(given, message):
     preflight.check(session)
 
 
-def test_a_rule_set_that_there_is_not():
-  with pytest.raises(knobs.KnobError, match="did you mean 'weight_stationary'"):
-    testing.make(decode_rules="weights_stationary")
+@pytest.mark.parametrize(
+  ("name", "message"),
+  [
+    ("weights_stationary", "did you mean 'weight_stationary'"),
+    ("", "there is no rule set ''"),
+  ],
+)
+def test_rejects_an_unknown_rule_set(name, message):
+  with pytest.raises(knobs.KnobError, match=message):
+    testing.make(decode_rules=name)

@@ -49,8 +49,8 @@ def check_config(config: fdl.Buildable, folder: epath.Path) -> list[str]:
     return []
   before = stored.read_text()
   changes = comparison.differences(before, dump.to_text(config))
-  # Fields that the code has gained since, left at their defaults.
-  added = _unset(config) - set(comparison.values(before))
+  # Fields that the code has gained since, with their defaults.
+  added = _defaults(config) - set(comparison.values(before))
   is_extended = any(each.path == _LENGTH for each in changes)
   rejected = [
     each
@@ -84,14 +84,20 @@ def _line(change: comparison.Difference) -> str:
   return f"{change.path} was {change.before} and is now {change.after}"
 
 
-def _unset(config: fdl.Buildable) -> set[str]:
-  """Returns the paths of fields that have their defaults."""
+def _defaults(config: fdl.Buildable) -> set[str]:
+  """Returns the paths of fields that have their defaults, set or not."""
   return {
     tree.join(path, name)
     for path, node in tree.nodes(config)
     for name in tree.field_names(node)
-    if not tree.is_set(node, name)
+    if not tree.is_set(node, name) or _is_default(node, name)
   }
+
+
+def _is_default(node: fdl.Buildable, name: str) -> bool:
+  value, default = tree.value_of(node, name), tree.default_of(node, name)
+  # `==` alone would equate True with 1, and float64 with None.
+  return type(value) is type(default) and bool(value == default)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -83,6 +83,18 @@ def test_a_field_that_a_later_version_added_may_have_its_default(tmp_path):
   assert "max_update_rms was nothing and is now None" in change
 
 
+@pytest.mark.parametrize(
+  "line",
+  ["warm_start = None", "compiler_options = {}", "compiler_option_sets = ()"],
+)
+def test_an_added_field_of_the_job_may_have_its_default(tmp_path, line):
+  folder = _stored(tmp_path)
+  _without(folder, line)
+  path = line.partition(" ")[0]
+  (change,) = run_files.check_config(_config(), folder)
+  assert change.startswith(f"{path} was nothing and is now")
+
+
 def test_a_field_that_was_not_there_may_not_be_set(tmp_path):
   folder, config = _stored(tmp_path), _config()
   _without(folder, "task.learner.optimizer.max_update_rms = None")
