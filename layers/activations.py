@@ -10,13 +10,14 @@ text.
 """
 
 from collections.abc import Callable, Mapping
-import difflib
 import types
 from typing import Final
 
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
+
+from paxon.sharding import suggestions
 
 Activation = Callable[[jax.Array], jax.Array]
 
@@ -97,7 +98,7 @@ def find(name: str) -> Activation:
       "gelu) or 'gelu_tanh' (Pax's and JAX's gelu)."
     )
   if wanted not in plain:
-    close = difflib.get_close_matches(name.lower(), NAMED, n=3) or sorted(NAMED)
+    close = suggestions.find_closest(name, NAMED, count=3) or sorted(NAMED)
     raise ValueError(f"Unknown activation {name!r}; use {', '.join(close)}.")
   return plain[wanted]
 

@@ -17,12 +17,12 @@ weights of a float checkpoint.
 """
 
 import dataclasses
-import difflib
 import enum
 from typing import Final
 
 from paxon.quantization import number_formats
 from paxon.quantization import recipe as recipe_lib
+from paxon.sharding import suggestions
 
 
 class Mode(enum.Enum):
@@ -80,7 +80,7 @@ def parse(text: str) -> Choice:
 
 
 def _unknown(what: str, name: str, known: list[str]) -> str:
-  close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+  close = suggestions.find_closest(name, known)
   hint = f" did you mean {close[0]!r}?" if close else ""
   return f"no {what} is named {name!r};{hint} there are {', '.join(known)}."
 

@@ -15,11 +15,11 @@ matching rule are not quantized. `runner.configuration.rewrites` applies rules.
 
 from collections.abc import Sequence
 import dataclasses
-import difflib
 import re
 
 from paxon.quantization import products
 from paxon.quantization import recipe as recipe_lib
+from paxon.sharding import suggestions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Rule:
     for target in self.targets:
       if target in products.ROLES or not target.isidentifier():
         continue
-      close = difflib.get_close_matches(target, products.ROLES, n=1)
+      close = suggestions.find_closest(target, products.ROLES)
       hint = f"; did you mean {close[0]!r}?" if close else "."
       raise ValueError(
         f"Rule.target {target!r} is no role ({', '.join(products.ROLES)}) and, "

@@ -4,7 +4,7 @@ Errors name the class and the field. None passes every check, NaN fails every
 check.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 import math
 
 import jax.numpy as jnp
@@ -74,14 +74,6 @@ def check_floating(owner: object, *fields: str) -> None:
         f"{type(owner).__name__}.{field} must be a floating dtype such as"
         f" bfloat16, got {dtype.name}."
       )
-
-
-def check_one_of(
-  owner: object, field: str, choices: Collection[object]
-) -> None:
-  """Raises ValueError unless the field is one of the choices."""
-  listed = ", ".join(map(repr, choices))
-  _check(owner, (field,), lambda v: v in choices, f"must be one of {listed}")
 
 
 def check_multiple(owner: object, field: str, divisor: str) -> None:

@@ -22,7 +22,6 @@ _CHECKS = {
   "non_negative": checks.check_non_negative,
   "open": lambda owner, field: checks.check_interval(owner, "(0, 1)", field),
   "closed": lambda owner, field: checks.check_interval(owner, "[0, 1]", field),
-  "choice": lambda owner, field: checks.check_one_of(owner, field, ("a", "b")),
 }
 
 
@@ -34,7 +33,6 @@ _CHECKS = {
     ("non_negative", (0, 2.5)),
     ("open", (1e-6, 0.5)),
     ("closed", (0, 1)),
-    ("choice", ("a", "b")),
   ],
 )
 def test_valid_values_pass(name, values):
@@ -56,7 +54,6 @@ def test_valid_values_pass(name, values):
     ("open", 0, "must be in (0, 1), got 0."),
     ("open", math.nan, "must be in (0, 1), got nan."),
     ("closed", 1.1, "must be in [0, 1], got 1.1."),
-    ("choice", "c", "must be one of 'a', 'b', got 'c'."),
   ],
 )
 def test_invalid_values_are_rejected(name, value, message):

@@ -10,7 +10,6 @@ do not depend on the axes in use.
 import collections
 from collections.abc import Mapping, Sequence
 import dataclasses
-import difflib
 import math
 from typing import Any, Final
 
@@ -18,7 +17,7 @@ import jax
 from jax.experimental import mesh_utils
 import numpy as np
 
-from paxon.sharding import axes
+from paxon.sharding import axes, suggestions
 
 # Text of a mesh that is chosen for the available devices.
 AUTO: Final = "auto"
@@ -43,7 +42,7 @@ class MeshSpec:
     for field, sizes in (("ici", self.ici), ("dcn", self.dcn)):
       for axis, size in sizes.items():
         if axis not in axes.MESH_AXES:
-          close = difflib.get_close_matches(axis, axes.MESH_AXES, n=1)
+          close = suggestions.find_closest(axis, axes.MESH_AXES)
           hint = f"; did you mean {close[0]!r}?" if close else "."
           raise ValueError(
             f"MeshSpec.{field} has the unknown axis {axis!r}{hint} "

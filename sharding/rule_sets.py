@@ -37,10 +37,9 @@ Combine `data`, `fsdp`, `tensor`, `sequence` and `expert` with `+`:
 """
 
 from collections.abc import Mapping
-import difflib
 from typing import Final
 
-from paxon.sharding import axes
+from paxon.sharding import axes, suggestions
 from paxon.sharding import rules as rules_lib
 
 DEFAULT: Final = "default"
@@ -105,7 +104,7 @@ def named(name: str) -> rules_lib.Rules:
         f" {', '.join(_PARTS)}."
       )
     if part not in _PARTS:
-      close = difflib.get_close_matches(part, NAMES, n=1)
+      close = suggestions.find_closest(part, NAMES)
       hint = f"; did you mean {close[0]!r}?" if close else "."
       raise ValueError(
         f"rules {name!r}: there is no rule set {part!r}{hint} Rule sets are"

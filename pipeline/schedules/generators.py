@@ -9,9 +9,9 @@ schedules that are not implemented.
 """
 
 from collections.abc import Callable, Mapping
-import difflib
 
 from paxon.pipeline.schedules import table
+from paxon.sharding import suggestions
 
 _FORWARD, _BACKWARD = table.Kind.FORWARD, table.Kind.BACKWARD
 
@@ -149,7 +149,7 @@ def find(name: str) -> Schedule:
     ValueError: The name does not exist.
   """
   if name not in SCHEDULES:
-    close = difflib.get_close_matches(name, SCHEDULES, n=1, cutoff=0.5)
+    close = suggestions.find_closest(name, SCHEDULES)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     raise ValueError(
       f"{name!r} is not a schedule; use one of {', '.join(SCHEDULES)}, or unset"
