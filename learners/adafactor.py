@@ -1,6 +1,6 @@
 """Adafactor: factored second moments.
 
-  u <- g / sqrt(factored mean of g^2)           see `factored_rms`
+  u <- g / sqrt(factored mean of g^2)           see `scale_by_factored_rms`
   u <- u / max(1, rms(u) / max_update_rms)
   u <- u max(rms(p), min_param_rms)             unless min_param_rms is None
   u <- m <- b1 m + (1 - b1) u                   unless b1 is None
