@@ -43,6 +43,10 @@ class Rotary:
 
   def __post_init__(self) -> None:
     checks.check_size(self, "rotary_dim", "max_length")
+    if self.rotary_dim is not None and self.rotary_dim % 2:
+      raise ValueError(
+        f"Rotary.rotary_dim must be even, got {self.rotary_dim}."
+      )
     if self.max_wavelength <= 1:
       raise ValueError(
         f"Rotary.max_wavelength must exceed 1, got {self.max_wavelength}."
@@ -56,15 +60,10 @@ class Rotary:
     """Returns `x` rotated, in its own dtype.
 
     Raises:
-      ValueError: The number of rotated features is odd or exceeds `head_dim`.
+      ValueError: `head_dim` is odd without `rotary_dim`, or less than it.
     """
     head_dim, dim = x.shape[-1], self.rotary_dim or x.shape[-1]
-    if dim % 2:
-      raise ValueError(f"Rotary needs an even head_dim, got {dim}.")
-    if dim > head_dim:
-      raise ValueError(
-        f"Rotary.rotary_dim ({dim}) must be at most the head_dim ({head_dim})."
-      )
+    self.check_width(head_dim, "head_dim")
     if dim == head_dim:
       rotated = self._rotate(x, positions)
     else:
@@ -74,6 +73,21 @@ class Rotary:
       return rotated
     is_valid = (positions < self.max_length)[:, :, None, None]
     return jnp.where(is_valid, rotated, jnp.asarray(jnp.nan, rotated.dtype))
+
+  def check_width(self, width: int, field: str) -> None:
+    """Raises ValueError if heads of a width cannot be rotated.
+
+    Args:
+      width: Width of a head.
+      field: Name of the width in the error.
+    """
+    if self.rotary_dim is None and width % 2:
+      raise ValueError(f"{field} must be even for Rotary, got {width}.")
+    if self.rotary_dim is not None and self.rotary_dim > width:
+      raise ValueError(
+        f"Rotary.rotary_dim ({self.rotary_dim}) must be at most {field}"
+        f" ({width})."
+      )
 
   def _rotate(self, x: jax.Array, positions: jax.Array) -> jax.Array:
     dim = x.shape[-1]

@@ -133,6 +133,7 @@ class CrossAttention(nn.Module):
     super().__post_init__()
     checks.check_size(self, "num_heads", "num_kv_heads", "head_dim")
     checks.check_multiple(self, "num_heads", "num_kv_heads")
+    attention_projections.check_separate(self, self.projections)
     if self.logits.has_bias:
       raise ValueError(
         "CrossAttention.logits must have no position_bias or relative_position:"

@@ -3,6 +3,7 @@
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -218,6 +219,14 @@ def test_rejects_what_does_not_go_together():
   _, state = run(values, *_args(), cache_length=4)
   with pytest.raises(ValueError, match=r"are in the cache already"):
     run({**values, **state}, *_args())
+
+
+def test_rejects_combined_projections(monkeypatch):
+  # Tests check annotations, programs do not.
+  monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+  message = r"CrossAttention\.projections must be Separate.*, got CombinedProj"
+  with pytest.raises(ValueError, match=message):
+    _layer(combined=True)
 
 
 def test_rejects_heads_that_do_not_divide():

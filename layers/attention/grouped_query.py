@@ -80,6 +80,10 @@ class GroupedQueryAttention(nn.Module):
     super().__post_init__()
     checks.check_size(self, "num_heads", "num_kv_heads", "head_dim")
     checks.check_multiple(self, "num_heads", "num_kv_heads")
+    # Duck-typed: importing `Rotary` would load it for layers without one.
+    check_width = getattr(self.rotary, "check_width", None)
+    if check_width is not None:
+      check_width(self.head_dim, f"{type(self).__name__}.head_dim")
 
   @nn.compact
   def __call__(

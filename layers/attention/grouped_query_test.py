@@ -1,5 +1,7 @@
 """Tests for grouped-query attention."""
 
+import functools
+
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
@@ -223,11 +225,15 @@ def test_rejects_heads_that_do_not_divide():
 
 
 def test_rejects_an_odd_head_dim_with_rotary():
-  layer = attention_testing.grouped_query_attention(
-    4, num_kv_heads=2, head_dim=31, rotary=rotary_embedding.Rotary()
+  make = functools.partial(
+    attention_testing.grouped_query_attention, 4, num_kv_heads=2, head_dim=31
   )
-  with pytest.raises(ValueError, match=r"needs an even head_dim, got 31"):
-    layer.init(jax.random.key(0), testing.normal(1, 2, 8))
+  message = r"GroupedQueryAttention.head_dim must be even for Rotary, got 31"
+  with pytest.raises(ValueError, match=message):
+    make(rotary=rotary_embedding.Rotary())
+  with pytest.raises(ValueError, match=r"must be at most .*head_dim \(31\)"):
+    make(rotary=rotary_embedding.Rotary(rotary_dim=32))
+  make(rotary=rotary_embedding.Rotary(rotary_dim=30))
 
 
 @pytest.mark.parametrize(

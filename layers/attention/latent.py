@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from paxon.layers import linear, remat, rotary_embedding
+from paxon.layers import linear, remat
 from paxon.layers.attention import (
   kernel_support,
   kernels,
@@ -112,17 +112,16 @@ class LatentAttention(nn.Module):
     widths = ("head_dim", "rope_dim", "value_dim", "latent_dim")
     checks.check_size(self, "num_heads", *widths, "query_latent_dim")
     checks.check_positive(self, "logit_scale")
-    is_rotary = isinstance(self.rotary, rotary_embedding.Rotary)
-    if is_rotary and self.rope_dim % 2:
-      raise ValueError(
-        f"LatentAttention.rope_dim must be even for Rotary, got "
-        f"{self.rope_dim}."
-      )
+    # As in `GroupedQueryAttention`.
+    check_width = getattr(self.rotary, "check_width", None)
+    if check_width is not None:
+      check_width(self.rope_dim, f"{type(self).__name__}.rope_dim")
     if self.query_latent_norm is not None and self.query_latent_dim is None:
       raise ValueError(
         "LatentAttention.query_latent_norm needs query_latent_dim; without it "
         "there is no latent of queries."
       )
+    attention_projections.check_separate(self, self.projections)
     if self.projections.use_bias or self.projections.output_bias:
       raise ValueError("LatentAttention.projections must have no biases.")
 

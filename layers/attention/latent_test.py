@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -10,6 +11,7 @@ from paxon.layers.attention import (
   kernels,
   kv_cache,
   latent,
+  projections,
   sequence_cache,
   sliding_cache,
 )
@@ -273,3 +275,11 @@ def test_rejects_what_does_not_go_together():
 
   with pytest.raises(ValueError, match=message):
     jax.eval_shape(decode_with_prefix)
+
+
+def test_rejects_combined_projections(monkeypatch):
+  # Tests check annotations, programs do not.
+  monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+  message = r"LatentAttention\.projections must be Separate.*, got CombinedProj"
+  with pytest.raises(ValueError, match=message):
+    _layer(projections=projections.CombinedProjections())

@@ -158,11 +158,27 @@ class SeparateProjections(Projections):
     self, layer: Layer, x: jax.Array
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns queries, keys and values."""
-    return (
-      self.project(layer, "query", x),
-      self.project(layer, "key", x, heads_axis=axes.KV_HEADS),
-      self.project(layer, "value", x, heads_axis=axes.KV_HEADS),
+    heads_axes = {
+      "query": axes.HEADS,
+      "key": axes.KV_HEADS,
+      "value": axes.KV_HEADS,
+    }
+    kernels, biases = [], []
+    for name, heads_axis in heads_axes.items():
+      kernel, bias = self._make_parameters(
+        layer, name, x.shape[-1], layer.head_dim, heads_axis
+      )
+      kernels.append(kernel)
+      biases.append(bias)
+    # Promoted once, so the three gradients are added before one cast.
+    x, *params = dtypes.promote_dtype(x, *kernels, *biases, dtype=layer.dtype)
+    query, key, value = (
+      _contract(layer, name, x, kernel, bias, heads_axis)
+      for (name, heads_axis), kernel, bias in zip(
+        heads_axes.items(), params[:3], params[3:], strict=True
+      )
     )
+    return query, key, value
 
   def project(
     self,
@@ -185,9 +201,24 @@ class SeparateProjections(Projections):
       head_dim: H; `None` is that of the layer.
       heads_axis: Logical axis of N, `heads` or `kv_heads`.
     """
+    kernel, bias = self._make_parameters(
+      layer, name, x.shape[-1], head_dim or layer.head_dim, heads_axis
+    )
+    x, kernel, bias = dtypes.promote_dtype(x, kernel, bias, dtype=layer.dtype)
+    return _contract(layer, name, x, kernel, bias, heads_axis)
+
+  def _make_parameters(
+    self,
+    layer: Layer,
+    name: str,
+    embed_dim: int,
+    head_dim: int,
+    heads_axis: str,
+  ) -> tuple[jax.Array, jax.Array | None]:
+    """Returns a kernel [D,N,H] and its bias [N,H], or None without biases."""
     is_query = heads_axis == axes.HEADS
     num_heads = layer.num_heads if is_query else layer.num_kv_heads
-    shape = (x.shape[-1], num_heads, head_dim or layer.head_dim)
+    shape = (embed_dim, num_heads, head_dim)
     names = (axes.EMBED, heads_axis, axes.HEAD_DIM)
     init = self.kernel_init
     if name == "query":
@@ -196,9 +227,7 @@ class SeparateProjections(Projections):
     bias = None
     if self.use_bias:
       bias = _make_bias(layer, name, shape[1:], names[1:])
-    x, kernel, bias = dtypes.promote_dtype(x, kernel, bias, dtype=layer.dtype)
-    heads = products.call(layer.einsum, name, "BTD,DNH->BTNH", x, kernel)
-    return _constrain_heads(_add_bias(heads, bias), heads_axis)
+    return kernel, bias
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -239,6 +268,15 @@ class CombinedProjections(Projections):
       _constrain_heads(query.reshape(*x.shape[:2], N, H), axes.HEADS),
       _constrain_heads(key.reshape(*x.shape[:2], K, H), axes.KV_HEADS),
       _constrain_heads(value.reshape(*x.shape[:2], K, H), axes.KV_HEADS),
+    )
+
+
+def check_separate(layer: Layer, projections: Projections) -> None:
+  """Raises ValueError unless the projections of a layer are separate."""
+  if not isinstance(projections, SeparateProjections):
+    raise ValueError(
+      f"{type(layer).__name__}.projections must be SeparateProjections, got"
+      f" {type(projections).__name__}."
     )
 
 
@@ -315,6 +353,18 @@ def _make_bias(
   # Of rank two or more, but not subject to weight decay.
   init = logical.partitioned(nn.initializers.zeros, names, regularized=False)
   return layer.param(f"{name}_bias", init, shape, layer.param_dtype)
+
+
+def _contract(
+  layer: Layer,
+  name: str,
+  x: jax.Array,
+  kernel: jax.Array,
+  bias: jax.Array | None,
+  heads_axis: str,
+) -> jax.Array:
+  heads = products.call(layer.einsum, name, "BTD,DNH->BTNH", x, kernel)
+  return _constrain_heads(_add_bias(heads, bias), heads_axis)
 
 
 def _add_bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:

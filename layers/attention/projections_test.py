@@ -156,6 +156,22 @@ def test_biases_of_queries_keys_and_values_only():
   assert [n for n in names if n.endswith("_bias")] == ["params/out_bias"]
 
 
+@pytest.mark.parametrize("combined", [True, False])
+def test_gradients_of_tokens_are_added_before_they_are_cast(combined):
+  layer = _layer(combined=combined, dtype=jnp.bfloat16, use_bias=True)
+  x = _args()[0].astype(jnp.bfloat16)
+  values = testing.random_values(layer, *_args())
+
+  def loss(x):
+    y = layer.apply(values, x, POSITIONS, SEGMENTS)
+    return jnp.sum(jnp.sin(y.astype(jnp.float32)))
+
+  wide = jax.grad(loss)(x.astype(jnp.float32))
+  narrow = jax.grad(loss)(x)
+  assert (wide.dtype, narrow.dtype) == (jnp.float32, jnp.bfloat16)
+  np.testing.assert_array_equal(wide, narrow.astype(jnp.float32))
+
+
 def test_names_axes_and_decay():
   specs = testing.specs(_layer((4, 4), use_bias=True), *_args())["params"]
   assert {k: (s.shape, s.axes, s.regularized) for k, s in specs.items()} == {
