@@ -5,7 +5,7 @@
 
 prints one line for each violation, and exits with status 1 if there is one.
 `--update` rewrites the list of exceptions, tools/exceptions.txt, to what the
-tree needs today.
+tree needs today, and prints each entry that it adds.
 """
 
 import pathlib
@@ -42,7 +42,8 @@ def main(arguments: list[str]) -> int:
   """Prints the violations; returns the exit status."""
   if arguments == ["--update"]:
     root = workspace.find_root(pathlib.Path(__file__))
-    violation.update_exceptions(root, _find(root))
+    for entry in violation.update_exceptions(root, _find(root)):
+      print(f"added to {violation.PATH}: {entry}")
     return 0
   start = arguments[0] if arguments else __file__
   found = violations(workspace.find_root(pathlib.Path(start)))

@@ -3,7 +3,7 @@
 import pytest
 
 from paxon.tools import check_deps
-from paxon.tools.dependencies import planted
+from paxon.tools.dependencies import planted, violation, workspace
 
 
 def test_a_clean_workspace_has_no_broken_rule(tmp_path, capsys):
@@ -57,6 +57,22 @@ def test_every_kind_of_rule_is_applied(tmp_path, capsys, changes, message):
   printed = capsys.readouterr()
   assert message in printed.out
   assert printed.err.endswith(" violations\n")
+
+
+def test_update_prints_what_it_adds(tmp_path, capsys, monkeypatch):
+  changes = {
+    "docs/page.md": "# A page\nIt is made anew.\n",
+    violation.PATH: "word docs/page.md row\n",
+  }
+  planted.write(tmp_path, changes)
+  assert check_deps.main([str(tmp_path)]) == 1
+  assert "`word docs/page.md row` allows nothing" in capsys.readouterr().out
+  monkeypatch.setattr(workspace, "find_root", lambda _: tmp_path)
+  assert check_deps.main(["--update"]) == 0
+  assert capsys.readouterr().out == (
+    "added to tools/exceptions.txt: word docs/page.md anew\n"
+  )
+  assert check_deps.main([str(tmp_path)]) == 0
 
 
 def test_says_where_it_looked_for_the_workspace(tmp_path):

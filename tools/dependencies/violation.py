@@ -14,9 +14,6 @@ _HEAD = """\
 # Exceptions to the build rules; entries are removed, never added.
 # Regenerate with: tools/python -m paxon.tools.check_deps --update
 """
-# Rules for which the detail `*` allows everything in a file, while it is being
-# cleaned.
-_WHOLE_FILE = frozenset({"word"})
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -60,13 +57,6 @@ class Exceptions:
 
   reasons: Mapping[str, str]
 
-  def find_entry(self, exception: str) -> str | None:
-    """Returns the entry that allows `exception`, or None."""
-    for entry in (exception, _whole_file(exception)):
-      if entry in self.reasons:
-        return entry
-    return None
-
 
 def load_exceptions(root: pathlib.Path) -> Exceptions:
   """Reads the list of the workspace at `root`; a missing file is empty."""
@@ -84,29 +74,30 @@ def load_exceptions(root: pathlib.Path) -> Exceptions:
 def apply_exceptions(
   found: Iterable[Violation], listed: Exceptions
 ) -> list[Violation]:
-  """Returns the violations that are not listed."""
-  return [
-    item
-    for item in found
-    if not item.exception or listed.find_entry(item.exception) is None
+  """Returns violations that are not listed, and one for each unused entry."""
+  found = list(found)
+  unused = listed.reasons.keys() - {item.exception for item in found}
+  return [item for item in found if item.exception not in listed.reasons] + [
+    of_file(
+      PATH, f"`{entry}` allows nothing; remove it, or run check_deps --update."
+    )
+    for entry in sorted(unused)
   ]
 
 
-def update_exceptions(root: pathlib.Path, found: Iterable[Violation]) -> None:
-  """Rewrites the list to what `found` needs; reasons are kept."""
-  listed = load_exceptions(root)
-  entries = {
-    listed.find_entry(item.exception) or item.exception
-    for item in found
-    if item.exception
-  }
+def update_exceptions(
+  root: pathlib.Path, found: Iterable[Violation]
+) -> list[str]:
+  """Rewrites the list to what `found` needs; reasons are kept.
+
+  Returns:
+    The entries that were added.
+  """
+  reasons = load_exceptions(root).reasons
+  entries = sorted({item.exception for item in found if item.exception})
   lines = []
-  for entry in sorted(entries):
-    reason = listed.reasons.get(entry)
+  for entry in entries:
+    reason = reasons.get(entry)
     lines.append(f"{entry}  # {reason}\n" if reason else f"{entry}\n")
   (root / PATH).write_text(_HEAD + "".join(lines))
-
-
-def _whole_file(exception: str) -> str:
-  rule, subject, *_ = exception.split()
-  return f"{rule} {subject} *" if rule in _WHOLE_FILE else exception
+  return [entry for entry in entries if entry not in reasons]

@@ -1,4 +1,4 @@
-"""Listed violations are allowed, exactly or by the whole file."""
+"""Listed violations are allowed, and unused entries are violations."""
 
 from paxon.tools.dependencies import violation
 
@@ -15,11 +15,18 @@ def _listed(tmp_path, text):
 
 def test_listed_violations_are_allowed(tmp_path):
   found = [_WORD, _OTHER, _PLAIN]
-  for entry in ("word a.py row", "word  a.py *  # why"):
-    listed = _listed(tmp_path, f"# Head\n{entry}\n")
-    assert violation.apply_exceptions(found, listed) == [_OTHER, _PLAIN]
-  other = _listed(tmp_path, "word a.py figure\nfragment b.py\n")
-  assert violation.apply_exceptions(found, other) == [_WORD, _PLAIN]
+  listed = _listed(tmp_path, "# Head\nword  a.py row  # why\n")
+  assert violation.apply_exceptions(found, listed) == [_OTHER, _PLAIN]
+
+
+def test_an_unused_entry_is_a_violation(tmp_path):
+  listed = _listed(tmp_path, "word a.py *\nword a.py row\nfragment b.py\n")
+  assert list(map(str, violation.apply_exceptions([_WORD], listed))) == [
+    "tools/exceptions.txt: `fragment b.py` allows nothing; remove it, or run"
+    " check_deps --update.",
+    "tools/exceptions.txt: `word a.py *` allows nothing; remove it, or run"
+    " check_deps --update.",
+  ]
 
 
 def test_a_missing_list_allows_nothing(tmp_path):
@@ -28,9 +35,10 @@ def test_a_missing_list_allows_nothing(tmp_path):
   ) == [_OTHER]
 
 
-def test_update_lists_what_is_there_and_keeps_reasons(tmp_path):
-  _listed(tmp_path, "fragment b.py # Two tests need it.\nword z.py *\n")
-  violation.update_exceptions(tmp_path, [_WORD, _OTHER, _PLAIN])
+def test_update_keeps_reasons_and_returns_what_it_adds(tmp_path):
+  _listed(tmp_path, "fragment b.py # Two tests need it.\nword z.py row\n")
+  added = violation.update_exceptions(tmp_path, [_WORD, _OTHER, _PLAIN])
+  assert added == ["word a.py row"]
   text = (tmp_path / violation.PATH).read_text()
   lines = [line for line in text.splitlines() if not line.startswith("#")]
   assert lines == ["fragment b.py  # Two tests need it.", "word a.py row"]

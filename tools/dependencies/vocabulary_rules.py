@@ -1,8 +1,9 @@
 """Words that user-visible text does not use, and what to write instead.
 
 Checked are Markdown pages, the strings that a program shows to its user
-(arguments of `raise`, of `print`, of flags and of argument parsers), and the
-first line of each module's docstring. Design notes keep their words.
+(arguments of `raise`, of `print`, of flags and of argument parsers, and strings
+in functions that format lines), and the first line of each module's docstring.
+Design notes keep their words.
 """
 
 import ast
@@ -47,9 +48,11 @@ _OPENING = re.compile(r"(What|How|Which|Whether|Who|Where)\b")
 
 # Functions whose string arguments a user reads.
 _SHOWN = re.compile(
-  r"print|say|exit|add_argument|add_parser|ArgumentParser|\w*Error|fail"
+  r"_?print|_?report|_?log|say|exit|add_argument|add_parser|ArgumentParser|\w*Error|fail"
   r"|DEFINE_\w+|info|warning|warn|error"
 )
+# Functions that make the lines that their callers print.
+_FORMATTERS = re.compile(r"_?(format_\w+|summarize|lines)")
 _NOT_SHOWN = ("docs/design/", "third_party/", "tools/dependencies/")
 
 
@@ -106,6 +109,8 @@ def _shown_strings(module: ast.Module) -> Iterator[tuple[int, str]]:
           roots = [*args, *keywords]
         else:
           roots = [item for item in keywords if item.arg == "help"]
+      case ast.FunctionDef(name=name, body=body) if _FORMATTERS.fullmatch(name):
+        roots = body[1:] if ast.get_docstring(node) else body
     for child in (child for root in roots for child in ast.walk(root)):
       match child:
         case ast.Constant(value=str(text)) if child not in seen:

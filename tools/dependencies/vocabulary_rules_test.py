@@ -19,6 +19,27 @@ _PLANTED = [
     "runner/task.py:3: `goes on`: write resume, continue.",
     id="a help text",
   ),
+  *(
+    pytest.param(
+      {"runner/task.py": f'"""A task."""\n{call}("It goes on.")\n'},
+      "runner/task.py:2: `goes on`: write resume, continue.",
+      id=call,
+    )
+    for call in ("_print", "self._print", "_report", "logging.log")
+  ),
+  *(
+    pytest.param(
+      {
+        "runner/task.py": (
+          f'"""A task."""\ndef {name}(x):\n  """It is refused."""\n'
+          '  yield f"{x} goes on."\n'
+        )
+      },
+      "runner/task.py:4: `goes on`: write resume, continue.",
+      id=f"a line of {name}",
+    )
+    for name in ("format_results", "summarize", "lines")
+  ),
   pytest.param(
     {"runner/task.py": '"""What a run is."""\n'},
     "runner/task.py:1: `What`: write a noun phrase that names what the module"
