@@ -242,25 +242,6 @@ class Checkpointer:
         self._times[step] = otherwise
     return self._times[step]
 
-  def describe(self, step: int) -> dict[str, Any]:
-    """Returns the metadata and checksums of a checkpoint, as JSON values.
-
-    Args:
-      step: The step of the checkpoint.
-
-    Returns:
-      `format_version`, `step`, `time` (seconds since the epoch), `arrays`
-      (shape, dtype and axes by name) and `checksums` (size and CRC-32 by file).
-
-    Raises:
-      DamagedCheckpointError: The metadata or the manifest cannot be read.
-    """
-    entries = self._entries(step)
-    return {
-      **self._metadata(step),
-      "checksums": {n: dataclasses.asdict(each) for n, each in entries.items()},
-    }
-
   def verify(self, step: int) -> None:
     """Reads all files of a checkpoint and compares their checksums.
 
@@ -290,16 +271,28 @@ class Checkpointer:
     return metadata
 
   def _verify_share(self, step: int) -> dict[str, Any]:
-    path = self._folder / str(step)
-    entries = self._entries(step)
+    try:
+      entries = self._entries(step)
+    except DamagedCheckpointError:
+      # Another format version may have no manifest, or a different one.
+      with contextlib.suppress(DamagedCheckpointError):
+        self._check_version(step)
+      raise
     # First, because the rest depends on the version in it.
     own = {n: e for n, e in entries.items() if n.startswith(f"{_METADATA}/")}
     self._check_files(step, own)
-    metadata = self._metadata(step)
-    version = metadata["format_version"]
-    named_tree.check_version(version, where=f"The checkpoint {path}")
+    metadata = self._check_version(step)
     share = agreement.share(sorted(entries))
     self._check_files(step, {n: entries[n] for n in share})
+    return metadata
+
+  def _check_version(self, step: int) -> dict[str, Any]:
+    """Checks the format version of a checkpoint and returns its metadata."""
+    metadata = self._metadata(step)
+    named_tree.check_version(
+      metadata["format_version"],
+      where=f"The checkpoint {self._folder / str(step)}",
+    )
     return metadata
 
   def _check_files(

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 
 from etils import epath
 import jax
@@ -51,10 +52,13 @@ def _assert_is_golden(restored):
     assert np.asarray(actual).tobytes() == exact.tobytes(), spec.name
 
 
+def _metadata_file(folder):
+  return folder / str(golden.STEP) / "metadata" / "metadata"
+
+
 def test_golden_checkpoint_is_restored_bit_for_bit(tmp_path):
   golden.extract(epath.Path(tmp_path))
-  stored = tmp_path / str(golden.STEP) / "metadata" / "metadata"
-  version = json.loads(stored.read_text())["format_version"]
+  version = json.loads(_metadata_file(tmp_path).read_text())["format_version"]
   assert version == named_tree.FORMAT_VERSION
   _assert_is_golden(_restore(tmp_path))
 
@@ -69,11 +73,9 @@ def test_written_checkpoint_has_the_format_of_the_golden(tmp_path):
   golden.write(today)
   _assert_is_golden(_restore(today))
   golden.extract(before)
-  described = []
-  for folder in (today, before):
-    with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
-      described.append(checkpoints.describe(golden.STEP))
-  written, stored = described
+  written, stored = (
+    json.loads(_metadata_file(folder).read_text()) for folder in (today, before)
+  )
   assert written.keys() == stored.keys()
   assert written["arrays"] == stored["arrays"]
 
@@ -90,3 +92,15 @@ def test_another_version_is_rejected_in_one_line(tmp_path, monkeypatch):
   ) as caught:
     _restore(tmp_path)
   assert "\n" not in str(caught.value)
+
+
+def test_another_version_without_a_manifest_is_rejected_as_such(tmp_path):
+  golden.write(epath.Path(tmp_path))
+  stored = _metadata_file(tmp_path)
+  metadata = json.loads(stored.read_text())
+  stored.write_text(json.dumps({**metadata, "format_version": 1}))
+  shutil.rmtree(tmp_path / str(golden.STEP) / "manifest")
+  with pytest.raises(
+    named_tree.CheckpointMismatchError, match="has format version 1, but"
+  ):
+    _restore(tmp_path)
