@@ -101,7 +101,7 @@ def of(
     given: Those of the job, which win.
     device: One of the devices, which may be absent.
     num_devices: How many there are.
-    sets: The sets that the job names, see `option_sets`.
+    sets: The sets that the job names, see `settings.compiler`.
   """
   kind = hardware.for_device_kind(device.device_kind)
   platform = _PLATFORMS.get(device.platform)

@@ -1,4 +1,4 @@
-"""Evaluation of all splits, and the log of a run's evaluations."""
+"""Evaluation of all splits."""
 
 from collections.abc import Callable
 import time

@@ -140,7 +140,8 @@ def summary_metrics(
   """Returns sown values as metrics `summaries/<path>/<name>`.
 
   A value of a scanned stack has one entry for each group of layers. It stays
-  one metric of several values, whose name has the layers' numbers (`weighted`).
+  one metric of several values, whose name has the layers' numbers
+  (`learners.metrics.indexed`).
 
   Args:
     sown: The collection as linen returns it: nested dicts of tuples with one
