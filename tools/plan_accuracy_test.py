@@ -106,9 +106,9 @@ def test_errors_of_several_rows():
   # |48 - 42|, |50 - 53|, |49 - 54|; ranks 1 3 2 and 1 2 3.
   assert "| Pax on v4 | estimate | 4.7 | 6 | +0.50 |" in text
   # Means of the others 53.5, 48 and 47.5: errors 11.5, 5 and 6.5.
-  assert "| Pax on v4 | the mean of the others | 7.7 | 12 | - |" in text
+  assert "| Pax on v4 | mean of the others | 7.7 | 12 | - |" in text
   # One that does not vary orders nothing.
-  assert "| Pax on v4 | bound | 30.3 | 38 | - |" in text
+  assert "| Pax on v4 | upper bound | 30.3 | 38 | - |" in text
 
 
 @pytest.mark.parametrize(
