@@ -1,5 +1,6 @@
 """Tests for retention."""
 
+import json
 import math
 
 from etils import epath
@@ -129,7 +130,8 @@ def test_times_are_stored_in_the_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpointer.time, "time", lambda now=now: now)
     with checkpointer.Checkpointer(folder, retention=rule) as checkpoints:
       _save(checkpoints, step)
-      assert checkpoints.describe(step)["time"] == now
+    stored = folder / str(step) / "metadata" / "metadata"
+    assert json.loads(stored.read_text())["time"] == now
   monkeypatch.undo()
   assert _names(tmp_path) == [1, 4, 6]
 
