@@ -95,7 +95,7 @@ class Checkpointer:
     self._times: dict[int, float] = {}
     self._skipped = set[int]()
     self._manager: ocp.CheckpointManager | None = None
-    self._restore_logs = orbax_noise.filter_logs()
+    self._restore_output = orbax_noise.filter_output()
     if folder.exists() or not read_only:
       self._manager = self._open()
 
@@ -416,7 +416,7 @@ class Checkpointer:
         self._manager.close()
     finally:
       self._manager = None
-      self._restore_logs()
+      self._restore_output()
 
   @contextlib.contextmanager
   def _saving(self) -> Iterator[None]:
@@ -426,9 +426,8 @@ class Checkpointer:
     except Exception as error:
       # Closing would wait for the failed save and raise again.
       self._manager = None
-      # Orbax's threads may log after this object is closed.
-      self._restore_logs = lambda: None
-      orbax_noise.ignore_late_errors()
+      # Orbax's threads may log and fail after this object is closed.
+      self._restore_output = lambda: None
       raise SaveError(
         f"Writing a checkpoint to {self._folder} failed: {_reason(error)}"
       ) from error

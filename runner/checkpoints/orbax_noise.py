@@ -20,28 +20,21 @@ def _is_relevant(record: logging.LogRecord) -> bool:
   return _ORBAX not in record.pathname and not is_unawaited
 
 
-def filter_logs() -> Callable[[], None]:
-  """Drops the logs of orbax; returns a function that restores them."""
+def filter_output() -> Callable[[], None]:
+  """Drops the logs of orbax and late errors of TensorStore's threads.
+
+  Pending writes raise 'Event loop is closed' when another one has failed,
+  possibly before the failed save itself is reported.
+
+  Returns:
+    A function that restores logs and errors.
+  """
   loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
   # A filter of this call only, because several may be active.
   each = logging.Filter()
   each.filter = _is_relevant
   for logger in loggers:
     logger.addFilter(each)
-
-  def restore() -> None:
-    for logger in loggers:
-      logger.removeFilter(each)
-
-  return restore
-
-
-def ignore_late_errors() -> None:
-  """Drops 'Event loop is closed' errors of TensorStore's threads from now on.
-
-  Pending writes raise them when another one has failed. The process is about
-  to exit.
-  """
   previous = sys.excepthook
 
   def hook(*error: object) -> None:
@@ -50,3 +43,12 @@ def ignore_late_errors() -> None:
       previous(*error)  # pyrefly: ignore
 
   sys.excepthook = hook
+
+  def restore() -> None:
+    for logger in loggers:
+      logger.removeFilter(each)
+    # Another one that is active keeps its hook, and with it this one.
+    if sys.excepthook is hook:
+      sys.excepthook = previous
+
+  return restore
