@@ -56,9 +56,7 @@ def test_a_run_corrects_the_estimate(tmp_path, monkeypatch, capsys):
   assert planned.source.startswith("measured, 20")
   assert "run run of a.TinyLm on 8 cpu, 5 reports" in planned.source
   # The rates of the machine itself are no shares, and stay.
-  assert planned.data_sheet_step == pytest.approx(
-    before.estimate.data_sheet_step
-  )
+  assert planned.datasheet_step == pytest.approx(before.estimate.datasheet_step)
 
 
 def _status(capsys, *arguments):

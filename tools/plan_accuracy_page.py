@@ -49,7 +49,7 @@ def of_plan(name: str, plan: result.Plan, *, date: str) -> Prediction:
     ValueError: The plan has no estimate.
   """
   if plan.estimate is None or plan.bound is None or not plan.memory.peak:
-    said = [plan.memory.refusal, *plan.notes]
+    said = [plan.memory.compiler_error, *plan.notes]
     raise ValueError(f"{name} has no estimate: {' '.join(filter(None, said))}")
   return Prediction(
     name=name,
@@ -103,7 +103,7 @@ Pair = tuple[published_speeds.Speed, Prediction]
 _WAYS: Final[dict[str, Callable[[Prediction], float]]] = {
   "matmuls only, at peak": lambda p: p.estimate.ceiling_mfu,
   "upper bound": lambda p: p.bound_mfu,
-  "simulated, data sheet": lambda p: p.estimate.data_sheet_mfu,
+  "simulated, data sheet": lambda p: p.estimate.datasheet_mfu,
   "estimate": lambda p: p.estimate.mfu,
 }
 _ESTIMATE: Final = "estimate"

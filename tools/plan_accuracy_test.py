@@ -27,8 +27,8 @@ def _prediction(name="16B", **changes):
     "mfu": 0.48,
     "band": (0.75, 1.5),
     "source": "measured, 2026-01-31: a machine",
-    "data_sheet_step": 9.0,
-    "data_sheet_mfu": 0.53,
+    "datasheet_step": 9.0,
+    "datasheet_mfu": 0.53,
     "ceiling_mfu": 0.81,
   }
   return page.Prediction(
@@ -186,7 +186,7 @@ def _plan(name, **changes):
       causal_model=1.0,
       hardware=1,
       recomputed=0,
-      by_part={},
+      by_module={},
       by_kind={},
       by_dtype={},
     ),
@@ -285,7 +285,7 @@ def test_rejects_plan_of_another_program(files, capsys):
 
 def test_a_plan_that_does_not_fit_has_no_estimate():
   memory = dataclasses.replace(
-    _plan("16B").memory, peak=None, refusal="RESOURCE_EXHAUSTED"
+    _plan("16B").memory, peak=None, compiler_error="RESOURCE_EXHAUSTED"
   )
   with pytest.raises(ValueError, match="has no estimate: RESOURCE_EXHAUSTED"):
     page.of_plan("16B", _plan("16B", memory=memory), date="")

@@ -126,7 +126,7 @@ def _memory(**fields):
     ({"peak": int(9.5 * _GIB)}, result.Fit.TIGHT),
     # The compiler for CUDA accepts it all the same.
     ({"peak": 11 * _GIB}, result.Fit.DOES_NOT_FIT),
-    ({"refusal": "RESOURCE_EXHAUSTED"}, result.Fit.DOES_NOT_FIT),
+    ({"compiler_error": "RESOURCE_EXHAUSTED"}, result.Fit.DOES_NOT_FIT),
     ({"usable": None, "peak": 11 * _GIB}, result.Fit.UNKNOWN),
     ({"parameters": 7 * _GIB}, result.Fit.DOES_NOT_FIT),
   ],

@@ -64,7 +64,7 @@ def of(
   Raises:
     ValueError: Nothing was compiled, so most figures are missing.
   """
-  if not plan.compiled and plan.memory.refusal is None:
+  if not plan.compiled and plan.memory.compiler_error is None:
     raise ValueError(
       f"{plan.experiment} on {plan.target} was not compiled; golden plans are."
     )

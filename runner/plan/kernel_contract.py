@@ -52,7 +52,7 @@ def choices(
     result.KernelChoice(
       part=part,
       kernel=kernel,
-      is_decided=is_tuned or is_decided(kernel),
+      is_final=is_tuned or is_final(kernel),
       count=count,
       dtype=dtype,
     )
@@ -93,7 +93,7 @@ def executed(program: hlo.Program) -> Iterator[Execution]:
       yield Execution(*found, runs[computation], cost)
 
 
-def is_decided(kernel: str) -> bool:
+def is_final(kernel: str) -> bool:
   """Returns whether a kernel of a plan is that of the run.
 
   Args:
@@ -123,11 +123,11 @@ def mismatches(
     is_met = len(others) < len(of_part)
     if each.part == expected_kernels.QUANTIZED and each.kernel in _NARROW:
       # Of operands in few bits, autotuning may still find such a kernel.
-      others = [c for c in others if c.is_decided or not _may_be(c, each)]
+      others = [c for c in others if c.is_final or not _may_be(c, each)]
       is_met = bool(of_part) and not others
     elif each.part != expected_kernels.MATMULS:
       is_met = is_met and not others
-    elif each.kernel in _TUNED and any(not c.is_decided for c in of_part):
+    elif each.kernel in _TUNED and any(not c.is_final for c in of_part):
       # The run will tell.
       is_met = True
     if not is_met:

@@ -80,7 +80,7 @@ rhs_contracting_dims={0}, metadata={op_name="jit(step)/jvp()/mlp/dot_general"}
 
 def _found(text, *, is_tuned=False):
   choices = kernel_contract.choices(hlo.parse(text), is_tuned=is_tuned)
-  return [(c.part, c.kernel, c.is_decided, c.count) for c in choices]
+  return [(c.part, c.kernel, c.is_final, c.count) for c in choices]
 
 
 def test_reads_the_kernels_of_a_gpu():
@@ -94,7 +94,7 @@ def test_reads_the_kernels_of_a_gpu():
 
 def test_what_ran_through_autotuning_is_decided():
   assert all(
-    is_decided for _, _, is_decided, _ in _found(_CUDA_TEXT, is_tuned=True)
+    is_final for _, _, is_final, _ in _found(_CUDA_TEXT, is_tuned=True)
   )
 
 
@@ -177,9 +177,9 @@ rhs_contracting_dims={0}, metadata={op_name="jit(f)/head/dot_general"}
   ]
 
 
-def _choice(part, kernel, *, is_decided=True, dtype="bfloat16"):
+def _choice(part, kernel, *, is_final=True, dtype="bfloat16"):
   return result.KernelChoice(
-    part=part, kernel=kernel, is_decided=is_decided, count=2, dtype=dtype
+    part=part, kernel=kernel, is_final=is_final, count=2, dtype=dtype
   )
 
 
@@ -212,14 +212,14 @@ _QUANTIZED = "quantized matmuls"
     ),
     pytest.param(
       (_PRODUCTS, "cublas"),
-      [_choice(_PRODUCTS, "triton", is_decided=False)],
+      [_choice(_PRODUCTS, "triton", is_final=False)],
       id="autotuning will tell",
     ),
     pytest.param(
       (_QUANTIZED, "cublas fp8"),
       [
         _choice(_QUANTIZED, "cublas fp8"),
-        _choice(_QUANTIZED, "triton", is_decided=False, dtype="float8_e4m3fn"),
+        _choice(_QUANTIZED, "triton", is_final=False, dtype="float8_e4m3fn"),
       ],
       id="autotuning will tell of quantized matmuls",
     ),
@@ -246,7 +246,7 @@ def test_what_is_not_decidedly_wrong_is_accepted(expected, found):
     ),
     pytest.param(
       (_PRODUCTS, "cublas fp8"),
-      [_choice(_PRODUCTS, "triton", is_decided=False)],
+      [_choice(_PRODUCTS, "triton", is_final=False)],
       "2 of triton (XLA's Triton fusions)",
       id="fp8 is no matter of autotuning",
     ),
@@ -265,7 +265,7 @@ def test_what_is_not_decidedly_wrong_is_accepted(expected, found):
     ),
     pytest.param(
       (_QUANTIZED, "cublas fp8"),
-      [_choice(_QUANTIZED, "cublas", is_decided=False)],
+      [_choice(_QUANTIZED, "cublas", is_final=False)],
       "2 of cublas (cuBLAS or cuBLASLt)",
       id="autotuning makes no fp8 of bfloat16",
     ),

@@ -52,7 +52,7 @@ def of(
   *,
   kind: hardware.Hardware,
   num_devices: int,
-) -> tuple[result.QuantizedProduct, ...]:
+) -> tuple[result.QuantizedMatmul, ...]:
   """Returns what the covered products of a step run as.
 
   Args:
@@ -88,7 +88,7 @@ def is_narrow(dtype: str) -> bool:
 
 
 def variable_paths(
-  products: Iterable[result.QuantizedProduct],
+  products: Iterable[result.QuantizedMatmul],
 ) -> frozenset[str]:
   """Returns which variables are multiplied in few bits, if they are kernels.
 
@@ -100,15 +100,17 @@ def variable_paths(
     is that of its kernel.
   """
   # Behind the name of the model.
-  paths = (p.part.split("/")[1:] for p in products if is_narrow(p.traced_dtype))
+  paths = (
+    p.module.split("/")[1:] for p in products if is_narrow(p.traced_dtype)
+  )
   return frozenset("/".join(n for n in p if n != _FIELD) for p in paths)
 
 
 def warnings(
-  products: Sequence[result.QuantizedProduct],
+  products: Sequence[result.QuantizedMatmul],
 ) -> Iterator[str]:
   """Yields a sentence for each reason why products are not in few bits."""
-  reasons: dict[tuple[str, str], list[result.QuantizedProduct]] = {}
+  reasons: dict[tuple[str, str], list[result.QuantizedMatmul]] = {}
   for product in products:
     if not product.is_quantized:
       key = product.dtype, product.reason
@@ -118,7 +120,7 @@ def warnings(
     more = f" and {len(members) - 1} more" if len(members) > 1 else ""
     yield (
       f"{len(members)} of {len(products)} quantized matmuls run as"
-      f" {dtype or 'something unknown'}: {first.part} ({first.product}){more},"
+      f" {dtype or 'something unknown'}: {first.module} ({first.role}){more},"
       f" because {reason}."
     )
 
@@ -182,7 +184,7 @@ def _product(
   kind: hardware.Hardware,
   *,
   is_compiled: bool,
-) -> result.QuantizedProduct:
+) -> result.QuantizedMatmul:
   traced = max(dtypes, key=dtypes.__getitem__)
   if found is not None:
     dtype, reason = found.dtype, _reason(traced, found.dtype, kind)
@@ -193,13 +195,13 @@ def _product(
   else:
     dtype = ""
     reason = "the compiled text has no product of this name"
-  return result.QuantizedProduct(
-    part=key[0],
-    product=key[1],
+  return result.QuantizedMatmul(
+    module=key[0],
+    role=key[1],
     traced_dtype=traced,
     dtype=dtype,
     kernel=found.kernel if found else "",
-    is_decided=found is not None and kernel_contract.is_decided(found.kernel),
+    is_final=found is not None and kernel_contract.is_final(found.kernel),
     count=found.count if found else 0,
     flops=sum(dtypes.values()),
     is_quantized=not reason,

@@ -68,18 +68,18 @@ def test_a_product_is_found_in_both_programs():
     ("jit(f)/up/quantized_weight_gradient", _BF16, "h"),
   )
   forward, gradient = _of(traced, program)
-  assert forward == result.QuantizedProduct(
-    part="up",
-    product="forward",
+  assert forward == result.QuantizedMatmul(
+    module="up",
+    role="forward",
     traced_dtype="float8_e4m3fn",
     dtype="float8_e4m3fn",
     kernel="cublas fp8",
-    is_decided=True,
+    is_final=True,
     count=1,
     flops=2 * 8**3,
     is_quantized=True,
   )
-  assert gradient.product == "weight gradient"
+  assert gradient.role == "weight gradient"
   assert (gradient.kernel, gradient.dtype) == ("cublas", "bfloat16")
   assert not gradient.is_quantized
   assert (
@@ -93,7 +93,7 @@ def test_what_is_recomputed_is_apart():
   traced = _traced(_UP)
   found = _of(traced, _program((f"jit(f)/{stack}", _FP8, "f")))
   # The text has it again, but never a first time.
-  assert [p.product for p in found] == ["forward"]
+  assert [p.role for p in found] == ["forward"]
   assert found[0].dtype == ""
   assert "no product of this name" in found[0].reason
 
@@ -140,7 +140,7 @@ def test_without_a_compiler_the_data_sheet_says(dtype, kind, runs_as, reason):
   (found,) = _of(_traced(("up", products_lib.FORWARD, dtype)), kind=kind)
   assert (found.dtype, found.reason) == (runs_as, reason)
   assert found.is_quantized is not bool(reason)
-  assert (found.kernel, found.count, found.is_decided) == ("", 0, False)
+  assert (found.kernel, found.count, found.is_final) == ("", 0, False)
 
 
 def test_one_warning_a_reason():

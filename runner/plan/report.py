@@ -88,8 +88,8 @@ def _memory(plan: result.Plan) -> list[str]:
     ),
     f"  {sentences.capacity(plan)}",
   ]
-  if memory.refusal is not None:
-    lines.append(f"  compiler error: {memory.refusal}")
+  if memory.compiler_error is not None:
+    lines.append(f"  compiler error: {memory.compiler_error}")
   return lines
 
 
@@ -120,7 +120,7 @@ def _flops(plan: result.Plan) -> list[str]:
       f"  the compiled program executes {ratio:.3f}x the traced FLOPs"
     )
   lines.append("executed FLOPs by module")
-  parts = list(flops.by_part.items())
+  parts = list(flops.by_module.items())
   for part, number in parts[:_MAX_PARTS]:
     share = units.share(number / max(flops.hardware, 1))
     lines.append(f"  {share:>6}  {part or '(outside any module)'}")
@@ -165,7 +165,7 @@ def _resharding(plan: result.Plan) -> list[str]:
       ",".join(entry.axes) or "-",
       f"{entry.count:,}",
       units.size(entry.payload_bytes),
-      entry.part or "-",
+      entry.module or "-",
     )
     for entry in plan.resharding
   ]
@@ -196,12 +196,12 @@ def _kernels(plan: result.Plan) -> list[str]:
 
 def _quantized(plan: result.Plan) -> list[str]:
   """Returns one line per module; matmuls that run alike are grouped."""
-  if not plan.quantized_products:
+  if not plan.quantized_matmuls:
     return []
   parts: dict[str, dict[str, list[str]]] = {}
-  for each in plan.quantized_products:
-    alike = parts.setdefault(each.part, {})
-    alike.setdefault(sentences.runs_as(each), []).append(each.product)
+  for each in plan.quantized_matmuls:
+    alike = parts.setdefault(each.module, {})
+    alike.setdefault(sentences.runs_as(each), []).append(each.role)
   rows = [
     ("", part, "; ".join(f"{k}: {', '.join(v)}" for k, v in alike.items()))
     for part, alike in parts.items()
@@ -261,7 +261,7 @@ def _estimate(plan: result.Plan) -> list[str]:
     )
   lines.append(
     f"  MFU: {units.share(found.ceiling_mfu)} if only matmuls took time;"
-    f" {units.share(found.data_sheet_mfu)} at datasheet rates;"
+    f" {units.share(found.datasheet_mfu)} at datasheet rates;"
     f" {units.share(found.mfu)} estimated, from"
     f" {units.share(found.mfu / high)} to {units.share(found.mfu / low)}"
   )

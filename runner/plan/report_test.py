@@ -99,7 +99,7 @@ def test_a_refusal_is_shown_with_what_to_change():
     peak=None,
     arguments=None,
     temporaries=None,
-    refusal="RESOURCE_EXHAUSTED: 36.47G exceeds 30.75G",
+    compiler_error="RESOURCE_EXHAUSTED: 36.47G exceeds 30.75G",
   )
   plan = sample_plan.plan(
     memory=memory,
@@ -218,7 +218,7 @@ def test_names_the_compilers_of_the_platform_alone():
       "does not fit",
       "does not fit, 102 % of usable memory",
     ),
-    ({"refusal": "no", "peak": None}, "does not fit", "does not fit"),
+    ({"compiler_error": "no", "peak": None}, "does not fit", "does not fit"),
     ({"usable": None}, "unknown", "unknown whether it fits"),
     (
       {"peak": None},

@@ -1,26 +1,28 @@
 """Result of a plan, as stored in `plan.json`.
 
-The file is `{"version": 3, "plans": [PLAN, ...], "failures": [FAILURE, ...]}`;
-each plan has the fields of `Plan`, each failure those of `Failure`. Bytes are
-per device, FLOPs are of all devices together, times are in seconds for one
-training step.
+The file is `{"version": 4, "plans": [PLAN, ...], "failures": [FAILURE, ...]}`;
+plans have the fields of `Plan`, failures those of `Failure`. Bytes are per
+device, FLOPs are of all devices together, times are in seconds for one
+training step. Unknown values are null. Readers reject other versions.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import dataclasses
 import enum
 import json
+import types
+import typing
 from typing import Any, Final
 
-VERSION: Final = 3
+VERSION: Final = 4
 
-# Above this share of what may be used, a program that fits today may not fit
-# with another compiler.
+# Above this share of usable memory, a program that fits may not fit with
+# another compiler version.
 TIGHT: Final = 0.9
 
 
 class Fit(enum.Enum):
-  """Whether a program fits into the memory of a device."""
+  """Whether a program fits in the memory of a device."""
 
   FITS = "fits"
   TIGHT = "fits tightly"
@@ -33,22 +35,21 @@ class Memory:
   """Bytes of one device.
 
   Attributes:
-    parameters: Variables that are trained.
+    parameters: Trained variables.
     other_variables: The model's other variables.
-    optimizer: State of the optimizer, and what else a checkpoint holds.
+    optimizer: Optimizer state, and anything else a checkpoint holds.
     batch: One batch.
-    gradients: All gradients in float32, if they are all there at once; they are
-      part of the temporaries.
-    arguments: What the step is given, as the compiler lays it out.
-    temporaries: What lives only during the step.
-    peak: The most that is used at once, arguments included.
-    usable: What a program may use; `None` where that is not known.
-    capacity: The memory of the device.
-    refusal: What the compiler said when it found that the program does not fit.
-    saved: What is held from the forward pass for the backward pass, by closed
-      form and by remat name; `layer inputs` is what a loop of layers carries,
-      `unnamed` the rest.
-    forecast: `peak`, by analytical estimate.
+    gradients: All gradients in float32, as if they existed at the same time;
+      they are part of the temporaries.
+    arguments: Inputs of the step, as allocated by the compiler.
+    temporaries: Buffers that exist only during the step.
+    peak: Largest number of bytes in use at once, arguments included.
+    usable: Bytes that a program may use.
+    capacity: Memory of the device.
+    compiler_error: The compiler's message if the program does not fit.
+    saved: Activations saved for the backward pass (analytical estimate), by
+      remat name; `layer inputs` is the carry of the loop over layers.
+    forecast: Analytical estimate of `peak`.
   """
 
   parameters: int
@@ -61,23 +62,22 @@ class Memory:
   peak: int | None = None
   usable: float | None = None
   capacity: float | None = None
-  refusal: str | None = None
+  compiler_error: str | None = None
   saved: Mapping[str, int] = dataclasses.field(default_factory=dict)
   forecast: int | None = None
 
   @property
   def state_and_batch(self) -> int:
-    """What the step is given, by arithmetic."""
+    """Bytes of the step's inputs, computed from shapes."""
     return self.parameters + self.other_variables + self.optimizer + self.batch
 
   @property
   def fit(self) -> Fit:
-    """Whether the program fits."""
-    if self.refusal is not None:
+    """Whether the program fits; without a compiler, only a no is certain."""
+    if self.compiler_error is not None:
       return Fit.DOES_NOT_FIT
     if self.usable is None:
       return Fit.UNKNOWN
-    # Without a compiler one thing is certain: what does not fit by itself.
     known = self.state_and_batch if self.peak is None else self.peak
     if known > self.usable:
       return Fit.DOES_NOT_FIT
@@ -91,12 +91,14 @@ class Flops:
   """FLOPs of one step on all devices.
 
   Attributes:
-    model: Without recomputation, every key of every query counted.
-    causal_model: Without what a causal mask hides; `None` where rows have no
-      length.
-    hardware: All that is executed, recomputation included.
-    recomputed: The recomputation.
-    by_part: `hardware` by the path of the linen module.
+    model: Without recomputation and pipeline bubbles; attention counts every
+      key for every query.
+    causal_model: `model` without keys that a causal mask hides; `None` if the
+      batch has no sequence length.
+    hardware: All executed FLOPs, recomputation included.
+    recomputed: Recomputed in the backward pass (remat).
+    bubble: Executed by pipeline stages that have no microbatch.
+    by_module: `hardware` by path of the linen module.
     by_kind: `hardware` by kind of operation.
     by_dtype: `hardware` by dtype of the operands.
   """
@@ -105,26 +107,29 @@ class Flops:
   causal_model: float | None
   hardware: int
   recomputed: int
-  by_part: Mapping[str, int]
+  bubble: int = 0
+  by_module: Mapping[str, int]
   by_kind: Mapping[str, int]
   by_dtype: Mapping[str, int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collectives:
-  """All collectives of one kind along the same axes, loops multiplied out.
+  """All collectives of one kind over the same mesh axes.
 
   Attributes:
-    kind: HLO's name.
+    kind: HLO opcode.
     axes: Mesh axes.
-    link: `fast` (NVLink, ICI) or `network` (between hosts, between slices).
-    count: Executions in a step.
-    asynchronous: How many of them are split into a start and a done.
-    payload_bytes: Of all executions, of one device.
-    dtype_bytes: `payload_bytes` by dtype of the elements.
+    link: `fast` (NVLink, ICI) or `network` (between hosts or slices).
+    count: Executions in a step, loops multiplied out.
+    asynchronous: How many of them have separate start and done operations.
+    payload_bytes: Full arrays, such as the results of all-gathers, summed over
+      all executions.
     wire_bytes: Sent by one device.
-    seconds: The least time that the link needs for them.
-    gathers: Whether these all-reduces are gathers (padded shards).
+    seconds: Least time at the full bandwidth of the link.
+    dtype_bytes: `payload_bytes` by dtype.
+    module_bytes: `payload_bytes` by path of the linen module.
+    gathers: Whether these all-reduces gather padded shards.
   """
 
   kind: str
@@ -136,43 +141,44 @@ class Collectives:
   wire_bytes: float
   seconds: float | None
   dtype_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+  module_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
   gathers: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Resharding:
-  """Collectives of one kind that move activations inside the loop of layers.
+  """Collectives of one kind that move activations inside the loop over layers.
 
-  What tensor parallelism needs is among them: sums over its axis. Over an axis
-  that splits the batch there should be none.
+  They include the sums that tensor parallelism needs over its axis. Over an
+  axis that shards the batch there should be none.
 
   Attributes:
-    kind: HLO's name.
+    kind: HLO opcode.
     axes: Mesh axes.
-    part: Path of the linen module.
+    module: Path of the linen module.
     count: Executions in a step.
-    payload_bytes: Of the activations in all executions, of one device.
+    payload_bytes: Bytes of the activations, summed over all executions.
   """
 
   kind: str
   axes: tuple[str, ...]
-  part: str
+  module: str
   count: int
   payload_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bound:
-  """Lower bound on the step time, at datasheet rates.
+  """Roofline lower bound on the step time, at datasheet rates.
 
   Attributes:
-    compute: Matrix products at peak rates.
-    memory: Reading the arguments and writing the results, once each.
+    compute: Matmuls at peak rates.
+    memory: Reading each argument and writing each result once.
     fast_link: Collectives inside a host or a slice.
-    network: Collectives between them.
-    step: The largest: everything else perfectly hidden.
-    tokens_per_second: Of all devices, at that time.
-    mfu: Model FLOPs (causal where known) at that time over the peak rate.
+    network: Collectives between hosts or slices.
+    step: The largest of these, as if they fully overlapped.
+    tokens_per_second: On all devices.
+    mfu: Model FLOPs (causal if known) over the peak rate times `step`.
   """
 
   compute: float
@@ -186,24 +192,24 @@ class Bound:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimate:
-  """What a step takes by simulation, with factors of a calibration.
+  """Simulated step time, with the efficiency factors of a calibration.
 
   `step` is the sum of `compute`, `memory`, `overhead` and all of `exposed`.
 
   Attributes:
-    step: Seconds.
-    compute: Of that, in instructions that products bound.
-    memory: In instructions that the memory bounds.
-    overhead: Between kernels.
-    exposed: Waiting for communication, by mesh axes with commas between.
-    tokens_per_second: Of all devices.
-    mfu: Model FLOPs (causal where known) at that time over the peak rate.
-    band: The step is expected between these two multiples of `step`.
-    source: Where the factors are from.
-    data_sheet_step: The same simulation at datasheet rates.
-    data_sheet_mfu: The MFU at that time.
-    ceiling_mfu: The MFU if only matmuls took time, at peak rates; only
-      recomputation, and dtypes with lower rates, are in it.
+    step: Seconds of a step.
+    compute: Instructions limited by matmuls.
+    memory: Instructions limited by memory bandwidth.
+    overhead: Gaps between kernels.
+    exposed: Waiting for collectives, by comma-separated mesh axes.
+    tokens_per_second: On all devices.
+    mfu: Model FLOPs (causal if known) over the peak rate times `step`.
+    band: Expected range of the step, as multiples of `step`.
+    source: Source of the efficiency factors.
+    datasheet_step: `step`, simulated at datasheet rates.
+    datasheet_mfu: MFU at `datasheet_step`.
+    ceiling_mfu: MFU if only matmuls took time, at peak rates; it is below 1
+      because of recomputation and of dtypes with lower rates.
   """
 
   step: float
@@ -215,29 +221,45 @@ class Estimate:
   mfu: float
   band: tuple[float, float]
   source: str
-  data_sheet_step: float
-  data_sheet_mfu: float
+  datasheet_step: float
+  datasheet_mfu: float
   ceiling_mfu: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingCost:
+  """Time and price of training on a number of tokens (`--plan_tokens`).
+
+  Attributes:
+    tokens: Tokens to train on.
+    days: Duration.
+    device_hours: Chips (GPUs) times hours.
+    money: Price, in the currency of `--plan_price`; `None` without a price.
+  """
+
+  tokens: float
+  days: float
+  device_hours: float
+  money: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Change:
-  """Assignments for the command line, and what they do to a plan.
+  """Overrides for the command line, and their effect on a plan.
 
   Attributes:
     overrides: To add to the command line, such as `--fdl.mesh=fsdp=8`.
-    words: The same for a reader.
-    compiled: Whether the figures are those of the compiled program; if not,
-      they are analytical estimates.
+    words: Description of the change.
+    compiled: Whether the values are those of a compiled program, not
+      analytical estimates.
     fit: Whether the changed program fits.
-    peak_before: Bytes of one device; `None` where it is not known.
-    peak_after: The same with the change.
-    recomputed_share: Of all FLOPs of the changed program.
-    bound_before: `Bound.step`; by analytical estimate it counts what the mesh
-      communicates by arithmetic.
-    bound_after: The same with the change.
-    estimate_before: Seconds of a step by the estimate, if there is one.
-    estimate_after: The same with the change.
+    peak_before: Peak bytes of one device without the change.
+    peak_after: Peak bytes of one device with the change.
+    recomputed_share: Share of the changed program's FLOPs.
+    bound_before: `Bound.step` without the change.
+    bound_after: `Bound.step` with the change.
+    estimate_before: `Estimate.step` without the change.
+    estimate_after: `Estimate.step` with the change.
   """
 
   overrides: tuple[str, ...]
@@ -255,53 +277,51 @@ class Change:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelChoice:
-  """Which kernel computes a part of the step.
+  """Kernel that computes attention or matmuls.
 
   Attributes:
-    part: What it computes: `attention forward`, `attention backward`,
-      `matmuls`, `quantized matmuls` (which are among the others too), or
-      `other` for kernels of the model's own.
-    kernel: Our name of it, such as `cudnn`; see
-      `settings.expected_kernels.KERNELS`.
-    is_decided: Whether the run will have it too. What is not decided is left to
-      the autotuning of the run.
-    count: Executions in a step, loops multiplied out, recomputation included;
-      of `plain` attention each product counts, two in a forward pass.
-    dtype: Of its widest operand; empty where it is not known.
+    part: `attention forward`, `attention backward`, `matmuls`, `quantized
+      matmuls` (also counted in the others), or `other` for the model's own.
+    kernel: Name, such as `cudnn`; see `settings.expected_kernels.KERNELS`.
+    is_final: Whether the run uses the same kernel. If not, autotuning chooses
+      it when the run starts.
+    count: Executions in a step, loops multiplied out, recomputation included.
+      `plain` attention counts its matmuls, two per layer in a forward pass.
+    dtype: Dtype of the widest operand; empty if unknown.
   """
 
   part: str
   kernel: str
-  is_decided: bool
+  is_final: bool
   count: int
   dtype: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QuantizedProduct:
-  """What a product that a quantization recipe covers runs as.
+class QuantizedMatmul:
+  """Compiled form of a matmul that a quantization recipe covers.
 
   Attributes:
-    part: Path of the linen module that asks for it.
-    product: `forward`, `forward again` (recomputed), `input gradient` or
+    module: Path of the linen module.
+    role: `forward`, `forward again` (recomputed), `input gradient` or
       `weight gradient`.
-    traced_dtype: Of its wider operand, in the program that is compiled.
-    dtype: Of its wider operand in the compiled program; if not compiled, what
-      the hardware can do.
-    kernel: As of `KernelChoice`; empty if not compiled.
-    is_decided: Whether the run will have it too.
+    traced_dtype: Dtype of its wider operand before compilation.
+    dtype: Dtype of its wider operand in the compiled program; if not compiled,
+      the widest that the hardware supports.
+    kernel: Name, as in `KernelChoice`; empty if not compiled.
+    is_final: Whether the run uses the same kernel.
     count: Executions in a step; 0 if not compiled.
-    flops: Of a step, of all devices, by the program that is compiled.
-    is_quantized: Whether it is multiplied in few bits, fp8 or int8.
-    reason: Why it is not.
+    flops: FLOPs of a step on all devices.
+    is_quantized: Whether its operands are fp8 or int8.
+    reason: Why they are not.
   """
 
-  part: str
-  product: str
+  module: str
+  role: str
   traced_dtype: str
   dtype: str
   kernel: str
-  is_decided: bool
+  is_final: bool
   count: int
   flops: int
   is_quantized: bool
@@ -313,48 +333,49 @@ class Plan:
   """One experiment on one target.
 
   Attributes:
-    experiment: Its name.
-    overrides: The assignments of the command line.
-    target: As it was written.
-    device_kind: Our name of the hardware.
-    num_devices: As JAX counts them.
-    num_chips: As they are sold.
-    mesh: Size of each mesh axis in use.
+    experiment: Name, as in `--exp`.
+    overrides: Overrides of the command line.
+    target: Target, as in `--target`.
+    device_kind: Name in the hardware table.
+    num_devices: JAX devices.
+    num_chips: Chips (GPUs).
+    mesh: Size of each mesh axis larger than 1.
     batch: Shape of each array of a global batch.
-    compiled: Whether the target's compiler made the program; if not, only what
-      follows from shapes is here.
-    memory: Of a device.
-    flops: Of a step.
+    compiled: Whether the program was compiled for the target. If not, only
+      what follows from shapes is known.
+    memory: Bytes of a device.
+    flops: FLOPs of a step.
     collectives: Largest first; empty if not compiled.
-    kernels: Executions of each custom call, and of each fusion of a named kind,
-      in a step.
-    hbm_bytes: What one device reads from and writes to its memory in a step, at
-      the borders of the compiled instructions; `None` if not compiled.
-    compiled_flops: FLOPs of the products in the compiled text, of all devices;
-      what exceeds `flops.hardware` the compiler recomputes or replicates.
-    resharding: Activations that are moved between devices inside loops, the
-      largest first.
-    warnings: What in the compiled program costs more than it needs to.
-    kernel_choices: Which kernels compute attention and matmuls.
-    quantized_products: What those run as that a quantization recipe covers, in
-      the order of the program.
-    compiler_options: With which the run is compiled; how the plan differs, its
-      notes say.
-    bound: `None` where the hardware's rates are not known (cpu).
-    estimate: `None` where it cannot be made; `notes` say why.
-    fit: Whether it fits.
-    advice: The first things to change if it does not.
-    verified_changes: Of a program that does not fit, the changes that were
-      compiled, the smallest that fits first; then those that do not.
-    search: Of `--plan_search`, the Pareto front of time and memory, the fastest
-      first.
-    findings: What the sharding lint warns of.
-    notes: What is not known, and what to do about it.
-    fingerprint: sha256 of the compiled program without names of source files.
-    versions: Of the libraries that made it.
-    compile_seconds: How long the compiler took.
-    made_at: When the plan was made, UTC, such as `2026-11-21T10:41:09Z`.
-    is_from_cache: Whether it was taken from the cache of plans.
+    kernels: Executions in a step of each custom call, and of each fusion with
+      a named kind.
+    bound: `None` if the hardware's rates are unknown (cpu).
+    fit: Value of `memory.fit`.
+    advice: Changes to try first if the program does not fit.
+    findings: Warnings of the sharding lint.
+    notes: Unknown or uncertain values, and the reasons.
+    fingerprint: sha256 of the compiled program without source file names.
+    versions: Versions of JAX and of the compilers.
+    compile_seconds: Time of the compiler.
+    verified_changes: Compiled changes of a program that does not fit: first
+      the smallest that fits, then those that do not.
+    search: Result of `--plan_search`, fastest first.
+    estimate: `None` if it cannot be made; `notes` give the reason.
+    training_cost: Result of `--plan_tokens`.
+    num_parameters: Trained parameters of the whole model; `None` if unknown.
+    kernel_choices: Kernels of attention and matmuls.
+    quantized_matmuls: Matmuls covered by a quantization recipe, in program
+      order.
+    compiler_options: XLA options of the run; `notes` list those that differ in
+      the plan.
+    hbm_bytes: Bytes that one device reads and writes in a step, at the
+      boundaries of compiled instructions; `None` if not compiled.
+    compiled_flops: FLOPs of the matmuls in the compiled program, on all
+      devices. The compiler recomputes or replicates any excess over
+      `flops.hardware`.
+    resharding: Activations that are resharded inside loops, largest first.
+    warnings: Avoidable costs in the compiled program.
+    made_at: UTC time, such as `2026-11-21T10:41:09Z`.
+    is_from_cache: Whether the plan comes from the cache.
   """
 
   experiment: str
@@ -381,8 +402,10 @@ class Plan:
   verified_changes: tuple[Change, ...] = ()
   search: tuple[Change, ...] = ()
   estimate: Estimate | None = None
+  training_cost: TrainingCost | None = None
+  num_parameters: int | None = None
   kernel_choices: tuple[KernelChoice, ...] = ()
-  quantized_products: tuple[QuantizedProduct, ...] = ()
+  quantized_matmuls: tuple[QuantizedMatmul, ...] = ()
   compiler_options: Mapping[str, str] = dataclasses.field(default_factory=dict)
   hbm_bytes: int | None = None
   compiled_flops: int | None = None
@@ -391,21 +414,27 @@ class Plan:
   made_at: str = ""
   is_from_cache: bool = False
 
+  @property
+  def tokens_per_batch(self) -> int | None:
+    """Tokens of a global batch; `None` if it has no [batch, length] inputs."""
+    shape = self.batch.get("inputs", ())
+    return shape[0] * shape[1] if len(shape) == 2 else None
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Failure:
-  """A target of which there is no plan.
+  """A target that could not be planned.
 
   Attributes:
-    target: As it was written.
-    message: Why.
+    target: Target, as in `--target`.
+    message: The error.
   """
 
   target: str
   message: str
 
 
-def to_json(plans: tuple[Plan, ...], failures: tuple[Failure, ...] = ()) -> str:
+def to_json(plans: Sequence[Plan], failures: Sequence[Failure] = ()) -> str:
   """Returns the text of `plan.json`."""
   content = {
     "version": VERSION,
@@ -419,7 +448,7 @@ def from_json(text: str) -> tuple[Plan, ...]:
   """Reads `plan.json`.
 
   Raises:
-    ValueError: It was written by another version.
+    ValueError: Another version wrote it.
   """
   content = json.loads(text)
   if content.get("version") != VERSION:
@@ -427,45 +456,27 @@ def from_json(text: str) -> tuple[Plan, ...]:
       f"This plan has version {content.get('version')}; this program reads"
       f" version {VERSION}. Make the plan again."
     )
-  return tuple(_plan(plan) for plan in content["plans"])
+  return tuple(decode(Plan, plan) for plan in content["plans"])
 
 
-def _plan(fields: dict[str, Any]) -> Plan:
-  bound, estimate = fields["bound"], fields["estimate"]
-  return Plan(
-    **fields
-    | {
-      "memory": Memory(**fields["memory"]),
-      "flops": Flops(**fields["flops"]),
-      "bound": None if bound is None else Bound(**bound),
-      "estimate": None
-      if estimate is None
-      else Estimate(**estimate | {"band": tuple(estimate["band"])}),
-      "batch": {k: tuple(v) for k, v in fields["batch"].items()},
-      "collectives": tuple(
-        Collectives(**entry | {"axes": tuple(entry["axes"])})
-        for entry in fields["collectives"]
-      ),
-      "kernel_choices": tuple(
-        KernelChoice(**entry) for entry in fields["kernel_choices"]
-      ),
-      "quantized_products": tuple(
-        QuantizedProduct(**entry) for entry in fields["quantized_products"]
-      ),
-      **{
-        name: tuple(fields[name])
-        for name in ("overrides", "advice", "findings", "notes", "warnings")
-      },
-      "resharding": tuple(
-        Resharding(**entry | {"axes": tuple(entry["axes"])})
-        for entry in fields["resharding"]
-      ),
-      **{
-        name: tuple(
-          Change(**entry | {"overrides": tuple(entry["overrides"])})
-          for entry in fields[name]
-        )
-        for name in ("verified_changes", "search")
-      },
-    }
-  )
+def decode(kind: Any, value: Any) -> Any:
+  """Returns a value of a type, from JSON.
+
+  Args:
+    kind: A dataclass, `tuple[X, ...]`, `tuple[X, Y]`, `Mapping[str, X]`,
+      `X | None`, or a type that JSON has.
+    value: Output of `json.loads`, for dataclasses the dictionary of
+      `dataclasses.asdict`.
+  """
+  if dataclasses.is_dataclass(kind):
+    hints = typing.get_type_hints(kind)
+    return kind(**{name: decode(hints[name], v) for name, v in value.items()})
+  origin, args = typing.get_origin(kind), typing.get_args(kind)
+  if origin is tuple:
+    kinds = args if args[-1] is not ... else args[:1] * len(value)
+    return tuple(map(decode, kinds, value))
+  if origin is Mapping:
+    return {key: decode(args[1], v) for key, v in value.items()}
+  if origin is types.UnionType and value is not None:
+    return decode(args[0], value)
+  return value

@@ -1,5 +1,6 @@
 """Tests for `plan.json`."""
 
+from collections.abc import Mapping
 import dataclasses
 import json
 
@@ -21,11 +22,29 @@ def test_a_plan_survives_its_file():
 
 def test_the_sample_has_a_value_in_every_field():
   # Without it the tests of what shows plans would leave fields out.
-  unset = {"memory": {"refusal"}, "plan": {"is_from_cache"}}
+  unset = {"memory": {"compiler_error"}, "plan": {"is_from_cache"}}
   memory = dataclasses.asdict(_FULL.memory)
   assert {k for k, v in memory.items() if not v} == unset["memory"]
   fields = dataclasses.asdict(_FULL)
   assert {k for k, v in fields.items() if not v} == unset["plan"]
+
+
+@pytest.mark.parametrize(
+  ("kind", "text", "value"),
+  [
+    (tuple[int, ...], "[1, 2]", (1, 2)),
+    (tuple[float, float], "[0.5, 2.0]", (0.5, 2.0)),
+    (Mapping[str, tuple[int, ...]], '{"x": [3]}', {"x": (3,)}),
+    (result.TrainingCost | None, "null", None),
+    (
+      result.TrainingCost | None,
+      '{"tokens": 1.0, "days": 2.0, "device_hours": 3.0}',
+      result.TrainingCost(tokens=1.0, days=2.0, device_hours=3.0),
+    ),
+  ],
+)
+def test_reads_values_of_annotated_types(kind, text, value):
+  assert result.decode(kind, json.loads(text)) == value
 
 
 def test_targets_without_a_plan_are_in_the_file():

@@ -1,6 +1,6 @@
 """A plan with a value in every field, for tests.
 
-The figures are made up; no two of them read alike.
+The values are made up, and all different.
 """
 
 from typing import Any
@@ -49,8 +49,8 @@ def estimate(**fields: Any) -> result.Estimate:
     "mfu": 0.364,
     "band": (0.8, 1.25),
     "source": "h200.json, measured 2026-11-01 on one NVIDIA H200",
-    "data_sheet_step": 0.732,
-    "data_sheet_mfu": 0.447,
+    "datasheet_step": 0.732,
+    "datasheet_mfu": 0.447,
     "ceiling_mfu": 0.768,
   }
   return result.Estimate(**base | fields)
@@ -79,7 +79,8 @@ def plan(**fields: Any) -> result.Plan:
       causal_model=2_987e12,
       hardware=4_012 * 10**12,
       recomputed=802 * 10**12,
-      by_part={
+      bubble=113 * 10**12,
+      by_module={
         "DecoderLm/stack/layers/blocks_0/feed_forward": 2_501 * 10**12,
         "DecoderLm/stack/layers/blocks_0/attention": 1_305 * 10**12,
         "DecoderLm/Embedding": 206 * 10**12,
@@ -94,7 +95,7 @@ def plan(**fields: Any) -> result.Plan:
       result.Resharding(
         kind="all-to-all",
         axes=("fsdp",),
-        part="DecoderLm/stack/layers/blocks_0/norm",
+        module="DecoderLm/stack/layers/blocks_0/norm",
         count=65,
         payload_bytes=7 * _GIB,
       ),
@@ -105,37 +106,37 @@ def plan(**fields: Any) -> result.Plan:
       result.KernelChoice(
         part="attention forward",
         kernel="cudnn",
-        is_decided=True,
+        is_final=True,
         count=33,
         dtype="bf16",
       ),
       result.KernelChoice(
         part="matmuls",
         kernel="cublas or triton",
-        is_decided=False,
+        is_final=False,
         count=451,
         dtype="bf16",
       ),
     ),
-    "quantized_products": (
-      result.QuantizedProduct(
-        part="DecoderLm/stack/layers/blocks_0/feed_forward/einsum/gate",
-        product="weight gradient",
+    "quantized_matmuls": (
+      result.QuantizedMatmul(
+        module="DecoderLm/stack/layers/blocks_0/feed_forward/einsum/gate",
+        role="weight gradient",
         traced_dtype="float8_e5m2",
         dtype="float8_e4m3fn",
         kernel="cublas fp8",
-        is_decided=True,
+        is_final=True,
         count=34,
         flops=1_203 * 10**12,
         is_quantized=True,
       ),
-      result.QuantizedProduct(
-        part="DecoderLm/Unembedding/einsum/kernel",
-        product="input gradient",
+      result.QuantizedMatmul(
+        module="DecoderLm/Unembedding/einsum/kernel",
+        role="input gradient",
         traced_dtype="int8",
         dtype="float16",
         kernel="triton",
-        is_decided=False,
+        is_final=False,
         count=35,
         flops=207 * 10**12,
         is_quantized=False,
@@ -153,6 +154,10 @@ def plan(**fields: Any) -> result.Plan:
       mfu=0.723,
     ),
     "estimate": estimate(),
+    "training_cost": result.TrainingCost(
+      tokens=1.5e12, days=238.0, device_hours=45_777.0, money=114_442.0
+    ),
+    "num_parameters": 7_504_924_672,
     "fit": "fits",
     "advice": (),
     "findings": ("a table is left whole",),
@@ -198,6 +203,10 @@ def _collectives() -> tuple[result.Collectives, ...]:
       payload_bytes=61 * _GIB,
       wire_bytes=53.375 * _GIB,
       dtype_bytes={"bfloat16": 44 * _GIB, "float8_e4m3fn": 17 * _GIB},
+      module_bytes={
+        "DecoderLm/stack/layers/blocks_0/feed_forward": 47 * _GIB,
+        "DecoderLm/Unembedding": 14 * _GIB,
+      },
       seconds=0.1275,
     ),
     result.Collectives(

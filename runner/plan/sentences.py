@@ -81,7 +81,7 @@ def capacity(plan: result.Plan) -> str:
 
 def decision(choice: result.KernelChoice) -> str:
   """Returns whether the run will have a kernel too."""
-  return "decided" if choice.is_decided else "autotuned at run time"
+  return "decided" if choice.is_final else "autotuned at run time"
 
 
 def executions(choice: result.KernelChoice) -> str:
@@ -129,8 +129,8 @@ def quantized(plan: result.Plan) -> str:
   Args:
     plan: One with quantized matmuls.
   """
-  covered = sum(p.flops for p in plan.quantized_products)
-  narrow = sum(p.flops for p in plan.quantized_products if p.is_quantized)
+  covered = sum(p.flops for p in plan.quantized_matmuls)
+  narrow = sum(p.flops for p in plan.quantized_matmuls if p.is_quantized)
   whole = max(plan.flops.hardware, 1)
   return (
     f"{units.share(covered / whole)} of the executed FLOPs are covered,"
@@ -138,7 +138,7 @@ def quantized(plan: result.Plan) -> str:
   )
 
 
-def runs_as(product: result.QuantizedProduct) -> str:
+def runs_as(product: result.QuantizedMatmul) -> str:
   """Returns what a covered product runs as, such as `cublas fp8`."""
   dtype = "fp8" if product.dtype.startswith("float8") else product.dtype
   if not product.kernel:
@@ -146,4 +146,4 @@ def runs_as(product: result.QuantizedProduct) -> str:
   # The names of some kernels say it.
   name = product.kernel
   text = name if name.endswith(dtype) else f"{name} {dtype}"
-  return text if product.is_decided else f"{text} (may change by autotuning)"
+  return text if product.is_final else f"{text} (may change by autotuning)"

@@ -67,8 +67,8 @@ def test_plans_the_real_train_step(text):
   assert plan.hbm_bytes > memory.parameters
   estimate = plan.estimate
   assert estimate is not None, plan.notes
-  assert plan.bound.compute < estimate.data_sheet_step < estimate.step
-  assert estimate.mfu < estimate.data_sheet_mfu < estimate.ceiling_mfu
+  assert plan.bound.compute < estimate.datasheet_step < estimate.step
+  assert estimate.mfu < estimate.datasheet_mfu < estimate.ceiling_mfu
 
 
 def test_a_tpu_program_that_does_not_fit_is_refused():
@@ -79,6 +79,6 @@ def test_a_tpu_program_that_does_not_fit_is_refused():
   ]
   plan = child.plan(_TINY, given, target, is_compiled=True, time_limit=600.0)
   assert plan.fit == "does not fit"
-  assert plan.memory.refusal is not None
-  assert "RESOURCE_EXHAUSTED" in plan.memory.refusal
+  assert plan.memory.compiler_error is not None
+  assert "RESOURCE_EXHAUSTED" in plan.memory.compiler_error
   assert plan.advice

@@ -254,7 +254,7 @@ def test_an_expected_kernel_is_found_and_an_unexpected_one_refused():
   plan = _plan(kernel_experiments.Expects, "cpu:8", is_compiled=True)
   (choice,) = plan.kernel_choices
   assert (choice.part, choice.kernel) == ("matmuls", "xla")
-  assert choice.is_decided
+  assert choice.is_final
   with pytest.raises(
     user_error.UserError,
     match=r"Job\.expected_kernels: attention forward is expected to be pallas,"

@@ -89,11 +89,11 @@ def measure(
       job,
       program.kernel_choices,
       platform=target.hardware.platform,
-      quantized=program.quantized_products(flops),
+      quantized=program.quantized_matmuls(flops),
     )
   memory = _forecast(session, traced, memory, target)
   kind = target.hardware
-  quantized = program.quantized_products(flops)
+  quantized = program.quantized_matmuls(flops)
   collectives = roofline.summarize(
     program.reading.communication.collectives,
     kind=kind,
@@ -123,14 +123,14 @@ def measure(
       causal_model=flops.causal_model_flops(shape[1]) if is_rows else None,
       hardware=flops.hardware_flops,
       recomputed=flops.phase(flops_lib.Phase.REMAT),
-      by_part=flops.by("part"),
+      by_module=flops.by("part"),
       by_kind=flops.by("kind"),
       by_dtype=flops.by("dtype"),
     ),
     collectives=collectives,
     kernels=program.reading.communication.kernels,
     kernel_choices=program.kernel_choices,
-    quantized_products=quantized,
+    quantized_matmuls=quantized,
     compiler_options=compiler_options.to_text(
       compiler_options.for_hardware(
         job.compiler_options,
@@ -155,6 +155,7 @@ def measure(
       *program.reading.warnings,
       *quantized_products.warnings(quantized),
     ),
+    num_parameters=_num_parameters(session),
     fit=memory.fit.value,
     advice=advice.of(memory, flops, mesh=dict(mesh.shape), batch=shape),
     findings=(),
@@ -213,7 +214,7 @@ class _Program:
       if "RESOURCE_EXHAUSTED" not in str(error):
         raise
       self.seconds = time.monotonic() - begin
-      return _with(memory, refusal=str(error).splitlines()[0])
+      return _with(memory, compiler_error=str(error).splitlines()[0])
     self.seconds = time.monotonic() - begin
     self.is_compiled = True
     text = compiled.as_text() or ""
@@ -245,9 +246,9 @@ class _Program:
       peak=_peak(sizes, self._target.hardware.platform),
     )
 
-  def quantized_products(
+  def quantized_matmuls(
     self, flops: flops_lib.Flops
-  ) -> tuple[result.QuantizedProduct, ...]:
+  ) -> tuple[result.QuantizedMatmul, ...]:
     """Returns what those run as that a quantization recipe covers."""
     return quantized_products.of(
       flops,
@@ -354,6 +355,16 @@ def _closed_form(
     ),
     usable=target.hardware.usable_bytes,
     capacity=target.hardware.memory_bytes,
+  )
+
+
+def _num_parameters(session: session_lib.Session) -> int:
+  """Returns the number of trained parameters on all devices."""
+  arrays = jax.tree.leaves(session.abstract_state().variables)
+  return sum(
+    math.prod(array.shape)
+    for array, spec in zip(arrays, jax.tree.leaves(session.specs), strict=True)
+    if spec.trainable and spec.update is variables.UpdateRule.OPTIMIZER
   )
 
 

@@ -82,6 +82,8 @@ def test_the_options_of_an_absent_gpu_are_planned_with_ours():
     "xla_gpu_enable_latency_hiding_scheduler": "True",
     "xla_gpu_x": "1",
   }
+  # Each device has all parameters, in float32.
+  assert planned.memory.parameters == 4 * planned.num_parameters
 
 
 def test_an_option_that_the_compiler_does_not_know_is_refused():

@@ -258,7 +258,7 @@ class _Answers:
       self._mesh(candidate),
       itemsize=_itemsize(self._before.flops.by_dtype),
       num_microbatches=self._parts(candidate),
-      narrow=quantized_products.variable_paths(self._before.quantized_products),
+      narrow=quantized_products.variable_paths(self._before.quantized_matmuls),
     )
 
   def is_possible(self, candidate: candidates.Candidate) -> bool:

@@ -39,7 +39,7 @@ def _plan(target, **knobs):
 def test_every_covered_product_is_an_fp8_gemm_and_gathers_move_one_byte():
   plan = _plan("h200:1x8", expects="cublas fp8")
   assert plan.compiled
-  found = {(p.part, p.product): p for p in plan.quantized_products}
+  found = {(p.module, p.role): p for p in plan.quantized_matmuls}
   parts = {f"{_LAYER}/{name}" for name in _KERNELS}
   assert {part for part, _ in found} == parts
   for part in parts:
@@ -48,7 +48,7 @@ def test_every_covered_product_is_an_fp8_gemm_and_gathers_move_one_byte():
     for product in ("forward", *again, "input gradient", "weight gradient"):
       entry = found[part, product]
       assert entry.kernel == "cublas fp8", entry
-      assert entry.is_decided
+      assert entry.is_final
       # Inside of the loop of layers.
       assert entry.count == _LAYERS
       assert entry.is_quantized
@@ -87,11 +87,11 @@ def test_hardware_without_fp8_is_named():
   # Traced only: what its chips can do is known without a compiler.
   plan = _plan("v5e:2x4", expects="cublas fp8")
   assert not plan.compiled
-  assert {p.traced_dtype for p in plan.quantized_products} == {
+  assert {p.traced_dtype for p in plan.quantized_matmuls} == {
     "float8_e4m3fn",
     "float8_e5m2",
   }
-  for product in plan.quantized_products:
+  for product in plan.quantized_matmuls:
     assert not product.is_quantized
     assert product.dtype == "bfloat16"
     assert product.reason == "v5e has no products in fp8"

@@ -131,7 +131,7 @@ def check_compiled(
   program = hlo.parse(compiled.as_text() or "")
   found = kernel_contract.choices(program, is_tuned=True)
   kind = hardware.for_device_kind(mesh.devices.flat[0].device_kind)
-  quantized: Sequence[result.QuantizedProduct] = ()
+  quantized: Sequence[result.QuantizedMatmul] = ()
   if kind is not None and any(
     choice.part == settings.QUANTIZED for choice in found
   ):
@@ -146,7 +146,7 @@ def check_expected(
   found: Sequence["result.KernelChoice"],
   *,
   platform: hardware.Platform,
-  quantized: Sequence["result.QuantizedProduct"] = (),
+  quantized: Sequence["result.QuantizedMatmul"] = (),
 ) -> None:
   """Compares the kernels of a compiled step with the job's expected ones.
 
@@ -200,11 +200,11 @@ def _attention_reason(
   return ""
 
 
-def _quantized_reason(quantized: Sequence["result.QuantizedProduct"]) -> str:
+def _quantized_reason(quantized: Sequence["result.QuantizedMatmul"]) -> str:
   """Returns why a matmul is not quantized, or an empty text."""
   for each in quantized:
     if each.reason:
-      return f"{each.part} ({each.product}): {each.reason}"
+      return f"{each.module} ({each.role}): {each.reason}"
   return ""
 
 

@@ -75,8 +75,8 @@ def _plan(**changes) -> Any:
     mfu=0.1,
     band=(0.5, 2.0),
     source=_before().summary,
-    data_sheet_step=0.2,
-    data_sheet_mfu=0.2,
+    datasheet_step=0.2,
+    datasheet_mfu=0.2,
     ceiling_mfu=0.3,
   )
   fields = {
@@ -97,7 +97,7 @@ def _plan(**changes) -> Any:
       causal_model=1e12,
       hardware=2 * 10**12,
       recomputed=0,
-      by_part={},
+      by_module={},
       by_kind={},
       by_dtype={},
     ),

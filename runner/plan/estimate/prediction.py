@@ -116,8 +116,8 @@ def _estimate(
     mfu=_ratio(most, found.total),
     band=calibration.band,
     source=calibration.summary,
-    data_sheet_step=on_sheet.total,
-    data_sheet_mfu=_ratio(most, on_sheet.total),
+    datasheet_step=on_sheet.total,
+    datasheet_mfu=_ratio(most, on_sheet.total),
     ceiling_mfu=_ratio(most, products),
   )
 

@@ -60,11 +60,11 @@ def test_the_parts_make_up_the_step():
   model = count - count // 4
   peak = 8 * 989.4e12
   assert found.mfu == pytest.approx(model / peak / found.step)
-  assert found.data_sheet_mfu == pytest.approx(
-    model / peak / found.data_sheet_step
+  assert found.datasheet_mfu == pytest.approx(
+    model / peak / found.datasheet_step
   )
   assert found.ceiling_mfu == pytest.approx(0.75)
-  assert found.mfu < found.data_sheet_mfu < found.ceiling_mfu
+  assert found.mfu < found.datasheet_mfu < found.ceiling_mfu
   assert found.tokens_per_second == pytest.approx(64 * 32 / found.step)
   assert found.band == given.band
   assert found.source == given.summary
@@ -81,8 +81,8 @@ def test_products_of_few_bits_have_their_own_rate(dtype):
 def test_at_full_rates_it_is_the_data_sheets():
   given = calibration.for_hardware(_H200).whole()
   found, _ = _of(_flops(_compiled_flops()), given=given)
-  assert found.step == found.data_sheet_step
-  assert (found.overhead, found.mfu) == (0.0, found.data_sheet_mfu)
+  assert found.step == found.datasheet_step
+  assert (found.overhead, found.mfu) == (0.0, found.datasheet_mfu)
 
 
 def test_without_rows_there_are_no_tokens():

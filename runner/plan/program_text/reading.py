@@ -116,7 +116,7 @@ def _resharding(
     result.Resharding(
       kind=kind,
       axes=axes,
-      part=part,
+      module=part,
       count=sum(m.collective.count for m in members),
       payload_bytes=sum(m.total_bytes for m in members),
     )

@@ -103,7 +103,7 @@ def _read_text(*, product=_DOT, batch=_BATCH):
 def test_activations_in_a_loop():
   found = _read_text()
   (one,) = found.resharding
-  assert (one.kind, one.axes, one.part) == ("all-reduce", ("fsdp",), "Lm/mlp")
+  assert (one.kind, one.axes, one.module) == ("all-reduce", ("fsdp",), "Lm/mlp")
   assert (one.count, one.payload_bytes) == (7, 7 * 64 * 64 * 4)
   assert (found.notes, found.warnings) == ((), ())
 

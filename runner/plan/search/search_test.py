@@ -81,7 +81,7 @@ class _Oracle:
     plan = sample_plan.plan()
     assert plan.bound is not None
     memory = dataclasses.replace(
-      plan.memory, peak=peak, usable=self.usable, refusal=None
+      plan.memory, peak=peak, usable=self.usable, compiler_error=None
     )
     bound = dataclasses.replace(plan.bound, step=found.cost.total)
     return dataclasses.replace(

@@ -51,8 +51,8 @@ def section(plan: result.Plan) -> list[str]:
       f'<p class="soft">The bars are 1/{times:,.0f} of usable memory.</p>'
     )
   parts += [picture, legend(rows)]
-  if memory.refusal is not None:
-    words = markup.escape(f"Compiler error: {memory.refusal}")
+  if memory.compiler_error is not None:
+    words = markup.escape(f"Compiler error: {memory.compiler_error}")
     parts.append(f'<p class="bad">{words}</p>')
   table = markup.table(("", "bytes"), _figures(plan))
   return [*parts, markup.details("All figures of memory", table)]

@@ -160,6 +160,14 @@ def _made(plan: result.Plan) -> list[str]:
     (name, " x ".join(f"{n:,}" for n in shape))
     for name, shape in plan.batch.items()
   ]
+  if plan.num_parameters is not None:
+    batch.append(("parameters", f"{plan.num_parameters:,}"))
+  if plan.training_cost is not None:
+    batch += [
+      (name.replace("_", " "), f"{value:,.0f}")
+      for name, value in vars(plan.training_cost).items()
+      if value is not None
+    ]
   options = plan.compiler_options.items()
   made = markup.escape(sentences.origin(plan))
   lines = ["<h3>How it was made</h3>", f"<p>{made}.</p>"]

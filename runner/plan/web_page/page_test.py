@@ -171,8 +171,8 @@ def test_hostile_names_are_text():
     target=_HOSTILE,
     mesh={_HOSTILE: 8},
     batch={_HOSTILE: (1,)},
-    memory=sample_plan.memory(saved={_HOSTILE: _GIB}, refusal=_HOSTILE),
-    flops=dataclasses.replace(_FULL.flops, by_part={_HOSTILE: 10**12}),
+    memory=sample_plan.memory(saved={_HOSTILE: _GIB}, compiler_error=_HOSTILE),
+    flops=dataclasses.replace(_FULL.flops, by_module={_HOSTILE: 10**12}),
     kernels={_HOSTILE: 1},
     findings=(_HOSTILE,),
     versions={_HOSTILE: _HOSTILE},
@@ -244,7 +244,7 @@ def test_six_targets_of_many_parts_are_a_small_file():
   parts = {f"DecoderLm/stack/blocks_{i}/attention": 10**12 for i in range(60)}
   plan = dataclasses.replace(
     _FULL,
-    flops=dataclasses.replace(_FULL.flops, by_part=parts),
+    flops=dataclasses.replace(_FULL.flops, by_module=parts),
     collectives=_FULL.collectives * 10,
     findings=_FULL.findings * 10,
   )

@@ -132,7 +132,7 @@ def _estimate_figures(found: result.Estimate) -> list[tuple[str, ...]]:
       "a step",
       *(units.seconds(found.step * f) for f in (1, low, high)),
     ),
-    alone("a step at datasheet rates", found.data_sheet_step),
+    alone("a step at datasheet rates", found.datasheet_step),
   ]
   if found.tokens_per_second is not None:
     tokens = found.tokens_per_second
@@ -142,7 +142,7 @@ def _estimate_figures(found: result.Estimate) -> list[tuple[str, ...]]:
     ("MFU", *(units.share(found.mfu / f) for f in (1, high, low))),
     (
       "MFU at datasheet rates",
-      units.share(found.data_sheet_mfu),
+      units.share(found.datasheet_mfu),
       "",
       "",
     ),

@@ -13,7 +13,7 @@ _MAX_BARS: Final = 12
 def flops(plan: result.Plan) -> list[str]:
   """Returns the HTML of the FLOPs of a step."""
   found = plan.flops
-  parts = list(found.by_part.items())
+  parts = list(found.by_module.items())
   rows = [
     bars.Row(
       part or "(outside any module)",
@@ -31,6 +31,7 @@ def flops(plan: result.Plan) -> list[str]:
     ("of the model", found.model),
     ("of the model, excluding masked attention (causal)", found.causal_model),
     ("recomputed", found.recomputed),
+    ("executed by idle pipeline stages (bubble)", found.bubble or None),
     ("executed", found.hardware),
     ("executed (compiled program)", plan.compiled_flops),
     *((f"executed: {kind}", n) for kind, n in found.by_kind.items()),
@@ -62,7 +63,10 @@ def communication(plan: result.Plan) -> list[str]:
       units.size(c.payload_bytes),
       units.size(c.wire_bytes),
       "-" if c.seconds is None else units.seconds(c.seconds),
-      ", ".join(f"{d}: {units.size(n)}" for d, n in c.dtype_bytes.items()),
+      ", ".join(
+        f"{d}: {units.size(n)}"
+        for d, n in (*c.dtype_bytes.items(), *c.module_bytes.items())
+      ),
     )
     for c in plan.collectives
   ]
@@ -83,7 +87,7 @@ def communication(plan: result.Plan) -> list[str]:
       ", ".join(c.axes) or "-",
       f"{c.count:,}",
       units.size(c.payload_bytes),
-      c.part or "-",
+      c.module or "-",
     )
     for c in plan.resharding
   ]
@@ -115,19 +119,19 @@ def kernels(plan: result.Plan) -> list[str]:
 
 def quantized(plan: result.Plan) -> list[str]:
   """Returns the HTML of what quantized matmuls run as; nothing without."""
-  if not plan.quantized_products:
+  if not plan.quantized_matmuls:
     return []
   rows = [
     (
-      p.part,
-      p.product,
+      p.module,
+      p.role,
       p.traced_dtype,
       sentences.runs_as(p),
       f"{p.count:,}",
       units.flops(p.flops),
       p.reason,
     )
-    for p in plan.quantized_products
+    for p in plan.quantized_matmuls
   ]
   titles = ("part", "product", "asked for", "runs as", "count", "FLOPs", "why")
   summary = markup.escape(sentences.quantized(plan))
