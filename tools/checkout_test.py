@@ -6,7 +6,9 @@ the cache, and `local`, because only this machine has the checkout. The real
 path of this file, a link in the runfiles, leads to it.
 """
 
+import ast
 import pathlib
+import re
 
 import pytest
 
@@ -58,3 +60,63 @@ def test_the_architecture_page_shows_real_imports():
       assert dotted in imports, f"{parents[depth - 1]} does not import {path}"
     parents = [*parents[:depth], path]
   assert len(lines) > 15
+
+
+# An import path of a module of ours, and a name in it.
+_NAMED = re.compile(
+  r"(?<![\w./])(?:paxon\.)?"
+  r"((?:layers|learners|pipeline|quantization|sharding|tasks)(?:\.[a-z_]\w*)+)"
+  r"\.[a-zA-Z]\w*"
+)
+_IMPORT = re.compile(r"^\s*(?:from|import) |python3? -m ")
+
+
+def _find_named(text):
+  """Returns the sources of the modules whose names a text gives a reader."""
+  lines = [line for line in text.splitlines() if not _IMPORT.search(line)]
+  return {
+    match[1].replace(".", "/") + ".py"
+    for match in _NAMED.finditer("\n".join(lines))
+  }
+
+
+def _find_strings(source):
+  """Returns the texts in a Python source: messages, docstrings, defaults."""
+  return "\n".join(
+    node.value
+    for node in ast.walk(ast.parse(source))
+    if isinstance(node, ast.Constant) and isinstance(node.value, str)
+  )
+
+
+def test_the_program_has_every_module_that_docs_and_messages_name():
+  # Users type these names as values of flags; Bazel adds only what is declared.
+  tree = workspace.load(_ROOT)
+  program = tree.closure(["//runner:main"], optional=False)
+  sources = {
+    path
+    for label in program
+    if label in tree.targets
+    for path in tree.targets[label].source_paths()
+  }
+  pages = [path for path in tree.files if re.match(r"(docs/)?\w+\.md$", path)]
+  named = {path: _find_named(tree.text(path)) for path in pages}
+  for path in sources:
+    if path.endswith(".py"):
+      named[path] = _find_named(_find_strings(tree.text(path)))
+  every = set().union(*named.values())
+  # The expression finds what advice and pages name today.
+  assert {
+    "layers/attention/splash.py",
+    "layers/attention/cudnn_attention.py",
+    "layers/attention/ring.py",
+    "layers/remat.py",
+    "tasks/lm/params/llama.py",
+  } <= every
+  files = set(tree.files)
+  missing = {
+    f"{path}: names {one}"
+    for path, modules in named.items()
+    for one in modules & files - sources
+  }
+  assert not missing, "add them to the runtime_deps of //runner:lib"

@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from paxon.layers import remat, stack
+from paxon.layers.attention import splash
 from paxon.runner.configuration import annotations, dump, text_values
 
 
@@ -34,6 +35,8 @@ _ME = __name__
     ("layers.remat.save_nothing", remat.save_nothing),
     ("paxon.layers.remat.save_nothing", remat.save_nothing),
     ("jax.nn.relu", jax.nn.relu),
+    ("layers.attention.splash.Splash()", splash.Splash()),
+    ("layers.attention.splash.Splash", splash.Splash()),
     ("jax.numpy.tanh", jax.numpy.tanh),
     ("layers.remat.SaveOnly(('a', 'b'))", remat.SaveOnly(("a", "b"))),
     ("layers.remat.SaveOnly(names=('a',))", remat.SaveOnly(("a",))),
@@ -96,3 +99,25 @@ def test_a_module_that_cannot_be_imported_says_why(tmp_path, monkeypatch):
     match=r"broken_here failed to import because of ModuleNotFoundError: .*eit",
   ):
     text_values.parse_function("broken_here.f")
+
+
+def test_a_module_that_bazel_left_out_names_its_target(tmp_path, monkeypatch):
+  folder = tmp_path / "layers" / "odd"
+  folder.mkdir(parents=True)
+  (folder / "kernel.py").touch()
+  monkeypatch.setenv("BUILD_WORKSPACE_DIRECTORY", str(tmp_path))
+  message = (
+    r"^there is no module 'layers.odd.kernel' in this program; add"
+    r" //layers/odd:kernel to the deps of its BUILD target; write the import"
+  )
+  with pytest.raises(annotations.MismatchError, match=message):
+    text_values.parse_function("layers.odd.kernel.f")
+
+
+def test_a_missing_package_names_its_extra(tmp_path, monkeypatch):
+  (tmp_path / "needs_grain.py").write_text("import grain.python\n")
+  monkeypatch.syspath_prepend(tmp_path)
+  monkeypatch.setitem(sys.modules, "grain", None)
+  message = r"Error: .*grain.*; pip install 'paxon\[data\]' brings it$"
+  with pytest.raises(annotations.MismatchError, match=message):
+    text_values.parse_function("needs_grain.f")

@@ -19,8 +19,10 @@ cannot be set from the command line.
 import ast
 import collections.abc
 from collections.abc import Callable
+import dataclasses
 import enum
 import importlib
+import os
 import types
 import typing
 from typing import Any, Literal
@@ -210,6 +212,11 @@ _EXAMPLE = "such as layers.remat.save_nothing or jax.nn.relu"
 _MAX_SHOWN = 60
 # No import path is longer.
 _MAX_TEXT = 1000
+# Packages that modules of ours import, by the extra of pyproject.toml.
+_EXTRAS = {
+  **dict.fromkeys(("array_record", "datasets", "grain", "pyarrow"), "data"),
+  **dict.fromkeys(("clu", "seqio", "tensorflow", "tensorflow_text"), "tf"),
+}
 
 
 def parse_function(text: str) -> Callable[..., Any]:
@@ -226,9 +233,7 @@ def parse_function(text: str) -> Callable[..., Any]:
   if call is not None:
     value = _make_dataclass(value, path, call)
   elif isinstance(value, type):
-    raise annotations.MismatchError(
-      f"expected a function, got the class {path}"
-    )
+    value = _make_default(value, path)
   if not callable(value):
     raise annotations.MismatchError(
       f"expected a function, and {path} is a {type(value).__name__}"
@@ -272,8 +277,8 @@ def _find_function(path: str) -> Any:
       modules.append(module)
   if not modules:
     raise annotations.MismatchError(
-      f"there is no module {module_name!r}; write the import path of a"
-      f" function, {_EXAMPLE}"
+      f"there is no module {module_name!r}{_suggest_target(module_name)}; write"
+      f" the import path of a function, {_EXAMPLE}"
     )
   public = [
     key
@@ -283,6 +288,18 @@ def _find_function(path: str) -> Any:
   hint = suggestions.suggest(name, public).rstrip(".")
   raise annotations.MismatchError(
     f"{modules[0].__name__} has no function {name!r}{hint}"
+  )
+
+
+def _suggest_target(module: str) -> str:
+  """Returns the target that holds a module which `bazel run` left out."""
+  workspace = os.environ.get("BUILD_WORKSPACE_DIRECTORY", "")
+  path = module.removeprefix("paxon.").replace(".", "/")
+  if not workspace or not os.path.isfile(f"{workspace}/{path}.py"):
+    return ""
+  package, _, name = path.rpartition("/")
+  return (
+    f" in this program; add //{package}:{name} to the deps of its BUILD target"
   )
 
 
@@ -299,10 +316,28 @@ def _import_module(name: str) -> types.ModuleType | None:
 
 
 def _describe_broken(name: str, error: Exception) -> annotations.MismatchError:
+  extra = _EXTRAS.get((getattr(error, "name", None) or "").partition(".")[0])
+  hint = f"; pip install 'paxon[{extra}]' brings it" if extra else ""
   return annotations.MismatchError(
     f"the module {name} failed to import because of {type(error).__name__}:"
-    f" {error}"
+    f" {error}{hint}"
   )
+
+
+def _make_default(cls: type, path: str) -> Any:
+  """Makes `a.B()` of `a.B`, if instances are functions and no field is set."""
+  fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+  missing = dataclasses.MISSING
+  is_complete = all(
+    field.default is not missing or field.default_factory is not missing
+    for field in fields
+  )
+  parameters = getattr(cls, "__dataclass_params__", None)
+  if not (is_complete and parameters and parameters.frozen):
+    raise annotations.MismatchError(
+      f"expected a function, got the class {path}"
+    )
+  return cls()
 
 
 def _make_dataclass(cls: Any, path: str, call: ast.Call) -> Any:
