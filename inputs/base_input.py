@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
+from paxon.inputs import checks
+
 Batch = dict[str, np.ndarray]
 # By the key of a batch: shape and dtype of its array.
 Shapes = dict[str, tuple[tuple[int, ...], np.dtype]]
-# Arrays on devices are indexed by int32.
-_TOO_LARGE = 2**31
 # What JSON can hold.
 State = dict[str, Any]
 
@@ -67,23 +67,17 @@ class BaseInput(abc.ABC):
   num_infeed_hosts: int = dataclasses.field(default=1, init=False)
 
   def __post_init__(self) -> None:
+    checks.check_positive(
+      self, "global_batch_size", "length", "eval_loop_num_batches"
+    )
     for name in ("global_batch_size", "length"):
-      value = getattr(self, name)
-      if value <= 0:
+      # Arrays on devices are indexed by int32.
+      if getattr(self, name) >= 2**31:
         raise ValueError(
-          f"{type(self).__name__}.{name} must be positive, got {value}."
+          f"{type(self).__name__}.{name} must be less than 2**31, got"
+          f" {getattr(self, name)}."
         )
-      if value >= _TOO_LARGE:
-        raise ValueError(
-          f"{type(self).__name__}.{name} must be less than 2**31, got {value}."
-        )
-    number = self.eval_loop_num_batches
-    if number is not None and number <= 0:
-      raise ValueError(
-        f"{type(self).__name__}.eval_loop_num_batches must be positive, or None"
-        f" for a whole epoch, got {number}."
-      )
-    if number is None and not self.reset_for_eval:
+    if self.eval_loop_num_batches is None and not self.reset_for_eval:
       raise ValueError(
         f"{type(self).__name__}.reset_for_eval=False requires"
         " eval_loop_num_batches, the number of batches of each evaluation;"

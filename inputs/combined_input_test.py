@@ -8,7 +8,7 @@ import pytest
 from paxon.inputs import (
   byte_tokenizer,
   combined_input,
-  document_source,
+  example_source,
   packed_input,
   synthetic_lm_input,
 )
@@ -16,7 +16,7 @@ from paxon.inputs import (
 
 def _text(rows=4, **kwargs):
   return packed_input.pack_documents(
-    source=document_source.InMemoryDocuments(["abc", "defg", "hi" * 20]),
+    source=example_source.InMemoryDocuments(["abc", "defg", "hi" * 20]),
     tokenizer=byte_tokenizer.ByteTokenizer(),
     global_batch_size=rows,
     length=3,

@@ -18,7 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from paxon.inputs import corpus_shards, token_file_writer, tokenizer_protocol
+from paxon.inputs import (
+  checks,
+  corpus_shards,
+  token_file_writer,
+  tokenizer_protocol,
+)
 
 _PLAN = "plan.json"
 _COPY_BYTES = 1 << 24
@@ -47,12 +52,8 @@ class Corpus:
   shard_bytes: int = 16 << 20
 
   def __post_init__(self) -> None:
-    if not self.paths:
-      raise ValueError("Corpus.paths must not be empty.")
-    if self.shard_bytes <= 0:
-      raise ValueError(
-        f"Corpus.shard_bytes must be positive, got {self.shard_bytes}."
-      )
+    checks.check_not_empty(self, "paths")
+    checks.check_positive(self, "shard_bytes")
 
   def facts(self) -> dict[str, Any]:
     """Returns the content of the token file's `NAME.json`."""

@@ -21,6 +21,8 @@ import functools
 import hashlib
 import math
 
+from paxon.inputs import checks
+
 _NUM_ROUNDS = 4
 _MASK = (1 << 64) - 1
 
@@ -38,11 +40,7 @@ class DocumentOrder:
   seed: int | None
 
   def __post_init__(self) -> None:
-    if self.num_documents <= 0:
-      raise ValueError(
-        "DocumentOrder.num_documents must be positive, got"
-        f" {self.num_documents}."
-      )
+    checks.check_positive(self, "num_documents")
 
   def document(self, epoch: int, index: int) -> int:
     """Returns the document at `index` of an epoch.

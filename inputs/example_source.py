@@ -1,5 +1,6 @@
-"""Random-access sources of examples: text, arrays, and held-out parts.
+"""Random-access sources of documents and of examples, and held-out parts.
 
+A document is bytes of text.
 An example is a dictionary of arrays. Arrays [n] hold a value for each of its n
 tokens: `inputs` and `targets` (int32), `weights` (float32, 1 by default) and
 any other key. Keys that begin with `encoder_` have a separate length. An
@@ -13,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from paxon.inputs import document_source, tokenizer_protocol
+from paxon.inputs import checks, tokenizer_protocol
 
 Example = dict[str, np.ndarray]
 ENCODER = "encoder_"
@@ -63,13 +64,20 @@ def call_optional(source: object, member: str, *args: Any) -> Any:
   return None if method is None else method(*args)
 
 
-def lm_features(tokens: np.ndarray) -> Example:
+def lm_features(
+  tokens: np.ndarray, tokenizer: tokenizer_protocol.Tokenizer | None = None
+) -> Example:
   """Returns `inputs` and `targets` of consecutive tokens.
 
   Args:
     tokens: int32 [n + 1]; all but the first are targets.
+    tokenizer: Adds `target_bytes` int32 [n], the bytes of text of each target.
   """
-  return {"inputs": tokens[:-1], "targets": tokens[1:]}
+  example = {"inputs": tokens[:-1], "targets": tokens[1:]}
+  if tokenizer is not None:
+    counts = tokenizer.byte_counts(tokens[1:])
+    example["target_bytes"] = np.asarray(counts, np.int32)
+  return example
 
 
 def num_tokens(example: Mapping[str, np.ndarray], prefix: str = "") -> int:
@@ -92,6 +100,44 @@ def num_tokens(example: Mapping[str, np.ndarray], prefix: str = "") -> int:
   return next(iter(lengths.values()), 0)
 
 
+@runtime_checkable
+class DocumentSource(Protocol):
+  """A random-access sequence of documents, in a fixed order."""
+
+  def __len__(self) -> int:
+    """Returns the number of documents."""
+    ...
+
+  def __getitem__(self, index: int, /) -> bytes:
+    """Returns one document; 0 <= index < len."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True)
+class InMemoryDocuments:
+  """Documents given as a sequence of strings or bytes.
+
+  Attributes:
+    documents: The documents; strings are encoded as UTF-8.
+  """
+
+  documents: Sequence[str | bytes]
+
+  def __post_init__(self) -> None:
+    if isinstance(self.documents, str | bytes):
+      raise ValueError(
+        "InMemoryDocuments.documents must be a sequence of documents, got one"
+        f" {type(self.documents).__name__}; write [text] for one document."
+      )
+
+  def __len__(self) -> int:
+    return len(self.documents)
+
+  def __getitem__(self, index: int, /) -> bytes:
+    document = self.documents[index]
+    return document.encode() if isinstance(document, str) else document
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenizedDocuments:
   """Documents of text as examples: BEGIN, the tokens, END.
@@ -108,19 +154,15 @@ class TokenizedDocuments:
       document is then read once to count the examples.
   """
 
-  source: document_source.DocumentSource
+  source: DocumentSource
   tokenizer: tokenizer_protocol.Tokenizer
   chunk_length: int | None = None
 
   def __post_init__(self) -> None:
-    if self.chunk_length is not None and self.chunk_length <= 0:
-      raise ValueError(
-        "TokenizedDocuments.chunk_length must be positive, or None for whole"
-        f" documents, got {self.chunk_length}."
-      )
+    checks.check_positive(self, "chunk_length")
 
   def required_vocab_size(self) -> int:
-    """Returns the tokenizer's."""
+    """Returns the tokenizer's vocabulary size."""
     return self.tokenizer.vocab_size
 
   def token_dtypes(self) -> dict[str, np.dtype]:
@@ -157,9 +199,7 @@ class TokenizedDocuments:
     if self.chunk_length is not None:
       begin = (index - self._first_chunks[document]) * self.chunk_length
       tokens = tokens[begin : begin + self.chunk_length + 1]
-    features = lm_features(tokens)
-    bytes_of = self.tokenizer.byte_counts(features["targets"])
-    return {**features, "target_bytes": np.asarray(bytes_of, np.int32)}
+    return lm_features(tokens, self.tokenizer)
 
   def _tokens(self, document: int) -> np.ndarray:
     ids = self.tokenizer.encode(self.source[document])

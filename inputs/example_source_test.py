@@ -53,3 +53,20 @@ def test_num_tokens_is_that_of_the_source():
   assert [of_train(i) for i in range(len(train))] == [0, 10, 30, 40, 60]
   assert [of_held(i) for i in range(len(held))] == [20, 50]
   assert _parts(7, 3)[0].num_tokens is None
+
+
+def test_documents_are_bytes_by_index():
+  documents = example_source.InMemoryDocuments(["é", b"\xff", ""])
+  assert len(documents) == 3
+  assert [documents[i] for i in range(3)] == [b"\xc3\xa9", b"\xff", b""]
+
+
+def test_is_a_document_source():
+  source = example_source.InMemoryDocuments([b"a"])
+  assert isinstance(source, example_source.DocumentSource)
+  assert not isinstance(3, example_source.DocumentSource)
+
+
+def test_rejects_a_single_string():
+  with pytest.raises(ValueError, match=r"got one str; write \[text\]"):
+    example_source.InMemoryDocuments("text")

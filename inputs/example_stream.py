@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from paxon.inputs import document_order, example_source, read_ahead
+from paxon.inputs import checks, document_order, example_source, read_ahead
 
 Position = Any
 Reference = Any
@@ -143,11 +143,7 @@ class Examples(Stream):
   _every: bool = dataclasses.field(default=False, init=False, repr=False)
 
   def __post_init__(self) -> None:
-    if self.num_epochs is not None and self.num_epochs <= 0:
-      raise ValueError(
-        "Examples.num_epochs must be positive, or None for no end, got"
-        f" {self.num_epochs}."
-      )
+    checks.check_positive(self, "num_epochs")
 
   def start(self) -> int:
     """Returns 0."""
@@ -156,12 +152,11 @@ class Examples(Stream):
   def following(self, position: int, *, step: int) -> tuple[int, int] | None:
     """Returns the example's index in the source, and the next position."""
     del step
-    if self._is_end(position):
+    number = self._number_at(position)
+    if number is None:
       return None
     if self._ahead is not None and self._every:
       self._ahead.expect(position, self._number_at)
-    order = self._order
-    number = order.document(*divmod(position, order.num_documents))
     return number, position + 1
 
   def read(self, reference: int) -> example_source.Example:
@@ -238,13 +233,9 @@ class Examples(Stream):
     _ = self._order
     example_source.call_optional(self.source, "check")
 
-  def _is_end(self, position: int) -> bool:
-    end = self._end
-    return end is not None and position >= end
-
   def _number_at(self, position: int) -> int | None:
     """Returns the source index at a position, None at the end."""
-    if self._is_end(position):
+    if self._end is not None and position >= self._end:
       return None
     order = self._order
     return order.document(*divmod(position, order.num_documents))

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from paxon.inputs import example_source, example_stream, read_ahead
+from paxon.inputs import checks, example_source, example_stream, read_ahead
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,10 +45,7 @@ class Filtered(example_stream.Stream):
   )
 
   def __post_init__(self) -> None:
-    if self.max_rejected <= 0:
-      raise ValueError(
-        f"Filtered.max_rejected must be positive, got {self.max_rejected}."
-      )
+    checks.check_positive(self, "max_rejected")
 
   def start(self) -> Any:
     """Returns the other stream's."""

@@ -19,7 +19,7 @@ import zlib
 
 import numpy as np
 
-from paxon.inputs import file_patterns
+from paxon.inputs import checks, record_files
 
 _GZIP = (".gz", ".gzip")
 _BLANK = b" \t\r\v\f"
@@ -32,35 +32,18 @@ _GZIP_FORMAT = 16 + zlib.MAX_WBITS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class JsonLines:
-  """Documents from one string field of JSON lines.
-
-  Blank lines are skipped. Documents are ordered by file name, then by line.
+class JsonLines(record_files.RecordFiles):
+  """Documents from one string field of JSON lines; blank lines are skipped.
 
   Attributes:
-    files: A path, or a pattern such as `c4/en/c4-train.0000?-of-01024.json.gz`.
     text_key: The key of the document in each line.
   """
 
-  files: str
   text_key: str = "text"
 
   def __post_init__(self) -> None:
-    for name in ("files", "text_key"):
-      if not getattr(self, name):
-        raise ValueError(f"JsonLines.{name} must not be empty.")
-
-  @functools.cached_property
-  def paths(self) -> tuple[str, ...]:
-    """The files, sorted.
-
-    Raises:
-      FileNotFoundError: No file matches.
-    """
-    return file_patterns.find(self.files, field="JsonLines.files")
-
-  def __len__(self) -> int:
-    return self._ends[-1]
+    super().__post_init__()
+    checks.check_not_empty(self, "text_key")
 
   def __getitem__(self, index: int, /) -> bytes:
     """Returns one document as UTF-8.
@@ -68,16 +51,9 @@ class JsonLines:
     Raises:
       ValueError: Its line is not an object with the string `text_key`.
     """
-    if not 0 <= index < len(self):
-      raise IndexError(f"There is no document {index} of {len(self)}.")
-    number = bisect.bisect_right(self._ends, index)
-    first = self._ends[number - 1] if number else 0
-    file = self._files[number]
-    return self.document(file.line(index - first), file.path)
-
-  def __getstate__(self) -> dict[str, Any]:
-    """Returns the fields only: each process opens the files itself."""
-    return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+    number, line = self._locate(index)
+    file = self._parts[number]
+    return self.document(file.line(line), file.path)
 
   def document(self, line: bytes, path: str) -> bytes:
     """Returns the document of a line.
@@ -103,16 +79,8 @@ class JsonLines:
     return text.encode(errors="replace")
 
   @functools.cached_property
-  def _files(self) -> tuple["_File", ...]:
-    files = tuple(_File(path) for path in self.paths)
-    if not any(len(file) for file in files):
-      raise ValueError(f"JsonLines.files: {self.files!r} holds no documents.")
-    return files
-
-  @functools.cached_property
-  def _ends(self) -> list[int]:
-    """The cumulative number of documents after each file."""
-    return np.cumsum([len(file) for file in self._files]).tolist()
+  def _parts(self) -> "tuple[_File, ...]":
+    return tuple(_File(path) for path in self.paths)
 
 
 class _File:

@@ -14,7 +14,6 @@ import pytest
 
 from paxon.inputs import (
   byte_tokenizer,
-  document_source,
   example_source,
   example_stream,
   packed_input,
@@ -35,7 +34,7 @@ _lengths = st.integers(1, 9)
 
 
 @dataclasses.dataclass(frozen=True)
-class CountedDocuments(document_source.InMemoryDocuments):
+class CountedDocuments(example_source.InMemoryDocuments):
   """Documents that record which are read."""
 
   reads: list[int] = dataclasses.field(default_factory=list)
@@ -47,7 +46,7 @@ class CountedDocuments(document_source.InMemoryDocuments):
 
 def _make(documents=_DOCUMENTS, *, source=None, **kwargs):
   defaults: dict[str, Any] = {
-    "source": source or document_source.InMemoryDocuments(documents),
+    "source": source or example_source.InMemoryDocuments(documents),
     "tokenizer": byte_tokenizer.ByteTokenizer(),
     "global_batch_size": 4,
     "length": 5,
@@ -288,7 +287,7 @@ def test_padding_has_no_bytes_for_any_pad_id():
 def test_can_be_configured_by_fiddle():
   config = fdl.Config(
     packed_input.pack_documents,
-    source=fdl.Config(document_source.InMemoryDocuments, _DOCUMENTS),
+    source=fdl.Config(example_source.InMemoryDocuments, _DOCUMENTS),
     tokenizer=fdl.Config(byte_tokenizer.ByteTokenizer),
     length=5,
     global_batch_size=4,
@@ -376,7 +375,7 @@ def test_restoring_far_away_reads_one_document():
 
 def _chunks(documents, chunk_length):
   return example_source.TokenizedDocuments(
-    source=document_source.InMemoryDocuments(documents),
+    source=example_source.InMemoryDocuments(documents),
     tokenizer=byte_tokenizer.ByteTokenizer(),
     chunk_length=chunk_length,
   )

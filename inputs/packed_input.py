@@ -14,7 +14,7 @@ import numpy as np
 
 from paxon.inputs import (
   base_input,
-  document_source,
+  checks,
   example_source,
   example_stream,
   read_ahead,
@@ -79,16 +79,10 @@ class PackedInput(base_input.BaseInput):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    for name, least in (("max_waiting", 1), ("num_workers", 0)):
-      if getattr(self, name) < least:
-        raise ValueError(
-          f"PackedInput.{name} must be at least {least}, got"
-          f" {getattr(self, name)}."
-        )
-    if self.encoder_length is not None and self.encoder_length <= 0:
+    checks.check_positive(self, "max_waiting", "encoder_length")
+    if self.num_workers < 0:
       raise ValueError(
-        "PackedInput.encoder_length must be positive, or None without an"
-        f" encoder, got {self.encoder_length}."
+        f"PackedInput.num_workers must be at least 0, got {self.num_workers}."
       )
     is_split = self.packing is packing_lib.Packing.SPLIT
     if is_split and self.encoder_length is not None:
@@ -329,7 +323,7 @@ class PackedInput(base_input.BaseInput):
 
 def pack_documents(
   *,
-  source: document_source.DocumentSource,
+  source: example_source.DocumentSource,
   tokenizer: tokenizer_protocol.Tokenizer,
   global_batch_size: int,
   length: int,

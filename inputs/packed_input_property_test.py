@@ -13,7 +13,6 @@ import pytest
 
 from paxon.inputs import (
   byte_tokenizer,
-  document_source,
   example_source,
   example_stream,
   filtered,
@@ -316,7 +315,7 @@ def _filtered_text(folder):
   del folder
   documents = [bytes([i % 250]) * (i % 13) for i in range(60)]
   source = example_source.TokenizedDocuments(
-    source=document_source.InMemoryDocuments(documents),
+    source=example_source.InMemoryDocuments(documents),
     tokenizer=byte_tokenizer.ByteTokenizer(),
   )
   return filtered.Filtered(

@@ -8,7 +8,6 @@ import pytest
 from paxon.inputs import (
   base_input,
   byte_tokenizer,
-  document_source,
   example_source,
   example_stream,
   packed_input,
@@ -30,7 +29,7 @@ def _runs(lengths, member=0) -> list[np.ndarray]:
 
 
 def _text(documents, **kwargs):
-  source = document_source.InMemoryDocuments(documents)
+  source = example_source.InMemoryDocuments(documents)
   tokenizer = byte_tokenizer.ByteTokenizer()
   return packed_input.PackedInput(
     examples=example_stream.Examples(

@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from paxon.inputs import document_source, python_stdlib
+from paxon.inputs import example_source, python_stdlib
 
 _KEPT = {
   "abc.py": b"print()\n",
@@ -122,7 +122,7 @@ def test_construction_reads_nothing(tmp_path):
 
 def test_real_library_is_megabytes_of_python():
   train, validation = _both()
-  assert isinstance(train, document_source.DocumentSource)
+  assert isinstance(train, example_source.DocumentSource)
   sizes = [sum(len(s[i]) for i in range(len(s))) for s in (train, validation)]
   assert sizes[0] > 5e6
   assert 1e5 < sizes[1] < 5e5

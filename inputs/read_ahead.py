@@ -66,7 +66,7 @@ class Workers:
     self, source: example_source.ExampleSource, number: int, chunk: list[int]
   ) -> "futures.Future[list[_Read]]":
     """Submits a chunk of indices of a source for reading."""
-    with _told_of_ended_workers():
+    with _explain_broken_pool():
       if self.processes:
         return self._executor.submit(_read_of, number, chunk)
       return self._executor.submit(_read, source, chunk)
@@ -140,7 +140,7 @@ class ReadAhead:
     task, place = self._tasks.pop(number, (None, 0))
     if task is None:
       return self._source[number]
-    with _told_of_ended_workers():
+    with _explain_broken_pool():
       found = task.result()[place]
     if isinstance(found, Exception):
       raise found
@@ -148,8 +148,8 @@ class ReadAhead:
 
 
 @contextlib.contextmanager
-def _told_of_ended_workers() -> Iterator[None]:
-  """Explains the error of a broken executor."""
+def _explain_broken_pool() -> Iterator[None]:
+  """Explains the error of a pool whose worker has died."""
   try:
     yield
   except futures.BrokenExecutor as error:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from paxon.inputs import example_source
+from paxon.inputs import checks, example_source
 
 Row = Mapping[str, Any]
 
@@ -83,16 +83,7 @@ class TokenColumn:
   vocab_size: int | None = None
 
   def __post_init__(self) -> None:
-    size = self.vocab_size
-    for name in ("begin_id", "end_id"):
-      value = getattr(self, name)
-      if value is not None and (
-        value < 0 or (size is not None and value >= size)
-      ):
-        raise ValueError(
-          f"TokenColumn.{name} must be an id below vocab_size ({size}), got"
-          f" {value}."
-        )
+    checks.check_ids(self, "begin_id", "end_id", vocab_size=self.vocab_size)
 
   def __len__(self) -> int:
     return len(self.rows)

@@ -12,7 +12,12 @@ import dataclasses
 import itertools
 from typing import Any
 
-from paxon.inputs import document_order, example_source, example_stream
+from paxon.inputs import (
+  checks,
+  document_order,
+  example_source,
+  example_stream,
+)
 
 # Pending references may still point into the previous window.
 _KEPT_WINDOWS = 2
@@ -42,14 +47,7 @@ class SequentialExamples(example_stream.Stream):
   )
 
   def __post_init__(self) -> None:
-    for name, value in (
-      ("shuffle_window", self.shuffle_window),
-      ("num_epochs", 1 if self.num_epochs is None else self.num_epochs),
-    ):
-      if value <= 0:
-        raise ValueError(
-          f"SequentialExamples.{name} must be positive, got {value}."
-        )
+    checks.check_positive(self, "shuffle_window", "num_epochs")
 
   def start(self) -> list[int]:
     """Returns [epoch 0, index 0]."""

@@ -8,7 +8,7 @@ import dataclasses
 
 import numpy as np
 
-from paxon.inputs import base_input
+from paxon.inputs import base_input, checks
 
 _TOKEN = 1
 
@@ -45,11 +45,7 @@ class SyntheticLmInput(base_input.BaseInput):
         "SyntheticLmInput.random_seed must be in [0, 2**64), or None for ones,"
         f" got {self.random_seed}."
       )
-    if self.num_batches is not None and self.num_batches <= 0:
-      raise ValueError(
-        "SyntheticLmInput.num_batches must be positive, or None for no end, got"
-        f" {self.num_batches}."
-      )
+    checks.check_positive(self, "num_batches")
 
   def get_next(self) -> base_input.Batch:
     """Returns this host's part of the next batch; see the class.

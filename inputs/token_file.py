@@ -28,7 +28,12 @@ from typing import Any
 
 import numpy as np
 
-from paxon.inputs import example_source, tokenizer_protocol
+from paxon.inputs import (
+  checks,
+  example_source,
+  record_files,
+  tokenizer_protocol,
+)
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -63,7 +68,7 @@ class _Tables:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class TokenFile:
+class TokenFile(record_files.PickledFields):
   """Language-model examples from a `.bin` and its `.idx`.
 
   Attributes:
@@ -88,16 +93,8 @@ class TokenFile:
   def __post_init__(self) -> None:
     if self.path.endswith((".bin", ".idx")):
       object.__setattr__(self, "path", self.path[: -len(".bin")])
-    size = self.vocab_size
-    if size is not None and size <= 0:
-      raise ValueError(f"TokenFile.vocab_size must be positive, got {size}.")
-    for name in ("begin_id", "end_id"):
-      value = getattr(self, name)
-      if value is not None and (value < 0 or (size and value >= size)):
-        raise ValueError(
-          f"TokenFile.{name} must be an id below vocab_size ({size}), got"
-          f" {value}."
-        )
+    checks.check_positive(self, "vocab_size")
+    checks.check_ids(self, "begin_id", "end_id", vocab_size=self.vocab_size)
 
   def __len__(self) -> int:
     return len(self._bounds) - 1
@@ -108,11 +105,7 @@ class TokenFile:
     Raises:
       ValueError: An id is not in the vocabulary, or the index is damaged.
     """
-    example = example_source.lm_features(self.tokens(index))
-    if self.tokenizer is None:
-      return example
-    bytes_of = self.tokenizer.byte_counts(example["targets"])
-    return {**example, "target_bytes": np.asarray(bytes_of, np.int32)}
+    return example_source.lm_features(self.tokens(index), self.tokenizer)
 
   def required_vocab_size(self) -> int | None:
     """Returns the exclusive upper bound of all ids, None if unknown."""
@@ -191,10 +184,6 @@ class TokenFile:
           f" {self.facts[key]}, and TokenFile.tokenizer has {value}: the same"
           " text has other ids."
         )
-
-  def __getstate__(self) -> dict[str, Any]:
-    """Returns the fields only: each process maps the files itself."""
-    return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
   @functools.cached_property
   def facts(self) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import pytest
 
 from paxon.inputs import (
   byte_tokenizer,
-  document_source,
   example_source,
   token_file,
   token_file_writer,
@@ -148,7 +147,7 @@ def test_a_tokenizer_counts_bytes_and_must_match_the_file(path):
   tokens.check()
   assert tokens.required_vocab_size() == 259
   text = example_source.TokenizedDocuments(
-    source=document_source.InMemoryDocuments(texts), tokenizer=tokenizer
+    source=example_source.InMemoryDocuments(texts), tokenizer=tokenizer
   )
   for i in range(3):
     assert tokens[i].keys() == text[i].keys()

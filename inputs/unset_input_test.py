@@ -5,7 +5,7 @@ import pytest
 
 from paxon.inputs import (
   byte_tokenizer,
-  document_source,
+  example_source,
   packed_input,
   unset_input,
 )
@@ -19,7 +19,7 @@ def _unset():
 
 def test_has_the_shapes_of_packed_sequences():
   packed = packed_input.pack_documents(
-    source=document_source.InMemoryDocuments(["text"]),
+    source=example_source.InMemoryDocuments(["text"]),
     tokenizer=byte_tokenizer.ByteTokenizer(),
     shuffle_seed=None,
     global_batch_size=4,

@@ -33,7 +33,7 @@ from typing import Final
 from paxon.inputs import (
   corpus_shards,
   corpus_tokenizer,
-  file_patterns,
+  record_files,
   tokenizer_protocol,
 )
 
@@ -114,7 +114,7 @@ def _parse(argv: Sequence[str]) -> dict[str, str]:
 
 
 def _corpus(given: dict[str, str]) -> corpus_tokenizer.Corpus:
-  paths = file_patterns.find(given["files"].split(","), field="--files")
+  paths = record_files.find(given["files"].split(","), field="--files")
   are_json = all(path.endswith(_JSON) for path in paths)
   form = given.get("documents", "json" if are_json else "file")
   if form not in _FORMS:

@@ -11,13 +11,15 @@ new ones.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+import contextlib
 import dataclasses
+import importlib
 import itertools
 from typing import Any
 
 import numpy as np
 
-from paxon.inputs import base_input
+from paxon.inputs import base_input, checks, example_stream
 
 # Array names of Pax's language models, and Paxon's.
 _NAMES = {
@@ -41,6 +43,40 @@ def paxon_names(batch: Mapping[str, np.ndarray]) -> base_input.Batch:
   if paddings is not None and "weights" not in renamed:
     renamed["weights"] = (1 - paddings).astype(np.float32)
   return renamed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LingvoGenerator:
+  """Creates the generator of Lingvo's params.
+
+  Lingvo is not in Paxon's lock files, because its compiled operations need a
+  newer C library than some supported systems have. Install it separately.
+
+  Attributes:
+    params: Lingvo's params of an input generator.
+    do_eval: Whether to create the generator in Lingvo's evaluation mode.
+  """
+
+  params: Any
+  do_eval: bool = False
+
+  @property
+  def file_random_seed(self) -> int:
+    """The seed of the params; with 0 the order differs on each start."""
+    return int(getattr(self.params, "file_random_seed", 0) or 0)
+
+  def __call__(self) -> Any:
+    """Returns a new generator.
+
+    Raises:
+      ModuleNotFoundError: Lingvo is not installed.
+      ImportError: Its operations do not load on this system.
+    """
+    with contextlib.ExitStack() as stack:
+      if self.do_eval:
+        name = "lingvo.core.cluster_factory"
+        stack.enter_context(importlib.import_module(name).SetEval(True))
+      return self.params.Instantiate()
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -81,12 +117,7 @@ class GeneratorInput(base_input.BaseInput):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    for name in ("num_samples", "num_batches"):
-      value = getattr(self, name)
-      if value is not None and value <= 0:
-        raise ValueError(
-          f"GeneratorInput.{name} must be positive, or None, got {value}."
-        )
+    checks.check_positive(self, "num_samples", "num_batches")
     seed = getattr(self.open, "file_random_seed", 0)
     if seed and not self.repeatable and self.num_samples is None:
       raise ValueError(
@@ -140,17 +171,12 @@ class GeneratorInput(base_input.BaseInput):
     Raises:
       ValueError: The state is damaged, or `repeatable` differs.
     """
-    number = state.get("batches")
-    if (
-      set(state) != _KEYS
-      or not isinstance(number, int)
-      or isinstance(number, bool)
-      or number < 0
-    ):
+    if set(state) != _KEYS:
       raise ValueError(
         "The state of a GeneratorInput must have the number `batches` and"
         f" `repeatable`, got {state!r}."
       )
+    number = example_stream.check_place(state["batches"], what="batches")
     if state["repeatable"] != self._is_shared:
       raise ValueError(
         f"The state was saved with repeatable {state['repeatable']}, and this"

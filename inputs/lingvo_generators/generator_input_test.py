@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from paxon.inputs import base_input
-from paxon.inputs.lingvo_generators import generator_input, lingvo_library
+from paxon.inputs.lingvo_generators import generator_input
 
 
 class _OutOfRangeError(Exception):
@@ -190,7 +190,7 @@ def test_rejects_invalid_batches(convert, message):
 
 def test_rejects_a_fixed_seed_for_training():
   params = types.SimpleNamespace(file_random_seed=7)
-  opener = lingvo_library.LingvoGenerator(params=params)
+  opener = generator_input.LingvoGenerator(params=params)
   with pytest.raises(ValueError, match="the fixed file_random_seed 7"):
     _input(open=opener, repeatable=False)
   _input(open=opener, repeatable=False, num_samples=3)
@@ -199,7 +199,7 @@ def test_rejects_a_fixed_seed_for_training():
 
 def test_params_are_instantiated_when_first_read():
   params = types.SimpleNamespace(Instantiate=_opener(number=8))
-  opener = lingvo_library.LingvoGenerator(params=params)
+  opener = generator_input.LingvoGenerator(params=params)
   given = _input(open=opener, num_samples=8)
   assert _rows(given) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 

@@ -10,7 +10,7 @@ import dataclasses
 import os
 from typing import Any
 
-from paxon.inputs.seqio_tasks import seqio_library
+from paxon.inputs import checks, optional_library
 
 TRAIN = "c4_lm_v301_gpt"
 EVAL = "c4_lm_v301_gpt_eval_tokenized"
@@ -31,14 +31,12 @@ class C4Tasks:
   vocabulary_file: str
 
   def __post_init__(self) -> None:
-    for name in ("folder", "vocabulary_file"):
-      if not getattr(self, name):
-        raise ValueError(f"C4Tasks.{name} must not be empty.")
+    checks.check_not_empty(self, "folder", "vocabulary_file")
 
   def __call__(self) -> None:
     """Adds the tasks that are not registered yet."""
-    seqio = seqio_library.seqio()
-    io = seqio_library.tensorflow().io
+    seqio = optional_library.seqio()
+    io = optional_library.tensorflow().io
     vocabulary = seqio.SentencePieceVocabulary(self.vocabulary_file)
     if TRAIN not in seqio.TaskRegistry.names():
       seqio.TaskRegistry.add(
@@ -62,7 +60,7 @@ class C4Tasks:
     self, version: str, splits: tuple[str, ...], feature: Any, key: str = "text"
   ) -> Any:
     folder = os.path.join(self.folder, "c4", "en", version)
-    return seqio_library.seqio().TFExampleDataSource(
+    return optional_library.seqio().TFExampleDataSource(
       {split: f"{folder}/c4-{split}.tfrecord-*" for split in splits},
       {key: feature},
     )
@@ -73,5 +71,5 @@ def _text_as_targets(dataset: Any) -> Any:
 
 
 def _ids_as_targets(dataset: Any) -> Any:
-  cast = seqio_library.tensorflow().cast
+  cast = optional_library.tensorflow().cast
   return dataset.map(lambda example: {"targets": cast(example["ids"], "int32")})

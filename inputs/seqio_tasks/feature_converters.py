@@ -65,11 +65,9 @@ class LanguageModel:
   def __call__(self, features: Features, /) -> example_source.Example:
     """Returns `inputs`, `targets`, and `target_bytes` if set, int32 [n]."""
     ids = _ended(_ids(features, self.feature), self.end_id)
-    example = {"inputs": _shifted(ids, self.begin_id), "targets": ids}
-    if self.tokenizer is not None:
-      counts = self.tokenizer.byte_counts(ids)
-      example["target_bytes"] = np.asarray(counts, np.int32)
-    return example
+    begin = np.array([self.begin_id], np.int32)
+    tokens = np.concatenate([begin, ids])
+    return example_source.lm_features(tokens, self.tokenizer)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,12 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from paxon.inputs import packed_input, packing
-from paxon.inputs.seqio_tasks import (
-  seqio_library,
-  task_source,
-  task_stream,
-)
+from paxon.inputs import optional_library, packed_input, packing
+from paxon.inputs.seqio_tasks import task_source, task_stream
 
 PREDICT = "predict"
 SCORE = "score"
@@ -140,7 +136,7 @@ class TaskMetrics:
 
 def _kind(metric: Any) -> str:
   """Returns the kind of a metric object, `SCORE` or `PREDICT`."""
-  types = seqio_library.seqio().metrics.ModelOutputType
+  types = optional_library.seqio().metrics.ModelOutputType
   kinds = {types.SCORE: SCORE, types.PREDICTION: PREDICT}
   found = getattr(metric, "model_output_type", None)
   if found not in kinds:

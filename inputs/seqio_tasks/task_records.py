@@ -5,7 +5,6 @@ TFRecord files. A record is a serialized message; `parse` converts it to
 features.
 """
 
-import bisect
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from paxon.inputs.seqio_tasks import seqio_library
+from paxon.inputs import optional_library, record_files
 from paxon.inputs.tf_records import tf_record_files
 
 
@@ -63,12 +62,9 @@ class TaskRecords:
 
   def place(self, index: int) -> tuple[tf_record_files.TfRecordFile, int]:
     """Returns a record's file and its index in the file."""
-    if not 0 <= index < len(self):
-      raise IndexError(f"There is no record {index} of {len(self)}.")
-    number = bisect.bisect_right(self._ends, index)
+    number, offset = record_files.locate(self._ends, index)
     part = self.parts[number]
-    before = self._ends[number - 1] if number else 0
-    return part.file, part.first + index - before
+    return part.file, part.first + offset
 
   @functools.cached_property
   def _ends(self) -> list[int]:
@@ -97,10 +93,10 @@ def of_task(
   )
   if use_cached:
     return _of_cache(task, split, open_file)
-  seqio, source = seqio_library.seqio(), task.source
+  seqio, source = optional_library.seqio(), task.source
   if isinstance(source, seqio.TfdsDataSource):
     return _of_tfds(source, split, open_file)
-  tensorflow = seqio_library.tensorflow()
+  tensorflow = optional_library.tensorflow()
   if getattr(source, "reader_cls", None) is not tensorflow.data.TFRecordDataset:
     return None
   parse = getattr(source, "parse_fn", None)
@@ -118,7 +114,7 @@ def _of_cache(
   split: str,
   open_file: Callable[[str], tf_record_files.TfRecordFile],
 ) -> TaskRecords:
-  seqio = seqio_library.seqio()
+  seqio = optional_library.seqio()
   if not task.supports_caching or not task.cache_dir:
     raise ValueError(
       f"{task.name} is not cached: there is no folder with its name and a file"
@@ -177,7 +173,7 @@ def _of_tfds(
 
 def _parse_cached(features: Mapping[str, Any], record: Any) -> dict[str, Any]:
   """Returns the features of a cached example with their original dtypes."""
-  tensorflow = seqio_library.tensorflow()
+  tensorflow = optional_library.tensorflow()
   description = {
     name: _description(name, feature["shape"], feature["dtype"])
     for name, feature in features.items()
@@ -194,8 +190,8 @@ def _parse_cached(features: Mapping[str, Any], record: Any) -> dict[str, Any]:
 
 def _description(name: str, shape: list[int | None], dtype: str) -> Any:
   """Returns the TensorFlow parsing spec of a feature."""
-  io = seqio_library.tensorflow().io
-  utils = seqio_library.seqio().utils
+  io = optional_library.tensorflow().io
+  utils = optional_library.seqio().utils
   # The format has no other integer type.
   stored = "int64" if dtype in ("int32", "bool") else dtype
   if None in shape[1:]:

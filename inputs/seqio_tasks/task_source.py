@@ -13,10 +13,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from paxon.inputs import example_source
+from paxon.inputs import checks, example_source, optional_library, record_files
 from paxon.inputs.seqio_tasks import (
   feature_converters,
-  seqio_library,
   task_records,
   task_steps,
 )
@@ -37,7 +36,7 @@ class _Examples(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TaskSource:
+class TaskSource(record_files.PickledFields):
   """Examples of a task, converted for the model.
 
   An example that the task filters out is empty; skip it by `Filtered` with
@@ -73,21 +72,8 @@ class TaskSource:
   max_in_memory: int = 1_000_000
 
   def __post_init__(self) -> None:
-    for name in ("task", "split"):
-      if not getattr(self, name):
-        raise ValueError(f"TaskSource.{name} must not be empty.")
-    if self.max_in_memory <= 0:
-      raise ValueError(
-        f"TaskSource.max_in_memory must be positive, got {self.max_in_memory}."
-      )
-
-  def __getstate__(self) -> dict[str, Any]:
-    # TensorFlow graphs cannot be pickled; each process builds them.
-    names = {field.name for field in dataclasses.fields(self)}
-    return {k: v for k, v in self.__dict__.items() if k in names}
-
-  def __setstate__(self, state: dict[str, Any]) -> None:
-    self.__dict__.update(state)
+    checks.check_not_empty(self, "task", "split")
+    checks.check_positive(self, "max_in_memory")
 
   def __len__(self) -> int:
     return len(self._examples)
@@ -144,7 +130,7 @@ class TaskSource:
     Raises:
       ValueError: The task or the split does not exist.
     """
-    registry = seqio_library.seqio().TaskRegistry
+    registry = optional_library.seqio().TaskRegistry
     if self.register is not None and self.task not in registry.names():
       self.register()
     if self.task not in registry.names():

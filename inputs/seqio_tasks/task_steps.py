@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from paxon.inputs.seqio_tasks import seqio_library, task_records
+from paxon.inputs import optional_library
+from paxon.inputs.seqio_tasks import task_records
 
 Spec = tuple[tuple[int | None, ...], np.dtype]
 
@@ -45,7 +46,7 @@ class TaskSteps:
     Raises:
       ValueError: The task has no such features.
     """
-    tensorflow = seqio_library.tensorflow()
+    tensorflow = optional_library.tensorflow()
     alone = _with_one_example(task, split=split, is_cached=is_cached)
 
     def run(record: Any) -> Any:
@@ -117,7 +118,7 @@ class _Stream:
   """
 
   def __init__(self, run: Callable[[Any], Any]) -> None:
-    tensorflow = seqio_library.tensorflow()
+    tensorflow = optional_library.tensorflow()
     self._records = tensorflow.queue.FIFOQueue(
       1, [tensorflow.string], shapes=[[]]
     )
@@ -146,7 +147,7 @@ class _OneExample:
   def __init__(self, task: Any, split: str) -> None:
     self._split = split
     self._example: Any = None
-    source = seqio_library.seqio().FunctionDataSource(
+    source = optional_library.seqio().FunctionDataSource(
       self._make, splits=[split]
     )
     self._task = task.replace(source=source)
@@ -168,13 +169,13 @@ class _OneExample:
     self, split: str, shuffle_files: bool, seed: int | None = None
   ) -> Any:
     del split, shuffle_files, seed
-    dataset = seqio_library.tensorflow().data.Dataset
+    dataset = optional_library.tensorflow().data.Dataset
     return dataset.from_tensors(self._example)
 
 
 def _with_one_example(task: Any, *, split: str, is_cached: bool) -> _OneExample:
   if is_cached:
-    placeholder = seqio_library.seqio().CacheDatasetPlaceholder
+    placeholder = optional_library.seqio().CacheDatasetPlaceholder
     steps = list(task.preprocessors)
     place = [isinstance(step, placeholder) for step in steps].index(True)
     task = task.replace(preprocessors=steps[place + 1 :])
@@ -195,7 +196,7 @@ def select_specs(
     ValueError: The data set does not have a feature of `keys`.
   """
   specs = find_specs(element_spec)
-  ragged = seqio_library.tensorflow().RaggedTensorSpec
+  ragged = optional_library.tensorflow().RaggedTensorSpec
   plain = {k for k in specs if not isinstance(element_spec.get(k), ragged)}
   plain &= element_spec.keys()  # No dictionaries within dictionaries.
   for key in keys or ():

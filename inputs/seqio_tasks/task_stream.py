@@ -10,17 +10,15 @@ import functools
 from typing import Any
 
 from paxon.inputs import (
+  checks,
   example_source,
   example_stream,
   filtered,
   mixture,
+  optional_library,
   read_ahead,
 )
-from paxon.inputs.seqio_tasks import (
-  feature_converters,
-  seqio_library,
-  task_source,
-)
+from paxon.inputs.seqio_tasks import feature_converters, task_source
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -58,14 +56,8 @@ class TaskStream(example_stream.Stream):
   max_in_memory: int = 1_000_000
 
   def __post_init__(self) -> None:
-    for name in ("name_in_registry", "split"):
-      if not getattr(self, name):
-        raise ValueError(f"TaskStream.{name} must not be empty.")
-    if self.num_epochs is not None and self.num_epochs <= 0:
-      raise ValueError(
-        "TaskStream.num_epochs must be positive, or None for no end, got"
-        f" {self.num_epochs}."
-      )
+    checks.check_not_empty(self, "name_in_registry", "split")
+    checks.check_positive(self, "num_epochs")
 
   def start(self) -> None:
     """Returns None, which stands for the start without reading."""
@@ -138,7 +130,7 @@ class TaskStream(example_stream.Stream):
   @functools.cached_property
   def _rates(self) -> dict[str, float]:
     """The mixing rate of each task."""
-    seqio, name = seqio_library.seqio(), self.name_in_registry
+    seqio, name = optional_library.seqio(), self.name_in_registry
     registries = (seqio.TaskRegistry, seqio.MixtureRegistry)
     if self.register is not None and not any(
       name in registry.names() for registry in registries

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from paxon.inputs.seqio_tasks import seqio_library
+from paxon.inputs import optional_library
 from paxon.inputs.tf_records import tf_example, tf_record_files
 
 _TEXT = (
@@ -72,7 +72,7 @@ class Tasks:
 
   def __call__(self) -> None:
     """Adds the tasks and the mixture."""
-    seqio = seqio_library.seqio()
+    seqio = optional_library.seqio()
     for name in ("text", "other"):
       seqio.TaskRegistry.add(
         f"{self.prefix}_{name}",
@@ -93,21 +93,23 @@ class Tasks:
 
   def source(self, name: str) -> Any:
     """Returns the source of TFRecord files whose names begin with `name`."""
-    tensorflow = seqio_library.tensorflow()
-    return seqio_library.seqio().TFExampleDataSource(
+    tensorflow = optional_library.tensorflow()
+    return optional_library.seqio().TFExampleDataSource(
       {s: f"{self.folder}/{name}-{s}-*" for s in ("train", "validation")},
       {"text": tensorflow.io.FixedLenFeature([], tensorflow.string)},
     )
 
   def feature(self) -> Any:
     """Returns the feature of token ids."""
-    seqio = seqio_library.seqio()
+    seqio = optional_library.seqio()
     return seqio.Feature(seqio.SentencePieceVocabulary(self.vocabulary_file))
 
 
 def rekeyed(dataset: Any) -> Any:
   """Renames the feature `text` to `targets`."""
-  return seqio_library.seqio().preprocessors.rekey(dataset, {"targets": "text"})
+  return optional_library.seqio().preprocessors.rekey(
+    dataset, {"targets": "text"}
+  )
 
 
 def mean_score(targets: list[str], scores: np.ndarray) -> dict[str, float]:

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paxon.inputs.seqio_tasks import seqio_library
+from paxon.inputs import optional_library, record_files
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VocabularyTokenizer:
+class VocabularyTokenizer(record_files.PickledFields):
   """The vocabulary of a feature of a task or mixture, loaded lazily.
 
   Attributes:
@@ -26,14 +26,6 @@ class VocabularyTokenizer:
   register: Callable[[], object] | None = None
   feature: str = "targets"
   begin_id: int = 0
-
-  def __getstate__(self) -> dict[str, Any]:
-    # Vocabularies hold compiled models; each process loads them.
-    names = [field.name for field in dataclasses.fields(self)]
-    return {name: getattr(self, name) for name in names}
-
-  def __setstate__(self, state: dict[str, Any]) -> None:
-    self.__dict__.update(state)
 
   @property
   def vocab_size(self) -> int:
@@ -79,7 +71,7 @@ class VocabularyTokenizer:
 
   @functools.cached_property
   def _byte_counts(self) -> npt.NDArray[np.int32]:
-    if isinstance(self._vocabulary, seqio_library.seqio().ByteVocabulary):
+    if isinstance(self._vocabulary, optional_library.seqio().ByteVocabulary):
       # A single byte is often not valid UTF-8.
       numbers = np.arange(self.vocab_size)
       return ((numbers >= 3) & (numbers < 259)).astype(np.int32)
@@ -95,7 +87,7 @@ class VocabularyTokenizer:
 
   @functools.cached_property
   def _vocabulary(self) -> Any:
-    seqio, name = seqio_library.seqio(), self.name_in_registry
+    seqio, name = optional_library.seqio(), self.name_in_registry
     known = {*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()}
     if self.register is not None and name not in known:
       self.register()

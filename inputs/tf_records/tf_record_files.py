@@ -6,8 +6,7 @@ are checked on the way, finds where its records begin. The pass reads no data,
 about three million records a second and core; `index_folder` saves its result.
 """
 
-import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 import dataclasses
 import functools
 import hashlib
@@ -15,11 +14,12 @@ import mmap
 import os
 import pathlib
 import struct
+from typing import ClassVar
 import uuid
 
 import numpy as np
 
-from paxon.inputs import file_patterns
+from paxon.inputs import record_files
 from paxon.inputs.tf_records import crc32c
 
 _HEADER = struct.Struct("<QI")
@@ -91,37 +91,17 @@ class TfRecordFile:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TfRecordFiles:
+class TfRecordFiles(record_files.RecordFiles):
   """The records of many files, by number; also a source of documents.
 
-  They are ordered by file name, then as in the file.
-
   Attributes:
-    files: A path, a pattern such as `c4/en/3.0.4/c4-train.tfrecord-*`, or
-      several of them. Several are read in the given order, and a file that
-      matches two of them is read once.
     index_folder: Folder of saved indices, so that the files are indexed once
       only; None indexes them at each start.
   """
 
-  files: str | Sequence[str]
   index_folder: str | None = None
 
-  def __post_init__(self) -> None:
-    if not self.files:
-      raise ValueError("TfRecordFiles.files must not be empty.")
-
-  @functools.cached_property
-  def paths(self) -> tuple[str, ...]:
-    """The files.
-
-    Raises:
-      FileNotFoundError: A path or pattern matches none.
-    """
-    return file_patterns.find(self.files, field="TfRecordFiles.files")
-
-  def __len__(self) -> int:
-    return self._ends[-1]
+  _what: ClassVar[str] = "record"
 
   def __getitem__(self, index: int, /) -> bytes:
     """Returns the data of one record.
@@ -130,32 +110,18 @@ class TfRecordFiles:
       ValueError: It is damaged; names the file and the record.
     """
     file, number = self._locate(index)
-    return file[number]
+    return self._parts[file][number]
 
   def name(self, index: int) -> str:
     """Returns a record's file and number, for messages."""
     file, number = self._locate(index)
-    return f"{file.path}, record {number}"
-
-  def _locate(self, index: int) -> tuple[TfRecordFile, int]:
-    if not 0 <= index < len(self):
-      raise IndexError(f"There is no record {index} of {len(self)}.")
-    i = bisect.bisect_right(self._ends, index)
-    return self._files[i], index - (self._ends[i - 1] if i else 0)
+    return f"{self._parts[file].path}, record {number}"
 
   @functools.cached_property
-  def _files(self) -> tuple[TfRecordFile, ...]:
+  def _parts(self) -> tuple[TfRecordFile, ...]:
     return tuple(
       TfRecordFile(path, index_folder=self.index_folder) for path in self.paths
     )
-
-  @functools.cached_property
-  def _ends(self) -> list[int]:
-    """By file: the number of records in it and those before it."""
-    ends = np.cumsum([len(file) for file in self._files]).tolist()
-    if not ends[-1]:
-      raise ValueError(f"TfRecordFiles.files: {self.files!r} holds no records.")
-    return ends
 
 
 def write(path: str | os.PathLike[str], records: Iterable[bytes]) -> int:

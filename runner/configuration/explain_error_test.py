@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from paxon.inputs import byte_tokenizer, document_source, packed_input
+from paxon.inputs import byte_tokenizer, example_source, packed_input
 from paxon.runner.configuration import resolving
 
 
@@ -115,7 +115,7 @@ def test_a_missing_file_of_a_part_is_a_explain(tmp_path):
 def test_input_of_a_function_has_a_path():
   config = fdl.Config(
     packed_input.pack_documents,
-    source=fdl.Config(document_source.InMemoryDocuments, documents=()),
+    source=fdl.Config(example_source.InMemoryDocuments, documents=()),
     tokenizer=fdl.Config(byte_tokenizer.ByteTokenizer),
     global_batch_size=2,
     length=8,

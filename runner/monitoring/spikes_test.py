@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from paxon.inputs import byte_tokenizer, document_source, packed_input
+from paxon.inputs import byte_tokenizer, example_source, packed_input
 from paxon.runner import user_error
 from paxon.runner.monitoring import spikes
 from paxon.runner.settings import monitoring
@@ -158,7 +158,7 @@ def test_resumed_run_drops_spikes_of_repeated_steps(tmp_path):
 
 def test_batch_of_a_spike_can_be_read_again(tmp_path):
   source = packed_input.pack_documents(
-    source=document_source.InMemoryDocuments(
+    source=example_source.InMemoryDocuments(
       tuple(f"document {i}\n" * (i % 5 + 1) for i in range(30))
     ),
     tokenizer=byte_tokenizer.ByteTokenizer(),

@@ -20,7 +20,6 @@ import numpy as np
 from paxon.inputs import (
   base_input,
   byte_tokenizer,
-  document_source,
   example_source,
   example_stream,
   packed_input,
@@ -68,7 +67,7 @@ class SlowInput(packed_input.PackedInput):
     return super().get_next()
 
 
-def source(num_documents: int, seed: int) -> document_source.InMemoryDocuments:
+def source(num_documents: int, seed: int) -> example_source.InMemoryDocuments:
   """Returns the documents, in a configuration that stays short.
 
   Raises:
@@ -78,7 +77,7 @@ def source(num_documents: int, seed: int) -> document_source.InMemoryDocuments:
     raise ValueError(
       f"num_documents must be from 0 to {_MAX_DOCUMENTS}, got {num_documents}."
     )
-  return document_source.InMemoryDocuments(
+  return example_source.InMemoryDocuments(
     tuple(documents(num_documents, seed=seed))
   )
 

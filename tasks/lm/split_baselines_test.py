@@ -5,7 +5,6 @@ import pytest
 
 from paxon.inputs import (
   byte_tokenizer,
-  document_source,
   example_source,
   example_stream,
   packed_input,
@@ -21,7 +20,7 @@ def _split(texts):
   tokenizer = fdl.Config(byte_tokenizer.ByteTokenizer)
   source = fdl.Config(
     example_source.TokenizedDocuments,
-    source=fdl.Config(document_source.InMemoryDocuments, texts),
+    source=fdl.Config(example_source.InMemoryDocuments, texts),
     tokenizer=tokenizer,
   )
   return fdl.Config(
@@ -41,8 +40,8 @@ def test_reads_text_of_the_examples():
   )
   assert config is not None
   expected = text_baselines.TextBaselines(
-    train=document_source.InMemoryDocuments(_TRAIN),
-    held_out=document_source.InMemoryDocuments(_OTHER),
+    train=example_source.InMemoryDocuments(_TRAIN),
+    held_out=example_source.InMemoryDocuments(_OTHER),
   )
   assert fdl.build(config)() == pytest.approx(expected())
 

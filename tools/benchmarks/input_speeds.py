@@ -29,7 +29,6 @@ from paxon.inputs import (
   byte_tokenizer,
   corpus_shards,
   corpus_tokenizer,
-  document_source,
   example_source,
   example_stream,
   json_lines,
@@ -150,8 +149,8 @@ def _from_text(
     (folder / "texts" / f"{i:05}.txt").write_bytes(document)
   records = folder / "a.tfrecord"
   tf_record_files.write(str(records), documents)
-  sources: dict[str, document_source.DocumentSource] = {
-    "text in memory": document_source.InMemoryDocuments(documents),
+  sources: dict[str, example_source.DocumentSource] = {
+    "text in memory": example_source.InMemoryDocuments(documents),
     "text files": text_files.TextFiles(files=str(folder / "texts" / "*.txt")),
     "JSON lines": json_lines.JsonLines(files=str(folder / "a.jsonl")),
     "JSON lines, gzip": json_lines.JsonLines(files=str(folder / "a.jsonl.gz")),

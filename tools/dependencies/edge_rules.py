@@ -14,7 +14,7 @@ from paxon.tools.dependencies import build_file, violation, workspace
 COMPUTED_IMPORTS = frozenset(
   {
     "inputs/lingvo_generators/generator_input_test.py",
-    "inputs/lingvo_generators/lingvo_library.py",
+    "inputs/lingvo_generators/generator_input.py",
     "runner/configuration/find_experiment.py",
     "runner/configuration/find_experiment_test.py",
     "runner/configuration/text_values.py",

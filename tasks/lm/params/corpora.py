@@ -16,15 +16,15 @@ from paxon.inputs import (
   byte_tokenizer,
   example_source,
   example_stream,
+  grain_sources,
+  optional_library,
   packed_input,
   text_baselines,
   unset_input,
 )
 from paxon.inputs import packing as packing_lib
-from paxon.inputs.grain_sources import grain_rows, optional_library
 from paxon.inputs.seqio_tasks import (
   feature_converters,
-  seqio_library,
   task_source,
   vocabulary_tokenizer,
 )
@@ -61,7 +61,7 @@ class WordNetTask:
           f"{file} is missing: apt-get install wordnet-base, or set the knob"
           " `folder` to where its data files are."
         )
-    seqio = seqio_library.seqio()
+    seqio = optional_library.seqio()
     seqio.TaskRegistry.add(
       _WORDNET,
       source=seqio.TextLineDataSource({"train": [str(file) for file in files]}),
@@ -72,7 +72,7 @@ class WordNetTask:
 
 def _definitions(dataset: Any) -> Any:
   """Returns the word and the definition of each line."""
-  strings = seqio_library.tensorflow().strings
+  strings = optional_library.tensorflow().strings
   # Lines of the license begin with two spaces.
   dataset = dataset.filter(lambda line: strings.substr(line, 0, 2) != "  ")
 
@@ -210,7 +210,7 @@ class PythonManualLm(_OfExamples):
       )
     tokenizer = fdl.Config(byte_tokenizer.ByteTokenizer)
     pages = fdl.Config(
-      grain_rows.GrainRows, open=fdl.Partial(open_pages, folder=self.folder)
+      grain_sources.GrainRows, open=fdl.Partial(open_pages, folder=self.folder)
     )
     source = fdl.Config(
       example_source.TokenizedDocuments, source=pages, tokenizer=tokenizer

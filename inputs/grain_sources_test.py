@@ -16,14 +16,9 @@ from paxon.inputs import (
   byte_tokenizer,
   example_source,
   example_stream,
+  grain_sources,
   packed_input,
   record_columns,
-)
-from paxon.inputs.grain_sources import (
-  array_record_files,
-  grain_rows,
-  hugging_face_rows,
-  parquet_rows,
 )
 from paxon.inputs.tf_records import (
   tf_example,
@@ -52,14 +47,14 @@ def _array_records(folder):
 
 
 def _array_record_documents(folder):
-  return array_record_files.ArrayRecordFiles(files=_array_records(folder))
+  return grain_sources.ArrayRecordFiles(files=_array_records(folder))
 
 
 def _parquet_documents(folder):
   for number, part in enumerate((TEXTS[:10], TEXTS[10:])):
     table = pa.table({"text": part, "more": list(range(len(part)))})
     pq.write_table(table, folder / f"{number}.parquet", row_group_size=4)
-  rows = parquet_rows.ParquetRows(
+  rows = grain_sources.ParquetRows(
     files=str(folder / "*.parquet"), columns=("text",)
   )
   return record_columns.TextColumn(rows=rows)
@@ -79,14 +74,14 @@ def _tf_record_documents(folder):
 def _saved_documents(folder):
   given = _dataset(TEXTS)
   given.save_to_disk(str(folder / "saved"))
-  rows = hugging_face_rows.HuggingFaceRows(path=str(folder / "saved"))
+  rows = grain_sources.HuggingFaceRows(path=str(folder / "saved"))
   return record_columns.TextColumn(rows=rows)
 
 
 def _file_documents(folder):
   lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
   (folder / "texts.jsonl").write_text(lines)
-  rows = hugging_face_rows.HuggingFaceRows(
+  rows = grain_sources.HuggingFaceRows(
     path=str(folder / "*.jsonl"),
     files_format="json",
     cache_folder=str(folder / "cache"),
@@ -105,7 +100,7 @@ def _opened(pattern):
 def _grain_documents(folder):
   _array_records(folder)
   opener = functools.partial(_opened, folder / "*.array_record")
-  return record_columns.TextColumn(rows=grain_rows.GrainRows(open=opener))
+  return record_columns.TextColumn(rows=grain_sources.GrainRows(open=opener))
 
 
 KINDS = [
@@ -166,7 +161,7 @@ class _InMemory:
 
 def test_token_columns_are_checked(tmp_path):
   pq.write_table(pa.table({"ids": IDS}), tmp_path / "ids.parquet")
-  rows = parquet_rows.ParquetRows(files=str(tmp_path / "ids.parquet"))
+  rows = grain_sources.ParquetRows(files=str(tmp_path / "ids.parquet"))
   given = record_columns.TokenColumn(
     rows=rows, column="ids", begin_id=0, end_id=3, vocab_size=10
   )
@@ -182,7 +177,7 @@ def test_token_columns_are_checked(tmp_path):
     _ = record_columns.TextColumn(rows=rows, column="ids")[5]
   texts = pa.table({"ids": ["a"]})
   pq.write_table(texts, tmp_path / "texts.parquet")
-  rows = parquet_rows.ParquetRows(files=str(tmp_path / "texts.parquet"))
+  rows = grain_sources.ParquetRows(files=str(tmp_path / "texts.parquet"))
   with pytest.raises(ValueError, match="must be a list of integers"):
     _ = record_columns.TokenColumn(rows=rows, column="ids")[0]
 
@@ -190,24 +185,24 @@ def test_token_columns_are_checked(tmp_path):
 def test_files_that_are_missing_empty_or_damaged_are_named(tmp_path):
   none = str(tmp_path / "none-*")
   for source in (
-    array_record_files.ArrayRecordFiles(files=none),
-    parquet_rows.ParquetRows(files=none),
-    hugging_face_rows.HuggingFaceRows(path=none, files_format="json"),
+    grain_sources.ArrayRecordFiles(files=none),
+    grain_sources.ParquetRows(files=none),
+    grain_sources.HuggingFaceRows(path=none, files_format="json"),
   ):
     with pytest.raises(FileNotFoundError, match="no file has the name"):
       len(source)
   with pytest.raises(FileNotFoundError, match="there is no folder"):
-    len(hugging_face_rows.HuggingFaceRows(path=none))
+    len(grain_sources.HuggingFaceRows(path=none))
   empty = pa.table({"text": pa.array([], pa.string())})
   pq.write_table(empty, tmp_path / "empty.parquet")
   with pytest.raises(ValueError, match="holds no rows"):
-    len(parquet_rows.ParquetRows(files=str(tmp_path / "empty.parquet")))
+    len(grain_sources.ParquetRows(files=str(tmp_path / "empty.parquet")))
   (tmp_path / "cut.parquet").write_bytes(b"PAR1 cut")
   with pytest.raises(ValueError, match=r"cut\.parquet is no Parquet file"):
-    len(parquet_rows.ParquetRows(files=str(tmp_path / "cut.parquet")))
+    len(grain_sources.ParquetRows(files=str(tmp_path / "cut.parquet")))
   for make in (
-    array_record_files.ArrayRecordFiles,
-    parquet_rows.ParquetRows,
+    grain_sources.ArrayRecordFiles,
+    grain_sources.ParquetRows,
   ):
     with pytest.raises(ValueError, match="files must not be empty"):
       make(files="")
@@ -216,7 +211,7 @@ def test_files_that_are_missing_empty_or_damaged_are_named(tmp_path):
 def test_a_file_that_matches_two_patterns_is_read_once(tmp_path):
   pattern = _array_records(tmp_path)
   files = [str(tmp_path / "part-1.array_record"), pattern]
-  source = array_record_files.ArrayRecordFiles(files=files)
+  source = grain_sources.ArrayRecordFiles(files=files)
   found = [source[i].decode() for i in range(len(source))]
   assert found == TEXTS[10:] + TEXTS[:10]
 
@@ -229,7 +224,7 @@ def test_a_damaged_array_record_is_named(tmp_path):
   # In compressed records, changes any byte of the first ones.
   data[place or 70] ^= 0xFF
   path.write_bytes(bytes(data))
-  source = array_record_files.ArrayRecordFiles(files=files)
+  source = grain_sources.ArrayRecordFiles(files=files)
 
   def read_all():
     return [source[i] for i in range(10)]
@@ -244,12 +239,12 @@ def test_splits_are_chosen_by_name(tmp_path):
     str(tmp_path / "both")
   )
   path = str(tmp_path / "both")
-  given = hugging_face_rows.HuggingFaceRows(path=path, split="test")
+  given = grain_sources.HuggingFaceRows(path=path, split="test")
   assert given[1]["text"] == TEXTS[4]
   with pytest.raises(ValueError, match=r"split must be one of .*'train'"):
-    len(hugging_face_rows.HuggingFaceRows(path=path))
+    len(grain_sources.HuggingFaceRows(path=path))
   with pytest.raises(ValueError, match="files_format must be one of"):
-    hugging_face_rows.HuggingFaceRows(path=path, files_format="xml")
+    grain_sources.HuggingFaceRows(path=path, files_format="xml")
 
 
 @pytest.mark.parametrize(
@@ -264,11 +259,11 @@ def test_splits_are_chosen_by_name(tmp_path):
 )
 def test_rejects_data_sets_without_random_access(opened, message):
   with pytest.raises(ValueError, match=message):
-    len(grain_rows.GrainRows(open=opened))
+    len(grain_sources.GrainRows(open=opened))
 
 
 def test_rejects_elements_filtered_out_by_grain():
-  rows = grain_rows.GrainRows(
+  rows = grain_sources.GrainRows(
     open=lambda: grain.MapDataset.source([1, 2]).filter(lambda x: x > 1)
   )
   assert rows[1] == 2

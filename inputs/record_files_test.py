@@ -2,7 +2,7 @@
 
 import pytest
 
-from paxon.inputs import file_patterns
+from paxon.inputs import record_files
 
 
 @pytest.fixture(name="folder")
@@ -37,7 +37,7 @@ def test_finds(folder, files, expected):
     return [f"{start}/{each}" for each in files]
 
   for start in (str(folder), "~"):
-    found = file_patterns.find(at(start), field="Mine.files")
+    found = record_files.find(at(start), field="Mine.files")
     assert found == tuple(str(folder / each) for each in expected)
 
 
@@ -45,7 +45,7 @@ def test_rejects_urls_of_object_stores():
   with pytest.raises(
     FileNotFoundError, match=r"Mine\.files: 'gs://a/b\*' is in a store, .*mount"
   ):
-    file_patterns.find("gs://a/b*", field="Mine.files")
+    record_files.find("gs://a/b*", field="Mine.files")
 
 
 @pytest.mark.parametrize("pattern", ["none-*", "c.txt", "folder.txt", "in"])
@@ -54,6 +54,6 @@ def test_an_error_names_field_and_pattern(folder, pattern):
     FileNotFoundError,
     match=rf"^Mine\.files: no file has the name '.*/{pattern[:4]}.*'; give a",
   ):
-    file_patterns.find(
+    record_files.find(
       [f"{folder}/a.txt", f"{folder}/{pattern}"], field="Mine.files"
     )

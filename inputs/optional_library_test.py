@@ -4,16 +4,14 @@ import importlib
 
 import pytest
 
-from paxon.inputs import missing_library
-from paxon.inputs.grain_sources import optional_library
-from paxon.inputs.seqio_tasks import seqio_library
+from paxon.inputs import optional_library
 
 
 @pytest.mark.parametrize(
   ("opened", "message"),
   [
-    (seqio_library.seqio, "SeqIO is not .* --config=tf .* its extra `tf`"),
-    (seqio_library.tensorflow, "SeqIO is not installed"),
+    (optional_library.seqio, "SeqIO is not .* --config=tf .* its extra `tf`"),
+    (optional_library.tensorflow, "SeqIO is not installed"),
     (optional_library.array_record, "array_record is not installed: .*=data"),
     (optional_library.datasets, "datasets is not installed"),
     (optional_library.grain, "grain is not installed"),
@@ -28,7 +26,7 @@ def test_the_error_has_install_instructions(opened, message, monkeypatch):
   # Programs print a ValueError in one line.
   with pytest.raises(ValueError, match=message) as caught:
     opened()
-  assert isinstance(caught.value, missing_library.MissingLibraryError)
+  assert isinstance(caught.value, optional_library.MissingLibraryError)
 
 
 def test_missing_dependencies_of_a_library_are_not_hidden(monkeypatch):
@@ -36,6 +34,6 @@ def test_missing_dependencies_of_a_library_are_not_hidden(monkeypatch):
     raise ModuleNotFoundError("No module named 'deep'", name="deep")
 
   monkeypatch.setattr(importlib, "import_module", import_module)
-  for opened in (seqio_library.seqio, optional_library.parquet):
+  for opened in (optional_library.seqio, optional_library.parquet):
     with pytest.raises(ModuleNotFoundError, match="deep"):
       opened()

@@ -1,1 +1,0 @@
-"""Readers of Grain, ArrayRecord, Parquet and Hugging Face data sets."""

@@ -1,0 +1,79 @@
+"""Lazy imports of optional libraries that read data sets.
+
+Importing SeqIO and TensorFlow takes seconds and 0.8 GB, so only this module
+imports them, and only when called.
+"""
+
+from collections.abc import Generator
+import contextlib
+import importlib
+import os
+from typing import Any
+
+
+class MissingLibraryError(ImportError, ValueError):
+  """An optional library is not installed.
+
+  Also a ValueError, because the user can fix it; the message states how.
+  """
+
+
+def array_record() -> Any:
+  """Returns `array_record.python.array_record_data_source`."""
+  with _explain("array_record"):
+    return importlib.import_module(
+      "array_record.python.array_record_data_source"
+    )
+
+
+def datasets() -> Any:
+  """Returns Hugging Face `datasets`."""
+  with _explain("datasets"):
+    return importlib.import_module("datasets")
+
+
+def grain() -> Any:
+  """Returns `grain`."""
+  with _explain("grain"):
+    return importlib.import_module("grain")
+
+
+def parquet() -> Any:
+  """Returns `pyarrow.parquet`."""
+  with _explain("pyarrow"):
+    return importlib.import_module("pyarrow.parquet")
+
+
+def seqio() -> Any:
+  """Returns `seqio`."""
+  # Silences TensorFlow's startup messages.
+  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+  with _explain("seqio", "tensorflow", name="SeqIO", extra="tf"):
+    return importlib.import_module("seqio")
+
+
+def tensorflow() -> Any:
+  """Returns `tensorflow`, without access to GPUs."""
+  seqio()
+  library = importlib.import_module("tensorflow")
+  # TensorFlow would allocate the GPU memory that JAX needs.
+  library.config.set_visible_devices([], "GPU")
+  return library
+
+
+@contextlib.contextmanager
+def _explain(
+  *modules: str, name: str | None = None, extra: str = "data"
+) -> Generator[None, None, None]:
+  """Raises an error with install instructions if a library is missing."""
+  try:
+    yield
+  except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] not in modules:
+      raise
+    library = name or modules[0]
+    raise MissingLibraryError(
+      f"{library} is not installed: start with `bazel run --config={extra}"
+      f" ...`, or install paxon with its extra `{extra}`.",
+      name=library,
+    ) from error
