@@ -229,7 +229,7 @@ class HuggingFaceRows(record_files.PickledFields):
       )
     rows = self._select_split(found)
     if not len(rows):
-      raise ValueError(f"HuggingFaceRows.path: {self.path!r} holds no rows.")
+      raise ValueError(f"HuggingFaceRows.path: {self.path!r} holds no records.")
     return rows
 
   def _select_split(self, found: Any) -> Any:

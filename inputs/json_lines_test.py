@@ -58,7 +58,7 @@ def test_any_order_of_a_large_compressed_file(tmp_path, monkeypatch):
   for i in order:
     assert source[i].decode() == documents[i]
   # One state is saved per `_SPAN` bytes of text.
-  (file,) = source._files
+  (file,) = source._parts
   assert len(file._starts) > 30
 
 

@@ -350,7 +350,7 @@ def test_chunks_resume_exactly(chunk_length):
 
 def test_rejects_an_empty_chunk():
   with pytest.raises(
-    ValueError, match=r"chunk_length must be positive, or None"
+    ValueError, match=r"chunk_length must be positive"
   ):
     _make(chunk_length=0)
 

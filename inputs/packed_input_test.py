@@ -271,7 +271,7 @@ def test_long_examples_are_split_truncated_or_rejected():
       lambda: _with_key("x", [1, 2, 2**31]).get_next(),
       r"example 0: 'x' has values from 1 to 2147483648, which exceed int32",
     ),
-    (lambda: _kinds([], max_waiting=0), r"max_waiting must be at least 1"),
+    (lambda: _kinds([], max_waiting=0), r"max_waiting must be positive"),
     (lambda: _kinds([], num_workers=-1), r"num_workers must be at least 0"),
     (lambda: _kinds([], encoder_length=0), r"encoder_length must be positive"),
     (lambda: _kinds([], encoder_length=4), r"SPLIT would separate targets"),
@@ -282,7 +282,7 @@ def test_long_examples_are_split_truncated_or_rejected():
         shuffle_seed=None,
         num_epochs=0,
       ),
-      r"Examples.num_epochs must be positive, or None",
+      r"Examples.num_epochs must be positive",
     ),
   ],
 )

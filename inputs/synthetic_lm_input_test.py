@@ -117,7 +117,7 @@ def test_ends_after_a_number_of_batches():
   [
     ({"vocab_size": 1}, r"vocab_size must be at least 2, got 1"),
     ({"random_seed": -1}, r"random_seed must be in \[0, 2\*\*64\).* got -1"),
-    ({"num_batches": 0}, r"num_batches must be positive, or None.* got 0"),
+    ({"num_batches": 0}, r"num_batches must be positive, got 0"),
     ({"length": 0}, r"SyntheticLmInput\.length must be positive, got 0"),
   ],
 )

@@ -5,8 +5,8 @@ They are references for a language model's bits per byte on the same text:
 * `xz`: the concatenated held-out documents, compressed by LZMA at its strongest
   setting (`xz -9e`), including header, index and checksum. It uses no training
   text.
-* `trigram`: an interpolated byte trigram model of the training split. The end of
-  a document counts as a target, as in a language model's loss, but not as a
+* `trigram`: an interpolated byte trigram model of the training split. The end
+  of a document counts as a target, as in a language model's loss, but not as a
   byte.
 
 The trigram model's probability of a symbol t (a byte, or the end of the

@@ -36,7 +36,7 @@ def test_documents(folder, documents, expected):
   )
   assert [source[i] for i in range(len(source))] == expected
   copy = pickle.loads(pickle.dumps(source))
-  assert "_spans" not in copy.__dict__
+  assert "_parts" not in copy.__dict__
   assert copy[1] == expected[1]
   with pytest.raises(IndexError, match=rf"no document {len(expected)} of"):
     _ = source[len(expected)]
@@ -47,7 +47,7 @@ def test_documents(folder, documents, expected):
   [
     ("", ValueError, r"files must not be empty"),
     ("*.rst", FileNotFoundError, r"no file has the name '.*rst'; give a path"),
-    ("[be]*.txt", ValueError, r"holds no documents, only files that are empty"),
+    ("[be]*.txt", ValueError, r"holds no documents"),
   ],
 )
 def test_nothing_to_read_is_an_error(folder, files, error, message):
