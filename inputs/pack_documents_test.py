@@ -349,9 +349,7 @@ def test_chunks_resume_exactly(chunk_length):
 
 
 def test_rejects_an_empty_chunk():
-  with pytest.raises(
-    ValueError, match=r"chunk_length must be positive"
-  ):
+  with pytest.raises(ValueError, match=r"chunk_length must be positive"):
     _make(chunk_length=0)
 
 
