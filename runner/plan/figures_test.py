@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from paxon.runner.plan import advice, flops, hardware, result, roofline
+from paxon.runner.plan import advice, flops, hardware, network, result, roofline
 from paxon.runner.plan.program_text import collectives
 
 _GIB = 2**30
@@ -41,7 +41,7 @@ def _flops(forward=0, backward=0, remat=0, attention=0):
 
 def test_sums_collectives_by_link():
   # Two hosts of four: the first group stays inside, the others do not.
-  domains = [0, 0, 0, 0, 1, 1, 1, 1]
+  hosts = network.Placement(domains=(0, 0, 0, 0, 1, 1, 1, 1))
   inside, across, flat = roofline.summarize(
     [
       _collective([0, 1, 2, 3], wire_bytes=1e9),
@@ -49,7 +49,7 @@ def test_sums_collectives_by_link():
       _collective(range(8), axes=("data", "fsdp"), wire_bytes=1e7),
     ],
     kind=_H200,
-    domains=domains,
+    placement=hosts,
   )
   assert (inside.link, across.link, flat.link) == ("fast", "network", "network")
   assert inside.seconds == pytest.approx(3 * 1e9 / 450e9)
@@ -63,7 +63,7 @@ def test_sums_equal_collectives():
   (found,) = roofline.summarize(
     [one, dataclasses.replace(one, is_asynchronous=False, count=2)],
     kind=hardware.named("cpu"),
-    domains=[0, 0],
+    placement=network.Placement(domains=(0, 0)),
   )
   assert (found.count, found.asynchronous) == (5, 3)
   assert (found.payload_bytes, found.wire_bytes) == (4000, 3500)
@@ -83,7 +83,9 @@ def test_the_bound_is_the_slowest_part():
   assert found.mfu == pytest.approx(causal / 7e12)
 
   slow = roofline.summarize(
-    [_collective([0, 1], wire_bytes=50e9)], kind=_H200, domains=[0, 1]
+    [_collective([0, 1], wire_bytes=50e9)],
+    kind=_H200,
+    placement=network.Placement(domains=(0, 1)),
   )
   found = roofline.bound(work, collectives=slow, traffic=0.0, **options)
   assert found is not None

@@ -1,63 +1,58 @@
-"""The least time of a step, at datasheet rates.
+"""Lower bound of the time of a step, at datasheet rates.
 
-Not an estimate: it is what no program can beat, with everything that can
-overlap overlapped, all links of a chip busy, and memory read once.
+The program cannot be faster: compute, memory and links overlap completely, and
+memory is read once. Collectives take the time that `network` gives.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 import math
 
 from paxon.runner.plan import flops as flops_lib
-from paxon.runner.plan import hardware, result
+from paxon.runner.plan import hardware, network, result
 from paxon.runner.plan.program_text import collectives as collectives_lib
 
 FAST = "fast"
 NETWORK = "network"
+
+# A collective and the seconds of one execution.
+_Member = tuple[collectives_lib.Collective, float | None]
 
 
 def summarize(
   collectives: Sequence[collectives_lib.Collective],
   *,
   kind: hardware.Hardware,
-  domains: Sequence[int],
+  placement: network.Placement,
 ) -> tuple[result.Collectives, ...]:
-  """Sums collectives by kind, axes and link.
+  """Sums collectives by kind, axes and link, the largest first.
 
   Args:
     collectives: Of one step.
     kind: The hardware.
-    domains: For each position of the mesh, which fast network it is in.
-
-  Returns:
-    The sums, the largest first.
+    placement: Of the mesh.
   """
-  groups: dict[tuple[object, ...], list[collectives_lib.Collective]] = {}
+  device = network.links(kind)
+  groups: dict[tuple[object, ...], list[_Member]] = {}
   for collective in collectives:
-    key = (
-      collective.kind,
-      collective.axes,
-      _link(collective, domains),
-      collective.gathers,
-    )
-    groups.setdefault(key, []).append(collective)
+    transfer = network.transfer(collective, placement, device)
+    link = NETWORK if transfer.is_network else FAST
+    key = (collective.kind, collective.axes, link, collective.gathers)
+    groups.setdefault(key, []).append((collective, transfer.seconds))
   sums = []
-  for members in groups.values():
+  for (_, _, link, _), pairs in groups.items():
+    members = [collective for collective, _ in pairs]
     first = members[0]
-    bandwidths = [_bandwidth(c, kind, domains) for c in members]
-    wire = [c.count * c.wire_bytes for c in members]
-    seconds = [
-      w / b for w, b in zip(wire, bandwidths, strict=True) if b is not None
-    ]
+    seconds = [c.count * s for c, s in pairs if s is not None]
     sums.append(
       result.Collectives(
         kind=first.kind,
         axes=first.axes,
-        link=_link(first, domains),
+        link=str(link),
         count=sum(c.count for c in members),
         asynchronous=sum(c.count for c in members if c.is_asynchronous),
         payload_bytes=sum(c.count * c.payload_bytes for c in members),
         dtype_bytes=_by_dtype(members),
-        wire_bytes=math.fsum(wire),
+        wire_bytes=math.fsum(c.count * c.wire_bytes for c in members),
         seconds=math.fsum(seconds) if len(seconds) == len(members) else None,
         gathers=first.gathers,
       )
@@ -126,35 +121,3 @@ def _by_dtype(
     for dtype, size in member.dtype_bytes.items():
       sums[dtype] = sums.get(dtype, 0) + member.count * size
   return sums
-
-
-def _link(
-  collective: collectives_lib.Collective, domains: Sequence[int]
-) -> str:
-  if collective.between_slices:
-    return NETWORK
-  met = {domains[member] for member in collective.members}
-  return NETWORK if len(met) > 1 else FAST
-
-
-def _bandwidth(
-  collective: collectives_lib.Collective,
-  kind: hardware.Hardware,
-  domains: Sequence[int],
-) -> float | None:
-  """Bytes per second that one device of a group can send."""
-  if _link(collective, domains) == FAST:
-    return kind.link_bandwidth
-  if kind.network_bandwidth is None or not collective.members:
-    return kind.network_bandwidth
-  met: Mapping[int, int] = _tally(domains[m] for m in collective.members)
-  # Members that share a host send over all their adapters together.
-  together = kind.network_bandwidth * min(met.values())
-  return min(together, kind.link_bandwidth or together)
-
-
-def _tally(values: Iterable[int]) -> dict[int, int]:
-  tally: dict[int, int] = {}
-  for value in values:
-    tally[value] = tally.get(value, 0) + 1
-  return tally

@@ -195,19 +195,6 @@ def compile_for(
     return lowered.compile(compiler_options=options)
 
 
-def domains(target: targets.Target, mesh: jax.sharding.Mesh) -> list[int]:
-  """Returns, for each position of the mesh, which fast network it is in.
-
-  That is the host of a GPU, and the slice of a TPU.
-  """
-  if target.hardware.platform is _Platform.CUDA:
-    per_host = target.shape[1]
-    order = sorted(device.id for device in mesh.devices.flat)
-    rank = {number: i for i, number in enumerate(order)}
-    return [rank[device.id] // per_host for device in mesh.devices.flat]
-  return [getattr(d, "slice_index", None) or 0 for d in mesh.devices.flat]
-
-
 def _is_module(name: str) -> bool:
   try:
     return importlib.util.find_spec(name) is not None

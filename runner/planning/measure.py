@@ -21,6 +21,7 @@ from paxon.runner.plan import (
   compiler_options,
   hardware,
   kernel_contract,
+  network,
   quantized_products,
   result,
   roofline,
@@ -29,7 +30,7 @@ from paxon.runner.plan import (
 from paxon.runner.plan import flops as flops_lib
 from paxon.runner.plan import target as targets
 from paxon.runner.plan.estimate import calibration as calibrations
-from paxon.runner.plan.estimate import placement, prediction
+from paxon.runner.plan.estimate import prediction
 from paxon.runner.plan.memory import forecast as forecast_lib
 from paxon.runner.plan.program_text import hlo
 from paxon.runner.plan.program_text import reading as reading_lib
@@ -97,7 +98,7 @@ def measure(
   collectives = roofline.summarize(
     program.reading.communication.collectives,
     kind=kind,
-    domains=program.domains,
+    placement=program.placement,
   )
   inputs = session.batch.get("inputs")
   shape = None if inputs is None else inputs.shape
@@ -186,7 +187,7 @@ class _Program:
     self._dcn = [axis for axis in axes.MESH_AXES if full.dcn[axis] > 1]
     self._batch_axes = _axes_of_rows(session.batch)
     self.is_compiled = False
-    self.domains = [0] * self._mesh.size
+    self.placement = network.Placement(domains=(0,) * self._mesh.size)
     self.reading = reading_lib.NOTHING
     self.fingerprint: str | None = None
     self.seconds: float | None = None
@@ -220,7 +221,7 @@ class _Program:
     text = compiled.as_text() or ""
     stripped = without_sources(text).encode()
     self.fingerprint = hashlib.sha256(stripped).hexdigest()
-    self.domains = topology.domains(self._target, self._mesh)
+    self.placement = network.place(self._target, list(self._mesh.devices.flat))
     self._text = hlo.parse(text)
     self.kernel_choices = kernel_contract.choices(
       self._text,
@@ -267,7 +268,7 @@ class _Program:
     return prediction.of(
       self._text,
       communication=self.reading.communication,
-      placement=placement.of(kind, list(self._mesh.devices.flat), self.domains),
+      placement=self.placement,
       kind=kind,
       calibration=calibrations.chosen(kind, os.environ),
       flops=flops,

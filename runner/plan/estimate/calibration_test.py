@@ -70,8 +70,8 @@ def test_shares_multiply_the_data_sheet():
   )
   assert found.flops("int4") is None
   assert found.memory == 0.9 * 4.8e12
-  assert found.link == 0.7 * 450e9
-  assert found.network == 0.6 * 50e9
+  assert found.links.fast == 0.7 * 450e9
+  assert found.links.network == 0.6 * 50e9
   assert found.kernel_overhead == 2e-6
   # An MFU is of the peak, whatever is reached.
   assert found.peak == h200.flops["bfloat16"]
@@ -82,7 +82,7 @@ def test_one_link_of_a_chip_is_a_part_of_all():
     hardware.named("v4"), _read(_content(hardware=["v4"])).whole()
   )
   assert found is not None
-  assert (found.link, found.num_links) == (45e9, 6)
+  assert (found.links.fast, found.links.count) == (270e9, 6)
 
 
 def test_a_cpu_has_the_rates_that_the_file_states():
@@ -91,7 +91,7 @@ def test_a_cpu_has_the_rates_that_the_file_states():
   assert found is not None
   assert found.flops("float32") == 0.5 * 2e11
   assert (found.peak, found.memory) == (2e11, 0.9 * 1e10)
-  assert found.network is None
+  assert found.links.network is None
   assert found.flops("bfloat16") is None
 
 
@@ -105,8 +105,9 @@ def test_slower_makes_all_rates_slower():
   for is_attention in (False, True):
     was = before.flops("bfloat16", is_attention=is_attention)
     assert after.flops("bfloat16", is_attention=is_attention) == was / 2
-  assert (after.memory, after.link) == (before.memory / 2, before.link / 2)
-  assert after.network == before.network / 2
+  assert after.memory == before.memory / 2
+  assert after.links.fast == before.links.fast / 2
+  assert after.links.network == before.links.network / 2
   assert after.kernel_overhead == 2 * before.kernel_overhead
 
 

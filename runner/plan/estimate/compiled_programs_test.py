@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from paxon.runner.plan import hardware, testing
-from paxon.runner.plan.estimate import calibration, links, placement, simulation
+from paxon.runner.plan import hardware, network, testing
+from paxon.runner.plan.estimate import calibration, simulation
 from paxon.runner.plan.estimate import rates as rates_lib
 from paxon.runner.plan.program_text import collectives, costs, hlo
 
@@ -19,7 +19,7 @@ class _Stored:
   file: str
   kind: str
   dcn: tuple[str, ...]
-  where: placement.Placement
+  where: network.Placement
 
   @functools.cached_property
   def program(self):
@@ -44,7 +44,9 @@ class _Stored:
       self.program,
       operations=self.operations,
       transfers={
-        (c.computation, c.instruction): links.transfer(c, self.where, rates)
+        (c.computation, c.instruction): network.transfer(
+          c, self.where, rates.links
+        )
         for c in self.communication
       },
       rates=rates,
@@ -53,7 +55,7 @@ class _Stored:
 
 def _chips(*shape, slices=1):
   cells = tuple(itertools.product(*map(range, shape)))
-  return placement.Placement(
+  return network.Placement(
     domains=tuple(s for s in range(slices) for _ in cells),
     coordinates=cells * slices,
     shape=shape,
@@ -61,7 +63,7 @@ def _chips(*shape, slices=1):
   )
 
 
-_H200 = placement.Placement(domains=(0,) * 8)
+_H200 = network.Placement(domains=(0,) * 8)
 _ALL = (
   pytest.param(_Stored("h200_1x8.txt", "h200", (), _H200), id="h200"),
   pytest.param(_Stored("v5e_2x4.txt", "v5e", (), _chips(2, 4)), id="v5e"),
@@ -78,7 +80,7 @@ def test_nothing_is_left_out_and_nothing_counts_twice(stored):
   total = costs.total(stored.program)
   products = total.flops / rates.flops("bfloat16")
   memory = total.hbm_bytes / rates.memory
-  slowest = min(rates.link, rates.network)
+  slowest = min(rates.links.fast / rates.links.count, rates.links.network)
   wires = sum(c.count * c.wire_bytes for c in stored.communication) / slowest
   found = stored.simulate(stored.given.whole())
   # Products are never hidden; at most all there is happens in turn.

@@ -5,11 +5,10 @@ import math
 from typing import Final
 
 from paxon.runner.plan import flops as flops_lib
-from paxon.runner.plan import hardware, result
+from paxon.runner.plan import hardware, network, result
 from paxon.runner.plan.estimate import calibration as calibrations
-from paxon.runner.plan.estimate import links, simulation
-from paxon.runner.plan.estimate import placement as placements
 from paxon.runner.plan.estimate import rates as rates_lib
+from paxon.runner.plan.estimate import simulation
 from paxon.runner.plan.program_text import collectives, costs, hlo
 
 # FLOPs of the compiled text over those of the jaxpr. Below, products are
@@ -23,7 +22,7 @@ def of(
   program: hlo.Program,
   *,
   communication: collectives.Communication,
-  placement: placements.Placement,
+  placement: network.Placement,
   kind: hardware.Hardware,
   calibration: calibrations.Calibration | None,
   flops: flops_lib.Flops,
@@ -62,7 +61,7 @@ def of(
 def _estimate(
   program: hlo.Program,
   communication: collectives.Communication,
-  placement: placements.Placement,
+  placement: network.Placement,
   kind: hardware.Hardware,
   calibration: calibrations.Calibration | None,
   flops: flops_lib.Flops,
@@ -87,7 +86,7 @@ def _estimate(
       program,
       operations=operations,
       transfers={
-        (c.computation, c.instruction): links.transfer(c, placement, at)
+        (c.computation, c.instruction): network.transfer(c, placement, at.links)
         for c in communication.collectives
       },
       rates=at,

@@ -6,8 +6,8 @@ import functools
 import pytest
 
 from paxon.runner.plan import flops as flops_lib
-from paxon.runner.plan import hardware, testing
-from paxon.runner.plan.estimate import calibration, placement, prediction
+from paxon.runner.plan import hardware, network, testing
+from paxon.runner.plan.estimate import calibration, prediction
 from paxon.runner.plan.program_text import collectives, costs, hlo
 
 _H200 = hardware.named("h200")
@@ -41,7 +41,7 @@ def _of(flops, *, program=None, given=None, kind=_H200, batch=_ROWS):
   return prediction.of(
     program,
     communication=collectives.find(program, mesh={"fsdp": 8}),
-    placement=placement.Placement(domains=(0,) * 8),
+    placement=network.Placement(domains=(0,) * 8),
     kind=kind,
     calibration=given,
     flops=flops,

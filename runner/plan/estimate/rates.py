@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 import dataclasses
 
-from paxon.runner.plan import hardware
+from paxon.runner.plan import hardware, network
 from paxon.runner.plan.estimate import calibration as calibrations
 
 
@@ -15,10 +15,7 @@ class Rates:
     matmul: FLOP/s of products, by dtype.
     attention: FLOP/s of attention kernels, by dtype.
     memory: Bytes/s of the memory.
-    link: Bytes/s of one link of the fast network, of which a device has
-      `num_links`.
-    num_links: Number of these links; 1 for a switch.
-    network: Bytes/s to other hosts or slices; `None` if not known.
+    links: To other devices.
     kernel_overhead: Seconds between two kernels.
     peak: FLOP/s in bfloat16, or of the fastest dtype where no data sheet
       states them, without any share: what an MFU is of.
@@ -27,9 +24,7 @@ class Rates:
   matmul: Mapping[str, float]
   attention: Mapping[str, float]
   memory: float
-  link: float
-  num_links: int
-  network: float | None
+  links: network.Links
   kernel_overhead: float
   peak: float
 
@@ -59,17 +54,16 @@ def of(
     calibration.
   """
   flops, memory, link = kind.flops, kind.memory_bandwidth, kind.link_bandwidth
-  network = kind.network_bandwidth
+  between = kind.network_bandwidth
   given = calibration.rates
   if given is not None:
     flops, memory, link = given.flops, given.memory, given.fast_link
-    network = given.network
+    between = given.network
   peak = flops.get("bfloat16")
   if given is not None:
     peak = max(flops.values())
   if peak is None or memory is None or link is None:
     return None
-  num_links = kind.links
   shares = calibration.matmul
   return Rates(
     matmul={
@@ -80,9 +74,11 @@ def of(
       dtype: rate * calibration.attention for dtype, rate in flops.items()
     },
     memory=memory * calibration.memory,
-    link=link * calibration.fast_link / num_links,
-    num_links=num_links,
-    network=None if network is None else network * calibration.network,
+    links=network.Links(
+      fast=link * calibration.fast_link,
+      count=kind.links,
+      network=None if between is None else between * calibration.network,
+    ),
     kernel_overhead=calibration.kernel_overhead,
     peak=peak,
   )

@@ -4,7 +4,7 @@ The instructions of a scheduled program run one after the other:
 
   clock += max(FLOPs / rate of products, bytes / rate of the memory)
 
-A collective takes the time that `links` gives: one that is synchronous stops
+A collective takes the time that `network` gives: one that is synchronous stops
 the clock, one with a start and a done queues on its links and is waited for at
 the done. So what is hidden behind other work, and what is not, follows from
 the schedule; there is no factor for overlap. Asynchronous copies use the time
@@ -19,7 +19,7 @@ import math
 import re
 from typing import Final
 
-from paxon.runner.plan.estimate import links
+from paxon.runner.plan import network
 from paxon.runner.plan.estimate import rates as rates_lib
 from paxon.runner.plan.program_text import (
   collectives,
@@ -78,7 +78,7 @@ def simulate(
   program: hlo.Program,
   *,
   operations: Mapping[Key, costs.Cost],
-  transfers: Mapping[Key, links.Transfer],
+  transfers: Mapping[Key, network.Transfer],
   rates: rates_lib.Rates,
 ) -> Timeline:
   """Simulates one run of a program.
@@ -128,7 +128,7 @@ class _State:
     self._drain(max(seconds - memory, 0.0))
 
   def start(
-    self, name: str, transfer: links.Transfer, *, at: float | None = None
+    self, name: str, transfer: network.Transfer, *, at: float | None = None
   ) -> None:
     """Queues a transfer, of data that are there now or since `at`."""
     assert transfer.seconds is not None
@@ -185,7 +185,7 @@ class _Walker:
     self,
     program: hlo.Program,
     operations: Mapping[Key, costs.Cost],
-    transfers: Mapping[Key, links.Transfer],
+    transfers: Mapping[Key, network.Transfer],
     rates: rates_lib.Rates,
   ) -> None:
     self._program = program
@@ -345,7 +345,7 @@ class _Walker:
 
   def _transfer(
     self, instruction: hlo.Instruction, computation: hlo.Computation
-  ) -> links.Transfer | None:
+  ) -> network.Transfer | None:
     own = self._transfers.get((computation.name, instruction.name))
     if own is not None:
       return own

@@ -7,8 +7,9 @@ products and 18 s of memory.
 
 import pytest
 
-from paxon.runner.plan.estimate import links, simulation
+from paxon.runner.plan import network
 from paxon.runner.plan.estimate import rates as rates_lib
+from paxon.runner.plan.estimate import simulation
 from paxon.runner.plan.program_text import costs, hlo
 
 _HEAD = "HloModule m, is_scheduled=true\n\n"
@@ -19,9 +20,7 @@ def _rates(**changes):
     "matmul": {"float32": 100.0, "bfloat16": 200.0},
     "attention": {"float32": 50.0},
     "memory": 10.0,
-    "link": 1.0,
-    "num_links": 1,
-    "network": 1.0,
+    "links": network.Links(fast=1.0, count=1, network=1.0),
     "kernel_overhead": 0.0,
     "peak": 100.0,
   }
@@ -60,8 +59,11 @@ def _simulate(program, times=None, transfers=None, **changes):
   for name, cost in (times or {}).items():
     operations[where[name], name] = cost
   sent = {
-    (where[name], name): links.Transfer(
-      seconds=seconds, axes=axes, queue=queue[0] if queue else axes
+    (where[name], name): network.Transfer(
+      seconds=seconds,
+      axes=axes,
+      queue=queue[0] if queue else axes,
+      is_network=False,
     )
     for name, (seconds, axes, *queue) in (transfers or {}).items()
   }
