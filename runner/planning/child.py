@@ -1,22 +1,35 @@
-"""Starts the process that plans, and brings back what it found."""
+"""Child processes that plan: one compiler each, started by `plan`.
+
+Each vendor's compiler needs environment variables that JAX reads when it
+starts, and a compiler may crash. Threads may call `plan` at the same time; as
+many processes run at once as the machine has cores and memory for.
+"""
 
 from collections.abc import Sequence
+import contextlib
+import functools
 import json
 import os
 import pathlib
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
+import threading
 
 from paxon.runner import user_error
 from paxon.runner.configuration import overrides as overrides_lib
+from paxon.runner.configuration import resolving
 from paxon.runner.plan import result, topology
 from paxon.runner.plan import target as targets
+from paxon.runner.planning import measure
 
-_WORKER = "paxon.runner.planning.worker"
+_WORKER = "paxon.runner.planning.child"
 _LAST_LINES = 15
 _LINE_LENGTH = 500
+# The largest compiler, that for TPUs, takes up to this much.
+_BYTES = 3 * 10**9
 
 
 def plan(
@@ -27,7 +40,7 @@ def plan(
   is_compiled: bool,
   time_limit: float,
 ) -> result.Plan:
-  """Plans an experiment in a process of its own.
+  """Plans an experiment in a separate process.
 
   Args:
     experiment: As `--exp` takes it.
@@ -46,13 +59,18 @@ def plan(
     "target": target.text,
     "compile": is_compiled,
   }
-  with tempfile.TemporaryDirectory(prefix="paxon-plan-") as folder:
+  with (
+    _slots(),
+    tempfile.TemporaryDirectory(prefix="paxon-plan-") as folder,
+    contextlib.ExitStack() as pipe,
+  ):
     request_file = pathlib.Path(folder, "request.json")
     result_file = pathlib.Path(folder, "result.json")
     request_file.write_text(json.dumps(request))
-    # The worker reads from a pipe that ends when this process does, in
-    # whatever way, and then ends too.
+    # Closed when this process ends, in whatever way; see `end_with_parent`.
     read_end, write_end = os.pipe()
+    pipe.callback(os.close, read_end)
+    pipe.callback(os.close, write_end)
     try:
       done = subprocess.run(
         [sys.executable, "-m", _WORKER, str(request_file), str(result_file)],
@@ -69,9 +87,6 @@ def plan(
       raise user_error.UserError(
         f"--target={target}: the compiler took more than {time_limit:.0f} s."
       ) from error
-    finally:
-      os.close(read_end)
-      os.close(write_end)
     if done.returncode or not result_file.exists():
       last = done.stdout.splitlines()[-_LAST_LINES:]
       lines = "\n".join(line[:_LINE_LENGTH] for line in last)
@@ -84,6 +99,38 @@ def plan(
     raise user_error.UserError(refused)
   (found,) = result.from_json(text)
   return found
+
+
+def count_parallel() -> int:
+  """Returns how many processes `plan` runs at once."""
+  try:
+    meminfo = pathlib.Path("/proc/meminfo").read_text()
+    # The page cache counts as available here.
+    free = int(meminfo.split("MemAvailable:")[1].split()[0]) * 1024
+  except (OSError, ValueError, IndexError):
+    free = _BYTES
+  return max(1, min(len(os.sched_getaffinity(0)), free // _BYTES))
+
+
+@functools.cache
+def _slots() -> threading.BoundedSemaphore:
+  return threading.BoundedSemaphore(count_parallel())
+
+
+def end_with_parent() -> None:
+  """Ends this process when the process that called `plan` is gone.
+
+  A compiler that nobody waits for would run on for minutes.
+  """
+  if not stat.S_ISFIFO(os.fstat(0).st_mode):
+    return
+
+  def wait() -> None:
+    os.read(0, 1)
+    # No cleaning up: a compiler cannot be interrupted.
+    os._exit(1)
+
+  threading.Thread(target=wait, daemon=True).start()
 
 
 def _how_it_ended(status: int) -> str:
@@ -109,3 +156,35 @@ def environment(target: targets.Target, *, is_compiled: bool) -> dict[str, str]:
   variables["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
   variables["PYTHONSAFEPATH"] = "1"
   return {**os.environ, **variables}
+
+
+def main(arguments: list[str]) -> int:
+  """Reads a request (JSON), plans, and writes the plan or `{"error": text}`."""
+  end_with_parent()
+  request_file, result_file = map(pathlib.Path, arguments)
+  request = json.loads(request_file.read_text())
+  overrides = [overrides_lib.Override(**o) for o in request["overrides"]]
+  resolved = None
+  try:
+    resolved = resolving.resolve(request["experiment"], overrides)
+    plan = measure.measure(
+      resolving.build(resolved.config),
+      targets.parse(request["target"]),
+      experiment=request["experiment"],
+      overrides=[f"--fdl.{o.path}={o.text}" for o in overrides],
+      is_compiled=request["compile"],
+    )
+    text = result.to_json((plan,))
+  except Exception as error:
+    message = str(error) if isinstance(error, user_error.UserError) else None
+    if message is None and resolved is not None:
+      message = resolving.explain_error(error, resolved.config)
+    if message is None:
+      raise
+    text = json.dumps({"error": message})
+  result_file.write_text(text)
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main(sys.argv[1:]))

@@ -16,12 +16,7 @@ from paxon.runner.configuration import overrides
 from paxon.runner.hosts import warm_python
 from paxon.runner.plan import target as targets
 from paxon.runner.plan import testing, topology
-from paxon.runner.planning import (
-  child,
-  kernel_experiments,
-  measure,
-  worker,
-)
+from paxon.runner.planning import child, kernel_experiments, measure
 from paxon.runner.settings import compiler
 from paxon.runner.training import train
 
@@ -33,7 +28,7 @@ _KERNEL = r"task\.model\.stack\.blocks\[0\]\.attention\.kernel"
 @pytest.fixture(scope="module", autouse=True)
 def _warm_python(tmp_path_factory):
   folder = tmp_path_factory.mktemp("python")
-  with warm_python.installed([worker.__name__], folder):
+  with warm_python.installed([child.__name__], folder):
     yield
 
 

@@ -1,30 +1,59 @@
-"""Plans that were made before, in a folder of the user's.
+"""Cache of plans: one JSON file per plan in the user's cache folder.
 
     PAXON_CACHE_DIR/plans, else XDG_CACHE_HOME/paxon/plans, else
     ~/.cache/paxon/plans
 
-One JSON file a plan, named by the digest of what the plan was made of (see
-`plan_key`). The cache is a convenience: an entry that is damaged, foreign or
-cannot be read is as good as none, and a folder that cannot be written is left
-alone. PAXON_CACHE_DIR=off turns it off; its files may be deleted at any time.
+PAXON_CACHE_DIR=off disables it. The files may be deleted at any time; a damaged
+or unreadable file counts as missing, and a folder that cannot be written is
+ignored. A file is named by its key, the sha256 of
+
+  - the resolved configuration,
+  - shapes of the variables and of a batch (a tokenizer file may set them),
+  - the target, and whether it is compiled,
+  - the sources of Paxon and of loaded modules of no installed distribution,
+  - the installed distributions: versions, and the hashes of their files,
+  - environment variables that compilers read.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 import datetime
+import hashlib
+import importlib.metadata
 import json
 import os
 import pathlib
+import sys
 from typing import Final
 
-from paxon.runner import files
-from paxon.runner.plan import result
-from paxon.runner.planning import plan_key
+import fiddle as fdl
 
+from paxon.runner import files
+from paxon.runner import job as job_lib
+from paxon.runner.configuration import dump
+from paxon.runner.plan import result
+from paxon.runner.plan import target as targets
+from paxon.runner.planning import job_lint
+
+CACHE_VARIABLE: Final = "PAXON_CACHE_DIR"
 OFF: Final = "off"
 
-# About 20 kB each; the oldest go first.
-_MOST: Final = 1000
+# About 20 kB each; the oldest are deleted first.
+_MAX_FILES: Final = 1000
+_ROOT: Final = pathlib.Path(__file__).parents[2]
+_FOLDERS: Final = (
+  "inputs",
+  "layers",
+  "learners",
+  "pipeline",
+  "quantization",
+  "runner",
+  "sharding",
+  "tasks",
+)
+# Calibrations are JSON files beside the sources.
+_SUFFIXES: Final = (".py", ".json")
+_PREFIXES: Final = ("JAX_", "XLA_", "TPU_", "LIBTPU_", "PAXON_", "CUDA_")
 
 
 def plan(
@@ -33,13 +62,12 @@ def plan(
   find_key: Callable[[], str | None],
   environ: Mapping[str, str],
 ) -> result.Plan:
-  """Returns the plan with a key, made only if it was not made before.
+  """Returns the cached plan, or makes and stores it.
 
   Args:
-    make: Makes it.
-    find_key: Returns `plan_key.of` what it is made of; None for a plan that is
-      not kept.
-    environ: The environment, which tells where plans are kept.
+    make: Makes the plan.
+    find_key: Returns the key by `make_key`; None for a plan that is not cached.
+    environ: The environment.
   """
   place = folder(environ)
   key = None if place is None else find_key()
@@ -60,19 +88,15 @@ def _dated(plan: result.Plan) -> result.Plan:
 
 
 def folder(environ: Mapping[str, str]) -> pathlib.Path | None:
-  """Returns where plans are kept, or None for nowhere.
-
-  Args:
-    environ: The environment.
-  """
-  given = environ.get(plan_key.CACHE_VARIABLE, "")
+  """Returns the folder of the cache, or None if it is disabled."""
+  given = environ.get(CACHE_VARIABLE, "")
   if given == OFF:
     return None
   if given:
-    # `bazel run` starts programs elsewhere than where the user stands.
+    # `bazel run` changes the working directory.
     start = environ.get("BUILD_WORKING_DIRECTORY", "")
     return pathlib.Path(start, os.path.expanduser(given), "plans")
-  # Its specification says that a relative path is to be ignored.
+  # By its specification, a relative path is ignored.
   caches = pathlib.Path(environ.get("XDG_CACHE_HOME", ""))
   if not caches.is_absolute():
     home = environ.get("HOME", "")
@@ -83,17 +107,12 @@ def folder(environ: Mapping[str, str]) -> pathlib.Path | None:
 
 
 def read(place: pathlib.Path, key: str) -> result.Plan | None:
-  """Returns the plan with this key, or None if there is no sound one.
-
-  Args:
-    place: What `folder` returned.
-    key: What `plan_key.of` returned.
-  """
+  """Returns the plan with a key, or None if there is no valid one."""
   try:
     entry = json.loads((place / f"{key}.json").read_text())
     if entry["key"] != key:
       return None
-    if plan_key.digest_of(entry["plan"]) != entry["digest"]:
+    if digest(entry["plan"]) != entry["digest"]:
       return None
     (plan,) = result.from_json(entry["plan"])
   except (OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -102,19 +121,114 @@ def read(place: pathlib.Path, key: str) -> result.Plan | None:
 
 
 def write(place: pathlib.Path, key: str, plan: result.Plan) -> None:
-  """Keeps a plan; does nothing where nothing can be written.
-
-  Args:
-    place: What `folder` returned.
-    key: What `plan_key.of` returned.
-    plan: As it was made.
-  """
+  """Stores a plan; does nothing if the folder cannot be written."""
   text = result.to_json((plan,))
-  entry = {"key": key, "digest": plan_key.digest_of(text), "plan": text}
+  entry = {"key": key, "digest": digest(text), "plan": text}
   try:
     files.write_text(place / f"{key}.json", json.dumps(entry))
     kept = sorted(place.glob("*.json"), key=lambda p: p.stat().st_mtime)
-    for old in kept[:-_MOST]:
+    for old in kept[:-_MAX_FILES]:
       old.unlink(missing_ok=True)
   except OSError:
     return
+
+
+def make_key(
+  config: "fdl.Config[job_lib.Job]",
+  target: targets.Target,
+  *,
+  is_compiled: bool,
+  shapes: job_lint.JobShapes,
+  environ: Mapping[str, str],
+  others: Sequence[str] = (),
+) -> str | None:
+  """Returns the key, or None for a configuration that has no stable text.
+
+  Nothing is traced or compiled.
+
+  Args:
+    config: The resolved configuration.
+    target: What to plan for.
+    is_compiled: Whether to compile, or to trace only.
+    shapes: Of the job's variables and batch.
+    environ: The environment.
+    others: Other values that the plan depends on.
+  """
+  try:
+    text = dump.to_text(config)
+  except dump.UnstableValueError:
+    return None
+  content = {
+    "version": result.VERSION,
+    "configuration": text,
+    "shapes": shapes.to_text(),
+    "target": target.text,
+    "is_compiled": is_compiled,
+    "sources": digest_sources(),
+    "distributions": _distributions(),
+    "python": sys.version,
+    "environment": _environment(environ),
+    "others": list(others),
+  }
+  return digest(json.dumps(content, sort_keys=True))
+
+
+def digest_sources(root: pathlib.Path = _ROOT) -> str:
+  """Returns a digest of Paxon's files and of loaded modules of users."""
+  digests = {}
+  for folder in _FOLDERS:
+    for path in (root / folder).rglob("*"):
+      if path.suffix in _SUFFIXES and not path.stem.endswith("_test"):
+        name = path.relative_to(root).as_posix()
+        digests[name] = digest(path.read_bytes())
+  for name, path in _users_modules():
+    digests[name] = digest(path.read_bytes())
+  return digest(json.dumps(digests, sort_keys=True))
+
+
+def _users_modules() -> Iterable[tuple[str, pathlib.Path]]:
+  """Yields loaded modules that are not Paxon's, Python's or installed."""
+  # Longest first, so that a folder inside another one is found before it.
+  roots = sorted({p for p in sys.path if p}, key=len, reverse=True)
+  installed = {
+    root: any(pathlib.Path(root).glob("*.dist-info")) for root in roots
+  }
+  for name, module in sorted(sys.modules.items()):
+    file = getattr(module, "__file__", None)
+    top = name.partition(".")[0]
+    if not file or top in sys.stdlib_module_names:
+      continue
+    if top == "paxon" and not file.endswith("_test.py"):
+      continue  # The walk over Paxon's folders has it.
+    place = next((r for r in roots if file.startswith(r + os.sep)), None)
+    is_installed = place is not None and installed[place] and top != "paxon"
+    if not is_installed and os.path.isfile(file):
+      yield name, pathlib.Path(file)
+
+
+def _distributions() -> dict[str, str]:
+  """Returns versions and digests of the lists of files, by distribution."""
+  found = {}
+  for one in importlib.metadata.distributions():
+    # An installation over another one of the same version changes the hashes.
+    record = one.read_text("RECORD") or ""
+    name = one.metadata["Name"]
+    found.setdefault(name, f"{one.version} {digest(record.encode())}")
+  return found
+
+
+def _environment(environ: Mapping[str, str]) -> dict[str, str]:
+  """Returns variables that compilers read; for paths, the files' contents."""
+  found = {}
+  for name, value in environ.items():
+    if name.startswith(_PREFIXES) and name != CACHE_VARIABLE:
+      is_file = value and os.path.isfile(value)
+      content = digest(pathlib.Path(value).read_bytes()) if is_file else ""
+      found[name] = value + content
+  return found
+
+
+def digest(data: bytes | str) -> str:
+  """Returns the sha256 in hexadecimal digits."""
+  data = data.encode() if isinstance(data, str) else data
+  return hashlib.sha256(data).hexdigest()

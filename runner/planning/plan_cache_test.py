@@ -14,7 +14,7 @@ import pytest
 
 from paxon.runner.plan import result, sample_plan
 from paxon.runner.plan import target as targets
-from paxon.runner.planning import job_lint, plan_cache, plan_key
+from paxon.runner.planning import job_lint, plan_cache
 from paxon.runner.training import testing
 
 _CPU = targets.parse("cpu:8")
@@ -26,7 +26,7 @@ def _shapes_of_tiny():
 
 
 def _key(shapes, *, target=_CPU, environ=None, options=None, **knobs):
-  return plan_key.of(
+  return plan_cache.make_key(
     testing.make(**knobs)[1],
     target,
     shapes=shapes,
@@ -54,7 +54,7 @@ def test_a_key_depends_on_what_a_plan_depends_on(shapes, tmp_path):
   file.write_text("2")
   keys.append(_key(shapes, environ=variables))
   assert len(set(keys)) == len(keys)
-  others = {"HOME": "/a", plan_key.CACHE_VARIABLE: "/b"}
+  others = {"HOME": "/a", plan_cache.CACHE_VARIABLE: "/b"}
   assert _key(shapes, environ=others) == keys[0]
 
 
@@ -63,7 +63,7 @@ def test_a_key_depends_on_what_a_plan_depends_on(shapes, tmp_path):
 )
 def test_a_changed_source_changes_the_key(monkeypatch, shapes, name):
   before = _key(shapes)
-  changed = pathlib.Path(plan_key.__file__).parents[2] / name
+  changed = pathlib.Path(plan_cache.__file__).parents[2] / name
   assert changed.exists()
   read = pathlib.Path.read_bytes
 
@@ -76,11 +76,11 @@ def test_a_changed_source_changes_the_key(monkeypatch, shapes, name):
 
 def test_tests_are_no_sources(tmp_path):
   (tmp_path / "layers").mkdir()
-  before = plan_key.sources(tmp_path)
+  before = plan_cache.digest_sources(tmp_path)
   (tmp_path / "layers" / "norm_test.py").write_text("x = 1\n")
-  assert plan_key.sources(tmp_path) == before
+  assert plan_cache.digest_sources(tmp_path) == before
   (tmp_path / "layers" / "norm.py").write_text("x = 1\n")
-  assert plan_key.sources(tmp_path) != before
+  assert plan_cache.digest_sources(tmp_path) != before
 
 
 def test_modules_of_the_user_are_read_and_installed_ones_are_not(
@@ -98,11 +98,11 @@ def test_modules_of_the_user_are_read_and_installed_ones_are_not(
   empty = tmp_path / "paxon"
   empty.mkdir()
 
-  before = plan_key.sources(empty)
+  before = plan_cache.digest_sources(empty)
   (tmp_path / "site" / "site_layer.py").write_text("x = 2\n")
-  assert plan_key.sources(empty) == before
+  assert plan_cache.digest_sources(empty) == before
   (tmp_path / "mine" / "mine_layer.py").write_text("x = 2\n")
-  assert plan_key.sources(empty) != before
+  assert plan_cache.digest_sources(empty) != before
 
 
 def test_an_installation_over_the_same_version_changes_the_key(
@@ -202,7 +202,7 @@ def test_an_entry_of_another_form_is_made_again(tmp_path):
   key = "k" * 64
   (tmp_path / "plans").mkdir()
   (tmp_path / "plans" / f"{key}.json").write_text(
-    json.dumps({"key": key, "digest": plan_key.digest_of(plan), "plan": plan})
+    json.dumps({"key": key, "digest": plan_cache.digest(plan), "plan": plan})
   )
   assert _run(tmp_path, key)[1]
 
@@ -232,7 +232,7 @@ def test_nothing_is_kept_without_a_key_or_when_it_is_off(tmp_path, monkeypatch):
 
 
 def test_the_oldest_go_first(tmp_path, monkeypatch):
-  monkeypatch.setattr(plan_cache, "_MOST", 2)
+  monkeypatch.setattr(plan_cache, "_MAX_FILES", 2)
   for i in range(3):
     _run(tmp_path, key=f"{i}")
     os.utime(tmp_path / "plans" / f"{i}.json", (i, i))

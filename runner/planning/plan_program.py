@@ -20,7 +20,6 @@ from paxon.runner.planning import (
   child,
   job_lint,
   plan_cache,
-  plan_key,
   plan_search,
   tracer,
 )
@@ -171,7 +170,7 @@ def _plan(
   is_compiled = not topology.missing(target)
 
   def find_key() -> str | None:
-    return plan_key.of(
+    return plan_cache.make_key(
       config,
       target,
       is_compiled=is_compiled,

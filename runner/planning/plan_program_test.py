@@ -1,10 +1,12 @@
 """Tests for `--mode=plan`, with real processes."""
 
+from concurrent import futures
 import json
 import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 from etils import epath
@@ -16,13 +18,7 @@ from paxon.runner.configuration import overrides, resolving
 from paxon.runner.hosts import warm_python
 from paxon.runner.plan import result, topology
 from paxon.runner.plan import target as targets
-from paxon.runner.planning import (
-  child,
-  plan_key,
-  plan_program,
-  plan_search,
-  worker,
-)
+from paxon.runner.planning import child, plan_cache, plan_program, plan_search
 
 _TINY = "runner.training.testing.TinyLm"
 
@@ -36,13 +32,13 @@ def _cache_of_these_tests(tmp_path_factory):
 def _use_cache_of_these_tests(kept, monkeypatch):
   monkeypatch.setenv("PAXON_CACHE_DIR", str(kept))
   # Sources of a checkout may be edited while its tests run.
-  monkeypatch.setattr(plan_key, "sources", lambda: "the same")
+  monkeypatch.setattr(plan_cache, "digest_sources", lambda: "the same")
 
 
 @pytest.fixture(scope="module", name="warm")
 def _warm_python(tmp_path_factory):
   folder = tmp_path_factory.mktemp("python")
-  with warm_python.WarmPython([worker.__name__], folder) as warm:
+  with warm_python.WarmPython([child.__name__], folder) as warm:
     yield warm.executable
 
 
@@ -174,8 +170,8 @@ def test_a_process_that_was_killed_tells_of_memory(monkeypatch, tmp_path):
 
 _WAITS = """
 import os, pathlib, time
-from paxon.runner.planning import lifeline
-lifeline.end_with_parent()
+from paxon.runner.planning import child
+child.end_with_parent()
 pathlib.Path({file!r}).write_text(str(os.getpid()))
 time.sleep(600)
 """
@@ -333,6 +329,31 @@ def test_errors_of_the_process_are_those_of_the_user():
     child.plan(
       _TINY, given, targets.parse("cpu:1"), is_compiled=True, time_limit=60.0
     )
+
+
+def test_threads_plan_at_once_as_far_as_the_memory_allows(monkeypatch):
+  running, most = [], []
+
+  def run(command, **options):
+    running.append(command)
+    most.append(len(running))
+    time.sleep(0.05)
+    running.remove(command)
+    raise subprocess.TimeoutExpired(command, 1.0)
+
+  def plan(_):
+    with pytest.raises(user_error.UserError, match="more than 1 s"):
+      child.plan(
+        _TINY, [], targets.parse("cpu:1"), is_compiled=True, time_limit=1.0
+      )
+
+  monkeypatch.setattr(child.subprocess, "run", run)
+  slots = threading.BoundedSemaphore(2)
+  monkeypatch.setattr(child, "_slots", lambda: slots)
+  with futures.ThreadPoolExecutor(6) as pool:
+    list(pool.map(plan, range(6)))
+  assert (len(most), max(most)) == (6, 2)
+  assert child.count_parallel() >= 1
 
 
 def test_a_process_that_takes_too_long_is_stopped():

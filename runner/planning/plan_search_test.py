@@ -15,11 +15,11 @@ from paxon.runner.plan import result, testing, topology
 from paxon.runner.plan import target as targets
 from paxon.runner.plan.search import oracle, table
 from paxon.runner.planning import (
+  child,
   plan_program,
   plan_search,
   trace_worker,
   tracer,
-  worker,
 )
 
 _TINY = "runner.training.testing.TinyLm"
@@ -58,7 +58,7 @@ def _written(folder):
 @pytest.fixture(scope="module", autouse=True)
 def _warm_python(tmp_path_factory):
   folder = tmp_path_factory.mktemp("python")
-  modules = [worker.__name__, trace_worker.__name__]
+  modules = [child.__name__, trace_worker.__name__]
   with warm_python.installed(modules, folder):
     yield
 

@@ -6,7 +6,7 @@ from paxon.runner import user_error
 from paxon.runner.configuration import overrides
 from paxon.runner.hosts import warm_python
 from paxon.runner.plan import testing
-from paxon.runner.planning import child, worker
+from paxon.runner.planning import child
 
 _EXPERIMENT = "runner.planning.quantized_experiments.QuantizedLm"
 _KERNELS = {
@@ -22,7 +22,7 @@ _WEIGHTS = _LAYERS * _EMBED * (4 * _HEADS + 3 * _MLP)
 @pytest.fixture(scope="module", autouse=True)
 def _warm_python(tmp_path_factory):
   folder = tmp_path_factory.mktemp("python")
-  with warm_python.installed([worker.__name__], folder):
+  with warm_python.installed([child.__name__], folder):
     yield
 
 

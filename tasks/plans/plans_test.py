@@ -10,14 +10,14 @@ import pytest
 
 from paxon.runner.hosts import warm_python
 from paxon.runner.plan import golden, hardware, testing
-from paxon.runner.planning import worker
+from paxon.runner.planning import child
 from paxon.tasks.plans import measuring, pairs
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _warm_python(tmp_path_factory):
   folder = tmp_path_factory.mktemp("python")
-  with warm_python.installed([worker.__name__], folder):
+  with warm_python.installed([child.__name__], folder):
     yield
 
 
