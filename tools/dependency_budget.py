@@ -21,9 +21,9 @@ from paxon.tools.dependencies import workspace
 PATH = "tools/dependency_budget.txt"
 
 _HEAD = """\
-# For each public target: the number of our modules that importing it loads,
-# which may only shrink, and the wheels in its closure.
-# Made by: tools/python -m paxon.tools.dependency_budget --update
+# For each public target: the largest number of our modules that importing it
+# may load, and the wheels in its closure. A larger number needs a reason in the
+# commit. Made by: tools/python -m paxon.tools.dependency_budget --update
 """
 
 # Upper bounds that `--update` does not change.

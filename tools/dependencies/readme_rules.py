@@ -102,7 +102,8 @@ def _is_listed(target: build_file.Target) -> bool:
   """Returns whether a target belongs in the table of modules."""
   if order_rules.top_of(target.package) == "tools":
     # Used by its own folder only; the table is an overview.
-    return target.kind == "py_library" and not target.testonly
+    is_shown = target.package != "tools" or not target.testonly
+    return target.kind == "py_library" and is_shown
   return target.is_python and target.is_public
 
 

@@ -7,12 +7,7 @@ import pytest
 
 from paxon.runner.hosts import testing as forks_lib
 from paxon.runner.training import process_programs
-from paxon.tools.interruptions import (
-  disturbances,
-  disturbed_run,
-  main,
-  tiny_run,
-)
+from paxon.tools.interruptions import disturbed_run, main, tiny_run
 
 MAIN = "command_line"
 # Enough to delete checkpoints and to evaluate.
@@ -58,7 +53,7 @@ def test_a_process_is_the_real_command_line(expected):
 
 def test_the_test_covers_all_kinds():
   assert sorted(kind for kinds in PLANS for kind in kinds) == sorted(
-    disturbances.KINDS
+    disturbed_run.KINDS
   )
 
 
@@ -97,7 +92,7 @@ def test_every_kind_comes_in_turn_and_the_seed_decides():
   plan = main.plan(50, seed=0)
   assert plan == main.plan(50, seed=0)
   assert plan != main.plan(50, seed=1)
-  assert {kinds[0] for kinds in plan} == set(disturbances.KINDS)
+  assert {kinds[0] for kinds in plan} == set(disturbed_run.KINDS)
   assert {len(kinds) for kinds in plan} == {1, 2, 3}
 
 

@@ -19,7 +19,7 @@ import random
 import sys
 import tempfile
 
-from paxon.tools.interruptions import disturbances, disturbed_run, tiny_run
+from paxon.tools.interruptions import disturbed_run, tiny_run
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -68,7 +68,7 @@ def plan(runs: int, seed: int) -> list[list[str]]:
     runs: Number of runs.
     seed: Decides the others.
   """
-  choice, kinds = random.Random(seed), list(disturbances.KINDS)
+  choice, kinds = random.Random(seed), list(disturbed_run.KINDS)
   return [
     [
       kinds[number % len(kinds)],
@@ -102,7 +102,7 @@ def to_markdown(
     " | Problems |",
     "| --- | --- | --- | --- | --- | --- |",
   ]
-  for kind in disturbances.KINDS:
+  for kind in disturbed_run.KINDS:
     of_kind = [each for each in struck if each.kind == kind]
     early = sum(each.newest is None for each in of_kind)
     statuses = sorted({each.status for each in of_kind})
