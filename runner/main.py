@@ -208,7 +208,7 @@ def _choose_mesh(this: _Run, run_dir: "epath.Path") -> _Run:
   from paxon.runner.configuration import resolving
   from paxon.runner.planning import run_mesh
 
-  choice = run_mesh.of(
+  choice = run_mesh.choose_for_run(
     this.job,
     experiment=this.experiment,
     overrides=this.overrides,

@@ -1,14 +1,18 @@
 """Proposed changes for a program that does not fit in memory.
 
-For what `plan_search` cannot find, or was not asked for.
+For what the search cannot find, or was not asked for.
 """
 
 from collections.abc import Mapping, Sequence
 import math
+from typing import Final
 
 from paxon.runner import units
 from paxon.runner.plan import flops as flops_lib
 from paxon.runner.plan import result
+
+# Share of a step above which waiting for one axis is worth advice.
+_LONG_WAIT: Final = 0.15
 
 
 def of(
@@ -52,6 +56,23 @@ def of(
     )
   changes.append(f"Split it over more devices; the mesh is {shards}.")
   return tuple(changes)
+
+
+def for_waiting(estimate: result.Estimate | None) -> tuple[str, ...]:
+  """Returns advice for a step that waits long for one kind of communication.
+
+  Args:
+    estimate: Of the step's time, if there is one.
+  """
+  if estimate is None or not estimate.step:
+    return ()
+  return tuple(
+    f"{units.share(seconds / estimate.step)} of the step waits for"
+    f" communication over the mesh axis {axes}: make it smaller in the mesh, or"
+    " compare layouts with --plan_search."
+    for axes, seconds in estimate.exposed.items()
+    if seconds > _LONG_WAIT * estimate.step
+  )
 
 
 def devices_for(whole: int, *, usable: float, num_devices: int) -> str:

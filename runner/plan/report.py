@@ -4,8 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from paxon.runner import units
-from paxon.runner.plan import comparison, result, sentences
-from paxon.runner.plan.search import table
+from paxon.runner.plan import comparison, result, search_table, sentences
 
 _MAX_PARTS: Final = 8
 _MAX_COLLECTIVES: Final = 12
@@ -82,7 +81,6 @@ def _memory(plan: result.Plan) -> list[str]:
       ("  gradients (upper bound)", memory.gradients),
       *saved,
       ("peak", memory.peak),
-      ("peak (analytical estimate)", memory.forecast),
       ("usable", memory.usable),
       ("HBM traffic per step", plan.hbm_bytes),
     ),
@@ -279,11 +277,11 @@ def _made(plan: result.Plan) -> list[str]:
 def _verdict(plan: result.Plan) -> list[str]:
   memory = plan.memory
   lines = [f"{plan.target}: {sentences.verdict(plan)}"]
-  changes = table.verified(plan)
+  changes = search_table.verified(plan)
   if memory.fit is result.Fit.DOES_NOT_FIT and not changes:
     for number, change in enumerate(plan.advice, start=1):
       lines.append(f"  {number}. {change}")
-  return [*lines, *changes, *table.front(plan)]
+  return [*lines, *changes, *search_table.layouts(plan)]
 
 
 def _times(rows: Iterable[tuple[str, float | None]]) -> list[str]:

@@ -46,7 +46,6 @@ def test_the_text_has_every_figure():
     "    of which (analytical estimate)",
     "    saved: layer inputs                          12.00 GiB",
     "  peak                                           72.00 GiB",
-    "  peak (analytical estimate)                     70.00 GiB",
     "  HBM traffic per step                          777.00 GiB",
     "118.00 of 131.00 GiB are usable; the CUDA compiler enforces no limit",
     "excluding masked attention (causal)              2.987 PFLOP",
@@ -130,7 +129,7 @@ def test_changes_that_were_tried_stand_in_place_of_advice():
   assert "Halve it." not in text
 
 
-def test_a_plan_without_a_compiler_has_its_estimate():
+def test_a_plan_without_a_compiler_has_its_state():
   plan = sample_plan.plan(
     memory=sample_plan.memory(peak=None, arguments=None, temporaries=None),
     compiled=False,
@@ -145,7 +144,6 @@ def test_a_plan_without_a_compiler_has_its_estimate():
     resharding=(),
   )
   text = report.to_text(plan)
-  assert "peak (analytical estimate)                     70.00 GiB" in text
   assert "traced, not compiled on 2026" in text
   assert (
     "  temporaries (analytical estimate)\n    gradients (upper bound)" in text
@@ -223,12 +221,12 @@ def test_names_the_compilers_of_the_platform_alone():
     (
       {"peak": None},
       "unknown",
-      "unknown whether it fits; analytical estimate: 59 %",
+      "unknown whether it fits (not compiled); state and batch take",
     ),
     (
-      {"peak": None, "forecast": None},
+      {"peak": None, "usable": None},
       "unknown",
-      "unknown whether it fits",
+      "unknown whether it fits (not compiled)",
     ),
   ],
 )

@@ -49,7 +49,6 @@ class Memory:
     compiler_error: The compiler's message if the program does not fit.
     saved: Activations saved for the backward pass (analytical estimate), by
       remat name; `layer inputs` is the carry of the loop over layers.
-    forecast: Analytical estimate of `peak`.
   """
 
   parameters: int
@@ -64,7 +63,6 @@ class Memory:
   capacity: float | None = None
   compiler_error: str | None = None
   saved: Mapping[str, int] = dataclasses.field(default_factory=dict)
-  forecast: int | None = None
 
   @property
   def state_and_batch(self) -> int:
@@ -235,35 +233,12 @@ class TrainingCost:
     days: Duration.
     device_hours: Chips (GPUs) times hours.
     money: Price, in the currency of `--plan_price`; `None` without a price.
-    is_lower_bound: Whether all are computed from `Bound.step`, for lack of an
-      estimate.
   """
 
   tokens: float
   days: float
   device_hours: float
   money: float | None = None
-  is_lower_bound: bool = False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OtherProgram:
-  """Memory of a part of a run other than the training step.
-
-  Attributes:
-    name: `evaluation`, `evaluation of SPLIT`, `decoding` or `saving`.
-    temporaries: Temporary bytes of one device; `None` if unknown.
-    peak: Peak bytes of one device during training: the program's, and the
-      optimizer state that stays in memory.
-    host: Bytes in the memory of a host.
-    note: Reason for unknown values.
-  """
-
-  name: str
-  temporaries: int | None = None
-  peak: int | None = None
-  host: int | None = None
-  note: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -283,6 +258,7 @@ class Change:
     bound_after: `Bound.step` with the change.
     estimate_before: `Estimate.step` without the change.
     estimate_after: `Estimate.step` with the change.
+    reason: Why it is not the best, such as `does not fit in 118.18 GiB`.
   """
 
   overrides: tuple[str, ...]
@@ -296,6 +272,7 @@ class Change:
   bound_after: float | None
   estimate_before: float | None = None
   estimate_after: float | None = None
+  reason: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -381,11 +358,12 @@ class Plan:
     compile_seconds: Time of the compiler.
     verified_changes: Compiled changes of a program that does not fit: first
       the smallest that fits, then those that do not.
-    search: Result of `--plan_search`, fastest first.
+    search: Result of `--plan_search`: compiled layouts that fit, the best
+      first; those that do not; some that were not compiled.
+    num_layouts: Layouts that the search chose from.
     estimate: `None` if it cannot be made; `notes` give the reason.
     training_cost: Result of `--plan_tokens`.
     num_parameters: Trained parameters of the whole model; `None` if unknown.
-    other_programs: Memory of evaluation, decoding and saving.
     kernel_choices: Kernels of attention and matmuls.
     quantized_matmuls: Matmuls covered by a quantization recipe, in program
       order.
@@ -425,10 +403,10 @@ class Plan:
   compile_seconds: float | None
   verified_changes: tuple[Change, ...] = ()
   search: tuple[Change, ...] = ()
+  num_layouts: int = 0
   estimate: Estimate | None = None
   training_cost: TrainingCost | None = None
   num_parameters: int | None = None
-  other_programs: tuple[OtherProgram, ...] = ()
   kernel_choices: tuple[KernelChoice, ...] = ()
   quantized_matmuls: tuple[QuantizedMatmul, ...] = ()
   compiler_options: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -28,7 +28,6 @@ def memory(**fields: Any) -> result.Memory:
     "usable": 118.0 * _GIB,
     "capacity": 131.0 * _GIB,
     "saved": {"layer inputs": 12 * _GIB, "mlp": 17 * _GIB, "unnamed": _GIB},
-    "forecast": 70 * _GIB,
   }
   return result.Memory(**base | fields)
 

@@ -49,10 +49,10 @@ def verdict(plan: result.Plan) -> str:
     return f"{plan.fit}, {share} of usable memory"
   if memory.fit is not result.Fit.UNKNOWN:
     return plan.fit
-  text = "unknown whether it fits"
-  if memory.forecast is not None and memory.usable:
-    share = units.share(memory.forecast / memory.usable)
-    text += f"; analytical estimate: {share} of usable memory"
+  text = "unknown whether it fits (not compiled)"
+  if memory.usable:
+    share = units.share(memory.state_and_batch / memory.usable)
+    text += f"; state and batch take {share} of usable memory"
   return text
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from paxon.layers.attention import cudnn_attention
 from paxon.runner import job as job_lib
 from paxon.runner.plan import (
   advice,
@@ -25,27 +26,21 @@ from paxon.runner.plan import (
   quantized_products,
   result,
   roofline,
+  saved,
   topology,
 )
 from paxon.runner.plan import flops as flops_lib
 from paxon.runner.plan import target as targets
 from paxon.runner.plan.estimate import calibration as calibrations
 from paxon.runner.plan.estimate import prediction
-from paxon.runner.plan.memory import forecast as forecast_lib
 from paxon.runner.plan.program_text import hlo
 from paxon.runner.plan.program_text import reading as reading_lib
-from paxon.runner.planning import tracing
-from paxon.runner.training import kernel_checks
+from paxon.runner.training import compiled_steps, kernel_checks
 from paxon.runner.training import session as session_lib
 from paxon.sharding import axes, variables
 from paxon.sharding import mesh as meshes
 
 _SOURCE = re.compile(r",? ?metadata=\{[^}]*\}")
-# Whether Triton multiplies too, and what XLA gives cuBLAS to work in, less on
-# GPUs before Hopper.
-_TRITON = "xla_gpu_enable_triton_gemm"
-_SCRATCH, _OLD_SCRATCH = 32 * 2**20, 4 * 2**20
-_OLD_GPUS = ("a100",)
 _DISTRIBUTIONS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin")
 
 
@@ -79,7 +74,7 @@ def measure(
   )
   devices = topology.devices(target) if is_compiled else jax.devices("cpu")
   session = session_lib.open_session(job, devices=devices)
-  traced, obstacles = tracing.trace(session)
+  traced, obstacles = _trace(session)
   flops = flops_lib.count(traced.jaxpr)
   memory = _closed_form(session, target)
   mesh = session.layout.mesh
@@ -92,7 +87,9 @@ def measure(
       platform=target.hardware.platform,
       quantized=program.quantized_matmuls(flops),
     )
-  memory = _forecast(session, traced, memory, target)
+  memory = _with(
+    memory, saved=saved.saved(traced.jaxpr, shards=session.layout.shards)
+  )
   kind = target.hardware
   quantized = program.quantized_matmuls(flops)
   collectives = roofline.summarize(
@@ -155,6 +152,7 @@ def measure(
     warnings=(
       *program.reading.warnings,
       *quantized_products.warnings(quantized),
+      *advice.for_waiting(estimate),
     ),
     num_parameters=_num_parameters(session),
     fit=memory.fit.value,
@@ -165,6 +163,33 @@ def measure(
     versions=_versions(),
     compile_seconds=program.seconds,
   )
+
+
+def _trace(
+  session: session_lib.Session,
+) -> tuple[jax.stages.Traced, tuple[str, ...]]:
+  """Traces the training step.
+
+  Args:
+    session: The job on the target's devices, or on those that stand in for
+      them.
+
+  Returns:
+    The step, and why it cannot be compiled, in sentences; none if it can.
+  """
+  try:
+    return compiled_steps.trace_train_step(session), ()
+  except cudnn_attention.CudnnMissingError:
+    with cudnn_attention.stand_in():
+      traced = compiled_steps.trace_train_step(session)
+    wheels = topology.missing_for_cudnn()
+    names = ", ".join(wheels) or "a cuDNN that JAX finds"
+    return traced, (
+      "The model's attention is cuDNN's (__cudnn$fmhaSoftmax, decided), for"
+      f" which the compiler needs {names}: nothing was compiled, and what is"
+      " saved for the backward pass is that of attention by XLA. To compile:"
+      " bazel run --config=plan_cudnn //runner:main -- --mode=plan ...",
+    )
 
 
 def without_sources(text: str) -> str:
@@ -284,39 +309,6 @@ def _axes_of_rows(batch: Mapping[str, jax.ShapeDtypeStruct]) -> list[str]:
     rows = spec[0] or ()
     found |= dict.fromkeys((rows,) if isinstance(rows, str) else rows)
   return list(found)
-
-
-def _forecast(
-  session: session_lib.Session,
-  traced: jax.stages.Traced,
-  memory: result.Memory,
-  target: targets.Target,
-) -> result.Memory:
-  """Returns the memory, with the analytical estimate of live temporaries."""
-  found = forecast_lib.forecast(
-    traced,
-    inputs=(session.abstract_state(), dict(session.batch)),
-    mesh=session.layout.mesh,
-    arguments=memory.arguments or memory.state_and_batch,
-    platform=target.hardware.platform,
-  )
-  scratch = _scratch(session.job, target)
-  return _with(memory, saved=found.saved, forecast=found.peak + scratch)
-
-
-def _scratch(job: job_lib.Job, target: targets.Target) -> int:
-  """Bytes that products of cuBLAS work in; those of Triton need none."""
-  kind = target.hardware
-  options = compiler_options.for_hardware(
-    job.compiler_options,
-    kind,
-    num_devices=target.num_devices,
-    sets=job.compiler_option_sets,
-  )
-  is_cuda = kind.platform is hardware.Platform.CUDA
-  if not is_cuda or options.get(_TRITON) is not False:
-    return 0
-  return _OLD_SCRATCH if kind.name in _OLD_GPUS else _SCRATCH
 
 
 def _peak(sizes: Any, platform: hardware.Platform) -> int:

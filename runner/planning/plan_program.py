@@ -16,12 +16,11 @@ from paxon.runner.plan import report, result, topology
 from paxon.runner.plan import target as targets
 from paxon.runner.plan.web_page import page
 from paxon.runner.planning import (
-  auto_mesh,
   child,
   job_lint,
   plan_cache,
-  plan_search,
-  tracer,
+  run_mesh,
+  search,
 )
 from paxon.sharding import mesh as mesh_lib
 
@@ -68,7 +67,7 @@ def run(
   shapes = job_lint.shapes_of(job)
   # All of them before the first compiler starts.
   subjects = [
-    _subject(target, shapes, job, config, experiment, overrides)
+    _subject(target, shapes, job, config, experiment, overrides, is_searched)
     for target in to
   ]
   plans: list[result.Plan] = []
@@ -140,12 +139,17 @@ def _subject(
   config: "fdl.Config[job_lib.Job]",
   experiment: str,
   overrides: Sequence[overrides_lib.Override],
+  is_searched: bool,
 ) -> _Subject | result.Failure:
   """Returns what to plan for a target, or what is wrong with it."""
   if job.mesh == mesh_lib.AUTO:
     try:
-      choice = auto_mesh.choose(
-        job, experiment=experiment, overrides=overrides, target=target
+      choice = run_mesh.choose(
+        job,
+        experiment=experiment,
+        overrides=overrides,
+        target=target,
+        is_compiled=not is_searched,
       )
     except user_error.UserError as error:
       return result.Failure(target=target.text, message=str(error))
@@ -224,7 +228,7 @@ def _with_changes(
   ) -> result.Plan | result.Failure:
     return _plan(request, config, overrides)
 
-  subject = plan_search.Subject(
+  subject = search.Subject(
     experiment=request.experiment,
     overrides=overrides,
     config=config,
@@ -234,21 +238,16 @@ def _with_changes(
     plan=plan,
     is_compiled=not topology.missing(request.target),
   )
-  try:
-    if plan_search.is_needed(found):
-      found = plan_search.fix(subject, found)
-    if is_searched:
-      found = plan_search.explore(subject, found)
-  except tracer.TraceError as error:
-    # The plan itself is sound; it is shown without changes.
-    note = f"No changes were searched for: {user_error.one_line(error)}"
-    found = dataclasses.replace(found, notes=(*found.notes, note))
+  if is_searched:
+    return search.explore(subject, found)
+  if found.memory.fit is result.Fit.DOES_NOT_FIT:
+    return search.fix(subject, found)
   return found
 
 
 def _check_searchable(to: Sequence[targets.Target]) -> None:
   for target in to:
-    problem = plan_search.problem(target)
+    problem = search.problem(target)
     if problem is not None:
       raise user_error.UserError(f"--plan_search: {problem}.")
 

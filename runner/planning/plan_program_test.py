@@ -18,7 +18,7 @@ from paxon.runner.configuration import overrides, resolving
 from paxon.runner.hosts import warm_python
 from paxon.runner.plan import result, topology
 from paxon.runner.plan import target as targets
-from paxon.runner.planning import child, plan_cache, plan_program, plan_search
+from paxon.runner.planning import child, plan_cache, plan_program, search
 
 _TINY = "runner.training.testing.TinyLm"
 
@@ -234,7 +234,7 @@ def test_without_compilers_it_says_what_is_missing(
 ):
   monkeypatch.setattr(topology, "missing", lambda target: ("libtpu",))
   # Has tests of its own, and takes a minute.
-  monkeypatch.setattr(plan_search, "fix", lambda subject, found: found)
+  monkeypatch.setattr(search, "fix", lambda subject, found: found)
   status = _run(
     tmp_path,
     "v5e:1x1,v5e:4x4",
@@ -248,7 +248,7 @@ def test_without_compilers_it_says_what_is_missing(
   assert "bazel run --config=plan //runner:main -- --mode=plan" in out
   # The state alone is known to be too large for one chip.
   assert "v5e:1x1: does not fit\n  1. The state alone takes" in out
-  assert "v5e:4x4: unknown whether it fits; analytical estimate" in out
+  assert "v5e:4x4: unknown whether it fits (not compiled); state and" in out
   table = out[out.index("\ntarget ") :].splitlines()
   assert [line.split()[0] for line in table[2:4]] == ["v5e:1x1", "v5e:4x4"]
 

@@ -68,8 +68,6 @@ def test_every_covered_product_is_an_fp8_gemm_and_gathers_move_one_byte():
   others = sum(gathers.dtype_bytes.values()) - 2 * _WEIGHTS
   assert others < _WEIGHTS
   assert plan.warnings == ()
-  # Of which most is what cuBLAS works in.
-  assert plan.memory.forecast == pytest.approx(plan.memory.peak, rel=0.1)
 
 
 def test_a_covered_product_that_is_no_fp8_gemm_is_refused_with_the_reason():

@@ -1,9 +1,14 @@
-"""The mesh of a run that is configured with `auto`.
+"""`mesh="auto"`: the mesh of a job, chosen for its devices.
 
-A run chooses for the devices that it finds. Once it has a checkpoint the mesh
-is kept, as long as it fits the devices; where not, it is chosen anew. What was
-chosen is among the run's settings, so its evaluation and decoding take it like
-one that was typed; on other devices they need `mesh=auto` again, or another.
+The search of `--plan_search` with the mesh alone and a smaller budget: the most
+promising meshes are compiled, and the fastest that fits is taken. Without the
+devices' compiler the first mesh by analytical estimate whose state fits is
+taken.
+
+A run chooses for the devices that it finds, and its first process chooses for
+all hosts. Once it has a checkpoint the mesh is kept, as long as it fits the
+devices. The choice is among the run's settings, so its evaluation and decoding
+use it like one that was typed.
 """
 
 import collections
@@ -14,29 +19,161 @@ import math
 from typing import Any, Final
 
 from etils import epath
+import fiddle as fdl
 import jax
 
 from paxon.runner import job as job_lib
 from paxon.runner import run_dir as run_dirs
+from paxon.runner import units, user_error
 from paxon.runner.configuration import overrides as overrides_lib
+from paxon.runner.configuration import resolving
 from paxon.runner.hosts import agreement
-from paxon.runner.plan import hardware
+from paxon.runner.plan import advice, hardware, layouts, result, topology
 from paxon.runner.plan import target as targets
-from paxon.runner.planning import auto_mesh
+from paxon.runner.planning import child, job_lint
+from paxon.runner.planning import search as search_lib
 from paxon.runner.training import run_files
 from paxon.sharding import mesh as mesh_lib
 
 # Kinds of TPU whose slices are written with two dimensions.
 _FLAT: Final = ("v5e", "v6e")
+_COMPILES: Final = 4
+# For one program.
+_SECONDS: Final = 900.0
 
 
-def of(
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+  """A mesh, and why.
+
+  Attributes:
+    mesh: As it is typed.
+    reason: For a reader.
+  """
+
+  mesh: str
+  reason: str
+
+  @property
+  def line(self) -> str:
+    """The line to print."""
+    return f"mesh=auto: {self.mesh or 'one device'}, {self.reason}"
+
+  def overrides(
+    self, given: Sequence[overrides_lib.Override]
+  ) -> tuple[overrides_lib.Override, ...]:
+    """Returns the overrides with this mesh in place of any other."""
+    others = (override for override in given if override.path != "mesh")
+    return (*others, overrides_lib.Override("mesh", self.mesh))
+
+
+def choose(
+  job: job_lib.Job,
+  *,
+  experiment: str,
+  overrides: Sequence[overrides_lib.Override],
+  target: targets.Target,
+  is_compiled: bool = True,
+) -> Choice:
+  """Chooses a mesh for a target.
+
+  Args:
+    job: The resolved configuration; its mesh is ignored.
+    experiment: As `--exp` takes it.
+    overrides: Overrides of the command line.
+    target: The devices, which may be absent.
+    is_compiled: Whether to compile the most promising meshes, if the compiler
+      is installed.
+
+  Raises:
+    UserError: The batch or the variables divide by no mesh, or nothing fits.
+  """
+
+  def plan(
+    config: "fdl.Config[job_lib.Job]",
+    given: Sequence[overrides_lib.Override],
+  ) -> result.Plan | result.Failure:
+    del config
+    try:
+      return child.plan(
+        experiment,
+        given,
+        target,
+        is_compiled=True,
+        time_limit=_SECONDS,
+      )
+    except (user_error.UserError, RuntimeError) as error:
+      return result.Failure(target=target.text, message=str(error))
+
+  subject = search_lib.Subject(
+    experiment=experiment,
+    overrides=overrides,
+    config=resolving.resolve(experiment, overrides).config,
+    job=dataclasses.replace(job, mesh=mesh_lib.AUTO),
+    shapes=job_lint.shapes_of(job),
+    target=target,
+    plan=plan,
+    is_compiled=is_compiled
+    and search_lib.problem(target) is None
+    and not topology.missing(target),
+  )
+  return _choose(search_lib.Search(subject, None, only_meshes=True))
+
+
+def _choose(search: search_lib.Search) -> Choice:
+  subject = search.subject
+  ordered = search.ordered(search.candidates)
+  number = len(ordered)
+  if not ordered:
+    raise _no_mesh(search)
+  if not subject.is_compiled:
+    reason = f"the first of {_meshes(number)} by analytical estimate"
+    if search_lib.problem(subject.target) is None:
+      state = search.expect(ordered[0]).state
+      reason += (
+        f"; its state takes {units.size(state)} of"
+        f" {units.size(search.usable)} a device, and nothing was compiled"
+      )
+    return Choice(mesh=ordered[0].layout.mesh, reason=reason)
+  search_lib.compile_rounds(search, _COMPILES)
+  best = search.ranked()
+  compiled = len(search.attempts)
+  if best:
+    plan = best[0].plan
+    assert plan is not None
+    return Choice(
+      mesh=best[0].candidate.layout.mesh,
+      reason=(
+        f"the best of {compiled} compiled of {_meshes(number)}:"
+        f" {units.seconds(search_lib.step_of(plan) or 0.0)} a step,"
+        f" {units.size(search_lib.peak_of(plan) or 0)} of"
+        f" {units.size(search.usable)} a device"
+      ),
+    )
+  failures = [a.failure for a in search.attempts if a.failure]
+  if len(failures) == compiled:
+    raise user_error.UserError(
+      f"mesh=auto: no mesh can be planned: {failures[0]}"
+    )
+  least = min(
+    search_lib.peak_of(a.plan) or math.inf for a in search.attempts if a.plan
+  )
+  needs = f": the smallest needs {units.size(least)}" * (least < math.inf)
+  raise user_error.UserError(
+    f"mesh=auto: none of the {_meshes(compiled)} that were compiled for"
+    f" {subject.target}, of {number}, fits{needs} of"
+    f" {units.size(search.usable)} a device; make the batch, length or model"
+    " smaller, or recompute more; --mode=plan proposes a change."
+  )
+
+
+def choose_for_run(
   job: job_lib.Job,
   *,
   experiment: str,
   overrides: Sequence[overrides_lib.Override],
   run_dir: epath.Path,
-) -> auto_mesh.Choice:
+) -> Choice:
   """Returns the mesh of a run.
 
   Args:
@@ -46,7 +183,7 @@ def of(
     run_dir: The run's folder, which exists.
 
   Raises:
-    UserError: As for `auto_mesh.choose`.
+    UserError: As for `choose`.
   """
 
   def chosen() -> dict[str, str]:
@@ -54,7 +191,7 @@ def of(
     stored = _stored(job, run_dir, len(devices))
     if stored is not None:
       return {"mesh": stored, "reason": "which this run has had"}
-    choice = auto_mesh.choose(
+    choice = choose(
       job,
       experiment=experiment,
       overrides=overrides,
@@ -63,7 +200,7 @@ def of(
     return dataclasses.asdict(choice)
 
   # One process alone looks into the folder, and starts compilers.
-  return auto_mesh.Choice(**agreement.from_first(chosen))
+  return Choice(**agreement.from_first(chosen))
 
 
 def target_of(devices: Sequence[Any]) -> targets.Target:
@@ -145,3 +282,44 @@ def _has_checkpoint(run_dir: epath.Path) -> bool:
   """Whether there is one; by names, because one process alone looks."""
   folder = run_dir / run_dirs.CHECKPOINTS
   return folder.is_dir() and any(p.name.isdigit() for p in folder.iterdir())
+
+
+def _meshes(number: int) -> str:
+  return f"{number} mesh{'es' if number > 1 else ''}"
+
+
+def _no_mesh(search: search_lib.Search) -> user_error.UserError:
+  """Why there is no candidate: sizes do not divide, or the state is large."""
+  subject, estimates = search.subject, search.space.layouts
+  divide = [
+    str(spec)
+    for spec in layouts.meshes(
+      mesh_lib.MeshSpec.parse("data=-1"),
+      target=subject.target,
+      varied=estimates.usable_axes,
+    )
+    if estimates.is_possible(
+      str(spec), microbatches=subject.job.task.learner.num_microbatches
+    )
+  ]
+  if not divide:
+    batch = subject.job.train_input.global_batch_size
+    return user_error.UserError(
+      f"mesh=auto: no mesh of {subject.target} divides the job; give a mesh to"
+      f" see what does not divide, and a global_batch_size ({batch}) that is a"
+      f" multiple of {subject.target.num_devices}."
+    )
+  words = "use a larger --target"
+  whole = estimates.whole_state_bytes()
+  if whole > search.usable * subject.target.num_devices:
+    words = advice.devices_for(
+      whole,
+      usable=search.usable,
+      num_devices=subject.target.num_devices,
+    ).rstrip(".")
+  least = min(map(estimates.state_bytes, divide))
+  return user_error.UserError(
+    f"mesh=auto: the state fits in none of {_meshes(len(divide))} of"
+    f" {subject.target}: it takes at least {units.size(least)} of"
+    f" {units.size(search.usable)} a device; {words}."
+  )

@@ -1,22 +1,42 @@
-"""Search space: the changes to try, and their overrides."""
+"""Search space: the layouts that a job can have, and how each is typed.
+
+A candidate is a layout for the analytical estimate with the overrides that
+select it, so that whatever is proposed can be pasted, and is compiled as the
+user's next command will be. Fields are found by name, in any module:
+`remat_policy`, `num_microbatches` of the learner, `momentum_dtype`, and
+`kernel` of attention layers.
+"""
 
 from collections.abc import Iterator, Sequence
-from typing import Final
+import copy
+import dataclasses
+import itertools
+from typing import Any, Final
 
 import fiddle as fdl
+import jax
 import jax.numpy as jnp
 
 from paxon.layers import remat
+from paxon.layers.attention import kernel_support
+from paxon.learners import train_state
 from paxon.runner import job as job_lib
-from paxon.runner.configuration import text_values, tree
-from paxon.runner.plan.search import candidates
+from paxon.runner import user_error
+from paxon.runner.configuration import (
+  overrides,
+  resolving,
+  text_values,
+  tree,
+)
+from paxon.runner.plan import layouts, topology
+from paxon.runner.plan import target as targets
+from paxon.runner.planning import job_lint
+from paxon.runner.training import kernel_checks
+from paxon.sharding import axes
+from paxon.sharding import mesh as mesh_lib
 
 _LEARNER: Final = "task.learner"
-_MESH: Final = "mesh"
-_POLICY: Final = "remat_policy"
-_PARTS: Final = "num_microbatches"
-_MOMENTUM: Final = "momentum_dtype"
-_MAX_PARTS: Final = 64
+_MAX_MICROBATCHES: Final = 64
 
 _QKV: Final = (
   remat.ATTENTION_QUERY,
@@ -31,120 +51,365 @@ def _save_only(*names: str) -> str:
   return f"layers.remat.SaveOnly(({quoted},))"
 
 
-# From what recomputes nothing to what saves nothing, as it is typed.
-POLICIES: Final[tuple[tuple[str, str], ...]] = (
-  ("None", "save everything"),
+# From the policy that recomputes least to the one that saves least.
+POLICIES: Final = (
+  (layouts.Remat.ALL, "None", "save everything"),
   (
+    layouts.Remat.PROJECTIONS,
     "layers.remat.save_projections",
     "recompute all but matmuls with weights",
   ),
   (
+    layouts.Remat.ATTENTION,
     _save_only(*_QKV, remat.ATTENTION_CONTEXT),
     "recompute all but the inputs and outputs of attention",
   ),
   (
+    layouts.Remat.CONTEXT,
     _save_only(remat.ATTENTION_CONTEXT),
     "recompute all but the outputs of attention",
   ),
-  ("layers.remat.save_nothing", "recompute all but the layer inputs"),
+  (
+    layouts.Remat.NOTHING,
+    "layers.remat.save_nothing",
+    "recompute all but the layer inputs",
+  ),
+)
+
+# Fused kernels, as they are typed.
+_FUSED: Final = (
+  (kernel_support.CUDNN, "layers.attention.cudnn_attention.cudnn", "cuDNN"),
+  (
+    kernel_support.SPLASH,
+    "layers.attention.splash.Splash()",
+    "splash attention",
+  ),
+)
+_CAUSAL: Final = (
+  kernel_support.CUDNN_ONE_DOCUMENT.name,
+  kernel_support.SPLASH.name,
 )
 
 
-def remat_choices(
-  config: "fdl.Config[job_lib.Job]", *, only_thriftier: bool
-) -> tuple[candidates.Choice, ...]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+  """One value of one dimension of the search.
+
+  Attributes:
+    assignments: `path=value` of the overrides; empty for the value in use.
+    words: The change, for a reader.
+    fields: Fields of `layouts.Layout`.
+    rounds_state: Whether training changes by more than the order of sums.
+  """
+
+  assignments: tuple[str, ...] = ()
+  words: str = ""
+  fields: tuple[tuple[str, object], ...] = ()
+  rounds_state: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+  """A layout and the changes of the job that select it.
+
+  Attributes:
+    layout: For the analytical estimate.
+    changes: Choices that differ from the job.
+  """
+
+  layout: layouts.Layout
+  changes: tuple[Choice, ...] = ()
+
+  @property
+  def overrides(self) -> tuple[overrides.Override, ...]:
+    """Overrides to append to those of the command line."""
+    pairs = (a.partition("=") for c in self.changes for a in c.assignments)
+    return tuple(overrides.Override(path, text) for path, _, text in pairs)
+
+  @property
+  def words(self) -> str:
+    """The changes, for a reader."""
+    words = [change.words for change in self.changes] or ["change nothing"]
+    return ", ".join(words[:-1]) + " and " * (len(words) > 1) + words[-1]
+
+  @property
+  def rounds_state(self) -> bool:
+    """Whether one of the changes alters training."""
+    return any(change.rounds_state for change in self.changes)
+
+
+class Space:
+  """All candidates of one job on one target."""
+
+  def __init__(
+    self,
+    config: "fdl.Config[job_lib.Job]",
+    job: job_lib.Job,
+    shapes: job_lint.JobShapes,
+    target: targets.Target,
+    *,
+    work: layouts.Work | None = None,
+  ) -> None:
+    """Reads a job.
+
+    Args:
+      config: The resolved configuration.
+      job: The same, built. Its mesh may be `auto`.
+      shapes: Of its variables and batch.
+      target: The devices.
+      work: FLOPs of a step, if known.
+    """
+    self._config, self._job, self._target = config, job, target
+    self.layouts = layouts.Layouts(
+      specs=jax.tree.leaves(shapes.specs),
+      state=jax.tree.leaves(
+        train_state.state_specs(shapes.specs, learner=job.task.learner)
+      ),
+      batch={name: shape for name, (shape, _) in shapes.batch.items()},
+      rules=job.rules,
+      target=target,
+      work=work,
+    )
+    self.current = Candidate(
+      layouts.Layout(
+        mesh="" if job.mesh == mesh_lib.AUTO else job.mesh,
+        remat=_current_remat(config),
+        microbatches=job.task.learner.num_microbatches,
+        attention=_current_attention(config),
+      )
+    )
+
+  def candidates(
+    self, *, only_meshes: bool = False, rounds_state: bool = False
+  ) -> list[Candidate]:
+    """Returns the candidates whose sizes divide and whose state fits.
+
+    Args:
+      only_meshes: Whether nothing but the mesh changes.
+      rounds_state: Whether to include a lower-precision optimizer state.
+    """
+    unchanged = (Choice(),)
+    remats = kernels = microbatches = dtypes = unchanged
+    if not only_meshes:
+      remats += remat_choices(self._config)
+      microbatches += microbatch_choices(
+        self._config, batch_size=self._job.train_input.global_batch_size
+      )
+      kernels = self._kernels()
+      if rounds_state:
+        dtypes += dtype_choices(self._config)
+    usable = self._target.hardware.usable_bytes
+    found = []
+    for mesh in self._meshes():
+      for choices in itertools.product(kernels, remats, microbatches, dtypes):
+        candidate = self._make((*((mesh,) if mesh.fields else ()), *choices))
+        layout = candidate.layout
+        if choices[0].fields and axes.SEQUENCE in layout.mesh:
+          continue  # Fused kernels need whole sequences.
+        if not self.layouts.is_possible(
+          layout.mesh, microbatches=layout.microbatches
+        ):
+          continue
+        # A lower-precision momentum is at most half of the state.
+        state = self.layouts.state_bytes(layout.mesh)
+        state //= 2 if candidate.rounds_state else 1
+        if usable is None or state <= usable:
+          found.append(candidate)
+    return found
+
+  def _make(self, choices: Sequence[Choice]) -> Candidate:
+    fields: dict[str, Any] = dict(
+      pair for choice in choices for pair in choice.fields
+    )
+    layout = dataclasses.replace(self.current.layout, **fields)
+    return Candidate(layout, tuple(c for c in choices if c.assignments))
+
+  def _meshes(self) -> Iterator[Choice]:
+    """Yields the mesh in use, and the others."""
+    number = self._target.num_devices
+    text = self.current.layout.mesh
+    current = mesh_lib.MeshSpec.parse(text or "data=-1")
+    varied = list(self.layouts.usable_axes)
+    if not self._allows_split_sequences() and axes.SEQUENCE in varied:
+      varied.remove(axes.SEQUENCE)
+    if text:
+      yield Choice()
+    for spec in layouts.meshes(current, target=self._target, varied=varied):
+      if not text or spec.resolve(number) != current.resolve(number):
+        yield Choice(
+          assignments=(f"mesh={spec}",),
+          words=f"split over {spec}" if str(spec) else "do not split",
+          fields=(("mesh", str(spec)),),
+        )
+
+  def _allows_split_sequences(self) -> bool:
+    return not self._has_problem(self._job, length_shards=2)
+
+  def _has_problem(self, job: job_lib.Job, *, length_shards: int = 1) -> bool:
+    try:
+      kernel_checks.check_attention(
+        job,
+        platform=self._target.hardware.platform.value,
+        length_shards=length_shards,
+      )
+    except user_error.UserError:
+      return True
+    return False
+
+  def _kernels(self) -> tuple[Choice, ...]:
+    """The kernel in use and the platform's fused kernel, where supported."""
+    found = [] if self._has_problem(self._job) else [Choice()]
+    platform = self._target.hardware.platform.value
+    for support, text, words in _FUSED:
+      if platform not in support.platforms or (
+        support is kernel_support.CUDNN and topology.missing_for_cudnn()
+      ):
+        continue
+      paths = [
+        path
+        for path, kernel in _attention_kernels(self._config)
+        if platform not in kernel.platforms
+      ]
+      choice = Choice(
+        assignments=tuple(f"{path}={text}" for path in paths),
+        words=f"compute attention by {words}",
+        fields=(("attention", _kind_of(support)),),
+      )
+      if paths and not self._has_problem(_with(self._config, choice)):
+        found.append(choice)
+    return tuple(found) or (Choice(),)
+
+
+def remat_choices(config: "fdl.Config[job_lib.Job]") -> tuple[Choice, ...]:
   """Returns the other remat policies of all stacks together.
 
   Args:
     config: The root.
-    only_thriftier: Leaves out those that save more than the one in use.
   """
-  places = list(_places(config, _POLICY))
-  if not places:
-    return ()
-  in_use = [tree.value_of(node, _POLICY) for _, node in places]
-  known = [text_values.parse(text, remat.Policy | None) for text, _ in POLICIES]
-  # Of one that is not in the list nobody knows what it saves.
-  current = [i for i, policy in enumerate(known) if in_use.count(policy)]
-  first = min(current) + 1 if current else 0
+  places = list(_places(config, "remat_policy"))
+  in_use = [tree.value_of(node, "remat_policy") for _, node in places]
   return tuple(
-    candidates.Choice(
-      kind=candidates.Kind.REMAT,
+    Choice(
       assignments=tuple(f"{path}={text}" for path, _ in places),
       words=words,
+      fields=(("remat", level),),
     )
-    for i, (text, words) in enumerate(POLICIES)
-    if (i >= first if only_thriftier else i not in current)
+    for level, text, words in POLICIES
+    if places and not in_use.count(_parse_policy(text))
   )
 
 
 def microbatch_choices(
-  config: "fdl.Config[job_lib.Job]", *, rows: int
-) -> tuple[candidates.Choice, ...]:
-  """Returns multiples of the number of microbatches in use.
+  config: "fdl.Config[job_lib.Job]", *, batch_size: int
+) -> tuple[Choice, ...]:
+  """Returns powers of two times the number of microbatches in use.
 
   Args:
     config: The root.
-    rows: Of a global batch.
+    batch_size: Sequences of a global batch.
   """
-  found = [(p, n) for p, n in _places(config, _PARTS) if p.startswith(_LEARNER)]
-  if len(found) != 1:
+  name = "num_microbatches"
+  places = [p for p in _places(config, name) if p[0].startswith(_LEARNER)]
+  if len(places) != 1:
     return ()
-  ((path, node),) = found
-  parts = 2 * tree.value_of(node, _PARTS)
+  ((path, node),) = places
+  number = 2 * tree.value_of(node, name)
   choices = []
-  while parts <= min(rows, _MAX_PARTS):
+  while number <= min(batch_size, _MAX_MICROBATCHES):
     choices.append(
-      candidates.Choice(
-        kind=candidates.Kind.MICROBATCHES,
-        assignments=(f"{path}={parts}",),
-        words=f"compute a batch in {parts} microbatches",
+      Choice(
+        assignments=(f"{path}={number}",),
+        words=f"compute a batch in {number} microbatches",
+        fields=(("microbatches", number),),
       )
     )
-    parts *= 2
+    number *= 2
   return tuple(choices)
 
 
-def dtype_choices(
-  config: "fdl.Config[job_lib.Job]",
-) -> tuple[candidates.Choice, ...]:
-  """Returns narrower dtypes for the state of the optimizers."""
+def dtype_choices(config: "fdl.Config[job_lib.Job]") -> tuple[Choice, ...]:
+  """Returns a lower precision of the optimizers' momentum.
+
+  Args:
+    config: The root.
+  """
   paths = [
     path
-    for path, node in _places(config, _MOMENTUM)
-    if jnp.dtype(tree.value_of(node, _MOMENTUM)).itemsize > 2
+    for path, node in _places(config, "momentum_dtype")
+    if jnp.dtype(tree.value_of(node, "momentum_dtype")).itemsize > 2
   ]
   if not paths:
     return ()
   return (
-    candidates.Choice(
-      kind=candidates.Kind.DTYPE,
+    Choice(
       assignments=tuple(f"{path}=bfloat16" for path in paths),
       words="keep the optimizer's momentum in bfloat16 (which rounds it)",
+      rounds_state=True,
     ),
   )
 
 
-def mesh_choices(texts: Sequence[str]) -> tuple[candidates.Choice, ...]:
-  """Returns one choice a mesh.
+def loss_chunk(config: "fdl.Config[job_lib.Job]") -> int:
+  """Returns the tokens of a chunk of the loss; 0 for all.
 
   Args:
-    texts: Meshes as they are typed.
+    config: The root.
   """
-  return tuple(
-    candidates.Choice(
-      kind=candidates.Kind.MESH,
-      assignments=(f"{_MESH}={text}",),
-      words=f"split over {text or 'nothing'}",
-    )
-    for text in texts
+  found = [
+    tree.value_of(node, "chunk_length")
+    for path, node in _places(config, "chunk_length")
+    if "loss" in path
+  ]
+  return max((n for n in found if n), default=0)
+
+
+def _current_remat(config: "fdl.Config[job_lib.Job]") -> layouts.Remat:
+  for _, node in _places(config, "remat_policy"):
+    policy = tree.value_of(node, "remat_policy")
+    for level, text, _ in POLICIES:
+      if _parse_policy(text) == policy:
+        return level
+    # An unknown policy: a guess between the extremes.
+    return layouts.Remat.ATTENTION
+  return layouts.Remat.ALL
+
+
+def _current_attention(config: "fdl.Config[job_lib.Job]") -> layouts.Attention:
+  kinds = [_kind_of(kernel) for _, kernel in _attention_kernels(config)]
+  order = list(layouts.Attention)
+  return min(kinds, key=order.index, default=layouts.Attention.PLAIN)
+
+
+def _kind_of(support: kernel_support.Support) -> layouts.Attention:
+  if support.name in _CAUSAL:
+    return layouts.Attention.CAUSAL
+  # Kernels that declare nothing are taken for plain ones.
+  return (
+    layouts.Attention.PLAIN
+    if support.name == kernel_support.PLAIN.name
+    else layouts.Attention.FUSED
   )
 
 
-def assigned(candidate: candidates.Candidate, kind: candidates.Kind) -> str:
-  """Returns the value that a candidate's choice assigns; empty for none."""
-  choice = candidate.of_kind(kind)
-  return "" if choice is None else choice.assignments[0].partition("=")[2]
+def _attention_kernels(
+  config: "fdl.Config[job_lib.Job]",
+) -> Iterator[tuple[str, kernel_support.Support]]:
+  """Yields the path of each layer's kernel, and what it supports."""
+  for path, node in _places(config, "kernel"):
+    if "num_heads" in tree.field_names(node):
+      kernel = tree.value_of(node, "kernel")
+      yield path, kernel_support.find_support(kernel) or kernel_support.PLAIN
+
+
+def _parse_policy(text: str) -> object:
+  return text_values.parse(text, remat.Policy | None)
+
+
+def _with(config: "fdl.Config[job_lib.Job]", choice: Choice) -> job_lib.Job:
+  changed = copy.deepcopy(config)
+  for override in Candidate(layouts.Layout(mesh=""), (choice,)).overrides:
+    overrides.apply(changed, override)
+  return resolving.build(changed)
 
 
 def _places(

@@ -5,7 +5,9 @@ import pytest
 
 from paxon.layers import remat
 from paxon.runner.configuration import overrides, resolving
-from paxon.runner.planning import search_space
+from paxon.runner.plan import target as targets
+from paxon.runner.plan import topology
+from paxon.runner.planning import job_lint, search_space
 from paxon.runner.training import testing
 
 _TINY = "runner.training.testing.TinyLm"
@@ -17,75 +19,64 @@ def _config(**knobs):
 
 def _choices(config):
   return [
-    *search_space.remat_choices(config, only_thriftier=False),
-    *search_space.microbatch_choices(config, rows=8),
-    *search_space.dtype_choices(config),
-    *search_space.mesh_choices(["fsdp=8", "fsdp=4,dcn.data=2"]),
+    *(("remat", c) for c in search_space.remat_choices(config)),
+    *(
+      ("microbatches", c)
+      for c in search_space.microbatch_choices(config, batch_size=8)
+    ),
+    *(("dtype", c) for c in search_space.dtype_choices(config)),
   ]
 
 
 def test_every_choice_can_be_typed_and_does_what_it_says():
   config = _config()
   values = {}
-  for choice in _choices(config):
+  for kind, choice in _choices(config):
     given = [
       overrides.parse_argument(f"--fdl.{text}") for text in choice.assignments
     ]
     resolved = resolving.resolve(_TINY, given)
     job = resolving.build(resolved.config)
-    values.setdefault(choice.kind.name, []).append(
+    values.setdefault(kind, []).append(
       (
         job.task.model.stack.remat_policy,
         job.task.learner.num_microbatches,
         str(job.task.learner.optimizer.momentum_dtype),
-        job.mesh,
       )
     )
   names = (
     *(remat.ATTENTION_QUERY, remat.ATTENTION_KEY, remat.ATTENTION_VALUE),
     remat.ATTENTION_CONTEXT,
   )
-  assert [policy for policy, *_ in values["REMAT"]] == [
+  assert [policy for policy, *_ in values["remat"]] == [
     remat.save_projections,
     remat.SaveOnly(names),
     remat.SaveOnly(names[-1:]),
     remat.save_nothing,
   ]
-  assert [parts for _, parts, *_ in values["MICROBATCHES"]] == [2, 4, 8]
-  assert [dtype for *_, dtype, _ in values["DTYPE"]] == ["bfloat16"]
-  assert [mesh for *_, mesh in values["MESH"]] == [
-    "fsdp=8",
-    "fsdp=4,dcn.data=2",
-  ]
+  assert [parts for _, parts, _ in values["microbatches"]] == [2, 4, 8]
+  assert [dtype for *_, dtype in values["dtype"]] == ["bfloat16"]
 
 
 @pytest.mark.parametrize(
-  ("policy", "only_thriftier", "number"),
+  ("policy", "number"),
   [
-    (None, True, 4),
-    (None, False, 4),
-    (remat.SaveOnly((remat.ATTENTION_CONTEXT,)), True, 1),
-    (remat.SaveOnly((remat.ATTENTION_CONTEXT,)), False, 4),
-    (remat.save_nothing, True, 0),
-    # Nobody knows what it saves.
-    (remat.SaveOnly(("mine",)), True, 5),
+    (None, 4),
+    (remat.SaveOnly((remat.ATTENTION_CONTEXT,)), 4),
+    (remat.save_nothing, 4),
+    (remat.SaveOnly(("mine",)), 5),
   ],
 )
-def test_policies_other_than_the_one_in_use(policy, only_thriftier, number):
+def test_policies_other_than_the_one_in_use(policy, number):
   config = _config()
   config.task.model.stack.remat_policy = policy
-  found = search_space.remat_choices(config, only_thriftier=only_thriftier)
-  assert len(found) == number
-  if policy == remat.SaveOnly((remat.ATTENTION_CONTEXT,)) and only_thriftier:
-    assert found[0].assignments == (
-      "task.model.stack.remat_policy=layers.remat.save_nothing",
-    )
+  assert len(search_space.remat_choices(config)) == number
 
 
 def test_what_is_chosen_already_is_left_out():
   config = _config(num_microbatches=2)
   config.task.learner.optimizer.momentum_dtype = "bfloat16"
-  parts = search_space.microbatch_choices(config, rows=8)
+  parts = search_space.microbatch_choices(config, batch_size=8)
   assert [c.assignments for c in parts] == [
     ("task.learner.num_microbatches=4",),
     ("task.learner.num_microbatches=8",),
@@ -95,6 +86,83 @@ def test_what_is_chosen_already_is_left_out():
 
 def test_a_configuration_without_such_fields_has_no_choices():
   config = fdl.Config(dict)
-  assert search_space.remat_choices(config, only_thriftier=True) == ()
-  assert search_space.microbatch_choices(config, rows=8) == ()
+  assert search_space.remat_choices(config) == ()
+  assert search_space.microbatch_choices(config, batch_size=8) == ()
   assert search_space.dtype_choices(config) == ()
+
+
+def _space(target, *assignments, experiment=_TINY):
+  given = [overrides.parse_argument(text) for text in assignments]
+  config = resolving.resolve(experiment, given).config
+  job = resolving.build(config)
+  return search_space.Space(
+    config, job, job_lint.shapes_of(job), targets.parse(target)
+  )
+
+
+def _typed(candidate):
+  return [str(override) for override in candidate.overrides]
+
+
+def test_candidates_differ_from_the_job_in_what_they_say():
+  space = _space("h200:1x2", "--fdl.mesh=fsdp=2")
+  found = space.candidates()
+  assert search_space.Candidate(space.current.layout) in found
+  texts = [" ".join(_typed(c)) for c in found]
+  assert len(set(texts)) == len(texts)
+  (changed,) = [
+    c
+    for c, text in zip(found, texts, strict=True)
+    if text == "--fdl.mesh=data=2 --fdl.task.learner.num_microbatches=2"
+  ]
+  assert changed.layout.mesh == "data=2"
+  assert changed.layout.microbatches == 2
+  assert changed.words == (
+    "split over data=2 and compute a batch in 2 microbatches"
+  )
+  only = space.candidates(only_meshes=True)
+  assert [c.layout.mesh for c in only] == [
+    "fsdp=2",
+    "tensor=2",
+    "sequence=2",
+    "data=2",
+  ]
+
+
+def test_a_state_that_does_not_fit_is_no_candidate():
+  # 86 GiB by float32 Adam: on each of two devices, or on one.
+  space = _space("h200:1x2", "--fdl.mesh=fsdp=2", "--fdl.embed_dim=30720")
+  usable = targets.parse("h200:1x2").hardware.usable_bytes
+  meshes = {c.layout.mesh for c in space.candidates()}
+  assert meshes == {m for m in meshes if space.layouts.state_bytes(m) <= usable}
+  assert space.layouts.state_bytes("data=2") > usable
+  assert "data=2" not in meshes
+
+
+@pytest.mark.parametrize(
+  ("target", "kernel"),
+  [
+    ("h200:1x8", "layers.attention.cudnn_attention.cudnn"),
+    ("v5e:2x4", "layers.attention.splash.Splash()"),
+  ],
+)
+def test_the_fused_kernel_of_the_platform(target, kernel, monkeypatch):
+  monkeypatch.setattr(topology, "missing_for_cudnn", tuple)
+  llama = "tasks.lm.params.llama.Llama2_7B"
+  plain = "--fdl.attention_kernel=layers.attention.kernels.plain"
+  space = _space(target, plain, "--fdl.mesh=fsdp=8", experiment=llama)
+  kernels = {
+    o.text
+    for c in space.candidates()
+    for o in c.overrides
+    if o.path.endswith(".kernel")
+  }
+  assert kernels == {kernel}
+  # An unsupported kernel of the job is always replaced.
+  other = {"h200:1x8": "splash.Splash()", "v5e:2x4": "cudnn_attention.cudnn"}
+  given = f"--fdl.attention_kernel=layers.attention.{other[target]}"
+  space = _space(target, given, "--fdl.mesh=fsdp=8", experiment=llama)
+  assert all(
+    any(o.path.endswith(".kernel") for o in c.overrides)
+    for c in space.candidates()
+  )

@@ -129,7 +129,7 @@ def test_catches_an_import_up_the_levels(tmp_path):
   [
     ("runner/user_error.py", "runner/job.py"),
     ("runner/settings/retention.py", "runner/configuration/dump.py"),
-    ("runner/experiment.py", "runner/plan/memory/forecast.py"),
+    ("runner/experiment.py", "runner/plan/estimate/prediction.py"),
     ("runner/checkpoints/manifest.py", "runner/training/train.py"),
     ("runner/training/train.py", "runner/planning/measure.py"),
     ("runner/planning/measure.py", "runner/main.py"),

@@ -133,7 +133,6 @@ def _figures(plan: result.Plan) -> list[tuple[str, str]]:
     (_GRADIENTS, memory.gradients),
     *((f"saved: {name}", size) for name, size in memory.saved.items()),
     ("peak", memory.peak),
-    ("peak (analytical estimate)", memory.forecast),
     ("usable", memory.usable),
     ("memory of the device", memory.capacity),
     ("HBM traffic per step", plan.hbm_bytes),

@@ -137,7 +137,7 @@ def _changes(plan: result.Plan) -> list[str]:
   parts = []
   for caption, changes in (
     ("Changes that were tried", plan.verified_changes),
-    ("Front of time and memory", plan.search),
+    ("Layouts by step time, then memory", plan.search),
   ):
     rows = [
       (
@@ -147,10 +147,19 @@ def _changes(plan: result.Plan) -> list[str]:
         _change(c.bound_before, c.bound_after, units.seconds),
         _change(c.estimate_before, c.estimate_after, units.seconds),
         units.share(c.recomputed_share),
+        c.reason,
       )
       for c in changes
     ]
-    titles = ("change", "fit", "peak", "bound", "estimate", "recomputed")
+    titles = (
+      "change",
+      "fit",
+      "peak",
+      "bound",
+      "estimate",
+      "recomputed",
+      "result",
+    )
     parts.append(markup.table(titles, rows, caption=caption, kind="changes"))
   return parts
 

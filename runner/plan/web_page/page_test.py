@@ -197,7 +197,7 @@ def test_hostile_names_are_text():
       {
         "compiled": False,
         "memory": sample_plan.memory(
-          peak=None, arguments=None, temporaries=None, saved={}, forecast=None
+          peak=None, arguments=None, temporaries=None, saved={}
         ),
         "estimate": None,
         "hbm_bytes": None,

@@ -5,10 +5,12 @@ from jax import ad_checkpoint
 import jax.numpy as jnp
 import pytest
 
-from paxon.runner.plan.memory import saved, testing
+from paxon.runner.plan import saved
+from paxon.sharding import axes
 
 LAYERS, ROWS, WIDTH = 3, 8, 4
-_STACK = testing.FLOAT * LAYERS * ROWS * WIDTH
+_FLOAT = 4
+_STACK = _FLOAT * LAYERS * ROWS * WIDTH
 
 
 def _step(policy, *, microbatches=1):
@@ -31,9 +33,19 @@ def _step(policy, *, microbatches=1):
 
     return w - jax.lax.scan(add, jnp.zeros_like(w), parts)[0]
 
-  return testing.graph(
-    step, testing.array(LAYERS, WIDTH, WIDTH), testing.array(ROWS, WIDTH)
-  )
+  return _trace(step, _array(LAYERS, WIDTH, WIDTH), _array(ROWS, WIDTH))
+
+
+def _array(*shape):
+  return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def _trace(step, *arguments):
+  return jax.jit(step).trace(*arguments).jaxpr
+
+
+def _saved(jaxpr, **shards):
+  return saved.saved(jaxpr, shards=lambda axis: shards.get(axis, 1))
 
 
 _POLICIES = jax.checkpoint_policies
@@ -59,12 +71,12 @@ _POLICIES = jax.checkpoint_policies
   ],
 )
 def test_names_and_sizes_are_those_of_the_policy(policy, expected):
-  found = saved.saved(_step(policy), testing.mesh())
+  found = _saved(_step(policy))
   assert found == dict.fromkeys(expected, _STACK)
 
 
 def test_without_a_policy_there_is_more():
-  found = saved.saved(_step(None), testing.mesh())
+  found = _saved(_step(None))
   assert found["layer inputs"] == _STACK
   # The sine and its cosine, beside what has a name.
   assert found["unnamed"] >= _STACK
@@ -72,18 +84,15 @@ def test_without_a_policy_there_is_more():
 
 def test_microbatches_save_a_part_each():
   policy = _POLICIES.save_only_these_names("hidden")
-  found = saved.saved(_step(policy, microbatches=2), testing.mesh())
+  found = _saved(_step(policy, microbatches=2))
   assert found == dict.fromkeys(("layer inputs", "hidden"), _STACK // 2)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_gradients_are_what_the_update_reads(microbatches):
-  graph = _step(_POLICIES.nothing_saveable, microbatches=microbatches)
-  expected = testing.FLOAT * LAYERS * WIDTH * WIDTH
-  assert saved.gradients(graph, testing.mesh()) == expected
+def test_values_are_split_by_the_axes_of_their_name():
+  policy = _POLICIES.save_only_these_names("hidden")
+  found = _saved(_step(policy), **{axes.BATCH: 2, axes.ACTIVATION_EMBED: 4})
+  assert found == {"hidden": _STACK // 2, "layer inputs": _STACK // 8}
 
 
 def test_a_function_without_gradients_saves_nothing():
-  graph = testing.graph(jnp.sin, testing.array(4))
-  assert saved.saved(graph, testing.mesh()) == {}
-  assert saved.gradients(graph, testing.mesh()) == 0
+  assert _saved(_trace(jnp.sin, _array(4))) == {}

@@ -1,4 +1,4 @@
-"""Changes as lines for a terminal, with what to paste."""
+"""Changes and layouts as lines for a terminal, with the flags to add."""
 
 import shlex
 
@@ -7,7 +7,7 @@ from paxon.runner.plan import result
 
 
 def verified(plan: result.Plan) -> list[str]:
-  """Returns what makes a program fit that does not, or nothing.
+  """Returns the change that makes a program fit, or nothing.
 
   Args:
     plan: With its verified changes.
@@ -16,12 +16,15 @@ def verified(plan: result.Plan) -> list[str]:
   others = [c for c in plan.verified_changes if c.fit == _DOES_NOT_FIT]
   lines = []
   for change in fitting:
-    how = "compiled" if change.compiled else "analytical estimate"
+    how = f"It {change.fit} (compiled)"
+    if not change.compiled:
+      how = "It may fit (analytical estimate, not compiled)"
     lines += [
-      f"It {change.fit} ({how}) if you {change.words}. Add to the command:",
+      f"{how} if you {change.words}. Add to the command:",
       f"  {paste(change)}",
-      f"  peak {_peaks(change, plan)}; {_time(change)};"
-      f" {100 * change.recomputed_share:.0f} % of FLOPs are recomputed",
+      f"  peak {_peaks(change, plan)}; {_time(change)}"
+      + f"; {100 * change.recomputed_share:.0f} % of FLOPs are recomputed"
+      * change.compiled,
     ]
   if others:
     lines.append("Smaller changes that were compiled but do not fit:")
@@ -30,31 +33,32 @@ def verified(plan: result.Plan) -> list[str]:
   return lines
 
 
-def front(plan: result.Plan) -> list[str]:
-  """Returns the Pareto front, one line a point, or nothing.
+def layouts(plan: result.Plan) -> list[str]:
+  """Returns the table of `--plan_search`, one line a layout, or nothing.
 
   Args:
     plan: With what `--plan_search` found.
   """
   if not plan.search:
     return []
-  how = "compiled" if plan.search[0].compiled else "analytical estimate"
-  rows = [("step >=", "estimate", "peak", "recomputed", "add to the command")]
+  compiled = sum(change.compiled for change in plan.search)
+  rows = [("step", "peak", "result", "add to the command")]
   for change in plan.search:
+    step = change.estimate_after or change.bound_after
+    mark = "" if change.compiled else "~"
+    least = ">= " if change.compiled and not change.estimate_after else ""
     rows.append(
       (
-        _seconds(change.bound_after),
-        _seconds(change.estimate_after),
-        _bytes(change.peak_after),
-        f"{100 * change.recomputed_share:.0f} %",
+        mark + least + _seconds(step),
+        mark + _bytes(change.peak_after),
+        change.reason,
         paste(change) or "(nothing)",
       )
     )
-  if not any(change.estimate_after for change in plan.search):
-    rows = [(row[0], *row[2:]) for row in rows]
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
   return [
-    f"Pareto front of step time and memory ({how}), fastest first",
+    f"Layouts by step time, then memory: {compiled} compiled of"
+    f" {plan.num_layouts:,} whose state fits (~ analytical estimate)",
     *(
       "  "
       + "  ".join(

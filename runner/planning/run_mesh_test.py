@@ -1,5 +1,7 @@
 """Tests for `mesh="auto"`."""
 
+import dataclasses
+import re
 import types
 
 from etils import epath
@@ -8,75 +10,12 @@ import pytest
 
 from paxon.runner import user_error
 from paxon.runner.configuration import overrides as overrides_lib
-from paxon.runner.plan import result, topology
+from paxon.runner.plan import sample_plan, topology
 from paxon.runner.plan import target as targets
-from paxon.runner.planning import auto_mesh, run_mesh
+from paxon.runner.planning import child, run_mesh
 from paxon.runner.training import run_files, testing
 
 _TINY = "runner.training.testing.TinyLm"
-
-
-def _plan(forecast, peak=None, fit=result.Fit.FITS):
-  memory = types.SimpleNamespace(forecast=forecast, peak=peak, fit=fit)
-  return types.SimpleNamespace(memory=memory)
-
-
-def _first(forecasts, compiled=None, usable=100.0):
-  """The first that fits, and which were forecast and compiled."""
-  asked, verified = [], []
-
-  def forecast(mesh):
-    asked.append(mesh)
-    found = forecasts[mesh]
-    if isinstance(found, str):
-      return result.Failure(target="", message=found)
-    return _plan(found)
-
-  def compile_(mesh):
-    verified.append(mesh)
-    return compiled[mesh]
-
-  found = auto_mesh.first_that_fits(
-    list(forecasts),
-    forecast=forecast,
-    compiled=None if compiled is None else compile_,
-    usable=usable,
-  )
-  return found, asked, verified
-
-
-def test_the_first_whose_forecast_fits_is_compiled_once():
-  forecasts = {"data=8": 200, "fsdp=8": 60, "tensor=8": 50}
-  found, asked, verified = _first(forecasts, {"fsdp=8": _plan(60, peak=70)})
-  assert found.mesh == "fsdp=8"
-  assert found.reason == (
-    "which sends least of 3 meshes and fits: 70 B of 100 B a device (compiled);"
-    " the 1 that send less do not"
-  )
-  assert (asked, verified) == (["data=8", "fsdp=8"], ["fsdp=8"])
-
-
-def test_what_the_compiler_needs_more_counts_for_the_next():
-  forecasts = {"a": 80, "b": 70, "c": 40}
-  no = _plan(80, peak=160, fit=result.Fit.DOES_NOT_FIT)
-  found, _, verified = _first(forecasts, {"a": no, "c": _plan(40, peak=75)})
-  # b would take 140 by the compiler's measure, c 80.
-  assert (found.mesh, verified) == ("c", ["a", "c"])
-
-
-def test_without_a_compiler_the_forecast_decides():
-  found, _, _ = _first({"a": "a part refuses it", "b": 40})
-  assert found.mesh == "b"
-  assert "(forecast)" in found.reason
-
-
-def test_the_least_that_is_needed_where_nothing_fits():
-  assert _first({"a": 300, "b": 200, "c": "no"})[0] == 200
-
-
-def test_no_mesh_that_can_be_planned():
-  with pytest.raises(user_error.UserError, match="can be planned: no heads"):
-    _first({"a": "no heads", "b": "no heads"})
 
 
 def _choose(target, **knobs):
@@ -84,19 +23,20 @@ def _choose(target, **knobs):
   given = tuple(
     overrides_lib.Override(name, str(value)) for name, value in knobs.items()
   )
-  return auto_mesh.choose(
+  return run_mesh.choose(
     job, experiment=_TINY, overrides=given, target=targets.parse(target)
   )
 
 
-def test_cpu_devices_get_what_sends_least():
+def test_cpu_devices_get_the_mesh_that_sends_least():
   # Gradients are reduced, which is less than gathering weights twice.
   choice = _choose("cpu:8", global_batch_size=16)
   assert choice.mesh == "data=8"
-  assert choice.line.startswith("mesh=auto: data=8, which sends least of ")
-  # Rows for four devices only, and two heads.
-  assert _choose("cpu:8", global_batch_size=4).mesh == "data=4,tensor=2"
-  assert _choose("cpu:1").line.startswith("mesh=auto: one device, which")
+  assert re.fullmatch(
+    r"mesh=auto: data=8, the first of \d+ meshes by analytical estimate",
+    choice.line,
+  )
+  assert _choose("cpu:1").line.startswith("mesh=auto: one device, the first")
 
 
 @pytest.mark.parametrize("rules", ["fsdp", "data", "expert"])
@@ -104,34 +44,79 @@ def test_an_axis_that_splits_no_work_is_not_chosen(rules):
   # These rules split nothing by tensor, so it would send nothing at all.
   choice = _choose("cpu:8", global_batch_size=16, rules=rules)
   assert choice.mesh in ("data=8", "fsdp=8")
-  # Rows for four devices only, and no other axis has work for the rest.
+  # Sequences for four devices only, and no other axis has work for the rest.
   with pytest.raises(user_error.UserError, match="of cpu:8 divides the job"):
     _choose("cpu:8", global_batch_size=4, rules=rules)
 
 
-def test_a_state_that_does_not_fit_whole_is_split(monkeypatch):
-  # 19 GiB in all by float32 Adam; nothing is compiled here. Of 128 tokens
-  # activations are small, so sending them costs less than sending weights.
+def test_without_a_compiler_the_state_and_the_estimate_decide(monkeypatch):
+  # 19 GiB in all by float32 Adam.
   monkeypatch.setattr(topology, "missing", lambda target: ("a compiler",))
   choice = _choose("v5e:2x4", embed_dim=8192, num_layers=3, global_batch_size=8)
-  assert choice.mesh == "data=4,tensor=2"
-  assert "15.75 GiB a device (forecast)" in choice.reason
+  assert "data=8" not in choice.mesh
+  assert re.search(
+    r"analytical estimate; its state takes [\d.]+ GiB of 15\.75 GiB a device,"
+    r" and nothing was compiled",
+    choice.reason,
+  )
 
 
-def test_refuses_where_nothing_fits_or_divides():
+def test_errors_where_nothing_fits_or_divides():
   with pytest.raises(
     user_error.UserError,
-    match=r"mesh=auto: none of \d+ meshes of v5e:2x4 fits: the smallest needs"
-    r" .* GiB of 15\.75 GiB a device; The state takes .* TiB in all; .* At"
-    r" least \d+ such devices hold it",
+    match=r"mesh=auto: the state fits in none of \d+ meshes of v5e:2x4: it"
+    r" takes at least .* GiB of 15\.75 GiB a device; The state takes .* TiB in"
+    r" all; .* At least \d+ such devices hold it",
   ):
     _choose("v5e:2x4", embed_dim=65536, num_layers=16)
   with pytest.raises(
     user_error.UserError,
-    match=r"none of \d+ meshes of cpu:7 divides the job; .* global_batch_size"
-    r" \(8\) that is a multiple of 7",
+    match=r"no mesh of cpu:7 divides the job; .* global_batch_size \(8\) that"
+    r" is a multiple of 7",
   ):
     _choose("cpu:7")
+
+
+def _with_compiler(monkeypatch, peaks):
+  """Lets `peaks` of a mesh decide; returns the meshes that are compiled."""
+  asked = []
+
+  def plan(experiment, given, target, **options):
+    mesh = given[-1].text
+    asked.append(mesh)
+    found = sample_plan.plan()
+    memory = dataclasses.replace(
+      found.memory,
+      peak=peaks(mesh),
+      usable=target.hardware.usable_bytes,
+      compiler_error=None,
+    )
+    return dataclasses.replace(found, memory=memory)
+
+  monkeypatch.setattr(child, "plan", plan)
+  monkeypatch.setattr(topology, "missing", lambda target: ())
+  return asked
+
+
+def test_with_a_compiler_it_decides(monkeypatch):
+  asked = _with_compiler(
+    monkeypatch, lambda mesh: (20 if mesh == "data=8" else 1) * 2**30
+  )
+  choice = _choose("v5e:2x4", global_batch_size=16)
+  assert choice.mesh in asked
+  assert choice.mesh != "data=8"
+  assert re.search(r"the best of \d compiled of \d+ meshes:", choice.reason)
+
+
+def test_only_compiled_meshes_count_as_those_that_do_not_fit(monkeypatch):
+  asked = _with_compiler(monkeypatch, lambda mesh: 20 * 2**30)
+  with pytest.raises(
+    user_error.UserError,
+    match=r"none of the 4 meshes that were compiled for v5e:2x4, of \d+, fits:"
+    r" the smallest needs 20\.00 GiB of 15\.75 GiB",
+  ):
+    _choose("v5e:2x4", global_batch_size=16)
+  assert len(asked) == 4
 
 
 def _store(folder, mesh, *, experiment=None, is_saved=True):
@@ -148,7 +133,7 @@ def _store(folder, mesh, *, experiment=None, is_saved=True):
 
 def _of(folder, *overrides):
   job, _ = testing.make(mesh="auto", global_batch_size=16)
-  return run_mesh.of(
+  return run_mesh.choose_for_run(
     job, experiment=_TINY, overrides=overrides, run_dir=epath.Path(folder)
   )
 

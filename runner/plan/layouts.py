@@ -1,0 +1,574 @@
+"""Analytical estimates of layouts, by arithmetic on shapes and shardings.
+
+A layout is a mesh, a remat level, a number of microbatches and a kind of
+attention kernel. The bytes of its state are exact. Its step time and its memory
+only put layouts in order for a search: the compiler decides what fits.
+
+  step    = compute + exposed communication
+  compute = FLOPs at datasheet rates, with recomputation, without the half that
+            a causal kernel skips, plus reading and writing the logits where no
+            fused kernel keeps them out of memory
+  fsdp, data      hidden behind up to 90 % of the compute: a kernel is gathered
+                  in the forward and in the backward pass, and its gradient is
+                  scattered; a replicated kernel's gradient is reduced
+  tensor, expert,
+  sequence        exposed: activations are reduced or exchanged in each layer
+                  before the next matmul can start
+  stage           the bubble, (stages - 1) / microbatches of the compute
+
+Of n devices each sends (n - 1) / n of what it gathers or scatters and twice
+that of what it reduces, in each microbatch.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import dataclasses
+import enum
+import functools
+import math
+from typing import Final, TypeVar
+
+from paxon.runner.plan import network
+from paxon.runner.plan import target as targets
+from paxon.sharding import axes, lint, variables
+from paxon.sharding import mesh as mesh_lib
+from paxon.sharding import rules as rules_lib
+
+# Activations are exchanged in each layer along these axes, so they stay within
+# a host, or along a side of a slice.
+_MAX_SIZES: Final = {axes.TENSOR: 16, axes.SEQUENCE: 16}
+_HIDDEN: Final = 0.9
+# Of asynchronous communication, what is exposed at the ends of loops.
+_ENDS: Final = 0.05
+# Estimates within this factor are equal; then the smaller memory wins.
+_EQUAL: Final = 1.02
+_ROWS: Final = (axes.BATCH, axes.LENGTH)
+# Experts of a token, which shapes do not show.
+_EXPERTS_PER_TOKEN: Final = 2
+
+
+class Remat(enum.Enum):
+  """Values that a layer saves for its backward pass, besides its input."""
+
+  ALL = "everything"
+  PROJECTIONS = "outputs of matmuls with kernels"
+  ATTENTION = "inputs and outputs of attention"
+  CONTEXT = "outputs of attention"
+  NOTHING = "nothing"
+
+
+class Attention(enum.Enum):
+  """What an attention kernel computes and keeps."""
+
+  PLAIN = "all logits, in memory"
+  FUSED = "all logits, in registers"
+  CAUSAL = "unmasked logits, in registers"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+  """What a search varies.
+
+  Attributes:
+    mesh: As it is typed.
+    remat: What the layers save.
+    microbatches: Gradient accumulation: microbatches of a batch.
+    attention: The kind of kernel.
+  """
+
+  mesh: str
+  remat: Remat = Remat.NOTHING
+  microbatches: int = 1
+  attention: Attention = Attention.FUSED
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prediction:
+  """Analytical estimates of a layout, for an order.
+
+  Attributes:
+    step: Seconds; bytes sent where the hardware's rates are not known.
+    state: Bytes of state and batch on a device; exact.
+    peak: Bytes in use at most.
+  """
+
+  step: float
+  state: int
+  peak: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+  """FLOPs of a step without recomputation, of all devices.
+
+  Attributes:
+    model: All, every key of every query counted.
+    attention: Those between queries and keys.
+    itemsize: Bytes of an element as it is computed with.
+    loss_chunk: Tokens of a sequence whose logits are computed at once; 0 for
+      all.
+    stages: Stages of a pipeline.
+    pipeline_microbatches: Microbatches that pass through it.
+  """
+
+  model: float
+  attention: float
+  itemsize: int = 2
+  loss_chunk: int = 0
+  stages: int = 1
+  pipeline_microbatches: int = 1
+
+
+def meshes(
+  current: mesh_lib.MeshSpec,
+  *,
+  target: targets.Target,
+  varied: Sequence[str] = (axes.DATA, axes.FSDP, axes.TENSOR),
+) -> Iterator[mesh_lib.MeshSpec]:
+  """Yields every way to factor the devices over some mesh axes.
+
+  Args:
+    current: The mesh in use; sizes of its other axes are kept.
+    target: The devices. Between slices lie `data`, `fsdp`, or both.
+    varied: Axes that the search may use.
+  """
+  full = current.resolve(target.num_devices)
+  kept = {a: n for a, n in full.ici.items() if a not in varied and n > 1}
+  inside = target.num_devices // target.slices
+  if inside % math.prod(kept.values()):
+    return
+  inside //= math.prod(kept.values())
+  for between in _factorizations(target.slices, 2):
+    dcn = _in_use(zip((axes.DATA, axes.FSDP), between, strict=True))
+    for sizes in _factorizations(inside, len(varied)):
+      ici = _in_use(zip(varied, sizes, strict=True))
+      if all(n <= _MAX_SIZES.get(a, n) for a, n in ici.items()):
+        yield mesh_lib.MeshSpec(ici=kept | ici, dcn=dcn)
+
+
+_T = TypeVar("_T")
+
+
+def ranked(
+  items: Iterable[_T],
+  *,
+  step: Callable[[_T], float],
+  memory: Callable[[_T], float],
+) -> list[_T]:
+  """Returns items by step time; those within 2 % of each other by memory.
+
+  Args:
+    items: Any.
+    step: Their step time.
+    memory: Their memory.
+  """
+  rest = sorted(items, key=lambda item: (step(item), memory(item)))
+  found: list[_T] = []
+  while rest:
+    most = _EQUAL * step(rest[0])
+    number = sum(1 for item in rest if step(item) <= most)
+    found += sorted(rest[:number], key=memory)
+    rest = rest[number:]
+  return found
+
+
+class Layouts:
+  """The layouts of one job on one target."""
+
+  def __init__(
+    self,
+    *,
+    specs: Iterable[variables.VariableSpec],
+    state: Iterable[variables.VariableSpec],
+    batch: Mapping[str, Sequence[int]],
+    rules: rules_lib.Rules,
+    target: targets.Target,
+    work: Work | None = None,
+  ) -> None:
+    """Reads shapes.
+
+    Args:
+      specs: Of the model's variables.
+      state: Of all arrays of the training state.
+      batch: Shapes of a global batch; arrays have four bytes an element.
+      rules: From logical axes to mesh axes.
+      target: The devices.
+      work: FLOPs of a step, if they are known; by default they follow from the
+        kernels' shapes.
+    """
+    self._specs = list(specs)
+    self._kernels = [s for s in self._specs if _is_kernel(s)]
+    self._state = list(state)
+    self._batch = {name: tuple(shape) for name, shape in batch.items()}
+    self._rows = max(self._batch.values(), key=len)[:2]
+    self._rules = rules
+    self._target = target
+    self.work = work or self._estimate_work()
+    # Of thousands of layouts only some hundred differ in the mesh.
+    self._of_mesh = functools.cache(self._make_mesh)
+
+  @property
+  def usable_axes(self) -> tuple[str, ...]:
+    """Mesh axes that split some work of the model."""
+    named = {name for spec in self._specs for name in spec.axes}
+    wanted = [
+      axis
+      for logical, entry in self._rules
+      for axis in rules_lib.as_tuple(entry)
+      if logical in (*_ROWS, *named)
+    ]
+    found = {axes.DATA, axes.FSDP, axes.TENSOR, axes.SEQUENCE}
+    if axes.EXPERTS in named:
+      found.add(axes.EXPERT)
+    return tuple(a for a in axes.MESH_AXES if a in found and a in wanted)
+
+  def is_possible(self, mesh: str, *, microbatches: int) -> bool:
+    """Whether all sizes divide and every axis splits some work."""
+    found = self._of_mesh(mesh)
+    return found.is_sound and not self._rows[0] % (
+      found.shards(axes.BATCH) * microbatches
+    )
+
+  def state_bytes(self, mesh: str) -> int:
+    """Returns the bytes of state and batch on a device."""
+    return self._of_mesh(mesh).state
+
+  def whole_state_bytes(self) -> int:
+    """Returns the bytes of the state, not split."""
+    return sum(_bytes(spec) for spec in self._state)
+
+  def predict(self, layout: Layout) -> Prediction:
+    """Returns the analytical estimates of a layout."""
+    mesh, work = self._of_mesh(layout.mesh), self.work
+    kind = self._target.hardware
+    again = _RECOMPUTED[layout.remat]
+    compute = 0.0
+    peak_rate = kind.peak_flops()
+    is_plain = layout.attention is Attention.PLAIN
+    if peak_rate is not None:
+      visible = 0.5 if layout.attention is Attention.CAUSAL else 1.0
+      # A fused kernel's statistics have no remat name: it is run again unless
+      # all is saved.
+      attention_again = again.plain if is_plain else again.fused
+      matmuls = (work.model - work.attention) * (1 + again.matmuls / 3)
+      attention = visible * work.attention * (1 + attention_again / 3)
+      compute = (matmuls + attention) / mesh.workers / peak_rate
+      if is_plain and kind.memory_bandwidth is not None:
+        passes = 8 + 4 * attention_again
+        compute += passes * mesh.logits / kind.memory_bandwidth
+      if work.stages > 1:
+        compute *= 1 + (work.stages - 1) / work.pipeline_microbatches
+    overlapped = layout.microbatches * mesh.overlapped
+    # The recomputed forward pass ends before its last matmul.
+    exposed = mesh.exposed * (2 + again.matmuls * 0.75)
+    late = max(overlapped - _HIDDEN * compute, _ENDS * overlapped)
+    return Prediction(
+      step=compute + exposed + late,
+      state=mesh.state,
+      peak=mesh.state + mesh.temporaries(layout),
+    )
+
+  def _estimate_work(self) -> Work:
+    """FLOPs by the shapes of the kernels: 6 a weight and token."""
+    tokens = math.prod(self._rows)
+    length = self._rows[1] if len(self._rows) > 1 else 1
+    weights = attention = 0.0
+    for spec in self._kernels:
+      share = 1.0
+      if axes.EXPERTS in spec.axes:
+        experts = spec.shape[spec.axes.index(axes.EXPERTS)]
+        share = min(1.0, _EXPERTS_PER_TOKEN / experts)
+      weights += share * math.prod(spec.shape)
+      if axes.HEADS in spec.axes and _is_output(spec):
+        # The width of all heads, once a layer.
+        attention += _layers(spec) * _width_in(spec) * 2 * length
+    dense = 6.0 * tokens * weights
+    attention = 6.0 * tokens * attention
+    return Work(model=dense + attention, attention=attention)
+
+  def _make_mesh(self, text: str) -> "_Mesh":
+    return _Mesh(
+      mesh_lib.MeshSpec.parse(text).resolve(self._target.num_devices),
+      specs=self._specs,
+      kernels=self._kernels,
+      state=self._state,
+      batch=self._batch,
+      rules=self._rules,
+      target=self._target,
+      work=self.work,
+    )
+
+
+class _Mesh:
+  """What one mesh makes of a job.
+
+  Attributes:
+    is_sound: Whether the sharding lint has no error and no idle axis, and the
+      mesh can be placed on the target.
+    state: Bytes of state and batch on a device.
+    workers: Devices that share the work.
+    logits: Bytes of all attention logits of a step on a device, in float32.
+    overlapped: Seconds of communication of kernels, for each microbatch.
+    exposed: Seconds of communication of activations, for each pass of a step.
+  """
+
+  def __init__(
+    self,
+    spec: mesh_lib.MeshSpec,
+    *,
+    specs: Sequence[variables.VariableSpec],
+    kernels: Sequence[variables.VariableSpec],
+    state: Sequence[variables.VariableSpec],
+    batch: Mapping[str, tuple[int, ...]],
+    rules: rules_lib.Rules,
+    target: targets.Target,
+    work: Work,
+  ) -> None:
+    self._rules = rules
+    self._kernels, self._work = kernels, work
+    self._rows = max(batch.values(), key=len)[:2]
+    self.sizes = {a: spec.ici[a] * spec.dcn[a] for a in axes.MESH_AXES}
+    found = lint.check(specs, batch=batch, mesh=self.sizes, rules=rules)
+    self.is_sound = not any(
+      f.is_error or f.rule is lint.Rule.WORK_NOT_SHARED for f in found
+    )
+    self._links = network.links(target.hardware)
+    self._placement: network.Placement | None = None
+    if self.is_sound and self._links is not None:
+      try:
+        self._placement = network.place_mesh(target, spec)
+      except (ValueError, NotImplementedError):
+        # JAX cannot lay these axes along the sides of the slice.
+        self.is_sound = False
+    if not self.is_sound:
+      return
+    self.state = sum(_bytes(s) // self.shards(*s.axes) for s in state)
+    self.state += sum(
+      4 * math.prod(shape) // self.shards(*_ROWS[: len(shape)])
+      for shape in batch.values()
+    )
+    self.workers = math.prod(self.sizes.values())
+    self._tokens = math.prod(self._rows) / self.shards(
+      *_ROWS[: len(self._rows)]
+    )
+    self._length = self._rows[1] if len(self._rows) > 1 else 1
+    self.logits = 4.0 * work.attention / 12 / _head_dim(kernels) / self.workers
+    self.overlapped = self.exposed = 0.0
+    for kernel in kernels:
+      self._add_kernel(kernel)
+
+  def shards(self, *names: str | None) -> int:
+    """Returns the number of shards of an array with these axes."""
+    return math.prod(
+      self.sizes[axis] for split in self._split(names) for axis in split
+    )
+
+  def temporaries(self, layout: Layout) -> int:
+    """Returns about how many bytes the step adds to its arguments."""
+    tokens = self._tokens / layout.microbatches
+    size = self._work.itemsize
+    gradients = total = block = 0.0
+    widths = dict.fromkeys(Remat, 0.0)
+    num_layers = max(map(_layers, self._kernels), default=1)
+    for kernel in self._kernels:
+      gathered, kept = self._by_use(kernel)
+      local = math.prod(kernel.shape) / math.prod(
+        self.sizes[a] for a in (*gathered, *kept)
+      )
+      gradients += 4 * local
+      layers = _layers(kernel)
+      if axes.VOCAB in kernel.axes:
+        parts = self.shards(axes.VOCAB)
+        vocab = kernel.shape[kernel.axes.index(axes.VOCAB)] / parts
+        part = self._work.loss_chunk or self._length
+        block = max(block, 8 * vocab * tokens * part / self._length)
+        continue
+      # Two layers' kernels: one in use, one on its way.
+      total += (
+        2 * size * local / layers * math.prod(self.sizes[a] for a in gathered)
+      )
+      out = _width_out(kernel) / (
+        1 if _is_output(kernel) else self._parts(kept)
+      )
+      each = layers * out
+      widths[Remat.ALL] += 2 * each
+      widths[Remat.PROJECTIONS] += each
+      if axes.HEADS in kernel.axes and _is_output(kernel):
+        context = layers * _width_in(kernel) / self._parts(kept)
+        widths[Remat.CONTEXT] += context
+        widths[Remat.ATTENTION] += context
+      elif {axes.HEADS, axes.KV_HEADS} & {*kernel.axes}:
+        widths[Remat.ATTENTION] += each
+    saved = widths[layout.remat] + num_layers * _embed(self._kernels)
+    working = 2 * widths[Remat.ALL] / num_layers
+    logits = 0.0
+    if layout.attention is Attention.PLAIN:
+      logits = self.logits / layout.microbatches
+      if layout.remat is not Remat.ALL:
+        logits /= num_layers
+      logits *= 1.5
+    activations = size * tokens * (saved + working) + logits
+    accumulators = gradients if layout.microbatches > 1 else 0.0
+    return round(
+      total + accumulators + max(activations + gradients / 2, gradients) + block
+    )
+
+  def _add_kernel(self, kernel: variables.VariableSpec) -> None:
+    gathered, kept = self._by_use(kernel)
+    size, sizes = self._work.itemsize, self.sizes
+    sharing = {a for split in self._split(_ROWS) for a in split}
+    part = size * math.prod(kernel.shape) / math.prod(sizes[a] for a in kept)
+    for axis in gathered:
+      # Two gathers, and the scatter of the gradient.
+      sent = (2 + (axis in sharing)) * part * _others(sizes[axis])
+      self.overlapped += self._seconds(axis, sent)
+      part /= sizes[axis]
+    for axis in sorted(sharing - {*gathered, *kept}):
+      self.overlapped += self._seconds(axis, 2 * part * _others(sizes[axis]))
+    layers = _layers(kernel)
+    activations = layers * size * self._tokens
+    # A table split by words gives each token's sum, too.
+    if kernel.axes[-1] == axes.EMBED:
+      for axis in kept:
+        n = sizes[axis]
+        width = _embed([kernel])
+        if axis == axes.EXPERT:
+          # To the experts and back.
+          sent = 2 * _EXPERTS_PER_TOKEN * activations * width * _others(n)
+        else:
+          sent = 2 * activations * width * _others(n)
+        self.exposed += self._seconds(axis, sent)
+    if axes.KV_HEADS in kernel.axes:
+      for axis in self._split((axes.BATCH, axes.LENGTH))[1]:
+        width = _width_out(kernel) / self._parts(kept)
+        sent = (sizes[axis] - 1) * activations * width
+        self.exposed += self._seconds(axis, sent)
+
+  def _parts(self, kept: Iterable[str]) -> int:
+    """Shards of a kernel's activation, without those of tokens."""
+    return math.prod(self.sizes[a] for a in kept if a != axes.EXPERT)
+
+  def _seconds(self, axis: str, sent: float) -> float:
+    """Seconds; the bytes themselves where rates are not known."""
+    if self._links is None or self._placement is None:
+      return sent
+    members = network.group(self.sizes, (axis,))
+    rate = network.bandwidth(members, self._placement, self._links)
+    return sent / (rate or self._links.fast)
+
+  def _split(self, names: Sequence[str | None]) -> list[tuple[str, ...]]:
+    """Mesh axes in use that split each dimension."""
+    spec = rules_lib.to_partition_spec(names, rules=self._rules)
+    return [
+      tuple(a for a in rules_lib.as_tuple(entry) if self.sizes[a] > 1)
+      for entry in spec
+    ]
+
+  def _by_use(
+    self, spec: variables.VariableSpec
+  ) -> tuple[list[str], list[str]]:
+    """Mesh axes along which a kernel is gathered to be used, and the others.
+
+    It stays split where its activation is split alike.
+    """
+    gathered: list[str] = []
+    kept: list[str] = []
+    wanted: Mapping[str, rules_lib.MeshAxes] = dict(reversed(self._rules))
+    for name, split in zip(spec.axes, self._split(spec.axes), strict=True):
+      activation = rules_lib.as_tuple(wanted.get(f"activation_{name}"))
+      for axis in split:
+        (kept if axis in activation else gathered).append(axis)
+    return gathered, kept
+
+
+@dataclasses.dataclass(frozen=True)
+class _Recomputed:
+  """Shares of a forward pass that are computed again.
+
+  Attributes:
+    matmuls: Of those with kernels.
+    plain: Of plain attention.
+    fused: Of a fused attention kernel.
+  """
+
+  matmuls: float
+  plain: float
+  fused: float
+
+
+_RECOMPUTED: Final = {
+  Remat.ALL: _Recomputed(0.0, 0.0, 0.0),
+  Remat.PROJECTIONS: _Recomputed(0.0, 1.0, 1.0),
+  Remat.ATTENTION: _Recomputed(0.8, 1.0, 1.0),
+  Remat.CONTEXT: _Recomputed(1.0, 1.0, 1.0),
+  Remat.NOTHING: _Recomputed(1.0, 1.0, 1.0),
+}
+
+
+def _is_kernel(spec: variables.VariableSpec) -> bool:
+  return (
+    spec.update is variables.UpdateRule.OPTIMIZER
+    and len(spec.layer_shape) > 1
+    and axes.EMBED in spec.axes
+  )
+
+
+def _is_output(spec: variables.VariableSpec) -> bool:
+  """Whether a kernel ends in the residual stream."""
+  return spec.axes[-1] == axes.EMBED and axes.VOCAB not in spec.axes
+
+
+def _layers(spec: variables.VariableSpec) -> int:
+  return math.prod(spec.shape[: len(spec.stacked)])
+
+
+def _embed(specs: Iterable[variables.VariableSpec]) -> int:
+  return max((s.shape[s.axes.index(axes.EMBED)] for s in specs), default=0)
+
+
+def _width_in(spec: variables.VariableSpec) -> int:
+  """Elements of a token that an output kernel multiplies."""
+  names = spec.axes[len(spec.stacked) :]
+  return math.prod(
+    n
+    for name, n in zip(names, spec.layer_shape, strict=True)
+    if name not in (axes.EMBED, axes.EXPERTS, axes.STAGES)
+  )
+
+
+def _width_out(spec: variables.VariableSpec) -> int:
+  """Elements of a token that a kernel gives."""
+  if _is_output(spec):
+    return _embed([spec])
+  experts = _EXPERTS_PER_TOKEN if axes.EXPERTS in spec.axes else 1
+  return experts * _width_in(spec)
+
+
+def _head_dim(kernels: Iterable[variables.VariableSpec]) -> int:
+  for spec in kernels:
+    for name in (axes.HEADS, axes.KV_HEADS):
+      if name in spec.axes and axes.HEAD_DIM in spec.axes:
+        return spec.shape[spec.axes.index(axes.HEAD_DIM)]
+  return 128
+
+
+def _bytes(spec: variables.VariableSpec) -> int:
+  return math.prod(spec.shape) * spec.dtype.itemsize
+
+
+def _others(size: int) -> float:
+  return (size - 1) / size
+
+
+def _in_use(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
+  return {axis: size for axis, size in pairs if size > 1}
+
+
+def _factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
+  """Yields every ordered product of `count` factors that gives `number`."""
+  if count == 1:
+    yield (number,)
+    return
+  for first in range(1, number + 1):
+    if number % first == 0:
+      for rest in _factorizations(number // first, count - 1):
+        yield (first, *rest)

@@ -1,1 +1,0 @@
-"""Analytical memory estimate of a training step, from its jaxpr."""

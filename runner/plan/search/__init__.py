@@ -1,1 +1,0 @@
-"""Changes of an experiment: which there are, what they cost, which are best."""

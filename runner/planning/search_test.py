@@ -1,0 +1,270 @@
+"""Tests for the searches, with real traces and compilers."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+
+from etils import epath
+import fiddle as fdl
+import pytest
+
+from paxon.runner import user_error
+from paxon.runner.configuration import overrides, resolving
+from paxon.runner.hosts import warm_python
+from paxon.runner.plan import (
+  result,
+  sample_plan,
+  search_table,
+  testing,
+  topology,
+)
+from paxon.runner.plan import target as targets
+from paxon.runner.planning import child, job_lint, plan_program, search
+
+_GIB = 2**30
+_TINY = "runner.training.testing.TinyLm"
+# What its many layers save is too much for one H200.
+_TOO_LARGE = (
+  "--fdl.embed_dim=256",
+  "--fdl.num_layers=256",
+  "--fdl.global_batch_size=16384",
+)
+
+
+def _given(assignments):
+  return [overrides.parse_argument(text) for text in assignments]
+
+
+def _run(folder, target, *assignments, is_searched=False):
+  given = _given(assignments)
+  config = resolving.resolve(_TINY, given).config
+  return plan_program.run(
+    fdl.build(config),
+    config,
+    experiment=_TINY,
+    overrides=given,
+    to=(target,),
+    run_dir=epath.Path(folder),
+    is_searched=is_searched,
+  )
+
+
+def _written(folder):
+  text = (folder / plan_program.PLAN).read_text()
+  (plan,) = result.from_json(text)
+  return plan
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm_python(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("python")
+  with warm_python.installed([child.__name__], folder):
+    yield
+
+
+@pytest.fixture(autouse=True)
+def _cache_of_its_own(tmp_path, monkeypatch):
+  monkeypatch.setenv("PAXON_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def test_what_cannot_be_searched_is_refused_at_once(tmp_path):
+  message = (
+    r"--plan_search: neither the memory .* cpu:8 .* another target, such"
+  )
+  with pytest.raises(user_error.UserError, match=message):
+    _run(tmp_path, targets.parse("cpu:8"), is_searched=True)
+  done = subprocess.run(
+    [
+      *(sys.executable, "-m", "paxon.runner.main", f"--exp={_TINY}"),
+      *("--mode=plan", "--target=cpu:8", "--plan_search"),
+    ],
+    cwd=tmp_path,
+    capture_output=True,
+    text=True,
+    timeout=120,
+    check=False,
+  )
+  assert done.returncode == 2
+  assert re.fullmatch(message + r".*\n", done.stderr)
+
+
+def test_without_a_compiler_an_estimate_is_proposed(
+  tmp_path, capsys, monkeypatch
+):
+  monkeypatch.setattr(topology, "missing", lambda target: ("a-compiler",))
+  # State that only two devices hold.
+  given = ("--fdl.mesh=data=2", "--fdl.embed_dim=30720")
+  _run(tmp_path, targets.parse("h200:1x2"), *given)
+  (change,) = _written(tmp_path).verified_changes
+  assert not change.compiled
+  assert "fsdp=2" in change.overrides[0] or "tensor=2" in change.overrides[0]
+  out = capsys.readouterr().out
+  assert "It may fit (analytical estimate, not compiled) if you split" in out
+  assert f"\n  {search_table.paste(change)}\n" in out
+
+
+def test_a_state_that_is_too_large_says_how_many_devices(
+  tmp_path, capsys, monkeypatch
+):
+  monkeypatch.setattr(topology, "missing", lambda target: ("a-compiler",))
+  _run(
+    tmp_path,
+    targets.parse("v5e:2x2"),
+    *("--fdl.mesh=fsdp=4", "--fdl.embed_dim=32768"),
+  )
+  assert _written(tmp_path).verified_changes == ()
+  assert re.search(
+    r"At least \d+ such devices hold it, \d+ leave half of their memory",
+    capsys.readouterr().out,
+  )
+
+
+def test_what_does_not_fit_is_made_to_fit(tmp_path, capsys):
+  target = testing.target("h200:1x1")
+  assert _run(tmp_path, target, *_TOO_LARGE) == 1
+  out = capsys.readouterr().out
+  plan = _written(tmp_path)
+  change = plan.verified_changes[0]
+  assert plan.fit == "does not fit"
+  assert change.compiled
+  assert change.fit in ("fits", "fits tightly")
+  assert change.peak_after <= plan.memory.usable < change.peak_before
+  assert change.peak_before == plan.memory.peak
+  assert f"It {change.fit} (compiled) if you {change.words}. Add to" in out
+  # One change was enough, and what is pasted does what it says.
+  (pasted,) = change.overrides
+  assert f"\n  {pasted}\n" in out
+  assert _run(tmp_path, target, *_TOO_LARGE, pasted) == 0
+  again = _written(tmp_path)
+  assert again.memory.peak == change.peak_after
+  assert again.fit == change.fit
+  assert again.bound.step == change.bound_after
+  assert "planning for" not in capsys.readouterr().out  # From the cache.
+
+
+def test_searching_prints_the_table(tmp_path, capsys, monkeypatch):
+  target = testing.target("h200:1x2")
+  monkeypatch.setattr(search, "_EXPLORE_COMPILES", 2)
+  knobs = ("--fdl.mesh=fsdp=2", "--fdl.global_batch_size=256")
+  assert _run(tmp_path, target, *knobs, is_searched=True) == 0
+  plan = _written(tmp_path)
+  compiled = [change for change in plan.search if change.compiled]
+  assert len(compiled) == 3  # With the plan of the job as it is.
+  assert compiled[0].reason == "best"
+  assert {change.reason for change in plan.search[3:]} == {
+    "not compiled: analytical estimates"
+  }
+  assert plan.num_layouts > 50
+  out = capsys.readouterr().out
+  assert f"searching {plan.num_layouts} layouts of h200:1x2" in out
+  assert f"3 compiled of {plan.num_layouts} whose state fits" in out
+
+
+# Plans that are made up: what the search asks for, and how it ranks.
+
+
+def _subject(monkeypatch, peaks, *assignments, steps=lambda text: 1.0):
+  """A job on h200:1x8; `peaks` and `steps` of overrides make its plans."""
+  given = _given(["--fdl.global_batch_size=64", *assignments])
+  config = resolving.resolve(_TINY, given).config
+  job = fdl.build(config)
+  asked = []
+
+  def plan(config, given):
+    del config
+    text = " ".join(map(str, given))
+    asked.append(text)
+    return _plan(peaks(text), steps(text))
+
+  monkeypatch.setattr(child, "count_parallel", lambda: 1)
+  subject = search.Subject(
+    experiment=_TINY,
+    overrides=given,
+    config=config,
+    job=job,
+    shapes=job_lint.shapes_of(job),
+    target=targets.parse("h200:1x8"),
+    plan=plan,
+    is_compiled=True,
+    log=lambda text: None,
+  )
+  return subject, asked
+
+
+def _plan(peak, step=1.0):
+  found = sample_plan.plan()
+  assert found.estimate is not None
+  memory = dataclasses.replace(
+    found.memory, peak=peak, usable=100.0 * _GIB, compiler_error=None
+  )
+  return dataclasses.replace(
+    found,
+    memory=memory,
+    estimate=dataclasses.replace(found.estimate, step=step),
+    fit=memory.fit.value,
+  )
+
+
+def test_a_fix_changes_one_thing_if_that_is_enough(monkeypatch):
+  subject, asked = _subject(
+    monkeypatch,
+    lambda text: (50 if "num_microbatches=8" in text else 150) * _GIB,
+    "--fdl.mesh=fsdp=8",
+  )
+  found = search.fix(subject, _plan(200 * _GIB))
+  # The last of a chain of compiled changes, each a single one, fits.
+  assert len(asked) <= search._FIX_COMPILES
+  assert all(len(change.overrides) == 1 for change in found.verified_changes)
+
+
+def test_a_fix_that_finds_nothing_says_how_much_it_compiled(monkeypatch):
+  subject, asked = _subject(
+    monkeypatch, lambda text: 150 * _GIB, "--fdl.mesh=fsdp=8"
+  )
+  found = search.fix(subject, _plan(200 * _GIB))
+  assert len(asked) == search._FIX_COMPILES
+  assert all(c.fit == "does not fit" for c in found.verified_changes)
+  assert re.search(r"No change was found that fits: 5 of \d+", found.notes[-1])
+
+
+def test_the_fastest_is_the_best_and_equal_times_go_by_memory(monkeypatch):
+  def step(text):
+    return 1.0 if "mesh=fsdp=8" in text else 0.99 if "data=8" in text else 2.0
+
+  subject, asked = _subject(
+    monkeypatch,
+    lambda text: (80 if "data=8" in text else 40) * _GIB,
+    "--fdl.mesh=data=8",
+    steps=step,
+  )
+  found = search.explore(subject, _plan(80 * _GIB, 0.99)).search
+  # FSDP over all devices is always compiled.
+  assert any("mesh=fsdp=8" in text for text in asked)
+  assert found[0].reason == "best"
+  assert "--fdl.mesh=fsdp=8" in found[0].overrides
+  compiled = [change for change in found if change.compiled]
+  slower = [c for c in compiled if c.estimate_after == 2.0]
+  assert all("% slower" in change.reason for change in slower)
+
+
+def test_a_failed_candidate_is_in_the_table(monkeypatch):
+  subject, _ = _subject(
+    monkeypatch, lambda text: 40 * _GIB, "--fdl.mesh=fsdp=8"
+  )
+  failing = dataclasses.replace(
+    subject, plan=lambda config, given: result.Failure(target="", message="no")
+  )
+  found = search.explore(failing, _plan(40 * _GIB)).search
+  assert "no" in [change.reason for change in found]
+
+
+def test_the_peak_of_a_rejected_program_is_in_the_error():
+  found = sample_plan.plan()
+  memory = dataclasses.replace(
+    found.memory,
+    peak=None,
+    compiler_error="RESOURCE_EXHAUSTED: Used 21.69G of 15.75G hbm.",
+  )
+  rejected = dataclasses.replace(found, memory=memory)
+  assert search.peak_of(rejected) == round(21.69 * _GIB)
