@@ -13,6 +13,8 @@ import dataclasses
 import os
 from typing import Any
 
+import jax
+
 from paxon.runner import run_dir, user_error
 from paxon.runner.checkpoints import (
   stored_checkpoint,
@@ -21,6 +23,7 @@ from paxon.runner.checkpoints import (
 )
 from paxon.runner.configuration import overrides, resolving
 from paxon.runner.settings import training
+from paxon.runner.training import session
 from paxon.tools import command_line
 
 _ARROW = "=>"
@@ -113,10 +116,6 @@ def _of_experiment(
   # Names and shapes do not depend on the mesh, and this machine has no other.
   resolved.config.mesh = "data=-1"
   job = resolving.build(resolved.config)
-  import jax
-
-  from paxon.runner.training import session
-
   opened = session.open_session(job, devices=jax.devices()[:1])
   return jax.tree.leaves(opened.state_specs), job.warm_start
 

@@ -9,15 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 import os
 import re
 import sys
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import Final, NoReturn
 
 from etils import epath
 
 from paxon.runner import run_dir, user_error
+from paxon.runner.checkpoints import stored_checkpoint
 from paxon.sharding import suggestions
-
-if TYPE_CHECKING:
-  from paxon.runner.checkpoints import stored_checkpoint
 
 # By name: takes the arguments after it, and returns the exit status.
 Commands = Mapping[str, Callable[[list[str]], int]]
@@ -65,7 +63,7 @@ def run(main: Callable[[Sequence[str]], int]) -> NoReturn:
   sys.exit(status)
 
 
-def find_checkpoint(place: str) -> "stored_checkpoint.StoredCheckpoint":
+def find_checkpoint(place: str) -> stored_checkpoint.StoredCheckpoint:
   """Returns the checkpoint that an argument names.
 
   Args:
@@ -75,9 +73,7 @@ def find_checkpoint(place: str) -> "stored_checkpoint.StoredCheckpoint":
     user_error.UserError: It does not exist.
   """
   path, step = parse_place(place)
-  from paxon.runner.checkpoints import stored_checkpoint as stored
-
-  return stored.find_checkpoint(path, step=step)
+  return stored_checkpoint.find_checkpoint(path, step=step)
 
 
 def parse_place(place: str) -> tuple[epath.Path, int | None]:

@@ -16,8 +16,12 @@ import functools
 import os
 from typing import Any, Final
 
+import jax
+import jax.numpy as jnp
+
+from paxon.layers.models.hugging_face import families
 from paxon.runner import files, run_dir, user_error
-from paxon.tools import command_line
+from paxon.tools import command_line, hf_export, hf_files, hf_import
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
@@ -32,8 +36,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _help() -> str:
-  from paxon.layers.models.hugging_face import families
-
   return f"{__doc__}\nSupported models: {', '.join(families.list_supported())}."
 
 
@@ -44,8 +46,6 @@ def _import(argv: list[str]) -> Any:
     "--to", metavar="RUN", required=True, help="run directory to make"
   )
   arguments = parser.parse_args(argv)
-  from paxon.tools import hf_import
-
   return hf_import.run(
     run_dir.resolve(arguments.source, os.environ),
     run_dir.resolve(arguments.to, os.environ),
@@ -74,8 +74,6 @@ def _export(argv: list[str]) -> Any:
       f"export: --shard_bytes must be positive, got {arguments.shard_bytes}."
     )
   checkpoint = command_line.find_checkpoint(arguments.run)
-  from paxon.tools import hf_export, hf_files
-
   like = None
   if arguments.like is not None:
     like = run_dir.resolve(arguments.like, os.environ)
@@ -106,8 +104,6 @@ def _parser(command: str, description: str) -> command_line.Parser:
 
 
 def _dtype(name: str | None) -> Any:
-  import jax.numpy as jnp
-
   return None if name is None else jnp.dtype(name)
 
 
@@ -126,6 +122,6 @@ COMMANDS: Final[command_line.Commands] = {
 
 
 if __name__ == "__main__":
-  # Set before jax is imported: accelerators may be in use by a training run.
-  os.environ["JAX_PLATFORMS"] = "cpu"
+  # Accelerators may be in use by a training run.
+  jax.config.update("jax_platforms", "cpu")
   command_line.run(main)

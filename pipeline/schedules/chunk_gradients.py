@@ -12,8 +12,8 @@ kernels cast to bfloat16.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+import contextlib
 import dataclasses
-import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -163,6 +163,10 @@ def _zeros_float32(tree: _Tree) -> _Tree:
   return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), tree)
 
 
+# Equations that only call others, by their names in two versions of JAX.
+_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Split:
   """Forward and backward pass as two functions; `free` are (variables, others).
@@ -204,194 +208,106 @@ def split(
 
   given = ((variables, others), x, x)
   closed, shapes = jax.make_jaxpr(both, return_shape=True)(*given)
-  program = _Program()
-  arguments: list[list[int]] = []
-  numbers: list[int] = []
-  for tree, is_free in zip(given, (True, False, False), strict=True):
-    count = len(jax.tree.leaves(tree))
-    avals = closed.in_avals[len(numbers) : len(numbers) + count]
-    arguments.append([program.make_value(aval, is_free) for aval in avals])
-    numbers += arguments[-1]
-  outputs = program.add(closed, numbers)
-  treedefs = [jax.tree.structure(tree) for tree in shapes]
-  count = treedefs[0].num_leaves
-  return _split(
-    program, arguments, (outputs[:count], outputs[count:]), treedefs
+  closed = _inline(closed)
+  jaxpr = closed.jaxpr
+  num_free, num_x = (len(jax.tree.leaves(tree)) for tree in given[:2])
+  free_in = jaxpr.invars[:num_free]
+  x_in = jaxpr.invars[num_free : num_free + num_x]
+  dy_in = jaxpr.invars[num_free + num_x :]
+  trees = [jax.tree.structure(tree) for tree in shapes]
+  count = trees[0].num_leaves
+  ends = jaxpr.outvars[:count], jaxpr.outvars[count:]
+
+  eqns, _ = _find_needed(jaxpr, ends[0], have=set())
+  computed = {*x_in} | _depending(eqns, {*x_in})
+  backward_eqns, residuals = _find_needed(jaxpr, ends[1], have=computed)
+  forward_jaxpr = jaxpr.replace(
+    invars=[*free_in, *x_in], eqns=eqns, outvars=[*ends[0], *residuals]
+  )
+  backward_jaxpr = jaxpr.replace(
+    invars=[*free_in, *residuals, *dy_in], eqns=backward_eqns, outvars=ends[1]
+  )
+
+  def run(jaxpr: Any, inputs: _Tree) -> list[Any]:
+    return jax.core.eval_jaxpr(jaxpr, closed.consts, *jax.tree.leaves(inputs))
+
+  def forward(free: _Tree, x: _Tree) -> Any:
+    made = run(forward_jaxpr, (free, x))
+    return jax.tree.unflatten(trees[0], made[:count]), made[count:]
+
+  def backward(free: _Tree, saved: Sequence[jax.Array], dy: _Tree) -> Any:
+    made = run(backward_jaxpr, (free, list(saved), dy))
+    return jax.tree.unflatten(trees[1], made)
+
+  return Split(
+    forward=forward,
+    backward=backward,
+    residuals=[
+      jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in residuals
+    ],
   )
 
 
-# Equations that only call others, by their names in two versions of JAX.
-_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
+def _inline(closed: Any) -> Any:
+  """Returns a jaxpr without calls, whose equations keep their names."""
 
-
-class _Constant(NamedTuple):
-  value: Any
-
-
-# A value of the program: its number, or a constant.
-_Value = int | _Constant
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Equation:
-  """One equation of a program.
-
-  Attributes:
-    eqn: JAX's equation.
-    scope: Names around it, of modules and transformations.
-    inputs: Values.
-    outputs: Values.
-    is_free: Whether it depends on variables and other arguments only.
-  """
-
-  eqn: Any
-  scope: str
-  inputs: tuple[_Value, ...]
-  outputs: tuple[int, ...]
-  is_free: bool
-
-
-class _Program:
-  """Equations with all calls inlined."""
-
-  def __init__(self) -> None:
-    self.avals: dict[int, Any] = {}
-    self._is_free: dict[int, bool] = {}
-    self._equations: list[_Equation] = []
-    self._by_output: dict[int, _Equation] = {}
-    self._numbers = itertools.count()
-
-  def make_value(self, aval: Any, is_free: bool) -> int:
-    number = next(self._numbers)
-    self.avals[number], self._is_free[number] = aval, is_free
-    return number
-
-  def add(
-    self, closed: Any, inputs: Sequence[_Value], around: str = ""
-  ) -> list[_Value]:
-    """Adds the equations of a jaxpr; returns its outputs.
-
-    Args:
-      closed: The jaxpr.
-      inputs: Its inputs.
-      around: Names around it.
-    """
+  def run(closed: Any, inputs: Sequence[Any]) -> list[Any]:
     jaxpr = closed.jaxpr
-    env: dict[Any, _Value] = dict(zip(jaxpr.invars, inputs, strict=True))
-    for var, const in zip(jaxpr.constvars, closed.consts, strict=True):
-      env[var] = _Constant(const)
+    env = dict(zip(jaxpr.invars, inputs, strict=True))
+    env |= zip(jaxpr.constvars, closed.consts, strict=True)
 
-    def read(atom: Any) -> _Value:
-      if isinstance(atom, jax_core.Literal):
-        return _Constant(atom.val)
-      return env[atom]
+    def read(atom: Any) -> Any:
+      return atom.val if isinstance(atom, jax_core.Literal) else env[atom]
 
     for eqn in jaxpr.eqns:
-      given = tuple(read(atom) for atom in eqn.invars)
-      own = str(eqn.source_info.name_stack)
-      scope = "/".join(filter(None, (around, own)))
-      if eqn.primitive.name in _CALLS:
-        inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-        outputs = self.add(inner, given, scope)
-      else:
-        is_free = all(
-          isinstance(v, _Constant) or self._is_free[v] for v in given
-        )
-        numbers = tuple(
-          self.make_value(var.aval, is_free) for var in eqn.outvars
-        )
-        equation = _Equation(
-          eqn=eqn, scope=scope, inputs=given, outputs=numbers, is_free=is_free
-        )
-        self._equations.append(equation)
-        self._by_output |= dict.fromkeys(numbers, equation)
-        outputs = list(numbers)
-      env.update(zip(eqn.outvars, outputs, strict=True))
+      given = [read(atom) for atom in eqn.invars]
+      primitive, params = eqn.primitive, eqn.params
+      name = str(eqn.source_info.name_stack)
+      scope = jax.named_scope(name) if name else contextlib.nullcontext()
+      # The context is that of the trace, such as host compute.
+      with scope, eqn.ctx.manager:
+        if primitive.name in _CALLS:
+          made = run(params.get("jaxpr", params.get("call_jaxpr")), given)
+        else:
+          made = primitive.bind(*given, **primitive.get_bind_params(params))
+          made = made if primitive.multiple_results else [made]
+      env.update(zip(eqn.outvars, made, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
-  def find_needed(
-    self, outputs: Sequence[_Value], have: set[int]
-  ) -> tuple[list[_Equation], list[int]]:
-    """Returns the equations that outputs depend on, and the inputs they use.
-
-    Args:
-      outputs: Values.
-      have: Values that are computed elsewhere.
-
-    Returns:
-      Equations in order, and the values of `have` that they or the outputs use.
-    """
-    used: set[int] = set()
-    chosen: set[int] = set()
-    todo = [v for v in outputs if not isinstance(v, _Constant)]
-    while todo:
-      number = todo.pop()
-      if number in have:
-        used.add(number)
-        continue
-      equation = self._by_output.get(number)
-      if equation is None or id(equation) in chosen:
-        continue
-      chosen.add(id(equation))
-      todo += [v for v in equation.inputs if not isinstance(v, _Constant)]
-    return [e for e in self._equations if id(e) in chosen], sorted(used)
+  return jax.make_jaxpr(lambda *inputs: run(closed, inputs))(*closed.in_avals)
 
 
-def _split(
-  program: _Program,
-  arguments: Sequence[Sequence[int]],
-  outputs: Sequence[Sequence[_Value]],
-  treedefs: Sequence[Any],
-) -> Split:
-  free, x, dy = arguments
-  forward, _ = program.find_needed(outputs[0], set())
-  computed = {n for e in forward if not e.is_free for n in e.outputs}
-  backward, residuals = program.find_needed(outputs[1], {*x, *computed})
+def _find_needed(
+  jaxpr: Any, outputs: Sequence[Any], *, have: set[Any]
+) -> tuple[list[Any], list[Any]]:
+  """Returns the equations that outputs depend on, and the values they use.
 
-  def run_forward(given: _Tree, x_values: _Tree) -> Any:
-    env = _env((free, given), (x, x_values))
-    _run(forward, env)
-    return _read(env, outputs[0], treedefs[0]), [env[n] for n in residuals]
+  Args:
+    jaxpr: The program.
+    outputs: Some of its values.
+    have: Values that are computed elsewhere.
 
-  def run_backward(
-    given: _Tree, saved: Sequence[jax.Array], gradient: _Tree
-  ) -> Any:
-    env = _env((free, given), (residuals, list(saved)), (dy, gradient))
-    _run(backward, env)
-    return _read(env, outputs[1], treedefs[1])
-
-  avals = (program.avals[n] for n in residuals)
-  return Split(
-    forward=run_forward,
-    backward=run_backward,
-    residuals=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals],
-  )
-
-
-def _env(*pairs: tuple[Sequence[int], _Tree]) -> dict[int, jax.Array]:
-  env: dict[int, jax.Array] = {}
-  for numbers, tree in pairs:
-    env |= zip(numbers, jax.tree.leaves(tree), strict=True)
-  return env
-
-
-def _run(equations: Sequence[_Equation], env: dict[int, jax.Array]) -> None:
-  """Computes the outputs of equations, under the names they were traced with.
-
-  Programs and profiles then show the modules of the model. A context of the
-  trace, such as host compute, is entered again.
+  Returns:
+    Equations in order, and the values of `have` that they or the outputs use.
   """
-  for e in equations:
-    given = [v.value if isinstance(v, _Constant) else env[v] for v in e.inputs]
-    primitive = e.eqn.primitive
-    with jax.named_scope(e.scope), e.eqn.ctx.manager:
-      made = primitive.bind(*given, **primitive.get_bind_params(e.eqn.params))
-    found = made if primitive.multiple_results else [made]
-    env.update(zip(e.outputs, found, strict=True))
+  used = _variables(outputs)
+  needed = []
+  for eqn in reversed(jaxpr.eqns):
+    if any(v in used and v not in have for v in eqn.outvars):
+      needed.append(eqn)
+      used |= _variables(eqn.invars)
+  return needed[::-1], [v for v in used if v in have]
 
 
-def _read(
-  env: Mapping[int, Any], values: Sequence[_Value], treedef: Any
-) -> _Tree:
-  leaves = [v.value if isinstance(v, _Constant) else env[v] for v in values]
-  return jax.tree.unflatten(treedef, leaves)
+def _depending(eqns: Sequence[Any], on: set[Any]) -> set[Any]:
+  """Returns the results of equations that depend on some values."""
+  found = set(on)
+  for eqn in eqns:
+    if not found.isdisjoint(_variables(eqn.invars)):
+      found.update(eqn.outvars)
+  return found
+
+
+def _variables(atoms: Sequence[Any]) -> dict[Any, None]:
+  """Returns those that are no literals, without duplicates, in order."""
+  return {a: None for a in atoms if not isinstance(a, jax_core.Literal)}

@@ -44,25 +44,22 @@ def make_gradient_fn(
   functions: model_functions.ModelFunctions,
   *,
   schedule: table.Table,
-  data_axes: Sequence[str] = (),
   maxima: Sequence[str] = (),
   residuals: lowering.Residuals = lowering.Residuals.RECOMPUTE,
   pin: Callable[[_Tree], _Tree] = lambda gradients: gradients,
 ) -> model_functions.GradientFn:
-  """Returns `(chunks, outer, batch, key=None) -> Gradients`.
+  """Returns `(chunks, outer, batch) -> Gradients`.
 
   `chunks` is a tree of arrays [K,...], one entry for each virtual stage in the
   model's order (`model_functions.split_layers`), best sharded over the mesh
   axis `stage`. `outer` has the variables of `first` and `last`, tied ones once.
-  `batch` has arrays [M,size,...]. Call it under `jax.jit`, in the context of a
-  mesh (`jax.set_mesh`) whose axis `stage` has the size of the table's stages.
+  `batch` has arrays [M,size,...], random keys included. Call it under
+  `jax.jit`, in the context of a mesh (`jax.set_mesh`) whose axis `stage` has
+  the size of the table's stages. Other mesh axes are left to the partitioner.
 
   Args:
     functions: The model.
     schedule: The table.
-    data_axes: Mesh axes that shard the sequences of a microbatch. Gradients are
-      summed over them once, at the end. Other mesh axes are left to the
-      partitioner.
     maxima: Keys of `chunks` and `outer`, which are dicts then, whose gradients
       are non-negative values, such as the amax of fp8: the maximum over
       microbatches is returned, not the sum.
@@ -71,44 +68,33 @@ def make_gradient_fn(
       [v,...], and those of `outer`, over the partitioner's axes. Sums begin as
       zeros, whose sharding the partitioner cannot infer.
   """
-  functions = model_functions.with_separate_keys(functions)
   lowered = lowering.lower(schedule, residuals)
 
   def gradient_fn(
     chunks: _Tree,
     outer: _Tree,
     batch: Mapping[str, jax.Array],
-    key: jax.Array | None = None,
   ) -> model_functions.Gradients:
-    _check_mesh(schedule, data_axes)
+    _check_mesh(schedule)
     _check_arrays(schedule, chunks, batch)
-    microbatches = _Spec(None, tuple(data_axes) or None)
     run = jax.shard_map(
       functools.partial(
         _run_stage,
         functions,
         lowered,
         schedule.num_chunks,
-        tuple(data_axes),
         frozenset(maxima),
         pin,
       ),
-      in_specs=(
-        _Spec(axes.STAGE),
-        _Spec(),
-        microbatches,
-        _Spec(),
-        *_TABLE_SPECS,
-      ),
+      in_specs=(_Spec(axes.STAGE), _Spec(), _Spec(), *_TABLE_SPECS),
       out_specs=_OUT_SPECS,
-      axis_names={axes.STAGE, *data_axes},
+      axis_names={axes.STAGE},
       check_vma=False,
     )
     found = run(
       model_functions.to_stages(chunks, table=schedule),
       outer,
       dict(batch),
-      key,
       jnp.asarray(lowered.cells),
       jnp.asarray(lowered.arrivals),
     )
@@ -124,7 +110,7 @@ _specs: Sequence[Any] = (_Spec(), _Spec(), _Spec(), _Spec(axes.STAGE), _Spec())
 _OUT_SPECS = model_functions.Gradients(*_specs)
 
 
-def _check_mesh(schedule: table.Table, data_axes: Sequence[str]) -> None:
+def _check_mesh(schedule: table.Table) -> None:
   sizes = jax.sharding.get_abstract_mesh().shape
   given = ",".join(f"{name}={n}" for name, n in sizes.items()) or "none"
   stages = schedule.num_stages
@@ -133,12 +119,6 @@ def _check_mesh(schedule: table.Table, data_axes: Sequence[str]) -> None:
       f"Schedule {schedule.name!r} has {stages} stages and needs a mesh with"
       f" {axes.STAGE}={stages}, got the mesh '{given}'."
     )
-  for name in data_axes:
-    if name not in sizes or name == axes.STAGE:
-      raise ValueError(
-        f"data_axes: {name!r} must be an axis of the mesh other than"
-        f" {axes.STAGE!r}, got the mesh '{given}'."
-      )
 
 
 def _check_arrays(
@@ -189,21 +169,15 @@ def _run_stage(
   functions: model_functions.ModelFunctions,
   lowered: lowering.Lowered,
   num_chunks: int,
-  data_axes: tuple[str, ...],
   maxima: frozenset[str],
   pin: Callable[[_Tree], _Tree],
   chunks: _Tree,
   outer: _Tree,
   batch: Mapping[str, jax.Array],
-  key: jax.Array | None,
   cells: jax.Array,
   arrivals: jax.Array,
 ) -> model_functions.Gradients:
   """Runs all ticks of one stage, inside of `shard_map`."""
-  if key is not None:
-    # Shards of a microbatch draw different random numbers.
-    for name in data_axes:
-      key = jax.random.fold_in(key, lax.axis_index(name))
   stage = _Stage(
     functions=functions,
     lowered=lowered,
@@ -211,7 +185,6 @@ def _run_stage(
     num_chunks=num_chunks,
     outer=outer,
     batch=batch,
-    key=key,
     maxima=maxima,
     pin=pin,
   )
@@ -224,29 +197,22 @@ def _run_stage(
     stage.initial(split),
     (cells[:, 0], arrivals[:, 0]),
   )
-  sums, all_axes = state.sums, (axes.STAGE, *data_axes)
-  own = _reduce_over(sums.chunks, data_axes, maxima)
-  return model_functions.Gradients(
-    loss=lax.psum(sums.loss, all_axes),
-    auxiliary=lax.psum(sums.auxiliary, all_axes),
-    metrics=lax.psum(sums.metrics, all_axes),
-    chunks=jax.tree.map(lambda x: x[None], own),
-    outer=_reduce_over(sums.outer, all_axes, maxima),
+  sums = state.sums
+  outer = (
+    {
+      name: (lax.pmax if name in maxima else lax.psum)(part, axes.STAGE)
+      for name, part in sums.outer.items()
+    }
+    if maxima
+    else lax.psum(sums.outer, axes.STAGE)
   )
-
-
-def _reduce_over(
-  tree: _Tree, mesh_axes: tuple[str, ...], maxima: frozenset[str]
-) -> _Tree:
-  """Combines gradients over mesh axes."""
-  if not mesh_axes:
-    return tree
-  if not maxima:
-    return lax.psum(tree, mesh_axes)
-  return {
-    name: (lax.pmax if name in maxima else lax.psum)(part, mesh_axes)
-    for name, part in tree.items()
-  }
+  return model_functions.Gradients(
+    loss=lax.psum(sums.loss, axes.STAGE),
+    auxiliary=lax.psum(sums.auxiliary, axes.STAGE),
+    metrics=lax.psum(sums.metrics, axes.STAGE),
+    chunks=jax.tree.map(lambda x: x[None], sums.chunks),
+    outer=outer,
+  )
 
 
 def _combine(total: _Tree, new: _Tree, maxima: frozenset[str]) -> _Tree:
@@ -271,7 +237,6 @@ class _Stage:
   num_chunks: int
   outer: _Tree
   batch: Mapping[str, jax.Array]
-  key: jax.Array | None
   maxima: frozenset[str]
   pin: Callable[[_Tree], _Tree]
 
@@ -455,12 +420,8 @@ class _Stage:
   def _context(self, cell: jax.Array) -> model_functions.Context:
     microbatch = cell[_COLUMN["microbatch"]]
     virtual_stage = cell[_COLUMN["virtual_stage"]]
-    key = self.key
-    if key is not None:
-      key = jax.random.fold_in(key, microbatch)
-      key = jax.random.fold_in(key, virtual_stage)
     inputs = {name: _get(x, microbatch) for name, x in self.batch.items()}
-    return model_functions.Context(microbatch, virtual_stage, inputs, key)
+    return model_functions.Context(microbatch, virtual_stage, inputs)
 
   def _chunk(self, number: jax.Array | int) -> _Tree:
     # With one chunk no slice, which would be a copy of the weights.

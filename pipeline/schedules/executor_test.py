@@ -41,27 +41,28 @@ def _given(schedule, *, tied=False, microbatches=MICROBATCHES):
 
 def _compare(schedule, *, tied=False, data=1, saves=False):
   model = testing.functions(tied=tied)
-  # One operation a number, where the default is a hundred to compile.
-  key = jax.random.key(2, impl="unsafe_rbg")
-  given = (*_given(schedule, tied=tied), key)
-  if data > 1:
-    model = testing.without_noise(model)
+  given = _given(schedule, tied=tied)
   want = jax.jit(
     testing.sequential_gradient_fn(
       model, num_virtual_stages=schedule.num_virtual_stages
     )
   )(*given)
   with jax.set_mesh(_mesh(schedule.num_stages, data)):
+    spec = jax.sharding.PartitionSpec(None, "data")
+    chunks, outer, batch = given
+    placed = {
+      name: x if name == "key" else jax.device_put(x, spec)
+      for name, x in batch.items()
+    }
     got = jax.jit(
       executor.make_gradient_fn(
         model,
         schedule=schedule,
-        data_axes=("data",) if data > 1 else (),
         residuals=lowering.Residuals.SAVE
         if saves
         else lowering.Residuals.RECOMPUTE,
       )
-    )(*given)
+    )(chunks, outer, placed)
 
   def check(path, a, b):
     scale = np.max(np.abs(b))
@@ -70,8 +71,7 @@ def _compare(schedule, *, tied=False, data=1, saves=False):
   jax.tree.map_with_path(check, got, want)
 
 
-# Random cases of linen models are in `scheduled_gradients_test`; here batches
-# are sharded by hand.
+# Random cases of linen models are in `scheduled_gradients_test`.
 @pytest.mark.parametrize(
   ("make", "stages", "options"),
   [
@@ -101,38 +101,16 @@ def test_loss_and_gradients_are_the_sequential_models(make, stages, options):
   _compare(schedule, **options)
 
 
-def test_first_chunk_and_last_have_keys_of_their_own():
-  key = jax.random.key(0)
-  plain = model_functions.ModelFunctions(
-    first=lambda outer, context: context.key,
-    chunk=lambda variables, x, context: context.key,
-    last=lambda outer, y, context: context.key,
-  )
-  made = model_functions.with_separate_keys(plain)
-
-  def keys(key):
-    context = model_functions.Context(jnp.int32(0), jnp.int32(0), {}, key)
-    return [
-      made.first({}, context),
-      made.chunk({}, {}, context),
-      made.last({}, {}, context),
-    ]
-
-  data = {tuple(jax.random.key_data(k).tolist()) for k in (key, *keys(key))}
-  assert len(data) == 4
-  assert keys(None) == [None] * 3
-
-
-def _lowered(microbatches, **options):
+def _lowered(microbatches):
   # With one chunk a stage; several would go to and from their stages, outside.
   schedule = generators.one_f_one_b_two_slots(
     num_stages=4, num_microbatches=microbatches
   )
   given = _given(schedule, tied=True, microbatches=microbatches)
   gradient_fn = executor.make_gradient_fn(
-    testing.functions(tied=True), schedule=schedule, **options
+    testing.functions(tied=True), schedule=schedule
   )
-  return jax.jit(gradient_fn).lower(*given, jax.random.key(0))
+  return jax.jit(gradient_fn).lower(*given)
 
 
 def _computations(text):
@@ -302,11 +280,6 @@ def test_unsuitable_meshes_and_arrays_are_rejected():
   ):
     gradient_fn(chunks, outer, batch)
   with jax.set_mesh(_mesh(2)):
-    wrong = executor.make_gradient_fn(
-      model, schedule=schedule, data_axes=("rows",)
-    )
-    with pytest.raises(ValueError, match=r"data_axes: 'rows' must be an axis"):
-      wrong(chunks, outer, batch)
     more = jax.tree.map(lambda x: x[:1], chunks)
     with pytest.raises(ValueError, match=r"chunks\['bias'\] has shape \[1, 4"):
       gradient_fn(more, outer, batch)
@@ -337,7 +310,7 @@ def test_unsuitable_meshes_and_arrays_are_rejected():
 def test_functions_that_do_not_fit_together_are_rejected(changes, message):
   schedule = testing.gpipe(num_stages=1, num_microbatches=MICROBATCHES)
   model = dataclasses.replace(testing.functions(tied=True), **changes)
-  given = (*_given(schedule, tied=True), jax.random.key(0))
+  given = _given(schedule, tied=True)
   gradient_fn = executor.make_gradient_fn(model, schedule=schedule)
   with (
     jax.set_mesh(_mesh(1)),
@@ -375,7 +348,7 @@ def test_memory_is_that_of_the_schedule():
     given = _given(schedule, tied=True, microbatches=16)
     gradient_fn = executor.make_gradient_fn(model, schedule=schedule)
     with jax.set_mesh(_mesh(2)):
-      lowered = jax.jit(gradient_fn).lower(*given, jax.random.key(0))
+      lowered = jax.jit(gradient_fn).lower(*given)
     memory = lowered.compile().memory_analysis()
     temporary[make] = memory.temp_size_in_bytes
     boxes = lowering.lower(schedule).mailbox

@@ -23,20 +23,19 @@ Tree = Any
 class Context(NamedTuple):
   """The microbatch and virtual stage that a function is called for.
 
-  It does not depend on the schedule, so a recomputed forward pass draws the
-  same random numbers.
+  Random keys are made of `inputs` and `virtual_stage`, so that a recomputed
+  forward pass draws the same numbers. `first` and the first chunk have the same
+  context, and so have the last chunk and `last`.
 
   Attributes:
     microbatch: Index of the microbatch, int32.
     virtual_stage: Index of the virtual stage, int32.
     inputs: The microbatch of the batch.
-    key: Random key of this microbatch, virtual stage and function, or None.
   """
 
   microbatch: jax.Array
   virtual_stage: jax.Array
   inputs: Mapping[str, jax.Array]
-  key: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,30 +54,6 @@ class ModelFunctions:
   first: Callable[[Tree, Context], Tree]
   chunk: Callable[[Tree, Tree, Context], tuple[Tree, jax.Array]]
   last: Callable[[Tree, Tree, Context], tuple[jax.Array, Tree]]
-
-
-def with_separate_keys(functions: ModelFunctions) -> ModelFunctions:
-  """Returns functions that fold their index into the key of their context.
-
-  `first` and the first chunk share a context, and so do `last` and the last
-  chunk; they must not draw the same random numbers.
-  """
-
-  def fold(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any) -> Any:
-      *rest, context = args
-      if context.key is not None:
-        key = jax.random.fold_in(context.key, number)
-        context = context._replace(key=key)
-      return function(*rest, context)
-
-    return call
-
-  return ModelFunctions(
-    first=fold(0, functions.first),
-    chunk=fold(1, functions.chunk),
-    last=fold(2, functions.last),
-  )
 
 
 class Gradients(NamedTuple):

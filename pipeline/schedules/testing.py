@@ -9,16 +9,25 @@ from paxon.pipeline.schedules import model_functions, table
 
 _Tree = model_functions.Tree
 VOCAB, EMBED, ROWS, LENGTH = 7, 4, 4, 3
+# One operation a number, where the default is a hundred to compile.
+_IMPL = "unsafe_rbg"
+
+
+def _key(context, number):
+  """Returns a key of a function, microbatch and virtual stage."""
+  key = jax.random.wrap_key_data(context.inputs["key"], impl=_IMPL)
+  key = jax.random.fold_in(key, context.virtual_stage)
+  return jax.random.fold_in(key, number)
 
 
 def _first(outer, context):
-  noise = jax.random.uniform(context.key, (1, LENGTH, EMBED))
+  noise = jax.random.uniform(_key(context, 0), (1, LENGTH, EMBED))
   return outer["embedding"][context.inputs["ids"]] * (1.0 + noise)
 
 
 def _chunk(variables, x, context):
   """Layers with a random branch and a loss of their own."""
-  keys = jax.random.split(context.key, variables["kernel"].shape[0])
+  keys = jax.random.split(_key(context, 1), variables["kernel"].shape[0])
 
   def layer(x, given):
     kernel, bias, key = given
@@ -48,7 +57,7 @@ def functions(*, tied: bool) -> model_functions.ModelFunctions:
   table_of = _tied if tied else _untied
 
   def last(outer, y, context):
-    noise = jax.random.uniform(context.key, (1, LENGTH, EMBED))
+    noise = jax.random.uniform(_key(context, 2), (1, LENGTH, EMBED))
     logits = jnp.einsum("BTD,VD->BTV", y * (1.0 + noise), table_of(outer))
     picked = jax.nn.one_hot(context.inputs["targets"], VOCAB)
     entropy = -jnp.sum(picked * jax.nn.log_softmax(logits), axis=-1)
@@ -72,32 +81,16 @@ def variables(*, num_layers: int, tied: bool):
 
 
 def batch(*, num_microbatches: int):
-  """Returns ids, targets and weights [M,B,T]."""
+  """Returns ids, targets and weights [M,B,T], and data of keys [M,4]."""
   keys = jax.random.split(jax.random.key(1), 3)
   shape = (num_microbatches, ROWS, LENGTH)
+  own = jax.random.split(jax.random.key(2, impl=_IMPL), num_microbatches)
   return {
+    "key": jax.random.key_data(own),
     "ids": jax.random.randint(keys[0], shape, 0, VOCAB),
     "targets": jax.random.randint(keys[1], shape, 0, VOCAB),
     "weights": jax.random.uniform(keys[2], shape),
   }
-
-
-def without_noise(
-  model: model_functions.ModelFunctions,
-) -> model_functions.ModelFunctions:
-  """Returns the model with the same random numbers for all data shards."""
-
-  def fixed(function):
-    def call(*args):
-      *rest, context = args
-      key = jax.random.fold_in(jax.random.key(3), context.virtual_stage)
-      return function(*rest, context._replace(key=key))
-
-    return call
-
-  return model_functions.ModelFunctions(
-    first=fixed(model.first), chunk=fixed(model.chunk), last=fixed(model.last)
-  )
 
 
 def gpipe(*, num_stages: int, num_microbatches: int) -> table.Table:
@@ -123,7 +116,7 @@ def count_in_flight(schedule: table.Table) -> list[int]:
 def sequential_gradient_fn(
   functions: model_functions.ModelFunctions, *, num_virtual_stages: int
 ) -> model_functions.GradientFn:
-  """Returns `(chunks, outer, batch, key=None) -> Gradients` without stages.
+  """Returns `(chunks, outer, batch) -> Gradients` without stages.
 
   One virtual stage after the other; microbatches are added up in a loop, each
   differentiated by JAX.
@@ -132,22 +125,17 @@ def sequential_gradient_fn(
     functions: The model.
     num_virtual_stages: K.
   """
-  functions = model_functions.with_separate_keys(functions)
 
   def one(
     chunks: _Tree,
     outer: _Tree,
     batch: Mapping[str, jax.Array],
     i: jax.Array,
-    key: jax.Array | None,
   ) -> model_functions.Gradients:
     inputs = {name: x[i] for name, x in batch.items()}
 
     def context(k: jax.Array) -> model_functions.Context:
-      own = key
-      if own is not None:
-        own = jax.random.fold_in(jax.random.fold_in(own, i), k)
-      return model_functions.Context(i, k, inputs, own)
+      return model_functions.Context(i, k, inputs)
 
     def objective(chunks: _Tree, outer: _Tree) -> tuple[jax.Array, _Tree]:
       def next_stage(x: _Tree, given: _Tree) -> tuple[_Tree, jax.Array]:
@@ -172,15 +160,14 @@ def sequential_gradient_fn(
     chunks: _Tree,
     outer: _Tree,
     batch: Mapping[str, jax.Array],
-    key: jax.Array | None = None,
   ) -> model_functions.Gradients:
     def add(
       sums: model_functions.Gradients, i: jax.Array
     ) -> tuple[model_functions.Gradients, None]:
-      new = one(chunks, outer, batch, i, key)
+      new = one(chunks, outer, batch, i)
       return jax.tree.map(jnp.add, sums, new), None
 
-    shapes = jax.eval_shape(one, chunks, outer, batch, jnp.int32(0), key)
+    shapes = jax.eval_shape(one, chunks, outer, batch, jnp.int32(0))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     size = next(iter(batch.values())).shape[0]
     sums, _ = jax.lax.scan(add, zeros, jnp.arange(size, dtype=jnp.int32))

@@ -233,12 +233,35 @@ class TrainingCost:
     days: Duration.
     device_hours: Chips (GPUs) times hours.
     money: Price, in the currency of `--plan_price`; `None` without a price.
+    is_lower_bound: Whether all are computed from `Bound.step`, for lack of an
+      estimate.
   """
 
   tokens: float
   days: float
   device_hours: float
   money: float | None = None
+  is_lower_bound: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OtherProgram:
+  """Memory of a part of a run other than the training step.
+
+  Attributes:
+    name: `evaluation`, `evaluation of SPLIT`, `decoding` or `saving`.
+    temporaries: Temporary bytes of one device; `None` if unknown.
+    peak: Peak bytes of one device during training: the program's, and the
+      optimizer state that stays in memory.
+    host: Bytes in the memory of a host.
+    note: Reason for unknown values.
+  """
+
+  name: str
+  temporaries: int | None = None
+  peak: int | None = None
+  host: int | None = None
+  note: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -364,6 +387,7 @@ class Plan:
     estimate: `None` if it cannot be made; `notes` give the reason.
     training_cost: Result of `--plan_tokens`.
     num_parameters: Trained parameters of the whole model; `None` if unknown.
+    other_programs: Memory of evaluation, decoding and saving.
     kernel_choices: Kernels of attention and matmuls.
     quantized_matmuls: Matmuls covered by a quantization recipe, in program
       order.
@@ -407,6 +431,7 @@ class Plan:
   estimate: Estimate | None = None
   training_cost: TrainingCost | None = None
   num_parameters: int | None = None
+  other_programs: tuple[OtherProgram, ...] = ()
   kernel_choices: tuple[KernelChoice, ...] = ()
   quantized_matmuls: tuple[QuantizedMatmul, ...] = ()
   compiler_options: Mapping[str, str] = dataclasses.field(default_factory=dict)
