@@ -129,10 +129,7 @@ class Experiment(abc.ABC):
     cls._knobs = knobs_lib.collect(cls, root=Experiment)
 
   def __init__(self, **given: object) -> None:
-    """Creates the experiment.
-
-    Args:
-      **given: Values of knobs that differ from their defaults.
+    """Creates the experiment; knobs that are not given have their defaults.
 
     Raises:
       knobs.KnobError: A knob is unknown or missing, or a value has the wrong
@@ -192,9 +189,6 @@ class Experiment(abc.ABC):
 
   def replace(self: _Self, **given: object) -> _Self:
     """Returns a copy with other values for some knobs.
-
-    Args:
-      **given: Values by knob.
 
     Raises:
       knobs.KnobError: A knob is unknown or a value has the wrong type.
@@ -297,11 +291,7 @@ class Experiment(abc.ABC):
     )
 
   def adjust(self, config: fdl.Config[job_lib.Job]) -> None:  # noqa: B027
-    """Changes the job in place, where no other method applies.
-
-    Args:
-      config: The whole job, before quantization and unset dtypes are filled in.
-    """
+    """Changes the job in place, before quantization and dtypes are set."""
 
   def job(self) -> fdl.Config[job_lib.Job]:
     """Returns the resolved configuration of a run, the same at every call.

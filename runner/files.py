@@ -14,22 +14,12 @@ from paxon.runner import user_error
 
 
 def write_text(path: epath.PathLike, text: str) -> None:
-  """Writes a file as UTF-8 and creates its parent directories.
-
-  Args:
-    path: A local path, or one of a store that epath supports.
-    text: The whole content.
-  """
+  """Writes a file as UTF-8 and creates its parent directories."""
   write_bytes(path, text.encode())
 
 
 def write_bytes(path: epath.PathLike, data: bytes) -> None:
-  """Writes a file and creates its parent directories.
-
-  Args:
-    path: A local path, or one of a store that epath supports.
-    data: The whole content.
-  """
+  """Writes a file and creates its parent directories."""
   target = epath.Path(path)
   target.parent.mkdir(parents=True, exist_ok=True)
   if not is_local(target):
@@ -57,9 +47,6 @@ def is_local(path: epath.PathLike) -> bool:
 
 def check_store(path: epath.Path) -> None:
   """Checks that the library of an object store is installed.
-
-  Args:
-    path: A local path, or one of a store that epath supports.
 
   Raises:
     user_error.UserError: It is missing.

@@ -78,11 +78,6 @@ def collect(cls: type, *, root: type | None) -> dict[str, Knob]:
 def value(cls: type, knob: Knob, given: Any) -> Any:
   """Returns a value as the knob's type.
 
-  Args:
-    cls: The experiment, for the message.
-    knob: Which knob.
-    given: The value.
-
   Raises:
     KnobError: The value has another type.
   """

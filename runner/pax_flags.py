@@ -97,12 +97,7 @@ _MODULES: Final = (
 def find_replacements(
   arguments: Iterable[str], known: Sequence[str]
 ) -> str | None:
-  """Returns replacements of Pax's flags in a command line; None without any.
-
-  Args:
-    arguments: The command line without the program name.
-    known: Names of our own flags.
-  """
+  """Returns replacements of Pax's flags in a command line; None without any."""
   found: dict[str, str] = {}
   for argument in arguments:
     match = re.match(r"--?([A-Za-z_0-9]+)(?:=(.*))?$", argument, re.DOTALL)

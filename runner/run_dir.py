@@ -101,11 +101,6 @@ def create_new(
 ) -> epath.Path:
   """Creates a directory under `runs`, named by experiment and time.
 
-  Args:
-    experiment: Name of the experiment's class.
-    environ: The environment.
-    now: Start time of the run.
-
   Raises:
     user_error.UserError: It cannot be created.
   """
@@ -129,10 +124,7 @@ def check_existing(
 ) -> epath.Path:
   """Returns the directory of an earlier run.
 
-  Args:
-    path: The directory.
-    writes: Name of the subdirectory that will be written to, `EVAL` or
-      `DECODE`; None for none.
+  `writes` is the subdirectory that will be written to; None for none.
 
   Raises:
     user_error.UserError: It does not exist or is not writable.

@@ -12,11 +12,7 @@ class UserError(Exception):
 
 
 def place_of(error: BaseException) -> str:
-  """Returns the file and line where an error was raised: `quickstart.py:12`.
-
-  Args:
-    error: As caught.
-  """
+  """Returns the file and line where an error was raised: `quickstart.py:12`."""
   if isinstance(error, SyntaxError) and error.filename:
     return f"{os.path.basename(error.filename)}:{error.lineno}"
   frames = [
@@ -40,9 +36,6 @@ def one_line(error: object) -> str:
 
   Lines are joined by spaces and control characters are escaped, because the
   text may quote whatever the user typed.
-
-  Args:
-    error: An exception or a text.
   """
   joined = " ".join(part.strip() for part in str(error).splitlines()).strip()
   return "".join(

@@ -115,12 +115,7 @@ def element(
 
 
 def page(title: str, *body: Content) -> str:
-  """Returns a whole page.
-
-  Args:
-    title: Its title, also the first heading.
-    *body: What follows the heading.
-  """
+  """Returns a whole page."""
   head = element(
     "head",
     element("meta", charset="utf-8"),
@@ -145,13 +140,9 @@ def table(
   caption: str = "",
   kind: str = "",
 ) -> Element | None:
-  """Returns a table; None without rows.
+  """Returns a table with an optional CSS class; None without rows.
 
-  Args:
-    titles: Column headings.
-    rows: Cells; the first is the heading of the row.
-    caption: Its caption.
-    kind: A CSS class.
+  The first cell of a row is its heading.
   """
   if not rows:
     return None
@@ -165,12 +156,7 @@ def table(
 
 
 def details(summary: str, *content: Content) -> Element | None:
-  """Returns collapsed content; None without any.
-
-  Args:
-    summary: The line that is always visible.
-    *content: What a click on it shows.
-  """
+  """Returns content that a click on a summary shows; None without content."""
   shown = [each for each in content if each is not None]
   return (
     element("details", element("summary", summary), *shown) if shown else None

@@ -156,18 +156,13 @@ class Checkpointer:
     """Ignores a checkpoint from now on, because it is damaged.
 
     Its files stay until its step is saved again. Retention does not count it.
-
-    Args:
-      step: The step of the checkpoint.
     """
     self._skipped.add(step)
 
   def rank_by(self, value: Callable[[int], float | None]) -> None:
-    """Sets the metric that ranks checkpoints.
+    """Sets the metric that ranks checkpoints: a function of the step.
 
-    Args:
-      value: Returns the metric at a step, or None if it is unknown. Called at
-        each save.
+    It returns None where the metric is unknown, and is called at each save.
     """
     self._value = value
 
@@ -244,9 +239,6 @@ class Checkpointer:
 
   def verify(self, step: int) -> None:
     """Reads all files of a checkpoint and compares their checksums.
-
-    Args:
-      step: The step of the checkpoint.
 
     Raises:
       DamagedCheckpointError: Files are missing, incomplete or changed; the
@@ -331,10 +323,7 @@ class Checkpointer:
   def restore(self, step: int, *, specs: Any, shardings: Any) -> Restored:
     """Verifies and reads a checkpoint onto any mesh.
 
-    Args:
-      step: The step of the checkpoint.
-      specs: A pytree of `VariableSpec`; it may omit whole collections.
-      shardings: The same pytree of shardings.
+    The specs may omit whole collections; the shardings have their structure.
 
     Raises:
       CheckpointMismatchError: The checkpoint does not fit the specs.
@@ -461,10 +450,6 @@ def _agree_on(
 ) -> None:
   """Raises the problem of any process on all processes.
 
-  Args:
-    problem: The problem of this process, or None.
-    cause: The exception behind it.
-
   Raises:
     DamagedCheckpointError: Of the first process with a problem.
   """
@@ -485,8 +470,7 @@ def _one_replica(x: Any) -> Any:
   Otherwise orbax writes a slice per replica, and compiles a program for every
   shape and device at the first save.
 
-  Args:
-    x: A leaf of the saved tree; only fully addressable arrays are changed.
+  Arrays that are not fully addressable are returned unchanged.
   """
   sharding = getattr(x, "sharding", None)
   if (

@@ -72,11 +72,7 @@ def values() -> dict[str, Any]:
 
 
 def write(folder: epath.Path) -> None:
-  """Writes the checkpoint.
-
-  Args:
-    folder: A directory of checkpoints; the new one is `folder/7`.
-  """
+  """Writes the checkpoint as `folder/7`."""
   with checkpointer.Checkpointer(folder) as checkpoints:
     checkpoints.save(STEP, values(), specs=specs(), data=DATA)
     checkpoints.wait()
@@ -89,11 +85,7 @@ def archive_path() -> epath.Path:
 
 
 def extract(folder: epath.Path) -> None:
-  """Extracts the golden checkpoint.
-
-  Args:
-    folder: A directory of checkpoints; the new one is `folder/7`.
-  """
+  """Extracts the golden checkpoint as `folder/7`."""
   shutil.unpack_archive(os.fspath(archive_path()), os.fspath(folder))
 
 

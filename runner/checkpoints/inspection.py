@@ -88,12 +88,7 @@ class _Node:
 def explain(
   checkpoint: stored_checkpoint.StoredCheckpoint, *, prefix: str = ""
 ) -> list[str]:
-  """Returns the content of a checkpoint as a tree, in lines.
-
-  Args:
-    checkpoint: The checkpoint.
-    prefix: As for `select`.
-  """
+  """Returns the content below a prefix (see `select`) as a tree, in lines."""
   arrays = select(checkpoint.arrays, prefix)
   rows: list[tuple[str, ...]] = [_COLUMNS]
   root = _make_tree(arrays.values())
@@ -114,10 +109,8 @@ def select(
 ) -> dict[str, stored_checkpoint.StoredArray]:
   """Returns the arrays with a name or below a prefix.
 
-  Args:
-    arrays: By name.
-    prefix: `params/head` selects `params/head/kernel`, not `params/header`; the
-      empty prefix selects all.
+  `params/head` selects `params/head/kernel`, not `params/header`; the empty
+  prefix selects all.
   """
   folder = prefix.rstrip("/")
   return {
@@ -133,12 +126,7 @@ def compare(
   *,
   prefix: str = "",
 ) -> Comparison:
-  """Reads and compares two checkpoints.
-
-  Args:
-    a: The first checkpoint.
-    b: The second checkpoint.
-    prefix: As for `select`.
+  """Reads and compares two checkpoints below a prefix (see `select`).
 
   Raises:
     checkpointer.DamagedCheckpointError: An array cannot be read.
@@ -169,12 +157,7 @@ def compare(
 
 
 def find_difference(x: np.ndarray, y: np.ndarray) -> Difference | None:
-  """Returns the difference of two arrays; None if they are bitwise equal.
-
-  Args:
-    x: An array.
-    y: One of the same shape and dtype.
-  """
+  """Returns how two equally shaped arrays differ; None if bitwise equal."""
   count, largest, scale, is_same, has_nan = 0, 0.0, 0.0, True, False
   for p, q in _chunks(x, y):
     if p.tobytes() == q.tobytes():

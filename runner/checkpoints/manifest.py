@@ -44,11 +44,7 @@ class Entry:
 
 
 class ManifestHandler(ocp.AsyncCheckpointHandler):
-  """Writes the manifest of the other items when they are finalized.
-
-  Args:
-    items: Their names; all must be finalized before this one.
-  """
+  """Writes the manifest of other items, which must be finalized before it."""
 
   def __init__(self, items: Sequence[str]) -> None:
     self._items = tuple(items)
@@ -87,11 +83,9 @@ class ManifestArgs(ocp.args.CheckpointArgs):
 
 
 def compute(folder: epath.Path, *, names: Iterable[str]) -> dict[str, Entry]:
-  """Reads files and returns their entries by relative name, in order.
+  """Reads files and whole directories; returns sorted entries by name.
 
-  Args:
-    folder: The directory to which names are relative.
-    names: Files, and directories with all files below them.
+  Names are relative to `folder`.
   """
   found = sorted(name for top in names for name in _walk(folder, top))
   with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
@@ -102,12 +96,7 @@ def compute(folder: epath.Path, *, names: Iterable[str]) -> dict[str, Entry]:
 def find_problems(
   folder: epath.Path, entries: Mapping[str, Entry]
 ) -> list[str]:
-  """Returns one clause for each missing or changed file.
-
-  Args:
-    folder: The directory to which names are relative.
-    entries: The expected files.
-  """
+  """Returns one clause for each missing or changed file."""
   with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
     found = pool.map(
       lambda item: _find_problem(folder / item[0], *item),
@@ -124,9 +113,6 @@ def to_text(entries: Mapping[str, Entry]) -> str:
 
 def from_text(text: str) -> dict[str, Entry]:
   """Returns the entries written by `to_text`.
-
-  Args:
-    text: The JSON.
 
   Raises:
     UnreadableManifestError: The text was changed or truncated.

@@ -22,11 +22,7 @@ class CheckpointMismatchError(ValueError):
 
 
 def to_named(tree: Any, *, specs: Any) -> dict[str, Any]:
-  """Returns the leaves of `tree` as nested dicts.
-
-  Args:
-    tree: Any pytree.
-    specs: The same pytree of `VariableSpec`, which names the leaves.
+  """Returns the leaves of `tree` as nested dicts, by the names of its specs.
 
   Raises:
     ValueError: Two specs have the same name, or one is a prefix of another.
@@ -48,12 +44,7 @@ def to_named(tree: Any, *, specs: Any) -> dict[str, Any]:
 
 
 def from_named(named: dict[str, Any], *, specs: Any) -> Any:
-  """Returns the pytree whose `to_named` is `named`.
-
-  Args:
-    named: Nested dicts that contain at least the names of `specs`.
-    specs: A pytree of `VariableSpec`.
-  """
+  """Returns the pytree whose `to_named` is `named`, which may hold more."""
 
   def find(spec: Any) -> Any:
     node: Any = named
@@ -65,11 +56,7 @@ def from_named(named: dict[str, Any], *, specs: Any) -> Any:
 
 
 def describe(specs: Any) -> dict[str, Any]:
-  """Returns shape, dtype and axes by name, as JSON values for the metadata.
-
-  Args:
-    specs: A pytree of `VariableSpec`.
-  """
+  """Returns shape, dtype and axes by name, as JSON values for the metadata."""
   return {
     spec.name: {
       "shape": list(spec.shape),
@@ -81,11 +68,7 @@ def describe(specs: Any) -> dict[str, Any]:
 
 
 def check_version(version: int, *, where: str) -> None:
-  """Checks that this program reads a format version.
-
-  Args:
-    version: The checkpoint's format version.
-    where: Names the checkpoint in the message.
+  """Checks that this program reads the format version of a checkpoint.
 
   Raises:
     CheckpointMismatchError: Another version of this program wrote it.
@@ -98,13 +81,9 @@ def check_version(version: int, *, where: str) -> None:
 
 
 def check(stored: Mapping[str, Any], *, specs: Any, where: str) -> None:
-  """Checks that a checkpoint fits a model.
+  """Checks that stored arrays, as `describe` returns them, fit a model.
 
-  Args:
-    stored: The result of `describe` when the checkpoint was written.
-    specs: The wanted pytree of `VariableSpec`. It may omit whole collections,
-      such as the optimizer state.
-    where: Names the checkpoint in the message.
+  `specs` may omit whole collections, such as the optimizer state.
 
   Raises:
     CheckpointMismatchError: A name is missing or unused, or has another shape

@@ -30,11 +30,9 @@ class Saved:
 def metric_value(
   retention: training.Retention, results: Mapping[str, Mapping[str, float]]
 ) -> float | None:
-  """Returns the metric that ranks checkpoints; None without one.
+  """Returns the metric of an evaluation that ranks checkpoints.
 
-  Args:
-    retention: Names the metric.
-    results: One evaluation: values by metric by split.
+  None without a metric or its split.
 
   Raises:
     UserError: The evaluation has the split but not the metric.
@@ -59,14 +57,9 @@ def reasons_to_keep(
   *,
   value: Callable[[int], float | None] = lambda step: None,
 ) -> dict[int, list[str]]:
-  """Returns the reasons to keep each checkpoint, by step.
+  """Returns the reasons to keep each complete checkpoint, by step.
 
   Checkpoints without a reason are deleted.
-
-  Args:
-    retention: The rules.
-    saved: All complete checkpoints.
-    value: Returns the metric at a step; None where it is unknown.
   """
   ordered = sorted(saved, key=lambda each: each.step)
   reasons: dict[int, list[str]] = {each.step: [] for each in ordered}

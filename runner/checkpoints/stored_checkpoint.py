@@ -127,8 +127,7 @@ def find_folder(path: epath.Path) -> tuple[epath.Path, int | None]:
 def find_steps(path: epath.Path) -> tuple[epath.Path, list[int]]:
   """Returns the directory of checkpoints and the steps of complete ones.
 
-  Args:
-    path: As for `find_folder`; for one checkpoint, only its step is returned.
+  For the path of one checkpoint, only its step.
 
   Raises:
     user_error.UserError: The directory does not exist or has no checkpoint.
@@ -154,11 +153,7 @@ def find_steps(path: epath.Path) -> tuple[epath.Path, list[int]]:
 def find_checkpoint(
   path: epath.Path, *, step: int | None = None
 ) -> StoredCheckpoint:
-  """Returns one checkpoint.
-
-  Args:
-    path: As for `find_folder`.
-    step: Its step; by default the latest one, or that of `path`.
+  """Returns one checkpoint: that of `step`, of `path`, or the latest one.
 
   Raises:
     user_error.UserError: It does not exist, or its metadata is damaged.
@@ -177,10 +172,6 @@ def find_checkpoint(
 
 def read_metadata(folder: epath.Path, step: int) -> StoredCheckpoint:
   """Reads the metadata of one checkpoint.
-
-  Args:
-    folder: The directory of checkpoints.
-    step: The step of a complete one.
 
   Raises:
     user_error.UserError: The metadata is damaged or has another format.
@@ -220,11 +211,7 @@ def total_bytes(arrays: Iterable[StoredArray]) -> int:
 
 
 def read_config(run: epath.Path) -> Mapping[str, Any] | None:
-  """Returns the stored configuration of a run, or None.
-
-  Args:
-    run: The run directory; a copy of checkpoints may have no configuration.
-  """
+  """Returns the stored configuration of a run; None for a copy without one."""
   try:
     return json.loads((run / run_dir.CONFIG_JSON).read_text())
   except (OSError, ValueError):
@@ -234,11 +221,7 @@ def read_config(run: epath.Path) -> Mapping[str, Any] | None:
 def read_arrays(
   checkpoint: StoredCheckpoint, wanted: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.Array]:
-  """Reads arrays onto devices.
-
-  Args:
-    checkpoint: The checkpoint.
-    wanted: By name, the stored shape, the resulting dtype, and the sharding.
+  """Reads arrays in the wanted dtypes onto devices.
 
   Raises:
     checkpointer.DamagedCheckpointError: A file is incomplete or changed.
@@ -252,10 +235,6 @@ def read_numpy(
   checkpoint: StoredCheckpoint, names: Iterable[str]
 ) -> dict[str, np.ndarray]:
   """Reads whole arrays into host memory.
-
-  Args:
-    checkpoint: The checkpoint.
-    names: The names of the arrays.
 
   Raises:
     checkpointer.DamagedCheckpointError: A file is incomplete or changed.

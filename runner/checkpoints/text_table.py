@@ -20,12 +20,7 @@ class NameGroup:
 def format_lines(
   rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()
 ) -> list[str]:
-  """Returns rows with aligned columns, without trailing spaces.
-
-  Args:
-    rows: Cells; all rows have the same number.
-    right: Right-aligned columns, such as numbers.
-  """
+  """Returns rows with aligned columns, those of `right` to the right."""
   if not rows:
     return []
   columns = range(len(rows[0]))
@@ -51,10 +46,8 @@ def collapse_names(
 ) -> list[NameGroup]:
   """Returns names in as few groups as possible, in the order of first names.
 
-  Args:
-    names: The names to show.
-    among: All existing names. A prefix becomes a group if all of its names, and
-      more than one, are among `names`.
+  A prefix becomes a group if all names of `among` below it, and more than one,
+  are among `names`.
   """
   wanted = dict.fromkeys(names)
   totals: dict[str, int] = {}

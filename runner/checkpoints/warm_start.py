@@ -25,10 +25,6 @@ def read(
 ) -> dict[str, jax.Array]:
   """Verifies the checkpoint and returns new arrays by the target's name.
 
-  Args:
-    plan: The arrays to read.
-    shardings: The shardings of all targets, by name.
-
   Raises:
     user_error.UserError: The checkpoint is damaged, or the settings of its
       average are unknown.
@@ -48,11 +44,7 @@ def read(
 
 
 def summarize(plan: warm_start_plan.Plan) -> list[str]:
-  """Returns counts, and the names that are not read under their own name.
-
-  Args:
-    plan: The arrays to read.
-  """
+  """Returns counts, and the names that are not read under their own name."""
   matching, start = plan.matching, plan.start
   every = [n for n in plan.targets if stored_checkpoint.is_variable(n)]
   shown = [
@@ -83,9 +75,6 @@ def format_table(plan: warm_start_plan.Plan) -> list[str]:
   """Returns a line for each target and for each unused source.
 
   Targets are variables, and the training state if it is read too.
-
-  Args:
-    plan: The arrays to read.
   """
   rows = []
   for name, spec in plan.targets.items():

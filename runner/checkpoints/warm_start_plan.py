@@ -82,13 +82,7 @@ def make(
   checkpoint: stored_checkpoint.StoredCheckpoint,
   targets: Iterable[Any],
 ) -> Plan:
-  """Returns the plan of a warm start.
-
-  Args:
-    start: The settings.
-    checkpoint: The source.
-    targets: Specs of the whole state to start: anything with a `name`, a
-      `shape`, a `dtype` and `axes`, such as a `VariableSpec`.
+  """Returns the plan of a warm start; `targets` are specs of the whole state.
 
   Raises:
     user_error.UserError: A pattern is invalid, a variable has no source and may
@@ -137,13 +131,7 @@ def match(
   patterns: Sequence[training.Pattern],
   field: str,
 ) -> Matching:
-  """Finds the source of each target.
-
-  Args:
-    targets: Names of the model's variables.
-    sources: Names in the checkpoint.
-    patterns: In order; see the module's docstring.
-    field: Names the patterns in messages.
+  """Finds the source of each target; `field` names the patterns in messages.
 
   Raises:
     training.PatternError: A pattern has no effect: it matches no target, or

@@ -126,11 +126,7 @@ def describe(annotation: Any) -> str:
 
 
 def coerce(value: Any, annotation: Any) -> Any:
-  """Returns `value` as the annotation's type.
-
-  Args:
-    value: Any value.
-    annotation: An evaluated annotation (no string).
+  """Returns `value` as the type of an evaluated annotation.
 
   Raises:
     MismatchError: The value does not fit.

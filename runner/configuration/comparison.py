@@ -118,25 +118,14 @@ _SAME = {
 
 
 def rule_of_parts(before: str, after: str) -> Rule | None:
-  """Returns what another class of a part does, where that is known.
-
-  Args:
-    before: The import path of the class that stood there.
-    after: Of the one that stands there.
-  """
+  """Returns what another class of a part does, where that is known."""
   if {before, after} <= _SAME:
     return Rule(Effect.THROUGHPUT, may_change=True)
   return None
 
 
 def rule_of(path: str, values: Mapping[str, str]) -> Rule:
-  """Returns what is known of a field.
-
-  Args:
-    path: The field's place, as in a dump.
-    values: All paths of the dump with what stands there; for a part, the
-      import path of its class.
-  """
+  """Returns what is known of a field."""
   for owner, field in _owners(path):
     name = values.get(owner or ROOT)
     # A node that is called later, or is shared, is written with a mark.
@@ -186,12 +175,7 @@ class Difference:
 
 
 def differences(before: str, after: str) -> list[Difference]:
-  """Returns all differences in the order of the dumps.
-
-  Args:
-    before: The first dump.
-    after: The second one.
-  """
+  """Returns all differences in the order of the dumps."""
   old, new = values(before), values(after)
   return [
     Difference(

@@ -32,9 +32,6 @@ class UnstableValueError(user_error.UserError):
 def to_text(config: fdl.Buildable) -> str:
   """Returns the configuration, one value a line.
 
-  Args:
-    config: The root.
-
   Raises:
     UnstableValueError: A value has no stable text.
   """

@@ -34,14 +34,10 @@ _MAX_NAME = 250
 def find_experiment(
   name: str, *, packages: Sequence[str] = ()
 ) -> type["experiment.Experiment"]:
-  """Imports an experiment.
+  """Imports an experiment; errors suggest experiments of `packages`.
 
   `a.b.C` is the class `C` of the module `paxon.a.b` or, where there is no such
   class, of `a.b`.
-
-  Args:
-    name: The dotted name.
-    packages: Packages whose experiments are proposed for a wrong name.
 
   Raises:
     user_error.UserError: There is no such module or class, its module cannot

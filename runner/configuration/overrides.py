@@ -46,9 +46,6 @@ class Override:
 def parse_argument(argument: str) -> Override | None:
   """Returns the assignment that an argument holds, or None if it is no such.
 
-  Args:
-    argument: From the command line.
-
   Raises:
     user_error.UserError: It begins like an assignment and is none.
   """
@@ -97,10 +94,6 @@ def parse_steps(override: Override) -> list[str | int]:
 
 def apply(config: fdl.Buildable, override: Override) -> str | None:
   """Sets one value in a configuration, in place.
-
-  Args:
-    config: The root.
-    override: What to set.
 
   Returns:
     A remark if the value belongs to a part that is used in several places.
@@ -248,11 +241,7 @@ class _Setter:
 
 
 def _configure_default(value: Any) -> Any:
-  """Returns the default object of a field as a configuration, if it has fields.
-
-  Args:
-    value: The default; returned as it is unless it is a dataclass.
-  """
+  """Returns a default dataclass as a configuration, others unchanged."""
   if not dataclasses.is_dataclass(value) or isinstance(value, type):
     return value
   fields = {

@@ -71,10 +71,7 @@ def resolve(
 ) -> Resolved:
   """Returns the configuration of an experiment.
 
-  Args:
-    name: Value of `--exp`.
-    given: Overrides of knobs, which are set first, and of paths.
-    packages: Packages whose experiments errors suggest.
+  Overrides of knobs are applied before those of paths.
 
   Raises:
     user_error.UserError: The experiment, a knob or a path does not exist, a
@@ -110,9 +107,6 @@ def build(config: "fdl.Buildable") -> "job_lib.Job":
 def user_errors(config: "fdl.Buildable") -> Iterator[None]:
   """Turns errors about the configuration into `UserError`.
 
-  Args:
-    config: The configuration that runs inside the `with` statement.
-
   Raises:
     user_error.UserError: See `explain_error`.
   """
@@ -136,10 +130,6 @@ def explain_error(error: BaseException, config: "fdl.Buildable") -> str | None:
 
   * a ValueError or TypeError of a `raise` statement outside the libraries, or
   * an OSError or OverflowError, which depend on values only.
-
-  Args:
-    error: As caught, with its traceback.
-    config: The root of the configuration that was running.
 
   Returns:
     The message with the path of the innermost node that was running; None for a

@@ -78,10 +78,6 @@ def set_kv_cache_storage(config: fdl.Buildable, name: str) -> list[str]:
   An unset cache becomes a configuration of its default. Caches without a
   storage (`NoCache`) are skipped.
 
-  Args:
-    config: The root.
-    name: A format of `QuantizedRows`.
-
   Returns:
     The paths of the storages that were set.
 
@@ -140,11 +136,6 @@ def quantize(
 
   Every layer with a plain `einsum`, and every attention with the plain kernel,
   gets its own `QuantizedEinsum` with the recipe of the first matching rule.
-
-  Args:
-    config: The root.
-    rules: Ordered rules; the first match wins.
-    monitor: Whether training reports clipped and underflowing values.
 
   Raises:
     user_error.UserError: A rule has no effect, a matched layer cannot be
@@ -281,8 +272,7 @@ def serve_quantized_weights(config: fdl.Buildable) -> list[str]:
   Matmuls without weights (inside attention) and the head are computed in the
   layer's dtype.
 
-  Args:
-    config: The root, after `quantize`; changed in place.
+  Call it after `quantize`.
 
   Returns:
     The paths of the layers with stored weights.

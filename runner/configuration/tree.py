@@ -32,9 +32,6 @@ def field_names(node: fdl.Buildable) -> list[str]:
 
   The fields `parent` and `name` of linen modules are left out: modules get
   both from where they are used.
-
-  Args:
-    node: A configured class or function.
   """
   target = fdl.get_callable(node)
   parameters = signatures.get_signature(target).parameters
@@ -87,9 +84,6 @@ def annotations_of(node: fdl.Buildable) -> dict[str, Any]:
 
   An annotation that cannot be evaluated, because it names something that is
   imported for type checkers only, is left out.
-
-  Args:
-    node: A configured class or function.
   """
   target: Any = fdl.get_callable(node)
   if isinstance(target, type) and not dataclasses.is_dataclass(target):
@@ -122,12 +116,7 @@ def _evaluated(source: Any) -> dict[str, Any]:
 
 
 def join(path: str, step: str | int) -> str:
-  """Returns the path of a child.
-
-  Args:
-    path: The parent's path; empty for the root.
-    step: A field's name, a dictionary's key or a sequence's index.
-  """
+  """Returns the path of a field, key or index; that of the root is empty."""
   if isinstance(step, str) and step.isidentifier():
     return f"{path}.{step}" if path else step
   return f"{path}[{step!r}]"
@@ -137,9 +126,6 @@ def children(value: Any) -> Iterator[tuple[str | int, Any]]:
   """Yields the steps and values below a node, a mapping or a sequence.
 
   Of nodes only the fields that are set.
-
-  Args:
-    value: Anything; what has no children yields nothing.
   """
   if isinstance(value, fdl.Buildable):
     for name in field_names(value):
@@ -155,10 +141,6 @@ def nodes(value: Any, path: str = "") -> Iterator[tuple[str, fdl.Buildable]]:
   """Yields every place of every node, parents first.
 
   A shared node comes once for each of its places.
-
-  Args:
-    value: A configuration, or a container of some.
-    path: The path of `value`.
   """
   if isinstance(value, fdl.Buildable):
     yield path, value

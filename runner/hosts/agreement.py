@@ -34,10 +34,7 @@ def is_first() -> bool:
 
 
 def from_first(make: Callable[[], _T]) -> _T:
-  """Calls a function on process 0 and returns its result on all processes.
-
-  Args:
-    make: Returns a JSON value.
+  """Calls a function on process 0 and returns its JSON value on all processes.
 
   Raises:
     user_error.UserError: `make` raised one; then all processes raise it.
@@ -54,11 +51,7 @@ def from_first(make: Callable[[], _T]) -> _T:
 
 
 def gather(value: _T) -> list[_T]:
-  """Returns the values of all processes, in the order of their indices.
-
-  Args:
-    value: The JSON value of this process.
-  """
+  """Returns the JSON values of all processes, in the order of their indices."""
   if is_alone():
     return [value]
   text = json.dumps(value).encode()
@@ -72,11 +65,7 @@ def gather(value: _T) -> list[_T]:
 
 
 def share(items: Sequence[_T]) -> Sequence[_T]:
-  """Returns this process's share of some work.
-
-  Args:
-    items: All work, the same on every process.
-  """
+  """Returns this process's share of some work."""
   return items[jax.process_index() :: jax.process_count()]
 
 
@@ -88,21 +77,13 @@ class DelayedMaximum:
   """
 
   def __init__(self, layout: layouts.Layout) -> None:
-    """Prepares the reduction; the first call compiles it.
-
-    Args:
-      layout: The devices.
-    """
+    """Prepares the reduction; the first call compiles it."""
     self._place = arrays.on_each_device(layout)
     self._max = layout.jit(jnp.max, out_shardings=layout.replicated)
     self._pending: jax.Array | None = None
 
   def __call__(self, number: int) -> int:
-    """Returns the maximum of the previous call; 0 at the first call.
-
-    Args:
-      number: This process's number, non-negative, int32.
-    """
+    """Returns the maximum (int32, from 0) of the previous call; 0 at first."""
     previous = self._pending
     self._pending = self._max(self._place(number))
     return 0 if previous is None else int(previous)

@@ -45,10 +45,6 @@ def join(
 ) -> None:
   """Joins the other processes, if any; must precede any other use of jax.
 
-  Args:
-    settings: From the command line.
-    environ: The environment, in which a cluster is detected.
-
   Raises:
     user_error.UserError: The settings are invalid, or joining failed.
   """
@@ -75,9 +71,6 @@ def join(
 
 def check_folder(job_log_dir: str | None) -> None:
   """Checks that several processes share one run directory; call after `join`.
-
-  Args:
-    job_log_dir: From the command line.
 
   Raises:
     user_error.UserError: Each process would create its own directory.
@@ -200,12 +193,7 @@ def describe_missing(
   *,
   answers: Callable[[str], bool] | None = None,
 ) -> str:
-  """Returns the message of a timeout: which process is missing.
-
-  Args:
-    settings: Of this process.
-    answers: Whether an address accepts connections; replaced in tests.
-  """
+  """Returns the message of a timeout: which process is missing."""
   answers = answers or _answers
   seconds, address = settings.timeout_seconds, settings.coordinator_address
   count, index = settings.num_processes, settings.process_id

@@ -77,12 +77,7 @@ def write(run_dir: epath.Path, process_exit: ProcessExit) -> None:
 
 
 def read(run_dir: epath.Path, *, since: float) -> list[ProcessExit]:
-  """Returns the recorded exits by time, first those that caused the others.
-
-  Args:
-    run_dir: The run directory.
-    since: Earlier exits are omitted, in seconds since the epoch.
-  """
+  """Returns the exits since a time, first those that caused the others."""
   folder = run_dir / FOLDER
   found = []
   for path in folder.iterdir() if folder.exists() else ():
@@ -96,29 +91,17 @@ def read(run_dir: epath.Path, *, since: float) -> list[ProcessExit]:
 
 
 def find_cause(exits: Sequence[ProcessExit]) -> ProcessExit | None:
-  """Returns the first exit that no other one caused, or None.
-
-  Args:
-    exits: In the order of `read`.
-  """
+  """Returns the first exit that no other one caused, or None."""
   return next((each for each in exits if not each.follows), None)
 
 
 def format_time(seconds: float) -> str:
-  """Returns a local date and time.
-
-  Args:
-    seconds: Since the epoch.
-  """
+  """Returns seconds since the epoch as a local date and time."""
   return f"{datetime.datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
 
 
 def describe_status(status: int) -> str:
-  """Returns how a process exited, in words.
-
-  Args:
-    status: In the convention of `subprocess`.
-  """
+  """Returns how a process exited, in words, from the status of `subprocess`."""
   if status >= 0:
     return f"exit status {status}"
   try:
@@ -129,21 +112,13 @@ def describe_status(status: int) -> str:
 
 
 def is_peer_failure(text: str) -> bool:
-  """Returns whether an error message reports that another process was lost.
-
-  Args:
-    text: The message of an exception, or the standard error of a process.
-  """
+  """Returns whether an error message or stderr reports a lost process."""
   lower = text.lower()
   return any(sign in lower for sign in _SIGNS) or bool(_GLOO.search(lower))
 
 
 def find_lost_processes(text: str) -> tuple[int, ...]:
-  """Returns the indices of the processes that JAX reports as lost.
-
-  Args:
-    text: The standard error of a process that JAX terminated.
-  """
+  """Returns the indices of lost processes from the stderr of a process."""
   found: set[int] = set()
   for match in _SILENT.finditer(text):
     for line in match.group(1).splitlines():

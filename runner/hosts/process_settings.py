@@ -43,13 +43,7 @@ def detect(
   has_module: Callable[[str], bool] | None = None,
   has_tpu: Callable[[], bool] | None = None,
 ) -> Cluster | None:
-  """Returns the cluster of this process; None for a single process.
-
-  Args:
-    environ: The environment.
-    has_module: Whether a Python module can be imported; replaced in tests.
-    has_tpu: Whether this machine has TPUs; replaced in tests.
-  """
+  """Returns the cluster of this process; None for a single process."""
   has_module = has_module or _has_module
   has_tpu = has_tpu or _has_tpu
   if _number(environ, "OMPI_COMM_WORLD_SIZE") > 1:
@@ -101,10 +95,6 @@ class ProcessSettings:
   ) -> None:
     """Checks the settings together with the other flags.
 
-    Args:
-      cluster: The detected cluster.
-      job_log_dir: The flag `--job_log_dir`.
-
     Raises:
       user_error.UserError: A value is invalid or missing.
     """
@@ -123,9 +113,6 @@ class ProcessSettings:
 
   def check(self, cluster: Cluster | None) -> None:
     """Checks the settings without contacting any other process.
-
-    Args:
-      cluster: The detected cluster.
 
     Raises:
       user_error.UserError: A value is invalid or missing.

@@ -205,11 +205,9 @@ class Supervisor:
 
 
 def child_command(original: Sequence[str], flag: str) -> list[str]:
-  """Returns the command of this process with another flag.
+  """Returns the command of this process (`sys.orig_argv`) with one more flag.
 
-  Args:
-    original: `sys.orig_argv`.
-    flag: Appended, so that it overrides an earlier value.
+  It overrides an earlier value.
   """
   return [sys.executable, *original[1:], flag]
 

@@ -62,9 +62,6 @@ class Process:
   def wait(self, timeout: float | None = None) -> int:
     """Returns the exit status when there is one.
 
-    Args:
-      timeout: In seconds; `None` for no limit.
-
     Raises:
       subprocess.TimeoutExpired: It takes longer.
     """
@@ -93,12 +90,7 @@ class Forks:
   """Starts processes; use it as a context."""
 
   def __init__(self, module: str, folder: pathlib.Path) -> None:
-    """Starts the process that forks.
-
-    Args:
-      module: Which calls `serve` if it is the program.
-      folder: Gets the output of all processes.
-    """
+    """Starts the process that forks."""
     self._folder = folder
     self._count = 0
     self._statuses: dict[int, int] = {}
@@ -157,11 +149,7 @@ class Forks:
     return Process(self, self._ask(request), *files)
 
   def poll(self, process: Process) -> int | None:
-    """Returns the exit status, as `subprocess` gives it; `None` for none yet.
-
-    Args:
-      process: From `start`.
-    """
+    """Returns the exit status, as `subprocess` does; None for none yet."""
     if process.pid not in self._statuses:
       status = self._ask({"wait": process.pid})
       if status is None:
@@ -170,12 +158,7 @@ class Forks:
     return self._statuses[process.pid]
 
   def wait(self, process: Process, *, timeout: float = 120.0) -> int:
-    """Returns the exit status, as `subprocess` gives it.
-
-    Args:
-      process: From `start`.
-      timeout: In seconds; one that lives longer is killed.
-    """
+    """Returns the exit status, as `subprocess` gives it."""
     try:
       return process.wait(timeout)
     except subprocess.TimeoutExpired:
@@ -191,11 +174,7 @@ class Forks:
 
 
 def serve(functions: Mapping[str, Function]) -> None:
-  """Is the process that forks, until standard input ends.
-
-  Args:
-    functions: By name; each takes one list and returns an exit status.
-  """
+  """Is the process that forks, until standard input ends."""
   # JAX warns of forks; its threads begin with its first device, which is never
   # asked for here.
   warnings.simplefilter("ignore")

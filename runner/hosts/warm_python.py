@@ -55,12 +55,7 @@ os._exit(status)
 
 @contextlib.contextmanager
 def installed(modules: Sequence[str], folder: pathlib.Path) -> Iterator[None]:
-  """Has `sys.executable` be such a Python.
-
-  Args:
-    modules: What its commands import anyway.
-    folder: Gets the program.
-  """
+  """Has `sys.executable` be such a Python."""
   before = sys.executable
   with WarmPython(modules, folder) as warm:
     sys.executable = warm.executable
@@ -78,12 +73,7 @@ class WarmPython:
   """
 
   def __init__(self, modules: Sequence[str], folder: pathlib.Path) -> None:
-    """Starts it; what is asked of it meanwhile waits.
-
-    Args:
-      modules: What it imports.
-      folder: Gets the program.
-    """
+    """Starts it; what is asked of it meanwhile waits."""
     name = f"paxon-{os.getpid()}-{secrets.token_hex(8)}"
     client, program = folder / "client.py", folder / "python"
     client.write_text(_CLIENT)

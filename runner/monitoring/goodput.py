@@ -162,11 +162,7 @@ class Ledger:
 
   @contextlib.contextmanager
   def span(self, cause: Cause) -> Iterator[None]:
-    """Attributes the time in the context, except for inner spans, to a cause.
-
-    Args:
-      cause: What the main thread does.
-    """
+    """Attributes the time in the context, without inner spans, to a cause."""
     before = self._cause
     self._enter(cause)
     try:
@@ -185,13 +181,7 @@ class Ledger:
     is_ready: Callable[[], bool],
     is_busy: Callable[[], bool],
   ) -> Iterator[_T]:
-    """Yields from `batches`; waits with idle devices are attributed to data.
-
-    Args:
-      batches: The input of the loop.
-      is_ready: Whether the next batch is available without waiting.
-      is_busy: Whether the devices have work.
-    """
+    """Yields from `batches`; waits with idle devices are attributed to data."""
     iterator = iter(batches)
     while True:
       while not is_ready() and is_busy():
@@ -251,11 +241,7 @@ class Ledger:
 
 
 def account(attempts: Sequence[Attempt]) -> Account:
-  """Returns the time of a run; see the module.
-
-  Args:
-    attempts: In order, at least one.
-  """
+  """Returns the time of a run; see the module."""
   seconds = dict.fromkeys(Cause, 0.0)
   for attempt in attempts:
     for name, value in attempt.seconds.items():
@@ -288,9 +274,6 @@ def to_text(attempts: Sequence[Attempt]) -> str:
 
 def read(path: epath.PathLike) -> list[Attempt]:
   """Returns the attempts of a run, in order.
-
-  Args:
-    path: The path of `goodput.jsonl`.
 
   Raises:
     UserError: A line cannot be parsed.

@@ -45,9 +45,6 @@ class Launch:
 def parse_window(text: str) -> ProfileWindow:
   """Parses `FIRST:STOP`.
 
-  Args:
-    text: The value of `--profile_steps`.
-
   Raises:
     ValueError: It is not a non-empty range of steps.
   """
@@ -70,10 +67,6 @@ def parse_window(text: str) -> ProfileWindow:
 
 def check_window(window: ProfileWindow, *, num_train_steps: int) -> None:
   """Checks that training reaches the steps to profile.
-
-  Args:
-    window: Steps to profile.
-    num_train_steps: The last training step.
 
   Raises:
     ValueError: It does not.

@@ -44,12 +44,7 @@ def draw(
 ) -> web_page.Element | None:
   """Returns an `svg` element; None without any finite point.
 
-  Args:
-    series: The curves.
-    title: The quantity, for the vertical axis and screen readers.
-    levels: Values to compare with, by name: dashed horizontal lines.
-    width: In pixels of the drawing, which scales with the page.
-    height: In pixels.
+  `levels` are drawn as dashed horizontal lines. Sizes are in pixels.
   """
   levels = {k: v for k, v in (levels or {}).items() if math.isfinite(v)}
   series = [s for s in series if _finite(s.points)]
@@ -141,13 +136,7 @@ class _Frame:
 
 
 def ticks(low: float, high: float, *, count: int) -> list[float]:
-  """Returns round numbers in a range.
-
-  Args:
-    low: The lower end of the range.
-    high: The upper end, above `low`.
-    count: Desired number of ticks; there may be up to twice as many.
-  """
+  """Returns round numbers in a range: `count` to twice as many."""
   raw = (high - low) / count * (1 - 1e-9)  # 2.2 - 1.2 is above 1.
   magnitude = 10.0 ** math.floor(math.log10(raw))
   step = next(m * magnitude for m in (1, 2, 5, 10) if m * magnitude >= raw)

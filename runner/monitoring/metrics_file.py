@@ -100,9 +100,6 @@ class DamagedFileError(user_error.UserError, ValueError):
 def read(path: epath.PathLike) -> list[Record]:
   """Returns the lines of a file, in order.
 
-  Args:
-    path: The path of the file.
-
   Raises:
     DamagedFileError: A line cannot be parsed.
   """
@@ -126,9 +123,6 @@ def read_run(folder: epath.PathLike) -> list[Record]:
   """Returns the metrics of a run, from training and separate evaluations.
 
   For the same step and split, those of the separate evaluation take precedence.
-
-  Args:
-    folder: The run directory.
 
   Raises:
     DamagedFileError: A line cannot be parsed.

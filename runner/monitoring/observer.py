@@ -106,14 +106,7 @@ class Observer:
     length: int,
     devices: Sequence[jax.Device],
   ) -> None:
-    """Counts FLOPs and memory of the compiled step; prints the basis of MFU.
-
-    Args:
-      traced: The traced step, for FLOPs.
-      compiled: The compiled step, for memory on devices without statistics.
-      length: Sequence length in tokens.
-      devices: The mesh.
-    """
+    """Counts FLOPs and memory of the compiled step; prints the basis of MFU."""
     self._devices = devices
     self._step_memory = step_metrics.step_memory(compiled)
     self._cost = step_metrics.count_step(
@@ -149,9 +142,6 @@ class Observer:
     """Returns a context whose time is attributed to a cause.
 
     The watchdog is suspended, except for checkpoints, which may hang.
-
-    Args:
-      cause: Any other than steps.
     """
     with contextlib.ExitStack() as stack:
       stack.enter_context(self.ledger.span(cause))
@@ -191,22 +181,11 @@ class Observer:
     return self._profiler.step(step)
 
   def dispatched(self, step: int, *, before: Position, after: Position) -> None:
-    """Records the data position of a step.
-
-    Args:
-      step: Its number.
-      before: The state of the input before its batch.
-      after: The state after it.
-    """
+    """Records the data position before and after the batch of a step."""
     self._positions[step] = before, after
 
   def finished(self, step: int, values: Mapping[str, float]) -> None:
-    """Processes the metrics of a finished step.
-
-    Args:
-      step: Its number; steps are passed in order, without gaps.
-      values: Its metrics, including `loss` and `grad_norm` if they exist.
-    """
+    """Processes the metrics of a finished step; steps come in order."""
     self.ledger.made(step)
     if self._watchdog is not None:
       self._watchdog.beat(step)
@@ -215,11 +194,7 @@ class Observer:
       self._spikes.observe(step, values, before=before, after=after)
 
   def metrics(self, step_seconds: float) -> dict[str, float]:
-    """Returns performance metrics, written with those of a step.
-
-    Args:
-      step_seconds: Mean time of the steps since the last summary.
-    """
+    """Returns performance metrics for a mean time of a step."""
     values = {"step_seconds": step_seconds}
     if self._cost is not None:
       values |= self._cost.values(step_seconds)

@@ -22,13 +22,7 @@ class Profiler:
   def __init__(
     self, window: launch.ProfileWindow | None, folder: epath.Path
   ) -> None:
-    """Prepares the profiler.
-
-    Args:
-      window: Steps to trace; None for none.
-      folder: Gets `plugins/profile/<time>/*.xplane.pb`, where TensorBoard
-        looks. It may be in an object store.
-    """
+    """Prepares to write `<folder>/plugins/profile/<time>/*.xplane.pb`."""
     self._window = window
     self._folder = folder
     self._is_tracing = False
@@ -41,10 +35,7 @@ class Profiler:
     return self._is_tracing != (step in self._window)
 
   def move(self, step: int) -> str | None:
-    """Starts or stops the trace; call it while the devices are idle.
-
-    Args:
-      step: The next step.
+    """Starts or stops the trace before a step, while the devices are idle.
 
     Returns:
       A line for the user at the end of the window.

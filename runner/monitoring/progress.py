@@ -39,13 +39,7 @@ def make(
   first_step: int = 0,
   stream: TextStream | None = None,
 ) -> summary_writer.SummaryWriter:
-  """Returns a bar if the stream is a terminal, else plain lines.
-
-  Args:
-    num_train_steps: The last training step.
-    first_step: The step from which training resumes, or 0.
-    stream: Standard output by default.
-  """
+  """Returns a bar if the stream is a terminal, else plain lines."""
   stream = sys.stdout if stream is None else stream
   console = rich_console.Console(file=cast(IO[str], stream))
   if console.is_terminal and not console.is_dumb_terminal:
@@ -56,13 +50,7 @@ def make(
 
 
 class ProgressLines(summary_writer.SummaryWriter):
-  """Prints one line per step with metrics.
-
-  Args:
-    num_train_steps: The last training step.
-    stream: Where to print.
-    clock: Returns seconds; replaced in tests.
-  """
+  """Prints one line per step with metrics."""
 
   def __init__(
     self,
@@ -94,12 +82,6 @@ class ProgressBar(summary_writer.SummaryWriter):
 
   It is drawn from the start, so that it shows the elapsed time while the step
   is compiled. Meanwhile `print` writes above it.
-
-  Args:
-    num_train_steps: The last training step.
-    first_step: The step from which training resumes, or 0.
-    console: A terminal.
-    clock: Returns seconds; replaced in tests.
   """
 
   def __init__(
@@ -152,10 +134,6 @@ class TimeLeft:
   """Estimates the remaining time from the steps since the first report.
 
   Compilation ends before the first report and does not count.
-
-  Args:
-    num_train_steps: The last training step.
-    clock: Returns seconds.
   """
 
   def __init__(self, num_train_steps: int, clock: Callable[[], float]):
@@ -177,11 +155,7 @@ class TimeLeft:
 
 
 def duration(seconds: float) -> str:
-  """Returns seconds as `h:mm:ss`, or `m:ss` below an hour.
-
-  Args:
-    seconds: Non-negative.
-  """
+  """Returns seconds as `h:mm:ss`, or `m:ss` below an hour."""
   minutes, rest = divmod(round(seconds), 60)
   hours, minutes = divmod(minutes, 60)
   if hours:

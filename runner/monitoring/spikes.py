@@ -72,13 +72,7 @@ class Detector:
   def __init__(
     self, settings: monitoring.SpikeSettings, *, factor: float, rise: float
   ) -> None:
-    """Starts with an empty window.
-
-    Args:
-      settings: The window and the deviations.
-      factor: A value above this times the median is always a spike.
-      rise: The smallest relative rise of a spike.
-    """
+    """Starts with an empty window; see the module for `factor` and `rise`."""
     self._settings = settings
     self._factor = factor
     self._rise = rise
@@ -88,10 +82,7 @@ class Detector:
     self._was_high = False
 
   def find(self, value: float) -> tuple[float, float] | None:
-    """Adds the value of the next step.
-
-    Args:
-      value: Non-finite values do not enter the window.
+    """Adds the value of the next step; non-finite ones do not enter the window.
 
     Returns:
       The median and the limit if a spike begins, else None.
@@ -140,14 +131,7 @@ class SpikeReport:
     resume_step: int = 0,
     train_input: base_input.BaseInput | None = None,
   ) -> None:
-    """Reads the existing file, if any.
-
-    Args:
-      settings: The definition of a spike.
-      path: The path of the file, which is created at the first spike.
-      resume_step: Spikes of later steps are dropped, as training repeats them.
-      train_input: Looks up the documents of a batch.
-    """
+    """Reads the existing file; drops spikes after `resume_step`."""
     self._train_input = train_input
     self._path = epath.Path(path)
     self._detectors = {
@@ -168,13 +152,9 @@ class SpikeReport:
     before: Mapping[str, Any],
     after: Mapping[str, Any],
   ) -> list[Spike]:
-    """Adds the metrics of the next step; returns its spikes.
+    """Adds the metrics and data positions of the next step; returns its spikes.
 
-    Args:
-      step: Its number.
-      values: Its metrics, of which `loss` and `grad_norm` are used.
-      before: The data position before its batch.
-      after: The data position after it.
+    The positions are those of the input before and after the batch.
     """
     found: list[Spike] = []
     for metric, detector in self._detectors.items():
@@ -212,9 +192,6 @@ class SpikeReport:
 def read(path: epath.PathLike) -> list[Spike]:
   """Returns the spikes of a run, in order.
 
-  Args:
-    path: The path of `spikes.jsonl`.
-
   Raises:
     UserError: A line cannot be parsed.
   """
@@ -235,10 +212,6 @@ def read_batch(
   spike: Spike, train_input: base_input.BaseInput
 ) -> base_input.Batch:
   """Reads the batch of a spike again and changes the state of the input.
-
-  Args:
-    spike: From `read`.
-    train_input: The input of the run, such as `job.train_input`.
 
   Raises:
     ValueError: The position belongs to other data.

@@ -43,11 +43,7 @@ class StepCost:
   note: str
 
   def values(self, seconds: float) -> dict[str, float]:
-    """Returns `model_tflops_per_device` and, if the peak is known, `mfu`.
-
-    Args:
-      seconds: Time of a step.
-    """
+    """Returns `model_tflops_per_device` and, if the peak is known, `mfu`."""
     if seconds <= 0 or self.flops <= 0:
       return {}
     rate = self.flops / seconds / self.num_devices
@@ -60,14 +56,7 @@ class StepCost:
 def count_step(
   traced: jax.stages.Traced, *, length: int, num_devices: int, device_kind: str
 ) -> StepCost:
-  """Counts the FLOPs of a traced step.
-
-  Args:
-    traced: The whole program, before it is partitioned over devices.
-    length: Sequence length in tokens.
-    num_devices: Number of devices in the mesh.
-    device_kind: The `jax.Device.device_kind`.
-  """
+  """Counts the FLOPs of a traced step on sequences of `length` tokens."""
   counted = flops_lib.count(traced.jaxpr)
   total = counted.causal_model_flops(length)
   dtypes = counted.by("dtype", remat=False)
@@ -90,15 +79,10 @@ def count_step(
 def device_memory(
   devices: Sequence[jax.Device], *, step: Mapping[str, float] | None = None
 ) -> dict[str, float]:
-  """Returns `device_memory_bytes` and `device_memory_peak_bytes`.
+  """Returns `device_memory_bytes` and, since the start, its peak.
 
-  Args:
-    devices: The mesh; only this host's devices count, by their maximum.
-    step: The result of `step_memory`, returned for devices without memory
-      statistics, such as CPUs.
-
-  Returns:
-    Bytes in use now, and the peak since the process began.
+  Both are the maximum over this host's devices; for devices without memory
+  statistics, such as CPUs, the result is `step` (see `step_memory`).
   """
   values = max_over_devices(
     [
@@ -113,11 +97,7 @@ def device_memory(
 def max_over_devices(
   stats: Sequence[Mapping[str, int] | None],
 ) -> dict[str, float]:
-  """Returns the values of `device_memory`; empty without any statistics.
-
-  Args:
-    stats: `jax.Device.memory_stats()` of each device.
-  """
+  """Returns the values of `device_memory`; empty without any statistics."""
   counted = [each for each in stats if each and "bytes_in_use" in each]
   if not counted:
     return {}
@@ -133,9 +113,7 @@ def max_over_devices(
 def step_memory(compiled: jax.stages.Compiled) -> dict[str, float]:
   """Returns `step_memory_bytes`: memory per device of a compiled step.
 
-  Args:
-    compiled: The step. Arguments, results and temporaries count; donated
-      buffers count once.
+  Donated buffers count once. Empty if the compiler has no memory analysis.
 
   Returns:
     Empty if the compiler has no memory analysis.
@@ -164,11 +142,7 @@ def host_memory() -> dict[str, float]:
 
 
 def parse_status(text: str) -> dict[str, float]:
-  """Returns the values of `host_memory` from Linux's `/proc/self/status`.
-
-  Args:
-    text: The content of the file.
-  """
+  """Returns the values of `host_memory` from Linux's `/proc/self/status`."""
   names = {"VmRSS": "host_memory_bytes", "VmHWM": "host_memory_peak_bytes"}
   values = {}
   for line in text.splitlines():

@@ -14,12 +14,9 @@ class SummaryWriter(abc.ABC):
 
   @abc.abstractmethod
   def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
-    """Records metrics.
+    """Records metrics after a training step.
 
-    Args:
-      step: The training step after which they were measured.
-      split: `train`, the name of an evaluated split, or `baseline/<name>`.
-      values: Metrics by name.
+    The split is `train`, an evaluated split, or `baseline/<name>`.
     """
 
   def flush(self) -> None:  # noqa: B027

@@ -38,14 +38,7 @@ class Watchdog:
     host: str = "",
     clock: Callable[[], float] = time.monotonic,
   ) -> None:
-    """Prepares a watchdog that is not armed.
-
-    Args:
-      settings: When a step hangs.
-      folder: Gets `stacks-<step><host>.txt`.
-      host: Distinguishes the files of several hosts.
-      clock: Returns seconds.
-    """
+    """Prepares a watchdog that writes `<folder>/stacks-<step><host>.txt`."""
     self._settings = settings
     self._folder = folder
     self._host = host

@@ -51,13 +51,8 @@ def make_train_writer(
 ) -> summary_writer.CompositeWriter:
   """Returns the writers of a training run: files, and progress for the user.
 
-  Args:
-    run_dir: The run directory.
-    num_train_steps: The last training step.
-    resume_step: The step from which training resumes, or 0. Metrics of later
-      steps that an earlier attempt wrote are dropped.
-    stream: Where progress is printed; standard output by default.
-    more: Other writers, closed with these.
+  Metrics of steps after `resume_step` that an earlier attempt wrote are
+  dropped.
   """
   return summary_writer.CompositeWriter(
     [
@@ -78,9 +73,6 @@ def make_eval_writer(run_dir: epath.Path) -> summary_writer.CompositeWriter:
 
   The run may be training meanwhile, so the job writes separate files;
   `metrics_file.read_run` merges them. Earlier metrics are kept.
-
-  Args:
-    run_dir: The directory of the evaluated run.
   """
   folder = run_dir / run_dir_lib.EVAL
   return summary_writer.CompositeWriter(
@@ -92,13 +84,7 @@ def make_eval_writer(run_dir: epath.Path) -> summary_writer.CompositeWriter:
 
 
 class EventFiles(summary_writer.SummaryWriter):
-  """Writes TensorBoard's `<folder>/<split>/events.out.tfevents.*`.
-
-  Args:
-    folder: Parent directory of all splits.
-    resume_step: The step from which training resumes, or 0.
-    clock: Returns seconds since the epoch; replaced in tests.
-  """
+  """Writes TensorBoard's `<folder>/<split>/events.out.tfevents.*`."""
 
   def __init__(
     self,
@@ -180,12 +166,6 @@ class WandbWriter(summary_writer.SummaryWriter):
     config: Mapping[str, Any] | None = None,
   ) -> None:
     """Starts a W&B run, or resumes that of the run directory.
-
-    Args:
-      run_dir: The run directory; its name becomes the name of the W&B run.
-      project: The W&B project.
-      entity: The W&B user or team; None is the account's default.
-      config: The resolved configuration.
 
     Raises:
       UserError: The package is not installed.

@@ -190,9 +190,7 @@ NAMES: Final = tuple(dict.fromkeys(each.name for each in SETS))
 def get_options(name: str, hardware: str | None) -> dict[str, Value]:
   """Returns the options of a set on one kind of hardware.
 
-  Args:
-    name: One of `NAMES`.
-    hardware: The kind's name; None for one that is not known.
+  Unknown hardware (None) has none.
   """
   return {
     option: value

@@ -162,11 +162,7 @@ class PatternError(ValueError):
 
 
 def check_patterns(patterns: Iterable[object], *, field: str) -> None:
-  """Checks the syntax of patterns.
-
-  Args:
-    patterns: Pairs as in `WarmStart.patterns`.
-    field: Where they are set, for errors.
+  """Checks the syntax of patterns, which are set in `field`.
 
   Raises:
     PatternError: An expression is not valid, or a template refers to a group
@@ -201,11 +197,7 @@ def check_patterns(patterns: Iterable[object], *, field: str) -> None:
 
 
 def compile_expression(expression: str, *, field: str) -> re.Pattern[str]:
-  """Compiles a regular expression.
-
-  Args:
-    expression: The expression.
-    field: Where it is set, for errors.
+  """Compiles a regular expression, which is set in `field`.
 
   Raises:
     PatternError: The expression is not valid.

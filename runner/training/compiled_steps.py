@@ -56,11 +56,8 @@ def compile_train_step(
   The state is donated: the returned state uses its memory. Metrics are
   replicated, so that every host can read them.
 
-  Args:
-    session: The job on its devices.
-    traced: From `trace_train_step`, if the step is traced already.
-    more_options: Returns compiler options for the lowered step, in addition to
-      those of the session.
+  `more_options` returns compiler options for the lowered step, in addition to
+  those of the session.
   """
   if traced is None:
     traced = trace_train_step(session)
@@ -76,12 +73,7 @@ def compile_train_step(
 def compile_eval_step(
   session: session_lib.Session, batch: Mapping[str, jax.Array]
 ) -> jax.stages.Compiled:
-  """Returns `(state, batch) -> metrics`, for states made `for_evaluation`.
-
-  Args:
-    session: The job on its devices.
-    batch: Placed arrays; only shapes and shardings are used.
-  """
+  """Returns `(state, batch) -> metrics`, for states made `for_evaluation`."""
   measure = train_step.make_eval_step(
     model_loss.make_loss_fn(
       session.job.task.model, specs=session.specs, deterministic=True
@@ -128,10 +120,6 @@ def scheduled_gradient_fn(
   job: job_lib.Job, specs: variable_groups.Specs
 ) -> gradients.GradientFn | None:
   """Returns the gradient function of the model's stack, None without one.
-
-  Args:
-    job: The resolved configuration.
-    specs: A `VariableSpec` for each variable of the model.
 
   Raises:
     UserError: The learner, or a variable, is incompatible with a schedule.

@@ -38,15 +38,7 @@ _KEY = ("prompt", "seed", "sampler", "max_new_tokens")
 
 
 def run(job: job_lib.Job, run_dir: epath.Path, prompt: str | None) -> int:
-  """Prints and writes the prompts and their continuations.
-
-  Args:
-    job: The resolved configuration, built.
-    run_dir: The directory of a run of this job.
-    prompt: The text of `--prompt`; `None` for the job's prompts.
-
-  Returns:
-    The exit status, 0.
+  """Continues a prompt, or those of the job; prints and writes the samples.
 
   Raises:
     UserError: There is no checkpoint that fits the job, no such file of
@@ -67,11 +59,7 @@ def run(job: job_lib.Job, run_dir: epath.Path, prompt: str | None) -> int:
 
 
 def parse_prompts(given: str, environ: Mapping[str, str]) -> list[str]:
-  """Returns the prompts, at least one.
-
-  Args:
-    given: The text of the flag.
-    environ: The environment, by which a relative path is resolved.
+  """Returns the prompts of `--prompt`, at least one.
 
   Raises:
     UserError: There is no such file, it is not UTF-8, or it has no line.
@@ -119,12 +107,6 @@ def write_samples(
   job: job_lib.Job,
 ) -> epath.Path:
   """Adds samples to the file of a checkpoint; returns its path.
-
-  Args:
-    run_dir: The run directory.
-    drawn: The samples.
-    step: Of the checkpoint.
-    job: With the seed and generation settings of the samples.
 
   Raises:
     UserError: The file holds something else.

@@ -30,14 +30,7 @@ def run(
 
   They are written to separate files, so the run may be training meanwhile.
 
-  Args:
-    job: The resolved configuration, built.
-    run_dir: The directory of a run of this job.
-    continuous: Whether to evaluate every new checkpoint until the run is
-      finished, instead of only the newest one.
-
-  Returns:
-    The exit status, 0.
+  With `continuous`, evaluates every new checkpoint until the run is finished.
 
   Raises:
     UserError: There is no checkpoint that fits the job, or nothing to

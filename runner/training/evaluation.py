@@ -27,11 +27,7 @@ class Evaluator:
   """
 
   def __init__(self, session: session_lib.Session) -> None:
-    """Prepares; the step is compiled for the first batch.
-
-    Args:
-      session: The job on its devices.
-    """
+    """Prepares; the step is compiled for the first batch."""
     self._session = session
     self._steps: dict[Any, jax.stages.Compiled] = {}
     # By split; kept because each compiles its own programs.
@@ -71,12 +67,9 @@ class Evaluator:
     *,
     is_stopped: Callable[[], bool] = lambda: False,
   ) -> dict[str, dict[str, float]] | None:
-    """Returns the metrics of every split.
+    """Returns the metrics of every split; None if stopped meanwhile.
 
-    Args:
-      state: Placed by the session's shardings; what only updates need may be
-        missing.
-      is_stopped: Polled after each batch; true stops the evaluation.
+    `is_stopped` is polled after each batch.
 
     Returns:
       Values by metric by split, or `None` if it was stopped.
@@ -170,14 +163,7 @@ def _add_outputs(
   *,
   after: Any,
 ) -> float:
-  """Adds a batch; returns the seconds, which do not count as the step's.
-
-  Args:
-    outputs: Gets the batch.
-    state: The step's.
-    batch: The step's.
-    after: The step's results, waited for first.
-  """
+  """Adds a batch after a step; returns the seconds, for the throughput."""
   jax.block_until_ready(after)
   begin = time.monotonic()
   outputs.add(state, batch)

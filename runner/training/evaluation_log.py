@@ -24,13 +24,7 @@ class EvaluationLog:
     splits: Iterable[str],
     until: int = 0,
   ) -> None:
-    """Reads the recorded evaluations.
-
-    Args:
-      records: Of the run's metrics file.
-      splits: Those of a complete evaluation.
-      until: Records of later steps are ignored: the run repeats those steps.
-    """
+    """Reads the recorded evaluations up to a step; later ones are repeated."""
     self._splits = frozenset(splits)
     self._results: dict[int, dict[str, Mapping[str, float]]] = {}
     self._made: set[int] = set()
@@ -89,10 +83,6 @@ def early_stopping_value(
 ) -> float:
   """Returns the monitored metric of one evaluation.
 
-  Args:
-    rule: Names the metric.
-    results: Values by metric by split.
-
   Raises:
     UserError: The evaluation does not have the metric.
   """
@@ -109,12 +99,7 @@ def early_stopping_value(
 def reason_to_stop(
   rule: training.EarlyStopping, values: Mapping[int, float]
 ) -> str | None:
-  """Returns why training stops, or None to continue.
-
-  Args:
-    rule: When to stop.
-    values: The metric by the step of its evaluation.
-  """
+  """Returns why training stops, from the metric by step; None to continue."""
   sign = 1.0 if rule.goal is training.Goal.MIN else -1.0
   if rule.target is not None:
     for step, value in sorted(values.items()):

@@ -58,10 +58,6 @@ class ExampleOutputs:
   ) -> None:
     """Prepares; programs are compiled for the first batch.
 
-    Args:
-      session: The job on its devices.
-      make: Returns a collector for one evaluation; all require the same.
-
     Raises:
       UserError: Predictions are required, and the model cannot generate.
     """

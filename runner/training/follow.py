@@ -218,11 +218,7 @@ def restore_positions(
 ) -> list[str]:
   """Sets rolling inputs to where the last evaluation ended.
 
-  Args:
-    path: The file of `store_positions`, which may not exist.
-    eval_inputs: The inputs by split.
-    done: The steps whose metrics are written. The last evaluation is repeated,
-      on the same batches, if its step is not among them.
+  If its metrics were not written (`done`), it is repeated on the same batches.
 
   Returns:
     A line for each position that does not fit its input.
@@ -244,14 +240,7 @@ def store_positions(
   step: int,
   before: Mapping[str, base_input.State],
 ) -> None:
-  """Writes the positions of rolling inputs, before metrics are written.
-
-  Args:
-    path: The file.
-    eval_inputs: The inputs by split, after an evaluation.
-    step: Of the evaluation.
-    before: Their positions before it.
-  """
+  """Writes the positions of rolling inputs, before metrics are written."""
   if before:
     after = restore.rolling_positions(eval_inputs)
     text = json.dumps({"step": step, "before": before, "after": after})

@@ -11,12 +11,6 @@ _NUM_BATCHES = 2
 def run(job: job_lib.Job) -> int:
   """Prints the first batches of all splits, as if there were one host.
 
-  Args:
-    job: The resolved configuration, built.
-
-  Returns:
-    The exit status, 0.
-
   Raises:
     UserError: An input cannot be read, or has no batch.
   """

@@ -113,12 +113,6 @@ def check_compiled(
 ) -> None:
   """Checks a step that was compiled for the devices it runs on.
 
-  Args:
-    job: The resolved configuration, built.
-    compiled: Its training step.
-    traced: The same step, traced.
-    mesh: The devices.
-
   Raises:
     UserError: As for `check_expected`.
   """
@@ -148,13 +142,7 @@ def check_expected(
   platform: hardware.Platform,
   quantized: Sequence["result.QuantizedMatmul"] = (),
 ) -> None:
-  """Compares the kernels of a compiled step with the job's expected ones.
-
-  Args:
-    job: The resolved configuration, built.
-    found: From `kernel_contract.choices`.
-    platform: Of the compiler.
-    quantized: How each quantized matmul was compiled, for the reason.
+  """Compares the kernels of a compiled step with the expected ones of the job.
 
   Raises:
     UserError: The step certainly has other kernels; the message says which,
@@ -209,12 +197,7 @@ def _quantized_reason(quantized: Sequence["result.QuantizedMatmul"]) -> str:
 
 
 def _attention_layers(node: Any, path: str) -> Iterator[tuple[str, Any]]:
-  """Yields the path and the layer of each attention kernel of a model.
-
-  Args:
-    node: The model, one of its submodules, or a list of them.
-    path: Its own path.
-  """
+  """Yields the path and the layer of each attention kernel of a model."""
   if isinstance(node, list | tuple):
     for i, item in enumerate(node):
       yield from _attention_layers(item, f"{path}[{i}]")

@@ -27,13 +27,9 @@ def check(
   device: jax.Device | None = None,
   limit: int | None = None,
 ) -> None:
-  """Checks the memory that is needed at the same time on every device.
+  """Checks that the bytes needed at once on every device, by use, fit.
 
-  Args:
-    needs: Bytes on one device, by their use.
-    advice: What to change if they do not fit.
-    device: One of the devices; by default the first of this process.
-    limit: The memory of a device in bytes; by default as the device reports.
+  By default the limit is the memory of the first device of this process.
 
   Raises:
     user_error.UserError: They do not fit.
@@ -54,9 +50,6 @@ def check(
 def check_batch(source: base_input.BaseInput) -> None:
   """Checks that one batch fits into the memory of this machine.
 
-  Args:
-    source: An input, before its first batch is read.
-
   Raises:
     user_error.UserError: It does not.
   """
@@ -71,11 +64,7 @@ def check_batch(source: base_input.BaseInput) -> None:
 
 
 def shard_bytes(tree: Any) -> int:
-  """Returns the bytes of a pytree on one device.
-
-  Args:
-    tree: `jax.ShapeDtypeStruct`s; those without a sharding are replicated.
-  """
+  """Returns the bytes of a pytree of shapes and shardings on one device."""
   total = 0
   for leaf in jax.tree.leaves(tree):
     shape = leaf.shape
@@ -90,9 +79,6 @@ def loop_bytes(jaxpr: Any) -> int:
 
   A loop's results, such as a decoding cache or the residuals of all layers,
   exist in memory at once, whatever the compiler does.
-
-  Args:
-    jaxpr: Of a traced function; the sizes are those of global arrays.
   """
   largest = 0
   for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
@@ -111,9 +97,6 @@ def device_bytes(device: jax.Device) -> int | None:
   """Returns the memory of a device in bytes, None if unknown.
 
   Fake CPU devices share the machine's memory equally.
-
-  Args:
-    device: Of this process.
   """
   if device.platform == "cpu":
     total = host_bytes()

@@ -102,10 +102,6 @@ def replaced_collections(specs: variable_groups.Specs) -> list[str]:
 def abstract_variables(model: nn.Module, batch: Any) -> Any:
   """Returns the shapes of the model's variables, in their boxes.
 
-  Args:
-    model: Has the method `loss`.
-    batch: Arrays, or their shapes and dtypes.
-
   Raises:
     user_error.UserError: One configured module has parameters in two places.
   """
@@ -142,12 +138,6 @@ def summary_metrics(
   A value of a scanned stack has one entry for each group of layers. It stays
   one metric of several values, whose name has the layers' numbers
   (`learners.metrics.indexed`).
-
-  Args:
-    sown: The collection as linen returns it: nested dicts of tuples with one
-      value for each call.
-    specs: A `VariableSpec` for each variable, from which the period of each
-      stack is found.
   """
   result = {}
   flat: dict[Any, Any] = traverse_util.flatten_dict(variables.unbox(sown))

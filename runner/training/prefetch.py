@@ -43,12 +43,7 @@ class _End:
 def next_batch(
   source: base_input.BaseInput, *, rolling: bool
 ) -> base_input.Batch:
-  """Returns the next batch of an input.
-
-  Args:
-    source: The input.
-    rolling: Whether to continue with the first batch after the end.
-  """
+  """Returns the next batch; a rolling input begins again after its end."""
   try:
     return source.get_next()
   except BaseException as error:
@@ -73,15 +68,7 @@ class Prefetcher:
     rolling: bool = False,
     depth: int = 2,
   ) -> None:
-    """Starts reading.
-
-    Args:
-      source: The input.
-      place: Moves one host batch to the devices.
-      limit: Maximum number of batches.
-      rolling: Whether to continue with the first batch after the end.
-      depth: Number of batches kept ready.
-    """
+    """Starts reading up to `limit` batches, with `depth` of them ready."""
     self._source = source
     self._place = place
     self._limit = limit

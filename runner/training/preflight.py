@@ -21,9 +21,6 @@ from paxon.sharding import axes, lint
 def check(session: session_lib.Session) -> jax.stages.Traced:
   """Returns the traced training step of a job that can run.
 
-  Args:
-    session: The job on its devices.
-
   Raises:
     UserError: The job needs more memory than there is.
     ValueError: A module rejected its configuration, or the training input has
@@ -70,9 +67,6 @@ def warnings(session: session_lib.Session) -> list[str]:
   """Returns a sentence for each array that could be sharded but is not.
 
   Arrays that are not divisible were rejected when the session was opened.
-
-  Args:
-    session: The job on its devices.
   """
   found = lint.check(
     session.specs,
@@ -88,9 +82,6 @@ def trace(
 ) -> tuple[jax.stages.Traced, jax.stages.Traced | None]:
   """Returns the traced training step and sample generation, if there is any.
 
-  Args:
-    session: The job on its devices.
-
   Raises:
     ValueError: As for `check`.
   """
@@ -102,9 +93,6 @@ def trace(
 
 def check_memory(session: session_lib.Session) -> None:
   """Checks that the state and a batch fit into the devices.
-
-  Args:
-    session: The job on its devices.
 
   Raises:
     UserError: They do not.

@@ -71,12 +71,7 @@ def _first_batch(mesh: str) -> str:
 
 
 def batch_digests(session: session_lib.Session, number: int) -> list[str]:
-  """Returns the digests of global batches, assembled from all hosts.
-
-  Args:
-    session: The job on its devices.
-    number: How many batches.
-  """
+  """Returns the digests of global batches, assembled from all hosts."""
   digests = []
   session.job.train_input.reset()
   for _ in range(number):
@@ -86,12 +81,7 @@ def batch_digests(session: session_lib.Session, number: int) -> list[str]:
 
 
 def digest(session: session_lib.Session, folder: epath.Path) -> str:
-  """Returns the digest of the newest checkpoint, read onto the mesh.
-
-  Args:
-    session: The job on its devices.
-    folder: Of the checkpoints.
-  """
+  """Returns the digest of the newest checkpoint, read onto the mesh."""
   with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
     step = checkpoints.latest_step()
     assert step is not None

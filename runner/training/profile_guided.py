@@ -74,9 +74,6 @@ class ProfileGuide:
   def options(self, lowered: jax.stages.Lowered) -> dict[str, Any]:
     """Returns compiler options: with a profile, or to be profiled.
 
-    Args:
-      lowered: The program, by which its stored profile is found.
-
     Raises:
       UserError: The given profile cannot be read.
     """
@@ -96,9 +93,6 @@ class ProfileGuide:
 
   def after_step(self, outputs: Any) -> bool:
     """Counts a dispatched step, and starts or stops the profile.
-
-    Args:
-      outputs: Of the step, waited for at both ends of the profile.
 
     Returns:
       Whether to compile again, because the profile is complete.
@@ -178,9 +172,6 @@ class ProfileGuide:
 
 def check(setting: str | None) -> None:
   """Checks `Job.pgle` before anything is computed.
-
-  Args:
-    setting: `auto`, a path, or None for no profile.
 
   Raises:
     UserError: There is no such file.

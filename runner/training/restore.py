@@ -43,10 +43,6 @@ def restore_or_start(
   The training input is left at the next batch, and rolling evaluation inputs
   where the last evaluation ended.
 
-  Args:
-    session: The job on its devices.
-    checkpoints: Of the run.
-
   Raises:
     UserError: The checkpoint, or that of the warm start, does not fit the job
       or its data; or all checkpoints are damaged.
@@ -87,11 +83,6 @@ def restore_for_evaluation(
   """Returns the newest checkpoint's state without what only updates need.
 
   Rolling evaluation inputs are set to the positions in the checkpoint.
-
-  Args:
-    session: The job on its devices.
-    checkpoints: Of the run.
-    folder: Their directory, for the message.
 
   Raises:
     UserError: There is no checkpoint, it does not fit the job, or all are
@@ -147,10 +138,6 @@ def make_warm_start_plan(
 ) -> warm_start_plan.Plan:
   """Finds the checkpoint of a warm start and decides what is read from it.
 
-  Args:
-    session: The job on its devices; nothing is computed.
-    start: The job's setting.
-
   Raises:
     user_error.UserError: There is no such checkpoint, or it does not fit.
   """
@@ -166,10 +153,6 @@ def warm_start(
   session: session_lib.Session, start: training.WarmStart
 ) -> train_state.TrainState:
   """Returns an initial state with values of another run; prints which.
-
-  Args:
-    session: The job on its devices.
-    start: The job's setting.
 
   Raises:
     user_error.UserError: There is no such checkpoint, it does not fit, cannot
@@ -199,12 +182,7 @@ def warm_start(
 def to_stored_positions(
   training: Mapping[str, Any], evaluation: Mapping[str, base_input.State]
 ) -> dict[str, Any]:
-  """Returns a checkpoint's data.
-
-  Args:
-    training: The position of the training input.
-    evaluation: The positions of rolling inputs by split.
-  """
+  """Returns a checkpoint's data from the positions of its inputs."""
   if not evaluation:
     return dict(training)
   return {**training, _EVALUATION: dict(evaluation)}
@@ -233,13 +211,10 @@ def restore_rolling_positions(
   eval_inputs: Mapping[str, base_input.BaseInput],
   positions: Mapping[str, base_input.State],
 ) -> list[str]:
-  """Sets the positions of the rolling inputs.
+  """Sets the positions of the rolling inputs, by split.
 
-  Args:
-    eval_inputs: The inputs by split.
-    positions: Positions by split. A split without one, such as one that was
-      added later or has changed data, starts at its first batch: that is no
-      reason to stop training.
+  A split without a valid position starts at its first batch; that is no reason
+  to stop training.
 
   Returns:
     A line for each position that does not fit its input.

@@ -32,11 +32,7 @@ _PAUSE_SECONDS = 2.0
 
 
 def check_config(config: fdl.Buildable, folder: epath.Path) -> list[str]:
-  """Compares a configuration with the stored one of a run.
-
-  Args:
-    config: The root of the resolved configuration.
-    folder: The directory of a run that has checkpoints.
+  """Compares a configuration with the stored one of a run that has checkpoints.
 
   Returns:
     One line for each value that differs and may differ.
@@ -70,12 +66,7 @@ def check_config(config: fdl.Buildable, folder: epath.Path) -> list[str]:
 
 
 def store_config(config: fdl.Buildable, folder: epath.Path) -> None:
-  """Writes a configuration, replacing a stored one.
-
-  Args:
-    config: The root of the resolved configuration.
-    folder: The run directory.
-  """
+  """Writes a configuration, replacing a stored one."""
   files.write_text(folder / run_dir.CONFIG_TEXT, dump.to_text(config))
   files.write_text(folder / run_dir.CONFIG_JSON, dump.to_json(config))
 
@@ -118,13 +109,7 @@ def store_settings(
   overrides: Sequence[overrides_lib.Override],
   folder: epath.Path,
 ) -> None:
-  """Writes settings, replacing stored ones.
-
-  Args:
-    experiment: The import path of its class.
-    overrides: The assignments.
-    folder: The run directory.
-  """
+  """Writes settings, replacing stored ones."""
   content = {
     "experiment": experiment,
     "overrides": [
@@ -138,9 +123,6 @@ def store_settings(
 
 def read_settings(folder: epath.Path) -> Settings | None:
   """Returns the stored settings of a run, `None` if there are none.
-
-  Args:
-    folder: The run directory.
 
   Raises:
     UserError: The file is damaged.
@@ -186,12 +168,7 @@ def complete_settings(
 ) -> CompletedSettings:
   """Adds the settings of a run to those of a command line.
 
-  Args:
-    experiment: As `--exp` names it; `None` for that of the run. The settings of
-      the run are not used for another experiment.
-    given: The assignments of the command line.
-    folder: The run directory.
-    packages: Where names close to a misspelled one are searched.
+  They are not added for another experiment than that of the run.
 
   Raises:
     UserError: There is no such experiment, or none is named anywhere.
@@ -226,12 +203,7 @@ def complete_settings(
 def wait_for_run(
   folder: epath.Path, *, sleep: Callable[[float], None] = time.sleep
 ) -> None:
-  """Waits until a run directory has settings, printing that once.
-
-  Args:
-    folder: The directory of a run that may not have started.
-    sleep: Replaced in tests.
-  """
+  """Waits until a run directory has settings, printing that once."""
   path = folder / run_dir.SETTINGS
   if path.exists():
     return
@@ -255,13 +227,7 @@ class FinishedMarker:
 
 
 def mark_finished(folder: epath.Path, *, step: int, job: job_lib.Job) -> None:
-  """Marks a run as finished, after its last checkpoint is complete.
-
-  Args:
-    folder: The run directory.
-    step: Of that checkpoint.
-    job: The resolved configuration.
-  """
+  """Marks a run as finished, after its last checkpoint is complete."""
   marker = FinishedMarker(step=step, num_train_steps=job.num_train_steps)
   text = json.dumps(dataclasses.asdict(marker))
   files.write_text(folder / run_dir.FINISHED, f"{text}\n")

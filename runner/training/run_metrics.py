@@ -44,14 +44,7 @@ class TrainMetrics:
     last_step: int,
     observer: observer_lib.Observer | None = None,
   ) -> None:
-    """Starts the clock of the first step.
-
-    Args:
-      writer: Where metrics are written.
-      every_steps: Interval of written steps.
-      last_step: Written too.
-      observer: Notified of each finished step; adds metrics to those written.
-    """
+    """Starts the clock of the first step."""
     self._writer = writer
     self._every_steps = every_steps
     self._last_step = last_step
@@ -101,11 +94,7 @@ class Throughput:
   """Tokens per second of training time, from one report to the next."""
 
   def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-    """Starts the clock.
-
-    Args:
-      clock: Seconds from any origin.
-    """
+    """Starts the clock."""
     self._clock = clock
     self._restart()
 
@@ -141,12 +130,7 @@ class Throughput:
 
 
 def format_results(step: int, results: Results) -> Iterator[str]:
-  """Yields one line for each evaluated split.
-
-  Args:
-    step: Of the evaluated variables.
-    results: Values by metric by split.
-  """
+  """Yields one line for each evaluated split."""
   for split, values in results.items():
     names = [name for name in _SHOWN_FIRST if name in values]
     names += [name for name in values if name not in _SHOWN_FIRST]
@@ -157,12 +141,7 @@ def format_results(step: int, results: Results) -> Iterator[str]:
 def format_comparison(
   results: Results, baselines: Mapping[str, float]
 ) -> Iterator[str]:
-  """Yields the bits per byte of the model and the baselines, best first.
-
-  Args:
-    results: Values by metric by split.
-    baselines: Bits per byte by name.
-  """
+  """Yields the bits per byte of the model and the baselines, best first."""
   own = {
     f"this model ({split})": values["bits_per_byte"]
     for split, values in results.items()

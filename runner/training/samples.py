@@ -51,12 +51,6 @@ def draw(
 ) -> list[Sample]:
   """Continues prompts; the same seed and step give the same text.
 
-  Args:
-    session: The job on its devices.
-    state: Placed by the session's shardings; what only updates need may be
-      missing.
-    prompts: By default those of the job.
-
   Raises:
     UserError: The job has no generation settings, or its model cannot
       generate.
@@ -86,11 +80,7 @@ def draw(
 
 
 def trace(session: session_lib.Session) -> jax.stages.Traced:
-  """Returns the program that `draw` runs, traced; nothing is computed.
-
-  Args:
-    session: The job on its devices, with generation settings.
-  """
+  """Returns the program that `draw` runs, traced; nothing is computed."""
   settings, _ = _settings(session)
   layout = _decoding_layout(session)
   generator, batch = _generator(session, layout, settings.prompts)

@@ -39,10 +39,6 @@ def mode_of(job: job_lib.Job) -> recipes.Mode:
 def check_mode(job: job_lib.Job, mode: str) -> None:
   """Checks that a program can use the job's weights.
 
-  Args:
-    job: The resolved configuration, built.
-    mode: The value of `--mode`.
-
   Raises:
     UserError: It cannot.
   """
@@ -58,12 +54,7 @@ def check_mode(job: job_lib.Job, mode: str) -> None:
 
 
 def folder(job: job_lib.Job, run_dir: epath.Path) -> epath.Path:
-  """Returns the directory of the quantized weights of a run.
-
-  Args:
-    job: With the number format.
-    run_dir: The run directory.
-  """
+  """Returns the directory of the quantized weights of a run."""
   assert job.weights is not None
   name = recipes.parse(job.weights).name
   return run_dir / _FOLDER / name / run_dirs.CHECKPOINTS
@@ -71,10 +62,6 @@ def folder(job: job_lib.Job, run_dir: epath.Path) -> epath.Path:
 
 def checkpoints(job: job_lib.Job, run_dir: epath.Path) -> epath.Path:
   """Returns the directory of the checkpoints that a program reads.
-
-  Args:
-    job: The resolved configuration, built.
-    run_dir: The run directory.
 
   Raises:
     UserError: The job serves quantized weights, and there are none.
@@ -103,10 +90,6 @@ def split(job: job_lib.Job, specs: Any) -> tuple[Any, Absent]:
   A conversion starts from the float parameters alone. In serving, the
   parameters that quantized weights replace are absent.
 
-  Args:
-    job: The resolved configuration, built.
-    specs: A `VariableSpec` for each variable that the model has.
-
   Returns:
     Specs of the state's variables, and of the absent parameters by name.
   """
@@ -128,10 +111,6 @@ def complete(values: Any, absent: Absent) -> Any:
   Nothing should read them, and then the compiler removes them; if something
   does, such as a second matmul with the same kernel, the result is NaN and not
   silently wrong.
-
-  Args:
-    values: Nested dicts of the variables of the state.
-    absent: Specs by name.
   """
   for name, spec in absent.items():
     nothing = jnp.full(spec.shape, jnp.nan, spec.dtype)

@@ -119,11 +119,9 @@ class Session:
 def open_session(
   job: job_lib.Job, *, devices: Sequence[jax.Device] | None = None
 ) -> Session:
-  """Lays a job out on its devices; computes nothing.
+  """Lays a job out on devices, by default all; sets the infeed of its inputs.
 
-  Args:
-    job: The resolved configuration. The infeed host of its inputs is set.
-    devices: Those of the mesh; by default all.
+  Computes nothing.
 
   Raises:
     UserError: The mesh does not fit the devices, a batch or a variable is not
@@ -176,11 +174,7 @@ def open_session(
 
 
 def for_evaluation(tree: train_state.TrainState) -> train_state.TrainState:
-  """Returns a state without the fields that only updates need.
-
-  Args:
-    tree: A train state of arrays, specs or shardings.
-  """
+  """Returns a state without the fields that only updates need."""
   return dataclasses.replace(tree, opt_state=(), skipped=None, tokens=None)
 
 

@@ -232,11 +232,6 @@ def greedy_continuation(
 ) -> tuple[str, list[int]]:
   """Continues a prompt by whole forward passes, without a cache.
 
-  Args:
-    session: The job on its devices, with generation settings.
-    variables: Of the model.
-    prompt: The text to continue.
-
   Returns:
     The text and the ids added.
   """

@@ -65,10 +65,9 @@ class TrainLoop:
   guide: profile_guided.ProfileGuide | None = None
 
   def run(self, state: train_state.TrainState) -> train_state.TrainState:
-    """Trains, and saves the last state; returns it.
+    """Trains from a state, which is donated; saves and returns the last one.
 
-    Args:
-      state: Is donated. The job's training input is at the batch after it.
+    The job's training input is at the batch after the state.
     """
     job, step = self.session.job, int(state.step)
     # The last process may have ended between a checkpoint and the evaluation of

@@ -85,13 +85,6 @@ class Conversion:
 def run(job: job_lib.Job, run_dir: epath.Path) -> int:
   """Converts the newest checkpoint, and evaluates it before and after.
 
-  Args:
-    job: The resolved configuration, built, of `quantization="...:convert"`.
-    run_dir: The run directory.
-
-  Returns:
-    The exit status, 0.
-
   Raises:
     UserError: There is no checkpoint that fits the job, it is converted
       already, or a layer uses its weights other than in a matmul.
@@ -128,10 +121,6 @@ def run(job: job_lib.Job, run_dir: epath.Path) -> int:
 
 def convert(job: job_lib.Job, run_dir: epath.Path) -> Conversion:
   """Converts the newest checkpoint of a run, and writes nothing.
-
-  Args:
-    job: As of `run`.
-    run_dir: The run directory.
 
   Raises:
     UserError: There is no checkpoint that fits the job, or a layer uses its
