@@ -17,20 +17,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import json
+import logging
+import os
+import sys
+import threading
 import time
-from types import TracebackType
 from typing import Any
 
 from etils import epath
 import jax
 import orbax.checkpoint as ocp
 
-from paxon.runner.checkpoints import (
-  lazy_array,
-  manifest,
-  named_tree,
-  orbax_noise,
-)
+from paxon.runner.checkpoints import lazy_array, manifest, named_tree
 from paxon.runner.checkpoints import retention as retention_lib
 from paxon.runner.hosts import agreement
 from paxon.runner.settings import training
@@ -41,6 +39,7 @@ _MANIFEST = "manifest"
 _JSON_FILE = "metadata"
 # Larger arrays are copied to the host per shard.
 _ONE_REPLICA_BYTES = 2**20
+_ORBAX = f"{os.sep}orbax{os.sep}"
 
 
 class DamagedCheckpointError(Exception):
@@ -95,7 +94,7 @@ class Checkpointer:
     self._times: dict[int, float] = {}
     self._skipped = set[int]()
     self._manager: ocp.CheckpointManager | None = None
-    self._restore_output = orbax_noise.filter_output()
+    self._restore_output = _filter_output()
     if folder.exists() or not read_only:
       self._manager = self._open()
 
@@ -131,13 +130,8 @@ class Checkpointer:
   def __enter__(self) -> "Checkpointer":
     return self
 
-  def __exit__(
-    self,
-    exception_type: type[BaseException] | None,
-    exception: BaseException | None,
-    traceback: TracebackType | None,
-  ) -> None:
-    if exception is not None and not agreement.is_alone():
+  def __exit__(self, *exception: object) -> None:
+    if exception[0] is not None and not agreement.is_alone():
       # A pending save would wait for a process that may be lost.
       self._manager = None
     self.close()
@@ -501,3 +495,44 @@ def _one_replica(x: Any) -> Any:
 def _first_line(error: BaseException) -> str:
   lines = str(error).splitlines()
   return lines[0] if lines else type(error).__name__
+
+
+def _is_relevant(record: logging.LogRecord) -> bool:
+  # Orbax logs through absl. It awaits one of several failed writes, and asyncio
+  # logs the others.
+  is_unawaited = "exception was never retrieved" in record.getMessage()
+  return _ORBAX not in record.pathname and not is_unawaited
+
+
+def _filter_output() -> Callable[[], None]:
+  """Drops the logs of orbax and late errors of TensorStore's threads.
+
+  Pending writes raise 'Event loop is closed' when another one has failed,
+  possibly before the failed save itself is reported.
+
+  Returns:
+    A function that restores logs and errors.
+  """
+  loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+  # A filter of this call only, because several may be active.
+  each = logging.Filter()
+  each.filter = _is_relevant
+  for logger in loggers:
+    logger.addFilter(each)
+  previous = sys.excepthook
+
+  def hook(*error: object) -> None:
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main or "loop is closed" not in str(error[1]):
+      previous(*error)  # pyrefly: ignore
+
+  sys.excepthook = hook
+
+  def restore() -> None:
+    for logger in loggers:
+      logger.removeFilter(each)
+    # Another one that is active keeps its hook, and with it this one.
+    if sys.excepthook is hook:
+      sys.excepthook = previous
+
+  return restore

@@ -21,7 +21,6 @@ import subprocess
 import sys
 import time
 import traceback
-from types import TracebackType
 from typing import Any
 import warnings
 
@@ -104,12 +103,7 @@ class Forks:
   def __enter__(self) -> "Forks":
     return self
 
-  def __exit__(
-    self,
-    exception_type: type[BaseException] | None,
-    exception: BaseException | None,
-    traceback: TracebackType | None,
-  ) -> None:
+  def __exit__(self, *exception: object) -> None:
     assert self._server.stdin is not None
     assert self._server.stdout is not None
     self._server.stdin.close()

@@ -16,7 +16,6 @@ import shlex
 import socket
 import subprocess
 import sys
-from types import TracebackType
 
 _SERVER = "paxon.runner.hosts.warm_python_server"
 
@@ -96,12 +95,7 @@ class WarmPython:
   def __enter__(self) -> "WarmPython":
     return self
 
-  def __exit__(
-    self,
-    exception_type: type[BaseException] | None,
-    exception: BaseException | None,
-    traceback: TracebackType | None,
-  ) -> None:
+  def __exit__(self, *exception: object) -> None:
     assert self._server.stdin is not None
     self._server.stdin.close()
     self._server.wait()

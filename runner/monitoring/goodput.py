@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from etils import epath
 
-from paxon.runner import files, flush_pace, user_error
+from paxon.runner import files, user_error
 
 _T = TypeVar("_T")
 # Polling interval of the devices while waiting for data.
@@ -135,7 +135,7 @@ class Ledger:
     self._path = None if path is None else epath.Path(path)
     self._clock = clock or _steady_clock()
     self._sleep = sleep
-    self._pace = flush_pace.FlushPace()
+    self._pace = files.FlushPace()
     self._before: list[Attempt] = []
     if self._path is not None and self._path.exists():
       self._before = read(self._path)

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: the metrics of a run, one JSON object per line.
+"""Writers of metrics, and `metrics.jsonl`: one JSON object per line.
 
   {"step": 100, "split": "train", "loss": 2.3025850929940459, ...}
 
@@ -9,7 +9,9 @@ it again replaces it. The file is always written whole, so that it may be in an
 object store.
 """
 
-from collections.abc import Callable, Mapping
+import abc
+from collections.abc import Callable, Mapping, Sequence
+import contextlib
 import dataclasses
 import json
 import math
@@ -18,10 +20,57 @@ from typing import Any
 
 from etils import epath
 
-from paxon.runner import files, flush_pace, run_dir, user_error
-from paxon.runner.monitoring import summary_writer
+from paxon.runner import files, run_dir, user_error
 
 _KEYS = ("step", "split")
+# The metrics of baselines are written at step 0 under the split
+# `baseline/<name>`, so that a report needs no other source.
+BASELINE_PREFIX = "baseline/"
+
+
+class SummaryWriter(abc.ABC):
+  """Writes metrics by step and split."""
+
+  @abc.abstractmethod
+  def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
+    """Records metrics after a training step.
+
+    The split is `train`, an evaluated split, or `baseline/<name>`.
+    """
+
+  def flush(self) -> None:  # noqa: B027
+    """Makes everything written so far durable.
+
+    Called before a checkpoint is committed, because a resumed run does not
+    write these metrics again. Writers also flush periodically.
+    """
+
+  @abc.abstractmethod
+  def close(self) -> None:
+    """Flushes and releases all resources."""
+
+
+class CompositeWriter(SummaryWriter):
+  """Forwards all calls to several writers, in order."""
+
+  def __init__(self, writers: Sequence[SummaryWriter]):
+    self._writers = tuple(writers)
+
+  def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
+    """Records metrics in every writer."""
+    for writer in self._writers:
+      writer.write(step, split, values)
+
+  def flush(self) -> None:
+    """Flushes every writer."""
+    for writer in self._writers:
+      writer.flush()
+
+  def close(self) -> None:
+    """Closes every writer, even if one of them fails."""
+    with contextlib.ExitStack() as stack:
+      for writer in reversed(self._writers):
+        stack.callback(writer.close)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +88,7 @@ class Record:
   values: Mapping[str, float]
 
 
-class MetricsFile(summary_writer.SummaryWriter):
+class MetricsFile(SummaryWriter):
   """Writes `metrics.jsonl` and keeps its existing lines.
 
   Args:
@@ -58,7 +107,7 @@ class MetricsFile(summary_writer.SummaryWriter):
     clock: Callable[[], float] = time.monotonic,
   ):
     self._path = epath.Path(path)
-    self._pace = flush_pace.FlushPace(clock)
+    self._pace = files.FlushPace(clock)
     self._lines: dict[tuple[int, str], str] = {}
     if self._path.exists():
       for record in read(self._path):

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from paxon.runner import files, flush_pace
-from paxon.runner.monitoring import metrics_file, summary_writer
+from paxon.runner import files
+from paxon.runner.monitoring import metrics_file
 
 # As `st.text` has them, without encoding each one first to find that out.
 _CHARACTERS = st.characters(exclude_categories=("Cs",))
@@ -142,7 +142,7 @@ def test_file_is_never_appended_to(tmp_path, monkeypatch):
 
 def test_slow_writes_are_spaced_further():
   clock = _Clock()
-  pace = flush_pace.FlushPace(clock)
+  pace = files.FlushPace(clock)
 
   def slow():
     clock.now += 10.0
@@ -177,7 +177,7 @@ def test_damaged_file_is_named_with_the_line(tmp_path, line):
 def test_composite_forwards_everything_and_closes_all():
   calls: list[tuple] = []
 
-  class Recorder(summary_writer.SummaryWriter):
+  class Recorder(metrics_file.SummaryWriter):
     def __init__(self, name):
       self.name = name
 
@@ -191,7 +191,7 @@ def test_composite_forwards_everything_and_closes_all():
       calls.append((self.name, "close"))
       raise OSError(self.name)
 
-  writer = summary_writer.CompositeWriter([Recorder("a"), Recorder("b")])
+  writer = metrics_file.CompositeWriter([Recorder("a"), Recorder("b")])
   writer.write(1, "train", {"loss": 2.0})
   writer.flush()
   with pytest.raises(OSError, match="b"):

@@ -8,7 +8,7 @@ from typing import IO, Protocol, cast, runtime_checkable
 from rich import console as rich_console
 from rich import progress as rich_progress
 
-from paxon.runner.monitoring import summary_writer
+from paxon.runner.monitoring import metrics_file
 
 _TRAIN = "train"
 # In the order shown; missing metrics are omitted.
@@ -38,7 +38,7 @@ def make(
   num_train_steps: int,
   first_step: int = 0,
   stream: TextStream | None = None,
-) -> summary_writer.SummaryWriter:
+) -> metrics_file.SummaryWriter:
   """Returns a bar if the stream is a terminal, else plain lines."""
   stream = sys.stdout if stream is None else stream
   console = rich_console.Console(file=cast(IO[str], stream))
@@ -49,7 +49,7 @@ def make(
   return ProgressLines(num_train_steps=num_train_steps, stream=stream)
 
 
-class ProgressLines(summary_writer.SummaryWriter):
+class ProgressLines(metrics_file.SummaryWriter):
   """Prints one line per step with metrics."""
 
   def __init__(
@@ -65,7 +65,7 @@ class ProgressLines(summary_writer.SummaryWriter):
 
   def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
     """Prints a line; baselines are skipped."""
-    if split.startswith(summary_writer.BASELINE_PREFIX):
+    if split.startswith(metrics_file.BASELINE_PREFIX):
       return
     parts = [f"step {step}/{self._num_train_steps}", *_format(split, values)]
     if split == _TRAIN:
@@ -77,7 +77,7 @@ class ProgressLines(summary_writer.SummaryWriter):
     """Does nothing; every line was flushed."""
 
 
-class ProgressBar(summary_writer.SummaryWriter):
+class ProgressBar(metrics_file.SummaryWriter):
   """A live bar, with lines above it for evaluations.
 
   It is drawn from the start, so that it shows the elapsed time while the step
@@ -114,7 +114,7 @@ class ProgressBar(summary_writer.SummaryWriter):
 
   def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
     """Updates the bar, or prints a line above it."""
-    if split.startswith(summary_writer.BASELINE_PREFIX):
+    if split.startswith(metrics_file.BASELINE_PREFIX):
       return
     shown = _format(split, values)
     if split == _TRAIN:

@@ -12,12 +12,7 @@ from etils import epath
 
 from paxon.runner import files, web_page
 from paxon.runner import run_dir as run_dir_lib
-from paxon.runner.monitoring import (
-  goodput,
-  line_chart,
-  metrics_file,
-  summary_writer,
-)
+from paxon.runner.monitoring import goodput, line_chart, metrics_file
 from paxon.runner.monitoring import spikes as spikes_lib
 
 _TRAIN = "train"
@@ -86,7 +81,7 @@ def _charts(records: Sequence[metrics_file.Record]) -> list[web_page.Content]:
   baselines = [r for r in records if _is_baseline(r)]
   for metric in _MAIN_CHARTS:
     levels = {
-      r.split.removeprefix(summary_writer.BASELINE_PREFIX): r.values[metric]
+      r.split.removeprefix(metrics_file.BASELINE_PREFIX): r.values[metric]
       for r in baselines
       if metric in r.values
     }
@@ -208,12 +203,12 @@ def _note(text: str) -> web_page.Element:
 
 
 def _split_name(record: metrics_file.Record) -> str:
-  name = record.split.removeprefix(summary_writer.BASELINE_PREFIX)
+  name = record.split.removeprefix(metrics_file.BASELINE_PREFIX)
   return f"{name} (baseline)" if _is_baseline(record) else name
 
 
 def _is_baseline(record: metrics_file.Record) -> bool:
-  return record.split.startswith(summary_writer.BASELINE_PREFIX)
+  return record.split.startswith(metrics_file.BASELINE_PREFIX)
 
 
 def _experiment(config: str) -> str:

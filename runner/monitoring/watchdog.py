@@ -15,7 +15,6 @@ import sys
 import tempfile
 import threading
 import time
-from types import TracebackType
 
 from etils import epath
 
@@ -61,12 +60,7 @@ class Watchdog:
     self._thread.start()
     return self
 
-  def __exit__(
-    self,
-    exception_type: type[BaseException] | None,
-    exception: BaseException | None,
-    traceback: TracebackType | None,
-  ) -> None:
+  def __exit__(self, *exception: object) -> None:
     self._closed.set()
     if self._thread is not None:
       self._thread.join()

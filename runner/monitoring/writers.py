@@ -26,9 +26,9 @@ from etils import epath
 from tensorboardX import record_writer
 from tensorboardX.proto import event_pb2, summary_pb2
 
-from paxon.runner import files, flush_pace, user_error
+from paxon.runner import files, user_error
 from paxon.runner import run_dir as run_dir_lib
-from paxon.runner.monitoring import metrics_file, progress, summary_writer
+from paxon.runner.monitoring import metrics_file, progress
 
 _VERSION = "brain.Event:2"
 # Type checkers cannot see the classes that protobuf makes at import.
@@ -47,14 +47,14 @@ def make_train_writer(
   num_train_steps: int,
   resume_step: int,
   stream: progress.TextStream | None = None,
-  more: Sequence[summary_writer.SummaryWriter] = (),
-) -> summary_writer.CompositeWriter:
+  more: Sequence[metrics_file.SummaryWriter] = (),
+) -> metrics_file.CompositeWriter:
   """Returns the writers of a training run: files, and progress for the user.
 
   Metrics of steps after `resume_step` that an earlier attempt wrote are
   dropped.
   """
-  return summary_writer.CompositeWriter(
+  return metrics_file.CompositeWriter(
     [
       metrics_file.MetricsFile(
         run_dir / run_dir_lib.METRICS, resume_step=resume_step
@@ -68,14 +68,14 @@ def make_train_writer(
   )
 
 
-def make_eval_writer(run_dir: epath.Path) -> summary_writer.CompositeWriter:
+def make_eval_writer(run_dir: epath.Path) -> metrics_file.CompositeWriter:
   """Returns the writers of a job that evaluates the checkpoints of a run.
 
   The run may be training meanwhile, so the job writes separate files;
   `metrics_file.read_run` merges them. Earlier metrics are kept.
   """
   folder = run_dir / run_dir_lib.EVAL
-  return summary_writer.CompositeWriter(
+  return metrics_file.CompositeWriter(
     [
       metrics_file.MetricsFile(folder / run_dir_lib.METRICS, resume_step=None),
       EventFiles(folder / run_dir_lib.EVENTS),
@@ -83,7 +83,7 @@ def make_eval_writer(run_dir: epath.Path) -> summary_writer.CompositeWriter:
   )
 
 
-class EventFiles(summary_writer.SummaryWriter):
+class EventFiles(metrics_file.SummaryWriter):
   """Writes TensorBoard's `<folder>/<split>/events.out.tfevents.*`."""
 
   def __init__(
@@ -96,7 +96,7 @@ class EventFiles(summary_writer.SummaryWriter):
     self._folder = epath.Path(folder)
     self._resume_step = resume_step
     self._clock = clock
-    self._pace = flush_pace.FlushPace()
+    self._pace = files.FlushPace()
     host = "".join(c if c.isalnum() else "-" for c in socket.gethostname())
     # TensorBoard reads files in the order of their names.
     self._name = (
@@ -106,7 +106,7 @@ class EventFiles(summary_writer.SummaryWriter):
 
   def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
     """Records one scalar per metric; baselines are skipped."""
-    if split.startswith(summary_writer.BASELINE_PREFIX):
+    if split.startswith(metrics_file.BASELINE_PREFIX):
       return
     if split not in self._records:
       self._records[split] = [self._frame(_events.Event(file_version=_VERSION))]
@@ -151,7 +151,7 @@ class EventFiles(summary_writer.SummaryWriter):
       files.write_bytes(path, b"".join(records))
 
 
-class WandbWriter(summary_writer.SummaryWriter):
+class WandbWriter(metrics_file.SummaryWriter):
   """Sends metrics to Weights & Biases as `<split>/<metric>`.
 
   Baselines go to the summary of the W&B run.
@@ -187,7 +187,7 @@ class WandbWriter(summary_writer.SummaryWriter):
   def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
     """Queues metrics, which the package sends in the background."""
     named = {f"{split}/{name}": float(value) for name, value in values.items()}
-    if split.startswith(summary_writer.BASELINE_PREFIX):
+    if split.startswith(metrics_file.BASELINE_PREFIX):
       self._run.summary.update(named)
     else:
       self._run.log({_WANDB_STEP: step, **named})

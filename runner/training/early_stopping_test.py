@@ -6,7 +6,7 @@ import pytest
 
 from paxon.runner import user_error
 from paxon.runner.settings import training
-from paxon.runner.training import evaluation_log
+from paxon.runner.training import evaluation
 
 MAX = training.Goal.MAX
 
@@ -16,7 +16,7 @@ def _stop_step(values, **fields):
   rule = training.EarlyStopping(**fields)
   for count in range(1, len(values) + 1):
     made = enumerate(map(float, values[:count]), start=1)
-    if evaluation_log.reason_to_stop(rule, dict(made)) is not None:
+    if evaluation.reason_to_stop(rule, dict(made)) is not None:
       return count
   return None
 
@@ -56,14 +56,14 @@ def test_stops_where_the_definition_stops(values, fields, step):
 def test_the_order_in_which_evaluations_were_recorded_does_not_matter():
   rule = training.EarlyStopping(patience=2)
   values = {10: 3.0, 20: 2.0, 30: 2.5, 40: 2.6}
-  reason = evaluation_log.reason_to_stop(rule, dict(reversed(values.items())))
-  assert reason == evaluation_log.reason_to_stop(rule, values)
+  reason = evaluation.reason_to_stop(rule, dict(reversed(values.items())))
+  assert reason == evaluation.reason_to_stop(rule, values)
   assert "improved for 2 evaluations; best 2 at step 20" in reason
 
 
 def test_the_best_of_a_maximum_keeps_its_sign():
   rule = training.EarlyStopping(patience=1, goal=MAX)
-  assert "best 0.5 at step 1" in evaluation_log.reason_to_stop(
+  assert "best 0.5 at step 1" in evaluation.reason_to_stop(
     rule, {1: 0.5, 2: 0.25}
   )
 
@@ -71,7 +71,7 @@ def test_the_best_of_a_maximum_keeps_its_sign():
 def test_value_reads_the_metric_of_its_split():
   rule = training.EarlyStopping(metric="a/loss")
   assert (
-    evaluation_log.early_stopping_value(
+    evaluation.early_stopping_value(
       rule, {"a": {"loss": 1.0}, "b": {"loss": 2.0}}
     )
     == 1.0
@@ -91,6 +91,4 @@ def test_a_metric_that_is_not_measured_names_the_close_ones(metric, hint):
   with pytest.raises(
     user_error.UserError, match=rf"metric is '{metric}', which .*{hint}"
   ):
-    evaluation_log.early_stopping_value(
-      rule, {"a": {"loss": 1.0, "accuracy": 0.5}}
-    )
+    evaluation.early_stopping_value(rule, {"a": {"loss": 1.0, "accuracy": 0.5}})

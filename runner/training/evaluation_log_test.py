@@ -5,7 +5,7 @@ import pytest
 from paxon.runner import user_error
 from paxon.runner.monitoring import metrics_file
 from paxon.runner.settings import training
-from paxon.runner.training import evaluation_log
+from paxon.runner.training import evaluation
 
 RULE = training.EarlyStopping(metric="a/loss", patience=2)
 
@@ -21,7 +21,7 @@ def test_an_evaluation_counts_when_all_its_splits_are_there():
   records = _records(
     (2, "a", 1), (2, "b", 2), (4, "a", 3), (0, "baseline/x", 0)
   )
-  log = evaluation_log.EvaluationLog(records, splits=["a", "b"], until=4)
+  log = evaluation.EvaluationLog(records, splits=["a", "b"], until=4)
   assert log.at(2) == {"a": {"loss": 1.0}, "b": {"loss": 2.0}}
   assert log.at(4) is None
   assert log.at(0) is None
@@ -32,26 +32,26 @@ def test_an_evaluation_counts_when_all_its_splits_are_there():
 
 
 def test_without_splits_every_evaluation_is_complete():
-  assert evaluation_log.EvaluationLog(splits=[]).at(3) == {}
+  assert evaluation.EvaluationLog(splits=[]).at(3) == {}
 
 
 def test_lines_of_steps_that_are_made_again_are_left_out():
   records = _records((2, "a", 1), (4, "a", 3))
-  log = evaluation_log.EvaluationLog(records, splits=["a"], until=3)
+  log = evaluation.EvaluationLog(records, splits=["a"], until=3)
   assert log.at(2) is not None
   assert log.at(4) is None
 
 
 def test_going_on_gives_the_verdict_of_a_run_that_was_not_interrupted():
   lines = [(2, "a", 3), (4, "a", 1), (6, "a", 2), (8, "a", 2)]
-  whole = evaluation_log.EvaluationLog(splits=["a"])
+  whole = evaluation.EvaluationLog(splits=["a"])
   verdicts = []
   for step, _, loss in lines:
     whole.add(step, {"a": {"loss": float(loss)}})
     verdicts.append(whole.reason_to_stop(RULE, every_steps=2))
   assert [verdict is None for verdict in verdicts] == [True, True, True, False]
   for cut in range(len(lines)):
-    log = evaluation_log.EvaluationLog(
+    log = evaluation.EvaluationLog(
       _records(*lines), splits=["a"], until=lines[cut][0]
     )
     assert log.reason_to_stop(RULE, every_steps=2) == verdicts[cut]
@@ -59,15 +59,13 @@ def test_going_on_gives_the_verdict_of_a_run_that_was_not_interrupted():
 
 def test_evaluations_between_the_regular_ones_do_not_count():
   records = _records((2, "a", 1), (3, "a", 2), (4, "a", 2), (5, "a", 2))
-  log = evaluation_log.EvaluationLog(records, splits=["a"], until=5)
+  log = evaluation.EvaluationLog(records, splits=["a"], until=5)
   assert log.reason_to_stop(RULE, every_steps=2) is None
   assert log.reason_to_stop(RULE, every_steps=1) is not None
 
 
 def test_a_missing_metric_is_an_error():
-  log = evaluation_log.EvaluationLog(
-    _records((2, "a", 1)), splits=["a"], until=2
-  )
+  log = evaluation.EvaluationLog(_records((2, "a", 1)), splits=["a"], until=2)
   rule = training.EarlyStopping(metric="a/los")
   with pytest.raises(user_error.UserError, match=r"did you mean 'a/loss'"):
     log.reason_to_stop(rule, every_steps=2)

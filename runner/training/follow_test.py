@@ -13,13 +13,7 @@ import pytest
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer
 from paxon.runner.monitoring import metrics_file
-from paxon.runner.training import (
-  evaluate,
-  follow,
-  run_files,
-  stop_signals,
-  testing,
-)
+from paxon.runner.training import evaluate, run_files, stop_signals, testing
 from paxon.runner.training import restore as restore_lib
 from paxon.runner.training import session as session_lib
 
@@ -77,7 +71,7 @@ def _follow(session, run_dir, *events):
     else:
       stop.requested = "SIGTERM"
 
-  follow.Follower(
+  evaluate.Follower(
     session=session, run_dir=run_dir, stop=stop, pause_seconds=0.1, sleep=sleep
   ).run()
   assert not left
@@ -238,7 +232,7 @@ def test_a_trainer_and_a_follower_as_two_processes(tmp_path, capsys):
 
 def test_a_signal_ends_it(session, run_dir, capsys):
   with stop_signals.StopSignals(when="after this batch") as stop:
-    follow.Follower(
+    evaluate.Follower(
       session=session,
       run_dir=run_dir,
       stop=stop,

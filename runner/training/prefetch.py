@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import queue
 import threading
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -85,12 +84,7 @@ class Prefetcher:
   def __enter__(self) -> "Prefetcher":
     return self
 
-  def __exit__(
-    self,
-    exception_type: type[BaseException] | None,
-    exception: BaseException | None,
-    traceback: TracebackType | None,
-  ) -> None:
+  def __exit__(self, *exception: object) -> None:
     self.close()
 
   def __iter__(self) -> Iterator[PlacedBatch]:

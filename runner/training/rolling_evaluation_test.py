@@ -23,7 +23,6 @@ from paxon.runner.training import (
   testing,
   train,
 )
-from paxon.runner.training import follow as follow_lib
 from paxon.runner.training import session as session_lib
 
 _BATCHES = 2
@@ -160,7 +159,7 @@ class _Followed:
   def follow(self, kind):
     """Another process, and the figures after it."""
     self.patch.setattr(evaluation, "Evaluator", kind)
-    follow_lib.Follower(
+    evaluate.Follower(
       session=_open(), run_dir=self.path, stop=stop_signals.StopSignals()
     ).run()
     return _records(self.figures)

@@ -14,8 +14,8 @@ import jax
 
 from paxon.learners import loss_function
 from paxon.learners import metrics as metrics_lib
+from paxon.runner.monitoring import metrics_file
 from paxon.runner.monitoring import observer as observer_lib
-from paxon.runner.monitoring import summary_writer
 
 TRAIN = "train"
 # Read in every step; the others only where they are written, because each
@@ -38,7 +38,7 @@ class TrainMetrics:
 
   def __init__(
     self,
-    writer: summary_writer.SummaryWriter,
+    writer: metrics_file.SummaryWriter,
     *,
     every_steps: int,
     last_step: int,

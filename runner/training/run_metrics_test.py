@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from paxon.runner.monitoring import observer, summary_writer
+from paxon.runner.monitoring import metrics_file, observer
 from paxon.runner.training import run_metrics
 
 
-class _Memory(summary_writer.SummaryWriter):
+class _Memory(metrics_file.SummaryWriter):
   def __init__(self):
     self.written = []
 

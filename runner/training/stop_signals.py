@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -61,12 +61,7 @@ class StopSignals:
         self._before[number] = signal.signal(number, self._note)
     return self
 
-  def __exit__(
-    self,
-    exception_type: type[BaseException] | None,
-    exception: BaseException | None,
-    traceback: TracebackType | None,
-  ) -> None:
+  def __exit__(self, *exception: object) -> None:
     for number, handler in self._before.items():
       signal.signal(number, handler)
     self._before = {}

@@ -25,18 +25,11 @@ from paxon.runner.checkpoints import checkpointer, retention
 from paxon.runner.configuration import dump
 from paxon.runner.configuration import overrides as overrides_lib
 from paxon.runner.hosts import agreement
-from paxon.runner.monitoring import (
-  goodput,
-  metrics_file,
-  report,
-  summary_writer,
-  writers,
-)
+from paxon.runner.monitoring import goodput, metrics_file, report, writers
 from paxon.runner.monitoring import launch as launch_lib
 from paxon.runner.monitoring import observer as observer_lib
 from paxon.runner.training import (
   evaluation,
-  evaluation_log,
   preflight,
   profile_guided,
   restore,
@@ -166,7 +159,7 @@ def _run(
     checkpoints.rank_by(
       lambda step: retention.metric_value(job.retention, log.at(step) or {})
     )
-    writer: summary_writer.SummaryWriter = summary_writer.CompositeWriter(())
+    writer: metrics_file.SummaryWriter = metrics_file.CompositeWriter(())
     if is_writer:
       writer = writers.make_train_writer(
         run_dir,
@@ -233,7 +226,7 @@ def _check(job: job_lib.Job, launch: launch_lib.Launch) -> None:
 
 def _read_evaluations(
   job: job_lib.Job, run_dir: epath.Path, *, until: int
-) -> evaluation_log.EvaluationLog:
+) -> evaluation.EvaluationLog:
   """Returns the recorded evaluations up to a step, the same on each host."""
   path = run_dir / run_dirs.METRICS
 
@@ -245,7 +238,7 @@ def _read_evaluations(
       if record.split in job.eval_inputs
     ]
 
-  return evaluation_log.EvaluationLog(
+  return evaluation.EvaluationLog(
     [metrics_file.Record(*fields) for fields in agreement.from_first(read)],
     splits=job.eval_inputs,
     until=until,
@@ -254,7 +247,7 @@ def _read_evaluations(
 
 def _wandb(
   job: job_lib.Job, config: fdl.Buildable, run_dir: epath.Path
-) -> list[summary_writer.SummaryWriter]:
+) -> list[metrics_file.SummaryWriter]:
   settings = job.observability
   if settings.wandb_project is None:
     return []
@@ -319,14 +312,14 @@ def _finish(
 
 
 def _compare(
-  writer: summary_writer.SummaryWriter,
+  writer: metrics_file.SummaryWriter,
   results: run_metrics.Results,
   baselines: Mapping[str, float],
 ) -> list[str]:
   """Writes the baselines and returns the comparison with them."""
   for name, value in baselines.items():
     writer.write(
-      0, summary_writer.BASELINE_PREFIX + name, {"bits_per_byte": value}
+      0, metrics_file.BASELINE_PREFIX + name, {"bits_per_byte": value}
     )
   return list(run_metrics.format_comparison(results, baselines))
 

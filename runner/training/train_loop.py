@@ -10,19 +10,17 @@ from collections.abc import Mapping
 import contextlib
 import dataclasses
 import gc
-from types import TracebackType
 from typing import Any
 
 import jax
 
 from paxon.learners import train_state
 from paxon.runner.checkpoints import checkpointer
-from paxon.runner.monitoring import goodput, summary_writer
+from paxon.runner.monitoring import goodput, metrics_file
 from paxon.runner.monitoring import observer as observer_lib
 from paxon.runner.training import (
   compiled_steps,
   evaluation,
-  evaluation_log,
   kernel_checks,
   prefetch,
   profile_guided,
@@ -55,9 +53,9 @@ class TrainLoop:
   session: session_lib.Session
   traced: jax.stages.Traced
   checkpoints: checkpointer.Checkpointer
-  writer: summary_writer.SummaryWriter
+  writer: metrics_file.SummaryWriter
   evaluator: evaluation.Evaluator
-  log: evaluation_log.EvaluationLog
+  log: evaluation.EvaluationLog
   stop: stop_signals.StopSignals
   observer: observer_lib.Observer = dataclasses.field(
     default_factory=observer_lib.Observer
@@ -225,12 +223,7 @@ class DeferredGarbageCollection:
     gc.disable()
     return self
 
-  def __exit__(
-    self,
-    exception_type: type[BaseException] | None,
-    exception: BaseException | None,
-    traceback: TracebackType | None,
-  ) -> None:
+  def __exit__(self, *exception: object) -> None:
     # Objects frozen by others cannot be distinguished from those frozen here.
     if not self._was_frozen:
       gc.unfreeze()

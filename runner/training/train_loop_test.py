@@ -14,12 +14,11 @@ from paxon.learners import metrics as metrics_lib
 from paxon.learners import train_state
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer
-from paxon.runner.monitoring import metrics_file, observer, summary_writer
+from paxon.runner.monitoring import metrics_file, observer
 from paxon.runner.settings import training
 from paxon.runner.training import (
   compiled_steps,
   evaluation,
-  evaluation_log,
   stop_signals,
   testing,
   train_loop,
@@ -52,7 +51,7 @@ class _Checkpoints(checkpointer.Checkpointer):
     self._events.append(("save", step))
 
 
-class _Writer(summary_writer.SummaryWriter):
+class _Writer(metrics_file.SummaryWriter):
   def __init__(self):
     self.records = []
 
@@ -138,7 +137,7 @@ class _Loop:
     _Loop.first_step = first_step
     state = object.__new__(train_state.TrainState)
     object.__setattr__(state, "step", jnp.int32(first_step))
-    log = evaluation_log.EvaluationLog(
+    log = evaluation.EvaluationLog(
       self._records, splits=["validation"], until=first_step
     )
     loop = train_loop.TrainLoop(log=log, **self._fields)

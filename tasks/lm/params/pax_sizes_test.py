@@ -10,7 +10,7 @@ import pytest
 
 from paxon.layers import remat
 from paxon.runner.configuration import find_experiment
-from paxon.runner.training import evaluation_log
+from paxon.runner.training import evaluation
 from paxon.sharding import mesh as meshes
 from paxon.tasks import golden
 from paxon.tasks.lm import transformer_lm_spmd
@@ -241,10 +241,10 @@ def test_gpt3_is_gpt3():
   files = {"c4_folder": "a", "vocabulary_file": "b"}
   assert made.replace(**files).shrink().target_log_pplx is None
   stopping = fdl.build(made.replace(**files).job().early_stopping)
-  assert evaluation_log.reason_to_stop(
-    stopping, {100: 2.7, 200: 2.69}
-  ).startswith("validation/log_pplx is 2.69 at step 200")
-  assert evaluation_log.reason_to_stop(stopping, {100: 2.7, 200: 2.70}) is None
+  assert evaluation.reason_to_stop(stopping, {100: 2.7, 200: 2.69}).startswith(
+    "validation/log_pplx is 2.69 at step 200"
+  )
+  assert evaluation.reason_to_stop(stopping, {100: 2.7, 200: 2.70}) is None
   assert _load("gpu.Pile5B").job().task.model.embedding_dropout.rate == 0.1
 
 
