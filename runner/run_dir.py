@@ -10,7 +10,6 @@ from etils import epath
 from paxon.runner import files, user_error
 
 CONFIG_TEXT = "config.txt"
-CONFIG_JSON = "config.json"
 SETTINGS = "settings.json"
 METRICS = "metrics.jsonl"
 EVENTS = "events"

@@ -13,9 +13,9 @@ all of them. Usage errors print one line to stderr and exit with status 2.
 """
 
 from collections.abc import Mapping, Sequence
-import dataclasses
 import datetime
 import os
+import typing
 from typing import Final
 
 from etils import epath
@@ -30,6 +30,7 @@ from paxon.runner.checkpoints import (
   stored_checkpoint,
   text_table,
 )
+from paxon.runner.configuration import text_values
 from paxon.runner.monitoring import metrics_file
 from paxon.runner.settings import training
 from paxon.sharding import suggestions
@@ -216,12 +217,13 @@ def _reasons_to_keep(
   """Returns why each is kept, by the retention rules of the run."""
   config = stored_checkpoint.read_config(run) or {}
   try:
-    fields = {
-      field.name: config["retention"][field.name]
-      for field in dataclasses.fields(training.Retention)
-    }
-    goal = fields.pop("goal")["@enum"].rpartition(".")[2]
-    rules = training.Retention(goal=training.Goal[goal], **fields)
+    values = {}
+    for name, kind in typing.get_type_hints(training.Retention).items():
+      text = config[f"retention.{name}"]
+      # An enum is stored with the path of its class.
+      text = text.rpartition(".")[2] if kind is training.Goal else text
+      values[name] = text_values.parse(text, kind)
+    rules = training.Retention(**values)
     saved = [
       retention.Saved(step=step, time=time) for step, time in times.items()
     ]

@@ -59,14 +59,14 @@ def run(tmp_path_factory):
   folder = _save(tmp_path_factory.mktemp("run"), (10, 20))
   record = {"step": 20, "split": "validation", "loss": 2.5, "accuracy": 0.5}
   (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
-  rules = {
-    "newest": 2,
-    "every_minutes": None,
-    "best": 1,
-    "metric": "validation/loss",
-    "goal": {"@enum": "paxon.runner.checkpoints.training.Goal.MIN"},
-  }
-  (folder / "config.json").write_text(json.dumps({"retention": rules}))
+  (folder / "config.txt").write_text("""\
+retention: paxon.runner.settings.training.Retention
+retention.newest = 2
+retention.every_minutes = None
+retention.best = 1
+retention.metric = "validation/loss"
+retention.goal = paxon.runner.settings.training.Goal.MIN
+""")
   return folder
 
 

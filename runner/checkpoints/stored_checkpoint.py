@@ -19,6 +19,7 @@ import orbax.checkpoint as ocp
 
 from paxon.runner import files, run_dir, user_error
 from paxon.runner.checkpoints import checkpointer, named_tree
+from paxon.runner.configuration import comparison
 
 # The entries of a train state that are not variables of the model.
 _NOT_VARIABLES = (
@@ -210,11 +211,11 @@ def total_bytes(arrays: Iterable[StoredArray]) -> int:
   return sum(array.num_bytes for array in arrays)
 
 
-def read_config(run: epath.Path) -> Mapping[str, Any] | None:
-  """Returns the stored configuration of a run; None for a copy without one."""
+def read_config(run: epath.Path) -> dict[str, str] | None:
+  """Returns the stored configuration by path; None for a copy without one."""
   try:
-    return json.loads((run / run_dir.CONFIG_JSON).read_text())
-  except (OSError, ValueError):
+    return comparison.values((run / run_dir.CONFIG_TEXT).read_text())
+  except OSError:
     return None
 
 

@@ -57,8 +57,8 @@ def test_steps_are_ascending(run):
 def test_configuration_is_optional(tmp_path):
   folder = epath.Path(tmp_path)
   assert stored_checkpoint.read_config(folder) is None
-  (folder / "config.json").write_text('{"seed": 3}')
-  assert stored_checkpoint.read_config(folder) == {"seed": 3}
+  (folder / "config.txt").write_text("<root>: a.B\nseed = 3\n")
+  assert stored_checkpoint.read_config(folder) == {"<root>": "a.B", "seed": "3"}
 
 
 def test_missing_checkpoints_are_named(run, tmp_path):

@@ -17,6 +17,7 @@ from paxon.runner.checkpoints import (
 )
 
 _COUNT = "average/count"
+_LEARNER = "task.learner"
 _MAX_GROUPS = 8
 
 
@@ -138,15 +139,15 @@ def _find_average(
 ) -> parameter_average.ParameterAverage:
   """Returns the average of the source's learner, from its configuration."""
   config = stored_checkpoint.read_config(checkpoint.run_path) or {}
-  described = config.get("task", {}).get("learner", {}).get("average")
   try:
     return parameter_average.ParameterAverage(
-      decay=described["decay"], debias=described["debias"]
+      decay=float(config[f"{_LEARNER}.average.decay"]),
+      debias=config[f"{_LEARNER}.average.debias"] == "True",
     )
-  except (TypeError, KeyError, ValueError) as error:
+  except (KeyError, ValueError) as error:
     raise user_error.UserError(
       "WarmStart.averaged is set, but the settings of the average are unknown:"
-      f" {checkpoint.run_path / run_dir.CONFIG_JSON} is missing or describes"
+      f" {checkpoint.run_path / run_dir.CONFIG_TEXT} is missing or describes"
       " none. Keep it next to the directory of checkpoints."
     ) from error
 

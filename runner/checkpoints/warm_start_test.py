@@ -1,7 +1,5 @@
 """Tests for warm starts from real checkpoints."""
 
-import json
-
 from etils import epath
 import jax
 import jax.numpy as jnp
@@ -57,9 +55,10 @@ def _save(run, count=COUNT, debias=None):
   with checkpointer.Checkpointer(folder) as checkpoints:
     checkpoints.save(7, list(arrays.values()), specs=SOURCE, data={})
   if debias is not None:
-    average = {"decay": DECAY, "debias": debias}
-    config = {"task": {"learner": {"average": average}}}
-    (run / "config.json").write_text(json.dumps(config))
+    average = "task.learner.average"
+    (run / "config.txt").write_text(
+      f"{average}.decay = {DECAY}\n{average}.debias = {debias}\n"
+    )
   return {name: np.asarray(value) for name, value in arrays.items()}
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import fiddle as fdl
 
 from paxon.runner import user_error
-from paxon.runner.configuration import annotations, tree
+from paxon.runner.configuration import annotations, comparison, tree
 
 _ROOT = "<root>"
 _REQUIRED = "<required>"
@@ -39,20 +39,12 @@ def to_text(config: fdl.Buildable) -> str:
 
 
 def to_json(config: fdl.Buildable) -> str:
-  """Returns the configuration as nested JSON objects, with a final newline.
-
-  A part is an object whose `@type` is its class or function (`@partial` where
-  it is called later). What JSON lacks is an object with one key: `@dtype`,
-  `@callable`, `@value`, `@enum`, `@float`, `@bytes`, `@default`, `@required`,
-  and `@same_as`, the path of the place where a shared part is written out.
-
-  Args:
-    config: The root.
+  """Returns the text of `to_text` as one JSON object: values by path.
 
   Raises:
     UnstableValueError: A value has no stable text.
   """
-  return json.dumps(_jsonable(config, "", {}), indent=1) + "\n"
+  return json.dumps(comparison.values(to_text(config)), indent=1) + "\n"
 
 
 def _lines(value: Any, path: str, seen: dict[int, str]) -> Iterator[str]:
@@ -199,59 +191,6 @@ def _field_text(owner: Any, name: str, path: str) -> str:
     if known is not None:
       return known
   return _text(value, tree.join(path, name))
-
-
-def _jsonable(value: Any, path: str, seen: dict[int, str]) -> Any:
-  if isinstance(value, functools.partial):
-    value = _as_node(value, path)
-  if isinstance(value, fdl.Buildable):
-    label = path or _ROOT
-    if id(value) in seen:
-      return {"@same_as": seen[id(value)]}
-    seen[id(value)] = label
-    kind = "@partial" if isinstance(value, fdl.Partial) else "@type"
-    result: dict[str, Any] = {kind: _node_name(value, path)}
-    for name in tree.field_names(value):
-      result[name] = _jsonable_field(value, name, tree.join(path, name), seen)
-    return result
-  dtype = _dtype_name(value)
-  if dtype is not None:
-    return {"@dtype": dtype}
-  if isinstance(value, enum.Enum):
-    return {"@enum": _text(value, path)}
-  if isinstance(value, float) and value - value != 0:  # NaN or infinite.
-    return {"@float": repr(value)}
-  if value is None or isinstance(value, bool | int | float | str):
-    return value
-  if isinstance(value, bytes):
-    return {"@bytes": value.hex()}
-  if isinstance(value, Mapping):
-    return {
-      str(key): _jsonable(child, tree.join(path, key), seen)
-      for key, child in _sorted_children(value)
-    }
-  if isinstance(value, set | frozenset):
-    value = sorted(value, key=lambda item: _text(item, path))
-  if isinstance(value, list | tuple):
-    return [
-      _jsonable(child, tree.join(path, i), seen)
-      for i, child in enumerate(value)
-    ]
-  kind = "@value" if _is_finished_part(value) else "@callable"
-  return {kind: _text(value, path)}
-
-
-def _jsonable_field(
-  node: fdl.Buildable, name: str, path: str, seen: dict[int, str]
-) -> Any:
-  text = _unset_text(node, name, path)
-  if text == _REQUIRED:
-    return {"@required": True}
-  if text == _DEFAULT:
-    return {"@default": True}
-  if text is not None:
-    return {"@callable": text}
-  return _jsonable(tree.value_of(node, name), path, seen)
 
 
 def _dtype_name(value: Any) -> str | None:

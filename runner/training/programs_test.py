@@ -64,7 +64,6 @@ def test_training_writes_everything(folder):
   names = {path.name for path in folder.iterdir()}
   assert names >= {
     "checkpoints",
-    "config.json",
     "config.txt",
     "events",
     "finished.json",

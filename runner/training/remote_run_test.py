@@ -161,7 +161,7 @@ def test_all_files_of_a_run_are_in_the_store(store, tmp_path):
 
   written = _written(store)
   for name in (
-    *(run_dirs.CONFIG_TEXT, run_dirs.CONFIG_JSON, run_dirs.SETTINGS),
+    *(run_dirs.CONFIG_TEXT, run_dirs.SETTINGS),
     *(run_dirs.METRICS, run_dirs.REPORT, run_dirs.FINISHED, run_dirs.SAMPLES),
     *(run_dirs.GOODPUT, f"{run_dirs.EVAL}/{run_dirs.METRICS}"),
   ):

@@ -2,8 +2,8 @@
 
 `settings.json` has the experiment and its `--fdl.` arguments in their order, so
 that evaluation and decoding can resolve the configuration again. The resolved
-configuration is stored as text, which is compared when the run resumes, and as
-JSON. The finished marker ends programs that follow the run.
+configuration is stored as text, which is compared when the run resumes. The
+finished marker ends programs that follow the run.
 """
 
 from collections.abc import Callable, Sequence
@@ -68,7 +68,6 @@ def check_config(config: fdl.Buildable, folder: epath.Path) -> list[str]:
 def store_config(config: fdl.Buildable, folder: epath.Path) -> None:
   """Writes a configuration, replacing a stored one."""
   files.write_text(folder / run_dir.CONFIG_TEXT, dump.to_text(config))
-  files.write_text(folder / run_dir.CONFIG_JSON, dump.to_json(config))
 
 
 def _line(change: comparison.Difference) -> str:

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 import contextlib
 import dataclasses
 import errno
-import json
 import os
 
 from etils import epath
@@ -22,7 +21,7 @@ from paxon.runner import files, user_error
 from paxon.runner import job as job_lib
 from paxon.runner import run_dir as run_dirs
 from paxon.runner.checkpoints import checkpointer, retention
-from paxon.runner.configuration import dump
+from paxon.runner.configuration import comparison, dump
 from paxon.runner.configuration import overrides as overrides_lib
 from paxon.runner.hosts import agreement
 from paxon.runner.monitoring import goodput, metrics_file, report, writers
@@ -256,7 +255,7 @@ def _wandb(
       run_dir,
       project=settings.wandb_project,
       entity=settings.wandb_entity,
-      config=json.loads(dump.to_json(config)),
+      config=comparison.values(dump.to_text(config)),
     )
   ]
 
