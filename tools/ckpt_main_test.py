@@ -281,7 +281,7 @@ def test_a_store_is_looked_into_like_a_disk(run, store, capsys):
     ),
     (
       ["preview", "{run}", "--to={run}", "--pattern=params/hed/.*=>"],
-      "closest name is 'params/head/kernel'",
+      "did you mean 'params/head/kernel'",
     ),
     (["preview", "{run}", "--exp=nowhere.C"], "nowhere"),
     (["preview", "{run}", "--exp=a.C", "--fdl.x"], "--fdl.x has no value"),

@@ -197,34 +197,9 @@ def _no_effect(
 
 
 def _suggest(expression: str, names: Iterable[str]) -> str:
-  """Returns `; the closest name is 'x'.`, or `; known: ...`."""
-  names = list(names)
-  found = _closest_name(expression, names)
-  if found is not None:
-    return f"; the closest name is {found!r}."
-  return suggestions.suggest(expression, names)
-
-
-def _closest_name(expression: str, names: Iterable[str]) -> str | None:
-  """Returns the name most similar to an expression or a name, or None."""
-  names = list(names)
-  # Without the operators of regular expressions.
+  """Returns names close to a regular expression, for the end of an error."""
   plain = re.sub(r"\(\?P?<\w+>|[\\^$()\[\]{}?+*|]|\.(?=[*+])", "", expression)
-  found = suggestions.find_closest(plain.strip("/"), names)
-  return found[0] if found else _sharing_components(plain, names)
-
-
-def _sharing_components(plain: str, names: Iterable[str]) -> str | None:
-  """Returns the name with most components similar to those of `plain`."""
-  words = [word for word in plain.split("/") if word]
-
-  def score(name: str) -> int:
-    return sum(
-      bool(suggestions.find_closest(word, name.split("/"))) for word in words
-    )
-
-  best = min(names, key=lambda name: (-score(name), name), default=None)
-  return best if best is not None and score(best) else None
+  return suggestions.suggest(plain.strip("/"), names)
 
 
 def _check_missing(
@@ -259,8 +234,8 @@ def _missing(
   name: str, source: str, checkpoint: stored_checkpoint.StoredCheckpoint
 ) -> str:
   text = source if name == source else f"{source} (for {name})"
-  close = _closest_name(source, checkpoint.arrays)
-  return text + (f", closest: {close}" if close else "")
+  close = suggestions.find_closest(source, checkpoint.arrays)
+  return text + (f" (did you mean {close[0]}?)" if close else "")
 
 
 def _training_state(

@@ -142,8 +142,8 @@ def test_floats_are_cast_where_that_is_allowed():
   [
     pytest.param(
       {"patterns": (RENAMED,)},
-      r"base/checkpoints/100 lacks 1 required name: params/classifier/kernel,"
-      r" closest: params/.*; add a pattern.*may_be_missing",
+      r"base/checkpoints/100 lacks 1 required name: params/classifier/kernel"
+      r" \(did you mean params/.*\); add a pattern.*may_be_missing",
       id="missing",
     ),
     pytest.param(
@@ -157,7 +157,7 @@ def test_floats_are_cast_where_that_is_allowed():
     ),
     pytest.param(
       {"patterns": ((r"params/encodr/(.*)", r"\1"),)},
-      r"WarmStart\.patterns\[0\] .* matches no variable .* closest name is"
+      r"WarmStart\.patterns\[0\] .* matches no variable .* did you mean"
       r" 'params/encoder/",
       id="pattern",
     ),
@@ -326,13 +326,12 @@ def test_invalid_patterns_are_rejected(pattern, message):
     ("params/haed/kernel", "params/head/kernel"),
     ("params/heads/.*", "params/head/kernel"),
     (r"params/stack/layers/blocks_0/atention/(query|key)", "attention/"),
-    (r"decoder/attention/.*", "attention/"),
   ],
 )
 def test_pattern_without_match_names_the_closest(expression, close):
   with pytest.raises(
     training.PatternError,
-    match=rf"patterns\[0\] .* matches no variable .*closest name is .*{close}",
+    match=rf"patterns\[0\] .* matches no variable .*did you mean .*{close}",
   ):
     _match(((expression, None),))
 

@@ -153,7 +153,7 @@ def test_averages_agree_with_the_learners(tmp_path):
 def test_average_without_configuration_is_rejected(tmp_path):
   _save(tmp_path)
   with pytest.raises(
-    user_error.UserError, match=r"averaged .* are unknown: .*config\.json"
+    user_error.UserError, match=r"averaged .* are unknown: .*config\.txt"
   ):
     _read(tmp_path, SOURCE[1:2], averaged=True)
 

@@ -25,7 +25,8 @@ class _Layer(nn.Module):
     match self.what:
       case "case": raise ValueError("No.")  # fmt: skip  # noqa: E701
     if self.what == "operand":
-      raise ValueError("No." + 1)  # pyrefly: ignore[unsupported-operation]
+      text = "No." + 1  # pyrefly: ignore[unsupported-operation]
+      raise ValueError(text)
     if self.what == "shape":
       return jnp.einsum("ab,bc->ac", x, jnp.zeros((7, 7)))
     if self.what == "unpack":
@@ -77,7 +78,7 @@ def test_other_errors_are_bugs(what):
   assert _explain(what) is None
 
 
-def test_a_number_beyond_a_word_is_a_explain():
+def test_a_number_that_is_too_large_is_explained():
   text = _explain("huge")
   assert text is not None
   assert text.startswith("A number is too large (")
@@ -101,7 +102,7 @@ class _Source:
       return file.read()
 
 
-def test_a_missing_file_of_a_part_is_a_explain(tmp_path):
+def test_a_missing_file_of_a_part_is_explained(tmp_path):
   config = fdl.Config(_Source, folder=str(tmp_path / "none"))
   root = fdl.Config(dict, source=config)
   with pytest.raises(FileNotFoundError) as caught:

@@ -12,11 +12,9 @@ import dataclasses
 import difflib
 import functools
 import importlib
-from importlib import machinery
 import importlib.util
 import inspect
-import os
-import pkgutil
+import pathlib
 import types
 from typing import TYPE_CHECKING
 
@@ -48,53 +46,40 @@ def find_experiment(
       f"--exp={name[:20]}... has {len(name)} characters; write it as a.b.C."
     )
   module_name, _, class_name = name.rpartition(".")
-  modules = [f"{p}{module_name}" for p in _PREFIXES if _exists(module_name, p)]
-  for module in modules:
-    found = getattr(_import(module), class_name, None)
-    if found is not None and not isinstance(found, types.ModuleType):
-      return _checked(found, f"{module}.{class_name}", packages)
+  modules = []
   for prefix in _PREFIXES:
-    if _exists(name, prefix):
-      # A package may hold anything, such as another checkout's worth of
-      # folders; a module is read in no time.
-      spec = importlib.util.find_spec(f"{prefix}{name}")
-      is_package = spec is not None and spec.submodule_search_locations
-      hint = _hint(name, packages if is_package else [f"{prefix}{name}"])
+    module = _import(prefix, module_name)
+    found = getattr(module, class_name, None)
+    if found is not None and not isinstance(found, types.ModuleType):
+      return _checked(found, f"{prefix}{name}", packages)
+    if module is not None:
+      modules.append(f"{prefix}{module_name}")
+  for prefix in _PREFIXES:
+    if _import(prefix, name) is not None:
+      hint = _hint(name, [f"{prefix}{name}"])
       raise user_error.UserError(
         f"--exp={name} is a module; name a class in it{hint}"
       )
   if modules:
     raise _no_class(name, class_name, modules, packages)
-  what = f"there is no module {module_name!r}" if module_name else "no module"
+  what = f"there is no module {module_name!r}"
   if not module_name:
     what = "it has no module; write it as a.b.C"
   raise user_error.UserError(f"--exp={name}: {what}{_hint(name, packages)}")
 
 
-def _exists(module: str, prefix: str) -> bool:
-  """Whether a module can be found; packages above it are imported for that."""
-  if not module or not all(p.isidentifier() for p in module.split(".")):
-    return False
-  parts = (prefix + module).split(".")
-  for end in range(1, len(parts) + 1):
-    name = ".".join(parts[:end])
-    try:
-      if importlib.util.find_spec(name) is None:
-        return False
-    except ModuleNotFoundError as error:
-      # `a.b` does not exist, or `a` is no package: not found. A package whose
-      # own imports are missing is broken, which is another message.
-      if error.name is not None and name.startswith(error.name):
-        return False
-      raise _broken(".".join(parts[: end - 1]), error) from error
-    except Exception as error:
-      raise _broken(".".join(parts[: end - 1]), error) from error
-  return True
-
-
-def _import(module: str) -> object:
+def _import(prefix: str, name: str) -> types.ModuleType | None:
+  """Imports a module; None if it does not exist."""
+  if not all(part.isidentifier() for part in name.split(".")):
+    return None
+  module = f"{prefix}{name}"
   try:
     return importlib.import_module(module)
+  except ModuleNotFoundError as error:
+    # A module that exists may import one that does not.
+    if error.name is not None and f"{module}.".startswith(f"{error.name}."):
+      return None
+    raise _broken(module, error) from error
   except Exception as error:
     raise _broken(module, error) from error
 
@@ -225,38 +210,16 @@ def list_experiments(packages: Sequence[str]) -> list[Entry]:
 
 
 def _modules(package: str) -> Iterator[str]:
-  """Yields a package and everything below it, tests excepted."""
-  spec = _find_spec(package)
-  if spec is None:
+  """Yields a package or module and all modules below it, without tests."""
+  if _find_source(package) is None and not _find_folders(package):
     raise ModuleNotFoundError(f"No module named {package!r}")
   yield package
-  locations = list(spec.submodule_search_locations or ())
-  for found in pkgutil.iter_modules(locations):
-    name = f"{package}.{found.name}"
-    if found.ispkg:
-      yield from _modules(name)
-    elif not found.name.endswith("_test"):
-      yield name
-  for folder in _plain_folders(locations):
-    yield from _modules(f"{package}.{folder}")
-
-
-def _plain_folders(locations: Sequence[str]) -> list[str]:
-  """Returns the folders without `__init__.py`, which are packages as well."""
-  folders = set()
-  for location in locations:
-    if not os.path.isdir(location):  # A package in a zip file, say.
-      continue
-    with os.scandir(location) as entries:
-      folders |= {
-        entry.name
-        for entry in entries
-        if entry.name.isidentifier()
-        and entry.name != "__pycache__"
-        and entry.is_dir()
-        and not os.path.exists(os.path.join(entry.path, "__init__.py"))
-      }
-  return sorted(folders)
+  for folder in _find_folders(package):
+    for path in sorted(folder.rglob("*.py")):
+      parts = path.relative_to(folder).with_suffix("").parts
+      is_test = path.stem.endswith("_test")
+      if not is_test and all(part.isidentifier() for part in parts):
+        yield ".".join((package, *parts)).removesuffix(".__init__")
 
 
 class _Index:
@@ -265,12 +228,10 @@ class _Index:
   @functools.cache  # noqa: B019  The index lives as long as its caller.
   def classes(self, module: str) -> dict[str, _Class]:
     """Returns the classes at the top level of a module; none if unreadable."""
-    source = _source(module)
-    if source is None:
-      return {}
     try:
-      body = ast.parse(source).body
-    except (SyntaxError, ValueError):
+      source = _find_source(module)
+      body = ast.parse(source.read_bytes()).body if source else ()
+    except (ImportError, OSError, SyntaxError, ValueError):
       return {}
     names = {
       node.name: f"{module}.{node.name}"
@@ -311,53 +272,30 @@ class _Index:
     )
 
 
-def _source(module: str) -> str | None:
-  try:
-    spec = _find_spec(module)
-    read = getattr(spec.loader if spec else None, "get_source", None)
-    return read(module) if read else None
-  except (ImportError, OSError, SyntaxError, ValueError):
-    return None
+def _find_folders(module: str) -> list[pathlib.Path]:
+  """Returns the folders of a package; several, or none, may exist.
 
-
-def _find_spec(module: str) -> machinery.ModuleSpec | None:
-  """Finds a module without importing the packages above it.
-
-  `importlib.util.find_spec` would import them, and with them jax: a base class
-  may be flax's.
+  Searches in files: `importlib` would import the packages above, and with a
+  base class of flax also jax.
   """
   top, *below = module.split(".")
   spec = importlib.util.find_spec(top)
-  name = top
-  for part in below:
-    if spec is None or spec.submodule_search_locations is None:
-      return None
-    name = f"{name}.{part}"
-    spec = _find_below(name, list(spec.submodule_search_locations))
-  return spec
+  roots = (spec and spec.submodule_search_locations) or ()
+  folders = [pathlib.Path(root, *below) for root in roots]
+  return [folder for folder in folders if folder.is_dir()]
 
 
-def _find_below(
-  name: str, locations: Sequence[str]
-) -> machinery.ModuleSpec | None:
-  """Finds a module in the folders (or zip files) of its package.
-
-  Python's own search wants the package imported where the module is a folder
-  without `__init__.py`.
-  """
-  portions: list[str] = []
-  for location in locations:
-    importer = pkgutil.get_importer(location)
-    spec = importer.find_spec(name) if importer else None
-    if spec is not None and spec.loader is not None:
-      return spec
-    if spec is not None:
-      portions += spec.submodule_search_locations or []
-  if not portions:
-    return None
-  namespace = machinery.ModuleSpec(name, None, is_package=True)
-  namespace.submodule_search_locations = portions
-  return namespace
+def _find_source(module: str) -> pathlib.Path | None:
+  """Returns the file of a module or package; None if there is none."""
+  parent, _, name = module.rpartition(".")
+  if not parent:
+    spec = importlib.util.find_spec(module)
+    return pathlib.Path(spec.origin) if spec and spec.has_location else None
+  files = [
+    *(folder / f"{name}.py" for folder in _find_folders(parent)),
+    *(folder / "__init__.py" for folder in _find_folders(module)),
+  ]
+  return next((file for file in files if file.is_file()), None)
 
 
 def _imported(node: ast.stmt) -> dict[str, str]:

@@ -196,7 +196,7 @@ def test_import_path_finds_the_class_again():
     ),
     pytest.param(
       "shop.bad_package.inner.X",
-      r"module shop.bad_package failed to import because of RuntimeError: no l",
+      r"shop.bad_package.inner failed to import because of RuntimeError: no l",
       id="package-fails",
     ),
     pytest.param("shop.good.", r"has no experiment ''", id="no-class"),

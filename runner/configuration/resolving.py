@@ -3,13 +3,13 @@
 Every user mistake becomes a `UserError` of one line; bugs keep their traceback.
 """
 
-import ast
 from collections.abc import Iterator, Sequence
 import contextlib
 import dataclasses
 import linecache
 import os
 import re
+import traceback
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -138,16 +138,10 @@ def explain_error(error: BaseException, config: "fdl.Buildable") -> str | None:
   depends_on_values = isinstance(error, OSError | OverflowError)
   if not depends_on_values and not isinstance(error, ValueError | TypeError):
     return None
-  last = error.__traceback__
-  if last is None:
+  steps = list(traceback.walk_tb(error.__traceback__))
+  if not depends_on_values and not _is_raised_outside_libraries(*steps[-1]):
     return None
-  frames = [last.tb_frame]
-  while last.tb_next is not None:
-    last = last.tb_next
-    frames.append(last.tb_frame)
-  if not depends_on_values and not _is_raised_outside_libraries(last):
-    return None
-  paths = _find_paths(frames, config)
+  paths = _find_paths([frame for frame, _ in steps], config)
   if not paths:
     return None
   shown = " or ".join(paths[:_MAX_PATHS])
@@ -159,33 +153,17 @@ def explain_error(error: BaseException, config: "fdl.Buildable") -> str | None:
   return f"{what} (at {shown})."
 
 
-def _is_raised_outside_libraries(last: types.TracebackType) -> bool:
-  """Whether a `raise` statement outside the libraries raised the error.
-
-  An error in the evaluation of the statement's operands does not count.
-
-  Args:
-    last: The innermost entry of the traceback.
-  """
-  code, scope = last.tb_frame.f_code, last.tb_frame.f_globals
+def _is_raised_outside_libraries(frame: types.FrameType, line: int) -> bool:
+  """Whether a line outside the libraries with a `raise` raised the error."""
+  file, scope = frame.f_code.co_filename, frame.f_globals
   root = str(scope.get("__name__", "")).partition(".")[0]
   if root != _OURS and (
-    root in _LIBRARIES
-    or not _INSTALLED.isdisjoint(code.co_filename.split(os.sep))
+    root in _LIBRARIES or not _INSTALLED.isdisjoint(file.split(os.sep))
   ):
     return False
-  # The positions of the instruction; each may be None.
-  found = list(code.co_positions())[last.tb_lasti // 2]
-  try:
-    source = ast.parse("".join(linecache.getlines(code.co_filename, scope)))
-  except SyntaxError:
-    return False
-  for node in ast.walk(source):
-    if isinstance(node, ast.Raise):
-      place = node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
-      if all(a in (None, b) for a, b in zip(found, place, strict=True)):
-        return True
-  return False
+  return (
+    re.search(r"\braise\b", linecache.getline(file, line, scope)) is not None
+  )
 
 
 def _find_paths(
