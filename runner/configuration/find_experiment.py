@@ -290,7 +290,7 @@ def _find_source(module: str) -> pathlib.Path | None:
   parent, _, name = module.rpartition(".")
   if not parent:
     spec = importlib.util.find_spec(module)
-    return pathlib.Path(spec.origin) if spec and spec.has_location else None
+    return pathlib.Path(spec.origin) if spec and spec.origin else None
   files = [
     *(folder / f"{name}.py" for folder in _find_folders(parent)),
     *(folder / "__init__.py" for folder in _find_folders(module)),
