@@ -280,8 +280,8 @@ def _find_folders(module: str) -> list[pathlib.Path]:
   """
   top, *below = module.split(".")
   spec = importlib.util.find_spec(top)
-  roots = (spec and spec.submodule_search_locations) or ()
-  folders = [pathlib.Path(root, *below) for root in roots]
+  roots = spec.submodule_search_locations if spec else None
+  folders = [pathlib.Path(root, *below) for root in roots or ()]
   return [folder for folder in folders if folder.is_dir()]
 
 
