@@ -4,6 +4,7 @@
 the parser does not read; the files in `testdata` were made so.
 """
 
+import gzip
 import os
 import pathlib
 import re
@@ -20,7 +21,13 @@ from paxon.sharding import mesh as meshes
 LAYERS, WIDTH, ROWS = 3, 512, 2048
 
 _TESTDATA = pathlib.Path(__file__).parent / "testdata"
-_UNREAD = re.compile(r", (?:use_global_device_ids=true|stack_frame_id=\d+)")
+_UNREAD = re.compile(r",? (?:use_global_device_ids=true|stack_frame_id=\d+)")
+_BODY = re.compile(r'("body":")[A-Za-z0-9+/=]+')
+_SCHEDULE = re.compile(
+  r'"(?:window|loop|barrier|indices|collective_offload)_config":'
+  r"\{(?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*\})*\},?"
+)
+_LITERAL = re.compile(r"(constant\(\{)[^()]{500,}(\}\))")
 _METADATA = re.compile(r", metadata=\{([^}]*)\}")
 _OP_NAME = re.compile(r'op_name="[^"]*"')
 _CONFIG = re.compile(r", backend_config=(\{.*\})$", re.MULTILINE)
@@ -103,9 +110,26 @@ def shortened(text: str) -> str:
   return _UNREAD.sub("", _METADATA.sub(metadata, text))
 
 
+def without_bodies(text: str) -> str:
+  """Returns a compiled text without files, literals, code and schedules."""
+  begin = re.search(r"^(?:ENTRY )?%", text, re.MULTILINE)
+  text = "HloModule m\n\n" + text[begin.start() if begin else 0 :]
+  for pattern, short in (
+    (_BODY, r"\1"),
+    (_SCHEDULE, ""),
+    (_LITERAL, r"\1...\2"),
+    (_UNREAD, ""),
+  ):
+    text = pattern.sub(short, text)
+  return text
+
+
 def stored(name: str) -> str:
   """Returns a text of `testdata`."""
-  return (_TESTDATA / name).read_text()
+  file = _TESTDATA / name
+  if file.suffix == ".gz":
+    return gzip.decompress(file.read_bytes()).decode()
+  return file.read_text()
 
 
 def main(arguments: list[str]) -> int:

@@ -81,12 +81,13 @@ def measure(
   program = _Program(target, session)
   if is_compiled and not obstacles:
     memory = program.compile(traced, memory, flops)
-    kernel_checks.check_expected(
-      job,
-      program.kernel_choices,
-      platform=target.hardware.platform,
-      quantized=program.quantized_matmuls(flops),
-    )
+    if not program.notes:
+      kernel_checks.check_expected(
+        job,
+        program.kernel_choices,
+        platform=target.hardware.platform,
+        quantized=program.quantized_matmuls(flops),
+      )
   memory = _with(
     memory, saved=saved.saved(traced.jaxpr, shards=session.layout.shards)
   )
@@ -104,7 +105,7 @@ def measure(
   if program.is_compiled:
     notes += compiler_options.differences(kind.platform)
   estimate, why_not = program.estimate(flops, shape)
-  notes += why_not
+  notes += [*why_not, *dict.fromkeys(program.notes)]
   return result.Plan(
     experiment=experiment,
     overrides=tuple(overrides),
@@ -217,6 +218,7 @@ class _Program:
     self.fingerprint: str | None = None
     self.seconds: float | None = None
     self.traffic: float | None = None
+    self.notes: list[str] = []
     self._text: hlo.Program | None = None
     self.kernel_choices: tuple[result.KernelChoice, ...] = ()
 
@@ -247,19 +249,7 @@ class _Program:
     stripped = without_sources(text).encode()
     self.fingerprint = hashlib.sha256(stripped).hexdigest()
     self.placement = network.place(self._target, list(self._mesh.devices.flat))
-    self._text = hlo.parse(text)
-    self.kernel_choices = kernel_contract.choices(
-      self._text,
-      is_tuned=self._target.hardware.platform is not hardware.Platform.CUDA,
-    )
-    self.reading = reading_lib.read(
-      self._text,
-      mesh=dict(self._mesh.shape),
-      dcn=self._dcn,
-      batch_axes=self._batch_axes,
-      platform=self._target.hardware.platform.value,
-      traced=flops.by("part"),
-    )
+    self._read(text, flops)
     sizes = compiled.memory_analysis()
     assert sizes is not None
     self.traffic = float(
@@ -272,33 +262,75 @@ class _Program:
       peak=_peak(sizes, self._target.hardware.platform),
     )
 
+  def _read(self, text: str, flops: flops_lib.Flops) -> None:
+    """Reads the compiled text; a reader that fails leaves a note."""
+    platform = self._target.hardware.platform
+    self._text = reading_lib.attempt(
+      "The compiled program", lambda: hlo.parse(text), None, self.notes
+    )
+    program = self._text
+    if program is None:
+      return
+    self.kernel_choices = reading_lib.attempt(
+      "Kernels",
+      lambda: kernel_contract.choices(
+        program, is_tuned=platform is not hardware.Platform.CUDA
+      ),
+      (),
+      self.notes,
+    )
+    self.reading = reading_lib.read(
+      program,
+      mesh=dict(self._mesh.shape),
+      dcn=self._dcn,
+      batch_axes=self._batch_axes,
+      platform=platform.value,
+      traced=flops.by("part"),
+    )
+
   def quantized_matmuls(
     self, flops: flops_lib.Flops
   ) -> tuple[result.QuantizedMatmul, ...]:
     """Returns what those run as that a quantization recipe covers."""
-    return quantized_products.of(
-      flops,
-      self._text,
-      kind=self._target.hardware,
-      num_devices=self._mesh.size,
+    return reading_lib.attempt(
+      "Quantized matmuls",
+      lambda: quantized_products.of(
+        flops,
+        self._text,
+        kind=self._target.hardware,
+        num_devices=self._mesh.size,
+      ),
+      (),
+      self.notes,
     )
 
   def estimate(
     self, flops: flops_lib.Flops, batch_shape: tuple[int, ...] | None
   ) -> tuple[result.Estimate | None, tuple[str, ...]]:
     """Returns the estimate of the step's time, and why there is none."""
-    if self._text is None:
-      return None, ()
-    kind = self._target.hardware
-    return prediction.of(
-      self._text,
-      communication=self.reading.communication,
-      placement=self.placement,
-      kind=kind,
-      calibration=calibrations.chosen(kind, os.environ),
-      flops=flops,
-      batch_shape=batch_shape,
+    program, kind = self._text, self._target.hardware
+    is_read = all(
+      reading_lib.COULD_NOT_READ not in note for note in self.reading.notes
     )
+    if program is None or not is_read:
+      return None, ()
+    calibration = calibrations.chosen(kind, os.environ)
+    notes: list[str] = []
+    found, why_not = reading_lib.attempt(
+      "The step's time",
+      lambda: prediction.of(
+        program,
+        communication=self.reading.communication,
+        placement=self.placement,
+        kind=kind,
+        calibration=calibration,
+        flops=flops,
+        batch_shape=batch_shape,
+      ),
+      (None, ()),
+      notes,
+    )
+    return found, (*why_not, *notes)
 
 
 def _axes_of_rows(batch: Mapping[str, jax.ShapeDtypeStruct]) -> list[str]:

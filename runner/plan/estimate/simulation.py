@@ -34,12 +34,6 @@ MEMORY: Final = "memory"
 OVERHEAD: Final = "overhead"
 
 _RENDEZVOUS: Final = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
-_CALLED: Final = ("calls", "to_apply")
-_BRANCHES: Final = (
-  "branch_computations",
-  "true_computation",
-  "false_computation",
-)
 # Kinds of costs that are no kernels.
 _FREE: Final = (costs.NONE, costs.CALL, costs.LOOP)
 
@@ -208,7 +202,7 @@ class _Walker:
       elif opcode == "conditional":
         self._choose(instruction, state)
       elif opcode == "call":
-        for name in self._computations(instruction, _CALLED):
+        for name in instruction.runs:
           self.walk(self._program.computations[name], state)
       elif opcode in ("send", "recv", "send-done", "recv-done"):
         self._between_slices(instruction, computation, state)
@@ -239,7 +233,7 @@ class _Walker:
   def _choose(self, instruction: hlo.Instruction, state: _State) -> None:
     """Takes the dearest branch."""
     ends = []
-    for name in self._computations(instruction, _BRANCHES):
+    for name in instruction.runs:
       branch = copy.deepcopy(state)
       self.walk(self._program.computations[name], branch)
       ends.append(branch)
@@ -358,9 +352,9 @@ class _Walker:
   def _inside(
     self, instruction: hlo.Instruction
   ) -> Iterator[tuple[str, hlo.Instruction]]:
-    """The collectives in the computation of a fusion or an async-start."""
-    if instruction.opcode in ("fusion", "async-start"):
-      for name in self._computations(instruction, _CALLED):
+    """The collectives in a fusion, or that an asynchronous call starts."""
+    if instruction.opcode in ("fusion", "async-start", "call-start"):
+      for name in instruction.runs:
         for inner in self._program.computations[name].instructions.values():
           if inner.opcode in collectives.KINDS:
             yield name, inner
@@ -382,10 +376,3 @@ class _Walker:
     return {
       name: names[0] for names in met.values() for name in reversed(names[1:])
     }
-
-  def _computations(
-    self, instruction: hlo.Instruction, attributes: tuple[str, ...]
-  ) -> list[str]:
-    return [
-      name for attribute in attributes for name in instruction.called(attribute)
-    ]

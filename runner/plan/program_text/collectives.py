@@ -13,13 +13,14 @@ in groups of g devices. Three things are not what they look like:
 
 * On TPUs a reduce-scatter is a fusion that holds an all-reduce and roots in a
   slice of it; it is counted as a reduce-scatter.
-* An asynchronous collective on TPUs stands in several fusions, with one channel
-  id; it is counted once.
+* An asynchronous collective on TPUs stands in several fusions with one channel
+  id, which may lie in inner loops of a layer; it is counted once per pass of
+  the layer. On v7x a collective is an asynchronous call to another core.
 * Traffic between TPU slices is no collective but a `send` with megascale
   attributes; its kind is what the attribute says, over the axes of `dcn`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import math
 import re
@@ -43,9 +44,6 @@ KINDS = (
   "reduce-scatter",
 )
 _MEGASCALE = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
-# Calls that are no loops: their computations run once each time.
-_CALLERS = ("async-start", "call", "fusion")
-_CALLED = ("calls", "to_apply")
 _PASSED_ON = ("bitcast", "copy", "reshape", "transpose")
 
 
@@ -114,10 +112,29 @@ def find(
     dcn: The mesh axes between slices.
   """
   finder = _Finder(program, mesh, tuple(dcn))
-  found = tuple(finder.walk(program.entry, 0, 1))
+  finder.walk(program.entry, (), 1)
   return Communication(
-    found, finder.kernels, tuple(dict.fromkeys(finder.notes))
+    tuple(finder.found), finder.kernels, tuple(dict.fromkeys(finder.notes))
   )
+
+
+# The calls and loop bodies around a computation: a number, and whether a loop.
+_Scope = tuple[tuple[int, bool], ...]
+
+
+@dataclasses.dataclass
+class _Channel:
+  """An asynchronous collective whose parts lie in several fusions.
+
+  Attributes:
+    index: Position among all that is found.
+    scopes: Of each part.
+    parts: Names of their computations and instructions.
+  """
+
+  index: int
+  scopes: list[_Scope]
+  parts: set[tuple[str, str]]
 
 
 class _Finder:
@@ -129,26 +146,33 @@ class _Finder:
     self._program = program
     self._mesh = mesh
     self._dcn = dcn
-    # Channels by the run of a computation in which they were met.
-    self._seen: set[tuple[int, str, str]] = set()
+    self._channels: dict[tuple[str, str], list[_Channel]] = {}
     self._num_scopes = 0
+    self._started = {
+      name
+      for computation in program.computations.values()
+      for instruction in computation.instructions.values()
+      if instruction.opcode.endswith("-start")
+      for name in instruction.runs
+    }
     self._branches = costs.dearest_branches(program)
+    self.found: list[Collective] = []
     self.kernels: dict[str, int] = {}
     self.notes: list[str] = []
 
   def walk(
     self,
     computation: hlo.Computation,
-    scope: int,
+    scope: _Scope,
     times: int,
     *,
     is_part: bool = False,
-  ) -> Iterator[Collective]:
-    """Yields the collectives of a computation that runs `times` times.
+  ) -> None:
+    """Finds the collectives of a computation that runs `times` times.
 
     Args:
       computation: An entry, the body of a loop or call, or that of a fusion.
-      scope: Number of the caller that is no fusion.
+      scope: Calls and loops around it.
       times: How often it runs.
       is_part: Whether it is that of a fusion, which may hold one part of an
         asynchronous collective.
@@ -156,68 +180,92 @@ class _Finder:
     for instruction in computation.instructions.values():
       opcode = instruction.opcode
       if opcode.removesuffix("-start") in KINDS:
-        if not is_part or self._is_new(instruction, scope):
-          yield self._collective(instruction, computation, times)
+        if not is_part or self._is_new(instruction, computation, scope, times):
+          self.found.append(self._collective(instruction, computation, times))
       elif opcode == "send" and _MEGASCALE.search(instruction.attributes):
-        yield self._between_slices(instruction, computation, times)
+        self.found.append(self._between_slices(instruction, computation, times))
       elif opcode == "fusion" and self._is_scatter(instruction):
-        (inner,) = instruction.called("calls")
-        yield from self._scatter(self._program.computations[inner], times)
+        (inner,) = instruction.runs
+        self._scatter(self._program.computations[inner], times)
       elif opcode == "while":
-        yield from self._loop(instruction, computation, times)
+        self._loop(instruction, computation, scope, times)
       elif opcode == "conditional":
         branch = self._branches[computation.name, instruction.name]
         inner = self._program.computations[branch]
-        yield from self.walk(inner, self._new_scope(), times)
+        self.walk(inner, self._new_scope(scope), times)
       else:
         self._add_kernel(instruction, times)
-        yield from self._called(instruction, scope, times)
+        self._call(instruction, scope, times)
 
   def _add_kernel(self, instruction: hlo.Instruction, times: int) -> None:
     name = kernels.name(instruction)
     if name is not None:
       self.kernels[name] = self.kernels.get(name, 0) + times
 
-  def _called(
-    self, instruction: hlo.Instruction, scope: int, times: int
-  ) -> Iterator[Collective]:
-    if instruction.opcode not in _CALLERS:
-      return
+  def _call(
+    self, instruction: hlo.Instruction, scope: _Scope, times: int
+  ) -> None:
     # The parts of one asynchronous collective share what calls them.
     is_part = instruction.opcode in ("fusion", "async-start")
-    for attribute in _CALLED:
-      for name in instruction.called(attribute):
-        inner = self._program.computations[name]
-        inner_scope = scope if is_part else self._new_scope()
-        yield from self.walk(inner, inner_scope, times, is_part=is_part)
+    for name in instruction.runs:
+      inner = self._program.computations[name]
+      inner_scope = scope if is_part else self._new_scope(scope)
+      self.walk(inner, inner_scope, times, is_part=is_part)
 
-  def _new_scope(self) -> int:
+  def _new_scope(self, scope: _Scope, *, is_loop: bool = False) -> _Scope:
     self._num_scopes += 1
-    return self._num_scopes
+    return (*scope, (self._num_scopes, is_loop))
 
   def _loop(
-    self, loop: hlo.Instruction, computation: hlo.Computation, times: int
-  ) -> Iterator[Collective]:
+    self,
+    loop: hlo.Instruction,
+    computation: hlo.Computation,
+    scope: _Scope,
+    times: int,
+  ) -> None:
     trips = trip_counts.of(loop, computation, self._program)
     (name,) = loop.called("body")
     body = self._program.computations[name]
     times *= 1 if trips is None else trips
-    found = list(self.walk(body, self._new_scope(), times))
-    if trips is None and found:
+    before = len(self.found)
+    self.walk(body, self._new_scope(scope, is_loop=True), times)
+    if trips is None and len(self.found) > before:
       self.notes.append(
         f"The trips of the loop {loop.name} are not known; its collectives are"
         " counted once."
       )
-    yield from found
 
-  def _is_new(self, instruction: hlo.Instruction, scope: int) -> bool:
+  def _is_new(
+    self,
+    instruction: hlo.Instruction,
+    computation: hlo.Computation,
+    scope: _Scope,
+    times: int,
+  ) -> bool:
+    """Whether no part of the same collective was met.
+
+    Parts of a collective of a layer may lie in inner loops of that layer; it
+    runs as often as the part that runs least.
+    """
     channel = instruction.attribute("channel_id")
     if channel is None:
       return True
-    key = (scope, instruction.opcode, channel)
-    is_new = key not in self._seen
-    self._seen.add(key)
-    return is_new
+    met = self._channels.setdefault((instruction.opcode, channel), [])
+    part = computation.name, instruction.name
+    for one in met:
+      # Called a second time, a computation communicates a second time.
+      if part not in one.parts and any(
+        _is_same_pass(scope, other) for other in one.scopes
+      ):
+        one.parts.add(part)
+        one.scopes.append(scope)
+        old = self.found[one.index]
+        self.found[one.index] = dataclasses.replace(
+          old, count=min(old.count, times)
+        )
+        return False
+    met.append(_Channel(len(self.found), [scope], {part}))
+    return True
 
   def _collective(
     self,
@@ -254,7 +302,9 @@ class _Finder:
       dtype_bytes=dtypes,
       wire_bytes=payload * _wire_factor(kind, group),
       members=tuple(int(member) for member in members),
-      is_asynchronous=is_start or _is_split(instruction, computation),
+      is_asynchronous=is_start
+      or computation.name in self._started
+      or _is_split(instruction, computation),
       gathers=gathers and not scatters,
       name=instruction.op_name,
       computation=computation.name,
@@ -325,12 +375,12 @@ class _Finder:
       source = computation.instructions[source.operands[0]]
     return source.opcode == "all-reduce"
 
-  def _scatter(
-    self, computation: hlo.Computation, times: int
-  ) -> Iterator[Collective]:
-    for instruction in computation.instructions.values():
-      if instruction.opcode == "all-reduce":
-        yield self._collective(instruction, computation, times, scatters=True)
+  def _scatter(self, computation: hlo.Computation, times: int) -> None:
+    self.found += [
+      self._collective(instruction, computation, times, scatters=True)
+      for instruction in computation.instructions.values()
+      if instruction.opcode == "all-reduce"
+    ]
 
   def _is_padded(
     self, instruction: hlo.Instruction, computation: hlo.Computation
@@ -352,6 +402,17 @@ class _Finder:
     while instruction.opcode in _PASSED_ON:
       instruction = computation.instructions[instruction.operands[0]]
     return instruction
+
+
+def _is_same_pass(left: _Scope, right: _Scope) -> bool:
+  """Whether one scope holds the other, or both are in one trip of a loop."""
+  shared = 0
+  for one, other in zip(left, right, strict=False):
+    if one != other:
+      break
+    shared += 1
+  is_in_loop = any(is_loop for _, is_loop in left[:shared])
+  return shared == min(len(left), len(right)) or is_in_loop
 
 
 def _is_split(

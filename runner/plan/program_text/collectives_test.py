@@ -323,6 +323,89 @@ def test_parts_of_one_asynchronous_collective_count_once():
   assert [c.count for c in _find(twice, begin=part).collectives] == [1, 1]
 
 
+_LAYER = """HloModule m
+
+%add (a: f32[], b: f32[]) -> f32[] {{
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %s = f32[] add(%a, %b)
+}}
+
+{parts}
+%condition (t: (s32[], f32[8])) -> pred[] {{
+  %t = (s32[], f32[8]{{0}}) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %n = s32[] constant(99)
+  ROOT %l = pred[] compare(%i, %n), direction=LT
+}}
+
+%inner (t: (s32[], f32[8])) -> (s32[], f32[8]) {{
+  %t = (s32[], f32[8]{{0}}) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %x = f32[8]{{0}} get-tuple-element(%t), index=1
+  %y = f32[8]{{0}} fusion(%x), kind=kCustom, calls=%middle
+  ROOT %r = (s32[], f32[8]{{0}}) tuple(%i, %y)
+}}
+
+%inner.2 (t: (s32[], f32[8])) -> (s32[], f32[8]) {{
+  %t = (s32[], f32[8]{{0}}) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %x = f32[8]{{0}} get-tuple-element(%t), index=1
+  %y = f32[8]{{0}} fusion(%x), kind=kCustom, calls=%later
+  ROOT %r = (s32[], f32[8]{{0}}) tuple(%i, %y)
+}}
+
+%layer (t: (s32[], f32[8])) -> (s32[], f32[8]) {{
+  %t = (s32[], f32[8]{{0}}) parameter(0)
+{body}
+}}
+
+ENTRY %main (t: (s32[], f32[8])) -> (s32[], f32[8]) {{
+  %t = (s32[], f32[8]{{0}}) parameter(0)
+  ROOT %w = (s32[], f32[8]{{0}}) while(%t), condition=%condition, body=%layer, \
+backend_config={{"known_trip_count":{{"n":"18"}}}}
+}}
+"""
+_PART = """%{name} (p: f32[8]) -> f32[8] {{
+  %p = f32[8]{{0}} parameter(0)
+  %q = f32[2]{{0}} slice(%p), slice={{[0:2]}}
+  ROOT %g = f32[8]{{0}} all-gather(%q), channel_id=7, \
+replica_groups=[2,4]<=[4,2]T(1,0), dimensions={{0}}
+}}
+"""
+_STEPS = {
+  "begin": "fusion(%x), kind=kCustom, calls=%begin",
+  "end": "fusion(%x), kind=kCustom, calls=%end",
+}
+_INNER = (
+  "  {root}%{name} = (s32[], f32[8]{{0}}) while(%t), condition=%condition,"
+  ' body=%{body}, backend_config={{"known_trip_count":{{"n":"4"}}}}'
+)
+
+
+@pytest.mark.parametrize(
+  ("is_started_outside", "is_ended_outside"),
+  [(True, True), (True, False), (False, True)],
+)
+def test_an_asynchronous_collective_spans_inner_loops_of_a_layer(
+  is_started_outside, is_ended_outside
+):
+  lines = ["  %x = f32[8]{0} get-tuple-element(%t), index=1"]
+  if is_started_outside:
+    lines.append(f"  %b = f32[8]{{0}} {_STEPS['begin']}")
+  lines.append(_INNER.format(root="", name="u", body="inner"))
+  if is_ended_outside:
+    lines.append(f"  %e = f32[8]{{0}} {_STEPS['end']}")
+  lines.append(_INNER.format(root="ROOT ", name="v", body="inner.2"))
+  names = ("begin", "middle", "later", "end")
+  text = _LAYER.format(
+    parts="".join(_PART.format(name=name) for name in names),
+    body="\n".join(lines),
+  )
+  found = collectives.find(hlo.parse(text), mesh={"fsdp": 4, "tensor": 2})
+  assert [c.count for c in found.collectives] == [18]
+
+
 def test_a_start_lists_operands_and_results():
   found = _find(
     [

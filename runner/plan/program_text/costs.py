@@ -62,7 +62,6 @@ _MOVES = frozenset(
     "tuple",
   )
 )
-_BRANCHES = ("branch_computations", "true_computation", "false_computation")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -214,17 +213,11 @@ def _executed(program: hlo.Program) -> Mapping[str, hlo.Computation]:
   return found
 
 
-def _run_by(instruction: hlo.Instruction) -> list[str]:
-  """Computations that an instruction runs, those of fusions not."""
-  if instruction.opcode == "while":
-    attributes: tuple[str, ...] = ("condition", "body")
-  elif instruction.opcode == "call":
-    attributes = ("to_apply",)
-  elif instruction.opcode == "conditional":
-    attributes = _BRANCHES
-  else:
-    return []
-  return [name for a in attributes for name in instruction.called(a)]
+def _run_by(instruction: hlo.Instruction) -> tuple[str, ...]:
+  """Computations that run by themselves: those of fusions do not."""
+  if instruction.opcode in ("fusion", "async-start"):
+    return ()
+  return instruction.runs
 
 
 class _Runs:
@@ -251,6 +244,11 @@ class _Runs:
     self, instruction: hlo.Instruction, computation: hlo.Computation
   ) -> list[tuple[str, int]]:
     names = _run_by(instruction)
+    if instruction.is_unknown_call:
+      self.notes.append(
+        f"The instruction {instruction.name} calls {', '.join(names)} with the"
+        f" unknown opcode {instruction.opcode}; counted as one call."
+      )
     if instruction.opcode == "while":
       condition, body = names
       trips = trip_counts.of(instruction, computation, self._program)
@@ -294,7 +292,7 @@ def _cost(
   opcode = instruction.opcode
   if traffic.is_free(instruction):
     kind = LOOP if opcode == "while" else NONE
-    kind = CALL if opcode in ("call", "conditional") else kind
+    kind = CALL if instruction.runs and kind is NONE else kind
     return Cost(flops=0, dtype="", hbm_bytes=0, kind=kind, name="")
   name = instruction.op_name
   found: list[products.Product] = []

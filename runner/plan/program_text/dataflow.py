@@ -15,15 +15,6 @@ from paxon.runner.plan.program_text import hlo, kernels, name_stack
 
 # Name of the step's second argument, with which the names of its arrays begin.
 _BATCH = "batch"
-_INLINED = ("async-start", "call", "fusion")
-_BRANCHES = ("branch_computations", "true_computation", "false_computation")
-_CALLED: Mapping[str, tuple[str, ...]] = {
-  "async-start": ("calls",),
-  "call": ("to_apply",),
-  "conditional": _BRANCHES,
-  "fusion": ("calls",),
-  "while": ("body", "condition"),
-}
 # How far, and how widely, to look for the name of what has none.
 _NEAR, _WIDE = 12, 64
 _ELEMENTWISE_TUPLES = ("all-reduce", "all-reduce-start", "opt-barrier")
@@ -189,7 +180,7 @@ class _Sources:
         *self._element(computation, operands[0], index),
         *self._element(body, body.root.name, index),
       ]
-    if opcode in _INLINED or opcode == "conditional":
+    if instruction.runs:
       return self._results(instruction, index)
     if opcode in _ELEMENTWISE_TUPLES and index >= 0:
       # A barrier has one operand, a tuple; a reduction one for each element.
@@ -218,8 +209,7 @@ class _Sources:
         yield from self._element(caller, operands[0], index)
         yield from self._element(body, body.root.name, index)
       elif instruction.opcode == "conditional":
-        branches = [n for a in _BRANCHES for n in instruction.called(a)]
-        position = 1 + branches.index(computation.name)
+        position = 1 + instruction.runs.index(computation.name)
         yield from self._element(caller, operands[position], index)
       elif number < len(operands):
         yield from self._element(caller, operands[number], index)
@@ -227,8 +217,8 @@ class _Sources:
   def _results(
     self, instruction: hlo.Instruction, index: int
   ) -> Iterator[_Node]:
-    is_async = instruction.opcode == "async-start"
-    for name in _called(instruction):
+    is_async = instruction.opcode.endswith("-start")
+    for name in instruction.runs:
       inner = self._computations[name]
       nodes = self.values(inner, inner.root.name)
       is_one = len(nodes) > 1 and index >= 0 and not is_async
@@ -244,12 +234,6 @@ class _Sources:
     return self.values(computation, start)
 
 
-def _called(instruction: hlo.Instruction) -> list[str]:
-  """The computations of a loop, a call or a fusion."""
-  attributes = _CALLED.get(instruction.opcode, ())
-  return [name for a in attributes for name in instruction.called(a)]
-
-
 def _callers(
   program: hlo.Program,
 ) -> Mapping[str, list[tuple[hlo.Computation, hlo.Instruction]]]:
@@ -257,7 +241,7 @@ def _callers(
   found: dict[str, list[tuple[hlo.Computation, hlo.Instruction]]] = {}
   for computation in program.computations.values():
     for instruction in computation.instructions.values():
-      for name in _called(instruction):
+      for name in instruction.runs:
         found.setdefault(name, []).append((computation, instruction))
   return found
 
@@ -270,20 +254,20 @@ def _in_loops(program: hlo.Program) -> set[str]:
     for computation in program.computations.values()
     for instruction in computation.instructions.values()
     if instruction.opcode == "while"
-    for name in _called(instruction)
+    for name in instruction.runs
   ]
   while waiting:
     name = waiting.pop()
     if name not in found:
       found.add(name)
       for instruction in program.computations[name].instructions.values():
-        waiting += _called(instruction)
+        waiting += instruction.runs
   return found
 
 
 def _is_product(instruction: hlo.Instruction) -> bool:
   if instruction.opcode == "custom-call":
-    return kernels.flops(instruction, []) != 0
+    return kernels.multiplies(instruction)
   return instruction.opcode in ("dot", "convolution")
 
 

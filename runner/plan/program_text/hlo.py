@@ -19,6 +19,8 @@ _BRACKET_COMMA_OR_QUOTE = re.compile(r'[()\[\]{},"]')
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{\s*$")
+# A computation may end with the name of the core that runs it.
+_END = re.compile(r"^\}(?:, execution_thread=\"[^\"]*\")?\s*$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _ARRAY = re.compile(r"^(\w+)\[([\d,<=]*)\](?:\{(.*)\})?$")
 _SPACE = re.compile(r"S\((\d+)\)")
@@ -31,6 +33,34 @@ _BITS = {
   "f8e4m3fnuz": 8, "f8e5m2": 8, "f8e5m2fnuz": 8, "f8e8m0fnu": 8, "f16": 16,
   "bf16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128,
 }  # fmt: skip
+
+
+# Attributes that name computations. Those of a conditional stay in this order.
+_CALLS = (
+  "calls",
+  "to_apply",
+  "called_computations",
+  "condition",
+  "body",
+  "branch_computations",
+  "true_computation",
+  "false_computation",
+)
+_RUN_CALLS = frozenset(("async", "call", "conditional", "fusion", "while"))
+# Their computations combine two elements: a sum, a maximum, an order.
+_COMBINE = frozenset(
+  (
+    "all-reduce",
+    "map",
+    "reduce",
+    "reduce-scatter",
+    "reduce-window",
+    "scatter",
+    "select-and-scatter",
+    "sort",
+    "topk",
+  )
+)
 
 
 class ParseError(ValueError):
@@ -109,6 +139,24 @@ class Instruction:
     text = self.attribute(name) or ""
     return tuple(re.findall(r"[\w.\-]+", text))
 
+  @functools.cached_property
+  def runs(self) -> tuple[str, ...]:
+    """Names of the computations that it executes.
+
+    Functions that combine two elements are left out. Any other instruction that
+    calls a computation executes it, of a known opcode or not.
+    """
+    opcode = self.opcode.removesuffix("-start")
+    if opcode in _COMBINE or opcode.endswith(("-done", "-update")):
+      return ()
+    return tuple(name for text in _CALLS for name in self.called(text))
+
+  @property
+  def is_unknown_call(self) -> bool:
+    """Whether it executes computations in a way that is not known."""
+    opcode = self.opcode.removesuffix("-start")
+    return opcode not in _RUN_CALLS and bool(self.runs)
+
   @property
   def op_name(self) -> str:
     """JAX's name stack."""
@@ -175,7 +223,7 @@ def _body(lines: Iterator[str]) -> Iterator[str]:
   """
   held = ""
   for line in lines:
-    if line.rstrip() == "}":
+    if _END.match(line):
       break
     if line[:1].isspace() or not held:
       if held.strip():

@@ -24,6 +24,8 @@ _NO_KERNELS = frozenset(
     "AsyncCollectiveDone",
     "AsyncCollectiveStart",
     "ConcatBitcast",
+    "PrepareAsyncCallDone",
+    "PrepareAsyncCallStart",
     "SliceId",
     "ZeroCrop",
   )
@@ -146,8 +148,15 @@ def flops(call: hlo.Instruction, operands: list[hlo.Type]) -> int | None:
     is_all = len(call.type.elements) > _SPLASH_RESULTS and splash[1] == "dkv"
     products = 5 if is_all else _SPLASH_PRODUCTS[splash[1]]
     return products * 2 * math.prod(query.shape) * key.shape[-2]
-  estimate = _ESTIMATE.search(call.attributes.replace('\\"', '"'))
-  return int(estimate[1]) if estimate else None
+  return _estimate(call)
+
+
+def multiplies(call: hlo.Instruction) -> bool:
+  """Returns whether a custom call may contain matmuls."""
+  if target(call) in _NO_KERNELS | _NO_PRODUCTS:
+    return False
+  estimate = _estimate(call)
+  return estimate is None or estimate > 0
 
 
 def workspace(call: hlo.Instruction) -> int:
@@ -157,6 +166,12 @@ def workspace(call: hlo.Instruction) -> int:
   if last is None or not found.startswith((_FMHA, _GEMM)):
     return 0
   return last.num_bytes if last.dtype in ("s8", "u8") else 0
+
+
+def _estimate(call: hlo.Instruction) -> int | None:
+  """The FLOPs that a kernel's author estimates."""
+  estimate = _ESTIMATE.search(call.attributes.replace('\\"', '"'))
+  return int(estimate[1]) if estimate else None
 
 
 def _ints(text: str) -> list[int]:

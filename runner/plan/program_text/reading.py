@@ -1,8 +1,9 @@
 """All that a plan reads from the text of a compiled training step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import math
+from typing import Final, TypeVar
 
 from paxon.runner.plan import result
 from paxon.runner.plan.program_text import (
@@ -37,6 +38,11 @@ class Reading:
   warnings: tuple[str, ...] = ()
 
 
+# Of the note on a reader that fails.
+COULD_NOT_READ: Final = "could not be read"
+
+_T = TypeVar("_T")
+
 NOTHING = Reading(collectives.Communication((), {}, ()))
 
 
@@ -62,26 +68,40 @@ def read(
   Returns:
     What it says.
   """
-  communication = collectives.find(program, mesh=mesh, dcn=dcn)
-  total = costs.total(program)
-  moved = movements.find(program, communication)
-  notes = [*communication.notes, *total.notes]
+  notes: list[str] = []
+  communication = attempt(
+    "Communication",
+    lambda: collectives.find(program, mesh=mesh, dcn=dcn),
+    NOTHING.communication,
+    notes,
+  )
+  notes += communication.notes
+  total = attempt("FLOPs", lambda: costs.total(program), None, notes)
+  notes += total.notes if total else ()
+  moved = attempt(
+    "Data of collectives",
+    lambda: movements.find(program, communication),
+    (),
+    notes,
+  )
   if moved is None:
     moved = ()
     notes.append(
       "What the collectives move is not known: no parameter of the program is"
       " named as the batch."
     )
-  warnings = lints.check(
-    lints.Subject(
-      program=program,
-      moved=moved,
-      total=total,
-      kernels=communication.kernels,
-      batch_axes=batch_axes,
-      platform=platform,
-    )
+  resharding = _resharding(moved)
+  if total is None:
+    return Reading(communication, resharding=resharding, notes=tuple(notes))
+  subject = lints.Subject(
+    program=program,
+    moved=moved,
+    total=total,
+    kernels=communication.kernels,
+    batch_axes=batch_axes,
+    platform=platform,
   )
+  warnings = attempt("Warnings", lambda: lints.check(subject), (), notes)
   compiled_flops = None
   if total.unknown:
     notes.append(
@@ -98,10 +118,34 @@ def read(
     communication=communication,
     hbm_bytes=total.hbm_bytes,
     compiled_flops=compiled_flops,
-    resharding=_resharding(moved),
+    resharding=resharding,
     notes=tuple(notes),
     warnings=warnings,
   )
+
+
+def attempt(
+  what: str, read: Callable[[], _T], default: _T, notes: list[str]
+) -> _T:
+  """Returns what a reader returns; if it fails, adds a note instead.
+
+  A new compiler may print what no reader knows. That costs the results of one
+  reader, not those of the compilation.
+
+  Args:
+    what: What is read, as the note begins.
+    read: The reader.
+    default: What is returned if it fails.
+    notes: Where the note goes.
+  """
+  try:
+    return read()
+  except Exception as error:
+    text = str(error).splitlines() or [""]
+    notes.append(
+      f"{what} {COULD_NOT_READ}: {type(error).__name__}: {text[0][:200]}"
+    )
+    return default
 
 
 def _resharding(

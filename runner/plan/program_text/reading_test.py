@@ -5,7 +5,7 @@ import math
 import pytest
 
 from paxon.runner.plan import testing
-from paxon.runner.plan.program_text import hlo, reading
+from paxon.runner.plan.program_text import collectives, hlo, reading
 
 _FLOPS = 3 * testing.LAYERS * 2 * testing.ROWS * testing.WIDTH**2
 
@@ -37,6 +37,101 @@ def test_the_program_does_what_was_traced(file, mesh, dcn, platform):
   assert found.resharding == ()
   assert found.notes == ()
   assert not any("FLOPs" in text for text in found.warnings)
+
+
+def test_splash_attention():
+  """Three layers: forward, and backward for queries and for keys and values."""
+  found = _read("v5e_2x4_splash.txt.gz", {"data": 8})
+  assert found.communication.kernels["tpu_custom_call"] == 3 * (1 + 2)
+  assert found.notes == ()
+  assert {c.kind for c in found.communication.collectives} == {"all-reduce"}
+
+
+# Parameters of a layer of `LmCloudSpmd2B`, stored with 18 or 4 of them.
+_LAYERS, _EMBED, _MLP, _VOCAB, _HEADS = 4, 3072, 12_288, 32_000, 3072
+_ATTENTION = 4 * _EMBED * _HEADS
+_FEED_FORWARD = 2 * _EMBED * _MLP
+_BFLOAT16, _FLOAT32 = 2, 4
+
+
+def _payload(found, *kinds):
+  return sum(
+    c.count * c.payload_bytes
+    for c in found.communication.collectives
+    if c.kind in kinds
+  )
+
+
+def test_an_asynchronous_gather_in_inner_loops_counts_once_per_layer():
+  """On v5e the gather of the projections goes on during three inner loops."""
+  found = _read("v5e_4x4_fsdp.txt.gz", {"fsdp": 16})
+  assert found.notes == ()
+  output, projections = _ATTENTION / 4, 3 * _ATTENTION / 4
+  gathered = 18 * (output + 2 * projections + _FEED_FORWARD / 2)
+  gathered += _EMBED * _VOCAB
+  assert _payload(found, "all-gather") == pytest.approx(
+    _BFLOAT16 * gathered, rel=0.02
+  )
+  (again,) = (text for text in found.warnings if "gathered again" in text)
+  assert "18 times" in again
+
+
+def test_collectives_on_the_sparsecore():
+  """On v7x collectives are asynchronous calls to another core.
+
+  A matmul in a loop passes shards around the ring in both directions: one
+  shard before the loop, and two in each of 8 / 2 trips, so nine of eight.
+  """
+  found = _read("v7x_2x2x1_fsdp.txt.gz", {"fsdp": 8})
+  assert not any(reading.COULD_NOT_READ in note for note in found.notes)
+  assert all(
+    c.is_asynchronous
+    for c in found.communication.collectives
+    if c.kind in ("all-gather", "reduce-scatter")
+  )
+  ring = 9 / 8
+  layer = _ATTENTION + _FEED_FORWARD
+  output, projections = _ATTENTION / 4, 3 * _ATTENTION / 4
+  # The backward pass gathers whole what it recomputes with, projections of
+  # queries, keys and values once more for their gradient; and the embedding.
+  gathered = _LAYERS * (output + 2 * projections + _FEED_FORWARD / 2)
+  gathered += _EMBED * _VOCAB
+  # All weights forward, one matrix backward, and all gradients.
+  passed = _LAYERS * ring * (layer + _FEED_FORWARD / 2 + layer)
+  assert _payload(found, "all-gather") == pytest.approx(
+    _BFLOAT16 * gathered, rel=0.02
+  )
+  assert _payload(found, "collective-permute") == pytest.approx(
+    _BFLOAT16 * passed, rel=0.02
+  )
+  # The embedding's gradient from the loss and from the lookup.
+  assert _payload(found, "reduce-scatter") == pytest.approx(
+    (_FLOAT32 + _BFLOAT16) * _EMBED * _VOCAB, rel=0.02
+  )
+
+
+def test_a_reader_that_fails_leaves_a_note(monkeypatch):
+  def fail(*args, **kwargs):
+    raise KeyError("fused_computation.378")
+
+  monkeypatch.setattr(collectives, "find", fail)
+  found = _read_text()
+  assert found.compiled_flops == 8 * 7 * 2 * 64**3
+  assert found.communication == reading.NOTHING.communication
+  assert found.notes == (
+    "Communication could not be read: KeyError: 'fused_computation.378'",
+  )
+
+
+def test_a_call_with_an_unknown_opcode_is_noted():
+  text = _TEXT.replace("while(%t)", "while-fancy(%t)")
+  found = _read_text(text=text)
+  (one,) = found.communication.collectives
+  assert one.count == 1
+  assert found.notes == (
+    "The instruction w calls condition, body with the unknown opcode"
+    " while-fancy; counted as one call.",
+  )
 
 
 def test_devices_that_do_the_same_work():
@@ -88,10 +183,10 @@ _DOT = "dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
 _BATCH = ", metadata={op_name=\"batch['inputs']\"}"
 
 
-def _read_text(*, product=_DOT, batch=_BATCH):
+def _read_text(*, product=_DOT, batch=_BATCH, text=_TEXT):
   mesh = {"fsdp": 4, "tensor": 2}
   return reading.read(
-    hlo.parse(_TEXT.format(product=product, batch=batch)),
+    hlo.parse(text.format(product=product, batch=batch)),
     mesh=mesh,
     dcn=(),
     batch_axes=("fsdp",),

@@ -25,6 +25,7 @@ _FREE = frozenset(
     "after-all",
     "bitcast",
     "call",
+    "call-start",
     "conditional",
     "constant",
     "domain",
