@@ -14,6 +14,7 @@ with cross-attention.
 
 from collections.abc import Callable
 import functools
+from typing import Any
 
 from flax import linen as nn
 import jax
@@ -22,28 +23,17 @@ from jaxtyping import Array, Bool, Float, Int
 from paxon.layers import shared
 from paxon.sharding import axes, logical
 
+# Attention and feed-forward as functions of their input, and the residual.
+Branch = Callable[[jax.Array], jax.Array]
+Residual = Callable[[jax.Array, jax.Array], jax.Array]
 
-class TransformerBlock(nn.Module):
-  """Pre-norm block: attention and feed-forward, each with norm and residual.
 
-  Attributes:
-    attention_norm: Maps [B,T,D] to [B,T,D].
-    attention: Called with tokens, positions, segment ids, `prefix` if set, and
-      `cache_length`.
-    feed_forward_norm: Maps [B,T,D] to [B,T,D].
-    feed_forward: Maps [B,T,D] to [B,T,D].
-    dropout: Applied to each branch; called with `deterministic`, like
-      `nn.Dropout`. `None` disables it.
-    residual: Adds a branch to the residual stream, such as
-      `StochasticResidual`; `None` is a plain sum.
+class Block(nn.Module):
+  """Base of blocks, which define the order of norms and residuals.
+
+  Subclasses have the fields `attention`, `feed_forward`, `dropout` and
+  `residual`, as in `TransformerBlock`.
   """
-
-  attention_norm: nn.Module
-  attention: nn.Module
-  feed_forward_norm: nn.Module
-  feed_forward: nn.Module
-  dropout: nn.Module | None = None
-  residual: nn.Module | None = None
 
   def __call__(
     self,
@@ -71,22 +61,61 @@ class TransformerBlock(nn.Module):
         needed.
       layer_index: Index of the layer, passed to `residual`.
     """
-    add = make_residual(self.dropout, self.residual, deterministic, layer_index)
-    branch = call_attention(
-      self.attention,
-      self.attention_norm(x),
-      positions,
-      segment_ids,
-      prefix,
-      cache_length,
+    fields: Any = self
+
+    def attention(x: jax.Array) -> jax.Array:
+      # Passed only if set, so attention layers need not support it.
+      more = () if prefix is None else (prefix,)
+      return fields.attention(
+        x, positions, segment_ids, *more, cache_length=cache_length
+      )
+
+    feed_forward = bind_deterministic(fields.feed_forward, deterministic)
+    add = make_residual(
+      fields.dropout, fields.residual, deterministic, layer_index
     )
-    x = add(x, branch)
-    feed_forward = bind_deterministic(self.feed_forward, deterministic)
-    branch = feed_forward(self.feed_forward_norm(x))
-    return constrain(add(x, branch))
+    return constrain(self.combine(x, attention, feed_forward, add))
+
+  @nn.nowrap
+  def combine(
+    self, x: jax.Array, attention: Branch, feed_forward: Branch, add: Residual
+  ) -> jax.Array:
+    """Returns the residual stream [B,T,D] after both branches."""
+    raise NotImplementedError
 
 
-class PostNormBlock(nn.Module):
+class TransformerBlock(Block):
+  """Pre-norm block: attention and feed-forward, each with norm and residual.
+
+  Attributes:
+    attention_norm: Maps [B,T,D] to [B,T,D].
+    attention: Called with tokens, positions, segment ids, `prefix` if set, and
+      `cache_length`.
+    feed_forward_norm: Maps [B,T,D] to [B,T,D].
+    feed_forward: Maps [B,T,D] to [B,T,D].
+    dropout: Applied to each branch; called with `deterministic`, like
+      `nn.Dropout`. `None` disables it.
+    residual: Adds a branch to the residual stream, such as
+      `StochasticResidual`; `None` is a plain sum.
+  """
+
+  attention_norm: nn.Module
+  attention: nn.Module
+  feed_forward_norm: nn.Module
+  feed_forward: nn.Module
+  dropout: nn.Module | None = None
+  residual: nn.Module | None = None
+
+  @nn.nowrap
+  def combine(
+    self, x: jax.Array, attention: Branch, feed_forward: Branch, add: Residual
+  ) -> jax.Array:
+    """Returns the tokens after both branches."""
+    x = add(x, attention(self.attention_norm(x)))
+    return add(x, feed_forward(self.feed_forward_norm(x)))
+
+
+class PostNormBlock(Block):
   """Post-norm block of the original transformer and of BERT.
 
   Vaswani et al. 2017, https://arxiv.org/abs/1706.03762, section 3.1. The stack
@@ -101,30 +130,16 @@ class PostNormBlock(nn.Module):
   dropout: nn.Module | None = None
   residual: nn.Module | None = None
 
-  def __call__(
-    self,
-    x: Float[Array, "batch length embed"],
-    positions: Int[Array, "batch length"] | None = None,
-    segment_ids: Int[Array, "batch length"] | None = None,
-    prefix: Bool[Array, "batch length"] | None = None,
-    *,
-    cache_length: int | None = None,
-    deterministic: bool = True,
-    layer_index: Int[Array, ""] | None = None,
-  ) -> Float[Array, "batch length embed"]:
-    """Returns the transformed tokens; called like `TransformerBlock`."""
-    feed_forward = bind_deterministic(self.feed_forward, deterministic)
-    add = make_residual(self.dropout, self.residual, deterministic, layer_index)
-    branch = call_attention(
-      self.attention, x, positions, segment_ids, prefix, cache_length
-    )
-    x = self.attention_norm(add(x, branch))
-    branch = feed_forward(x)
-    x = self.feed_forward_norm(add(x, branch))
-    return constrain(x)
+  @nn.nowrap
+  def combine(
+    self, x: jax.Array, attention: Branch, feed_forward: Branch, add: Residual
+  ) -> jax.Array:
+    """Returns the tokens after both branches."""
+    x = self.attention_norm(add(x, attention(x)))
+    return self.feed_forward_norm(add(x, feed_forward(x)))
 
 
-class SandwichBlock(nn.Module):
+class SandwichBlock(Block):
   """Block with norms before and after attention and feed-forward.
 
   With all four norms it is that of Gemma 2 (2024,
@@ -153,31 +168,18 @@ class SandwichBlock(nn.Module):
   dropout: nn.Module | None = None
   residual: nn.Module | None = None
 
-  def __call__(
-    self,
-    x: Float[Array, "batch length embed"],
-    positions: Int[Array, "batch length"] | None = None,
-    segment_ids: Int[Array, "batch length"] | None = None,
-    prefix: Bool[Array, "batch length"] | None = None,
-    *,
-    cache_length: int | None = None,
-    deterministic: bool = True,
-    layer_index: Int[Array, ""] | None = None,
-  ) -> Float[Array, "batch length embed"]:
-    """Returns the transformed tokens; called like `TransformerBlock`."""
-    feed_forward = bind_deterministic(self.feed_forward, deterministic)
-    add = make_residual(self.dropout, self.residual, deterministic, layer_index)
+  @nn.nowrap
+  def combine(
+    self, x: jax.Array, attention: Branch, feed_forward: Branch, add: Residual
+  ) -> jax.Array:
+    """Returns the tokens after both branches."""
     normed = x if self.attention_norm is None else self.attention_norm(x)
-    branch = call_attention(
-      self.attention, normed, positions, segment_ids, prefix, cache_length
-    )
-    x = add(x, self.post_attention_norm(branch))
+    x = add(x, self.post_attention_norm(attention(normed)))
     normed = x if self.feed_forward_norm is None else self.feed_forward_norm(x)
-    branch = self.post_feed_forward_norm(feed_forward(normed))
-    return constrain(add(x, branch))
+    return add(x, self.post_feed_forward_norm(feed_forward(normed)))
 
 
-class ParallelBlock(nn.Module):
+class ParallelBlock(Block):
   """Block that adds attention and feed-forward of one input.
 
   Their matmuls can run side by side, and tensor parallelism reduces both at
@@ -201,46 +203,16 @@ class ParallelBlock(nn.Module):
   dropout: nn.Module | None = None
   residual: nn.Module | None = None
 
-  def __call__(
-    self,
-    x: Float[Array, "batch length embed"],
-    positions: Int[Array, "batch length"] | None = None,
-    segment_ids: Int[Array, "batch length"] | None = None,
-    prefix: Bool[Array, "batch length"] | None = None,
-    *,
-    cache_length: int | None = None,
-    deterministic: bool = True,
-    layer_index: Int[Array, ""] | None = None,
-  ) -> Float[Array, "batch length embed"]:
-    """Returns the transformed tokens; called like `TransformerBlock`."""
-    feed_forward = bind_deterministic(self.feed_forward, deterministic)
-    add = make_residual(self.dropout, self.residual, deterministic, layer_index)
+  @nn.nowrap
+  def combine(
+    self, x: jax.Array, attention: Branch, feed_forward: Branch, add: Residual
+  ) -> jax.Array:
+    """Returns the tokens after both branches."""
     normed = self.norm(x)
-    branch = call_attention(
-      self.attention, normed, positions, segment_ids, prefix, cache_length
-    )
+    branch = attention(normed)
     if self.feed_forward_norm is not None:
       normed = self.feed_forward_norm(x)
-    branch += feed_forward(normed)
-    return constrain(add(x, branch))
-
-
-def call_attention(
-  attention: nn.Module,
-  x: jax.Array,
-  positions: jax.Array | None,
-  segment_ids: jax.Array | None,
-  prefix: jax.Array | None,
-  cache_length: int | None,
-) -> jax.Array:
-  """Returns the output of self-attention.
-
-  `prefix` is passed only if set, so attention layers need not support it.
-  """
-  tokens = (x, positions, segment_ids)
-  if prefix is not None:
-    tokens += (prefix,)
-  return attention(*tokens, cache_length=cache_length)
+    return add(x, branch + feed_forward(normed))
 
 
 def bind_deterministic(

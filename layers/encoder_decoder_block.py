@@ -1,4 +1,4 @@
-"""Blocks of a decoder that also reads a memory, what an encoder gave.
+"""Blocks of a decoder that also reads a memory, the output of an encoder.
 
 Pre-norm (`CrossBlock`):
 
@@ -28,8 +28,8 @@ class CrossBlock(nn.Module):
       `cache_length`.
     feed_forward_norm: Maps [B,T,D] to [B,T,D].
     feed_forward: Maps [B,T,D] to [B,T,D].
-    dropout: Called with a branch and `deterministic`, as `nn.Dropout` is;
-      `None` is no dropout.
+    dropout: Called with a branch and `deterministic`, like `nn.Dropout`;
+      `None` disables it.
     residual: Adds a branch to the residual stream, such as
       `StochasticResidual`; `None` is a plain sum.
   """
@@ -63,14 +63,14 @@ class CrossBlock(nn.Module):
       positions: Positions, from 0 in each segment.
       segment_ids: Segments; 0 is padding. A token reads the memory of its own
         segment.
-      memory: What the encoder gave; `None` while decoding, where its keys and
+      memory: Output of the encoder; `None` while decoding, when its keys and
         values are in the cache.
-      memory_segment_ids: Its segments; `None` where there is no memory.
+      memory_segment_ids: Its segments; `None` without a memory.
       cache_length: Makes a cache with this number of slots (prefill).
-      deterministic: Whether dropout is off; otherwise the random stream
-        `dropout` is needed.
-      skip_memory: Leaves the attention to the memory out.
-      layer_index: The number of the layer, for `residual`.
+      deterministic: Disables dropout; if False, the random stream `dropout` is
+        needed.
+      skip_memory: Skips attention to the memory.
+      layer_index: Index of the layer, passed to `residual`.
     """
     feed_forward = block.bind_deterministic(self.feed_forward, deterministic)
     add = block.make_residual(
@@ -97,9 +97,9 @@ class CrossBlock(nn.Module):
 
 
 class PostNormCrossBlock(nn.Module):
-  """`CrossBlock` with each norm after its residual, as the first transformers.
+  """`CrossBlock` with each norm after its residual.
 
-  Its parts have the same names. Vaswani et al. 2017,
+  Its submodules have the same names. Vaswani et al. 2017,
   https://arxiv.org/abs/1706.03762, section 3.1.
   """
 

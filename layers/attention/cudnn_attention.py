@@ -86,24 +86,12 @@ def cudnn(
   packed: bool = True,
   implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> Float[Array, "batch length heads head_dim"]:
-  """Attention by cuDNN; its softmax is in float32.
+  """Attention by cuDNN, called like `kernels.plain`; its softmax is in float32.
 
-  Args:
-    query: Queries.
-    key: Keys.
-    value: Values.
-    mask: The mask.
-    logit_cap: Not supported.
-    bias: Not supported: cuDNN materializes a T x S gradient.
-    scale: Factor of the dot products; `None` is `H ** -0.5`.
-    sinks: Not supported.
-    packed: Whether sequences may hold several documents. False requires that
-      each is one document followed by padding; other sequences become NaN.
-      Calls with a cache (S is not T) do not depend on it.
-    implementation: "xla" computes the same on any device.
-
-  Returns:
-    The weighted values.
+  Soft caps, sinks and a bias (cuDNN materializes its T x S gradient) are not
+  supported. `packed=False` requires that each sequence is one document followed
+  by padding; other sequences become NaN. Calls with a cache (S is not T) do not
+  depend on it. `implementation="xla"` computes the same on any device.
 
   Raises:
     ValueError: cuDNN does not support this call.
@@ -175,41 +163,13 @@ def one_document(
   key: Float[Array, "batch kv_length kv_heads head_dim"],
   value: Float[Array, "batch kv_length kv_heads head_dim"],
   mask: attention_mask.AttentionMask,
-  *,
-  logit_cap: float | None = None,
-  bias: jax.Array | None = None,
-  scale: float | None = None,
-  sinks: jax.Array | None = None,
+  **settings: Any,
 ) -> Float[Array, "batch length heads head_dim"]:
-  """`cudnn` for sequences of one document: masked keys are not computed.
+  """`cudnn(..., packed=False)`: masked keys are not computed.
 
   A function, so that a command line can name it.
-
-  Args:
-    query: Queries.
-    key: Keys.
-    value: Values.
-    mask: The mask; sequences other than one document followed by padding become
-      NaN.
-    logit_cap: Not supported.
-    bias: Not supported.
-    scale: Factor of the dot products; `None` is `H ** -0.5`.
-    sinks: Not supported.
-
-  Returns:
-    The weighted values.
   """
-  return cudnn(
-    query,
-    key,
-    value,
-    mask,
-    logit_cap=logit_cap,
-    bias=bias,
-    scale=scale,
-    sinks=sinks,
-    packed=False,
-  )
+  return cudnn(query, key, value, mask, packed=False, **settings)
 
 
 def _described(mask: attention_mask.AttentionMask) -> dict[str, Any]:

@@ -74,18 +74,10 @@ def from_call(
   bias: Any | None = None,
   sinks: jax.Array | None = None,
 ) -> Request:
-  """Returns the requirements of a call.
+  """Returns the requirements of a call, by the arguments of the kernel.
 
   Packing is in the data, and the platform is decided later; both are unknown.
-
-  Args:
-    query: Queries [B,T,N,H].
-    key: Keys [B,S,K,H].
-    value: Values [B,S,K,H'].
-    mask: The mask.
-    logit_cap: Argument of the kernel.
-    bias: Argument of the kernel, or a function that returns it.
-    sinks: Argument of the kernel.
+  A bias may be a function that returns it.
   """
   features = _of_mask(mask.rules)
   if mask.q_prefix is not None:
@@ -150,9 +142,6 @@ def from_layer(layer: Any, *, dtype: DTypeLike | None = None) -> Request:
   )
 
 
-_Feature = Feature
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Support:
   """The features, dtypes, platforms and widths that a kernel supports.
@@ -187,29 +176,26 @@ class Support:
         f"its dtype is {request.dtype}, and the kernel takes"
         f" {_either(self.dtypes)}"
       )
-    head_dim = request.head_dim
-    if head_dim is not None and not self._takes_width(head_dim):
-      most = "" if self.max_head_dim is None else f" up to {self.max_head_dim}"
+    head_dim, most = request.head_dim, self.max_head_dim
+    if head_dim is not None and (
+      head_dim % self.head_dim_multiple
+      or (most is not None and head_dim > most)
+    ):
       yield (
         f"its head_dim is {head_dim}, and the kernel takes multiples of"
-        f" {self.head_dim_multiple}{most}"
+        f" {self.head_dim_multiple}{'' if most is None else f' up to {most}'}"
       )
     for feature, words in request.features.items():
       if feature in self.unsupported:
         yield f"{words}, but {self.unsupported[feature]}"
 
-  def _takes_width(self, head_dim: int) -> bool:
-    most = self.max_head_dim
-    fits = most is None or head_dim <= most
-    return fits and head_dim % self.head_dim_multiple == 0
-
 
 PLAIN: Final = Support(name="layers.attention.kernels.plain")
 
 _OF_JAX: Final[Mapping[Feature, str]] = {
-  _Feature.LOGIT_CAP: "jax.nn.dot_product_attention has no soft cap",
-  _Feature.SINKS: "jax.nn.dot_product_attention has no sinks",
-  _Feature.VALUE_WIDTH: "jax.nn.dot_product_attention needs one width",
+  Feature.LOGIT_CAP: "jax.nn.dot_product_attention has no soft cap",
+  Feature.SINKS: "jax.nn.dot_product_attention has no sinks",
+  Feature.VALUE_WIDTH: "jax.nn.dot_product_attention needs one width",
 }
 
 FUSED: Final = Support(
@@ -218,8 +204,8 @@ FUSED: Final = Support(
 
 _OF_CUDNN: Final[Mapping[Feature, str]] = {
   **_OF_JAX,
-  _Feature.BIAS: "cuDNN materializes a T x S bias gradient",
-  _Feature.SPLIT_SEQUENCES: "cuDNN needs whole sequences on each device",
+  Feature.BIAS: "cuDNN materializes a T x S bias gradient",
+  Feature.SPLIT_SEQUENCES: "cuDNN needs whole sequences on each device",
 }
 
 CUDNN: Final = Support(
@@ -237,24 +223,24 @@ CUDNN_ONE_DOCUMENT: Final = dataclasses.replace(
   name="layers.attention.cudnn_attention.one_document",
   unsupported={
     **_OF_CUDNN,
-    _Feature.TWO_SIDED_WINDOW: "cuDNN has windows for causal masks only",
-    _Feature.RIGHT_WINDOW: "cuDNN has windows for causal masks only",
-    _Feature.CHUNK: "cuDNN has no chunks",
-    _Feature.PREFIX: "cuDNN has no prefix masks",
-    _Feature.PACKED: "one_document needs one document per sequence",
+    Feature.TWO_SIDED_WINDOW: "cuDNN has windows for causal masks only",
+    Feature.RIGHT_WINDOW: "cuDNN has windows for causal masks only",
+    Feature.CHUNK: "cuDNN has no chunks",
+    Feature.PREFIX: "cuDNN has no prefix masks",
+    Feature.PACKED: "one_document needs one document per sequence",
   },
 )
 
 SPLASH: Final = Support(
   name="layers.attention.splash.Splash",
   unsupported={
-    _Feature.BIAS: "splash attention has no bias",
-    _Feature.PREFIX: "splash masks are fixed at compile time",
-    _Feature.CACHE: (
+    Feature.BIAS: "splash attention has no bias",
+    Feature.PREFIX: "splash masks are fixed at compile time",
+    Feature.CACHE: (
       "splash attention masks by index, not by position (set with_cache to a"
       " kernel for calls with a cache)"
     ),
-    _Feature.SPLIT_SEQUENCES: (
+    Feature.SPLIT_SEQUENCES: (
       "splash attention needs whole sequences on each device"
     ),
   },
@@ -264,14 +250,14 @@ SPLASH: Final = Support(
 
 RING: Final = Support(
   name="layers.attention.ring.Ring",
-  unsupported={_Feature.BIAS: "ring attention never materializes a T x S bias"},
+  unsupported={Feature.BIAS: "ring attention never materializes a T x S bias"},
 )
 
 LOCAL_BLOCKS: Final = Support(
   name="layers.attention.local_blocks.LocalBlocks",
   unsupported={
-    _Feature.NO_LIMIT: "blocks need a window or chunk",
-    _Feature.BIAS_MATRIX: "blocks take a bias as a function of positions",
+    Feature.NO_LIMIT: "blocks need a window or chunk",
+    Feature.BIAS_MATRIX: "blocks take a bias as a function of positions",
   },
 )
 
@@ -344,7 +330,7 @@ def combine(support: Support, kernel: Any) -> Support:
   inner = find_support(kernel)
   if inner is None:
     return support
-  inner = inner.without(_Feature.CACHE, _Feature.SPLIT_SEQUENCES)
+  inner = inner.without(Feature.CACHE, Feature.SPLIT_SEQUENCES)
   return dataclasses.replace(
     inner,
     name=support.name,
@@ -353,26 +339,15 @@ def combine(support: Support, kernel: Any) -> Support:
 
 
 def supports(kernel: Any, request: Request) -> list[str]:
-  """Returns the reasons why a kernel does not support a request, if any.
-
-  Args:
-    kernel: As for `find_support`.
-    request: The requirements.
-  """
+  """Returns the reasons why a kernel does not support a request, if any."""
   support = find_support(kernel)
   return [] if support is None else list(support.problems(request))
 
 
 def explain(support: Support, request: Request) -> str | None:
-  """Returns an error message for a request that a kernel does not support.
+  """Returns an error message with the kernels that do support a request.
 
-  Args:
-    support: Support of the kernel.
-    request: The requirements.
-
-  Returns:
-    The kernel, each reason, and the kernels that support the request; None if
-    the kernel does.
+  None if the kernel supports it.
   """
   problems = list(support.problems(request))
   if not problems:
@@ -386,15 +361,7 @@ def explain(support: Support, request: Request) -> str | None:
 
 
 def check(support: Support, request: Request) -> None:
-  """Checks that a kernel supports a request.
-
-  Args:
-    support: Support of the kernel.
-    request: The requirements.
-
-  Raises:
-    ValueError: It does not; see `explain`.
-  """
+  """Raises ValueError unless a kernel supports a request; see `explain`."""
   message = explain(support, request)
   if message is not None:
     raise ValueError(message)
@@ -406,30 +373,18 @@ def check_call(
   key: jax.Array,
   value: jax.Array,
   mask: attention_mask.AttentionMask,
-  *,
-  logit_cap: float | None = None,
-  bias: Any | None = None,
-  sinks: jax.Array | None = None,
+  **settings: Any,
 ) -> None:
-  """Checks that a kernel supports a call, by its arguments.
+  """Raises ValueError unless a kernel supports a call; see `from_call`.
 
-  Args:
-    support: Support of the kernel.
-    query: Queries [B,T,N,H].
-    key: Keys [B,S,K,H].
-    value: Values [B,S,K,H'].
-    mask: The mask.
-    logit_cap: Argument of the kernel.
-    bias: Argument of the kernel, or a function that returns it.
-    sinks: Argument of the kernel.
-
-  Raises:
-    ValueError: It does not, or the heads do not divide into groups.
+  Also if the query heads do not divide into groups.
   """
-  request = from_call(
-    query, key, value, mask, logit_cap=logit_cap, bias=bias, sinks=sinks
-  )
-  check(support, request)
+  check(support, from_call(query, key, value, mask, **settings))
+  check_groups(query, key)
+
+
+def check_groups(query: jax.Array, key: jax.Array) -> None:
+  """Raises ValueError unless query heads divide into groups."""
   heads, kv_heads = query.shape[2], key.shape[2]
   if heads % kv_heads:
     raise ValueError(

@@ -118,13 +118,8 @@ def check_shapes(
 ) -> None:
   """Raises ValueError unless the arrays of a kernel fit each other.
 
-  Args:
-    name: The kernel, for messages.
-    query: Queries [B,T,N,H].
-    key: Keys [B,S,K,H], with K dividing N.
-    value: Values [B,S,K,H'].
-    q_positions: Positions of the mask, [B,T].
-    kv_positions: Positions of keys, [B,S].
+  Queries [B,T,N,H] at positions [B,T], keys [B,S,K,H] at [B,S], with K dividing
+  N, and values [B,S,K,H'].
   """
   fits = (
     query.ndim == key.ndim == value.ndim == 4
@@ -146,12 +141,7 @@ def check_shapes(
         f"{name} needs a mask of {array.shape[:2]} {words}, got one of "
         f"{positions.shape}."
       )
-  heads, kv_heads = query.shape[2], key.shape[2]
-  if heads % kv_heads:
-    raise ValueError(
-      f"The number of query heads ({heads}) must be a multiple of the number "
-      f"of key/value heads ({kv_heads})."
-    )
+  kernel_support.check_groups(query, key)
 
 
 def _context_of_one(
@@ -185,24 +175,11 @@ def fused(
   sinks: Float[Array, " heads"] | None = None,
   implementation: Literal["xla", "cudnn"] | None = None,
 ) -> Float[Array, "batch length heads head_dim"]:
-  """Attention by `jax.nn.dot_product_attention`.
+  """Attention by `jax.nn.dot_product_attention`, called like `plain`.
 
-  Its softmax is in float32, also for float64 inputs.
-
-  Args:
-    query: Queries.
-    key: Keys.
-    value: Values.
-    mask: The mask.
-    logit_cap: Not supported.
-    bias: Added to the scaled logits.
-    scale: Factor of the dot products; `None` is `H ** -0.5`.
-    sinks: Not supported.
-    implementation: Passed on to JAX: "cudnn" asks for the fused kernel of
-      NVIDIA GPUs (bfloat16 or float16 only), None leaves the choice to JAX.
-
-  Returns:
-    The weighted values.
+  Its softmax is in float32, also for float64 inputs. Soft caps and sinks are
+  not supported. `implementation` is passed on to JAX: "cudnn" asks for the
+  fused kernel of NVIDIA GPUs (bfloat16 or float16 only), None leaves it to JAX.
 
   Raises:
     ValueError: The heads do not divide into groups, or a cap or sinks are

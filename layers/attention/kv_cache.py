@@ -32,7 +32,7 @@ Letters: B batch, T new tokens, S slots, K key/value heads, H head_dim.
 from collections.abc import Mapping
 import dataclasses
 import functools
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from flax import linen as nn
 import jax
@@ -83,7 +83,7 @@ class AsIs:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cast:
+class Cast(AsIs):
   """Casts keys and values to another floating-point dtype.
 
   Attributes:
@@ -103,12 +103,6 @@ class Cast:
   def encode(self, x: jax.Array) -> Mapping[str, jax.Array]:
     """Returns `x` rounded to the stored dtype."""
     return {"": x.astype(self.dtype)}
-
-  def decode(
-    self, arrays: Mapping[str, jax.Array], dtype: DTypeLike
-  ) -> jax.Array:
-    """Returns the rounded vectors in `dtype`."""
-    return arrays[""].astype(dtype)
 
 
 @functools.partial(
@@ -181,14 +175,11 @@ class KeyValues:
     )
 
 
-class ContiguousCache(nn.Module):
-  """Stores every token, in the order of arrival.
+class Cache(nn.Module):
+  """Base of caches, which have a field `storage`; subclasses assign slots."""
 
-  Attributes:
-    storage: Format of stored keys and values.
-  """
-
-  storage: Storage = AsIs()
+  # Logical axis of the slots.
+  slot_axis: ClassVar[str | None] = axes.KV_LENGTH
 
   @nn.compact
   def __call__(
@@ -202,33 +193,79 @@ class ContiguousCache(nn.Module):
   ) -> KeyValues:
     """Stores the new tokens and returns all that may be attended to.
 
-    A token beyond the last slot is stored as NaN in place of the last tokens:
-    a compiled loop cannot raise, but the result is never silently wrong.
-
     Args:
       key: Keys of the new tokens, rotated.
       value: Their values; None if the layer makes values from keys.
       positions: Their positions.
       segment_ids: Their segments.
-      cache_length: Makes a new cache with this number of slots.
+      cache_length: Makes a new cache for this number of tokens.
 
     Returns:
       The new tokens alone, or all slots while decoding.
 
     Raises:
-      ValueError: There are too few slots, or a cache exists already.
+      ValueError: There are too few slots, a cache exists already, or it has
+        other sequences.
     """
-    new = tokens(key, value, positions, segment_ids)
+    new = tokens(key, value, positions, segment_ids, reach=self.reach)
     if cache_length is not None:
       check_prefill(self, new, cache_length)
-      filled = jax.tree.map(
-        lambda x: padded(x, cache_length), packed(new, self.storage)
-      )
-      cache_variables.save(self, filled, key.shape[1], slot_axis=axes.KV_LENGTH)
-      return new
-    if not cache_variables.is_filled(self):
-      return new
-    return appended(self, new, _in_order, slot_axis=axes.KV_LENGTH)
+      self.fill(new, cache_length)
+    elif cache_variables.is_filled(self):
+      return appended(self, new, self.place, slot_axis=self.slot_axis)
+    return new
+
+  @property
+  def reach(self) -> int | None:
+    """See `KeyValues`."""
+    return None
+
+  @nn.nowrap
+  def packed(self, new: KeyValues) -> dict[str, jax.Array]:
+    """Returns the stored arrays of tokens by variable; see `packed`."""
+    cache: Any = self
+    return packed(new, cache.storage)
+
+  @nn.nowrap
+  def fill(self, new: KeyValues, cache_length: int) -> None:
+    """Makes the cache with the tokens of a prompt."""
+    raise NotImplementedError
+
+  @staticmethod
+  def place(
+    segment_ids: jax.Array, index: jax.Array, count: int
+  ) -> tuple[jax.Array, cache_variables.Write]:
+    """Assigns the slots of a decoding step; see `cache_variables.Place`."""
+    raise NotImplementedError
+
+
+class ContiguousCache(Cache):
+  """Stores every token, in the order of arrival.
+
+  A token beyond the last slot is stored as NaN in place of the last tokens:
+  a compiled loop cannot raise, but the result is never silently wrong.
+
+  Attributes:
+    storage: Format of stored keys and values.
+  """
+
+  storage: Storage = AsIs()
+
+  @nn.nowrap
+  def fill(self, new: KeyValues, cache_length: int) -> None:
+    """Makes the cache, padded to `cache_length` slots."""
+    slots = {n: padded(x, cache_length) for n, x in self.packed(new).items()}
+    length = new.key.shape[1]
+    cache_variables.save(self, slots, length, slot_axis=self.slot_axis)
+
+  @staticmethod
+  def place(
+    segment_ids: jax.Array, index: jax.Array, count: int
+  ) -> tuple[jax.Array, cache_variables.Write]:
+    """Assigns the next slot to each token."""
+    del count
+    total = index + segment_ids.shape[1]
+    return total, functools.partial(cache_variables.write_from, first=index)
 
 
 class NoCache(nn.Module):
@@ -449,15 +486,6 @@ def check_append(
       f"The new tokens have the arrays {given}, but the cache {stored}; decode "
       "with the layer, dtype and storage that made the cache."
     )
-
-
-def _in_order(
-  segment_ids: jax.Array, index: jax.Array, count: int
-) -> tuple[jax.Array, cache_variables.Write]:
-  """Assigns the next slot to each token."""
-  del count
-  total = index + segment_ids.shape[1]
-  return total, functools.partial(cache_variables.write_from, first=index)
 
 
 def _swap_heads(x: jax.Array) -> jax.Array:

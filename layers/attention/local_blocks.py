@@ -40,7 +40,7 @@ class LocalBlocks:
 
   Attributes:
     block_length: Number of queries of a block; `None` is the reach of the mask,
-      and 128 at least. Rows that are not longer are left whole.
+      and 128 at least. Sequences that are not longer are left whole.
     kernel: Computes attention inside of blocks, and of calls with a cache.
   """
 
@@ -68,17 +68,10 @@ class LocalBlocks:
     bias: _BiasFunction | jax.Array | None = None,
     **settings: Any,
   ) -> Float[Array, "batch length heads value_dim"]:
-    """Returns the weighted values.
+    """Returns the weighted values; called like `kernels.plain`.
 
-    Args:
-      query: Queries.
-      key: Keys.
-      value: Values.
-      mask: The mask.
-      bias: `(query [B,T,N,H], q_positions [B,T], kv_positions [B,S]) ->
-        [B,N,T,S]`, called once, for blocks; added to the scaled logits. Arrays
-        are not supported.
-      **settings: Keywords of the kernel inside of blocks.
+    `bias` is a function, called once for the queries of blocks; arrays are not
+    supported. Other keywords are for the kernel inside of blocks.
 
     Raises:
       ValueError: The mask has no limit, or the bias is a matrix.
@@ -90,7 +83,7 @@ class LocalBlocks:
     assert after is not None
     assert not isinstance(bias, jax.Array)
     block = self.block_length or max(before + 1, after + 1, _MIN_BLOCK)
-    # With a cache a few queries see many slots, in an order of their own.
+    # With a cache a few queries see many slots, in arbitrary order.
     if query.shape[1] != key.shape[1] or query.shape[1] <= block:
       return self._attend(query, key, value, mask, bias, settings)
     cut = _Cut(
@@ -128,7 +121,7 @@ class LocalBlocks:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Cut:
-  """How rows are cut: lengths in tokens, then in blocks."""
+  """How sequences are split: lengths in tokens, then in blocks."""
 
   length: int
   block: int
@@ -147,7 +140,7 @@ class _Cut:
     """Returns each block with those around it.
 
     Blocks are shifted, not gathered: the derivative of a gather would scatter,
-    and rows that are split over devices would be put together.
+    and sequences that are split over devices would be gathered.
     """
     x = self._apart(x)
     shifts = range(self.before, -self.after - 1, -1)
@@ -169,7 +162,7 @@ class _Cut:
 
 
 def _shifted(x: jax.Array, by: int) -> jax.Array:
-  """Moves blocks to later places; zeros, which are hidden, come in."""
+  """Moves blocks to later indices; zeros, which are masked, come in."""
   if by == 0:
     return x
   widths = [(0, 0, 0)] * x.ndim

@@ -40,22 +40,19 @@ def call(
   *,
   name: str,
 ) -> jax.Array:
-  """Calls `attend` for each device's rows and heads.
+  """Calls `attend` for the sequences and heads of each device.
 
   Args:
-    attend: The kernel of one device; it gets whole rows.
+    attend: The kernel of one device; it gets whole sequences.
     query: Queries [B,T,N,H] of all devices.
     key: Keys [B,S,K,H].
     value: Values [B,S,K,H].
     mask: The mask.
     sinks: One logit of each query head [N], or None.
-    name: What messages call the kernel.
-
-  Returns:
-    The weighted values [B,T,N,H].
+    name: Name of the kernel, for messages.
 
   Raises:
-    ValueError: The mesh splits rows, or puts heads of queries elsewhere than
+    ValueError: The mesh splits sequences, or separates heads of queries from
       their keys.
   """
   heads, kv_heads = splits(query, key, name=name)
@@ -83,13 +80,8 @@ def splits(
 ) -> tuple[jax.sharding.PartitionSpec | None, ...]:
   """Returns how the active rules split queries and keys, or None twice.
 
-  Args:
-    query: Queries [B,T,N,H].
-    key: Keys [B,S,K,H].
-    name: What messages call the kernel.
-
   Raises:
-    ValueError: Heads of queries are elsewhere than their keys.
+    ValueError: Query heads and their keys are on different devices.
   """
   heads = _real_splits(logical.partition_spec(query.shape, HEADS))
   kv_heads = _real_splits(logical.partition_spec(key.shape, KV_HEADS))

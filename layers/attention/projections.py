@@ -58,40 +58,19 @@ _ACTIVATION_AXES = {
 class Layer(Protocol):
   """The fields of an attention layer that projections use."""
 
-  @property
-  def num_heads(self) -> int:
-    """Number of query heads."""
-    ...
+  num_heads: int
+  head_dim: int
+  dtype: DTypeLike | None
+  param_dtype: DTypeLike
+  einsum: Callable[..., jax.Array]
 
   @property
   def num_kv_heads(self) -> int:
     """Number of key/value heads; divides `num_heads`."""
     ...
 
-  @property
-  def head_dim(self) -> int:
-    """Width of a head."""
-    ...
-
-  @property
-  def dtype(self) -> DTypeLike | None:
-    """Dtype of the computation; `None` promotes."""
-    ...
-
-  @property
-  def param_dtype(self) -> DTypeLike:
-    """Dtype in which parameters are stored."""
-    ...
-
-  @property
-  def einsum(self) -> Callable[..., jax.Array]:
-    """The contraction."""
-    ...
-
-  @property
-  def param(self) -> Callable[..., Any]:
+  def param(self, name: str, init_fn: Any, *args: Any) -> Any:
     """Creates a parameter, as `nn.Module.param`."""
-    ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

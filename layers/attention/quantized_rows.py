@@ -54,14 +54,10 @@ class QuantizedRows:
       )
 
   def encode(self, x: jax.Array) -> Mapping[str, jax.Array]:
-    """Returns the kept features [B,T,K,H] and the scales [B,T,K] of rows.
+    """Returns the stored features and scales of vectors [B,T,K,H].
 
-    Args:
-      x: Rows, float [B,T,K,H].
-
-    Returns:
-      Features int8 or float8_e4m3fn [B,T,K,H], or int8 [B,T,K,H/2] for int4,
-      as part `""`; bfloat16 scales as `scale`.
+    Features are int8 or float8_e4m3fn [B,T,K,H], or int8 [B,T,K,H/2] for int4;
+    scales are bfloat16 [B,T,K].
 
     Raises:
       ValueError: H is odd, and the format packs two features.
@@ -73,10 +69,10 @@ class QuantizedRows:
     top = jnp.where(jnp.isfinite(top), top, jnp.nan)
     scale = (top / numbers.largest).astype(_SCALE_DTYPE)
     by = scale.astype(jnp.float32)[..., None]
-    # Rows of zeros, and of numbers too small for a scale, are kept as zeros.
+    # Vectors of zeros, and of values too small for a scale, become zeros.
     scaled = jnp.where(by > 0, wide / jnp.where(by > 0, by, 1.0), 0.0)
-    # What is beyond the format, because the scale was rounded, is so by less
-    # than half a step.
+    # The rounded scale exceeds the range of the format by less than half a
+    # step.
     kept = number_formats.saturating_cast(scaled, numbers)
     return {
       "": number_formats.pack(kept) if numbers.bits == 4 else kept,
@@ -86,7 +82,7 @@ class QuantizedRows:
   def decode(
     self, parts: Mapping[str, jax.Array], dtype: DTypeLike
   ) -> jax.Array:
-    """Returns the rows [B,S,K,H] that were kept, in `dtype`."""
+    """Returns the stored vectors [B,S,K,H] in `dtype`."""
     kept = parts[""]
     if _FORMATS[self.format].bits == 4:
       kept = number_formats.unpack(kept)

@@ -50,15 +50,7 @@ class QueryChunks:
     bias: Float[Array, "batch heads length kv_length"] | None = None,
     **settings: Any,
   ) -> Float[Array, "batch length heads value_dim"]:
-    """Returns the weighted values.
-
-    Args:
-      query: Queries.
-      key: Keys.
-      value: Values.
-      mask: The mask.
-      bias: Added to the scaled logits.
-      **settings: Keywords of the kernel of a chunk.
+    """Returns the weighted values; called like `kernels.plain`.
 
     Raises:
       ValueError: The inner kernel does not support the call.

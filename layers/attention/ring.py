@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 
 from paxon.layers.attention import kernel_support, per_device, ring_passes
 from paxon.layers.attention import mask as attention_mask
+from paxon.sharding import checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,10 +48,7 @@ class Ring:
   support: ClassVar[kernel_support.Support] = kernel_support.RING
 
   def __post_init__(self) -> None:
-    for name in ("block_q", "block_kv"):
-      size = getattr(self, name)
-      if size <= 0:
-        raise ValueError(f"Ring.{name} must be positive, got {size}.")
+    checks.check_size(self, "block_q", "block_kv")
 
   def __call__(
     self,
@@ -64,17 +62,10 @@ class Ring:
     scale: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
   ) -> Float[Array, "batch length heads value_dim"]:
-    """Returns the weighted values; the softmax is in float32.
+    """Returns the weighted values; called like `kernels.plain`.
 
-    Args:
-      query: Queries.
-      key: Keys.
-      value: Values.
-      mask: The mask.
-      logit_cap: Soft-caps the scaled logits to `(-logit_cap, logit_cap)`.
-      bias: Not supported: a ring avoids anything of size T x S.
-      scale: Factor of the dot products; `None` is `H ** -0.5`.
-      sinks: Logits of attention sinks, one per head.
+    The softmax is in float32. A bias is not supported: a ring avoids anything
+    of size T x S.
 
     Raises:
       ValueError: The kernel does not support this call.
@@ -123,7 +114,7 @@ class Ring:
           jax.P(heads[2]),
         ),
         out_specs=heads,
-        # What goes round varies over the ring and is not marked as varying.
+        # Rotating keys vary over the ring and are not marked as varying.
         check_vma=False,
       )
       return mapped(query, key, value, q_tokens, kv_tokens, sinks)
@@ -215,9 +206,9 @@ def _together(
 def dealt(
   tree: Any, axes: tuple[str, ...], size: int, *, is_back: bool = False
 ) -> Any:
-  """Returns arrays [B,length,...] with a piece from either end of the rows.
+  """Returns arrays [B,length,...] with a chunk from either end of sequences.
 
-  Of 2 * size pieces of a row, device i has 2i and 2i + 1, and gets one of
+  Of 2 * size chunks of a sequence, device i has 2i and 2i + 1, and gets one of
   i and 2 * size - 1 - i for each; `is_back` undoes it.
   """
 

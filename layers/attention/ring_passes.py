@@ -1,9 +1,9 @@
 """The two passes of ring attention, on one device of the ring.
 
-Keys and values go round the ring, and each device gathers from what it holds
+Keys and values rotate in the ring, and each device attends to those it holds
 (Liu et al. 2023, https://arxiv.org/abs/2310.01889), block by block, with an
 online softmax: a maximum, a sum and a weighted sum for each query. The backward
-pass goes round once more, with the gradients of keys and values as passengers,
+pass rotates once more, together with the gradients of keys and values,
 and computes each block's weights again from the logarithm of the sum. A block
 in which no query sees any key is skipped.
 
@@ -27,15 +27,15 @@ _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setup:
-  """What is fixed when a ring is compiled.
+  """Static settings of a ring.
 
   Attributes:
     axes: Mesh axes along which keys are split; empty for no ring.
     size: Number of devices of the ring.
     block_q: Queries of a block.
     block_kv: Keys of a block.
-    scale: What products are multiplied by.
-    logit_cap: Bends the scaled logits, if given.
+    scale: Factor of the dot products.
+    logit_cap: Soft cap of the scaled logits, or None.
     rules: Rules of the mask.
   """
 
@@ -49,7 +49,7 @@ class Setup:
 
 
 class Tokens(NamedTuple):
-  """What the mask asks of tokens, each [..., B, length]."""
+  """The arrays of a mask for queries or keys, each [..., B, length]."""
 
   positions: jax.Array
   segment_ids: jax.Array
@@ -57,7 +57,7 @@ class Tokens(NamedTuple):
 
 
 class Sums(NamedTuple):
-  """An online softmax: of logits and values so far.
+  """An online softmax: sums of logits and values so far.
 
   Attributes:
     highest: The highest logit [n,B,K,G,T].
@@ -80,16 +80,16 @@ def attend(
   kv_tokens: Tokens,
   sinks: jax.Array | None,
 ) -> jax.Array:
-  """Returns what the queries gather from the keys of the whole ring.
+  """Returns the attention of the queries to the keys of the whole ring.
 
   Args:
-    setup: What is fixed.
+    setup: Static settings.
     query: Queries of this device [B,T,K,G,H].
     key: Keys of this device [B,S,K,H].
     value: Values of this device [B,S,K,H'].
-    q_tokens: What the mask asks of the queries [B,T].
-    kv_tokens: What it asks of the keys [B,S].
-    sinks: A logit of each head for nothing [K,G], or None.
+    q_tokens: Arrays of the mask for queries [B,T].
+    kv_tokens: Arrays of the mask for keys [B,S].
+    sinks: Logits of attention sinks [K,G], or None.
   """
   return _forward(setup, query, key, value, q_tokens, kv_tokens, sinks)[0]
 
@@ -118,7 +118,7 @@ def gathered(
   q_tokens: Tokens,
   kv_tokens: Tokens,
 ) -> Sums:
-  """Returns the sums over all keys that come by; for the rest see `attend`."""
+  """Returns the sums over the keys of the whole ring; see `attend`."""
   queries = _blocks((query, q_tokens), setup.block_q)
   held = _blocks((key, value, kv_tokens), setup.block_kv)
   number, B, T, K, G, _ = queries[0].shape
@@ -150,11 +150,7 @@ def gathered(
 def finished(
   sums: Sums, sinks: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the softmax of the sums.
-
-  Args:
-    sums: Over all keys.
-    sinks: A logit of each head for nothing [K,G], or None.
+  """Returns the softmax of the sums over all keys.
 
   Returns:
     The weighted values [B,T,K,G,H], and the logarithm of the softmax's sum
@@ -167,7 +163,7 @@ def finished(
     shrink = jnp.exp(highest - risen)
     total = total * shrink + jnp.exp(sinks - risen)
     values, highest = values * shrink[..., None], risen
-  # What sees nothing gives zeros.
+  # Queries without visible keys give zeros.
   safe = jnp.where(total > 0, total, 1)
   log_total = jnp.where(total > 0, highest + jnp.log(safe), 0)
   out = values / safe[..., None]
@@ -175,7 +171,7 @@ def finished(
 
 
 def passed_on(setup: Setup, held: Any) -> Any:
-  """Returns what the device before this one in the ring holds."""
+  """Returns the arrays of the previous device in the ring."""
   if setup.size == 1:
     return held
   ring = [(i, (i + 1) % setup.size) for i in range(setup.size)]
@@ -235,7 +231,7 @@ def _backward(setup: Setup, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
   state = (d_query, keys, d_keys)
   (d_query, keys, d_keys), _ = jax.lax.scan(step, state, length=setup.size - 1)
   d_query, d_keys = gather(d_query, keys, d_keys)
-  # The last step of the gradients, home.
+  # The last step returns the gradients to their device.
   d_key, d_value = passed_on(setup, d_keys)
   d_sinks = None
   if sinks is not None:
@@ -257,7 +253,7 @@ attend.defvjp(_forward, _backward)
 def _add_gradients(
   setup: Setup, keys: Any, d_keys: Any, block: Any
 ) -> tuple[Any, jax.Array]:
-  """Adds what a block of queries and a block of keys give each other."""
+  """Adds the gradients of a block of queries and a block of keys."""
   key, value, kv_tokens = keys
   (query, q_tokens, d_out, shared, log_total), d_query = block
   visible = _visible(setup, q_tokens, kv_tokens)
@@ -272,9 +268,9 @@ def _add_gradients(
     d_weights = _product("BTKGH,BSKH->BKGTS", d_out, value)
     d_logits = weights * (d_weights - shared[..., None])
     if setup.logit_cap is not None:
-      # Hidden logits have a weight of zero.
-      bent = jnp.where(visible[:, :, None], logits / setup.logit_cap, 0)
-      d_logits *= 1 - bent**2
+      # Masked logits have a weight of zero.
+      capped = jnp.where(visible[:, :, None], logits / setup.logit_cap, 0)
+      d_logits *= 1 - capped**2
     d_logits = (d_logits * setup.scale).astype(query.dtype)
     d_query += _product("BKGTS,BSKH->BTKGH", d_logits, key)
     d_key += _product("BKGTS,BTKGH->BSKH", d_logits, query)
@@ -288,7 +284,7 @@ def _add_gradients(
 def _logits(
   setup: Setup, query: jax.Array, key: jax.Array, visible: jax.Array
 ) -> jax.Array:
-  """Scaled, bent and masked [B,K,G,T,S]."""
+  """Scaled, soft-capped and masked logits [B,K,G,T,S]."""
   logits = _product("BTKGH,BSKH->BKGTS", query, key) * setup.scale
   if setup.logit_cap is not None:
     logits = activations.soft_cap(logits, setup.logit_cap)

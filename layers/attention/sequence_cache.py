@@ -10,18 +10,21 @@ Letters: B batch, T new tokens, S slots, K key/value heads, H head_dim.
 
 import functools
 import math
+from typing import ClassVar
 
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
 
 from paxon.layers.attention import cache_variables, kv_cache
 from paxon.sharding import axes, logical, rules
 
 
-class SequenceCache(nn.Module):
+class SequenceCache(kv_cache.Cache):
   """Stores every token, in the order of arrival, in slots that are split.
+
+  The number of slots is rounded up to a multiple of the devices. Tokens beyond
+  the last slot turn the last slots into NaN, as in `ContiguousCache`.
 
   Attributes:
     storage: Format of stored keys and values.
@@ -29,72 +32,37 @@ class SequenceCache(nn.Module):
 
   storage: kv_cache.Storage = kv_cache.AsIs()
 
-  @nn.compact
-  def __call__(
-    self,
-    key: Float[Array, "batch length kv_heads head_dim"],
-    value: Float[Array, "batch length kv_heads value_dim"] | None,
-    positions: Int[Array, "batch length"],
-    segment_ids: Int[Array, "batch length"],
-    *,
-    cache_length: int | None = None,
-  ) -> kv_cache.KeyValues:
-    """Stores the new tokens and returns all that may be attended to.
+  slot_axis: ClassVar[str | None] = axes.LENGTH
 
-    Tokens beyond the last slot turn the last slots into NaN, as in
-    `ContiguousCache`.
+  @nn.nowrap
+  def fill(self, new: kv_cache.KeyValues, cache_length: int) -> None:
+    """Makes the cache, with split slots."""
+    shards = _shards(_split(axes.LENGTH))
+    count = -(-cache_length // shards) * shards
+    slots = {
+      name: _constrain(kv_cache.padded(x, count))
+      for name, x in self.packed(new).items()
+    }
+    length = new.key.shape[1]
+    cache_variables.save(self, slots, length, slot_axis=self.slot_axis)
 
-    Args:
-      key: Keys of the new tokens, rotated.
-      value: Their values; None if the layer makes values from keys.
-      positions: Their positions.
-      segment_ids: Their segments.
-      cache_length: Makes a new cache with this number of slots, rounded up to
-        a multiple of the devices.
-
-    Returns:
-      The new tokens alone, or all slots while decoding.
-
-    Raises:
-      ValueError: The slots are too few, there is a cache already, or it has
-        other rows.
-    """
-    new = kv_cache.tokens(key, value, positions, segment_ids)
-    length = key.shape[1]
-    if cache_length is not None:
-      kv_cache.check_prefill(self, new, cache_length)
-      shards = _shards(_split(axes.LENGTH))
-      count = -(-cache_length // shards) * shards
-      filled = {
-        name: _placed(kv_cache.padded(x, count))
-        for name, x in kv_cache.packed(new, self.storage).items()
-      }
-      cache_variables.save(self, filled, length, slot_axis=axes.LENGTH)
-      return new
-    if not cache_variables.is_filled(self):
-      return new
-    return kv_cache.appended(self, new, _in_order, slot_axis=axes.LENGTH)
-
-
-def _in_order(
-  segment_ids: jax.Array, index: jax.Array, count: int
-) -> tuple[jax.Array, cache_variables.Write]:
-  length = segment_ids.shape[1]
-  # As `dynamic_update_slice` does, where there are too few slots.
-  first = jnp.minimum(index, count - length)
-  return index + length, functools.partial(_write, first=first)
+  @staticmethod
+  def place(
+    segment_ids: jax.Array, index: jax.Array, count: int
+  ) -> tuple[jax.Array, cache_variables.Write]:
+    """Assigns the next slot to each token."""
+    length = segment_ids.shape[1]
+    # As `dynamic_update_slice` does if there are too few slots.
+    first = jnp.minimum(index, count - length)
+    return index + length, functools.partial(_write, first=first)
 
 
 def _write(
   whole: jax.Array, new: jax.Array, layer: jax.Array, first: jax.Array
 ) -> jax.Array:
-  """Returns slots with tokens from `first` on, each device its own.
+  """Returns slots with tokens from `first` on; each device writes its own.
 
-  Args:
-    whole: Slots of all layers, [L,B,S] or [L,B,K,S,...].
-    new: Tokens [B,T] or [B,K,T,...].
-    layer: Whose slots.
-    first: The slot of the first token.
+  See `cache_variables.write_from`.
   """
   axis = cache_variables.slot_axis(new)
 
@@ -130,7 +98,7 @@ def _write(
   )(whole, new, layer, first)
 
 
-def _placed(x: jax.Array) -> jax.Array:
+def _constrain(x: jax.Array) -> jax.Array:
   return logical.constrain(x, cache_variables.slot_axes(x.shape, axes.LENGTH))
 
 
@@ -143,7 +111,7 @@ def _split(axis: str) -> rules.MeshAxes:
 
 
 def _shards(entry: rules.MeshAxes) -> int:
-  """Returns into how many parts mesh axes split."""
+  """Returns the number of shards of mesh axes."""
   names = (entry,) if isinstance(entry, str) else entry or ()
   sizes = jax.sharding.get_abstract_mesh().shape
   return math.prod(sizes[name] for name in names)

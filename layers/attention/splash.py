@@ -89,17 +89,9 @@ class Splash:
     scale: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
   ) -> Float[Array, "batch length heads value_dim"]:
-    """Returns the weighted values; the softmax is in float32.
+    """Returns the weighted values; called like `kernels.plain`.
 
-    Args:
-      query: Queries.
-      key: Keys.
-      value: Values.
-      mask: The mask.
-      logit_cap: Soft-caps the scaled logits to `(-logit_cap, logit_cap)`.
-      bias: Not supported.
-      scale: Factor of the dot products; `None` is `H ** -0.5`.
-      sinks: Logits of attention sinks, one per head.
+    The softmax is in float32. A bias is not supported.
 
     Raises:
       ValueError: The kernel does not support this call.
@@ -155,7 +147,7 @@ class Splash:
     )
     q_ids, kv_ids = _segments(mask)
     ids = splash_attention.SegmentIds(_padded(q_ids), _padded(kv_ids))
-    # Typed as if it might return what only its backward pass asks for.
+    # Typed as if it might return the residuals of its backward pass.
     out: Any = jax.vmap(splash, in_axes=(0, 0, 0, 0, None))(
       query, key, value, ids, sinks
     )

@@ -28,6 +28,42 @@ from paxon.layers.models.hugging_face import (
 )
 from paxon.sharding import axes
 
+_EMBEDDINGS = """
+  word_embeddings.weight        params/embedding/table           V D -> V D
+  position_embeddings.weight    params/position_embedding/table  P D -> P D
+  token_type_embeddings.weight  params/type_embedding/table      C D -> C D
+  LayerNorm                     params/embedding_norm            norm
+"""
+# Inputs and outputs of `dense` have the same width; the pattern needs two names
+# for it.
+_TRANSFORM = """
+  transform.dense.weight        params/transform/dense/kernel    E D -> D E
+  transform.dense.bias          params/transform/dense/bias      E -> E
+  transform.LayerNorm           params/transform/norm            norm
+"""
+_TIED_HEAD = """
+  bias                          params/embedding/bias            V -> V
+"""
+_UNTIED_HEAD = """
+  decoder.weight                params/head/kernel               V D -> D V
+  decoder.bias                  params/head/bias                 V -> V
+"""
+_LAYER = """
+  attention.self.query.weight    attention/query         (N H) D -> D N H
+  attention.self.query.bias      attention/query_bias    (N H) -> N H
+  attention.self.key.weight      attention/key           (N H) D -> D N H
+  attention.self.key.bias        attention/key_bias      (N H) -> N H
+  attention.self.value.weight    attention/value         (N H) D -> D N H
+  attention.self.value.bias      attention/value_bias    (N H) -> N H
+  attention.output.dense.weight  attention/out           D (N H) -> N H D
+  attention.output.dense.bias    attention/out_bias      D -> D
+  attention.output.LayerNorm     attention_norm          norm
+  intermediate.dense.weight      feed_forward/up         F D -> D F
+  intermediate.dense.bias        feed_forward/up_bias    F -> F
+  output.dense.weight            feed_forward/down       D F -> F D
+  output.dense.bias              feed_forward/down_bias  D -> D
+  output.LayerNorm               feed_forward_norm       norm
+"""
 # Dropout, and a pooler that old files describe.
 _INERT = (
   "attention_probs_dropout_prob",
@@ -93,7 +129,7 @@ class _Bert:
 
   def names(self) -> mapping.Names:
     """Returns the names of the weights."""
-    head, word = "cls.predictions", "bert.embeddings.word_embeddings.weight"
+    head = "cls.predictions."
     ignored = [
       r"bert\.embeddings\.position_ids",
       # Of next sentence prediction.
@@ -102,46 +138,25 @@ class _Bert:
     ]
     tied = {}
     if self.tied:
-      last = [mapping.rule(f"{head}.bias", "params/embedding/bias", "V -> V")]
       tied = {
-        f"{head}.decoder.weight": word,
-        f"{head}.decoder.bias": f"{head}.bias",
+        f"{head}decoder.weight": "bert.embeddings.word_embeddings.weight",
+        f"{head}decoder.bias": f"{head}bias",
       }
     else:
-      last = [
-        mapping.rule(
-          f"{head}.decoder.weight", "params/head/kernel", "V D -> D V"
-        ),
-        mapping.rule(f"{head}.decoder.bias", "params/head/bias", "V -> V"),
-      ]
       # The bias of the tied head.
       ignored.append(r"cls\.predictions\.bias")
+    last = _TIED_HEAD if self.tied else _UNTIED_HEAD
     return mapping.Names(
       sizes=self.sizes,
       rules=(
-        mapping.rule(word, "params/embedding/table", "V D -> V D"),
-        mapping.rule(
-          "bert.embeddings.position_embeddings.weight",
-          "params/position_embedding/table",
-          "P D -> P D",
-        ),
-        mapping.rule(
-          "bert.embeddings.token_type_embeddings.weight",
-          "params/type_embedding/table",
-          "C D -> C D",
-        ),
-        *mapping.norm_rules(
-          "bert.embeddings.LayerNorm", "params/embedding_norm"
-        ),
-        *_dense_rules(f"{head}.transform.dense", "params/transform/dense"),
-        *mapping.norm_rules(
-          f"{head}.transform.LayerNorm", "params/transform/norm"
-        ),
-        *last,
+        *mapping.parse_rules(_EMBEDDINGS, at="bert.embeddings."),
+        *mapping.parse_rules(_TRANSFORM + last, at=head),
       ),
       stacks=(
         mapping.StackRules(
-          stack="params/stack", num_layers=self.num_layers, rules=_layer_rules()
+          stack="params/stack",
+          num_layers=self.num_layers,
+          rules=mapping.parse_rules(_LAYER, at="bert.encoder.layer.{}."),
         ),
       ),
       tied=tied,
@@ -202,42 +217,6 @@ def _block(bert: _Bert, make: Callable[..., Any]) -> Any:
       activation=bert.activation,
     ),
     feed_forward_norm=_norm(bert, make),
-  )
-
-
-def _dense_rules(tensor: str, leaf: str) -> tuple[mapping.Rule, ...]:
-  # Inputs and outputs have the same width; the pattern needs two names for it.
-  return (
-    mapping.rule(f"{tensor}.weight", f"{leaf}/kernel", "E D -> D E"),
-    mapping.rule(f"{tensor}.bias", f"{leaf}/bias", "E -> E"),
-  )
-
-
-def _layer_rules() -> tuple[mapping.Rule, ...]:
-  at = "bert.encoder.layer.{}"
-  rules = []
-  for name in ("query", "key", "value"):
-    tensor, leaf = f"{at}.attention.self.{name}", f"attention/{name}"
-    rules += [
-      mapping.rule(f"{tensor}.weight", leaf, "(N H) D -> D N H"),
-      mapping.rule(f"{tensor}.bias", f"{leaf}_bias", "(N H) -> N H"),
-    ]
-  places = {
-    "attention.output.dense": ("attention/out", "D (N H) -> N H D", "D"),
-    "intermediate.dense": ("feed_forward/up", "F D -> D F", "F"),
-    "output.dense": ("feed_forward/down", "D F -> F D", "D"),
-  }
-  for tensor, (leaf, pattern, width) in places.items():
-    rules += [
-      mapping.rule(f"{at}.{tensor}.weight", leaf, pattern),
-      mapping.rule(
-        f"{at}.{tensor}.bias", f"{leaf}_bias", f"{width} -> {width}"
-      ),
-    ]
-  return (
-    *rules,
-    *mapping.norm_rules(f"{at}.attention.output.LayerNorm", "attention_norm"),
-    *mapping.norm_rules(f"{at}.output.LayerNorm", "feed_forward_norm"),
   )
 
 

@@ -12,7 +12,8 @@ from typing import Any, Never, Protocol, TypeVar, runtime_checkable
 from flax import linen as nn
 import jax.numpy as jnp
 
-from paxon.layers import activations
+from paxon.layers import activations, embedding, stack, unembedding
+from paxon.layers.models import decoder_lm
 from paxon.layers.models.hugging_face import mapping
 
 T = TypeVar("T")
@@ -225,6 +226,51 @@ def _token_example() -> tuple[Any, ...]:
   """Returns ids, positions and segment ids."""
   ids = jnp.zeros((1, 2), jnp.int32)
   return ids, ids, ids
+
+
+# The rule of an untied head.
+HEAD = """
+  lm_head.weight  params/head/kernel  V D -> D V
+"""
+
+
+def make_decoder(
+  make: Callable[..., Any],
+  *,
+  vocab_size: int,
+  embed_dim: int,
+  blocks: list[Any],
+  num_layers: int,
+  final_norm: Any,
+  tied: bool,
+  input_scale: float | None = None,
+  **fields: Any,
+) -> Any:
+  """Returns a `DecoderLm`, built by `make(cls, **fields)`.
+
+  Args:
+    make: As for `Family.model`.
+    vocab_size: Number of ids.
+    embed_dim: Width of the model.
+    blocks: Blocks of the stack.
+    num_layers: Number of layers.
+    final_norm: Norm before the head.
+    tied: Whether the head shares the embedding table.
+    input_scale: Factor on embedded tokens.
+    **fields: Further fields of the model.
+  """
+  scale = {} if input_scale is None else {"input_scale": input_scale}
+  head = None if tied else make(unembedding.Unembedding, vocab_size=vocab_size)
+  return make(
+    decoder_lm.DecoderLm,
+    embedding=make(
+      embedding.Embedding, vocab_size=vocab_size, embed_dim=embed_dim, **scale
+    ),
+    stack=make(stack.Stack, blocks=blocks, num_layers=num_layers),
+    final_norm=final_norm,
+    head=head,
+    **fields,
+  )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

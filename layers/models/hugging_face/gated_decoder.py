@@ -2,22 +2,14 @@
 
 Root-mean-square norms, rotary positions, no bias in the feed-forward layers.
 Families read their `config.json` into a `GatedDecoder`, which makes the model
-and the names of its weights.
+and the names of its weights; their `sizes` are those of `mapping.Names`.
 """
 
 from collections.abc import Callable
 import dataclasses
 from typing import Any
 
-from paxon.layers import (
-  activations,
-  block,
-  embedding,
-  feed_forward,
-  rms_norm,
-  stack,
-  unembedding,
-)
+from paxon.layers import activations, block, feed_forward, rms_norm
 from paxon.layers.attention import (
   grouped_query,
   head_norm,
@@ -25,12 +17,48 @@ from paxon.layers.attention import (
   projections,
 )
 from paxon.layers.attention import mask as attention_mask
-from paxon.layers.models import decoder_lm
 from paxon.layers.models.hugging_face import (
   family,
   mapping,
   rope,
 )
+
+_MODEL = """
+  model.embed_tokens.weight  params/embedding/table   V D -> V D
+  model.norm.weight          params/final_norm/scale  D -> D
+"""
+_LAYER = """
+  input_layernorm.weight   attention_norm/scale     D -> D
+  self_attn.o_proj.weight  attention/out            D (N H) -> N H D
+  mlp.down_proj.weight     feed_forward/down        D F -> F D
+"""
+_NORM = """
+  post_attention_layernorm.weight  feed_forward_norm/scale  D -> D
+"""
+_POST_NORMS = """
+  post_attention_layernorm.weight    post_attention_norm/scale     D -> D
+  pre_feedforward_layernorm.weight   feed_forward_norm/scale       D -> D
+  post_feedforward_layernorm.weight  post_feed_forward_norm/scale  D -> D
+"""
+_SEPARATE = """
+  self_attn.q_proj.weight  attention/query    (N H) D -> D N H
+  self_attn.k_proj.weight  attention/key      (K H) D -> D K H
+  self_attn.v_proj.weight  attention/value    (K H) D -> D K H
+  mlp.gate_proj.weight     feed_forward/gate  F D -> D F
+  mlp.up_proj.weight       feed_forward/up    F D -> D F
+"""
+_QKV_BIAS = """
+  self_attn.q_proj.bias  attention/query_bias  (N H) -> N H
+  self_attn.k_proj.bias  attention/key_bias    (K H) -> K H
+  self_attn.v_proj.bias  attention/value_bias  (K H) -> K H
+"""
+_OUTPUT_BIAS = """
+  self_attn.o_proj.bias  attention/out_bias  D -> D
+"""
+_HEAD_NORM = """
+  self_attn.q_norm.weight  attention/query_norm/scale  H -> H
+  self_attn.k_norm.weight  attention/key_norm/scale    H -> H
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,20 +120,15 @@ class GatedDecoder:
     blocks = [
       self._block(make, window) for window in mapping.find_period(self.windows)
     ]
-    head = None
-    if not self.tied:
-      head = make(unembedding.Unembedding, vocab_size=self.vocab_size)
-    return make(
-      decoder_lm.DecoderLm,
-      embedding=make(
-        embedding.Embedding,
-        vocab_size=self.vocab_size,
-        embed_dim=self.embed_dim,
-        input_scale=self.input_scale,
-      ),
-      stack=make(stack.Stack, blocks=blocks, num_layers=len(self.windows)),
+    return family.make_decoder(
+      make,
+      vocab_size=self.vocab_size,
+      embed_dim=self.embed_dim,
+      input_scale=self.input_scale,
+      blocks=blocks,
+      num_layers=len(self.windows),
       final_norm=self._norm(make, rms_norm.RmsNorm),
-      head=head,
+      tied=self.tied,
       logit_cap=self.logit_cap,
     )
 
@@ -164,7 +187,7 @@ class GatedDecoder:
 
   def names(self) -> mapping.Names:
     """Returns the names of the weights."""
-    head = mapping.rule("lm_head.weight", "params/head/kernel", "V D -> D V")
+    head = "" if self.tied else family.HEAD
     return mapping.Names(
       sizes={
         "V": self.vocab_size,
@@ -174,13 +197,7 @@ class GatedDecoder:
         "K": self.num_kv_heads,
         "H": self.head_dim,
       },
-      rules=(
-        mapping.rule(
-          "model.embed_tokens.weight", "params/embedding/table", "V D -> V D"
-        ),
-        mapping.rule("model.norm.weight", "params/final_norm/scale", "D -> D"),
-        *(() if self.tied else (head,)),
-      ),
+      rules=mapping.parse_rules(_MODEL + head),
       stacks=(
         mapping.StackRules(
           stack="params/stack",
@@ -198,77 +215,28 @@ class GatedDecoder:
     )
 
   def _layer_rules(self) -> tuple[mapping.Rule, ...]:
-    at = "model.layers.{}."
-    attention, mlp = f"{at}self_attn.", f"{at}mlp."
-    rules = [
-      *self._norm_rules(at),
-      mapping.rule(
-        f"{attention}o_proj.weight", "attention/out", "D (N H) -> N H D"
-      ),
-      mapping.rule(f"{mlp}down_proj.weight", "feed_forward/down", "D F -> F D"),
-    ]
-    heads = (
-      ("query", "(N H) D -> D N H"),
-      ("key", "(K H) D -> D K H"),
-      ("value", "(K H) D -> D K H"),
-    )
-    gates = ("gate", "F D -> D F"), ("up", "F D -> D F")
-    if self.is_fused:
-      rules += [
+    at, fused = "model.layers.{}.", []
+    table = _LAYER + (_POST_NORMS if self.has_post_norms else _NORM)
+    if not self.is_fused:
+      table += _SEPARATE
+      table += _QKV_BIAS if self.qkv_bias else ""
+      table += _OUTPUT_BIAS if self.output_bias else ""
+      table += _HEAD_NORM if self.has_head_norm else ""
+    else:
+      fused = [
         mapping.fused_rule(
-          f"{attention}qkv_proj.weight",
-          *((f"attention/{name}", pattern) for name, pattern in heads),
+          f"{at}self_attn.qkv_proj.weight",
+          ("attention/query", "(N H) D -> D N H"),
+          ("attention/key", "(K H) D -> D K H"),
+          ("attention/value", "(K H) D -> D K H"),
         ),
         mapping.fused_rule(
-          f"{mlp}gate_up_proj.weight",
-          *((f"feed_forward/{name}", pattern) for name, pattern in gates),
+          f"{at}mlp.gate_up_proj.weight",
+          ("feed_forward/gate", "F D -> D F"),
+          ("feed_forward/up", "F D -> D F"),
         ),
       ]
-      return tuple(rules)
-    for name, pattern in heads:
-      tensor = f"{attention}{name[0]}_proj"
-      rules.append(
-        mapping.rule(f"{tensor}.weight", f"attention/{name}", pattern)
-      )
-      if self.qkv_bias:
-        flat = "(N H) -> N H" if name == "query" else "(K H) -> K H"
-        rules.append(
-          mapping.rule(f"{tensor}.bias", f"attention/{name}_bias", flat)
-        )
-    if self.output_bias:
-      rules.append(
-        mapping.rule(f"{attention}o_proj.bias", "attention/out_bias", "D -> D")
-      )
-    rules += [
-      mapping.rule(f"{mlp}{name}_proj.weight", f"feed_forward/{name}", pattern)
-      for name, pattern in gates
-    ]
-    if self.has_head_norm:
-      rules += [
-        mapping.rule(
-          f"{attention}{name[0]}_norm.weight",
-          f"attention/{name}_norm/scale",
-          "H -> H",
-        )
-        for name in ("query", "key")
-      ]
-    return tuple(rules)
-
-  def _norm_rules(self, at: str) -> list[mapping.Rule]:
-    norms = {
-      "input_layernorm": "attention_norm",
-      "post_attention_layernorm": "feed_forward_norm",
-    }
-    if self.has_post_norms:
-      norms |= {
-        "post_attention_layernorm": "post_attention_norm",
-        "pre_feedforward_layernorm": "feed_forward_norm",
-        "post_feedforward_layernorm": "post_feed_forward_norm",
-      }
-    return [
-      mapping.rule(f"{at}{tensor}.weight", f"{leaf}/scale", "D -> D")
-      for tensor, leaf in norms.items()
-    ]
+    return (*mapping.parse_rules(table, at=at), *fused)
 
 
 def read_heads(

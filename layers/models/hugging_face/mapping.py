@@ -124,12 +124,23 @@ def fused_rule(tensor: str, *variables: tuple[str, str]) -> Rule:
   return Rule(tensor, variables)
 
 
-def norm_rules(tensor: str, leaf: str) -> tuple[Rule, ...]:
-  """Returns the rules of a layer norm with bias."""
-  return (
-    rule(f"{tensor}.weight", f"{leaf}/scale", "D -> D"),
-    rule(f"{tensor}.bias", f"{leaf}/bias", "D -> D"),
-  )
+def parse_rules(table: str, *, at: str = "") -> tuple[Rule, ...]:
+  """Returns the rules of a table.
+
+  Args:
+    table: Lines of a tensor, its leaf and the pattern. The pattern `norm`
+      stands for a layer norm: scale and bias, `D -> D`.
+    at: Prefix of the tensors.
+  """
+  found: list[Rule] = []
+  for line in filter(None, map(str.strip, table.splitlines())):
+    tensor, leaf, pattern = line.split(maxsplit=2)
+    if pattern == "norm":
+      found.append(rule(f"{at}{tensor}.weight", f"{leaf}/scale", "D -> D"))
+      found.append(rule(f"{at}{tensor}.bias", f"{leaf}/bias", "D -> D"))
+    else:
+      found.append(rule(at + tensor, leaf, pattern))
+  return tuple(found)
 
 
 def find_period(layers: Sequence[T]) -> tuple[T, ...]:

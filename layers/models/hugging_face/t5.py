@@ -37,7 +37,14 @@ from paxon.layers.models.hugging_face import (
   mapping,
 )
 
-_SIDES = ("encoder", "decoder")
+_TABLE = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+_MODEL = f"""
+  shared.weight                    params/embedding/table     V D -> V D
+  encoder.{_TABLE}                 shared/encoder_bias/table  R N -> R N
+  encoder.final_layer_norm.weight  params/encoder_norm/scale  D -> D
+  decoder.{_TABLE}                 shared/decoder_bias/table  R N -> R N
+  decoder.final_layer_norm.weight  params/decoder_norm/scale  D -> D
+"""
 
 
 def _make_example() -> tuple[jax.Array, ...]:
@@ -88,17 +95,13 @@ class _T5:
 
   def names(self) -> mapping.Names:
     """Returns the names of the weights."""
-    head = mapping.rule("lm_head.weight", "params/head/kernel", "V D -> D V")
     copies = ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
     if self.tied:
       copies.append("lm_head.weight")
+    table = _MODEL + ("" if self.tied else family.HEAD)
     return mapping.Names(
       sizes=self.sizes,
-      rules=(
-        mapping.rule("shared.weight", "params/embedding/table", "V D -> V D"),
-        *(rule for side in _SIDES for rule in _rules_of_side(side)),
-        *(() if self.tied else (head,)),
-      ),
+      rules=mapping.parse_rules(table),
       stacks=(
         mapping.StackRules(
           stack="params/encoder",
@@ -249,56 +252,37 @@ def _feed_forward(t5: _T5, make: Callable[..., Any]) -> Any:
   return make(feed_forward.FeedForward, use_bias=False, **sizes)
 
 
-def _rules_of_side(side: str) -> tuple[mapping.Rule, ...]:
-  at = f"{side}.block.0.layer.0.SelfAttention"
-  return (
-    mapping.rule(
-      f"{side}.final_layer_norm.weight", f"params/{side}_norm/scale", "D -> D"
-    ),
-    mapping.rule(
-      f"{at}.relative_attention_bias.weight",
-      f"shared/{side}_bias/table",
-      "R N -> R N",
-    ),
-  )
-
-
 def _attention_rules(
   side: str, place: int, tensor: str, leaf: str
 ) -> tuple[mapping.Rule, ...]:
-  at = f"{side}.block.{{}}.layer.{place}"
-  return (
-    mapping.rule(f"{at}.layer_norm.weight", f"{leaf}_norm/scale", "D -> D"),
-    *(
-      mapping.rule(
-        f"{at}.{tensor}.{name[0]}.weight",
-        f"{leaf}/{name}",
-        "(N H) D -> D N H",
-      )
-      for name in ("query", "key", "value")
-    ),
-    mapping.rule(f"{at}.{tensor}.o.weight", f"{leaf}/out", "D (N H) -> N H D"),
-  )
+  table = f"""
+    layer_norm.weight  {leaf}_norm/scale  D -> D
+    {tensor}.q.weight  {leaf}/query       (N H) D -> D N H
+    {tensor}.k.weight  {leaf}/key         (N H) D -> D N H
+    {tensor}.v.weight  {leaf}/value       (N H) D -> D N H
+    {tensor}.o.weight  {leaf}/out         D (N H) -> N H D
+  """
+  return mapping.parse_rules(table, at=f"{side}.block.{{}}.layer.{place}.")
+
+
+_PLAIN = """
+  DenseReluDense.wi.weight    feed_forward/up    F D -> D F
+"""
+_GATED = """
+  DenseReluDense.wi_0.weight  feed_forward/gate  F D -> D F
+  DenseReluDense.wi_1.weight  feed_forward/up    F D -> D F
+"""
+_FEED_FORWARD = """
+  layer_norm.weight           feed_forward_norm/scale  D -> D
+  DenseReluDense.wo.weight    feed_forward/down  D F -> F D
+"""
 
 
 def _feed_forward_rules(
   side: str, place: int, is_gated: bool
 ) -> tuple[mapping.Rule, ...]:
-  at = f"{side}.block.{{}}.layer.{place}"
-  inward = {"wi_0": "gate", "wi_1": "up"} if is_gated else {"wi": "up"}
-  dense = f"{at}.DenseReluDense"
-  return (
-    mapping.rule(
-      f"{at}.layer_norm.weight", "feed_forward_norm/scale", "D -> D"
-    ),
-    *(
-      mapping.rule(
-        f"{dense}.{name}.weight", f"feed_forward/{part}", "F D -> D F"
-      )
-      for name, part in inward.items()
-    ),
-    mapping.rule(f"{dense}.wo.weight", "feed_forward/down", "D F -> F D"),
-  )
+  table = _FEED_FORWARD + (_GATED if is_gated else _PLAIN)
+  return mapping.parse_rules(table, at=f"{side}.block.{{}}.layer.{place}.")
 
 
 FAMILY = family.Family(
