@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from paxon.layers import moments, norm_scale, precision
-from paxon.sharding import axes, checks, logical, variables
+from paxon.sharding import axes, checks, variables
 
 COLLECTION = "batch_stats"
 
@@ -76,9 +76,7 @@ class BatchNorm(nn.Module):
     variance = self._average("variance", nn.initializers.ones, features)
     scale = norm_scale.make_scale(self, features, axes.EMBED)
     bias = None
-    if self.use_bias:
-      init = logical.partitioned(self.bias_init, (axes.EMBED,))
-      bias = self.param("bias", init, (features,), self.param_dtype)
+    bias = norm_scale.make_bias(self, features)
     dtype = dtypes.canonicalize_dtype(x, scale, bias, dtype=self.dtype)
     kept = None if mask is None else mask[..., None]
     if kept is not None:
@@ -94,9 +92,7 @@ class BatchNorm(nn.Module):
     y = precision.widened(x)
     y -= norm_scale.to_features(used.mean, y)
     y *= jax.lax.rsqrt(norm_scale.to_features(used.variance, y, self.epsilon))
-    y = norm_scale.apply_scale(y, scale, self.scale_offset)
-    if bias is not None:
-      y += norm_scale.to_features(bias, y)
+    y = norm_scale.apply_scale(y, scale, self.scale_offset, bias)
     if kept is not None:
       y = jnp.where(kept, y, 0)
     return y.astype(dtype)

@@ -103,12 +103,7 @@ def softmax_cross_entropy(
 ) -> Float[Array, "batch length"]:
   """Returns the negative log likelihood of each target, in nats.
 
-  Args:
-    logits: As those of `softmax_terms`.
-    targets: As those of `softmax_terms`.
-
-  Returns:
-    Values in at least float32.
+  The arguments are those of `softmax_terms`; the result is at least float32.
   """
   return softmax_terms(logits, targets).nll
 
@@ -136,11 +131,7 @@ def soft_target_cross_entropy(
 def log_probabilities(
   logits: Float[Array, "*batch vocab"],
 ) -> Float[Array, "*batch vocab"]:
-  """Returns the logarithms of the softmax, in at least float32.
-
-  Args:
-    logits: Unnormalized log probabilities, soft-capped if the model does so.
-  """
+  """Returns the logarithms of the softmax, in at least float32."""
   return jax.nn.log_softmax(precision.widened(logits), axis=-1)
 
 
@@ -151,11 +142,8 @@ def sigmoid_cross_entropy(
   """Returns the binary cross entropy of each class, in nats.
 
   Args:
-    logits: Log odds, of any float dtype.
+    logits: Log odds, of any float dtype; the result is at least float32.
     targets: Probabilities from 0 to 1. Several classes, or none, may be true.
-
-  Returns:
-    Values in at least float32.
   """
   logits = precision.widened(logits)
   targets = targets.astype(logits.dtype)

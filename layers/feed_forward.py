@@ -11,7 +11,7 @@ Einsum letters: B batch, T length, D embed, F mlp.
 """
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from flax import linen as nn
 from flax.linen import dtypes
@@ -29,7 +29,48 @@ _default_init = nn.initializers.variance_scaling(
 )
 
 
-class GatedFeedForward(nn.Module):
+class _FeedForward(nn.Module):
+  """Parameters and output of both layers, which have the same fields."""
+
+  quantization_roles: ClassVar[tuple[str, ...]] = (products.FEED_FORWARD,)
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    checks.check_size(self, "mlp_dim")
+
+  def _param(
+    self,
+    name: str,
+    init: nn.initializers.Initializer,
+    shape: tuple[int, ...],
+    names: tuple[str, ...],
+  ) -> jax.Array:
+    layer: Any = self
+    init = logical.partitioned(init, names)
+    return self.param(name, init, shape, layer.param_dtype)
+
+  @nn.nowrap
+  def _project(
+    self,
+    hidden: jax.Array,
+    down: jax.Array,
+    bias: jax.Array | None,
+    deterministic: bool,
+  ) -> jax.Array:
+    """Returns the output [B,T,D] of the hidden activation [B,T,F]."""
+    layer: Any = self
+    # Constrained so that tensor parallelism shards F here, not D at the output.
+    hidden = logical.constrain(
+      hidden, (axes.BATCH, axes.LENGTH, axes.ACTIVATION_MLP)
+    )
+    hidden = remat.tag(hidden, remat.FEED_FORWARD_HIDDEN)
+    if layer.dropout is not None:
+      hidden = layer.dropout(hidden, deterministic=deterministic)
+    output = products.call(layer.einsum, "down", "BTF,FD->BTD", hidden, down)
+    return remat.tag(_add_bias(output, bias), remat.FEED_FORWARD_OUTPUT)
+
+
+class GatedFeedForward(_FeedForward):
   """A gated feed-forward layer over the last axis of its input, without bias.
 
   Attributes:
@@ -50,51 +91,27 @@ class GatedFeedForward(nn.Module):
   einsum: Callable[..., jax.Array] = jnp.einsum
   dropout: nn.Module | None = None
 
-  quantization_roles: ClassVar[tuple[str, ...]] = (products.FEED_FORWARD,)
-
-  def __post_init__(self) -> None:
-    super().__post_init__()
-    checks.check_size(self, "mlp_dim")
-
   @nn.compact
   def __call__(
     self, x: Float[Array, "batch length embed"], *, deterministic: bool = True
   ) -> Float[Array, "batch length embed"]:
     """Returns the transformed `x`; every position is independent."""
-    embed_dim = x.shape[-1]
-    inward = (embed_dim, self.mlp_dim), (axes.EMBED, axes.MLP)
-    outward = (self.mlp_dim, embed_dim), (axes.MLP, axes.EMBED)
-    gate = self._kernel("gate", *inward)
-    up = self._kernel("up", *inward)
-    down = self._kernel("down", *outward)
+    D, F = x.shape[-1], self.mlp_dim
+    inward = (axes.EMBED, axes.MLP)
+    gate = self._param("gate", self.kernel_init, (D, F), inward)
+    up = self._param("up", self.kernel_init, (D, F), inward)
+    down = self._param("down", self.kernel_init, (F, D), inward[::-1])
     x, gate, up, down = dtypes.promote_dtype(
       x, gate, up, down, dtype=self.dtype
     )
-    hidden = self.activation(self._matmul("gate", "BTD,DF->BTF", x, gate))
-    hidden *= self._matmul("up", "BTD,DF->BTF", x, up)
-    # Constrained so that tensor parallelism shards F here, not D at the output.
-    hidden = logical.constrain(
-      hidden, (axes.BATCH, axes.LENGTH, axes.ACTIVATION_MLP)
+    hidden = self.activation(
+      products.call(self.einsum, "gate", "BTD,DF->BTF", x, gate)
     )
-    hidden = remat.tag(hidden, remat.FEED_FORWARD_HIDDEN)
-    if self.dropout is not None:
-      hidden = self.dropout(hidden, deterministic=deterministic)
-    output = self._matmul("down", "BTF,FD->BTD", hidden, down)
-    return remat.tag(output, remat.FEED_FORWARD_OUTPUT)
-
-  def _matmul(
-    self, name: str, equation: str, *operands: jax.Array
-  ) -> jax.Array:
-    return products.call(self.einsum, name, equation, *operands)
-
-  def _kernel(
-    self, name: str, shape: tuple[int, int], names: tuple[str, str]
-  ) -> jax.Array:
-    init = logical.partitioned(self.kernel_init, names)
-    return self.param(name, init, shape, self.param_dtype)
+    hidden *= products.call(self.einsum, "up", "BTD,DF->BTF", x, up)
+    return self._project(hidden, down, None, deterministic)
 
 
-class FeedForward(nn.Module):
+class FeedForward(_FeedForward):
   """A plain feed-forward layer over the last axis of its input.
 
   Attributes:
@@ -119,12 +136,6 @@ class FeedForward(nn.Module):
   einsum: Callable[..., jax.Array] = jnp.einsum
   dropout: nn.Module | None = None
 
-  quantization_roles: ClassVar[tuple[str, ...]] = (products.FEED_FORWARD,)
-
-  def __post_init__(self) -> None:
-    super().__post_init__()
-    checks.check_size(self, "mlp_dim")
-
   @nn.compact
   def __call__(
     self, x: Float[Array, "batch length embed"], *, deterministic: bool = True
@@ -145,26 +156,7 @@ class FeedForward(nn.Module):
     )
     hidden = products.call(self.einsum, "up", "BTD,DF->BTF", x, up)
     hidden = self.activation(_add_bias(hidden, up_bias))
-    # Constrained so that tensor parallelism shards F here, not D at the output.
-    hidden = logical.constrain(
-      hidden, (axes.BATCH, axes.LENGTH, axes.ACTIVATION_MLP)
-    )
-    hidden = remat.tag(hidden, remat.FEED_FORWARD_HIDDEN)
-    if self.dropout is not None:
-      hidden = self.dropout(hidden, deterministic=deterministic)
-    output = products.call(self.einsum, "down", "BTF,FD->BTD", hidden, down)
-    output = _add_bias(output, down_bias)
-    return remat.tag(output, remat.FEED_FORWARD_OUTPUT)
-
-  def _param(
-    self,
-    name: str,
-    init: nn.initializers.Initializer,
-    shape: tuple[int, ...],
-    names: tuple[str, ...],
-  ) -> jax.Array:
-    init = logical.partitioned(init, names)
-    return self.param(name, init, shape, self.param_dtype)
+    return self._project(hidden, down, down_bias, deterministic)
 
 
 def _add_bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from paxon.layers import moments, norm_scale
-from paxon.sharding import axes, checks, logical
+from paxon.sharding import axes, checks
 
 
 class GroupNorm(nn.Module):
@@ -74,10 +74,7 @@ class GroupNorm(nn.Module):
       )
     features, groups = x.shape[-1], self._find_num_groups(x.shape[-1])
     scale = norm_scale.make_scale(self, features, axes.EMBED)
-    bias = None
-    if self.use_bias:
-      init = logical.partitioned(self.bias_init, (axes.EMBED,))
-      bias = self.param("bias", init, (features,), self.param_dtype)
+    bias = norm_scale.make_bias(self, features)
     dtype = dtypes.canonicalize_dtype(x, scale, bias, dtype=self.dtype)
     if mask is not None:
       # Padding may be NaN, and zero times NaN is NaN in the gradient.
@@ -94,9 +91,8 @@ class GroupNorm(nn.Module):
     y = (grouped.astype(mean.dtype) - mean) * jax.lax.rsqrt(
       variance + self.epsilon
     )
-    y = norm_scale.apply_scale(y.reshape(x.shape), scale, self.scale_offset)
-    if bias is not None:
-      y += norm_scale.to_features(bias, y)
+    y = y.reshape(x.shape)
+    y = norm_scale.apply_scale(y, scale, self.scale_offset, bias)
     if mask is not None:
       y = jnp.where(_as_rank(mask, y.ndim), y, 0)
     return y.astype(dtype)

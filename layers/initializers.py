@@ -91,11 +91,7 @@ class TruncatedNormal:
 
 @dataclasses.dataclass(frozen=True)
 class Uniform:
-  """Values between `-scale` and `scale`.
-
-  Attributes:
-    scale: Bound of the absolute value.
-  """
+  """Values between `-scale` and `scale`."""
 
   scale: float = 1.0
 
@@ -154,20 +150,16 @@ class FanScaled:
 
   def __call__(self, key: jax.Array, shape: Any, dtype: Any) -> jax.Array:
     """Returns the values."""
-    deviation = self.scale / math.sqrt(self._fan(tuple(shape)))
+    sizes = tuple(shape)
+    fan_in, fan_out = fans(sizes, self.in_axes, self.out_axes)
+    fan = {
+      Fan.IN: fan_in,
+      Fan.OUT: fan_out,
+      Fan.AVERAGE: (fan_in + fan_out) / 2,
+      Fan.FIRST: sizes[0] if sizes else 1,
+    }[self.fan]
+    deviation = self.scale / math.sqrt(fan)
     return _draw(self.distribution, deviation, key, shape, dtype)
-
-  def _fan(self, shape: tuple[int, ...]) -> int | float:
-    fan_in, fan_out = fans(shape, self.in_axes, self.out_axes)
-    match self.fan:
-      case Fan.IN:
-        return fan_in
-      case Fan.OUT:
-        return fan_out
-      case Fan.AVERAGE:
-        return (fan_in + fan_out) / 2
-      case Fan.FIRST:
-        return shape[0] if shape else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,13 +229,7 @@ def fans(
   in_axes: tuple[int, ...] | None = None,
   out_axes: tuple[int, ...] | None = None,
 ) -> tuple[int, int]:
-  """Returns fan-in and fan-out.
-
-  Args:
-    shape: Shape of the parameter in one layer.
-    in_axes: Input axes.
-    out_axes: Output axes.
-  """
+  """Returns fan-in and fan-out of the shape of a parameter in one layer."""
   if in_axes is not None and out_axes is not None:
     sizes = (math.prod(shape[a] for a in axes) for axes in (in_axes, out_axes))
     return next(sizes), next(sizes)

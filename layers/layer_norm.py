@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from paxon.layers import norm_scale, precision
-from paxon.sharding import axes, checks, logical
+from paxon.sharding import axes, checks
 
 
 class LayerNorm(nn.Module):
@@ -56,9 +56,6 @@ class LayerNorm(nn.Module):
     x -= jnp.mean(x, axis=-1, keepdims=True)
     variance = jnp.mean(x * x, axis=-1, keepdims=True)
     x *= jax.lax.rsqrt(variance + self.epsilon)
-    x = norm_scale.apply_scale(x, scale, self.scale_offset)
-    if self.use_bias:
-      init = logical.partitioned(self.bias_init, (axes.EMBED,))
-      bias = self.param("bias", init, (x.shape[-1],), self.param_dtype)
-      x += norm_scale.to_features(bias, x)
+    bias = norm_scale.make_bias(self, x.shape[-1])
+    x = norm_scale.apply_scale(x, scale, self.scale_offset, bias)
     return x.astype(dtype)

@@ -1,4 +1,4 @@
-"""Learned scale of norms.
+"""Learned scale and bias of norms.
 
 Norms with it have the fields `use_scale`, `scale_init`, `scale_offset` and
 `param_dtype`. The stored parameter is the scale minus `scale_offset`: with an
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from paxon.sharding import logical
+from paxon.sharding import axes, logical
 
 
 @runtime_checkable
@@ -59,17 +59,32 @@ def make_scale(norm: Scaled, size: int, axis: str | None) -> jax.Array | None:
   )
 
 
+def make_bias(norm: Scaled, size: int) -> jax.Array | None:
+  """Creates the bias [size]; None if the norm has none."""
+  fields: Any = norm
+  if not fields.use_bias:
+    return None
+  init = logical.partitioned(fields.bias_init, (axes.EMBED,))
+  return norm.param("bias", init, (size,), norm.param_dtype)
+
+
 def apply_scale(
-  x: jax.Array, scale: jax.Array | None, offset: float
+  x: jax.Array,
+  scale: jax.Array | None,
+  offset: float,
+  bias: jax.Array | None = None,
 ) -> jax.Array:
-  """Returns `x * (scale + offset)` along the last axis, in the dtype of `x`.
+  """Returns `x * (scale + offset) + bias` along the last axis.
 
   Args:
-    x: Normalized values of any rank, in at least float32.
+    x: Normalized values of any rank, in at least float32, like the result.
     scale: Result of `make_scale`.
     offset: `scale_offset` of the norm.
+    bias: Result of `make_bias`.
   """
-  return x if scale is None else x * to_features(scale, x, offset)
+  if scale is not None:
+    x = x * to_features(scale, x, offset)
+  return x if bias is None else x + to_features(bias, x)
 
 
 def to_features(

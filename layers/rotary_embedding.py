@@ -75,12 +75,7 @@ class Rotary:
     return jnp.where(is_valid, rotated, jnp.asarray(jnp.nan, rotated.dtype))
 
   def check_width(self, width: int, field: str) -> None:
-    """Raises ValueError if heads of a width cannot be rotated.
-
-    Args:
-      width: Width of a head.
-      field: Name of the width in the error.
-    """
+    """Raises ValueError if heads of the width in `field` cannot be rotated."""
     if self.rotary_dim is None and width % 2:
       raise ValueError(f"{field} must be even for Rotary, got {width}.")
     if self.rotary_dim is not None and self.rotary_dim > width:

@@ -37,7 +37,17 @@ class Scaling(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LinearScaling(Scaling):
+class _FactorScaling(Scaling):
+  """A scaling by the ratio of the new to the original context length."""
+
+  factor: float
+
+  def __post_init__(self) -> None:
+    checks.check_interval(self, "[1, inf)", "factor")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearScaling(_FactorScaling):
   """Position interpolation: divides all frequencies by `factor`.
 
   Chen et al. 2023, https://arxiv.org/abs/2306.15595.
@@ -45,11 +55,6 @@ class LinearScaling(Scaling):
   Attributes:
     factor: Ratio of the new to the original context length.
   """
-
-  factor: float
-
-  def __post_init__(self) -> None:
-    checks.check_interval(self, "[1, inf)", "factor")
 
   def __call__(
     self, frequency: Float[Array, " pairs"], max_wavelength: float
@@ -60,7 +65,7 @@ class LinearScaling(Scaling):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NtkScaling(Scaling):
+class NtkScaling(_FactorScaling):
   """NTK-aware scaling: the base `max_wavelength * factor ** (d / (d - 2))`.
 
   It keeps the highest frequency and divides the lowest by `factor`.
@@ -68,11 +73,6 @@ class NtkScaling(Scaling):
   Attributes:
     factor: Ratio of the new to the original context length.
   """
-
-  factor: float
-
-  def __post_init__(self) -> None:
-    checks.check_interval(self, "[1, inf)", "factor")
 
   def __call__(
     self, frequency: Float[Array, " pairs"], max_wavelength: float
@@ -85,7 +85,7 @@ class NtkScaling(Scaling):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class YarnScaling(Scaling):
+class YarnScaling(_FactorScaling):
   """YaRN: keeps high frequencies, divides low ones, with a ramp between.
 
   Peng et al. 2023, https://arxiv.org/abs/2309.00071. High and low depend on the
@@ -99,13 +99,12 @@ class YarnScaling(Scaling):
     slow_turns: Frequencies of pairs with fewer turns are divided by `factor`.
   """
 
-  factor: float
   original_length: int
   fast_turns: float = 32.0
   slow_turns: float = 1.0
 
   def __post_init__(self) -> None:
-    checks.check_interval(self, "[1, inf)", "factor")
+    super().__post_init__()
     checks.check_size(self, "original_length")
     if not 0 < self.slow_turns < self.fast_turns:
       raise ValueError(
@@ -141,7 +140,7 @@ class YarnScaling(Scaling):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Llama3Scaling(Scaling):
+class Llama3Scaling(_FactorScaling):
   """Scaling of Llama 3.1: divides low frequencies, keeps high ones.
 
   Dubey et al. 2024, https://arxiv.org/abs/2407.21783; the formula is that of
@@ -166,7 +165,7 @@ class Llama3Scaling(Scaling):
   original_length: int = 8192
 
   def __post_init__(self) -> None:
-    checks.check_interval(self, "[1, inf)", "factor")
+    super().__post_init__()
     checks.check_size(self, "original_length")
     if not 0 < self.low_frequency_factor < self.high_frequency_factor:
       raise ValueError(

@@ -12,11 +12,10 @@ For each token, with the terms of `softmax_cross_entropy`,
   2022, https://arxiv.org/abs/2204.02311, section 5, with b = 1e-4).
 
 The head runs on chunks of positions, [batch, chunk, vocab] logits at a time,
-each device on its own share of the batch and of the positions.
+each device on its own shard of the batch and of the positions.
 The gradient is computed in the same pass: the loss is a sum of token losses
 with known weights, so the gradient of each chunk's logits is known as soon as
-they are, and nothing is kept or computed twice for the backward pass, which
-only scales. See docs/design/0008-loss.md.
+they are, and the backward pass only scales it. See docs/design/0008-loss.md.
 
 Letters: B batch, T length, D embed, V vocab.
 """
@@ -43,7 +42,7 @@ _SUMMED = ("params", variables_lib.SHARED)
 
 
 class _Tokens(NamedTuple):
-  """What is known of each token, [B,T] each."""
+  """Values of each token, [B,T]."""
 
   loss: jax.Array
   nll: jax.Array
@@ -52,7 +51,7 @@ class _Tokens(NamedTuple):
 
 
 class SoftmaxLossOutput(NamedTuple):
-  """The loss of a batch, and what it is made of.
+  """The loss of a batch and its terms.
 
   Attributes:
     loss: Weighted sum of the token losses; the one differentiable output.
@@ -76,11 +75,11 @@ class SoftmaxLoss:
     label_smoothing: Share of the uniform distribution in the target
       distribution, in `[0, 1)`.
     z_loss_weight: Factor of the squared log normalizer.
-    chunk_length: Most positions of each row whose logits a device has at the
-      same time; `None` takes all at once. A chunk should have some thousand
-      tokens on each device, or adding up the gradient of the head takes longer
-      than computing it.
-    smooth_others_only: Whether the target has no part in the mass that label
+    chunk_length: Maximum number of positions of each sequence whose logits a
+      device holds at a time; `None` takes all. A chunk should have some
+      thousand tokens on each device, or adding up the gradient of the head
+      takes longer than computing it.
+    smooth_others_only: Whether the target is excluded from the mass that label
       smoothing spreads.
     smooth_in_evaluation: Whether the loss that evaluation reports is smoothed.
       The negative log likelihood never is.
@@ -109,12 +108,12 @@ class SoftmaxLoss:
     """Returns the loss of the tokens that follow the states `x`.
 
     Args:
-      logits_fn: The head. It must not close over traced arrays.
+      logits_fn: The head; must not close over traced arrays.
       variables: Collections of the head. Gradients of chunks are added up, so
         only those of `params` are differentiable.
       x: Hidden states.
       targets: Ids; those outside of the vocabulary give NaN.
-      weights: Of each token in the sum; zero for padding.
+      weights: Weight of each token in the sum; zero for padding.
     """
     weights = weights.astype(precision.at_least_float32(weights.dtype))
     return _loss(self, logits_fn, variables, x, targets, weights)
@@ -126,7 +125,7 @@ class SoftmaxLoss:
     return dataclasses.replace(self, label_smoothing=0.0)
 
   def num_chunks(self, length: int) -> int:
-    """Returns into how many chunks rows of this length are cut."""
+    """Returns the number of chunks of sequences of this length."""
     return -(-length // (self.chunk_length or length))
 
   def _chunk(
@@ -240,14 +239,11 @@ _loss.defvjp(_forward, _backward, symbolic_zeros=True)
 def _differentiated(
   variables: Any,
 ) -> tuple[Callable[..., Any], list[jax.Array]]:
-  """Returns the variables with a gradient, and how to put them back.
+  """Returns a function that merges values into the variables, and the values.
 
-  Args:
-    variables: A tree of `CustomVJPPrimal`.
-
-  Returns:
-    `merge(values, gradient=False)` puts values among those without a gradient
-    (or among `None`, for a tree of gradients); and the values.
+  `merge(values, gradient=False)` puts values with a gradient among those
+  without one, or among `None` for a tree of gradients. `variables` is a tree of
+  `CustomVJPPrimal`.
   """
   leaves, treedef = jax.tree.flatten_with_path(
     variables,
@@ -257,8 +253,8 @@ def _differentiated(
     if leaf.perturbed and path[0].key not in _SUMMED:
       raise ValueError(
         f"The head's variable {jax.tree_util.keystr(path)} has a gradient, but "
-        f"is in none of the collections {_SUMMED}: what chunks of the loss "
-        "give cannot be added up."
+        f"is in none of the collections {_SUMMED}: gradients of chunks of the "
+        "loss cannot be added up."
       )
 
   def merge(values: list[jax.Array], *, gradient: bool = False) -> Any:
@@ -280,21 +276,15 @@ def _output(tokens: _Tokens, weights: jax.Array) -> SoftmaxLossOutput:
 def _over_chunks(
   fn: Callable[..., Any], carry: Any, arrays: Any, loss: SoftmaxLoss
 ) -> tuple[Any, Any]:
-  """Runs `fn` over chunks of positions.
+  """Runs `fn`, `(carry, chunk) -> (carry, outputs)`, over chunks of positions.
 
-  Args:
-    fn: `(carry, chunk) -> (carry, outputs)`.
-    carry: Its first value, a sum of nothing.
-    arrays: [B,T,...] each.
-    loss: Says how long a chunk is. Rows that do not divide into chunks are
-      padded with zeros, which have weight zero.
-
-  Returns:
-    The sum over all chunks and devices; the outputs, joined to [B,T,...].
+  Sequences [B,T,...] that do not divide into chunks are padded with zeros,
+  which have weight zero. Returns the sum over all chunks and devices, and the
+  outputs joined to [B,T,...].
   """
 
-  # Each device has sums of its own until the end: added up over devices in
-  # each step, the head's gradient would be sent once per chunk.
+  # Each device has separate sums until the end: reduced over devices in each
+  # step, the head's gradient would be sent once per chunk.
   def run(arrays: Any) -> tuple[Any, Any]:
     length = jax.tree.leaves(arrays)[0].shape[1]
     chunks = loss.num_chunks(length)

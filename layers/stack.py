@@ -136,12 +136,8 @@ class Stack(nn.Module):
   ) -> Any:
     """Like `_make_scan`, with caches carried from layer to layer.
 
-    Args:
-      groups: Number of groups.
-      num_args: Number of arguments of each layer.
-      static: Keyword arguments of each layer.
-      first: Index of the first group.
-      common: Shared updates of caches, if the caller writes them.
+    `first` is the index of the first group, and `common` has the shared updates
+    of caches, if the caller writes them.
     """
     call = self._call(static, prevent_cse=False)
     given, read = common, self._immutable_collections()
@@ -192,12 +188,8 @@ class Stack(nn.Module):
   ) -> Any:
     """Returns the loop `(group, carry, starts, *args)` over all groups.
 
-    Args:
-      body: Body of the loop.
-      groups: Number of iterations.
-      num_args: Number of arguments of each layer.
-      whole: Collections that the body gets for all layers.
-      **axes_of: Further arguments of `nn.scan`.
+    The body gets the collections in `whole` for all layers. `axes_of` are
+    further arguments of `nn.scan`.
     """
     # Linen then traces the body twice, because it may create variables that all
     # layers share.

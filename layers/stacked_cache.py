@@ -164,10 +164,10 @@ class LayerView:
 def _for_all(
   part: Tree, update: Callable[[Tree], Tree]
 ) -> dict[str, jax.Array]:
-  """Returns what an update changes of a part, with the layers' axes."""
+  """Returns the changes of an update to a part, with the layers' axes."""
   arrays = {k: jax.tree.leaves(v)[0] for k, v in _own(part).items()}
   outer = part.get(cache_variables.LAYER)
-  # Of all layers of this stack, one of the layers of the outer one.
+  # All layers of this stack, for one layer of the outer stack.
   own = arrays
   if outer is not None:
     own = {k: cache_variables.at_layer(x, outer) for k, x in arrays.items()}
@@ -181,12 +181,12 @@ def _for_all(
 
 
 def _own(part: Tree) -> dict[str, Any]:
-  """Returns the variables of a part without what it is given with them."""
+  """Returns the variables of a part without the entries of `LayerView`."""
   return {k: v for k, v in part.items() if k not in _GIVEN}
 
 
 def _map(fn: Callable[..., Tree], tree: Tree, *others: Tree) -> Tree:
-  """Returns `fn` of the variables of each part, given all trees' together."""
+  """Maps the variables of each part, with those of the other trees."""
   parts = {k: v for k, v in tree.items() if isinstance(v, Mapping)}
   own = {k: v for k, v in tree.items() if k not in parts}
   result = {

@@ -1,4 +1,4 @@
-"""Frames of a sequence stacked over time, and taken apart again.
+"""Frames of a sequence stacked over time, and unstacked.
 
 Output `t` has the frames `t * stride - left ... t * stride + right` side by
 side, the oldest first. With `left=1, right=1, stride=3`
@@ -22,7 +22,7 @@ from paxon.sharding import checks
 
 
 class Edge(enum.Enum):
-  """What stands for frames before the first and after the last."""
+  """The values of frames before the first and after the last."""
 
   ZEROS = "zeros"
   # The first or last frame again.
@@ -31,17 +31,16 @@ class Edge(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StackedFrames:
-  """Stacks frames, and undoes it.
+  """Stacks frames, and unstacks them.
 
   Attributes:
     left: Number of frames before the one in the middle.
     right: Number of frames after it.
     stride: Distance of the frames in the middle.
-    left_edge: What stands before the first frame.
-    right_edge: What stands after the last frame of a row.
-    reduce: What keeps a stacked frame: `jnp.any` of its frames is real, or
-      `jnp.all` are. Zeros beyond an edge are not real, a repeated frame is what
-      the frame at the edge is.
+    left_edge: Values before the first frame.
+    right_edge: Values after the last frame of a sequence.
+    reduce: Reduces the masks of stacked frames, `jnp.any` or `jnp.all`. Zeros
+      beyond an edge are masked; a repeated frame has the mask of the edge.
   """
 
   left: int = 0
@@ -57,7 +56,7 @@ class StackedFrames:
 
   @property
   def window(self) -> int:
-    """How many frames are stacked."""
+    """Number of stacked frames."""
     return self.left + 1 + self.right
 
   def __call__(
@@ -65,11 +64,9 @@ class StackedFrames:
     x: Float[Array, "batch time features"],
     mask: Bool[Array, "batch time"],
   ) -> tuple[Float[Array, "batch out wide"], Bool[Array, "batch out"]]:
-    """Returns ceil(time / stride) stacked frames, and which of them are real.
+    """Returns ceil(time / stride) stacked frames, and their mask.
 
-    Args:
-      x: Frames.
-      mask: Which frames are real.
+    The mask is true for real frames.
     """
     stacked = self._stacked(x)
     kept = self._stacked(mask[:, :, None])
@@ -80,7 +77,7 @@ class StackedFrames:
   def unstack(
     self, stacked: Float[Array, "batch out wide"]
   ) -> Float[Array, "batch time features"]:
-    """Returns the frames again, from the windows that they are nearest to.
+    """Returns the frames, each from the nearest window.
 
     There are `(out - 1) * stride + 1 + right` of them: as many as there were,
     or more, or up to `stride - 1 - right` less.

@@ -15,15 +15,7 @@ from paxon.sharding import axes, variables
 
 
 def repeat(cache: Any, count: int) -> Any:
-  """Returns the cache with `count` adjacent copies of each sequence.
-
-  Args:
-    cache: Cache of a model's prefill.
-    count: Number of copies, at least 1.
-
-  Raises:
-    ValueError: A variable does not name its axes.
-  """
+  """Returns the cache with `count` adjacent copies of each sequence."""
   return map_axis(
     cache, axes.BATCH, lambda x, axis: jnp.repeat(x, count, axis=axis)
   )
@@ -32,12 +24,7 @@ def repeat(cache: Any, count: int) -> Any:
 def take(cache: Any, indices: jax.Array) -> Any:
   """Returns the cache of the sequences at `indices`, such as those of beams.
 
-  Args:
-    cache: Cache of a model's prefill.
-    indices: int [R]; an index out of range gives NaN.
-
-  Raises:
-    ValueError: A variable does not name its axes.
+  Indices are int [R]; one out of range gives NaN.
   """
   return map_axis(
     cache, axes.BATCH, lambda x, axis: jnp.take(x, indices, axis=axis)

@@ -27,7 +27,6 @@ def make_prefill(
     **inputs: Further arguments of the model's `prefill`, with one entry for
       each prompt, such as `encoder_inputs`.
   """
-  more: dict[str, Any] = dict(inputs)
 
   def step(
     ids: jax.Array,
@@ -44,7 +43,7 @@ def make_prefill(
       segment_ids,
       cache_length=cache_length,
       at=at,
-      **more,
+      **dict[str, Any](inputs),
       method="prefill",
       mutable=[kv_cache.COLLECTION],
     )
