@@ -16,7 +16,7 @@ saved like any other.
   SAVE_EVERYTHING                   None
   SAVE_NOTHING, ITERATION_INPUT,
   TRANSFORMER_LAYER_OUTPUT          save_nothing
-  DOT_ONLY                          save_products
+  DOT_ONLY                          save_matmuls
   DOT_WITH_NO_BATCH_DIM             save_projections
   OUT_PROJ, CONTEXT                 save_only(ATTENTION_OUTPUT), ..._CONTEXT
   QKV_OUT_PROJ(_SEPARATE)           save_only(*ATTENTION_INPUTS,
@@ -67,7 +67,7 @@ def save_projections(*args: Any, **params: Any) -> Any:
   return policy(*args, **params)
 
 
-def save_products(*args: Any, **params: Any) -> Any:
+def save_matmuls(*args: Any, **params: Any) -> Any:
   """Policy: save all matmuls and convolutions, including attention."""
   return jax.checkpoint_policies.dots_saveable(*args, **params)
 

@@ -120,7 +120,7 @@ def test_functions_and_names_are_joined_in_either_order(capsys):
   for policy in (name | remat.save_projections, remat.save_projections | name):
     assert len(_saved(capsys, fn, policy, *args)) == 2
   # All products: that of attention, too.
-  assert len(_saved(capsys, fn, remat.save_products, *args)) == 2
+  assert len(_saved(capsys, fn, remat.save_matmuls, *args)) == 2
   moved = _saved(capsys, fn, remat.offload_projections, *args)
   assert ["<host>" in line for line in moved] == [True]
 
@@ -182,8 +182,8 @@ def test_joined_policies_are_values():
   again = remat.save_only("first") | remat.offload("second")
   assert again == JOINED
   assert hash(again) == hash(JOINED)
-  assert JOINED | remat.save_products == remat.Either(
-    (remat.save_only("first"), remat.offload("second"), remat.save_products)
+  assert JOINED | remat.save_matmuls == remat.Either(
+    (remat.save_only("first"), remat.offload("second"), remat.save_matmuls)
   )
 
 

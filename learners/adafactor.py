@@ -144,11 +144,8 @@ def scale_by_factored_rms(
 ) -> optax.GradientTransformation:
   """Returns the transformation from g to the first u of the module docstring.
 
-  Args:
-    decay_exponent: The decay of the mean square is 1 - t^(-decay_exponent).
-    epsilon: Added to squared gradients.
-    min_dim_to_factor: Smallest dimension that is factored.
-    specs: Specs of the variables; `None` treats none as stacked.
+  The arguments are those of `Adafactor`; `specs` None treats no variable as
+  stacked.
   """
 
   def depths(tree: Any) -> Any:

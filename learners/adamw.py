@@ -56,11 +56,7 @@ class AdamW:
   def transform(
     self, specs: variable_groups.Specs | None = None
   ) -> optax.GradientTransformation:
-    """Returns the update rule as an optax transformation.
-
-    Args:
-      specs: Specs of the optimized variables. `None` decays all of them.
-    """
+    """Returns the update rule; `specs` None decays all variables."""
     return optimizer.descent(
       optax.scale_by_adam(
         b1=self.b1,

@@ -31,9 +31,8 @@ def overwritten(
 ) -> dict[str, Any]:
   """Returns one value per variable; zero if all its gradients are zero.
 
-  Args:
-    values: Gradients of all microbatches, stacked along a new first axis.
-    specs: Specs of at least these variables.
+  `values` are the gradients of all microbatches, stacked along a new first
+  axis.
   """
   return variable_groups.map_paths(_overwritten, values, specs)
 

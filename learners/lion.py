@@ -46,11 +46,7 @@ class Lion:
   def transform(
     self, specs: variable_groups.Specs | None = None
   ) -> optax.GradientTransformation:
-    """Returns the update rule as an optax transformation.
-
-    Args:
-      specs: Specs of the optimized variables. `None` decays all of them.
-    """
+    """Returns the update rule; `specs` None decays all variables."""
     return optimizer.descent(
       optax.scale_by_lion(b1=self.b1, b2=self.b2, mu_dtype=self.momentum_dtype),
       schedule=self.schedule,

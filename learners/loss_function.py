@@ -42,11 +42,6 @@ def measure(
 ) -> Metrics:
   """Returns the loss, the model's metrics and those of `metric_fns`.
 
-  Args:
-    result: Output of the loss function.
-    metric_fns: Evaluated on the batch and `result.outputs`.
-    batch: Input of the loss function.
-
   Raises:
     ValueError: Two metrics have the same name.
   """

@@ -26,12 +26,7 @@ _INDEXED = re.compile(r"\[(\d+)::(\d+)\]")
 
 
 def total(values: jax.Array, *, weights: jax.Array) -> Weighted:
-  """Returns the sum of `values * weights` and of `weights`, in float32.
-
-  Args:
-    values: Any shape.
-    weights: The same shape.
-  """
+  """Returns the sum of `values * weights` and of `weights`, in float32."""
   weights = weights.astype(jnp.float32)
   return jnp.sum(values.astype(jnp.float32) * weights), jnp.sum(weights)
 

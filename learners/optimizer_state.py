@@ -14,12 +14,7 @@ from paxon.sharding import variables
 def initial(
   transform: optax.GradientTransformation, params: variable_groups.Tree
 ) -> optax.OptState:
-  """Returns the state before the first update.
-
-  Args:
-    transform: The update rule.
-    params: The optimized variables, of any dtype; moments are float32.
-  """
+  """Returns the state before the first update; moments are float32."""
   return transform.init(as_float32(params))
 
 

@@ -47,11 +47,7 @@ class Sgd:
   def transform(
     self, specs: variable_groups.Specs | None = None
   ) -> optax.GradientTransformation:
-    """Returns the update rule as an optax transformation.
-
-    Args:
-      specs: Specs of the optimized variables. `None` decays all of them.
-    """
+    """Returns the update rule; `specs` None decays all variables."""
     direction = optax.identity()
     if self.momentum is not None:
       direction = optax.trace(

@@ -57,13 +57,7 @@ def make_initial(
   learner: learner_lib.Learner,
   specs: variable_groups.Specs,
 ) -> TrainState:
-  """Returns the state before the first step.
-
-  Args:
-    variables: Initial values, plain arrays.
-    learner: Defines the optimizer state and the optional counters.
-    specs: A `VariableSpec` for each variable.
-  """
+  """Returns the state before the first step; `variables` are plain arrays."""
   optimized = variable_groups.select(
     variables, variable_groups.Group.OPTIMIZED, specs=specs
   )
@@ -84,9 +78,7 @@ def state_specs(
 ) -> TrainState:
   """Returns a state with a `VariableSpec` in place of each array.
 
-  Args:
-    specs: A `VariableSpec` for each variable of the model.
-    learner: Defines the optimizer state and the optional counters.
+  `specs` are those of the model.
   """
   optimized = variable_groups.select(
     specs, variable_groups.Group.OPTIMIZED, specs=specs
@@ -110,12 +102,8 @@ def evaluation_variables(
   """Returns the variables for evaluation and decoding.
 
   With an average, call this inside the compiled function that uses the result,
-  so that no second copy of the parameters stays in memory.
-
-  Args:
-    state: Not modified. Without an average its variables are returned.
-    learner: Defines the average.
-    specs: A `VariableSpec` for each variable.
+  so that no second copy of the parameters stays in memory. Without an average
+  the variables of the state are returned.
   """
   if learner.average is None or state.average is None:
     return state.variables
@@ -163,15 +151,9 @@ def _average_specs(
 
 
 def make_key(seed: int, *, step: ArrayLike, stream: str) -> jax.Array:
-  """Returns the random key of one stream at one step.
+  """Returns the random key, a typed scalar, of one stream at one step.
 
-  Args:
-    seed: Seed of the training run.
-    step: Integer scalar, traced or not.
-    stream: Name of the stream, such as "dropout".
-
-  Returns:
-    A scalar typed key.
+  `step` may be traced; `stream` is a name such as "dropout".
   """
   # An explicit implementation: the user's default must not change a run.
   key = jax.random.key(seed, impl="threefry2x32")

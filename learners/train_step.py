@@ -272,10 +272,7 @@ def norms(
 ) -> dict[str, metrics_lib.Weighted]:
   """Returns the norm of each group as the metric `<prefix>/<group>`.
 
-  Args:
-    tree: Gradients or parameters in float32, with the paths of the groups.
-    groups: Paths by group name, from `group_by_patterns`.
-    prefix: Prefix of the metric names, such as `grad_norm`.
+  `tree` has gradients or parameters in float32 with the paths of the groups.
   """
   flat: Any = traverse_util.flatten_dict(tree)
   return {

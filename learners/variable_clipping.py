@@ -6,7 +6,8 @@
 
 `by_norm` and `by_rms` clip each layer of a stacked variable separately, as in a
 model that is not stacked. Clipping of updates by RMS is part of Adafactor
-(Shazeer & Stern 2018, https://arxiv.org/abs/1804.04235, section 6).
+(Shazeer & Stern 2018, https://arxiv.org/abs/1804.04235, section 6). Arrays are
+float32; `specs` None treats each array as one layer.
 """
 
 from typing import Any
@@ -24,10 +25,6 @@ def by_global_norm(tree: Any, *, max_norm: float) -> Any:
   All arrays are multiplied by one scalar. The division per element of
   `optax.clip_by_global_norm` costs an extra pass over all arrays, because XLA
   stores its result for the moments of the optimizer.
-
-  Args:
-    tree: float32 arrays.
-    max_norm: Largest global norm.
   """
   share = max_norm / jnp.maximum(optax.tree.norm(tree), max_norm)
   return jax.tree.map(lambda x: x * share, tree)
@@ -36,13 +33,7 @@ def by_global_norm(tree: Any, *, max_norm: float) -> Any:
 def by_norm(
   tree: Any, *, max_norm: float, specs: variable_groups.Specs | None = None
 ) -> Any:
-  """Returns the arrays, each scaled down to a norm of at most `max_norm`.
-
-  Args:
-    tree: float32 arrays.
-    max_norm: Largest norm of one variable of one layer.
-    specs: Specs of the variables; `None` treats each array as one layer.
-  """
+  """Returns the arrays, each scaled down to a norm of at most `max_norm`."""
 
   def clip(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     norm = jnp.sqrt(jnp.sum(jnp.square(x), axis=axes, keepdims=True))
@@ -54,13 +45,7 @@ def by_norm(
 def by_rms(
   tree: Any, *, max_rms: float, specs: variable_groups.Specs | None = None
 ) -> Any:
-  """Returns the arrays, each scaled down to an RMS of at most `max_rms`.
-
-  Args:
-    tree: float32 arrays.
-    max_rms: Largest RMS of one variable of one layer.
-    specs: Specs of the variables; `None` treats each array as one layer.
-  """
+  """Returns the arrays, each scaled down to an RMS of at most `max_rms`."""
 
   def clip(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     return x / jnp.maximum(1.0, rms(x, axes) / max_rms)
@@ -77,11 +62,7 @@ def scale_by_rms(
 ) -> Any:
   """Returns the arrays times the RMS of their parameters.
 
-  Args:
-    tree: float32 arrays.
-    params: The parameters, float32.
-    min_rms: Lower bound of the RMS, so that zero parameters can change.
-    specs: Specs of the variables; `None` treats each array as one layer.
+  The RMS is at least `min_rms`, so that zero parameters can change.
   """
 
   def scale(x: jax.Array, axes: tuple[int, ...], param: jax.Array) -> jax.Array:

@@ -46,13 +46,9 @@ def group_of(spec: variables.VariableSpec) -> Group:
 def select(tree: Tree, *groups: Group, specs: Specs) -> dict[str, Any]:
   """Returns the leaves of `tree` that belong to any of `groups`.
 
-  Args:
-    tree: Nested dicts with the paths of `specs`.
-    *groups: Groups to keep.
-    specs: Specs of all variables, which define their groups.
-
   Returns:
-    Nested dicts without the paths of other leaves.
+    Nested dicts without the paths of other leaves. `specs` are those of all
+    variables, which define their groups.
   """
   flat = traverse_util.flatten_dict(tree)
   kept: dict[Any, Any] = traverse_util.flatten_dict(specs)

@@ -30,11 +30,6 @@ def overwrite(
   tokens, a branch not taken), its gradient is exactly zero, and a scale of zero
   would make the next step divide by zero. Such a variable, or its slice for one
   layer or expert, keeps its value.
-
-  Args:
-    old: The variables.
-    gradients: Gradients with the same paths.
-    specs: Specs of at least these variables.
   """
   return variable_groups.map_paths(_reached_or_old, old, gradients, specs)
 
@@ -47,10 +42,7 @@ def replace(
 ) -> dict[str, Any]:
   """Returns `old` with the values that the forward pass returned.
 
-  Args:
-    old: Variables that are replaced or frozen.
-    new: Collections that the forward pass returned; may be incomplete.
-    specs: Specs of all variables.
+  `new` may be incomplete.
 
   Raises:
     ValueError: `new` has a variable whose update rule is not `replace`.
@@ -79,12 +71,7 @@ def replace(
 def reached(gradient: jax.Array, spec: variables_lib.VariableSpec) -> jax.Array:
   """Returns whether the gradient of each layer, stage and expert is nonzero.
 
-  Args:
-    gradient: Gradient of the variable.
-    spec: Spec of the variable, with the names of its axes.
-
-  Returns:
-    Booleans of the gradient's rank, of size one in all other dimensions.
+  Booleans of the gradient's rank, of size one in all other dimensions.
   """
   inner = tuple(
     i for i, axis in enumerate(spec.axes) if axis not in _INDEPENDENT_AXES

@@ -16,9 +16,6 @@ def infeed_hosts(layout: layouts.Layout) -> tuple[int, int]:
   that hold the same sequences, such as those of one tensor axis, read the same
   chunk. If the devices of any host need sequences that are not one chunk, every
   host reads the whole batch.
-
-  Args:
-    layout: Defines the mesh and the rule for `batch`.
   """
   shards = layout.shards(axes.BATCH)
   places: dict[int, set[int]] = {}
@@ -80,9 +77,6 @@ def on_each_device(layout: layouts.Layout) -> Callable[[int], jax.Array]:
 
   The function takes this process's number, int32, and returns int32 [devices]
   with the number of each device's process. The sharding is computed only once.
-
-  Args:
-    layout: Layout whose devices hold one element each.
   """
   mesh = layout.mesh
   spec = jax.sharding.PartitionSpec(mesh.axis_names)

@@ -52,7 +52,7 @@ class Layout:
   def shards(self, axis: str) -> int:
     """Returns the number of shards along a logical axis."""
     (entry,) = self.sharding((axis,)).spec
-    names = (entry,) if isinstance(entry, str) else entry or ()
+    names = sharding_rules.as_tuple(entry)
     return math.prod(self.mesh.shape[name] for name in names)
 
   def shardings(self, specs: Any) -> Any:
@@ -84,7 +84,7 @@ class Layout:
     entries = self.sharding(spec.axes).spec
     problems = []
     for axis, size, entry in zip(spec.axes, spec.shape, entries, strict=True):
-      names = (entry,) if isinstance(entry, str) else entry or ()
+      names = sharding_rules.as_tuple(entry)
       parts = math.prod(self.mesh.shape[name] for name in names)
       if size % parts:
         over = ", ".join(f"{n}={self.mesh.shape[n]}" for n in names)

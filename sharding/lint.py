@@ -126,7 +126,7 @@ def _check_rules(
 ) -> list[Finding]:
   findings = []
   for logical, entry in rules:
-    names = _as_tuple(entry)
+    names = sharding_rules.as_tuple(entry)
     for name in dict.fromkeys(names):
       if name not in mesh:
         message = (
@@ -215,7 +215,7 @@ class _Checker:
     working = {
       name
       for logical, entry in self._rules
-      for name in _as_tuple(entry)
+      for name in sharding_rules.as_tuple(entry)
       # Stages split work only if the model has stages.
       if logical in _WORK and (logical != axis_names.STAGES or logical in named)
     }
@@ -232,13 +232,13 @@ class _Checker:
   def _split(self, axes: Sequence[str | None]) -> list[tuple[str, ...]]:
     """Returns the mesh axes larger than one that split each dimension."""
     spec = sharding_rules.to_partition_spec(axes, rules=self._rules)
-    return [self._in_use(_as_tuple(entry)) for entry in spec]
+    return [self._in_use(sharding_rules.as_tuple(entry)) for entry in spec]
 
   def _wanted(self, axis: str | None) -> tuple[str, ...]:
     """Returns the mesh axes larger than one in the first rule of an axis."""
     for logical, entry in self._rules:
       if logical == axis:
-        return self._in_use(_as_tuple(entry))
+        return self._in_use(sharding_rules.as_tuple(entry))
     return ()
 
   def _in_use(self, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -252,10 +252,6 @@ _WORK = frozenset(
   if name.startswith("activation_")
   or name in (axis_names.BATCH, axis_names.LENGTH, axis_names.STAGES)
 )
-
-
-def _as_tuple(entry: sharding_rules.MeshAxes) -> tuple[str, ...]:
-  return (entry,) if isinstance(entry, str) else entry or ()
 
 
 def _batch_axes(ndim: int) -> tuple[str | None, ...]:

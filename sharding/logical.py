@@ -77,9 +77,7 @@ def partition_spec(
 ) -> jax.sharding.PartitionSpec | None:
   """Returns the partition of an activation; None outside a layout.
 
-  Args:
-    shape: Shape of the activation; a dimension of size one is not split.
-    axes: One logical axis (or None) per dimension.
+  A dimension of size one is not split.
 
   Raises:
     ValueError: A dimension is not a multiple of its shards.
@@ -100,7 +98,7 @@ def _check_divides(
 ) -> None:
   sizes = jax.sharding.get_abstract_mesh().shape
   for axis, size, entry in zip(axes, shape, spec, strict=True):
-    names = (entry,) if isinstance(entry, str) else entry or ()
+    names = rules.as_tuple(entry)
     if size % math.prod(sizes[name] for name in names):
       over = ", ".join(f"{name}={sizes[name]}" for name in names)
       raise ValueError(

@@ -42,11 +42,9 @@ class MeshSpec:
     for field, sizes in (("ici", self.ici), ("dcn", self.dcn)):
       for axis, size in sizes.items():
         if axis not in axes.MESH_AXES:
-          close = suggestions.find_closest(axis, axes.MESH_AXES)
-          hint = f"; did you mean {close[0]!r}?" if close else "."
+          close = suggestions.suggest(axis, axes.MESH_AXES)
           raise ValueError(
-            f"MeshSpec.{field} has the unknown axis {axis!r}{hint} "
-            f"Mesh axes are {', '.join(axes.MESH_AXES)}."
+            f"MeshSpec.{field} has the unknown axis {axis!r}{close}"
           )
         if size != -1 and size < 1:
           raise ValueError(

@@ -86,10 +86,7 @@ NAMES: Final = (*_WHOLE, *_PARTS)
 
 
 def named(name: str) -> rules_lib.Rules:
-  """Returns the rules of a rule set.
-
-  Args:
-    name: One of `NAMES`, or several joined by `+`.
+  """Returns the rules of one of `NAMES`, or of several joined by `+`.
 
   Raises:
     ValueError: A rule set does not exist or cannot be combined.
@@ -100,15 +97,14 @@ def named(name: str) -> rules_lib.Rules:
   for part in parts:
     if part in _WHOLE:
       raise ValueError(
-        f"rules {name!r}: {part!r} stands alone; what can be added up is"
+        f"rules {name!r}: {part!r} cannot be combined; those that can are"
         f" {', '.join(_PARTS)}."
       )
     if part not in _PARTS:
-      close = suggestions.find_closest(part, NAMES)
-      hint = f"; did you mean {close[0]!r}?" if close else "."
       raise ValueError(
-        f"rules {name!r}: there is no rule set {part!r}{hint} Rule sets are"
-        f" {', '.join(NAMES)}, and sums such as fsdp+tensor."
+        f"rules {name!r}: there is no rule set {part!r}"
+        f"{suggestions.suggest(part, NAMES)} Sums such as fsdp+tensor are"
+        " possible."
       )
   entries: dict[str, rules_lib.MeshAxes] = dict.fromkeys(axes.LOGICAL_AXES)
   entries[axes.BATCH] = (axes.DATA, axes.FSDP, axes.EXPERT)

@@ -7,7 +7,6 @@ is an error, so that a misspelled axis is not silently replicated.
 """
 
 from collections.abc import Mapping, Sequence
-import difflib
 
 from jax.sharding import PartitionSpec
 
@@ -51,10 +50,6 @@ def as_tuple(entry: MeshAxes) -> tuple[str, ...]:
 def replace(rules: Rules, entries: Mapping[str, MeshAxes]) -> Rules:
   """Returns the rules, in the same order, with some mesh axes replaced.
 
-  Args:
-    rules: The rule set.
-    entries: New mesh axes by logical axis.
-
   Raises:
     ValueError: A logical axis has no rule.
   """
@@ -70,11 +65,7 @@ def replace(rules: Rules, entries: Mapping[str, MeshAxes]) -> Rules:
 def to_partition_spec(
   logical_axes: Sequence[str | None], *, rules: Rules
 ) -> PartitionSpec:
-  """Returns the mesh axes of each dimension of one array.
-
-  Args:
-    logical_axes: One logical axis (or None: not split) per dimension.
-    rules: The rule set.
+  """Returns the mesh axes of each dimension of one array; None is not split.
 
   Raises:
     ValueError: A logical axis has no rule.
@@ -98,9 +89,11 @@ def to_partition_spec(
 def _unknown(
   name: str, logical_axes: Sequence[str | None], known: set[str]
 ) -> ValueError:
-  close = difflib.get_close_matches(name, sorted(known), n=1)
-  hint = f" Did you mean {close[0]!r}?" if close else ""
+  # Imported here: every layer imports this module.
+  from paxon.sharding import suggestions
+
   return ValueError(
-    f"No sharding rule names the logical axis {name!r} of "
-    f"{tuple(logical_axes)}; add a rule for it.{hint}"
+    f"No sharding rule names the logical axis {name!r} of"
+    f" {tuple(logical_axes)}; add a rule for it"
+    f"{suggestions.suggest(name, known)}"
   )

@@ -48,7 +48,7 @@ def map_shards(
   shape = jax.tree.leaves(arrays)[0].shape
   names = [a if n > 1 else None for a, n in zip(axes, shape, strict=False)]
   entries = rules.to_partition_spec(names, rules=active)
-  mesh_axes = [(e,) if isinstance(e, str) else tuple(e or ()) for e in entries]
+  mesh_axes = [rules.as_tuple(e) for e in entries]
   sizes = jax.sharding.get_abstract_mesh().shape
   counts = [math.prod(sizes[name] for name in names) for names in mesh_axes]
   if math.prod(counts) == 1:
@@ -88,7 +88,7 @@ def _without(taken: tuple[str, ...], active: rules.Rules) -> rules.Rules:
   """Returns the rules without the mesh axes `taken`."""
 
   def left(entry: rules.MeshAxes) -> rules.MeshAxes:
-    names = (entry,) if isinstance(entry, str) else entry or ()
+    names = rules.as_tuple(entry)
     return tuple(name for name in names if name not in taken) or None
 
   return tuple((logical, left(entry)) for logical, entry in active)

@@ -190,9 +190,7 @@ Specs = Mapping[str, Any]
 def specs_of(abstract_variables: Mapping[str, Any]) -> Specs:
   """Returns the specs of abstract variables as nested dicts.
 
-  Args:
-    abstract_variables: The result of `jax.eval_shape(model.init, ...)`: nested
-      dicts with or without boxes.
+  `abstract_variables` is the result of `jax.eval_shape(model.init, ...)`.
   """
   leaves, treedef = jax.tree_util.tree_flatten_with_path(
     abstract_variables,

@@ -285,7 +285,7 @@ class NVIDIA_CIRCULAR_REPEAT(  # noqa: N801
 
   dtype = "float32"
   activation = nn.gelu
-  remat_policy = remat.save_products
+  remat_policy = remat.save_matmuls
   learning_rate = 1.6e-4
   num_layers = 32
   embed_dim = 4096

@@ -28,7 +28,7 @@ _REMAT = {
   "context": remat.save_only(remat.ATTENTION_CONTEXT, remat.ATTENTION_OUTPUT),
   "attention": remat.save_only(*remat.ATTENTION),
   "projections": remat.save_projections,
-  "products": remat.save_products,
+  "products": remat.save_matmuls,
   "qkv_output": remat.save_only(
     *remat.ATTENTION_INPUTS, remat.ATTENTION_OUTPUT
   ),
