@@ -114,13 +114,8 @@ def soft_target_cross_entropy(
 ) -> Float[Array, "batch length"]:
   """Returns the cross entropy with target distributions, in nats.
 
-  Args:
-    logits: As those of `softmax_terms`.
-    probabilities: Target distribution of each token, such as a teacher's.
-      No gradient flows through it.
-
-  Returns:
-    `-sum(probabilities * log_probabilities(logits))`, in at least float32.
+  This is `-sum(probabilities * log_probabilities(logits))`, in at least
+  float32. No gradient flows through the probabilities, such as a teacher's.
   """
   log_p = log_probabilities(logits)
   wanted = jax.lax.stop_gradient(probabilities).astype(log_p.dtype)

@@ -199,13 +199,9 @@ def fixup(
 ) -> FanScaled:
   """Returns Fixup: `xavier` scaled down for deep residual networks.
 
-  Zhang et al. 2019, https://arxiv.org/abs/1901.09321: times
-  `num_layers ** (-1 / (2 * layers_per_block))`.
-
-  Args:
-    num_layers: Number of residual blocks of the model.
-    layers_per_block: Number of linear layers in each.
-    scale: Multiplies the bound.
+  Zhang et al. 2019, https://arxiv.org/abs/1901.09321: times `num_layers ** (-1
+  / (2 * layers_per_block))`, for `num_layers` residual blocks of
+  `layers_per_block` linear layers.
   """
   return xavier(scale * num_layers ** (-1 / (2 * layers_per_block)))
 

@@ -76,11 +76,7 @@ def apply_scale(
 ) -> jax.Array:
   """Returns `x * (scale + offset) + bias` along the last axis.
 
-  Args:
-    x: Normalized values of any rank, in at least float32, like the result.
-    scale: Result of `make_scale`.
-    offset: `scale_offset` of the norm.
-    bias: Result of `make_bias`.
+  `x` has normalized values of any rank, in at least float32.
   """
   if scale is not None:
     x = x * to_features(scale, x, offset)

@@ -38,15 +38,7 @@ def wide_einsum(
   `jnp.einsum` with `preferred_element_type` multiply a float32 gradient by a
   bfloat16 operand, which runs in float32 at half the speed or less. Here the
   gradient is first rounded to the dtype of the operands, as in every other
-  matmul of a bfloat16 model.
-
-  Args:
-    equation: As for `jnp.einsum`.
-    lhs: Left operand.
-    rhs: Right operand.
-    preferred_element_type: Dtype of the result; `None` is that of the operands.
-      If it is wider, gradients are rounded to the dtype of the operands before
-      the backward matmuls, which accumulate in float32.
+  matmul of a bfloat16 model; the backward matmuls accumulate in float32.
 
   Raises:
     ValueError: The operands differ in dtype.

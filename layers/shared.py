@@ -135,9 +135,8 @@ class _Store(nn.Module):
 def with_stores(part: nn.Module, *, owner: nn.Module) -> nn.Module:
   """Returns a copy whose shared modules can be called in a lifted transform.
 
-  Args:
-    part: An unbound template.
-    owner: A bound module outside of the transform.
+  `part` is an unbound template, `owner` a bound module outside of the
+  transform.
   """
   copied = part.copy(parent=None, name=None)
   for site in _find_shared(copied):

@@ -56,10 +56,8 @@ class CommonTokens:
   def defer(self, cache: nn.Module, update: Callable[[Tree], Tree]) -> None:
     """Defers an update of the caches of all layers to the stack.
 
-    Args:
-      cache: The cache of any layer, which does not write the variables.
-      update: Maps the arrays of one layer, by variable, to the changed ones; a
-        closure over arrays of the stack only.
+    `cache` is that of any layer. `update` maps the arrays of one layer, by
+    variable, to the changed ones; a closure over arrays of the stack only.
     """
     self._updates[cache.path] = update
 
@@ -88,12 +86,7 @@ class LayerView:
   def __init__(
     self, number: jax.Array, common: CommonTokens | None = None
   ) -> None:
-    """Records the layer.
-
-    Args:
-      number: Index of the layer, an int scalar.
-      common: Shared updates; `None` lets each layer write all variables.
-    """
+    """Records the layer; without `common` it writes all variables."""
     self._number = number
     self._common = common
     self._seen: list[tuple[Tree, Tree]] = []

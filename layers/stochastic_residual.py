@@ -74,14 +74,8 @@ class StochasticResidual(nn.Module):
   ) -> Float[Array, "batch length embed"]:
     """Returns the residual stream with the branch, or without.
 
-    Args:
-      x: The residual stream.
-      branch: Output of the branch.
-      layer_index: Index of the layer, for a rate that depends on it.
-      deterministic: Disables dropping.
-
     Raises:
-      ValueError: The rate needs a layer index, and there is none.
+      ValueError: The rate depends on the layer index, and there is none.
     """
     dtype = precision.at_least_float32(branch.dtype)
     factor = jnp.full((1, 1, 1), self.residual_weight, dtype)

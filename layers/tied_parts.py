@@ -29,12 +29,10 @@ class TiedError(ValueError):
 def check(
   model: nn.Module, variables_of: Callable[[nn.Module], Mapping[str, Any]]
 ) -> None:
-  """Raises an error if a model shares parameters accidentally.
+  """Raises an error if an unbound model shares parameters accidentally.
 
-  Args:
-    model: Unbound model.
-    variables_of: Returns the abstract variables of such a model; called only if
-      an object is in several fields.
+  `variables_of` returns the abstract variables of such a model; it is called
+  only if an object is in several fields.
 
   Raises:
     TiedError: One object with parameters is in two fields.

@@ -51,5 +51,5 @@ def test_second_dimension_of_one_name_is_not_split():
 
 
 def test_unknown_axis_names_the_closest():
-  with pytest.raises(ValueError, match=r"'embd'.*Did you mean 'embed'\?"):
+  with pytest.raises(ValueError, match=r"'embd'.*did you mean 'embed'\?"):
     rules.to_partition_spec(("embd",), rules=rules.DEFAULT_RULES)

@@ -96,10 +96,8 @@ def is_filled(cache: nn.Module) -> bool:
 def load(cache: nn.Module, *tokens: jax.Array) -> Stored:
   """Returns the content of a cache.
 
-  Args:
-    cache: The cache.
-    *tokens: Positions and segments of new tokens that will be appended, the
-      arrays that the cache was called with.
+  `tokens` are the positions and segments of new tokens that will be appended,
+  the arrays that the cache was called with.
   """
   slots = _stored(cache)
   layer = slots.pop(LAYER, None)
@@ -124,17 +122,14 @@ def append(
   *,
   slot_axis: str | None,
 ) -> dict[str, jax.Array]:
-  """Writes tokens into slots, in place where XLA can.
+  """Writes tokens into slots, in place where XLA can; returns all slots.
 
   Args:
     cache: The cache.
-    stored: What `load` returned for these tokens.
+    stored: Result of `load` for these tokens.
     new: Arrays [B,T] and [B,K,T,...] by variable.
     place: Assigns their slots; it reads no other arrays of the layer.
     slot_axis: Logical axis of the slots.
-
-  Returns:
-    All slots by variable.
   """
   places = {name: new[name] for name in _TOKENS}
   total, write = place(new["segment_ids"], stored.index, stored.count)
@@ -169,11 +164,8 @@ def save(
 ) -> None:
   """Makes or replaces the variables of a cache.
 
-  Args:
-    cache: The cache.
-    slots: Arrays [B,S] and [B,K,S,...] by variable.
-    index: Number of tokens received: a number, or Int [B].
-    slot_axis: Logical axis of the slots.
+  `slots` are arrays [B,S] and [B,K,S,...] by variable, `index` is the number of
+  tokens received, also as Int [B].
   """
   index = jnp.asarray(index, jnp.int32)
   arrays = {**slots, INDEX: index}
@@ -248,16 +240,10 @@ def empty(new: jax.Array, count: int) -> jax.Array:
 def write_from(
   whole: jax.Array, new: jax.Array, layer: jax.Array, first: jax.Array
 ) -> jax.Array:
-  """Writes tokens into the slots from `first` on, in all sequences.
+  """Writes tokens [B,T] or [B,K,T,...] into the slots from `first` on.
 
-  Args:
-    whole: Slots, [L,B,S] or [L,B,K,S,...].
-    new: Tokens, [B,T] or [B,K,T,...].
-    layer: Number of the layer, int of rank 0.
-    first: The first slot, likewise; clamped so that all tokens fit.
-
-  Returns:
-    The slots of all layers.
+  The slots [L,B,S] or [L,B,K,S,...] are those of all layers. `layer` and
+  `first` are ints of rank 0; `first` is clamped so that all tokens fit.
   """
   at = _begin(new, layer, first)
   return jax.lax.dynamic_update_slice(whole, new[None], at)
@@ -268,16 +254,7 @@ def write_one(
 ) -> jax.Array:
   """Writes one token per sequence into the same slot, if it exists.
 
-  Only this slot is read and written.
-
-  Args:
-    whole: Slots, [L,B,S] or [L,B,K,S,...].
-    new: Tokens, [B,1] or [B,K,1,...].
-    layer: Number of the layer, int of rank 0.
-    slot: The slot, likewise; if it does not exist, nothing is written.
-
-  Returns:
-    The slots of all layers.
+  Only this slot is read and written; see `write_from`.
   """
   at = jnp.clip(slot, 0, whole.shape[slot_axis(new) + 1] - 1)
   start = _begin(new, layer, at)
@@ -288,17 +265,10 @@ def write_one(
 def write_slots(
   whole: jax.Array, new: jax.Array, layer: jax.Array, slots: jax.Array
 ) -> jax.Array:
-  """Writes each token into a separate slot.
+  """Writes each token into a separate slot; see `write_from`.
 
-  Args:
-    whole: Slots, [L,B,S] or [L,B,K,S,...].
-    new: Tokens, [B,T] or [B,K,T,...].
-    layer: Number of the layer, int of rank 0.
-    slots: The slot of each token, int [B,T], no two of a sequence the same.
-      Tokens with a slot that does not exist are dropped.
-
-  Returns:
-    The slots of all layers.
+  `slots` are int [B,T], no two of a sequence the same. Tokens with a slot that
+  does not exist are dropped.
   """
   axis = slot_axis(new)
   if new.shape[axis] == 1:

@@ -299,8 +299,7 @@ class Logits(nn.Module):
   def prepare(self, query: jax.Array) -> tuple[jax.Array, BiasFunction | None]:
     """Returns the queries for the kernel, and the bias of the logits.
 
-    Args:
-      query: Queries [B,T,N,H], normalized and rotated.
+    The given queries [B,T,N,H] are normalized and rotated.
     """
     num_heads = query.shape[2]
     if self.query_scale is not None:
@@ -334,11 +333,7 @@ class Logits(nn.Module):
   ) -> dict[str, Any]:
     """Returns the keywords for a kernel, only those that are set.
 
-    Args:
-      kernel: The kernel.
-      query: Queries that `prepare` returned.
-      mask: The mask.
-      bias: The bias that `prepare` returned.
+    `query` and `bias` are those that `prepare` returned.
     """
     keywords: dict[str, Any] = {}
     if self.cap is not None:
@@ -358,11 +353,8 @@ def bind_fields(part: nn.Module, layer: nn.Module) -> Any:
   """Returns a copy of `part` whose submodules are children of `layer`.
 
   They have the names of their fields, so that the names of parameters do not
-  depend on how a layer groups its submodules. To be called in a compact method.
-
-  Args:
-    part: A module that groups others and has no variables.
-    layer: The bound layer.
+  depend on how a layer groups its submodules. To be called in a compact method;
+  `part` must have no variables.
   """
   bound: dict[str, Any] = {}
   for field in dataclasses.fields(part):

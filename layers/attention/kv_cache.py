@@ -137,14 +137,7 @@ class KeyValues:
     prefix: jax.Array | None,
     rules: attention_mask.MaskRules,
   ) -> attention_mask.AttentionMask:
-    """Returns the mask of the new tokens.
-
-    Args:
-      name: Class of the layer, for messages.
-      positions: Positions of the new tokens.
-      segment_ids: Their segments.
-      prefix: True for tokens of a prefix; `None` is no prefix.
-      rules: Rules of the mask.
+    """Returns the mask of the new tokens of a layer with the class `name`.
 
     Raises:
       ValueError: The layer attends to earlier tokens than the cache keeps, or a
@@ -293,14 +286,7 @@ def tokens(
   *,
   reach: int | None = None,
 ) -> KeyValues:
-  """Returns new tokens as `KeyValues`.
-
-  Args:
-    key: Keys [B,T,K,H].
-    value: Values [B,T,K,H'], or None.
-    positions: Positions [B,T].
-    segment_ids: Segments [B,T].
-    reach: See `KeyValues`.
+  """Returns new tokens as `KeyValues`, with T slots.
 
   Raises:
     ValueError: Shapes do not fit each other.
@@ -339,11 +325,8 @@ def appended(
 ) -> KeyValues:
   """Stores the tokens of a decoding step; returns all that may be attended to.
 
-  Args:
-    cache: A filled cache, with its `storage`.
-    new: The tokens. The slots are a ring if there are `new.reach` of them.
-    place: Assigns their slots.
-    slot_axis: Logical axis of the slots.
+  The cache is filled and has a `storage`. Its slots are a ring if there are
+  `new.reach` of them.
 
   Raises:
     ValueError: The tokens do not fit the content of the cache.
@@ -387,14 +370,7 @@ def unpacked(
   dtype: DTypeLike,
   reach: int | None = None,
 ) -> KeyValues:
-  """Returns the keys and values of the arrays of a cache.
-
-  Args:
-    slots: As `packed` returns them, with slots in place of tokens.
-    storage: The format.
-    dtype: Dtype of the keys and values.
-    reach: See `KeyValues`.
-  """
+  """Returns the keys and values of the arrays of a cache; undoes `packed`."""
   decoded: dict[str, jax.Array | None] = {}
   for which in _KEY_VALUE:
     arrays = {
@@ -423,11 +399,9 @@ def padded(x: jax.Array, slots: int) -> jax.Array:
 
 
 def poisoned(new: KeyValues, fits: jax.Array) -> KeyValues:
-  """Returns the tokens, with NaN for keys and values where they do not fit.
+  """Returns the tokens, with NaN for keys and values where `fits` is false.
 
-  Args:
-    new: New tokens.
-    fits: True where there is a slot: Bool of rank 0, or [B].
+  `fits` is Bool of rank 0, or [B].
   """
 
   def mark(x: jax.Array) -> jax.Array:
@@ -462,10 +436,7 @@ def check_append(
 ) -> None:
   """Raises ValueError if new tokens cannot be appended.
 
-  Args:
-    new: Stored arrays of the tokens, by variable.
-    slots: Arrays of the cache, by variable.
-    is_ring: Whether tokens may overwrite earlier ones.
+  Both are stored arrays by variable. In a ring, tokens overwrite earlier ones.
   """
   batch, length = new["positions"].shape
   cached, count = slots["positions"].shape

@@ -140,17 +140,7 @@ class LatentAttention(nn.Module):
     *,
     cache_length: int | None = None,
   ) -> Float[Array, "batch length embed"]:
-    """Returns the tokens after attention.
-
-    Args:
-      x: The tokens.
-      positions: Their positions, from 0 in each segment; None counts from 0 in
-        each sequence. Required while decoding.
-      segment_ids: Their segments (documents); 0 is padding, whose output is
-        zero. None is one document without padding.
-      prefix: True for the tokens of a segment's prefix, which attend to each
-        other although attention is causal; in the prompt only.
-      cache_length: Makes a cache with this number of slots (prefill).
+    """Returns the tokens after attention; called like `GroupedQueryAttention`.
 
     Raises:
       TypeError: Positions or segments are not integers.

@@ -150,13 +150,10 @@ class AttentionMask:
   def sees_any(
     self, visible: Bool[Array, "batch 1 length kv_length"]
   ) -> Bool[Array, "batch length"]:
-    """Returns which queries attend to at least one key.
+    """Returns which queries attend to at least one key of `to_array()`.
 
     In self-attention every token but padding attends to itself. Then the matrix
     is not read, so that compilers need not write it.
-
-    Args:
-      visible: The result of `to_array`.
     """
     is_own = (
       self.q_positions is self.kv_positions
@@ -216,12 +213,7 @@ def fill_segments(
 ) -> Int[Array, "batch length"]:
   """Checks the segments of a layer's tokens; None is one unpadded document.
 
-  Args:
-    layer: The layer that was called, for messages.
-    x: Tokens, [B,T,D] or ids [B,T].
-    segment_ids: Segments [B,T].
-    field: Name of the argument, for messages.
-    rank: Rank of `x`.
+  The tokens are [B,T,D], or ids [B,T] with rank 2; `field` is for messages.
 
   Raises:
     TypeError: They are not integers, such as a float attention mask.
@@ -246,9 +238,6 @@ def is_in_order(
   its position, is right only for these. Ids of segments must rise, as packing
   makes them, so that one pass finds an id that occurs again; padding may stand
   between segments. Queries and keys must be the same tokens.
-
-  Args:
-    mask: A mask of as many queries as keys.
   """
   ids, positions = mask.q_segment_ids, mask.q_positions
   # Positions of padding mean nothing.

@@ -189,15 +189,9 @@ class TransformerXlPosition(nn.Module):
   ) -> tuple[Float[Array, "batch length heads head_dim"], _Relative]:
     """Returns queries with `u`, and the bias of the logits as a function.
 
-    Args:
-      query: Queries without positions.
-      scale: What the kernel multiplies products by.
-
-    Returns:
-      The queries for the kernel. And a function of such queries, or some of
-      them, their positions [B,T] and those of keys [B,S], that gives
-      [B,N,T,S]; it has no parameters left to make, so it may be called inside
-      of JAX's transformations.
+    The function maps such queries, or some of them, their positions [B,T] and
+    those of keys [B,S] to [B,N,T,S], times `scale`. It makes no parameters, so
+    it may be called in JAX's transformations.
     """
     N, H = query.shape[2:]
     weight = self.param(

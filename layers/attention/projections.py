@@ -94,25 +94,18 @@ class Projections:
   def __call__(
     self, layer: Layer, x: jax.Array
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns queries [B,T,N,H], keys and values [B,T,K,H].
+    """Returns queries [B,T,N,H], keys and values [B,T,K,H] of tokens [B,T,D].
 
-    Args:
-      layer: The calling layer, bound; it gets the parameters.
-      x: Tokens [B,T,D].
+    The calling layer, bound, gets the parameters.
     """
     raise NotImplementedError
 
   def output(
     self, layer: Layer, context: jax.Array, embed_dim: int
   ) -> jax.Array:
-    """Returns tokens [B,T,D] from the weighted values of heads.
+    """Returns tokens [B,T,D] from the weighted values of heads [B,T,N,H].
 
     The layer gets the parameters `out` [N,H,D] and, with a bias, `out_bias`.
-
-    Args:
-      layer: The calling layer, bound.
-      context: Weighted values [B,T,N,H].
-      embed_dim: D.
     """
     shape = (*context.shape[2:], embed_dim)
     names = (axes.HEADS, axes.HEAD_DIM, axes.EMBED)
@@ -168,17 +161,11 @@ class SeparateProjections(Projections):
     head_dim: int | None = None,
     heads_axis: str = axes.HEADS,
   ) -> jax.Array:
-    """Returns one linear map of tokens to heads, [B,T,N,H].
+    """Returns one linear map of tokens [B,T,D] to heads, [B,T,N,H].
 
-    The layer gets the parameters `name` [D,N,H] and, with biases,
-    `<name>_bias` [N,H].
-
-    Args:
-      layer: The calling layer, bound.
-      name: Name of the kernel.
-      x: Tokens [B,T,D].
-      head_dim: H; `None` is that of the layer.
-      heads_axis: Logical axis of N, `heads` or `kv_heads`.
+    The layer gets the parameters `name` [D,N,H] and, with biases, `<name>_bias`
+    [N,H]. `heads_axis` is the logical axis of N, and `head_dim` is H, by
+    default that of the layer.
     """
     kernel, bias = self._make_parameters(
       layer, name, x.shape[-1], head_dim or layer.head_dim, heads_axis

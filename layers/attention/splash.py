@@ -163,12 +163,7 @@ class Splash:
     return jnp.where(sees_any[:, :, None, None], out, zero)
 
   def blocks(self, length: int, kv_length: int) -> splash_attention.BlockSizes:
-    """Returns the block sizes.
-
-    Args:
-      length: Number of queries, a multiple of 128.
-      kv_length: Number of keys likewise.
-    """
+    """Returns the block sizes for lengths that are multiples of 128."""
     block_q = _block(self.block_q, length)
     block_kv = _block(self.block_kv, kv_length)
     block_q_dkv = _block(self.block_q_backward or self.block_q, length)

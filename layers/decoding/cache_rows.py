@@ -34,13 +34,10 @@ def take(cache: Any, indices: jax.Array) -> Any:
 def map_axis(
   cache: Any, axis: str, fn: Callable[[jax.Array, int], jax.Array]
 ) -> Any:
-  """Applies a function to each array with a logical axis.
+  """Applies a function to each array with a logical axis, and to its position.
 
-  Args:
-    cache: Cache of a model's prefill.
-    axis: The logical axis: `batch` for sequences, `kv_length` for the slots of
-      a contiguous cache (to pad or truncate them).
-    fn: Called with an array and the position of the axis.
+  The axis is `batch` for sequences, or `kv_length` for the slots of a
+  contiguous cache (to pad or truncate them).
 
   Raises:
     ValueError: A variable does not name its axes.

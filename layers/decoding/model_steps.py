@@ -21,11 +21,8 @@ def make_prefill(
 ) -> generate.Prefill:
   """Returns the step that reads prompts and creates the cache.
 
-  Args:
-    model: Unbound model.
-    variables: Its variables; a cache among them is ignored.
-    **inputs: Further arguments of the model's `prefill`, with one entry for
-      each prompt, such as `encoder_inputs`.
+  A cache among the variables of the unbound model is ignored. `inputs` are
+  further arguments of the model's `prefill`, such as `encoder_inputs`.
   """
 
   def step(

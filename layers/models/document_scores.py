@@ -35,10 +35,8 @@ class DocumentScores(NamedTuple):
 def score_outputs(outputs: Arrays, segment_ids: jax.Array) -> DocumentScores:
   """Returns the scores of the documents of a batch.
 
-  Args:
-    outputs: Outputs of `loss`: `token_nll`, `token_hits` and `token_weights`
-      [B,T].
-    segment_ids: Segments of the batch, int [B,T].
+  `outputs` are those of `loss`: `token_nll`, `token_hits`, `token_weights`
+  [B,T].
   """
   weights = outputs["token_weights"]
   # Targets of weight zero may be NaN.
@@ -54,15 +52,9 @@ def score_outputs(outputs: Arrays, segment_ids: jax.Array) -> DocumentScores:
 def strict_accuracy(batch: Arrays, outputs: Arrays) -> dict[str, Weighted]:
   """Returns the fraction of documents and sequences without an error.
 
-  A metric function (`Task.metrics`).
-
-  Args:
-    batch: With `segment_ids` int [B,T].
-    outputs: As those of `score_outputs`.
-
-  Returns:
-    `strict_accuracy` of documents and `strict_row_accuracy` of sequences, among
-    those with a target of nonzero weight.
+  A metric function (`Task.metrics`). Returns `strict_accuracy` of documents and
+  `strict_row_accuracy` of sequences, among those with a target of nonzero
+  weight.
   """
   scores = score_outputs(outputs, batch["segment_ids"])
   rows = DocumentScores(
@@ -83,14 +75,7 @@ def strict_accuracy(batch: Arrays, outputs: Arrays) -> dict[str, Weighted]:
 
 
 def predictions_per_row(batch: Arrays, outputs: Arrays) -> dict[str, Weighted]:
-  """Returns the mean weight of the targets of a sequence.
-
-  A metric function (`Task.metrics`).
-
-  Args:
-    batch: Not used.
-    outputs: With `row_weight` float [B].
-  """
+  """Returns the mean weight of the targets of a sequence, a metric function."""
   del batch
   weights = outputs["row_weight"].astype(jnp.float32)
   return {
@@ -102,12 +87,7 @@ def sum_by_document(
   values: Float[Array, "batch length"],
   segment_ids: Int[Array, "batch length"],
 ) -> Float[Array, "batch length"]:
-  """Returns the sum of the values of each document.
-
-  Args:
-    values: One for each token; padding is ignored.
-    segment_ids: From 1 to T; 0 is padding.
-  """
+  """Returns the sum of the values of the tokens of each document."""
   # There are no more documents than tokens.
   count = values.shape[1] + 1
   sums = jax.vmap(lambda v, s: jax.ops.segment_sum(v, s, num_segments=count))(

@@ -143,11 +143,7 @@ class EncoderDecoder(nn.Module):
   def hidden(
     self, batch: language_model.Batch, *, deterministic: bool = True
   ) -> Float[Array, "batch length embed"]:
-    """Returns the input of the head.
-
-    Args:
-      batch: That of `loss`.
-      deterministic: Disables dropout.
+    """Returns the input of the head for a batch of `loss`.
 
     Raises:
       ValueError: Encoder keys are missing.

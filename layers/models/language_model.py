@@ -43,8 +43,7 @@ def embed_tokens(
     ids: Token ids, int [B,T].
     positions: Positions, int [B,T], from 0 in each segment.
     embedding: Maps ids to [B,T,D].
-    position_embedding: Maps positions and the width of a token to [B,T,D];
-      added.
+    position_embedding: Maps positions and the width of a token to [B,T,D].
     norm: Normalizes the sum.
     dropout: Called with the normalized sum and `deterministic`.
     types: Embedding and type ids [B,T]; added.
@@ -80,9 +79,8 @@ class LanguageHead:
   def logits(self, x: jax.Array, at: jax.Array | None = None) -> jax.Array:
     """Returns logits in at least float32.
 
-    Args:
-      x: Hidden states [B,T,D].
-      at: Index of the token of each sequence, int [B]; `None` is all tokens.
+    `at` is the index of the token of each sequence, int [B]; `None` is all
+    tokens.
     """
     if at is not None:
       x = jnp.take_along_axis(x, at[:, None, None], axis=1)
@@ -92,11 +90,7 @@ class LanguageHead:
   def loss(self, x: jax.Array, batch: Batch, *, deterministic: bool) -> Result:
     """Returns the loss, metrics and outputs of a batch; see `DecoderLm.loss`.
 
-    Args:
-      x: Hidden states [B,T,D].
-      batch: `targets` int32 [B,T], `weights` float [B,T], and optionally
-        `example_weights` float [B].
-      deterministic: Whether this is evaluation.
+    The hidden states `x` are [B,T,D].
     """
     return self._result(
       x,

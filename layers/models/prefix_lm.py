@@ -20,11 +20,7 @@ class PrefixLm(decoder_lm.DecoderLm):
   def loss(
     self, batch: language_model.Batch, *, deterministic: bool = True
   ) -> language_model.Result:
-    """Returns `DecoderLm.loss`.
-
-    Args:
-      batch: That of `DecoderLm.loss` with `prefix` bool [B,T].
-      deterministic: Disables dropout.
+    """Returns `DecoderLm.loss` of a batch with `prefix` bool [B,T].
 
     Raises:
       ValueError: The batch has no `prefix`.

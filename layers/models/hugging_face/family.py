@@ -172,15 +172,7 @@ class Fields:
     return self.one_of(name, default, ACTIVATIONS)
 
   def reject(self, name: str, supported: str) -> Never:
-    """Raises an error for an unsupported value.
-
-    Args:
-      name: Name of the field.
-      supported: Which values are supported.
-
-    Raises:
-      UnsupportedConfigError: Always.
-    """
+    """Raises UnsupportedConfigError with the supported values of a field."""
     value = repr(self._values.get(name))
     shown = value if len(value) <= 200 else f"{value[:200]}..."
     raise UnsupportedConfigError(
@@ -298,9 +290,7 @@ class Family:
   ) -> Any:
     """Returns the model of a `config.json`.
 
-    Args:
-      config: Content of the file.
-      make: Called with a class and its fields, such as `fdl.Config`.
+    `make` is called with a class and its fields, such as `fdl.Config`.
 
     Raises:
       UnsupportedConfigError: A field has an unsupported value.

@@ -244,10 +244,8 @@ def read_heads(
 ) -> dict[str, Any]:
   """Returns the sizes of attention, as fields of `GatedDecoder`.
 
-  Args:
-    fields: Fields of the file.
-    kv_heads: Default of `num_key_value_heads`; `None` is `num_attention_heads`.
-    head_dim: Default of `head_dim`; `None` divides `hidden_size`.
+  `kv_heads` is the default of `num_key_value_heads`, by default all heads;
+  `head_dim` that of `head_dim`, by default a share of `hidden_size`.
 
   Raises:
     UnsupportedConfigError: The sizes do not divide.

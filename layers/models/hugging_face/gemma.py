@@ -96,10 +96,8 @@ def _read_common_2_3(
 ) -> dict[str, Any]:
   """Returns fields of `GatedDecoder` that Gemma 2 and 3 share.
 
-  Args:
-    fields: Fields of the file.
-    period: Every `period`-th layer is global unless the file lists the types of
-      layers; `None` reads it from the file.
+  Every `period`-th layer is global unless the file lists the types of layers;
+  `None` reads the period from the file.
   """
   activation = fields.activation("hidden_activation", "gelu_pytorch_tanh")
   # Some files repeat it in the field of other families.

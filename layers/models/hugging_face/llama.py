@@ -29,15 +29,8 @@ def _read_decoder(
 ) -> gated_decoder.GatedDecoder:
   """Reads the fields that these families share.
 
-  Args:
-    fields: Fields of the file.
-    windows: Sliding window of each layer.
-    max_length: Default of `max_position_embeddings`.
-    kv_heads: Default of `num_key_value_heads`; `None` is `num_attention_heads`.
-    head_dim: Default of `head_dim`; `None` divides `hidden_size`.
-    epsilon: Default of `rms_norm_eps`.
-    rope_options: Further arguments of `rope.read`.
-    **features: Further fields of `GatedDecoder`.
+  The arguments are defaults of the file's fields; `rope_options` are further
+  arguments of `rope.read`, and `features` further fields of `GatedDecoder`.
   """
   sizes = gated_decoder.read_heads(fields, kv_heads=kv_heads, head_dim=head_dim)
   return gated_decoder.GatedDecoder(

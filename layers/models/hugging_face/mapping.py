@@ -241,9 +241,7 @@ class Leaf:
   def from_tensors(self, read_rows: ReadRows, dtype: Any = None) -> np.ndarray:
     """Returns the variable; memory holds it and one slice of a tensor.
 
-    Args:
-      read_rows: Reads tensors.
-      dtype: Dtype that values are cast to; `None` keeps theirs.
+    `dtype` None keeps the dtype of the tensors.
     """
 
     def read(tensor: Tensor, part: Slice) -> np.ndarray:

@@ -152,9 +152,7 @@ def read(
 def find_wave_factor(*, factor: float, original_length: int) -> float:
   """Returns LongRoPE's default factor on queries and keys.
 
-  Args:
-    factor: Ratio of the new to the original context length.
-    original_length: Sequence length of pretraining.
+  `factor` is the ratio of the new to the original context length.
   """
   if factor <= 1:
     return 1.0

@@ -135,14 +135,7 @@ def read_header(path: epath.Path) -> dict[str, Entry]:
 def read_rows(
   path: epath.Path, entry: Entry, start: int, stop: int
 ) -> np.ndarray:
-  """Returns rows `start` to `stop` of a tensor, read-only.
-
-  Args:
-    path: Path of the file.
-    entry: The tensor, from `read_header`.
-    start: First row.
-    stop: Row after the last.
-  """
+  """Returns rows `start` to `stop` of a tensor, read-only."""
   shape = (stop - start, *entry.shape[1:])
   wanted = (stop - start) * entry.row_bytes
   with path.open("rb") as file:

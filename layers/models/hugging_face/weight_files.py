@@ -122,10 +122,6 @@ class WeightFiles:
 def find(path: epath.Path, *, names: mapping.Names) -> WeightFiles:
   """Returns the weights in a directory or file.
 
-  Args:
-    path: Path of the directory or file.
-    names: Names of the model's weights.
-
   Raises:
     WeightsError: There are none, or some of the index are missing.
     DamagedFileError: A file is truncated or not a safetensors file.
