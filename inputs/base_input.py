@@ -124,13 +124,10 @@ class BaseInput(abc.ABC):
     lengths: Sequence[int] | np.ndarray,
     key: str | None = None,
   ) -> list[str]:
-    """Decodes sequences of ids by the input's `tokenizer`.
+    """Decodes sequences [B, T] with lengths [B] by the input's `tokenizer`.
 
-    Args:
-      ids: [B, T] integers.
-      lengths: [B], the number of ids of each sequence to decode.
-      key: The array of a batch that they are from, for an input with several
-        tokenizers.
+    `key` is the array of a batch that they are from, for an input with several
+    tokenizers.
 
     Raises:
       ValueError: The input has no tokenizer.
@@ -157,10 +154,7 @@ class BaseInput(abc.ABC):
 
   @abc.abstractmethod
   def set_state(self, state: State) -> None:
-    """Sets a position from `get_state`.
-
-    Args:
-      state: Possibly from a run on another number of hosts.
+    """Sets a position from `get_state`, possibly on another number of hosts.
 
     Raises:
       ValueError: The state is damaged or belongs to other data.
@@ -182,10 +176,6 @@ class BaseInput(abc.ABC):
     self, *, infeed_host_index: int, num_infeed_hosts: int
   ) -> None:
     """Selects this host's sequences; called once, at the start.
-
-    Args:
-      infeed_host_index: The index of this host, from 0.
-      num_infeed_hosts: The number of hosts that share each batch.
 
     Raises:
       ValueError: There is no such host, or the batch cannot be divided.
@@ -209,11 +199,7 @@ class BaseInput(abc.ABC):
     self.num_infeed_hosts = num_infeed_hosts
 
   def host_rows(self, batch: Mapping[str, np.ndarray]) -> Batch:
-    """Returns this host's sequences of a global batch, for use in `get_next`.
-
-    Args:
-      batch: Arrays [global_batch_size, ...].
-    """
+    """Returns this host's sequences of a batch [global_batch_size, ...]."""
     for key, value in batch.items():
       if value.shape[:1] != (self.global_batch_size,):
         raise ValueError(

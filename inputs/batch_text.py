@@ -16,12 +16,9 @@ _SEGMENTS = 6
 def describe(
   source: base_input.BaseInput, batch: Mapping[str, np.ndarray], *, number: int
 ) -> str:
-  """Returns the description of a batch.
+  """Returns the description of this host's sequences of a batch.
 
-  Args:
-    source: The batch's input, whose tokenizer decodes ids.
-    batch: This host's sequences.
-    number: The batch's number, from 0.
+  The batch's input `source` decodes ids; `number` is the batch's, from 0.
   """
   return "\n".join(_lines(source, batch, number))
 

@@ -48,11 +48,7 @@ class ByteTokenizer:
     return 2
 
   def encode(self, text: str | bytes) -> npt.NDArray[np.int32]:
-    """Returns the ids of `text`, int32 [T], without begin and end ids.
-
-    Args:
-      text: Bytes, or a string to encode as UTF-8.
-    """
+    """Returns the ids of text, int32 [T], without begin and end ids."""
     data = text.encode("utf-8") if isinstance(text, str) else text
     return np.frombuffer(data, np.uint8).astype(np.int32) + _NUM_SPECIAL
 

@@ -44,16 +44,10 @@ class Shard:
 
 
 def cut(paths: Sequence[str], *, form: Form, shard_bytes: int) -> list[Shard]:
-  """Splits a corpus into shards.
+  """Splits a corpus into shards, in order.
 
-  Args:
-    paths: The files, in order.
-    form: The format of the documents.
-    shard_bytes: The maximum size of a byte range, and the minimum size of a
-      group of files.
-
-  Returns:
-    The shards, in order. A compressed file of lines is one shard.
+  A byte range has at most `shard_bytes`, a group of files at least. A
+  compressed file of lines is one shard.
   """
   shards: list[Shard] = []
   some: list[str] = []

@@ -98,10 +98,8 @@ def run(
     corpus: The corpus.
     path: The path of the token file, without an extension.
     num_workers: The number of worker processes; 0 uses this process.
-    report: Called once at the start and after each shard.
-
-  Returns:
-    The last progress.
+    report: Called once at the start and after each shard with the progress,
+      which is also returned at the end.
 
   Raises:
     ValueError: A document cannot be read, there are none, the output exists

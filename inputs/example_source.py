@@ -67,11 +67,10 @@ def call_optional(source: object, member: str, *args: Any) -> Any:
 def lm_features(
   tokens: np.ndarray, tokenizer: tokenizer_protocol.Tokenizer | None = None
 ) -> Example:
-  """Returns `inputs` and `targets` of consecutive tokens.
+  """Returns `inputs` and `targets` of consecutive tokens, int32 [n + 1].
 
-  Args:
-    tokens: int32 [n + 1]; all but the first are targets.
-    tokenizer: Adds `target_bytes` int32 [n], the bytes of text of each target.
+  All tokens but the first are targets. A tokenizer adds `target_bytes` int32
+  [n], the bytes of text of each target.
   """
   example = {"inputs": tokens[:-1], "targets": tokens[1:]}
   if tokenizer is not None:
@@ -81,11 +80,7 @@ def lm_features(
 
 
 def num_tokens(example: Mapping[str, np.ndarray], prefix: str = "") -> int:
-  """Returns the number of tokens of an example, or of its encoder.
-
-  Args:
-    example: Arrays by key.
-    prefix: `ENCODER`, or "" for the decoder's.
+  """Returns the number of tokens, of the encoder's with the prefix `ENCODER`.
 
   Raises:
     ValueError: Its arrays differ in length.

@@ -34,13 +34,8 @@ class Stream(abc.ABC):
   ) -> tuple[Reference, Position] | None:
     """Returns the next example's reference and the position after it.
 
-    Args:
-      position: The current position.
-      step: The index of the current batch, from 0; used by mixtures whose
-        weights change.
-
-    Returns:
-      None at the end of the stream.
+    None is the end of the stream. `step` is the index of the current batch,
+    from 0; used by mixtures whose weights change.
     """
 
   @abc.abstractmethod
@@ -95,12 +90,10 @@ class Stream(abc.ABC):
   def read_ahead_with(
     self, workers: read_ahead.Workers | None, *, every: bool
   ) -> None:
-    """Sets the workers that read the leaves with random access.
+    """Sets the workers that read the leaves; None reads directly.
 
-    Args:
-      workers: The worker pool for the leaves' sources. None reads directly.
-      every: Whether each host reads every example, so examples can be read
-        before the batch is planned.
+    With `every` each host reads every example, so examples can be read before
+    the batch is planned.
     """
     for leaf in self.leaves():
       if leaf is not self:

@@ -56,11 +56,7 @@ class JsonLines(record_files.RecordFiles):
     return self.document(file.line(line), file.path)
 
   def document(self, line: bytes, path: str) -> bytes:
-    """Returns the document of a line.
-
-    Args:
-      line: The bytes of a JSON object.
-      path: The file of the line, for error messages.
+    """Returns the document of a line, the bytes of a JSON object.
 
     Raises:
       ValueError: The line is not an object with the string `text_key`.

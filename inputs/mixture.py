@@ -226,10 +226,8 @@ class Mixture(example_stream.Stream):
 def _next_member(due: Mapping[str, int], shares: Mapping[str, int]) -> str:
   """Returns the member to draw the next example from.
 
-  Args:
-    due: Each member's outstanding share in units of 1 / `_WHOLE`, including
-      this draw.
-    shares: The share in this draw of each eligible member.
+  `due` is each member's outstanding share in units of 1 / `_WHOLE`, including
+  this draw; `shares` is the share in this draw of each eligible member.
   """
   num = len(shares)
   if num == 1:

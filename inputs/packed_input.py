@@ -185,9 +185,10 @@ class PackedInput(base_input.BaseInput):
     self._position = self.examples.start()
 
   def get_state(self) -> base_input.State:
-    """Returns the position after the last batch, and a signature of the data.
+    """Returns the position after the last batch.
 
-    The signature (number of examples, seed, ...) must be the same on restore.
+    It has a signature of the data (number of examples, seed, ...), which must
+    be the same on restore.
     """
     return {
       "batches": self._batches,

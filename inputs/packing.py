@@ -94,7 +94,7 @@ def make_plan(
   lengths: Lengths,
   max_waiting: int,
 ) -> Plan:
-  """Plans a batch.
+  """Plans a batch; its sequences are all empty if nothing is left.
 
   Args:
     packing: The packing algorithm.
@@ -103,9 +103,6 @@ def make_plan(
     num_sequences: The size of the batch.
     lengths: The length of a sequence, and of an encoder's if there is one.
     max_waiting: See the module; for FIRST_FIT and BEST_FIT.
-
-  Returns:
-    The plan; its sequences are all empty if nothing is left.
   """
   queue = list(waiting)
 

@@ -82,13 +82,7 @@ class ReadAhead:
   def __init__(
     self, workers: Workers, source: example_source.ExampleSource, number: int
   ) -> None:
-    """Initializes the reader; reads nothing.
-
-    Args:
-      workers: The worker pool.
-      source: The source to read.
-      number: Its index in `workers.sources`.
-    """
+    """Initializes the reader of the source at `workers.sources[number]`."""
     self._workers = workers
     self._source = source
     self._number = number
@@ -102,11 +96,9 @@ class ReadAhead:
   def expect(
     self, position: int, number_at: Callable[[int], int | None]
   ) -> None:
-    """Submits the examples that follow a position.
+    """Submits the examples that follow the stream's current position.
 
-    Args:
-      position: The stream's current position.
-      number_at: Returns the example index at a position, None after the end.
+    `number_at` returns the example index at a position, None after the end.
     """
     if not self._first <= position <= self._end:
       self._tasks.clear()  # The stream was repositioned.

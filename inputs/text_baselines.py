@@ -148,12 +148,7 @@ class TrigramModel:
 
 
 def fit_trigram(documents: example_source.DocumentSource) -> TrigramModel:
-  """Returns the model of some training documents.
-
-  Args:
-    documents: At least 2: the weights are fit on every 20th document, with the
-      counts of the others.
-  """
+  """Returns the model of at least two training documents."""
   if len(documents) < 2:
     raise ValueError(
       f"A trigram model needs at least 2 documents, got {len(documents)}."

@@ -44,13 +44,10 @@ class Pair:
 def write_index(
   path: str, *, dtype: np.dtype, lengths: np.ndarray, documents: np.ndarray
 ) -> None:
-  """Writes an index.
+  """Writes an index atomically.
 
-  Args:
-    path: The path of the `.idx`, written atomically.
-    dtype: The dtype of the tokens.
-    lengths: The length of each sequence in tokens, [n].
-    documents: The first sequence of each document, then n, [d].
+  `lengths` [n] are those of sequences in tokens; `documents` [d] the first
+  sequence of each document, then n.
 
   Raises:
     ValueError: The format does not support the dtype or the length of a
@@ -115,11 +112,8 @@ def write(
 ) -> None:
   """Writes whole documents, one sequence each, for small data and tests.
 
-  Args:
-    path: The path without an extension.
-    documents: The ids of each document, [n].
-    dtype: The stored dtype.
-    facts: Facts about the tokens for `NAME.json`. None writes no such file.
+  `path` has no extension; `documents` are ids [n]. Without `facts` there is no
+  `NAME.json`.
   """
   pair = Pair(path=path)
   with open(pair.tokens, "wb") as file:

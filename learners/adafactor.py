@@ -71,11 +71,9 @@ class Adafactor:
   def transform(
     self, specs: variable_groups.Specs | None = None
   ) -> optax.GradientTransformation:
-    """Returns the update rule as an optax transformation.
+    """Returns the update rule.
 
-    Args:
-      specs: Specs of the optimized variables. `None` decays all of them and
-        treats none as stacked.
+    `specs` None decays all variables and treats none as stacked.
     """
 
     def clip_and_scale(

@@ -73,13 +73,9 @@ def make_gradient_fn(
 ) -> GradientFn:
   """Returns `(variables, batch, rngs) -> Gradients`.
 
-  Args:
-    loss_fn: With several microbatches, its random keys are those of the batch
-      folded with the index of the microbatch.
-    metric_fns: Evaluated on each microbatch and its outputs.
-    num_microbatches: Number of sequential microbatches; only one microbatch's
-      activations are in memory.
-    specs: A `VariableSpec` for each variable.
+  With several microbatches, run sequentially so that only one microbatch's
+  activations are in memory, the random keys of `loss_fn` are those of the batch
+  folded with the index of the microbatch.
   """
   if num_microbatches == 1:
     return _whole(loss_fn, metric_fns)

@@ -59,9 +59,8 @@ class Learner:
   ) -> optax.GradientTransformation:
     """Returns clipping and the optimizer as one optax transformation.
 
-    Args:
-      specs: Specs of all variables of a model. The transformation applies to
-        the optimized ones, as `variable_groups.select` returns them.
+    `specs` are those of all variables of a model; the transformation applies to
+    the optimized ones, as `variable_groups.select` returns them.
     """
     optimized = variable_groups.select(
       specs, variable_groups.Group.OPTIMIZED, specs=specs

@@ -37,15 +37,11 @@ def scalar(value: jax.Array) -> Weighted:
 
 
 def indexed(start: int, step: int) -> str:
-  """Returns a placeholder for the indices of a metric's values.
+  """Returns a placeholder for the indices start, start + step ... of a metric.
 
   A metric `layers/[1::2]/rms` with the sums [a, b] is reported as
   `layers/1/rms` and `layers/3/rms`. Several placeholders index several
   dimensions.
-
-  Args:
-    start: Index of the first value.
-    step: Difference between indices.
   """
   return f"[{start}::{step}]"
 

@@ -18,15 +18,8 @@ def split(
 
   Microbatch i of k has the sequences i, i + k, i + 2k ... Every device thus has
   sequences in all microbatches, and no sequence moves between devices; a
-  microbatch of consecutive sequences would leave most devices idle.
-
-  Args:
-    batch: Arrays whose first dimension is the batch, and scalars.
-    num_microbatches: Number of microbatches; divides the batch size.
-
-  Returns:
-    Arrays of shape [num_microbatches, batch / num_microbatches, ...], and the
-    scalars of the batch.
+  microbatch of consecutive sequences would leave most devices idle. Arrays have
+  the shape [num_microbatches, batch / num_microbatches, ...].
 
   Raises:
     ValueError: Arrays have different batch sizes, or `num_microbatches` or the

@@ -82,11 +82,7 @@ def then(
   """Returns `transform` followed by a stateless function.
 
   Unlike `optax.chain`, this adds no level to the state, so adding or removing
-  the function does not change names in checkpoints.
-
-  Args:
-    transform: An optax transformation.
-    fn: `(updates, params) -> updates`.
+  `fn(updates, params) -> updates` does not change names in checkpoints.
   """
 
   def update(

@@ -25,16 +25,8 @@ def specs(
 
   An array belongs to a parameter if its path in the state ends with the path of
   the parameter. It must be a scalar, or have the shape of the parameter with
-  size one in dimensions over which it is averaged.
-
-  Args:
-    transform: The update rule.
-    params: Specs of the optimized variables.
-
-  Returns:
-    A tree like the state. An array that belongs to a parameter, such as a
-    moment, has its axes, except in dimensions of size one; other arrays have
-    no axes.
+  size one in dimensions over which it is averaged. It has the axes of the
+  parameter, except in dimensions of size one; other arrays have no axes.
 
   Raises:
     ValueError: An array that belongs to a parameter has another shape.

@@ -83,9 +83,7 @@ class ParameterAverage:
   ) -> variable_groups.Tree:
     """Returns the values for evaluation, in the dtypes of the parameters.
 
-    Args:
-      state: The running average.
-      params: The parameters; returned before the first update.
+    These are the parameters before the first update.
     """
     if not self.debias:
       return jax.tree.map(lambda a, p: a.astype(p.dtype), state.average, params)

@@ -34,10 +34,8 @@ class SkipUpdates:
   ) -> jax.Array:
     """Returns whether to make the update, as a boolean scalar.
 
-    Args:
-      loss: Scalar.
-      grad_norm: Global norm of the gradients of all optimized variables.
-      next_values: Pytree of gradients that are the next values of variables.
+    The norm is that of the gradients of all optimized variables; `next_values`
+    is a pytree of gradients that are the next values of variables.
     """
     result = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     if self.above_grad_norm is not None:

@@ -160,9 +160,7 @@ def make_eval_step(
 ) -> EvalStep:
   """Returns the evaluation step, `(variables, batch) -> metrics`.
 
-  Args:
-    loss_fn: Must be deterministic: it is called without random keys.
-    metric_fns: Evaluated on the batch and the loss function's outputs.
+  `loss_fn` must be deterministic: it is called without random keys.
   """
 
   def step(

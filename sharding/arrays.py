@@ -41,14 +41,9 @@ def to_global(
 ) -> dict[str, jax.Array]:
   """Returns global arrays made of the sequences of each host.
 
-  Args:
-    batch: Sequences of this host, arrays [host batch, length, ...].
-    layout: Layout of the global arrays.
-    num_hosts: Number of chunks of a batch, see `infeed_hosts`.
-
-  Returns:
-    Arrays [global batch, length, ...], sharded by the layout's rules for
-    `batch` and `length`.
+  Arrays [host batch, length, ...] become [global batch, length, ...], sharded
+  by the layout's rules for `batch` and `length`. `num_hosts` is the number of
+  chunks of a batch, see `infeed_hosts`.
 
   Raises:
     ValueError: The global batch size is not a multiple of its shards.

@@ -55,10 +55,6 @@ def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
 
   A dimension of size one (a broadcast, a decoding step) is not split.
 
-  Args:
-    x: An activation.
-    axes: One logical axis (or None) per dimension of `x`.
-
   Raises:
     ValueError: The number of axes is not the rank of `x`, or a dimension is not
       a multiple of its shards.

@@ -123,9 +123,7 @@ def make_mesh(
 ) -> jax.sharding.Mesh:
   """Returns a mesh with the axes `MESH_AXES` and ICI axes within a slice.
 
-  Args:
-    spec: Sizes of the axes.
-    devices: All devices of the job; by default `jax.devices()`.
+  `devices` are all devices of the job; by default `jax.devices()`.
 
   Raises:
     ValueError: The sizes do not match the number of devices, slices or
@@ -143,11 +141,8 @@ def make_mesh(
 def reshaped(mesh: jax.sharding.Mesh, spec: MeshSpec) -> jax.sharding.Mesh:
   """Returns a mesh of the same devices in the same order, with other axes.
 
-  The equal order lets one program move arrays between both meshes.
-
-  Args:
-    mesh: A mesh from `make_mesh`.
-    spec: Sizes of the axes, all within a slice.
+  The equal order lets one program move arrays between both meshes. All axes of
+  `spec` are within a slice.
 
   Raises:
     ValueError: The sizes do not match the number of devices, or `spec.dcn` has
@@ -170,11 +165,7 @@ def device_array(spec: MeshSpec, devices: Sequence[Any]) -> np.ndarray:
 
   The groups of `dcn` are slices if devices have a `slice_index` (TPUs, and GPUs
   by host), else processes. A group may have several processes but not several
-  slices.
-
-  Args:
-    spec: Sizes of the axes.
-    devices: All devices of the job, or objects with the same attributes.
+  slices. `devices` are all of the job, or objects with the same attributes.
 
   Raises:
     ValueError: As for `make_mesh`.

@@ -25,10 +25,8 @@ def find_closest(
 def suggest(word: str, names: Iterable[str], *, count: int = 1) -> str:
   """Returns `; did you mean 'x'?`, or the known names if none is close.
 
-  Args:
-    word: The unknown name; the result is appended to an error about it.
-    names: All known names.
-    count: Maximum number of names suggested.
+  The result is appended to an error about the unknown name; `count` is the
+  maximum number of names suggested.
   """
   names = sorted(set(names))
   close = find_closest(word, names, count=count)

@@ -32,11 +32,9 @@ Row = dict[str, np.ndarray]
 
 
 def paxon_names(batch: Mapping[str, np.ndarray]) -> base_input.Batch:
-  """Renames the arrays of a batch from Pax's names to Paxon's.
+  """Renames `ids`, `labels`, `segment_pos` of a batch to Paxon's names.
 
-  Args:
-    batch: `ids`, `labels`, `segment_pos`, `paddings`, and others that are
-      returned unchanged. If `weights` is missing, it is 1 - `paddings`.
+  If `weights` is missing, it is 1 - `paddings`. Other arrays are unchanged.
   """
   renamed = {_NAMES.get(key, key): value for key, value in batch.items()}
   paddings = renamed.pop("paddings", None)

@@ -28,12 +28,10 @@ class TaskMetrics:
     *,
     kinds: Sequence[str] = (SCORE, PREDICT),
   ) -> None:
-    """Looks up the task's metric functions.
+    """Looks up the task's metric functions of some kinds.
 
-    Args:
-      source: The examples, by their ids.
-      kinds: Metrics to compute: `SCORE`, those of the log likelihood of
-        targets, and `PREDICT`, those of generated texts.
+    `SCORE` are those of the log likelihood of targets, `PREDICT` those of
+    generated texts.
 
     Raises:
       ValueError: A kind, or the type of a metric, is neither of them.
@@ -70,10 +68,8 @@ class TaskMetrics:
   def add(self, rows: Mapping[str, np.ndarray]) -> None:
     """Adds the results of a batch.
 
-    Args:
-      rows: `example_ids` and `example_weights` [B]; `scores` [B], the log
-        likelihood of each sequence's targets; `predictions` int [B, T],
-        generated ids; the latter two as needed.
+    These are `example_ids` and `example_weights` [B]; as needed `scores` [B],
+    the log likelihood of each sequence's targets, and `predictions` int [B, T].
     """
     for row, number in enumerate(rows["example_ids"].tolist()):
       if rows["example_weights"][row]:

@@ -74,16 +74,9 @@ class TaskRecords:
 def of_task(
   task: Any, *, split: str, use_cached: bool, index_folder: str | None
 ) -> TaskRecords | None:
-  """Returns the records of a task's split.
+  """Returns the records of a `seqio.Task`'s split, or of its cache.
 
-  Args:
-    task: A `seqio.Task`.
-    split: The split's name.
-    use_cached: Whether to read the task's cache.
-    index_folder: The folder of saved record indices; see `TfRecordFile`.
-
-  Returns:
-    The records, or None if the source does not support random access.
+  None if the source does not support random access.
 
   Raises:
     ValueError: Files are missing, or do not match the cache's metadata.

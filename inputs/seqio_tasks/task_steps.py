@@ -33,10 +33,10 @@ class TaskSteps:
     keys: Sequence[str] | None,
     sequence_length: Mapping[str, int] | None,
   ) -> None:
-    """Traces the steps without running them.
+    """Traces the steps of a `seqio.Task` without running them.
 
     Args:
-      task: A `seqio.Task`.
+      task: The task.
       split: The split's name, passed to the steps.
       records: The records.
       is_cached: Whether to skip the steps before the cache placeholder.
@@ -187,10 +187,7 @@ def select_specs(
 ) -> dict[str, Spec]:
   """Returns the shapes and dtypes of features of a task's data set.
 
-  Args:
-    name: The task's name.
-    keys: The features; None for all but ragged ones.
-    element_spec: The `element_spec` of the data set.
+  `keys` None selects all but ragged ones.
 
   Raises:
     ValueError: The data set does not have a feature of `keys`.

@@ -80,11 +80,10 @@ class TfExampleRecords:
 
 
 def parse(record: bytes) -> Features:
-  """Returns the features of a serialized Example.
+  """Returns the features of a serialized Example as 1-D arrays.
 
-  Returns:
-    By name a 1-D array: int64, float32, or objects of type bytes. A feature
-    without a value is an empty float32 array.
+  They are int64, float32, or objects of type bytes. A feature without a value
+  is an empty float32 array.
 
   Raises:
     ValueError: The bytes are not an Example.

@@ -39,10 +39,8 @@ class TfRecordFile:
   ) -> None:
     """Reads nothing yet.
 
-    Args:
-      path: The file.
-      index_folder: Folder of saved indices; one that is missing or older than
-        the file is written. None keeps the index in memory only.
+    An index in `index_folder` that is missing or older than the file is
+    written. None keeps the index in memory only.
     """
     self.path = path
     self._index_folder = index_folder
@@ -125,15 +123,7 @@ class TfRecordFiles(record_files.RecordFiles):
 
 
 def write(path: str | os.PathLike[str], records: Iterable[bytes]) -> int:
-  """Writes a file of records.
-
-  Args:
-    path: The file; an existing one is replaced.
-    records: The data of each record.
-
-  Returns:
-    The number of records.
-  """
+  """Writes a file of records, replacing it; returns their number."""
   number = 0
   with open(path, "wb") as file:
     for data in records:
