@@ -35,8 +35,8 @@ from paxon.tasks.lm import needs
 
 PACKAGE = "paxon.tasks.lm.params"
 _FOLDER = "goldens"
-_BEGIN = "== "
-_AS = ", as "
+BEGIN = "== "
+AS = ", as "
 
 
 def names() -> list[str]:
@@ -90,15 +90,6 @@ def path_of(name: str) -> pathlib.Path:
   return pathlib.Path(spec.origin).parent / _FOLDER / stem
 
 
-def stored(name: str) -> str:
-  """Returns the full golden text of the experiment `a.b.C`.
-
-  Raises:
-    KeyError: The experiment is not in the golden file.
-  """
-  return _read(path_of(name))[name.rpartition(".")[2]]
-
-
 def file_text(texts: Mapping[str, str], module: str) -> str:
   """Returns the golden file of a module.
 
@@ -111,10 +102,10 @@ def file_text(texts: Mapping[str, str], module: str) -> str:
     above = [b for b in _bases(module, name) if b in written]
     base = _closest(texts, name, above[:1]) or _closest(texts, name, written)
     if base is None:
-      parts.append(f"{_BEGIN}{name}\n{texts[name]}")
+      parts.append(f"{BEGIN}{name}\n{texts[name]}")
     else:
       change = "".join(_change(texts[base], texts[name]))
-      parts.append(f"{_BEGIN}{name}{_AS}{base}\n{change}")
+      parts.append(f"{BEGIN}{name}{AS}{base}\n{change}")
     written.append(name)
   return "\n".join(parts)
 
@@ -167,26 +158,6 @@ def _change(old: str, new: str) -> Iterator[str]:
   for sign, lines, others in (("-", before, after), ("+", after, before)):
     known = set(others)
     yield from (f"{sign} {line}\n" for line in lines if line not in known)
-
-
-def _read(path: pathlib.Path) -> dict[str, str]:
-  """Returns the full texts of a golden file, by class name."""
-  texts: dict[str, str] = {}
-  for part in ("\n" + path.read_text()).split(f"\n{_BEGIN}")[1:]:
-    title, _, body = part.partition("\n")
-    name, _, base = title.partition(_AS)
-    lines = body.rstrip("\n").splitlines()
-    if base:
-      lines = _changed(texts[base].splitlines(), lines)
-    texts[name] = "\n".join(lines) + "\n"
-  return texts
-
-
-def _changed(before: Sequence[str], change: Sequence[str]) -> list[str]:
-  """Applies a change; added lines are at the end."""
-  gone = {line[2:] for line in change if line.startswith("- ")}
-  come = [line[2:] for line in change if line.startswith("+ ")]
-  return [line for line in before if line not in gone] + come
 
 
 class _Model:

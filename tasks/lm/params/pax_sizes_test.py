@@ -1,5 +1,6 @@
 """Tests that experiments match the table of Pax's sizes."""
 
+import functools
 import math
 import pathlib
 import re
@@ -62,9 +63,31 @@ def _load(name: str) -> Any:
   return find_experiment.find_experiment(f"{_PACKAGE}.{name}")()
 
 
+@functools.cache
+def _read(path: pathlib.Path) -> dict[str, str]:
+  """Returns the full texts of a golden file, by class name."""
+  texts: dict[str, str] = {}
+  for part in ("\n" + path.read_text()).split(f"\n{golden.BEGIN}")[1:]:
+    title, _, body = part.partition("\n")
+    name, _, base = title.partition(golden.AS)
+    lines = body.rstrip("\n").splitlines()
+    if base:
+      gone = {line[2:] for line in lines if line.startswith("- ")}
+      come = [line[2:] for line in lines if line.startswith("+ ")]
+      before = texts[base].splitlines()
+      lines = [line for line in before if line not in gone] + come
+    texts[name] = "\n".join(lines) + "\n"
+  return texts
+
+
+def _stored(name: str) -> str:
+  path = golden.path_of(f"{_PACKAGE}.{name}")
+  return _read(path)[name.rpartition(".")[2]]
+
+
 def _parameters(name: str) -> int:
   """Returns the number of parameters in the golden file."""
-  text = golden.stored(f"{_PACKAGE}.{name}")
+  text = _stored(name)
   found = re.search(r"^trainable: ([\d,]+)$", text, re.MULTILINE)
   assert found is not None
   return int(found[1].replace(",", ""))
@@ -72,7 +95,7 @@ def _parameters(name: str) -> int:
 
 def _uncounted(name: str) -> int:
   """Returns parameters that the table omits: positions, separate heads."""
-  text = golden.stored(f"{_PACKAGE}.{name}")
+  text = _stored(name)
   shapes = re.findall(
     r"^params/(?:position_embedding|head)/\w+: \w+\[([\d, ]+)\]", text, re.M
   )
