@@ -2,17 +2,21 @@
 
 from collections.abc import Callable, Mapping
 import dataclasses
+import functools
 from typing import Any
 
 from paxon.tools.benchmarks import (
   decoder_lm_workload,
+  generation_case,
+  loop_case,
   pure_jax_decoder_lm,
+  step_cases,
   timing,
 )
 
 Workload = decoder_lm_workload.Workload
 Config = pure_jax_decoder_lm.Config
-Run = Callable[[Workload, str, int], timing.Comparison]
+Run = Callable[..., timing.Comparison]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,7 +26,7 @@ class Case:
   Attributes:
     summary: One line for the help text.
     workload: Sizes; options of the command line change them.
-    run: `(workload, name, rounds) -> Comparison`.
+    run: `(workload, *, name, rounds) -> Comparison`.
     rounds: Default number of rounds.
     is_default: Whether it runs when the command names no case.
   """
@@ -112,33 +116,7 @@ DENSE_1B = Workload(
 
 
 def _make_train_step(steps: int) -> Run:
-  def run(workload: Workload, name: str, rounds: int) -> timing.Comparison:
-    from paxon.tools.benchmarks import step_cases
-
-    return step_cases.run(workload, name=name, rounds=rounds, steps=steps)
-
-  return run
-
-
-# Imported when they run: each needs other packages.
-def _save(workload: Workload, name: str, rounds: int) -> timing.Comparison:
-  from paxon.tools.benchmarks import step_cases
-
-  return step_cases.run_save(workload, name=name, rounds=rounds)
-
-
-def _loop(workload: Workload, name: str, rounds: int) -> timing.Comparison:
-  from paxon.tools.benchmarks import loop_case
-
-  return loop_case.run(workload, name=name, rounds=rounds)
-
-
-def _generation(
-  workload: Workload, name: str, rounds: int
-) -> timing.Comparison:
-  from paxon.tools.benchmarks import generation_case
-
-  return generation_case.run(workload, name=name, rounds=rounds)
+  return functools.partial(step_cases.run, steps=steps)
 
 
 CASES: Mapping[str, Case] = {
@@ -177,36 +155,31 @@ CASES: Mapping[str, Case] = {
   "save_blocking": Case(
     summary="time that a save blocks / train step",
     workload=QUICKSTART,
-    run=_save,
+    run=step_cases.run_save,
     rounds=15,
     is_default=True,
   ),
   "loop": Case(
     summary="training program / its bare train step",
     workload=QUICKSTART,
-    run=_loop,
+    run=loop_case.run,
     rounds=11,
     is_default=True,
   ),
   "generation": Case(
     summary="greedy decoding of 128 tokens / plain JAX, batch 8",
     workload=GENERATION,
-    run=_generation,
+    run=generation_case.run,
     # Short ones, so that both contenders see the same state of the machine.
     rounds=101,
   ),
   "generation_larger": Case(
     summary="the same with 24 times the parameters",
     workload=LARGER_GENERATION,
-    run=_generation,
+    run=generation_case.run,
     rounds=21,
   ),
 }
-
-
-def defaults() -> list[str]:
-  """Returns the names of the cases that run by default."""
-  return [name for name, case in CASES.items() if case.is_default]
 
 
 def resized(workload: Workload, sizes: Mapping[str, Any]) -> Workload:

@@ -1,20 +1,109 @@
-"""Workloads of the bench: both train steps, compiled, in blocks of steps."""
+"""Workloads of the bench: both train steps, compiled, in blocks of steps.
 
-from collections.abc import Sequence
+Our model is that of `pure_jax_decoder_lm`, made of Paxon's layers.
+"""
+
+from collections.abc import Mapping, Sequence
 import dataclasses
+import functools
+import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from paxon.inputs import synthetic_lm_input
+from paxon.layers import (
+  embedding,
+  feed_forward,
+  rms_norm,
+  rotary_embedding,
+)
+from paxon.layers.attention import grouped_query
+from paxon.layers.models import decoder_lm, pre_norm_decoder
+from paxon.learners import adamw, learner, schedules, train_state
 from paxon.runner import job as job_lib
+from paxon.runner import task
 from paxon.runner.plan import flops, hardware
 from paxon.runner.training import compiled_steps
 from paxon.runner.training import session as session_lib
-from paxon.tools.benchmarks import decoder_lm_job, pure_jax_decoder_lm
+from paxon.tools.benchmarks import pure_jax_decoder_lm
 
 # Batches that are kept on the device and used in turn.
 _NUM_BATCHES = 4
 PURE_JAX_KEYS = ("inputs", "targets", "weights", "positions", "segment_ids")
+# For each parameter of the plain JAX model, its path in ours.
+NAMES: Mapping[str, tuple[str, ...]] = {
+  "table": ("embedding", "table"),
+  "q": ("stack", "layers", "blocks_0", "attention", "query"),
+  "k": ("stack", "layers", "blocks_0", "attention", "key"),
+  "v": ("stack", "layers", "blocks_0", "attention", "value"),
+  "out": ("stack", "layers", "blocks_0", "attention", "out"),
+  "gate": ("stack", "layers", "blocks_0", "feed_forward", "gate"),
+  "up": ("stack", "layers", "blocks_0", "feed_forward", "up"),
+  "down": ("stack", "layers", "blocks_0", "feed_forward", "down"),
+  "attention_norm": ("stack", "layers", "blocks_0", "attention_norm", "scale"),
+  "mlp_norm": ("stack", "layers", "blocks_0", "feed_forward_norm", "scale"),
+  "final_norm": ("final_norm", "scale"),
+}
+
+
+def make_model(c: pure_jax_decoder_lm.Config) -> decoder_lm.DecoderLm:
+  """Returns the model with the sizes of `c`."""
+  dtype = jnp.dtype(c.dtype)
+  return pre_norm_decoder.compose(
+    pre_norm_decoder.build,
+    embedding=embedding.Embedding(
+      vocab_size=c.vocab_size,
+      embed_dim=c.embed_dim,
+      input_scale=math.sqrt(c.embed_dim),
+      dtype=dtype,
+    ),
+    norm=functools.partial(rms_norm.RmsNorm, dtype=dtype),
+    attention=grouped_query.GroupedQueryAttention(
+      num_heads=c.num_heads,
+      num_kv_heads=c.num_kv_heads,
+      head_dim=c.head_dim,
+      rotary=rotary_embedding.Rotary(),
+      dtype=dtype,
+    ),
+    feed_forward=feed_forward.GatedFeedForward(mlp_dim=c.mlp_dim, dtype=dtype),
+    num_layers=c.num_layers,
+  )
+
+
+def to_pure_jax(state: train_state.TrainState) -> dict[str, Any]:
+  """Returns a copy of our train state in the layout of the plain JAX one."""
+  # The chain of optax holds Adam's state first.
+  adam: Any = state.opt_state[0]  # pyrefly: ignore
+  trees = {
+    "params": state.variables["params"],
+    "mu": adam.mu["params"],
+    "nu": adam.nu["params"],
+  }
+  result: dict[str, Any] = {
+    group: {name: _at(tree, path) for name, path in NAMES.items()}
+    for group, tree in trees.items()
+  }
+  # Copied, because both steps donate their state.
+  return jax.tree.map(jnp.copy, result | {"step": state.step})
+
+
+def from_pure_jax(params: Mapping[str, jax.Array]) -> dict[str, Any]:
+  """Returns plain JAX parameters in the layout of our variables."""
+  tree: dict[str, Any] = {}
+  for name, (*outer, last) in NAMES.items():
+    inner = tree
+    for part in outer:
+      inner = inner.setdefault(part, {})
+    inner[last] = params[name]
+  return tree
+
+
+def _at(tree: Any, path: tuple[str, ...]) -> jax.Array:
+  for name in path:
+    tree = tree[name]
+  return tree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,12 +121,40 @@ class Workload:
   length: int
 
   def job(self, **fields: Any) -> job_lib.Job:
-    """Returns the training job, with other fields replaced."""
-    return decoder_lm_job.make_job(
-      self.config,
-      global_batch_size=self.global_batch_size,
-      length=self.length,
+    """Returns a job that trains the model on random tokens.
+
+    Args:
+      **fields: Other fields of the job, such as intervals and mesh.
+    """
+    c = self.config
+    schedule = schedules.WarmupCosine(
+      peak=c.peak,
+      warmup_steps=c.warmup_steps,
+      total_steps=c.total_steps,
+      end=0.05 * c.peak,
+    )
+    optimizer = adamw.AdamW(
+      schedule=schedule, b2=c.b2, weight_decay=c.weight_decay
+    )
+    given: dict[str, Any] = {
+      "train_input": synthetic_lm_input.SyntheticLmInput(
+        global_batch_size=self.global_batch_size,
+        length=self.length,
+        vocab_size=c.vocab_size,
+        random_seed=0,
+      ),
+      "eval_inputs": {},
+      "num_train_steps": c.total_steps,
       **fields,
+    }
+    return job_lib.Job(
+      experiment="paxon.tools.benchmarks.decoder_lm_workload",
+      task=task.Task(
+        name="decoder_lm",
+        model=make_model(c),
+        learner=learner.Learner(optimizer=optimizer, max_grad_norm=1.0),
+      ),
+      **given,
     )
 
   @property
@@ -138,7 +255,7 @@ def compile_ours(
 
 def pure_jax_steps(ours: OurSteps, workload: Workload, *, count: int) -> Steps:
   """Returns the plain JAX step with our initial state and batches."""
-  state = decoder_lm_job.to_pure_jax(ours.session.initial_state())
+  state = to_pure_jax(ours.session.initial_state())
   batches = [
     {name: batch[name] for name in PURE_JAX_KEYS} for batch in ours.batches
   ]

@@ -10,7 +10,6 @@ import numpy as np
 
 from paxon.layers.decoding import generate, model_steps, samplers
 from paxon.tools.benchmarks import (
-  decoder_lm_job,
   decoder_lm_workload,
   pure_jax_decoder_lm,
   pure_jax_generation,
@@ -55,9 +54,9 @@ class Contenders:
 def compile_both(workload: decoder_lm_workload.Workload) -> Contenders:
   """Compiles both; they generate as many tokens as the longest prompt has."""
   c, num_new = workload.config, workload.length
-  model = decoder_lm_job.make_model(c)
+  model = decoder_lm_workload.make_model(c)
   theirs = pure_jax_decoder_lm.initial_state(c, jax.random.key(0))["params"]
-  ours = {"params": decoder_lm_job.from_pure_jax(theirs)}
+  ours = {"params": decoder_lm_workload.from_pure_jax(theirs)}
   rng = np.random.default_rng(0)
   shape = (workload.global_batch_size, workload.length)
   prompts = jnp.asarray(rng.integers(0, c.vocab_size, shape), jnp.int32)

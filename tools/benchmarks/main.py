@@ -18,7 +18,7 @@ import json
 import pathlib
 import sys
 
-from paxon.tools.benchmarks import cases, report, timing
+from paxon.tools.benchmarks import cases, input_speeds, report, timing
 
 _INPUTS = "inputs"
 _SIZES = (
@@ -83,12 +83,14 @@ def run(argv: Sequence[str]) -> int:
   sizes = {name: getattr(options, name) for name in (*_SIZES, "dtype")}
   facts = report.environment(datetime.datetime.now())
   results: list[timing.Comparison] = []
-  for name in options.case or cases.defaults():
+  for name in options.case or [
+    n for n, c in cases.CASES.items() if c.is_default
+  ]:
     case = cases.CASES[name]
     rounds = options.rounds or case.rounds
     print(f"{name}: {case.summary}, {rounds} rounds", file=sys.stderr)
     workload = cases.resized(case.workload, sizes)
-    results.append(case.run(workload, name, rounds))
+    results.append(case.run(workload, name=name, rounds=rounds))
   print(report.to_text(results))
   command = " ".join(["tools/bench", *argv])
   if options.json:
@@ -105,9 +107,6 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _measure_inputs(page: pathlib.Path | None, argv: Sequence[str]) -> int:
-  # It needs every package of the inputs.
-  from paxon.tools.benchmarks import input_speeds
-
   facts = report.environment(datetime.datetime.now())
   text = input_speeds.to_markdown(
     input_speeds.measure(),

@@ -12,7 +12,7 @@ def _asked(monkeypatch):
   """Replaces every case's measurement; returns what was asked of them."""
   asked = []
 
-  def run(workload, name, rounds):
+  def run(workload, *, name, rounds):
     asked.append((name, workload, rounds))
     return timing.Comparison(
       case=name,

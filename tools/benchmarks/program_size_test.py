@@ -12,7 +12,7 @@ from paxon.learners import gradients, loss_function
 from paxon.pipeline import spmd_pipeline
 from paxon.pipeline.schedules import scheduled_stack
 from paxon.sharding import variables
-from paxon.tools.benchmarks import cases, decoder_lm_job
+from paxon.tools.benchmarks import cases, decoder_lm_workload
 
 
 def _abstract_batch(batch_size: int, length: int) -> Any:
@@ -37,7 +37,7 @@ def test_depth_of_a_scanned_model():
   batch = _abstract_batch(8, 16)
 
   def measure(num_layers: int) -> int:
-    model = decoder_lm_job.make_model(
+    model = decoder_lm_workload.make_model(
       dataclasses.replace(config, num_layers=num_layers)
     )
 
@@ -66,7 +66,7 @@ def test_microbatches_of_a_pipeline(has_schedule):
   config = cases.resized(cases.QUICKSTART, sizes).config
 
   def measure(num_microbatches: int) -> int:
-    model: Any = decoder_lm_job.make_model(config)
+    model: Any = decoder_lm_workload.make_model(config)
     plain: stack_lib.Stack = model.stack
     kind: Any = (
       scheduled_stack.ScheduledStack

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
+from paxon.inputs import synthetic_lm_input
 from paxon.tools.benchmarks import (
-  decoder_lm_job,
   decoder_lm_workload,
   pure_jax_decoder_lm,
   pure_jax_generation,
@@ -36,14 +36,39 @@ def _workload(**config) -> decoder_lm_workload.Workload:
   )
 
 
+class _Packed(synthetic_lm_input.SyntheticLmInput):
+  """Several documents in a sequence, and some padding."""
+
+  def get_next(self):
+    batch = super().get_next()
+    random = np.random.default_rng(self._next)
+    shape = batch["inputs"].shape
+    begins = random.random(shape) < 4 / self.length
+    indices = np.broadcast_to(np.arange(self.length), shape)
+    starts = np.maximum.accumulate(indices * begins, axis=1)
+    padding = indices >= self.length - random.integers(0, 4, (shape[0], 1))
+    batch["segment_ids"] = (1 + np.cumsum(begins, axis=1)).astype(np.int32)
+    batch["positions"] = (indices - starts).astype(np.int32)
+    return {
+      k: np.where(padding, 0, x).astype(x.dtype) for k, x in batch.items()
+    }
+
+
 def _trained(workload: decoder_lm_workload.Workload):
   """Returns both states after some steps, each step's metrics, our first."""
-  job = workload.job()
+  job = workload.job(
+    train_input=_Packed(
+      global_batch_size=workload.global_batch_size,
+      length=workload.length,
+      vocab_size=workload.config.vocab_size,
+      random_seed=0,
+    )
+  )
   ours = decoder_lm_workload.compile_ours(job, devices=jax.devices()[:1])
   first = ours.start(count=1)
   second = decoder_lm_workload.pure_jax_steps(ours, workload, count=1)
   metrics = []
-  initial = jax.device_get(decoder_lm_job.to_pure_jax(first.state))
+  initial = jax.device_get(decoder_lm_workload.to_pure_jax(first.state))
   state, other = first.state, second.state
   for i in range(STEPS):
     batch = ours.batches[i % len(ours.batches)]
@@ -52,7 +77,7 @@ def _trained(workload: decoder_lm_workload.Workload):
     other, values = second.step(other, {k: batch[k] for k in keys})
     means = {name: pair[0] / pair[1] for name, pair in pairs.items()}
     metrics.append((jax.device_get(means), jax.device_get(values)))
-  return decoder_lm_job.to_pure_jax(state), other, metrics, initial
+  return decoder_lm_workload.to_pure_jax(state), other, metrics, initial
 
 
 def _distance(a, b) -> float:

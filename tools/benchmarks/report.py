@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from paxon.runner.checkpoints import text_table
 from paxon.tools.benchmarks import timing
 
 _COLUMNS = ("case", "compared", "median", "over", "ratio", "limit", "")
@@ -35,14 +36,7 @@ def rows(comparisons: Sequence[timing.Comparison]) -> list[list[str]]:
 
 def to_text(comparisons: Sequence[timing.Comparison]) -> str:
   """Returns a table for the terminal, followed by the facts."""
-  table = rows(comparisons)
-  widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-  lines = [
-    "  ".join(
-      cell.ljust(width) for cell, width in zip(row, widths, strict=True)
-    ).rstrip()
-    for row in table
-  ]
+  lines = text_table.format_lines(rows(comparisons))
   return "\n".join([*lines, *facts(comparisons)])
 
 
