@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from paxon.layers import precision
-from paxon.quantization import products
+from paxon.quantization import matmuls
 from paxon.sharding import axes, checks, logical
 
 # Standard deviation embed_dim ** -0.5: vectors have length one, and tied logits
@@ -94,8 +94,8 @@ class Embedding(nn.Module):
   lookup: Lookup = gather
 
   quantization_roles: ClassVar[tuple[str, ...]] = (
-    products.EMBEDDING,
-    products.HEAD,
+    matmuls.EMBEDDING,
+    matmuls.HEAD,
   )
 
   def __post_init__(self) -> None:
@@ -137,7 +137,7 @@ class Embedding(nn.Module):
     x, table = dtypes.promote_dtype(x, self.table, dtype=self.dtype)
     if self.attend_scale != 1:
       x *= self.attend_scale
-    logits = products.call(
+    logits = matmuls.call(
       self.einsum,
       "attend",
       "BTD,VD->BTV",

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from paxon.layers import remat
-from paxon.quantization import products
+from paxon.quantization import matmuls
 from paxon.sharding import axes, checks, logical
 
 _default_init = nn.initializers.variance_scaling(
@@ -32,7 +32,7 @@ _default_init = nn.initializers.variance_scaling(
 class _FeedForward(nn.Module):
   """Parameters and output of both layers, which have the same fields."""
 
-  quantization_roles: ClassVar[tuple[str, ...]] = (products.FEED_FORWARD,)
+  quantization_roles: ClassVar[tuple[str, ...]] = (matmuls.FEED_FORWARD,)
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -66,7 +66,7 @@ class _FeedForward(nn.Module):
     hidden = remat.tag(hidden, remat.FEED_FORWARD_HIDDEN)
     if layer.dropout is not None:
       hidden = layer.dropout(hidden, deterministic=deterministic)
-    output = products.call(layer.einsum, "down", "BTF,FD->BTD", hidden, down)
+    output = matmuls.call(layer.einsum, "down", "BTF,FD->BTD", hidden, down)
     return remat.tag(_add_bias(output, bias), remat.FEED_FORWARD_OUTPUT)
 
 
@@ -105,9 +105,9 @@ class GatedFeedForward(_FeedForward):
       x, gate, up, down, dtype=self.dtype
     )
     hidden = self.activation(
-      products.call(self.einsum, "gate", "BTD,DF->BTF", x, gate)
+      matmuls.call(self.einsum, "gate", "BTD,DF->BTF", x, gate)
     )
-    hidden *= products.call(self.einsum, "up", "BTD,DF->BTF", x, up)
+    hidden *= matmuls.call(self.einsum, "up", "BTD,DF->BTF", x, up)
     return self._project(hidden, down, None, deterministic)
 
 
@@ -154,7 +154,7 @@ class FeedForward(_FeedForward):
     x, up, down, up_bias, down_bias = dtypes.promote_dtype(
       x, up, down, up_bias, down_bias, dtype=self.dtype
     )
-    hidden = products.call(self.einsum, "up", "BTD,DF->BTF", x, up)
+    hidden = matmuls.call(self.einsum, "up", "BTD,DF->BTF", x, up)
     hidden = self.activation(_add_bias(hidden, up_bias))
     return self._project(hidden, down, down_bias, deterministic)
 

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from paxon.layers import initializers, remat
-from paxon.quantization import products
+from paxon.quantization import matmuls
 from paxon.sharding import axes, checks, logical
 
 _default_init = nn.initializers.variance_scaling(
@@ -58,7 +58,7 @@ class Linear(nn.Module):
   param_dtype: DTypeLike = jnp.float32
   einsum: Callable[..., jax.Array] = jnp.einsum
 
-  quantization_roles: ClassVar[tuple[str, ...]] = (products.LINEAR,)
+  quantization_roles: ClassVar[tuple[str, ...]] = (matmuls.LINEAR,)
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -80,7 +80,7 @@ class Linear(nn.Module):
       init = logical.partitioned(self.bias_init, self.kernel_axes[1:])
       bias = self.param("bias", init, (self.output_dim,), self.param_dtype)
     x, kernel, bias = dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
-    y = products.call(self.einsum, "kernel", "...D,DF->...F", x, kernel)
+    y = matmuls.call(self.einsum, "kernel", "...D,DF->...F", x, kernel)
     if bias is not None:
       y += bias.reshape((1,) * (y.ndim - 1) + (-1,))
     if self.activation is not None:
@@ -123,7 +123,7 @@ class Einsum(nn.Module):
   param_dtype: DTypeLike = jnp.float32
   einsum: Callable[..., jax.Array] = jnp.einsum
 
-  quantization_roles: ClassVar[tuple[str, ...]] = (products.LINEAR,)
+  quantization_roles: ClassVar[tuple[str, ...]] = (matmuls.LINEAR,)
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -173,7 +173,7 @@ class Einsum(nn.Module):
     if self.use_bias:
       bias = self._param("bias", self.bias_init, kept, sizes, axis_of)
     x, kernel, bias = dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
-    y = products.call(self.einsum, "kernel", self.equation, x, kernel)
+    y = matmuls.call(self.einsum, "kernel", self.equation, x, kernel)
     if bias is not None:
       y += bias.reshape([sizes[c] if c in kept else 1 for c in output])
     if self.output_axes is None:

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from paxon.layers import precision
-from paxon.quantization import products
+from paxon.quantization import matmuls
 from paxon.sharding import axes, checks, logical
 
 _default_init = nn.initializers.variance_scaling(
@@ -47,7 +47,7 @@ class Unembedding(nn.Module):
   bias_init: nn.initializers.Initializer = nn.initializers.zeros
   input_scale: float = 1.0
 
-  quantization_roles: ClassVar[tuple[str, ...]] = (products.HEAD,)
+  quantization_roles: ClassVar[tuple[str, ...]] = (matmuls.HEAD,)
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -71,7 +71,7 @@ class Unembedding(nn.Module):
     x, kernel = dtypes.promote_dtype(x, kernel, dtype=self.dtype)
     if self.input_scale != 1:
       x *= self.input_scale
-    logits = products.call(
+    logits = matmuls.call(
       self.einsum,
       "kernel",
       "BTD,DV->BTV",

@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from paxon.quantization import matmuls, quantized_einsum
 from paxon.quantization import monitor as monitor_lib
-from paxon.quantization import products, quantized_einsum
 from paxon.quantization import recipe as recipe_lib
 from paxon.sharding import variables
 
@@ -32,7 +32,7 @@ COLLECTION = "fp8"
 ROUNDING = "rounding"
 
 
-class QuantizedEinsum(products.Provider):
+class QuantizedEinsum(matmuls.Provider):
   """Computes the matmuls of a layer in low precision.
 
   Attributes:
@@ -50,12 +50,12 @@ class QuantizedEinsum(products.Provider):
     """The random streams that training requires."""
     return (ROUNDING,) if is_stochastic(self.recipe) else ()
 
-  def part(self, product: str) -> nn.Module:
+  def make_matmul(self, name: str) -> nn.Module:
     """Returns the matmul of this name."""
-    return _Product(self.recipe, self.monitor, name=product)
+    return _Matmul(self.recipe, self.monitor, name=name)
 
 
-class _Product(nn.Module):
+class _Matmul(nn.Module):
   """One matmul of a layer."""
 
   recipe: recipe_lib.Recipe
@@ -85,14 +85,14 @@ class _Product(nn.Module):
     if not self.monitor:
       return out
     common = {"recipe": self.recipe, "state": state}
-    monitor_lib.tell_operands(self, equation, lhs, rhs, **common)
+    monitor_lib.sow_operands(self, equation, lhs, rhs, **common)
     record = None
     if self.recipe.gradient is not None:
       record = self._made(monitor_lib.RECORD, monitor_lib.RECORD_SHAPE)
     if record is None:
       return out
     ranks = lhs.ndim, rhs.ndim
-    return monitor_lib.watched(
+    return monitor_lib.record_gradient(
       self, equation, out, record, ranks=ranks, **common
     )
 

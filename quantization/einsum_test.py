@@ -10,8 +10,8 @@ import pytest
 
 from paxon.quantization import (
   einsum,
+  matmuls,
   number_formats,
-  products,
   quantized_einsum,
   recipes,
 )
@@ -22,20 +22,20 @@ LAYERS, BATCH, WIDTH = 3, 4, 8
 
 
 class Layer(nn.Module):
-  """Two products of one contraction, and one of a part."""
+  """Two matmuls of one layer, and one of a submodule."""
 
-  einsum: products.Einsum
+  einsum: matmuls.Einsum
 
   @nn.compact
   def __call__(self, x, _=None):
     """Returns `x` and a branch."""
     init = nn.initializers.normal()
     kernels = self.param("kernels", init, (3, WIDTH, WIDTH), jnp.float32)
-    call = functools.partial(products.call, self.einsum)
+    call = functools.partial(matmuls.call, self.einsum)
     y = call("in", "BD,DF->BF", x, kernels[0])
     y = call("out", "BD,DF->BF", jnp.tanh(y), kernels[1])
-    part = products.named(self.einsum, "part")
-    y += products.call(part, "kernel", "BD,DF->BF", x, kernels[2])
+    part = matmuls.named(self.einsum, "part")
+    y += matmuls.call(part, "kernel", "BD,DF->BF", x, kernels[2])
     return x + y, None
 
 
@@ -75,8 +75,8 @@ def test_a_plain_function_is_called_without_names():
   x = np.asarray(_x(), np.float64)
   wanted = x + np.tanh(x @ k[0]) @ k[1] + x @ k[2]
   np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-6)
-  assert products.named(jnp.einsum, "part") is jnp.einsum
-  assert not products.is_provider(jnp.einsum)
+  assert matmuls.named(jnp.einsum, "part") is jnp.einsum
+  assert not matmuls.is_provider(jnp.einsum)
 
 
 def test_each_matmul_of_each_layer_has_state():
@@ -191,7 +191,7 @@ def test_matches_quantized_einsum():
     jax.device_put(np.asarray(kernel, jnp.bfloat16)),
   )
   actual = jax.jit(
-    lambda *args: provider.apply({}, equation, *args, product="kernel", **wide)
+    lambda *args: provider.apply({}, equation, *args, matmul="kernel", **wide)
   )(*args)
   wanted = jax.jit(
     lambda *args: quantized_einsum.quantized_einsum(

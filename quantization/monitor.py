@@ -30,7 +30,7 @@ RECORD_SHAPE: Final = (3,)
 _SUMMARIES = "summaries"
 
 
-def tell_operands(
+def sow_operands(
   module: nn.Module,
   equation: str,
   lhs: jax.Array,
@@ -49,12 +49,12 @@ def tell_operands(
     recipe: Recipe of the matmul.
     state: State of delayed scaling.
   """
-  found = of_operands(equation, lhs, rhs, recipe=recipe, state=state)
+  found = measure_operands(equation, lhs, rhs, recipe=recipe, state=state)
   for operand, share in found.items():
-    _tell(module, operand, share.clipped, share.flushed)
+    _sow(module, operand, share.clipped, share.flushed)
 
 
-def watched(
+def record_gradient(
   module: nn.Module,
   equation: str,
   out: jax.Array,
@@ -75,7 +75,7 @@ def watched(
     recipe: Recipe of the matmul, with a recipe for the gradient.
     state: State of delayed scaling.
   """
-  _tell(module, "gradient", record[1], record[2])
+  _sow(module, "gradient", record[1], record[2])
   assert recipe.gradient is not None
   to_lhs = equations.parse(equation, *ranks).backward_lhs
   nearest = dataclasses.replace(
@@ -120,7 +120,7 @@ def _backward(
     contracted=equation.contracted_axes(equation.lhs),
     history=history,
   )
-  share = of(gradient, quantized)
+  share = measure(gradient, quantized)
   seen = jnp.ones((), jnp.float32)
   record = jnp.stack([seen, share.clipped, share.flushed])
   # Zero if the loss does not depend on the matmul, which keeps the old record.
@@ -131,13 +131,13 @@ def _backward(
 _recorded.defvjp(_forward, _backward)
 
 
-def _tell(
+def _sow(
   module: nn.Module, operand: str, clipped: jax.Array, flushed: jax.Array
 ) -> None:
   if not module.is_initializing():
     for name, value in (("clipped", clipped), ("flushed", flushed)):
-      told = jax.lax.stop_gradient(value)
-      module.sow(_SUMMARIES, f"{operand}_{name}", told)
+      fixed = jax.lax.stop_gradient(value)
+      module.sow(_SUMMARIES, f"{operand}_{name}", fixed)
 
 
 # Larger than the rounding error of a scaled value.
@@ -160,7 +160,7 @@ class Shares:
   not_finite: jax.Array
 
 
-def of(x: jax.Array, quantized: quantized_array.QuantizedArray) -> Shares:
+def measure(x: jax.Array, quantized: quantized_array.QuantizedArray) -> Shares:
   """Returns the fractions of clipped, flushed and non-finite values.
 
   Args:
@@ -180,7 +180,7 @@ def of(x: jax.Array, quantized: quantized_array.QuantizedArray) -> Shares:
   )
 
 
-def of_operands(
+def measure_operands(
   equation: str,
   lhs: jax.Array,
   rhs: jax.Array,
@@ -208,5 +208,5 @@ def of_operands(
         contracted=parsed.contracted_axes(letters),
         history=(state or {}).get(quantized_einsum.history_name(name)),
       )
-      result[name] = of(x, quantized)
+      result[name] = measure(x, quantized)
   return result

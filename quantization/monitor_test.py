@@ -17,7 +17,7 @@ def test_shares_are_counted():
     np.float32([0.0, 1.0, 500.0, -449.0, 448.0, 2.0**-11, jnp.inf, jnp.nan])
   )
   got = jax.jit(
-    lambda x, history: monitor.of(
+    lambda x, history: monitor.measure(
       x, quantized_array.quantize(x, tensor, history=history)
     )
   )(x, jax.device_put(np.float32([448.0])))
@@ -33,7 +33,7 @@ def test_the_largest_value_is_not_clipped(number_format):
   )
   x = jax.device_put(np.float32(np.random.default_rng(0).normal(size=(64, 4))))
   got = jax.jit(
-    lambda x: monitor.of(
+    lambda x: monitor.measure(
       x, quantized_array.quantize(x, tensor, contracted=(1,))
     )
   )(x)
@@ -46,7 +46,7 @@ def test_tiles_use_their_own_scales():
   )
   x = jax.device_put(np.float32([[1.0, 0.01, 0.01, 0.01]]))
   got = jax.jit(
-    lambda x: monitor.of(
+    lambda x: monitor.measure(
       x, quantized_array.quantize(x, tensor, contracted=(1,))
     )
   )(x)
@@ -64,7 +64,7 @@ def test_operands_are_quantized_as_in_the_matmul():
   )
   kernel = jax.device_put(np.float32([[1.0, 1e-4], [1e-4, 1e-4]]))
   got = jax.jit(
-    lambda state: monitor.of_operands(
+    lambda state: monitor.measure_operands(
       "BD,DF->BF",
       jax.device_put(np.float32([[1.0, 3.0]])),
       kernel,
@@ -80,7 +80,7 @@ def test_operands_are_quantized_as_in_the_matmul():
 def test_operands_that_are_not_quantized_have_no_shares():
   int8 = recipe.TensorRecipe(number_formats.INT8)
   got = jax.jit(
-    lambda lhs, rhs: monitor.of_operands(
+    lambda lhs, rhs: monitor.measure_operands(
       "BD,DF->BF", lhs, rhs, recipe=recipe.Recipe(None, int8, None)
     )
   )(*np.ones((2, 2, 2), np.float32))

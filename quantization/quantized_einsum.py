@@ -52,9 +52,9 @@ from jax.typing import DTypeLike
 
 from paxon.quantization import (
   equations,
-  narrow_products,
-  products,
+  matmuls,
   quantized_array,
+  quantized_matmul,
   scaling,
 )
 from paxon.quantization import recipe as recipe_lib
@@ -124,7 +124,7 @@ def quantized_einsum(
       key.
   """
   _check_state(recipe, state)
-  product = _Product(
+  matmul = _Matmul(
     equation=equations.parse(equation, lhs.ndim, rhs.ndim),
     recipe=recipe,
     lhs_dtype=lhs.dtype,
@@ -132,12 +132,12 @@ def quantized_einsum(
     out_dtype=jnp.dtype(preferred_element_type or lhs.dtype),
   )
   return _quantized(
-    product, lhs, rhs, None if state is None else dict(state), key
+    matmul, lhs, rhs, None if state is None else dict(state), key
   )
 
 
 @dataclasses.dataclass(frozen=True)
-class _Product:
+class _Matmul:
   """The static properties of a matmul."""
 
   equation: equations.Equation
@@ -149,18 +149,18 @@ class _Product:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _quantized(
-  product: _Product,
+  matmul: _Matmul,
   lhs: jax.Array,
   rhs: jax.Array,
   state: State | None,
   key: jax.Array | None,
 ) -> jax.Array:
-  return _forward(product, lhs, rhs, state, key)[0]
+  return _forward(matmul, lhs, rhs, state, key)[0]
 
 
-def _forward(product, lhs, rhs, state, key):
+def _forward(matmul, lhs, rhs, state, key):
   """Returns the output and the residuals of the backward pass."""
-  equation, recipe = product.equation, product.recipe
+  equation, recipe = matmul.equation, matmul.recipe
   histories = state or {}
   amax = {
     name: scaling.amax_of(x)
@@ -172,13 +172,13 @@ def _forward(product, lhs, rhs, state, key):
   )
   left = narrow(_LHS, lhs, _rounded(recipe.lhs, key), amax=amax.get(_LHS))
   right = narrow(_RHS, rhs, _rounded(recipe.rhs, key), amax=amax.get(_RHS))
-  with jax.named_scope(products.FORWARD):
-    out = narrow_products.multiply(
+  with jax.named_scope(matmuls.FORWARD):
+    out = quantized_matmul.multiply(
       equation,
       left,
       right,
-      layer_dtype=product.lhs_dtype,
-      out_dtype=product.out_dtype,
+      layer_dtype=matmul.lhs_dtype,
+      out_dtype=matmul.out_dtype,
     )
   kept = (
     left if _is_reused(recipe, recipe.lhs, recipe.backward_lhs) else lhs,
@@ -187,18 +187,18 @@ def _forward(product, lhs, rhs, state, key):
   return out, (*kept, amax, state, key)
 
 
-def _backward(product, residuals, gradient):
+def _backward(matmul, residuals, gradient):
   """Returns the gradients of lhs, rhs and state; the key has none."""
-  recipe = product.recipe
+  recipe = matmul.recipe
   lhs, rhs, amax, state, key = residuals
   if state is not None:
     amax = {**amax, _GRADIENT: scaling.amax_of(gradient)}
   if recipe.gradient is None:
     # The matmul runs in the dtype of the layer.
-    gradient = gradient.astype(product.lhs_dtype)
+    gradient = gradient.astype(matmul.lhs_dtype)
   narrow = functools.partial(_quantize, histories=state or {}, key=key)
-  to_lhs = functools.partial(narrow, equation=product.equation.backward_lhs)
-  to_rhs = functools.partial(narrow, equation=product.equation.backward_rhs)
+  to_lhs = functools.partial(narrow, equation=matmul.equation.backward_lhs)
+  to_rhs = functools.partial(narrow, equation=matmul.equation.backward_rhs)
   of_gradient = amax.get(_GRADIENT)
   left = to_lhs(_GRADIENT, gradient, recipe.gradient, amax=of_gradient)
   right = left
@@ -209,14 +209,14 @@ def _backward(product, residuals, gradient):
   if not _is_reused(recipe, recipe.rhs, recipe.backward_rhs):
     rhs = to_lhs(_RHS_AGAIN, rhs, recipe.backward_rhs or recipe.rhs)
   multiply = functools.partial(
-    narrow_products.multiply, layer_dtype=product.lhs_dtype
+    quantized_matmul.multiply, layer_dtype=matmul.lhs_dtype
   )
-  with jax.named_scope(products.INPUT_GRADIENT):
-    equation = product.equation.backward_lhs
-    lhs_gradient = multiply(equation, left, rhs, out_dtype=product.lhs_dtype)
-  with jax.named_scope(products.WEIGHT_GRADIENT):
-    equation = product.equation.backward_rhs
-    rhs_gradient = multiply(equation, lhs, right, out_dtype=product.rhs_dtype)
+  with jax.named_scope(matmuls.INPUT_GRADIENT):
+    equation = matmul.equation.backward_lhs
+    lhs_gradient = multiply(equation, left, rhs, out_dtype=matmul.lhs_dtype)
+  with jax.named_scope(matmuls.WEIGHT_GRADIENT):
+    equation = matmul.equation.backward_rhs
+    rhs_gradient = multiply(equation, lhs, right, out_dtype=matmul.rhs_dtype)
   return lhs_gradient, rhs_gradient, _next_state(state, amax), None
 
 
@@ -232,7 +232,7 @@ def _quantize(
   histories: State,
   key: jax.Array | None,
   amax: jax.Array | None = None,
-) -> narrow_products.Operand:
+) -> quantized_matmul.Operand:
   """Quantizes an operand of a matmul.
 
   Args:

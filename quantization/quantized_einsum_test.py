@@ -55,7 +55,7 @@ RECIPES |= {
 
 
 @functools.partial(jax.jit, static_argnames=("equation", "tensors", "wide"))
-def _products(equation, lhs, rhs, gradient, state, *, tensors, wide=None):
+def _matmuls(equation, lhs, rhs, gradient, state, *, tensors, wide=None):
   """Returns the output, and the gradients of lhs, rhs and state."""
 
   def product(lhs, rhs, state):
@@ -133,7 +133,7 @@ def _assert_close(got, expected, relative=2e-6):
 def test_matmuls_match_numpy_on_quantized_operands(name):
   equation = "BTD,DF->BTF"
   operands = _operands(equation)
-  got = _products(equation, *operands, None, tensors=RECIPES[name])
+  got = _matmuls(equation, *operands, None, tensors=RECIPES[name])
   _assert_close(got[:3], _oracle(equation, operands, RECIPES[name]))
 
 
@@ -152,7 +152,7 @@ def test_matmuls_match_numpy_on_quantized_operands(name):
 )
 def test_matmuls_of_other_layers_match_numpy(equation, name):
   operands = _operands(equation)
-  got = _products(equation, *operands, None, tensors=RECIPES[name])
+  got = _matmuls(equation, *operands, None, tensors=RECIPES[name])
   _assert_close(got[:3], _oracle(equation, operands, RECIPES[name]))
 
 
@@ -165,7 +165,7 @@ def test_a_bfloat16_layer_gets_bfloat16_gradients(name, wide):
   ]
   operands = [np.asarray(x, np.float32) for x in narrow]
   gradient = narrow[2].astype(wide or jnp.bfloat16)
-  got = _products(
+  got = _matmuls(
     equation, *narrow[:2], gradient, None, tensors=RECIPES[name], wide=wide
   )
   assert [x.dtype for x in got[:3]] == [wide or "bfloat16", *["bfloat16"] * 2]
@@ -197,7 +197,7 @@ def test_delayed_scaling_matches_a_simulation_over_50_steps(scaling, formats):
       x * s for x, s in zip(_operands(equation, step), drift, strict=True)
     ]
     scales = {name: simulated[name].scale for name in names}
-    *got, state = _products(equation, *operands, state, tensors=tensors)
+    *got, state = _matmuls(equation, *operands, state, tensors=tensors)
     _assert_close(got, _oracle(equation, operands, tensors, scales))
     for name, x in zip(names, operands, strict=True):
       simulated[name].end_step(x)
@@ -214,7 +214,7 @@ def test_microbatches_are_combined_by_the_elementwise_maximum():
     name: jax.device_put(np.float32([2.0, 5.0, 1.0]))
     for name in quantized_einsum.initial_state(tensors)
   }
-  run = functools.partial(_products, equation, tensors=tensors)
+  run = functools.partial(_matmuls, equation, tensors=tensors)
   whole = run(lhs, rhs, gradient, state)
   parts = [run(lhs[i : i + 1], rhs, gradient[i : i + 1], state) for i in (0, 1)]
   combined = jax.tree.map(jnp.maximum, parts[0][3], parts[1][3])
@@ -233,9 +233,9 @@ def test_an_unused_state_has_a_zero_gradient():
     name: jax.device_put(np.float32([2.0, 5.0, 1.0]))
     for name in quantized_einsum.initial_state(tensors)
   }
-  zeros = _products(equation, lhs, rhs, 0 * gradient, state, tensors=tensors)[3]
+  zeros = _matmuls(equation, lhs, rhs, 0 * gradient, state, tensors=tensors)[3]
   assert all((np.asarray(x) == 0).all() for x in zeros.values())
-  reached = _products(equation, lhs, rhs, gradient, state, tensors=tensors)[3]
+  reached = _matmuls(equation, lhs, rhs, gradient, state, tensors=tensors)[3]
   assert all((np.asarray(x) != 0).all() for x in reached.values())
 
 
@@ -255,8 +255,8 @@ def test_without_a_state_delayed_scales_are_current_ones():
   equation = "BTD,DF->BTF"
   operands = _operands(equation)
   tensors = _recipe("fp8", scaling=recipe.Delayed())
-  got = _products(equation, *operands, None, tensors=tensors)
-  expected = _products(equation, *operands, None, tensors=FP8)
+  got = _matmuls(equation, *operands, None, tensors=tensors)
+  expected = _matmuls(equation, *operands, None, tensors=FP8)
   for x, y in zip(got[:3], expected[:3], strict=True):
     np.testing.assert_array_equal(x, y)
 
@@ -285,7 +285,7 @@ def test_non_finite_values_stay_visible(name, bad):
   for operand in range(3):
     operands = _operands(equation)
     operands[operand].ravel()[0] = bad
-    got = _products(equation, *operands, state, tensors=tensors)
+    got = _matmuls(equation, *operands, state, tensors=tensors)
     with np.errstate(invalid="ignore"):
       left, right, out = re.findall(r"\w+", equation)
       plain = (
@@ -303,7 +303,7 @@ def test_zeros_give_zeros():
   equation = "BTD,DF->BTF"
   lhs, rhs, gradient = _operands(equation)
   for name in ("fp8-tensor", "int8-channel", "fp8-squares"):
-    out, to_lhs, to_rhs, _ = _products(
+    out, to_lhs, to_rhs, _ = _matmuls(
       equation, 0 * lhs, rhs, gradient, None, tensors=RECIPES[name]
     )
     assert not np.asarray(out).any()
@@ -381,7 +381,7 @@ def _program(tensors: recipe.Recipe, dtype=jnp.bfloat16) -> str:
     jax.device_put(np.asarray(x, dtype)) for x in _operands(equation)
   )
   state = quantized_einsum.initial_state(tensors)
-  return _products.lower(
+  return _matmuls.lower(
     equation, lhs, rhs, gradient, state, tensors=tensors
   ).as_text()
 

@@ -146,7 +146,7 @@ class Recipe:
     backward_rhs: Recipe of the right operand in the backward matmul; `None`
       uses `rhs`.
     search_range: Whether to search the range of stored weights with the
-      smallest error (`served_einsum.best`) instead of using the largest
+      smallest error (`served_einsum.search_scale`) instead of using the largest
       magnitude. Not used in training.
   """
 

@@ -4,7 +4,7 @@
 (
   rules.ExemptLayers(first=1, last=1),
   rules.Rule("*.blocks[0].attention", None),
-  rules.Rule(roles.FEED_FORWARD, recipes.named("fp8_current")),
+  rules.Rule(matmuls.FEED_FORWARD, recipes.named("fp8_current")),
   rules.Rule(("attention_projections", "head"), recipes.named("int8")),
 )
 ```
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import dataclasses
 import re
 
-from paxon.quantization import products
+from paxon.quantization import matmuls
 from paxon.quantization import recipe as recipe_lib
 from paxon.sharding import suggestions
 
@@ -27,7 +27,7 @@ class Rule:
   """The recipe of the matmuls of some layers.
 
   Attributes:
-    target: A role (`products.ROLES`), or a path in the configuration with `*`
+    target: A role (`matmuls.ROLES`), or a path in the configuration with `*`
       as a wildcard, such as `task.model.stack.blocks[0].*`; or a tuple of
       them, of which any may match.
     recipe: Recipe of the layers; `None` exempts them from later rules.
@@ -40,12 +40,12 @@ class Rule:
     if not self.targets:
       raise ValueError("Rule.target must name a role or a path, got none.")
     for target in self.targets:
-      if target in products.ROLES or not target.isidentifier():
+      if target in matmuls.ROLES or not target.isidentifier():
         continue
-      close = suggestions.find_closest(target, products.ROLES)
+      close = suggestions.find_closest(target, matmuls.ROLES)
       hint = f"; did you mean {close[0]!r}?" if close else "."
       raise ValueError(
-        f"Rule.target {target!r} is no role ({', '.join(products.ROLES)}) and, "
+        f"Rule.target {target!r} is no role ({', '.join(matmuls.ROLES)}) and, "
         f"without a dot or '*', no path{hint}"
       )
     # Reject a name of a recipe here, not where the recipe is used.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paxon.quantization import number_formats, products, recipes, rules
+from paxon.quantization import matmuls, number_formats, recipes, rules
 
 FP8 = recipes.named("fp8")
 
@@ -10,8 +10,8 @@ FP8 = recipes.named("fp8")
 @pytest.mark.parametrize(
   ("target", "path", "its_roles", "wanted"),
   [
-    ("feed_forward", "task.model.f", (products.FEED_FORWARD,), True),
-    ("feed_forward", "task.model.f", (products.HEAD,), False),
+    ("feed_forward", "task.model.f", (matmuls.FEED_FORWARD,), True),
+    ("feed_forward", "task.model.f", (matmuls.HEAD,), False),
     ("*.blocks[0].*", "task.stack.blocks[0].attention", (), True),
     ("*.blocks[0].*", "task.stack.blocks[1].attention", (), False),
     ("task.head", "task.head", (), True),

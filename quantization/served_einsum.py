@@ -4,8 +4,8 @@
 If the right operand of a matmul is the layer's parameter of the same name, it
 is stored quantized, with a scale per output:
 
-  served/<path of the layer>/einsum/<product>/values    int8, fp8; int4 packed
-  served/<path of the layer>/einsum/<product>/scale     float32
+  served/<path of the layer>/einsum/<matmul>/values    int8, fp8; int4 packed
+  served/<path of the layer>/einsum/<matmul>/scale     float32
 
 The right operand is then not read: the server removes the parameter
 (`stored_parameter`) and passes any array of its shape. Activations are
@@ -28,10 +28,10 @@ from jax.typing import DTypeLike
 
 from paxon.quantization import (
   equations,
-  narrow_products,
+  matmuls,
   number_formats,
-  products,
   quantized_array,
+  quantized_matmul,
   scaling,
 )
 from paxon.quantization import recipe as recipe_lib
@@ -77,7 +77,7 @@ def stored_parameter(name: str) -> str | None:
   return "/".join((_PARAMS, *layer, product))
 
 
-class ServedEinsum(products.Provider):
+class ServedEinsum(matmuls.Provider):
   """Computes the matmuls of a layer from quantized stored weights.
 
   Attributes:
@@ -86,12 +86,12 @@ class ServedEinsum(products.Provider):
 
   recipe: recipe_lib.Recipe
 
-  def part(self, product: str) -> nn.Module:
+  def make_matmul(self, name: str) -> nn.Module:
     """Returns the matmul of this name."""
-    return _Product(self.recipe, name=product)
+    return _Matmul(self.recipe, name=name)
 
 
-class _Product(nn.Module):
+class _Matmul(nn.Module):
   """One matmul of a layer."""
 
   recipe: recipe_lib.Recipe
@@ -117,7 +117,7 @@ class _Product(nn.Module):
         self.recipe.lhs,
         contracted=parsed.contracted_axes(parsed.lhs),
       )
-    return narrow_products.multiply(
+    return quantized_matmul.multiply(
       parsed,
       left,
       weights,
@@ -140,7 +140,7 @@ class _Product(nn.Module):
       if names is None or not self.is_mutable_collection(COLLECTION):
         return None
       is_searched = self.recipe.search_range
-      quantize = best if is_searched else quantized_array.quantize
+      quantize = search_scale if is_searched else quantized_array.quantize
       contracted = equation.contracted_axes(equation.rhs)
       made = quantize(rhs, recipe, contracted=contracted)
       axis = packed_axis(recipe.format, rhs.shape)
@@ -211,7 +211,7 @@ def packed_axis(
   return even[-1] - len(shape) if even else None
 
 
-def restored(
+def dequantize(
   values: jax.Array,
   scale: jax.Array,
   *,
@@ -247,7 +247,7 @@ def _per_channel(
 FACTORS = tuple(1 - i / 20 for i in range(11))
 
 
-def best(
+def search_scale(
   x: jax.Array,
   tensor_recipe: recipe_lib.TensorRecipe,
   *,
@@ -270,11 +270,11 @@ def best(
   """
   if not factors or min(factors) <= 0:
     raise ValueError(
-      f"best needs positive factors, and at least one, got {tuple(factors)}."
+      f"search_scale needs positive factors, and at least one, got {tuple(factors)}."
     )
   if tensor_recipe.is_delayed:
     raise ValueError(
-      "best needs TensorRecipe.scaling to be Current(): weights that are "
+      "search_scale needs TensorRecipe.scaling to be Current(): weights that are "
       "quantized once have no history."
     )
   wide = x.astype(jnp.float32)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from paxon.quantization import (
+  matmuls,
   number_formats,
-  products,
   recipe,
   recipes,
   served_einsum,
@@ -33,8 +33,8 @@ class _Layer(nn.Module):
   def __call__(self, x):
     init = logical.partitioned(nn.initializers.normal(), ("embed", "mlp"))
     kernel = self.param("kernel", init, (IN, OUT), jnp.float32)
-    y = products.call(self.einsum, "kernel", "BTD,DF->BTF", x, kernel)
-    return y, products.call(self.einsum, "scores", "BTF,BSF->BTS", y, y)
+    y = matmuls.call(self.einsum, "kernel", "BTD,DF->BTF", x, kernel)
+    return y, matmuls.call(self.einsum, "scores", "BTF,BSF->BTS", y, y)
 
 
 def _layer(name):
@@ -179,7 +179,8 @@ GRANULARITIES = {
   "rows": {"granularity": recipe.Granularity.BLOCK, "block": (16, 1)},
 }
 _best = jax.jit(
-  served_einsum.best, static_argnames=("tensor_recipe", "contracted", "power")
+  served_einsum.search_scale,
+  static_argnames=("tensor_recipe", "contracted", "power"),
 )
 
 
@@ -214,10 +215,14 @@ def test_without_outliers_nothing_is_clipped():
 @pytest.mark.parametrize("factors", [(), (1.0, 0.0)])
 def test_ranges_are_positive(factors):
   with pytest.raises(ValueError, match=r"positive factors, and at least one"):
-    served_einsum.best(jnp.ones(2), recipe.TensorRecipe(INT4), factors=factors)
+    served_einsum.search_scale(
+      jnp.ones(2), recipe.TensorRecipe(INT4), factors=factors
+    )
 
 
 def test_weights_have_no_history():
   delayed = recipe.TensorRecipe(INT4, scaling=recipe.Delayed())
-  with pytest.raises(ValueError, match=r"best needs TensorRecipe.scaling"):
-    served_einsum.best(jnp.ones(2), delayed)
+  with pytest.raises(
+    ValueError, match=r"search_scale needs TensorRecipe.scaling"
+  ):
+    served_einsum.search_scale(jnp.ones(2), delayed)

@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import fiddle as fdl
 
 from paxon.inputs import base_input
-from paxon.quantization import products, recipes
+from paxon.quantization import matmuls, recipes
 from paxon.quantization import rules as rules_of_quantization
 from paxon.runner import job as job_lib
 from paxon.runner import knobs as knobs_lib
@@ -272,9 +272,9 @@ class Experiment(abc.ABC):
     if choice is None:
       return ()
     covered = (
-      products.ATTENTION_PROJECTIONS,
-      products.FEED_FORWARD,
-      products.EXPERTS,
+      matmuls.ATTENTION_PROJECTIONS,
+      matmuls.FEED_FORWARD,
+      matmuls.EXPERTS,
     )
     return (rules_of_quantization.Rule(covered, choice.recipe),)
 

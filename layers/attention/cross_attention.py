@@ -36,7 +36,7 @@ from paxon.layers.attention import (
 )
 from paxon.layers.attention import mask as attention_mask
 from paxon.layers.attention import projections as attention_projections
-from paxon.quantization import products
+from paxon.quantization import matmuls
 from paxon.sharding import axes, checks
 
 
@@ -126,7 +126,7 @@ class CrossAttention(nn.Module):
   einsum: Callable[..., jax.Array] = jnp.einsum
 
   quantization_roles: ClassVar[tuple[str, ...]] = (
-    products.ATTENTION_PROJECTIONS,
+    matmuls.ATTENTION_PROJECTIONS,
   )
 
   def __post_init__(self) -> None:

@@ -25,7 +25,7 @@ from paxon.layers import remat
 from paxon.layers.attention import kernels, kv_cache
 from paxon.layers.attention import mask as attention_mask
 from paxon.layers.attention import projections as attention_projections
-from paxon.quantization import products
+from paxon.quantization import matmuls
 from paxon.sharding import checks
 
 
@@ -73,7 +73,7 @@ class GroupedQueryAttention(nn.Module):
   einsum: Callable[..., jax.Array] = jnp.einsum
 
   quantization_roles: ClassVar[tuple[str, ...]] = (
-    products.ATTENTION_PROJECTIONS,
+    matmuls.ATTENTION_PROJECTIONS,
   )
 
   def __post_init__(self) -> None:

@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float
 from paxon.layers import precision
 from paxon.layers.attention import kernel_support
 from paxon.layers.attention import mask as attention_mask
-from paxon.quantization import products
+from paxon.quantization import matmuls
 from paxon.sharding import checks
 
 # `(query, key, value, mask, *, logit_cap=None, bias=None, scale=None,
@@ -46,7 +46,7 @@ def plain(
   bias: Float[Array, "batch heads length kv_length"] | None = None,
   scale: float | None = None,
   sinks: Float[Array, " heads"] | None = None,
-  einsum: products.Einsum | None = None,
+  einsum: matmuls.Einsum | None = None,
 ) -> Float[Array, "batch length heads value_dim"]:
   """Attention by two contractions; logits and softmax in float32.
 
@@ -79,7 +79,7 @@ def plain(
   grouped = groups > 1
   if grouped:
     query = query.reshape(B, T, N // groups, groups, H)
-  logits = products.call(
+  logits = matmuls.call(
     einsum or precision.wide_einsum,
     "logits",
     "BTKGH,BSKH->BKGTS" if grouped else "BTKH,BSKH->BKTS",
@@ -103,7 +103,7 @@ def plain(
   weights = weights.astype(value.dtype)
   combine = "BKGTS,BSKH->BTKGH" if grouped else "BKTS,BSKH->BTKH"
   context = einsum or (_context_of_one if T == 1 else jnp.einsum)
-  out = products.call(context, "context", combine, weights, value)
+  out = matmuls.call(context, "context", combine, weights, value)
   out = out.reshape(B, T, N, value.shape[-1])
   return _zero_unless(mask.sees_any(visible), out)
 
@@ -243,7 +243,7 @@ class PlainKernel(nn.Module):
       of weights and values; replaced by quantization.
   """
 
-  einsum: products.Einsum
+  einsum: matmuls.Einsum
 
   support: ClassVar[kernel_support.Support] = kernel_support.PLAIN
 

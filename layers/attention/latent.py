@@ -41,7 +41,7 @@ from paxon.layers.attention import (
 )
 from paxon.layers.attention import mask as attention_mask
 from paxon.layers.attention import projections as attention_projections
-from paxon.quantization import products
+from paxon.quantization import matmuls
 from paxon.sharding import axes, checks, logical
 
 _latent_init = nn.initializers.variance_scaling(
@@ -104,7 +104,7 @@ class LatentAttention(nn.Module):
   einsum: Callable[..., jax.Array] = jnp.einsum
 
   quantization_roles: ClassVar[tuple[str, ...]] = (
-    products.ATTENTION_PROJECTIONS,
+    matmuls.ATTENTION_PROJECTIONS,
   )
 
   def __post_init__(self) -> None:
@@ -196,7 +196,7 @@ class LatentAttention(nn.Module):
       kernel_init=self.latent_init,
       dtype=self.dtype,
       param_dtype=self.param_dtype,
-      einsum=products.named(self.einsum, name),
+      einsum=matmuls.named(self.einsum, name),
       name=name,
     )
 
@@ -225,7 +225,7 @@ class LatentAttention(nn.Module):
     names = (axes.BATCH, axes.LENGTH, axes.ACTIVATION_HEADS)
     key, value = (
       logical.constrain(
-        products.call(self.einsum, name, "BSR,RNH->BSNH", latent, kernel),
+        matmuls.call(self.einsum, name, "BSR,RNH->BSNH", latent, kernel),
         (*names, axes.ACTIVATION_HEAD_DIM),
       )
       for name, kernel in (("key", key_kernel), ("value", value_kernel))
@@ -255,7 +255,7 @@ class LatentAttention(nn.Module):
   ) -> jax.Array:
     """Returns the same context by latents alone."""
     plain, rotated = jnp.split(query, [self.head_dim], axis=-1)
-    plain = products.call(
+    plain = matmuls.call(
       self.einsum, "key_absorbed", "BTNH,RNH->BTNR", plain, key_kernel
     )
     query = jnp.concatenate([plain, rotated], axis=-1)
@@ -263,7 +263,7 @@ class LatentAttention(nn.Module):
     # them would be a copy of the cache.
     context = self.latent_kernel(query, seen, seen, mask, scale=self._scale())
     context = context[..., : self.latent_dim]
-    return products.call(
+    return matmuls.call(
       self.einsum, "value_absorbed", "BTNR,RNH->BTNH", context, value_kernel
     )
 

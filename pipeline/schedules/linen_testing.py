@@ -15,7 +15,7 @@ from paxon.learners import gradients, loss_function, variable_groups
 from paxon.pipeline import stage_sharding
 from paxon.pipeline import testing as pipeline_testing
 from paxon.pipeline.schedules import scheduled_stack
-from paxon.quantization import einsum, products
+from paxon.quantization import einsum, matmuls
 from paxon.quantization import recipe as recipe_lib
 from paxon.sharding import axes, layout, logical, mesh, variables
 from paxon.sharding import rules as rules_lib
@@ -35,7 +35,7 @@ class Kernel(nn.Module):
     """Returns the matmul."""
     init = logical.partitioned(nn.initializers.lecun_normal(), self.names)
     kernel = self.param("kernel", init, (EMBED, EMBED))
-    y = products.call(self.product, "kernel", "BTD,DE->BTE", x, kernel)
+    y = matmuls.call(self.product, "kernel", "BTD,DE->BTE", x, kernel)
     return logical.constrain(y, (axes.BATCH, axes.LENGTH, self.result))
 
 
@@ -100,7 +100,7 @@ class Model(nn.Module):
     x = jnp.take(whole, batch["ids"], axis=0, mode="fill")
     x = logical.constrain(x, (axes.BATCH, axes.LENGTH, axes.ACTIVATION_EMBED))
     x = self.stack(x, batch["positions"], deterministic=deterministic)
-    logits = products.call(self.product, "head", "BTD,VD->BTV", x, table)
+    logits = matmuls.call(self.product, "head", "BTD,VD->BTV", x, table)
     picked = jax.nn.one_hot(batch["targets"], VOCAB)
     nll = -jnp.sum(picked * jax.nn.log_softmax(logits), axis=-1)
     weights = batch["factor"] * batch["weights"]

@@ -16,7 +16,7 @@ from jax import numpy as jnp
 from paxon.layers import edged_stack, precision, stack
 from paxon.layers.attention import kernels, quantized_rows
 from paxon.quantization import einsum as quantized
-from paxon.quantization import products, served_einsum
+from paxon.quantization import matmuls, served_einsum
 from paxon.quantization import recipe as recipe_lib
 from paxon.quantization import rules as rules_lib
 from paxon.runner import user_error
@@ -175,11 +175,11 @@ def _find_sites(config: fdl.Buildable) -> Iterator[_Site]:
     target, names = fdl.get_callable(node), tree.field_names(node)
     if not tree.is_linen(target):
       continue
-    layer_roles = products.roles_of(target)
+    layer_roles = matmuls.roles_of(target)
     if _EINSUM in names and tree.value_of(node, _EINSUM) in _PLAIN:
       yield _Site(path, node, _EINSUM, layer_roles)
-    if _KERNEL in names and products.ATTENTION_PROJECTIONS in layer_roles:
-      kernel_roles = (products.ATTENTION_PRODUCTS,)
+    if _KERNEL in names and matmuls.ATTENTION_PROJECTIONS in layer_roles:
+      kernel_roles = (matmuls.ATTENTION_MATMULS,)
       yield _Site(tree.join(path, _KERNEL), node, _KERNEL, kernel_roles)
 
 
@@ -187,12 +187,12 @@ def _quantize_site(
   site: _Site, recipe: recipe_lib.Recipe, monitor: bool
 ) -> None:
   # The loss calls the head in a context that cannot record summaries.
-  is_monitored = monitor and products.HEAD not in site.roles
+  is_monitored = monitor and matmuls.HEAD not in site.roles
   provider = fdl.Config(
     quantized.QuantizedEinsum, recipe=recipe, monitor=is_monitored
   )
   if site.field == _EINSUM:
-    if products.HEAD in site.roles:
+    if matmuls.HEAD in site.roles:
       _check_head(site, recipe)
     site.node.einsum = provider
     return
@@ -293,7 +293,7 @@ def serve_quantized_weights(config: fdl.Buildable) -> list[str]:
       if target is kernels.PlainKernel:
         node.kernel = kernels.plain
       elif target is quantized.QuantizedEinsum:
-        if products.HEAD in products.roles_of(fdl.get_callable(node)):
+        if matmuls.HEAD in matmuls.roles_of(fdl.get_callable(node)):
           node.einsum = precision.wide_einsum
           continue
         recipe = served_einsum.serving_recipe(value.recipe)

@@ -170,7 +170,7 @@ def test_a_head_is_its_own_kernel_or_a_table():
 
 def test_products_of_attention():
   config = _config()
-  rewrites.quantize(config, (rules.Rule("attention_products", FP8),))
+  rewrites.quantize(config, (rules.Rule("attention_matmuls", FP8),))
   attention = config.layers[1].blocks[1].attention
   assert fdl.get_callable(attention.kernel) is kernels.PlainKernel
   assert attention.kernel.einsum.recipe == FP8
@@ -237,7 +237,7 @@ def _without_stack(config):
     pytest.param(
       (rules.Rule("experts", FP8),),
       None,
-      "rule for 'experts' matches nothing; the roles are attention_products",
+      "rule for 'experts' matches nothing; the roles are attention_matmuls",
       id="no_role",
     ),
     pytest.param(
@@ -259,7 +259,7 @@ def _without_stack(config):
       id="random_head",
     ),
     pytest.param(
-      (rules.Rule("attention_products", FP8),),
+      (rules.Rule("attention_matmuls", FP8),),
       _with_other_kernel,
       r"blocks\[1\].attention.kernel is fused, whose matmuls cannot be",
       id="kernel",
@@ -307,7 +307,7 @@ def _served_config(*targets):
 
 
 def test_weights_of_quantized_matmuls_are_stored():
-  targets = ("attention_projections", "attention_products", "head")
+  targets = ("attention_projections", "attention_matmuls", "head")
   config = _served_config(*targets)
   assert rewrites.serve_quantized_weights(config) == ["attention"]
   built = fdl.build(config)
@@ -323,7 +323,7 @@ def test_weights_of_quantized_matmuls_are_stored():
 
 
 def test_rules_without_weights_are_rejected():
-  config = _served_config("attention_products")
+  config = _served_config("attention_matmuls")
   with pytest.raises(user_error.UserError, match=r"no layer has weights that"):
     rewrites.serve_quantized_weights(config)
 

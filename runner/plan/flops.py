@@ -29,7 +29,7 @@ import jax
 from jax.extend import core
 import numpy as np
 
-from paxon.quantization import products
+from paxon.quantization import matmuls
 from paxon.runner.plan.program_text import name_stack
 
 
@@ -283,7 +283,7 @@ def _phase(stack: str) -> Phase:
 
 # What JAX and quantized matmuls add for themselves.
 _NO_PARTS = frozenset(
-  ("", "rematted_computation", "checkpoint", *products.SCOPES)
+  ("", "rematted_computation", "checkpoint", *matmuls.SCOPES)
 )
 
 

@@ -5,7 +5,7 @@ from jax import lax
 import jax.numpy as jnp
 import pytest
 
-from paxon.quantization import products as products_lib
+from paxon.quantization import matmuls
 from paxon.runner.plan import flops, hardware, quantized_products, result
 from paxon.runner.plan.program_text import hlo
 
@@ -53,7 +53,7 @@ def _of(traced, program=None, kind="h200"):
   )
 
 
-_UP = ("up", products_lib.FORWARD, _E4M3)
+_UP = ("up", matmuls.FORWARD, _E4M3)
 _FP8, _BF16 = "__cublas$lt$matmul$f8", "__cublas$lt$matmul"
 
 
@@ -62,7 +62,7 @@ def test_what_no_recipe_covers_is_not_listed():
 
 
 def test_a_product_is_found_in_both_programs():
-  traced = _traced(_UP, ("up", products_lib.WEIGHT_GRADIENT, _E4M3))
+  traced = _traced(_UP, ("up", matmuls.WEIGHT_GRADIENT, _E4M3))
   program = _program(
     ("jit(f)/up/quantized_forward", _FP8, "f"),
     ("jit(f)/up/quantized_weight_gradient", _BF16, "h"),
@@ -99,7 +99,7 @@ def test_what_is_recomputed_is_apart():
 
 
 def test_products_that_the_compiler_joined_run_as_one():
-  scope = products_lib.FORWARD
+  scope = matmuls.FORWARD
   traced = _traced(
     *((f"attention/einsum/{name}", scope, _E4M3) for name in ("query", "key"))
   )
@@ -137,7 +137,7 @@ def test_products_that_the_compiler_joined_run_as_one():
   ],
 )
 def test_without_a_compiler_the_data_sheet_says(dtype, kind, runs_as, reason):
-  (found,) = _of(_traced(("up", products_lib.FORWARD, dtype)), kind=kind)
+  (found,) = _of(_traced(("up", matmuls.FORWARD, dtype)), kind=kind)
   assert (found.dtype, found.reason) == (runs_as, reason)
   assert found.is_quantized is not bool(reason)
   assert (found.kernel, found.count, found.is_final) == ("", 0, False)
@@ -146,8 +146,8 @@ def test_without_a_compiler_the_data_sheet_says(dtype, kind, runs_as, reason):
 def test_one_warning_a_reason():
   traced = _traced(
     _UP,
-    ("down", products_lib.FORWARD, _E4M3),
-    ("gate", products_lib.FORWARD, jnp.bfloat16),
+    ("down", matmuls.FORWARD, _E4M3),
+    ("gate", matmuls.FORWARD, jnp.bfloat16),
   )
   first, second = quantized_products.warnings(_of(traced, kind="v5e"))
   assert first == (
@@ -159,7 +159,7 @@ def test_one_warning_a_reason():
 
 
 def test_names_the_kernels_that_are_multiplied_in_few_bits():
-  scope = products_lib.FORWARD
+  scope = matmuls.FORWARD
   traced = _traced(
     ("Lm/stack/layers/blocks_0/mlp/einsum/up", scope, _E4M3),
     ("Lm/stack/layers/blocks_0/mlp/einsum/down", scope, jnp.bfloat16),

@@ -201,7 +201,7 @@ def test_what_a_searched_range_cuts_off_is_no_mistake():
   recipe = recipe_lib.TensorRecipe(number_formats.INT4)
   x = np.random.default_rng(0).standard_normal((50, 3)).astype("f4")
   x[0, 0] = 6.0
-  error = _errors_of(x, served_einsum.best(jnp.asarray(x), recipe))
+  error = _errors_of(x, served_einsum.search_scale(jnp.asarray(x), recipe))
   whole = _errors_of(x, quantized_array.quantize(jnp.asarray(x), recipe))
   assert error.largest > weight_conversion._MAX_ROUNDING > 2 * error.rounding
   assert error.mean < whole.mean

@@ -239,7 +239,7 @@ def _errors(
   if number_format.is_integer:
     is_packed = values.shape != spec.shape
     number_format = number_formats.INT4 if is_packed else number_formats.INT8
-  stored = served_einsum.restored(
+  stored = served_einsum.dequantize(
     values, scale, number_format=number_format, layer_shape=spec.layer_shape
   )
   exact = exact.astype(jnp.float32)

@@ -7,7 +7,7 @@ operations, it lists what differs in parentheses: `a/b/(c/dot:d/mul)`.
 import itertools
 import re
 
-from paxon.quantization import products
+from paxon.quantization import matmuls
 
 _TRANSFORM = re.compile(
   r"\b(?:jvp|transpose|vmap|custom_jvp|custom_vjp|remat|checkpoint)\("
@@ -28,10 +28,10 @@ _NO_PARTS = frozenset(
     "scan",
     "shard_map",
     "while",
-    *products.SCOPES,
+    *matmuls.SCOPES,
   )
 )
-_QUANTIZED = re.compile("|".join(products.SCOPES))
+_QUANTIZED = re.compile("|".join(matmuls.SCOPES))
 
 
 def part(stack: str) -> str:
@@ -74,7 +74,7 @@ def quantized(stack: str) -> str:
     operation. Of several that the compiler joined, the first.
   """
   found = _QUANTIZED.search(stack)
-  return products.SCOPES[found[0]] if found else ""
+  return matmuls.SCOPES[found[0]] if found else ""
 
 
 def _begin_of_list(stack: str) -> int | None:

@@ -9,9 +9,9 @@ import pytest
 
 from paxon.quantization import (
   equations,
-  narrow_products,
   number_formats,
   quantized_array,
+  quantized_matmul,
   recipe,
 )
 
@@ -22,7 +22,7 @@ EQUATION = equations.parse("BD,DF->BF", 2, 2)
 
 @functools.partial(jax.jit, static_argnames=("dtype",))
 def _multiply(lhs, rhs, dtype="float32"):
-  return narrow_products.multiply(
+  return quantized_matmul.multiply(
     EQUATION, lhs, rhs, layer_dtype=jnp.float32, out_dtype=dtype
   )
 

@@ -5,7 +5,7 @@ A layer's field `einsum` holds a function like `jnp.einsum`, or a provider
 for each matmul. Layers therefore name their matmuls:
 
 ```python
-gate = products.call(self.einsum, "gate", "BTD,DF->BTF", x, kernel)
+gate = matmuls.call(self.einsum, "gate", "BTD,DF->BTF", x, kernel)
 ```
 
 A plain function is called without the name.
@@ -17,7 +17,7 @@ matmuls in a class attribute:
 class MyFeedForward(nn.Module):
   einsum: Callable[..., jax.Array] = jnp.einsum
 
-  quantization_roles: ClassVar[tuple[str, ...]] = (products.FEED_FORWARD,)
+  quantization_roles: ClassVar[tuple[str, ...]] = (matmuls.FEED_FORWARD,)
 ```
 """
 
@@ -34,7 +34,7 @@ Einsum = Callable[..., jax.Array]
 # Queries, keys and values of tokens, and the output projection.
 ATTENTION_PROJECTIONS: Final = "attention_projections"
 # Logits of queries and keys, and sums of values.
-ATTENTION_PRODUCTS: Final = "attention_products"
+ATTENTION_MATMULS: Final = "attention_matmuls"
 FEED_FORWARD: Final = "feed_forward"
 # Feed-forward layers of a mixture of experts.
 EXPERTS: Final = "experts"
@@ -47,7 +47,7 @@ LINEAR: Final = "linear"
 
 ROLES: Final = (
   ATTENTION_PROJECTIONS,
-  ATTENTION_PRODUCTS,
+  ATTENTION_MATMULS,
   FEED_FORWARD,
   EXPERTS,
   EMBEDDING,
@@ -57,7 +57,7 @@ ROLES: Final = (
 
 # Attributes of layers and of providers.
 _ROLES = "quantization_roles"
-_ATTRIBUTE = "takes_product"
+_ATTRIBUTE = "takes_matmul_name"
 
 
 def is_provider(einsum: Einsum) -> bool:
@@ -84,7 +84,7 @@ def call(
     **more: Other keyword arguments, such as `preferred_element_type`.
   """
   if is_provider(einsum):
-    more["product"] = name
+    more["matmul"] = name
   return einsum(equation, lhs, rhs, **more)
 
 
@@ -97,7 +97,7 @@ def named(einsum: Einsum, name: str) -> Einsum:
   """
   if not is_provider(einsum):
     return einsum
-  return functools.partial(einsum, product=name)
+  return functools.partial(einsum, matmul=name)
 
 
 def roles_of(layer: object) -> tuple[str, ...]:
@@ -108,7 +108,7 @@ def roles_of(layer: object) -> tuple[str, ...]:
 class Provider(nn.Module):
   """Base of einsums that take the name of the matmul."""
 
-  takes_product: ClassVar[bool] = True
+  takes_matmul_name: ClassVar[bool] = True
 
   @nn.compact
   def __call__(
@@ -117,7 +117,7 @@ class Provider(nn.Module):
     lhs: jax.Array,
     rhs: jax.Array,
     *,
-    product: str,
+    matmul: str,
     preferred_element_type: DTypeLike | None = None,
   ) -> jax.Array:
     """Returns the matmul of two operands.
@@ -126,18 +126,17 @@ class Provider(nn.Module):
       equation: Equation of `jnp.einsum`.
       lhs: Activations.
       rhs: The kernel or other activations.
-      product: Name of the matmul, unique in the layer. If `rhs` is a parameter,
+      matmul: Name of the matmul, unique in the layer. If `rhs` is a parameter,
         its name.
       preferred_element_type: Dtype of the result; `None` is that of `lhs`.
     """
-    part = self.part(product)
-    return part(equation, lhs, rhs, preferred_element_type)
+    return self.make_matmul(matmul)(equation, lhs, rhs, preferred_element_type)
 
-  def part(self, product: str) -> nn.Module:
+  def make_matmul(self, name: str) -> nn.Module:
     """Returns `(equation, lhs, rhs, preferred_element_type) -> out`.
 
     Args:
-      product: Name of the matmul and of the returned module.
+      name: Name of the matmul and of the returned module.
     """
     raise NotImplementedError
 
