@@ -270,12 +270,13 @@ def search_scale(
   """
   if not factors or min(factors) <= 0:
     raise ValueError(
-      f"search_scale needs positive factors, and at least one, got {tuple(factors)}."
+      "search_scale needs positive factors, and at least one, got"
+      f" {tuple(factors)}."
     )
   if tensor_recipe.is_delayed:
     raise ValueError(
-      "search_scale needs TensorRecipe.scaling to be Current(): weights that are "
-      "quantized once have no history."
+      "search_scale needs TensorRecipe.scaling to be Current(): weights that"
+      " are quantized once have no history."
     )
   wide = x.astype(jnp.float32)
   amax = quantized_array.reduce_groups(
