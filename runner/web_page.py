@@ -1,11 +1,12 @@
-"""Self-contained HTML pages and SVG drawings, built as element trees.
+"""Self-contained HTML pages, bar charts and SVG, built as element trees.
 
 Text is escaped when a tree is written, so callers never escape. Pages load
 nothing from elsewhere, and suit light and dark screens. The colors of a chart
 are the CSS classes `c0` to `c7`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+import dataclasses
 from typing import Final
 from xml.etree import ElementTree
 
@@ -58,7 +59,7 @@ pre { overflow-x: auto; padding: .8rem 1rem; border: 1px solid var(--line);
   border-radius: 6px; background: var(--panel); font-size: 13px; }
 summary { cursor: pointer; color: var(--soft); font-size: 14px; }
 .grid { display: grid; gap: 1rem;
-  grid-template-columns: repeat(auto-fit, minmax(380px, 1fr)); }
+  grid-template-columns: repeat(auto-fit, minmax(min(380px, 100%), 1fr)); }
 .side { display: flex; flex-wrap: wrap; gap: 0 3rem; }
 .legend { list-style: none; padding: 0; margin: .2rem 0; font-size: 14px;
   display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; }
@@ -74,11 +75,21 @@ svg .limit { stroke: var(--ink); stroke-dasharray: 5 4; }
 svg .whisker { stroke: var(--ink); stroke-width: 1.5; fill: none; }
 svg .label { font-weight: 600; }
 svg .curve { stroke-width: 1.6; stroke-linejoin: round; }
+.bars { margin: .8rem 0; font-size: 14px; }
+.bar { display: grid; grid-template-columns: minmax(8rem, 16rem) 1fr 7rem;
+  gap: 0 .8rem; align-items: center; margin: .4rem 0; }
+.bar .value { color: var(--soft); white-space: nowrap; }
+.track { position: relative; height: 22px; background: var(--panel); }
+.track span { position: absolute; top: 0; bottom: 0; min-width: 1.5px; }
+.track .limit { width: 0; border-left: 2px dashed var(--ink); }
+.track .range { top: 10px; bottom: 10px; background: var(--ink); }
+@media (max-width: 600px) { .bar { grid-template-columns: 1fr auto; }
+  .track { grid-column: 1 / 3; order: 3; } }
 @media print { body { max-width: none; } }
 """
   + "\n".join(
     f"svg .c{i} {{ fill: var(--c{i}); }} .swatch.c{i} {{ background:"
-    f" var(--c{i}); }} svg .curve.c{i} {{ fill: none; stroke: var(--c{i}); }}"
+    f" var(--c{i}); }} .track .c{i} {{ background: var(--c{i}); }} svg .curve.c{i} {{ fill: none; stroke: var(--c{i}); }}"
     for i in range(NUM_COLORS)
   )
 )
@@ -161,6 +172,107 @@ def details(summary: str, *content: Content) -> Element | None:
   return (
     element("details", element("summary", summary), *shown) if shown else None
   )
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+  """A part of a bar.
+
+  Attributes:
+    name: Its name.
+    value: Its length.
+    color: Its color, below `NUM_COLORS`.
+  """
+
+  name: str
+  value: float | int
+  color: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Bar:
+  """A stacked bar.
+
+  Attributes:
+    label: Text before it.
+    segments: From left to right.
+    start: Where the first one begins.
+    text: Text behind it; by default the sum of the segments.
+    range: Two values, drawn as a line.
+  """
+
+  label: str
+  segments: tuple[Segment, ...]
+  start: float | int = 0.0
+  text: str | None = None
+  range: tuple[float | int, float | int] | None = None
+
+  @property
+  def end(self) -> float | int:
+    """The largest value that is drawn."""
+    total = self.start + sum(segment.value for segment in self.segments)
+    return max(total, *(self.range or (0.0,)))
+
+
+def bar_chart(
+  bars: Sequence[Bar],
+  *,
+  title: str,
+  form: Callable[[float | int], str],
+  limits: Sequence[tuple[str, float | int]] = (),
+) -> Element | None:
+  """Returns bars on one scale, with a legend; None if all values are 0.
+
+  Args:
+    bars: From top to bottom.
+    title: Title for screen readers.
+    form: Formats a value.
+    limits: Names and values of dashed lines across all bars.
+  """
+  most = max([0.0, *(bar.end for bar in bars), *(n for _, n in limits)])
+  if not most:
+    return None
+  chart = element("div", class_="bars", role="img", aria_label=title)
+  for bar in bars:
+    total = form(sum(segment.value for segment in bar.segments))
+    row = element("div", element("span", bar.label), class_="bar")
+    row.append(_track(bar, most, form, limits))
+    text = total if bar.text is None else bar.text
+    row.append(element("span", text, class_="value"))
+    chart.append(row)
+  colors = {s.color: s.name for bar in bars for s in bar.segments if s.value}
+  items = [
+    element("li", element("span", class_=f"swatch c{color}"), name)
+    for color, name in sorted(colors.items())
+  ]
+  items += [element("li", f"\u250a {n}: {form(v)}") for n, v in limits]
+  return element("div", chart, element("ul", *items, class_="legend"))
+
+
+def _track(
+  bar: Bar,
+  most: float | int,
+  form: Callable[[float | int], str],
+  limits: Sequence[tuple[str, float | int]],
+) -> Element:
+  track = element("div", class_="track")
+
+  def add(kind: str, title: str, begin: float | int, size: float | int) -> None:
+    style = f"left: {100 * begin / most:.3f}%; width: {100 * size / most:.3f}%"
+    track.append(element("span", class_=kind, title=title, style=style))
+
+  begin = bar.start
+  for segment in bar.segments:
+    if segment.value > 0:
+      words = f"{segment.name}: {form(segment.value)}"
+      add(f"c{segment.color}", words, begin, segment.value)
+    begin += segment.value
+  if bar.range is not None:
+    low, high = bar.range
+    add("range", f"{form(low)} to {form(high)}", low, high - low)
+  for name, value in limits:
+    add("limit", f"{name}: {form(value)}", value, 0)
+  return track
 
 
 def _row(cells: Sequence[str]) -> Element:

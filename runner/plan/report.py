@@ -1,309 +1,209 @@
-"""Plans as text, for a terminal."""
+"""Plans as text for a terminal, and the comparison of several plans.
 
-from collections.abc import Iterable, Sequence
+The comparison has one line a plan. The best value of a column is marked among
+the plans that fit. Cost is chips times seconds for each token, relative to the
+best.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import dataclasses
 from typing import Final
 
 from paxon.runner import units
-from paxon.runner.plan import comparison, result, search_table, sentences
-
-_MAX_PARTS: Final = 8
-_MAX_COLLECTIVES: Final = 12
-_MAX_QUANTIZED: Final = 12
-_FINGERPRINT_DIGITS: Final = 16
-# FLOPs that compilers move between products lie within these ratios.
-_SAME: Final = (0.999, 1.02)
+from paxon.runner.plan import result, sections
 
 
 def to_text(plan: result.Plan) -> str:
   """Returns the whole plan as several lines of text."""
-  sections = [
-    _head(plan),
-    _memory(plan),
-    _flops(plan),
-    _collectives(plan) if plan.compiled else [],
-    _resharding(plan),
-    _kernels(plan),
-    _quantized(plan),
-    _bound(plan),
-    _estimate(plan),
-    _made(plan),
+  verdict = f"{plan.target}: {sections.verdict(plan)}"
+  head = [f"plan: {plan.experiment} on {plan.target}"]
+  head += [f"  {override}" for override in plan.overrides]
+  blocks = [[*head, verdict]]
+  blocks += [
+    list(_section(section))
+    for section in sections.of_plan(plan)
+    if not section.is_detail
+  ]
+  blocks.append(
     [
       *(f"warning: {text}" for text in (*plan.findings, *plan.warnings)),
       *(f"note: {text}" for text in plan.notes),
-    ],
-    _verdict(plan),
-  ]
-  return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
+    ]
+  )
+  blocks += [list(_section(section)) for section in sections.changes(plan)]
+  blocks.append([verdict, *_advice(plan)])
+  return "\n\n".join("\n".join(lines) for lines in blocks if lines) + "\n"
+
+
+def _advice(plan: result.Plan) -> Iterator[str]:
+  if plan.memory.fit is result.Fit.DOES_NOT_FIT and not plan.verified_changes:
+    for number, change in enumerate(plan.advice, start=1):
+      yield f"  {number}. {change}"
+
+
+def _section(section: sections.Section) -> Iterator[str]:
+  yield section.title
+  rows = list(section.rows)[: section.most]
+  if section.titles and rows:
+    rows.insert(0, section.titles)
+  for line in _aligned(rows):
+    yield f"  {line}"
+  if (more := len(section.rows) - len(section.rows[: section.most])) > 0:
+    yield f"  and {more} more"
+  for line in section.lines:
+    yield f"  {line}"
 
 
 def to_table(
   plans: Sequence[result.Plan], failures: Sequence[result.Failure] = ()
 ) -> str:
-  """Returns one line a target, to compare them; `*` marks the best."""
-  compared = comparison.compare(plans, failures)
+  """Returns one line a plan, to compare them; `*` marks the best."""
+  compared = compare(plans)
   rows = [compared.titles]
   for row in compared.rows:
     rows.append(tuple(c.text + ("*" if c.is_best else "") for c in row))
-  lines = [line.rstrip() for line in _aligned(rows)]
+  lines = _aligned(rows)
   width = max(len(row[0]) for row in rows)
-  for failure in compared.failures:
+  for failure in failures:
     lines.append(f"{failure.target.ljust(width)}  no plan: {failure.message}")
   return "\n".join([*lines, f"* best. {compared.legend}"])
 
 
-def _head(plan: result.Plan) -> list[str]:
-  mesh = " x ".join(f"{a}={n}" for a, n in plan.mesh.items()) or "one device"
-  batch = ", ".join(
-    "x".join(map(str, shape)) for shape in dict.fromkeys(plan.batch.values())
+@dataclasses.dataclass(frozen=True)
+class Cell:
+  """One value of one plan.
+
+  Attributes:
+    text: Its text.
+    is_best: Whether it is the best of its column.
+  """
+
+  text: str
+  is_best: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+  """The comparison of several plans.
+
+  Attributes:
+    titles: Column headings.
+    rows: A row for each plan, a cell for each column.
+    legend: Explanation of the columns.
+  """
+
+  titles: tuple[str, ...]
+  rows: tuple[tuple[Cell, ...], ...]
+  legend: str
+
+
+# Format of each ranked column, and whether more is better.
+_RANKED: Final[Mapping[str, tuple[Callable[[float], str], bool]]] = {
+  "bound": (units.seconds, False),
+  "estimate": (units.seconds, False),
+  "tokens/s": ("{:,.0f}".format, True),
+  "MFU": (units.share, True),
+  "exposed": (units.seconds, False),
+  "cost": ("{:.2f}".format, False),
+}
+
+
+def compare(plans: Sequence[result.Plan]) -> Comparison:
+  """Returns the comparison of at least one plan of one experiment."""
+  # Bounds and estimates are not compared with each other.
+  timed = [plan for plan in plans if plan.bound is not None]
+  timed = [plan for plan in timed if _fits(plan)] or timed
+  is_estimated = bool(timed) and all(plan.estimate for plan in timed)
+  values = [_values(plan, is_estimated=is_estimated) for plan in plans]
+  fitting = [v for v, p in zip(values, plans, strict=True) if _fits(p)]
+  cheapest = min((v["cost"] for v in fitting if v["cost"]), default=None)
+  for found in values:
+    cost = found["cost"]
+    found["cost"] = cost and cheapest and cost / cheapest
+  best = {
+    name: _best([v[name] for v in fitting], is_more_better=is_more_better)
+    for name, (_, is_more_better) in _RANKED.items()
+  }
+  rows = []
+  for plan, label, found in zip(plans, labels(plans), values, strict=True):
+    sizes = plan.memory.peak, plan.memory.usable
+    texts = ("-" if n is None else units.size(n) for n in sizes)
+    cells = map(Cell, (label, f"{plan.num_chips:,}", *texts, plan.fit))
+    ranked = []
+    for name, (form, _) in _RANKED.items():
+      number = found[name]
+      text = "-" if number is None else form(number)
+      is_best = number is not None and number == best[name] and _fits(plan)
+      ranked.append(Cell(text, is_best))
+    rows.append((*cells, *ranked))
+  basis = "the estimate" if is_estimated else "the bound"
+  legend = (
+    f"tokens/s, MFU and cost are by {basis}. Cost is chips x seconds for each"
+    " token, relative to the best that fits; prices of chips are not in it."
   )
-  lines = [f"plan: {plan.experiment} on {plan.target}"]
-  lines += [f"  {override}" for override in plan.overrides]
-  lines.append(f"  {sentences.devices(plan)} as {mesh}, batch {batch}")
-  return lines
+  titles = ("target", "chips", "peak", "usable", "fit", *_RANKED)
+  return Comparison(titles, tuple(rows), legend)
 
 
-def _memory(plan: result.Plan) -> list[str]:
-  memory = plan.memory
-  is_compiled = memory.temporaries is not None
-  saved = [(f"  saved: {name}", n) for name, n in memory.saved.items()]
-  lines = [
-    "memory per device",
-    *_sizes(
-      ("parameters", memory.parameters),
-      ("optimizer", memory.optimizer),
-      ("other variables", memory.other_variables or None),
-      ("batch", memory.batch),
-      ("all of the above, as allocated", memory.arguments),
-      ("temporaries", memory.temporaries),
-    ),
-    f"  {'  of which' if is_compiled else 'temporaries'} (analytical estimate)",
-    *_sizes(
-      ("  gradients (upper bound)", memory.gradients),
-      *saved,
-      ("peak", memory.peak),
-      ("usable", memory.usable),
-      ("HBM traffic per step", plan.hbm_bytes),
-    ),
-    f"  {sentences.capacity(plan)}",
-  ]
-  if memory.compiler_error is not None:
-    lines.append(f"  compiler error: {memory.compiler_error}")
-  return lines
-
-
-def _sizes(*rows: tuple[str, float | int | None]) -> list[str]:
+def labels(plans: Sequence[result.Plan]) -> list[str]:
+  """Returns the target of each plan, and the overrides that not all share."""
+  shared = set.intersection(*(set(plan.overrides) for plan in plans))
   return [
-    f"  {name:<44}{units.size(size):>12}"
-    for name, size in rows
-    if size is not None
-  ]
-
-
-def _flops(plan: result.Plan) -> list[str]:
-  flops = plan.flops
-  rows: list[tuple[str, float | None]] = [
-    ("model", flops.model),
-    ("  excluding masked attention (causal)", flops.causal_model),
-    ("recomputed", flops.recomputed),
-    ("executed", flops.hardware),
-    ("executed (compiled program)", plan.compiled_flops),
-  ]
-  lines = ["FLOPs per step, all devices"]
-  for name, number in rows:
-    if number is not None:
-      lines.append(f"  {name:<44}{units.flops(number):>18}")
-  ratio = (plan.compiled_flops or flops.hardware) / max(flops.hardware, 1)
-  if not _SAME[0] <= ratio <= _SAME[1]:
-    lines.append(
-      f"  the compiled program executes {ratio:.3f}x the traced FLOPs"
+    " ".join(
+      [
+        plan.target,
+        *(o.removeprefix("--fdl.") for o in plan.overrides if o not in shared),
+      ]
     )
-  lines.append("executed FLOPs by module")
-  parts = list(flops.by_module.items())
-  for part, number in parts[:_MAX_PARTS]:
-    share = units.share(number / max(flops.hardware, 1))
-    lines.append(f"  {share:>6}  {part or '(outside any module)'}")
-  if len(parts) > _MAX_PARTS:
-    lines.append(f"  and {len(parts) - _MAX_PARTS} more modules")
-  return lines
-
-
-def _collectives(plan: result.Plan) -> list[str]:
-  titles = ("kind", "axes", "link", "count", "payload", "sent", "at least")
-  rows = [("", *titles, "dtypes")]
-  for entry in plan.collectives[:_MAX_COLLECTIVES]:
-    time = "-" if entry.seconds is None else units.seconds(entry.seconds)
-    rows.append(
-      (
-        "",
-        entry.kind + (" (padded shards)" if entry.gathers else ""),
-        ",".join(entry.axes) or "-",
-        entry.link,
-        f"{entry.count:,}",
-        units.size(entry.payload_bytes),
-        units.size(entry.wire_bytes),
-        time,
-        sentences.dtypes(entry),
-      )
-    )
-  more = len(plan.collectives) - _MAX_COLLECTIVES
-  return [
-    "collectives per step, per device",
-    *(_aligned(rows) if plan.collectives else ["  none"]),
-    *([f"  and {more} more kinds"] if more > 0 else []),
+    for plan in plans
   ]
 
 
-def _resharding(plan: result.Plan) -> list[str]:
-  if not plan.resharding:
-    return []
-  rows = [
-    (
-      "",
-      entry.kind,
-      ",".join(entry.axes) or "-",
-      f"{entry.count:,}",
-      units.size(entry.payload_bytes),
-      entry.module or "-",
-    )
-    for entry in plan.resharding
-  ]
-  return [
-    "of which activation resharding inside the layer loop",
-    *_aligned(rows),
-  ]
+def _values(
+  plan: result.Plan, *, is_estimated: bool
+) -> dict[str, float | None]:
+  bound, estimate = plan.bound, plan.estimate
+  basis = estimate if is_estimated else bound
+  if basis is not None and not sections.is_meaningful(basis):
+    basis = None
+  tokens = None if basis is None else basis.tokens_per_second
+  return {
+    "bound": None if bound is None else bound.step,
+    "estimate": None if estimate is None else estimate.step,
+    "tokens/s": tokens,
+    "MFU": None if basis is None else basis.mfu,
+    "exposed": None if estimate is None else sum(estimate.exposed.values()),
+    "cost": plan.num_chips / tokens if tokens else None,
+  }
 
 
-def _kernels(plan: result.Plan) -> list[str]:
-  rows = [
-    (
-      "",
-      c.part,
-      c.kernel,
-      sentences.decision(c),
-      c.dtype,
-      sentences.executions(c),
-    )
-    for c in plan.kernel_choices
-  ]
-  lines = _aligned(rows)
-  lines += [
-    f"  {number:>9,}  {name}" for name, number in sorted(plan.kernels.items())
-  ]
-  return ["kernels per step", *lines] if lines else []
+def _best(
+  numbers: Sequence[float | None], *, is_more_better: bool
+) -> float | None:
+  """Returns the best of several numbers; None if there is no choice."""
+  known = [number for number in numbers if number is not None]
+  if len(known) < 2:
+    return None
+  return max(known) if is_more_better else min(known)
 
 
-def _quantized(plan: result.Plan) -> list[str]:
-  """Returns one line per module; matmuls that run alike are grouped."""
-  if not plan.quantized_matmuls:
-    return []
-  parts: dict[str, dict[str, list[str]]] = {}
-  for each in plan.quantized_matmuls:
-    alike = parts.setdefault(each.module, {})
-    alike.setdefault(sentences.runs_as(each), []).append(each.role)
-  rows = [
-    ("", part, "; ".join(f"{k}: {', '.join(v)}" for k, v in alike.items()))
-    for part, alike in parts.items()
-  ]
-  more = len(rows) - _MAX_QUANTIZED
-  return [
-    f"quantized matmuls: {sentences.quantized(plan)}",
-    *_aligned(rows[:_MAX_QUANTIZED]),
-    *([f"  and {more} more modules"] if more > 0 else []),
-  ]
-
-
-def _bound(plan: result.Plan) -> list[str]:
-  bound = plan.bound
-  if bound is None:
-    return []
-  rows = [
-    ("matmuls", bound.compute),
-    ("memory", bound.memory),
-    ("fast link", bound.fast_link),
-    ("network", bound.network),
-    ("step, all overlapped", bound.step),
-  ]
-  lines = ["roofline lower bound on the step time (datasheet rates)"]
-  lines += _times(rows)
-  if bound.tokens_per_second is not None:
-    lines.append(f"  at most {bound.tokens_per_second:,.0f} tokens/s")
-  return [*lines, f"  MFU at most {units.share(bound.mfu)}"]
-
-
-def _estimate(plan: result.Plan) -> list[str]:
-  found = plan.estimate
-  if found is None:
-    return []
-  low, high = found.band
-  rows = [
-    ("matmuls", found.compute),
-    ("memory", found.memory),
-    ("kernel launch gaps", found.overhead),
-    *(
-      (f"exposed collectives ({axes or '-'})", s)
-      for axes, s in found.exposed.items()
-    ),
-    ("step", found.step),
-  ]
-  lines = ["estimated step time (calibrated, independent of the bound)"]
-  lines += _times(rows)
-  lines.append(
-    f"  range {units.seconds(low * found.step)} to"
-    f" {units.seconds(high * found.step)}"
-  )
-  if found.tokens_per_second is not None:
-    lines.append(
-      f"  {found.tokens_per_second:,.0f} tokens/s, from"
-      f" {found.tokens_per_second / high:,.0f} to"
-      f" {found.tokens_per_second / low:,.0f}"
-    )
-  lines.append(
-    f"  MFU: {units.share(found.ceiling_mfu)} if only matmuls took time;"
-    f" {units.share(found.datasheet_mfu)} at datasheet rates;"
-    f" {units.share(found.mfu)} estimated, from"
-    f" {units.share(found.mfu / high)} to {units.share(found.mfu / low)}"
-  )
-  return [*lines, f"  factors: {found.source}"]
-
-
-def _made(plan: result.Plan) -> list[str]:
-  options = [f"  {k}={v}" for k, v in plan.compiler_options.items()]
-  lines = [f"generated: {sentences.origin(plan)}"]
-  if plan.fingerprint is not None:
-    lines.append(f"  fingerprint {plan.fingerprint[:_FINGERPRINT_DIGITS]}")
-  return lines + options
-
-
-def _verdict(plan: result.Plan) -> list[str]:
-  memory = plan.memory
-  lines = [f"{plan.target}: {sentences.verdict(plan)}"]
-  changes = search_table.verified(plan)
-  if memory.fit is result.Fit.DOES_NOT_FIT and not changes:
-    for number, change in enumerate(plan.advice, start=1):
-      lines.append(f"  {number}. {change}")
-  return [*lines, *changes, *search_table.layouts(plan)]
-
-
-def _times(rows: Iterable[tuple[str, float | None]]) -> list[str]:
-  return [
-    f"  {name:<34}{units.seconds(seconds):>12}"
-    for name, seconds in rows
-    if seconds is not None
-  ]
+def _fits(plan: result.Plan) -> bool:
+  return plan.memory.fit is not result.Fit.DOES_NOT_FIT
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
   """Returns lines with aligned columns; numbers are right-aligned."""
   columns = list(zip(*rows, strict=True))
   widths = [max(map(len, column)) for column in columns]
-  is_figure = [
-    all(cell[:1].isdigit() or cell == "-" for cell in column[1:]) and i > 0
+  # The first row may have headings.
+  is_number = [
+    i > 0 and all(cell[:1] in "0123456789-<" for cell in column[1:])
     for i, column in enumerate(columns)
   ]
   return [
     "  ".join(
-      cell.rjust(width) if figure else cell.ljust(width)
-      for cell, width, figure in zip(row, widths, is_figure, strict=True)
+      cell.rjust(width) if number else cell.ljust(width)
+      for cell, width, number in zip(row, widths, is_number, strict=True)
     ).rstrip()
     for row in rows
   ]

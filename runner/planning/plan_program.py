@@ -12,9 +12,8 @@ from paxon.runner import files, user_error
 from paxon.runner import job as job_lib
 from paxon.runner.configuration import overrides as overrides_lib
 from paxon.runner.configuration import resolving
-from paxon.runner.plan import report, result, topology
+from paxon.runner.plan import plan_page, report, result, topology
 from paxon.runner.plan import target as targets
-from paxon.runner.plan.web_page import page
 from paxon.runner.planning import (
   child,
   job_lint,
@@ -97,7 +96,7 @@ def run(
   if len(to) > 1:
     print("\n" + report.to_table(plans, failures))
   _write(run_dir / PLAN, result.to_json(tuple(plans), tuple(failures)))
-  _write(run_dir / PAGE, page.to_html(plans, failures))
+  _write(run_dir / PAGE, plan_page.to_html(plans, failures))
   fits = [plan.memory.fit is not result.Fit.DOES_NOT_FIT for plan in plans]
   return 0 if any(fits) else 1
 

@@ -1,1 +1,0 @@
-"""Plans as one HTML page that needs no network and no scripts."""
