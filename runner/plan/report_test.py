@@ -1,9 +1,11 @@
 """Tests for plans as text: every figure, sentences, the comparison."""
 
+import dataclasses
+
 import pytest
 
 from paxon.runner import units
-from paxon.runner.plan import report, result, sample_plan, sentences
+from paxon.runner.plan import report, result, sample_plan, sections
 
 _GIB = 2**30
 
@@ -36,61 +38,113 @@ def test_writes_numbers_for_people(form, number, text):
   assert form(number) == text
 
 
-def test_the_text_has_every_figure():
-  text = report.to_text(sample_plan.plan())
-  for part in (
+def _words(text):
+  """Returns the lines with single spaces, without indentation."""
+  return [" ".join(line.split()) for line in text.splitlines()]
+
+
+def test_the_text_has_every_section():
+  lines = _words(report.to_text(sample_plan.plan()))
+  for line in (
     "plan: tasks.a.B on h200:1x8",
-    "  --fdl.mesh=fsdp=8",
-    "  8 devices on 8 GPUs as fsdp=8, batch 16x4096",
-    "  parameters                                     10.00 GiB",
-    "    of which (analytical estimate)",
-    "    saved: layer inputs                          12.00 GiB",
-    "  peak                                           72.00 GiB",
-    "  HBM traffic per step                          777.00 GiB",
-    "118.00 of 131.00 GiB are usable; the CUDA compiler enforces no limit",
-    "excluding masked attention (causal)              2.987 PFLOP",
-    "recomputed                                       802.000 TFLOP",
-    "executed (compiled program)                        4.011 PFLOP",
-    "    62 %  DecoderLm/stack/layers/blocks_0/feed_forward",
-    "all-gather                  fsdp       fast       129  61.00 GiB",
-    "all-reduce (padded shards)  data,fsdp  network      3      812 B",
-    "all-to-all  fsdp  65  7.00 GiB  DecoderLm/stack/layers/blocks_0/norm",
-    "attention forward  cudnn             decided",
-    "cublas or triton  autotuned at run time  bf16  451 matmuls",
-    "decided                bf16     33 calls",
-    "32  __cudnn$fmhaSoftmax",
-    "sent  at least  dtypes",
-    "53.38 GiB    128 ms  bfloat16, float8_e4m3fn",
-    "quantized matmuls: 35 % of the executed FLOPs are covered, 30 % run in"
-    " low precision",
-    "  DecoderLm/stack/layers/blocks_0/feed_forward/einsum/gate  cublas fp8:"
-    " weight gradient",
-    "triton float16 (may change by autotuning): input gradient",
+    "--fdl.mesh=fsdp=8",
+    "devices 8 devices on 8 GPUs, mesh fsdp=8",
+    "batch 16x4096, 65,536 tokens",
+    "parameters 7,504,924,672",
+    # 72,816 x 86,400
+    "tokens/s (estimate) 72,816, 6.29 B a day",
+    "training on 1,500,000,000,000 tokens 238.0 days, 45,777 device-hours,"
+    " price 114,442",
+    "parameters 10.00 GiB",
+    "gradients (upper bound) 9.00 GiB",
+    "saved: layer inputs (estimate) 12.00 GiB",
+    "peak 72.00 GiB",
+    "HBM traffic per step 777.00 GiB",
+    "evaluation 6.00 GiB 37.00 GiB -",
+    "saving - - 240.00 GiB all devices",
+    "without masked attention (causal) 2.987 PFLOP",
+    "recomputed 802.000 TFLOP",
+    "The pipeline bubble is 2.8 % of the executed FLOPs.",
+    "executed (compiled program) 4.011 PFLOP",
+    "DecoderLm/stack/layers/blocks_0/feed_forward 62 % 2.501 PFLOP",
+    "kind axes link count async payload sent at least dtypes",
+    "all-gather fsdp fast 129 127 61.00 GiB 53.38 GiB 128 ms"
+    " bfloat16 44.00 GiB, float8_e4m3fn 17.00 GiB",
+    "all-reduce (padded shards) data,fsdp network 3 0 812 B 1.39 KiB 4.30 ms -",
+    "DecoderLm/Unembedding all-gather fsdp 14.00 GiB",
+    "all-to-all fsdp 65 7.00 GiB DecoderLm/stack/layers/blocks_0/norm",
+    "attention forward cudnn as in the run bf16 33 calls",
+    "matmuls cublas or triton autotuned at run time bf16 451 matmuls",
+    "__cudnn$fmhaSoftmax 32",
+    "35 % of the executed FLOPs are covered by the recipe, 30 % run in low"
+    " precision.",
+    "DecoderLm/stack/layers/blocks_0/feed_forward/einsum/gate weight gradient"
+    " float8_e5m2 cublas fp8 34 1.203 PFLOP",
     "roofline lower bound on the step time (datasheet rates)",
-    "  at most 125,548 tokens/s",
-    "  MFU at most 72 %",
-    "estimated step time (calibrated, independent of the bound)",
-    "  exposed collectives (fsdp)              143 ms",
-    "  range 720 ms to 1.12 s",
-    "MFU: 77 % if only matmuls took time; 45 % at datasheet rates;"
-    " 36 % estimated, from 29 % to 45 %",
-    "factors: h200.json, measured 2026-11-01 on one NVIDIA H200",
-    "generated: compiled in 4.5 s on 2026-11-21T10:41:09Z by jax 0.10.2",
-    "  fingerprint 0123456789abcdef\n",
-    "  xla_gpu_some_option=true",
+    "tokens/s at most 125,548",
+    "MFU at most 72 %",
+    "exposed collectives (fsdp) 143 ms",
+    "step 900 ms 720 ms 1.12 s",
+    "MFU 36 % 29 % 45 %",
+    "MFU at datasheet rates 45 %",
+    "Efficiency factors: h200.json, measured 2026-11-01 on one NVIDIA H200",
+    "plan compiled in 4.5 s on 2026-11-21T10:41:09Z by jax 0.10.2",
+    "xla_gpu_some_option true",
     "warning: a table is left whole",
     "warning: gathers wait for each other",
     "note: a loop is counted once",
-    "h200:1x8: fits, 61 % of usable memory",
   ):
-    assert part in text
+    assert line in lines
 
 
-def test_says_when_the_program_executes_more_than_the_step_asks():
+def test_the_verdict_is_first_and_last():
+  lines = report.to_text(sample_plan.plan()).splitlines()
+  verdict = (
+    "h200:1x8: fits, 61 % of usable memory; estimated step time 900 ms,"
+    " MFU 36 %"
+  )
+  assert lines[2] == verdict
+  assert lines[-1] == verdict
+
+
+def test_throughput_below_what_the_host_allows_is_left_out():
+  # 65,536 tokens in 3 us would be 21 billion tokens/s.
+  step = {"step": 3e-6, "tokens_per_second": 21_845_333_333.0}
+  plan = sample_plan.plan()
+  plan = dataclasses.replace(
+    plan,
+    bound=dataclasses.replace(plan.bound, **step),
+    estimate=sample_plan.estimate(**step),
+    training_cost=None,
+  )
+  text = report.to_text(plan)
+  assert "21,845" not in text
+  assert "tokens/s at most" not in text
+  assert "MFU at most" not in text
+  assert "Below 1.00 ms the host limits the step" in text
+  assert "its time is a guess" in text
+  assert report.compare([plan]).rows[0][7].text == "-"
+
+
+def test_a_step_of_mostly_launches_has_no_throughput():
+  found = sample_plan.estimate(step=0.01, overhead=0.006)
+  assert not sections.is_meaningful(found)
+  assert sections.is_meaningful(sample_plan.estimate())
+
+
+def test_a_cost_by_the_bound_is_a_lower_bound():
+  cost = dataclasses.replace(
+    sample_plan.plan().training_cost, is_lower_bound=True, money=None
+  )
+  text = report.to_text(sample_plan.plan(training_cost=cost))
+  assert "at least 238.0 days, 45,777 device-hours\n" in text
+
+
+def test_compares_the_flops_of_the_program_with_those_of_the_step():
   assert "x the traced FLOPs" not in report.to_text(sample_plan.plan())
   more = sample_plan.plan(compiled_flops=5_978 * 10**12)
   text = report.to_text(more)
-  assert "  the compiled program executes 1.490x the traced FLOPs" in text
+  assert "The compiled program executes 1.490x the traced FLOPs." in text
 
 
 def test_a_refusal_is_shown_with_what_to_change():
@@ -145,9 +199,8 @@ def test_a_plan_without_a_compiler_has_its_state():
   )
   text = report.to_text(plan)
   assert "traced, not compiled on 2026" in text
-  assert (
-    "  temporaries (analytical estimate)\n    gradients (upper bound)" in text
-  )
+  assert "gradients (upper bound)" in text
+  assert not any(line.startswith("temporaries 41") for line in _words(text))
   for absent in ("fingerprint", "kernels", "estimated step", "collectives per"):
     assert absent not in text
 
@@ -172,24 +225,23 @@ def test_says_devices_and_chips(kind, devices, chips, text):
   plan = sample_plan.plan(
     device_kind=kind, num_devices=devices, num_chips=chips
   )
-  assert sentences.devices(plan).startswith(text)
+  assert sections.devices(plan).startswith(text)
 
 
 def test_says_what_is_usable_and_who_says_so():
   tpu = sample_plan.memory(usable=30.75 * _GIB, capacity=32.0 * _GIB)
   plan = sample_plan.plan(device_kind="v4", memory=tpu)
-  assert (
-    sentences.capacity(plan)
-    == "30.75 of 32.00 GiB are usable; the TPU compiler enforces this limit"
-  )
+  text = report.to_text(plan)
+  assert "usable 30.75 GiB" in _words(text)
+  assert "The TPU compiler rejects programs that need more" in text
   machine = sample_plan.memory(usable=None, capacity=None)
   plan = sample_plan.plan(device_kind="cpu", memory=machine)
-  assert "not checked" in sentences.capacity(plan)
+  assert "which is not checked" in report.to_text(plan)
 
 
 def test_says_when_jax_must_be_given_more_of_a_gpu():
   small, large = (
-    sentences.capacity(sample_plan.plan(memory=sample_plan.memory(peak=n)))
+    report.to_text(sample_plan.plan(memory=sample_plan.memory(peak=n)))
     for n in (98 * _GIB, 99 * _GIB)
   )
   assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.9" in large
@@ -204,7 +256,7 @@ def test_names_the_compilers_of_the_platform_alone():
     ("h200", "by jax 1, jax-cuda13-plugin 3"),
   ):
     plan = sample_plan.plan(device_kind=kind, versions=versions)
-    assert sentences.origin(plan).endswith(text)
+    assert f"{text}\n" in report.to_text(plan)
 
 
 @pytest.mark.parametrize(
@@ -232,14 +284,13 @@ def test_names_the_compilers_of_the_platform_alone():
 )
 def test_says_whether_it_fits(fields, fit, text):
   plan = sample_plan.plan(memory=sample_plan.memory(**fields), fit=fit)
-  assert sentences.verdict(plan).startswith(text)
+  assert sections.verdict(plan).startswith(text)
 
 
 def test_says_what_came_from_the_cache():
   plan = sample_plan.plan(is_from_cache=True)
-  assert "generated: from cache, compiled in 4.5 s on 2026" in report.to_text(
-    plan
-  )
+  text = report.to_text(plan)
+  assert "from cache, compiled in 4.5 s on 2026" in text
 
 
 def test_the_table_marks_the_best_that_fits():
@@ -298,4 +349,60 @@ def test_targets_without_rates_are_compared_by_memory():
   assert line.split() == [
     *("cpu:8", "8", "72.00", "GiB", "-", "unknown"),
     *("-", "-", "-", "-", "-", "-"),
+  ]
+
+
+def test_the_table_names_the_overrides_that_differ():
+  plans = [
+    sample_plan.plan(overrides=("--fdl.mesh=fsdp=8", f"--fdl.length={n}"))
+    for n in (2048, 4096)
+  ]
+  assert report.labels(plans) == [
+    "h200:1x8 length=2048",
+    "h200:1x8 length=4096",
+  ]
+
+
+def test_changes_are_ready_to_paste():
+  change = sample_plan.change(
+    overrides=('--fdl.a=f(("x",))', "--fdl.mesh=fsdp=8"),
+    words="do this",
+    peak_before=200 * _GIB,
+    peak_after=100 * _GIB,
+    estimate_before=None,
+    estimate_after=None,
+  )
+  too_large = dataclasses.replace(
+    change, fit="does not fit", overrides=("--fdl.b=2",), peak_after=None
+  )
+  text = report.to_text(sample_plan.plan(verified_changes=(change, too_large)))
+  for lines in (
+    "It fits (compiled) if you do this. Add to the command:\n"
+    "  '--fdl.a=f((\"x\",))' --fdl.mesh=fsdp=8\n"
+    "  peak 200.00 GiB -> 100.00 GiB of 118.00 GiB; step time at least"
+    " 571 ms -> 583 ms; 25 % of FLOPs are recomputed\n",
+    "Smaller changes that were compiled but do not fit:\n"
+    "  --fdl.b=2  peak 200.00 GiB of 118.00 GiB\n",
+  ):
+    assert lines in text
+  guess = dataclasses.replace(change, compiled=False)
+  text = report.to_text(sample_plan.plan(verified_changes=(guess,)))
+  assert "It may fit (analytical estimate, not compiled) if you" in text
+  assert "recomputed\n" not in text.partition("It may fit")[2]
+
+
+def test_layouts_are_a_table():
+  layouts = (
+    sample_plan.change(reason="best"),
+    sample_plan.change(overrides=(), estimate_after=None, reason="slower"),
+    sample_plan.change(compiled=False, reason="not compiled"),
+  )
+  text = report.to_text(sample_plan.plan(search=layouts))
+  table = text.partition("Layouts by step time, then memory: ")[2]
+  assert _words(table)[:5] == [
+    "2 compiled of 123 whose state fits (~ analytical estimate)",
+    "step peak recomputed result add to the command",
+    "950 ms 88.00 GiB 25 % best --fdl.num_microbatches=2",
+    ">= 583 ms 88.00 GiB 25 % slower (nothing)",
+    "~950 ms ~88.00 GiB - not compiled --fdl.num_microbatches=2",
   ]

@@ -157,6 +157,13 @@ def plan(**fields: Any) -> result.Plan:
       tokens=1.5e12, days=238.0, device_hours=45_777.0, money=114_442.0
     ),
     "num_parameters": 7_504_924_672,
+    "num_layouts": 123,
+    "other_programs": (
+      result.OtherProgram(
+        name="evaluation", temporaries=6 * _GIB, peak=37 * _GIB
+      ),
+      result.OtherProgram(name="saving", host=240 * _GIB, note="all devices"),
+    ),
     "fit": "fits",
     "advice": (),
     "findings": ("a table is left whole",),

@@ -91,7 +91,7 @@ def verdict(plan: result.Plan) -> str:
     if found.usable:
       share = units.share(found.state_and_batch / found.usable)
       text += f"; state and batch take {share} of usable memory"
-  if known is not None:
+  if known is not None and found.fit is not result.Fit.DOES_NOT_FIT:
     text += f"; estimated step time {units.seconds(known.step)}"
     if is_meaningful(known):
       text += f", MFU {units.share(known.mfu)}"
@@ -234,8 +234,8 @@ def _memory(plan: result.Plan) -> Section:
     ("batch", found.batch),
     ("all of the above, as allocated", found.arguments),
     ("temporaries", found.temporaries),
-    ("  gradients (upper bound)", found.gradients),
-    *((f"  saved: {name} (estimate)", n) for name, n in found.saved.items()),
+    ("gradients (upper bound)", found.gradients),
+    *((f"saved: {name} (estimate)", n) for name, n in found.saved.items()),
     ("peak", found.peak),
     ("usable", found.usable),
     ("capacity", found.capacity),
