@@ -52,9 +52,9 @@ th, td { padding: .25rem .7rem; border-bottom: 1px solid var(--line);
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
 th { font-weight: 600; color: var(--soft); }
 tbody th { font-weight: 400; color: var(--ink); }
-.changes tbody th { white-space: normal; min-width: 18em; }
+.values td { white-space: normal; text-align: left; }
+.values tbody th { white-space: normal; }
 td.best { font-weight: 700; color: var(--good); }
-td.wide { white-space: normal; text-align: left; }
 pre { overflow-x: auto; padding: .8rem 1rem; border: 1px solid var(--line);
   border-radius: 6px; background: var(--panel); font-size: 13px; }
 summary { cursor: pointer; color: var(--soft); font-size: 14px; }
@@ -161,7 +161,8 @@ def table(
   if caption:
     made.append(element("caption", caption))
   head = (element("th", title, scope="col") for title in titles)
-  made.append(element("thead", element("tr", *head)))
+  if any(titles):
+    made.append(element("thead", element("tr", *head)))
   made.append(element("tbody", *(_row(row) for row in rows)))
   return element("div", made, class_="table")
 

@@ -102,7 +102,8 @@ def _section(
   title = section.title[:1].upper() + section.title[1:]
   columns = max((len(row) for row in section.rows), default=0)
   titles = section.titles or [""] * columns
-  table = web_page.table(titles, section.rows, kind=section.kind)
+  kind = "" if section.titles else "values"
+  table = web_page.table(titles, section.rows, kind=kind)
   lines = [web_page.element("p", line, class_="soft") for line in section.lines]
   if section.is_detail:
     yield web_page.details(title, table, *lines)

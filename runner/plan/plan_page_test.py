@@ -115,7 +115,7 @@ def test_the_page_loads_nothing():
 
 def test_charts_have_names_and_segments_have_titles():
   reader = _read(plan_page.to_html([_FULL, _FULL]))
-  charts = [a for a in reader.attributes(role="img")]
+  charts = reader.attributes(role="img")
   # Two comparisons; memory, modules, bound and estimate of either plan.
   assert len(charts) == 2 + 2 * 4
   assert all(a["aria-label"] for a in charts)

@@ -42,7 +42,6 @@ class Section:
     titles: Column headings; empty if the rows are names and values.
     lines: Sentences.
     most: Number of rows that a terminal shows.
-    kind: CSS class of the table.
     is_detail: Whether it is for the web page only.
   """
 
@@ -51,7 +50,6 @@ class Section:
   titles: Sequence[str] = ()
   lines: Sequence[str] = ()
   most: int | None = None
-  kind: str = ""
   is_detail: bool = False
 
 
@@ -93,8 +91,8 @@ def verdict(plan: result.Plan) -> str:
       text += f"; state and batch take {share} of usable memory"
   if known is not None and found.fit is not result.Fit.DOES_NOT_FIT:
     text += f"; estimated step time {units.seconds(known.step)}"
-    if is_meaningful(known):
-      text += f", MFU {units.share(known.mfu)}"
+    mfu = f", MFU {units.share(known.mfu)}"
+    text += mfu if is_meaningful(known) else " (a guess)"
   return text
 
 
@@ -150,7 +148,6 @@ def changes(plan: result.Plan) -> Iterator[Section]:
       f" {plan.num_layouts:,} whose state fits (~ analytical estimate)",
       [_layout(change) for change in plan.search],
       ("step", "peak", "recomputed", "result", "add to the command"),
-      kind="changes",
     )
 
 
@@ -465,8 +462,8 @@ def _bound(plan: result.Plan) -> Section:
   lines = []
   if not is_meaningful(found):
     lines.append(
-      f"Below {units.seconds(_SHORTEST_STEP)} the host limits the step: tokens/s"
-      " and MFU would mean nothing."
+      f"Below {units.seconds(_SHORTEST_STEP)} the host limits the step:"
+      " tokens/s and MFU would mean nothing."
     )
   else:
     if found.tokens_per_second is not None:
