@@ -60,7 +60,6 @@ pre { overflow-x: auto; padding: .8rem 1rem; border: 1px solid var(--line);
 summary { cursor: pointer; color: var(--soft); font-size: 14px; }
 .grid { display: grid; gap: 1rem;
   grid-template-columns: repeat(auto-fit, minmax(min(380px, 100%), 1fr)); }
-.side { display: flex; flex-wrap: wrap; gap: 0 3rem; }
 .legend { list-style: none; padding: 0; margin: .2rem 0; font-size: 14px;
   display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; }
 .swatch { display: inline-block; width: .8em; height: .8em; margin-right: .5em;
@@ -71,8 +70,6 @@ svg rect { stroke: var(--page); stroke-width: 1; }
 svg .rule { stroke: var(--line); stroke-width: .6; }
 svg .axis { stroke: var(--soft); }
 svg line.level { stroke: var(--soft); stroke-dasharray: 6 4; }
-svg .limit { stroke: var(--ink); stroke-dasharray: 5 4; }
-svg .whisker { stroke: var(--ink); stroke-width: 1.5; fill: none; }
 svg .label { font-weight: 600; }
 svg .curve { stroke-width: 1.6; stroke-linejoin: round; }
 .bars { margin: .8rem 0; font-size: 14px; }
@@ -89,7 +86,8 @@ svg .curve { stroke-width: 1.6; stroke-linejoin: round; }
 """
   + "\n".join(
     f"svg .c{i} {{ fill: var(--c{i}); }} .swatch.c{i} {{ background:"
-    f" var(--c{i}); }} .track .c{i} {{ background: var(--c{i}); }} svg .curve.c{i} {{ fill: none; stroke: var(--c{i}); }}"
+    f" var(--c{i}); }} .track .c{i} {{ background: var(--c{i}); }}"
+    f" svg .curve.c{i} {{ fill: none; stroke: var(--c{i}); }}"
     for i in range(NUM_COLORS)
   )
 )

@@ -33,7 +33,7 @@ def to_html(
     failures: Targets that could not be planned.
   """
   name = plans[0].experiment
-  body = [web_page.element("p", name, class_="soft")]
+  body: list[web_page.Content] = [web_page.element("p", name, class_="soft")]
   if len(plans) + len(failures) > 1:
     body += _comparison(plans, failures)
   for plan, label in zip(plans, report.labels(plans), strict=True):

@@ -111,6 +111,7 @@ def test_throughput_below_what_the_host_allows_is_left_out():
   # 65,536 tokens in 3 us would be 21 billion tokens/s.
   step = {"step": 3e-6, "tokens_per_second": 21_845_333_333.0}
   plan = sample_plan.plan()
+  assert plan.bound is not None
   plan = dataclasses.replace(
     plan,
     bound=dataclasses.replace(plan.bound, **step),
@@ -133,9 +134,9 @@ def test_a_step_of_mostly_launches_has_no_throughput():
 
 
 def test_a_cost_by_the_bound_is_a_lower_bound():
-  cost = dataclasses.replace(
-    sample_plan.plan().training_cost, is_lower_bound=True, money=None
-  )
+  cost = sample_plan.plan().training_cost
+  assert cost is not None
+  cost = dataclasses.replace(cost, is_lower_bound=True, money=None)
   text = report.to_text(sample_plan.plan(training_cost=cost))
   assert "at least 238.0 days, 45,777 device-hours\n" in text
 

@@ -487,7 +487,9 @@ def _estimate(plan: result.Plan) -> Section:
       for axes, seconds in found.exposed.items()
     ),
   ]
-  rows = [(name, units.seconds(s), "", "") for name, s in times]
+  rows: list[Sequence[str]] = [
+    (name, units.seconds(s), "", "") for name, s in times
+  ]
   steps = (units.seconds(found.step * f) for f in (1, low, high))
   rows.append(("step", *steps))
   lines = [f"Efficiency factors: {found.source}"]
