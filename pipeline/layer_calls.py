@@ -215,12 +215,7 @@ def _unnest(tree: Any, path: Sequence[str]) -> Tree:
 
 @jax.custom_vjp
 def mask_gradient(live: jax.Array, tree: Any) -> Any:
-  """Returns `tree`; its gradient is zero unless `live`.
-
-  Args:
-    live: Bool of rank 0.
-    tree: Arrays of any dtype.
-  """
+  """Returns `tree`; its gradient is zero unless `live`, a bool []."""
   del live
   return tree
 
@@ -247,11 +242,6 @@ def copy_per_tick(values: Any, specs: variables.Specs, *, copies: int) -> Any:
 
   For variables that are overwritten with their gradient. The gradients of the
   copies are combined by each variable's `CombineRule`; autodiff would add them.
-
-  Args:
-    values: Nested dicts of such variables.
-    specs: A `VariableSpec` for each of them.
-    copies: Number of ticks.
   """
 
   @jax.custom_vjp

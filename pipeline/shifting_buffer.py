@@ -122,14 +122,7 @@ def run(
 def _inputs(
   carry: _Carry, column: Inputs, tick: jax.Array, ticks: stages_lib.Ticks
 ) -> tuple[Inputs, Any]:
-  """Returns the inputs of stages in a tick, and what waits after it.
-
-  Args:
-    carry: After the last tick.
-    column: Microbatches [P,size,...]; the first stage's may begin.
-    tick: Index of the tick.
-    ticks: All ticks.
-  """
+  """Returns the inputs of stages in a tick, and what waits after it."""
   shifted = _rolled(carry.buffer, 1)
   returned, waiting = shifted, carry.waiting
   if ticks.wait:

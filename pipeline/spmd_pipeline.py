@@ -130,11 +130,7 @@ class PipelinedStack(stack.Stack):
     return self.num_layers // len(self.blocks)
 
   def layer_call(self, static: dict[str, Any]) -> Callable[..., Any]:
-    """Returns `(block, x, index, *args) -> x`.
-
-    Args:
-      static: Keyword arguments of the layers.
-    """
+    """Returns `(block, x, index, *args) -> x`."""
     return self._call(static, prevent_cse=False)
 
   def _settings(self, x: Any) -> staged_run.Settings:

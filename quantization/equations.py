@@ -98,14 +98,7 @@ def dot(
   *,
   preferred_element_type: DTypeLike,
 ) -> jax.Array:
-  """Computes the equation as one `lax.dot_general` and a transpose.
-
-  Args:
-    equation: The equation.
-    lhs: Left operand.
-    rhs: Right operand; may have another dtype.
-    preferred_element_type: Dtype of the sums and of the result.
-  """
+  """Computes the equation as one `lax.dot_general` and a transpose."""
   batch = [c for c in equation.lhs if c in equation.rhs and c in equation.out]
   contracted = equation.contracted
   dimensions = [

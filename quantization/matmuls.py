@@ -73,28 +73,14 @@ def call(
   rhs: jax.Array,
   **more: Any,
 ) -> jax.Array:
-  """Returns a matmul of a layer.
-
-  Args:
-    einsum: The layer's einsum.
-    name: Name of the matmul, unique in the layer; usually that of the kernel.
-    equation: Equation of `jnp.einsum` with two operands.
-    lhs: Activations.
-    rhs: The kernel or other activations.
-    **more: Other keyword arguments, such as `preferred_element_type`.
-  """
+  """Returns a matmul of a layer; `name` is unique in it, as of the kernel."""
   if is_provider(einsum):
     more["matmul"] = name
   return einsum(equation, lhs, rhs, **more)
 
 
 def named(einsum: Einsum, name: str) -> Einsum:
-  """Returns the einsum for a submodule with one matmul, such as a `Linear`.
-
-  Args:
-    einsum: The layer's einsum.
-    name: Name of the matmul, which replaces the submodule's name.
-  """
+  """Returns the einsum for a submodule with one matmul, such as a `Linear`."""
   if not is_provider(einsum):
     return einsum
   return functools.partial(einsum, matmul=name)
@@ -133,11 +119,7 @@ class Provider(nn.Module):
     return self.make_matmul(matmul)(equation, lhs, rhs, preferred_element_type)
 
   def make_matmul(self, name: str) -> nn.Module:
-    """Returns `(equation, lhs, rhs, preferred_element_type) -> out`.
-
-    Args:
-      name: Name of the matmul and of the returned module.
-    """
+    """Returns `(equation, lhs, rhs, preferred_element_type) -> out`."""
     raise NotImplementedError
 
 

@@ -39,16 +39,7 @@ def sow_operands(
   recipe: recipe_lib.Recipe,
   state: quantized_einsum.State | None,
 ) -> None:
-  """Writes the summaries of both operands of a forward matmul.
-
-  Args:
-    module: Module that writes the summaries.
-    equation: Equation of the matmul.
-    lhs: Left operand.
-    rhs: Right operand.
-    recipe: Recipe of the matmul.
-    state: State of delayed scaling.
-  """
+  """Writes the summaries of both operands of a forward matmul."""
   found = measure_operands(equation, lhs, rhs, recipe=recipe, state=state)
   for operand, share in found.items():
     _sow(module, operand, share.clipped, share.flushed)
@@ -66,14 +57,7 @@ def record_gradient(
 ) -> jax.Array:
   """Returns `out` and records its gradient; writes the previous record.
 
-  Args:
-    module: Module that writes the summaries.
-    equation: Equation of the matmul.
-    out: Output of the matmul.
-    record: The variable `RECORD`, whose gradient is its next value.
-    ranks: Ranks of both operands.
-    recipe: Recipe of the matmul, with a recipe for the gradient.
-    state: State of delayed scaling.
+  The gradient of `record`, the variable `RECORD`, is its next value.
   """
   _sow(module, "gradient", record[1], record[2])
   assert recipe.gradient is not None
@@ -161,12 +145,7 @@ class Shares:
 
 
 def measure(x: jax.Array, quantized: quantized_array.QuantizedArray) -> Shares:
-  """Returns the fractions of clipped, flushed and non-finite values.
-
-  Args:
-    x: Original values.
-    quantized: Quantized values.
-  """
+  """Returns the fractions of clipped, flushed and non-finite values."""
   x = x.astype(jnp.float32)
   # Scales are rounded; the largest value itself must not count as clipped.
   limit = quantized.format.largest * quantized.scale * _ROUNDED

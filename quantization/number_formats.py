@@ -99,12 +99,7 @@ def pack(values: jax.Array, *, axis: int = -1) -> jax.Array:
 
 
 def unpack(packed: jax.Array, *, axis: int = -1) -> jax.Array:
-  """Inverts `pack`.
-
-  Args:
-    packed: The result of `pack`.
-    axis: Axis along which neighbours share a byte.
-  """
+  """Inverts `pack`."""
   axis %= packed.ndim
   # Shifts of signed integers keep the sign.
   pairs = jnp.stack([(packed << 4) >> 4, packed >> 4], axis + 1)

@@ -72,11 +72,7 @@ class QuantizedArray:
     )
 
   def packed(self, axis: int = -1) -> "QuantizedArray":
-    """Returns the same array with two 4-bit values per byte.
-
-    Args:
-      axis: Axis along which neighbours share a byte.
-    """
+    """Returns the same array with two 4-bit values per byte."""
     if self.format.bits != 4 or self.packed_axis is not None:
       raise ValueError(
         "QuantizedArray.packed needs values of four bits that are not packed "

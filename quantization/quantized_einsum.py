@@ -233,16 +233,9 @@ def _quantize(
   key: jax.Array | None,
   amax: jax.Array | None = None,
 ) -> quantized_matmul.Operand:
-  """Quantizes an operand of a matmul.
+  """Quantizes an operand of a matmul; returns `x` without a recipe.
 
-  Args:
-    part: One of `_PARTS`.
-    x: The operand.
-    tensor_recipe: Its recipe; `None` returns `x`.
-    equation: Equation of the matmul.
-    histories: State of delayed scaling.
-    key: Random key.
-    amax: Largest magnitude of the whole operand, if already computed.
+  `part` is one of `_PARTS`, `amax` the largest magnitude of the whole operand.
   """
   if tensor_recipe is None:
     return x

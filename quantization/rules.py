@@ -61,12 +61,7 @@ class Rule:
     return (self.target,) if isinstance(self.target, str) else self.target
 
   def matches(self, path: str, its_roles: Sequence[str]) -> bool:
-    """Returns whether the rule applies to a layer.
-
-    Args:
-      path: Path of the layer in the configuration.
-      its_roles: Roles of the layer.
-    """
+    """Returns whether the rule applies to a layer."""
     return any(
       target in its_roles or bool(_pattern(target).fullmatch(path))
       for target in self.targets

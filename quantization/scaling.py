@@ -22,13 +22,7 @@ def amax_of(
   *,
   keepdims: bool = False,
 ) -> jax.Array:
-  """Returns the largest magnitude as float32; NaN if there is a NaN.
-
-  Args:
-    x: Values.
-    axis: Reduced dimensions; `None` reduces all.
-    keepdims: Whether to keep reduced dimensions with size 1.
-  """
+  """Returns the largest magnitude as float32; NaN if there is a NaN."""
   largest = jnp.max(jnp.abs(x), axis=axis, keepdims=keepdims, initial=0)
   return largest.astype(jnp.float32)
 

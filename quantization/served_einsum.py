@@ -49,9 +49,6 @@ def serving_recipe(recipe: recipe_lib.Recipe) -> recipe_lib.Recipe:
 
   Both operands keep their formats. Weights have a scale per output, quantized
   activations a scale per token.
-
-  Args:
-    recipe: Recipe of training.
   """
   rhs = recipe.rhs and _per_channel(recipe.rhs.format)
   lhs = None
@@ -196,10 +193,6 @@ def packed_axis(
   number_format: number_formats.NumberFormat, shape: tuple[int, ...]
 ) -> int | None:
   """Returns the axis along which 4-bit weights are packed.
-
-  Args:
-    number_format: Format of the weights.
-    shape: Shape of the weights of one layer.
 
   Returns:
     The last axis of even size, as a negative number; `None` if no size is even

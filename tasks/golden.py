@@ -53,9 +53,6 @@ def load(name: str) -> experiment.Experiment:
 def resolved(name: str) -> tuple[fdl.Config[job.Job] | None, str]:
   """Returns the resolved configuration of an experiment.
 
-  Args:
-    name: Import path of the experiment.
-
   Returns:
     The configuration and an empty string, or None and the missing package. The
     configuration is cached: do not modify it.
@@ -91,12 +88,7 @@ def path_of(name: str) -> pathlib.Path:
 
 
 def file_text(texts: Mapping[str, str], module: str) -> str:
-  """Returns the golden file of a module.
-
-  Args:
-    texts: Golden texts by class name.
-    module: Import path of the module.
-  """
+  """Returns the golden file of a module."""
   parts, written = [], []
   for name in _bases_first(texts, module):
     above = [b for b in _bases(module, name) if b in written]

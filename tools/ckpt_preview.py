@@ -38,9 +38,6 @@ _SWITCHES = {
 def main(argv: Sequence[str]) -> int:
   """Prints a preview and returns the exit status.
 
-  Args:
-    argv: The arguments of the command.
-
   Raises:
     user_error.UserError: An argument is wrong, or the source does not match
       the model.

@@ -27,13 +27,7 @@ _INTERRUPTED: Final = 130
 def dispatch(
   argv: Sequence[str], commands: Commands, *, help_text: Callable[[], str]
 ) -> int:
-  """Runs one command and returns its exit status.
-
-  Args:
-    argv: The command and its arguments.
-    commands: All commands by name.
-    help_text: Returns the text for `--help` and for no arguments.
-  """
+  """Runs one command and returns its exit status."""
   if not argv or argv[0] in ("-h", "--help", "help"):
     print(help_text())
     return 0 if argv else WRONG_USE
@@ -98,13 +92,6 @@ class Parser(argparse.ArgumentParser):
   def __init__(
     self, command: str, description: str, *, program: str = "tools/ckpt"
   ) -> None:
-    """Initializes.
-
-    Args:
-      command: Name of the command.
-      description: One sentence.
-      program: Name of the program.
-    """
     super().__init__(
       prog=f"{program} {command}",
       description=description,

@@ -53,11 +53,7 @@ class Operand:
 
 
 def main(argv: Sequence[str]) -> int:
-  """Runs one command and returns its exit status.
-
-  Args:
-    argv: The command and its arguments.
-  """
+  """Runs one command and returns its exit status."""
   return command_line.dispatch(argv, COMMANDS, help_text=lambda: __doc__ or "")
 
 

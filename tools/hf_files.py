@@ -23,9 +23,6 @@ _BESIDE = """
 def read_config(folder: epath.Path) -> Mapping[str, Any]:
   """Returns the content of `config.json`.
 
-  Args:
-    folder: The folder that holds it.
-
   Raises:
     user_error.UserError: The file is missing or invalid.
   """

@@ -106,12 +106,7 @@ def run(
 def preview(
   files: weight_files.WeightFiles, dtypes: Mapping[str, np.dtype]
 ) -> Iterator[str]:
-  """Yields a table of names and shapes.
-
-  Args:
-    files: The weights.
-    dtypes: Of our arrays, by name.
-  """
+  """Yields a table of names and shapes."""
   rows = [("array", "shape", "dtype", "from", "shape", "dtype")]
   for name, leaf in files.names.leaves.items():
     tensor = leaf.sources[0][0].name

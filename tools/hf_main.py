@@ -27,11 +27,7 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 
 def main(argv: Sequence[str]) -> int:
-  """Runs one command and returns its exit status.
-
-  Args:
-    argv: The command and its arguments.
-  """
+  """Runs one command and returns its exit status."""
   return command_line.dispatch(argv, COMMANDS, help_text=_help)
 
 

@@ -59,11 +59,7 @@ _BAR: Final = 30
 
 
 def main(argv: Sequence[str]) -> int:
-  """Runs the command and returns its exit status.
-
-  Args:
-    argv: Its arguments.
-  """
+  """Runs the command and returns its exit status."""
   if not argv or argv[0] in ("-h", "--help", "help"):
     print(__doc__)
     return 0 if argv else _WRONG_USE
@@ -199,12 +195,7 @@ class _Bar:
 
 
 def bar_line(progress: corpus_tokenizer.Progress, *, seconds: float) -> str:
-  """Returns the text of a progress bar.
-
-  Args:
-    progress: The progress.
-    seconds: Time since the start.
-  """
+  """Returns the text of a progress bar."""
   total, done = progress.bytes_total, progress.bytes_done
   share = done / total if total else 1.0
   speed = (done - progress.bytes_found) / max(seconds, 1e-9)

@@ -95,11 +95,7 @@ RECOMPUTING: Mapping[table.Kind, Run] = {
 
 
 def make_saving(split: "Split") -> Mapping[table.Kind, Run]:
-  """Returns operations that save and read residuals.
-
-  Args:
-    split: The model's chunk; its `others` are a `Context`.
-  """
+  """Returns operations that save and read residuals."""
 
   def forward(given: Operands, chunk: _Tree, x: _Tree, dy: _Tree) -> Results:
     del dy
@@ -281,11 +277,6 @@ def _find_needed(
   jaxpr: Any, outputs: Sequence[Any], *, have: set[Any]
 ) -> tuple[list[Any], list[Any]]:
   """Returns the equations that outputs depend on, and the values they use.
-
-  Args:
-    jaxpr: The program.
-    outputs: Some of its values.
-    have: Values that are computed elsewhere.
 
   Returns:
     Equations in order, and the values of `have` that they or the outputs use.

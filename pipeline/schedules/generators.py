@@ -25,10 +25,6 @@ def one_f_one_b(*, num_stages: int, num_microbatches: int) -> table.Table:
   Narayanan et al. 2021, https://arxiv.org/abs/2104.04473 (non-interleaved). It
   keeps at most as many microbatches as there are stages, and is slower than
   `one_f_one_b_two_slots` in lock-step.
-
-  Args:
-    num_stages: P.
-    num_microbatches: M.
   """
   orders = []
   for stage in range(num_stages):
@@ -47,13 +43,9 @@ def one_f_one_b_two_slots(
 ) -> table.Table:
   """Returns 1F1B with a forward and a backward slot in every tick.
 
-  Microbatch i runs forward on stage s at tick `i + s` and backward at tick
+  On P stages microbatch i runs forward on stage s at tick `i + s`, backward at
   `i + 2 (P - 1) - s`: GPipe's time in lock-step, with `2 P - 1` microbatches in
   memory at most.
-
-  Args:
-    num_stages: P.
-    num_microbatches: M.
   """
 
   def cell(tick: int, stage: int) -> table.Cell:
@@ -141,9 +133,6 @@ SCHEDULES: Mapping[str, Schedule] = {
 
 def find(name: str) -> Schedule:
   """Returns the function that makes the table of a schedule.
-
-  Args:
-    name: A key of `SCHEDULES`.
 
   Raises:
     ValueError: The name does not exist.

@@ -129,11 +129,6 @@ class SplitModel:
   ) -> StackCall:
     """Returns the arguments of the stack for a batch.
 
-    Args:
-      values: Variables of the model; those of the layers are not needed.
-      batch: Arrays of the batch.
-      rngs: Random keys by stream.
-
     Raises:
       ValueError: The loss function does not call the stack once.
     """
@@ -209,22 +204,13 @@ class Layers:
     return groups - self.stack.num_groups()
 
   def sow_one_group(self, variables: _Tree, x: _Tree, inputs: Inputs) -> _Tree:
-    """Returns what one group of layers sows.
-
-    Args:
-      variables: Variables of one virtual stage.
-      x: Input of a microbatch.
-      inputs: The microbatch.
-    """
+    """Returns what one group of layers sows."""
     groups, common = variables
     one, keys = jax.tree.map(lambda x: x[0], (groups, inputs.layer_keys))
     return self._group(one, common, keys, jnp.int32(0), x, inputs.args)[1]
 
   def stack_shapes(self, made: _Tree) -> _Tree:
     """Returns the shapes of what all groups sow.
-
-    Args:
-      made: Shapes of what one group sows.
 
     Raises:
       ValueError: A layer sows an array that has no gradient.
@@ -342,9 +328,6 @@ def merge_rules(by_rule: Mapping[str, _Tree]) -> dict[str, _Tree]:
   """Returns variables by collection, of the entries `SUMMED` and `MAXIMA`.
 
   Variables of layers get their paths below the stack.
-
-  Args:
-    by_rule: Nested dicts.
   """
   flat: dict[Any, Any] = {}
   for tree in by_rule.values():

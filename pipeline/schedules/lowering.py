@@ -115,12 +115,7 @@ _Senders = Mapping[_Message, table.Position]
 def lower(
   schedule: table.Table, residuals: Residuals = Residuals.RECOMPUTE
 ) -> Lowered:
-  """Returns a table as integers.
-
-  Args:
-    schedule: The table.
-    residuals: What forward operations save.
-  """
+  """Returns a table as integers."""
   senders: dict[_Message, table.Position] = {}
   for at, op in schedule.operations:
     message = _result(schedule, at.stage, op)

@@ -95,12 +95,6 @@ def check_shapes(
 ) -> Shapes:
   """Returns the shapes of activations and metrics.
 
-  Args:
-    functions: The model.
-    chunk: Variables of one virtual stage.
-    outer: Variables of `first` and `last`.
-    context: Any.
-
   Raises:
     ValueError: The functions do not fit together.
   """

@@ -102,11 +102,7 @@ class ScheduledStack(spmd_pipeline.PipelinedStack):
     )
 
   def check_program(self, text: str) -> None:
-    """Raises ValueError if a compiled training step would deadlock.
-
-    Args:
-      text: HLO of the compiled program.
-    """
+    """Raises ValueError if a compiled step, HLO text, would deadlock."""
     if count_branch_permutes(text):
       raise ValueError(
         "the compiler puts collective-permutes inside branches that only some"
@@ -166,9 +162,6 @@ def count_branch_permutes(text: str) -> int:
   all devices into the group of a permute unless
   `xla_gpu_collective_permute_connected_components` is set
   (https://github.com/openxla/xla/pull/40505).
-
-  Args:
-    text: HLO of the compiled program.
   """
   bodies: dict[str, list[str]] = {}
   name = ""

@@ -66,9 +66,6 @@ class Pipelining(experiment.Experiment):
     The stack's `remat_policy` becomes the policy of a tick of the pipeline,
     which runs all layers of a stage, as in Pax.
 
-    Args:
-      stack: The stack of all layers.
-
     Raises:
       UserError: A pipeline knob is set without `num_stages`.
     """

@@ -271,9 +271,6 @@ def _download(
 def installed_path(member: str) -> str | None:
   """Returns where a file of a wheel lies below `site`.
 
-  Args:
-    member: Its path in the wheel.
-
   Returns:
     The path, or None for what is left out: folders, and programs, which start
     by `python -m` here.

@@ -177,7 +177,10 @@ class Workload:
 
 
 class Steps:
-  """A block of train steps; a call runs them and waits for the result."""
+  """A block of `count` train steps; a call runs them and waits.
+
+  The step donates its state; batches are used in turn.
+  """
 
   def __init__(
     self,
@@ -187,14 +190,6 @@ class Steps:
     *,
     count: int,
   ) -> None:
-    """Initializes.
-
-    Args:
-      step: `(state, batch) -> (state, metrics)`, which donates the state.
-      state: The initial state.
-      batches: Arrays on the devices, used in turn.
-      count: Steps in a block.
-    """
     self.step = step
     self._batches = batches
     self._count = count
@@ -266,14 +261,7 @@ def pure_jax_steps(ours: OurSteps, workload: Workload, *, count: int) -> Steps:
 def rates(
   *, tokens: int, flops_per_step: float, seconds: float, dtype: str
 ) -> dict[str, float]:
-  """Returns tokens and FLOPs per second, and MFU where the peak is known.
-
-  Args:
-    tokens: In a step, over all devices.
-    flops_per_step: Over all devices.
-    seconds: Of a step.
-    dtype: Of the operands of matmuls.
-  """
+  """Returns tokens and FLOPs per second of all devices, and MFU if known."""
   devices = jax.devices()
   result = {
     "tokens/s": tokens / seconds,

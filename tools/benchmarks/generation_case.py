@@ -91,13 +91,7 @@ def compile_both(workload: decoder_lm_workload.Workload) -> Contenders:
 def run(
   workload: decoder_lm_workload.Workload, *, name: str, rounds: int
 ) -> timing.Comparison:
-  """Returns the time of our decoding over that of plain JAX, on one device.
-
-  Args:
-    workload: Sizes; its length is that of the prompts and of the output.
-    name: Of the comparison.
-    rounds: Timed calls of each.
-  """
+  """Returns the time of our decoding over that of plain JAX, on one device."""
   both = compile_both(workload)
   pairs = timing.interleave(both.run_ours, both.run_theirs, rounds=rounds)
   new = workload.global_batch_size * workload.length

@@ -94,13 +94,7 @@ def measure(
 def to_markdown(
   speeds: Sequence[Speed], *, environment: Mapping[str, str], command: str
 ) -> str:
-  """Returns the page.
-
-  Args:
-    speeds: The results.
-    environment: Facts of the machine.
-    command: The command that measured them.
-  """
+  """Returns the page."""
   lines = [
     "# Input speed",
     "",

@@ -106,14 +106,7 @@ def run(
   rounds: int,
   every_steps: int = CHECKPOINT_EVERY_STEPS,
 ) -> timing.Comparison:
-  """Returns the time of a step in the program over that of the bare step.
-
-  Args:
-    workload: Sizes.
-    name: Of the comparison.
-    rounds: Timed blocks of each.
-    every_steps: Steps between checkpoints, which is a round.
-  """
+  """Returns the time of a step in the program over that of the bare step."""
   if every_steps <= 0 or every_steps % _EVALUATIONS:
     raise ValueError(
       f"every_steps must be a positive multiple of {_EVALUATIONS}, got"

@@ -46,13 +46,7 @@ def to_markdown(
   environment: Mapping[str, Any],
   command: str,
 ) -> str:
-  """Returns the page of a measurement.
-
-  Args:
-    comparisons: The results.
-    environment: Facts of the machine, of the function of that name.
-    command: The command that measured them.
-  """
+  """Returns the page of a measurement."""
   head, *body = rows(comparisons)
   lines = [
     "# Benchmarks",
@@ -98,11 +92,7 @@ def _short(value: Any) -> str:
 
 
 def environment(now: datetime.datetime) -> dict[str, Any]:
-  """Returns the date, versions and devices as JSON values.
-
-  Args:
-    now: The time of the measurement.
-  """
+  """Returns the date, versions and devices as JSON values."""
   devices = jax.devices()
   return {
     "date": now.date().isoformat(),

@@ -20,12 +20,6 @@ def run(
   """Returns the time of our train step over that of plain JAX, on one device.
 
   Both begin with the same state.
-
-  Args:
-    workload: Sizes.
-    name: Of the comparison.
-    rounds: Timed blocks of steps of each.
-    steps: Steps in a block.
   """
   job = workload.job()
   ours = decoder_lm_workload.compile_ours(job, devices=jax.devices()[:1])
@@ -59,11 +53,6 @@ def run_save(
 
   Each round makes one step and saves its state. Waiting for the background
   work of a save counts for neither.
-
-  Args:
-    workload: Sizes.
-    name: Of the comparison.
-    rounds: Timed rounds, after one untimed round.
   """
   ours = decoder_lm_workload.compile_ours(
     workload.job(), devices=jax.devices()[:1]

@@ -111,10 +111,6 @@ def full_label(label: str, package: str) -> str:
 def parse(text: str, package: str) -> list[Target]:
   """Returns the targets of a BUILD file.
 
-  Args:
-    text: The content of the file.
-    package: Its folder, relative to the workspace.
-
   Raises:
     BuildFileError: It is not a list of calls with literal arguments.
   """
