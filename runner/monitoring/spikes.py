@@ -24,7 +24,7 @@ from typing import Any
 from etils import epath
 
 from paxon.inputs import base_input
-from paxon.runner import files, user_error
+from paxon.runner import files
 from paxon.runner.settings import monitoring
 
 _TO_SIGMA = 1.4826
@@ -193,19 +193,9 @@ def read(path: epath.PathLike) -> list[Spike]:
   """Returns the spikes of a run, in order.
 
   Raises:
-    UserError: A line cannot be parsed.
+    files.DamagedFileError: A line cannot be parsed.
   """
-  spikes = []
-  lines = epath.Path(path).read_text().splitlines()
-  for number, line in enumerate(lines, start=1):
-    try:
-      spikes.append(Spike(**json.loads(line)))
-    except (ValueError, TypeError) as error:
-      raise user_error.UserError(
-        f"{path}, line {number}, is not a valid spike record ({error!r}):"
-        f" {line[:80]!r}. Remove the line or the file."
-      ) from error
-  return spikes
+  return files.read_json_lines(path, lambda x: Spike(**x), kind="spike")
 
 
 def read_batch(
