@@ -80,8 +80,8 @@ class Observer:
         self._profiler = Profiler(launch.profile, run_dir / run_dirs.PROFILE)
         if launch.profile and launch.profile[-1] <= resume_step:
           self._print(
-            f"nothing is profiled: --profile_steps={_format(launch.profile)} is before"
-            f" step {resume_step + 1}, from which the run resumes"
+            f"nothing is profiled: --profile_steps={_format(launch.profile)} is"
+            f" before step {resume_step + 1}, from which the run resumes"
           )
     self._cost: step_metrics.StepCost | None = None
     self._devices: Sequence[jax.Device] = ()
