@@ -142,11 +142,7 @@ class Command(NamedTuple):
 
 
 def parse(argv: Sequence[str]) -> Command:
-  """Parses the arguments into flags and overrides.
-
-  Raises:
-    user_error.UserError: An argument is not valid.
-  """
+  """Parses the arguments into flags and overrides; raises UserError."""
   from paxon.runner.configuration import overrides as overrides_lib
 
   values = make_flags()
@@ -193,11 +189,7 @@ def _unknown_flag(name: str, values: Values) -> user_error.UserError:
 
 
 def check(values: Values, packages: Sequence[str]) -> None:
-  """Checks the flags before the experiment is imported.
-
-  Raises:
-    user_error.UserError: A flag is not valid.
-  """
+  """Checks the flags before the experiment is imported; raises UserError."""
   mode = values.mode
   if mode not in MODES:
     raise user_error.UserError(

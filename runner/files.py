@@ -78,11 +78,7 @@ def is_local(path: epath.PathLike) -> bool:
 
 
 def check_store(path: epath.Path) -> None:
-  """Checks that the library of an object store is installed.
-
-  Raises:
-    user_error.UserError: It is missing.
-  """
+  """Raises UserError if the library of an object store is missing."""
   if is_local(path):
     return
   try:

@@ -273,11 +273,7 @@ def to_text(attempts: Sequence[Attempt]) -> str:
 
 
 def read(path: epath.PathLike) -> list[Attempt]:
-  """Returns the attempts of a run, in order.
-
-  Raises:
-    files.DamagedFileError: A line cannot be parsed.
-  """
+  """Returns the attempts of a run, in order; raises files.DamagedFileError."""
 
   def make(fields: dict[str, Any]) -> Attempt:
     seconds: dict[str, Any] = fields["seconds"]

@@ -24,11 +24,7 @@ class Launch:
 
 
 def parse_window(text: str) -> range:
-  """Parses steps to profile, `FIRST:STOP`, which are numbered from 1.
-
-  Raises:
-    ValueError: It is not a non-empty range of steps.
-  """
+  """Parses `FIRST:STOP`, steps to profile from 1; raises ValueError."""
   found = re.fullmatch(r"(\d+):(\d+)", text.strip())
   if found is None:
     raise ValueError(
@@ -47,11 +43,7 @@ def parse_window(text: str) -> range:
 
 
 def check_window(window: range, *, num_train_steps: int) -> None:
-  """Checks that training reaches the steps to profile.
-
-  Raises:
-    ValueError: It does not.
-  """
+  """Raises ValueError unless training reaches the steps to profile."""
   if window[-1] > num_train_steps:
     raise ValueError(
       f"--profile_steps={window.start}:{window.stop} ends at step {window[-1]},"

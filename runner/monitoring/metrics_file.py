@@ -115,11 +115,7 @@ class MetricsFile(SummaryWriter):
           self._add(record)
 
   def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
-    """Records one line.
-
-    Raises:
-      ValueError: A metric is named `step` or `split`.
-    """
+    """Records one line; raises ValueError for metrics `step` and `split`."""
     for key in _KEYS:
       if key in values:
         raise ValueError(
@@ -143,11 +139,7 @@ class MetricsFile(SummaryWriter):
 
 
 def read(path: epath.PathLike) -> list[Record]:
-  """Returns the lines of a file, in order.
-
-  Raises:
-    files.DamagedFileError: A line cannot be parsed.
-  """
+  """Returns the lines of a file, in order; raises files.DamagedFileError."""
 
   def make(fields: dict[str, Any]) -> Record:
     step, split = fields.pop("step"), fields.pop("split")

@@ -190,22 +190,14 @@ class SpikeReport:
 
 
 def read(path: epath.PathLike) -> list[Spike]:
-  """Returns the spikes of a run, in order.
-
-  Raises:
-    files.DamagedFileError: A line cannot be parsed.
-  """
+  """Returns the spikes of a run, in order; raises files.DamagedFileError."""
   return files.read_json_lines(path, lambda x: Spike(**x), kind="spike")
 
 
 def read_batch(
   spike: Spike, train_input: base_input.BaseInput
 ) -> base_input.Batch:
-  """Reads the batch of a spike again and changes the state of the input.
-
-  Raises:
-    ValueError: The position belongs to other data.
-  """
+  """Reads the batch of a spike again; raises ValueError for other data."""
   train_input.set_state(dict(spike.position_before))
   return train_input.get_next()
 

@@ -182,11 +182,7 @@ def get_options(name: str, hardware: str | None) -> dict[str, Value]:
 
 
 def check_options(options: Mapping[str, object]) -> None:
-  """Checks the form of names and the types of values.
-
-  Raises:
-    ValueError: A name or a value is not valid.
-  """
+  """Raises ValueError for a malformed name or a value of another type."""
   for name, value in options.items():
     if not _NAME.fullmatch(name):
       close = f"; use {name.lstrip('-')!r}" if name.startswith("-") else ""
@@ -202,11 +198,7 @@ def check_options(options: Mapping[str, object]) -> None:
 
 
 def check_sets(names: Sequence[str]) -> None:
-  """Checks the names of option sets.
-
-  Raises:
-    ValueError: A set does not exist.
-  """
+  """Raises ValueError for the name of a set that does not exist."""
   for name in names:
     if name not in NAMES:
       raise ValueError(

@@ -147,11 +147,7 @@ def scheduled_gradient_fn(
 
 
 def check_schedule(job: job_lib.Job, compiled: jax.stages.Compiled) -> None:
-  """Checks the compiled step of a model whose stack has a schedule.
-
-  Raises:
-    UserError: The step would deadlock.
-  """
+  """Raises UserError if the compiled step of a schedule would deadlock."""
   stack = _find_scheduled(job)
   text = None if stack is None else compiled.as_text()
   if stack is None or text is None:

@@ -123,11 +123,7 @@ def store_settings(
 
 
 def read_settings(folder: epath.Path) -> Settings | None:
-  """Returns the stored settings of a run, `None` if there are none.
-
-  Raises:
-    UserError: The file is damaged.
-  """
+  """Returns the stored settings of a run, None without; raises UserError."""
   path = folder / run_dir.SETTINGS
   if not path.exists():
     return None

@@ -38,11 +38,7 @@ def mode_of(job: job_lib.Job) -> recipes.Mode:
 
 
 def check_mode(job: job_lib.Job, mode: str) -> None:
-  """Checks that a program can use the job's weights.
-
-  Raises:
-    UserError: It cannot.
-  """
+  """Raises UserError if a program cannot use the job's weights."""
   allowed = _MODES.get(mode_of(job))
   if allowed is None or mode in allowed or mode == "inspect_input":
     return
