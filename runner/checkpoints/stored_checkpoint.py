@@ -218,7 +218,7 @@ def read_config(run: epath.Path) -> dict[str, str] | None:
 def read_arrays(
   checkpoint: StoredCheckpoint, wanted: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.Array]:
-  """Reads arrays onto devices in the wanted dtypes; raises like `read_numpy`."""
+  """Reads arrays onto devices in other dtypes; raises like `read_numpy`."""
   tree = _to_nested(checkpoint, wanted)
   restore_args = ocp.checkpoint_utils.construct_restore_args(tree)
   return _read(checkpoint, wanted, tree, restore_args)
