@@ -12,7 +12,12 @@ def test_the_plan_of_the_page_has_the_sections_that_plans_have():
   shown = page.split("```text")[1].split("```")[0]
   # Of a program with nothing to warn of, in which nothing is quantized.
   plan = sample_plan.plan(
-    resharding=(), findings=(), warnings=(), notes=(), quantized_matmuls=()
+    resharding=(),
+    findings=(),
+    warnings=(),
+    notes=(),
+    quantized_matmuls=(),
+    other_programs=(),
   )
   sections = report.to_text(plan).split("\n\n")
   headings = [section.split("\n")[0] for section in sections]

@@ -70,6 +70,21 @@ def test_sums_equal_collectives():
   assert found.seconds is None
 
 
+def test_sums_the_payload_by_module():
+  one = _collective([0, 1], name="jit(f)/jvp(Lm)/mlp/up/dot_general")
+  (found,) = roofline.summarize(
+    [
+      one,
+      dataclasses.replace(one, name="jit(f)/transpose(jvp(Lm))/mlp/up/dot"),
+      dataclasses.replace(one, name="", count=1),
+    ],
+    kind=_H200,
+    placement=network.Placement(domains=(0, 0)),
+  )
+  up = 2 * one.count * one.payload_bytes
+  assert found.module_bytes == {"Lm/mlp/up": up, "": one.payload_bytes}
+
+
 def test_the_bound_is_the_slowest_part():
   options = {"kind": _H200, "num_devices": 2, "batch_shape": (4, 8)}
   work = _flops(forward=2 * 10**12, backward=4 * 10**12, attention=10**12)

@@ -270,7 +270,7 @@ def test_names_the_compilers_of_the_platform_alone():
       "does not fit, 102 % of usable memory",
     ),
     ({"compiler_error": "no", "peak": None}, "does not fit", "does not fit"),
-    ({"usable": None}, "unknown", "unknown whether it fits"),
+    ({"usable": None}, "unknown", "unknown whether it fits; estimated"),
     (
       {"peak": None},
       "unknown",

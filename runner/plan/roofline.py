@@ -10,6 +10,7 @@ import math
 from paxon.runner.plan import flops as flops_lib
 from paxon.runner.plan import hardware, network, result
 from paxon.runner.plan.program_text import collectives as collectives_lib
+from paxon.runner.plan.program_text import name_stack
 
 FAST = "fast"
 NETWORK = "network"
@@ -52,6 +53,7 @@ def summarize(
         asynchronous=sum(c.count for c in members if c.is_asynchronous),
         payload_bytes=sum(c.count * c.payload_bytes for c in members),
         dtype_bytes=_by_dtype(members),
+        module_bytes=_by_module(members),
         wire_bytes=math.fsum(c.count * c.wire_bytes for c in members),
         seconds=math.fsum(seconds) if len(seconds) == len(members) else None,
         gathers=first.gathers,
@@ -110,6 +112,17 @@ def bound(
     tokens_per_second=tokens / step if tokens and step else None,
     mfu=model / (num_devices * peak * step) if step else 0.0,
   )
+
+
+def _by_module(
+  members: Iterable[collectives_lib.Collective],
+) -> dict[str, int]:
+  """Returns payload bytes of all executions, by path of the linen module."""
+  sums: dict[str, int] = {}
+  for member in members:
+    module = name_stack.part(member.name)
+    sums[module] = sums.get(module, 0) + member.count * member.payload_bytes
+  return sums
 
 
 def _by_dtype(

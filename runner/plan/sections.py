@@ -85,7 +85,9 @@ def verdict(plan: result.Plan) -> str:
   elif found.fit is not result.Fit.UNKNOWN:
     text = plan.fit
   else:
-    text = "unknown whether it fits (not compiled)"
+    text = "unknown whether it fits"
+    if found.peak is None:
+      text += " (not compiled)"
     if found.usable:
       share = units.share(found.state_and_batch / found.usable)
       text += f"; state and batch take {share} of usable memory"
@@ -365,7 +367,7 @@ def _collectives_by_module(plan: result.Plan) -> Section:
   sums: dict[tuple[str, str, str], int] = {}
   for c in plan.collectives:
     for module, size in c.module_bytes.items():
-      key = module or "(outside any module)", c.kind, ",".join(c.axes) or "-"
+      key = module or "(no module name)", c.kind, ",".join(c.axes) or "-"
       sums[key] = sums.get(key, 0) + size
   ordered = sorted(sums.items(), key=lambda item: -item[1])
   rows = [(*key, units.size(size)) for key, size in ordered]
