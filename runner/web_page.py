@@ -197,7 +197,7 @@ class Bar:
     segments: From left to right.
     start: Where the first one begins.
     text: Text behind it; by default the sum of the segments.
-    range: Two values, drawn as a line.
+    range: Expected range of the end, drawn as a line.
   """
 
   label: str
@@ -245,6 +245,8 @@ def bar_chart(
     for color, name in sorted(colors.items())
   ]
   items += [element("li", f"\u250a {n}: {form(v)}") for n, v in limits]
+  if any(bar.range for bar in bars):
+    items.append(element("li", "\u2500 expected range"))
   return element("div", chart, element("ul", *items, class_="legend"))
 
 

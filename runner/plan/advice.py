@@ -1,6 +1,6 @@
-"""Proposed changes for a program that does not fit in memory.
+"""Advice for programs that do not fit, or wait long for communication.
 
-For what the search cannot find, or was not asked for.
+It complements the search, which compiles what it proposes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,31 +22,32 @@ def of(
   mesh: Mapping[str, int],
   batch: Sequence[int] | None,
 ) -> tuple[str, ...]:
-  """Returns changes, the first to try first; none if the program fits.
+  """Returns changes, the best first; none if the program fits.
 
   Args:
-    memory: Of the program.
-    flops: Of the program; says whether anything is recomputed.
+    memory: Memory of the program.
+    flops: FLOPs of the program, which show whether it recomputes anything.
     mesh: Size of each mesh axis.
-    batch: Rows and their length, if known.
+    batch: Number and length of the sequences, if known.
   """
   if memory.fit is not result.Fit.DOES_NOT_FIT:
     return ()
   state, usable = memory.state_and_batch, memory.usable
-  shards = " x ".join(f"{a}={n}" for a, n in mesh.items() if n > 1) or "one"
+  axes = " x ".join(f"{a}={n}" for a, n in mesh.items() if n > 1)
+  shards = f"the mesh is {axes or 'one device'}"
   if usable is not None and state > usable:
-    parts = -(-state // int(usable)) * 2
+    factor = -(-state // int(usable)) * 2
     return (
       f"The state alone takes {units.size(state)} of {units.size(usable)} on"
-      f" each device: split it over more devices, for example over {parts}"
-      f" times as many by the mesh axis fsdp (the mesh is {shards}).",
-      "An optimizer with less state (adafactor, lion) takes less, and needs a"
-      " learning rate of its own.",
+      f" each device: shard it over {factor} times as many devices with the"
+      f" mesh axis fsdp ({shards}).",
+      "An optimizer with a smaller state (adafactor, lion) needs less memory"
+      " and another learning rate.",
     )
   changes = []
   if not flops.phase(flops_lib.Phase.REMAT):
     changes.append(
-      "Nothing is recomputed: set the stack's remat_policy, for example"
+      "Recompute activations: set the stack's remat_policy, for example"
       " --fdl.task.model.stack.remat_policy=layers.remat.save_nothing."
     )
   if batch is not None and batch[0] > 1:
@@ -54,7 +55,7 @@ def of(
       f"Halve the activations: global_batch_size={batch[0] // 2}, or the"
       " learner's num_microbatches=2 with the same batch."
     )
-  changes.append(f"Split it over more devices; the mesh is {shards}.")
+  changes.append(f"Shard the step over more devices ({shards}).")
   return tuple(changes)
 
 
@@ -62,7 +63,7 @@ def for_waiting(estimate: result.Estimate | None) -> tuple[str, ...]:
   """Returns advice for a step that waits long for one kind of communication.
 
   Args:
-    estimate: Of the step's time, if there is one.
+    estimate: Estimated step time, if there is one.
   """
   if estimate is None or not estimate.step:
     return ()
@@ -76,20 +77,20 @@ def for_waiting(estimate: result.Estimate | None) -> tuple[str, ...]:
 
 
 def devices_for(whole: int, *, usable: float, num_devices: int) -> str:
-  """Returns how many devices a state needs that these cannot hold.
+  """Returns the number of devices that a state needs, in a sentence.
 
   Args:
-    whole: Bytes of the state, not split.
+    whole: Bytes of the unsharded state.
     usable: Bytes of a device.
-    num_devices: How many there are.
+    num_devices: Number of devices, which cannot hold the state.
   """
   least = math.ceil(whole / usable)
-  # Of a power of two as many divide most sizes, and half stays for the rest.
+  # A power of two divides most sizes.
   roomy = 2 ** math.ceil(math.log2(max(2 * whole / usable, 1)))
   return (
-    f"The state takes {units.size(whole)} in all; split over {num_devices}"
-    f" devices it is {units.size(whole / num_devices)} of"
-    f" {units.size(usable)} on each. At least {least} such devices hold it,"
-    f" {roomy} leave half of their memory to activations: a larger --target,"
-    f" with --fdl.mesh=fsdp={roomy}."
+    f"The state takes {units.size(whole)}; sharded over {num_devices} devices"
+    f" it is {units.size(whole / num_devices)} of {units.size(usable)} on each."
+    f" At least {least} such devices hold it, {roomy} leave half of their"
+    " memory for activations: use a larger --target, with"
+    f" --fdl.mesh=fsdp={roomy}."
   )

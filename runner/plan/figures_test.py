@@ -168,14 +168,14 @@ def test_what_to_change_first():
 
   first = _advice(_memory(parameters=70 * _GIB, peak=90 * _GIB), _flops())[0]
   assert "The state alone takes 74.00 GiB of 10.00 GiB" in first
-  assert "over more devices" in first
+  assert "over 16 times as many devices" in first
 
 
 def test_how_many_devices_a_state_takes():
   text = advice.devices_for(1000 * _GIB, usable=100.0 * _GIB, num_devices=8)
   assert text == (
-    "The state takes 1,000.00 GiB in all; split over 8 devices it is"
-    " 125.00 GiB of 100.00 GiB on each. At least 10 such devices hold it, 32"
-    " leave half of their memory to activations: a larger --target,"
-    " with --fdl.mesh=fsdp=32."
+    "The state takes 1,000.00 GiB; sharded over 8 devices it is 125.00 GiB of"
+    " 100.00 GiB on each. At least 10 such devices hold it, 32 leave half of"
+    " their memory for activations: use a larger --target, with"
+    " --fdl.mesh=fsdp=32."
   )

@@ -63,15 +63,16 @@ def _comparison(
   for failure in failures:
     text = f"{failure.target}: no plan: {failure.message}"
     yield web_page.element("p", text, class_="bad")
-  yield web_page.bar_chart(
-    shares,
-    title="Memory, as a share of usable memory",
-    form=units.share,
-    limits=[("usable", 1.0)] if known else (),
-  )
-  yield web_page.bar_chart(
-    times, title="Time of a step of each target", form=units.seconds
-  )
+  if shares:
+    title = "Memory, as a share of usable memory"
+    yield web_page.element("h3", title)
+    yield web_page.bar_chart(
+      shares, title=title, form=units.share, limits=[("usable", 1.0)]
+    )
+  if times:
+    title = "Estimated step time, or its lower bound"
+    yield web_page.element("h3", title)
+    yield web_page.bar_chart(times, title=title, form=units.seconds)
 
 
 def _plan(plan: result.Plan, label: str) -> Iterator[web_page.Content]:
