@@ -107,6 +107,22 @@ def test_the_verdict_is_first_and_last():
   assert lines[-1] == verdict
 
 
+@pytest.mark.parametrize(
+  ("notes", "line"),
+  [
+    ((), "none"),
+    (
+      ("Communication could not be read: KeyError: 'x'",),
+      "Communication could not be read: KeyError: 'x'",
+    ),
+  ],
+)
+def test_collectives_that_could_not_be_read_are_not_none(notes, line):
+  text = report.to_text(sample_plan.plan(collectives=(), notes=notes))
+  assert f"collectives per step, per device\n  {line}\n" in text
+  assert ("fast link" in text) is (line == "none")
+
+
 def test_throughput_below_what_the_host_allows_is_left_out():
   # 65,536 tokens in 3 us would be 21 billion tokens/s.
   step = {"step": 3e-6, "tokens_per_second": 21_845_333_333.0}

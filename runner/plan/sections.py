@@ -351,9 +351,14 @@ def _collectives(plan: result.Plan) -> Section:
     "collectives per step, per device",
     rows,
     (*titles, "at least", "dtypes"),
-    () if rows else ("none",),
+    () if rows else _unread(plan) or ("none",),
     most=12,
   )
+
+
+def _unread(plan: result.Plan) -> list[str]:
+  """Returns why the collectives are unknown; empty if they are known."""
+  return [n for n in plan.notes if n.startswith("Communication could not")]
 
 
 def _dtypes(found: Mapping[str, int]) -> str:
@@ -456,8 +461,8 @@ def _bound(plan: result.Plan) -> Section:
   times = [
     ("matmuls", found.compute),
     ("memory", found.memory),
-    ("fast link", found.fast_link),
-    ("network", found.network),
+    ("fast link", None if _unread(plan) else found.fast_link),
+    ("network", None if _unread(plan) else found.network),
     ("step, all overlapped", found.step),
   ]
   rows = [(name, units.seconds(s)) for name, s in times if s is not None]
