@@ -43,6 +43,9 @@ ATTENTION_VALUE: Final = "attention_value"
 # Output of the kernel, and of the output projection.
 ATTENTION_CONTEXT: Final = "attention_context"
 ATTENTION_OUTPUT: Final = "attention_output"
+# Output and softmax statistics of a fused kernel, in its own layout (splash
+# attention only): with them its forward kernel is not run again.
+ATTENTION_RESIDUALS: Final = "attention_residuals"
 # The widest tensor of a feed-forward layer, and its output.
 FEED_FORWARD_HIDDEN: Final = "feed_forward_hidden"
 FEED_FORWARD_OUTPUT: Final = "feed_forward_output"

@@ -17,6 +17,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from paxon.layers import remat
 from paxon.layers.attention import kernel_support, kernels, per_device
 from paxon.layers.attention import mask as attention_mask
 
@@ -31,7 +32,8 @@ class Splash:
   Sequences are padded to multiples of 128. A block is the largest multiple of
   128 that divides the padded length and is not above its field, so lengths that
   are multiples of the blocks are fastest. Queries are scaled before the matmul,
-  in their own dtype.
+  in their own dtype. The policy `remat.save_only(remat.ATTENTION_RESIDUALS)`
+  saves what the backward pass needs of the forward kernel.
 
   Attributes:
     block_q: Queries of a block.
@@ -141,6 +143,7 @@ class Splash:
       splash_attention.MultiHeadMask([in_row] * num_heads),
       block_sizes=self.blocks(query.shape[2], key.shape[2]),
       attn_logits_soft_cap=logit_cap,
+      residual_checkpoint_name=remat.ATTENTION_RESIDUALS,
       head_shards=1,
       q_seq_shards=1,
       interpret=self.interpret,

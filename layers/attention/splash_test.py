@@ -5,11 +5,12 @@ Values and gradients of small rows are in `kernel_battery_test`.
 """
 
 import jax
+from jax import ad_checkpoint
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import testing
+from paxon.layers import remat, testing
 from paxon.layers.attention import kernel_support, kernels, splash
 from paxon.layers.attention import mask as attention_mask
 from paxon.sharding import layout as layouts
@@ -209,3 +210,22 @@ def test_what_splash_attention_cannot_serve():
 def test_an_interpreted_kernel_runs_everywhere():
   assert splash.Splash().support is kernel_support.SPLASH
   assert interpreted.support.platforms == ()
+
+
+def test_residuals_of_the_kernel_have_a_remat_name(capsys):
+  mask = _mask([[1] * 128])
+
+  def loss(query, key, value):
+    out = interpreted(query, key, value, mask)
+    return jnp.sum(jnp.sin(remat.tag(out, remat.ATTENTION_CONTEXT)))
+
+  def saved(policy):
+    kept = jax.checkpoint(loss, policy=policy)
+    ad_checkpoint.print_saved_residuals(kept, *_inputs(1, 128))
+    return capsys.readouterr().out
+
+  # The output and the statistics, with which the kernel is not run again.
+  text = saved(remat.save_only(remat.ATTENTION_RESIDUALS))
+  assert text.count(f"named '{remat.ATTENTION_RESIDUALS}'") == 2
+  text = saved(remat.save_nothing)
+  assert remat.ATTENTION_RESIDUALS not in text
