@@ -226,6 +226,7 @@ def test_residuals_of_the_kernel_have_a_remat_name(capsys):
 
   # The output and the statistics, with which the kernel is not run again.
   text = saved(remat.save_only(remat.ATTENTION_RESIDUALS))
-  assert text.count(f"named '{remat.ATTENTION_RESIDUALS}'") == 2
-  text = saved(remat.save_nothing)
-  assert remat.ATTENTION_RESIDUALS not in text
+  assert {"f32[1,4,128,16] output", "f32[1,4,128] output"} <= {
+    line.partition(" of ")[0] for line in text.splitlines()
+  }
+  assert "output of" not in saved(remat.save_nothing)

@@ -53,6 +53,7 @@ class Remat(enum.Enum):
   PROJECTIONS = "outputs of matmuls with kernels"
   ATTENTION = "inputs and outputs of attention"
   CONTEXT = "outputs of attention"
+  RESIDUALS = "residuals of splash attention"
   NOTHING = "nothing"
 
 
@@ -395,6 +396,7 @@ class _Mesh:
       if axes.HEADS in kernel.axes and _is_output(kernel):
         context = layers * _width_in(kernel) / self._parts(kept)
         widths[Remat.CONTEXT] += context
+        widths[Remat.RESIDUALS] += context
         widths[Remat.ATTENTION] += context
       elif {axes.HEADS, axes.KV_HEADS} & {*kernel.axes}:
         widths[Remat.ATTENTION] += each
@@ -500,6 +502,7 @@ _RECOMPUTED: Final = {
   Remat.PROJECTIONS: _Recomputed(0.0, 1.0, 1.0),
   Remat.ATTENTION: _Recomputed(0.8, 1.0, 1.0),
   Remat.CONTEXT: _Recomputed(1.0, 1.0, 1.0),
+  Remat.RESIDUALS: _Recomputed(1.0, 1.0, 0.0),
   Remat.NOTHING: _Recomputed(1.0, 1.0, 1.0),
 }
 

@@ -87,7 +87,9 @@ def test_recomputation_and_microbatches_trade_time_for_memory(on_8):
   def predict(**fields):
     return on_8.predict(layouts.Layout(mesh="fsdp=8", **fields))
 
-  levels = [predict(remat=level) for level in layouts.Remat]
+  # Splash attention alone has residuals.
+  others = set(layouts.Remat) - {layouts.Remat.RESIDUALS}
+  levels = [predict(remat=level) for level in layouts.Remat if level in others]
   assert [p.step for p in levels] == sorted(p.step for p in levels)
   assert [p.peak for p in levels] == sorted(
     (p.peak for p in levels), reverse=True

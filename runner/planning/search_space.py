@@ -70,6 +70,11 @@ POLICIES: Final = (
     "recompute all but the outputs of attention",
   ),
   (
+    layouts.Remat.RESIDUALS,
+    _save_only(remat.ATTENTION_RESIDUALS),
+    "recompute all but splash attention",
+  ),
+  (
     layouts.Remat.NOTHING,
     "layers.remat.save_nothing",
     "recompute all but the layer inputs",
@@ -206,6 +211,10 @@ class Space:
         layout = candidate.layout
         if choices[0].fields and axes.SEQUENCE in layout.mesh:
           continue  # Fused kernels need whole sequences.
+        if layout.remat is layouts.Remat.RESIDUALS and not self._is_splash(
+          layout
+        ):
+          continue  # Only splash attention names them.
         if not self.layouts.is_possible(
           layout.mesh, microbatches=layout.microbatches
         ):
@@ -241,6 +250,11 @@ class Space:
           words=f"split over {spec}" if str(spec) else "do not split",
           fields=(("mesh", str(spec)),),
         )
+
+  def _is_splash(self, layout: layouts.Layout) -> bool:
+    is_fused = layout.attention is layouts.Attention.CAUSAL
+    platform = self._target.hardware.platform.value
+    return is_fused and platform in kernel_support.SPLASH.platforms
 
   def _allows_split_sequences(self) -> bool:
     return not self._has_problem(self._job, length_shards=2)

@@ -52,6 +52,7 @@ def test_every_choice_can_be_typed_and_does_what_it_says():
     remat.save_projections,
     remat.SaveOnly(names),
     remat.SaveOnly(names[-1:]),
+    remat.SaveOnly((remat.ATTENTION_RESIDUALS,)),
     remat.save_nothing,
   ]
   assert [parts for _, parts, _ in values["microbatches"]] == [2, 4, 8]
@@ -61,10 +62,10 @@ def test_every_choice_can_be_typed_and_does_what_it_says():
 @pytest.mark.parametrize(
   ("policy", "number"),
   [
-    (None, 4),
-    (remat.SaveOnly((remat.ATTENTION_CONTEXT,)), 4),
-    (remat.save_nothing, 4),
-    (remat.SaveOnly(("mine",)), 5),
+    (None, 5),
+    (remat.SaveOnly((remat.ATTENTION_CONTEXT,)), 5),
+    (remat.save_nothing, 5),
+    (remat.SaveOnly(("mine",)), 6),
   ],
 )
 def test_policies_other_than_the_one_in_use(policy, number):

@@ -233,8 +233,8 @@ def _attention(subject: Subject) -> Iterable[str]:
   if forward > backward > 0:
     yield (
       f"attention: {forward} forward kernels for {backward} backward ones:"
-      f" {forward - backward} are recomputed. Save the kernel's own residuals,"
-      " its output and its softmax statistics, in the remat policy."
+      f" {forward - backward} are recomputed. The softmax statistics of cuDNN"
+      " have no remat name, so only remat_policy=None saves them."
     )
 
 

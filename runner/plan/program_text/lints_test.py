@@ -174,6 +174,7 @@ def test_attention_that_is_recomputed():
     kernels={"__cudnn$fmhaSoftmax": 64, "__cudnn$fmhaSoftmaxBackward": 32}
   )
   assert "attention: 64 forward kernels for 32 backward ones: 32 are" in text
+  assert "only remat_policy=None saves them" in text
   # In evaluation there is no backward pass.
   assert _check(kernels={"__cudnn$fmhaSoftmax": 64}) == ()
 
