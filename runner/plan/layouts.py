@@ -400,7 +400,8 @@ class _Mesh:
         widths[Remat.ATTENTION] += context
       elif {axes.HEADS, axes.KV_HEADS} & {*kernel.axes}:
         widths[Remat.ATTENTION] += each
-    saved = widths[layout.remat] + num_layers * _embed(self._kernels)
+    inputs = _embed(self._kernels) / self.shards(axes.ACTIVATION_EMBED)
+    saved = widths[layout.remat] + num_layers * inputs
     working = 2 * widths[Remat.ALL] / num_layers
     logits = 0.0
     if layout.attention is Attention.PLAIN:
