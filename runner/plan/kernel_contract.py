@@ -1,7 +1,7 @@
 """Kernels that compute a step, and checks of the expected ones.
 
 Kernels that the program asks for are decided: cuDNN's attention, splash
-attention, other Pallas kernels, products in fp8. Which kernel multiplies
+attention, other Pallas kernels, matmuls in fp8. Which kernel multiplies
 matrices on a GPU is left to the autotuning of the run, which tries Triton's
 and cuBLAS's; a plan has no GPU to try them on.
 """
@@ -17,10 +17,10 @@ from paxon.runner.settings import expected_kernels
 
 # The scope that `layers.attention.ring` names.
 _RING: Final = "ring_attention"
-# What autotuning chooses among. Products of cuBLAS in few bits stand only where
+# What autotuning chooses among. Matmuls of cuBLAS in 8 bits stand only where
 # they were asked for, or where Triton is off.
 _TUNED: Final = frozenset({expected_kernels.CUBLAS, expected_kernels.TRITON})
-# The dtypes of cuBLAS's kernels for few bits.
+# The dtypes of cuBLAS's low-precision kernels.
 _NARROW: Final = {
   expected_kernels.CUBLAS_FP8: "float8",
   expected_kernels.CUBLAS_INT8: "int8",
@@ -122,7 +122,7 @@ def mismatches(
     others = [choice for choice in of_part if choice.kernel != each.kernel]
     is_met = len(others) < len(of_part)
     if each.part == expected_kernels.QUANTIZED and each.kernel in _NARROW:
-      # Of operands in few bits, autotuning may still find such a kernel.
+      # Of operands in 8 bits, autotuning may still find such a kernel.
       others = [c for c in others if c.is_final or not _may_be(c, each)]
       is_met = bool(of_part) and not others
     elif each.part != expected_kernels.MATMULS:
@@ -145,7 +145,7 @@ def _holds_on(
 def _may_be(
   choice: result.KernelChoice, expected: expected_kernels.ExpectedKernel
 ) -> bool:
-  """Whether products have the dtype of a kernel for few bits."""
+  """Whether matmuls have the dtype of a low-precision kernel."""
   return choice.dtype.startswith(_NARROW[expected.kernel])
 
 
@@ -208,7 +208,7 @@ def _classified(
 
 
 def _is_projection(stack: str) -> bool:
-  """Whether a product is an einsum that has not both queries T and keys S.
+  """Whether a matmul is an einsum that has not both queries T and keys S.
 
   The compiler gives gradients of weights batch dimensions too.
   """

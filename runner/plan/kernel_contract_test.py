@@ -16,7 +16,7 @@ backend_config={{"cudnn_fmha_backend_config": {{"intermediate_tensor_shape": \
 # forward pass once more.
 _CUDA_TEXT = f"""HloModule m, is_scheduled=true
 
-%product (x: bf16[8,8]) -> bf16[8,8] {{
+%matmul (x: bf16[8,8]) -> bf16[8,8] {{
   %x = bf16[8,8]{{1,0}} parameter(0)
   ROOT %d = bf16[8,8]{{1,0}} dot(%x, %x), lhs_contracting_dims={{1}}, \
 rhs_contracting_dims={{0}}, metadata={{op_name="jit(step)/mlp/dot_general"}}
@@ -37,7 +37,7 @@ rhs_contracting_dims={{0}}, metadata={{op_name="jit(step)/mlp/dot_general"}}
 {_FMHA.format(more="", stack="transpose(jvp())/rematted_computation")}
   %b = (bf16[2,8,1,8], u8[0]) custom-call(%q, %q, %q), \
 {_FMHA.format(more="Backward", stack="transpose(jvp())")}
-  %t = bf16[8,8]{{1,0}} fusion(%w), kind=kCustom, calls=%product, \
+  %t = bf16[8,8]{{1,0}} fusion(%w), kind=kCustom, calls=%matmul, \
 backend_config={{"fusion_backend_config":{{"kind":"__triton_gemm"}}}}
   ROOT %u = (s32[], bf16[2,8,1,8], bf16[8,8]) tuple(%next, %o, %t)
 }}
@@ -147,7 +147,7 @@ metadata={op_name="jit(f)/transpose(jvp())/attention/BTNH,NHD->BTD/dot_general"}
   ]
 
 
-def test_quantized_products_count_in_two_parts():
+def test_quantized_matmuls_count_in_two_parts():
   text = """HloModule m, is_scheduled=true
 
 ENTRY %main (z: s8[8,8], f: f8e4m3fn[8,8], h: bf16[8,8]) -> bf16[8,8] {
@@ -195,7 +195,7 @@ def _problems(expected, *found, platform=_CUDA):
   ]
 
 
-_FORWARD, _PRODUCTS = "attention forward", "matmuls"
+_FORWARD, _MATMULS = "attention forward", "matmuls"
 _QUANTIZED = "quantized matmuls"
 
 
@@ -206,13 +206,13 @@ _QUANTIZED = "quantized matmuls"
       (_FORWARD, "cudnn"), [_choice(_FORWARD, "cudnn")], id="as expected"
     ),
     pytest.param(
-      (_PRODUCTS, "cublas fp8"),
-      [_choice(_PRODUCTS, "cublas fp8"), _choice(_PRODUCTS, "triton")],
-      id="some products are enough",
+      (_MATMULS, "cublas fp8"),
+      [_choice(_MATMULS, "cublas fp8"), _choice(_MATMULS, "triton")],
+      id="some matmuls are enough",
     ),
     pytest.param(
-      (_PRODUCTS, "cublas"),
-      [_choice(_PRODUCTS, "triton", is_final=False)],
+      (_MATMULS, "cublas"),
+      [_choice(_MATMULS, "triton", is_final=False)],
       id="autotuning will tell",
     ),
     pytest.param(
@@ -245,14 +245,14 @@ def test_what_is_not_decidedly_wrong_is_accepted(expected, found):
       id="one layer differs",
     ),
     pytest.param(
-      (_PRODUCTS, "cublas fp8"),
-      [_choice(_PRODUCTS, "triton", is_final=False)],
+      (_MATMULS, "cublas fp8"),
+      [_choice(_MATMULS, "triton", is_final=False)],
       "2 of triton (XLA's Triton fusions)",
       id="fp8 is no matter of autotuning",
     ),
     pytest.param(
-      (_PRODUCTS, "cublas"),
-      [_choice(_PRODUCTS, "triton")],
+      (_MATMULS, "cublas"),
+      [_choice(_MATMULS, "triton")],
       "2 of triton (XLA's Triton fusions)",
       id="autotuning has told",
     ),
@@ -261,7 +261,7 @@ def test_what_is_not_decidedly_wrong_is_accepted(expected, found):
       (_QUANTIZED, "cublas fp8"),
       [_choice(_QUANTIZED, "cublas fp8"), _choice(_QUANTIZED, "xla")],
       "2 of xla (XLA's own code)",
-      id="one quantized product differs",
+      id="one quantized matmul differs",
     ),
     pytest.param(
       (_QUANTIZED, "cublas fp8"),

@@ -23,13 +23,13 @@ from paxon.runner.plan import (
   hardware,
   kernel_contract,
   network,
-  quantized_products,
   result,
   roofline,
   saved,
   topology,
 )
 from paxon.runner.plan import flops as flops_lib
+from paxon.runner.plan import quantized_matmuls as quantized_matmuls_lib
 from paxon.runner.plan import target as targets
 from paxon.runner.plan.estimate import calibration as calibrations
 from paxon.runner.plan.estimate import prediction
@@ -152,7 +152,7 @@ def measure(
     resharding=program.reading.resharding,
     warnings=(
       *program.reading.warnings,
-      *quantized_products.warnings(quantized),
+      *quantized_matmuls_lib.warnings(quantized),
       *advice.for_waiting(estimate),
     ),
     num_parameters=_num_parameters(session),
@@ -294,7 +294,7 @@ class _Program:
     """Returns what those run as that a quantization recipe covers."""
     return reading_lib.attempt(
       "Quantized matmuls",
-      lambda: quantized_products.of(
+      lambda: quantized_matmuls_lib.of(
         flops,
         self._text,
         kind=self._target.hardware,

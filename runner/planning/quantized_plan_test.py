@@ -92,6 +92,6 @@ def test_hardware_without_fp8_is_named():
   for product in plan.quantized_matmuls:
     assert not product.is_quantized
     assert product.dtype == "bfloat16"
-    assert product.reason == "v5e has no products in fp8"
+    assert product.reason == "v5e has no fp8 matmuls"
   (warning,) = plan.warnings
   assert warning.startswith("27 of 27 quantized matmuls run as bfloat16: ")

@@ -115,7 +115,7 @@ def check_compiled(
   if not job.expected_kernels:
     return
   # The parser of compiled programs is imported only for such jobs.
-  from paxon.runner.plan import flops, kernel_contract, quantized_products
+  from paxon.runner.plan import flops, kernel_contract, quantized_matmuls
   from paxon.runner.plan.program_text import hlo
 
   program = hlo.parse(compiled.as_text() or "")
@@ -125,7 +125,7 @@ def check_compiled(
   if kind is not None and any(
     choice.part == settings.QUANTIZED for choice in found
   ):
-    quantized = quantized_products.of(
+    quantized = quantized_matmuls.of(
       flops.count(traced.jaxpr), program, kind=kind, num_devices=mesh.size
     )
   check_expected(job, found, platform=platform_of(mesh), quantized=quantized)

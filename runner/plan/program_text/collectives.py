@@ -31,7 +31,7 @@ from paxon.runner.plan.program_text import (
   costs,
   hlo,
   kernels,
-  products,
+  matmuls,
   replica_groups,
   trip_counts,
 )
@@ -439,7 +439,7 @@ def _result(instruction: hlo.Instruction, kind: str) -> hlo.Type:
 def _bytes_by_dtype(found: hlo.Type, parts: int = 1) -> dict[str, int]:
   """Bytes of the arrays of a type, times `parts`."""
   if not found.elements:
-    return {products.dtype_name(found.dtype): parts * found.num_bytes}
+    return {matmuls.dtype_name(found.dtype): parts * found.num_bytes}
   sums: dict[str, int] = {}
   for element in found.elements:
     for dtype, size in _bytes_by_dtype(element, parts).items():

@@ -123,7 +123,7 @@ def test_loops_multiply():
 @pytest.mark.parametrize(
   ("file", "mesh", "kernels"),
   [
-    # A product forward, two backward, of each layer.
+    # A matmul forward, two backward, of each layer.
     (
       "h200_1x8.txt",
       {"data": 1, "fsdp": 8},
@@ -150,7 +150,7 @@ def test_a_training_loop_on_absent_hardware(file, mesh, kernels):
     ),
   }
   assert found.notes == ()
-  # The gathers of the forward pass overlap with products.
+  # The gathers of the forward pass overlap with matmuls.
   assert any(c.is_asynchronous for c in found.collectives)
   assert found.kernels == kernels
 
@@ -259,7 +259,7 @@ def test_of_a_conditional_the_dearest_branch():
   assert {c.computation for c in found.collectives} == {"two"}
 
 
-def test_a_collective_that_products_carry_along():
+def test_a_collective_that_matmuls_carry_along():
   found = _find(
     [
       "%p = f32[8]{0} parameter(0)",

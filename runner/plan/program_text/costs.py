@@ -1,6 +1,6 @@
 """FLOPs and bytes of each instruction of a compiled program.
 
-FLOPs are those of products (`dot`, `convolution`, known kernels); bytes are
+FLOPs are those of matmuls (`dot`, `convolution`, known kernels); bytes are
 those that cross the border of an instruction to and from the device's main
 memory. One execution is counted; `multiplicities` says how often each
 computation runs: loops by their trips, of a conditional the dearest branch.
@@ -13,8 +13,8 @@ import re
 from paxon.runner.plan.program_text import (
   hlo,
   kernels,
+  matmuls,
   name_stack,
-  products,
   traffic,
   trip_counts,
 )
@@ -69,9 +69,9 @@ class Cost:
   """What one execution of an instruction costs one device.
 
   Attributes:
-    flops: Of its products, those inside a fusion included; the bodies of loops
+    flops: Of its matmuls, those inside a fusion included; the bodies of loops
       and calls are not.
-    dtype: JAX's name of the widest operand of its products; empty without.
+    dtype: JAX's name of the widest operand of its matmuls; empty without.
     hbm_bytes: Read from and written to the device's main memory.
     kind: `matmul`, `convolution`, `attention`, `kernel`, `collective`,
       `copy`, `elementwise`, `loop`, `call`, or `none` for what costs nothing.
@@ -94,7 +94,7 @@ class Total:
 
   Attributes:
     hbm_bytes: Read and written at the borders of instructions.
-    counts: FLOPs of products by path of the linen module and dtype of the
+    counts: FLOPs of matmuls by path of the linen module and dtype of the
       operands.
     unknown: Kernels without a formula; their FLOPs are missing.
     notes: What is not known, one sentence each.
@@ -107,14 +107,14 @@ class Total:
 
   @property
   def flops(self) -> int:
-    """FLOPs of all products."""
+    """FLOPs of all matmuls."""
     return sum(self.counts.values())
 
   def by_part(self, dtype: str | None = None) -> dict[str, int]:
     """Returns FLOPs by part of the model.
 
     Args:
-      dtype: Of the products to count; None counts all.
+      dtype: Of the matmuls to count; None counts all.
     """
     sums: dict[str, int] = {}
     for (part, found), count in self.counts.items():
@@ -123,7 +123,7 @@ class Total:
     return sums
 
   def of_dtypes(self, *dtypes: str) -> int:
-    """Returns FLOPs of products with operands of these dtypes."""
+    """Returns FLOPs of matmuls with operands of these dtypes."""
     return sum(n for (_, dtype), n in self.counts.items() if dtype in dtypes)
 
 
@@ -295,15 +295,15 @@ def _cost(
     kind = CALL if instruction.runs and kind is NONE else kind
     return Cost(flops=0, dtype="", hbm_bytes=0, kind=kind, name="")
   name = instruction.op_name
-  found: list[products.Product] = []
+  found: list[matmuls.Matmul] = []
   is_approximate = False
   if opcode in ("dot", "convolution"):
-    found = list(_products([(instruction, computation)]))
+    found = list(_matmuls([(instruction, computation)]))
   elif opcode in ("fusion", "async-start"):
     inside = list(_inside(instruction, program))
-    found = list(_products(inside))
+    found = list(_matmuls(inside))
     # A fusion may be named for what it ends with.
-    name = _name_of_product(inside) or name
+    name = _name_of_matmul(inside) or name
   elif opcode == "custom-call":
     operands = [computation.instructions[o].type for o in instruction.operands]
     count = kernels.flops(instruction, operands)
@@ -311,11 +311,11 @@ def _cost(
     if count:
       factors = kernels.factors(operands)
       widest = max(factors, key=lambda t: t.bits).dtype
-      dtype = products.dtype_name(widest)
-      found = [products.Product(count, dtype, is_batched=False)]
+      dtype = matmuls.dtype_name(widest)
+      found = [matmuls.Matmul(count, dtype, is_batched=False)]
   return Cost(
-    flops=sum(product.flops for product in found),
-    dtype=max(found, key=lambda product: product.flops).dtype if found else "",
+    flops=sum(matmul.flops for matmul in found),
+    dtype=max(found, key=lambda matmul: matmul.flops).dtype if found else "",
     hbm_bytes=traffic.num_bytes(instruction, computation, program),
     kind=_kind(instruction, found, program),
     name=name,
@@ -338,14 +338,14 @@ def _inside(
       yield inner, computation
 
 
-def _products(placed: list[_Placed]) -> Iterator[products.Product]:
+def _matmuls(placed: list[_Placed]) -> Iterator[matmuls.Matmul]:
   for instruction, computation in placed:
-    product = products.of(instruction, computation)
-    if product is not None:
-      yield product
+    matmul = matmuls.of(instruction, computation)
+    if matmul is not None:
+      yield matmul
 
 
-def _name_of_product(inside: list[_Placed]) -> str:
+def _name_of_matmul(inside: list[_Placed]) -> str:
   for instruction, _ in inside:
     if instruction.opcode in ("dot", "convolution"):
       return instruction.op_name
@@ -354,7 +354,7 @@ def _name_of_product(inside: list[_Placed]) -> str:
 
 def _kind(
   instruction: hlo.Instruction,
-  found: list[products.Product],
+  found: list[matmuls.Matmul],
   program: hlo.Program,
 ) -> str:
   opcode = instruction.opcode
@@ -370,8 +370,8 @@ def _kind(
     inside = [inner for inner, _ in _inside(instruction, program)]
   if found:
     is_attention = any(
-      product.is_batched and _is_attention(inner.op_name)
-      for product in found
+      matmul.is_batched and _is_attention(inner.op_name)
+      for matmul in found
       for inner in inside
       if inner.opcode in ("dot", "convolution")
     )
@@ -383,7 +383,7 @@ def _kind(
 
 
 def _is_attention(stack: str) -> bool:
-  """Whether a batched product is of queries with keys, weights with values.
+  """Whether a batched matmul is of queries with keys, weights with values.
 
   Gradients of projections may have batch dimensions too, so that an equation
   says more than the name of the module.

@@ -49,11 +49,11 @@ def test_multiplicities():
 def test_each_instruction_has_its_cost():
   program = _program(_loop, (16, 64), (10, 64, 64))
   found = costs.costs(program)
-  products = [cost for cost in found.values() if cost.flops]
-  assert [cost.kind for cost in products] == ["matmul"]
-  assert products[0].flops == 2 * 16 * 64 * 64
-  assert products[0].dtype == "float32"
-  assert products[0].name.endswith("layer/dot_general")
+  matmuls = [cost for cost in found.values() if cost.flops]
+  assert [cost.kind for cost in matmuls] == ["matmul"]
+  assert matmuls[0].flops == 2 * 16 * 64 * 64
+  assert matmuls[0].dtype == "float32"
+  assert matmuls[0].name.endswith("layer/dot_general")
   assert {cost.kind for cost in found.values()} >= {"none", "loop", "matmul"}
   # What a fusion does is the fusion's.
   fused = {
@@ -75,8 +75,8 @@ def test_a_training_loop_on_absent_hardware(file, parts_of_rows):
   total = costs.total(hlo.parse(testing.stored(file)))
   rows, width, layers = testing.ROWS, testing.WIDTH, testing.LAYERS
   # Forward, and backward for the kernels and for what they multiply.
-  product = 2 * rows * width * width // parts_of_rows
-  assert total.flops == 3 * layers * product
+  matmul = 2 * rows * width * width // parts_of_rows
+  assert total.flops == 3 * layers * matmul
   assert total.of_dtypes("bfloat16") == total.flops
   assert not total.unknown
   # Each kernel once and each layer's rows both ways, if nothing stays on chip.
@@ -177,7 +177,7 @@ rhs_batch_dims={{0,1}}, lhs_contracting_dims={{3}}, rhs_contracting_dims={{3}}\
     ("Lm/experts", "matmul"),
   ],
 )
-def test_products_of_activations_are_attention(stack, kind):
+def test_matmuls_of_activations_are_attention(stack, kind):
   program = hlo.parse(_ATTENTION.format(stack=stack))
   cost = costs.costs(program)["main", "s"]
   assert (cost.kind, cost.dtype) == (kind, "bfloat16")

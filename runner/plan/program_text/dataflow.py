@@ -1,8 +1,8 @@
 """Classification of collectives: weights, activations, gradients.
 
 Seen from what values depend on. Weights do not depend on the batch. Activations
-do, and are used in products of the same loop. Gradients depend on the batch as
-well, but go to the optimizer, not into another product of the loop.
+do, and are used in matmuls of the same loop. Gradients depend on the batch as
+well, but go to the optimizer, not into another matmul of the loop.
 
 Tuples are followed element by element, through loops, calls and fusions;
 otherwise all that a loop carries would be one value.
@@ -57,7 +57,7 @@ class Dataflow:
     self.is_known = bool(batch)
     self._of_batch = _reached(batch, self._sources.users)
     self._used = _reached(
-      self._sources.operands_of_products, self._sources.inside_loops
+      self._sources.operands_of_matmuls, self._sources.inside_loops
     )
 
   def of_operands(self, computation: str, instruction: str) -> list[Data]:
@@ -124,7 +124,7 @@ class _Sources:
     users: The other way round: from a value to what is made of it.
     inside_loops: From a value to what it is made of, but not from the result
       of an outermost loop to what its body made.
-    operands_of_products: Values that go into a product or a kernel.
+    operands_of_matmuls: Values that go into a matmul or a kernel.
   """
 
   def __init__(self, program: hlo.Program) -> None:
@@ -133,13 +133,13 @@ class _Sources:
     self.in_loops = _in_loops(program)
     self.users: _Edges = {}
     self.inside_loops: _Edges = {}
-    self.operands_of_products: list[_Node] = []
+    self.operands_of_matmuls: list[_Node] = []
     for computation in program.computations.values():
       is_outermost = computation.name not in self.in_loops
       for instruction in computation.instructions.values():
-        if _is_product(instruction):
+        if _is_matmul(instruction):
           for name in instruction.operands:
-            self.operands_of_products += self.values(computation, name)
+            self.operands_of_matmuls += self.values(computation, name)
         for node in self.values(computation, instruction.name):
           made_of = list(self._of(node, computation, instruction))
           for source in made_of:
@@ -265,7 +265,7 @@ def _in_loops(program: hlo.Program) -> set[str]:
   return found
 
 
-def _is_product(instruction: hlo.Instruction) -> bool:
+def _is_matmul(instruction: hlo.Instruction) -> bool:
   if instruction.opcode == "custom-call":
     return kernels.multiplies(instruction)
   return instruction.opcode in ("dot", "convolution")

@@ -132,7 +132,7 @@ def is_synchronous(
   if not collective.is_asynchronous or _IS_SYNC in start.attributes:
     return True
   if not start.opcode.endswith("-start"):
-    # On TPUs, products carry it along.
+    # On TPUs, matmuls carry it along.
     return False
   is_after = False
   for instruction in computation.instructions.values():

@@ -1,9 +1,9 @@
 """Kernels of a compiled program: custom calls and fusions of a named kind.
 
-Products inside a kernel do not stand in the text; they follow from its operands
+Matmuls inside a kernel do not stand in the text; they follow from its operands
 and its configuration:
 
-  cuDNN attention, forward       2 products of [B,N,T,H] and [B,N,S,H]
+  cuDNN attention, forward       2 matmuls of [B,N,T,H] and [B,N,S,H]
   cuDNN attention, backward      5: four, and the scores once more
   cuBLAS, cuBLASLt               as a `dot` with the configured dimensions
   splash attention               2 forward; 3 for queries and 4 for keys and
@@ -30,8 +30,8 @@ _NO_KERNELS = frozenset(
     "ZeroCrop",
   )
 )
-# Kernels without products: sorting and packing.
-_NO_PRODUCTS = frozenset(
+# Kernels without matmuls: sorting and packing.
+_NO_MATMULS = frozenset(
   (
     "GatherScatterIndicesBitpacked",
     "TopK",
@@ -53,7 +53,7 @@ _FMHA = "__cudnn$fmha"
 _GEMM = "__cublas$"
 # The name that JAX gives the Pallas call.
 _SPLASH = re.compile(r"/splash_m[hq]a_(fwd|dq|dkv)_")
-_SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
+_SPLASH_MATMULS = {"fwd": 2, "dq": 3, "dkv": 4}
 # Results of the backward pass for keys and values; that for all has more.
 _SPLASH_RESULTS = 4
 
@@ -119,22 +119,22 @@ def factors(operands: list[hlo.Type]) -> list[hlo.Type]:
 
 
 def flops(call: hlo.Instruction, operands: list[hlo.Type]) -> int | None:
-  """Returns the FLOPs of a custom call's products, None without a formula.
+  """Returns the FLOPs of a custom call's matmuls, None without a formula.
 
   Args:
     call: The custom call.
     operands: Types of its operands.
   """
   found = target(call)
-  if found in _NO_KERNELS or found in _NO_PRODUCTS:
+  if found in _NO_KERNELS or found in _NO_MATMULS:
     return 0
   if is_attention(found):
     scores = _SCORES.search(call.attributes)
     if scores is None or not operands:
       return None
-    products = 5 if is_attention_backward(found) else 2
+    matmuls = 5 if is_attention_backward(found) else 2
     size = math.prod(_ints(scores[1]))
-    return products * 2 * size * operands[0].shape[-1]
+    return matmuls * 2 * size * operands[0].shape[-1]
   if found.startswith(_GEMM):
     contracted = _CONTRACTED.search(call.attributes)
     if contracted is None or not operands:
@@ -146,14 +146,14 @@ def flops(call: hlo.Instruction, operands: list[hlo.Type]) -> int | None:
   if splash is not None:
     query, key = factors(operands)
     is_all = len(call.type.elements) > _SPLASH_RESULTS and splash[1] == "dkv"
-    products = 5 if is_all else _SPLASH_PRODUCTS[splash[1]]
-    return products * 2 * math.prod(query.shape) * key.shape[-2]
+    matmuls = 5 if is_all else _SPLASH_MATMULS[splash[1]]
+    return matmuls * 2 * math.prod(query.shape) * key.shape[-2]
   return _estimate(call)
 
 
 def multiplies(call: hlo.Instruction) -> bool:
   """Returns whether a custom call may contain matmuls."""
-  if target(call) in _NO_KERNELS | _NO_PRODUCTS:
+  if target(call) in _NO_KERNELS | _NO_MATMULS:
     return False
   estimate = _estimate(call)
   return estimate is None or estimate > 0

@@ -41,23 +41,23 @@ _SCORES = (
   '"cudnn_fmha_backend_config":{"intermediate_tensor_shape":{"element_type":'
   f'"BF16","dimensions":["{_B}","{_N}","{_T}","{_S}"],"layout":{{}}}}}}'
 )
-_PRODUCT = 2 * _B * _N * _T * _S * _H
+_MATMUL = 2 * _B * _N * _T * _S * _H
 
 
 @pytest.mark.parametrize(
-  ("target", "products"),
+  ("target", "matmuls"),
   [
     ("__cudnn$fmhaSoftmax", 2),
     ("__cudnn$fmhaScaleBiasSoftmax", 2),
     ("__cudnn$fmhaSoftmaxBackward", 5),
   ],
 )
-def test_attention(target, products):
+def test_attention(target, matmuls):
   call, operands = _call(_custom(target, _SCORES))
-  assert kernels.flops(call, operands) == products * _PRODUCT
+  assert kernels.flops(call, operands) == matmuls * _MATMUL
   assert kernels.name(call) == target
   assert kernels.is_attention(target)
-  assert kernels.is_attention_backward(target) == (products == 5)
+  assert kernels.is_attention_backward(target) == (matmuls == 5)
 
 
 def test_attention_as_the_compiler_for_cuda_prints_it():
@@ -69,7 +69,7 @@ def test_attention_as_the_compiler_for_cuda_prints_it():
   )
   call, operands = _call(_custom("__cudnn$fmhaSoftmax", config))
   # All keys of all queries, as everywhere; the mask is not looked at.
-  assert kernels.flops(call, operands) == 2 * _PRODUCT
+  assert kernels.flops(call, operands) == 2 * _MATMUL
 
 
 def test_a_gemm():
@@ -96,12 +96,10 @@ def test_pallas_says_its_own_cost():
 
 
 @pytest.mark.parametrize(
-  ("phase", "results", "products"),
+  ("phase", "results", "matmuls"),
   [("fwd", 5, 2), ("dq", 2, 3), ("dkv", 4, 4), ("dkv", 6, 5)],
 )
-def test_splash_attention_multiplies_queries_with_keys(
-  phase, results, products
-):
+def test_splash_attention_multiplies_queries_with_keys(phase, results, matmuls):
   result = f"({', '.join(['bf16[2,4,640,128]{3,2,1,0}'] * results)})"
   text = f"""HloModule m
 
@@ -119,7 +117,7 @@ metadata={{op_name="jit(f)/shard_map/splash_mha_{phase}_segmented/pallas_call"}}
   call = instructions["s"]
   operands = [instructions[name].type for name in call.operands]
   assert kernels.is_splash(call)
-  expected = products * 2 * (2 * 4 * 640 * 128) * 384
+  expected = matmuls * 2 * (2 * 4 * 640 * 128) * 384
   assert kernels.flops(call, operands) == expected
   assert {t.dtype for t in kernels.factors(operands)} == {"bf16"}
 

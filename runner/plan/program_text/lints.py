@@ -79,7 +79,7 @@ def recomputation(
   """Returns a warning if the compiled program does not do what was traced.
 
   Args:
-    compiled: FLOPs of its products on all devices, by part of the model.
+    compiled: FLOPs of its matmuls on all devices, by part of the model.
     traced: The same of the jaxpr.
 
   Returns:
@@ -208,7 +208,7 @@ def _synchronous(subject: Subject) -> Iterable[str]:
     )
 
 
-def _wide_products(subject: Subject) -> Iterable[str]:
+def _wide_matmuls(subject: Subject) -> Iterable[str]:
   flops = subject.total.flops
   narrow = subject.total.of_dtypes("bfloat16", "float16")
   wide = subject.total.of_dtypes("float32")
@@ -245,7 +245,7 @@ _FOR_HARDWARE: tuple[_Rule, ...] = (
   _unscattered,
   _duplicates,
   _synchronous,
-  _wide_products,
+  _wide_matmuls,
 )
 
 

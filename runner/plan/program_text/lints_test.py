@@ -160,7 +160,7 @@ def test_gathers_that_wait(platform, option):
   assert option in text
 
 
-def test_products_in_float32():
+def test_matmuls_in_float32():
   narrow, wide = (_PART, "bfloat16"), ("Lm/head", "float32")
   (text,) = _check(counts={narrow: 60, wide: 40})
   assert text.startswith("Lm/head: 40 % of the FLOPs are matmuls of float32")
@@ -205,5 +205,5 @@ def test_what_the_compiler_adds(compiled, message):
     assert re.search(message, found)
 
 
-def test_without_products_there_is_nothing_to_compare():
+def test_without_matmuls_there_is_nothing_to_compare():
   assert lints.recomputation({}, {}) is None

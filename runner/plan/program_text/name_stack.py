@@ -64,7 +64,7 @@ def is_recomputed(stack: str) -> bool:
 
 
 def quantized(stack: str) -> str:
-  """Returns which product of a quantized einsum an operation is.
+  """Returns which matmul of a quantized einsum an operation is.
 
   Args:
     stack: Of the operation.

@@ -58,7 +58,7 @@ def test_phases():
 
 
 @pytest.mark.parametrize(
-  ("stack", "product"),
+  ("stack", "matmul"),
   [
     ("jit(f)/jvp(Lm)/einsum/up/quantized_forward/x->y/dot_general", "forward"),
     ("jit(f)/up/quantized_input_gradient/dot_general", "input gradient"),
@@ -66,5 +66,5 @@ def test_phases():
     ("jit(f)/jvp(Lm)/einsum/up/dot_general", ""),
   ],
 )
-def test_quantized(stack, product):
-  assert name_stack.quantized(stack) == product
+def test_quantized(stack, matmul):
+  assert name_stack.quantized(stack) == matmul

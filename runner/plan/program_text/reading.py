@@ -23,7 +23,7 @@ class Reading:
   Attributes:
     communication: All collectives and kernels.
     hbm_bytes: Read and written by one device.
-    compiled_flops: FLOPs of products, of all devices; None if the FLOPs of a
+    compiled_flops: FLOPs of matmuls, of all devices; None if the FLOPs of a
       kernel are not known.
     resharding: Activations that move inside loops, the largest first.
     notes: What is not known, one sentence each.

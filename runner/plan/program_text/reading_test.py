@@ -157,7 +157,7 @@ _TEXT = """HloModule m
   %x = f32[64,64]{{1,0}} get-tuple-element(%t), index=1
   %one = s32[] constant(1)
   %j = s32[] add(%i, %one)
-  %y = f32[64,64]{{1,0}} {product}
+  %y = f32[64,64]{{1,0}} {matmul}
   %z = f32[64,64]{{1,0}} all-reduce(%y), channel_id=1, \
 replica_groups=[2,4]<=[4,2]T(1,0), to_apply=%sum, \
 metadata={{op_name="jit(f)/Lm/mlp/dot_general"}}
@@ -183,10 +183,10 @@ _DOT = "dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
 _BATCH = ", metadata={op_name=\"batch['inputs']\"}"
 
 
-def _read_text(*, product=_DOT, batch=_BATCH, text=_TEXT):
+def _read_text(*, matmul=_DOT, batch=_BATCH, text=_TEXT):
   mesh = {"fsdp": 4, "tensor": 2}
   return reading.read(
-    hlo.parse(text.format(product=product, batch=batch)),
+    hlo.parse(text.format(matmul=matmul, batch=batch)),
     mesh=mesh,
     dcn=(),
     batch_axes=("fsdp",),
@@ -204,7 +204,7 @@ def test_activations_in_a_loop():
 
 
 def test_a_kernel_whose_flops_are_not_known():
-  found = _read_text(product='custom-call(%x), custom_call_target="mine"')
+  found = _read_text(matmul='custom-call(%x), custom_call_target="mine"')
   assert found.compiled_flops is None
   (note,) = found.notes
   assert note.startswith("The FLOPs of mine are not known")

@@ -26,7 +26,7 @@ _INDEX = jax.ShapeDtypeStruct((), jnp.int32)
   ("function", "shapes"),
   [
     pytest.param(lambda x, y: jnp.tanh(x @ y) + 1, [(64, 32), (32, 128)],
-                 id="product"),
+                 id="matmul"),
     pytest.param(lambda x: jnp.sum(jnp.sin(x) * x, axis=0), [(512, 64)],
                  id="reduction"),
     pytest.param(lambda x: jnp.sin(x[3:5]) + x[:1], [(512, 64)], id="slices"),

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from paxon.quantization import matmuls
-from paxon.runner.plan import flops, hardware, quantized_products, result
+from paxon.runner.plan import flops, hardware, quantized_matmuls, result
 from paxon.runner.plan.program_text import hlo
 
 _E4M3 = jnp.float8_e4m3fn
@@ -17,25 +17,25 @@ backend_config={{"gemm_backend_config":{{"dot_dimension_numbers":\
 {{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}}}}"""
 
 
-def _traced(*products):
-  """FLOPs of a step of products (module, scope, dtype), 8 x 8 x 8 each."""
+def _traced(*matmuls):
+  """FLOPs of a step of matmuls (module, scope, dtype), 8 x 8 x 8 each."""
 
   def step(*operands):
-    for (module, scope, _), x in zip(products, operands, strict=True):
+    for (module, scope, _), x in zip(matmuls, operands, strict=True):
       with jax.named_scope(module), jax.named_scope(scope):
         lax.dot(x, x, preferred_element_type=jnp.float32)
 
-  shapes = [jax.ShapeDtypeStruct((8, 8), dtype) for _, _, dtype in products]
+  shapes = [jax.ShapeDtypeStruct((8, 8), dtype) for _, _, dtype in matmuls]
   return flops.count(jax.jit(step).trace(*shapes).jaxpr)
 
 
-def _program(*products):
-  """A compiled text of products (name stack, kernel, operand)."""
+def _program(*matmuls):
+  """A compiled text of matmuls (name stack, kernel, operand)."""
   lines = [
     _GEMM.format(
       name=f"g{i}", operands=f"%{x}, %{x}", target=target, stack=stack
     )
-    for i, (stack, target, x) in enumerate(products)
+    for i, (stack, target, x) in enumerate(matmuls)
   ]
   return hlo.parse(f"""HloModule m, is_scheduled=true
 
@@ -48,7 +48,7 @@ ENTRY %main (f: f8e4m3fn[8,8], h: bf16[8,8]) -> bf16[8,8] {{
 
 
 def _of(traced, program=None, kind="h200"):
-  return quantized_products.of(
+  return quantized_matmuls.of(
     traced, program, kind=hardware.named(kind), num_devices=1
   )
 
@@ -61,7 +61,7 @@ def test_what_no_recipe_covers_is_not_listed():
   assert not _of(_traced(("up", "some_scope", jnp.bfloat16)))
 
 
-def test_a_product_is_found_in_both_programs():
+def test_a_matmul_is_found_in_both_programs():
   traced = _traced(_UP, ("up", matmuls.WEIGHT_GRADIENT, _E4M3))
   program = _program(
     ("jit(f)/up/quantized_forward", _FP8, "f"),
@@ -95,10 +95,10 @@ def test_what_is_recomputed_is_apart():
   # The text has it again, but never a first time.
   assert [p.role for p in found] == ["forward"]
   assert found[0].dtype == ""
-  assert "no product of this name" in found[0].reason
+  assert "no matmul of this name" in found[0].reason
 
 
-def test_products_that_the_compiler_joined_run_as_one():
+def test_matmuls_that_the_compiler_joined_run_as_one():
   scope = matmuls.FORWARD
   traced = _traced(
     *((f"attention/einsum/{name}", scope, _E4M3) for name in ("query", "key"))
@@ -112,7 +112,7 @@ def test_products_that_the_compiler_joined_run_as_one():
   query, key = _of(traced, _program((stack, _FP8, "f")))
   assert query.is_quantized
   assert not key.is_quantized
-  assert key.reason == "the compiled text has no product of this name"
+  assert key.reason == "the compiled text has no matmul of this name"
 
 
 @pytest.mark.parametrize(
@@ -121,12 +121,12 @@ def test_products_that_the_compiler_joined_run_as_one():
     (_E4M3, "h200", "float8_e4m3fn", ""),
     (_E4M3, "b200", "float8_e4m3fn", ""),
     (_E4M3, "v7x", "float8_e4m3fn", ""),
-    (_E4M3, "a100", "bfloat16", "a100 has no products in fp8"),
-    (_E4M3, "v4", "bfloat16", "v4 has no products in fp8"),
-    (_E4M3, "v6e", "bfloat16", "v6e has no products in fp8"),
-    (_E4M3, "cpu", "bfloat16", "cpu has no products in fp8"),
+    (_E4M3, "a100", "bfloat16", "a100 has no fp8 matmuls"),
+    (_E4M3, "v4", "bfloat16", "v4 has no fp8 matmuls"),
+    (_E4M3, "v6e", "bfloat16", "v6e has no fp8 matmuls"),
+    (_E4M3, "cpu", "bfloat16", "cpu has no fp8 matmuls"),
     (jnp.int8, "v5e", "int8", ""),
-    (jnp.int8, "v7x", "bfloat16", "v7x has no products in int8"),
+    (jnp.int8, "v7x", "bfloat16", "v7x has no int8 matmuls"),
     (
       jnp.bfloat16,
       "h200",
@@ -149,13 +149,13 @@ def test_one_warning_a_reason():
     ("down", matmuls.FORWARD, _E4M3),
     ("gate", matmuls.FORWARD, jnp.bfloat16),
   )
-  first, second = quantized_products.warnings(_of(traced, kind="v5e"))
+  first, second = quantized_matmuls.warnings(_of(traced, kind="v5e"))
   assert first == (
     "2 of 3 quantized matmuls run as bfloat16: up (forward) and 1 more,"
-    " because v5e has no products in fp8."
+    " because v5e has no fp8 matmuls."
   )
   assert second.startswith("1 of 3 quantized matmuls run as bfloat16: gate")
-  assert not list(quantized_products.warnings(_of(_traced(_UP))))
+  assert not list(quantized_matmuls.warnings(_of(_traced(_UP))))
 
 
 def test_names_the_kernels_that_are_multiplied_in_few_bits():
@@ -164,5 +164,5 @@ def test_names_the_kernels_that_are_multiplied_in_few_bits():
     ("Lm/stack/layers/blocks_0/mlp/einsum/up", scope, _E4M3),
     ("Lm/stack/layers/blocks_0/mlp/einsum/down", scope, jnp.bfloat16),
   )
-  found = quantized_products.variable_paths(_of(traced))
+  found = quantized_matmuls.variable_paths(_of(traced))
   assert found == {"stack/layers/blocks_0/mlp/up"}

@@ -1,4 +1,4 @@
-"""Tests for the FLOPs of products."""
+"""Tests for the FLOPs of matmuls."""
 
 import itertools
 import math
@@ -8,16 +8,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from paxon.runner.plan.program_text import hlo, products
+from paxon.runner.plan.program_text import hlo, matmuls
 
 
 def _all(text):
   program = hlo.parse(text)
   return [
-    product
+    matmul
     for computation in program.computations.values()
     for instruction in computation.instructions.values()
-    if (product := products.of(instruction, computation)) is not None
+    if (matmul := matmuls.of(instruction, computation)) is not None
   ]
 
 
@@ -26,19 +26,19 @@ def _compiled(function, *shapes, dtype=jnp.float32):
   return jax.jit(function).lower(*args).compile()
 
 
-def test_a_product_with_a_batch():
+def test_a_matmul_with_a_batch():
   text = _compiled(
     lambda x, y: jnp.einsum("bij,bjk->bik", x, y), (3, 4, 5), (3, 5, 6)
   ).as_text()
-  (product,) = _all(text)
-  assert product.flops == 2 * 3 * 4 * 5 * 6
-  assert (product.dtype, product.is_batched) == ("float32", True)
+  (matmul,) = _all(text)
+  assert matmul.flops == 2 * 3 * 4 * 5 * 6
+  assert (matmul.dtype, matmul.is_batched) == ("float32", True)
 
 
-def test_a_product_with_weights():
-  (product,) = _all(_compiled(jnp.dot, (40, 50), (50, 60)).as_text())
-  assert product.flops == 2 * 40 * 50 * 60
-  assert not product.is_batched
+def test_a_matmul_with_weights():
+  (matmul,) = _all(_compiled(jnp.dot, (40, 50), (50, 60)).as_text())
+  assert matmul.flops == 2 * 40 * 50 * 60
+  assert not matmul.is_batched
 
 
 @pytest.mark.parametrize(
@@ -72,8 +72,8 @@ def test_convolutions_as_the_compiler_counts_them(options):
     )
 
   compiled = _compiled(convolve, (2, 9, 10, 4), (3, 3, 4 // groups, 6))
-  (product,) = _all(compiled.as_text())
-  assert product.flops == compiled.cost_analysis()["flops"]
+  (matmul,) = _all(compiled.as_text())
+  assert matmul.flops == compiled.cost_analysis()["flops"]
 
 
 def _by_definition(size, kernel, out, stride, low, lhs, rhs):
@@ -97,38 +97,38 @@ ENTRY %main (p: {left}, q: {right}) -> {out} {{
 
 
 def _convolution(left, right, out, window, labels):
-  (product,) = _all(
+  (matmul,) = _all(
     _TEXT.format(left=left, right=right, out=out, window=window, labels=labels)
   )
-  return product
+  return matmul
 
 
-def test_a_batched_product_as_tpus_write_it():
-  # 24 products of [8,16] with [16,32]: of 24 x 24 window positions the
+def test_a_batched_matmul_as_tpus_write_it():
+  # 24 matmuls of [8,16] with [16,32]: of 24 x 24 window positions the
   # diagonal meets something.
-  product = _convolution(
+  matmul = _convolution(
     "bf16[8,24,16]",
     "bf16[24,16,32]",
     "bf16[8,24,32]",
     "size=24 stride=23 pad=0_0 lhs_dilate=24",
     "b0f_0io->b0f",
   )
-  assert product.flops == 2 * 24 * 8 * 16 * 32
-  assert (product.is_batched, product.dtype) == (True, "bfloat16")
+  assert matmul.flops == 2 * 24 * 8 * 16 * 32
+  assert (matmul.is_batched, matmul.dtype) == (True, "bfloat16")
   assert _by_definition(24, 24, 24, 23, 0, 24, 1) == 24
 
 
 def test_a_kernel_with_heads_as_tpus_write_it():
   # Every head is one window position, all of the others are padding.
-  product = _convolution(
+  matmul = _convolution(
     "bf16[8,256,512,1]",
     "bf16[512,2,64,1]",
     "f32[8,256,2,64]",
     "size=1x2 pad=0_0x1_1 rhs_reversal=0x1",
     "0bf1_i1o0->0b1f",
   )
-  assert product.flops == 2 * (8 * 256) * 512 * (2 * 64)
-  assert not product.is_batched
+  assert matmul.flops == 2 * (8 * 256) * 512 * (2 * 64)
+  assert not matmul.is_batched
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -139,7 +139,7 @@ def test_odd_windows(seed):
   low, high = random.randint(-1, 4), random.randint(0, 4)
   span = (size - 1) * lhs + 1 + low + high - (kernel - 1) * rhs - 1
   out = max(span // stride + 1, 1)
-  product = _convolution(
+  matmul = _convolution(
     f"f32[2,{size},3]",
     f"f32[{kernel},3,5]",
     f"f32[2,{out},5]",
@@ -148,7 +148,7 @@ def test_odd_windows(seed):
     "b0f_0io->b0f",
   )
   valid = _by_definition(size, kernel, out, stride, low, lhs, rhs)
-  assert product.flops == math.prod((2, 2, 3, 5)) * valid
+  assert matmul.flops == math.prod((2, 2, 3, 5)) * valid
 
 
 def test_a_convolution_without_labels():
@@ -165,4 +165,4 @@ def test_a_convolution_without_labels():
    ("f8e4m3fn", "float8_e4m3fn"), ("token", "token")],
 )  # fmt: skip
 def test_names_of_dtypes(dtype, name):
-  assert products.dtype_name(dtype) == name
+  assert matmuls.dtype_name(dtype) == name

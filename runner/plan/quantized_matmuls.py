@@ -1,9 +1,9 @@
 """Kernels and dtypes of quantized matmuls in a compiled program.
 
-A quantized einsum names its products (`quantization.matmuls.SCOPES`), whatever
+A quantized einsum names its matmuls (`quantization.matmuls.SCOPES`), whatever
 dtype they have, so that each of them is found in the traced program, with the
 dtype that its operands have there, and in the compiled one, with what the
-compiler made of it. The two differ where the hardware has no such products.
+compiler made of it. The two differ where the hardware has no such matmuls.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,20 +16,20 @@ from paxon.runner.plan.program_text import hlo, name_stack
 
 _AGAIN: Final = "forward again"
 _FORWARD: Final = "forward"
-# The field of layers that holds what computes their products.
+# The field of layers that holds what computes their matmuls.
 _FIELD: Final = "einsum"
 
-# (path of the module, product).
+# (path of the module, matmul).
 _Key = tuple[str, str]
 
 
-# What compilers leave out of products without changing them.
+# What compilers leave out of matmuls without changing them.
 _ALMOST: Final = 0.999
 
 
 @dataclasses.dataclass
 class _Compiled:
-  """A product in the compiled text of one device.
+  """A matmul in the compiled text of one device.
 
   Attributes:
     dtype: Of the form that costs most, where there are several.
@@ -53,7 +53,7 @@ def of(
   kind: hardware.Hardware,
   num_devices: int,
 ) -> tuple[result.QuantizedMatmul, ...]:
-  """Returns what the covered products of a step run as.
+  """Returns what the covered matmuls of a step run as.
 
   Args:
     flops: Of the traced step.
@@ -71,7 +71,7 @@ def of(
     }
     compiled |= {key: c for key, c in joined.items() if c is not None}
   return tuple(
-    _product(
+    _matmul(
       key, dtypes, compiled.get(key), kind, is_compiled=program is not None
     )
     for key, dtypes in traced.items()
@@ -79,7 +79,7 @@ def of(
 
 
 def is_narrow(dtype: str) -> bool:
-  """Whether products of a dtype are of few bits: fp8 or int8.
+  """Whether matmuls of a dtype are low-precision: fp8 or int8.
 
   Args:
     dtype: As JAX names it.
@@ -88,45 +88,45 @@ def is_narrow(dtype: str) -> bool:
 
 
 def variable_paths(
-  products: Iterable[result.QuantizedMatmul],
+  matmuls: Iterable[result.QuantizedMatmul],
 ) -> frozenset[str]:
-  """Returns which variables are multiplied in few bits, if they are kernels.
+  """Returns which variables are multiplied in 8 bits, if they are kernels.
 
   Args:
-    products: Of a plan.
+    matmuls: Of a plan.
 
   Returns:
-    Paths without a collection: that of the layer, and the product's name, which
+    Paths without a collection: that of the layer, and the matmul's name, which
     is that of its kernel.
   """
   # Behind the name of the model.
   paths = (
-    p.module.split("/")[1:] for p in products if is_narrow(p.traced_dtype)
+    p.module.split("/")[1:] for p in matmuls if is_narrow(p.traced_dtype)
   )
   return frozenset("/".join(n for n in p if n != _FIELD) for p in paths)
 
 
 def warnings(
-  products: Sequence[result.QuantizedMatmul],
+  matmuls: Sequence[result.QuantizedMatmul],
 ) -> Iterator[str]:
-  """Yields a sentence for each reason why products are not in few bits."""
+  """Yields a sentence for each reason why matmuls are not low-precision."""
   reasons: dict[tuple[str, str], list[result.QuantizedMatmul]] = {}
-  for product in products:
-    if not product.is_quantized:
-      key = product.dtype, product.reason
-      reasons.setdefault(key, []).append(product)
+  for matmul in matmuls:
+    if not matmul.is_quantized:
+      key = matmul.dtype, matmul.reason
+      reasons.setdefault(key, []).append(matmul)
   for (dtype, reason), members in reasons.items():
     first = members[0]
     more = f" and {len(members) - 1} more" if len(members) > 1 else ""
     yield (
-      f"{len(members)} of {len(products)} quantized matmuls run as"
+      f"{len(members)} of {len(matmuls)} quantized matmuls run as"
       f" {dtype or 'something unknown'}: {first.module} ({first.role}){more},"
       f" because {reason}."
     )
 
 
 def _traced(flops: flops_lib.Flops) -> Mapping[_Key, Mapping[str, int]]:
-  """FLOPs of covered products by the dtype of their operands."""
+  """FLOPs of covered matmuls by the dtype of their operands."""
   found: dict[_Key, dict[str, int]] = {}
   for key, count in flops.counts.items():
     if key.quantized:
@@ -162,9 +162,9 @@ def _joined_with(
   compiled: Mapping[_Key, _Compiled],
   num_devices: int,
 ) -> _Compiled | None:
-  """Returns the product of the same layer that has this one's FLOPs too.
+  """Returns the matmul of the same layer that has this one's FLOPs too.
 
-  Compilers join products that share an operand, such as those of queries and
+  Compilers join matmuls that share an operand, such as those of queries and
   keys, and keep one name.
   """
   layer = key[0].rpartition("/")[0]
@@ -177,7 +177,7 @@ def _joined_with(
   return max(there, key=lambda c: c.flops) if there and has_all else None
 
 
-def _product(
+def _matmul(
   key: _Key,
   dtypes: Mapping[str, int],
   found: _Compiled | None,
@@ -194,7 +194,7 @@ def _product(
     reason = _reason(traced, dtype, kind)
   else:
     dtype = ""
-    reason = "the compiled text has no product of this name"
+    reason = "the compiled text has no matmul of this name"
   return result.QuantizedMatmul(
     module=key[0],
     role=key[1],
@@ -210,7 +210,7 @@ def _product(
 
 
 def _reason(traced: str, dtype: str, kind: hardware.Hardware) -> str:
-  """Why a product is not multiplied in few bits; empty if it is."""
+  """Why a matmul is not multiplied in 8 bits; empty if it is."""
   if not is_narrow(traced):
     return (
       f"its operands are {traced} when they meet: the recipe leaves one of"
@@ -219,18 +219,18 @@ def _reason(traced: str, dtype: str, kind: hardware.Hardware) -> str:
   if _family(dtype) == _family(traced):
     return ""
   if not _has(kind, traced):
-    return f"{kind.name} has no products in {_family(traced)}"
+    return f"{kind.name} has no {_family(traced)} matmuls"
   return f"the compiler for {kind.name} multiplies {traced} as {dtype}"
 
 
 def _family(dtype: str) -> str:
-  """Returns `fp8` or `int8` for a dtype of few bits, and else the dtype."""
+  """Returns `fp8` or `int8` for a low-precision dtype, else the dtype."""
   if dtype.startswith("float8"):
     return "fp8"
   return "int8" if dtype in ("int4", "int8") else dtype
 
 
 def _has(kind: hardware.Hardware, dtype: str) -> bool:
-  """Whether the data sheet has a rate for products of a dtype."""
+  """Whether the data sheet has a rate for matmuls of a dtype."""
   name = "int8" if _family(dtype) == "int8" else dtype
   return kind.peak_flops(name) is not None

@@ -1,6 +1,6 @@
 """FLOPs of the matmuls in a compiled program: `dot` and `convolution`.
 
-A product of m x k with k x n costs 2 m n k. On TPUs all products are
+A matmul of m x k with k x n costs 2 m n k. On TPUs all matmuls are
 convolutions, a batched one with a window as large as the batch of which all but
 the diagonal is padding; so what counts, along each spatial dimension, are the
 pairs of an output and a window position that meet an element which is there.
@@ -25,13 +25,13 @@ _NAMES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Product:
-  """One product.
+class Matmul:
+  """One matmul.
 
   Attributes:
     flops: Of one execution.
     dtype: JAX's name of the wider operand's dtype.
-    is_batched: Whether it has batch dimensions, as products of activations with
+    is_batched: Whether it has batch dimensions, as matmuls of activations with
       activations have.
   """
 
@@ -42,8 +42,8 @@ class Product:
 
 def of(
   instruction: hlo.Instruction, computation: hlo.Computation
-) -> Product | None:
-  """Returns the product that an instruction is, or None.
+) -> Matmul | None:
+  """Returns the matmul that an instruction is, or None.
 
   Args:
     instruction: Any.
@@ -58,7 +58,7 @@ def of(
   count = _dot if instruction.opcode == "dot" else _convolution
   flops, is_batched = count(instruction, left, right)
   widest = max((left, right), key=lambda t: t.bits).dtype
-  return Product(flops, dtype_name(widest), is_batched)
+  return Matmul(flops, dtype_name(widest), is_batched)
 
 
 def dtype_name(dtype: str) -> str:
