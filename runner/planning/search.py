@@ -41,7 +41,8 @@ _ENOUGH: Final = 4
 _SHOWN: Final = 4
 # How far a compiled program corrects the estimates of others.
 _MOST: Final = 4.0
-_USED: Final = re.compile(r"Used ([\d.]+)([KMGT]) of")
+# What a TPU compiler says of a program that does not fit.
+_USED: Final = re.compile(r"(?:Used |temporaries \()([\d.]+)([KMGT])")
 
 Plan = Callable[
   [fdl.Config[job_lib.Job], Sequence[overrides_lib.Override]],

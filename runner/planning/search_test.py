@@ -259,12 +259,17 @@ def test_a_failed_candidate_is_in_the_table(monkeypatch):
   assert "no" in [change.reason for change in found]
 
 
-def test_the_peak_of_a_rejected_program_is_in_the_error():
+@pytest.mark.parametrize(
+  ("error", "gibibytes"),
+  [
+    ("RESOURCE_EXHAUSTED: Used 21.69G of 15.75G hbm.", 21.69),
+    ("memory required for HLO temporaries (18.38G) exceeds", 18.38),
+    ("Out of memory", None),
+  ],
+)
+def test_the_peak_of_a_rejected_program_is_in_the_error(error, gibibytes):
   found = sample_plan.plan()
-  memory = dataclasses.replace(
-    found.memory,
-    peak=None,
-    compiler_error="RESOURCE_EXHAUSTED: Used 21.69G of 15.75G hbm.",
-  )
+  memory = dataclasses.replace(found.memory, peak=None, compiler_error=error)
   rejected = dataclasses.replace(found, memory=memory)
-  assert search.peak_of(rejected) == round(21.69 * _GIB)
+  expected = None if gibibytes is None else round(gibibytes * _GIB)
+  assert search.peak_of(rejected) == expected
