@@ -95,8 +95,8 @@ _FLAGS = (
   _Flag(
     "plan_search",
     False,
-    "Search meshes, remat policies and microbatch sizes, and print the best in"
-    " time and memory.",
+    "Compile the most promising meshes, remat policies, microbatches and"
+    " attention kernels, and print them by step time and memory.",
     modes=("plan",),
   ),
   _Flag(
