@@ -47,66 +47,130 @@ def test_splash_attention():
   assert {c.kind for c in found.communication.collectives} == {"all-reduce"}
 
 
-# Parameters of a layer of `LmCloudSpmd2B`, stored with 18 or 4 of them.
-_LAYERS, _EMBED, _MLP, _VOCAB, _HEADS = 4, 3072, 12_288, 32_000, 3072
-_ATTENTION = 4 * _EMBED * _HEADS
-_FEED_FORWARD = 2 * _EMBED * _MLP
+# Parameters of `LmCloudSpmd2B`, stored with 18, 4 or 2 of its layers.
+_EMBED, _MLP, _VOCAB, _HEADS = 3072, 12_288, 32_000, 3072
+_OUTPUT = _EMBED * _HEADS
+_PROJECTIONS = 3 * _OUTPUT
+_MATRIX = _EMBED * _MLP
+_LAYER = _PROJECTIONS + _OUTPUT + 2 * _MATRIX
+_TABLE = _EMBED * _VOCAB
 _BFLOAT16, _FLOAT32 = 2, 4
+# The stream of a tensor-parallel device: 8 sequences of 1,024 tokens.
+_STREAM = _BFLOAT16 * 8 * 1024 * _EMBED
 
 
-def _payload(found, *kinds):
-  return sum(
-    c.count * c.payload_bytes
-    for c in found.communication.collectives
-    if c.kind in kinds
-  )
+def _ring(devices):
+  """Returns the shards that a matmul in a loop passes, over its size.
+
+  Shards go around the ring in both directions: one before the loop, and two in
+  each of `devices / 2` trips.
+  """
+  return (1 + 2 * (devices // 2)) / devices
+
+
+def _fsdp_on_gpus(layers):
+  # Forward, and again for recomputation; the table for lookup and for logits.
+  return {
+    "all-gather": _BFLOAT16 * 2 * (layers * _LAYER + _TABLE),
+    "reduce-scatter": _BFLOAT16 * layers * _LAYER
+    # Gradients of the table from the logits and from the lookup.
+    + (_FLOAT32 + _BFLOAT16) * _TABLE,
+  }
+
+
+def _fsdp_on_tpus(layers, devices, *, scatters, reduces):
+  # The backward pass gathers what it recomputes with, and the projections of
+  # queries, keys and values once more for their gradient. Forward, in one
+  # matmul backward, and for all gradients shards go around the ring.
+  gathered = layers * (_OUTPUT + 2 * _PROJECTIONS + _MATRIX) + _TABLE
+  passed = layers * _ring(devices) * (_LAYER + _MATRIX + _LAYER)
+  return {
+    "all-gather": _BFLOAT16 * gathered,
+    "collective-permute": _BFLOAT16 * passed,
+    "reduce-scatter": scatters * _TABLE,
+    "all-reduce": reduces * _TABLE,
+  }
+
+
+def _tensor(*, gathers=0, scatters=0, reduces=0, loops=0):
+  """Returns the bytes of so many collectives of the whole stream."""
+  return {
+    "all-gather": gathers * _STREAM,
+    "reduce-scatter": scatters * _STREAM,
+    "all-reduce": reduces * _STREAM,
+    "collective-permute": loops * _ring(8) * _STREAM,
+  }
+
+
+_BOTH = _FLOAT32 + _BFLOAT16
+# Two matmuls of a layer begin with a gather, two end with a sum: forward,
+# recomputed (all but the last sum) and backward; so does the table's.
+_HAND_COMPUTED = (
+  ("h200_1x8_fsdp", 8, "cuda", _fsdp_on_gpus(4)),
+  ("v5e_4x4_fsdp", 16, "tpu", _fsdp_on_tpus(18, 16, scatters=0, reduces=_BOTH)),
+  (
+    "v6e_2x4_fsdp",
+    8,
+    "tpu",
+    _fsdp_on_tpus(4, 8, scatters=_FLOAT32, reduces=_BFLOAT16),
+  ),
+  ("v7x_2x2x1_fsdp", 8, "tpu", _fsdp_on_tpus(4, 8, scatters=_BOTH, reduces=0)),
+  (
+    "h200_1x8_tensor",
+    8,
+    "cuda",
+    _tensor(gathers=4 * (2 + 2 + 2) + 2, scatters=4 * (2 + 1 + 2) + 2),
+  ),
+  # TPUs do some in loops around matmuls; on v5e attention's output is summed
+  # forward and in recomputation without a scatter.
+  (
+    "v5e_2x4_tensor",
+    8,
+    "tpu",
+    _tensor(gathers=2 * 4 + 2, scatters=1, reduces=2 * 2, loops=2 * 7 + 1),
+  ),
+  # The gradient of the projections gathers their input again.
+  (
+    "v7x_2x2x1_tensor",
+    8,
+    "tpu",
+    _tensor(gathers=2 * 7 + 2, scatters=2 * 3 + 1, loops=2 * 3 + 1),
+  ),
+)
+
+
+@pytest.mark.parametrize(
+  ("name", "devices", "platform", "expected"),
+  _HAND_COMPUTED,
+  ids=[case[0] for case in _HAND_COMPUTED],
+)
+def test_bytes_are_those_computed_by_hand(name, devices, platform, expected):
+  axis = name.rpartition("_")[2]
+  found = _read(f"{name}.txt.gz", {axis: devices}, platform=platform)
+  assert found.notes == ()
+  for kind, size in expected.items():
+    payload = sum(
+      c.count * c.payload_bytes
+      for c in found.communication.collectives
+      if c.kind == kind
+    )
+    # Norms and metrics are all-reduced besides.
+    assert payload == pytest.approx(size, rel=0.02, abs=4 * 2**20), kind
 
 
 def test_an_asynchronous_gather_in_inner_loops_counts_once_per_layer():
   """On v5e the gather of the projections goes on during three inner loops."""
   found = _read("v5e_4x4_fsdp.txt.gz", {"fsdp": 16})
-  assert found.notes == ()
-  output, projections = _ATTENTION / 4, 3 * _ATTENTION / 4
-  gathered = 18 * (output + 2 * projections + _FEED_FORWARD / 2)
-  gathered += _EMBED * _VOCAB
-  assert _payload(found, "all-gather") == pytest.approx(
-    _BFLOAT16 * gathered, rel=0.02
-  )
   (again,) = (text for text in found.warnings if "gathered again" in text)
   assert "18 times" in again
 
 
-def test_collectives_on_the_sparsecore():
-  """On v7x collectives are asynchronous calls to another core.
-
-  A matmul in a loop passes shards around the ring in both directions: one
-  shard before the loop, and two in each of 8 / 2 trips, so nine of eight.
-  """
+def test_collectives_on_the_sparsecore_are_asynchronous():
   found = _read("v7x_2x2x1_fsdp.txt.gz", {"fsdp": 8})
-  assert not any(reading.COULD_NOT_READ in note for note in found.notes)
   assert all(
     c.is_asynchronous
     for c in found.communication.collectives
     if c.kind in ("all-gather", "reduce-scatter")
-  )
-  ring = 9 / 8
-  layer = _ATTENTION + _FEED_FORWARD
-  output, projections = _ATTENTION / 4, 3 * _ATTENTION / 4
-  # The backward pass gathers whole what it recomputes with, projections of
-  # queries, keys and values once more for their gradient; and the embedding.
-  gathered = _LAYERS * (output + 2 * projections + _FEED_FORWARD / 2)
-  gathered += _EMBED * _VOCAB
-  # All weights forward, one matrix backward, and all gradients.
-  passed = _LAYERS * ring * (layer + _FEED_FORWARD / 2 + layer)
-  assert _payload(found, "all-gather") == pytest.approx(
-    _BFLOAT16 * gathered, rel=0.02
-  )
-  assert _payload(found, "collective-permute") == pytest.approx(
-    _BFLOAT16 * passed, rel=0.02
-  )
-  # The embedding's gradient from the loss and from the lookup.
-  assert _payload(found, "reduce-scatter") == pytest.approx(
-    (_FLOAT32 + _BFLOAT16) * _EMBED * _VOCAB, rel=0.02
   )
 
 
