@@ -1,26 +1,35 @@
-"""Matrix-multiplication FLOPs of a traced program, by phase and by part.
+"""Matmul FLOPs of a traced program, by phase and by module.
 
-Counted from a jaxpr, so no device and no compiler is needed. A contraction
-costs `2 * batch * m * n * k`, what is elementwise costs nothing: for
-a decoder, one training step is exactly
+Counted from a jaxpr, without a device or a compiler. A contraction costs
+`2 * batch * m * n * k`, elementwise operations cost nothing. For a decoder, one
+training step is exactly
 
   6 * (parameters in matmuls) * tokens + 12 L N H T^2 B
 
-with all keys of all queries counted, visible or not (N heads of width H); the
-tied head counts once, a table that is looked up not at all.
+with all keys of all queries, masked or not (N heads of width H). A tied head
+counts once, an embedding lookup not at all.
 
-Loops with a known length count every trip, a `cond` its dearest branch, a
-kernel what its formula or its own cost estimate says. What is not known, such
-as the trips of a `while`, is in `Flops.notes`.
+Loops count all trips, a `cond` its most expensive branch, a kernel its formula
+or its own cost estimate. Unknown numbers, such as the trips of a `while`, are
+in `Flops.notes`.
 
-The phase of an operation is read from JAX's name stack: what is under
-`rematted_computation` is recomputed, else what is transposed is the backward
-pass. The part is the path of the linen module.
+A pipeline computes in all ticks and stages, also where a stage has no
+microbatch. Its scope `live_N_of_M` says how many of M executions are on a
+microbatch; the rest, the bubble, is no part of the model's FLOPs.
+
+cuDNN and splash attention skip masked blocks. `Flops.skipped` is what they do
+not compute: cuDNN by its mask type, splash by the table of blocks that is
+constant in the jaxpr.
+
+The phase of an operation is read from JAX's name stack: `rematted_computation`
+is recomputation, else `transpose` is the backward pass. The module is the path
+of the linen module.
 """
 
 from collections.abc import Callable, Mapping
 import dataclasses
 import enum
+import fractions
 import math
 import re
 from typing import Any
@@ -34,7 +43,7 @@ from paxon.runner.plan.program_text import name_stack
 
 
 class Phase(enum.Enum):
-  """When an operation runs."""
+  """The pass in which an operation runs."""
 
   FORWARD = "forward"
   BACKWARD = "backward"
@@ -42,10 +51,10 @@ class Phase(enum.Enum):
 
 
 class Kind(enum.Enum):
-  """What an operation is."""
+  """The kind of an operation."""
 
   MATMUL = "matmul"
-  # Products of queries with keys, and of weights with values.
+  # Matmuls of queries and keys, and of attention weights and values.
   ATTENTION = "attention"
   CONVOLUTION = "convolution"
   RAGGED = "ragged_dot"
@@ -54,15 +63,15 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Key:
-  """What FLOPs are summed by.
+  """The key of a sum of FLOPs.
 
   Attributes:
-    phase: When they are executed.
-    kind: What they are.
+    phase: Pass in which they run.
+    kind: Kind of the operation.
     part: Path of the linen module, such as `DecoderLm/stack/layers/blocks_0`.
-    dtype: Name of the wider operand's dtype.
-    quantized: Which product of a quantized einsum it is, such as `input
-      gradient`; empty for what no recipe covers.
+    dtype: Dtype of the wider operand.
+    quantized: Matmul of a quantized einsum, such as `input gradient`; empty
+      without a recipe.
   """
 
   phase: Phase
@@ -77,36 +86,64 @@ class Flops:
   """FLOPs of one execution of a program, over all its devices.
 
   Attributes:
-    counts: FLOPs by key.
-    notes: What could not be counted, one sentence each.
+    counts: FLOPs by key, as if no attention kernel skipped a block.
+    notes: Why some FLOPs are not counted, one sentence each.
+    bubbles: FLOPs of `counts` in pipeline bubbles, by key. Negative for
+      operations of a `cond` whose branch is not the most expensive.
+    skipped: FLOPs of `counts` that attention kernels skip, by key.
   """
 
   counts: Mapping[Key, int]
   notes: tuple[str, ...] = ()
+  bubbles: Mapping[Key, int] = dataclasses.field(default_factory=dict)
+  skipped: Mapping[Key, int] = dataclasses.field(default_factory=dict)
 
   @property
   def hardware_flops(self) -> int:
-    """All FLOPs that are executed, recomputation included."""
+    """All FLOPs, with recomputation and bubbles."""
     return sum(self.counts.values())
 
   @property
   def model_flops(self) -> int:
-    """FLOPs without recomputation."""
-    return self.hardware_flops - self.phase(Phase.REMAT)
+    """FLOPs without recomputation and bubbles."""
+    return sum(self._model().values())
+
+  @property
+  def bubble(self) -> float:
+    """Share of `hardware_flops` in pipeline bubbles."""
+    total = self.hardware_flops
+    return sum(self.bubbles.values()) / total if total else 0.0
 
   def causal_model_flops(self, length: int) -> float:
-    """Returns `model_flops` without what a causal mask hides.
+    """Returns `model_flops` without masked pairs of causal attention.
 
     Args:
-      length: Number of tokens in a row, T: of T^2 pairs T(T+1)/2 are visible.
+      length: Length of a sequence, T: T(T+1)/2 of T^2 pairs are unmasked.
     """
-    hidden = 1 - (1 + 1 / length) / 2
+    masked = 1 - (1 + 1 / length) / 2
     attention = sum(
       count
-      for key, count in self.counts.items()
-      if key.kind is Kind.ATTENTION and key.phase is not Phase.REMAT
+      for key, count in self._model().items()
+      if key.kind is Kind.ATTENTION
     )
-    return self.model_flops - hidden * attention
+    return self.model_flops - masked * attention
+
+  def executed(self) -> Mapping[Key, int]:
+    """Returns the FLOPs that are computed: `counts` without `skipped`."""
+    return {k: n - self.skipped.get(k, 0) for k, n in self.counts.items()}
+
+  def attention_share(self) -> float:
+    """Returns the share of the kernels' attention that is not skipped."""
+    whole = sum(self.counts[key] for key in self.skipped)
+    return 1 - sum(self.skipped.values()) / whole if whole else 1.0
+
+  def _model(self) -> dict[Key, int]:
+    keys = {**self.counts, **self.bubbles}
+    return {
+      key: self.counts.get(key, 0) - self.bubbles.get(key, 0)
+      for key in keys
+      if key.phase is not Phase.REMAT
+    }
 
   def phase(self, phase: Phase) -> int:
     """Returns the FLOPs of one phase."""
@@ -147,11 +184,34 @@ def count(
     The sums.
   """
   counter = _Counter({**_KNOWN_KERNELS, **(kernels or {})})
-  counts = counter.jaxpr(jaxpr.jaxpr, "")
-  return Flops(counts, tuple(dict.fromkeys(counter.notes)))
+  constants = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
+  counts = counter.jaxpr(jaxpr.jaxpr, "", constants)
+  return Flops(
+    {key: work.flops for key, work in counts.items() if work.flops},
+    tuple(dict.fromkeys(counter.notes)),
+    {
+      key: round(work.flops - work.live)
+      for key, work in counts.items()
+      if work.live != work.flops
+    },
+    {key: round(w.skipped) for key, w in counts.items() if w.skipped},
+  )
 
 
-_Counts = dict[Key, int]
+@dataclasses.dataclass(frozen=True)
+class _Work:
+  """FLOPs, those of live microbatches, and those that a kernel skips."""
+
+  flops: int
+  live: fractions.Fraction
+  skipped: fractions.Fraction = fractions.Fraction(0)
+
+
+_Counts = dict[Key, _Work]
+# Values of variables that are constant, by variable.
+_Known = Mapping[Any, Any]
+# How many executions of a pipeline are on a microbatch, see the docstring.
+_LIVE = re.compile(r"\blive_(\d+)_of_(\d+)\b")
 
 
 class _Counter:
@@ -161,30 +221,31 @@ class _Counter:
     self._kernels = kernels
     self.notes: list[str] = []
 
-  def jaxpr(self, jaxpr: core.Jaxpr, stack: str) -> _Counts:
+  def jaxpr(self, jaxpr: core.Jaxpr, stack: str, known: _Known) -> _Counts:
     counts: _Counts = {}
     for eqn in jaxpr.eqns:
       inner = f"{stack}/{eqn.source_info.name_stack}"
-      _add(counts, self._equation(eqn, inner))
+      _add(counts, self._equation(eqn, inner, known))
     return counts
 
-  def _equation(self, eqn: Any, stack: str) -> _Counts:
+  def _equation(self, eqn: Any, stack: str, known: _Known) -> _Counts:
     name = eqn.primitive.name
     if name in _CONTRACTIONS:
       kind, flops = _CONTRACTIONS[name](eqn)
       if kind is Kind.MATMUL and _is_attention(eqn, stack):
         kind = Kind.ATTENTION
-      return _entry(stack, kind, flops, eqn)
+      return _entry(stack, kind, flops, eqn, _phase(stack))
     if name == "pallas_call":
-      return self._pallas(eqn, stack)
+      return self._pallas(eqn, stack, known)
     if name in self._kernels:
-      return _kernel(stack, self._kernels[name](eqn), eqn)
+      share = _cudnn_share(eqn) if name in _CUDNN_KERNELS else None
+      return _kernel(stack, self._kernels[name](eqn), eqn, share)
+    bodies = [
+      self.jaxpr(body, stack, _constants_inside(eqn, body, known))
+      for body in _bodies(eqn.params)
+    ]
     if name == "cond":
-      branches = [
-        self.jaxpr(branch.jaxpr, stack) for branch in eqn.params["branches"]
-      ]
-      return max(branches, key=lambda branch: sum(branch.values()))
-    bodies = [self.jaxpr(body, stack) for body in _bodies(eqn.params)]
+      return _branches(eqn, bodies)
     counts: _Counts = {}
     for body in bodies:
       _add(counts, body, times=_trips(eqn))
@@ -195,34 +256,46 @@ class _Counter:
       )
     return counts
 
-  def _pallas(self, eqn: Any, stack: str) -> _Counts:
+  def _pallas(self, eqn: Any, stack: str, known: _Known) -> _Counts:
     name = eqn.params.get("name") or "pallas_call"
     if name in self._kernels:
-      return _kernel(stack, self._kernels[name](eqn), eqn)
+      share = _splash_share(eqn, known) if name.startswith("splash") else None
+      return _kernel(stack, self._kernels[name](eqn), eqn, share)
+    phase = _phase(stack)
     estimate = eqn.params.get("cost_estimate")
     if estimate is not None:
-      return _entry(stack, Kind.KERNEL, int(estimate.flops), eqn)
-    body = self.jaxpr(eqn.params["jaxpr"], stack)
+      return _entry(stack, Kind.KERNEL, int(estimate.flops), eqn, phase)
+    body = self.jaxpr(eqn.params["jaxpr"], stack, {})
     grid = eqn.params["grid_mapping"].grid
     if not all(isinstance(size, int) for size in grid):
       self.notes.append(
         f"The grid of the kernel {name} is not known; one cell is counted."
       )
       grid = ()
-    # An upper bound: a kernel may skip cells, as causal attention does.
-    return _entry(stack, Kind.KERNEL, math.prod(grid) * sum(body.values()), eqn)
+    # An upper bound, because a kernel may skip cells.
+    flops = math.prod(grid) * sum(work.flops for work in body.values())
+    return _entry(stack, Kind.KERNEL, flops, eqn, phase)
 
 
 def _add(counts: _Counts, more: _Counts, *, times: int = 1) -> None:
-  for key, flops in more.items():
-    counts[key] = counts.get(key, 0) + times * flops
+  for key, work in more.items():
+    old = counts.get(key, _Work(0, fractions.Fraction(0)))
+    counts[key] = _Work(
+      old.flops + times * work.flops,
+      old.live + times * work.live,
+      old.skipped + times * work.skipped,
+    )
 
 
-def _entry(stack: str, kind: Kind, flops: int, eqn: Any) -> _Counts:
-  return _key(stack, kind, flops, eqn, _phase(stack))
-
-
-def _key(stack: str, kind: Kind, flops: int, eqn: Any, phase: Phase) -> _Counts:
+def _entry(
+  stack: str,
+  kind: Kind,
+  flops: int,
+  eqn: Any,
+  phase: Phase,
+  share: float | None = None,
+) -> _Counts:
+  """FLOPs of one operation; a kernel computes `share` of them."""
   if not flops:
     return {}
   dtypes = [
@@ -230,7 +303,7 @@ def _key(stack: str, kind: Kind, flops: int, eqn: Any, phase: Phase) -> _Counts:
     for v in eqn.invars
     if jax.dtypes.issubdtype(getattr(v.aval, "dtype", bool), np.number)
   ]
-  # Before its operands a kernel may have tables of integers.
+  # A kernel may have tables of integers before its operands.
   dtypes = [d for d in dtypes if jax.dtypes.issubdtype(d, np.inexact)] or dtypes
   widest = max(dtypes[:2], key=lambda d: d.itemsize).name if dtypes else ""
   key = Key(
@@ -240,14 +313,59 @@ def _key(stack: str, kind: Kind, flops: int, eqn: Any, phase: Phase) -> _Counts:
     dtype=widest,
     quantized=name_stack.quantized(stack),
   )
-  return {key: flops}
+  live = fractions.Fraction(flops)
+  for number, total in set(_LIVE.findall(stack)):
+    live *= fractions.Fraction(int(number), int(total))
+  skipped = 0 if share is None else flops * (1 - fractions.Fraction(share))
+  return {key: _Work(flops, live, fractions.Fraction(skipped))}
 
 
-def _kernel(stack: str, result: tuple[Kind, int, int], eqn: Any) -> _Counts:
+def _kernel(
+  stack: str,
+  result: tuple[Kind, int, int],
+  eqn: Any,
+  share: float | None,
+) -> _Counts:
   kind, needed, recomputed = result
-  counts = _entry(stack, kind, needed, eqn)
-  _add(counts, _key(stack, kind, recomputed, eqn, Phase.REMAT))
+  counts = _entry(stack, kind, needed, eqn, _phase(stack), share)
+  _add(counts, _entry(stack, kind, recomputed, eqn, Phase.REMAT, share))
   return counts
+
+
+def _branches(eqn: Any, bodies: list[_Counts]) -> _Counts:
+  """The most expensive branch of a `cond`; live FLOPs of all if known."""
+  dearest = max(bodies, key=lambda b: sum(work.flops for work in b.values()))
+  is_scheduled = any(
+    _LIVE.search(str(inner.source_info.name_stack))
+    for branch in eqn.params["branches"]
+    for inner in branch.jaxpr.eqns
+  )
+  if not is_scheduled:
+    return dearest
+  counts: _Counts = {}
+  for body in bodies:
+    for key, work in body.items():
+      flops = work.flops if body is dearest else 0
+      _add(counts, {key: _Work(flops, work.live, work.skipped)})
+  return counts
+
+
+def _constants_inside(eqn: Any, body: core.Jaxpr, known: _Known) -> _Known:
+  """Values of a body's inputs that are constant."""
+  invars = list(eqn.invars)
+  if eqn.primitive.name == "cond":
+    invars = invars[1:]
+  if eqn.primitive.name == "scan":
+    invars = invars[: eqn.params["num_consts"]]
+  elif len(invars) != len(body.invars):
+    return {}
+  return {
+    inner: known[outer]
+    for outer, inner in zip(invars, body.invars, strict=False)
+    if not isinstance(outer, core.Literal)
+    and outer in known
+    and outer.aval.shape == inner.aval.shape
+  }
 
 
 def _bodies(params: Mapping[str, Any]) -> list[core.Jaxpr]:
@@ -268,7 +386,7 @@ def _trips(eqn: Any) -> int:
   if eqn.primitive.name == "scan":
     return params["length"]
   if eqn.primitive.name == "shard_map":
-    # The body is one device's part along the axes that are manual here.
+    # The body computes one shard along the manual axes.
     sizes = dict(params["mesh"].shape)
     manual = params.get("newly_manual_axes", params.get("manual_axes"))
     return math.prod(sizes[axis] for axis in (manual or sizes))
@@ -293,21 +411,22 @@ def _part(stack: str) -> str:
   parts: list[str] = []
   for part in text.replace(")", "").split("/"):
     name = part.partition(".")[0]
-    skipped = "->" in name or name in _NO_PARTS
+    skipped = "->" in part or name in _NO_PARTS or _LIVE.fullmatch(name)
     if not skipped and (not parts or parts[-1] != name):
       parts.append(name)
-  # A model's name comes back where transforms are nested.
+  # A model's name is repeated where transforms are nested.
   return "/".join(dict.fromkeys(parts))
 
 
 def _is_attention(eqn: Any, stack: str) -> bool:
   """Whether a contraction is of activations with activations per position.
 
-  Such a product has batch dimensions, which one with weights has not, and is
-  inside a module called attention, or an einsum over queries T and keys S.
+  It has batch dimensions other than those of `vmap`, which a matmul with
+  weights has not, and is inside a module called attention, or is an einsum over
+  queries T and keys S.
   """
   (_, _), (lhs_batch, _) = eqn.params["dimension_numbers"]
-  if not lhs_batch:
+  if len(lhs_batch) <= stack.count("vmap("):
     return False
   equations = re.findall(r"[\w.,]+->\w+", stack)
   last = set(equations[-1]) if equations else set()
@@ -318,7 +437,7 @@ def _dot(eqn: Any) -> tuple[Kind, int]:
   lhs, rhs = (v.aval.shape for v in eqn.invars[:2])
   (contract, _), (batch, _) = eqn.params["dimension_numbers"]
   if not contract:
-    # An outer product is elementwise work.
+    # An outer product is elementwise.
     return Kind.MATMUL, 0
   shared = math.prod(lhs[i] for i in (*contract, *batch))
   return Kind.MATMUL, 2 * math.prod(lhs) * math.prod(rhs) // max(shared, 1)
@@ -329,7 +448,7 @@ def _convolution(eqn: Any) -> tuple[Kind, int]:
   kernel = eqn.invars[1].aval.shape
   dims = eqn.params["dimension_numbers"].rhs_spec
   inputs = kernel[dims[1]] * math.prod(kernel[i] for i in dims[2:])
-  # Of a dilated input most products are with zeros that are never there.
+  # Multiplications with the zeros of a dilated input are not counted.
   holes = math.prod(eqn.params["lhs_dilation"] or (1,))
   return Kind.CONVOLUTION, 2 * math.prod(out) * inputs // holes
 
@@ -341,7 +460,7 @@ def _ragged(eqn: Any) -> tuple[Kind, int]:
   flops = 2 * math.prod(eqn.outvars[0].aval.shape)
   flops *= math.prod(lhs[i] for i in contract)
   if set(dims.lhs_ragged_dimensions) & set(contract):
-    # Each group sums over its own rows, not over all.
+    # Each group sums over its own rows.
     flops //= eqn.invars[2].aval.shape[-1]
   return Kind.RAGGED, flops
 
@@ -353,12 +472,34 @@ _CONTRACTIONS = {
 }
 
 
+# CAUSAL and PADDING_CAUSAL of JAX's MaskType.
+_CUDNN_CAUSAL = (2, 3)
+
+
 def _cudnn(eqn: Any) -> int:
-  """FLOPs of one product of queries [..H] with keys [..S..], in cuDNN."""
+  """FLOPs of one matmul of queries [..H] with keys [..S..] in cuDNN."""
   query, key = (v.aval.shape for v in eqn.invars[:2])
   # `layout` is JAX's AttentionLayout: 0 is BTNH, 1 is BNTH.
   length_axis = 2 if eqn.params["layout"] else 1
   return 2 * math.prod(query) * key[length_axis]
+
+
+def _cudnn_share(eqn: Any) -> float | None:
+  """The share of T x S pairs that cuDNN computes; None if all.
+
+  It skips blocks above the diagonal and before a window; the least is the
+  unmasked pairs.
+  """
+  mask = eqn.params["mask_type"]
+  if getattr(mask, "value", mask) not in _CUDNN_CAUSAL:
+    return None
+  axis = 2 if eqn.params["layout"] else 1
+  length, kv_length = (v.aval.shape[axis] for v in eqn.invars[:2])
+  if length != kv_length:
+    return None
+  window = eqn.params.get("sliding_window_length") or length
+  window = min(window, length)
+  return (window * (window + 1) / 2 + (length - window) * window) / length**2
 
 
 def _cudnn_forward(eqn: Any) -> tuple[Kind, int, int]:
@@ -366,19 +507,47 @@ def _cudnn_forward(eqn: Any) -> tuple[Kind, int, int]:
 
 
 def _cudnn_backward(eqn: Any) -> tuple[Kind, int, int]:
-  # Four products, and the scores once more.
+  # Four matmuls, and the scores once more.
   return Kind.ATTENTION, 4 * _cudnn(eqn), _cudnn(eqn)
 
 
 def _splash(eqn: Any) -> int:
-  """FLOPs of one product of queries [..T,H] with keys [..S,H], in splash."""
-  shapes = [
-    v.aval.shape
+  """FLOPs of one matmul of queries [..T,H] with keys [..S,H] in splash."""
+  query, key = _splash_operands(eqn)
+  return 2 * math.prod(query.shape) * key.shape[-2]
+
+
+def _splash_operands(eqn: Any) -> list[Any]:
+  """Queries and keys."""
+  return [
+    v.aval
     for v in eqn.invars
     if jax.dtypes.issubdtype(v.aval.dtype, np.floating)
-  ]
-  query, key = shapes[:2]
-  return 2 * math.prod(query) * key[-2]
+  ][:2]
+
+
+def _splash_share(eqn: Any, known: _Known) -> float | None:
+  """The share of blocks that splash computes; None if not known.
+
+  Its first operands are tables [heads,queries,keys] of blocks: the next block
+  to load, then whether a block is skipped (0), masked or whole.
+  """
+  tables = [v for v in eqn.invars if v.aval.ndim == 3][:2]
+  table = known.get(tables[1]) if len(tables) == 2 else None
+  if table is None or not jax.dtypes.issubdtype(table.dtype, np.integer):
+    return None
+  query, key = _splash_operands(eqn)
+  blocks = [
+    next(
+      int(getattr(size, "block_size", size))
+      for size in reversed(mapping.block_shape[:-1])
+    )
+    for mapping in eqn.params["grid_mapping"].block_mappings
+    if jax.dtypes.issubdtype(mapping.array_aval.dtype, np.floating)
+  ][:2]
+  computed = np.count_nonzero(np.asarray(table)) / table.shape[0]
+  share = computed * math.prod(blocks) / (query.shape[-2] * key.shape[-2])
+  return min(share, 1.0)
 
 
 def _splash_forward(eqn: Any) -> tuple[Kind, int, int]:
@@ -396,11 +565,14 @@ def _splash_keys(eqn: Any) -> tuple[Kind, int, int]:
   return Kind.ATTENTION, (4 if is_fused else 3) * _splash(eqn), _splash(eqn)
 
 
-_KNOWN_KERNELS: Mapping[str, KernelFormula] = {
+_CUDNN_KERNELS: Mapping[str, KernelFormula] = {
   "dot_product_attention_fwd": _cudnn_forward,
   "dot_product_attention_fwd_wrapper": _cudnn_forward,
   "dot_product_attention_bwd": _cudnn_backward,
   "dot_product_attention_bwd_wrapper": _cudnn_backward,
+}
+_KNOWN_KERNELS: Mapping[str, KernelFormula] = {
+  **_CUDNN_KERNELS,
   "splash_mha_fwd_segmented_residuals": _splash_forward,
   "splash_mha_fwd_segmented_no_residuals": _splash_forward,
   "splash_mha_dq_segmented_no_residuals": _splash_queries,
