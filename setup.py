@@ -39,12 +39,9 @@ class _WithoutTests(build_py.build_py):
 
 
 _THIS = ("paxon", "setup")
-_CALIBRATIONS = "paxon.runner.plan.estimate.calibrations"
 
 setuptools.setup(
-  packages=[*_packages(), _CALIBRATIONS],
+  packages=_packages(),
   package_dir={"paxon": "."},
-  # Without these a plan has no rates to estimate with.
-  package_data={_CALIBRATIONS: ["*.json"]},
   cmdclass={"build_py": _WithoutTests},
 )

@@ -195,7 +195,8 @@ def _run_ticks(
   def tick(
     t: jax.Array, given: Any, state: Any, own: Any, constants: _Constants
   ) -> Any:
-    with stage_sharding.inside_stage():
+    scope = settings.layers.live_scope(settings.ticks)
+    with stage_sharding.inside_stage(), jax.named_scope(scope):
       mapped = jax.vmap(stage, in_axes=(None, 0, 0, 0, 0), spmd_axis_name=axis)
       return mapped(t, given, state, own, constants)
 

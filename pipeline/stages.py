@@ -130,6 +130,18 @@ class StageLayers:
     """K: groups of a stage in each repeat."""
     return -(-self.num_groups // (self.num_stages * self.num_repeats))
 
+  def live_scope(self, ticks: "Ticks") -> str:
+    """Returns the name scope of a tick: how many group calls are live.
+
+    Counts of FLOPs read it: `live_N_of_M`.
+
+    Args:
+      ticks: The ticks of a forward pass.
+    """
+    live = self.num_groups * ticks.num_microbatches
+    calls = ticks.num_ticks * self.num_stages * self.groups_per_repeat
+    return f"live_{live}_of_{calls}"
+
   def split(self, tree: Any) -> Any:
     """Returns arrays [P,R,K,...] of arrays [G,...]."""
     return stage_sharding.shard(jax.tree.map(self._split, tree))

@@ -82,7 +82,8 @@ def _backward(given: Operands, chunk: _Tree, x: _Tree, dy: _Tree) -> Results:
   def run(chunk: _Tree, x: _Tree) -> tuple[_Tree, jax.Array]:
     return given.functions.chunk(chunk, x, given.context)
 
-  (_, auxiliary), pull = jax.vjp(run, chunk, _input(given, x))
+  with jax.named_scope("rematted_computation"):
+    (_, auxiliary), pull = jax.vjp(run, chunk, _input(given, x))
   gradients, dx = pull((dy, jnp.ones_like(auxiliary)))
   return Results(dx, jnp.float32(0), _as_float32(gradients))
 

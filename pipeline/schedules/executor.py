@@ -304,7 +304,7 @@ class _Stage:
     results = []
     for slot, kinds in enumerate(self.lowered.kinds):
       cell = cells[slot]
-      message, state = self._run_slot(runs, kinds, state, cell)
+      message, state = self._run_slot(runs, slot, state, cell)
       if self.lowered.has_local[slot]:
         mailbox = _put(state.mailbox, message, cell[_COLUMN["local"]])
         state = state._replace(mailbox=mailbox)
@@ -321,12 +321,12 @@ class _Stage:
   def _run_slot(
     self,
     runs: Mapping[table.Kind, chunk_gradients.Run],
-    kinds: Sequence[table.Kind],
+    slot: int,
     state: _State,
     cell: jax.Array,
   ) -> tuple[_Tree, _State]:
     """Returns the message of an operation, and the new state."""
-    sums = state.sums
+    sums, kinds = state.sums, self.lowered.kinds[slot]
     given = chunk_gradients.Operands(
       functions=self.functions,
       outer=self.outer,
@@ -341,10 +341,11 @@ class _Stage:
     has_residuals = _Kind.FORWARD in kinds
 
     def branch(
-      run: chunk_gradients.Run,
+      run: chunk_gradients.Run, scope: str = "idle"
     ) -> Callable[[], chunk_gradients.Results]:
       def call() -> chunk_gradients.Results:
-        made = run(given, self._chunk(chunk_number), x, dy)
+        with jax.named_scope(scope):
+          made = run(given, self._chunk(chunk_number), x, dy)
         # A slot that never returns gradients or residuals carries no zeros of
         # their size.
         return made._replace(
@@ -357,7 +358,7 @@ class _Stage:
     # Kinds that never occur in this slot are not compiled for it.
     branches = [
       branch(chunk_gradients.idle),
-      *(branch(runs[kind]) for kind in kinds),
+      *(branch(runs[kind], self._live(slot, kind)) for kind in kinds),
     ]
     numbers = [kinds.index(k) + 1 if k in kinds else 0 for k in lowering.KINDS]
     number = jnp.asarray(numbers, jnp.int32)[cell[_COLUMN["kind"]]]
@@ -370,21 +371,22 @@ class _Stage:
       sums = sums._replace(chunks=totals)
     if has_residuals and self.lowered.residuals:
       # A backward operation clears the slot that it was the last to read.
-      slot = cell[_COLUMN["residuals"]]
-      saved = _put(state.residuals, made.residuals, slot)
+      number = cell[_COLUMN["residuals"]]
+      saved = _put(state.residuals, made.residuals, number)
       state = state._replace(residuals=saved)
-    message, sums = self._ends(kinds, given, made.message, sums, cell)
+    message, sums = self._ends(slot, given, made.message, sums, cell)
     return message, state._replace(sums=sums)
 
   def _ends(
     self,
-    kinds: Sequence[table.Kind],
+    slot: int,
     given: chunk_gradients.Operands,
     message: _Tree,
     sums: _Sums,
     cell: jax.Array,
   ) -> tuple[_Tree, _Sums]:
     """Runs the loss after the last chunk, and `first` backward."""
+    kinds = self.lowered.kinds[slot]
 
     def is_kind(kind: table.Kind) -> jax.Array:
       return cell[_COLUMN["kind"]] == lowering.KINDS.index(kind)
@@ -393,7 +395,8 @@ class _Stage:
       is_end = is_kind(_Kind.FORWARD) & (cell[_COLUMN["is_last"]] == 1)
 
       def head(y: _Tree, sums: _Sums) -> tuple[_Tree, _Sums]:
-        (loss, metrics), dy, outer = chunk_gradients.head(given, y)
+        with jax.named_scope(self._live(slot, _Kind.FORWARD, "is_last")):
+          (loss, metrics), dy, outer = chunk_gradients.head(given, y)
         return dy, sums._replace(
           loss=sums.loss + loss,
           metrics=jax.tree.map(jnp.add, sums.metrics, metrics),
@@ -406,13 +409,25 @@ class _Stage:
     if _Kind.BACKWARD in kinds:
 
       def first(outer: _Tree) -> _Tree:
-        new = chunk_gradients.first(given, message)
+        with jax.named_scope(self._live(slot, _Kind.BACKWARD, "is_first")):
+          new = chunk_gradients.first(given, message)
         return self.pin(_combine(outer, new, self.maxima))
 
       is_begin = is_kind(_Kind.BACKWARD) & given.is_first
       outer = lax.cond(is_begin, first, lambda outer: outer, sums.outer)
       sums = sums._replace(outer=outer)
     return message, sums
+
+  def _live(self, slot: int, kind: table.Kind, column: str = "") -> str:
+    """Returns the name scope of an operation: in how many slots it runs.
+
+    Counts of FLOPs read it: `live_N_of_M`.
+    """
+    cells = self.lowered.cells[:, :, slot]
+    runs = cells[..., _COLUMN["kind"]] == lowering.KINDS.index(kind)
+    if column:
+      runs &= cells[..., _COLUMN[column]] == 1
+    return f"live_{runs.sum()}_of_{runs.size}"
 
   def _blank_context(self) -> model_functions.Context:
     return self._context(jnp.zeros(len(lowering.COLUMNS), jnp.int32))

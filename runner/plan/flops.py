@@ -54,6 +54,8 @@ class Kind(enum.Enum):
   """The kind of an operation."""
 
   MATMUL = "matmul"
+  # Of an embedding table with one-hot vectors: no FLOPs of the model.
+  LOOKUP = "lookup"
   # Matmuls of queries and keys, and of attention weights and values.
   ATTENTION = "attention"
   CONVOLUTION = "convolution"
@@ -105,7 +107,7 @@ class Flops:
 
   @property
   def model_flops(self) -> int:
-    """FLOPs without recomputation and bubbles."""
+    """FLOPs without recomputation, bubbles and one-hot lookups."""
     return sum(self._model().values())
 
   @property
@@ -142,7 +144,7 @@ class Flops:
     return {
       key: self.counts.get(key, 0) - self.bubbles.get(key, 0)
       for key in keys
-      if key.phase is not Phase.REMAT
+      if key.phase is not Phase.REMAT and key.kind is not Kind.LOOKUP
     }
 
   def phase(self, phase: Phase) -> int:
@@ -154,14 +156,13 @@ class Flops:
 
     Args:
       field: `phase`, `kind`, `part`, `dtype` or `quantized`.
-      remat: Whether to count recomputation.
+      remat: Whether to count recomputation and bubbles.
     """
     sums: dict[str, int] = {}
-    for key, count in self.counts.items():
-      if remat or key.phase is not Phase.REMAT:
-        value = getattr(key, field)
-        name = value.value if isinstance(value, enum.Enum) else value
-        sums[name] = sums.get(name, 0) + count
+    for key, count in (self.counts if remat else self._model()).items():
+      value = getattr(key, field)
+      name = value.value if isinstance(value, enum.Enum) else value
+      sums[name] = sums.get(name, 0) + count
     return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
@@ -210,6 +211,8 @@ class _Work:
 _Counts = dict[Key, _Work]
 # Values of variables that are constant, by variable.
 _Known = Mapping[Any, Any]
+# The einsum of `layers.embedding.one_hot`.
+_LOOKUP = "...V,VD->...D"
 # How many executions of a pipeline are on a microbatch, see the docstring.
 _LIVE = re.compile(r"\blive_(\d+)_of_(\d+)\b")
 
@@ -232,7 +235,9 @@ class _Counter:
     name = eqn.primitive.name
     if name in _CONTRACTIONS:
       kind, flops = _CONTRACTIONS[name](eqn)
-      if kind is Kind.MATMUL and _is_attention(eqn, stack):
+      if kind is Kind.MATMUL and _LOOKUP in stack:
+        kind = Kind.LOOKUP
+      elif kind is Kind.MATMUL and _is_attention(eqn, stack):
         kind = Kind.ATTENTION
       return _entry(stack, kind, flops, eqn, _phase(stack))
     if name == "pallas_call":

@@ -1,5 +1,8 @@
 """Tests for the counting of FLOPs."""
 
+import types
+
+import fiddle as fdl
 from flax import linen as nn
 import jax
 from jax.experimental import pallas as pl
@@ -22,7 +25,12 @@ from paxon.layers.attention import mask as attention_mask
 from paxon.layers.models import decoder_lm
 from paxon.learners import adamw, learner, schedules, train_state, train_step
 from paxon.runner.plan import flops
-from paxon.runner.training import model_loss
+from paxon.runner.training import (
+  compiled_steps,
+  model_loss,
+  pipelined_testing,
+)
+from paxon.runner.training import session as session_lib
 from paxon.sharding import variables
 
 _Phase = flops.Phase
@@ -350,6 +358,122 @@ def test_attention_kernels_count_as_plain_attention(kernel, recomputed, rows):
   assert found.phase(_Phase.REMAT) == recomputed * product
   assert {key.kind for key in found.counts} == {flops.Kind.ATTENTION}
   assert {key.dtype for key in found.counts} == {"float32"}
+
+
+class _Pipelined(pipelined_testing.PipelinedLm):
+  num_layers = 4
+  circular_repeats: int = 1
+
+  def adjust(self, config):
+    super().adjust(config)
+    if self.circular_repeats > 1:
+      config.task.model.stack.circular_repeats = self.circular_repeats
+
+
+@pytest.mark.parametrize(
+  ("stages", "knobs", "live"),
+  [
+    pytest.param(None, {}, 1.0, id="plain"),
+    # Four microbatches: 5 ticks of 2 stages, 7 of 4 stages.
+    pytest.param(2, {}, 4 / 5, id="2 stages"),
+    pytest.param(4, {}, 4 / 7, id="4 stages"),
+    # Each microbatch passes twice: 2 x 4 + 1 ticks.
+    pytest.param(2, {"circular_repeats": 2}, 8 / 9, id="circular"),
+    # Three layers on two stages of two: the last has an empty place.
+    pytest.param(2, {"num_layers": 3}, 4 / 5 * 3 / 4, id="uneven"),
+    pytest.param(2, {"schedule": "1f1b"}, None, id="1f1b"),
+    pytest.param(
+      2, {"schedule": "1f1b", "residuals": "save"}, None, id="1f1b, saved"
+    ),
+  ],
+)
+def test_a_pipeline_has_the_model_flops_of_the_formula(stages, knobs, live):
+  mesh = "data=-1" if stages is None else f"data=-1,stage={stages}"
+  job = fdl.build(_Pipelined(num_stages=stages, mesh=mesh, **knobs).job())
+  session = session_lib.open_session(job, devices=jax.devices()[:4])
+  found = flops.count(compiled_steps.trace_train_step(session).jaxpr)
+  B, T = session.batch["inputs"].shape
+  params = sum(
+    int(np.prod(spec.shape))
+    for spec in jax.tree.leaves(session.specs)
+    if "norm" not in spec.name and not spec.name.endswith("bias")
+  )
+  L, N, H = knobs.get("num_layers", 4), 2, 8
+  attention = 12 * L * N * H * T**2 * B
+  assert found.model_flops == 6 * params * B * T + attention
+  hidden = 1 - (1 + 1 / T) / 2
+  assert found.model_flops - found.causal_model_flops(T) == pytest.approx(
+    hidden * attention
+  )
+  if live is None:
+    assert 0 < found.bubble < 0.7
+  else:
+    # The head is computed outside of the stages, once.
+    head = 6 * B * T * 16 * session.job.task.model.embedding.vocab_size
+    inside = found.hardware_flops - head
+    assert found.bubble * found.hardware_flops == pytest.approx(
+      (1 - live) * inside
+    )
+
+
+@pytest.mark.parametrize(
+  ("mask", "share"),
+  [
+    # Blocks of 128: of 4 x 4 those on and below the diagonal.
+    pytest.param(attention_mask.MaskRules(causal=True), 10 / 16, id="causal"),
+    pytest.param(attention_mask.MaskRules(causal=False), 1.0, id="full"),
+    # A window of a block reaches the block before.
+    pytest.param(
+      attention_mask.MaskRules(causal=True, window=128), 7 / 16, id="window"
+    ),
+  ],
+)
+def test_blocks_that_splash_skips(mask, share):
+  kernel = splash.Splash(block_q=128, block_kv=128, interpret=True)
+  ids = jax.ShapeDtypeStruct((2, 512), jnp.int32)
+
+  def loss(q, k, v, ids):
+    mask_ = attention_mask.AttentionMask(
+      q_positions=ids,
+      kv_positions=ids,
+      q_segment_ids=ids,
+      kv_segment_ids=ids,
+      rules=mask,
+    )
+
+    def layer(q, _):
+      return jax.checkpoint(lambda q: kernel(q, k, v, mask_))(q), None
+
+    return jax.lax.scan(layer, q, None, length=3)[0].sum()
+
+  shapes = [jax.ShapeDtypeStruct((2, 512, 4, 16), jnp.float32)] * 3
+  traced = jax.jit(jax.grad(loss)).trace(*shapes, ids)
+  found = flops.count(traced.jaxpr)
+  assert found.attention_share() == pytest.approx(share)
+  executed = sum(found.executed().values())
+  row = found.by("kind").get("matmul", 0)
+  assert executed - row == pytest.approx(share * (found.hardware_flops - row))
+
+
+@pytest.mark.parametrize(
+  ("params", "share"),
+  [
+    # Of 8 x 8 pairs 36; with a window of 2 tokens 1 + 7 x 2.
+    ({"mask_type": 2, "sliding_window_length": None}, 36 / 64),
+    ({"mask_type": 3, "sliding_window_length": 0}, 36 / 64),
+    ({"mask_type": 2, "sliding_window_length": 2}, 15 / 64),
+    # Packed documents: a bias, and no block is skipped.
+    ({"mask_type": 0, "sliding_window_length": None}, None),
+  ],
+)
+def test_pairs_that_cudnn_skips(params, share):
+  aval = jax.ShapeDtypeStruct((2, 8, 4, 16), jnp.bfloat16)
+  eqn = types.SimpleNamespace(
+    params=params | {"layout": 0},
+    invars=[types.SimpleNamespace(aval=aval)] * 3,
+  )
+  found = flops._cudnn_share(eqn)
+  assert found == (None if share is None else pytest.approx(share))
 
 
 class _Dense(nn.Module):

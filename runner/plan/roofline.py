@@ -84,10 +84,11 @@ def bound(
   peak = kind.peak_flops()
   if peak is None:
     return None
+  # Without the blocks that attention kernels skip.
   compute = math.fsum(
-    count / num_devices / (kind.peak_flops(dtype) or peak)
-    for dtype, count in flops.by("dtype").items()
-    if dtype
+    count / num_devices / (kind.peak_flops(key.dtype) or peak)
+    for key, count in flops.executed().items()
+    if key.dtype
   )
   times = {
     link: math.fsum(c.seconds or 0.0 for c in collectives if c.link == link)

@@ -31,8 +31,7 @@ from paxon.runner.plan import (
 from paxon.runner.plan import flops as flops_lib
 from paxon.runner.plan import quantized_matmuls as quantized_matmuls_lib
 from paxon.runner.plan import target as targets
-from paxon.runner.plan.estimate import calibration as calibrations
-from paxon.runner.plan.estimate import prediction
+from paxon.runner.plan.estimate import efficiency, prediction
 from paxon.runner.plan.program_text import hlo
 from paxon.runner.plan.program_text import reading as reading_lib
 from paxon.runner.training import compiled_steps, kernel_checks
@@ -314,7 +313,7 @@ class _Program:
     )
     if program is None or not is_read:
       return None, ()
-    calibration = calibrations.chosen(kind, os.environ)
+    factors = efficiency.choose(kind, os.environ)
     notes: list[str] = []
     found, why_not = reading_lib.attempt(
       "The step's time",
@@ -323,7 +322,7 @@ class _Program:
         communication=self.reading.communication,
         placement=self.placement,
         kind=kind,
-        calibration=calibration,
+        efficiency=factors,
         flops=flops,
         batch_shape=batch_shape,
       ),

@@ -103,7 +103,7 @@ def test_says_what_was_planned(plan):
   # No vendor states the rates of this machine.
   assert plan.bound is None
   assert plan.estimate is None
-  assert any("there is no calibration for cpu" in note for note in plan.notes)
+  assert any("the rates of cpu are not known" in note for note in plan.notes)
   assert {c.link for c in plan.collectives} == {"fast"}
   kinds = {(c.kind, c.axes) for c in plan.collectives}
   assert ("all-gather", ("fsdp",)) in kinds

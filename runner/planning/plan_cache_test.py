@@ -36,10 +36,10 @@ def _key(shapes, *, target=_CPU, environ=None, options=None, **knobs):
 
 
 def test_a_key_depends_on_what_a_plan_depends_on(shapes, tmp_path):
-  file = tmp_path / "calibration.json"
+  file = tmp_path / "options.json"
   file.write_text("1")
   longer = {"inputs": ((8, 17), np.dtype("int32"))}
-  variables = {"PAXON_PLAN_CALIBRATION": str(file)}
+  variables = {"PAXON_OPTIONS": str(file)}
   keys = [
     _key(shapes),
     _key(shapes, global_batch_size=16),

@@ -6,8 +6,7 @@ from typing import Final
 
 from paxon.runner.plan import flops as flops_lib
 from paxon.runner.plan import hardware, network, result
-from paxon.runner.plan.estimate import calibration as calibrations
-from paxon.runner.plan.estimate import rates as rates_lib
+from paxon.runner.plan.estimate import efficiency as efficiencies
 from paxon.runner.plan.estimate import simulation
 from paxon.runner.plan.program_text import collectives, costs, hlo
 
@@ -24,7 +23,7 @@ def of(
   communication: collectives.Communication,
   placement: network.Placement,
   kind: hardware.Hardware,
-  calibration: calibrations.Calibration | None,
+  efficiency: efficiencies.Efficiency | None,
   flops: flops_lib.Flops,
   batch_shape: Sequence[int] | None,
 ) -> tuple[result.Estimate | None, tuple[str, ...]]:
@@ -35,7 +34,7 @@ def of(
     communication: What `collectives.find` returns of it.
     placement: Of the mesh.
     kind: The hardware.
-    calibration: Shares of its rates; None if there is none.
+    efficiency: Fractions of its rates; None for a CPU.
     flops: Of the step, from its jaxpr.
     batch_shape: Rows and their length, for tokens per second.
 
@@ -49,7 +48,7 @@ def of(
       communication,
       placement,
       kind,
-      calibration,
+      efficiency,
       flops,
       batch_shape,
     )
@@ -63,25 +62,20 @@ def _estimate(
   communication: collectives.Communication,
   placement: network.Placement,
   kind: hardware.Hardware,
-  calibration: calibrations.Calibration | None,
+  efficiency: efficiencies.Efficiency | None,
   flops: flops_lib.Flops,
   batch_shape: Sequence[int] | None,
 ) -> result.Estimate:
-  if calibration is None:
-    raise simulation.NotPredictedError(
-      f"there is no calibration for {kind.name}; tools/calibrate measures one"
-      f" on such a machine, and {calibrations.VARIABLE}=FILE takes it"
-    )
-  rates = rates_lib.of(kind, calibration)
-  sheet = rates_lib.of(kind, calibration.whole())
-  if rates is None or sheet is None:
+  sheet = efficiencies.rates(kind, efficiencies.DATASHEET)
+  rates = None if efficiency is None else efficiencies.rates(kind, efficiency)
+  if efficiency is None or rates is None or sheet is None:
     raise simulation.NotPredictedError(
       f"the rates of {kind.name} are not known"
     )
 
   operations = costs.costs(program)
 
-  def simulate(at: rates_lib.Rates) -> simulation.Timeline:
+  def simulate(at: efficiencies.Rates) -> simulation.Timeline:
     return simulation.simulate(
       program,
       operations=operations,
@@ -90,6 +84,7 @@ def _estimate(
         for c in communication.collectives
       },
       rates=at,
+      attention_share=flops.attention_share(),
     )
 
   found, on_sheet = simulate(rates), simulate(sheet)
@@ -113,8 +108,8 @@ def _estimate(
     exposed=found.exposed,
     tokens_per_second=tokens / found.total if tokens and found.total else None,
     mfu=_ratio(most, found.total),
-    band=calibration.band,
-    source=calibration.summary,
+    band=efficiency.band,
+    source=efficiency.source,
     datasheet_step=on_sheet.total,
     datasheet_mfu=_ratio(most, on_sheet.total),
     ceiling_mfu=_ratio(most, products),

@@ -1,13 +1,12 @@
 """Tests for the estimate of a plan, and for why there is none."""
 
-import dataclasses
 import functools
 
 import pytest
 
 from paxon.runner.plan import flops as flops_lib
 from paxon.runner.plan import hardware, network, testing
-from paxon.runner.plan.estimate import calibration, prediction
+from paxon.runner.plan.estimate import efficiency, prediction
 from paxon.runner.plan.program_text import collectives, costs, hlo
 
 _H200 = hardware.named("h200")
@@ -43,7 +42,7 @@ def _of(flops, *, program=None, given=None, kind=_H200, batch=_ROWS):
     communication=collectives.find(program, mesh={"fsdp": 8}),
     placement=network.Placement(domains=(0,) * 8),
     kind=kind,
-    calibration=given,
+    efficiency=given,
     flops=flops,
     batch_shape=batch,
   )
@@ -51,7 +50,7 @@ def _of(flops, *, program=None, given=None, kind=_H200, batch=_ROWS):
 
 def test_the_parts_make_up_the_step():
   count = _compiled_flops()
-  given = calibration.for_hardware(_H200)
+  given = efficiency.choose(_H200, {})
   found, notes = _of(_flops(count, recomputed=count // 4), given=given)
   assert notes == ()
   parts = [found.compute, found.memory, found.overhead]
@@ -67,40 +66,40 @@ def test_the_parts_make_up_the_step():
   assert found.mfu < found.datasheet_mfu < found.ceiling_mfu
   assert found.tokens_per_second == pytest.approx(64 * 32 / found.step)
   assert found.band == given.band
-  assert found.source == given.summary
+  assert found.source == given.source
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
 def test_products_of_few_bits_have_their_own_rate(dtype):
-  given = calibration.for_hardware(_H200)
+  given = efficiency.choose(_H200, {})
   found, _ = _of(_flops(_compiled_flops(), dtype=dtype), given=given)
   # An MFU is of the bfloat16 peak.
   assert found.ceiling_mfu == pytest.approx(1978.9 / 989.4)
 
 
 def test_at_full_rates_it_is_the_data_sheets():
-  given = calibration.for_hardware(_H200).whole()
+  given = efficiency.DATASHEET
   found, _ = _of(_flops(_compiled_flops()), given=given)
   assert found.step == found.datasheet_step
   assert (found.overhead, found.mfu) == (0.0, found.datasheet_mfu)
 
 
 def test_without_rows_there_are_no_tokens():
-  given = calibration.for_hardware(_H200)
+  given = efficiency.choose(_H200, {})
   found, _ = _of(_flops(_compiled_flops()), given=given, batch=None)
   assert found.tokens_per_second is None
 
 
 @pytest.mark.parametrize("ratio", [0.9991, 1.0, 1.019])
 def test_a_little_more_flops_are_the_compilers_recomputation(ratio):
-  given = calibration.for_hardware(_H200)
+  given = efficiency.choose(_H200, {})
   found, _ = _of(_flops(round(_compiled_flops() / ratio)), given=given)
   assert found is not None
 
 
 @pytest.mark.parametrize("ratio", [0.5, 0.998, 1.021, 1.5])
 def test_other_flops_are_another_program(ratio):
-  given = calibration.for_hardware(_H200)
+  given = efficiency.choose(_H200, {})
   found, notes = _of(_flops(round(_compiled_flops() / ratio)), given=given)
   assert found is None
   (note,) = notes
@@ -110,11 +109,11 @@ def test_other_flops_are_another_program(ratio):
   )
 
 
-def test_without_a_calibration_it_says_how_to_make_one():
-  found, (note,) = _of(_flops(_compiled_flops()))
+def test_a_cpu_has_no_estimate():
+  cpu = hardware.named("cpu")
+  found, (note,) = _of(_flops(_compiled_flops()), given=None, kind=cpu)
   assert found is None
-  assert "there is no calibration for h200; tools/calibrate measures" in note
-  assert "PAXON_PLAN_CALIBRATION=FILE" in note
+  assert "the rates of cpu are not known" in note
 
 
 def test_an_unknown_kernel_is_named():
@@ -122,7 +121,7 @@ def test_an_unknown_kernel_is_named():
   root = next(line for line in text.splitlines() if line.startswith("ENTRY"))
   call = '  %mine = f32[2]{0} custom-call(), custom_call_target="mine"'
   program = hlo.parse(text.replace(root, f"{root}\n{call}"))
-  given = calibration.for_hardware(_H200)
+  given = efficiency.choose(_H200, {})
   found, (note,) = _of(_flops(_compiled_flops()), program=program, given=given)
   assert found is None
   assert "there is no formula for the FLOPs of mine." in note
@@ -132,22 +131,9 @@ def test_an_unknown_loop_is_named():
   text = testing.stored("h200_1x8.txt")
   for known in ("known_trip_count", "direction=LT"):
     text = text.replace(known, "x")
-  given = calibration.for_hardware(_H200)
+  given = efficiency.choose(_H200, {})
   program = hlo.parse(text)
   count = 8 * costs.total(program).flops
   found, (note,) = _of(_flops(count), program=program, given=given)
   assert found is None
   assert "the trips of the loop while" in note
-
-
-def test_a_chosen_file_is_taken_for_its_kinds(tmp_path):
-  given = calibration.for_hardware(_H200)
-  assert given is not None
-  own = dataclasses.replace(given, hardware=("h200",), source="mine")
-  file = tmp_path / "mine.json"
-  file.write_text(calibration.to_json(own))
-  environ = {"PAXON_PLAN_CALIBRATION": str(file)}
-  assert calibration.chosen(_H200, environ) == own
-  other = hardware.named("v4")
-  assert calibration.chosen(other, environ) == calibration.for_hardware(other)
-  assert calibration.chosen(_H200, {}) == calibration.for_hardware(_H200)

@@ -20,7 +20,7 @@ import re
 from typing import Final
 
 from paxon.runner.plan import network
-from paxon.runner.plan.estimate import rates as rates_lib
+from paxon.runner.plan.estimate import efficiency
 from paxon.runner.plan.program_text import (
   collectives,
   costs,
@@ -73,7 +73,8 @@ def simulate(
   *,
   operations: Mapping[Key, costs.Cost],
   transfers: Mapping[Key, network.Transfer],
-  rates: rates_lib.Rates,
+  rates: efficiency.Rates,
+  attention_share: float = 1.0,
 ) -> Timeline:
   """Simulates one run of a program.
 
@@ -83,6 +84,8 @@ def simulate(
     transfers: Its collectives by computation and instruction, those inside
       fusions by their own names.
     rates: Of the device.
+    attention_share: Share of their FLOPs that attention kernels compute,
+      because they skip masked blocks.
 
   Returns:
     Its time.
@@ -90,7 +93,7 @@ def simulate(
   Raises:
     NotPredictedError: Something about it is not known.
   """
-  walker = _Walker(program, operations, transfers, rates)
+  walker = _Walker(program, operations, transfers, rates, attention_share)
   state = _State()
   walker.walk(program.entry, state)
   sums = dict(state.sums)
@@ -180,9 +183,11 @@ class _Walker:
     program: hlo.Program,
     operations: Mapping[Key, costs.Cost],
     transfers: Mapping[Key, network.Transfer],
-    rates: rates_lib.Rates,
+    rates: efficiency.Rates,
+    attention_share: float,
   ) -> None:
     self._program = program
+    self._attention_share = attention_share
     self._operations = operations
     self._transfers = transfers
     self._rates = rates
@@ -329,9 +334,9 @@ class _Walker:
     rate = self._rates.flops(cost.dtype, is_attention=is_kernel)
     if rate is None:
       raise NotPredictedError(f"the rate of {cost.dtype} matmuls is not known")
-    # Costs count all pairs of positions; such a kernel skips half of them.
-    skips = is_kernel and "CAUSAL" in instruction.attributes
-    return cost.flops * (0.5 if skips else 1.0) / rate
+    # Costs count all pairs of positions.
+    share = self._attention_share if is_kernel else 1.0
+    return cost.flops * share / rate
 
   def _overhead(self, state: _State) -> None:
     if self._rates.kernel_overhead:

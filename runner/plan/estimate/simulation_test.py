@@ -8,7 +8,6 @@ products and 18 s of memory.
 import pytest
 
 from paxon.runner.plan import network
-from paxon.runner.plan.estimate import rates as rates_lib
 from paxon.runner.plan.estimate import simulation
 from paxon.runner.plan.program_text import costs, hlo
 
@@ -24,7 +23,7 @@ def _rates(**changes):
     "kernel_overhead": 0.0,
     "peak": 100.0,
   }
-  return rates_lib.Rates(**fields | changes)
+  return efficiency.Rates(**fields | changes)
 
 
 def _cost(
@@ -48,7 +47,9 @@ def _program(body, *more):
   return hlo.parse(_HEAD + "\n".join(parts))
 
 
-def _simulate(program, times=None, transfers=None, **changes):
+def _simulate(
+  program, times=None, transfers=None, attention_share=1.0, **changes
+):
   """Simulates; operations by name, transfers as (seconds, axes[, queue])."""
   operations = {
     (c.name, i.name): _cost("none")
@@ -68,7 +69,11 @@ def _simulate(program, times=None, transfers=None, **changes):
     for name, (seconds, axes, *queue) in (transfers or {}).items()
   }
   return simulation.simulate(
-    program, operations=operations, transfers=sent, rates=_rates(**changes)
+    program,
+    operations=operations,
+    transfers=sent,
+    rates=_rates(**changes),
+    attention_share=attention_share,
   )
 
 
@@ -101,16 +106,16 @@ def test_a_kernel_costs_its_start():
 def test_attention_kernels_have_a_rate_of_their_own():
   program = _program(
     [
-      'a = f32[2] custom-call(%p), custom_call_target="k", config=NO_MASK',
-      'b = f32[2] custom-call(%p), custom_call_target="k", config=CAUSAL',
-      "c = f32[2] dot(%p, %p)",
+      'a = f32[2] custom-call(%p), custom_call_target="k"',
+      "b = f32[2] dot(%p, %p)",
     ]
   )
   cost = _cost("attention", flops=600)
-  found = _simulate(program, {"a": cost, "b": cost, "c": cost})
-  # 600 / 50, then half of it because half is masked, then 600 / 100: products
-  # that are no kernel multiply what is masked too.
-  assert found.compute == 12.0 + 6.0 + 6.0
+  # 600 / 50, then 600 / 100.
+  assert _simulate(program, {"a": cost, "b": cost}).compute == 12.0 + 6.0
+  # The kernel skips half of the pairs, the matmul none.
+  found = _simulate(program, {"a": cost, "b": cost}, attention_share=0.5)
+  assert found.compute == 6.0 + 6.0
 
 
 def test_a_synchronous_collective_stops_the_clock():

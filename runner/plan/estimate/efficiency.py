@@ -1,0 +1,194 @@
+"""Achieved rates of a device: datasheet rates times efficiency factors.
+
+The factors are rounded values of published microbenchmarks, not fitted to any
+training run. `tools/gpu_check` measures those of a machine and prints them in
+the form that plans read:
+
+  PAXON_PLAN_EFFICIENCY=matmul=0.74,matmul.float8=0.6,memory=0.91
+"""
+
+from collections.abc import Mapping
+import dataclasses
+from typing import Final
+
+from paxon.runner import user_error
+from paxon.runner.plan import hardware, network
+
+# Environment variable with factors that replace those of the table.
+VARIABLE: Final = "PAXON_PLAN_EFFICIENCY"
+
+_FACTORS: Final = ("matmul", "attention", "memory", "fast_link", "network")
+# Datasheets may be a little too modest; twice their rate is a mistake.
+_MOST: Final = 1.5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Efficiency:
+  """Achieved fractions of datasheet rates.
+
+  Attributes:
+    source: Origin of the factors, in one line.
+    matmul: Of matmuls, unless `by_dtype` has the dtype.
+    by_dtype: Of matmuls by dtype.
+    attention: Of attention kernels.
+    memory: Of the memory bandwidth.
+    fast_link: Of the links within a host or slice.
+    network: Of the links between them.
+    kernel_overhead: Seconds between two kernels.
+    band: Multiples of an estimate between which the measured time is expected.
+  """
+
+  source: str
+  matmul: float
+  by_dtype: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  attention: float
+  memory: float
+  fast_link: float
+  network: float
+  kernel_overhead: float
+  band: tuple[float, float] = (0.75, 1.33)
+
+
+_CUDA: Final = Efficiency(
+  source=(
+    "not measured by us, 2026-11-21: typical of published microbenchmarks of"
+    " H100 SXM: large bfloat16 matmuls 0.8 of peak, FlashAttention-3 with heads"
+    " of 64 and 128 0.5, memory copies 0.9, NCCL gathers 0.8 of NVLink and 0.85"
+    " of the adapters, 1.5 us between kernels"
+  ),
+  matmul=0.8,
+  attention=0.5,
+  memory=0.9,
+  fast_link=0.8,
+  network=0.85,
+  kernel_overhead=1.5e-6,
+)
+_TPU: Final = Efficiency(
+  source=(
+    "not measured by us, 2026-11-21: rounded values for large matmuls, long"
+    " copies and long gathers, 0.9 of each rate; attention kernels 0.5, the"
+    " data center network 0.8; no time between instructions"
+  ),
+  matmul=0.9,
+  attention=0.5,
+  memory=0.9,
+  fast_link=0.9,
+  network=0.8,
+  kernel_overhead=0.0,
+)
+DATASHEET: Final = Efficiency(
+  source="datasheet rates",
+  matmul=1.0,
+  attention=1.0,
+  memory=1.0,
+  fast_link=1.0,
+  network=1.0,
+  kernel_overhead=0.0,
+)
+
+
+def choose(
+  kind: hardware.Hardware, environ: Mapping[str, str]
+) -> Efficiency | None:
+  """Returns the efficiency of a kind of device, or None for a CPU.
+
+  Args:
+    kind: The hardware.
+    environ: The environment; `PAXON_PLAN_EFFICIENCY` replaces factors.
+
+  Raises:
+    UserError: The variable has another form.
+  """
+  if kind.platform is hardware.Platform.CPU:
+    return None
+  found = _CUDA if kind.platform is hardware.Platform.CUDA else _TPU
+  text = environ.get(VARIABLE, "").strip()
+  if not text:
+    return found
+  factors: dict[str, float] = {}
+  by_dtype: dict[str, float] = {}
+  for entry in text.split(","):
+    name, _, value = (part.strip() for part in entry.partition("="))
+    family, _, dtype = name.partition(".")
+    try:
+      factor = float(value)
+    except ValueError:
+      factor = 0.0
+    is_known = name in _FACTORS or (family == "matmul" and dtype)
+    if not is_known or not 0 < factor <= _MOST:
+      raise user_error.UserError(
+        f"{VARIABLE}={text}: {entry.strip()!r} must be NAME=FACTOR with a"
+        f" factor above 0 and at most {_MOST:g}; names are"
+        f" {', '.join(_FACTORS)} and matmul.DTYPE, such as matmul.float8."
+      )
+    if dtype:
+      by_dtype[dtype] = factor
+    else:
+      factors[name] = factor
+  return dataclasses.replace(
+    found,
+    source=f"{VARIABLE}={text}; the others {found.source}",
+    by_dtype=by_dtype,
+    **factors,
+  )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rates:
+  """Rates of one device that a program achieves.
+
+  Attributes:
+    matmul: FLOP/s of matmuls, by dtype.
+    attention: FLOP/s of attention kernels, by dtype.
+    memory: Bytes/s of the memory.
+    links: To other devices.
+    kernel_overhead: Seconds between two kernels.
+    peak: Datasheet FLOP/s in bfloat16, for MFUs.
+  """
+
+  matmul: Mapping[str, float]
+  attention: Mapping[str, float]
+  memory: float
+  links: network.Links
+  kernel_overhead: float
+  peak: float
+
+  def flops(self, dtype: str, *, is_attention: bool = False) -> float | None:
+    """Returns the FLOP/s of matmuls, or None for an unknown dtype.
+
+    Args:
+      dtype: Of their operands, as JAX names it.
+      is_attention: Whether an attention kernel computes them.
+    """
+    table = self.attention if is_attention else self.matmul
+    name = "float8" if dtype.startswith("float8") else dtype
+    return table.get(name)
+
+
+def rates(kind: hardware.Hardware, efficiency: Efficiency) -> Rates | None:
+  """Returns the rates of a kind of device, or None without datasheet rates."""
+  peak, memory, links = (
+    kind.peak_flops(),
+    kind.memory_bandwidth,
+    network.links(kind),
+  )
+  if peak is None or memory is None or links is None:
+    return None
+  between = links.network
+  return Rates(
+    matmul={
+      dtype: rate * efficiency.by_dtype.get(dtype, efficiency.matmul)
+      for dtype, rate in kind.flops.items()
+    },
+    attention={
+      dtype: rate * efficiency.attention for dtype, rate in kind.flops.items()
+    },
+    memory=memory * efficiency.memory,
+    links=dataclasses.replace(
+      links,
+      fast=links.fast * efficiency.fast_link,
+      network=None if between is None else between * efficiency.network,
+    ),
+    kernel_overhead=efficiency.kernel_overhead,
+    peak=peak,
+  )
