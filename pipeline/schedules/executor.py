@@ -302,7 +302,7 @@ class _Stage:
       arrivals: int32 [routes].
     """
     results = []
-    for slot, kinds in enumerate(self.lowered.kinds):
+    for slot in range(len(self.lowered.kinds)):
       cell = cells[slot]
       message, state = self._run_slot(runs, slot, state, cell)
       if self.lowered.has_local[slot]:

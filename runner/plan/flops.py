@@ -36,6 +36,7 @@ from typing import Any
 
 import jax
 from jax.extend import core
+from jax.interpreters import partial_eval
 import numpy as np
 
 from paxon.quantization import matmuls
@@ -54,8 +55,6 @@ class Kind(enum.Enum):
   """The kind of an operation."""
 
   MATMUL = "matmul"
-  # Of an embedding table with one-hot vectors: no FLOPs of the model.
-  LOOKUP = "lookup"
   # Matmuls of queries and keys, and of attention weights and values.
   ATTENTION = "attention"
   CONVOLUTION = "convolution"
@@ -107,7 +106,7 @@ class Flops:
 
   @property
   def model_flops(self) -> int:
-    """FLOPs without recomputation, bubbles and one-hot lookups."""
+    """FLOPs without recomputation and bubbles."""
     return sum(self._model().values())
 
   @property
@@ -144,7 +143,7 @@ class Flops:
     return {
       key: self.counts.get(key, 0) - self.bubbles.get(key, 0)
       for key in keys
-      if key.phase is not Phase.REMAT and key.kind is not Kind.LOOKUP
+      if key.phase is not Phase.REMAT
     }
 
   def phase(self, phase: Phase) -> int:
@@ -185,8 +184,13 @@ def count(
     The sums.
   """
   counter = _Counter({**_KNOWN_KERNELS, **(kernels or {})})
-  constants = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
-  counts = counter.jaxpr(jaxpr.jaxpr, "", constants)
+  # Compilers remove dead code, such as the head where a pipeline's first stage
+  # needs the embedding only.
+  live, _ = partial_eval.dce_jaxpr(
+    jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars), instantiate=True
+  )
+  constants = dict(zip(live.constvars, jaxpr.consts, strict=True))
+  counts = counter.jaxpr(live, "", constants)
   return Flops(
     {key: work.flops for key, work in counts.items() if work.flops},
     tuple(dict.fromkeys(counter.notes)),
@@ -211,8 +215,6 @@ class _Work:
 _Counts = dict[Key, _Work]
 # Values of variables that are constant, by variable.
 _Known = Mapping[Any, Any]
-# The einsum of `layers.embedding.one_hot`.
-_LOOKUP = "...V,VD->...D"
 # How many executions of a pipeline are on a microbatch, see the docstring.
 _LIVE = re.compile(r"\blive_(\d+)_of_(\d+)\b")
 
@@ -235,9 +237,7 @@ class _Counter:
     name = eqn.primitive.name
     if name in _CONTRACTIONS:
       kind, flops = _CONTRACTIONS[name](eqn)
-      if kind is Kind.MATMUL and _LOOKUP in stack:
-        kind = Kind.LOOKUP
-      elif kind is Kind.MATMUL and _is_attention(eqn, stack):
+      if kind is Kind.MATMUL and _is_attention(eqn, stack):
         kind = Kind.ATTENTION
       return _entry(stack, kind, flops, eqn, _phase(stack))
     if name == "pallas_call":

@@ -8,7 +8,7 @@ products and 18 s of memory.
 import pytest
 
 from paxon.runner.plan import network
-from paxon.runner.plan.estimate import simulation
+from paxon.runner.plan.estimate import efficiency, simulation
 from paxon.runner.plan.program_text import costs, hlo
 
 _HEAD = "HloModule m, is_scheduled=true\n\n"
