@@ -190,7 +190,7 @@ class Bound:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimate:
-  """Simulated step time, with the efficiency factors of a calibration.
+  """Simulated step time, with efficiency factors.
 
   `step` is the sum of `compute`, `memory`, `overhead` and all of `exposed`.
 
