@@ -355,7 +355,7 @@ def _branches(eqn: Any, bodies: list[_Counts]) -> _Counts:
   return counts
 
 
-def _constants_inside(eqn: Any, body: core.Jaxpr, known: _Known) -> _Known:
+def _constants_inside(eqn: Any, body: Any, known: _Known) -> _Known:
   """Values of a body's inputs that are constant."""
   invars = list(eqn.invars)
   if eqn.primitive.name == "cond":

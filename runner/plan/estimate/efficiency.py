@@ -9,7 +9,7 @@ the form that plans read:
 
 from collections.abc import Mapping
 import dataclasses
-from typing import Final
+from typing import Any, Final
 
 from paxon.runner import user_error
 from paxon.runner.plan import hardware, network
@@ -105,7 +105,7 @@ def choose(
   text = environ.get(VARIABLE, "").strip()
   if not text:
     return found
-  factors: dict[str, float] = {}
+  factors: dict[str, Any] = {}
   by_dtype: dict[str, float] = {}
   for entry in text.split(","):
     name, _, value = (part.strip() for part in entry.partition("="))
