@@ -58,6 +58,7 @@ _TINY: Final = (
   ("head_dim", "16"),
   ("vocab_size", "512"),
   ("length", "64"),
+  ("attention_kernel", "layers.attention.kernels.plain"),
 )
 _NO_REMAT: Final = ("remat_policy", "None")
 
@@ -78,9 +79,9 @@ class Case:
 
 
 CASES: Final = (
-  Case("GPT-2 124M, cuDNN", "tasks.lm.params.gpt2.Gpt2Small124M", (_CUDNN,)),
+  Case("GPT-2 124M", "tasks.lm.params.gpt2.Gpt2Small124M", (_CUDNN,)),
   Case("Llama 2 7B, 4 layers", _LLAMA, _SHORT),
-  Case("Llama 2 7B, 4 layers, cuDNN", _LLAMA, (*_SHORT, _CUDNN)),
+  Case("Llama 2 7B, 4 layers, one document", _LLAMA, (*_SHORT, _CUDNN)),
   Case("Llama 2 7B, 4 layers, no remat", _LLAMA, (*_SHORT, _NO_REMAT)),
 )
 TINY_CASES: Final = (
