@@ -346,7 +346,7 @@ def to_markdown(found: Sequence[Comparison]) -> str:
       one.name,
       _mebibytes(one.planned_peak),
       _mebibytes(one.measured_peak),
-      _error(one.planned_peak, one.measured_peak),
+      _error(float(one.planned_peak), float(one.measured_peak)),
       _milliseconds(one.bound),
       _milliseconds(one.planned_step),
       _milliseconds(one.measured_step),
