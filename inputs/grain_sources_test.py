@@ -20,10 +20,7 @@ from paxon.inputs import (
   packed_input,
   record_columns,
 )
-from paxon.inputs.tf_records import (
-  tf_example,
-  tf_record_files,
-)
+from paxon.inputs.tf_records import tf_example, tf_record_files
 
 TEXTS = [f"text {i} " + "x" * (i % 5) for i in range(23)]
 IDS = [[i, i + 1, i + 2][: 1 + i % 3] for i in range(23)]

@@ -12,12 +12,7 @@ import dataclasses
 import itertools
 from typing import Any
 
-from paxon.inputs import (
-  checks,
-  document_order,
-  example_source,
-  example_stream,
-)
+from paxon.inputs import checks, document_order, example_source, example_stream
 
 # Pending references may still point into the previous window.
 _KEPT_WINDOWS = 2

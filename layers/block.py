@@ -147,16 +147,12 @@ class SandwichBlock(Block):
   `feed_forward_norm` that of OLMo 2 (2024, https://arxiv.org/abs/2501.00656,
   section 2.1), which normalizes only what is added to the residual stream.
 
-  Attributes:
-    attention: As in `TransformerBlock`.
+  Attributes, besides those of `TransformerBlock`:
     post_attention_norm: Normalizes the output of attention.
-    feed_forward: As in `TransformerBlock`.
     post_feed_forward_norm: Normalizes the output of the feed-forward layer.
     attention_norm: Normalizes the input of attention; `None` disables it.
     feed_forward_norm: Normalizes the input of the feed-forward layer; `None`
       disables it.
-    dropout: As in `TransformerBlock`.
-    residual: As in `TransformerBlock`.
   """
 
   attention: nn.Module
@@ -186,14 +182,11 @@ class ParallelBlock(Block):
   once. With one norm it is that of GPT-J and PaLM (Chowdhery et al. 2022,
   https://arxiv.org/abs/2204.02311, section 2); with two that of GPT-NeoX.
 
-  Attributes:
+  Attributes, besides those of `TransformerBlock`:
     norm: Maps [B,T,D] to [B,T,D].
-    attention: As in `TransformerBlock`.
-    feed_forward: As in `TransformerBlock`.
     feed_forward_norm: Normalizes the input of the feed-forward layer; `None`
       uses `norm` for both.
-    dropout: Applied to the sum of both branches; see `TransformerBlock`.
-    residual: As in `TransformerBlock`.
+    dropout: Applied to the sum of both branches.
   """
 
   norm: nn.Module

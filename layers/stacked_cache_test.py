@@ -7,11 +7,7 @@ import numpy as np
 import pytest
 
 from paxon.layers import remat, shared, stack, testing
-from paxon.layers.attention import (
-  grouped_query,
-  sequence_cache,
-  sliding_cache,
-)
+from paxon.layers.attention import grouped_query, sequence_cache, sliding_cache
 from paxon.layers.attention import mask as attention_mask
 
 EMBED, SLOTS = 8, 4096

@@ -14,6 +14,7 @@ sharded like their parameter. Weight decay applies to variables with
 learning rate.
 """
 
+from collections.abc import Iterable
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -21,11 +22,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from paxon.learners import (
-  optimizer,
-  variable_clipping,
-  variable_groups,
-)
+from paxon.learners import optimizer, variable_clipping, variable_groups
 from paxon.sharding import checks
 
 
@@ -146,23 +143,30 @@ def scale_by_factored_rms(
   stacked.
   """
 
-  def depths(tree: Any) -> Any:
+  def depths(treedef: Any) -> list[int]:
+    """Returns the number of leading stacked axes of each variable."""
     if specs is None:
-      return jax.tree.map(lambda _: 0, tree)
-    return jax.tree.map(lambda spec: len(spec.stacked), specs)
+      return [0] * treedef.num_leaves
+    return [len(spec.stacked) for spec in treedef.flatten_up_to(specs)]
+
+  def to_state(
+    count: Any, treedef: Any, statistics: Iterable[_Statistics]
+  ) -> FactoredRmsState:
+    trees = map(treedef.unflatten, zip(*statistics, strict=True))
+    return FactoredRmsState(count, *trees)
 
   def init(params: optax.Params) -> FactoredRmsState:
-    statistics = jax.tree.map(
-      lambda p, depth: _Statistics(
+    leaves, treedef = jax.tree.flatten(params)
+    statistics = (
+      _Statistics(
         *(
           jnp.zeros(p.shape[:depth] + shape, jnp.float32)
           for shape in _shapes(p.shape[depth:], min_dim_to_factor)
         )
-      ),
-      params,
-      depths(params),
+      )
+      for p, depth in zip(leaves, depths(treedef), strict=True)
     )
-    return _to_state(jnp.zeros((), jnp.int32), statistics)
+    return to_state(jnp.zeros((), jnp.int32), treedef, statistics)
 
   def update(
     updates: optax.Updates,
@@ -172,29 +176,19 @@ def scale_by_factored_rms(
     del params
     number = (state.count + 1).astype(jnp.float32)
     decay = 1 - number**-decay_exponent
-
-    def one(
-      g: jax.Array, depth: int, *kept: jax.Array
-    ) -> tuple[jax.Array, _Statistics]:
+    leaves, treedef = jax.tree.flatten(updates)
+    kept = map(treedef.flatten_up_to, (state.row, state.column, state.full))
+    scaled, statistics = [], []
+    for g, depth, *old in zip(leaves, depths(treedef), *kept, strict=True):
       dims = _factored_dims(g.shape[depth:], min_dim_to_factor)
       axes = None if dims is None else (depth + dims[0], depth + dims[1])
-      return _update(
-        g, _Statistics(*kept), axes=axes, decay=decay, epsilon=epsilon
+      update, new = _update(
+        g, _Statistics(*old), axes=axes, decay=decay, epsilon=epsilon
       )
-
-    pairs = jax.tree.map(
-      one,
-      updates,
-      depths(updates),
-      state.row,
-      state.column,
-      state.full,
-    )
-    scaled, statistics = (
-      jax.tree.map(lambda pair, i=i: pair[i], pairs, is_leaf=_is_pair)
-      for i in (0, 1)
-    )
-    return scaled, _to_state(optax.safe_increment(state.count), statistics)
+      scaled.append(update)
+      statistics.append(new)
+    count = optax.safe_increment(state.count)
+    return treedef.unflatten(scaled), to_state(count, treedef, statistics)
 
   return optax.GradientTransformation(init, update)
 
@@ -252,23 +246,3 @@ def _shapes(
     tuple(1 if i == reduced else n for i, n in enumerate(shape))
     for reduced in (largest, second)
   ] + [ones]
-
-
-def _is_pair(node: Any) -> bool:
-  return (
-    isinstance(node, tuple)
-    and len(node) == 2
-    and isinstance(node[1], _Statistics)
-  )
-
-
-def _to_state(count: Any, statistics: Any) -> FactoredRmsState:
-  row, column, full = (
-    jax.tree.map(
-      lambda s, i=i: s[i],
-      statistics,
-      is_leaf=lambda node: isinstance(node, _Statistics),
-    )
-    for i in range(3)
-  )
-  return FactoredRmsState(count=count, row=row, column=column, full=full)

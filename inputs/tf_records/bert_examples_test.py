@@ -5,11 +5,7 @@ import pytest
 
 from paxon.inputs import example_stream, packed_input
 from paxon.inputs import packing as packing_lib
-from paxon.inputs.tf_records import (
-  bert_examples,
-  tf_example,
-  tf_record_files,
-)
+from paxon.inputs.tf_records import bert_examples, tf_example, tf_record_files
 
 
 def _record(**changes):

@@ -8,11 +8,7 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from paxon.inputs.tf_records import (
-  crc32c,
-  tf_example,
-  tf_record_files,
-)
+from paxon.inputs.tf_records import crc32c, tf_example, tf_record_files
 
 
 @pytest.mark.parametrize(

@@ -29,11 +29,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from paxon.layers import remat
-from paxon.layers.attention import (
-  cache_variables,
-  kernels,
-  kv_cache,
-)
+from paxon.layers.attention import cache_variables, kernels, kv_cache
 from paxon.layers.attention import mask as attention_mask
 from paxon.layers.attention import projections as attention_projections
 from paxon.quantization import matmuls

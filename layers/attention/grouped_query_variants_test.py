@@ -10,12 +10,7 @@ import numpy as np
 import pytest
 
 from paxon.layers import rotary_embedding, testing
-from paxon.layers.attention import (
-  head_norm,
-  kernels,
-  position_bias,
-  sinks,
-)
+from paxon.layers.attention import head_norm, kernels, position_bias, sinks
 from paxon.layers.attention import testing as attention_testing
 
 BATCH, LENGTH, EMBED, HEADS, KV_HEADS, HEAD_DIM = 2, 6, 8, 4, 2, 4

@@ -34,11 +34,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from paxon.layers import linear, remat
-from paxon.layers.attention import (
-  kernel_support,
-  kernels,
-  kv_cache,
-)
+from paxon.layers.attention import kernel_support, kernels, kv_cache
 from paxon.layers.attention import mask as attention_mask
 from paxon.layers.attention import projections as attention_projections
 from paxon.quantization import matmuls

@@ -8,12 +8,7 @@ import numpy as np
 import pytest
 
 from paxon.layers import testing
-from paxon.layers.attention import (
-  kernels,
-  local_blocks,
-  position_bias,
-  sinks,
-)
+from paxon.layers.attention import kernels, local_blocks, position_bias, sinks
 from paxon.layers.attention import mask as attention_mask
 from paxon.layers.attention import testing as attention_testing
 from paxon.sharding import layout, mesh

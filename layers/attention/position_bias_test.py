@@ -8,12 +8,7 @@ import numpy as np
 import pytest
 
 from paxon.layers import rotary_embedding, testing
-from paxon.layers.attention import (
-  head_norm,
-  kernels,
-  kv_cache,
-  position_bias,
-)
+from paxon.layers.attention import head_norm, kernels, kv_cache, position_bias
 from paxon.layers.attention import testing as attention_testing
 
 BATCH, LENGTH, EMBED, HEADS, HEAD_DIM = 2, 5, 6, 4, 4

@@ -6,12 +6,7 @@ import numpy as np
 import pytest
 
 from paxon.layers import rotary_embedding, rotary_scaling, testing
-from paxon.layers.attention import (
-  head_norm,
-  position_bias,
-  projections,
-  sinks,
-)
+from paxon.layers.attention import head_norm, position_bias, projections, sinks
 from paxon.layers.attention import testing as attention_testing
 from paxon.sharding import layout, mesh
 

@@ -8,11 +8,7 @@ import numpy as np
 import pytest
 
 from paxon.layers import rotary_embedding, testing
-from paxon.layers.attention import (
-  kv_cache,
-  sequence_cache,
-  sliding_cache,
-)
+from paxon.layers.attention import kv_cache, sequence_cache, sliding_cache
 from paxon.layers.attention import testing as attention_testing
 from paxon.sharding import variables
 

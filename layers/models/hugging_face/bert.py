@@ -22,10 +22,7 @@ from paxon.layers import (
 from paxon.layers.attention import grouped_query, projections
 from paxon.layers.attention import mask as attention_mask
 from paxon.layers.models import masked_lm
-from paxon.layers.models.hugging_face import (
-  family,
-  mapping,
-)
+from paxon.layers.models.hugging_face import family, mapping
 from paxon.sharding import axes
 
 _EMBEDDINGS = """

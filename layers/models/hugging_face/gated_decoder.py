@@ -17,11 +17,7 @@ from paxon.layers.attention import (
   projections,
 )
 from paxon.layers.attention import mask as attention_mask
-from paxon.layers.models.hugging_face import (
-  family,
-  mapping,
-  rope,
-)
+from paxon.layers.models.hugging_face import family, mapping, rope
 
 _MODEL = """
   model.embed_tokens.weight  params/embedding/table   V D -> V D
@@ -65,13 +61,7 @@ _HEAD_NORM = """
 class GatedDecoder:
   """Hyperparameters of a gated decoder.
 
-  Attributes:
-    vocab_size: Number of ids.
-    embed_dim: Width of the model.
-    mlp_dim: Width of the feed-forward layers.
-    num_heads: Number of query heads.
-    num_kv_heads: Number of key/value heads.
-    head_dim: Width of a head.
+  Attributes, besides sizes:
     windows: Sliding window of each layer; `None` is full attention.
     rope: Rotary positions.
     activation: Activation of the gate.

@@ -12,11 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from paxon.layers.models.hugging_face import (
-  families,
-  family,
-  golden_case,
-)
+from paxon.layers.models.hugging_face import families, family, golden_case
 
 pytestmark = pytest.mark.skipif(
   importlib.util.find_spec("torch") is None

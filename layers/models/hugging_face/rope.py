@@ -16,9 +16,7 @@ import math
 from typing import Any, Never
 
 from paxon.layers import rotary_embedding, rotary_scaling
-from paxon.layers.models.hugging_face import (
-  family,
-)
+from paxon.layers.models.hugging_face import family
 
 # Keys that any type may have.
 _COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor")

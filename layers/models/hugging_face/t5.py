@@ -32,10 +32,7 @@ from paxon.layers.attention import (
 )
 from paxon.layers.attention import mask as attention_mask
 from paxon.layers.models import encoder_decoder
-from paxon.layers.models.hugging_face import (
-  family,
-  mapping,
-)
+from paxon.layers.models.hugging_face import family, mapping
 
 _TABLE = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 _MODEL = f"""

@@ -13,11 +13,7 @@ import numpy as np
 import pytest
 
 from paxon.layers.decoding import generate, model_steps, samplers
-from paxon.layers.models.hugging_face import (
-  family,
-  golden_case,
-  mapping,
-)
+from paxon.layers.models.hugging_face import family, golden_case, mapping
 
 
 class Outcome(enum.Enum):

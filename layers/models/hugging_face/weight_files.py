@@ -8,10 +8,7 @@ import os
 from etils import epath
 import numpy as np
 
-from paxon.layers.models.hugging_face import (
-  mapping,
-  safetensors_file,
-)
+from paxon.layers.models.hugging_face import mapping, safetensors_file
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
