@@ -134,11 +134,10 @@ def sigmoid_cross_entropy(
   logits: Float[Array, "*batch classes"],
   targets: Float[Array, "*batch classes"],
 ) -> Float[Array, "*batch classes"]:
-  """Returns the binary cross entropy of each class, in nats.
+  """Returns the binary cross entropy of each class, in nats, at least float32.
 
-  Args:
-    logits: Log odds, of any float dtype; the result is at least float32.
-    targets: Probabilities from 0 to 1. Several classes, or none, may be true.
+  Logits are log odds, targets probabilities from 0 to 1; several classes, or
+  none, may be true.
   """
   logits = precision.widened(logits)
   targets = targets.astype(logits.dtype)

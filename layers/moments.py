@@ -37,13 +37,9 @@ def moments(
   axes: Sequence[int],
   cumulative_axis: int | None = None,
 ) -> Moments:
-  """Returns the moments of unmasked values.
+  """Returns the moments of unmasked values over `axes`.
 
-  Args:
-    x: Values.
-    mask: True to keep, of the rank of `x`; `None` keeps all.
-    axes: Axes to sum over.
-    cumulative_axis: Axis to accumulate along, not in `axes`.
+  The mask is true to keep, and has the rank of `x`.
 
   Raises:
     ValueError: The mask has another rank, or an axis is in both.

@@ -163,9 +163,7 @@ class GridPositions(nn.Module):
   ) -> Float[Array, "batch length embed"]:
     """Returns the vector of each token.
 
-    Args:
-      positions: Indices into slots and patches, row by row; others give NaN.
-      embed_dim: Width of a token, a multiple of four.
+    Positions are indices into slots and patches, row by row; others give NaN.
 
     Raises:
       ValueError: `embed_dim` is not a multiple of four.

@@ -28,12 +28,7 @@ class Scaling(abc.ABC):
   def __call__(
     self, frequency: Float[Array, " pairs"], max_wavelength: float
   ) -> Float[Array, " pairs"]:
-    """Returns the frequencies in use.
-
-    Args:
-      frequency: In radians per position, highest first.
-      max_wavelength: The base of the frequencies.
-    """
+    """Returns the frequencies in use, highest first, in radians per position."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

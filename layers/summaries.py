@@ -19,12 +19,10 @@ COLLECTION = "summaries"
 
 
 def summarize(module: nn.Module, name: str, value: ArrayLike) -> None:
-  """Records a scalar; values of several calls are averaged.
+  """Records a scalar of any real dtype; values of several calls are averaged.
 
-  Args:
-    module: The layer, bound.
-    name: Name of the value, distinct from parameters and submodules.
-    value: A scalar of any real dtype. No gradient flows through it.
+  The name is distinct from parameters and submodules of the bound layer. No
+  gradient flows through the value.
 
   Raises:
     ValueError: The value is not a scalar.

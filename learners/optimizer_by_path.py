@@ -84,9 +84,6 @@ class OptimizerByPath:
   ) -> optax.GradientTransformation:
     """Returns the update rule; its state is {rule name: optimizer state}.
 
-    Args:
-      specs: Specs of the optimized variables; required.
-
     Raises:
       ValueError: `specs` is `None`, a variable matches no rule, or a rule
         applies to no variable.

@@ -33,13 +33,9 @@ def check_non_negative(owner: object, *fields: str) -> None:
 
 
 def check_interval(owner: object, interval: str, *fields: str) -> None:
-  """Raises ValueError unless each field is in an interval.
+  """Raises ValueError unless each field is in an interval, such as `"[0, 1)"`.
 
-  Args:
-    owner: Object with the fields.
-    interval: Two numbers in square (inclusive) or round (exclusive) brackets,
-      such as `"[0, 1)"`.
-    *fields: Names of number fields.
+  Square brackets include the end.
   """
   low, high = (float(number) for number in interval[1:-1].split(","))
 

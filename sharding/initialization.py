@@ -32,20 +32,12 @@ def initial_values(
   *,
   fallback: Callable[[], Any] | None = None,
 ) -> Any:
-  """Computes the initial value of every variable.
+  """Computes the initial value of every variable, as a tree like `specs`.
 
   Call it in a function compiled by `Layout.jit` with `out_shardings`, so that
-  no device holds a whole large array.
-
-  Args:
-    specs: Nested dicts of `VariableSpec`.
-    seed: Seed of the experiment.
-    fallback: Returns a tree like `specs`; its values are used for variables
-      without an initializer (linen modules of other libraries). Usually
-      `lambda: variables.unbox(model.init(...))`.
-
-  Returns:
-    Nested dicts of arrays with the structure of `specs`.
+  no device holds a whole large array. `fallback` returns a tree like `specs`
+  with values for variables without an initializer (linen modules of other
+  libraries), usually `lambda: variables.unbox(model.init(...))`.
 
   Raises:
     ValueError: A variable has no initializer and `fallback` is None.

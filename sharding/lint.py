@@ -69,7 +69,7 @@ def check(
   rules: sharding_rules.Rules = sharding_rules.DEFAULT_RULES,
   large_bytes: int = LARGE_BYTES,
 ) -> list[Finding]:
-  """Checks a layout.
+  """Checks a layout; returns errors, then warnings.
 
   Args:
     specs: Pytree of `VariableSpec`, usually those of a model.
@@ -77,10 +77,6 @@ def check(
     mesh: Size of each mesh axis.
     rules: Mesh axes of each logical axis.
     large_bytes: Smallest size of a replicated variable that gets a warning.
-
-  Returns:
-    Errors, then warnings. A finding that applies to several variables appears
-    once, with the name of the first.
   """
   findings = _check_rules(rules, mesh)
   if findings:

@@ -125,14 +125,9 @@ def boxed(
 ) -> Callable[[], Variable]:
   """Returns the init function for `self.variable(collection, name, ...)`.
 
-  Args:
-    initializer: `(key, shape, dtype) -> array`. Linen's init calls it with a
-      constant key; `initialization.initial_values` uses a key per layer.
-    axes: One logical axis (or None) per dimension.
-    shape: Shape of the variable in one layer.
-    dtype: Dtype of the variable.
-    update: Source of the next value.
-    combine: Reduction over replicas and microbatches.
+  Axes, shape and dtype are those of the variable in one layer. Linen's init
+  calls the initializer `(key, shape, dtype) -> array` with a constant key;
+  `initialization.initial_values` uses a key per layer.
   """
 
   def init() -> Variable:

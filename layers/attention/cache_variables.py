@@ -124,12 +124,8 @@ def append(
 ) -> dict[str, jax.Array]:
   """Writes tokens into slots, in place where XLA can; returns all slots.
 
-  Args:
-    cache: The cache.
-    stored: Result of `load` for these tokens.
-    new: Arrays [B,T] and [B,K,T,...] by variable.
-    place: Assigns their slots; it reads no other arrays of the layer.
-    slot_axis: Logical axis of the slots.
+  `stored` is the result of `load` for the tokens `new`, arrays [B,T] and
+  [B,K,T,...] by variable. `place` reads no other arrays of the layer.
   """
   places = {name: new[name] for name in _TOKENS}
   total, write = place(new["segment_ids"], stored.index, stored.count)

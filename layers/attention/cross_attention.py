@@ -49,12 +49,10 @@ class MemoryCache(nn.Module):
   def __call__(
     self, new: kv_cache.KeyValues | None, *, keep: bool, dtype: DTypeLike
   ) -> kv_cache.KeyValues:
-    """Returns the keys and values of the memory.
+    """Returns the keys and values of the memory, stored ones if `new` is None.
 
-    Args:
-      new: Keys and values of the memory; None reads the stored ones.
-      keep: Whether `new` is stored (prefill).
-      dtype: Dtype of keys and values that are read.
+    `keep` stores the new ones (prefill); `dtype` is that of stored ones when
+    read.
 
     Raises:
       ValueError: There is nothing to read, or the cache is filled already.

@@ -47,12 +47,7 @@ def stand_in() -> Iterator[None]:
 
 
 def problem(*, head_dim: int, dtype: DTypeLike) -> str | None:
-  """Returns why cuDNN does not support a layer, or None if it does.
-
-  Args:
-    head_dim: Width of a head.
-    dtype: Dtype of queries, keys and values.
-  """
+  """Returns why cuDNN does not support a layer, or None if it does."""
   request = kernel_support.Request(
     head_dim=head_dim, dtype=np.dtype(dtype).name
   )

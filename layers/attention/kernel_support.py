@@ -107,11 +107,10 @@ def from_call(
 
 
 def from_layer(layer: Any, *, dtype: DTypeLike | None = None) -> Request:
-  """Returns the requirements of a layer.
+  """Returns the requirements of an attention layer.
 
-  Args:
-    layer: An attention layer, with fields like `GroupedQueryAttention`.
-    dtype: Dtype of queries, keys and values if the layer has none.
+  It has fields like `GroupedQueryAttention`; `dtype` is that of queries, keys
+  and values if the layer has none.
   """
   rules = getattr(layer, "mask", None)
   features = {} if rules is None else _of_mask(rules)
@@ -288,9 +287,7 @@ def declare(
 ) -> Callable[[_F], _F]:
   """Returns a decorator that declares what a kernel supports.
 
-  Args:
-    support: The declaration; or a function of the keywords of a
-      `functools.partial` of the kernel that returns it.
+  The declaration may be a function of the keywords of a `functools.partial`.
   """
 
   def decorate(kernel: _F) -> _F:
@@ -306,9 +303,8 @@ _ATTRIBUTE: Final = "support"
 def find_support(kernel: Any) -> Support | None:
   """Returns the declaration of a kernel, or None if it has none.
 
-  Args:
-    kernel: A function, a `functools.partial` of one, or an object with an
-      attribute `support`.
+  A kernel is a function, a `functools.partial` of one, or an object with an
+  attribute `support`.
   """
   settings: dict[str, Any] = {}
   while isinstance(kernel, functools.partial):
@@ -323,9 +319,7 @@ def find_support(kernel: Any) -> Support | None:
 def combine(support: Support, kernel: Any) -> Support:
   """Returns the support of a kernel that calls another one block by block.
 
-  Args:
-    support: Support of the outer kernel alone.
-    kernel: The inner kernel; caches and split sequences do not reach it.
+  Caches and split sequences do not reach the inner kernel.
   """
   inner = find_support(kernel)
   if inner is None:

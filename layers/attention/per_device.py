@@ -42,14 +42,8 @@ def call(
 ) -> jax.Array:
   """Calls `attend` for the sequences and heads of each device.
 
-  Args:
-    attend: The kernel of one device; it gets whole sequences.
-    query: Queries [B,T,N,H] of all devices.
-    key: Keys [B,S,K,H].
-    value: Values [B,S,K,H].
-    mask: The mask.
-    sinks: One logit of each query head [N], or None.
-    name: Name of the kernel, for messages.
+  Queries are [B,T,N,H], keys and values [B,S,K,H], sinks [N]; `attend` gets
+  whole sequences.
 
   Raises:
     ValueError: The mesh splits sequences, or separates heads of queries from

@@ -22,12 +22,9 @@ class Prompts:
 def pad_right(
   prompts: Sequence[Sequence[int]], *, length: int | None = None
 ) -> Prompts:
-  """Returns a batch of prompts.
+  """Returns a batch of prompts, padded to the longest one or to `length`.
 
-  Args:
-    prompts: Ids of each prompt.
-    length: Length to pad to; the longest prompt by default. A fixed length
-      avoids recompilation.
+  A fixed length avoids recompilation.
 
   Raises:
     ValueError: There is no prompt, a prompt is empty, or exceeds `length`.

@@ -89,15 +89,9 @@ class EncoderDecoder(nn.Module):
   ) -> Float[Array, "batch length vocab"]:
     """Returns logits in at least float32.
 
-    Args:
-      inputs: Token ids of the decoder.
-      positions: Their positions, from 0 in each segment.
-      segment_ids: Their segments; 0 is padding.
-      encoder_inputs: Token ids of the encoder.
-      encoder_positions: Their positions.
-      encoder_segment_ids: Their segments; a document has one id on both sides.
-      cache_length: Makes a cache with this number of slots (prefill).
-      deterministic: Disables dropout.
+    Positions are from 0 in each segment. Segment 0 is padding; a document has
+    one id on both sides. `cache_length` makes a cache with this number of
+    slots.
     """
     memory = self.encode(
       encoder_inputs,
@@ -174,15 +168,10 @@ class EncoderDecoder(nn.Module):
   def loss(
     self, batch: language_model.Batch, *, deterministic: bool = True
   ) -> language_model.Result:
-    """Returns the loss, metrics and per-example outputs of a batch.
+    """Returns the loss, metrics and outputs, as `DecoderLm.loss`.
 
-    Args:
-      batch: That of `DecoderLm.loss` with `encoder_inputs`,
-        `encoder_positions` and `encoder_segment_ids` int32 [B,S].
-      deterministic: Disables dropout.
-
-    Returns:
-      As `DecoderLm.loss`.
+    The batch also has `encoder_inputs`, `encoder_positions` and
+    `encoder_segment_ids` int32 [B,S].
 
     Raises:
       ValueError: Encoder keys are missing and not optional.

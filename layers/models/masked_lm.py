@@ -67,14 +67,7 @@ class TextEncoder(nn.Module):
   ) -> Float[Array, "batch length embed"]:
     """Returns the hidden states of the tokens.
 
-    Args:
-      inputs: Token ids.
-      positions: Positions, from 0 in each segment; None counts from 0 in each
-        sequence.
-      segment_ids: Segments; 0 is padding. None is one document without
-        padding.
-      type_ids: Types of the tokens; 0 by default.
-      deterministic: Disables dropout.
+    Positions and segments are those of `DecoderLm`; types are 0 by default.
 
     Raises:
       ValueError: `type_ids` are given without a `type_embedding`.

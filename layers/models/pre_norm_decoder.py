@@ -31,18 +31,12 @@ def compose(
   remat_policy: remat.Policy | None = None,
   **fields: Any,
 ) -> Any:
-  """Returns a `DecoderLm` built by `make`.
+  """Returns a `DecoderLm` built by `make(cls, **fields)`.
 
-  Args:
-    make: Called with a class and its fields.
-    embedding: Token embedding; also the head unless `head` is given.
-    norm: Returns a new norm in each call, because modules must not be shared.
-    attention: Attention of each layer.
-    feed_forward: Feed-forward layer of each layer.
-    num_layers: Number of layers.
-    scan: Whether the compiled program loops over the layers.
-    remat_policy: What is saved for the backward pass; `None` saves everything.
-    **fields: Further fields of `DecoderLm`, such as `head` and `logit_cap`.
+  The embedding is also the head unless `head` is given. `norm` returns a new
+  norm in each call, because modules must not be shared. `scan` loops over the
+  layers; `remat_policy` is that of the stack. `fields` are further fields of
+  `DecoderLm`.
   """
   layer = make(
     block.TransformerBlock,

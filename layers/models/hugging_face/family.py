@@ -88,12 +88,7 @@ class Fields:
     architecture: str,
     inert: tuple[str, ...] = (),
   ) -> None:
-    """Checks fields that all families share.
-
-    Args:
-      values: Content of the file.
-      architecture: Supported class of transformers.
-      inert: Fields besides `INERT` that this family ignores.
+    """Checks the fields that all families share.
 
     Raises:
       UnsupportedConfigError: The file is of another class, or sets a field that
@@ -240,16 +235,8 @@ def make_decoder(
 ) -> Any:
   """Returns a `DecoderLm`, built by `make(cls, **fields)`.
 
-  Args:
-    make: As for `Family.model`.
-    vocab_size: Number of ids.
-    embed_dim: Width of the model.
-    blocks: Blocks of the stack.
-    num_layers: Number of layers.
-    final_norm: Norm before the head.
-    tied: Whether the head shares the embedding table.
-    input_scale: Factor on embedded tokens.
-    **fields: Further fields of the model.
+  `tied` shares the embedding table with the head; `input_scale` is a factor on
+  embedded tokens; `fields` are further fields of the model.
   """
   scale = {} if input_scale is None else {"input_scale": input_scale}
   head = None if tied else make(unembedding.Unembedding, vocab_size=vocab_size)
