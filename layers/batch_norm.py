@@ -27,16 +27,10 @@ class BatchNorm(nn.Module):
 
   Attributes:
     decay: Decay of the running averages.
-    epsilon: Added to the variance.
     frozen: Whether training also normalizes by the averages and keeps them, for
       pretrained layers.
-    use_scale: Whether there is a scale.
-    use_bias: Whether there is a bias.
-    scale_init: Initializer of the scale.
-    scale_offset: The stored parameter is the scale minus this (1 in Pax).
-    bias_init: Initializer of the bias.
-    dtype: Dtype of the result. `None` promotes input and parameters.
-    param_dtype: Dtype of the parameters; averages are float32.
+
+  The other attributes are those of `LayerNorm`; averages are float32.
   """
 
   decay: float = 0.999

@@ -115,15 +115,11 @@ class FeedForward(_FeedForward):
   """A plain feed-forward layer over the last axis of its input.
 
   Attributes:
-    mlp_dim: Width of the hidden activation.
     activation: Applied to the hidden activation.
     use_bias: Whether both matmuls have a bias.
-    kernel_init: Initializer of both kernels.
     bias_init: Initializer of both biases.
-    dtype: Dtype of the computation. `None` promotes inputs and parameters.
-    param_dtype: Dtype in which the parameters are stored.
-    einsum: The matmul; replaced by quantization.
-    dropout: Dropout of the hidden activation; `None` disables it.
+
+  The other attributes are those of `GatedFeedForward`.
   """
 
   mlp_dim: int

@@ -24,14 +24,8 @@ class GroupNorm(nn.Module):
       groups would be smaller than `min_group_size`.
     min_group_size: Minimum number of features in a group.
     cumulative: Whether statistics are cumulative along time (axis 1).
-    epsilon: Added to the variance.
-    use_scale: Whether there is a scale.
-    use_bias: Whether there is a bias.
-    scale_init: Initializer of the scale.
-    scale_offset: The stored parameter is the scale minus this (1 in Pax).
-    bias_init: Initializer of the bias.
-    dtype: Dtype of the result. `None` promotes input and parameters.
-    param_dtype: Dtype in which the parameters are stored.
+
+  The other attributes are those of `LayerNorm`.
   """
 
   num_groups: int = 32

@@ -106,10 +106,8 @@ class Einsum(nn.Module):
       compiler.
     kernel_init: Initializer of the kernel; `None` is `initializers.lecun` with
       the fan-in of the equation.
-    bias_init: Initializer of the bias.
-    dtype: Dtype of the computation. `None` promotes input and parameters.
-    param_dtype: Dtype in which the parameters are stored.
-    einsum: The matmul; replaced by quantization.
+
+  The other attributes are those of `Linear`.
   """
 
   equation: str

@@ -35,12 +35,8 @@ class TaskStream(example_stream.Stream):
     converter: Converts a task's features to arrays.
     shuffle_seed: The seed of each epoch's order. None is the stored order.
     num_epochs: The number of epochs of each task. None repeats without end.
-    register: See `TaskSource`.
-    use_cached: See `TaskSource`.
-    sequence_length: See `TaskSource`.
-    provenance: See `TaskSource`.
-    index_folder: See `TaskSource`.
-    max_in_memory: See `TaskSource`.
+
+  The other attributes are those of `TaskSource`.
   """
 
   name_in_registry: str
@@ -157,17 +153,13 @@ class TaskStream(example_stream.Stream):
     return rates
 
   def _source(self, task: str) -> task_source.TaskSource:
-    return task_source.TaskSource(
-      task=task,
-      split=self.split,
-      converter=self.converter,
-      register=self.register,
-      use_cached=self.use_cached,
-      sequence_length=self.sequence_length,
-      provenance=self.provenance,
-      index_folder=self.index_folder,
-      max_in_memory=self.max_in_memory,
-    )
+    names = {f.name for f in dataclasses.fields(task_source.TaskSource)}
+    shared: dict[str, Any] = {
+      f.name: getattr(self, f.name)
+      for f in dataclasses.fields(self)
+      if f.name in names
+    }
+    return task_source.TaskSource(task=task, **shared)
 
   @functools.cached_property
   def _stream(self) -> example_stream.Stream:

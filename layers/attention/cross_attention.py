@@ -86,18 +86,11 @@ class CrossAttention(nn.Module):
   """Attention of a sequence to a memory.
 
   Attributes:
-    num_heads: Number of query heads.
-    num_kv_heads: Number of key/value heads; divides `num_heads`.
-    head_dim: Width of a head.
-    projections: Kernels and biases of queries, keys, values and the output.
-    head_norm: Norms of queries and keys (`head_norm.QueryKeyNorm`), or `None`.
     logits: Scale, soft cap and sinks of the logits. The kernel must support
       those that are set.
-    kernel: Computes attention from queries, keys, values and the mask.
     cache: Stores keys and values of the memory while decoding.
-    dtype: Dtype of the computation. `None` promotes inputs and kernels.
-    param_dtype: Dtype in which the kernels are stored.
-    einsum: The contraction of the projections.
+
+  The other attributes are those of `GroupedQueryAttention`.
   """
 
   num_heads: int

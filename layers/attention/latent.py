@@ -64,14 +64,12 @@ class LatentAttention(nn.Module):
     latent_kernel: Computes attention to latents, while decoding: one key/value
       head of width `latent_dim + rope_dim`.
     cache: Stores latents and rotated keys while decoding.
-    mask: Causality, windows and chunks.
     logit_scale: Factor of the dot products of queries and keys; `None` is
       `(head_dim + rope_dim) ** -0.5`.
     latent_init: Initializer of the kernels of latents [D, R].
     projections: Kernels of queries, keys, values and the output; no biases.
-    dtype: Dtype of the computation. `None` promotes inputs and kernels.
-    param_dtype: Dtype in which the kernels are stored.
-    einsum: The contraction of the projections.
+
+  The other attributes are those of `GroupedQueryAttention`.
   """
 
   num_heads: int

@@ -78,8 +78,6 @@ class RowTemperatures:
 
   Attributes:
     temperatures: Float [B]; 0 selects the most likely id.
-    top_k: As in `Temperature`, for all sequences.
-    top_p: As in `Temperature`, for all sequences.
   """
 
   temperatures: jax.Array
@@ -92,7 +90,7 @@ class RowTemperatures:
   def __call__(
     self, logits: Float[Array, "batch vocab"], key: Key[Array, ""]
   ) -> Int[Array, " batch"]:
-    """Returns one id per row.
+    """Returns one id per sequence.
 
     Raises:
       ValueError: There is not one temperature for each sequence.

@@ -39,16 +39,14 @@ class EncoderDecoder(nn.Module):
       vectors that are added; `None` leaves positions to attention. To share one
       table with the decoder, use `layers.shared.shared` for both.
     decoder_position_embedding: Like `encoder_position_embedding`.
-    logit_cap: Soft cap of the logits; `None` disables it.
-    token_loss: Loss of the head.
     encoder_embedding_norm: Normalizes the encoder's sum of embeddings; `None`
       disables it.
     decoder_embedding_norm: Like `encoder_embedding_norm`.
     embedding_dropout: Dropout of the inputs of both stacks; `None` disables it.
     source_optional: Whether batches without encoder keys train the decoder
       without cross-attention. Otherwise they are an error.
-    record: As in `DecoderLm`.
-    auxiliary_loss_weight: As in `DecoderLm`.
+
+  The other attributes are those of `DecoderLm`.
   """
 
   embedding: nn.Module

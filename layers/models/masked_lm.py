@@ -126,10 +126,8 @@ class MaskedLm(TextEncoder):
     transform: Maps hidden states to the input of the head, such as
       `HeadTransform`; `None` is the identity.
     masking: Masks random tokens in each step. `None` expects masked batches.
-    logit_cap: Soft cap of the logits; `None` disables it.
-    token_loss: Loss of the head.
-    record: As in `DecoderLm`.
-    auxiliary_loss_weight: As in `DecoderLm`.
+
+  The other attributes are those of `DecoderLm`.
   """
 
   head: nn.Module | None = None

@@ -155,7 +155,7 @@ class Writer:
   def __init__(
     self, path: epath.Path, tensors: Mapping[str, tuple[Any, tuple[int, ...]]]
   ) -> None:
-    """Creates or overwrites the file with zeros; `tensors` has dtypes, shapes."""
+    """Creates or overwrites the file with zeros, from dtypes and shapes."""
     # The order of the package: by item size, largest first, then by name.
     order = sorted(tensors, key=lambda n: (-_itemsize(tensors[n]), n))
     header: dict[str, Any] = {_METADATA: {"format": "pt"}}
