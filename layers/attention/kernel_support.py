@@ -332,12 +332,6 @@ def combine(support: Support, kernel: Any) -> Support:
   )
 
 
-def supports(kernel: Any, request: Request) -> list[str]:
-  """Returns the reasons why a kernel does not support a request, if any."""
-  support = find_support(kernel)
-  return [] if support is None else list(support.problems(request))
-
-
 def explain(support: Support, request: Request) -> str | None:
   """Returns an error message with the kernels that do support a request.
 
