@@ -20,7 +20,7 @@ from paxon.sharding import suggestions
 
 REQUIRED: Any = object()
 
-# `name` is the experiment's word in reports; every class may set it.
+# `name` is the experiment's name in reports; every class may set it.
 _FREE_NAMES = frozenset({"name"})
 _COMPUTED = (property, functools.cached_property)
 

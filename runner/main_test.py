@@ -76,7 +76,7 @@ _WRONG = [
   (["--exp=runner.toy_experment.Toy"], r"did you mean 'runner.toy_experiment"),
   (["--exp=runner.toy_experiment"], r"is a module; name a class in it"),
   (["--exp=Toy"], r"no module; write it as a.b.C; did you mean 'runner.toy_e"),
-  (["--exp=runner.toy_experiment.Layer"], r"Layer is no experiment"),
+  (["--exp=runner.toy_experiment.Layer"], r"Layer is not an experiment"),
   ([_TOY, "--mode=trian"], r"Unknown --mode=trian; did you mean .train.\?"),
   ([_TOY, "--mode=plan9"], r"Unknown --mode=plan9; did you mean 'plan'"),
   ([_TOY, "--mode="], r"Unknown --mode=; known: decode, eval, inspect_"),

@@ -5,7 +5,7 @@ import traceback
 
 
 class UserError(Exception):
-  """Something was asked wrongly; the message says what, and what is right.
+  """A mistake of the user; the message says what is wrong and how to fix it.
 
   The command line prints `one_line(error)` on stderr and exits with status 2.
   """
@@ -22,12 +22,12 @@ def place_of(error: BaseException) -> str:
     if not any(part in frame.filename for part in ("importlib", "fiddle/_src"))
   ]
   if not frames:
-    return "unknown place"
+    return "unknown location"
   return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}"
 
 
 def sentence(text: str) -> str:
-  """Returns the text with a period at its end, unless it ends by itself."""
+  """Returns the text with a period at its end if it has no end mark."""
   return text if text.endswith((".", "?", "!")) else f"{text}."
 
 

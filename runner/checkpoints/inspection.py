@@ -1,8 +1,8 @@
-"""The content of a checkpoint as a tree, and the differences of two.
+"""The content of a checkpoint as a table, and the differences of two.
 
 ```
 params                                                     9,424   36.8 KiB
-  embedding/table  [264,16]  float32  vocab embed          4,224   16.5 KiB
+  params/embedding/table  [264,16]  float32  vocab embed   4,224   16.5 KiB
 ```
 
 Two checkpoints are compared by names, shapes, dtypes and values. Arrays are
@@ -71,31 +71,19 @@ class Comparison:
     return not (self.only_a or self.only_b or self.unlike or self.different)
 
 
-@dataclasses.dataclass(kw_only=True)
-class _Node:
-  """A prefix of names: its children by the next component."""
-
-  nodes: dict[str, "_Node"] = dataclasses.field(default_factory=dict)
-  arrays: dict[str, stored_checkpoint.StoredArray] = dataclasses.field(
-    default_factory=dict
-  )
-
-  def all(self) -> list[stored_checkpoint.StoredArray]:
-    below = [array for node in self.nodes.values() for array in node.all()]
-    return [*self.arrays.values(), *below]
-
-
 def explain(
   checkpoint: stored_checkpoint.StoredCheckpoint, *, prefix: str = ""
 ) -> list[str]:
-  """Returns the content below a prefix (see `select`) as a tree, in lines."""
+  """Returns a table of the arrays below a prefix, with totals, in lines."""
   arrays = select(checkpoint.arrays, prefix)
   rows: list[tuple[str, ...]] = [_COLUMNS]
-  root = _make_tree(arrays.values())
-  for name, array in root.arrays.items():
-    rows.append(_row(name, array))
-  for name, node in root.nodes.items():
-    _add_rows(rows, name, node, depth=0)
+  groups: dict[str, list[stored_checkpoint.StoredArray]] = {}
+  for name, array in arrays.items():
+    groups.setdefault(name.partition("/")[0], []).append(array)
+  for collection, group in groups.items():
+    if [array.name for array in group] != [collection]:
+      rows.append(_total(collection, group))
+    rows += [_row(array) for array in group]
   rows.append(_total("total", arrays.values()))
   head = (
     f"{os.fspath(checkpoint.path)}: step {checkpoint.step}, format version"
@@ -206,39 +194,9 @@ def format_comparison(comparison: Comparison) -> list[str]:
   return [*lines, "", f"bitwise equal: {len(comparison.equal)}"]
 
 
-def _make_tree(arrays: Iterable[stored_checkpoint.StoredArray]) -> _Node:
-  root = _Node()
-  for array in arrays:
-    *folders, last = array.name.split("/")
-    node = root
-    for folder in folders:
-      node = node.nodes.setdefault(folder, _Node())
-    node.arrays[last] = array
-  return root
-
-
-def _add_rows(
-  rows: list[tuple[str, ...]], name: str, node: _Node, *, depth: int
-) -> None:
-  """Adds a row with the total of a node, and rows of its content."""
-  # A node with a single child shares its row, except at the top.
-  while depth and not node.arrays and len(node.nodes) == 1:
-    (word, node), *_ = node.nodes.items()
-    name = f"{name}/{word}"
-  if depth and len(node.arrays) == 1 and not node.nodes:
-    (word, array), *_ = node.arrays.items()
-    rows.append(_row(f"{'  ' * depth}{name}/{word}", array))
-    return
-  rows.append(_total(f"{'  ' * depth}{name}", node.all()))
-  for word, array in node.arrays.items():
-    rows.append(_row(f"{'  ' * (depth + 1)}{word}", array))
-  for word, inner in node.nodes.items():
-    _add_rows(rows, word, inner, depth=depth + 1)
-
-
-def _row(name: str, array: stored_checkpoint.StoredArray) -> tuple[str, ...]:
+def _row(array: stored_checkpoint.StoredArray) -> tuple[str, ...]:
   return (
-    name,
+    f"  {array.name}" if "/" in array.name else array.name,
     text_table.format_shape(array.shape),
     array.dtype,
     " ".join(axis or "-" for axis in array.axes),

@@ -1,4 +1,4 @@
-"""Tests for trees and comparisons of checkpoints."""
+"""Tests for tables and comparisons of checkpoints."""
 
 import math
 
@@ -37,28 +37,30 @@ def checkpoint():
   )
 
 
-def test_tree_has_totals(checkpoint):
-  assert inspection.explain(checkpoint) == [
+def test_table_has_totals(checkpoint):
+  lines = [line.split() for line in inspection.explain(checkpoint)]
+  up, down = ("params/stack/layers/" + name for name in ("up", "down"))
+  assert [" ".join(line) for line in lines] == [
     "runs/a/checkpoints/12: step 12, format version 2, 6 arrays",
     "",
-    "name            shape    dtype     axes          values   size",
-    "step            []       int32                        1    4 B",
-    "params                                              176  624 B",
-    "  table         [10,4]   bfloat16  vocab embed       40   80 B",
-    "  stack/layers                                       96  384 B",
-    "    up          [2,4,6]  float32   layers - mlp      48  192 B",
-    "    down        [2,6,4]  float32   layers mlp -      48  192 B",
-    "  head/kernel   [4,10]   float32   embed vocab       40  160 B",
-    "opt_state                                             1    4 B",
-    "  0/count       []       int32                        1    4 B",
-    "total                                               178  632 B",
+    "name shape dtype axes values size",
+    "step [] int32 1 4 B",
+    "params 176 624 B",
+    "params/table [10,4] bfloat16 vocab embed 40 80 B",
+    f"{up} [2,4,6] float32 layers - mlp 48 192 B",
+    f"{down} [2,6,4] float32 layers mlp - 48 192 B",
+    "params/head/kernel [4,10] float32 embed vocab 40 160 B",
+    "opt_state 1 4 B",
+    "opt_state/0/count [] int32 1 4 B",
+    "total 178 632 B",
   ]
 
 
-def test_prefix_selects_a_subtree(checkpoint):
+def test_prefix_selects_names(checkpoint):
   shown = inspection.explain(checkpoint, prefix="params/stack/")
   assert [line.split()[0] for line in shown[2:]] == [
-    *("name", "params", "stack/layers", "up", "down", "total")
+    *("name", "params", "params/stack/layers/up", "params/stack/layers/down"),
+    "total",
   ]
   assert shown[-1].split() == ["total", "96", "384", "B"]
 

@@ -1,10 +1,10 @@
 """A resolved configuration as text and as JSON, the same on every machine.
 
-One line a value: `path = value` for values, defaults included, and
-`path: import.path` for parts, with `path = *other.path` where a part is used
-again. There are no addresses, no order of hashing, no private modules, so two
-configurations are equal where their texts are, whichever Python and library
-wrote them. A value that has no such text is an error.
+One line per value: `path = value` for values, including defaults, and
+`path: import.path` for nodes, with `path = *other.path` for a shared node. The
+text has no addresses, hash order or private modules: two configurations are
+equal if their texts are, in any version of Python and the libraries. A value
+without such a text is an error.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ _DEFAULT = "<default>"
 
 
 class UnstableValueError(user_error.UserError):
-  """A value that would be written differently by the next process."""
+  """A value without a stable text."""
 
 
 def to_text(config: fdl.Buildable) -> str:
@@ -207,10 +207,9 @@ def _unstable(value: Any, path: str) -> UnstableValueError:
   what = type(value).__name__
   name = getattr(value, "__qualname__", None)
   return UnstableValueError(
-    f"{path or _ROOT} holds {name or 'a'} ({what}), which cannot be written"
-    " down; use fdl.Config or fdl.Partial of something that a module defines by"
-    " name, instead of a lambda, an inner function, an array or a finished"
-    " object."
+    f"{path or _ROOT} holds {name or 'a'} ({what}), which has no stable"
+    " text; use fdl.Config or fdl.Partial of a class or function with an import"
+    " path, instead of a lambda, an inner function, an array or an instance."
   )
 
 

@@ -154,7 +154,7 @@ class _Callable:
 )
 def test_value_without_stable_text_is_refused(value):
   config = fdl.Config(_Node, a={"k": [value]})
-  message = "which cannot be written down; use fdl.Config or fdl.Partial"
+  message = "which has no stable text; use fdl.Config or fdl.Partial"
   with pytest.raises(dump.UnstableValueError, match=message):
     dump.to_text(config)
 

@@ -39,7 +39,7 @@ def find_experiment(
 
   Raises:
     user_error.UserError: There is no such module or class, its module cannot
-      be imported, or it is no experiment that can run.
+      be imported, or it is not an experiment that can run.
   """
   if len(name) > _MAX_NAME:
     raise user_error.UserError(
@@ -102,14 +102,14 @@ def _checked(
   is_class = isinstance(found, type)
   if not is_class or not issubclass(found, experiment.Experiment):
     raise user_error.UserError(
-      f"--exp={name} is no experiment, but a"
+      f"--exp={name} is not an experiment, but a"
       f" {'class' if is_class else type(found).__name__} of another kind"
       f"{_hint(name, packages)}"
     )
   if inspect.isabstract(found):
     missing = ", ".join(sorted(found.__abstractmethods__))
     raise user_error.UserError(
-      f"--exp={name} is only a base of experiments: it lacks {missing}"
+      f"--exp={name} is an abstract experiment: it lacks {missing}"
       f"{_hint(name, packages)}"
     )
   return found
@@ -179,7 +179,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class _Class:
-  """What a class statement says; `bases` are full import paths."""
+  """A class statement; `bases` are full import paths."""
 
   bases: tuple[str, ...]
   methods: frozenset[str]
@@ -189,8 +189,7 @@ class _Class:
 def list_experiments(packages: Sequence[str]) -> list[Entry]:
   """Returns the runnable experiments of packages, sorted by name.
 
-  Classes whose name begins with an underscore and classes that lack `task` or
-  `datasets` are bases of others and left out.
+  Private classes, and base classes that lack `task` or `datasets`, are omitted.
 
   Args:
     packages: Import paths of packages (with all below them) or modules.

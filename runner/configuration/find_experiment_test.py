@@ -160,15 +160,17 @@ def test_import_path_finds_the_class_again():
     ),
     pytest.param(
       "shop.good.VALUE",
-      r"is no experiment, but a int of another kind",
+      r"is not an experiment, but a int of another kind",
       id="value",
     ),
     pytest.param(
-      "shop.good.Other", r"is no experiment, but a class of another", id="other"
+      "shop.good.Other",
+      r"is not an experiment, but a class of another",
+      id="other",
     ),
     pytest.param(
       "shop.good.Half",
-      r"is only a base of experiments: it lacks datasets",
+      r"is an abstract experiment: it lacks datasets",
       id="abstract",
     ),
     pytest.param(

@@ -1,8 +1,8 @@
 """Assignments from the command line: `--fdl.<path>=<value>`.
 
-A path leads through configured parts, dictionaries and sequences. Nothing else
-is entered, and no field is invented: a wrong step is answered with the closest
-right one, and a value is checked against the annotation of its field.
+A path leads through configuration nodes, dictionaries and sequences. Fields
+must exist: an error suggests the closest name. A value is checked against the
+annotation of its field.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,10 +28,10 @@ _STEP = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Override:
-  """One assignment, as it was typed.
+  """One assignment, as typed.
 
   Attributes:
-    path: What is set: a knob's name, or a path in the configuration.
+    path: The name of a knob, or a path in the configuration.
     text: The value.
   """
 
@@ -44,10 +44,10 @@ class Override:
 
 
 def parse_argument(argument: str) -> Override | None:
-  """Returns the assignment that an argument holds, or None if it is no such.
+  """Returns the assignment in a command-line argument, None if it has none.
 
   Raises:
-    user_error.UserError: It begins like an assignment and is none.
+    user_error.UserError: The assignment is malformed.
   """
   body = argument.removeprefix("-").removeprefix("-")
   if body == argument or not body.startswith(PREFIX):
@@ -83,7 +83,7 @@ def parse_steps(override: Override) -> list[str | int]:
     position = match.end()
   if not steps:
     raise user_error.UserError(
-      f"{override} names nothing; write --{PREFIX}NAME=VALUE."
+      f"{override} has no name; write --{PREFIX}NAME=VALUE."
     )
   return steps
 
@@ -92,7 +92,7 @@ def apply(config: fdl.Buildable, override: Override) -> str | None:
   """Sets one value in a configuration, in place.
 
   Returns:
-    A remark if the value belongs to a part that is used in several places.
+    A note if the value belongs to a node that is used at several paths.
 
   Raises:
     user_error.UserError: The path does not exist, or the value does not fit.
@@ -106,18 +106,13 @@ def apply(config: fdl.Buildable, override: Override) -> str | None:
   if not others:
     return None
   return (
-    f"{override} also changes {', '.join(others)}, because it is the same part"
+    f"{override} also changes {', '.join(others)}, because it is the same node"
     f" as {path}."
   )
 
 
 class _Setter:
-  """One walk down a configuration.
-
-  Attributes:
-    override: What is set.
-    owner: After the walk, the innermost node and its path.
-  """
+  """Sets one value; `owner` is then the innermost node and its path."""
 
   def __init__(self, override: Override):
     self.override = override
@@ -126,7 +121,7 @@ class _Setter:
   def set(
     self, value: Any, steps: Sequence[str | int], *, annotation: Any, path: str
   ) -> Any:
-    """Returns `value` with what is below it replaced; nodes change in place."""
+    """Returns `value` with the new value set; nodes change in place."""
     if not steps:
       return self._leaf(value, annotation, path)
     step, rest = steps[0], steps[1:]
@@ -152,7 +147,7 @@ class _Setter:
       if isinstance(value, fdl.Buildable):
         name = tree.join(path, next(iter(tree.field_names(value)), "FIELD"))
         raise self._error(
-          f"{path} is a part ({_name(value)}); set one of its fields, such as"
+          f"{path} is a node ({_name(value)}); set one of its fields, such as"
           f" {name}"
         ) from None
       raise self._error(str(error)) from None
@@ -228,7 +223,7 @@ class _Setter:
     elif isinstance(value, bool | int | float | str):
       what = f"is a {type(value).__name__}"
     else:
-      what = f"is a finished {type(value).__name__}, no configuration of one"
+      what = f"is an instance of {type(value).__name__}, not a configuration"
     return self._error(f"{path} {what}; it has no field {step!r}")
 
   def _error(self, what: str) -> user_error.UserError:

@@ -141,10 +141,10 @@ def test_value_is_set(argument, read, expected):
     ("task.model.layers[1].words[0]=a", r"words has no element 0; it is empty"),
     (
       "task.model.layers[1]=3",
-      r"is a part \(Layer\); set one of its fields, su",
+      r"is a node \(Layer\); set one of its fields, su",
     ),
     ("task.model.layers=3", r"expects tuple\[Module, ...\], which only an exp"),
-    ("task.model=None", r"task.model is a part \(Model\)"),
+    ("task.model=None", r"task.model is a node \(Model\)"),
     ("task.model.layers[1].activation=relu", r"the import path of a function"),
     (
       "task.model.layers[1].activation.x=3",
@@ -176,7 +176,7 @@ def test_wrong_path_or_value_is_refused_and_changes_nothing(argument, message):
   [
     ("--fdl.seed", r"^--fdl.seed has no value; write --fdl.seed=VALUE"),
     ("--fdl.", r"write --fdl.NAME=VALUE"),
-    ("--fdl.=3", r"^--fdl.=3 names nothing"),
+    ("--fdl.=3", r"^--fdl.=3 has no name"),
     ("--fdl.a..b=3", r"cannot read '..b=?3?'|cannot read '..b'"),
     ("--fdl..a=3", r"cannot read '.a'"),
     ("--fdl.a[x=3", r"cannot read '\[x'"),
@@ -208,7 +208,7 @@ def test_shared_part_changes_everywhere_and_it_is_said():
   assert config.task.model.layers[0].width == 3
   assert remark == (
     "--fdl.task.model.head.width=3 also changes task.model.layers[0], because"
-    " it is the same part as task.model.head."
+    " it is the same node as task.model.head."
   )
 
 
@@ -231,7 +231,7 @@ def test_containers_keep_their_type_and_defaults_stay():
 
 def test_finished_object_is_not_entered():
   config = fdl.Config(_Node, optional=toy_experiment.Layer(width=3))
-  message = "optional is a finished Layer, no configuration of one"
+  message = "optional is an instance of Layer, not a configuration"
   with pytest.raises(user_error.UserError, match=message):
     _apply(config, "optional.width=3")
 

@@ -2,7 +2,7 @@
 
 A path is written as on the command line: `task.model.blocks[0].dropout`, with
 dictionary keys like fields, `eval_inputs.validation.length`, or in brackets
-where they are no words, `table['a-b']`. The root's path is empty.
+otherwise, `table['a-b']`. The root's path is empty.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -28,10 +28,10 @@ def is_linen(target: object) -> bool:
 
 
 def field_names(node: fdl.Buildable) -> list[str]:
-  """Returns what can be set in a node, in the order of its signature.
+  """Returns the fields of a node, in the order of its signature.
 
-  The fields `parent` and `name` of linen modules are left out: modules get
-  both from where they are used.
+  The fields `parent` and `name` of linen modules are omitted, because modules
+  get them from their owners.
   """
   target = fdl.get_callable(node)
   parameters = signatures.get_signature(target).parameters
@@ -46,7 +46,7 @@ def field_names(node: fdl.Buildable) -> list[str]:
 
 
 def is_set(node: fdl.Buildable, name: str) -> bool:
-  """Whether the field was given a value, be it equal to the default."""
+  """Whether the field was set, even to its default."""
   return name in node.__arguments__
 
 
@@ -82,8 +82,8 @@ def _default_factories(target: Any) -> dict[str, Callable[[], Any]]:
 def annotations_of(node: fdl.Buildable) -> dict[str, Any]:
   """Returns the evaluated annotations of the fields that have one.
 
-  An annotation that cannot be evaluated, because it names something that is
-  imported for type checkers only, is left out.
+  Annotations that cannot be evaluated, because of imports for type checkers
+  only, are omitted.
   """
   target: Any = fdl.get_callable(node)
   if isinstance(target, type) and not dataclasses.is_dataclass(target):
@@ -123,10 +123,7 @@ def join(path: str, step: str | int) -> str:
 
 
 def children(value: Any) -> Iterator[tuple[str | int, Any]]:
-  """Yields the steps and values below a node, a mapping or a sequence.
-
-  Of nodes only the fields that are set.
-  """
+  """Yields the items of a mapping or sequence, or the set fields of a node."""
   if isinstance(value, fdl.Buildable):
     for name in field_names(value):
       if is_set(value, name):
@@ -138,10 +135,7 @@ def children(value: Any) -> Iterator[tuple[str | int, Any]]:
 
 
 def nodes(value: Any, path: str = "") -> Iterator[tuple[str, fdl.Buildable]]:
-  """Yields every place of every node, parents first.
-
-  A shared node comes once for each of its places.
-  """
+  """Yields every path of every node, parents first, shared nodes repeatedly."""
   if isinstance(value, fdl.Buildable):
     yield path, value
   for step, child in children(value):
