@@ -7,7 +7,7 @@ that the class or one of its bases declares by an annotation; anything else is
 an error at class creation.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
 import functools
 import inspect
@@ -133,8 +133,8 @@ def _check_body(
         f"{klass.__name__}.{name} is annotated as a knob, but"
         f" {_method_of_bases(klass, name)} has a method of that name."
       )
-  for name, bound in _public(klass):
-    if name in own:
+  for name, bound in vars(klass).items():
+    if name.startswith("_") or name in _FREE_NAMES or name in own:
       continue
     method_owner = _method_of_bases(klass, name)
     is_method = _is_defined_in(bound, klass)
@@ -160,12 +160,6 @@ def _check_body(
       )
 
 
-def _public(klass: type) -> Iterator[tuple[str, Any]]:
-  for name, bound in vars(klass).items():
-    if not name.startswith("_") and name not in _FREE_NAMES:
-      yield name, bound
-
-
 def _knobs_below(cls: type, klass: type) -> set[str]:
   """Returns annotated names of all of `cls`, for suggestions to a mixin."""
   return {
@@ -182,11 +176,9 @@ def _is_defined_in(bound: Any, klass: type) -> bool:
 
   A function from elsewhere that is assigned to a name is a value, not a method.
   """
-  if isinstance(bound, classmethod | staticmethod):
+  if isinstance(bound, classmethod | staticmethod | functools.partialmethod):
     return True
-  if isinstance(bound, property):
-    return True
-  if isinstance(bound, functools.cached_property | functools.partialmethod):
+  if isinstance(bound, _COMPUTED):
     return True
   qualname = getattr(bound, "__qualname__", "")
   return (

@@ -231,20 +231,15 @@ class Checkpointer:
         self._times[step] = otherwise
     return self._times[step]
 
-  def verify(self, step: int) -> None:
-    """Reads all files of a checkpoint and compares their checksums.
+  def verify(self, step: int) -> dict[str, Any]:
+    """Compares the checksums of all files; returns the metadata.
+
+    Each process reads its share of the files, and all raise what one finds.
 
     Raises:
       DamagedCheckpointError: Files are missing, incomplete or changed; the
         message names them.
       CheckpointMismatchError: Another version of this program wrote it.
-    """
-    self._verify(step)
-
-  def _verify(self, step: int) -> dict[str, Any]:
-    """Verifies a checkpoint and returns its metadata.
-
-    Each process reads its share of the files, and all raise what one finds.
     """
     if agreement.is_alone():
       return self._verify_share(step)
@@ -326,7 +321,7 @@ class Checkpointer:
     """
     if self._manager is None:
       raise ValueError(f"{self._folder} does not exist.")
-    metadata = self._verify(step)
+    metadata = self.verify(step)
     restored, problem, cause = None, None, None
     try:
       restored = self._read(metadata, step, specs, shardings)
