@@ -15,12 +15,8 @@ import fiddle as fdl
 from paxon.inputs import (
   byte_tokenizer,
   example_source,
-  example_stream,
   grain_sources,
   optional_library,
-  packed_input,
-  text_baselines,
-  unset_input,
 )
 from paxon.inputs import packing as packing_lib
 from paxon.inputs.seqio_tasks import (
@@ -29,13 +25,11 @@ from paxon.inputs.seqio_tasks import (
   vocabulary_tokenizer,
 )
 from paxon.runner.settings import generation as generation_lib
-from paxon.tasks.lm import split_baselines
+from paxon.tasks.lm import held_out
 from paxon.tasks.lm.params import quickstart
 
 _WORDNET = "wordnet_definitions"
 _PARTS = ("adj", "adv", "noun", "verb")
-# One example in this many is held out.
-_EVERY = 50
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,54 +78,7 @@ def _definitions(dataset: Any) -> Any:
   return dataset.map(definition)
 
 
-class _OfExamples(quickstart.PythonStdlibLm):
-  """The quickstart's model on numbered examples."""
-
-  def baselines(self) -> fdl.Config[text_baselines.TextBaselines] | None:
-    """Returns xz and a trigram model on the same bytes."""
-    return split_baselines.of_splits(self.datasets())
-
-  def _splits(
-    self, source: fdl.Config[Any], tokenizer: fdl.Config[Any]
-  ) -> dict[str, fdl.Config]:
-    """Returns shuffled training examples and one epoch of held-out ones."""
-
-    def split(is_held_out: bool, rows: int, **order: Any) -> fdl.Config[Any]:
-      part = fdl.Config(
-        example_source.HeldOut,
-        source=source,
-        every=_EVERY,
-        is_held_out=is_held_out,
-      )
-      return fdl.Config(
-        packed_input.PackedInput,
-        examples=fdl.Config(example_stream.Examples, source=part, **order),
-        packing=packing_lib.Packing.SPLIT,
-        tokenizer=tokenizer,
-        global_batch_size=rows,
-        length=self.length,
-      )
-
-    rows = self.global_batch_size
-    return {
-      "train": split(False, rows, shuffle_seed=self.seed),
-      "validation": split(True, 4 * rows, shuffle_seed=None, num_epochs=1),
-    }
-
-  def _unset(self, *, example: str, package: str) -> dict[str, fdl.Config]:
-    """Returns a placeholder that raises an error when read."""
-    unset = fdl.Config(
-      unset_input.UnsetInput,
-      global_batch_size=self.global_batch_size,
-      length=self.length,
-      knob="folder",
-      example=example,
-      how=f"Install it: apt-get install {package}.",
-    )
-    return {"train": unset}
-
-
-class WordNetLm(_OfExamples):
+class WordNetLm(held_out.HeldOut, quickstart.PythonStdlibLm):
   """0.8 M parameters on 117,659 WordNet 3.0 definitions (8 MB), through SeqIO.
 
   apt-get install wordnet-base && bazel run --config=tf //runner:main --
@@ -149,7 +96,11 @@ class WordNetLm(_OfExamples):
   def datasets(self) -> dict[str, fdl.Config]:
     """Returns shuffled definitions and one epoch of held-out ones."""
     if self.folder is None:
-      return self._unset(example="/usr/share/wordnet", package="wordnet-base")
+      return self.unset(
+        knob="folder",
+        example="/usr/share/wordnet",
+        how="Install it: apt-get install wordnet-base.",
+      )
     register = fdl.Config(WordNetTask, folder=self.folder)
     tokenizer = self._tokenizer()
     source = fdl.Config(
@@ -161,7 +112,9 @@ class WordNetLm(_OfExamples):
       ),
       register=register,
     )
-    return self._splits(source, tokenizer)
+    return self.splits(
+      source, tokenizer=tokenizer, packing=packing_lib.Packing.SPLIT
+    )
 
   def task(self) -> fdl.Config[Any]:
     """Returns the quickstart's task with SeqIO's byte vocabulary."""
@@ -184,7 +137,7 @@ class WordNetLm(_OfExamples):
     )
 
 
-class PythonManualLm(_OfExamples):
+class PythonManualLm(held_out.HeldOut, quickstart.PythonStdlibLm):
   """0.8 M parameters on 497 pages of Python's manual (11 MB), through Grain.
 
   apt-get install python3.11-doc && bazel run --config=data //runner:main --
@@ -204,9 +157,10 @@ class PythonManualLm(_OfExamples):
   def datasets(self) -> dict[str, fdl.Config]:
     """Returns shuffled pages and one epoch of held-out ones."""
     if self.folder is None:
-      return self._unset(
+      return self.unset(
+        knob="folder",
         example="/usr/share/doc/python3.11/html/_sources",
-        package="python3.11-doc",
+        how="Install it: apt-get install python3.11-doc.",
       )
     tokenizer = fdl.Config(byte_tokenizer.ByteTokenizer)
     pages = fdl.Config(
@@ -215,7 +169,9 @@ class PythonManualLm(_OfExamples):
     source = fdl.Config(
       example_source.TokenizedDocuments, source=pages, tokenizer=tokenizer
     )
-    return self._splits(source, tokenizer)
+    return self.splits(
+      source, tokenizer=tokenizer, packing=packing_lib.Packing.SPLIT
+    )
 
 
 def open_pages(folder: str) -> Any:

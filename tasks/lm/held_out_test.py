@@ -1,4 +1,4 @@
-"""Tests for the baselines of splits."""
+"""Tests for the baselines of held-out examples."""
 
 import fiddle as fdl
 import pytest
@@ -10,7 +10,7 @@ from paxon.inputs import (
   packed_input,
   text_baselines,
 )
-from paxon.tasks.lm import split_baselines
+from paxon.tasks.lm import held_out
 
 _TRAIN = ["in the beginning", "was the word", "and the word was"]
 _OTHER = ["and the beginning was the word"]
@@ -35,7 +35,7 @@ def _split(texts):
 
 
 def test_reads_text_of_the_examples():
-  config = split_baselines.of_splits(
+  config = held_out.make_baselines(
     {"train": _split(_TRAIN), "validation": _split(_OTHER)}
   )
   assert config is not None
@@ -47,4 +47,4 @@ def test_reads_text_of_the_examples():
 
 
 def test_none_without_held_out_split():
-  assert split_baselines.of_splits({"train": _split(_TRAIN)}) is None
+  assert held_out.make_baselines({"train": _split(_TRAIN)}) is None
