@@ -98,12 +98,14 @@ class Total:
       operands.
     unknown: Kernels without a formula; their FLOPs are missing.
     notes: What is not known, one sentence each.
+    kernels: FLOPs by the name of the kernel, of those that have any.
   """
 
   hbm_bytes: int
   counts: Mapping[tuple[str, str], int]
   unknown: tuple[str, ...]
   notes: tuple[str, ...]
+  kernels: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
   @property
   def flops(self) -> int:
@@ -186,18 +188,22 @@ def total(program: hlo.Program) -> Total:
   runs = _Runs(program, found)
   hbm_bytes = 0
   counts: dict[tuple[str, str], int] = {}
+  by_kernel: dict[str, int] = {}
   unknown = set()
   for (computation, name), cost in found.items():
     times = runs.found.get(computation, 0)
     hbm_bytes += times * cost.hbm_bytes
+    instruction = program.computations[computation].instructions[name]
+    kernel = kernels.name(instruction)
     if times and cost.is_approximate:
-      instruction = program.computations[computation].instructions[name]
-      unknown.add(kernels.name(instruction) or name)
+      unknown.add(kernel or name)
+    if times and cost.flops and kernel:
+      by_kernel[kernel] = by_kernel.get(kernel, 0) + times * cost.flops
     if times and cost.flops:
       key = name_stack.part(cost.name), cost.dtype
       counts[key] = counts.get(key, 0) + times * cost.flops
   notes = tuple(dict.fromkeys(runs.notes))
-  return Total(hbm_bytes, counts, tuple(sorted(unknown)), notes)
+  return Total(hbm_bytes, counts, tuple(sorted(unknown)), notes, by_kernel)
 
 
 def _executed(program: hlo.Program) -> Mapping[str, hlo.Computation]:

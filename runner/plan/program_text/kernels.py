@@ -103,6 +103,11 @@ def is_attention_backward(kernel: str) -> bool:
   return is_attention(kernel) and "Backward" in kernel
 
 
+def has_bias(kernel: str) -> bool:
+  """Returns whether a kernel of this name is cuDNN's attention with a bias."""
+  return is_attention(kernel) and "Bias" in kernel
+
+
 def is_splash(call: hlo.Instruction) -> bool:
   """Returns whether a custom call is splash attention."""
   return _SPLASH.search(call.op_name) is not None

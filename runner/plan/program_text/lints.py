@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 
 from paxon.runner.plan.program_text import (
+  collectives,
   costs,
   dataflow,
   gathers,
@@ -15,6 +16,7 @@ from paxon.runner.plan.program_text import (
   kernels,
   movements,
 )
+from paxon.sharding import axes
 
 # Below this many bytes in a step, and this share of all that collectives move,
 # a finding is not worth a line.
@@ -122,16 +124,23 @@ def _resharding(subject: Subject) -> Iterable[str]:
     if m.is_in_loop
     and m.data is _Activations
     and m.collective.kind != "all-to-all"
+    and not _is_pipeline(m.collective)
     and set(m.collective.axes) & set(subject.batch_axes)
   ]
   for part, group in _by_part(found, subject):
     kinds = ", ".join(dict.fromkeys(m.collective.kind for m in group))
-    axes = ",".join(dict.fromkeys(a for m in group for a in m.collective.axes))
     yield (
-      f"{part}: activations cross the axis {axes}, which splits the batch:"
+      f"{part}: activations cross the axis {_axes(group)}, which splits the"
+      " batch:"
       f" {_figures(group)} ({kinds}) in the loop of layers. Constrain what goes"
       " in and out of this part by its logical axes."
     )
+
+
+def _is_pipeline(collective: collectives.Collective) -> bool:
+  """Whether it passes microbatches on from stage to stage."""
+  is_permute = collective.kind == "collective-permute"
+  return is_permute and axes.STAGE in collective.axes
 
 
 def _padded(subject: Subject) -> Iterable[str]:
@@ -238,8 +247,23 @@ def _attention(subject: Subject) -> Iterable[str]:
     )
 
 
+def _bias(subject: Subject) -> Iterable[str]:
+  found = [name for name in subject.kernels if kernels.has_bias(name)]
+  flops = sum(subject.total.kernels.get(name, 0) for name in found)
+  if flops > _FEW * subject.total.flops:
+    count = sum(subject.kernels[name] for name in found)
+    yield (
+      f"attention: {count} of cuDNN's kernels get their mask as a bias (packed"
+      " documents, or a position bias) and skip no masked block. They have"
+      f" {100 * flops / subject.total.flops:.0f} % of the FLOPs; the kernel for"
+      " causal sequences of one document skips about half of them. If each"
+      " sequence is one document, use the attention kernel"
+      " layers.attention.cudnn_attention.one_document."
+    )
+
+
 _Rule = Callable[[Subject], Iterable[str]]
-_RULES: tuple[_Rule, ...] = (_resharding, _attention)
+_RULES: tuple[_Rule, ...] = (_resharding, _attention, _bias)
 _FOR_HARDWARE: tuple[_Rule, ...] = (
   _padded,
   _unscattered,

@@ -68,12 +68,14 @@ def _gather(instruction="s", **fields):
   )
 
 
-def _check(*moved, counts=None, kernels=None, platform="cuda"):
+def _check(
+  *moved, counts=None, kernels=None, kernel_flops=None, platform="cuda"
+):
   return lints.check(
     lints.Subject(
       program=_PROGRAM,
       moved=moved,
-      total=costs.Total(0, counts or {}, (), ()),
+      total=costs.Total(0, counts or {}, (), (), kernel_flops or {}),
       kernels=kernels or {},
       batch_axes=("data", "fsdp"),
       platform=platform,
@@ -108,6 +110,32 @@ def test_what_is_little_beside_the_rest_is_silent():
   norms = _moved(_Data.GRADIENTS, "all-reduce")
   assert _check(norms, _gather(size=200 * _MIB))
   assert _check(norms, _gather(size=2000 * _MIB)) == ()
+
+
+def test_a_pipeline_may_permute():
+  passed_on = _moved(
+    _Data.ACTIVATIONS, "collective-permute", axes=("stage", "fsdp")
+  )
+  assert _check(passed_on) == ()
+
+
+def test_attention_with_a_bias_skips_nothing():
+  biased, causal = "__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaSoftmax"
+  (text,) = _check(
+    counts={("Lm", "bfloat16"): 100},
+    kernels={biased: 32},
+    kernel_flops={biased: 26},
+  )
+  assert "32 of cuDNN's kernels get their mask as a bias" in text
+  assert "26 % of the FLOPs" in text
+  assert (
+    _check(
+      counts={("Lm", "bfloat16"): 100},
+      kernels={causal: 32},
+      kernel_flops={causal: 26},
+    )
+    == ()
+  )
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])

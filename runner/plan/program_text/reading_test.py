@@ -129,7 +129,14 @@ _HAND_COMPUTED = (
     "tpu",
     _tensor(gathers=2 * 4 + 2, scatters=1, reduces=2 * 2, loops=2 * 7 + 1),
   ),
-  # The gradient of the projections gathers their input again.
+  # The gradient of the projections gathers their input again; v6e sums the
+  # outputs of attention, and their gradient, without a scatter.
+  (
+    "v6e_2x4_tensor",
+    8,
+    "tpu",
+    _tensor(gathers=2 * 7 + 2, scatters=1, reduces=2 * 3, loops=2 * 3 + 1),
+  ),
   (
     "v7x_2x2x1_tensor",
     8,
