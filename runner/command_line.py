@@ -20,6 +20,7 @@ from paxon.sharding import suggestions
 if TYPE_CHECKING:
   from paxon.runner.configuration import find_experiment
   from paxon.runner.configuration import overrides as overrides_lib
+  from paxon.runner.planning import questions
 
 MODES = ("train", "eval", "decode", "plan", "inspect_input")
 
@@ -100,6 +101,46 @@ _FLAGS = (
     modes=("plan",),
   ),
   _Flag(
+    "plan_tokens",
+    None,
+    "Tokens to train on, such as 1e12: prints days and device-hours.",
+    modes=("plan",),
+  ),
+  _Flag(
+    "plan_price",
+    None,
+    "Price of a GPU or TPU chip per hour, such as 2.5: prints the price of"
+    " --plan_tokens.",
+    modes=("plan",),
+  ),
+  _Flag(
+    "plan_days",
+    None,
+    "Days that training on --plan_tokens may take: plans other sizes of the"
+    " target until the smallest that is fast enough.",
+    modes=("plan",),
+  ),
+  _Flag(
+    "plan_batches",
+    None,
+    "Values of global_batch_size, such as 64,128,256: prints a table of plans"
+    " and the plan with the most tokens/s.",
+    modes=("plan",),
+  ),
+  _Flag(
+    "plan_lengths",
+    None,
+    "Values of length, such as 2048,8192, combined with --plan_batches.",
+    modes=("plan",),
+  ),
+  _Flag(
+    "plan_programs",
+    "auto",
+    "Programs to compile: train, all (also evaluation and decoding), or auto,"
+    " which is all except on TPUs, whose compiler takes minutes.",
+    modes=("plan",),
+  ),
+  _Flag(
     "coordinator_address",
     None,
     "HOST:PORT of process 0. Only needed without SLURM, Open MPI, Kubernetes or"
@@ -142,7 +183,11 @@ class Command(NamedTuple):
 
 
 def parse(argv: Sequence[str]) -> Command:
-  """Parses the arguments into flags and overrides; raises UserError."""
+  """Parses the arguments into flags and overrides.
+
+  Raises:
+    user_error.UserError: An argument is not valid.
+  """
   from paxon.runner.configuration import overrides as overrides_lib
 
   values = make_flags()
@@ -189,7 +234,11 @@ def _unknown_flag(name: str, values: Values) -> user_error.UserError:
 
 
 def check(values: Values, packages: Sequence[str]) -> None:
-  """Checks the flags before the experiment is imported; raises UserError."""
+  """Checks the flags before the experiment is imported.
+
+  Raises:
+    user_error.UserError: A flag is not valid.
+  """
   mode = values.mode
   if mode not in MODES:
     raise user_error.UserError(
@@ -233,8 +282,27 @@ def check(values: Values, packages: Sequence[str]) -> None:
           f"--mode=plan requires --target, the hardware: {targets.FORMS}."
         )
       targets.parse_all(values.target)
+      parse_questions(values)
   except ValueError as error:
     raise user_error.UserError(str(error)) from error
+
+
+def parse_questions(values: Values) -> "questions.Questions":
+  """Returns the further flags of plans.
+
+  Raises:
+    ValueError: One of them is not valid.
+  """
+  from paxon.runner.planning import questions
+
+  return questions.parse(
+    tokens=values.plan_tokens,
+    price=values.plan_price,
+    days=values.plan_days,
+    batches=values.plan_batches,
+    lengths=values.plan_lengths,
+    programs=values.plan_programs,
+  )
 
 
 def make_flags() -> Values:

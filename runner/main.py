@@ -251,6 +251,7 @@ def _start(this: _Run, run_dir: "epath.Path") -> int:
       to=targets.parse_all(values.target),
       run_dir=run_dir,
       is_searched=values.plan_search,
+      asked=command_line.parse_questions(values),
     )
   from paxon.runner.training import train
 

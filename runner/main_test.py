@@ -21,6 +21,7 @@ from paxon.runner import (
 )
 from paxon.runner.configuration import overrides
 from paxon.runner.hosts import joining
+from paxon.runner.monitoring import launch
 from paxon.runner.training import (
   decode,
   evaluate,
@@ -239,7 +240,9 @@ def test_flags_are_the_frozen_list():
   assert sorted(command_line.make_flags()) == [
     *("continuous", "coordinator_address", "exp", "help", "host_timeout"),
     *("job_log_dir", "list", "max_restarts", "mode", "num_processes"),
-    *("plan_search", "process_id", "profile_steps", "prompt", "target"),
+    *("plan_batches", "plan_days", "plan_lengths", "plan_price"),
+    *("plan_programs", "plan_search", "plan_tokens"),
+    *("process_id", "profile_steps", "prompt", "target"),
   ]
   assert command_line.MODES == (
     "train",
@@ -297,7 +300,7 @@ def test_train_gets_the_job_its_configuration_and_a_new_folder(call, calls):
 def test_train_gets_the_steps_to_profile(call, calls):
   assert call(_TOY, "--profile_steps=2:5")[0] == 0
   [(_, _, options)] = calls
-  assert options["launch"].profile == range(2, 5)
+  assert options["launch"].profile == launch.ProfileWindow(2, 5)
 
 
 def test_paths_are_stronger_than_knobs_whatever_their_order(call, calls):

@@ -98,7 +98,11 @@ def remove_empty(path: epath.Path) -> None:
 def create_new(
   experiment: str, environ: Mapping[str, str], *, now: datetime.datetime
 ) -> epath.Path:
-  """Creates a directory under `runs`, named by experiment and time."""
+  """Creates a directory under `runs`, named by experiment and time.
+
+  Raises:
+    user_error.UserError: It cannot be created.
+  """
   parent = resolve(_DEFAULT_PARENT, environ)
   create(parent)
   base = f"{experiment}-{now:%Y%m%d-%H%M%S}"

@@ -378,7 +378,11 @@ class Checkpointer:
     )
 
   def wait(self) -> None:
-    """Waits until all saves are complete; raises SaveError if one failed."""
+    """Waits until all saves are complete.
+
+    Raises:
+      SaveError: A save failed, such as on a full disk.
+    """
     if self._manager:
       with self._saving():
         self._manager.wait_until_finished()
@@ -433,7 +437,11 @@ class _Policy:
 def _agree_on(
   problem: str | None, *, cause: BaseException | None = None
 ) -> None:
-  """Raises DamagedCheckpointError on all processes for a problem of any."""
+  """Raises the problem of any process on all processes.
+
+  Raises:
+    DamagedCheckpointError: Of the first process with a problem.
+  """
   for each in agreement.gather(problem):
     if each is not None:
       raise DamagedCheckpointError(each) from cause

@@ -112,7 +112,11 @@ def to_text(entries: Mapping[str, Entry]) -> str:
 
 
 def from_text(text: str) -> dict[str, Entry]:
-  """Returns the entries of `to_text`; raises UnreadableManifestError."""
+  """Returns the entries written by `to_text`.
+
+  Raises:
+    UnreadableManifestError: The text was changed or truncated.
+  """
   try:
     parsed = json.loads(text)
     entries = {n: Entry(*map(int, f)) for n, f in parsed["files"].items()}

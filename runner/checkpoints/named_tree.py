@@ -68,7 +68,11 @@ def describe(specs: Any) -> dict[str, Any]:
 
 
 def check_version(version: int, *, where: str) -> None:
-  """Raises CheckpointMismatchError for another format version."""
+  """Checks that this program reads the format version of a checkpoint.
+
+  Raises:
+    CheckpointMismatchError: Another version of this program wrote it.
+  """
   if version != FORMAT_VERSION:
     raise CheckpointMismatchError(
       f"{where} has format version {version}, but this program reads version"

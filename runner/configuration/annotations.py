@@ -85,7 +85,11 @@ def is_function(annotation: Any) -> bool:
 
 
 def to_dtype(value: object) -> Any:
-  """Returns the dtype of a name or scalar type, or raises MismatchError."""
+  """Returns the numpy dtype that a name, scalar type or dtype stands for.
+
+  Raises:
+    MismatchError: It stands for none.
+  """
   import ml_dtypes  # noqa: F401  Makes "bfloat16" and others known to numpy.
   import numpy as np
 
@@ -122,7 +126,11 @@ def describe(annotation: Any) -> str:
 
 
 def coerce(value: Any, annotation: Any) -> Any:
-  """Returns `value` as the type of an annotation, or raises MismatchError."""
+  """Returns `value` as the type of an evaluated annotation.
+
+  Raises:
+    MismatchError: The value does not fit.
+  """
   annotation = unwrapped(annotation)
   if is_dtype(annotation):
     if value is None and types.NoneType in members(annotation):

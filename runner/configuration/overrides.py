@@ -63,7 +63,11 @@ def parse_argument(argument: str) -> Override | None:
 
 
 def parse_steps(override: Override) -> list[str | int]:
-  """Returns the names, keys and indices of the path, or raises UserError."""
+  """Returns the names, keys and indices of the path.
+
+  Raises:
+    user_error.UserError: The path is malformed.
+  """
   steps: list[str | int] = []
   position = 0
   while position < len(override.path):

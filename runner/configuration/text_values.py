@@ -220,7 +220,14 @@ _EXTRAS = {
 
 
 def parse_function(text: str) -> Callable[..., Any]:
-  """Returns the function that `text` names, or raises MismatchError."""
+  """Returns the function that `text` names.
+
+  Args:
+    text: From the command line.
+
+  Raises:
+    annotations.MismatchError: It names none, or a class that is not finished.
+  """
   path, call = _read_path(text)
   value = _find_function(path)
   if call is not None:

@@ -93,7 +93,11 @@ class ProcessSettings:
     *,
     job_log_dir: str | None,
   ) -> None:
-    """Raises UserError unless the settings fit the other flags."""
+    """Checks the settings together with the other flags.
+
+    Raises:
+      user_error.UserError: A value is invalid or missing.
+    """
     self.check(cluster)
     if self.max_restarts < 0:
       raise user_error.UserError(
@@ -108,7 +112,11 @@ class ProcessSettings:
       )
 
   def check(self, cluster: Cluster | None) -> None:
-    """Raises UserError if a value is invalid or missing; contacts nobody."""
+    """Checks the settings without contacting any other process.
+
+    Raises:
+      user_error.UserError: A value is invalid or missing.
+    """
     count, index = self.num_processes, self.process_id
     if self.timeout_seconds <= 0:
       raise user_error.UserError(

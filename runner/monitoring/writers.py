@@ -165,7 +165,11 @@ class WandbWriter(metrics_file.SummaryWriter):
     entity: str | None = None,
     config: Mapping[str, Any] | None = None,
   ) -> None:
-    """Starts a W&B run, or resumes that of the run directory."""
+    """Starts a W&B run, or resumes that of the run directory.
+
+    Raises:
+      UserError: The package is not installed.
+    """
     self._run = _import_wandb().init(
       project=project,
       entity=entity,
@@ -194,7 +198,11 @@ class WandbWriter(metrics_file.SummaryWriter):
 
 
 def check_wandb() -> None:
-  """Raises UserError if the package `wandb` cannot be imported."""
+  """Checks that the package `wandb` can be imported.
+
+  Raises:
+    UserError: It cannot.
+  """
   _import_wandb()
 
 

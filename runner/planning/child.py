@@ -39,6 +39,7 @@ def plan(
   *,
   is_compiled: bool,
   time_limit: float,
+  with_other_programs: bool = False,
 ) -> result.Plan:
   """Plans an experiment in a separate process.
 
@@ -48,6 +49,7 @@ def plan(
     target: What to plan for.
     is_compiled: Whether to compile, or to trace only.
     time_limit: Seconds after which the process is stopped.
+    with_other_programs: Whether to compile evaluation and decoding too.
 
   Raises:
     UserError: The experiment cannot run on this target, or took too long.
@@ -58,6 +60,7 @@ def plan(
     "overrides": [{"path": o.path, "text": o.text} for o in overrides],
     "target": target.text,
     "compile": is_compiled,
+    "other_programs": with_other_programs,
   }
   with (
     _slots(),
@@ -173,6 +176,7 @@ def main(arguments: list[str]) -> int:
       experiment=request["experiment"],
       overrides=[f"--fdl.{o.path}={o.text}" for o in overrides],
       is_compiled=request["compile"],
+      with_other_programs=request["other_programs"],
     )
     text = result.to_json((plan,))
   except Exception as error:

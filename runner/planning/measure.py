@@ -34,6 +34,7 @@ from paxon.runner.plan import target as targets
 from paxon.runner.plan.estimate import efficiency, prediction
 from paxon.runner.plan.program_text import hlo
 from paxon.runner.plan.program_text import reading as reading_lib
+from paxon.runner.planning import other_programs
 from paxon.runner.training import compiled_steps, kernel_checks
 from paxon.runner.training import session as session_lib
 from paxon.sharding import axes, variables
@@ -50,6 +51,7 @@ def measure(
   experiment: str,
   overrides: Iterable[str] = (),
   is_compiled: bool = True,
+  with_other_programs: bool = False,
 ) -> result.Plan:
   """Plans a job.
 
@@ -60,6 +62,7 @@ def measure(
     experiment: Its name, for the plan.
     overrides: Assignments of the command line, for the plan.
     is_compiled: Whether to compile, or to trace only.
+    with_other_programs: Whether to compile evaluation and decoding too.
 
   Returns:
     The plan, without the findings of the lint.
@@ -87,6 +90,9 @@ def measure(
         platform=target.hardware.platform,
         quantized=program.quantized_matmuls(flops),
       )
+  others: tuple[result.OtherProgram, ...] = ()
+  if with_other_programs and program.is_compiled:
+    others = other_programs.measure(session, target)
   memory = _with(
     memory, saved=saved.saved(traced.jaxpr, shards=session.layout.shards)
   )
@@ -155,6 +161,7 @@ def measure(
       *advice.for_waiting(estimate),
     ),
     num_parameters=_num_parameters(session),
+    other_programs=others,
     fit=memory.fit.value,
     advice=advice.of(memory, flops, mesh=dict(mesh.shape), batch=shape),
     findings=(),
@@ -258,7 +265,7 @@ class _Program:
       memory,
       arguments=sizes.argument_size_in_bytes,
       temporaries=sizes.temp_size_in_bytes,
-      peak=_peak(sizes, self._target.hardware.platform),
+      peak=other_programs.peak(sizes, self._target.hardware.platform),
     )
 
   def _read(self, text: str, flops: flops_lib.Flops) -> None:
@@ -340,16 +347,6 @@ def _axes_of_rows(batch: Mapping[str, jax.ShapeDtypeStruct]) -> list[str]:
     rows = spec[0] or ()
     found |= dict.fromkeys((rows,) if isinstance(rows, str) else rows)
   return list(found)
-
-
-def _peak(sizes: Any, platform: hardware.Platform) -> int:
-  """Bytes in use at most, arguments included."""
-  if platform is hardware.Platform.TPU:
-    # Less than the sum, because the compiler reuses arguments' memory.
-    return sizes.peak_memory_in_bytes
-  # Results that are not donated arguments live beside the temporaries.
-  added = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-  return sizes.argument_size_in_bytes + sizes.temp_size_in_bytes + added
 
 
 def _with(memory: result.Memory, **fields: Any) -> result.Memory:

@@ -11,7 +11,7 @@ from paxon.runner import user_error
 from paxon.runner.plan import flops, result
 from paxon.runner.plan import target as targets
 from paxon.runner.planning import measure
-from paxon.runner.training import compiled_steps, session, testing
+from paxon.runner.training import compiled_steps, memory_fit, session, testing
 
 _CPU8 = targets.parse("cpu:8")
 
@@ -148,3 +148,38 @@ def test_recomputation_takes_less_and_is_reported():
 def test_a_mesh_that_does_not_fit_the_target():
   with pytest.raises(user_error.UserError, match=r"needs exactly 4 devices"):
     _plan(_job(mesh="fsdp=4"))
+
+
+def test_other_programs_take_what_their_compiled_steps_take():
+  job = _job(mesh="fsdp=4,tensor=2")
+  opened = session.open_session(job)
+  found = {
+    each.name: each
+    for each in _plan(job, with_other_programs=True).other_programs
+  }
+  (source,) = job.eval_inputs.values()
+  batch = session.abstract_batch(source, opened.layout)
+  sizes = compiled_steps.compile_eval_step(opened, batch).memory_analysis()
+  evaluation = found["evaluation"]
+  assert evaluation.temporaries == sizes.temp_size_in_bytes
+  # The whole state stays, with the batch beside it.
+  state = memory_fit.shard_bytes(opened.abstract_state())
+  rest = sizes.temp_size_in_bytes + memory_fit.shard_bytes(batch)
+  assert evaluation.peak == pytest.approx(state + rest, rel=0.01)
+  assert found["decoding"].peak > state
+  # One host copies each shard of the state once, whatever is replicated.
+  leaves = jax.tree.leaves(opened.abstract_state())
+  assert found["saving"].host == sum(x.size * x.dtype.itemsize for x in leaves)
+  assert set(found) == {"evaluation", "decoding", "saving"}
+  assert not any(each.note for each in found.values())
+
+
+def test_an_evaluation_that_fails_is_a_note(monkeypatch):
+  def fail(*args):
+    raise ValueError("no metric 'x'\nmore lines")
+
+  monkeypatch.setattr(compiled_steps, "trace_eval_step", fail)
+  plan = _plan(_job(mesh="fsdp=8"), with_other_programs=True)
+  evaluation = plan.other_programs[0]
+  assert evaluation.note == "not known: no metric 'x'"
+  assert (evaluation.peak, plan.memory.peak is None) == (None, False)

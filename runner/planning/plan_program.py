@@ -1,6 +1,7 @@
 """`--mode=plan`: what an experiment will cost on hardware that is not here."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent import futures
 import dataclasses
 import os
 import sys
@@ -18,6 +19,7 @@ from paxon.runner.planning import (
   child,
   job_lint,
   plan_cache,
+  questions,
   run_mesh,
   search,
 )
@@ -28,6 +30,7 @@ PAGE = "plan.html"
 
 # The largest programs known take under five minutes on two cores.
 _TIME_LIMIT = 1800.0
+_NO_QUESTIONS = questions.Questions()
 
 
 def run(
@@ -39,11 +42,12 @@ def run(
   to: Sequence[targets.Target],
   run_dir: epath.Path,
   is_searched: bool = False,
+  asked: questions.Questions = _NO_QUESTIONS,
 ) -> int:
   """Plans a job, prints the plans and writes `plan.json` and `plan.html`.
 
-  A target that cannot be planned does not lose the others: what is wrong with
-  it stands in its row.
+  A target that cannot be planned does not stop the others; its error stands in
+  the table.
 
   Args:
     job: The resolved configuration, built.
@@ -51,8 +55,9 @@ def run(
     experiment: As `--exp` takes it.
     overrides: Assignments of the command line.
     to: What to plan for.
-    run_dir: A folder, which exists.
-    is_searched: Whether meshes, remat policies and microbatches are explored.
+    run_dir: An existing directory.
+    is_searched: Whether layouts are searched.
+    asked: The other flags of plans.
 
   Returns:
     The exit status: 1 if the program fits on none of the targets.
@@ -63,42 +68,136 @@ def run(
   """
   if is_searched:
     _check_searchable(to)
+  given = _Given(experiment, overrides, config, job)
   shapes = job_lint.shapes_of(job)
-  # All of them before the first compiler starts.
-  subjects = [
-    _subject(target, shapes, job, config, experiment, overrides, is_searched)
-    for target in to
-  ]
   plans: list[result.Plan] = []
   failures: list[result.Failure] = []
-  for target, subject in zip(to, subjects, strict=True):
-    found = subject
-    if isinstance(subject, _Subject):
-      found = _plan(subject.request, subject.config, subject.overrides)
+  if asked.cells():
+    for target in to:
+      _plan_grid(target, given, asked, plans, failures)
+  else:
+    # Errors of all targets come before the first compiler starts.
+    subjects = [_subject(target, shapes, given, is_searched) for target in to]
+    for target, subject in zip(to, subjects, strict=True):
+      found = _plan_target(subject, asked, is_searched=is_searched)
       if isinstance(found, result.Plan):
-        found = _with_changes(
-          found,
-          subject.request,
-          subject.job,
-          subject.config,
-          subject.overrides,
-          is_searched=is_searched,
-        )
-    if isinstance(found, result.Plan):
-      plans.append(found)
-      print(report.to_text(found), flush=True)
-    elif isinstance(found, result.Failure):
-      failures.append(found)
-      if len(to) > 1:
-        print(f"{target}: no plan: {found.message}\n", flush=True)
+        plans.append(found)
+        print(report.to_text(found), flush=True)
+      else:
+        failures.append(found)
+        if len(to) > 1:
+          print(f"{target}: no plan: {found.message}\n", flush=True)
+      if asked.days is not None:
+        _find_size(questions.Size(target, found), shapes, given, asked)
   if not plans:
-    raise user_error.UserError("; ".join(f.message for f in failures))
+    raise user_error.UserError(
+      "; ".join(dict.fromkeys(f.message for f in failures))
+    )
   if len(to) > 1:
     print("\n" + report.to_table(plans, failures))
   _write(run_dir / PLAN, result.to_json(tuple(plans), tuple(failures)))
   _write(run_dir / PAGE, plan_page.to_html(plans, failures))
   fits = [plan.memory.fit is not result.Fit.DOES_NOT_FIT for plan in plans]
   return 0 if any(fits) else 1
+
+
+def _plan_target(
+  subject: "_Subject | result.Failure",
+  asked: questions.Questions,
+  *,
+  is_searched: bool,
+) -> result.Plan | result.Failure:
+  if isinstance(subject, result.Failure):
+    return subject
+  request = subject.request
+  found = _plan(
+    request,
+    subject.config,
+    subject.overrides,
+    with_other_programs=asked.has_others(request.target),
+  )
+  if isinstance(found, result.Failure):
+    return found
+  found = _with_changes(
+    found,
+    request,
+    subject.job,
+    subject.config,
+    subject.overrides,
+    is_searched=is_searched,
+  )
+  return questions.answer(found, asked)
+
+
+def _plan_grid(
+  target: targets.Target,
+  given: "_Given",
+  asked: questions.Questions,
+  plans: list[result.Plan],
+  failures: list[result.Failure],
+) -> None:
+  """Plans and prints the grid of a target; adds its best plan to `plans`."""
+  cells = asked.cells()
+  subjects = [_subject_of_cell(target, given, cell) for cell in cells]
+
+  def plan(
+    subject: _Subject | result.Failure,
+  ) -> result.Plan | result.Failure:
+    if isinstance(subject, result.Failure):
+      return subject
+    found = _plan(subject.request, subject.config, subject.overrides)
+    is_plan = isinstance(found, result.Plan)
+    return questions.answer(found, asked) if is_plan else found
+
+  with futures.ThreadPoolExecutor(child.count_parallel()) as pool:
+    found = list(pool.map(plan, subjects))
+  best = questions.best(found)
+  if best is not None:
+    print(report.to_text(best))
+    plans.append(best)
+  else:
+    failures += [each for each in found if isinstance(each, result.Failure)]
+  print(f"plans for {target} by length and batch")
+  print(questions.to_grid_table(cells, found) + "\n", flush=True)
+
+
+def _subject_of_cell(
+  target: targets.Target, given: "_Given", cell: Mapping[str, int]
+) -> "_Subject | result.Failure":
+  overrides = [each for each in given.overrides if each.path not in cell]
+  overrides += [overrides_lib.Override(k, str(n)) for k, n in cell.items()]
+  try:
+    config = resolving.resolve(given.experiment, overrides).config
+    job = resolving.build(config)
+    shapes = job_lint.shapes_of(job)
+  except user_error.UserError as error:
+    return result.Failure(target=target.text, message=str(error))
+  changed = _Given(given.experiment, overrides, config, job)
+  return _subject(target, shapes, changed, is_searched=False)
+
+
+def _find_size(
+  first: questions.Size,
+  shapes: job_lint.JobShapes,
+  given: "_Given",
+  asked: questions.Questions,
+) -> None:
+  """Prints the sizes of a target's kind, up to one that is fast enough."""
+
+  def make(target: targets.Target) -> result.Plan | result.Failure:
+    subject = _subject(target, shapes, given, is_searched=False)
+    if isinstance(subject, result.Failure):
+      return subject
+    found = _plan(subject.request, subject.config, subject.overrides)
+    is_plan = isinstance(found, result.Plan)
+    return questions.answer(found, asked) if is_plan else found
+
+  assert asked.days is not None
+  found = questions.find_size(first, asked.days, make)
+  print(
+    f"sizes of {first.target.hardware.name} to train in {asked.days:g} days"
+  )
+  print(questions.to_size_table(found, asked.days) + "\n", flush=True)
 
 
 def _write(path: epath.Path, text: str) -> None:
@@ -112,8 +211,18 @@ def _write(path: epath.Path, text: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Given:
+  """The experiment of the command line."""
+
+  experiment: str
+  overrides: Sequence[overrides_lib.Override]
+  config: "fdl.Config[job_lib.Job]"
+  job: job_lib.Job
+
+
+@dataclasses.dataclass(frozen=True)
 class _Request:
-  """What is planned for a target, whatever is changed to make it fit."""
+  """A target and a job, whatever is changed to make it fit."""
 
   experiment: str
   target: targets.Target
@@ -123,7 +232,7 @@ class _Request:
 
 @dataclasses.dataclass(frozen=True)
 class _Subject:
-  """A job as it is planned for a target, where its mesh is chosen."""
+  """A job for a target, with a chosen mesh."""
 
   request: _Request
   job: job_lib.Job
@@ -134,18 +243,16 @@ class _Subject:
 def _subject(
   target: targets.Target,
   shapes: job_lint.JobShapes,
-  job: job_lib.Job,
-  config: "fdl.Config[job_lib.Job]",
-  experiment: str,
-  overrides: Sequence[overrides_lib.Override],
+  given: _Given,
   is_searched: bool,
 ) -> _Subject | result.Failure:
-  """Returns what to plan for a target, or what is wrong with it."""
+  """Returns the job of a target, or the error that the lint found."""
+  job, config, overrides = given.job, given.config, given.overrides
   if job.mesh == mesh_lib.AUTO:
     try:
       choice = run_mesh.choose(
         job,
-        experiment=experiment,
+        experiment=given.experiment,
         overrides=overrides,
         target=target,
         is_compiled=not is_searched,
@@ -154,12 +261,12 @@ def _subject(
       return result.Failure(target=target.text, message=str(error))
     print(f"{target}: {choice.line}", flush=True)
     overrides = choice.overrides(overrides)
-    config = resolving.resolve(experiment, overrides).config
+    config = resolving.resolve(given.experiment, overrides).config
     job = resolving.build(config)
   findings = _lint(job, target, shapes)
   if isinstance(findings, result.Failure):
     return findings
-  request = _Request(experiment, target, shapes, findings)
+  request = _Request(given.experiment, target, shapes, findings)
   return _Subject(request, job, config, overrides)
 
 
@@ -167,8 +274,10 @@ def _plan(
   request: _Request,
   config: "fdl.Config[job_lib.Job]",
   overrides: Sequence[overrides_lib.Override],
+  *,
+  with_other_programs: bool = False,
 ) -> result.Plan | result.Failure:
-  """Plans for a target in a process of its own, or takes an earlier plan."""
+  """Plans for a target in a child process, or takes the plan of the cache."""
   target = request.target
   is_compiled = not topology.missing(target)
 
@@ -179,7 +288,7 @@ def _plan(
       is_compiled=is_compiled,
       shapes=request.shapes,
       environ=os.environ,
-      others=(request.experiment,),
+      others=(request.experiment, f"{with_other_programs=}"),
     )
 
   def make() -> result.Plan:
@@ -190,6 +299,7 @@ def _plan(
       target,
       is_compiled=is_compiled,
       time_limit=_TIME_LIMIT,
+      with_other_programs=with_other_programs,
     )
 
   try:

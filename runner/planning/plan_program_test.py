@@ -3,6 +3,7 @@
 from concurrent import futures
 import json
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -16,9 +17,15 @@ import pytest
 from paxon.runner import user_error
 from paxon.runner.configuration import overrides, resolving
 from paxon.runner.hosts import warm_python
-from paxon.runner.plan import result, topology
+from paxon.runner.plan import result, sample_plan, topology
 from paxon.runner.plan import target as targets
-from paxon.runner.planning import child, plan_cache, plan_program, search
+from paxon.runner.planning import (
+  child,
+  plan_cache,
+  plan_program,
+  questions,
+  search,
+)
 
 _TINY = "runner.training.testing.TinyLm"
 
@@ -51,7 +58,7 @@ def _never(*args, **kwargs):
   raise AssertionError("a process was started")
 
 
-def _run(folder, target, *assignments):
+def _run(folder, target, *assignments, **flags):
   given = [overrides.parse_argument(text) for text in assignments]
   config = resolving.resolve(_TINY, given).config
   return plan_program.run(
@@ -61,7 +68,61 @@ def _run(folder, target, *assignments):
     overrides=given,
     to=targets.parse_all(target),
     run_dir=epath.Path(folder),
+    asked=questions.parse(**flags),
   )
+
+
+def _made_up(experiment, overrides, target, **options):
+  given = {each.path: each.text for each in overrides}
+  tokens = 16.0 * int(given.get("global_batch_size", 8))
+  estimate = sample_plan.estimate(tokens_per_second=tokens * target.num_chips)
+  return sample_plan.plan(
+    target=target.text, num_chips=target.num_chips, estimate=estimate
+  )
+
+
+def test_a_grid_is_one_table_and_the_best_plan(tmp_path, capsys, monkeypatch):
+  monkeypatch.setattr(child, "plan", _made_up)
+  monkeypatch.setenv("PAXON_CACHE_DIR", "off")
+  flags = {"batches": "8,32", "tokens": "1e9"}
+  assert _run(tmp_path, "cpu:8", "--fdl.mesh=fsdp=8", **flags) == 0
+  out = capsys.readouterr().out
+  table = out.split("plans for cpu:8 by length and batch\n")[1].splitlines()
+  assert [line.split()[0] for line in table[1:3]] == ["8", "32"]
+  assert table[2].endswith("*")
+  (plan,) = result.from_json((tmp_path / plan_program.PLAN).read_text())
+  assert plan.overrides[1:] == ("--fdl.global_batch_size=32",)
+  assert plan.training_cost.tokens == 1e9
+
+
+def test_a_batch_that_does_not_divide_stands_in_the_table(
+  tmp_path, capsys, monkeypatch
+):
+  monkeypatch.setattr(child, "plan", _made_up)
+  monkeypatch.setenv("PAXON_CACHE_DIR", "off")
+  assert _run(tmp_path, "cpu:8", "--fdl.mesh=fsdp=8", batches="8,12") == 0
+  out = capsys.readouterr().out
+  assert re.search(r"\n +12 +no plan", out)
+  assert "no plan: mesh 'fsdp=8' on cpu:8: " in out
+
+
+def test_an_experiment_without_the_knob_of_a_grid(tmp_path):
+  message = r"^--fdl.length=16: TinyLm has no knob and Job no field 'length'"
+  with pytest.raises(user_error.UserError, match=message):
+    _run(tmp_path, "cpu:8", lengths="16")
+
+
+def test_sizes_are_planned_until_one_is_fast_enough(
+  tmp_path, capsys, monkeypatch
+):
+  monkeypatch.setattr(child, "plan", _made_up)
+  monkeypatch.setenv("PAXON_CACHE_DIR", "off")
+  # 64 x 16 tokens/s on each device: 16 devices train 1.416 G tokens a day.
+  given = ["--fdl.mesh=data=-1", "--fdl.global_batch_size=64"]
+  _run(tmp_path, "cpu:2", *given, tokens="1.41e9", days="1")
+  out = capsys.readouterr().out
+  assert "cpu:16 is the smallest that trains within 1 days" in out
+  assert "sizes of cpu to train in 1 days" in out
 
 
 @pytest.mark.usefixtures("_warm")

@@ -71,9 +71,19 @@ def compile_train_step(
 
 
 def compile_eval_step(
-  session: session_lib.Session, batch: Mapping[str, jax.Array]
+  session: session_lib.Session,
+  batch: Mapping[str, jax.Array | jax.ShapeDtypeStruct],
 ) -> jax.stages.Compiled:
   """Returns `(state, batch) -> metrics`, for states made `for_evaluation`."""
+  lowered = session.layout.lower(trace_eval_step(session, batch))
+  return lowered.compile(compiler_options=session.compiler_options)
+
+
+def trace_eval_step(
+  session: session_lib.Session,
+  batch: Mapping[str, jax.Array | jax.ShapeDtypeStruct],
+) -> jax.stages.Traced:
+  """Traces the step of `compile_eval_step`; computes nothing."""
   measure = train_step.make_eval_step(
     model_loss.make_loss_fn(
       session.job.task.model, specs=session.specs, deterministic=True
@@ -88,8 +98,7 @@ def compile_eval_step(
 
   state = session_lib.for_evaluation(session.abstract_state())
   jitted = session.layout.jit(step, out_shardings=session.layout.replicated)
-  lowered = jitted.lower(state, dict(batch))
-  return lowered.compile(compiler_options=session.compiler_options)
+  return jitted.trace(state, dict(batch))
 
 
 @runtime_checkable
@@ -147,7 +156,11 @@ def scheduled_gradient_fn(
 
 
 def check_schedule(job: job_lib.Job, compiled: jax.stages.Compiled) -> None:
-  """Raises UserError if the compiled step of a schedule would deadlock."""
+  """Checks the compiled step of a model whose stack has a schedule.
+
+  Raises:
+    UserError: The step would deadlock.
+  """
   stack = _find_scheduled(job)
   text = None if stack is None else compiled.as_text()
   if stack is None or text is None:

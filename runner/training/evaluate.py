@@ -127,7 +127,11 @@ class Follower:
   sleep: Callable[[float], None] = time.sleep
 
   def run(self) -> None:
-    """Follows the run until it is finished or a signal stops the program."""
+    """Follows the run until it is finished or a signal stops the program.
+
+    Raises:
+      UserError: A checkpoint does not fit the job.
+    """
     evaluator = evaluation.Evaluator(self.session)
     done = set(agreement.from_first(lambda: sorted(self._evaluated())))
     skipped: dict[int, int | None] = {}

@@ -80,7 +80,11 @@ def warnings(session: session_lib.Session) -> list[str]:
 def trace(
   session: session_lib.Session,
 ) -> tuple[jax.stages.Traced, jax.stages.Traced | None]:
-  """Returns the traced training step and sample generation, if there is any."""
+  """Returns the traced training step and sample generation, if there is any.
+
+  Raises:
+    ValueError: As for `check`.
+  """
   step = compiled_steps.trace_train_step(session)
   if session.job.generation is None:
     return step, None
@@ -88,7 +92,11 @@ def trace(
 
 
 def check_memory(session: session_lib.Session) -> None:
-  """Raises UserError if the state and a batch do not fit into the devices."""
+  """Checks that the state and a batch fit into the devices.
+
+  Raises:
+    UserError: They do not.
+  """
   needs = {
     "state (parameters and optimizer)": memory_fit.shard_bytes(
       session.abstract_state()

@@ -72,7 +72,11 @@ class ProfileGuide:
     self._is_done = False
 
   def options(self, lowered: jax.stages.Lowered) -> dict[str, Any]:
-    """Returns compiler options: with a profile, or to be profiled."""
+    """Returns compiler options: with a profile, or to be profiled.
+
+    Raises:
+      UserError: The given profile cannot be read.
+    """
     if self.platform not in _PLATFORMS:
       if not self._is_done:
         self.log(
@@ -88,7 +92,11 @@ class ProfileGuide:
     return {} if self._is_done else dict(_PROFILED)
 
   def after_step(self, outputs: Any) -> bool:
-    """Counts a dispatched step; returns whether to compile with the profile."""
+    """Counts a dispatched step, and starts or stops the profile.
+
+    Returns:
+      Whether to compile again, because the profile is complete.
+    """
     if self._is_done:
       return False
     self._steps += 1
@@ -163,7 +171,11 @@ class ProfileGuide:
 
 
 def check(setting: str | None) -> None:
-  """Raises UserError if the file of `Job.pgle` cannot be read."""
+  """Checks `Job.pgle` before anything is computed.
+
+  Raises:
+    UserError: There is no such file.
+  """
   if setting is not None and setting != AUTO:
     _read(epath.Path(setting))
 

@@ -148,7 +148,7 @@ def open_session(
     # Opens the data, so a missing directory is found here.
     source.get_state()
   _check_microbatches(job, layout)
-  batch = _abstract_batch(job.train_input, layout)
+  batch = abstract_batch(job.train_input, layout)
   specs = variables.specs_of(
     model_loss.abstract_variables(job.task.model, batch)
   )
@@ -252,7 +252,7 @@ def _check_microbatches(job: job_lib.Job, layout: layouts.Layout) -> None:
     )
 
 
-def _abstract_batch(
+def abstract_batch(
   source: base_input.BaseInput, layout: layouts.Layout
 ) -> dict[str, jax.ShapeDtypeStruct]:
   """Returns the arrays of a global batch; reads one only if necessary."""

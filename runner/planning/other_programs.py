@@ -1,0 +1,121 @@
+"""Memory of evaluation, decoding and saving in a training run.
+
+While a run evaluates or decodes, the state that only updates use, such as the
+optimizer's, stays in memory.
+"""
+
+from collections.abc import Callable, Iterator
+import math
+from typing import Any
+
+import jax
+
+from paxon.runner.plan import hardware, result, topology
+from paxon.runner.plan import target as targets
+from paxon.runner.training import compiled_steps, memory_fit, samples
+from paxon.runner.training import session as session_lib
+
+_LENGTH = 200
+
+
+def measure(
+  session: session_lib.Session, target: targets.Target
+) -> tuple[result.OtherProgram, ...]:
+  """Compiles the other programs of a run; an error becomes a note.
+
+  Args:
+    session: The job on the target's devices.
+    target: Its compiler must be installed.
+  """
+  state = session.abstract_state()
+  kept = memory_fit.shard_bytes(state) - memory_fit.shard_bytes(
+    session_lib.for_evaluation(state)
+  )
+  found = [
+    _compile(name, trace, session, target, kept=kept)
+    for name, trace in _programs(session)
+  ]
+  return (*found, _saving(state))
+
+
+def _programs(
+  session: session_lib.Session,
+) -> Iterator[tuple[str, Callable[[], jax.stages.Traced]]]:
+  inputs = session.job.eval_inputs
+  shapes = []
+  for split, source in inputs.items():
+
+    def trace(source: Any = source) -> jax.stages.Traced:
+      batch = session_lib.abstract_batch(source, session.layout)
+      return compiled_steps.trace_eval_step(session, batch)
+
+    name = "evaluation" if len(inputs) == 1 else f"evaluation of {split}"
+    # Splits with batches of the same shape share their program.
+    shape = (source.global_batch_size, source.length)
+    if shape not in shapes:
+      shapes.append(shape)
+      yield name, trace
+  if session.job.generation is not None:
+    yield "decoding", lambda: samples.trace(session)
+
+
+def _compile(
+  name: str,
+  trace: Callable[[], jax.stages.Traced],
+  session: session_lib.Session,
+  target: targets.Target,
+  *,
+  kept: int,
+) -> result.OtherProgram:
+  job = session.job
+  try:
+    compiled = topology.compile_for(
+      target,
+      trace(),
+      session.layout.mesh,
+      given=job.compiler_options,
+      sets=job.compiler_option_sets,
+    )
+    sizes = compiled.memory_analysis()
+  except Exception as error:
+    # The plan of the training step holds without it.
+    first = str(error).strip().partition("\n")[0][:_LENGTH]
+    return result.OtherProgram(name=name, note=f"not known: {first}")
+  assert sizes is not None
+  return result.OtherProgram(
+    name=name,
+    temporaries=sizes.temp_size_in_bytes,
+    peak=peak(sizes, target.hardware.platform) + kept,
+  )
+
+
+def peak(sizes: Any, platform: hardware.Platform) -> int:
+  """Returns the peak bytes of a compiled program, arguments included.
+
+  Args:
+    sizes: `memory_analysis()` of the program.
+    platform: Of its compiler.
+  """
+  if platform is hardware.Platform.TPU:
+    # Less than the sum, because the compiler reuses arguments' memory.
+    return sizes.peak_memory_in_bytes
+  # Results that are not donated arguments live beside the temporaries.
+  added = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+  return sizes.argument_size_in_bytes + sizes.temp_size_in_bytes + added
+
+
+def _saving(state: Any) -> result.OtherProgram:
+  """Returns the copy of the state that a host keeps until it is written."""
+  hosts: dict[int, int] = {}
+  for array in jax.tree.leaves(state):
+    shard = math.prod(array.sharding.shard_shape(array.shape))
+    # One replica of each shard is saved.
+    first: dict[Any, jax.Device] = {}
+    for device, index in array.sharding.devices_indices_map(
+      array.shape
+    ).items():
+      first.setdefault(tuple((i.start, i.stop) for i in index), device)
+    for device in first.values():
+      host = device.process_index
+      hosts[host] = hosts.get(host, 0) + shard * array.dtype.itemsize
+  return result.OtherProgram(name="saving", host=max(hosts.values(), default=0))

@@ -1,0 +1,354 @@
+"""Further questions to a plan: cost, sizes of a target, batches and lengths.
+
+--plan_tokens=1e12 --plan_price=2.5          days, device-hours and money
+--plan_tokens=1e12 --plan_days=30            the smallest target in time
+--plan_batches=64,128 --plan_lengths=2048    one plan for each pair
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import itertools
+import math
+from typing import Final
+
+from paxon.runner import units
+from paxon.runner.plan import hardware, result
+from paxon.runner.plan import target as targets
+
+BATCH: Final = "global_batch_size"
+LENGTH: Final = "length"
+# Larger grids, or searches of a size, would take hours.
+MAX_CELLS: Final = 64
+_MAX_SIZES: Final = 8
+# No program starts faster; at a shorter time there is no throughput.
+_MIN_STEP: Final = 1e-4
+_HOURS: Final = 3600.0
+_PROGRAMS: Final = ("auto", "all", "train")
+_SLICES: Final = (
+  *("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
+  *("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"),
+  *("8x8x16", "8x16x16", "16x16x16", "16x16x24", "16x16x32"),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Questions:
+  """Flags of `--mode=plan`, checked.
+
+  Attributes:
+    tokens: Tokens to train on.
+    price: Price of a device-hour; a device is a chip or GPU.
+    days: The time that training on `tokens` may take.
+    batches: Values of `global_batch_size` to plan.
+    lengths: Values of `length` to plan.
+    programs: Programs to compile: `all`, `train`, or `auto`, which is all but
+      on TPUs, where the compiler takes minutes.
+  """
+
+  tokens: float | None = None
+  price: float | None = None
+  days: float | None = None
+  batches: tuple[int, ...] = ()
+  lengths: tuple[int, ...] = ()
+  programs: str = "auto"
+
+  def has_others(self, target: targets.Target) -> bool:
+    """Returns whether evaluation and decoding are compiled too."""
+    is_tpu = target.hardware.platform is hardware.Platform.TPU
+    return self.programs == "all" or (self.programs == "auto" and not is_tpu)
+
+  def cells(self) -> list[dict[str, int]]:
+    """Returns the knobs of each plan of the grid; empty without a grid."""
+    if not (self.batches or self.lengths):
+      return []
+    return [
+      {
+        name: value
+        for name, value in ((BATCH, batch), (LENGTH, length))
+        if value is not None
+      }
+      for length, batch in itertools.product(
+        self.lengths or (None,), self.batches or (None,)
+      )
+    ]
+
+
+def parse(
+  *,
+  tokens: str | None = None,
+  price: str | None = None,
+  days: str | None = None,
+  batches: str | None = None,
+  lengths: str | None = None,
+  programs: str = "auto",
+) -> Questions:
+  """Returns the questions of the flags `--plan_...`.
+
+  Raises:
+    ValueError: A flag has a wrong value, or lacks another one.
+  """
+  for name, value in (("price", price), ("days", days)):
+    if value is not None and tokens is None:
+      raise ValueError(
+        f"--plan_{name} requires --plan_tokens, the number of tokens to train"
+        " on, such as --plan_tokens=1e12."
+      )
+  if programs not in _PROGRAMS:
+    raise ValueError(
+      f"--plan_programs={programs} must be one of {', '.join(_PROGRAMS)}."
+    )
+  found = Questions(
+    tokens=_number("tokens", tokens, "1e12"),
+    price=_number("price", price, "2.5"),
+    days=_number("days", days, "30"),
+    batches=_sizes("batches", batches, "64,128,256"),
+    lengths=_sizes("lengths", lengths, "2048,8192"),
+    programs=programs,
+  )
+  if len(found.cells()) > MAX_CELLS:
+    raise ValueError(
+      f"--plan_batches and --plan_lengths make {len(found.cells())} plans;"
+      f" at most {MAX_CELLS} are made at once."
+    )
+  if found.days is not None and found.cells():
+    raise ValueError(
+      "--plan_days cannot be combined with --plan_batches or --plan_lengths;"
+      " it changes the size of the target only."
+    )
+  return found
+
+
+def _number(name: str, text: str | None, example: str) -> float | None:
+  if text is None:
+    return None
+  try:
+    value = float(text)
+  except ValueError:
+    value = math.nan
+  if not (0 < value < math.inf):
+    raise ValueError(
+      f"--plan_{name}={text} must be a positive number, such as {example}."
+    )
+  return value
+
+
+def _sizes(name: str, text: str | None, example: str) -> tuple[int, ...]:
+  if text is None:
+    return ()
+  parts = [part.strip() for part in text.split(",")]
+  if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+    raise ValueError(
+      f"--plan_{name}={text} must be positive integers separated by commas,"
+      f" such as {example}."
+    )
+  values = tuple(map(int, parts))
+  if len(set(values)) < len(values):
+    raise ValueError(f"--plan_{name}={text} has a value twice.")
+  return values
+
+
+def answer(plan: result.Plan, asked: Questions) -> result.Plan:
+  """Returns a plan with its training cost, without meaningless throughputs.
+
+  Args:
+    plan: A plan; its estimate is used, or its bound if it has none.
+    asked: Tokens and price.
+  """
+  bound, notes = plan.bound, plan.notes
+  if bound is not None and bound.step < _MIN_STEP:
+    bound = dataclasses.replace(bound, tokens_per_second=None)
+    notes += (
+      f"The lower bound on the step time ({units.seconds(bound.step)}) is"
+      " shorter than starting a program takes: it gives no throughput.",
+    )
+  basis = plan.estimate or bound
+  rate = None if basis is None else basis.tokens_per_second
+  cost = None
+  if asked.tokens is not None and rate:
+    hours = asked.tokens / rate / _HOURS
+    devices = hours * plan.num_chips
+    cost = result.TrainingCost(
+      tokens=asked.tokens,
+      days=hours / 24,
+      device_hours=devices,
+      money=None if asked.price is None else devices * asked.price,
+      is_lower_bound=plan.estimate is None,
+    )
+    if cost.is_lower_bound:
+      notes += (
+        "The time and price of training are lower bounds, because there is no"
+        " estimate of the step time.",
+      )
+  elif asked.tokens is not None:
+    notes += (
+      "The time of training (--plan_tokens) is not known, because there is"
+      " neither an estimate nor a bound of the throughput.",
+    )
+  return dataclasses.replace(plan, bound=bound, training_cost=cost, notes=notes)
+
+
+def sizes(target: targets.Target) -> list[targets.Target]:
+  """Returns the targets of the same kind in all usual sizes, smallest first."""
+  kind = target.hardware
+  texts = list(_SLICES)
+  if kind.platform is hardware.Platform.CUDA:
+    texts = [f"1x{n}" for n in (1, 2, 4)]
+    texts += [f"{2**n}x{kind.devices_per_host}" for n in range(12)]
+  elif kind.platform is hardware.Platform.CPU:
+    texts = [str(2**n) for n in range(10)]
+  found = {target.text: target}
+  for text in texts:
+    try:
+      one = targets.parse(f"{kind.name}:{text}")
+    except ValueError:
+      # Not a slice of this kind.
+      continue
+    found.setdefault(one.text, one)
+  return sorted(found.values(), key=lambda each: each.num_chips)
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+  """A size that was planned: its plan, or the reason why there is none."""
+
+  target: targets.Target
+  plan: result.Plan | result.Failure
+
+  def is_enough(self, days: float) -> bool:
+    """Returns whether training fits into the memory and the time."""
+    plan = self.plan
+    return (
+      isinstance(plan, result.Plan)
+      and plan.memory.fit is not result.Fit.DOES_NOT_FIT
+      and plan.training_cost is not None
+      and plan.training_cost.days <= days
+    )
+
+
+def find_size(
+  first: Size,
+  days: float,
+  make: Callable[[targets.Target], result.Plan | result.Failure],
+) -> list[Size]:
+  """Plans sizes of a target's kind until the smallest that is fast enough.
+
+  The first guess takes the time as proportional to 1 / devices.
+
+  Args:
+    first: The target of the command line with its plan.
+    days: The time that training may take.
+    make: Makes the plan of another size.
+
+  Returns:
+    All that were planned, the smallest first.
+  """
+  options = sizes(first.target)
+  index = options.index(first.target)
+  tried = {index: first}
+  cost = getattr(first.plan, "training_cost", None)
+  if cost is not None:
+    wanted = first.target.num_chips * cost.days / days
+    above = [i for i, o in enumerate(options) if o.num_chips >= wanted]
+    index = above[0] if above else len(options) - 1
+  while len(tried) < _MAX_SIZES:
+    if index not in tried:
+      tried[index] = Size(options[index], make(options[index]))
+    step = -1 if tried[index].is_enough(days) else 1
+    index += step
+    is_turned = index in tried and tried[index].is_enough(days) == (step > 0)
+    if is_turned or not 0 <= index < len(options):
+      break
+  return [tried[i] for i in sorted(tried)]
+
+
+def to_size_table(found: Sequence[Size], days: float) -> str:
+  """Returns the sizes as a table, and the answer as its last line."""
+  rows = []
+  for size in found:
+    cost = getattr(size.plan, "training_cost", None)
+    money = None if cost is None else cost.money
+    rows.append(
+      {
+        "target": size.target.text,
+        "devices": f"{size.target.num_chips:,}",
+        **_columns(size.plan),
+        "days": "-" if cost is None else f"{cost.days:,.1f}",
+        "device-hours": "-" if cost is None else f"{cost.device_hours:,.0f}",
+        "price": "-" if money is None else f"{money:,.0f}",
+      }
+    )
+  enough = [size for size in found if size.is_enough(days)]
+  last = f"none of these trains within {days:g} days"
+  if enough:
+    last = (
+      f"{enough[0].target} is the smallest that trains within {days:g} days"
+    )
+  return "\n".join([*_align(rows), last])
+
+
+def to_grid_table(
+  cells: Sequence[Mapping[str, int]],
+  plans: Sequence[result.Plan | result.Failure],
+) -> str:
+  """Returns one line per batch and length; `*` marks the most tokens/s."""
+  top = best(plans)
+  rows = []
+  for cell, plan in zip(cells, plans, strict=True):
+    rows.append(
+      {
+        **{
+          name: f"{cell[knob]:,}"
+          for name, knob in (("length", LENGTH), ("batch", BATCH))
+          if knob in cell
+        },
+        **_columns(plan),
+        "": "*" if plan is top else "",
+      }
+    )
+  failed = [plan for plan in plans if isinstance(plan, result.Failure)]
+  lines = dict.fromkeys(f"no plan: {plan.message}" for plan in failed)
+  return "\n".join([*_align(rows), *lines])
+
+
+def best(
+  plans: Sequence[result.Plan | result.Failure],
+) -> result.Plan | None:
+  """Returns the plan with the most tokens/s that fits, else the smallest."""
+  made = [plan for plan in plans if isinstance(plan, result.Plan)]
+  fit = [p for p in made if p.memory.fit is not result.Fit.DOES_NOT_FIT]
+  if not fit:
+    return min(made, key=lambda p: p.memory.peak or 0, default=None)
+
+  def speed(plan: result.Plan) -> float:
+    basis = plan.estimate or plan.bound
+    return (basis.tokens_per_second if basis else None) or 0
+
+  return max(fit, key=speed)
+
+
+def _columns(plan: result.Plan | result.Failure) -> dict[str, str]:
+  if isinstance(plan, result.Failure):
+    return dict.fromkeys(("fit", "peak", "step", "tokens/s", "MFU"), "-") | {
+      "fit": "no plan"
+    }
+  basis = plan.estimate or plan.bound
+  rate = None if basis is None else basis.tokens_per_second
+  # A bound is not an estimate.
+  sign = ">= " if plan.estimate is None else ""
+  return {
+    "fit": plan.fit,
+    "peak": "-" if plan.memory.peak is None else units.size(plan.memory.peak),
+    "step": "-" if basis is None else sign + units.seconds(basis.step),
+    "tokens/s": "-" if rate is None else f"{rate:,.0f}",
+    "MFU": "-" if basis is None else units.share(basis.mfu),
+  }
+
+
+def _align(rows: Sequence[Mapping[str, str]]) -> list[str]:
+  titles = list(rows[0])
+  lines = [titles, *([row[title] for title in titles] for row in rows)]
+  widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+  return [
+    "  ".join(cell.rjust(n) for cell, n in zip(line, widths, strict=True))
+    for line in lines
+  ]

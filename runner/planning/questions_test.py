@@ -1,0 +1,196 @@
+"""Tests for the cost of training, sizes of a target, and grids."""
+
+import dataclasses
+
+import pytest
+
+from paxon.runner.plan import result, sample_plan
+from paxon.runner.plan import target as targets
+from paxon.runner.planning import questions
+
+
+@pytest.mark.parametrize(
+  ("flags", "message"),
+  [
+    ({"tokens": "many"}, r"^--plan_tokens=many must be a positive number, suc"),
+    ({"tokens": "-1"}, r"^--plan_tokens=-1 must be a positive number"),
+    ({"tokens": "nan"}, r"^--plan_tokens=nan must be a positive number"),
+    ({"tokens": "inf"}, r"^--plan_tokens=inf must be a positive number"),
+    ({"tokens": "1", "price": "$2"}, r"^--plan_price=\$2 must be a positive"),
+    ({"price": "2.5"}, r"^--plan_price requires --plan_tokens, .*=1e12\.$"),
+    ({"days": "30"}, r"^--plan_days requires --plan_tokens"),
+    ({"tokens": "1", "days": "0"}, r"^--plan_days=0 must be a positive"),
+    ({"batches": "64,x"}, r"^--plan_batches=64,x must be positive integers se"),
+    ({"batches": "0"}, r"^--plan_batches=0 must be positive integers"),
+    ({"lengths": "8,,9"}, r"^--plan_lengths=8,,9 must be positive integers"),
+    ({"lengths": "8,8"}, r"^--plan_lengths=8,8 has a value twice\.$"),
+    (
+      {"batches": ",".join(map(str, range(1, 66)))},
+      r"make 65 plans; at most 6",
+    ),
+    (
+      {"programs": "eval"},
+      r"^--plan_programs=eval must be one of auto, all, t",
+    ),
+    (
+      {"tokens": "1", "days": "1", "batches": "8"},
+      r"^--plan_days cannot be combined with --plan_batches or",
+    ),
+  ],
+)
+def test_wrong_flags_are_named(flags, message):
+  with pytest.raises(ValueError, match=message):
+    questions.parse(**flags)
+
+
+def test_flags_are_read():
+  asked = questions.parse(
+    tokens="1e12", price="2.5", batches="64, 128", lengths="2048,8192"
+  )
+  assert (asked.tokens, asked.price) == (1e12, 2.5)
+  assert asked.cells() == [
+    {"global_batch_size": 64, "length": 2048},
+    {"global_batch_size": 128, "length": 2048},
+    {"global_batch_size": 64, "length": 8192},
+    {"global_batch_size": 128, "length": 8192},
+  ]
+  assert questions.parse(lengths="8").cells() == [{"length": 8}]
+  assert questions.parse().cells() == []
+
+
+@pytest.mark.parametrize(
+  ("programs", "target", "has_others"),
+  [
+    ("auto", "h200:1x8", True),
+    ("auto", "cpu:8", True),
+    ("auto", "v5e:2x2", False),
+    ("all", "v5e:2x2", True),
+    ("train", "h200:1x8", False),
+  ],
+)
+def test_tpus_compile_only_the_training_step_by_default(
+  programs, target, has_others
+):
+  asked = questions.parse(programs=programs)
+  assert asked.has_others(targets.parse(target)) is has_others
+
+
+def _plan(rate=10_000.0, *, chips=8, **fields):
+  return sample_plan.plan(
+    num_chips=chips,
+    estimate=sample_plan.estimate(tokens_per_second=rate),
+    notes=(),
+    **fields,
+  )
+
+
+def test_the_cost_is_tokens_over_the_rate():
+  asked = questions.Questions(tokens=864e6 * 10, price=2.5)
+  # 864 M tokens a day at 10,000 tokens/s.
+  assert questions.answer(_plan(), asked).training_cost == result.TrainingCost(
+    tokens=864e7, days=10.0, device_hours=8 * 240.0, money=8 * 240.0 * 2.5
+  )
+
+
+def test_without_an_estimate_the_cost_is_a_lower_bound():
+  plan = sample_plan.plan(estimate=None, notes=())
+  found = questions.answer(plan, questions.Questions(tokens=1e9))
+  assert found.training_cost is not None
+  assert found.training_cost.is_lower_bound
+  assert "are lower bounds" in found.notes[0]
+  plan = sample_plan.plan(estimate=None, bound=None, notes=())
+  found = questions.answer(plan, questions.Questions(tokens=1e9))
+  assert found.training_cost is None
+  assert "is not known" in found.notes[0]
+
+
+def test_a_bound_shorter_than_a_start_gives_no_throughput():
+  bound = sample_plan.plan().bound
+  assert bound is not None
+  bound = dataclasses.replace(bound, step=4e-6, tokens_per_second=21e9)
+  plan = sample_plan.plan(bound=bound, estimate=None, notes=())
+  found = questions.answer(plan, questions.Questions(tokens=1e9))
+  assert found.bound.tokens_per_second is None
+  assert found.training_cost is None
+  assert "(4.00 us) is shorter than starting a program" in found.notes[0]
+
+
+@pytest.mark.parametrize(
+  ("target", "sizes"),
+  [
+    ("h200:1x8", "1x1 1x2 1x4 1x8 2x8 4x8 8x8 16x8"),
+    ("v5e:4x4", "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16"),
+    ("v4:2x2x2", "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8"),
+    ("h200:3x8", "1x1 1x2 1x4 1x8 2x8 3x8 4x8 8x8"),
+  ],
+)
+def test_sizes_are_those_of_the_kind(target, sizes):
+  kind = target.partition(":")[0]
+  found = questions.sizes(targets.parse(target))[:8]
+  assert [each.text for each in found] == [f"{kind}:{s}" for s in sizes.split()]
+
+
+@pytest.mark.parametrize(
+  ("days", "efficiency", "answer", "tried"),
+  [
+    # 80 device-days of perfect scaling.
+    (5.0, 1.0, "h200:2x8", ["1x8", "2x8"]),
+    (10.0, 1.0, "h200:1x8", ["1x4", "1x8"]),
+    (6.0, 1.0, "h200:2x8", ["1x8", "2x8"]),
+    # Each doubling loses a fifth, so the first guess is too slow.
+    (2.5, 0.8, "h200:8x8", ["1x8", "4x8", "8x8"]),
+    (40.0, 1.0, "h200:1x2", ["1x1", "1x2", "1x8"]),
+  ],
+)
+def test_the_smallest_size_that_is_fast_enough(days, efficiency, answer, tried):
+  asked = questions.Questions(tokens=10 * 864e6)
+
+  def make(target):
+    doublings = (target.num_chips // 8).bit_length() - 1
+    share = efficiency ** max(doublings, 0)
+    rate = 10_000.0 * target.num_chips / 8 * share
+    return questions.answer(_plan(rate, chips=target.num_chips), asked)
+
+  first = targets.parse("h200:1x8")
+  found = questions.find_size(questions.Size(first, make(first)), days, make)
+  assert [each.target.text for each in found] == [f"h200:{t}" for t in tried]
+  table = questions.to_size_table(found, days).splitlines()
+  assert table[0].split()[:3] == ["target", "devices", "fit"]
+  assert table[-1].startswith(f"{answer} is the smallest that trains within")
+
+
+def test_where_no_size_is_fast_enough_it_says_so():
+  first = targets.parse("h200:1x8")
+  failure = result.Failure(target="", message="mesh 'fsdp=8' needs 8 devices")
+  asked = questions.Questions(tokens=1e15)
+  plan = questions.answer(_plan(), asked)
+  made = []
+
+  def make(target):
+    made.append(target)
+    return failure
+
+  found = questions.find_size(questions.Size(first, plan), 1.0, make)
+  assert 1 <= len(made) <= 8
+  table = questions.to_size_table(found, 1.0)
+  assert "no plan" in table
+  assert table.endswith("none of these trains within 1 days")
+
+
+def test_a_grid_marks_the_fastest_that_fits():
+  cells = questions.Questions(batches=(8, 16, 32), lengths=(1024,)).cells()
+  too_large = sample_plan.memory(peak=200 * 2**30)
+  plans = [
+    _plan(1_000.0),
+    _plan(2_000.0),
+    _plan(3_000.0, memory=too_large, fit=too_large.fit.value),
+  ]
+  lines = questions.to_grid_table(cells, plans).splitlines()
+  assert lines[0].split() == [
+    *("length", "batch", "fit", "peak", "step", "tokens/s", "MFU"),
+  ]
+  assert [line.endswith("*") for line in lines] == [False, False, True, False]
+  assert "does not fit" in lines[3]
+  plans[0] = result.Failure(target="h200:1x8", message="no knob 'length'")
+  text = questions.to_grid_table(cells, plans)
+  assert text.endswith("no plan: no knob 'length'")
