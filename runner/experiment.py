@@ -113,11 +113,7 @@ class Experiment(abc.ABC):
   _read: set[str] | None
 
   def __init_subclass__(cls, **kwargs: object) -> None:
-    """Checks the knobs of a new experiment class.
-
-    Raises:
-      knobs.KnobError: A knob is unknown or its default has the wrong type.
-    """
+    """Checks the knobs of a new experiment class; raises KnobError."""
     super().__init_subclass__(**kwargs)
     if "job" in vars(cls):
       raise knobs_lib.KnobError(
@@ -129,12 +125,7 @@ class Experiment(abc.ABC):
     cls._knobs = knobs_lib.collect(cls, root=Experiment)
 
   def __init__(self, **given: object) -> None:
-    """Creates the experiment; knobs that are not given have their defaults.
-
-    Raises:
-      knobs.KnobError: A knob is unknown or missing, or a value has the wrong
-        type.
-    """
+    """Creates the experiment with these values of knobs; raises KnobError."""
     cls, known = type(self), type(self)._knobs
     values = {}
     for name, value in given.items():
@@ -188,11 +179,7 @@ class Experiment(abc.ABC):
     return f"{cls.__module__}.{cls.__qualname__}"
 
   def replace(self: _Self, **given: object) -> _Self:
-    """Returns a copy with other values for some knobs.
-
-    Raises:
-      knobs.KnobError: A knob is unknown or a value has the wrong type.
-    """
+    """Returns a copy with other values for some knobs, or raises KnobError."""
     return type(self)(**{**self._given, **given})
 
   def shrink(self: _Self) -> _Self:
@@ -246,11 +233,7 @@ class Experiment(abc.ABC):
     return None
 
   def sharding_rules(self) -> rules_lib.Rules:
-    """Returns the rules from logical axes to mesh axes.
-
-    Raises:
-      knobs.KnobError: The rule set does not exist.
-    """
+    """Returns the rules from logical axes to mesh axes."""
     return self._named_rules(self.rules)
 
   def expected_kernels(

@@ -7,13 +7,21 @@ whole again, at the intervals of a `FlushPace`.
 """
 
 from collections.abc import Callable
+import json
 import os
 import time
+from typing import Any, TypeVar
 import uuid
 
 from etils import epath
 
 from paxon.runner import user_error
+
+_T = TypeVar("_T")
+
+
+class DamagedFileError(user_error.UserError, ValueError):
+  """A line cannot be parsed; the message names the file and the line."""
 
 
 def write_text(path: epath.PathLike, text: str) -> None:
@@ -43,17 +51,34 @@ def write_bytes(path: epath.PathLike, data: bytes) -> None:
     raise
 
 
+def read_json_lines(
+  path: epath.PathLike, make: Callable[[Any], _T], *, kind: str
+) -> list[_T]:
+  """Returns `make(value)` for the JSON value of each line, in order.
+
+  Raises:
+    DamagedFileError: A line is not a record of this kind.
+  """
+  found = []
+  lines = epath.Path(path).read_text().splitlines()
+  for number, line in enumerate(lines, start=1):
+    try:
+      found.append(make(json.loads(line)))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+      raise DamagedFileError(
+        f"{path}, line {number}, is not a valid {kind} record ({error!r}):"
+        f" {line[:80]!r}. Remove the line or the file."
+      ) from error
+  return found
+
+
 def is_local(path: epath.PathLike) -> bool:
   """Whether the path is on a disk of this machine."""
   return "://" not in os.fspath(path)
 
 
 def check_store(path: epath.Path) -> None:
-  """Checks that the library of an object store is installed.
-
-  Raises:
-    user_error.UserError: It is missing.
-  """
+  """Raises UserError if the library of an object store is missing."""
   if is_local(path):
     return
   try:

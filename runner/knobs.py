@@ -76,11 +76,7 @@ def collect(cls: type, *, root: type | None) -> dict[str, Knob]:
 
 
 def value(cls: type, knob: Knob, given: Any) -> Any:
-  """Returns a value as the knob's type.
-
-  Raises:
-    KnobError: The value has another type.
-  """
+  """Returns a value as the knob's type, or raises KnobError."""
   try:
     return annotations.coerce(given, knob.annotation)
   except annotations.MismatchError as error:

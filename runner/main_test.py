@@ -21,7 +21,6 @@ from paxon.runner import (
 )
 from paxon.runner.configuration import overrides
 from paxon.runner.hosts import joining
-from paxon.runner.monitoring import launch
 from paxon.runner.training import (
   decode,
   evaluate,
@@ -300,7 +299,7 @@ def test_train_gets_the_job_its_configuration_and_a_new_folder(call, calls):
 def test_train_gets_the_steps_to_profile(call, calls):
   assert call(_TOY, "--profile_steps=2:5")[0] == 0
   [(_, _, options)] = calls
-  assert options["launch"].profile == launch.ProfileWindow(2, 5)
+  assert options["launch"].profile == range(2, 5)
 
 
 def test_paths_are_stronger_than_knobs_whatever_their_order(call, calls):

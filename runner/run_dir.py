@@ -98,11 +98,7 @@ def remove_empty(path: epath.Path) -> None:
 def create_new(
   experiment: str, environ: Mapping[str, str], *, now: datetime.datetime
 ) -> epath.Path:
-  """Creates a directory under `runs`, named by experiment and time.
-
-  Raises:
-    user_error.UserError: It cannot be created.
-  """
+  """Creates a directory under `runs`, named by experiment and time."""
   parent = resolve(_DEFAULT_PARENT, environ)
   create(parent)
   base = f"{experiment}-{now:%Y%m%d-%H%M%S}"

@@ -22,7 +22,7 @@ from etils import epath
 import jax
 import numpy as np
 
-from paxon.runner import units, user_error
+from paxon.runner import files, units, user_error
 from paxon.runner.checkpoints import (
   checkpointer,
   inspection,
@@ -246,7 +246,7 @@ def _read_results(
   """Returns the evaluation metrics of the run, by step and split."""
   try:
     records = metrics_file.read_run(run)
-  except (OSError, metrics_file.DamagedFileError):
+  except (OSError, files.DamagedFileError):
     return {}
   results: dict[int, dict[str, Mapping[str, float]]] = {}
   for record in records:

@@ -378,11 +378,7 @@ class Checkpointer:
     )
 
   def wait(self) -> None:
-    """Waits until all saves are complete.
-
-    Raises:
-      SaveError: A save failed, such as on a full disk.
-    """
+    """Waits until all saves are complete; raises SaveError if one failed."""
     if self._manager:
       with self._saving():
         self._manager.wait_until_finished()
@@ -437,11 +433,7 @@ class _Policy:
 def _agree_on(
   problem: str | None, *, cause: BaseException | None = None
 ) -> None:
-  """Raises the problem of any process on all processes.
-
-  Raises:
-    DamagedCheckpointError: Of the first process with a problem.
-  """
+  """Raises DamagedCheckpointError on all processes for a problem of any."""
   for each in agreement.gather(problem):
     if each is not None:
       raise DamagedCheckpointError(each) from cause

@@ -114,11 +114,7 @@ def compare(
   *,
   prefix: str = "",
 ) -> Comparison:
-  """Reads and compares two checkpoints below a prefix (see `select`).
-
-  Raises:
-    checkpointer.DamagedCheckpointError: An array cannot be read.
-  """
+  """Reads and compares two checkpoints below a prefix (see `select`)."""
   in_a, in_b = (select(c.arrays, prefix) for c in (a, b))
   unlike, equal, different = [], [], {}
   for name, array in in_a.items():

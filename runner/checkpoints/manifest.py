@@ -112,11 +112,7 @@ def to_text(entries: Mapping[str, Entry]) -> str:
 
 
 def from_text(text: str) -> dict[str, Entry]:
-  """Returns the entries written by `to_text`.
-
-  Raises:
-    UnreadableManifestError: The text was changed or truncated.
-  """
+  """Returns the entries of `to_text`; raises UnreadableManifestError."""
   try:
     parsed = json.loads(text)
     entries = {n: Entry(*map(int, f)) for n, f in parsed["files"].items()}

@@ -68,11 +68,7 @@ def describe(specs: Any) -> dict[str, Any]:
 
 
 def check_version(version: int, *, where: str) -> None:
-  """Checks that this program reads the format version of a checkpoint.
-
-  Raises:
-    CheckpointMismatchError: Another version of this program wrote it.
-  """
+  """Raises CheckpointMismatchError for another format version."""
   if version != FORMAT_VERSION:
     raise CheckpointMismatchError(
       f"{where} has format version {version}, but this program reads version"

@@ -172,11 +172,7 @@ def find_checkpoint(
 
 
 def read_metadata(folder: epath.Path, step: int) -> StoredCheckpoint:
-  """Reads the metadata of one checkpoint.
-
-  Raises:
-    user_error.UserError: The metadata is damaged or has another format.
-  """
+  """Reads the metadata of a checkpoint; raises UserError if it is damaged."""
   path = folder / str(step)
   try:
     metadata = json.loads((path / _METADATA / _METADATA).read_text())
@@ -222,11 +218,7 @@ def read_config(run: epath.Path) -> dict[str, str] | None:
 def read_arrays(
   checkpoint: StoredCheckpoint, wanted: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.Array]:
-  """Reads arrays in the wanted dtypes onto devices.
-
-  Raises:
-    checkpointer.DamagedCheckpointError: A file is incomplete or changed.
-  """
+  """Reads arrays onto devices in other dtypes; raises like `read_numpy`."""
   tree = _to_nested(checkpoint, wanted)
   restore_args = ocp.checkpoint_utils.construct_restore_args(tree)
   return _read(checkpoint, wanted, tree, restore_args)

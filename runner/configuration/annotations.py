@@ -85,11 +85,7 @@ def is_function(annotation: Any) -> bool:
 
 
 def to_dtype(value: object) -> Any:
-  """Returns the numpy dtype that a name, scalar type or dtype stands for.
-
-  Raises:
-    MismatchError: It stands for none.
-  """
+  """Returns the dtype of a name or scalar type, or raises MismatchError."""
   import ml_dtypes  # noqa: F401  Makes "bfloat16" and others known to numpy.
   import numpy as np
 
@@ -126,11 +122,7 @@ def describe(annotation: Any) -> str:
 
 
 def coerce(value: Any, annotation: Any) -> Any:
-  """Returns `value` as the type of an evaluated annotation.
-
-  Raises:
-    MismatchError: The value does not fit.
-  """
+  """Returns `value` as the type of an annotation, or raises MismatchError."""
   annotation = unwrapped(annotation)
   if is_dtype(annotation):
     if value is None and types.NoneType in members(annotation):

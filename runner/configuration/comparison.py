@@ -14,7 +14,7 @@ ROOT = "<root>"
 
 
 class Effect(enum.Enum):
-  """What differs, the gravest first."""
+  """What a difference changes, the most severe first."""
 
   NUMERICS = "numerics: the trained values differ"
   THROUGHPUT = "throughput: the same numbers, up to rounding"
@@ -24,12 +24,12 @@ class Effect(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-  """What is known of a field and of all that is below it.
+  """The effect of a field and of all below it.
 
   Attributes:
-    effect: What another value does.
-    may_change: Whether a run that goes on may have another value: what it has
-      computed so far would have been the same.
+    effect: The effect of another value.
+    may_change: Whether a run may resume with another value, because its past
+      steps would have been the same.
   """
 
   effect: Effect
@@ -37,74 +37,70 @@ class Rule:
 
 
 _DEFAULT_RULE = Rule(Effect.NUMERICS)
-_JOB = "paxon.runner.job.Job"
+
+
+def _rules(
+  owners: str, fields: str, effect: Effect, *, may_change: bool = True
+) -> dict[str, Rule]:
+  return {
+    f"paxon.{owner}.{field}": Rule(effect, may_change)
+    for owner in owners.split()
+    for field in fields.split()
+  }
+
+
+_JOB = "runner.job.Job"
+_STACKS = (
+  "pipeline.spmd_pipeline.PipelinedStack"
+  " pipeline.schedules.scheduled_stack.ScheduledStack"
+)
 
 RULES: Mapping[str, Rule] = types.MappingProxyType(
   {
-    f"{_JOB}.experiment": Rule(Effect.BOOKKEEPING),
-    f"{_JOB}.eval_inputs": Rule(Effect.EVALUATION),
-    f"{_JOB}.generation": Rule(Effect.EVALUATION, may_change=True),
-    f"{_JOB}.baselines": Rule(Effect.EVALUATION, may_change=True),
     # Both say when training ends, not what a step does.
-    f"{_JOB}.num_train_steps": Rule(Effect.NUMERICS, may_change=True),
-    f"{_JOB}.early_stopping": Rule(Effect.NUMERICS, may_change=True),
-    f"{_JOB}.checkpoint_every_steps": Rule(Effect.BOOKKEEPING, may_change=True),
-    f"{_JOB}.eval_every_steps": Rule(Effect.BOOKKEEPING, may_change=True),
-    f"{_JOB}.summary_every_steps": Rule(Effect.BOOKKEEPING, may_change=True),
-    f"{_JOB}.retention": Rule(Effect.BOOKKEEPING, may_change=True),
-    f"{_JOB}.observability": Rule(Effect.BOOKKEEPING, may_change=True),
-    f"{_JOB}.expected_kernels": Rule(Effect.BOOKKEEPING, may_change=True),
-    f"{_JOB}.mesh": Rule(Effect.THROUGHPUT, may_change=True),
-    f"{_JOB}.rules": Rule(Effect.THROUGHPUT, may_change=True),
-    f"{_JOB}.decode_mesh": Rule(Effect.EVALUATION, may_change=True),
-    f"{_JOB}.decode_rules": Rule(Effect.EVALUATION, may_change=True),
-    f"{_JOB}.weights": Rule(Effect.EVALUATION, may_change=True),
-    f"{_JOB}.pgle": Rule(Effect.THROUGHPUT, may_change=True),
-    "paxon.runner.task.Task.name": Rule(Effect.BOOKKEEPING),
-    "paxon.runner.task.Task.metrics": Rule(Effect.EVALUATION),
-    "paxon.layers.stack.Stack.scan": Rule(Effect.THROUGHPUT, may_change=True),
-    "paxon.layers.stack.Stack.remat_policy": Rule(
-      Effect.THROUGHPUT, may_change=True
+    **_rules(_JOB, "num_train_steps early_stopping", Effect.NUMERICS),
+    **_rules(_JOB, "mesh rules pgle", Effect.THROUGHPUT),
+    **_rules(
+      _JOB,
+      "generation baselines decode_mesh decode_rules weights",
+      Effect.EVALUATION,
     ),
-    **{
-      f"paxon.pipeline.{owner}.{field}": Rule(
-        Effect.THROUGHPUT, may_change=True
-      )
-      for owner in (
-        "spmd_pipeline.PipelinedStack",
-        "schedules.scheduled_stack.ScheduledStack",
-      )
-      for field in (
-        "scan",
-        "remat_policy",
-        "num_stages",
-        "num_microbatches",
-        "microbatch_size",
-        "circular_repeats",
-        "streaming",
-        "iteration_policy",
-      )
-    },
-    **{
-      f"paxon.pipeline.schedules.scheduled_stack.ScheduledStack.{field}": Rule(
-        Effect.THROUGHPUT, may_change=True
-      )
-      for field in ("schedule", "residuals")
-    },
-    "paxon.layers.softmax_loss.SoftmaxLoss.chunk_length": Rule(
-      Effect.THROUGHPUT
+    **_rules(
+      _JOB,
+      "checkpoint_every_steps eval_every_steps summary_every_steps retention"
+      " observability expected_kernels",
+      Effect.BOOKKEEPING,
+    ),
+    **_rules(_JOB, "eval_inputs", Effect.EVALUATION, may_change=False),
+    **_rules(_JOB, "experiment", Effect.BOOKKEEPING, may_change=False),
+    **_rules("runner.task.Task", "name", Effect.BOOKKEEPING, may_change=False),
+    **_rules(
+      "runner.task.Task", "metrics", Effect.EVALUATION, may_change=False
+    ),
+    **_rules(
+      f"layers.stack.Stack {_STACKS}", "scan remat_policy", Effect.THROUGHPUT
+    ),
+    **_rules(
+      _STACKS,
+      "num_stages num_microbatches microbatch_size circular_repeats streaming"
+      " iteration_policy",
+      Effect.THROUGHPUT,
+    ),
+    **_rules(_STACKS.split()[1], "schedule residuals", Effect.THROUGHPUT),
+    **_rules(
+      "layers.softmax_loss.SoftmaxLoss",
+      "chunk_length",
+      Effect.THROUGHPUT,
+      may_change=False,
     ),
     # Used while decoding only.
-    **{
-      f"paxon.layers.attention.{owner}.cache": Rule(
-        Effect.EVALUATION, may_change=True
-      )
-      for owner in (
-        "cross_attention.CrossAttention",
-        "grouped_query.GroupedQueryAttention",
-        "latent.LatentAttention",
-      )
-    },
+    **_rules(
+      "layers.attention.cross_attention.CrossAttention"
+      " layers.attention.grouped_query.GroupedQueryAttention"
+      " layers.attention.latent.LatentAttention",
+      "cache",
+      Effect.EVALUATION,
+    ),
   }
 )
 
@@ -118,14 +114,14 @@ _SAME = {
 
 
 def rule_of_parts(before: str, after: str) -> Rule | None:
-  """Returns what another class of a part does, where that is known."""
+  """Returns the effect of replacing a class by another; None if unknown."""
   if {before, after} <= _SAME:
     return Rule(Effect.THROUGHPUT, may_change=True)
   return None
 
 
 def rule_of(path: str, values: Mapping[str, str]) -> Rule:
-  """Returns what is known of a field."""
+  """Returns the effect of the field at a path of a dump."""
   for owner, field in _owners(path):
     name = values.get(owner or ROOT)
     # A node that is called later, or is shared, is written with a mark.
@@ -136,7 +132,7 @@ def rule_of(path: str, values: Mapping[str, str]) -> Rule:
 
 
 def _owners(path: str) -> Iterator[tuple[str, str]]:
-  """Yields each part that the path leads through, with the field it takes.
+  """Yields the path of each node on a path, with the next field.
 
   For `a.b[0].c`: the root and `a`, `a` and `b`, `a.b[0]` and `c`.
   """
@@ -155,14 +151,13 @@ _NOTHING = "nothing"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Difference:
-  """One place where two configurations differ.
+  """One path at which two configurations differ.
 
   Attributes:
-    path: The place.
-    before: What stands there in the first, `nothing` if there is no such place.
-    after: The same of the second.
-    rule: What the difference does; where the owners are of two classes, the
-      graver of both.
+    path: The path.
+    before: The value in the first, `nothing` if the path does not exist.
+    after: The value in the second.
+    rule: The effect; if the owners have two classes, the more severe one.
   """
 
   path: str
@@ -182,7 +177,7 @@ def differences(before: str, after: str) -> list[Difference]:
       path=path,
       before=old.get(path, _NOTHING),
       after=new.get(path, _NOTHING),
-      rule=_graver(path, old, new),
+      rule=_more_severe(path, old, new),
     )
     for path in old | new
     if old.get(path) != new.get(path)
@@ -192,7 +187,7 @@ def differences(before: str, after: str) -> list[Difference]:
 def grouped(
   found: list[Difference],
 ) -> dict[Effect, list[Difference]]:
-  """Returns the differences by effect, the gravest effect first."""
+  """Returns the differences by effect, the most severe first."""
   groups = {
     effect: [each for each in found if each.rule.effect is effect]
     for effect in Effect
@@ -201,7 +196,7 @@ def grouped(
 
 
 def values(text: str) -> dict[str, str]:
-  """Returns what a dump says, by path; parts have the name of their class."""
+  """Returns the values of a dump by path; those of nodes are class names."""
   result = {}
   for line in text.splitlines():
     path, equals, value = line.partition(" = ")
@@ -211,7 +206,7 @@ def values(text: str) -> dict[str, str]:
   return result
 
 
-def _graver(path: str, old: dict[str, str], new: dict[str, str]) -> Rule:
+def _more_severe(path: str, old: dict[str, str], new: dict[str, str]) -> Rule:
   order = list(Effect)
   if path in old and path in new:
     known = rule_of_parts(old[path], new[path])

@@ -30,20 +30,12 @@ class UnstableValueError(user_error.UserError):
 
 
 def to_text(config: fdl.Buildable) -> str:
-  """Returns the configuration, one value a line.
-
-  Raises:
-    UnstableValueError: A value has no stable text.
-  """
+  """Returns the configuration, one value a line; raises UnstableValueError."""
   return "".join(f"{line}\n" for line in _lines(config, "", {}))
 
 
 def to_json(config: fdl.Buildable) -> str:
-  """Returns the text of `to_text` as one JSON object: values by path.
-
-  Raises:
-    UnstableValueError: A value has no stable text.
-  """
+  """Returns the text of `to_text` as one JSON object: values by path."""
   return json.dumps(comparison.values(to_text(config)), indent=1) + "\n"
 
 

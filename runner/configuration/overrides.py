@@ -63,11 +63,7 @@ def parse_argument(argument: str) -> Override | None:
 
 
 def parse_steps(override: Override) -> list[str | int]:
-  """Returns the names, keys and indices of the path.
-
-  Raises:
-    user_error.UserError: The path is malformed.
-  """
+  """Returns the names, keys and indices of the path, or raises UserError."""
   steps: list[str | int] = []
   position = 0
   while position < len(override.path):

@@ -105,11 +105,7 @@ def build(config: "fdl.Buildable") -> "job_lib.Job":
 
 @contextlib.contextmanager
 def user_errors(config: "fdl.Buildable") -> Iterator[None]:
-  """Turns errors about the configuration into `UserError`.
-
-  Raises:
-    user_error.UserError: See `explain_error`.
-  """
+  """Turns errors about the configuration into `UserError` (`explain_error`)."""
   try:
     yield
   except user_error.UserError:

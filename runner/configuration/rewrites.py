@@ -32,11 +32,7 @@ _PLAIN = (jnp.einsum, precision.wide_einsum)
 
 
 def check_dtypes(config: fdl.Buildable) -> None:
-  """Checks the fields `dtype` and `param_dtype` of all linen modules.
-
-  Raises:
-    user_error.UserError: A dtype is not supported.
-  """
+  """Raises UserError for an unsupported `dtype` or `param_dtype`."""
   for path, node in tree.nodes(config):
     if not tree.is_linen(fdl.get_callable(node)):
       continue

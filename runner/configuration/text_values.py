@@ -220,14 +220,7 @@ _EXTRAS = {
 
 
 def parse_function(text: str) -> Callable[..., Any]:
-  """Returns the function that `text` names.
-
-  Args:
-    text: From the command line.
-
-  Raises:
-    annotations.MismatchError: It names none, or a class that is not finished.
-  """
+  """Returns the function that `text` names, or raises MismatchError."""
   path, call = _read_path(text)
   value = _find_function(path)
   if call is not None:

@@ -70,11 +70,7 @@ def join(
 
 
 def check_folder(job_log_dir: str | None) -> None:
-  """Checks that several processes share one run directory; call after `join`.
-
-  Raises:
-    user_error.UserError: Each process would create its own directory.
-  """
+  """Raises UserError if several processes lack a shared run directory."""
   if job_log_dir or not jax.distributed.is_initialized():
     return
   if jax.process_count() > 1:

@@ -93,11 +93,7 @@ class ProcessSettings:
     *,
     job_log_dir: str | None,
   ) -> None:
-    """Checks the settings together with the other flags.
-
-    Raises:
-      user_error.UserError: A value is invalid or missing.
-    """
+    """Raises UserError unless the settings fit the other flags."""
     self.check(cluster)
     if self.max_restarts < 0:
       raise user_error.UserError(
@@ -112,11 +108,7 @@ class ProcessSettings:
       )
 
   def check(self, cluster: Cluster | None) -> None:
-    """Checks the settings without contacting any other process.
-
-    Raises:
-      user_error.UserError: A value is invalid or missing.
-    """
+    """Raises UserError if a value is invalid or missing; contacts nobody."""
     count, index = self.num_processes, self.process_id
     if self.timeout_seconds <= 0:
       raise user_error.UserError(

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from etils import epath
 
-from paxon.runner import files, user_error
+from paxon.runner import files
 
 _T = TypeVar("_T")
 # Polling interval of the devices while waiting for data.
@@ -273,25 +273,14 @@ def to_text(attempts: Sequence[Attempt]) -> str:
 
 
 def read(path: epath.PathLike) -> list[Attempt]:
-  """Returns the attempts of a run, in order.
+  """Returns the attempts of a run, in order; raises files.DamagedFileError."""
 
-  Raises:
-    UserError: A line cannot be parsed.
-  """
-  attempts = []
-  lines = epath.Path(path).read_text().splitlines()
-  for number, line in enumerate(lines, start=1):
-    try:
-      fields: dict[str, Any] = json.loads(line)
-      seconds: dict[str, Any] = fields["seconds"]
-      fields["seconds"] = {Cause(k).value: float(v) for k, v in seconds.items()}
-      attempts.append(Attempt(**fields))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-      raise user_error.UserError(
-        f"{path}, line {number}, is not a valid goodput record ({error!r}):"
-        f" {line[:80]!r}. Remove the line or the file."
-      ) from error
-  return attempts
+  def make(fields: dict[str, Any]) -> Attempt:
+    seconds: dict[str, Any] = fields["seconds"]
+    fields["seconds"] = {Cause(k).value: float(v) for k, v in seconds.items()}
+    return Attempt(**fields)
+
+  return files.read_json_lines(path, make, kind="goodput")
 
 
 def _steady_clock() -> Callable[[], float]:

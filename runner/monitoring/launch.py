@@ -9,25 +9,6 @@ import re
 import time
 
 
-@dataclasses.dataclass(frozen=True)
-class ProfileWindow:
-  """A range of steps, half-open as Python's slices.
-
-  Attributes:
-    first: The first step, from 1.
-    stop: The step after the last one.
-  """
-
-  first: int
-  stop: int
-
-  def __contains__(self, step: int) -> bool:
-    return self.first <= step < self.stop
-
-  def __str__(self) -> str:
-    return f"{self.first}:{self.stop}"
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Launch:
   """One start of a training run.
@@ -38,43 +19,35 @@ class Launch:
       count; None for the time at which training is called.
   """
 
-  profile: ProfileWindow | None = None
+  profile: range | None = None
   begin: float | None = None
 
 
-def parse_window(text: str) -> ProfileWindow:
-  """Parses `FIRST:STOP`.
-
-  Raises:
-    ValueError: It is not a non-empty range of steps.
-  """
+def parse_window(text: str) -> range:
+  """Parses `FIRST:STOP`, steps to profile from 1; raises ValueError."""
   found = re.fullmatch(r"(\d+):(\d+)", text.strip())
   if found is None:
     raise ValueError(
       f"--profile_steps={text} must be FIRST:STOP, such as 10:13 for the steps"
       " 10, 11 and 12."
     )
-  window = ProfileWindow(int(found[1]), int(found[2]))
-  if window.first < 1:
+  window = range(int(found[1]), int(found[2]))
+  if window.start < 1:
     raise ValueError(f"--profile_steps={text}: steps are numbered from 1.")
-  if window.stop <= window.first:
+  if not window:
     raise ValueError(
       f"--profile_steps={text} is empty: STOP is exclusive, so it must be at"
-      f" least {window.first + 1}."
+      f" least {window.start + 1}."
     )
   return window
 
 
-def check_window(window: ProfileWindow, *, num_train_steps: int) -> None:
-  """Checks that training reaches the steps to profile.
-
-  Raises:
-    ValueError: It does not.
-  """
-  if window.stop - 1 > num_train_steps:
+def check_window(window: range, *, num_train_steps: int) -> None:
+  """Raises ValueError unless training reaches the steps to profile."""
+  if window[-1] > num_train_steps:
     raise ValueError(
-      f"--profile_steps={window} ends at step {window.stop - 1}, but"
-      f" num_train_steps is {num_train_steps}."
+      f"--profile_steps={window.start}:{window.stop} ends at step {window[-1]},"
+      f" but num_train_steps is {num_train_steps}."
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from etils import epath
 
-from paxon.runner import files, run_dir, user_error
+from paxon.runner import files, run_dir
 
 _KEYS = ("step", "split")
 # The metrics of baselines are written at step 0 under the split
@@ -115,11 +115,7 @@ class MetricsFile(SummaryWriter):
           self._add(record)
 
   def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
-    """Records one line.
-
-    Raises:
-      ValueError: A metric is named `step` or `split`.
-    """
+    """Records one line; raises ValueError for metrics `step` and `split`."""
     for key in _KEYS:
       if key in values:
         raise ValueError(
@@ -142,30 +138,15 @@ class MetricsFile(SummaryWriter):
     self.flush()
 
 
-class DamagedFileError(user_error.UserError, ValueError):
-  """A line cannot be parsed; the message names the file and the line."""
-
-
 def read(path: epath.PathLike) -> list[Record]:
-  """Returns the lines of a file, in order.
+  """Returns the lines of a file, in order; raises files.DamagedFileError."""
 
-  Raises:
-    DamagedFileError: A line cannot be parsed.
-  """
-  records = []
-  lines = epath.Path(path).read_text().splitlines()
-  for number, line in enumerate(lines, start=1):
-    try:
-      fields: dict[str, Any] = json.loads(line)
-      step, split = fields.pop("step"), fields.pop("split")
-      values = {name: float(value) for name, value in fields.items()}
-      records.append(Record(step=int(step), split=str(split), values=values))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-      raise DamagedFileError(
-        f"{path}, line {number}, is not a valid metrics record ({error!r}):"
-        f" {line[:80]!r}. Remove the line or the file."
-      ) from error
-  return records
+  def make(fields: dict[str, Any]) -> Record:
+    step, split = fields.pop("step"), fields.pop("split")
+    values = {name: float(value) for name, value in fields.items()}
+    return Record(step=int(step), split=str(split), values=values)
+
+  return files.read_json_lines(path, make, kind="metrics")
 
 
 def read_run(folder: epath.PathLike) -> list[Record]:
@@ -174,7 +155,7 @@ def read_run(folder: epath.PathLike) -> list[Record]:
   For the same step and split, those of the separate evaluation take precedence.
 
   Raises:
-    DamagedFileError: A line cannot be parsed.
+    files.DamagedFileError: A line cannot be parsed.
   """
   root = epath.Path(folder)
   found = {}

@@ -20,7 +20,6 @@ from paxon.runner import files
 from paxon.runner import run_dir as run_dirs
 from paxon.runner.monitoring import (
   goodput,
-  launch,
   spikes,
   step_metrics,
   watchdog,
@@ -79,10 +78,10 @@ class Observer:
         )
       if launch is not None and is_first:
         self._profiler = Profiler(launch.profile, run_dir / run_dirs.PROFILE)
-        if launch.profile and launch.profile.stop - 1 <= resume_step:
+        if launch.profile and launch.profile[-1] <= resume_step:
           self._print(
-            f"nothing is profiled: --profile_steps={launch.profile} is before"
-            f" step {resume_step + 1}, from which the run resumes"
+            f"nothing is profiled: --profile_steps={_format(launch.profile)} is"
+            f" before step {resume_step + 1}, from which the run resumes"
           )
     self._cost: step_metrics.StepCost | None = None
     self._devices: Sequence[jax.Device] = ()
@@ -213,6 +212,10 @@ class Observer:
       print(line, flush=True)
 
 
+def _format(window: range) -> str:
+  return f"{window.start}:{window.stop}"
+
+
 def _host() -> str:
   """Returns a suffix that distinguishes the files of this host."""
   if jax.process_count() == 1:
@@ -223,19 +226,15 @@ def _host() -> str:
 class Profiler:
   """Traces a window of steps once."""
 
-  def __init__(
-    self, window: launch.ProfileWindow | None, folder: epath.Path
-  ) -> None:
+  def __init__(self, window: range | None, folder: epath.Path) -> None:
     """Prepares to write `<folder>/plugins/profile/<time>/*.xplane.pb`."""
-    self._window = window
+    self._window = window or range(0)
     self._folder = folder
     self._is_tracing = False
     self._stack = contextlib.ExitStack()
 
   def is_edge(self, step: int) -> bool:
     """Returns whether the window begins with this step or ends before it."""
-    if self._window is None:
-      return False
     return self._is_tracing != (step in self._window)
 
   def move(self, step: int) -> str | None:
@@ -269,10 +268,10 @@ class Profiler:
     if not self._is_tracing:
       return None
     # Never traced again, even if writing fails.
-    self._is_tracing, window, self._window = False, self._window, None
+    self._is_tracing, window, self._window = False, self._window, range(0)
     with self._stack:
       jax.profiler.stop_trace()
-    return f"profile of steps {window}: {os.fspath(self._folder)}"
+    return f"profile of steps {_format(window)}: {os.fspath(self._folder)}"
 
 
 def _copy(source: pathlib.Path, target: epath.Path) -> None:

@@ -1,5 +1,6 @@
 """Progress of a training run: a bar on a terminal, plain lines elsewhere."""
 
+import abc
 from collections.abc import Callable, Mapping
 import sys
 import time
@@ -12,13 +13,13 @@ from paxon.runner.monitoring import metrics_file
 
 _TRAIN = "train"
 # In the order shown; missing metrics are omitted.
-_TRAIN_METRICS = (
-  "loss",
-  "learning_rate",
-  "tokens_per_second",
-  "model_tflops_per_device",
-  "mfu",
-)
+_TRAIN_METRICS = {
+  "loss": "loss {:.4f}",
+  "learning_rate": "lr {:.2e}",
+  "tokens_per_second": "{:,.0f} tokens/s",
+  "model_tflops_per_device": "{:.3g} TFLOP/s",
+  "mfu": "MFU {:.1%}",
+}
 _EVAL_METRICS = ("loss", "bits_per_byte", "accuracy")
 
 
@@ -49,7 +50,49 @@ def make(
   return ProgressLines(num_train_steps=num_train_steps, stream=stream)
 
 
-class ProgressLines(metrics_file.SummaryWriter):
+class _Progress(metrics_file.SummaryWriter):
+  """Writes the metrics of a step as one line of text, without baselines.
+
+  The remaining time is estimated from the steps since the first report, so
+  that compilation does not count.
+  """
+
+  def __init__(
+    self, *, num_train_steps: int, clock: Callable[[], float]
+  ) -> None:
+    self._num_train_steps = num_train_steps
+    self._clock = clock
+    self._start: tuple[int, float] | None = None
+
+  def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
+    """Shows the metrics of a step."""
+    if split.startswith(metrics_file.BASELINE_PREFIX):
+      return
+    shown = _format(split, values)
+    if split == _TRAIN and (left := self._time_left(step)):
+      shown.append(f"{left} left")
+    self._show(step, split, shown)
+
+  @abc.abstractmethod
+  def _show(self, step: int, split: str, shown: list[str]) -> None: ...
+
+  def _line(self, step: int, shown: list[str]) -> str:
+    return "  ".join([f"step {step}/{self._num_train_steps}", *shown])
+
+  def _time_left(self, step: int) -> str | None:
+    """Returns `1:02:03`, or None before the second report."""
+    now = self._clock()
+    if self._start is None:
+      self._start = step, now
+      return None
+    start_step, start_time = self._start
+    if step <= start_step:
+      return None
+    seconds = (now - start_time) / (step - start_step)
+    return duration(seconds * max(self._num_train_steps - step, 0))
+
+
+class ProgressLines(_Progress):
   """Prints one line per step with metrics."""
 
   def __init__(
@@ -59,25 +102,17 @@ class ProgressLines(metrics_file.SummaryWriter):
     stream: TextStream,
     clock: Callable[[], float] = time.monotonic,
   ):
-    self._num_train_steps = num_train_steps
+    super().__init__(num_train_steps=num_train_steps, clock=clock)
     self._stream = stream
-    self._time_left = TimeLeft(num_train_steps, clock)
 
-  def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
-    """Prints a line; baselines are skipped."""
-    if split.startswith(metrics_file.BASELINE_PREFIX):
-      return
-    parts = [f"step {step}/{self._num_train_steps}", *_format(split, values)]
-    if split == _TRAIN:
-      left = self._time_left(step)
-      parts += [f"{left} left"] if left else []
-    print("  ".join(parts), file=self._stream, flush=True)
+  def _show(self, step: int, split: str, shown: list[str]) -> None:
+    print(self._line(step, shown), file=self._stream, flush=True)
 
   def close(self) -> None:
     """Does nothing; every line was flushed."""
 
 
-class ProgressBar(metrics_file.SummaryWriter):
+class ProgressBar(_Progress):
   """A live bar, with lines above it for evaluations.
 
   It is drawn from the start, so that it shows the elapsed time while the step
@@ -92,8 +127,7 @@ class ProgressBar(metrics_file.SummaryWriter):
     console: rich_console.Console,
     clock: Callable[[], float] = time.monotonic,
   ):
-    self._num_train_steps = num_train_steps
-    self._time_left = TimeLeft(num_train_steps, clock)
+    super().__init__(num_train_steps=num_train_steps, clock=clock)
     self._bar = rich_progress.Progress(
       rich_progress.TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
       rich_progress.BarColumn(bar_width=None),
@@ -112,46 +146,16 @@ class ProgressBar(metrics_file.SummaryWriter):
     )
     self._bar.start()
 
-  def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
-    """Updates the bar, or prints a line above it."""
-    if split.startswith(metrics_file.BASELINE_PREFIX):
-      return
-    shown = _format(split, values)
+  def _show(self, step: int, split: str, shown: list[str]) -> None:
     if split == _TRAIN:
-      left = self._time_left(step)
-      shown += [f"{left} left"] if left else []
       self._bar.update(self._task, completed=step, metrics="  ".join(shown))
     else:
-      line = "  ".join([f"step {step}/{self._num_train_steps}", *shown])
+      line = self._line(step, shown)
       self._bar.console.print(line, markup=False, highlight=False)
 
   def close(self) -> None:
     """Draws the bar a last time and releases the terminal."""
     self._bar.stop()
-
-
-class TimeLeft:
-  """Estimates the remaining time from the steps since the first report.
-
-  Compilation ends before the first report and does not count.
-  """
-
-  def __init__(self, num_train_steps: int, clock: Callable[[], float]):
-    self._num_train_steps = num_train_steps
-    self._clock = clock
-    self._start: tuple[int, float] | None = None
-
-  def __call__(self, step: int) -> str | None:
-    """Returns `1:02:03`, or None before the second report."""
-    now = self._clock()
-    if self._start is None:
-      self._start = step, now
-      return None
-    start_step, start_time = self._start
-    if step <= start_step:
-      return None
-    seconds = (now - start_time) / (step - start_step)
-    return duration(seconds * max(self._num_train_steps - step, 0))
 
 
 def duration(seconds: float) -> str:
@@ -170,15 +174,8 @@ def _format(split: str, values: Mapping[str, float]) -> list[str]:
       f"{name} {values[name]:.4f}" for name in _EVAL_METRICS if name in values
     ]
     return [split, *shown]
-  formats = {
-    "loss": "loss {:.4f}",
-    "learning_rate": "lr {:.2e}",
-    "tokens_per_second": "{:,.0f} tokens/s",
-    "model_tflops_per_device": "{:.3g} TFLOP/s",
-    "mfu": "MFU {:.1%}",
-  }
   return [
-    formats[name].format(values[name])
-    for name in _TRAIN_METRICS
+    text.format(values[name])
+    for name, text in _TRAIN_METRICS.items()
     if name in values
   ]

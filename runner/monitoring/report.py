@@ -25,11 +25,7 @@ _element = web_page.element
 
 
 def write(run_dir: epath.PathLike) -> epath.Path:
-  """Writes the report of a run directory and returns its path.
-
-  Raises:
-    ValueError: The metrics are damaged.
-  """
+  """Writes the report of a run directory and returns its path."""
   folder = epath.Path(run_dir)
   path = folder / run_dir_lib.REPORT
   times, spikes = folder / run_dir_lib.GOODPUT, folder / run_dir_lib.SPIKES

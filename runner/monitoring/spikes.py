@@ -24,7 +24,7 @@ from typing import Any
 from etils import epath
 
 from paxon.inputs import base_input
-from paxon.runner import files, user_error
+from paxon.runner import files
 from paxon.runner.settings import monitoring
 
 _TO_SIGMA = 1.4826
@@ -190,32 +190,14 @@ class SpikeReport:
 
 
 def read(path: epath.PathLike) -> list[Spike]:
-  """Returns the spikes of a run, in order.
-
-  Raises:
-    UserError: A line cannot be parsed.
-  """
-  spikes = []
-  lines = epath.Path(path).read_text().splitlines()
-  for number, line in enumerate(lines, start=1):
-    try:
-      spikes.append(Spike(**json.loads(line)))
-    except (ValueError, TypeError) as error:
-      raise user_error.UserError(
-        f"{path}, line {number}, is not a valid spike record ({error!r}):"
-        f" {line[:80]!r}. Remove the line or the file."
-      ) from error
-  return spikes
+  """Returns the spikes of a run, in order; raises files.DamagedFileError."""
+  return files.read_json_lines(path, lambda x: Spike(**x), kind="spike")
 
 
 def read_batch(
   spike: Spike, train_input: base_input.BaseInput
 ) -> base_input.Batch:
-  """Reads the batch of a spike again and changes the state of the input.
-
-  Raises:
-    ValueError: The position belongs to other data.
-  """
+  """Reads the batch of a spike again; raises ValueError for other data."""
   train_input.set_state(dict(spike.position_before))
   return train_input.get_next()
 

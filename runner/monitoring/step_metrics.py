@@ -114,9 +114,6 @@ def step_memory(compiled: jax.stages.Compiled) -> dict[str, float]:
   """Returns `step_memory_bytes`: memory per device of a compiled step.
 
   Donated buffers count once. Empty if the compiler has no memory analysis.
-
-  Returns:
-    Empty if the compiler has no memory analysis.
   """
   analysis: Any = compiled.memory_analysis()
   if analysis is None:

@@ -165,11 +165,7 @@ class WandbWriter(metrics_file.SummaryWriter):
     entity: str | None = None,
     config: Mapping[str, Any] | None = None,
   ) -> None:
-    """Starts a W&B run, or resumes that of the run directory.
-
-    Raises:
-      UserError: The package is not installed.
-    """
+    """Starts a W&B run, or resumes that of the run directory."""
     self._run = _import_wandb().init(
       project=project,
       entity=entity,
@@ -198,11 +194,7 @@ class WandbWriter(metrics_file.SummaryWriter):
 
 
 def check_wandb() -> None:
-  """Checks that the package `wandb` can be imported.
-
-  Raises:
-    UserError: It cannot.
-  """
+  """Raises UserError if the package `wandb` cannot be imported."""
   _import_wandb()
 
 

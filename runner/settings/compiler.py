@@ -1,13 +1,11 @@
-"""Sets of compiler options, by what they are for and by generation.
+"""Named sets of compiler options, by hardware.
 
-Data only; `compiler_options` gives a device those of the sets that a job names.
-None is on by itself: each costs memory, compile time or another order of sums,
-and which one pays is found by timing a run. In a plan their effect on memory
-and on what overlaps is seen without hardware.
+None is enabled by default: each costs memory, compile time or another order of
+sums, and only timing a run shows which one pays off. A plan shows the effect on
+memory and overlap without hardware.
 
-Names were checked with the compilers for CUDA of JAX 0.10.2 (`gpu`) and with
-libtpu 0.0.42 (`tpu`); a compiler that does not know one refuses it by name.
-Sources:
+Names were checked with the CUDA compiler of JAX 0.10.2 (`gpu`) and with libtpu
+0.0.42 (`tpu`); compilers reject unknown names. Sources:
 
   A   docs.jax.dev, GPU performance tips
   B   github.com/NVIDIA/JAX-Toolbox, docs/GPU_performance.md
@@ -18,7 +16,6 @@ Sources:
 from collections.abc import Mapping, Sequence
 import dataclasses
 import re
-import types
 from typing import Final
 
 from paxon.sharding import suggestions
@@ -33,13 +30,13 @@ _TPUS: Final = ("v4", "v5e", "v5p", "v6e", "v7x")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptionSet:
-  """Options that belong together, on the hardware that they are for.
+  """Options that belong together.
 
   Attributes:
-    name: As a job names it.
-    hardware: Names of `hardware.Hardware`; others get nothing of it.
+    name: As in `Job.compiler_option_sets`.
+    hardware: Names of `hardware.Hardware`; the set is empty on others.
     options: Values by XLA's names.
-    purpose: What it is for, and what it costs.
+    purpose: Effect and cost.
     source: Letters of the sources above.
   """
 
@@ -55,32 +52,28 @@ SETS: Final = (
   OptionSet(
     name="async_collectives",
     hardware=("v4", "v5p", "v6e", "v7x"),
-    options=types.MappingProxyType(
-      {
-        "xla_enable_async_all_gather": True,
-        "xla_tpu_enable_async_collective_fusion": True,
-        "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
-        "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
-        "xla_tpu_overlap_compute_collective_tc": True,
-      }
-    ),
+    options={
+      "xla_enable_async_all_gather": True,
+      "xla_tpu_enable_async_collective_fusion": True,
+      "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+      "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
+      "xla_tpu_overlap_compute_collective_tc": True,
+    },
     purpose=(
-      "gathers of FSDP run beside products, in pieces; on v5e they do by"
-      " themselves; more memory and a longer compilation"
+      "FSDP all-gathers overlap with matmuls, in chunks; v5e does so by itself;"
+      " more memory and longer compilation"
     ),
     source="C",
   ),
   OptionSet(
     name="async_collectives",
     hardware=_GPUS,
-    options=types.MappingProxyType(
-      {
-        "xla_gpu_enable_pipelined_all_gather": True,
-        "xla_gpu_enable_pipelined_reduce_scatter": True,
-        "xla_gpu_enable_pipelined_all_reduce": True,
-        "xla_gpu_enable_while_loop_double_buffering": True,
-      }
-    ),
+    options={
+      "xla_gpu_enable_pipelined_all_gather": True,
+      "xla_gpu_enable_pipelined_reduce_scatter": True,
+      "xla_gpu_enable_pipelined_all_reduce": True,
+      "xla_gpu_enable_while_loop_double_buffering": True,
+    },
     purpose=(
       "the gathers of a layer run while the layer before computes, across the"
       " steps of a scanned stack; two layers' weights are held at a time"
@@ -90,13 +83,11 @@ SETS: Final = (
   OptionSet(
     name="combined_collectives",
     hardware=_GPUS,
-    options=types.MappingProxyType(
-      {
-        "xla_gpu_all_gather_combine_threshold_bytes": 128 * 2**20,
-        "xla_gpu_reduce_scatter_combine_threshold_bytes": 128 * 2**20,
-        "xla_gpu_all_reduce_combine_threshold_bytes": 128 * 2**20,
-      }
-    ),
+    options={
+      "xla_gpu_all_gather_combine_threshold_bytes": 128 * 2**20,
+      "xla_gpu_reduce_scatter_combine_threshold_bytes": 128 * 2**20,
+      "xla_gpu_all_reduce_combine_threshold_bytes": 128 * 2**20,
+    },
     purpose=(
       "collectives of a layer become one, for fewer and larger messages;"
       " choose the size of one layer's weights; that of sums changes their"
@@ -107,26 +98,22 @@ SETS: Final = (
   OptionSet(
     name="collective_matmul",
     hardware=_GPUS,
-    options=types.MappingProxyType(
-      {
-        "xla_gpu_threshold_for_windowed_einsum_mib": 0,
-        "xla_gpu_multi_streamed_windowed_einsum": True,
-      }
-    ),
+    options={
+      "xla_gpu_threshold_for_windowed_einsum_mib": 0,
+      "xla_gpu_multi_streamed_windowed_einsum": True,
+    },
     purpose=(
-      "with tensor parallelism, a gather and its product go in pieces at the"
-      " same time; pays where products are large"
+      "with tensor parallelism, an all-gather and its matmul overlap in chunks;"
+      " pays off for large matmuls"
     ),
     source="A, B",
   ),
   OptionSet(
     name="collective_matmul",
     hardware=_TPUS,
-    options=types.MappingProxyType(
-      {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 0}
-    ),
+    options={"xla_jf_spmd_threshold_for_windowed_einsum_mib": 0},
     purpose=(
-      "the same on TPUs; D turns it off on v6e, where products are too fast to"
+      "the same on TPUs; D disables it on v6e, where matmuls are too fast to"
       " hide a ring of transfers"
     ),
     source="C, D",
@@ -134,51 +121,45 @@ SETS: Final = (
   OptionSet(
     name="no_collective_matmul",
     hardware=_TPUS,
-    options=types.MappingProxyType(
-      {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}
-    ),
+    options={"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000},
     purpose="collectives stay whole; see collective_matmul",
     source="C, D",
   ),
   OptionSet(
     name="data_parallel_overlap",
     hardware=_TPUS,
-    options=types.MappingProxyType(
-      {
-        "xla_tpu_enable_data_parallel_all_reduce_opt": True,
-        "xla_tpu_data_parallel_opt_different_sized_ops": True,
-      }
-    ),
+    options={
+      "xla_tpu_enable_data_parallel_all_reduce_opt": True,
+      "xla_tpu_data_parallel_opt_different_sized_ops": True,
+    },
     purpose="gradients are reduced between slices while others are computed",
     source="C",
   ),
   OptionSet(
     name="large_vmem",
     hardware=("v6e", "v7x"),
-    options=types.MappingProxyType({"xla_tpu_scoped_vmem_limit_kib": 98_304}),
-    purpose="larger tiles of products, of the 128 MiB that a core has",
+    options={"xla_tpu_scoped_vmem_limit_kib": 98_304},
+    purpose="larger matmul tiles, of the 128 MiB of a core",
     source="C",
   ),
   OptionSet(
     name="sparse_core_collectives",
     hardware=("v7x",),
-    options=types.MappingProxyType(
-      {
-        "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
-        "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
-        "xla_tpu_enable_sparse_core_collective_offload_all_reduce": True,
-      }
-    ),
+    options={
+      "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
+      "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
+      "xla_tpu_enable_sparse_core_collective_offload_all_reduce": True,
+    },
     purpose="collectives run on SparseCores and leave TensorCores alone",
     source="C",
   ),
   OptionSet(
     name="cublas_products",
     hardware=_GPUS,
-    options=types.MappingProxyType({"xla_gpu_enable_triton_gemm": False}),
+    options={"xla_gpu_enable_triton_gemm": False},
     purpose=(
-      "products are cuBLAS's instead of what autotuning finds, so that a plan"
-      " knows that those of fp8 and int8 operands run as such"
+      "matmuls use cuBLAS instead of autotuned kernels, so that a plan knows"
+      " that fp8 and int8 matmuls run as such"
     ),
     source="A",
   ),
@@ -201,11 +182,7 @@ def get_options(name: str, hardware: str | None) -> dict[str, Value]:
 
 
 def check_options(options: Mapping[str, object]) -> None:
-  """Checks the form of names and the types of values.
-
-  Raises:
-    ValueError: A name or a value is not valid.
-  """
+  """Raises ValueError for a malformed name or a value of another type."""
   for name, value in options.items():
     if not _NAME.fullmatch(name):
       close = f"; use {name.lstrip('-')!r}" if name.startswith("-") else ""
@@ -221,11 +198,7 @@ def check_options(options: Mapping[str, object]) -> None:
 
 
 def check_sets(names: Sequence[str]) -> None:
-  """Checks the names of option sets.
-
-  Raises:
-    ValueError: A set does not exist.
-  """
+  """Raises ValueError for the name of a set that does not exist."""
   for name in names:
     if name not in NAMES:
       raise ValueError(

@@ -106,11 +106,7 @@ def write_samples(
   step: int,
   job: job_lib.Job,
 ) -> epath.Path:
-  """Adds samples to the file of a checkpoint; returns its path.
-
-  Raises:
-    UserError: The file holds something else.
-  """
+  """Adds samples to the file of a checkpoint; returns its path."""
   path = run_dir / run_dirs.DECODE / f"{step}.jsonl"
   settings = job.generation
   shared = {

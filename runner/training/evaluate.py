@@ -127,11 +127,7 @@ class Follower:
   sleep: Callable[[float], None] = time.sleep
 
   def run(self) -> None:
-    """Follows the run until it is finished or a signal stops the program.
-
-    Raises:
-      UserError: A checkpoint does not fit the job.
-    """
+    """Follows the run until it is finished or a signal stops the program."""
     evaluator = evaluation.Evaluator(self.session)
     done = set(agreement.from_first(lambda: sorted(self._evaluated())))
     skipped: dict[int, int | None] = {}

@@ -77,13 +77,7 @@ class Evaluator:
     *,
     is_stopped: Callable[[], bool] = lambda: False,
   ) -> dict[str, dict[str, float]] | None:
-    """Returns the metrics of every split; None if stopped meanwhile.
-
-    `is_stopped` is polled after each batch.
-
-    Returns:
-      Values by metric by split, or `None` if it was stopped.
-    """
+    """Returns the metrics of every split; None if stopped after a batch."""
     results, inputs = {}, self._session.job.eval_inputs
     positions = restore.rolling_positions(inputs)
     for split, source in inputs.items():
@@ -247,11 +241,7 @@ class EvaluationLog:
 def early_stopping_value(
   rule: training.EarlyStopping, results: run_metrics.Results
 ) -> float:
-  """Returns the monitored metric of one evaluation.
-
-  Raises:
-    UserError: The evaluation does not have the metric.
-  """
+  """Returns the monitored metric of one evaluation, or raises UserError."""
   split, _, name = rule.metric.partition("/")
   if name not in results.get(split, {}):
     known = [f"{s}/{n}" for s, values in results.items() for n in values]

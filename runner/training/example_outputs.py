@@ -56,11 +56,7 @@ class ExampleOutputs:
   def __init__(
     self, session: session_lib.Session, make: Callable[[], ExampleMetrics]
   ) -> None:
-    """Prepares; programs are compiled for the first batch.
-
-    Raises:
-      UserError: Predictions are required, and the model cannot generate.
-    """
+    """Raises UserError if the model cannot generate required predictions."""
     self._make = make
     self._collector = collector = make()
     options: dict[str, Any] = {"compiler_options": session.compiler_options}

@@ -9,11 +9,7 @@ _NUM_BATCHES = 2
 
 
 def run(job: job_lib.Job) -> int:
-  """Prints the first batches of all splits, as if there were one host.
-
-  Raises:
-    UserError: An input cannot be read, or has no batch.
-  """
+  """Prints the first batches of all splits, as if there were one host."""
   for split, source in (("train", job.train_input), *job.eval_inputs.items()):
     try:
       source.check_readable()

@@ -111,11 +111,7 @@ def check_compiled(
   *,
   mesh: jax.sharding.Mesh,
 ) -> None:
-  """Checks a step that was compiled for the devices it runs on.
-
-  Raises:
-    UserError: As for `check_expected`.
-  """
+  """Checks a compiled step for the devices it runs on (`check_expected`)."""
   if not job.expected_kernels:
     return
   # The parser of compiled programs is imported only for such jobs.

@@ -48,11 +48,7 @@ def check(
 
 
 def check_batch(source: base_input.BaseInput) -> None:
-  """Checks that one batch fits into the memory of this machine.
-
-  Raises:
-    user_error.UserError: It does not.
-  """
+  """Raises UserError if a batch does not fit into the memory of the host."""
   limit = host_bytes()
   size = source.per_host_batch_size * source.length * _BYTES_PER_TOKEN
   if limit is not None and size > limit:

@@ -80,11 +80,7 @@ def warnings(session: session_lib.Session) -> list[str]:
 def trace(
   session: session_lib.Session,
 ) -> tuple[jax.stages.Traced, jax.stages.Traced | None]:
-  """Returns the traced training step and sample generation, if there is any.
-
-  Raises:
-    ValueError: As for `check`.
-  """
+  """Returns the traced training step and sample generation, if there is any."""
   step = compiled_steps.trace_train_step(session)
   if session.job.generation is None:
     return step, None
@@ -92,11 +88,7 @@ def trace(
 
 
 def check_memory(session: session_lib.Session) -> None:
-  """Checks that the state and a batch fit into the devices.
-
-  Raises:
-    UserError: They do not.
-  """
+  """Raises UserError if the state and a batch do not fit into the devices."""
   needs = {
     "state (parameters and optimizer)": memory_fit.shard_bytes(
       session.abstract_state()

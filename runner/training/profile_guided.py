@@ -72,11 +72,7 @@ class ProfileGuide:
     self._is_done = False
 
   def options(self, lowered: jax.stages.Lowered) -> dict[str, Any]:
-    """Returns compiler options: with a profile, or to be profiled.
-
-    Raises:
-      UserError: The given profile cannot be read.
-    """
+    """Returns compiler options: with a profile, or to be profiled."""
     if self.platform not in _PLATFORMS:
       if not self._is_done:
         self.log(
@@ -92,11 +88,7 @@ class ProfileGuide:
     return {} if self._is_done else dict(_PROFILED)
 
   def after_step(self, outputs: Any) -> bool:
-    """Counts a dispatched step, and starts or stops the profile.
-
-    Returns:
-      Whether to compile again, because the profile is complete.
-    """
+    """Counts a dispatched step; returns whether to compile with the profile."""
     if self._is_done:
       return False
     self._steps += 1
@@ -171,11 +163,7 @@ class ProfileGuide:
 
 
 def check(setting: str | None) -> None:
-  """Checks `Job.pgle` before anything is computed.
-
-  Raises:
-    UserError: There is no such file.
-  """
+  """Raises UserError if the file of `Job.pgle` cannot be read."""
   if setting is not None and setting != AUTO:
     _read(epath.Path(setting))
 

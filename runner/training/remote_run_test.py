@@ -149,7 +149,7 @@ def _written(store):
 
 def test_all_files_of_a_run_are_in_the_store(store, tmp_path):
   folder = epath.Path(RUN)
-  window = launch.ProfileWindow(first=2, stop=3)
+  window = range(2, 3)
   start = launch.Launch(profile=window)
   train.run(*testing.make(**KNOBS), folder, launch=start)
   # It goes on from what it has written there.

@@ -97,10 +97,12 @@ class Settings:
   Attributes:
     experiment: The import path of its class.
     overrides: The assignments, as they were typed.
+    notes: Lines to print.
   """
 
   experiment: str
   overrides: tuple[overrides_lib.Override, ...]
+  notes: tuple[str, ...] = ()
 
 
 def store_settings(
@@ -121,11 +123,7 @@ def store_settings(
 
 
 def read_settings(folder: epath.Path) -> Settings | None:
-  """Returns the stored settings of a run, `None` if there are none.
-
-  Raises:
-    UserError: The file is damaged.
-  """
+  """Returns the stored settings of a run, None without; raises UserError."""
   path = folder / run_dir.SETTINGS
   if not path.exists():
     return None
@@ -143,28 +141,13 @@ def read_settings(folder: epath.Path) -> Settings | None:
     ) from error
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CompletedSettings:
-  """The settings of a run, completed by a command line.
-
-  Attributes:
-    experiment: As `--exp` takes it.
-    overrides: Those of the run, then those of the command line.
-    notes: Lines to print.
-  """
-
-  experiment: str
-  overrides: tuple[overrides_lib.Override, ...]
-  notes: tuple[str, ...] = ()
-
-
 def complete_settings(
   experiment: str | None,
   given: Sequence[overrides_lib.Override],
   folder: epath.Path,
   *,
   packages: Sequence[str] = (),
-) -> CompletedSettings:
+) -> Settings:
   """Adds the settings of a run to those of a command line.
 
   They are not added for another experiment than that of the run.
@@ -179,7 +162,7 @@ def complete_settings(
         f"--exp is missing, and {os.fspath(folder)} has no"
         f" {run_dir.SETTINGS} with the experiment that was trained there."
       )
-    return CompletedSettings(experiment=experiment, overrides=tuple(given))
+    return Settings(experiment=experiment, overrides=tuple(given))
   if experiment:
     cls = find_experiment.find_experiment(experiment, packages=packages)
     if cls.import_path() != settings.experiment:
@@ -187,12 +170,12 @@ def complete_settings(
         f"the run's experiment is {settings.experiment}; its settings are not"
         f" used for {experiment}"
       )
-      return CompletedSettings(
+      return Settings(
         experiment=experiment, overrides=tuple(given), notes=(note,)
       )
   paths = {each.path for each in given}
   used = [str(each) for each in settings.overrides if each.path not in paths]
-  return CompletedSettings(
+  return Settings(
     experiment=experiment or settings.experiment,
     overrides=(*settings.overrides, *given),
     notes=(f"settings of the run: {' '.join(used)}",) if used else (),

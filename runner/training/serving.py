@@ -11,6 +11,7 @@ import os
 from typing import Any
 
 from etils import epath
+from flax import traverse_util
 import jax
 import jax.numpy as jnp
 
@@ -37,11 +38,7 @@ def mode_of(job: job_lib.Job) -> recipes.Mode:
 
 
 def check_mode(job: job_lib.Job, mode: str) -> None:
-  """Checks that a program can use the job's weights.
-
-  Raises:
-    UserError: It cannot.
-  """
+  """Raises UserError if a program cannot use the job's weights."""
   allowed = _MODES.get(mode_of(job))
   if allowed is None or mode in allowed or mode == "inspect_input":
     return
@@ -101,7 +98,9 @@ def split(job: job_lib.Job, specs: Any) -> tuple[Any, Absent]:
       named = {spec.name: spec for spec in jax.tree.leaves(specs)}
       found = map(served_einsum.stored_parameter, named)
       absent = {name: named[name] for name in found if name is not None}
-      return _without(specs, absent), absent
+      leaves: dict[Any, Any] = traverse_util.flatten_dict(specs)
+      kept = {k: spec for k, spec in leaves.items() if spec.name not in absent}
+      return traverse_util.unflatten_dict(kept), absent
   return specs, {}
 
 
@@ -112,28 +111,9 @@ def complete(values: Any, absent: Absent) -> Any:
   does, such as a second matmul with the same kernel, the result is NaN and not
   silently wrong.
   """
+  if not absent:
+    return values
+  leaves: dict[Any, Any] = traverse_util.flatten_dict(values)
   for name, spec in absent.items():
-    nothing = jnp.full(spec.shape, jnp.nan, spec.dtype)
-    values = _with(values, name.split("/"), nothing)
-  return values
-
-
-def _without(tree: Any, absent: Absent) -> Any:
-  """Returns nested dicts of specs without absent ones and empty dicts."""
-  if not isinstance(tree, Mapping):
-    return tree
-  kept = {}
-  for key, child in tree.items():
-    if isinstance(child, Mapping):
-      if pruned := _without(child, absent):
-        kept[key] = pruned
-    elif child.name not in absent:
-      kept[key] = child
-  return kept
-
-
-def _with(tree: Mapping[str, Any], path: list[str], leaf: Any) -> Any:
-  """Returns nested dicts with one leaf set."""
-  first, *rest = path
-  below = _with(tree.get(first, {}), rest, leaf) if rest else leaf
-  return {**tree, first: below}
+    leaves[tuple(name.split("/"))] = jnp.full(spec.shape, jnp.nan, spec.dtype)
+  return traverse_util.unflatten_dict(leaves)

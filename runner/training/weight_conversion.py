@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 import dataclasses
+import math
 import os
 from typing import Any
 
@@ -61,26 +62,6 @@ class Conversion:
   errors: Mapping[str, WeightErrors]
   left: tuple[str, ...]
 
-  @property
-  def nbytes(self) -> tuple[int, int]:
-    """Bytes of all variables, before and after."""
-    before, after = (
-      sum(
-        spec.dtype.itemsize * jax.ShapeDtypeStruct(spec.shape, spec.dtype).size
-        for spec in jax.tree.leaves(s.state_specs.variables)
-      )
-      for s in (self.session, self.served)
-    )
-    return before, after
-
-  def losses_as_trained(self) -> dict[str, float]:
-    """Returns the loss of each split with the trained parameters."""
-    return _losses(self.session, self.state)
-
-  def losses_served(self) -> dict[str, float]:
-    """Returns the loss of each split with the quantized weights."""
-    return _losses(self.served, self.converted)
-
 
 def run(job: job_lib.Job, run_dir: epath.Path) -> int:
   """Converts the newest checkpoint, and evaluates it before and after.
@@ -108,9 +89,9 @@ def run(job: job_lib.Job, run_dir: epath.Path) -> int:
     checkpoints.wait()
   for line in _lines(conversion, name):
     print(line)
-  before, after = conversion.losses_as_trained(), conversion.losses_served()
-  for split, old in before.items():
-    new = after[split]
+  losses = _losses(conversion.served, conversion.converted)
+  for split, old in _losses(conversion.session, conversion.state).items():
+    new = losses[split]
     print(
       f"{split}: loss {old:.6f} as trained, {new:.6f} served"
       f" ({new / old - 1:+.3%})"
@@ -120,12 +101,7 @@ def run(job: job_lib.Job, run_dir: epath.Path) -> int:
 
 
 def convert(job: job_lib.Job, run_dir: epath.Path) -> Conversion:
-  """Converts the newest checkpoint of a run, and writes nothing.
-
-  Raises:
-    UserError: There is no checkpoint that fits the job, or a layer uses its
-      weights other than in a matmul.
-  """
+  """Converts the newest checkpoint of a run, and writes nothing (see `run`)."""
   return _converted(*_restored(job, run_dir))
 
 
@@ -315,7 +291,13 @@ def _losses(
 
 def _lines(conversion: Conversion, name: str) -> Iterator[str]:
   """Yields the changes of size and the errors of a conversion."""
-  before, after = conversion.nbytes
+  before, after = (
+    sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(specs))
+    for specs in (
+      conversion.session.state_specs.variables,
+      conversion.served.state_specs.variables,
+    )
+  )
   yield (
     f"bytes of variables: {before:,} as trained, {after:,} with {name} weights"
     f" ({after / before:.1%})"
