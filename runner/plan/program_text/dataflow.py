@@ -74,13 +74,13 @@ class Dataflow:
       if name in body.instructions
     ]
 
-  def is_in_loop(self, computation: str) -> bool:
-    """Returns whether a computation runs inside a loop.
+  def loop_depth(self, computation: str) -> int:
+    """Returns the number of nested loops that a computation runs in.
 
     Args:
       computation: Its name.
     """
-    return computation in self._sources.in_loops
+    return self._sources.loop_depths[computation]
 
   def part(self, computation: str, instruction: str, data: Data) -> str:
     """Returns the part of the model that the nearest operation belongs to.
@@ -120,7 +120,7 @@ class _Sources:
   """The values that each value is made of.
 
   Attributes:
-    in_loops: Names of computations that run inside a loop.
+    loop_depths: Number of nested loops around each computation.
     users: The other way round: from a value to what is made of it.
     inside_loops: From a value to what it is made of, but not from the result
       of an outermost loop to what its body made.
@@ -130,12 +130,12 @@ class _Sources:
   def __init__(self, program: hlo.Program) -> None:
     self._computations = program.computations
     self._callers = _callers(program)
-    self.in_loops = _in_loops(program)
+    self.loop_depths = _loop_depths(program)
     self.users: _Edges = {}
     self.inside_loops: _Edges = {}
     self.operands_of_matmuls: list[_Node] = []
     for computation in program.computations.values():
-      is_outermost = computation.name not in self.in_loops
+      is_outermost = not self.loop_depths[computation.name]
       for instruction in computation.instructions.values():
         if _is_matmul(instruction):
           for name in instruction.operands:
@@ -246,23 +246,19 @@ def _callers(
   return found
 
 
-def _in_loops(program: hlo.Program) -> set[str]:
-  """Names of computations that run inside a loop."""
-  found: set[str] = set()
-  waiting = [
-    name
-    for computation in program.computations.values()
-    for instruction in computation.instructions.values()
-    if instruction.opcode == "while"
-    for name in instruction.runs
-  ]
+def _loop_depths(program: hlo.Program) -> Mapping[str, int]:
+  """Number of nested loops around each computation, the most of all calls."""
+  depths = dict.fromkeys(program.computations, 0)
+  waiting = list(program.computations.values())
   while waiting:
-    name = waiting.pop()
-    if name not in found:
-      found.add(name)
-      for instruction in program.computations[name].instructions.values():
-        waiting += instruction.runs
-  return found
+    computation = waiting.pop()
+    for instruction in computation.instructions.values():
+      depth = depths[computation.name] + (instruction.opcode == "while")
+      for name in instruction.runs:
+        if depth > depths[name]:
+          depths[name] = depth
+          waiting.append(program.computations[name])
+  return depths
 
 
 def _is_matmul(instruction: hlo.Instruction) -> bool:

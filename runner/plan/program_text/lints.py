@@ -153,26 +153,49 @@ def _padded(subject: Subject) -> Iterable[str]:
     )
 
 
-def _unscattered(subject: Subject) -> Iterable[str]:
+def _reduced_gradients(
+  subject: Subject, *, is_gathered: bool
+) -> list[movements.Movement]:
+  """All-reduces of gradients over axes of which weights are gathered or not."""
   gathered = {
     axis
     for m in subject.moved
     if m.data is _Weights and m.collective.kind == "all-gather"
     for axis in m.collective.axes
   }
-  found = [
+  return [
     m
     for m in subject.moved
     if m.data is _Gradients
     and m.collective.kind == "all-reduce"
-    and set(m.collective.axes) & gathered
+    and bool(set(m.collective.axes) & gathered) is is_gathered
   ]
+
+
+def _unscattered(subject: Subject) -> Iterable[str]:
+  found = _reduced_gradients(subject, is_gathered=True)
   for part, group in _by_part(found, subject):
     yield (
       f"{part}: gradients are all-reduced over {_axes(group)}, along which the"
       f" weights are split: {_figures(group)}, twice what scatters send. Local"
       " parts that are multiples of 128 or 256 are scattered more often; try"
       f" another size of {_axes(group)}."
+    )
+
+
+def _repeated(subject: Subject) -> Iterable[str]:
+  found = [
+    m
+    for m in _reduced_gradients(subject, is_gathered=False)
+    if m.loop_depth > 1 and set(m.collective.axes) & set(subject.batch_axes)
+  ]
+  for part, group in _by_part(found, subject):
+    yield (
+      f"{part}: gradients are all-reduced over {_axes(group)} inside nested"
+      f" loops, in each layer and each microbatch: {_figures(group)}. One"
+      " all-reduce after the loops would be enough, but the compiler does not"
+      " move it there. Use fewer microbatches, or a smaller"
+      f" {_axes(group)} and more of another mesh axis."
     )
 
 
@@ -267,6 +290,7 @@ _RULES: tuple[_Rule, ...] = (_resharding, _attention, _bias)
 _FOR_HARDWARE: tuple[_Rule, ...] = (
   _padded,
   _unscattered,
+  _repeated,
   _duplicates,
   _synchronous,
   _wide_matmuls,

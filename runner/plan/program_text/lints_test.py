@@ -34,8 +34,8 @@ ENTRY %main (p: f32[2,8]) -> f32[8] {
 
 
 def _moved(data, kind, *, instruction="r", size=_MIB, axes=("fsdp",), **fields):
-  options = {"part": _PART, "is_in_loop": True} | {
-    name: fields.pop(name) for name in ("part", "is_in_loop") if name in fields
+  options = {"part": _PART, "loop_depth": 1} | {
+    name: fields.pop(name) for name in ("part", "loop_depth") if name in fields
   }
   return movements.Movement(
     collective=collectives.Collective(
@@ -143,7 +143,7 @@ def test_activations_over_an_axis_of_the_batch(platform):
   (text,) = _check(
     _moved(_Data.ACTIVATIONS, "all-gather"),
     _moved(_Data.ACTIVATIONS, "collective-permute"),
-    _moved(_Data.ACTIVATIONS, "all-gather", is_in_loop=False),
+    _moved(_Data.ACTIVATIONS, "all-gather", loop_depth=0),
     platform=platform,
   )
   assert text.startswith(f"{_PART}: activations cross the axis fsdp, which")
@@ -165,6 +165,80 @@ def test_gradients_that_are_not_scattered():
   assert f"{_PART}: gradients are all-reduced over fsdp, along which" in text
   assert "8 times, 8.0 MiB a step, twice what scatters send" in text
   assert _check(gradients, _gather(), platform="cpu") == ()
+
+
+# Two ticks of a pipeline, three layers each; rows over two devices. The last
+# all-reduce of the gradient is after the loops.
+_NESTED = """HloModule m
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %s = f32[] add(%x, %y)
+}
+
+%layer (c: (s32[], f32[4,1024], f32[1024,1024])) -> (s32[], f32[4,1024], f32[1024,1024]) {
+  %c = (s32[], f32[4,1024]{1,0}, f32[1024,1024]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %x = f32[4,1024]{1,0} get-tuple-element(%c), index=1
+  %w = f32[1024,1024]{1,0} get-tuple-element(%c), index=2
+  %g = f32[1024,1024]{1,0} dot(%x, %x), lhs_contracting_dims={0}, rhs_contracting_dims={0}, metadata={op_name="jit(step)/transpose(jvp(Lm))/mlp/dot_general"}
+  %r = f32[1024,1024]{1,0} all-reduce(%g), replica_groups={{0,1}}, to_apply=%add, metadata={op_name="jit(step)/transpose(jvp(Lm))/mlp/dot_general"}
+  %n = f32[1024,1024]{1,0} add(%w, %r)
+  ROOT %t = (s32[], f32[4,1024]{1,0}, f32[1024,1024]{1,0}) tuple(%i, %x, %n)
+}
+
+%more (c: (s32[], f32[4,1024], f32[1024,1024])) -> pred[] {
+  %c = (s32[], f32[4,1024]{1,0}, f32[1024,1024]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  ROOT %p = pred[] compare(%i, %i), direction=LT
+}
+
+%tick (c: (s32[], f32[4,1024], f32[1024,1024])) -> (s32[], f32[4,1024], f32[1024,1024]) {
+  %c = (s32[], f32[4,1024]{1,0}, f32[1024,1024]{1,0}) parameter(0)
+  ROOT %l = (s32[], f32[4,1024]{1,0}, f32[1024,1024]{1,0}) while(%c), condition=%more, body=%layer, backend_config={"known_trip_count":{"n":"3"}}
+}
+
+ENTRY %main (b: f32[4,1024], w: f32[1024,1024], i: s32[]) -> f32[1024,1024] {
+  %b = f32[4,1024]{1,0} parameter(0), metadata={op_name="batch['rows']"}
+  %w = f32[1024,1024]{1,0} parameter(1), metadata={op_name="state"}
+  %i = s32[] parameter(2), metadata={op_name="step"}
+  %c = (s32[], f32[4,1024]{1,0}, f32[1024,1024]{1,0}) tuple(%i, %b, %w)
+  %o = (s32[], f32[4,1024]{1,0}, f32[1024,1024]{1,0}) while(%c), condition=%more, body=%tick, backend_config={"known_trip_count":{"n":"2"}}
+  %g = f32[1024,1024]{1,0} get-tuple-element(%o), index=2
+  ROOT %r = f32[1024,1024]{1,0} all-reduce(%g), replica_groups={{0,1}}, to_apply=%add
+}
+"""  # noqa: E501
+
+
+def test_gradients_that_are_reduced_in_each_layer_of_each_tick():
+  program = hlo.parse(_NESTED)
+  moved = movements.find(
+    program, collectives.find(program, mesh={"data": 2, "fsdp": 1})
+  )
+  assert moved is not None
+  (text,) = lints.check(
+    lints.Subject(
+      program=program,
+      moved=moved,
+      total=costs.Total(0, {}, (), (), {}),
+      kernels={},
+      batch_axes=("data",),
+      platform="cuda",
+    )
+  )
+  # 2 x 3 times 1024 x 1024 x 4 bytes.
+  assert text.startswith("Lm/mlp: gradients are all-reduced over data inside")
+  assert "6 times, 24.0 MiB a step" in text
+  assert "Use fewer microbatches" in text
+
+
+def test_gradients_reduced_in_each_layer_are_no_warning():
+  gradients = _moved(_Data.GRADIENTS, "all-reduce", axes=("data",))
+  assert _check(gradients) == ()
+  nested = _moved(_Data.GRADIENTS, "all-reduce", axes=("data",), loop_depth=2)
+  assert len(_check(nested)) == 1
+  assert _check(nested, platform="cpu") == ()
 
 
 def test_weights_that_are_gathered_twice():

@@ -21,14 +21,19 @@ class Movement:
     part: Path of the linen module that it serves; empty if the text does not
       say.
     payload_bytes: Of this data, of one execution.
-    is_in_loop: Whether it runs inside a loop.
+    loop_depth: Number of nested loops that it runs in.
   """
 
   collective: collectives.Collective
   data: dataflow.Data
   part: str
   payload_bytes: int
-  is_in_loop: bool
+  loop_depth: int
+
+  @property
+  def is_in_loop(self) -> bool:
+    """Whether it runs inside a loop."""
+    return self.loop_depth > 0
 
   @property
   def total_bytes(self) -> int:
@@ -85,7 +90,7 @@ def _movements(
       data=kind,
       part=part or flow.part(computation.name, instruction.name, kind),
       payload_bytes=round(collective.payload_bytes * size / whole),
-      is_in_loop=flow.is_in_loop(computation.name),
+      loop_depth=flow.loop_depth(computation.name),
     )
 
 
