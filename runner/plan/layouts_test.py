@@ -26,7 +26,7 @@ _7B = (
 )
 
 
-def _make(experiment, *assignments, target):
+def _make(experiment, *assignments, target, work=None):
   given = [overrides.parse_argument(text) for text in assignments]
   job = resolving.build(resolving.resolve(experiment, given).config)
   shapes = job_lint.shapes_of(job)
@@ -37,6 +37,7 @@ def _make(experiment, *assignments, target):
     batch={name: shape for name, (shape, _) in shapes.batch.items()},
     rules=job.rules,
     target=targets.parse(target),
+    work=work,
   )
 
 
@@ -98,6 +99,19 @@ def test_recomputation_and_microbatches_trade_time_for_memory(on_8):
   plain = predict(attention=layouts.Attention.PLAIN)
   causal = predict(attention=layouts.Attention.CAUSAL)
   assert causal.step < predict().step < plain.step
+
+
+def test_each_microbatch_gathers_and_scatters_all_kernels():
+  # Nothing is computed, so nothing is hidden.
+  work = layouts.Work(model=0.0, attention=0.0)
+  found = _make(*_7B, target="h200:1x8", work=work)
+  # Kernels in bfloat16 without the 65 norms: gathered twice, gradients
+  # scattered once, 7/8 of each by one device at 450 GB/s.
+  one = 3 * 2 * (6_738_415_616 - 65 * 4096) * 7 / 8 / 450e9
+  for microbatches in (1, 8):
+    layout = layouts.Layout(mesh="fsdp=8", microbatches=microbatches)
+    expected = pytest.approx(microbatches * one, rel=1e-6)
+    assert found.predict(layout).step == expected
 
 
 def test_the_state_is_exact(on_8):
