@@ -108,6 +108,20 @@ def test_the_bound_is_the_slowest_part():
   assert found.fast_link == 0
 
 
+def test_unknown_communication_is_not_none_at_all():
+  found = roofline.bound(
+    _flops(forward=2 * 10**12),
+    kind=_H200,
+    num_devices=2,
+    collectives=None,
+    traffic=1.0,
+    batch_shape=None,
+  )
+  assert found is not None
+  assert (found.fast_link, found.network) == (None, None)
+  assert found.step == found.compute
+
+
 def test_there_is_no_bound_without_rates():
   assert (
     roofline.bound(

@@ -110,10 +110,9 @@ class Flops:
     return sum(self._model().values())
 
   @property
-  def bubble(self) -> float:
-    """Share of `hardware_flops` in pipeline bubbles."""
-    total = self.hardware_flops
-    return sum(self.bubbles.values()) / total if total else 0.0
+  def bubble_flops(self) -> int:
+    """FLOPs in pipeline bubbles, those of recomputation included."""
+    return sum(self.bubbles.values())
 
   def causal_model_flops(self, length: int) -> float:
     """Returns `model_flops` without masked pairs of causal attention.

@@ -141,6 +141,13 @@ def compare(plans: Sequence[result.Plan]) -> Comparison:
     f"tokens/s, MFU and cost are by {basis}. Cost is chips x seconds for each"
     " token, relative to the best that fits; prices of chips are not in it."
   )
+  without = [
+    label
+    for plan, label in zip(plans, labels(plans), strict=True)
+    if plan.bound and not sections.has_communication(plan.bound)
+  ]
+  if without:
+    legend += f" Bounds without communication: {', '.join(without)}."
   titles = ("target", "chips", "peak", "usable", "fit", *_RANKED)
   return Comparison(titles, tuple(rows), legend)
 

@@ -108,19 +108,32 @@ def test_the_verdict_is_first_and_last():
 
 
 @pytest.mark.parametrize(
-  ("notes", "line"),
+  "note",
   [
-    ((), "none"),
-    (
-      ("Communication could not be read: KeyError: 'x'",),
-      "Communication could not be read: KeyError: 'x'",
-    ),
+    "",
+    "Communication could not be read: KeyError: 'x'",
+    "The compiled program could not be read: ValueError: 'y'",
   ],
 )
-def test_collectives_that_could_not_be_read_are_not_none(notes, line):
+def test_collectives_that_could_not_be_read_are_not_none(note):
+  notes = (note,) if note else ()
   text = report.to_text(sample_plan.plan(collectives=(), notes=notes))
+  line = note or "none"
   assert f"collectives per step, per device\n  {line}\n" in text
-  assert ("fast link" in text) is (line == "none")
+
+
+def test_a_bound_without_communication_is_marked():
+  whole = sample_plan.plan()
+  assert whole.bound is not None
+  bound = dataclasses.replace(whole.bound, fast_link=None, network=None)
+  plan = sample_plan.plan(bound=bound, target="h100:1x8")
+  lines = _words(report.to_text(plan))
+  assert "step, all overlapped, without communication 522 ms" in lines
+  assert not any(line.startswith("fast link") for line in lines)
+  assert "step, all overlapped 522 ms" in _words(report.to_text(whole))
+  compared = report.compare([whole, plan])
+  assert compared.legend.endswith("Bounds without communication: h100:1x8.")
+  assert "without communication" not in report.compare([whole]).legend
 
 
 def test_throughput_below_what_the_host_allows_is_left_out():

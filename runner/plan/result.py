@@ -94,8 +94,9 @@ class Flops:
     causal_model: `model` without keys that a causal mask hides; `None` if the
       batch has no sequence length.
     hardware: All executed FLOPs, recomputation included.
-    recomputed: Recomputed in the backward pass (remat).
-    bubble: Executed by pipeline stages that have no microbatch.
+    recomputed: Recomputed in the backward pass (remat), without bubbles.
+    bubble: Executed by pipeline stages that have no microbatch: `hardware`
+      without `model` and `recomputed`.
     by_module: `hardware` by path of the linen module.
     by_kind: `hardware` by kind of operation.
     by_dtype: `hardware` by dtype of the operands.
@@ -172,8 +173,9 @@ class Bound:
   Attributes:
     compute: Matmuls at peak rates.
     memory: Reading each argument and writing each result once.
-    fast_link: Collectives inside a host or a slice.
-    network: Collectives between hosts or slices.
+    fast_link: Collectives inside a host or a slice; `None` if unknown, so
+      `step` is without communication.
+    network: Collectives between hosts or slices; `None` like `fast_link`.
     step: The largest of these, as if they fully overlapped.
     tokens_per_second: On all devices.
     mfu: Model FLOPs (causal if known) over the peak rate times `step`.

@@ -67,7 +67,7 @@ def bound(
   *,
   kind: hardware.Hardware,
   num_devices: int,
-  collectives: Sequence[result.Collectives],
+  collectives: Sequence[result.Collectives] | None,
   traffic: float | None,
   batch_shape: Sequence[int] | None,
 ) -> result.Bound | None:
@@ -77,7 +77,7 @@ def bound(
     flops: Of a step.
     kind: The hardware.
     num_devices: How many of it.
-    collectives: What `summarize` returned.
+    collectives: What `summarize` returned; None if they could not be read.
     traffic: Bytes that are read or written at least; None if not compiled.
     batch_shape: Rows and their length, for tokens per second.
   """
@@ -91,7 +91,9 @@ def bound(
     if key.dtype
   )
   times = {
-    link: math.fsum(c.seconds or 0.0 for c in collectives if c.link == link)
+    link: math.fsum(
+      c.seconds or 0.0 for c in collectives or () if c.link == link
+    )
     for link in (FAST, NETWORK)
   }
   memory = None
@@ -103,12 +105,12 @@ def bound(
   if batch_shape is not None and len(batch_shape) > 1:
     model = flops.causal_model_flops(batch_shape[1])
     tokens = batch_shape[0] * batch_shape[1]
-  is_compiled = traffic is not None
+  is_known = traffic is not None and collectives is not None
   return result.Bound(
     compute=compute,
     memory=memory,
-    fast_link=times[FAST] if is_compiled else None,
-    network=times[NETWORK] if is_compiled else None,
+    fast_link=times[FAST] if is_known else None,
+    network=times[NETWORK] if is_known else None,
     step=step,
     tokens_per_second=tokens / step if tokens and step else None,
     mfu=model / (num_devices * peak * step) if step else 0.0,

@@ -22,8 +22,9 @@ _SECONDS_PER_DAY: Final = 86_400
 _PREALLOCATED: Final = 0.75
 # FLOPs that compilers move between matmuls stay within these ratios.
 _SAME_FLOPS: Final = (0.999, 1.02)
-# The host, which is not simulated, limits steps below this time.
-_SHORTEST_STEP: Final = 1e-3
+# Seconds. The host, which is not simulated, limits shorter steps, so they have
+# no throughput.
+SHORTEST_STEP: Final = 1e-3
 _LARGEST_OVERHEAD: Final = 0.5
 # The one platform whose programs a distribution compiles.
 _COMPILERS: Final = {
@@ -358,7 +359,9 @@ def _collectives(plan: result.Plan) -> Section:
 
 def _unread(plan: result.Plan) -> list[str]:
   """Returns why the collectives are unknown; empty if they are known."""
-  return [n for n in plan.notes if n.startswith("Communication could not")]
+  readers = ("Communication", "The compiled program")
+  texts = tuple(f"{reader} could not be read" for reader in readers)
+  return [note for note in plan.notes if note.startswith(texts)]
 
 
 def _dtypes(found: Mapping[str, int]) -> str:
@@ -458,18 +461,19 @@ def _bound(plan: result.Plan) -> Section:
   found = plan.bound
   if found is None:
     return Section("")
+  without = "" if has_communication(found) else ", without communication"
   times = [
     ("matmuls", found.compute),
     ("memory", found.memory),
-    ("fast link", None if _unread(plan) else found.fast_link),
-    ("network", None if _unread(plan) else found.network),
-    ("step, all overlapped", found.step),
+    ("fast link", found.fast_link),
+    ("network", found.network),
+    (f"step, all overlapped{without}", found.step),
   ]
   rows = [(name, units.seconds(s)) for name, s in times if s is not None]
   lines = []
   if not is_meaningful(found):
     lines.append(
-      f"Below {units.seconds(_SHORTEST_STEP)} the host limits the step:"
+      f"Below {units.seconds(SHORTEST_STEP)} the host limits the step:"
       " tokens/s and MFU would mean nothing."
     )
   else:
@@ -521,6 +525,11 @@ def _estimate(plan: result.Plan) -> Section:
   return Section(ESTIMATE, rows, titles, lines)
 
 
+def has_communication(bound: result.Bound) -> bool:
+  """Returns whether collectives are part of a bound, or unknown."""
+  return bound.fast_link is not None
+
+
 def is_meaningful(
   found: result.Estimate | result.Bound,
 ) -> bool:
@@ -531,9 +540,21 @@ def is_meaningful(
       launches may be the larger part.
   """
   if isinstance(found, result.Bound):
-    return found.step >= _SHORTEST_STEP
+    return found.step >= SHORTEST_STEP
   is_launching = found.overhead > _LARGEST_OVERHEAD * found.step
-  return found.step >= _SHORTEST_STEP and not is_launching
+  return found.step >= SHORTEST_STEP and not is_launching
+
+
+def tokens_per_second(plan: result.Plan) -> float | None:
+  """Returns the throughput by the estimate, or by the bound without one.
+
+  Args:
+    plan: A plan; there is no throughput if the host limits its step.
+  """
+  basis = plan.estimate or plan.bound
+  if basis is None or not is_meaningful(basis):
+    return None
+  return basis.tokens_per_second
 
 
 def _origin(plan: result.Plan) -> Section:

@@ -103,6 +103,7 @@ def measure(
     kind=kind,
     placement=program.placement,
   )
+  is_known = program.reading.is_communication_known
   inputs = session.batch.get("inputs")
   shape = None if inputs is None else inputs.shape
   is_rows = shape is not None and len(shape) > 1
@@ -126,7 +127,8 @@ def measure(
       model=flops.model_flops,
       causal_model=flops.causal_model_flops(shape[1]) if is_rows else None,
       hardware=flops.hardware_flops,
-      recomputed=flops.phase(flops_lib.Phase.REMAT),
+      recomputed=flops.hardware_flops - flops.model_flops - flops.bubble_flops,
+      bubble=flops.bubble_flops,
       by_module=flops.by("part"),
       by_kind=flops.by("kind"),
       by_dtype=flops.by("dtype"),
@@ -147,7 +149,7 @@ def measure(
       flops,
       kind=kind,
       num_devices=target.num_devices,
-      collectives=collectives,
+      collectives=collectives if is_known else None,
       traffic=program.traffic,
       batch_shape=shape,
     ),

@@ -11,7 +11,13 @@ from paxon.runner import user_error
 from paxon.runner.plan import flops, result
 from paxon.runner.plan import target as targets
 from paxon.runner.planning import measure
-from paxon.runner.training import compiled_steps, memory_fit, session, testing
+from paxon.runner.training import (
+  compiled_steps,
+  memory_fit,
+  pipelined_testing,
+  session,
+  testing,
+)
 
 _CPU8 = targets.parse("cpu:8")
 
@@ -143,6 +149,18 @@ def test_recomputation_takes_less_and_is_reported():
   assert recomputed.memory.temporaries < 0.8 * saved.memory.temporaries
   assert recomputed.flops.model == saved.flops.model
   assert saved.flops.recomputed == 0 < recomputed.flops.recomputed
+
+
+def test_the_flops_of_a_pipeline_have_its_bubble():
+  lm = pipelined_testing.PipelinedLm(num_stages=2, mesh="data=4,stage=2")
+  job = fdl.build(lm.job())
+  plan = _plan(job, is_compiled=False)
+  found = plan.flops
+  assert found.hardware == found.model + found.recomputed + found.bubble
+  # Four microbatches in five ticks; the head, once, is outside of the stages.
+  B, T = plan.batch["inputs"]
+  head = 6 * B * T * 16 * job.task.model.embedding.vocab_size
+  assert found.bubble == pytest.approx((found.hardware - head) / 5)
 
 
 def test_a_mesh_that_does_not_fit_the_target():

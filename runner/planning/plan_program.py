@@ -195,7 +195,8 @@ def _find_size(
   assert asked.days is not None
   found = questions.find_size(first, asked.days, make)
   print(
-    f"sizes of {first.target.hardware.name} to train in {asked.days:g} days"
+    f"sizes of {first.target.hardware.name} to train in"
+    f" {questions.to_days(asked.days)}"
   )
   print(questions.to_size_table(found, asked.days) + "\n", flush=True)
 

@@ -121,8 +121,8 @@ def test_sizes_are_planned_until_one_is_fast_enough(
   given = ["--fdl.mesh=data=-1", "--fdl.global_batch_size=64"]
   _run(tmp_path, "cpu:2", *given, tokens="1.41e9", days="1")
   out = capsys.readouterr().out
-  assert "cpu:16 is the smallest that trains within 1 days" in out
-  assert "sizes of cpu to train in 1 days" in out
+  assert "cpu:16 is the smallest that trains within 1 day\n" in out
+  assert "sizes of cpu to train in 1 day\n" in out
 
 
 @pytest.mark.usefixtures("_warm")

@@ -12,7 +12,7 @@ import math
 from typing import Final
 
 from paxon.runner import units
-from paxon.runner.plan import hardware, result
+from paxon.runner.plan import hardware, result, sections
 from paxon.runner.plan import target as targets
 
 BATCH: Final = "global_batch_size"
@@ -20,8 +20,6 @@ LENGTH: Final = "length"
 # Larger grids, or searches of a size, would take hours.
 MAX_CELLS: Final = 64
 _MAX_SIZES: Final = 8
-# No program starts faster; at a shorter time there is no throughput.
-_MIN_STEP: Final = 1e-4
 _HOURS: Final = 3600.0
 _PROGRAMS: Final = ("auto", "all", "train")
 _SLICES: Final = (
@@ -155,14 +153,9 @@ def answer(plan: result.Plan, asked: Questions) -> result.Plan:
     asked: Tokens and price.
   """
   bound, notes = plan.bound, plan.notes
-  if bound is not None and bound.step < _MIN_STEP:
+  if bound is not None and not sections.is_meaningful(bound):
     bound = dataclasses.replace(bound, tokens_per_second=None)
-    notes += (
-      f"The lower bound on the step time ({units.seconds(bound.step)}) is"
-      " shorter than starting a program takes: it gives no throughput.",
-    )
-  basis = plan.estimate or bound
-  rate = None if basis is None else basis.tokens_per_second
+  rate = sections.tokens_per_second(plan)
   cost = None
   if asked.tokens is not None and rate:
     hours = asked.tokens / rate / _HOURS
@@ -177,14 +170,20 @@ def answer(plan: result.Plan, asked: Questions) -> result.Plan:
     if cost.is_lower_bound:
       notes += (
         "The time and price of training are lower bounds, because there is no"
-        " estimate of the step time.",
+        f" estimate of the step time{_without_communication(bound)}.",
       )
   elif asked.tokens is not None:
     notes += (
-      "The time of training (--plan_tokens) is not known, because there is"
-      " neither an estimate nor a bound of the throughput.",
+      "The time of training (--plan_tokens) is not known, because the step time"
+      " is not known, or so short that the host limits it.",
     )
   return dataclasses.replace(plan, bound=bound, training_cost=cost, notes=notes)
+
+
+def _without_communication(bound: result.Bound | None) -> str:
+  if bound is None or sections.has_communication(bound):
+    return ""
+  return ", and the bound is without communication"
 
 
 def sizes(target: targets.Target) -> list[targets.Target]:
@@ -224,6 +223,13 @@ class Size:
       and plan.training_cost.days <= days
     )
 
+  @property
+  def is_unknown(self) -> bool:
+    """Whether there is a plan, but no time of training."""
+    return (
+      isinstance(self.plan, result.Plan) and self.plan.training_cost is None
+    )
+
 
 def find_size(
   first: Size,
@@ -253,6 +259,8 @@ def find_size(
   while len(tried) < _MAX_SIZES:
     if index not in tried:
       tried[index] = Size(options[index], make(options[index]))
+    if tried[index].is_unknown:
+      break
     step = -1 if tried[index].is_enough(days) else 1
     index += step
     is_turned = index in tried and tried[index].is_enough(days) == (step > 0)
@@ -278,12 +286,19 @@ def to_size_table(found: Sequence[Size], days: float) -> str:
       }
     )
   enough = [size for size in found if size.is_enough(days)]
-  last = f"none of these trains within {days:g} days"
+  last = f"none of these trains within {to_days(days)}"
   if enough:
     last = (
-      f"{enough[0].target} is the smallest that trains within {days:g} days"
+      f"{enough[0].target} is the smallest that trains within {to_days(days)}"
     )
+  elif any(size.is_unknown for size in found):
+    last = "the time of training is not known"
   return "\n".join([*_align(rows), last])
+
+
+def to_days(days: float) -> str:
+  """Returns a number of days as text."""
+  return f"{days:g} day{'' if days == 1 else 's'}"
 
 
 def to_grid_table(
@@ -302,7 +317,7 @@ def to_grid_table(
           if knob in cell
         },
         **_columns(plan),
-        "": "*" if plan is top else "",
+        "": "*" if plan is top and _speed(plan) else "",
       }
     )
   failed = [plan for plan in plans if isinstance(plan, result.Failure)]
@@ -318,12 +333,11 @@ def best(
   fit = [p for p in made if p.memory.fit is not result.Fit.DOES_NOT_FIT]
   if not fit:
     return min(made, key=lambda p: p.memory.peak or 0, default=None)
+  return max(fit, key=_speed)
 
-  def speed(plan: result.Plan) -> float:
-    basis = plan.estimate or plan.bound
-    return (basis.tokens_per_second if basis else None) or 0
 
-  return max(fit, key=speed)
+def _speed(plan: result.Plan) -> float:
+  return sections.tokens_per_second(plan) or 0
 
 
 def _columns(plan: result.Plan | result.Failure) -> dict[str, str]:
@@ -332,7 +346,7 @@ def _columns(plan: result.Plan | result.Failure) -> dict[str, str]:
       "fit": "no plan"
     }
   basis = plan.estimate or plan.bound
-  rate = None if basis is None else basis.tokens_per_second
+  rate = sections.tokens_per_second(plan)
   # A bound is not an estimate.
   sign = ">= " if plan.estimate is None else ""
   return {
@@ -340,7 +354,7 @@ def _columns(plan: result.Plan | result.Failure) -> dict[str, str]:
     "peak": "-" if plan.memory.peak is None else units.size(plan.memory.peak),
     "step": "-" if basis is None else sign + units.seconds(basis.step),
     "tokens/s": "-" if rate is None else f"{rate:,.0f}",
-    "MFU": "-" if basis is None else units.share(basis.mfu),
+    "MFU": "-" if basis is None or not rate else units.share(basis.mfu),
   }
 
 

@@ -104,15 +104,40 @@ def test_without_an_estimate_the_cost_is_a_lower_bound():
   assert "is not known" in found.notes[0]
 
 
-def test_a_bound_shorter_than_a_start_gives_no_throughput():
+# The first is a time in which no program starts.
+@pytest.mark.parametrize("step", [4e-6, 0.9e-3])
+def test_a_step_that_the_host_limits_has_no_throughput(step):
   bound = sample_plan.plan().bound
   assert bound is not None
-  bound = dataclasses.replace(bound, step=4e-6, tokens_per_second=21e9)
+  bound = dataclasses.replace(bound, step=step, tokens_per_second=21e9)
   plan = sample_plan.plan(bound=bound, estimate=None, notes=())
   found = questions.answer(plan, questions.Questions(tokens=1e9))
   assert found.bound.tokens_per_second is None
   assert found.training_cost is None
-  assert "(4.00 us) is shorter than starting a program" in found.notes[0]
+  assert "is not known, or so short that the host limits it" in found.notes[0]
+  grid = questions.to_grid_table([{"length": 8}], [found]).splitlines()
+  # No tokens/s, no MFU and no mark.
+  assert grid[1].split()[-2:] == ["-", "-"]
+
+
+def test_sizes_are_not_tried_if_the_time_is_not_known():
+  first = targets.parse("cpu:8")
+  plan = sample_plan.plan(estimate=None, bound=None, notes=())
+  plan = questions.answer(plan, questions.Questions(tokens=1e9))
+  found = questions.find_size(
+    questions.Size(first, plan), 1.0, lambda target: pytest.fail(str(target))
+  )
+  table = questions.to_size_table(found, 1.0).splitlines()
+  assert table[-1] == "the time of training is not known"
+
+
+def test_a_cost_by_a_bound_without_communication_says_so():
+  bound = sample_plan.plan().bound
+  assert bound is not None
+  bound = dataclasses.replace(bound, fast_link=None, network=None)
+  plan = sample_plan.plan(estimate=None, bound=bound, notes=())
+  found = questions.answer(plan, questions.Questions(tokens=1e9))
+  assert "the bound is without communication" in found.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -174,7 +199,7 @@ def test_where_no_size_is_fast_enough_it_says_so():
   assert 1 <= len(made) <= 8
   table = questions.to_size_table(found, 1.0)
   assert "no plan" in table
-  assert table.endswith("none of these trains within 1 days")
+  assert table.endswith("none of these trains within 1 day")
 
 
 def test_a_grid_marks_the_fastest_that_fits():

@@ -28,6 +28,7 @@ class Reading:
     resharding: Activations that move inside loops, the largest first.
     notes: What is not known, one sentence each.
     warnings: What costs more than it needs to.
+    is_communication_known: Whether the collectives could be read.
   """
 
   communication: collectives.Communication
@@ -36,6 +37,7 @@ class Reading:
   resharding: tuple[result.Resharding, ...] = ()
   notes: tuple[str, ...] = ()
   warnings: tuple[str, ...] = ()
+  is_communication_known: bool = True
 
 
 # Of the note on a reader that fails.
@@ -43,7 +45,9 @@ COULD_NOT_READ: Final = "could not be read"
 
 _T = TypeVar("_T")
 
-NOTHING = Reading(collectives.Communication((), {}, ()))
+NOTHING = Reading(
+  collectives.Communication((), {}, ()), is_communication_known=False
+)
 
 
 def read(
@@ -75,6 +79,7 @@ def read(
     NOTHING.communication,
     notes,
   )
+  is_known = not notes
   notes += communication.notes
   total = attempt("FLOPs", lambda: costs.total(program), None, notes)
   notes += total.notes if total else ()
@@ -92,7 +97,12 @@ def read(
     )
   resharding = _resharding(moved)
   if total is None:
-    return Reading(communication, resharding=resharding, notes=tuple(notes))
+    return Reading(
+      communication,
+      resharding=resharding,
+      notes=tuple(notes),
+      is_communication_known=is_known,
+    )
   subject = lints.Subject(
     program=program,
     moved=moved,
@@ -121,6 +131,7 @@ def read(
     resharding=resharding,
     notes=tuple(notes),
     warnings=warnings,
+    is_communication_known=is_known,
   )
 
 

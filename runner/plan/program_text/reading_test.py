@@ -189,6 +189,7 @@ def test_a_reader_that_fails_leaves_a_note(monkeypatch):
   found = _read_text()
   assert found.compiled_flops == 8 * 7 * 2 * 64**3
   assert found.communication == reading.NOTHING.communication
+  assert not found.is_communication_known
   assert found.notes == (
     "Communication could not be read: KeyError: 'fused_computation.378'",
   )
