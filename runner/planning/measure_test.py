@@ -152,7 +152,9 @@ def test_recomputation_takes_less_and_is_reported():
 
 
 def test_the_flops_of_a_pipeline_have_its_bubble():
-  lm = pipelined_testing.PipelinedLm(num_stages=2, mesh="data=4,stage=2")
+  lm = pipelined_testing.PipelinedLm(
+    num_stages=2, mesh="data=4,stage=2", global_batch_size=16
+  )
   job = fdl.build(lm.job())
   plan = _plan(job, is_compiled=False)
   found = plan.flops

@@ -337,7 +337,7 @@ def best(
 
 
 def _speed(plan: result.Plan) -> float:
-  return sections.tokens_per_second(plan) or 0
+  return sections.tokens_per_second(plan) or 0.0
 
 
 def _columns(plan: result.Plan | result.Failure) -> dict[str, str]:

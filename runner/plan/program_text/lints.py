@@ -189,13 +189,14 @@ def _repeated(subject: Subject) -> Iterable[str]:
     for m in _reduced_gradients(subject, is_gathered=False)
     if m.loop_depth > 1 and set(m.collective.axes) & set(subject.batch_axes)
   ]
-  for part, group in _by_part(found, subject):
+  if _total(found) >= subject.least:
     yield (
-      f"{part}: gradients are all-reduced over {_axes(group)} inside nested"
-      f" loops, in each layer and each microbatch: {_figures(group)}. One"
-      " all-reduce after the loops would be enough, but the compiler does not"
-      " move it there. Use fewer microbatches, or a smaller"
-      f" {_axes(group)} and more of another mesh axis."
+      f"{movements.largest_part(found)}: gradients, here and in other modules,"
+      f" are all-reduced over {_axes(found)} inside nested loops, in each layer"
+      f" and each microbatch: {_figures(found)}. One all-reduce after the loops"
+      " would be enough, but the compiler does not move it there. Use fewer"
+      f" microbatches, or a smaller {_axes(found)} and more of another mesh"
+      " axis."
     )
 
 

@@ -228,7 +228,8 @@ def test_gradients_that_are_reduced_in_each_layer_of_each_tick():
     )
   )
   # 2 x 3 times 1024 x 1024 x 4 bytes.
-  assert text.startswith("Lm/mlp: gradients are all-reduced over data inside")
+  assert text.startswith("Lm/mlp: gradients, here and in other modules, are")
+  assert "all-reduced over data inside nested loops" in text
   assert "6 times, 24.0 MiB a step" in text
   assert "Use fewer microbatches" in text
 
