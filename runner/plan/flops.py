@@ -360,7 +360,17 @@ def _constants_inside(eqn: Any, body: Any, known: _Known) -> _Known:
   if eqn.primitive.name == "cond":
     invars = invars[1:]
   if eqn.primitive.name == "scan":
-    invars = invars[: eqn.params["num_consts"]]
+    # Constants come first, then the carry, then what is sliced in each trip.
+    # JAX 0.11 has no parameter with their number.
+    num_carry = sum(
+      outer.aval.shape == inner.aval.shape
+      for outer, inner in zip(eqn.outvars, body.outvars, strict=True)
+    )
+    num_sliced = sum(
+      outer.aval.shape != inner.aval.shape
+      for outer, inner in zip(invars, body.invars, strict=True)
+    )
+    invars = invars[: len(invars) - num_carry - num_sliced]
   elif len(invars) != len(body.invars):
     return {}
   return {
