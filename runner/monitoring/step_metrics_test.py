@@ -21,7 +21,7 @@ def _loss(w, x):
 def _traced(dtype):
   w = jax.ShapeDtypeStruct((2, WIDTH, WIDTH), dtype)
   x = jax.ShapeDtypeStruct((TOKENS, WIDTH), dtype)
-  return jax.jit(jax.grad(_loss)).trace(w, x)
+  return jax.jit(jax.value_and_grad(_loss)).trace(w, x)
 
 
 def _cost(dtype, kind):
