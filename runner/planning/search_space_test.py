@@ -6,7 +6,6 @@ import pytest
 from paxon.layers import remat
 from paxon.runner.configuration import overrides, resolving
 from paxon.runner.plan import target as targets
-from paxon.runner.plan import topology
 from paxon.runner.planning import job_lint, search_space
 from paxon.runner.training import testing
 
@@ -92,9 +91,9 @@ def test_a_configuration_without_such_fields_has_no_choices():
   assert search_space.dtype_choices(config) == ()
 
 
-def _space(target, *assignments, experiment=_TINY):
+def _space(target, *assignments):
   given = [overrides.parse_argument(text) for text in assignments]
-  config = resolving.resolve(experiment, given).config
+  config = resolving.resolve(_TINY, given).config
   job = resolving.build(config)
   return search_space.Space(
     config, job, job_lint.shapes_of(job), targets.parse(target)
@@ -138,32 +137,3 @@ def test_a_state_that_does_not_fit_is_no_candidate():
   assert meshes == {m for m in meshes if space.layouts.state_bytes(m) <= usable}
   assert space.layouts.state_bytes("data=2") > usable
   assert "data=2" not in meshes
-
-
-@pytest.mark.parametrize(
-  ("target", "kernel"),
-  [
-    ("h200:1x8", "layers.attention.cudnn_attention.cudnn"),
-    ("v5e:2x4", "layers.attention.splash.Splash()"),
-  ],
-)
-def test_the_fused_kernel_of_the_platform(target, kernel, monkeypatch):
-  monkeypatch.setattr(topology, "missing_for_cudnn", tuple)
-  llama = "tasks.lm.params.llama.Llama2_7B"
-  plain = "--fdl.attention_kernel=layers.attention.kernels.plain"
-  space = _space(target, plain, "--fdl.mesh=fsdp=8", experiment=llama)
-  kernels = {
-    o.text
-    for c in space.candidates()
-    for o in c.overrides
-    if o.path.endswith(".kernel")
-  }
-  assert kernels == {kernel}
-  # An unsupported kernel of the job is always replaced.
-  other = {"h200:1x8": "splash.Splash()", "v5e:2x4": "cudnn_attention.cudnn"}
-  given = f"--fdl.attention_kernel=layers.attention.{other[target]}"
-  space = _space(target, given, "--fdl.mesh=fsdp=8", experiment=llama)
-  assert all(
-    any(o.path.endswith(".kernel") for o in c.overrides)
-    for c in space.candidates()
-  )

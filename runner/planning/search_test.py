@@ -20,7 +20,13 @@ from paxon.runner.plan import (
   topology,
 )
 from paxon.runner.plan import target as targets
-from paxon.runner.planning import child, job_lint, plan_program, search
+from paxon.runner.planning import (
+  child,
+  job_lint,
+  plan_program,
+  questions,
+  search,
+)
 
 _GIB = 2**30
 _TINY = "runner.training.testing.TinyLm"
@@ -47,6 +53,7 @@ def _run(folder, target, *assignments, is_searched=False):
     to=(target,),
     run_dir=epath.Path(folder),
     is_searched=is_searched,
+    asked=questions.Questions(programs="train"),
   )
 
 
