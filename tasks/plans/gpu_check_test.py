@@ -5,18 +5,16 @@ import re
 import pytest
 
 from paxon.runner.plan.estimate import efficiency
-from paxon.tools import gpu_check_main
+from paxon.tasks.plans import gpu_check
 
 
 def test_a_dry_run_plans_and_runs(tmp_path, capsys, monkeypatch):
   # Each is planned by a process of its own: two are enough here.
-  cases = gpu_check_main.TINY_CASES[:2]
-  monkeypatch.setattr(gpu_check_main, "TINY_CASES", cases)
+  cases = gpu_check.TINY_CASES[:2]
+  monkeypatch.setattr(gpu_check, "TINY_CASES", cases)
   page = tmp_path / "page.md"
-  page.write_text(
-    f"before\n{gpu_check_main.BEGIN}\nold\n{gpu_check_main.END}\nafter\n"
-  )
-  status = gpu_check_main.main(["--plan", "--dry_run", f"--page={page}"])
+  page.write_text(f"before\n{gpu_check.BEGIN}\nold\n{gpu_check.END}\nafter\n")
+  status = gpu_check.main(["--plan", "--dry_run", f"--page={page}"])
   printed = capsys.readouterr()
   assert status == 0, printed.err
   assert "matmul: " in printed.out
@@ -38,17 +36,15 @@ def test_a_dry_run_plans_and_runs(tmp_path, capsys, monkeypatch):
 
 
 def test_factors_are_in_the_form_that_plans_read(capsys, monkeypatch):
-  h200 = gpu_check_main.hardware.named("h200")
-  monkeypatch.setattr(
-    gpu_check_main.hardware, "for_device_kind", lambda kind: h200
-  )
+  h200 = gpu_check.hardware.named("h200")
+  monkeypatch.setattr(gpu_check.hardware, "for_device_kind", lambda kind: h200)
   rates = {
     "matmul": (0.5 * 989.4e12, "TFLOP/s"),
     "matmul.float8": (0.25 * 1978.9e12, "TFLOP/s"),
     "memory": (0.9 * 4800e9, "TB/s"),
   }
-  monkeypatch.setattr(gpu_check_main, "_measure", lambda size: rates)
-  gpu_check_main.check(size=8)
+  monkeypatch.setattr(gpu_check, "_measure", lambda size: rates)
+  gpu_check.check(size=8)
   line = capsys.readouterr().out.splitlines()[-1]
   text = line.partition(f"{efficiency.VARIABLE}=")[2]
   found = efficiency.choose(h200, {efficiency.VARIABLE: text})
@@ -58,9 +54,9 @@ def test_factors_are_in_the_form_that_plans_read(capsys, monkeypatch):
 
 
 def test_wrong_arguments_and_pages_are_explained(tmp_path, capsys):
-  assert gpu_check_main.main(["--plans"]) == 1
+  assert gpu_check.main(["--plans"]) == 1
   assert "Unknown argument '--plans'" in capsys.readouterr().err
   page = tmp_path / "page.md"
   page.write_text("no marks")
-  with pytest.raises(gpu_check_main.user_error.UserError, match="not have"):
-    gpu_check_main.write(page, "table")
+  with pytest.raises(gpu_check.user_error.UserError, match="not have"):
+    gpu_check.write(page, "table")
