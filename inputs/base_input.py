@@ -68,7 +68,10 @@ class BaseInput(abc.ABC):
 
   def __post_init__(self) -> None:
     checks.check_positive(
-      self, "global_batch_size", "length", "eval_loop_num_batches"
+      self,
+      "global_batch_size",
+      "length",
+      optional=["eval_loop_num_batches"],
     )
     for name in ("global_batch_size", "length"):
       # Arrays on devices are indexed by int32.

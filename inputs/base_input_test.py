@@ -1,12 +1,13 @@
 """Tests for the base class, with a minimal input."""
 
 import dataclasses
+import types
 from typing import Any
 
 import numpy as np
 import pytest
 
-from paxon.inputs import base_input, byte_tokenizer
+from paxon.inputs import base_input, byte_tokenizer, checks
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -173,3 +174,21 @@ def test_decodes_ids_with_a_tokenizer():
 def test_invalid_evaluations_are_rejected(kwargs, message):
   with pytest.raises(ValueError, match=message):
     _input(**kwargs)
+
+
+def test_only_optional_fields_may_be_none():
+  owner = types.SimpleNamespace(size=2, limit=None, zero=0)
+  checks.check_positive(owner, "size", optional=["limit"])
+  with pytest.raises(ValueError, match=r"\.limit must be positive, got None"):
+    checks.check_positive(owner, "size", "limit")
+  with pytest.raises(ValueError, match=r"\.zero must be positive, got 0"):
+    checks.check_positive(owner, optional=["zero"])
+
+
+def test_ids_are_below_the_vocabulary_size():
+  owner = types.SimpleNamespace(token=3, unset=None)
+  for size in (None, 4):
+    checks.check_ids(owner, "token", "unset", vocab_size=size)
+  for size in (0, 3):
+    with pytest.raises(ValueError, match=rf"vocab_size \({size}\), got 3"):
+      checks.check_ids(owner, "token", vocab_size=size)

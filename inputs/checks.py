@@ -1,11 +1,17 @@
 """Validation of dataclass fields, for `__post_init__`."""
 
+from collections.abc import Sequence
 
-def check_positive(owner: object, *fields: str) -> None:
-  """Raises ValueError unless each field is positive, or None."""
-  for field in fields:
+
+def check_positive(
+  owner: object, *fields: str, optional: Sequence[str] = ()
+) -> None:
+  """Raises ValueError unless each field is positive; `optional` may be None."""
+  for field in (*fields, *optional):
     value = getattr(owner, field)
-    if value is not None and value <= 0:
+    if value is None and field in optional:
+      continue
+    if value is None or value <= 0:
       raise ValueError(
         f"{type(owner).__name__}.{field} must be positive, got {value}."
       )
@@ -22,7 +28,9 @@ def check_ids(owner: object, *fields: str, vocab_size: int | None) -> None:
   """Raises ValueError unless each field is None or an id below `vocab_size`."""
   for field in fields:
     value = getattr(owner, field)
-    if value is None or 0 <= value < (vocab_size or value + 1):
+    if value is None:
+      continue
+    if value >= 0 and (vocab_size is None or value < vocab_size):
       continue
     raise ValueError(
       f"{type(owner).__name__}.{field} must be an id below vocab_size"

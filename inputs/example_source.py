@@ -154,7 +154,7 @@ class TokenizedDocuments:
   chunk_length: int | None = None
 
   def __post_init__(self) -> None:
-    checks.check_positive(self, "chunk_length")
+    checks.check_positive(self, optional=["chunk_length"])
 
   def required_vocab_size(self) -> int:
     """Returns the tokenizer's vocabulary size."""

@@ -136,7 +136,7 @@ class Examples(Stream):
   _every: bool = dataclasses.field(default=False, init=False, repr=False)
 
   def __post_init__(self) -> None:
-    checks.check_positive(self, "num_epochs")
+    checks.check_positive(self, optional=["num_epochs"])
 
   def start(self) -> int:
     """Returns 0."""

@@ -48,7 +48,7 @@ def seqio() -> Any:
   """Returns `seqio`."""
   # Silences TensorFlow's startup messages.
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-  with _explain("seqio", "tensorflow", name="SeqIO", extra="tf"):
+  with _explain("seqio", "tensorflow", name="SeqIO", extra="tf", exact=True):
     return importlib.import_module("seqio")
 
 
@@ -63,13 +63,20 @@ def tensorflow() -> Any:
 
 @contextlib.contextmanager
 def _explain(
-  *modules: str, name: str | None = None, extra: str = "data"
+  *modules: str,
+  name: str | None = None,
+  extra: str = "data",
+  exact: bool = False,
 ) -> Generator[None, None, None]:
-  """Raises an error with install instructions if a library is missing."""
+  """Raises an error with install instructions if a library is missing.
+
+  A missing submodule counts as a missing library, unless `exact`.
+  """
   try:
     yield
   except ModuleNotFoundError as error:
-    if (error.name or "").partition(".")[0] not in modules:
+    missing = error.name or ""
+    if (missing if exact else missing.partition(".")[0]) not in modules:
       raise
     library = name or modules[0]
     raise MissingLibraryError(

@@ -37,3 +37,13 @@ def test_missing_dependencies_of_a_library_are_not_hidden(monkeypatch):
   for opened in (optional_library.seqio, optional_library.parquet):
     with pytest.raises(ModuleNotFoundError, match="deep"):
       opened()
+
+
+def test_an_incompatible_tensorflow_is_not_reported_as_missing(monkeypatch):
+  def import_module(name):
+    raise ModuleNotFoundError("No module", name="tensorflow.compat.v3")
+
+  monkeypatch.setattr(importlib, "import_module", import_module)
+  with pytest.raises(ModuleNotFoundError, match="No module") as caught:
+    optional_library.seqio()
+  assert not isinstance(caught.value, optional_library.MissingLibraryError)

@@ -79,7 +79,7 @@ class PackedInput(base_input.BaseInput):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    checks.check_positive(self, "max_waiting", "encoder_length")
+    checks.check_positive(self, "max_waiting", optional=["encoder_length"])
     if self.num_workers < 0:
       raise ValueError(
         f"PackedInput.num_workers must be at least 0, got {self.num_workers}."

@@ -83,6 +83,7 @@ class TokenColumn:
   vocab_size: int | None = None
 
   def __post_init__(self) -> None:
+    checks.check_positive(self, optional=["vocab_size"])
     checks.check_ids(self, "begin_id", "end_id", vocab_size=self.vocab_size)
 
   def __len__(self) -> int:

@@ -62,6 +62,8 @@ def test_rejects_added_ids_outside_the_vocabulary(name):
 
 
 def test_reports_the_vocabulary_size():
+  with pytest.raises(ValueError, match=r"vocab_size must be positive, got 0"):
+    record_columns.TokenColumn(rows=[], vocab_size=0)
   column = record_columns.TokenColumn(rows=[], vocab_size=9)
   assert column.required_vocab_size() == 9
   assert len(column) == 0

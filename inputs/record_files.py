@@ -94,6 +94,8 @@ class RecordFiles(PickledFields, abc.ABC):
 
   # The name of an element, for messages.
   _what: ClassVar[str] = "document"
+  # What the files hold instead, for the message if there are no elements.
+  _hint: ClassVar[str] = ""
 
   def __post_init__(self) -> None:
     checks.check_not_empty(self, "files")
@@ -123,6 +125,7 @@ class RecordFiles(PickledFields, abc.ABC):
     ends = np.cumsum([len(part) for part in self._parts]).tolist()
     if not ends or not ends[-1]:
       raise ValueError(
-        f"{type(self).__name__}.files: {self.files!r} holds no {self._what}s."
+        f"{type(self).__name__}.files: {self.files!r} holds no {self._what}s"
+        f"{self._hint}."
       )
     return ends

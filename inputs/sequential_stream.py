@@ -42,7 +42,7 @@ class SequentialExamples(example_stream.Stream):
   )
 
   def __post_init__(self) -> None:
-    checks.check_positive(self, "shuffle_window", "num_epochs")
+    checks.check_positive(self, "shuffle_window", optional=["num_epochs"])
 
   def start(self) -> list[int]:
     """Returns [epoch 0, index 0]."""

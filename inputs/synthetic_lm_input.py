@@ -45,7 +45,7 @@ class SyntheticLmInput(base_input.BaseInput):
         "SyntheticLmInput.random_seed must be in [0, 2**64), or None for ones,"
         f" got {self.random_seed}."
       )
-    checks.check_positive(self, "num_batches")
+    checks.check_positive(self, optional=["num_batches"])
 
   def get_next(self) -> base_input.Batch:
     """Returns this host's part of the next batch; see the class.

@@ -8,6 +8,7 @@ import dataclasses
 import enum
 import functools
 import re
+from typing import ClassVar
 
 import numpy as np
 
@@ -33,6 +34,7 @@ class TextFiles(record_files.RecordFiles):
   """
 
   documents: Documents = Documents.FILE
+  _hint: ClassVar[str] = ", only files that are empty or blank"
 
   def __getitem__(self, index: int, /) -> bytes:
     number, place = self._locate(index)

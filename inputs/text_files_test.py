@@ -47,7 +47,7 @@ def test_documents(folder, documents, expected):
   [
     ("", ValueError, r"files must not be empty"),
     ("*.rst", FileNotFoundError, r"no file has the name '.*rst'; give a path"),
-    ("[be]*.txt", ValueError, r"holds no documents"),
+    ("[be]*.txt", ValueError, r"holds no documents, only files that are empty"),
   ],
 )
 def test_nothing_to_read_is_an_error(folder, files, error, message):

@@ -93,7 +93,7 @@ class TokenFile(record_files.PickledFields):
   def __post_init__(self) -> None:
     if self.path.endswith((".bin", ".idx")):
       object.__setattr__(self, "path", self.path[: -len(".bin")])
-    checks.check_positive(self, "vocab_size")
+    checks.check_positive(self, optional=["vocab_size"])
     checks.check_ids(self, "begin_id", "end_id", vocab_size=self.vocab_size)
 
   def __len__(self) -> int:

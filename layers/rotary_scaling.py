@@ -28,7 +28,10 @@ class Scaling(abc.ABC):
   def __call__(
     self, frequency: Float[Array, " pairs"], max_wavelength: float
   ) -> Float[Array, " pairs"]:
-    """Returns the frequencies in use, in radians per position."""
+    """Returns the frequencies in use, in radians per position.
+
+    They are given highest first; `max_wavelength` is their base.
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

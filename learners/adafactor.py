@@ -152,8 +152,9 @@ def scale_by_factored_rms(
   def to_state(
     count: Any, treedef: Any, statistics: Iterable[_Statistics]
   ) -> FactoredRmsState:
-    trees = map(treedef.unflatten, zip(*statistics, strict=True))
-    return FactoredRmsState(count, *trees)
+    # Three empty columns if there are no variables.
+    columns = list(zip(*statistics, strict=True)) or [()] * 3
+    return FactoredRmsState(count, *map(treedef.unflatten, columns))
 
   def init(params: optax.Params) -> FactoredRmsState:
     leaves, treedef = jax.tree.flatten(params)

@@ -31,6 +31,15 @@ def _factored(specs):
   )
 
 
+def test_no_variables_have_empty_statistics():
+  transform = _factored(None)
+  state = transform.init({})
+  assert (state.row, state.column, state.full) == ({}, {}, {})
+  updates, state = transform.update({}, state)
+  assert updates == {}
+  assert int(state.count) == 1
+
+
 def test_statistics_have_the_axes_of_their_parameter():
   specs = _specs(
     wide=(6, 9), tall=(9, 6), square=(6, 6), stack=(12, 6, 9), small=(3, 9)

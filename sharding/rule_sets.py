@@ -101,10 +101,11 @@ def named(name: str) -> rules_lib.Rules:
         f" {', '.join(_PARTS)}."
       )
     if part not in _PARTS:
+      close = suggestions.find_closest(part, NAMES)
+      hint = f"; did you mean {close[0]!r}?" if close else "."
       raise ValueError(
-        f"rules {name!r}: there is no rule set {part!r}"
-        f"{suggestions.suggest(part, NAMES)} Sums such as fsdp+tensor are"
-        " possible."
+        f"rules {name!r}: there is no rule set {part!r}{hint} Rule sets are"
+        f" {', '.join(NAMES)}, and sums such as fsdp+tensor."
       )
   entries: dict[str, rules_lib.MeshAxes] = dict.fromkeys(axes.LOGICAL_AXES)
   entries[axes.BATCH] = (axes.DATA, axes.FSDP, axes.EXPERT)

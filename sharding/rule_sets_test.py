@@ -111,8 +111,8 @@ def test_default_is_default_rules():
 @pytest.mark.parametrize(
   ("name", "message"),
   [
-    ("fsdpp", r"no rule set 'fsdpp'; did you mean 'fsdp'\? Sums such"),
-    ("fsdp+", r"rules 'fsdp\+': there is no rule set ''; known"),
+    ("fsdpp", r"no rule set 'fsdpp'; did you mean 'fsdp'\? Rule sets"),
+    ("fsdp+", r"rules 'fsdp\+': there is no rule set ''\. Rule sets"),
     ("fsdp+2d", r"'2d' cannot be combined; those that can are data, fsdp, "),
   ],
 )

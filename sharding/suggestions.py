@@ -35,4 +35,4 @@ def suggest(word: str, names: Iterable[str], *, count: int = 1) -> str:
   if not names:
     return "; none are known."
   listed = ", ".join(names[:_MAX_LISTED])
-  return f"; known: {listed}{', ...' if len(names) > _MAX_LISTED else ''}."
+  return f"; known: {listed}{', ...' if len(names) > _MAX_LISTED else '.'}"

@@ -28,4 +28,4 @@ def test_suggestion_names_the_closest_or_all_known():
   assert suggestions.suggest("zzz", ["b", "a"]) == "; known: a, b."
   assert suggestions.suggest("zzz", []) == "; none are known."
   many = suggestions.suggest("zzz", [f"name{i:02}" for i in range(20)])
-  assert many.endswith("name07, ....")
+  assert many.endswith("name07, ...")

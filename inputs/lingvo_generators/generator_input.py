@@ -115,7 +115,7 @@ class GeneratorInput(base_input.BaseInput):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    checks.check_positive(self, "num_samples", "num_batches")
+    checks.check_positive(self, optional=["num_samples", "num_batches"])
     seed = getattr(self.open, "file_random_seed", 0)
     if seed and not self.repeatable and self.num_samples is None:
       raise ValueError(

@@ -53,7 +53,7 @@ class TaskStream(example_stream.Stream):
 
   def __post_init__(self) -> None:
     checks.check_not_empty(self, "name_in_registry", "split")
-    checks.check_positive(self, "num_epochs")
+    checks.check_positive(self, optional=["num_epochs"])
 
   def start(self) -> None:
     """Returns None, which stands for the start without reading."""

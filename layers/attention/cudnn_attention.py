@@ -158,13 +158,27 @@ def one_document(
   key: Float[Array, "batch kv_length kv_heads head_dim"],
   value: Float[Array, "batch kv_length kv_heads head_dim"],
   mask: attention_mask.AttentionMask,
-  **settings: Any,
+  *,
+  logit_cap: float | None = None,
+  bias: jax.Array | None = None,
+  scale: float | None = None,
+  sinks: jax.Array | None = None,
 ) -> Float[Array, "batch length heads head_dim"]:
   """`cudnn(..., packed=False)`: masked keys are not computed.
 
   A function, so that a command line can name it.
   """
-  return cudnn(query, key, value, mask, packed=False, **settings)
+  return cudnn(
+    query,
+    key,
+    value,
+    mask,
+    logit_cap=logit_cap,
+    bias=bias,
+    scale=scale,
+    sinks=sinks,
+    packed=False,
+  )
 
 
 def _described(mask: attention_mask.AttentionMask) -> dict[str, Any]:

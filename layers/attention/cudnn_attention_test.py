@@ -5,6 +5,7 @@ the compiler for GPUs makes of it is tested with the plan.
 """
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -226,6 +227,12 @@ def test_what_cudnn_has_no_word_for_is_refused():
     ValueError, match=r"a bias of shape \(4, 8, 8\), but cuDNN materi"
   ):
     cudnn_attention.one_document(*inputs, mask, bias=jnp.zeros((4, 8, 8)))
+
+
+def test_one_document_has_the_keywords_of_a_kernel_only():
+  of_plain = inspect.signature(kernels.plain).parameters
+  of_cudnn = inspect.signature(cudnn_attention.one_document).parameters
+  assert list(of_cudnn) == [name for name in of_plain if name != "einsum"]
 
 
 def test_scale_is_that_of_all_kernels():

@@ -361,13 +361,19 @@ def check_call(
   key: jax.Array,
   value: jax.Array,
   mask: attention_mask.AttentionMask,
-  **settings: Any,
+  *,
+  logit_cap: float | None = None,
+  bias: Any | None = None,
+  sinks: jax.Array | None = None,
 ) -> None:
   """Raises ValueError unless a kernel supports a call; see `from_call`.
 
   Also if the query heads do not divide into groups.
   """
-  check(support, from_call(query, key, value, mask, **settings))
+  request = from_call(
+    query, key, value, mask, logit_cap=logit_cap, bias=bias, sinks=sinks
+  )
+  check(support, request)
   check_groups(query, key)
 
 

@@ -71,8 +71,8 @@ class QuantizedRows:
     by = scale.astype(jnp.float32)[..., None]
     # Vectors of zeros, and of values too small for a scale, become zeros.
     scaled = jnp.where(by > 0, wide / jnp.where(by > 0, by, 1.0), 0.0)
-    # The rounded scale exceeds the range of the format by less than half a
-    # step.
+    # Scaled values may exceed the range of the format by less than half a step,
+    # because the scale was rounded.
     kept = number_formats.saturating_cast(scaled, numbers)
     return {
       "": number_formats.pack(kept) if numbers.bits == 4 else kept,

@@ -48,6 +48,8 @@ class Ring:
   support: ClassVar[kernel_support.Support] = kernel_support.RING
 
   def __post_init__(self) -> None:
+    if None in (self.block_q, self.block_kv):
+      raise ValueError("Ring.block_q and block_kv must be positive, got None.")
     checks.check_size(self, "block_q", "block_kv")
 
   def __call__(

@@ -242,6 +242,11 @@ def test_what_a_ring_cannot_serve():
     ring.Ring()(query, key, value, _mask(), bias=bias)
   with pytest.raises(ValueError, match=r"Ring\.block_kv must be positive"):
     ring.Ring(block_kv=0)
+  unset = ring.Ring()
+  # Tests check the type of arguments; programs do not.
+  object.__setattr__(unset, "block_q", None)
+  with pytest.raises(ValueError, match=r"must be positive, got None"):
+    unset.__post_init__()
   with pytest.raises(ValueError, match=r"\(4\) must be a multiple of .* \(3\)"):
     ring.Ring()(query, *_inputs(3)[1:3], mask=_mask())
   short = tuple(x[:, :30] for x in (query, key, value))

@@ -87,7 +87,10 @@ def sum_by_document(
   values: Float[Array, "batch length"],
   segment_ids: Int[Array, "batch length"],
 ) -> Float[Array, "batch length"]:
-  """Returns the sum of the values of the tokens of each document."""
+  """Returns the sum of the values of the tokens of each document.
+
+  Segment ids must be from 1 to T; 0 is padding, whose values are ignored.
+  """
   # There are no more documents than tokens.
   count = values.shape[1] + 1
   sums = jax.vmap(lambda v, s: jax.ops.segment_sum(v, s, num_segments=count))(

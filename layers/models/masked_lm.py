@@ -127,7 +127,7 @@ class MaskedLm(TextEncoder):
       `HeadTransform`; `None` is the identity.
     masking: Masks random tokens in each step. `None` expects masked batches.
 
-  The other attributes are those of `DecoderLm`.
+  The other attributes are those of `TextEncoder` and `DecoderLm`.
   """
 
   head: nn.Module | None = None
