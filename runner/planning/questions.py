@@ -317,7 +317,7 @@ def to_grid_table(
           if knob in cell
         },
         **_columns(plan),
-        "": "*" if plan is top and _speed(plan) else "",
+        "": "*" if plan is top and _speed(plan) and _may_fit(plan) else "",
       }
     )
   failed = [plan for plan in plans if isinstance(plan, result.Failure)]
@@ -330,10 +330,19 @@ def best(
 ) -> result.Plan | None:
   """Returns the plan with the most tokens/s that fits, else the smallest."""
   made = [plan for plan in plans if isinstance(plan, result.Plan)]
-  fit = [p for p in made if p.memory.fit is not result.Fit.DOES_NOT_FIT]
+  fit = [p for p in made if _may_fit(p)]
   if not fit:
-    return min(made, key=lambda p: p.memory.peak or 0, default=None)
+    # The TPU compiler rejects a program without the peak that it needs.
+    return min(
+      made,
+      key=lambda p: math.inf if p.memory.peak is None else p.memory.peak,
+      default=None,
+    )
   return max(fit, key=_speed)
+
+
+def _may_fit(plan: result.Plan) -> bool:
+  return plan.memory.fit is not result.Fit.DOES_NOT_FIT
 
 
 def _speed(plan: result.Plan) -> float:

@@ -219,3 +219,16 @@ def test_a_grid_marks_the_fastest_that_fits():
   plans[0] = result.Failure(target="h200:1x8", message="no knob 'length'")
   text = questions.to_grid_table(cells, plans)
   assert text.endswith("no plan: no knob 'length'")
+
+
+def test_of_plans_that_do_not_fit_the_smallest_is_kept_and_none_is_marked():
+  rejected = _plan(
+    memory=sample_plan.memory(peak=None, compiler_error="Used 40G of 15G")
+  )
+  large, larger = (
+    _plan(memory=sample_plan.memory(peak=n * 2**30)) for n in (200, 300)
+  )
+  plans = (larger, rejected, large)
+  assert questions.best(plans) is large
+  cells = [{"global_batch_size": n} for n in (1, 2, 3)]
+  assert "*" not in questions.to_grid_table(cells, plans)
