@@ -124,6 +124,7 @@ def meshes(
   *,
   target: targets.Target,
   varied: Sequence[str] = (axes.DATA, axes.FSDP, axes.TENSOR),
+  kept_axes: Sequence[str] = axes.MESH_AXES,
 ) -> Iterator[mesh_lib.MeshSpec]:
   """Yields every way to factor the devices over some mesh axes.
 
@@ -131,9 +132,14 @@ def meshes(
     current: The mesh in use; sizes of its other axes are kept.
     target: The devices. Between slices lie `data`, `fsdp`, or both.
     varied: Axes that the search may use.
+    kept_axes: Other axes whose size is kept; the rest are dropped.
   """
   full = current.resolve(target.num_devices)
-  kept = {a: n for a, n in full.ici.items() if a not in varied and n > 1}
+  kept = {
+    a: n
+    for a, n in full.ici.items()
+    if a in kept_axes and a not in varied and n > 1
+  }
   inside = target.num_devices // target.slices
   if inside % math.prod(kept.values()):
     return
@@ -209,18 +215,24 @@ class Layouts:
 
   @property
   def usable_axes(self) -> tuple[str, ...]:
+    """Mesh axes that split some work and that a search may vary."""
+    named = {name for spec in self._specs for name in spec.axes}
+    found = {axes.DATA, axes.FSDP, axes.TENSOR, axes.SEQUENCE}
+    if axes.EXPERTS in named:
+      found.add(axes.EXPERT)
+    return tuple(a for a in self.working_axes if a in found)
+
+  @property
+  def working_axes(self) -> tuple[str, ...]:
     """Mesh axes that split some work of the model."""
     named = {name for spec in self._specs for name in spec.axes}
-    wanted = [
+    wanted = {
       axis
       for logical, entry in self._rules
       for axis in rules_lib.as_tuple(entry)
       if logical in (*_ROWS, *named)
-    ]
-    found = {axes.DATA, axes.FSDP, axes.TENSOR, axes.SEQUENCE}
-    if axes.EXPERTS in named:
-      found.add(axes.EXPERT)
-    return tuple(a for a in axes.MESH_AXES if a in found and a in wanted)
+    }
+    return tuple(a for a in axes.MESH_AXES if a in wanted)
 
   def is_possible(self, mesh: str, *, microbatches: int) -> bool:
     """Whether all sizes divide and every axis splits some work."""
@@ -334,13 +346,14 @@ class _Mesh:
     )
     self._links = network.links(target.hardware)
     self._placement: network.Placement | None = None
-    if self.is_sound and self._links is not None:
+    has_errors = any(f.is_error for f in found)
+    if not has_errors and self._links is not None:
       try:
         self._placement = network.place_mesh(target, spec)
       except (ValueError, NotImplementedError):
         # JAX cannot lay these axes along the sides of the slice.
         self.is_sound = False
-    if not self.is_sound:
+    if has_errors:
       return
     self.state = sum(_bytes(s) // self.shards(*s.axes) for s in state)
     self.state += sum(
@@ -452,8 +465,10 @@ class _Mesh:
 
   def _seconds(self, axis: str, sent: float) -> float:
     """Seconds; the bytes themselves where rates are not known."""
-    if self._links is None or self._placement is None:
+    if self._links is None:
       return sent
+    if self._placement is None:
+      return sent / self._links.fast
     members = network.group(self.sizes, (axis,))
     rate = network.bandwidth(members, self._placement, self._links)
     return sent / (rate or self._links.fast)

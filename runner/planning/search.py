@@ -137,7 +137,9 @@ class Search:
       only_meshes=only_meshes, rounds_state=rounds_state
     )
     self.attempts: list[Attempt] = []
-    if before is not None and (before.compiled or peak_of(before)):
+    if before is not None and (
+      before.compiled or before.memory.compiler_error or peak_of(before)
+    ):
       self.attempts.append(Attempt(self.space.current, before))
     self._predicted = {
       c: self.space.layouts.predict(c.layout) for c in self.candidates

@@ -243,7 +243,12 @@ class Space:
       varied.remove(axes.SEQUENCE)
     if text:
       yield Choice()
-    for spec in layouts.meshes(current, target=self._target, varied=varied):
+    for spec in layouts.meshes(
+      current,
+      target=self._target,
+      varied=varied,
+      kept_axes=self.layouts.working_axes,
+    ):
       if not text or spec.resolve(number) != current.resolve(number):
         yield Choice(
           assignments=(f"mesh={spec}",),
@@ -324,7 +329,12 @@ def microbatch_choices(
   """
   name = "num_microbatches"
   places = [p for p in _places(config, name) if p[0].startswith(_LEARNER)]
-  if len(places) != 1:
+  # A pipeline schedule accumulates gradients itself.
+  is_scheduled = any(
+    hasattr(fdl.get_callable(node), "make_gradient_fn")
+    for _, node in tree.nodes(config)
+  )
+  if len(places) != 1 or is_scheduled:
     return ()
   ((path, node),) = places
   number = 2 * tree.value_of(node, name)

@@ -137,3 +137,22 @@ def test_a_state_that_does_not_fit_is_no_candidate():
   assert meshes == {m for m in meshes if space.layouts.state_bytes(m) <= usable}
   assert space.layouts.state_bytes("data=2") > usable
   assert "data=2" not in meshes
+
+
+def test_an_idle_axis_of_the_mesh_is_dropped():
+  space = _space("h200:1x8", "--fdl.mesh=data=4,stage=2")
+  assert space.layouts.predict(space.current.layout).step > 0
+  meshes = {c.layout.mesh for c in space.candidates(only_meshes=True)}
+  assert "data=8" in meshes
+  assert not any("stage" in mesh for mesh in meshes)
+
+
+class _Scheduled:
+  def make_gradient_fn(self):
+    """Marks a stack with a pipeline schedule."""
+
+
+def test_a_pipeline_schedule_has_no_microbatches_of_the_learner():
+  config = _config()
+  config.task.model.stack = fdl.Config(_Scheduled)
+  assert search_space.microbatch_choices(config, batch_size=8) == ()

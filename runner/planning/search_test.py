@@ -266,6 +266,17 @@ def test_a_failed_candidate_is_in_the_table(monkeypatch):
   assert "no" in [change.reason for change in found]
 
 
+def test_a_rejected_first_program_is_not_compiled_again(monkeypatch):
+  subject, _ = _subject(
+    monkeypatch, lambda text: 150 * _GIB, "--fdl.mesh=fsdp=8"
+  )
+  before = _plan(None)
+  memory = dataclasses.replace(before.memory, compiler_error="Out of memory")
+  before = dataclasses.replace(before, memory=memory, compiled=False)
+  found = search.Search(subject, before)
+  assert found.space.current not in found.rest()
+
+
 @pytest.mark.parametrize(
   ("error", "gibibytes"),
   [

@@ -107,6 +107,9 @@ def choose(
     return found
   factors: dict[str, Any] = {}
   by_dtype: dict[str, float] = {}
+  dtypes = sorted(
+    {d for n in hardware.names() for d in hardware.named(n).flops}
+  )
   for entry in text.split(","):
     name, _, value = (part.strip() for part in entry.partition("="))
     family, _, dtype = name.partition(".")
@@ -114,12 +117,13 @@ def choose(
       factor = float(value)
     except ValueError:
       factor = 0.0
-    is_known = name in _FACTORS or (family == "matmul" and dtype)
+    is_known = name in _FACTORS or (family == "matmul" and dtype in dtypes)
     if not is_known or not 0 < factor <= _MOST:
       raise user_error.UserError(
         f"{VARIABLE}={text}: {entry.strip()!r} must be NAME=FACTOR with a"
         f" factor above 0 and at most {_MOST:g}; names are"
-        f" {', '.join(_FACTORS)} and matmul.DTYPE, such as matmul.float8."
+        f" {', '.join(_FACTORS)} and matmul.DTYPE with DTYPE one of"
+        f" {', '.join(dtypes)}."
       )
     if dtype:
       by_dtype[dtype] = factor

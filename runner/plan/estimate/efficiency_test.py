@@ -48,7 +48,11 @@ def test_there_are_no_rates_without_a_data_sheet():
 
 
 @pytest.mark.parametrize(
-  "text", ["matmul", "matmul=", "matmul=0", "matmul=74", "matmul=nan", "x=0.5"]
+  "text",
+  [
+    *("matmul", "matmul=", "matmul=0", "matmul=74", "matmul=nan", "x=0.5"),
+    "matmul.bf16=0.5",
+  ],
 )
 def test_other_factors_are_rejected(text):
   with pytest.raises(user_error.UserError, match=r"must be NAME=FACTOR"):
