@@ -15,9 +15,11 @@ the compiler reports for the program that runs; time then has no verdict.
 """
 
 from collections.abc import Callable, Sequence
+from concurrent import futures
 import dataclasses
 import datetime
 import importlib.metadata
+import multiprocessing
 import os
 import pathlib
 import statistics
@@ -121,12 +123,12 @@ def main(arguments: Sequence[str]) -> int:
   try:
     page = _parse_page(arguments)
     is_dry = "--dry_run" in arguments
+    found = []
+    if "--plan" in arguments:
+      # Before this process takes memory of the devices.
+      found = _compare_all(TINY_CASES if is_dry else CASES)
     check(size=256 if is_dry else 8192)
     if "--plan" in arguments:
-      found = []
-      for case in TINY_CASES if is_dry else CASES:
-        print(f"planning and running {case.name}", flush=True)
-        found.append(compare(case))
       table = to_markdown(found)
       print(table)
       if page is None and not is_dry:
@@ -181,7 +183,7 @@ def check(*, size: int) -> dict[str, float]:
       factors[name] = rate / sheet
   for name, works in {
     "cuDNN attention": lambda: _attend("cudnn"),
-    "fp8 matmul": lambda: _matmul(size, jnp.float8_e4m3fn),
+    "fp8 matmul": lambda: _multiply_fp8(size),
   }.items():
     print(f"{name}: {_try(works)}")
   if factors:
@@ -207,8 +209,9 @@ def _measure(size: int) -> dict[str, tuple[float, str]]:
     gather = jax.jit(lambda z: z, out_shardings=whole)
     sent = z.nbytes * (number - 1) / number
     found["fast_link"] = (sent / _seconds(lambda: gather(z)), "TB/s")
+  low = x.astype(jnp.float8_e4m3fn)
   try:
-    seconds = _seconds(lambda: _matmul(size, jnp.float8_e4m3fn))
+    seconds = _seconds(lambda: _low_precision(low, low))
   except Exception:  # Not supported by this device.
     return found
   return found | {"matmul.float8": (flops / seconds, "TFLOP/s")}
@@ -221,7 +224,8 @@ def _datasheet(kind: hardware.Hardware | None, name: str) -> float | None:
     "matmul": kind.peak_flops(),
     "matmul.float8": kind.peak_flops("float8_e4m3fn"),
     "memory": kind.memory_bandwidth,
-    "fast_link": kind.link_bandwidth,
+    # Between hosts a gather takes the network.
+    "fast_link": kind.link_bandwidth if jax.process_count() == 1 else None,
   }[name]
 
 
@@ -230,8 +234,8 @@ def _low_precision(x: jax.Array, y: jax.Array) -> jax.Array:
   return jax.lax.dot(x, y, preferred_element_type=jnp.bfloat16)
 
 
-def _matmul(size: int, dtype: Any) -> jax.Array:
-  x = jnp.ones((size, size), dtype)
+def _multiply_fp8(size: int) -> jax.Array:
+  x = jnp.ones((size, size), jnp.float8_e4m3fn)
   return _low_precision(x, x)
 
 
@@ -263,6 +267,21 @@ def _times(function: Callable[[], Any]) -> list[float]:
     if number >= _WARMUP:
       times.append(time.perf_counter() - begin)
   return times
+
+
+def _compare_all(cases: Sequence[Case]) -> list[Comparison]:
+  """Compares each case in a process of its own.
+
+  Devices report the peak since a process started.
+  """
+  with futures.ProcessPoolExecutor(
+    1, multiprocessing.get_context("spawn"), max_tasks_per_child=1
+  ) as pool:
+    found = []
+    for case in cases:
+      print(f"planning and running {case.name}", flush=True)
+      found.append(pool.submit(compare, case).result())
+    return found
 
 
 def compare(case: Case) -> Comparison:
