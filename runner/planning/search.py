@@ -385,17 +385,24 @@ def _compile_smallest(search: Search) -> Attempt | None:
 def _smallest_first(search: Search) -> list[_Candidate]:
   """Candidates that are expected to fit, those with few changes first.
 
-  A rounded state counts as more than any other change of as many. If none is
-  expected to fit, the one that needs least is first.
+  A rounded state counts as more than any other change of as many, and then
+  microbatches, each of which gathers the weights again. If none is expected to
+  fit, the one that needs least is first.
   """
   rest = search.rest()
+  microbatches = search.space.current.layout.microbatches
   expected = {c: search.expect(c) for c in rest}
   fitting = [c for c in rest if expected[c].peak <= search.usable]
   if not fitting:
     return sorted(rest, key=lambda c: expected[c].peak)[:1]
   return sorted(
     fitting,
-    key=lambda c: (len(c.changes), c.rounds_state, expected[c].step),
+    key=lambda c: (
+      len(c.changes),
+      c.rounds_state,
+      c.layout.microbatches > microbatches,
+      expected[c].step,
+    ),
   )
 
 
