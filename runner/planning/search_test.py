@@ -141,7 +141,7 @@ def test_what_does_not_fit_is_made_to_fit(tmp_path, capsys):
   assert f"It {change.fit} (compiled) if you {change.words}. Add to" in out
   # One change was enough, and what is pasted does what it says.
   (pasted,) = change.overrides
-  assert f"\n  {pasted}\n" in out
+  assert f"\n  {shlex.quote(pasted)}\n" in out
   assert _run(tmp_path, target, *_TOO_LARGE, pasted) == 0
   again = _written(tmp_path)
   assert again.memory.peak == change.peak_after
