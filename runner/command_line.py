@@ -302,6 +302,7 @@ def parse_questions(values: Values) -> "questions.Questions":
     batches=values.plan_batches,
     lengths=values.plan_lengths,
     programs=values.plan_programs,
+    is_searched=values.plan_search,
   )
 
 

@@ -26,7 +26,7 @@ is recomputation, else `transpose` is the backward pass. The module is the path
 of the linen module.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 import dataclasses
 import enum
 import fractions
@@ -40,6 +40,7 @@ from jax.interpreters import partial_eval
 import numpy as np
 
 from paxon.quantization import matmuls
+from paxon.runner.plan import kernel_flops
 from paxon.runner.plan.program_text import name_stack
 
 
@@ -164,25 +165,14 @@ class Flops:
     return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
-# A kernel's FLOPs, from its equation, as (kind, needed, recomputed).
-KernelFormula = Callable[[Any], tuple[Kind, int, int]]
-
-
-def count(
-  jaxpr: core.ClosedJaxpr, *, kernels: Mapping[str, KernelFormula] | None = None
-) -> Flops:
+def count(jaxpr: core.ClosedJaxpr) -> Flops:
   """Counts the FLOPs of a jaxpr.
 
   Args:
     jaxpr: As `jax.jit(f).trace(*args).jaxpr` gives it, of the whole program
       before it is split over devices.
-    kernels: Formulas for kernels (by the name of the Pallas call, or of the
-      primitive) beside those that are known here.
-
-  Returns:
-    The sums.
   """
-  counter = _Counter({**_KNOWN_KERNELS, **(kernels or {})})
+  counter = _Counter()
   # Compilers remove dead code, such as the head where a pipeline's first stage
   # needs the embedding only.
   live, _ = partial_eval.dce_jaxpr(
@@ -221,8 +211,7 @@ _LIVE = re.compile(r"\blive_(\d+)_of_(\d+)\b")
 class _Counter:
   """Walks jaxprs; the name stack of inner ones is relative to the outer."""
 
-  def __init__(self, kernels: Mapping[str, KernelFormula]) -> None:
-    self._kernels = kernels
+  def __init__(self) -> None:
     self.notes: list[str] = []
 
   def jaxpr(self, jaxpr: core.Jaxpr, stack: str, known: _Known) -> _Counts:
@@ -239,11 +228,11 @@ class _Counter:
       if kind is Kind.MATMUL and _is_attention(eqn, stack):
         kind = Kind.ATTENTION
       return _entry(stack, kind, flops, eqn, _phase(stack))
+    attention = kernel_flops.attention(eqn, known)
+    if attention is not None:
+      return _kernel(stack, attention, eqn)
     if name == "pallas_call":
-      return self._pallas(eqn, stack, known)
-    if name in self._kernels:
-      share = _cudnn_share(eqn) if name in _CUDNN_KERNELS else None
-      return _kernel(stack, self._kernels[name](eqn), eqn, share)
+      return self._pallas(eqn, stack)
     bodies = [
       self.jaxpr(body, stack, _constants_inside(eqn, body, known))
       for body in _bodies(eqn.params)
@@ -260,11 +249,8 @@ class _Counter:
       )
     return counts
 
-  def _pallas(self, eqn: Any, stack: str, known: _Known) -> _Counts:
+  def _pallas(self, eqn: Any, stack: str) -> _Counts:
     name = eqn.params.get("name") or "pallas_call"
-    if name in self._kernels:
-      share = _splash_share(eqn, known) if name.startswith("splash") else None
-      return _kernel(stack, self._kernels[name](eqn), eqn, share)
     phase = _phase(stack)
     estimate = eqn.params.get("cost_estimate")
     if estimate is not None:
@@ -324,15 +310,10 @@ def _entry(
   return {key: _Work(flops, live, fractions.Fraction(skipped))}
 
 
-def _kernel(
-  stack: str,
-  result: tuple[Kind, int, int],
-  eqn: Any,
-  share: float | None,
-) -> _Counts:
-  kind, needed, recomputed = result
-  counts = _entry(stack, kind, needed, eqn, _phase(stack), share)
-  _add(counts, _entry(stack, kind, recomputed, eqn, Phase.REMAT, share))
+def _kernel(stack: str, found: kernel_flops.Attention, eqn: Any) -> _Counts:
+  kind, share = Kind.ATTENTION, found.share
+  counts = _entry(stack, kind, found.needed, eqn, _phase(stack), share)
+  _add(counts, _entry(stack, kind, found.again, eqn, Phase.REMAT, share))
   return counts
 
 
@@ -483,112 +464,4 @@ _CONTRACTIONS = {
   "dot_general": _dot,
   "conv_general_dilated": _convolution,
   "ragged_dot_general": _ragged,
-}
-
-
-# CAUSAL and PADDING_CAUSAL of JAX's MaskType.
-_CUDNN_CAUSAL = (2, 3)
-
-
-def _cudnn(eqn: Any) -> int:
-  """FLOPs of one matmul of queries [..H] with keys [..S..] in cuDNN."""
-  query, key = (v.aval.shape for v in eqn.invars[:2])
-  # `layout` is JAX's AttentionLayout: 0 is BTNH, 1 is BNTH.
-  length_axis = 2 if eqn.params["layout"] else 1
-  return 2 * math.prod(query) * key[length_axis]
-
-
-def _cudnn_share(eqn: Any) -> float | None:
-  """The share of T x S pairs that cuDNN computes; None if all.
-
-  It skips blocks above the diagonal and before a window; the least is the
-  unmasked pairs.
-  """
-  mask = eqn.params["mask_type"]
-  if getattr(mask, "value", mask) not in _CUDNN_CAUSAL:
-    return None
-  axis = 2 if eqn.params["layout"] else 1
-  length, kv_length = (v.aval.shape[axis] for v in eqn.invars[:2])
-  if length != kv_length:
-    return None
-  window = eqn.params.get("sliding_window_length") or length
-  window = min(window, length)
-  return (window * (window + 1) / 2 + (length - window) * window) / length**2
-
-
-def _cudnn_forward(eqn: Any) -> tuple[Kind, int, int]:
-  return Kind.ATTENTION, 2 * _cudnn(eqn), 0
-
-
-def _cudnn_backward(eqn: Any) -> tuple[Kind, int, int]:
-  # Four matmuls, and the scores once more.
-  return Kind.ATTENTION, 4 * _cudnn(eqn), _cudnn(eqn)
-
-
-def _splash(eqn: Any) -> int:
-  """FLOPs of one matmul of queries [..T,H] with keys [..S,H] in splash."""
-  query, key = _splash_operands(eqn)
-  return 2 * math.prod(query.shape) * key.shape[-2]
-
-
-def _splash_operands(eqn: Any) -> list[Any]:
-  """Queries and keys."""
-  return [
-    v.aval
-    for v in eqn.invars
-    if jax.dtypes.issubdtype(v.aval.dtype, np.floating)
-  ][:2]
-
-
-def _splash_share(eqn: Any, known: _Known) -> float | None:
-  """The share of blocks that splash computes; None if not known.
-
-  Its first operands are tables [heads,queries,keys] of blocks: the next block
-  to load, then whether a block is skipped (0), masked or whole.
-  """
-  tables = [v for v in eqn.invars if v.aval.ndim == 3][:2]
-  table = known.get(tables[1]) if len(tables) == 2 else None
-  if table is None or not jax.dtypes.issubdtype(table.dtype, np.integer):
-    return None
-  query, key = _splash_operands(eqn)
-  blocks = [
-    next(
-      int(getattr(size, "block_size", size))
-      for size in reversed(mapping.block_shape[:-1])
-    )
-    for mapping in eqn.params["grid_mapping"].block_mappings
-    if jax.dtypes.issubdtype(mapping.array_aval.dtype, np.floating)
-  ][:2]
-  computed = np.count_nonzero(np.asarray(table)) / table.shape[0]
-  share = computed * math.prod(blocks) / (query.shape[-2] * key.shape[-2])
-  return min(share, 1.0)
-
-
-def _splash_forward(eqn: Any) -> tuple[Kind, int, int]:
-  return Kind.ATTENTION, 2 * _splash(eqn), 0
-
-
-def _splash_queries(eqn: Any) -> tuple[Kind, int, int]:
-  # The scores and the gradient of the weights, once more.
-  return Kind.ATTENTION, _splash(eqn), 2 * _splash(eqn)
-
-
-def _splash_keys(eqn: Any) -> tuple[Kind, int, int]:
-  # The scores once more; the fused kernel has gradients of queries too.
-  is_fused = len(eqn.outvars) > 4
-  return Kind.ATTENTION, (4 if is_fused else 3) * _splash(eqn), _splash(eqn)
-
-
-_CUDNN_KERNELS: Mapping[str, KernelFormula] = {
-  "dot_product_attention_fwd": _cudnn_forward,
-  "dot_product_attention_fwd_wrapper": _cudnn_forward,
-  "dot_product_attention_bwd": _cudnn_backward,
-  "dot_product_attention_bwd_wrapper": _cudnn_backward,
-}
-_KNOWN_KERNELS: Mapping[str, KernelFormula] = {
-  **_CUDNN_KERNELS,
-  "splash_mha_fwd_segmented_residuals": _splash_forward,
-  "splash_mha_fwd_segmented_no_residuals": _splash_forward,
-  "splash_mha_dq_segmented_no_residuals": _splash_queries,
-  "splash_mha_dkv_segmented_no_residuals": _splash_keys,
 }

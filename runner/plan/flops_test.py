@@ -24,7 +24,7 @@ from paxon.layers.attention import grouped_query, kernels, ring, splash
 from paxon.layers.attention import mask as attention_mask
 from paxon.layers.models import decoder_lm
 from paxon.learners import adamw, learner, schedules, train_state, train_step
-from paxon.runner.plan import flops
+from paxon.runner.plan import flops, kernel_flops
 from paxon.runner.training import (
   compiled_steps,
   model_loss,
@@ -191,12 +191,12 @@ def test_agrees_with_xla_on_an_unrolled_program():
   assert 1.0 < costs["flops"] / ours < 1.04
 
 
-def _count(function, *shapes, **options):
+def _count(function, *shapes):
   args = [
     s if hasattr(s, "dtype") else jax.ShapeDtypeStruct(s, jnp.float32)
     for s in shapes
   ]
-  return flops.count(jax.jit(function).trace(*args).jaxpr, **options)
+  return flops.count(jax.jit(function).trace(*args).jaxpr)
 
 
 def test_loops_count_every_trip():
@@ -310,7 +310,7 @@ def _pallas(x, y, *, estimate=None):
   )(x, y)
 
 
-def test_kernels_by_formula_by_estimate_or_by_their_body():
+def test_kernels_by_estimate_or_by_their_body():
   shapes = (8, 4), (4, 4)
   by_body = _count(_pallas, *shapes)
   assert by_body.by("kind") == {"kernel": 2 * 8 * 4 * 4}
@@ -318,11 +318,6 @@ def test_kernels_by_formula_by_estimate_or_by_their_body():
   estimate = pl.CostEstimate(flops=77, bytes_accessed=1, transcendentals=0)
   by_estimate = _count(lambda x, y: _pallas(x, y, estimate=estimate), *shapes)
   assert by_estimate.hardware_flops == 77
-
-  formula = {"my_matmul": lambda eqn: (flops.Kind.ATTENTION, 100, 11)}
-  by_formula = _count(_pallas, *shapes, kernels=formula)
-  assert by_formula.model_flops == 100
-  assert by_formula.phase(_Phase.REMAT) == 11
 
 
 @pytest.mark.parametrize(
@@ -468,11 +463,12 @@ def test_blocks_that_splash_skips(mask, share):
 def test_pairs_that_cudnn_skips(params, share):
   aval = jax.ShapeDtypeStruct((2, 8, 4, 16), jnp.bfloat16)
   eqn = types.SimpleNamespace(
+    primitive=types.SimpleNamespace(name="dot_product_attention_fwd"),
     params=params | {"layout": 0},
     invars=[types.SimpleNamespace(aval=aval)] * 3,
   )
-  found = flops._cudnn_share(eqn)
-  assert found == (None if share is None else pytest.approx(share))
+  found = kernel_flops.attention(eqn, {})
+  assert found.share == (None if share is None else pytest.approx(share))
 
 
 class _Dense(nn.Module):

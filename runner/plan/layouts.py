@@ -14,7 +14,6 @@ only put layouts in order for a search: the compiler decides what fits.
   tensor, expert,
   sequence        exposed: activations are reduced or exchanged in each layer
                   before the next matmul can start
-  stage           the bubble, (stages - 1) / microbatches of the compute
 
 Of n devices each sends (n - 1) / n of what it gathers or scatters and twice
 that of what it reduces, in each microbatch.
@@ -107,16 +106,12 @@ class Work:
     itemsize: Bytes of an element as it is computed with.
     loss_chunk: Tokens of a sequence whose logits are computed at once; 0 for
       all.
-    stages: Stages of a pipeline.
-    pipeline_microbatches: Microbatches that pass through it.
   """
 
   model: float
   attention: float
   itemsize: int = 2
   loss_chunk: int = 0
-  stages: int = 1
-  pipeline_microbatches: int = 1
 
 
 def meshes(
@@ -268,8 +263,6 @@ class Layouts:
       if is_plain and kind.memory_bandwidth is not None:
         passes = 8 + 4 * attention_again
         compute += passes * mesh.logits / kind.memory_bandwidth
-      if work.stages > 1:
-        compute *= 1 + (work.stages - 1) / work.pipeline_microbatches
     overlapped = layout.microbatches * mesh.overlapped
     # The recomputed forward pass ends before its last matmul.
     exposed = mesh.exposed * (2 + again.matmuls * 0.75)

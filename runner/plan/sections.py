@@ -121,11 +121,6 @@ def devices(plan: result.Plan) -> str:
   return f"{singular}, mesh {mesh or 'of one device'}"
 
 
-def paste(change: result.Change) -> str:
-  """Returns the overrides, quoted for a shell."""
-  return " ".join(shlex.quote(override) for override in change.overrides)
-
-
 def changes(plan: result.Plan) -> Iterator[Section]:
   """Yields the changes that make the program fit, and the search results."""
   does_not_fit = result.Fit.DOES_NOT_FIT.value

@@ -5,7 +5,8 @@ starts, and a compiler may crash. Threads may call `plan` at the same time; as
 many processes run at once as the machine has cores and memory for.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent import futures
 import contextlib
 import functools
 import json
@@ -17,6 +18,8 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
+from typing import IO, TypeVar
 
 from paxon.runner import user_error
 from paxon.runner.configuration import overrides as overrides_lib
@@ -73,7 +76,9 @@ def plan(
     # Closed when this process ends, in whatever way; see `end_with_parent`.
     read_end, write_end = os.pipe()
     pipe.callback(os.close, read_end)
-    pipe.callback(os.close, write_end)
+    held = pipe.enter_context(os.fdopen(write_end, "wb"))
+    _running().add(held)
+    pipe.callback(_running().discard, held)
     try:
       done = subprocess.run(
         [sys.executable, "-m", _WORKER, str(request_file), str(result_file)],
@@ -104,6 +109,34 @@ def plan(
   return found
 
 
+_T = TypeVar("_T")
+_Item = TypeVar("_Item")
+
+
+def in_parallel(
+  function: Callable[[_Item], _T], items: Iterable[_Item]
+) -> list[_T]:
+  """Returns the results of a function that calls `plan`, run by threads.
+
+  If it is interrupted, all processes are ended: a compiler takes no notice of
+  an interrupt, and a thread cannot be stopped.
+
+  Args:
+    function: Called with each item.
+    items: Its arguments.
+  """
+  pool = futures.ThreadPoolExecutor(count_parallel())
+  tasks = [pool.submit(function, item) for item in items]
+  try:
+    return [task.result() for task in tasks]
+  finally:
+    pool.shutdown(wait=False, cancel_futures=True)
+    while not all(task.done() for task in tasks):
+      for held in tuple(_running()):
+        held.close()
+      time.sleep(0.05)
+
+
 def count_parallel() -> int:
   """Returns how many processes `plan` runs at once."""
   try:
@@ -118,6 +151,12 @@ def count_parallel() -> int:
 @functools.cache
 def _slots() -> threading.BoundedSemaphore:
   return threading.BoundedSemaphore(count_parallel())
+
+
+@functools.cache
+def _running() -> set[IO[bytes]]:
+  """Pipes that are open as long as their process may run."""
+  return set()
 
 
 def end_with_parent() -> None:

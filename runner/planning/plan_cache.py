@@ -1,11 +1,11 @@
-"""Cache of plans: one JSON file per plan in the user's cache folder.
+"""Plans by the compiler's process, cached in the user's cache folder.
 
     PAXON_CACHE_DIR/plans, else XDG_CACHE_HOME/paxon/plans, else
     ~/.cache/paxon/plans
 
-PAXON_CACHE_DIR=off disables it. The files may be deleted at any time; a damaged
-or unreadable file counts as missing, and a folder that cannot be written is
-ignored. A file is named by its key, the sha256 of
+PAXON_CACHE_DIR=off disables the cache. Each plan is one JSON file, which may be
+deleted at any time. A damaged or unreadable file counts as missing; a folder
+that cannot be written is ignored. A file is named by its key, the sha256 of
 
   - the resolved configuration,
   - shapes of the variables and of a batch (a tokenizer file may set them),
@@ -28,16 +28,19 @@ from typing import Final
 
 import fiddle as fdl
 
-from paxon.runner import files
+from paxon.runner import files, user_error
 from paxon.runner import job as job_lib
 from paxon.runner.configuration import dump
-from paxon.runner.plan import result
+from paxon.runner.configuration import overrides as overrides_lib
+from paxon.runner.plan import result, topology
 from paxon.runner.plan import target as targets
-from paxon.runner.planning import job_lint
+from paxon.runner.planning import child, job_lint
 
 CACHE_VARIABLE: Final = "PAXON_CACHE_DIR"
 OFF: Final = "off"
 
+# The largest programs known take under five minutes on two cores.
+_TIME_LIMIT: Final = 1800.0
 # About 20 kB each; the oldest are deleted first.
 _MAX_FILES: Final = 1000
 _ROOT: Final = pathlib.Path(__file__).parents[2]
@@ -54,6 +57,77 @@ _FOLDERS: Final = (
 # Calibrations are JSON files beside the sources.
 _SUFFIXES: Final = (".py", ".json")
 _PREFIXES: Final = ("JAX_", "XLA_", "TPU_", "LIBTPU_", "PAXON_", "CUDA_")
+
+
+def plan_for(
+  target: targets.Target,
+  config: "fdl.Config[job_lib.Job]",
+  overrides: Sequence[overrides_lib.Override],
+  *,
+  experiment: str,
+  shapes: job_lint.JobShapes,
+  with_other_programs: bool = False,
+) -> result.Plan | result.Failure:
+  """Returns a plan: cached, or made by a child process.
+
+  Args:
+    target: What to plan for; it is compiled if its compiler is installed.
+    config: The resolved configuration.
+    overrides: Its overrides.
+    experiment: As `--exp` takes it.
+    shapes: Of the job's variables and batch.
+    with_other_programs: Whether to compile evaluation and decoding too.
+  """
+  missing = topology.missing(target)
+
+  def find_key() -> str | None:
+    return make_key(
+      config,
+      target,
+      is_compiled=not missing,
+      shapes=shapes,
+      environ=os.environ,
+      others=(experiment, f"{with_other_programs=}"),
+    )
+
+  def make() -> result.Plan:
+    print(f"planning for {target} ...", flush=True)
+    return child.plan(
+      experiment,
+      overrides,
+      target,
+      is_compiled=not missing,
+      time_limit=_TIME_LIMIT,
+      with_other_programs=with_other_programs,
+    )
+
+  try:
+    found = plan(make, find_key=find_key, environ=os.environ)
+  except user_error.UserError as error:
+    return result.Failure(target=target.text, message=str(error))
+  except RuntimeError as error:
+    first, _, rest = str(error).partition("\n")
+    print(rest, file=sys.stderr)
+    return result.Failure(target=target.text, message=f"{first.rstrip(':')}.")
+  return dataclasses.replace(
+    found,
+    # Other assignments may lead to the same configuration.
+    overrides=tuple(f"--fdl.{o.path}={o.text}" for o in overrides),
+    notes=(*found.notes, *_how_to_compile(target, missing)),
+  )
+
+
+def _how_to_compile(
+  target: targets.Target, missing: Sequence[str]
+) -> tuple[str, ...]:
+  if not missing:
+    return ()
+  return (
+    f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not"
+    f" installed, so nothing was compiled for {target}: temporaries, peak and"
+    " collectives are not known. To compile: bazel run --config=plan"
+    " //runner:main -- --mode=plan ...",
+  )
 
 
 def plan(

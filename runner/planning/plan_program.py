@@ -1,10 +1,8 @@
 """`--mode=plan`: what an experiment will cost on hardware that is not here."""
 
 from collections.abc import Mapping, Sequence
-from concurrent import futures
 import dataclasses
 import os
-import sys
 
 from etils import epath
 import fiddle as fdl
@@ -28,8 +26,6 @@ from paxon.sharding import mesh as mesh_lib
 PLAN = "plan.json"
 PAGE = "plan.html"
 
-# The largest programs known take under five minutes on two cores.
-_TIME_LIMIT = 1800.0
 _NO_QUESTIONS = questions.Questions()
 
 
@@ -149,8 +145,7 @@ def _plan_grid(
     is_plan = isinstance(found, result.Plan)
     return questions.answer(found, asked) if is_plan else found
 
-  with futures.ThreadPoolExecutor(child.count_parallel()) as pool:
-    found = list(pool.map(plan, subjects))
+  found = child.in_parallel(plan, subjects)
   best = questions.best(found)
   if best is not None:
     print(report.to_text(best))
@@ -278,47 +273,17 @@ def _plan(
   *,
   with_other_programs: bool = False,
 ) -> result.Plan | result.Failure:
-  """Plans for a target in a child process, or takes the plan of the cache."""
-  target = request.target
-  is_compiled = not topology.missing(target)
-
-  def find_key() -> str | None:
-    return plan_cache.make_key(
-      config,
-      target,
-      is_compiled=is_compiled,
-      shapes=request.shapes,
-      environ=os.environ,
-      others=(request.experiment, f"{with_other_programs=}"),
-    )
-
-  def make() -> result.Plan:
-    print(f"planning for {target} ...", flush=True)
-    return child.plan(
-      request.experiment,
-      overrides,
-      target,
-      is_compiled=is_compiled,
-      time_limit=_TIME_LIMIT,
-      with_other_programs=with_other_programs,
-    )
-
-  try:
-    found = plan_cache.plan(make, find_key=find_key, environ=os.environ)
-  except user_error.UserError as error:
-    return result.Failure(target=target.text, message=str(error))
-  except RuntimeError as error:
-    first, _, rest = str(error).partition("\n")
-    print(rest, file=sys.stderr)
-    return result.Failure(target=target.text, message=f"{first.rstrip(':')}.")
-  missing = _how_to_compile(target, topology.missing(target))
-  return dataclasses.replace(
-    found,
-    # Other assignments may lead to the same configuration.
-    overrides=tuple(f"--fdl.{o.path}={o.text}" for o in overrides),
-    findings=request.findings,
-    notes=(*found.notes, *missing),
+  found = plan_cache.plan_for(
+    request.target,
+    config,
+    overrides,
+    experiment=request.experiment,
+    shapes=request.shapes,
+    with_other_programs=with_other_programs,
   )
+  if isinstance(found, result.Failure):
+    return found
+  return dataclasses.replace(found, findings=request.findings)
 
 
 def _with_changes(
@@ -380,16 +345,3 @@ def _lint(
     message = f"mesh {job.mesh!r} on {target}: {'; '.join(errors)}."
     return result.Failure(target=target.text, message=message)
   return tuple(finding.message for finding in findings)
-
-
-def _how_to_compile(
-  target: targets.Target, missing: Sequence[str]
-) -> tuple[str, ...]:
-  if not missing:
-    return ()
-  return (
-    f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not"
-    f" installed, so nothing was compiled for {target}: temporaries, peak and"
-    " collectives are not known. To compile: bazel run --config=plan"
-    " //runner:main -- --mode=plan ...",
-  )

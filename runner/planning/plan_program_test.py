@@ -246,6 +246,18 @@ child.plan(
 )
 """
 
+_PARALLEL = """
+from paxon.runner.plan import target
+from paxon.runner.planning import child
+child._WORKER = "waits"
+child.in_parallel(
+  lambda text: child.plan(
+    "a.B", [], target.parse(text), is_compiled=True, time_limit=600.0
+  ),
+  ["cpu:1"] * 3,
+)
+"""
+
 
 def _is_running(process):
   try:
@@ -257,16 +269,23 @@ def _is_running(process):
 
 
 @pytest.mark.parametrize(
-  "how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name
+  ("parent", "how"),
+  [
+    pytest.param(_PARENT, signal.SIGINT, id="SIGINT"),
+    pytest.param(_PARENT, signal.SIGTERM, id="SIGTERM"),
+    pytest.param(_PARENT, signal.SIGKILL, id="SIGKILL"),
+    # As a search does, whose threads an interrupt does not reach.
+    pytest.param(_PARALLEL, signal.SIGINT, id="SIGINT-threads"),
+  ],
 )
 def test_the_process_ends_with_the_one_that_waits_for_it(
-  tmp_path, monkeypatch, how
+  tmp_path, monkeypatch, parent, how
 ):
   file = tmp_path / "number"
   (tmp_path / "waits.py").write_text(_WAITS.format(file=str(file)))
   monkeypatch.syspath_prepend(str(tmp_path))
-  parent = subprocess.Popen(
-    [sys.executable, "-c", _PARENT],
+  process = subprocess.Popen(
+    [sys.executable, "-c", parent],
     env=child.environment(targets.parse("cpu:1"), is_compiled=True),
     stderr=subprocess.DEVNULL,
   )
@@ -274,12 +293,12 @@ def test_the_process_ends_with_the_one_that_waits_for_it(
     _wait_until(lambda: file.exists() and file.read_text())
     number = int(file.read_text())
     assert _is_running(number)
-    parent.send_signal(how)
-    assert parent.wait(timeout=60) != 0
+    process.send_signal(how)
+    assert process.wait(timeout=60) != 0
     _wait_until(lambda: not _is_running(number))
   finally:
-    parent.kill()
-    parent.wait()
+    process.kill()
+    process.wait()
 
 
 def _wait_until(is_true, seconds=90.0):

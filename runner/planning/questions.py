@@ -79,6 +79,7 @@ def parse(
   batches: str | None = None,
   lengths: str | None = None,
   programs: str = "auto",
+  is_searched: bool = False,
 ) -> Questions:
   """Returns the questions of the flags `--plan_...`.
 
@@ -107,6 +108,11 @@ def parse(
     raise ValueError(
       f"--plan_batches and --plan_lengths make {len(found.cells())} plans;"
       f" at most {MAX_CELLS} are made at once."
+    )
+  if is_searched and found.cells():
+    raise ValueError(
+      "--plan_search cannot be combined with --plan_batches or --plan_lengths;"
+      " it varies neither the batch nor the length."
     )
   if found.days is not None and found.cells():
     raise ValueError(

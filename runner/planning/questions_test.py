@@ -36,6 +36,10 @@ from paxon.runner.planning import questions
       {"tokens": "1", "days": "1", "batches": "8"},
       r"^--plan_days cannot be combined with --plan_batches or",
     ),
+    (
+      {"is_searched": True, "lengths": "8"},
+      r"^--plan_search cannot be combined with --plan_batches or",
+    ),
   ],
 )
 def test_wrong_flags_are_named(flags, message):

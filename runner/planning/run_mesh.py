@@ -30,7 +30,7 @@ from paxon.runner.configuration import resolving
 from paxon.runner.hosts import agreement
 from paxon.runner.plan import advice, hardware, layouts, result, topology
 from paxon.runner.plan import target as targets
-from paxon.runner.planning import child, job_lint
+from paxon.runner.planning import job_lint, plan_cache
 from paxon.runner.planning import search as search_lib
 from paxon.runner.training import run_files
 from paxon.sharding import mesh as mesh_lib
@@ -38,8 +38,6 @@ from paxon.sharding import mesh as mesh_lib
 # Kinds of TPU whose slices are written with two dimensions.
 _FLAT: Final = ("v5e", "v6e")
 _COMPILES: Final = 4
-# For one program.
-_SECONDS: Final = 900.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,29 +86,22 @@ def choose(
   Raises:
     UserError: The batch or the variables divide by no mesh, or nothing fits.
   """
+  shapes = job_lint.shapes_of(job)
 
   def plan(
     config: "fdl.Config[job_lib.Job]",
     given: Sequence[overrides_lib.Override],
   ) -> result.Plan | result.Failure:
-    del config
-    try:
-      return child.plan(
-        experiment,
-        given,
-        target,
-        is_compiled=True,
-        time_limit=_SECONDS,
-      )
-    except (user_error.UserError, RuntimeError) as error:
-      return result.Failure(target=target.text, message=str(error))
+    return plan_cache.plan_for(
+      target, config, given, experiment=experiment, shapes=shapes
+    )
 
   subject = search_lib.Subject(
     experiment=experiment,
     overrides=overrides,
     config=resolving.resolve(experiment, overrides).config,
     job=dataclasses.replace(job, mesh=mesh_lib.AUTO),
-    shapes=job_lint.shapes_of(job),
+    shapes=shapes,
     target=target,
     plan=plan,
     is_compiled=is_compiled

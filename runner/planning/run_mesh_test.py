@@ -18,6 +18,12 @@ from paxon.runner.training import run_files, testing
 _TINY = "runner.training.testing.TinyLm"
 
 
+@pytest.fixture(autouse=True)
+def _cache_of_its_own(tmp_path_factory, monkeypatch):
+  folder = tmp_path_factory.mktemp("cache")
+  monkeypatch.setenv("PAXON_CACHE_DIR", str(folder))
+
+
 def _choose(target, **knobs):
   job, _ = testing.make(mesh="auto", **knobs)
   given = tuple(
@@ -106,6 +112,10 @@ def test_with_a_compiler_it_decides(monkeypatch):
   assert choice.mesh in asked
   assert choice.mesh != "data=8"
   assert re.search(r"the best of \d compiled of \d+ meshes:", choice.reason)
+  # The plans are cached like any other.
+  number = len(asked)
+  assert _choose("v5e:2x4", global_batch_size=16) == choice
+  assert len(asked) == number
 
 
 def test_only_compiled_meshes_count_as_those_that_do_not_fit(monkeypatch):

@@ -12,7 +12,6 @@ makes as few changes as it can.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent import futures
 import dataclasses
 import math
 import re
@@ -208,9 +207,7 @@ class Search:
     for candidate in chosen:
       typed = " ".join(map(str, candidate.overrides)) or "(no change)"
       self.subject.log(f"  compiling {typed} ...")
-    workers = min(len(chosen), child.count_parallel())
-    with futures.ThreadPoolExecutor(max(workers, 1)) as pool:
-      found = list(pool.map(self._compile_one, chosen))
+    found = child.in_parallel(self._compile_one, chosen)
     self.attempts += found
     return found
 
