@@ -1,6 +1,6 @@
 """Feed-forward layers, gated and plain.
 
-  gated: down(activation(gate(x)) * up(x))
+  gated: down(activation(gate(x) + gate_bias) * (up(x) + up_bias)) + down_bias
   plain: down(activation(up(x) + up_bias)) + down_bias
 
 With `nn.silu` the gated layer is SwiGLU, with `nn.gelu` GEGLU, with `nn.relu`
@@ -71,7 +71,7 @@ class _FeedForward(nn.Module):
 
 
 class GatedFeedForward(_FeedForward):
-  """A gated feed-forward layer over the last axis of its input, without bias.
+  """A gated feed-forward layer over the last axis of its input.
 
   Attributes:
     mlp_dim: Width of the hidden activation, after any 2/3 scaling.
@@ -81,6 +81,7 @@ class GatedFeedForward(_FeedForward):
     param_dtype: Dtype in which the kernels are stored.
     einsum: The matmul; replaced by quantization.
     dropout: Dropout of the hidden activation; `None` disables it.
+    use_bias: Whether all three matmuls have a bias, zero at first.
   """
 
   mlp_dim: int
@@ -90,6 +91,7 @@ class GatedFeedForward(_FeedForward):
   param_dtype: DTypeLike = jnp.float32
   einsum: Callable[..., jax.Array] = jnp.einsum
   dropout: nn.Module | None = None
+  use_bias: bool = False
 
   @nn.compact
   def __call__(
@@ -101,14 +103,20 @@ class GatedFeedForward(_FeedForward):
     gate = self._param("gate", self.kernel_init, (D, F), inward)
     up = self._param("up", self.kernel_init, (D, F), inward)
     down = self._param("down", self.kernel_init, (F, D), inward[::-1])
-    x, gate, up, down = dtypes.promote_dtype(
-      x, gate, up, down, dtype=self.dtype
+    gate_bias = up_bias = down_bias = None
+    if self.use_bias:
+      init = nn.initializers.zeros
+      gate_bias = self._param("gate_bias", init, (F,), inward[1:])
+      up_bias = self._param("up_bias", init, (F,), inward[1:])
+      down_bias = self._param("down_bias", init, (D,), inward[:1])
+    x, gate, up, down, gate_bias, up_bias, down_bias = dtypes.promote_dtype(
+      x, gate, up, down, gate_bias, up_bias, down_bias, dtype=self.dtype
     )
-    hidden = self.activation(
-      matmuls.call(self.einsum, "gate", "BTD,DF->BTF", x, gate)
-    )
-    hidden *= matmuls.call(self.einsum, "up", "BTD,DF->BTF", x, up)
-    return self._project(hidden, down, None, deterministic)
+    hidden = matmuls.call(self.einsum, "gate", "BTD,DF->BTF", x, gate)
+    hidden = self.activation(_add_bias(hidden, gate_bias))
+    other = matmuls.call(self.einsum, "up", "BTD,DF->BTF", x, up)
+    hidden *= _add_bias(other, up_bias)
+    return self._project(hidden, down, down_bias, deterministic)
 
 
 class FeedForward(_FeedForward):

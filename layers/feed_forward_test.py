@@ -20,15 +20,17 @@ def _layer(**kwargs):
 
 def _oracle(params, x, activation):
   """The definition, in float64 numpy, one position at a time."""
-  gate, up, down = (
-    np.asarray(params[k], np.float64) for k in ("gate", "up", "down")
-  )
+  w = {name: np.asarray(value, np.float64) for name, value in params.items()}
+  bias = {name: w.get(f"{name}_bias", 0.0) for name in ("gate", "up", "down")}
   y = np.zeros_like(x, np.float64)
   for index in np.ndindex(x.shape[:-1]):
-    y[index] = (activation(x[index] @ gate) * (x[index] @ up)) @ down
+    gate = activation(x[index] @ w["gate"] + bias["gate"])
+    hidden = gate * (x[index] @ w["up"] + bias["up"])
+    y[index] = hidden @ w["down"] + bias["down"]
   return y
 
 
+@pytest.mark.parametrize("use_bias", [False, True])
 @pytest.mark.parametrize(
   ("activation", "reference"),
   [
@@ -36,8 +38,8 @@ def _oracle(params, x, activation):
     pytest.param(nn.relu, lambda v: np.maximum(v, 0), id="reglu"),
   ],
 )
-def test_matches_numpy(activation, reference):
-  layer = _layer(activation=activation)
+def test_matches_numpy(activation, reference, use_bias):
+  layer = _layer(activation=activation, use_bias=use_bias)
   values = testing.random_values(layer, _x())
   expected = _oracle(values["params"], np.asarray(_x()), reference)
   np.testing.assert_allclose(

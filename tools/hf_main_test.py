@@ -93,6 +93,17 @@ def test_old_files_without_prefix_and_with_masks(tmp_path):
     np.testing.assert_array_equal(found[name], x)
 
 
+def test_old_t5_without_a_head(tmp_path):
+  source, run, back = (tmp_path / name for name in ("source", "run", "back"))
+  head = "lm_head.weight"
+  tensors = _model(source, _config("t5_v1_1"), leave_out=(head,))
+  assert _run("import", source, "--to", run) == 0
+  assert _run("export", run, "--to", back) == 0
+  found = safetensors_numpy.load_file(back / "model.safetensors")
+  assert set(found) == {*tensors, head}
+  np.testing.assert_array_equal(found[head], tensors["shared.weight"])
+
+
 def test_several_files(tmp_path):
   source, run, back = (tmp_path / name for name in ("source", "run", "back"))
   tensors = _model(source, _config("llama2"))

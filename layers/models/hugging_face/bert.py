@@ -61,11 +61,9 @@ _LAYER = """
   output.dense.bias              feed_forward/down_bias  D -> D
   output.LayerNorm               feed_forward_norm       norm
 """
-# Dropout, and a pooler that old files describe.
+# A pooler that old files describe.
 _INERT = (
-  "attention_probs_dropout_prob",
   "directionality",
-  "hidden_dropout_prob",
   "pooler_fc_size",
   "pooler_num_attention_heads",
   "pooler_num_fc_layers",
@@ -220,6 +218,8 @@ def _block(bert: _Bert, make: Callable[..., Any]) -> Any:
 FAMILY = family.Family(
   model_type="bert",
   architecture="BertForMaskedLM",
+  # Its second head, of next sentence prediction, is ignored.
+  other_architectures=("BertForPreTraining",),
   read=_read,
   inert=_INERT,
 )

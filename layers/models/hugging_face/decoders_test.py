@@ -18,6 +18,7 @@ REJECTED = Outcome.REJECTED
 CASES = {
   "llama2": llama.LLAMA,
   "llama3": llama.LLAMA,
+  "llama_biased": llama.LLAMA,
   "mistral": llama.MISTRAL,
   "qwen2": llama.QWEN2,
   "qwen3": llama.QWEN3,
@@ -88,7 +89,7 @@ _CHANGES = {
     ("head_dim", 8, TENSORS),
     ("hidden_act", "nothing", REJECTED),
     ("max_position_embeddings", 0, REJECTED),
-    ("mlp_bias", True, REJECTED),
+    ("mlp_bias", True, TENSORS),
     ("num_attention_heads", 3, REJECTED),
     ("num_hidden_layers", 2, TENSORS),
     ("num_key_value_heads", 4, TENSORS),

@@ -37,23 +37,26 @@ ACTIVATIONS: Mapping[str, activations.Activation] = {
 # initialization, ids of special tokens, settings of generation and of other
 # heads, versions.
 _INERT = """
-  _attn_implementation _attn_implementation_autoset _name_or_path
-  attention_dropout attn_implementation attn_pdrop auto_map bad_words_ids
-  begin_suppress_tokens bos_token_id chunk_size_feed_forward classifier_dropout
-  cls_token_id decoder_start_token_id diversity_penalty do_sample dtype
-  early_stopping embd_pdrop embedding_dropout encoder_no_repeat_ngram_size
-  eos_token_id exponential_decay_length_penalty finetuning_task
-  forced_bos_token_id forced_eos_token_id gradient_checkpointing hidden_dropout
-  id2label initializer_factor initializer_range label2id length_penalty
-  max_length min_length name_or_path no_repeat_ngram_size num_beam_groups
+  _attn_implementation _attn_implementation_autoset _commit_hash
+  _flash_attn_2_enabled _name_or_path _num_labels attention_dropout
+  attention_probs_dropout_prob attn_implementation attn_pdrop auto_map
+  bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward
+  classifier_dropout cls_token_id decoder_start_token_id diversity_penalty
+  do_sample dtype early_stopping embd_pdrop embedding_dropout
+  encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty
+  finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing
+  hidden_dropout hidden_dropout_prob id2label initializer_factor
+  initializer_range label2id length_penalty max_length max_new_tokens min_length
+  name_or_path neftune_noise_alpha no_repeat_ngram_size num_beam_groups
   num_beams num_labels num_return_sequences output_attentions
   output_hidden_states output_past output_scores pad_token_id prefix
   pretraining_tp problem_type remove_invalid_values reorder_and_upcast_attn
   repetition_penalty resid_pdrop return_dict return_dict_in_generate
   sep_token_id summary_activation summary_first_dropout summary_proj_to_labels
-  summary_type summary_use_proj suppress_tokens task_specific_params
-  temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype
-  torchscript transformers_version typical_p use_bfloat16 use_cache
+  summary_type summary_use_proj suppress_tokens task_specific_params temperature
+  tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript
+  transformers.js_config transformers_version typical_p unsloth_fixed
+  unsloth_version use_bfloat16 use_cache
   """
 INERT = frozenset(_INERT.split())
 # Fields that are not supported for any model, with their unset values.
@@ -79,16 +82,27 @@ _REQUIRED: Any = _Required()
 
 
 class Fields:
-  """The fields of one `config.json`; records which were read."""
+  """The fields of one `config.json`; records which were read.
+
+  Attributes:
+    architecture: The class of transformers that the file names.
+  """
 
   def __init__(
     self,
     values: Mapping[str, Any],
     *,
-    architecture: str,
+    architectures: tuple[str, ...],
     inert: tuple[str, ...] = (),
+    neutral: Mapping[str, tuple[Any, ...]] | None = None,
   ) -> None:
     """Checks the fields that all families share.
+
+    Args:
+      values: Content of the file.
+      architectures: Supported classes; the first one is the default.
+      inert: Fields that this family ignores besides `INERT`.
+      neutral: Fields that change nothing if they have one of these values.
 
     Raises:
       UnsupportedConfigError: The file is of another class, or sets a field that
@@ -97,10 +111,15 @@ class Fields:
     self._values = values
     self._model = str(values.get("model_type", "the model"))
     self._read = {"model_type", "architectures", *UNSET, *inert}
-    classes = values.get("architectures") or [architecture]
-    if classes != [architecture]:
-      self.reject("architectures", f"[{architecture!r}]")
-    for name, unset in UNSET.items():
+    classes = values.get("architectures") or [architectures[0]]
+    if classes not in [[each] for each in architectures]:
+      self.reject(
+        "architectures", " or ".join(f"[{each!r}]" for each in architectures)
+      )
+    self.architecture = classes[0]
+    neutral = {**UNSET, **(neutral or {})}
+    self._read |= set(neutral)
+    for name, unset in neutral.items():
       if name in values and values[name] not in unset:
         self.reject(name, f"{unset[0]!r}")
 
@@ -177,11 +196,12 @@ class Fields:
 
   def check_all_read(self) -> None:
     """Raises UnsupportedConfigError if a field was not read."""
-    kind = "is_encoder_decoder"
-    # Families with an encoder read it themselves.
-    if kind not in self._read and self._values.get(kind, False) is not False:
-      self.reject(kind, "False")
-    rest = sorted(set(self._values) - self._read - INERT - {kind})
+    # Families that have a use for them read them.
+    kinds = {"is_decoder", "is_encoder_decoder"} - self._read
+    for kind in sorted(kinds):
+      if self._values.get(kind, False) is not False:
+        self.reject(kind, "False")
+    rest = sorted(set(self._values) - self._read - INERT - kinds)
     if rest:
       value = repr(self._values[rest[0]])
       also = f" (also {', '.join(rest[1:])})" if rest[1:] else ""
@@ -259,15 +279,22 @@ class Family:
   Attributes:
     model_type: Name in `config.json`.
     architecture: Supported class of transformers.
+    other_architectures: Further classes whose files the family reads.
     read: Reads the fields of a `config.json`.
     inert: Fields that this family ignores besides `INERT`.
+    neutral: Fields that change nothing if they have one of these values;
+      others are rejected.
     example: Returns arguments to initialize the model with.
   """
 
   model_type: str
   architecture: str
   read: Callable[[Fields], Description]
+  other_architectures: tuple[str, ...] = ()
   inert: tuple[str, ...] = ()
+  neutral: Mapping[str, tuple[Any, ...]] = dataclasses.field(
+    default_factory=dict
+  )
   example: Callable[[], tuple[Any, ...]] = _token_example
 
   def model(
@@ -293,7 +320,12 @@ class Family:
     return self._describe(config).names()
 
   def _describe(self, config: Mapping[str, Any]) -> Description:
-    fields = Fields(config, architecture=self.architecture, inert=self.inert)
+    fields = Fields(
+      config,
+      architectures=(self.architecture, *self.other_architectures),
+      inert=self.inert,
+      neutral=self.neutral,
+    )
     description = self.read(fields)
     fields.check_all_read()
     return description

@@ -22,7 +22,7 @@ Error = family.UnsupportedConfigError
 
 def _fields(**values):
   return family.Fields(
-    {"model_type": "llama", **values}, architecture="LlamaForCausalLM"
+    {"model_type": "llama", **values}, architectures=("LlamaForCausalLM",)
   )
 
 

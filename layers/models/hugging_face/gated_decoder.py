@@ -1,6 +1,6 @@
 """Decoders with gated feed-forward layers: Llama, Mistral, Qwen, Phi-3, Gemma.
 
-Root-mean-square norms, rotary positions, no bias in the feed-forward layers.
+Root-mean-square norms and rotary positions.
 Families read their `config.json` into a `GatedDecoder`, which makes the model
 and the names of its weights; their `sizes` are those of `mapping.Names`.
 """
@@ -51,6 +51,11 @@ _QKV_BIAS = """
 _OUTPUT_BIAS = """
   self_attn.o_proj.bias  attention/out_bias  D -> D
 """
+_MLP_BIAS = """
+  mlp.gate_proj.bias  feed_forward/gate_bias  F -> F
+  mlp.up_proj.bias    feed_forward/up_bias    F -> F
+  mlp.down_proj.bias  feed_forward/down_bias  D -> D
+"""
 _HEAD_NORM = """
   self_attn.q_norm.weight  attention/query_norm/scale  H -> H
   self_attn.k_norm.weight  attention/key_norm/scale    H -> H
@@ -69,6 +74,7 @@ class GatedDecoder:
     tied: Whether the head shares the embedding table.
     qkv_bias: Whether queries, keys and values have biases.
     output_bias: Whether the output of attention has one.
+    mlp_bias: Whether the feed-forward layers have biases.
     has_head_norm: Whether queries and keys are normalized.
     is_fused: Whether files fuse queries, keys and values in one tensor, and the
       gate with the up projection.
@@ -95,6 +101,7 @@ class GatedDecoder:
   tied: bool
   qkv_bias: bool = False
   output_bias: bool = False
+  mlp_bias: bool = False
   has_head_norm: bool = False
   is_fused: bool = False
   norm_offset: float = 0.0
@@ -143,6 +150,7 @@ class GatedDecoder:
         feed_forward.GatedFeedForward,
         mlp_dim=self.mlp_dim,
         activation=self.activation,
+        use_bias=self.mlp_bias,
       ),
       **post_norms,
     )
@@ -211,6 +219,7 @@ class GatedDecoder:
       table += _SEPARATE
       table += _QKV_BIAS if self.qkv_bias else ""
       table += _OUTPUT_BIAS if self.output_bias else ""
+      table += _MLP_BIAS if self.mlp_bias else ""
       table += _HEAD_NORM if self.has_head_norm else ""
     else:
       fused = [

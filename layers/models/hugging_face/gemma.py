@@ -167,7 +167,7 @@ def _read_gemma3_rope(
   return rope.read(
     family.Fields(
       {"model_type": GEMMA3.model_type, "rope_parameters": values},
-      architecture=GEMMA3.architecture,
+      architectures=(GEMMA3.architecture,),
     ),
     head_dim=head_dim,
     max_length=fields.size("max_position_embeddings", 131_072),

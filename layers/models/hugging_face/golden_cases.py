@@ -93,6 +93,11 @@ CASES = (
     },
   ),
   golden_case.Case(
+    name="llama_biased",
+    architecture="LlamaForCausalLM",
+    config={**_SIZES, "attention_bias": True, "mlp_bias": True},
+  ),
+  golden_case.Case(
     name="mistral",
     architecture="MistralForCausalLM",
     config={**_SIZES, "sliding_window": 7, "head_dim": 16},

@@ -53,14 +53,13 @@ def _read_decoder(
 
 def _read_llama(fields: family.Fields) -> gated_decoder.GatedDecoder:
   bias = fields.flag("attention_bias", False)
-  # GatedFeedForward has no bias, and no known Llama has one.
-  fields.one_of("mlp_bias", False, {False: False})
   return _read_decoder(
     fields,
     windows=(None,) * fields.size("num_hidden_layers"),
     max_length=2048,
     qkv_bias=bias,
     output_bias=bias,
+    mlp_bias=fields.flag("mlp_bias", False),
   )
 
 
@@ -146,17 +145,47 @@ def read_windows(fields: family.Fields) -> tuple[int | None, ...]:
 
 
 LLAMA = family.Family(
-  model_type="llama", architecture="LlamaForCausalLM", read=_read_llama
+  model_type="llama",
+  architecture="LlamaForCausalLM",
+  # The name before transformers had the class.
+  other_architectures=("LLaMAForCausalLM",),
+  read=_read_llama,
+  # Length of pretraining in files of the first Llama.
+  inert=("max_sequence_length",),
+  # Written by nanotron, which has layers that the class does not have.
+  neutral={
+    "is_llama_config": (True,),
+    "rope_interleaved": (False,),
+    "sliding_window": (None,),
+    "use_sliding_window": (False,),
+  },
 )
 MISTRAL = family.Family(
-  model_type="mistral", architecture="MistralForCausalLM", read=_read_mistral
+  model_type="mistral",
+  architecture="MistralForCausalLM",
+  read=_read_mistral,
+  neutral={"attention_bias": (False,), "mlp_bias": (False,)},
 )
 QWEN2 = family.Family(
-  model_type="qwen2", architecture="Qwen2ForCausalLM", read=_read_qwen2
+  model_type="qwen2",
+  architecture="Qwen2ForCausalLM",
+  read=_read_qwen2,
+  # Multimodal rotation, which text models do not use.
+  neutral={"use_mrope": (False,)},
 )
 QWEN3 = family.Family(
   model_type="qwen3", architecture="Qwen3ForCausalLM", read=_read_qwen3
 )
 PHI3 = family.Family(
-  model_type="phi3", architecture="Phi3ForCausalLM", read=_read_phi3
+  model_type="phi3",
+  architecture="Phi3ForCausalLM",
+  read=_read_phi3,
+  # Written by the first code of the model, for layers that it might have had.
+  neutral={
+    "attention_bias": (False,),
+    "full_attn_mod": (1,),
+    "interpolate_factor": (1,),
+    "lm_head_bias": (False,),
+    "mlp_bias": (False,),
+  },
 )

@@ -280,6 +280,8 @@ class Names:
     stacks: Rules of layers.
     tied: Tensors that files may hold as a copy of another one, by name. They
       are compared when read, and not written.
+    copied: Tensors that files may leave out if they equal another one, by name.
+      They are read from it, and written.
     ignored: Regular expressions of names of tensors that are not weights, such
       as masks in old files.
     prefix: Prefix that files of the model without a head leave out.
@@ -290,6 +292,7 @@ class Names:
   rules: tuple[Rule, ...] = ()
   stacks: tuple[StackRules, ...] = ()
   tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  copied: Mapping[str, str] = dataclasses.field(default_factory=dict)
   ignored: tuple[str, ...] = ()
   prefix: str = ""
   former: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -53,6 +53,7 @@ _CHANGES = (
   ("gemma3", {"tie_word_embeddings": False}),
   ("llama3", {"attention_bias": False, "head_dim": 8, "rms_norm_eps": 0.01}),
   ("llama3", {"rope_parameters": _YARN, "tie_word_embeddings": False}),
+  ("llama_biased", {"attention_bias": False, "hidden_act": "gelu"}),
   ("mistral", {"sliding_window": None, "hidden_act": "relu"}),
   ("t5", {"feed_forward_proj": "gelu", "layer_norm_epsilon": 0.01}),
   ("t5", {"feed_forward_proj": "gated-relu", "num_heads": 2}),

@@ -7,6 +7,8 @@ import importlib.util
 import json
 
 from etils import epath
+from flax import traverse_util
+import jax
 import numpy as np
 import pytest
 
@@ -14,6 +16,7 @@ from paxon.layers.models.hugging_face import (
   families,
   golden_case,
   safetensors_file,
+  testing,
   weight_files,
 )
 
@@ -51,6 +54,34 @@ def test_files_of_transformers_are_read(name, tmp_path):
     rows = files.read_rows(tensor.name, 0, tensor.shape[0])
     expected = golden_case.weight(tensor.name, tensor.shape)
     np.testing.assert_array_equal(rows, expected, err_msg=tensor.name)
+
+
+def test_t5_without_a_head_in_the_file(tmp_path):
+  import transformers  # pyrefly: ignore[missing-import]
+
+  from paxon.layers.models.hugging_face import make_goldens
+
+  golden = golden_case.read("t5_v1_1")
+  cls = transformers.T5ForConditionalGeneration
+  tied = cls(cls.config_class(**golden.config)).eval()
+  make_goldens.set_weights(tied, {})
+  tied.save_pretrained(tmp_path)
+  of = families.find(golden.config)
+  names = of.names(golden.config)
+  files = weight_files.find(epath.Path(tmp_path), names=names)
+  assert "lm_head.weight" not in files.entries
+  files.check()
+  weights = {
+    name: jax.device_put(leaf.from_tensors(files.read_rows))
+    for name, leaf in names.leaves.items()
+  }
+  found = of.model(golden.config).apply(
+    traverse_util.unflatten_dict(weights, sep="/"),
+    *testing.model_args(golden.arrays),
+  )
+  expected = make_goldens.logits(tied, golden.arrays)
+  np.testing.assert_allclose(found, expected, rtol=0, atol=testing.TOLERANCE)
+  assert np.abs(expected - golden.arrays["logits"]).max() > 0.1
 
 
 @pytest.mark.parametrize("name", _CASES)

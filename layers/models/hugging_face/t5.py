@@ -121,6 +121,8 @@ class _T5:
         ),
       ),
       tied=dict.fromkeys(copies, "shared.weight"),
+      # Version 1.1 with a tied head, which transformers ties by default.
+      copied={} if self.tied else {"lm_head.weight": "shared.weight"},
       # Stored by the first version and never used.
       ignored=(
         r"decoder\.block\.0\.layer\.1\.EncDecAttention"

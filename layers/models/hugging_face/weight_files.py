@@ -93,9 +93,12 @@ class WeightFiles:
       )
 
   def _stored(self, name: str) -> str:
-    """Returns the name in the files, which may omit the prefix."""
+    """Returns the name in the files, which may omit the prefix or a copy."""
     short = name.removeprefix(self.names.prefix)
-    return name if name in self.entries or short not in self.entries else short
+    for each in (name, short, self.names.copied.get(name)):
+      if each in self.entries:
+        return each
+    return name
 
   def _tied_problems(self) -> Iterable[str]:
     for name, other in self.names.tied.items():
