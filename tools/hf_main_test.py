@@ -229,6 +229,83 @@ def test_files_that_cannot_be_read(tmp_path, capsys):
   assert not to.exists()
 
 
+def _split(folder, tensors):
+  """Writes tensors to two files with an index; returns the second."""
+  files = [f"model-{i:05d}-of-00002.safetensors" for i in (1, 2)]
+  where = {name: files[i % 2] for i, name in enumerate(tensors)}
+  for file in files:
+    content = {name: x for name, x in tensors.items() if where[name] == file}
+    safetensors_numpy.save_file(content, folder / file, metadata=_METADATA)
+  index = folder / "model.safetensors.index.json"
+  index.write_text(json.dumps({"weight_map": where}))
+  (folder / "model.safetensors").unlink()
+  return folder / files[1]
+
+
+def test_a_tensor_in_two_files(tmp_path, capsys):
+  source, to = tmp_path / "source", tmp_path / "run"
+  tensors = _model(source, _config("llama2"))
+  second = _split(source, tensors)
+  content = safetensors_numpy.load_file(second)
+  norm = "model.norm.weight"
+  safetensors_numpy.save_file({**tensors, **content}, second)
+  line = _error(capsys, "import", source, "--to", to)
+  assert " is in " in line
+  assert "and in" in line
+  assert "00001-of-00002.safetensors" in line
+  assert "00002-of-00002.safetensors; delete one of them" in line
+  assert norm in tensors
+
+
+def test_one_file_beside_an_index(tmp_path, capsys):
+  source, to = tmp_path / "source", tmp_path / "run"
+  tensors = _model(source, _config("llama2"))
+  single = source / "model.safetensors"
+  content = single.read_bytes()
+  _split(source, tensors)
+  single.write_bytes(content)
+  line = _error(capsys, "import", source, "--to", to)
+  assert "has both model.safetensors and model.safetensors.index.json" in line
+  assert _run("import", single, "--to", to) == 0
+
+
+def test_pointers_of_git_lfs(tmp_path, capsys):
+  source, to = tmp_path / "source", tmp_path / "run"
+  _model(source, _config("llama2"))
+  (source / "model.safetensors").write_text(
+    "version https://git-lfs.github.com/spec/v1\n"
+    f"oid sha256:{'0' * 64}\nsize 134\n"
+  )
+  line = _error(capsys, "import", source, "--to", to)
+  assert "model.safetensors cannot be read: it is a pointer of Git LFS" in line
+  assert "git lfs pull" in line
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.uint8])
+def test_integer_weights(dtype, tmp_path, capsys):
+  source, to = tmp_path / "source", tmp_path / "run"
+  name = "model.layers.1.mlp.up_proj.weight"
+  more = {name: np.ones((48, 32), dtype)}
+  _model(source, _config("llama2"), more=more)
+  line = _error(capsys, "import", source, "--to", to)
+  assert f"{name} has dtype " in line
+  assert "must be of floating point" in line
+  assert not to.exists()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_weights_that_are_not_finite(value, dtype, tmp_path, capsys):
+  source, to = tmp_path / "source", tmp_path / "run"
+  name = "model.layers.1.mlp.up_proj.weight"
+  rows = np.ones((48, 32), dtype)
+  rows[7, 3] = value
+  _model(source, _config("llama2"), dtype=dtype, more={name: rows})
+  line = _error(capsys, "import", source, "--to", to)
+  assert f"{name}[7, 3] is {value}; weights must be finite" in line
+  assert not (to / "checkpoints" / "0").exists()
+
+
 def test_unsupported_models_are_rejected(tmp_path, capsys):
   source = tmp_path / "source"
   _model(source, _config("llama2"))

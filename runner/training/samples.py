@@ -131,6 +131,7 @@ def _generator(
     return [tokenizer.begin_id, *ids]
 
   batch = prompts_lib.pad_right([ids_of(text) for text in texts])
+  _check_ids(session, batch.ids)
   batch = _pad(batch, multiple=layout.shards(axes.BATCH))
 
   def run(
@@ -162,6 +163,21 @@ def _generator(
     compiler_options=session.compiler_options,
   )
   return generator, batch
+
+
+def _check_ids(session: session_lib.Session, ids: np.ndarray) -> None:
+  """Raises UserError if an id is not in the model's vocabulary.
+
+  Embedding such an id gives NaN.
+  """
+  embedding = getattr(session.job.task.model, "embedding", None)
+  size = getattr(embedding, "vocab_size", None)
+  if size is not None and ids.max() >= size:
+    raise user_error.UserError(
+      f"The tokenizer gives a prompt the id {ids.max()}, and the model's"
+      f" vocab_size is {size}; use the tokenizer that the model was trained"
+      " with."
+    )
 
 
 def _source(ids: jax.Array, lengths: jax.Array) -> dict[str, jax.Array]:

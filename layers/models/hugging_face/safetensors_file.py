@@ -22,6 +22,8 @@ _LENGTH_BYTES = 8
 # The limit of the package.
 _MAX_HEADER_BYTES = 100_000_000
 _METADATA = "__metadata__"
+# The first bytes of a file that Git LFS did not fetch.
+_POINTER = b"version https://git-lfs"
 # Dtypes by their names in the format.
 _DTYPES: Mapping[str, Any] = {
   "BF16": jnp.bfloat16,
@@ -96,7 +98,15 @@ def read_header(path: epath.Path) -> dict[str, Entry]:
   """
   size = path.stat().length
   with path.open("rb") as file:
-    length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+    first = file.read(len(_POINTER))
+    if first == _POINTER:
+      raise _damaged(
+        path,
+        "it is a pointer of Git LFS, not the file; get the file with"
+        " `git lfs pull`",
+      )
+    file.seek(_LENGTH_BYTES)
+    length = int.from_bytes(first[:_LENGTH_BYTES], "little")
     if size < _LENGTH_BYTES or not 2 <= length <= _MAX_HEADER_BYTES:
       raise _damaged(path, "it is not a safetensors file")
     begin = _LENGTH_BYTES + length

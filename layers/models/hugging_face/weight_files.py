@@ -6,6 +6,7 @@ import json
 import os
 
 from etils import epath
+import jax.numpy as jnp
 import numpy as np
 
 from paxon.layers.models.hugging_face import mapping, safetensors_file
@@ -39,9 +40,21 @@ class WeightFiles:
     return self.entries[self._stored(name)][1]
 
   def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-    """Reads rows `start` to `stop` of a tensor of the model."""
+    """Reads rows `start` to `stop` of a tensor of the model.
+
+    Raises:
+      WeightsError: One of their values is infinite or not a number.
+    """
     path, entry = self.entries[self._stored(name)]
-    return safetensors_file.read_rows(path, entry, start, stop)
+    rows = safetensors_file.read_rows(path, entry, start, stop)
+    if not np.isfinite(rows).all():
+      at = np.argwhere(~np.isfinite(rows))[0]
+      value = rows[tuple(at)]
+      place = [start + int(at[0]), *map(int, at[1:])] if at.size else []
+      raise WeightsError(
+        f"{os.fspath(path)}: {name}{place} is {value}; weights must be finite."
+      )
+    return rows
 
   def leaf_dtype(self, leaf: mapping.Leaf) -> np.dtype:
     """Returns the dtype of all tensors that a variable is made of.
@@ -63,8 +76,8 @@ class WeightFiles:
     """Raises an error unless the files have exactly this model's weights.
 
     Raises:
-      WeightsError: A tensor is missing, unknown, of another shape, or differs
-        from the one it is tied to.
+      WeightsError: A tensor is missing, unknown, of another shape, not of
+        floating point, or differs from the one it is tied to.
     """
     problems = []
     for name, tensor in self.names.tensors.items():
@@ -74,6 +87,11 @@ class WeightFiles:
         problems.append(
           f"{name} has shape {_shape(self.entry(name).shape)}, config.json"
           f" needs {_shape(tensor.shape)}"
+        )
+      elif not _is_float(self.entry(name)):
+        problems.append(
+          f"{name} has dtype {self.entry(name).dtype}; weights must be of"
+          " floating point (quantized weights are not supported)"
         )
     known = {self._stored(name) for name in self.names.tensors}
     for name in sorted(set(self.entries) - known):
@@ -126,7 +144,7 @@ def find(path: epath.Path, *, names: mapping.Names) -> WeightFiles:
     WeightsError: There are none, or some of the index are missing.
     DamagedFileError: A file is truncated or not a safetensors file.
   """
-  entries = {}
+  entries: dict[str, tuple[epath.Path, safetensors_file.Entry]] = {}
   for each, wanted in _files(path):
     if not each.exists():
       raise WeightsError(f"{os.fspath(each)} is missing; {INDEX} lists it.")
@@ -136,9 +154,14 @@ def find(path: epath.Path, *, names: mapping.Names) -> WeightFiles:
       raise WeightsError(
         f"{os.fspath(each)} does not have {missing[0]}, which {INDEX} lists."
       )
-    entries |= {
-      names.to_current(name): (each, entry) for name, entry in header.items()
-    }
+    for stored, entry in header.items():
+      name = names.to_current(stored)
+      if name in entries:
+        raise WeightsError(
+          f"{name} is in {os.fspath(entries[name][0])} and in"
+          f" {os.fspath(each)}; delete one of them."
+        )
+      entries[name] = each, entry
   return WeightFiles(entries=entries, names=names)
 
 
@@ -148,6 +171,11 @@ def _files(path: epath.Path) -> list[tuple[epath.Path, set[str]]]:
     return [(path, set())]
   if (path / INDEX).exists():
     index = path / INDEX
+    if (path / WEIGHTS).exists():
+      raise WeightsError(
+        f"{os.fspath(path)} has both {WEIGHTS} and {INDEX}; delete one of them,"
+        f" or name the file {WEIGHTS} instead of the folder."
+      )
     try:
       by_file: dict[str, set[str]] = {}
       for name, file in json.loads(index.read_text())["weight_map"].items():
@@ -166,6 +194,10 @@ def _files(path: epath.Path) -> list[tuple[epath.Path, set[str]]]:
   )
   also = f"; the format of {others[0]} is not supported" if others else ""
   raise WeightsError(f"No {WEIGHTS} or {INDEX} in {os.fspath(path)}{also}.")
+
+
+def _is_float(entry: safetensors_file.Entry) -> bool:
+  return jnp.issubdtype(entry.numpy_dtype, jnp.floating)
 
 
 def _shape(shape: Iterable[int]) -> str:

@@ -95,6 +95,19 @@ def test_decodes_with_imported_weights(tmp_path):
   assert json.loads(line)["ids"] == ids
 
 
+def test_prompts_outside_of_the_vocabulary_are_rejected(tmp_path):
+  config = {**_CONFIG, "vocab_size": 100}
+  _imported(tmp_path, config)
+  experiment = hugging_face.HuggingFaceLm(
+    weights=str(tmp_path), prompts=("abc",), max_new_tokens=2
+  )
+  job = fdl.build(experiment.job())
+  with pytest.raises(
+    user_error.UserError, match=r"id \d+, and the model's vocab_size is 100"
+  ):
+    decode.run(job, epath.Path(tmp_path), None)
+
+
 def test_training_starts_from_imported_weights(tmp_path):
   experiment = hugging_face.HuggingFaceLm()
   assert experiment.warm_start() is None
