@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from paxon.layers import remat
+from paxon.layers import remat, token_matmul
 from paxon.quantization import matmuls
 from paxon.sharding import axes, checks, logical
 
@@ -66,7 +66,9 @@ class _FeedForward(nn.Module):
     hidden = remat.tag(hidden, remat.FEED_FORWARD_HIDDEN)
     if layer.dropout is not None:
       hidden = layer.dropout(hidden, deterministic=deterministic)
-    output = matmuls.call(layer.einsum, "down", "BTF,FD->BTD", hidden, down)
+    output = token_matmul.call(
+      layer.einsum, "down", "BTF,FD->BTD", hidden, down
+    )
     return remat.tag(_add_bias(output, bias), remat.FEED_FORWARD_OUTPUT)
 
 
@@ -112,9 +114,9 @@ class GatedFeedForward(_FeedForward):
     x, gate, up, down, gate_bias, up_bias, down_bias = dtypes.promote_dtype(
       x, gate, up, down, gate_bias, up_bias, down_bias, dtype=self.dtype
     )
-    hidden = matmuls.call(self.einsum, "gate", "BTD,DF->BTF", x, gate)
+    hidden = token_matmul.call(self.einsum, "gate", "BTD,DF->BTF", x, gate)
     hidden = self.activation(_add_bias(hidden, gate_bias))
-    other = matmuls.call(self.einsum, "up", "BTD,DF->BTF", x, up)
+    other = token_matmul.call(self.einsum, "up", "BTD,DF->BTF", x, up)
     hidden *= _add_bias(other, up_bias)
     return self._project(hidden, down, down_bias, deterministic)
 
@@ -158,7 +160,7 @@ class FeedForward(_FeedForward):
     x, up, down, up_bias, down_bias = dtypes.promote_dtype(
       x, up, down, up_bias, down_bias, dtype=self.dtype
     )
-    hidden = matmuls.call(self.einsum, "up", "BTD,DF->BTF", x, up)
+    hidden = token_matmul.call(self.einsum, "up", "BTD,DF->BTF", x, up)
     hidden = self.activation(_add_bias(hidden, up_bias))
     return self._project(hidden, down, down_bias, deterministic)
 

@@ -87,6 +87,21 @@ def partition_spec(
   return spec
 
 
+def num_shards(axes: Sequence[str | None]) -> tuple[int, ...]:
+  """Returns the number of shards of each axis of an activation.
+
+  It is 1 outside of a layout, and for axes without a rule.
+  """
+  active = tuple(nn.get_logical_axis_rules())
+  known = {axis for axis, _ in active}
+  names = [axis if axis in known else None for axis in axes]
+  spec = rules.to_partition_spec(names, rules=active)
+  sizes = jax.sharding.get_abstract_mesh().shape
+  return tuple(
+    math.prod(sizes[name] for name in rules.as_tuple(entry)) for entry in spec
+  )
+
+
 def _check_divides(
   shape: Sequence[int],
   axes: Sequence[str | None],

@@ -1,0 +1,104 @@
+"""Matmuls of tokens with a kernel, in the form that is fast on the target.
+
+On CPUs tokens [B,T,D] are multiplied as one matrix [B * T, D]. With two axes of
+tokens the gradient of the kernel sums over both, and XLA:CPU writes a
+transposed copy of the output's gradient, with the derivative of the activation
+computed column by column: a third to a half of a float32 train step. In
+bfloat16 the result is rounded from float32, because XLA:CPU converts both
+operands of a bfloat16 matmul with a bfloat16 result to float32 first.
+
+Tokens keep their axes where the length is split over devices: a joined axis
+would move them. Other platforms get the equation as it is.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from paxon.quantization import matmuls
+from paxon.sharding import axes, logical, target
+
+_LETTERS = "ABCEGIJLMO"
+
+
+def call(
+  einsum: matmuls.Einsum,
+  name: str,
+  equation: str,
+  x: jax.Array,
+  kernel: jax.Array,
+) -> jax.Array:
+  """Returns `matmuls.call` of tokens and a kernel, both of one dtype.
+
+  `equation` contracts the last axes of `x` with the first of the kernel, such
+  as `BTNH,NHD->BTD`; a `...` stands for any number of axes of tokens.
+  """
+  if einsum is not jnp.einsum or not target.is_cpu():
+    return matmuls.call(einsum, name, equation, x, kernel)
+  tokens, weights, output = _terms(equation, x.ndim)
+  summed = sum(letter not in output for letter in weights)
+  batch, inner = x.shape[: x.ndim - summed], kernel.shape[:summed]
+  if not _may_join(batch, kernel):
+    return _multiply(f"{tokens},{weights}->{output}", x, kernel)
+  size = math.prod(inner)
+  y = _multiply("MD,DF->MF", x.reshape(-1, size), kernel.reshape(size, -1))
+  return y.reshape(*batch, *kernel.shape[summed:])
+
+
+def _terms(equation: str, rank: int) -> tuple[str, str, str]:
+  """Returns the letters of tokens [rank], kernel and output."""
+  operands, output = equation.split("->")
+  tokens, weights = operands.split(",")
+  filler = _LETTERS[: rank - len(tokens.replace("...", ""))]
+  return tokens.replace("...", filler), weights, output.replace("...", filler)
+
+
+def _may_join(batch: tuple[int, ...], kernel: jax.Array) -> bool:
+  """Returns whether joining axes moves no data between devices."""
+  if target.num_devices() == 1:
+    return len(batch) > 0
+  # Tokens [B,T]; heads, which several devices may share, keep their axis.
+  return (
+    len(batch) == 2
+    and kernel.ndim == 2
+    and logical.num_shards((axes.BATCH, axes.LENGTH))[1] == 1
+  )
+
+
+def _multiply(equation: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
+  if jnp.dtype(x.dtype) != jnp.bfloat16:
+    return jnp.einsum(equation, x, kernel)
+  return _rounded(equation, x, kernel)
+
+
+def _widely(equation: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+  wide = jnp.einsum(equation, lhs, rhs, preferred_element_type=jnp.float32)
+  return wide.astype(lhs.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rounded(equation: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
+  return _widely(equation, x, kernel)
+
+
+def _forward(
+  equation: str, x: jax.Array, kernel: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+  return _widely(equation, x, kernel), (x, kernel)
+
+
+def _backward(
+  equation: str, operands: tuple[jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  operand_terms, output = equation.split("->")
+  tokens, weights = operand_terms.split(",")
+  x, kernel = operands
+  return (
+    _widely(f"{output},{weights}->{tokens}", gradient, kernel),
+    _widely(f"{tokens},{output}->{weights}", x, gradient),
+  )
+
+
+_rounded.defvjp(_forward, _backward)
