@@ -1,1 +1,3 @@
-"""Paxon configures, proves and trains large models in JAX."""
+"""Paxon configures, checks and trains large models in JAX."""
+
+__version__ = "0.1.0"

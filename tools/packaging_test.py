@@ -1,10 +1,20 @@
-"""pyproject.toml asks for what the locks were made from."""
+"""Packaging: dependencies, version, commands and packages of a wheel.
 
+`tools/check_wheel` builds and installs one.
+"""
+
+import os
 import pathlib
+import runpy
+import sys
 import tomllib
+import types
 
-from packaging import requirements
+from packaging import requirements, version
 import pytest
+
+import paxon
+from paxon.tools import console_scripts
 
 _ROOT = pathlib.Path(__file__).parent.parent
 _LOCKS = _ROOT / "third_party" / "python"
@@ -48,3 +58,96 @@ def test_extra_is_its_locks(extra, locks):
   asked = _project()["optional-dependencies"][extra]
   requested = [_requested(f"requirements_{lock}.in") for lock in locks]
   assert _normal(asked) == set().union(*requested)
+
+
+def test_version_is_the_newest_of_the_changelog():
+  assert _project()["dynamic"] == ["version"]
+  lines = (_ROOT / "CHANGELOG.md").read_text().splitlines()
+  newest = next(line for line in lines if line.startswith("## "))
+  assert newest.split()[1] == str(version.Version(paxon.__version__))
+
+
+def test_license_is_apache_2():
+  project = _project()
+  assert project["license"] == "Apache-2.0"
+  (name,) = project["license-files"]
+  assert "Version 2.0, January 2004" in (_ROOT / name).read_text()
+
+
+def test_each_command_has_a_module():
+  commands = _project()["scripts"]
+  assert set(commands) == set(console_scripts.MODULES)
+  assert set(commands.values()) == {"paxon.tools.console_scripts:run"}
+
+
+def test_command_runs_its_module_with_the_current_folder_last_on_the_path(
+  tmp_path, monkeypatch, capsys
+):
+  (tmp_path / "mine.py").write_text("import sys; print(__name__, sys.argv)")
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(sys, "path", [*sys.path])
+  monkeypatch.setitem(console_scripts.MODULES, "paxon-mine", "mine")
+  monkeypatch.setattr(sys, "argv", ["/bin/paxon-mine", "--help"])
+  console_scripts.run()
+  assert sys.path[-1] == str(tmp_path)
+  printed = capsys.readouterr().out
+  assert printed.startswith("__main__ [")
+  assert "'--help'" in printed
+
+
+def test_training_starts_again_with_the_settings_of_the_c_library(monkeypatch):
+  class RestartError(Exception):
+    pass
+
+  def restart(path, arguments):
+    raise RestartError(path, arguments)
+
+  monkeypatch.setattr(os, "execv", restart)
+  monkeypatch.setenv("GLIBC_TUNABLES", "")  # Undone after the test.
+  monkeypatch.delenv("GLIBC_TUNABLES")
+  monkeypatch.setattr(sys, "argv", ["/bin/paxon"])
+  with pytest.raises(RestartError) as caught:
+    console_scripts.run()
+  assert caught.value.args == (sys.executable, sys.orig_argv)
+  assert os.environ["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
+
+
+@pytest.fixture(name="setup")
+def _setup(monkeypatch):
+  """Returns the names of setup.py, without setuptools."""
+  build_py = types.SimpleNamespace(build_py=object)
+  command = types.ModuleType("setuptools.command")
+  command.build_py = build_py
+  stub = types.ModuleType("setuptools")
+  stub.setup = lambda **_: None
+  monkeypatch.setitem(sys.modules, "setuptools", stub)
+  monkeypatch.setitem(sys.modules, "setuptools.command", command)
+  return runpy.run_path(str(_ROOT / "setup.py"))
+
+
+def test_packages_are_found_in_a_used_checkout(tmp_path, setup):
+  checkout, elsewhere = tmp_path / "checkout", tmp_path / "execroot"
+  for package in ("", "layers", "layers/attention", "tools", "third_party"):
+    for root in (checkout, elsewhere):
+      (root / package).mkdir(parents=True, exist_ok=True)
+      (root / package / "__init__.py").touch()
+  for left in ("build/lib/paxon", "runs/a", "tools/dependencies", "my-env"):
+    (checkout / left).mkdir(parents=True)
+    (checkout / left / "__init__.py").touch()
+  for link in ("bazel-checkout", "linked"):
+    (checkout / link).symlink_to(elsewhere)
+  assert setup["find_packages"](checkout) == [
+    "paxon",
+    "paxon.layers",
+    "paxon.layers.attention",
+    "paxon.tools",
+  ]
+
+
+def test_modules_only_for_tests_are_read_from_build_files(setup):
+  text = (_ROOT / "tools" / "BUILD").read_text()
+  assert setup["_TESTONLY"].findall(text) == [
+    "pytest_main",
+    "run_page_examples",
+    "run_readme_examples",
+  ]

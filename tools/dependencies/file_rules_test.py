@@ -67,6 +67,12 @@ _PLANTED = [
     id="code in __init__",
   ),
   pytest.param(
+    {"layers/__init__.py": '"""Layers."""\n__version__ = "1"\n'},
+    "layers/__init__.py: must hold a docstring and nothing else; import"
+    " modules directly.",
+    id="version of a part",
+  ),
+  pytest.param(
     {"layers/__init__.py": None},
     "layers/__init__.py: is missing; add one that holds a docstring only.",
     id="no __init__",

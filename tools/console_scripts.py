@@ -1,0 +1,34 @@
+"""Commands of an installation: `paxon`, `paxon-hf`, `paxon-ckpt`, ...
+
+Each is `python -m MODULE`. pyproject.toml lists them.
+"""
+
+import os
+import pathlib
+import runpy
+import sys
+from typing import Final
+
+MODULES: Final = {
+  "paxon": "paxon.runner.main",
+  "paxon-bench": "paxon.tools.benchmarks.main",
+  "paxon-ckpt": "paxon.tools.ckpt_main",
+  "paxon-configs": "paxon.tools.configs_main",
+  "paxon-hf": "paxon.tools.hf_main",
+  "paxon-plans": "paxon.tasks.plans.main",
+  "paxon-tokenize": "paxon.tools.tokenize_main",
+}
+
+
+def run() -> None:
+  """Runs the module of the command that started this process."""
+  name = pathlib.Path(sys.argv[0]).stem
+  # As in tools/python: the C library reads it when a process starts, so the
+  # process starts again.
+  if name == "paxon" and "GLIBC_TUNABLES" not in os.environ:
+    os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
+    os.execv(sys.executable, sys.orig_argv)
+  # Experiments and tokenizers of the user are imported from where they stand.
+  # Last, so that nothing there replaces an installed module.
+  sys.path.append(os.getcwd())
+  runpy.run_module(MODULES[name], run_name="__main__")
