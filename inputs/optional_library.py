@@ -20,7 +20,7 @@ class MissingLibraryError(ImportError, ValueError):
 
 def array_record() -> Any:
   """Returns `array_record.python.array_record_data_source`."""
-  with _explain("array_record"):
+  with explain("array_record"):
     return importlib.import_module(
       "array_record.python.array_record_data_source"
     )
@@ -28,19 +28,19 @@ def array_record() -> Any:
 
 def datasets() -> Any:
   """Returns Hugging Face `datasets`."""
-  with _explain("datasets"):
+  with explain("datasets"):
     return importlib.import_module("datasets")
 
 
 def grain() -> Any:
   """Returns `grain`."""
-  with _explain("grain"):
+  with explain("grain"):
     return importlib.import_module("grain")
 
 
 def parquet() -> Any:
   """Returns `pyarrow.parquet`."""
-  with _explain("pyarrow"):
+  with explain("pyarrow"):
     return importlib.import_module("pyarrow.parquet")
 
 
@@ -48,7 +48,7 @@ def seqio() -> Any:
   """Returns `seqio`."""
   # Silences TensorFlow's startup messages.
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-  with _explain("seqio", "tensorflow", name="SeqIO", extra="tf", exact=True):
+  with explain("seqio", "tensorflow", name="SeqIO", extra="tf", exact=True):
     return importlib.import_module("seqio")
 
 
@@ -62,7 +62,7 @@ def tensorflow() -> Any:
 
 
 @contextlib.contextmanager
-def _explain(
+def explain(
   *modules: str,
   name: str | None = None,
   extra: str = "data",
@@ -70,7 +70,12 @@ def _explain(
 ) -> Generator[None, None, None]:
   """Raises an error with install instructions if a library is missing.
 
-  A missing submodule counts as a missing library, unless `exact`.
+  Args:
+    *modules: The import names of the library and its dependencies.
+    name: The name in the message, by default the first module.
+    extra: The extra of Paxon with the library. Targets name the wheels of
+      `text` themselves, so with Bazel only the others can be missing.
+    exact: Whether a missing submodule is not a missing library.
   """
   try:
     yield
@@ -79,8 +84,9 @@ def _explain(
     if (missing if exact else missing.partition(".")[0]) not in modules:
       raise
     library = name or modules[0]
+    start = f"start with `bazel run --config={extra} ...`, or "
     raise MissingLibraryError(
-      f"{library} is not installed: start with `bazel run --config={extra}"
-      f" ...`, or install paxon with its extra `{extra}`.",
+      f"{library} is not installed: {'' if extra == 'text' else start}install"
+      f" paxon with its extra `{extra}`.",
       name=library,
     ) from error

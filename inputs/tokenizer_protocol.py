@@ -58,12 +58,37 @@ def describe(tokenizer: Tokenizer) -> dict[str, Any]:
   """Returns facts that differ between tokenizers, JSON values.
 
   Returns:
-    `tokenizer`, the name of its class; `vocab_size`; and `probe`, a hash of the
-    ids of a fixed text, which differs between vocabularies of equal size.
+    `tokenizer`, the name of its class; `vocab_size`; `probe`, a hash of the ids
+    of a fixed text; and `vocabulary`, its `content_hash` if it has one.
   """
   ids = np.asarray(tokenizer.encode(_PROBE)).astype("<i4")
-  return {
+  facts = {
     "tokenizer": type(tokenizer).__name__,
     "vocab_size": tokenizer.vocab_size,
     "probe": hashlib.sha256(ids.tobytes()).hexdigest()[:16],
   }
+  content_hash = getattr(tokenizer, "content_hash", None)
+  return facts if content_hash is None else facts | {"vocabulary": content_hash}
+
+
+def padded_vocab_size(tokenizer: Tokenizer, *, multiple: int) -> int:
+  """Returns `vocab_size` rounded up, so that mesh axes divide an embedding.
+
+  Raises:
+    ValueError: `multiple` is not positive.
+  """
+  if multiple <= 0:
+    raise ValueError(f"multiple must be positive, got {multiple}.")
+  return -(-tokenizer.vocab_size // multiple) * multiple
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str) -> npt.NDArray[np.int32]:
+  """Returns the ids of a prompt, int32 [T], begun as its model expects it.
+
+  A tokenizer without a method `encode_prompt` puts its begin id first.
+  """
+  own = getattr(tokenizer, "encode_prompt", None)
+  if own is not None:
+    return own(text)
+  ids = tokenizer.encode(text)
+  return np.concatenate(([tokenizer.begin_id], ids), dtype=np.int32)

@@ -31,6 +31,9 @@ lock requirements_cuda "${core[@]}" "$@"
 lock requirements_plan_cudnn --constraints requirements_cuda_lock.txt \
   --excludes excluded_plan_cudnn.txt "$@"
 lock requirements_tpu "${core[@]}" "$@"
+lock requirements_text "${core[@]}" \
+  --constraints requirements_tf_lock.txt --excludes excluded_text.txt "$@"
 lock requirements_oracle "${core[@]}" \
-  --constraints requirements_tf_lock.txt "$@"
+  --constraints requirements_tf_lock.txt \
+  --constraints requirements_text_lock.txt "$@"
 lock requirements_dev "$@"

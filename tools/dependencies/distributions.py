@@ -48,11 +48,15 @@ class Distributions:
       if distribution in self.repositories
     )
 
-  def label(self, dotted: str) -> str | None:
-    """Returns the target of the module `dotted`, or None if no lock has it."""
+  def labels_of(self, dotted: str) -> tuple[str, ...]:
+    """Returns the targets of the module `dotted`; any of them will do.
+
+    The first is that of the first lock; without a lock there are none.
+    """
     distribution = _distribution(dotted)
-    repository = self.repositories.get(distribution)
-    return f"@{repository}//:{distribution}" if repository else None
+    first = f"@{self.repositories.get(distribution)}//:{distribution}"
+    found = {x for x in self.labels if x.endswith(f"//:{distribution}")}
+    return (first, *sorted(found - {first})) if first in found else ()
 
   def closure(self, names: Iterable[str]) -> frozenset[str]:
     """Returns all distributions that `names` require, with `names`."""
