@@ -223,6 +223,10 @@ class Experiment(abc.ABC):
     """Returns the checkpoint that initializes a new run; None for none."""
     return None
 
+  def run_files(self) -> dict[str, str]:
+    """Returns folders to copy to the run directory, by their names there."""
+    return {}
+
   def baselines(
     self,
   ) -> Callable[[], dict[str, float]] | fdl.Buildable[Any] | None:
@@ -310,6 +314,7 @@ class Experiment(abc.ABC):
         observability=self.observability(),
         generation=self.generation(),
         baselines=self.baselines(),
+        run_files=self.run_files(),
         compiler_options=dict(self.compiler_options),
         compiler_option_sets=self.compiler_option_sets,
         pgle=self.pgle,

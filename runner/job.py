@@ -46,6 +46,8 @@ class Job:
     generation: Prompts to sample at the end; None for none.
     baselines: Computes values to compare `bits_per_byte` with, by name. Called
       after training; may take seconds.
+    run_files: Folders to copy to the run directory when training starts, by
+      their names there.
     compiler_options: XLA options for compiled steps, on top of
       `plan.compiler_options.DEFAULTS`. Options of other platforms
       (`xla_gpu_...` on a TPU) are ignored.
@@ -82,6 +84,7 @@ class Job:
   )
   generation: generation_lib.GenerationSettings | None = None
   baselines: Callable[[], dict[str, float]] | None = None
+  run_files: Mapping[str, str] = dataclasses.field(default_factory=dict)
   compiler_options: Mapping[str, compiler.Value] = dataclasses.field(
     default_factory=dict
   )

@@ -87,7 +87,7 @@ def run(
     _verify(checkpoint)
     target.mkdir(parents=True, exist_ok=True)
     _write(checkpoint, names, described, shards, target)
-    stored = None if dtype is None else np.dtype(dtype).name
+    stored = hf_files.find_dtype(each for each, _ in described.values())
     copied = hf_files.copy_beside(folder, target, dtype=stored)
     yield f"copied: {', '.join(copied)}"
   total = sum(_bytes(each) for each in described.values())

@@ -1,11 +1,12 @@
 """`config.json` and the tokenizer files of Hugging Face models."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 import json
 import os
 from typing import Any
 
 from etils import epath
+import numpy as np
 
 from paxon.runner import user_error
 
@@ -50,7 +51,7 @@ def copy_beside(
   Args:
     source: The folder that holds them.
     target: Created if missing.
-    dtype: Dtype of the weights to write to `config.json`; None keeps it.
+    dtype: Dtype of the weights, for `config.json`; None keeps what it says.
   """
   target.mkdir(parents=True, exist_ok=True)
   names = sorted(
@@ -60,10 +61,17 @@ def copy_beside(
   )
   for name in names:
     (source / name).copy(target / name, overwrite=True)
-  if dtype is not None:
-    config = dict(read_config(source))
-    # The older name, if the file has it.
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+  config = dict(read_config(source))
+  # The older name, if the file has it.
+  name = "torch_dtype" if "torch_dtype" in config else "dtype"
+  if dtype is not None and config.get(name) != dtype:
+    config[name] = dtype
     text = json.dumps(config, indent=2, ensure_ascii=False)
     (target / CONFIG).write_text(text + "\n")
   return names
+
+
+def find_dtype(dtypes: Iterable[Any]) -> str | None:
+  """Returns the name of the dtype of all weights; None if they have several."""
+  found = {np.dtype(each).name for each in dtypes}
+  return found.pop() if len(found) == 1 else None

@@ -90,7 +90,11 @@ def run(
   else:
     yield f"{of.model_type}: {len(names.tensors)} tensors"
     _save(checkpoints, files, specs)
-    copied = hf_files.copy_beside(folder, target / hf_files.FOLDER)
+    copied = hf_files.copy_beside(
+      folder,
+      target / hf_files.FOLDER,
+      dtype=hf_files.find_dtype(dtypes.values()),
+    )
     yield f"copied: {', '.join(copied)}"
   total = sum(
     dtypes[name].itemsize * int(np.prod(leaf.shape))

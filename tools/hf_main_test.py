@@ -62,7 +62,7 @@ def _error(capsys, *argv):
 )
 def test_round_trip_is_the_same_file(case, dtype, tmp_path, capsys):
   source, run, back = (tmp_path / name for name in ("source", "run", "back"))
-  _model(source, _config(case), dtype=dtype)
+  _model(source, _config(case, dtype=np.dtype(dtype).name), dtype=dtype)
   (source / "tokenizer.json").write_text("{}")
   (source / "README.md").write_text("not copied")
   assert _run("import", source, "--to", run) == 0
@@ -150,6 +150,23 @@ def test_dtypes_are_cast_on_request(tmp_path):
     table.astype(jnp.bfloat16).astype(np.float16),
   )
   assert json.loads((back / "config.json").read_text())["dtype"] == "float16"
+
+
+@pytest.mark.parametrize(
+  "stated", [{"torch_dtype": "float16"}, {"dtype": None}, {}]
+)
+def test_the_configuration_states_the_dtype_of_the_weights(stated, tmp_path):
+  source, run, back = (tmp_path / name for name in ("source", "run", "back"))
+  config = _config("llama2", **stated)
+  if "dtype" not in stated:
+    config.pop("dtype", None)
+  _model(source, config, dtype=jnp.bfloat16)
+  assert _run("import", source, "--to", run, "--dtype", "float32") == 0
+  assert _run("export", run, "--to", back) == 0
+  for folder in (run / "hugging_face", back):
+    found = json.loads((folder / "config.json").read_text())
+    name = next(iter(stated), "dtype")
+    assert found == {**config, name: "float32"}
 
 
 def test_dry_run_writes_nothing(tmp_path, capsys):

@@ -48,6 +48,7 @@ def run(job: job_lib.Job, run_dir: epath.Path, prompt: str | None) -> int:
   with contextlib.closing(job):
     session = session_lib.open_session(job)
     folder = serving.checkpoints(job, run_dir)
+    session = restore.use_stored_dtypes(session, folder)
     with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
       state = restore.restore_for_evaluation(session, checkpoints, folder)
     drawn = samples.draw(session, state, prompts=texts)

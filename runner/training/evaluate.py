@@ -95,6 +95,7 @@ def _evaluate_newest(session: session_lib.Session, run_dir: epath.Path) -> None:
     # Beside the quantized weights, so that the metrics of the trained
     # parameters stay.
     run_dir = folder.parent
+  session = restore.use_stored_dtypes(session, folder)
   with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
     state = restore.restore_for_evaluation(session, checkpoints, folder)
   results = evaluation.Evaluator(session).evaluate(state)

@@ -11,12 +11,14 @@ store nothing.
 """
 
 from collections.abc import Mapping
+import dataclasses
 import os
 import sys
 from typing import Any
 
 from etils import epath
 import jax
+import jax.numpy as jnp
 
 from paxon.inputs import base_input
 from paxon.learners import train_state
@@ -31,6 +33,7 @@ from paxon.runner.checkpoints import warm_start as warm_start_lib
 from paxon.runner.hosts import agreement
 from paxon.runner.settings import training
 from paxon.runner.training import session as session_lib
+from paxon.sharding import variables
 
 _EVALUATION = "evaluation inputs"
 
@@ -101,6 +104,36 @@ def restore_for_evaluation(
   _, rolling = from_stored_positions(restored.data)
   _restore_rolling(session, rolling)
   return restored.tree
+
+
+def use_stored_dtypes(
+  session: session_lib.Session, folder: epath.Path
+) -> session_lib.Session:
+  """Returns a session with parameters in the dtypes of the newest checkpoint.
+
+  Only training needs the model's own dtypes: imported bfloat16 weights are
+  evaluated as they are, in half the memory. The session is unchanged without a
+  checkpoint.
+  """
+  with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
+    step = agreement.from_first(checkpoints.latest_step)
+  if step is None:
+    return session
+  arrays = stored_checkpoint.read_metadata(folder, step).arrays
+
+  def stored(spec: variables.VariableSpec) -> variables.VariableSpec:
+    if spec.name not in arrays:
+      return spec
+    dtypes = jnp.dtype(arrays[spec.name].dtype), spec.dtype
+    if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
+      return spec
+    return dataclasses.replace(spec, dtype=dtypes[0])
+
+  return dataclasses.replace(
+    session,
+    specs=jax.tree.map(stored, session.specs),
+    state_specs=jax.tree.map(stored, session.state_specs),
+  )
 
 
 def _restore_newest(

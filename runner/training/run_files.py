@@ -70,6 +70,27 @@ def store_config(config: fdl.Buildable, folder: epath.Path) -> None:
   files.write_text(folder / run_dir.CONFIG_TEXT, dump.to_text(config))
 
 
+def copy_files(job: job_lib.Job, folder: epath.Path) -> None:
+  """Copies the folders that belong to a run; existing ones stay as they are.
+
+  Raises:
+    UserError: A folder does not exist.
+  """
+  for name, given in job.run_files.items():
+    source, target = run_dir.resolve(given, os.environ), folder / name
+    if target.exists():
+      continue
+    if not source.is_dir():
+      raise user_error.UserError(
+        f"Job.run_files[{name!r}] is {os.fspath(source)}, which is not a"
+        " folder."
+      )
+    target.mkdir(parents=True)
+    for each in source.iterdir():
+      if not each.is_dir():
+        each.copy(target / each.name)
+
+
 def _line(change: comparison.Difference) -> str:
   return f"{change.path} was {change.before} and is now {change.after}"
 

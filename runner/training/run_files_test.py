@@ -1,5 +1,7 @@
 """Tests for the stored settings and configuration of a run."""
 
+import dataclasses
+
 from etils import epath
 import pytest
 
@@ -140,3 +142,17 @@ def test_a_damaged_file_is_named(tmp_path, text):
     user_error.UserError, match=r"settings.json does not hold the settings"
   ):
     run_files.read_settings(epath.Path(tmp_path))
+
+
+def test_folders_of_a_run_are_copied_once(tmp_path):
+  source, folder = tmp_path / "source", epath.Path(tmp_path / "run")
+  source.mkdir()
+  (source / "a.json").write_text("1")
+  job = dataclasses.replace(testing.make()[0], run_files={"model": str(source)})
+  run_files.copy_files(job, folder)
+  (source / "a.json").write_text("2")
+  run_files.copy_files(job, folder)
+  assert (folder / "model" / "a.json").read_text() == "1"
+  job = dataclasses.replace(job, run_files={"other": str(tmp_path / "none")})
+  with pytest.raises(user_error.UserError, match="none, which is not a folder"):
+    run_files.copy_files(job, folder)

@@ -151,6 +151,7 @@ def _run(
     if is_writer:
       run_files.store_settings(job.experiment, overrides, run_dir)
       run_files.store_config(config, run_dir)
+      run_files.copy_files(job, run_dir)
       run_files.clear_finished(run_dir)
 
     # Without what was recorded after `step`, which this process repeats.

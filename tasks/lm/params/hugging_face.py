@@ -25,7 +25,8 @@ from paxon.runner.settings import generation as generation_lib
 from paxon.runner.settings import training
 from paxon.tasks.lm import lm_data
 
-_CONFIG = "hugging_face/config.json"
+_FOLDER = "hugging_face"
+_CONFIG = f"{_FOLDER}/config.json"
 # A toy, to try the experiment without weights.
 _TOY: Mapping[str, Any] = {
   "model_type": "llama",
@@ -109,6 +110,12 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
       return None
     # Parameters are float32, for any dtype of the files.
     return fdl.Config(training.WarmStart, checkpoint=self.weights, cast=True)
+
+  def run_files(self) -> dict[str, str]:
+    """Returns the files of the model, with which a run can be exported."""
+    if self.weights is None:
+      return {}
+    return {_FOLDER: f"{self.weights}/{_FOLDER}"}
 
   def generation(self) -> fdl.Config[generation_lib.GenerationSettings]:
     """Returns settings of greedy samples at the end of training."""

@@ -16,8 +16,9 @@ from paxon.layers.models.hugging_face import (
   golden_case,
 )
 from paxon.runner import user_error
-from paxon.runner.checkpoints import checkpointer
-from paxon.runner.training import decode
+from paxon.runner.checkpoints import checkpointer, stored_checkpoint
+from paxon.runner.training import decode, evaluate, restore, train
+from paxon.runner.training import session as session_lib
 from paxon.sharding import variables
 from paxon.tasks.lm.params import hugging_face
 
@@ -43,11 +44,11 @@ def _weights(names):
   }
 
 
-def _imported(folder, config):
+def _imported(folder, config, arrays=None):
   """Writes what `tools/hf import` writes; returns the weights."""
   (folder / "hugging_face").mkdir(parents=True)
   (folder / "hugging_face" / "config.json").write_text(json.dumps(config))
-  arrays = _weights(families.find(config).names(config))
+  arrays = arrays or _weights(families.find(config).names(config))
   tree = {**arrays, "step": np.zeros((), np.int32)}
   specs = {
     name: variables.VariableSpec(name, x.shape, x.dtype, (None,) * x.ndim)
@@ -93,6 +94,76 @@ def test_decodes_with_imported_weights(tmp_path):
   )
   ids = expected.ids[0, : int(expected.lengths[0])].tolist()
   assert json.loads(line)["ids"] == ids
+
+
+def test_bfloat16_imports_are_used_as_they_are(tmp_path, capsys):
+  wide = _imported(tmp_path / "wide", _CONFIG)
+  narrow = {
+    name: np.asarray(value).astype(jnp.bfloat16) for name, value in wide.items()
+  }
+  _imported(tmp_path / "narrow", _CONFIG, narrow)
+  # The same values as the narrow ones, in float32.
+  rounded = {name: x.astype(np.float32) for name, x in narrow.items()}
+  _imported(tmp_path / "rounded", _CONFIG, rounded)
+  text = tmp_path / "text.jsonl"
+  text.write_text(json.dumps({"text": "in half the memory " * 30}) + "\n")
+  ids, losses = [], []
+  for name in ("narrow", "rounded"):
+    experiment = hugging_face.HuggingFaceLm(
+      weights=str(tmp_path / name),
+      prompts=("abc",),
+      max_new_tokens=5,
+      train_files=str(text),
+      validation_files=str(text),
+      length=64,
+    )
+    folder = epath.Path(tmp_path / name)
+    assert decode.run(fdl.build(experiment.job()), folder, None) == 0
+    (line,) = (folder / "decode" / "0.jsonl").read_text().splitlines()
+    ids.append(json.loads(line)["ids"])
+    capsys.readouterr()
+    assert evaluate.run(fdl.build(experiment.job()), folder) == 0
+    # Without the speed at the end of the line.
+    losses.append(capsys.readouterr().out.rsplit(" ", 1)[0])
+  assert ids[0] == ids[1]
+  assert "bits_per_byte" in losses[0]
+  assert losses[0] == losses[1]
+  job = fdl.build(hugging_face.HuggingFaceLm(weights=str(folder)).job())
+  session = session_lib.open_session(job)
+  stored = restore.use_stored_dtypes(
+    session, epath.Path(tmp_path / "narrow" / "checkpoints")
+  )
+  sizes = [
+    sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.variables))
+    for state in (session.abstract_state(), stored.abstract_state())
+  ]
+  assert sizes[0] == 2 * sizes[1]
+
+
+def test_runs_keep_the_files_for_their_export(tmp_path):
+  source, folder = tmp_path / "imported", epath.Path(tmp_path / "run")
+  _imported(source, _CONFIG)
+  text = tmp_path / "text.jsonl"
+  text.write_text(json.dumps({"text": "some text " * 50}) + "\n")
+  config = hugging_face.HuggingFaceLm(
+    weights=str(source),
+    train_files=str(text),
+    num_train_steps=1,
+    checkpoint_every_steps=None,
+    eval_every_steps=None,
+    length=32,
+    loss_chunk_length=None,
+    max_new_tokens=1,
+  ).job()
+  folder.mkdir()
+  train.run(fdl.build(config), config, folder)
+  # As `tools/hf export` reads them.
+  stored = stored_checkpoint.find_checkpoint(folder)
+  files = stored.run_path / "hugging_face"
+  assert json.loads((files / "config.json").read_text()) == _CONFIG
+  leaves = families.find(_CONFIG).names(_CONFIG).leaves
+  shapes = {name: x.shape for name, x in stored.variables().items()}
+  assert shapes == {name: leaf.shape for name, leaf in leaves.items()}
 
 
 def test_prompts_outside_of_the_vocabulary_are_rejected(tmp_path):
