@@ -70,7 +70,9 @@ class Block(nn.Module):
         x, positions, segment_ids, *more, cache_length=cache_length
       )
 
-    feed_forward = bind_deterministic(fields.feed_forward, deterministic)
+    feed_forward = bind_feed_forward(
+      fields.feed_forward, deterministic, segment_ids
+    )
     add = make_residual(
       fields.dropout, fields.residual, deterministic, layer_index
     )
@@ -208,17 +210,24 @@ class ParallelBlock(Block):
     return add(x, branch + feed_forward(normed))
 
 
-def bind_deterministic(
-  feed_forward: nn.Module, deterministic: bool
+def bind_feed_forward(
+  feed_forward: nn.Module,
+  deterministic: bool,
+  segment_ids: jax.Array | None = None,
 ) -> Callable[[jax.Array], jax.Array]:
   """Returns the feed-forward layer as a function of the tokens alone.
 
-  `deterministic` is passed only to layers with dropout, so any module that maps
+  `deterministic` is passed only to layers with dropout, and `segment_ids` with
+  it only to those that declare `takes_segment_ids`, so any module that maps
   tokens to tokens can be a feed-forward layer.
   """
   module = feed_forward
   if isinstance(module, shared.Shared):
     module = module.part
+  if getattr(module, "takes_segment_ids", False):
+    return functools.partial(
+      feed_forward, segment_ids=segment_ids, deterministic=deterministic
+    )
   if getattr(module, "dropout", None) is None:
     return feed_forward
   return functools.partial(feed_forward, deterministic=deterministic)

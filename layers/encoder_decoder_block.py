@@ -72,7 +72,9 @@ class CrossBlock(nn.Module):
       skip_memory: Skips attention to the memory.
       layer_index: Index of the layer, passed to `residual`.
     """
-    feed_forward = block.bind_deterministic(self.feed_forward, deterministic)
+    feed_forward = block.bind_feed_forward(
+      self.feed_forward, deterministic, segment_ids
+    )
     add = block.make_residual(
       self.dropout, self.residual, deterministic, layer_index
     )
@@ -126,7 +128,9 @@ class PostNormCrossBlock(nn.Module):
     layer_index: Int[Array, ""] | None = None,
   ) -> Float[Array, "batch length embed"]:
     """Returns the transformed tokens; as `CrossBlock` is called."""
-    feed_forward = block.bind_deterministic(self.feed_forward, deterministic)
+    feed_forward = block.bind_feed_forward(
+      self.feed_forward, deterministic, segment_ids
+    )
     add = block.make_residual(
       self.dropout, self.residual, deterministic, layer_index
     )

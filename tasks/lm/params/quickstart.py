@@ -6,6 +6,7 @@ library.
 
 import functools
 import math
+from typing import Any
 
 import fiddle as fdl
 
@@ -25,6 +26,7 @@ from paxon.layers import (
 from paxon.layers.attention import grouped_query
 from paxon.layers.decoding import samplers
 from paxon.layers.models import pre_norm_decoder
+from paxon.layers.moe import balance, experts, mixture, routers
 from paxon.learners import adamw, learner, metrics, schedules
 from paxon.runner import experiment
 from paxon.runner import task as task_lib
@@ -62,6 +64,10 @@ class PythonStdlibLm(experiment.Experiment):
   # generalize to positions that it was not trained on.
   max_new_tokens: int = 240
 
+  def feed_forward(self) -> fdl.Config[Any]:
+    """Returns the feed-forward submodule of a layer."""
+    return fdl.Config(feed_forward.GatedFeedForward, mlp_dim=self.mlp_dim)
+
   def task(self) -> fdl.Config[task_lib.Task]:
     """Returns the model and its learner."""
     attention = fdl.Config(
@@ -81,9 +87,7 @@ class PythonStdlibLm(experiment.Experiment):
       ),
       norm=functools.partial(fdl.Config, rms_norm.RmsNorm),
       attention=attention,
-      feed_forward=fdl.Config(
-        feed_forward.GatedFeedForward, mlp_dim=self.mlp_dim
-      ),
+      feed_forward=self.feed_forward(),
       num_layers=self.num_layers,
       scan=self.scan_layers,
       token_loss=fdl.Config(softmax_loss.SoftmaxLoss),
@@ -167,4 +171,30 @@ class PythonStdlibLm(experiment.Experiment):
         head_dim=8,
         max_new_tokens=8,
       )
+    )
+
+
+class PythonStdlibMoe(PythonStdlibLm):
+  """The quickstart with eight experts, two for each token.
+
+  bazel run //runner:main -- --exp=tasks.lm.params.quickstart.PythonStdlibMoe
+
+  A token passes through as many parameters as in `PythonStdlibLm`, of 2.6 M;
+  no token is dropped.
+  """
+
+  mlp_dim = 192
+
+  num_experts: int = 8
+  num_choices: int = 2
+  load_balance_weight: float = 0.01
+
+  def feed_forward(self) -> fdl.Config[Any]:
+    """Returns the mixture of experts of a layer."""
+    return fdl.Config(
+      mixture.MixtureOfExperts,
+      num_experts=self.num_experts,
+      router=fdl.Config(routers.TopK, k=self.num_choices),
+      experts=fdl.Config(experts.GatedExperts, mlp_dim=self.mlp_dim),
+      losses=(balance.switch(self.load_balance_weight),),
     )

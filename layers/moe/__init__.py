@@ -1,0 +1,1 @@
+"""Mixture-of-experts layers: routers, dispatch, experts and their balance."""

@@ -1,0 +1,249 @@
+"""Balance of experts: auxiliary losses, and a bias without a loss.
+
+Losses are functions of a `Routing`, with f_e the share of tokens of expert e
+and P_e its mean score,
+
+  LoadBalance   weight * E * sum_e f_e P_e
+  ZLoss         weight * mean(logsumexp(logits) ** 2)
+
+Means are over the global batch, without padding, before the product: the mean
+of the losses of shards would be another function. With microbatches they are
+those of each microbatch.
+"""
+
+import dataclasses
+import enum
+from typing import Any, Protocol, runtime_checkable
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from paxon.layers.moe import routing as routing_lib
+from paxon.sharding import checks, variables
+
+COLLECTION = "balance"
+
+
+@runtime_checkable
+class Loss(Protocol):
+  """An auxiliary loss of a router; `name` is that of its metric."""
+
+  @property
+  def name(self) -> str:
+    """Name of the metric, `auxiliary_loss/<name>`."""
+    ...
+
+  def __call__(self, routing: routing_lib.Routing) -> jax.Array:
+    """Returns the weighted loss, a float32 scalar."""
+    ...
+
+
+class Scope(enum.Enum):
+  """Tokens over which shares and scores are averaged before the product."""
+
+  BATCH = "batch"
+  SEQUENCE = "sequence"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadBalance:
+  """Product of the share of tokens and the mean score, summed over experts.
+
+  It is `weight` for balanced experts, or `weight * k` with `per_choice=False`.
+  The published forms are `gshard`, `switch`, `pooled` and `deepseek`.
+
+  Attributes:
+    weight: Factor of the loss.
+    first_choice: Whether only first choices count for the shares.
+    per_choice: Whether shares of all choices are divided by their number.
+    scope: Tokens of one product; the loss is the mean over them.
+    groups: Tokens of one product, instead of `scope`.
+    with_padding: Whether the divisors count padding, as in Pax.
+    normalize: Whether scores of a token are divided by their sum, for sigmoid
+      scores.
+  """
+
+  weight: float
+  first_choice: bool = False
+  per_choice: bool = True
+  scope: Scope = Scope.BATCH
+  groups: routing_lib.TokenGroups | None = None
+  with_padding: bool = False
+  normalize: bool = False
+  name: str = "load_balance"
+
+  def __post_init__(self) -> None:
+    checks.check_non_negative(self, "weight")
+
+  def __call__(self, routing: routing_lib.Routing) -> jax.Array:
+    """Returns the weighted loss, a float32 scalar."""
+    chosen = routing.ids[..., :1] if self.first_choice else routing.ids
+    shares = routing_lib.one_hot(chosen, routing.num_experts).sum(-2)
+    if self.per_choice:
+      shares /= chosen.shape[-1]
+    scores = routing.scores.astype(jnp.float32)
+    if self.normalize:
+      scores /= jnp.sum(scores, -1, keepdims=True) + 1e-20
+    kept = routing.mask[..., None].astype(jnp.float32)
+    tokens = jnp.ones_like(kept) if self.with_padding else kept
+    parts = (shares * kept, scores * kept, tokens)
+    if self.groups is not None:
+      parts = tuple(map(self.groups.split, parts))
+    elif self.scope is Scope.BATCH:
+      parts = tuple(x.reshape(1, -1, x.shape[-1]) for x in parts)
+    shares, scores, tokens = (jnp.sum(x, axis=1) for x in parts)
+    # A sequence may be all padding.
+    count = jnp.maximum(tokens, 1)
+    products = jnp.sum((shares / count) * (scores / count), axis=-1)
+    return self.weight * routing.num_experts * jnp.mean(products)
+
+
+def gshard(
+  weight: float, *, groups: routing_lib.TokenGroups | None = None
+) -> LoadBalance:
+  """Returns GShard's loss of first choices, as in Pax.
+
+  Lepikhin et al. 2020, https://arxiv.org/abs/2006.16668, section 2.2: the mean
+  over groups, whose divisors count padding.
+  """
+  return LoadBalance(
+    weight=weight,
+    first_choice=True,
+    groups=groups or routing_lib.TokenGroups(),
+    with_padding=True,
+  )
+
+
+def switch(weight: float = 0.01) -> LoadBalance:
+  """Returns Switch's loss: all choices, divided by their number.
+
+  Fedus et al. 2021, https://arxiv.org/abs/2101.03961, section 2.2, which has
+  one choice.
+  """
+  return LoadBalance(weight=weight)
+
+
+def pooled(weight: float) -> LoadBalance:
+  """Returns the loss of Hugging Face's models: not divided by the choices.
+
+  They average over all layers before the product; here each layer has its own.
+  """
+  return LoadBalance(weight=weight, per_choice=False)
+
+
+def deepseek(weight: float = 1e-4) -> LoadBalance:
+  """Returns DeepSeek-V3's loss of each sequence, of normalized scores.
+
+  https://arxiv.org/abs/2412.19437, equations 17 to 20.
+  """
+  return LoadBalance(weight=weight, scope=Scope.SEQUENCE, normalize=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ZLoss:
+  """Keeps logits small (ST-MoE, https://arxiv.org/abs/2202.08906, eq. 5).
+
+  Attributes:
+    weight: Factor of the loss.
+  """
+
+  weight: float = 1e-3
+  name: str = "router_z_loss"
+
+  def __post_init__(self) -> None:
+    checks.check_non_negative(self, "weight")
+
+  def __call__(self, routing: routing_lib.Routing) -> jax.Array:
+    """Returns the weighted loss, a float32 scalar."""
+    squares = jax.nn.logsumexp(routing.logits.astype(jnp.float32), axis=-1) ** 2
+    kept = routing.mask.astype(jnp.float32)
+    total = jnp.sum(jnp.where(routing.mask, squares, 0))
+    return self.weight * total / jnp.maximum(jnp.sum(kept), 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SelectionBias:
+  """A bias of the selection that balances experts without a loss.
+
+  Wang et al. 2024, https://arxiv.org/abs/2408.15664: after each step
+  `bias += rate * sign(mean(count) - count)`. The bias selects experts and is no
+  part of their weights.
+
+  The variables are a collection of their own, `balance`, and not parameters: no
+  weight decay, average or clipping applies. `count` [E] has the tokens of each
+  expert since the first step, modulo 2**32, so that microbatches add up; `seen`
+  has those before the last step, and `bias` the value that it selected with. So
+  `next_bias` is the value for the next step and for evaluation, which changes
+  no variable.
+
+  Attributes:
+    rate: Change of the bias in a step; 0 freezes it.
+  """
+
+  rate: float = 1e-3
+
+  def __post_init__(self) -> None:
+    checks.check_non_negative(self, "rate")
+
+  def read(self, module: nn.Module, num_experts: int) -> "BoundBias":
+    """Creates the variables of a layer in a compact method."""
+    rules = variables.CombineRule
+
+    def make(name: str, dtype: Any, combine: Any) -> Any:
+      boxed = variables.boxed(
+        nn.initializers.zeros,
+        (None,),
+        shape=(num_experts,),
+        dtype=dtype,
+        combine=combine,
+      )
+      return module.variable(COLLECTION, name, boxed)
+
+    return BoundBias(
+      module=module,
+      # The same in all microbatches; a mean would round.
+      bias=make("bias", jnp.float32, rules.MAX),
+      seen=make("seen", jnp.uint32, rules.MAX),
+      count=make("count", jnp.uint32, rules.SUM),
+      rate=self.rate,
+    )
+
+
+def next_bias(
+  bias: Float[Array, "*layers experts"],
+  tokens: Float[Array, "*layers experts"],
+  *,
+  rate: float,
+) -> Float[Array, "*layers experts"]:
+  """Returns the bias after a step with these tokens of each expert."""
+  mean = jnp.mean(tokens, axis=-1, keepdims=True)
+  return bias + rate * jnp.sign(mean - tokens)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BoundBias:
+  """The variables of `SelectionBias` in a layer."""
+
+  module: nn.Module
+  bias: nn.Variable
+  seen: nn.Variable
+  count: nn.Variable
+  rate: float
+
+  def value(self) -> Float[Array, " experts"]:
+    """Returns the bias of this step."""
+    last = (self.count.value - self.seen.value).astype(jnp.float32)
+    return next_bias(self.bias.value, last, rate=self.rate)
+
+  def record(self, count: Float[Array, " experts"]) -> None:
+    """Adds the tokens of a training step, if the collection is mutable."""
+    module = self.module
+    if module.is_mutable_collection(COLLECTION) and (
+      not module.is_initializing()
+    ):
+      before = self.count.value
+      self.bias.value = self.value()
+      self.seen.value = before
+      self.count.value = before + count.astype(jnp.uint32)

@@ -1,0 +1,332 @@
+"""Dispatch: how tokens reach their experts and come back.
+
+A dispatch is `(x [G,S,D], ids [G,S,k], weights [G,S,k], stacks) -> [G,S,D]`, a
+pure function of its arrays:
+
+  y[t] = sum_j weights[t, j] * expert_{ids[t, j]}(x[t])
+
+  Dropless      sorts tokens by expert; a grouped matmul multiplies the rows of
+                each expert, however many
+  Capacity      each expert takes C tokens of each group; others are dropped
+  OneHotEinsum  the same by GShard's einsums, for comparison, and where the
+                compiler must derive the all-to-alls of a sharded batch
+
+Sums over the choices of a token are in float32.
+
+Letters: G groups, S tokens of a group, k choices, E experts, C capacity,
+D embed, R rows (T * k), T tokens (G * S).
+"""
+
+import dataclasses
+import math
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from paxon.layers import precision
+from paxon.layers.moe import experts as experts_lib
+from paxon.layers.moe import grouped_matmul, platform_kernels
+from paxon.layers.moe import routing as routing_lib
+from paxon.sharding import checks
+
+
+@runtime_checkable
+class Dispatch(Protocol):
+  """A dispatch; hashable."""
+
+  def __call__(
+    self,
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    stacks: experts_lib.Stacks,
+  ) -> jax.Array:
+    """Returns the weighted sums of the experts' outputs."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dropless:
+  """Every token reaches all of its experts.
+
+  Attributes:
+    kernel: The grouped matmul.
+  """
+
+  kernel: grouped_matmul.Kernel = platform_kernels.ByPlatform()
+
+  def __call__(
+    self,
+    x: Float[Array, "groups tokens embed"],
+    ids: Int[Array, "groups tokens choices"],
+    weights: Float[Array, "groups tokens choices"],
+    stacks: experts_lib.Stacks,
+  ) -> Float[Array, "groups tokens embed"]:
+    """Returns the weighted sums of the experts' outputs."""
+    k = ids.shape[-1]
+    y = dropless(
+      x.reshape(-1, x.shape[-1]),
+      ids.reshape(-1, k),
+      weights.reshape(-1, k),
+      stacks,
+      kernel=self.kernel,
+    )
+    return y.astype(x.dtype).reshape(x.shape)
+
+
+def dropless(
+  x: Float[Array, "tokens embed"],
+  ids: Int[Array, "tokens choices"],
+  weights: Float[Array, "tokens choices"],
+  stacks: experts_lib.Stacks,
+  *,
+  kernel: grouped_matmul.Kernel,
+  max_rows: int | None = None,
+) -> Float[Array, "tokens embed"]:
+  """Returns the sums over the given experts, in at least float32.
+
+  Args:
+    x: Tokens.
+    ids: Experts of each token; ids from `stacks.num_experts` on are skipped.
+    weights: Factors of the experts' outputs.
+    stacks: Experts.
+    kernel: The grouped matmul.
+    max_rows: A bound of the number of ids that are not skipped, which saves
+      memory; `None` is all.
+  """
+  tokens, k = ids.shape
+  num_experts = stacks.num_experts
+  rows = min(max_rows or tokens * k, tokens * k)
+  order, slots, sizes = sort_by_expert(ids, num_experts, rows=rows)
+  sorted_x = _gather_rows(x, order, slots)
+  used = jnp.arange(rows) < jnp.sum(sizes)
+  row_weights = jnp.where(used, weights.reshape(-1)[order], 0)
+  y = stacks.grouped(sorted_x, row_weights, sizes, kernel)
+  return _sum_rows(y, order, slots)
+
+
+def sort_by_expert(
+  ids: Int[Array, "tokens choices"], num_experts: int, *, rows: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns the order of rows by expert, its inverse and the group sizes.
+
+  The sort is stable: tokens of an expert stay in order.
+
+  Returns:
+    The choice `t * k + j` of each row [R]; the row of each choice [T,k], which
+    is R for those without one; the number of rows of each expert [E].
+  """
+  flat = jnp.minimum(ids.reshape(-1), num_experts).astype(jnp.int32)
+  index = jnp.arange(flat.size, dtype=jnp.int32)
+  # Not argsort, whose result in shard_map is typed as equal on all devices.
+  keys, order = jax.lax.sort((flat, index), num_keys=1)
+  _, slots = jax.lax.sort((order, index), num_keys=1)
+  bounds = jnp.searchsorted(keys, jnp.arange(num_experts + 1, dtype=jnp.int32))
+  sizes = jnp.diff(bounds).astype(jnp.int32)
+  kept = (flat < num_experts) & (slots < rows)
+  slots = jnp.where(kept, slots, rows)
+  return order[:rows], slots.reshape(ids.shape), sizes
+
+
+@jax.custom_vjp
+def _gather_rows(x: jax.Array, order: jax.Array, slots: jax.Array) -> jax.Array:
+  """Returns the token of each row [R,D]."""
+  return x[order // slots.shape[1]]
+
+
+@jax.custom_vjp
+def _sum_rows(y: jax.Array, order: jax.Array, slots: jax.Array) -> jax.Array:
+  """Returns the sum of the rows of each token [T,D], in float32."""
+  del order
+  picked = y.at[slots].get(mode="fill", fill_value=0)
+  return jnp.sum(precision.widened(picked), axis=1)
+
+
+# Each is the transpose of the other, by gathers: scatters with duplicates are
+# slow, and on GPUs not deterministic. Rows without a choice get gradients that
+# nothing reads.
+_gather_rows.defvjp(
+  lambda x, order, slots: (_gather_rows(x, order, slots), (order, slots)),
+  lambda saved, g: (_sum_rows(g, *saved).astype(g.dtype), None, None),
+)
+_sum_rows.defvjp(
+  lambda y, order, slots: (
+    _sum_rows(y, order, slots),
+    (jnp.zeros((), y.dtype), order, slots),
+  ),
+  lambda saved, g: (
+    _gather_rows(g.astype(saved[0].dtype), *saved[1:]),
+    None,
+    None,
+  ),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Capacity:
+  """Each expert takes at most C tokens of each group.
+
+  All first choices precede the second ones, and earlier tokens later ones, as
+  in GShard and Pax. A token that does not fit loses that choice: the weights of
+  its others do not change.
+
+  The rule of C is Pax's: with `factor`, it is `int(S * factor / E)`, rounded up
+  to a multiple of four, but at least `minimum`. So `factor` contains the number
+  of choices: 2.0 is the mean load of two.
+
+  Attributes:
+    factor: Factor of the capacity; 0 uses `minimum`.
+    minimum: Smallest capacity, not rounded.
+    groups: Groups of tokens.
+  """
+
+  factor: float = 0.0
+  minimum: int = 1
+  groups: routing_lib.TokenGroups = routing_lib.TokenGroups()
+
+  def __post_init__(self) -> None:
+    checks.check_non_negative(self, "factor")
+    checks.check_size(self, "minimum")
+    if not self.factor and self.minimum == 1:
+      raise ValueError(
+        f"{type(self).__name__} needs a factor above 0 or a minimum above 1;"
+        " with neither, each expert would take one token of a group."
+      )
+
+  def __call__(
+    self,
+    x: Float[Array, "batch length embed"],
+    ids: Int[Array, "batch length choices"],
+    weights: Float[Array, "batch length choices"],
+    stacks: experts_lib.Stacks,
+  ) -> Float[Array, "batch length embed"]:
+    """Returns the weighted sums of the experts' outputs."""
+    parts = map(self.groups.split, (x, ids, weights))
+    y = self._by_group(*parts, stacks=stacks)
+    return y.astype(x.dtype).reshape(x.shape)
+
+  def dropped(
+    self, ids: Int[Array, "batch length choices"], num_experts: int
+  ) -> Float[Array, ""]:
+    """Returns the share of choices that exceed the capacity."""
+    ids = self.groups.split(ids)
+    asked = ids < num_experts
+    kept = assign_slots(ids, num_experts)[1] < capacity(
+      ids.shape[1], num_experts, factor=self.factor, minimum=self.minimum
+    )
+    lost = jnp.sum((asked & ~kept).astype(jnp.float32))
+    return lost / jnp.maximum(jnp.sum(asked.astype(jnp.float32)), 1)
+
+  def _by_group(
+    self,
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    *,
+    stacks: experts_lib.Stacks,
+  ) -> jax.Array:
+    """Gathers the tokens of each slot, and the slot of each choice."""
+    G, S, _ = x.shape
+    E = stacks.num_experts
+    C = capacity(S, E, factor=self.factor, minimum=self.minimum)
+    kept, slots = _slots(ids, weights, num_experts=E, capacity=C)
+    # The choice of each slot; the last entry collects dropped ones.
+    place = jnp.where(kept, ids * C + slots, E * C)
+    choices = jnp.broadcast_to(
+      jnp.arange(ids[0].size, dtype=jnp.int32), (G, ids[0].size)
+    )
+    table = jnp.full((G, E * C + 1), ids[0].size, jnp.int32)
+    rows = jnp.arange(G)[:, None]
+    table = table.at[rows, place.reshape(G, -1)].set(choices)[:, :-1]
+    tokens = jnp.minimum(table // ids.shape[-1], S)
+    picked = jax.vmap(lambda v, at: v.at[at].get(mode="fill", fill_value=0))
+    sent = picked(x, tokens)
+    own = picked(weights.reshape(G, -1), table)
+    out = stacks.batched(_by_expert(sent, E), _by_expert(own, E))
+    out = jnp.moveaxis(out.reshape(E, G, C, -1), 0, 1).reshape(G, E * C, -1)
+    back = picked(precision.widened(out), place.reshape(G, -1))
+    return jnp.sum(back.reshape(G, S, ids.shape[-1], -1), axis=2)
+
+
+def _by_expert(x: jax.Array, num_experts: int) -> jax.Array:
+  """Returns slots [G,E*C,...] as [E,G*C,...]."""
+  groups, slots, *rest = x.shape
+  x = x.reshape(groups, num_experts, slots // num_experts, *rest)
+  return jnp.moveaxis(x, 1, 0).reshape(num_experts, -1, *rest)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OneHotEinsum(Capacity):
+  """`Capacity` by einsums with one-hot arrays [G,S,E,C].
+
+  Its matmuls cost `4 * T * E * C * D` more. A compiler can partition them: for
+  a batch and experts sharded over one mesh axis it makes two all-to-alls.
+  """
+
+  def _by_group(
+    self,
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    *,
+    stacks: experts_lib.Stacks,
+  ) -> jax.Array:
+    G, S, _ = x.shape
+    E = stacks.num_experts
+    C = capacity(S, E, factor=self.factor, minimum=self.minimum)
+    kept, slots = _slots(ids, weights, num_experts=E, capacity=C)
+    combine = jnp.zeros((G, S, E, C), weights.dtype)
+    for j in range(ids.shape[-1]):
+      choice = jnp.where(kept[..., j], weights[..., j], 0)
+      at = jax.nn.one_hot(ids[..., j], E, dtype=weights.dtype)[..., None]
+      slot = jax.nn.one_hot(slots[..., j], C, dtype=weights.dtype)
+      combine += choice[..., None, None] * at * slot[..., None, :]
+    sent = jnp.einsum("GSEC,GSD->EGCD", (combine != 0).astype(x.dtype), x)
+    y = stacks.batched(
+      sent.reshape(E, G * C, -1), jnp.ones((E, G * C), weights.dtype)
+    )
+    y = precision.widened(y).reshape(E, G, C, -1)
+    return jnp.einsum("GSEC,EGCD->GSD", combine.astype(y.dtype), y)
+
+
+def capacity(
+  group_size: int, num_experts: int, *, factor: float, minimum: int
+) -> int:
+  """Returns the tokens that an expert takes of a group; see `Capacity`."""
+  size = int(group_size * factor / num_experts) if factor else 0
+  if minimum >= size:
+    return minimum
+  return 4 * math.ceil(size / 4)
+
+
+def assign_slots(
+  ids: Int[Array, "groups tokens choices"], num_experts: int
+) -> tuple[Bool[Array, "groups tokens choices"], Any]:
+  """Returns which choices are experts, and their slots, from 0 in each expert.
+
+  All first choices precede the second ones, and earlier tokens later ones.
+  """
+  G, S, k = ids.shape
+  # Choice-major, [G,k*S].
+  flat = jnp.swapaxes(ids, 1, 2).reshape(G, k * S).astype(jnp.int32)
+  index = jnp.broadcast_to(jnp.arange(k * S, dtype=jnp.int32), flat.shape)
+  keys, order = jax.lax.sort((flat, index), num_keys=1)
+  starts = jax.vmap(lambda row: jnp.searchsorted(row, row))(keys)
+  _, slots = jax.lax.sort(
+    (order, index - starts.astype(jnp.int32)), dimension=1, num_keys=1
+  )
+  slots = jnp.swapaxes(slots.reshape(G, k, S), 1, 2)
+  return ids < num_experts, slots
+
+
+def _slots(
+  ids: jax.Array, weights: jax.Array, *, num_experts: int, capacity: int
+) -> tuple[jax.Array, jax.Array]:
+  """Returns which choices are dispatched, and their slots.
+
+  A choice whose weight is zero keeps its slot empty, as in Pax.
+  """
+  exists, slots = assign_slots(ids, num_experts)
+  return exists & (slots < capacity) & (weights != 0), slots

@@ -1,0 +1,287 @@
+"""Experts: feed-forward layers whose kernels are stacked.
+
+  gated: down_e(activation(gate_e(x)) * up_e(x))
+  plain: down_e(activation(up_e(x)))
+
+with optional biases. A dispatch calls them with rows sorted by expert, or with
+C rows of each expert. The weight of a row multiplies its hidden activation, so
+that no second copy of the output is needed for its gradient.
+
+Letters: E experts, D embed, F mlp, R rows, C rows of each expert.
+"""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any, ClassVar
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from paxon.layers import initializers, remat
+from paxon.layers.moe import grouped_matmul
+from paxon.quantization import matmuls
+from paxon.sharding import axes, checks, logical
+
+# `(name, rows, kernel) -> rows`, a matmul of rows with their experts' kernels.
+_Multiply = Callable[[str, jax.Array, jax.Array], jax.Array]
+_KERNELS = ("gate", "up", "down")
+
+IN_AXES = (axes.EXPERTS, axes.EMBED, axes.MLP)
+OUT_AXES = (axes.EXPERTS, axes.MLP, axes.EMBED)
+# Logical axes of each parameter.
+AXES = {
+  "gate": IN_AXES,
+  "up": IN_AXES,
+  "down": OUT_AXES,
+  "gate_bias": (axes.EXPERTS, axes.MLP),
+  "up_bias": (axes.EXPERTS, axes.MLP),
+  "down_bias": (axes.EXPERTS, axes.EMBED),
+}
+
+_default_init = initializers.lecun(in_axes=(1,), out_axes=(2,))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stacks:
+  """Kernels and biases of experts, and their function.
+
+  Attributes:
+    parameters: `gate`, `up` [E,D,F], `down` [E,F,D], and biases [E,F] and
+      [E,D], those that exist.
+    hidden: `(gate or None, up) -> hidden`.
+    einsum: The matmul of `batched`.
+  """
+
+  # Transformations also make trees of other leaves.
+  parameters: dict[str, Any]
+  hidden: Callable[[jax.Array | None, jax.Array], jax.Array] = (
+    dataclasses.field(metadata={"static": True})
+  )
+  einsum: matmuls.Einsum = dataclasses.field(
+    default=jnp.einsum, metadata={"static": True}
+  )
+
+  @property
+  def num_experts(self) -> int:
+    """Number of experts of these parameters."""
+    return self.parameters["up"].shape[0]
+
+  def grouped(
+    self,
+    x: Float[Array, "rows embed"],
+    weights: Float[Array, " rows"],
+    sizes: Int[Array, " experts"],
+    kernel: grouped_matmul.Kernel,
+  ) -> Float[Array, "rows embed"]:
+    """Returns the weighted outputs of rows sorted by expert.
+
+    The first `sizes[0]` rows are those of expert 0; rows after the last expert
+    are padding and give zeros.
+    """
+    if matmuls.is_provider(self.einsum):
+      raise ValueError(
+        "Experts with a quantized einsum need a dispatch by capacity"
+        " (layers.moe.dispatch.Capacity): grouped matmuls are not quantized."
+      )
+    ids = None
+    if any(name.endswith("_bias") for name in self.parameters):
+      ends = jnp.cumsum(sizes)
+      rows = jnp.arange(x.shape[0], dtype=sizes.dtype)
+      ids = jnp.searchsorted(ends, rows, side="right")
+
+    def multiply(name: str, rows: jax.Array, w: jax.Array) -> jax.Array:
+      del name
+      return grouped_matmul.grouped_matmul(rows, w, sizes, kernel=kernel)
+
+    def bias(name: str) -> jax.Array | None:
+      value = self.parameters.get(f"{name}_bias")
+      if value is None or ids is None:
+        return None
+      return value.at[ids].get(mode="fill", fill_value=0)
+
+    return self._apply(x, weights[:, None], multiply, bias)
+
+  def batched(
+    self,
+    x: Float[Array, "experts capacity embed"],
+    weights: Float[Array, "experts capacity"],
+  ) -> Float[Array, "experts capacity embed"]:
+    """Returns the weighted outputs of C rows of each expert."""
+
+    def multiply(name: str, rows: jax.Array, w: jax.Array) -> jax.Array:
+      equation = "ECF,EFD->ECD" if name == "down" else "ECD,EDF->ECF"
+      return matmuls.call(self.einsum, name, equation, rows, w)
+
+    def bias(name: str) -> jax.Array | None:
+      value = self.parameters.get(f"{name}_bias")
+      return None if value is None else value[:, None, :]
+
+    return self._apply(x, weights[..., None], multiply, bias)
+
+  def _apply(
+    self,
+    x: jax.Array,
+    weights: jax.Array,
+    multiply: _Multiply,
+    bias: Callable[[str], jax.Array | None],
+  ) -> jax.Array:
+    def project(name: str) -> jax.Array | None:
+      if name not in self.parameters:
+        return None
+      y = multiply(name, x, self.parameters[name])
+      added = bias(name)
+      return y if added is None else y + added
+
+    up = project("up")
+    assert up is not None
+    hidden = self.hidden(project("gate"), up)
+    hidden = remat.tag(hidden, remat.FEED_FORWARD_HIDDEN)
+    wide = jnp.promote_types(hidden.dtype, weights.dtype)
+    scaled = (hidden.astype(wide) * weights.astype(wide)).astype(hidden.dtype)
+    y = multiply("down", scaled, self.parameters["down"])
+    added = bias("down")
+    if added is not None:
+      y += (added.astype(wide) * weights.astype(wide)).astype(y.dtype)
+    return y
+
+
+class _Experts(nn.Module):
+  """Parameters of both kinds of experts."""
+
+  quantization_roles: ClassVar[tuple[str, ...]] = (matmuls.EXPERTS,)
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    checks.check_size(self, "mlp_dim")
+
+  @nn.nowrap
+  def _stacks(
+    self,
+    names: tuple[str, ...],
+    hidden: Callable[[jax.Array | None, jax.Array], jax.Array],
+    num_experts: int,
+    x: jax.Array,
+  ) -> Stacks:
+    layer: Any = self
+    sizes = {axes.EXPERTS: num_experts, axes.EMBED: x.shape[-1]}
+    sizes[axes.MLP] = layer.mlp_dim
+    made = {}
+    for name in names:
+      for label in (name, f"{name}_bias") if layer.use_bias else (name,):
+        init = layer.kernel_init if label == name else layer.bias_init
+        value = self.param(
+          label,
+          logical.partitioned(init, AXES[label], regularized=label in _KERNELS),
+          tuple(sizes[axis] for axis in AXES[label]),
+          layer.param_dtype,
+        )
+        made[label] = value.astype(layer.dtype or x.dtype)
+    return Stacks(parameters=made, hidden=hidden, einsum=layer.einsum)
+
+
+class GatedExperts(_Experts):
+  """Gated feed-forward layers, such as SwiGLU.
+
+  Attributes:
+    mlp_dim: Width of the hidden activation of an expert.
+    activation: Applied to the gate branch only.
+    combine: `(gate, up) -> hidden`, instead of `activation(gate) * up`, such as
+      `ClampedSwiglu`.
+    use_bias: Whether all matmuls have a bias.
+    kernel_init: Initializer of the kernels [E,D,F] and [E,F,D]; one with fans
+      needs `in_axes=(1,), out_axes=(2,)`.
+    bias_init: Initializer of the biases.
+    dtype: Dtype of the computation; `None` is that of the tokens.
+    param_dtype: Dtype in which the parameters are stored.
+    einsum: The matmul of a dispatch by capacity; replaced by quantization.
+  """
+
+  mlp_dim: int
+  activation: Callable[[jax.Array], jax.Array] = nn.silu
+  combine: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+  use_bias: bool = False
+  kernel_init: nn.initializers.Initializer = _default_init
+  bias_init: nn.initializers.Initializer = nn.initializers.zeros
+  dtype: DTypeLike | None = None
+  param_dtype: DTypeLike = jnp.float32
+  einsum: Callable[..., jax.Array] = jnp.einsum
+
+  @nn.compact
+  def __call__(self, x: jax.Array, *, num_experts: int) -> Stacks:
+    """Returns the experts for tokens [...,D], whose dtype and width count."""
+    combine = self.combine or Product(self.activation)
+    return self._stacks(("gate", "up", "down"), combine, num_experts, x)
+
+
+class PlainExperts(_Experts):
+  """Feed-forward layers without a gate.
+
+  Attributes:
+    activation: Applied to the hidden activation.
+
+  The other attributes are those of `GatedExperts`.
+  """
+
+  mlp_dim: int
+  activation: Callable[[jax.Array], jax.Array] = nn.relu
+  use_bias: bool = True
+  kernel_init: nn.initializers.Initializer = _default_init
+  bias_init: nn.initializers.Initializer = nn.initializers.zeros
+  dtype: DTypeLike | None = None
+  param_dtype: DTypeLike = jnp.float32
+  einsum: Callable[..., jax.Array] = jnp.einsum
+
+  @nn.compact
+  def __call__(self, x: jax.Array, *, num_experts: int) -> Stacks:
+    """Returns the experts for tokens [...,D], whose dtype and width count."""
+    hidden = Ungated(self.activation)
+    return self._stacks(("up", "down"), hidden, num_experts, x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+  """`activation(gate) * up`."""
+
+  activation: Callable[[jax.Array], jax.Array]
+
+  def __call__(self, gate: Any, up: jax.Array) -> jax.Array:
+    """Returns the hidden activation."""
+    return self.activation(gate) * up
+
+
+@dataclasses.dataclass(frozen=True)
+class Ungated:
+  """`activation(up)`."""
+
+  activation: Callable[[jax.Array], jax.Array]
+
+  def __call__(self, gate: Any, up: jax.Array) -> jax.Array:
+    """Returns the hidden activation."""
+    del gate
+    return self.activation(up)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClampedSwiglu:
+  """Swish of a clamped gate times a clamped, shifted branch, as in gpt-oss.
+
+  `(clip(up, -limit, limit) + 1) * g * sigmoid(alpha * g)` with
+  `g = min(gate, limit)`.
+
+  Attributes:
+    limit: Largest magnitude.
+    alpha: Slope of the sigmoid.
+  """
+
+  limit: float = 7.0
+  alpha: float = 1.702
+
+  def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Returns the hidden activation."""
+    gate = jnp.minimum(gate, self.limit)
+    up = jnp.clip(up, -self.limit, self.limit)
+    return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)

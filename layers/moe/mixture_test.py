@@ -1,0 +1,164 @@
+"""Tests of the mixture layer, its routers by choice, and their balance."""
+
+import functools
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxon.layers import auxiliary_loss, block, feed_forward, rms_norm, stack
+from paxon.layers.moe import (
+  balance,
+  dispatch,
+  experts,
+  mixture,
+  routers,
+  testing,
+)
+
+B, T, D, F, E = 3, 5, 4, 3, 6
+_SEGMENTS = np.array([[1, 1, 1, 1, 1], [1, 1, 2, 2, 0], [1, 1, 0, 0, 0]])
+
+
+def _layer(router=None, **fields):
+  return mixture.MixtureOfExperts(
+    num_experts=E,
+    router=router or routers.TopK(k=2),
+    experts=experts.GatedExperts(mlp_dim=F),
+    **fields,
+  )
+
+
+def _x(seed=0):
+  return jax.random.normal(jax.random.key(seed), (B, T, D))
+
+
+@functools.cache
+def _init(layer):
+  variables = jax.jit(layer.init)(jax.random.key(1), _x())
+  return jax.tree.map(lambda x: x, nn.unbox(variables))
+
+
+def _sigmoid(x):
+  return 1 / (1 + np.exp(-x))
+
+
+@pytest.mark.parametrize(
+  ("router", "score", "weigh"),
+  [
+    pytest.param(
+      routers.TopK(k=2),
+      testing.softmax,
+      lambda w: w / w.sum(-1, keepdims=True),
+      id="softmax",
+    ),
+    pytest.param(
+      routers.TopK(k=1, normalize=False),
+      testing.softmax,
+      lambda w: w,
+      id="switch",
+    ),
+    pytest.param(
+      routers.TopK(k=3, score=jax.nn.sigmoid, epsilon=1e-20, scale=2.5),
+      _sigmoid,
+      lambda w: 2.5 * w / w.sum(-1, keepdims=True),
+      id="sigmoid",
+    ),
+  ],
+)
+def test_layer_matches_numpy(router, score, weigh):
+  layer = _layer(router)
+  variables = _init(layer)
+  params = variables["params"]
+  x = np.asarray(_x(), np.float64)
+  kernel = np.asarray(params["router"]["logits"]["kernel"], np.float64)
+  scores = score(x @ kernel)
+  ids = np.argsort(-scores, -1)[..., : router.k]
+  weights = weigh(np.take_along_axis(scores, ids, -1))
+  weights *= (_SEGMENTS != 0)[..., None]
+  flat = (v.reshape(B * T, -1) for v in (x, ids, weights))
+  expected = testing.mix(
+    *flat, params["experts"], lambda gate, up: testing.silu(gate) * up
+  ).reshape(B, T, D)
+  y = jax.jit(layer.apply)(variables, _x(), jnp.asarray(_SEGMENTS))
+  np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
+  assert not np.any(np.asarray(y)[_SEGMENTS == 0])
+
+
+def test_padding_changes_nothing():
+  layer = _layer(losses=(balance.switch(0.1), balance.ZLoss()))
+  variables = _init(layer)
+  segments = jnp.asarray(_SEGMENTS)
+
+  @jax.jit
+  def run(variables, x):
+    def loss(params):
+      y, new = layer.apply(
+        {**variables, "params": params},
+        x,
+        segments,
+        mutable=[auxiliary_loss.COLLECTION],
+      )
+      sown = jax.tree.leaves(new)
+      assert len(sown) == 2
+      return jnp.sum(y**2) + sum(sown), (y, new)
+
+    return jax.value_and_grad(loss, has_aux=True)(variables["params"])
+
+  padding = (segments == 0)[..., None]
+  one = run(variables, _x())
+  other = run(variables, jnp.where(padding, jnp.nan, _x()))
+  jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+@pytest.mark.parametrize(
+  "form", [dispatch.Dropless(), dispatch.Capacity(factor=9.0)]
+)
+def test_mixture_in_a_scanned_block(form):
+  def model(scan):
+    return stack.Stack(
+      [
+        block.TransformerBlock(
+          attention_norm=rms_norm.RmsNorm(),
+          attention=_Nothing(),
+          feed_forward_norm=rms_norm.RmsNorm(),
+          feed_forward=_layer(
+            dispatch=form,
+            losses=(balance.switch(0.1),),
+            shared=feed_forward.GatedFeedForward(mlp_dim=F),
+          ),
+        )
+      ],
+      num_layers=2,
+      scan=scan,
+    )
+
+  variables = nn.unbox(model(True).init(jax.random.key(0), _x()))
+  assert variables["params"]["layers"]["blocks_0"]["feed_forward"]["experts"][
+    "gate"
+  ].shape == (2, E, D, F)
+  assert auxiliary_loss.COLLECTION not in variables
+
+  def run(scan, segments):
+    y, new = jax.jit(
+      functools.partial(model(scan).apply, mutable=[auxiliary_loss.COLLECTION])
+    )(variables, _x(), None, segments)
+    return y, sum(map(jnp.sum, jax.tree.leaves(new)))
+
+  scanned = run(True, jnp.asarray(_SEGMENTS))
+  unrolled = run(False, jnp.asarray(_SEGMENTS))
+  np.testing.assert_allclose(scanned[0], unrolled[0], rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(scanned[1], unrolled[1], rtol=1e-5)
+  # The block passes segments on: padding is only the residual stream.
+  np.testing.assert_array_equal(
+    np.asarray(scanned[0])[_SEGMENTS == 0], np.asarray(_x())[_SEGMENTS == 0]
+  )
+
+
+class _Nothing(nn.Module):
+  """An attention layer that adds nothing."""
+
+  def __call__(self, x, positions, segment_ids, *, cache_length=None):
+    return jnp.zeros_like(x)

@@ -1,0 +1,169 @@
+"""Grouped matmul kernels of TPUs and GPUs, and the choice by platform."""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any, Final
+
+import jax
+from jax.experimental.pallas.ops.tpu import megablox
+import jax.numpy as jnp
+
+from paxon.layers.moe import grouped_matmul
+from paxon.sharding import checks
+
+_MEGABLOX: Final = grouped_matmul.Support(
+  name="layers.moe.platform_kernels.Megablox",
+  platforms=(grouped_matmul.TPU,),
+  dtypes=("bfloat16", "float32"),
+)
+
+# Of the last dimension of a TPU's registers.
+_LANES = 128
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Megablox:
+  """JAX's Pallas kernel for TPUs.
+
+  Attributes:
+    rows: Rows of a tile; rows are padded to a multiple.
+    contracting: Largest tile of the contracting dimension.
+    columns: Largest tile of the other dimension.
+    interpret: Whether Pallas interprets the kernel, on any device, for tests.
+  """
+
+  rows: int = 512
+  contracting: int = 1024
+  columns: int = 1024
+  interpret: bool = False
+
+  def __post_init__(self) -> None:
+    checks.check_size(self, "rows", "contracting", "columns")
+
+  @property
+  def support(self) -> grouped_matmul.Support:
+    """What the kernel supports."""
+    if self.interpret:
+      return dataclasses.replace(_MEGABLOX, platforms=())
+    return _MEGABLOX
+
+  def multiply(
+    self, x: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool
+  ) -> jax.Array:
+    """Returns `x[r] @ w[e]`, or `x[r] @ w[e].T`; zero in padding."""
+
+    def kernel(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+      y = self._gmm(_pad(x, self._tile(x)), w, sizes, transposed)
+      # The kernel does not write rows after the last group.
+      used = jnp.arange(x.shape[0], dtype=jnp.int32) < jnp.sum(sizes)
+      y = jnp.where(used[:, None], y[: x.shape[0]], jnp.zeros((), y.dtype))
+      return y.astype(x.dtype)
+
+    return _only(self.support, kernel, x, w, sizes)
+
+  def multiply_transposed(
+    self, x: jax.Array, y: jax.Array, sizes: jax.Array
+  ) -> jax.Array:
+    """Returns the sum over the rows of each group of outer products [E,K,N]."""
+
+    def kernel(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
+      x, y = (_pad(v, self._tile(v)) for v in (x, y))
+      # JAX exports the transposed kernel only as the gradient of the other; its
+      # operands are unused, and so are the results.
+      w = jnp.zeros((sizes.shape[0], x.shape[1], y.shape[1]), x.dtype)
+      _, transpose = jax.vjp(lambda w: self._gmm(x, w, sizes, False), w)
+      with jax.numpy_dtype_promotion("standard"):
+        return transpose(y.astype(x.dtype))[0]
+
+    return _only(self.support, kernel, x, y, sizes)
+
+  def _gmm(
+    self, x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool
+  ) -> jax.Array:
+    inner, outer = w.shape[1:][:: -1 if transposed else 1]
+    tiling = (
+      self._tile(x),
+      min(self.contracting, -(-inner // _LANES) * _LANES),
+      min(self.columns, -(-outer // _LANES) * _LANES),
+    )
+    # JAX's code relies on promotion. Positional, because the function has a
+    # derivative of its own.
+    with jax.numpy_dtype_promotion("standard"):
+      return megablox.gmm(
+        x, w, sizes, x.dtype, tiling, None, None, transposed, self.interpret
+      )
+
+  def _tile(self, x: jax.Array) -> int:
+    """Returns the rows of a tile, fewer for few rows."""
+    return min(self.rows, -(-x.shape[0] // _LANES) * _LANES)
+
+
+def _pad(x: jax.Array, multiple: int) -> jax.Array:
+  """Returns rows with zeros behind."""
+  return jnp.pad(x, ((0, -x.shape[0] % multiple), (0, 0)))
+
+
+def _only(
+  support: grouped_matmul.Support,
+  kernel: Callable[..., jax.Array],
+  *operands: jax.Array,
+) -> jax.Array:
+  """Calls a kernel in programs for its platforms; others do not compile."""
+  if not support.platforms:
+    return kernel(*operands)
+  branches: dict[str, Any] = dict.fromkeys(support.platforms, kernel)
+  return jax.lax.platform_dependent(*operands, **branches)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ByPlatform:
+  """The kernel of the platform that a program is compiled for.
+
+  Attributes:
+    cpu: On CPUs.
+    cuda: On NVIDIA GPUs.
+    tpu: On TPUs.
+  """
+
+  cpu: grouped_matmul.Kernel = grouped_matmul.Tiles()
+  cuda: grouped_matmul.Kernel = grouped_matmul.Tiles()
+  tpu: grouped_matmul.Kernel = Megablox()
+
+  @property
+  def support(self) -> grouped_matmul.Support:
+    """Whatever the kernels support."""
+    return grouped_matmul.Support(
+      name="layers.moe.platform_kernels.ByPlatform",
+      platforms=(grouped_matmul.CPU, grouped_matmul.CUDA, grouped_matmul.TPU),
+    )
+
+  def multiply(
+    self, x: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool
+  ) -> jax.Array:
+    """Returns `x[r] @ w[e]`, or `x[r] @ w[e].T`; zero in padding."""
+
+    def of(kernel: grouped_matmul.Kernel) -> Callable[..., jax.Array]:
+      return lambda *xs: kernel.multiply(*xs, transposed=transposed)
+
+    return self._choose(of, x, w, sizes)
+
+  def multiply_transposed(
+    self, x: jax.Array, y: jax.Array, sizes: jax.Array
+  ) -> jax.Array:
+    """Returns the sum over the rows of each group of outer products [E,K,N]."""
+    return self._choose(lambda kernel: kernel.multiply_transposed, x, y, sizes)
+
+  def _choose(
+    self,
+    of: Callable[[grouped_matmul.Kernel], Callable[..., jax.Array]],
+    *operands: jax.Array,
+  ) -> jax.Array:
+    kernels = {"cpu": self.cpu, "cuda": self.cuda, "tpu": self.tpu}
+    dtype = operands[0].dtype.name
+    branches: dict[str, Any] = {
+      platform: of(kernel)
+      for platform, kernel in kernels.items()
+      # A program for another platform does not need it.
+      if not any(kernel.support.problems(dtype=dtype, platform=platform))
+    }
+    return jax.lax.platform_dependent(*operands, **branches)
