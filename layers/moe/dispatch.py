@@ -19,7 +19,7 @@ D embed, R rows (T * k), T tokens (G * S).
 
 import dataclasses
 import math
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,9 @@ from paxon.layers.moe import experts as experts_lib
 from paxon.layers.moe import grouped_matmul, platform_kernels
 from paxon.layers.moe import routing as routing_lib
 from paxon.sharding import checks
+
+_BY_PLATFORM: Final = platform_kernels.ByPlatform()
+_ONE_GROUP: Final = routing_lib.TokenGroups()
 
 
 @runtime_checkable
@@ -55,7 +58,7 @@ class Dropless:
     kernel: The grouped matmul.
   """
 
-  kernel: grouped_matmul.Kernel = platform_kernels.ByPlatform()
+  kernel: grouped_matmul.Kernel = _BY_PLATFORM
 
   def __call__(
     self,
@@ -184,7 +187,7 @@ class Capacity:
 
   factor: float = 0.0
   minimum: int = 1
-  groups: routing_lib.TokenGroups = routing_lib.TokenGroups()
+  groups: routing_lib.TokenGroups = _ONE_GROUP
 
   def __post_init__(self) -> None:
     checks.check_non_negative(self, "factor")

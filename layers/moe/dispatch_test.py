@@ -49,8 +49,11 @@ def _call(seed=0, k=K, none=True):
 
 
 def _expected(x, ids, weights, stacks, hidden):
-  flat = (np.asarray(v).reshape(-1, v.shape[-1]) for v in (x, ids, weights))
-  return testing.mix(*flat, stacks.parameters, hidden).reshape(x.shape)
+  x64, ids, weights = (
+    np.asarray(v).reshape(-1, v.shape[-1]) for v in (x, ids, weights)
+  )
+  y = testing.mix(x64, ids, weights, stacks.parameters, hidden)
+  return y.reshape(x.shape)
 
 
 def _gated(gate, up):
@@ -155,7 +158,7 @@ def test_permuted_tokens_are_permuted():
   stacks, order = _stacks(), np.random.default_rng(7).permutation(S)
   y = dispatch.Dropless()(x, ids, weights, stacks)
   permuted = dispatch.Dropless()(
-    *(v[:, order] for v in (x, ids, weights)), stacks
+    x[:, order], ids[:, order], weights[:, order], stacks
   )
   np.testing.assert_allclose(permuted, y[:, order], rtol=1e-6)
 

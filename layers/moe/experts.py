@@ -58,8 +58,8 @@ class Stacks:
 
   # Transformations also make trees of other leaves.
   parameters: dict[str, Any]
-  hidden: Callable[[jax.Array | None, jax.Array], jax.Array] = (
-    dataclasses.field(metadata={"static": True})
+  hidden: Callable[[Any, jax.Array], jax.Array] = dataclasses.field(
+    metadata={"static": True}
   )
   einsum: matmuls.Einsum = dataclasses.field(
     default=jnp.einsum, metadata={"static": True}
@@ -162,7 +162,7 @@ class _Experts(nn.Module):
   def _stacks(
     self,
     names: tuple[str, ...],
-    hidden: Callable[[jax.Array | None, jax.Array], jax.Array],
+    hidden: Callable[[Any, jax.Array], jax.Array],
     num_experts: int,
     x: jax.Array,
   ) -> Stacks:
@@ -202,7 +202,7 @@ class GatedExperts(_Experts):
 
   mlp_dim: int
   activation: Callable[[jax.Array], jax.Array] = nn.silu
-  combine: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+  combine: Callable[[Any, jax.Array], jax.Array] | None = None
   use_bias: bool = False
   kernel_init: nn.initializers.Initializer = _default_init
   bias_init: nn.initializers.Initializer = nn.initializers.zeros
@@ -280,7 +280,7 @@ class ClampedSwiglu:
   limit: float = 7.0
   alpha: float = 1.702
 
-  def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+  def __call__(self, gate: Any, up: jax.Array) -> jax.Array:
     """Returns the hidden activation."""
     gate = jnp.minimum(gate, self.limit)
     up = jnp.clip(up, -self.limit, self.limit)

@@ -1,4 +1,4 @@
-"""Grouped matmul: consecutive rows times the matrix of their group.
+"""Grouped matmul: each group of consecutive tokens times its own matrix.
 
   y[r] = x[r] @ w[e]   for the sizes[e] rows r of group e
 
@@ -92,7 +92,7 @@ def grouped_matmul(
   """
   if x.shape[1] != w.shape[1] or sizes.shape[0] != w.shape[0]:
     raise ValueError(
-      f"grouped_matmul needs rows [R,K], matrices [E,K,N] and sizes [E], got"
+      f"grouped_matmul needs x [R,K], w [E,K,N] and sizes [E], got"
       f" {x.shape}, {w.shape} and {sizes.shape}."
     )
   if x.dtype != w.dtype:

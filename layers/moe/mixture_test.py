@@ -78,9 +78,12 @@ def test_layer_matches_numpy(router, score, weigh):
   ids = np.argsort(-scores, -1)[..., : router.k]
   weights = weigh(np.take_along_axis(scores, ids, -1))
   weights *= (_SEGMENTS != 0)[..., None]
-  flat = (v.reshape(B * T, -1) for v in (x, ids, weights))
   expected = testing.mix(
-    *flat, params["experts"], lambda gate, up: testing.silu(gate) * up
+    x.reshape(B * T, -1),
+    ids.reshape(B * T, -1),
+    weights.reshape(B * T, -1),
+    params["experts"],
+    lambda gate, up: testing.silu(gate) * up,
   ).reshape(B, T, D)
   y = jax.jit(layer.apply)(variables, _x(), jnp.asarray(_SEGMENTS))
   np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)

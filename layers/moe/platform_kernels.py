@@ -115,6 +115,11 @@ def _only(
   return jax.lax.platform_dependent(*operands, **branches)
 
 
+# Constants, which compare by value.
+_TILES: Final = grouped_matmul.Tiles()
+_MEGABLOX_KERNEL: Final = Megablox()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ByPlatform:
   """The kernel of the platform that a program is compiled for.
@@ -125,9 +130,9 @@ class ByPlatform:
     tpu: On TPUs.
   """
 
-  cpu: grouped_matmul.Kernel = grouped_matmul.Tiles()
-  cuda: grouped_matmul.Kernel = grouped_matmul.Tiles()
-  tpu: grouped_matmul.Kernel = Megablox()
+  cpu: grouped_matmul.Kernel = _TILES
+  cuda: grouped_matmul.Kernel = _TILES
+  tpu: grouped_matmul.Kernel = _MEGABLOX_KERNEL
 
   @property
   def support(self) -> grouped_matmul.Support:

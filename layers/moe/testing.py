@@ -4,11 +4,13 @@ import numpy as np
 
 
 def softmax(x):
+  """Returns the softmax over the last axis."""
   e = np.exp(x - x.max(-1, keepdims=True))
   return e / e.sum(-1, keepdims=True)
 
 
 def silu(x):
+  """Returns `x * sigmoid(x)`."""
   return x / (1 + np.exp(-x))
 
 
