@@ -51,7 +51,8 @@ _FLAGS = (
   _Flag(
     "exp",
     None,
-    "Experiment, such as tasks.lm.params.quickstart.PythonStdlibLm.",
+    "Experiment, such as tasks.lm.params.quickstart.PythonStdlibLm. Default:"
+    " that of the run in --job_log_dir, with its settings.",
   ),
   _Flag("mode", "train", f"One of {', '.join(MODES)}."),
   _Flag(
@@ -79,6 +80,13 @@ _FLAGS = (
     False,
     "Evaluate each new checkpoint until the run is finished.",
     modes=("eval",),
+  ),
+  _Flag(
+    "checkpoint_step",
+    None,
+    "Step of the checkpoint to read. Default: the latest.",
+    modes=MODES_OF_TRAINED_RUNS,
+    is_number=True,
   ),
   _Flag(
     "prompt",
@@ -250,7 +258,7 @@ def check(values: Values, packages: Sequence[str]) -> None:
         f"--{flag.name} requires --mode={' or '.join(flag.modes)} (got"
         f" --mode={mode})."
       )
-  if not values.exp and mode not in MODES_OF_TRAINED_RUNS:
+  if not values.exp and not reads_settings(values):
     entries = _list_entries(packages)
     example = f", such as --exp={_shorten(entries[0].name)}" if entries else ""
     raise user_error.UserError(
@@ -262,6 +270,15 @@ def check(values: Values, packages: Sequence[str]) -> None:
     )
   if values.job_log_dir is not None and not values.job_log_dir.strip():
     raise user_error.UserError("--job_log_dir is empty; set a directory.")
+  if values.checkpoint_step is not None:
+    if values.checkpoint_step < 0:
+      raise user_error.UserError(
+        f"--checkpoint_step must not be negative, got {values.checkpoint_step}."
+      )
+    if values.continuous:
+      raise user_error.UserError(
+        "--continuous evaluates every checkpoint; leave out --checkpoint_step."
+      )
   try:
     (values.prompt or "").encode()
   except UnicodeEncodeError as error:
@@ -285,6 +302,12 @@ def check(values: Values, packages: Sequence[str]) -> None:
       parse_questions(values)
   except ValueError as error:
     raise user_error.UserError(str(error)) from error
+
+
+def reads_settings(values: Values) -> bool:
+  """Whether the experiment's settings are read from the run directory."""
+  resumes = values.mode == "train" and not values.exp and values.job_log_dir
+  return values.mode in MODES_OF_TRAINED_RUNS or bool(resumes)
 
 
 def parse_questions(values: Values) -> "questions.Questions":

@@ -69,6 +69,16 @@ class Experiment(abc.ABC):
       None for `mesh`.
     decode_rules: Rule set for sampling, such as `weight_stationary`; None for
       `rules`.
+    prompts: Prompts to continue at the end of training and by `--mode=decode`
+      without `--prompt`; '' begins a document. Without this and the next four
+      knobs there are no samples at the end of training.
+    max_new_tokens: Maximum number of tokens generated for each prompt.
+    num_samples: Continuations of each prompt; more than 1 needs `temperature`.
+    temperature: Samples from softmax(logits / temperature); 0 always selects
+      the most likely token.
+    top_k: Samples from the k most likely tokens only; needs `temperature`.
+    top_p: Samples from the fewest most likely tokens that together have this
+      probability; needs `temperature`.
     dtype: Compute dtype of all modules that leave `dtype` unset; parameters
       keep their own dtype.
     kv_cache: Storage format of KV caches that leave it unset, see
@@ -98,6 +108,12 @@ class Experiment(abc.ABC):
   rules: str = rule_sets.DEFAULT
   decode_mesh: str | None = None
   decode_rules: str | None = None
+  prompts: tuple[str, ...] | None = None
+  max_new_tokens: int | None = None
+  num_samples: int | None = None
+  temperature: float | None = None
+  top_k: int | None = None
+  top_p: float | None = None
   dtype: Literal["float32", "bfloat16"] = "float32"
   kv_cache: Literal["int8", "fp8", "int4"] | None = None
   compiler_options: Mapping[str, compiler.Value] = types.MappingProxyType({})
@@ -210,8 +226,28 @@ class Experiment(abc.ABC):
   def generation(
     self,
   ) -> fdl.Config[generation_lib.GenerationSettings] | None:
-    """Returns prompts to sample at the end of a run; None for none."""
-    return None
+    """Returns prompts and sampler; None for no samples at the end of a run.
+
+    By default those of the knobs, and None if no knob is set.
+
+    Raises:
+      knobs.KnobError: `top_k` or `top_p` is set without `temperature`.
+    """
+    sampling = (self.temperature, self.top_k, self.top_p)
+    given = {
+      "prompts": self.prompts,
+      "max_new_tokens": self.max_new_tokens,
+      "num_samples": self.num_samples,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if any(value is not None for value in sampling):
+      try:
+        given["sampler"] = generation_lib.make_sampler(*sampling)
+      except ValueError as error:
+        raise knobs_lib.KnobError(f"{type(self).__name__}.{error}") from None
+    if not given:
+      return None
+    return fdl.Config(generation_lib.GenerationSettings, **given)
 
   def early_stopping(
     self,

@@ -6,9 +6,10 @@ import fiddle as fdl
 import numpy as np
 import pytest
 
+from paxon.layers.decoding import samplers
 from paxon.runner import experiment, job, knobs, toy_experiment
 from paxon.runner.configuration import dump, tree
-from paxon.runner.settings import expected_kernels, training
+from paxon.runner.settings import expected_kernels, generation, training
 
 
 def _class(name="New", bases=(toy_experiment.Toy,), **body) -> Any:
@@ -410,3 +411,28 @@ def test_experiment_without_task_is_abstract():
 
   with pytest.raises(TypeError, match="task"):
     Half()  # pyrefly: ignore[bad-instantiation]
+
+
+def _settings(**knobs):
+  return toy_experiment.Toy(**knobs).generation()
+
+
+def test_knobs_are_the_settings_of_generation():
+  assert _settings() is None
+  settings = fdl.build(
+    _settings(prompts=("a", "b"), num_samples=2, temperature=0.5, top_p=0.9)
+  )
+  assert settings == generation.GenerationSettings(
+    prompts=("a", "b"),
+    num_samples=2,
+    sampler=samplers.Temperature(temperature=0.5, top_p=0.9),
+  )
+  greedy = fdl.build(_settings(temperature=0.0, top_k=4, max_new_tokens=3))
+  assert greedy == generation.GenerationSettings(
+    max_new_tokens=3, sampler=samplers.Greedy()
+  )
+
+
+def test_truncation_without_a_temperature_has_no_effect():
+  with pytest.raises(knobs.KnobError, match=r"Toy.top_k: set temperature, too"):
+    _settings(top_k=4)

@@ -139,8 +139,8 @@ class Job:
         raise ValueError(f"Job.{field} requires Job.generation, which is None.")
     if self.generation is not None and not self.task.generates:
       raise ValueError(
-        "Job.generation requires a task with a tokenizer, and a model with"
-        " `prefill` and `decode_step`."
+        "Job.generation requires a model with `prefill` and `decode_step`, and"
+        f" {type(self.task.model).__name__} is not one."
       )
 
   def close(self) -> None:

@@ -119,10 +119,14 @@ def _resolve(
   from paxon.runner.configuration import resolving
 
   experiment, notes = values.exp or "", ()
-  if values.mode in command_line.MODES_OF_TRAINED_RUNS:
+  if command_line.reads_settings(values):
+    from paxon.runner import run_dir as run_dirs
     from paxon.runner.training import run_files
 
-    run_dir, _ = _open_run_dir(values, experiment)
+    writes = None if values.mode == "train" else values.mode
+    run_dir = run_dirs.check_existing(
+      _resolve_run_dir(values.job_log_dir or ""), writes=writes
+    )
     if values.continuous:
       run_files.wait_for_run(run_dir)
     stored = run_files.complete_settings(
@@ -234,11 +238,13 @@ def _start(this: _Run, run_dir: "epath.Path") -> int:
   if values.mode == "eval":
     from paxon.runner.training import evaluate
 
-    return evaluate.run(job, run_dir, continuous=values.continuous)
+    return evaluate.run(
+      job, run_dir, continuous=values.continuous, step=values.checkpoint_step
+    )
   if values.mode == "decode":
     from paxon.runner.training import decode
 
-    return decode.run(job, run_dir, values.prompt)
+    return decode.run(job, run_dir, values.prompt, step=values.checkpoint_step)
   if values.mode == "plan":
     from paxon.runner.plan import target as targets
     from paxon.runner.planning import plan_program

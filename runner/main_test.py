@@ -16,6 +16,7 @@ from paxon.runner import (
   command_line,
   job,
   main,
+  run_dir,
   toy_experiment,
   user_error,
 )
@@ -237,7 +238,8 @@ def test_knob_without_effect_is_one_line(call, monkeypatch):
 
 def test_flags_are_the_frozen_list():
   assert sorted(command_line.make_flags()) == [
-    *("continuous", "coordinator_address", "exp", "help", "host_timeout"),
+    *("checkpoint_step", "continuous", "coordinator_address"),
+    *("exp", "help", "host_timeout"),
     *("job_log_dir", "list", "max_restarts", "mode", "num_processes"),
     *("plan_batches", "plan_days", "plan_lengths", "plan_price"),
     *("plan_programs", "plan_search", "plan_tokens"),
@@ -390,6 +392,47 @@ def test_training_takes_no_settings_from_the_folder(call, calls, tmp_path):
   assert calls[0][1][0].task.model.head.width == toy_experiment.Toy().width
 
 
+def test_a_run_resumes_with_its_own_settings(call, calls, tmp_path):
+  _store_settings(tmp_path / "run", "--fdl.width=9", "--fdl.seed=5")
+  status, out, err = call("--job_log_dir=run", "--fdl.seed=6")
+  assert (status, err) == (0, "")
+  [(module, (built, *_), options)] = calls
+  assert module is train
+  assert (built.seed, built.task.model.head.width) == (6, 9)
+  # Stored again, so that nothing is lost when it resumes once more.
+  assert [each.path for each in options["overrides"]][0] == "width"
+  assert out.splitlines()[1] == "settings of the run: --fdl.width=9"
+
+
+def test_a_run_that_does_not_exist_cannot_resume(call, calls, tmp_path):
+  status, _, err = call("--job_log_dir=none")
+  assert (status, calls) == (2, [])
+  assert "none does not exist" in err
+  assert not (tmp_path / "none").exists()
+
+
+def test_settings_name_the_folder_that_holds_them(call, calls, tmp_path):
+  _store_settings(tmp_path / "run", f"--fdl.pgle={run_dir.HERE}/x.pbtxt")
+  call("--mode=eval", "--job_log_dir=run")
+  assert calls[0][1][0].pgle == f"{tmp_path}/run/x.pbtxt"
+
+
+def test_eval_and_decode_get_the_step_of_a_checkpoint(call, calls, tmp_path):
+  (tmp_path / "run").mkdir()
+  at = ("--job_log_dir=run", "--checkpoint_step=4")
+  for mode in ("eval", "decode"):
+    assert call(_TOY, f"--mode={mode}", *at)[0] == 7
+    assert calls.pop()[2]["step"] == 4
+  for extra, message in (
+    ("--checkpoint_step=-1", "--checkpoint_step must not be negative, got -1"),
+    ("--continuous", "leave out --checkpoint_step"),
+    ("--mode=train", "--checkpoint_step requires --mode=eval or decode"),
+  ):
+    status, _, err = call(_TOY, "--mode=eval", *at, extra)
+    assert (status, err.count("\n")) == (2, 1)
+    assert message in err
+
+
 def test_continuous_evaluation_waits_for_the_run(
   call, calls, tmp_path, monkeypatch
 ):
@@ -407,11 +450,11 @@ def test_continuous_evaluation_waits_for_the_run(
   at = ("--mode=eval", "--job_log_dir=run")
   _, out, _ = call(*at, "--continuous")
   _, (built, _), options = calls.pop()
-  assert options == {"continuous": True}
+  assert options == {"continuous": True, "step": None}
   assert built.task.model.head.width == 9
   assert re.match(r"waiting for a run to start in .*/run\n", out)
   call(*at)
-  assert calls.pop()[2] == {"continuous": False}
+  assert calls.pop()[2] == {"continuous": False, "step": None}
 
 
 def test_a_mode_of_one_process_does_not_join_those_of_a_cluster(

@@ -11,6 +11,8 @@ from paxon.runner import files, user_error
 
 CONFIG_TEXT = "config.txt"
 SETTINGS = "settings.json"
+# In the values of `SETTINGS`: the run directory, wherever it is.
+HERE = "{job_log_dir}"
 METRICS = "metrics.jsonl"
 EVENTS = "events"
 CHECKPOINTS = "checkpoints"

@@ -27,8 +27,8 @@ class Task:
     learner: The optimizer and gradient transformations.
     metrics: Functions of a batch and the model's per-example outputs, computed
       in addition to the model's own metrics.
-    tokenizer: Encodes prompts and decodes generated tokens; None for models
-      that do not generate text.
+    tokenizer: Encodes prompts and decodes generated tokens; without one there
+      are no samples.
   """
 
   name: str
@@ -48,8 +48,8 @@ class Task:
 
   @property
   def generates(self) -> bool:
-    """Whether the model can generate text."""
-    return self.tokenizer is not None and all(
+    """Whether the model can generate tokens."""
+    return all(
       callable(getattr(self.model, method, None))
       for method in _GENERATION_METHODS
     )

@@ -27,7 +27,10 @@ from paxon.runner.checkpoints import (
   lazy_array,
   text_table,
 )
+from paxon.runner.configuration import overrides
+from paxon.runner.training import run_files
 from paxon.sharding import variables
+from paxon.tasks.lm.params import hugging_face
 from paxon.tools import hf_files
 
 _STEP = "step"
@@ -96,6 +99,13 @@ def run(
       dtype=hf_files.find_dtype(dtypes.values()),
     )
     yield f"copied: {', '.join(copied)}"
+    if of.architecture.endswith(hugging_face.DECODERS):
+      # So that --job_log_dir is enough to decode and evaluate.
+      weights = f"--fdl.weights={run_dir.HERE}"
+      override = overrides.parse_argument(weights)
+      assert override is not None
+      experiment = hugging_face.HuggingFaceLm.import_path()
+      run_files.store_settings(experiment, (override,), target)
   total = sum(
     dtypes[name].itemsize * int(np.prod(leaf.shape))
     for name, leaf in names.leaves.items()

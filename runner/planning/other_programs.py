@@ -55,7 +55,8 @@ def _programs(
     if shape not in shapes:
       shapes.append(shape)
       yield name, trace
-  if session.job.generation is not None:
+  job = session.job
+  if job.generation is not None and samples.why_none(job) is None:
     yield "decoding", lambda: samples.trace(session)
 
 

@@ -82,6 +82,12 @@ _BAD_GROUP = (("a", None), ("b(.)", r"\2"))
     (training.EarlyStopping, {"target": math.nan}, "a number, got nan"),
     (training.EarlyStopping, {"patience": None}, "are both None"),
     (generation.GenerationSettings, {"prompts": ()}, "prompts is empty"),
+    (generation.GenerationSettings, {"end_ids": ()}, "end_ids is empty"),
+    (
+      generation.GenerationSettings,
+      {"num_samples": 2},
+      "num_samples is 2, but greedy samples of a prompt are all equal",
+    ),
     (
       generation.GenerationSettings,
       {"max_new_tokens": 0},

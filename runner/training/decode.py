@@ -10,7 +10,7 @@ Samples are printed and written to `decode/<step>.jsonl`, one JSON object a
 line:
 
   {"step": 1000, "prompt": "def ", "continuation": "f(x):", "ids": [102, ...],
-   "seed": 0, "sampler": "Greedy()", "max_new_tokens": 256}
+   "sample": 0, "seed": 0, "sampler": "Greedy()", "max_new_tokens": 256}
 
 A sample of the same prompt with the same settings replaces its line; others
 stay.
@@ -18,6 +18,7 @@ stay.
 
 from collections.abc import Mapping, Sequence
 import contextlib
+import dataclasses
 import json
 import os
 from typing import Any
@@ -29,28 +30,41 @@ from paxon.runner import job as job_lib
 from paxon.runner import run_dir as run_dirs
 from paxon.runner.checkpoints import checkpointer
 from paxon.runner.hosts import agreement
+from paxon.runner.settings import generation
 from paxon.runner.training import restore, samples, serving
 from paxon.runner.training import session as session_lib
 
 _FILE = "@"
 # Two samples with the same values of these are one.
-_KEY = ("prompt", "seed", "sampler", "max_new_tokens")
+_KEY = ("prompt", "sample", "seed", "sampler", "max_new_tokens")
 
 
-def run(job: job_lib.Job, run_dir: epath.Path, prompt: str | None) -> int:
+def run(
+  job: job_lib.Job,
+  run_dir: epath.Path,
+  prompt: str | None,
+  *,
+  step: int | None = None,
+) -> int:
   """Continues a prompt, or those of the job; prints and writes the samples.
+
+  Reads the checkpoint of `step`, by default the newest.
 
   Raises:
     UserError: There is no checkpoint that fits the job, no such file of
       prompts, or the job does not generate text.
   """
   texts = None if prompt is None else parse_prompts(prompt, os.environ)
+  if job.generation is None and samples.why_none(job) is None:
+    job = dataclasses.replace(job, generation=generation.GenerationSettings())
   with contextlib.closing(job):
     session = session_lib.open_session(job)
     folder = serving.checkpoints(job, run_dir)
     session = restore.use_stored_dtypes(session, folder)
     with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
-      state = restore.restore_for_evaluation(session, checkpoints, folder)
+      state = restore.restore_for_evaluation(
+        session, checkpoints, folder, step=step
+      )
     drawn = samples.draw(session, state, prompts=texts)
   print(samples.to_text(drawn), flush=True)
   if agreement.is_first():
@@ -122,6 +136,7 @@ def write_samples(
       "prompt": sample.prompt,
       "continuation": sample.continuation,
       "ids": list(sample.ids),
+      "sample": sample.index,
       **shared,
     }
     lines[_key(line)] = line
@@ -136,7 +151,9 @@ def _read_samples(path: epath.Path) -> list[dict[str, Any]]:
   if not path.exists():
     return []
   try:
-    lines = [json.loads(t) for t in path.read_text().split("\n") if t]
+    texts = [t for t in path.read_text().split("\n") if t]
+    # Lines of earlier versions have one sample of each prompt.
+    lines = [{"sample": 0, **json.loads(text)} for text in texts]
     for line in lines:
       _key(line)
   except (ValueError, KeyError, TypeError) as error:

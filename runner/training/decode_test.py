@@ -92,6 +92,7 @@ def test_a_line_has_all_fields_of_a_sample(tmp_path, job):
     "prompt": "a",
     "continuation": "x\n\u2028é",
     "ids": [5, 7],
+    "sample": 0,
     "seed": 3,
     "sampler": "Greedy()",
     "max_new_tokens": 12,

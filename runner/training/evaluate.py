@@ -45,13 +45,18 @@ _MAX_SLEEP_SECONDS = 0.2
 
 
 def run(
-  job: job_lib.Job, run_dir: epath.Path, *, continuous: bool = False
+  job: job_lib.Job,
+  run_dir: epath.Path,
+  *,
+  continuous: bool = False,
+  step: int | None = None,
 ) -> int:
   """Evaluates every split, and writes and prints the metrics.
 
   They are written to separate files, so the run may be training meanwhile.
 
-  With `continuous`, evaluates every new checkpoint until the run is finished.
+  With `continuous`, evaluates every new checkpoint until the run is finished;
+  otherwise that of `step`, by default the newest.
 
   Raises:
     UserError: There is no checkpoint that fits the job, or nothing to
@@ -69,12 +74,12 @@ def run(
     )
   with contextlib.closing(job):
     if serving.mode_of(job) is recipes.Mode.CONVERT:
-      return weight_conversion.run(job, run_dir)
+      return weight_conversion.run(job, run_dir, step=step)
     session = session_lib.open_session(job)
     if continuous:
       _follow(session, run_dir)
     else:
-      _evaluate_newest(session, run_dir)
+      _evaluate_once(session, run_dir, step)
   # The report of the run was written without these metrics.
   if agreement.is_first() and (run_dir / run_dirs.REPORT).exists():
     report.write(run_dir)
@@ -89,7 +94,9 @@ def _follow(session: session_lib.Session, run_dir: epath.Path) -> None:
     Follower(session=session, run_dir=run_dir, stop=stop).run()
 
 
-def _evaluate_newest(session: session_lib.Session, run_dir: epath.Path) -> None:
+def _evaluate_once(
+  session: session_lib.Session, run_dir: epath.Path, step: int | None
+) -> None:
   folder = serving.checkpoints(session.job, run_dir)
   if serving.mode_of(session.job) is recipes.Mode.SERVE:
     # Beside the quantized weights, so that the metrics of the trained
@@ -97,7 +104,9 @@ def _evaluate_newest(session: session_lib.Session, run_dir: epath.Path) -> None:
     run_dir = folder.parent
   session = restore.use_stored_dtypes(session, folder)
   with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
-    state = restore.restore_for_evaluation(session, checkpoints, folder)
+    state = restore.restore_for_evaluation(
+      session, checkpoints, folder, step=step
+    )
   results = evaluation.Evaluator(session).evaluate(state)
   assert results is not None
   step = int(state.step)

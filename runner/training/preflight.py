@@ -82,7 +82,7 @@ def trace(
 ) -> tuple[jax.stages.Traced, jax.stages.Traced | None]:
   """Returns the traced training step and sample generation, if there is any."""
   step = compiled_steps.trace_train_step(session)
-  if session.job.generation is None:
+  if session.job.generation is None or samples.why_none(session.job):
     return step, None
   return step, samples.trace(session)
 

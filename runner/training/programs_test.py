@@ -6,6 +6,7 @@ import functools
 import io
 import json
 import math
+import re
 
 from etils import epath
 import jax
@@ -167,6 +168,68 @@ def test_decode_equals_the_forward_pass(folder, restored, capsys):
   assert (line["prompt"], line["step"], line["seed"]) == ("return x", 12, 0)
 
 
+def test_several_samples_of_an_earlier_checkpoint(folder, capsys):
+  job, _ = testing.make(mesh=MESH, num_samples=2, temperature=1.0)
+  assert decode.run(job, folder, "return x", step=8) == 0
+  lines = _records(folder, "decode/8.jsonl")
+  assert [(line["step"], line["sample"]) for line in lines] == [(8, 0), (8, 1)]
+  assert lines[0]["ids"] != lines[1]["ids"]
+  assert "--- sample 2 ---\nreturn x" in capsys.readouterr().out
+
+
+def test_evaluates_an_earlier_checkpoint(folder, capsys):
+  assert evaluate.run(testing.make(mesh=MESH)[0], folder, step=4) == 0
+  assert capsys.readouterr().out.startswith("step 4  validation")
+
+
+@pytest.mark.parametrize("program", ["eval", "decode"])
+def test_a_checkpoint_that_does_not_exist(folder, program):
+  job, _ = testing.make(mesh=MESH)
+  with pytest.raises(
+    user_error.UserError, match=r"no checkpoint of step 5; this run has 4, 8, 1"
+  ):
+    if program == "eval":
+      evaluate.run(job, folder, step=5)
+    else:
+      decode.run(job, folder, None, step=5)
+
+
+def test_any_end_id_ends_a_sample_and_is_not_in_its_text(folder, restored):
+  session, state = restored
+  [free] = samples.draw(session, state, prompts=["return x"])
+  assert session.job.generation is not None
+  ended = dataclasses.replace(
+    session.job.generation, end_ids=(free.ids[2], 2), max_new_tokens=4
+  )
+  session = session_lib.open_session(
+    dataclasses.replace(session.job, generation=ended)
+  )
+  [sample] = samples.draw(session, state, prompts=["return x"])
+  end = free.ids.index(free.ids[2])
+  assert sample.ids == free.ids[: end + 1]
+  assert session.job.task.tokenizer is not None
+  assert sample.continuation == session.job.task.tokenizer.decode(
+    free.ids[:end]
+  )
+
+
+def test_a_run_without_a_tokenizer_has_no_samples(tmp_path, capsys):
+  job, config = testing.make(num_train_steps=1, eval_every_steps=None)
+  task = dataclasses.replace(job.task, tokenizer=None)
+  result = train.run(
+    dataclasses.replace(job, task=task, eval_inputs={}),
+    config,
+    epath.Path(tmp_path),
+  )
+  assert result.step == 1
+  assert re.search(
+    r"^no samples: .*TinyLm cannot generate text: its task has no tokenizer$",
+    capsys.readouterr().out,
+    re.MULTILINE,
+  )
+  assert not (tmp_path / "samples.txt").exists()
+
+
 def test_decode_takes_prompts_from_a_file(folder, tmp_path, capsys):
   (tmp_path / "prompts.txt").write_text("def \nx\n")
   job, _ = testing.make(mesh=MESH)
@@ -226,7 +289,10 @@ def test_nothing_to_evaluate_on(folder):
 
 
 def test_nothing_to_generate(folder):
-  job = dataclasses.replace(testing.make(mesh=MESH)[0], generation=None)
+  job = testing.make(mesh=MESH)[0]
+  job = dataclasses.replace(
+    job, task=dataclasses.replace(job.task, tokenizer=None)
+  )
   with pytest.raises(user_error.UserError, match=r"TinyLm cannot generate te"):
     decode.run(job, folder, "x")
 

@@ -82,20 +82,29 @@ def restore_for_evaluation(
   session: session_lib.Session,
   checkpoints: checkpointer.Checkpointer,
   folder: epath.Path,
+  *,
+  step: int | None = None,
 ) -> train_state.TrainState:
-  """Returns the newest checkpoint's state without what only updates need.
+  """Returns a checkpoint's state without what only updates need.
 
   Rolling evaluation inputs are set to the positions in the checkpoint.
+
+  Args:
+    session: The job on its devices.
+    checkpoints: The checkpoints of its run.
+    folder: Their directory, for errors.
+    step: Of the checkpoint; None for the newest that is not damaged.
 
   Raises:
     UserError: There is no checkpoint, it does not fit the job, or all are
       damaged.
   """
-  restored = _restore_newest(
-    checkpoints,
-    session_lib.for_evaluation(session.state_specs),
-    session_lib.for_evaluation(session.state_shardings),
-  )
+  specs = session_lib.for_evaluation(session.state_specs)
+  shardings = session_lib.for_evaluation(session.state_shardings)
+  if step is None:
+    restored = _restore_newest(checkpoints, specs, shardings)
+  else:
+    restored = _restore_step(checkpoints, specs, shardings, step)
   if restored is None:
     raise user_error.UserError(
       f"There is no checkpoint in {folder}; train first, or give the"
@@ -134,6 +143,30 @@ def use_stored_dtypes(
     specs=jax.tree.map(stored, session.specs),
     state_specs=jax.tree.map(stored, session.state_specs),
   )
+
+
+def _restore_step(
+  checkpoints: checkpointer.Checkpointer,
+  specs: Any,
+  shardings: Any,
+  step: int,
+) -> checkpointer.Restored | None:
+  """Returns the checkpoint of a step; None if there are no checkpoints."""
+  steps = agreement.from_first(checkpoints.steps)
+  if steps and step not in steps:
+    raise user_error.UserError(
+      f"There is no checkpoint of step {step}; this run has"
+      f" {', '.join(map(str, steps))}."
+    )
+  if not steps:
+    return None
+  try:
+    return checkpoints.restore(step, specs=specs, shardings=shardings)
+  except (
+    named_tree.CheckpointMismatchError,
+    checkpointer.DamagedCheckpointError,
+  ) as error:
+    raise user_error.UserError(str(error)) from error
 
 
 def _restore_newest(

@@ -150,7 +150,10 @@ def read_settings(folder: epath.Path) -> Settings | None:
     return None
   try:
     content = json.loads(path.read_text())
-    parsed = [overrides_lib.parse_argument(a) for a in content["overrides"]]
+    parsed = [
+      overrides_lib.parse_argument(a.replace(run_dir.HERE, os.fspath(folder)))
+      for a in content["overrides"]
+    ]
     return Settings(
       experiment=str(content["experiment"]),
       overrides=tuple(each for each in parsed if each is not None),

@@ -12,6 +12,7 @@ from paxon.inputs import tokenizer_protocol
 from paxon.layers.decoding import generate, model_steps
 from paxon.layers.decoding import prompts as prompts_lib
 from paxon.learners import train_state
+from paxon.runner import job as job_lib
 from paxon.runner import user_error
 from paxon.runner.settings import generation
 from paxon.runner.training import session as session_lib
@@ -31,16 +32,29 @@ class Sample:
     prompt: The given text.
     continuation: The generated text, without the end-of-document token.
     ids: The generated ids, with that token.
+    index: Number of this sample among those of its prompt, from 0.
   """
 
   prompt: str
   continuation: str
   ids: tuple[int, ...]
+  index: int = 0
 
   @property
   def text(self) -> str:
     """Both together."""
     return self.prompt + self.continuation
+
+
+def why_none(job: job_lib.Job) -> str | None:
+  """Returns why a job cannot generate text; None if it can."""
+  model = job.task.model
+  for method in ("prefill", "decode_step"):
+    if not callable(getattr(model, method, None)):
+      return f"its model, {type(model).__name__}, has no {method}"
+  if job.task.tokenizer is None:
+    return "its task has no tokenizer"
+  return None
 
 
 def draw(
@@ -68,15 +82,22 @@ def draw(
     )
   result = generator(given, batch.ids, batch.lengths, key)
   ids, lengths = jax.device_get((result.ids, result.lengths))
-  return [
-    Sample(
-      prompt=text,
-      continuation=tokenizer.decode(row[:length]),
-      ids=tuple(row[:length].tolist()),
+  end_ids = _end_ids(settings, tokenizer)
+  drawn = []
+  # Samples of a prompt are adjacent. Further sequences only pad the batch.
+  for i in range(len(texts) * settings.num_samples):
+    generated = ids[i, : lengths[i]].tolist()
+    has_ended = generated and generated[-1] in end_ids
+    kept = generated[:-1] if has_ended else generated
+    drawn.append(
+      Sample(
+        prompt=texts[i // settings.num_samples],
+        index=i % settings.num_samples,
+        continuation=tokenizer.decode(kept),
+        ids=tuple(generated),
+      )
     )
-    # Further sequences only pad the batch.
-    for text, row, length in zip(texts, ids, lengths, strict=False)
-  ]
+  return drawn
 
 
 def trace(session: session_lib.Session) -> jax.stages.Traced:
@@ -98,19 +119,23 @@ def _settings(
   session: session_lib.Session,
 ) -> tuple[generation.GenerationSettings, tokenizer_protocol.Tokenizer]:
   settings, tokenizer = session.job.generation, session.job.task.tokenizer
-  model = session.job.task.model
-  for method in ("prefill", "decode_step"):
-    if not callable(getattr(model, method, None)):
-      raise user_error.UserError(
-        f"{session.job.experiment} cannot generate text: its model, "
-        f"{type(model).__name__}, has no {method}."
-      )
-  if settings is None or tokenizer is None:
+  reason = why_none(session.job)
+  if reason is None and settings is None:
+    reason = "its generation settings are missing"
+  if reason is not None:
     raise user_error.UserError(
-      f"{session.job.experiment} cannot generate text: its generation settings"
-      " or its tokenizer are missing."
+      f"{session.job.experiment} cannot generate text: {reason}."
     )
+  assert settings is not None
+  assert tokenizer is not None
   return settings, tokenizer
+
+
+def _end_ids(
+  settings: generation.GenerationSettings,
+  tokenizer: tokenizer_protocol.Tokenizer,
+) -> tuple[int, ...]:
+  return settings.end_ids or (tokenizer.end_id,)
 
 
 def _generator(
@@ -154,7 +179,8 @@ def _generator(
       sampler=settings.sampler,
       key=key,
       max_new_tokens=settings.max_new_tokens,
-      end_id=tokenizer.end_id,
+      end_id=_end_ids(settings, tokenizer),
+      num_samples=settings.num_samples,
     )
 
   generator = layout.jit(

@@ -96,7 +96,8 @@ class TinyLm(experiment.Experiment):
   scan: bool = True
   learning_rate: float = 3e-3
   delay: float = 0.0
-  max_new_tokens: int = 12
+  max_new_tokens = 12
+  prompts = ("def ", "x")
   num_microbatches: int = 1
   average_decay: float | None = None
   patience: int | None = None
@@ -212,13 +213,8 @@ class TinyLm(experiment.Experiment):
     self,
   ) -> fdl.Config[generation_lib.GenerationSettings] | None:
     """Returns two greedy samples, or none without a token to add."""
-    if not self.max_new_tokens:
-      return None
-    return fdl.Config(
-      generation_lib.GenerationSettings,
-      prompts=("def ", "x"),
-      max_new_tokens=self.max_new_tokens,
-    )
+    settings = super().generation()
+    return settings if self.max_new_tokens else None
 
 
 def make(**knobs: Any) -> tuple[job_lib.Job, fdl.Config[job_lib.Job]]:

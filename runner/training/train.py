@@ -299,7 +299,10 @@ def _finish(
     lines += run_metrics.format_results(step, results)
   if results is None or loop.stop.requested is not None:
     return lines, ended_early
-  if job.generation is not None:
+  reason = samples.why_none(job)
+  if job.generation is not None and reason is not None:
+    lines.append(f"no samples: {job.experiment} cannot generate text: {reason}")
+  elif job.generation is not None:
     with loop.observer.span(goodput.Cause.SAMPLING):
       drawn = samples.draw(loop.session, state)
     text = samples.to_text(drawn)

@@ -63,8 +63,12 @@ class Conversion:
   left: tuple[str, ...]
 
 
-def run(job: job_lib.Job, run_dir: epath.Path) -> int:
-  """Converts the newest checkpoint, and evaluates it before and after.
+def run(
+  job: job_lib.Job, run_dir: epath.Path, *, step: int | None = None
+) -> int:
+  """Converts a checkpoint, and evaluates it before and after.
+
+  By default the newest, otherwise that of `step`.
 
   Raises:
     UserError: There is no checkpoint that fits the job, it is converted
@@ -72,7 +76,7 @@ def run(job: job_lib.Job, run_dir: epath.Path) -> int:
   """
   assert job.weights is not None
   name = recipes.parse(job.weights).name
-  session, state = _restored(job, run_dir)
+  session, state = _restored(job, run_dir, step)
   step = int(state.step)
   to = serving.folder(job, run_dir)
   with checkpointer.Checkpointer(to, read_only=True) as checkpoints:
@@ -106,12 +110,14 @@ def convert(job: job_lib.Job, run_dir: epath.Path) -> Conversion:
 
 
 def _restored(
-  job: job_lib.Job, run_dir: epath.Path
+  job: job_lib.Job, run_dir: epath.Path, step: int | None = None
 ) -> tuple[session_lib.Session, train_state.TrainState]:
   session = session_lib.open_session(job)
   folder = run_dir / run_dirs.CHECKPOINTS
   with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
-    state = restore.restore_for_evaluation(session, checkpoints, folder)
+    state = restore.restore_for_evaluation(
+      session, checkpoints, folder, step=step
+    )
   return session, state
 
 

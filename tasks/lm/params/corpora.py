@@ -24,7 +24,6 @@ from paxon.inputs.seqio_tasks import (
   task_source,
   vocabulary_tokenizer,
 )
-from paxon.runner.settings import generation as generation_lib
 from paxon.tasks.lm import held_out
 from paxon.tasks.lm.params import quickstart
 
@@ -91,6 +90,8 @@ class WordNetLm(held_out.HeldOut, quickstart.PythonStdlibLm):
     folder: Folder with the data files of the package.
   """
 
+  prompts = ("dog: ", "music: ", "quickly: ")
+
   folder: str | None = None
 
   def datasets(self) -> dict[str, fdl.Config]:
@@ -122,12 +123,6 @@ class WordNetLm(held_out.HeldOut, quickstart.PythonStdlibLm):
     if self.folder is not None:
       task.tokenizer = self._tokenizer()
     return task
-
-  def generation(self) -> fdl.Config[generation_lib.GenerationSettings]:
-    """Returns settings of the samples at the end of training."""
-    settings = super().generation()
-    settings.prompts = ("dog: ", "music: ", "quickly: ")
-    return settings
 
   def _tokenizer(self) -> fdl.Config[Any]:
     return fdl.Config(

@@ -21,7 +21,6 @@ from paxon.layers.models.hugging_face import families, family
 from paxon.learners import adamw, learner, schedules
 from paxon.runner import experiment, run_dir, user_error
 from paxon.runner import task as task_lib
-from paxon.runner.settings import generation as generation_lib
 from paxon.runner.settings import training
 from paxon.tasks.lm import lm_data
 
@@ -38,7 +37,8 @@ _TOY: Mapping[str, Any] = {
   "num_key_value_heads": 2,
   "tie_word_embeddings": True,
 }
-_DECODERS = ("ForCausalLM", "LMHeadModel")
+# Suffixes of the architectures that are decoders.
+DECODERS = ("ForCausalLM", "LMHeadModel")
 
 
 class HuggingFaceLm(lm_data.Text, experiment.Experiment):
@@ -56,9 +56,6 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
     weight_decay: Decoupled weight decay, multiplied by the learning rate.
     loss_chunk_length: Positions per chunk of the loss; None computes all at
       once.
-    prompts: Prompts of the samples at the end of training and of
-      `--mode=decode`.
-    max_new_tokens: Number of tokens to generate for each prompt.
   """
 
   num_train_steps = 1000
@@ -73,8 +70,8 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
   warmup_steps: int = 50
   weight_decay: float = 0.0
   loss_chunk_length: int | None = 256
-  prompts: tuple[str, ...] = ("The ", "def ")
-  max_new_tokens: int = 128
+  prompts = ("The ", "def ")
+  max_new_tokens = 128
 
   def task(self) -> fdl.Config[task_lib.Task]:
     """Returns the imported model and its learner."""
@@ -117,14 +114,6 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
       return {}
     return {_FOLDER: f"{self.weights}/{_FOLDER}"}
 
-  def generation(self) -> fdl.Config[generation_lib.GenerationSettings]:
-    """Returns settings of greedy samples at the end of training."""
-    return fdl.Config(
-      generation_lib.GenerationSettings,
-      prompts=self.prompts,
-      max_new_tokens=self.max_new_tokens,
-    )
-
   def shrink(self) -> Any:
     """Returns a toy-sized version without weights."""
     return (
@@ -160,7 +149,7 @@ def _read(weights: str) -> tuple[Mapping[str, Any], family.Family]:
       f"HuggingFaceLm.weights is {weights!r}, and {os.fspath(path)} cannot be"
       f" used ({error}); give the folder that `tools/hf import` has made."
     ) from error
-  if not of.architecture.endswith(_DECODERS):
+  if not of.architecture.endswith(DECODERS):
     raise user_error.UserError(
       f"HuggingFaceLm.weights is {weights!r}, a {of.architecture}; this"
       " experiment is for decoders alone."

@@ -13,7 +13,6 @@ import fiddle as fdl
 
 from paxon.inputs import byte_tokenizer, token_file
 from paxon.inputs import packing as packing_lib
-from paxon.runner.settings import generation as generation_lib
 from paxon.tasks.lm import held_out
 from paxon.tasks.lm.params import quickstart
 
@@ -34,6 +33,8 @@ class KingJamesLm(held_out.HeldOut, quickstart.PythonStdlibLm):
     tokens: Path of the token files, without extension.
   """
 
+  prompts = ("Ge1:1 In the ", "And ", "Ps23:1 ")
+
   tokens: str | None = None
 
   def datasets(self) -> dict[str, fdl.Config]:
@@ -50,9 +51,3 @@ class KingJamesLm(held_out.HeldOut, quickstart.PythonStdlibLm):
     return self.splits(
       verses, tokenizer=tokenizer, packing=packing_lib.Packing.BEST_FIT
     )
-
-  def generation(self) -> fdl.Config[generation_lib.GenerationSettings]:
-    """Returns settings of the samples at the end of training."""
-    settings = super().generation()
-    settings.prompts = ("Ge1:1 In the ", "And ", "Ps23:1 ")
-    return settings

@@ -24,13 +24,11 @@ from paxon.layers import (
   softmax_loss,
 )
 from paxon.layers.attention import grouped_query
-from paxon.layers.decoding import samplers
 from paxon.layers.models import pre_norm_decoder
 from paxon.layers.moe import balance, experts, mixture, routers
 from paxon.learners import adamw, learner, metrics, schedules
 from paxon.runner import experiment
 from paxon.runner import task as task_lib
-from paxon.runner.settings import generation as generation_lib
 
 
 class PythonStdlibLm(experiment.Experiment):
@@ -62,7 +60,10 @@ class PythonStdlibLm(experiment.Experiment):
   weight_decay: float = 0.1
   # Prompt and new tokens must fit into `length`: a model of this size does not
   # generalize to positions that it was not trained on.
-  max_new_tokens: int = 240
+  max_new_tokens = 240
+  prompts = ("def ", "class ", "import ")
+  temperature = 0.7
+  top_k = 40
 
   def feed_forward(self) -> fdl.Config[Any]:
     """Returns the feed-forward submodule of a layer."""
@@ -139,15 +140,6 @@ class PythonStdlibLm(experiment.Experiment):
         **shared,
       ),
     }
-
-  def generation(self) -> fdl.Config[generation_lib.GenerationSettings]:
-    """Returns settings of the samples at the end of training."""
-    return fdl.Config(
-      generation_lib.GenerationSettings,
-      prompts=("def ", "class ", "import "),
-      max_new_tokens=self.max_new_tokens,
-      sampler=fdl.Config(samplers.Temperature, temperature=0.7, top_k=40),
-    )
 
   def baselines(self) -> fdl.Config[text_baselines.TextBaselines] | None:
     """Returns xz and a trigram model on the same bytes."""
