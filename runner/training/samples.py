@@ -86,15 +86,15 @@ def draw(
   drawn = []
   # Samples of a prompt are adjacent. Further sequences only pad the batch.
   for i in range(len(texts) * settings.num_samples):
-    generated = ids[i, : lengths[i]].tolist()
-    has_ended = generated and generated[-1] in end_ids
-    kept = generated[:-1] if has_ended else generated
+    generated = ids[i, : lengths[i]]
+    # There is at least one.
+    kept = generated[:-1] if generated[-1] in end_ids else generated
     drawn.append(
       Sample(
         prompt=texts[i // settings.num_samples],
         index=i % settings.num_samples,
         continuation=tokenizer.decode(kept),
-        ids=tuple(generated),
+        ids=tuple(generated.tolist()),
       )
     )
   return drawn
