@@ -400,7 +400,7 @@ def test_a_run_resumes_with_its_own_settings(call, calls, tmp_path):
   assert module is train
   assert (built.seed, built.task.model.head.width) == (6, 9)
   # Stored again, so that nothing is lost when it resumes once more.
-  assert [each.path for each in options["overrides"]][0] == "width"
+  assert [each.path for each in options["overrides"]] == ["width", "seed"]
   assert out.splitlines()[1] == "settings of the run: --fdl.width=9"
 
 

@@ -198,10 +198,11 @@ def complete_settings(
         experiment=experiment, overrides=tuple(given), notes=(note,)
       )
   paths = {each.path for each in given}
-  used = [str(each) for each in settings.overrides if each.path not in paths]
+  kept = [each for each in settings.overrides if each.path not in paths]
+  used = [str(each) for each in kept]
   return Settings(
     experiment=experiment or settings.experiment,
-    overrides=(*settings.overrides, *given),
+    overrides=(*kept, *given),
     notes=(f"settings of the run: {' '.join(used)}",) if used else (),
   )
 
