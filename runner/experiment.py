@@ -234,7 +234,7 @@ class Experiment(abc.ABC):
       knobs.KnobError: `top_k` or `top_p` is set without `temperature`.
     """
     sampling = (self.temperature, self.top_k, self.top_p)
-    given = {
+    given: dict[str, Any] = {
       "prompts": self.prompts,
       "max_new_tokens": self.max_new_tokens,
       "num_samples": self.num_samples,

@@ -30,10 +30,12 @@ from paxon.runner.checkpoints import (
 from paxon.runner.configuration import overrides
 from paxon.runner.training import run_files
 from paxon.sharding import variables
-from paxon.tasks.lm.params import hugging_face
 from paxon.tools import hf_files
 
 _STEP = "step"
+# The experiment of imported decoders; tools do not depend on it.
+_EXPERIMENT = "paxon.tasks.lm.params.hugging_face.HuggingFaceLm"
+_DECODERS = ("ForCausalLM", "LMHeadModel")
 _MISTAKES = (
   family.UnsupportedConfigError,
   safetensors_file.DamagedFileError,
@@ -99,13 +101,12 @@ def run(
       dtype=hf_files.find_dtype(dtypes.values()),
     )
     yield f"copied: {', '.join(copied)}"
-    if of.architecture.endswith(hugging_face.DECODERS):
+    if of.architecture.endswith(_DECODERS):
       # So that --job_log_dir is enough to decode and evaluate.
       weights = f"--fdl.weights={run_dir.HERE}"
       override = overrides.parse_argument(weights)
       assert override is not None
-      experiment = hugging_face.HuggingFaceLm.import_path()
-      run_files.store_settings(experiment, (override,), target)
+      run_files.store_settings(_EXPERIMENT, (override,), target)
   total = sum(
     dtypes[name].itemsize * int(np.prod(leaf.shape))
     for name, leaf in names.leaves.items()

@@ -37,8 +37,7 @@ _TOY: Mapping[str, Any] = {
   "num_key_value_heads": 2,
   "tie_word_embeddings": True,
 }
-# Suffixes of the architectures that are decoders.
-DECODERS = ("ForCausalLM", "LMHeadModel")
+_DECODERS = ("ForCausalLM", "LMHeadModel")
 
 
 class HuggingFaceLm(lm_data.Text, experiment.Experiment):
@@ -149,7 +148,7 @@ def _read(weights: str) -> tuple[Mapping[str, Any], family.Family]:
       f"HuggingFaceLm.weights is {weights!r}, and {os.fspath(path)} cannot be"
       f" used ({error}); give the folder that `tools/hf import` has made."
     ) from error
-  if not of.architecture.endswith(DECODERS):
+  if not of.architecture.endswith(_DECODERS):
     raise user_error.UserError(
       f"HuggingFaceLm.weights is {weights!r}, a {of.architecture}; this"
       " experiment is for decoders alone."
