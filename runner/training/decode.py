@@ -60,7 +60,7 @@ def run(
   with contextlib.closing(job):
     session = session_lib.open_session(job)
     folder = serving.checkpoints(job, run_dir)
-    session = restore.use_stored_dtypes(session, folder)
+    session = restore.use_stored_dtypes(session, folder, step=step)
     with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
       state = restore.restore_for_evaluation(
         session, checkpoints, folder, step=step

@@ -116,17 +116,24 @@ def restore_for_evaluation(
 
 
 def use_stored_dtypes(
-  session: session_lib.Session, folder: epath.Path
+  session: session_lib.Session, folder: epath.Path, *, step: int | None = None
 ) -> session_lib.Session:
-  """Returns a session with parameters in the dtypes of the newest checkpoint.
+  """Returns a session with parameters in the dtypes of a checkpoint.
 
   Only training needs the model's own dtypes: imported bfloat16 weights are
   evaluated as they are, in half the memory. The session is unchanged without a
   checkpoint.
+
+  Args:
+    session: The job on its devices.
+    folder: The directory of its checkpoints.
+    step: Of the checkpoint; None for the newest.
   """
   with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
-    step = agreement.from_first(checkpoints.latest_step)
+    steps = agreement.from_first(checkpoints.steps)
   if step is None:
+    step = max(steps, default=None)
+  if step is None or step not in steps:
     return session
   arrays = stored_checkpoint.read_metadata(folder, step).arrays
 
