@@ -184,10 +184,11 @@ Values: TypeAlias = flags.FlagValues
 
 
 class Command(NamedTuple):
-  """A parsed command line."""
+  """A parsed command line; `notes` are lines on flags of Pax."""
 
   flags: Values
   overrides: tuple["overrides_lib.Override", ...]
+  notes: tuple[str, ...] = ()
 
 
 def parse(argv: Sequence[str]) -> Command:
@@ -199,11 +200,12 @@ def parse(argv: Sequence[str]) -> Command:
   from paxon.runner.configuration import overrides as overrides_lib
 
   values = make_flags()
-  replacement = pax_flags.find_replacements(argv[1:], list(values))
-  if replacement is not None:
-    raise user_error.UserError(replacement)
+  try:
+    arguments, notes = pax_flags.translate(argv[1:], list(values))
+  except ValueError as error:
+    raise user_error.UserError(str(error)) from error
   overrides, rest = [], [argv[0] if argv else "main"]
-  for argument in argv[1:]:
+  for argument in arguments:
     override = overrides_lib.parse_argument(argument)
     if override is not None:
       overrides.append(override)
@@ -224,7 +226,7 @@ def parse(argv: Sequence[str]) -> Command:
     )
   # Libraries may read absl's own flags.
   flags.FLAGS.mark_as_parsed()
-  return Command(values, tuple(overrides))
+  return Command(values, tuple(overrides), notes)
 
 
 def _unknown_flag(name: str, values: Values) -> user_error.UserError:

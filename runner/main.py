@@ -13,7 +13,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from paxon.runner import command_line, user_error
+from paxon.runner import command_line, pax_flags, user_error
 from paxon.runner.hosts import process_settings, terminal_output
 from paxon.runner.monitoring import launch
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
   from paxon.runner import job as job_lib
   from paxon.runner.configuration import overrides as overrides_lib
+  from paxon.runner.configuration import resolving
 
 _EXIT_USAGE = 2
 _EXIT_SIGINT = 130  # 128 + SIGINT
@@ -77,7 +78,7 @@ class _Run:
 
 def _run(packages: Sequence[str], argv: Sequence[str]) -> int:
   """Parses, resolves, joins the other processes, and runs the mode."""
-  values, overrides = command_line.parse(argv)
+  values, overrides, notes = command_line.parse(argv)
   if values.help:
     command_line.print_help(values.exp, packages)
     return 0
@@ -87,6 +88,8 @@ def _run(packages: Sequence[str], argv: Sequence[str]) -> int:
   command_line.check(values, packages)
   if values.max_restarts:
     return _supervise(values)
+  for note in notes:
+    print(note)
   this = _resolve(values, overrides, packages)
   if values.mode not in process_settings.MODES:
     return _run_mode(this)
@@ -150,8 +153,20 @@ def _resolve(
     overrides=overrides,
     config=resolved.config,
     job=job,
-    notes=(*notes, *resolved.notes),
+    notes=(*notes, *_hint_at_mesh(resolved), *resolved.notes),
   )
+
+
+def _hint_at_mesh(resolved: "resolving.Resolved") -> tuple[str, ...]:
+  """Returns a hint for a mesh that is likely written with Pax's axes."""
+  experiment = resolved.experiment
+  meshes = [
+    value
+    for base in type(experiment).__mro__
+    if isinstance(value := vars(base).get("mesh"), str)
+  ]
+  hint = pax_flags.hint_at_mesh(experiment.mesh, meshes)
+  return () if hint is None else (hint,)
 
 
 def _run_mode(this: _Run) -> int:

@@ -1,24 +1,80 @@
-"""Replacements of the command-line flags of Pax.
+"""Command-line flags of Pax: translated, or rejected with a replacement.
 
-`--exp` and `--job_log_dir` are the same. Any other flag of Pax is an error with
-its replacement. None is ignored silently: most change what a run computes or
-stores.
+`--exp` and `--job_log_dir` are the same. A flag whose meaning holds here anyway
+is accepted or renamed, with one line that says what happens. Any other flag of
+Pax changes what a run computes or stores; it is an error with its replacement.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 import re
-from typing import Final
+from typing import Final, NamedTuple
 
 _TUNING = "no tuner; start one run per --fdl.KNOB=VALUE"
 _ALWAYS = "remove it;"
-_HOST = "use --coordinator_address, --num_processes"
 
-# Replacement by flag.
-FLAGS: Final[Mapping[str, str]] = {
-  "async_timeout_secs": f"{_ALWAYS} a run always waits for its checkpoints",
-  "checkpoint_todelete_subdir": (
-    f"{_ALWAYS} old checkpoints are deleted; --fdl.retention.newest=N keeps N"
+
+class Accepted(NamedTuple):
+  """A flag of Pax that is accepted.
+
+  Attributes:
+    note: What happens, for the line that is printed.
+    ours: Our name of the flag, which takes the value; None drops the flag.
+    is_bool: Whether the flag is a switch, so that a value needs `=`.
+    if_false: The replacement if the switch is off and that is not possible.
+  """
+
+  note: str
+  ours: str | None = None
+  is_bool: bool = True
+  if_false: str | None = None
+
+
+# Flags whose meaning holds.
+ACCEPTED: Final[Mapping[str, Accepted]] = {
+  "async_timeout_secs": Accepted(
+    "a run always waits for its checkpoints", is_bool=False
   ),
+  "checkpoint_todelete_subdir": Accepted(
+    "old checkpoints are deleted in place", is_bool=False
+  ),
+  "enable_summary_writer": Accepted(
+    "summaries are always written",
+    if_false="--fdl.summary_every_steps=N sets the interval",
+  ),
+  "enforce_restore_shape_check": Accepted("shapes are always checked"),
+  "exit_after_ondemand_checkpoint": Accepted(
+    "SIGTERM makes a run save and exit",
+    if_false=f"{_ALWAYS} SIGTERM makes a run save and exit",
+  ),
+  "host_idx": Accepted("read as --process_id", "process_id", is_bool=False),
+  "jax_fully_async_checkpoint": Accepted("saving is always asynchronous"),
+  "maybe_use_persistence_checkpointing": Accepted(
+    "it had no effect outside of Google"
+  ),
+  "multi_host_checkpointing": Accepted("every process saves its shards"),
+  "multiprocess_gpu": Accepted(
+    "processes are found by --coordinator_address, SLURM, Open MPI or"
+    " Kubernetes",
+    if_false="--num_processes=1",
+  ),
+  "num_hosts": Accepted(
+    "read as --num_processes", "num_processes", is_bool=False
+  ),
+  "pmap_use_tensorstore": Accepted(
+    "checkpoints are always TensorStore's; --fdl.rules=replicated corresponds"
+    " to pmap"
+  ),
+  "server_addr": Accepted(
+    "read as --coordinator_address", "coordinator_address", is_bool=False
+  ),
+  "startup_random_jitter_max_secs": Accepted(
+    "processes start at once", is_bool=False
+  ),
+  "tensorstore_use_ocdbt": Accepted("checkpoints are always OCDBT"),
+}
+
+# Replacements of the flags that are rejected.
+FLAGS: Final[Mapping[str, str]] = {
   "controller_mode": _TUNING,
   "decode_during_train": (
     f"{_ALWAYS} experiments with generation() sample at the end; --mode=decode"
@@ -29,60 +85,40 @@ FLAGS: Final[Mapping[str, str]] = {
   "enable_checkpoint_saving": (
     "--fdl.checkpoint_every_steps=None saves only at the end"
   ),
-  "enable_summary_writer": (
-    f"{_ALWAYS} --fdl.summary_every_steps=N sets the interval"
-  ),
-  "enforce_restore_shape_check": f"{_ALWAYS} shapes are always checked",
   "eval_during_decode": "--mode=eval",
   "eval_on_test": (
     f"{_ALWAYS} training evaluates every --fdl.eval_every_steps"
-  ),
-  "exit_after_ondemand_checkpoint": (
-    f"{_ALWAYS} SIGTERM makes a run save and exit"
   ),
   "fdl": "--exp names the experiment, --fdl.KNOB=VALUE sets a value",
   "fdl_config": "--exp names the experiment, a class",
   "fdl_set": "--fdl.KNOB=VALUE",
   "fdl_tags": "--fdl.KNOB=VALUE, such as --fdl.dtype=bfloat16",
   "globally_use_hardware_rng": f"{_ALWAYS} random keys derive from --fdl.seed",
-  "host_idx": "--process_id",
-  "jax_fully_async_checkpoint": f"{_ALWAYS} saving is always asynchronous",
   "jax_profiler_port": "--profile_steps=10:13",
   "jax_traceback_filtering_option": (
     "JAX_TRACEBACK_FILTERING in the environment"
   ),
-  "maybe_use_persistence_checkpointing": (
-    f"{_ALWAYS} it had no effect outside of Google"
-  ),
   "metrics_from": _TUNING,
-  "multi_host_checkpointing": f"{_ALWAYS} every process saves its shards",
-  "multiprocess_gpu": f"{_HOST} and --process_id, or SLURM",
-  "num_hosts": "--num_processes",
   "num_trials": _TUNING,
-  "pmap_use_tensorstore": (
-    f"{_ALWAYS} --fdl.rules=replicated corresponds to pmap"
-  ),
   "pythia_port": _TUNING,
   "restore_checkpoint_dir": (
     "--job_log_dir for --mode=decode and --mode=eval; warm_start() of the"
     " experiment initializes a new run from a checkpoint"
   ),
   "restore_checkpoint_step": f"{_ALWAYS} the newest checkpoint is restored",
-  "server_addr": "--coordinator_address=HOST:PORT",
-  "startup_random_jitter_max_secs": f"{_ALWAYS} processes start at once",
   "study": _TUNING,
-  "tensorstore_use_ocdbt": f"{_ALWAYS} checkpoints are always OCDBT",
   "tfds_data_dir": "TFDS_DATA_DIR in the environment",
   "tuner_group": _TUNING,
 }
 
-# Replacement by mode.
+# Replacement by mode; `decode_once` is accepted.
 MODES: Final[Mapping[str, str]] = {
-  "decode_once": "--mode=decode",
   "infer": "--mode=decode",
   "tf_data_service_dispatcher": "its input's num_workers",
   "tf_data_service_worker": "its input's num_workers",
 }
+
+_FALSE: Final = ("false", "f", "0", "no", "n")
 
 # Our names of modules of Pax.
 _MODULES: Final = (
@@ -94,29 +130,112 @@ _MODULES: Final = (
 )
 
 
+class Translation(NamedTuple):
+  """A command line without Pax's names, and a line for each that it had."""
+
+  arguments: tuple[str, ...]
+  notes: tuple[str, ...]
+
+
+def translate(arguments: Sequence[str], known: Sequence[str]) -> Translation:
+  """Returns a command line with the flags that Pax names otherwise replaced.
+
+  Args:
+    arguments: The arguments, without the program.
+    known: Our flags.
+
+  Raises:
+    ValueError: A flag of Pax has no equal here; the message is one line with
+      the replacements of all of them.
+  """
+  rejected = find_replacements(arguments, known)
+  if rejected is not None:
+    raise ValueError(rejected)
+  kept: list[str] = []
+  notes: list[str] = []
+  rest = list(arguments)
+  while rest:
+    argument = rest.pop(0)
+    name, equals, value = _split(argument)
+    flag = ACCEPTED.get(name) or ACCEPTED.get(name.removeprefix("no"))
+    if flag is not None and name not in known:
+      if not flag.is_bool and not equals and rest:
+        equals, value = "=", rest.pop(0)
+      if flag.ours is not None:
+        kept.append(f"--{flag.ours}{equals}{value}")
+      notes.append(f"Pax's --{name}: {flag.note}.")
+      continue
+    if name in ("exp", "mode") and not equals and rest:
+      value = rest.pop(0)
+    ours = None
+    if name == "exp":
+      ours = translate_experiment(value)
+    elif name == "mode" and value == "decode_once":
+      ours = "decode"
+    if ours is None:
+      kept.append(argument)
+      if name in ("exp", "mode") and not equals and value:
+        kept.append(value)
+    else:
+      kept.append(f"--{name}={ours}")
+      notes.append(f"Pax's --{name}={value}: read as --{name}={ours}.")
+  return Translation(tuple(kept), tuple(notes))
+
+
 def find_replacements(
   arguments: Iterable[str], known: Sequence[str]
 ) -> str | None:
-  """Returns replacements of Pax's flags in a command line; None without any."""
+  """Returns replacements of the rejected flags; None if there are none."""
   found: dict[str, str] = {}
   for argument in arguments:
-    match = re.match(r"--?([A-Za-z_0-9]+)(?:=(.*))?$", argument, re.DOTALL)
-    if match is None:
-      continue
-    name, value = match[1], match[2] or ""
+    name, equals, value = _split(argument)
     bare = name.removeprefix("no")
+    is_off = name not in ACCEPTED or value.lower() in _FALSE
+    accepted = ACCEPTED.get(name) or ACCEPTED.get(bare)
     if name in FLAGS and name not in known:
       found[f"--{name}"] = FLAGS[name]
     elif bare in FLAGS and bare not in known:
       found[f"--{name}"] = FLAGS[bare]
+    elif accepted is not None and accepted.if_false and is_off:
+      found[f"--{name}{equals}{value}"] = accepted.if_false
     elif name == "mode" and value in MODES:
       found[f"--mode={value}"] = MODES[value]
-    elif name == "exp" and (ours := translate_experiment(value)) is not None:
-      found[f"--exp={value}"] = f"--exp={ours}"
   if not found:
     return None
   texts = "; ".join(f"{flag}: {what}" for flag, what in found.items())
   return f"Flags of Pax: {texts}."
+
+
+def hint_at_mesh(mesh: str, bases: Iterable[str]) -> str | None:
+  """Returns a line on a mesh that says `data` where Pax's `data` was meant.
+
+  Pax's `data` shards parameters; ours replicates them. A mesh with `data` and
+  without `fsdp`, for an experiment whose own mesh has `fsdp`, is likely Pax's.
+
+  Args:
+    mesh: The mesh of the run.
+    bases: The meshes of the experiment's class and its bases.
+  """
+  sizes = dict(re.findall(r"((?:dcn\.)?\w+)\s*=\s*(-?\d+)", mesh))
+  size = sizes.get("data", "1")
+  if size == "1" or any("fsdp" in axis for axis in sizes):
+    return None
+  if not any("fsdp" in base for base in bases):
+    return None
+  return (
+    f"mesh={mesh} has whole replicas of the parameters along data={size} (Pax's"
+    f" replica); Pax's data, which shards them, is fsdp={size}."
+  )
+
+
+def _split(argument: str) -> tuple[str, str, str]:
+  """Returns name, `=` and value of a flag; an empty name for other words."""
+  match = re.match(r"--?([A-Za-z_0-9]+)(?:(=)(.*))?$", argument, re.DOTALL)
+  return (
+    ("", "", "")
+    if match is None
+    else (match[1], match[2] or "", match[3] or "")
+  )
 
 
 def translate_experiment(name: str) -> str | None:

@@ -59,21 +59,49 @@ def _stderr(capsys, *arguments: str) -> str:
 
 
 def test_all_of_them_are_answered():
-  assert sorted(pax_flags.FLAGS) == sorted(_PAX_S)
-  assert not set(pax_flags.FLAGS) & set(_OURS)
+  assert sorted([*pax_flags.FLAGS, *pax_flags.ACCEPTED]) == sorted(_PAX_S)
+  assert not set(_PAX_S) & set(_OURS)
 
 
-@pytest.mark.parametrize("name", _PAX_S)
+@pytest.mark.parametrize("name", sorted(pax_flags.FLAGS))
 @pytest.mark.parametrize("form", ["--{}=x", "--{}", "-{}=true", "--no{}"])
-def test_each_form_is_known(name, form):
-  found = pax_flags.find_replacements([form.format(name)], _OURS)
-  assert found is not None
-  assert pax_flags.FLAGS[name] in found
-  assert "\n" not in found
+def test_each_form_of_a_rejected_flag_is_known(name, form):
+  with pytest.raises(ValueError, match="Flags of Pax: ") as error:
+    pax_flags.translate([form.format(name)], _OURS)
+  assert pax_flags.FLAGS[name] in str(error.value)
+  assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", sorted(pax_flags.ACCEPTED))
+def test_accepted_flags_are_dropped_or_renamed_with_a_line(name):
+  flag = pax_flags.ACCEPTED[name]
+  value = "true" if flag.is_bool else "3"
+  kept = () if flag.ours is None else (f"--{flag.ours}=3",)
+  forms = [[f"--{name}={value}"], [f"-{name}={value}"]]
+  forms.append([f"--{name}"] if flag.is_bool else [f"--{name}", "3"])
+  for form in forms:
+    found = pax_flags.translate(["--exp=a.B", *form, "--mode=train"], _OURS)
+    assert found.arguments == ("--exp=a.B", *kept, "--mode=train")
+    assert found.notes == (f"Pax's --{name}: {flag.note}.",)
+
+
+@pytest.mark.parametrize("form", ["--no{}", "--{}=False", "--{}=0"])
+def test_a_switch_that_cannot_be_off_is_rejected(form):
+  for name, flag in pax_flags.ACCEPTED.items():
+    if flag.if_false is not None:
+      with pytest.raises(ValueError, match="Flags of Pax: "):
+        pax_flags.translate([form.format(name)], _OURS)
+    elif flag.is_bool:
+      assert not pax_flags.translate([form.format(name)], _OURS).arguments
 
 
 def test_what_replaces_them_exists():
-  texts = " ".join([*pax_flags.FLAGS.values(), *pax_flags.MODES.values()])
+  texts = " ".join(
+    [*pax_flags.FLAGS.values(), *pax_flags.MODES.values()]
+    + [f"{flag.note} {flag.if_false}" for flag in pax_flags.ACCEPTED.values()]
+  )
+  for flag in pax_flags.ACCEPTED.values():
+    assert flag.ours is None or flag.ours in _OURS
   for name in re.findall(r"--([a-z_]+)\b(?!\.)", texts):
     assert name in _OURS
   for mode in re.findall(r"--mode=(\w+)", texts):
@@ -88,18 +116,17 @@ def test_what_replaces_them_exists():
 def test_a_pasted_command_is_answered_in_one_line(capsys):
   text = _stderr(
     capsys,
-    "--exp=tasks.lm.params.lm_cloud.LmCloudSpmd2BLimitSteps",
+    "--exp=paxml.tasks.lm.params.lm_cloud.LmCloudSpmd2BLimitSteps",
     "--job_log_dir=gs://bucket/run",
     "--jax_fully_async_checkpoint",
-    "--multiprocess_gpu=true",
-    "--server_addr=10.0.0.1:1234",
-    "--mode=decode_once",
+    "--enable_auto_sharding",
+    "--noenable_summary_writer",
+    "--mode=infer",
   )
   assert text == (
-    "Flags of Pax: --jax_fully_async_checkpoint: remove it; saving is always"
-    " asynchronous; --multiprocess_gpu: use --coordinator_address,"
-    " --num_processes and --process_id, or SLURM; --server_addr:"
-    " --coordinator_address=HOST:PORT; --mode=decode_once: --mode=decode.\n"
+    "Flags of Pax: --enable_auto_sharding: --fdl.mesh=auto;"
+    " --noenable_summary_writer: --fdl.summary_every_steps=N sets the interval;"
+    " --mode=infer: --mode=decode.\n"
   )
 
 
@@ -113,13 +140,63 @@ def test_a_pasted_command_is_answered_in_one_line(capsys):
     ),
   ],
 )
-def test_paths_in_pax_are_told_as_ours(capsys, theirs, ours):
-  assert _stderr(capsys, f"--exp={theirs}") == (
-    f"Flags of Pax: --exp={theirs}: --exp={ours}.\n"
+@pytest.mark.parametrize("joint", ["=", None])
+def test_paths_in_pax_are_read_as_ours(theirs, ours, joint):
+  form = ["--exp", theirs] if joint is None else [f"--exp={theirs}"]
+  found = pax_flags.translate([*form, "--fdl.seed=1"], _OURS)
+  assert found.arguments == (f"--exp={ours}", "--fdl.seed=1")
+  assert found.notes == (f"Pax's --exp={theirs}: read as --exp={ours}.",)
+
+
+def test_the_command_of_pax_s_readme_is_accepted():
+  """Its parsed form, with processes, and a line for each flag."""
+  parsed = command_line.parse(
+    [
+      "main",
+      "--exp=paxml.tasks.lm.params.lm_cloud.LmCloudTransformerAdamLimitSteps",
+      "--job_log_dir=gs://bucket/run",
+      "--pmap_use_tensorstore=True",
+      "--num_hosts=4",
+      "--host_idx",
+      "3",
+      "--server_addr=10.0.0.1:1234",
+      "--mode=decode_once",
+    ]
   )
+  flags = parsed.flags
+  assert flags.exp == (
+    "tasks.lm.params.lm_cloud.LmCloudTransformerAdamLimitSteps"
+  )
+  assert (flags.num_processes, flags.process_id) == (4, 3)
+  assert flags.coordinator_address == "10.0.0.1:1234"
+  assert flags.mode == "decode"
+  assert len(parsed.notes) == 6
 
 
 def test_our_own_commands_are_left_alone():
   arguments = ["--exp=tasks.lm.C", "--mode=train", "--fdl.seed=1", "x", "--"]
-  assert pax_flags.find_replacements(arguments, _OURS) is None
+  found = pax_flags.translate([*arguments, "--exp", "tasks.lm.D"], _OURS)
+  assert found == ((*arguments, "--exp", "tasks.lm.D"), ())
   assert pax_flags.translate_experiment("tasks.lm.params.c4.C4SpmdAdam") is None
+
+
+@pytest.mark.parametrize(
+  ("mesh", "bases", "size"),
+  [
+    ("data=64,tensor=4", ["fsdp=64,tensor=4"], "64"),
+    ("data=-1", ["fsdp=4"], "-1"),
+    ("dcn.data=2,data=8", ["data=-1", "fsdp=4"], "8"),
+    ("data=8,fsdp=4", ["fsdp=4"], None),
+    ("dcn.fsdp=2,data=8", ["fsdp=4"], None),
+    ("dcn.data=2,tensor=8", ["fsdp=4"], None),
+    ("data=1,tensor=8", ["fsdp=4"], None),
+    ("data=64", ["data=16"], None),
+  ],
+)
+def test_a_mesh_with_the_data_of_pax_gets_a_hint(mesh, bases, size):
+  hint = pax_flags.hint_at_mesh(mesh, bases)
+  if size is None:
+    assert hint is None
+  else:
+    assert hint is not None
+    assert f"fsdp={size}." in hint
