@@ -12,10 +12,19 @@ variable has separate statistics and clipping. Statistics are float32 and
 sharded like their parameter. Weight decay applies to variables with
 `VariableSpec.regularized` and, unlike in optax's Adafactor, is scaled by the
 learning rate.
+
+Three fields select the variant of Praxis, `sharded_adafactor`: `b2`, a decay as
+Adam's; `factoring` LAST, the last two dimensions of any size; and
+`momentum_after_rate`, with which the momentum averages the steps:
+
+  u <- m <- b1 m + (1 - b1) rate(t - 1) u
+  p <- p - u - rate(t - 1) weight_decay p
 """
 
 from collections.abc import Iterable
 import dataclasses
+import enum
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +32,20 @@ import jax.numpy as jnp
 import optax
 
 from paxon.learners import optimizer, variable_clipping, variable_groups
+from paxon.sharding import axes as axis_names
 from paxon.sharding import checks
+
+_HEADS = (axis_names.HEADS, axis_names.KV_HEADS)
+
+
+class Factoring(enum.Enum):
+  """The two dimensions over which the mean square of a layer is factored."""
+
+  # The two largest, if both have `min_dim_to_factor`.
+  LARGEST = "largest"
+  # The last two of any size; of a kernel with heads, the heads and their
+  # features, which are last in Praxis.
+  LAST = "last"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,23 +56,31 @@ class Adafactor:
     schedule: Maps a step to a learning rate, which is relative to the RMS of
       the parameter unless `min_param_rms` is `None`.
     decay_exponent: The decay of the mean square is 1 - t^(-decay_exponent).
+    b2: Decay of the mean square with Adam's bias correction, in step t
+      `b2 (1 - b2^(t-1)) / (1 - b2^t)`; `None` uses `decay_exponent`.
     epsilon: Added to squared gradients.
-    min_dim_to_factor: Smallest dimension that is factored.
+    factoring: The dimensions over which mean squares are factored.
+    min_dim_to_factor: Smallest dimension that is factored with LARGEST.
     max_update_rms: Largest RMS of the update of one variable of one layer at
       rate 1, before scaling by the parameter; `None` disables the clipping.
     min_param_rms: Updates are multiplied by the RMS of their parameter, at
       least this. `None` disables the scaling.
     b1: Decay of the momentum; `None` disables momentum.
+    momentum_after_rate: Whether the momentum averages updates times their
+      learning rates, so that it keeps the rates of previous steps.
     weight_decay: Fraction of a parameter that is subtracted at rate 1.
   """
 
   schedule: optax.Schedule
   decay_exponent: float = 0.8
+  b2: float | None = None
   epsilon: float = 1e-30
+  factoring: Factoring = Factoring.LARGEST
   min_dim_to_factor: int = 128
   max_update_rms: float | None = 1.0
   min_param_rms: float | None = 1e-3
   b1: float | None = None
+  momentum_after_rate: bool = False
   weight_decay: float = 0.0
 
   def __post_init__(self) -> None:
@@ -62,7 +92,9 @@ class Adafactor:
       "max_update_rms",
       "min_param_rms",
     )
-    checks.check_decay(self, "b1")
+    checks.check_decay(self, "b1", "b2")
+    if self.momentum_after_rate and self.b1 is None:
+      raise ValueError("Adafactor.momentum_after_rate requires b1, got None.")
     checks.check_non_negative(self, "weight_decay")
 
   def transform(
@@ -89,12 +121,22 @@ class Adafactor:
     direction = optimizer.then(
       scale_by_factored_rms(
         decay_exponent=self.decay_exponent,
+        b2=self.b2,
         epsilon=self.epsilon,
+        factoring=self.factoring,
         min_dim_to_factor=self.min_dim_to_factor,
         specs=specs,
       ),
       clip_and_scale,
     )
+    if self.b1 is not None and self.momentum_after_rate:
+      return _descent_with_momentum(
+        direction,
+        b1=self.b1,
+        schedule=self.schedule,
+        weight_decay=self.weight_decay,
+        specs=specs,
+      )
     if self.b1 is not None:
       direction = optax.chain(
         direction,
@@ -108,13 +150,56 @@ class Adafactor:
     )
 
 
+def _descent_with_momentum(
+  direction: optax.GradientTransformation,
+  *,
+  b1: float,
+  schedule: optax.Schedule,
+  weight_decay: float,
+  specs: variable_groups.Specs | None,
+) -> optax.GradientTransformation:
+  """Returns the update rule whose momentum averages steps, not directions."""
+  average = optax.ema(b1, debias=False, accumulator_dtype=jnp.float32)
+
+  def init(params: optax.Params) -> tuple[Any, Any, Any]:
+    count = optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
+    return direction.init(params), average.init(params), count
+
+  def update(
+    updates: Any, state: Any, params: Any = None
+  ) -> tuple[Any, tuple[Any, Any, Any]]:
+    first, second, third = state
+    rate = schedule(third.count)
+    updates, first = direction.update(updates, first, params)
+    steps, second = average.update(
+      jax.tree.map(lambda u: rate * u, updates), second
+    )
+    if weight_decay:
+      decays = jax.tree.map(lambda _: True, params)
+      if specs is not None:
+        decays = jax.tree.map(lambda spec: spec.regularized, specs)
+      steps = jax.tree.map(
+        lambda u, p, is_decayed: (
+          u + rate * weight_decay * p if is_decayed else u
+        ),
+        steps,
+        params,
+        decays,
+      )
+    count = optax.ScaleByScheduleState(optax.safe_increment(third.count))
+    return jax.tree.map(jnp.negative, steps), (first, second, count)
+
+  return optimizer.allow(optax.GradientTransformation(init, update))
+
+
 class FactoredRmsState(NamedTuple):
   """Factored second moments; each tree has the structure of the parameters.
 
   Attributes:
     count: int32 scalar, the number of updates.
-    row: Means over the largest dimension; size one if not factored.
-    column: Means over the second largest dimension; size one if not factored.
+    row: Means over the largest (last) dimension; size one if not factored.
+    column: Means over the second largest (second last) dimension; size one if
+      not factored.
     full: Mean squares; size one if factored.
   """
 
@@ -122,6 +207,13 @@ class FactoredRmsState(NamedTuple):
   row: Any
   column: Any
   full: Any
+
+
+class _Dims(NamedTuple):
+  """The number of stacked axes of a variable, and its factored axes."""
+
+  depth: int
+  factored: tuple[int, int] | None
 
 
 class _Statistics(NamedTuple):
@@ -136,18 +228,33 @@ def scale_by_factored_rms(
   epsilon: float,
   min_dim_to_factor: int,
   specs: variable_groups.Specs | None,
+  b2: float | None = None,
+  factoring: Factoring = Factoring.LARGEST,
 ) -> optax.GradientTransformation:
   """Returns the transformation from g to the first u of the module docstring.
 
   The arguments are those of `Adafactor`; `specs` None treats no variable as
-  stacked.
+  stacked and no dimension as one of heads.
   """
 
-  def depths(treedef: Any) -> list[int]:
-    """Returns the number of leading stacked axes of each variable."""
+  def find_dims(leaves: list[Any], treedef: Any) -> list[_Dims]:
+    """Returns the stacked axes and the factored ones of each variable."""
     if specs is None:
-      return [0] * treedef.num_leaves
-    return [len(spec.stacked) for spec in treedef.flatten_up_to(specs)]
+      names = [(None,) * leaf.ndim for leaf in leaves]
+      depths = [0] * len(leaves)
+    else:
+      flat = treedef.flatten_up_to(specs)
+      names = [spec.axes for spec in flat]
+      depths = [len(spec.stacked) for spec in flat]
+    found = []
+    for leaf, axes, depth in zip(leaves, names, depths, strict=True):
+      shape = leaf.shape[depth:]
+      if factoring is Factoring.LAST:
+        dims = _last_dims(shape, axes[depth:])
+      else:
+        dims = _factored_dims(shape, min_dim_to_factor)
+      found.append(_Dims(depth, dims and (depth + dims[0], depth + dims[1])))
+    return found
 
   def to_state(
     count: Any, treedef: Any, statistics: Iterable[_Statistics]
@@ -160,12 +267,9 @@ def scale_by_factored_rms(
     leaves, treedef = jax.tree.flatten(params)
     statistics = (
       _Statistics(
-        *(
-          jnp.zeros(p.shape[:depth] + shape, jnp.float32)
-          for shape in _shapes(p.shape[depth:], min_dim_to_factor)
-        )
+        *(jnp.zeros(shape, jnp.float32) for shape in _shapes(p.shape, dims))
       )
-      for p, depth in zip(leaves, depths(treedef), strict=True)
+      for p, dims in zip(leaves, find_dims(leaves, treedef), strict=True)
     )
     return to_state(jnp.zeros((), jnp.int32), treedef, statistics)
 
@@ -176,13 +280,17 @@ def scale_by_factored_rms(
   ) -> tuple[optax.Updates, FactoredRmsState]:
     del params
     number = (state.count + 1).astype(jnp.float32)
-    decay = 1 - number**-decay_exponent
+    if b2 is None:
+      decay = 1 - number**-decay_exponent
+    else:
+      # expm1, because b2^t is close to one.
+      log = math.log(b2)
+      decay = b2 * jnp.expm1((number - 1) * log) / jnp.expm1(number * log)
     leaves, treedef = jax.tree.flatten(updates)
     kept = map(treedef.flatten_up_to, (state.row, state.column, state.full))
     scaled, statistics = [], []
-    for g, depth, *old in zip(leaves, depths(treedef), *kept, strict=True):
-      dims = _factored_dims(g.shape[depth:], min_dim_to_factor)
-      axes = None if dims is None else (depth + dims[0], depth + dims[1])
+    dims = find_dims(leaves, treedef)
+    for g, (_, axes), *old in zip(leaves, dims, *kept, strict=True):
       update, new = _update(
         g, _Statistics(*old), axes=axes, decay=decay, epsilon=epsilon
       )
@@ -234,15 +342,27 @@ def _factored_dims(
   return None if shape[second] < min_dim_to_factor else (second, largest)
 
 
-def _shapes(
-  shape: tuple[int, ...], min_dim_to_factor: int
-) -> list[tuple[int, ...]]:
-  """Returns the shapes of the row, column and full statistics of one layer."""
-  ones = (1,) * len(shape)
-  dims = _factored_dims(shape, min_dim_to_factor)
-  if dims is None:
+def _last_dims(
+  shape: tuple[int, ...], names: tuple[str | None, ...]
+) -> tuple[int, int] | None:
+  """Returns heads and head features of one layer, or the last two dimensions.
+
+  Returns None if the mean square is not factored.
+  """
+  if len(shape) < 2:
+    return None
+  heads = [i for i, name in enumerate(names) if name in _HEADS]
+  if heads and axis_names.HEAD_DIM in names:
+    return heads[0], names.index(axis_names.HEAD_DIM)
+  return len(shape) - 2, len(shape) - 1
+
+
+def _shapes(shape: tuple[int, ...], dims: _Dims) -> list[tuple[int, ...]]:
+  """Returns the shapes of the row, column and full statistics."""
+  ones = shape[: dims.depth] + (1,) * (len(shape) - dims.depth)
+  if dims.factored is None:
     return [ones, ones, shape]
-  second, largest = dims
+  second, largest = dims.factored
   return [
     tuple(1 if i == reduced else n for i, n in enumerate(shape))
     for reduced in (largest, second)

@@ -165,3 +165,113 @@ def test_state_size_is_one_row_and_one_column():
   state = optimizer_state.specs(_factored(specs), specs)
   size = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(state))
   assert size == 1 + 12 * (60 + 90 + 1)
+
+
+def _praxis_reference(gradients, value, *, pair, rates, decay, b1, b2):
+  """Praxis's variant in float64, from its definition, for one variable."""
+  reduced = None if pair is None else (pair[1], pair[0])
+  p = np.float64(value)
+  row = column = full = momentum = np.float64(0)
+  for t, (gradient, rate) in enumerate(zip(gradients, rates, strict=True), 1):
+    g = np.float64(gradient)
+    keep = b2 * (1 - b2 ** (t - 1)) / (1 - b2**t)
+    square = g**2 + 1e-30
+    if reduced is None:
+      full = keep * full + (1 - keep) * square
+      u = g / np.sqrt(full)
+    else:
+      row = keep * row + (1 - keep) * square.mean(reduced[0], keepdims=True)
+      column = keep * column + (1 - keep) * square.mean(
+        reduced[1], keepdims=True
+      )
+      mean = row * column / row.mean(reduced[1], keepdims=True)
+      u = g / np.sqrt(mean)
+    u /= max(1.0, np.sqrt(np.mean(u**2)))
+    momentum = b1 * momentum + (1 - b1) * rate * u
+    p = p - momentum - rate * decay * p
+  return p
+
+
+@pytest.mark.parametrize(
+  ("shape", "names", "pair"),
+  [
+    pytest.param((6, 9), ("embed", "mlp"), (0, 1), id="matrix"),
+    pytest.param((7, 2), ("vocab", "embed"), (0, 1), id="small"),
+    pytest.param((4, 3, 2), ("heads", "head_dim", "embed"), (0, 1), id="out"),
+    pytest.param(
+      (6, 3, 2, 4), ("embed", None, "heads", "head_dim"), (2, 3), id="qkv"
+    ),
+    pytest.param(
+      (6, 2, 3, 4), ("embed", "kv_heads", None, "head_dim"), (1, 3), id="gqa"
+    ),
+    pytest.param((5,), ("embed",), None, id="vector"),
+  ],
+)
+def test_the_variant_of_praxis_matches_its_definition(shape, names, pair):
+  spec = testing.spec("params/w", shape, axes=names, regularized=True)
+  specs = {"params": {"w": spec}}
+  schedule = schedules.WarmupExponential(
+    peak=0.3, warmup_steps=2, total_steps=8, end=0.03
+  )
+  transform = adafactor.Adafactor(
+    schedule=schedule,
+    b1=0.9,
+    b2=0.99,
+    factoring=adafactor.Factoring.LAST,
+    momentum_after_rate=True,
+    min_param_rms=None,
+    weight_decay=0.01,
+  ).transform(specs)
+  random = np.random.default_rng(0)
+  value = np.float32(random.normal(size=shape))
+  gradients = np.float32(random.normal(size=(12, *shape)))
+  params = {"params": {"w": jax.device_put(value)}}
+  state = transform.init(params)
+
+  @jax.jit
+  def step(params, state, gradient):
+    updates, state = transform.update(
+      {"params": {"w": gradient}}, state, params
+    )
+    return optax.apply_updates(params, updates), state
+
+  for gradient in gradients:
+    params, state = step(params, state, jax.device_put(gradient))
+  expected = _praxis_reference(
+    gradients,
+    value,
+    pair=pair,
+    rates=[float(schedule(t)) for t in range(12)],
+    decay=0.01,
+    b1=0.9,
+    b2=0.99,
+  )
+  np.testing.assert_allclose(
+    params["params"]["w"], expected, rtol=2e-5, atol=1e-6
+  )
+
+
+def test_the_momentum_of_steps_keeps_earlier_rates():
+  """With a rate of zero the parameters still move by earlier steps."""
+  schedule = schedules.PiecewiseConstant(boundaries=(1,), values=(0.5, 0.0))
+  moved = []
+  for is_after in (False, True):
+    transform = adafactor.Adafactor(
+      schedule=schedule, b1=0.5, momentum_after_rate=is_after
+    ).transform()
+    params = jax.numpy.ones((3,))
+    state = transform.init(params)
+    _, state = transform.update(params, state, params)
+    updates, _ = transform.update(params, state, params)
+    moved.append(bool(jax.numpy.any(updates != 0)))
+  assert moved == [False, True]
+
+
+def test_momentum_after_rate_requires_momentum():
+  with pytest.raises(ValueError, match="momentum_after_rate requires b1"):
+    adafactor.Adafactor(schedule=RATE, momentum_after_rate=True)
+
+
+def test_rejects_a_b2_of_one():
+  with pytest.raises(ValueError, match=r"Adafactor.b2 must be"):
+    adafactor.Adafactor(schedule=RATE, b2=1.0)
