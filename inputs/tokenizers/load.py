@@ -1,14 +1,26 @@
 """Loads the tokenizer of a file or of a Hugging Face folder."""
 
 import os
+import re
 
 from paxon.inputs import byte_tokenizer, tokenizer_protocol
-from paxon.inputs.tokenizers import tokenizer_json
+from paxon.inputs.tokenizers import (
+  rank_file,
+  sentence_piece,
+  text_tokenizer,
+  tokenizer_json,
+)
 
 BYTES = "bytes"
-_NAMES = ("tokenizer.json",)
+# Of a Hugging Face folder, in order of preference.
+_NAMES = (
+  *("tokenizer.json", "tokenizer.model", "spiece.model"),
+  *("sentencepiece.bpe.model", "spm.model"),
+)
+_ENDINGS = (".tiktoken", ".model")
 # Where `tools/hf import` keeps the files of the original folder.
 _IMPORTED = "hugging_face"
+_RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+=* [0-9]+\r?\n")
 
 
 def load(
@@ -18,11 +30,12 @@ def load(
   end: str | None = None,
   padded_size: int | None = None,
 ) -> tokenizer_protocol.Tokenizer:
-  """Returns the tokenizer of a file or folder; the file is read when used.
+  """Returns the tokenizer of a file or folder; most is read when it is used.
 
   Args:
-    path: `bytes`, for a `ByteTokenizer`; a `tokenizer.json`; a Hugging Face
-      folder with such a file, or a folder made by `tools/hf import`.
+    path: `bytes`, for a `ByteTokenizer`; a `tokenizer.json`; a SentencePiece
+      model; a rank file of tiktoken; a Hugging Face folder with one of them,
+      or a folder made by `tools/hf import`.
     begin: See `TextTokenizer`.
     end: See `TextTokenizer`.
     padded_size: See `TextTokenizer`.
@@ -32,8 +45,9 @@ def load(
   """
   if path == BYTES:
     return byte_tokenizer.ByteTokenizer()
-  return tokenizer_json.TokenizerJson(
-    path=find(path), begin=begin, end=end, padded_size=padded_size
+  found = find(path)
+  return _find_kind(found)(
+    path=found, begin=begin, end=end, padded_size=padded_size
   )
 
 
@@ -46,10 +60,11 @@ def find(path: str) -> str:
   path = os.path.expanduser(path)
   if os.path.isfile(path):
     return path
-  folders = (os.path.join(path, _IMPORTED), path)
-  for folder in folders:
-    for name in _NAMES:
-      if os.path.isfile(os.path.join(folder, name)):
+  for folder in (os.path.join(path, _IMPORTED), path):
+    present = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    others = [name for name in present if name.endswith(_ENDINGS)]
+    for name in (*_NAMES, *(others if len(others) == 1 else ())):
+      if name in present:
         return os.path.join(folder, name)
   if not os.path.isdir(path):
     raise ValueError(
@@ -58,5 +73,27 @@ def find(path: str) -> str:
     )
   raise ValueError(
     f"tokenizer={path!r}: the folder has no tokenizer; it must have"
-    f" {', '.join(_NAMES)}."
+    f" {', '.join(_NAMES)}, or one file *{' or *'.join(_ENDINGS)}."
+  )
+
+
+def _find_kind(path: str) -> type[text_tokenizer.TextTokenizer]:
+  """Returns the class for a file, by its first bytes."""
+  with open(path, "rb") as file:
+    start = file.read(4096)
+  if start.lstrip()[:1] in (b"{", b"["):
+    return tokenizer_json.TokenizerJson
+  # Llama 3 calls its rank file `tokenizer.model`, as SentencePiece's are.
+  if _RANK_LINE.match(start):
+    return rank_file.RankFile
+  if start.startswith(b"\n"):
+    return sentence_piece.SentencePiece
+  if start.startswith(b"version https://git-lfs"):
+    raise ValueError(
+      f"tokenizer={path!r} is a Git LFS pointer, not the file itself; run `git"
+      " lfs pull` in its folder."
+    )
+  raise ValueError(
+    f"tokenizer={path!r} is neither a tokenizer.json, nor a SentencePiece"
+    " model, nor a rank file of tiktoken."
   )

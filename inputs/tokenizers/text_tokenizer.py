@@ -7,7 +7,7 @@ of each token, checked ids, a content hash, and incremental decoding.
 
 import abc
 import codecs
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import json
@@ -92,6 +92,36 @@ def read_json(folder: str, name: str) -> dict[str, Any]:
   if not isinstance(found, dict):
     raise ValueError(f"{path} must be a JSON object.")
   return found
+
+
+def read_added_tokens(path: str) -> dict[str, int]:
+  """Returns the tokens that a Hugging Face folder adds to a vocabulary file.
+
+  Raises:
+    ValueError: A file of the folder is not a JSON object.
+  """
+  folder = os.path.dirname(path)
+  listed = read_json(folder, _CONFIG).get("added_tokens_decoder") or {}
+  return {
+    **read_json(folder, "added_tokens.json"),
+    **{token["content"]: int(number) for number, token in listed.items()},
+  }
+
+
+def split_at(
+  text: str, names: Mapping[str, int]
+) -> Iterator[tuple[str, int | None]]:
+  """Yields stretches of text, each with the id of the token that follows it.
+
+  `names` are ids of special tokens; the last stretch has None.
+  """
+  longest_first = sorted(filter(None, names), key=len, reverse=True)
+  pattern = "|".join(map(re.escape, longest_first)) or r"(?!)"
+  start = 0
+  for match in re.finditer(pattern, text):
+    yield text[start : match.start()], names[match[0]]
+    start = match.end()
+  yield text[start:], None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -181,8 +211,7 @@ class TextTokenizer(record_files.PickledFields, abc.ABC):
   @property
   def pad_id(self) -> int:
     """The id of padding; `end_id` if the vocabulary has none."""
-    names = (self._policy.pad, *_PADS)
-    found = self._first_known(names)
+    found = self._find(self._policy.pad, _PADS)
     return self.end_id if found is None else found
 
   @property
@@ -193,7 +222,7 @@ class TextTokenizer(record_files.PickledFields, abc.ABC):
     """
     if self.begin is not None:
       return self._known(self.begin, "begin")
-    found = self._first_known((self._policy.begin, *_BEGINS))
+    found = self._find(self._policy.begin, _BEGINS)
     return self.end_id if found is None else found
 
   @property
@@ -205,7 +234,7 @@ class TextTokenizer(record_files.PickledFields, abc.ABC):
     """
     if self.end is not None:
       return self._known(self.end, "end")
-    found = self._first_known((self._policy.end, *_ENDS))
+    found = self._find(self._policy.end, _ENDS)
     if found is None:
       raise ValueError(
         f"{self.path} names no token that ends a text; give its name as"
@@ -328,9 +357,16 @@ class TextTokenizer(record_files.PickledFields, abc.ABC):
       )
     return found
 
-  def _first_known(self, names: Sequence[str | None]) -> int | None:
-    found = (self.id_of(name) for name in names if name is not None)
-    return next((number for number in found if number is not None), None)
+  def _find(self, name: str | None, customary: Sequence[str]) -> int | None:
+    """Returns the id of the configuration's token, or of a customary one."""
+    found = None if name is None else self.id_of(name)
+    # An ordinary token of such a name, as in code, is not meant.
+    others = (
+      number
+      for number in map(self.id_of, customary)
+      if number is not None and number in self.special_ids
+    )
+    return next(others, None) if found is None else found
 
   def _checked(self, ids: npt.ArrayLike) -> np.ndarray:
     array = np.asarray(ids)
@@ -347,7 +383,7 @@ class TextTokenizer(record_files.PickledFields, abc.ABC):
     return array
 
 
-def to_array(ids: Sequence[int]) -> npt.NDArray[np.int32]:
+def to_array(ids: npt.ArrayLike) -> npt.NDArray[np.int32]:
   """Returns ids as an array, int32 [T]."""
   return np.asarray(ids, np.int32)
 
