@@ -1,6 +1,7 @@
 """Tests for rank files, compared with merges by their definition."""
 
 import base64
+import itertools
 
 import pytest
 import regex
@@ -46,7 +47,7 @@ def _merge(piece: bytes) -> list[int]:
   while True:
     pairs = [
       (ranks.get(a + b, 10**6), i)
-      for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False))
+      for i, (a, b) in enumerate(itertools.pairwise(parts))
     ]
     if not pairs or min(pairs)[0] == 10**6:
       return [ranks[part] for part in parts]

@@ -119,7 +119,7 @@ def test_a_damaged_file_is_one_clear_error(path, tmp_path):
   with pytest.raises(ValueError, match="is not a SentencePiece model"):
     load.load(str(damaged)).encode("a")
   damaged.write_bytes(b"\x00\x01")
-  with pytest.raises(ValueError, match="is neither a tokenizer.json, nor"):
+  with pytest.raises(ValueError, match="is neither a tokenizer"):
     load.load(str(damaged))
   damaged.write_text("version https://git-lfs.github.com/spec/v1\n")
   with pytest.raises(ValueError, match="Git LFS pointer"):
