@@ -20,13 +20,8 @@ from paxon.sharding import mesh as meshes
 
 LAYERS, WIDTH, ROWS = 3, 512, 2048
 
-_TESTDATA = pathlib.Path(__file__).parent / "testdata"
+TESTDATA = pathlib.Path(__file__).parent / "testdata"
 _UNREAD = re.compile(r",? (?:use_global_device_ids=true|stack_frame_id=\d+)")
-_BODY = re.compile(r'("body":")[A-Za-z0-9+/=]+')
-_SCHEDULE = re.compile(
-  r'"(?:window|loop|barrier|indices|collective_offload)_config":'
-  r"\{(?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*\})*\},?"
-)
 _LITERAL = re.compile(r"(constant\(\{)[^()]{500,}(\}\))")
 _METADATA = re.compile(r", metadata=\{([^}]*)\}")
 _OP_NAME = re.compile(r'op_name="[^"]*"')
@@ -37,6 +32,9 @@ _READ = (
   re.compile(r'"fusion_backend_config":\{"kind":"[^"]+"'),
   re.compile(r'"custom_fusion_config":\{"name":"[^"]+"'),
   re.compile(r'"is_sync":(?:true|false)'),
+  re.compile(r'"intermediate_tensor_shape":\s*\{[^{}]*\}'),
+  re.compile(r'"lhs_contracting_dimensions":\s*\[[^\]]*\]'),
+  re.compile(r'"cost_estimate":\s*\{[^{}]*\}'),
 )
 
 
@@ -106,27 +104,13 @@ def shortened(text: str) -> str:
   # Tables of files stand before the first computation.
   begin = re.search(r"^(?:ENTRY )?%", text, re.MULTILINE)
   text = "HloModule m\n\n" + text[begin.start() if begin else 0 :]
-  text = _CONFIG.sub(config, text)
+  text = _CONFIG.sub(config, _LITERAL.sub(r"\1...\2", text))
   return _UNREAD.sub("", _METADATA.sub(metadata, text))
-
-
-def without_bodies(text: str) -> str:
-  """Returns a compiled text without files, literals, code and schedules."""
-  begin = re.search(r"^(?:ENTRY )?%", text, re.MULTILINE)
-  text = "HloModule m\n\n" + text[begin.start() if begin else 0 :]
-  for pattern, short in (
-    (_BODY, r"\1"),
-    (_SCHEDULE, ""),
-    (_LITERAL, r"\1...\2"),
-    (_UNREAD, ""),
-  ):
-    text = pattern.sub(short, text)
-  return text
 
 
 def stored(name: str) -> str:
   """Returns a text of `testdata`."""
-  file = _TESTDATA / name
+  file = TESTDATA / name
   if file.suffix == ".gz":
     return gzip.decompress(file.read_bytes()).decode()
   return file.read_text()

@@ -39,7 +39,7 @@ from paxon.runner.planning import child
 from paxon.runner.training import compiled_steps
 from paxon.runner.training import session as session_lib
 
-PAGE: Final = pathlib.Path(__file__).parent.parent / "docs/plan_accuracy.md"
+PAGE: Final = pathlib.Path(__file__).parents[2] / "docs/plan_accuracy.md"
 BEGIN: Final = "<!-- gpu_check begins -->"
 END: Final = "<!-- gpu_check ends -->"
 _TIME_LIMIT: Final = 1800.0

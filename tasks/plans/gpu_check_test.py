@@ -60,3 +60,5 @@ def test_wrong_arguments_and_pages_are_explained(tmp_path, capsys):
   page.write_text("no marks")
   with pytest.raises(gpu_check.user_error.UserError, match="not have"):
     gpu_check.write(page, "table")
+  # The page that is written by default has them.
+  assert gpu_check.BEGIN in gpu_check.PAGE.read_text()

@@ -39,9 +39,12 @@ def test_the_program_does_what_was_traced(file, mesh, dcn, platform):
   assert not any("FLOPs" in text for text in found.warnings)
 
 
-def test_splash_attention():
+@pytest.mark.parametrize(
+  "name", ["v5e_2x4", "v6e_2x4", "v7x_2x2x1", "jax_0_11/v5e_2x4"]
+)
+def test_splash_attention(name):
   """Three layers: forward, and backward for queries and for keys and values."""
-  found = _read("v5e_2x4_splash.txt.gz", {"data": 8})
+  found = _read(f"{name}_splash.txt.gz", {"data": 8})
   assert found.communication.kernels["tpu_custom_call"] == 3 * (1 + 2)
   assert found.notes == ()
   assert {c.kind for c in found.communication.collectives} == {"all-reduce"}
@@ -92,6 +95,30 @@ def _fsdp_on_tpus(layers, devices, *, scatters, reduces):
   }
 
 
+def _fp8_on_gpus(layers):
+  # Weights of layers are cast before they are gathered; gradients stay.
+  plain = _fsdp_on_gpus(layers)
+  gathered = 2 * layers * _LAYER + 2 * _BFLOAT16 * _TABLE
+  return plain | {"all-gather": gathered}
+
+
+# Of 4 stages with 2 layers and 8 microbatches.
+_TICKS = 8 + 4 - 1
+
+
+def _pipelined():
+  # In each tick a stage gathers the weights of its layers forward, again, and
+  # backward, and passes 4 sequences on in both directions. Sequences come in,
+  # and go out to be summed, by 30 more exchanges.
+  layers = 2 * _TICKS * _LAYER
+  return {
+    "all-gather": _BFLOAT16 * (3 * layers + 2 * _TABLE),
+    "reduce-scatter": _BFLOAT16 * layers + (_FLOAT32 + _BFLOAT16) * _TABLE,
+    "collective-permute": (2 * _TICKS + 30) * _STREAM / 2
+    + _BFLOAT16 * _TABLE / 8,
+  }
+
+
 def _tensor(*, gathers=0, scatters=0, reduces=0, loops=0):
   """Returns the bytes of so many collectives of the whole stream."""
   return {
@@ -107,6 +134,10 @@ _BOTH = _FLOAT32 + _BFLOAT16
 # recomputed (all but the last sum) and backward; so does the table's.
 _HAND_COMPUTED = (
   ("h200_1x8_fsdp", 8, "cuda", _fsdp_on_gpus(4)),
+  ("jax_0_11/h200_1x8_fsdp", 8, "cuda", _fsdp_on_gpus(4)),
+  ("h200_1x8_fp8", {"fsdp": 8}, "cuda", _fp8_on_gpus(4)),
+  ("jax_0_11/h200_1x8_fp8", {"fsdp": 8}, "cuda", _fp8_on_gpus(4)),
+  ("h200_1x8_pipelined", {"stage": 4, "fsdp": 2}, "cuda", _pipelined()),
   ("v5e_4x4_fsdp", 16, "tpu", _fsdp_on_tpus(18, 16, scatters=0, reduces=_BOTH)),
   (
     "v6e_2x4_fsdp",
@@ -152,8 +183,10 @@ _HAND_COMPUTED = (
   ids=[case[0] for case in _HAND_COMPUTED],
 )
 def test_bytes_are_those_computed_by_hand(name, devices, platform, expected):
-  axis = name.rpartition("_")[2]
-  found = _read(f"{name}.txt.gz", {axis: devices}, platform=platform)
+  mesh = devices
+  if isinstance(devices, int):
+    mesh = {name.rpartition("_")[2]: devices}
+  found = _read(f"{name}.txt.gz", mesh, platform=platform)
   assert found.notes == ()
   for kind, size in expected.items():
     payload = sum(
@@ -163,6 +196,44 @@ def test_bytes_are_those_computed_by_hand(name, devices, platform, expected):
     )
     # Norms and metrics are all-reduced besides.
     assert payload == pytest.approx(size, rel=0.02, abs=4 * 2**20), kind
+
+
+_TOKENS = 64 * 1024
+# FLOPs of a token in the attention of a layer: forward, again and backward.
+_ATTENTION = 16 * 1024 * _HEADS
+
+
+@pytest.mark.parametrize("name", ["h200_1x8_fp8", "jax_0_11/h200_1x8_fp8"])
+def test_fp8_matmuls(name):
+  found = _read(f"{name}.txt.gz", {"fsdp": 8}, platform="cuda")
+  # All but the last matmul of a layer are computed again.
+  layer = 8 * _LAYER - 2 * _MATRIX + _ATTENTION
+  assert found.compiled_flops == _TOKENS * (4 * layer + 6 * _TABLE)
+  # Four matmuls a layer, three again, and two gradients of each.
+  kernels = found.communication.kernels
+  assert kernels["__cublas$lt$matmul$f8"] == 4 * (4 + 3 + 8)
+
+
+def test_a_pipeline_with_bubbles():
+  mesh = {"stage": 4, "fsdp": 2}
+  found = _read("h200_1x8_pipelined.txt.gz", mesh, platform="cuda")
+  # Stages compute in all ticks; each of them computes the head.
+  layers = 8 * (_TICKS / 8) * (8 * _LAYER + _ATTENTION)
+  expected = _TOKENS * (layers + 4 * 6 * _TABLE)
+  assert found.compiled_flops == pytest.approx(expected, rel=1e-6)
+
+
+def test_cudnn_attention():
+  found = _read("layouts/cudnn.txt.gz", {"fsdp": 16}, platform="cuda")
+  kernels = found.communication.kernels
+  assert kernels["__cudnn$fmhaSoftmax"] == 3
+  assert kernels["__cudnn$fmhaSoftmaxBackward"] == 3
+  # Llama 2 7B with three layers: nothing is computed again but the logits of
+  # attention, one of five backward matmuls.
+  layer = 4 * 4096**2 + 3 * 4096 * 11_008
+  attention = 4096 * 4096 * (4 + 10)
+  token = 3 * (6 * layer + attention) + 6 * 32_000 * 4096
+  assert found.compiled_flops == 16 * 4096 * token
 
 
 def test_an_asynchronous_gather_in_inner_loops_counts_once_per_layer():
