@@ -32,17 +32,15 @@ class Rotary:
       rotary). `None` rotates all.
     interleaved: Whether features `2 i` and `2 i + 1` form a pair (GPT-J)
       instead of `i` and `i + rotary_dim / 2`.
-    max_length: Positions from here on give NaN; `None` has no limit.
   """
 
   max_wavelength: float = 10_000.0
   scaling: rotary_scaling.Scaling | None = None
   rotary_dim: int | None = None
   interleaved: bool = False
-  max_length: int | None = None
 
   def __post_init__(self) -> None:
-    checks.check_size(self, "rotary_dim", "max_length")
+    checks.check_size(self, "rotary_dim")
     if self.rotary_dim is not None and self.rotary_dim % 2:
       raise ValueError(
         f"Rotary.rotary_dim must be even, got {self.rotary_dim}."
@@ -59,20 +57,23 @@ class Rotary:
   ) -> Float[Array, "batch length heads head_dim"]:
     """Returns `x` rotated, in its own dtype.
 
+    With `rotary_scaling.LongScaling`, the positions of a document must be
+    consecutive, and those of padding 0.
+
     Raises:
       ValueError: `head_dim` is odd without `rotary_dim`, or less than it.
     """
     head_dim, dim = x.shape[-1], self.rotary_dim or x.shape[-1]
     self.check_width(head_dim, "head_dim")
     if dim == head_dim:
-      rotated = self._rotate(x, positions)
-    else:
-      first, rest = jax.lax.split(x, (dim, head_dim - dim), axis=3)
-      rotated = jax.lax.concatenate((self._rotate(first, positions), rest), 3)
-    if self.max_length is None:
-      return rotated
-    is_valid = (positions < self.max_length)[:, :, None, None]
-    return jnp.where(is_valid, rotated, jnp.asarray(jnp.nan, rotated.dtype))
+      return self._rotate(x, positions)
+    first, rest = jax.lax.split(x, (dim, head_dim - dim), axis=3)
+    return jax.lax.concatenate((self._rotate(first, positions), rest), 3)
+
+  @property
+  def depends_on_length(self) -> bool:
+    """Whether frequencies depend on the length of a document."""
+    return isinstance(self.scaling, rotary_scaling.LongScaling)
 
   def check_width(self, width: int, field: str) -> None:
     """Raises ValueError if heads of the width in `field` cannot be rotated."""
@@ -90,9 +91,13 @@ class Rotary:
     dtype = precision.at_least_float32(x.dtype)
     exponent = jnp.arange(0, dim, 2, dtype=dtype) / dim
     frequency = jnp.asarray(self.max_wavelength, dtype) ** -exponent
-    if self.scaling is not None:
-      frequency = self.scaling(frequency, self.max_wavelength)
-    angle = positions.astype(dtype)[:, :, None] * frequency[None, None, :]
+    if isinstance(self.scaling, rotary_scaling.LongScaling):
+      frequency = self.scaling.select(frequency, self.max_wavelength, positions)
+    elif self.scaling is not None:
+      frequency = self.scaling(frequency, self.max_wavelength)[None, None, :]
+    else:
+      frequency = frequency[None, None, :]
+    angle = positions.astype(dtype)[:, :, None] * frequency
     sin, cos = (f(angle)[:, :, None, :] for f in (jnp.sin, jnp.cos))
     if self.scaling is not None:
       sin, cos = (self.scaling.amplitude * wave for wave in (sin, cos))

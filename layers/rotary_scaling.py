@@ -9,8 +9,9 @@ import abc
 import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from paxon.sharding import checks
 
@@ -223,3 +224,84 @@ class PairScaling(Scaling):
         f" for each of {frequency.shape[0]} pairs."
       )
     return frequency / jnp.asarray(self.factors, frequency.dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LongScaling(Scaling):
+  """LongRoPE with other factors for short documents, as in Phi-3.
+
+  All tokens of a document longer than `original_length` use the factors for
+  long ones. So keys that are cached while a document is short are of no use
+  once it is long: the decoding step that crosses the length gives NaN, and so
+  do those after it. A prompt that is longer already has no such step.
+
+  Attributes:
+    short: Scaling of documents up to `original_length`.
+    long: Scaling of longer ones, with the same `wave_factor`.
+    original_length: Sequence length of pretraining.
+  """
+
+  short: PairScaling
+  long: PairScaling
+  original_length: int
+
+  def __post_init__(self) -> None:
+    checks.check_size(self, "original_length")
+    if self.short.wave_factor != self.long.wave_factor:
+      raise ValueError(
+        f"LongScaling.short has wave_factor {self.short.wave_factor} and long"
+        f" {self.long.wave_factor}; they must be equal."
+      )
+
+  @property
+  def amplitude(self) -> float:
+    """Factor on rotated queries and on rotated keys."""
+    return self.short.wave_factor
+
+  def __call__(
+    self, frequency: Float[Array, " pairs"], max_wavelength: float
+  ) -> Float[Array, " pairs"]:
+    """Returns the frequencies of short documents; `select` is for all."""
+    return self.short(frequency, max_wavelength)
+
+  def select(
+    self,
+    frequency: Float[Array, " pairs"],
+    max_wavelength: float,
+    positions: Int[Array, "batch length"],
+  ) -> Float[Array, "batch length pairs"]:
+    """Returns the frequencies of each token, by the length of its document.
+
+    One token alone is a decoding step, whose document ends with it.
+    """
+    short = self.short(frequency, max_wavelength)[None, None, :]
+    long = self.long(frequency, max_wavelength)[None, None, :]
+    last = _find_last_positions(positions)
+    is_long = (last >= self.original_length)[:, :, None]
+    result = jnp.where(is_long, long, short)
+    if positions.shape[1] > 1:
+      return result
+    is_crossing = (positions == self.original_length)[:, :, None]
+    return jnp.where(is_crossing, jnp.asarray(jnp.nan, result.dtype), result)
+
+
+def _find_last_positions(
+  positions: Int[Array, "batch length"],
+) -> Int[Array, "batch length"]:
+  """Returns the last position of each token's document.
+
+  Positions of a document are consecutive.
+  """
+  length = positions.shape[1]
+  is_last = jnp.concatenate(
+    [
+      positions[:, 1:] != positions[:, :-1] + 1,
+      jnp.ones_like(positions[:, :1], bool),
+    ],
+    axis=1,
+  )
+  index = jax.lax.broadcasted_iota(jnp.int32, positions.shape, 1)
+  ends = jax.lax.cummin(
+    jnp.where(is_last, index, length - 1), axis=1, reverse=True
+  )
+  return jnp.take_along_axis(positions, ends, axis=1)

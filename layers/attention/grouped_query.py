@@ -116,7 +116,7 @@ class GroupedQueryAttention(nn.Module):
       self, x, positions, segment_ids, prefix
     )
     query, key, value = self.projections(self, x)
-    query, key = self._normalize_and_rotate(query, key, positions)
+    query, key = self._normalize_and_rotate(query, key, positions, segment_ids)
     logits = kernels.bind_fields(self.logits, self)
     query, bias = logits.prepare(query)
     query = remat.tag(query, remat.ATTENTION_QUERY)
@@ -133,10 +133,17 @@ class GroupedQueryAttention(nn.Module):
     return self.projections.output(self, context, x.shape[-1])
 
   def _normalize_and_rotate(
-    self, query: jax.Array, key: jax.Array, positions: jax.Array
+    self,
+    query: jax.Array,
+    key: jax.Array,
+    positions: jax.Array,
+    segment_ids: jax.Array,
   ) -> tuple[jax.Array, jax.Array]:
     """Returns queries and keys with their norms and rotary positions."""
     norm, rotary = None, self.rotary
+    # Padding after a document must not add to its length.
+    if getattr(rotary, "depends_on_length", False):
+      positions = jnp.where(segment_ids == 0, 0, positions)
     if self.head_norm is not None:
       norm = kernels.bind_fields(self.head_norm, self)
     if norm is not None and not norm.after_rotary:

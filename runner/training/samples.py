@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paxon.inputs import tokenizer_protocol
+from paxon.layers import rotary_scaling
 from paxon.layers.decoding import generate, model_steps
 from paxon.layers.decoding import prompts as prompts_lib
 from paxon.learners import train_state
@@ -157,6 +158,7 @@ def _generator(
 
   batch = prompts_lib.pad_right([ids_of(text) for text in texts])
   _check_ids(session, batch.ids)
+  _check_lengths(model, batch.lengths, settings.max_new_tokens)
   batch = _pad(batch, multiple=layout.shards(axes.BATCH))
 
   def run(
@@ -204,6 +206,33 @@ def _check_ids(session: session_lib.Session, ids: np.ndarray) -> None:
       f" vocab_size is {size}; use the tokenizer that the model was trained"
       " with."
     )
+
+
+def _check_lengths(model: Any, lengths: np.ndarray, count: int) -> None:
+  """Raises UserError if generation crosses a length of LongRoPE."""
+  for switch in _find_switches(model):
+    crossing = (lengths <= switch) & (lengths + count - 2 >= switch)
+    if crossing.any():
+      raise user_error.UserError(
+        f"A prompt of {lengths[crossing][0]} tokens and {count} new ones cross"
+        f" position {switch}, where the model changes to the frequencies of"
+        " long documents (LongRoPE); make max_new_tokens smaller, or the prompt"
+        f" longer than {switch} tokens."
+      )
+
+
+def _find_switches(value: Any) -> set[int]:
+  """Returns the original lengths of LongRoPE in a model."""
+  if isinstance(value, rotary_scaling.LongScaling):
+    return {value.original_length}
+  if isinstance(value, list | tuple):
+    inner: list[Any] = list(value)
+  elif dataclasses.is_dataclass(value):
+    names = [field.name for field in dataclasses.fields(value)]
+    inner = [getattr(value, name) for name in names if name != "parent"]
+  else:
+    return set()
+  return set().union(*map(_find_switches, inner))
 
 
 def _source(ids: jax.Array, lengths: jax.Array) -> dict[str, jax.Array]:

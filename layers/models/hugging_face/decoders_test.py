@@ -1,7 +1,10 @@
 """Tests for the families of llama, GPT-2 and GPT-NeoX, against golden files."""
 
+import jax
+import numpy as np
 import pytest
 
+from paxon.layers.decoding import model_steps
 from paxon.layers.models.hugging_face import (
   golden_case,
   gpt2,
@@ -24,6 +27,7 @@ CASES = {
   "qwen3": llama.QWEN3,
   "phi3": llama.PHI3,
   "phi3_longrope": llama.PHI3,
+  "phi3_longrope_long": llama.PHI3,
   "gpt2": gpt2.FAMILY,
   "gpt2_scaled": gpt2.FAMILY,
   "gpt_neox": gpt_neox.FAMILY,
@@ -53,6 +57,69 @@ def test_logits(case):
 )
 def test_greedy(case):
   testing.check_greedy(CASES[case], case)
+
+
+def test_long_rope_of_each_document():
+  # The first document is longer than the original length of 12.
+  golden = golden_case.read("phi3_longrope_long")
+  ids, logits = golden.arrays["ids"], golden.arrays["logits"]
+  model = llama.PHI3.model(golden.config)
+  weights = testing.variables(llama.PHI3.names(golden.config))
+  short = testing.run(model.apply, weights, *testing.token_args(ids[1:, :8]))
+  # Padding, too, has positions.
+  row = np.concatenate([ids[0], ids[1, :8], ids[1, :9]])[None]
+  positions = np.concatenate([np.arange(20), np.arange(17)])[None]
+  segments = np.repeat([1, 2, 0], [20, 8, 9])[None]
+  args = (jax.device_put(np.int32(x)) for x in (row, positions, segments))
+  found = np.asarray(testing.run(model.apply, weights, *args))[0]
+  np.testing.assert_allclose(
+    found[:20], logits[0], rtol=0, atol=testing.TOLERANCE
+  )
+  np.testing.assert_allclose(
+    found[20:28], short[0], rtol=0, atol=testing.TOLERANCE
+  )
+  assert np.abs(short[0] - logits[1, :8]).max() > 10 * testing.TOLERANCE
+
+
+@pytest.mark.parametrize("prompt_length", [12, 13])
+def test_long_rope_decodes_after_long_prompts(prompt_length):
+  golden = golden_case.read("phi3_longrope_long")
+  ids = golden.arrays["ids"]
+  model = llama.PHI3.model(golden.config)
+  weights = testing.variables(llama.PHI3.names(golden.config))
+
+  def decode(weights, ids):
+    prompt = ids[:, :prompt_length]
+    positions = jax.numpy.broadcast_to(
+      jax.numpy.arange(ids.shape[1]), ids.shape
+    )
+    ones = jax.numpy.ones_like(ids)
+    _, cache = model_steps.make_prefill(model, weights)(
+      prompt,
+      positions[:, :prompt_length],
+      ones[:, :prompt_length],
+      cache_length=ids.shape[1],
+    )
+    logits = []
+    for i in range(prompt_length, ids.shape[1]):
+      each = slice(i, i + 1)
+      step, cache = model_steps.make_decode_step(model, weights)(
+        cache, ids[:, each], positions[:, each], ones[:, each]
+      )
+      logits.append(step)
+    return jax.numpy.concatenate(logits, axis=1)
+
+  found = testing.run(decode, weights, jax.device_put(ids))
+  if prompt_length == 12:
+    # The first step crosses the original length.
+    assert np.isnan(found).all()
+    return
+  np.testing.assert_allclose(
+    found,
+    golden.arrays["logits"][:, prompt_length:],
+    rtol=0,
+    atol=testing.TOLERANCE,
+  )
 
 
 @_ALL

@@ -7,6 +7,7 @@ an error, because it might silently change what the model computes.
 
 from collections.abc import Callable, Mapping
 import dataclasses
+import math
 from typing import Any, Never, Protocol, TypeVar, runtime_checkable
 
 from flax import linen as nn
@@ -157,7 +158,7 @@ class Fields:
     """Returns a positive number."""
     value = self.get(name, default)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not value > 0:
+    if not is_number or not 0 < value < math.inf:
       self.reject(name, "a positive number")
     return float(value)
 

@@ -7,11 +7,12 @@ import jax
 import numpy as np
 import pytest
 
-from paxon.layers import activations, rotary_embedding, rotary_scaling
+from paxon.layers import activations, rotary_scaling
 from paxon.layers.models.hugging_face import (
   families,
   family,
   gated_decoder,
+  golden_case,
   llama,
   mapping,
   rope,
@@ -148,6 +149,81 @@ def test_unsupported_rope_is_rejected(values, message):
     _rope(**values)
 
 
+_SCALINGS = {
+  "default": {},
+  "linear": {"factor": 2.0},
+  "llama3": {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+  },
+  "yarn": {
+    "factor": 2.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "attention_factor": 0.1 * math.log(2.0) + 1.0,
+    "original_max_position_embeddings": 16,
+  },
+  "longrope": {
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 16,
+    "factor": 2.0,
+    "attention_factor": 1.1,
+  },
+}
+_BROKEN = (
+  *("x", True, [], {}, [1.0], {"a": 1}),
+  *(-1, 0, 0.5, 1, 1e30, math.nan, math.inf),
+  *(["a"] * 8, [0.0] * 8, [math.nan] * 8, [True] * 8, [None] * 8),
+)
+
+
+def _rope_error(**values):
+  """Returns the error of broken fields; what is accepted can be built."""
+  try:
+    found = _rope(**values)
+  except Error as error:
+    return str(error)
+  found.build(lambda cls, **fields: cls(**fields))
+  return None
+
+
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("kind", _SCALINGS)
+def test_broken_rope_is_read_or_rejected(name, kind):
+  good = {"rope_type": kind, "rope_theta": 100.0, **_SCALINGS[kind]}
+  assert _rope_error(**{name: good}) is None
+  errors = [
+    _rope_error(**{name: {**good, key: value}})
+    for key in (*good, "partial_rotary_factor")
+    for value in _BROKEN
+  ]
+  found = [error for error in errors if error is not None]
+  assert len(found) > 20
+  assert all(each.startswith(f"config.json: {name} is ") for each in found)
+
+
+@pytest.mark.parametrize(
+  "field",
+  ["rope_theta", "partial_rotary_factor", "rope_scaling", "rope_parameters"],
+)
+def test_broken_fields_of_rope_are_named(field):
+  errors = [_rope_error(**{field: value}) for value in _BROKEN]
+  found = [error for error in errors if error is not None]
+  assert len(found) > 8
+  assert all(each.startswith(f"config.json: {field} is ") for each in found)
+
+
+def test_broken_rope_of_gemma3_is_rejected():
+  config = {**golden_case.read("gemma3").config}
+  for value in (3, "x", [1], True):
+    config["rope_parameters"] = {"full_attention": value}
+    with pytest.raises(Error, match="an object for full_attention"):
+      families.find(config).model(config)
+
+
 def test_families_without_partial_rotation_reject_it():
   fields = _fields(partial_rotary_factor=0.5)
   with pytest.raises(Error, match="rotation of all features"):
@@ -159,8 +235,12 @@ def test_long_rope():
     ValueError, match=r"PairScaling\.factors must be positive"
   ):
     rotary_scaling.PairScaling(factors=(1.0, 0.0))
-  with pytest.raises(ValueError, match=r"Rotary\.max_length must be positive"):
-    rotary_embedding.Rotary(max_length=0)
+  pairs = rotary_scaling.PairScaling(factors=(1.0,))
+  other = rotary_scaling.PairScaling(factors=(1.0,), wave_factor=2.0)
+  with pytest.raises(ValueError, match=r"wave_factor 1\.0 and long 2\.0"):
+    rotary_scaling.LongScaling(short=pairs, long=other, original_length=4)
+  with pytest.raises(ValueError, match="original_length must be positive"):
+    rotary_scaling.LongScaling(short=pairs, long=pairs, original_length=0)
   assert rope.find_wave_factor(factor=1.0, original_length=4096) == 1.0
   # Phi-3-mini-128k: sqrt(1 + ln(32) / ln(4096)).
   found = rope.find_wave_factor(factor=32.0, original_length=4096)

@@ -163,7 +163,10 @@ def _read_gemma3_rope(
   if kind == _GLOBAL and scaling:
     by_kind = {kind: scaling}
   theta = fields.number(*_GEMMA3_BASES[kind])
-  values = {"rope_theta": theta, **(by_kind.get(kind) or {})}
+  given = by_kind.get(kind) or {}
+  if not isinstance(given, dict):
+    fields.reject("rope_parameters", f"an object for {kind}")
+  values = {"rope_theta": theta, **given}
   return rope.read(
     family.Fields(
       {"model_type": GEMMA3.model_type, "rope_parameters": values},

@@ -166,6 +166,22 @@ CASES = (
     },
   ),
   golden_case.Case(
+    # Sequences are longer than the original length.
+    name="phi3_longrope_long",
+    architecture="Phi3ForCausalLM",
+    config={
+      **_SIZES,
+      "original_max_position_embeddings": 12,
+      "pad_token_id": 0,
+      "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 100.0,
+        "short_factor": [1.0, 1.5, 2.0, 3.0],
+        "long_factor": [2.0, 4.0, 8.0, 16.0],
+      },
+    },
+  ),
+  golden_case.Case(
     name="gpt2",
     architecture="GPT2LMHeadModel",
     config={**_GPT2, "n_inner": 48},

@@ -6,7 +6,7 @@
 - Qwen 3 (Yang et al. 2025, https://arxiv.org/abs/2505.09388)
 - Phi-3 and Phi-4-mini (Abdin et al. 2024, https://arxiv.org/abs/2404.14219).
   Their files fuse queries, keys and values, and the gate with the up
-  projection. Of LongRoPE only the short factors are supported (`rope`).
+  projection.
 """
 
 from typing import Any

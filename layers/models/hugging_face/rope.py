@@ -4,10 +4,9 @@ New files have one field, `rope_parameters`; older ones have `rope_theta` and
 `rope_scaling`, and some families `partial_rotary_factor`. Features `i` and
 `i + dim / 2` of a head form a pair.
 
-LongRoPE has short factors for contexts up to the original length and long ones
-for longer contexts. transformers chooses by the largest position in a batch, so
-results depend on other sequences, and cached keys become invalid at the switch.
-Here only the short factors are supported; positions beyond give NaN.
+LongRoPE has short factors for documents up to the original length and long ones
+for longer documents. transformers chooses by the longest document of a batch;
+here each document has its own (`rotary_scaling.LongScaling`).
 """
 
 from collections.abc import Callable, Mapping
@@ -47,6 +46,10 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
 }
 
 
+# A class and its fields.
+Scaling = tuple[Callable[..., Any], Mapping[str, Any]]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
   """Rotary positions of a model.
@@ -54,26 +57,31 @@ class Rope:
   Attributes:
     max_wavelength: Base of the angles.
     rotary_dim: Number of rotated features; `None` is all.
-    scaling: A class of `rotary_scaling.Scaling` and its fields, or `None`.
-    max_length: Positions from here on give NaN; `None` has no limit.
+    scaling: A class of `rotary_scaling.Scaling` and its fields, which may be
+      such pairs too, or `None`.
   """
 
   max_wavelength: float
   rotary_dim: int | None = None
-  scaling: tuple[Callable[..., Any], Mapping[str, Any]] | None = None
-  max_length: int | None = None
+  scaling: Scaling | None = None
 
   def build(self, make: Callable[..., Any]) -> Any:
     """Returns a `Rotary`, built by `make(cls, **fields)`."""
     scaling = None
     if self.scaling is not None:
-      scaling = make(self.scaling[0], **self.scaling[1])
+      cls, fields = self.scaling
+      # Scalings within a scaling.
+      inner = {
+        name: make(value[0], **value[1])
+        for name, value in fields.items()
+        if isinstance(value, tuple) and callable(value[0])
+      }
+      scaling = make(cls, **{**fields, **inner})
     return make(
       rotary_embedding.Rotary,
       max_wavelength=self.max_wavelength,
       scaling=scaling,
       rotary_dim=self.rotary_dim,
-      max_length=self.max_length,
     )
 
 
@@ -114,37 +122,32 @@ def read(
   parameters = _Parameters(fields=fields, name=name, values=values)
   theta = fields.number(theta_field, 10_000.0)
   theta = parameters.number("rope_theta", theta)
+  if theta <= 1:
+    named = values.get("rope_theta") is not None
+    fields.reject(name if named else theta_field, "a base of more than 1")
   fraction = fields.get(partial_field, partial)
   fraction = values.get("partial_rotary_factor", fraction)
+  field = name if "partial_rotary_factor" in values else partial_field
   if partial is None and fraction not in (None, 1, 1.0):
-    in_values = "partial_rotary_factor" in values
-    fields.reject(
-      parameters.name if in_values else partial_field,
-      "rotation of all features (a partial factor of 1.0)",
-    )
-  rotary_dim = _find_rotary_dim(parameters, fraction, head_dim)
+    fields.reject(field, "rotation of all features (a partial factor of 1.0)")
+  rotary_dim = _find_rotary_dim(fields, field, fraction, head_dim)
   kind = values.get("rope_type", values.get("type", "default"))
-  kind = (aliases or {}).get(kind, kind)
-  if kind not in _KEYS:
+  kind = (aliases or {}).get(kind, kind) if isinstance(kind, str) else kind
+  if not isinstance(kind, str) or kind not in _KEYS:
     parameters.reject(f"rope_type {' or '.join(map(repr, _KEYS))}")
   # Files keep keys of other types as null.
   unknown = [key for key, value in values.items() if value is not None]
   if set(unknown) - {*_COMMON, *_KEYS[kind]}:
     parameters.reject(f"the keys {_KEYS[kind]} of rope_type {kind!r}")
-  length = original_length or int(
-    parameters.number("original_max_position_embeddings", float(max_length))
+  length = original_length or parameters.length(
+    "original_max_position_embeddings", max_length
   )
   if kind == "longrope":
     pairs = (rotary_dim or head_dim) // 2
     scaling = _read_longrope(parameters, pairs, max_length, length)
   else:
     scaling = _read_scaling(parameters, kind, length)
-  return Rope(
-    max_wavelength=theta,
-    rotary_dim=rotary_dim,
-    scaling=scaling,
-    max_length=length if kind == "longrope" else None,
-  )
+  return Rope(max_wavelength=theta, rotary_dim=rotary_dim, scaling=scaling)
 
 
 def find_wave_factor(*, factor: float, original_length: int) -> float:
@@ -174,72 +177,104 @@ class _Parameters:
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float):
       self.reject(f"a number as {key}")
-    if value <= 0:
+    if not 0 < value < math.inf:
       self.reject(f"a positive {key}")
     return float(value)
 
+  def length(self, key: str, default: int) -> int:
+    """Returns a positive integer, which may be written as `4096.0`."""
+    value = self.number(key, float(default))
+    if value != int(value) or value >= 2**31:
+      self.reject(f"an integer as {key}")
+    return int(value)
+
+  def factor(self) -> float:
+    """Returns `factor`, the ratio of the new to the original length."""
+    value = self.number("factor")
+    if value < 1:
+      self.reject("a factor of at least 1")
+    return value
+
 
 def _find_rotary_dim(
-  parameters: _Parameters, fraction: Any, head_dim: int
+  fields: family.Fields, field: str, fraction: Any, head_dim: int
 ) -> int | None:
   if fraction is None:
     return None
-  if not isinstance(fraction, int | float) or not 0 < fraction <= 1:
-    parameters.reject("a fraction of rotated features in (0, 1]")
+  is_number = isinstance(fraction, int | float)
+  if isinstance(fraction, bool) or not is_number or not 0 < fraction <= 1:
+    fields.reject(field, "a fraction of rotated features in (0, 1]")
   dim = int(head_dim * fraction)
   if dim < 2 or dim % 2:
-    parameters.reject("an even number of rotated features")
+    fields.reject(field, "an even number of rotated features")
   return None if dim == head_dim else dim
 
 
 def _read_scaling(
   parameters: _Parameters, kind: str, length: int
-) -> tuple[Callable[..., Any], Mapping[str, Any]] | None:
+) -> Scaling | None:
   number = parameters.number
   if kind == "linear":
-    return rotary_scaling.LinearScaling, {"factor": number("factor")}
+    return rotary_scaling.LinearScaling, {"factor": parameters.factor()}
   if kind == "llama3":
+    low, high = number("low_freq_factor"), number("high_freq_factor")
+    if low >= high:
+      parameters.reject("a high_freq_factor greater than low_freq_factor")
     return rotary_scaling.Llama3Scaling, {
-      "factor": number("factor"),
-      "low_frequency_factor": number("low_freq_factor"),
-      "high_frequency_factor": number("high_freq_factor"),
+      "factor": parameters.factor(),
+      "low_frequency_factor": low,
+      "high_frequency_factor": high,
       "original_length": length,
     }
   if kind == "yarn":
     _check_yarn(parameters)
+    fast, slow = number("beta_fast", 32.0), number("beta_slow", 1.0)
+    if slow >= fast:
+      parameters.reject("a beta_fast greater than beta_slow")
     return rotary_scaling.YarnScaling, {
-      "factor": number("factor"),
+      "factor": parameters.factor(),
       "original_length": length,
-      "fast_turns": number("beta_fast", 32.0),
-      "slow_turns": number("beta_slow", 1.0),
+      "fast_turns": fast,
+      "slow_turns": slow,
     }
   return None
 
 
 def _read_longrope(
   parameters: _Parameters, pairs: int, max_length: int, length: int
-) -> tuple[Callable[..., Any], Mapping[str, Any]]:
+) -> Scaling:
+  factors: dict[str, tuple[float, ...]] = {}
   for key in ("short_factor", "long_factor"):
-    factors = parameters.values.get(key)
-    if not isinstance(factors, list) or len(factors) != pairs:
+    values = parameters.values.get(key)
+    if not isinstance(values, list) or len(values) != pairs:
       parameters.reject(f"a {key} of {pairs} numbers")
+    for value in values:
+      is_number = isinstance(value, int | float)
+      if isinstance(value, bool) or not is_number or not 0 < value < math.inf:
+        parameters.reject(f"a {key} of positive numbers")
+    factors[key] = tuple(map(float, values))
+  if length == 1:
+    parameters.reject("an original length of more than 1")
   factor = parameters.number("factor", max_length / length)
   default = find_wave_factor(factor=factor, original_length=length)
-  factors = tuple(float(each) for each in parameters.values["short_factor"])
-  return rotary_scaling.PairScaling, {
-    "factors": factors,
-    "wave_factor": parameters.number("attention_factor", default),
+  wave_factor = parameters.number("attention_factor", default)
+
+  def scaling(key: str) -> Scaling:
+    fields = {"factors": factors[key], "wave_factor": wave_factor}
+    return rotary_scaling.PairScaling, fields
+
+  return rotary_scaling.LongScaling, {
+    "short": scaling("short_factor"),
+    "long": scaling("long_factor"),
+    "original_length": length,
   }
 
 
 def _check_yarn(parameters: _Parameters) -> None:
   """Rejects values that `YarnScaling` would compute otherwise."""
-  factor = parameters.number("factor")
-  amplitude = parameters.values.get("attention_factor")
-  default = 0.1 * math.log(factor) + 1.0
-  if amplitude is not None and not math.isclose(
-    amplitude, default, rel_tol=1e-6
-  ):
+  default = 0.1 * math.log(parameters.factor()) + 1.0
+  amplitude = parameters.number("attention_factor", default)
+  if not math.isclose(amplitude, default, rel_tol=1e-6):
     parameters.reject(f"an attention_factor of {default:.6f} for its factor")
   if parameters.values.get("truncate", True) is not True:
     parameters.reject("truncate true")
