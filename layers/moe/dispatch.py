@@ -26,8 +26,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from paxon.layers import precision
+from paxon.layers.moe import (
+  expert_parallel,
+  grouped_matmul,
+  grouped_rows,
+  platform_kernels,
+)
 from paxon.layers.moe import experts as experts_lib
-from paxon.layers.moe import grouped_matmul, platform_kernels
 from paxon.layers.moe import routing as routing_lib
 from paxon.sharding import checks
 
@@ -56,9 +61,17 @@ class Dropless:
 
   Attributes:
     kernel: The grouped matmul.
+    bound: Under expert parallelism, the number of choices that a device can
+      send to another by all-to-all, divided by the mean; a step with more
+      gathers all tokens. `None` always gathers, which moves fewer bytes for
+      `k` of about the number of devices or more (`expert_parallel`).
   """
 
   kernel: grouped_matmul.Kernel = _BY_PLATFORM
+  bound: float | None = None
+
+  def __post_init__(self) -> None:
+    checks.check_positive(self, "bound")
 
   def __call__(
     self,
@@ -68,8 +81,13 @@ class Dropless:
     stacks: experts_lib.Stacks,
   ) -> Float[Array, "groups tokens embed"]:
     """Returns the weighted sums of the experts' outputs."""
+    plan = expert_parallel.make_plan(x, stacks)
+    if plan is not None:
+      return expert_parallel.run(
+        plan, x, ids, weights, stacks, kernel=self.kernel, bound=self.bound
+      )
     k = ids.shape[-1]
-    y = dropless(
+    y = grouped_rows.dropless(
       x.reshape(-1, x.shape[-1]),
       ids.reshape(-1, k),
       weights.reshape(-1, k),
@@ -77,94 +95,6 @@ class Dropless:
       kernel=self.kernel,
     )
     return y.astype(x.dtype).reshape(x.shape)
-
-
-def dropless(
-  x: Float[Array, "tokens embed"],
-  ids: Int[Array, "tokens choices"],
-  weights: Float[Array, "tokens choices"],
-  stacks: experts_lib.Stacks,
-  *,
-  kernel: grouped_matmul.Kernel,
-  max_rows: int | None = None,
-) -> Float[Array, "tokens embed"]:
-  """Returns the sums over the given experts, in at least float32.
-
-  Args:
-    x: Tokens.
-    ids: Experts of each token; ids from `stacks.num_experts` on are skipped.
-    weights: Factors of the experts' outputs.
-    stacks: Experts.
-    kernel: The grouped matmul.
-    max_rows: A bound of the number of ids that are not skipped, which saves
-      memory; `None` is all.
-  """
-  tokens, k = ids.shape
-  num_experts = stacks.num_experts
-  rows = min(max_rows or tokens * k, tokens * k)
-  order, slots, sizes = sort_by_expert(ids, num_experts, rows=rows)
-  sorted_x = _gather_rows(x, order, slots)
-  used = jnp.arange(rows) < jnp.sum(sizes)
-  row_weights = jnp.where(used, weights.reshape(-1)[order], 0)
-  y = stacks.grouped(sorted_x, row_weights, sizes, kernel)
-  return _sum_rows(y, order, slots)
-
-
-def sort_by_expert(
-  ids: Int[Array, "tokens choices"], num_experts: int, *, rows: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns the order of rows by expert, its inverse and the group sizes.
-
-  The sort is stable: tokens of an expert stay in order.
-
-  Returns:
-    The choice `t * k + j` of each row [R]; the row of each choice [T,k], which
-    is R for those without one; the number of rows of each expert [E].
-  """
-  flat = jnp.minimum(ids.reshape(-1), num_experts).astype(jnp.int32)
-  index = jnp.arange(flat.size, dtype=jnp.int32)
-  # Not argsort, whose result in shard_map is typed as equal on all devices.
-  keys, order = jax.lax.sort((flat, index), num_keys=1)
-  _, slots = jax.lax.sort((order, index), num_keys=1)
-  bounds = jnp.searchsorted(keys, jnp.arange(num_experts + 1, dtype=jnp.int32))
-  sizes = jnp.diff(bounds).astype(jnp.int32)
-  kept = (flat < num_experts) & (slots < rows)
-  slots = jnp.where(kept, slots, rows)
-  return order[:rows], slots.reshape(ids.shape), sizes
-
-
-@jax.custom_vjp
-def _gather_rows(x: jax.Array, order: jax.Array, slots: jax.Array) -> jax.Array:
-  """Returns the token of each row [R,D]."""
-  return x[order // slots.shape[1]]
-
-
-@jax.custom_vjp
-def _sum_rows(y: jax.Array, order: jax.Array, slots: jax.Array) -> jax.Array:
-  """Returns the sum of the rows of each token [T,D], in float32."""
-  del order
-  picked = y.at[slots].get(mode="fill", fill_value=0)
-  return jnp.sum(precision.widened(picked), axis=1)
-
-
-# Each is the transpose of the other, by gathers: scatters with duplicates are
-# slow, and on GPUs not deterministic. Rows without a choice get gradients that
-# nothing reads.
-_gather_rows.defvjp(
-  lambda x, order, slots: (_gather_rows(x, order, slots), (order, slots)),
-  lambda saved, g: (_sum_rows(g, *saved).astype(g.dtype), None, None),
-)
-_sum_rows.defvjp(
-  lambda y, order, slots: (
-    _sum_rows(y, order, slots),
-    (jnp.zeros((), y.dtype), order, slots),
-  ),
-  lambda saved, g: (
-    _gather_rows(g.astype(saved[0].dtype), *saved[1:]),
-    None,
-    None,
-  ),
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -221,9 +221,13 @@ class TopK(Router):
     if self.bias is not None:
       bias = self.bias.read(self, num_experts)
       selected_by += bias.value().astype(scores.dtype)[None, None, :]
-    if self.groups is not None:
-      selected_by = self.groups.limit(selected_by, self.k)
-    _, ids = jax.lax.top_k(selected_by, self.k)
+
+    def choose(scores: jax.Array) -> jax.Array:
+      if self.groups is not None:
+        scores = self.groups.limit(scores, self.k)
+      return jax.lax.top_k(scores, self.k)[1]
+
+    ids = choose_locally(choose, selected_by)
     weights = jnp.take_along_axis(scores, ids, axis=-1)
     if self.normalize:
       weights /= jnp.sum(weights, -1, keepdims=True) + self.epsilon
@@ -233,6 +237,23 @@ class TopK(Router):
     if bias is not None:
       bias.record(result.counts())
     return result
+
+
+def choose_locally(
+  choose: Callable[[jax.Array], jax.Array], scores: jax.Array
+) -> jax.Array:
+  """Returns `choose(scores)`, [B,T,E] to [B,T,k], on the tokens of each device.
+
+  The compiler does not partition `top_k`: it would gather the scores of all
+  tokens on all devices.
+  """
+  spec = logical.partition_spec(scores.shape, (axes.BATCH, axes.LENGTH, None))
+  if spec is None:
+    return choose(scores)
+  mapped = jax.shard_map(
+    choose, in_specs=(spec,), out_specs=spec, check_vma=False
+  )
+  return mapped(scores)
 
 
 def make_routing(

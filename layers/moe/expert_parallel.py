@@ -1,0 +1,284 @@
+"""Expert parallelism of the dropless dispatch, by explicit collectives.
+
+Tokens are split over the mesh axes of the batch, experts over those of
+`experts`, usually one of the former. Each device multiplies the tokens of its
+own experts, wherever these are:
+
+  gather    all-gathers tokens, ids and weights over the expert axes, adds the
+            outputs of its own experts, and reduce-scatters the sums
+  exchange  sends each choice to the device of its expert, and the output back,
+            by two all-to-alls with room for `bound` times the mean; if any
+            device has more for another, all gather instead
+
+Both are exact for every routing. No weights of experts move over the expert
+axes. Over the axes of `embed` (FSDP) each device gathers the weights of its
+experts, again in the backward pass; over those of `mlp` (tensor) it adds
+partial sums of tokens.
+
+Tokens that the mesh does not split over the expert axes (a decoding step of few
+sequences) are on all devices, and the outputs are summed.
+"""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import functools
+import math
+from typing import Any, Final
+
+import jax
+from jax import ad_checkpoint
+import jax.numpy as jnp
+
+from paxon.layers.moe import experts as experts_lib
+from paxon.layers.moe import grouped_matmul, grouped_rows
+from paxon.sharding import axes, logical
+from paxon.sharding import rules as sharding_rules
+
+_TOKENS: Final = (axes.BATCH, axes.LENGTH, axes.ACTIVATION_EMBED)
+_GATHERED: Final = "gathered_experts"
+
+Names = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+  """Mesh axes of larger size than one.
+
+  Attributes:
+    tokens: Partition of tokens [B,T,D].
+    parameters: Partition of each parameter.
+    experts: Axes of the experts.
+    mlp: Axes of the hidden activation.
+  """
+
+  tokens: jax.sharding.PartitionSpec
+  parameters: Mapping[str, jax.sharding.PartitionSpec]
+  experts: Names
+  mlp: Names
+
+  @property
+  def gathered(self) -> Names:
+    """Axes of the experts that split tokens."""
+    used = {name for entry in self.tokens for name in _names(entry)}
+    return tuple(name for name in self.experts if name in used)
+
+
+def make_plan(x: jax.Array, stacks: experts_lib.Stacks) -> _Plan | None:
+  """Returns the partition under the active rules; None on one device.
+
+  Raises:
+    ValueError: A dimension is not a multiple of its shards.
+  """
+  tokens = _used(logical.partition_spec(x.shape, _TOKENS))
+  if tokens is None:
+    return None
+  parameters = {}
+  for name, value in stacks.parameters.items():
+    names = experts_lib.AXES[name]
+    spec = _used(logical.partition_spec(value.shape, names))
+    assert spec is not None
+    parameters[name] = spec
+  up = parameters["up"]
+  plan = _Plan(tokens, parameters, _names(up[0]), _names(up[2]))
+  specs = (tokens, *parameters.values())
+  return plan if any(entry for spec in specs for entry in spec) else None
+
+
+def run(
+  plan: _Plan,
+  x: jax.Array,
+  ids: jax.Array,
+  weights: jax.Array,
+  stacks: experts_lib.Stacks,
+  *,
+  kernel: grouped_matmul.Kernel,
+  bound: float | None,
+) -> jax.Array:
+  """Returns the weighted sums of the experts' outputs, like tokens [B,T,D]."""
+  by_token = jax.P(*plan.tokens[:2])
+
+  def body(
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    parameters: dict[str, jax.Array],
+  ) -> jax.Array:
+    here = dataclasses.replace(
+      stacks, parameters=_prepare(parameters, plan=plan)
+    )
+    D, k = x.shape[-1], ids.shape[-1]
+    y = _of_device(
+      x.reshape(-1, D),
+      ids.reshape(-1, k),
+      weights.reshape(-1, k),
+      here,
+      plan=plan,
+      kernel=kernel,
+      bound=bound,
+    )
+    return y.astype(x.dtype).reshape(x.shape)
+
+  mapped = jax.shard_map(
+    # Gathered weights are not kept for the backward pass.
+    jax.checkpoint(
+      body,
+      policy=jax.checkpoint_policies.save_anything_except_these_names(
+        _GATHERED
+      ),
+    ),
+    in_specs=(plan.tokens, by_token, by_token, dict(plan.parameters)),
+    out_specs=plan.tokens,
+    # A Pallas call does not say over which axes its outputs vary.
+    check_vma=False,
+  )
+  return mapped(x, ids, weights, stacks.parameters)
+
+
+def _prepare(
+  parameters: Mapping[str, jax.Array], *, plan: _Plan
+) -> dict[str, jax.Array]:
+  """Returns the parameters of the device's experts, whole in `embed`."""
+  result = {}
+  for name, value in parameters.items():
+    for axis, entry in enumerate(plan.parameters[name]):
+      if entry and experts_lib.AXES[name][axis] == axes.EMBED:
+        value = jax.lax.all_gather(value, _names(entry), axis=axis, tiled=True)
+        value = ad_checkpoint.checkpoint_name(value, _GATHERED)
+    if name == "down_bias" and plan.mlp:
+      # Added once, not by each shard of the sum.
+      is_first = jax.lax.axis_index(plan.mlp) == 0
+      value = jnp.where(is_first, value, jnp.zeros((), value.dtype))
+    result[name] = value
+  return result
+
+
+def _of_device(
+  x: jax.Array,
+  ids: jax.Array,
+  weights: jax.Array,
+  stacks: experts_lib.Stacks,
+  *,
+  plan: _Plan,
+  kernel: grouped_matmul.Kernel,
+  bound: float | None,
+) -> jax.Array:
+  """Returns the sums of the device's tokens [T,D]."""
+  sum_rows = functools.partial(
+    grouped_rows.dropless, stacks=stacks, kernel=kernel
+  )
+  gather = functools.partial(_gather, sum_rows=sum_rows, plan=plan)
+  if bound is None or plan.gathered != plan.experts or not plan.experts:
+    return gather(x, ids, weights)
+  devices = _size(plan.experts)
+  room = math.ceil(bound * ids.size / devices)
+  if room >= x.shape[0] * min(ids.shape[1], stacks.num_experts):
+    return _exchange(
+      x, ids, weights, sum_rows=sum_rows, plan=plan, room=ids.size
+    )
+  device = _device_of(ids, stacks.num_experts, devices)
+  most = jnp.max(jnp.sum(jax.nn.one_hot(device, devices), axis=(0, 1)))
+  # Equal on all devices, which must take the same branch: each branch has
+  # collectives.
+  used = tuple(name for entry in plan.tokens for name in _names(entry))
+  fits = jax.lax.pmax(most, used) <= room
+  exchange = functools.partial(
+    _exchange, sum_rows=sum_rows, plan=plan, room=room
+  )
+  return jax.lax.cond(fits, exchange, gather, x, ids, weights)
+
+
+def _gather(
+  x: jax.Array,
+  ids: jax.Array,
+  weights: jax.Array,
+  *,
+  sum_rows: Callable[..., jax.Array],
+  plan: _Plan,
+) -> jax.Array:
+  """Adds the device's experts for all tokens of the expert axes."""
+  over = plan.gathered
+  if over:
+    x, ids, weights = (
+      jax.lax.all_gather(v, over, axis=0, tiled=True) for v in (x, ids, weights)
+    )
+  experts = sum_rows.keywords["stacks"].num_experts
+  if plan.experts:
+    own = ids - jax.lax.axis_index(plan.experts).astype(ids.dtype) * experts
+    ids = jnp.where((own >= 0) & (own < experts), own, experts)
+  # No token has more choices here than there are experts.
+  rows = x.shape[0] * min(ids.shape[1], experts)
+  y = sum_rows(x, ids, weights, max_rows=rows)
+  if over:
+    y = jax.lax.psum_scatter(y, over, scatter_dimension=0, tiled=True)
+  rest = tuple(name for name in plan.experts if name not in over) + plan.mlp
+  return jax.lax.psum(y, rest) if rest else y
+
+
+def _exchange(
+  x: jax.Array,
+  ids: jax.Array,
+  weights: jax.Array,
+  *,
+  sum_rows: Callable[..., jax.Array],
+  plan: _Plan,
+  room: int,
+) -> jax.Array:
+  """Sends each choice to its expert's device, in one of `room` slots."""
+  experts = sum_rows.keywords["stacks"].num_experts
+  devices = _size(plan.experts)
+  device = _device_of(ids, experts, devices)
+  order, slots, sizes = grouped_rows.sort_by_expert(
+    device, devices, rows=ids.size
+  )
+  starts = jnp.cumsum(sizes) - sizes
+  # The sorted choice in each slot [devices * room].
+  inside = jnp.arange(room, dtype=jnp.int32)[None, :]
+  table = starts[:, None] + inside
+  table = jnp.where(inside < sizes[:, None], table, ids.size).reshape(-1)
+  choice = order.at[table].get(mode="fill", fill_value=ids.size)
+  # The slot of each choice [T,k].
+  owner = jnp.minimum(device, devices - 1)
+  place = owner * room + slots - starts[owner]
+  place = jnp.where(device < devices, place, devices * room)
+  sent = (
+    grouped_rows.gather_rows(x, choice, place),
+    (ids % experts).reshape(-1).at[choice].get(mode="fill", fill_value=experts),
+    weights.reshape(-1).at[choice].get(mode="fill", fill_value=0),
+  )
+  move = functools.partial(
+    jax.lax.all_to_all,
+    axis_name=plan.experts,
+    split_axis=0,
+    concat_axis=0,
+    tiled=True,
+  )
+  x, ids, weights = map(move, sent)
+  y = sum_rows(x, ids[:, None], weights[:, None])
+  if plan.mlp:
+    y = jax.lax.psum(y, plan.mlp)
+  return grouped_rows.sum_rows(move(y.astype(x.dtype)), choice, place)
+
+
+def _device_of(ids: jax.Array, experts: int, devices: int) -> jax.Array:
+  """Returns the device of each choice; `devices` for none."""
+  return jnp.minimum(ids // experts, devices).astype(jnp.int32)
+
+
+def _size(names: Names) -> int:
+  sizes = jax.sharding.get_abstract_mesh().shape
+  return math.prod(sizes[name] for name in names)
+
+
+def _names(entry: sharding_rules.MeshAxes) -> Names:
+  return sharding_rules.as_tuple(entry)
+
+
+def _used(spec: Any) -> jax.sharding.PartitionSpec | None:
+  """Returns the spec without mesh axes of size one."""
+  if spec is None:
+    return None
+  sizes = jax.sharding.get_abstract_mesh().shape
+  entries = (
+    tuple(name for name in _names(entry) if sizes[name] > 1) for entry in spec
+  )
+  return jax.P(*(entry or None for entry in entries))

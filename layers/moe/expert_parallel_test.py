@@ -1,0 +1,165 @@
+"""Tests of expert parallelism: sharded equals unsharded, by which collectives."""
+
+import functools
+import re
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxon.layers import auxiliary_loss
+from paxon.layers.moe import balance, dispatch, experts, mixture, routers
+from paxon.sharding import layout, mesh, variables
+
+B, T, D, F, E = 8, 4, 8, 4, 8
+
+_MESHES = {
+  "data-expert": {"data": 2, "expert": 4},
+  "expert": {"expert": 8},
+  "expert-tensor": {"expert": 4, "tensor": 2},
+  "fsdp-expert-tensor": {"fsdp": 2, "expert": 2, "tensor": 2},
+  "expert-sequence": {"expert": 4, "sequence": 2},
+}
+
+
+def _layout(name):
+  return layout.Layout(mesh.make_mesh(mesh.MeshSpec(ici=_MESHES[name])))
+
+
+def _layer(bound=None, num_experts=E):
+  return mixture.MixtureOfExperts(
+    num_experts=num_experts,
+    router=routers.TopK(k=2, logits=routers.Logits(use_bias=True)),
+    experts=experts.GatedExperts(
+      mlp_dim=F, use_bias=True, bias_init=nn.initializers.normal(1.0)
+    ),
+    dispatch=dispatch.Dropless(bound=bound),
+    losses=(balance.switch(0.1), balance.ZLoss()),
+  )
+
+
+@functools.cache
+def _boxed():
+  x = jnp.zeros((B, T, D))
+  return jax.jit(_layer().init)(jax.random.key(0), x)
+
+
+def _variables(routing):
+  values = jax.tree.map(lambda x: x, nn.unbox(_boxed()))
+  logits = values["params"]["router"]["logits"]
+  if routing == "all to one":
+    logits["bias"] = logits["bias"].at[5].set(50.0).at[6].set(25.0)
+  if routing == "ties":
+    logits["kernel"] = jnp.zeros_like(logits["kernel"])
+  return values
+
+
+def _batch():
+  x = jax.random.normal(jax.random.key(2), (B, T, D))
+  segments = np.ones((B, T), np.int32)
+  segments[1, 2:] = segments[6] = 0
+  return x, jnp.asarray(segments)
+
+
+def _step(layer):
+  def loss(params, x, segments):
+    y, new = layer.apply(
+      {"params": params}, x, segments, mutable=[auxiliary_loss.COLLECTION]
+    )
+    auxiliary = sum(map(jnp.sum, jax.tree.leaves(new)))
+    return jnp.sum(jnp.sin(y)) + auxiliary, (y, auxiliary)
+
+  return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+
+
+@functools.cache
+def _expected(routing):
+  params = _variables(routing)["params"]
+  return jax.jit(_step(_layer()))(params, *_batch())
+
+
+def _compiled(name, bound):
+  at = _layout(name)
+  specs = variables.specs_of(jax.eval_shape(_boxed.__wrapped__))["params"]
+  x, segments = _batch()
+  jitted = at.jit(
+    _step(_layer(bound)),
+    in_shardings=(
+      at.shardings(specs),
+      at.batch_sharding(3),
+      at.batch_sharding(2),
+    ),
+  )
+  return jitted.lower(_variables("random")["params"], x, segments).compile()
+
+
+@pytest.mark.parametrize(
+  ("name", "bound"),
+  [
+    *((name, None) for name in _MESHES),
+    ("data-expert", 1.5),
+    ("fsdp-expert-tensor", 1.5),
+    ("expert-tensor", 9.0),
+  ],
+)
+def test_sharded_equals_unsharded(name, bound):
+  compiled = _compiled(name, bound)
+  for routing in ("random", "all to one", "ties"):
+    actual = compiled(
+      *jax.device_put(
+        (_variables(routing)["params"], *_batch()),
+        compiled.input_shardings[0],
+      )
+    )
+    jax.tree.map(
+      functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5),
+      actual,
+      _expected(routing),
+    )
+
+
+def _collectives(text):
+  """Returns `(kind, dimensions)` of the collectives of a program."""
+  kinds = "all-gather|all-to-all|reduce-scatter"
+  pattern = rf"= \(?\w+\[([\d,]*)\].*? ({kinds})\("
+  return [
+    (kind, tuple(map(int, sizes.split(","))) if sizes else ())
+    for sizes, kind in re.findall(pattern, text)
+  ]
+
+
+def test_collectives_of_gathering():
+  found = _collectives(_compiled("data-expert", None).as_text())
+  kinds = {kind for kind, _ in found}
+  assert "all-gather" in kinds
+  assert "all-to-all" not in kinds
+  # Tokens are flat here, so these would be kernels [E,D,F] or scores [B,T,E].
+  assert not [sizes for _, sizes in found if len(sizes) == 3]
+
+
+def test_collectives_of_exchanging():
+  found = _collectives(_compiled("expert-tensor", 9.0).as_text())
+  assert "all-to-all" in {kind for kind, _ in found}
+  assert "all-gather" not in {kind for kind, _ in found}
+
+
+def test_experts_that_the_axis_does_not_divide():
+  at = _layout("data-expert")
+  layer, (x, segments) = _layer(num_experts=6), _batch()
+  values = nn.unbox(layer.init(jax.random.key(0), x))
+  with pytest.raises(ValueError, match=r"'experts' of size 6.*expert=4"):
+    at.jit(layer.apply)(values, x, segments)
+
+
+def test_tokens_of_a_decoding_step():
+  at = _layout("expert")
+  x = jax.random.normal(jax.random.key(5), (1, 1, D))
+  layer, values = _layer(), _variables("random")
+  np.testing.assert_allclose(
+    at.jit(layer.apply)(values, x),
+    jax.jit(layer.apply)(values, x),
+    rtol=1e-5,
+    atol=1e-6,
+  )
