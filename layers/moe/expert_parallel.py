@@ -166,24 +166,25 @@ def _of_device(
   sum_rows = functools.partial(
     grouped_rows.dropless, stacks=stacks, kernel=kernel
   )
-  gather = functools.partial(_gather, sum_rows=sum_rows, plan=plan)
+  common: dict[str, Any] = {
+    "sum_rows": sum_rows,
+    "experts": stacks.num_experts,
+    "plan": plan,
+  }
+  gather = functools.partial(_gather, **common)
   if bound is None or plan.gathered != plan.experts or not plan.experts:
     return gather(x, ids, weights)
   devices = _size(plan.experts)
   room = math.ceil(bound * ids.size / devices)
   if room >= x.shape[0] * min(ids.shape[1], stacks.num_experts):
-    return _exchange(
-      x, ids, weights, sum_rows=sum_rows, plan=plan, room=ids.size
-    )
+    return _exchange(x, ids, weights, room=ids.size, **common)
   device = _device_of(ids, stacks.num_experts, devices)
   most = jnp.max(jnp.sum(jax.nn.one_hot(device, devices), axis=(0, 1)))
   # Equal on all devices, which must take the same branch: each branch has
   # collectives.
   used = tuple(name for entry in plan.tokens for name in _names(entry))
   fits = jax.lax.pmax(most, used) <= room
-  exchange = functools.partial(
-    _exchange, sum_rows=sum_rows, plan=plan, room=room
-  )
+  exchange = functools.partial(_exchange, room=room, **common)
   return jax.lax.cond(fits, exchange, gather, x, ids, weights)
 
 
@@ -193,6 +194,7 @@ def _gather(
   weights: jax.Array,
   *,
   sum_rows: Callable[..., jax.Array],
+  experts: int,
   plan: _Plan,
 ) -> jax.Array:
   """Adds the device's experts for all tokens of the expert axes."""
@@ -201,7 +203,6 @@ def _gather(
     x, ids, weights = (
       jax.lax.all_gather(v, over, axis=0, tiled=True) for v in (x, ids, weights)
     )
-  experts = sum_rows.keywords["stacks"].num_experts
   if plan.experts:
     own = ids - jax.lax.axis_index(plan.experts).astype(ids.dtype) * experts
     ids = jnp.where((own >= 0) & (own < experts), own, experts)
@@ -220,11 +221,11 @@ def _exchange(
   weights: jax.Array,
   *,
   sum_rows: Callable[..., jax.Array],
+  experts: int,
   plan: _Plan,
   room: int,
 ) -> jax.Array:
   """Sends each choice to its expert's device, in one of `room` slots."""
-  experts = sum_rows.keywords["stacks"].num_experts
   devices = _size(plan.experts)
   device = _device_of(ids, experts, devices)
   order, slots, sizes = grouped_rows.sort_by_expert(

@@ -1,4 +1,4 @@
-"""Tests of expert parallelism: sharded equals unsharded, by which collectives."""
+"""Tests of expert parallelism: sharded equals unsharded; collectives."""
 
 import functools
 import re
