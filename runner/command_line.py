@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import dataclasses
 import os
 import re
+import shlex
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from absl import flags
@@ -191,8 +192,12 @@ class Command(NamedTuple):
   notes: tuple[str, ...] = ()
 
 
-def parse(argv: Sequence[str]) -> Command:
+def parse(argv: Sequence[str], packages: Sequence[str] = ()) -> Command:
   """Parses the arguments into flags and overrides.
+
+  Args:
+    argv: Program name and arguments.
+    packages: Packages of experiments, whose knobs errors suggest.
 
   Raises:
     user_error.UserError: An argument is not valid.
@@ -217,7 +222,9 @@ def parse(argv: Sequence[str]) -> Command:
   try:
     positional = values(rest)[1:]
   except flags.UnrecognizedFlagError as error:
-    raise _unknown_flag(error.flagname, values) from error
+    name = error.flagname
+    knob = _suggest_knob(name, argv, packages)
+    raise _unknown_flag(name, values, knob=knob) from error
   except flags.Error as error:
     raise user_error.UserError(f"{error} (See --help.)") from error
   if positional:
@@ -229,10 +236,35 @@ def parse(argv: Sequence[str]) -> Command:
   return Command(values, tuple(overrides), notes)
 
 
-def _unknown_flag(name: str, values: Values) -> user_error.UserError:
+def _suggest_knob(
+  name: str, argv: Sequence[str], packages: Sequence[str]
+) -> str | None:
+  """Returns the override that an unknown flag stands for, if it is a knob."""
+  experiment, value = "", "VALUE"
+  for argument, following in zip(argv, [*argv[1:], ""], strict=True):
+    flag, equals, text = argument.lstrip("-").partition("=")
+    text = text if equals else following
+    if argument.startswith("-") and flag == "exp":
+      experiment = text
+    elif argument.startswith("-") and flag == name and text[:1] != "-":
+      value = text or value
+  from paxon.runner.configuration import find_experiment
+
+  try:
+    cls = find_experiment.find_experiment(experiment, packages=packages)
+  except user_error.UserError:
+    return None
+  return f"--fdl.{name}={value}" if name in cls.knobs() else None
+
+
+def _unknown_flag(
+  name: str, values: Values, *, knob: str | None = None
+) -> user_error.UserError:
   first, _, rest = name.partition(".")
   close = suggestions.find_closest(first, list(values))
-  if first in ("fld", "fd", "fdll", "fiddle"):
+  if knob is not None:
+    hint = f"it is a knob of the experiment: {shlex.quote(knob)}"
+  elif first in ("fld", "fd", "fdll", "fiddle"):
     hint = f"did you mean '--fdl.{rest or 'NAME'}'?"
   elif name in ("h", "?"):
     hint = "did you mean '--help'?"

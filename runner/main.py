@@ -78,7 +78,7 @@ class _Run:
 
 def _run(packages: Sequence[str], argv: Sequence[str]) -> int:
   """Parses, resolves, joins the other processes, and runs the mode."""
-  values, overrides, notes = command_line.parse(argv)
+  values, overrides, notes = command_line.parse(argv, packages)
   if values.help:
     command_line.print_help(values.exp, packages)
     return 0

@@ -89,7 +89,16 @@ _WRONG = [
   ),
   (
     [_TOY, "--seed=3"],
-    r"Unknown flag --seed; to set a knob .* --fdl.seed=VALUE",
+    r"Unknown flag --seed; it is a knob of the experiment: --fdl.seed=3$",
+  ),
+  (
+    ["--num_train_steps", "60", _TOY],
+    r"Unknown flag --num_train_steps; it is .*: --fdl.num_train_steps=60$",
+  ),
+  ([_TOY, "--seed"], r"Unknown flag --seed; it is .*: --fdl.seed=VALUE$"),
+  (
+    ["--exp=runner.toy_experiment.Typo", "--width=3"],
+    r"Unknown flag --width; to set a knob .* --fdl.width=VALUE",
   ),
   ([_TOY, "-h"], r"Unknown flag --h; did you mean '--help'"),
   (

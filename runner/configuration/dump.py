@@ -7,22 +7,26 @@ equal if their texts are, in any version of Python and the libraries. A value
 without such a text is an error.
 """
 
+import ast
 from collections.abc import Iterator, Mapping
 import dataclasses
 import enum
 import functools
 import json
+import re
 import sys
 from typing import Any
 
 import fiddle as fdl
 
 from paxon.runner import user_error
-from paxon.runner.configuration import annotations, comparison, tree
+from paxon.runner.configuration import annotations, tree
 
 _ROOT = "<root>"
 _REQUIRED = "<required>"
 _DEFAULT = "<default>"
+# A field, or a key or index in brackets, in a path.
+_STEP = re.compile(r"\[[^\]]*\]|[^.\[]+")
 
 
 class UnstableValueError(user_error.UserError):
@@ -35,8 +39,43 @@ def to_text(config: fdl.Buildable) -> str:
 
 
 def to_json(config: fdl.Buildable) -> str:
-  """Returns the text of `to_text` as one JSON object: values by path."""
-  return json.dumps(comparison.values(to_text(config)), indent=1) + "\n"
+  """Returns `to_nested` as JSON."""
+  return json.dumps(to_nested(config), indent=1) + "\n"
+
+
+def to_nested(config: fdl.Buildable) -> dict[str, Any]:
+  """Returns the values of `to_text` as nested mappings, for other programs.
+
+  Items of sequences have their index as key. The import path of a node is at
+  `__class__`. Values that JSON has, such as numbers and lists, are themselves;
+  others, such as `bfloat16` and `inf`, are text.
+  """
+  result: dict[str, Any] = {}
+  for line in _lines(config, "", {}):
+    path, equals, text = line.partition(" = ")
+    if not equals:
+      path, _, text = line.partition(": ")
+    steps = [step.strip(".[]'") for step in _STEP.findall(path)]
+    if path == _ROOT:
+      steps = []
+    if not equals:
+      steps.append("__class__")
+    *parents, last = steps
+    inner = result
+    for step in parents:
+      inner = inner.setdefault(step, {})
+    inner[last] = _literal(text)
+  return result
+
+
+def _literal(text: str) -> Any:
+  """Returns the value that a text stands for if JSON has it, else the text."""
+  try:
+    value = ast.literal_eval(text)
+    json.dumps(value)
+  except (SyntaxError, TypeError, ValueError):
+    return text
+  return value
 
 
 def _lines(value: Any, path: str, seen: dict[int, str]) -> Iterator[str]:

@@ -76,12 +76,39 @@ def test_text_is_the_golden_one():
   assert dump.to_text(_golden_config()) == _GOLDEN
 
 
-def test_json_is_the_text_by_path():
+def test_json_is_nested_and_has_numbers():
   tree = json.loads(dump.to_json(_golden_config()))
-  assert tree["<root>"] == f"{_HERE}._Node"
-  assert tree["a[0].dtype"] == "bfloat16"
-  assert tree["a[1]"] == "*a[0]"
-  assert len(tree) == len(_GOLDEN.splitlines())
+  assert tree["__class__"] == f"{_HERE}._Node"
+  dense, shared, adam = (tree["a"][index] for index in "012")
+  assert dense["__class__"] == "flax.linen.linear.Dense"
+  assert dense["features"] == 8
+  assert dense["use_bias"] is True
+  assert dense["dtype"] == "bfloat16"
+  assert dense["precision"] is None
+  assert shared == "*a[0]"
+  assert adam["__class__"] == "partial optax.adam"
+  assert adam["learning_rate"] == 1e-3
+  assert tree["b"] == {"x": [1], "caf\u00e9": [1, 2.5, True, None]}
+  assert tree["c"] == {}
+
+
+@pytest.mark.parametrize(
+  ("value", "expected"),
+  [
+    (float("inf"), "inf"),
+    (b"\x00", r"b'\x00'"),
+    ({3, 1}, "{1, 3}"),
+    ("a = 1: \n", "a = 1: \n"),
+    ({"gs://a.b/c": fdl.Config(_Node, a=-0.5)}, None),
+  ],
+)
+def test_json_of_other_values(value, expected):
+  tree = dump.to_nested(fdl.Config(_Node, a=value))
+  if expected is None:
+    assert tree["a"]["gs://a.b/c"]["a"] == -0.5
+  else:
+    assert tree["a"] == expected
+  json.dumps(tree, allow_nan=False)
 
 
 @pytest.mark.parametrize(

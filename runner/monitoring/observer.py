@@ -10,6 +10,7 @@ import contextlib
 import os
 import pathlib
 import tempfile
+import time
 from typing import Any, TypeVar
 
 from etils import epath
@@ -99,6 +100,15 @@ class Observer:
   def __exit__(self, *exception: object) -> None:
     with self._stack:
       self._print(self._profiler.close())
+
+  @contextlib.contextmanager
+  def compiling(self) -> Iterator[None]:
+    """Returns the context in which the step is compiled; prints its time."""
+    print("compiling the training step", flush=True)
+    begin = time.monotonic()
+    with self.span(goodput.Cause.COMPILE):
+      yield
+    print(f"compiled in {time.monotonic() - begin:.1f} s", flush=True)
 
   def compiled(
     self,

@@ -34,7 +34,8 @@ class StepCost:
     flops: Model FLOPs of a step, over all devices.
     num_devices: Number of devices in the mesh.
     peak: Peak FLOP/s of a device; None if unknown.
-    note: One line for the user: the basis of MFU, or why there is none.
+    note: One line for the user: the basis of MFU, or why there is none; empty
+      on CPUs, whose vendors state no peak.
   """
 
   flops: float
@@ -66,6 +67,8 @@ def count_step(
     peak = hardware.peak_flops(dtype)
   if not total:
     note = "no MFU: the step contains no matmul"
+  elif peak is None and device_kind == "cpu":
+    note = ""
   elif peak is None:
     what = f"{dtype} " if hardware is not None else ""
     note = f"no MFU: the {what}peak of {device_kind!r} is unknown"

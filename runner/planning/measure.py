@@ -162,7 +162,7 @@ def measure(
       *quantized_matmuls_lib.warnings(quantized),
       *advice.for_waiting(estimate),
     ),
-    num_parameters=_num_parameters(session),
+    num_parameters=session.num_parameters(),
     other_programs=others,
     fit=memory.fit.value,
     advice=advice.of(memory, flops, mesh=dict(mesh.shape), batch=shape),
@@ -378,16 +378,6 @@ def _closed_form(
     ),
     usable=target.hardware.usable_bytes,
     capacity=target.hardware.memory_bytes,
-  )
-
-
-def _num_parameters(session: session_lib.Session) -> int:
-  """Returns the number of trained parameters on all devices."""
-  arrays = jax.tree.leaves(session.abstract_state().variables)
-  return sum(
-    math.prod(array.shape)
-    for array, spec in zip(arrays, jax.tree.leaves(session.specs), strict=True)
-    if spec.trainable and spec.update is variables.UpdateRule.OPTIMIZER
   )
 
 

@@ -5,8 +5,15 @@ the end, where an error would come after hours. Tracing takes about a second,
 and the step is compiled from this trace.
 """
 
+import os
+import platform
+import shlex
+
+from etils import epath
 import jax
 
+import paxon
+from paxon.runner import run_dir as run_dirs
 from paxon.runner import user_error
 from paxon.runner.training import (
   compiled_steps,
@@ -75,6 +82,28 @@ def warnings(session: session_lib.Session) -> list[str]:
     rules=session.layout.rules,
   )
   return [finding.message for finding in found]
+
+
+def summary(session: session_lib.Session, run_dir: epath.Path) -> list[str]:
+  """Returns the first lines of a training run."""
+  job, mesh = session.job, session.layout.mesh
+  source = job.train_input
+  sequences = source.global_batch_size
+  tokens = sequences * source.length
+  axes_of_mesh = [f"{k}={n}" for k, n in mesh.shape.items() if n > 1]
+  where = f"mesh {','.join(axes_of_mesh)}" if axes_of_mesh else "no sharding"
+  if jax.process_count() > 1:
+    where = f"{jax.process_count()} processes, {where}"
+  return [
+    f"versions: paxon {paxon.__version__}, jax {jax.__version__}, Python"
+    f" {platform.python_version()}",
+    f"model: {session.num_parameters():,} parameters",
+    f"devices: {mesh.size} x {mesh.devices.flat[0].device_kind}, {where}",
+    f"batch: {sequences:,} sequences x {source.length:,} = {tokens:,} tokens;"
+    f" {job.num_train_steps:,} steps = {tokens * job.num_train_steps:,} tokens",
+    "metrics: tensorboard --logdir="
+    + shlex.quote(os.fspath(run_dir / run_dirs.EVENTS)),
+  ]
 
 
 def trace(

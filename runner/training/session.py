@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -50,6 +51,14 @@ class Session:
       _one_device(self.layout.mesh),
       num_devices=self.layout.mesh.size,
       sets=self.job.compiler_option_sets,
+    )
+
+  def num_parameters(self) -> int:
+    """Returns the number of trained parameters on all devices."""
+    return sum(
+      math.prod(spec.shape)
+      for spec in jax.tree.leaves(self.specs)
+      if variable_groups.group_of(spec) is variable_groups.Group.OPTIMIZED
     )
 
   def abstract_state(self) -> train_state.TrainState:

@@ -21,7 +21,7 @@ from paxon.runner import files, user_error
 from paxon.runner import job as job_lib
 from paxon.runner import run_dir as run_dirs
 from paxon.runner.checkpoints import checkpointer, retention
-from paxon.runner.configuration import comparison, dump
+from paxon.runner.configuration import dump
 from paxon.runner.configuration import overrides as overrides_lib
 from paxon.runner.hosts import agreement
 from paxon.runner.monitoring import goodput, metrics_file, report, writers
@@ -127,6 +127,7 @@ def _run(
   traced = preflight.check(session)
   for warning in preflight.warnings(session):
     print(f"warning: {warning}")
+  print("\n".join(preflight.summary(session, run_dir)), flush=True)
 
   with contextlib.ExitStack() as stack:
     agree = None
@@ -256,7 +257,7 @@ def _wandb(
       run_dir,
       project=settings.wandb_project,
       entity=settings.wandb_entity,
-      config=comparison.values(dump.to_text(config)),
+      config=dump.to_nested(config),
     )
   ]
 

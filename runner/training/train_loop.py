@@ -145,7 +145,7 @@ class TrainLoop:
     return state
 
   def _compile(self) -> jax.stages.Compiled:
-    with self.observer.span(goodput.Cause.COMPILE):
+    with self.observer.compiling():
       train_step = compiled_steps.compile_train_step(
         self.session,
         self.traced,
