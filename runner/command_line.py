@@ -223,7 +223,7 @@ def parse(argv: Sequence[str], packages: Sequence[str] = ()) -> Command:
     positional = values(rest)[1:]
   except flags.UnrecognizedFlagError as error:
     name = error.flagname
-    knob = _suggest_knob(name, argv, packages)
+    knob = _suggest_knob(name, rest[1:], packages)
     raise _unknown_flag(name, values, knob=knob) from error
   except flags.Error as error:
     raise user_error.UserError(f"{error} (See --help.)") from error
@@ -237,11 +237,13 @@ def parse(argv: Sequence[str], packages: Sequence[str] = ()) -> Command:
 
 
 def _suggest_knob(
-  name: str, argv: Sequence[str], packages: Sequence[str]
+  name: str, arguments: Sequence[str], packages: Sequence[str]
 ) -> str | None:
   """Returns the override that an unknown flag stands for, if it is a knob."""
   experiment, value = "", "VALUE"
-  for argument, following in zip(argv, [*argv[1:], ""], strict=True):
+  for argument, following in zip(
+    arguments, [*arguments[1:], ""], strict=True
+  ):
     flag, equals, text = argument.lstrip("-").partition("=")
     text = text if equals else following
     if argument.startswith("-") and flag == "exp":
