@@ -241,9 +241,7 @@ def _suggest_knob(
 ) -> str | None:
   """Returns the override that an unknown flag stands for, if it is a knob."""
   experiment, value = "", "VALUE"
-  for argument, following in zip(
-    arguments, [*arguments[1:], ""], strict=True
-  ):
+  for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
     flag, equals, text = argument.lstrip("-").partition("=")
     text = text if equals else following
     if argument.startswith("-") and flag == "exp":
