@@ -16,6 +16,7 @@ from etils import epath
 from paxon.runner import run_dir, user_error
 from paxon.runner.checkpoints import stored_checkpoint
 from paxon.sharding import suggestions
+from paxon.tools import console_scripts
 
 # By name: takes the arguments after it, and returns the exit status.
 Commands = Mapping[str, Callable[[list[str]], int]]
@@ -29,7 +30,7 @@ def dispatch(
 ) -> int:
   """Runs one command and returns its exit status."""
   if not argv or argv[0] in ("-h", "--help", "help"):
-    print(help_text())
+    print(console_scripts.name_programs(help_text()))
     return 0 if argv else WRONG_USE
   name, *rest = argv
   try:
@@ -93,7 +94,7 @@ class Parser(argparse.ArgumentParser):
     self, command: str, description: str, *, program: str = "tools/ckpt"
   ) -> None:
     super().__init__(
-      prog=f"{program} {command}",
+      prog=console_scripts.name_programs(f"{program} {command}"),
       description=description,
       allow_abbrev=False,
     )

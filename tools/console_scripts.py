@@ -32,3 +32,13 @@ def run() -> None:
   # Last, so that nothing there replaces an installed module.
   sys.path.append(os.getcwd())
   runpy.run_module(MODULES[name], run_name="__main__")
+
+
+def name_programs(text: str) -> str:
+  """Returns a text with programs named as this one was called.
+
+  The commands of an installation are `paxon-hf` instead of `tools/hf`.
+  """
+  if pathlib.Path(sys.argv[0]).name.startswith("paxon-"):
+    return text.replace("tools/", "paxon-")
+  return text

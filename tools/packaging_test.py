@@ -96,6 +96,21 @@ def test_command_runs_its_module_with_the_current_folder_last_on_the_path(
   assert "'--help'" in printed
 
 
+@pytest.mark.parametrize(
+  ("program", "expected"),
+  [
+    ("/bin/paxon-hf", "paxon-hf import, paxon-ckpt list"),
+    ("hf_main.py", "tools/hf import, tools/ckpt list"),
+  ],
+)
+def test_help_names_programs_as_they_were_called(
+  program, expected, monkeypatch
+):
+  monkeypatch.setattr(sys, "argv", [program])
+  text = "tools/hf import, tools/ckpt list"
+  assert console_scripts.name_programs(text) == expected
+
+
 def test_training_starts_again_with_the_settings_of_the_c_library(monkeypatch):
   class RestartError(Exception):
     pass

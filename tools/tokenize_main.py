@@ -36,6 +36,7 @@ from paxon.inputs import (
   record_files,
   tokenizer_protocol,
 )
+from paxon.tools import console_scripts
 
 _WRONG_USE: Final = 2
 _INTERRUPTED: Final = 130
@@ -61,7 +62,7 @@ _BAR: Final = 30
 def main(argv: Sequence[str]) -> int:
   """Runs the command and returns its exit status."""
   if not argv or argv[0] in ("-h", "--help", "help"):
-    print(__doc__)
+    print(console_scripts.name_programs(__doc__ or ""))
     return 0 if argv else _WRONG_USE
   try:
     given = _parse(argv)
