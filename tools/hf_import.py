@@ -33,6 +33,8 @@ from paxon.sharding import variables
 from paxon.tools import hf_files
 
 _STEP = "step"
+# Ignored tensors that are printed.
+_MAX_UNUSED = 4
 # The experiment of imported decoders; tools do not depend on it.
 _EXPERIMENT = "paxon.tasks.lm.params.hugging_face.HuggingFaceLm"
 _DECODERS = ("ForCausalLM", "LMHeadModel")
@@ -94,6 +96,13 @@ def run(
     yield from preview(files, dtypes)
   else:
     yield f"{of.model_type}: {len(names.tensors)} tensors"
+    unused = files.find_unused()
+    if unused:
+      yield f"not used by the model: {', '.join(unused[:_MAX_UNUSED])}" + (
+        f" and {len(unused) - _MAX_UNUSED} more"
+        if len(unused) > _MAX_UNUSED
+        else ""
+      )
     _save(checkpoints, files, specs)
     copied = hf_files.copy_beside(
       folder,

@@ -1,11 +1,14 @@
-"""BERT with its masked language modeling head.
+"""BERT with its masked language modeling head, and without.
 
-Devlin et al. 2018, https://arxiv.org/abs/1810.04805. Weights of next sentence
-prediction, which files may have, are ignored.
+Devlin et al. 2018, https://arxiv.org/abs/1810.04805. `BertModel`, such as a
+sentence encoder, has no head: the model is a `masked_lm.TextEncoder`, whose
+hidden states `classifier.pool_mean` makes an embedding of. Weights of the
+pooler and of next sentence prediction, which files may have, are ignored.
 """
 
 from collections.abc import Callable, Mapping
 import dataclasses
+import re
 from typing import Any
 
 from paxon.layers import (
@@ -25,6 +28,7 @@ from paxon.layers.models import masked_lm
 from paxon.layers.models.hugging_face import family, mapping
 from paxon.sharding import axes
 
+_ENCODER = "BertModel"
 _EMBEDDINGS = """
   word_embeddings.weight        params/embedding/table           V D -> V D
   position_embeddings.weight    params/position_embedding/table  P D -> P D
@@ -81,9 +85,12 @@ class _Bert:
   epsilon: float
   activation: activations.Activation
   tied: bool
+  has_head: bool
 
   def model(self, make: Callable[..., Any]) -> Any:
     """Returns the model, built by `make(cls, **fields)`."""
+    if not self.has_head:
+      return make(masked_lm.TextEncoder, **self._encoder(make))
     D = self.sizes["D"]
     head = None
     if not self.tied:
@@ -92,22 +99,7 @@ class _Bert:
       )
     return make(
       masked_lm.MaskedLm,
-      embedding=make(
-        embedding.Embedding,
-        vocab_size=self.sizes["V"],
-        embed_dim=D,
-        use_bias=self.tied,
-      ),
-      stack=make(
-        stack.Stack, blocks=[_block(self, make)], num_layers=self.num_layers
-      ),
-      position_embedding=make(
-        position_embedding.LearnedPositions, max_length=self.sizes["P"]
-      ),
-      type_embedding=make(
-        embedding.Embedding, vocab_size=self.sizes["C"], embed_dim=D
-      ),
-      embedding_norm=_norm(self, make),
+      **self._encoder(make),
       head=head,
       transform=make(
         masked_lm.HeadTransform,
@@ -122,36 +114,63 @@ class _Bert:
       ),
     )
 
+  def _encoder(self, make: Callable[..., Any]) -> dict[str, Any]:
+    """Returns the fields of `masked_lm.TextEncoder`."""
+    D = self.sizes["D"]
+    return {
+      "embedding": make(
+        embedding.Embedding,
+        vocab_size=self.sizes["V"],
+        embed_dim=D,
+        use_bias=self.has_head and self.tied,
+      ),
+      "stack": make(
+        stack.Stack, blocks=[_block(self, make)], num_layers=self.num_layers
+      ),
+      "position_embedding": make(
+        position_embedding.LearnedPositions, max_length=self.sizes["P"]
+      ),
+      "type_embedding": make(
+        embedding.Embedding, vocab_size=self.sizes["C"], embed_dim=D
+      ),
+      "embedding_norm": _norm(self, make),
+    }
+
   def names(self) -> mapping.Names:
     """Returns the names of the weights."""
     head = "cls.predictions."
+    # Files without a head leave the prefix out.
+    root = "bert." if self.has_head else ""
     ignored = [
-      r"bert\.embeddings\.position_ids",
+      rf"{re.escape(root)}embeddings\.position_ids",
       # Of next sentence prediction.
-      r"bert\.pooler\.dense\.(weight|bias)",
+      rf"{re.escape(root)}pooler\.dense\.(weight|bias)",
       r"cls\.seq_relationship\.(weight|bias)",
     ]
-    tied = {}
-    if self.tied:
+    tied, last = {}, ""
+    if not self.has_head:
+      pass
+    elif self.tied:
+      last = _TRANSFORM + _TIED_HEAD
       tied = {
         f"{head}decoder.weight": "bert.embeddings.word_embeddings.weight",
         f"{head}decoder.bias": f"{head}bias",
       }
     else:
+      last = _TRANSFORM + _UNTIED_HEAD
       # The bias of the tied head.
       ignored.append(r"cls\.predictions\.bias")
-    last = _TIED_HEAD if self.tied else _UNTIED_HEAD
     return mapping.Names(
       sizes=self.sizes,
       rules=(
-        *mapping.parse_rules(_EMBEDDINGS, at="bert.embeddings."),
-        *mapping.parse_rules(_TRANSFORM + last, at=head),
+        *mapping.parse_rules(_EMBEDDINGS, at=f"{root}embeddings."),
+        *mapping.parse_rules(last, at=head),
       ),
       stacks=(
         mapping.StackRules(
           stack="params/stack",
           num_layers=self.num_layers,
-          rules=mapping.parse_rules(_LAYER, at="bert.encoder.layer.{}."),
+          rules=mapping.parse_rules(_LAYER, at=f"{root}encoder.layer.{{}}."),
         ),
       ),
       tied=tied,
@@ -187,6 +206,7 @@ def _read(fields: family.Fields) -> _Bert:
     epsilon=fields.number("layer_norm_eps", 1e-12),
     activation=fields.activation("hidden_act", "gelu"),
     tied=fields.flag("tie_word_embeddings", True),
+    has_head=fields.architecture != _ENCODER,
   )
 
 
@@ -218,8 +238,8 @@ def _block(bert: _Bert, make: Callable[..., Any]) -> Any:
 FAMILY = family.Family(
   model_type="bert",
   architecture="BertForMaskedLM",
-  # Its second head, of next sentence prediction, is ignored.
-  other_architectures=("BertForPreTraining",),
+  # Of pretraining, the second head, next sentence prediction, is ignored.
+  other_architectures=("BertForPreTraining", _ENCODER),
   read=_read,
   inert=_INERT,
 )

@@ -17,7 +17,7 @@ from paxon.layers.models.hugging_face import (
 LOGITS = testing.Outcome.OTHER_LOGITS
 TENSORS = testing.Outcome.OTHER_TENSORS
 REJECTED = testing.Outcome.REJECTED
-CASES = ("bert", "bert_untied")
+CASES = ("bert", "bert_encoder", "bert_untied")
 
 
 def _run(config, *args):
@@ -134,8 +134,8 @@ def test_no_field_is_left_out(case):
       r"num_attention_heads is 5; .* a divisor of hidden_size \(32\)",
     ),
     (
-      {"architectures": ["BertModel"]},
-      r"architectures is \['BertModel'\]; .* \['BertForMaskedLM'\]",
+      {"architectures": ["BertForTokenClassification"]},
+      r"architectures is \['BertForTokenClassification'\]; .* \['BertForMa",
     ),
   ],
 )

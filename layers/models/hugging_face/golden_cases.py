@@ -299,6 +299,10 @@ CASES = (
   golden_case.Case(
     name="bert", architecture="BertForMaskedLM", config={**_BERT}
   ),
+  # Its logits are hidden states.
+  golden_case.Case(
+    name="bert_encoder", architecture="BertModel", config={**_BERT}
+  ),
   golden_case.Case(
     name="bert_untied",
     architecture="BertForMaskedLM",

@@ -3,6 +3,10 @@
   python -m paxon.layers.models.hugging_face.make_goldens [CASE ...]
 
 It needs torch and transformers 5. Without arguments it makes all cases.
+
+  python -m paxon.layers.models.hugging_face.make_goldens minilm FOLDER
+
+makes the sentence embeddings of all-MiniLM-L6-v2, whose files are in FOLDER.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +21,12 @@ import transformers  # pyrefly: ignore[missing-import]
 from paxon.layers.models.hugging_face import golden_case, golden_cases
 
 _CASES = {case.name: case for case in golden_cases.CASES}
+_SENTENCES = (
+  "A cat sits on the mat.",
+  "Die Katze sitzt auf der Matte, naïve café!",
+  "How do I train a model in JAX?",
+  "Does anyone know how to fit a network with JAX?",
+)
 # Continuations whose best two logits are closer depend on rounding.
 _MARGIN = 1e-3
 
@@ -118,6 +128,7 @@ def _masked_lm(
 _ARRAYS = {
   "T5ForConditionalGeneration": _encoder_decoder,
   "BertForMaskedLM": _masked_lm,
+  "BertModel": _masked_lm,
 }
 
 
@@ -136,7 +147,9 @@ def logits(
     name: arrays[key] for key, name in arguments.items() if key in arrays
   }
   with torch.no_grad():
-    result = model(**_tensors(given)).logits
+    found = model(**_tensors(given))
+  # A model without a head has hidden states.
+  result = found.logits if "logits" in found else found.last_hidden_state
   return result.numpy().astype(np.float32)
 
 
@@ -180,8 +193,35 @@ def check_margins(name: str, logits: Iterable[torch.Tensor]) -> None:
       )
 
 
+def embed(folder: str, sentences: Sequence[str]) -> dict[str, Any]:
+  """Returns ids and normalized mean embeddings of sentences."""
+  tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+  model = transformers.AutoModel.from_pretrained(folder).eval()
+  batch = tokenizer(list(sentences), padding=True, return_tensors="pt")
+  with torch.no_grad():
+    hidden = model(**batch).last_hidden_state
+  inside = batch["attention_mask"][:, :, None].to(hidden.dtype)
+  mean = (hidden * inside).sum(1) / inside.sum(1)
+  found = torch.nn.functional.normalize(mean, dim=1)
+  lengths = batch["attention_mask"].sum(1).tolist()
+  return {
+    "ids": [
+      row[:length]
+      for row, length in zip(batch["input_ids"].tolist(), lengths, strict=True)
+    ],
+    "embeddings": [[round(x, 7) for x in row] for row in found.tolist()],
+  }
+
+
 def main(argv: Sequence[str]) -> None:
   """Writes the files of the named cases, or of all."""
+  if argv[:1] == ["minilm"]:
+    path = golden_case.FOLDER / "minilm.json"
+    sentences = list(_SENTENCES)
+    content = {"sentences": sentences, **embed(argv[1], sentences)}
+    lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in content.items()]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    return
   for name in argv or names():
     golden = make(name)
     golden_case.write(name, golden)

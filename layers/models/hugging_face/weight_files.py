@@ -110,6 +110,14 @@ class WeightFiles:
         f"The weights do not match the model: {'; '.join(shown)}."
       )
 
+  def find_unused(self) -> list[str]:
+    """Returns the tensors of floating point that the model has no use for."""
+    return [
+      name
+      for name, (_, entry) in self.entries.items()
+      if self.names.is_ignored(name) and _is_float(entry)
+    ]
+
   def _stored(self, name: str) -> str:
     """Returns the name in the files, which may omit the prefix or a copy."""
     short = name.removeprefix(self.names.prefix)
