@@ -1,6 +1,7 @@
 """The learner: gradient clipping, an optimizer, and options of the update."""
 
 import dataclasses
+import re
 from typing import TypeAlias
 
 import jax
@@ -35,6 +36,10 @@ class Learner:
       layer; `None` disables the clipping.
     num_microbatches: Number of sequential microbatches per batch. More save
       memory and do not change the gradient.
+    decayed_variables: Regular expression of the logical names of the variables
+      to which weight decay applies, such as `.*` for all; the whole name must
+      match. `None` is `VariableSpec.regularized`: matrices, not biases, scales
+      of norms or tables of position biases.
     skip: Condition for skipping an update; `None` skips none.
     average: Average of the parameters for evaluation; `None` keeps none.
     count_tokens: Whether to count the tokens of all updates in the train state
@@ -45,6 +50,7 @@ class Learner:
   max_grad_norm: float | None = None
   max_variable_grad_norm: float | None = None
   num_microbatches: int = 1
+  decayed_variables: str | None = None
   skip: skipping.SkipUpdates | None = None
   average: parameter_average.ParameterAverage | None = None
   count_tokens: bool = False
@@ -53,6 +59,13 @@ class Learner:
     checks.check_positive(
       self, "max_grad_norm", "max_variable_grad_norm", "num_microbatches"
     )
+    try:
+      re.compile(self.decayed_variables or "")
+    except re.error as error:
+      raise ValueError(
+        f"Learner.decayed_variables: {self.decayed_variables!r} is not a"
+        f" regular expression ({error})."
+      ) from error
 
   def transform(
     self, specs: variable_groups.Specs
@@ -65,6 +78,8 @@ class Learner:
     optimized = variable_groups.select(
       specs, variable_groups.Group.OPTIMIZED, specs=specs
     )
+    if self.decayed_variables is not None:
+      optimized = _with_decay(optimized, self.decayed_variables)
     inner = self.optimizer.transform(optimized)
     if self.max_grad_norm is None and self.max_variable_grad_norm is None:
       return inner
@@ -104,3 +119,22 @@ class Learner:
           schedule(step), jax.numpy.float32
         )
     return rates
+
+
+def _with_decay(
+  specs: variable_groups.Specs, pattern: str
+) -> variable_groups.Specs:
+  """Returns the specs, with decay for the names that match."""
+  decayed = variable_groups.map_paths(
+    lambda spec: dataclasses.replace(
+      spec, regularized=re.fullmatch(pattern, spec.name) is not None
+    ),
+    specs,
+  )
+  leaves = jax.tree.leaves(decayed)
+  if leaves and not any(spec.regularized for spec in leaves):
+    raise ValueError(
+      f"Learner.decayed_variables: {pattern!r} matches no variable, such as"
+      f" {leaves[0].name!r}; set weight_decay=0 to decay none."
+    )
+  return decayed

@@ -127,3 +127,28 @@ def test_rejects(field, value):
   message = rf"Learner.{field} must be positive, got {value}"
   with pytest.raises(ValueError, match=message):
     learner_lib.Learner(optimizer=_Sgd(), **{field: value})
+
+
+@pytest.mark.parametrize(
+  ("pattern", "decayed"),
+  [
+    (None, {"params/a"}),
+    (".*", {"params/a", "params/b"}),
+    ("params/b", {"params/b"}),
+  ],
+)
+def test_decay_applies_to_the_variables_that_match(pattern, decayed):
+  optimizer = _Sgd()
+  learner_lib.Learner(optimizer=optimizer, decayed_variables=pattern).transform(
+    SPECS
+  )
+  found = jax.tree.leaves(optimizer.specs)
+  assert {spec.name for spec in found if spec.regularized} == decayed
+
+
+def test_rejects_patterns_of_decay_that_match_nothing():
+  learner = learner_lib.Learner(optimizer=_Sgd(), decayed_variables="b")
+  with pytest.raises(ValueError, match="'b' matches no variable, such as"):
+    learner.transform(SPECS)
+  with pytest.raises(ValueError, match="is not a regular expression"):
+    learner_lib.Learner(optimizer=_Sgd(), decayed_variables="(")

@@ -14,7 +14,7 @@ from paxon.layers import embedding as embedding_lib
 from paxon.layers import remat, softmax_loss
 from paxon.layers.attention import kernels
 from paxon.layers.models import pre_norm_decoder
-from paxon.learners import adamw, learner, schedules
+from paxon.learners import adamw, learner, parameter_average, schedules
 from paxon.runner import task as task_lib
 from paxon.tasks.lm import pipelining
 
@@ -43,6 +43,10 @@ class Decoder(pipelining.Pipelining):
     learning_rate: Peak learning rate.
     warmup_steps: Warmup steps of the learning rate.
     weight_decay: Decoupled weight decay, multiplied by the learning rate.
+    decayed_variables: Regular expression of the variables that decay, `.*` for
+      all; None decays matrices, see `learners.learner.Learner`.
+    ema_decay: Decay of a moving average of the parameters, with which
+      evaluation runs; None keeps none.
     max_grad_norm: Gradients are clipped to this global norm.
     num_microbatches: Gradient accumulation: microbatches per batch.
   """
@@ -61,6 +65,8 @@ class Decoder(pipelining.Pipelining):
   learning_rate: float
   warmup_steps: int
   weight_decay: float
+  decayed_variables: str | None = None
+  ema_decay: float | None = None
   max_grad_norm: float = 1.0
   num_microbatches: int = 1
 
@@ -131,6 +137,12 @@ class Decoder(pipelining.Pipelining):
       weight_decay=self.weight_decay,
     )
 
+  def average(self) -> fdl.Config[parameter_average.ParameterAverage] | None:
+    """Returns the moving average of the parameters; None for none."""
+    if self.ema_decay is None:
+      return None
+    return fdl.Config(parameter_average.ParameterAverage, decay=self.ema_decay)
+
   def of_data(self) -> dict[str, Any]:
     """Returns the fields of the task set by the data, such as `tokenizer`."""
     return {}
@@ -146,6 +158,8 @@ class Decoder(pipelining.Pipelining):
         optimizer=self.optimizer(),
         max_grad_norm=self.max_grad_norm,
         num_microbatches=self.num_microbatches,
+        decayed_variables=self.decayed_variables,
+        average=self.average(),
       ),
       **self.of_data(),
     )

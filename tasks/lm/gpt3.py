@@ -94,8 +94,9 @@ class Gpt3(transformer_lm_spmd.TransformerLmSpmd):
     )
 
   def attention(self) -> fdl.Config[Any]:
-    """Returns attention with biases."""
+    """Returns attention with biases; Pax's has no scale per feature."""
     attention = super().attention()
+    attention.logits.query_scale = None
     attention.projections.use_bias = True
     return attention
 

@@ -12,9 +12,10 @@ import fiddle as fdl
 from paxon.layers import remat, softmax_loss
 from paxon.layers.attention import mask as attention_mask
 from paxon.layers.models import masked_lm, random_masking
-from paxon.learners import adafactor
 from paxon.tasks.lm import transformer_lm_spmd
 
+# With Adafactor; training ends with the decay, as in `transformer_lm_spmd`.
+_STEPS_OF_DECAY = 100_000
 # In WordPiece's vocabulary.
 _MASK = 103
 
@@ -67,16 +68,16 @@ class MaskedTransformerLm(transformer_lm_spmd.TransformerLmSpmd):
 
 
 class AdafactorMaskedLm(MaskedTransformerLm):
-  """`MaskedTransformerLm` with Adafactor, not scaled by parameter RMS."""
+  """`MaskedTransformerLm` with Pax's Adafactor and its shorter decay.
+
+  The learning rate reaches a tenth of its peak after 100,000 steps instead of
+  300,000.
+  """
 
   learning_rate = 2.5e-4
+  decay_steps = _STEPS_OF_DECAY
+  num_train_steps = _STEPS_OF_DECAY
 
   def optimizer(self) -> fdl.Config[Any]:
-    """Returns Adafactor with momentum."""
-    return fdl.Config(
-      adafactor.Adafactor,
-      schedule=self.schedule(),
-      b1=0.9,
-      min_param_rms=None,
-      weight_decay=self.weight_decay,
-    )
+    """Returns Pax's Adafactor."""
+    return self.adafactor()

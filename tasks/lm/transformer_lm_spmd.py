@@ -11,9 +11,12 @@ Differences from Pax:
 * The head has no bias (0.002 % of the parameters).
 * Initialization is truncated normal, scaled by the fan-in, instead of Xavier
   uniform, so that the scale of activations does not depend on depth and width.
+* Weight decay leaves out biases and the scales of norms.
 * The first step has a learning rate above zero, and training ends with the
   decay of the learning rate; Pax's ends after 10 million steps.
 * Pax's mesh axes replica, data and mdl are `data`, `fsdp` and `tensor`.
+
+`exact=True` undoes the first four, so that losses can be compared with Pax's.
 """
 
 from collections.abc import Callable
@@ -27,12 +30,18 @@ import jax
 from paxon.layers import (
   embedding,
   feed_forward,
+  initializers,
   layer_norm,
   position_embedding,
   remat,
 )
-from paxon.layers.attention import grouped_query, kernels, projections
-from paxon.learners import adamw, schedules
+from paxon.layers.attention import (
+  grouped_query,
+  head_norm,
+  kernels,
+  projections,
+)
+from paxon.learners import adafactor, adamw, schedules
 from paxon.runner.settings import training
 from paxon.tasks.lm import decoder
 
@@ -55,6 +64,8 @@ class TransformerLmSpmd(decoder.Decoder):
     init_stddev: Standard deviation of all initial weights; None uses each
       layer's default initializer.
     decay_steps: Step at which the learning rate reaches a tenth of the peak.
+    exact: Whether to add Pax's scale per feature of a head and bias of the
+      head, to initialize with its distributions, and to decay all variables.
   """
 
   num_train_steps = _STEPS_OF_DECAY
@@ -79,6 +90,7 @@ class TransformerLmSpmd(decoder.Decoder):
   attention_logit_cap: float | None = 50.0
   init_stddev: float | None = None
   decay_steps: int = _STEPS_OF_DECAY
+  exact: bool = False
 
   @property
   def mlp_dim(self) -> int:  # pyrefly: ignore[bad-override]
@@ -89,6 +101,13 @@ class TransformerLmSpmd(decoder.Decoder):
   def num_heads(self) -> int:  # pyrefly: ignore[bad-override]
     """`embed_dim // head_dim`."""
     return self.embed_dim // self.head_dim
+
+  @property
+  def decayed_variables(  # pyrefly: ignore[bad-override]
+    self,
+  ) -> str | None:
+    """All variables with `exact`, else matrices."""
+    return ".*" if self.exact else None
 
   def initial(self, *fields: str) -> dict[str, fdl.Config[Any]]:
     """Returns initializers for the named fields if `init_stddev` is set."""
@@ -110,6 +129,7 @@ class TransformerLmSpmd(decoder.Decoder):
       vocab_size=self.vocab_size,
       embed_dim=self.embed_dim,
       input_scale=math.sqrt(self.embed_dim),
+      use_bias=self.exact,
       **self.initial("embedding_init"),
     )
 
@@ -119,7 +139,7 @@ class TransformerLmSpmd(decoder.Decoder):
 
   def attention(self) -> fdl.Config[Any]:
     """Returns attention with combined query, key and value projections."""
-    return fdl.Config(
+    attention = fdl.Config(
       grouped_query.GroupedQueryAttention,
       num_heads=self.num_heads,
       num_kv_heads=self.num_heads,
@@ -131,14 +151,29 @@ class TransformerLmSpmd(decoder.Decoder):
       ),
       logits=fdl.Config(kernels.Logits, cap=self.attention_logit_cap),
     )
+    if self.exact:
+      attention.logits.query_scale = fdl.Config(head_norm.PerDimScale)
+      if self.init_stddev is None:
+        # Pax draws [3, D, N, H] and [D, N, H] by Xavier's rule for the last two
+        # dimensions: the fans are D N and D H, times 3 for the former.
+        attention.projections.kernel_init = fdl.Config(
+          initializers.xavier, 3**-0.5
+        )
+        attention.projections.output_init = fdl.Config(
+          initializers.xavier, in_axes=(2, 0), out_axes=(2, 1)
+        )
+    return attention
 
   def feed_forward(self) -> fdl.Config[Any]:
     """Returns a feed-forward layer without gates."""
+    initial: dict[str, Any] = self.initial("kernel_init")
+    if self.exact and not initial:
+      initial = {"kernel_init": fdl.Config(initializers.xavier)}
     return fdl.Config(
       feed_forward.FeedForward,
       mlp_dim=self.mlp_dim,
       activation=self.activation,
-      **self.initial("kernel_init"),
+      **initial,
     )
 
   def schedule(self) -> fdl.Config[Any]:
@@ -171,6 +206,19 @@ class TransformerLmSpmd(decoder.Decoder):
       epsilon=1e-6,
       weight_decay=self.weight_decay,
       max_update_rms=1.0,
+    )
+
+  def adafactor(self) -> fdl.Config[Any]:
+    """Returns Pax's Adafactor; its momentum is float32 instead of int8."""
+    return fdl.Config(
+      adafactor.Adafactor,
+      schedule=self.schedule(),
+      b1=0.9,
+      b2=0.99,
+      factoring=adafactor.Factoring.LAST,
+      momentum_after_rate=True,
+      min_param_rms=None,
+      weight_decay=self.weight_decay,
     )
 
   def retention(self) -> fdl.Config[training.Retention]:

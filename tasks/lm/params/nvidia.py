@@ -27,7 +27,7 @@ from paxon.layers.attention import (
   kernels,
   projections,
 )
-from paxon.learners import adafactor, adamw
+from paxon.learners import adamw
 from paxon.tasks.lm import lm_data, needs, transformer_lm_spmd
 
 
@@ -77,14 +77,8 @@ class _WithAdafactor(NVIDIA1_3B):
   """`NVIDIA1_3B` with Adafactor, which needs less memory."""
 
   def optimizer(self) -> fdl.Config[Any]:
-    """Returns Adafactor with momentum."""
-    return fdl.Config(
-      adafactor.Adafactor,
-      schedule=self.schedule(),
-      b1=0.9,
-      min_param_rms=None,
-      weight_decay=self.weight_decay,
-    )
+    """Returns Pax's Adafactor."""
+    return self.adafactor()
 
 
 class NVIDIA8_3B(NVIDIA1_3B):  # noqa: N801
