@@ -13,7 +13,7 @@ import io
 import os
 import zlib
 
-from paxon.inputs import json_lines
+from paxon.inputs import data_files, json_lines
 
 _GZIP = (".gz", ".gzip")
 
@@ -47,12 +47,13 @@ def cut(paths: Sequence[str], *, form: Form, shard_bytes: int) -> list[Shard]:
   """Splits a corpus into shards, in order.
 
   A byte range has at most `shard_bytes`, a group of files at least. A
-  compressed file of lines is one shard.
+  compressed file of lines is one shard. Files of a store and `.zst` files are
+  their copies on a disk (`data_files`).
   """
   shards: list[Shard] = []
   some: list[str] = []
   size = 0
-  for path in paths:
+  for path in map(data_files.local, paths):
     num_bytes = os.path.getsize(path)
     if form is Form.FILE:
       some.append(path)

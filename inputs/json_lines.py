@@ -1,4 +1,4 @@
-"""Documents in JSON-lines files, plain or gzip-compressed.
+"""Documents in JSON-lines files, plain or compressed by gzip or zstd.
 
 Each line is an object with the document in one of its strings, as in C4
 (`c4-train.00000-of-01024.json.gz`, `{"text": ...}`).
@@ -6,7 +6,8 @@ Each line is an object with the document in one of its strings, as in C4
 Before the first document, each file is read once to index its line offsets. For
 random access in a gzip file, the decompressor's state (40 kB) is saved every
 `_SPAN` bytes of text. Indexing one file of C4 (800 MB of text) takes seconds
-and 35 MB of memory: list only the files that a run needs.
+and 35 MB of memory: list only the files that a run needs. Files in object
+stores and `.zst` files are first copied to a disk; see `data_files`.
 """
 
 import bisect
@@ -19,7 +20,7 @@ import zlib
 
 import numpy as np
 
-from paxon.inputs import checks, record_files
+from paxon.inputs import checks, data_files, record_files
 
 _GZIP = (".gz", ".gzip")
 _BLANK = b" \t\r\v\f"
@@ -84,6 +85,7 @@ class _File:
 
   def __init__(self, path: str) -> None:
     self.path = path
+    self._local = data_files.local(path)
     # Offsets in the decompressed text, one for each of the states.
     self._starts: list[int] = []
     self._states: list[tuple[int, Any]] = []
@@ -134,8 +136,8 @@ class _File:
 
   def _chunks(self) -> Iterator[bytes]:
     """Yields the text of the file; saves decompressor states."""
-    if not self.path.endswith(_GZIP):
-      with open(self.path, "rb") as file:
+    if not self._local.endswith(_GZIP):
+      with open(self._local, "rb") as file:
         while chunk := file.read(_CHUNK):
           yield chunk
       return
@@ -149,8 +151,8 @@ class _File:
 
   def _read(self, begin: int, end: int) -> tuple[int, bytes]:
     """Returns text that includes [begin, end), preceded by its offset."""
-    if not self.path.endswith(_GZIP):
-      with open(self.path, "rb") as file:
+    if not self._local.endswith(_GZIP):
+      with open(self._local, "rb") as file:
         file.seek(begin)
         return begin, file.read(end - begin)
     number = bisect.bisect_right(self._starts, begin) - 1
@@ -177,7 +179,7 @@ class _File:
     """
     # Whether the state is within a gzip member.
     has_begun = place > 0
-    with open(self.path, "rb") as file:
+    with open(self._local, "rb") as file:
       file.seek(place)
       while data := file.read(_CHUNK // 8):
         while data:

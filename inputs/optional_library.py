@@ -26,6 +26,12 @@ def array_record() -> Any:
     )
 
 
+def arrow() -> Any:
+  """Returns `pyarrow`."""
+  with explain("pyarrow"):
+    return importlib.import_module("pyarrow")
+
+
 def datasets() -> Any:
   """Returns Hugging Face `datasets`."""
   with explain("datasets"):

@@ -2,7 +2,8 @@
 
 In a pattern of files `*` and `?` match any characters of a name, `[ab]` one of
 a set, and `**` any folders. `~` is the home folder. An existing path is used
-literally, even if it contains such characters. Object stores must be mounted.
+literally, even if it contains such characters. Files may be in object stores,
+and compressed by zstd; see `data_files`.
 """
 
 import abc
@@ -10,13 +11,11 @@ import bisect
 from collections.abc import Sequence, Sized
 import dataclasses
 import functools
-import glob
-import os
 from typing import Any, ClassVar
 
 import numpy as np
 
-from paxon.inputs import checks
+from paxon.inputs import checks, data_files
 
 
 def find(files: str | Sequence[str], *, field: str) -> tuple[str, ...]:
@@ -28,17 +27,12 @@ def find(files: str | Sequence[str], *, field: str) -> tuple[str, ...]:
     field: The configuration field, for messages, such as `JsonLines.files`.
 
   Raises:
-    FileNotFoundError: A path or pattern matches no regular file, or is a URL of
-      an object store.
+    FileNotFoundError: A path or pattern matches no regular file.
+    ValueError: An object store cannot be accessed.
   """
   found: list[str] = []
   for pattern in [files] if isinstance(files, str) else files:
-    if "://" in pattern:
-      raise FileNotFoundError(
-        f"{field}: {pattern!r} is in a store, and data is read from disks;"
-        " mount the store (gcsfuse does for gs://), or copy the files."
-      )
-    some = _matches(os.path.expanduser(pattern))
+    some = data_files.matches(pattern)
     if not some:
       raise FileNotFoundError(
         f"{field}: no file has the name {pattern!r}; give a path, or a pattern"
@@ -46,12 +40,6 @@ def find(files: str | Sequence[str], *, field: str) -> tuple[str, ...]:
       )
     found += some
   return tuple(dict.fromkeys(found))
-
-
-def _matches(pattern: str) -> list[str]:
-  if os.path.isfile(pattern):
-    return [pattern]
-  return sorted(filter(os.path.isfile, glob.iglob(pattern, recursive=True)))
 
 
 class PickledFields:

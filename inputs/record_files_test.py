@@ -41,13 +41,6 @@ def test_finds(folder, files, expected):
     assert found == tuple(str(folder / each) for each in expected)
 
 
-def test_rejects_urls_of_object_stores():
-  with pytest.raises(
-    FileNotFoundError, match=r"Mine\.files: 'gs://a/b\*' is in a store, .*mount"
-  ):
-    record_files.find("gs://a/b*", field="Mine.files")
-
-
 @pytest.mark.parametrize("pattern", ["none-*", "c.txt", "folder.txt", "in"])
 def test_an_error_names_field_and_pattern(folder, pattern):
   with pytest.raises(

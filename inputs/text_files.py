@@ -1,7 +1,7 @@
 """Documents in text files: one per file, line or paragraph.
 
 Documents are raw bytes in any encoding. Each file is read once before the first
-document to index the offsets.
+document to index the offsets. Files of a store are copied for that.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from paxon.inputs import record_files
+from paxon.inputs import data_files, record_files
 
 _BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+")
 
@@ -39,7 +39,7 @@ class TextFiles(record_files.RecordFiles):
   def __getitem__(self, index: int, /) -> bytes:
     number, place = self._locate(index)
     begin, end = self._parts[number][place]
-    with open(self.paths[number], "rb") as file:
+    with open(data_files.local(self.paths[number]), "rb") as file:
       file.seek(int(begin))
       return file.read(int(end - begin))
 
@@ -49,7 +49,7 @@ class TextFiles(record_files.RecordFiles):
     return tuple(self._find_spans(path) for path in self.paths)
 
   def _find_spans(self, path: str) -> np.ndarray:
-    with open(path, "rb") as file:
+    with open(data_files.local(path), "rb") as file:
       data = file.read()
     # Separators between documents.
     if self.documents is Documents.FILE:

@@ -14,8 +14,10 @@ r"""Memory-mapped token files in Megatron's `.bin` and `.idx` format.
     int8[n]   optional: a mode for each sequence, ignored here
 
 All values are little-endian. Opening a file reads only the header; reading a
-document takes two look-ups plus its tokens. Paxon's tools also write
-`NAME.json` with the tokenizer's description and vocabulary size.
+document takes two look-ups plus its tokens. Of a file in an object store the
+index is copied to a disk, and tokens are read by one request per sequence.
+Paxon's tools also write `NAME.json` with the tokenizer's description and
+vocabulary size.
 """
 
 import dataclasses
@@ -30,6 +32,7 @@ import numpy as np
 
 from paxon.inputs import (
   checks,
+  data_files,
   example_source,
   record_files,
   tokenizer_protocol,
@@ -61,7 +64,7 @@ class Unit(enum.Enum):
 class _Tables:
   """Arrays backed by the mapped files."""
 
-  tokens: np.ndarray
+  tokens: "np.ndarray | _StoredTokens"
   lengths: np.ndarray
   pointers: np.ndarray
   documents: np.ndarray
@@ -189,9 +192,9 @@ class TokenFile(record_files.PickledFields):
   def facts(self) -> dict[str, Any]:
     """The content of `NAME.json`; empty if it does not exist."""
     path = self.path + ".json"
-    if not os.path.exists(path):
+    if not data_files.exists(path):
       return {}
-    with open(path, encoding="utf-8") as file:
+    with open(data_files.local(path), encoding="utf-8") as file:
       try:
         return json.load(file)
       except ValueError as error:
@@ -264,13 +267,14 @@ class TokenFile(record_files.PickledFields):
     """Opens both files."""
     path = self.path + ".idx"
     for name in (path, self.path + ".bin"):
-      if not os.path.isfile(name):
+      if not data_files.exists(name):
         raise ValueError(
           f"TokenFile.path: there is no file {name}; give the path of a .bin"
           " and .idx without the ending."
         )
-    size = os.path.getsize(path)
-    with open(path, "rb") as file:
+    at = data_files.local(path)
+    size = os.path.getsize(at)
+    with open(at, "rb") as file:
       header = file.read(HEADER.size)
     if header[: len(MAGIC)] != MAGIC:
       raise ValueError(f"{path} is no index of tokens: it does not begin so.")
@@ -291,7 +295,7 @@ class TokenFile(record_files.PickledFields):
       )
     tables, offset = [], HEADER.size
     for dtype, count in (*counts, (np.int64, num_documents)):
-      tables.append(_mapped(path, np.dtype(dtype), offset, count))
+      tables.append(_mapped(at, np.dtype(dtype), offset, count))
       offset += np.dtype(dtype).itemsize * count
     dtype = np.dtype(DTYPES[code])
     lengths, pointers, documents = tables
@@ -304,10 +308,10 @@ class TokenFile(record_files.PickledFields):
 
   def _mapped_tokens(
     self, dtype: np.dtype, lengths: np.ndarray, pointers: np.ndarray
-  ) -> np.ndarray:
+  ) -> "np.ndarray | _StoredTokens":
     """Maps the `.bin`; raises ValueError if it is shorter than indexed."""
     path = self.path + ".bin"
-    size = os.path.getsize(path)
+    size = data_files.size(path)
     if len(lengths):
       # Sequences are contiguous, so the last one ends the file.
       needed = int(pointers[-1]) + dtype.itemsize * int(lengths[-1])
@@ -318,7 +322,32 @@ class TokenFile(record_files.PickledFields):
           f" {needed}; sequence {last} of {len(lengths)} is the first that is"
           " not whole."
         )
+    if data_files.is_remote(path):
+      return _StoredTokens(path=path, dtype=dtype, size=size // dtype.itemsize)
     return _mapped(path, dtype, 0, size // dtype.itemsize)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _StoredTokens:
+  """Tokens in an object store; reads each slice by one request."""
+
+  path: str
+  dtype: np.dtype
+  size: int
+
+  @property
+  def itemsize(self) -> int:
+    return self.dtype.itemsize
+
+  def __len__(self) -> int:
+    return self.size
+
+  def __getitem__(self, place: slice) -> np.ndarray:
+    if place.start == place.stop:
+      return np.zeros(0, self.dtype)
+    ends = place.start * self.itemsize, place.stop * self.itemsize
+    data = data_files.read_range(self.path, *ends)
+    return np.frombuffer(data, self.dtype.newbyteorder("<"))
 
 
 def _mapped(path: str, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
