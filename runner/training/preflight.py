@@ -5,6 +5,7 @@ the end, where an error would come after hours. Tracing takes about a second,
 and the step is compiled from this trace.
 """
 
+import math
 import os
 import platform
 import shlex
@@ -94,10 +95,15 @@ def summary(session: session_lib.Session, run_dir: epath.Path) -> list[str]:
   where = f"mesh {','.join(axes_of_mesh)}" if axes_of_mesh else "no sharding"
   if jax.process_count() > 1:
     where = f"{jax.process_count()} processes, {where}"
+  trained = session.num_parameters()
+  total = sum(
+    math.prod(spec.shape) for spec in jax.tree.leaves(session.specs["params"])
+  )
+  frozen = f", {trained:,} of them trained" if trained != total else ""
   return [
     f"versions: paxon {paxon.__version__}, jax {jax.__version__}, Python"
     f" {platform.python_version()}",
-    f"model: {session.num_parameters():,} parameters",
+    f"model: {total:,} parameters{frozen}",
     f"devices: {mesh.size} x {mesh.devices.flat[0].device_kind}, {where}",
     f"batch: {sequences:,} sequences x {source.length:,} = {tokens:,} tokens;"
     f" {job.num_train_steps:,} steps = {tokens * job.num_train_steps:,} tokens",

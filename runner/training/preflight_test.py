@@ -1,9 +1,15 @@
 """Tests for what is said of a job before it runs."""
 
 import dataclasses
+import platform
+from typing import Any
 
+from etils import epath
+from flax import traverse_util
+import jax
 import pytest
 
+import paxon
 from paxon.runner import user_error
 from paxon.runner.training import preflight, testing
 from paxon.runner.training import session as session_lib
@@ -21,6 +27,36 @@ def test_warns_of_arrays_that_a_mesh_does_not_shard():
   (warning,) = preflight.warnings(session_lib.open_session(job))
   assert "the mesh axis data=8 splits neither the batch nor any" in warning
   assert "add 'data' to the rule of 'batch'" in warning
+
+
+def test_the_first_lines_describe_the_run():
+  job, _ = testing.make(mesh="data=2,fsdp=4")
+  session = session_lib.open_session(job)
+  lines = preflight.summary(session, epath.Path("runs/my run"))
+  # 264 ids, width 16, 2 layers of 2 heads of 8 and a gated MLP of 32.
+  layer = 4 * 16 * (2 * 8) + 3 * 16 * 32 + 2 * 16
+  parameters = 264 * 16 + 2 * layer + 16
+  assert lines == [
+    f"versions: paxon {paxon.__version__}, jax {jax.__version__}, Python"
+    f" {platform.python_version()}",
+    f"model: {parameters:,} parameters",
+    "devices: 8 x cpu, mesh data=2,fsdp=4",
+    "batch: 8 sequences x 16 = 128 tokens; 12 steps = 1,536 tokens",
+    "metrics: tensorboard --logdir='runs/my run/events'",
+  ]
+
+
+def test_parameters_that_are_not_trained_are_counted_separately():
+  job, _ = testing.make(mesh="data=8")
+  session = session_lib.open_session(job)
+  flat: dict[Any, Any] = traverse_util.flatten_dict(dict(session.specs))
+  path = ("params", "embedding", "table")
+  flat[path] = dataclasses.replace(flat[path], trainable=False)
+  frozen = dataclasses.replace(
+    session, specs=traverse_util.unflatten_dict(flat)
+  )
+  model = preflight.summary(frozen, epath.Path("runs"))[1]
+  assert model == "model: 9,424 parameters, 5,200 of them trained"
 
 
 def test_rejects_ids_of_another_tokenizer():
