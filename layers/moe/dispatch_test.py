@@ -15,6 +15,7 @@ from paxon.layers.moe import (
   platform_kernels,
   routing,
   testing,
+  triton_kernel,
 )
 
 G, S, D, F, E, K = 2, 6, 4, 3, 5, 2
@@ -220,6 +221,9 @@ def test_no_capacity():
 _KERNELS = {
   "tiles": grouped_matmul.Tiles(tile=8),
   "tiles of one": grouped_matmul.Tiles(tile=1),
+  "triton": triton_kernel.Triton(
+    interpret=True, rows=16, columns=16, contracting=16
+  ),
   "megablox": platform_kernels.Megablox(interpret=True, rows=128),
 }
 _SIZES = {

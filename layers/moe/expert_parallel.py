@@ -176,8 +176,9 @@ def _of_device(
     return gather(x, ids, weights)
   devices = _size(plan.experts)
   room = math.ceil(bound * ids.size / devices)
-  if room >= x.shape[0] * min(ids.shape[1], stacks.num_experts):
-    return _exchange(x, ids, weights, room=ids.size, **common)
+  worst = x.shape[0] * min(ids.shape[1], stacks.num_experts)
+  if room >= worst:
+    return _exchange(x, ids, weights, room=worst, **common)
   device = _device_of(ids, stacks.num_experts, devices)
   most = jnp.max(jnp.sum(jax.nn.one_hot(device, devices), axis=(0, 1)))
   # Equal on all devices, which must take the same branch: each branch has

@@ -115,6 +115,18 @@ def check(
     )
 
 
+def only(
+  support: Support,
+  kernel: Callable[..., jax.Array],
+  *operands: jax.Array,
+) -> jax.Array:
+  """Calls a kernel in programs for its platforms; others do not compile."""
+  if not support.platforms:
+    return kernel(*operands)
+  branches: dict[str, Any] = dict.fromkeys(support.platforms, kernel)
+  return jax.lax.platform_dependent(*operands, **branches)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _grouped_matmul(
   kernel: Kernel, x: jax.Array, w: jax.Array, sizes: jax.Array

@@ -1,4 +1,4 @@
-"""Grouped matmul kernels of TPUs and GPUs, and the choice by platform."""
+"""The grouped matmul of TPUs, and the choice of a kernel by platform."""
 
 from collections.abc import Callable
 import dataclasses
@@ -8,7 +8,7 @@ import jax
 from jax.experimental.pallas.ops.tpu import megablox
 import jax.numpy as jnp
 
-from paxon.layers.moe import grouped_matmul
+from paxon.layers.moe import grouped_matmul, triton_kernel
 from paxon.sharding import checks
 
 _MEGABLOX: Final = grouped_matmul.Support(
@@ -59,7 +59,7 @@ class Megablox:
       y = jnp.where(used[:, None], y[: x.shape[0]], jnp.zeros((), y.dtype))
       return y.astype(x.dtype)
 
-    return _only(self.support, kernel, x, w, sizes)
+    return grouped_matmul.only(self.support, kernel, x, w, sizes)
 
   def multiply_transposed(
     self, x: jax.Array, y: jax.Array, sizes: jax.Array
@@ -75,7 +75,7 @@ class Megablox:
       with jax.numpy_dtype_promotion("standard"):
         return transpose(y.astype(x.dtype))[0]
 
-    return _only(self.support, kernel, x, y, sizes)
+    return grouped_matmul.only(self.support, kernel, x, y, sizes)
 
   def _gmm(
     self, x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool
@@ -103,21 +103,10 @@ def _pad(x: jax.Array, multiple: int) -> jax.Array:
   return jnp.pad(x, ((0, -x.shape[0] % multiple), (0, 0)))
 
 
-def _only(
-  support: grouped_matmul.Support,
-  kernel: Callable[..., jax.Array],
-  *operands: jax.Array,
-) -> jax.Array:
-  """Calls a kernel in programs for its platforms; others do not compile."""
-  if not support.platforms:
-    return kernel(*operands)
-  branches: dict[str, Any] = dict.fromkeys(support.platforms, kernel)
-  return jax.lax.platform_dependent(*operands, **branches)
-
-
 # Constants, which compare by value.
 _TILES: Final = grouped_matmul.Tiles()
 _MEGABLOX_KERNEL: Final = Megablox()
+_TRITON: Final = triton_kernel.Triton()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,7 +120,7 @@ class ByPlatform:
   """
 
   cpu: grouped_matmul.Kernel = _TILES
-  cuda: grouped_matmul.Kernel = _TILES
+  cuda: grouped_matmul.Kernel = _TRITON
   tpu: grouped_matmul.Kernel = _MEGABLOX_KERNEL
 
   @property

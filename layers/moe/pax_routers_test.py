@@ -1,0 +1,315 @@
+"""Tests of Pax's routers, against their definition in float64 numpy."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxon.layers.moe import (
+  balance,
+  dispatch,
+  pax_routers,
+  routers,
+  routing,
+  testing,
+)
+
+B, T, D, E = 2, 8, 5, 4
+_SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 2, 0], [1, 1, 0, 0, 0, 0, 0, 0]])
+
+
+def _x():
+  return jax.random.normal(jax.random.key(0), (B, T, D))
+
+
+def _route(router, x=None, *, params=None, rng=None, num_experts=E):
+  x = _x() if x is None else x
+  segments = jnp.asarray(_SEGMENTS)
+  args = (x, segments != 0, segments)
+  if params is None:
+    params = router.init(jax.random.key(1), *args, num_experts=num_experts)
+
+  @jax.jit
+  def run(params, *args):
+    return router.apply(
+      params,
+      *args,
+      num_experts=num_experts,
+      deterministic=rng is None,
+      rngs={} if rng is None else {"routing": rng},
+    )
+
+  return run(params, *args), params
+
+
+def _scores(params, x=None, path=("logits",)):
+  x = _x() if x is None else x
+  node = params["params"]
+  for name in path:
+    node = node[name]
+  kernel = node["kernel"]
+  kernel = np.asarray(getattr(kernel, "value", kernel), np.float64)
+  return testing.softmax(np.asarray(x, np.float64) @ kernel)
+
+
+def _dense(result):
+  """Returns the weight of each expert, [B,T,E]."""
+  dense = np.zeros((B, T, E + 1))
+  for b, t, j in np.ndindex(result.ids.shape):
+    dense[b, t, result.ids[b, t, j]] += result.weights[b, t, j]
+  assert not dense[..., E].any()
+  return dense[..., :E]
+
+
+def test_top_two():
+  result, params = _route(pax_routers.TopTwo())
+  scores = _scores(params)
+  expected = np.zeros((B, T, E))
+  for b, t in np.argwhere(_SEGMENTS != 0):
+    p = scores[b, t].copy()
+    first = p.argmax()
+    rest = p.copy()
+    rest[first] = 0
+    second = rest.argmax()
+    expected[b, t, first] = p[first] / (p[first] + p[second] + 1e-9)
+    expected[b, t, second] = p[second] / (p[first] + p[second] + 1e-9)
+    assert list(result.ids[b, t]) == [first, second]
+  np.testing.assert_allclose(_dense(result), expected, rtol=1e-5)
+
+
+def test_top_two_of_equal_and_of_saturated_scores():
+  router = pax_routers.TopTwo()
+  params = {"params": {"logits": {"kernel": jnp.zeros((D, E))}}}
+  result, _ = _route(router, params=params)
+  np.testing.assert_array_equal(result.ids[0, 0], [0, 1])
+  params["params"]["logits"]["kernel"] = jnp.zeros((D, E)).at[:, 0].set(1e4)
+  result, _ = _route(router, jnp.ones((B, T, D)), params=params)
+  # All others underflow, so the second is expert 0 again, with weight 0.
+  np.testing.assert_array_equal(result.ids[0, 0], [0, 0])
+  np.testing.assert_allclose(result.weights[0, 0], [1, 0])
+
+
+def test_sampled_second_expert():
+  router = pax_routers.TopTwo(second=pax_routers.SecondExpert.SAMPLING)
+  params = {
+    "params": {"logits": {"kernel": jnp.log(jnp.array([[4.0, 3, 2, 1]]))}}
+  }
+  x = jnp.ones((1, 4000, 1))
+  ids = router.apply(
+    params,
+    x,
+    jnp.ones((1, 4000), jnp.bool_),
+    num_experts=4,
+    deterministic=False,
+    rngs={"routing": jax.random.key(0)},
+  ).ids
+  assert (np.asarray(ids[..., 0]) == 0).all()
+  shares = np.bincount(np.asarray(ids[0, :, 1]), minlength=4) / 4000
+  np.testing.assert_allclose(shares, [0, 3 / 6, 2 / 6, 1 / 6], atol=0.03)
+
+
+def test_random_second_expert():
+  router = pax_routers.TopTwo(second=pax_routers.SecondExpert.RANDOM)
+  params = {
+    "params": {"logits": {"kernel": jnp.log(jnp.array([[8.0, 1, 0.5, 0.5]]))}}
+  }
+  result = router.apply(
+    params,
+    jnp.ones((1, 4000, 1)),
+    jnp.ones((1, 4000), jnp.bool_),
+    num_experts=4,
+    deterministic=False,
+    rngs={"routing": jax.random.key(0)},
+  )
+  kept = np.asarray(result.ids[0, :, 1]) == 1
+  # GShard: with probability 2 g_2, which is 2 / 9.
+  np.testing.assert_allclose(kept.mean(), 2 / 9, atol=0.03)
+  weight = np.asarray(result.weights[0, :, 1])
+  assert (weight[~kept] == 0).all()
+  np.testing.assert_allclose(weight[kept], 1 / 9, rtol=1e-5)
+
+
+@pytest.mark.parametrize("floor_first", [True, False])
+def test_expert_choice(floor_first):
+  groups = routing.TokenGroups(num_groups=2)
+  router = pax_routers.ExpertChoice(
+    factor=1.9, groups=groups, floor_first=floor_first
+  )
+  result, params = _route(router)
+  scores = _scores(params)
+  # int(8 // 4 * 1.9) = 3; int(8 * 1.9 / 4) = 3, rounded up to 4.
+  size = 3 if floor_first else 4
+  expected = np.zeros((B, T, E))
+  for b, e in np.ndindex(B, E):
+    p = scores[b, :, e] * (1 if floor_first else _SEGMENTS[b] != 0)
+    # Ascending and stable: the last of equals is the largest.
+    for t in np.argsort(p, kind="stable")[-size:]:
+      expected[b, t, e] = scores[b, t, e] * (_SEGMENTS[b, t] != 0)
+  np.testing.assert_allclose(_dense(result), expected, rtol=1e-5)
+
+
+def test_expert_choice_of_equal_tokens_takes_the_last():
+  router = pax_routers.ExpertChoice(factor=1.0, floor_first=True)
+  params = {"params": {"logits": {"kernel": jnp.zeros((D, E))}}}
+  segments = jnp.ones((1, T), jnp.bool_)
+  ids = router.apply(params, _x()[:1], segments, num_experts=E).ids
+  assert (np.asarray(ids)[0, :-2] == E).all()
+  np.testing.assert_array_equal(ids[0, -2:], [list(range(E))] * 2)
+
+
+def test_dense_top_two():
+  result, params = _route(pax_routers.DenseTopTwo())
+  scores = _scores(params) * (_SEGMENTS != 0)[..., None]
+  second = np.sort(scores, -1)[..., -2:-1]
+  expected = np.where(scores >= second, scores, 0)
+  expected /= expected.sum(-1, keepdims=True) + 1e-12
+  np.testing.assert_allclose(_dense(result), expected, rtol=1e-5)
+
+
+def test_dense_top_two_keeps_three_if_two_tie():
+  params = {
+    "params": {"logits": {"kernel": jnp.log(jnp.array([[4.0, 4, 2, 1]]))}}
+  }
+  result = pax_routers.DenseTopTwo().apply(
+    params, jnp.ones((1, 1, 1)), jnp.ones((1, 1), jnp.bool_), num_experts=4
+  )
+  np.testing.assert_allclose(
+    result.weights[0, 0], [0.4, 0.4, 0.2, 0], rtol=1e-5
+  )
+
+
+def test_sentences_are_routed_by_their_mean():
+  router = pax_routers.BySentence(router=routers.TopK(k=2))
+  result, params = _route(router)
+  x = np.asarray(_x(), np.float64)
+  means = np.zeros_like(x)
+  for b, t in np.argwhere(_SEGMENTS != 0):
+    means[b, t] = x[b][_SEGMENTS[b] == _SEGMENTS[b, t]].mean(0)
+  scores = _scores(params, means, ("router", "logits"))
+  best = np.argsort(-scores, -1)[..., :2]
+  kept = _SEGMENTS != 0
+  np.testing.assert_array_equal(np.asarray(result.ids)[kept], best[kept])
+  assert (np.asarray(result.ids)[~kept] == E).all()
+
+
+def test_group_limited_choice():
+  groups = routers.ExpertGroups(num_groups=4, num_chosen=2, num_summed=2)
+  scores = np.random.default_rng(0).normal(size=(3, 5, 12))
+  limited = np.asarray(groups.limit(jnp.asarray(scores, jnp.float32), 3))
+  for at in np.ndindex(3, 5):
+    by_group = scores[at].reshape(4, 3)
+    value = np.sort(by_group, -1)[:, -2:].sum(-1)
+    chosen = np.argsort(-value)[:2]
+    finite = np.isfinite(limited[at].reshape(4, 3))
+    assert sorted(chosen) == list(np.flatnonzero(finite.all(-1)))
+    assert finite.any(-1).sum() == 2
+
+
+def test_bias_of_selection():
+  """Bias selects, does not weigh, and moves by the sign of the load."""
+  rate = 0.5
+  router = routers.TopK(
+    k=1, normalize=False, bias=balance.SelectionBias(rate=rate)
+  )
+  x, segments = _x(), jnp.asarray(_SEGMENTS)
+  args = (x, segments != 0)
+  variables = router.init(jax.random.key(1), *args, num_experts=E)
+  apply = jax.jit(
+    functools.partial(router.apply, num_experts=E, mutable=["balance"])
+  )
+  scores, bias = _scores(variables), np.zeros(E)
+  state = jax.tree.map(lambda v: v, variables)
+  for _ in range(3):
+    ids = (scores + bias).argmax(-1)
+    result, new = apply(state, *args)
+    kept = _SEGMENTS != 0
+    np.testing.assert_array_equal(np.asarray(result.ids)[kept, 0], ids[kept])
+    np.testing.assert_allclose(
+      np.asarray(result.weights)[kept, 0],
+      np.take_along_axis(scores, ids[..., None], -1)[kept, 0],
+      rtol=1e-5,
+    )
+    counts = np.bincount(ids[kept], minlength=E)
+    bias += rate * np.sign(counts.mean() - counts)
+    state = {**variables, **new}
+  # Evaluation uses the updated bias and changes nothing.
+  ids = (scores + bias).argmax(-1)
+  result = router.apply(state, *args, num_experts=E)
+  np.testing.assert_array_equal(np.asarray(result.ids)[kept, 0], ids[kept])
+
+
+def test_load_balance_forms():
+  result, params = _route(routers.TopK(k=2))
+  p, kept = _scores(params), _SEGMENTS != 0
+  ids = np.asarray(result.ids)
+  first = np.eye(E + 1)[ids[..., 0]][..., :E]
+  both = np.eye(E + 1)[ids][..., :E].sum(-2)
+  tokens = kept.sum()
+  f, mean = both[kept].sum(0) / tokens, p[kept].mean(0)
+  forms = {
+    balance.switch(1.0): E * (f / 2 * mean).sum(),
+    balance.pooled(1.0): E * (f * mean).sum(),
+    balance.gshard(0.5, groups=routing.TokenGroups(num_groups=2)): 0.5
+    * E
+    * np.mean(
+      [
+        (first[b].sum(0) / T * (p[b] * kept[b][:, None]).sum(0) / T).sum()
+        for b in range(B)
+      ]
+    ),
+    balance.deepseek(1.0): E
+    * np.mean(
+      [
+        (both[b].sum(0) / 2 / kept[b].sum() * p[b][kept[b]].mean(0)).sum()
+        for b in range(B)
+      ]
+    ),
+  }
+  for loss, expected in forms.items():
+    np.testing.assert_allclose(loss(result), expected, rtol=1e-5)
+  logits = np.asarray(result.logits, np.float64)[kept]
+  np.testing.assert_allclose(
+    balance.ZLoss(weight=2.0)(result),
+    2 * np.mean(np.log(np.exp(logits).sum(-1)) ** 2),
+    rtol=1e-5,
+  )
+
+
+@pytest.mark.parametrize(
+  ("build", "message"),
+  [
+    (
+      lambda: _route(routers.TopK(k=5)),
+      r"TopK\.k \(5\) must not be above num_experts \(4\)",
+    ),
+    (
+      lambda: _route(pax_routers.TopTwo(), num_experts=1),
+      r"TopTwo needs at least 2 experts",
+    ),
+    (
+      lambda: _route(pax_routers.ExpertChoice(factor=9.0)),
+      r"ExpertChoice\.factor \(9\.0\) gives each of 4 experts a capacity of 36",
+    ),
+    (
+      lambda: routers.ExpertGroups(num_groups=2, num_chosen=3),
+      r"num_chosen \(3\) must not be above num_groups \(2\)",
+    ),
+    (
+      lambda: dispatch.Capacity(minimum=0),
+      r"minimum must be positive, got 0",
+    ),
+    (
+      lambda: routing.TokenGroups(num_groups=3).count(16),
+      r"cuts 16 tokens into 3 groups",
+    ),
+    (
+      lambda: balance.switch(-1.0),
+      r"LoadBalance\.weight must not be negative, got -1\.0",
+    ),
+  ],
+)
+def test_errors(build, message):
+  with pytest.raises(ValueError, match=message):
+    build()
