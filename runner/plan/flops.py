@@ -92,7 +92,8 @@ class Flops:
     notes: Why some FLOPs are not counted, one sentence each.
     bubbles: FLOPs of `counts` in pipeline bubbles, by key. Negative for
       operations of a `cond` whose branch is not the most expensive.
-    skipped: FLOPs of `counts` that attention kernels skip, by key.
+    skipped: FLOPs of `counts` that attention kernels skip, by key; 0 for a
+      kernel that skips none.
   """
 
   counts: Mapping[Key, int]
@@ -134,7 +135,7 @@ class Flops:
     return {k: n - self.skipped.get(k, 0) for k, n in self.counts.items()}
 
   def attention_share(self) -> float:
-    """Returns the share of the kernels' attention that is not skipped."""
+    """Returns the share of the attention kernels' FLOPs that is computed."""
     whole = sum(self.counts[key] for key in self.skipped)
     return 1 - sum(self.skipped.values()) / whole if whole else 1.0
 
@@ -188,7 +189,11 @@ def count(jaxpr: core.ClosedJaxpr) -> Flops:
       for key, work in counts.items()
       if work.live != work.flops
     },
-    {key: round(w.skipped) for key, w in counts.items() if w.skipped},
+    {
+      key: round(counts[key].skipped)
+      for key in counter.attention
+      if key in counts
+    },
   )
 
 
@@ -213,6 +218,8 @@ class _Counter:
 
   def __init__(self) -> None:
     self.notes: list[str] = []
+    # Keys of attention kernels.
+    self.attention: dict[Key, None] = {}
 
   def jaxpr(self, jaxpr: core.Jaxpr, stack: str, known: _Known) -> _Counts:
     counts: _Counts = {}
@@ -230,7 +237,9 @@ class _Counter:
       return _entry(stack, kind, flops, eqn, _phase(stack))
     attention = kernel_flops.attention(eqn, known)
     if attention is not None:
-      return _kernel(stack, attention, eqn)
+      counts = _kernel(stack, attention, eqn)
+      self.attention |= dict.fromkeys(counts)
+      return counts
     if name == "pallas_call":
       return self._pallas(eqn, stack)
     bodies = [

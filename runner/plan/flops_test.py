@@ -410,35 +410,44 @@ def test_a_pipeline_has_the_model_flops_of_the_formula(stages, knobs, live):
     assert found.bubble_flops == pytest.approx((1 - live) * inside)
 
 
+_CAUSAL = attention_mask.MaskRules(causal=True)
+_FULL = attention_mask.MaskRules(causal=False)
+
+
 @pytest.mark.parametrize(
-  ("mask", "share"),
+  ("masks", "share"),
   [
     # Blocks of 128: of 4 x 4 those on and below the diagonal.
-    pytest.param(attention_mask.MaskRules(causal=True), 10 / 16, id="causal"),
-    pytest.param(attention_mask.MaskRules(causal=False), 1.0, id="full"),
+    pytest.param([_CAUSAL], 10 / 16, id="causal"),
+    pytest.param([_FULL], 1.0, id="full"),
     # A window of a block reaches the block before.
     pytest.param(
-      attention_mask.MaskRules(causal=True, window=128), 7 / 16, id="window"
+      [attention_mask.MaskRules(causal=True, window=128)], 7 / 16, id="window"
     ),
+    # Those of an encoder skip nothing.
+    pytest.param([_FULL, _CAUSAL], 13 / 16, id="encoder and decoder"),
   ],
 )
-def test_blocks_that_splash_skips(mask, share):
+def test_blocks_that_splash_skips(masks, share):
   kernel = splash.Splash(block_q=128, block_kv=128, interpret=True)
   ids = jax.ShapeDtypeStruct((2, 512), jnp.int32)
 
   def loss(q, k, v, ids):
-    mask_ = attention_mask.AttentionMask(
-      q_positions=ids,
-      kv_positions=ids,
-      q_segment_ids=ids,
-      kv_segment_ids=ids,
-      rules=mask,
-    )
+    for i, rules in enumerate(masks):
+      mask = attention_mask.AttentionMask(
+        q_positions=ids,
+        kv_positions=ids,
+        q_segment_ids=ids,
+        kv_segment_ids=ids,
+        rules=rules,
+      )
 
-    def layer(q, _):
-      return jax.checkpoint(lambda q: kernel(q, k, v, mask_))(q), None
+      def layer(q, _, mask=mask):
+        return jax.checkpoint(lambda q: kernel(q, k, v, mask))(q), None
 
-    return jax.lax.scan(layer, q, None, length=3)[0].sum()
+      with jax.named_scope(f"part_{i}"):
+        q = jax.lax.scan(layer, q, None, length=3)[0]
+    return q.sum()
 
   shapes = [jax.ShapeDtypeStruct((2, 512, 4, 16), jnp.float32)] * 3
   traced = jax.jit(jax.grad(loss)).trace(*shapes, ids)

@@ -13,6 +13,8 @@ from typing import Any, Final
 import jax
 import numpy as np
 
+from paxon.runner.plan.program_text import kernels
+
 # CAUSAL and PADDING_CAUSAL of JAX's MaskType.
 _CUDNN_CAUSAL: Final = (2, 3)
 # Matmuls by name of the primitive or Pallas call: those that plain attention
@@ -88,9 +90,8 @@ def _cudnn_share(eqn: Any) -> float | None:
   length, kv_length = (v.aval.shape[axis] for v in eqn.invars[:2])
   if length != kv_length:
     return None
-  window = eqn.params.get("sliding_window_length") or length
-  window = min(window, length)
-  return (window * (window + 1) / 2 + (length - window) * window) / length**2
+  window = eqn.params.get("sliding_window_length")
+  return kernels.causal_share(length, window)
 
 
 def _splash_operands(eqn: Any) -> list[Any]:

@@ -33,6 +33,8 @@ _READ = (
   re.compile(r'"custom_fusion_config":\{"name":"[^"]+"'),
   re.compile(r'"is_sync":(?:true|false)'),
   re.compile(r'"intermediate_tensor_shape":\s*\{[^{}]*\}'),
+  re.compile(r'"mask_type":\s*"\w+"'),
+  re.compile(r'"sliding_window_length":\s*\d+'),
   re.compile(r'"lhs_contracting_dimensions":\s*\[[^\]]*\]'),
   re.compile(r'"cost_estimate":\s*\{[^{}]*\}'),
 )

@@ -334,7 +334,11 @@ def to_grid_table(
 def best(
   plans: Sequence[result.Plan | result.Failure],
 ) -> result.Plan | None:
-  """Returns the plan with the most tokens/s that fits, else the smallest."""
+  """Returns the plan with the most tokens/s that fits, else the smallest.
+
+  A bound is above every estimate, so plans without an estimate count only if
+  none has one.
+  """
   made = [plan for plan in plans if isinstance(plan, result.Plan)]
   fit = [p for p in made if _may_fit(p)]
   if not fit:
@@ -344,7 +348,8 @@ def best(
       key=lambda p: math.inf if p.memory.peak is None else p.memory.peak,
       default=None,
     )
-  return max(fit, key=_speed)
+  known = [plan for plan in fit if plan.estimate is not None]
+  return max(known or fit, key=_speed)
 
 
 def _may_fit(plan: result.Plan) -> bool:

@@ -225,6 +225,18 @@ def test_a_grid_marks_the_fastest_that_fits():
   assert text.endswith("no plan: no knob 'length'")
 
 
+def test_a_bound_is_not_faster_than_an_estimate():
+  bound = _plan(9_000.0)
+  bound = dataclasses.replace(
+    bound,
+    estimate=None,
+    bound=dataclasses.replace(bound.bound, tokens_per_second=9_000.0),
+  )
+  slow, fast = _plan(1_000.0), _plan(2_000.0)
+  assert questions.best([slow, bound, fast]) is fast
+  assert questions.best([bound]) is bound
+
+
 def test_of_plans_that_do_not_fit_the_smallest_is_kept_and_none_is_marked():
   rejected = _plan(
     memory=sample_plan.memory(peak=None, compiler_error="Used 40G of 15G")

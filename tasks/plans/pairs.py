@@ -19,6 +19,8 @@ from paxon.sharding import suggestions
 
 FOLDER: Final = pathlib.Path(__file__).parent / "files"
 _PARAMS: Final = "tasks.lm.params."
+_QUICKSTART: Final = f"{_PARAMS}quickstart.PythonStdlibLm"
+_CLOUD: Final = f"{_PARAMS}lm_cloud.LmCloudSpmd"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Pair:
     assigned: Knob values for the target.
     attention: Attention kernel, `cudnn` or `plain`, if there are plans of both.
     quantization: Quantization recipe, if any.
+    is_of_kinds: Whether it is one of the two experiments that are planned for
+      every kind of device. CI does not compile these.
   """
 
   experiment: str
@@ -38,6 +42,7 @@ class Pair:
   assigned: Mapping[str, str] = dataclasses.field(default_factory=dict)
   attention: str = ""
   quantization: str = ""
+  is_of_kinds: bool = False
 
   @property
   def name(self) -> str:
@@ -88,29 +93,39 @@ class Pair:
     return golden.from_json(self.path.read_text())
 
 
+# A target of each kind, of eight devices.
+_KINDS: Final = (
+  *("cpu:8", "a100:1x8", "h100:1x8", "h200:1x8", "b200:1x8", "v4:2x2x2"),
+  *("v5e:2x4", "v5p:2x2x2", "v6e:2x4", "v7x:2x2x1"),
+)
+
+
+def _of_kinds() -> Iterator[Pair]:
+  for target in _KINDS:
+    yield Pair(_QUICKSTART, target, {"mesh": "fsdp=-1"}, is_of_kinds=True)
+  for target in _KINDS:
+    assigned = {"mesh": "fsdp=8", "global_batch_size": "64"}
+    yield Pair(f"{_CLOUD}2B", target, assigned, is_of_kinds=True)
+
+
 def _pairs() -> Iterator[Pair]:
-  yield Pair(
-    f"{_PARAMS}quickstart.PythonStdlibLm", "cpu:8", {"mesh": "fsdp=-1"}
-  )
-  yield Pair(
-    f"{_PARAMS}quickstart.PythonStdlibLm", "h200:1x8", {"mesh": "fsdp=-1"}
-  )
-  cloud = f"{_PARAMS}lm_cloud.LmCloudSpmd"
+  yield Pair(_QUICKSTART, "cpu:8", {"mesh": "fsdp=-1"})
+  yield Pair(_QUICKSTART, "h200:1x8", {"mesh": "fsdp=-1"})
   # Eight sequences per device, as on TPUs; data parallelism between hosts.
   for hosts, gpus in ((1, 1), (1, 8), (4, 8), (64, 8)):
     mesh = f"fsdp={gpus}" + (f",dcn.data={hosts}" if hosts > 1 else "")
     yield Pair(
-      f"{cloud}2B",
+      f"{_CLOUD}2B",
       f"h200:{hosts}x{gpus}",
       {"mesh": mesh, "global_batch_size": str(8 * hosts * gpus)},
     )
   yield Pair(
-    f"{cloud}2B",
+    f"{_CLOUD}2B",
     "h200:1x8",
     {"mesh": "fsdp=8", "global_batch_size": "64"},
     quantization="fp8",
   )
-  yield Pair(f"{cloud}2B", "v4:2x2x1")
+  yield Pair(f"{_CLOUD}2B", "v4:2x2x1")
   # CI compiles plain attention too, since cuDNN's library is large.
   gpt2, llama = (
     f"{_PARAMS}{name}" for name in ("gpt2.Gpt2Small124M", "llama.Llama3_8B")
@@ -128,11 +143,17 @@ def _pairs() -> Iterator[Pair]:
     attention="cudnn",
   )
   yield Pair(f"{_PARAMS}c4_multislice.C4Spmd22BAdam2xv4_128", "v4:2x(4x4x4)")
-  yield Pair(f"{cloud}128B", "v4:4x8x8")
-  yield Pair(f"{cloud}1024B", "v4:8x16x16")
+  yield Pair(f"{_CLOUD}128B", "v4:4x8x8")
+  yield Pair(f"{_CLOUD}1024B", "v4:8x16x16")
 
 
-PAIRS: Final = tuple(_pairs())
+def _all() -> dict[str, Pair]:
+  """Pairs by name; one that is planned anyhow is not one of the kinds."""
+  return {pair.name: pair for pair in (*_of_kinds(), *_pairs())}
+
+
+PAIRS: Final = tuple(_all().values())
+KINDS: Final = tuple(pair.name for pair in _of_kinds())
 
 
 def find(patterns: Iterable[str]) -> list[Pair]:

@@ -25,6 +25,12 @@ _FOOTER = """
 `sent within` is the payload of a device's collectives over NVLink or ICI, and
 `sent between` the payload over the network between hosts or slices.
 """
+_KINDS = """
+## Every kind of device
+
+Two experiments on eight devices of each kind.
+
+"""
 _COLUMNS = (
   "experiment",
   "target",
@@ -48,16 +54,19 @@ def text() -> str:
   Raises:
     UserError: The file of a pair does not exist.
   """
-  plans = [pair.read() for pair in pairs.PAIRS]
+  plans = [pair.read() for pair in pairs.PAIRS if not pair.is_of_kinds]
+  kinds = [pair.read() for pair in pairs.PAIRS if pair.name in pairs.KINDS]
   return "".join(
     (
       _HEADER,
       _table([_COLUMNS, ("---",) * len(_COLUMNS), *map(_row, plans)]),
       _FOOTER,
+      _KINDS,
+      _table([_COLUMNS, ("---",) * len(_COLUMNS), *map(_row, kinds)]),
       "\n## Collectives and kernels\n",
       *(_details(plan) for plan in plans),
       "\n## Made with\n\n",
-      *_versions(plans),
+      *_versions([*plans, *kinds]),
     )
   )
 

@@ -25,6 +25,7 @@ from paxon.runner.plan.program_text import (
   collectives,
   costs,
   hlo,
+  kernels,
   trip_counts,
 )
 
@@ -85,7 +86,7 @@ def simulate(
       fusions by their own names.
     rates: Of the device.
     attention_share: Share of their FLOPs that attention kernels compute,
-      because they skip masked blocks.
+      because they skip masked blocks; for kernels whose text does not say it.
 
   Returns:
     Its time.
@@ -334,8 +335,12 @@ class _Walker:
     rate = self._rates.flops(cost.dtype, is_attention=is_kernel)
     if rate is None:
       raise NotPredictedError(f"the rate of {cost.dtype} matmuls is not known")
+    if not is_kernel:
+      return cost.flops / rate
     # Costs count all pairs of positions.
-    share = self._attention_share if is_kernel else 1.0
+    share = kernels.computed_share(instruction)
+    if share is None:
+      share = self._attention_share
     return cost.flops * share / rate
 
   def _overhead(self, state: _State) -> None:

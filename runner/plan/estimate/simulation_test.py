@@ -118,6 +118,23 @@ def test_attention_kernels_have_a_rate_of_their_own():
   assert found.compute == 6.0 + 6.0
 
 
+def test_cudnn_says_itself_what_it_skips():
+  config = (
+    'custom-call(%p), custom_call_target="__cudnn$fmhaSoftmax", backend_config='
+    '{"intermediate_tensor_shape": {"dimensions": ["1", "1", "3", "3"]},'
+  )
+  program = _program(
+    [
+      f'a = f32[2] {config} "mask_type": "CAUSAL"}}',
+      f'b = f32[2] {config} "mask_type": "NO_MASK"}}',
+    ]
+  )
+  cost = _cost("attention", flops=600)
+  # Six of nine pairs; all of them.
+  found = _simulate(program, {"a": cost, "b": cost}, attention_share=0.5)
+  assert found.compute == pytest.approx(12.0 * 6 / 9 + 12.0)
+
+
 def test_a_synchronous_collective_stops_the_clock():
   program = _program(
     ["a = f32[2] add(%p)", "g = f32[2] all-gather(%a)", "b = f32[2] add(%g)"]

@@ -47,6 +47,8 @@ _CUSTOM_NAME = re.compile(r'"custom_fusion_config":\{"name":"([^"]+)"')
 _SCORES = re.compile(
   r'"intermediate_tensor_shape":\s*\{[^{}]*?"dimensions":\s*\[([^\]]*)\]'
 )
+_MASK = re.compile(r'"mask_type":\s*"(\w+)"')
+_WINDOW = re.compile(r'"sliding_window_length":\s*"?(\d+)')
 _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
 _ESTIMATE = re.compile(r'"cost_estimate":\s*\{[^{}]*"flops":\s*"?(\d+)')
 _FMHA = "__cudnn$fmha"
@@ -154,6 +156,38 @@ def flops(call: hlo.Instruction, operands: list[hlo.Type]) -> int | None:
     matmuls = 5 if is_all else _SPLASH_MATMULS[splash[1]]
     return matmuls * 2 * math.prod(query.shape) * key.shape[-2]
   return _estimate(call)
+
+
+def computed_share(call: hlo.Instruction) -> float | None:
+  """Returns the share of query-key pairs that an attention kernel computes.
+
+  cuDNN skips pairs above the diagonal and before a window.
+
+  Args:
+    call: The custom call.
+
+  Returns:
+    The share; None if the text of the call does not say it.
+  """
+  mask, scores = _MASK.search(call.attributes), _SCORES.search(call.attributes)
+  if not is_attention(target(call)) or mask is None or scores is None:
+    return None
+  length, kv_length = _ints(scores[1])[-2:]
+  if "CAUSAL" not in mask[1] or length != kv_length:
+    return 1.0
+  window = _WINDOW.search(call.attributes)
+  return causal_share(length, int(window[1]) if window else 0)
+
+
+def causal_share(length: int, window: int | None) -> float:
+  """Returns the share of pairs that a causal mask shows.
+
+  Args:
+    length: Number of queries, and of keys.
+    window: Number of keys that a query sees at most; None or 0 for all.
+  """
+  window = min(window or length, length)
+  return (window * (window + 1) / 2 + (length - window) * window) / length**2
 
 
 def multiplies(call: hlo.Instruction) -> bool:

@@ -72,6 +72,29 @@ def test_attention_as_the_compiler_for_cuda_prints_it():
   assert kernels.flops(call, operands) == 2 * _MATMUL
 
 
+@pytest.mark.parametrize(
+  ("mask", "window", "lengths", "share"),
+  [
+    # Of 8 x 8 pairs 36; with a window of 2 tokens 1 + 7 x 2.
+    ("CAUSAL", 0, (8, 8), 36 / 64),
+    ("PADDING_CAUSAL", 2, (8, 8), 15 / 64),
+    # The decoder's tokens attend to the encoder's.
+    ("PADDING", 0, (8, 16), 1.0),
+    ("NO_MASK", 0, (8, 8), 1.0),
+  ],
+)
+def test_pairs_that_cudnn_computes(mask, window, lengths, share):
+  config = (
+    '"cudnn_fmha_backend_config": {"intermediate_tensor_shape": {"element_type"'
+    f': "BF16", "dimensions": ["2", "4", "{lengths[0]}", "{lengths[1]}"]}},'
+    f' "mask_type": "{mask}", "sliding_window_length": {window}}}'
+  )
+  call, _ = _call(_custom("__cudnn$fmhaSoftmax", config))
+  assert kernels.computed_share(call) == share
+  call, _ = _call(_custom("__cudnn$fmhaSoftmax", _SCORES))
+  assert kernels.computed_share(call) is None
+
+
 def test_a_gemm():
   call, operands = _call(
     _custom(
