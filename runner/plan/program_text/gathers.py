@@ -7,6 +7,7 @@ from paxon.runner.plan.program_text import (
   hlo,
   name_stack,
   traffic,
+  trip_counts,
 )
 
 _MOVES = frozenset(
@@ -51,6 +52,13 @@ class Finder:
       program: The compiled training step of one device.
     """
     self._program = program
+    self._loops = {
+      name: (computation, instruction)
+      for computation in program.computations.values()
+      for instruction in computation.instructions.values()
+      if instruction.opcode == "while"
+      for name in instruction.called("body")
+    }
     self._callers = {
       name: (computation, instruction)
       for computation in program.computations.values()
@@ -76,6 +84,38 @@ class Finder:
       for name in instruction.operands
       if name in computation.instructions
     )
+
+  def repetitions(self, gather: collectives.Collective) -> int:
+    """Returns how many trips of its loop gather the same values.
+
+    Args:
+      gather: An all-gather of the program.
+
+    Returns:
+      The trips of the loop in whose body it is, if the body leaves all that it
+      gathers as it is; else 1.
+    """
+    body = self._program.computations[gather.computation]
+    if body.name not in self._loops or body.root.opcode != "tuple":
+      return 1
+    for _, _, source in self.sources(gather):
+      if not self._is_unchanged(source, body):
+        return 1
+    caller, loop = self._loops[body.name]
+    return trip_counts.of(loop, caller, self._program) or 1
+
+  def _is_unchanged(self, source: Source, body: hlo.Computation) -> bool:
+    """Whether a source is an element of the loop's tuple that is passed on."""
+    match source:
+      case (body.name, str(name), int(index)):
+        passed = body.instructions[body.root.operands[index]]
+        return (
+          body.instructions[name].opcode == "parameter"
+          and passed.opcode == "get-tuple-element"
+          and passed.operands[0] == name
+          and int(passed.attribute("index") or 0) == index
+        )
+    return False
 
   def _source(
     self,

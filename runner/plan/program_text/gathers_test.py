@@ -76,6 +76,49 @@ def test_forward_and_backward_gather_for_themselves():
   assert find.sources(first) != find.sources(second)
 
 
+_LOOP = """HloModule m
+
+%body (t: (s32[], f32[2,64], f32[2,64])) -> (s32[], f32[2,64], f32[2,64]) {{
+  %t = (s32[], f32[2,64]{{1,0}}, f32[2,64]{{1,0}}) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %w = f32[2,64]{{1,0}} get-tuple-element(%t), index=1
+  %v = f32[2,64]{{1,0}} get-tuple-element(%t), index=2
+  %one = s32[] constant(1)
+  %j = s32[] add(%i, %one)
+  %b = bf16[2,64]{{1,0}} convert({gathered})
+  %g = bf16[8,64]{{1,0}} all-gather(%b), channel_id=1, {groups}
+  %u = f32[2,64]{{1,0}} negate(%v)
+  ROOT %r = (s32[], f32[2,64]{{1,0}}, f32[2,64]{{1,0}}) tuple(%j, %w, %u)
+}}
+
+%condition (t: (s32[], f32[2,64], f32[2,64])) -> pred[] {{
+  %t = (s32[], f32[2,64]{{1,0}}, f32[2,64]{{1,0}}) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %n = s32[] constant(8)
+  ROOT %l = pred[] compare(%i, %n), direction=LT
+}}
+
+ENTRY %main (w: f32[2,64], v: f32[2,64]) -> f32[2,64] {{
+  %w = f32[2,64]{{1,0}} parameter(0)
+  %v = f32[2,64]{{1,0}} parameter(1)
+  %o = s32[] constant(0)
+  %t = (s32[], f32[2,64]{{1,0}}, f32[2,64]{{1,0}}) tuple(%o, %w, %v)
+  %l = (s32[], f32[2,64]{{1,0}}, f32[2,64]{{1,0}}) while(%t), \
+condition=%condition, body=%body
+  ROOT %x = f32[2,64]{{1,0}} get-tuple-element(%l), index=2
+}}
+"""
+
+
+@pytest.mark.parametrize(("gathered", "times"), [("%w", 8), ("%v", 1)])
+def test_what_a_loop_leaves_as_it_is(gathered, times):
+  text = _LOOP.format(gathered=gathered, groups=_GROUPS)
+  program = hlo.parse(text)
+  (found,) = collectives.find(program, mesh={"fsdp": 4}).collectives
+  assert found.count == 8
+  assert gathers.Finder(program).repetitions(found) == times
+
+
 _START = (
   "%s = (f32[1,2,64]{2,1,0}, f32[4,2,64]{2,1,0}) all-gather-start(%a),"
   f" channel_id=1, {_GROUPS}"

@@ -224,6 +224,23 @@ def _duplicates(subject: Subject) -> Iterable[str]:
       )
 
 
+def _invariant(subject: Subject) -> Iterable[str]:
+  find = gathers.Finder(subject.program)
+  repeated = [
+    (m, find.repetitions(m.collective))
+    for m in subject.moved
+    if m.is_in_loop and m.data is _Weights and m.collective.kind == "all-gather"
+  ]
+  for part, group in _by_part([m for m, n in repeated if n > 1], subject):
+    times = max(n for m, n in repeated if m in group)
+    yield (
+      f"{part}: each of {times} trips of a loop gathers the same weights:"
+      f" {_figures(group)}, of which one trip would be enough. The loop is over"
+      " chunks of the loss (a larger loss_chunk_length has fewer) or over"
+      " microbatches."
+    )
+
+
 def _synchronous(subject: Subject) -> Iterable[str]:
   found = [
     m
@@ -293,6 +310,7 @@ _FOR_HARDWARE: tuple[_Rule, ...] = (
   _unscattered,
   _repeated,
   _duplicates,
+  _invariant,
   _synchronous,
   _wide_matmuls,
 )
