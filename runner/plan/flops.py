@@ -39,7 +39,6 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 import numpy as np
 
-from paxon.quantization import matmuls
 from paxon.runner.plan import kernel_flops
 from paxon.runner.plan.program_text import name_stack
 
@@ -209,8 +208,6 @@ class _Work:
 _Counts = dict[Key, _Work]
 # Values of variables that are constant, by variable.
 _Known = Mapping[Any, Any]
-# How many executions of a pipeline are on a microbatch, see the docstring.
-_LIVE = re.compile(r"\blive_(\d+)_of_(\d+)\b")
 
 
 class _Counter:
@@ -252,9 +249,10 @@ class _Counter:
     for body in bodies:
       _add(counts, body, times=_trips(eqn))
     if name == "while" and counts:
+      place = name_stack.module(stack) or "the program"
       self.notes.append(
-        f"The trips of the while loop in {_part(stack) or 'the program'} are"
-        " not known; it is counted once."
+        f"The trips of the while loop in {place} are not known; it is counted"
+        " once."
       )
     return counts
 
@@ -308,12 +306,12 @@ def _entry(
   key = Key(
     phase=phase,
     kind=kind,
-    part=_part(stack),
+    part=name_stack.module(stack),
     dtype=widest,
     quantized=name_stack.quantized(stack),
   )
   live = fractions.Fraction(flops)
-  for number, total in set(_LIVE.findall(stack)):
+  for number, total in set(name_stack.LIVE.findall(stack)):
     live *= fractions.Fraction(int(number), int(total))
   skipped = 0 if share is None else flops * (1 - fractions.Fraction(share))
   return {key: _Work(flops, live, fractions.Fraction(skipped))}
@@ -330,7 +328,7 @@ def _branches(eqn: Any, bodies: list[_Counts]) -> _Counts:
   """The most expensive branch of a `cond`; live FLOPs of all if known."""
   dearest = max(bodies, key=lambda b: sum(work.flops for work in b.values()))
   is_scheduled = any(
-    _LIVE.search(str(inner.source_info.name_stack))
+    name_stack.LIVE.search(str(inner.source_info.name_stack))
     for branch in eqn.params["branches"]
     for inner in branch.jaxpr.eqns
   )
@@ -398,28 +396,9 @@ def _trips(eqn: Any) -> int:
 
 
 def _phase(stack: str) -> Phase:
-  if "rematted_computation" in stack:
+  if name_stack.is_recomputed(stack):
     return Phase.REMAT
-  return Phase.BACKWARD if "transpose(" in stack else Phase.FORWARD
-
-
-# What JAX and quantized matmuls add for themselves.
-_NO_PARTS = frozenset(
-  ("", "rematted_computation", "checkpoint", *matmuls.SCOPES)
-)
-
-
-def _part(stack: str) -> str:
-  """The path of modules: no transforms, methods, einsums or repetitions."""
-  text = re.sub(r"\b(?:jvp|transpose|vmap|custom_jvp|custom_vjp)\(", "", stack)
-  parts: list[str] = []
-  for part in text.replace(")", "").split("/"):
-    name = part.partition(".")[0]
-    skipped = "->" in part or name in _NO_PARTS or _LIVE.fullmatch(name)
-    if not skipped and (not parts or parts[-1] != name):
-      parts.append(name)
-  # A model's name is repeated where transforms are nested.
-  return "/".join(dict.fromkeys(parts))
+  return Phase.BACKWARD if name_stack.is_backward(stack) else Phase.FORWARD
 
 
 def _is_attention(eqn: Any, stack: str) -> bool:
@@ -434,7 +413,7 @@ def _is_attention(eqn: Any, stack: str) -> bool:
     return False
   equations = re.findall(r"[\w.,]+->\w+", stack)
   last = set(equations[-1]) if equations else set()
-  return last >= {"T", "S"} or "attention" in _part(stack).lower()
+  return last >= {"T", "S"} or "attention" in name_stack.module(stack).lower()
 
 
 def _dot(eqn: Any) -> tuple[Kind, int]:

@@ -46,7 +46,7 @@ def _section(section: sections.Section) -> Iterator[str]:
   rows = list(section.rows)[: section.most]
   if section.titles and rows:
     rows.insert(0, section.titles)
-  for line in _aligned(rows):
+  for line in align(rows):
     yield f"  {line}"
   if (more := len(section.rows) - len(section.rows[: section.most])) > 0:
     yield f"  and {more} more"
@@ -62,7 +62,7 @@ def to_table(
   rows = [compared.titles]
   for row in compared.rows:
     rows.append(tuple(c.text + ("*" if c.is_best else "") for c in row))
-  lines = _aligned(rows)
+  lines = align(rows)
   width = max(len(row[0]) for row in rows)
   for failure in failures:
     lines.append(f"{failure.target.ljust(width)}  no plan: {failure.message}")
@@ -198,7 +198,7 @@ def _fits(plan: result.Plan) -> bool:
   return plan.memory.fit is not result.Fit.DOES_NOT_FIT
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
   """Returns lines with aligned columns; numbers are right-aligned."""
   columns = list(zip(*rows, strict=True))
   widths = [max(map(len, column)) for column in columns]

@@ -12,7 +12,7 @@ import math
 from typing import Final
 
 from paxon.runner import units
-from paxon.runner.plan import hardware, result, sections
+from paxon.runner.plan import hardware, report, result, sections
 from paxon.runner.plan import target as targets
 
 BATCH: Final = "global_batch_size"
@@ -299,7 +299,7 @@ def to_size_table(found: Sequence[Size], days: float) -> str:
     )
   elif any(size.is_unknown for size in found):
     last = "the time of training is not known"
-  return "\n".join([*_align(rows), last])
+  return "\n".join([*_lines(rows), last])
 
 
 def to_days(days: float) -> str:
@@ -328,7 +328,7 @@ def to_grid_table(
     )
   failed = [plan for plan in plans if isinstance(plan, result.Failure)]
   lines = dict.fromkeys(f"no plan: {plan.message}" for plan in failed)
-  return "\n".join([*_align(rows), *lines])
+  return "\n".join([*_lines(rows), *lines])
 
 
 def best(
@@ -378,11 +378,5 @@ def _columns(plan: result.Plan | result.Failure) -> dict[str, str]:
   }
 
 
-def _align(rows: Sequence[Mapping[str, str]]) -> list[str]:
-  titles = list(rows[0])
-  lines = [titles, *([row[title] for title in titles] for row in rows)]
-  widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-  return [
-    "  ".join(cell.rjust(n) for cell, n in zip(line, widths, strict=True))
-    for line in lines
-  ]
+def _lines(rows: Sequence[Mapping[str, str]]) -> list[str]:
+  return report.align([tuple(rows[0]), *(tuple(row.values()) for row in rows)])

@@ -28,7 +28,7 @@ _FOOTER = """
 _KINDS = """
 ## Every kind of device
 
-Two experiments on eight devices of each kind.
+Two experiments on devices of each kind.
 
 """
 _COLUMNS = (
@@ -55,7 +55,7 @@ def text() -> str:
     UserError: The file of a pair does not exist.
   """
   plans = [pair.read() for pair in pairs.PAIRS if not pair.is_of_kinds]
-  kinds = [pair.read() for pair in pairs.PAIRS if pair.name in pairs.KINDS]
+  kinds = [pair.read() for pair in pairs.KINDS]
   return "".join(
     (
       _HEADER,

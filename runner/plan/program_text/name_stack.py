@@ -32,6 +32,8 @@ _NO_PARTS = frozenset(
   )
 )
 _QUANTIZED = re.compile("|".join(matmuls.SCOPES))
+# How many executions of a pipeline are on a microbatch.
+LIVE = re.compile(r"\blive_(\d+)_of_(\d+)\b")
 
 
 def part(stack: str) -> str:
@@ -42,15 +44,29 @@ def part(stack: str) -> str:
   """
   begin = _begin_of_list(stack)
   if begin is None:
-    return _path(stack.rpartition("/")[0])
+    return module(stack.rpartition("/")[0])
   paths = [
-    _path(f"{stack[:begin]}{text}".rpartition("/")[0]).split("/")
+    module(f"{stack[:begin]}{text}".rpartition("/")[0]).split("/")
     for text in _alternatives(stack[begin + 1 : -1])
   ]
   shared = itertools.takewhile(
     lambda names: len(set(names)) == 1, zip(*paths, strict=False)
   )
   return "/".join(names[0] for names in shared)
+
+
+def module(stack: str) -> str:
+  """Returns `part` of a stack that does not end with an operation."""
+  names: list[str] = []
+  for piece in stack.split("/"):
+    if piece.startswith(("jit(", "pjit(")):
+      continue
+    name = _TRANSFORM.sub("", piece).replace(")", "").partition(".")[0]
+    skipped = "->" in piece or name in _NO_PARTS or LIVE.fullmatch(name)
+    if not skipped and (not names or names[-1] != name):
+      names.append(name)
+  # A model's name comes back where transforms are nested.
+  return "/".join(dict.fromkeys(names))
 
 
 def is_backward(stack: str) -> bool:
@@ -102,16 +118,3 @@ def _alternatives(text: str) -> list[str]:
       found.append(text[begin:i])
       begin = i + 1
   return [*found, text[begin:]]
-
-
-def _path(stack: str) -> str:
-  names: list[str] = []
-  for piece in stack.split("/"):
-    if piece.startswith(("jit(", "pjit(")):
-      continue
-    name = _TRANSFORM.sub("", piece).replace(")", "").partition(".")[0]
-    skipped = "->" in piece or name in _NO_PARTS
-    if not skipped and (not names or names[-1] != name):
-      names.append(name)
-  # A model's name comes back where transforms are nested.
-  return "/".join(dict.fromkeys(names))
