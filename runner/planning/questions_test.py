@@ -226,12 +226,10 @@ def test_a_grid_marks_the_fastest_that_fits():
 
 
 def test_a_bound_is_not_faster_than_an_estimate():
-  bound = _plan(9_000.0)
-  bound = dataclasses.replace(
-    bound,
-    estimate=None,
-    bound=dataclasses.replace(bound.bound, tokens_per_second=9_000.0),
-  )
+  whole = _plan().bound
+  assert whole is not None
+  least = dataclasses.replace(whole, tokens_per_second=9_000.0)
+  bound = dataclasses.replace(_plan(), estimate=None, bound=least)
   slow, fast = _plan(1_000.0), _plan(2_000.0)
   assert questions.best([slow, bound, fast]) is fast
   assert questions.best([bound]) is bound
