@@ -98,8 +98,8 @@ class Finder:
     body = self._program.computations[gather.computation]
     if body.name not in self._loops or body.root.opcode != "tuple":
       return 1
-    for _, _, source in self.sources(gather):
-      if not self._is_unchanged(source, body):
+    for name in body.instructions[gather.instruction].operands:
+      if not self._is_unchanged(self._source(body, name), body):
         return 1
     caller, loop = self._loops[body.name]
     return trip_counts.of(loop, caller, self._program) or 1
