@@ -13,6 +13,8 @@ CONFIG_TEXT = "config.txt"
 SETTINGS = "settings.json"
 # In the values of `SETTINGS`: the run directory, wherever it is.
 HERE = "{job_log_dir}"
+# Facts of the tokenizer, such as its hash.
+TOKENIZER = "tokenizer_facts.json"
 METRICS = "metrics.jsonl"
 EVENTS = "events"
 CHECKPOINTS = "checkpoints"

@@ -1,21 +1,31 @@
 """Tokenizes a corpus into a token file.
 
   tools/tokenize --files='texts/*.txt' --out=corpus [--documents=file|line|json]
-    [--text_key=text] [--tokenizer=NAME] [--workers=N] [--no_end] [--begin]
+    [--text_key=text] [--tokenizer=PATH] [--workers=N] [--no_end] [--begin]
+  tools/tokenize train --files='texts/*.txt' --out=FOLDER [--documents=...]
+    [--text_key=text] [--kind=bpe] [--vocab_size=32768]
 
-Writes corpus.bin, corpus.idx (Megatron's format) and corpus.json, for
+The first command writes corpus.bin, corpus.idx (Megatron's format) and corpus.json, for
 `inputs.token_file.TokenFile(path="corpus")`.
 
   --files       comma-separated paths or patterns; .gz files are decompressed
   --documents   unit of a document; default: json for .json, .jsonl and their
                 .gz, otherwise file
   --text_key    key of the text in a JSON object; default: text
-  --tokenizer   a constructor call such as
-                'mine.tokens.Words(path="words.txt")'; default: ByteTokenizer
+  --tokenizer   bytes (default); a tokenizer.json, a SentencePiece model, a rank
+                file of tiktoken, or a Hugging Face folder with one of them; or a
+                constructor call such as 'mine.tokens.Words(path="words.txt")'
   --workers     number of processes; default: the cores of the machine. The
                 output does not depend on it
   --no_end      do not append the tokenizer's end token to each document
   --begin       prepend the tokenizer's begin token to each document
+
+`train` trains a tokenizer and writes a folder for --tokenizer. The same text
+gives the same vocabulary.
+
+  --kind        bpe (byte-level BPE, as GPT-2's; default), sentencepiece_bpe or
+                sentencepiece_unigram
+  --vocab_size  number of ids, with special tokens and bytes; default: 32768
 
 Rerun a stopped command to resume it. Usage errors print one line to stderr and
 exit with status 2.
@@ -36,20 +46,17 @@ from paxon.inputs import (
   record_files,
   tokenizer_protocol,
 )
+from paxon.inputs.tokenizers import load, training
 from paxon.tools import console_scripts
 
 _WRONG_USE: Final = 2
 _INTERRUPTED: Final = 130
-_TOKENIZER: Final = "paxon.inputs.byte_tokenizer.ByteTokenizer()"
-_VALUES: Final = (
-  "files",
-  "out",
-  "documents",
-  "text_key",
-  "tokenizer",
-  "workers",
-)
+_TRAIN: Final = "train"
+_SHARED: Final = ("files", "out", "documents", "text_key")
+_VALUES: Final = (*_SHARED, "tokenizer", "workers")
+_TRAIN_VALUES: Final = (*_SHARED, "kind", "vocab_size")
 _SWITCHES: Final = ("no_end", "begin")
+_VOCAB_SIZE: Final = "32768"
 _FORMS: Final = {
   "file": corpus_shards.Form.FILE,
   "line": corpus_shards.Form.LINE,
@@ -65,7 +72,9 @@ def main(argv: Sequence[str]) -> int:
     print(console_scripts.name_programs(__doc__ or ""))
     return 0 if argv else _WRONG_USE
   try:
-    given = _parse(argv)
+    if argv[0] == _TRAIN:
+      return _train(_parse(argv[1:], values=_TRAIN_VALUES, switches=()))
+    given = _parse(argv, values=_VALUES, switches=_SWITCHES)
     corpus = _corpus(given)
     with _Bar() as bar:
       last = corpus_tokenizer.run(
@@ -86,22 +95,51 @@ def main(argv: Sequence[str]) -> int:
   return 0
 
 
-def _parse(argv: Sequence[str]) -> dict[str, str]:
+def _train(given: dict[str, str]) -> int:
+  """Trains a tokenizer; returns the exit status."""
+  kinds = [kind.value for kind in training.Kind]
+  kind = given.get("kind", kinds[0])
+  size = given.get("vocab_size", _VOCAB_SIZE)
+  if kind not in kinds:
+    raise ValueError(f"--kind must be one of {', '.join(kinds)}, got {kind!r}.")
+  if not size.isdecimal():
+    raise ValueError(f"--vocab_size must be a positive integer, got {size!r}.")
+  corpus = _corpus(given)
+  shards = corpus_shards.cut(
+    corpus.paths, form=corpus.form, shard_bytes=corpus.shard_bytes
+  )
+  texts = (
+    text
+    for shard in shards
+    for _, text in corpus_shards.documents(
+      shard, form=corpus.form, text_key=corpus.text_key
+    )
+  )
+  path = training.train(
+    texts, given["out"], kind=training.Kind(kind), vocab_size=int(size)
+  )
+  print(f"{path}: {int(size):,} ids")
+  return 0
+
+
+def _parse(
+  argv: Sequence[str], *, values: Sequence[str], switches: Sequence[str]
+) -> dict[str, str]:
   """Returns values by flag.
 
   Raises:
     ValueError: A flag is unknown or missing.
   """
   given = {}
+  named = [f"--{switch}" for switch in switches]
   for argument in argv:
     name, equals, value = argument.removeprefix("--").partition("=")
-    is_value = name in _VALUES and equals and value
-    is_switch = name in _SWITCHES and not equals
+    is_value = name in values and equals and value
+    is_switch = name in switches and not equals
     if not argument.startswith("--") or not (is_value or is_switch):
       raise ValueError(
         f"Unknown argument {argument!r}; choose from"
-        f" {', '.join(f'--{v}=...' for v in _VALUES)},"
-        f" {' and '.join(f'--{s}' for s in _SWITCHES)} (see --help)."
+        f" {', '.join((*(f'--{v}=...' for v in values), *named))} (see --help)."
       )
     given[name] = value
   for name in ("files", "out"):
@@ -121,7 +159,7 @@ def _corpus(given: dict[str, str]) -> corpus_tokenizer.Corpus:
   return corpus_tokenizer.Corpus(
     paths=paths,
     form=_FORMS[form],
-    tokenizer=make_tokenizer(given.get("tokenizer", _TOKENIZER)),
+    tokenizer=make_tokenizer(given.get("tokenizer", load.BYTES)),
     text_key=given.get("text_key", "text"),
     append_end="no_end" not in given,
     prepend_begin="begin" in given,
@@ -138,14 +176,18 @@ def _workers(given: dict[str, str]) -> int:
 
 
 def make_tokenizer(text: str) -> tokenizer_protocol.Tokenizer:
-  """Returns the tokenizer that a call such as `a.b.C(path="x")` makes.
+  """Returns the tokenizer of a path or a call such as `a.b.C(path="x")`.
 
   Args:
-    text: A dotted name, with keyword arguments in parentheses.
+    text: A path for `load.load`; or a dotted name, with keyword arguments in
+      parentheses.
 
   Raises:
-    ValueError: It is not such a call, or its result is not a tokenizer.
+    ValueError: It is neither, or its result is not a tokenizer.
   """
+  is_path = os.path.exists(os.path.expanduser(text)) or text == load.BYTES
+  if is_path or ("(" not in text and os.sep in text):
+    return load.load(text)
   try:
     call = ast.parse(text if "(" in text else text + "()", mode="eval").body
     if not isinstance(call, ast.Call) or call.args:

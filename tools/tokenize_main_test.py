@@ -10,6 +10,7 @@ import time
 import pytest
 
 from paxon.inputs import corpus_tokenizer, token_file
+from paxon.inputs.tokenizers import load
 from paxon.tools import tokenize_main
 
 # A tokenizer that takes its time, so that there is time for a kill.
@@ -35,6 +36,44 @@ def folder(tmp_path, monkeypatch):
     pathlib.Path(f"{i}.txt").write_text(f"text {i}\n" * 1000)
   pathlib.Path("rows.jsonl").write_text('{"text": "a"}\n{"text": "bc"}\n')
   return tmp_path
+
+
+def test_a_trained_tokenizer_reads_the_corpus_again(folder, capsys):
+  arguments = ["--files=*.txt", "--vocab_size=264"]
+  assert tokenize_main.main(["train", *arguments, "--out=bpe"]) == 0
+  assert capsys.readouterr().out == "bpe/tokenizer.json: 264 ids\n"
+  shared = ["--files=*.txt", "--workers=0", "--tokenizer=bpe"]
+  assert tokenize_main.main([*shared, "--out=c"]) == 0
+  tokenizer = load.load("bpe")
+  tokens = token_file.TokenFile(path="c", tokenizer=tokenizer)
+  tokens.check()
+  assert tokenizer.decode(tokens.tokens(2)) == "text 2\n" * 1000
+  other = tokenize_main.main(["train", *arguments[:1], "--vocab_size=263"])
+  assert other == 2  # --out is missing.
+  assert "--out is missing" in capsys.readouterr().err
+  # The same number of ids, but other merges.
+  pathlib.Path("d.txt").write_text("and other words " * 20)
+  arguments = ["train", "--files=d.txt", "--vocab_size=264", "--out=other"]
+  assert tokenize_main.main(arguments) == 0
+  with pytest.raises(ValueError, match="made by a tokenizer with probe"):
+    token_file.TokenFile(path="c", tokenizer=load.load("other")).check()
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    (["--kind=wordpiece"], "--kind must be one of bpe, sentencepiece_bpe"),
+    (["--vocab_size=-1"], "--vocab_size must be a positive integer"),
+    (["--vocab_size=9"], "vocab_size must be at least 259"),
+    (["--no_end"], "Unknown argument '--no_end'"),
+  ],
+)
+def test_wrong_training_is_one_line(folder, capsys, arguments, message):
+  given = ["train", "--files=*.txt", "--out=bpe", *arguments]
+  assert tokenize_main.main(given) == 2
+  error = capsys.readouterr().err
+  assert message in error
+  assert error.count("\n") == 1
 
 
 def test_files_and_rows(folder, capsys):

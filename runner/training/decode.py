@@ -31,7 +31,7 @@ from paxon.runner import run_dir as run_dirs
 from paxon.runner.checkpoints import checkpointer
 from paxon.runner.hosts import agreement
 from paxon.runner.settings import generation
-from paxon.runner.training import restore, samples, serving
+from paxon.runner.training import restore, run_files, samples, serving
 from paxon.runner.training import session as session_lib
 
 _FILE = "@"
@@ -58,6 +58,7 @@ def run(
   if job.generation is None and samples.why_none(job) is None:
     job = dataclasses.replace(job, generation=generation.GenerationSettings())
   with contextlib.closing(job):
+    run_files.check_tokenizer(job, run_dir)
     session = session_lib.open_session(job)
     folder = serving.checkpoints(job, run_dir)
     session = restore.use_stored_dtypes(session, folder, step=step)

@@ -73,6 +73,7 @@ def run(
       " them out."
     )
   with contextlib.closing(job):
+    run_files.check_tokenizer(job, run_dir)
     if serving.mode_of(job) is recipes.Mode.CONVERT:
       return weight_conversion.run(job, run_dir, step=step)
     session = session_lib.open_session(job)

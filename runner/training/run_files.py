@@ -15,6 +15,7 @@ import time
 from etils import epath
 import fiddle as fdl
 
+from paxon.inputs import tokenizer_protocol
 from paxon.runner import files, run_dir, user_error
 from paxon.runner import job as job_lib
 from paxon.runner.configuration import (
@@ -68,6 +69,37 @@ def check_config(config: fdl.Buildable, folder: epath.Path) -> list[str]:
 def store_config(config: fdl.Buildable, folder: epath.Path) -> None:
   """Writes a configuration, replacing a stored one."""
   files.write_text(folder / run_dir.CONFIG_TEXT, dump.to_text(config))
+
+
+def store_tokenizer(job: job_lib.Job, folder: epath.Path) -> None:
+  """Writes the facts of the task's tokenizer, if it has one."""
+  if job.task.tokenizer is not None:
+    facts = tokenizer_protocol.describe(job.task.tokenizer)
+    text = json.dumps(facts, indent=1, sort_keys=True)
+    files.write_text(folder / run_dir.TOKENIZER, f"{text}\n")
+
+
+def check_tokenizer(job: job_lib.Job, folder: epath.Path) -> None:
+  """Raises UserError if a run was trained with another tokenizer.
+
+  Runs without stored facts are not checked.
+  """
+  path = folder / run_dir.TOKENIZER
+  if job.task.tokenizer is None or not path.exists():
+    return
+  stored = json.loads(path.read_text())
+  try:
+    here = tokenizer_protocol.describe(job.task.tokenizer)
+  except (OSError, ValueError) as error:
+    raise user_error.UserError(
+      f"{folder} was trained with a tokenizer that cannot be read: {error}"
+    ) from error
+  for key in sorted(stored.keys() & here.keys()):
+    if stored[key] != here[key]:
+      raise user_error.UserError(
+        f"{folder} was trained by a tokenizer with {key} {stored[key]}, and"
+        f" this one has {here[key]}; use the tokenizer of the run."
+      )
 
 
 def copy_files(job: job_lib.Job, folder: epath.Path) -> None:

@@ -5,6 +5,7 @@ import dataclasses
 from etils import epath
 import pytest
 
+from paxon.inputs import byte_tokenizer
 from paxon.runner import run_dir, user_error
 from paxon.runner.configuration import overrides
 from paxon.runner.training import run_files, testing
@@ -156,3 +157,31 @@ def test_folders_of_a_run_are_copied_once(tmp_path):
   job = dataclasses.replace(job, run_files={"other": str(tmp_path / "none")})
   with pytest.raises(user_error.UserError, match="none, which is not a folder"):
     run_files.copy_files(job, folder)
+
+
+@dataclasses.dataclass(frozen=True)
+class _OtherBytes(byte_tokenizer.ByteTokenizer):
+  content_hash: str = "0"
+
+
+def _with_tokenizer(job, tokenizer):
+  return dataclasses.replace(
+    job, task=dataclasses.replace(job.task, tokenizer=tokenizer)
+  )
+
+
+def test_a_run_is_read_with_its_own_tokenizer(tmp_path):
+  job, folder = testing.make()[0], epath.Path(tmp_path)
+  job = _with_tokenizer(job, _OtherBytes())
+  run_files.check_tokenizer(job, folder)  # Nothing is stored yet.
+  run_files.store_tokenizer(job, folder)
+  run_files.check_tokenizer(job, folder)
+  other = _with_tokenizer(job, _OtherBytes(content_hash="1"))
+  with pytest.raises(
+    user_error.UserError,
+    match="trained by a tokenizer with vocabulary 0, and this one has 1",
+  ):
+    run_files.check_tokenizer(other, folder)
+  another = _with_tokenizer(job, byte_tokenizer.ByteTokenizer())
+  with pytest.raises(user_error.UserError, match="tokenizer _OtherBytes, and"):
+    run_files.check_tokenizer(another, folder)

@@ -142,6 +142,7 @@ def _run(
     # A run without a checkpoint may still change its configuration.
     is_resumed = agreement.from_first(checkpoints.latest_step) is not None
     if is_resumed:
+      run_files.check_tokenizer(job, run_dir)
       for change in run_files.check_config(config, run_dir):
         print(f"changed: {change}")
     cause = goodput.Cause.RESTORE if is_resumed else goodput.Cause.STARTUP
@@ -152,6 +153,7 @@ def _run(
     if is_writer:
       run_files.store_settings(job.experiment, overrides, run_dir)
       run_files.store_config(config, run_dir)
+      run_files.store_tokenizer(job, run_dir)
       run_files.copy_files(job, run_dir)
       run_files.clear_finished(run_dir)
 

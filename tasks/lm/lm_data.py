@@ -6,6 +6,7 @@ Each class defines `datasets`; combine it with a model family:
     train_files = "/data/c4/en/c4-train.0000?-of-01024.json.gz"
 """
 
+import os
 from typing import Any, Literal
 
 import fiddle as fdl
@@ -16,10 +17,12 @@ from paxon.inputs import (
   packed_input,
   python_stdlib,
   synthetic_lm_input,
+  tokenizer_protocol,
   unset_input,
 )
+from paxon.inputs.tokenizers import load
 from paxon.learners import metrics
-from paxon.runner import experiment
+from paxon.runner import experiment, run_dir
 
 _C4 = "c4/en/c4-train.0000?-of-01024.json.gz"
 
@@ -53,13 +56,45 @@ class Synthetic(experiment.Experiment):
     }
 
 
-class Text(experiment.Experiment):
+class Tokenized(experiment.Experiment):
+  """Text that is tokenized by bytes, or by a vocabulary file.
+
+  Attributes:
+    tokenizer: `bytes`; a `tokenizer.json`, a SentencePiece model or a rank file
+      of tiktoken; or a Hugging Face folder with one of them. The run stores its
+      hash, and resumes, evaluates and decodes with no other.
+  """
+
+  tokenizer: str = load.BYTES
+
+  def make_tokenizer(self) -> fdl.Config[Any]:
+    """Returns the tokenizer, padded to `vocab_size` if there is one."""
+    if self.tokenizer == load.BYTES:
+      return fdl.Config(byte_tokenizer.ByteTokenizer)
+    path = os.fspath(run_dir.resolve(self.tokenizer, os.environ))
+    size = getattr(self, "vocab_size", None)
+    return fdl.Config(load.load, path=path, padded_size=size)
+
+  def find_vocab_size(self) -> int:
+    """Returns the vocabulary size of a model for this tokenizer alone.
+
+    A multiple of 8, so that the embedding can be sharded.
+    """
+    tokenizer = fdl.build(self.make_tokenizer())
+    return tokenizer_protocol.padded_vocab_size(tokenizer, multiple=8)
+
+  def shrink(self) -> Any:
+    """Returns a toy-sized version whose tokens are bytes."""
+    return super().shrink().replace(tokenizer=load.BYTES)
+
+
+class Text(Tokenized, experiment.Experiment):
   """Documents in files of JSON lines, as C4 is distributed.
 
   A run requires `train_files`; plans, lints and comparisons work without them.
-  Without `validation_files` there is no evaluation. Tokens are bytes for any
-  `vocab_size`, so losses are per byte; the step time does not depend on the
-  tokenizer.
+  Without `validation_files` there is no evaluation. Without a `tokenizer` tokens
+  are bytes for any `vocab_size`, so losses are per byte; the step time does not
+  depend on the tokenizer.
 
   Attributes:
     length: Sequence length in tokens.
@@ -81,7 +116,7 @@ class Text(experiment.Experiment):
     """Returns the tokenizer and the metric bits per byte."""
     return {
       "metrics": (metrics.bits_per_byte,),
-      "tokenizer": fdl.Config(byte_tokenizer.ByteTokenizer),
+      "tokenizer": self.make_tokenizer(),
     }
 
   def datasets(self) -> dict[str, fdl.Config]:
@@ -99,7 +134,7 @@ class Text(experiment.Experiment):
         )
       }
     shared: dict[str, Any] = {
-      "tokenizer": fdl.Config(byte_tokenizer.ByteTokenizer),
+      "tokenizer": self.make_tokenizer(),
       "length": self.length,
     }
     splits = {

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from paxon.inputs import unset_input
+from paxon.inputs.tokenizers import training
+from paxon.runner import user_error
 from paxon.runner.configuration import resolving
 from paxon.runner.planning import job_lint
-from paxon.runner.training import train
+from paxon.runner.training import decode, evaluate, train
 from paxon.tasks.lm import lm_data, transformer_lm_spmd
 
 
@@ -95,3 +97,56 @@ def test_synthetic_tokens_are_ones_or_random():
   tokens = random.train_input.get_next()["inputs"]
   assert len(np.unique(tokens)) > 30
   assert tokens.max() < 100
+
+
+@pytest.fixture(scope="module", name="vocabularies")
+def make_vocabularies(tmp_path_factory):
+  """Two tokenizers of 280 ids with different merges."""
+  folder = tmp_path_factory.mktemp("vocabularies")
+  for name, text in (("a", "the cat sat on the mat "), ("b", "0123456789 ")):
+    words = [f"{text} {i}".encode() for i in range(300)]
+    training.train(
+      words, str(folder / name), kind=training.Kind.BPE, vocab_size=280
+    )
+  return folder
+
+
+def _tokenized(tmp_path, **knobs):
+  _write(tmp_path, "train.json.gz", ["the cat sat on the mat " * 40] * 8)
+  files = str(tmp_path / "train.json.gz")
+  shared = {"vocab_size": 288, "eval_every_steps": 2, "num_train_steps": 2}
+  config = _Text(
+    **{"train_files": files, "validation_files": files, **shared, **knobs}
+  ).job()
+  return fdl.build(config), config
+
+
+def test_a_tokenizer_is_used_for_training_and_text(vocabularies, tmp_path):
+  job, _ = _tokenized(tmp_path, tokenizer=str(vocabularies / "a"))
+  batch = job.train_input.get_next()
+  tokenizer = job.task.tokenizer
+  assert tokenizer.vocab_size == 280
+  assert (batch["target_bytes"] > 1).any()
+  assert "the cat sat" in tokenizer.decode(batch["targets"][0])
+
+
+def test_a_vocabulary_larger_than_the_model_is_rejected(vocabularies, tmp_path):
+  knobs = {"tokenizer": str(vocabularies / "a"), "vocab_size": 272}
+  with pytest.raises(ValueError, match="280 ids, and the model has 272"):
+    train.run(*_tokenized(tmp_path, **knobs), epath.Path(tmp_path))
+
+
+def test_a_run_is_bound_to_its_tokenizer(vocabularies, tmp_path):
+  folder = epath.Path(tmp_path / "run")
+  folder.mkdir()
+  job, config = _tokenized(tmp_path, tokenizer=str(vocabularies / "a"))
+  train.run(job, config, folder)
+  message = "trained by a tokenizer with probe .*; use the tokenizer of the run"
+  other = {"tokenizer": str(vocabularies / "b"), "num_train_steps": 4}
+  for use in (
+    lambda job, config: train.run(job, config, folder),
+    lambda job, _: evaluate.run(job, folder),
+    lambda job, _: decode.run(job, folder, "the"),
+  ):
+    with pytest.raises(user_error.UserError, match=message):
+      use(*_tokenized(tmp_path, **other))

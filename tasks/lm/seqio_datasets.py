@@ -24,7 +24,8 @@ from paxon.inputs.seqio_tasks import (
   task_stream,
   vocabulary_tokenizer,
 )
-from paxon.runner import experiment
+from paxon.inputs.tokenizers import load
+from paxon.runner import experiment, user_error
 from paxon.tasks.lm import lm_data
 
 _CONVERTERS = {
@@ -161,6 +162,11 @@ class C4(lm_data.Text):
     register = self._register()
     if register is None:
       return super().of_data()
+    if self.tokenizer != load.BYTES:
+      raise user_error.UserError(
+        f"tokenizer is {self.tokenizer!r}, but with c4_folder text is read with"
+        " vocabulary_file; leave one of them out."
+      )
     return {"metrics": (), "tokenizer": self._tokenizer(register)}
 
   def datasets(self) -> dict[str, fdl.Config]:

@@ -13,7 +13,6 @@ from typing import Any
 import fiddle as fdl
 
 from paxon.inputs import (
-  byte_tokenizer,
   example_source,
   grain_sources,
   optional_library,
@@ -24,6 +23,8 @@ from paxon.inputs.seqio_tasks import (
   task_source,
   vocabulary_tokenizer,
 )
+from paxon.inputs.tokenizers import load
+from paxon.runner import user_error
 from paxon.tasks.lm import held_out
 from paxon.tasks.lm.params import quickstart
 
@@ -125,6 +126,11 @@ class WordNetLm(held_out.HeldOut, quickstart.PythonStdlibLm):
     return task
 
   def _tokenizer(self) -> fdl.Config[Any]:
+    if self.tokenizer != load.BYTES:
+      raise user_error.UserError(
+        f"WordNetLm.tokenizer is {self.tokenizer!r}, but the SeqIO task has its"
+        " own vocabulary; leave it out."
+      )
     return fdl.Config(
       vocabulary_tokenizer.VocabularyTokenizer,
       name_in_registry=_WORDNET,
@@ -157,7 +163,7 @@ class PythonManualLm(held_out.HeldOut, quickstart.PythonStdlibLm):
         example="/usr/share/doc/python3.11/html/_sources",
         how="Install it: apt-get install python3.11-doc.",
       )
-    tokenizer = fdl.Config(byte_tokenizer.ByteTokenizer)
+    tokenizer = self.make_tokenizer()
     pages = fdl.Config(
       grain_sources.GrainRows, open=fdl.Partial(open_pages, folder=self.folder)
     )

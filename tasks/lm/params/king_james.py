@@ -11,8 +11,8 @@ The text is Debian's: 31,102 verses, 4.4 MB. To prepare the data and train:
 
 import fiddle as fdl
 
-from paxon.inputs import byte_tokenizer, token_file
 from paxon.inputs import packing as packing_lib
+from paxon.inputs import token_file
 from paxon.tasks.lm import held_out
 from paxon.tasks.lm.params import quickstart
 
@@ -41,11 +41,11 @@ class KingJamesLm(held_out.HeldOut, quickstart.PythonStdlibLm):
     """Returns shuffled verses and one epoch of held-out ones."""
     if self.tokens is None:
       return self.unset(knob="tokens", example="kjv", how=_HOW)
-    tokenizer = fdl.Config(byte_tokenizer.ByteTokenizer)
+    tokenizer = self.make_tokenizer()
     verses = fdl.Config(
       token_file.TokenFile,
       path=self.tokens,
-      begin_id=byte_tokenizer.ByteTokenizer().begin_id,
+      begin_id=fdl.build(tokenizer).begin_id,
       tokenizer=tokenizer,
     )
     return self.splits(

@@ -11,7 +11,6 @@ from typing import Any
 import fiddle as fdl
 
 from paxon.inputs import (
-  byte_tokenizer,
   packed_input,
   python_stdlib,
   text_baselines,
@@ -29,9 +28,10 @@ from paxon.layers.moe import balance, experts, mixture, routers
 from paxon.learners import adamw, learner, metrics, schedules
 from paxon.runner import experiment
 from paxon.runner import task as task_lib
+from paxon.tasks.lm import lm_data
 
 
-class PythonStdlibLm(experiment.Experiment):
+class PythonStdlibLm(lm_data.Tokenized, experiment.Experiment):
   """0.8 M parameters on 11 MB of Python source code, for any machine.
 
   bazel run //runner:main -- --exp=tasks.lm.params.quickstart.PythonStdlibLm
@@ -82,7 +82,7 @@ class PythonStdlibLm(experiment.Experiment):
       fdl.Config,
       embedding=fdl.Config(
         embedding.Embedding,
-        vocab_size=byte_tokenizer.ByteTokenizer().padded_vocab_size,
+        vocab_size=self.find_vocab_size(),
         embed_dim=self.embed_dim,
         input_scale=math.sqrt(self.embed_dim),
       ),
@@ -113,13 +113,13 @@ class PythonStdlibLm(experiment.Experiment):
         learner.Learner, optimizer=optimizer, max_grad_norm=1.0
       ),
       metrics=(metrics.bits_per_byte,),
-      tokenizer=fdl.Config(byte_tokenizer.ByteTokenizer),
+      tokenizer=self.make_tokenizer(),
     )
 
   def datasets(self) -> dict[str, fdl.Config]:
     """Returns endless training text and one epoch of held-out files."""
     shared = {
-      "tokenizer": fdl.Config(byte_tokenizer.ByteTokenizer),
+      "tokenizer": self.make_tokenizer(),
       "length": self.length,
     }
     return {
