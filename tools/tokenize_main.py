@@ -5,16 +5,16 @@
   tools/tokenize train --files='texts/*.txt' --out=FOLDER [--documents=...]
     [--text_key=text] [--kind=bpe] [--vocab_size=32768]
 
-The first command writes corpus.bin, corpus.idx (Megatron's format) and corpus.json, for
-`inputs.token_file.TokenFile(path="corpus")`.
+The first command writes corpus.bin, corpus.idx (Megatron's format) and
+corpus.json, for `inputs.token_file.TokenFile(path="corpus")`.
 
   --files       comma-separated paths or patterns; .gz files are decompressed
   --documents   unit of a document; default: json for .json, .jsonl and their
                 .gz, otherwise file
   --text_key    key of the text in a JSON object; default: text
   --tokenizer   bytes (default); a tokenizer.json, a SentencePiece model, a rank
-                file of tiktoken, or a Hugging Face folder with one of them; or a
-                constructor call such as 'mine.tokens.Words(path="words.txt")'
+                file of tiktoken, or a Hugging Face folder with one of them; or
+                a constructor call such as 'mine.tokens.Words(path="words.txt")'
   --workers     number of processes; default: the cores of the machine. The
                 output does not depend on it
   --no_end      do not append the tokenizer's end token to each document
