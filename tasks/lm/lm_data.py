@@ -92,9 +92,9 @@ class Text(Tokenized, experiment.Experiment):
   """Documents in files of JSON lines, as C4 is distributed.
 
   A run requires `train_files`; plans, lints and comparisons work without them.
-  Without `validation_files` there is no evaluation. Without a `tokenizer` tokens
-  are bytes for any `vocab_size`, so losses are per byte; the step time does not
-  depend on the tokenizer.
+  Without `validation_files` there is no evaluation. By default tokens are bytes
+  for any `vocab_size`, so losses are per byte; the step time does not depend on
+  the tokenizer.
 
   Attributes:
     length: Sequence length in tokens.
