@@ -19,11 +19,13 @@ class UnsetInput(base_input.BaseInput):
     knob: The configuration field to set, such as `train_files`.
     example: A value for it.
     how: A sentence about where to get such files.
+    encoder_length: Length of an encoder's sequence; None without an encoder.
   """
 
   knob: str
   example: str
   how: str = ""
+  encoder_length: int | None = None
 
   @property
   def is_endless(self) -> bool:
@@ -35,6 +37,10 @@ class UnsetInput(base_input.BaseInput):
     shape = self.per_host_batch_size, self.length
     keys = ("inputs", "targets", "positions", "segment_ids", "target_bytes")
     integers = {key: (shape, np.dtype(np.int32)) for key in keys}
+    if self.encoder_length is not None:
+      shape_of_encoder = self.per_host_batch_size, self.encoder_length
+      for key in ("inputs", "positions", "segment_ids"):
+        integers[f"encoder_{key}"] = shape_of_encoder, np.dtype(np.int32)
     return {**integers, "weights": (shape, np.dtype(np.float32))}
 
   def check_readable(self) -> None:

@@ -63,6 +63,10 @@ lists the names in Pax and MaxText.
 """
 
 
+# Fields of blocks.
+_ATTENTION = ("attention", "self_attention", "cross_attention")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Resources:
   """Resources of an experiment.
@@ -158,9 +162,13 @@ def _flops(
       matmul_parameters += math.prod(one.shape) if one.regularized else 0
   tokens = data.global_batch_size * data.length
   attention = 0
-  for block in getattr(model.stack, "blocks", ()):
-    width = block.attention.num_heads * block.attention.head_dim
-    attention += 12 * model.stack.num_layers * width * data.length * tokens
+  stacks = [getattr(model, n, None) for n in ("stack", "encoder", "decoder")]
+  for stack in filter(None, stacks):
+    for block in getattr(stack, "blocks", ()):
+      layers = [getattr(block, name, None) for name in _ATTENTION]
+      for layer in filter(None, layers):
+        width = layer.num_heads * layer.head_dim
+        attention += 12 * stack.num_layers * width * data.length * tokens
   return 6 * matmul_parameters * tokens + attention
 
 

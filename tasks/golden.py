@@ -173,6 +173,11 @@ def _specs(model: _Model) -> variables.Specs:
   keys = ("inputs", "targets", "positions", "segment_ids")
   batch = {key: jax.ShapeDtypeStruct(shape, np.int32) for key in keys}
   batch["weights"] = jax.ShapeDtypeStruct(shape, np.float32)
+  encoder_length = getattr(model.config.train_input, "encoder_length", None)
+  if encoder_length is not None:
+    for key in ("inputs", "positions", "segment_ids"):
+      source = jax.ShapeDtypeStruct((1, encoder_length), np.int32)
+      batch[f"encoder_{key}"] = source
   built = fdl.build(model.config.task.model)
   return variables.specs_of(model_loss.abstract_variables(built, batch))
 

@@ -35,9 +35,16 @@ from paxon.tools import hf_files
 _STEP = "step"
 # Ignored tensors that are printed.
 _MAX_UNUSED = 4
-# The experiment of imported decoders; tools do not depend on it.
-_EXPERIMENT = "paxon.tasks.lm.params.hugging_face.HuggingFaceLm"
-_DECODERS = ("ForCausalLM", "LMHeadModel")
+# The experiments of imported models, by the ends of their architectures' names;
+# tools do not depend on them.
+_EXPERIMENTS = {
+  "ForCausalLM": "HuggingFaceLm",
+  "LMHeadModel": "HuggingFaceLm",
+  "ForMaskedLM": "HuggingFaceBert",
+  "ForPreTraining": "HuggingFaceBert",
+  "ForConditionalGeneration": "HuggingFaceT5",
+}
+_MODULE = "paxon.tasks.lm.params.hugging_face"
 _MISTAKES = (
   family.UnsupportedConfigError,
   safetensors_file.DamagedFileError,
@@ -110,12 +117,15 @@ def run(
       dtype=hf_files.find_dtype(dtypes.values()),
     )
     yield f"copied: {', '.join(copied)}"
-    if of.architecture.endswith(_DECODERS):
+    found = (config.get("architectures") or [of.architecture])[0]
+    names_of = [each for each in _EXPERIMENTS if found.endswith(each)]
+    if names_of:
       # So that --job_log_dir is enough to decode and evaluate.
       weights = f"--fdl.weights={run_dir.HERE}"
       override = overrides.parse_argument(weights)
       assert override is not None
-      run_files.store_settings(_EXPERIMENT, (override,), target)
+      experiment = f"{_MODULE}.{_EXPERIMENTS[names_of[0]]}"
+      run_files.store_settings(experiment, (override,), target)
   total = sum(
     dtypes[name].itemsize * int(np.prod(leaf.shape))
     for name, leaf in names.leaves.items()

@@ -9,14 +9,17 @@ The imported `config.json` defines the architecture.
 """
 
 from collections.abc import Mapping
+import inspect
 import json
 import os
-from typing import Any
+from typing import Any, ClassVar
 
 from etils import epath
 import fiddle as fdl
 
+from paxon.inputs import example_stream, packed_input, packing, text_pairs
 from paxon.layers import softmax_loss
+from paxon.layers.models import random_masking
 from paxon.layers.models.hugging_face import families, family
 from paxon.learners import adamw, learner, schedules
 from paxon.runner import experiment, run_dir, user_error
@@ -37,7 +40,23 @@ _TOY: Mapping[str, Any] = {
   "num_key_value_heads": 2,
   "tie_word_embeddings": True,
 }
-_DECODERS = ("ForCausalLM", "LMHeadModel")
+_TOY_BERT: Mapping[str, Any] = {
+  "model_type": "bert",
+  "vocab_size": 264,
+  "hidden_size": 64,
+  "intermediate_size": 128,
+  "num_hidden_layers": 2,
+  "num_attention_heads": 4,
+}
+_TOY_T5: Mapping[str, Any] = {
+  "model_type": "t5",
+  "vocab_size": 264,
+  "d_model": 64,
+  "d_kv": 16,
+  "d_ff": 128,
+  "num_layers": 2,
+  "num_heads": 4,
+}
 
 
 class HuggingFaceLm(lm_data.Text, experiment.Experiment):
@@ -71,6 +90,13 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
   loss_chunk_length: int | None = 256
   prompts = ("The ", "def ")
   max_new_tokens = 128
+
+  _toy: ClassVar[Mapping[str, Any]] = _TOY
+  # What the experiment is for, and the ends of its architectures' names.
+  _kind: ClassVar[tuple[str, tuple[str, ...]]] = (
+    "decoders",
+    ("ForCausalLM", "LMHeadModel"),
+  )
 
   def task(self) -> fdl.Config[task_lib.Task]:
     """Returns the imported model and its learner."""
@@ -128,16 +154,148 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
     )
 
   def _model(self) -> fdl.Config[Any]:
-    config, of = _TOY, families.find(_TOY)
-    if self.weights is not None:
-      config, of = _read(self.weights)
+    config, of = self._config()
     try:
       return of.model(config, fdl.Config)
     except family.UnsupportedConfigError as error:
       raise user_error.UserError(str(error)) from error
 
+  def _config(self) -> tuple[Mapping[str, Any], family.Family]:
+    """Returns the `config.json` of the model and its family."""
+    if self.weights is None:
+      return self._toy, families.find(self._toy)
+    name, (kind, endings) = type(self).__name__, self._kind
+    config, of = _read(self.weights, name)
+    found = (config.get("architectures") or [of.architecture])[0]
+    if not str(found).endswith(endings):
+      raise user_error.UserError(
+        f"{name}.weights is {self.weights!r}, a {found}; this experiment is for"
+        f" {kind} alone."
+      )
+    return config, of
 
-def _read(weights: str) -> tuple[Mapping[str, Any], family.Family]:
+
+class HuggingFaceBert(HuggingFaceLm):
+  """Continued pretraining of an imported BERT: random tokens are masked.
+
+  Attributes:
+    mask_id: Id of the mask token; 103 in the vocabularies of BERT.
+    masked_share: Share of tokens to mask and predict.
+  """
+
+  # Masked models do not generate.
+  prompts = None
+  max_new_tokens = None
+  mask_id: int = 103
+  masked_share: float = 0.15
+
+  _toy = _TOY_BERT
+  _kind = "masked language models", ("ForMaskedLM", "ForPreTraining")
+
+  def shrink(self) -> Any:
+    """Returns a toy-sized version without weights."""
+    return super().shrink().replace(max_new_tokens=None)
+
+  def _model(self) -> fdl.Config[Any]:
+    model = super()._model()
+    model.masking = fdl.Config(
+      random_masking.RandomMasking,
+      mask_id=self.mask_id,
+      vocab_size=self._config()[0]["vocab_size"],
+      rate=self.masked_share,
+    )
+    return model
+
+
+class HuggingFaceT5(HuggingFaceLm):
+  """Fine-tuning of an imported T5 on pairs of texts.
+
+  JSON lines have a source in `source_key` and its target in `text_key`. With
+  `documents="python_stdlib"` a file's second half is predicted from its first.
+
+  Attributes:
+    source_key: Key of the text that the encoder reads.
+    source_length: Tokens of an encoder's sequence.
+  """
+
+  text_key = "targets"
+  source_key: str = "inputs"
+  source_length: int = 512
+
+  _toy = _TOY_T5
+  _kind = "encoder-decoders", ("ForConditionalGeneration",)
+
+  def of_data(self) -> dict[str, Any]:
+    """Returns the tokenizer, which begins targets with padding, as T5 does."""
+    found = super().of_data()
+    make = fdl.get_callable(found["tokenizer"])
+    if "begin" in inspect.signature(make).parameters:
+      found["tokenizer"].begin = "<pad>"
+    return found
+
+  def datasets(self) -> dict[str, fdl.Config]:
+    """Returns endless shuffled training pairs and one validation epoch."""
+    # Read here, because they have an effect only with files.
+    lengths = {"length": self.length, "encoder_length": self.source_length}
+    key = self.source_key
+    splits = {}
+    for split, files in (
+      ("train", self.train_files),
+      ("validation", self.validation_files),
+    ):
+      found = self._source(split, files)
+      if found is not None:
+        splits[split] = self._pairs(split, found, key, lengths)
+    if "train" not in splits:
+      splits = super().datasets()
+      splits["train"].encoder_length = self.source_length
+    return splits
+
+  def shrink(self) -> Any:
+    """Returns a toy-sized version without weights."""
+    return super().shrink().replace(source_length=64)
+
+  def _pairs(
+    self,
+    split: str,
+    documents: fdl.Config[Any],
+    source_key: str,
+    lengths: Mapping[str, int],
+  ) -> fdl.Config[Any]:
+    tokenizer = self.of_data()["tokenizer"]
+    is_training = split == "train"
+    sources, targets = documents, None
+    if self.documents == "files":
+      sources, targets = (
+        fdl.copy_with(documents, text_key=source_key),
+        documents,
+      )
+    return fdl.Config(
+      packed_input.PackedInput,
+      examples=fdl.Config(
+        example_stream.Examples,
+        source=fdl.Config(
+          text_pairs.TokenizedPairs,
+          sources=sources,
+          targets=targets,
+          tokenizer=tokenizer,
+        ),
+        shuffle_seed=self.seed if is_training else None,
+        num_epochs=None if is_training else 1,
+      ),
+      packing=packing.Packing.FIRST_FIT,
+      tokenizer=tokenizer,
+      global_batch_size=(
+        self.global_batch_size if is_training else self._eval_batch_size()
+      ),
+      cut_long_examples=True,
+      **lengths,
+    )
+
+
+def _read(
+  weights: str, experiment: str
+) -> tuple[Mapping[str, Any], family.Family]:
   """Returns the configuration of imported weights and its family."""
   path = run_dir.resolve(weights, os.environ) / epath.Path(_CONFIG)
   try:
@@ -145,12 +303,7 @@ def _read(weights: str) -> tuple[Mapping[str, Any], family.Family]:
     of = families.find(config)
   except (OSError, ValueError) as error:
     raise user_error.UserError(
-      f"HuggingFaceLm.weights is {weights!r}, and {os.fspath(path)} cannot be"
+      f"{experiment}.weights is {weights!r}, and {os.fspath(path)} cannot be"
       f" used ({error}); give the folder that `tools/hf import` has made."
     ) from error
-  if not of.architecture.endswith(_DECODERS):
-    raise user_error.UserError(
-      f"HuggingFaceLm.weights is {weights!r}, a {of.architecture}; this"
-      " experiment is for decoders alone."
-    )
   return config, of

@@ -166,6 +166,98 @@ def test_runs_keep_the_files_for_their_export(tmp_path):
   assert shapes == {name: leaf.shape for name, leaf in leaves.items()}
 
 
+def _pretrained(tmp_path, case):
+  """Returns the folder of an imported golden model, and its configuration."""
+  # The ids of bytes.
+  config = {**golden_case.read(case).config, "vocab_size": 264}
+  _imported(tmp_path / case, config)
+  return tmp_path / case, config
+
+
+def _train(tmp_path, cls, folder, **knobs):
+  """Trains for a step and evaluates; returns the job."""
+  config = cls(
+    weights=str(folder),
+    num_train_steps=1,
+    checkpoint_every_steps=None,
+    eval_every_steps=1,
+    loss_chunk_length=None,
+    **knobs,
+  ).job()
+  run = epath.Path(tmp_path / "run")
+  run.mkdir()
+  result = train.run(fdl.build(config), config, run)
+  assert np.isfinite(result.evaluations[1]["validation"]["log_pplx"])
+  assert (run / "hugging_face" / "config.json").exists()
+  return config
+
+
+def test_t5_trains_and_decodes(tmp_path):
+  folder, config = _pretrained(tmp_path, "t5_v1_1")
+  text = tmp_path / "pairs.jsonl"
+  pair = {"inputs": "a source", "targets": "the target"}
+  text.write_text(f"{json.dumps(pair)}\n" * 20)
+  files = {"train_files": str(text), "validation_files": str(text)}
+  job = _train(
+    tmp_path,
+    hugging_face.HuggingFaceT5,
+    folder,
+    length=32,
+    source_length=32,
+    prompts=None,
+    max_new_tokens=None,
+    **files,
+  )
+  batch = fdl.build(job).train_input.get_next()
+  tokenizer = byte_tokenizer.ByteTokenizer()
+  ids = [*tokenizer.encode("a source"), tokenizer.end_id]
+  assert batch["encoder_inputs"][0, : len(ids)].tolist() == ids
+  # The imported weights, without training.
+  again = hugging_face.HuggingFaceT5(
+    weights=str(folder), prompts=("a source",), max_new_tokens=3, **files
+  ).job()
+  assert decode.run(fdl.build(again), epath.Path(folder), None) == 0
+  (line,) = (folder / "decode" / "0.jsonl").read_text().splitlines()
+  found = json.loads(line)["ids"]
+  # Greedy, by whole forward passes.
+  model = families.find(config).model(config)
+  weights = _nested(_weights(families.find(config).names(config)))
+  source = jnp.asarray([ids])
+  target = jnp.zeros((1, len(found) + 1), jnp.int32)
+  target = target.at[0, 0].set(tokenizer.begin_id)
+  forward = jax.jit(model.apply)
+  for i in range(len(found)):
+    logits = forward(
+      weights,
+      *(target, jnp.arange(target.shape[1])[None], jnp.ones_like(target)),
+      *(source, jnp.arange(len(ids))[None], jnp.ones_like(source)),
+    )
+    target = target.at[0, i + 1].set(logits[0, i].argmax())
+  assert found == target[0, 1:].tolist()
+
+
+def test_bert_trains(tmp_path):
+  folder, _ = _pretrained(tmp_path, "bert")
+  text = tmp_path / "text.jsonl"
+  text.write_text(json.dumps({"text": "some text " * 50}) + "\n")
+  _train(
+    tmp_path,
+    hugging_face.HuggingFaceBert,
+    folder,
+    length=16,
+    train_files=str(text),
+    validation_files=str(text),
+  )
+
+
+def test_encoders_without_a_head_are_rejected(tmp_path):
+  folder, _ = _pretrained(tmp_path, "bert_encoder")
+  with pytest.raises(
+    user_error.UserError, match=r"a BertModel; .* language models alone"
+  ):
+    hugging_face.HuggingFaceBert(weights=str(folder)).job()
+
+
 def test_prompts_outside_of_the_vocabulary_are_rejected(tmp_path):
   config = {**_CONFIG, "vocab_size": 100}
   _imported(tmp_path, config)
