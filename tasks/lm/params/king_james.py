@@ -7,6 +7,16 @@ The text is Debian's: 31,102 verses, 4.4 MB. To prepare the data and train:
   tools/tokenize --files=kjv.txt --documents=line --out=kjv &&
   bazel run //runner:main -- --exp=tasks.lm.params.king_james.KingJamesLm
   --fdl.tokens=$PWD/kjv
+
+The same with a byte-level BPE of 4,096 ids, trained on the text, of which a
+token has 3.8 bytes on average:
+
+  tools/tokenize train --files=kjv.txt --documents=line --vocab_size=4096
+  --out=kjv_bpe &&
+  tools/tokenize --files=kjv.txt --documents=line --tokenizer=kjv_bpe
+  --out=kjv_bpe/kjv &&
+  bazel run //runner:main -- --exp=tasks.lm.params.king_james.KingJamesLm
+  --fdl.tokens=$PWD/kjv_bpe/kjv --fdl.tokenizer=$PWD/kjv_bpe
 """
 
 import fiddle as fdl
