@@ -22,6 +22,7 @@ import abc
 from collections.abc import Callable, Generator, Mapping
 import contextlib
 import copy
+import math
 import types
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -44,6 +45,8 @@ from paxon.sharding import rules as rules_lib
 _Self = TypeVar("_Self", bound="Experiment")
 
 _TRAIN = "train"
+_BATCH = "global_batch_size"
+_PER_DEVICE = "per_device_batch_size"
 # Without it, autotuning decides whether GPUs run fp8 and int8 kernels.
 _QUANTIZED_OPTION_SET = "cublas_products"
 _MUTABLE = (list, dict, set)
@@ -58,6 +61,8 @@ class Experiment(abc.ABC):
   Attributes:
     num_train_steps: The step at which training ends.
     global_batch_size: Sequences in a training batch, over all devices.
+    per_device_batch_size: Sequences per device of `mesh`, whose sizes must be
+      fixed; sets `global_batch_size`. May be a fraction, such as 0.25.
     checkpoint_every_steps: Interval of checkpoints; None for one at the end.
     eval_every_steps: Interval of evaluations; None for one at the end.
     summary_every_steps: Interval of training summaries.
@@ -100,6 +105,7 @@ class Experiment(abc.ABC):
 
   num_train_steps: int
   global_batch_size: int
+  per_device_batch_size: float | None = None
   checkpoint_every_steps: int | None = None
   eval_every_steps: int | None = None
   summary_every_steps: int = 10
@@ -148,7 +154,17 @@ class Experiment(abc.ABC):
       if name not in known:
         raise knobs_lib.unknown(cls, name, known)
       values[name] = knobs_lib.value(cls, known[name], value)
+    per_device = known[_PER_DEVICE].default
+    if values.get(_PER_DEVICE, per_device) is not None:
+      if {_PER_DEVICE, _BATCH} <= values.keys():
+        raise knobs_lib.KnobError(
+          f"{cls.__name__}.{_PER_DEVICE} and {_BATCH} are both set; set one."
+        )
+      # A batch that is given replaces that of the class.
+      values.setdefault(_PER_DEVICE, None if _BATCH in values else per_device)
     for name, knob in known.items():
+      if name == _BATCH and values.get(_PER_DEVICE) is not None:
+        continue
       if knob.default is knobs_lib.REQUIRED and name not in values:
         raise knobs_lib.KnobError(
           f"{cls.__name__}.{name} has no value; set it in a subclass, or pass"
@@ -164,7 +180,9 @@ class Experiment(abc.ABC):
     if self._read is not None:
       self._read.add(name)
     knob = type(self)._knobs[name]
-    if name in self._given:
+    if name == _BATCH and self.per_device_batch_size is not None:
+      value = self._count_sequences(self.per_device_batch_size)
+    elif name in self._given:
       value = self._given[name]
     elif isinstance(knob.default, property):
       value = object.__getattribute__(self, name)
@@ -173,6 +191,31 @@ class Experiment(abc.ABC):
       value = knob.default
     # A list that a caller changes must not change the class.
     return copy.deepcopy(value) if isinstance(value, _MUTABLE) else value
+
+  def _count_sequences(self, per_device: float) -> int:
+    """Returns the sequences of a batch with this number per device."""
+    # Loads jax, which many users of this module do not need.
+    from paxon.sharding import mesh as mesh_lib
+
+    text = self.mesh
+    where = f"{type(self).__name__}.{_PER_DEVICE}"
+    sizes = [-1]
+    if text.strip() != mesh_lib.AUTO:
+      spec = mesh_lib.MeshSpec.parse(text)
+      sizes = [*spec.ici.values(), *spec.dcn.values()]
+    if -1 in sizes:
+      raise knobs_lib.KnobError(
+        f"{where} requires a mesh of fixed sizes, such as fsdp=8, got"
+        f" mesh={text}; or set {_BATCH}."
+      )
+    devices = math.prod(sizes)
+    count = per_device * devices
+    if count < 1 or count != int(count):
+      raise knobs_lib.KnobError(
+        f"{where} ({per_device}) times the {devices} devices of mesh={text}"
+        f" must be a positive whole number, got {count:g}."
+      )
+    return int(count)
 
   def __setattr__(self, name: str, value: object) -> None:
     """Raises AttributeError: experiments are immutable."""
@@ -196,7 +239,11 @@ class Experiment(abc.ABC):
 
   def replace(self: _Self, **given: object) -> _Self:
     """Returns a copy with other values for some knobs, or raises KnobError."""
-    return type(self)(**{**self._given, **given})
+    kept = dict(self._given)
+    for one, other in ((_BATCH, _PER_DEVICE), (_PER_DEVICE, _BATCH)):
+      if given.get(one) is not None:
+        kept.pop(other, None)
+    return type(self)(**{**kept, **given})
 
   def shrink(self: _Self) -> _Self:
     """Returns the experiment at toy size, for a smoke test on a CPU.
@@ -206,6 +253,7 @@ class Experiment(abc.ABC):
     `return super().shrink().replace(embed_dim=16)`.
     """
     toy: dict[str, object] = {
+      _PER_DEVICE: None,
       "num_train_steps": min(self.num_train_steps, 2),
       "global_batch_size": min(self.global_batch_size, 8),
       "summary_every_steps": 1,

@@ -436,3 +436,43 @@ def test_knobs_are_the_settings_of_generation():
 def test_truncation_without_a_temperature_has_no_effect():
   with pytest.raises(knobs.KnobError, match=r"Toy.top_k: set temperature, too"):
     _settings(top_k=4)
+
+
+def test_a_batch_per_device_follows_the_mesh():
+  per_device = _class(mesh="fsdp=4,dcn.data=2", per_device_batch_size=1.5)
+  assert per_device().global_batch_size == 12
+  assert per_device(mesh="data=2").global_batch_size == 3
+  # A batch that is given replaces that of the class, here and in a copy.
+  assert per_device(global_batch_size=5).global_batch_size == 5
+  assert per_device().replace(global_batch_size=5).global_batch_size == 5
+  whole = toy_experiment.Toy(global_batch_size=4)
+  other = whole.replace(mesh="data=8", per_device_batch_size=0.25)
+  assert other.global_batch_size == 2
+  assert other.job().train_input.global_batch_size == 2
+  assert other.shrink().global_batch_size == 2
+  assert other.shrink().per_device_batch_size is None
+
+
+@pytest.mark.parametrize(
+  ("given", "message"),
+  [
+    (
+      {"per_device_batch_size": 1, "mesh": "data=-1"},
+      "requires a mesh of fixed sizes, such as fsdp=8, got mesh=data=-1",
+    ),
+    ({"per_device_batch_size": 1, "mesh": "auto"}, "got mesh=auto"),
+    (
+      {"per_device_batch_size": 0.3, "mesh": "data=2"},
+      r"\(0.3\) times the 2 devices of mesh=data=2 must be a positive whole"
+      r" number, got 0.6",
+    ),
+    ({"per_device_batch_size": 0, "mesh": "data=2"}, "got 0"),
+    (
+      {"per_device_batch_size": 1, "global_batch_size": 2},
+      "per_device_batch_size and global_batch_size are both set",
+    ),
+  ],
+)
+def test_rejects_batches_per_device(given, message):
+  with pytest.raises(knobs.KnobError, match=message):
+    _ = toy_experiment.Toy(**given).global_batch_size
