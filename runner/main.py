@@ -14,7 +14,11 @@ import sys
 from typing import TYPE_CHECKING, NoReturn
 
 from paxon.runner import command_line, pax_flags, user_error
-from paxon.runner.hosts import process_settings, terminal_output
+from paxon.runner.hosts import (
+  compilation_cache,
+  process_settings,
+  terminal_output,
+)
 from paxon.runner.monitoring import launch
 
 if TYPE_CHECKING:
@@ -250,6 +254,8 @@ def _start(this: _Run, run_dir: "epath.Path") -> int:
 
   values, job = this.flags, this.job
   serving.check_mode(job, values.mode)
+  if values.mode in process_settings.MODES:
+    compilation_cache.enable(os.environ)
   if values.mode == "eval":
     from paxon.runner.training import evaluate
 
