@@ -49,6 +49,7 @@ def enable(environ: Mapping[str, str]) -> None:
     # Such as a read-only home; a run needs no cache.
     return
   jax.config.update("jax_compilation_cache_dir", str(folder))
+  # Dozens of small programs take as long as the train step.
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
