@@ -15,6 +15,7 @@ from collections.abc import Mapping
 import hashlib
 import pathlib
 import platform
+from typing import Any
 
 _CPU_FACTS = (
   "vendor_id",
@@ -36,8 +37,10 @@ def enable(environ: Mapping[str, str]) -> None:
   """
   import jax
 
-  is_set = jax.config.jax_compilation_cache_dir is not None
-  if is_set or not jax.config.jax_enable_compilation_cache:
+  # JAX defines its settings at run time.
+  config: Any = jax.config
+  is_set = config.jax_compilation_cache_dir is not None
+  if is_set or not config.jax_enable_compilation_cache:
     return
   if jax.distributed.is_initialized():
     return
@@ -48,9 +51,9 @@ def enable(environ: Mapping[str, str]) -> None:
   except OSError:
     # Such as a read-only home; a run needs no cache.
     return
-  jax.config.update("jax_compilation_cache_dir", str(folder))
+  config.update("jax_compilation_cache_dir", str(folder))
   # Dozens of small programs take as long as the train step.
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+  config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def find_folder(environ: Mapping[str, str], version: str) -> pathlib.Path:
