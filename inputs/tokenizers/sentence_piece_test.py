@@ -3,8 +3,11 @@
 import io
 import json
 
+import numpy as np
 import pytest
 import sentencepiece
+import tokenizers
+from tokenizers import models, normalizers
 
 from paxon.inputs.tokenizers import load, sentence_piece, text_tokenizer
 
@@ -124,3 +127,63 @@ def test_a_damaged_file_is_one_clear_error(path, tmp_path):
   damaged.write_text("version https://git-lfs.github.com/spec/v1\n")
   with pytest.raises(ValueError, match="Git LFS pointer"):
     load.load(str(damaged))
+
+
+def _make_merges(library):
+  """Returns all merges of two pieces into a third, by the third's score."""
+  pieces = [library.id_to_piece(i) for i in range(library.get_piece_size())]
+  numbers = {piece: i for i, piece in enumerate(pieces)}
+  pairs = [
+    (-library.get_score(number), numbers[piece[:i]], numbers[piece[i:]])
+    for piece, number in numbers.items()
+    for i in range(1, len(piece))
+    if piece[:i] in numbers and piece[i:] in numbers
+  ]
+  return [(pieces[left], pieces[right]) for _, left, right in sorted(pairs)]
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_ids_are_those_of_another_implementation(kind, tmp_path):
+  path = _train(
+    tmp_path / "tokenizer.model",
+    kind,
+    normalization_rule_name="identity",
+    remove_extra_whitespaces=False,
+  )
+  library = sentencepiece.SentencePieceProcessor(model_file=str(path))
+  pieces = [library.id_to_piece(i) for i in range(library.get_piece_size())]
+  if kind == "bpe":
+    model = models.BPE(
+      {piece: i for i, piece in enumerate(pieces)},
+      _make_merges(library),
+      unk_token="<unk>",
+      fuse_unk=True,
+      byte_fallback=True,
+    )
+  else:
+    scores = [library.get_score(i) for i in range(len(pieces))]
+    vocabulary = list(zip(pieces, scores, strict=True))
+    model = models.Unigram(vocabulary, unk_id=0, byte_fallback=True)
+  other = tokenizers.Tokenizer(model)
+  other.normalizer = normalizers.Sequence(
+    [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+  )
+  tokenizer = load.load(str(path))
+  rng = np.random.default_rng(0)
+  words = [
+    "the",
+    "quick",
+    "fox",
+    "word",
+    "12",
+    "345",
+    "Grüße",
+    "дом",
+    "敏捷",
+    "🦊",
+    "\x1b",
+    "def",
+  ]
+  for _ in range(300):
+    line = " ".join(rng.choice(words, size=rng.integers(1, 12)))
+    assert tokenizer.encode(line).tolist() == other.encode(line).ids
