@@ -204,8 +204,7 @@ def align(rows: Sequence[Sequence[str]]) -> list[str]:
   widths = [max(map(len, column)) for column in columns]
   # The first row may have headings.
   is_number = [
-    all(cell[:1] in "0123456789-<" for cell in column[1:])
-    for column in columns
+    all(cell[:1] in "0123456789-<" for cell in column[1:]) for column in columns
   ]
   return [
     "  ".join(

@@ -15,7 +15,7 @@ from paxon.layers.attention import cudnn_attention
 from paxon.learners import loss_function, train_step, variable_groups
 from paxon.learners import metrics as metrics_lib
 from paxon.runner import user_error
-from paxon.sharding import axes, variables
+from paxon.sharding import axes, target, variables
 
 _BLOCK = re.compile(r"blocks_(\d+)")
 # A layer of an incomplete last group of a stack.
@@ -107,8 +107,8 @@ def abstract_variables(model: nn.Module, batch: Any) -> Any:
   """
 
   def shapes(model: nn.Module) -> Any:
-    # Only the shapes of attention matter.
-    with cudnn_attention.stand_in():
+    # Only shapes matter.
+    with cudnn_attention.stand_in(), target.any_platform():
       return jax.eval_shape(lambda batch: init(model, batch), batch)
 
   try:
