@@ -143,6 +143,21 @@ def test_gradients(form):
   )
 
 
+@pytest.mark.parametrize("form", _SAME)
+def test_bfloat16_tokens(form):
+  x, ids, weights = _call()
+  stacks = _stacks()
+  low = _stacks(dtype=jnp.bfloat16)
+  y = _jit(_SAME[form])(x.astype(jnp.bfloat16), ids, weights, low)
+  assert y.dtype == jnp.bfloat16
+  np.testing.assert_allclose(
+    y.astype(jnp.float32),
+    _expected(x, ids, weights, stacks, _gated),
+    rtol=5e-2,
+    atol=5e-2,
+  )
+
+
 def test_all_tokens_to_one_expert():
   x, ids, weights = _call(k=1, none=False)
   ids, stacks = jnp.full_like(ids, 3), _stacks()

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from paxon.layers import initializers, remat
+from paxon.layers import initializers, precision, remat
 from paxon.layers.moe import grouped_matmul
 from paxon.quantization import matmuls
 from paxon.sharding import axes, checks, logical
@@ -140,7 +140,7 @@ class Stacks:
     assert up is not None
     hidden = self.hidden(project("gate"), up)
     hidden = remat.tag(hidden, remat.FEED_FORWARD_HIDDEN)
-    wide = jnp.promote_types(hidden.dtype, weights.dtype)
+    wide = precision.at_least_float32(hidden.dtype)
     scaled = (hidden.astype(wide) * weights.astype(wide)).astype(hidden.dtype)
     y = multiply("down", scaled, self.parameters["down"])
     added = bias("down")

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from paxon.layers import precision
 from paxon.sharding import checks
 
 CPU: Final = "cpu"
@@ -192,7 +193,7 @@ class Tiles:
         rows,
         matrix,
         (((1,), (contract,)), ((), ())),
-        preferred_element_type=_wide(x.dtype),
+        preferred_element_type=precision.at_least_float32(x.dtype),
       )
       # A tile may overlap the next group.
       old = jax.lax.dynamic_slice_in_dim(out, start, tile)
@@ -230,7 +231,7 @@ class Tiles:
 
     count, at = _tiles(sizes, rows=x.shape[0], tile=tile)
     shape = (sizes.shape[0], x.shape[1], y.shape[1])
-    out = jnp.zeros(shape, _wide(x.dtype))
+    out = jnp.zeros(shape, precision.at_least_float32(x.dtype))
     return jax.lax.fori_loop(0, count, one, out).astype(x.dtype)
 
   def _rows(self, x: jax.Array, sizes: jax.Array) -> int:
@@ -238,11 +239,6 @@ class Tiles:
     rows = x.shape[0]
     mean = -(-rows // sizes.shape[0])
     return max(1, min(rows, self.tile, max(8, 1 << (mean - 1).bit_length())))
-
-
-def _wide(dtype: Any) -> Any:
-  """Returns the dtype of sums."""
-  return jnp.promote_types(dtype, jnp.float32)
 
 
 def _tiles(

@@ -5,17 +5,15 @@ Sizes, batches and meshes are those of
 `tasks.lm.gpt3`, LLaMA models those of `tasks.lm.llama_lm`. Pax's LLaMA models
 could only be evaluated (on BoolQ, fine-tuned by LoRA); these train. To continue
 from Hugging Face weights, see `params.hugging_face`; for data, see `c4`.
-
-Mixtures of experts raise an error with the missing package.
 """
 
-from typing import Any, NoReturn
+from typing import Any
 
 import fiddle as fdl
 
 from paxon.layers import remat
 from paxon.learners import schedules
-from paxon.tasks.lm import gpt3, llama_lm, lm_data, needs
+from paxon.tasks.lm import gpt3, llama_lm, lm_data, mixture_lm
 
 
 class GPT126MBase(gpt3.Gpt3):
@@ -170,25 +168,14 @@ class LLaMA70B(LLaMA7B):
   mesh = "fsdp=8,dcn.fsdp=2"
 
 
-class PileGLaM126M64E(Pile126M):
-  """64 experts in every 2nd of 12 layers, on 64 GPUs, 4 sequences per GPU.
-
-  Attributes:
-    num_experts: Experts per layer.
-  """
+class PileGLaM126M64E(mixture_lm.MixtureLm, Pile126M):
+  """64 experts in every 2nd of 12 layers, on 64 GPUs, 4 sequences per GPU."""
 
   mesh = "fsdp=64"
-
-  num_experts: int = 64
-
-  def feed_forward(self) -> NoReturn:
-    """Raises an error: experts are not implemented."""
-    needs.refuse(
-      self,
-      "layers/moe",
-      f"its {self.num_experts} experts have no layer here yet; gpu.Pile126M"
-      " is dense.",
-    )
+  num_experts = 64
+  num_groups = 64
+  load_balance_weight = 0.01 / 6
+  mixture_every = 2
 
 
 class PileGLaM64B64E(PileGLaM126M64E):
@@ -203,6 +190,7 @@ class PileGLaM64B64E(PileGLaM126M64E):
   head_dim = 128
   global_batch_size = 2048
   mesh = "tensor=8,dcn.fsdp=64"
+  load_balance_weight = 0.01 / 32
 
 
 class LambadaGLaM126M64E(PileGLaM126M64E):

@@ -6,8 +6,6 @@ and a cosine schedule; Llama models have the layers of `tasks.lm.llama_lm`. On
 GPUs, cuDNN's attention is several times faster than the default:
 
   --fdl.attention_kernel=layers.attention.cudnn_attention.cudnn
-
-Mixtures of experts raise an error with the missing package.
 """
 
 from typing import Any
@@ -28,7 +26,7 @@ from paxon.layers.attention import (
   projections,
 )
 from paxon.learners import adamw
-from paxon.tasks.lm import lm_data, needs, transformer_lm_spmd
+from paxon.tasks.lm import lm_data, mixture_lm, transformer_lm_spmd
 
 
 class NVIDIA1_3B(lm_data.Synthetic, transformer_lm_spmd.TransformerLmSpmd):  # noqa: N801
@@ -290,35 +288,22 @@ class NVIDIA_CIRCULAR_REPEAT(  # noqa: N801
   circular_repeats = 4
 
 
-class MoELarge(NVIDIA1_3B):
-  """26.8 B parameters, 16 experts in each of 12 layers, on 32 GPUs.
-
-  Attributes:
-    num_experts: Experts per layer.
-    num_groups: Groups of tokens with separate routing.
-  """
+class MoELarge(mixture_lm.MixtureLm, NVIDIA1_3B):
+  """26.8 B parameters, 16 experts in each of 12 layers, on 32 GPUs."""
 
   num_layers = 12
   embed_dim = 4096
   head_dim = 128
   global_batch_size = 128
   mesh = "fsdp=16,dcn.fsdp=2"
-
-  num_experts: int = 16
-  num_groups: int = 16
-
-  def feed_forward(self) -> fdl.Config[Any]:
-    """Raises an error: experts are not implemented."""
-    needs.refuse(
-      self,
-      "layers/moe",
-      f"its {self.num_experts} experts in {self.num_groups} groups have no"
-      " layer here yet; nvidia.NVIDIA5B and others are dense.",
-    )
+  num_experts = 16
+  num_groups = 16
+  load_balance_weight = 1.0
+  gated_experts = False
 
 
 class GLaM64B64EProxy(MoELarge):
-  """143 B parameters, 64 experts in 4 of 8 layers, on 128 GPUs."""
+  """212 B parameters, 64 experts in 4 of 8 layers, on 128 GPUs."""
 
   num_layers = 8
   embed_dim = 8192
@@ -326,6 +311,10 @@ class GLaM64B64EProxy(MoELarge):
   mesh = "fsdp=128"
   num_experts = 64
   num_groups = 128
+  load_balance_weight = 0.01
+  gated_experts = True
+  mixture_every = 2
+  output_z_loss = 1e-4
 
 
 class GLaM64B64EProxy_EP(GLaM64B64EProxy):  # noqa: N801
@@ -336,7 +325,11 @@ class GLaM64B64EProxy_EP(GLaM64B64EProxy):  # noqa: N801
 
 
 class Grok(MoELarge):
-  """Grok 1: 8 experts in each of 64 layers, on 256 GPUs, 1 sequence per GPU."""
+  """Grok 1: 8 experts in each of 64 layers, on 256 GPUs, 1 sequence per GPU.
+
+  Attributes:
+    num_kv_heads: Number of key/value heads; must divide `num_heads`.
+  """
 
   num_train_steps = 10
   remat_policy = remat.save_only(
@@ -351,6 +344,25 @@ class Grok(MoELarge):
   mesh = "expert=8,dcn.fsdp=32"
   num_experts = 8
   num_groups = 256
+  load_balance_weight = 0.01
+  gated_experts = True
+  output_z_loss = 1e-4
+
+  num_kv_heads: int = 8
+
+  def attention(self) -> fdl.Config[Any]:
+    """Returns attention with fewer key/value heads."""
+    attention = super().attention()
+    attention.num_kv_heads = self.num_kv_heads
+    attention.projections = fdl.Config(
+      projections.SeparateProjections,
+      **self.initial("kernel_init", "output_init"),
+    )
+    return attention
+
+  def shrink(self) -> Any:
+    """Returns a toy-sized version for up to 8 devices."""
+    return super().shrink().replace(num_kv_heads=2)
 
 
 class Grok_Proxy(Grok):  # noqa: N801
@@ -369,6 +381,8 @@ class Grok_Proxy_PP(Grok_Proxy):  # noqa: N801
   mesh = "expert=8,dcn.stage=8,dcn.fsdp=8"
   num_stages = 8
   num_pipeline_microbatches = 32
+  # Of a microbatch.
+  num_groups = 8
 
 
 class Grok_PP(Grok_Proxy_PP):  # noqa: N801
