@@ -90,6 +90,20 @@ _FLAGS = (
     is_number=True,
   ),
   _Flag(
+    "eval_file",
+    None,
+    "Text file whose perplexity and bits per byte are computed, instead of the"
+    " metrics of the splits.",
+    modes=("eval",),
+  ),
+  _Flag(
+    "chat",
+    False,
+    "Apply the model's chat template: a prompt is a user's message, or a JSON"
+    " list of messages.",
+    modes=("decode",),
+  ),
+  _Flag(
     "prompt",
     None,
     "Prompt to continue, or @FILE with one prompt per line.",
@@ -313,6 +327,12 @@ def check(values: Values, packages: Sequence[str]) -> None:
       raise user_error.UserError(
         "--continuous evaluates every checkpoint; leave out --checkpoint_step."
       )
+  if values.continuous and values.eval_file is not None:
+    raise user_error.UserError(
+      "--continuous evaluates the splits; leave out --eval_file."
+    )
+  if values.chat and values.prompt is None:
+    raise user_error.UserError("--chat requires --prompt, the message.")
   try:
     (values.prompt or "").encode()
   except UnicodeEncodeError as error:

@@ -256,6 +256,12 @@ def _start(this: _Run, run_dir: "epath.Path") -> int:
   serving.check_mode(job, values.mode)
   if values.mode in process_settings.MODES:
     compilation_cache.enable(os.environ)
+  if values.mode == "eval" and values.eval_file is not None:
+    from paxon.runner.training import text_evaluation
+
+    return text_evaluation.run(
+      job, run_dir, values.eval_file, step=values.checkpoint_step
+    )
   if values.mode == "eval":
     from paxon.runner.training import evaluate
 
@@ -265,7 +271,13 @@ def _start(this: _Run, run_dir: "epath.Path") -> int:
   if values.mode == "decode":
     from paxon.runner.training import decode
 
-    return decode.run(job, run_dir, values.prompt, step=values.checkpoint_step)
+    return decode.run(
+      job,
+      run_dir,
+      values.prompt,
+      step=values.checkpoint_step,
+      chat=values.chat,
+    )
   if values.mode == "plan":
     from paxon.runner.plan import target as targets
     from paxon.runner.planning import plan_program

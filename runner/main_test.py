@@ -247,8 +247,8 @@ def test_knob_without_effect_is_one_line(call, monkeypatch):
 
 def test_flags_are_the_frozen_list():
   assert sorted(command_line.make_flags()) == [
-    *("checkpoint_step", "continuous", "coordinator_address"),
-    *("exp", "help", "host_timeout"),
+    *("chat", "checkpoint_step", "continuous", "coordinator_address"),
+    *("eval_file", "exp", "help", "host_timeout"),
     *("job_log_dir", "list", "max_restarts", "mode", "num_processes"),
     *("plan_batches", "plan_days", "plan_lengths", "plan_price"),
     *("plan_programs", "plan_search", "plan_tokens"),

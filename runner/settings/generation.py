@@ -1,6 +1,8 @@
 """Settings of text generation, at the end of a run and in `--mode=decode`."""
 
+from collections.abc import Callable
 import dataclasses
+from typing import Any
 
 import fiddle as fdl
 
@@ -19,6 +21,8 @@ class GenerationSettings:
     num_samples: Number of continuations of each prompt; more than one requires
       another sampler than `Greedy`.
     end_ids: Ids that end a sequence; None for the tokenizer's `end_id`.
+    chat_template: Returns the prompt for the assistant's next turn in a list of
+      messages; None without chats.
   """
 
   prompts: tuple[str, ...] = ("",)
@@ -26,6 +30,7 @@ class GenerationSettings:
   sampler: samplers.Sampler = dataclasses.field(default_factory=samplers.Greedy)
   num_samples: int = 1
   end_ids: tuple[int, ...] | None = None
+  chat_template: Callable[[Any], str] | None = None
 
   def __post_init__(self) -> None:
     if not self.prompts:

@@ -12,6 +12,10 @@ line:
   {"step": 1000, "prompt": "def ", "continuation": "f(x):", "ids": [102, ...],
    "sample": 0, "seed": 0, "sampler": "Greedy()", "max_new_tokens": 256}
 
+With `--chat` a prompt is the message of a user, or a JSON list of messages such
+as [{"role": "system", "content": "Be brief."}, {"role": "user", ...}]. The
+model's chat template makes the prompt of it, and its reply is printed.
+
 A sample of the same prompt with the same settings replaces its line; others
 stay.
 """
@@ -28,7 +32,6 @@ from etils import epath
 from paxon.runner import files, user_error
 from paxon.runner import job as job_lib
 from paxon.runner import run_dir as run_dirs
-from paxon.runner.checkpoints import checkpointer
 from paxon.runner.hosts import agreement
 from paxon.runner.settings import generation
 from paxon.runner.training import restore, run_files, samples, serving
@@ -45,27 +48,29 @@ def run(
   prompt: str | None,
   *,
   step: int | None = None,
+  chat: bool = False,
 ) -> int:
   """Continues a prompt, or those of the job; prints and writes the samples.
 
-  Reads the checkpoint of `step`, by default the newest.
+  Reads the checkpoint of `step`, by default the newest. With `chat` a prompt is
+  a user's message, or a JSON list of messages.
 
   Raises:
     UserError: There is no checkpoint that fits the job, no such file of
       prompts, or the job does not generate text.
   """
-  texts = None if prompt is None else parse_prompts(prompt, os.environ)
+  texts: list[samples.Prompt] | None = None
+  if prompt is not None:
+    texts = [*parse_prompts(prompt, os.environ)]
+  if chat and texts is not None:
+    texts = [parse_messages(str(text)) for text in texts]
   if job.generation is None and samples.why_none(job) is None:
     job = dataclasses.replace(job, generation=generation.GenerationSettings())
   with contextlib.closing(job):
     run_files.check_tokenizer(job, run_dir)
     session = session_lib.open_session(job)
     folder = serving.checkpoints(job, run_dir)
-    session = restore.use_stored_dtypes(session, folder, step=step)
-    with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
-      state = restore.restore_for_evaluation(
-        session, checkpoints, folder, step=step
-      )
+    session, state = restore.read_for_evaluation(session, folder, step=step)
     drawn = samples.draw(session, state, prompts=texts)
   print(samples.to_text(drawn), flush=True)
   if agreement.is_first():
@@ -113,6 +118,32 @@ def parse_prompts(given: str, environ: Mapping[str, str]) -> list[str]:
   return [
     line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")
   ]
+
+
+def parse_messages(prompt: str) -> list[dict[str, Any]]:
+  """Returns the messages of a chat: a user's text, or a JSON list.
+
+  Raises:
+    UserError: The JSON is not a list of messages.
+  """
+  if not prompt.lstrip().startswith(("[{", '{"messages"')):
+    return [{"role": "user", "content": prompt}]
+  try:
+    found = json.loads(prompt)
+  except ValueError as error:
+    raise user_error.UserError(
+      f"--prompt is not JSON ({error}); write a list of messages, or the text"
+      " of one."
+    ) from error
+  messages = found["messages"] if isinstance(found, dict) else found
+  for i, message in enumerate(messages):
+    if not isinstance(message, dict) or not isinstance(
+      message.get("role"), str
+    ):
+      raise user_error.UserError(
+        f"--prompt: message {i} must be an object with a string 'role'."
+      )
+  return messages
 
 
 def write_samples(

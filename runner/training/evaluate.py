@@ -103,11 +103,7 @@ def _evaluate_once(
     # Beside the quantized weights, so that the metrics of the trained
     # parameters stay.
     run_dir = folder.parent
-  session = restore.use_stored_dtypes(session, folder, step=step)
-  with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
-    state = restore.restore_for_evaluation(
-      session, checkpoints, folder, step=step
-    )
+  session, state = restore.read_for_evaluation(session, folder, step=step)
   results = evaluation.Evaluator(session).evaluate(state)
   assert results is not None
   step = int(state.step)

@@ -115,6 +115,28 @@ def restore_for_evaluation(
   return restored.tree
 
 
+def read_for_evaluation(
+  session: session_lib.Session, folder: epath.Path, *, step: int | None = None
+) -> tuple[session_lib.Session, train_state.TrainState]:
+  """Reads a checkpoint from a directory as evaluation and decoding use it.
+
+  Args:
+    session: The job on its devices.
+    folder: The directory of the checkpoints.
+    step: Of the checkpoint; None for the newest that is not damaged.
+
+  Returns:
+    The session with the stored dtypes, and the state.
+
+  Raises:
+    UserError: See `restore_for_evaluation`.
+  """
+  session = use_stored_dtypes(session, folder, step=step)
+  with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
+    state = restore_for_evaluation(session, checkpoints, folder, step=step)
+  return session, state
+
+
 def use_stored_dtypes(
   session: session_lib.Session, folder: epath.Path, *, step: int | None = None
 ) -> session_lib.Session:

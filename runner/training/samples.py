@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 import dataclasses
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,9 @@ from paxon.sharding import rules as rules_lib
 
 _STREAM = "generation"
 
+# A text to continue, or the messages of a chat.
+Prompt: TypeAlias = str | list[dict[str, Any]]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sample:
@@ -34,17 +37,21 @@ class Sample:
     continuation: The generated text, without the end-of-document token.
     ids: The generated ids, with that token.
     index: Number of this sample among those of its prompt, from 0.
+    is_chat: Whether the prompt is a chat, and the continuation its next turn.
   """
 
   prompt: str
   continuation: str
   ids: tuple[int, ...]
   index: int = 0
+  is_chat: bool = False
 
   @property
   def text(self) -> str:
-    """Both together."""
-    return self.prompt + self.continuation
+    """Both together; of a chat only the new turn."""
+    return (
+      self.continuation if self.is_chat else self.prompt + self.continuation
+    )
 
 
 def why_none(job: job_lib.Job) -> str | None:
@@ -62,18 +69,29 @@ def draw(
   session: session_lib.Session,
   state: train_state.TrainState,
   *,
-  prompts: Sequence[str] | None = None,
+  prompts: Sequence[Prompt] | None = None,
 ) -> list[Sample]:
   """Continues prompts; the same seed and step give the same text.
 
+  Args:
+    session: The job on its devices.
+    state: Its train state.
+    prompts: Texts, or lists of messages for the chat template; None for those
+      of the job.
+
   Raises:
-    UserError: The job has no generation settings, or its model cannot
-      generate.
+    UserError: The job has no generation settings, its model cannot generate,
+      or there is no chat template for messages.
   """
   settings, tokenizer = _settings(session)
-  texts = list(settings.prompts if prompts is None else prompts)
+  given_prompts = list(settings.prompts if prompts is None else prompts)
+  texts = [_text_of(prompt, settings) for prompt in given_prompts]
+  encoded = [
+    _encode(session.job, text, is_chat=not isinstance(prompt, str))
+    for prompt, text in zip(given_prompts, texts, strict=True)
+  ]
   layout = _decoding_layout(session)
-  generator, batch = _generator(session, layout, texts)
+  generator, batch = _generator(session, layout, encoded)
   key = train_state.make_key(session.job.seed, step=state.step, stream=_STREAM)
   given = session_lib.for_evaluation(state)
   if layout.mesh is not session.layout.mesh or session.job.decode_rules:
@@ -90,22 +108,88 @@ def draw(
     generated = ids[i, : lengths[i]]
     # There is at least one.
     kept = generated[:-1] if generated[-1] in end_ids else generated
+    n = i // settings.num_samples
+    is_chat = not isinstance(given_prompts[n], str)
+    # An encoder-decoder's text, or a reply, does not continue the prompt's.
+    before = [] if is_chat or _reads_source(session.job) else encoded[n]
     drawn.append(
       Sample(
-        prompt=texts[i // settings.num_samples],
+        prompt=texts[n],
         index=i % settings.num_samples,
-        continuation=tokenizer.decode(kept),
+        continuation=_decode(tokenizer, before, kept),
         ids=tuple(generated.tolist()),
+        is_chat=is_chat,
       )
     )
   return drawn
+
+
+def _text_of(prompt: Prompt, settings: generation.GenerationSettings) -> str:
+  if isinstance(prompt, str):
+    return prompt
+  if settings.chat_template is None:
+    raise user_error.UserError(
+      "A chat needs the model's chat template, and this run has none; give a"
+      " text to continue, without --chat."
+    )
+  try:
+    return settings.chat_template(prompt)
+  except ValueError as error:
+    raise user_error.UserError(str(error)) from error
+
+
+def _reads_source(job: job_lib.Job) -> bool:
+  """Whether the model is an encoder-decoder, whose encoder reads the prompt."""
+  return callable(getattr(job.task.model, "encode", None))
+
+
+def _encode(job: job_lib.Job, text: str, *, is_chat: bool) -> list[int]:
+  """Returns the ids of a prompt."""
+  tokenizer: Any = job.task.tokenizer
+  if is_chat and hasattr(tokenizer, "encode_special"):
+    # A chat template writes all special tokens itself.
+    return tokenizer.encode_special(text).tolist()
+  return encode_prompt(tokenizer, text, as_source=_reads_source(job))
+
+
+def encode_prompt(
+  tokenizer: tokenizer_protocol.Tokenizer, text: str, *, as_source: bool = False
+) -> list[int]:
+  """Returns the ids of a prompt as its model expects them, at least one.
+
+  A tokenizer whose model says which special tokens it adds has the method
+  `encode_prompt`. With others a prompt begins with `begin_id`, or, for an
+  encoder (`as_source`), ends with `end_id`.
+  """
+  encode = getattr(tokenizer, "encode_prompt", None)
+  if encode is not None:
+    return encode(text).tolist() or [tokenizer.begin_id]
+  ids = tokenizer.encode(text).tolist()
+  return [*ids, tokenizer.end_id] if as_source else [tokenizer.begin_id, *ids]
+
+
+def _decode(
+  tokenizer: tokenizer_protocol.Tokenizer, before: list[int], ids: np.ndarray
+) -> str:
+  """Returns the text that ids add to that of the ids before them.
+
+  Their own text may lack the space between the two.
+  """
+  start = tokenizer.decode(np.asarray(before, np.int32))
+  whole = tokenizer.decode(np.asarray([*before, *ids], np.int32))
+  if whole.startswith(start):
+    return whole.removeprefix(start)
+  return tokenizer.decode(ids)
 
 
 def trace(session: session_lib.Session) -> jax.stages.Traced:
   """Returns the program that `draw` runs, traced; nothing is computed."""
   settings, _ = _settings(session)
   layout = _decoding_layout(session)
-  generator, batch = _generator(session, layout, settings.prompts)
+  encoded = [
+    _encode(session.job, text, is_chat=False) for text in settings.prompts
+  ]
+  generator, batch = _generator(session, layout, encoded)
   state = jax.tree.map(
     lambda x, sharding: jax.ShapeDtypeStruct(
       x.shape, x.dtype, sharding=sharding
@@ -142,21 +226,13 @@ def _end_ids(
 def _generator(
   session: session_lib.Session,
   layout: layouts.Layout,
-  texts: Sequence[str],
+  encoded: Sequence[Sequence[int]],
 ) -> tuple[layouts.LaidOut, prompts_lib.Prompts]:
   """Returns the generating function, and the prompts as its arguments."""
   settings, tokenizer = _settings(session)
   model = session.job.task.model
-  # An encoder-decoder reads the prompt with its encoder.
-  reads_source = callable(getattr(model, "encode", None))
-
-  def ids_of(text: str) -> list[int]:
-    ids = tokenizer.encode(text).tolist()
-    if reads_source:
-      return [*ids, tokenizer.end_id]
-    return [tokenizer.begin_id, *ids]
-
-  batch = prompts_lib.pad_right([ids_of(text) for text in texts])
+  reads_source = _reads_source(session.job)
+  batch = prompts_lib.pad_right(encoded)
   _check_ids(session, batch.ids)
   _check_lengths(model, batch.lengths, settings.max_new_tokens)
   batch = _pad(batch, multiple=layout.shards(axes.BATCH))

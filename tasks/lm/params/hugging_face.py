@@ -2,10 +2,11 @@ r"""Imported Hugging Face models, to train further and to generate text.
 
   tools/hf import Qwen3-0.6B --to runs/qwen3 --dtype float32
   tools/python -m paxon.runner.main --mode=decode --job_log_dir=runs/qwen3 \
-      --exp=tasks.lm.params.hugging_face.HuggingFaceLm \
-      --fdl.weights=runs/qwen3
+      --prompt="Once upon a time"
 
-The imported `config.json` defines the architecture.
+The imported `config.json` defines the architecture. The tokenizer, the end
+tokens, the sampler and the chat template are those of the folder, too.
+docs/fine_tune_a_model.md goes from an import to an exported model.
 """
 
 from collections.abc import Mapping
@@ -17,18 +18,29 @@ from typing import Any, ClassVar
 from etils import epath
 import fiddle as fdl
 
-from paxon.inputs import example_stream, packed_input, packing, text_pairs
+from paxon.inputs import (
+  byte_tokenizer,
+  example_stream,
+  json_lines,
+  packed_input,
+  packing,
+  text_pairs,
+)
+from paxon.inputs.tokenizers import chat_template, text_tokenizer
+from paxon.inputs.tokenizers import load as load_tokenizer
 from paxon.layers import softmax_loss
 from paxon.layers.models import random_masking
 from paxon.layers.models.hugging_face import families, family
 from paxon.learners import adamw, learner, schedules
 from paxon.runner import experiment, run_dir, user_error
 from paxon.runner import task as task_lib
+from paxon.runner.settings import generation as generation_lib
 from paxon.runner.settings import training
 from paxon.tasks.lm import lm_data
 
 _FOLDER = "hugging_face"
 _CONFIG = f"{_FOLDER}/config.json"
+_LENGTH = 512
 # A toy, to try the experiment without weights.
 _TOY: Mapping[str, Any] = {
   "model_type": "llama",
@@ -62,13 +74,18 @@ _TOY_T5: Mapping[str, Any] = {
 class HuggingFaceLm(lm_data.Text, experiment.Experiment):
   """Continued training of a decoder imported by `tools/hf import`.
 
-  Without `weights` it is a randomly initialized toy. Tokens are bytes, as in
-  other text experiments, so a model trained with another tokenizer has to learn
-  them first.
+  Without `weights` it is a randomly initialized toy of bytes. Samples are drawn
+  as `generation_config.json` says, unless the knobs of the sampler are set.
 
   Attributes:
-    weights: Folder created by `tools/hf import`, with the architecture and the
-      initial weights.
+    weights: Folder created by `tools/hf import`, with the architecture, the
+      initial weights and the tokenizer.
+    tokenizer: A vocabulary file, a Hugging Face folder, or `bytes`; None for
+      the tokenizer of `weights`, and bytes if it has none.
+    messages_key: Key of a chat, a list of messages, in the JSON lines of
+      `train_files` and `validation_files`. The chat template makes the text of
+      it, and the loss is that of the assistant's turns. None reads documents
+      (`text_key`).
     learning_rate: Peak learning rate.
     warmup_steps: Warmup steps of the learning rate.
     weight_decay: Decoupled weight decay, multiplied by the learning rate.
@@ -82,8 +99,9 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
   eval_every_steps = 500
   summary_every_steps = 10
 
-  length = 512
   weights: str | None = None
+  tokenizer: str | None = None
+  messages_key: str | None = None
   learning_rate: float = 1e-5
   warmup_steps: int = 50
   weight_decay: float = 0.0
@@ -97,6 +115,13 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
     "decoders",
     ("ForCausalLM", "LMHeadModel"),
   )
+
+  @property
+  def length(self) -> int:
+    """At most the positions that the model has, and 512."""
+    config = self._config()[0]
+    names = ("max_position_embeddings", "n_positions")
+    return min(_LENGTH, *(config.get(name) or _LENGTH for name in names))
 
   def task(self) -> fdl.Config[task_lib.Task]:
     """Returns the imported model and its learner."""
@@ -133,6 +158,45 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
     # Parameters are float32, for any dtype of the files.
     return fdl.Config(training.WarmStart, checkpoint=self.weights, cast=True)
 
+  def datasets(self) -> dict[str, fdl.Config]:
+    """Returns documents, or the assistant's turns of chats."""
+    splits = super().datasets()
+    if self.messages_key is None:
+      return splits
+    return {split: self._chats(config) for split, config in splits.items()}
+
+  def make_tokenizer(self) -> fdl.Config[Any]:
+    """Returns the tokenizer of the model, or that of the knob."""
+    path = self.tokenizer or load_tokenizer.BYTES
+    if self._has_own_tokenizer():
+      path = self._folder()
+    if path == load_tokenizer.BYTES:
+      return fdl.Config(byte_tokenizer.ByteTokenizer)
+    path = os.fspath(run_dir.resolve(path, os.environ))
+    size = self._config()[0].get("vocab_size")
+    return fdl.Config(load_tokenizer.load, path=path, padded_size=size)
+
+  def generation(self) -> fdl.Config[generation_lib.GenerationSettings] | None:
+    """Returns prompts, and the sampler and end tokens of the folder."""
+    settings = super().generation()
+    if settings is None or self.weights is None:
+      return settings
+    found = self._read_json("generation_config.json")
+    ends = found.get("eos_token_id", self._config()[0].get("eos_token_id"))
+    if ends is not None and self._has_own_tokenizer():
+      settings.end_ids = (ends,) if isinstance(ends, int) else tuple(ends)
+    knobs = (self.temperature, self.top_k, self.top_p)
+    if found.get("do_sample") and all(knob is None for knob in knobs):
+      # Where the file has no value, transformers has these.
+      settings.sampler = generation_lib.make_sampler(
+        found.get("temperature", 1.0),
+        found.get("top_k", 50) or None,
+        found.get("top_p"),
+      )
+    if chat_template.find(self._folder()) is not None:
+      settings.chat_template = self._chat_template()
+    return settings
+
   def run_files(self) -> dict[str, str]:
     """Returns the files of the model, with which a run can be exported."""
     if self.weights is None:
@@ -151,6 +215,66 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
         loss_chunk_length=None,
         max_new_tokens=8,
       )
+    )
+
+  def _folder(self) -> str:
+    assert self.weights is not None
+    path = run_dir.resolve(self.weights, os.environ) / _FOLDER
+    return os.fspath(path)
+
+  def _read_json(self, name: str) -> Mapping[str, Any]:
+    try:
+      return text_tokenizer.read_json(self._folder(), name)
+    except ValueError as error:
+      raise user_error.UserError(str(error)) from error
+
+  def _has_own_tokenizer(self) -> bool:
+    """Whether the tokenizer is that of `weights`."""
+    if self.weights is None or self.tokenizer is not None:
+      return False
+    try:
+      load_tokenizer.find(self._folder())
+    except ValueError:
+      return False
+    return True
+
+  def _chat_template(self) -> fdl.Config[chat_template.ChatTemplate]:
+    return fdl.Config(chat_template.load, folder=self._folder())
+
+  def _chats(self, config: fdl.Config) -> fdl.Config:
+    """Returns packed chats with the settings of packed documents."""
+    if self.weights is None:
+      raise user_error.UserError(
+        "HuggingFaceLm.messages_key requires weights, which have the chat"
+        " template."
+      )
+    if (
+      fdl.get_callable(config) is not packed_input.pack_documents
+      or fdl.get_callable(config.source) is not json_lines.JsonLines
+    ):
+      return config
+    source = fdl.Config(
+      chat_template.TokenizedChats,
+      source=fdl.Config(
+        chat_template.ChatLines,
+        files=config.source.files,
+        text_key=self.messages_key,
+      ),
+      template=self._chat_template(),
+      tokenizer=config.tokenizer,
+    )
+    examples = fdl.Config(
+      example_stream.Examples,
+      source=source,
+      shuffle_seed=config.shuffle_seed,
+      num_epochs=getattr(config, "num_epochs", None),
+    )
+    return fdl.Config(
+      packed_input.PackedInput,
+      examples=examples,
+      tokenizer=config.tokenizer,
+      global_batch_size=config.global_batch_size,
+      length=config.length,
     )
 
   def _model(self) -> fdl.Config[Any]:
