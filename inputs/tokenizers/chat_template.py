@@ -83,7 +83,7 @@ class ChatTemplate(record_files.PickledFields):
   def tokenize(
     self,
     messages: Sequence[Message],
-    tokenizer: text_tokenizer.TextTokenizer,
+    tokenizer: Any,
   ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
     """Returns the ids of a conversation, and which the assistant wrote.
 
@@ -92,7 +92,7 @@ class ChatTemplate(record_files.PickledFields):
 
     Args:
       messages: A conversation.
-      tokenizer: The model's tokenizer.
+      tokenizer: The model's tokenizer, a `TextTokenizer`.
 
     Returns:
       Ids int32 [T] and a mask [T].
@@ -165,12 +165,12 @@ class TokenizedChats:
   Attributes:
     source: The conversations, such as `ChatLines`.
     template: The model's chat template.
-    tokenizer: The model's tokenizer.
+    tokenizer: The model's tokenizer, a `TextTokenizer`.
   """
 
   source: example_source.DocumentSource
   template: ChatTemplate
-  tokenizer: text_tokenizer.TextTokenizer
+  tokenizer: Any
 
   def __len__(self) -> int:
     return len(self.source)
@@ -294,7 +294,7 @@ def _environment() -> Any:
   class Generation(ext.Extension):
     """`{% generation %}...{% endgeneration %}`, which marks nothing here."""
 
-    tags = frozenset({"generation"})
+    tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Any) -> Any:
       line = next(parser.stream).lineno
@@ -329,6 +329,6 @@ def _environment() -> Any:
     extensions=[Generation, ext.loopcontrols],
   )
   environment.filters["tojson"] = tojson
-  environment.globals["raise_exception"] = raise_exception
-  environment.globals["strftime_now"] = strftime_now
+  names: Any = environment.globals
+  names.update(raise_exception=raise_exception, strftime_now=strftime_now)
   return environment

@@ -100,6 +100,7 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
   summary_every_steps = 10
 
   weights: str | None = None
+  # pyrefly: ignore[bad-override-mutable-attribute]
   tokenizer: str | None = None
   messages_key: str | None = None
   learning_rate: float = 1e-5
@@ -117,7 +118,7 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
   )
 
   @property
-  def length(self) -> int:
+  def length(self) -> int:  # pyrefly: ignore[bad-override]
     """At most the positions that the model has, and 512."""
     config = self._config()[0]
     names = ("max_position_embeddings", "n_positions")
