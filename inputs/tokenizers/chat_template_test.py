@@ -28,6 +28,13 @@ class _Letters:
   """Characters as ids."""
 
   vocab_size = 128
+  pad_id = begin_id = end_id = 0
+
+  def encode(self, text):
+    return self.encode_special(text)
+
+  def decode(self, ids):
+    return "".join(map(chr, ids))
 
   def encode_special(self, text):
     return np.asarray([ord(letter) for letter in text], np.int32)
