@@ -14,6 +14,7 @@ import pytest
 
 from paxon.layers import testing
 from paxon.layers.attention import (
+  causal_blocks,
   cudnn_attention,
   kernel_support,
   kernels,
@@ -34,6 +35,9 @@ KERNELS = {
   "fused": kernels.fused,
   "cudnn": functools.partial(cudnn_attention.cudnn, implementation="xla"),
   "local_blocks": local_blocks.LocalBlocks(block_length=2),
+  "causal_blocks": functools.partial(
+    causal_blocks.causal_blocks, block_length=5
+  ),
   "splash": splash.Splash(interpret=True),
   "ring": ring.Ring(block_q=4, block_kv=3),
 }
@@ -43,16 +47,28 @@ CASES = {
   "window": (
     {"window": 3},
     {"logit_cap": 1.5, "sinks": True},
-    {"fused", "cudnn"},
+    {"fused", "cudnn", "causal_blocks"},
   ),
-  "both directions": ({"causal": False}, {}, {"local_blocks"}),
-  "two windows": ({"causal": False, "window": 3, "right_window": 1}, {}, set()),
+  "both directions": (
+    {"causal": False},
+    {},
+    {"local_blocks", "causal_blocks"},
+  ),
+  "two windows": (
+    {"causal": False, "window": 3, "right_window": 1},
+    {},
+    {"causal_blocks"},
+  ),
   "chunks": ({"chunk": 2}, {}, set()),
-  "prefix": ({"prefix": 2}, {}, {"local_blocks", "splash"}),
+  "prefix": (
+    {"prefix": 2},
+    {},
+    {"local_blocks", "splash", "causal_blocks"},
+  ),
   "bias": (
     {"window": 3},
     {"bias": True},
-    {"cudnn", "local_blocks", "splash", "ring"},
+    {"cudnn", "local_blocks", "splash", "ring", "causal_blocks"},
   ),
 }
 # A compilation of the backward pass takes a second.

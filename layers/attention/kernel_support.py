@@ -20,6 +20,7 @@ from paxon.layers.attention import mask as attention_mask
 
 CUDA: Final = "cuda"
 TPU: Final = "tpu"
+CPU: Final = "cpu"
 
 
 class Feature(enum.Enum):
@@ -258,6 +259,19 @@ LOCAL_BLOCKS: Final = Support(
     Feature.NO_LIMIT: "blocks need a window or chunk",
     Feature.BIAS_MATRIX: "blocks take a bias as a function of positions",
   },
+)
+
+CAUSAL_BLOCKS: Final = Support(
+  name="layers.attention.causal_blocks.causal_blocks",
+  unsupported={
+    Feature.BIDIRECTIONAL: "its blocks are causal",
+    Feature.PREFIX: "its blocks are causal",
+    Feature.BIAS: "its backward pass has no gradient of a bias",
+    Feature.SINKS: "its backward pass has no gradient of sinks",
+    Feature.CACHE: "it needs queries and keys of the same tokens",
+    Feature.SPLIT_SEQUENCES: "it needs whole sequences on each device",
+  },
+  platforms=(CPU,),
 )
 
 QUERY_CHUNKS: Final = Support(name="layers.attention.query_chunks.QueryChunks")

@@ -22,10 +22,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from paxon.layers import precision
-from paxon.layers.attention import kernel_support
+from paxon.layers.attention import causal_blocks, kernel_support
 from paxon.layers.attention import mask as attention_mask
 from paxon.quantization import matmuls
-from paxon.sharding import checks
+from paxon.sharding import checks, target
 
 # `(query, key, value, mask, *, logit_cap=None, bias=None, scale=None,
 # sinks=None) -> [B,T,N,H]`. Layers pass only the keywords that are set. A
@@ -33,6 +33,8 @@ from paxon.sharding import checks
 Kernel = Callable[..., jax.Array]
 # `(query [B,T,N,H], q_positions [B,T], kv_positions [B,S]) -> [B,N,T,S]`.
 BiasFunction = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+_MIN_LENGTH_OF_BLOCKS = 512
 
 
 @kernel_support.declare(kernel_support.PLAIN)
@@ -49,6 +51,8 @@ def plain(
   einsum: matmuls.Einsum | None = None,
 ) -> Float[Array, "batch length heads value_dim"]:
   """Attention by two contractions; logits and softmax in float32.
+
+  On a CPU, `causal_blocks` computes it if it supports the call.
 
   Args:
     query: Queries.
@@ -71,6 +75,12 @@ def plain(
   check_shapes(
     "kernels.plain", query, key, value, mask.q_positions, mask.kv_positions
   )
+  if einsum is None and _prefers_blocks(
+    query, key, value, mask, bias=bias, sinks=sinks
+  ):
+    return causal_blocks.causal_blocks(
+      query, key, value, mask, logit_cap=logit_cap, scale=scale
+    )
   B, T, N, H = query.shape
   groups = N // key.shape[2]
   visible = mask.to_array()
@@ -106,6 +116,30 @@ def plain(
   out = matmuls.call(context, "context", combine, weights, value)
   out = out.reshape(B, T, N, value.shape[-1])
   return _zero_unless(mask.sees_any(visible), out)
+
+
+def _prefers_blocks(
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  mask: attention_mask.AttentionMask,
+  *,
+  bias: jax.Array | None,
+  sinks: jax.Array | None,
+) -> bool:
+  """Returns whether `plain` computes block by block, with equal results.
+
+  On CPUs that takes a third of the time of a long sequence and keeps no T x T
+  matrix; the compilation of short ones would take longer than it saves. Only on
+  one device: blocks look at all sequences for their order.
+  """
+  if query.shape[1] < _MIN_LENGTH_OF_BLOCKS or not target.is_cpu():
+    return False
+  request = kernel_support.from_call(
+    query, key, value, mask, bias=bias, sinks=sinks
+  )
+  problems = kernel_support.CAUSAL_BLOCKS.problems(request)
+  return target.num_devices() == 1 and not any(problems)
 
 
 def check_shapes(
