@@ -29,7 +29,8 @@ _HEAD = """\
 # Upper bounds that `--update` does not change.
 MAX_MODULES = {
   "//runner:experiment": 45,
-  "//layers/attention:grouped_query": 15,
+  # Of them three for CPUs: their matmuls, attention kernel and platform.
+  "//layers/attention:grouped_query": 18,
 }
 
 UPDATE = (

@@ -39,6 +39,7 @@ class TinySeqIo(seqio_datasets.SeqIo, testing.TinyLm):
   eval_tasks = ("made_text",)
   eval_split = "validation"
   max_new_tokens = 0
+  prompts = None
   folder: str = ""
 
   def register(self) -> fdl.Config[Any]:

@@ -15,6 +15,9 @@ from paxon.tools.benchmarks import (
 )
 
 TOLERANCE = 0.02
+# The compiler packs buffers by a heuristic: equal sets of them take a few
+# percent more or less.
+MEMORY_TOLERANCE = 0.04
 
 
 def _workload(**config) -> decoder_lm_workload.Workload:
@@ -71,7 +74,9 @@ def test_step_costs_what_the_handwritten_one_costs(config, mesh):
   actual = _costs(ours.step)
   ratios = {name: actual[name] / expected[name] for name in expected}
   print(ratios)
+  memory = ratios.pop("memory")
   assert all(abs(ratio - 1) <= TOLERANCE for ratio in ratios.values()), ratios
+  assert abs(memory - 1) <= MEMORY_TOLERANCE
 
 
 def test_compares_two_running_steps():
