@@ -31,7 +31,6 @@ from paxon.runner import experiment, job
 from paxon.runner.configuration import dump, find_experiment
 from paxon.runner.training import model_loss
 from paxon.sharding import variables
-from paxon.tasks.lm import needs
 
 PACKAGE = "paxon.tasks.lm.params"
 _FOLDER = "goldens"
@@ -50,17 +49,12 @@ def load(name: str) -> experiment.Experiment:
 
 
 @functools.cache
-def resolved(name: str) -> tuple[fdl.Config[job.Job] | None, str]:
+def resolved(name: str) -> fdl.Config[job.Job]:
   """Returns the resolved configuration of an experiment.
 
-  Returns:
-    The configuration and an empty string, or None and the missing package. The
-    configuration is cached: do not modify it.
+  It is cached: do not modify it.
   """
-  try:
-    return load(name).job(), ""
-  except needs.MissingPartError as error:
-    return None, error.package
+  return load(name).job()
 
 
 def specs_of(config: fdl.Buildable) -> variables.Specs:
@@ -69,11 +63,9 @@ def specs_of(config: fdl.Buildable) -> variables.Specs:
   return _specs(_Model(model, config))
 
 
-def text_of(config: fdl.Config[job.Job] | None, missing: str) -> str:
-  """Returns the full golden text of a result of `resolved`."""
-  lines = [f"needs {missing}"] if missing else []
-  if config is not None:
-    lines += [dump.to_text(config).rstrip("\n"), *_variables(config)]
+def text_of(config: fdl.Config[job.Job]) -> str:
+  """Returns the full golden text of a resolved configuration."""
+  lines = [dump.to_text(config).rstrip("\n"), *_variables(config)]
   return "\n".join(lines) + "\n"
 
 
@@ -117,7 +109,7 @@ def _files() -> dict[pathlib.Path, str]:
   by_module: dict[str, dict[str, str]] = {}
   for name in names():
     module, _, class_name = name.rpartition(".")
-    by_module.setdefault(module, {})[class_name] = text_of(*resolved(name))
+    by_module.setdefault(module, {})[class_name] = text_of(resolved(name))
   return {
     path_of(f"{module}.C"): file_text(texts, module)
     for module, texts in by_module.items()

@@ -28,7 +28,6 @@ from paxon.runner.training import decode, evaluate, model_loss, train
 from paxon.sharding import initialization
 from paxon.sharding import mesh as meshes
 from paxon.tasks import golden
-from paxon.tasks.lm import needs
 
 _PARAMS = "paxon.tasks.lm.params."
 _NAMES = golden.names()
@@ -53,15 +52,6 @@ _WHOLE = [
 @functools.cache
 def _toy(name: str) -> fdl.Config[job_lib.Job]:
   return golden.load(name).shrink().job()
-
-
-def _config(name: str) -> fdl.Config[job_lib.Job]:
-  config, missing = golden.resolved(name)
-  assert config is not None, missing
-  return config
-
-
-_RUNNABLE = [name for name in _NAMES if not golden.resolved(name)[1]]
 
 
 def _text(made: experiment.Experiment) -> str:
@@ -95,7 +85,7 @@ def _distinct(names: Sequence[str]) -> list[str]:
   return list(first.values())
 
 
-_TOYS = _distinct(_RUNNABLE)
+_TOYS = _distinct(_NAMES)
 
 
 # What goes through all programs takes its steps there.
@@ -106,7 +96,7 @@ def test_there_are_experiments():
   assert f"{_PARAMS}quickstart.PythonStdlibLm" in _NAMES
   assert f"{_PARAMS}lm_cloud.LmCloudSpmd1024B" in _NAMES
   assert f"{_PARAMS}nvidia.Grok" in _NAMES
-  assert set(_WHOLE) <= set(_RUNNABLE)
+  assert set(_WHOLE) <= set(_NAMES)
   # Base classes are not experiments.
   assert not [n for n in _NAMES if n.endswith(("Decoder", "LmSpmd", "Gpt3"))]
 
@@ -116,7 +106,7 @@ def test_experiments_resolve_to_their_golden_file(module):
   path = golden.path_of(f"{module}.C")
   assert path.exists(), _MEND
   texts = {
-    name.rpartition(".")[2]: golden.text_of(*golden.resolved(name))
+    name.rpartition(".")[2]: golden.text_of(golden.resolved(name))
     for name in _NAMES
     if name.rpartition(".")[0] == module
   }
@@ -132,9 +122,9 @@ def test_every_golden_file_has_its_module():
   assert found == paths, "remove the file of a module that is gone"
 
 
-@pytest.mark.parametrize("name", _RUNNABLE)
+@pytest.mark.parametrize("name", _NAMES)
 def test_builds_and_its_mesh_fits_at_full_size(name):
-  config = _config(name)
+  config = golden.resolved(name)
   job = fdl.build(config)
   shapes = job_lint.JobShapes(
     golden.specs_of(config), job.train_input.batch_shapes()
@@ -150,18 +140,11 @@ def test_builds_and_its_mesh_fits_at_full_size(name):
   assert not [found.message for found in findings if found.is_error]
 
 
-@pytest.mark.parametrize("name", sorted(set(_NAMES) - set(_RUNNABLE)))
-def test_without_its_layers_it_answers_in_one_line(name):
-  with pytest.raises(needs.MissingPartError, match=r"needs layers/moe: ") as e:
-    golden.load(name).job()
-  assert "\n" not in str(e.value)
-
-
 @pytest.mark.parametrize("name", _TOYS)
 def test_shrinks_to_toy_size(name):
   """A knob missing in `shrink` leaves a model that takes minutes."""
   made, config = golden.load(name), _toy(name)
-  total = golden.text_of(config, "").rpartition("trainable: ")[2]
+  total = golden.text_of(config).rpartition("trainable: ")[2]
   assert int(total.replace(",", "")) <= 100_000
   data = config.train_input
   assert data.global_batch_size * data.length <= 1024

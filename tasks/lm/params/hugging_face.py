@@ -55,17 +55,17 @@ _TOY: Mapping[str, Any] = {
 _TOY_BERT: Mapping[str, Any] = {
   "model_type": "bert",
   "vocab_size": 264,
-  "hidden_size": 64,
-  "intermediate_size": 128,
+  "hidden_size": 32,
+  "intermediate_size": 64,
   "num_hidden_layers": 2,
   "num_attention_heads": 4,
 }
 _TOY_T5: Mapping[str, Any] = {
   "model_type": "t5",
   "vocab_size": 264,
-  "d_model": 64,
-  "d_kv": 16,
-  "d_ff": 128,
+  "d_model": 32,
+  "d_kv": 8,
+  "d_ff": 64,
   "num_layers": 2,
   "num_heads": 4,
 }
