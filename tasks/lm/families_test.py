@@ -22,7 +22,6 @@ from paxon.tasks.lm import (
   lm_data,
   masked_lm,
   mlp_lm,
-  needs,
 )
 
 
@@ -282,10 +281,3 @@ def test_mlp_axes_are_mesh_axes():
   parts = _Mlp().job().task.model.stack.parts
   assert parts[0].kernel_axes == (axes.EMBED, axes.MLP)
   assert parts[-1].kernel_axes == (axes.MLP, axes.EMBED)
-
-
-def test_missing_package_error_is_one_line():
-  message = r"^_Gpt3 needs layers/moe: it has experts\.$"
-  with pytest.raises(needs.MissingPartError, match=message) as error:
-    needs.refuse(_Gpt3(), "layers/moe", "it has experts.")
-  assert error.value.package == "layers/moe"
