@@ -32,11 +32,23 @@ def _(equation: str, primals: Any, tangents: Any) -> tuple[Any, Any]:
   return einsum32(equation, x, y), narrow.astype(jnp.float32)
 
 
+@jax.custom_vjp
+def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
+  """Returns `x @ w`; rounds sums in float32, in its gradients too."""
+  return einsum32("MD,DF->MF", x, w).astype(x.dtype)
+
+
+matmul.defvjp(
+  lambda x, w: (matmul(x, w), (x, w)),
+  lambda xw, dy: (matmul(dy, xw[1].T), matmul(xw[0].T, dy)),
+)
+
+
 def project(x: jax.Array, w: jax.Array) -> jax.Array:
   """Multiplies the last axes of tokens [B,T,...] with the first of a kernel."""
   tokens = x.reshape(x.shape[0] * x.shape[1], -1)
-  y = einsum32("MD,DF->MF", tokens, w.reshape(tokens.shape[1], -1))
-  return y.astype(x.dtype).reshape(*x.shape[:2], *w.shape[x.ndim - 2 :])
+  y = matmul(tokens, w.reshape(tokens.shape[1], -1))
+  return y.reshape(*x.shape[:2], *w.shape[x.ndim - 2 :])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

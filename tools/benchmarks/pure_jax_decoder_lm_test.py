@@ -137,7 +137,7 @@ def test_its_own_initial_values_have_the_shapes_of_ours(float32):
 @pytest.mark.parametrize("module", [pure_jax_decoder_lm, pure_jax_generation])
 def test_the_baselines_are_short_and_import_only_jax(module):
   text = pathlib.Path(module.__file__).read_text()
-  assert len(text.splitlines()) < 170
+  assert len(text.splitlines()) < 185
   nodes = list(ast.walk(ast.parse(text)))
   imported = {n.module for n in nodes if isinstance(n, ast.ImportFrom)}
   imported |= {
