@@ -34,7 +34,8 @@ from paxon.layers.moe import grouped_matmul, grouped_rows
 from paxon.sharding import axes, logical
 from paxon.sharding import rules as sharding_rules
 
-_TOKENS: Final = (axes.BATCH, axes.LENGTH, axes.ACTIVATION_EMBED)
+# Every expert multiplies whole tokens.
+_TOKENS: Final = (axes.BATCH, axes.LENGTH, None)
 _GATHERED: Final = "gathered_experts"
 
 Names = tuple[str, ...]
@@ -206,8 +207,10 @@ def _gather(
     )
   if plan.experts:
     own = ids - jax.lax.axis_index(plan.experts).astype(ids.dtype) * experts
-    ids = jnp.where((own >= 0) & (own < experts), own, experts)
-  # No token has more choices here than there are experts.
+    # A choice of weight zero may repeat another choice, and adds nothing.
+    is_here = (own >= 0) & (own < experts) & (weights != 0)
+    ids = jnp.where(is_here, own, experts)
+  # So no token has more choices here than there are experts.
   rows = x.shape[0] * min(ids.shape[1], experts)
   y = sum_rows(x, ids, weights, max_rows=rows)
   if over:

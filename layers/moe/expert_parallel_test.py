@@ -10,8 +10,15 @@ import numpy as np
 import pytest
 
 from paxon.layers import auxiliary_loss
-from paxon.layers.moe import balance, dispatch, experts, mixture, routers
-from paxon.sharding import layout, mesh, variables
+from paxon.layers.moe import (
+  balance,
+  dispatch,
+  experts,
+  mixture,
+  pax_routers,
+  routers,
+)
+from paxon.sharding import layout, mesh, rule_sets, variables
 
 B, T, D, F, E = 8, 4, 8, 4, 8
 
@@ -151,6 +158,41 @@ def test_experts_that_the_axis_does_not_divide():
   values = nn.unbox(layer.init(jax.random.key(0), x))
   with pytest.raises(ValueError, match=r"'experts' of size 6.*expert=4"):
     at.jit(layer.apply)(values, x, segments)
+
+
+def test_rules_that_split_the_width_of_tokens():
+  at = layout.Layout(
+    mesh.make_mesh(mesh.MeshSpec(ici={"fsdp": 2, "expert": 2, "tensor": 2})),
+    rules=rule_sets.named("weight_stationary"),
+  )
+  x, segments = _batch()
+  layer, values = _layer(), _variables("random")
+  np.testing.assert_allclose(
+    at.jit(layer.apply)(values, x, segments),
+    jax.jit(layer.apply)(values, x, segments),
+    rtol=1e-5,
+    atol=1e-6,
+  )
+
+
+def test_repeated_choices_of_weight_zero():
+  # Half of the tokens have no second score: it chooses expert 0 again.
+  at = _layout("expert")
+  router = pax_routers.TopTwo()
+  layer = mixture.MixtureOfExperts(
+    num_experts=E, router=router, experts=experts.GatedExperts(mlp_dim=F)
+  )
+  x, segments = _batch()
+  values = nn.unbox(jax.jit(layer.init)(jax.random.key(0), x))
+  values = jax.tree.map(lambda v: v, values)
+  logits = values["params"]["router"]["logits"]
+  logits["kernel"] *= 1e3
+  np.testing.assert_allclose(
+    at.jit(layer.apply)(values, x, segments),
+    jax.jit(layer.apply)(values, x, segments),
+    rtol=1e-4,
+    atol=1e-5,
+  )
 
 
 def test_tokens_of_a_decoding_step():

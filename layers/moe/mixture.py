@@ -2,7 +2,7 @@
 
   y = sum_j weights_j * expert_{ids_j}(x) + shared(x)
 
-It is composed of a router (`routers`, `competing_routers`), experts
+It is composed of a router (`routers`, `pax_routers`), experts
 (`experts`), a dispatch (`dispatch`) and auxiliary losses (`balance`).
 """
 
@@ -98,13 +98,16 @@ class MixtureOfExperts(nn.Module, auxiliary_loss.Source):
     y = self.dispatch(x, routing.ids, routing.weights, stacks)
     y = logical.constrain(y, (axes.BATCH, axes.LENGTH, axes.ACTIVATION_EMBED))
     if self.shared is not None:
-      y += self._shared(x, mask)
+      y += self._shared(x, mask, deterministic)
     return remat.tag(y, remat.FEED_FORWARD_OUTPUT)
 
-  def _shared(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+  def _shared(
+    self, x: jax.Array, mask: jax.Array, deterministic: bool
+  ) -> jax.Array:
     """Returns the output of the shared expert."""
     layer: Any = self.shared
-    y = layer(x)
+    has_dropout = getattr(layer, "dropout", None) is not None
+    y = layer(x, deterministic=deterministic) if has_dropout else layer(x)
     if self.shared_gate is not None:
       y *= jax.nn.sigmoid(self.shared_gate(x))
     return jnp.where(mask[..., None], y, jnp.zeros((), y.dtype))

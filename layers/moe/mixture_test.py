@@ -165,3 +165,14 @@ class _Nothing(nn.Module):
 
   def __call__(self, x, positions, segment_ids, *, cache_length=None):
     return jnp.zeros_like(x)
+
+
+def test_the_shared_expert_has_dropout_in_training():
+  shared = feed_forward.GatedFeedForward(mlp_dim=F, dropout=nn.Dropout(0.5))
+  layer, x = _layer(shared=shared), _x()
+  values = jax.jit(layer.init)(jax.random.key(1), x)
+  evaluated = layer.apply(values, x)
+  trained = layer.apply(
+    values, x, deterministic=False, rngs={"dropout": jax.random.key(2)}
+  )
+  assert not np.allclose(evaluated, trained)

@@ -5,7 +5,7 @@
   choices = the k largest scores; of equal ones the first
 
 Gradients flow through the scores and their normalization, not through the
-choice. `capacity_routers` has those in which tokens compete.
+choice. `pax_routers` has those in which tokens compete.
 """
 
 from collections.abc import Callable

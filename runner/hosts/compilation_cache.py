@@ -44,12 +44,12 @@ def enable(environ: Mapping[str, str]) -> None:
     return
   if jax.distributed.is_initialized():
     return
-  folder = find_folder(environ, jax.__version__)
   try:
+    folder = find_folder(environ, jax.__version__)
     folder.mkdir(parents=True, exist_ok=True)
     remove_oldest(folder, MAX_SIZE)
-  except OSError:
-    # Such as a read-only home; a run needs no cache.
+  except (OSError, RuntimeError):
+    # A read-only home, or a user without one; a run needs no cache.
     return
   config.update("jax_compilation_cache_dir", str(folder))
   # Dozens of small programs take as long as the train step.

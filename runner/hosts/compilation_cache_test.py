@@ -65,6 +65,14 @@ def test_a_home_that_cannot_be_written_is_no_error(tmp_path):
   assert _run(XDG_CACHE_HOME=str(tmp_path))[2] == "None"
 
 
+def test_a_user_without_a_home_is_no_error(monkeypatch):
+  def fail():
+    raise RuntimeError("Could not determine home directory.")
+
+  monkeypatch.setattr(compilation_cache.pathlib.Path, "home", fail)
+  compilation_cache.enable({})
+
+
 def test_each_version_and_each_cpu_has_its_folder(tmp_path, monkeypatch):
   cpus = tmp_path / "cpuinfo"
   core = "processor\t: {}\nflags\t\t: {}\ncpu MHz\t\t: {}\n\n"
