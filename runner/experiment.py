@@ -129,6 +129,9 @@ class Experiment(abc.ABC):
   quantization_monitor: bool = False
 
   name: ClassVar[str] = ""
+  # Knobs that hold a path or pattern of files. Relative ones are stored as
+  # absolute, so that a run can be resumed from any directory.
+  path_knobs: ClassVar[tuple[str, ...]] = ()
 
   _knobs: ClassVar[Mapping[str, knobs_lib.Knob]] = {}
   _given: dict[str, Any]

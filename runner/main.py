@@ -142,6 +142,12 @@ def _resolve(
     experiment, overrides = stored.experiment, stored.overrides
     notes = stored.notes
   resolved = resolving.resolve(experiment, overrides, packages=packages)
+  if {each.path for each in overrides} & {*resolved.experiment.path_knobs}:
+    from paxon.runner.training import run_files
+
+    # As the run's later commands will read them, from any directory.
+    overrides = run_files.resolve_paths(resolved.experiment, overrides)
+    resolved = resolving.resolve(experiment, overrides, packages=packages)
   job = resolving.build(resolved.config)
   if values.profile_steps is not None:
     try:

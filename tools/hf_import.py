@@ -13,6 +13,7 @@ from etils import epath
 import jax
 import numpy as np
 
+from paxon.inputs.tokenizers import load
 from paxon.layers.models.hugging_face import (
   families,
   family,
@@ -117,6 +118,14 @@ def run(
       dtype=hf_files.find_dtype(dtypes.values()),
     )
     yield f"copied: {', '.join(copied)}"
+    try:
+      load.find(os.fspath(folder))
+    except ValueError:
+      yield (
+        f"warning: {os.fspath(folder)} has no tokenizer file"
+        f" ({', '.join(load.NAMES)}); text can be read and generated only with"
+        " --fdl.tokenizer=PATH"
+      )
     found = (config.get("architectures") or [of.architecture])[0]
     names_of = [each for each in _EXPERIMENTS if found.endswith(each)]
     if names_of:

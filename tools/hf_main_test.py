@@ -66,7 +66,9 @@ def test_round_trip_is_the_same_file(case, dtype, tmp_path, capsys):
   (source / "tokenizer.json").write_text("{}")
   (source / "README.md").write_text("not copied")
   assert _run("import", source, "--to", run) == 0
-  assert "copied: config.json, tokenizer.json" in capsys.readouterr().out
+  printed = capsys.readouterr().out
+  assert "copied: config.json, tokenizer.json" in printed
+  assert "warning" not in printed
   assert _run("export", run, "--to", back) == 0
   assert sorted(path.name for path in back.iterdir()) == [
     "config.json",
@@ -77,7 +79,7 @@ def test_round_trip_is_the_same_file(case, dtype, tmp_path, capsys):
     assert path.read_bytes() == (source / path.name).read_bytes()
 
 
-def test_old_files_without_prefix_and_with_masks(tmp_path):
+def test_old_files_without_prefix_and_with_masks(tmp_path, capsys):
   source, run, back = (tmp_path / name for name in ("source", "run", "back"))
   tensors = _model(source, _config("gpt2"))
   old = {name.removeprefix("transformer."): x for name, x in tensors.items()}
@@ -85,6 +87,7 @@ def test_old_files_without_prefix_and_with_masks(tmp_path):
   old["lm_head.weight"] = old["wte.weight"].copy()
   safetensors_numpy.save_file(old, source / "model.safetensors")
   assert _run("import", source, "--to", run) == 0
+  assert f"warning: {source} has no tokenizer file" in capsys.readouterr().out
   assert _run("export", run, "--to", back) == 0
   # As transformers writes it today: names whole, tied tensors once, no masks.
   found = safetensors_numpy.load_file(back / "model.safetensors")

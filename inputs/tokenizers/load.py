@@ -13,7 +13,7 @@ from paxon.inputs.tokenizers import (
 
 BYTES = "bytes"
 # Of a Hugging Face folder, in order of preference.
-_NAMES = (
+NAMES = (
   *("tokenizer.json", "tokenizer.model", "spiece.model"),
   *("sentencepiece.bpe.model", "spm.model"),
 )
@@ -63,7 +63,7 @@ def find(path: str) -> str:
   for folder in (os.path.join(path, _IMPORTED), path):
     present = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     others = [name for name in present if name.endswith(_ENDINGS)]
-    for name in (*_NAMES, *(others if len(others) == 1 else ())):
+    for name in (*NAMES, *(others if len(others) == 1 else ())):
       if name in present:
         return os.path.join(folder, name)
   if not os.path.isdir(path):
@@ -73,7 +73,7 @@ def find(path: str) -> str:
     )
   raise ValueError(
     f"tokenizer={path!r}: the folder has no tokenizer; it must have"
-    f" {', '.join(_NAMES)}, or one file *{' or *'.join(_ENDINGS)}."
+    f" {', '.join(NAMES)}, or one file *{' or *'.join(_ENDINGS)}."
   )
 
 

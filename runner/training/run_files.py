@@ -8,6 +8,7 @@ finished marker ends programs that follow the run.
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import glob
 import json
 import os
 import time
@@ -16,6 +17,7 @@ from etils import epath
 import fiddle as fdl
 
 from paxon.inputs import tokenizer_protocol
+from paxon.runner import experiment as experiment_lib
 from paxon.runner import files, run_dir, user_error
 from paxon.runner import job as job_lib
 from paxon.runner.configuration import (
@@ -156,6 +158,29 @@ class Settings:
   experiment: str
   overrides: tuple[overrides_lib.Override, ...]
   notes: tuple[str, ...] = ()
+
+
+def resolve_paths(
+  experiment: experiment_lib.Experiment,
+  overrides: Sequence[overrides_lib.Override],
+) -> tuple[overrides_lib.Override, ...]:
+  """Returns overrides with absolute paths of existing files.
+
+  Args:
+    experiment: The experiment, which names its knobs of paths.
+    overrides: Assignments; those of other knobs do not change.
+  """
+  found = []
+  for each in overrides:
+    if each.path in experiment.path_knobs:
+      given = getattr(experiment, each.path)
+      if isinstance(given, str) and files.is_local(given):
+        path = os.fspath(run_dir.resolve(given, os.environ))
+        # A value such as `bytes` is no file.
+        if glob.glob(path, recursive=True) or os.path.exists(path):
+          each = overrides_lib.Override(each.path, path)
+    found.append(each)
+  return tuple(found)
 
 
 def store_settings(

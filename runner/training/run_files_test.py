@@ -6,7 +6,7 @@ from etils import epath
 import pytest
 
 from paxon.inputs import byte_tokenizer
-from paxon.runner import run_dir, user_error
+from paxon.runner import experiment, run_dir, user_error
 from paxon.runner.configuration import overrides
 from paxon.runner.training import run_files, testing
 
@@ -132,6 +132,42 @@ def test_any_text_of_a_value_comes_back(tmp_path):
   given = (overrides.Override("a['k'].b[0]", 'x "=" \udcff\n'),)
   run_files.store_settings("a.b.C", given, folder)
   assert run_files.read_settings(folder).overrides == given
+
+
+class _WithPaths(experiment.Experiment):
+  path_knobs = ("tokenizer", "train_files")
+  num_train_steps = global_batch_size = 1
+  tokenizer: str | None = None
+  train_files: str | None = None
+
+  def task(self):
+    raise NotImplementedError
+
+  datasets = task
+
+
+def test_stored_paths_are_absolute(tmp_path, monkeypatch):
+  (tmp_path / "a.jsonl").write_text("")
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.delenv("BUILD_WORKING_DIRECTORY", raising=False)
+  for given, stored in (
+    ("a.jsonl", f"{tmp_path}/a.jsonl"),
+    ("*.jsonl", f"{tmp_path}/*.jsonl"),
+    (f"{tmp_path}/a.jsonl", f"{tmp_path}/a.jsonl"),
+    # Not files here.
+    ("bytes", "bytes"),
+    ("gs://bucket/a.jsonl", "gs://bucket/a.jsonl"),
+  ):
+    given_overrides = (
+      overrides.Override("train_files", given),
+      overrides.Override("seed", "5"),
+    )
+    assert run_files.resolve_paths(
+      _WithPaths(train_files=given), given_overrides
+    ) == (overrides.Override("train_files", stored), given_overrides[1])
+  # The value None.
+  unset = (overrides.Override("tokenizer", "None"),)
+  assert run_files.resolve_paths(_WithPaths(), unset) == unset
 
 
 @pytest.mark.parametrize(

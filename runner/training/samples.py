@@ -61,7 +61,13 @@ def why_none(job: job_lib.Job) -> str | None:
     if not callable(getattr(model, method, None)):
       return f"its model, {type(model).__name__}, has no {method}"
   if job.task.tokenizer is None:
-    return "its task has no tokenizer"
+    # Folders of imported models, which should have one.
+    folders = " or ".join(map(str, job.run_files.values()))
+    return "its task has no tokenizer" + (
+      f", and no file of one is in {folders}; pass --fdl.tokenizer=PATH"
+      if folders
+      else ""
+    )
   return None
 
 

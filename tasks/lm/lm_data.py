@@ -67,6 +67,8 @@ class Tokenized(experiment.Experiment):
 
   tokenizer: str = load.BYTES
 
+  path_knobs = ("tokenizer",)
+
   def make_tokenizer(self) -> fdl.Config[Any]:
     """Returns the tokenizer, padded to `vocab_size` if there is one."""
     if self.tokenizer == load.BYTES:
@@ -111,6 +113,8 @@ class Text(Tokenized, experiment.Experiment):
   train_files: str | None = None
   validation_files: str | None = None
   text_key: str = "text"
+
+  path_knobs = ("tokenizer", "train_files", "validation_files")
 
   def of_data(self) -> dict[str, Any]:
     """Returns the tokenizer and the metric bits per byte."""

@@ -107,6 +107,26 @@ def test_allows_main_the_experiments(tmp_path):
   assert planted.found_by(order_rules.check_packages, tmp_path, changes) == []
 
 
+@pytest.mark.parametrize(
+  ("testonly", "problems"), [("testonly = True, ", 0), ("", 1)]
+)
+def test_allows_tests_of_tools_the_experiments(tmp_path, testonly, problems):
+  changes = {
+    **planted.package("tasks", "quickstart", "VALUE = 1\n"),
+    **planted.package(
+      "tools",
+      "imported",
+      "from paxon.tasks import quickstart\n",
+      '"//tasks:quickstart"',
+    ),
+  }
+  changes["tools/BUILD"] = changes["tools/BUILD"].replace(
+    'name = "imported",', f'name = "imported", {testonly}'
+  )
+  found = planted.found_by(order_rules.check_packages, tmp_path, changes)
+  assert len(found) == problems
+
+
 def test_catches_an_import_up_the_levels(tmp_path):
   changes = {
     **planted.package(

@@ -81,7 +81,8 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
     weights: Folder created by `tools/hf import`, with the architecture, the
       initial weights and the tokenizer.
     tokenizer: A vocabulary file, a Hugging Face folder, or `bytes`; None for
-      the tokenizer of `weights`, and bytes if it has none.
+      the tokenizer of `weights`. If that has none, reading or generating text
+      is an error.
     messages_key: Key of a chat, a list of messages, in the JSON lines of
       `train_files` and `validation_files`. The chat template makes the text of
       it, and the loss is that of the assistant's turns. None reads documents
@@ -109,6 +110,8 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
   loss_chunk_length: int | None = 256
   prompts = ("The ", "def ")
   max_new_tokens = 128
+
+  path_knobs = (*lm_data.Text.path_knobs, "weights")
 
   _toy: ClassVar[Mapping[str, Any]] = _TOY
   # What the experiment is for, and the ends of its architectures' names.
@@ -166,8 +169,10 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
       return splits
     return {split: self._chats(config) for split, config in splits.items()}
 
-  def make_tokenizer(self) -> fdl.Config[Any]:
-    """Returns the tokenizer of the model, or that of the knob."""
+  def make_tokenizer(self) -> Any:
+    """Returns the tokenizer of the model, or that of the knob; None without."""
+    if self._lacks_tokenizer():
+      return None
     path = self.tokenizer or load_tokenizer.BYTES
     if self._has_own_tokenizer():
       path = self._folder()
@@ -218,6 +223,18 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
       )
     )
 
+  def _source(self, split: str, files: str | None) -> fdl.Config | None:
+    found = super()._source(split, files)
+    if found is not None and self._lacks_tokenizer():
+      raise user_error.UserError(
+        f"{type(self).__name__} has no tokenizer to read text:"
+        f" {self._folder()} has no file of one"
+        f" ({', '.join(load_tokenizer.NAMES)}); pass a file or a folder with"
+        " one as --fdl.tokenizer=PATH, or"
+        f" --fdl.tokenizer={load_tokenizer.BYTES} for bytes."
+      )
+    return found
+
   def _folder(self) -> str:
     assert self.weights is not None
     path = run_dir.resolve(self.weights, os.environ) / _FOLDER
@@ -238,6 +255,14 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
     except ValueError:
       return False
     return True
+
+  def _lacks_tokenizer(self) -> bool:
+    """Whether neither the model nor the knob has a tokenizer."""
+    return (
+      self.weights is not None
+      and self.tokenizer is None
+      and not self._has_own_tokenizer()
+    )
 
   def _chat_template(self) -> fdl.Config[chat_template.ChatTemplate]:
     return fdl.Config(chat_template.load, folder=self._folder())
@@ -353,9 +378,12 @@ class HuggingFaceT5(HuggingFaceLm):
   def of_data(self) -> dict[str, Any]:
     """Returns the tokenizer, which begins targets with padding, as T5 does."""
     found = super().of_data()
-    make = fdl.get_callable(found["tokenizer"])
+    tokenizer = found["tokenizer"]
+    if tokenizer is None:
+      return found
+    make = fdl.get_callable(tokenizer)
     if "begin" in inspect.signature(make).parameters:
-      found["tokenizer"].begin = "<pad>"
+      tokenizer.begin = "<pad>"
     return found
 
   def datasets(self) -> dict[str, fdl.Config]:

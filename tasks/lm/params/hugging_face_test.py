@@ -1,6 +1,7 @@
 """Tests for the experiment of imported models."""
 
 import json
+import re
 
 from etils import epath
 import fiddle as fdl
@@ -17,7 +18,13 @@ from paxon.layers.models.hugging_face import (
 )
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer, stored_checkpoint
-from paxon.runner.training import decode, evaluate, restore, train
+from paxon.runner.training import (
+  decode,
+  evaluate,
+  restore,
+  text_evaluation,
+  train,
+)
 from paxon.runner.training import session as session_lib
 from paxon.sharding import variables
 from paxon.tasks.lm.params import hugging_face
@@ -74,7 +81,7 @@ def _nested(arrays):
 def test_decodes_with_imported_weights(tmp_path):
   arrays = _imported(tmp_path, _CONFIG)
   experiment = hugging_face.HuggingFaceLm(
-    weights=str(tmp_path), prompts=("abc",), max_new_tokens=5
+    weights=str(tmp_path), tokenizer="bytes", prompts=("abc",), max_new_tokens=5
   )
   job = fdl.build(experiment.job())
   assert decode.run(job, epath.Path(tmp_path), None) == 0
@@ -111,6 +118,7 @@ def test_bfloat16_imports_are_used_as_they_are(tmp_path, capsys):
   for name in ("narrow", "rounded"):
     experiment = hugging_face.HuggingFaceLm(
       weights=str(tmp_path / name),
+      tokenizer="bytes",
       prompts=("abc",),
       max_new_tokens=5,
       train_files=str(text),
@@ -147,6 +155,7 @@ def test_runs_keep_the_files_for_their_export(tmp_path):
   text.write_text(json.dumps({"text": "some text " * 50}) + "\n")
   config = hugging_face.HuggingFaceLm(
     weights=str(source),
+    tokenizer="bytes",
     train_files=str(text),
     num_train_steps=1,
     checkpoint_every_steps=None,
@@ -178,6 +187,7 @@ def _train(tmp_path, cls, folder, **knobs):
   """Trains for a step and evaluates; returns the job."""
   config = cls(
     weights=str(folder),
+    tokenizer="bytes",
     num_train_steps=1,
     checkpoint_every_steps=None,
     eval_every_steps=1,
@@ -214,7 +224,11 @@ def test_t5_trains_and_decodes(tmp_path):
   assert batch["encoder_inputs"][0, : len(ids)].tolist() == ids
   # The imported weights, without training.
   again = hugging_face.HuggingFaceT5(
-    weights=str(folder), prompts=("a source",), max_new_tokens=3, **files
+    weights=str(folder),
+    tokenizer="bytes",
+    prompts=("a source",),
+    max_new_tokens=3,
+    **files,
   ).job()
   assert decode.run(fdl.build(again), epath.Path(folder), None) == 0
   (line,) = (folder / "decode" / "0.jsonl").read_text().splitlines()
@@ -262,13 +276,32 @@ def test_prompts_outside_of_the_vocabulary_are_rejected(tmp_path):
   config = {**_CONFIG, "vocab_size": 100}
   _imported(tmp_path, config)
   experiment = hugging_face.HuggingFaceLm(
-    weights=str(tmp_path), prompts=("abc",), max_new_tokens=2
+    weights=str(tmp_path), tokenizer="bytes", prompts=("abc",), max_new_tokens=2
   )
   job = fdl.build(experiment.job())
   with pytest.raises(
     user_error.UserError, match=r"id \d+, and the model's vocab_size is 100"
   ):
     decode.run(job, epath.Path(tmp_path), None)
+
+
+def test_text_without_a_tokenizer_is_an_error(tmp_path):
+  _imported(tmp_path, _CONFIG)
+  weights = str(tmp_path)
+  folder = re.escape(f"{weights}/hugging_face")
+  # As for runs that read files of tokens.
+  job = fdl.build(hugging_face.HuggingFaceLm(weights=weights).job())
+  assert job.task.tokenizer is None
+  for method in (decode.run, text_evaluation.run):
+    with pytest.raises(
+      user_error.UserError, match=rf"{folder}; pass --fdl.tokenizer=PATH"
+    ):
+      method(job, epath.Path(tmp_path), "abc")
+  with pytest.raises(
+    user_error.UserError,
+    match=rf"{folder} has no file of one \(tokenizer.json, .*=bytes for bytes",
+  ):
+    hugging_face.HuggingFaceLm(weights=weights, train_files="a.jsonl").job()
 
 
 def test_training_starts_from_imported_weights(tmp_path):

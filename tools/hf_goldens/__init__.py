@@ -1,0 +1,1 @@
+"""Goldens of imported Hugging Face models, from import to export."""
