@@ -282,6 +282,8 @@ def scale_by_factored_rms(
     number = (state.count + 1).astype(jnp.float32)
     if b2 is None:
       decay = 1 - number**-decay_exponent
+    elif b2 == 0:
+      decay = jnp.zeros_like(number)
     else:
       # expm1, because b2^t is close to one.
       log = math.log(b2)

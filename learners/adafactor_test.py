@@ -193,21 +193,28 @@ def _praxis_reference(gradients, value, *, pair, rates, decay, b1, b2):
 
 
 @pytest.mark.parametrize(
-  ("shape", "names", "pair"),
+  ("shape", "names", "pair", "b2"),
   [
-    pytest.param((6, 9), ("embed", "mlp"), (0, 1), id="matrix"),
-    pytest.param((7, 2), ("vocab", "embed"), (0, 1), id="small"),
-    pytest.param((4, 3, 2), ("heads", "head_dim", "embed"), (0, 1), id="out"),
+    pytest.param((6, 9), ("embed", "mlp"), (0, 1), 0.99, id="matrix"),
+    pytest.param((6, 9), ("embed", "mlp"), (0, 1), 0.0, id="b2=0"),
+    pytest.param((7, 2), ("vocab", "embed"), (0, 1), 0.99, id="small"),
     pytest.param(
-      (6, 3, 2, 4), ("embed", None, "heads", "head_dim"), (2, 3), id="qkv"
+      (4, 3, 2), ("heads", "head_dim", "embed"), (0, 1), 0.99, id="out"
     ),
     pytest.param(
-      (6, 2, 3, 4), ("embed", "kv_heads", None, "head_dim"), (1, 3), id="gqa"
+      (6, 3, 2, 4), ("embed", None, "heads", "head_dim"), (2, 3), 0.99, id="qkv"
     ),
-    pytest.param((5,), ("embed",), None, id="vector"),
+    pytest.param(
+      (6, 2, 3, 4),
+      ("embed", "kv_heads", None, "head_dim"),
+      (1, 3),
+      0.99,
+      id="gqa",
+    ),
+    pytest.param((5,), ("embed",), None, 0.99, id="vector"),
   ],
 )
-def test_the_variant_of_praxis_matches_its_definition(shape, names, pair):
+def test_the_variant_of_praxis_matches_its_definition(shape, names, pair, b2):
   spec = testing.spec("params/w", shape, axes=names, regularized=True)
   specs = {"params": {"w": spec}}
   schedule = schedules.WarmupExponential(
@@ -216,7 +223,7 @@ def test_the_variant_of_praxis_matches_its_definition(shape, names, pair):
   transform = adafactor.Adafactor(
     schedule=schedule,
     b1=0.9,
-    b2=0.99,
+    b2=b2,
     factoring=adafactor.Factoring.LAST,
     momentum_after_rate=True,
     min_param_rms=None,
@@ -244,7 +251,7 @@ def test_the_variant_of_praxis_matches_its_definition(shape, names, pair):
     rates=[float(schedule(t)) for t in range(12)],
     decay=0.01,
     b1=0.9,
-    b2=0.99,
+    b2=b2,
   )
   np.testing.assert_allclose(
     params["params"]["w"], expected, rtol=2e-5, atol=1e-6

@@ -213,7 +213,7 @@ class Experiment(abc.ABC):
       )
     devices = math.prod(sizes)
     count = per_device * devices
-    if count < 1 or count != int(count):
+    if count < 1 or not float(count).is_integer():
       raise knobs_lib.KnobError(
         f"{where} ({per_device}) times the {devices} devices of mesh={text}"
         f" must be a positive whole number, got {count:g}."

@@ -467,6 +467,7 @@ def test_a_batch_per_device_follows_the_mesh():
       r" number, got 0.6",
     ),
     ({"per_device_batch_size": 0, "mesh": "data=2"}, "got 0"),
+    ({"per_device_batch_size": float("inf"), "mesh": "data=2"}, "got inf"),
     (
       {"per_device_batch_size": 1, "global_batch_size": 2},
       "per_device_batch_size and global_batch_size are both set",

@@ -105,7 +105,10 @@ FLAGS: Final[Mapping[str, str]] = {
     "--job_log_dir for --mode=decode and --mode=eval; warm_start() of the"
     " experiment initializes a new run from a checkpoint"
   ),
-  "restore_checkpoint_step": f"{_ALWAYS} the newest checkpoint is restored",
+  "restore_checkpoint_step": (
+    "--checkpoint_step for --mode=decode and --mode=eval; training resumes at"
+    " the newest checkpoint"
+  ),
   "study": _TUNING,
   "tfds_data_dir": "TFDS_DATA_DIR in the environment",
   "tuner_group": _TUNING,

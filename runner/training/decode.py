@@ -25,6 +25,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 from typing import Any
 
 from etils import epath
@@ -126,7 +127,7 @@ def parse_messages(prompt: str) -> list[dict[str, Any]]:
   Raises:
     UserError: The JSON is not a list of messages.
   """
-  if not prompt.lstrip().startswith(("[{", '{"messages"')):
+  if re.match(r'\s*(\[\s*\{|\{\s*"messages")', prompt) is None:
     return [{"role": "user", "content": prompt}]
   try:
     found = json.loads(prompt)
@@ -135,7 +136,11 @@ def parse_messages(prompt: str) -> list[dict[str, Any]]:
       f"--prompt is not JSON ({error}); write a list of messages, or the text"
       " of one."
     ) from error
-  messages = found["messages"] if isinstance(found, dict) else found
+  messages = found.get("messages") if isinstance(found, dict) else found
+  if not isinstance(messages, list) or not messages:
+    raise user_error.UserError(
+      f"--prompt: 'messages' must be a list of messages, got {messages!r}."
+    )
   for i, message in enumerate(messages):
     if not isinstance(message, dict) or not isinstance(
       message.get("role"), str

@@ -66,6 +66,32 @@ def test_a_file_that_gives_no_prompts(tmp_path, name, message):
     decode.parse_prompts(f"@{name}", {"BUILD_WORKING_DIRECTORY": str(tmp_path)})
 
 
+def test_messages_of_a_chat():
+  message = {"role": "user", "content": "x"}
+  assert decode.parse_messages("x") == [message]
+  assert decode.parse_messages("[1, 2]?") == [
+    {"role": "user", "content": "[1, 2]?"}
+  ]
+  listed = json.dumps([message], indent=1)
+  assert decode.parse_messages(listed) == [message]
+  wrapped = json.dumps({"messages": [message]}, indent=1)
+  assert decode.parse_messages(wrapped) == [message]
+
+
+@pytest.mark.parametrize(
+  ("prompt", "message"),
+  [
+    ('[{"role": "user"', r"--prompt is not JSON \("),
+    ('[{"content": "x"}]', "message 0 must be an object with a string 'role'"),
+    ('{"messages": 3}', "'messages' must be a list of messages, got 3"),
+    ('{"messages": []}', r"'messages' must be a list of messages, got \[\]"),
+  ],
+)
+def test_messages_that_are_no_chat(prompt, message):
+  with pytest.raises(user_error.UserError, match=message):
+    decode.parse_messages(prompt)
+
+
 @pytest.fixture(scope="module")
 def job():
   return testing.make(seed=3)[0]

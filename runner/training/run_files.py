@@ -105,24 +105,22 @@ def check_tokenizer(job: job_lib.Job, folder: epath.Path) -> None:
 
 
 def copy_files(job: job_lib.Job, folder: epath.Path) -> None:
-  """Copies the folders that belong to a run; existing ones stay as they are.
+  """Copies the folders that belong to a run; existing files stay as they are.
 
   Raises:
     UserError: A folder does not exist.
   """
   for name, given in job.run_files.items():
     source, target = run_dir.resolve(given, os.environ), folder / name
-    if target.exists():
-      continue
-    if not source.is_dir():
+    if not source.is_dir() and not target.exists():
       raise user_error.UserError(
         f"Job.run_files[{name!r}] is {os.fspath(source)}, which is not a"
         " folder."
       )
-    target.mkdir(parents=True)
-    for each in source.iterdir():
-      if not each.is_dir():
-        each.copy(target / each.name)
+    # A run that was killed has some of the files, each of them whole.
+    for each in source.iterdir() if source.is_dir() else ():
+      if not each.is_dir() and not (target / each.name).exists():
+        files.write_bytes(target / each.name, each.read_bytes())
 
 
 def _line(change: comparison.Difference) -> str:

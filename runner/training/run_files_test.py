@@ -188,8 +188,11 @@ def test_folders_of_a_run_are_copied_once(tmp_path):
   job = dataclasses.replace(testing.make()[0], run_files={"model": str(source)})
   run_files.copy_files(job, folder)
   (source / "a.json").write_text("2")
+  # As if the run had been killed before it copied this file.
+  (source / "b.json").write_text("3")
   run_files.copy_files(job, folder)
   assert (folder / "model" / "a.json").read_text() == "1"
+  assert (folder / "model" / "b.json").read_text() == "3"
   job = dataclasses.replace(job, run_files={"other": str(tmp_path / "none")})
   with pytest.raises(user_error.UserError, match="none, which is not a folder"):
     run_files.copy_files(job, folder)

@@ -239,7 +239,7 @@ def _generator(
   model = session.job.task.model
   reads_source = _reads_source(session.job)
   batch = prompts_lib.pad_right(encoded)
-  _check_ids(session, batch.ids)
+  check_ids(session.job, batch.ids)
   _check_lengths(model, batch.lengths, settings.max_new_tokens)
   batch = _pad(batch, multiple=layout.shards(axes.BATCH))
 
@@ -275,16 +275,16 @@ def _generator(
   return generator, batch
 
 
-def _check_ids(session: session_lib.Session, ids: np.ndarray) -> None:
-  """Raises UserError if an id is not in the model's vocabulary.
+def check_ids(job: job_lib.Job, ids: np.ndarray) -> None:
+  """Raises UserError if the id of a text is not in the model's vocabulary.
 
   Embedding such an id gives NaN.
   """
-  embedding = getattr(session.job.task.model, "embedding", None)
+  embedding = getattr(job.task.model, "embedding", None)
   size = getattr(embedding, "vocab_size", None)
   if size is not None and ids.max() >= size:
     raise user_error.UserError(
-      f"The tokenizer gives a prompt the id {ids.max()}, and the model's"
+      f"The tokenizer gives the text an id of {ids.max()}, and the model's"
       f" vocab_size is {size}; use the tokenizer that the model was trained"
       " with."
     )

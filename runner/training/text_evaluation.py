@@ -27,11 +27,18 @@ import numpy as np
 import numpy.typing as npt
 
 from paxon.inputs import base_input, tokenizer_protocol
+from paxon.quantization import recipes
 from paxon.runner import files, user_error
 from paxon.runner import job as job_lib
 from paxon.runner import run_dir as run_dirs
 from paxon.runner.hosts import agreement
-from paxon.runner.training import evaluation, restore, samples, serving
+from paxon.runner.training import (
+  evaluation,
+  restore,
+  run_files,
+  samples,
+  serving,
+)
 from paxon.runner.training import session as session_lib
 
 _SPLIT = "file"
@@ -132,11 +139,18 @@ def run(
     raise user_error.UserError(
       f"--eval_file: {job.experiment} cannot predict a text: {reason}."
     )
+  if serving.mode_of(job) is recipes.Mode.CONVERT:
+    raise user_error.UserError(
+      f"--eval_file does not convert weights (quantization={job.weights!r});"
+      " leave out one of them."
+    )
   tokenizer = job.task.tokenizer
   assert tokenizer is not None
+  run_files.check_tokenizer(job, run_dir)
   path = run_dirs.resolve(given, os.environ)
   data = _read(path)
   ids = _encode(tokenizer, data, path)
+  samples.check_ids(job, ids)
   length = job.train_input.length
   source = TextWindows(
     global_batch_size=job.train_input.global_batch_size,
