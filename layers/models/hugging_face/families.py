@@ -10,6 +10,7 @@ from paxon.layers.models.hugging_face import (
   gpt2,
   gpt_neox,
   llama,
+  mixtures,
   t5,
 )
 
@@ -27,6 +28,7 @@ _FAMILIES: Mapping[str, family.Family] = {
     llama.PHI3,
     llama.QWEN2,
     llama.QWEN3,
+    mixtures.MIXTRAL,
     t5.FAMILY,
   )
 }

@@ -17,7 +17,12 @@ from paxon.layers.attention import (
   projections,
 )
 from paxon.layers.attention import mask as attention_mask
-from paxon.layers.models.hugging_face import family, mapping, rope
+from paxon.layers.models.hugging_face import (
+  expert_layers,
+  family,
+  mapping,
+  rope,
+)
 
 _MODEL = """
   model.embed_tokens.weight  params/embedding/table   V D -> V D
@@ -26,7 +31,6 @@ _MODEL = """
 _LAYER = """
   input_layernorm.weight   attention_norm/scale     D -> D
   self_attn.o_proj.weight  attention/out            D (N H) -> N H D
-  mlp.down_proj.weight     feed_forward/down        D F -> F D
 """
 _NORM = """
   post_attention_layernorm.weight  feed_forward_norm/scale  D -> D
@@ -40,8 +44,13 @@ _SEPARATE = """
   self_attn.q_proj.weight  attention/query    (N H) D -> D N H
   self_attn.k_proj.weight  attention/key      (K H) D -> D K H
   self_attn.v_proj.weight  attention/value    (K H) D -> D K H
-  mlp.gate_proj.weight     feed_forward/gate  F D -> D F
-  mlp.up_proj.weight       feed_forward/up    F D -> D F
+"""
+_DOWN = """
+  mlp.down_proj.weight  feed_forward/down  D F -> F D
+"""
+_GATE_UP = """
+  mlp.gate_proj.weight  feed_forward/gate  F D -> D F
+  mlp.up_proj.weight    feed_forward/up    F D -> D F
 """
 _QKV_BIAS = """
   self_attn.q_proj.bias  attention/query_bias  (N H) -> N H
@@ -86,6 +95,9 @@ class GatedDecoder:
     local_rope: Rotary positions of layers with a window; `None` is `rope`.
     has_post_norms: Whether the outputs of attention and feed-forward layers are
       normalized.
+    experts: The mixture of experts in place of feed-forward layers; `None` is
+      none.
+    dense_layers: Layers that have a feed-forward layer beside mixtures.
   """
 
   vocab_size: int
@@ -111,11 +123,21 @@ class GatedDecoder:
   logit_cap: float | None = None
   local_rope: rope.Rope | None = None
   has_post_norms: bool = False
+  experts: expert_layers.Experts | None = None
+  dense_layers: tuple[int, ...] = ()
+
+  @property
+  def _layers(self) -> tuple[tuple[int | None, bool], ...]:
+    """Window of each layer, and whether it has a mixture of experts."""
+    return tuple(
+      (window, self.experts is not None and i not in self.dense_layers)
+      for i, window in enumerate(self.windows)
+    )
 
   def model(self, make: Callable[..., Any]) -> Any:
     """Returns a `DecoderLm`, built by `make(cls, **fields)`."""
     blocks = [
-      self._block(make, window) for window in mapping.find_period(self.windows)
+      self._block(make, *each) for each in mapping.find_period(self._layers)
     ]
     return family.make_decoder(
       make,
@@ -132,7 +154,9 @@ class GatedDecoder:
   def _norm(self, make: Callable[..., Any], cls: type) -> Any:
     return make(cls, epsilon=self.epsilon, scale_offset=self.norm_offset)
 
-  def _block(self, make: Callable[..., Any], window: int | None) -> Any:
+  def _block(
+    self, make: Callable[..., Any], window: int | None, is_mixture: bool
+  ) -> Any:
     def norm() -> Any:
       return self._norm(make, rms_norm.RmsNorm)
 
@@ -146,13 +170,19 @@ class GatedDecoder:
       attention_norm=norm(),
       attention=self._attention(make, window),
       feed_forward_norm=norm(),
-      feed_forward=make(
-        feed_forward.GatedFeedForward,
-        mlp_dim=self.mlp_dim,
-        activation=self.activation,
-        use_bias=self.mlp_bias,
-      ),
+      feed_forward=self._feed_forward(make, is_mixture),
       **post_norms,
+    )
+
+  def _feed_forward(self, make: Callable[..., Any], is_mixture: bool) -> Any:
+    if is_mixture:
+      assert self.experts is not None
+      return self.experts.model(make, activation=self.activation)
+    return make(
+      feed_forward.GatedFeedForward,
+      mlp_dim=self.mlp_dim,
+      activation=self.activation,
+      use_bias=self.mlp_bias,
     )
 
   def _attention(self, make: Callable[..., Any], window: int | None) -> Any:
@@ -194,13 +224,14 @@ class GatedDecoder:
         "N": self.num_heads,
         "K": self.num_kv_heads,
         "H": self.head_dim,
+        **(self.experts.sizes() if self.experts else {}),
       },
       rules=mapping.parse_rules(_MODEL + head),
       stacks=(
         mapping.StackRules(
           stack="params/stack",
           num_layers=len(self.windows),
-          period=len(mapping.find_period(self.windows)),
+          period=len(mapping.find_period(self._layers)),
           rules=self._layer_rules(),
         ),
       ),
@@ -213,29 +244,50 @@ class GatedDecoder:
     )
 
   def _layer_rules(self) -> tuple[mapping.Rule, ...]:
-    at, fused = "model.layers.{}.", []
+    at = "model.layers.{}."
     table = _LAYER + (_POST_NORMS if self.has_post_norms else _NORM)
-    if not self.is_fused:
-      table += _SEPARATE
-      table += _QKV_BIAS if self.qkv_bias else ""
-      table += _OUTPUT_BIAS if self.output_bias else ""
-      table += _MLP_BIAS if self.mlp_bias else ""
-      table += _HEAD_NORM if self.has_head_norm else ""
-    else:
-      fused = [
+    table += _HEAD_NORM if self.has_head_norm else ""
+    table += _OUTPUT_BIAS if self.output_bias else ""
+    attention: tuple[mapping.Rule, ...]
+    if self.is_fused:
+      attention = (
         mapping.fused_rule(
           f"{at}self_attn.qkv_proj.weight",
           ("attention/query", "(N H) D -> D N H"),
           ("attention/key", "(K H) D -> D K H"),
           ("attention/value", "(K H) D -> D K H"),
         ),
+      )
+    else:
+      table += _SEPARATE + (_QKV_BIAS if self.qkv_bias else "")
+      attention = ()
+    return (
+      *mapping.parse_rules(table, at=at),
+      *attention,
+      *self._feed_forward_rules(at),
+    )
+
+  def _feed_forward_rules(self, at: str) -> tuple[mapping.Rule, ...]:
+    dense = tuple(
+      i for i, (_, is_mixture) in enumerate(self._layers) if not is_mixture
+    )
+    mixtures = tuple(i for i in range(len(self.windows)) if i not in dense)
+    table, rules = _DOWN, []
+    if self.is_fused:
+      rules.append(
         mapping.fused_rule(
           f"{at}mlp.gate_up_proj.weight",
           ("feed_forward/gate", "F D -> D F"),
           ("feed_forward/up", "F D -> D F"),
-        ),
-      ]
-    return (*mapping.parse_rules(table, at=at), *fused)
+          layers=dense,
+        )
+      )
+    else:
+      table += _GATE_UP + (_MLP_BIAS if self.mlp_bias else "")
+    rules += mapping.parse_rules(table, at=at, layers=dense)
+    if self.experts is not None:
+      rules += self.experts.rules(at, mixtures)
+    return tuple(rules)
 
 
 def read_heads(

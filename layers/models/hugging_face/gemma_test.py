@@ -243,13 +243,13 @@ def test_layers_of_a_published_size():
   for layer in (0, 11, 23, 24, 25):
     name = f"model.layers.{layer}.self_attn.q_norm.weight"
     (part,) = tensors[name].slices
-    blocks[layer] = part.leaf.split("/attention/")[0], part.layer
+    blocks[layer] = part.leaf.split("/attention/")[0], part.index
   assert blocks == {
-    0: ("params/stack/layers/blocks_0", 0),
-    11: ("params/stack/layers/blocks_5", 1),
-    23: ("params/stack/layers/blocks_5", 3),
-    24: ("params/stack/layers_24", None),
-    25: ("params/stack/layers_25", None),
+    0: ("params/stack/layers/blocks_0", (0,)),
+    11: ("params/stack/layers/blocks_5", (1,)),
+    23: ("params/stack/layers/blocks_5", (3,)),
+    24: ("params/stack/layers_24", ()),
+    25: ("params/stack/layers_25", ()),
   }
 
 

@@ -29,7 +29,10 @@ class Case:
     name: Name of its files.
     architecture: Class of transformers.
     config: Arguments of its configuration.
-    renamed: Names in files, by name of the parameter, where they differ.
+    renamed: Parts of names in files, by those in names of parameters, where
+      they differ.
+    experts: Names of gate, up and down projection in files, where each expert
+      has its tensors and the parameters are stacks.
     has_own_head: Whether `lm_head` is untied although transformers ties it in
       files without that tensor.
   """
@@ -38,6 +41,7 @@ class Case:
   architecture: str
   config: Mapping[str, Any]
   renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  experts: tuple[str, ...] = ()
   has_own_head: bool = False
 
 

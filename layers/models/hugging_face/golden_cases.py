@@ -166,6 +166,19 @@ CASES = (
     },
   ),
   golden_case.Case(
+    name="mixtral",
+    architecture="MixtralForCausalLM",
+    config={
+      **_SIZES,
+      "num_local_experts": 6,
+      "num_experts_per_tok": 2,
+      "sliding_window": 7,
+      "head_dim": 16,
+    },
+    renamed={".mlp.": ".block_sparse_moe."},
+    experts=("w1", "w3", "w2"),
+  ),
+  golden_case.Case(
     # Sequences are longer than the original length.
     name="phi3_longrope_long",
     architecture="Phi3ForCausalLM",

@@ -16,7 +16,7 @@ from paxon.layers.models.hugging_face import family, gated_decoder, rope
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
-def _read_decoder(
+def read_decoder(
   fields: family.Fields,
   *,
   windows: tuple[int | None, ...],
@@ -53,7 +53,7 @@ def _read_decoder(
 
 def _read_llama(fields: family.Fields) -> gated_decoder.GatedDecoder:
   bias = fields.flag("attention_bias", False)
-  return _read_decoder(
+  return read_decoder(
     fields,
     windows=(None,) * fields.size("num_hidden_layers"),
     max_length=2048,
@@ -65,7 +65,7 @@ def _read_llama(fields: family.Fields) -> gated_decoder.GatedDecoder:
 
 def _read_mistral(fields: family.Fields) -> gated_decoder.GatedDecoder:
   window = fields.optional_size("sliding_window", 4096)
-  return _read_decoder(
+  return read_decoder(
     fields,
     windows=(window,) * fields.size("num_hidden_layers"),
     max_length=131_072,
@@ -74,7 +74,7 @@ def _read_mistral(fields: family.Fields) -> gated_decoder.GatedDecoder:
 
 
 def _read_qwen2(fields: family.Fields) -> gated_decoder.GatedDecoder:
-  return _read_decoder(
+  return read_decoder(
     fields,
     windows=read_windows(fields),
     max_length=32_768,
@@ -85,7 +85,7 @@ def _read_qwen2(fields: family.Fields) -> gated_decoder.GatedDecoder:
 
 def _read_qwen3(fields: family.Fields) -> gated_decoder.GatedDecoder:
   bias = fields.flag("attention_bias", False)
-  return _read_decoder(
+  return read_decoder(
     fields,
     windows=read_windows(fields),
     max_length=32_768,
@@ -100,7 +100,7 @@ def _read_qwen3(fields: family.Fields) -> gated_decoder.GatedDecoder:
 def _read_phi3(fields: family.Fields) -> gated_decoder.GatedDecoder:
   window = fields.optional_size("sliding_window", None)
   original = fields.size("original_max_position_embeddings", 4096)
-  return _read_decoder(
+  return read_decoder(
     fields,
     windows=(window,) * fields.size("num_hidden_layers"),
     max_length=4096,

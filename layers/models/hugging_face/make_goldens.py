@@ -51,22 +51,53 @@ def torch_model(name: str, **changes: Any) -> transformers.PreTrainedModel:
     # Where both are in a file and differ, transformers does not tie them.
     head = model.lm_head
     head.weight = torch.nn.Parameter(torch.empty_like(head.weight))
-  set_weights(model, case.renamed)
+  set_weights(model, case.renamed, experts=case.experts)
   return model.eval()
 
 
-def set_weights(model: torch.nn.Module, renamed: Mapping[str, str]) -> None:
-  """Sets each parameter to `golden_case.weight` of its name.
+def set_weights(
+  model: torch.nn.Module,
+  renamed: Mapping[str, str],
+  *,
+  experts: Sequence[str] = (),
+) -> None:
+  """Sets each parameter to `golden_case.weight` of its name in files.
 
   Args:
     model: The model; tied parameters have the first of their names.
-    renamed: Names in files, by name of the parameter, where they differ.
+    renamed: Names in files, or parts of them, where they differ.
+    experts: Names of gate, up and down projection in files with a tensor for
+      each expert.
   """
   with torch.no_grad():
     for name, parameter in model.named_parameters():
-      name = renamed.get(name, name)
-      value = golden_case.weight(name, tuple(parameter.shape))
+      for old, new in renamed.items():
+        name = name.replace(old, new)
+      value = _weight(name, tuple(parameter.shape), experts)
       parameter.copy_(torch.from_numpy(value))
+
+
+def _weight(
+  name: str, shape: tuple[int, ...], experts: Sequence[str]
+) -> np.ndarray:
+  """Returns the values of a parameter, which may stack those of experts."""
+  at, _, kind = name.rpartition(".")
+  if not experts or not at.endswith(".experts"):
+    return golden_case.weight(name, shape)
+  gate, up, down = experts
+  parts = {"gate_up_proj": (gate, up), "down_proj": (down,)}[kind]
+  rows = shape[1] // len(parts)
+  return np.stack(
+    [
+      np.concatenate(
+        [
+          golden_case.weight(f"{at}.{i}.{part}.weight", (rows, shape[2]))
+          for part in parts
+        ]
+      )
+      for i in range(shape[0])
+    ]
+  )
 
 
 def make(name: str) -> golden_case.Golden:

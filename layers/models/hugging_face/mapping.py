@@ -21,13 +21,16 @@ import dataclasses
 import functools
 import math
 import re
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
 from paxon.sharding import axes
 
 _TOKEN = re.compile(r"\(([^()]*)\)|(\w+)")
+
+# Stands for the number of an expert in names of tensors.
+EXPERT: Final = "{expert}"
 
 T = TypeVar("T")
 
@@ -104,42 +107,56 @@ class Rule:
   """A Hugging Face tensor and the variables that it holds.
 
   Attributes:
-    tensor: Its name; in a stack, with `{}` for the number of the layer.
+    tensor: Its name; in a stack, with `{}` for the number of the layer. With
+      `{expert}` there is a tensor for each expert, which is an entry of the
+      variable along its first dimension (after that of layers).
     variables: `(leaf, pattern)` of each variable, concatenated along the first
       dimension of the tensor. A leaf is a whole name, or, in a stack, the name
       below the block.
+    layers: Layers of the stack that have the tensor; `None` is all.
   """
 
   tensor: str
   variables: tuple[tuple[str, str], ...]
+  layers: tuple[int, ...] | None = None
 
 
-def rule(tensor: str, leaf: str, pattern: str) -> Rule:
+def rule(
+  tensor: str, leaf: str, pattern: str, *, layers: tuple[int, ...] | None = None
+) -> Rule:
   """Returns the rule of a tensor that holds one variable."""
-  return Rule(tensor, ((leaf, pattern),))
+  return Rule(tensor, ((leaf, pattern),), layers)
 
 
-def fused_rule(tensor: str, *variables: tuple[str, str]) -> Rule:
+def fused_rule(
+  tensor: str,
+  *variables: tuple[str, str],
+  layers: tuple[int, ...] | None = None,
+) -> Rule:
   """Returns the rule of a tensor that holds several variables."""
-  return Rule(tensor, variables)
+  return Rule(tensor, variables, layers)
 
 
-def parse_rules(table: str, *, at: str = "") -> tuple[Rule, ...]:
+def parse_rules(
+  table: str, *, at: str = "", layers: tuple[int, ...] | None = None
+) -> tuple[Rule, ...]:
   """Returns the rules of a table.
 
   Args:
     table: Lines of a tensor, its leaf and the pattern. The pattern `norm`
       stands for a layer norm: scale and bias, `D -> D`.
     at: Prefix of the tensors.
+    layers: Layers of a stack that have them; `None` is all.
   """
   found: list[Rule] = []
   for line in filter(None, map(str.strip, table.splitlines())):
     tensor, leaf, pattern = line.split(maxsplit=2)
     if pattern == "norm":
-      found.append(rule(f"{at}{tensor}.weight", f"{leaf}/scale", "D -> D"))
-      found.append(rule(f"{at}{tensor}.bias", f"{leaf}/bias", "D -> D"))
+      for end, variable in (("weight", "scale"), ("bias", "bias")):
+        names = f"{at}{tensor}.{end}", f"{leaf}/{variable}"
+        found.append(rule(*names, "D -> D", layers=layers))
     else:
-      found.append(rule(at + tensor, leaf, pattern))
+      found.append(rule(at + tensor, leaf, pattern, layers=layers))
   return tuple(found)
 
 
@@ -188,14 +205,14 @@ class Slice:
 
   Attributes:
     leaf: Whole name of the variable.
-    layer: Index along the leading dimension of a stacked variable; `None` if
-      it is not stacked.
+    index: Entry of the variable along its leading dimensions: of layers, if it
+      is stacked, and of experts, if these have tensors of their own.
     layout: Layout of the slice.
     start: First row in the tensor.
   """
 
   leaf: str
-  layer: int | None
+  index: tuple[int, ...]
   layout: Layout
   start: int
 
@@ -230,7 +247,7 @@ class Leaf:
 
   Attributes:
     name: Whole name.
-    shape: Shape, including the leading `layers`.
+    shape: Shape, including the leading `layers` and `experts`.
     sources: Tensors and their slices, in the order of layers.
   """
 
@@ -249,7 +266,7 @@ class Leaf:
       return part.layout.to_variable(rows)
 
     # A stacked variable of one layer has the leading dimension, too.
-    if self.sources[0][1].layer is None:
+    if not self.sources[0][1].index:
       rows = read(*self.sources[0])
       return np.array(rows, dtype or rows.dtype)
     result: np.ndarray | None = None
@@ -257,7 +274,7 @@ class Leaf:
       rows = read(tensor, part)
       if result is None:
         result = np.empty(self.shape, dtype or rows.dtype)
-      result[part.layer] = rows
+      result[part.index] = rows
     assert result is not None
     return result
 
@@ -266,7 +283,7 @@ class Leaf:
   ) -> Iterator[tuple[str, int, np.ndarray]]:
     """Yields slices of tensors: name, first row and rows."""
     for tensor, part in self.sources:
-      values = variable if part.layer is None else variable[part.layer]
+      values = variable[part.index]
       yield tensor.name, part.start, part.layout.to_tensor(values)
 
 
@@ -317,10 +334,11 @@ class Names:
     found = {}
     for name, each in sources.items():
       shape = each[0][1].layout.variable_shape
-      if each[0][1].layer is not None:
-        shape = (len(each), *shape)
-      elif len(each) > 1:
+      indices = [part.index for _, part in each]
+      if len(set(indices)) < len(each):
         raise ValueError(f"Two rules name the leaf {name}.")
+      leading = (max(along) + 1 for along in zip(*indices, strict=True))
+      shape = (*leading, *shape)
       found[name] = Leaf(name, shape, tuple(each))
     return found
 
@@ -337,20 +355,29 @@ class Names:
 
   def _all_tensors(self) -> Iterator[Tensor]:
     for each in self.rules:
-      yield self._make_tensor(each.tensor, each, "", None)
+      yield self._make_tensor(each.tensor, each, "", ())
     for stack in self.stacks:
       for each in stack.rules:
         for layer in range(stack.num_layers):
+          if each.layers is not None and layer not in each.layers:
+            continue
           block, index = stack.find_block(layer)
-          name = each.tensor.format(layer + stack.first)
-          yield self._make_tensor(name, each, f"{block}/", index)
+          indices = () if index is None else (index,)
+          names = [each.tensor.format(layer + stack.first, expert="{expert}")]
+          experts: list[tuple[int, ...]] = [()]
+          if EXPERT in each.tensor:
+            experts = [(i,) for i in range(self.sizes["E"])]
+            names = [names[0].format(expert=i) for (i,) in experts]
+          for name, expert in zip(names, experts, strict=True):
+            where = (*indices, *expert)
+            yield self._make_tensor(name, each, f"{block}/", where)
 
   def _make_tensor(
-    self, name: str, rule: Rule, scope: str, layer: int | None
+    self, name: str, rule: Rule, scope: str, index: tuple[int, ...]
   ) -> Tensor:
     slices, start = [], 0
     for leaf, pattern in rule.variables:
       layout = Layout(pattern, self.sizes)
-      slices.append(Slice(f"{scope}{leaf}", layer, layout, start))
+      slices.append(Slice(f"{scope}{leaf}", index, layout, start))
       start = slices[-1].stop
     return Tensor(name, tuple(slices))

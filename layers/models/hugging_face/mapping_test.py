@@ -11,7 +11,7 @@ _TABLE = mapping.rule("table", "params/table", "V D -> V D")
 def _names(*rules, **stack):
   stack = {"stack": "params/stack", "num_layers": 5, "period": 2} | stack
   return mapping.Names(
-    sizes={"V": 3, "D": 2, "F": 4},
+    sizes={"V": 3, "D": 2, "F": 4, "E": 3},
     rules=(_TABLE,),
     stacks=(mapping.StackRules(rules=rules, **stack),),
   )
@@ -20,17 +20,17 @@ def _names(*rules, **stack):
 def test_layers_are_entries_of_stacked_variables():
   names = _names(mapping.rule("layers.{}.w", "w", "F D -> D F"))
   places = {
-    tensor.name: (tensor.slices[0].leaf, tensor.slices[0].layer)
+    tensor.name: (tensor.slices[0].leaf, tensor.slices[0].index)
     for tensor in names.tensors.values()
   }
   assert places == {
-    "table": ("params/table", None),
-    "layers.0.w": ("params/stack/layers/blocks_0/w", 0),
-    "layers.1.w": ("params/stack/layers/blocks_1/w", 0),
-    "layers.2.w": ("params/stack/layers/blocks_0/w", 1),
-    "layers.3.w": ("params/stack/layers/blocks_1/w", 1),
+    "table": ("params/table", ()),
+    "layers.0.w": ("params/stack/layers/blocks_0/w", (0,)),
+    "layers.1.w": ("params/stack/layers/blocks_1/w", (0,)),
+    "layers.2.w": ("params/stack/layers/blocks_0/w", (1,)),
+    "layers.3.w": ("params/stack/layers/blocks_1/w", (1,)),
     # The layer of an incomplete period is not stacked.
-    "layers.4.w": ("params/stack/layers_4/w", None),
+    "layers.4.w": ("params/stack/layers_4/w", ()),
   }
   shapes = {leaf.name: leaf.shape for leaf in names.leaves.values()}
   assert shapes == {
@@ -39,6 +39,37 @@ def test_layers_are_entries_of_stacked_variables():
     "params/stack/layers/blocks_1/w": (2, 2, 4),
     "params/stack/layers_4/w": (2, 4),
   }
+
+
+def test_experts_are_entries_of_a_stack():
+  names = _names(
+    mapping.rule("layers.{}.experts.{expert}.w", "w", "F D -> D F"),
+    mapping.rule("layers.{}.dense", "dense", "F D -> D F", layers=(1, 3)),
+  )
+  (part,) = names.tensors["layers.2.experts.1.w"].slices
+  assert (part.leaf, part.index) == ("params/stack/layers/blocks_0/w", (1, 1))
+  (part,) = names.tensors["layers.4.experts.2.w"].slices
+  assert (part.leaf, part.index) == ("params/stack/layers_4/w", (2,))
+  shapes = {leaf.name: leaf.shape for leaf in names.leaves.values()}
+  assert shapes == {
+    "params/table": (3, 2),
+    "params/stack/layers/blocks_0/w": (2, 3, 2, 4),
+    "params/stack/layers/blocks_1/w": (2, 3, 2, 4),
+    "params/stack/layers_4/w": (3, 2, 4),
+    "params/stack/layers/blocks_1/dense": (2, 2, 4),
+  }
+  tensors = {
+    name: np.full(tensor.shape, i)
+    for i, (name, tensor) in enumerate(names.tensors.items())
+  }
+  stacked = names.leaves["params/stack/layers/blocks_1/w"].from_tensors(
+    lambda name, start, stop: tensors[name][start:stop]
+  )
+  expected = [
+    [tensors[f"layers.{layer}.experts.{i}.w"][0, 0] for i in range(3)]
+    for layer in (1, 3)
+  ]
+  np.testing.assert_array_equal(stacked[:, :, 0, 0], expected)
 
 
 def test_only_the_rows_of_a_variable_are_read():

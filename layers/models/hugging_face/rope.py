@@ -91,6 +91,7 @@ def read(
   head_dim: int,
   max_length: int,
   partial: float | None = None,
+  theta: float = 10_000.0,
   theta_field: str = "rope_theta",
   partial_field: str = "partial_rotary_factor",
   original_length: int | None = None,
@@ -104,6 +105,7 @@ def read(
     max_length: Value of `max_position_embeddings`, the default original length.
     partial: Default fraction of rotated features; `None` if the family rotates
       all, whatever the file says.
+    theta: Default of the base of the angles.
     theta_field: Field of the base in older files.
     partial_field: Field of the fraction of rotated features in older files.
     original_length: Sequence length of pretraining, if the family has a field
@@ -120,7 +122,7 @@ def read(
   if not isinstance(values, dict):
     fields.reject(name, "an object or null")
   parameters = _Parameters(fields=fields, name=name, values=values)
-  theta = fields.number(theta_field, 10_000.0)
+  theta = fields.number(theta_field, theta)
   theta = parameters.number("rope_theta", theta)
   if theta <= 1:
     named = values.get("rope_theta") is not None

@@ -1,0 +1,117 @@
+"""Mixtures of experts in Hugging Face decoders: the layer and its tensors.
+
+Files have one tensor for each expert; a layer here has stacks of all experts.
+The dispatch is dropless, as in transformers.
+"""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+
+from paxon.layers import activations
+from paxon.layers.models.hugging_face import family, mapping
+
+# Names of the router and the experts by their prefix in files.
+_ROUTER = """
+  {at}.gate.weight  feed_forward/router/logits/kernel  E D -> D E
+"""
+_EXPERTS = """
+  {at}.experts.{{expert}}.{gate}.weight  feed_forward/experts/gate  M D -> D M
+  {at}.experts.{{expert}}.{up}.weight    feed_forward/experts/up    M D -> D M
+  {at}.experts.{{expert}}.{down}.weight  feed_forward/experts/down  D M -> M D
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experts:
+  """A mixture of experts in place of the feed-forward layer.
+
+  Attributes:
+    num_experts: Number of experts.
+    num_chosen: Experts of a token.
+    mlp_dim: Width of the hidden activation of an expert.
+    normalize: Whether the weights of a token are divided by their sum.
+    balance_weight: Factor of the auxiliary loss in training; 0 has none.
+    at: Prefix of the names of tensors in a layer.
+    tensors: Names of gate, up and down projection in files.
+  """
+
+  num_experts: int
+  num_chosen: int
+  mlp_dim: int
+  normalize: bool
+  balance_weight: float
+  at: str = "mlp"
+  tensors: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+  def model(
+    self,
+    make: Callable[..., Any],
+    *,
+    activation: activations.Activation,
+  ) -> Any:
+    """Returns a `MixtureOfExperts`, built by `make(cls, **fields)`."""
+    # Dense models do not load mixtures.
+    from paxon.layers.moe import balance, experts, mixture, routers
+
+    losses = ()
+    if self.balance_weight:
+      losses = (balance.pooled(self.balance_weight),)
+    return make(
+      mixture.MixtureOfExperts,
+      num_experts=self.num_experts,
+      router=make(routers.TopK, k=self.num_chosen, normalize=self.normalize),
+      experts=make(
+        experts.GatedExperts, mlp_dim=self.mlp_dim, activation=activation
+      ),
+      losses=losses,
+    )
+
+  def sizes(self) -> dict[str, int]:
+    """Returns the sizes of dimensions in the rules."""
+    return {"E": self.num_experts, "M": self.mlp_dim}
+
+  def rules(
+    self, prefix: str, layers: tuple[int, ...]
+  ) -> tuple[mapping.Rule, ...]:
+    """Returns the rules of these layers, whose tensors have a prefix."""
+    gate, up, down = self.tensors
+    table = (_ROUTER + _EXPERTS).format(at=self.at, gate=gate, up=up, down=down)
+    return mapping.parse_rules(table, at=prefix, layers=layers)
+
+
+def read_router(
+  fields: family.Fields,
+  *,
+  experts_field: str,
+  num_experts: int,
+  num_chosen: int,
+  balance_weight: float,
+) -> dict[str, Any]:
+  """Returns the fields of `Experts` that all families have.
+
+  `experts_field` has the number of experts; the others are defaults.
+
+  Raises:
+    UnsupportedConfigError: A token chooses more experts than there are.
+  """
+  # transformers accepts and writes either name.
+  names = [
+    each for each in ("num_local_experts", "num_experts") if fields.has(each)
+  ]
+  if len(names) > 1 and fields.get(names[0]) != fields.get(names[1]):
+    fields.reject(names[0], f"the value of {names[1]}")
+  total = fields.size((names or [experts_field])[0], num_experts)
+  chosen = fields.size("num_experts_per_tok", num_chosen)
+  if chosen > total:
+    fields.reject(
+      "num_experts_per_tok", f"at most the number of experts ({total})"
+    )
+  weight = fields.get("router_aux_loss_coef", balance_weight)
+  if weight != 0 or isinstance(weight, bool):
+    weight = fields.number("router_aux_loss_coef", balance_weight)
+  return {
+    "num_experts": total,
+    "num_chosen": chosen,
+    "balance_weight": float(weight),
+  }
