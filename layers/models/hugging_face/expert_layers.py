@@ -8,8 +8,9 @@ from collections.abc import Callable
 import dataclasses
 from typing import Any
 
-from paxon.layers import activations
+from paxon.layers import activations, feed_forward
 from paxon.layers.models.hugging_face import family, mapping
+from paxon.sharding import axes
 
 # Names of the router and the experts by their prefix in files.
 _ROUTER = """
@@ -19,6 +20,12 @@ _EXPERTS = """
   {at}.experts.{{expert}}.{gate}.weight  feed_forward/experts/gate  M D -> D M
   {at}.experts.{{expert}}.{up}.weight    feed_forward/experts/up    M D -> D M
   {at}.experts.{{expert}}.{down}.weight  feed_forward/experts/down  D M -> M D
+"""
+_SHARED = """
+  {at}.shared_expert.gate_proj.weight  feed_forward/shared/gate  S D -> D S
+  {at}.shared_expert.up_proj.weight    feed_forward/shared/up    S D -> D S
+  {at}.shared_expert.down_proj.weight  feed_forward/shared/down  D S -> S D
+  {at}.shared_expert_gate.weight  feed_forward/shared_gate/kernel  O D -> D O
 """
 
 
@@ -32,6 +39,8 @@ class Experts:
     mlp_dim: Width of the hidden activation of an expert.
     normalize: Whether the weights of a token are divided by their sum.
     balance_weight: Factor of the auxiliary loss in training; 0 has none.
+    shared_dim: Width of an expert for all tokens, with a factor in (0, 1) of
+      each; `None` is none.
     at: Prefix of the names of tensors in a layer.
     tensors: Names of gate, up and down projection in files.
   """
@@ -41,6 +50,7 @@ class Experts:
   mlp_dim: int
   normalize: bool
   balance_weight: float
+  shared_dim: int | None = None
   at: str = "mlp"
   tensors: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
@@ -52,11 +62,25 @@ class Experts:
   ) -> Any:
     """Returns a `MixtureOfExperts`, built by `make(cls, **fields)`."""
     # Dense models do not load mixtures.
+    from paxon.layers import linear
     from paxon.layers.moe import balance, experts, mixture, routers
 
     losses = ()
     if self.balance_weight:
       losses = (balance.pooled(self.balance_weight),)
+    shared = {}
+    if self.shared_dim is not None:
+      shared["shared"] = make(
+        feed_forward.GatedFeedForward,
+        mlp_dim=self.shared_dim,
+        activation=activation,
+      )
+      shared["shared_gate"] = make(
+        linear.Linear,
+        output_dim=1,
+        use_bias=False,
+        kernel_axes=(axes.EMBED, None),
+      )
     return make(
       mixture.MixtureOfExperts,
       num_experts=self.num_experts,
@@ -65,18 +89,24 @@ class Experts:
         experts.GatedExperts, mlp_dim=self.mlp_dim, activation=activation
       ),
       losses=losses,
+      **shared,
     )
 
   def sizes(self) -> dict[str, int]:
     """Returns the sizes of dimensions in the rules."""
-    return {"E": self.num_experts, "M": self.mlp_dim}
+    sizes = {"E": self.num_experts, "M": self.mlp_dim}
+    if self.shared_dim is not None:
+      # One output, the gate of the shared expert.
+      sizes |= {"S": self.shared_dim, "O": 1}
+    return sizes
 
   def rules(
     self, prefix: str, layers: tuple[int, ...]
   ) -> tuple[mapping.Rule, ...]:
     """Returns the rules of these layers, whose tensors have a prefix."""
     gate, up, down = self.tensors
-    table = (_ROUTER + _EXPERTS).format(at=self.at, gate=gate, up=up, down=down)
+    table = _ROUTER + _EXPERTS + (_SHARED if self.shared_dim else "")
+    table = table.format(at=self.at, gate=gate, up=up, down=down)
     return mapping.parse_rules(table, at=prefix, layers=layers)
 
 

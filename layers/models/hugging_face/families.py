@@ -29,6 +29,8 @@ _FAMILIES: Mapping[str, family.Family] = {
     llama.QWEN2,
     llama.QWEN3,
     mixtures.MIXTRAL,
+    mixtures.QWEN2_MOE,
+    mixtures.QWEN3_MOE,
     t5.FAMILY,
   )
 }

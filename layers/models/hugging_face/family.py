@@ -150,6 +150,13 @@ class Fields:
       self.reject(name, "a positive integer")
     return value
 
+  def count(self, name: str, default: Any = _REQUIRED) -> int:
+    """Returns an integer of at least zero."""
+    value = self.get(name, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+      self.reject(name, "an integer of at least 0")
+    return value
+
   def optional_size(self, name: str, default: int | None = None) -> int | None:
     """Returns a positive integer, or `None` for null."""
     return None if self.get(name, default) is None else self.size(name, default)

@@ -72,6 +72,8 @@ _BERT = {
   "num_attention_heads": 4,
   "max_position_embeddings": 24,
 }
+# Tensors of an expert.
+_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 CASES = (
   golden_case.Case(
@@ -177,6 +179,57 @@ CASES = (
     },
     renamed={".mlp.": ".block_sparse_moe."},
     experts=("w1", "w3", "w2"),
+  ),
+  golden_case.Case(
+    name="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    config={
+      **_SIZES,
+      # Only the second layer has experts.
+      "num_hidden_layers": 5,
+      "decoder_sparse_step": 2,
+      "mlp_only_layers": [3],
+      "num_experts": 6,
+      "num_experts_per_tok": 3,
+      "moe_intermediate_size": 24,
+      "shared_expert_intermediate_size": 40,
+      "use_sliding_window": True,
+      "sliding_window": 5,
+      "max_window_layers": 3,
+    },
+    experts=_EXPERTS,
+  ),
+  golden_case.Case(
+    name="qwen2_moe_normalized",
+    architecture="Qwen2MoeForCausalLM",
+    config={
+      **_SIZES,
+      "num_experts": 4,
+      "num_experts_per_tok": 2,
+      "norm_topk_prob": True,
+      "moe_intermediate_size": 24,
+      "shared_expert_intermediate_size": 40,
+      "qkv_bias": False,
+      "tie_word_embeddings": True,
+    },
+    experts=_EXPERTS,
+  ),
+  golden_case.Case(
+    name="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    config={
+      **_SIZES,
+      "num_hidden_layers": 3,
+      "mlp_only_layers": [1],
+      "head_dim": 16,
+      "num_experts": 6,
+      "num_experts_per_tok": 3,
+      "norm_topk_prob": True,
+      "moe_intermediate_size": 24,
+      "use_sliding_window": True,
+      "sliding_window": 6,
+    },
+    experts=_EXPERTS,
   ),
   golden_case.Case(
     # Sequences are longer than the original length.

@@ -9,6 +9,7 @@
   projection.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from paxon.layers.models.hugging_face import family, gated_decoder, rope
@@ -76,7 +77,7 @@ def _read_mistral(fields: family.Fields) -> gated_decoder.GatedDecoder:
 def _read_qwen2(fields: family.Fields) -> gated_decoder.GatedDecoder:
   return read_decoder(
     fields,
-    windows=read_windows(fields),
+    windows=_read_late_windows(fields),
     max_length=32_768,
     kv_heads=32,
     qkv_bias=True,
@@ -87,7 +88,7 @@ def _read_qwen3(fields: family.Fields) -> gated_decoder.GatedDecoder:
   bias = fields.flag("attention_bias", False)
   return read_decoder(
     fields,
-    windows=read_windows(fields),
+    windows=_read_late_windows(fields),
     max_length=32_768,
     kv_heads=32,
     head_dim=128,
@@ -114,27 +115,46 @@ def _read_phi3(fields: family.Fields) -> gated_decoder.GatedDecoder:
   )
 
 
-def read_windows(fields: family.Fields) -> tuple[int | None, ...]:
+def read_window(fields: family.Fields) -> int | None:
+  """Returns the sliding window of Qwen 2 and 3, or `None` if it is not used."""
+  if fields.flag("use_sliding_window", False):
+    return fields.optional_size("sliding_window", 4096)
+  # Files may have 0.
+  fields.get("sliding_window", None)
+  return None
+
+
+def read_windows(
+  fields: family.Fields, has_window: Callable[[int], bool]
+) -> tuple[int | None, ...]:
   """Returns the sliding window of each layer of Qwen 2 and 3.
 
-  `layer_types` takes precedence over `max_window_layers`, the first layer with
-  a window. Without `use_sliding_window` no layer has one.
+  Without `layer_types`, `has_window` tells whether a layer has one.
+  Without `use_sliding_window` no layer has one.
 
   Raises:
     UnsupportedConfigError: `layer_types` does not have a valid entry for each
       layer, or needs a window that is not set.
   """
   num_layers = fields.size("num_hidden_layers")
-  is_used = fields.flag("use_sliding_window", False)
-  window = fields.optional_size("sliding_window", 4096) if is_used else None
-  fields.get("sliding_window", None)
-  # Zero is valid, too.
-  first = fields.get("max_window_layers", 28)
-  if not isinstance(first, int) or isinstance(first, bool) or first < 0:
-    fields.reject("max_window_layers", "a number of layers")
+  window = read_window(fields)
   kinds = fields.get("layer_types", None)
   if kinds is None:
-    return tuple(window if i >= first else None for i in range(num_layers))
+    return tuple(window if has_window(i) else None for i in range(num_layers))
+  return read_layer_types(fields, window)
+
+
+def read_layer_types(
+  fields: family.Fields, window: int | None
+) -> tuple[int | None, ...]:
+  """Returns the window of each layer by `layer_types`.
+
+  Raises:
+    UnsupportedConfigError: It does not have a valid entry for each layer, or
+      needs a window that is not set.
+  """
+  num_layers = fields.size("num_hidden_layers")
+  kinds = fields.get("layer_types")
   if not isinstance(kinds, list) or len(kinds) != num_layers:
     fields.reject("layer_types", f"a list of {num_layers} types")
   if set(kinds) - {_FULL, _SLIDING}:
@@ -142,6 +162,12 @@ def read_windows(fields: family.Fields) -> tuple[int | None, ...]:
   if _SLIDING in kinds and window is None:
     fields.reject("layer_types", f"{_FULL!r} without sliding_window")
   return tuple(window if kind == _SLIDING else None for kind in kinds)
+
+
+def _read_late_windows(fields: family.Fields) -> tuple[int | None, ...]:
+  """Returns windows that begin at layer `max_window_layers`."""
+  first = fields.count("max_window_layers", 28)
+  return read_windows(fields, lambda i: i >= first)
 
 
 LLAMA = family.Family(

@@ -1,7 +1,12 @@
-"""Decoders with mixtures of experts: Mixtral.
+"""Decoders with mixtures of experts: Mixtral, Qwen 2 and Qwen 3.
 
 - Mixtral 8x7B and 8x22B (Jiang et al. 2024, https://arxiv.org/abs/2401.04088)
+- Qwen 1.5 and 2 with a shared expert (Yang et al. 2024,
+  https://arxiv.org/abs/2407.10671)
+- Qwen 3 (Yang et al. 2025, https://arxiv.org/abs/2505.09388)
 """
+
+from typing import Any
 
 from paxon.layers.models.hugging_face import (
   expert_layers,
@@ -40,6 +45,77 @@ def _read_mixtral(fields: family.Fields) -> gated_decoder.GatedDecoder:
   )
 
 
+def _read_qwen2_moe(fields: family.Fields) -> gated_decoder.GatedDecoder:
+  num_layers = fields.size("num_hidden_layers", 24)
+  first = fields.count("max_window_layers", 28)
+  windows = llama.read_windows(
+    fields,
+    # The default of `layer_types`: every second layer.
+    has_window=lambda i: i % 2 == 0 and i < first,
+  )
+  return llama.read_decoder(
+    fields,
+    windows=windows,
+    max_length=32_768,
+    kv_heads=16,
+    qkv_bias=fields.flag("qkv_bias", True),
+    experts=expert_layers.Experts(
+      **_read_qwen_experts(fields, num_experts=60, num_chosen=4, mlp_dim=1408),
+      shared_dim=fields.size("shared_expert_intermediate_size", 5632),
+    ),
+    dense_layers=_read_dense_layers(fields, num_layers),
+  )
+
+
+def _read_qwen3_moe(fields: family.Fields) -> gated_decoder.GatedDecoder:
+  num_layers = fields.size("num_hidden_layers", 24)
+  bias = fields.flag("attention_bias", False)
+  return llama.read_decoder(
+    fields,
+    windows=(llama.read_window(fields),) * num_layers,
+    max_length=32_768,
+    kv_heads=4,
+    qkv_bias=bias,
+    output_bias=bias,
+    has_head_norm=True,
+    experts=expert_layers.Experts(
+      **_read_qwen_experts(fields, num_experts=128, num_chosen=8, mlp_dim=768)
+    ),
+    dense_layers=_read_dense_layers(fields, num_layers),
+  )
+
+
+def _read_qwen_experts(
+  fields: family.Fields, *, mlp_dim: int, **defaults: int
+) -> dict[str, Any]:
+  return {
+    **expert_layers.read_router(
+      fields, experts_field="num_experts", balance_weight=0.001, **defaults
+    ),
+    "mlp_dim": fields.size("moe_intermediate_size", mlp_dim),
+    "normalize": fields.flag("norm_topk_prob", False),
+  }
+
+
+def _read_dense_layers(
+  fields: family.Fields, num_layers: int
+) -> tuple[int, ...]:
+  """Returns the layers without experts of Qwen 2 and 3.
+
+  Raises:
+    UnsupportedConfigError: A listed layer does not exist.
+  """
+  step = fields.size("decoder_sparse_step", 1)
+  listed = fields.get("mlp_only_layers", None) or []
+  valid = isinstance(listed, list) and all(
+    isinstance(i, int) and not isinstance(i, bool) and 0 <= i < num_layers
+    for i in listed
+  )
+  if not valid:
+    fields.reject("mlp_only_layers", f"layers from 0 to {num_layers - 1}")
+  return tuple(i for i in range(num_layers) if i in listed or (i + 1) % step)
+
+
 MIXTRAL = family.Family(
   model_type="mixtral",
   architecture="MixtralForCausalLM",
@@ -47,4 +123,18 @@ MIXTRAL = family.Family(
   inert=_INERT,
   # Noise of the experts' input, which is not supported.
   neutral={"router_jitter_noise": (0.0, 0)},
+)
+QWEN2_MOE = family.Family(
+  model_type="qwen2_moe",
+  architecture="Qwen2MoeForCausalLM",
+  read=_read_qwen2_moe,
+  inert=_INERT,
+  neutral={"use_mrope": (False,)},
+)
+QWEN3_MOE = family.Family(
+  model_type="qwen3_moe",
+  architecture="Qwen3MoeForCausalLM",
+  read=_read_qwen3_moe,
+  # All layers have a window, or none has.
+  inert=(*_INERT, "max_window_layers"),
 )
