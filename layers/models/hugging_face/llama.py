@@ -10,6 +10,7 @@
 """
 
 from collections.abc import Callable
+import operator
 from typing import Any
 
 from paxon.layers.models.hugging_face import family, gated_decoder, rope
@@ -77,7 +78,7 @@ def _read_mistral(fields: family.Fields) -> gated_decoder.GatedDecoder:
 def _read_qwen2(fields: family.Fields) -> gated_decoder.GatedDecoder:
   return read_decoder(
     fields,
-    windows=_read_late_windows(fields),
+    windows=read_windows(fields),
     max_length=32_768,
     kv_heads=32,
     qkv_bias=True,
@@ -88,7 +89,7 @@ def _read_qwen3(fields: family.Fields) -> gated_decoder.GatedDecoder:
   bias = fields.flag("attention_bias", False)
   return read_decoder(
     fields,
-    windows=_read_late_windows(fields),
+    windows=read_windows(fields),
     max_length=32_768,
     kv_heads=32,
     head_dim=128,
@@ -125,22 +126,32 @@ def read_window(fields: family.Fields) -> int | None:
 
 
 def read_windows(
-  fields: family.Fields, has_window: Callable[[int], bool]
+  fields: family.Fields,
+  *,
+  has_window: Callable[[int, int], bool] = operator.ge,
 ) -> tuple[int | None, ...]:
   """Returns the sliding window of each layer of Qwen 2 and 3.
 
-  Without `layer_types`, `has_window` tells whether a layer has one.
-  Without `use_sliding_window` no layer has one.
+  `layer_types` takes precedence over `max_window_layers`. Without
+  `use_sliding_window` no layer has one.
+
+  Args:
+    fields: Fields of the file.
+    has_window: Whether a layer has a window, from its number and
+      `max_window_layers`.
 
   Raises:
     UnsupportedConfigError: `layer_types` does not have a valid entry for each
       layer, or needs a window that is not set.
   """
+  first = fields.count("max_window_layers", 28)
   num_layers = fields.size("num_hidden_layers")
   window = read_window(fields)
   kinds = fields.get("layer_types", None)
   if kinds is None:
-    return tuple(window if has_window(i) else None for i in range(num_layers))
+    return tuple(
+      window if has_window(i, first) else None for i in range(num_layers)
+    )
   return read_layer_types(fields, window)
 
 
@@ -162,12 +173,6 @@ def read_layer_types(
   if _SLIDING in kinds and window is None:
     fields.reject("layer_types", f"{_FULL!r} without sliding_window")
   return tuple(window if kind == _SLIDING else None for kind in kinds)
-
-
-def _read_late_windows(fields: family.Fields) -> tuple[int | None, ...]:
-  """Returns windows that begin at layer `max_window_layers`."""
-  first = fields.count("max_window_layers", 28)
-  return read_windows(fields, lambda i: i >= first)
 
 
 LLAMA = family.Family(

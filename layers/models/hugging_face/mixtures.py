@@ -47,11 +47,8 @@ def _read_mixtral(fields: family.Fields) -> gated_decoder.GatedDecoder:
 
 def _read_qwen2_moe(fields: family.Fields) -> gated_decoder.GatedDecoder:
   num_layers = fields.size("num_hidden_layers", 24)
-  first = fields.count("max_window_layers", 28)
   windows = llama.read_windows(
-    fields,
-    # The default of `layer_types`: every second layer.
-    has_window=lambda i: i % 2 == 0 and i < first,
+    fields, has_window=lambda i, last: i % 2 == 0 and i < last
   )
   return llama.read_decoder(
     fields,
