@@ -37,6 +37,8 @@ from paxon.sharding import rules as sharding_rules
 # Every expert multiplies whole tokens.
 _TOKENS: Final = (axes.BATCH, axes.LENGTH, None)
 _GATHERED: Final = "gathered_experts"
+# The scope of the branch that plans assume.
+USUAL: Final = "usual_branch"
 
 Names = tuple[str, ...]
 
@@ -186,7 +188,11 @@ def _of_device(
   # collectives.
   used = tuple(name for entry in plan.tokens for name in _names(entry))
   fits = jax.lax.pmax(most, used) <= room
-  exchange = functools.partial(_exchange, room=room, **common)
+
+  def exchange(*operands: jax.Array) -> jax.Array:
+    with jax.named_scope(USUAL):
+      return _exchange(*operands, room=room, **common)
+
   return jax.lax.cond(fits, exchange, gather, x, ids, weights)
 
 
@@ -200,7 +206,7 @@ def _gather(
   plan: _Plan,
 ) -> jax.Array:
   """Adds the device's experts for all tokens of the expert axes."""
-  over = plan.gathered
+  over, k = plan.gathered, ids.shape[1]
   if over:
     x, ids, weights = (
       jax.lax.all_gather(v, over, axis=0, tiled=True) for v in (x, ids, weights)
@@ -211,8 +217,9 @@ def _gather(
     is_here = (own >= 0) & (own < experts) & (weights != 0)
     ids = jnp.where(is_here, own, experts)
   # So no token has more choices here than there are experts.
-  rows = x.shape[0] * min(ids.shape[1], experts)
-  y = sum_rows(x, ids, weights, max_rows=rows)
+  most = min(k, experts)
+  with grouped_matmul.expected_rows(k, of=most * _size(plan.experts)):
+    y = sum_rows(x, ids, weights, max_rows=x.shape[0] * most)
   if over:
     y = jax.lax.psum_scatter(y, over, scatter_dimension=0, tiled=True)
   rest = tuple(name for name in plan.experts if name not in over) + plan.mlp
@@ -257,8 +264,10 @@ def _exchange(
     concat_axis=0,
     tiled=True,
   )
+  used = ids.size
   x, ids, weights = map(move, sent)
-  y = sum_rows(x, ids[:, None], weights[:, None])
+  with grouped_matmul.expected_rows(used, of=ids.size):
+    y = sum_rows(x, ids[:, None], weights[:, None])
   if plan.mlp:
     y = jax.lax.psum(y, plan.mlp)
   return grouped_rows.sum_rows(move(y.astype(x.dtype)), choice, place)

@@ -14,6 +14,7 @@ Letters: R rows, E groups, K and N the dimensions of a matrix.
 """
 
 from collections.abc import Callable, Iterator
+import contextlib
 import dataclasses
 import functools
 from typing import Any, Final, Protocol, runtime_checkable
@@ -28,6 +29,10 @@ from paxon.sharding import checks
 CPU: Final = "cpu"
 CUDA: Final = "cuda"
 TPU: Final = "tpu"
+
+# Names by which plans find the two products of all kernels.
+PRODUCT: Final = "_grouped_product"
+PRODUCT_OF_ROWS: Final = "_grouped_product_of_rows"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,7 +137,7 @@ def only(
 def _grouped_matmul(
   kernel: Kernel, x: jax.Array, w: jax.Array, sizes: jax.Array
 ) -> jax.Array:
-  return kernel.multiply(x, w, sizes, transposed=False)
+  return _grouped_product(kernel, x, w, sizes, transposed=False)
 
 
 def _forward(
@@ -145,12 +150,44 @@ def _backward(
   kernel: Kernel, saved: Any, gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
   x, w, sizes = saved
-  dx = kernel.multiply(gradient, w, sizes, transposed=True)
-  dw = kernel.multiply_transposed(x, gradient, sizes)
+  dx = _grouped_product(kernel, gradient, w, sizes, transposed=True)
+  dw = _grouped_product_of_rows(kernel, x, gradient, sizes)
   return dx, dw.astype(w.dtype), None
 
 
 _grouped_matmul.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.jit, static_argnames=("kernel", "transposed"))
+def _grouped_product(
+  kernel: Kernel,
+  x: jax.Array,
+  w: jax.Array,
+  sizes: jax.Array,
+  *,
+  transposed: bool,
+) -> jax.Array:
+  return kernel.multiply(x, w, sizes, transposed=transposed)
+
+
+@functools.partial(jax.jit, static_argnames=("kernel",))
+def _grouped_product_of_rows(
+  kernel: Kernel, x: jax.Array, y: jax.Array, sizes: jax.Array
+) -> jax.Array:
+  return kernel.multiply_transposed(x, y, sizes)
+
+
+def expected_rows(rows: int, *, of: int) -> contextlib.AbstractContextManager:
+  """Names a scope whose products use so many rows if experts are balanced.
+
+  The others are padding, which kernels skip. Plans read the name.
+
+  Args:
+    rows: Rows that are used, or a number in proportion.
+    of: All rows.
+  """
+  return jax.named_scope(f"rows_{rows}_of_{of}")
+
 
 _TILES: Final = Support(name="layers.moe.grouped_matmul.Tiles")
 

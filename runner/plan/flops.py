@@ -39,6 +39,7 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 import numpy as np
 
+from paxon.layers.moe import grouped_matmul
 from paxon.runner.plan import kernel_flops
 from paxon.runner.plan.program_text import name_stack
 
@@ -58,7 +59,8 @@ class Kind(enum.Enum):
   # Matmuls of queries and keys, and of attention weights and values.
   ATTENTION = "attention"
   CONVOLUTION = "convolution"
-  RAGGED = "ragged_dot"
+  # Of rows with the matrices of their groups.
+  GROUPED = "grouped matmul"
   KERNEL = "kernel"
 
 
@@ -205,6 +207,7 @@ class _Work:
   skipped: fractions.Fraction = fractions.Fraction(0)
 
 
+_GROUPED = (grouped_matmul.PRODUCT, grouped_matmul.PRODUCT_OF_ROWS)
 _Counts = dict[Key, _Work]
 # Values of variables that are constant, by variable.
 _Known = Mapping[Any, Any]
@@ -227,6 +230,11 @@ class _Counter:
 
   def _equation(self, eqn: Any, stack: str, known: _Known) -> _Counts:
     name = eqn.primitive.name
+    if eqn.params.get("name") in _GROUPED:
+      # Also of a loop whose trips are not known. Kernels skip other rows.
+      x, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+      flops = round(2 * math.prod(x) * out[-1] * name_stack.used_rows(stack))
+      return _entry(stack, Kind.GROUPED, flops, eqn, _phase(stack))
     if name in _CONTRACTIONS:
       kind, flops = _CONTRACTIONS[name](eqn)
       if kind is Kind.MATMUL and _is_attention(eqn, stack):
@@ -445,7 +453,7 @@ def _ragged(eqn: Any) -> tuple[Kind, int]:
   if set(dims.lhs_ragged_dimensions) & set(contract):
     # Each group sums over its own rows.
     flops //= eqn.invars[2].aval.shape[-1]
-  return Kind.RAGGED, flops
+  return Kind.GROUPED, flops
 
 
 _CONTRACTIONS = {

@@ -23,6 +23,7 @@ from paxon.layers import (
 from paxon.layers.attention import grouped_query, kernels, ring, splash
 from paxon.layers.attention import mask as attention_mask
 from paxon.layers.models import decoder_lm
+from paxon.layers.moe import dispatch, experts, mixture, routers
 from paxon.learners import adamw, learner, schedules, train_state, train_step
 from paxon.runner.plan import flops, kernel_flops
 from paxon.runner.training import (
@@ -31,6 +32,8 @@ from paxon.runner.training import (
   pipelined_testing,
 )
 from paxon.runner.training import session as session_lib
+from paxon.sharding import layout as layouts
+from paxon.sharding import mesh as meshes
 from paxon.sharding import variables
 
 _Phase = flops.Phase
@@ -259,6 +262,44 @@ def test_ragged_products_and_their_gradients():
   found = _count(jax.value_and_grad(ragged, (0, 1)), (8, 4), (3, 4, 5), sizes)
   assert found.phase(_Phase.FORWARD) == 2 * 8 * 4 * 5
   assert found.phase(_Phase.BACKWARD) == 2 * (2 * 8 * 4 * 5)
+
+
+@pytest.mark.parametrize("mesh", [{}, {"expert": 8}, {"expert": 4, "fsdp": 2}])
+@pytest.mark.parametrize("bound", [None, 1.5])
+def test_a_mixture_counts_the_chosen_experts(mesh, bound):
+  layer = mixture.MixtureOfExperts(
+    num_experts=8,
+    router=routers.TopK(k=2),
+    experts=experts.GatedExperts(mlp_dim=48),
+    dispatch=dispatch.Dropless(bound=bound),
+  )
+  x = jax.ShapeDtypeStruct((8, 16, 32), jnp.float32)
+
+  def loss(variables, x):
+    return layer.apply(variables, x).sum()
+
+  values = nn.unbox(jax.eval_shape(layer.init, jax.random.key(0), x))
+  jit = jax.jit
+  if mesh:
+    jit = layouts.Layout(meshes.make_mesh(meshes.MeshSpec(ici=mesh))).jit
+  step = jit(jax.value_and_grad(loss, (0, 1)))
+  found = flops.count(step.trace(values, x).jaxpr)
+  # Two experts of three matrices for each token.
+  forward = 2 * (8 * 16) * 2 * (3 * 32 * 48)
+  grouped = {
+    phase: sum(
+      count
+      for key, count in found.counts.items()
+      if key.phase is phase and key.kind is flops.Kind.GROUPED
+    )
+    for phase in _Phase
+  }
+  assert grouped == {
+    _Phase.FORWARD: forward,
+    _Phase.BACKWARD: 2 * forward,
+    _Phase.REMAT: 0,
+  }
+  assert not any("trips" in note for note in found.notes)
 
 
 def test_a_part_of_each_device_is_multiplied():

@@ -172,6 +172,14 @@ def _classified(
   attention = (
     expected_kernels.BACKWARD if is_backward else expected_kernels.FORWARD
   )
+  if name_stack.is_grouped(cost.name) and cost.flops:
+    if not _is_pallas(kernel):
+      return expected_kernels.GROUPED, expected_kernels.XLA
+    is_megablox = kernel == "tpu_custom_call" and "gmm" in cost.name
+    return (
+      expected_kernels.GROUPED,
+      expected_kernels.MEGABLOX if is_megablox else expected_kernels.PALLAS,
+    )
   if kernels.is_attention(kernel):
     is_backward = kernels.is_attention_backward(kernel)
     return (

@@ -20,6 +20,7 @@ from paxon.layers.attention import (
   splash,
 )
 from paxon.layers.attention import mask as attention_mask
+from paxon.layers.moe import dispatch, experts, mixture, routers
 from paxon.runner import job as job_lib
 from paxon.runner.plan import target as targets
 from paxon.runner.plan import topology
@@ -116,6 +117,46 @@ class ExpectsRing(HasKernel):
   ) -> tuple[fdl.Config[expected_kernels.ExpectedKernel], ...]:
     """Returns both passes of attention."""
     return _both_passes(expected_kernels.RING)
+
+
+class HasMixture(testing.TinyLm):
+  """Layers of eight experts, two for each token, none dropped.
+
+  Attributes:
+    mlp_dim: Hidden width of an expert.
+    length: Length of a sequence.
+    bound: Of the dispatch.
+  """
+
+  dtype = "bfloat16"
+  embed_dim = 1024
+  mlp_dim: int = 2816
+  length: int = 1024
+  bound: float | None = None
+
+  def adjust(self, config: fdl.Config[job_lib.Job]) -> None:
+    """Sets the feed-forward layer and the length."""
+    config.generation = None
+    config.train_input.length = self.length
+    config.task.model.stack.blocks[0].feed_forward = fdl.Config(
+      mixture.MixtureOfExperts,
+      num_experts=8,
+      router=fdl.Config(routers.TopK, k=2),
+      experts=fdl.Config(experts.GatedExperts, mlp_dim=self.mlp_dim),
+      dispatch=dispatch.Dropless(bound=self.bound),
+    )
+
+  def expected_kernels(
+    self,
+  ) -> tuple[fdl.Config[expected_kernels.ExpectedKernel], ...]:
+    """Returns the grouped matmul of TPUs."""
+    return (
+      fdl.Config(
+        expected_kernels.ExpectedKernel,
+        part=expected_kernels.GROUPED,
+        kernel=expected_kernels.MEGABLOX,
+      ),
+    )
 
 
 class Expects(testing.TinyLm):

@@ -15,8 +15,10 @@ BACKWARD: Final = "attention backward"
 MATMULS: Final = "matmuls"
 # Matmuls covered by a quantization recipe; MATMULS includes them.
 QUANTIZED: Final = "quantized matmuls"
+# Of rows with the matrices of their experts.
+GROUPED: Final = "grouped matmuls"
 OTHER: Final = "other"
-PARTS: Final = (FORWARD, BACKWARD, MATMULS, QUANTIZED)
+PARTS: Final = (FORWARD, BACKWARD, MATMULS, QUANTIZED, GROUPED)
 
 CUDNN: Final = "cudnn"
 SPLASH: Final = "splash"
@@ -28,6 +30,7 @@ CUBLAS_FP8: Final = "cublas fp8"
 CUBLAS_INT8: Final = "cublas int8"
 TRITON: Final = "triton"
 XLA: Final = "xla"
+MEGABLOX: Final = "megablox"
 
 _ATTENTION: Final = (FORWARD, BACKWARD)
 _MATMULS: Final = (MATMULS, QUANTIZED)
@@ -52,14 +55,15 @@ KERNELS: Final[Mapping[str, Kernel]] = types.MappingProxyType(
   {
     CUDNN: Kernel("cuda", _ATTENTION, "cuDNN's fused attention"),
     SPLASH: Kernel("tpu", _ATTENTION, "splash attention"),
-    PALLAS: Kernel(None, _ATTENTION, "a Pallas kernel"),
+    PALLAS: Kernel(None, (*_ATTENTION, GROUPED), "a Pallas kernel"),
+    MEGABLOX: Kernel("tpu", (GROUPED,), "JAX's Pallas kernel for TPUs"),
     RING: Kernel(None, _ATTENTION, "matmuls, in blocks of ring attention"),
     PLAIN: Kernel(None, _ATTENTION, "matmuls, with all logits in memory"),
     CUBLAS: Kernel("cuda", _MATMULS, "cuBLAS or cuBLASLt"),
     CUBLAS_FP8: Kernel("cuda", _MATMULS, "cuBLASLt in fp8"),
     CUBLAS_INT8: Kernel("cuda", _MATMULS, "cuBLASLt in int8"),
     TRITON: Kernel("cuda", _MATMULS, "XLA's Triton fusions"),
-    XLA: Kernel(None, _MATMULS, "XLA's own code"),
+    XLA: Kernel(None, (*_MATMULS, GROUPED), "XLA's own code"),
   }
 )
 
@@ -68,12 +72,13 @@ KERNELS: Final[Mapping[str, Kernel]] = types.MappingProxyType(
 class ExpectedKernel:
   """A kernel that the compiled training step must use.
 
-  Checked only on the kernel's platform. All attention, or all quantized
-  matmuls, must use it; of `matmuls` at least one.
+  Checked only on the kernel's platform. All attention, quantized or grouped
+  matmuls must use it; of `matmuls` at least one.
 
   Attributes:
-    part: `attention forward`, `attention backward`, `matmuls`, or
-      `quantized matmuls` (matmuls covered by a quantization recipe).
+    part: `attention forward`, `attention backward`, `matmuls`,
+      `quantized matmuls` (covered by a quantization recipe) or
+      `grouped matmuls` (of mixtures of experts).
     kernel: A name in `KERNELS`.
   """
 

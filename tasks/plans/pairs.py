@@ -98,15 +98,12 @@ _KINDS: Final = (
   *("cpu:8", "a100:1x8", "h100:1x8", "h200:1x8", "b200:1x8", "v4:2x2x2"),
   *("v5e:2x4", "v5p:2x2x2", "v6e:2x4", "v7x:2x2x1"),
 )
-# TPUs whose compiler takes minutes for the larger experiment come one by one.
-_LARGE: Final = ("cpu:8", "a100:1x8", "h100:1x8", "h200:1x8", "b200:1x8")
 
 
 def _of_kinds() -> Iterator[Pair]:
   for target in _KINDS:
     yield Pair(_QUICKSTART, target, {"mesh": "fsdp=-1"}, is_of_kinds=True)
-  yield Pair(f"{_CLOUD}2B", "v4:2x2x1")
-  for target in _LARGE:
+  for target in _KINDS:
     assigned = {"mesh": "fsdp=8", "global_batch_size": "64"}
     yield Pair(f"{_CLOUD}2B", target, assigned, is_of_kinds=True)
 

@@ -33,7 +33,9 @@ from paxon.runner.training import session as session_lib
 _PARAMS: Final = "tasks.lm.params."
 _CLOUD: Final = f"{_PARAMS}lm_cloud.LmCloudSpmd2B"
 _LLAMA: Final = f"{_PARAMS}llama.Llama2_7B"
-_SPLASH: Final = "runner.planning.kernel_experiments.ExpectsSplash"
+_KERNELS: Final = "runner.planning.kernel_experiments"
+_SPLASH: Final = f"{_KERNELS}.ExpectsSplash"
+_MIXTURE: Final = f"{_KERNELS}.HasMixture"
 _CUDNN: Final = "layers.attention.cudnn_attention"
 _ONE: Final = "--one"
 # Also made with JAX 0.11, which has other compilers.
@@ -128,6 +130,10 @@ def _texts() -> Iterator[Text]:
     num_stages="4",
     num_pipeline_microbatches="8",
   )
+  knobs = {"mesh": "expert=8", "global_batch_size": "32", "bound": "1.5"}
+  yield Text("h200_1x8_mixture", "h200:1x8", _MIXTURE, knobs)
+  knobs = {"mesh": "expert=4,fsdp=4", "global_batch_size": "64"}
+  yield Text("v5e_4x4_mixture", "v5e:4x4", _MIXTURE, knobs)
   yield _layout("fsdp")
   yield _layout("tensor", mesh="tensor=16")
   yield _layout("fsdp2_tensor8", mesh="fsdp=2,tensor=8")

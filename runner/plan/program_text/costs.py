@@ -263,8 +263,12 @@ class _Runs:
     if instruction.opcode == "conditional":
       weights = [self._weight(name) for name in names]
       dearest = names[max(range(len(names)), key=weights.__getitem__)]
+      usual = [name for name in names if self._is_usual(name)]
+      if len(usual) == 1:
+        (dearest,) = usual
       self.branches[computation.name, instruction.name] = dearest
-      if len(set(weights)) > 1:
+      is_product = any(flops for flops, _ in weights)
+      if len(set(weights)) > 1 and is_product and not usual:
         part = name_stack.part(instruction.op_name) or instruction.name
         self.notes.append(
           f"The branches of a conditional in {part} cost differently; the"
@@ -272,6 +276,11 @@ class _Runs:
         )
       return [(dearest, 1)]
     return [(name, 1) for name in names]
+
+  def _is_usual(self, name: str) -> bool:
+    """Whether a branch is one that a layer expects to be taken."""
+    instructions = self._program.computations[name].instructions
+    return any(name_stack.is_usual(i.op_name) for i in instructions.values())
 
   def _weight(self, name: str) -> tuple[int, int]:
     """FLOPs and bytes of one run of a computation."""
@@ -370,7 +379,9 @@ def _kind(
       return ATTENTION
     if target.startswith("__cudnn$conv"):
       return CONVOLUTION
-    return MATMUL if target.startswith("__cublas") else KERNEL
+    is_matmul = target.startswith("__cublas")
+    is_matmul = is_matmul or name_stack.is_grouped(instruction.op_name)
+    return MATMUL if is_matmul else KERNEL
   inside = [instruction]
   if opcode in ("fusion", "async-start"):
     inside = [inner for inner, _ in _inside(instruction, program)]

@@ -8,13 +8,14 @@ and its configuration:
   cuBLAS, cuBLASLt               as a `dot` with the configured dimensions
   splash attention               2 forward; 3 for queries and 4 for keys and
                                  values backward, or 5 of one kernel for all
+  grouped matmul                 each used row times one matrix
   other Pallas on TPUs           what its author's cost estimate says
 """
 
 import math
 import re
 
-from paxon.runner.plan.program_text import hlo
+from paxon.runner.plan.program_text import hlo, name_stack
 
 # Custom calls that compute nothing.
 _NO_KERNELS = frozenset(
@@ -155,6 +156,11 @@ def flops(call: hlo.Instruction, operands: list[hlo.Type]) -> int | None:
     is_all = len(call.type.elements) > _SPLASH_RESULTS and splash[1] == "dkv"
     matmuls = 5 if is_all else _SPLASH_MATMULS[splash[1]]
     return matmuls * 2 * math.prod(query.shape) * key.shape[-2]
+  if name_stack.is_grouped(call.op_name):
+    rows, _ = factors(operands)
+    out = call.type.elements[0] if call.type.elements else call.type
+    share = name_stack.used_rows(call.op_name)
+    return round(2 * math.prod(rows.shape) * out.shape[-1] * share)
   return _estimate(call)
 
 

@@ -76,13 +76,14 @@ def check(subject: Subject) -> tuple[str, ...]:
 
 
 def recomputation(
-  compiled: Mapping[str, int], traced: Mapping[str, int]
+  compiled: Mapping[str, int], traced: Mapping[str, int], *, stages: int = 1
 ) -> str | None:
   """Returns a warning if the compiled program does not do what was traced.
 
   Args:
     compiled: FLOPs of its matmuls on all devices, by part of the model.
     traced: The same of the jaxpr.
+    stages: Stages of a pipeline.
 
   Returns:
     The warning, or None if the ratio of the sums is within `RATIO`.
@@ -103,6 +104,13 @@ def recomputation(
   where = ""
   if excess[worst] > 0:
     times = compiled[worst] / traced[worst]
+    if stages > 1 and RATIO[0] <= times / stages <= RATIO[1]:
+      return (
+        f"The compiled program does {ratio:.3f} of the FLOPs that were traced:"
+        f" each of the {stages} stages computes {worst or 'the rest'}"
+        f" ({excess[worst] / 1e12:.3g} TFLOP more). Set stream_io=True, which"
+        " splits batches over the stages outside of the pipeline."
+      )
     where = f", {worst or 'code outside any module'} {times:.2f} times"
   if ratio < _TWICE:
     return (

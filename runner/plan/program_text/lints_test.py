@@ -308,5 +308,17 @@ def test_what_the_compiler_adds(compiled, message):
     assert re.search(message, found)
 
 
+def test_what_each_stage_computes():
+  traced = {"layers": 9000, "head": 1000}
+  found = lints.recomputation({"layers": 9000, "head": 4000}, traced, stages=4)
+  assert found is not None
+  assert "1.300 of the FLOPs" in found
+  assert "each of the 4 stages computes head" in found
+  assert "stream_io=True" in found
+  other = lints.recomputation({"layers": 9000, "head": 3000}, traced, stages=4)
+  assert other is not None
+  assert "stages" not in other
+
+
 def test_without_matmuls_there_is_nothing_to_compare():
   assert lints.recomputation({}, {}) is None

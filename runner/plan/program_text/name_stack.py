@@ -4,21 +4,24 @@ The compiled text carries the name stack as `op_name`. Where the compiler joined
 operations, it lists what differs in parentheses: `a/b/(c/dot:d/mul)`.
 """
 
+import fractions
 import itertools
 import re
 
+from paxon.layers.moe import grouped_matmul
 from paxon.quantization import matmuls
 
 _TRANSFORM = re.compile(
   r"\b(?:jvp|transpose|vmap|custom_jvp|custom_vjp|remat|checkpoint)\("
 )
+# The branch of a mixture of experts whose counts fit into its buffers.
+_USUAL = "usual_branch"
+_ALL = fractions.Fraction(1)
 # What JAX adds for its own control flow, and quantized matmuls for a plan.
 _NO_PARTS = frozenset(
   (
     "",
     "body",
-    "branch_0_fun",
-    "branch_1_fun",
     "checkpoint",
     "closed_call",
     "cond",
@@ -27,6 +30,7 @@ _NO_PARTS = frozenset(
     "rematted_computation",
     "scan",
     "shard_map",
+    _USUAL,
     "while",
     *matmuls.SCOPES,
   )
@@ -34,6 +38,11 @@ _NO_PARTS = frozenset(
 _QUANTIZED = re.compile("|".join(matmuls.SCOPES))
 # How many executions of a pipeline are on a microbatch.
 LIVE = re.compile(r"\blive_(\d+)_of_(\d+)\b")
+_USED_ROWS = re.compile(r"\brows_(\d+)_of_(\d+)\b")
+_OTHER_SCOPE = re.compile(r"(?:live|rows)_\d+_of_\d+|branch_\d+_fun")
+_GROUPED = re.compile(
+  rf"\bp?jit\((?:{grouped_matmul.PRODUCT}|{grouped_matmul.PRODUCT_OF_ROWS})\)"
+)
 
 
 def part(stack: str) -> str:
@@ -58,11 +67,13 @@ def part(stack: str) -> str:
 def module(stack: str) -> str:
   """Returns `part` of a stack that does not end with an operation."""
   names: list[str] = []
-  for piece in stack.split("/"):
+  # What is inside of a kernel is its layer's.
+  for piece in _GROUPED.split(stack, maxsplit=1)[0].split("/"):
     if piece.startswith(("jit(", "pjit(")):
       continue
     name = _TRANSFORM.sub("", piece).replace(")", "").partition(".")[0]
-    skipped = "->" in piece or name in _NO_PARTS or LIVE.fullmatch(name)
+    skipped = "->" in piece or name in _NO_PARTS
+    skipped = skipped or _OTHER_SCOPE.fullmatch(name)
     if not skipped and (not names or names[-1] != name):
       names.append(name)
   # A model's name comes back where transforms are nested.
@@ -77,6 +88,22 @@ def is_backward(stack: str) -> bool:
 def is_recomputed(stack: str) -> bool:
   """Returns whether an operation is done again for the backward pass."""
   return "rematted_computation" in stack
+
+
+def is_grouped(stack: str) -> bool:
+  """Returns whether an operation is part of a grouped matmul."""
+  return _GROUPED.search(stack) is not None
+
+
+def used_rows(stack: str) -> fractions.Fraction:
+  """Returns the share of a grouped matmul's rows that is not padding."""
+  found = _USED_ROWS.search(stack)
+  return fractions.Fraction(*map(int, found.groups())) if found else _ALL
+
+
+def is_usual(stack: str) -> bool:
+  """Returns whether an operation is of a branch that a plan assumes."""
+  return _USUAL in stack
 
 
 def quantized(stack: str) -> str:

@@ -14,6 +14,7 @@ from paxon.runner.plan.program_text import (
   lints,
   movements,
 )
+from paxon.sharding import axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +123,7 @@ def read(
     num_devices = math.prod(mesh.values())
     compiled_flops = num_devices * total.flops
     parts = {p: num_devices * n for p, n in total.by_part().items()}
-    more = lints.recomputation(parts, traced)
+    more = lints.recomputation(parts, traced, stages=mesh.get(axes.STAGE, 1))
     warnings = (*warnings, *([] if more is None else [more]))
   return Reading(
     communication=communication,

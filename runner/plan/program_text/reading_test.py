@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from paxon.runner.plan import testing
-from paxon.runner.plan.program_text import collectives, hlo, reading
+from paxon.runner.plan import kernel_contract, testing
+from paxon.runner.plan.program_text import collectives, costs, hlo, reading
 
 _FLOPS = 3 * testing.LAYERS * 2 * testing.ROWS * testing.WIDTH**2
 
@@ -196,6 +196,69 @@ def test_bytes_are_those_computed_by_hand(name, devices, platform, expected):
     )
     # Norms and metrics are all-reduced besides.
     assert payload == pytest.approx(size, rel=0.02, abs=4 * 2**20), kind
+
+
+# `HasMixture`: two layers of two of eight experts, without padding.
+_CHOICES = 2
+_EXPERT = 3 * 1024 * 2816
+
+
+@pytest.mark.parametrize(
+  ("name", "mesh", "platform", "tokens"),
+  [
+    ("h200_1x8_mixture", {"expert": 8}, "cuda", 32 * 1024),
+    ("v5e_4x4_mixture", {"expert": 4, "fsdp": 4}, "tpu", 64 * 1024),
+  ],
+)
+def test_mixture(name, mesh, platform, tokens):
+  program = hlo.parse(testing.stored(f"{name}.txt.gz"))
+  (experts,) = (
+    flops
+    for part, flops in costs.total(program).by_part().items()
+    if part.endswith("/feed_forward")
+  )
+  # Forward and two gradients, nothing twice.
+  active = 3 * 2 * _CHOICES * tokens * 2 * _EXPERT
+  assert experts * math.prod(mesh.values()) == active
+  found = _read(f"{name}.txt.gz", mesh, platform=platform)
+  assert not any("known" in note for note in found.notes)
+  choices = kernel_contract.choices(program, is_tuned=False)
+  (grouped,) = (each for each in choices if each.part == "grouped matmuls")
+  assert grouped.kernel == ("megablox" if platform == "tpu" else "pallas")
+  # Three matrices, forward and two gradients, in two layers.
+  assert grouped.count == 3 * 3 * 2
+  assert grouped.is_final
+
+
+def test_tokens_of_experts_are_exchanged():
+  found = _read("h200_1x8_mixture.txt.gz", {"expert": 8}, platform="cuda")
+  moved = [c for c in found.communication.collectives if c.kind == "all-to-all"]
+  assert {c.axes for c in moved} == {("expert",)}
+  # Room for 1.5 times the mean of two choices of each of 4,096 tokens.
+  slots = 3 * 4096
+  # Tokens and outputs, and both gradients; ids, weights and their gradient.
+  layer = 4 * slots * 1024 * _BFLOAT16 + slots * (4 + 2 * _FLOAT32)
+  assert sum(c.count * c.payload_bytes for c in moved) == 2 * layer
+
+
+def test_every_stage_computes_the_head():
+  head = 6 * 64 * 1024 * _TABLE
+  program = hlo.parse(testing.stored("h200_1x8_pipelined.txt.gz"))
+  by_part = costs.total(program).by_part()
+  assert 8 * by_part["DecoderLm/Embedding"] == 4 * head
+  # As traced: once.
+  traced = {part: 8 * flops for part, flops in by_part.items()}
+  traced["DecoderLm/Embedding"] = head
+  found = reading.read(
+    program,
+    mesh={"stage": 4, "fsdp": 2},
+    dcn=(),
+    batch_axes=("fsdp",),
+    platform="cuda",
+    traced=traced,
+  )
+  (warning,) = (w for w in found.warnings if "stages" in w)
+  assert "each of the 4 stages computes DecoderLm/Embedding" in warning
 
 
 _TOKENS = 64 * 1024
