@@ -129,8 +129,9 @@ def run(
     step: Of the checkpoint; None for the newest.
 
   Raises:
-    UserError: There is no such checkpoint, the file cannot be read as text, or
-      the model is not a decoder with a tokenizer.
+    UserError: There is no such checkpoint, the file cannot be read as text, the
+      model is not a decoder with a tokenizer, or the run was trained with
+      another tokenizer.
   """
   reason = samples.why_none(job)
   if reason is None and callable(getattr(job.task.model, "encode", None)):
