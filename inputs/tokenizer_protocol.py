@@ -80,15 +80,3 @@ def padded_vocab_size(tokenizer: Tokenizer, *, multiple: int) -> int:
   if multiple <= 0:
     raise ValueError(f"multiple must be positive, got {multiple}.")
   return -(-tokenizer.vocab_size // multiple) * multiple
-
-
-def encode_prompt(tokenizer: Tokenizer, text: str) -> npt.NDArray[np.int32]:
-  """Returns the ids of a prompt, int32 [T], begun as its model expects it.
-
-  A tokenizer without a method `encode_prompt` puts its begin id first.
-  """
-  own = getattr(tokenizer, "encode_prompt", None)
-  if own is not None:
-    return own(text)
-  ids = tokenizer.encode(text)
-  return np.concatenate(([tokenizer.begin_id], ids), dtype=np.int32)

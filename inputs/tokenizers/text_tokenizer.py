@@ -41,9 +41,9 @@ class Policy:
     begin: The token before a text, None if unknown.
     end: The token after a text, None if unknown.
     pad: The token of padding, None if unknown.
-    add_begin: Whether a prompt begins with `begin`; None leaves it to the
-      vocabulary file.
-    add_end: Whether a prompt ends with `end`; None leaves it to the file.
+    add_begin: Whether a prompt begins with `begin`, unless the vocabulary file
+      says so itself; None for the custom of the file's kind.
+    add_end: Whether a prompt ends with `end`, likewise.
   """
 
   begin: str | None = None

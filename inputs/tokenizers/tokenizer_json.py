@@ -71,14 +71,13 @@ class TokenizerJson(text_tokenizer.TextTokenizer):
   def encode_prompt(self, text: str) -> Any:
     """Returns the ids of a prompt, int32 [T], begun as the model expects it.
 
-    Without `add_bos_token` and `add_eos_token` in the configuration, the
-    file's own post-processor adds special tokens.
+    The file's own post-processor adds special tokens. As in transformers 5,
+    `add_bos_token` and `add_eos_token` of the configuration have no effect
+    beside a `tokenizer.json`.
     """
-    policy = self._policy
-    if policy.add_begin is None and policy.add_end is None:
-      encoded = self._library.encode(text_tokenizer.to_valid(text))
-      return text_tokenizer.to_array(encoded.ids)
-    return super().encode_prompt(text)
+    _ = self._num_ids  # Raises an error if the model is too small.
+    encoded = self._library.encode(text_tokenizer.to_valid(text))
+    return text_tokenizer.to_array(encoded.ids)
 
   def count_unsettled(self, ids: Sequence[int]) -> int:
     """Returns the length of the last run of byte tokens.

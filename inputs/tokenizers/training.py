@@ -85,7 +85,13 @@ def _make_byte_level_bpe(
   del kind
   with optional_library.explain("tokenizers", extra="text"):
     import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers, trainers
+    from tokenizers import (
+      decoders,
+      models,
+      pre_tokenizers,
+      processors,
+      trainers,
+    )
   library = tokenizers.Tokenizer(models.BPE())
   library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
   library.decoder = decoders.ByteLevel()
@@ -96,6 +102,10 @@ def _make_byte_level_bpe(
     show_progress=False,
   )
   library.train_from_iterator(texts, trainer)
+  # What adds the begin token to a prompt, here and in transformers.
+  library.post_processor = processors.TemplateProcessing(
+    single=f"{_BEGIN} $A", special_tokens=[(_BEGIN, 1)]
+  )
   if library.get_vocab_size() < vocab_size:
     raise ValueError(
       f"The texts have merges for {library.get_vocab_size()} ids only; lower"
