@@ -4,6 +4,8 @@
     [--text_key=text] [--tokenizer=PATH] [--workers=N] [--no_end] [--begin]
   tools/tokenize train --files='texts/*.txt' --out=FOLDER [--documents=...]
     [--text_key=text] [--kind=bpe] [--vocab_size=32768]
+  tools/tokenize compare --tokenizer=PATH [--with=PATH] [--lines=10000]
+    [--seed=0]
 
 The first command writes corpus.bin, corpus.idx (Megatron's format) and
 corpus.json, for `inputs.token_file.TokenFile(path="corpus")`.
@@ -27,6 +29,14 @@ gives the same vocabulary.
                 sentencepiece_unigram
   --vocab_size  number of ids, with special tokens and bytes; default: 32768
 
+`compare` compares ids and text of generated lines (twenty languages, emoji,
+code, control characters, invalid UTF-8) with the library of the vocabulary, and
+exits with status 1 if they differ.
+
+  --with        another file of the same vocabulary, for the library to read
+  --lines       number of lines; default: 10000
+  --seed        selects the lines; default: 0
+
 Rerun a stopped command to resume it. Usage errors print one line to stderr and
 exit with status 2.
 """
@@ -47,16 +57,19 @@ from paxon.inputs import (
   tokenizer_protocol,
 )
 from paxon.inputs.tokenizers import load, training
-from paxon.tools import console_scripts
+from paxon.tools import console_scripts, tokenizer_comparison
 
 _WRONG_USE: Final = 2
 _INTERRUPTED: Final = 130
 _TRAIN: Final = "train"
+_COMPARE: Final = "compare"
 _SHARED: Final = ("files", "out", "documents", "text_key")
 _VALUES: Final = (*_SHARED, "tokenizer", "workers")
 _TRAIN_VALUES: Final = (*_SHARED, "kind", "vocab_size")
+_COMPARE_VALUES: Final = ("tokenizer", "with", "lines", "seed")
 _SWITCHES: Final = ("no_end", "begin")
 _VOCAB_SIZE: Final = "32768"
+_LINES: Final = "10000"
 _FORMS: Final = {
   "file": corpus_shards.Form.FILE,
   "line": corpus_shards.Form.LINE,
@@ -73,7 +86,11 @@ def main(argv: Sequence[str]) -> int:
     return 0 if argv else _WRONG_USE
   try:
     if argv[0] == _TRAIN:
-      return _train(_parse(argv[1:], values=_TRAIN_VALUES, switches=()))
+      return _train(_parse(argv[1:], values=_TRAIN_VALUES))
+    if argv[0] == _COMPARE:
+      return _compare(
+        _parse(argv[1:], values=_COMPARE_VALUES, required=("tokenizer",))
+      )
     given = _parse(argv, values=_VALUES, switches=_SWITCHES)
     corpus = _corpus(given)
     with _Bar() as bar:
@@ -122,8 +139,27 @@ def _train(given: dict[str, str]) -> int:
   return 0
 
 
+def _compare(given: dict[str, str]) -> int:
+  """Prints a comparison; returns the exit status."""
+  count, seed = given.get("lines", _LINES), given.get("seed", "0")
+  for name, value in (("lines", count), ("seed", seed)):
+    if not value.isdecimal():
+      raise ValueError(f"--{name} must be a whole number, got {value!r}.")
+  checks = tokenizer_comparison.compare(
+    given["tokenizer"],
+    tokenizer_comparison.make_lines(int(count), seed=int(seed)),
+    other=given.get("with"),
+  )
+  print("\n".join(tokenizer_comparison.format_checks(checks)))
+  return 1 if any(check.different for check in checks) else 0
+
+
 def _parse(
-  argv: Sequence[str], *, values: Sequence[str], switches: Sequence[str]
+  argv: Sequence[str],
+  *,
+  values: Sequence[str],
+  switches: Sequence[str] = (),
+  required: Sequence[str] = ("files", "out"),
 ) -> dict[str, str]:
   """Returns values by flag.
 
@@ -142,7 +178,7 @@ def _parse(
         f" {', '.join((*(f'--{v}=...' for v in values), *named))} (see --help)."
       )
     given[name] = value
-  for name in ("files", "out"):
+  for name in required:
     if name not in given:
       raise ValueError(f"--{name} is missing (see --help).")
   return given

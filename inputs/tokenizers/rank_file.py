@@ -160,7 +160,7 @@ class RankFile(text_tokenizer.TextTokenizer):
     content = hashlib.sha256()
     for token, number in sorted(self._ranks.items(), key=lambda item: item[1]):
       content.update(f"{number} {token.hex()}\n".encode())
-    more = [self._pattern, dict(sorted(self._special.items()))]
+    more = [self.split_pattern, dict(sorted(self._special.items()))]
     content.update(json.dumps(more, sort_keys=True).encode())
     return content.hexdigest()
 
@@ -195,7 +195,12 @@ class RankFile(text_tokenizer.TextTokenizer):
     return _KNOWN.get(len(self._ranks))
 
   @functools.cached_property
-  def _pattern(self) -> str:
+  def split_pattern(self) -> str:
+    """The pattern that splits a text before the merges.
+
+    Raises:
+      ValueError: It is not given, and the vocabulary is not known.
+    """
     if self.pattern is not None:
       return self.pattern
     if self._known_vocabulary is None:
@@ -232,7 +237,7 @@ class RankFile(text_tokenizer.TextTokenizer):
       import tiktoken
     return tiktoken.Encoding(
       self.path,
-      pat_str=self._pattern,
+      pat_str=self.split_pattern,
       mergeable_ranks=dict(self._ranks),
       special_tokens=dict(self._special),
     )

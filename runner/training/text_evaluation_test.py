@@ -139,13 +139,14 @@ def test_every_token_but_the_first_is_a_target_once(size):
 def test_a_file_that_is_no_text_is_one_clear_error(
   content, message, run, tmp_path
 ):
+  job, folder = run
   path = tmp_path / "text.txt"
   if content is not None:
     path.write_bytes(content)
   with pytest.raises(user_error.UserError, match=message):
-    text_evaluation.run(*run, str(path))
+    text_evaluation.run(job, folder, str(path))
   with pytest.raises(user_error.UserError, match="cannot be read"):
-    text_evaluation.run(*run, str(tmp_path))
+    text_evaluation.run(job, folder, str(tmp_path))
 
 
 def test_another_tokenizer_or_none_is_an_error(run, tmp_path):
