@@ -24,12 +24,9 @@ def specs(
   """Returns a `VariableSpec` for each array of the optimizer state.
 
   An array belongs to a parameter if its path in the state ends with the path of
-  the parameter. It must be a scalar, or have the shape of the parameter with
-  size one in dimensions over which it is averaged. It has the axes of the
-  parameter, except in dimensions of size one; other arrays have no axes.
-
-  Raises:
-    ValueError: An array that belongs to a parameter has another shape.
+  the parameter. It has the axes of the parameter in the dimensions of the same
+  size, if the others have size one. An array of another shape has only the
+  parameter's stacked axes, and an array of no parameter has no axes.
   """
   state = jax.eval_shape(
     lambda: initial(
@@ -69,31 +66,29 @@ def _spec(
   owner: variables.VariableSpec | None,
 ) -> variables.VariableSpec:
   name = "opt_state/" + jax.tree_util.keystr(path, simple=True, separator="/")
-  if owner is None or not leaf.shape:
-    return variables.VariableSpec(
-      name=name,
-      shape=leaf.shape,
-      dtype=leaf.dtype,
-      axes=(None,) * len(leaf.shape),
+  axes: tuple[str | None, ...] = (None,) * len(leaf.shape)
+  stacked: tuple[tuple[str, int], ...] = ()
+  if owner is not None:
+    depth = len(owner.stacked)
+    is_moment = len(leaf.shape) == len(owner.shape) and all(
+      size in (1, whole)
+      for size, whole in zip(leaf.shape, owner.shape, strict=True)
     )
-  if len(leaf.shape) != len(owner.shape) or any(
-    size not in (1, whole)
-    for size, whole in zip(leaf.shape, owner.shape, strict=True)
-  ):
-    raise ValueError(
-      f"{name} has the shape {leaf.shape} and belongs to {owner.name} of shape"
-      f" {owner.shape}; a state must have the parameter's shape, or size one in"
-      " the dimensions that it has no use for."
-    )
+    if is_moment:
+      axes = tuple(
+        axis if size == whole else None
+        for axis, size, whole in zip(
+          owner.axes, leaf.shape, owner.shape, strict=True
+        )
+      )
+      stacked = owner.stacked
+    elif depth and leaf.shape[:depth] == owner.shape[:depth]:
+      axes = (*owner.axes[:depth], *axes[depth:])
+      stacked = owner.stacked
   return variables.VariableSpec(
     name=name,
     shape=leaf.shape,
     dtype=leaf.dtype,
-    axes=tuple(
-      axis if size == whole else None
-      for axis, size, whole in zip(
-        owner.axes, leaf.shape, owner.shape, strict=True
-      )
-    ),
-    stacked=owner.stacked,
+    axes=axes,
+    stacked=stacked,
   )

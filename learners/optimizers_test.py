@@ -16,6 +16,7 @@ from paxon.learners import (
   adafactor,
   adamw,
   lion,
+  muon,
   optimizer_state,
   schedules,
   sgd,
@@ -123,6 +124,32 @@ class _Adafactor:
     return u
 
 
+class _Muon:
+  """Jordan et al. 2024; update_rms as in Liu et al. 2025, equation 4."""
+
+  def __init__(self, shape, nesterov=True, update_rms=None):
+    self.adam, self.m = _AdamW(shape), np.zeros(shape)
+    self.nesterov, self.update_rms = nesterov, update_rms
+
+  def direction(self, p, g, t):
+    if g.ndim < 2:
+      return self.adam.direction(p, g, t)
+    self.m = 0.9 * self.m + g
+    x = 0.9 * self.m + g if self.nesterov else self.m
+    x = x / np.sqrt(np.sum(x**2))
+    for _ in range(5):
+      a = x.T @ x
+      x = 3.4445 * x + x @ (-4.7750 * a + 2.0315 * a @ a)
+    rows, columns = g.shape
+    if self.update_rms is not None:
+      return self.update_rms * np.sqrt(max(rows, columns)) * x
+    return np.sqrt(max(1, columns / rows)) * x
+
+
+def _muon(**fields):
+  return muon.Muon(momentum=0.9, epsilon=1e-6, **fields)
+
+
 def _adamw(**fields):
   return adamw.AdamW(b2=0.95, epsilon=1e-6, **fields)
 
@@ -147,6 +174,13 @@ CASES = {
     _Sgd,
     {"momentum": 0.9, "nesterov": True},
     {"momentum": 0.9, "nesterov": True},
+  ),
+  "muon": (_muon, _Muon, {"update_rms": None}, {}),
+  "muon, rms": (
+    _muon,
+    _Muon,
+    {"update_rms": 0.5, "nesterov": False},
+    {"update_rms": 0.5, "nesterov": False},
   ),
   "adafactor": (_factored, _Adafactor, {}, {}),
   "adafactor, momentum": (_factored, _Adafactor, {"b1": 0.9}, {"b1": 0.9}),
@@ -349,6 +383,9 @@ def test_specs_describe_the_state_and_layout_changes_no_value(case):
     ),
     (adafactor.Adafactor, {"b1": 1.0}, r"Adafactor.b1 must .*, got 1.0"),
     (adafactor.Adafactor, {"weight_decay": -1.0}, r"must not be negative"),
+    (muon.Muon, {"momentum": 1.0}, r"Muon.momentum must .*, got 1.0"),
+    (muon.Muon, {"num_iterations": 0}, r"num_iterations must be positive"),
+    (muon.Muon, {"update_rms": 0.0}, r"Muon.update_rms must be positive"),
     (adamw.AdamW, {"max_update_rms": 0.0}, r"max_update_rms must be positive"),
   ],
 )

@@ -114,16 +114,18 @@ def test_moments_are_sharded_like_their_parameter():
     assert up.addressable_shards[0].data.shape == (3, 1, 4)
 
 
-def test_rejects_a_state_with_another_shape_than_its_parameter():
+def test_states_of_another_shape_keep_stacked_axes():
   factored = optax.GradientTransformation(
     lambda params: jax.tree.map(lambda p: p.sum(-1), params),
     lambda updates, state, params=None: (updates, state),
   )
   params = {"params": {"up": SPECS["params"]["up"]}}
-  with pytest.raises(
-    ValueError, match=r"up has the shape \(3, 4\) and belongs to params/up of"
-  ):
-    optimizer_state.specs(factored, params)
+  specs = optimizer_state.specs(factored, params)
+  up = specs["params"]["up"]
+  assert up.shape == SPECS["params"]["up"].shape[:-1]
+  depth = len(SPECS["params"]["up"].stacked)
+  assert up.axes[:depth] == SPECS["params"]["up"].axes[:depth]
+  assert set(up.axes[depth:]) <= {None}
 
 
 def _data(seed, step, stream):

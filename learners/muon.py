@@ -1,0 +1,214 @@
+"""Muon: orthogonalized momentum for matrices, Adam for all other variables.
+
+  m <- momentum m + g
+  d <- momentum m + g, with the new m; without Nesterov momentum d = m
+  u <- scale orthogonalize(d)
+  p <- p - rate(t - 1) (u + weight_decay p)
+
+(Jordan et al. 2024, https://kellerjordan.github.io/posts/muon.) The scale is
+sqrt(max(1, outputs / inputs)), or with `update_rms` r it is
+r sqrt(max(inputs, outputs)). Then updates have about the RMS of Adam's, so both
+parts share a learning rate and a weight decay (Liu et al. 2025,
+https://arxiv.org/abs/2502.16982, section 2.2).
+
+A matrix is a regularized variable with at least two dimensions in one layer,
+other than tables of the vocabulary. Heads and their features are one side of
+it; each layer and each expert has its own. Moments are float32 and sharded like
+their parameters.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from paxon.learners import optimizer, variable_groups
+from paxon.sharding import axes as axis_names
+from paxon.sharding import checks, variables
+
+# Of Jordan et al.: x <- a x + (b x x^T + c (x x^T)^2) x.
+_COEFFICIENTS = 3.4445, -4.7750, 2.0315
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Muon:
+  """The Muon optimizer.
+
+  Attributes:
+    schedule: Maps a step to a learning rate, of matrices and of the others.
+    momentum: Decay of the sum of gradients of a matrix.
+    nesterov: Whether to use Nesterov momentum.
+    num_iterations: Number of Newton-Schulz iterations.
+    update_rms: RMS of the update of a full-rank matrix at rate 1; `None`
+      scales by sqrt(max(1, outputs / inputs)), which needs higher rates.
+    b1: Adam's decay of the mean of gradients.
+    b2: Adam's decay of the mean of squared gradients.
+    epsilon: Added to the norm of d and to Adam's root.
+    weight_decay: Fraction of a parameter that is subtracted at rate 1.
+  """
+
+  schedule: optax.Schedule
+  momentum: float = 0.95
+  nesterov: bool = True
+  num_iterations: int = 5
+  update_rms: float | None = 0.2
+  b1: float = 0.9
+  b2: float = 0.95
+  epsilon: float = 1e-8
+  weight_decay: float = 0.0
+
+  def __post_init__(self) -> None:
+    checks.check_decay(self, "momentum", "b1", "b2")
+    checks.check_positive(self, "num_iterations", "update_rms", "epsilon")
+    checks.check_non_negative(self, "weight_decay")
+
+  def transform(
+    self, specs: variable_groups.Specs | None = None
+  ) -> optax.GradientTransformation:
+    """Returns the update rule.
+
+    `specs` None takes arrays of two dimensions for matrices, and decays all
+    variables.
+    """
+    return optimizer.descent(
+      self._direction(specs),
+      schedule=self.schedule,
+      weight_decay=self.weight_decay,
+      specs=specs,
+    )
+
+  def _direction(
+    self, specs: variable_groups.Specs | None
+  ) -> optax.GradientTransformation:
+    """Returns the transformation from g to the direction u."""
+
+    def find(tree: Any) -> list[_Sides | None]:
+      leaves, treedef = jax.tree.flatten(tree)
+      if specs is None:
+        return [_Sides((0,), (1,)) if x.ndim == 2 else None for x in leaves]
+      return [_find_sides(spec) for spec in treedef.flatten_up_to(specs)]
+
+    def init(params: Any) -> MuonState:
+      leaves, treedef = jax.tree.flatten(params)
+      squares = [
+        jnp.zeros((1,) * x.ndim if sides else x.shape, jnp.float32)
+        for x, sides in zip(leaves, find(params), strict=True)
+      ]
+      return MuonState(
+        count=jnp.zeros((), jnp.int32),
+        momentum=jax.tree.map(lambda x: jnp.zeros(x.shape), params),
+        square=treedef.unflatten(squares),
+      )
+
+    def update(
+      updates: Any, state: Any, params: Any = None
+    ) -> tuple[Any, MuonState]:
+      del params
+      count = optax.safe_increment(state.count)
+      number = count.astype(jnp.float32)
+      leaves, treedef = jax.tree.flatten(updates)
+      momenta = treedef.flatten_up_to(state.momentum)
+      squares = treedef.flatten_up_to(state.square)
+      for i, (g, sides) in enumerate(zip(leaves, find(updates), strict=True)):
+        if sides:
+          momenta[i] = self.momentum * momenta[i] + g
+          d = self.momentum * momenta[i] + g if self.nesterov else momenta[i]
+          leaves[i] = self._orthogonalize(d, sides)
+        else:
+          momenta[i] = self.b1 * momenta[i] + (1 - self.b1) * g
+          squares[i] = self.b2 * squares[i] + (1 - self.b2) * jnp.square(g)
+          mean = momenta[i] / (1 - self.b1**number)
+          root = jnp.sqrt(squares[i] / (1 - self.b2**number))
+          leaves[i] = mean / (root + self.epsilon)
+      return treedef.unflatten(leaves), MuonState(
+        count, treedef.unflatten(momenta), treedef.unflatten(squares)
+      )
+
+    return optax.GradientTransformation(init, update)
+
+  def _orthogonalize(self, d: jax.Array, sides: "_Sides") -> jax.Array:
+    """Returns the scaled, orthogonalized matrices of a variable."""
+    batch = tuple(i for i in range(d.ndim) if i not in sides[0] + sides[1])
+    order = (*batch, *sides.inputs, *sides.outputs)
+    inputs = math.prod(d.shape[i] for i in sides.inputs)
+    outputs = math.prod(d.shape[i] for i in sides.outputs)
+    shape = tuple(d.shape[i] for i in order)
+    matrices = jnp.transpose(d, order).reshape(
+      (*shape[: len(batch)], inputs, outputs)
+    )
+    matrices = orthogonalize(
+      matrices, num_iterations=self.num_iterations, epsilon=self.epsilon
+    )
+    scale = math.sqrt(max(1, outputs / inputs))
+    if self.update_rms is not None:
+      scale = self.update_rms * math.sqrt(max(inputs, outputs))
+    inverse = sorted(range(d.ndim), key=order.__getitem__)
+    return scale * jnp.transpose(matrices.reshape(shape), inverse)
+
+
+class MuonState(NamedTuple):
+  """Moments; both trees have the structure of the parameters.
+
+  Attributes:
+    count: int32 scalar, the number of updates.
+    momentum: m of matrices, Adam's mean of the other variables.
+    square: Adam's mean square; size one for matrices.
+  """
+
+  count: Any
+  momentum: Any
+  square: Any
+
+
+def orthogonalize(
+  x: jax.Array, *, num_iterations: int = 5, epsilon: float = 1e-8
+) -> jax.Array:
+  """Moves the singular values of matrices to about one.
+
+  With Jordan's quintic Newton-Schulz iteration, they are within [0.5, 1.5]
+  unless they were below about 1e-3 of the Frobenius norm.
+
+  Args:
+    x: Matrices, float32 [..., inputs, outputs].
+    num_iterations: Number of iterations.
+    epsilon: Added to the Frobenius norm.
+
+  Returns:
+    float32 [..., inputs, outputs].
+  """
+  is_tall = x.shape[-2] > x.shape[-1]
+  if is_tall:
+    x = x.mT
+  norm = jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True))
+  x = x / (norm + epsilon)
+  a, b, c = _COEFFICIENTS
+  for _ in range(num_iterations):
+    square = x @ x.mT
+    x = a * x + (b * square + c * (square @ square)) @ x
+  return x.mT if is_tall else x
+
+
+class _Sides(NamedTuple):
+  """The dimensions of a variable that are the inputs and outputs of a matrix."""
+
+  inputs: tuple[int, ...]
+  outputs: tuple[int, ...]
+
+
+def _find_sides(spec: variables.VariableSpec) -> _Sides | None:
+  """Returns the sides of the matrices of a variable; None if it has none."""
+  dims = [
+    i
+    for i in range(len(spec.stacked), len(spec.shape))
+    if spec.axes[i] != axis_names.EXPERTS
+  ]
+  names = [spec.axes[i] for i in dims]
+  if not spec.regularized or len(dims) < 2 or axis_names.VOCAB in names:
+    return None
+  # Inputs come first. What is more than a matrix is a kernel of heads, with the
+  # width of the model first or last, or of a convolution, with outputs last.
+  first = 1 if names[0] == axis_names.EMBED else len(dims) - 1
+  return _Sides(tuple(dims[:first]), tuple(dims[first:]))
