@@ -192,7 +192,7 @@ def orthogonalize(
 
 
 class _Sides(NamedTuple):
-  """The dimensions of a variable that are the inputs and outputs of a matrix."""
+  """The dimensions of inputs and of outputs of a matrix."""
 
   inputs: tuple[int, ...]
   outputs: tuple[int, ...]

@@ -60,9 +60,9 @@ def test_matrices_are_found_by_axes(axes, shape, matrix):
       )
     }
   }
-  transform = muon.Muon(
-    schedule=RATE, momentum=0.0, update_rms=None
-  ).transform(specs)
+  transform = muon.Muon(schedule=RATE, momentum=0.0, update_rms=None).transform(
+    specs
+  )
   g = np.random.default_rng(0).normal(size=shape)
   params = {"params": {"x": jnp.asarray(g, jnp.float32)}}
   updates, _ = transform.update(params, transform.init(params), params)

@@ -216,8 +216,6 @@ def test_is_configured_with_fiddle():
 
 def test_rejects_a_transformation_without_learning_rate():
   with pytest.raises(
-    ValueError, match="must have an argument learning_rate.*scale_by_adam"
+    ValueError, match=r"must have an argument learning_rate.*scale_by_adam"
   ):
-    optax_optimizer.OptaxOptimizer(
-      schedule=SCHEDULE, make=optax.scale_by_adam
-    )
+    optax_optimizer.OptaxOptimizer(schedule=SCHEDULE, make=optax.scale_by_adam)
