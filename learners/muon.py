@@ -108,7 +108,7 @@ class Muon:
     ) -> tuple[Any, MuonState]:
       del params
       count = optax.safe_increment(state.count)
-      number = count.astype(jnp.float32)
+      number = jnp.asarray(count, jnp.float32)
       leaves, treedef = jax.tree.flatten(updates)
       momenta = treedef.flatten_up_to(state.momentum)
       squares = treedef.flatten_up_to(state.square)
