@@ -11,7 +11,8 @@ import dataclasses
 import functools
 import hashlib
 import json
-from typing import Any
+from typing import Any, Literal
+import unicodedata
 
 from paxon.inputs import optional_library
 from paxon.inputs.tokenizers import text_tokenizer
@@ -67,12 +68,15 @@ class _Known:
     special: Ids of special tokens.
     end: The token after a text.
     begin: The token before a text, None if the model has none.
+    normal_form: Unicode's normal form of a text before it is split, such as
+      NFC; None leaves texts as they are.
   """
 
   pattern: str
   special: Mapping[str, int]
   end: str
   begin: str | None = None
+  normal_form: Literal["NFC"] | None = None
 
 
 def _numbered(first: int, *names: str) -> dict[str, int]:
@@ -121,7 +125,9 @@ _KNOWN: Mapping[int, _Known] = {
     "<|end_of_text|>",
     "<|begin_of_text|>",
   ),
-  151643: _Known(_words(r"\p{N}"), _numbered(151643, *_QWEN), _END),
+  151643: _Known(
+    _words(r"\p{N}"), _numbered(151643, *_QWEN), _END, normal_form="NFC"
+  ),
 }
 
 
@@ -146,8 +152,8 @@ class RankFile(text_tokenizer.TextTokenizer):
 
   @functools.cached_property
   def is_lossless(self) -> bool:
-    """True if every byte is a token."""
-    return len(self._ids_of_bytes) == 256
+    """True if every byte is a token, and texts are not normalized."""
+    return len(self._ids_of_bytes) == 256 and self._normal_form is None
 
   @functools.cached_property
   def special_ids(self) -> frozenset[int]:
@@ -160,7 +166,8 @@ class RankFile(text_tokenizer.TextTokenizer):
     content = hashlib.sha256()
     for token, number in sorted(self._ranks.items(), key=lambda item: item[1]):
       content.update(f"{number} {token.hex()}\n".encode())
-    more = [self.split_pattern, dict(sorted(self._special.items()))]
+    more: list[Any] = [self.split_pattern, dict(sorted(self._special.items()))]
+    more += filter(None, [self._normal_form])
     content.update(json.dumps(more, sort_keys=True).encode())
     return content.hexdigest()
 
@@ -210,6 +217,11 @@ class RankFile(text_tokenizer.TextTokenizer):
       )
     return self._known_vocabulary.pattern
 
+  @property
+  def _normal_form(self) -> Literal["NFC"] | None:
+    known = self._known_vocabulary
+    return None if known is None else known.normal_form
+
   @functools.cached_property
   def _special(self) -> Mapping[str, int]:
     if self.special_tokens is not None:
@@ -255,6 +267,8 @@ class RankFile(text_tokenizer.TextTokenizer):
     return table
 
   def _encode(self, text: str, *, special: bool) -> list[int]:
+    if self._normal_form is not None:
+      text = unicodedata.normalize(self._normal_form, text)
     if special:
       return self._library.encode(text, allowed_special="all")
     return self._library.encode_ordinary(text)

@@ -1,6 +1,7 @@
 """Tests for rank files, compared with merges by their definition."""
 
 import base64
+import dataclasses
 import itertools
 
 import pytest
@@ -55,10 +56,14 @@ def _merge(piece: bytes) -> list[int]:
     parts[i : i + 2] = [parts[i] + parts[i + 1]]
 
 
+def _ids(text):
+  pieces = regex.findall(_PATTERN, text)
+  return [i for piece in pieces for i in _merge(piece.encode())]
+
+
 @pytest.mark.parametrize("text", _TEXTS)
 def test_ids_are_merges_by_rank(tokenizer, text):
-  pieces = regex.findall(_PATTERN, text)
-  expected = [i for piece in pieces for i in _merge(piece.encode())]
+  expected = _ids(text)
   ids = tokenizer.encode(text)
   assert ids.tolist() == expected
   assert tokenizer.decode(ids) == text
@@ -80,6 +85,25 @@ def test_invalid_utf8_is_kept_as_bytes(tokenizer):
   ids = tokenizer.encode(data)
   assert tokenizer.decode_bytes(ids) == data
   assert tokenizer.decode(ids) == data.decode(errors="replace")
+
+
+def test_the_vocabulary_of_qwen_normalizes_texts(path, monkeypatch):
+  # As its own tokenizer does before it calls tiktoken.
+  known = rank_file._KNOWN[151643]
+  assert known.normal_form == "NFC"
+  monkeypatch.setitem(
+    rank_file._KNOWN,
+    256 + len(_MERGED),
+    dataclasses.replace(known, special={"<|endoftext|>": 269}),
+  )
+  tokenizer = load.load(path)
+  text = "u\u0308ber Cafe\u0301"
+  assert tokenizer.encode(text).tolist() == _ids("\u00fcber Caf\u00e9")
+  data = text.encode() + b"\xff"
+  assert tokenizer.decode_bytes(tokenizer.encode(data)) == (
+    "\u00fcber Caf\u00e9".encode() + b"\xff"
+  )
+  assert not tokenizer.is_lossless
 
 
 def test_a_changed_file_is_read_again(tmp_path):
