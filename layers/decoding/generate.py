@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Key
 
-from paxon.layers.decoding import cache_rows, samplers
+from paxon.layers.decoding import cache_rows, samplers, sampling
 
 # (ids, positions, segment_ids, each [B,P], *, cache_length: int, at: int [B])
 #   -> (logits [B,1,V] of the token with index `at` of each sequence,
@@ -39,7 +39,14 @@ Repeat = Callable[[Any, int], Any]
 
 @functools.partial(
   jax.tree_util.register_dataclass,
-  data_fields=("ids", "lengths", "log_probs"),
+  data_fields=(
+    "ids",
+    "lengths",
+    "log_probs",
+    "ended",
+    "top_ids",
+    "top_log_probs",
+  ),
   meta_fields=(),
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,26 +59,38 @@ class Generation:
     lengths: int32 [R]; number of generated ids, including an `end_id`.
     log_probs: float32 [R, max_new_tokens]; log probability of each id under the
       model, independent of the sampler; 0 after the end of a sequence.
+    ended: bool [R]; whether the last id is an `end_id`. Otherwise the sequence
+      has reached its maximum length.
+    top_ids: int32 [R, max_new_tokens, num_alternatives]; the most likely ids of
+      each step, in descending order; 0 after the end of a sequence.
+    top_log_probs: float32, of the same shape; their log probabilities.
   """
 
   ids: jax.Array
   lengths: jax.Array
   log_probs: jax.Array
+  ended: jax.Array
+  top_ids: jax.Array
+  top_log_probs: jax.Array
 
 
 @functools.partial(
   jax.tree_util.register_dataclass,
-  data_fields=("step", "cache", "last", "done", "result"),
+  data_fields=("step", "cache", "last", "done", "history", "result"),
   meta_fields=(),
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _State:
-  """Loop state; `last` [R] and `done` [R] are those of the last step."""
+  """Loop state; `last` [R] and `done` [R] are those of the last step.
+
+  `history` is None unless each sequence has its own settings.
+  """
 
   step: jax.Array
   cache: Any
   last: jax.Array
   done: jax.Array
+  history: sampling.History | None
   result: Generation
 
 
@@ -81,11 +100,12 @@ def generate(
   prompts: Int[Array, "batch prompt_length"],
   prompt_lengths: Int[Array, " rows"],
   *,
-  sampler: samplers.Sampler,
+  sampler: samplers.Sampler | sampling.BatchSettings,
   key: Key[Array, ""],
   max_new_tokens: int,
   end_id: int | Collection[int] | None = None,
   num_samples: int = 1,
+  num_alternatives: int = 0,
   repeat: Repeat = cache_rows.repeat,
 ) -> Generation:
   """Generates a continuation of each prompt, independent of other prompts.
@@ -95,12 +115,14 @@ def generate(
     decode_step: Appends one id to each sequence.
     prompts: Ids, padded on the right with anything.
     prompt_lengths: Number of ids of each prompt, from 1 to P.
-    sampler: Samples ids from logits.
-    key: Random key; step `i` uses `fold_in(key, i)`.
+    sampler: Samples ids from logits, or settings of each sequence.
+    key: Random key; step `i` uses `fold_in(key, i)`, and sequences with
+      settings their own keys.
     max_new_tokens: Maximum number of generated ids.
     end_id: Id, or ids, that end a sequence; `None` never ends one early.
     num_samples: Number of continuations of each prompt, which share its
       prefill.
+    num_alternatives: Number of most likely ids to return for each step.
     repeat: Repeats the sequences of a cache.
 
   Returns:
@@ -110,7 +132,7 @@ def generate(
     ValueError: A number is not positive, `end_id` is empty, or the shapes do
       not match.
   """
-  _check(prompts, prompt_lengths, max_new_tokens, num_samples)
+  _check(prompts, prompt_lengths, max_new_tokens, num_samples, num_alternatives)
   end_ids = _end_ids(end_id)
   rows, width = prompts.shape[0] * num_samples, prompts.shape[1]
   lengths = prompt_lengths.astype(jnp.int32)
@@ -133,8 +155,16 @@ def generate(
     )
 
   def sample(logits: jax.Array, state: _State) -> _State:
+    if isinstance(sampler, sampling.BatchSettings):
+      history = state.history
+      assert history is not None
+      step = jnp.full((rows,), state.step)
+      ids = sampler.draw(logits, key, history, step, end_ids)
+      history = history.add(ids, ~state.done)
+      state = dataclasses.replace(state, history=history)
+      return _append(state, ids, logits, end_ids, sampler.max_new_tokens)
     ids = sampler(logits, jax.random.fold_in(key, state.step))
-    return _append(state, ids, _log_probs(logits, ids), end_ids)
+    return _append(state, ids, logits, end_ids)
 
   def body(state: _State) -> _State:
     # The first generated id directly follows the prompt.
@@ -150,16 +180,25 @@ def generate(
   def is_running(state: _State) -> jax.Array:
     return (state.step < max_new_tokens) & ~jnp.all(state.done)
 
+  alternatives = (rows, max_new_tokens, num_alternatives)
   empty = Generation(
     ids=jnp.zeros((rows, max_new_tokens), jnp.int32),
     lengths=jnp.zeros((rows,), jnp.int32),
     log_probs=jnp.zeros((rows, max_new_tokens), jnp.float32),
+    ended=jnp.zeros((rows,), bool),
+    top_ids=jnp.zeros(alternatives, jnp.int32),
+    top_log_probs=jnp.zeros(alternatives, jnp.float32),
   )
+  history = None
+  if isinstance(sampler, sampling.BatchSettings):
+    repeated = jnp.repeat(prompts, num_samples, axis=0)
+    history = sampling.begin(repeated, lengths, at_end.shape[-1])
   state = _State(
     step=jnp.int32(0),
     cache=cache,
     last=jnp.zeros((rows,), jnp.int32),
     done=jnp.zeros((rows,), bool),
+    history=history,
     result=empty,
   )
   state = sample(at_end[:, 0], state)
@@ -169,35 +208,42 @@ def generate(
 def _append(
   state: _State,
   ids: jax.Array,
-  log_probs: jax.Array,
+  logits: jax.Array,
   end_ids: tuple[int, ...],
+  limits: jax.Array | None = None,
 ) -> _State:
   """Appends one id to each sequence that has not ended."""
-  ids = jnp.where(state.done, 0, ids)
-  log_probs = jnp.where(state.done, 0, log_probs)
+  result, done = state.result, state.done
+  logits = logits.astype(jnp.float32)
+  log_probs = jax.nn.log_softmax(logits, axis=-1)
+  top_log_probs, top_ids = jax.lax.top_k(log_probs, result.top_ids.shape[-1])
 
   def with_column(x: jax.Array, column: jax.Array) -> jax.Array:
+    is_done = done.reshape(done.shape + (1,) * (column.ndim - 1))
+    column = jnp.where(is_done, 0, column).astype(x.dtype)
     return jax.lax.dynamic_update_slice_in_dim(
       x, column[:, None], state.step, axis=1
     )
 
-  result = Generation(
-    ids=with_column(state.result.ids, ids),
-    lengths=state.result.lengths + (~state.done).astype(jnp.int32),
-    log_probs=with_column(state.result.log_probs, log_probs),
-  )
-  done = state.done
+  ids = jnp.where(done, 0, ids)
+  chosen = jnp.take_along_axis(log_probs, ids[:, None], axis=-1)[:, 0]
+  is_end = jnp.zeros_like(done)
   for end_id in end_ids:
-    done = done | (ids == end_id)
+    is_end |= ids == end_id
+  result = Generation(
+    ids=with_column(result.ids, ids),
+    lengths=result.lengths + (~done).astype(jnp.int32),
+    log_probs=with_column(result.log_probs, chosen),
+    ended=result.ended | (is_end & ~done),
+    top_ids=with_column(result.top_ids, top_ids),
+    top_log_probs=with_column(result.top_log_probs, top_log_probs),
+  )
+  done |= is_end
+  if limits is not None:
+    done |= state.step + 1 >= limits
   return dataclasses.replace(
     state, step=state.step + 1, last=ids, done=done, result=result
   )
-
-
-def _log_probs(logits: jax.Array, ids: jax.Array) -> jax.Array:
-  """Returns the log probability of each id, float32."""
-  log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-  return jnp.take_along_axis(log_probs, ids[:, None], axis=-1)[:, 0]
 
 
 def _end_ids(end_id: int | Collection[int] | None) -> tuple[int, ...]:
@@ -214,7 +260,12 @@ def _check(
   prompt_lengths: jax.Array,
   max_new_tokens: int,
   num_samples: int,
+  num_alternatives: int,
 ) -> None:
+  if num_alternatives < 0:
+    raise ValueError(
+      f"num_alternatives must not be negative, got {num_alternatives}."
+    )
   if max_new_tokens <= 0:
     raise ValueError(f"max_new_tokens must be positive, got {max_new_tokens}.")
   if num_samples <= 0:

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from paxon.layers import testing
-from paxon.layers.decoding import generate, model_steps, prompts, samplers
+from paxon.layers.decoding import (
+  generate,
+  model_steps,
+  prompts,
+  samplers,
+  sampling,
+)
 from paxon.layers.models import testing as models_testing
 
 VOCAB = 10
@@ -87,6 +93,71 @@ def test_log_probabilities_are_those_of_the_model():
   each = float(jax.nn.log_softmax(5.0 * jax.nn.one_hot(0, VOCAB))[0])
   expected = np.asarray([[each] * 4, [each, each, 0, 0]])
   np.testing.assert_allclose(result.log_probs, expected, rtol=1e-5)
+
+
+def test_says_which_sequences_ended_and_the_alternatives_of_each_id():
+  result = _run([[1], [4]], end_id=6, num_alternatives=2)
+  assert result.ended.tolist() == [False, True]
+  assert result.top_ids[:, :, 0].tolist() == result.ids.tolist()
+  np.testing.assert_array_equal(result.top_log_probs[:, :, 0], result.log_probs)
+  other = float(jax.nn.log_softmax(5.0 * jax.nn.one_hot(0, VOCAB))[1])
+  np.testing.assert_allclose(result.top_log_probs[0, :, 1], other, rtol=1e-5)
+  assert not np.any(result.top_log_probs[1, 2:])
+
+
+def test_requests_of_one_batch_have_their_own_settings():
+  """Each result is that of the request alone, whatever the others are."""
+  settings = [
+    sampling.Settings(temperature=0.0, max_new_tokens=3),
+    sampling.Settings(temperature=0.0, min_new_tokens=3),
+    sampling.Settings(
+      temperature=0.0, repetition_penalty=1e9, logit_bias={2: -4.0}
+    ),
+    sampling.Settings(temperature=9.0, seed=5),
+    sampling.Settings(
+      temperature=0.0, logit_bias={8: 7.0}, presence_penalty=9.0
+    ),
+  ]
+  rows = [[1], [3, 4], [2, 1], [3], [5]]
+
+  def run(rows, settings, num_samples=1):
+    batch = prompts.pad_right(rows, length=2)
+    return jax.jit(
+      lambda ids, lengths, sampler: generate.generate(
+        *_scripted(),
+        ids,
+        lengths,
+        sampler=sampler,
+        key=jax.random.key(0),
+        max_new_tokens=4,
+        end_id=6,
+        num_samples=num_samples,
+        repeat=lambda cache, n: (cache[0], jnp.repeat(cache[1], n)),
+      )
+    )(
+      jnp.asarray(batch.ids),
+      jnp.asarray(batch.lengths),
+      sampling.stack(settings, num_samples=num_samples, vocab_size=VOCAB),
+    )
+
+  together = run(rows, settings)
+  assert together.ids[0].tolist() == [2, 3, 4, 0]
+  assert not together.ended[0]
+  # The end id 6 would be the second; without it, equal ids follow.
+  assert together.ids[1].tolist() == [5, 0, 1, 2]
+  # 2 follows 1, but was in the prompt.
+  assert together.ids[2, 0] == 0
+  # 8 is best only until it was generated.
+  assert together.ids[4].tolist() == [8, 9, 0, 1]
+  for i in range(len(rows)):
+    alone = run(rows[i : i + 1], settings[i : i + 1])
+    for one, batch in zip(
+      jax.tree.leaves(alone), jax.tree.leaves(together), strict=True
+    ):
+      np.testing.assert_array_equal(one[0], batch[i])
+  samples = run(rows[3:4], settings[3:4], num_samples=4)
+  np.testing.assert_array_equal(samples.ids[0], together.ids[3])
+  assert len({tuple(row) for row in samples.ids.tolist()}) > 2
 
 
 def test_one_new_token_needs_no_step():
@@ -257,6 +328,7 @@ def test_what_stands_in_the_padding_has_no_influence(model):
     ({"max_new_tokens": 0}, r"max_new_tokens must be positive, got 0"),
     ({"num_samples": 0}, r"num_samples must be positive, got 0"),
     ({"end_id": ()}, r"end_id is empty; use None"),
+    ({"num_alternatives": -1}, r"num_alternatives must not be neg.*got -1"),
     ({"prompts": jnp.zeros((2, 0), jnp.int32)}, r"\(2, 0\) are empty"),
     (
       {"prompt_lengths": jnp.ones((3,), jnp.int32)},
