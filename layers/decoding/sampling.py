@@ -1,8 +1,8 @@
 """Sampling settings of each request: arrays of one compiled step.
 
-`Settings` are those of one request, `BatchSettings` those of a batch. A value changes no
-shape, so one compiled step serves any mix of requests, and the ids of a request
-do not depend on the others. The settings apply in this order:
+`Settings` are those of one request, `BatchSettings` those of a batch. A value
+changes no shape, so one compiled step serves any mix of requests, and the ids
+of a request do not depend on the others. The settings apply in this order:
 
   penalties:  repetition (prompt and generated ids), frequency and presence
               (generated ids), then the logit bias
