@@ -3,13 +3,12 @@
 import os
 import re
 
+from typing import TYPE_CHECKING
+
 from paxon.inputs import byte_tokenizer, tokenizer_protocol
-from paxon.inputs.tokenizers import (
-  rank_file,
-  sentence_piece,
-  text_tokenizer,
-  tokenizer_json,
-)
+
+if TYPE_CHECKING:
+  from paxon.inputs.tokenizers import text_tokenizer
 
 BYTES = "bytes"
 # Of a Hugging Face folder, in order of preference.
@@ -77,8 +76,11 @@ def find(path: str) -> str:
   )
 
 
-def _find_kind(path: str) -> type[text_tokenizer.TextTokenizer]:
+def _find_kind(path: str) -> "type[text_tokenizer.TextTokenizer]":
   """Returns the class for a file, by its first bytes."""
+  # Bytes, which most experiments begin with, need none of these.
+  from paxon.inputs.tokenizers import rank_file, sentence_piece, tokenizer_json
+
   with open(path, "rb") as file:
     start = file.read(4096)
   if start.lstrip()[:1] in (b"{", b"["):

@@ -184,63 +184,16 @@ def test_evaluates_an_earlier_checkpoint(folder, capsys):
   assert capsys.readouterr().out.startswith("step 4: validation: ")
 
 
-def test_evaluates_a_text_in_windows(folder, restored, tmp_path, capsys):
-  """Compares with one forward pass per window, by the definition."""
-  session, state = restored
-  data = "".join(testing.documents(3, seed=5))[:200].encode()
-  (tmp_path / "text.txt").write_bytes(data)
-  job = testing.make(mesh=MESH)[0]
-  assert text_evaluation.run(job, folder, str(tmp_path / "text.txt")) == 0
-  assert "bits_per_byte" in capsys.readouterr().out
-  [result] = _records(folder, "eval/files.jsonl")
-  length = job.train_input.length
-  tokenizer = job.task.tokenizer
-  assert tokenizer is not None
-  ids = np.array([tokenizer.begin_id, *tokenizer.encode(data.decode())])
-  assert len(ids) > 2 * length
-  apply = jax.jit(session.job.task.model.apply)
-  nll = np.full(len(ids), np.nan)
-  for start in range(0, len(ids) - 1, length // 2):
-    window = np.zeros((8, length + 1), np.int32)
-    part = ids[start : start + length + 1]
-    window[0, : len(part)] = part
-    segments = np.zeros((8, length), np.int32)
-    segments[0, : len(part) - 1] = 1
-    positions = np.broadcast_to(np.arange(length, dtype=np.int32), (8, length))
-    logits = apply(state.variables, window[:, :-1], positions, segments)
-    logits = np.asarray(logits, np.float64)[0, : len(part) - 1]
-    at_target = logits[np.arange(len(part) - 1), part[1:]]
-    losses = np.log(np.sum(np.exp(logits), -1)) - at_target
-    target = slice(start + 1, start + len(part))
-    # The first window that predicts a token counts.
-    nll[target] = np.where(np.isnan(nll[target]), losses, nll[target])
-  total = np.sum(nll[1:])
-  assert result["tokens"] == len(ids) - 1
-  assert result["bytes"] == len(data)
-  assert result["nll"] == pytest.approx(total, rel=1e-5)
-  assert result["perplexity"] == pytest.approx(
-    math.exp(total / (len(ids) - 1)), rel=1e-5
-  )
-  assert result["bits_per_byte"] == pytest.approx(
-    total / math.log(2) / len(data), rel=1e-5
-  )
-
-
 @dataclasses.dataclass(frozen=True)
 class _HighIds(byte_tokenizer.ByteTokenizer):
   def encode(self, text):
     return super().encode(text) + 1000
 
 
-def test_a_text_is_read_with_the_tokenizer_of_the_run(folder, tmp_path):
+def test_texts_that_a_model_cannot_read(folder, tmp_path):
   path = tmp_path / "text.txt"
   path.write_text("return x")
   job = testing.make(mesh=MESH)[0]
-  other = dataclasses.replace(
-    job, task=dataclasses.replace(job.task, tokenizer=_HighIds())
-  )
-  with pytest.raises(user_error.UserError, match="by a tokenizer with"):
-    text_evaluation.run(other, folder, str(path))
   with pytest.raises(user_error.UserError, match=r"id of \d+, and the model's"):
     samples.check_ids(job, _HighIds().encode("x"))
   converting = dataclasses.replace(job, weights="int8:convert")

@@ -9,8 +9,8 @@ from paxon.tasks.plans import gpu_check
 
 
 def test_a_dry_run_plans_and_runs(tmp_path, capsys, monkeypatch):
-  # Each is planned by a process of its own: two are enough here.
-  cases = gpu_check.TINY_CASES[:2]
+  # Each is planned by a process of its own: one is enough here.
+  cases = gpu_check.TINY_CASES[:1]
   monkeypatch.setattr(gpu_check, "TINY_CASES", cases)
   page = tmp_path / "page.md"
   page.write_text(f"before\n{gpu_check.BEGIN}\nold\n{gpu_check.END}\nafter\n")

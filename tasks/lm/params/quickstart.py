@@ -24,7 +24,6 @@ from paxon.layers import (
 )
 from paxon.layers.attention import grouped_query
 from paxon.layers.models import pre_norm_decoder
-from paxon.layers.moe import balance, experts, mixture, routers
 from paxon.learners import adamw, learner, metrics, schedules
 from paxon.runner import experiment
 from paxon.runner import task as task_lib
@@ -183,6 +182,9 @@ class PythonStdlibMoe(PythonStdlibLm):
 
   def feed_forward(self) -> fdl.Config[Any]:
     """Returns the mixture of experts of a layer."""
+    # A dozen modules that the dense model does not need.
+    from paxon.layers.moe import balance, experts, mixture, routers
+
     return fdl.Config(
       mixture.MixtureOfExperts,
       num_experts=self.num_experts,
