@@ -2,7 +2,6 @@
 
 import os
 import re
-
 from typing import TYPE_CHECKING
 
 from paxon.inputs import byte_tokenizer, tokenizer_protocol
