@@ -39,17 +39,22 @@ class TextFiles(record_files.RecordFiles):
   def __getitem__(self, index: int, /) -> bytes:
     number, place = self._locate(index)
     begin, end = self._parts[number][place]
-    with open(data_files.local(self.paths[number]), "rb") as file:
+    with open(self._local[number], "rb") as file:
       file.seek(int(begin))
       return file.read(int(end - begin))
 
   @functools.cached_property
   def _parts(self) -> tuple[np.ndarray, ...]:
     """The begin and end offsets of each file's documents, int64 [n, 2]."""
-    return tuple(self._find_spans(path) for path in self.paths)
+    return tuple(map(self._find_spans, self._local))
+
+  @functools.cached_property
+  def _local(self) -> tuple[str, ...]:
+    """The files on a disk; a store is asked for each once."""
+    return tuple(map(data_files.local, self.paths))
 
   def _find_spans(self, path: str) -> np.ndarray:
-    with open(data_files.local(path), "rb") as file:
+    with open(path, "rb") as file:
       data = file.read()
     # Separators between documents.
     if self.documents is Documents.FILE:

@@ -8,17 +8,42 @@ from typing import Any
 from etils import epath
 import numpy as np
 
+from paxon.inputs.tokenizers import load, text_tokenizer
 from paxon.runner import user_error
 
 CONFIG = "config.json"
+GENERATION = "generation_config.json"
 # Folder of these files in an imported run directory.
 FOLDER = "hugging_face"
 _BESIDE = """
   added_tokens.json chat_template.jinja chat_template.json
-  generation_config.json merges.txt sentencepiece.bpe.model
-  special_tokens_map.json spiece.model tokenizer.json tokenizer.model
+  generation_config.json merges.txt special_tokens_map.json
   tokenizer_config.json vocab.json vocab.txt
   """
+
+# Settings of generation without effect here, with the values that have none in
+# transformers either.
+_IGNORED_GENERATION: Mapping[str, Any] = {
+  "bad_words_ids": [],
+  "begin_suppress_tokens": [],
+  "diversity_penalty": 0.0,
+  "encoder_repetition_penalty": 1.0,
+  "epsilon_cutoff": 0.0,
+  "eta_cutoff": 0.0,
+  "forced_bos_token_id": None,
+  "forced_eos_token_id": None,
+  "guidance_scale": 1.0,
+  "min_length": 0,
+  "min_new_tokens": 0,
+  "min_p": 0.0,
+  "no_repeat_ngram_size": 0,
+  "num_beams": 1,
+  "penalty_alpha": 0.0,
+  "repetition_penalty": 1.0,
+  "sequence_bias": {},
+  "suppress_tokens": [],
+  "typical_p": 1.0,
+}
 
 
 def read_config(folder: epath.Path) -> Mapping[str, Any]:
@@ -57,7 +82,8 @@ def copy_beside(
   names = sorted(
     str(each.name)
     for each in source.iterdir()
-    if each.name in _BESIDE.split() or each.name == CONFIG
+    if each.name in (*_BESIDE.split(), *load.NAMES, CONFIG)
+    or each.name.endswith(load.ENDINGS)
   )
   for name in names:
     (source / name).copy(target / name, overwrite=True)
@@ -69,6 +95,23 @@ def copy_beside(
     text = json.dumps(config, indent=2, ensure_ascii=False)
     (target / CONFIG).write_text(text + "\n")
   return names
+
+
+def find_ignored_generation(folder: epath.Path) -> list[str]:
+  """Returns settings of generation that change texts, and are not supported.
+
+  Raises:
+    user_error.UserError: The file is not a JSON object.
+  """
+  try:
+    found = text_tokenizer.read_json(os.fspath(folder), GENERATION)
+  except ValueError as error:
+    raise user_error.UserError(str(error)) from error
+  return [
+    f"{name}={found[name]!r}"
+    for name, neutral in _IGNORED_GENERATION.items()
+    if found.get(name) not in (None, neutral)
+  ]
 
 
 def find_dtype(dtypes: Iterable[Any]) -> str | None:

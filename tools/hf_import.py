@@ -126,6 +126,12 @@ def run(
         f" ({', '.join(load.NAMES)}); text can be read and generated only with"
         " --fdl.tokenizer=PATH"
       )
+    ignored = hf_files.find_ignored_generation(folder)
+    if ignored:
+      yield (
+        f"warning: {hf_files.GENERATION}: {', '.join(ignored)} not supported;"
+        " text is generated without"
+      )
     found = (config.get("architectures") or [of.architecture])[0]
     names_of = [each for each in _EXPERIMENTS if found.endswith(each)]
     if names_of:

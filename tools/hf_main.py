@@ -6,9 +6,10 @@
 DIR is a folder with config.json and model.safetensors, or with the files that
 model.safetensors.index.json lists; or one such file. `import` makes the run
 directory RUN with a checkpoint of step 0, config.json and the tokenizer files,
-so that it can be exported again. To export a run trained from it, pass
---like RUN. --dtype converts values; --dry_run prints names and shapes and
-writes nothing. Usage errors print one line to stderr and exit with status 2.
+so that it can be exported again; a run trained from it has copies of them.
+--like=FOLDER takes them from elsewhere. --dtype converts values; --dry_run
+prints names and shapes and writes nothing. Usage errors print one line to
+stderr and exit with status 2.
 """
 
 from collections.abc import Callable, Iterator, Sequence

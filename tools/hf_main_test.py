@@ -64,15 +64,17 @@ def test_round_trip_is_the_same_file(case, dtype, tmp_path, capsys):
   source, run, back = (tmp_path / name for name in ("source", "run", "back"))
   _model(source, _config(case, dtype=np.dtype(dtype).name), dtype=dtype)
   (source / "tokenizer.json").write_text("{}")
+  (source / "spm.model").write_text("")
   (source / "README.md").write_text("not copied")
   assert _run("import", source, "--to", run) == 0
   printed = capsys.readouterr().out
-  assert "copied: config.json, tokenizer.json" in printed
+  assert "copied: config.json, spm.model, tokenizer.json" in printed
   assert "warning" not in printed
   assert _run("export", run, "--to", back) == 0
   assert sorted(path.name for path in back.iterdir()) == [
     "config.json",
     "model.safetensors",
+    "spm.model",
     "tokenizer.json",
   ]
   for path in back.iterdir():
@@ -85,9 +87,13 @@ def test_old_files_without_prefix_and_with_masks(tmp_path, capsys):
   old = {name.removeprefix("transformer."): x for name, x in tensors.items()}
   old["h.0.attn.bias"] = np.ones((1, 1, 24, 24), np.uint8)
   old["lm_head.weight"] = old["wte.weight"].copy()
+  generation = {"repetition_penalty": 1.05, "min_p": 0.1, "num_beams": 1}
+  (source / "generation_config.json").write_text(json.dumps(generation))
   safetensors_numpy.save_file(old, source / "model.safetensors")
   assert _run("import", source, "--to", run) == 0
-  assert f"warning: {source} has no tokenizer file" in capsys.readouterr().out
+  printed = capsys.readouterr().out
+  assert f"warning: {source} has no tokenizer file" in printed
+  assert "min_p=0.1, repetition_penalty=1.05 not supported" in printed
   assert _run("export", run, "--to", back) == 0
   # As transformers writes it today: names whole, tied tensors once, no masks.
   found = safetensors_numpy.load_file(back / "model.safetensors")

@@ -15,7 +15,7 @@ NAMES = (
   *("tokenizer.json", "tokenizer.model", "spiece.model"),
   *("sentencepiece.bpe.model", "spm.model"),
 )
-_ENDINGS = (".tiktoken", ".model")
+ENDINGS = (".tiktoken", ".model")
 # Where `tools/hf import` keeps the files of the original folder.
 _IMPORTED = "hugging_face"
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+=* [0-9]+\r?\n")
@@ -60,7 +60,7 @@ def find(path: str) -> str:
     return path
   for folder in (os.path.join(path, _IMPORTED), path):
     present = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-    others = [name for name in present if name.endswith(_ENDINGS)]
+    others = [name for name in present if name.endswith(ENDINGS)]
     for name in (*NAMES, *(others if len(others) == 1 else ())):
       if name in present:
         return os.path.join(folder, name)
@@ -71,7 +71,7 @@ def find(path: str) -> str:
     )
   raise ValueError(
     f"tokenizer={path!r}: the folder has no tokenizer; it must have"
-    f" {', '.join(NAMES)}, or one file *{' or *'.join(_ENDINGS)}."
+    f" {', '.join(NAMES)}, or one file *{' or *'.join(ENDINGS)}."
   )
 
 

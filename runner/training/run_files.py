@@ -174,8 +174,11 @@ def resolve_paths(
       given = getattr(experiment, each.path)
       if isinstance(given, str) and files.is_local(given):
         path = os.fspath(run_dir.resolve(given, os.environ))
-        # A value such as `bytes` is no file.
-        if glob.glob(path, recursive=True) or os.path.exists(path):
+        # A value such as `bytes` is no file. Token files have no ending here.
+        if any(
+          os.path.exists(each) or glob.glob(each, recursive=True)
+          for each in (path, f"{path}.idx")
+        ):
           each = overrides_lib.Override(each.path, path)
     found.append(each)
   return tuple(found)

@@ -47,6 +47,8 @@ class KingJamesLm(held_out.HeldOut, quickstart.PythonStdlibLm):
 
   tokens: str | None = None
 
+  path_knobs = ("tokenizer", "tokens")
+
   def datasets(self) -> dict[str, fdl.Config]:
     """Returns shuffled verses and one epoch of held-out ones."""
     if self.tokens is None:
