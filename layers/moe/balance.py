@@ -57,7 +57,8 @@ class LoadBalance:
   Attributes:
     weight: Factor of the loss.
     first_choice: Whether only first choices count for the shares.
-    per_choice: Whether shares of all choices are divided by their number.
+    per_choice: Whether shares of all choices are divided by the mean number of
+      choices of a token.
     scope: Tokens of one product; the loss is the mean over them.
     groups: Tokens of one product, instead of `scope`.
     with_padding: Whether the divisors count padding, as in Pax.
@@ -82,7 +83,7 @@ class LoadBalance:
     chosen = routing.ids[..., :1] if self.first_choice else routing.ids
     shares = routing_lib.one_hot(chosen, routing.num_experts).sum(-2)
     if self.per_choice:
-      shares /= chosen.shape[-1]
+      shares /= _mean_choices(shares, routing.mask)
     scores = routing.scores.astype(jnp.float32)
     if self.normalize:
       scores /= jnp.sum(scores, -1, keepdims=True) + 1e-20
@@ -98,6 +99,15 @@ class LoadBalance:
     count = jnp.maximum(tokens, 1)
     products = jnp.sum((shares / count) * (scores / count), axis=-1)
     return self.weight * routing.num_experts * jnp.mean(products)
+
+
+def _mean_choices(shares: jax.Array, mask: jax.Array) -> jax.Array:
+  """Returns the mean number of choices of a token, at least one.
+
+  Some routers give tokens different numbers of experts.
+  """
+  tokens = jnp.sum(mask.astype(jnp.float32))
+  return jnp.maximum(jnp.sum(shares) / jnp.maximum(tokens, 1), 1)
 
 
 def gshard(
@@ -176,7 +186,8 @@ class SelectionBias:
   expert since the first step, modulo 2**32, so that microbatches add up; `seen`
   has those before the last step, and `bias` the value that it selected with. So
   `next_bias` is the value for the next step and for evaluation, which changes
-  no variable.
+  no variable. A layer is called once in a step: each further call would change
+  the bias again.
 
   Attributes:
     rate: Change of the bias in a step; 0 freezes it.

@@ -115,7 +115,8 @@ class MixtureOfExperts(nn.Module, auxiliary_loss.Source):
   @nn.nowrap
   def _summarize(self, routing: routing_lib.Routing) -> None:
     counts = routing.counts()
-    load = counts / jnp.maximum(jnp.mean(counts), 1)
+    mean = jnp.mean(counts)
+    load = counts / jnp.where(mean > 0, mean, 1)
     scores = routing.scores.astype(jnp.float32)
     shares = scores / (jnp.sum(scores, -1, keepdims=True) + 1e-20)
     entropy = jnp.sum(jax.scipy.special.entr(shares), axis=-1)

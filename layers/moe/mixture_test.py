@@ -176,3 +176,21 @@ def test_the_shared_expert_has_dropout_in_training():
     values, x, deterministic=False, rngs={"dropout": jax.random.key(2)}
   )
   assert not np.allclose(evaluated, trained)
+
+
+def test_load_of_fewer_tokens_than_experts_is_relative_to_the_mean():
+  layer = mixture.MixtureOfExperts(
+    num_experts=8,
+    router=routers.TopK(k=1, normalize=False),
+    experts=experts.GatedExperts(4, activation=nn.silu),
+  )
+  x = jnp.ones((1, 2, 3))
+  variables = layer.init(jax.random.key(0), x)
+  _, state = layer.apply(variables, x, mutable=["summaries"])
+  (found,) = [
+    value
+    for path, value in jax.tree_util.tree_leaves_with_path(state)
+    if "load_max" in jax.tree_util.keystr(path)
+  ]
+  # Both tokens are alike: one expert of eight has all.
+  np.testing.assert_allclose(found, 8.0)

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from paxon.layers import precision
 from paxon.layers.moe import dispatch, routers
 from paxon.layers.moe import routing as routing_lib
 from paxon.sharding import checks
@@ -116,8 +117,8 @@ class ExpertChoice(routers.Router):
   probabilities, not normalized; a token may have no expert, or all. Of equal
   tokens the later one is chosen, as in Pax.
 
-  A token has one choice for each expert, with none for those that did not
-  choose it, so any dispatch with enough room applies; `Capacity` needs the same
+  A token has E choices, the largest weight first and then none for experts that
+  did not choose it, so any dispatch with enough room applies; `Capacity` needs the same
   capacity and groups.
 
   Attributes:
@@ -168,9 +169,8 @@ class ExpertChoice(routers.Router):
       jax.nn.one_hot(S - 1 - chosen, S, dtype=jnp.bool_), axis=2
     )
     is_chosen = jnp.swapaxes(is_chosen, 1, 2).reshape(scores.shape)
-    experts = jnp.arange(num_experts, dtype=jnp.int32)[None, None, :]
-    ids = jnp.where(is_chosen, experts, num_experts)
     weights = jnp.where(is_chosen, scores, 0)
+    ids, weights = _by_weight(is_chosen, weights)
     # Padding that the first version of Pax chooses has no output.
     return routers.make_routing(ids, weights, scores, logits, mask)
 
@@ -188,6 +188,23 @@ class ExpertChoice(routers.Router):
         " must be from 1 to all."
       )
     return capacity
+
+
+def _by_weight(
+  is_chosen: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Returns ids and weights [B,T,E] with the largest weight first.
+
+  Of equal weights the first expert precedes. Experts that are not chosen are
+  last.
+  """
+  num_experts = weights.shape[-1]
+  key = jnp.where(is_chosen, -jax.lax.stop_gradient(weights), jnp.inf)
+  order = jnp.argsort(key, axis=-1, stable=True)
+  ids = jnp.where(
+    jnp.take_along_axis(is_chosen, order, axis=-1), order, num_experts
+  )
+  return ids, jnp.take_along_axis(weights, order, axis=-1)
 
 
 class DenseTopTwo(routers.Router):
@@ -224,8 +241,7 @@ class DenseTopTwo(routers.Router):
     is_chosen = fixed >= jnp.max(below, -1, keepdims=True)
     weights = jnp.where(is_chosen, scores, 0)
     weights /= jnp.sum(weights, -1, keepdims=True) + 1e-12
-    experts = jnp.arange(num_experts, dtype=jnp.int32)[None, None, :]
-    ids = jnp.where(is_chosen, experts, num_experts)
+    ids, weights = _by_weight(is_chosen, weights)
     return routers.make_routing(ids, weights, scores, logits, mask)
 
 
@@ -252,8 +268,12 @@ class BySentence(routers.Router):
     if segment_ids is None:
       segment_ids = mask.astype(jnp.int32)
     same = segment_ids[:, :, None] == segment_ids[:, None, :]
+    # The mean of long segments needs float32, as the logits do.
+    x = precision.widened(x)
     same = (same & mask[:, None, :] & mask[:, :, None]).astype(x.dtype)
-    total = jnp.einsum("BTS,BSD->BTD", same, x)
+    total = jnp.einsum(
+      "BTS,BSD->BTD", same, x, precision=jax.lax.Precision.HIGHEST
+    )
     count = jnp.maximum(jnp.sum(same, -1, keepdims=True), 1)
     return self.router(
       total / count,

@@ -278,6 +278,140 @@ def test_load_balance_forms():
 
 
 @pytest.mark.parametrize(
+  "router",
+  [
+    pax_routers.DenseTopTwo(),
+    pax_routers.ExpertChoice(factor=1.5, floor_first=True),
+  ],
+)
+def test_load_balance_of_routers_with_any_number_of_choices(router):
+  result, params = _route(router)
+  p, kept = _scores(params), _SEGMENTS != 0
+  chosen = _dense(result) > 0
+  # The first choice is the chosen expert with the highest probability.
+  best = np.where(chosen, p, -1).argmax(-1)
+  first = np.eye(E)[best] * chosen.any(-1, keepdims=True)
+  tokens, mean = kept.sum(), p[kept].mean(0)
+  shares = chosen[kept].sum(0) / max(chosen[kept].sum(), tokens)
+  np.testing.assert_allclose(
+    balance.switch(1.0)(result), E * (shares * mean).sum(), rtol=1e-5
+  )
+  expected = E * (first[kept].sum(0) * p[kept].sum(0)).sum() / (B * T) ** 2
+  actual = balance.gshard(1.0)(result)
+  # A token without an expert has no first choice.
+  expected /= max(first[kept].sum() / tokens, 1)
+  np.testing.assert_allclose(actual, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ("router", "weigh"),
+  [
+    pytest.param(
+      routers.TopK(k=2),
+      lambda z: _normalized(testing.softmax(z), 2),
+      id="softmax",
+    ),
+    pytest.param(
+      routers.TopK(k=2, score=jax.nn.sigmoid, epsilon=1e-20, scale=2.5),
+      lambda z: 2.5 * _normalized(1 / (1 + np.exp(-z)), 2),
+      id="sigmoid",
+    ),
+    pytest.param(
+      routers.TopK(k=3, normalize=False),
+      lambda z: _top(testing.softmax(z), 3),
+      id="not normalized",
+    ),
+    pytest.param(
+      pax_routers.TopTwo(),
+      lambda z: _normalized(testing.softmax(z), 2),
+      id="top two",
+    ),
+    pytest.param(
+      pax_routers.DenseTopTwo(),
+      lambda z: _normalized(testing.softmax(z), 2),
+      id="dense top two",
+    ),
+    pytest.param(
+      routers.TopK(k=2, logits=routers.Logits(cap=0.5)),
+      lambda z: _normalized(testing.softmax(0.5 * np.tanh(z / 0.5)), 2),
+      id="capped",
+    ),
+  ],
+)
+def test_gradients_match_finite_differences(router, weigh):
+  """Of the kernel, through the weights; choices are constant."""
+  x = np.asarray(_x(), np.float64)
+  factor = np.random.default_rng(2).normal(size=(B, T, E))
+  kept = (_SEGMENTS != 0)[..., None]
+  args = jnp.asarray(x, jnp.float32), jnp.asarray(_SEGMENTS != 0)
+  params = router.init(jax.random.key(1), *args, num_experts=E)
+
+  def loss(params):
+    result = router.apply(params, *args, num_experts=E)
+    dense = routing.one_hot(result.ids, E) * result.weights[..., None]
+    return jnp.sum(dense.sum(-2) * jnp.asarray(factor, jnp.float32))
+
+  gradient = jax.tree.leaves(jax.jit(jax.grad(loss))(params))[0]
+  kernel = np.asarray(jax.tree.leaves(params)[0], np.float64)
+
+  def value(kernel):
+    return np.sum(weigh(x @ kernel) * factor * kept)
+
+  expected = np.zeros_like(kernel)
+  for at in np.ndindex(kernel.shape):
+    step = np.zeros_like(kernel)
+    step[at] = 1e-6
+    expected[at] = (value(kernel + step) - value(kernel - step)) / 2e-6
+  np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-5)
+
+
+def _top(scores, k):
+  order = np.argsort(-scores, -1, kind="stable")[..., :k]
+  return np.where(np.eye(E)[order].sum(-2) > 0, scores, 0)
+
+
+def _normalized(scores, k):
+  top = _top(scores, k)
+  return top / top.sum(-1, keepdims=True)
+
+
+def test_jitter_is_uniform_in_training_and_absent_in_evaluation():
+  router = routers.TopK(k=2, logits=routers.Logits(jitter=0.1))
+  x = jnp.ones((1, 2000, 1))
+  mask = jnp.ones((1, 2000), jnp.bool_)
+  params = {"params": {"logits": {"kernel": jnp.ones((1, E))}}}
+
+  def logits(**kwargs):
+    return np.asarray(
+      router.apply(params, x, mask, num_experts=E, **kwargs).logits
+    )[0, :, 0]
+
+  noisy = np.sort(
+    logits(deterministic=False, rngs={"routing": jax.random.key(0)})
+  )
+  assert noisy[0] >= 0.9 and noisy[-1] <= 1.1
+  # Kolmogorov-Smirnov, at a significance of about 1e-4.
+  quantiles = (noisy - 0.9) / 0.2
+  steps = np.arange(2000) / 2000
+  assert np.abs(quantiles - steps).max() < 2.2 / np.sqrt(2000)
+  np.testing.assert_array_equal(logits(), 1)
+
+
+def test_means_of_long_sentences_are_float32():
+  T = 1024
+  x = np.random.default_rng(0).normal(size=(1, T, D)) + 1
+  x = np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64)
+  router = pax_routers.BySentence(router=routers.TopK(k=1))
+  args = jnp.asarray(x, jnp.bfloat16), jnp.ones((1, T), jnp.bool_)
+  params = router.init(jax.random.key(1), *args, num_experts=E)
+  result = router.apply(params, *args, num_experts=E)
+  kernel = np.asarray(jax.tree.leaves(params)[0], np.float64)
+  np.testing.assert_allclose(
+    result.logits[0, 0], x[0].mean(0) @ kernel, rtol=1e-5, atol=1e-6
+  )
+
+
+@pytest.mark.parametrize(
   ("build", "message"),
   [
     (

@@ -130,9 +130,11 @@ def _row_tiles(
   group = jnp.searchsorted(lasts, index, side="right").astype(jnp.int32)
   exists = group < sizes.shape[0]
   group = jnp.minimum(group, sizes.shape[0] - 1)
-  ends = jnp.minimum(jnp.cumsum(sizes), rows)
+  ends = jnp.cumsum(sizes)
+  starts = ends - sizes
+  ends = jnp.minimum(ends, rows)
   within = index - lasts[group] + counts[group]
-  first = ends[group] - sizes[group] + within * tile
+  first = starts[group] + within * tile
   end = jnp.where(exists, jnp.minimum(first + tile, ends[group]), 0)
   return group, first.astype(jnp.int32), end.astype(jnp.int32)
 
