@@ -389,7 +389,8 @@ def test_jitter_is_uniform_in_training_and_absent_in_evaluation():
   noisy = np.sort(
     logits(deterministic=False, rngs={"routing": jax.random.key(0)})
   )
-  assert noisy[0] >= 0.9 and noisy[-1] <= 1.1
+  assert noisy[0] >= 0.9
+  assert noisy[-1] <= 1.1
   # Kolmogorov-Smirnov, at a significance of about 1e-4.
   quantiles = (noisy - 0.9) / 0.2
   steps = np.arange(2000) / 2000
