@@ -118,8 +118,8 @@ class ExpertChoice(routers.Router):
   tokens the later one is chosen, as in Pax.
 
   A token has E choices, the largest weight first and then none for experts that
-  did not choose it, so any dispatch with enough room applies; `Capacity` needs the same
-  capacity and groups.
+  did not choose it, so any dispatch with enough room applies;
+  `Capacity` needs the same capacity and groups.
 
   Attributes:
     factor: Mean number of experts of a token.
