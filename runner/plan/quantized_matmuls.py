@@ -6,7 +6,7 @@ dtype that its operands have there, and in the compiled one, with what the
 compiler made of it. The two differ where the hardware has no such matmuls.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 from typing import Final
 
@@ -16,8 +16,6 @@ from paxon.runner.plan.program_text import hlo, name_stack
 
 _AGAIN: Final = "forward again"
 _FORWARD: Final = "forward"
-# The field of layers that holds what computes their matmuls.
-_FIELD: Final = "einsum"
 
 # (path of the module, matmul).
 _Key = tuple[str, str]
@@ -85,25 +83,6 @@ def is_narrow(dtype: str) -> bool:
     dtype: As JAX names it.
   """
   return _family(dtype) in ("fp8", "int8")
-
-
-def variable_paths(
-  matmuls: Iterable[result.QuantizedMatmul],
-) -> frozenset[str]:
-  """Returns which variables are multiplied in 8 bits, if they are kernels.
-
-  Args:
-    matmuls: Of a plan.
-
-  Returns:
-    Paths without a collection: that of the layer, and the matmul's name, which
-    is that of its kernel.
-  """
-  # Behind the name of the model.
-  paths = (
-    p.module.split("/")[1:] for p in matmuls if is_narrow(p.traced_dtype)
-  )
-  return frozenset("/".join(n for n in p if n != _FIELD) for p in paths)
 
 
 def warnings(

@@ -158,13 +158,3 @@ def test_one_warning_a_reason():
   )
   assert second.startswith("1 of 3 quantized matmuls run as bfloat16: gate")
   assert not list(quantized_matmuls.warnings(_of(_traced(_UP))))
-
-
-def test_names_the_kernels_that_are_multiplied_in_few_bits():
-  scope = matmuls.FORWARD
-  traced = _traced(
-    ("Lm/stack/layers/blocks_0/mlp/einsum/up", scope, _E4M3),
-    ("Lm/stack/layers/blocks_0/mlp/einsum/down", scope, jnp.bfloat16),
-  )
-  found = quantized_matmuls.variable_paths(_of(traced))
-  assert found == {"stack/layers/blocks_0/mlp/up"}
