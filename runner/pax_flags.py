@@ -151,62 +151,47 @@ def translate(arguments: Sequence[str], known: Sequence[str]) -> Translation:
     ValueError: A flag of Pax has no equal here; the message is one line with
       the replacements of all of them.
   """
-  rejected = find_replacements(arguments, known)
-  if rejected is not None:
-    raise ValueError(rejected)
   kept: list[str] = []
   notes: list[str] = []
+  rejected: dict[str, str] = {}
   rest = list(arguments)
   while rest:
     argument = rest.pop(0)
     name, equals, value = _split(argument)
-    flag = ACCEPTED.get(name) or ACCEPTED.get(name.removeprefix("no"))
-    if flag is not None and name not in known:
+    is_theirs = name in FLAGS or name in ACCEPTED
+    bare = name if is_theirs else name.removeprefix("no")
+    flag = None if bare in known else ACCEPTED.get(bare)
+    if bare in FLAGS and bare not in known:
+      rejected[f"--{name}"] = FLAGS[bare]
+    elif flag is not None:
+      is_off = name != bare or value.lower() in _FALSE
+      if flag.if_false and is_off:
+        rejected[argument] = flag.if_false
       if not flag.is_bool and not equals and rest:
         equals, value = "=", rest.pop(0)
       if flag.ours is not None:
         kept.append(f"--{flag.ours}{equals}{value}")
       notes.append(f"Pax's --{name}: {flag.note}.")
-      continue
-    if name in ("exp", "mode") and not equals and rest:
-      value = rest.pop(0)
-    ours = None
-    if name == "exp":
-      ours = translate_experiment(value)
-    elif name == "mode" and value == "decode_once":
-      ours = "decode"
-    if ours is None:
-      kept.append(argument)
-      if name in ("exp", "mode") and not equals and value:
-        kept.append(value)
+    elif name in ("exp", "mode"):
+      given = [argument]
+      if not equals and rest:
+        value = rest.pop(0)
+        given.append(value)
+      ours = translate_experiment(value) if name == "exp" else None
+      if name == "mode" and value == "decode_once":
+        ours = "decode"
+      if name == "mode" and value in MODES:
+        rejected[f"--mode={value}"] = MODES[value]
+      if ours is not None:
+        given = [f"--{name}={ours}"]
+        notes.append(f"Pax's --{name}={value}: read as --{name}={ours}.")
+      kept += given
     else:
-      kept.append(f"--{name}={ours}")
-      notes.append(f"Pax's --{name}={value}: read as --{name}={ours}.")
+      kept.append(argument)
+  if rejected:
+    texts = "; ".join(f"{flag}: {what}" for flag, what in rejected.items())
+    raise ValueError(f"Flags of Pax: {texts}.")
   return Translation(tuple(kept), tuple(notes))
-
-
-def find_replacements(
-  arguments: Iterable[str], known: Sequence[str]
-) -> str | None:
-  """Returns replacements of the rejected flags; None if there are none."""
-  found: dict[str, str] = {}
-  for argument in arguments:
-    name, equals, value = _split(argument)
-    bare = name.removeprefix("no")
-    is_off = name not in ACCEPTED or value.lower() in _FALSE
-    accepted = ACCEPTED.get(name) or ACCEPTED.get(bare)
-    if name in FLAGS and name not in known:
-      found[f"--{name}"] = FLAGS[name]
-    elif bare in FLAGS and bare not in known:
-      found[f"--{name}"] = FLAGS[bare]
-    elif accepted is not None and accepted.if_false and is_off:
-      found[f"--{name}{equals}{value}"] = accepted.if_false
-    elif name == "mode" and value in MODES:
-      found[f"--mode={value}"] = MODES[value]
-  if not found:
-    return None
-  texts = "; ".join(f"{flag}: {what}" for flag, what in found.items())
-  return f"Flags of Pax: {texts}."
 
 
 def hint_at_mesh(mesh: str, bases: Iterable[str]) -> str | None:

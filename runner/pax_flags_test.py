@@ -95,6 +95,12 @@ def test_a_switch_that_cannot_be_off_is_rejected(form):
       assert not pax_flags.translate([form.format(name)], _OURS).arguments
 
 
+@pytest.mark.parametrize("form", [["--mode=infer"], ["--mode", "infer"]])
+def test_each_form_of_a_rejected_mode_is_known(form):
+  with pytest.raises(ValueError, match="--mode=infer: --mode=decode"):
+    pax_flags.translate(form, _OURS)
+
+
 def test_what_replaces_them_exists():
   texts = " ".join(
     [*pax_flags.FLAGS.values(), *pax_flags.MODES.values()]
