@@ -96,11 +96,14 @@ class YarnScaling(_FactorScaling):
     original_length: Sequence length of pretraining.
     fast_turns: Pairs with more turns keep their frequency.
     slow_turns: Frequencies of pairs with fewer turns are divided by `factor`.
+    truncate: Whether the ends of the ramp are whole indices, as in the
+      reference code; gpt-oss does not round them.
   """
 
   original_length: int
   fast_turns: float = 32.0
   slow_turns: float = 1.0
+  truncate: bool = True
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -129,8 +132,10 @@ class YarnScaling(_FactorScaling):
         pairs * math.log(wavelength / (2 * math.pi)) / math.log(max_wavelength)
       )
 
-    first = max(math.floor(find_pair(self.fast_turns)), 0)
-    last = min(math.ceil(find_pair(self.slow_turns)), 2 * pairs - 1)
+    ends = find_pair(self.fast_turns), find_pair(self.slow_turns)
+    if self.truncate:
+      ends = math.floor(ends[0]), math.ceil(ends[1])
+    first, last = max(ends[0], 0), min(ends[1], 2 * pairs - 1)
     # At least a thousandth wide, as in the reference implementation.
     width = max(last - first, 1e-3)
     index = jnp.arange(pairs, dtype=frequency.dtype)

@@ -143,9 +143,9 @@ def _write(
       writers |= dict.fromkeys(each, writer)
     for leaf in names.leaves.values():
       array = stored_checkpoint.read_numpy(checkpoint, [leaf.name])[leaf.name]
-      for name, start, rows in leaf.to_tensors(array):
-        dtype = described[name][0]
-        writers[name].write_rows(name, start, rows.astype(dtype, copy=False))
+      for name, start, rows, columns in leaf.to_tensors(array):
+        rows = rows.astype(described[name][0], copy=False)
+        writers[name].write_rows(name, start, rows, columns)
       # Free it before the next one is read.
       del array, rows
   if len(shards) > 1:

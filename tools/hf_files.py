@@ -88,10 +88,14 @@ def copy_beside(
   for name in names:
     (source / name).copy(target / name, overwrite=True)
   config = dict(read_config(source))
+  # Quantized weights are imported as their values.
+  is_quantized = config.pop("quantization_config", None) is not None
   # The older name, if the file has it.
   name = "torch_dtype" if "torch_dtype" in config else "dtype"
-  if dtype is not None and config.get(name) != dtype:
+  changes = dtype is not None and config.get(name) != dtype
+  if changes:
     config[name] = dtype
+  if changes or is_quantized:
     text = json.dumps(config, indent=2, ensure_ascii=False)
     (target / CONFIG).write_text(text + "\n")
   return names

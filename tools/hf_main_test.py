@@ -58,6 +58,9 @@ def _error(capsys, *argv):
     # Shared parameters, and two stacks.
     ("t5_v1_1", np.float32),
     ("bert", np.float32),
+    ("qwen2_moe", jnp.bfloat16),
+    # Two variables share the columns of a tensor.
+    ("gpt_oss", np.float32),
   ],
 )
 def test_round_trip_is_the_same_file(case, dtype, tmp_path, capsys):
@@ -216,6 +219,99 @@ def test_weights_that_do_not_fit(tmp_path, capsys):
   assert "have several dtypes" in line
   assert "is F16" in line
   assert not to.exists()
+
+
+def test_experts_that_do_not_fit(tmp_path, capsys):
+  to = tmp_path / "run"
+  _model(tmp_path / "count", _config("qwen3_moe"))
+  for experts in (4, 8):
+    config = _config("qwen3_moe", num_local_experts=experts)
+    (tmp_path / "count" / "config.json").write_text(json.dumps(config))
+    line = _error(capsys, "import", tmp_path / "count", "--to", to)
+    assert f"they have 6 experts in a layer, config.json has {experts}" in line
+  missing = "model.layers.2.mlp.experts.2.up_proj.weight"
+  _model(tmp_path / "one", _config("qwen3_moe"), leave_out=(missing,))
+  line = _error(capsys, "import", tmp_path / "one", "--to", to)
+  assert f"{missing} [24, 32] is missing" in line
+  config = _config("qwen3_moe", num_experts_per_tok=7)
+  (tmp_path / "one" / "config.json").write_text(json.dumps(config))
+  line = _error(capsys, "import", tmp_path / "one", "--to", to)
+  assert (
+    "num_experts_per_tok is 7; qwen3_moe supports only at most the number of"
+    " experts (6)" in line
+  )
+  assert not to.exists()
+
+
+_MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+
+
+def _packed(tensors):
+  """Replaces the experts by random MXFP4; returns their values as well."""
+  random = np.random.RandomState(0)
+  stored = {k: x for k, x in tensors.items() if not k.endswith("_proj")}
+  values = {}
+  for name in set(tensors) - set(stored):
+    experts, width, rows = tensors[name].shape
+    shape = (experts, rows, width // 32)
+    # All pairs of four bits occur.
+    blocks = random.randint(0, 256, (*shape, 16)).astype(np.uint8)
+    scales = random.randint(118, 130, shape).astype(np.uint8)
+    stored[f"{name}_blocks"], stored[f"{name}_scales"] = blocks, scales
+    bits = np.stack([blocks & 15, blocks >> 4], axis=-1)
+    floats = bits.view(jnp.float4_e2m1fn).astype(np.float64)
+    floats = floats.reshape(*shape, 32) * 2.0 ** (scales[..., None] - 127.0)
+    values[name] = floats.reshape(experts, rows, width).swapaxes(1, 2)
+  return stored, values
+
+
+def test_mxfp4_is_read_as_its_values(tmp_path, capsys):
+  source, run, back = (tmp_path / name for name in ("source", "run", "back"))
+  config = _config("gpt_oss", dtype="bfloat16", quantization_config=_MXFP4)
+  tensors = _model(source, config, dtype=jnp.bfloat16)
+  stored, values = _packed(tensors)
+  safetensors_numpy.save_file(stored, source / "model.safetensors")
+  assert _run("import", source, "--to", run) == 0
+  assert _run("export", run, "--to", back) == 0
+  found = safetensors_numpy.load_file(back / "model.safetensors")
+  assert set(found) == set(tensors)
+  for name, x in tensors.items():
+    assert found[name].dtype == jnp.bfloat16
+    expected = values.get(name, x)
+    # Bfloat16 represents all values.
+    np.testing.assert_array_equal(found[name], expected.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(expected, found[name].astype(np.float64))
+  written = json.loads((back / "config.json").read_text())
+  assert written == {
+    k: v for k, v in config.items() if k != "quantization_config"
+  }
+
+
+def test_mxfp4_that_does_not_fit(tmp_path, capsys):
+  source, to = tmp_path / "source", tmp_path / "run"
+  config = _config("gpt_oss", quantization_config=_MXFP4)
+  stored, _ = _packed(_model(source, config))
+  name = "model.layers.1.mlp.experts.down_proj"
+  for changes, message in (
+    ({f"{name}_scales": None}, f"{name}_blocks has no {name}_scales"),
+    ({f"{name}_blocks": None}, f"{name}_scales has no {name}_blocks"),
+    (
+      {f"{name}_scales": np.zeros((6, 32, 2), np.uint8)},
+      f"{name}_blocks has shape [6, 32, 1, 16] and {name}_scales [6, 32, 2]",
+    ),
+    (
+      {f"{name}_scales": np.full((6, 32, 1), 255, np.uint8)},
+      "weights must be finite",
+    ),
+  ):
+    changed = {k: v for k, v in (stored | changes).items() if v is not None}
+    safetensors_numpy.save_file(changed, source / "model.safetensors")
+    assert message in _error(capsys, "import", source, "--to", to)
+  # Other families have no such weights.
+  config = _config("llama2", quantization_config=_MXFP4)
+  _model(tmp_path / "llama", config)
+  line = _error(capsys, "import", tmp_path / "llama", "--to", to)
+  assert "quantization_config is" in line
 
 
 def test_tied_tensors_that_differ(tmp_path, capsys):

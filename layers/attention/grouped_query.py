@@ -41,6 +41,8 @@ class GroupedQueryAttention(nn.Module):
     mask: Causality, windows and chunks.
     projections: Kernels and biases of queries, keys, values and the output.
     head_norm: Norms of queries and keys (`head_norm.QueryKeyNorm`), or `None`.
+    limit: Clips queries, keys and values to `[-limit, limit]`, after norms and
+      before rotary positions, as in OLMo; `None` does not.
     logits: Scale, soft cap, biases and sinks of the logits. The kernel must
       support those that are set.
     kernel: Computes attention from queries, keys, values and the mask.
@@ -59,6 +61,7 @@ class GroupedQueryAttention(nn.Module):
     attention_projections.SeparateProjections()
   )
   head_norm: nn.Module | None = None
+  limit: float | None = None
   # Factories, because default objects would be shared by two layers; without a
   # parent, because an enclosing module would adopt them.
   logits: kernels.Logits = dataclasses.field(
@@ -80,6 +83,7 @@ class GroupedQueryAttention(nn.Module):
     super().__post_init__()
     checks.check_size(self, "num_heads", "num_kv_heads", "head_dim")
     checks.check_multiple(self, "num_heads", "num_kv_heads")
+    checks.check_positive(self, "limit")
     # Duck-typed: importing `Rotary` would load it for layers without one.
     check_width = getattr(self.rotary, "check_width", None)
     if check_width is not None:
@@ -116,6 +120,8 @@ class GroupedQueryAttention(nn.Module):
       self, x, positions, segment_ids, prefix
     )
     query, key, value = self.projections(self, x)
+    if self.limit is not None:
+      value = jnp.clip(value, -self.limit, self.limit)
     query, key = self._normalize_and_rotate(query, key, positions, segment_ids)
     logits = kernels.bind_fields(self.logits, self)
     query, bias = logits.prepare(query)
@@ -148,6 +154,9 @@ class GroupedQueryAttention(nn.Module):
       norm = kernels.bind_fields(self.head_norm, self)
     if norm is not None and not norm.after_rotary:
       query, key = norm.normalize_query(query), norm.normalize_key(key)
+    if self.limit is not None:
+      query = jnp.clip(query, -self.limit, self.limit)
+      key = jnp.clip(key, -self.limit, self.limit)
     if rotary is not None:
       query, key = rotary(query, positions), rotary(key, positions)
     if norm is not None and norm.after_rotary:

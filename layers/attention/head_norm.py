@@ -28,6 +28,37 @@ class HeadNorm(rms_norm.RmsNorm):
   axis: str = axes.HEAD_DIM
 
 
+class AllHeadsNorm(nn.Module):
+  """Root-mean-square norm over all heads together, as in OLMoE.
+
+  Attributes:
+    epsilon: Added to the mean square.
+    axis: Logical axis of the heads.
+    scale_init: Initializer of the scale [N,H].
+    dtype: Dtype of the result. `None` promotes input and scale.
+    param_dtype: Dtype in which the scale is stored.
+  """
+
+  epsilon: float = 1e-6
+  axis: str = axes.HEADS
+  scale_init: nn.initializers.Initializer = nn.initializers.ones
+  dtype: DTypeLike | None = None
+  param_dtype: DTypeLike = jnp.float32
+
+  @nn.compact
+  def __call__(
+    self, x: Float[Array, "batch length heads head_dim"]
+  ) -> Float[Array, "batch length heads head_dim"]:
+    """Returns the normalized `x`."""
+    init = logical.partitioned(self.scale_init, (self.axis, axes.HEAD_DIM))
+    scale = self.param("scale", init, x.shape[2:], self.param_dtype)
+    dtype = dtypes.canonicalize_dtype(x, scale, dtype=self.dtype)
+    x = precision.widened(x)
+    mean_square = jnp.mean(x * x, axis=(-2, -1), keepdims=True)
+    x *= jax.lax.rsqrt(mean_square + self.epsilon)
+    return (x * scale.astype(x.dtype)[None, None]).astype(dtype)
+
+
 class QueryKeyNorm(nn.Module):
   """The norms of queries and keys of an attention layer.
 

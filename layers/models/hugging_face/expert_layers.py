@@ -4,7 +4,7 @@ Files have one tensor for each expert; a layer here has stacks of all experts.
 The dispatch is dropless, as in transformers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import dataclasses
 from typing import Any
 
@@ -20,6 +20,12 @@ _EXPERTS = """
   {at}.experts.{{expert}}.{gate}.weight  feed_forward/experts/gate  M D -> D M
   {at}.experts.{{expert}}.{up}.weight    feed_forward/experts/up    M D -> D M
   {at}.experts.{{expert}}.{down}.weight  feed_forward/experts/down  D M -> M D
+"""
+_CLAMPED = """
+  mlp.router.weight            feed_forward/router/logits/kernel  E D -> D E
+  mlp.router.bias              feed_forward/router/logits/bias    E -> E
+  mlp.experts.down_proj        feed_forward/experts/down       E M D -> E M D
+  mlp.experts.down_proj_bias   feed_forward/experts/down_bias  E D -> E D
 """
 _SHARED = """
   {at}.shared_expert.gate_proj.weight  feed_forward/shared/gate  S D -> D S
@@ -41,6 +47,9 @@ class Experts:
     balance_weight: Factor of the auxiliary loss in training; 0 has none.
     shared_dim: Width of an expert for all tokens, with a factor in (0, 1) of
       each; `None` is none.
+    clamp: Arguments of `experts.ClampedSwiglu`, instead of the activation.
+      Router and experts have biases then, and files have stacks in which gate
+      and up projection are interleaved, as in gpt-oss; `None` is neither.
     at: Prefix of the names of tensors in a layer.
     tensors: Names of gate, up and down projection in files.
   """
@@ -51,6 +60,7 @@ class Experts:
   normalize: bool
   balance_weight: float
   shared_dim: int | None = None
+  clamp: Mapping[str, float] | None = None
   at: str = "mlp"
   tensors: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
@@ -68,6 +78,9 @@ class Experts:
     losses = ()
     if self.balance_weight:
       losses = (balance.pooled(self.balance_weight),)
+    combine = None
+    if self.clamp is not None:
+      combine = experts.ClampedSwiglu(**self.clamp)
     shared = {}
     if self.shared_dim is not None:
       shared["shared"] = make(
@@ -84,9 +97,18 @@ class Experts:
     return make(
       mixture.MixtureOfExperts,
       num_experts=self.num_experts,
-      router=make(routers.TopK, k=self.num_chosen, normalize=self.normalize),
+      router=make(
+        routers.TopK,
+        k=self.num_chosen,
+        normalize=self.normalize,
+        logits=make(routers.Logits, use_bias=self.clamp is not None),
+      ),
       experts=make(
-        experts.GatedExperts, mlp_dim=self.mlp_dim, activation=activation
+        experts.GatedExperts,
+        mlp_dim=self.mlp_dim,
+        activation=activation,
+        combine=combine,
+        use_bias=self.clamp is not None,
       ),
       losses=losses,
       **shared,
@@ -104,6 +126,19 @@ class Experts:
     self, prefix: str, layers: tuple[int, ...]
   ) -> tuple[mapping.Rule, ...]:
     """Returns the rules of these layers, whose tensors have a prefix."""
+    if self.clamp is not None:
+      return (
+        *mapping.parse_rules(_CLAMPED, at=prefix, layers=layers),
+        *(
+          mapping.fused_rule(
+            f"{prefix}mlp.experts.gate_up_proj{end}",
+            (f"feed_forward/experts/gate{end}", f"{left} (M 2:0) -> {left} M"),
+            (f"feed_forward/experts/up{end}", f"{left} (M 2:1) -> {left} M"),
+            layers=layers,
+          )
+          for end, left in (("", "E D"), ("_bias", "E"))
+        ),
+      )
     gate, up, down = self.tensors
     table = _ROUTER + _EXPERTS + (_SHARED if self.shared_dim else "")
     table = table.format(at=self.at, gate=gate, up=up, down=down)

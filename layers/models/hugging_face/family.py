@@ -96,6 +96,7 @@ class Fields:
     architectures: tuple[str, ...],
     inert: tuple[str, ...] = (),
     neutral: Mapping[str, tuple[Any, ...]] | None = None,
+    packings: tuple[str, ...] = (),
   ) -> None:
     """Checks the fields that all families share.
 
@@ -104,6 +105,7 @@ class Fields:
       architectures: Supported classes; the first one is the default.
       inert: Fields that this family ignores besides `INERT`.
       neutral: Fields that change nothing if they have one of these values.
+      packings: Supported values of `quant_method` in `quantization_config`.
 
     Raises:
       UnsupportedConfigError: The file is of another class, or sets a field that
@@ -122,6 +124,11 @@ class Fields:
     self._read |= set(neutral)
     for name, unset in neutral.items():
       if name in values and values[name] not in unset:
+        given = values[name]
+        if name == "quantization_config" and packings:
+          if isinstance(given, dict) and given.get("quant_method") in packings:
+            continue
+          self.reject(name, f"quant_method {' or '.join(packings)}")
         self.reject(name, f"{unset[0]!r}")
 
   def has(self, name: str) -> bool:
@@ -292,6 +299,8 @@ class Family:
     inert: Fields that this family ignores besides `INERT`.
     neutral: Fields that change nothing if they have one of these values;
       others are rejected.
+    packings: Quantized forms of weights (`quant_method`) that are read, as
+      their values.
     example: Returns arguments to initialize the model with.
   """
 
@@ -303,6 +312,7 @@ class Family:
   neutral: Mapping[str, tuple[Any, ...]] = dataclasses.field(
     default_factory=dict
   )
+  packings: tuple[str, ...] = ()
   example: Callable[[], tuple[Any, ...]] = _token_example
 
   def model(
@@ -333,6 +343,7 @@ class Family:
       architectures=(self.architecture, *self.other_architectures),
       inert=self.inert,
       neutral=self.neutral,
+      packings=self.packings,
     )
     description = self.read(fields)
     fields.check_all_read()

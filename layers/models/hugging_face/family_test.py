@@ -131,8 +131,8 @@ def test_rope_of_older_files():
     ({"partial_rotary_factor": 2}, "in \\(0, 1\\]"),
     ({"partial_rotary_factor": 0.2}, "an even number of rotated features"),
     (
-      {"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}},
-      "truncate true",
+      {"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": 0}},
+      "truncate of true or false",
     ),
     (
       {"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": 2}},
@@ -273,7 +273,7 @@ def test_windows():
     _windows(layer_types=kinds)
   with pytest.raises(Error, match="a list of 3 types"):
     _windows(**used, layer_types=kinds[:2])
-  with pytest.raises(Error, match="a number of layers"):
+  with pytest.raises(Error, match="an integer of at least 0"):
     _windows(**used, max_window_layers=-1)
 
 

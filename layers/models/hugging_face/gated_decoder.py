@@ -15,6 +15,7 @@ from paxon.layers.attention import (
   head_norm,
   kernels,
   projections,
+  sinks,
 )
 from paxon.layers.attention import mask as attention_mask
 from paxon.layers.models.hugging_face import (
@@ -23,6 +24,7 @@ from paxon.layers.models.hugging_face import (
   mapping,
   rope,
 )
+from paxon.sharding import axes
 
 _MODEL = """
   model.embed_tokens.weight  params/embedding/table   V D -> V D
@@ -65,6 +67,13 @@ _MLP_BIAS = """
   mlp.up_proj.bias    feed_forward/up_bias    F -> F
   mlp.down_proj.bias  feed_forward/down_bias  D -> D
 """
+_SINKS = """
+  self_attn.sinks  attention/sinks/sinks  N -> N
+"""
+_WIDTH_NORM = """
+  self_attn.q_norm.weight  attention/query_norm/scale  (N H) -> N H
+  self_attn.k_norm.weight  attention/key_norm/scale    (K H) -> K H
+"""
 _HEAD_NORM = """
   self_attn.q_norm.weight  attention/query_norm/scale  H -> H
   self_attn.k_norm.weight  attention/key_norm/scale    H -> H
@@ -84,7 +93,10 @@ class GatedDecoder:
     qkv_bias: Whether queries, keys and values have biases.
     output_bias: Whether the output of attention has one.
     mlp_bias: Whether the feed-forward layers have biases.
-    has_head_norm: Whether queries and keys are normalized.
+    has_head_norm: Whether queries and keys of each head are normalized.
+    has_width_norm: Whether those of all heads together are.
+    qkv_limit: Clips queries, keys and values.
+    has_sinks: Whether attention has a learned sink for each head.
     is_fused: Whether files fuse queries, keys and values in one tensor, and the
       gate with the up projection.
     norm_offset: Offset of the stored scale of norms.
@@ -115,6 +127,9 @@ class GatedDecoder:
   output_bias: bool = False
   mlp_bias: bool = False
   has_head_norm: bool = False
+  has_width_norm: bool = False
+  qkv_limit: float | None = None
+  has_sinks: bool = False
   is_fused: bool = False
   norm_offset: float = 0.0
   input_scale: float = 1.0
@@ -193,6 +208,14 @@ class GatedDecoder:
         query_norm=self._norm(make, head_norm.HeadNorm),
         key_norm=self._norm(make, head_norm.HeadNorm),
       )
+    if self.has_width_norm:
+      norms = make(
+        head_norm.QueryKeyNorm,
+        query_norm=make(head_norm.AllHeadsNorm, epsilon=self.epsilon),
+        key_norm=make(
+          head_norm.AllHeadsNorm, epsilon=self.epsilon, axis=axes.KV_HEADS
+        ),
+      )
     is_local = window is not None and self.local_rope is not None
     positions = self.local_rope if is_local else self.rope
     return make(
@@ -208,8 +231,12 @@ class GatedDecoder:
         output_bias=self.output_bias,
       ),
       head_norm=norms,
+      limit=self.qkv_limit,
       logits=make(
-        kernels.Logits, scale=self.logit_scale, cap=self.attention_cap
+        kernels.Logits,
+        scale=self.logit_scale,
+        cap=self.attention_cap,
+        sinks=make(sinks.LearnedSinks) if self.has_sinks else None,
       ),
     )
 
@@ -247,6 +274,8 @@ class GatedDecoder:
     at = "model.layers.{}."
     table = _LAYER + (_POST_NORMS if self.has_post_norms else _NORM)
     table += _HEAD_NORM if self.has_head_norm else ""
+    table += _WIDTH_NORM if self.has_width_norm else ""
+    table += _SINKS if self.has_sinks else ""
     table += _OUTPUT_BIAS if self.output_bias else ""
     attention: tuple[mapping.Rule, ...]
     if self.is_fused:

@@ -232,6 +232,44 @@ CASES = (
     experts=_EXPERTS,
   ),
   golden_case.Case(
+    name="olmoe",
+    architecture="OlmoeForCausalLM",
+    config={
+      **_SIZES,
+      "num_experts": 6,
+      "num_experts_per_tok": 3,
+      "clip_qkv": 0.8,
+      "pad_token_id": 0,
+      "eos_token_id": 0,
+    },
+    experts=_EXPERTS,
+  ),
+  golden_case.Case(
+    # Width and hidden width are equal, as in the published models; more than
+    # one period of layers.
+    name="gpt_oss",
+    architecture="GptOssForCausalLM",
+    config={
+      **_SIZES,
+      "intermediate_size": 32,
+      "num_hidden_layers": 3,
+      "num_local_experts": 6,
+      "num_experts_per_tok": 3,
+      "head_dim": 16,
+      "sliding_window": 5,
+      "swiglu_limit": 1.5,
+      "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1000.0,
+        "factor": 4.0,
+        "beta_fast": 4.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 16,
+      },
+    },
+  ),
+  golden_case.Case(
     # Sequences are longer than the original length.
     name="phi3_longrope_long",
     architecture="Phi3ForCausalLM",

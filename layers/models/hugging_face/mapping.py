@@ -28,6 +28,8 @@ import numpy as np
 from paxon.sharding import axes
 
 _TOKEN = re.compile(r"\(([^()]*)\)|(\w+)")
+# A dimension of a size that the tensor has, at an index: `2:0`.
+_FIXED = re.compile(r"(\d+):(\d+)")
 
 # Stands for the number of an expert in names of tensors.
 EXPERT: Final = "{expert}"
@@ -44,7 +46,8 @@ class Layout:
 
   Attributes:
     pattern: Dimensions of the tensor, merged ones in parentheses, an arrow, and
-      the same dimensions in the order of the variable.
+      the same dimensions in the order of the variable. `D (F 2:1) -> D F` is
+      every second column of the tensor, from the one with index 1 on.
     sizes: By dimension, at least those of the pattern.
   """
 
@@ -52,7 +55,7 @@ class Layout:
   sizes: Mapping[str, int]
 
   def __post_init__(self) -> None:
-    if sorted(self._split) != sorted(self._variable):
+    if sorted(self._kept) != sorted(self._variable):
       raise ValueError(
         f"Both sides of the pattern {self.pattern!r} must have the same"
         " dimensions."
@@ -74,14 +77,28 @@ class Layout:
     return tuple(self.pattern.partition("->")[2].split())
 
   @functools.cached_property
-  def _split(self) -> tuple[str, ...]:
-    return tuple(name for merged in self._tensor for name in merged)
+  def _kept(self) -> tuple[str, ...]:
+    """The dimensions that the variable has."""
+    return tuple(x for merged in self._tensor for x in merged if ":" not in x)
+
+  @property
+  def columns(self) -> slice:
+    """Those of the tensor that the variable holds."""
+    last = self._tensor[-1][-1]
+    fixed = _FIXED.fullmatch(last)
+    if fixed is None:
+      return slice(None)
+    return slice(int(fixed[2]), None, int(fixed[1]))
 
   @property
   def tensor_shape(self) -> tuple[int, ...]:
     """Shape of the Hugging Face tensor."""
     return tuple(
-      math.prod(self.sizes[name] for name in merged) for merged in self._tensor
+      math.prod(
+        int(name.split(":")[0]) if ":" in name else self.sizes[name]
+        for name in merged
+      )
+      for merged in self._tensor
     )
 
   @property
@@ -91,15 +108,20 @@ class Layout:
 
   def to_variable(self, tensor: np.ndarray) -> np.ndarray:
     """Returns a view of a tensor in the layout of the variable."""
-    split = tensor.reshape([self.sizes[name] for name in self._split])
-    return split.transpose([self._split.index(name) for name in self._variable])
+    tensor = tensor[..., self.columns]
+    split = tensor.reshape([self.sizes[name] for name in self._kept])
+    return split.transpose([self._kept.index(name) for name in self._variable])
 
   def to_tensor(self, variable: np.ndarray) -> np.ndarray:
-    """Returns the values of a variable in the layout of the tensor."""
+    """Returns the values of a variable in the layout of the tensor.
+
+    They have only the columns of the variable.
+    """
     split = variable.transpose(
-      [self._variable.index(name) for name in self._split]
+      [self._variable.index(name) for name in self._kept]
     )
-    return split.reshape(self.tensor_shape)
+    *rows, width = self.tensor_shape
+    return split.reshape(*rows, len(range(width)[self.columns]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +133,8 @@ class Rule:
       `{expert}` there is a tensor for each expert, which is an entry of the
       variable along its first dimension (after that of layers).
     variables: `(leaf, pattern)` of each variable, concatenated along the first
-      dimension of the tensor. A leaf is a whole name, or, in a stack, the name
-      below the block.
+      dimension of the tensor, unless patterns name columns. A leaf is a whole
+      name, or, in a stack, the name below the block.
     layers: Layers of the stack that have the tensor; `None` is all.
   """
 
@@ -280,11 +302,12 @@ class Leaf:
 
   def to_tensors(
     self, variable: np.ndarray
-  ) -> Iterator[tuple[str, int, np.ndarray]]:
-    """Yields slices of tensors: name, first row and rows."""
+  ) -> Iterator[tuple[str, int, np.ndarray, slice]]:
+    """Yields slices of tensors: name, first row, rows, and their columns."""
     for tensor, part in self.sources:
       values = variable[part.index]
-      yield tensor.name, part.start, part.layout.to_tensor(values)
+      layout = part.layout
+      yield tensor.name, part.start, layout.to_tensor(values), layout.columns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -379,5 +402,6 @@ class Names:
     for leaf, pattern in rule.variables:
       layout = Layout(pattern, self.sizes)
       slices.append(Slice(f"{scope}{leaf}", index, layout, start))
-      start = slices[-1].stop
+      # Those with columns share all rows.
+      start = slices[-1].stop if layout.columns == slice(None) else 0
     return Tensor(name, tuple(slices))

@@ -92,7 +92,7 @@ def test_only_the_rows_of_a_variable_are_read():
   b = leaf.from_tensors(read_rows)
   assert asked == [("layers.0.ab", 4, 7)]
   np.testing.assert_array_equal(b, tensor[None, 4:])
-  ((name, start, rows),) = leaf.to_tensors(b)
+  ((name, start, rows, _),) = leaf.to_tensors(b)
   assert (name, start) == ("layers.0.ab", 4)
   np.testing.assert_array_equal(rows, tensor[4:])
 

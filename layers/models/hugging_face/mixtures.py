@@ -1,9 +1,12 @@
-"""Decoders with mixtures of experts: Mixtral, Qwen 2 and Qwen 3.
+"""Decoders with mixtures of experts: Mixtral, Qwen, OLMoE, gpt-oss.
 
 - Mixtral 8x7B and 8x22B (Jiang et al. 2024, https://arxiv.org/abs/2401.04088)
 - Qwen 1.5 and 2 with a shared expert (Yang et al. 2024,
   https://arxiv.org/abs/2407.10671)
 - Qwen 3 (Yang et al. 2025, https://arxiv.org/abs/2505.09388)
+- OLMoE (Muennighoff et al. 2024, https://arxiv.org/abs/2409.02060)
+- gpt-oss 20b and 120b (OpenAI 2025, https://arxiv.org/abs/2508.10925). Its
+  files have experts in MXFP4, which are read as bfloat16 (`weight_files`).
 """
 
 from typing import Any
@@ -17,6 +20,14 @@ from paxon.layers.models.hugging_face import (
 
 # The auxiliary loss is part of training here, whatever a forward pass returns.
 _INERT = ("output_router_logits",)
+_GPT_OSS_ROPE = {
+  "rope_type": "yarn",
+  "factor": 32.0,
+  "beta_fast": 32.0,
+  "beta_slow": 1.0,
+  "truncate": False,
+  "original_max_position_embeddings": 4096,
+}
 
 
 def _read_mixtral(fields: family.Fields) -> gated_decoder.GatedDecoder:
@@ -113,6 +124,68 @@ def _read_dense_layers(
   return tuple(i for i in range(num_layers) if i in listed or (i + 1) % step)
 
 
+def _read_olmoe(fields: family.Fields) -> gated_decoder.GatedDecoder:
+  bias = fields.flag("attention_bias", False)
+  return llama.read_decoder(
+    fields,
+    windows=(None,) * fields.size("num_hidden_layers", 16),
+    max_length=4096,
+    epsilon=1e-5,
+    qkv_bias=bias,
+    output_bias=bias,
+    has_width_norm=True,
+    qkv_limit=fields.optional_number("clip_qkv", None),
+    experts=expert_layers.Experts(
+      **expert_layers.read_router(
+        fields,
+        experts_field="num_experts",
+        num_experts=64,
+        num_chosen=8,
+        balance_weight=0.01,
+      ),
+      mlp_dim=fields.size("intermediate_size", 2048),
+      normalize=fields.flag("norm_topk_prob", False),
+    ),
+  )
+
+
+def _read_gpt_oss(fields: family.Fields) -> gated_decoder.GatedDecoder:
+  window = fields.optional_size("sliding_window", 128)
+  num_layers = fields.size("num_hidden_layers", 36)
+  windows = tuple(None if i % 2 else window for i in range(num_layers))
+  if fields.get("layer_types", None) is not None:
+    windows = llama.read_layer_types(fields, window)
+  bias = fields.flag("attention_bias", True)
+  return llama.read_decoder(
+    fields,
+    windows=windows,
+    max_length=131_072,
+    kv_heads=8,
+    head_dim=64,
+    epsilon=1e-5,
+    rope_options={"theta": 150_000.0, "default": _GPT_OSS_ROPE},
+    qkv_bias=bias,
+    output_bias=bias,
+    has_sinks=True,
+    experts=expert_layers.Experts(
+      **expert_layers.read_router(
+        fields,
+        experts_field="num_local_experts",
+        num_experts=128,
+        num_chosen=4,
+        balance_weight=0.001,
+      ),
+      mlp_dim=fields.size("intermediate_size", 2880),
+      # The softmax over the chosen logits is that over all, normalized.
+      normalize=True,
+      clamp={
+        "limit": fields.number("swiglu_limit", 7.0),
+        "alpha": fields.number("swiglu_alpha", 1.702),
+      },
+    ),
+  )
+
+
 MIXTRAL = family.Family(
   model_type="mixtral",
   architecture="MixtralForCausalLM",
@@ -134,4 +207,20 @@ QWEN3_MOE = family.Family(
   read=_read_qwen3_moe,
   # All layers have a window, or none has.
   inert=(*_INERT, "max_window_layers"),
+)
+OLMOE = family.Family(
+  model_type="olmoe",
+  architecture="OlmoeForCausalLM",
+  read=_read_olmoe,
+  inert=_INERT,
+)
+GPT_OSS = family.Family(
+  model_type="gpt_oss",
+  architecture="GptOssForCausalLM",
+  read=_read_gpt_oss,
+  # Names of fields in the first code of the model.
+  inert=(*_INERT, "experts_per_token", "initial_context_length"),
+  # Its activation does not depend on it.
+  neutral={"hidden_act": ("silu",)},
+  packings=("mxfp4",),
 )

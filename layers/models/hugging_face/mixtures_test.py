@@ -14,6 +14,8 @@ CASES = {
   "qwen2_moe": mixtures.QWEN2_MOE,
   "qwen2_moe_normalized": mixtures.QWEN2_MOE,
   "qwen3_moe": mixtures.QWEN3_MOE,
+  "olmoe": mixtures.OLMOE,
+  "gpt_oss": mixtures.GPT_OSS,
 }
 _ALL = pytest.mark.parametrize("case", CASES)
 
@@ -76,6 +78,12 @@ _QWEN = (
   ("rms_norm_eps", 0.02, LOGITS),
   ("sliding_window", 4, LOGITS),
 )
+_OTHERS = (
+  "num_local_experts",
+  "hidden_act",
+  "intermediate_size",
+  "num_hidden_layers",
+)
 _CHANGES = {
   "mixtral": (
     *_SIZES,
@@ -116,6 +124,35 @@ _CHANGES = {
     ("num_hidden_layers", 2, TENSORS),
     ("rope_parameters", _rope("qwen3_moe", rope_theta=100.0), LOGITS),
     ("use_sliding_window", False, LOGITS),
+  ),
+  "olmoe": (
+    *(each for each in _SIZES if each[0] not in _OTHERS[:1]),
+    ("attention_bias", True, TENSORS),
+    ("clip_qkv", None, LOGITS),
+    ("clip_qkv", 0.5, LOGITS),
+    ("clip_qkv", 0, REJECTED),
+    ("norm_topk_prob", True, LOGITS),
+    ("num_experts", 4, TENSORS),
+    ("rope_parameters", _rope("olmoe", rope_theta=100.0), LOGITS),
+    ("sliding_window", 4, REJECTED),
+  ),
+  "gpt_oss": (
+    *(each for each in _SIZES if each[0] not in _OTHERS[1:]),
+    ("intermediate_size", 48, TENSORS),
+    ("num_hidden_layers", 2, REJECTED),
+    ("attention_bias", False, TENSORS),
+    ("head_dim", 8, TENSORS),
+    ("hidden_act", "relu", REJECTED),
+    ("layer_types", ["full_attention"] * 3, LOGITS),
+    ("quantization_config", {"quant_method": "fp8"}, REJECTED),
+    ("rope_parameters", _rope("gpt_oss", factor=3.0), LOGITS),
+    ("rope_parameters", _rope("gpt_oss", truncate=True), LOGITS),
+    ("rope_parameters", _rope("gpt_oss", truncate=1), REJECTED),
+    ("rope_parameters", None, LOGITS),
+    ("sliding_window", 4, LOGITS),
+    ("swiglu_alpha", 1.0, LOGITS),
+    ("swiglu_limit", 1.0, LOGITS),
+    ("swiglu_limit", 0, REJECTED),
   ),
 }
 

@@ -59,6 +59,24 @@ def test_files_of_transformers_are_read(name, tmp_path):
     np.testing.assert_array_equal(rows, expected, err_msg=tensor.name)
 
 
+def test_mxfp4():
+  import torch  # pyrefly: ignore[missing-import]
+  from transformers.integrations import (  # pyrefly: ignore[missing-import]
+    mxfp4,
+  )
+
+  random = np.random.RandomState(0)
+  blocks = random.randint(0, 256, (3, 8, 4, 16)).astype(np.uint8)
+  scales = random.randint(100, 140, (3, 8, 4)).astype(np.uint8)
+  expected = mxfp4.convert_moe_packed_tensors(
+    torch.from_numpy(blocks), torch.from_numpy(scales)
+  )
+  found = weight_files.from_mxfp4(blocks, scales)
+  np.testing.assert_array_equal(
+    found.astype(np.float32), expected.float().numpy()
+  )
+
+
 def test_t5_without_a_head_in_the_file(tmp_path):
   import transformers  # pyrefly: ignore[missing-import]
 

@@ -96,6 +96,7 @@ def read(
   partial_field: str = "partial_rotary_factor",
   original_length: int | None = None,
   aliases: Mapping[str, str] | None = None,
+  default: Mapping[str, Any] | None = None,
 ) -> Rope:
   """Returns the rotary positions of a `config.json`.
 
@@ -111,6 +112,7 @@ def read(
     original_length: Sequence length of pretraining, if the family has a field
       for it; takes precedence over the scaling's.
     aliases: Other names of scaling types in this family.
+    default: Value of `rope_parameters` in files without either field.
 
   Raises:
     UnsupportedConfigError: A scaling type or a key is not supported.
@@ -118,7 +120,10 @@ def read(
   # The older field takes precedence in files that have both.
   old = fields.get("rope_scaling", None)
   new = fields.get("rope_parameters", None)
-  name, values = "rope_scaling" if old else "rope_parameters", old or new or {}
+  name, values = (
+    "rope_scaling" if old else "rope_parameters",
+    old or new or default or {},
+  )
   if not isinstance(values, dict):
     fields.reject(name, "an object or null")
   parameters = _Parameters(fields=fields, name=name, values=values)
@@ -238,6 +243,7 @@ def _read_scaling(
       "original_length": length,
       "fast_turns": fast,
       "slow_turns": slow,
+      "truncate": parameters.values.get("truncate", True),
     }
   return None
 
@@ -278,5 +284,5 @@ def _check_yarn(parameters: _Parameters) -> None:
   amplitude = parameters.number("attention_factor", default)
   if not math.isclose(amplitude, default, rel_tol=1e-6):
     parameters.reject(f"an attention_factor of {default:.6f} for its factor")
-  if parameters.values.get("truncate", True) is not True:
-    parameters.reject("truncate true")
+  if not isinstance(parameters.values.get("truncate", True), bool):
+    parameters.reject("a truncate of true or false")

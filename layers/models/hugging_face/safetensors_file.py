@@ -194,10 +194,26 @@ class Writer:
   def __exit__(self, *exception: object) -> None:
     self._file.close()
 
-  def write_rows(self, name: str, start: int, rows: np.ndarray) -> None:
-    """Writes rows of a tensor, which have its dtype, from row `start` on."""
+  def write_rows(
+    self,
+    name: str,
+    start: int,
+    rows: np.ndarray,
+    columns: slice = slice(None),
+  ) -> None:
+    """Writes rows of a tensor, which have its dtype, from row `start` on.
+
+    Only some `columns` of the last dimension may be written; others are kept.
+    """
     entry = self._entries[name]
     assert rows.dtype == entry.numpy_dtype
+    if columns != slice(None):
+      self._file.flush()
+      for i, row in enumerate(rows, start=start):
+        whole = np.array(read_rows(self._path, entry, i, i + 1))
+        whole[..., columns] = row
+        self.write_rows(name, i, whole)
+      return
     assert rows.shape[1:] == entry.shape[1:]
     self._file.seek(entry.start + start * entry.row_bytes)
     self._file.write(np.ascontiguousarray(rows).tobytes())

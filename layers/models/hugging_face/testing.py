@@ -230,8 +230,8 @@ def check_round_trip(of: family.Family, case: str) -> None:
     array = leaf.from_tensors(
       lambda name, start, stop: tensors[name][start:stop]
     )
-    for name, start, rows in leaf.to_tensors(array):
-      back[name][start : start + len(rows)] = rows
+    for name, start, rows, columns in leaf.to_tensors(array):
+      back[name][start : start + len(rows)][..., columns] = rows
   for name, value in tensors.items():
     np.testing.assert_array_equal(back[name], value, err_msg=name)
 

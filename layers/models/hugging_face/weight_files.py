@@ -1,9 +1,17 @@
-"""Weights on disk: one safetensors file, or several with an index."""
+"""Weights on disk: one safetensors file, or several with an index.
+
+Weights in MXFP4 (gpt-oss) have two tensors, `<name>_blocks` uint8 [E,R,G,16]
+and `<name>_scales` uint8 [E,R,G]. They are read as one, bfloat16 [E,G*32,R]:
+byte `i` of a block has the values `2 i`, in its low four bits, and `2 i + 1`;
+a value is a float of 4 bits (E2M1) times `2 ** (scale - 127)`, which bfloat16
+represents exactly.
+"""
 
 from collections.abc import Iterable, Mapping
 import dataclasses
 import json
 import os
+import re
 
 from etils import epath
 import jax.numpy as jnp
@@ -17,6 +25,17 @@ INDEX = "model.safetensors.index.json"
 _MAX_PROBLEMS = 5
 # Rows of tied tensors compared at a time.
 _ROWS = 1024
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_BLOCKS, _SCALES = "_blocks", "_scales"
+# Values of a block of MXFP4, which share a scale.
+_BLOCK = 32
+# Values of the bits of E2M1; the highest bit is the sign.
+_E2M1 = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+_FP4_VALUES = np.concatenate([_E2M1, -_E2M1])
+
+# File and entry of a tensor, and those of blocks and scales.
+_Stored = tuple[epath.Path, safetensors_file.Entry]
+_Packed = tuple[_Stored, _Stored]
 
 
 class WeightsError(ValueError):
@@ -28,12 +47,15 @@ class WeightFiles:
   """Tensors of a model in files.
 
   Attributes:
-    entries: File and entry of each tensor, by its name in the file.
+    entries: File and entry of each tensor, by its name in the file. A tensor in
+      MXFP4 has the dtype and shape of its values.
     names: Names of the model's weights.
+    packed: Blocks and scales of tensors in MXFP4, by name.
   """
 
-  entries: Mapping[str, tuple[epath.Path, safetensors_file.Entry]]
+  entries: Mapping[str, _Stored]
   names: mapping.Names
+  packed: Mapping[str, _Packed] = dataclasses.field(default_factory=dict)
 
   def entry(self, name: str) -> safetensors_file.Entry:
     """Returns the entry of a tensor of the model."""
@@ -45,8 +67,16 @@ class WeightFiles:
     Raises:
       WeightsError: One of their values is infinite or not a number.
     """
-    path, entry = self.entries[self._stored(name)]
-    rows = safetensors_file.read_rows(path, entry, start, stop)
+    stored = self._stored(name)
+    path, entry = self.entries[stored]
+    if stored in self.packed:
+      blocks, scales = (
+        safetensors_file.read_rows(*part, start, stop)
+        for part in self.packed[stored]
+      )
+      rows = from_mxfp4(blocks, scales)
+    else:
+      rows = safetensors_file.read_rows(path, entry, start, stop)
     if not np.isfinite(rows).all():
       at = np.argwhere(~np.isfinite(rows))[0]
       value = rows[tuple(at)]
@@ -77,8 +107,10 @@ class WeightFiles:
 
     Raises:
       WeightsError: A tensor is missing, unknown, of another shape, not of
-        floating point, or differs from the one it is tied to.
+        floating point, or differs from the one it is tied to; or layers have
+        another number of experts.
     """
+    self._check_experts()
     problems = []
     for name, tensor in self.names.tensors.items():
       if self._stored(name) not in self.entries:
@@ -126,6 +158,17 @@ class WeightFiles:
         return each
     return name
 
+  def _check_experts(self) -> None:
+    """Raises WeightsError if layers have another number of experts."""
+    found = [_EXPERT.search(name) for name in self.entries]
+    count = max((int(each[1]) + 1 for each in found if each), default=None)
+    expected = self.names.sizes.get("E")
+    if count is not None and expected is not None and count != expected:
+      raise WeightsError(
+        f"The weights do not match the model: they have {count} experts in a"
+        f" layer, config.json has {expected}."
+      )
+
   def _tied_problems(self) -> Iterable[str]:
     for name, other in self.names.tied.items():
       if name not in self.entries:
@@ -170,7 +213,61 @@ def find(path: epath.Path, *, names: mapping.Names) -> WeightFiles:
           f" {os.fspath(each)}; delete one of them."
         )
       entries[name] = each, entry
-  return WeightFiles(entries=entries, names=names)
+  packed = _find_packed(entries)
+  for name, ((file, blocks), _) in packed.items():
+    experts, rows, groups, _ = blocks.shape
+    shape = (experts, groups * _BLOCK, rows)
+    entries[name] = file, dataclasses.replace(blocks, dtype="BF16", shape=shape)
+    del entries[name + _BLOCKS], entries[name + _SCALES]
+  return WeightFiles(entries=entries, names=names, packed=packed)
+
+
+def from_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+  """Returns the values of weights in MXFP4, bfloat16 [E,G*32,R].
+
+  Args:
+    blocks: Two values in each byte, uint8 [E,R,G,16].
+    scales: Exponents of the blocks plus 127, uint8 [E,R,G].
+  """
+  experts, rows, groups, _ = blocks.shape
+  result = np.empty((experts, groups * _BLOCK, rows), jnp.bfloat16)
+  # One expert at a time, because the float32 values are large.
+  for expert, block in enumerate(blocks):
+    pairs = [_FP4_VALUES[block & 15], _FP4_VALUES[block >> 4]]
+    values = np.stack(pairs, axis=-1).reshape(rows, groups, _BLOCK)
+    exponents = scales[expert].astype(np.int32) - 127
+    # Infinite values are an error of `read_rows`.
+    with np.errstate(over="ignore"):
+      values = np.ldexp(values, exponents[:, :, None])
+    result[expert] = values.reshape(rows, groups * _BLOCK).T
+  return result
+
+
+def _find_packed(entries: Mapping[str, _Stored]) -> dict[str, _Packed]:
+  """Returns the blocks and scales of tensors in MXFP4.
+
+  Raises:
+    WeightsError: One of them is missing, or their shapes do not fit.
+  """
+  found = {}
+  for stored in entries:
+    name = stored.removesuffix(_BLOCKS).removesuffix(_SCALES)
+    if name == stored:
+      continue
+    for end in (_BLOCKS, _SCALES):
+      if name + end not in entries:
+        raise WeightsError(
+          f"{stored} has no {name}{end}; weights in MXFP4 need both."
+        )
+    blocks, scales = entries[name + _BLOCKS], entries[name + _SCALES]
+    shapes = blocks[1].shape, scales[1].shape
+    if len(shapes[0]) != 4 or shapes[0] != (*shapes[1], _BLOCK // 2):
+      raise WeightsError(
+        f"{name}{_BLOCKS} has shape {_shape(shapes[0])} and {name}{_SCALES}"
+        f" {_shape(shapes[1])}; they must be [E,R,G,16] and [E,R,G]."
+      )
+    found[name] = blocks, scales
+  return found
 
 
 def _files(path: epath.Path) -> list[tuple[epath.Path, set[str]]]:
