@@ -308,8 +308,9 @@ def test_mxfp4_that_does_not_fit(tmp_path, capsys):
     safetensors_numpy.save_file(changed, source / "model.safetensors")
     assert message in _error(capsys, "import", source, "--to", to)
   # Other families have no such weights.
+  _model(tmp_path / "llama", _config("llama2"))
   config = _config("llama2", quantization_config=_MXFP4)
-  _model(tmp_path / "llama", config)
+  (tmp_path / "llama" / "config.json").write_text(json.dumps(config))
   line = _error(capsys, "import", tmp_path / "llama", "--to", to)
   assert "quantization_config is" in line
 

@@ -30,7 +30,7 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 # Values of a block of MXFP4, which share a scale.
 _BLOCK = 32
 # Values of the bits of E2M1; the highest bit is the sign.
-_E2M1 = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _FP4_VALUES = np.concatenate([_E2M1, -_E2M1])
 
 # File and entry of a tensor, and those of blocks and scales.
