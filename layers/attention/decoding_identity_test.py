@@ -17,11 +17,11 @@ import pytest
 from paxon.layers import rms_norm, rotary_embedding, testing
 from paxon.layers.attention import (
   head_norm,
+  kernels,
   kv_cache,
   latent,
   position_bias,
   sequence_cache,
-  sinks,
   sliding_cache,
 )
 from paxon.layers.attention import mask as attention_mask
@@ -69,7 +69,7 @@ def _layers():
     ),
     "xl_split": _layer(relative_position=xl, cache=split()),
     "sinks_ring": _rotated(
-      sinks=sinks.LearnedSinks(),
+      sinks=kernels.LearnedSinks(),
       logit_cap=3.0,
       use_bias=True,
       window=WINDOW,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from paxon.layers import rotary_embedding, testing
-from paxon.layers.attention import head_norm, kernels, position_bias, sinks
+from paxon.layers.attention import head_norm, kernels, position_bias
 from paxon.layers.attention import testing as attention_testing
 
 BATCH, LENGTH, EMBED, HEADS, KV_HEADS, HEAD_DIM = 2, 6, 8, 4, 2, 4
@@ -33,7 +33,7 @@ ALL = {
   "position_bias": position_bias.Alibi(),
   "logit_scale": 0.3,
   "output_bias": False,
-  "sinks": sinks.LearnedSinks(),
+  "sinks": kernels.LearnedSinks(),
   "query_scale": head_norm.PerDimScale(),
 }
 XL = {
@@ -53,7 +53,7 @@ CASES = {
     "window": 2,
     "right_window": 1,
   },
-  "constant sinks": {"sinks": sinks.ConstantSinks(0.5), "window": 2},
+  "constant sinks": {"sinks": kernels.ConstantSinks(0.5), "window": 2},
   "chunks, bias of the output only": {"chunk": 2, "output_bias": True},
   "right window": {"causal": False, "right_window": 2},
 }
@@ -292,7 +292,11 @@ def test_kernels_hear_only_of_what_is_set():
     heard.append(more)
     return kernels.plain(query, key, value, mask, **more)
 
-  for settings in ({}, {"logit_scale": 1.0}, {"sinks": sinks.ConstantSinks()}):
+  for settings in (
+    {},
+    {"logit_scale": 1.0},
+    {"sinks": kernels.ConstantSinks()},
+  ):
     layer = _layer(kernel=kernel, **settings)
     testing.specs(layer, *_args())
   assert [sorted(more) for more in heard] == [[], ["scale"], ["sinks"]]
@@ -313,7 +317,7 @@ def test_rejects_a_prefix_of_tokens_that_see_each_other():
 
 def test_rejects_parts_without_sense():
   with pytest.raises(ValueError, match=r"ConstantSinks\.logit must be finite"):
-    sinks.ConstantSinks(float("inf"))
+    kernels.ConstantSinks(float("inf"))
   with pytest.raises(ValueError, match=r"embed_dim must be even, got 5"):
     position_bias.TransformerXlPosition(embed_dim=5)
   with pytest.raises(ValueError, match=r"embed_dim must be positive, got 0"):

@@ -15,7 +15,6 @@ from paxon.layers.attention import (
   position_bias,
   query_chunks,
   ring,
-  sinks,
   splash,
 )
 from paxon.layers.attention import testing as attention_testing
@@ -175,7 +174,7 @@ def _layer(**fields):
       {_Feature.WINDOW, _Feature.BIAS},
     ),
     (
-      {"window": 4, "sinks": sinks.LearnedSinks()},
+      {"window": 4, "sinks": kernels.LearnedSinks()},
       {_Feature.WINDOW, _Feature.SINKS},
     ),
   ],

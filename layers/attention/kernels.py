@@ -1,4 +1,4 @@
-"""Attention kernels with one signature, and the logits settings of a layer.
+"""Attention kernels with one signature; settings and sinks of the logits.
 
   out[t, n] = sum_s softmax_s(query[t, n] . key[s, k] / sqrt(H)) value[s, k]
 
@@ -14,18 +14,20 @@ G groups (N / K), H head_dim.
 
 from collections.abc import Callable, Mapping
 import dataclasses
+import math
 from typing import Any, ClassVar, Literal
 
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from paxon.layers import precision
 from paxon.layers.attention import causal_blocks, kernel_support
 from paxon.layers.attention import mask as attention_mask
 from paxon.quantization import matmuls
-from paxon.sharding import checks, target
+from paxon.sharding import axes, checks, logical, target
 
 # `(query, key, value, mask, *, logit_cap=None, bias=None, scale=None,
 # sinks=None) -> [B,T,N,H]`. Layers pass only the keywords that are set. A
@@ -396,3 +398,48 @@ def bind_fields(part: nn.Module, layer: nn.Module) -> Any:
     if isinstance(value, nn.Module) and field.name != "parent":
       bound[field.name] = value.clone(parent=layer, name=field.name)
   return part.clone(parent=None, name=None, **bound)
+
+
+class LearnedSinks(nn.Module):
+  """A learned logit per head, as in gpt-oss.
+
+  OpenAI 2025, https://arxiv.org/abs/2508.10925.
+
+  Attributes:
+    sinks_init: Initializer of the logits [N].
+    param_dtype: Dtype in which they are stored.
+  """
+
+  sinks_init: nn.initializers.Initializer = nn.initializers.zeros
+  param_dtype: DTypeLike = jnp.float32
+
+  @nn.compact
+  def __call__(self, num_heads: int) -> Float[Array, " heads"]:
+    """Returns the logit of each head."""
+    init = logical.partitioned(self.sinks_init, (axes.HEADS,))
+    return self.param("sinks", init, (num_heads,), self.param_dtype)
+
+
+class ConstantSinks(nn.Module):
+  """The same logit for all heads, nothing to learn.
+
+  With 0 the denominator is one more than the sum: "softmax plus one". Pax calls
+  it `attention_extra_logit`.
+
+  Attributes:
+    logit: The logit; far below the logits of keys it has no effect.
+  """
+
+  logit: float = 0.0
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if not math.isfinite(self.logit):
+      raise ValueError(
+        f"ConstantSinks.logit must be finite, got {self.logit}; for no sinks "
+        "leave Logits.sinks None."
+      )
+
+  def __call__(self, num_heads: int) -> Float[Array, " heads"]:
+    """Returns the logit of each head, in float32."""
+    return jnp.full((num_heads,), self.logit, jnp.float32)

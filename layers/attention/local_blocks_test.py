@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from paxon.layers import testing
-from paxon.layers.attention import kernels, local_blocks, position_bias, sinks
+from paxon.layers.attention import kernels, local_blocks, position_bias
 from paxon.layers.attention import mask as attention_mask
 from paxon.layers.attention import testing as attention_testing
 from paxon.sharding import layout, mesh
@@ -135,7 +135,7 @@ def test_hands_settings_on():
 @pytest.mark.parametrize(
   "settings",
   [
-    {"position_bias": position_bias.Alibi(), "sinks": sinks.LearnedSinks()},
+    {"position_bias": position_bias.Alibi(), "sinks": kernels.LearnedSinks()},
     {
       "position_bias": position_bias.RelativeBias(4, 6, bidirectional=True),
       "relative_position": position_bias.TransformerXlPosition(embed_dim=4),

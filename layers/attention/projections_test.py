@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 
 from paxon.layers import rotary_embedding, rotary_scaling, testing
-from paxon.layers.attention import head_norm, position_bias, projections, sinks
+from paxon.layers.attention import (
+  head_norm,
+  kernels,
+  position_bias,
+  projections,
+)
 from paxon.layers.attention import testing as attention_testing
 from paxon.sharding import layout, mesh
 
@@ -220,7 +225,7 @@ def test_combined_is_one_product():
         "window": 3,
         "relative_position": position_bias.TransformerXlPosition(embed_dim=4),
         "query_scale": head_norm.PerDimScale(),
-        "sinks": sinks.LearnedSinks(),
+        "sinks": kernels.LearnedSinks(),
       },
       id="grouped, transformer xl, scale, sinks",
     ),

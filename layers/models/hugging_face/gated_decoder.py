@@ -15,7 +15,6 @@ from paxon.layers.attention import (
   head_norm,
   kernels,
   projections,
-  sinks,
 )
 from paxon.layers.attention import mask as attention_mask
 from paxon.layers.models.hugging_face import (
@@ -236,7 +235,7 @@ class GatedDecoder:
         kernels.Logits,
         scale=self.logit_scale,
         cap=self.attention_cap,
-        sinks=make(sinks.LearnedSinks) if self.has_sinks else None,
+        sinks=make(kernels.LearnedSinks) if self.has_sinks else None,
       ),
     )
 
