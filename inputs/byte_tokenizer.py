@@ -10,6 +10,8 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
+# The value of the knob `tokenizer` for this tokenizer.
+NAME = "bytes"
 _NUM_SPECIAL = 3
 _NUM_BYTES = 256
 

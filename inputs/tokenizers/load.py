@@ -9,7 +9,7 @@ from paxon.inputs import byte_tokenizer, tokenizer_protocol
 if TYPE_CHECKING:
   from paxon.inputs.tokenizers import text_tokenizer
 
-BYTES = "bytes"
+BYTES = byte_tokenizer.NAME
 # Of a Hugging Face folder, in order of preference.
 NAMES = (
   *("tokenizer.json", "tokenizer.model", "spiece.model"),

@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from paxon.layers import precision
-from paxon.layers.attention import causal_blocks, kernel_support
+from paxon.layers.attention import kernel_support
 from paxon.layers.attention import mask as attention_mask
 from paxon.quantization import matmuls
 from paxon.sharding import axes, checks, logical, target
@@ -80,6 +80,9 @@ def plain(
   if einsum is None and _prefers_blocks(
     query, key, value, mask, bias=bias, sinks=sinks
   ):
+    # Loaded where it is used: most programs have no long CPU sequence.
+    from paxon.layers.attention import causal_blocks
+
     return causal_blocks.causal_blocks(
       query, key, value, mask, logit_cap=logit_cap, scale=scale
     )

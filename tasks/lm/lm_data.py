@@ -6,23 +6,20 @@ Each class defines `datasets`; combine it with a model family:
     train_files = "/data/c4/en/c4-train.0000?-of-01024.json.gz"
 """
 
-import os
 from typing import Any, Literal
 
 import fiddle as fdl
 
 from paxon.inputs import (
-  byte_tokenizer,
   json_lines,
   packed_input,
   python_stdlib,
   synthetic_lm_input,
-  tokenizer_protocol,
   unset_input,
 )
-from paxon.inputs.tokenizers import load
 from paxon.learners import metrics
-from paxon.runner import experiment, run_dir
+from paxon.runner import experiment
+from paxon.tasks.lm import tokenized
 
 _C4 = "c4/en/c4-train.0000?-of-01024.json.gz"
 
@@ -56,41 +53,7 @@ class Synthetic(experiment.Experiment):
     }
 
 
-class Tokenized(experiment.Experiment):
-  """Text that is tokenized by bytes, or by a vocabulary file.
-
-  Attributes:
-    tokenizer: `bytes`; a `tokenizer.json`, a SentencePiece model or a rank file
-      of tiktoken; or a Hugging Face folder with one of them. The run stores its
-      hash, and resumes, evaluates and decodes with no other.
-  """
-
-  tokenizer: str = load.BYTES
-
-  path_knobs = ("tokenizer",)
-
-  def make_tokenizer(self) -> fdl.Config[Any]:
-    """Returns the tokenizer, padded to `vocab_size` if there is one."""
-    if self.tokenizer == load.BYTES:
-      return fdl.Config(byte_tokenizer.ByteTokenizer)
-    path = os.fspath(run_dir.resolve(self.tokenizer, os.environ))
-    size = getattr(self, "vocab_size", None)
-    return fdl.Config(load.load, path=path, padded_size=size)
-
-  def find_vocab_size(self) -> int:
-    """Returns the vocabulary size of a model for this tokenizer alone.
-
-    A multiple of 8, so that the embedding can be sharded.
-    """
-    tokenizer = fdl.build(self.make_tokenizer())
-    return tokenizer_protocol.padded_vocab_size(tokenizer, multiple=8)
-
-  def shrink(self) -> Any:
-    """Returns a toy-sized version whose tokens are bytes."""
-    return super().shrink().replace(tokenizer=load.BYTES)
-
-
-class Text(Tokenized, experiment.Experiment):
+class Text(tokenized.Tokenized, experiment.Experiment):
   """Documents in files of JSON lines, as C4 is distributed.
 
   A run requires `train_files`; plans, lints and comparisons work without them.

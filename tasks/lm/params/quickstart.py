@@ -27,10 +27,10 @@ from paxon.layers.models import pre_norm_decoder
 from paxon.learners import adamw, learner, metrics, schedules
 from paxon.runner import experiment
 from paxon.runner import task as task_lib
-from paxon.tasks.lm import lm_data
+from paxon.tasks.lm import tokenized
 
 
-class PythonStdlibLm(lm_data.Tokenized, experiment.Experiment):
+class PythonStdlibLm(tokenized.Tokenized, experiment.Experiment):
   """0.8 M parameters on 11 MB of Python source code, for any machine.
 
   bazel run //runner:main -- --exp=tasks.lm.params.quickstart.PythonStdlibLm
@@ -162,33 +162,4 @@ class PythonStdlibLm(lm_data.Tokenized, experiment.Experiment):
         head_dim=8,
         max_new_tokens=8,
       )
-    )
-
-
-class PythonStdlibMoe(PythonStdlibLm):
-  """The quickstart with eight experts, two for each token.
-
-  bazel run //runner:main -- --exp=tasks.lm.params.quickstart.PythonStdlibMoe
-
-  A token passes through as many parameters as in `PythonStdlibLm`, of 2.6 M;
-  no token is dropped.
-  """
-
-  mlp_dim = 192
-
-  num_experts: int = 8
-  num_choices: int = 2
-  load_balance_weight: float = 0.01
-
-  def feed_forward(self) -> fdl.Config[Any]:
-    """Returns the mixture of experts of a layer."""
-    # A dozen modules that the dense model does not need.
-    from paxon.layers.moe import balance, experts, mixture, routers
-
-    return fdl.Config(
-      mixture.MixtureOfExperts,
-      num_experts=self.num_experts,
-      router=fdl.Config(routers.TopK, k=self.num_choices),
-      experts=fdl.Config(experts.GatedExperts, mlp_dim=self.mlp_dim),
-      losses=(balance.switch(self.load_balance_weight),),
     )
