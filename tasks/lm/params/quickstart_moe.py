@@ -9,9 +9,10 @@ from paxon.tasks.lm.params import quickstart
 
 
 class PythonStdlibMoe(quickstart.PythonStdlibLm):
-  """The quickstart with eight experts, two for each token.
+  r"""The quickstart with eight experts, two for each token.
 
-  bazel run //runner:main -- --exp=tasks.lm.params.quickstart_moe.PythonStdlibMoe
+  bazel run //runner:main -- \
+    --exp=tasks.lm.params.quickstart_moe.PythonStdlibMoe
 
   A token passes through as many parameters as in `PythonStdlibLm`, of 2.6 M;
   no token is dropped.
