@@ -116,12 +116,16 @@ def convert(*arguments: str) -> None:
     assert hf_main.main(arguments) == 0
 
 
-def call(*arguments: str) -> str:
-  """Runs the command line, which must succeed; returns what it prints."""
+def call(*arguments: str, status: int = 0) -> str:
+  """Runs the command line; checks its status, returns what it prints."""
   output = io.StringIO()
-  with contextlib.redirect_stdout(output), pytest.raises(SystemExit) as ended:
+  with (
+    contextlib.redirect_stdout(output),
+    contextlib.redirect_stderr(output),
+    pytest.raises(SystemExit) as ended,
+  ):
     main.run(("paxon.tasks",), ["main", *arguments])
-  assert ended.value.code == 0, output.getvalue()
+  assert ended.value.code == status, output.getvalue()
   return output.getvalue()
 
 

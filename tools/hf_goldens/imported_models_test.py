@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from safetensors import numpy as safetensors
 
+from paxon.tasks.lm.params import hugging_face
 from paxon.tools.hf_goldens import imported_models
 
 
@@ -38,3 +39,32 @@ def test_equals_transformers(name, tmp_path):
   # With it, transformers can use the exported folder.
   for each in ("config.json", "tokenizer.json", "tokenizer_config.json"):
     assert (tmp_path / "tuned_export" / each).exists()
+
+
+def test_a_tokenizer_that_does_not_fit_is_one_clear_error(tmp_path):
+  config = imported_models.read_goldens()["qwen3"]["config"]
+  run = imported_models.import_model(
+    tmp_path, "qwen3", {**config, "vocab_size": 300}
+  )
+  decode = ("--mode=decode", f"--job_log_dir={run}", "--prompt=a fox")
+  evaluate = ("--mode=eval", f"--job_log_dir={run}", f"--eval_file={__file__}")
+  train = (
+    f"--exp={hugging_face.HuggingFaceLm.import_path()}",
+    f"--fdl.weights={run}",
+    f"--fdl.train_files={tmp_path}/train.jsonl",
+    f"--job_log_dir={tmp_path}/trained",
+  )
+  commands = decode, (*decode, "--chat"), evaluate, train
+  for command in commands:
+    printed = imported_models.call(*command, status=2)
+    assert "vocabulary of 336 ids, and the model has 300" in printed
+  tokenizer = run / "hugging_face" / "tokenizer.json"
+  tokenizer.write_text("{")
+  for command in commands:
+    printed = imported_models.call(*command, status=2)
+    assert f"{tokenizer} is not JSON" in printed
+  tokenizer.unlink()
+  for command in commands:
+    printed = imported_models.call(*command, status=2)
+    assert f"{run}/hugging_face" in printed
+    assert "--fdl.tokenizer=PATH" in printed
