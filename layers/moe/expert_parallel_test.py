@@ -87,6 +87,7 @@ def _expected(routing):
   return jax.jit(_step(_layer()))(params, *_batch())
 
 
+@functools.cache
 def _compiled(name, bound):
   at = _layout(name)
   specs = variables.specs_of(jax.eval_shape(_boxed.__wrapped__))["params"]
