@@ -49,7 +49,7 @@ class Job:
     run_files: Folders to copy to the run directory when training starts, by
       their names there.
     compiler_options: XLA options for compiled steps, on top of
-      `plan.compiler_options.DEFAULTS`. Options of other platforms
+      those of `plan.compiler_options`. Options of other platforms
       (`xla_gpu_...` on a TPU) are ignored.
     compiler_option_sets: Names of sets of XLA options in `settings.compiler`;
       each applies to the hardware that it lists.

@@ -8,9 +8,7 @@ experiment can name options for GPUs and for TPUs and still run on a CPU.
 
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
-import dataclasses
 import re
-import types
 from typing import Final
 
 import jax
@@ -27,48 +25,15 @@ Options = Mapping[str, Value]
 _Platform = hardware.Platform
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Option:
-  """An option that is set unless the job says otherwise.
-
-  Attributes:
-    name: As XLA calls it.
-    value: Its value where a program has several devices.
-    platform: Whose compiler has it.
-    purpose: What it is for.
-    source: Who recommends it.
-    on_one_device: Its value where a program has one device only.
-  """
-
-  name: str
-  value: Value
-  on_one_device: Value
-  platform: hardware.Platform
-  purpose: str
-  source: str
-
-
-DEFAULTS: Final = (
-  Option(
-    name="xla_gpu_enable_latency_hiding_scheduler",
-    value=True,
-    # There only copies are left to hide. jaxlib 0.10's does nothing then, and
-    # 0.11's, on by default, held 41 % more memory for a small model; see
-    # docs/design/0015.
-    on_one_device=False,
-    platform=_Platform.CUDA,
-    purpose="collectives overlap with products instead of waiting for them",
-    source=(
-      "docs.jax.dev, GPU performance tips; docs.nvidia.com/jax-toolbox,"
-      " environment variables"
-    ),
-  ),
-)
+# Collectives overlap with products instead of waiting for them (docs.jax.dev,
+# GPU performance tips; docs.nvidia.com/jax-toolbox, environment variables). On
+# one device only copies are left to hide: jaxlib 0.10's does nothing then, and
+# 0.11's, on by default, held 41 % more memory for a small model; see
+# docs/design/0015.
+OVERLAP: Final = "xla_gpu_enable_latency_hiding_scheduler"
 
 # How a plan for GPUs differs from the run: there is no GPU to try kernels on.
-PLANNED: Final[Mapping[hardware.Platform, Options]] = types.MappingProxyType(
-  {_Platform.CUDA: {"xla_gpu_autotune_level": 0}}
-)
+_AUTOTUNING: Final = "xla_gpu_autotune_level"
 
 _PREFIXES: Final = {
   "xla_cpu_": _Platform.CPU,
@@ -127,11 +92,9 @@ def _options(
   num_devices: int,
   sets: Sequence[str],
 ) -> dict[str, bool | str]:
-  options: dict[str, Value] = {
-    option.name: option.value if num_devices > 1 else option.on_one_device
-    for option in DEFAULTS
-    if option.platform is platform
-  }
+  options: dict[str, Value] = {}
+  if platform is _Platform.CUDA:
+    options[OVERLAP] = num_devices > 1
   for each in sets:
     options |= compiler.get_options(each, kind)
   for name, value in given.items():
@@ -154,7 +117,7 @@ def check(
     UserError: The compiler does not know one of them, or refuses its value.
   """
   options = of(given, device, num_devices=1, sets=sets)
-  if set(options) <= {option.name for option in DEFAULTS} - set(given):
+  if set(options) <= {OVERLAP} - set(given):
     return
   sharding = jax.sharding.SingleDeviceSharding(device)
   tiny = jax.ShapeDtypeStruct((), np.float32, sharding=sharding)
@@ -179,9 +142,7 @@ def refusals(device: jax.Device) -> Iterator[None]:
     unknown = _UNKNOWN.search(str(error))
     refused = _BAD_VALUE.search(str(error))
     if unknown is not None:
-      known = {option.name for option in DEFAULTS}.union(
-        *(each.options for each in compiler.SETS)
-      )
+      known = {OVERLAP}.union(*(each.options for each in compiler.SETS))
       # The compiler has hundreds more, and no list of them.
       close = suggestions.find_closest(unknown[1], known)
       hint = f"; did you mean {close[0]!r}?" if close else "."
@@ -198,10 +159,11 @@ def refusals(device: jax.Device) -> Iterator[None]:
 
 def differences(platform: hardware.Platform) -> tuple[str, ...]:
   """Returns how a plan's compilation differs from the run's, in sentences."""
-  return tuple(
-    f"Compiled with {name}={value}, because there is no GPU to try kernels on:"
-    " which kernels multiply matrices is decided when the run starts."
-    for name, value in PLANNED.get(platform, {}).items()
+  if platform is not _Platform.CUDA:
+    return ()
+  return (
+    f"Compiled with {_AUTOTUNING}=0, because there is no GPU to try kernels on:"
+    " which kernels multiply matrices is decided when the run starts.",
   )
 
 
@@ -212,7 +174,7 @@ def to_text(options: Options) -> dict[str, str]:
 
 def planned(platform: hardware.Platform) -> dict[str, bool | str]:
   """Returns the options by which a plan's compilation differs."""
-  return _as_jax_takes_them(PLANNED.get(platform, {}))
+  return {_AUTOTUNING: "0"} if platform is _Platform.CUDA else {}
 
 
 def _as_jax_takes_them(options: Options) -> dict[str, bool | str]:

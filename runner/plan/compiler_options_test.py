@@ -63,15 +63,6 @@ def test_one_device_has_no_latency_to_hide(given):
   assert found == {_LATENCY: False} | given
 
 
-def test_every_default_says_what_it_is_for_and_who_says_so():
-  names = [(o.platform, o.name) for o in compiler_options.DEFAULTS]
-  assert len(set(names)) == len(names)
-  for option in compiler_options.DEFAULTS:
-    assert option.purpose
-    assert option.source
-    compiler.check_options({option.name: option.value})
-
-
 @pytest.mark.parametrize(
   ("options", "message"),
   [

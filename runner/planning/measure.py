@@ -5,13 +5,13 @@ its compiler installed, see `topology`.
 """
 
 from collections.abc import Iterable, Mapping
+import dataclasses
 import hashlib
 import importlib.metadata
 import math
 import os
 import re
 import time
-from typing import Any
 
 import jax
 
@@ -93,7 +93,7 @@ def measure(
   others: tuple[result.OtherProgram, ...] = ()
   if with_other_programs and program.is_compiled:
     others = other_programs.measure(session, target)
-  memory = _with(
+  memory = dataclasses.replace(
     memory, saved=saved.saved(traced.jaxpr, shards=session.layout.shards)
   )
   kind = target.hardware
@@ -250,7 +250,9 @@ class _Program:
       if "RESOURCE_EXHAUSTED" not in str(error):
         raise
       self.seconds = time.monotonic() - begin
-      return _with(memory, compiler_error=str(error).splitlines()[0])
+      return dataclasses.replace(
+        memory, compiler_error=str(error).splitlines()[0]
+      )
     self.seconds = time.monotonic() - begin
     self.is_compiled = True
     text = compiled.as_text() or ""
@@ -263,7 +265,7 @@ class _Program:
     self.traffic = float(
       sizes.argument_size_in_bytes + sizes.output_size_in_bytes
     )
-    return _with(
+    return dataclasses.replace(
       memory,
       arguments=sizes.argument_size_in_bytes,
       temporaries=sizes.temp_size_in_bytes,
@@ -349,10 +351,6 @@ def _axes_of_rows(batch: Mapping[str, jax.ShapeDtypeStruct]) -> list[str]:
     rows = spec[0] or ()
     found |= dict.fromkeys((rows,) if isinstance(rows, str) else rows)
   return list(found)
-
-
-def _with(memory: result.Memory, **fields: Any) -> result.Memory:
-  return result.Memory(**vars(memory) | fields)
 
 
 def _closed_form(

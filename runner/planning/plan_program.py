@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+import functools
 import os
 
 from etils import epath
@@ -101,27 +102,26 @@ def _plan_target(
   subject: "_Subject | result.Failure",
   asked: questions.Questions,
   *,
-  is_searched: bool,
+  is_searched: bool = False,
+  is_alone: bool = True,
 ) -> result.Plan | result.Failure:
+  """Plans a job, and answers what is asked.
+
+  Args:
+    subject: The job, or why there is none.
+    asked: Flags of plans.
+    is_searched: Whether layouts are searched.
+    is_alone: Whether no other size is planned: then also other programs, and
+      changes that make it fit.
+  """
   if isinstance(subject, result.Failure):
     return subject
-  request = subject.request
-  found = _plan(
-    request,
-    subject.config,
-    subject.overrides,
-    with_other_programs=asked.has_others(request.target),
-  )
+  has_others = is_alone and asked.has_others(subject.target)
+  found = subject.plan(with_other_programs=has_others)
   if isinstance(found, result.Failure):
     return found
-  found = _with_changes(
-    found,
-    request,
-    subject.job,
-    subject.config,
-    subject.overrides,
-    is_searched=is_searched,
-  )
+  if is_alone:
+    found = _with_changes(found, subject, is_searched=is_searched)
   return questions.answer(found, asked)
 
 
@@ -135,16 +135,7 @@ def _plan_grid(
   """Plans and prints the grid of a target; adds its best plan to `plans`."""
   cells = asked.cells()
   subjects = [_subject_of_cell(target, given, cell) for cell in cells]
-
-  def plan(
-    subject: _Subject | result.Failure,
-  ) -> result.Plan | result.Failure:
-    if isinstance(subject, result.Failure):
-      return subject
-    found = _plan(subject.request, subject.config, subject.overrides)
-    is_plan = isinstance(found, result.Plan)
-    return questions.answer(found, asked) if is_plan else found
-
+  plan = functools.partial(_plan_target, asked=asked, is_alone=False)
   found = child.in_parallel(plan, subjects)
   best = questions.best(found)
   if best is not None:
@@ -162,12 +153,10 @@ def _subject_of_cell(
   overrides = [each for each in given.overrides if each.path not in cell]
   overrides += [overrides_lib.Override(k, str(n)) for k, n in cell.items()]
   try:
-    config = resolving.resolve(given.experiment, overrides).config
-    job = resolving.build(config)
-    shapes = job_lint.shapes_of(job)
+    changed = _resolve(given.experiment, overrides)
+    shapes = job_lint.shapes_of(changed.job)
   except user_error.UserError as error:
     return result.Failure(target=target.text, message=str(error))
-  changed = _Given(given.experiment, overrides, config, job)
   return _subject(target, shapes, changed, is_searched=False)
 
 
@@ -181,11 +170,7 @@ def _find_size(
 
   def make(target: targets.Target) -> result.Plan | result.Failure:
     subject = _subject(target, shapes, given, is_searched=False)
-    if isinstance(subject, result.Failure):
-      return subject
-    found = _plan(subject.request, subject.config, subject.overrides)
-    is_plan = isinstance(found, result.Plan)
-    return questions.answer(found, asked) if is_plan else found
+    return _plan_target(subject, asked, is_alone=False)
 
   assert asked.days is not None
   found = questions.find_size(first, asked.days, make)
@@ -217,23 +202,35 @@ class _Given:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Request:
-  """A target and a job, whatever is changed to make it fit."""
+class _Subject:
+  """A job, whose mesh is chosen, on a target."""
 
-  experiment: str
+  given: _Given
   target: targets.Target
   shapes: job_lint.JobShapes
   findings: tuple[str, ...]
 
-
-@dataclasses.dataclass(frozen=True)
-class _Subject:
-  """A job for a target, with a chosen mesh."""
-
-  request: _Request
-  job: job_lib.Job
-  config: "fdl.Config[job_lib.Job]"
-  overrides: Sequence[overrides_lib.Override]
+  def plan(
+    self,
+    config: "fdl.Config[job_lib.Job] | None" = None,
+    overrides: Sequence[overrides_lib.Override] = (),
+    *,
+    with_other_programs: bool = False,
+  ) -> result.Plan | result.Failure:
+    """Plans the job, or a change of it."""
+    if config is None:
+      config, overrides = self.given.config, self.given.overrides
+    found = plan_cache.plan_for(
+      self.target,
+      config,
+      overrides,
+      experiment=self.given.experiment,
+      shapes=self.shapes,
+      with_other_programs=with_other_programs,
+    )
+    if isinstance(found, result.Failure):
+      return found
+    return dataclasses.replace(found, findings=self.findings)
 
 
 def _subject(
@@ -243,80 +240,51 @@ def _subject(
   is_searched: bool,
 ) -> _Subject | result.Failure:
   """Returns the job of a target, or the error that the lint found."""
-  job, config, overrides = given.job, given.config, given.overrides
-  if job.mesh == mesh_lib.AUTO:
+  if given.job.mesh == mesh_lib.AUTO:
     try:
       choice = run_mesh.choose(
-        job,
+        given.job,
         experiment=given.experiment,
-        overrides=overrides,
+        overrides=given.overrides,
         target=target,
         is_compiled=not is_searched,
       )
     except user_error.UserError as error:
       return result.Failure(target=target.text, message=str(error))
     print(f"{target}: {choice.line}", flush=True)
-    overrides = choice.overrides(overrides)
-    config = resolving.resolve(given.experiment, overrides).config
-    job = resolving.build(config)
-  findings = _lint(job, target, shapes)
+    given = _resolve(given.experiment, choice.overrides(given.overrides))
+  findings = _lint(given.job, target, shapes)
   if isinstance(findings, result.Failure):
     return findings
-  request = _Request(given.experiment, target, shapes, findings)
-  return _Subject(request, job, config, overrides)
+  return _Subject(given, target, shapes, findings)
 
 
-def _plan(
-  request: _Request,
-  config: "fdl.Config[job_lib.Job]",
-  overrides: Sequence[overrides_lib.Override],
-  *,
-  with_other_programs: bool = False,
-) -> result.Plan | result.Failure:
-  found = plan_cache.plan_for(
-    request.target,
-    config,
-    overrides,
-    experiment=request.experiment,
-    shapes=request.shapes,
-    with_other_programs=with_other_programs,
-  )
-  if isinstance(found, result.Failure):
-    return found
-  return dataclasses.replace(found, findings=request.findings)
+def _resolve(
+  experiment: str, overrides: Sequence[overrides_lib.Override]
+) -> _Given:
+  config = resolving.resolve(experiment, overrides).config
+  return _Given(experiment, overrides, config, resolving.build(config))
 
 
 def _with_changes(
-  found: result.Plan,
-  request: _Request,
-  job: job_lib.Job,
-  config: "fdl.Config[job_lib.Job]",
-  overrides: Sequence[overrides_lib.Override],
-  *,
-  is_searched: bool,
+  found: result.Plan, subject: _Subject, *, is_searched: bool
 ) -> result.Plan:
   """Adds what makes it fit if it does not, and what was searched for."""
-
-  def plan(
-    config: "fdl.Config[job_lib.Job]",
-    overrides: Sequence[overrides_lib.Override],
-  ) -> result.Plan | result.Failure:
-    return _plan(request, config, overrides)
-
-  subject = search.Subject(
-    experiment=request.experiment,
-    overrides=overrides,
-    config=config,
-    job=job,
-    shapes=request.shapes,
-    target=request.target,
-    plan=plan,
-    is_compiled=not topology.missing(request.target),
+  given = subject.given
+  searched = search.Subject(
+    experiment=given.experiment,
+    overrides=given.overrides,
+    config=given.config,
+    job=given.job,
+    shapes=subject.shapes,
+    target=subject.target,
+    plan=subject.plan,
+    is_compiled=not topology.missing(subject.target),
   )
   if is_searched:
-    return search.explore(subject, found)
+    return search.explore(searched, found)
   if found.memory.fit is result.Fit.DOES_NOT_FIT:
-    return search.fix(subject, found)
+    return search.fix(searched, found)
   return found
 
 

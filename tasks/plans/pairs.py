@@ -35,6 +35,7 @@ class Pair:
     quantization: Quantization recipe, if any.
     is_of_kinds: Whether it is one of the two experiments that are planned for
       every kind of device. CI does not compile these.
+    is_large: Whether it compiles for minutes. CI does not compile these either.
   """
 
   experiment: str
@@ -43,6 +44,7 @@ class Pair:
   attention: str = ""
   quantization: str = ""
   is_of_kinds: bool = False
+  is_large: bool = False
 
   @property
   def name(self) -> str:
@@ -142,6 +144,7 @@ def _pairs() -> Iterator[Pair]:
     {"mesh": "fsdp=32", "global_batch_size": "32"},
     attention="cudnn",
   )
+  yield Pair(f"{_PARAMS}gpu.PileGLaM64B64E", "h200:64x8", is_large=True)
   yield Pair(f"{_PARAMS}c4_multislice.C4Spmd22BAdam2xv4_128", "v4:2x(4x4x4)")
   yield Pair(f"{_CLOUD}128B", "v4:4x8x8")
   yield Pair(f"{_CLOUD}1024B", "v4:8x16x16")

@@ -2,7 +2,7 @@
 
 The CUDA compiler is always available, the TPU compiler under `--config=plan`,
 and cuDNN's attention under `--config=plan_cudnn`. Pairs of the table of all
-kinds are compiled with PAXON_PLAN_COMPILERS=1 only.
+kinds, and large ones, are compiled with PAXON_PLAN_COMPILERS=1 only.
 """
 
 import importlib.metadata
@@ -36,7 +36,8 @@ def _skip_other_versions(versions):
 
 @pytest.mark.parametrize("pair", pairs.PAIRS, ids=lambda pair: pair.name)
 def test_plan_matches_its_file(pair, monkeypatch):
-  if pair.is_of_kinds and "PAXON_PLAN_COMPILERS" not in os.environ:
+  is_slow = pair.is_of_kinds or pair.is_large
+  if is_slow and "PAXON_PLAN_COMPILERS" not in os.environ:
     pytest.skip("takes minutes; set PAXON_PLAN_COMPILERS=1")
   expected = pair.read()
   if testing.target(pair.target).hardware.platform is hardware.Platform.CPU:
