@@ -306,7 +306,8 @@ class KernelChoice:
 
   Attributes:
     part: `attention forward`, `attention backward`, `matmuls`, `quantized
-      matmuls` (also counted in the others), or `other` for the model's own.
+      matmuls` (also counted in the others), `grouped matmuls`, or `other` for
+      the model's own.
     kernel: Name, such as `cudnn`; see `settings.expected_kernels.KERNELS`.
     is_final: Whether the run uses the same kernel. If not, autotuning chooses
       it when the run starts.
