@@ -7,6 +7,8 @@ gradients. The collection is mutable in training and evaluation; in decoding it
 is not, and XLA removes the computation.
 """
 
+from collections.abc import Mapping, Sequence
+import dataclasses
 from typing import Any
 
 from flax import linen as nn
@@ -21,14 +23,32 @@ from paxon.sharding import variables
 COLLECTION = "auxiliary_losses"
 
 Weighted = tuple[jax.Array, jax.Array]
+_LEFT, _RIGHT, _LAYERS = "left", "right", "layers"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Product:
+  """A loss of all layers together: the inner product of their means.
+
+    sum(mean over layers of left * mean over layers of right)
+
+  Attributes:
+    left: One factor of this layer [N], with the factor of the loss.
+    right: The other factor [N].
+  """
+
+  left: jax.Array
+  right: jax.Array
 
 
 class Source:
   """Base class of layers with an auxiliary loss."""
 
 
-def add(module: nn.Module, name: str, value: ArrayLike) -> None:
+def add(module: nn.Module, name: str, value: ArrayLike | Product) -> None:
   """Adds a scalar to the loss of the model; values of several calls are summed.
+
+  The loss of a `Product` is that of all layers with this name.
 
   Args:
     module: The layer, bound; a `Source`.
@@ -46,6 +66,12 @@ def add(module: nn.Module, name: str, value: ArrayLike) -> None:
       f"{kind} adds the auxiliary loss {name!r}, so it must be a subclass of "
       "auxiliary_loss.Source."
     )
+  if isinstance(value, Product):
+    parts = {_LEFT: value.left, _RIGHT: value.right, _LAYERS: jnp.ones(())}
+    if not module.is_initializing():
+      widened = {key: precision.widened(x) for key, x in parts.items()}
+      module.sow(COLLECTION, name, widened)
+    return
   value = jnp.asarray(value)
   if value.ndim:
     raise ValueError(
@@ -89,17 +115,36 @@ def collect(
     return none, {}
   sown: Any = variables.unbox(model.variables.get(COLLECTION, {}))
   by_name: dict[str, jax.Array] = {}
+  products: dict[str, list[dict[str, jax.Array]]] = {}
   flat: dict[Any, Any] = traverse_util.flatten_dict(sown)
   for path, values in flat.items():
-    for value in jax.tree.leaves(values):
+    for value in values:
+      if isinstance(value, dict):
+        products.setdefault(path[-1], []).append(value)
+        continue
       # One value per layer of a stack.
       value = jnp.sum(value).astype(weight.dtype)
       by_name[path[-1]] = by_name.get(path[-1], none) + value
+  for name, parts in products.items():
+    value = _multiply(parts).astype(weight.dtype)
+    by_name[name] = by_name.get(name, none) + value
   metrics = {
     f"auxiliary_loss/{name}": (value * weight, weight)
     for name, value in by_name.items()
   }
   return factor * sum((v for v, _ in metrics.values()), none), metrics
+
+
+def _multiply(parts: Sequence[Mapping[str, jax.Array]]) -> jax.Array:
+  """Returns the loss of the products of all layers."""
+  layers = sum(jnp.sum(each[_LAYERS]) for each in parts)
+
+  def mean(key: str) -> jax.Array:
+    # Layers of a stack are in leading dimensions.
+    rows = [each[key].reshape(-1, each[key].shape[-1]) for each in parts]
+    return jnp.sum(jnp.concatenate(rows), axis=0) / layers
+
+  return jnp.sum(mean(_LEFT) * mean(_RIGHT))
 
 
 def _find_source(module: nn.Module) -> nn.Module | None:

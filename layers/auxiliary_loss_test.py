@@ -36,6 +36,42 @@ class Model(nn.Module):
     return total + added, metrics
 
 
+class Paired(nn.Module, auxiliary_loss.Source):
+  """A layer with the factors of a product."""
+
+  @nn.compact
+  def __call__(self, x):
+    left = self.param("left", nn.initializers.uniform(1.0), (3,))
+    right = self.param("right", nn.initializers.uniform(1.0), (3,))
+    factors = auxiliary_loss.Product(left=left, right=right)
+    auxiliary_loss.add(self, "product", factors)
+    return x
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_products_are_those_of_the_means_of_all_layers(scan):
+  layers = stack.Stack((Paired(), Paired()), num_layers=5, scan=scan)
+  model = Model(layers, 0.5)
+  params = model.init(jax.random.key(0), X)["params"]
+  (loss, metrics), _ = model.apply(
+    {"params": params}, X, mutable=[auxiliary_loss.COLLECTION]
+  )
+  found = params["stack"]
+  means = [
+    np.concatenate(
+      [
+        *(found["layers"][f"blocks_{i}"][name] for i in (0, 1)),
+        found["layers_4"][name][None],
+      ]
+    ).mean(0)
+    for name in ("left", "right")
+  ]
+  expected = (means[0] * means[1]).sum()
+  np.testing.assert_allclose(loss, np.sum(X) + 0.5 * 11 * expected, rtol=1e-5)
+  value, weight = metrics["auxiliary_loss/product"]
+  np.testing.assert_allclose(value / weight, expected, rtol=1e-6)
+
+
 def _model(factor=1.0, **stack_fields):
   layers = stack.Stack((Balanced(), Balanced()), num_layers=5, **stack_fields)
   return Model(layers, factor)

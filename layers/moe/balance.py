@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from paxon.layers import auxiliary_loss
 from paxon.layers.moe import routing as routing_lib
 from paxon.sharding import checks, variables
 
@@ -35,8 +36,10 @@ class Loss(Protocol):
     """Name of the metric, `auxiliary_loss/<name>`."""
     ...
 
-  def __call__(self, routing: routing_lib.Routing) -> jax.Array:
-    """Returns the weighted loss, a float32 scalar."""
+  def __call__(
+    self, routing: routing_lib.Routing
+  ) -> jax.Array | auxiliary_loss.Product:
+    """Returns the weighted loss, a float32 scalar, or factors of it."""
     ...
 
 
@@ -64,6 +67,7 @@ class LoadBalance:
     with_padding: Whether the divisors count padding, as in Pax.
     normalize: Whether scores of a token are divided by their sum, for sigmoid
       scores.
+    across_layers: Whether shares and scores are averaged over all layers, too.
   """
 
   weight: float
@@ -73,13 +77,22 @@ class LoadBalance:
   groups: routing_lib.TokenGroups | None = None
   with_padding: bool = False
   normalize: bool = False
+  across_layers: bool = False
   name: str = "load_balance"
 
   def __post_init__(self) -> None:
     checks.check_non_negative(self, "weight")
+    one_product = self.groups is None and self.scope is Scope.BATCH
+    if self.across_layers and not one_product:
+      raise ValueError(
+        "LoadBalance.across_layers needs one product of the whole batch, the"
+        " default of groups and scope."
+      )
 
-  def __call__(self, routing: routing_lib.Routing) -> jax.Array:
-    """Returns the weighted loss, a float32 scalar."""
+  def __call__(
+    self, routing: routing_lib.Routing
+  ) -> jax.Array | auxiliary_loss.Product:
+    """Returns the weighted loss, a float32 scalar, or factors of it."""
     chosen = routing.ids[..., :1] if self.first_choice else routing.ids
     shares = routing_lib.one_hot(chosen, routing.num_experts).sum(-2)
     if self.per_choice:
@@ -97,8 +110,11 @@ class LoadBalance:
     shares, scores, tokens = (jnp.sum(x, axis=1) for x in parts)
     # A sequence may be all padding.
     count = jnp.maximum(tokens, 1)
-    products = jnp.sum((shares / count) * (scores / count), axis=-1)
-    return self.weight * routing.num_experts * jnp.mean(products)
+    shares, scores = shares / count, scores / count
+    factor = self.weight * routing.num_experts
+    if self.across_layers:
+      return auxiliary_loss.Product(left=factor * shares[0], right=scores[0])
+    return factor * jnp.mean(jnp.sum(shares * scores, axis=-1))
 
 
 def _mean_choices(shares: jax.Array, mask: jax.Array) -> jax.Array:
@@ -136,11 +152,12 @@ def switch(weight: float = 0.01) -> LoadBalance:
 
 
 def pooled(weight: float) -> LoadBalance:
-  """Returns the loss of Hugging Face's models: not divided by the choices.
+  """Returns the loss of Hugging Face's models.
 
-  They average over all layers before the product; here each layer has its own.
+  Shares are not divided by the number of choices, and the means are over all
+  layers before the product.
   """
-  return LoadBalance(weight=weight, per_choice=False)
+  return LoadBalance(weight=weight, per_choice=False, across_layers=True)
 
 
 def deepseek(weight: float = 1e-4) -> LoadBalance:

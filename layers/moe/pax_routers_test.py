@@ -250,7 +250,7 @@ def test_load_balance_forms():
   f, mean = both[kept].sum(0) / tokens, p[kept].mean(0)
   forms = {
     balance.switch(1.0): E * (f / 2 * mean).sum(),
-    balance.pooled(1.0): E * (f * mean).sum(),
+    balance.LoadBalance(weight=1.0, per_choice=False): E * (f * mean).sum(),
     balance.gshard(0.5, groups=routing.TokenGroups(num_groups=2)): 0.5
     * E
     * np.mean(
