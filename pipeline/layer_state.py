@@ -29,7 +29,7 @@ from flax.core import meta
 import jax
 import jax.numpy as jnp
 
-from paxon.layers import stacked_cache
+from paxon.layers import auxiliary_loss, stacked_cache
 from paxon.learners import combining
 from paxon.pipeline import stages
 from paxon.sharding import axes, variables
@@ -114,7 +114,8 @@ def _merge_cache(
 def _merge_sown(
   path: _Path, x: jax.Array, *, microbatches: stages.Microbatches, size: int
 ) -> jax.Array:
-  if x.ndim == 2:
+  # Auxiliary losses are means over tokens.
+  if x.ndim == 2 or path[0] == auxiliary_loss.COLLECTION:
     if jnp.issubdtype(x.dtype, jnp.floating):
       return jnp.mean(x, axis=0)
     raise ValueError(

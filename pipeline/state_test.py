@@ -60,6 +60,10 @@ class Stateful(auxiliary_loss.Source, nn.Module):
       largest.value = jnp.maximum(largest.value, jnp.max(10 * y))
       self.sow("records", "row", jnp.sum(y, axis=-1))
     auxiliary_loss.add(self, "size", jnp.mean(y * y))
+    factors = auxiliary_loss.Product(
+      left=jnp.mean(y, axis=0), right=jnp.mean(y * y, axis=0)
+    )
+    auxiliary_loss.add(self, "pair", factors)
     summaries.summarize(self, "rms", jnp.sqrt(jnp.mean(y * y)))
     return x + y
 
@@ -165,6 +169,15 @@ def test_records_are_one_for_each_layer(runs):
     )
     assert actual.shape == (LAYERS,)
     np.testing.assert_allclose(actual, own.mean(0), rtol=1e-5)
+  (actual,) = _of_layers(new["auxiliary_losses"])["pair"]
+  for i, factor in enumerate(jax.tree.leaves(actual)):
+    own = _stacked(
+      expected,
+      lambda e: jax.tree.leaves(
+        _of_layers(e[0][1][1]["auxiliary_losses"])["pair"]
+      )[i],
+    )
+    np.testing.assert_allclose(factor, own.mean(0), rtol=1e-5)
   (rows,) = _of_layers(new["records"])["row"]
   own = _stacked(
     expected, lambda e: _of_layers(e[0][1][1]["records"])["row"][0]

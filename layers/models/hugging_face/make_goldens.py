@@ -122,11 +122,30 @@ def _causal_lm(
   prompts = ids[:, : golden_case.PROMPT_LENGTH]
   return {
     "ids": ids,
+    **_balance(model, ids),
     "logits": logits(model, {"ids": ids}),
     "greedy": _greedy(
       case, model, input_ids=prompts, attention_mask=np.ones_like(prompts)
     ),
   }
+
+
+def _balance(
+  model: transformers.PreTrainedModel, ids: np.ndarray
+) -> dict[str, np.ndarray]:
+  """Returns the balance loss of a mixture of experts, before its factor.
+
+  The second sequence ends in padding.
+  """
+  if not hasattr(model.config, "router_aux_loss_coef"):
+    return {}
+  mask = golden_case.mask()
+  with torch.no_grad():
+    found = model(
+      **_tensors({"input_ids": ids, "attention_mask": mask}),
+      output_router_logits=True,
+    )
+  return {"balance": found.aux_loss.numpy().astype(np.float32)}
 
 
 def _encoder_decoder(

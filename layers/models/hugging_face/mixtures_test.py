@@ -1,7 +1,10 @@
 """Tests for families with mixtures of experts, against golden files."""
 
+import jax
+import numpy as np
 import pytest
 
+from paxon.layers import auxiliary_loss
 from paxon.layers.models.hugging_face import golden_case, mixtures, testing
 
 Outcome = testing.Outcome
@@ -28,6 +31,40 @@ def test_logits(case):
 @_ALL
 def test_greedy(case):
   testing.check_greedy(CASES[case], case)
+
+
+@_ALL
+def test_balance_loss(case):
+  golden = golden_case.read(case)
+  ids, config = golden.arrays["ids"], {**golden.config}
+  config["router_aux_loss_coef"] = 0.5
+  of = CASES[case]
+  batch = {
+    "inputs": ids,
+    "targets": ids,
+    "weights": np.ones(ids.shape, np.float32),
+    "positions": np.broadcast_to(np.arange(ids.shape[1]), ids.shape),
+    "segment_ids": golden_case.mask(),
+  }
+  batch = {k: jax.device_put(np.asarray(x)) for k, x in batch.items()}
+
+  def metrics(weights, batch):
+    model = of.model(config)
+    (_, found, _), _ = model.apply(
+      weights,
+      batch,
+      deterministic=True,
+      method="loss",
+      mutable=[auxiliary_loss.COLLECTION],
+    )
+    total, weight = found["auxiliary_loss/load_balance"]
+    return total / weight
+
+  value = testing.run(metrics, testing.variables(of.names(config)), batch)
+  expected = 0.5 * golden.arrays["balance"]
+  np.testing.assert_allclose(value, expected, rtol=1e-5)
+  # Balanced experts would have the number of choices.
+  assert expected > 0.5 * config["num_experts_per_tok"] * 1.001
 
 
 @_ALL
