@@ -170,14 +170,10 @@ def test_records_are_one_for_each_layer(runs):
     assert actual.shape == (LAYERS,)
     np.testing.assert_allclose(actual, own.mean(0), rtol=1e-5)
   (actual,) = _of_layers(new["auxiliary_losses"])["pair"]
-  for i, factor in enumerate(jax.tree.leaves(actual)):
-    own = _stacked(
-      expected,
-      lambda e: jax.tree.leaves(
-        _of_layers(e[0][1][1]["auxiliary_losses"])["pair"]
-      )[i],
-    )
-    np.testing.assert_allclose(factor, own.mean(0), rtol=1e-5)
+  own = [_of_layers(e[0][1][1]["auxiliary_losses"])["pair"] for e in expected]
+  for name, factor in actual.items():
+    each = np.stack([factors[name] for (factors,) in own])
+    np.testing.assert_allclose(factor, each.mean(0), rtol=1e-5, err_msg=name)
   (rows,) = _of_layers(new["records"])["row"]
   own = _stacked(
     expected, lambda e: _of_layers(e[0][1][1]["records"])["row"][0]
