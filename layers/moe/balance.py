@@ -82,11 +82,11 @@ class LoadBalance:
 
   def __post_init__(self) -> None:
     checks.check_non_negative(self, "weight")
-    one_product = self.groups is None and self.scope is Scope.BATCH
-    if self.across_layers and not one_product:
+    is_whole = self.groups is None and self.scope is Scope.BATCH
+    if self.across_layers and not is_whole:
       raise ValueError(
-        "LoadBalance.across_layers needs one product of the whole batch, the"
-        " default of groups and scope."
+        "LoadBalance.across_layers averages over the whole batch; leave groups"
+        " and scope at their defaults."
       )
 
   def __call__(

@@ -240,6 +240,15 @@ def test_bias_of_selection():
   np.testing.assert_array_equal(np.asarray(result.ids)[kept, 0], ids[kept])
 
 
+def test_averages_over_layers_are_of_the_whole_batch():
+  for fields in (
+    {"scope": balance.Scope.SEQUENCE},
+    {"groups": routing.TokenGroups()},
+  ):
+    with pytest.raises(ValueError, match="across_layers averages over the"):
+      balance.LoadBalance(weight=1.0, across_layers=True, **fields)
+
+
 def test_load_balance_forms():
   result, params = _route(routers.TopK(k=2))
   p, kept = _scores(params), _SEGMENTS != 0

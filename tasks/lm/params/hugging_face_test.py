@@ -250,6 +250,58 @@ def test_t5_trains_and_decodes(tmp_path):
   assert found == target[0, 1:].tolist()
 
 
+def test_mixtures_train_and_decode(tmp_path):
+  folder, config = _pretrained(tmp_path, "gpt_oss")
+  experiment = hugging_face.HuggingFaceLm(
+    weights=str(folder),
+    tokenizer="bytes",
+    num_train_steps=2,
+    global_batch_size=2,
+    checkpoint_every_steps=None,
+    eval_every_steps=None,
+    summary_every_steps=1,
+    length=32,
+    loss_chunk_length=None,
+    prompts=("abc",),
+    max_new_tokens=4,
+  )
+  job = experiment.job()
+  run = epath.Path(tmp_path / "run")
+  run.mkdir()
+  train.run(fdl.build(job), job, run)
+  stored = stored_checkpoint.find_checkpoint(run)
+  leaves = families.find(config).names(config).leaves
+  shapes = {name: x.shape for name, x in stored.variables().items()}
+  assert shapes == {name: leaf.shape for name, leaf in leaves.items()}
+  # The auxiliary loss is part of the loss.
+  name = "params/stack/layers/blocks_0/feed_forward/router/logits/kernel"
+  (before, after) = (
+    _weights(families.find(config).names(config))[name],
+    stored_checkpoint.read_numpy(stored, [name])[name],
+  )
+  assert np.abs(before - after).max() > 0
+  assert decode.run(fdl.build(job), epath.Path(folder), None) == 0
+  (line,) = (folder / "decode" / "0.jsonl").read_text().splitlines()
+  found = json.loads(line)["ids"]
+  # Greedy, by whole forward passes.
+  tokenizer = byte_tokenizer.ByteTokenizer()
+  ids = [tokenizer.begin_id, *tokenizer.encode("abc")]
+  model = families.find(config).model(config)
+  weights = _nested(_weights(families.find(config).names(config)))
+  forward = jax.jit(model.apply)
+  row = (
+    jnp.zeros((1, len(ids) + 4), jnp.int32)
+    .at[0, : len(ids)]
+    .set(jnp.asarray(ids))
+  )
+  for i in range(len(found)):
+    positions = jnp.arange(row.shape[1])[None]
+    logits = forward(weights, row, positions, jnp.ones_like(row))
+    at = len(ids) + i
+    row = row.at[0, at].set(logits[0, at - 1].argmax())
+  assert found == row[0, len(ids) : len(ids) + len(found)].tolist()
+
+
 def test_bert_trains(tmp_path):
   folder, _ = _pretrained(tmp_path, "bert")
   text = tmp_path / "text.jsonl"
