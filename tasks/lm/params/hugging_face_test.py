@@ -252,11 +252,13 @@ def test_t5_trains_and_decodes(tmp_path):
 
 def test_mixtures_train_and_decode(tmp_path):
   folder, config = _pretrained(tmp_path, "gpt_oss")
+  text = tmp_path / "text.jsonl"
+  text.write_text('{"text": "some text of a document"}\n' * 40)
   experiment = hugging_face.HuggingFaceLm(
     weights=str(folder),
     tokenizer="bytes",
+    train_files=str(text),
     num_train_steps=2,
-    global_batch_size=2,
     checkpoint_every_steps=None,
     eval_every_steps=None,
     summary_every_steps=1,
@@ -273,7 +275,6 @@ def test_mixtures_train_and_decode(tmp_path):
   leaves = families.find(config).names(config).leaves
   shapes = {name: x.shape for name, x in stored.variables().items()}
   assert shapes == {name: leaf.shape for name, leaf in leaves.items()}
-  # The auxiliary loss is part of the loss.
   name = "params/stack/layers/blocks_0/feed_forward/router/logits/kernel"
   (before, after) = (
     _weights(families.find(config).names(config))[name],
