@@ -87,6 +87,24 @@ class ServedEinsum(matmuls.Provider):
     """Returns the matmul of this name."""
     return _Matmul(self.recipe, name=name)
 
+  @nn.compact
+  def stored(
+    self, equation: str, rhs: jax.Array, *, matmul: str
+  ) -> quantized_array.QuantizedArray | None:
+    """Returns the stored right operand of a matmul, for kernels of other code.
+
+    Args:
+      equation: Equation of `jnp.einsum`, without an ellipsis.
+      rhs: The kernel, read only when it is converted.
+      matmul: Name of the matmul and of its parameter.
+
+    Returns:
+      Values and scales; `None` if the operand is not stored.
+    """
+    operands = equation.partition("->")[0].split(",")
+    parsed = equations.parse(equation, len(operands[0]), len(operands[1]))
+    return _Matmul(self.recipe, name=matmul).find_weights(parsed, rhs)
+
 
 class _Matmul(nn.Module):
   """One matmul of a layer."""
@@ -102,7 +120,7 @@ class _Matmul(nn.Module):
     preferred_element_type: DTypeLike | None,
   ) -> jax.Array:
     parsed = equations.parse(equation, lhs.ndim, rhs.ndim)
-    weights = self._weights(parsed, rhs)
+    weights = self.find_weights(parsed, rhs)
     if weights is None:
       return jnp.einsum(
         equation, lhs, rhs, preferred_element_type=preferred_element_type
@@ -122,7 +140,7 @@ class _Matmul(nn.Module):
       out_dtype=jnp.dtype(preferred_element_type or lhs.dtype),
     )
 
-  def _weights(
+  def find_weights(
     self, equation: equations.Equation, rhs: jax.Array
   ) -> quantized_array.QuantizedArray | None:
     """Returns the stored right operand; None if it is not stored."""

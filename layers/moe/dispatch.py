@@ -81,6 +81,7 @@ class Dropless:
     stacks: experts_lib.Stacks,
   ) -> Float[Array, "groups tokens embed"]:
     """Returns the weighted sums of the experts' outputs."""
+    stacks = stacks.stored()
     plan = expert_parallel.make_plan(x, stacks)
     if plan is not None:
       return expert_parallel.run(

@@ -39,6 +39,15 @@ AXES = {
   "gate_bias": (axes.EXPERTS, axes.MLP),
   "up_bias": (axes.EXPERTS, axes.MLP),
   "down_bias": (axes.EXPERTS, axes.EMBED),
+  # Of kernels that are stored in low precision.
+  "gate_scale": (axes.EXPERTS, None, axes.MLP),
+  "up_scale": (axes.EXPERTS, None, axes.MLP),
+  "down_scale": (axes.EXPERTS, None, axes.EMBED),
+}
+_EQUATIONS = {
+  "gate": "ECD,EDF->ECF",
+  "up": "ECD,EDF->ECF",
+  "down": "ECF,EFD->ECD",
 }
 
 _default_init = initializers.lecun(in_axes=(1,), out_axes=(2,))
@@ -51,7 +60,8 @@ class Stacks:
 
   Attributes:
     parameters: `gate`, `up` [E,D,F], `down` [E,F,D], and biases [E,F] and
-      [E,D], those that exist.
+      [E,D], those that exist; scales [E,1,F] and [E,1,D] of kernels that are
+      stored in low precision (`stored`).
     hidden: `(gate or None, up) -> hidden`.
     einsum: The matmul of `batched`.
   """
@@ -70,6 +80,32 @@ class Stacks:
     """Number of experts of these parameters."""
     return self.parameters["up"].shape[0]
 
+  def stored(self) -> "Stacks":
+    """Returns the experts for `grouped`, with the weights that are served.
+
+    Kernels that a `ServedEinsum` stores are in their low precision, with a
+    scale for each expert and output. Activations keep their dtype.
+
+    Raises:
+      ValueError: The einsum quantizes training: grouped matmuls do not.
+    """
+    if not matmuls.is_provider(self.einsum):
+      return self
+    einsum: Any = self.einsum
+    if not hasattr(einsum, "stored"):
+      raise ValueError(
+        "Experts whose training is quantized need a dispatch by capacity"
+        " (layers.moe.dispatch.Capacity): grouped matmuls are not quantized."
+      )
+    made = dict(self.parameters)
+    for name, equation in _EQUATIONS.items():
+      found = None
+      if name in made:
+        found = einsum.stored(equation, made[name], matmul=name)
+      if found is not None:
+        made[name], made[f"{name}_scale"] = found.unpacked().values, found.scale
+    return dataclasses.replace(self, parameters=made, einsum=jnp.einsum)
+
   def grouped(
     self,
     x: Float[Array, "rows embed"],
@@ -82,20 +118,22 @@ class Stacks:
     The first `sizes[0]` rows are those of expert 0; rows after the last expert
     are padding and give zeros.
     """
-    if matmuls.is_provider(self.einsum):
-      raise ValueError(
-        "Experts with a quantized einsum need a dispatch by capacity"
-        " (layers.moe.dispatch.Capacity): grouped matmuls are not quantized."
-      )
     ids = None
-    if any(name.endswith("_bias") for name in self.parameters):
+    if self.parameters.keys() - set(_KERNELS):
       ends = jnp.cumsum(sizes)
       rows = jnp.arange(x.shape[0], dtype=sizes.dtype)
       ids = jnp.searchsorted(ends, rows, side="right")
 
     def multiply(name: str, rows: jax.Array, w: jax.Array) -> jax.Array:
-      del name
-      return grouped_matmul.grouped_matmul(rows, w, sizes, kernel=kernel)
+      y = grouped_matmul.grouped_matmul(
+        rows, w.astype(rows.dtype), sizes, kernel=kernel
+      )
+      scale = self.parameters.get(f"{name}_scale")
+      if scale is None:
+        return y
+      assert ids is not None
+      factor = scale[:, 0].at[ids].get(mode="fill", fill_value=0)
+      return (y.astype(factor.dtype) * factor).astype(y.dtype)
 
     def bias(name: str) -> jax.Array | None:
       value = self.parameters.get(f"{name}_bias")
@@ -113,8 +151,7 @@ class Stacks:
     """Returns the weighted outputs of C rows of each expert."""
 
     def multiply(name: str, rows: jax.Array, w: jax.Array) -> jax.Array:
-      equation = "ECF,EFD->ECD" if name == "down" else "ECD,EDF->ECF"
-      return matmuls.call(self.einsum, name, equation, rows, w)
+      return matmuls.call(self.einsum, name, _EQUATIONS[name], rows, w)
 
     def bias(name: str) -> jax.Array | None:
       value = self.parameters.get(f"{name}_bias")
@@ -197,7 +234,8 @@ class GatedExperts(_Experts):
     bias_init: Initializer of the biases.
     dtype: Dtype of the computation; `None` is that of the tokens.
     param_dtype: Dtype in which the parameters are stored.
-    einsum: The matmul of a dispatch by capacity; replaced by quantization.
+    einsum: The matmul of a dispatch by capacity, replaced by quantization; a
+      dropless dispatch reads the weights that it stores.
   """
 
   mlp_dim: int
