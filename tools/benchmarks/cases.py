@@ -9,6 +9,7 @@ from paxon.tools.benchmarks import (
   decoder_lm_workload,
   generation_case,
   loop_case,
+  moe_case,
   pure_jax_decoder_lm,
   step_cases,
   timing,
@@ -83,6 +84,11 @@ LARGER_GENERATION = Workload(
   global_batch_size=8,
   length=128,
 )
+# One layer of eight experts, two for each token.
+MIXTURE = dataclasses.replace(
+  QUICKSTART,
+  config=dataclasses.replace(QUICKSTART.config, embed_dim=256, mlp_dim=512),
+)
 # GPT-2's size with this model's layers: three mlp kernels of width 2048 have as
 # many parameters as GPT-2's two of 3072. The vocabulary is rounded up to 64.
 GPT2_124M = Workload(
@@ -139,6 +145,18 @@ CASES: Mapping[str, Case] = {
     workload=LONG,
     run=_make_train_step(1),
     rounds=11,
+  ),
+  "moe": Case(
+    summary="a mixture's forward and backward pass / plain JAX",
+    workload=MIXTURE,
+    run=moe_case.run,
+    rounds=45,
+  ),
+  "moe_torch": Case(
+    summary="the same / transformers' Mixtral block; needs torch",
+    workload=MIXTURE,
+    run=moe_case.run_torch,
+    rounds=45,
   ),
   "gpt2_124m": Case(
     summary="train step / plain JAX, GPT-2 124M; for a GPU",
