@@ -3,14 +3,13 @@
 Both contenders have the same parameters, tokens and gradient of the output.
 """
 
-import dataclasses
 from collections.abc import Callable
+import dataclasses
 import importlib
 from typing import Any
 
 from flax import linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from paxon.layers.moe import experts, mixture, routers

@@ -6,8 +6,6 @@ in tiles of one expert each, so no token is dropped. Loops over tiles multiply
 them with their expert's matrices, forward and backward.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -41,8 +39,10 @@ def _layout(ids, experts):
   first = jnp.cumsum(sizes) - sizes
   slot = ranks - first[flat] + (ends - tiles)[flat] * TILE
   none = ids.shape[0]
-  token = jnp.full(count * TILE, none).at[slot].set(
-    jnp.arange(flat.size) // ids.shape[1]
+  token = (
+    jnp.full(count * TILE, none)
+    .at[slot]
+    .set(jnp.arange(flat.size) // ids.shape[1])
   )
   expert = jnp.searchsorted(ends, jnp.arange(count), side="right")
   return token.reshape(count, TILE), slot.reshape(ids.shape), expert
