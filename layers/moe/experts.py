@@ -213,7 +213,7 @@ class _Experts(nn.Module):
         value = self.param(
           label,
           logical.partitioned(init, AXES[label], regularized=label in _KERNELS),
-          tuple(sizes[axis] for axis in AXES[label]),
+          tuple(sizes[axis] for axis in AXES[label] if axis),
           layer.param_dtype,
         )
         made[label] = value.astype(layer.dtype or x.dtype)

@@ -62,7 +62,7 @@ def our_step(layer: Layer) -> Step:
   """Returns `() -> ((y, dx), gradients)` by our layer, gradients by name."""
   module = _module(layer.workload)
 
-  def run(values: Any, x: jax.Array) -> jax.Array:
+  def run(values: Any, x: jax.Array) -> Any:
     return module.apply({"params": values}, x)
 
   step = _compile(run, layer.values, layer)
