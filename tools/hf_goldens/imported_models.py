@@ -38,6 +38,11 @@ TOKENIZERS: Mapping[str, str] = {
   "gemma": "pieces",
   "gemma2": "pieces",
   "gemma3": "pieces",
+  "mixtral": "pieces",
+  "qwen2_moe": "bytes",
+  "qwen3_moe": "bytes",
+  "olmoe": "bytes",
+  "gpt_oss": "bytes",
 }
 PROMPT = "The quick brown fox, naïve 🦊"
 MESSAGES = [
