@@ -230,7 +230,7 @@ class _Counter:
 
   def _equation(self, eqn: Any, stack: str, known: _Known) -> _Counts:
     name = eqn.primitive.name
-    # Without its output, only what a derivative needs of it is computed.
+    # Without its product, these are constants of it that left a loop.
     if eqn.params.get("name") in _GROUPED and eqn.outvars[0].aval.ndim > 1:
       # Also of a loop whose trips are not known. Kernels skip other rows.
       x, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape

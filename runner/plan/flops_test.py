@@ -302,6 +302,36 @@ def test_a_mixture_counts_the_chosen_experts(mesh, bound):
   assert not any("trips" in note for note in found.notes)
 
 
+def test_a_mixture_in_a_loop_of_layers_that_are_recomputed():
+  layer = mixture.MixtureOfExperts(
+    num_experts=8,
+    router=routers.TopK(k=2),
+    experts=experts.GatedExperts(mlp_dim=48),
+  )
+  x = jax.ShapeDtypeStruct((8, 16, 32), jnp.float32)
+  values = nn.unbox(jax.eval_shape(layer.init, jax.random.key(0), x))
+
+  def loss(values, x):
+    def body(x, _):
+      return jax.checkpoint(layer.apply)(values, x), None
+
+    return jax.lax.scan(body, x, length=3)[0].sum()
+
+  found = flops.count(jax.jit(jax.grad(loss)).trace(values, x).jaxpr)
+  product = 3 * 2 * (8 * 16) * 2 * (32 * 48)
+  grouped = {
+    key.phase: count
+    for key, count in found.counts.items()
+    if key.kind is flops.Kind.GROUPED
+  }
+  # The output of the last product need not be computed again.
+  assert grouped == {
+    _Phase.FORWARD: 3 * product,
+    _Phase.REMAT: 2 * product,
+    _Phase.BACKWARD: 6 * product,
+  }
+
+
 def test_a_part_of_each_device_is_multiplied():
   mesh = jax.make_mesh(
     (2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2
