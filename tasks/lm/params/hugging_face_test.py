@@ -175,10 +175,10 @@ def test_runs_keep_the_files_for_their_export(tmp_path):
   assert shapes == {name: leaf.shape for name, leaf in leaves.items()}
 
 
-def _pretrained(tmp_path, case):
+def _pretrained(tmp_path, case, **changes):
   """Returns the folder of an imported golden model, and its configuration."""
   # The ids of bytes.
-  config = {**golden_case.read(case).config, "vocab_size": 264}
+  config = {**golden_case.read(case).config, "vocab_size": 264, **changes}
   _imported(tmp_path / case, config)
   return tmp_path / case, config
 
@@ -251,7 +251,8 @@ def test_t5_trains_and_decodes(tmp_path):
 
 
 def test_mixtures_train_and_decode(tmp_path):
-  folder, config = _pretrained(tmp_path, "gpt_oss")
+  layers = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
+  folder, config = _pretrained(tmp_path, "gpt_oss", **layers)
   text = tmp_path / "text.jsonl"
   text.write_text('{"text": "some text of a document"}\n' * 40)
   experiment = hugging_face.HuggingFaceLm(
