@@ -37,6 +37,8 @@ class MixtureOfExperts(nn.Module, auxiliary_loss.Source):
     shared: A feed-forward layer for all tokens, added; `None` is none.
     shared_gate: Maps tokens to the logit [B,T,1] of a factor of `shared`, by a
       sigmoid; `None` is the factor 1.
+    summarize_loads: Whether training also reports the load of each expert, as
+      `load_0`, `load_1` and so on.
   """
 
   num_experts: int
@@ -46,6 +48,7 @@ class MixtureOfExperts(nn.Module, auxiliary_loss.Source):
   losses: Sequence[balance_lib.Loss] = ()
   shared: nn.Module | None = None
   shared_gate: nn.Module | None = None
+  summarize_loads: bool = False
 
   # Blocks pass `segment_ids` and `deterministic`.
   takes_segment_ids: ClassVar[bool] = True
@@ -129,5 +132,7 @@ class MixtureOfExperts(nn.Module, auxiliary_loss.Source):
     dropped = getattr(self.dispatch, "dropped", None)
     if dropped is not None:
       values["dropped"] = dropped(routing.ids, self.num_experts)
+    if self.summarize_loads:
+      values |= {f"load_{e}": load[e] for e in range(self.num_experts)}
     for name, value in values.items():
       summaries.summarize(self, name, value)

@@ -20,6 +20,12 @@ _TRAIN_METRICS = {
   "model_tflops_per_device": "{:.3g} TFLOP/s",
   "mfu": "MFU {:.1%}",
 }
+# Of the summaries of layers with these names the largest is shown.
+_LARGEST = {
+  "load_max": "experts' load up to {:.2f}",
+  "dropped": "up to {:.1%} dropped",
+}
+_SUMMARIES = "summaries/"
 _EVAL_METRICS = ("loss", "bits_per_byte", "accuracy")
 
 
@@ -174,8 +180,17 @@ def _format(split: str, values: Mapping[str, float]) -> list[str]:
       f"{name} {values[name]:.4f}" for name in _EVAL_METRICS if name in values
     ]
     return [split, *shown]
-  return [
+  shown = [
     text.format(values[name])
     for name, text in _TRAIN_METRICS.items()
     if name in values
   ]
+  for name, text in _LARGEST.items():
+    of_layers = [
+      value
+      for key, value in values.items()
+      if key.startswith(_SUMMARIES) and key.endswith(f"/{name}")
+    ]
+    if of_layers:
+      shown.append(text.format(max(of_layers)))
+  return shown

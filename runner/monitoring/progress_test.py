@@ -52,6 +52,20 @@ def test_pipe_gets_plain_lines_with_the_time_left():
   ]
 
 
+def test_mixtures_show_their_most_loaded_expert_and_most_dropped_choices():
+  stream = io.StringIO()
+  lines = progress.ProgressLines(num_train_steps=9, stream=stream)
+  layers = "summaries/stack/layers/{}/feed_forward/{}"
+  values = {"loss": 2.0, layers.format(0, "entropy"): 9.0}
+  for layer, load, dropped in ((0, 1.5, 0.25), (1, 3.25, 0.0)):
+    values[layers.format(layer, "load_max")] = load
+    values[layers.format(layer, "dropped")] = dropped
+  lines.write(1, "train", values)
+  assert stream.getvalue() == (
+    "step 1/9  loss 2.0000  experts' load up to 3.25  up to 25.0% dropped\n"
+  )
+
+
 def test_missing_metrics_are_omitted():
   stream = io.StringIO()
   lines = progress.ProgressLines(num_train_steps=5, stream=stream)

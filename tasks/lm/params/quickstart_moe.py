@@ -32,4 +32,5 @@ class PythonStdlibMoe(quickstart.PythonStdlibLm):
       router=fdl.Config(routers.TopK, k=self.num_choices),
       experts=fdl.Config(experts.GatedExperts, mlp_dim=self.mlp_dim),
       losses=(balance.switch(self.load_balance_weight),),
+      summarize_loads=True,
     )
