@@ -71,11 +71,16 @@ def test_golden_files_are_what_transformers_computes(name):
     "gemma2",
     "gemma3_text",
     "gpt_neox",
+    "gpt_oss",
     "llama",
     "mistral",
+    "mixtral",
+    "olmoe",
     "phi3",
     "qwen2",
+    "qwen2_moe",
     "qwen3",
+    "qwen3_moe",
   ],
 )
 def test_defaults_are_those_of_transformers(model_type):
