@@ -98,16 +98,19 @@ class YarnScaling(_FactorScaling):
     slow_turns: Frequencies of pairs with fewer turns are divided by `factor`.
     truncate: Whether the ends of the ramp are whole indices, as in the
       reference code; gpt-oss does not round them.
+    wave_factor: Value of `amplitude`; `None` is the paper's.
   """
 
   original_length: int
   fast_turns: float = 32.0
   slow_turns: float = 1.0
   truncate: bool = True
+  wave_factor: float | None = None
 
   def __post_init__(self) -> None:
     super().__post_init__()
     checks.check_size(self, "original_length")
+    checks.check_positive(self, "wave_factor")
     if not 0 < self.slow_turns < self.fast_turns:
       raise ValueError(
         "YarnScaling.fast_turns must exceed slow_turns, which must be "
@@ -117,6 +120,8 @@ class YarnScaling(_FactorScaling):
   @property
   def amplitude(self) -> float:
     """Factor on rotated queries and on rotated keys."""
+    if self.wave_factor is not None:
+      return self.wave_factor
     return 0.1 * math.log(self.factor) + 1.0
 
   def __call__(

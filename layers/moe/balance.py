@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 
 from paxon.layers import auxiliary_loss
 from paxon.layers.moe import routing as routing_lib
-from paxon.sharding import checks, variables
+from paxon.sharding import checks, logical, variables
 
 COLLECTION = "balance"
 
@@ -275,3 +275,35 @@ class BoundBias:
       self.bias.value = self.value()
       self.seen.value = before
       self.count.value = before + count.astype(jnp.uint32)
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedBias:
+  """A bias of the selection that training keeps, as of a published model.
+
+  It is the parameter `selection_bias` [E] of the router, has no gradient and no
+  weight decay, and starts at 0.
+  """
+
+  def read(self, module: nn.Module, num_experts: int) -> "BoundFixedBias":
+    """Creates the parameter of a layer in a compact method."""
+    init = logical.partitioned(
+      nn.initializers.zeros, (None,), regularized=False
+    )
+    value = module.param("selection_bias", init, (num_experts,), jnp.float32)
+    return BoundFixedBias(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundFixedBias:
+  """The parameter of `FixedBias` in a layer."""
+
+  parameter: jax.Array
+
+  def value(self) -> Float[Array, " experts"]:
+    """Returns the bias, without a gradient."""
+    return jax.lax.stop_gradient(self.parameter)
+
+  def record(self, count: Float[Array, " experts"]) -> None:
+    """Does nothing, as no step changes the bias."""
+    del count

@@ -187,7 +187,7 @@ class TopK(Router):
   epsilon: float = 0.0
   scale: float = 1.0
   groups: ExpertGroups | None = None
-  bias: balance_lib.SelectionBias | None = None
+  bias: balance_lib.SelectionBias | balance_lib.FixedBias | None = None
   logits: nn.Module = Logits()
 
   def __post_init__(self) -> None:

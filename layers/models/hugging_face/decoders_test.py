@@ -207,7 +207,7 @@ _CHANGES = {
     ("rope_parameters", _rope("qwen3", beta_fast=8.0), LOGITS),
     ("rope_parameters", _rope("qwen3", beta_slow=0.5), LOGITS),
     ("rope_parameters", _rope("qwen3", truncate=False), LOGITS),
-    ("rope_parameters", _rope("qwen3", attention_factor=2.0), REJECTED),
+    ("rope_parameters", _rope("qwen3", attention_factor=2.0), LOGITS),
     ("sliding_window", 5, LOGITS),
     ("use_sliding_window", False, REJECTED),
     ("tie_word_embeddings", True, TENSORS),

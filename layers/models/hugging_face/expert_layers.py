@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 import dataclasses
 from typing import Any
 
+import jax
+
 from paxon.layers import activations, feed_forward
 from paxon.layers.models.hugging_face import family, mapping
 from paxon.sharding import axes
@@ -28,10 +30,15 @@ _CLAMPED = """
   mlp.experts.down_proj_bias   feed_forward/experts/down_bias  E D -> E D
 """
 _SHARED = """
-  {at}.shared_expert.gate_proj.weight  feed_forward/shared/gate  S D -> D S
-  {at}.shared_expert.up_proj.weight    feed_forward/shared/up    S D -> D S
-  {at}.shared_expert.down_proj.weight  feed_forward/shared/down  D S -> S D
-  {at}.shared_expert_gate.weight  feed_forward/shared_gate/kernel  O D -> D O
+  {shared}.gate_proj.weight  feed_forward/shared/gate  S D -> D S
+  {shared}.up_proj.weight    feed_forward/shared/up    S D -> D S
+  {shared}.down_proj.weight  feed_forward/shared/down  D S -> S D
+"""
+_SHARED_GATE = """
+  {shared}_gate.weight  feed_forward/shared_gate/kernel  O D -> D O
+"""
+_SELECTION_BIAS = """
+  {at}.gate.e_score_correction_bias  feed_forward/router/selection_bias  E -> E
 """
 
 
@@ -45,8 +52,17 @@ class Experts:
     mlp_dim: Width of the hidden activation of an expert.
     normalize: Whether the weights of a token are divided by their sum.
     balance_weight: Factor of the auxiliary loss in training; 0 has none.
-    shared_dim: Width of an expert for all tokens, with a factor in (0, 1) of
-      each; `None` is none.
+    balance: Its form: `pooled` as in transformers, or DeepSeek's, of a
+      `sequence` or of the `batch`.
+    epsilon: Added to the sum.
+    scale: Factor of the weights.
+    groups: Fields of `routers.ExpertGroups`; `None` does not limit choices.
+    is_sigmoid: Whether scores are sigmoids of logits instead of a softmax.
+    has_selection_bias: Whether a bias selects experts, which is no part of
+      their weights and stays as it is in training.
+    shared_dim: Width of an expert for all tokens; `None` is none.
+    has_shared_gate: Whether each token has a factor in (0, 1) of it.
+    shared_at: Prefix of the names of its tensors.
     clamp: Arguments of `experts.ClampedSwiglu`, instead of the activation.
       Router and experts have biases then, and files have stacks in which gate
       and up projection are interleaved, as in gpt-oss; `None` is neither.
@@ -59,7 +75,15 @@ class Experts:
   mlp_dim: int
   normalize: bool
   balance_weight: float
+  balance: str = "pooled"
+  epsilon: float = 0.0
+  scale: float = 1.0
+  groups: Mapping[str, int] | None = None
+  is_sigmoid: bool = False
+  has_selection_bias: bool = False
   shared_dim: int | None = None
+  has_shared_gate: bool = True
+  shared_at: str = "mlp.shared_expert"
   clamp: Mapping[str, float] | None = None
   at: str = "mlp"
   tensors: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
@@ -77,7 +101,12 @@ class Experts:
 
     losses = ()
     if self.balance_weight:
-      losses = (balance.pooled(self.balance_weight),)
+      forms = {
+        "pooled": balance.pooled,
+        "sequence": balance.deepseek,
+        "batch": balance.switch,
+      }
+      losses = (forms[self.balance](self.balance_weight),)
     combine = None
     if self.clamp is not None:
       combine = experts.ClampedSwiglu(**self.clamp)
@@ -88,19 +117,28 @@ class Experts:
         mlp_dim=self.shared_dim,
         activation=activation,
       )
+    if self.shared_dim is not None and self.has_shared_gate:
       shared["shared_gate"] = make(
         linear.Linear,
         output_dim=1,
         use_bias=False,
         kernel_axes=(axes.EMBED, None),
       )
+    groups = None
+    if self.groups is not None:
+      groups = make(routers.ExpertGroups, **self.groups)
     return make(
       mixture.MixtureOfExperts,
       num_experts=self.num_experts,
       router=make(
         routers.TopK,
         k=self.num_chosen,
+        score=jax.nn.sigmoid if self.is_sigmoid else jax.nn.softmax,
         normalize=self.normalize,
+        epsilon=self.epsilon,
+        scale=self.scale,
+        groups=groups,
+        bias=make(balance.FixedBias) if self.has_selection_bias else None,
         logits=make(routers.Logits, use_bias=self.clamp is not None),
       ),
       experts=make(
@@ -140,8 +178,13 @@ class Experts:
         ),
       )
     gate, up, down = self.tensors
-    table = _ROUTER + _EXPERTS + (_SHARED if self.shared_dim else "")
-    table = table.format(at=self.at, gate=gate, up=up, down=down)
+    table = _ROUTER + _EXPERTS
+    table += _SELECTION_BIAS if self.has_selection_bias else ""
+    if self.shared_dim is not None:
+      table += _SHARED + (_SHARED_GATE if self.has_shared_gate else "")
+    table = table.format(
+      at=self.at, shared=self.shared_at, gate=gate, up=up, down=down
+    )
     return mapping.parse_rules(table, at=prefix, layers=layers)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from paxon.layers.models.hugging_face import (
   bert,
+  deepseek,
   family,
   gemma,
   gpt2,
@@ -18,6 +19,8 @@ _FAMILIES: Mapping[str, family.Family] = {
   each.model_type: each
   for each in (
     bert.FAMILY,
+    deepseek.DEEPSEEK_V2,
+    deepseek.DEEPSEEK_V3,
     gemma.GEMMA,
     gemma.GEMMA2,
     gemma.GEMMA3,

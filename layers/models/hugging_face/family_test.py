@@ -135,8 +135,8 @@ def test_rope_of_older_files():
       "truncate of true or false",
     ),
     (
-      {"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": 2}},
-      "an attention_factor of 1.069315",
+      {"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": 0}},
+      "a positive attention_factor",
     ),
     (
       {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},

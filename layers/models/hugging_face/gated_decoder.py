@@ -20,6 +20,7 @@ from paxon.layers.attention import mask as attention_mask
 from paxon.layers.models.hugging_face import (
   expert_layers,
   family,
+  latent_layers,
   mapping,
   rope,
 )
@@ -109,6 +110,9 @@ class GatedDecoder:
     experts: The mixture of experts in place of feed-forward layers; `None` is
       none.
     dense_layers: Layers that have a feed-forward layer beside mixtures.
+    latent: Latent attention instead of grouped queries; `head_dim` is the width
+      of values then. `None` is none.
+    num_ignored: Further layers in files, which are not part of the model.
   """
 
   vocab_size: int
@@ -139,6 +143,8 @@ class GatedDecoder:
   has_post_norms: bool = False
   experts: expert_layers.Experts | None = None
   dense_layers: tuple[int, ...] = ()
+  latent: latent_layers.Latent | None = None
+  num_ignored: int = 0
 
   @property
   def _layers(self) -> tuple[tuple[int | None, bool], ...]:
@@ -200,6 +206,10 @@ class GatedDecoder:
     )
 
   def _attention(self, make: Callable[..., Any], window: int | None) -> Any:
+    if self.latent is not None:
+      return self.latent.model(
+        make, num_heads=self.num_heads, positions=self.rope
+      )
     norms = None
     if self.has_head_norm:
       norms = make(
@@ -251,6 +261,7 @@ class GatedDecoder:
         "K": self.num_kv_heads,
         "H": self.head_dim,
         **(self.experts.sizes() if self.experts else {}),
+        **(self.latent.sizes() if self.latent else {}),
       },
       rules=mapping.parse_rules(_MODEL + head),
       stacks=(
@@ -265,6 +276,10 @@ class GatedDecoder:
       ignored=(
         r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
         r"model\.rotary_emb\.inv_freq",
+        *(
+          rf"model\.layers\.{len(self.windows) + i}\..*"
+          for i in range(self.num_ignored)
+        ),
       ),
       prefix="model.",
     )
@@ -277,7 +292,9 @@ class GatedDecoder:
     table += _SINKS if self.has_sinks else ""
     table += _OUTPUT_BIAS if self.output_bias else ""
     attention: tuple[mapping.Rule, ...]
-    if self.is_fused:
+    if self.latent is not None:
+      attention = self.latent.rules(at)
+    elif self.is_fused:
       attention = (
         mapping.fused_rule(
           f"{at}self_attn.qkv_proj.weight",

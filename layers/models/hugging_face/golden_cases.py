@@ -75,6 +75,30 @@ _BERT = {
 # Tensors of an expert.
 _EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
+_DEEPSEEK = {
+  **_SIZES,
+  "num_key_value_heads": 4,
+  "n_routed_experts": 8,
+  "n_shared_experts": 2,
+  "num_experts_per_tok": 3,
+  "moe_intermediate_size": 24,
+  "q_lora_rank": 20,
+  "kv_lora_rank": 16,
+  "qk_nope_head_dim": 12,
+  "qk_rope_head_dim": 8,
+  "v_head_dim": 10,
+}
+_DEEPSEEK_ROPE = {
+  "rope_type": "yarn",
+  "rope_theta": 1000.0,
+  "factor": 4.0,
+  "original_max_position_embeddings": 16,
+  "beta_fast": 4.0,
+  "beta_slow": 1.0,
+  "mscale": 1.0,
+  "mscale_all_dim": 0.8,
+}
+
 CASES = (
   golden_case.Case(
     name="llama2",
@@ -268,6 +292,54 @@ CASES = (
         "original_max_position_embeddings": 16,
       },
     },
+  ),
+  golden_case.Case(
+    name="deepseek_v2",
+    architecture="DeepseekV2ForCausalLM",
+    config={
+      **_DEEPSEEK,
+      "first_k_dense_replace": 1,
+      "topk_method": "group_limited_greedy",
+      "n_group": 4,
+      "topk_group": 2,
+      "routed_scaling_factor": 4.0,
+      "rope_parameters": {**_DEEPSEEK_ROPE, "mscale": 0.5},
+    },
+    experts=_EXPERTS,
+  ),
+  golden_case.Case(
+    name="deepseek_v2_greedy",
+    architecture="DeepseekV2ForCausalLM",
+    config={**_DEEPSEEK, "q_lora_rank": None, "topk_method": "greedy"},
+    experts=_EXPERTS,
+  ),
+  golden_case.Case(
+    name="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    config={
+      **_DEEPSEEK,
+      "n_group": 4,
+      "topk_group": 2,
+      "first_k_dense_replace": 1,
+      "rope_parameters": _DEEPSEEK_ROPE,
+    },
+    experts=_EXPERTS,
+  ),
+  golden_case.Case(
+    # As Moonlight.
+    name="deepseek_v3_plain",
+    architecture="DeepseekV3ForCausalLM",
+    config={
+      **_DEEPSEEK,
+      "q_lora_rank": None,
+      "n_group": 1,
+      "topk_group": 1,
+      "first_k_dense_replace": 1,
+      "norm_topk_prob": False,
+      "rope_interleave": False,
+      "tie_word_embeddings": True,
+    },
+    experts=_EXPERTS,
   ),
   golden_case.Case(
     # Sequences are longer than the original length.

@@ -70,7 +70,12 @@ def set_weights(
       each expert.
   """
   with torch.no_grad():
-    for name, parameter in model.named_parameters():
+    biases = [
+      each
+      for each in model.named_buffers()
+      if each[0].endswith("e_score_correction_bias")
+    ]
+    for name, parameter in (*model.named_parameters(), *biases):
       for old, new in renamed.items():
         name = name.replace(old, new)
       value = _weight(name, tuple(parameter.shape), experts)

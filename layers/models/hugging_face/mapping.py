@@ -48,6 +48,7 @@ class Layout:
     pattern: Dimensions of the tensor, merged ones in parentheses, an arrow, and
       the same dimensions in the order of the variable. `D (F 2:1) -> D F` is
       every second column of the tensor, from the one with index 1 on.
+      `(N H+W) D -> D N W` are the last W of each H + W rows.
     sizes: By dimension, at least those of the pattern.
   """
 
@@ -60,7 +61,8 @@ class Layout:
         f"Both sides of the pattern {self.pattern!r} must have the same"
         " dimensions."
       )
-    missing = [name for name in self._variable if name not in self.sizes]
+    needed = (*self._variable, *self._joined)
+    missing = [name for name in needed if name not in self.sizes]
     if missing:
       raise ValueError(
         f"The pattern {self.pattern!r} needs the size of {missing[0]!r}; sizes"
@@ -79,7 +81,36 @@ class Layout:
   @functools.cached_property
   def _kept(self) -> tuple[str, ...]:
     """The dimensions that the variable has."""
-    return tuple(x for merged in self._tensor for x in merged if ":" not in x)
+    return tuple(
+      next((y for y in x.split("+") if y in self._variable), x)
+      for merged in self._tensor
+      for x in merged
+      if ":" not in x
+    )
+
+  @functools.cached_property
+  def _joined(self) -> tuple[str, ...]:
+    """Dimensions that share the rows of a tensor, or none."""
+    last = self._tensor[0][-1]
+    return tuple(last.split("+")) if "+" in last else ()
+
+  @property
+  def shares_rows(self) -> bool:
+    """Whether the rows of a tensor are also those of other variables."""
+    return bool(self._joined) or self.columns != slice(None)
+
+  def find_rows(self) -> list[slice]:
+    """Returns the rows of the tensor that the variable holds."""
+    count = self.tensor_shape[0]
+    if not self._joined:
+      return [slice(0, count)]
+    widths = [self.sizes[name] for name in self._joined]
+    which = next(i for i, x in enumerate(self._joined) if x in self._variable)
+    first = sum(widths[:which])
+    return [
+      slice(i + first, i + first + widths[which])
+      for i in range(0, count, sum(widths))
+    ]
 
   @property
   def columns(self) -> slice:
@@ -95,7 +126,9 @@ class Layout:
     """Shape of the Hugging Face tensor."""
     return tuple(
       math.prod(
-        int(name.split(":")[0]) if ":" in name else self.sizes[name]
+        int(name.split(":")[0])
+        if ":" in name
+        else sum(self.sizes[part] for part in name.split("+"))
         for name in merged
       )
       for merged in self._tensor
@@ -109,19 +142,24 @@ class Layout:
   def to_variable(self, tensor: np.ndarray) -> np.ndarray:
     """Returns a view of a tensor in the layout of the variable."""
     tensor = tensor[..., self.columns]
+    if self._joined:
+      tensor = np.concatenate([tensor[rows] for rows in self.find_rows()])
     split = tensor.reshape([self.sizes[name] for name in self._kept])
     return split.transpose([self._kept.index(name) for name in self._variable])
 
   def to_tensor(self, variable: np.ndarray) -> np.ndarray:
     """Returns the values of a variable in the layout of the tensor.
 
-    They have only the columns of the variable.
+    They have only the rows and columns of the variable.
     """
     split = variable.transpose(
       [self._variable.index(name) for name in self._kept]
     )
-    *rows, width = self.tensor_shape
-    return split.reshape(*rows, len(range(width)[self.columns]))
+    shape = list(self.tensor_shape)
+    shape[-1] = len(range(shape[-1])[self.columns])
+    if self._joined:
+      shape[0] = sum(rows.stop - rows.start for rows in self.find_rows())
+    return split.reshape(shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +171,7 @@ class Rule:
       `{expert}` there is a tensor for each expert, which is an entry of the
       variable along its first dimension (after that of layers).
     variables: `(leaf, pattern)` of each variable, concatenated along the first
-      dimension of the tensor, unless patterns name columns. A leaf is a whole
+      dimension of the tensor, unless patterns share rows. A leaf is a whole
       name, or, in a stack, the name below the block.
     layers: Layers of the stack that have the tensor; `None` is all.
   """
@@ -307,7 +345,12 @@ class Leaf:
     for tensor, part in self.sources:
       values = variable[part.index]
       layout = part.layout
-      yield tensor.name, part.start, layout.to_tensor(values), layout.columns
+      rows, done = layout.to_tensor(values), 0
+      for each in layout.find_rows():
+        end = done + each.stop - each.start
+        first = part.start + each.start
+        yield tensor.name, first, rows[done:end], layout.columns
+        done = end
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -402,6 +445,5 @@ class Names:
     for leaf, pattern in rule.variables:
       layout = Layout(pattern, self.sizes)
       slices.append(Slice(f"{scope}{leaf}", index, layout, start))
-      # Those with columns share all rows.
-      start = slices[-1].stop if layout.columns == slice(None) else 0
+      start = 0 if layout.shares_rows else slices[-1].stop
     return Tensor(name, tuple(slices))

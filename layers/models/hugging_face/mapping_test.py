@@ -144,3 +144,25 @@ def test_layout_needs_the_same_dimensions_on_both_sides():
 def test_layout_needs_all_sizes():
   with pytest.raises(ValueError, match=r"needs the size of 'F'.*\['C', 'D'"):
     mapping.Layout("F D -> F D", _SIZES)
+
+
+def test_variables_share_the_rows_of_each_head():
+  both = mapping.fused_rule(
+    "layers.{}.kv",
+    ("key", "(V F+D) E -> E V F"),
+    ("value", "(V F+D) E -> E V D"),
+  )
+  names = _names(both, num_layers=1, period=1)
+  assert names.tensors["layers.0.kv"].shape == (18, 3)
+  tensor = np.arange(54).reshape(18, 3)
+  back = np.full_like(tensor, -1)
+  by_head = tensor.reshape(3, 6, 3)
+  expected = {"key": by_head[:, :4], "value": by_head[:, 4:]}
+  for end, values in expected.items():
+    leaf = names.leaves[f"params/stack/layers/blocks_0/{end}"]
+    found = leaf.from_tensors(lambda _, start, stop: tensor[start:stop])
+    np.testing.assert_array_equal(found[0], values.transpose(2, 0, 1))
+    for _, start, rows, columns in leaf.to_tensors(found):
+      assert (back[start : start + len(rows)][..., columns] == -1).all()
+      back[start : start + len(rows)][..., columns] = rows
+  np.testing.assert_array_equal(back, tensor)

@@ -35,6 +35,8 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
     "attention_factor",
     "truncate",
     "original_max_position_embeddings",
+    "mscale",
+    "mscale_all_dim",
   ),
   "longrope": (
     "short_factor",
@@ -57,12 +59,16 @@ class Rope:
   Attributes:
     max_wavelength: Base of the angles.
     rotary_dim: Number of rotated features; `None` is all.
+    interleaved: Whether features `2 i` and `2 i + 1` of a head form a pair.
+    logit_factor: Factor on attention logits, which only latent attention has.
     scaling: A class of `rotary_scaling.Scaling` and its fields, which may be
       such pairs too, or `None`.
   """
 
   max_wavelength: float
   rotary_dim: int | None = None
+  interleaved: bool = False
+  logit_factor: float = 1.0
   scaling: Scaling | None = None
 
   def build(self, make: Callable[..., Any]) -> Any:
@@ -82,6 +88,7 @@ class Rope:
       max_wavelength=self.max_wavelength,
       scaling=scaling,
       rotary_dim=self.rotary_dim,
+      interleaved=self.interleaved,
     )
 
 
@@ -97,6 +104,7 @@ def read(
   original_length: int | None = None,
   aliases: Mapping[str, str] | None = None,
   default: Mapping[str, Any] | None = None,
+  interleaved: bool = False,
 ) -> Rope:
   """Returns the rotary positions of a `config.json`.
 
@@ -113,6 +121,7 @@ def read(
       for it; takes precedence over the scaling's.
     aliases: Other names of scaling types in this family.
     default: Value of `rope_parameters` in files without either field.
+    interleaved: Whether neighboring features form a pair.
 
   Raises:
     UnsupportedConfigError: A scaling type or a key is not supported.
@@ -154,7 +163,18 @@ def read(
     scaling = _read_longrope(parameters, pairs, max_length, length)
   else:
     scaling = _read_scaling(parameters, kind, length)
-  return Rope(max_wavelength=theta, rotary_dim=rotary_dim, scaling=scaling)
+  logit_factor = 1.0
+  if kind == "yarn":
+    # DeepSeek-V2 multiplies queries and keys by it, both without positions.
+    weight = _read_weight(parameters, "mscale_all_dim")
+    logit_factor = _find_yarn_factor(parameters.factor(), weight) ** 2
+  return Rope(
+    max_wavelength=theta,
+    rotary_dim=rotary_dim,
+    interleaved=interleaved,
+    logit_factor=logit_factor,
+    scaling=scaling,
+  )
 
 
 def find_wave_factor(*, factor: float, original_length: int) -> float:
@@ -234,7 +254,7 @@ def _read_scaling(
       "original_length": length,
     }
   if kind == "yarn":
-    _check_yarn(parameters)
+    wave_factor = _read_yarn_factor(parameters)
     fast, slow = number("beta_fast", 32.0), number("beta_slow", 1.0)
     if slow >= fast:
       parameters.reject("a beta_fast greater than beta_slow")
@@ -244,6 +264,7 @@ def _read_scaling(
       "fast_turns": fast,
       "slow_turns": slow,
       "truncate": parameters.values.get("truncate", True),
+      "wave_factor": wave_factor,
     }
   return None
 
@@ -278,11 +299,27 @@ def _read_longrope(
   }
 
 
-def _check_yarn(parameters: _Parameters) -> None:
-  """Rejects values that `YarnScaling` would compute otherwise."""
-  default = 0.1 * math.log(parameters.factor()) + 1.0
-  amplitude = parameters.number("attention_factor", default)
-  if not math.isclose(amplitude, default, rel_tol=1e-6):
-    parameters.reject(f"an attention_factor of {default:.6f} for its factor")
+def _read_yarn_factor(parameters: _Parameters) -> float:
+  """Returns the factor on queries and on keys."""
   if not isinstance(parameters.values.get("truncate", True), bool):
     parameters.reject("a truncate of true or false")
+  factor = parameters.factor()
+  default = _find_yarn_factor(factor, 1.0)
+  weights = [
+    _read_weight(parameters, key) for key in ("mscale", "mscale_all_dim")
+  ]
+  if all(weights):
+    both = [_find_yarn_factor(factor, weight) for weight in weights]
+    default = both[0] / both[1]
+  return parameters.number("attention_factor", default)
+
+
+def _read_weight(parameters: _Parameters, key: str) -> float:
+  """Returns a number that may be 0, which is also the default."""
+  value = parameters.values.get(key)
+  is_zero = value == 0 and not isinstance(value, bool)
+  return 0.0 if value is None or is_zero else parameters.number(key)
+
+
+def _find_yarn_factor(factor: float, weight: float) -> float:
+  return 0.1 * weight * math.log(factor) + 1.0

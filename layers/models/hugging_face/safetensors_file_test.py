@@ -96,12 +96,12 @@ def test_inconsistent_sizes_are_rejected(tmp_path):
 
 def test_unsupported_dtypes_are_rejected(tmp_path):
   path = epath.Path(tmp_path / "x.safetensors")
-  header = b'{"a":{"dtype":"F8_E4M3","shape":[4],"data_offsets":[0,4]}}'
+  header = b'{"a":{"dtype":"F8_E5M2","shape":[4],"data_offsets":[0,4]}}'
   header += b" " * (-len(header) % 8)
   path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 4)
   entry = safetensors_file.read_header(path)["a"]
   with pytest.raises(
-    safetensors_file.DamagedFileError, match="Unsupported dtype F8_E4M3"
+    safetensors_file.DamagedFileError, match="Unsupported dtype F8_E5M2"
   ):
     safetensors_file.read_rows(path, entry, 0, 4)
   with pytest.raises(ValueError, match="does not support dtype complex64"):

@@ -5,6 +5,10 @@ and `<name>_scales` uint8 [E,R,G]. They are read as one, bfloat16 [E,G*32,R]:
 byte `i` of a block has the values `2 i`, in its low four bits, and `2 i + 1`;
 a value is a float of 4 bits (E2M1) times `2 ** (scale - 127)`, which bfloat16
 represents exactly.
+
+Weights in fp8 (DeepSeek-V3) have a tensor `<name>`, float8_e4m3fn [R,C], and
+`<name>_scale_inv` with a factor for each block of 128 x 128. They are read as
+bfloat16, as the published conversion writes them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,6 +31,9 @@ _MAX_PROBLEMS = 5
 _ROWS = 1024
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _BLOCKS, _SCALES = "_blocks", "_scales"
+_FP8, _FP8_SCALES = "F8_E4M3", "_scale_inv"
+# Rows and columns of a block of fp8.
+_FP8_BLOCK = 128
 # Values of a block of MXFP4, which share a scale.
 _BLOCK = 32
 # Values of the bits of E2M1; the highest bit is the sign.
@@ -51,11 +58,13 @@ class WeightFiles:
       MXFP4 has the dtype and shape of its values.
     names: Names of the model's weights.
     packed: Blocks and scales of tensors in MXFP4, by name.
+    scaled: Values and scales of tensors in fp8, by name.
   """
 
   entries: Mapping[str, _Stored]
   names: mapping.Names
   packed: Mapping[str, _Packed] = dataclasses.field(default_factory=dict)
+  scaled: Mapping[str, _Packed] = dataclasses.field(default_factory=dict)
 
   def entry(self, name: str) -> safetensors_file.Entry:
     """Returns the entry of a tensor of the model."""
@@ -75,6 +84,14 @@ class WeightFiles:
         for part in self.packed[stored]
       )
       rows = from_mxfp4(blocks, scales)
+    elif stored in self.scaled:
+      values, scales = self.scaled[stored]
+      first = start // _FP8_BLOCK
+      rows = from_fp8(
+        safetensors_file.read_rows(*values, start, stop),
+        safetensors_file.read_rows(*scales, first, -(-stop // _FP8_BLOCK)),
+        first=start - first * _FP8_BLOCK,
+      )
     else:
       rows = safetensors_file.read_rows(path, entry, start, stop)
     if not np.isfinite(rows).all():
@@ -219,7 +236,27 @@ def find(path: epath.Path, *, names: mapping.Names) -> WeightFiles:
     shape = (experts, groups * _BLOCK, rows)
     entries[name] = file, dataclasses.replace(blocks, dtype="BF16", shape=shape)
     del entries[name + _BLOCKS], entries[name + _SCALES]
-  return WeightFiles(entries=entries, names=names, packed=packed)
+  scaled = _find_scaled(entries)
+  for name, ((file, values), _) in scaled.items():
+    entries[name] = file, dataclasses.replace(values, dtype="BF16")
+    del entries[name + _FP8_SCALES]
+  return WeightFiles(entries=entries, names=names, packed=packed, scaled=scaled)
+
+
+def from_fp8(
+  values: np.ndarray, scales: np.ndarray, *, first: int = 0
+) -> np.ndarray:
+  """Returns the values of weights in fp8, bfloat16 [R,C].
+
+  Args:
+    values: float8_e4m3fn [R,C].
+    scales: Factor of each block of 128 x 128, float32.
+    first: Row of the first block that `values` begins with.
+  """
+  rows = (first + np.arange(len(values))) // _FP8_BLOCK
+  columns = np.arange(values.shape[1]) // _FP8_BLOCK
+  factors = scales.astype(np.float32)[rows][:, columns]
+  return (values.astype(np.float32) * factors).astype(jnp.bfloat16)
 
 
 def from_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
@@ -267,6 +304,35 @@ def _find_packed(entries: Mapping[str, _Stored]) -> dict[str, _Packed]:
         f" {_shape(shapes[1])}; they must be [E,R,G,16] and [E,R,G]."
       )
     found[name] = blocks, scales
+  return found
+
+
+def _find_scaled(entries: Mapping[str, _Stored]) -> dict[str, _Packed]:
+  """Returns the values and scales of tensors in fp8.
+
+  Raises:
+    WeightsError: One of them is missing, or their shapes do not fit.
+  """
+  found = {}
+  for name, stored in entries.items():
+    if name.endswith(_FP8_SCALES):
+      if name.removesuffix(_FP8_SCALES) not in entries:
+        raise WeightsError(f"{name} has no {name.removesuffix(_FP8_SCALES)}.")
+    elif stored[1].dtype == _FP8:
+      if name + _FP8_SCALES not in entries:
+        raise WeightsError(
+          f"{name} is in fp8 and has no {name}{_FP8_SCALES}; weights in fp8"
+          " need their scales."
+        )
+      scales, shape = entries[name + _FP8_SCALES], stored[1].shape
+      expected = tuple(-(-size // _FP8_BLOCK) for size in shape)
+      if len(shape) != 2 or scales[1].shape != expected:
+        raise WeightsError(
+          f"{name} has shape {_shape(shape)} and {name}{_FP8_SCALES}"
+          f" {_shape(scales[1].shape)}; fp8 needs [R,C] and one scale for each"
+          f" block of {_FP8_BLOCK} x {_FP8_BLOCK}."
+        )
+      found[name] = stored, scales
   return found
 
 
