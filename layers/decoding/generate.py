@@ -46,6 +46,7 @@ Repeat = Callable[[Any, int], Any]
     "ended",
     "top_ids",
     "top_log_probs",
+    "scores",
   ),
   meta_fields=(),
 )
@@ -64,6 +65,7 @@ class Generation:
     top_ids: int32 [R, max_new_tokens, num_alternatives]; the most likely ids of
       each step, in descending order; 0 after the end of a sequence.
     top_log_probs: float32, of the same shape; their log probabilities.
+    scores: float32 [R]; what a search has maximized; None without a search.
   """
 
   ids: jax.Array
@@ -72,6 +74,7 @@ class Generation:
   ended: jax.Array
   top_ids: jax.Array
   top_log_probs: jax.Array
+  scores: jax.Array | None = None
 
 
 @functools.partial(
@@ -132,21 +135,15 @@ def generate(
     ValueError: A number is not positive, `end_id` is empty, or the shapes do
       not match.
   """
-  _check(prompts, prompt_lengths, max_new_tokens, num_samples, num_alternatives)
-  end_ids = _end_ids(end_id)
-  rows, width = prompts.shape[0] * num_samples, prompts.shape[1]
-  lengths = prompt_lengths.astype(jnp.int32)
-  positions = jax.lax.broadcasted_iota(jnp.int32, prompts.shape, 1)
-  inside = positions < lengths[:, None]
-  # The last generated id is not read, so it needs no slot.
-  slots = width + max_new_tokens - 1
-  at_end, cache = prefill(
-    jnp.where(inside, prompts.astype(jnp.int32), 0),
-    positions,
-    inside.astype(jnp.int32),
-    cache_length=slots,
-    # Only the logits of the last token are needed.
-    at=lengths - 1,
+  if num_alternatives < 0:
+    raise ValueError(
+      f"num_alternatives must not be negative, got {num_alternatives}."
+    )
+  check_prompts(prompts, prompt_lengths, max_new_tokens, num_samples)
+  end_ids = () if end_id is None else to_end_ids(end_id)
+  rows = prompts.shape[0] * num_samples
+  at_end, cache, lengths = read_prompts(
+    prefill, prompts, prompt_lengths, max_new_tokens
   )
   if num_samples > 1:
     cache = repeat(cache, num_samples)
@@ -205,6 +202,29 @@ def generate(
   return jax.lax.while_loop(is_running, body, state).result
 
 
+def read_prompts(
+  prefill: Prefill,
+  prompts: jax.Array,
+  prompt_lengths: jax.Array,
+  max_new_tokens: int,
+) -> tuple[jax.Array, Any, jax.Array]:
+  """Returns the logits [B,1,V] after each prompt, a cache and the lengths."""
+  width = prompts.shape[1]
+  lengths = prompt_lengths.astype(jnp.int32)
+  positions = jax.lax.broadcasted_iota(jnp.int32, prompts.shape, 1)
+  inside = positions < lengths[:, None]
+  at_end, cache = prefill(
+    jnp.where(inside, prompts.astype(jnp.int32), 0),
+    positions,
+    inside.astype(jnp.int32),
+    # The last generated id is not read, so it needs no slot.
+    cache_length=width + max_new_tokens - 1,
+    # Only the logits of the last token are needed.
+    at=lengths - 1,
+  )
+  return at_end, cache, lengths
+
+
 def _append(
   state: _State,
   ids: jax.Array,
@@ -246,26 +266,21 @@ def _append(
   )
 
 
-def _end_ids(end_id: int | Collection[int] | None) -> tuple[int, ...]:
-  if end_id is None:
-    return ()
+def to_end_ids(end_id: int | Collection[int]) -> tuple[int, ...]:
+  """Returns one or more end ids; raises ValueError if there is none."""
   end_ids = (end_id,) if isinstance(end_id, int) else tuple(end_id)
   if not end_ids:
     raise ValueError("end_id is empty; use None to never end a sequence early.")
   return end_ids
 
 
-def _check(
+def check_prompts(
   prompts: jax.Array,
   prompt_lengths: jax.Array,
   max_new_tokens: int,
   num_samples: int,
-  num_alternatives: int,
 ) -> None:
-  if num_alternatives < 0:
-    raise ValueError(
-      f"num_alternatives must not be negative, got {num_alternatives}."
-    )
+  """Raises ValueError if the arguments of a generation are wrong."""
   if max_new_tokens <= 0:
     raise ValueError(f"max_new_tokens must be positive, got {max_new_tokens}.")
   if num_samples <= 0:

@@ -1,10 +1,14 @@
 """Tests for the families of llama, GPT-2 and GPT-NeoX, against golden files."""
 
+import functools
+import json
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
 
-from paxon.layers.decoding import model_steps
+from paxon.layers.decoding import beam_search, model_steps
 from paxon.layers.models.hugging_face import (
   golden_case,
   gpt2,
@@ -57,6 +61,78 @@ def test_logits(case):
 )
 def test_greedy(case):
   testing.check_greedy(CASES[case], case)
+
+
+@pytest.mark.parametrize("case", ["gpt2", "gpt_neox", "llama2", "qwen3"])
+def test_beam_search(case):
+  """Ids and scores of each length penalty and stop are the stored ones."""
+  goldens = json.loads((golden_case.FOLDER / "beams.json").read_text())
+  golden = golden_case.read(case)
+  model = CASES[case].model(golden.config)
+  weights = testing.variables(CASES[case].names(golden.config))
+  prefill = _CompiledOnce(
+    lambda weights, *args, **kwargs: model_steps.make_prefill(model, weights)(
+      *args, **kwargs
+    ),
+    weights,
+  )
+  step = _CompiledOnce(
+    lambda weights, *args: model_steps.make_decode_step(model, weights)(*args),
+    weights,
+  )
+  prompts = golden.arrays["ids"][:, : golden_case.PROMPT_LENGTH]
+  lengths = np.full(len(prompts), prompts.shape[1], np.int32)
+  goldens = [each for each in goldens if each["case"] == case]
+  assert len(goldens) == 9
+  for each in goldens:
+    search = beam_search.BeamSearch(
+      beam_size=3,
+      length_alpha=each["length_penalty"],
+      length_offset=0.0,
+      pool=beam_search.Pool.TOP,
+      stop=beam_search.Stop(each["stop"]),
+    )
+    # Loops of Python around the two compiled steps, to compile only these.
+    with jax.disable_jit():
+      found = search.generate(
+        prefill,
+        step,
+        jax.device_put(prompts),
+        jax.device_put(lengths),
+        max_new_tokens=golden_case.NEW_IDS,
+        end_id=each["end_ids"],
+        num_samples=3,
+      )
+    ids = [
+      row[:count].tolist()
+      for row, count in zip(
+        np.asarray(found.ids), found.lengths.tolist(), strict=True
+      )
+    ]
+    assert ids == each["ids"], search
+    np.testing.assert_allclose(found.scores, each["scores"], rtol=2e-4)
+
+
+class _CompiledOnce:
+  """A function of weights and arrays that is compiled at its first call."""
+
+  def __init__(self, function, weights):
+    self._function, self._weights = function, weights
+    self._compiled: Any = None
+
+  def __call__(self, *args, **kwargs):
+    static = {k: v for k, v in kwargs.items() if isinstance(v, int)}
+    arrays = {k: v for k, v in kwargs.items() if k not in static}
+    with jax.disable_jit(False):
+      if self._compiled is None:
+        function = functools.partial(self._function, **static)
+        self._compiled = (
+          jax.jit(function)
+          .lower(self._weights, *args, **arrays)
+          .compile(compiler_options={"xla_backend_optimization_level": 0})
+        )
+      compiled = self._compiled
+      return compiled(self._weights, *args, **arrays)
 
 
 def test_long_rope_of_each_document():

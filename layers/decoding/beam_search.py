@@ -1,0 +1,340 @@
+"""Beam search: the most likely continuations of each prompt.
+
+Each step extends the `beam_size` best live sequences of a prompt by every id.
+The best extensions that do not end are the next live sequences; those that end
+enter a pool of the `beam_size` best by score, the sum of log probabilities
+divided by a length norm. Two definitions differ in what may enter the pool:
+
+  pax:  every live sequence, followed by its best end id
+  top:  end ids among the `beam_size` best extensions (transformers); after
+        `max_new_tokens` these enter the pool without an end id, too
+
+With `pax`, places of the pool that are empty at the end are filled with live
+sequences. Of equal scores the earlier sequence, then the smaller id is better.
+
+The cache is copied once for each beam, and its sequences are selected after
+each step. A prompt's result does not depend on the other prompts.
+
+Letters: B batch, K beam_size, N max_new_tokens, V vocab.
+"""
+
+from collections.abc import Callable, Collection
+import dataclasses
+import enum
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from paxon.layers.decoding import cache_rows, generate
+from paxon.sharding import checks
+
+# The score of an empty place; sums of log probabilities are far above.
+_EMPTY = -1e9
+
+# (cache, indices int [B * K]) -> the cache of those sequences.
+Take = Callable[[Any, jax.Array], Any]
+
+
+class Pool(enum.Enum):
+  """Sequences that may enter the pool; see above."""
+
+  PAX = "pax"
+  TOP = "top"
+
+
+class Stop(enum.Enum):
+  """When the search of a prompt stops, at the latest after `max_new_tokens`.
+
+  Attributes:
+    BOUND: If no live sequence can reach the worst score of a full pool.
+    HEURISTIC: If the best live sequence, ended now, had no better score than
+      the worst of a full pool (`early_stopping=False` of transformers).
+    FULL: As HEURISTIC, and if the pool is full (`early_stopping=True`).
+  """
+
+  BOUND = "bound"
+  HEURISTIC = "heuristic"
+  FULL = "full"
+
+
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=("ids", "log_probs", "scores", "lengths", "ended"),
+  meta_fields=(),
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Beams:
+  """Sequences of each prompt, in descending order of scores.
+
+  Attributes:
+    ids: int32 [B,K,N].
+    log_probs: float32 [B,K,N].
+    scores: float32 [B,K]; of live sequences without the length norm.
+    lengths: int32 [B,K]; 0 for an empty place.
+    ended: bool [B,K].
+  """
+
+  ids: jax.Array
+  log_probs: jax.Array
+  scores: jax.Array
+  lengths: jax.Array
+  ended: jax.Array
+
+
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=("step", "cache", "live", "pool", "done"),
+  meta_fields=(),
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _State:
+  step: jax.Array
+  cache: Any
+  live: _Beams
+  pool: _Beams
+  done: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BeamSearch:
+  """Settings of a beam search; the defaults are those of Pax.
+
+  Attributes:
+    beam_size: Number of live sequences, and of sequences in the pool.
+    length_alpha: Exponent of the length norm of t ids; 0 for none.
+    length_offset: The norm is ((offset + t) / offset)^alpha, and t^alpha for an
+      offset of 0, as in transformers.
+    min_new_tokens: Number of ids before an end id may follow.
+    pool: Sequences that may enter the pool.
+    stop: When a search stops.
+  """
+
+  beam_size: int = 4
+  length_alpha: float = 0.8
+  length_offset: float = 5.0
+  min_new_tokens: int = 0
+  pool: Pool = Pool.PAX
+  stop: Stop = Stop.BOUND
+
+  def __post_init__(self) -> None:
+    checks.check_size(self, "beam_size")
+    checks.check_non_negative(self, "length_offset", "min_new_tokens")
+    if not math.isfinite(self.length_alpha):
+      raise ValueError(
+        f"BeamSearch.length_alpha must be finite, got {self.length_alpha}."
+      )
+
+  def generate(
+    self,
+    prefill: generate.Prefill,
+    decode_step: generate.DecodeStep,
+    prompts: Int[Array, "batch prompt_length"],
+    prompt_lengths: Int[Array, " rows"],
+    *,
+    max_new_tokens: int,
+    end_id: int | Collection[int],
+    num_samples: int = 1,
+    repeat: generate.Repeat = cache_rows.repeat,
+    take: Take = cache_rows.take,
+  ) -> generate.Generation:
+    """Returns the best continuations of each prompt, the best first.
+
+    Args:
+      prefill: Reads the prompts and creates the cache.
+      decode_step: Appends one id to each sequence.
+      prompts: Ids, padded on the right with anything.
+      prompt_lengths: Number of ids of each prompt, from 1 to P.
+      max_new_tokens: Maximum number of generated ids.
+      end_id: Id, or ids, that end a sequence.
+      num_samples: Number of continuations of each prompt, at most `beam_size`.
+      repeat: Repeats the sequences of a cache.
+      take: Selects the sequences of a cache.
+
+    Raises:
+      ValueError: A number is out of range, or the shapes do not match.
+    """
+    generate.check_prompts(prompts, prompt_lengths, max_new_tokens, num_samples)
+    if num_samples > self.beam_size:
+      raise ValueError(
+        f"num_samples ({num_samples}) must not exceed BeamSearch.beam_size"
+        f" ({self.beam_size})."
+      )
+    end_ids = generate.to_end_ids(end_id)
+    size, batch = self.beam_size, prompts.shape[0]
+    logits, cache, lengths = generate.read_prompts(
+      prefill, prompts, prompt_lengths, max_new_tokens
+    )
+    vocab = logits.shape[-1]
+    if vocab - len(end_ids) < size:
+      raise ValueError(
+        f"BeamSearch.beam_size ({size}) must be at most the number of ids that"
+        f" do not end a sequence ({vocab - len(end_ids)})."
+      )
+    cache = repeat(cache, size)
+    logits, lengths = (jnp.repeat(x, size, axis=0) for x in (logits, lengths))
+    ones = jnp.ones((batch * size, 1), jnp.int32)
+
+    def body(state: _State) -> _State:
+      last = jax.lax.dynamic_index_in_dim(
+        state.live.ids, state.step - 1, axis=2, keepdims=False
+      )
+      position = lengths + state.step - 1
+      logits, cache = decode_step(
+        state.cache, last.reshape(-1, 1), position[:, None], ones
+      )
+      state = dataclasses.replace(state, cache=cache)
+      return self._advance(state, logits[:, 0], end_ids, max_new_tokens, take)
+
+    def is_running(state: _State) -> jax.Array:
+      return (state.step < max_new_tokens) & ~jnp.all(state.done)
+
+    def empty(scores: jax.Array) -> _Beams:
+      return _Beams(
+        ids=jnp.zeros((batch, size, max_new_tokens), jnp.int32),
+        log_probs=jnp.zeros((batch, size, max_new_tokens), jnp.float32),
+        scores=jnp.broadcast_to(scores, (batch, size)),
+        lengths=jnp.zeros((batch, size), jnp.int32),
+        ended=jnp.zeros((batch, size), bool),
+      )
+
+    state = _State(
+      step=jnp.int32(0),
+      cache=cache,
+      # All copies of a prompt but one are empty.
+      live=empty(jnp.where(jnp.arange(size) == 0, 0.0, _EMPTY)),
+      pool=empty(jnp.full((size,), _EMPTY)),
+      done=jnp.zeros((batch,), bool),
+    )
+    state = self._advance(state, logits[:, 0], end_ids, max_new_tokens, take)
+    state = jax.lax.while_loop(is_running, body, state)
+    return _to_generation(self._filled(state), num_samples)
+
+  def _advance(
+    self,
+    state: _State,
+    logits: jax.Array,
+    end_ids: tuple[int, ...],
+    max_new_tokens: int,
+    take: Take,
+  ) -> _State:
+    """Extends the live sequences by one id, given the logits [B * K, V]."""
+    live, pool, size = state.live, state.pool, self.beam_size
+    batch, vocab = live.scores.shape[0], logits.shape[-1]
+    log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    log_probs = log_probs.reshape(batch, size, vocab)
+    total = live.scores[:, :, None] + log_probs
+    ends = jnp.zeros((vocab,), bool).at[jnp.asarray(end_ids)].set(True)
+    is_early = state.step < self.min_new_tokens
+    is_end = ends[None, None, :]
+    total = jnp.where(is_end & is_early, 2 * _EMPTY, total)
+
+    def extend(scores: jax.Array, at: jax.Array) -> _Beams:
+      """Returns extensions, given indices into [K * V]."""
+      beam, ids = at // vocab, (at % vocab).astype(jnp.int32)
+      new = jnp.take_along_axis(log_probs.reshape(batch, -1), at, axis=1)
+      column = (jnp.arange(max_new_tokens) == state.step)[None, None, :]
+      old = _select(live, beam)
+      return _Beams(
+        ids=jnp.where(column, ids[:, :, None], old.ids),
+        log_probs=jnp.where(column, new[:, :, None], old.log_probs),
+        scores=scores,
+        lengths=old.lengths + 1,
+        ended=ends[ids],
+      )
+
+    flat = total.reshape(batch, -1)
+    if self.pool is Pool.PAX:
+      ending = jnp.where(is_end, total, 2 * _EMPTY)
+      best = jnp.argmax(ending, axis=-1)
+      at = best + (vocab * jnp.arange(size))[None, :]
+      new = extend(jnp.take_along_axis(flat, at, axis=1), at)
+      is_new = new.ended & (new.scores > _EMPTY)
+    else:
+      new = extend(*jax.lax.top_k(flat, size))
+      is_new = new.ended | (state.step + 1 == max_new_tokens)
+      is_new &= new.scores > _EMPTY
+    norm = self._norm(state.step + 1)
+    is_new &= ~state.done[:, None]
+    new = dataclasses.replace(
+      new, scores=jnp.where(is_new, new.scores / norm, 2 * _EMPTY)
+    )
+    merged = jax.tree.map(
+      lambda x, y: jnp.concatenate([x, y], axis=1), pool, new
+    )
+    _, chosen = jax.lax.top_k(merged.scores, size)
+    pool = _select(merged, chosen)
+    going = jnp.where(is_end, 2 * _EMPTY, total).reshape(batch, -1)
+    scores, at = jax.lax.top_k(going, size)
+    live = extend(scores, at)
+    flat_index = at // vocab + (size * jnp.arange(batch))[:, None]
+    return _State(
+      step=state.step + 1,
+      cache=take(state.cache, flat_index.reshape(-1)),
+      live=live,
+      pool=pool,
+      done=state.done
+      | self._is_done(live, pool, state.step + 1, max_new_tokens),
+    )
+
+  def _is_done(
+    self, live: _Beams, pool: _Beams, length: jax.Array, max_new_tokens: int
+  ) -> jax.Array:
+    """Returns whether the search of each prompt stops, bool [B]."""
+    is_full = jnp.all(pool.lengths > 0, axis=1)
+    reached = self._norm(length)
+    if self.stop is Stop.BOUND and self.length_alpha > 0:
+      # A sum of log probabilities falls, but a longer one may weigh less.
+      reached = self._norm(jnp.int32(max_new_tokens))
+    is_done = is_full & (live.scores[:, 0] / reached <= pool.scores[:, -1])
+    return is_done | is_full if self.stop is Stop.FULL else is_done
+
+  def _norm(self, length: jax.Array) -> jax.Array:
+    ratio = length.astype(jnp.float32)
+    if self.length_offset > 0:
+      ratio = (self.length_offset + ratio) / self.length_offset
+    return ratio**self.length_alpha
+
+  def _filled(self, state: _State) -> _Beams:
+    """Returns the pool, its empty places filled with live sequences."""
+    live, pool = state.live, state.pool
+    scores = live.scores / self._norm(state.step)
+    rank = jnp.cumsum(pool.lengths == 0, axis=1) - 1
+    fill = dataclasses.replace(live, scores=scores)
+    fill = _select(fill, jnp.maximum(rank, 0))
+
+    def choose(x: jax.Array, y: jax.Array) -> jax.Array:
+      is_empty = pool.lengths == 0
+      is_empty = is_empty.reshape(is_empty.shape + (1,) * (x.ndim - 2))
+      return jnp.where(is_empty, y, x)
+
+    return jax.tree.map(choose, pool, fill)
+
+
+def _select(beams: _Beams, at: jax.Array) -> _Beams:
+  """Returns the sequences at indices [B,K] of each prompt."""
+
+  def select(x: jax.Array) -> jax.Array:
+    index = at.reshape(at.shape + (1,) * (x.ndim - 2))
+    return jnp.take_along_axis(x, index, axis=1)
+
+  return jax.tree.map(select, beams)
+
+
+def _to_generation(beams: _Beams, num_samples: int) -> generate.Generation:
+  best = jax.tree.map(
+    lambda x: x[:, :num_samples].reshape(-1, *x.shape[2:]), beams
+  )
+  none = (*best.ids.shape, 0)
+  return generate.Generation(
+    ids=best.ids,
+    lengths=best.lengths,
+    log_probs=best.log_probs,
+    ended=best.ended,
+    top_ids=jnp.zeros(none, jnp.int32),
+    top_log_probs=jnp.zeros(none, jnp.float32),
+    scores=best.scores,
+  )
