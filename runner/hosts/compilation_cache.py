@@ -25,6 +25,7 @@ _CPU_FACTS = (
   "flags",
   "Features",
 )
+_MIN_TIME = "jax_persistent_cache_min_compile_time_secs"
 # Bytes of a folder; the oldest programs are removed.
 MAX_SIZE = 2**31
 
@@ -52,8 +53,9 @@ def enable(environ: Mapping[str, str]) -> None:
     # A read-only home, or a user without one; a run needs no cache.
     return
   config.update("jax_compilation_cache_dir", str(folder))
-  # Dozens of small programs take as long as the train step.
-  config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+  if _MIN_TIME.upper() not in environ:
+    # Dozens of small programs take as long as the train step.
+    config.update(_MIN_TIME, 0.0)
 
 
 def find_folder(environ: Mapping[str, str], version: str) -> pathlib.Path:

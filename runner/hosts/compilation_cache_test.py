@@ -57,6 +57,9 @@ def test_settings_of_jax_come_first(tmp_path):
   del given["JAX_COMPILATION_CACHE_DIR"]
   off = _run(**given, JAX_ENABLE_COMPILATION_CACHE="false")
   assert off[2] == "None"
+  slow = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1000"}
+  home = {"XDG_CACHE_HOME": str(tmp_path / "slow")}
+  assert [_run(**home, **slow)[0] for _ in range(2)] == ["miss", "miss"]
   assert not (tmp_path / "paxon").exists()
 
 
