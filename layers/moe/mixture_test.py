@@ -197,3 +197,35 @@ def test_load_of_fewer_tokens_than_experts_is_relative_to_the_mean():
   ]
   # Both tokens are alike: one expert of eight has all.
   np.testing.assert_allclose(found, 8.0)
+
+
+def test_a_fixed_bias_selects_and_has_no_gradient():
+  layer = _layer(routers.TopK(k=1, normalize=False, bias=balance.FixedBias()))
+  variables = jax.tree.map(lambda x: x, _init(layer))
+  router = variables["params"]["router"]
+  np.testing.assert_array_equal(router["selection_bias"], np.zeros(E))
+  # Scores are below 1, so all tokens choose expert 4.
+  router["selection_bias"] = jnp.zeros(E).at[4].set(2.0)
+
+  def total(params):
+    routing = layer.apply(
+      {"params": params},
+      _x(),
+      jnp.ones((B, T), jnp.bool_),
+      num_experts=E,
+      method=lambda module, *args, **kwargs: module.router(*args, **kwargs),
+    )
+    return jnp.sum(routing.weights), routing
+
+  (_, routing), gradients = jax.jit(jax.value_and_grad(total, has_aux=True))(
+    variables["params"]
+  )
+  np.testing.assert_array_equal(routing.ids, np.full((B, T, 1), 4))
+  scores = testing.softmax(
+    np.einsum("btd,de->bte", _x(), router["logits"]["kernel"])
+  )
+  # The bias is no part of the weights.
+  np.testing.assert_allclose(routing.weights[..., 0], scores[..., 4], rtol=1e-5)
+  gradient = gradients["router"]
+  np.testing.assert_array_equal(gradient["selection_bias"], np.zeros(E))
+  assert np.abs(gradient["logits"]["kernel"]).max() > 0
