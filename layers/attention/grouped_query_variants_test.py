@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 
 from paxon.layers import rotary_embedding, testing
-from paxon.layers.attention import head_norm, kernels, position_bias
+from paxon.layers.attention import (
+  grouped_query,
+  head_norm,
+  kernels,
+  position_bias,
+)
 from paxon.layers.attention import testing as attention_testing
 
 BATCH, LENGTH, EMBED, HEADS, KV_HEADS, HEAD_DIM = 2, 6, 8, 4, 2, 4
@@ -324,3 +329,23 @@ def test_rejects_parts_without_sense():
     position_bias.TransformerXlPosition(embed_dim=0)
   with pytest.raises(ValueError, match=r"max_wavelength must exceed 1, got 1"):
     position_bias.TransformerXlPosition(embed_dim=4, max_wavelength=1.0)
+
+
+def test_norm_of_all_heads_together():
+  x = np.random.RandomState(0).standard_normal((2, 3, 4, 5))
+  scale = np.random.RandomState(1).standard_normal((4, 5))
+  norm = head_norm.AllHeadsNorm(epsilon=1e-3)
+  y = norm.apply(
+    {"params": {"scale": jnp.asarray(scale, jnp.float32)}},
+    jnp.asarray(x, jnp.float32),
+  )
+  mean = (x**2).mean(axis=(2, 3), keepdims=True)
+  expected = x / np.sqrt(mean + 1e-3) * scale
+  np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_rejects_a_limit_that_is_not_positive():
+  with pytest.raises(ValueError, match=r"limit must be positive, got 0"):
+    grouped_query.GroupedQueryAttention(
+      2, num_kv_heads=2, head_dim=4, limit=0.0
+    )
