@@ -1,5 +1,7 @@
 """Tests for generation: the loop with a scripted model, then a real one."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -120,24 +122,27 @@ def test_requests_of_one_batch_have_their_own_settings():
   ]
   rows = [[1], [3, 4], [2, 1], [3], [5]]
 
+  @functools.partial(jax.jit, static_argnames="num_samples")
+  def compiled(ids, lengths, sampler, num_samples):
+    return generate.generate(
+      *_scripted(),
+      ids,
+      lengths,
+      sampler=sampler,
+      key=jax.random.key(0),
+      max_new_tokens=4,
+      end_id=6,
+      num_samples=num_samples,
+      repeat=lambda cache, n: (cache[0], jnp.repeat(cache[1], n)),
+    )
+
   def run(rows, settings, num_samples=1):
     batch = prompts.pad_right(rows, length=2)
-    return jax.jit(
-      lambda ids, lengths, sampler: generate.generate(
-        *_scripted(),
-        ids,
-        lengths,
-        sampler=sampler,
-        key=jax.random.key(0),
-        max_new_tokens=4,
-        end_id=6,
-        num_samples=num_samples,
-        repeat=lambda cache, n: (cache[0], jnp.repeat(cache[1], n)),
-      )
-    )(
-      jnp.asarray(batch.ids),
-      jnp.asarray(batch.lengths),
-      sampling.stack(settings, num_samples=num_samples, vocab_size=VOCAB),
+    sampler = sampling.stack(
+      settings, num_samples=num_samples, vocab_size=VOCAB
+    )
+    return compiled(
+      jnp.asarray(batch.ids), jnp.asarray(batch.lengths), sampler, num_samples
     )
 
   together = run(rows, settings)
