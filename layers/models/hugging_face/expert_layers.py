@@ -218,8 +218,10 @@ def read_router(
   weight = fields.get("router_aux_loss_coef", balance_weight)
   if weight != 0 or isinstance(weight, bool):
     weight = fields.number("router_aux_loss_coef", balance_weight)
+  # transformers adds the loss only then.
+  is_balanced = fields.flag("output_router_logits", False)
   return {
     "num_experts": total,
     "num_chosen": chosen,
-    "balance_weight": float(weight),
+    "balance_weight": float(weight) if is_balanced else 0.0,
   }

@@ -18,8 +18,6 @@ from paxon.layers.models.hugging_face import (
   llama,
 )
 
-# The auxiliary loss is part of training here, whatever a forward pass returns.
-_INERT = ("output_router_logits",)
 _GPT_OSS_ROPE = {
   "rope_type": "yarn",
   "factor": 32.0,
@@ -190,7 +188,6 @@ MIXTRAL = family.Family(
   model_type="mixtral",
   architecture="MixtralForCausalLM",
   read=_read_mixtral,
-  inert=_INERT,
   # Noise of the experts' input, which is not supported.
   neutral={"router_jitter_noise": (0.0, 0)},
 )
@@ -198,7 +195,6 @@ QWEN2_MOE = family.Family(
   model_type="qwen2_moe",
   architecture="Qwen2MoeForCausalLM",
   read=_read_qwen2_moe,
-  inert=_INERT,
   neutral={"use_mrope": (False,)},
 )
 QWEN3_MOE = family.Family(
@@ -206,20 +202,19 @@ QWEN3_MOE = family.Family(
   architecture="Qwen3MoeForCausalLM",
   read=_read_qwen3_moe,
   # All layers have a window, or none has.
-  inert=(*_INERT, "max_window_layers"),
+  inert=("max_window_layers",),
 )
 OLMOE = family.Family(
   model_type="olmoe",
   architecture="OlmoeForCausalLM",
   read=_read_olmoe,
-  inert=_INERT,
 )
 GPT_OSS = family.Family(
   model_type="gpt_oss",
   architecture="GptOssForCausalLM",
   read=_read_gpt_oss,
   # Names of fields in the first code of the model.
-  inert=(*_INERT, "experts_per_token", "initial_context_length"),
+  inert=("experts_per_token", "initial_context_length"),
   # Its activation does not depend on it.
   neutral={"hidden_act": ("silu",)},
   packings=("mxfp4",),

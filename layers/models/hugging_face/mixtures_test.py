@@ -37,7 +37,7 @@ def test_greedy(case):
 def test_balance_loss(case):
   golden = golden_case.read(case)
   ids, config = golden.arrays["ids"], {**golden.config}
-  config["router_aux_loss_coef"] = 0.5
+  config |= {"router_aux_loss_coef": 0.5, "output_router_logits": True}
   of = CASES[case]
   batch = {
     "inputs": ids,
@@ -65,6 +65,14 @@ def test_balance_loss(case):
   np.testing.assert_allclose(value, expected, rtol=1e-5)
   # Balanced experts would have the number of choices.
   assert expected > 0.5 * config["num_experts_per_tok"] * 1.001
+
+
+def test_balance_loss_needs_output_router_logits():
+  config = {**golden_case.read("mixtral").config, "router_aux_loss_coef": 0.5}
+  for is_on in (False, True):
+    config["output_router_logits"] = is_on
+    block = CASES["mixtral"].model(config).stack.blocks[0]
+    assert bool(block.feed_forward.losses) is is_on
 
 
 @_ALL
