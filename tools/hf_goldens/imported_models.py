@@ -43,6 +43,8 @@ TOKENIZERS: Mapping[str, str] = {
   "qwen3_moe": "bytes",
   "olmoe": "bytes",
   "gpt_oss": "bytes",
+  "deepseek_v2": "bytes",
+  "deepseek_v3": "bytes",
 }
 PROMPT = "The quick brown fox, naïve 🦊"
 MESSAGES = [

@@ -156,9 +156,6 @@ def make(name: str) -> dict[str, Any]:
     eos_token_id=None,
     **positions,
   )
-  if hasattr(model.config, "router_aux_loss_coef"):
-    # The two define the loss that balances experts differently.
-    model.config.router_aux_loss_coef = 0.0
   tokenizer = transformers.AutoTokenizer.from_pretrained(
     imported_models.FOLDER / kind
   )
