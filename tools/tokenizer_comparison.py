@@ -215,6 +215,8 @@ def _load(path: str) -> text_tokenizer.TextTokenizer:
   tokenizer = load.load(path)
   if not isinstance(tokenizer, text_tokenizer.TextTokenizer):
     raise ValueError(f"tokenizer={path!r} must be a vocabulary file or folder.")
+  # Reads the file, whose errors are clearer than the library's.
+  tokenizer.encode("")
   return tokenizer
 
 

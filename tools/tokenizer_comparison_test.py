@@ -130,7 +130,10 @@ def test_the_command_reports_differences(bpe, tmp_path, capsys):
   arguments = [at, f"--with={other}", "--lines=200"]
   assert tokenize_main.main(["compare", *arguments]) == 1
   assert "\nids: '" in capsys.readouterr().out
+  no_vocabulary = tmp_path / "special_tokens_map.json"
+  no_vocabulary.write_text('{"eos_token": "</s>"}')
   for arguments, message in (
+    ([f"--tokenizer={no_vocabulary}"], "is not a tokenizer.json"),
     ([], "--tokenizer is missing"),
     ([at, "--lines=-1"], "--lines must be a whole number, got '-1'"),
     (["--tokenizer=bytes"], "must be a vocabulary file or folder"),
