@@ -9,7 +9,7 @@ from paxon.tasks.plans import gpu_check
 
 
 def test_a_dry_run_plans_and_runs(tmp_path, capsys, monkeypatch):
-  # Each is planned by a process of its own: one is enough here.
+  # Each is planned by a separate process: one is enough here.
   cases = gpu_check.TINY_CASES[:1]
   monkeypatch.setattr(gpu_check, "TINY_CASES", cases)
   page = tmp_path / "page.md"
