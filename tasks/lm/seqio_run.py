@@ -9,7 +9,7 @@ from typing import Any
 
 import fiddle as fdl
 
-from paxon.inputs import base_input, packed_input
+from paxon.inputs import base_input, optional_library, packed_input
 from paxon.inputs.seqio_tasks import testing as seqio_testing
 from paxon.runner import main
 from paxon.runner import task as task_lib
@@ -78,4 +78,6 @@ def command_line(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+  # Half of a short run is this import, which the forks share.
+  optional_library.seqio()
   forks_lib.serve({"command_line": command_line})
