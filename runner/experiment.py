@@ -93,6 +93,10 @@ class Experiment(abc.ABC):
     compiler_option_sets: Names of sets of XLA options in `settings.compiler`,
       such as `async_collectives`.
     pgle: `auto` or the path of a profile, see `Job.pgle`.
+    non_finite: What training does about a loss, gradient or state that is not
+      finite: `stop` ends the run with an error, `roll_back` restores the newest
+      checkpoint and continues with later data, `skip` makes no update (it
+      cannot change when a run resumes), `ignore` trains on.
     quantization: Recipe of attention projections and feed-forward layers, such
       as `fp8` or `int8`, see `quantization.recipes`; None computes in `dtype`.
       `int8:convert` and `int8:serve` quantize the weights of a trained run.
@@ -125,6 +129,7 @@ class Experiment(abc.ABC):
   compiler_options: Mapping[str, compiler.Value] = types.MappingProxyType({})
   compiler_option_sets: tuple[str, ...] = ()
   pgle: str | None = None
+  non_finite: Literal["stop", "roll_back", "skip", "ignore"] = "stop"
   quantization: str | None = None
   quantization_monitor: bool = False
 
@@ -407,6 +412,7 @@ class Experiment(abc.ABC):
         pgle=self.pgle,
         expected_kernels=self.expected_kernels(),
       )
+      self._set_non_finite(config)
       self.adjust(config)
       self._quantize(config)
       if rewrites.set_dtype(config.task, self._peek("dtype")):
@@ -445,6 +451,18 @@ class Experiment(abc.ABC):
     elif rules:
       sets = config.compiler_option_sets
       config.compiler_option_sets = (*sets, _QUANTIZED_OPTION_SET)
+
+  def _set_non_finite(self, config: fdl.Config[job_lib.Job]) -> None:
+    """Sets what training does about a NaN, if it is not the default."""
+    policy = self.non_finite
+    if policy == "skip":
+      from paxon.runner.configuration import rewrites
+
+      rewrites.skip_non_finite(config)
+    elif policy != "stop":
+      config.non_finite = fdl.Config(
+        training.NonFinite, policy=training.NonFinitePolicy(policy)
+      )
 
   def _named_rules(self, name: str) -> rules_lib.Rules:
     try:

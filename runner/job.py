@@ -42,6 +42,7 @@ class Job:
     retention: Which checkpoints are kept.
     warm_start: Initial values for a run without a checkpoint of its own.
     early_stopping: When training ends before its last step; None for never.
+    non_finite: What training does about a NaN.
     observability: Monitoring of the training run.
     generation: Prompts to sample at the end; None for none.
     baselines: Computes values to compare `bits_per_byte` with, by name. Called
@@ -79,6 +80,9 @@ class Job:
   )
   warm_start: training.WarmStart | None = None
   early_stopping: training.EarlyStopping | None = None
+  non_finite: training.NonFinite = dataclasses.field(
+    default_factory=training.NonFinite
+  )
   observability: monitoring.MonitoringSettings = dataclasses.field(
     default_factory=monitoring.MonitoringSettings
   )

@@ -49,7 +49,7 @@ def run(
     sys.stdout.flush()
   except user_error.UserError as error:
     print(user_error.one_line(error), file=sys.stderr)
-    status = _EXIT_USAGE
+    status = error.status
   except KeyboardInterrupt:
     status = _EXIT_SIGINT
   except BrokenPipeError:

@@ -2,13 +2,19 @@
 
 import os
 import traceback
+from typing import ClassVar
 
 
 class UserError(Exception):
   """A mistake of the user; the message says what is wrong and how to fix it.
 
-  The command line prints `one_line(error)` on stderr and exits with status 2.
+  The command line prints `one_line(error)` on stderr and exits with `status`.
+
+  Attributes:
+    status: 2, that of a wrong command; a subclass may have another.
   """
+
+  status: ClassVar[int] = 2
 
 
 def place_of(error: BaseException) -> str:

@@ -57,8 +57,10 @@ _STACKS = (
 
 RULES: Mapping[str, Rule] = types.MappingProxyType(
   {
-    # Both say when training ends, not what a step does.
-    **_rules(_JOB, "num_train_steps early_stopping", Effect.NUMERICS),
+    # When training ends, and what follows a NaN: not what a step does.
+    **_rules(
+      _JOB, "num_train_steps early_stopping non_finite", Effect.NUMERICS
+    ),
     **_rules(_JOB, "mesh rules pgle", Effect.THROUGHPUT),
     **_rules(
       _JOB,

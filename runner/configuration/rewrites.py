@@ -15,6 +15,7 @@ from jax import numpy as jnp
 
 from paxon.layers import edged_stack, precision, stack
 from paxon.layers.attention import kernels, quantized_rows
+from paxon.learners import skipping
 from paxon.quantization import einsum as quantized
 from paxon.quantization import matmuls, served_einsum
 from paxon.quantization import recipe as recipe_lib
@@ -46,6 +47,13 @@ def check_dtypes(config: fdl.Buildable) -> None:
           f"{tree.join(path, field)} must be {', '.join(_COMPUTE_DTYPES[:-1])}"
           f" or {_COMPUTE_DTYPES[-1]}, got {name}."
         )
+
+
+def skip_non_finite(config: fdl.Buildable) -> None:
+  """Makes the learner of a job skip updates that are not finite, in place."""
+  learner = config.task.learner
+  if learner.skip is None:
+    learner.skip = fdl.Config(skipping.SkipUpdates)
 
 
 def set_dtype(config: fdl.Buildable, dtype: str) -> list[str]:

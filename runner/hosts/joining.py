@@ -95,7 +95,7 @@ def exit_together() -> Iterator[None]:
     yield
   except user_error.UserError as error:
     print(user_error.one_line(error), file=sys.stderr)
-    _abandon(_USAGE_ERROR)
+    _abandon(error.status, raised_by_all=True)
   except KeyboardInterrupt:
     _abandon(_INTERRUPTED)
   except BaseException as error:
@@ -107,7 +107,7 @@ def exit_together() -> Iterator[None]:
   jax.distributed.shutdown()
 
 
-def _abandon(status: int) -> NoReturn:
+def _abandon(status: int, *, raised_by_all: bool = False) -> NoReturn:
   """Exits without waiting for the other processes.
 
   They fail too: process 0 takes JAX's coordinator with it, and collectives
@@ -115,8 +115,8 @@ def _abandon(status: int) -> NoReturn:
   """
   sys.stdout.flush()
   sys.stderr.flush()
-  if status == _USAGE_ERROR and jax.process_index() == 0:
-    # All processes raise a usage error, and each prints it.
+  if raised_by_all and jax.process_index() == 0:
+    # Each process prints an error of the user.
     time.sleep(_FLUSH_SECONDS)
   # `sys.exit` would wait for the others until JAX terminates this process.
   os._exit(status)

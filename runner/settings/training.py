@@ -1,4 +1,4 @@
-r"""Settings of training: retained checkpoints, warm starts, early stopping.
+r"""Settings of training: checkpoints, warm starts, early stopping, NaN.
 
 Experiments return them from the methods of the same names:
 
@@ -155,6 +155,36 @@ class EarlyStopping:
   def split(self) -> str:
     """The split of `metric`."""
     return self.metric.partition("/")[0]
+
+
+class NonFinitePolicy(enum.Enum):
+  """What training does about a value that is not finite."""
+
+  STOP = "stop"
+  ROLL_BACK = "roll_back"
+  IGNORE = "ignore"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NonFinite:
+  """What training does about a loss, gradient or state that is not finite.
+
+  No such state is saved, whatever the policy, unless it is `IGNORE`. With
+  `Learner.skip` the update of such a step is skipped first.
+
+  Attributes:
+    policy: `STOP` ends the run with an error that names the step, the value
+      and the data; `ROLL_BACK` restores the newest checkpoint and continues
+      with the data after the batch; `IGNORE` trains on.
+    limit: Largest number of roll-backs of a process, and of skipped updates in
+      sequence (`Learner.skip`); the next one ends the run.
+  """
+
+  policy: NonFinitePolicy = NonFinitePolicy.STOP
+  limit: int = 10
+
+  def __post_init__(self) -> None:
+    checks.check_non_negative(self, "limit")
 
 
 class PatternError(ValueError):

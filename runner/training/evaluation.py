@@ -197,6 +197,10 @@ class EvaluationLog:
     self._results[step] = dict(results)
     self._made.add(step)
 
+  def forget_after(self, step: int) -> None:
+    """Drops the evaluations of later steps, which training repeats."""
+    self._results = {k: v for k, v in self._results.items() if k <= step}
+
   def at(self, step: int) -> run_metrics.Results | None:
     """Returns the evaluation at a step, `None` if it is incomplete."""
     results = self._results.get(step, {})

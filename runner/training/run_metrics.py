@@ -43,12 +43,24 @@ class TrainMetrics:
     every_steps: int,
     last_step: int,
     observer: observer_lib.Observer | None = None,
+    check: Callable[[int, Mapping[str, float]], None] = lambda *_: None,
   ) -> None:
-    """Starts the clock of the first step."""
+    """Starts the clock of the first step.
+
+    Args:
+      writer: Where metrics are written.
+      every_steps: Interval of the steps that are written.
+      last_step: A step that is always written.
+      observer: Callbacks for monitoring; by default none.
+      check: Called with the step and the metrics that are read in every step,
+        after they are written; the loss of a batch without targets is not among
+        them.
+    """
     self._writer = writer
     self._every_steps = every_steps
     self._last_step = last_step
     self._observer = observer or observer_lib.Observer()
+    self._check = check
     self._pending: tuple[int, loss_function.Metrics] | None = None
     self._throughput = Throughput()
 
@@ -88,6 +100,10 @@ class TrainMetrics:
       observed = self._observer.metrics(self._throughput.step_seconds())
       values["tokens_per_second"] = self._throughput.report()
       self._writer.write(step, TRAIN, values | observed)
+    checked = {name: values[name] for name in _EVERY_STEP if name in values}
+    if not totals.weight("loss"):
+      checked.pop("loss", None)
+    self._check(step, checked)
 
 
 class Throughput:

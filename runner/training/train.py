@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import contextlib
 import dataclasses
 import errno
+import itertools
 import os
 
 from etils import epath
@@ -27,8 +28,10 @@ from paxon.runner.hosts import agreement
 from paxon.runner.monitoring import goodput, metrics_file, report, writers
 from paxon.runner.monitoring import launch as launch_lib
 from paxon.runner.monitoring import observer as observer_lib
+from paxon.runner.settings import training
 from paxon.runner.training import (
   evaluation,
+  non_finite,
   preflight,
   profile_guided,
   restore,
@@ -191,8 +194,9 @@ def _run(
       stop=stop,
       observer=observer,
       guide=_guide(session, run_dir),
+      guard=non_finite.Guard(session),
     )
-    state = loop.run(state)
+    state = _run_loop(loop, state)
     # The last checkpoint is complete before anything else can fail.
     with ledger.span(goodput.Cause.CHECKPOINT):
       checkpoints.wait()
@@ -214,6 +218,30 @@ def _run(
     ended_early=ended_early,
     run_dir=run_dir,
   )
+
+
+def _run_loop(
+  loop: train_loop.TrainLoop, state: train_state.TrainState
+) -> train_state.TrainState:
+  """Trains to the last step; rolls back where the job says so."""
+  settings = loop.session.job.non_finite
+  for count in itertools.count(1):
+    try:
+      return loop.run(state)
+    except non_finite.NonFiniteError as error:
+      loop.checkpoints.wait()
+      newest = agreement.from_first(loop.checkpoints.latest_step)
+      rolls_back = settings.policy is training.NonFinitePolicy.ROLL_BACK
+      if not rolls_back or count > settings.limit:
+        raise error.with_advice(newest, settings) from None
+      print(f"{error}; rolling back", flush=True)
+      position = error.position
+    # The state is freed before another is restored.
+    del state
+    state = restore.restore_or_start(loop.session, loop.checkpoints)
+    loop.session.job.train_input.set_state(dict(position))
+    loop.log.forget_after(int(state.step))
+  raise AssertionError
 
 
 def _check(job: job_lib.Job, launch: launch_lib.Launch) -> None:

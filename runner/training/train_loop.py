@@ -22,6 +22,7 @@ from paxon.runner.training import (
   compiled_steps,
   evaluation,
   kernel_checks,
+  non_finite,
   prefetch,
   profile_guided,
   restore,
@@ -48,6 +49,8 @@ class TrainLoop:
     stop: Requests of the user to stop.
     observer: Callbacks for monitoring; by default none.
     guide: Profiles some steps and recompiles; None for no profile.
+    guard: Checks that losses, gradients and saved states are finite; None
+      checks nothing.
   """
 
   session: session_lib.Session
@@ -61,6 +64,7 @@ class TrainLoop:
     default_factory=observer_lib.Observer
   )
   guide: profile_guided.ProfileGuide | None = None
+  guard: non_finite.Guard | None = None
 
   def run(self, state: train_state.TrainState) -> train_state.TrainState:
     """Trains from a state, which is donated; saves and returns the last one.
@@ -106,6 +110,7 @@ class TrainLoop:
         every_steps=job.summary_every_steps,
         last_step=job.num_train_steps,
         observer=self.observer,
+        **({} if self.guard is None else {"check": self.guard.finished}),
       )
       timed_batches = self.observer.waits(
         batches, is_ready=batches.is_ready, is_busy=metrics.is_busy
@@ -118,6 +123,8 @@ class TrainLoop:
         with self.observer.before_step(step, paused=metrics.paused):
           state, step_metrics = train_step(state, batch.arrays)
         self.observer.dispatched(step, before=position, after=batch.position)
+        if self.guard is not None:
+          self.guard.dispatched(step, before=position, after=batch.position)
         position = batch.position
         # Waits for the step before this one, so the device always has work.
         metrics.add(step, step_metrics)
@@ -188,6 +195,8 @@ class TrainLoop:
     self, step: int, state: train_state.TrainState, position: Mapping[str, Any]
   ) -> None:
     with self.observer.span(goodput.Cause.CHECKPOINT):
+      if self.guard is not None:
+        self.guard.check_state(step, state, position)
       # A run that resumes from this checkpoint writes no line before it again.
       self.writer.flush()
       data = restore.to_stored_positions(
