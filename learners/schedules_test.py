@@ -1,5 +1,7 @@
 """Tests for all schedules, against their definition in float64."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -107,6 +109,132 @@ CASES = {
   ),
 }
 
+# Schedules of Pax, from its definitions in float64.
+
+
+def _path(t, start, limit, rate):
+  (x0, y0), (x1, y1) = start, limit
+  if t < x0:
+    return y0
+  return y1 if t >= x1 else rate((t - x0) / (x1 - x0), y0, y1)
+
+
+def _polynomial(power, origin="start"):
+  def rate(f, y0, y1):
+    share = f**power if origin == "start" else 1 - (1 - f) ** power
+    return y0 + share * (y1 - y0)
+
+  return rate
+
+
+def _exponent(f, y0, y1):
+  return np.exp(np.log(y0) + f * (np.log(y1) - np.log(y0)))
+
+
+def _half_cosine(f, y0, y1):
+  return y1 + 0.5 * (y0 - y1) * (1 + np.cos(np.pi * f))
+
+
+def _paths():
+  for name, start, limit, kind, fields, rate in (
+    ("line", (5, 0.1), (40, 0.7), "Polynomial", {}, _polynomial(1)),
+    ("power 3", (5, PEAK), (40, END), "Polynomial", {"power": 3}, None),
+    ("root", (0, 0.0), (40, PEAK), "Polynomial", {"power": 0.5}, None),
+    (
+      "power 2 from the limit",
+      (5, PEAK),
+      (40, END),
+      "Polynomial",
+      {"power": 2, "origin": schedules.Origin.LIMIT},
+      _polynomial(2, "limit"),
+    ),
+    ("growth", (3, END), (50, PEAK), "Exponential", {}, _exponent),
+    ("delayed cosine", (20, PEAK), (60, END), "Cosine", {}, _half_cosine),
+  ):
+    rate = rate or _polynomial(fields["power"])
+    schedule = getattr(schedules, kind)(start=start, limit=limit, **fields)
+    yield (
+      name,
+      (
+        schedule,
+        lambda t, start=start, limit=limit, rate=rate: _path(
+          t, start, limit, rate
+        ),
+      ),
+    )
+
+
+def _ramp(t, warmup, begin, end, rate, ratio=0.01):
+  """Phases with own counts of steps, as Pax joins them."""
+  if t < warmup:
+    return PEAK * t / warmup
+  if t < begin:
+    return PEAK
+  return _path(t - begin, (0, PEAK), (end - begin, PEAK * ratio), rate)
+
+
+def _ramps():
+  for name, warmup, begin, decay, rate in (
+    ("Polynomial", 10, 20, functools.partial(schedules.Polynomial, power=2), 2),
+    ("Cosine", 10, 30, schedules.Cosine, _half_cosine),
+    ("Exponential", 10, 10, schedules.Exponential, _exponent),
+    ("constant, then linear", 0, 20, schedules.Polynomial, 1),
+  ):
+    definition = _polynomial(rate) if isinstance(rate, int) else rate
+    schedule = schedules.RampHoldDecay(
+      peak=PEAK,
+      warmup_steps=warmup,
+      decay_start=begin,
+      decay_end=60,
+      decay=decay,
+    )
+    yield (
+      f"ramp, hold, {name}",
+      (
+        schedule,
+        lambda t, warmup=warmup, begin=begin, rate=definition: _ramp(
+          t, warmup, begin, 60, rate
+        ),
+      ),
+    )
+
+
+_LINE = schedules.Polynomial(start=(0, 0.5), limit=(50, 0.1))
+_STEPS = schedules.PiecewiseConstant(boundaries=(5, 9), values=(3.0, 2.0, 1.0))
+
+
+def _line(t):
+  return _path(t, (0, 0.5), (50, 0.1), _polynomial(1))
+
+
+def _stairs(t):
+  return 3.0 if t < 5 else 2.0 if t < 9 else 1.0
+
+
+CASES |= dict(_paths()) | dict(_ramps())
+CASES |= {
+  "half-life": (
+    schedules.HalfLife(value=0.5, start_step=20, half_life_steps=7),
+    lambda t: 0.5 * max(0.5 ** (max(t - 20, 0) / 7), 0.01),
+  ),
+  "inverse root after a constant": (
+    schedules.Rsqrt(multiplier=0.3, decay_start=10, offset=4.0, decay_end=60),
+    lambda t: 0.3 / np.sqrt(max(min(t, 60) - 4, 10)),
+  ),
+  "joined": (
+    schedules.Joined(boundaries=(10, 30), schedules=(_LINE, _STEPS, _LINE)),
+    lambda t: (
+      _line(t) if t < 10 else _stairs(t - 10) if t < 30 else _line(t - 30)
+    ),
+  ),
+  "a cycle": (
+    schedules.Cycle(
+      schedules=(_LINE, _STEPS, optax.constant_schedule(0.2)), steps=(3, 2, 1)
+    ),
+    lambda t: (_line(t), _stairs(t), 0.2)[(0, 0, 0, 1, 1, 2)[t % 6]],
+  ),
+}
+
 
 @pytest.mark.parametrize("case", CASES)
 def test_matches_the_definition_at_every_step(case):
@@ -135,6 +263,13 @@ def test_never_negative_and_finite_far_out(case):
     ("warm-up, stable, decay", {5: PEAK, 40: PEAK, 60: END}),
     ("steps", {2: 1.0, 3: 0.5, 8: 0.5, 9: 0.1}),
     ("lines", {0: 0.0, 4: 0.0, 10: 0.3, 40: 0.1, 41: 0.1}),
+    ("power 3", {0: PEAK, 5: PEAK, 40: END, 10**7: END}),
+    ("growth", {3: END, 50: PEAK}),
+    ("delayed cosine", {20: PEAK, 60: END}),
+    ("ramp, hold, Cosine", {0: 0.0, 10: PEAK, 30: PEAK, 60: PEAK * 0.01}),
+    ("half-life", {20: 0.5, 27: 0.25, 10**6: 0.005}),
+    # Beyond 2^24 steps, where float32 has no odd numbers.
+    ("a cycle", {6 * 2**24 + 5: 0.2, 6 * 2**24 + 3: 1.0}),
   ],
 )
 def test_boundaries_are_exact(case, exact):
@@ -218,6 +353,75 @@ _WARM = {"peak": 0.1, "warmup_steps": 2, "total_steps": 10, "end": 0.01}
       schedules.PiecewiseLinear,
       {"steps": (), "values": ()},
       r"as many entries as steps \(0\) and at least one, got 0",
+    ),
+    (
+      schedules.Polynomial,
+      {"start": (5, 1.0), "limit": (5, 0.0)},
+      r"Polynomial.limit must have a later step than start \(5\), got 5",
+    ),
+    (
+      schedules.Polynomial,
+      {"start": (0, 1.0), "limit": (5, 0.0), "power": 0},
+      r"Polynomial.power must be positive, got 0",
+    ),
+    (
+      schedules.Cosine,
+      {"start": (-1, 1.0), "limit": (5, 0.0)},
+      r"Cosine.start must be two numbers, .*, got \(-1, 1.0\)",
+    ),
+    (
+      schedules.Cosine,
+      {"start": (0, 1.0), "limit": (5, -1.0)},
+      r"Cosine.limit must be two numbers, .*, got \(5, -1.0\)",
+    ),
+    (
+      schedules.Exponential,
+      {"start": (0, 1.0), "limit": (5, 0.0)},
+      r"Exponential.start and limit must have positive rates, got .* 0.0\)",
+    ),
+    (schedules.Rsqrt, {"decay_start": 0}, r"decay_start must be positive"),
+    (
+      schedules.HalfLife,
+      {"value": 1.0, "min_ratio": 0.0},
+      r"HalfLife.min_ratio must be in \(0, 1\], got 0.0",
+    ),
+    (
+      schedules.Joined,
+      {"boundaries": (1,), "schedules": (_LINE,)},
+      r"Joined.schedules must have one more entry than boundaries \(1\), got 1",
+    ),
+    (
+      schedules.Joined,
+      {"boundaries": (3, 2), "schedules": (_LINE, _LINE, _LINE)},
+      r"Joined.boundaries must increase, got \(3, 2\)",
+    ),
+    (
+      schedules.Cycle,
+      {"steps": (1, 2), "schedules": (_LINE,)},
+      r"Cycle.schedules must have as many entries as steps \(2\)",
+    ),
+    (
+      schedules.Cycle,
+      {"steps": (0,), "schedules": (_LINE,)},
+      r"Cycle.steps must be positive, got \(0,\)",
+    ),
+    *(
+      (
+        schedules.RampHoldDecay,
+        {"peak": 1.0, "warmup_steps": 5, "decay_start": 9, "decay_end": 20}
+        | fields,
+        message,
+      )
+      for fields, message in (
+        ({"peak": 0.0}, r"RampHoldDecay.peak must be positive, got 0.0"),
+        ({"decay_start": 4}, r"decay_start .* warmup_steps \(5\), got 4"),
+        ({"decay_end": 9}, r"decay_end must be more .* \(9\), got 9"),
+        ({"min_ratio": 1.5}, r"min_ratio must be in \[0, 1\], got 1.5"),
+        (
+          {"min_ratio": 0.0, "decay": schedules.Exponential},
+          r"Exponential.start and limit must have positive rates, got .* 0.0\)",
+        ),
+      )
     ),
   ],
 )
