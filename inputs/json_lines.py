@@ -50,11 +50,23 @@ class JsonLines(record_files.RecordFiles):
     """Returns one document as UTF-8.
 
     Raises:
-      ValueError: Its line is not an object with the string `text_key`.
+      ValueError: Its line is not an object with the string `text_key`; the
+        error has the file and the number of the line, from 1.
     """
     number, line = self._locate(index)
     file = self._parts[number]
-    return self.document(file.line(line), file.path)
+    text = file.line(line)
+    try:
+      return self.document(text, file.path)
+    except ValueError as error:
+      number = file.line_number(line)
+      raise ValueError(f"{error} (line {number} of the file)") from error
+
+  def name(self, index: int) -> str:
+    """Returns the file and the number of a document's line, from 1."""
+    number, line = self._locate(index)
+    file = self._parts[number]
+    return f"{file.path}, line {file.line_number(line)}"
 
   def document(self, line: bytes, path: str) -> bytes:
     """Returns the document of a line, the bytes of a JSON object.
@@ -98,6 +110,14 @@ class _File:
   def line(self, number: int) -> bytes:
     """Returns a line without its newline."""
     return self._text(int(self._begins[number]), int(self._ends[number]))
+
+  def line_number(self, number: int) -> int:
+    """Returns the number of a line in the file, from 1, blank ones included."""
+    begin = int(self._begins[number])
+    parts = range(0, begin, _CHUNK)
+    return 1 + sum(
+      self._text(at, min(at + _CHUNK, begin)).count(b"\n") for at in parts
+    )
 
   def _text(self, begin: int, end: int) -> bytes:
     first, text = self._cached

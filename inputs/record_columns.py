@@ -58,7 +58,7 @@ class TextColumn:
     if isinstance(value, bytes):
       return value
     raise ValueError(
-      f"{_name(self.rows, index)}: the column {self.column!r} must be a string,"
+      f"{name(self.rows, index)}: the column {self.column!r} must be a string,"
       f" got {type(value).__name__}."
     )
 
@@ -96,15 +96,16 @@ class TokenColumn:
   def __getitem__(self, index: int, /) -> example_source.Example:
     """Returns `inputs` and `targets`, int32 [n]."""
     ids = np.asarray(_value(self.rows, index, self.column))
-    name = f"{_name(self.rows, index)}: the column {self.column!r}"
+    where = f"{name(self.rows, index)}: the column {self.column!r}"
     if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
       raise ValueError(
-        f"{name} must be a list of integers, got {ids.dtype} {list(ids.shape)}."
+        f"{where} must be a list of integers, got {ids.dtype}"
+        f" {list(ids.shape)}."
       )
     limit = 2**31 if self.vocab_size is None else self.vocab_size
     if len(ids) and not 0 <= ids.min() <= ids.max() < limit:
       raise ValueError(
-        f"{name} has ids from {ids.min()} to {ids.max()}, and they must be at"
+        f"{where} has ids from {ids.min()} to {ids.max()}, and they must be at"
         f" least 0 and less than {limit}; is it of another vocabulary?"
       )
     more = [] if self.begin_id is None else [self.begin_id]
@@ -119,11 +120,12 @@ def _value(rows: Rows, index: int, column: str) -> Any:
   row = rows[index]
   if column not in row:
     raise ValueError(
-      f"{_name(rows, index)} has no column {column!r}; it has {sorted(row)}."
+      f"{name(rows, index)} has no column {column!r}; it has {sorted(row)}."
     )
   return row[column]
 
 
-def _name(rows: Rows, index: int) -> str:
-  name = getattr(rows, "name", None)
-  return f"row {index}" if name is None else name(index)
+def name(rows: Rows, index: int) -> str:
+  """Returns the name of a row for messages."""
+  found = getattr(rows, "name", None)
+  return f"row {index}" if found is None else found(index)

@@ -109,3 +109,25 @@ def bits_per_byte(batch: Batch, outputs: Outputs) -> dict[str, Weighted]:
   nats = jnp.sum(outputs["token_nll"].astype(jnp.float32) * weights)
   source = jnp.sum(batch["target_bytes"].astype(jnp.float32) * weights)
   return {"bits_per_byte": (nats / math.log(2), source)}
+
+
+def cut_tokens(batch: Batch, outputs: Outputs) -> dict[str, Weighted]:
+  """Returns the shares of tokens and of examples that inputs have cut.
+
+  Args:
+    batch: Has `segment_ids` and `positions` int32 [B, T], and `cut_tokens` [B,
+      T], tokens that an example has lost, at its first token. Batches without
+      `cut_tokens` have no such metrics.
+    outputs: Unused.
+  """
+  del outputs
+  if "cut_tokens" not in batch:
+    return {}
+  cut = batch["cut_tokens"].astype(jnp.float32)
+  is_token = batch["segment_ids"] > 0
+  is_first = is_token & (batch["positions"] == 0)
+  lost = jnp.sum(cut)
+  return {
+    "cut_tokens": (lost, lost + jnp.sum(is_token, dtype=jnp.float32)),
+    "cut_chats": total(cut > 0, weights=is_first),
+  }

@@ -129,3 +129,16 @@ def test_end_of_document_has_bits_but_no_bytes():
   bits, source = metrics.bits_per_byte(batch, outputs)["bits_per_byte"]
   assert float(bits) == pytest.approx(2.0, rel=1e-6)
   assert float(source) == 1.0
+
+
+def test_cut_tokens():
+  batch = {
+    "cut_tokens": jnp.asarray([[3, 0, 0, 0], [0, 0, 1, 0]]),
+    "segment_ids": jnp.asarray([[1, 1, 2, 0], [1, 1, 2, 2]]),
+    "positions": jnp.asarray([[0, 1, 0, 0], [0, 1, 0, 1]]),
+  }
+  found = metrics.cut_tokens(batch, {})
+  # 4 of 11 tokens, and two of four examples.
+  assert [float(x) for x in found["cut_tokens"]] == [4, 11]
+  assert [float(x) for x in found["cut_chats"]] == [2, 4]
+  assert metrics.cut_tokens({}, {}) == {}

@@ -6,23 +6,19 @@ gives it, and sees `messages`, `add_generation_prompt` and the special tokens of
 the model (`bos_token`, `eos_token`, ...).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import datetime
 import functools
 import json
 import os
+import re
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from paxon.inputs import (
-  example_source,
-  json_lines,
-  optional_library,
-  record_files,
-)
+from paxon.inputs import optional_library, record_files
 from paxon.inputs.tokenizers import text_tokenizer
 
 Message: TypeAlias = Mapping[str, Any]
@@ -33,6 +29,11 @@ _CONFIG = "tokenizer_config.json"
 _KEY = "chat_template"
 _DEFAULT = "default"
 _ASSISTANT = "assistant"
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
+# Mark generated text while the assistant's turns are searched. Unicode defines
+# both as noncharacters, so no text has them.
+_BEGIN, _END = "\ufdd0", "\ufdd1"
+_MARKS = {"_generation_begin": _BEGIN, "_generation_end": _END}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,15 +85,19 @@ class ChatTemplate(record_files.PickledFields):
     self,
     messages: Sequence[Message],
     tokenizer: Any,
+    *,
+    first: int = 0,
   ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
     """Returns the ids of a conversation, and which the assistant wrote.
 
-    A turn of the assistant is what follows the prompt for it, its end token
-    included.
+    A template with `{% generation %}` blocks marks what the assistant wrote, as
+    transformers reads them. In any other template a turn of the assistant is
+    the text after the prompt for it, its end token included.
 
     Args:
       messages: A conversation.
       tokenizer: The model's tokenizer, a `TextTokenizer`.
+      first: Index of the first message that counts as the assistant's.
 
     Returns:
       Ids int32 [T] and a mask [T].
@@ -104,7 +109,23 @@ class ChatTemplate(record_files.PickledFields):
     text = self(messages, add_generation_prompt=False)
     ids = tokenizer.encode_special(text)
     mask = np.zeros(len(ids), bool)
-    for i, message in enumerate(messages):
+    if _GENERATION.search(self.source):
+      spans = self._generated(messages, text, first)
+    else:
+      spans = self._turns(messages, text, first)
+    for begin, end in spans:
+      # A token that also has text of the assistant counts, at both ends.
+      start = _count_common(ids, tokenizer.encode_special(text[:begin]))
+      until = tokenizer.encode_special(text[:end])
+      stop = _count_common(ids, until)
+      mask[start : stop + (stop < len(until))] = True
+    return ids, mask
+
+  def _turns(
+    self, messages: Sequence[Message], text: str, first: int
+  ) -> Iterator[tuple[int, int]]:
+    """Yields begin and end of each turn in the text of a conversation."""
+    for i, message in enumerate(messages[first:], start=first):
       if message["role"] != _ASSISTANT:
         continue
       before = self(messages[:i], add_generation_prompt=True)
@@ -115,9 +136,32 @@ class ChatTemplate(record_files.PickledFields):
           " added, so the assistant's turns cannot be found; train on text"
           " instead, or on chats with one turn of the assistant."
         )
-      begin = _count_common(ids, tokenizer.encode_special(before))
-      mask[begin : _count_common(ids, tokenizer.encode_special(after))] = True
-    return ids, mask
+      yield len(before), len(after)
+
+  def _generated(
+    self, messages: Sequence[Message], text: str, first: int
+  ) -> Iterator[tuple[int, int]]:
+    """Yields begin and end of each `generation` block in the text."""
+    marked = self(messages, add_generation_prompt=False, **_MARKS)
+    if marked.replace(_BEGIN, "").replace(_END, "") != text:
+      raise ValueError(
+        "The chat template changes the text of its generation blocks, so the"
+        " assistant's turns cannot be found."
+      )
+    least = 0
+    if first:
+      prompt = self(messages[:first], add_generation_prompt=False)
+      if not text.startswith(prompt):
+        raise ValueError(
+          "The chat template changes the prompt when the completion is added."
+        )
+      least = len(prompt)
+    end = 0
+    for i, block in enumerate(marked.split(_BEGIN)):
+      generated, mark, rest = block.partition(_END)
+      if i and generated and end >= least:
+        yield end, end + len(generated)
+      end += len(generated) + len(rest) if mark or not i else len(block)
 
   @functools.cached_property
   def _program(self) -> Any:
@@ -129,75 +173,6 @@ class ChatTemplate(record_files.PickledFields):
       raise ValueError(
         f"The chat template is not a Jinja program ({error})."
       ) from error
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ChatLines(json_lines.JsonLines):
-  """Conversations in JSON lines, as documents of JSON.
-
-  Attributes:
-    text_key: The key of the messages in each line.
-  """
-
-  text_key: str = "messages"
-
-  def document(self, line: bytes, path: str) -> bytes:
-    """Returns the messages of a line as JSON.
-
-    Raises:
-      ValueError: The line has no messages.
-    """
-    try:
-      row = json.loads(line)
-      messages = row.get(self.text_key) if isinstance(row, dict) else None
-      check_messages(messages)
-    except ValueError as error:
-      raise ValueError(
-        f"{path}: a line has no {self.text_key!r}: {error}"
-      ) from error
-    return json.dumps(messages).encode()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TokenizedChats:
-  """Conversations as examples; only what the assistant wrote has weight.
-
-  Attributes:
-    source: The conversations, such as `ChatLines`.
-    template: The model's chat template.
-    tokenizer: The model's tokenizer, a `TextTokenizer`.
-  """
-
-  source: example_source.DocumentSource
-  template: ChatTemplate
-  tokenizer: Any
-
-  def __len__(self) -> int:
-    return len(self.source)
-
-  def __getitem__(self, index: int, /) -> example_source.Example:
-    """Returns `inputs`, `targets`, `target_bytes` and `weights` [n].
-
-    Raises:
-      ValueError: The template rejects the messages.
-    """
-    messages = json.loads(self.source[index])
-    try:
-      ids, mask = self.template.tokenize(messages, self.tokenizer)
-    except ValueError as error:
-      raise ValueError(f"Chat {index}: {error}") from error
-    features = example_source.lm_features(ids, self.tokenizer)
-    return {**features, "weights": mask[1:].astype(np.float32)}
-
-  def required_vocab_size(self) -> int:
-    """Returns the tokenizer's vocabulary size."""
-    return self.tokenizer.vocab_size
-
-  def token_dtypes(self) -> dict[str, np.dtype]:
-    """Returns the dtypes of an example's arrays."""
-    keys = ("inputs", "targets", "target_bytes")
-    integers = dict.fromkeys(keys, np.dtype(np.int32))
-    return {**integers, "weights": np.dtype(np.float32)}
 
 
 def find(folder: str) -> str | None:
@@ -292,15 +267,20 @@ def _environment() -> Any:
   from jinja2 import ext, nodes, sandbox
 
   class Generation(ext.Extension):
-    """`{% generation %}...{% endgeneration %}`, which marks nothing here."""
+    """`{% generation %}...{% endgeneration %}`: what the assistant wrote."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Any) -> Any:
       line = next(parser.stream).lineno
       body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+      # Without values the marks are empty.
+      begin, end = (
+        nodes.Output([nodes.Name(name, "load")]).set_lineno(line)
+        for name in _MARKS
+      )
       # A scope of its own, as a call block has.
-      return nodes.Scope(body).set_lineno(line)
+      return [begin, nodes.Scope(body).set_lineno(line), end]
 
   def raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)

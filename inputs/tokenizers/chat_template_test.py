@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 
-from paxon.inputs import example_source
 from paxon.inputs.tokenizers import chat_template
 
 _SOURCE = (
@@ -86,17 +85,6 @@ def test_the_date_is_that_of_today():
 def test_rejects(source, messages, message):
   with pytest.raises(ValueError, match=message):
     _template(source)(messages)
-
-
-def test_only_the_assistant_has_weight():
-  source = example_source.InMemoryDocuments((json.dumps(_CHAT),))
-  chats = chat_template.TokenizedChats(
-    source=source, template=_template(), tokenizer=_Letters()
-  )
-  example = chats[0]
-  text = "".join(map(chr, example["targets"]))
-  assert text == ":1?\nA:2$"
-  assert example["weights"].tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
 
 
 def test_a_template_that_changes_earlier_turns_is_rejected():

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import inspect
 import json
 import os
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from etils import epath
 import fiddle as fdl
@@ -21,17 +21,18 @@ import fiddle as fdl
 from paxon.inputs import (
   byte_tokenizer,
   example_stream,
+  grain_sources,
   json_lines,
   packed_input,
   packing,
   text_pairs,
 )
-from paxon.inputs.tokenizers import chat_template, text_tokenizer
+from paxon.inputs.tokenizers import chat_template, chats, text_tokenizer
 from paxon.inputs.tokenizers import load as load_tokenizer
 from paxon.layers import softmax_loss
 from paxon.layers.models import random_masking
 from paxon.layers.models.hugging_face import families, family
-from paxon.learners import adamw, learner, schedules
+from paxon.learners import adamw, learner, metrics, schedules
 from paxon.runner import experiment, run_dir, user_error
 from paxon.runner import task as task_lib
 from paxon.runner.settings import generation as generation_lib
@@ -41,6 +42,7 @@ from paxon.tasks.lm import lm_data
 _FOLDER = "hugging_face"
 _CONFIG = f"{_FOLDER}/config.json"
 _LENGTH = 512
+_PARQUET = ".parquet"
 # A toy, to try the experiment without weights.
 _TOY: Mapping[str, Any] = {
   "model_type": "llama",
@@ -83,10 +85,14 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
     tokenizer: A vocabulary file, a Hugging Face folder, or `bytes`; None for
       the tokenizer of `weights`. If that has none, reading or generating text
       is an error.
-    messages_key: Key of a chat, a list of messages, in the JSON lines of
-      `train_files` and `validation_files`. The chat template makes the text of
-      it, and the loss is that of the assistant's turns. None reads documents
+    messages_key: Key of a chat, a list of messages, in the JSON lines or
+      Parquet files of `train_files` and `validation_files`; lines with `prompt`
+      and `completion` are read, too. The chat template makes the text of it,
+      and the loss is that of the assistant's turns. None reads documents
       (`text_key`).
+    long_chats: What becomes of chats that are longer than `length`: `cut_right`
+      (also None), `cut_left`, `drop` or `error`. The metrics `cut_tokens` and
+      `cut_chats` are the shares of tokens and chats. Only with `messages_key`.
     learning_rate: Peak learning rate.
     warmup_steps: Warmup steps of the learning rate.
     weight_decay: Decoupled weight decay, multiplied by the learning rate.
@@ -104,6 +110,7 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
   # pyrefly: ignore[bad-override-mutable-attribute]
   tokenizer: str | None = None
   messages_key: str | None = None
+  long_chats: Literal["cut_right", "cut_left", "drop", "error"] | None = None
   learning_rate: float = 1e-5
   warmup_steps: int = 50
   weight_decay: float = 0.0
@@ -168,6 +175,13 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
     if self.messages_key is None:
       return splits
     return {split: self._chats(config) for split, config in splits.items()}
+
+  def of_data(self) -> dict[str, Any]:
+    """Returns the tokenizer and the metrics of the data."""
+    found = super().of_data()
+    if self.messages_key is not None:
+      found["metrics"] = (*found["metrics"], metrics.cut_tokens)
+    return found
 
   def make_tokenizer(self) -> Any:
     """Returns the tokenizer of the model, or that of the knob; None without."""
@@ -279,15 +293,18 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
       or fdl.get_callable(config.source) is not json_lines.JsonLines
     ):
       return config
+    files = config.source.files
+    lines = fdl.Config(chats.ChatLines, files=files, text_key=self.messages_key)
+    if files.endswith(_PARQUET):
+      rows = fdl.Config(grain_sources.ParquetRows, files=files)
+      lines = fdl.Config(chats.ChatRows, rows=rows, text_key=self.messages_key)
     source = fdl.Config(
-      chat_template.TokenizedChats,
-      source=fdl.Config(
-        chat_template.ChatLines,
-        files=config.source.files,
-        text_key=self.messages_key,
-      ),
+      chats.TokenizedChats,
+      source=lines,
       template=self._chat_template(),
       tokenizer=config.tokenizer,
+      length=config.length,
+      too_long=chats.TooLong(self.long_chats or "cut_right"),
     )
     examples = fdl.Config(
       example_stream.Examples,
@@ -298,6 +315,8 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
     return fdl.Config(
       packed_input.PackedInput,
       examples=examples,
+      # A chat is never split between sequences.
+      packing=packing.Packing.BEST_FIT,
       tokenizer=config.tokenizer,
       global_batch_size=config.global_batch_size,
       length=config.length,

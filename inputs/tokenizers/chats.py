@@ -1,0 +1,235 @@
+"""Conversations as examples: the loss is that of the assistant's turns.
+
+A row of data has a conversation in one of two forms:
+
+  {"messages": [{"role": "user", "content": "1 + 1?"},
+                {"role": "assistant", "content": "2"}]}
+  {"prompt": "1 + 1?", "completion": "2"}
+
+`prompt` and `completion` are lists of messages, too, or strings: a message of
+the user and one of the assistant. Turns of the assistant in the prompt have no
+weight.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import enum
+import json
+from typing import Any
+
+import numpy as np
+
+from paxon.inputs import checks, example_source, json_lines, record_columns
+from paxon.inputs.tokenizers import chat_template
+
+_PROMPT = "prompt"
+_COMPLETION = "completion"
+_MESSAGES = "messages"
+_FIRST = "first"
+
+
+class TooLong(enum.Enum):
+  """What becomes of a conversation that is longer than a sequence."""
+
+  CUT_RIGHT = "cut_right"
+  CUT_LEFT = "cut_left"
+  DROP = "drop"
+  ERROR = "error"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatLines(json_lines.JsonLines):
+  """Conversations in JSON lines, as documents of JSON.
+
+  Attributes:
+    text_key: The key of the messages in each line, if it has no prompt.
+  """
+
+  text_key: str = _MESSAGES
+
+  def document(self, line: bytes, path: str) -> bytes:
+    """Returns the conversation of a line.
+
+    Raises:
+      ValueError: The line has none.
+    """
+    try:
+      return conversation(json.loads(line), self.text_key)
+    except ValueError as error:
+      raise ValueError(
+        f"{path}: a line has no {self.text_key!r}: {error}"
+      ) from error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatRows:
+  """Conversations in rows of tabular data, such as Parquet files.
+
+  Attributes:
+    rows: The rows.
+    text_key: The column of the messages, if there is no prompt.
+  """
+
+  rows: record_columns.Rows
+  text_key: str = _MESSAGES
+
+  def __len__(self) -> int:
+    return len(self.rows)
+
+  def __getitem__(self, index: int, /) -> bytes:
+    """Returns a conversation.
+
+    Raises:
+      ValueError: The row has none.
+    """
+    try:
+      return conversation(_without_nulls(self.rows[index]), self.text_key)
+    except ValueError as error:
+      raise ValueError(
+        f"{self.name(index)}: a row has no {self.text_key!r}: {error}"
+      ) from error
+
+  def name(self, index: int) -> str:
+    """Returns the name of a row for messages."""
+    return record_columns.name(self.rows, index)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenizedChats:
+  """Conversations as examples; only what the assistant wrote has weight.
+
+  `cut_tokens` of an example is the number of tokens that were cut, at its first
+  token and 0 at the others. A dropped conversation leaves one token without
+  weight, so all tokens are counted and an index means the same for any length.
+
+  Attributes:
+    source: The conversations, such as `ChatLines`.
+    template: The model's chat template.
+    tokenizer: The model's tokenizer, a `TextTokenizer`.
+    length: The maximum number of targets; None for any number.
+    too_long: What becomes of a conversation with more.
+  """
+
+  source: example_source.DocumentSource
+  template: chat_template.ChatTemplate
+  tokenizer: Any
+  length: int | None = None
+  too_long: TooLong = TooLong.CUT_RIGHT
+
+  def __post_init__(self) -> None:
+    checks.check_positive(self, optional=["length"])
+
+  def __len__(self) -> int:
+    return len(self.source)
+
+  def __getitem__(self, index: int, /) -> example_source.Example:
+    """Returns arrays [n].
+
+    These are `inputs`, `targets`, `target_bytes` and `cut_tokens`, int32, and
+    `weights`, float32.
+
+    Raises:
+      ValueError: The template rejects the messages, the assistant wrote
+        nothing, or the conversation is too long and `too_long` is ERROR.
+    """
+    messages, first = parse(self.source[index])
+    try:
+      ids, mask = self.template.tokenize(messages, self.tokenizer, first=first)
+      if not mask[1:].any():
+        raise ValueError(
+          "The conversation has no turn of the assistant, so there is nothing"
+          " to train on; remove it from the data."
+        )
+      return self._fit(ids, mask)
+    except ValueError as error:
+      raise ValueError(f"{self._name(index)}: {error}") from error
+
+  def _fit(self, ids: np.ndarray, mask: np.ndarray) -> example_source.Example:
+    example = example_source.lm_features(ids, self.tokenizer)
+    count = len(ids) - 1
+    cut = 0 if self.length is None else max(0, count - self.length)
+    weights = mask[1:].astype(np.float32)
+    kept = slice(0, count)
+    if cut and self.too_long is TooLong.ERROR:
+      raise ValueError(
+        f"The conversation has {count} tokens, and a sequence {self.length};"
+        " set a larger length, or cut or drop such conversations."
+      )
+    if cut and self.too_long is TooLong.DROP:
+      kept, cut = slice(0, 1), count - 1
+      weights = np.zeros_like(weights)
+    elif self.too_long is TooLong.CUT_LEFT:
+      kept = slice(cut, count)
+    elif cut:
+      kept = slice(0, self.length)
+    cut_tokens = np.zeros(count, np.int32)
+    cut_tokens[kept.start] = cut
+    example |= {"weights": weights, "cut_tokens": cut_tokens}
+    return {key: value[kept] for key, value in example.items()}
+
+  def _name(self, index: int) -> str:
+    name = example_source.call_optional(self.source, "name", index)
+    return f"Chat {index}" if name is None else name
+
+  def signature(self) -> dict[str, Any]:
+    """Returns the values on which the meaning of an index depends."""
+    return {"num_chats": len(self)}
+
+  def required_vocab_size(self) -> int:
+    """Returns the tokenizer's vocabulary size."""
+    return self.tokenizer.vocab_size
+
+  def token_dtypes(self) -> dict[str, np.dtype]:
+    """Returns the dtypes of an example's arrays."""
+    keys = ("inputs", "targets", "target_bytes", "cut_tokens")
+    integers = dict.fromkeys(keys, np.dtype(np.int32))
+    return {**integers, "weights": np.dtype(np.float32)}
+
+
+def conversation(row: Any, key: str = _MESSAGES) -> bytes:
+  """Returns a row's messages as JSON, with the first that may be trained.
+
+  Raises:
+    ValueError: The row has neither messages nor a prompt with a completion.
+  """
+  if not isinstance(row, Mapping):
+    raise ValueError("A chat must be an object.")
+  if key not in row and _PROMPT in row:
+    prompt = to_messages(row[_PROMPT], role="user")
+    messages = [
+      *prompt,
+      *to_messages(row.get(_COMPLETION), role="assistant"),
+    ]
+    return json.dumps({_MESSAGES: messages, _FIRST: len(prompt)}).encode()
+  messages = row.get(key)
+  chat_template.check_messages(messages)
+  return json.dumps(messages).encode()
+
+
+def to_messages(value: Any, *, role: str) -> list[Any]:
+  """Returns a list of messages; a string is one message of `role`.
+
+  Raises:
+    ValueError: The value is neither.
+  """
+  if isinstance(value, str):
+    return [{"role": role, "content": value}]
+  chat_template.check_messages(value)
+  return list(value)
+
+
+def parse(document: bytes) -> tuple[list[Any], int]:
+  """Returns the messages of a `conversation`, and the first to train."""
+  found = json.loads(document)
+  if isinstance(found, dict):
+    return found[_MESSAGES], found[_FIRST]
+  return found, 0
+
+
+def _without_nulls(value: Any) -> Any:
+  """Returns nested values without None, with which tables fill gaps."""
+  if isinstance(value, Mapping):
+    return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+  if isinstance(value, list | tuple | np.ndarray):
+    return [_without_nulls(v) for v in value]
+  return value
