@@ -86,7 +86,7 @@ class ChatRows:
       return conversation(_without_nulls(self.rows[index]), self.text_key)
     except ValueError as error:
       raise ValueError(
-        f"{self.name(index)}: a row has no {self.text_key!r}: {error}"
+        f"{self.name(index)} has no {self.text_key!r}: {error}"
       ) from error
 
   def name(self, index: int) -> str:

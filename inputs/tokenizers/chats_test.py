@@ -172,7 +172,7 @@ def test_rows_lose_nulls():
   rows = [{"messages": messages, "prompt": None}, {"messages": None}]
   source = chats.ChatRows(rows=rows)
   assert chats.parse(source[0]) == (_CHAT, 0)
-  with pytest.raises(ValueError, match="row 1: a row has no 'messages'"):
+  with pytest.raises(ValueError, match="row 1 has no 'messages'"):
     _ = source[1]
 
 

@@ -70,7 +70,7 @@ def main(folder: pathlib.Path) -> None:
   """Writes the goldens to a folder."""
   import tempfile
 
-  import transformers
+  import transformers  # pyrefly: ignore[missing-import]
 
   found: list[dict[str, Any]] = []
   with tempfile.TemporaryDirectory() as temporary:
