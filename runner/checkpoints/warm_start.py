@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 import math
 import os
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -35,13 +36,21 @@ def read(
       plan.checkpoint.folder, read_only=True
     ) as checkpoints:
       checkpoints.verify(plan.checkpoint.step)
+    sources = {
+      name: _source_sharding(plan, name, sharding)
+      for name, sharding in shardings.items()
+    }
     if plan.averages:
-      return _read_averaged(plan, shardings)
-    return _read_all(plan, plan.reads, shardings)
+      values = _read_averaged(plan, sources)
+    else:
+      values = _read_all(plan, plan.reads, sources)
   except checkpointer.DamagedCheckpointError as error:
     raise user_error.UserError(
       f"{error}; choose another WarmStart.step, or copy the files again."
     ) from error
+  for name in {*plan.entries, *plan.repeats} & values.keys():
+    values[name] = _expand(plan, name, values[name], shardings[name])
+  return values
 
 
 def summarize(plan: warm_start_plan.Plan) -> list[str]:
@@ -58,6 +67,14 @@ def summarize(plan: warm_start_plan.Plan) -> list[str]:
       + (", averaged" if start.averaged else ""),
     ),
   ]
+  for axis in start.repeated_axes:
+    names = [
+      name
+      for name, repeated in plan.repeats.items()
+      if axis in [plan.targets[name].axes[i] for i in repeated]
+    ]
+    noise = f", noise {start.repeat_noise:g}" if start.repeat_noise else ""
+    shown.append(_line("", f"copies along {axis}: {len(names)}{noise}"))
   for (expression, template), count in zip(
     start.patterns, matching.uses, strict=True
   ):
@@ -88,6 +105,8 @@ def format_table(plan: warm_start_plan.Plan) -> list[str]:
       why = "missing" if name in plan.matching.absent else "initial"
       rows.append((why, name, shape, ""))
     else:
+      if name in plan.entries:
+        source += warm_start_plan.format_entries(plan.entries[name])
       renamed = "" if source == name else f"<- {source}"
       rows.append(("read", name, shape, renamed))
   rows += [("unused", "", "", f"<- {name}") for name in plan.matching.unused]
@@ -132,6 +151,56 @@ def _read_all(
       arrays[name] = found[source]
       del pending[name]
   return arrays
+
+
+def _source_sharding(
+  plan: warm_start_plan.Plan, name: str, sharding: jax.sharding.Sharding
+) -> jax.sharding.Sharding:
+  """Returns the sharding in which the source of a target is read."""
+  entries, repeats = plan.entries.get(name), plan.repeats.get(name, ())
+  if entries is None and not repeats:
+    return sharding
+  assert isinstance(sharding, jax.sharding.NamedSharding)
+  spec = [*sharding.spec, *[None] * len(plan.targets[name].shape)]
+  spec = spec[: len(plan.targets[name].shape)]
+  spec = [part for axis, part in enumerate(spec) if axis not in repeats]
+  if entries is not None:
+    # All entries are read on every device that takes some of them.
+    spec = [None, *(spec if isinstance(entries, int) else spec[1:])]
+  return jax.sharding.NamedSharding(
+    sharding.mesh, jax.sharding.PartitionSpec(*spec)
+  )
+
+
+def _expand(
+  plan: warm_start_plan.Plan,
+  name: str,
+  value: jax.Array,
+  sharding: jax.sharding.Sharding,
+) -> jax.Array:
+  """Takes entries of a source and repeats it along the axes that it lacks."""
+  spec, repeats = plan.targets[name], plan.repeats.get(name, ())
+  share = plan.start.repeat_noise
+  if not (repeats and stored_checkpoint.is_variable(name)):
+    share = 0.0
+  # Of the name, so that noise does not depend on other variables.
+  seed = jax.random.fold_in(
+    jax.random.key(plan.start.repeat_seed), zlib.crc32(name.encode())
+  )
+
+  def expand(source: jax.Array, key: jax.Array) -> jax.Array:
+    if name in plan.entries:
+      source = source[plan.entries[name]]
+    copies = jnp.broadcast_to(jnp.expand_dims(source, repeats), spec.shape)
+    if not (share and jnp.issubdtype(copies.dtype, jnp.floating)):
+      return copies
+    noise = jax.random.normal(key, copies.shape, jnp.float32)
+    size = jnp.sqrt(jnp.mean(jnp.square(source.astype(jnp.float32))))
+    return (copies.astype(jnp.float32) + share * size * noise).astype(
+      copies.dtype
+    )
+
+  return jax.jit(expand, out_shardings=sharding)(value, seed)
 
 
 def _find_average(

@@ -9,6 +9,11 @@ pattern wins, and a name without a match keeps its name:
   (r"params/encoder/(.*)", r"params/decoder/\1"),
   (r"params/head/.*", None),
 
+A template may end with a numpy index or slice of the source's first axis. It
+takes layers of a stack, for a model with another pattern of layers:
+
+  (r"(.*)/blocks_1/(.*)", r"\1/blocks_0/\2[1::2]"),
+
 Optimizer and average state follows its variable: if `params/a` is read from
 `params/b`, `opt_state/0/mu/params/a` is read from `opt_state/0/mu/params/b`. No
 array is read here.
@@ -30,6 +35,8 @@ from paxon.sharding import suggestions
 _MAX_PROBLEMS = 5
 _AVERAGE = "average/"
 _COUNT = "average/count"
+# The end of a template.
+_ENTRIES = re.compile(r"\[(-?\d+|-?\d*:-?\d*(?::-?[1-9]\d*)?)\]$")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +49,7 @@ class Matching:
     initial: Targets that a pattern leaves at their initial values.
     unused: Sources that no target reads.
     uses: Number of targets that each pattern was the first to match.
+    entries: Index or slice of the source's first axis by target, if any.
   """
 
   sources: Mapping[str, str]
@@ -49,6 +57,7 @@ class Matching:
   initial: tuple[str, ...]
   unused: tuple[str, ...]
   uses: tuple[int, ...]
+  entries: Mapping[str, int | slice] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +72,8 @@ class Plan:
       the training state if requested.
     kept: Names of the training state that keep their initial values although
       the training state was requested.
+    entries: Index or slice of the source's first axis by target, if any.
+    repeats: Axes of a target, by name, along which its source is repeated.
     averages: Averaged parameters by target, read in place of `reads`.
     targets: All specs of the model's state, by name.
   """
@@ -71,6 +82,8 @@ class Plan:
   checkpoint: stored_checkpoint.StoredCheckpoint
   matching: Matching
   reads: Mapping[str, str]
+  entries: Mapping[str, int | slice]
+  repeats: Mapping[str, tuple[int, ...]]
   kept: tuple[str, ...]
   averages: Mapping[str, str]
   targets: Mapping[str, Any]
@@ -106,18 +119,32 @@ def make(
       f" {_some(filter(stored_checkpoint.is_variable, wanted))}."
     )
   _check_missing(start, checkpoint, matching.absent, list(wanted))
-  reads = dict(matching.sources)
+  reads, entries = dict(matching.sources), dict(matching.entries)
   kept: list[str] = []
   if start.training_state:
     others, missing, kept = _training_state(wanted, checkpoint, matching)
     kept += _check_missing(start, checkpoint, missing, list(wanted))
     reads |= others
-  _check_arrays(start, checkpoint, reads, wanted)
+    for name in others:
+      _, owner = _split_owner(name, set(matching.sources))
+      if owner in entries:
+        entries[name] = entries[owner]
+  repeats = _check_arrays(start, checkpoint, reads, entries, wanted)
+  for index, axis in enumerate(start.repeated_axes):
+    if not any(axis in wanted[name].axes for name in repeats):
+      axes = {a for n in reads for a in wanted[n].axes if a}
+      raise user_error.UserError(
+        f"WarmStart.repeated_axes[{index}] ({axis!r}) has no effect: it is no"
+        " axis of a variable whose source lacks it"
+        + suggestions.suggest(axis, sorted(axes))
+      )
   return Plan(
     start=start,
     checkpoint=checkpoint,
     matching=matching,
     reads=reads,
+    entries=entries,
+    repeats=repeats,
     kept=tuple(kept),
     averages=_averages(checkpoint, matching) if start.averaged else {},
     targets=wanted,
@@ -145,6 +172,7 @@ def match(
   found: dict[str, str] = {}
   absent: dict[str, str] = {}
   initial = []
+  entries: dict[str, int | slice] = {}
   for target in targets:
     source: str | None = target
     for index, expression in enumerate(compiled):
@@ -153,6 +181,9 @@ def match(
         uses[index] += 1
         template = patterns[index][1]
         source = None if template is None else matched.expand(template)
+        if source is not None and (taken := _ENTRIES.search(source)):
+          source = source[: taken.start()]
+          entries[target] = _parse_entries(taken[1])
         break
     if source is None:
       initial.append(target)
@@ -170,7 +201,14 @@ def match(
     initial=tuple(initial),
     unused=tuple(name for name in known if name not in read),
     uses=tuple(uses),
+    entries=entries,
   )
+
+
+def _parse_entries(text: str) -> int | slice:
+  if ":" not in text:
+    return int(text)
+  return slice(*(int(part) if part else None for part in text.split(":")))
 
 
 def _no_effect(
@@ -277,17 +315,30 @@ def _check_arrays(
   start: training.WarmStart,
   checkpoint: stored_checkpoint.StoredCheckpoint,
   reads: Mapping[str, str],
+  entries: Mapping[str, int | slice],
   wanted: Mapping[str, Any],
-) -> None:
+) -> dict[str, tuple[int, ...]]:
+  """Returns the axes of each target along which its source is repeated."""
   problems = []
+  repeats: dict[str, tuple[int, ...]] = {}
   for name, source in reads.items():
     spec, stored = wanted[name], checkpoint.arrays[source]
+    taken = format_entries(entries[name]) if name in entries else ""
+    source += taken
     shown = name if name == source else f"{name} (from {source})"
     dtype = jnp.dtype(spec.dtype)
-    if tuple(spec.shape) != stored.shape:
+    shape = _taken_shape(stored.shape, entries.get(name))
+    missing = None
+    if shape is not None:
+      missing = _missing_axes(spec, shape, start.repeated_axes)
+    named = () if missing is None else tuple(spec.axes[i] for i in missing)
+    if missing is None or not set(named) <= set(start.repeated_axes):
+      hint = ""
+      if named:
+        hint = f"; WarmStart.repeated_axes={named} makes copies along that axis"
       problems.append(
         f"{shown} has shape {stored.shape} in the checkpoint and"
-        f" {tuple(spec.shape)} in the model (axes {spec.axes})"
+        f" {tuple(spec.shape)} in the model (axes {spec.axes}){hint}"
       )
     elif dtype.name != stored.dtype:
       floats = all(
@@ -300,11 +351,55 @@ def _check_arrays(
           f"{shown} has dtype {stored.dtype} in the checkpoint and"
           f" {dtype.name} in the model{hint}"
         )
+    if missing:
+      repeats[name] = missing
   if problems:
     raise user_error.UserError(
       f"The warm start from {os.fspath(checkpoint.path)} does not fit the"
       f" model: {_limited(problems)}."
     )
+  return repeats
+
+
+def format_entries(entries: int | slice) -> str:
+  """Returns an index or slice as at the end of a template."""
+  if isinstance(entries, int):
+    return f"[{entries}]"
+  parts = (entries.start, entries.stop, entries.step)
+  return "[" + ":".join("" if p is None else str(p) for p in parts) + "]"
+
+
+def _taken_shape(
+  shape: tuple[int, ...], entries: int | slice | None
+) -> tuple[int, ...] | None:
+  """Returns the shape of an index or slice; `None` if it does not exist."""
+  if entries is None:
+    return shape
+  if not shape:
+    return None
+  if isinstance(entries, int):
+    return shape[1:] if -shape[0] <= entries < shape[0] else None
+  return (len(range(shape[0])[entries]), *shape[1:])
+
+
+def _missing_axes(
+  spec: Any, shape: tuple[int, ...], repeated: Sequence[str]
+) -> tuple[int, ...] | None:
+  """Returns the axis of a target that a source lacks, `()` for equal shapes.
+
+  `None` if the shapes differ otherwise. Only axes with names can be missing;
+  of several that fit, one in `repeated` is preferred.
+  """
+  wanted = tuple(spec.shape)
+  if wanted == shape:
+    return ()
+  fitting = [
+    axis
+    for axis, name in enumerate(spec.axes)
+    if name and wanted[:axis] + wanted[axis + 1 :] == shape
+  ]
+  fitting.sort(key=lambda axis: spec.axes[axis] not in repeated)
+  return tuple(fitting[:1]) or None
 
 
 def _averages(

@@ -200,6 +200,72 @@ def test_mismatches_are_one_line(fields, message):
   assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+  ("shape", "fields", "message"),
+  [
+    pytest.param(
+      (8, 2, 6, 4),
+      {},
+      r"has shape \(8, 6, 4\) .* and \(8, 2, 6, 4\) in the model \(axes .*\);"
+      r" WarmStart\.repeated_axes=\('experts',\) makes copies",
+      id="no rule",
+    ),
+    pytest.param(
+      (8, 2, 6, 5),
+      {"repeated_axes": ("experts",)},
+      r"has shape \(8, 6, 4\) .* and \(8, 2, 6, 5\) in the model[^;]*$",
+      id="shape",
+    ),
+    pytest.param(
+      (8, 2, 6, 4),
+      {"repeated_axes": ("experts", "expert")},
+      r"repeated_axes\[1\] \('expert'\) has no effect: .*mean 'experts'",
+      id="axis",
+    ),
+    pytest.param(
+      (1, 2, 6, 4),
+      {"entries": "[8]", "repeated_axes": ("experts",)},
+      r"up \(from params/up\[8\]\) has shape \(8, 6, 4\)",
+      id="entry",
+    ),
+    pytest.param(
+      (2, 2, 6, 4),
+      {"entries": "[::4]"},
+      r"up \(from params/up\[::4\]\) .* WarmStart\.repeated_axes",
+      id="slice",
+    ),
+  ],
+)
+def test_repeated_axes_must_fit(shape, fields, message):
+  axes = ("layers", "experts", "embed", "mlp")
+  entries = fields.pop("entries", "")
+  spec = variables.VariableSpec(
+    name="params/up", shape=shape, dtype=jnp.dtype("float32"), axes=axes
+  )
+  start = training.WarmStart(
+    checkpoint="base", patterns=((".*", rf"\g<0>{entries}"),), **fields
+  )
+  with pytest.raises(user_error.UserError, match=message):
+    warm_start_plan.make(
+      start, checkpoint=_checkpoint({"params/up": (8, 6, 4)}), targets=[spec]
+    )
+
+
+def test_as_many_experts_as_layers():
+  spec = variables.VariableSpec(
+    name="params/up",
+    shape=(8, 8, 6),
+    dtype=jnp.dtype("float32"),
+    axes=("layers", "experts", "mlp"),
+  )
+  plan = warm_start_plan.make(
+    training.WarmStart(checkpoint="base", repeated_axes=("experts",)),
+    checkpoint=_checkpoint({"params/up": (8, 6)}),
+    targets=[spec],
+  )
+  assert plan.repeats == {"params/up": (1,)}
+
+
 def test_many_problems_are_truncated():
   target = {f"params/x{i}": (1,) for i in range(9)}
   target["params/old/a"] = (3,)

@@ -98,6 +98,47 @@ def test_one_source_fills_two_targets_with_copies(tmp_path):
     np.testing.assert_array_equal(value, saved["params/bias"])
 
 
+@pytest.mark.parametrize("repeated", [False, True])
+def test_entries_of_a_stack(tmp_path, repeated):
+  saved = _save(tmp_path)
+  shape, names = ((2, 4, 16), ("layers", "experts", "mlp"))
+  if not repeated:
+    shape, names = (2, 16), ("layers", "mlp")
+  targets = [
+    _spec("params/tail", shape[1:], names[1:]),
+    _spec("params/odd", shape, names),
+  ]
+  values = _read(
+    tmp_path,
+    targets,
+    patterns=(
+      (r"params/tail", "params/up[-1]"),
+      (r"params/odd", "params/up[1:6:4]"),
+    ),
+    repeated_axes=("experts",) if repeated else (),
+  )
+  odd, tail = saved["params/up"][1:6:4], saved["params/up"][-1]
+  if repeated:
+    odd, tail = odd[:, None], tail[None]
+  np.testing.assert_array_equal(
+    values["params/odd"], np.broadcast_to(odd, shape)
+  )
+  np.testing.assert_array_equal(
+    values["params/tail"], np.broadcast_to(tail, shape[1:])
+  )
+
+
+def test_averages_are_repeated(tmp_path):
+  saved = _save(tmp_path, debias=False)
+  target = _spec("params/up", (4, 8, 16), ("experts", "embed", "mlp"))
+  values = _read(tmp_path, [target], averaged=True, repeated_axes=("experts",))
+  np.testing.assert_allclose(
+    values["params/up"],
+    np.broadcast_to(saved["average/params/up"], (4, 8, 16)),
+    rtol=1e-6,
+  )
+
+
 def test_a_cast_rounds_to_the_nearest(tmp_path):
   saved = _save(tmp_path)
   target = _spec("params/up", (8, 16), ("embed", "mlp"), jnp.bfloat16)

@@ -22,7 +22,8 @@ from typing import TypeAlias
 from paxon.sharding import checks
 
 # A regular expression over whole names of the model's variables, and a template
-# of the source's name (`\1`, `\g<word>`); None keeps the initial value.
+# of the source's name (`\1`, `\g<word>`), which may end with an index or slice
+# of its first axis (`[0]`, `[1::2]`); None keeps the initial value.
 Pattern: TypeAlias = tuple[str, str | None]
 
 
@@ -78,14 +79,15 @@ class WarmStart:
 
   Used only if the run has no checkpoint of its own. Every variable is read from
   the source under its own name, or the name given by `patterns`; shapes must be
-  equal.
+  equal, except for `repeated_axes`.
 
   Attributes:
     checkpoint: Path of a run, of its checkpoints, or of one checkpoint.
     step: Step of the checkpoint; None for the newest.
     patterns: Ordered pairs of a regular expression and a template; the first
       expression that matches a whole name of this model gives the source's
-      name. A template of None keeps the initial value.
+      name. A template of None keeps the initial value. At the end of a
+      template, `[1::2]` takes every second layer of a stack, `[0]` one layer.
     may_be_missing: Regular expressions of names that keep their initial values
       if the source does not have them.
     averaged: Whether to read the source's averaged parameters (EMA).
@@ -93,6 +95,13 @@ class WarmStart:
     training_state: Whether to restore the step, the optimizer state and
       averaged parameters too, so that schedules continue. State of a variable
       follows the variable's pattern. Data starts at the beginning.
+    repeated_axes: Logical axes that arrays of the source may lack; their
+      entries are copies. `("experts",)` starts a mixture of experts from a
+      dense model (sparse upcycling, https://arxiv.org/abs/2212.05055).
+    repeat_noise: Standard deviation of normal noise in the copies of variables,
+      independent for each entry, divided by the root mean square of the source.
+      0 makes equal copies.
+    repeat_seed: Seed of the noise.
   """
 
   checkpoint: str
@@ -102,6 +111,9 @@ class WarmStart:
   averaged: bool = False
   cast: bool = False
   training_state: bool = False
+  repeated_axes: tuple[str, ...] = ()
+  repeat_noise: float = 0.0
+  repeat_seed: int = 0
 
   def __post_init__(self) -> None:
     if not self.checkpoint.strip():
@@ -112,6 +124,12 @@ class WarmStart:
     check_patterns(self.patterns, field="WarmStart.patterns")
     for index, expression in enumerate(self.may_be_missing):
       compile_expression(expression, field=f"WarmStart.may_be_missing[{index}]")
+    checks.check_non_negative(self, "repeat_noise", "repeat_seed")
+    if self.repeat_noise and not self.repeated_axes:
+      raise ValueError(
+        f"WarmStart.repeat_noise is {self.repeat_noise}, but repeated_axes is"
+        ' empty; set the axes of the copies, such as ("experts",).'
+      )
     if self.averaged and self.training_state:
       raise ValueError(
         "WarmStart.averaged and WarmStart.training_state are both set, but the"

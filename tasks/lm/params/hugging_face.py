@@ -37,7 +37,7 @@ from paxon.runner import experiment, run_dir, user_error
 from paxon.runner import task as task_lib
 from paxon.runner.settings import generation as generation_lib
 from paxon.runner.settings import training
-from paxon.tasks.lm import lm_data
+from paxon.tasks.lm import lm_data, upcycling
 
 _FOLDER = "hugging_face"
 _CONFIG = f"{_FOLDER}/config.json"
@@ -342,6 +342,45 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
         f" {kind} alone."
       )
     return config, of
+
+
+class HuggingFaceUpcycled(HuggingFaceLm):
+  """A mixture of experts that starts from an imported dense decoder.
+
+  Every expert starts as a copy of the feed-forward layer. The run cannot be
+  exported, because the imported `config.json` describes the dense model.
+
+  Attributes:
+    num_experts: Experts per layer.
+    num_choices: Experts of a token.
+    load_balance_weight: Factor of Switch's auxiliary loss.
+    noise: Standard deviation of noise in the copies, divided by the root mean
+      square of the imported weights.
+  """
+
+  num_experts: int = 8
+  num_choices: int = 2
+  load_balance_weight: float = 0.01
+  noise: float = 0.0
+
+  def warm_start(self) -> fdl.Config[training.WarmStart] | None:
+    """Returns the imported checkpoint."""
+    weights, noise = self.weights, self.noise
+    return weights and upcycling.warm_start(weights, noise=noise, cast=True)
+
+  def run_files(self) -> dict[str, str]:
+    """Returns none: the model is not the imported one."""
+    return {}
+
+  def _model(self) -> fdl.Config[Any]:
+    model = super()._model()
+    upcycling.use_mixtures(
+      model,
+      num_experts=self.num_experts,
+      num_choices=self.num_choices,
+      load_balance_weight=self.load_balance_weight,
+    )
+    return model
 
 
 class HuggingFaceBert(HuggingFaceLm):

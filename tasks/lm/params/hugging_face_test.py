@@ -148,6 +148,29 @@ def test_bfloat16_imports_are_used_as_they_are(tmp_path, capsys):
   assert sizes[0] == 2 * sizes[1]
 
 
+def test_an_upcycled_import_is_the_same_function(tmp_path):
+  arrays = _imported(tmp_path, _CONFIG)
+  experiment = hugging_face.HuggingFaceUpcycled(
+    weights=str(tmp_path), tokenizer="bytes", num_experts=4
+  )
+  session = session_lib.open_session(fdl.build(experiment.job()))
+  state = restore.warm_start(session, session.job.warm_start)
+  layer = "params/stack/layers/blocks_0/feed_forward"
+  made = state.variables["params"]["stack"]["layers"]["blocks_0"]
+  np.testing.assert_array_equal(
+    made["feed_forward"]["experts"]["down"],
+    np.broadcast_to(arrays[f"{layer}/down"][:, None], (2, 4, 48, 32)),
+  )
+  tokens = jax.random.randint(jax.random.key(0), (2, 16), 0, 264)
+  dense = families.find(_CONFIG).model(_CONFIG)
+  np.testing.assert_allclose(
+    session.job.task.model.apply(state.variables, tokens),
+    dense.apply(_nested(arrays), tokens),
+    atol=1e-5,
+    rtol=1e-5,
+  )
+
+
 def test_runs_keep_the_files_for_their_export(tmp_path):
   source, folder = tmp_path / "imported", epath.Path(tmp_path / "run")
   _imported(source, _CONFIG)

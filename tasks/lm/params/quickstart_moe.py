@@ -5,6 +5,9 @@ from typing import Any
 import fiddle as fdl
 
 from paxon.layers.moe import balance, experts, mixture, routers
+from paxon.runner import task as task_lib
+from paxon.runner.settings import training
+from paxon.tasks.lm import upcycling
 from paxon.tasks.lm.params import quickstart
 
 
@@ -34,3 +37,45 @@ class PythonStdlibMoe(quickstart.PythonStdlibLm):
       losses=(balance.switch(self.load_balance_weight),),
       summarize_loads=True,
     )
+
+
+class PythonStdlibUpcycled(quickstart.PythonStdlibLm):
+  r"""A mixture that starts from a run of the dense quickstart (upcycling).
+
+  bazel run //runner:main -- \
+    --exp=tasks.lm.params.quickstart_moe.PythonStdlibUpcycled \
+    --fdl.dense=RUN --job_log_dir=NEW_RUN
+
+  Each expert is as wide as the dense layer and starts as a copy of it.
+
+  Attributes:
+    dense: A run of `PythonStdlibLm`; None starts with random values.
+    noise: Standard deviation of noise in the copies, divided by the root mean
+      square of the dense weights.
+  """
+
+  peak_learning_rate = 1e-3
+
+  dense: str | None = None
+  noise: float = 0.0
+  num_experts: int = 8
+  num_choices: int = 2
+  load_balance_weight: float = 0.01
+
+  path_knobs = (*quickstart.PythonStdlibLm.path_knobs, "dense")
+
+  def task(self) -> fdl.Config[task_lib.Task]:
+    """Returns the model and its learner."""
+    task = super().task()
+    upcycling.use_mixtures(
+      task.model,
+      num_experts=self.num_experts,
+      num_choices=self.num_choices,
+      load_balance_weight=self.load_balance_weight,
+    )
+    return task
+
+  def warm_start(self) -> fdl.Config[training.WarmStart] | None:
+    """Returns the dense run."""
+    dense, noise = self.dense, self.noise
+    return dense and upcycling.warm_start(dense, noise=noise)
