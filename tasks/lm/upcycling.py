@@ -6,6 +6,7 @@ https://arxiv.org/abs/2212.05055). The weights of a token's choices add up to 1,
 so the mixture starts as the same function as the dense model.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import fiddle as fdl
@@ -16,7 +17,7 @@ from paxon.runner import user_error
 from paxon.runner.settings import training
 from paxon.sharding import axes
 
-_EXPERTS = {
+_EXPERTS: Mapping[Any, Any] = {
   feed_forward.GatedFeedForward: experts.GatedExperts,
   feed_forward.FeedForward: experts.PlainExperts,
 }

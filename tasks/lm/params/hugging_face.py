@@ -366,7 +366,9 @@ class HuggingFaceUpcycled(HuggingFaceLm):
   def warm_start(self) -> fdl.Config[training.WarmStart] | None:
     """Returns the imported checkpoint."""
     weights, noise = self.weights, self.noise
-    return weights and upcycling.warm_start(weights, noise=noise, cast=True)
+    if weights is None:
+      return None
+    return upcycling.warm_start(weights, noise=noise, cast=True)
 
   def run_files(self) -> dict[str, str]:
     """Returns none: the model is not the imported one."""

@@ -78,4 +78,6 @@ class PythonStdlibUpcycled(quickstart.PythonStdlibLm):
   def warm_start(self) -> fdl.Config[training.WarmStart] | None:
     """Returns the dense run."""
     dense, noise = self.dense, self.noise
-    return dense and upcycling.warm_start(dense, noise=noise)
+    if dense is None:
+      return None
+    return upcycling.warm_start(dense, noise=noise)

@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 
-from paxon.layers import feed_forward
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer
 from paxon.runner.training import restore
@@ -140,19 +139,3 @@ def test_other_widths_are_an_error(dense):
     r" \(3, 16, 32\) in the checkpoint and \(3, 8, 16, 24\)",
   ):
     _start(dense[0], mlp_dim=24)
-
-
-def test_only_dense_blocks_are_upcycled():
-  model = quickstart.PythonStdlibLm().job().task.model
-  fields = {"num_experts": 4, "num_choices": 2}
-  model.stack.blocks[0].feed_forward.dropout = fdl.Config(object)
-  with pytest.raises(user_error.UserError, match="supports no dropout"):
-    upcycling.use_mixtures(model, **fields)
-  model.stack.blocks[0].feed_forward = fdl.Config(
-    feed_forward.FeedForward, mlp_dim=32
-  )
-  upcycling.use_mixtures(model, **fields)
-  layer = model.stack.blocks[0].feed_forward
-  assert fdl.build(layer.experts).use_bias
-  with pytest.raises(user_error.UserError, match="needs blocks with"):
-    upcycling.use_mixtures(model, **fields)
