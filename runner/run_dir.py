@@ -30,6 +30,8 @@ GOODPUT = "goodput.jsonl"
 PROFILE = "profile"
 PGLE = "pgle"
 SPIKES = "spikes.jsonl"
+# While a training runs, see `hosts.run_lease`.
+OWNER = "owner.json"
 
 _DEFAULT_PARENT = "runs"
 

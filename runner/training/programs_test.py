@@ -16,6 +16,7 @@ import pytest
 from paxon.inputs import byte_tokenizer
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer
+from paxon.runner.hosts import run_lease
 from paxon.runner.monitoring import metrics_file
 from paxon.runner.training import (
   decode,
@@ -412,6 +413,17 @@ def test_a_run_returns_its_state_and_its_metrics(tmp_path):
   session = session_lib.open_session(job)
   again = evaluation.Evaluator(session).evaluate(result.state)
   assert again["validation"]["loss"] == evaluated
+
+
+def test_a_second_training_in_a_folder_is_an_error(tmp_path):
+  job, config = testing.make(num_train_steps=4, max_new_tokens=0)
+  folder = epath.Path(tmp_path)
+  with run_lease.Lease(folder):
+    before = {path.name for path in folder.iterdir()}
+    with pytest.raises(user_error.UserError, match="by another training"):
+      train.run(job, config, folder)
+    assert {path.name for path in folder.iterdir()} == before
+  assert train.run(job, config, folder).step == 4
 
 
 def test_a_finite_training_input_ends_the_run(tmp_path, capsys):

@@ -24,7 +24,7 @@ from paxon.runner import run_dir as run_dirs
 from paxon.runner.checkpoints import checkpointer, retention
 from paxon.runner.configuration import dump
 from paxon.runner.configuration import overrides as overrides_lib
-from paxon.runner.hosts import agreement
+from paxon.runner.hosts import agreement, run_lease
 from paxon.runner.monitoring import goodput, metrics_file, report, writers
 from paxon.runner.monitoring import launch as launch_lib
 from paxon.runner.monitoring import observer as observer_lib
@@ -133,6 +133,9 @@ def _run(
   print("\n".join(preflight.summary(session, run_dir)), flush=True)
 
   with contextlib.ExitStack() as stack:
+    lease = run_lease.Lease(run_dir) if is_writer else None
+    # If another training has it, all processes say so.
+    agreement.from_first(lambda: lease and lease.take(stack))
     agree = None
     if not agreement.is_alone():
       agree = agreement.DelayedMaximum(session.layout)
@@ -195,6 +198,7 @@ def _run(
       observer=observer,
       guide=_guide(session, run_dir),
       guard=non_finite.Guard(session),
+      lease=lease,
     )
     state = _run_loop(loop, state)
     # The last checkpoint is complete before anything else can fail.

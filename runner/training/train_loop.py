@@ -16,6 +16,7 @@ import jax
 
 from paxon.learners import train_state
 from paxon.runner.checkpoints import checkpointer
+from paxon.runner.hosts import run_lease
 from paxon.runner.monitoring import goodput, metrics_file
 from paxon.runner.monitoring import observer as observer_lib
 from paxon.runner.training import (
@@ -51,6 +52,7 @@ class TrainLoop:
     guide: Profiles some steps and recompiles; None for no profile.
     guard: Checks that losses, gradients and saved states are finite; None
       checks nothing.
+    lease: The lease of the run directory, in the process that writes it.
   """
 
   session: session_lib.Session
@@ -65,6 +67,7 @@ class TrainLoop:
   )
   guide: profile_guided.ProfileGuide | None = None
   guard: non_finite.Guard | None = None
+  lease: run_lease.Lease | None = None
 
   def run(self, state: train_state.TrainState) -> train_state.TrainState:
     """Trains from a state, which is donated; saves and returns the last one.
@@ -197,6 +200,8 @@ class TrainLoop:
     with self.observer.span(goodput.Cause.CHECKPOINT):
       if self.guard is not None:
         self.guard.check_state(step, state, position)
+      if self.lease is not None:
+        self.lease.check()
       # A run that resumes from this checkpoint writes no line before it again.
       self.writer.flush()
       data = restore.to_stored_positions(
