@@ -9,6 +9,7 @@ from paxon.tasks.lm import llama_lm, lm_data, upcycling
 
 
 class _Dense(lm_data.Synthetic, llama_lm.LlamaLm):
+  num_kv_heads = 2
   length = 8
   num_layers = 2
   embed_dim = 8
@@ -19,6 +20,8 @@ class _Dense(lm_data.Synthetic, llama_lm.LlamaLm):
   global_batch_size = 2
   learning_rate = 1e-3
   num_train_steps = 1
+  warmup_steps = 1
+  weight_decay = 0.0
 
 
 def test_only_dense_blocks_are_upcycled():
