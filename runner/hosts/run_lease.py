@@ -114,6 +114,11 @@ class Lease:
       self.check()
       self._path.unlink(missing_ok=True)
 
+  @property
+  def id(self) -> str:
+    """The id in the file while this training has the lease."""
+    return self._own.id
+
   def take(self, stack: contextlib.ExitStack) -> None:
     """Takes the lease for the time of a context; see `__enter__`."""
     stack.enter_context(self)

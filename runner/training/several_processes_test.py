@@ -370,6 +370,31 @@ def test_missing_processes_are_reported_in_time(forks, tmp_path):
   assert not (tmp_path / "run").exists()
 
 
+def test_all_must_train_the_same_in_one_directory(forks, tmp_path):
+  port = forks_lib.free_port()
+  processes = [
+    forks.start(
+      MAIN,
+      [
+        *_flags(tmp_path / "run", learning_rate=rate, max_new_tokens=0),
+        f"--coordinator_address=localhost:{port}",
+        "--num_processes=2",
+        f"--process_id={index}",
+      ],
+      devices=2,
+    )
+    for index, rate in enumerate((0.001, 0.002))
+  ]
+  for process in processes:
+    assert forks.wait(process) == 2, process.said()
+    assert process.stderr.read_text() == (
+      "Process 1 has task.learner.optimizer.schedule.peak 0.002, and process 0"
+      " has 0.001; start all processes with the same command and the same"
+      " code.\n"
+    )
+  assert not (tmp_path / "run" / "config.txt").exists()
+
+
 def test_slurm_joins_them_and_a_batch_must_suit_them(forks, tmp_path):
   port = forks_lib.free_port()
   processes = [

@@ -37,6 +37,7 @@ from paxon.runner.training import (
   restore,
   run_files,
   run_metrics,
+  same_run,
   samples,
   stop_signals,
   train_loop,
@@ -126,6 +127,7 @@ def _run(
   )
   # All checks come first: a job that cannot run leaves no files.
   _check(job, launch)
+  same_run.check_settings(job, config)
   session = session_lib.open_session(job)
   traced = preflight.check(session)
   for warning in preflight.warnings(session):
@@ -136,6 +138,7 @@ def _run(
     lease = run_lease.Lease(run_dir) if is_writer else None
     # If another training has it, all processes say so.
     agreement.from_first(lambda: lease and lease.take(stack))
+    same_run.check_directory(run_dir, lease.id if lease else None)
     agree = None
     if not agreement.is_alone():
       agree = agreement.DelayedMaximum(session.layout)
