@@ -12,6 +12,7 @@ sharded like their parameters. Weight decay applies to variables with
 """
 
 import dataclasses
+import types
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -19,6 +20,11 @@ import optax
 
 from paxon.learners import optimizer, variable_groups
 from paxon.sharding import checks
+
+# Adam's presets of Pax, such as `AdamW(schedule=schedule, **HPARAMS_A)`. Pax
+# also sets `max_update_rms=1.0` by default.
+HPARAMS_A = types.MappingProxyType({"b1": 0.9, "b2": 0.997, "epsilon": 1e-9})
+HPARAMS_B = types.MappingProxyType({"b1": 0.9, "b2": 0.98, "epsilon": 1e-9})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from paxon.learners import optimizer as optimizer_lib
 from paxon.learners import (
   optimizer_by_path,
   parameter_average,
+  regularization,
   skipping,
   variable_clipping,
   variable_groups,
@@ -42,6 +43,7 @@ class Learner:
       of norms or tables of position biases.
     skip: Condition for skipping an update; `None` skips none.
     average: Average of the parameters for evaluation; `None` keeps none.
+    noise: Noise on the parameters in the train loss; `None` adds none.
     count_tokens: Whether to count the tokens of all updates in the train state
       and to report them as the metric `tokens_trained`.
   """
@@ -53,6 +55,7 @@ class Learner:
   decayed_variables: str | None = None
   skip: skipping.SkipUpdates | None = None
   average: parameter_average.ParameterAverage | None = None
+  noise: regularization.VariationalNoise | None = None
   count_tokens: bool = False
 
   def __post_init__(self) -> None:

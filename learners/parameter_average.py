@@ -5,6 +5,9 @@
 starts with a_0 = p_0. With debiasing (Kingma & Ba 2015,
 https://arxiv.org/abs/1412.6980, section 3) it starts with a_0 = 0, and
 evaluation uses a_t / (1 - decay^t): a weighted mean of p_1 ... p_t without p_0.
+With a warmup, the decay of the t-th update is min(decay, (1 + t) / (10 + t)),
+so that early averages follow the parameters. Pax has this warmup and averages
+before updates, which gives the same values one update later.
 
 The average is float32 for any dtype of the parameters. Skipped updates do not
 count.
@@ -41,16 +44,23 @@ class ParameterAverage:
   Attributes:
     decay: Decay per update; the average covers about 1 / (1 - decay) updates.
     debias: Whether to exclude the initial parameters from the average.
+    warmup: Whether the decay of the first updates is smaller.
   """
 
   decay: float
   debias: bool = False
+  warmup: bool = False
 
   def __post_init__(self) -> None:
     if not 0 < self.decay < 1:
       raise ValueError(
         "ParameterAverage.decay must be more than 0 and less than 1, got"
         f" {self.decay}."
+      )
+    if self.debias and self.warmup:
+      raise ValueError(
+        "ParameterAverage.debias and warmup must not both be set: debiasing"
+        " assumes a constant decay."
       )
 
   def initial(self, params: variable_groups.Tree) -> AverageState:
@@ -70,7 +80,11 @@ class ParameterAverage:
     """Returns the average that includes `params`, the updated parameters."""
     # Not decay * a + (1 - decay) * p: for a decay near one, the two factors
     # rounded to float32 do not add up to one, which would scale the average.
-    share = 1 - self.decay
+    share: Any = 1 - self.decay
+    if self.warmup:
+      # 1 - (1 + t) / (10 + t), for the update with number t from 1.
+      number = (state.count + 1).astype(jnp.float32)
+      share = jnp.maximum(share, 9 / (10 + number))
     average = jax.tree.map(
       lambda a, p: a + share * (p.astype(jnp.float32) - a),
       state.average,

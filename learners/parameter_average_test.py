@@ -58,6 +58,25 @@ def test_matches_the_definition(steps, decay):
 
 
 @pytest.mark.parametrize("steps", [1, 2, 20])
+@pytest.mark.parametrize("decay", [0.5, 0.99])
+def test_warmup_is_that_of_pax_one_update_later(steps, decay):
+  # Pax counts updates from 0 and averages the parameters before each.
+  expected = _exact(0)
+  for count in range(steps + 1):
+    d = min(decay, (1 + count) / (10 + count))
+    expected = d * expected + (1 - d) * _exact(count)
+  average = parameter_average.ParameterAverage(decay=decay, warmup=True)
+  np.testing.assert_allclose(
+    _after(average, steps), expected, rtol=1e-5, atol=1e-6
+  )
+
+
+def test_rejects_warmup_with_debiasing():
+  with pytest.raises(ValueError, match=r"debias and warmup must not both"):
+    parameter_average.ParameterAverage(decay=0.9, debias=True, warmup=True)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 20])
 @pytest.mark.parametrize("decay", [0.5, 0.99, 0.9999])
 def test_debiased_is_a_weighted_mean_of_updated_parameters(steps, decay):
   weights = decay ** np.arange(steps - 1, -1, -1.0)

@@ -4,6 +4,7 @@ The runner compiles them under a layout; nothing here depends on devices.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+import dataclasses
 import re
 from typing import Any, TypeAlias
 
@@ -33,6 +34,7 @@ _GROUPS = {
 
 # Default names of the random keys passed to a loss function.
 STREAMS = ("dropout", "masking")
+_NOISE_STREAM = "variational_noise"
 
 Metrics: TypeAlias = loss_function.Metrics
 LossOutput: TypeAlias = loss_function.LossOutput
@@ -81,6 +83,7 @@ def make_train_step(
       example by those of a pipeline schedule.
   """
   transform = learner.transform(specs)
+  optimized = variable_groups.select(specs, _Group.OPTIMIZED, specs=specs)
   groups = {}
   if norm_groups is not None:
     groups = group_by_patterns(norm_groups, specs=specs)
@@ -105,7 +108,16 @@ def make_train_step(
         for name, groups in _GROUPS.items()
       }
     )
-    result = gradient_fn(old, batch, rngs)
+    seen = old
+    if learner.noise is not None:
+      noisy = learner.noise.add(
+        old.params,
+        specs=optimized,
+        step=state.step,
+        key=train_state.make_key(seed, step=state.step, stream=_NOISE_STREAM),
+      )
+      seen = dataclasses.replace(old, params=noisy)
+    result = gradient_fn(seen, batch, rngs)
     params32 = optimizer_state.as_float32(old.params)
     grad_norm = optax.tree.norm(result.params)
     updates, opt_state = transform.update(
