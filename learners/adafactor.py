@@ -19,16 +19,22 @@ Adam's; `factoring` LAST, the last two dimensions of any size; and
 
   u <- m <- b1 m + (1 - b1) rate(t - 1) u
   p <- p - u - rate(t - 1) weight_decay p
+
+`layerwise_adaptation` scales the last update of each variable of one layer,
+divided by the rate, to the RMS of the parameter, as LAMB does (You et al. 2020,
+https://arxiv.org/abs/1904.00962).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 import dataclasses
 import enum
 import math
+import re
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 import optax
 
 from paxon.learners import optimizer, variable_clipping, variable_groups
@@ -68,6 +74,12 @@ class Adafactor:
     b1: Decay of the momentum; `None` disables momentum.
     momentum_after_rate: Whether the momentum averages updates times their
       learning rates, so that it keeps the rates of previous steps.
+    momentum_dtype: Storage dtype of the momentum: float32, bfloat16 or int8.
+      int8 has a float32 scale for each index of all but the first dimension of
+      a layer: its largest absolute value is 127.
+    layerwise_adaptation: Whether updates have the RMS of their parameters.
+    not_adapted: Regular expression of the logical names that layerwise
+      adaptation leaves out; the whole name must match. `None` is none.
     weight_decay: Fraction of a parameter that is subtracted at rate 1.
   """
 
@@ -81,6 +93,9 @@ class Adafactor:
   min_param_rms: float | None = 1e-3
   b1: float | None = None
   momentum_after_rate: bool = False
+  momentum_dtype: DTypeLike = jnp.float32
+  layerwise_adaptation: bool = False
+  not_adapted: str | None = None
   weight_decay: float = 0.0
 
   def __post_init__(self) -> None:
@@ -95,6 +110,28 @@ class Adafactor:
     checks.check_decay(self, "b1", "b2")
     if self.momentum_after_rate and self.b1 is None:
       raise ValueError("Adafactor.momentum_after_rate requires b1, got None.")
+    dtype = jnp.dtype(self.momentum_dtype)
+    if dtype not in (jnp.float32, jnp.bfloat16, jnp.int8):
+      raise ValueError(
+        "Adafactor.momentum_dtype must be float32, bfloat16 or int8, got"
+        f" {dtype.name}."
+      )
+    if self.b1 is None and dtype != jnp.float32:
+      raise ValueError(
+        f"Adafactor.momentum_dtype {dtype.name} requires b1, got None."
+      )
+    if self.layerwise_adaptation and self.min_param_rms is not None:
+      raise ValueError(
+        "Adafactor.layerwise_adaptation requires min_param_rms None, because"
+        f" both scale by the parameter, got {self.min_param_rms}."
+      )
+    try:
+      re.compile(self.not_adapted or "")
+    except re.error as error:
+      raise ValueError(
+        "Adafactor.not_adapted must be a regular expression, got"
+        f" {self.not_adapted!r}: {error}."
+      ) from error
     checks.check_non_negative(self, "weight_decay")
 
   def transform(
@@ -129,18 +166,28 @@ class Adafactor:
       ),
       clip_and_scale,
     )
-    if self.b1 is not None and self.momentum_after_rate:
+    average = None
+    if self.b1 is not None:
+      average = _momentum(self.b1, jnp.dtype(self.momentum_dtype), specs)
+    if average is not None and self.momentum_after_rate:
       return _descent_with_momentum(
         direction,
-        b1=self.b1,
+        average=average,
+        adapt=self._adapt(specs) if self.layerwise_adaptation else None,
         schedule=self.schedule,
         weight_decay=self.weight_decay,
         specs=specs,
       )
-    if self.b1 is not None:
-      direction = optax.chain(
-        direction,
-        optax.ema(self.b1, debias=False, accumulator_dtype=jnp.float32),
+    if average is not None:
+      direction = optax.chain(direction, average)
+    if self.layerwise_adaptation:
+      mask = specs and jax.tree.map(lambda spec: spec.regularized, specs)
+      decay = optax.add_decayed_weights(self.weight_decay, mask)
+      return optimizer.allow(
+        optax.chain(
+          optimizer.then(optax.chain(direction, decay), self._adapt(specs)),
+          optax.scale_by_learning_rate(self.schedule),
+        )
       )
     return optimizer.descent(
       direction,
@@ -149,17 +196,97 @@ class Adafactor:
       specs=specs,
     )
 
+  def _adapt(
+    self, specs: variable_groups.Specs | None
+  ) -> Callable[[Any, Any], Any]:
+    """Returns the function that scales updates to the RMS of parameters."""
+
+    def adapt(updates: Any, params: Any) -> Any:
+      def scale(update: jax.Array, param: jax.Array, spec: Any) -> jax.Array:
+        if spec and re.fullmatch(self.not_adapted or "(?!)", spec.name):
+          return update
+        axes = tuple(range(len(spec.stacked) if spec else 0, param.ndim))
+        size = variable_clipping.rms(param, axes)
+        norm = variable_clipping.rms(update, axes) + self.epsilon
+        return update * jnp.where((size > 0) & (norm > 0), size / norm, 1.0)
+
+      found = specs or jax.tree.map(lambda _: (), updates)
+      leaves, treedef = jax.tree.flatten(updates)
+      rest = treedef.flatten_up_to(params), treedef.flatten_up_to(found)
+      return treedef.unflatten(map(scale, leaves, *rest))
+
+    return adapt
+
+
+class MomentumState(NamedTuple):
+  """A quantized momentum; both trees have the structure of the parameters.
+
+  Attributes:
+    momentum: bfloat16 or int8; float32 for scalars of int8.
+    scale: float32 factors of int8, size one in the first dimension of a layer;
+      size one for other dtypes.
+  """
+
+  momentum: Any
+  scale: Any
+
+
+def _momentum(
+  b1: float, dtype: jnp.dtype, specs: variable_groups.Specs | None
+) -> optax.GradientTransformation:
+  """Returns an average whose state is stored in `dtype`."""
+  if dtype == jnp.float32:
+    return optax.ema(b1, debias=False, accumulator_dtype=jnp.float32)
+
+  def depths(leaves: list[Any], treedef: Any) -> list[int]:
+    if specs is None:
+      return [0] * len(leaves)
+    return [len(spec.stacked) for spec in treedef.flatten_up_to(specs)]
+
+  def store(x: jax.Array, depth: int) -> tuple[jax.Array, jax.Array]:
+    if dtype != jnp.int8:
+      return x.astype(dtype), jnp.ones((1,) * x.ndim, jnp.float32)
+    if x.ndim == depth:
+      return x, jnp.ones((1,) * x.ndim, jnp.float32)
+    scale = jnp.max(jnp.abs(x), axis=depth, keepdims=True) / 127
+    whole = jnp.round(x / jnp.where(scale > 0, scale, 1.0))
+    return whole.astype(dtype), scale
+
+  def to_state(treedef: Any, stored: Iterable[Any]) -> MomentumState:
+    columns = list(zip(*stored, strict=True)) or [()] * 2
+    return MomentumState(*map(treedef.unflatten, columns))
+
+  def init(params: Any) -> MomentumState:
+    leaves, treedef = jax.tree.flatten(params)
+    zeros = [jnp.zeros(p.shape, jnp.float32) for p in leaves]
+    return to_state(treedef, map(store, zeros, depths(leaves, treedef)))
+
+  def update(
+    updates: Any, state: Any, params: Any = None
+  ) -> tuple[Any, MomentumState]:
+    del params
+    leaves, treedef = jax.tree.flatten(updates)
+    kept = map(treedef.flatten_up_to, (state.momentum, state.scale))
+    new = [
+      b1 * (m.astype(jnp.float32) * scale) + (1 - b1) * u
+      for u, m, scale in zip(leaves, *kept, strict=True)
+    ]
+    stored = map(store, new, depths(leaves, treedef))
+    return treedef.unflatten(new), to_state(treedef, stored)
+
+  return optax.GradientTransformation(init, update)
+
 
 def _descent_with_momentum(
   direction: optax.GradientTransformation,
   *,
-  b1: float,
+  average: optax.GradientTransformation,
+  adapt: Callable[[Any, Any], Any] | None,
   schedule: optax.Schedule,
   weight_decay: float,
   specs: variable_groups.Specs | None,
 ) -> optax.GradientTransformation:
   """Returns the update rule whose momentum averages steps, not directions."""
-  average = optax.ema(b1, debias=False, accumulator_dtype=jnp.float32)
 
   def init(params: optax.Params) -> tuple[Any, Any, Any]:
     count = optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
@@ -185,6 +312,12 @@ def _descent_with_momentum(
         steps,
         params,
         decays,
+      )
+    if adapt is not None:
+      # The ratio is that of norms at rate 1; a rate of zero leaves the steps.
+      adapted = adapt(jax.tree.map(lambda u: u / rate, steps), params)
+      steps = jax.tree.map(
+        lambda new, old: jnp.where(rate > 0, rate * new, old), adapted, steps
       )
     count = optax.ScaleByScheduleState(optax.safe_increment(third.count))
     return jax.tree.map(jnp.negative, steps), (first, second, count)

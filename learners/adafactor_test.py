@@ -282,3 +282,107 @@ def test_momentum_after_rate_requires_momentum():
 def test_rejects_a_b2_of_one():
   with pytest.raises(ValueError, match=r"Adafactor.b2 must be"):
     adafactor.Adafactor(schedule=RATE, b2=1.0)
+
+
+def _pax_oracle(p, gradients, rates, *, dtype, adapts, decay):
+  """The update of Praxis for one matrix of one layer, in float64."""
+  row = column = m = np.zeros(())
+  if dtype == "int8":
+    m = np.zeros(p.shape), np.zeros(p.shape[1:])
+  for t, (g, rate) in enumerate(zip(gradients, rates, strict=True), start=1):
+    keep = 0.99 * (1 - 0.99 ** (t - 1)) / (1 - 0.99**t)
+    square = g**2 + 1e-30
+    row = keep * row + (1 - keep) * square.mean(1)
+    column = keep * column + (1 - keep) * square.mean(0)
+    u = g / np.sqrt(np.outer(row, column) / row.mean())
+    u = u / max(1, np.sqrt(np.mean(u**2)))
+    old = m[0] * m[1] if dtype == "int8" else m
+    step = 0.9 * old + 0.1 * rate * u
+    if dtype == "int8":
+      bucket = np.abs(step).max(0) / 127
+      m = np.round(step / bucket), bucket
+    else:
+      m = np.asarray(step, jax.numpy.bfloat16).astype(np.float64)
+    step = step + rate * decay * p
+    if adapts:
+      step *= np.sqrt(np.mean(p**2) / np.mean((step / rate) ** 2))
+    p = p - step
+  return p
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+@pytest.mark.parametrize("adapts", [False, True])
+def test_quantized_momentum_and_layerwise_adaptation_match_pax(dtype, adapts):
+  specs = _specs(stack=(3, 4, 6), matrix=(4, 6))
+  schedule = schedules.WarmupLinear(peak=0.1, warmup_steps=5, total_steps=30)
+  transform = adafactor.Adafactor(
+    schedule=schedule,
+    b1=0.9,
+    b2=0.99,
+    factoring=adafactor.Factoring.LAST,
+    momentum_after_rate=True,
+    momentum_dtype=dtype,
+    min_param_rms=None,
+    layerwise_adaptation=adapts,
+    not_adapted=".*matrix",
+    weight_decay=0.1,
+  ).transform(specs)
+  random = np.random.default_rng(0)
+
+  def draw():
+    return jax.tree.map(
+      lambda s: np.float32(random.normal(size=s.shape)), specs
+    )
+
+  first, gradients = draw(), [draw() for _ in range(12)]
+  params = jax.tree.map(jax.device_put, first)
+  state = optimizer_state.initial(transform, params)
+  stored = {x.dtype.name for x in jax.tree.leaves(state[1].momentum)}
+  assert stored == {dtype}
+
+  @jax.jit
+  def step(params, state, gradient):
+    updates, state = transform.update(gradient, state, params)
+    return optax.apply_updates(params, updates), state
+
+  for gradient in gradients:
+    params, state = step(params, state, jax.tree.map(jax.device_put, gradient))
+  for name, i in (("stack", (0,)), ("stack", (2,)), ("matrix", ())):
+    expected = _pax_oracle(
+      np.float64(first["params"][name][i]),
+      [np.float64(g["params"][name][i]) for g in gradients],
+      [float(schedule(t)) for t in range(12)],
+      dtype=dtype,
+      adapts=adapts and name == "stack",
+      decay=0.1,
+    )
+    # Values near the middle of two codes may round differently.
+    np.testing.assert_allclose(
+      params["params"][name][i], expected, rtol=1e-4, atol=5e-4
+    )
+
+
+def test_layerwise_adaptation_gives_updates_the_rms_of_parameters():
+  transform = adafactor.Adafactor(
+    schedule=RATE, layerwise_adaptation=True, min_param_rms=None, b1=0.9
+  ).transform()
+  params = {"w": jax.numpy.full((4, 6), 0.5)}
+  gradient = {"w": jax.numpy.arange(24.0).reshape(4, 6)}
+  updates, _ = transform.update(gradient, transform.init(params), params)
+  np.testing.assert_allclose(
+    np.sqrt(np.mean(np.square(updates["w"]))), 0.3 * 0.5, rtol=1e-5
+  )
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    ({"momentum_dtype": "int4", "b1": 0.9}, r"float32, bfloat16 or int8, got"),
+    ({"momentum_dtype": "int8"}, r"momentum_dtype int8 requires b1, got None"),
+    ({"layerwise_adaptation": True}, r"requires min_param_rms None.*0.001"),
+    ({"not_adapted": "("}, r"not_adapted must be a regular expression"),
+  ],
+)
+def test_rejects_fields(fields, message):
+  with pytest.raises(ValueError, match=message):
+    adafactor.Adafactor(schedule=RATE, **fields)
