@@ -296,7 +296,7 @@ def _descent_with_momentum(
     updates: Any, state: Any, params: Any = None
   ) -> tuple[Any, tuple[Any, Any, Any]]:
     first, second, third = state
-    rate = schedule(third.count)
+    rate: Any = schedule(third.count)
     updates, first = direction.update(updates, first, params)
     steps, second = average.update(
       jax.tree.map(lambda u: rate * u, updates), second
@@ -317,7 +317,7 @@ def _descent_with_momentum(
       # The ratio is that of norms at rate 1; a rate of zero leaves the steps.
       adapted = adapt(jax.tree.map(lambda u: u / rate, steps), params)
       steps = jax.tree.map(
-        lambda new, old: jnp.where(rate > 0, rate * new, old), adapted, steps
+        lambda new, old: jnp.where(rate != 0, rate * new, old), adapted, steps
       )
     count = optax.ScaleByScheduleState(optax.safe_increment(third.count))
     return jax.tree.map(jnp.negative, steps), (first, second, count)
