@@ -10,6 +10,7 @@ array without dimensions describes the example as a whole.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
+import hashlib
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -18,6 +19,7 @@ from paxon.inputs import checks, tokenizer_protocol
 
 Example = dict[str, np.ndarray]
 ENCODER = "encoder_"
+_NUM_HASHED = 16
 
 
 @runtime_checkable
@@ -31,7 +33,8 @@ class ExampleSource(Protocol):
   * `token_dtypes() -> dict[str, np.dtype]`: the arrays [n] of every example, if
     there are no other arrays;
   * `required_vocab_size() -> int | None`: the exclusive upper bound of ids;
-  * `signature() -> dict`: JSON values that a saved position depends on;
+  * `signature() -> dict`: JSON values that a saved position depends on; with
+    `content`, a hash of the data, if not that of some examples;
   * `document_number(index) -> int`: the document that an example is from;
   * `check() -> None`: raises ValueError for errors that need no reading.
   """
@@ -62,6 +65,30 @@ def call_optional(source: object, member: str, *args: Any) -> Any:
   """Returns the result of an optional method of a source, None without it."""
   method = getattr(source, member, None)
   return None if method is None else method(*args)
+
+
+def content_hash(source: Any) -> str:
+  """Returns a hash of some documents or examples of a random-access source.
+
+  They are spread evenly and include the first and the last, at most 16, so that
+  data that was replaced is noticed without reading all of it. One that cannot
+  be read counts as such.
+  """
+  count = len(source)
+  digest = hashlib.sha256(str(count).encode())
+  chosen = np.unique(np.linspace(0, max(count - 1, 0), min(count, _NUM_HASHED)))
+  for index in chosen.astype(np.int64).tolist():
+    try:
+      found = source[index]
+    except ValueError:
+      found = b"unreadable"
+    parts = found if isinstance(found, Mapping) else {"": found}
+    for key in sorted(parts):
+      value = parts[key]
+      data = value if isinstance(value, bytes) else np.asarray(value).tobytes()
+      digest.update(f"{key} {len(data)} ".encode())
+      digest.update(data)
+  return digest.hexdigest()[:16]
 
 
 def lm_features(
@@ -168,13 +195,18 @@ class TokenizedDocuments:
   def signature(self) -> dict[str, Any]:
     """Returns the values on which the meaning of an index depends.
 
-    It has the number of documents because counting the examples would tokenize
-    all of them.
+    It has the number and a hash of documents, not of examples, because counting
+    these would tokenize all of them.
     """
     return {
       "chunk_length": self.chunk_length,
       "num_documents": len(self.source),
+      "content": self._content,
     }
+
+  @functools.cached_property
+  def _content(self) -> str:
+    return content_hash(self.source)
 
   def document_number(self, index: int) -> int:
     """Returns the number of an example's document in the source."""

@@ -194,11 +194,17 @@ class Examples(Stream):
       )
 
   def signature(self) -> dict[str, Any]:
-    """Returns the source's size and signature, and the seed."""
+    """Returns the source's size, content and signature, and the seed."""
     found = example_source.call_optional(self.source, "signature") or {}
     if "num_documents" not in found:
       found = found | {"num_examples": len(self.source)}
+    if "content" not in found:
+      found = found | {"content": self._content}
     return found | {"shuffle_seed": self.shuffle_seed}
+
+  @functools.cached_property
+  def _content(self) -> str:
+    return example_source.content_hash(self.source)
 
   @property
   def is_endless(self) -> bool:

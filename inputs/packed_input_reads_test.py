@@ -58,7 +58,9 @@ def test_an_example_of_many_batches_is_read_once(packing):
     length=4,
     max_waiting=1,
   )
-  state = None
+  state = made.get_state()
+  assert reads == [0, 1, 2]
+  reads.clear()
   for number, _ in enumerate(made):
     state = made.get_state() if number == 3 else state
     # Only waiting examples are kept.
@@ -83,6 +85,9 @@ def test_restoring_at_ten_million_reads_no_earlier_example():
   state = made.get_state()
   state["position"], state["batches"] = 10**7, 12345
   state["waiting"] = [[17, 3]]
+  # Those of which the state has a hash, the first and the last among them.
+  assert (len(source.reads), max(source.reads)) == (16, 10**9 - 1)
+  source.reads.clear()
   made.set_state(state)
   assert not source.reads
   batch = made.get_next()

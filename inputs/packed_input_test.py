@@ -308,7 +308,14 @@ def test_a_batch_smaller_than_the_hosts_is_rejected():
     ({"waiting": [[1]]}, r"waiting is damaged: \[1\]"),
     ({"waiting": [[1, "x"]]}, r"waiting must be an integer, got 'x'"),
     (
-      {"data": {"num_documents": 4, "shuffle_seed": 1, "chunk_length": None}},
+      {
+        "data": {
+          "num_documents": 4,
+          "shuffle_seed": 1,
+          "chunk_length": None,
+          "content": "0",
+        }
+      },
       r"num_documents 4, but this input has num_documents 3",
     ),
     ({"data": {"m0": {}}}, r"saved with data of \['m0'\], but this input has"),
@@ -321,6 +328,20 @@ def test_a_state_of_other_data_is_rejected(change, message):
   with pytest.raises(ValueError, match=message):
     made.set_state({**before, **change})
   assert made.get_state() == before
+
+
+def test_other_documents_of_the_same_number_are_noticed():
+  state = _text([b"ab", b"c", b""]).get_state()
+  _text([b"ab", b"c", b""]).set_state(state)
+  for other in ([b"ab", b"d", b""], [b"a", b"bc", b""], [b"c", b"ab", b""]):
+    with pytest.raises(ValueError, match="saved with content [0-9a-f]{16}, "):
+      _text(other).set_state(state)
+  # Of many documents a sample is read, with the first and the last.
+  many = [b"%d" % i for i in range(100)]
+  state = _text(many).get_state()
+  for index in (0, 99):
+    with pytest.raises(ValueError, match="with content"):
+      _text([*many[:index], b"x", *many[index + 1 :]]).set_state(state)
 
 
 def test_decodes_ids_and_lists_documents_of_a_batch():

@@ -23,6 +23,7 @@ vocabulary size.
 import dataclasses
 import enum
 import functools
+import hashlib
 import json
 import os
 import struct
@@ -41,6 +42,7 @@ from paxon.inputs import (
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
+_MAX_HASHED = 1 << 20
 DTYPES: dict[int, type[np.generic]] = {
   1: np.uint8,
   2: np.int8,
@@ -140,6 +142,20 @@ class TokenFile(record_files.PickledFields):
       [] if token is None else [token] for token in (self.begin_id, self.end_id)
     )
     return np.concatenate((begin, stored, end)).astype(np.int32)
+
+  def signature(self) -> dict[str, Any]:
+    """Returns a hash of the index, which says where each document is."""
+    return {"index": self._index_hash}
+
+  @functools.cached_property
+  def _index_hash(self) -> str:
+    digest = hashlib.sha256()
+    tables = self._tables
+    for each in (tables.lengths, tables.pointers, tables.documents):
+      digest.update(str(len(each)).encode())
+      # An index of a terabyte of tokens has gigabytes.
+      digest.update(each[:: max(1, len(each) // _MAX_HASHED)].tobytes())
+    return digest.hexdigest()[:16]
 
   def check(self) -> None:
     """Checks the files and settings for consistency; reads no tokens.

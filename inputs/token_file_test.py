@@ -10,6 +10,7 @@ import pytest
 from paxon.inputs import (
   byte_tokenizer,
   example_source,
+  example_stream,
   token_file,
   token_file_writer,
 )
@@ -329,3 +330,19 @@ def test_rejects_invalid_json_facts(path):
     file.write("{")
   with pytest.raises(ValueError, match=r"tokens\.json is no JSON"):
     token_file.TokenFile(path=path).check()
+
+
+def test_another_index_or_other_tokens_are_other_data(path):
+  def signature(sequences, documents):
+    _write_by_hand(
+      path, code=8, dtype="u2", sequences=sequences, documents=documents
+    )
+    source = token_file.TokenFile(path=path, vocab_size=100)
+    return example_stream.Examples(source=source, shuffle_seed=0).signature()
+
+  before = signature([[1, 2], [3, 5]], [0, 1, 2])
+  assert before == signature([[1, 2], [3, 5]], [0, 1, 2])
+  tokens = signature([[1, 2], [4, 5]], [0, 1, 2])
+  assert {k for k in before if before[k] != tokens[k]} == {"content"}
+  lengths = signature([[1], [2, 3, 5]], [0, 1, 2])
+  assert {k for k in before if before[k] != lengths[k]} == {"content", "index"}
