@@ -334,7 +334,7 @@ def test_other_documents_of_the_same_number_are_noticed():
   state = _text([b"ab", b"c", b""]).get_state()
   _text([b"ab", b"c", b""]).set_state(state)
   for other in ([b"ab", b"d", b""], [b"a", b"bc", b""], [b"c", b"ab", b""]):
-    with pytest.raises(ValueError, match="saved with content [0-9a-f]{16}, "):
+    with pytest.raises(ValueError, match=r"saved with content [0-9a-f]{16}, "):
       _text(other).set_state(state)
   # Of many documents a sample is read, with the first and the last.
   many = [b"%d" % i for i in range(100)]
