@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from typing import Any
+import uuid
 
 from etils import epath
 import jax
@@ -92,6 +93,7 @@ class Checkpointer:
     self._value: Callable[[int], float | None] = lambda step: None
     self._values: dict[int, float | None] = {}
     self._times: dict[int, float] = {}
+    self._run = uuid.uuid4().hex
     self._skipped = set[int]()
     self._manager: ocp.CheckpointManager | None = None
     self._restore_output = _filter_output()
@@ -186,6 +188,7 @@ class Checkpointer:
     self._times[step] = agreement.from_first(time.time)
     metadata = {
       "format_version": named_tree.FORMAT_VERSION,
+      "run": agreement.from_first(self._run_id),
       "step": step,
       "time": self._times[step],
       "arrays": named_tree.describe(specs),
@@ -231,6 +234,14 @@ class Checkpointer:
         self._times[step] = otherwise
     return self._times[step]
 
+  def _run_id(self) -> str:
+    """Returns what the checkpoints of this directory have in common."""
+    for step in self.steps():
+      with contextlib.suppress(DamagedCheckpointError):
+        self._run = self._metadata(step).get("run", self._run)
+        break
+    return self._run
+
   def verify(self, step: int) -> dict[str, Any]:
     """Compares the checksums of all files; returns the metadata.
 
@@ -274,6 +285,15 @@ class Checkpointer:
       metadata["format_version"],
       where=f"The checkpoint {self._folder / str(step)}",
     )
+    if metadata["step"] != step:
+      raise self._damaged(
+        step, f"it is a copy of the checkpoint of step {metadata['step']}"
+      )
+    oldest = min(self.steps(), default=step)
+    if oldest != step and metadata.get("run") != self._run_id():
+      raise self._damaged(
+        step, f"it belongs to another run than the checkpoint of step {oldest}"
+      )
     return metadata
 
   def _check_files(
@@ -298,8 +318,9 @@ class Checkpointer:
     name = f"{_METADATA}/{_JSON_FILE}"
     try:
       metadata = json.loads((self._folder / str(step) / name).read_text())
-      if not isinstance(metadata["format_version"], int):
-        raise ValueError("its format_version is not an integer")
+      for key in ("format_version", "step"):
+        if not isinstance(metadata[key], int):
+          raise ValueError(f"its {key} is not an integer")
     except (OSError, ValueError, KeyError, TypeError) as error:
       raise self._damaged(step, f"{name}: {_first_line(error)}") from error
     return metadata

@@ -158,6 +158,41 @@ def test_damaged_checkpoint_can_be_skipped_and_saved_again(copy):
   assert _restore(copy).data == {"anew": 1}
 
 
+def test_a_copy_is_no_checkpoint_of_another_step(copy):
+  shutil.copytree(copy / str(STEP), copy / str(STEP + 5))
+  with checkpointer.Checkpointer(epath.Path(copy), read_only=True) as opened:
+    assert opened.steps() == [STEP, STEP + 5]
+    opened.verify(STEP)
+    with pytest.raises(
+      checkpointer.DamagedCheckpointError,
+      match=f"{STEP + 5} is damaged: it is a copy of the checkpoint of step",
+    ):
+      opened.verify(STEP + 5)
+
+
+def test_a_checkpoint_of_another_run_is_found(copy, tmp_path_factory):
+  other = epath.Path(tmp_path_factory.mktemp("other"))
+  golden.write(other)
+  later = STEP + 5
+  # The same run saves two; the other one's has the later step as its own.
+  for folder in (epath.Path(copy), other):
+    with checkpointer.Checkpointer(folder) as opened:
+      opened.save(
+        later, golden.values(), specs=golden.specs(), data={"read": 1}
+      )
+  with checkpointer.Checkpointer(epath.Path(copy), read_only=True) as opened:
+    opened.verify(later)
+  shutil.rmtree(copy / str(later))
+  shutil.copytree(other / str(later), copy / str(later))
+  with checkpointer.Checkpointer(epath.Path(copy), read_only=True) as opened:
+    opened.verify(STEP)
+    with pytest.raises(
+      checkpointer.DamagedCheckpointError,
+      match=f"belongs to another run than the checkpoint of step {STEP}",
+    ):
+      opened.verify(later)
+
+
 def test_several_problems_are_counted(copy):
   for name in ("data/metadata", "state/_METADATA", "state/_sharding"):
     (copy / str(STEP) / name).unlink()

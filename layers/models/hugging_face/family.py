@@ -80,6 +80,9 @@ class _Required:
 
 
 _REQUIRED: Any = _Required()
+# More would be a list of that length before anything else is checked.
+_NUM_LAYERS = ("num_hidden_layers", "n_layer")
+_MAX_LAYERS = 10_000
 
 
 class Fields:
@@ -155,6 +158,8 @@ class Fields:
     value = self.get(name, default)
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
       self.reject(name, "a positive integer")
+    if name in _NUM_LAYERS and value > _MAX_LAYERS:
+      self.reject(name, f"an integer of at most {_MAX_LAYERS:,}")
     return value
 
   def count(self, name: str, default: Any = _REQUIRED) -> int:

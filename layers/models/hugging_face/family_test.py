@@ -61,6 +61,14 @@ def test_unsupported_values_are_rejected(read, message):
     read(_fields(text="x", flag=True, list=[1]))
 
 
+@pytest.mark.parametrize("name", ["num_hidden_layers", "n_layer"])
+def test_layers_have_a_limit(name):
+  assert _fields(**{name: 10_000}).size(name) == 10_000
+  # As many windows in a list would take 8 GB.
+  with pytest.raises(Error, match=f"{name} is 1000000000; .* at most 10,000"):
+    _fields(**{name: 10**9}).size(name)
+
+
 def test_unknown_fields_are_rejected():
   fields = _fields(a=3, torch_dtype="bfloat16", use_cache=True, eos_token_id=2)
   fields.size("a")

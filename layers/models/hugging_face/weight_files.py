@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 import dataclasses
 import json
 import os
+import pathlib
 import re
 
 from etils import epath
@@ -355,6 +356,14 @@ def _files(path: epath.Path) -> list[tuple[epath.Path, set[str]]]:
       raise WeightsError(
         f"{os.fspath(index)} cannot be read; copy it again."
       ) from error
+    for file in by_file:
+      # Not a path to a file elsewhere.
+      is_name = isinstance(file, str) and pathlib.PurePath(file).name == file
+      if not is_name or file == "..":
+        raise WeightsError(
+          f"{os.fspath(index)} names the file {file!r}; it must be a"
+          " file name in the same folder."
+        )
     return [(path / file, each) for file, each in sorted(by_file.items())]
   if (path / WEIGHTS).exists():
     return [(path / WEIGHTS, set())]

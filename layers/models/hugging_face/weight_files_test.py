@@ -1,4 +1,6 @@
-"""Tests for weights in fp8."""
+"""Tests for weights in fp8, and for damaged indices."""
+
+import json
 
 from etils import epath
 import jax.numpy as jnp
@@ -83,4 +85,14 @@ def test_fp8_that_does_not_fit(tmp_path, name, value, message):
   changed = {**stored, name: value}
   _save(tmp_path, {k: v for k, v in changed.items() if v is not None})
   with pytest.raises(weight_files.WeightsError, match=message):
+    weight_files.find(epath.Path(tmp_path), names=_names())
+
+
+@pytest.mark.parametrize(
+  "name", ["../outside/x.safetensors", "/etc/x.safetensors", "a/b", "..", 5]
+)
+def test_an_index_names_files_of_its_folder_only(tmp_path, name):
+  index = {"weight_map": {"a": name}}
+  (tmp_path / weight_files.INDEX).write_text(json.dumps(index))
+  with pytest.raises(weight_files.WeightsError, match="in the same folder"):
     weight_files.find(epath.Path(tmp_path), names=_names())
