@@ -239,7 +239,7 @@ _KERNELS = {
   "triton": triton_kernel.Triton(
     interpret=True, rows=16, columns=16, contracting=16
   ),
-  "megablox": platform_kernels.Megablox(interpret=True, rows=128),
+  "megablox": platform_kernels.Megablox(interpret=True),
 }
 _SIZES = {
   "mixed": [3, 0, 17, 4],
@@ -280,6 +280,45 @@ def test_grouped_matmul_with_gradients(kernel, sizes):
   np.testing.assert_allclose(out, y, rtol=1e-5, atol=1e-5)
   np.testing.assert_allclose(grads[0], dx, rtol=1e-5, atol=1e-5)
   np.testing.assert_allclose(grads[1], dw, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ("rows", "num_experts", "contracting", "tile", "most"),
+  [
+    # One expert shares no tile.
+    (8192, 1, 2816, 512, 1.0),
+    (8192, 2, 2816, 512, 1.0625),
+    (8192, 8, 1024, 128, 1.11),
+    (8192, 8, 2816, 256, 1.22),
+    (32768, 8, 2816, 256, 1.0625),
+    (65536, 8, 2816, 512, 1.0625),
+    (200, 8, 2816, 256, 8.0),
+    (40, 8, 64, 128, 8.0),
+  ],
+)
+def test_tiles_of_megablox_waste_few_rows(
+  rows, num_experts, contracting, tile, most
+):
+  kernel = platform_kernels.Megablox()
+  found = kernel.choose_rows(
+    rows, num_experts=num_experts, contracting=contracting
+  )
+  assert found == tile
+  # A group is computed in each tile that has one of its rows.
+  sizes = np.full(num_experts, rows // num_experts)
+  shift = np.arange(num_experts) - (num_experts - 1) / 2
+  sizes += (shift * rows / num_experts**2).astype(int)
+  sizes[-1] += rows - sizes.sum()
+  ends = np.cumsum(sizes)
+  tiles = np.sum(-(-ends // tile) - (ends - sizes) // tile)
+  assert tiles * tile <= most * max(rows, tile)
+
+
+def test_rows_of_megablox_can_be_set():
+  kernel = platform_kernels.Megablox(rows=512)
+  assert kernel.choose_rows(8192, num_experts=8, contracting=64) == 512
+  with pytest.raises(ValueError, match=r"Megablox\.rows must be positive"):
+    platform_kernels.Megablox(rows=0)
 
 
 def test_kernel_rejects_a_dtype():

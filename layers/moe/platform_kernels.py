@@ -26,19 +26,48 @@ class Megablox:
   """JAX's Pallas kernel for TPUs.
 
   Attributes:
-    rows: Rows of a tile; rows are padded to a multiple.
+    rows: Rows of a tile; `None` chooses 512, 256 or 128 by the number of rows
+      and experts, see `choose_rows`. Rows are padded to a multiple.
     contracting: Largest tile of the contracting dimension.
     columns: Largest tile of the other dimension.
     interpret: Whether Pallas interprets the kernel, on any device, for tests.
   """
 
-  rows: int = 512
+  rows: int | None = None
   contracting: int = 1024
   columns: int = 1024
   interpret: bool = False
 
   def __post_init__(self) -> None:
-    checks.check_size(self, "rows", "contracting", "columns")
+    checks.check_positive(self, "rows")
+    checks.check_size(self, "contracting", "columns")
+
+  def choose_rows(
+    self, rows: int, *, num_experts: int, contracting: int
+  ) -> int:
+    """Returns the rows of a tile.
+
+    A tile with rows of several experts is computed for each of them, so E
+    experts cost up to E - 1 tiles more than their rows. The largest tile is
+    chosen that adds at most a sixteenth, else the smallest. That is 256 if the
+    contracting dimension is not one tile: the matrix is then read again for
+    each tile of rows, and the memory of TPUs feeds 240 operations a byte.
+
+    Args:
+      rows: All rows.
+      num_experts: Number of experts on the device.
+      contracting: Contracting dimension of the matrices; 0 for the product of
+        rows, which reads no matrix.
+    """
+    smallest = 128 if contracting <= self.contracting else 256
+    sizes = [self.rows] if self.rows else [512, 256, 128]
+    fitting = [
+      tile
+      for tile in sizes
+      if 16 * (num_experts - 1) * tile <= rows or tile <= smallest
+    ]
+    # Fewer for few rows.
+    return min((fitting or sizes)[0], -(-rows // _LANES) * _LANES)
 
   @property
   def support(self) -> grouped_matmul.Support:
@@ -53,7 +82,10 @@ class Megablox:
     """Returns `x[r] @ w[e]`, or `x[r] @ w[e].T`; zero in padding."""
 
     def kernel(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-      y = self._gmm(_pad(x, self._tile(x)), w, sizes, transposed)
+      tile = self.choose_rows(
+        x.shape[0], num_experts=sizes.shape[0], contracting=x.shape[1]
+      )
+      y = self._gmm(_pad(x, tile), w, sizes, transposed, tile)
       # The kernel does not write rows after the last group.
       used = jnp.arange(x.shape[0], dtype=jnp.int32) < jnp.sum(sizes)
       y = jnp.where(used[:, None], y[: x.shape[0]], jnp.zeros((), y.dtype))
@@ -67,22 +99,30 @@ class Megablox:
     """Returns the sum over the rows of each group of outer products [E,K,N]."""
 
     def kernel(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
-      x, y = (_pad(v, self._tile(v)) for v in (x, y))
+      tile = self.choose_rows(
+        x.shape[0], num_experts=sizes.shape[0], contracting=0
+      )
+      x, y = (_pad(v, tile) for v in (x, y))
       # JAX exports the transposed kernel only as the gradient of the other; its
       # operands are unused, and so are the results.
       w = jnp.zeros((sizes.shape[0], x.shape[1], y.shape[1]), x.dtype)
-      _, transpose = jax.vjp(lambda w: self._gmm(x, w, sizes, False), w)
+      _, transpose = jax.vjp(lambda w: self._gmm(x, w, sizes, False, tile), w)
       with jax.numpy_dtype_promotion("standard"):
         return transpose(y.astype(x.dtype))[0]
 
     return grouped_matmul.only(self.support, kernel, x, y, sizes)
 
   def _gmm(
-    self, x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool
+    self,
+    x: jax.Array,
+    w: jax.Array,
+    sizes: jax.Array,
+    transposed: bool,
+    tile: int,
   ) -> jax.Array:
     inner, outer = w.shape[1:][:: -1 if transposed else 1]
     tiling = (
-      self._tile(x),
+      tile,
       min(self.contracting, -(-inner // _LANES) * _LANES),
       min(self.columns, -(-outer // _LANES) * _LANES),
     )
@@ -92,10 +132,6 @@ class Megablox:
       return megablox.gmm(
         x, w, sizes, x.dtype, tiling, None, None, transposed, self.interpret
       )
-
-  def _tile(self, x: jax.Array) -> int:
-    """Returns the rows of a tile, fewer for few rows."""
-    return min(self.rows, -(-x.shape[0] // _LANES) * _LANES)
 
 
 def _pad(x: jax.Array, multiple: int) -> jax.Array:
