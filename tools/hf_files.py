@@ -69,7 +69,11 @@ def read_config(folder: epath.Path) -> Mapping[str, Any]:
 
 
 def copy_beside(
-  source: epath.Path, target: epath.Path, *, dtype: str | None = None
+  source: epath.Path,
+  target: epath.Path,
+  *,
+  dtype: str | None = None,
+  changes: Mapping[str, Any] | None = None,
 ) -> list[str]:
   """Copies `config.json` and a tokenizer's files; returns their names.
 
@@ -77,6 +81,7 @@ def copy_beside(
     source: The folder that holds them.
     target: Created if missing.
     dtype: Dtype of the weights, for `config.json`; None keeps what it says.
+    changes: Fields of `config.json` to change.
   """
   target.mkdir(parents=True, exist_ok=True)
   names = sorted(
@@ -92,10 +97,11 @@ def copy_beside(
   is_quantized = config.pop("quantization_config", None) is not None
   # The older name, if the file has it.
   name = "torch_dtype" if "torch_dtype" in config else "dtype"
-  changes = dtype is not None and config.get(name) != dtype
-  if changes:
-    config[name] = dtype
-  if changes or is_quantized:
+  changed = dict(changes or {})
+  if dtype is not None and config.get(name) != dtype:
+    changed[name] = dtype
+  if changed or is_quantized:
+    config |= changed
     text = json.dumps(config, indent=2, ensure_ascii=False)
     (target / CONFIG).write_text(text + "\n")
   return names

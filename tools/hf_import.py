@@ -90,8 +90,12 @@ def run(
       )
   try:
     of = families.find(config)
-    names = of.names(config)
-    files = weight_files.find(source, names=names)
+    files = weight_files.find(source, names=of.names(config))
+    absent = _absent_layers(of, config, files)
+    if absent:
+      config = {**config, of.further_layers: 0}
+      files = weight_files.find(source, names=of.names(config))
+    names = files.names
     files.check()
     dtypes = {
       name: np.dtype(dtype or files.leaf_dtype(leaf))
@@ -104,6 +108,8 @@ def run(
     yield from preview(files, dtypes)
   else:
     yield f"{of.model_type}: {len(names.tensors)} tensors"
+    if absent:
+      yield f"{of.further_layers}: imported without, as no file has weights"
     unused = files.find_unused()
     if unused:
       yield f"not used by the model: {', '.join(unused[:_MAX_UNUSED])}" + (
@@ -116,6 +122,7 @@ def run(
       folder,
       target / hf_files.FOLDER,
       dtype=hf_files.find_dtype(dtypes.values()),
+      changes={of.further_layers: 0} if absent else {},
     )
     yield f"copied: {', '.join(copied)}"
     try:
@@ -172,6 +179,18 @@ def preview(
       )
     )
   yield from text_table.format_lines(rows, right=())
+
+
+def _absent_layers(
+  of: family.Family,
+  config: Mapping[str, Any],
+  files: weight_files.WeightFiles,
+) -> bool:
+  """Whether the files lack all of the family's further layers."""
+  if not of.further_layers or not config.get(of.further_layers):
+    return False
+  first = f"layers.{config['num_hidden_layers']}."
+  return not any(first in name for name in files.entries)
 
 
 def _specs(

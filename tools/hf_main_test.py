@@ -85,6 +85,37 @@ def test_round_trip_is_the_same_file(case, dtype, tmp_path, capsys):
     assert path.read_bytes() == (source / path.name).read_bytes()
 
 
+def test_modules_of_further_tokens_may_be_absent(tmp_path, capsys):
+  """DeepSeek's files have them and two copies; transformers writes none."""
+  config, layer = _config("deepseek_v3", dtype="float32"), "model.layers.2"
+  names = families.find(config).names(config).tensors
+  further = [name for name in names if name.startswith(layer)]
+  copies = {
+    f"{layer}.{name}.weight": golden_case.weight(f"{of}.weight", (64, 32))
+    for name, of in (
+      ("embed_tokens", "model.embed_tokens"),
+      ("shared_head.head", "lm_head"),
+    )
+  }
+  whole, bare, partial = (tmp_path / name for name in ("whole", "bare", "part"))
+  tensors = _model(whole, config, more=copies)
+  assert _run("import", whole, "--to", tmp_path / "run") == 0
+  assert _run("export", tmp_path / "run", "--to", tmp_path / "back") == 0
+  found = safetensors_numpy.load_file(tmp_path / "back" / "model.safetensors")
+  assert found.keys() == tensors.keys() - copies.keys()
+  capsys.readouterr()
+  _model(bare, config, leave_out=further)
+  assert _run("import", bare, "--to", tmp_path / "run2") == 0
+  printed = capsys.readouterr().out
+  assert "num_nextn_predict_layers: imported without" in printed
+  made = json.loads((tmp_path / "run2/hugging_face/config.json").read_text())
+  assert made == {**config, "num_nextn_predict_layers": 0}
+  _model(partial, config, leave_out=further[:1])
+  line = _error(capsys, "import", partial, "--to", tmp_path / "run3")
+  assert f"{further[0]} " in line
+  assert "is missing" in line
+
+
 def test_old_files_without_prefix_and_with_masks(tmp_path, capsys):
   source, run, back = (tmp_path / name for name in ("source", "run", "back"))
   tensors = _model(source, _config("gpt2"))

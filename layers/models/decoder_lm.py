@@ -7,6 +7,7 @@ Letters: B batch, T length, V vocab.
 """
 
 from collections.abc import Sequence
+import functools
 from typing import Any
 
 from flax import linen as nn
@@ -16,7 +17,11 @@ from jaxtyping import Array, Bool, Float, Int
 from paxon.layers import softmax_loss
 from paxon.layers.attention import kv_cache
 from paxon.layers.attention import mask as attention_mask
-from paxon.layers.models import document_scores, language_model
+from paxon.layers.models import (
+  document_scores,
+  language_model,
+)
+from paxon.layers.models import multi_token as multi_token_lib
 
 
 class DecoderLm(nn.Module):
@@ -39,6 +44,8 @@ class DecoderLm(nn.Module):
     record: Additional outputs of `loss`: `activations` [B,T,D], the input of
       the head, and `logits` [B,T,V].
     auxiliary_loss_weight: Factor of `layers.auxiliary_loss`; 0 disables them.
+    multi_token: Predicts tokens after the next one, in training; `None`
+      disables it.
   """
 
   embedding: nn.Module
@@ -52,6 +59,7 @@ class DecoderLm(nn.Module):
   embedding_dropout: nn.Module | None = None
   record: Sequence[str] = ()
   auxiliary_loss_weight: float = 1.0
+  multi_token: multi_token_lib.MultiTokenPrediction | None = None
 
   def __post_init__(self) -> None:
     # A tuple keeps the module hashable where a list was given.
@@ -106,15 +114,7 @@ class DecoderLm(nn.Module):
     positions, segment_ids = attention_mask.fill_tokens(
       self, inputs, positions, segment_ids, prefix, rank=2
     )
-    x = language_model.embed_tokens(
-      inputs,
-      positions,
-      embedding=self.embedding,
-      position_embedding=self.position_embedding,
-      norm=self.embedding_norm,
-      dropout=self.embedding_dropout,
-      deterministic=deterministic,
-    )
+    x = self._embed(inputs, positions, deterministic=deterministic)
     # Passed only if set, so blocks need not support it.
     more: tuple[Any, ...] = () if prefix is None else (prefix,)
     x = self.stack(
@@ -125,7 +125,11 @@ class DecoderLm(nn.Module):
       cache_length=cache_length,
       deterministic=deterministic,
     )
-    return language_model.apply_norm(x, self.final_norm)
+    x = language_model.apply_norm(x, self.final_norm)
+    if self.multi_token is not None and self.is_initializing():
+      # Creates its variables, which only the loss of training reads.
+      self.multi_token(x, inputs, positions, segment_ids, embed=self._embed)
+    return x
 
   def loss(
     self, batch: language_model.Batch, *, deterministic: bool = True
@@ -141,16 +145,27 @@ class DecoderLm(nn.Module):
     Returns:
       `(sum, weight)` of `token_loss`, in nats, and of auxiliary losses.
       Metrics, as such pairs: `log_pplx`, the negative log likelihood alone;
-      `accuracy`; `z_loss` if it is part of the loss; `auxiliary_loss/...`.
+      `accuracy`; `z_loss` if it is part of the loss; `auxiliary_loss/...`; and,
+      in training, those of `multi_token`, whose loss is added.
       Outputs, not differentiable: unweighted `token_nll` and `token_hits`
       [B,T]; `token_weights` [B,T]; weighted sums over each sequence `row_nll`,
       `row_hits` and `row_weight` [B]; values of `record`.
     """
-    return language_model.LanguageHead(self).loss(
-      self._hidden_from_batch(batch, deterministic=deterministic),
+    x = self._hidden_from_batch(batch, deterministic=deterministic)
+    head = language_model.LanguageHead(self)
+    if self.multi_token is None or deterministic:
+      return head.loss(x, batch, deterministic=deterministic)
+    further, more = self.multi_token.loss(
+      x,
       batch,
-      deterministic=deterministic,
+      embed=functools.partial(self._embed, deterministic=False),
+      token_loss=functools.partial(head.token_loss, deterministic=False),
     )
+    # After those of `multi_token`, whose layers may have auxiliary losses.
+    (total, weight), metrics, outputs = head.loss(
+      x, batch, deterministic=deterministic
+    )
+    return (total + further, weight), metrics | more, outputs
 
   def score(
     self, batch: language_model.Batch
@@ -217,6 +232,20 @@ class DecoderLm(nn.Module):
       inputs, positions, segment_ids, prefix, cache_length=cache_length
     )
     return language_model.LanguageHead(self).logits(x, at)
+
+  def _embed(
+    self, inputs: jax.Array, positions: jax.Array, *, deterministic: bool = True
+  ) -> jax.Array:
+    """Returns embedded tokens [B,T,D]."""
+    return language_model.embed_tokens(
+      inputs,
+      positions,
+      embedding=self.embedding,
+      position_embedding=self.position_embedding,
+      norm=self.embedding_norm,
+      dropout=self.embedding_dropout,
+      deterministic=deterministic,
+    )
 
   def _hidden_from_batch(
     self, batch: language_model.Batch, *, deterministic: bool

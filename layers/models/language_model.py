@@ -107,6 +107,21 @@ class LanguageHead:
     )
     return document_scores.score_outputs(outputs, batch["segment_ids"])
 
+  def token_loss(
+    self,
+    x: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    *,
+    deterministic: bool,
+  ) -> softmax_loss.SoftmaxLossOutput:
+    """Returns the loss of the tokens that follow the states `x` [B,T,D]."""
+    token_loss: softmax_loss.SoftmaxLoss = self.model.token_loss
+    if deterministic:
+      token_loss = token_loss.evaluated()
+    logits_fn, variables = self._unbind_head(x)
+    return token_loss(logits_fn, variables, x, targets=targets, weights=weights)
+
   def _result(
     self,
     x: jax.Array,
@@ -117,12 +132,9 @@ class LanguageHead:
     record: Sequence[str],
   ) -> Result:
     token_loss: softmax_loss.SoftmaxLoss = self.model.token_loss
-    if deterministic:
-      token_loss = token_loss.evaluated()
     weights = token_weights(batch)
-    logits_fn, variables = self._unbind_head(x)
-    result = token_loss(
-      logits_fn, variables, x, targets=batch["targets"], weights=weights
+    result = self.token_loss(
+      x, batch["targets"], weights, deterministic=deterministic
     )
     weights = weights.astype(result.token_nll.dtype)
     hits = result.token_hits.astype(weights.dtype)

@@ -2,8 +2,9 @@
 
 - DeepSeek-V2 and V2-Lite (DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434)
 - DeepSeek-V3 and R1 (DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437), and
-  models of the same class, such as Moonlight. Blocks for the prediction of
-  further tokens are not read; weights in fp8 are read as bfloat16.
+  models of the same class, such as Moonlight. Modules that predict further
+  tokens (`num_nextn_predict_layers`) count in training only; weights in fp8 are
+  read as bfloat16.
 """
 
 from typing import Any
@@ -71,7 +72,7 @@ def _read(
     dense_layers=tuple(
       range(min(fields.count("first_k_dense_replace", num_dense), num_layers))
     ),
-    num_ignored=fields.count("num_nextn_predict_layers", 0),
+    num_further=fields.count("num_nextn_predict_layers", 0),
   )
 
 
@@ -181,4 +182,5 @@ DEEPSEEK_V3 = family.Family(
     "topk_method": ("noaux_tc",),
   },
   packings=("fp8",),
+  further_layers="num_nextn_predict_layers",
 )

@@ -1,8 +1,11 @@
 """Tests for DeepSeek-V2 and V3, against golden files."""
 
+import jax
+import numpy as np
 import pytest
 
 from paxon.layers.models.hugging_face import deepseek, golden_case, testing
+from paxon.sharding import variables
 
 Outcome = testing.Outcome
 LOGITS = Outcome.OTHER_LOGITS
@@ -125,10 +128,34 @@ def test_no_field_is_left_out(case):
   testing.check_all_covered(case, fields)
 
 
-def test_layers_of_further_tokens_are_not_part_of_the_model():
+def test_modules_of_further_tokens():
+  """Their tensors by DeepSeek's names; logits do not depend on them."""
   config = golden_case.read("deepseek_v3").config
-  config = {**config, "num_nextn_predict_layers": 1}
-  names = deepseek.DEEPSEEK_V3.names(config)
-  assert names.is_ignored("model.layers.2.eh_proj.weight")
-  assert not names.is_ignored("model.layers.1.mlp.gate.weight")
-  assert not names.is_ignored("model.layers.3.eh_proj.weight")
+  assert config["num_nextn_predict_layers"] == 1
+  of, layer = deepseek.DEEPSEEK_V3, "model.layers.2"
+  names, plain = (
+    of.names({**config, "num_nextn_predict_layers": n}) for n in (1, 0)
+  )
+  added = names.tensors.keys() - plain.tensors.keys()
+  last = {name for name in plain.tensors if name.startswith("model.layers.1.")}
+  ends = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+  assert added == {name.replace("layers.1.", "layers.2.") for name in last} | {
+    f"{layer}.{end}.weight" for end in ends
+  }
+  assert names.tensors[f"{layer}.eh_proj.weight"].shape == (32, 64)
+  assert names.tied == {
+    f"{layer}.embed_tokens.weight": "model.embed_tokens.weight",
+    f"{layer}.shared_head.head.weight": "lm_head.weight",
+  }
+  model = of.model({**config, "num_nextn_predict_layers": 1})
+  made = jax.eval_shape(model.init, jax.random.key(0), *of.example())
+  specs = jax.tree.leaves(variables.specs_of(made))
+  assert {spec.name: spec.shape for spec in specs} == {
+    name: leaf.shape for name, leaf in names.leaves.items()
+  }
+  # Embedded tokens come first, as in the files.
+  kernel = names.leaves["params/multi_token/depths_0/projection/kernel"]
+  rows = np.arange(32 * 64).reshape(32, 64)
+  np.testing.assert_array_equal(
+    kernel.from_tensors(lambda name, start, stop: rows[start:stop]), rows.T
+  )

@@ -306,6 +306,8 @@ class Family:
       others are rejected.
     packings: Quantized forms of weights (`quant_method`) that are read, as
       their values.
+    further_layers: Field with the number of layers after the last that some
+      files leave out; empty is none.
     example: Returns arguments to initialize the model with.
   """
 
@@ -318,6 +320,7 @@ class Family:
     default_factory=dict
   )
   packings: tuple[str, ...] = ()
+  further_layers: str = ""
   example: Callable[[], tuple[Any, ...]] = _token_example
 
   def model(

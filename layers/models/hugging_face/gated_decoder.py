@@ -5,7 +5,7 @@ Families read their `config.json` into a `GatedDecoder`, which makes the model
 and the names of its weights; their `sizes` are those of `mapping.Names`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 from typing import Any
 
@@ -74,6 +74,14 @@ _WIDTH_NORM = """
   self_attn.q_norm.weight  attention/query_norm/scale  (N H) -> N H
   self_attn.k_norm.weight  attention/key_norm/scale    (K H) -> K H
 """
+_FURTHER = """
+  enorm.weight             {at}/embedding_norm/scale  D -> D
+  hnorm.weight             {at}/hidden_norm/scale     D -> D
+  eh_proj.weight           {at}/projection/kernel     D X -> X D
+  shared_head.norm.weight  {at}/final_norm/scale      D -> D
+"""
+# Of the last part of DeepSeek-V3's training.
+_FURTHER_WEIGHT = 0.1
 _HEAD_NORM = """
   self_attn.q_norm.weight  attention/query_norm/scale  H -> H
   self_attn.k_norm.weight  attention/key_norm/scale    H -> H
@@ -112,7 +120,7 @@ class GatedDecoder:
     dense_layers: Layers that have a feed-forward layer beside mixtures.
     latent: Latent attention instead of grouped queries; `head_dim` is the width
       of values then. `None` is none.
-    num_ignored: Further layers in files, which are not part of the model.
+    num_further: Further layers in files: modules of `multi_token`.
   """
 
   vocab_size: int
@@ -144,7 +152,7 @@ class GatedDecoder:
   experts: expert_layers.Experts | None = None
   dense_layers: tuple[int, ...] = ()
   latent: latent_layers.Latent | None = None
-  num_ignored: int = 0
+  num_further: int = 0
 
   @property
   def _layers(self) -> tuple[tuple[int | None, bool], ...]:
@@ -159,6 +167,24 @@ class GatedDecoder:
     blocks = [
       self._block(make, *each) for each in mapping.find_period(self._layers)
     ]
+    further = {}
+    if self.num_further:
+      # Other models do not load it.
+      from paxon.layers import stack
+      from paxon.layers.models import multi_token
+
+      further["multi_token"] = multi_token.compose(
+        make,
+        embed_dim=self.embed_dim,
+        norm=lambda: self._norm(make, rms_norm.RmsNorm),
+        stack=lambda: make(
+          stack.Stack,
+          blocks=[self._block(make, *self._layers[-1])],
+          num_layers=1,
+        ),
+        num_depths=self.num_further,
+        weight=_FURTHER_WEIGHT,
+      )
     return family.make_decoder(
       make,
       vocab_size=self.vocab_size,
@@ -169,6 +195,7 @@ class GatedDecoder:
       final_norm=self._norm(make, rms_norm.RmsNorm),
       tied=self.tied,
       logit_cap=self.logit_cap,
+      **further,
     )
 
   def _norm(self, make: Callable[..., Any], cls: type) -> Any:
@@ -262,29 +289,58 @@ class GatedDecoder:
         "H": self.head_dim,
         **(self.experts.sizes() if self.experts else {}),
         **(self.latent.sizes() if self.latent else {}),
+        **({"X": 2 * self.embed_dim} if self.num_further else {}),
       },
-      rules=mapping.parse_rules(_MODEL + head),
+      rules=(
+        *mapping.parse_rules(_MODEL + head),
+        *(
+          each
+          for i in range(self.num_further)
+          for each in mapping.parse_rules(
+            _FURTHER.format(at=f"params/multi_token/depths_{i}"),
+            at=f"model.layers.{len(self.windows) + i}.",
+          )
+        ),
+      ),
       stacks=(
         mapping.StackRules(
           stack="params/stack",
           num_layers=len(self.windows),
           period=len(mapping.find_period(self._layers)),
-          rules=self._layer_rules(),
+          rules=self._layer_rules(self._layers),
+        ),
+        *(
+          mapping.StackRules(
+            stack=f"params/multi_token/depths_{i}/stack",
+            num_layers=1,
+            rules=self._layer_rules(self._layers[-1:]),
+            first=len(self.windows) + i,
+          )
+          for i in range(self.num_further)
         ),
       ),
-      tied={"lm_head.weight": "model.embed_tokens.weight"} if self.tied else {},
+      tied=self._tied(),
       ignored=(
         r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
         r"model\.rotary_emb\.inv_freq",
-        *(
-          rf"model\.layers\.{len(self.windows) + i}\..*"
-          for i in range(self.num_ignored)
-        ),
       ),
       prefix="model.",
     )
 
-  def _layer_rules(self) -> tuple[mapping.Rule, ...]:
+  def _tied(self) -> dict[str, str]:
+    """Returns the tensors that are copies of the embedding or the head."""
+    table = "model.embed_tokens.weight"
+    head = table if self.tied else "lm_head.weight"
+    tied = {"lm_head.weight": table} if self.tied else {}
+    for i in range(self.num_further):
+      at = f"model.layers.{len(self.windows) + i}"
+      tied[f"{at}.embed_tokens.weight"] = table
+      tied[f"{at}.shared_head.head.weight"] = head
+    return tied
+
+  def _layer_rules(
+    self, layers: Sequence[tuple[int | None, bool]]
+  ) -> tuple[mapping.Rule, ...]:
     at = "model.layers.{}."
     table = _LAYER + (_POST_NORMS if self.has_post_norms else _NORM)
     table += _HEAD_NORM if self.has_head_norm else ""
@@ -309,14 +365,16 @@ class GatedDecoder:
     return (
       *mapping.parse_rules(table, at=at),
       *attention,
-      *self._feed_forward_rules(at),
+      *self._feed_forward_rules(at, layers),
     )
 
-  def _feed_forward_rules(self, at: str) -> tuple[mapping.Rule, ...]:
+  def _feed_forward_rules(
+    self, at: str, layers: Sequence[tuple[int | None, bool]]
+  ) -> tuple[mapping.Rule, ...]:
     dense = tuple(
-      i for i, (_, is_mixture) in enumerate(self._layers) if not is_mixture
+      i for i, (_, is_mixture) in enumerate(layers) if not is_mixture
     )
-    mixtures = tuple(i for i in range(len(self.windows)) if i not in dense)
+    mixtures = tuple(i for i in range(len(layers)) if i not in dense)
     table, rules = _DOWN, []
     if self.is_fused:
       rules.append(

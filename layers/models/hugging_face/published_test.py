@@ -2,8 +2,9 @@
 
 `goldens/published.json` has, by name of the repository, the fields of its
 `config.json`, the number of parameters in its files, and how many of them the
-model does not use (the pooler and next sentence prediction of BERT). They were
-written down from copies of the files in public repositories, or from memory;
+model does not use (the pooler and next sentence prediction of BERT, and the
+copies of embedding and head in DeepSeek-V3's module of further tokens). They
+were written down from copies of the files in public repositories, or from memory;
 the numbers of parameters confirm every size.
 """
 
