@@ -21,7 +21,6 @@ from paxon.layers.models import (
   document_scores,
   language_model,
 )
-from paxon.layers.models import multi_token as multi_token_lib
 
 
 class DecoderLm(nn.Module):
@@ -44,8 +43,8 @@ class DecoderLm(nn.Module):
     record: Additional outputs of `loss`: `activations` [B,T,D], the input of
       the head, and `logits` [B,T,V].
     auxiliary_loss_weight: Factor of `layers.auxiliary_loss`; 0 disables them.
-    multi_token: Predicts tokens after the next one, in training; `None`
-      disables it.
+    multi_token: A `models.multi_token.MultiTokenPrediction`, which predicts
+      tokens after the next one in training; `None` disables it.
   """
 
   embedding: nn.Module
@@ -59,7 +58,7 @@ class DecoderLm(nn.Module):
   embedding_dropout: nn.Module | None = None
   record: Sequence[str] = ()
   auxiliary_loss_weight: float = 1.0
-  multi_token: multi_token_lib.MultiTokenPrediction | None = None
+  multi_token: nn.Module | None = None
 
   def __post_init__(self) -> None:
     # A tuple keeps the module hashable where a list was given.
@@ -153,9 +152,10 @@ class DecoderLm(nn.Module):
     """
     x = self._hidden_from_batch(batch, deterministic=deterministic)
     head = language_model.LanguageHead(self)
-    if self.multi_token is None or deterministic:
+    module: Any = self.multi_token
+    if module is None or deterministic:
       return head.loss(x, batch, deterministic=deterministic)
-    further, more = self.multi_token.loss(
+    further, more = module.loss(
       x,
       batch,
       embed=functools.partial(self._embed, deterministic=False),

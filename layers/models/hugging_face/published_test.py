@@ -4,8 +4,8 @@
 `config.json`, the number of parameters in its files, and how many of them the
 model does not use (the pooler and next sentence prediction of BERT, and the
 copies of embedding and head in DeepSeek-V3's module of further tokens). They
-were written down from copies of the files in public repositories, or from memory;
-the numbers of parameters confirm every size.
+were written down from copies of the files in public repositories, or from
+memory; the numbers of parameters confirm every size.
 """
 
 import json
