@@ -78,7 +78,7 @@ def run(
       f"{os.fspath(source)} does not exist; pass a folder with config.json and"
       " safetensors files."
     )
-  config = hf_files.read_config(folder)
+  config: Mapping[str, Any] = hf_files.read_config(folder)
   checkpoints = target / run_dir.CHECKPOINTS
   if not dry_run and checkpoints.is_dir():
     there = [each.name for each in checkpoints.iterdir()]
@@ -93,7 +93,7 @@ def run(
     files = weight_files.find(source, names=of.names(config))
     absent = _absent_layers(of, config, files)
     if absent:
-      config = {**config, of.further_layers: 0}
+      config = dict(config) | {of.further_layers: 0}
       files = weight_files.find(source, names=of.names(config))
     names = files.names
     files.check()
