@@ -33,6 +33,10 @@ PERIOD = "period"
 # broadcast it and add no axis.
 SHARED = "shared"
 
+# Collection of the parameters of models that are never trained, such as the
+# reference of a preference loss.
+FROZEN = "frozen"
+
 
 class UpdateRule(enum.Enum):
   """The source of a variable's next value."""

@@ -148,6 +148,7 @@ def _plan(
   checkpoint = stored_checkpoint.find_checkpoint(
     run_dir.resolve(start.checkpoint, os.environ), step=start.step
   )
+  (_, targets), *_ = warm_start_plan.split(start, targets)
   return warm_start_plan.make(start, checkpoint=checkpoint, targets=targets)
 
 

@@ -2,10 +2,9 @@
 
 import json
 
-import numpy as np
 import pytest
 
-from paxon.inputs.tokenizers import chat_template
+from paxon.inputs.tokenizers import chat_template, testing
 
 _SOURCE = (
   "{% for m in messages %}\n"
@@ -21,25 +20,6 @@ _CHAT = [
   {"role": "user", "content": "1?"},
   {"role": "assistant", "content": "2"},
 ]
-
-
-class _Letters:
-  """Characters as ids."""
-
-  vocab_size = 128
-  pad_id = begin_id = end_id = 0
-
-  def encode(self, text):
-    return self.encode_special(text)
-
-  def decode(self, ids):
-    return "".join(map(chr, ids))
-
-  def encode_special(self, text):
-    return np.asarray([ord(letter) for letter in text], np.int32)
-
-  def byte_counts(self, ids):
-    return np.ones_like(ids)
 
 
 def _template(source=_SOURCE):
@@ -90,7 +70,7 @@ def test_rejects(source, messages, message):
 def test_a_template_that_changes_earlier_turns_is_rejected():
   forgets = "{{ messages[-1].content }}"
   with pytest.raises(ValueError, match="changes the text before message 1"):
-    _template(forgets).tokenize(_CHAT, _Letters())
+    _template(forgets).tokenize(_CHAT, testing.Letters())
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "other"])

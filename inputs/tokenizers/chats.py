@@ -83,7 +83,7 @@ class ChatRows:
       ValueError: The row has none.
     """
     try:
-      return conversation(_without_nulls(self.rows[index]), self.text_key)
+      return conversation(without_nulls(self.rows[index]), self.text_key)
     except ValueError as error:
       raise ValueError(
         f"{self.name(index)} has no {self.text_key!r}: {error}"
@@ -140,32 +140,11 @@ class TokenizedChats:
           "The conversation has no turn of the assistant, so there is nothing"
           " to train on; remove it from the data."
         )
-      return self._fit(ids, mask)
+      example = fit(ids, mask, length=self.length, too_long=self.too_long)
     except ValueError as error:
       raise ValueError(f"{self._name(index)}: {error}") from error
-
-  def _fit(self, ids: np.ndarray, mask: np.ndarray) -> example_source.Example:
-    example = example_source.lm_features(ids, self.tokenizer)
-    count = len(ids) - 1
-    cut = 0 if self.length is None else max(0, count - self.length)
-    weights = mask[1:].astype(np.float32)
-    kept = slice(0, count)
-    if cut and self.too_long is TooLong.ERROR:
-      raise ValueError(
-        f"The conversation has {count} tokens, and a sequence {self.length};"
-        " set a larger length, or cut or drop such conversations."
-      )
-    if cut and self.too_long is TooLong.DROP:
-      kept, cut = slice(0, 1), count - 1
-      weights = np.zeros_like(weights)
-    elif self.too_long is TooLong.CUT_LEFT:
-      kept = slice(cut, count)
-    elif cut:
-      kept = slice(0, self.length)
-    cut_tokens = np.zeros(count, np.int32)
-    cut_tokens[kept.start] = cut
-    example |= {"weights": weights, "cut_tokens": cut_tokens}
-    return {key: value[kept] for key, value in example.items()}
+    counts = self.tokenizer.byte_counts(example["targets"])
+    return {**example, "target_bytes": np.asarray(counts, np.int32)}
 
   def _name(self, index: int) -> str:
     name = example_source.call_optional(self.source, "name", index)
@@ -186,6 +165,48 @@ class TokenizedChats:
     return {**integers, "weights": np.dtype(np.float32)}
 
 
+def fit(
+  ids: np.ndarray,
+  mask: np.ndarray,
+  *,
+  length: int | None,
+  too_long: TooLong,
+) -> example_source.Example:
+  """Returns `inputs`, `targets`, `weights` and `cut_tokens` of a conversation.
+
+  Args:
+    ids: Its ids, int32 [T].
+    mask: Which of them the assistant wrote.
+    length: The maximum number of targets; None for any number.
+    too_long: What becomes of a longer conversation.
+
+  Raises:
+    ValueError: It is too long, and `too_long` is ERROR.
+  """
+  count = len(ids) - 1
+  cut = 0 if length is None else max(0, count - length)
+  weights = mask[1:].astype(np.float32)
+  kept = slice(0, count - cut)
+  if cut and too_long is TooLong.ERROR:
+    raise ValueError(
+      f"The conversation has {count} tokens, and a sequence {length}; set a"
+      " larger length, or cut or drop such conversations."
+    )
+  if cut and too_long is TooLong.DROP:
+    kept, cut = slice(0, 1), count - 1
+    weights = np.zeros_like(weights)
+  elif too_long is TooLong.CUT_LEFT:
+    kept = slice(cut, count)
+  cut_tokens = np.zeros(count, np.int32)
+  cut_tokens[kept.start] = cut
+  example = {
+    **example_source.lm_features(ids),
+    "weights": weights,
+    "cut_tokens": cut_tokens,
+  }
+  return {key: value[kept] for key, value in example.items()}
+
+
 def conversation(row: Any, key: str = _MESSAGES) -> bytes:
   """Returns a row's messages as JSON, with the first that may be trained.
 
@@ -195,26 +216,29 @@ def conversation(row: Any, key: str = _MESSAGES) -> bytes:
   if not isinstance(row, Mapping):
     raise ValueError("A chat must be an object.")
   if key not in row and _PROMPT in row:
-    prompt = to_messages(row[_PROMPT], role="user")
-    messages = [
-      *prompt,
-      *to_messages(row.get(_COMPLETION), role="assistant"),
-    ]
+    prompt = to_messages(row[_PROMPT], role="user", what=repr(_PROMPT))
+    answer = to_messages(
+      row.get(_COMPLETION), role="assistant", what=repr(_COMPLETION)
+    )
+    messages = [*prompt, *answer]
     return json.dumps({_MESSAGES: messages, _FIRST: len(prompt)}).encode()
   messages = row.get(key)
   chat_template.check_messages(messages)
   return json.dumps(messages).encode()
 
 
-def to_messages(value: Any, *, role: str) -> list[Any]:
+def to_messages(value: Any, *, role: str, what: str) -> list[Any]:
   """Returns a list of messages; a string is one message of `role`.
 
   Raises:
-    ValueError: The value is neither.
+    ValueError: The value, called `what`, is neither.
   """
   if isinstance(value, str):
     return [{"role": role, "content": value}]
-  chat_template.check_messages(value)
+  try:
+    chat_template.check_messages(value)
+  except ValueError as error:
+    raise ValueError(f"{what} is no string: {error}") from error
   return list(value)
 
 
@@ -226,10 +250,10 @@ def parse(document: bytes) -> tuple[list[Any], int]:
   return found, 0
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
   """Returns nested values without None, with which tables fill gaps."""
   if isinstance(value, Mapping):
-    return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    return {k: without_nulls(v) for k, v in value.items() if v is not None}
   if isinstance(value, list | tuple | np.ndarray):
-    return [_without_nulls(v) for v in value]
+    return [without_nulls(v) for v in value]
   return value

@@ -11,6 +11,7 @@ from paxon.inputs.tokenizers import (
   chat_template,
   chats,
   make_chat_goldens,
+  testing,
   tokenizer_json,
 )
 
@@ -19,41 +20,14 @@ _CHAT = [
   {"role": "user", "content": "1?"},
   {"role": "assistant", "content": "2"},
 ]
-_PREFIX = (
-  "{% for m in messages %}"
-  "{% if m.role not in ('user', 'assistant') %}"
-  "{{ raise_exception('unknown role ' + m.role) }}{% endif %}"
-  "{% if m.role == 'user' %}U:{{ m.content }};"
-  "{% else %}A:{{ m.content }};{% endif %}{% endfor %}"
-  "{% if add_generation_prompt %}A:{% endif %}"
-)
-
-
-class _Letters:
-  """Characters as ids."""
-
-  vocab_size = 128
-  pad_id = begin_id = end_id = 0
-
-  def encode(self, text):
-    return self.encode_special(text)
-
-  def decode(self, ids):
-    return "".join(map(chr, ids))
-
-  def encode_special(self, text):
-    return np.asarray([ord(letter) for letter in text], np.int32)
-
-  def byte_counts(self, ids):
-    return np.ones_like(ids)
 
 
 def _tokenized(*rows, **fields):
   documents = [chats.conversation(row) for row in rows]
   return chats.TokenizedChats(
     source=example_source.InMemoryDocuments(documents),
-    template=chat_template.ChatTemplate(source=_PREFIX),
-    tokenizer=_Letters(),
+    template=chat_template.ChatTemplate(source=testing.TEMPLATE),
+    tokenizer=testing.Letters(),
     **fields,
   )
 
@@ -99,11 +73,11 @@ def test_weight_of_prompts_and_completions(row, trained):
 
 def test_a_completion_with_generation_blocks():
   block = "{% generation %}{{ m.content }};{% endgeneration %}"
-  source = _PREFIX.replace(
+  source = testing.TEMPLATE.replace(
     "{{ m.content }};{% endif %}", f"{block}{{% endif %}}"
   )
   template = chat_template.ChatTemplate(source=source)
-  ids, mask = template.tokenize(_CHAT * 2, _Letters(), first=2)
+  ids, mask = template.tokenize(_CHAT * 2, testing.Letters(), first=2)
   assert "".join(map(chr, ids[mask])) == "2;"
   assert mask[:10].sum() == 0
 

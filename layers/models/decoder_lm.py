@@ -167,6 +167,13 @@ class DecoderLm(nn.Module):
     )
     return (total + further, weight), metrics | more, outputs
 
+  def token_nll(
+    self, batch: language_model.Batch, *, deterministic: bool = True
+  ) -> Float[Array, "batch length"]:
+    """Returns the negative log likelihood of each target, differentiable."""
+    x = self._hidden_from_batch(batch, deterministic=deterministic)
+    return language_model.LanguageHead(self).token_nll(x, batch["targets"])
+
   def score(
     self, batch: language_model.Batch
   ) -> document_scores.DocumentScores:

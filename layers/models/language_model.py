@@ -14,7 +14,13 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
-from paxon.layers import activations, auxiliary_loss, precision, softmax_loss
+from paxon.layers import (
+  activations,
+  auxiliary_loss,
+  cross_entropy,
+  precision,
+  softmax_loss,
+)
 from paxon.layers.models import document_scores
 from paxon.sharding import checks
 
@@ -99,6 +105,29 @@ class LanguageHead:
       auxiliary_weight=self.model.auxiliary_loss_weight,
       record=self.model.record,
     )
+
+  def token_nll(self, x: jax.Array, targets: jax.Array) -> jax.Array:
+    """Returns the negative log likelihood of each target, float32 [B,T].
+
+    Differentiable, unlike the outputs of `loss`; the logits of a chunk of
+    `token_loss.chunk_length` positions are computed again for its gradient.
+    """
+    logits_fn, variables = self._unbind_head(x)
+
+    @jax.checkpoint
+    def one_chunk(
+      variables: softmax_loss.Variables, x: jax.Array, targets: jax.Array
+    ) -> jax.Array:
+      return cross_entropy.softmax_terms(logits_fn(variables, x), targets).nll
+
+    length = x.shape[1]
+    chunk = self.model.token_loss.chunk_length or length
+    # Few chunks of equal shapes; slices need no padding.
+    parts = [
+      one_chunk(variables, x[:, i : i + chunk], targets[:, i : i + chunk])
+      for i in range(0, length, chunk)
+    ]
+    return jnp.concatenate(parts, axis=1)
 
   def score(self, x: jax.Array, batch: Batch) -> document_scores.DocumentScores:
     """Returns the scores of each document; called like `loss`."""

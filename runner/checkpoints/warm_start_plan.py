@@ -151,6 +151,25 @@ def make(
   )
 
 
+def split(
+  start: training.WarmStart, targets: Iterable[Any]
+) -> list[tuple[training.WarmStart, list[Any]]]:
+  """Returns each source with the specs that it initializes, `start` first."""
+  found: list[tuple[training.WarmStart, list[Any]]] = [
+    (each, []) for each in (start, *start.others)
+  ]
+  for spec in targets:
+    index = 0
+    for number, other in enumerate(start.others, start=1):
+      if any(
+        re.fullmatch(expression, spec.name) for expression, _ in other.patterns
+      ):
+        index = number
+        break
+    found[index][1].append(spec)
+  return found
+
+
 def match(
   targets: Sequence[str],
   sources: Iterable[str],

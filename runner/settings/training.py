@@ -102,6 +102,8 @@ class WarmStart:
       independent for each entry, divided by the root mean square of the source.
       0 makes equal copies.
     repeat_seed: Seed of the noise.
+    others: More sources, for tasks with several models. A variable that one of
+      their patterns matches is read from that source alone.
   """
 
   checkpoint: str
@@ -114,8 +116,15 @@ class WarmStart:
   repeated_axes: tuple[str, ...] = ()
   repeat_noise: float = 0.0
   repeat_seed: int = 0
+  others: tuple["WarmStart", ...] = ()
 
   def __post_init__(self) -> None:
+    for index, other in enumerate(self.others):
+      if not other.patterns or other.training_state or other.others:
+        raise ValueError(
+          f"WarmStart.others[{index}] must have patterns, and neither"
+          " training_state nor others."
+        )
     if not self.checkpoint.strip():
       raise ValueError(
         "WarmStart.checkpoint is empty; set the path of a run or a checkpoint."

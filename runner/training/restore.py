@@ -228,20 +228,26 @@ def _restore_newest(
   return None
 
 
-def make_warm_start_plan(
+def make_warm_start_plans(
   session: session_lib.Session, start: training.WarmStart
-) -> warm_start_plan.Plan:
-  """Finds the checkpoint of a warm start and decides what is read from it.
+) -> list[warm_start_plan.Plan]:
+  """Finds the checkpoints of a warm start and decides what is read from them.
 
   Raises:
     user_error.UserError: There is no such checkpoint, or it does not fit.
   """
-  path = run_dir.resolve(start.checkpoint, os.environ)
-  return warm_start_plan.make(
-    start,
-    checkpoint=stored_checkpoint.find_checkpoint(path, step=start.step),
-    targets=jax.tree.leaves(session.state_specs),
-  )
+  return [
+    warm_start_plan.make(
+      each,
+      checkpoint=stored_checkpoint.find_checkpoint(
+        run_dir.resolve(each.checkpoint, os.environ), step=each.step
+      ),
+      targets=targets,
+    )
+    for each, targets in warm_start_plan.split(
+      start, jax.tree.leaves(session.state_specs)
+    )
+  ]
 
 
 def warm_start(
@@ -253,7 +259,8 @@ def warm_start(
     user_error.UserError: There is no such checkpoint, it does not fit, cannot
       be read, or leaves no step to train.
   """
-  plan = make_warm_start_plan(session, start)
+  plans = make_warm_start_plans(session, start)
+  plan = plans[0]
   steps = session.job.num_train_steps
   if start.training_state and plan.checkpoint.step >= steps:
     raise user_error.UserError(
@@ -261,16 +268,18 @@ def warm_start(
       f" {os.fspath(plan.checkpoint.folder)}, but num_train_steps is {steps};"
       " make it larger, or leave training_state out."
     )
-  print("\n".join(warm_start_lib.summarize(plan)), flush=True)
   specs = jax.tree.leaves(session.state_specs)
-  shardings = jax.tree.leaves(session.state_shardings)
-  values = warm_start_lib.read(
-    plan,
-    shardings={
-      spec.name: sharding
-      for spec, sharding in zip(specs, shardings, strict=True)
-    },
+  shardings = dict(
+    zip(
+      (spec.name for spec in specs),
+      jax.tree.leaves(session.state_shardings),
+      strict=True,
+    )
   )
+  values: dict[str, jax.Array] = {}
+  for each in plans:
+    print("\n".join(warm_start_lib.summarize(each)), flush=True)
+    values |= warm_start_lib.read(each, shardings=shardings)
   return session.initial_state(values)
 
 

@@ -39,10 +39,10 @@ from paxon.runner.settings import generation as generation_lib
 from paxon.runner.settings import training
 from paxon.tasks.lm import lm_data, upcycling
 
-_FOLDER = "hugging_face"
-_CONFIG = f"{_FOLDER}/config.json"
+FOLDER = "hugging_face"
+_CONFIG = f"{FOLDER}/config.json"
 _LENGTH = 512
-_PARQUET = ".parquet"
+PARQUET = ".parquet"
 # A toy, to try the experiment without weights.
 _TOY: Mapping[str, Any] = {
   "model_type": "llama",
@@ -221,7 +221,7 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
     """Returns the files of the model, with which a run can be exported."""
     if self.weights is None:
       return {}
-    return {_FOLDER: f"{self.weights}/{_FOLDER}"}
+    return {FOLDER: f"{self.weights}/{FOLDER}"}
 
   def shrink(self) -> Any:
     """Returns a toy-sized version without weights."""
@@ -251,7 +251,7 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
 
   def _folder(self) -> str:
     assert self.weights is not None
-    path = run_dir.resolve(self.weights, os.environ) / _FOLDER
+    path = run_dir.resolve(self.weights, os.environ) / FOLDER
     return os.fspath(path)
 
   def _read_json(self, name: str) -> Mapping[str, Any]:
@@ -295,7 +295,7 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
       return config
     files = config.source.files
     lines = fdl.Config(chats.ChatLines, files=files, text_key=self.messages_key)
-    if files.endswith(_PARQUET):
+    if files.endswith(PARQUET):
       rows = fdl.Config(grain_sources.ParquetRows, files=files)
       lines = fdl.Config(chats.ChatRows, rows=rows, text_key=self.messages_key)
     source = fdl.Config(
@@ -334,7 +334,7 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
     if self.weights is None:
       return self._toy, families.find(self._toy)
     name, (kind, endings) = type(self).__name__, self._kind
-    config, of = _read(self.weights, name)
+    config, of = read_config(self.weights, name)
     found = (config.get("architectures") or [of.architecture])[0]
     if not str(found).endswith(endings):
       raise user_error.UserError(
@@ -506,7 +506,7 @@ class HuggingFaceT5(HuggingFaceLm):
     )
 
 
-def _read(
+def read_config(
   weights: str, experiment: str
 ) -> tuple[Mapping[str, Any], family.Family]:
   """Returns the configuration of imported weights and its family."""

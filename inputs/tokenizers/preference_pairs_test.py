@@ -1,0 +1,97 @@
+"""Tests for pairs of answers as examples."""
+
+import json
+
+import numpy as np
+import pytest
+
+from paxon.inputs import example_stream, packed_input, packing
+from paxon.inputs.tokenizers import (
+  chat_template,
+  chats,
+  preference_pairs,
+  testing,
+)
+
+_PROMPT = [{"role": "user", "content": "1?"}]
+_CHOSEN = [{"role": "assistant", "content": "2"}]
+_REJECTED = [{"role": "assistant", "content": "35"}]
+_ROW = {"prompt": "1?", "chosen": "2", "rejected": "35"}
+
+
+def _pairs(tmp_path, *rows, **fields):
+  path = tmp_path / "pairs.jsonl"
+  path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  return preference_pairs.TokenizedPairs(
+    source=preference_pairs.PairLines(files=str(path)),
+    template=chat_template.ChatTemplate(source=testing.TEMPLATE),
+    tokenizer=testing.Letters(),
+    **{"length": 10, **fields},
+  )
+
+
+@pytest.mark.parametrize(
+  "row",
+  [
+    _ROW,
+    {"prompt": _PROMPT, "chosen": _CHOSEN, "rejected": _REJECTED},
+    {"chosen": _PROMPT + _CHOSEN, "rejected": _PROMPT + _REJECTED},
+  ],
+)
+def test_both_halves(tmp_path, row):
+  example = _pairs(tmp_path, row)[0]
+  assert {len(value) for value in example.values()} == {20}
+  texts = ["U:1?;A:2;", "U:1?;A:35;"]
+  for i, (text, answer) in enumerate(zip(texts, ["2;", "35;"], strict=True)):
+    half = {k: v[10 * i : 10 * (i + 1)] for k, v in example.items()}
+    is_token = half["is_token"] == 1
+    assert "".join(map(chr, half["inputs"][is_token])) == text[:-1]
+    assert "".join(map(chr, half["targets"][is_token])) == text[1:]
+    trained = half["targets"][half["weights"] == 1]
+    assert "".join(map(chr, trained)) == answer
+    assert not half["inputs"][~is_token].any()
+
+
+def test_turns_of_the_prompt_have_no_weight(tmp_path):
+  prompt = [*_PROMPT, *_CHOSEN, *_PROMPT]
+  row = {"prompt": prompt, "chosen": "4", "rejected": "5"}
+  example = _pairs(tmp_path, row, length=30)[0]
+  assert example["weights"].sum() == 4
+
+
+def test_batches_have_one_pair_a_sequence(tmp_path):
+  source = _pairs(tmp_path, _ROW, {**_ROW, "chosen": "7"})
+  stream = packed_input.PackedInput(
+    examples=example_stream.Examples(source=source, shuffle_seed=None),
+    packing=packing.Packing.NONE,
+    global_batch_size=2,
+    length=20,
+  )
+  batch = stream.get_next()
+  for i in range(2):
+    np.testing.assert_array_equal(batch["inputs"][i], source[i]["inputs"])
+    np.testing.assert_array_equal(batch["weights"][i], source[i]["weights"])
+
+
+def test_a_dropped_conversation_has_no_weight(tmp_path):
+  source = _pairs(tmp_path, _ROW, length=8, too_long=chats.TooLong.DROP)
+  example = source[0]
+  assert example["weights"][:8].sum() == 2
+  assert example["weights"][8:].sum() == 0
+  assert example["cut_tokens"].tolist() == [0] * 8 + [8] + [0] * 7
+
+
+@pytest.mark.parametrize(
+  ("row", "message"),
+  [
+    ({**_ROW, "rejected": "2"}, r"answers? are equal.*line 2 of|equal.*line 2"),
+    ({"prompt": "a", "chosen": "b"}, r"must have 'rejected'.*\(line 2"),
+    ({**_ROW, "prompt": 3}, r"'prompt' is no string.*\(line 2"),
+    ({**_ROW, "chosen": []}, "line 2, 'chosen': It has no turn"),
+    ({**_ROW, "chosen": "2" * 9}, "line 2, 'chosen': .* 16 tokens"),
+  ],
+)
+def test_rejects(tmp_path, row, message):
+  source = _pairs(tmp_path, _ROW, row, too_long=chats.TooLong.ERROR)
+  with pytest.raises(ValueError, match=message):
+    _ = source[1]

@@ -1,0 +1,129 @@
+r"""Writes `testdata/preference_trajectory.json` with TRL 1.16.0.
+
+  python -m paxon.layers.models.make_preference_trajectory \
+      layers/models/testdata
+
+The losses of 20 steps of `DPOTrainer` on a tiny Llama, for DPO and IPO, with
+AdamW at a constant learning rate and batches in order. Weights are
+`golden_case.weight`; the reference is the same model at the start.
+"""
+
+import json
+import pathlib
+import sys
+import tempfile
+from typing import Any
+
+import numpy as np
+
+from paxon.layers.models.hugging_face import golden_case
+
+CONFIG = {
+  "model_type": "llama",
+  "vocab_size": 40,
+  "hidden_size": 16,
+  "intermediate_size": 24,
+  "num_hidden_layers": 2,
+  "num_attention_heads": 4,
+  "num_key_value_heads": 2,
+  "tie_word_embeddings": False,
+  "rms_norm_eps": 1e-6,
+}
+STEPS, BATCH, LENGTH = 20, 4, 12
+LEARNING_RATE, BETA = 3e-3, 0.3
+# Log ratios per token are small, so IPO's target 1 / (2 beta) is too.
+LOSSES = {"dpo": "sigmoid", "ipo": "ipo"}
+
+
+def pairs() -> list[dict[str, list[int]]]:
+  """Returns the ids of a prompt and two answers of each pair."""
+  random = np.random.RandomState(0)
+
+  def ids(low: int, high: int) -> list[int]:
+    size = random.randint(low, high)
+    return random.randint(3, CONFIG["vocab_size"], size).tolist()
+
+  return [
+    {
+      "prompt_ids": ids(2, 5),
+      "chosen_ids": ids(1, 8),
+      "rejected_ids": ids(1, 8),
+    }
+    for _ in range(STEPS * BATCH)
+  ]
+
+
+def train(loss: str, folder: str) -> list[float]:
+  """Returns the loss of each step of TRL's trainer."""
+  import datasets  # pyrefly: ignore[missing-import]
+  import tokenizers
+  import torch  # pyrefly: ignore[missing-import]
+  import transformers  # pyrefly: ignore[missing-import]
+  import trl  # pyrefly: ignore[missing-import]
+
+  config = transformers.LlamaConfig(**CONFIG)
+  models = []
+  for _ in range(2):
+    model: Any = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+      for name, value in model.named_parameters():
+        made = golden_case.weight(name, tuple(value.shape))
+        value.copy_(torch.from_numpy(made))
+    models.append(model)
+  words = {f"w{i}": i for i in range(CONFIG["vocab_size"])}
+  inner = tokenizers.Tokenizer(
+    tokenizers.models.WordLevel(words, unk_token="w0")
+  )
+  inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+  tokenizer = transformers.PreTrainedTokenizerFast(
+    tokenizer_object=inner, pad_token="w1", eos_token="w2"
+  )
+
+  class Prepared(trl.DPOTrainer):
+    """Takes ids as they are; TRL's preparation would add end tokens."""
+
+    def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:
+      return dataset
+
+  trainer = Prepared(
+    model=models[0],
+    ref_model=models[1],
+    args=trl.DPOConfig(
+      output_dir=folder,
+      use_cpu=True,
+      report_to=[],
+      bf16=False,
+      loss_type=[LOSSES[loss]],
+      beta=BETA,
+      per_device_train_batch_size=BATCH,
+      max_steps=STEPS,
+      learning_rate=LEARNING_RATE,
+      lr_scheduler_type="constant",
+      warmup_steps=0,
+      weight_decay=0.0,
+      max_grad_norm=1e9,
+      adam_beta2=0.95,
+      logging_steps=1,
+      save_strategy="no",
+      gradient_checkpointing=False,
+      train_sampling_strategy="sequential",
+      disable_dropout=True,
+    ),
+    train_dataset=datasets.Dataset.from_list(pairs()),
+    processing_class=tokenizer,
+  )
+  trainer.train()
+  history = trainer.state.log_history
+  return [float(row["loss"]) for row in history if "loss" in row]
+
+
+def main(folder: pathlib.Path) -> None:
+  """Writes the goldens to a folder."""
+  with tempfile.TemporaryDirectory() as temporary:
+    found = {loss: train(loss, temporary) for loss in LOSSES}
+  text = json.dumps(found, indent=1) + "\n"
+  (folder / "preference_trajectory.json").write_text(text)
+
+
+if __name__ == "__main__":
+  main(pathlib.Path(sys.argv[1]))

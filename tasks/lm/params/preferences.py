@@ -1,0 +1,210 @@
+r"""Imported Hugging Face models, trained on pairs of answers.
+
+  tools/hf import Qwen3-0.6B --to runs/qwen3 --dtype float32
+  tools/python -m paxon.runner.main --job_log_dir=runs/preferred \
+      --exp=tasks.lm.params.preferences.HuggingFacePreferences \
+      --fdl.weights=runs/qwen3 --fdl.train_files=pairs.jsonl
+
+A line of the file has a `prompt`, a `chosen` and a `rejected` answer, strings
+or lists of messages (`inputs.tokenizers.preference_pairs`). The trained run
+generates, evaluates and is exported like any run of the model.
+"""
+
+import os
+from typing import Any, Literal
+
+from etils import epath
+import fiddle as fdl
+
+from paxon.inputs import (
+  example_stream,
+  grain_sources,
+  packed_input,
+  packing,
+  python_stdlib,
+  tokenizer_protocol,
+  unset_input,
+)
+from paxon.inputs.tokenizers import chats, preference_pairs
+from paxon.inputs.tokenizers import load as load_tokenizer
+from paxon.layers import preference_losses
+from paxon.layers.models import fixed_model, preference_lm
+from paxon.runner import run_dir, user_error
+from paxon.runner import task as task_lib
+from paxon.runner.settings import training
+from paxon.tasks.lm.params import hugging_face
+
+_FROZEN = r"frozen/reference/(.*)"
+_LOSSES = {
+  "dpo": preference_losses.dpo,
+  "ipo": preference_losses.ipo,
+  "orpo": preference_losses.orpo,
+  "simpo": preference_losses.simpo,
+}
+# These use no reference.
+_ALONE = ("orpo", "simpo")
+
+
+class HuggingFacePreferences(hugging_face.HuggingFaceLm):
+  """Training of an imported decoder on pairs of answers.
+
+  Attributes:
+    preference: The loss: `dpo`, `ipo`, `orpo` or `simpo`; see
+      `layers.preference_losses`.
+    beta: Its beta; None for its default.
+    reference: Folder created by `tools/hf import` with the reference of DPO and
+      IPO; None for `weights`.
+  """
+
+  length = 512
+  global_batch_size = 8
+  learning_rate = 1e-6
+  prompts = None
+  max_new_tokens = None
+
+  preference: Literal["dpo", "ipo", "orpo", "simpo"] = "dpo"
+  beta: float | None = None
+  reference: str | None = None
+
+  path_knobs = (*hugging_face.HuggingFaceLm.path_knobs, "reference")
+
+  def task(self) -> fdl.Config[task_lib.Task]:
+    """Returns the policy with its reference."""
+    task = super().task()
+    loss = fdl.Partial(_LOSSES[self.preference])
+    model = fdl.Config(preference_lm.PreferenceLm, policy=task.model)
+    if self.beta is not None:
+      loss.beta = self.beta
+      model.beta = self.beta
+    model.preference = loss
+    if self._has_reference():
+      # Other objects than the policy's, so that nothing is shared.
+      model.reference = fdl.Config(
+        fixed_model.FixedModel, model=super().task().model
+      )
+      self._check_reference()
+    task.model = model
+    # Bits per byte are those of text.
+    task.metrics = ()
+    return task
+
+  def warm_start(self) -> fdl.Config[training.WarmStart] | None:
+    """Returns the imported checkpoint of each model."""
+    start = super().warm_start()
+    if start is None or not self._has_reference():
+      return start
+    source = (_FROZEN, r"params/\1")
+    if self.reference is None:
+      start.patterns = (source,)
+    else:
+      start.others = (
+        fdl.Config(
+          training.WarmStart,
+          checkpoint=self.reference,
+          cast=True,
+          patterns=(source,),
+        ),
+      )
+    return start
+
+  def datasets(self) -> dict[str, fdl.Config]:
+    """Returns endless shuffled training pairs and one validation epoch."""
+    too_long = chats.TooLong(self.long_chats or "cut_right")
+    splits = {}
+    for split, files in (
+      ("train", self.train_files),
+      ("validation", self.validation_files),
+    ):
+      found = self._source(split, files)
+      if found is not None:
+        splits[split] = self._pairs(split, found, too_long)
+    if "train" not in splits:
+      splits["train"] = fdl.Config(
+        unset_input.UnsetInput,
+        global_batch_size=self.global_batch_size,
+        length=2 * self.length,
+        knob="train_files",
+        example="pairs.jsonl",
+        more=("is_token", "cut_tokens"),
+      )
+    return splits
+
+  def _pairs(
+    self, split: str, documents: fdl.Config[Any], too_long: chats.TooLong
+  ) -> fdl.Config[Any]:
+    is_training = split == "train"
+    shared = {"tokenizer": self.make_tokenizer(), "length": self.length}
+    if fdl.get_callable(documents) is python_stdlib.PythonStdlib:
+      source = fdl.Config(
+        preference_pairs.ContinuationPairs, source=documents, **shared
+      )
+    else:
+      if self.weights is None:
+        raise user_error.UserError(
+          f"{type(self).__name__} requires weights, which have the chat"
+          " template."
+        )
+      files = documents.files
+      lines = fdl.Config(preference_pairs.PairLines, files=files)
+      if files.endswith(hugging_face.PARQUET):
+        rows = fdl.Config(grain_sources.ParquetRows, files=files)
+        lines = fdl.Config(preference_pairs.PairRows, rows=rows)
+      source = fdl.Config(
+        preference_pairs.TokenizedPairs,
+        source=lines,
+        template=self._chat_template(),
+        too_long=too_long,
+        **shared,
+      )
+    return fdl.Config(
+      packed_input.PackedInput,
+      examples=fdl.Config(
+        example_stream.Examples,
+        source=source,
+        shuffle_seed=self.seed if is_training else None,
+        num_epochs=None if is_training else 1,
+      ),
+      packing=packing.Packing.NONE,
+      tokenizer=shared["tokenizer"],
+      global_batch_size=self.global_batch_size,
+      length=2 * self.length,
+    )
+
+  def _has_reference(self) -> bool:
+    return self.preference not in _ALONE
+
+  def _check_reference(self) -> None:
+    """Checks that the reference is a model of the same kind and vocabulary."""
+    if self.reference is None:
+      return
+    name = type(self).__name__
+    if self.weights is None:
+      raise user_error.UserError(f"{name}.reference requires weights.")
+    own = self._config()[0]
+    other = hugging_face.read_config(self.reference, name)[0]
+    names = ("vocab_size", "model_type", "hidden_size", "num_hidden_layers")
+    for key in names:
+      if own.get(key) != other.get(key):
+        raise user_error.UserError(
+          f"{name}.reference is {self.reference!r}, whose {key} is"
+          f" {other.get(key)}, and that of weights is {own.get(key)}; the"
+          " reference must be the same model with other weights."
+        )
+    facts = [_describe(path) for path in (self.weights, self.reference)]
+    if None not in facts and facts[0] != facts[1]:
+      raise user_error.UserError(
+        f"{name}.reference is {self.reference!r}, whose tokenizer has another"
+        " vocabulary than that of weights; the same ids would be other text."
+      )
+
+
+def _describe(weights: str) -> Any:
+  """Returns the facts of a folder's tokenizer; None without one."""
+  folder = run_dir.resolve(weights, os.environ) / epath.Path(
+    hugging_face.FOLDER
+  )
+  try:
+    found = load_tokenizer.load(os.fspath(folder))
+  except ValueError:
+    return None
+  return tokenizer_protocol.describe(found)

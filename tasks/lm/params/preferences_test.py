@@ -1,0 +1,156 @@
+"""Tests for the experiment of pairs of answers: runs, resuming, bad input."""
+
+import json
+
+from etils import epath
+import fiddle as fdl
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxon.inputs.tokenizers import make_chat_goldens
+from paxon.layers.models.hugging_face import families, golden_case
+from paxon.runner import user_error
+from paxon.runner.checkpoints import checkpointer, stored_checkpoint
+from paxon.runner.training import train
+from paxon.sharding import variables
+from paxon.tasks.lm.params import preferences
+
+_CONFIG = {
+  "model_type": "qwen3",
+  "vocab_size": 264,
+  "hidden_size": 32,
+  "intermediate_size": 48,
+  "num_hidden_layers": 1,
+  "num_attention_heads": 4,
+  "num_key_value_heads": 2,
+  "head_dim": 8,
+  "tie_word_embeddings": True,
+}
+_TEMPLATE = (
+  "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+  "{{ m.content }}<|im_end|>{% endfor %}"
+  "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def _imported(folder, config=_CONFIG, scale=1.0):
+  """Writes what `tools/hf import` writes, with a tokenizer and a template."""
+  own = folder / "hugging_face"
+  own.mkdir(parents=True)
+  (own / "config.json").write_text(json.dumps(config))
+  make_chat_goldens.write_tokenizer(own)
+  names = {"eos_token": "<|im_end|>", "chat_template": _TEMPLATE}
+  (own / "tokenizer_config.json").write_text(json.dumps(names))
+  found = families.find(config).names(config)
+
+  def read_rows(name, start, stop):
+    shape = found.tensors[name].shape
+    return scale * golden_case.weight(name, shape)[start:stop]
+
+  tree = {
+    name: leaf.from_tensors(read_rows) for name, leaf in found.leaves.items()
+  }
+  tree["step"] = np.zeros((), np.int32)
+  specs = {
+    name: variables.VariableSpec(name, x.shape, x.dtype, (None,) * x.ndim)
+    for name, x in tree.items()
+  }
+  with checkpointer.Checkpointer(
+    epath.Path(folder / "checkpoints")
+  ) as checkpoints:
+    arrays = jax.tree.map(jnp.asarray, tree)
+    checkpoints.save(0, arrays, specs=specs, data={})
+  return tree
+
+
+def _write_pairs(path):
+  rows = [
+    {"prompt": f"{a} + 1?", "chosen": f"{a + 1}", "rejected": f"{a}."}
+    for a in range(8)
+  ]
+  path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  return str(path)
+
+
+def _experiment(tmp_path, **knobs):
+  return preferences.HuggingFacePreferences(
+    **{
+      "weights": str(tmp_path / "model"),
+      "train_files": str(tmp_path / "pairs.jsonl"),
+      "num_train_steps": 4,
+      "global_batch_size": 8,
+      "checkpoint_every_steps": 2,
+      "eval_every_steps": None,
+      "summary_every_steps": 1,
+      "length": 48,
+      "learning_rate": 3e-3,
+      "warmup_steps": 1,
+      **knobs,
+    }
+  )
+
+
+def _train(folder, experiment, *, until=None):
+  """Trains to a step, as a run that is interrupted there."""
+  config = experiment.job()
+  if until is not None:
+    config.num_train_steps = until
+  folder.mkdir(exist_ok=True)
+  return train.run(fdl.build(config), config, epath.Path(folder))
+
+
+def _read(folder):
+  found = stored_checkpoint.find_checkpoint(epath.Path(folder))
+  return stored_checkpoint.read_numpy(found, list(found.arrays))
+
+
+def test_a_resumed_run_equals_the_whole(tmp_path):
+  start = _imported(tmp_path / "model")
+  _write_pairs(tmp_path / "pairs.jsonl")
+  _train(tmp_path / "whole", _experiment(tmp_path))
+  _train(tmp_path / "parts", _experiment(tmp_path), until=2)
+  _train(tmp_path / "parts", _experiment(tmp_path))
+  whole, parts = _read(tmp_path / "whole"), _read(tmp_path / "parts")
+  assert whole.keys() == parts.keys()
+  for name, value in whole.items():
+    np.testing.assert_array_equal(value, parts[name], err_msg=name)
+  # The policy has the names of the model alone, and has changed; the reference
+  # is the imported model, without optimizer state.
+  for name, value in start.items():
+    if name == "step":
+      continue
+    assert not np.array_equal(whole[name], value), name
+    frozen = name.replace("params/", "frozen/reference/")
+    np.testing.assert_array_equal(whole[frozen], value, err_msg=frozen)
+    assert any(n.startswith("opt") and n.endswith(name) for n in whole)
+    assert not any(n.startswith("opt") and n.endswith(frozen) for n in whole)
+
+
+def test_rejects_other_vocabularies(tmp_path):
+  _imported(tmp_path / "model")
+  _imported(tmp_path / "larger", {**_CONFIG, "vocab_size": 320})
+  _imported(tmp_path / "renamed")
+  path = tmp_path / "renamed" / "hugging_face" / "tokenizer.json"
+  text = path.read_text()
+  found = json.loads(text)
+  vocabulary = found["model"]["vocab"]
+  vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+  path.write_text(json.dumps(found))
+  for other, message in (
+    ("larger", "whose vocab_size is 320, and that of weights is 264"),
+    ("renamed", "whose tokenizer has another vocabulary"),
+  ):
+    reference = str(tmp_path / other)
+    with pytest.raises(user_error.UserError, match=message):
+      _experiment(tmp_path, reference=reference).job()
+
+
+def test_equal_answers_end_a_run(tmp_path):
+  _imported(tmp_path / "model")
+  row = {"prompt": "1?", "chosen": "2", "rejected": "2"}
+  (tmp_path / "pairs.jsonl").write_text(json.dumps(row))
+  job = fdl.build(_experiment(tmp_path).job())
+  with pytest.raises(ValueError, match=r"answer are equal.*\(line 1 of"):
+    job.train_input.get_next()
