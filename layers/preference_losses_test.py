@@ -24,17 +24,17 @@ def _log_sigmoid(x):
 
 def _expected(name, log_prob, **options):
   """The definitions of the papers in numpy."""
-  (w, l), (rw, rl), (nw, nl) = log_prob, _REFERENCE, _LENGTH
+  (w, z), (rw, rz), (nw, nz) = log_prob, _REFERENCE, _LENGTH
   beta = options["beta"]
   if name == "dpo":
-    x = beta * ((w - rw) - (l - rl))
+    x = beta * ((w - rw) - (z - rz))
     smooth = options.get("label_smoothing", 0)
     return -(1 - smooth) * _log_sigmoid(x) - smooth * _log_sigmoid(-x)
   if name == "ipo":
-    return ((w - rw) / nw - (l - rl) / nl - 1 / (2 * beta)) ** 2
+    return ((w - rw) / nw - (z - rz) / nz - 1 / (2 * beta)) ** 2
   if name == "simpo":
-    return -_log_sigmoid(beta * (w / nw - l / nl) - options["margin"])
-  odds = [np.exp(x / n) / (1 - np.exp(x / n)) for x, n in ((w, nw), (l, nl))]
+    return -_log_sigmoid(beta * (w / nw - z / nz) - options["margin"])
+  odds = [np.exp(x / n) / (1 - np.exp(x / n)) for x, n in ((w, nw), (z, nz))]
   return -w / nw - beta * _log_sigmoid(np.log(odds[0]) - np.log(odds[1]))
 
 

@@ -58,8 +58,8 @@ class PreferenceLm(nn.Module):
       share of pairs whose chosen answer has the larger reward; `reward_margin`,
       `reward_chosen` and `reward_rejected`; and per token of an answer
       `log_prob_chosen` and `log_prob_rejected`; and `cut_tokens`, the share of
-      tokens that inputs have cut, if the batch counts them. Outputs `pair_loss`,
-      `pair_margin` and `pair_weight` [B].
+      tokens that inputs have cut, if the batch counts them. Outputs
+      `pair_loss`, `pair_margin` and `pair_weight` [B].
     """
     if _IS_TOKEN not in batch:
       return self.policy.loss(batch, deterministic=deterministic)
