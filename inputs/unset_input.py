@@ -20,14 +20,12 @@ class UnsetInput(base_input.BaseInput):
     example: A value for it.
     how: A sentence about where to get such files.
     encoder_length: Length of an encoder's sequence; None without an encoder.
-    more: Names of more integer arrays.
   """
 
   knob: str
   example: str
   how: str = ""
   encoder_length: int | None = None
-  more: tuple[str, ...] = ()
 
   @property
   def is_endless(self) -> bool:
@@ -38,7 +36,7 @@ class UnsetInput(base_input.BaseInput):
     """Returns the shapes of packed documents."""
     shape = self.per_host_batch_size, self.length
     keys = ("inputs", "targets", "positions", "segment_ids", "target_bytes")
-    integers = {key: (shape, np.dtype(np.int32)) for key in (*keys, *self.more)}
+    integers = {key: (shape, np.dtype(np.int32)) for key in keys}
     if self.encoder_length is not None:
       shape_of_encoder = self.per_host_batch_size, self.encoder_length
       for key in ("inputs", "positions", "segment_ids"):

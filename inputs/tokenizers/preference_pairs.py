@@ -18,7 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from paxon.inputs import checks, example_source, json_lines, record_columns
+from paxon.inputs import (
+  base_input,
+  checks,
+  example_source,
+  json_lines,
+  record_columns,
+  unset_input,
+)
 from paxon.inputs.tokenizers import chat_template, chats
 
 _ANSWERS = ("chosen", "rejected")
@@ -164,6 +171,18 @@ class TokenizedPairs:
     """Returns 2 T, for any example."""
     del index
     return 2 * self.length
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class UnsetPairs(unset_input.UnsetInput):
+  """A placeholder for pairs whose files are not configured."""
+
+  def batch_shapes(self) -> base_input.Shapes:
+    """Returns the shapes of pairs."""
+    shapes = dict(super().batch_shapes())
+    del shapes["target_bytes"]
+    shape = shapes["inputs"]
+    return {**shapes, "is_token": shape, "cut_tokens": shape}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -58,7 +58,9 @@ def _batch(pairs, length):
       arrays["is_token"][where] = 1
       arrays["weights"][where] = np.arange(1, n + 1) >= len(prompt)
   dtypes = {"weights": jnp.float32}
-  return {k: jnp.asarray(v, dtypes.get(k, jnp.int32)) for k, v in arrays.items()}
+  return {
+    k: jnp.asarray(v, dtypes.get(k, jnp.int32)) for k, v in arrays.items()
+  }
 
 
 def _trajectory(loss):

@@ -23,7 +23,6 @@ from paxon.inputs import (
   packing,
   python_stdlib,
   tokenizer_protocol,
-  unset_input,
 )
 from paxon.inputs.tokenizers import chats, preference_pairs
 from paxon.inputs.tokenizers import load as load_tokenizer
@@ -120,12 +119,11 @@ class HuggingFacePreferences(hugging_face.HuggingFaceLm):
         splits[split] = self._pairs(split, found, too_long)
     if "train" not in splits:
       splits["train"] = fdl.Config(
-        unset_input.UnsetInput,
+        preference_pairs.UnsetPairs,
         global_batch_size=self.global_batch_size,
         length=2 * self.length,
         knob="train_files",
         example="pairs.jsonl",
-        more=("is_token", "cut_tokens"),
       )
     return splits
 
