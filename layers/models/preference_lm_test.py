@@ -3,6 +3,7 @@
 import functools
 import json
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +64,11 @@ def _batch(pairs, length):
   }
 
 
+def _loss(model, values, batch):
+  result: Any = model.apply(values, batch, method="loss")
+  return result
+
+
 def _trajectory(loss):
   """Returns the losses of the steps of `make_preference_trajectory`."""
   made = make_preference_trajectory
@@ -82,7 +88,7 @@ def _trajectory(loss):
   def step(params, state, batch):
     def objective(params):
       values = {"params": params, "frozen": frozen}
-      (total, weight), _, _ = model.apply(values, batch, method="loss")
+      (total, weight), _, _ = _loss(model, values, batch)
       return total / weight
 
     value, gradient = jax.value_and_grad(objective)(params)
@@ -154,7 +160,7 @@ def test_log_probabilities_of_answers():
   model, values, _ = _model_and_values()
   batch = _pair_batch()
   policy = models_testing.tiny_decoder()
-  _, _, outputs = model.apply(values, batch, method="loss")
+  _, _, outputs = _loss(model, values, batch)
   sums = []
   for params in (values["params"], values["frozen"]["reference"]):
     logits = [
@@ -178,7 +184,7 @@ def test_pairs_without_an_answer_do_not_count():
   batch = _pair_batch()
   whole = model.apply(values, batch, method="loss")
   batch["weights"] = batch["weights"].at[1, 6:].set(0)
-  (total, count), metrics, _ = model.apply(values, batch, method="loss")
+  (total, count), metrics, _ = _loss(model, values, batch)
   assert count == 1
   np.testing.assert_allclose(total, whole[2]["pair_loss"][0], rtol=1e-6)
   assert metrics["preference_accuracy"][1] == 1
