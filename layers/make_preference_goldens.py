@@ -6,9 +6,9 @@ Values of ORPO and SimPO, and their gradients. (TRL computes the other losses
 within a training step; a trajectory in `layers/models` covers DPO and IPO.)
 """
 
-import importlib
 import json
 import pathlib
+import pkgutil
 import sys
 import types
 from typing import Any
@@ -22,16 +22,14 @@ def main(folder: pathlib.Path) -> None:
   import torch  # pyrefly: ignore[missing-import]
 
   # In no lock of ours; see the module.
-  cpo_trainer, orpo_trainer = (
-    importlib.import_module(f"trl.experimental.{name}")
-    for name in ("cpo.cpo_trainer", "orpo.orpo_trainer")
-  )
+  orpo_trainer: Any = pkgutil.resolve_name("trl.experimental.orpo:ORPOTrainer")
+  cpo_trainer: Any = pkgutil.resolve_name("trl.experimental.cpo:CPOTrainer")
 
   def orpo(chosen: Any, rejected: Any, beta: float) -> Any:
     trainer = types.SimpleNamespace(
       beta=beta, accelerator=types.SimpleNamespace(device="cpu")
     )
-    found = orpo_trainer.ORPOTrainer.odds_ratio_loss(trainer, chosen, rejected)
+    found = orpo_trainer.odds_ratio_loss(trainer, chosen, rejected)
     return -chosen - found[0]
 
   def simpo(chosen: Any, rejected: Any, beta: float, margin: float) -> Any:
@@ -43,7 +41,7 @@ def main(folder: pathlib.Path) -> None:
       alpha=0.0,
       accelerator=types.SimpleNamespace(device="cpu"),
     )
-    found = cpo_trainer.CPOTrainer.cpo_loss(trainer, chosen, rejected)
+    found = cpo_trainer.cpo_loss(trainer, chosen, rejected)
     return found[0]
 
   cases = []

@@ -8,9 +8,9 @@ AdamW at a constant learning rate and batches in order. Weights are
 `golden_case.weight`; the reference is the same model at the start.
 """
 
-import importlib
 import json
 import pathlib
+import pkgutil
 import sys
 import tempfile
 from typing import Any
@@ -62,7 +62,8 @@ def train(loss: str, folder: str) -> list[float]:
   import transformers  # pyrefly: ignore[missing-import]
 
   # In no lock of ours; see the module.
-  trl = importlib.import_module("trl")
+  trainer_class: Any = pkgutil.resolve_name("trl:DPOTrainer")
+  config_class: Any = pkgutil.resolve_name("trl:DPOConfig")
 
   config = transformers.LlamaConfig(**CONFIG)
   models = []
@@ -82,7 +83,7 @@ def train(loss: str, folder: str) -> list[float]:
     tokenizer_object=inner, pad_token="w1", eos_token="w2"
   )
 
-  class Prepared(trl.DPOTrainer):
+  class Prepared(trainer_class):
     """Takes ids as they are; TRL's preparation would add end tokens."""
 
     def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:
@@ -91,7 +92,7 @@ def train(loss: str, folder: str) -> list[float]:
   trainer = Prepared(
     model=models[0],
     ref_model=models[1],
-    args=trl.DPOConfig(
+    args=config_class(
       output_dir=folder,
       use_cpu=True,
       report_to=[],
