@@ -2,10 +2,12 @@
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import io
 import json
 import math
+import os
 import re
 
 from etils import epath
@@ -23,6 +25,7 @@ from paxon.runner.training import (
   evaluate,
   evaluation,
   restore,
+  run_files,
   samples,
   testing,
   text_evaluation,
@@ -424,6 +427,24 @@ def test_a_second_training_in_a_folder_is_an_error(tmp_path):
       train.run(job, config, folder)
     assert {path.name for path in folder.iterdir()} == before
   assert train.run(job, config, folder).step == 4
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_a_store_that_fails_is_one_line(tmp_path, monkeypatch, code):
+  def fail(*args):
+    del args
+    raise OSError(code, os.strerror(code))
+
+  monkeypatch.setattr(run_files, "store_settings", fail)
+  job, config = testing.make(num_train_steps=4, max_new_tokens=0)
+  with pytest.raises(
+    user_error.UserError, match=f"cannot be written to: {os.strerror(code)}"
+  ):
+    train.run(job, config, epath.Path(tmp_path))
+  assert not (tmp_path / "owner.json").exists()
+  code = errno.ENOENT
+  with pytest.raises(FileNotFoundError):
+    train.run(job, config, epath.Path(tmp_path))
 
 
 def test_a_finite_training_input_ends_the_run(tmp_path, capsys):

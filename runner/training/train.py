@@ -44,6 +44,18 @@ from paxon.runner.training import (
 )
 from paxon.runner.training import session as session_lib
 
+# Failures of a store rather than of a program: full, read-only, or lost.
+_STORE_ERRORS = frozenset(
+  {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EIO,
+    errno.ESTALE,
+    errno.ENOTCONN,
+  }
+)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
@@ -105,8 +117,7 @@ def run(
   except checkpointer.SaveError as error:
     raise user_error.UserError(str(error)) from error
   except OSError as error:
-    # A full disk is the one failure of a machine that users meet often.
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno not in _STORE_ERRORS:
       raise
     raise user_error.UserError(
       f"{os.fspath(run_dir)} cannot be written to: {error.strerror}."
