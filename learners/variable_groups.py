@@ -9,13 +9,15 @@ A group is a pruned tree: nested dicts with the same paths that hold only the
 group's leaves.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
 import enum
+import re
 from typing import Any, TypeAlias
 
 from flax import traverse_util
 
-from paxon.sharding import variables
+from paxon.sharding import suggestions, variables
 
 # Nested dicts {collection: {module: ... {variable: VariableSpec}}}.
 Specs: TypeAlias = Mapping[str, Any]
@@ -41,6 +43,72 @@ def group_of(spec: variables.VariableSpec) -> Group:
       return Group.OVERWRITTEN if spec.trainable else Group.FROZEN
     case variables.UpdateRule.OPTIMIZER:
       return Group.OPTIMIZED if spec.trainable else Group.FROZEN
+
+
+def freeze(
+  specs: Specs,
+  *,
+  trainable: Sequence[str] | None = None,
+  frozen: Sequence[str] = (),
+) -> dict[str, Any]:
+  """Returns the specs with the variables of some patterns frozen.
+
+  Frozen variables have no gradient and no optimizer state. Groups other than
+  `OPTIMIZED` are unchanged.
+
+  Args:
+    specs: Specs of all variables.
+    trainable: Regular expressions of the logical names of the variables to
+      train, such as `.*/attention/.*`; the whole name must match. `None` trains
+      all.
+    frozen: Regular expressions of the variables to freeze, also among those of
+      `trainable`.
+
+  Raises:
+    ValueError: A pattern is not a regular expression or matches no optimized
+      variable, or no variable is left to train.
+  """
+  flat: dict[Any, Any] = traverse_util.flatten_dict(specs)
+  optimized = {
+    path: spec.name
+    for path, spec in flat.items()
+    if group_of(spec) is Group.OPTIMIZED
+  }
+  kept = set(optimized)
+  if trainable is not None:
+    kept = _find_matching(optimized, trainable, field="trainable")
+  kept -= _find_matching(optimized, frozen, field="frozen")
+  if optimized and not kept:
+    raise ValueError(
+      f"trainable={trainable} and frozen={tuple(frozen)} leave no variable to"
+      " train."
+    )
+  for path in optimized.keys() - kept:
+    flat[path] = dataclasses.replace(flat[path], trainable=False)
+  return traverse_util.unflatten_dict(flat)
+
+
+def _find_matching(
+  names: Mapping[Any, str], patterns: Sequence[str], *, field: str
+) -> set[Any]:
+  """Returns the paths whose names match any pattern; each must match one."""
+  found = set()
+  for pattern in patterns:
+    try:
+      matching = {p for p, name in names.items() if re.fullmatch(pattern, name)}
+    except re.error as error:
+      raise ValueError(
+        f"{field}: {pattern!r} is not a regular expression ({error})."
+      ) from error
+    if not matching:
+      close = suggestions.find_closest(pattern, names.values(), count=3)
+      shown = close or list(names.values())[:3]
+      raise ValueError(
+        f"{field}: {pattern!r} matches no trained variable; it must match a"
+        f" whole name, such as {', '.join(shown)}."
+      )
+    found |= matching
+  return found
 
 
 def select(tree: Tree, *groups: Group, specs: Specs) -> dict[str, Any]:

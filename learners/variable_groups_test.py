@@ -1,5 +1,6 @@
 """Tests for groups of variables."""
 
+from flax import traverse_util
 import pytest
 
 from paxon.learners import testing, variable_groups
@@ -68,3 +69,44 @@ def test_map_paths_looks_up_the_rest():
   part = {"fp8": {"a": {"scale": 3}}}
   result = variable_groups.map_paths(lambda x, y: x + y, part, VALUES)
   assert result == {"fp8": {"a": {"scale": 6}}}
+
+
+def _specs_to_freeze():
+  return {
+    "params": {
+      layer: {
+        name: testing.spec(f"params/{layer}/{name}", ()) for name in names
+      }
+      for layer, names in (("attention", ("query",)), ("mlp", ("up", "down")))
+    }
+  }
+
+
+@pytest.mark.parametrize(
+  ("patterns", "trained"),
+  [
+    ({}, {"query", "up", "down"}),
+    ({"trainable": (".*/mlp/.*",)}, {"up", "down"}),
+    ({"frozen": (".*/up", ".*query")}, {"down"}),
+    ({"trainable": (".*/mlp/.*",), "frozen": (".*/up",)}, {"down"}),
+  ],
+)
+def test_freeze(patterns, trained):
+  specs = _specs_to_freeze()
+  frozen = variable_groups.freeze(specs, **patterns)
+  kept = variable_groups.select(frozen, Group.OPTIMIZED, specs=frozen)
+  names = {path[-1] for path in traverse_util.flatten_dict(kept)}
+  assert names == trained
+
+
+@pytest.mark.parametrize(
+  ("patterns", "error"),
+  [
+    ({"frozen": ("mlp",)}, r"frozen: 'mlp' matches no trained .* whole name"),
+    ({"trainable": ("(",)}, r"trainable: '\(' is not a regular expression"),
+    ({"frozen": (".*",)}, r"leave no variable to train"),
+  ],
+)
+def test_freeze_rejects(patterns, error):
+  with pytest.raises(ValueError, match=error):
+    variable_groups.freeze(_specs_to_freeze(), **patterns)

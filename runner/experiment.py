@@ -104,6 +104,11 @@ class Experiment(abc.ABC):
     quantization_monitor: Whether training reports the shares of values that
       quantization clips or flushes to zero, at the cost of one pass over each
       operand. It cannot change when a run resumes.
+    trainable: Regular expressions of the logical names of the variables to
+      train, such as `.*/attention/.*`; each must match a whole name. The others
+      are frozen: they have no gradient and no optimizer state. None trains all.
+    frozen: Regular expressions of the variables to freeze, also among those of
+      `trainable`.
     name: Name in reports; default: the class name.
   """
 
@@ -132,6 +137,8 @@ class Experiment(abc.ABC):
   non_finite: Literal["stop", "roll_back", "skip", "ignore"] = "stop"
   quantization: str | None = None
   quantization_monitor: bool = False
+  trainable: tuple[str, ...] | None = None
+  frozen: tuple[str, ...] = ()
 
   name: ClassVar[str] = ""
   # Knobs that hold a path or pattern of files. Relative ones are stored as
@@ -413,6 +420,9 @@ class Experiment(abc.ABC):
         expected_kernels=self.expected_kernels(),
       )
       self._set_non_finite(config)
+      for field in ("trainable", "frozen"):
+        if patterns := getattr(self, field):
+          setattr(config, field, patterns)
       self.adjust(config)
       self._quantize(config)
       if rewrites.set_dtype(config.task, self._peek("dtype")):

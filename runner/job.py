@@ -58,6 +58,10 @@ class Job:
       steps, a path reads an existing profile; None disables it.
     weights: Storage of weights covered by quantization rules: `int8:convert`
       quantizes a checkpoint, `int8:serve` uses the result; None trains.
+    trainable: Regular expressions of the logical names of the variables to
+      train; None trains all. Each must match a whole name.
+    frozen: Regular expressions of the variables that are not trained, also
+      among those of `trainable`.
     expected_kernels: Kernels that the compiled training step must use; plans
       and runs fail otherwise.
   """
@@ -95,6 +99,8 @@ class Job:
   compiler_option_sets: tuple[str, ...] = ()
   pgle: str | None = None
   weights: str | None = None
+  trainable: tuple[str, ...] | None = None
+  frozen: tuple[str, ...] = ()
   expected_kernels: tuple[expected_kernels_lib.ExpectedKernel, ...] = ()
 
   def __post_init__(self) -> None:

@@ -162,6 +162,12 @@ def open_session(
     model_loss.abstract_variables(job.task.model, batch)
   )
   _check_layout(job, layout, specs, batch)
+  try:
+    specs = variable_groups.freeze(
+      specs, trainable=job.trainable, frozen=job.frozen
+    )
+  except ValueError as error:
+    raise user_error.UserError(f"Job.{error}") from error
   specs, absent = serving.split(job, specs)
   state_specs = train_state.state_specs(specs, learner=job.task.learner)
   if absent:
