@@ -35,6 +35,10 @@ def call(
   `equation` contracts the last axes of `x` with the first of the kernel, such
   as `BTNH,NHD->BTD`; a `...` stands for any number of axes of tokens.
   """
+  if isinstance(einsum, matmuls.Adapter):
+    # The plain matmul is that of a layer without an adapter.
+    out = call(jnp.einsum, name, equation, x, kernel)
+    return einsum.adapt(equation, x, kernel, out, matmul=name)
   if einsum is not jnp.einsum or not target.is_cpu():
     return matmuls.call(einsum, name, equation, x, kernel)
   tokens, weights, output = _terms(equation, x.ndim)

@@ -27,6 +27,7 @@ from typing import Any, ClassVar, Final
 
 from flax import linen as nn
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 Einsum = Callable[..., jax.Array]
@@ -120,6 +121,38 @@ class Provider(nn.Module):
 
   def make_matmul(self, name: str) -> nn.Module:
     """Returns `(equation, lhs, rhs, preferred_element_type) -> out`."""
+    raise NotImplementedError
+
+
+class Adapter(Provider):
+  """Base of providers that change the output of a plain matmul."""
+
+  @nn.compact
+  def __call__(
+    self,
+    equation: str,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *,
+    matmul: str,
+    preferred_element_type: DTypeLike | None = None,
+  ) -> jax.Array:
+    """Returns the adapted matmul of two operands, as `Provider`."""
+    out = jnp.einsum(
+      equation, lhs, rhs, preferred_element_type=preferred_element_type
+    )
+    return self.adapt(equation, lhs, rhs, out, matmul=matmul)
+
+  def adapt(
+    self,
+    equation: str,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    out: jax.Array,
+    *,
+    matmul: str,
+  ) -> jax.Array:
+    """Returns the adapted output of a matmul."""
     raise NotImplementedError
 
 

@@ -19,7 +19,7 @@ depends on the knobs only. Undeclared knobs and knobs without effect are errors.
 """
 
 import abc
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 import contextlib
 import copy
 import math
@@ -29,7 +29,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import fiddle as fdl
 
 from paxon.inputs import base_input
-from paxon.quantization import matmuls, recipes
+from paxon.quantization import lora, matmuls, recipes
 from paxon.quantization import rules as rules_of_quantization
 from paxon.runner import job as job_lib
 from paxon.runner import knobs as knobs_lib
@@ -109,6 +109,13 @@ class Experiment(abc.ABC):
       are frozen: they have no gradient and no optimizer state. None trains all.
     frozen: Regular expressions of the variables to freeze, also among those of
       `trainable`.
+    lora_rank: Rank of low-rank adapters of attention projections and
+      feed-forward layers; None for no adapters. Only the adapters are trained,
+      unless `trainable` is set. Override `adapter_rules` to cover other layers.
+    lora_alpha: Numerator of the factor of the adapters; None is `lora_rank`.
+    lora_kind: Form of the adapters, see `quantization.lora`.
+    lora_matmuls: Names of the matmuls with an adapter, such as `query` and
+      `value`; None is all of the layers.
     name: Name in reports; default: the class name.
   """
 
@@ -139,6 +146,10 @@ class Experiment(abc.ABC):
   quantization_monitor: bool = False
   trainable: tuple[str, ...] | None = None
   frozen: tuple[str, ...] = ()
+  lora_rank: int | None = None
+  lora_alpha: float | None = None
+  lora_kind: Literal["lora", "rslora", "dora"] = "lora"
+  lora_matmuls: tuple[str, ...] | None = None
 
   name: ClassVar[str] = ""
   # Knobs that hold a path or pattern of files. Relative ones are stored as
@@ -364,6 +375,28 @@ class Experiment(abc.ABC):
     )
     return (rules_of_quantization.Rule(covered, choice.recipe),)
 
+  def adapter_rules(self) -> Sequence[lora.LoraRule]:
+    """Returns which layers have low-rank adapters; by default those of knobs.
+
+    Raises:
+      knobs.KnobError: The adapters of the knobs are not valid.
+    """
+    rank = self.lora_rank
+    if rank is None:
+      return ()
+    covered = (
+      matmuls.ATTENTION_PROJECTIONS,
+      matmuls.FEED_FORWARD,
+      matmuls.EXPERTS,
+    )
+    try:
+      adapter = lora.Lora(
+        rank=rank, alpha=self.lora_alpha, kind=lora.Kind(self.lora_kind)
+      )
+      return (lora.LoraRule(covered, adapter, self.lora_matmuls),)
+    except ValueError as error:
+      raise knobs_lib.KnobError(f"{type(self).__name__}: {error}") from None
+
   def retention(self) -> fdl.Config[training.Retention]:
     """Returns which checkpoints are kept; by default the newest three."""
     return fdl.Config(training.Retention)
@@ -424,6 +457,7 @@ class Experiment(abc.ABC):
         if patterns := getattr(self, field):
           setattr(config, field, patterns)
       self.adjust(config)
+      self._adapt(config)
       self._quantize(config)
       if rewrites.set_dtype(config.task, self._peek("dtype")):
         read.add("dtype")
@@ -461,6 +495,20 @@ class Experiment(abc.ABC):
     elif rules:
       sets = config.compiler_option_sets
       config.compiler_option_sets = (*sets, _QUANTIZED_OPTION_SET)
+
+  def _adapt(self, config: fdl.Config[job_lib.Job]) -> None:
+    rules = self.adapter_rules()
+    if not rules:
+      return
+    from paxon.runner.configuration import rewrites
+
+    patterns = rewrites.adapt(config, rules)
+    if config.trainable is None:
+      config.trainable = patterns
+    start = config.warm_start
+    if isinstance(start, fdl.Config):
+      # The base model has none.
+      start.may_be_missing = (*start.may_be_missing, lora.PATTERN)
 
   def _set_non_finite(self, config: fdl.Config[job_lib.Job]) -> None:
     """Sets what training does about a NaN, if it is not the default."""

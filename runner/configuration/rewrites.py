@@ -17,6 +17,7 @@ from paxon.layers import edged_stack, precision, stack
 from paxon.layers.attention import kernels, quantized_rows
 from paxon.learners import skipping
 from paxon.quantization import einsum as quantized
+from paxon.quantization import lora as lora_lib
 from paxon.quantization import matmuls, served_einsum
 from paxon.quantization import recipe as recipe_lib
 from paxon.quantization import rules as rules_lib
@@ -172,6 +173,47 @@ def quantize(
   for site, rule in chosen.values():
     if rule is not None and rule.recipe is not None:
       _quantize_site(site, rule.recipe, monitor)
+
+
+def adapt(
+  config: fdl.Buildable, rules: Sequence[lora_lib.LoraRule]
+) -> tuple[str, ...]:
+  """Adds low-rank adapters to layers by rules, in place.
+
+  Returns:
+    Patterns of the names of the adapters' variables; each matches at least one.
+
+  Raises:
+    user_error.UserError: A rule matches no layer with kernels, or a head.
+  """
+  sites = [site for site in _find_sites(config) if site.field == _EINSUM]
+  patterns: dict[str, None] = {}
+  used: set[int] = set()
+  for site in sites:
+    rule = next((r for r in rules if r.matches(site.path, site.roles)), None)
+    if rule is None:
+      continue
+    used.add(id(rule))
+    if rule.lora is None:
+      continue
+    if {matmuls.HEAD, matmuls.EMBEDDING} & set(site.roles):
+      raise user_error.UserError(
+        f"adapter_rules(): {site.path} is an embedding or a head, which cannot"
+        f" have an adapter; exclude it with an earlier LoraRule({site.path!r},"
+        " None)."
+      )
+    site.node.einsum = fdl.Config(
+      lora_lib.LoraEinsum, lora=rule.lora, matmuls=rule.matmuls
+    )
+    for name in rule.matmuls or (None,):
+      within = "" if name is None else f".*/einsum/{name}"
+      patterns[within + lora_lib.PATTERN.removeprefix(".*" * bool(name))] = None
+  for rule in rules:
+    if id(rule) not in used:
+      unused = rules_lib.Rule(rule.target, None)
+      text = _explain_unused(unused, sites)
+      raise user_error.UserError(text.replace("quantization_", "adapter_"))
+  return tuple(patterns)
 
 
 def _find_sites(config: fdl.Buildable) -> Iterator[_Site]:

@@ -1,10 +1,13 @@
-"""Tests of runs that train only some variables."""
+"""Tests of runs that train only some variables, or adapters."""
+
+import functools
 
 import fiddle as fdl
 import jax
 import numpy as np
 import pytest
 
+from paxon.runner import knobs as knobs_lib
 from paxon.runner import user_error
 from paxon.runner.training import compiled_steps, testing
 from paxon.runner.training import session as session_lib
@@ -12,10 +15,11 @@ from paxon.runner.training import session as session_lib
 PATTERN = ".*/feed_forward/.*"
 
 
-def _open(**knobs):
+def _open(*, num_devices=1, **knobs):
+  given = {"num_layers": 2, "mesh": "data=1", **knobs}
   return session_lib.open_session(
-    fdl.build(testing.TinyLm(num_layers=2, mesh="data=1", **knobs).job()),
-    devices=jax.devices()[:1],
+    fdl.build(testing.TinyLm(**given).job()),
+    devices=jax.devices()[:num_devices],
   )
 
 
@@ -54,3 +58,54 @@ def test_only_matching_variables_change_and_have_slots():
 def test_a_pattern_without_variables_is_an_error():
   with pytest.raises(user_error.UserError, match=r"Job.frozen: 'up' matches"):
     _open(frozen=("up",))
+
+
+@functools.cache
+def _trained(num_steps, **knobs):
+  """Returns losses and the last state of a run on one batch."""
+  session = _open(**knobs)
+  step = compiled_steps.compile_train_step(session)
+  state, losses = session.initial_state(), []
+  batch = session.place(session.job.train_input.get_next())
+  for _ in range(num_steps):
+    state, metrics = step(state, batch)
+    losses.append(np.asarray(metrics["loss"][0]))
+  return losses, jax.device_get(state)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_adapters_start_at_the_base_and_learn(kind):
+  losses, state = _trained(4, lora_rank=2, lora_kind=kind, learning_rate=1e-2)
+  (base,), _ = _trained(1, learning_rate=1e-2)
+  np.testing.assert_array_equal(losses[0], base)
+  assert losses[-1] < losses[0]
+  slots = [n for n in _names(state.opt_state) if "params" in n]
+  assert slots
+  assert all("/lora_" in name for name in slots)
+
+
+def test_adapters_do_not_depend_on_the_mesh():
+  knobs = {"lora_rank": 2, "lora_kind": "dora", "learning_rate": 1e-2}
+  expected, state = _trained(4, **knobs)
+  sharded, other = _trained(4, mesh="fsdp=2,tensor=2", num_devices=4, **knobs)
+  np.testing.assert_allclose(sharded, expected, rtol=1e-5)
+  for name, value in _names(state.variables).items():
+    np.testing.assert_allclose(
+      _names(other.variables)[name], value, rtol=1e-3, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+  ("knobs", "error"),
+  [
+    ({"lora_rank": 0}, "Lora.rank must be positive, got 0"),
+    (
+      {"lora_rank": 2, "lora_matmuls": ("qurey",)},
+      r"'.*/einsum/qurey/lora_.*' matches no",
+    ),
+    ({"lora_kind": "dora"}, "lora_kind"),
+  ],
+)
+def test_invalid_adapters(knobs, error):
+  with pytest.raises((user_error.UserError, knobs_lib.KnobError), match=error):
+    _open(**knobs)
