@@ -104,18 +104,16 @@ class Experiment(abc.ABC):
     quantization_monitor: Whether training reports the shares of values that
       quantization clips or flushes to zero, at the cost of one pass over each
       operand. It cannot change when a run resumes.
-    trainable: Regular expressions of the logical names of the variables to
-      train, such as `.*/attention/.*`; each must match a whole name. The others
-      are frozen: they have no gradient and no optimizer state. None trains all.
-    frozen: Regular expressions of the variables to freeze, also among those of
-      `trainable`.
+    trainable: Regular expressions of the whole names of the variables to train,
+      such as `.*/attention/.*`; the others have no gradient and no optimizer
+      state. None trains all.
+    frozen: Patterns of variables to freeze, also among those of `trainable`.
     lora_rank: Rank of low-rank adapters of attention projections and
       feed-forward layers; None for no adapters. Only the adapters are trained,
       unless `trainable` is set. Override `adapter_rules` to cover other layers.
-    lora_alpha: Numerator of the factor of the adapters; None is `lora_rank`.
+    lora_alpha: Factor of the adapters times the rank; None is `lora_rank`.
     lora_kind: Form of the adapters, see `quantization.lora`.
-    lora_matmuls: Names of the matmuls with an adapter, such as `query` and
-      `value`; None is all of the layers.
+    lora_matmuls: Matmuls with an adapter, such as `query`; None is all.
     name: Name in reports; default: the class name.
   """
 
@@ -507,7 +505,6 @@ class Experiment(abc.ABC):
       config.trainable = patterns
     start = config.warm_start
     if isinstance(start, fdl.Config):
-      # The base model has none.
       start.may_be_missing = (*start.may_be_missing, lora.PATTERN)
 
   def _set_non_finite(self, config: fdl.Config[job_lib.Job]) -> None:
