@@ -1,7 +1,8 @@
-"""Signals that stop a program between two steps: Ctrl-C, SIGTERM, SIGUSR1.
+"""Signals that stop a program between two steps: Ctrl-C, SIGTERM and others.
 
 SIGUSR1 is sent by a supervisor that received a signal. It never kills, because
-the process may receive that signal too.
+the process may receive that signal too. Nor does SIGHUP, of which a terminal
+that is closed sends several; where `nohup` ignores it, it stays ignored.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ import contextlib
 import os
 import signal
 import socket
+import stat
 import sys
 import threading
 from types import FrameType
@@ -16,14 +18,15 @@ from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _REQUEST = signal.SIGUSR1
-_NOTED = (*_SIGNALS, _REQUEST)
+_HANGUP = signal.SIGHUP
+_NOTED = (*_SIGNALS, _REQUEST, _HANGUP)
 _SHOW_CURSOR = "\x1b[?25h"
 
 
 class StopSignals:
   """While entered, the first signal is a request and the second one kills.
 
-  A second SIGUSR1 is ignored.
+  A second SIGUSR1 or SIGHUP is ignored.
 
   Python calls signal handlers only in the main thread; entered in another
   thread, this does nothing.
@@ -58,6 +61,8 @@ class StopSignals:
   def __enter__(self) -> "StopSignals":
     if threading.current_thread() is threading.main_thread():
       for number in _NOTED:
+        if number == _HANGUP and signal.getsignal(number) == signal.SIG_IGN:
+          continue
         self._before[number] = signal.signal(number, self._note)
     return self
 
@@ -119,8 +124,10 @@ class StopSignals:
 
   def _note(self, number: int, frame: FrameType | None) -> None:
     del frame
-    if self._is_at_once or (number == _REQUEST and self._noted):
+    if self._is_at_once or (number in (_REQUEST, _HANGUP) and self._noted):
       return
+    if number == _HANGUP:
+      _leave_terminal()
     self._noted = number
     if self._agree is None:
       self.requested = signal.Signals(number).name
@@ -146,6 +153,17 @@ def _end_at_signal(receiver: socket.socket) -> None:
       os.write(1, line.encode())
       # Not `sys.exit`, which would wait for the main thread.
       os._exit(128 + number)
+
+
+def _leave_terminal() -> None:
+  """Discards what would be written to a terminal that is gone."""
+  for stream in (sys.__stdout__, sys.__stderr__):
+    if stream is None:
+      continue
+    # Not `isatty`, which is false once the terminal is gone.
+    if stat.S_ISCHR(os.fstat(stream.fileno()).st_mode):
+      with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), stream.fileno())
 
 
 def _show_cursor() -> None:

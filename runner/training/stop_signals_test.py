@@ -1,9 +1,11 @@
 """Tests for signals that ask to stop."""
 
 import os
+import pty
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 
 import pytest
@@ -54,6 +56,43 @@ def test_the_second_signal_ends_the_process_at_once():
     [sys.executable, "-c", program], timeout=30, check=False
   )
   assert done.returncode == -signal.SIGTERM
+
+
+def test_a_closed_terminal_ends_a_program_after_its_step():
+  program = (
+    "import os, signal, time\n"
+    "from paxon.runner.training import stop_signals\n"
+    "with stop_signals.StopSignals() as stop:\n"
+    "  print('ready', flush=True)\n"
+    "  while not stop.requested:\n"
+    "    time.sleep(0.01)\n"
+    "  time.sleep(0.5)\n"
+    "  print('to nobody', flush=True)\n"
+    "  open(os.environ['SAID'], 'w').write(stop.requested)\n"
+  )
+  with tempfile.TemporaryDirectory() as folder:
+    said = os.path.join(folder, "said")
+    pid, terminal = pty.fork()
+    if not pid:
+      os.environ["SAID"] = said
+      os.execv(sys.executable, [sys.executable, "-c", program])
+    assert b"ready" in os.read(terminal, 100)
+    # The system sends SIGHUP, and writing fails from now on.
+    os.close(terminal)
+    os.kill(pid, signal.SIGHUP)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    with open(said) as file:
+      assert file.read() == "SIGHUP"
+
+
+def test_an_ignored_hangup_stays_ignored():
+  before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+  try:
+    with stop_signals.StopSignals() as stop:
+      signal.raise_signal(signal.SIGHUP)
+      assert stop.requested is None
+  finally:
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
