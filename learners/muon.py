@@ -25,9 +25,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from paxon.learners import optimizer, variable_groups
-from paxon.sharding import axes as axis_names
-from paxon.sharding import checks, variables
+from paxon.learners import matrix_view, optimizer, variable_groups
+from paxon.sharding import checks
 
 # Of Jordan et al.: x <- a x + (b x x^T + c (x x^T)^2) x.
 _COEFFICIENTS = 3.4445, -4.7750, 2.0315
@@ -85,11 +84,15 @@ class Muon:
   ) -> optax.GradientTransformation:
     """Returns the transformation from g to the direction u."""
 
-    def find(tree: Any) -> list[_Sides | None]:
-      leaves, treedef = jax.tree.flatten(tree)
+    def find(tree: Any) -> list[matrix_view.Sides | None]:
+      found = matrix_view.find_all_sides(tree, specs)
       if specs is None:
-        return [_Sides((0,), (1,)) if x.ndim == 2 else None for x in leaves]
-      return [_find_sides(spec) for spec in treedef.flatten_up_to(specs)]
+        return found
+      flat = jax.tree.structure(tree).flatten_up_to(specs)
+      return [
+        None if matrix_view.has_vocab(spec) else sides
+        for spec, sides in zip(flat, found, strict=True)
+      ]
 
     def init(params: Any) -> MuonState:
       leaves, treedef = jax.tree.flatten(params)
@@ -129,24 +132,18 @@ class Muon:
 
     return optax.GradientTransformation(init, update)
 
-  def _orthogonalize(self, d: jax.Array, sides: "_Sides") -> jax.Array:
+  def _orthogonalize(self, d: jax.Array, sides: matrix_view.Sides) -> jax.Array:
     """Returns the scaled, orthogonalized matrices of a variable."""
-    batch = tuple(i for i in range(d.ndim) if i not in sides[0] + sides[1])
-    order = (*batch, *sides.inputs, *sides.outputs)
-    inputs = math.prod(d.shape[i] for i in sides.inputs)
-    outputs = math.prod(d.shape[i] for i in sides.outputs)
-    shape = tuple(d.shape[i] for i in order)
-    matrices = jnp.transpose(d, order).reshape(
-      (*shape[: len(batch)], inputs, outputs)
-    )
+    inputs, outputs = matrix_view.sizes(d.shape, sides)
     matrices = orthogonalize(
-      matrices, num_iterations=self.num_iterations, epsilon=self.epsilon
+      matrix_view.to_matrices(d, sides),
+      num_iterations=self.num_iterations,
+      epsilon=self.epsilon,
     )
     scale = math.sqrt(max(1, outputs / inputs))
     if self.update_rms is not None:
       scale = self.update_rms * math.sqrt(max(inputs, outputs))
-    inverse = sorted(range(d.ndim), key=order.__getitem__)
-    return scale * jnp.transpose(matrices.reshape(shape), inverse)
+    return scale * matrix_view.from_matrices(matrices, d.shape, sides)
 
 
 class MuonState(NamedTuple):
@@ -189,26 +186,3 @@ def orthogonalize(
     square = x @ x.mT
     x = a * x + (b * square + c * (square @ square)) @ x
   return x.mT if is_tall else x
-
-
-class _Sides(NamedTuple):
-  """The dimensions of inputs and of outputs of a matrix."""
-
-  inputs: tuple[int, ...]
-  outputs: tuple[int, ...]
-
-
-def _find_sides(spec: variables.VariableSpec) -> _Sides | None:
-  """Returns the sides of the matrices of a variable; None if it has none."""
-  dims = [
-    i
-    for i in range(len(spec.stacked), len(spec.shape))
-    if spec.axes[i] != axis_names.EXPERTS
-  ]
-  names = [spec.axes[i] for i in dims]
-  if not spec.regularized or len(dims) < 2 or axis_names.VOCAB in names:
-    return None
-  # Inputs come first. What is more than a matrix is a kernel of heads, with the
-  # width of the model first or last, or of a convolution, with outputs last.
-  first = 1 if names[0] == axis_names.EMBED else len(dims) - 1
-  return _Sides(tuple(dims[:first]), tuple(dims[first:]))

@@ -5,6 +5,7 @@ The oracles are written from the papers, in float64, for one array of one layer.
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +15,15 @@ import pytest
 
 from paxon.learners import (
   adafactor,
+  adam_8bit,
   adamw,
   lion,
   muon,
   optimizer_state,
   schedules,
   sgd,
+  shampoo,
+  soap,
   testing,
   train_state,
 )
@@ -146,6 +150,122 @@ class _Muon:
     return np.sqrt(max(1, columns / rows)) * x
 
 
+class _Soap:
+  """Vyas et al. 2024, algorithm 3, with the first step of the authors' code."""
+
+  def __init__(self, shape):
+    self.t, self.m, self.v = -1, np.zeros(shape), np.zeros(shape)
+    # Only sides of at most 4.
+    self.used = [len(shape) == 2 and n <= 4 for n in shape]
+    self.q = [np.eye(n) for n in shape]
+    self.factors = [np.zeros((n, n)) for n in shape]
+
+  def direction(self, p, g, t):
+    self.t += 1
+    u = np.zeros_like(g)
+    if self.t:
+      self.m = 0.9 * self.m + 0.1 * g
+      self.v = 0.95 * self.v + 0.05 * self.rotate(g) ** 2
+      u = self.rotate(self.m) / (1 - 0.9**self.t) * np.sqrt(1 - 0.95**self.t)
+      u = self.rotate(u / (np.sqrt(self.v) + 1e-6), back=True)
+    for i in (0, 1):
+      if not any(self.used[i : i + 1]):
+        continue
+      outer = (g @ g.T, g.T @ g)[i]
+      self.factors[i] = 0.9 * self.factors[i] + 0.1 * outer
+      if self.t == 0:
+        self.q[i] = np.linalg.eigh(self.factors[i])[1][:, ::-1]
+      elif self.t % 3 == 0:
+        values = np.diag(self.q[i].T @ self.factors[i] @ self.q[i])
+        order = np.argsort(-values)
+        self.v = np.take(self.v, order, axis=i)
+        self.q[i] = np.linalg.qr(self.factors[i] @ self.q[i][:, order])[0]
+    return u
+
+  def rotate(self, x, back=False):
+    if x.ndim != 2:
+      return x
+    left, right = (q.T if back else q for q in self.q)
+    return left.T @ x @ right
+
+
+class _Shampoo:
+  """Anil et al. 2020, with Pax's momenta and AdaGrad's norm."""
+
+  def __init__(self, shape, size=4, start=3, every=1, mean=False):
+    self.size, self.start, self.every, self.mean = size, start, every, mean
+    self.sums, self.m, self.n = (np.zeros(shape) for _ in range(3))
+    self.blocks = {}
+
+  def direction(self, p, g, t):
+    self.sums = self.sums + g**2
+    a = g / (np.sqrt(self.sums) + 1e-16)
+    u = self.precondition(g, t) if g.ndim else a
+    u = u * (np.linalg.norm(a) / (np.linalg.norm(u) + 1e-16))
+    share = 0.1 if self.mean else 1.0
+    self.m = 0.9 * self.m + share * u
+    self.n = 0.9 * self.n + share * a
+    if t - 1 >= self.start:
+      return 0.9 * self.m + share * u
+    return 0.9 * self.n + share * a
+
+  def precondition(self, g, t):
+    u = np.zeros_like(g)
+    starts = [range(0, n, self.size) for n in g.shape]
+    for corner in itertools.product(*starts):
+      at = tuple(slice(i, i + self.size) for i in corner)
+      x = g[at]
+      if corner not in self.blocks:
+        eyes = [np.eye(n) for n in x.shape]
+        self.blocks[corner] = [[1e-3 * eye for eye in eyes], eyes]
+      factors, roots = self.blocks[corner]
+      outers = [x @ x.T, x.T @ x] if x.ndim == 2 else [np.outer(x, x)]
+      for i, outer in enumerate(outers):
+        factors[i] = 0.95 * factors[i] + 0.05 * outer
+        if (t - 1) % self.every == 0:
+          values, vectors = np.linalg.eigh(factors[i])
+          values = values + 1e-3 * values.max()
+          roots[i] = (vectors * values ** (-0.5 / x.ndim)) @ vectors.T
+      u[at] = roots[0] @ x @ roots[1] if x.ndim == 2 else roots[0] @ x
+    return u
+
+
+class _Adam8Bit(_AdamW):
+  """Dettmers et al. 2022, section 2: each moment is stored rounded."""
+
+  def direction(self, p, g, t):
+    u = super().direction(p, g, t)
+    if g.size >= 16:
+      self.m, self.v = self.store(self.m, True), self.store(self.v, False)
+    return u
+
+  def store(self, x, signed):
+    values = adam_8bit.make_table(signed).astype(np.float64)
+    scale = np.abs(x).max()
+    nearest = np.abs(x[..., None] / scale - values).argmin(-1)
+    return values[nearest] * scale
+
+
+def _soap(**fields):
+  return soap.Soap(
+    b1=0.9,
+    statistics_decay=0.9,
+    epsilon=1e-6,
+    refresh_every=3,
+    max_dim=4,
+    **fields,
+  )
+
+
+def _shampoo(**fields):
+  given = {"block_size": 4, "start_step": 3, "roots_every": 1} | fields
+  return shampoo.Shampoo(b2=0.95, matrix_epsilon=1e-3, **given)
+
+
+def _adam_8bit(**fields):
+  return adam_8bit.Adam8Bit(b2=0.95, epsilon=1e-6, min_size=16, **fields)
+
+
 def _muon(**fields):
   return muon.Muon(momentum=0.9, epsilon=1e-6, **fields)
 
@@ -190,6 +310,22 @@ CASES = {
     {},
     {"factored": False},
   ),
+}
+CASES |= {
+  "soap": (_soap, _Soap, {}, {}),
+  "shampoo": (_shampoo, _Shampoo, {}, {}),
+  "shampoo, uneven blocks": (
+    _shampoo,
+    _Shampoo,
+    {
+      "block_size": 3,
+      "start_step": 0,
+      "roots_every": 2,
+      "average_momentum": True,
+    },
+    {"size": 3, "start": 0, "every": 2, "mean": True},
+  ),
+  "adam, 8 bits": (_adam_8bit, _Adam8Bit, {}, {}),
 }
 ALL = pytest.mark.parametrize("case", CASES)
 
@@ -253,8 +389,10 @@ def test_twenty_steps_match_the_paper(case):
 
 @ALL
 def test_reduces_a_quadratic(case):
+  # A mean of directions is a tenth of their sum.
+  rate = 0.2 if "uneven" in case else 0.02
   transform = _optimizer(
-    case, schedules.Constant(value=0.02), weight_decay=0.0
+    case, schedules.Constant(value=rate), weight_decay=0.0
   ).transform(SPECS)
   params, target = _random(0), _random(1)
 
@@ -307,7 +445,11 @@ def test_state_is_float32_for_bfloat16_parameters(case):
   )
   transform = _optimizer(case).transform(specs)
   state = optimizer_state.initial(transform, _random(0, specs))
-  floats = {x.dtype for x in jax.tree.leaves(state) if x.ndim}
+  floats = {
+    x.dtype
+    for x in jax.tree.leaves(state)
+    if jnp.issubdtype(x.dtype, jnp.floating)
+  }
   assert floats <= {jnp.dtype(jnp.float32)}
 
 
@@ -335,12 +477,14 @@ def test_specs_describe_the_state_and_layout_changes_no_value(case):
   names = [spec.name for spec in jax.tree.leaves(specs)]
   assert len(set(names)) == len(names)
   alone, alone_state = jax.jit(run)()
+  # Small eigenvalues depend on the order of sums.
+  tolerance = 1e-5 if "shampoo" in case else 1e-7
   for ours, theirs in (
     (updates, alone),
     (state.opt_state, alone_state.opt_state),
   ):
     jax.tree.map(
-      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7),
+      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=tolerance),
       ours,
       theirs,
     )
@@ -386,6 +530,17 @@ def test_specs_describe_the_state_and_layout_changes_no_value(case):
     (muon.Muon, {"momentum": 1.0}, r"Muon.momentum must .*, got 1.0"),
     (muon.Muon, {"num_iterations": 0}, r"num_iterations must be positive"),
     (muon.Muon, {"update_rms": 0.0}, r"Muon.update_rms must be positive"),
+    (soap.Soap, {"refresh_every": 0}, r"Soap.refresh_every must be positive"),
+    (soap.Soap, {"statistics_decay": 1.0}, r"statistics_decay must .* got 1.0"),
+    (shampoo.Shampoo, {"block_size": 0}, r"block_size must be positive, got 0"),
+    (shampoo.Shampoo, {"b2": 1.5}, r"Shampoo.b2 must be in \[0, 1\], got 1.5"),
+    (shampoo.Shampoo, {"start_step": -1}, r"start_step must not be negative"),
+    (
+      adam_8bit.Adam8Bit,
+      {"min_size": 0},
+      r"Adam8Bit.min_size must be positive",
+    ),
+    (adam_8bit.Adam8Bit, {"b1": 1.0}, r"Adam8Bit.b1 must .*, got 1.0"),
     (adamw.AdamW, {"max_update_rms": 0.0}, r"max_update_rms must be positive"),
   ],
 )
