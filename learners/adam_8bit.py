@@ -102,7 +102,7 @@ class Adam8Bit:
     ) -> tuple[Any, Adam8BitState]:
       del params
       count = optax.safe_increment(state.count)
-      number = count.astype(jnp.float32)
+      number = jnp.asarray(count, jnp.float32)
       leaves, treedef = jax.tree.flatten(updates)
       kept = map(treedef.flatten_up_to, state[1:])
       depths = find_depths(leaves, treedef)
@@ -189,7 +189,7 @@ def make_table(signed: bool) -> np.ndarray:
     edges = np.linspace(0.1, 1, 2 ** (exponent + (not signed)) + 1)
     middles = (edges[1:] + edges[:-1]) / 2 * 10.0 ** (exponent + 1 - _EXPONENTS)
     found += [*middles, *(-middles if signed else ())]
-  return np.sort(np.float32(found))
+  return np.sort(np.asarray(found, np.float32))
 
 
 def _to_blocks(x: jax.Array, depth: int) -> jax.Array:

@@ -477,8 +477,8 @@ def test_specs_describe_the_state_and_layout_changes_no_value(case):
   names = [spec.name for spec in jax.tree.leaves(specs)]
   assert len(set(names)) == len(names)
   alone, alone_state = jax.jit(run)()
-  # Small eigenvalues depend on the order of sums.
-  tolerance = 1e-5 if "shampoo" in case else 1e-7
+  # Roots of matrices without full rank depend on the order of sums.
+  tolerance = 1e-4 if "shampoo" in case else 1e-7
   for ours, theirs in (
     (updates, alone),
     (state.opt_state, alone_state.opt_state),

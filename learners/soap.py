@@ -21,6 +21,7 @@ decomposition a side and is not partitioned.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -158,12 +159,12 @@ class Soap:
     branch = jnp.where(
       is_first, 2, jnp.where(count % self.refresh_every == 0, 1, 0)
     )
-    left, right, square = jax.lax.switch(
+    bases, square = jax.lax.switch(
       branch,
       (
-        lambda _, bases, square: (*bases, square),
-        lambda *state: _refresh(*state, used),
-        lambda *state: _decompose(*state, used),
+        lambda _, bases, square: (bases, square),
+        functools.partial(_refresh, used=used),
+        functools.partial(_decompose, used=used),
       ),
       statistics,
       bases,
@@ -173,8 +174,7 @@ class Soap:
       mean,
       matrix_view.from_matrices(square, g.shape, sides),
       *statistics,
-      left,
-      right,
+      *bases,
     )
 
 
@@ -225,19 +225,19 @@ def _rotate(x: jax.Array, bases: Any, used: list[bool]) -> jax.Array:
 
 
 def _decompose(
-  statistics: Any, bases: Any, square: jax.Array, used: list[bool]
-) -> tuple[jax.Array, ...]:
+  statistics: Any, bases: Any, square: jax.Array, *, used: list[bool]
+) -> tuple[list[jax.Array], jax.Array]:
   """Returns the eigenvectors, by decreasing eigenvalues, and the squares."""
   new = [
     jnp.flip(jnp.linalg.eigh(x)[1], -1) if is_used else basis
     for x, basis, is_used in zip(statistics, bases, used, strict=True)
   ]
-  return *new, square
+  return new, square
 
 
 def _refresh(
-  statistics: Any, bases: Any, square: jax.Array, used: list[bool]
-) -> tuple[jax.Array, ...]:
+  statistics: Any, bases: Any, square: jax.Array, *, used: list[bool]
+) -> tuple[list[jax.Array], jax.Array]:
   """Returns the bases after one QR iteration, and their squares."""
   new = list(bases)
   for i, (x, basis) in enumerate(zip(statistics, bases, strict=True)):
@@ -254,4 +254,4 @@ def _refresh(
       else jnp.take_along_axis(square, columns, axis=-1)
     )
     new[i] = jnp.linalg.qr(product)[0]
-  return *new, square
+  return new, square
