@@ -245,6 +245,37 @@ class Stack(nn.Module):
     return nn.remat(call, policy=self.remat_policy, prevent_cse=prevent_cse)
 
 
+class Stacks(nn.Module):
+  """Applies stacks one after another, each compiled once.
+
+  For layers without one pattern, such as a few dense layers before mixtures of
+  experts. Called like a stack; variables are those of `stacks_<i>`.
+
+  Attributes:
+    stacks: Stacks that do not pass their layers an index.
+  """
+
+  stacks: Sequence[nn.Module]
+
+  def __post_init__(self) -> None:
+    self.stacks = tuple(self.stacks)
+    super().__post_init__()
+    if not self.stacks:
+      raise ValueError("Stacks.stacks must not be empty.")
+    for i, each in enumerate(self.stacks):
+      if getattr(each, "pass_layer_index", False):
+        raise ValueError(
+          f"Stacks.stacks[{i}].pass_layer_index is set, but layers would be"
+          " counted from 0 in each stack."
+        )
+
+  def __call__(self, x: jax.Array, *args: Any, **static: Any) -> Any:
+    """Returns `x` after all stacks; see `Stack`."""
+    for each in self.stacks:
+      x = each(x, *args, **static)
+    return x
+
+
 def _at_layer(tree: Any, *, number: jax.Array) -> Any:
   """Returns the variables of one layer."""
   return jax.tree.map(

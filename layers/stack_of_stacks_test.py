@@ -162,3 +162,36 @@ def test_layers_count_through_while_decoding():
   assert {int(c) for leaf in jax.tree.leaves(cache) for c in leaf.ravel()} == {
     2
   }
+
+
+@pytest.mark.parametrize("scan", [True, False], ids=["scan", "unrolled"])
+def test_stacks_are_applied_one_after_another(scan):
+  """Layers of 8, then of 12: each by itself is the definition."""
+  x, kinds = _x(), [(8, 1), (12, 2)]
+  layers = [
+    Layer(feed_forward.GatedFeedForward(f), rms_norm.RmsNorm())
+    for f, _ in kinds
+  ]
+  model = stack.Stacks(
+    tuple(
+      stack.Stack((layer,), num_layers=number, scan=scan)
+      for layer, (_, number) in zip(layers, kinds, strict=True)
+    )
+  )
+  y, values = jax.jit(model.init_with_output)(jax.random.key(0), x)
+  values = nn.unbox(values)
+  for i, (layer, (width, number)) in enumerate(zip(layers, kinds, strict=True)):
+    stored = values["params"][f"stacks_{i}"]["layers"]["blocks_0"]
+    assert stored["feed_forward"]["up"].shape == (number, EMBED, width)
+    for at in range(number):
+      own = jax.tree.map(lambda v, at=at: v[at], stored)
+      x = layer.apply({"params": own}, x)
+  np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-6)
+
+
+def test_stacks_that_cannot_be_joined_are_errors():
+  with pytest.raises(ValueError, match=r"Stacks\.stacks must not be empty"):
+    stack.Stacks(())
+  numbered = stack.Stack((Numbered(),), num_layers=2, pass_layer_index=True)
+  with pytest.raises(ValueError, match=r"stacks\[0\]\.pass_layer_index is set"):
+    stack.Stacks((numbered,))

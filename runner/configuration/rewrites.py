@@ -267,13 +267,20 @@ def _exempt(config: fdl.Buildable, rule: rules_lib.ExemptLayers) -> None:
   stacks = {
     id(node): (path, node)
     for path, node in tree.nodes(config)
-    if _is_stack(fdl.get_callable(node))
+    # Modules of further tokens are no first or last layer.
+    if _is_stack(fdl.get_callable(node)) and ".multi_token." not in path
   }
   if not stacks:
     raise user_error.UserError(
       "quantization_rules(): ExemptLayers has no effect, because the"
       " configuration has no Stack."
     )
+  for path, node in tree.nodes(config):
+    if fdl.get_callable(node) is stack.Stacks:
+      raise user_error.UserError(
+        "quantization_rules(): ExemptLayers requires one Stack, but"
+        f" {path} has several; exempt blocks with a Rule."
+      )
   for path, node in stacks.values():
     target: Any = fdl.get_callable(node)
     if target is edged_stack.EdgedStack:

@@ -199,6 +199,17 @@ def test_exempt_layers_are_copies_of_what_blocks_were():
   assert fdl.build(made).edge_blocks[0].attention.num_heads == 2
 
 
+def test_exempt_layers_need_one_stack():
+  config = _config()
+  layers = list(config.layers)
+  layers[1] = fdl.Config(stack.Stacks, stacks=[layers[1]])
+  config.layers = layers
+  with pytest.raises(
+    user_error.UserError, match=r"requires one Stack, but layers\[1\] has"
+  ):
+    rewrites.quantize(config, (rules.ExemptLayers(first=1),))
+
+
 def test_shared_module_has_one_recipe():
   config = _config()
   config.layers[1].blocks = [shared := _block(), shared]

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from paxon.layers import stack
 from paxon.layers.models.hugging_face import deepseek, golden_case, testing
 from paxon.sharding import variables
 
@@ -158,4 +159,30 @@ def test_modules_of_further_tokens():
   rows = np.arange(32 * 64).reshape(32, 64)
   np.testing.assert_array_equal(
     kernel.from_tensors(lambda name, start, stop: rows[start:stop]), rows.T
+  )
+
+
+def test_dense_layers_before_mixtures_are_a_stack():
+  """So V3 compiles two layers instead of 61; scanned equals unrolled."""
+  golden = golden_case.read("deepseek_v3_plain")
+  of, names = deepseek.DEEPSEEK_V3, deepseek.DEEPSEEK_V3.names(golden.config)
+  layer = "params/stack/stacks_1/layers/blocks_0/feed_forward"
+  assert [
+    tensor.name for tensor, _ in names.leaves[f"{layer}/shared/up"].sources
+  ] == [f"model.layers.{i}.mlp.shared_experts.up_proj.weight" for i in (2, 3)]
+
+  def unrolled(cls, **fields):
+    more = {"scan": False} if cls is stack.Stack else {}
+    return cls(**fields, **more)
+
+  model = of.model(golden.config, unrolled)
+  assert len(model.stack.stacks) == 2
+  np.testing.assert_allclose(
+    testing.run(
+      model.apply,
+      testing.variables(names),
+      *testing.token_args(golden.arrays["ids"]),
+    ),
+    testing.causal_lm_logits(of, golden.config, golden.arrays["ids"]),
+    atol=1e-5,
   )

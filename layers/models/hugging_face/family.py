@@ -5,7 +5,7 @@ outputs of a model is in `INERT`; any other field, and any unsupported value, is
 an error, because it might silently change what the model computes.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import math
 from typing import Any, Never, Protocol, TypeVar, runtime_checkable
@@ -266,18 +266,22 @@ def make_decoder(
   *,
   vocab_size: int,
   embed_dim: int,
-  blocks: list[Any],
-  num_layers: int,
   final_norm: Any,
   tied: bool,
+  stacks: Sequence[tuple[list[Any], int]],
   input_scale: float | None = None,
   **fields: Any,
 ) -> Any:
   """Returns a `DecoderLm`, built by `make(cls, **fields)`.
 
-  `tied` shares the embedding table with the head; `input_scale` is a factor on
-  embedded tokens; `fields` are further fields of the model.
+  `tied` shares the embedding table with the head; `stacks` are blocks and
+  numbers of layers; `input_scale` is a factor on embedded tokens; `fields` are
+  further fields of the model.
   """
+  made = [
+    make(stack.Stack, blocks=blocks, num_layers=num_layers)
+    for blocks, num_layers in stacks
+  ]
   scale = {} if input_scale is None else {"input_scale": input_scale}
   head = None if tied else make(unembedding.Unembedding, vocab_size=vocab_size)
   return make(
@@ -285,7 +289,7 @@ def make_decoder(
     embedding=make(
       embedding.Embedding, vocab_size=vocab_size, embed_dim=embed_dim, **scale
     ),
-    stack=make(stack.Stack, blocks=blocks, num_layers=num_layers),
+    stack=made[0] if len(made) == 1 else make(stack.Stacks, stacks=made),
     final_norm=final_norm,
     head=head,
     **fields,

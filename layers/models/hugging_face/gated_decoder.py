@@ -5,11 +5,11 @@ Families read their `config.json` into a `GatedDecoder`, which makes the model
 and the names of its weights; their `sizes` are those of `mapping.Names`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 from typing import Any
 
-from paxon.layers import activations, block, feed_forward, rms_norm
+from paxon.layers import activations, block, feed_forward, rms_norm, stack
 from paxon.layers.attention import (
   grouped_query,
   head_norm,
@@ -162,15 +162,24 @@ class GatedDecoder:
       for i, window in enumerate(self.windows)
     )
 
+  @property
+  def _stacks(self) -> tuple[tuple[tuple[int | None, bool], ...], ...]:
+    """The layers of each stack: dense ones that come first are separate.
+
+    Only if fewer blocks are compiled then: these have no common pattern.
+    """
+    layers, first = self._layers, len(self.dense_layers)
+    parts = layers[:first], layers[first:]
+    if self.dense_layers != tuple(range(first)) or not all(parts):
+      return (layers,)
+    blocks = [len(mapping.find_period(each)) for each in (*parts, layers)]
+    return parts if blocks[0] + blocks[1] < blocks[2] else (layers,)
+
   def model(self, make: Callable[..., Any]) -> Any:
     """Returns a `DecoderLm`, built by `make(cls, **fields)`."""
-    blocks = [
-      self._block(make, *each) for each in mapping.find_period(self._layers)
-    ]
     further = {}
     if self.num_further:
       # Other models do not load it.
-      from paxon.layers import stack
       from paxon.layers.models import multi_token
 
       further["multi_token"] = multi_token.compose(
@@ -190,8 +199,13 @@ class GatedDecoder:
       vocab_size=self.vocab_size,
       embed_dim=self.embed_dim,
       input_scale=self.input_scale,
-      blocks=blocks,
-      num_layers=len(self.windows),
+      stacks=[
+        (
+          [self._block(make, *each) for each in mapping.find_period(layers)],
+          len(layers),
+        )
+        for layers in self._stacks
+      ],
       final_norm=self._norm(make, rms_norm.RmsNorm),
       tied=self.tied,
       logit_cap=self.logit_cap,
@@ -303,11 +317,15 @@ class GatedDecoder:
         ),
       ),
       stacks=(
-        mapping.StackRules(
-          stack="params/stack",
-          num_layers=len(self.windows),
-          period=len(mapping.find_period(self._layers)),
-          rules=self._layer_rules(self._layers),
+        *(
+          mapping.StackRules(
+            stack=name,
+            num_layers=len(layers),
+            period=len(mapping.find_period(layers)),
+            rules=self._layer_rules(layers),
+            first=first,
+          )
+          for name, first, layers in self._named_stacks()
         ),
         *(
           mapping.StackRules(
@@ -326,6 +344,20 @@ class GatedDecoder:
       ),
       prefix="model.",
     )
+
+  def _named_stacks(
+    self,
+  ) -> Iterator[tuple[str, int, tuple[tuple[int | None, bool], ...]]]:
+    """Yields name, number of the first layer, and layers of each stack."""
+    first = 0
+    for i, layers in enumerate(self._stacks):
+      name = "params/stack"
+      yield (
+        name if len(self._stacks) == 1 else f"{name}/stacks_{i}",
+        first,
+        layers,
+      )
+      first += len(layers)
 
   def _tied(self) -> dict[str, str]:
     """Returns the tensors that are copies of the embedding or the head."""

@@ -334,7 +334,9 @@ CASES = (
       "q_lora_rank": None,
       "n_group": 1,
       "topk_group": 1,
-      "first_k_dense_replace": 1,
+      # Dense layers and mixtures are two stacks.
+      "num_hidden_layers": 4,
+      "first_k_dense_replace": 2,
       "norm_topk_prob": False,
       "rope_interleave": False,
       "tie_word_embeddings": True,

@@ -80,10 +80,9 @@ class _Gpt2:
       make,
       vocab_size=self.sizes["V"],
       embed_dim=self.sizes["D"],
-      blocks=blocks,
-      num_layers=self.num_layers,
       final_norm=norm(),
       tied=self.tied,
+      stacks=[(blocks, self.num_layers)],
       position_embedding=make(
         position_embedding.LearnedPositions, max_length=self.sizes["P"]
       ),

@@ -95,10 +95,9 @@ class _GptNeox:
       make,
       vocab_size=self.sizes["V"],
       embed_dim=self.sizes["D"],
-      blocks=[layer],
-      num_layers=self.num_layers,
       final_norm=norm(),
       tied=self.tied,
+      stacks=[([layer], self.num_layers)],
     )
 
   def names(self) -> mapping.Names:
