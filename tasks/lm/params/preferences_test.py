@@ -15,7 +15,7 @@ from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer, stored_checkpoint
 from paxon.runner.training import train
 from paxon.sharding import variables
-from paxon.tasks.lm.params import preferences
+from paxon.tasks.lm.params import distillation, preferences
 
 _CONFIG = {
   "model_type": "qwen3",
@@ -154,3 +154,36 @@ def test_equal_answers_end_a_run(tmp_path):
   job = fdl.build(_experiment(tmp_path).job())
   with pytest.raises(ValueError, match=r"answer are equal.*\(line 1 of"):
     job.train_input.get_next()
+
+
+def test_a_student_and_its_teacher(tmp_path):
+  small = _imported(tmp_path / "model")
+  large = _imported(tmp_path / "large", {**_CONFIG, "hidden_size": 64})
+  (tmp_path / "text.jsonl").write_text(json.dumps({"text": "abc" * 200}) + "\n")
+
+  def student(**knobs):
+    return distillation.HuggingFaceStudent(
+      weights=str(tmp_path / "model"),
+      train_files=str(tmp_path / "text.jsonl"),
+      num_train_steps=1,
+      global_batch_size=8,
+      length=48,
+      learning_rate=1e-3,
+      warmup_steps=0,
+      prompts=None,
+      max_new_tokens=None,
+      **knobs,
+    )
+
+  _train(tmp_path / "run", student(teacher=str(tmp_path / "large")))
+  found = _read(tmp_path / "run")
+  for name in small.keys() - {"step"}:
+    assert not np.array_equal(found[name], small[name]), name
+  for name in large.keys() - {"step"}:
+    frozen = name.replace("params/", "frozen/teacher/")
+    np.testing.assert_array_equal(found[frozen], large[name], err_msg=frozen)
+  with pytest.raises(user_error.UserError, match="teacher is not set"):
+    student().job()
+  _imported(tmp_path / "other", {**_CONFIG, "vocab_size": 320})
+  with pytest.raises(user_error.UserError, match="must have the same vocab"):
+    student(teacher=str(tmp_path / "other")).job()
