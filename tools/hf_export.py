@@ -26,6 +26,7 @@ from paxon.layers.models.hugging_face import (
 from paxon.runner import files as runner_files
 from paxon.runner import units, user_error
 from paxon.runner.checkpoints import checkpointer, stored_checkpoint, text_table
+from paxon.sharding import variables
 from paxon.tools import hf_files
 
 # The default of transformers.
@@ -163,7 +164,12 @@ def _check(
   checkpoint: stored_checkpoint.StoredCheckpoint, names: mapping.Names
 ) -> None:
   problems = []
-  stored = checkpoint.variables()
+  # A reference or a teacher is not part of the trained model.
+  stored = {
+    name: array
+    for name, array in checkpoint.variables().items()
+    if not name.startswith(f"{variables.FROZEN}/")
+  }
   for name, leaf in names.leaves.items():
     if name not in stored:
       problems.append(f"{name} {leaf.shape} is not in the checkpoint")
