@@ -43,8 +43,8 @@ ATTENTION_VALUE: Final = "attention_value"
 # Output of the kernel, and of the output projection.
 ATTENTION_CONTEXT: Final = "attention_context"
 ATTENTION_OUTPUT: Final = "attention_output"
-# Output and softmax statistics of a fused kernel, in its own layout (splash
-# attention only): with them its forward kernel is not run again.
+# Output and softmax statistics of a fused kernel (splash or cuDNN), in its own
+# layout: with them its forward kernel is not run again.
 ATTENTION_RESIDUALS: Final = "attention_residuals"
 # The widest tensor of a feed-forward layer, and its output.
 FEED_FORWARD_HIDDEN: Final = "feed_forward_hidden"
@@ -112,6 +112,8 @@ class SaveOnly(_Joinable):
 
   def __call__(self, *args: Any, **params: Any) -> Any:
     """Returns whether a value is saved."""
+    if ATTENTION_RESIDUALS in self.names and _is_cudnn(*args):
+      return True
     policy = jax.checkpoint_policies.save_only_these_names(*self.names)
     return policy(*args, **params)
 
@@ -154,6 +156,14 @@ class Either(_Joinable):
       if answer is not False and not isinstance(answer, type(again)):
         return answer
     return again
+
+
+def _is_cudnn(primitive: Any, *_: Any) -> bool:
+  """Whether a primitive is JAX's forward pass of cuDNN attention.
+
+  Its residuals are made inside JAX, where they cannot be tagged.
+  """
+  return primitive.name.startswith("dot_product_attention_fwd")
 
 
 def _policies(policy: Any) -> tuple[Policy, ...]:

@@ -16,6 +16,7 @@ from paxon.layers import (
   feed_forward,
   layer_norm,
   position_embedding,
+  remat,
 )
 from paxon.layers.attention import (
   cudnn_attention,
@@ -57,6 +58,14 @@ class Gpt2Small124M(lm_data.Text, decoder.Decoder):
   weight_decay = 0.1
 
   attention_kernel = cudnn_attention.cudnn
+  # On H200, reading back what layer norm and GELU save takes longer than
+  # computing it again; matmuls and attention are not repeated.
+  remat_policy = remat.save_projections | remat.save_only(
+    remat.ATTENTION_RESIDUALS,
+    *remat.ATTENTION_INPUTS,
+    remat.ATTENTION_CONTEXT,
+    remat.FEED_FORWARD_HIDDEN,
+  )
   # Logits of all positions at once would take 13 GB.
   loss_chunk_length = 256
   warmup_steps = 700
@@ -109,6 +118,15 @@ class Gpt2Small124M(lm_data.Text, decoder.Decoder):
       activation=nn.gelu,
       kernel_init=_normal(_STDDEV),
     )
+
+  def model(self) -> fdl.Config[Any]:
+    """Returns the model, with unrolled layers.
+
+    A loop would copy each saved value into an array of all layers.
+    """
+    model = super().model()
+    model.stack.scan = False
+    return model
 
   def shrink(self) -> Any:
     """Returns a toy-sized version for a CPU, still with a chunked loss."""
