@@ -12,6 +12,7 @@ import fiddle as fdl
 import jax
 import jax.numpy as jnp
 
+from paxon.layers import remat
 from paxon.layers.attention import (
   cudnn_attention,
   kernels,
@@ -48,6 +49,7 @@ class ExpectsCudnn(testing.TinyLm):
   head_dim: int = 8
   kernel: Literal["cudnn", "plain", "fused"] = "cudnn"
   packed: bool = False
+  saves_residuals: bool = False
 
   _kernels: ClassVar = {"plain": kernels.plain, "fused": kernels.fused}
 
@@ -58,8 +60,11 @@ class ExpectsCudnn(testing.TinyLm):
     return _both_passes(expected_kernels.CUDNN)
 
   def adjust(self, config: fdl.Config[job_lib.Job]) -> None:
-    """Sets the kernel and the width of heads."""
-    attention = config.task.model.stack.blocks[0].attention
+    """Sets the kernel, the width of heads and what layers save."""
+    stack = config.task.model.stack
+    if self.saves_residuals:
+      stack.remat_policy = remat.save_only(remat.ATTENTION_RESIDUALS)
+    attention = stack.blocks[0].attention
     attention.head_dim = self.head_dim
     cudnn = fdl.Partial(cudnn_attention.cudnn, packed=self.packed)
     attention.kernel = self._kernels.get(self.kernel, cudnn)

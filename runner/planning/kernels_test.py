@@ -213,6 +213,14 @@ def test_cudnn_attention_is_compiled_for_each_layer():
   assert ("attention backward", "cudnn", 3) in found
 
 
+def test_saved_residuals_of_cudnn_spare_its_forward_kernel():
+  _needs_cudnn()
+  plan = _compiled("ExpectsCudnn", num_layers=3, saves_residuals=True)
+  # Twice as many if rematerialization ran it again.
+  assert plan.kernels["__cudnn$fmhaSoftmax"] == 3
+  assert plan.kernels["__cudnn$fmhaSoftmaxBackward"] == 3
+
+
 def test_packed_rows_give_cudnn_a_bias():
   _needs_cudnn()
   plan = _compiled("ExpectsCudnn", packed=True)
