@@ -56,8 +56,12 @@ def causal_blocks(
 
   Raises:
     ValueError: The mask is not causal, queries and keys are not the same
-      tokens, or there is a bias or sinks.
+      tokens, there is a bias or sinks, or `block_length` is not positive.
   """
+  if block_length is not None and block_length <= 0:
+    raise ValueError(
+      f"causal_blocks needs a positive block_length, got {block_length}."
+    )
   kernel_support.check_call(
     kernel_support.CAUSAL_BLOCKS,
     query,

@@ -83,6 +83,14 @@ def test_values_and_gradients_are_those_of_plain(case, order):
     np.testing.assert_allclose(a, e, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("length", [0, -4])
+def test_a_block_has_queries(length):
+  with pytest.raises(ValueError, match=f"positive block_length, got {length}"):
+    causal_blocks.causal_blocks(
+      *_arrays(16, 2, 1, 4), _mask("packed", 16, {}), block_length=length
+    )
+
+
 def test_bfloat16_is_rounded_like_plain():
   arrays = _arrays(16, 2, 1, 4, jnp.bfloat16)
   mask = _mask("packed", 16, {})

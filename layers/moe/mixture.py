@@ -81,7 +81,15 @@ class MixtureOfExperts(nn.Module, auxiliary_loss.Source):
       segment_ids: Segments; 0 is padding, which reaches no expert. `None` is
         one document without padding.
       deterministic: Disables jitter and sampling.
+
+    Raises:
+      ValueError: There are no tokens.
     """
+    if 0 in x.shape:
+      raise ValueError(
+        f"MixtureOfExperts needs tokens [batch, length, embed], got the empty"
+        f" shape {x.shape}."
+      )
     mask = jnp.ones(x.shape[:2], jnp.bool_)
     if segment_ids is not None:
       mask = segment_ids != 0

@@ -229,3 +229,22 @@ def test_a_fixed_bias_selects_and_has_no_gradient():
   gradient = gradients["router"]
   np.testing.assert_array_equal(gradient["selection_bias"], np.zeros(E))
   assert np.abs(gradient["logits"]["kernel"]).max() > 0
+
+
+@pytest.mark.parametrize("shape", [(0, T, D), (B, 0, D)])
+def test_no_tokens_are_an_error(shape):
+  with pytest.raises(ValueError, match=r"needs tokens .* empty shape \("):
+    _layer().init(jax.random.key(0), jnp.zeros(shape))
+
+
+def test_experts_start_as_dense_layers():
+  """Fan-in is that of one expert, so kernels have a dense layer's variance."""
+  x = jnp.zeros((1, 1, 96))
+  dense = feed_forward.GatedFeedForward(160)
+  expected = nn.unbox(dense.init(jax.random.key(0), x))["params"]
+  stacks = experts.GatedExperts(160).init(jax.random.key(0), x, num_experts=8)
+  for name, kernels in nn.unbox(stacks)["params"].items():
+    found = np.var(np.asarray(kernels, np.float64), axis=(1, 2))
+    fan_in = 160 if name == "down" else 96
+    np.testing.assert_allclose(found, 1 / fan_in, rtol=0.05)
+    np.testing.assert_allclose(np.var(expected[name]), 1 / fan_in, rtol=0.05)
