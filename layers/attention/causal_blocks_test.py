@@ -85,10 +85,10 @@ def test_values_and_gradients_are_those_of_plain(case, order):
 
 @pytest.mark.parametrize("length", [0, -4])
 def test_a_block_has_queries(length):
+  query, key, value = _arrays(16, 2, 1, 4)
+  mask = _mask("packed", 16, {})
   with pytest.raises(ValueError, match=f"positive block_length, got {length}"):
-    causal_blocks.causal_blocks(
-      *_arrays(16, 2, 1, 4), _mask("packed", 16, {}), block_length=length
-    )
+    causal_blocks.causal_blocks(query, key, value, mask, block_length=length)
 
 
 def test_bfloat16_is_rounded_like_plain():
