@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import re
 from typing import Any
 
 from etils import epath
@@ -20,9 +21,11 @@ from paxon.layers.models.hugging_face import (
   families,
   family,
   mapping,
+  peft_adapter,
   safetensors_file,
   weight_files,
 )
+from paxon.quantization import lora
 from paxon.runner import files as runner_files
 from paxon.runner import units, user_error
 from paxon.runner.checkpoints import checkpointer, stored_checkpoint, text_table
@@ -42,8 +45,11 @@ def run(
   dtype: Any,
   shard_bytes: int,
   dry_run: bool,
+  adapter_only: bool = False,
 ) -> Iterator[str]:
   """Exports a checkpoint, and yields lines to print.
+
+  Low-rank adapters are merged, or written alone.
 
   Args:
     checkpoint: The checkpoint.
@@ -53,6 +59,7 @@ def run(
     dtype: Of the written tensors; None keeps that of the checkpoint.
     shard_bytes: Maximum size of a file with several tensors.
     dry_run: Only print what would be written.
+    adapter_only: Write the adapters alone, as a folder of PEFT.
 
   Raises:
     user_error.UserError: The model is not supported, or the checkpoint does
@@ -69,8 +76,12 @@ def run(
     names = families.find(config).names(config)
   except family.UnsupportedConfigError as error:
     raise user_error.UserError(str(error)) from error
+  adapter = _find_adapter(checkpoint)
   _check(checkpoint, names)
   _check_target(target)
+  if adapter_only:
+    yield _write_adapter(checkpoint, names, adapter, target, dry_run)
+    return
   described = {
     name: (_dtype(checkpoint, tensor, dtype), tensor.shape)
     for name, tensor in names.tensors.items()
@@ -87,7 +98,7 @@ def run(
   else:
     _verify(checkpoint)
     target.mkdir(parents=True, exist_ok=True)
-    _write(checkpoint, names, described, shards, target)
+    _write(checkpoint, names, described, shards, target, adapter)
     stored = hf_files.find_dtype(each for each, _ in described.values())
     copied = hf_files.copy_beside(folder, target, dtype=stored)
     yield f"copied: {', '.join(copied)}"
@@ -132,6 +143,7 @@ def _write(
   described: Mapping[str, tuple[Any, tuple[int, ...]]],
   shards: Mapping[str, list[str]],
   target: epath.Path,
+  adapter: lora.Lora | None,
 ) -> None:
   with contextlib.ExitStack() as stack:
     writers = {}
@@ -143,12 +155,16 @@ def _write(
       )
       writers |= dict.fromkeys(each, writer)
     for leaf in names.leaves.values():
-      array = stored_checkpoint.read_numpy(checkpoint, [leaf.name])[leaf.name]
+      wanted = [leaf.name, *_find_adapters(checkpoint, leaf.name)]
+      arrays = stored_checkpoint.read_numpy(checkpoint, wanted)
+      if adapter is not None:
+        arrays = peft_adapter.merge(arrays, adapter)
+      array = arrays[leaf.name]
       for name, start, rows, columns in leaf.to_tensors(array):
         rows = rows.astype(described[name][0], copy=False)
         writers[name].write_rows(name, start, rows, columns)
       # Free it before the next one is read.
-      del array, rows
+      del array, arrays, rows
   if len(shards) > 1:
     index = {
       "metadata": {"total_size": sum(map(_bytes, described.values()))},
@@ -158,6 +174,82 @@ def _write(
     }
     text = json.dumps(index, indent=2, sort_keys=True)
     (target / weight_files.INDEX).write_text(text + "\n")
+
+
+def _find_adapter(
+  checkpoint: stored_checkpoint.StoredCheckpoint,
+) -> lora.Lora | None:
+  """Returns the adapter that the run's configuration has; None without."""
+  if not any(re.fullmatch(lora.PATTERN, n) for n in checkpoint.variables()):
+    return None
+  stored = stored_checkpoint.read_config(checkpoint.run_path) or {}
+  found = {
+    text for path, text in stored.items() if path.endswith(".einsum.lora")
+  }
+  if len(found) != 1:
+    raise user_error.UserError(
+      f"{os.fspath(checkpoint.path)} has low-rank adapters, and the run's"
+      f" configuration describes {len(found)} kinds of them; one is required."
+    )
+  text = found.pop()
+  rank, alpha, kind = (
+    re.search(pattern, text)
+    for pattern in (r"rank=(\d+)", r"alpha=([\d.e+-]+)", r"Kind\.(\w+)")
+  )
+  assert rank is not None
+  return lora.Lora(
+    rank=int(rank[1]),
+    alpha=None if alpha is None else float(alpha[1]),
+    kind=lora.Kind.LORA if kind is None else lora.Kind[kind[1]],
+  )
+
+
+def _find_adapters(
+  checkpoint: stored_checkpoint.StoredCheckpoint, kernel: str
+) -> list[str]:
+  """Returns the names of the variables of a kernel's adapter."""
+  names = (
+    peft_adapter.name_variable(kernel, variable)
+    for variable in (lora.A, lora.B, lora.MAGNITUDE)
+  )
+  return [name for name in names if name in checkpoint.variables()]
+
+
+def _write_adapter(
+  checkpoint: stored_checkpoint.StoredCheckpoint,
+  names: mapping.Names,
+  adapter: lora.Lora | None,
+  target: epath.Path,
+  dry_run: bool,
+) -> str:
+  """Writes a folder of PEFT; returns the line to print."""
+  if adapter is None:
+    raise user_error.UserError(
+      f"--adapter: {os.fspath(checkpoint.path)} has no low-rank adapters; train"
+      " with --fdl.lora_rank."
+    )
+  found = [n for n in checkpoint.variables() if re.fullmatch(lora.PATTERN, n)]
+  if not dry_run:
+    _verify(checkpoint)
+    kernels = []
+    if adapter.kind is lora.Kind.DORA:
+      kernels = list(dict.fromkeys(map(peft_adapter.find_kernel, found)))
+    arrays = stored_checkpoint.read_numpy(checkpoint, [*found, *kernels])
+    try:
+      peft_adapter.write(
+        target,
+        {name: arrays[name] for name in found},
+        names=names,
+        adapter=adapter,
+        kernels=arrays,
+      )
+    except peft_adapter.AdapterError as error:
+      raise user_error.UserError(str(error)) from error
+  done = "would write" if dry_run else "wrote"
+  return (
+    f"{done} an adapter of rank {adapter.rank}, {len(found)} arrays, to"
+    f" {os.fspath(target)}"
+  )
 
 
 def _check(
@@ -181,7 +273,7 @@ def _check(
   problems += [
     f"{name} is in the checkpoint but not in the model of config.json"
     for name in stored
-    if name not in names.leaves
+    if name not in names.leaves and not re.fullmatch(lora.PATTERN, name)
   ]
   if problems:
     shown = problems[:_MAX_PROBLEMS]

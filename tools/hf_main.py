@@ -65,6 +65,11 @@ def _export(argv: list[str]) -> Any:
   parser.add_argument(
     "--shard_bytes", type=int, default=None, help="maximum size of a file"
   )
+  parser.add_argument(
+    "--adapter",
+    action="store_true",
+    help="write the low-rank adapters alone, for PEFT; default: merge them",
+  )
   arguments = parser.parse_args(argv)
   if arguments.shard_bytes is not None and arguments.shard_bytes <= 0:
     raise user_error.UserError(
@@ -84,6 +89,7 @@ def _export(argv: list[str]) -> Any:
     dtype=_dtype(arguments.dtype),
     shard_bytes=arguments.shard_bytes or hf_export.SHARD_BYTES,
     dry_run=arguments.dry_run,
+    adapter_only=arguments.adapter,
   )
 
 

@@ -40,6 +40,12 @@ T = TypeVar("T")
 ReadRows = Callable[[str, int, int], np.ndarray]
 
 
+def split_dimensions(terms: str) -> tuple[tuple[str, ...], ...]:
+  """Returns the dimensions of each term, such as `(N H) D`."""
+  found = _TOKEN.findall(terms)
+  return tuple(tuple((merged or one).split()) for merged, one in found)
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
   """A pattern such as `(N H) D -> D N H` with the sizes of its dimensions.
@@ -71,8 +77,7 @@ class Layout:
 
   @functools.cached_property
   def _tensor(self) -> tuple[tuple[str, ...], ...]:
-    found = _TOKEN.findall(self.pattern.partition("->")[0])
-    return tuple(tuple((merged or one).split()) for merged, one in found)
+    return split_dimensions(self.pattern.partition("->")[0])
 
   @functools.cached_property
   def _variable(self) -> tuple[str, ...]:
