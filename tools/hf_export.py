@@ -21,7 +21,6 @@ from paxon.layers.models.hugging_face import (
   families,
   family,
   mapping,
-  peft_adapter,
   safetensors_file,
   weight_files,
 )
@@ -30,7 +29,7 @@ from paxon.runner import files as runner_files
 from paxon.runner import units, user_error
 from paxon.runner.checkpoints import checkpointer, stored_checkpoint, text_table
 from paxon.sharding import variables
-from paxon.tools import hf_files
+from paxon.tools import hf_files, peft_adapter
 
 # The default of transformers.
 SHARD_BYTES = 5 * 10**9

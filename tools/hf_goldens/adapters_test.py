@@ -13,7 +13,6 @@ import pytest
 from paxon.layers.models.hugging_face import (
   families,
   golden_case,
-  peft_adapter,
   safetensors_file,
 )
 from paxon.learners import (
@@ -27,6 +26,7 @@ from paxon.learners import (
 from paxon.quantization import lora
 from paxon.runner.configuration import rewrites
 from paxon.sharding import variables
+from paxon.tools import peft_adapter
 from paxon.tools.hf_goldens import make_adapter_goldens as goldens
 
 GOLDEN = golden_case.read(goldens.CASE)

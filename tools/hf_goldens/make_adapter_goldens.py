@@ -9,7 +9,6 @@ oracle's lock does not have:
 import importlib
 import json
 import pathlib
-from typing import Any
 
 import numpy as np
 
@@ -21,6 +20,8 @@ KINDS = ("lora", "rslora", "dora")
 RANK, ALPHA, STEPS, LEARNING_RATE = 4, 6.0, 20, 3e-3
 # Attention and feed-forward layers, with all shapes of kernels.
 TARGETS = ("q_proj", "k_proj", "o_proj", "down_proj")
+# Imported when they are used: peft is in no lock of the build.
+_PACKAGES = ("torch", "peft", "transformers")
 
 
 def initial_a(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -29,10 +30,7 @@ def initial_a(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _run(kind: str) -> None:
-  # Not in a lock of the build, so these are no edges.
-  torch: Any = importlib.import_module("torch")
-  peft: Any = importlib.import_module("peft")
-  transformers: Any = importlib.import_module("transformers")
+  torch, peft, transformers = map(importlib.import_module, _PACKAGES)
   golden = golden_case.read(CASE)
   config = transformers.LlamaConfig(**golden.config)
   model = transformers.LlamaForCausalLM(config)
