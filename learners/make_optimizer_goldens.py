@@ -14,6 +14,7 @@ import importlib.metadata
 import importlib.util
 import json
 import pathlib
+import pkgutil
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ def main() -> None:
     version = importlib.metadata.version(package)
     goldens[name] = {
       "package": f"{package} {version.partition('+')[0]}",
-      "params": np.round(np.float64(layers), 6).tolist(),
+      "params": np.round(np.stack(layers).astype(np.float64), 6).tolist(),
     }
   text = json.dumps(goldens, sort_keys=True)
   _PATH.parent.mkdir(exist_ok=True)
@@ -75,7 +76,8 @@ def _cases(
     lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
   )
   if importlib.util.find_spec("bitsandbytes"):
-    bits = importlib.import_module("bitsandbytes")
+    # In no lock of ours, nor is pytorch_optimizer.
+    bits = pkgutil.resolve_name("bitsandbytes")
     _round_exactly(torch)
     yield (
       "8-bit Adam",
@@ -88,7 +90,7 @@ def _cases(
     )
   if not importlib.util.find_spec("pytorch_optimizer"):
     return
-  more = importlib.import_module("pytorch_optimizer")
+  more = pkgutil.resolve_name("pytorch_optimizer")
   for name, make in (
     (
       "Lion",
@@ -147,7 +149,7 @@ def _round_exactly(torch: Any) -> None:
   That of version 0.50.2 does not choose the nearest unsigned value for 3 % of
   elements, unlike its other backends.
   """
-  cpu = importlib.import_module("bitsandbytes.backends.cpu.ops")
+  cpu: Any = pkgutil.resolve_name("bitsandbytes.backends.cpu.ops")
 
   def quantize(x: Any, code: Any, scale: Any, index: Any, size: int) -> None:
     blocks = x.reshape(-1, size)
