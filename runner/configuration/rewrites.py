@@ -146,6 +146,12 @@ def quantize(
     user_error.UserError: A rule has no effect, a matched layer cannot be
       quantized, or a shared node gets several recipes.
   """
+  for path, node in tree.nodes(config):
+    if fdl.get_callable(node) is lora_lib.LoraEinsum:
+      raise user_error.UserError(
+        f"quantization_rules(): {path} is a low-rank adapter, and layers with"
+        " adapters cannot be quantized; unset quantization or lora_rank."
+      )
   sites = list(_find_sites(config))
   chosen: dict[tuple[int, str], tuple[_Site, rules_lib.Rule | None]] = {}
   used: set[int] = set()

@@ -104,6 +104,7 @@ def test_adapters_do_not_depend_on_the_mesh():
       r"'.*/einsum/qurey/lora_.*' matches no",
     ),
     ({"lora_kind": "dora"}, "lora_kind"),
+    ({"lora_rank": 2, "quantization": "int8"}, "cannot be quantized"),
   ],
 )
 def test_invalid_adapters(knobs, error):
