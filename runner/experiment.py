@@ -84,6 +84,13 @@ class Experiment(abc.ABC):
     top_k: Samples from the k most likely tokens only; needs `temperature`.
     top_p: Samples from the fewest most likely tokens that together have this
       probability; needs `temperature`.
+    min_p: Removes tokens that are less likely than this times the most likely
+      one; needs `temperature`.
+    repetition_penalty: Divides the positive and multiplies the negative logits
+      of tokens in the prompt or the continuation; above 1 avoids them.
+    beam_size: Searches for the most likely continuations with this many beams,
+      see `layers.decoding.beam_search`; not with `temperature`.
+    stop: Texts that end a continuation.
     dtype: Compute dtype of all modules that leave `dtype` unset; parameters
       keep their own dtype.
     kv_cache: Storage format of KV caches that leave it unset, see
@@ -134,6 +141,10 @@ class Experiment(abc.ABC):
   temperature: float | None = None
   top_k: int | None = None
   top_p: float | None = None
+  min_p: float | None = None
+  repetition_penalty: float | None = None
+  beam_size: int | None = None
+  stop: tuple[str, ...] | None = None
   dtype: Literal["float32", "bfloat16"] = "float32"
   kv_cache: Literal["int8", "fp8", "int4"] | None = None
   compiler_options: Mapping[str, compiler.Value] = types.MappingProxyType({})
@@ -303,20 +314,34 @@ class Experiment(abc.ABC):
     By default those of the knobs, and None if no knob is set.
 
     Raises:
-      knobs.KnobError: `top_k` or `top_p` is set without `temperature`.
+      knobs.KnobError: `top_k`, `top_p` or `min_p` is set without
+        `temperature`.
     """
-    sampling = (self.temperature, self.top_k, self.top_p)
+    sampling = {
+      name: getattr(self, name)
+      for name in (
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+      )
+    }
     given: dict[str, Any] = {
       "prompts": self.prompts,
       "max_new_tokens": self.max_new_tokens,
       "num_samples": self.num_samples,
+      "stop": self.stop,
     }
     given = {name: value for name, value in given.items() if value is not None}
-    if any(value is not None for value in sampling):
+    if any(value is not None for value in sampling.values()):
       try:
-        given["sampler"] = generation_lib.make_sampler(*sampling)
+        given["sampler"] = generation_lib.make_sampler(**sampling)
       except ValueError as error:
         raise knobs_lib.KnobError(f"{type(self).__name__}.{error}") from None
+    beam_size = self.beam_size
+    if beam_size is not None:
+      given["search"] = generation_lib.make_search(beam_size)
     if not given:
       return None
     return fdl.Config(generation_lib.GenerationSettings, **given)

@@ -6,7 +6,7 @@ import fiddle as fdl
 import numpy as np
 import pytest
 
-from paxon.layers.decoding import samplers
+from paxon.layers.decoding import beam_search, samplers, sampling
 from paxon.runner import experiment, job, knobs, toy_experiment
 from paxon.runner.configuration import dump, tree
 from paxon.runner.settings import expected_kernels, generation, training
@@ -431,6 +431,32 @@ def test_knobs_are_the_settings_of_generation():
   assert greedy == generation.GenerationSettings(
     max_new_tokens=3, sampler=samplers.Greedy()
   )
+
+
+def test_knobs_of_penalties_and_searches():
+  penalized = fdl.build(_settings(repetition_penalty=1.2, stop=("\n",)))
+  assert penalized == generation.GenerationSettings(
+    sampler=sampling.Settings(temperature=0.0, repetition_penalty=1.2),
+    stop=("\n",),
+  )
+  drawn = fdl.build(_settings(temperature=0.5, min_p=0.1, top_k=3))
+  assert drawn.sampler == sampling.Settings(temperature=0.5, min_p=0.1, top_k=3)
+  searched = fdl.build(_settings(beam_size=3, num_samples=3))
+  assert searched.search == beam_search.BeamSearch(beam_size=3)
+  for given, message in (
+    ({"min_p": 0.1}, "min_p: set temperature, too"),
+    ({"min_p": 0.1, "repetition_penalty": 2.0}, "min_p: set temperature, too"),
+  ):
+    with pytest.raises(knobs.KnobError, match=message):
+      _settings(**given)
+  for given, message in (
+    ({"beam_size": 2, "temperature": 0.5}, "search and sampler must not both"),
+    ({"beam_size": 2, "num_samples": 3}, "num_samples .3. must be at most"),
+    ({"stop": ("a", "")}, "stop must have no empty text"),
+    ({"repetition_penalty": 2.0, "num_samples": 2}, "greedy samples of a pro"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      fdl.build(_settings(**given))
 
 
 def test_truncation_without_a_temperature_has_no_effect():

@@ -28,21 +28,15 @@ _IGNORED_GENERATION: Mapping[str, Any] = {
   "begin_suppress_tokens": [],
   "diversity_penalty": 0.0,
   "encoder_repetition_penalty": 1.0,
-  "epsilon_cutoff": 0.0,
   "eta_cutoff": 0.0,
   "forced_bos_token_id": None,
   "forced_eos_token_id": None,
   "guidance_scale": 1.0,
   "min_length": 0,
-  "min_new_tokens": 0,
-  "min_p": 0.0,
   "no_repeat_ngram_size": 0,
-  "num_beams": 1,
   "penalty_alpha": 0.0,
-  "repetition_penalty": 1.0,
   "sequence_bias": {},
   "suppress_tokens": [],
-  "typical_p": 1.0,
 }
 
 
@@ -117,11 +111,17 @@ def find_ignored_generation(folder: epath.Path) -> list[str]:
     found = text_tokenizer.read_json(os.fspath(folder), GENERATION)
   except ValueError as error:
     raise user_error.UserError(str(error)) from error
-  return [
+  ignored = [
     f"{name}={found[name]!r}"
     for name, neutral in _IGNORED_GENERATION.items()
     if found.get(name) not in (None, neutral)
   ]
+  beams = found.get("num_beams") or 1
+  if beams > 1 and found.get("do_sample"):
+    ignored.append(f"num_beams={beams} with do_sample")
+  elif beams > 1 and found.get("repetition_penalty", 1.0) != 1.0:
+    ignored.append(f"repetition_penalty={found['repetition_penalty']} of beams")
+  return ignored
 
 
 def find_dtype(dtypes: Iterable[Any]) -> str | None:

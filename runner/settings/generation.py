@@ -1,13 +1,18 @@
 """Settings of text generation, at the end of a run and in `--mode=decode`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import dataclasses
 from typing import Any
 
 import fiddle as fdl
 
-from paxon.layers.decoding import samplers
+from paxon.layers.decoding import beam_search, samplers, sampling
 from paxon.sharding import checks
+
+_STOPS = {
+  True: beam_search.Stop.FULL,
+  False: beam_search.Stop.HEURISTIC,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,9 +22,14 @@ class GenerationSettings:
   Attributes:
     prompts: Texts to continue; an empty string starts a new document.
     max_new_tokens: Maximum number of tokens generated for each prompt.
-    sampler: Draws a token from the logits of each sequence.
+    sampler: Draws a token from the logits of each sequence: a function, or the
+      settings of all sequences, of which the n-th prompt has the seed + n.
+    search: Searches for the most likely continuations instead; `None` samples.
     num_samples: Number of continuations of each prompt; more than one requires
-      another sampler than `Greedy`.
+      another sampler than `Greedy`, or a search.
+    num_alternatives: Number of most likely tokens that are stored for each
+      step, with their log probabilities; not with a search.
+    stop: Texts that end a continuation; they are no part of it.
     end_ids: Ids that end a sequence; None for the tokenizer's `end_id`.
     chat_template: Returns the prompt for the assistant's next turn in a list of
       messages; None without chats.
@@ -27,8 +37,13 @@ class GenerationSettings:
 
   prompts: tuple[str, ...] = ("",)
   max_new_tokens: int = 256
-  sampler: samplers.Sampler = dataclasses.field(default_factory=samplers.Greedy)
+  sampler: samplers.Sampler | sampling.Settings = dataclasses.field(
+    default_factory=samplers.Greedy
+  )
+  search: beam_search.BeamSearch | None = None
   num_samples: int = 1
+  num_alternatives: int = 0
+  stop: tuple[str, ...] = ()
   end_ids: tuple[int, ...] | None = None
   chat_template: Callable[[Any], str] | None = None
 
@@ -39,7 +54,32 @@ class GenerationSettings:
       )
     checks.check_positive(self, "max_new_tokens", "num_samples")
     checks.check_size(self, "max_new_tokens")  # Positions are int32.
-    if self.num_samples > 1 and isinstance(self.sampler, samplers.Greedy):
+    checks.check_non_negative(self, "num_alternatives")
+    if not all(self.stop):
+      raise ValueError(
+        f"GenerationSettings.stop must have no empty text, got {self.stop}."
+      )
+    is_greedy = isinstance(self.sampler, samplers.Greedy) or (
+      isinstance(self.sampler, sampling.Settings)
+      and not self.sampler.temperature
+    )
+    if self.search is not None:
+      if not is_greedy:
+        raise ValueError(
+          "GenerationSettings.search and sampler must not both be set: a search"
+          " draws nothing; set no temperature."
+        )
+      if self.num_samples > self.search.beam_size:
+        raise ValueError(
+          f"GenerationSettings.num_samples ({self.num_samples}) must be at most"
+          f" BeamSearch.beam_size ({self.search.beam_size})."
+        )
+      if self.num_alternatives:
+        raise ValueError(
+          "GenerationSettings.num_alternatives must be 0 with a search, got"
+          f" {self.num_alternatives}."
+        )
+    elif self.num_samples > 1 and is_greedy:
       raise ValueError(
         f"GenerationSettings.num_samples is {self.num_samples}, but greedy"
         " samples of a prompt are all equal; set a temperature."
@@ -52,17 +92,100 @@ class GenerationSettings:
 
 
 def make_sampler(
-  temperature: float | None, top_k: int | None, top_p: float | None
-) -> fdl.Config[samplers.Sampler]:
+  temperature: float | None,
+  top_k: int | None,
+  top_p: float | None,
+  *,
+  min_p: float | None = None,
+  **others: Any,
+) -> fdl.Config[Any]:
   """Returns a sampler; a temperature of 0 or None selects the most likely id.
 
+  Args:
+    temperature: Divides the logits.
+    top_k: See `sampling.Settings`, as all others; None leaves a field unset.
+    top_p: See above.
+    min_p: See above.
+    **others: Fields that need no temperature, such as `repetition_penalty`.
+
   Raises:
-    ValueError: `top_k` or `top_p` is set without a temperature.
+    ValueError: `top_k`, `top_p` or `min_p` is set without a temperature.
   """
-  truncation = {"top_k": top_k, "top_p": top_p}
+  truncation = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
   given = {k: v for k, v in truncation.items() if v is not None}
+  others = {k: v for k, v in others.items() if v is not None}
+  if others or (temperature and min_p is not None):
+    if given and temperature is None:
+      raise ValueError(f"{' and '.join(given)}: set temperature, too.")
+    return fdl.Config(
+      sampling.Settings, temperature=temperature or 0.0, **given, **others
+    )
   if temperature:
     return fdl.Config(samplers.Temperature, temperature=temperature, **given)
   if given and temperature is None:
     raise ValueError(f"{' and '.join(given)}: set temperature, too.")
   return fdl.Config(samplers.Greedy)
+
+
+def make_search(beam_size: int) -> fdl.Config[beam_search.BeamSearch]:
+  """Returns a beam search with Pax's length norm."""
+  return fdl.Config(beam_search.BeamSearch, beam_size=beam_size)
+
+
+def use_file(
+  settings: fdl.Config[GenerationSettings],
+  found: Mapping[str, Any],
+  **knobs: float | None,
+) -> None:
+  """Sets the sampler or search of a `generation_config.json`, in place.
+
+  Where the file has no value, transformers' defaults apply. A knob replaces the
+  value of the file; any of those of sampling replaces all of them.
+
+  Args:
+    settings: Those of the knobs.
+    found: The content of the file.
+    **knobs: Values of the knobs, None where unset.
+  """
+  penalty = knobs.pop("repetition_penalty", None)
+  if penalty is None:
+    penalty = found.get("repetition_penalty")
+  others = {
+    "repetition_penalty": None if penalty == 1.0 else penalty,
+    "min_new_tokens": found.get("min_new_tokens") or None,
+  }
+  draws = found.get("do_sample") and all(v is None for v in knobs.values())
+  beams = found.get("num_beams") or 1
+  if draws:
+    knobs = {
+      "temperature": found.get("temperature", 1.0),
+      "top_k": found.get("top_k", 50) or None,
+      "top_p": found.get("top_p"),
+      "min_p": found.get("min_p") or None,
+    }
+    for name, field, neutral in (
+      ("typical_p", "typical_p", 1.0),
+      ("epsilon_cutoff", "epsilon", 0.0),
+    ):
+      if found.get(name) not in (None, neutral):
+        others[field] = found[name]
+  elif beams > 1 and not any(knobs.values()) and settings.search is None:
+    early = found.get("early_stopping", False)
+    settings.search = fdl.Config(
+      beam_search.BeamSearch,
+      beam_size=beams,
+      length_alpha=found.get("length_penalty", 1.0),
+      length_offset=0.0,
+      min_new_tokens=found.get("min_new_tokens") or 0,
+      pool=beam_search.Pool.TOP,
+      stop=_STOPS.get(early, beam_search.Stop.BOUND),
+    )
+    return
+  if draws or any(value is not None for value in others.values()):
+    settings.sampler = make_sampler(
+      knobs.get("temperature"),
+      knobs.get("top_k"),
+      knobs.get("top_p"),
+      min_p=knobs.get("min_p"),
+      **others,
+    )

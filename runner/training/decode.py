@@ -163,7 +163,9 @@ def write_samples(
   settings = job.generation
   shared = {
     "seed": job.seed,
-    "sampler": _name(settings.sampler) if settings else None,
+    "sampler": (
+      _name(settings.search or settings.sampler) if settings else None
+    ),
     "max_new_tokens": settings.max_new_tokens if settings else None,
   }
   lines = {_key(line): line for line in _read_samples(path)}
@@ -173,9 +175,13 @@ def write_samples(
       "prompt": sample.prompt,
       "continuation": sample.continuation,
       "ids": list(sample.ids),
+      "log_probs": list(sample.log_probs),
+      "finish_reason": sample.finish,
       "sample": sample.index,
       **shared,
     }
+    if sample.alternatives:
+      line["alternatives"] = [list(map(list, a)) for a in sample.alternatives]
     lines[_key(line)] = line
   text = "".join(
     f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines.values()

@@ -118,6 +118,8 @@ def test_a_line_has_all_fields_of_a_sample(tmp_path, job):
     "prompt": "a",
     "continuation": "x\n\u2028é",
     "ids": [5, 7],
+    "log_probs": [],
+    "finish_reason": "length",
     "sample": 0,
     "seed": 3,
     "sampler": "Greedy()",
@@ -162,3 +164,21 @@ def test_a_file_of_something_else_is_named(tmp_path, job, text):
   (tmp_path / "decode" / "4.jsonl").write_text(text)
   with pytest.raises(user_error.UserError, match=r"4.jsonl does not hold samp"):
     decode.write_samples(epath.Path(tmp_path), [_sample("a")], step=4, job=job)
+
+
+@pytest.mark.parametrize(
+  ("stops", "expected"),
+  [
+    ((), ("abcabc", None)),
+    (("ca",), ("ab", 2)),
+    (("zz", "bc", "ca"), ("a", 2)),
+    (("abcabc",), ("", 3)),
+    (("x",), ("abcabc", None)),
+  ],
+)
+def test_a_text_is_cut_before_a_stop(stops, expected):
+  # Tokens of two letters: a stop may begin and end inside of one.
+  text = "abcabc"
+  assert (
+    samples._cut(text, stops, lambda count: text[: 2 * count], 3) == expected
+  )

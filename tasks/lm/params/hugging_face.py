@@ -205,14 +205,15 @@ class HuggingFaceLm(lm_data.Text, experiment.Experiment):
     ends = found.get("eos_token_id", self._config()[0].get("eos_token_id"))
     if ends is not None and self._has_own_tokenizer():
       settings.end_ids = (ends,) if isinstance(ends, int) else tuple(ends)
-    knobs = (self.temperature, self.top_k, self.top_p)
-    if found.get("do_sample") and all(knob is None for knob in knobs):
-      # Where the file has no value, transformers has these.
-      settings.sampler = generation_lib.make_sampler(
-        found.get("temperature", 1.0),
-        found.get("top_k", 50) or None,
-        found.get("top_p"),
-      )
+    generation_lib.use_file(
+      settings,
+      found,
+      temperature=self.temperature,
+      top_k=self.top_k,
+      top_p=self.top_p,
+      min_p=self.min_p,
+      repetition_penalty=self.repetition_penalty,
+    )
     if chat_template.find(self._folder()) is not None:
       settings.chat_template = self._chat_template()
     return settings

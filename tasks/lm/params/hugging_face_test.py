@@ -11,13 +11,20 @@ import numpy as np
 import pytest
 
 from paxon.inputs import byte_tokenizer
-from paxon.layers.decoding import generate, model_steps, samplers
+from paxon.layers.decoding import (
+  beam_search,
+  generate,
+  model_steps,
+  samplers,
+  sampling,
+)
 from paxon.layers.models.hugging_face import (
   families,
   golden_case,
 )
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer, stored_checkpoint
+from paxon.runner.settings import generation
 from paxon.runner.training import (
   decode,
   evaluate,
@@ -101,6 +108,127 @@ def test_decodes_with_imported_weights(tmp_path):
   )
   ids = expected.ids[0, : int(expected.lengths[0])].tolist()
   assert json.loads(line)["ids"] == ids
+
+
+@pytest.mark.parametrize(
+  ("file", "knobs", "expected"),
+  [
+    ({}, {}, {"sampler": samplers.Greedy()}),
+    (
+      {"do_sample": True, "temperature": 0.7},
+      {},
+      {"sampler": samplers.Temperature(temperature=0.7, top_k=50)},
+    ),
+    (
+      {"repetition_penalty": 1.1},
+      {},
+      {"sampler": sampling.Settings(temperature=0.0, repetition_penalty=1.1)},
+    ),
+    (
+      {"repetition_penalty": 1.0, "min_new_tokens": 0, "num_beams": 1},
+      {},
+      {"sampler": samplers.Greedy()},
+    ),
+    (
+      {
+        "do_sample": True,
+        "top_k": 0,
+        "min_p": 0.05,
+        "typical_p": 0.9,
+        "epsilon_cutoff": 0.01,
+        "min_new_tokens": 3,
+      },
+      {},
+      {
+        "sampler": sampling.Settings(
+          min_p=0.05, typical_p=0.9, epsilon=0.01, min_new_tokens=3
+        )
+      },
+    ),
+    (
+      {"do_sample": True, "min_p": 0.05, "repetition_penalty": 1.1},
+      {"temperature": 0.5},
+      {"sampler": sampling.Settings(temperature=0.5, repetition_penalty=1.1)},
+    ),
+    (
+      {"num_beams": 3, "length_penalty": 0.6, "early_stopping": True},
+      {},
+      {
+        "search": beam_search.BeamSearch(
+          beam_size=3,
+          length_alpha=0.6,
+          length_offset=0.0,
+          pool=beam_search.Pool.TOP,
+          stop=beam_search.Stop.FULL,
+        )
+      },
+    ),
+    (
+      {"num_beams": 3},
+      {"temperature": 0.5},
+      {"sampler": samplers.Temperature(temperature=0.5)},
+    ),
+  ],
+)
+def test_generation_settings_of_a_file(file, knobs, expected):
+  given = {"temperature": None, "top_k": None, "top_p": None, "min_p": None}
+  settings = fdl.Config(generation.GenerationSettings)
+  if knobs:
+    settings.sampler = generation.make_sampler(knobs["temperature"], None, None)
+  generation.use_file(settings, file, **given | knobs)
+  assert fdl.build(settings) == generation.GenerationSettings(**expected)
+
+
+def test_decodes_beams_alternatives_and_stops(tmp_path):
+  arrays = _imported(tmp_path, _CONFIG)
+  base = hugging_face.HuggingFaceLm(
+    weights=str(tmp_path), tokenizer="bytes", prompts=("abc",), max_new_tokens=5
+  )
+  model = families.find(_CONFIG).model(_CONFIG)
+
+  def decoded(experiment, **fields):
+    config = experiment.job()
+    for name, value in fields.items():
+      setattr(config.generation, name, value)
+    job = fdl.build(config)
+    assert decode.run(job, epath.Path(tmp_path), None) == 0
+    text = (tmp_path / "decode" / "0.jsonl").read_text()
+    return [
+      line
+      for line in map(json.loads, text.splitlines())
+      if line["sampler"]
+      == decode._name(job.generation.search or job.generation.sampler)
+    ]
+
+  tokenizer = byte_tokenizer.ByteTokenizer()
+  prompt = [tokenizer.begin_id, *tokenizer.encode("abc").tolist()]
+
+  def log_probs(added):
+    """By a forward pass, float32 [added, vocab]."""
+    ids = np.zeros((1, 16), np.int32)
+    ids[0, : len(prompt) + len(added)] = [*prompt, *added]
+    positions = np.arange(16)[None]
+    segments = (positions < len(prompt) + len(added)).astype(np.int32)
+    logits = jax.jit(model.apply)(_nested(arrays), ids, positions, segments)
+    first = len(prompt) - 1
+    return np.asarray(jax.nn.log_softmax(logits[0, first:]))[: len(added)]
+
+  (greedy,) = decoded(base, num_alternatives=2)
+  beams = decoded(base.replace(beam_size=2, num_samples=2))
+  assert [line["sample"] for line in beams] == [0, 1]
+  assert beams[0]["ids"] != beams[1]["ids"]
+  for line in (greedy, *beams):
+    rows = log_probs(line["ids"])
+    expected = [row[number] for row, number in zip(rows, line["ids"])]
+    np.testing.assert_allclose(line["log_probs"], expected, rtol=1e-4)
+    is_end = line["ids"][-1] == tokenizer.end_id
+    assert line["finish_reason"] == ("stop" if is_end else "length")
+  for row, pairs in zip(log_probs(greedy["ids"]), greedy["alternatives"]):
+    order = np.argsort(-row, kind="stable")[:2]
+    assert [pair[0] for pair in pairs] == order.tolist()
+    np.testing.assert_allclose(
+      [pair[1] for pair in pairs], row[order], rtol=1e-4
+    )
 
 
 def test_bfloat16_imports_are_used_as_they_are(tmp_path, capsys):
