@@ -84,12 +84,9 @@ class Experiment(abc.ABC):
     top_k: Samples from the k most likely tokens only; needs `temperature`.
     top_p: Samples from the fewest most likely tokens that together have this
       probability; needs `temperature`.
-    min_p: Removes tokens that are less likely than this times the most likely
-      one; needs `temperature`.
-    repetition_penalty: Divides the positive and multiplies the negative logits
-      of tokens in the prompt or the continuation; above 1 avoids them.
-    beam_size: Searches for the most likely continuations with this many beams,
-      see `layers.decoding.beam_search`; not with `temperature`.
+    min_p: Removes tokens less likely than this times the most likely one.
+    repetition_penalty: Above 1 avoids tokens of the prompt or continuation.
+    beam_size: Searches for the most likely text; not with `temperature`.
     stop: Texts that end a continuation.
     dtype: Compute dtype of all modules that leave `dtype` unset; parameters
       keep their own dtype.
@@ -317,34 +314,12 @@ class Experiment(abc.ABC):
       knobs.KnobError: `top_k`, `top_p` or `min_p` is set without
         `temperature`.
     """
-    sampling = {
-      name: getattr(self, name)
-      for name in (
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "repetition_penalty",
+    try:
+      return generation_lib.from_knobs(
+        {name: getattr(self, name) for name in generation_lib.KNOBS}
       )
-    }
-    given: dict[str, Any] = {
-      "prompts": self.prompts,
-      "max_new_tokens": self.max_new_tokens,
-      "num_samples": self.num_samples,
-      "stop": self.stop,
-    }
-    given = {name: value for name, value in given.items() if value is not None}
-    if any(value is not None for value in sampling.values()):
-      try:
-        given["sampler"] = generation_lib.make_sampler(**sampling)
-      except ValueError as error:
-        raise knobs_lib.KnobError(f"{type(self).__name__}.{error}") from None
-    beam_size = self.beam_size
-    if beam_size is not None:
-      given["search"] = generation_lib.make_search(beam_size)
-    if not given:
-      return None
-    return fdl.Config(generation_lib.GenerationSettings, **given)
+    except ValueError as error:
+      raise knobs_lib.KnobError(f"{type(self).__name__}.{error}") from None
 
   def early_stopping(
     self,

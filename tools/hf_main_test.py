@@ -122,12 +122,7 @@ def test_old_files_without_prefix_and_with_masks(tmp_path, capsys):
   old = {name.removeprefix("transformer."): x for name, x in tensors.items()}
   old["h.0.attn.bias"] = np.ones((1, 1, 24, 24), np.uint8)
   old["lm_head.weight"] = old["wte.weight"].copy()
-  generation = {
-    "repetition_penalty": 1.05,
-    "penalty_alpha": 0.1,
-    "num_beams": 4,
-    "do_sample": True,
-  }
+  generation = {"penalty_alpha": 0.1, "num_beams": 4, "do_sample": True}
   (source / "generation_config.json").write_text(json.dumps(generation))
   safetensors_numpy.save_file(old, source / "model.safetensors")
   assert _run("import", source, "--to", run) == 0

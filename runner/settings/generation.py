@@ -9,6 +9,16 @@ import fiddle as fdl
 from paxon.layers.decoding import beam_search, samplers, sampling
 from paxon.sharding import checks
 
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+# Knobs of experiments from which settings are made.
+KNOBS = (
+  *_SAMPLING,
+  "prompts",
+  "max_new_tokens",
+  "num_samples",
+  "beam_size",
+  "stop",
+)
 _STOPS = {
   True: beam_search.Stop.FULL,
   False: beam_search.Stop.HEURISTIC,
@@ -127,15 +137,31 @@ def make_sampler(
   return fdl.Config(samplers.Greedy)
 
 
-def make_search(beam_size: int) -> fdl.Config[beam_search.BeamSearch]:
-  """Returns a beam search with Pax's length norm."""
-  return fdl.Config(beam_search.BeamSearch, beam_size=beam_size)
+def from_knobs(
+  knobs: Mapping[str, Any],
+) -> fdl.Config[GenerationSettings] | None:
+  """Returns the settings of the knobs `KNOBS`; None if all are None.
+
+  A beam search has Pax's length norm.
+
+  Raises:
+    ValueError: See `make_sampler`.
+  """
+  given = {name: value for name, value in knobs.items() if value is not None}
+  if given.keys() & {*_SAMPLING}:
+    found = {name: given.pop(name, None) for name in _SAMPLING}
+    given["sampler"] = make_sampler(**found)
+  if "beam_size" in given:
+    given["search"] = fdl.Config(
+      beam_search.BeamSearch, beam_size=given.pop("beam_size")
+    )
+  return fdl.Config(GenerationSettings, **given) if given else None
 
 
 def use_file(
   settings: fdl.Config[GenerationSettings],
   found: Mapping[str, Any],
-  **knobs: float | None,
+  **knobs: Any,
 ) -> None:
   """Sets the sampler or search of a `generation_config.json`, in place.
 

@@ -170,7 +170,7 @@ def write_samples(
   }
   lines = {_key(line): line for line in _read_samples(path)}
   for sample in drawn:
-    line = {
+    line: dict[str, Any] = {
       "step": step,
       "prompt": sample.prompt,
       "continuation": sample.continuation,

@@ -219,11 +219,12 @@ def test_decodes_beams_alternatives_and_stops(tmp_path):
   assert beams[0]["ids"] != beams[1]["ids"]
   for line in (greedy, *beams):
     rows = log_probs(line["ids"])
-    expected = [row[number] for row, number in zip(rows, line["ids"])]
+    expected = rows[range(len(rows)), line["ids"]]
     np.testing.assert_allclose(line["log_probs"], expected, rtol=1e-4)
     is_end = line["ids"][-1] == tokenizer.end_id
     assert line["finish_reason"] == ("stop" if is_end else "length")
-  for row, pairs in zip(log_probs(greedy["ids"]), greedy["alternatives"]):
+  rows = log_probs(greedy["ids"])
+  for row, pairs in zip(rows, greedy["alternatives"], strict=True):
     order = np.argsort(-row, kind="stable")[:2]
     assert [pair[0] for pair in pairs] == order.tolist()
     np.testing.assert_allclose(
