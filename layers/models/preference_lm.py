@@ -62,6 +62,8 @@ class PreferenceLm(nn.Module):
       `pair_loss`, `pair_margin` and `pair_weight` [B].
     """
     if _IS_TOKEN not in batch:
+      if self.is_initializing() and self.reference is not None:
+        self.reference(batch, method="token_nll")
       return self.policy.loss(batch, deterministic=deterministic)
     halves = split_pairs(batch)
     weights = halves["weights"].astype(jnp.float32)
