@@ -84,8 +84,10 @@ def content_hash(source: Any) -> str:
       found = b"unreadable"
     parts = found if isinstance(found, Mapping) else {"": found}
     for key in sorted(parts):
-      value = parts[key]
-      data = value if isinstance(value, bytes) else np.asarray(value).tobytes()
+      array = np.asarray(parts[key])
+      # The bytes of strings are the places of objects in memory.
+      is_text = array.dtype == object
+      data = repr(array.tolist()).encode() if is_text else array.tobytes()
       digest.update(f"{key} {len(data)} ".encode())
       digest.update(data)
   return digest.hexdigest()[:16]

@@ -70,3 +70,23 @@ def test_is_a_document_source():
 def test_rejects_a_single_string():
   with pytest.raises(ValueError, match=r"got one str; write \[text\]"):
     example_source.InMemoryDocuments("text")
+
+
+def test_the_hash_of_content_is_that_of_values():
+  def content(text, number=1):
+    # Strings that are other objects in memory each time.
+    copy = "".join(list(text))
+    example = {
+      "inputs": np.asarray([number], np.int32),
+      "name": np.asarray([copy], object),
+    }
+    return example_source.content_hash([example, {"inputs": np.zeros(0)}])
+
+  assert content("some text") == content("some text")
+  assert content("some text") != content("other text")
+  assert content("some text") != content("some text", number=2)
+  assert example_source.content_hash([]) == example_source.content_hash([])
+  documents = [b"ab\0", b""]
+  assert example_source.content_hash(documents) != (
+    example_source.content_hash([b"ab", b""])
+  )
