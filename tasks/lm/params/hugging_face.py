@@ -375,6 +375,10 @@ class HuggingFaceUpcycled(HuggingFaceLm):
     """Returns none: the model is not the imported one."""
     return {}
 
+  def shrink(self) -> Any:
+    """Returns a toy-sized version with two experts."""
+    return super().shrink().replace(num_experts=2)
+
   def _model(self) -> fdl.Config[Any]:
     model = super()._model()
     upcycling.use_mixtures(
