@@ -1,8 +1,10 @@
 """Tests for samples that are drawn in another layout than training's."""
 
+import dataclasses
 import functools
 
 import jax
+import numpy as np
 import pytest
 
 from paxon.runner import knobs, user_error
@@ -36,7 +38,10 @@ def test_another_layout_draws_the_same():
   assert all(len(sample.ids) == 6 for sample in expected)
   session = _session(**_OTHER)
   assert session.job.decode_rules == rule_sets.named("weight_stationary")
-  assert _drawn(session) == expected
+  for one, two in zip(_drawn(session), expected, strict=True):
+    # Sums are in another order.
+    np.testing.assert_allclose(one.log_probs, two.log_probs, rtol=1e-4)
+    assert one == dataclasses.replace(two, log_probs=one.log_probs)
   # And it is another one, whose weights lie otherwise.
   text = session.layout.lower(samples.trace(session)).as_text()
   assert '"fsdp"=4' in text

@@ -266,7 +266,10 @@ def test_decode_takes_prompts_from_a_file(folder, tmp_path, capsys):
 def test_samples_are_the_same_on_another_mesh(folder, restored):
   other = _restored(folder, "sequence=2,data=4")
   drawn = [samples.draw(*each) for each in (restored, other)]
-  assert drawn[0] == drawn[1]
+  for one, two in zip(*drawn, strict=True):
+    # Sums are in another order.
+    np.testing.assert_allclose(one.log_probs, two.log_probs, rtol=1e-4)
+    assert one == dataclasses.replace(two, log_probs=one.log_probs)
   assert [sample.prompt for sample in drawn[0]] == ["def ", "x"]
 
 
