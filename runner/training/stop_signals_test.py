@@ -1,7 +1,6 @@
 """Tests for signals that ask to stop."""
 
 import os
-import pty
 import signal
 import subprocess
 import sys
@@ -72,15 +71,19 @@ def test_a_closed_terminal_ends_a_program_after_its_step():
   )
   with tempfile.TemporaryDirectory() as folder:
     said = os.path.join(folder, "said")
-    pid, terminal = pty.fork()
-    if not pid:
-      os.environ["SAID"] = said
-      os.execv(sys.executable, [sys.executable, "-c", program])
+    terminal, inside = os.openpty()
+    process = subprocess.Popen(
+      [sys.executable, "-c", program],
+      stdout=inside,
+      stderr=inside,
+      env=os.environ | {"SAID": said},
+    )
+    os.close(inside)
     assert b"ready" in os.read(terminal, 100)
-    # The system sends SIGHUP, and writing fails from now on.
+    # Writing fails from now on.
     os.close(terminal)
-    os.kill(pid, signal.SIGHUP)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=60) == 0
     with open(said) as file:
       assert file.read() == "SIGHUP"
 
