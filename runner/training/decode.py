@@ -40,7 +40,7 @@ from paxon.runner.training import session as session_lib
 
 _FILE = "@"
 # Two samples with the same values of these are one.
-_KEY = ("prompt", "sample", "seed", "sampler", "max_new_tokens")
+_KEY = ("prompt", "sample", "seed", "sampler", "max_new_tokens", "stop")
 
 
 def run(
@@ -167,6 +167,7 @@ def write_samples(
       _name(settings.search or settings.sampler) if settings else None
     ),
     "max_new_tokens": settings.max_new_tokens if settings else None,
+    "stop": list(settings.stop) if settings else [],
   }
   lines = {_key(line): line for line in _read_samples(path)}
   for sample in drawn:
@@ -196,7 +197,7 @@ def _read_samples(path: epath.Path) -> list[dict[str, Any]]:
   try:
     texts = [t for t in path.read_text().split("\n") if t]
     # Lines of earlier versions have one sample of each prompt.
-    lines = [{"sample": 0, **json.loads(text)} for text in texts]
+    lines = [{"sample": 0, "stop": [], **json.loads(text)} for text in texts]
     for line in lines:
       _key(line)
   except (ValueError, KeyError, TypeError) as error:
@@ -207,7 +208,7 @@ def _read_samples(path: epath.Path) -> list[dict[str, Any]]:
 
 
 def _key(line: dict[str, Any]) -> tuple[Any, ...]:
-  return tuple(line[name] for name in _KEY)
+  return (*(line[n] for n in _KEY[:-1]), tuple(line[_KEY[-1]]))
 
 
 def _name(sampler: Any) -> str:

@@ -124,6 +124,7 @@ def test_a_line_has_all_fields_of_a_sample(tmp_path, job):
     "seed": 3,
     "sampler": "Greedy()",
     "max_new_tokens": 12,
+    "stop": [],
   }
   assert second["prompt"] == ""
 
@@ -174,6 +175,9 @@ def test_a_file_of_something_else_is_named(tmp_path, job, text):
     (("zz", "bc", "ca"), ("a", 2)),
     (("abcabc",), ("", 3)),
     (("x",), ("abcabc", None)),
+    # The second is whole two letters before the first.
+    (("bcab", "a"), ("", 1)),
+    (("bcab", "ca"), ("ab", 2)),
   ],
 )
 def test_a_text_is_cut_before_a_stop(stops, expected):

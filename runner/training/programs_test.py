@@ -16,10 +16,12 @@ import numpy as np
 import pytest
 
 from paxon.inputs import byte_tokenizer
+from paxon.layers.decoding import beam_search, sampling
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer
 from paxon.runner.hosts import run_lease
 from paxon.runner.monitoring import metrics_file
+from paxon.runner.settings import generation
 from paxon.runner.training import (
   decode,
   evaluate,
@@ -261,6 +263,17 @@ def test_decode_takes_prompts_from_a_file(folder, tmp_path, capsys):
   printed = capsys.readouterr().out
   # The prompts of the job are the same, and greedy.
   assert printed.startswith((folder / "samples.txt").read_text())
+
+
+def test_a_search_with_penalties_is_an_error(restored):
+  session, state = restored
+  settings = generation.GenerationSettings(
+    search=beam_search.BeamSearch(beam_size=2),
+    sampler=sampling.Settings(temperature=0.0, repetition_penalty=1.2),
+  )
+  job = dataclasses.replace(session.job, generation=settings)
+  with pytest.raises(user_error.UserError, match="a beam search does not use"):
+    samples.draw(dataclasses.replace(session, job=job), state)
 
 
 def test_samples_are_the_same_on_another_mesh(folder, restored):

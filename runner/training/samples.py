@@ -190,13 +190,15 @@ def _cut(
   Returns:
     The text, and the smallest number of ids with a whole stop; None without.
   """
-  places = [at for stop in stops if (at := text.find(stop)) >= 0]
-  if not places:
+  if not any(stop in text for stop in stops):
     return text, None
   for size in range(1, count + 1):
-    if any(stop in decode(size) for stop in stops):
-      return text[: min(places)], size
-  return text[: min(places)], count
+    # Tokens after the first whole stop must not matter.
+    part = decode(size) if size < count else text
+    places = [at for stop in stops if (at := part.find(stop)) >= 0]
+    if places:
+      return part[: min(places)], size
+  raise AssertionError
 
 
 def _text_of(prompt: Prompt, settings: generation.GenerationSettings) -> str:
@@ -302,6 +304,11 @@ def _settings(
     )
   assert settings is not None
   assert tokenizer is not None
+  if settings.search and isinstance(settings.sampler, sampling.Settings):
+    raise user_error.UserError(
+      "GenerationSettings.sampler has penalties or other settings, which a beam"
+      " search does not use; set beam_size or repetition_penalty to None."
+    )
   return settings, tokenizer
 
 
@@ -378,7 +385,7 @@ def _stack(
   embedding = getattr(model, "embedding", None)
   return sampling.stack(
     [
-      dataclasses.replace(settings, seed=settings.seed + i)
+      dataclasses.replace(settings, seed=(settings.seed + i) % 2**31)
       for i in range(count)
     ],
     num_samples=num_samples,
