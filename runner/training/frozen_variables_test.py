@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from paxon.quantization import lora
 from paxon.runner import knobs as knobs_lib
 from paxon.runner import user_error
 from paxon.runner.training import compiled_steps, testing
@@ -93,6 +94,32 @@ def test_adapters_do_not_depend_on_the_mesh():
     np.testing.assert_allclose(
       _names(other.variables)[name], value, rtol=1e-3, atol=1e-4
     )
+
+
+def test_adapters_are_the_same_scanned_and_unrolled():
+  knobs = {"lora_rank": 2, "lora_kind": "dora", "learning_rate": 1e-2}
+  expected, state = _trained(4, **knobs)
+  unrolled, other = _trained(4, scan=False, **knobs)
+  np.testing.assert_allclose(unrolled, expected, rtol=1e-5)
+  values = _names(other.variables)
+  for name, value in _names(state.variables).items():
+    np.testing.assert_allclose(values[name], value, rtol=1e-3, atol=1e-4)
+
+
+class _Misnamed(testing.TinyLm):
+  """Has an adapter for a layer that does not exist."""
+
+  def adapter_rules(self):
+    """Returns a rule without a layer."""
+    return (lora.LoraRule("model.decoder.up", lora.Lora(rank=2)),)
+
+
+def test_an_adapter_of_no_layer_is_an_error():
+  with pytest.raises(
+    user_error.UserError,
+    match=r"adapter_rules\(\): the rule for 'model.decoder.up' matches nothing",
+  ):
+    _Misnamed().job()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer, stored_checkpoint
 from paxon.runner.training import train
 from paxon.sharding import variables
-from paxon.tasks.lm.params import distillation, preferences
+from paxon.tasks.lm.params import distillation, hugging_face, preferences
 
 _CONFIG = {
   "model_type": "qwen3",
@@ -126,6 +126,52 @@ def test_a_resumed_run_equals_the_whole(tmp_path):
     np.testing.assert_array_equal(whole[frozen], value, err_msg=frozen)
     assert any(n.startswith("opt") and n.endswith(name) for n in whole)
     assert not any(n.startswith("opt") and n.endswith(frozen) for n in whole)
+
+
+def test_resumed_adapters_on_chats_equal_the_whole(tmp_path):
+  start = _imported(tmp_path / "model")
+  lines = [
+    {
+      "messages": [
+        {"role": "user", "content": f"{a} + 1?"},
+        {"role": "assistant", "content": f"{a + 1}"},
+      ]
+    }
+    for a in range(20)
+  ]
+  text = "".join(json.dumps(line) + "\n" for line in lines)
+  (tmp_path / "chats.jsonl").write_text(text)
+  chats = hugging_face.HuggingFaceLm(
+    weights=str(tmp_path / "model"),
+    train_files=str(tmp_path / "chats.jsonl"),
+    messages_key="messages",
+    lora_rank=2,
+    num_train_steps=4,
+    checkpoint_every_steps=2,
+    eval_every_steps=None,
+    length=48,
+    learning_rate=3e-3,
+    warmup_steps=1,
+    prompts=None,
+    max_new_tokens=None,
+  )
+  _train(tmp_path / "whole", chats)
+  _train(tmp_path / "parts", chats, until=2)
+  half = _read(tmp_path / "parts")
+  _train(tmp_path / "parts", chats)
+  whole, parts = _read(tmp_path / "whole"), _read(tmp_path / "parts")
+  assert whole.keys() == parts.keys()
+  adapters = 0
+  for name, value in whole.items():
+    np.testing.assert_array_equal(value, parts[name], err_msg=name)
+    if "/lora_" in name and name.startswith("params/"):
+      adapters += 1
+      assert not np.array_equal(value, half[name]), name
+  assert adapters
+  for name, value in start.items():
+    if name != "step":
+      np.testing.assert_array_equal(whole[name], value, err_msg=name)
+      assert not any(n.startswith("opt") and n.endswith(name) for n in whole)
 
 
 def test_rejects_other_vocabularies(tmp_path):
