@@ -1,9 +1,9 @@
 """Variables of a cache: slots for tokens, written in place where XLA can.
 
 A cache has one array for each thing it stores, [B,S] or, per head, [B,K,S,...],
-and `index`, the number of tokens it has received. Heads come before slots, so
-that the slots of a head are one block of memory, as the matmuls of attention
-read them. `slot_axis` returns the axis of the slots.
+and `index`, the number of tokens it has received, one for all sequences or [B].
+Heads come before slots, so that the slots of a head are one block of memory, as
+the matmuls of attention read them. `slot_axis` returns the axis of the slots.
 
 In a decoding step of a stack a cache gets the arrays of all layers, [L,B,S] and
 [L,B,K,S,...], and the number of its layer (`layers.stacked_cache`); it then

@@ -238,6 +238,10 @@ class ContiguousCache(Cache):
   A token beyond the last slot is stored as NaN in place of the last tokens:
   a compiled loop cannot raise, but the result is never silently wrong.
 
+  The index is shared by all sequences, and their padding takes slots, too. With
+  an index for each sequence (`decoding.cache_rows.with_row_index`) padding takes
+  no slot, and sequences advance independently.
+
   Attributes:
     storage: Format of stored keys and values.
   """
@@ -256,9 +260,16 @@ class ContiguousCache(Cache):
     segment_ids: jax.Array, index: jax.Array, count: int
   ) -> tuple[jax.Array, cache_variables.Write]:
     """Assigns the next slot to each token."""
-    del count
-    total = index + segment_ids.shape[1]
-    return total, functools.partial(cache_variables.write_from, first=index)
+    if index.ndim == 0:
+      total = index + segment_ids.shape[1]
+      return total, functools.partial(cache_variables.write_from, first=index)
+    is_real = segment_ids != 0
+    order = jnp.cumsum(is_real, axis=1, dtype=index.dtype)
+    # As `dynamic_update_slice` does if there are too few slots.
+    first = jnp.minimum(index, count - order[:, -1])
+    slots = jnp.where(is_real, first[:, None] + order - 1, count)
+    write = functools.partial(cache_variables.write_slots, slots=slots)
+    return index + order[:, -1], write
 
 
 class NoCache(nn.Module):

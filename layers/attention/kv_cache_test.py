@@ -96,6 +96,42 @@ def test_a_token_beyond_the_last_slot_gives_nan():
   assert np.isnan(seen.value).any()
 
 
+def _with_row_index(state):
+  """The same content, with an index for each sequence."""
+  values = variables.unbox(state)["cache"]
+  return {"cache": {**values, "index": jnp.full((BATCH,), values["index"])}}
+
+
+def test_a_sequence_with_its_own_index_skips_padding():
+  cache = kv_cache.ContiguousCache()
+  first, second, third = _tokens(3), _tokens(2, 5), _tokens(1, 9)
+  _, state = _run(cache, {}, first, cache_length=8)
+  state = _with_row_index(state)
+  seen = None
+  # The second sequence has one token and padding, then padding alone.
+  for tokens in (second, third):
+    seen, state = _run(cache, state, tokens)
+  assert variables.unbox(state)["cache"]["index"].tolist() == [6, 4]
+  for i, name in enumerate(("key", "value", "positions", "segment_ids")):
+    got = np.asarray(getattr(seen, name))
+    rows = [np.concatenate([x[i][0] for x in (first, second, third)])]
+    rows.append(np.concatenate([first[i][1], second[i][1, :1]]))
+    for row, expected in zip(got, rows, strict=True):
+      np.testing.assert_array_equal(row[: len(expected)], expected)
+      assert not np.any(row[len(expected) :])
+
+
+def test_only_the_sequence_without_a_slot_gets_nan():
+  cache = kv_cache.ContiguousCache()
+  _, state = _run(cache, {}, _tokens(2), cache_length=3)
+  state = _with_row_index(state)
+  for seed in (5, 7):
+    seen, state = _run(cache, state, _tokens(1, seed))
+  # The second sequence had only padding.
+  assert np.isnan(seen.key[0]).any()
+  assert np.isfinite(seen.key[1]).all()
+
+
 def test_rejects_too_few_slots():
   cache = kv_cache.ContiguousCache()
   with pytest.raises(ValueError, match=r"cache_length \(2\) must be at least"):

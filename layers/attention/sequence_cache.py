@@ -50,7 +50,16 @@ class SequenceCache(kv_cache.Cache):
   def place(
     segment_ids: jax.Array, index: jax.Array, count: int
   ) -> tuple[jax.Array, cache_variables.Write]:
-    """Assigns the next slot to each token."""
+    """Assigns the next slot to each token.
+
+    Raises:
+      ValueError: The index is not shared by all sequences.
+    """
+    if index.ndim:
+      raise ValueError(
+        "SequenceCache has one index for all sequences, got one of shape"
+        f" {index.shape}; use ContiguousCache."
+      )
     length = segment_ids.shape[1]
     # As `dynamic_update_slice` does if there are too few slots.
     first = jnp.minimum(index, count - length)

@@ -180,3 +180,9 @@ def test_logical_axes():
     "cache/segment_ids": ("batch", "length"),
     "cache/index": (),
   }
+
+
+def test_rejects_an_index_for_each_sequence():
+  place = sequence_cache.SequenceCache.place
+  with pytest.raises(ValueError, match=r"one index .*got one of shape \(2,\)"):
+    place(SEGMENTS, jnp.zeros((BATCH,), jnp.int32), SLOTS)

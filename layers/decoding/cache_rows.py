@@ -1,4 +1,4 @@
-"""Repeating and selecting the sequences of a cache.
+"""Repeating, selecting and replacing the sequences of a cache.
 
 A cache is a tree of boxed variables (`sharding.variables`), which name the
 batch axis wherever a stack has put it. Variables without a batch axis, such as
@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from paxon.layers.attention import cache_variables
 from paxon.sharding import axes, variables
 
 
@@ -29,6 +30,53 @@ def take(cache: Any, indices: jax.Array) -> Any:
   return map_axis(
     cache, axes.BATCH, lambda x, axis: jnp.take(x, indices, axis=axis)
   )
+
+
+def put(cache: Any, rows: Any, first: jax.Array) -> Any:
+  """Returns the cache with adjacent sequences replaced, in place where XLA can.
+
+  Args:
+    cache: The cache.
+    rows: A cache of fewer sequences.
+    first: The sequence that the first one of `rows` replaces.
+  """
+
+  def put_one(leaf: Any, row: Any) -> Any:
+    if axes.BATCH not in leaf.names:
+      return row
+    axis = leaf.names.index(axes.BATCH)
+    value = jax.lax.dynamic_update_slice_in_dim(
+      leaf.value, row.value, first, axis
+    )
+    return leaf.replace(value=value)
+
+  return jax.tree.map(put_one, cache, rows, is_leaf=_is_box)
+
+
+def with_row_index(cache: Any) -> Any:
+  """Returns the cache with an index for each sequence, which then advance alone.
+
+  Caches whose index is that of each sequence already stay as they are.
+
+  Raises:
+    ValueError: A variable does not name its axes.
+  """
+  sizes: set[int] = set()
+
+  def note(x: jax.Array, axis: int) -> jax.Array:
+    sizes.add(x.shape[axis])
+    return x
+
+  map_axis(cache, axes.BATCH, note)
+  (size,) = sizes
+
+  def widen(path: Any, leaf: Any) -> Any:
+    if path[-1].key != cache_variables.INDEX or axes.BATCH in leaf.names:
+      return leaf
+    value = jnp.broadcast_to(leaf.value[..., None], (*leaf.value.shape, size))
+    return leaf.replace(value=value, names=(*leaf.names, axes.BATCH))
+
+  return jax.tree_util.tree_map_with_path(widen, cache, is_leaf=_is_box)
 
 
 def map_axis(
@@ -54,6 +102,8 @@ def map_axis(
       return leaf
     return leaf.replace(value=fn(leaf.value, leaf.names.index(axis)))
 
-  return jax.tree_util.tree_map_with_path(
-    apply, cache, is_leaf=lambda leaf: isinstance(leaf, variables.Variable)
-  )
+  return jax.tree_util.tree_map_with_path(apply, cache, is_leaf=_is_box)
+
+
+def _is_box(leaf: Any) -> bool:
+  return isinstance(leaf, variables.Variable)

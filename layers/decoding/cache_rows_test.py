@@ -93,6 +93,51 @@ def test_slots_can_be_added():
   assert np.isfinite(more).all()
 
 
+def test_an_index_for_each_sequence_changes_no_output():
+  """Stacked layers, whose positions and index the stack writes, and a ring."""
+  step, cache = _prefilled()
+  rows = cache_rows.with_row_index(cache)
+  shapes = {x.shape for x in jax.tree.leaves(rows) if x.dtype == jnp.int32}
+  assert (1, BATCH) in shapes
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    cache_rows.with_row_index(rows),
+    rows,
+  )
+  tokens = _next(np.arange(BATCH))
+  (expected, cache), (got, rows) = step(cache, *tokens), step(rows, *tokens)
+  np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+  shared = cache_rows.with_row_index(cache)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+    rows,
+    shared,
+  )
+
+
+def test_sequences_with_their_own_index_advance_alone():
+  """One prompt of another length is put among the others."""
+  step, cache = _prefilled()
+  cache = cache_rows.with_row_index(cache)
+  tokens = _next(np.arange(BATCH))
+  expected, _ = step(cache, *tokens)
+  one = cache_rows.take(cache, testing.array([1], np.int32))
+  y, one = step(one, *(x[1:2] for x in tokens))
+  np.testing.assert_allclose(y[0], expected[1], rtol=1e-5, atol=1e-6)
+  put = jax.jit(cache_rows.put)
+  mixed = put(cache, one, jnp.int32(0))
+  y, mixed = step(mixed, *tokens)
+  np.testing.assert_allclose(y[1:], expected[1:], rtol=1e-5, atol=1e-6)
+  # The first sequence has no slot left; the others do.
+  assert np.isnan(y[0]).all()
+  # Put back, it is as it was.
+  back = put(
+    mixed, cache_rows.take(cache, testing.array([0], np.int32)), jnp.int32(0)
+  )
+  y, _ = step(back, *tokens)
+  np.testing.assert_allclose(y[0], expected[0], rtol=1e-5, atol=1e-6)
+
+
 def test_rejects_variables_without_axes():
   _, cache = _prefilled()
   with pytest.raises(ValueError, match=r"\['index'\].* does not name its axes"):
