@@ -239,7 +239,7 @@ class ContiguousCache(Cache):
   a compiled loop cannot raise, but the result is never silently wrong.
 
   The index is shared by all sequences, and their padding takes slots, too. With
-  an index for each sequence (`decoding.cache_rows.with_row_index`) padding takes
+  one for each sequence (`decoding.cache_rows.with_row_index`) padding takes
   no slot, and sequences advance independently.
 
   Attributes:

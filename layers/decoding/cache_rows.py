@@ -54,7 +54,7 @@ def put(cache: Any, rows: Any, first: jax.Array) -> Any:
 
 
 def with_row_index(cache: Any) -> Any:
-  """Returns the cache with an index for each sequence, which then advance alone.
+  """Returns the cache with an index for each sequence.
 
   Caches whose index is that of each sequence already stay as they are.
 
