@@ -110,6 +110,25 @@ _FLAGS = (
     modes=("decode",),
   ),
   _Flag(
+    "decode_file",
+    None,
+    "JSON lines with prompts to continue; resumes where it was stopped.",
+    modes=("decode",),
+  ),
+  _Flag(
+    "decode_output",
+    None,
+    "JSON lines to write for --decode_file. Default: below decode/ in the run"
+    " directory.",
+    modes=("decode",),
+  ),
+  _Flag(
+    "decode_batch_size",
+    32,
+    "Number of prompts of --decode_file that are decoded together.",
+    modes=("decode",),
+  ),
+  _Flag(
     "target",
     None,
     "Hardware to plan for, such as cpu:8, h200:64x8, v5e:16x16 or v4:2x(4x4x4);"
@@ -331,8 +350,9 @@ def check(values: Values, packages: Sequence[str]) -> None:
     raise user_error.UserError(
       "--continuous evaluates the splits; leave out --eval_file."
     )
-  if values.chat and values.prompt is None:
+  if values.chat and values.prompt is None and values.decode_file is None:
     raise user_error.UserError("--chat requires --prompt, the message.")
+  _check_decode_file(values)
   try:
     (values.prompt or "").encode()
   except UnicodeEncodeError as error:
@@ -356,6 +376,21 @@ def check(values: Values, packages: Sequence[str]) -> None:
       parse_questions(values)
   except ValueError as error:
     raise user_error.UserError(str(error)) from error
+
+
+def _check_decode_file(values: Values) -> None:
+  if values.decode_file is None:
+    for name in ("decode_output", "decode_batch_size"):
+      if not values[name].using_default_value:
+        raise user_error.UserError(f"--{name} requires --decode_file.")
+  elif values.prompt is not None:
+    raise user_error.UserError(
+      "--prompt and --decode_file must not both be set."
+    )
+  if values.decode_batch_size < 1:
+    raise user_error.UserError(
+      f"--decode_batch_size must be positive, got {values.decode_batch_size}."
+    )
 
 
 def reads_settings(values: Values) -> bool:

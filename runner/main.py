@@ -274,6 +274,18 @@ def _start(this: _Run, run_dir: "epath.Path") -> int:
     return evaluate.run(
       job, run_dir, continuous=values.continuous, step=values.checkpoint_step
     )
+  if values.mode == "decode" and values.decode_file is not None:
+    from paxon.runner.training import decode_file
+
+    return decode_file.run(
+      job,
+      run_dir,
+      values.decode_file,
+      output=values.decode_output,
+      batch_size=values.decode_batch_size,
+      step=values.checkpoint_step,
+      chat=values.chat,
+    )
   if values.mode == "decode":
     from paxon.runner.training import decode
 

@@ -201,6 +201,24 @@ _WRONG = [
     r"--job_log_dir requires --mode=train or eval or .*=inspect_input\)",
   ),
   ([_TOY, "--mode=decode"], r"--mode=decode requires --job_log_dir"),
+  ([_TOY, "--decode_file=x"], r"--decode_file requires --mode=decode \(got"),
+  (
+    ["--mode=decode", "--job_log_dir=x", "--decode_output=y"],
+    r"--decode_output requires --decode_file\.",
+  ),
+  (
+    ["--mode=decode", "--job_log_dir=x", "--decode_file=y", "--prompt=z"],
+    r"--prompt and --decode_file must not both be set\.",
+  ),
+  (
+    [
+      "--mode=decode",
+      "--job_log_dir=x",
+      "--decode_file=y",
+      "--decode_batch_size=0",
+    ],
+    r"--decode_batch_size must be positive, got 0\.",
+  ),
   ([_TOY, "--mode=eval", "--job_log_dir=no"], r"no does not exist; use"),
   ([_TOY, "--job_log_dir="], r"--job_log_dir is empty"),
   ([_TOY, "--job_log_dir=/dev/null/x"], r"cannot create the directory"),
@@ -248,6 +266,7 @@ def test_knob_without_effect_is_one_line(call, monkeypatch):
 def test_flags_are_the_frozen_list():
   assert sorted(command_line.make_flags()) == [
     *("chat", "checkpoint_step", "continuous", "coordinator_address"),
+    *("decode_batch_size", "decode_file", "decode_output"),
     *("eval_file", "exp", "help", "host_timeout"),
     *("job_log_dir", "list", "max_restarts", "mode", "num_processes"),
     *("plan_batches", "plan_days", "plan_lengths", "plan_price"),

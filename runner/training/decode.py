@@ -164,7 +164,7 @@ def write_samples(
   shared = {
     "seed": job.seed,
     "sampler": (
-      _name(settings.search or settings.sampler) if settings else None
+      name_of(settings.search or settings.sampler) if settings else None
     ),
     "max_new_tokens": settings.max_new_tokens if settings else None,
     "stop": list(settings.stop) if settings else [],
@@ -211,6 +211,6 @@ def _key(line: dict[str, Any]) -> tuple[Any, ...]:
   return (*(line[n] for n in _KEY[:-1]), tuple(line[_KEY[-1]]))
 
 
-def _name(sampler: Any) -> str:
-  """Returns the repr of a dataclass, or the name of a function."""
+def name_of(sampler: Any) -> str:
+  """Returns the repr of a dataclass or a value, or the name of a function."""
   return getattr(sampler, "__qualname__", None) or repr(sampler)

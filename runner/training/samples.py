@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
+import math
 from typing import Any, TypeAlias
 
 import jax
@@ -24,6 +25,15 @@ from paxon.sharding import mesh as meshes
 from paxon.sharding import rules as rules_lib
 
 _STREAM = "generation"
+# Fields of `generate.Generation` that a sample is made of.
+_RESULTS = (
+  "ids",
+  "lengths",
+  "log_probs",
+  "ended",
+  "top_ids",
+  "top_log_probs",
+)
 
 # A text to continue, or the messages of a chat.
 Prompt: TypeAlias = str | list[dict[str, Any]]
@@ -98,79 +108,146 @@ def draw(
     UserError: The job has no generation settings, its model cannot generate,
       or there is no chat template for messages.
   """
-  settings, tokenizer = _settings(session)
-  given_prompts = list(settings.prompts if prompts is None else prompts)
-  texts = [_text_of(prompt, settings) for prompt in given_prompts]
-  encoded = [
-    _encode(session.job, text, is_chat=not isinstance(prompt, str))
-    for prompt, text in zip(given_prompts, texts, strict=True)
-  ]
-  layout = _decoding_layout(session)
-  generator, batch = _generator(session, layout, encoded)
-  key = train_state.make_key(session.job.seed, step=state.step, stream=_STREAM)
-  given = session_lib.for_evaluation(state)
-  if layout.mesh is not session.layout.mesh or session.job.decode_rules:
-    # Moved once, not in each decoding step.
-    given, key = jax.device_put(
-      (given, key), (_shardings(session, layout), layout.replicated)
+  generator = Generator(session, state)
+  given = generator.settings.prompts if prompts is None else prompts
+  return generator.draw([generator.encode(prompt) for prompt in given])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Encoded:
+  """A prompt as its model reads it.
+
+  Attributes:
+    text: The prompt; of a chat that of the chat template.
+    ids: Its ids, at least one.
+    is_chat: Whether the prompt is a chat.
+  """
+
+  text: str
+  ids: list[int]
+  is_chat: bool
+
+
+class Generator:
+  """A trained model that continues prompts.
+
+  Attributes:
+    settings: Those of the job.
+  """
+
+  def __init__(
+    self, session: session_lib.Session, state: train_state.TrainState
+  ) -> None:
+    """Moves the state to where samples are drawn; compiles nothing.
+
+    Raises:
+      UserError: See `draw`.
+    """
+    self.settings, self._tokenizer = _settings(session)
+    self._session = session
+    self._layout = layout = _decoding_layout(session)
+    self._run = _program(session, layout)
+    key = train_state.make_key(
+      session.job.seed, step=state.step, stream=_STREAM
     )
-  result = generator(given, batch.ids, batch.lengths, key)
-  found = jax.device_get(
-    {
-      name: getattr(result, name)
-      for name in (
-        "ids",
-        "lengths",
-        "log_probs",
-        "ended",
-        "top_ids",
-        "top_log_probs",
+    given = session_lib.for_evaluation(state)
+    if layout.mesh is not session.layout.mesh or session.job.decode_rules:
+      # Moved once, not in each decoding step.
+      given, key = jax.device_put(
+        (given, key), (_shardings(session, layout), layout.replicated)
       )
-    }
-  )
-  ids, lengths = found["ids"], found["lengths"]
-  end_ids = _end_ids(settings, tokenizer)
-  drawn = []
-  # Samples of a prompt are adjacent. Further sequences only pad the batch.
-  for i in range(len(texts) * settings.num_samples):
-    generated = ids[i, : lengths[i]]
+    self._state, self._key = given, key
+
+  def encode(self, prompt: Prompt) -> Encoded:
+    """Returns a text to continue, or the messages of a chat, as ids.
+
+    Raises:
+      UserError: There is no chat template, or it rejects the messages.
+    """
+    text, is_chat = _text_of(prompt, self.settings), not isinstance(prompt, str)
+    ids = _encode(self._session.job, text, is_chat=is_chat)
+    return Encoded(text=text, ids=ids, is_chat=is_chat)
+
+  def draw(
+    self,
+    prompts: Sequence[Encoded],
+    *,
+    each: Sequence[sampling.Settings] | None = None,
+    length: int | None = None,
+    batch_size: int = 1,
+  ) -> list[Sample]:
+    """Returns `num_samples` continuations of each prompt, adjacent.
+
+    Args:
+      prompts: Those of one batch.
+      each: Settings of each prompt; None for those of the job.
+      length: Number of ids to which prompts are padded; None for the longest.
+        Each length compiles once.
+      batch_size: The number of prompts is padded to a multiple of it.
+
+    Raises:
+      UserError: An id is not in the model's vocabulary, or a length is not
+        possible.
+    """
+    settings = self.settings
+    batch = prompts_lib.pad_right([p.ids for p in prompts], length=length)
+    multiple = math.lcm(batch_size, self._layout.shards(axes.BATCH))
+    arguments = _arguments(self._session, batch, multiple, each)
+    result = self._run(self._state, *arguments, self._key)
+    found = jax.device_get({name: getattr(result, name) for name in _RESULTS})
+    drawn = []
+    # Further sequences only pad the batch.
+    for i in range(len(prompts) * settings.num_samples):
+      size = found["lengths"][i]
+      row = {name: values[i] for name, values in found.items()}
+      drawn.append(
+        self._sample(
+          prompts[i // settings.num_samples],
+          i % settings.num_samples,
+          row["ids"][:size],
+          row,
+        )
+      )
+    return drawn
+
+  def _sample(
+    self, prompt: Encoded, index: int, ids: np.ndarray, row: dict[str, Any]
+  ) -> Sample:
+    """Returns a sample from what was generated."""
+    settings, tokenizer = self.settings, self._tokenizer
     # There is at least one.
-    kept = generated[:-1] if generated[-1] in end_ids else generated
-    n = i // settings.num_samples
-    is_chat = not isinstance(given_prompts[n], str)
+    is_end = ids[-1] in _end_ids(settings, tokenizer)
+    kept = ids[:-1] if is_end else ids
     # An encoder-decoder's text, or a reply, does not continue the prompt's.
-    before = [] if is_chat or _reads_source(session.job) else encoded[n]
+    is_apart = prompt.is_chat or _reads_source(self._session.job)
+    before = [] if is_apart else prompt.ids
     text, cut = _decode(tokenizer, before, kept), None
     if settings.stop:
       text, cut = _cut(
         text,
         settings.stop,
-        lambda k, b=before, g=kept: _decode(tokenizer, b, g[:k]),
+        lambda count: _decode(tokenizer, before, kept[:count]),
         len(kept),
       )
-    size = len(generated) if cut is None else cut
-    drawn.append(
-      Sample(
-        prompt=texts[n],
-        index=i % settings.num_samples,
-        continuation=text,
-        ids=tuple(generated[:size].tolist()),
-        is_chat=is_chat,
-        log_probs=tuple(found["log_probs"][i, :size].tolist()),
-        alternatives=tuple(
-          tuple(zip(a.tolist(), b.tolist(), strict=True))
-          for a, b in zip(
-            found["top_ids"][i, :size],
-            found["top_log_probs"][i, :size],
-            strict=True,
-          )
+    size = len(ids) if cut is None else cut
+    alternatives = ()
+    if settings.num_alternatives:
+      alternatives = tuple(
+        tuple(zip(a.tolist(), b.tolist(), strict=True))
+        for a, b in zip(
+          row["top_ids"][:size], row["top_log_probs"][:size], strict=True
         )
-        if settings.num_alternatives
-        else (),
-        finish="length" if cut is None and not found["ended"][i] else "stop",
       )
+    return Sample(
+      prompt=prompt.text,
+      index=index,
+      continuation=text,
+      ids=tuple(ids[:size].tolist()),
+      is_chat=prompt.is_chat,
+      log_probs=tuple(row["log_probs"][:size].tolist()),
+      alternatives=alternatives,
+      finish="length" if cut is None and not row["ended"] else "stop",
     )
-  return drawn
 
 
 def _cut(
@@ -277,10 +354,9 @@ def trace(session: session_lib.Session) -> jax.stages.Traced:
   """Returns the program that `draw` runs, traced; nothing is computed."""
   settings, _ = _settings(session)
   layout = _decoding_layout(session)
-  encoded = [
-    _encode(session.job, text, is_chat=False) for text in settings.prompts
-  ]
-  generator, batch = _generator(session, layout, encoded)
+  batch = prompts_lib.pad_right(
+    [_encode(session.job, text, is_chat=False) for text in settings.prompts]
+  )
   state = jax.tree.map(
     lambda x, sharding: jax.ShapeDtypeStruct(
       x.shape, x.dtype, sharding=sharding
@@ -288,7 +364,9 @@ def trace(session: session_lib.Session) -> jax.stages.Traced:
     session_lib.for_evaluation(session.abstract_state()),
     _shardings(session, layout),
   )
-  return generator.trace(state, batch.ids, batch.lengths, jax.random.key(0))
+  arguments = _arguments(session, batch, layout.shards(axes.BATCH))
+  program = _program(session, layout)
+  return program.trace(state, *arguments, jax.random.key(0))
 
 
 def _settings(
@@ -320,24 +398,19 @@ def _end_ids(
     return settings.end_ids or (tokenizer.end_id,)
 
 
-def _generator(
-  session: session_lib.Session,
-  layout: layouts.Layout,
-  encoded: Sequence[Sequence[int]],
-) -> tuple[layouts.LaidOut, prompts_lib.Prompts]:
-  """Returns the generating function, and the prompts as its arguments."""
+def _program(
+  session: session_lib.Session, layout: layouts.Layout
+) -> layouts.LaidOut:
+  """Returns the generating function: (state, *arguments, key)."""
   settings, tokenizer = _settings(session)
   model = session.job.task.model
   reads_source = _reads_source(session.job)
-  batch = prompts_lib.pad_right(encoded)
-  check_ids(session.job, batch.ids)
-  _check_lengths(model, batch.lengths, settings.max_new_tokens)
-  batch = _pad(batch, multiple=layout.shards(axes.BATCH))
 
   def run(
     state: train_state.TrainState,
     ids: jax.Array,
     lengths: jax.Array,
+    each: sampling.BatchSettings | None,
     key: jax.Array,
   ) -> generate.Generation:
     variables = session.evaluation_variables(state)
@@ -357,9 +430,8 @@ def _generator(
     }
     if settings.search is not None:
       return settings.search.generate(*steps, ids, lengths, **shared)
-    sampler = settings.sampler
-    if isinstance(sampler, sampling.Settings):
-      sampler = _stack(sampler, ids.shape[0], settings.num_samples, model)
+    sampler = settings.sampler if each is None else each
+    assert not isinstance(sampler, sampling.Settings)
     return generate.generate(
       *steps,
       ids,
@@ -370,29 +442,42 @@ def _generator(
       **shared,
     )
 
-  generator = layout.jit(
+  return layout.jit(
     run,
     out_shardings=layout.replicated,
     compiler_options=session.compiler_options,
   )
-  return generator, batch
 
 
-def _stack(
-  settings: sampling.Settings, count: int, num_samples: int, model: Any
-) -> sampling.BatchSettings:
-  """Returns the settings of `count` prompts, each with a seed of its own."""
+def _arguments(
+  session: session_lib.Session,
+  batch: prompts_lib.Prompts,
+  multiple: int,
+  each: Sequence[sampling.Settings] | None = None,
+) -> tuple[np.ndarray, np.ndarray, sampling.BatchSettings | None]:
+  """Returns prompts and their settings as the program reads them."""
+  settings, _ = _settings(session)
+  model = session.job.task.model
+  check_ids(session.job, batch.ids)
+  _check_lengths(model, batch.lengths, settings.max_new_tokens)
+  sampler = settings.sampler
+  batch = _pad(batch, multiple=multiple)
+  if each is None and isinstance(sampler, sampling.Settings):
+    each = [
+      dataclasses.replace(sampler, seed=(sampler.seed + i) % 2**31)
+      for i in range(len(batch.lengths))
+    ]
+  if each is None:
+    return batch.ids, batch.lengths, None
+  missing = len(batch.lengths) - len(each)
   embedding = getattr(model, "embedding", None)
-  return sampling.stack(
-    [
-      dataclasses.replace(settings, seed=(settings.seed + i) % 2**31)
-      for i in range(count)
-    ],
-    num_samples=num_samples,
-    vocab_size=(
-      getattr(embedding, "vocab_size", None) if settings.logit_bias else None
-    ),
+  size = getattr(embedding, "vocab_size", None)
+  stacked = sampling.stack(
+    [*each, *[each[-1]] * missing],
+    num_samples=settings.num_samples,
+    vocab_size=size if any(e.logit_bias for e in each) else None,
   )
+  return batch.ids, batch.lengths, stacked
 
 
 def check_ids(job: job_lib.Job, ids: np.ndarray) -> None:
