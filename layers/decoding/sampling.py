@@ -187,7 +187,7 @@ class BatchSettings:
     logits: Float[Array, "rows vocab"],
     history: History,
     step: Int[Array, " rows"],
-    end_ids: Sequence[int] = (),
+    end_ids: Sequence[int] | Int[Array, "rows ends"] = (),
   ) -> Float[Array, "rows vocab"]:
     """Returns the logits of the distribution that is drawn from, float32.
 
@@ -197,10 +197,14 @@ class BatchSettings:
       logits: Those of the model.
       history: Ids of each sequence.
       step: Number of ids that each sequence has generated.
-      end_ids: Ids that end a sequence.
+      end_ids: Ids that end a sequence, or those of each, padded with -1.
     """
     logits = self._penalized(logits.astype(jnp.float32), history)
-    if end_ids:
+    if isinstance(end_ids, jax.Array):
+      is_early = step < self.min_new_tokens
+      exclude = functools.partial(_exclude, ids=end_ids)
+      logits = _apply_if(is_early, exclude, logits)
+    elif end_ids:
       is_end = np.isin(np.arange(logits.shape[-1]), list(end_ids))
       is_early = (step < self.min_new_tokens)[:, None]
       logits = jnp.where(is_early & is_end[None, :], -jnp.inf, logits)
@@ -218,7 +222,7 @@ class BatchSettings:
     key: Key[Array, ""],
     history: History,
     step: Int[Array, " rows"],
-    end_ids: Sequence[int] = (),
+    end_ids: Sequence[int] | Int[Array, "rows ends"] = (),
   ) -> Int[Array, " rows"]:
     """Returns one id per sequence; the arguments are those of `log_weights`."""
     if self.seed.shape != logits.shape[:1]:
@@ -343,6 +347,14 @@ def _apply_if(
     lambda x: x,
     logits,
   )
+
+
+def _exclude(logits: jax.Array, *, ids: jax.Array) -> jax.Array:
+  """Returns logits that are -inf for ids [R,E] of each sequence."""
+  at = jnp.arange(ids.shape[0])[:, None]
+  # Indices out of range are dropped; negative ones would count from the end.
+  ids = jnp.where(ids < 0, logits.shape[-1], ids)
+  return logits.at[at, ids].set(-jnp.inf, mode="drop")
 
 
 def _softmax(logits: jax.Array, keep: jax.Array) -> jax.Array:

@@ -1,0 +1,277 @@
+"""Tests for requests that enter and leave a batch."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxon.layers import testing
+from paxon.layers.attention import sliding_cache
+from paxon.layers.decoding import (
+  continuous_batching,
+  generate,
+  model_steps,
+  prompts,
+  sampling,
+)
+from paxon.layers.models import testing as models_testing
+from paxon.sharding import axes, layout, mesh, rules
+
+LENGTH, PROMPT, NEW, CHUNK, SLOTS = 28, 17, 12, 5, 4
+KEY = 3
+
+
+@functools.cache
+def _model():
+  """A model with a ring and a contiguous cache, in stacked layers."""
+  model = models_testing.tiny_decoder(num_layers=4)
+  local, block = model.stack.blocks
+  attention = local.attention.clone(cache=sliding_cache.SlidingCache(3))
+  model = model.clone(
+    stack=model.stack.clone(blocks=(local.clone(attention=attention), block))
+  )
+  tokens = jnp.ones((1, 4), jnp.int32)
+  args = tokens, testing.counted(1, 4), testing.ones(1, 4)
+  values = testing.random_values(model, *args)
+  # Far from uniform, so that a small error does not swap two ids.
+  return model, jax.tree.map(lambda x: 2 * x, values)
+
+
+def _make_steps(values):
+  model, _ = _model()
+  return (
+    model_steps.make_prefill(model, values),
+    model_steps.make_decode_step(model, values),
+  )
+
+
+def _batcher(num_slots=SLOTS, **fields):
+  return continuous_batching.Batcher(
+    _make_steps,
+    _model()[1],
+    num_slots=num_slots,
+    cache_length=LENGTH,
+    chunk=CHUNK,
+    key=jax.random.key(KEY),
+    max_alternatives=2,
+    **fields,
+  )
+
+
+@functools.cache
+def _small():
+  return _batcher(num_slots=2)
+
+
+def _random_request(rng):
+  chance = lambda *values: values[rng.integers(len(values))]  # noqa: E731
+  settings = sampling.Settings(
+    temperature=chance(0.0, 0.7, 1.5),
+    top_k=chance(None, None, 3),
+    top_p=chance(1.0, 0.8),
+    min_p=chance(0.0, 0.1),
+    repetition_penalty=chance(1.0, 1.3),
+    presence_penalty=chance(0.0, 0.5),
+    frequency_penalty=chance(0.0, -0.4),
+    logit_bias=chance({}, {3: 2.0, 5: -np.inf}),
+    min_new_tokens=chance(0, 3),
+    max_new_tokens=int(rng.integers(1, NEW + 1)),
+    seed=int(rng.integers(100)),
+  )
+  size = int(rng.integers(1, PROMPT + 1))
+  return continuous_batching.Request(
+    prompt=rng.integers(0, models_testing.VOCAB, size).tolist(),
+    settings=settings,
+    end_ids=chance((), (1, 2), (4,)),
+    sample=int(rng.integers(2)),
+    num_alternatives=chance(0, 2),
+  )
+
+
+@functools.cache
+def _generator(end_ids):
+  @jax.jit
+  def run(values, ids, lengths, settings):
+    return generate.generate(
+      *_make_steps(values),
+      ids,
+      lengths,
+      sampler=settings,
+      key=jax.random.key(KEY),
+      max_new_tokens=NEW,
+      end_id=end_ids or None,
+      num_alternatives=2,
+    )
+
+  return run
+
+
+def _alone(request):
+  """Returns what `generate` makes of a request, alone."""
+  batch = prompts.pad_right([request.prompt], length=PROMPT)
+  settings = sampling.stack([request.settings], vocab_size=models_testing.VOCAB)
+  settings = dataclasses.replace(
+    settings, sample=jnp.asarray([request.sample], jnp.int32)
+  )
+  run = _generator(request.end_ids)
+  return run(_model()[1], batch.ids, batch.lengths, settings)
+
+
+def _check(tokens, request):
+  """Compares the tokens of a request with those that it gets alone."""
+  expected = _alone(request)
+  count = int(expected.lengths[0])
+  assert [t.id for t in tokens] == expected.ids[0, :count].tolist()
+  np.testing.assert_allclose(
+    [t.log_prob for t in tokens],
+    expected.log_probs[0, :count],
+    rtol=1e-4,
+    atol=1e-4,
+  )
+  finish = "stop" if expected.ended[0] else "length"
+  assert [t.finish for t in tokens] == [None] * (count - 1) + [finish]
+  top = [tuple(i for i, _ in t.alternatives) for t in tokens]
+  number = request.num_alternatives
+  assert top == [
+    tuple(x) for x in np.asarray(expected.top_ids)[0, :count, :number]
+  ]
+
+
+@pytest.fixture(name="compiled")
+def _compiled():
+  """Counts the programs that are compiled."""
+  events = []
+
+  def listen(event, duration, **_):
+    del duration
+    if event == "/jax/core/compile/backend_compile_duration":
+      events.append(event)
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  yield events
+  jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_random_requests_get_the_tokens_that_each_gets_alone(compiled):
+  """With random arrivals, lengths and settings; nothing compiles."""
+  rng = np.random.default_rng(0)
+  batcher = _batcher()
+  requests = [_random_request(rng) for _ in range(200)]
+  batcher.run([requests[0]])
+  batcher.run([requests[0]])
+  del compiled[:]
+  found, numbers, waiting = {}, {}, list(enumerate(requests))
+  most = 0
+  while waiting or batcher.num_running or batcher.num_waiting:
+    for _ in range(min(rng.poisson(0.3), len(waiting))):
+      i, request = waiting.pop(0)
+      numbers[batcher.submit(request)] = i
+    for token in batcher.step():
+      found.setdefault(numbers[token.request], []).append(token)
+    most = max(most, batcher.num_running)
+  assert not compiled
+  assert most == SLOTS
+  for i, request in enumerate(requests):
+    _check(found[i], request)
+  assert {t[-1].finish for t in found.values()} == {"stop", "length"}
+
+
+def _greedy(prompt, count):
+  return continuous_batching.Request(
+    prompt=prompt,
+    settings=sampling.Settings(temperature=0.0, max_new_tokens=count),
+  )
+
+
+def test_a_cancelled_request_frees_its_slot_and_the_others_go_on():
+  batcher = _small()
+  requests = [_greedy([7, 8], NEW), _greedy([9] * 11, NEW), _greedy([3], NEW)]
+  numbers = [batcher.submit(request) for request in requests]
+  found = {number: [] for number in numbers}
+
+  def step():
+    for token in batcher.step():
+      found[token.request].append(token)
+
+  step()
+  # The first generates, the second is being read, and the third waits.
+  assert (batcher.num_running, batcher.num_waiting) == (2, 1)
+  batcher.cancel(numbers[0])
+  step()
+  assert (batcher.num_running, batcher.num_waiting) == (2, 0)
+  while batcher.num_running:
+    step()
+  assert len(found[numbers[0]]) == 2
+  for number, request in zip(numbers[1:], requests[1:], strict=True):
+    _check(found[number], request)
+  # While its prompt is read, and while it waits.
+  number = batcher.submit(requests[1])
+  batcher.step()
+  batcher.cancel(number)
+  batcher.cancel(batcher.submit(requests[0]))
+  assert (batcher.num_running, batcher.num_waiting) == (0, 0)
+  assert not batcher.step()
+  (tokens,) = batcher.run(requests[1:2])
+  _check(tokens, requests[1])
+
+
+def test_a_slot_forgets_its_last_request():
+  """Even NaN in its cache."""
+  batcher = _small()
+  batcher.run([_greedy([5] * PROMPT, NEW)])
+  broken = jax.tree.map(
+    lambda x: x * jnp.nan if x.dtype == jnp.float32 else x, batcher._cache
+  )
+  batcher._cache = broken
+  request = _greedy([1, 2, 3, 4, 5, 6], NEW)
+  (tokens,) = batcher.run([request])
+  _check(tokens, request)
+
+
+def test_heads_may_be_split_over_devices():
+  split = rules.replace(
+    rules.DEFAULT_RULES, {axes.BATCH: None, axes.LENGTH: None}
+  )
+  spec = mesh.MeshSpec.parse("tensor=2")
+  devices = jax.devices()[:2]
+  batcher = _batcher(
+    layout=layout.Layout(mesh.make_mesh(spec, devices=devices), split)
+  )
+  rng = np.random.default_rng(1)
+  requests = [_random_request(rng) for _ in range(6)]
+  for tokens, request in zip(batcher.run(requests), requests, strict=True):
+    _check(tokens, request)
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    ({"prompt": []}, r"Request.prompt is empty"),
+    ({"prompt": [3, 99]}, r"Request.prompt has the id 99, .* of \d+ ids"),
+    (
+      {"prompt": [1] * 18},
+      r"18 ids of the prompt and max_new_tokens=12 exc",
+    ),
+    ({"settings": sampling.Settings()}, r"max_new_tokens is None; set a numb"),
+    ({"end_ids": (-1,)}, r"Request.end_ids has the id -1"),
+    ({"end_ids": (1,) * 9}, r"Request.end_ids: 9 is more than 8"),
+    ({"num_alternatives": 3}, r"Request.num_alternatives: 3 is more than 2"),
+  ],
+)
+def test_rejects_requests_that_can_never_be_served(fields, message):
+  batcher = _small()
+  request = dataclasses.replace(_greedy([1], NEW), **fields)
+  with pytest.raises(ValueError, match=message):
+    batcher.submit(request)
+  assert not batcher.num_waiting
+
+
+def test_rejects_bad_batches():
+  with pytest.raises(ValueError, match=r"num_slots must be positive, got 0"):
+    _batcher(num_slots=0)
+  spec = mesh.MeshSpec.parse("data=8")
+  with pytest.raises(ValueError, match=r"must not split the batch, got 8"):
+    _batcher(layout=layout.Layout(mesh.make_mesh(spec)))
