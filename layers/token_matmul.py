@@ -35,7 +35,7 @@ def call(
   `equation` contracts the last axes of `x` with the first of the kernel, such
   as `BTNH,NHD->BTD`; a `...` stands for any number of axes of tokens.
   """
-  if isinstance(einsum, matmuls.Adapter):
+  if isinstance(einsum, matmuls.Adapter) and not einsum.replaces_matmul:
     # The plain matmul is that of a layer without an adapter.
     out = call(jnp.einsum, name, equation, x, kernel)
     return einsum.adapt(equation, x, kernel, out, matmul=name)

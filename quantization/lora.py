@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from paxon.quantization import equations, matmuls
+from paxon.quantization import equations, matmuls, stored_kernels
 from paxon.quantization import rules as rules_lib
 from paxon.sharding import checks, logical, variables
 
@@ -133,10 +133,43 @@ class LoraEinsum(matmuls.Adapter):
   Attributes:
     lora: The adapter of each matmul.
     matmuls: Names of the matmuls with an adapter; `None` is all.
+    storage: Format in which all kernels of the layer are stored; `None` keeps
+      them as parameters.
   """
 
   lora: Lora
   matmuls: tuple[str, ...] | None = None
+  storage: stored_kernels.Storage | None = None
+
+  @property
+  def replaces_matmul(self) -> bool:
+    """Whether the matmul itself is another one, of a stored kernel."""
+    return self.storage is not None
+
+  @nn.compact
+  def __call__(
+    self,
+    equation: str,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *,
+    matmul: str,
+    preferred_element_type: DTypeLike | None = None,
+  ) -> jax.Array:
+    """Returns the adapted matmul of two operands, as `Provider`."""
+    if self.storage is None:
+      return super().__call__(
+        equation,
+        lhs,
+        rhs,
+        matmul=matmul,
+        preferred_element_type=preferred_element_type,
+      )
+    has_adapter = self.matmuls is None or matmul in self.matmuls
+    lora = self.lora if has_adapter else None
+    return _StoredMatmul(lora, self.storage, name=matmul)(
+      equation, lhs, rhs, preferred_element_type
+    )
 
   @nn.compact
   def adapt(
@@ -165,12 +198,20 @@ class LoraEinsum(matmuls.Adapter):
 class _Matmul(nn.Module):
   """The adapter of one matmul."""
 
-  lora: Lora
+  lora: Lora | None
 
   @nn.compact
   def __call__(
     self, equation: str, lhs: jax.Array, rhs: jax.Array, out: jax.Array
   ) -> jax.Array:
+    return self.adapt(equation, lhs, rhs, out)
+
+  def adapt(
+    self, equation: str, lhs: jax.Array, rhs: jax.Array, out: jax.Array
+  ) -> jax.Array:
+    """Returns `out` with the adapter; `rhs` is read for DoRA only."""
+    if self.lora is None:
+      return out
     if self.is_initializing():
       names = self._kernel_axes(rhs.shape)
       if names is None:
@@ -198,6 +239,7 @@ class _Matmul(nn.Module):
       letters: str,
       regularized: bool = True,
     ) -> jax.Array:
+      assert self.lora is not None
       return self.param(
         name,
         logical.partitioned(
@@ -225,7 +267,8 @@ class _Matmul(nn.Module):
       jax.lax.stop_gradient(rhs), *(a, b, delta), scale=scale
     )
     factor = equations.like_output(factor, batch + outer, parsed.out)
-    change = (factor - 1) * out + factor * (scale * high)
+    wide, high = out.astype(jnp.float32), high.astype(jnp.float32)
+    change = (factor - 1) * wide + factor * (scale * high)
     return out + change.astype(out.dtype)
 
   def _kernel_axes(self, shape: tuple[int, ...]) -> Sequence[str | None] | None:
@@ -238,6 +281,48 @@ class _Matmul(nn.Module):
     if getattr(variables.unbox(parameter), "shape", None) != shape:
       return None
     return tuple(getattr(parameter, "names", (None,) * len(shape)))
+
+
+class _StoredMatmul(_Matmul):
+  """One matmul with a stored kernel, and its adapter if it has one."""
+
+  storage: stored_kernels.Storage
+
+  @nn.compact
+  def __call__(
+    self,
+    equation: str,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    preferred_element_type: DTypeLike | None,
+  ) -> jax.Array:
+    parsed = equations.parse(equation, lhs.ndim, rhs.ndim)
+    names = None
+    if self.is_initializing():
+      names = self._kernel_axes(rhs.shape)
+    fields = stored_kernels.find_fields(
+      self, self.storage, parsed, rhs, names=names
+    )
+    if fields is None:
+      return jnp.einsum(
+        equation, lhs, rhs, preferred_element_type=preferred_element_type
+      )
+    out = stored_kernels.multiply(
+      parsed,
+      lhs,
+      fields,
+      storage=self.storage,
+      shape=rhs.shape,
+      preferred_element_type=preferred_element_type,
+    )
+    if self.lora is not None and self.lora.kind is Kind.DORA:
+      rhs = stored_kernels.dequantize(
+        fields,
+        self.storage,
+        shape=rhs.shape,
+        inputs=parsed.contracted_axes(parsed.rhs),
+      )
+    return self.adapt(equation, lhs, rhs, out)
 
 
 def split_letters(equation: equations.Equation) -> tuple[str, str, str]:

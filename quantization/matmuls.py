@@ -127,6 +127,11 @@ class Provider(nn.Module):
 class Adapter(Provider):
   """Base of providers that change the output of a plain matmul."""
 
+  @property
+  def replaces_matmul(self) -> bool:
+    """Whether the matmul itself is another one, too."""
+    return False
+
   @nn.compact
   def __call__(
     self,

@@ -118,6 +118,9 @@ class Experiment(abc.ABC):
     lora_alpha: Factor of the adapters times the rank; None is `lora_rank`.
     lora_kind: Form of the adapters, see `quantization.lora`.
     lora_matmuls: Matmuls with an adapter, such as `query`; None is all.
+    frozen_storage: Storage of what is not trained: `dtype` (the knob); or the
+      format of the kernels of layers with adapters, see
+      `quantization.stored_kernels`, and `dtype` of the rest.
     name: Name in reports; default: the class name.
   """
 
@@ -156,6 +159,7 @@ class Experiment(abc.ABC):
   lora_alpha: float | None = None
   lora_kind: Literal["lora", "rslora", "dora"] = "lora"
   lora_matmuls: tuple[str, ...] | None = None
+  frozen_storage: Literal["dtype", "nf4", "int8", "int4", "fp8"] | None = None
 
   name: ClassVar[str] = ""
   # Knobs that hold a path or pattern of files. Relative ones are stored as
@@ -495,17 +499,12 @@ class Experiment(abc.ABC):
       config.compiler_option_sets = (*sets, _QUANTIZED_OPTION_SET)
 
   def _adapt(self, config: fdl.Config[job_lib.Job]) -> None:
-    rules = self.adapter_rules()
-    if not rules:
-      return
+    rules, storage = self.adapter_rules(), self.frozen_storage
+    if storage is not None:
+      config.frozen_dtype = self.dtype
     from paxon.runner.configuration import rewrites
 
-    patterns = rewrites.adapt(config, rules)
-    if config.trainable is None:
-      config.trainable = patterns
-    start = config.warm_start
-    if isinstance(start, fdl.Config):
-      start.may_be_missing = (*start.may_be_missing, lora.PATTERN)
+    rewrites.adapt_job(config, rules, storage=storage)
 
   def _set_non_finite(self, config: fdl.Config[job_lib.Job]) -> None:
     """Sets what training does about a NaN, if it is not the default."""

@@ -62,6 +62,8 @@ class Job:
       train; None trains all. Each must match a whole name.
     frozen: Regular expressions of the variables that are not trained, also
       among those of `trainable`.
+    frozen_dtype: Dtype in which frozen floating-point variables are stored;
+      None is their own.
     expected_kernels: Kernels that the compiled training step must use; plans
       and runs fail otherwise.
   """
@@ -101,6 +103,7 @@ class Job:
   weights: str | None = None
   trainable: tuple[str, ...] | None = None
   frozen: tuple[str, ...] = ()
+  frozen_dtype: str | None = None
   expected_kernels: tuple[expected_kernels_lib.ExpectedKernel, ...] = ()
 
   def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ all layers of a stack, is read once, and its pieces are written where they
 belong: memory holds a few times the largest array.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 import contextlib
 import json
 import math
@@ -24,7 +24,7 @@ from paxon.layers.models.hugging_face import (
   safetensors_file,
   weight_files,
 )
-from paxon.quantization import lora
+from paxon.quantization import lora, stored_kernels
 from paxon.runner import files as runner_files
 from paxon.runner import units, user_error
 from paxon.runner.checkpoints import checkpointer, stored_checkpoint, text_table
@@ -76,7 +76,14 @@ def run(
   except family.UnsupportedConfigError as error:
     raise user_error.UserError(str(error)) from error
   adapter = _find_adapter(checkpoint)
-  _check(checkpoint, names)
+  replaced = _find_stored(checkpoint)
+  if replaced and not (adapter_only and adapter and _is_additive(adapter)):
+    raise user_error.UserError(
+      f"{os.fspath(checkpoint.path)} has quantized kernels (frozen_storage),"
+      " with which only adapters of kind lora and rslora are written; pass"
+      " --adapter, and add them to the imported model with PEFT."
+    )
+  _check(checkpoint, names, replaced)
   _check_target(target)
   if adapter_only:
     yield _write_adapter(checkpoint, names, adapter, target, dry_run)
@@ -251,8 +258,23 @@ def _write_adapter(
   )
 
 
+def _find_stored(
+  checkpoint: stored_checkpoint.StoredCheckpoint,
+) -> set[str]:
+  """Returns the parameters of which the checkpoint has quantized kernels."""
+  found = map(stored_kernels.find_parameter, checkpoint.variables())
+  return {name for name in found if name is not None}
+
+
+def _is_additive(adapter: lora.Lora) -> bool:
+  """Returns whether an adapter does not depend on its kernel."""
+  return adapter.kind is not lora.Kind.DORA
+
+
 def _check(
-  checkpoint: stored_checkpoint.StoredCheckpoint, names: mapping.Names
+  checkpoint: stored_checkpoint.StoredCheckpoint,
+  names: mapping.Names,
+  replaced: Collection[str],
 ) -> None:
   problems = []
   # A reference or a teacher is not part of the trained model.
@@ -260,8 +282,11 @@ def _check(
     name: array
     for name, array in checkpoint.variables().items()
     if not name.startswith(f"{variables.FROZEN}/")
+    and stored_kernels.find_parameter(name) is None
   }
   for name, leaf in names.leaves.items():
+    if name in replaced:
+      continue
     if name not in stored:
       problems.append(f"{name} {leaf.shape} is not in the checkpoint")
     elif stored[name].shape != leaf.shape:

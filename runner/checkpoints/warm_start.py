@@ -1,8 +1,10 @@
 """Execution and summary of a warm start's plan."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 import math
 import os
+import types
+from typing import Any
 import zlib
 
 import jax
@@ -20,12 +22,22 @@ from paxon.runner.checkpoints import (
 _COUNT = "average/count"
 _LEARNER = "task.learner"
 _MAX_GROUPS = 8
+_NONE: Mapping[str, Any] = types.MappingProxyType({})
 
 
 def read(
-  plan: warm_start_plan.Plan, *, shardings: Mapping[str, jax.sharding.Sharding]
+  plan: warm_start_plan.Plan,
+  *,
+  shardings: Mapping[str, jax.sharding.Sharding],
+  convert: Mapping[str, Callable[[jax.Array], dict[str, jax.Array]]] = _NONE,
 ) -> dict[str, jax.Array]:
   """Verifies the checkpoint and returns new arrays by the target's name.
+
+  Args:
+    plan: What is read.
+    shardings: Of all targets, by name.
+    convert: Functions of targets that are read one after the other; each
+      returns the arrays, by name, that replace it.
 
   Raises:
     user_error.UserError: The checkpoint is damaged, or the settings of its
@@ -40,16 +52,27 @@ def read(
       name: _source_sharding(plan, name, sharding)
       for name, sharding in shardings.items()
     }
+    apart = {} if plan.averages else convert
     if plan.averages:
       values = _read_averaged(plan, sources)
     else:
-      values = _read_all(plan, plan.reads, sources)
+      reads = {k: v for k, v in plan.reads.items() if k not in apart}
+      values = _read_all(plan, reads, sources)
   except checkpointer.DamagedCheckpointError as error:
     raise user_error.UserError(
       f"{error}; choose another WarmStart.step, or copy the files again."
     ) from error
-  for name in {*plan.entries, *plan.repeats} & values.keys():
+  expanded = {*plan.entries, *plan.repeats}
+  for name in expanded & values.keys():
     values[name] = _expand(plan, name, values[name], shardings[name])
+  for name in convert.keys() & plan.reads.keys():
+    if name in apart:
+      one = _read_all(plan, {name: plan.reads[name]}, sources)[name]
+      if name in expanded:
+        one = _expand(plan, name, one, shardings[name])
+    else:
+      one = values.pop(name)
+    values |= convert[name](one)
   return values
 
 

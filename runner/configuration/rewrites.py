@@ -18,7 +18,7 @@ from paxon.layers.attention import kernels, quantized_rows
 from paxon.learners import skipping
 from paxon.quantization import einsum as quantized
 from paxon.quantization import lora as lora_lib
-from paxon.quantization import matmuls, served_einsum
+from paxon.quantization import matmuls, served_einsum, stored_kernels
 from paxon.quantization import recipe as recipe_lib
 from paxon.quantization import rules as rules_lib
 from paxon.runner import user_error
@@ -182,9 +182,17 @@ def quantize(
 
 
 def adapt(
-  config: fdl.Buildable, rules: Sequence[lora_lib.LoraRule]
+  config: fdl.Buildable,
+  rules: Sequence[lora_lib.LoraRule],
+  *,
+  storage: stored_kernels.Storage | None = None,
 ) -> tuple[str, ...]:
   """Adds low-rank adapters to layers by rules, in place.
+
+  Args:
+    config: The configuration.
+    rules: The adapters.
+    storage: Format of the kernels of these layers; None keeps parameters.
 
   Returns:
     Patterns of the names of the adapters' variables; each matches at least one.
@@ -211,6 +219,8 @@ def adapt(
     site.node.einsum = fdl.Config(
       lora_lib.LoraEinsum, lora=rule.lora, matmuls=rule.matmuls
     )
+    if storage is not None:
+      site.node.einsum.storage = storage
     for name in rule.matmuls or (None,):
       within = "" if name is None else f".*/einsum/{name}"
       patterns[within + lora_lib.PATTERN.removeprefix(".*" * bool(name))] = None
@@ -220,6 +230,42 @@ def adapt(
       text = _explain_unused(unused, sites)
       raise user_error.UserError(text.replace("quantization_", "adapter_"))
   return tuple(patterns)
+
+
+def adapt_job(
+  config: fdl.Buildable,
+  rules: Sequence[lora_lib.LoraRule],
+  *,
+  storage: str | None,
+) -> None:
+  """Adds low-rank adapters to a job, which trains them alone, in place.
+
+  Args:
+    config: The configuration of the job.
+    rules: The adapters; none changes nothing.
+    storage: The knob `frozen_storage`.
+
+  Raises:
+    user_error.UserError: See `adapt`; or kernels without adapters would be
+      stored quantized.
+  """
+  is_quantized = storage not in (None, "dtype")
+  if not rules:
+    if is_quantized:
+      raise user_error.UserError(
+        f"frozen_storage = {storage!r} requires adapters; set lora_rank."
+      )
+    return
+  patterns = adapt(
+    config,
+    rules,
+    storage=stored_kernels.Storage(storage) if is_quantized else None,
+  )
+  if config.trainable is None:
+    config.trainable = patterns
+  start = config.warm_start
+  if isinstance(start, fdl.Config):
+    start.may_be_missing = (*start.may_be_missing, lora_lib.PATTERN)
 
 
 def _find_sites(config: fdl.Buildable) -> Iterator[_Site]:

@@ -17,17 +17,24 @@ from paxon.learners import (
 )
 from paxon.runner import job as job_lib
 from paxon.runner import user_error
-from paxon.runner.training import model_loss
+from paxon.runner.training import model_loss, serving
 from paxon.runner.training import session as session_lib
 
 
 def trace_train_step(session: session_lib.Session) -> jax.stages.Traced:
   """Traces the step of `compile_train_step`; computes nothing."""
   job = session.job
+  loss_fn = model_loss.make_loss_fn(
+    job.task.model, specs=session.specs, deterministic=False
+  )
+
+  def complete_loss_fn(
+    values: variable_groups.Tree, *args: Any
+  ) -> train_step.LossOutput:
+    return loss_fn(serving.complete(values, session.absent), *args)
+
   step = train_step.make_train_step(
-    model_loss.make_loss_fn(
-      job.task.model, specs=session.specs, deterministic=False
-    ),
+    complete_loss_fn if session.absent else loss_fn,
     learner=job.task.learner,
     specs=session.specs,
     seed=job.seed,

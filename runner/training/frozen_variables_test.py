@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from paxon.quantization import lora
+from paxon.quantization import lora, stored_kernels
 from paxon.runner import knobs as knobs_lib
 from paxon.runner import user_error
 from paxon.runner.training import compiled_steps, testing
@@ -106,6 +106,50 @@ def test_adapters_are_the_same_scanned_and_unrolled():
     np.testing.assert_allclose(values[name], value, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("storage", ["nf4", "int8", "int4", "fp8"])
+def test_stored_kernels(storage):
+  knobs = {"lora_rank": 2, "lora_kind": "dora", "learning_rate": 1e-2}
+  session = _open(frozen_storage=storage, dtype="bfloat16", **knobs)
+  state = session.initial_state()
+  specs = {spec.name: spec for spec in jax.tree.leaves(session.specs)}
+  # Neither a float copy nor optimizer state of what is frozen.
+  assert not any(name in specs for name in session.absent)
+  frozen = [s for s in specs.values() if s.name.startswith("params/")]
+  frozen = [s for s in frozen if "/lora_" not in s.name]
+  assert frozen
+  assert {str(spec.dtype) for spec in frozen} == {"bfloat16"}
+  slots = [n for n in _names(state.opt_state) if "params" in n]
+  assert slots
+  assert all("/lora_" in name for name in slots)
+  # Each layer is quantized alone, from the initial values of float kernels.
+  float_state = _open(**knobs).initial_state()
+  kernels = _names(float_state.variables)
+  for name, spec in session.absent.items():
+    origin = session.stored_of(name)[0].initializer
+    for layer in range(2):
+      made = stored_kernels.quantize(
+        kernels[name][layer], origin.storage, inputs=origin.inputs
+      )
+      for each in session.stored_of(name):
+        stored = _names(state.variables)[each.name][layer]
+        np.testing.assert_allclose(
+          stored.astype(np.float32),
+          made[each.initializer.field].astype(np.float32),
+          rtol=1e-6,
+          err_msg=f"{each.name} of {spec.shape}",
+        )
+  step = compiled_steps.compile_train_step(session)
+  batch = session.place(session.job.train_input.get_next())
+  old, losses = jax.device_get(state.variables), []
+  for _ in range(3):
+    state, metrics = step(state, batch)
+    losses.append(float(metrics["loss"][0]))
+  assert losses[-1] < losses[0]
+  new = _names(jax.device_get(state.variables))
+  for name, value in _names(old).items():
+    assert np.any(value != new[name]) == ("/lora_" in name), name
+
+
 class _Misnamed(testing.TinyLm):
   """Has an adapter for a layer that does not exist."""
 
@@ -131,6 +175,7 @@ def test_an_adapter_of_no_layer_is_an_error():
       r"'.*/einsum/qurey/lora_.*' matches no",
     ),
     ({"lora_kind": "dora"}, "lora_kind"),
+    ({"frozen_storage": "nf4"}, "frozen_storage = .nf4. requires adapters"),
     ({"lora_rank": 2, "quantization": "int8"}, "cannot be quantized"),
   ],
 )

@@ -12,6 +12,7 @@ store nothing.
 
 from collections.abc import Mapping
 import dataclasses
+import functools
 import os
 import sys
 from typing import Any
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 
 from paxon.inputs import base_input
 from paxon.learners import train_state
+from paxon.quantization import stored_kernels
 from paxon.runner import run_dir, user_error
 from paxon.runner.checkpoints import (
   checkpointer,
@@ -244,10 +246,18 @@ def make_warm_start_plans(
       ),
       targets=targets,
     )
-    for each, targets in warm_start_plan.split(
-      start, jax.tree.leaves(session.state_specs)
-    )
+    for each, targets in warm_start_plan.split(start, _read_specs(session))
   ]
+
+
+def _read_specs(session: session_lib.Session) -> list[variables.VariableSpec]:
+  """Returns the state's specs, with kernels in place of what is stored."""
+  found = [
+    spec
+    for spec in jax.tree.leaves(session.state_specs)
+    if stored_kernels.find_parameter(spec.name) is None
+  ]
+  return [*found, *session.absent.values()]
 
 
 def warm_start(
@@ -276,11 +286,26 @@ def warm_start(
       strict=True,
     )
   )
+  absent = dict(session.absent)
+  shardings |= session.layout.shardings(absent)
+  convert = {
+    name: session.layout.jit(
+      functools.partial(session.quantize, name),
+      out_shardings={
+        key: shardings[key] for key in _stored_names(session, name)
+      },
+    )
+    for name in absent
+  }
   values: dict[str, jax.Array] = {}
   for each in plans:
     print("\n".join(warm_start_lib.summarize(each)), flush=True)
-    values |= warm_start_lib.read(each, shardings=shardings)
+    values |= warm_start_lib.read(each, shardings=shardings, convert=convert)
   return session.initial_state(values)
+
+
+def _stored_names(session: session_lib.Session, parameter: str) -> set[str]:
+  return {spec.name for spec in session.stored_of(parameter)}
 
 
 def to_stored_positions(

@@ -15,7 +15,7 @@ from flax import traverse_util
 import jax
 import jax.numpy as jnp
 
-from paxon.quantization import recipes, served_einsum
+from paxon.quantization import recipes, served_einsum, stored_kernels
 from paxon.runner import job as job_lib
 from paxon.runner import run_dir as run_dirs
 from paxon.runner import user_error
@@ -84,24 +84,27 @@ def checkpoints(job: job_lib.Job, run_dir: epath.Path) -> epath.Path:
 def split(job: job_lib.Job, specs: Any) -> tuple[Any, Absent]:
   """Splits a model's variables into those of the state and absent ones.
 
-  A conversion starts from the float parameters alone. In serving, the
-  parameters that quantized weights replace are absent.
+  A conversion starts from the float parameters alone. The parameters that
+  quantized weights replace are absent in serving, and those of stored kernels
+  (`quantization.stored_kernels`) everywhere.
 
   Returns:
     Specs of the state's variables, and of the absent parameters by name.
   """
+  find = stored_kernels.find_parameter
   match mode_of(job):
     case recipes.Mode.CONVERT:
       kept = {k: v for k, v in specs.items() if k != served_einsum.COLLECTION}
       return kept, {}
     case recipes.Mode.SERVE:
-      named = {spec.name: spec for spec in jax.tree.leaves(specs)}
-      found = map(served_einsum.stored_parameter, named)
-      absent = {name: named[name] for name in found if name is not None}
-      leaves: dict[Any, Any] = traverse_util.flatten_dict(specs)
-      kept = {k: spec for k, spec in leaves.items() if spec.name not in absent}
-      return traverse_util.unflatten_dict(kept), absent
-  return specs, {}
+      find = served_einsum.stored_parameter
+  named = {spec.name: spec for spec in jax.tree.leaves(specs)}
+  absent = {name: named[name] for name in map(find, named) if name is not None}
+  if not absent:
+    return specs, {}
+  leaves: dict[Any, Any] = traverse_util.flatten_dict(specs)
+  kept = {k: spec for k, spec in leaves.items() if spec.name not in absent}
+  return traverse_util.unflatten_dict(kept), absent
 
 
 def complete(values: Any, absent: Absent) -> Any:

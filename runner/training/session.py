@@ -11,6 +11,7 @@ import numpy as np
 
 from paxon.inputs import base_input
 from paxon.learners import train_state, variable_groups
+from paxon.quantization import recipes, stored_kernels
 from paxon.runner import job as job_lib
 from paxon.runner import user_error
 from paxon.runner.plan import compiler_options
@@ -32,7 +33,7 @@ class Session:
     state_shardings: A train state of shardings.
     batch: Shapes, dtypes and shardings of a global training batch.
     absent: Parameters of the model that are not in the state, by name, because
-      quantized weights replace them (`serving`).
+      quantized weights or stored kernels replace them (`serving`).
   """
 
   job: job_lib.Job
@@ -88,6 +89,8 @@ class Session:
       return variables.unbox(model_loss.init(task.model, batch))
 
     def compute(given: Mapping[str, jax.Array]) -> train_state.TrainState:
+      given = {**self._quantized_initial(given), **given}
+
       def replaced(specs: Any, values: Any) -> Any:
         return jax.tree.map(
           lambda spec, value: given.get(spec.name, value), specs, values
@@ -108,6 +111,43 @@ class Session:
       compiler_options=self.compiler_options,
     )
     return start(dict(given or {}))
+
+  def stored_of(self, parameter: str) -> list[variables.VariableSpec]:
+    """Returns the variables that store an absent parameter."""
+    return [
+      spec
+      for spec in jax.tree.leaves(self.specs)
+      if stored_kernels.find_parameter(spec.name) == parameter
+    ]
+
+  def quantize(self, parameter: str, value: jax.Array) -> dict[str, jax.Array]:
+    """Returns what is stored of an absent parameter, by name."""
+    count = len(self.absent[parameter].stacked)
+    found: dict[str, jax.Array] = {}
+    fields: stored_kernels.Fields = {}
+    for spec in self.stored_of(parameter):
+      origin = spec.initializer
+      assert isinstance(origin, stored_kernels.Origin)
+      fields = fields or origin.quantize(value, num_stacked=count)
+      found[spec.name] = fields[origin.field]
+    return found
+
+  def _quantized_initial(
+    self, given: Mapping[str, jax.Array]
+  ) -> dict[str, jax.Array]:
+    """Returns the initial stored kernels that are not given."""
+    names = [
+      name
+      for name in self.absent
+      if any(spec.name not in given for spec in self.stored_of(name))
+    ]
+    specs = {name: self.absent[name] for name in names}
+    found: dict[str, jax.Array] = {}
+    for name, value in initialization.initial_values(
+      specs, self.job.seed
+    ).items():
+      found |= self.quantize(name, value)
+    return found
 
   def evaluation_variables(
     self, state: train_state.TrainState
@@ -169,8 +209,9 @@ def open_session(
   except ValueError as error:
     raise user_error.UserError(f"Job.{error}") from error
   specs, absent = serving.split(job, specs)
+  specs = _narrow(specs, job.frozen_dtype)
   state_specs = train_state.state_specs(specs, learner=job.task.learner)
-  if absent:
+  if serving.mode_of(job) is recipes.Mode.SERVE:
     # They are converted from the average if there is one.
     state_specs = dataclasses.replace(state_specs, average=None)
   try:
@@ -186,6 +227,26 @@ def open_session(
     batch=batch,
     absent=absent,
   )
+
+
+def _narrow(
+  specs: variable_groups.Specs, dtype: str | None
+) -> variable_groups.Specs:
+  """Returns specs with the frozen floating-point variables in a dtype."""
+  if dtype is None:
+    return specs
+
+  def narrow(spec: variables.VariableSpec) -> variables.VariableSpec:
+    is_frozen = (
+      variable_groups.group_of(spec) is variable_groups.Group.FROZEN
+      and not isinstance(spec.initializer, stored_kernels.Origin)
+      and jnp.issubdtype(spec.dtype, jnp.floating)
+    )
+    if not is_frozen:
+      return spec
+    return dataclasses.replace(spec, dtype=jnp.dtype(dtype))
+
+  return jax.tree.map(narrow, specs)
 
 
 def for_evaluation(tree: train_state.TrainState) -> train_state.TrainState:

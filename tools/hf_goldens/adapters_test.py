@@ -1,5 +1,6 @@
 """Tests of adapters against PEFT: 20 steps, and folders in both directions."""
 
+import base64
 import json
 
 from etils import epath
@@ -23,7 +24,7 @@ from paxon.learners import (
   train_step,
   variable_groups,
 )
-from paxon.quantization import lora
+from paxon.quantization import lora, number_formats, stored_kernels
 from paxon.runner.configuration import rewrites
 from paxon.sharding import variables
 from paxon.tools import peft_adapter
@@ -42,22 +43,22 @@ def _results(kind):
   return json.loads((_folder(kind) / "results.json").read_text())
 
 
-def _kernels():
+def _kernels(names=NAMES):
   def read_rows(name, start, stop):
-    shape = NAMES.tensors[name].shape
+    shape = names.tensors[name].shape
     return golden_case.weight(name, shape)[start:stop]
 
   return {
     name: np.asarray(leaf.from_tensors(read_rows))
-    for name, leaf in NAMES.leaves.items()
+    for name, leaf in names.leaves.items()
   }
 
 
-def _model(adapter, matmuls):
-  config = FAMILY.model(GOLDEN.config, fdl.Config)
+def _model(adapter, matmuls, storage=None, config=GOLDEN.config):
+  config = FAMILY.model(config, fdl.Config)
   targets = ("attention_projections", "feed_forward")
   rules = (lora.LoraRule(targets, adapter, matmuls),)
-  patterns = rewrites.adapt(config, rules)
+  patterns = rewrites.adapt(config, rules, storage=storage)
   return fdl.build(config), patterns
 
 
@@ -79,16 +80,26 @@ def _loss_fn(model, ids):
   return loss_fn
 
 
-def _initial(specs, adapter):
+def _learner():
+  return learner.Learner(
+    optimizer=adamw.AdamW(
+      schedule=schedules.Constant(value=goldens.LEARNING_RATE),
+      b2=0.999,
+      weight_decay=0.0,
+    )
+  )
+
+
+def _initial(specs, adapter, names=NAMES):
   """Returns the values with which the goldens begin."""
-  given = _kernels()
+  given = _kernels(names)
   for name, spec in _flat(specs).items():
     if name in given:
       continue
     value = np.zeros(spec.shape, np.float32)
     if name.endswith(lora.A):
       pieces = peft_adapter.find_pieces(
-        NAMES, peft_adapter.find_kernel(name), lora.A, adapter.rank
+        names, peft_adapter.find_kernel(name), lora.A, adapter.rank
       )
       for piece in pieces:
         module = piece.tensor.removeprefix("base_model.model.")
@@ -124,13 +135,7 @@ def test_steps_are_those_of_peft(kind, tmp_path):
     trainable=patterns,
   )
   assert {n for n in _flat(specs) if n not in NAMES.leaves} == set(expected)
-  of = learner.Learner(
-    optimizer=adamw.AdamW(
-      schedule=schedules.Constant(value=goldens.LEARNING_RATE),
-      b2=0.999,
-      weight_decay=0.0,
-    )
-  )
+  of = _learner()
   step = jax.jit(
     train_step.make_train_step(
       _loss_fn(model, ids), learner=of, specs=specs, seed=0
@@ -177,6 +182,94 @@ def test_steps_are_those_of_peft(kind, tmp_path):
 def _nested(values):
   given = {name: jnp.asarray(value) for name, value in values.items()}
   return traverse_util.unflatten_dict(given, sep="/")
+
+
+def _decode(text, dtype):
+  return np.frombuffer(base64.b64decode(text), dtype)
+
+
+def test_nf4_is_that_of_bitsandbytes():
+  golden = _results(goldens.QLORA)["weight"]
+  table = np.asarray(golden["table"], np.float32)
+  np.testing.assert_array_equal(stored_kernels.NF4, table)
+  np.testing.assert_allclose(
+    stored_kernels.make_dynamic_table(), golden["dynamic_table"], rtol=2e-7
+  )
+  weight = golden_case.weight(*goldens.WEIGHT)
+  # As a kernel with the inputs first and two axes of outputs.
+  kernel = jnp.asarray(weight.T.reshape(127, 2, 65))
+  fields = stored_kernels.quantize(
+    kernel, stored_kernels.Storage.NF4, inputs=(0,)
+  )
+  packed = _decode(golden["packed"], np.uint8)
+  codes = np.stack([packed >> 4, packed & 15], -1).reshape(130, 127)
+  # The last axis is odd, so the values are packed along the one before.
+  indices = np.asarray(number_formats.unpack(fields["values"], axis=-2))
+  np.testing.assert_array_equal(indices.reshape(127, 130).T + 8, codes)
+  np.testing.assert_array_equal(
+    fields["block_values"], _decode(golden["block_values"], np.uint8)
+  )
+  for name in ("block_scale", "block_mean"):
+    np.testing.assert_allclose(fields[name], golden[name], rtol=1e-6)
+  whole = stored_kernels.dequantize(
+    fields, stored_kernels.Storage.NF4, shape=kernel.shape, inputs=(0,)
+  )
+  sums = np.sum(np.asarray(whole, np.float64), axis=(1, 2))
+  np.testing.assert_allclose(sums, golden["dequantized"], atol=1e-5)
+
+
+def test_steps_of_stored_kernels_are_those_of_peft_and_bitsandbytes():
+  config = {**GOLDEN.config, **goldens.QLORA_SIZES}
+  names = FAMILY.names(config)
+  read, expected = peft_adapter.read(_folder(goldens.QLORA), names=names)
+  storage = stored_kernels.Storage.NF4
+  model, patterns = _model(read.lora, read.targets, storage, config)
+  ids = GOLDEN.arrays["ids"]
+  specs = variables.specs_of(
+    jax.eval_shape(model.init, jax.random.key(0), *_arguments(ids))
+  )
+  specs = _flat(variable_groups.freeze(specs, trainable=patterns))
+  parameters = {
+    name: stored_kernels.find_parameter(name)
+    for name in specs
+    if stored_kernels.find_parameter(name)
+  }
+  values = _flat(_initial(_nested_specs(specs, parameters), read.lora, names))
+  for name, parameter in parameters.items():
+    spec = specs[parameter]
+    made = specs[name].initializer.quantize(
+      values[parameter], num_stacked=len(spec.stacked)
+    )
+    values[name] = made[specs[name].initializer.field]
+  absent = {name: specs.pop(name) for name in set(parameters.values())}
+  # As in `runner.training.serving`, nothing may read them.
+  missing = {name: jnp.full(s.shape, jnp.nan) for name, s in absent.items()}
+  values = {name: values[name] for name in specs}
+  compute = _loss_fn(model, ids)
+
+  def loss_fn(values, batch, rngs):
+    return compute(_nested({**_flat(values), **missing}), batch, rngs)
+
+  tree = traverse_util.unflatten_dict(specs, sep="/")
+  of = _learner()
+  step = jax.jit(
+    train_step.make_train_step(loss_fn, learner=of, specs=tree, seed=0)
+  )
+  state = train_state.make_initial(_nested(values), learner=of, specs=tree)
+  losses = []
+  for _ in range(goldens.STEPS):
+    state, metrics = step(state, {})
+    losses.append(float(metrics["loss"][0] / metrics["loss"][1]))
+  results = _results(goldens.QLORA)
+  np.testing.assert_allclose(losses, results["losses"], atol=1e-4)
+  trained = _flat(jax.device_get(state.variables))
+  for name, value in expected.items():
+    np.testing.assert_allclose(trained[name], value, atol=1e-4, err_msg=name)
+
+
+def _nested_specs(specs, without):
+  kept = {k: v for k, v in specs.items() if k not in without}
+  return traverse_util.unflatten_dict(kept, sep="/")
 
 
 def test_an_adapter_of_another_model_is_an_error():

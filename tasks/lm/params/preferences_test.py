@@ -11,6 +11,7 @@ import pytest
 
 from paxon.inputs.tokenizers import make_chat_goldens
 from paxon.layers.models.hugging_face import families, golden_case
+from paxon.quantization import stored_kernels
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer, stored_checkpoint
 from paxon.runner.training import train
@@ -128,7 +129,8 @@ def test_a_resumed_run_equals_the_whole(tmp_path):
     assert not any(n.startswith("opt") and n.endswith(frozen) for n in whole)
 
 
-def test_resumed_adapters_on_chats_equal_the_whole(tmp_path):
+@pytest.mark.parametrize("storage", [None, "nf4"])
+def test_resumed_adapters_on_chats_equal_the_whole(tmp_path, storage):
   start = _imported(tmp_path / "model")
   lines = [
     {
@@ -146,6 +148,7 @@ def test_resumed_adapters_on_chats_equal_the_whole(tmp_path):
     train_files=str(tmp_path / "chats.jsonl"),
     messages_key="messages",
     lora_rank=2,
+    frozen_storage=storage,
     num_train_steps=4,
     checkpoint_every_steps=2,
     eval_every_steps=None,
@@ -169,7 +172,20 @@ def test_resumed_adapters_on_chats_equal_the_whole(tmp_path):
       assert not np.array_equal(value, half[name]), name
   assert adapters
   for name, value in start.items():
-    if name != "step":
+    if name == "step":
+      continue
+    stored = name.replace("params/", "stored/")
+    layer, _, matmul = stored.rpartition("/")
+    stored = f"{layer}/einsum/{matmul}/values"
+    if storage is not None and "/layers/" in name and value.ndim > 2:
+      # Quantized from the imported kernel, layer by layer.
+      assert name not in whole
+      inputs = (0, 1) if matmul == "out" else (0,)
+      made = stored_kernels.quantize(
+        jnp.asarray(value[0]), stored_kernels.Storage(storage), inputs=inputs
+      )
+      np.testing.assert_array_equal(whole[stored][0], made["values"])
+    else:
       np.testing.assert_array_equal(whole[name], value, err_msg=name)
       assert not any(n.startswith("opt") and n.endswith(name) for n in whole)
 
