@@ -10,6 +10,9 @@ import importlib
 import os
 from typing import Any
 
+# Extras whose wheels are named by the targets that need them.
+_NAMED = ("serve", "text")
+
 
 class MissingLibraryError(ImportError, ValueError):
   """An optional library is not installed.
@@ -80,7 +83,8 @@ def explain(
     *modules: The import names of the library and its dependencies.
     name: The name in the message, by default the first module.
     extra: The extra of Paxon with the library. Targets name the wheels of
-      `text` themselves, so with Bazel only the others can be missing.
+      `serve` and `text` themselves, so with Bazel only the others can be
+      missing.
     exact: Whether a missing submodule is not a missing library.
   """
   try:
@@ -92,7 +96,7 @@ def explain(
     library = name or modules[0]
     start = f"start with `bazel run --config={extra} ...`, or "
     raise MissingLibraryError(
-      f"{library} is not installed: {'' if extra == 'text' else start}install"
+      f"{library} is not installed: {'' if extra in _NAMED else start}install"
       f" paxon with its extra `{extra}`.",
       name=library,
     ) from error

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
   from paxon.runner.configuration import overrides as overrides_lib
   from paxon.runner.planning import questions
 
-MODES = ("train", "eval", "decode", "plan", "inspect_input")
+MODES = ("train", "eval", "decode", "serve", "plan", "inspect_input")
 
 # These read the experiment and its overrides from the directory of a run.
-MODES_OF_TRAINED_RUNS = ("eval", "decode")
+MODES_OF_TRAINED_RUNS = ("eval", "decode", "serve")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ _FLAGS = (
     None,
     "Run directory. If it exists, the run resumes from its latest checkpoint."
     " Default: a new directory under ./runs.",
-    modes=("train", "eval", "decode", "plan"),
+    modes=("train", "eval", "decode", "serve", "plan"),
   ),
   _Flag(
     "profile_steps",
@@ -127,6 +127,25 @@ _FLAGS = (
     32,
     "Number of prompts of --decode_file that are decoded together.",
     modes=("decode",),
+  ),
+  _Flag(
+    "serve_host",
+    "127.0.0.1",
+    "Address to listen at; 0.0.0.0 admits other machines.",
+    modes=("serve",),
+  ),
+  _Flag("serve_port", 8000, "Port to listen at; 0 for any.", modes=("serve",)),
+  _Flag(
+    "serve_slots",
+    8,
+    "Number of requests that generate at the same time.",
+    modes=("serve",),
+  ),
+  _Flag(
+    "serve_context",
+    2048,
+    "Maximum number of tokens of a prompt and its completion.",
+    modes=("serve",),
   ),
   _Flag(
     "target",
@@ -212,6 +231,11 @@ _FLAGS = (
   _Flag("help", False, "Print this help, with --exp its knobs too, and exit."),
 )
 
+_SERVE_LIMITS = (
+  ("serve_port", 0, 65535),
+  ("serve_slots", 1, 4096),
+  ("serve_context", 2, 2**24),
+)
 
 # Flags by name, as attributes.
 Values: TypeAlias = flags.FlagValues
@@ -359,6 +383,12 @@ def check(values: Values, packages: Sequence[str]) -> None:
     raise user_error.UserError(
       f"--prompt={values.prompt!r} is not valid UTF-8."
     ) from error
+  for name, low, high in _SERVE_LIMITS:
+    value: int = values[name].value or 0
+    if not low <= value <= high:
+      raise user_error.UserError(
+        f"--{name} must be from {low} to {high}, got {value}."
+      )
   get_process_settings(values).check_command(
     process_settings.detect(os.environ), job_log_dir=values.job_log_dir
   )
@@ -452,7 +482,7 @@ def _list_entries(packages: Sequence[str]) -> list["find_experiment.Entry"]:
 def print_help(experiment: str | None, packages: Sequence[str]) -> None:
   """Prints all flags, and the knobs of an experiment if one is given."""
   print(
-    "Trains, evaluates, samples or plans an experiment.\n\n"
+    "Trains, evaluates, samples, serves or plans an experiment.\n\n"
     "  main --exp=tasks.lm.params.quickstart.PythonStdlibLm\n\n"
     "Flags [modes]:"
   )

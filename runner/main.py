@@ -130,7 +130,7 @@ def _resolve(
     from paxon.runner import run_dir as run_dirs
     from paxon.runner.training import run_files
 
-    writes = None if values.mode == "train" else values.mode
+    writes = None if values.mode in ("train", "serve") else values.mode
     run_dir = run_dirs.check_existing(
       _resolve_run_dir(values.job_log_dir or ""), writes=writes
     )
@@ -219,7 +219,8 @@ def _open_run_dir(
     return run_dir.create_new(experiment, os.environ, now=now), True
   path = _resolve_run_dir(values.job_log_dir)
   if values.mode in command_line.MODES_OF_TRAINED_RUNS:
-    return run_dir.check_existing(path, writes=values.mode), False
+    writes = None if values.mode == "serve" else values.mode
+    return run_dir.check_existing(path, writes=writes), False
   return path, run_dir.create(path)
 
 
@@ -260,7 +261,7 @@ def _start(this: _Run, run_dir: "epath.Path") -> int:
 
   values, job = this.flags, this.job
   serving.check_mode(job, values.mode)
-  if values.mode in process_settings.MODES:
+  if values.mode in (*process_settings.MODES, "serve"):
     compilation_cache.enable(os.environ)
   if values.mode == "eval" and values.eval_file is not None:
     from paxon.runner.training import text_evaluation
@@ -295,6 +296,20 @@ def _start(this: _Run, run_dir: "epath.Path") -> int:
       values.prompt,
       step=values.checkpoint_step,
       chat=values.chat,
+    )
+  if values.mode == "serve":
+    from paxon.runner.endpoint import serve
+
+    return serve.run(
+      job,
+      run_dir,
+      serve.Options(
+        host=values.serve_host,
+        port=values.serve_port,
+        slots=values.serve_slots,
+        context=values.serve_context,
+      ),
+      step=values.checkpoint_step,
     )
   if values.mode == "plan":
     from paxon.runner.plan import target as targets

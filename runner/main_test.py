@@ -21,6 +21,7 @@ from paxon.runner import (
   user_error,
 )
 from paxon.runner.configuration import overrides
+from paxon.runner.endpoint import serve
 from paxon.runner.hosts import joining
 from paxon.runner.training import (
   decode,
@@ -43,7 +44,7 @@ def _own_folder(tmp_path, monkeypatch):
 def _calls(monkeypatch):
   """Replaces the modes; returns their arguments. Training exits with 0."""
   calls = []
-  for module in (train, evaluate, decode):
+  for module in (train, evaluate, decode, serve):
 
     def run(*args, module=module, **kwargs):
       calls.append((module, args, kwargs))
@@ -271,12 +272,14 @@ def test_flags_are_the_frozen_list():
     *("job_log_dir", "list", "max_restarts", "mode", "num_processes"),
     *("plan_batches", "plan_days", "plan_lengths", "plan_price"),
     *("plan_programs", "plan_search", "plan_tokens"),
-    *("process_id", "profile_steps", "prompt", "target"),
+    *("process_id", "profile_steps", "prompt"),
+    *("serve_context", "serve_host", "serve_port", "serve_slots", "target"),
   ]
   assert command_line.MODES == (
     "train",
     "eval",
     "decode",
+    "serve",
     "plan",
     "inspect_input",
   )
@@ -445,6 +448,19 @@ def test_settings_name_the_folder_that_holds_them(call, calls, tmp_path):
   assert calls[0][1][0].pgle == f"{tmp_path}/run/x.pbtxt"
 
 
+def test_serve_gets_its_options(call, calls, tmp_path):
+  (tmp_path / "run").mkdir()
+  at = (_TOY, "--mode=serve", "--job_log_dir=run", "--checkpoint_step=4")
+  assert call(*at, "--serve_port=0", "--serve_context=9")[0] == 7
+  (_, (_, _, options), named) = calls.pop()
+  assert (options, named["step"]) == (serve.Options(port=0, context=9), 4)
+  assert call(*at)[0] == 7
+  assert calls.pop()[1][2] == serve.Options()
+  status, _, err = call(*at, "--serve_slots=0")
+  assert (status, err.count("\n")) == (2, 1)
+  assert "--serve_slots must be from 1 to 4096, got 0" in err
+
+
 def test_eval_and_decode_get_the_step_of_a_checkpoint(call, calls, tmp_path):
   (tmp_path / "run").mkdir()
   at = ("--job_log_dir=run", "--checkpoint_step=4")
@@ -454,7 +470,7 @@ def test_eval_and_decode_get_the_step_of_a_checkpoint(call, calls, tmp_path):
   for extra, message in (
     ("--checkpoint_step=-1", "--checkpoint_step must not be negative, got -1"),
     ("--continuous", "leave out --checkpoint_step"),
-    ("--mode=train", "--checkpoint_step requires --mode=eval or decode"),
+    ("--mode=train", "--checkpoint_step requires --mode=eval or decode or"),
   ):
     status, _, err = call(_TOY, "--mode=eval", *at, extra)
     assert (status, err.count("\n")) == (2, 1)

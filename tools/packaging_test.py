@@ -50,6 +50,7 @@ def test_dependencies_and_test_extra_are_the_core_lock():
     ("plan", ["plan_cuda", "tpu"]),
     ("plan-cuda", ["plan_cuda"]),
     ("plan-cudnn", ["plan_cudnn"]),
+    ("serve", ["serve"]),
     ("text", ["text"]),
     ("tf", ["tf"]),
     ("tpu", ["tpu"]),

@@ -133,6 +133,12 @@ class Generator:
 
   Attributes:
     settings: Those of the job.
+    tokenizer: That of the task.
+    end_ids: Ids that end a continuation.
+    session: The job on its devices.
+    layout: Where samples are drawn.
+    state: The train state there, without what only updates need.
+    key: Random key of all samples.
   """
 
   def __init__(
@@ -143,9 +149,10 @@ class Generator:
     Raises:
       UserError: See `draw`.
     """
-    self.settings, self._tokenizer = _settings(session)
-    self._session = session
-    self._layout = layout = _decoding_layout(session)
+    self.settings, self.tokenizer = _settings(session)
+    self.end_ids = _end_ids(self.settings, self.tokenizer)
+    self.session = session
+    self.layout = layout = _decoding_layout(session)
     self._run = _program(session, layout)
     key = train_state.make_key(
       session.job.seed, step=state.step, stream=_STREAM
@@ -156,7 +163,7 @@ class Generator:
       given, key = jax.device_put(
         (given, key), (_shardings(session, layout), layout.replicated)
       )
-    self._state, self._key = given, key
+    self.state, self.key = given, key
 
   def encode(self, prompt: Prompt) -> Encoded:
     """Returns a text to continue, or the messages of a chat, as ids.
@@ -165,7 +172,7 @@ class Generator:
       UserError: There is no chat template, or it rejects the messages.
     """
     text, is_chat = _text_of(prompt, self.settings), not isinstance(prompt, str)
-    ids = _encode(self._session.job, text, is_chat=is_chat)
+    ids = _encode(self.session.job, text, is_chat=is_chat)
     return Encoded(text=text, ids=ids, is_chat=is_chat)
 
   def draw(
@@ -191,9 +198,9 @@ class Generator:
     """
     settings = self.settings
     batch = prompts_lib.pad_right([p.ids for p in prompts], length=length)
-    multiple = math.lcm(batch_size, self._layout.shards(axes.BATCH))
-    arguments = _arguments(self._session, batch, multiple, each)
-    result = self._run(self._state, *arguments, self._key)
+    multiple = math.lcm(batch_size, self.layout.shards(axes.BATCH))
+    arguments = _arguments(self.session, batch, multiple, each)
+    result = self._run(self.state, *arguments, self.key)
     found = jax.device_get({name: getattr(result, name) for name in _RESULTS})
     drawn = []
     # Further sequences only pad the batch.
@@ -210,16 +217,22 @@ class Generator:
       )
     return drawn
 
+  def check_length(self, ids: Sequence[int], count: int) -> None:
+    """Raises UserError if ids cannot be continued by a number of tokens."""
+    check_ids(self.session.job, np.asarray(ids))
+    lengths = np.asarray([len(ids)])
+    _check_lengths(self.session.job.task.model, lengths, count)
+
   def _sample(
     self, prompt: Encoded, index: int, ids: np.ndarray, row: dict[str, Any]
   ) -> Sample:
     """Returns a sample from what was generated."""
-    settings, tokenizer = self.settings, self._tokenizer
+    settings, tokenizer = self.settings, self.tokenizer
     # There is at least one.
-    is_end = ids[-1] in _end_ids(settings, tokenizer)
+    is_end = ids[-1] in self.end_ids
     kept = ids[:-1] if is_end else ids
     # An encoder-decoder's text, or a reply, does not continue the prompt's.
-    is_apart = prompt.is_chat or _reads_source(self._session.job)
+    is_apart = prompt.is_chat or _reads_source(self.session.job)
     before = [] if is_apart else prompt.ids
     text, cut = _decode(tokenizer, before, kept), None
     if settings.stop:

@@ -23,7 +23,7 @@ from paxon.sharding import variables
 
 _FOLDER = "serving"
 _MODES = {
-  recipes.Mode.SERVE: ("eval", "decode"),
+  recipes.Mode.SERVE: ("eval", "decode", "serve"),
   recipes.Mode.CONVERT: ("eval",),
 }
 

@@ -10,6 +10,7 @@ Each repository is fetched when a target first needs it, and never otherwise:
   @pypi_plan_cuda   JAX's CUDA plugin alone: it compiles for absent GPUs
   @pypi_plan_cudnn  what it needs besides to compile cuDNN attention
   @pypi_cuda        JAX's CUDA plugin with its run time
+  @pypi_serve       starlette and uvicorn, for --mode=serve
   @pypi_text        tokenizers, SentencePiece, tiktoken, Jinja2
   @pypi_tpu         JAX's TPU run time, which also compiles for absent TPUs
   @pypi_oracle      what tests compare with (torch, transformers)
@@ -189,6 +190,7 @@ def paxon_repositories():
         # Half a gigabyte that only a run needs.
         substitutes = {"nvidia_cublas": ""},
     )
+    _extra("serve")
     _extra(
         "text",
         # They only download, and nothing is downloaded here.

@@ -33,6 +33,8 @@ lock requirements_plan_cudnn --constraints requirements_cuda_lock.txt \
 lock requirements_tpu "${core[@]}" "$@"
 lock requirements_text "${core[@]}" \
   --constraints requirements_tf_lock.txt --excludes excluded_text.txt "$@"
+lock requirements_serve "${core[@]}" \
+  --constraints requirements_data_lock.txt "$@"
 lock requirements_oracle "${core[@]}" \
   --constraints requirements_tf_lock.txt \
   --constraints requirements_text_lock.txt "$@"

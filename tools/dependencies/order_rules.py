@@ -37,7 +37,7 @@ RUNNER_LEVELS = (
     "runner/plan",
   ),
   ("runner/training",),
-  ("runner/planning",),
+  ("runner/endpoint", "runner/planning"),
   ("runner/main", "runner/command_line"),
 )
 

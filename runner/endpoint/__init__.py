@@ -1,0 +1,1 @@
+"""An endpoint for a trained model, with OpenAI's protocol."""

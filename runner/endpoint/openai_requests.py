@@ -1,0 +1,449 @@
+"""Requests of OpenAI's protocol: JSON bodies, checked.
+
+`/v1/completions` and `/v1/chat/completions`. All values are checked before
+anything is generated; `RequestError` has the status and the fields of OpenAI's
+errors. A field that is not known is an error, too.
+
+Fields besides OpenAI's, as in vLLM: `top_k`, `min_p`, `repetition_penalty` and
+`min_tokens`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import json
+import math
+import secrets
+from typing import Any
+
+from paxon.layers.decoding import sampling
+from paxon.sharding import suggestions
+
+_INVALID = "invalid_request_error"
+# Largest number of choices of one request.
+_MAX_CHOICES = 128
+_MAX_STOPS = 16
+_MAX_STOP_LENGTH = 256
+# That of OpenAI's completions; a chat may fill the cache.
+_DEFAULT_MAX_TOKENS = 16
+_MAX_INTEGER = 2**31 - 1
+
+_SHARED = (
+  "model",
+  "frequency_penalty",
+  "logit_bias",
+  "logprobs",
+  "max_tokens",
+  "min_p",
+  "min_tokens",
+  "n",
+  "presence_penalty",
+  "repetition_penalty",
+  "seed",
+  "stop",
+  "stream",
+  "stream_options",
+  "temperature",
+  "top_k",
+  "top_p",
+  "user",
+)
+_COMPLETION = (*_SHARED, "best_of", "echo", "prompt", "suffix")
+_CHAT = (
+  *_SHARED,
+  "max_completion_tokens",
+  "messages",
+  "response_format",
+  "top_logprobs",
+)
+
+
+class RequestError(Exception):
+  """A request that cannot be answered.
+
+  Attributes:
+    status: HTTP status.
+    param: The field that is wrong, if it is one.
+    code: A short name of the error, if OpenAI has one.
+    type: OpenAI's class of errors.
+  """
+
+  def __init__(
+    self,
+    message: str,
+    *,
+    status: int = 400,
+    param: str | None = None,
+    code: str | None = None,
+    kind: str = _INVALID,
+  ) -> None:
+    """Records what is wrong."""
+    super().__init__(message)
+    self.status, self.param, self.code, self.type = status, param, code, kind
+
+  def body(self) -> dict[str, Any]:
+    """Returns the JSON of the response."""
+    return {
+      "error": {
+        "message": str(self),
+        "type": self.type,
+        "param": self.param,
+        "code": self.code,
+      }
+    }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompt:
+  """A prompt as ids, at least one.
+
+  Attributes:
+    ids: The ids.
+    is_chat: Whether it is a chat, which the completion does not continue.
+  """
+
+  ids: Sequence[int]
+  is_chat: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Completion:
+  """A request.
+
+  Attributes:
+    is_chat: Whether it is that of a chat.
+    prompts: The prompts, one for a chat.
+    n: Number of choices of each prompt.
+    settings: Those of all choices.
+    max_tokens: Number of new tokens of each prompt.
+    stops: Texts that end a choice.
+    logprobs: Number of alternatives of each token; None without probabilities.
+    stream: Whether tokens are sent as they are generated.
+    include_usage: Whether a stream ends with the number of tokens.
+  """
+
+  is_chat: bool
+  prompts: tuple[Prompt, ...]
+  n: int
+  settings: sampling.Settings
+  max_tokens: tuple[int, ...]
+  stops: tuple[str, ...]
+  logprobs: int | None
+  stream: bool
+  include_usage: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Served:
+  """The model as requests see it.
+
+  Attributes:
+    name: Its name.
+    context: Maximum number of tokens of a prompt and its completion.
+    max_logprobs: Maximum number of alternatives of a token.
+    max_choices: Maximum number of choices of a request.
+    encode: Returns the ids of a text, or of the messages of a chat; raises
+      ValueError.
+    check: Raises ValueError if the model cannot continue ids by a number of
+      tokens.
+  """
+
+  name: str
+  context: int
+  max_logprobs: int
+  encode: Callable[[str | list[dict[str, Any]]], list[int]]
+  check: Callable[[Sequence[int], int], None] = lambda ids, count: None
+  max_choices: int = _MAX_CHOICES
+
+
+def parse(body: bytes, served: Served, *, is_chat: bool) -> Completion:
+  """Returns the request of a body.
+
+  Raises:
+    RequestError: A value is not valid.
+  """
+  fields = _Fields(_read_json(body), _CHAT if is_chat else _COMPLETION)
+  model = fields.get("model", str, required=True)
+  if model != served.name:
+    raise RequestError(
+      f"The model {model!r} does not exist; it is {served.name!r}.",
+      status=404,
+      param="model",
+      code="model_not_found",
+    )
+  fields.get("user", str)
+  if is_chat:
+    prompts = (_chat_prompt(fields, served),)
+    response_format = fields.get("response_format", dict, default={})
+    if response_format.get("type", "text") != "text":
+      fields.fail("response_format", "must be of type 'text'")
+  else:
+    prompts = _text_prompts(fields, served)
+    for name, only in (("echo", False), ("suffix", "")):
+      if fields.get(name, type(only), default=only) != only:
+        fields.fail(name, "is not supported")
+  n = fields.integer("n", 1, _MAX_CHOICES, default=1)
+  if not is_chat and fields.integer("best_of", 1, n, default=n) != n:
+    fields.fail("best_of", f"must equal n ({n})")
+  if n * len(prompts) > served.max_choices:
+    fields.fail("n", f"times the prompts must be at most {served.max_choices}")
+  stream = fields.get("stream", bool, default=False)
+  options = fields.get("stream_options", dict, default={})
+  if options and not stream:
+    fields.fail("stream_options", "requires stream")
+  if options.keys() - {"include_usage"}:
+    fields.fail("stream_options", "may only have include_usage")
+  if not isinstance(options.get("include_usage", False), bool):
+    fields.fail("stream_options", "must have a boolean include_usage")
+  max_tokens = tuple(_max_tokens(fields, p, served, is_chat) for p in prompts)
+  return Completion(
+    is_chat=is_chat,
+    prompts=prompts,
+    n=n,
+    settings=_settings(fields, min(max_tokens)),
+    max_tokens=max_tokens,
+    stops=_stops(fields),
+    logprobs=_logprobs(fields, served, is_chat),
+    stream=stream,
+    include_usage=options.get("include_usage", False),
+  )
+
+
+class _Fields:
+  """The fields of a body; null counts as missing."""
+
+  def __init__(self, body: Mapping[str, Any], known: Sequence[str]) -> None:
+    for name in body:
+      if name not in known:
+        raise RequestError(
+          f"Unrecognized request argument {name!r}"
+          f"{suggestions.suggest(name, known)}",
+          param=name,
+        )
+    self._body = {k: v for k, v in body.items() if v is not None}
+
+  def __contains__(self, name: str) -> bool:
+    return name in self._body
+
+  def fail(self, name: str, required: str) -> None:
+    """Raises the error of a field."""
+    raise RequestError(f"{name!r} {required}.", param=name)
+
+  def get(
+    self,
+    name: str,
+    *kinds: type,
+    default: Any = None,
+    required: bool = False,
+  ) -> Any:
+    """Returns the value of one of some types."""
+    if name not in self._body:
+      if required:
+        self.fail(name, "is missing")
+      return default
+    value = self._body[name]
+    is_wrong_bool = isinstance(value, bool) and bool not in kinds
+    if is_wrong_bool or not isinstance(value, kinds):
+      names = {str: "a string", int: "an integer", float: "a number"}
+      names |= {bool: "a boolean", dict: "an object", list: "a list"}
+      self.fail(name, f"must be {' or '.join(names[kind] for kind in kinds)}")
+    if isinstance(value, str):
+      _check_text(value, name)
+    return value
+
+  def integer(self, name: str, low: int, high: int, *, default: Any) -> Any:
+    """Returns an integer of an interval."""
+    value = self.get(name, int, default=default)
+    if value is not None and not low <= value <= high:
+      self.fail(name, f"must be from {low} to {high}")
+    return value
+
+  def number(
+    self,
+    name: str,
+    low: int | float,
+    high: int | float,
+    *,
+    default: int | float,
+  ) -> float:
+    """Returns a number of an interval."""
+    value = self.get(name, int, float, default=default)
+    if not low <= value <= high:
+      self.fail(name, f"must be from {low:g} to {high:g}")
+    return float(value)
+
+
+def _read_json(body: bytes) -> dict[str, Any]:
+  def reject(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+  try:
+    found = json.loads(body.decode(), parse_constant=reject)
+  except (ValueError, RecursionError) as error:
+    raise RequestError(f"The body is not valid JSON: {error}.") from error
+  if not isinstance(found, dict):
+    raise RequestError("The body must be a JSON object.")
+  return found
+
+
+def _check_text(text: str, name: str) -> None:
+  try:
+    text.encode()
+  except UnicodeEncodeError as error:
+    raise RequestError(
+      f"{name!r} is not valid Unicode (character {error.start}).", param=name
+    ) from error
+
+
+def _text_prompts(fields: _Fields, served: Served) -> tuple[Prompt, ...]:
+  given = fields.get("prompt", str, list, required=True)
+  if isinstance(given, str) or (given and _is_integer(given[0])):
+    given = [given]
+  if not given:
+    fields.fail("prompt", "must not be empty")
+  found = []
+  for prompt in given:
+    if isinstance(prompt, str):
+      _check_text(prompt, "prompt")
+      ids = _encoded(served, prompt, "prompt")
+    elif isinstance(prompt, list) and prompt and all(map(_is_integer, prompt)):
+      ids = prompt
+    else:
+      fields.fail(
+        "prompt", "must be a string, a list of strings, or lists of token ids"
+      )
+      raise AssertionError
+    found.append(Prompt(ids=ids))
+  return tuple(found)
+
+
+def _chat_prompt(fields: _Fields, served: Served) -> Prompt:
+  given = fields.get("messages", list, required=True)
+  messages = []
+  for i, message in enumerate(given):
+    where = f"messages[{i}]"
+    if not isinstance(message, dict):
+      raise RequestError(f"{where} must be an object.", param="messages")
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str):
+      raise RequestError(f"{where}.role must be a string.", param="messages")
+    if isinstance(content, list):
+      if not all(
+        isinstance(part, dict)
+        and part.get("type") == "text"
+        and isinstance(part.get("text"), str)
+        for part in content
+      ):
+        raise RequestError(
+          f"{where}.content: only parts of type 'text' are supported.",
+          param="messages",
+        )
+      content = "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+      raise RequestError(
+        f"{where}.content must be a string or a list of parts.",
+        param="messages",
+      )
+    _check_text(role + content, "messages")
+    messages.append({**message, "content": content})
+  if not messages:
+    fields.fail("messages", "must not be empty")
+  return Prompt(ids=_encoded(served, messages, "messages"), is_chat=True)
+
+
+def _encoded(served: Served, given: Any, name: str) -> list[int]:
+  try:
+    return served.encode(given)
+  except (ValueError, TypeError, RecursionError) as error:
+    raise RequestError(str(error), param=name) from error
+
+
+def _is_integer(value: Any) -> bool:
+  return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _max_tokens(
+  fields: _Fields, prompt: Prompt, served: Served, is_chat: bool
+) -> int:
+  """Returns the number of new tokens of a prompt."""
+  size, names = len(prompt.ids), ["max_tokens"]
+  if is_chat:
+    names.append("max_completion_tokens")
+  given = [
+    value
+    for name in names
+    if (value := fields.integer(name, 1, _MAX_INTEGER, default=None))
+  ]
+  count = min(given, default=None)
+  if count is None:
+    count = max(1, served.context - size) if is_chat else _DEFAULT_MAX_TOKENS
+  if size + count > served.context:
+    raise RequestError(
+      f"This model's maximum context length is {served.context} tokens, and"
+      f" {size + count} were requested ({size} in the prompt, {count} in the"
+      " completion).",
+      param="messages" if is_chat else "prompt",
+      code="context_length_exceeded",
+    )
+  try:
+    served.check(prompt.ids, count)
+  except ValueError as error:
+    name = "messages" if is_chat else "prompt"
+    raise RequestError(str(error), param=name) from error
+  return count
+
+
+def _settings(fields: _Fields, max_tokens: int) -> sampling.Settings:
+  bias = {}
+  for key, value in fields.get("logit_bias", dict, default={}).items():
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not key.isdecimal() or not is_number or not -100 <= value <= 100:
+      fields.fail("logit_bias", "must map token ids to numbers of -100 to 100")
+    bias[int(key)] = float(value)
+  top_k = fields.integer("top_k", -1, _MAX_INTEGER, default=None)
+  top_p = fields.number("top_p", 0, 1, default=1)
+  seed = fields.get("seed", int)
+  penalty = fields.number("repetition_penalty", 0, math.inf, default=1)
+  if not 0 < penalty < math.inf:
+    fields.fail("repetition_penalty", "must be positive")
+  return sampling.Settings(
+    temperature=fields.number("temperature", 0, 2, default=1),
+    # vLLM writes -1 or 0 for all ids.
+    top_k=top_k if top_k is not None and top_k > 0 else None,
+    # At 0 only the most likely id is left.
+    top_p=max(top_p, 1e-9),
+    min_p=fields.number("min_p", 0, 1, default=0),
+    repetition_penalty=penalty,
+    presence_penalty=fields.number("presence_penalty", -2, 2, default=0),
+    frequency_penalty=fields.number("frequency_penalty", -2, 2, default=0),
+    logit_bias=bias,
+    min_new_tokens=fields.integer("min_tokens", 0, max_tokens, default=0),
+    seed=(
+      secrets.randbelow(_MAX_INTEGER) if seed is None else seed & _MAX_INTEGER
+    ),
+  )
+
+
+def _stops(fields: _Fields) -> tuple[str, ...]:
+  stops = fields.get("stop", str, list, default=[])
+  stops = [stops] if isinstance(stops, str) else stops
+  if len(stops) > _MAX_STOPS or not all(
+    isinstance(stop, str) and 0 < len(stop) <= _MAX_STOP_LENGTH
+    for stop in stops
+  ):
+    fields.fail(
+      "stop",
+      f"must be at most {_MAX_STOPS} strings of 1 to {_MAX_STOP_LENGTH}"
+      " characters",
+    )
+  return tuple(stops)
+
+
+def _logprobs(fields: _Fields, served: Served, is_chat: bool) -> int | None:
+  """Returns the number of alternatives; None without probabilities."""
+  if not is_chat:
+    return fields.integer("logprobs", 0, served.max_logprobs, default=None)
+  wanted = fields.get("logprobs", bool, default=False)
+  count = fields.integer("top_logprobs", 0, served.max_logprobs, default=None)
+  if count is not None and not wanted:
+    fields.fail("top_logprobs", "requires logprobs")
+  return (count or 0) if wanted else None

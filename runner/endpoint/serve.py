@@ -1,0 +1,219 @@
+"""Serves the newest checkpoint of a run (`--mode=serve`).
+
+For trying a model, evaluating it and generating data; at scale, export it and
+use a serving engine.
+"""
+
+from collections.abc import Callable, Sequence
+import contextlib
+import dataclasses
+import os
+import socket
+from typing import Any
+
+from etils import epath
+import jax
+
+from paxon.inputs import optional_library
+from paxon.layers.decoding import continuous_batching, model_steps, sampling
+from paxon.learners import train_state
+from paxon.runner import job as job_lib
+from paxon.runner import user_error
+from paxon.runner.endpoint import engine as engine_lib
+from paxon.runner.endpoint import openai_requests
+from paxon.runner.settings import generation
+from paxon.runner.training import restore, run_files, samples, serving
+from paxon.runner.training import session as session_lib
+from paxon.sharding import axes
+from paxon.sharding import layout as layouts
+from paxon.sharding import rules as rules_lib
+
+# Alternatives of a token: OpenAI's maximum for chats.
+_MAX_LOGPROBS = 20
+# Requests that wait for a slot, for each slot.
+_WAITING_PER_SLOT = 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+  """Flags of the endpoint, in the ranges of `command_line`.
+
+  Attributes:
+    host: Address to listen at.
+    port: Port to listen at; 0 for any free one.
+    slots: Number of requests that generate at the same time.
+    context: Maximum number of tokens of a prompt and its completion.
+  """
+
+  host: str = "127.0.0.1"
+  port: int = 8000
+  slots: int = 8
+  context: int = 2048
+
+
+def run(
+  job: job_lib.Job,
+  run_dir: epath.Path,
+  options: Options,
+  *,
+  step: int | None = None,
+  when_ready: Callable[[Any], None] | None = None,
+) -> int:
+  """Answers requests until SIGINT or SIGTERM.
+
+  Args:
+    job: The job of the run.
+    run_dir: Its directory, to which nothing is written.
+    options: Those of the endpoint.
+    step: Step of the checkpoint; None for the newest.
+    when_ready: Gets the server before it answers, for tests.
+
+  Raises:
+    UserError: The libraries are not installed, the address cannot be used,
+      there is no checkpoint that fits, or the model does not generate text.
+  """
+  app = _import_app()
+  if jax.process_count() > 1:
+    raise user_error.UserError("--mode=serve requires a single process.")
+  if job.generation is None and samples.why_none(job) is None:
+    job = dataclasses.replace(job, generation=generation.GenerationSettings())
+  with contextlib.ExitStack() as stack:
+    stack.enter_context(contextlib.closing(job))
+    listener = stack.enter_context(_listen(options))
+    run_files.check_tokenizer(job, run_dir)
+    session = session_lib.open_session(job)
+    folder = serving.checkpoints(job, run_dir)
+    session, state = restore.read_for_evaluation(session, folder, step=step)
+    generator = samples.Generator(session, state)
+    engine = make_engine(generator, options)
+    endpoint = app.Endpoint(
+      engine,
+      make_served(generator, options, name=_name_of(job)),
+      tokenizer=generator.tokenizer,
+      end_ids=generator.end_ids,
+    )
+    server = app.Server(endpoint.app, listener)
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    engine.start()
+    stack.callback(engine.close)
+    print(
+      f"serving {_name_of(job)} (step {int(state.step)}) at"
+      f" http://{host}:{server.port}/v1: {options.slots} slots of"
+      f" {options.context} tokens; Ctrl-C stops",
+      flush=True,
+    )
+    if when_ready is not None:
+      when_ready(server)
+    server.answer()
+  print("stopped", flush=True)
+  return 0
+
+
+def make_batcher(
+  generator: samples.Generator, *, num_slots: int, context: int
+) -> continuous_batching.Batcher:
+  """Returns a batch that draws as the generator does.
+
+  Raises:
+    UserError: The model is an encoder-decoder.
+  """
+  session, model = generator.session, generator.session.job.task.model
+  if callable(getattr(model, "encode", None)):
+    raise user_error.UserError(
+      f"{session.job.experiment} cannot be served: its model,"
+      f" {type(model).__name__}, is an encoder-decoder."
+    )
+
+  def make_steps(state: train_state.TrainState) -> Any:
+    variables = session.evaluation_variables(state)
+    return (
+      model_steps.make_prefill(model, variables),
+      model_steps.make_decode_step(model, variables),
+    )
+
+  layout = generator.layout
+  return continuous_batching.Batcher(
+    make_steps,
+    generator.state,
+    num_slots=num_slots,
+    cache_length=context - 1,
+    key=generator.key,
+    max_end_ids=len(generator.end_ids),
+    max_alternatives=_MAX_LOGPROBS,
+    # A prompt is read alone, so the batch is not split.
+    layout=layouts.Layout(
+      layout.mesh, rules_lib.replace(layout.rules, {axes.BATCH: None})
+    ),
+  )
+
+
+def make_engine(
+  generator: samples.Generator, options: Options
+) -> engine_lib.Engine:
+  """Returns an engine that has compiled its steps, not started."""
+  batcher = make_batcher(
+    generator, num_slots=options.slots, context=options.context
+  )
+  settings = sampling.Settings(max_new_tokens=2)
+  batcher.run([continuous_batching.Request(prompt=[0], settings=settings)] * 2)
+  return engine_lib.Engine(
+    batcher, max_waiting=_WAITING_PER_SLOT * options.slots
+  )
+
+
+def make_served(
+  generator: samples.Generator, options: Options, *, name: str
+) -> openai_requests.Served:
+  """Returns the model as requests see it."""
+
+  def encode(prompt: samples.Prompt) -> list[int]:
+    try:
+      return generator.encode(prompt).ids
+    except user_error.UserError as error:
+      raise ValueError(str(error)) from error
+
+  def check(ids: Sequence[int], count: int) -> None:
+    try:
+      generator.check_length(ids, count)
+    except user_error.UserError as error:
+      raise ValueError(str(error)) from error
+
+  return openai_requests.Served(
+    name=name,
+    context=options.context,
+    max_logprobs=_MAX_LOGPROBS,
+    encode=encode,
+    check=check,
+  )
+
+
+def _name_of(job: job_lib.Job) -> str:
+  """Returns the name of the experiment without its package."""
+  return job.experiment.rpartition(".")[2]
+
+
+def _import_app() -> Any:
+  """Returns the module `app`, which needs optional libraries."""
+  try:
+    with optional_library.explain("starlette", "uvicorn", extra="serve"):
+      from paxon.runner.endpoint import app
+  except optional_library.MissingLibraryError as error:
+    raise user_error.UserError(f"--mode=serve: {error}") from error
+  return app
+
+
+def _listen(options: Options) -> socket.socket:
+  """Returns a socket that listens at the address.
+
+  Raises:
+    UserError: The address cannot be used.
+  """
+  family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+  try:
+    return socket.create_server((options.host, options.port), family=family)
+  except OSError as error:
+    raise user_error.UserError(
+      f"Cannot listen at --serve_host={options.host} and"
+      f" --serve_port={options.port}:"
+      f" {os.strerror(error.errno) if error.errno else error}."
+    ) from error

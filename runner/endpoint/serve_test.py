@@ -1,0 +1,384 @@
+"""Tests for the endpoint, over HTTP."""
+
+import concurrent.futures
+import dataclasses
+import http.client
+import json
+import socket
+import sys
+import threading
+import time
+
+from etils import epath
+import fiddle as fdl
+import pytest
+
+from paxon.inputs import byte_tokenizer
+from paxon.layers.decoding import samplers
+from paxon.runner import user_error
+from paxon.runner.checkpoints import checkpointer
+from paxon.runner.endpoint import serve
+from paxon.runner.settings import generation
+from paxon.runner.training import samples, testing
+from paxon.runner.training import session as session_lib
+
+CONTEXT, SLOTS = 96, 2
+MODEL = {"model": "TinyLm"}
+NO_END = {str(byte_tokenizer.ByteTokenizer().end_id): -100}
+
+
+def _template(messages):
+  return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<a>"
+
+
+def _job():
+  job = fdl.build(testing.TinyLm(num_layers=1).job())
+  settings = generation.GenerationSettings(
+    sampler=samplers.Greedy(), max_new_tokens=12, chat_template=_template
+  )
+  return dataclasses.replace(job, generation=settings)
+
+
+@pytest.fixture(name="run_dir", scope="module")
+def _run_dir(tmp_path_factory):
+  """A run that has made no step."""
+  folder = epath.Path(tmp_path_factory.mktemp("run"))
+  session = session_lib.open_session(_job())
+  with checkpointer.Checkpointer(folder / "checkpoints") as checkpoints:
+    checkpoints.save(
+      0,
+      session.initial_state(),
+      specs=session.state_specs,
+      data=session.job.train_input.get_state(),
+    )
+  return folder
+
+
+@pytest.fixture(name="server", scope="module")
+def _server(run_dir):
+  """The server, running; its shutdown is tested at the end."""
+  found = concurrent.futures.Future()
+  status = []
+  options = serve.Options(port=0, slots=SLOTS, context=CONTEXT)
+
+  def run():
+    try:
+      status.append(
+        serve.run(_job(), run_dir, options, when_ready=found.set_result)
+      )
+    except BaseException as error:
+      found.set_exception(error)
+      raise
+
+  thread = threading.Thread(target=run)
+  thread.start()
+  server = found.result(timeout=120)
+  yield server
+  _shut_down(server)
+  thread.join(timeout=60)
+  assert status == [0]
+
+
+def _connect(server):
+  return http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+
+
+def _send(server, path, body=None, method="POST", **headers):
+  connection = _connect(server)
+  data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+  headers = {"Content-Type": "application/json", **headers}
+  connection.request(method, path, data, headers)
+  response = connection.getresponse()
+  text = response.read()
+  response.close()
+  connection.close()
+  return response.status, text
+
+
+def _post(server, path="/v1/completions", **fields):
+  status, text = _send(server, path, {**MODEL, **fields})
+  found = json.loads(text)
+  assert status == 200, found
+  return found
+
+
+def _events(text):
+  lines = [line for line in text.decode().split("\n\n") if line]
+  assert all(line.startswith("data: ") for line in lines)
+  assert lines[-1] == "data: [DONE]"
+  return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def _stream(server, path="/v1/completions", **fields):
+  body = {**MODEL, "stream": True, **fields}
+  status, text = _send(server, path, body)
+  assert status == 200, text
+  return _events(text)
+
+
+def _metric(server, name):
+  _, text = _send(server, "/metrics", method="GET")
+  (line,) = [
+    line
+    for line in text.decode().splitlines()
+    if line.startswith(f"paxon_{name} ")
+  ]
+  return int(line.split()[1])
+
+
+def _wait_until_idle(server):
+  end = time.monotonic() + 30
+  while _metric(server, "slots_busy") or _metric(server, "sequences_open"):
+    assert time.monotonic() < end
+    time.sleep(0.02)
+
+
+def _shut_down(server):
+  """Ends the server; it answers what was asked before."""
+  connection = _connect(server)
+  body = {**MODEL, "prompt": "x", "max_tokens": 80, "stream": True, "n": 8}
+  connection.request(
+    "POST",
+    "/v1/completions",
+    json.dumps({**body, "logit_bias": NO_END}),
+    {"Content-Type": "application/json"},
+  )
+  response = connection.getresponse()
+  first = response.readline()
+  server.should_exit = True
+  events = _events(first + response.read())
+  response.close()
+  connection.close()
+  ends = [e["choices"][0]["finish_reason"] for e in events]
+  assert ends.count("length") == 8
+  with pytest.raises(OSError, match="refused"):
+    _send(server, "/health", method="GET")
+
+
+def test_a_completion_is_what_decoding_generates(server):
+  job = _job()
+  session = session_lib.open_session(job)
+  (expected,) = samples.draw(session, session.initial_state(), prompts=["def "])
+  found = _post(server, prompt="def ", temperature=0, max_tokens=12, logprobs=2)
+  (choice,) = found["choices"]
+  assert choice["text"] == expected.continuation
+  assert choice["finish_reason"] == expected.finish
+  assert found["usage"] == {
+    "prompt_tokens": 5,
+    "completion_tokens": len(expected.ids),
+    "total_tokens": 5 + len(expected.ids),
+  }
+  logprobs = choice["logprobs"]
+  assert logprobs["token_logprobs"] == pytest.approx(
+    expected.log_probs, rel=1e-4
+  )
+  assert len(logprobs["tokens"]) == len(logprobs["text_offset"]) == 12
+  assert all(1 <= len(top) <= 3 for top in logprobs["top_logprobs"])
+
+
+def test_prompts_may_be_several_and_ids(server):
+  texts = [
+    _post(server, prompt=p, temperature=0)["choices"][0]["text"]
+    for p in ("def ", "x")
+  ]
+  tokenizer = _job().task.tokenizer
+  ids = [
+    [tokenizer.begin_id, *tokenizer.encode(p).tolist()] for p in ("def ", "x")
+  ]
+  for prompts in (["def ", "x"], ids):
+    found = _post(server, prompt=prompts, temperature=0)
+    assert [choice["text"] for choice in found["choices"]] == texts
+    assert [choice["index"] for choice in found["choices"]] == [0, 1]
+
+
+def test_a_stream_has_the_text_of_the_whole(server):
+  fields = {"prompt": "x", "seed": 5, "max_tokens": 40, "n": 3}
+  choices = _post(server, **fields)["choices"]
+  assert len({choice["text"] for choice in choices}) == 3
+  assert _post(server, **fields)["choices"] == choices
+  events = _stream(server, **fields, stream_options={"include_usage": True})
+  *events, last = events
+  assert last["choices"] == []
+  assert last["usage"]["prompt_tokens"] == 2
+  texts, finish = [""] * 3, {}
+  for event in events:
+    (choice,) = event["choices"]
+    assert choice["index"] not in finish
+    texts[choice["index"]] += choice["text"]
+    if choice["finish_reason"]:
+      finish[choice["index"]] = choice["finish_reason"]
+  assert texts == [choice["text"] for choice in choices]
+  assert finish == {c["index"]: c["finish_reason"] for c in choices}
+
+
+def test_a_stop_text_ends_a_completion_and_frees_its_slot(server):
+  fields = {"prompt": "def ", "temperature": 0, "max_tokens": 60}
+  text = _post(server, **fields)["choices"][0]["text"]
+  stop = text[10:13]
+  (choice,) = _post(server, **fields, stop=["never", stop])["choices"]
+  assert choice["text"] == text[: text.index(stop)]
+  assert choice["finish_reason"] == "stop"
+  events = _stream(server, **fields, stop=stop)
+  texts = [event["choices"][0]["text"] for event in events]
+  assert "".join(texts) == choice["text"]
+  _wait_until_idle(server)
+
+
+def test_a_chat_uses_the_template(server):
+  messages = [
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+  ]
+  path = "/v1/chat/completions"
+  fields = {"messages": messages, "seed": 1, "max_completion_tokens": 6}
+  found = _post(server, path, **fields, logprobs=True, top_logprobs=2)
+  (choice,) = found["choices"]
+  assert found["object"] == "chat.completion"
+  assert choice["message"]["role"] == "assistant"
+  # A begin id, and the bytes.
+  assert found["usage"]["prompt_tokens"] == 1 + len(
+    _template([messages[0], {"role": "user", "content": "hello"}])
+  )
+  content = choice["logprobs"]["content"]
+  assert len(content) == 6
+  assert [len(token["top_logprobs"]) for token in content] == [2] * 6
+  first, *events = _stream(server, path, **fields)
+  assert first["choices"][0]["delta"]["role"] == "assistant"
+  assert first["object"] == "chat.completion.chunk"
+  deltas = [event["choices"][0]["delta"] for event in events]
+  text = "".join(delta.get("content", "") for delta in deltas)
+  assert text == choice["message"]["content"]
+  # Without a limit a chat fills the context.
+  found = _post(server, path, messages=messages, logit_bias=NO_END)
+  assert found["usage"]["total_tokens"] == CONTEXT
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_slots(server, stream):
+  fields = {"prompt": "x", "max_tokens": 90, "n": 30, "stream": stream}
+  before = _metric(server, "generated_tokens_total")
+  connection = _connect(server)
+  body = json.dumps({**MODEL, **fields, "logit_bias": NO_END})
+  connection.request(
+    "POST", "/v1/completions", body, {"Content-Type": "application/json"}
+  )
+  if stream:
+    response = connection.getresponse()
+    assert response.readline().startswith(b"data: ")
+    response.close()
+  else:
+    while not _metric(server, "slots_busy"):
+      time.sleep(0.01)
+  connection.close()
+  _wait_until_idle(server)
+  assert _metric(server, "generated_tokens_total") - before < 30 * 90
+
+
+def test_clients_at_the_same_time_get_what_each_gets_alone(server):
+  def ask(i):
+    fields = {"prompt": f"{i} = ", "seed": i, "max_tokens": 5 + i % 7}
+    return _post(server, **fields)["choices"]
+
+  alone = [ask(i) for i in range(32)]
+  with concurrent.futures.ThreadPoolExecutor(32) as pool:
+    assert [*pool.map(ask, range(32))] == alone
+  _wait_until_idle(server)
+
+
+@pytest.mark.parametrize(
+  ("path", "body", "status", "message"),
+  [
+    ("/v1/completions", b'{"model"', 400, "The body is not valid JSON: "),
+    ("/v1/completions", b"\xff", 400, "The body is not valid JSON: "),
+    ("/v1/completions", b"[" * 100_000, 400, "The body is not valid JSON: "),
+    ("/v1/completions", {"prompt": "x"}, 400, "'model' is missing."),
+    (
+      "/v1/completions",
+      {"model": "gpt", "prompt": "x"},
+      404,
+      "The model 'gpt' does not exist; it is 'TinyLm'.",
+    ),
+    (
+      "/v1/completions",
+      {**MODEL, "prompt": "x" * 90},
+      400,
+      "This model's maximum context length is 96 tokens, and 107 were",
+    ),
+    (
+      "/v1/completions",
+      {**MODEL, "prompt": [9999]},
+      400,
+      "The tokenizer gives the text an id of 9999",
+    ),
+    ("/v1/completions", {**MODEL, "prompt": [-1]}, 400, "Request.prompt has"),
+    (
+      "/v1/completions",
+      {**MODEL, "prompt": "x", "logit_bias": {"9999": 1}},
+      400,
+      "Request.settings.logit_bias has the id 9999",
+    ),
+    (
+      "/v1/completions",
+      {**MODEL, "prompt": "x", "n": 40},
+      429,
+      "0 requests are open, of at most 34. Try again later.",
+    ),
+    ("/v1/completions", b" " * 5_000_000, 413, "The body must have at most"),
+    ("/v1/chat/completions", {**MODEL}, 400, "'messages' is missing."),
+    ("/v1/nothing", {}, 404, "Not Found: POST /v1/nothing"),
+    ("/v1/models", {}, 405, "Method Not Allowed: POST /v1/models"),
+  ],
+)
+def test_errors_have_openais_form(server, path, body, status, message):
+  _wait_until_idle(server)
+  got, text = _send(server, path, body)
+  error = json.loads(text)["error"]
+  assert error["message"].startswith(message)
+  assert got == status
+  assert error.keys() == {"message", "type", "param", "code"}
+
+
+def test_other_content_and_unknown_lengths_of_bodies(server):
+  text = {"Content-Type": "text/plain"}
+  status, _ = _send(server, "/v1/completions", {**MODEL, "prompt": "x"}, **text)
+  assert status == 415
+  # In chunks, without a length.
+  connection = _connect(server)
+  head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type:"
+  head += b" application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+  connection.connect()
+  with connection.sock as sock:
+    sock.sendall(head)
+    chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
+    for _ in range(200):
+      sock.sendall(chunk)
+    sock.sendall(b"0\r\n\r\n")
+    assert sock.recv(100).startswith(b"HTTP/1.1 413 ")
+
+
+def test_the_model_and_health(server):
+  status, text = _send(server, "/v1/models", method="GET")
+  assert [entry["id"] for entry in json.loads(text)["data"]] == ["TinyLm"]
+  assert status == 200
+  assert _send(server, "/v1/models/TinyLm", method="GET")[0] == 200
+  assert _send(server, "/v1/models/gpt", method="GET")[0] == 404
+  assert _send(server, "/health", method="GET") == (200, b'{"status":"ok"}')
+
+
+def test_an_address_in_use_and_missing_libraries(run_dir, monkeypatch):
+  with socket.create_server(("127.0.0.1", 0)) as taken:
+    port = taken.getsockname()[1]
+    with pytest.raises(
+      user_error.UserError, match=rf"--serve_port={port}: Address already in"
+    ):
+      serve.run(_job(), run_dir, serve.Options(port=port))
+  for name in [*sys.modules]:
+    if name.partition(".")[0] == "starlette" or name.endswith("endpoint.app"):
+      monkeypatch.delitem(sys.modules, name)
+  monkeypatch.delattr("paxon.runner.endpoint.app", raising=False)
+  monkeypatch.setitem(sys.modules, "starlette", None)
+  with pytest.raises(
+    user_error.UserError,
+    match=r"^--mode=serve: starlette is not installed: .* extra `serve`",
+  ):
+    serve.run(_job(), run_dir, serve.Options(port=0))
