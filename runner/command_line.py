@@ -195,6 +195,13 @@ _FLAGS = (
     modes=("plan",),
   ),
   _Flag(
+    "plan_decode",
+    None,
+    "Decoding steps to plan, sequences x slots of their caches, such as"
+    " 1x8192,64x8192: prints memory and tokens/s.",
+    modes=("plan",),
+  ),
+  _Flag(
     "plan_programs",
     "auto",
     "Programs to compile: train, all (also evaluation and decoding), or auto,"
@@ -444,6 +451,7 @@ def parse_questions(values: Values) -> "questions.Questions":
     batches=values.plan_batches,
     lengths=values.plan_lengths,
     programs=values.plan_programs,
+    decode=values.plan_decode,
     is_searched=values.plan_search,
   )
 

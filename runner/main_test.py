@@ -270,8 +270,8 @@ def test_flags_are_the_frozen_list():
     *("decode_batch_size", "decode_file", "decode_output"),
     *("eval_file", "exp", "help", "host_timeout"),
     *("job_log_dir", "list", "max_restarts", "mode", "num_processes"),
-    *("plan_batches", "plan_days", "plan_lengths", "plan_price"),
-    *("plan_programs", "plan_search", "plan_tokens"),
+    *("plan_batches", "plan_days", "plan_decode", "plan_lengths"),
+    *("plan_price", "plan_programs", "plan_search", "plan_tokens"),
     *("process_id", "profile_steps", "prompt"),
     *("serve_context", "serve_host", "serve_port", "serve_slots", "target"),
   ]

@@ -22,7 +22,13 @@ from paxon.runner import user_error
 from paxon.runner.endpoint import engine as engine_lib
 from paxon.runner.endpoint import openai_requests
 from paxon.runner.settings import generation
-from paxon.runner.training import restore, run_files, samples, serving
+from paxon.runner.training import (
+  generation_program,
+  restore,
+  run_files,
+  samples,
+  serving,
+)
 from paxon.runner.training import session as session_lib
 from paxon.sharding import axes
 from paxon.sharding import layout as layouts
@@ -75,7 +81,7 @@ def run(
   app = _import_app()
   if jax.process_count() > 1:
     raise user_error.UserError("--mode=serve requires a single process.")
-  if job.generation is None and samples.why_none(job) is None:
+  if job.generation is None and generation_program.why_none(job) is None:
     job = dataclasses.replace(job, generation=generation.GenerationSettings())
   with contextlib.ExitStack() as stack:
     stack.enter_context(contextlib.closing(job))

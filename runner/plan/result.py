@@ -267,6 +267,36 @@ class OtherProgram:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeStep:
+  """A decoding step, of a token for each sequence; bytes of one device.
+
+  Attributes:
+    batch: Number of sequences, over all devices.
+    length: Number of slots of the cache of a sequence.
+    parameters: The model's variables.
+    cache: The cache.
+    read: What a step reads at least: variables and cache, of an embedding table
+      only the rows that are looked up.
+    peak: Largest number of bytes in use at once; None if not compiled.
+    fit: Whether it fits; see `Memory`.
+    bound: Roofline lower bound on the step time.
+    estimate: Of the step time.
+    note: Why there is no plan, or what the compiler rejects.
+  """
+
+  batch: int
+  length: int
+  parameters: int | None = None
+  cache: int | None = None
+  read: int | None = None
+  peak: int | None = None
+  fit: str = Fit.UNKNOWN.value
+  bound: Bound | None = None
+  estimate: Estimate | None = None
+  note: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Change:
   """Overrides for the command line, and their effect on a plan.
 
@@ -391,6 +421,7 @@ class Plan:
     training_cost: Result of `--plan_tokens`.
     num_parameters: Trained parameters of the whole model; `None` if unknown.
     other_programs: Memory of evaluation, decoding and saving.
+    decode_steps: Decoding steps that were asked for.
     kernel_choices: Kernels of attention and matmuls.
     quantized_matmuls: Matmuls covered by a quantization recipe, in program
       order.
@@ -435,6 +466,7 @@ class Plan:
   training_cost: TrainingCost | None = None
   num_parameters: int | None = None
   other_programs: tuple[OtherProgram, ...] = ()
+  decode_steps: tuple[DecodeStep, ...] = ()
   kernel_choices: tuple[KernelChoice, ...] = ()
   quantized_matmuls: tuple[QuantizedMatmul, ...] = ()
   compiler_options: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -10,7 +10,7 @@ import shlex
 from typing import Final
 
 from paxon.runner import units
-from paxon.runner.plan import hardware, result
+from paxon.runner.plan import hardware, result, tables
 
 MEMORY: Final = "memory per device"
 MODULES: Final = "executed FLOPs by module"
@@ -60,6 +60,7 @@ def of_plan(plan: result.Plan) -> Iterator[Section]:
     _summary(plan),
     _memory(plan),
     _other_programs(plan),
+    _decode_steps(plan),
     _flops(plan),
     _flops_by_module(plan),
     _flops_by(plan),
@@ -265,19 +266,14 @@ def _capacity(plan: result.Plan) -> str:
 
 
 def _other_programs(plan: result.Plan) -> Section:
-  rows = [
-    (
-      program.name,
-      *(
-        "-" if size is None else units.size(size)
-        for size in (program.temporaries, program.peak, program.host)
-      ),
-      program.note,
-    )
-    for program in plan.other_programs
-  ]
-  titles = ("program", "temporaries", "peak", "host memory", "note")
-  return Section("memory of other programs, per device", rows, titles)
+  titles, rows, lines = tables.other_programs(plan)
+  return Section("memory of other programs, per device", rows, titles, lines)
+
+
+def _decode_steps(plan: result.Plan) -> Section:
+  titles, rows, lines = tables.decode_steps(plan)
+  title = "decoding, one token per sequence; bytes per device"
+  return Section(title, rows, titles, lines)
 
 
 def _flops(plan: result.Plan) -> Section:
@@ -411,44 +407,10 @@ def _custom_calls(plan: result.Plan) -> Section:
 
 
 def _quantized(plan: result.Plan) -> Section:
-  """Returns the quantized matmuls; those of a module that run alike merged."""
   if not plan.quantized_matmuls:
     return Section("")
-  groups: dict[tuple[str, ...], list[result.QuantizedMatmul]] = {}
-  for each in plan.quantized_matmuls:
-    key = each.module, each.traced_dtype, _runs_as(each), each.reason
-    groups.setdefault(key, []).append(each)
-  rows = [
-    (
-      module,
-      ", ".join(m.role for m in members),
-      traced,
-      runs_as,
-      f"{sum(m.count for m in members):,}",
-      units.flops(sum(m.flops for m in members)),
-      reason,
-    )
-    for (module, traced, runs_as, reason), members in groups.items()
-  ]
-  whole = max(plan.flops.hardware, 1)
-  covered = sum(m.flops for m in plan.quantized_matmuls)
-  low = sum(m.flops for m in plan.quantized_matmuls if m.is_quantized)
-  line = (
-    f"{units.share(covered / whole)} of the executed FLOPs are covered by the"
-    f" recipe, {units.share(low / whole)} run in low precision."
-  )
-  titles = ("module", "matmul", "operands", "runs as", "count", "FLOPs", "why")
-  return Section("quantized matmuls per step", rows, titles, [line], most=12)
-
-
-def _runs_as(matmul: result.QuantizedMatmul) -> str:
-  """Returns the kernel and the dtype, such as `cublas fp8`."""
-  dtype = "fp8" if matmul.dtype.startswith("float8") else matmul.dtype
-  if not matmul.kernel:
-    return dtype or "not found"
-  name = matmul.kernel
-  text = name if name.endswith(dtype) else f"{name} {dtype}"
-  return text if matmul.is_final else f"{text} (may change by autotuning)"
+  titles, rows, lines = tables.quantized_matmuls(plan)
+  return Section("quantized matmuls per step", rows, titles, lines, most=12)
 
 
 def _bound(plan: result.Plan) -> Section:

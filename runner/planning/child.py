@@ -43,6 +43,7 @@ def plan(
   is_compiled: bool,
   time_limit: float,
   with_other_programs: bool = False,
+  decode_steps: Sequence[tuple[int, int]] = (),
 ) -> result.Plan:
   """Plans an experiment in a separate process.
 
@@ -53,6 +54,7 @@ def plan(
     is_compiled: Whether to compile, or to trace only.
     time_limit: Seconds after which the process is stopped.
     with_other_programs: Whether to compile evaluation and decoding too.
+    decode_steps: Sequences and slots of decoding steps to plan.
 
   Raises:
     UserError: The experiment cannot run on this target, or took too long.
@@ -64,6 +66,7 @@ def plan(
     "target": target.text,
     "compile": is_compiled,
     "other_programs": with_other_programs,
+    "decode_steps": decode_steps,
   }
   with (
     _slots(),
@@ -216,6 +219,7 @@ def main(arguments: list[str]) -> int:
       overrides=[f"--fdl.{o.path}={o.text}" for o in overrides],
       is_compiled=request["compile"],
       with_other_programs=request["other_programs"],
+      decode_steps=[(b, n) for b, n in request["decode_steps"]],
     )
     text = result.to_json((plan,))
   except Exception as error:

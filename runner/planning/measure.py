@@ -4,14 +4,10 @@ Nothing is computed and no array is made. The target's variables must be set and
 its compiler installed, see `topology`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
-import hashlib
 import importlib.metadata
 import math
-import os
-import re
-import time
 
 import jax
 
@@ -20,9 +16,6 @@ from paxon.runner import job as job_lib
 from paxon.runner.plan import (
   advice,
   compiler_options,
-  hardware,
-  kernel_contract,
-  network,
   result,
   roofline,
   saved,
@@ -31,16 +24,11 @@ from paxon.runner.plan import (
 from paxon.runner.plan import flops as flops_lib
 from paxon.runner.plan import quantized_matmuls as quantized_matmuls_lib
 from paxon.runner.plan import target as targets
-from paxon.runner.plan.estimate import efficiency, prediction
-from paxon.runner.plan.program_text import hlo
-from paxon.runner.plan.program_text import reading as reading_lib
-from paxon.runner.planning import other_programs
+from paxon.runner.planning import compiled_program, decode_step, other_programs
 from paxon.runner.training import compiled_steps, kernel_checks
 from paxon.runner.training import session as session_lib
-from paxon.sharding import axes, variables
-from paxon.sharding import mesh as meshes
+from paxon.sharding import variables
 
-_SOURCE = re.compile(r",? ?metadata=\{[^}]*\}")
 _DISTRIBUTIONS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin")
 
 
@@ -52,6 +40,7 @@ def measure(
   overrides: Iterable[str] = (),
   is_compiled: bool = True,
   with_other_programs: bool = False,
+  decode_steps: Sequence[tuple[int, int]] = (),
 ) -> result.Plan:
   """Plans a job.
 
@@ -63,6 +52,8 @@ def measure(
     overrides: Assignments of the command line, for the plan.
     is_compiled: Whether to compile, or to trace only.
     with_other_programs: Whether to compile evaluation and decoding too.
+    decode_steps: Number of sequences and slots of their caches, for each
+      decoding step to plan.
 
   Returns:
     The plan, without the findings of the lint.
@@ -80,7 +71,7 @@ def measure(
   flops = flops_lib.count(traced.jaxpr)
   memory = _closed_form(session, target)
   mesh = session.layout.mesh
-  program = _Program(target, session)
+  program = compiled_program.Program(target, session)
   if is_compiled and not obstacles:
     memory = program.compile(traced, memory, flops)
     if not program.notes:
@@ -93,6 +84,9 @@ def measure(
   others: tuple[result.OtherProgram, ...] = ()
   if with_other_programs and program.is_compiled:
     others = other_programs.measure(session, target)
+  steps = decode_step.measure_all(
+    session, target, decode_steps, is_compiled=is_compiled
+  )
   memory = dataclasses.replace(
     memory, saved=saved.saved(traced.jaxpr, shards=session.layout.shards)
   )
@@ -164,6 +158,7 @@ def measure(
     ),
     num_parameters=session.num_parameters(),
     other_programs=others,
+    decode_steps=steps,
     fit=memory.fit.value,
     advice=advice.of(memory, flops, mesh=dict(mesh.shape), batch=shape),
     findings=(),
@@ -199,158 +194,6 @@ def _trace(
       " saved for the backward pass is that of attention by XLA. To compile:"
       " bazel run --config=plan_cudnn //runner:main -- --mode=plan ...",
     )
-
-
-def without_sources(text: str) -> str:
-  """Returns a compiled text without names of files, lines and operations."""
-  # Tables of files and lines stand before the first computation.
-  begin = re.search(r"^(?:ENTRY )?%", text, re.MULTILINE)
-  return _SOURCE.sub("", text[begin.start() if begin else 0 :])
-
-
-class _Program:
-  """The compiled step; empty until it is compiled."""
-
-  def __init__(
-    self, target: targets.Target, session: session_lib.Session
-  ) -> None:
-    self._target = target
-    self._mesh = session.layout.mesh
-    self._job = session.job
-    full = meshes.MeshSpec.parse(session.job.mesh).resolve(self._mesh.size)
-    self._dcn = [axis for axis in axes.MESH_AXES if full.dcn[axis] > 1]
-    self._batch_axes = _axes_of_rows(session.batch)
-    self.is_compiled = False
-    self.placement = network.Placement(domains=(0,) * self._mesh.size)
-    self.reading = reading_lib.NOTHING
-    self.fingerprint: str | None = None
-    self.seconds: float | None = None
-    self.traffic: float | None = None
-    self.notes: list[str] = []
-    self._text: hlo.Program | None = None
-    self.kernel_choices: tuple[result.KernelChoice, ...] = ()
-
-  def compile(
-    self,
-    traced: jax.stages.Traced,
-    memory: result.Memory,
-    flops: flops_lib.Flops,
-  ) -> result.Memory:
-    """Compiles and reads; returns the memory as the compiler sees it."""
-    begin = time.monotonic()
-    try:
-      compiled = topology.compile_for(
-        self._target,
-        traced,
-        self._mesh,
-        given=self._job.compiler_options,
-        sets=self._job.compiler_option_sets,
-      )
-    except jax.errors.JaxRuntimeError as error:
-      if "RESOURCE_EXHAUSTED" not in str(error):
-        raise
-      self.seconds = time.monotonic() - begin
-      return dataclasses.replace(
-        memory, compiler_error=str(error).splitlines()[0]
-      )
-    self.seconds = time.monotonic() - begin
-    self.is_compiled = True
-    text = compiled.as_text() or ""
-    stripped = without_sources(text).encode()
-    self.fingerprint = hashlib.sha256(stripped).hexdigest()
-    self.placement = network.place(self._target, list(self._mesh.devices.flat))
-    self._read(text, flops)
-    sizes = compiled.memory_analysis()
-    assert sizes is not None
-    self.traffic = float(
-      sizes.argument_size_in_bytes + sizes.output_size_in_bytes
-    )
-    return dataclasses.replace(
-      memory,
-      arguments=sizes.argument_size_in_bytes,
-      temporaries=sizes.temp_size_in_bytes,
-      peak=other_programs.peak(sizes, self._target.hardware.platform),
-    )
-
-  def _read(self, text: str, flops: flops_lib.Flops) -> None:
-    """Reads the compiled text; a reader that fails leaves a note."""
-    platform = self._target.hardware.platform
-    self._text = reading_lib.attempt(
-      "The compiled program", lambda: hlo.parse(text), None, self.notes
-    )
-    program = self._text
-    if program is None:
-      return
-    self.kernel_choices = reading_lib.attempt(
-      "Kernels",
-      lambda: kernel_contract.choices(
-        program, is_tuned=platform is not hardware.Platform.CUDA
-      ),
-      (),
-      self.notes,
-    )
-    self.reading = reading_lib.read(
-      program,
-      mesh=dict(self._mesh.shape),
-      dcn=self._dcn,
-      batch_axes=self._batch_axes,
-      platform=platform.value,
-      traced=flops.by("part"),
-    )
-
-  def quantized_matmuls(
-    self, flops: flops_lib.Flops
-  ) -> tuple[result.QuantizedMatmul, ...]:
-    """Returns what those run as that a quantization recipe covers."""
-    return reading_lib.attempt(
-      "Quantized matmuls",
-      lambda: quantized_matmuls_lib.of(
-        flops,
-        self._text,
-        kind=self._target.hardware,
-        num_devices=self._mesh.size,
-      ),
-      (),
-      self.notes,
-    )
-
-  def estimate(
-    self, flops: flops_lib.Flops, batch_shape: tuple[int, ...] | None
-  ) -> tuple[result.Estimate | None, tuple[str, ...]]:
-    """Returns the estimate of the step's time, and why there is none."""
-    program, kind = self._text, self._target.hardware
-    is_read = all(
-      reading_lib.COULD_NOT_READ not in note for note in self.reading.notes
-    )
-    if program is None or not is_read:
-      return None, ()
-    factors = efficiency.choose(kind, os.environ)
-    notes: list[str] = []
-    found, why_not = reading_lib.attempt(
-      "The step's time",
-      lambda: prediction.of(
-        program,
-        communication=self.reading.communication,
-        placement=self.placement,
-        kind=kind,
-        efficiency=factors,
-        flops=flops,
-        batch_shape=batch_shape,
-      ),
-      (None, ()),
-      notes,
-    )
-    return found, (*why_not, *notes)
-
-
-def _axes_of_rows(batch: Mapping[str, jax.ShapeDtypeStruct]) -> list[str]:
-  """The mesh axes over which a batch is split."""
-  found: dict[str, None] = {}
-  for array in batch.values():
-    spec = getattr(array.sharding, "spec", None) or (None,)
-    rows = spec[0] or ()
-    found |= dict.fromkeys((rows,) if isinstance(rows, str) else rows)
-  return list(found)
 
 
 def _closed_form(

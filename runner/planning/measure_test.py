@@ -6,11 +6,11 @@ import fiddle as fdl
 import jax
 import pytest
 
-from paxon.layers import remat
+from paxon.layers import remat, unembedding
 from paxon.runner import user_error
 from paxon.runner.plan import flops, result
 from paxon.runner.plan import target as targets
-from paxon.runner.planning import measure
+from paxon.runner.planning import compiled_program, measure
 from paxon.runner.training import (
   compiled_steps,
   memory_fit,
@@ -53,7 +53,7 @@ def test_the_plan_is_of_the_program_that_runs(plan):
   job = _job(mesh="fsdp=4,tensor=2")
   opened = session.open_session(job)
   compiled = compiled_steps.compile_train_step(opened)
-  text = measure.without_sources(compiled.as_text())
+  text = compiled_program.without_sources(compiled.as_text())
   assert plan.fingerprint == hashlib.sha256(text.encode()).hexdigest()
   sizes = compiled.memory_analysis()
   assert plan.memory.temporaries == sizes.temp_size_in_bytes
@@ -72,7 +72,7 @@ def test_the_options_of_a_run_are_those_of_its_plan(plan):
   assert planned.compiler_options == opened.compiler_options
   # They reach the compiler, of both.
   assert planned.fingerprint != plan.fingerprint
-  text = measure.without_sources(
+  text = compiled_program.without_sources(
     compiled_steps.compile_train_step(opened).as_text()
   )
   assert planned.fingerprint == hashlib.sha256(text.encode()).hexdigest()
@@ -205,3 +205,51 @@ def test_an_evaluation_that_fails_is_a_note(monkeypatch):
   evaluation = plan.other_programs[0]
   assert evaluation.note == "not known: no metric 'x'"
   assert (evaluation.peak, plan.memory.peak is None) == (None, False)
+
+
+def _tiny_sizes(batch, slots):
+  """Returns the bytes of `TinyLm` and of its cache, from their shapes.
+
+  A layer's cache has keys and values of two heads of 8, in float32; positions
+  and segments are int32 in each layer.
+  """
+  width, heads, hidden, vocab, layers = 16, 16, 32, 264, 2
+  layer = 4 * width * heads + 3 * width * hidden + 2 * width
+  parameters = 4 * (vocab * width + layers * layer + width)
+  cache = layers * (4 * batch * slots * (2 * heads + 2) + 4)
+  return parameters, cache
+
+
+def test_a_decoding_step_reads_the_variables_and_the_cache():
+  plan = _plan(_job(mesh="data=8"), decode_steps=[(16, 24), (3, 8)])
+  step, other = plan.decode_steps
+  parameters, cache = _tiny_sizes(16, 24)
+  assert step.parameters == parameters
+  # The counter of each layer is on all devices.
+  assert step.cache == (cache - 8) // 8 + 8
+  # The head is the embedding, so all of it is read.
+  assert step.read == pytest.approx(parameters + step.cache, abs=64)
+  assert step.peak >= step.parameters + step.cache
+  assert (other.batch, other.length, other.cache) == (3, 8, None)
+  assert other.note.startswith("3 sequences do not divide by the 8 shards")
+
+
+def test_a_decoding_step_is_split_like_the_model():
+  plan = _plan(
+    _job(mesh="tensor=2,data=4"), decode_steps=[(8, 24)], is_compiled=False
+  )
+  (step,) = plan.decode_steps
+  _, cache = _tiny_sizes(2, 24)
+  rest = 2 * (4 * 2 * 24 * 2 + 4)  # Not split by heads.
+  assert step.cache == (cache - rest) // 2 + rest
+  assert step.peak is None
+
+
+def test_rows_of_a_table_are_read_not_the_table():
+  _, config = testing.make()
+  config.task.model.head = fdl.Config(unembedding.Unembedding, vocab_size=264)
+  plan = _plan(fdl.build(config), decode_steps=[(8, 24)], is_compiled=False)
+  (step,) = plan.decode_steps
+  table, rows = 4 * 264 * 16, 4 * 8 * 16 // 8
+  expected = step.parameters + step.cache - table + rows
+  assert step.read == pytest.approx(expected, abs=64)

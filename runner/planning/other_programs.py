@@ -12,7 +12,11 @@ import jax
 
 from paxon.runner.plan import hardware, result, topology
 from paxon.runner.plan import target as targets
-from paxon.runner.training import compiled_steps, memory_fit, samples
+from paxon.runner.training import (
+  compiled_steps,
+  generation_program,
+  memory_fit,
+)
 from paxon.runner.training import session as session_lib
 
 _LENGTH = 200
@@ -56,8 +60,8 @@ def _programs(
       shapes.append(shape)
       yield name, trace
   job = session.job
-  if job.generation is not None and samples.why_none(job) is None:
-    yield "decoding", lambda: samples.trace(session)
+  if job.generation is not None and generation_program.why_none(job) is None:
+    yield "decoding", lambda: generation_program.trace(session)
 
 
 def _compile(

@@ -67,6 +67,7 @@ def plan_for(
   experiment: str,
   shapes: job_lint.JobShapes,
   with_other_programs: bool = False,
+  decode_steps: Sequence[tuple[int, int]] = (),
 ) -> result.Plan | result.Failure:
   """Returns a plan: cached, or made by a child process.
 
@@ -77,6 +78,7 @@ def plan_for(
     experiment: As `--exp` takes it.
     shapes: Of the job's variables and batch.
     with_other_programs: Whether to compile evaluation and decoding too.
+    decode_steps: Sequences and slots of decoding steps to plan.
   """
   missing = topology.missing(target)
 
@@ -87,7 +89,7 @@ def plan_for(
       is_compiled=not missing,
       shapes=shapes,
       environ=os.environ,
-      others=(experiment, f"{with_other_programs=}"),
+      others=(experiment, f"{with_other_programs=}", f"{decode_steps=}"),
     )
 
   def make() -> result.Plan:
@@ -99,6 +101,7 @@ def plan_for(
       is_compiled=not missing,
       time_limit=_TIME_LIMIT,
       with_other_programs=with_other_programs,
+      decode_steps=decode_steps,
     )
 
   try:

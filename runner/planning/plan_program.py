@@ -117,10 +117,14 @@ def _plan_target(
   if isinstance(subject, result.Failure):
     return subject
   has_others = is_alone and asked.has_others(subject.target)
-  found = subject.plan(with_other_programs=has_others)
+  found = subject.plan(
+    with_other_programs=has_others,
+    decode_steps=asked.decode if is_alone else (),
+  )
   if isinstance(found, result.Failure):
     return found
-  if is_alone:
+  # Whether training fits is not the question then.
+  if is_alone and not asked.decode:
     found = _with_changes(found, subject, is_searched=is_searched)
   return questions.answer(found, asked)
 
@@ -216,6 +220,7 @@ class _Subject:
     overrides: Sequence[overrides_lib.Override] = (),
     *,
     with_other_programs: bool = False,
+    decode_steps: Sequence[tuple[int, int]] = (),
   ) -> result.Plan | result.Failure:
     """Plans the job, or a change of it."""
     if config is None:
@@ -227,6 +232,7 @@ class _Subject:
       experiment=self.given.experiment,
       shapes=self.shapes,
       with_other_programs=with_other_programs,
+      decode_steps=decode_steps,
     )
     if isinstance(found, result.Failure):
       return found

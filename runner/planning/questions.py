@@ -3,12 +3,14 @@
 --plan_tokens=1e12 --plan_price=2.5          days, device-hours and money
 --plan_tokens=1e12 --plan_days=30            the smallest target in time
 --plan_batches=64,128 --plan_lengths=2048    one plan for each pair
+--plan_decode=1x8192,64x8192                 decoding steps: sequences x slots
 """
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import itertools
 import math
+import re
 from typing import Final
 
 from paxon.runner import units
@@ -41,6 +43,7 @@ class Questions:
     lengths: Values of `length` to plan.
     programs: Programs to compile: `all`, `train`, or `auto`, which is all but
       on TPUs, where the compiler takes minutes.
+    decode: Decoding steps to plan: sequences, and slots of their caches.
   """
 
   tokens: float | None = None
@@ -49,6 +52,7 @@ class Questions:
   batches: tuple[int, ...] = ()
   lengths: tuple[int, ...] = ()
   programs: str = "auto"
+  decode: tuple[tuple[int, int], ...] = ()
 
   def has_others(self, target: targets.Target) -> bool:
     """Returns whether evaluation and decoding are compiled too."""
@@ -79,6 +83,7 @@ def parse(
   batches: str | None = None,
   lengths: str | None = None,
   programs: str = "auto",
+  decode: str | None = None,
   is_searched: bool = False,
 ) -> Questions:
   """Returns the questions of the flags `--plan_...`.
@@ -103,7 +108,13 @@ def parse(
     batches=_sizes("batches", batches, "64,128,256"),
     lengths=_sizes("lengths", lengths, "2048,8192"),
     programs=programs,
+    decode=_pairs("decode", decode, "1x8192,64x8192"),
   )
+  if found.decode and (found.cells() or is_searched):
+    raise ValueError(
+      "--plan_decode cannot be combined with --plan_search, --plan_batches or"
+      " --plan_lengths."
+    )
   if len(found.cells()) > MAX_CELLS:
     raise ValueError(
       f"--plan_batches and --plan_lengths make {len(found.cells())} plans;"
@@ -149,6 +160,24 @@ def _sizes(name: str, text: str | None, example: str) -> tuple[int, ...]:
   if len(set(values)) < len(values):
     raise ValueError(f"--plan_{name}={text} has a value twice.")
   return values
+
+
+def _pairs(
+  name: str, text: str | None, example: str
+) -> tuple[tuple[int, int], ...]:
+  if text is None:
+    return ()
+  found = [
+    re.fullmatch(r"0*([1-9][0-9]{0,8})x0*([1-9][0-9]{0,8})", part.strip())
+    for part in text.split(",")
+  ]
+  pairs = [(int(m[1]), int(m[2])) for m in found if m]
+  if len(pairs) < len(found) or len(set(pairs)) < len(pairs):
+    raise ValueError(
+      f"--plan_{name}={text} must be different pairs of positive integers, such"
+      f" as {example}."
+    )
+  return tuple(pairs)
 
 
 def answer(plan: result.Plan, asked: Questions) -> result.Plan:

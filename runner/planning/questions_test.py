@@ -79,6 +79,27 @@ def test_tpus_compile_only_the_training_step_by_default(
   assert asked.has_others(targets.parse(target)) is has_others
 
 
+def test_decoding_steps():
+  asked = questions.parse(decode="1x8192, 64x4096")
+  assert asked.decode == ((1, 8192), (64, 4096))
+  assert questions.parse().decode == ()
+
+
+@pytest.mark.parametrize("text", ["", "8", "0x8", "8x0", "8x8,8x8", "8x8x8"])
+def test_decoding_steps_that_are_none(text):
+  with pytest.raises(
+    ValueError, match=rf"--plan_decode={text} must be different pairs of posit"
+  ):
+    questions.parse(decode=text)
+
+
+def test_decoding_steps_are_not_combined():
+  with pytest.raises(ValueError, match=r"--plan_decode cannot be combined"):
+    questions.parse(decode="8x8", batches="8")
+  with pytest.raises(ValueError, match=r"--plan_decode cannot be combined"):
+    questions.parse(decode="8x8", is_searched=True)
+
+
 def _plan(rate=10_000.0, *, chips=8, **fields):
   return sample_plan.plan(
     num_chips=chips,

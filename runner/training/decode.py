@@ -35,7 +35,13 @@ from paxon.runner import job as job_lib
 from paxon.runner import run_dir as run_dirs
 from paxon.runner.hosts import agreement
 from paxon.runner.settings import generation
-from paxon.runner.training import restore, run_files, samples, serving
+from paxon.runner.training import (
+  generation_program,
+  restore,
+  run_files,
+  samples,
+  serving,
+)
 from paxon.runner.training import session as session_lib
 
 _FILE = "@"
@@ -65,7 +71,7 @@ def run(
     texts = [*parse_prompts(prompt, os.environ)]
   if chat and texts is not None:
     texts = [parse_messages(str(text)) for text in texts]
-  if job.generation is None and samples.why_none(job) is None:
+  if job.generation is None and generation_program.why_none(job) is None:
     job = dataclasses.replace(job, generation=generation.GenerationSettings())
   with contextlib.closing(job):
     run_files.check_tokenizer(job, run_dir)

@@ -39,6 +39,7 @@ from paxon.runner.settings import generation
 from paxon.runner.training import (
   decode,
   decode_requests,
+  generation_program,
   restore,
   run_files,
   samples,
@@ -78,7 +79,7 @@ def run(
     UserError: There is no such checkpoint, a line is not a request, the model
       does not generate text, or the output has another origin.
   """
-  reason = samples.why_none(job)
+  reason = generation_program.why_none(job)
   if reason is not None:
     raise user_error.UserError(
       f"--decode_file: {job.experiment} cannot generate text: {reason}."

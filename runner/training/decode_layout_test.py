@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 
 from paxon.runner import knobs, user_error
-from paxon.runner.training import preflight, samples, testing
+from paxon.runner.training import (
+  generation_program,
+  preflight,
+  samples,
+  testing,
+)
 from paxon.runner.training import session as session_lib
 from paxon.sharding import rule_sets
 
@@ -43,7 +48,7 @@ def test_another_layout_draws_the_same():
     np.testing.assert_allclose(one.log_probs, two.log_probs, rtol=1e-4)
     assert one == dataclasses.replace(two, log_probs=one.log_probs)
   # And it is another one, whose weights lie otherwise.
-  text = session.layout.lower(samples.trace(session)).as_text()
+  text = session.layout.lower(generation_program.trace(session)).as_text()
   assert '"fsdp"=4' in text
   assert '"tensor"=2' in text
   assert '"fsdp"=8' not in text

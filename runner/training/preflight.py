@@ -18,9 +18,9 @@ from paxon.runner import run_dir as run_dirs
 from paxon.runner import user_error
 from paxon.runner.training import (
   compiled_steps,
+  generation_program,
   kernel_checks,
   memory_fit,
-  samples,
 )
 from paxon.runner.training import session as session_lib
 from paxon.sharding import axes, lint
@@ -117,9 +117,9 @@ def trace(
 ) -> tuple[jax.stages.Traced, jax.stages.Traced | None]:
   """Returns the traced training step and sample generation, if there is any."""
   step = compiled_steps.trace_train_step(session)
-  if session.job.generation is None or samples.why_none(session.job):
+  if session.job.generation is None or generation_program.why_none(session.job):
     return step, None
-  return step, samples.trace(session)
+  return step, generation_program.trace(session)
 
 
 def check_memory(session: session_lib.Session) -> None:

@@ -34,9 +34,9 @@ from paxon.runner import run_dir as run_dirs
 from paxon.runner.hosts import agreement
 from paxon.runner.training import (
   evaluation,
+  generation_program,
   restore,
   run_files,
-  samples,
   serving,
 )
 from paxon.runner.training import session as session_lib
@@ -133,7 +133,7 @@ def run(
       model is not a decoder with a tokenizer, or the run was trained with
       another tokenizer.
   """
-  reason = samples.why_none(job)
+  reason = generation_program.why_none(job)
   if reason is None and callable(getattr(job.task.model, "encode", None)):
     reason = "its model is an encoder-decoder"
   if reason is not None:
@@ -151,7 +151,7 @@ def run(
   path = run_dirs.resolve(given, os.environ)
   data = _read(path)
   ids = _encode(tokenizer, data, path)
-  samples.check_ids(job, ids)
+  generation_program.check_ids(job, ids)
   length = job.train_input.length
   source = TextWindows(
     global_batch_size=job.train_input.global_batch_size,
@@ -227,7 +227,7 @@ def _encode(
     raise user_error.UserError(
       f"--eval_file={os.fspath(path)} is not UTF-8 text (byte {error.start})."
     ) from error
-  ids = samples.encode_prompt(tokenizer, text)
+  ids = generation_program.encode_prompt(tokenizer, text)
   if len(ids) < 2:
     raise user_error.UserError(
       f"--eval_file={os.fspath(path)} has no token to predict."

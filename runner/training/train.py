@@ -31,6 +31,7 @@ from paxon.runner.monitoring import observer as observer_lib
 from paxon.runner.settings import training
 from paxon.runner.training import (
   evaluation,
+  generation_program,
   non_finite,
   preflight,
   profile_guided,
@@ -348,7 +349,7 @@ def _finish(
     lines += run_metrics.format_results(step, results)
   if results is None or loop.stop.requested is not None:
     return lines, ended_early
-  reason = samples.why_none(job)
+  reason = generation_program.why_none(job)
   if job.generation is not None and reason is not None:
     lines.append(f"no samples: {job.experiment} cannot generate text: {reason}")
   elif job.generation is not None:

@@ -1,0 +1,178 @@
+"""Plans of a decoding step: a token for each of many sequences.
+
+A step reads all variables and the whole cache once, so memory bandwidth bounds
+it until the batch is large. Sizes follow from shapes and shardings; where the
+target's compiler is installed, the step is compiled too.
+"""
+
+from collections.abc import Iterable, Sequence
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.interpreters import partial_eval
+
+from paxon.runner import user_error
+from paxon.runner.plan import flops as flops_lib
+from paxon.runner.plan import result, roofline
+from paxon.runner.plan import target as targets
+from paxon.runner.planning import compiled_program
+from paxon.runner.training import generation_program
+from paxon.runner.training import session as session_lib
+
+# Primitives that call the one jaxpr in their parameters.
+_CALLS = ("jit", "pjit", "closed_call")
+# Primitives whose result has the values of their operand.
+_SAME = ("convert_element_type", "copy", "sharding_constraint")
+_LENGTH = 200
+
+
+def measure_all(
+  session: session_lib.Session,
+  target: targets.Target,
+  sizes: Sequence[tuple[int, int]],
+  *,
+  is_compiled: bool,
+) -> tuple[result.DecodeStep, ...]:
+  """Plans decoding steps; an error becomes a note.
+
+  Args:
+    session: The job on the target's devices.
+    target: What to plan for.
+    sizes: Number of sequences and slots of their caches, for each step.
+    is_compiled: Whether to compile, or to trace only.
+  """
+  found = []
+  for batch, length in sizes:
+    try:
+      step = _measure(session, target, batch, length, is_compiled=is_compiled)
+    except (user_error.UserError, ValueError, jax.errors.JaxRuntimeError) as e:
+      first = str(e).strip().partition("\n")[0][:_LENGTH]
+      step = result.DecodeStep(batch=batch, length=length, note=first)
+    found.append(step)
+  return tuple(found)
+
+
+def _measure(
+  session: session_lib.Session,
+  target: targets.Target,
+  batch: int,
+  length: int,
+  *,
+  is_compiled: bool,
+) -> result.DecodeStep:
+  step = generation_program.trace_step(session, batch=batch, length=length)
+  state, cache, *_ = step.arguments
+  flops = flops_lib.count(step.traced.jaxpr)
+  kind = target.hardware
+  memory = result.Memory(
+    parameters=_bytes(jax.tree.leaves(state.variables)),
+    other_variables=_bytes(jax.tree.leaves(cache)),
+    optimizer=0,
+    batch=0,
+    gradients=0,
+    usable=kind.usable_bytes,
+    capacity=kind.memory_bytes,
+  )
+  program = compiled_program.Program(
+    target, dataclasses.replace(session, layout=step.layout)
+  )
+  if is_compiled:
+    memory = program.compile(step.traced, memory, flops)
+  collectives = roofline.summarize(
+    program.reading.communication.collectives,
+    kind=kind,
+    placement=program.placement,
+  )
+  is_known = program.is_compiled and program.reading.is_communication_known
+  leaves = jax.tree.leaves((state, cache))
+  read = sum(_read(step.traced.jaxpr, leaves, mesh_size=step.layout.mesh.size))
+  shape = (batch, 1)
+  estimate, why_not = program.estimate(flops, shape)
+  return result.DecodeStep(
+    batch=batch,
+    length=length,
+    parameters=memory.parameters,
+    cache=memory.other_variables,
+    read=read,
+    peak=memory.peak,
+    fit=memory.fit.value,
+    bound=roofline.bound(
+      flops,
+      kind=kind,
+      num_devices=target.num_devices,
+      collectives=collectives if is_known else None,
+      traffic=float(read),
+      batch_shape=shape,
+    ),
+    estimate=estimate,
+    note=memory.compiler_error or " ".join(why_not),
+  )
+
+
+def _bytes(arrays: Iterable[Any]) -> int:
+  """Returns the bytes of arrays on one device."""
+  return sum(_local_bytes(array) for array in arrays)
+
+
+def _local_bytes(array: Any) -> int:
+  shape = array.sharding.shard_shape(array.shape)
+  # Key arrays have a dtype that knows its size, too.
+  return math.prod(shape) * array.dtype.itemsize
+
+
+def _read(
+  jaxpr: core.ClosedJaxpr, leaves: Sequence[Any], *, mesh_size: int
+) -> list[int]:
+  """Returns the bytes that a program reads of each of its first inputs.
+
+  Of a table from which rows are only looked up these are the rows, which are
+  split over no more devices than there are; of what nothing needs, none.
+
+  Args:
+    jaxpr: The program.
+    leaves: Shapes and shardings of the inputs.
+    mesh_size: Number of devices.
+  """
+  open_jaxpr = jaxpr.jaxpr
+  live, used = partial_eval.dce_jaxpr(
+    open_jaxpr, [True] * len(open_jaxpr.outvars)
+  )
+  inputs = iter(live.invars)
+  found = []
+  for leaf, is_used in zip(leaves, used, strict=False):
+    size = 0
+    if is_used:
+      rows = _looked_up(live, next(inputs))
+      size = _local_bytes(leaf)
+      if rows is not None:
+        size = min(size, rows * leaf.dtype.itemsize // mesh_size)
+    found.append(size)
+  return found
+
+
+def _looked_up(jaxpr: Any, variable: Any) -> int | None:
+  """Returns the number of values that are gathered; None if all are read."""
+  if any(variable is out for out in jaxpr.outvars):
+    return None
+  total = 0
+  for equation in jaxpr.eqns:
+    places = [i for i, v in enumerate(equation.invars) if v is variable]
+    if not places:
+      continue
+    count = None
+    if equation.primitive.name == "gather" and places == [0]:
+      count = math.prod(equation.outvars[0].aval.shape)
+    elif equation.primitive.name in _SAME:
+      count = _looked_up(jaxpr, equation.outvars[0])
+    elif equation.primitive.name in _CALLS:
+      inner = equation.params["jaxpr"].jaxpr
+      counts = [_looked_up(inner, inner.invars[i]) for i in places]
+      known = [c for c in counts if c is not None]
+      count = sum(known) if len(known) == len(counts) else None
+    if count is None:
+      return None
+    total += count
+  return total

@@ -1,0 +1,429 @@
+"""The compiled program that generates text, laid out on a job's devices."""
+
+from collections.abc import Iterator, Sequence
+import contextlib
+import dataclasses
+from typing import Any
+
+import jax
+from jax.experimental import layout as layout_lib
+import jax.numpy as jnp
+import numpy as np
+
+from paxon.inputs import tokenizer_protocol
+from paxon.layers import rotary_scaling
+from paxon.layers.decoding import generate, model_steps, sampling
+from paxon.layers.decoding import prompts as prompts_lib
+from paxon.learners import train_state
+from paxon.runner import job as job_lib
+from paxon.runner import user_error
+from paxon.runner.settings import generation
+from paxon.runner.training import session as session_lib
+from paxon.sharding import axes, variables
+from paxon.sharding import layout as layouts
+from paxon.sharding import mesh as meshes
+from paxon.sharding import rules as rules_lib
+
+
+def why_none(job: job_lib.Job) -> str | None:
+  """Returns why a job cannot generate text; None if it can."""
+  model = job.task.model
+  for method in ("prefill", "decode_step"):
+    if not callable(getattr(model, method, None)):
+      return f"its model, {type(model).__name__}, has no {method}"
+  if job.task.tokenizer is None:
+    # Folders of imported models, which should have one.
+    folders = " or ".join(map(str, job.run_files.values()))
+    return "its task has no tokenizer" + (
+      f", and no file of one is in {folders}; pass --fdl.tokenizer=PATH"
+      if folders
+      else ""
+    )
+  return None
+
+
+def settings_of(
+  session: session_lib.Session,
+) -> tuple[generation.GenerationSettings, tokenizer_protocol.Tokenizer]:
+  """Returns the settings and the tokenizer of a job that generates text.
+
+  Raises:
+    UserError: It does not, or its settings contradict.
+  """
+  settings, tokenizer = session.job.generation, session.job.task.tokenizer
+  reason = why_none(session.job)
+  if reason is None and settings is None:
+    reason = "its generation settings are missing"
+  if reason is not None:
+    raise user_error.UserError(
+      f"{session.job.experiment} cannot generate text: {reason}."
+    )
+  assert settings is not None
+  assert tokenizer is not None
+  if settings.search and isinstance(settings.sampler, sampling.Settings):
+    raise user_error.UserError(
+      "GenerationSettings.sampler has penalties or other settings, which a beam"
+      " search does not use; set beam_size or repetition_penalty to None."
+    )
+  return settings, tokenizer
+
+
+def end_ids_of(
+  settings: generation.GenerationSettings,
+  tokenizer: tokenizer_protocol.Tokenizer,
+) -> tuple[int, ...]:
+  """Returns the ids that end a sequence.
+
+  Raises:
+    UserError: The tokenizer cannot be read.
+  """
+  with tokenizer_errors():
+    return settings.end_ids or (tokenizer.end_id,)
+
+
+def reads_source(job: job_lib.Job) -> bool:
+  """Whether the model is an encoder-decoder, whose encoder reads the prompt."""
+  return callable(getattr(job.task.model, "encode", None))
+
+
+def decoding_layout(session: session_lib.Session) -> layouts.Layout:
+  """Returns the layout for samples: that of training, or the job's.
+
+  A decoding step has one token per sequence, so the length is not split.
+
+  Raises:
+    UserError: The mesh of the job does not fit the devices.
+  """
+  job, mesh = session.job, session.layout.mesh
+  if job.decode_mesh is not None:
+    try:
+      mesh = meshes.reshaped(mesh, meshes.MeshSpec.parse(job.decode_mesh))
+    except ValueError as error:
+      raise user_error.UserError(f"Job.decode_mesh: {error}") from error
+  rules = job.decode_rules or session.layout.rules
+  return layouts.Layout(mesh, rules_lib.replace(rules, {axes.LENGTH: None}))
+
+
+def state_shardings(
+  session: session_lib.Session, layout: layouts.Layout
+) -> Any:
+  """Returns the state's shardings while samples are drawn."""
+  if layout.mesh is session.layout.mesh and session.job.decode_rules is None:
+    return session_lib.for_evaluation(session.state_shardings)
+  try:
+    return layout.shardings(session_lib.for_evaluation(session.state_specs))
+  except ValueError as error:
+    job, named = session.job, []
+    if job.decode_mesh is not None:
+      named.append(f"Job.decode_mesh {job.decode_mesh!r}")
+    if job.decode_rules is not None:
+      # Not printed: rules have no name and are long.
+      named.append("Job.decode_rules")
+    raise user_error.UserError(f"{' and '.join(named)}: {error}") from error
+
+
+def make(
+  session: session_lib.Session, layout: layouts.Layout
+) -> layouts.LaidOut:
+  """Returns the generating function: (state, *arguments, key)."""
+  settings, tokenizer = settings_of(session)
+  model = session.job.task.model
+  has_encoder = reads_source(session.job)
+
+  def run(
+    state: train_state.TrainState,
+    ids: jax.Array,
+    lengths: jax.Array,
+    each: sampling.BatchSettings | None,
+    key: jax.Array,
+  ) -> generate.Generation:
+    variables = session.evaluation_variables(state)
+    source = {}
+    if has_encoder:
+      source = _source(ids, lengths)
+      ids = jnp.full((ids.shape[0], 1), tokenizer.begin_id, jnp.int32)
+      lengths = jnp.ones_like(lengths)
+    steps = (
+      model_steps.make_prefill(model, variables, **source),
+      model_steps.make_decode_step(model, variables),
+    )
+    shared = {
+      "max_new_tokens": settings.max_new_tokens,
+      "end_id": end_ids_of(settings, tokenizer),
+      "num_samples": settings.num_samples,
+    }
+    if settings.search is not None:
+      return settings.search.generate(*steps, ids, lengths, **shared)
+    sampler = settings.sampler if each is None else each
+    assert not isinstance(sampler, sampling.Settings)
+    return generate.generate(
+      *steps,
+      ids,
+      lengths,
+      sampler=sampler,
+      key=key,
+      num_alternatives=settings.num_alternatives,
+      **shared,
+    )
+
+  return layout.jit(
+    run,
+    out_shardings=layout.replicated,
+    compiler_options=session.compiler_options,
+  )
+
+
+def make_arguments(
+  session: session_lib.Session,
+  batch: prompts_lib.Prompts,
+  multiple: int,
+  each: Sequence[sampling.Settings] | None = None,
+) -> tuple[np.ndarray, np.ndarray, sampling.BatchSettings | None]:
+  """Returns prompts and their settings as the program reads them."""
+  settings, _ = settings_of(session)
+  model = session.job.task.model
+  check_ids(session.job, batch.ids)
+  _check_lengths(model, batch.lengths, settings.max_new_tokens)
+  sampler = settings.sampler
+  batch = _pad(batch, multiple=multiple)
+  if each is None and isinstance(sampler, sampling.Settings):
+    each = [
+      dataclasses.replace(sampler, seed=(sampler.seed + i) % 2**31)
+      for i in range(len(batch.lengths))
+    ]
+  if each is None:
+    return batch.ids, batch.lengths, None
+  missing = len(batch.lengths) - len(each)
+  embedding = getattr(model, "embedding", None)
+  size = getattr(embedding, "vocab_size", None)
+  stacked = sampling.stack(
+    [*each, *[each[-1]] * missing],
+    num_samples=settings.num_samples,
+    vocab_size=size if any(e.logit_bias for e in each) else None,
+  )
+  return batch.ids, batch.lengths, stacked
+
+
+def trace(session: session_lib.Session) -> jax.stages.Traced:
+  """Returns the program that `draw` runs, traced; nothing is computed."""
+  settings, _ = settings_of(session)
+  layout = decoding_layout(session)
+  batch = prompts_lib.pad_right(
+    [encode(session.job, text, is_chat=False) for text in settings.prompts]
+  )
+  arguments = make_arguments(session, batch, layout.shards(axes.BATCH))
+  program = make(session, layout)
+  state = _abstract_state(session, layout)
+  return program.trace(state, *arguments, jax.random.key(0))
+
+
+def _abstract_state(
+  session: session_lib.Session, layout: layouts.Layout
+) -> Any:
+  return jax.tree.map(
+    lambda x, sharding: jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=sharding
+    ),
+    session_lib.for_evaluation(session.abstract_state()),
+    state_shardings(session, layout),
+  )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step:
+  """A decoding step, traced.
+
+  Attributes:
+    layout: Where it runs.
+    traced: The step: (state, cache, ids) to (ids, cache).
+    arguments: The shapes and shardings of its arguments.
+  """
+
+  layout: layouts.Layout
+  traced: jax.stages.Traced
+  arguments: tuple[Any, ...]
+
+
+def trace_step(
+  session: session_lib.Session, *, batch: int, length: int
+) -> Step:
+  """Returns a greedy decoding step, traced; nothing is computed.
+
+  Args:
+    session: The job on its devices.
+    batch: Number of sequences.
+    length: Number of slots of the cache.
+
+  Raises:
+    UserError: The model does not generate text, is an encoder-decoder, or a
+      size does not divide by the mesh.
+  """
+  job = session.job
+  reason = why_none(job)
+  if reason is None and reads_source(job):
+    reason = "its model is an encoder-decoder"
+  if reason is not None:
+    raise user_error.UserError(
+      f"{job.experiment} has no decoding step of one cache: {reason}."
+    )
+  layout, model = decoding_layout(session), job.task.model
+  state = _abstract_state(session, layout)
+
+  def shaped(count: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(
+      (batch, count), np.int32, sharding=layout.batch_sharding(2)
+    )
+
+  def fill(state: train_state.TrainState, ids: jax.Array) -> Any:
+    prefill = model_steps.make_prefill(
+      model, session.evaluation_variables(state)
+    )
+    ones = jnp.ones_like(ids)
+    return prefill(ids, ids, ones, cache_length=length)[1]
+
+  def step(
+    state: train_state.TrainState, cache: Any, ids: jax.Array
+  ) -> tuple[jax.Array, Any]:
+    decode = model_steps.make_decode_step(
+      model, session.evaluation_variables(state)
+    )
+    ones = jnp.ones_like(ids)
+    logits, cache = decode(cache, ids, (length - 1) * ones, ones)
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32), cache
+
+  shards = layout.shards(axes.BATCH)
+  if batch % shards:
+    raise user_error.UserError(
+      f"{batch} sequences do not divide by the {shards} shards of a batch; use"
+      " another number, or another mesh."
+    )
+  try:
+    boxed = layout.jit(fill).trace(state, shaped(1)).out_info
+    specs = variables.specs_of(boxed)
+    shardings = layout.shardings(specs)
+  except ValueError as error:
+    raise user_error.UserError(str(error)) from error
+  cache = jax.tree.map(
+    lambda spec, sharding: jax.ShapeDtypeStruct(
+      spec.shape, spec.dtype, sharding=sharding
+    ),
+    specs,
+    shardings,
+  )
+  boxed = jax.tree.unflatten(jax.tree.structure(boxed), jax.tree.leaves(cache))
+  arguments = state, boxed, shaped(1)
+  # In a loop of steps the compiler chooses the cache's layout once.
+  free = jax.tree.map(
+    lambda x: layout_lib.Format(layout_lib.Layout.AUTO, x.sharding), boxed
+  )
+  program = layout.jit(
+    step,
+    donate_argnums=1,
+    in_shardings=(None, free, None),
+    out_shardings=(None, free),
+    compiler_options=session.compiler_options,
+  )
+  return Step(
+    layout=layout, traced=program.trace(*arguments), arguments=arguments
+  )
+
+
+def check_ids(job: job_lib.Job, ids: np.ndarray) -> None:
+  """Raises UserError if the id of a text is not in the model's vocabulary.
+
+  Embedding such an id gives NaN.
+  """
+  embedding = getattr(job.task.model, "embedding", None)
+  size = getattr(embedding, "vocab_size", None)
+  if size is not None and ids.max() >= size:
+    raise user_error.UserError(
+      f"The tokenizer gives the text an id of {ids.max()}, and the model's"
+      f" vocab_size is {size}; use the tokenizer that the model was trained"
+      " with."
+    )
+
+
+def _check_lengths(model: Any, lengths: np.ndarray, count: int) -> None:
+  """Raises UserError if generation crosses a length of LongRoPE."""
+  for switch in _find_switches(model):
+    crossing = (lengths <= switch) & (lengths + count - 2 >= switch)
+    if crossing.any():
+      raise user_error.UserError(
+        f"A prompt of {lengths[crossing][0]} tokens and {count} new ones cross"
+        f" position {switch}, where the model changes to the frequencies of"
+        " long documents (LongRoPE); make max_new_tokens smaller, or the prompt"
+        f" longer than {switch} tokens."
+      )
+
+
+def _find_switches(value: Any) -> set[int]:
+  """Returns the original lengths of LongRoPE in a model."""
+  if isinstance(value, rotary_scaling.LongScaling):
+    return {value.original_length}
+  if isinstance(value, list | tuple):
+    inner: list[Any] = list(value)
+  elif dataclasses.is_dataclass(value):
+    names = [field.name for field in dataclasses.fields(value)]
+    inner = [getattr(value, name) for name in names if name != "parent"]
+  else:
+    return set()
+  return set().union(*map(_find_switches, inner))
+
+
+def _source(ids: jax.Array, lengths: jax.Array) -> dict[str, jax.Array]:
+  """Returns right-padded texts as the inputs of an encoder."""
+  positions = jax.lax.broadcasted_iota(jnp.int32, ids.shape, 1)
+  inside = (positions < lengths[:, None]).astype(jnp.int32)
+  return {
+    "encoder_inputs": ids * inside,
+    "encoder_positions": positions,
+    "encoder_segment_ids": inside,
+  }
+
+
+def _pad(batch: prompts_lib.Prompts, *, multiple: int) -> prompts_lib.Prompts:
+  """Repeats the last prompt until the batch size divides by `multiple`."""
+  missing = -len(batch.lengths) % multiple
+  return prompts_lib.Prompts(
+    ids=np.pad(batch.ids, ((0, missing), (0, 0)), mode="edge"),
+    lengths=np.pad(batch.lengths, (0, missing), mode="edge"),
+  )
+
+
+def encode(job: job_lib.Job, text: str, *, is_chat: bool) -> list[int]:
+  """Returns the ids of a prompt."""
+  tokenizer: Any = job.task.tokenizer
+  if is_chat and hasattr(tokenizer, "encode_special"):
+    # A chat template writes all special tokens itself.
+    with tokenizer_errors():
+      return tokenizer.encode_special(text).tolist()
+  return encode_prompt(tokenizer, text, as_source=reads_source(job))
+
+
+def encode_prompt(
+  tokenizer: tokenizer_protocol.Tokenizer, text: str, *, as_source: bool = False
+) -> list[int]:
+  """Returns the ids of a prompt as its model expects them, at least one.
+
+  A tokenizer whose model says which special tokens it adds has the method
+  `encode_prompt`. With others a prompt begins with `begin_id`, or, for an
+  encoder (`as_source`), ends with `end_id`.
+
+  Raises:
+    UserError: The tokenizer cannot be read, or is not that of the model.
+  """
+  encode = getattr(tokenizer, "encode_prompt", None)
+  with tokenizer_errors():
+    if encode is not None:
+      return encode(text).tolist() or [tokenizer.begin_id]
+    ids = tokenizer.encode(text).tolist()
+    return [*ids, tokenizer.end_id] if as_source else [tokenizer.begin_id, *ids]
+
+
+@contextlib.contextmanager
+def tokenizer_errors() -> Iterator[None]:
+  """Turns errors of a tokenizer, which reads its file now, into the user's."""
+  try:
+    yield
+  except (OSError, ValueError) as error:
+    raise user_error.UserError(str(error)) from error
