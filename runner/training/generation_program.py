@@ -183,7 +183,7 @@ def make_arguments(
   settings, _ = settings_of(session)
   model = session.job.task.model
   check_ids(session.job, batch.ids)
-  _check_lengths(model, batch.lengths, settings.max_new_tokens)
+  check_lengths(model, batch.lengths, settings.max_new_tokens)
   sampler = settings.sampler
   batch = _pad(batch, multiple=multiple)
   if each is None and isinstance(sampler, sampling.Settings):
@@ -343,7 +343,7 @@ def check_ids(job: job_lib.Job, ids: np.ndarray) -> None:
     )
 
 
-def _check_lengths(model: Any, lengths: np.ndarray, count: int) -> None:
+def check_lengths(model: Any, lengths: np.ndarray, count: int) -> None:
   """Raises UserError if generation crosses a length of LongRoPE."""
   for switch in _find_switches(model):
     crossing = (lengths <= switch) & (lengths + count - 2 >= switch)

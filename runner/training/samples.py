@@ -202,9 +202,11 @@ class Generator:
 
   def check_length(self, ids: Sequence[int], count: int) -> None:
     """Raises UserError if ids cannot be continued by a number of tokens."""
-    check_ids(self.session.job, np.asarray(ids))
+    generation_program.check_ids(self.session.job, np.asarray(ids))
     lengths = np.asarray([len(ids)])
-    _check_lengths(self.session.job.task.model, lengths, count)
+    generation_program.check_lengths(
+      self.session.job.task.model, lengths, count
+    )
 
   def _sample(
     self, prompt: Encoded, index: int, ids: np.ndarray, row: dict[str, Any]
