@@ -67,6 +67,23 @@ LARGER = Workload(
   global_batch_size=8,
   length=256,
 )
+# The size of the comparison with peers; `long` has as many tokens.
+PEERS = Workload(
+  config=Config(
+    vocab_size=1024,
+    num_layers=4,
+    embed_dim=256,
+    mlp_dim=768,
+    num_heads=8,
+    num_kv_heads=8,
+    head_dim=32,
+  ),
+  global_batch_size=8,
+  length=256,
+)
+DEEP = dataclasses.replace(
+  PEERS, config=dataclasses.replace(PEERS.config, num_layers=24)
+)
 # As many tokens as QUICKSTART; attention is most of the time.
 LONG = dataclasses.replace(QUICKSTART, global_batch_size=1, length=2048)
 GENERATION = dataclasses.replace(QUICKSTART, length=128)
@@ -121,8 +138,10 @@ DENSE_1B = Workload(
 )
 
 
-def _make_train_step(steps: int) -> Run:
-  return functools.partial(step_cases.run, steps=steps)
+def _make_train_step(
+  steps: int, baseline: step_cases.Baseline = step_cases.Baseline.PLAIN
+) -> Run:
+  return functools.partial(step_cases.run, steps=steps, baseline=baseline)
 
 
 CASES: Mapping[str, Case] = {
@@ -145,6 +164,24 @@ CASES: Mapping[str, Case] = {
     workload=LONG,
     run=_make_train_step(1),
     rounds=11,
+  ),
+  "tuned": Case(
+    summary="train step / JAX tuned by hand for CPUs",
+    workload=PEERS,
+    run=_make_train_step(1, step_cases.Baseline.TUNED),
+    rounds=15,
+  ),
+  "torch": Case(
+    summary="train step / torch.compile; needs torch and a C++ compiler",
+    workload=PEERS,
+    run=_make_train_step(1, step_cases.Baseline.TORCH),
+    rounds=15,
+  ),
+  "compile": Case(
+    summary="compiling the train step / plain JAX, 24 layers",
+    workload=DEEP,
+    run=step_cases.run_compile,
+    rounds=5,
   ),
   "moe": Case(
     summary="a mixture's forward and backward pass / plain JAX",
@@ -196,6 +233,12 @@ CASES: Mapping[str, Case] = {
     workload=LARGER_GENERATION,
     run=generation_case.run,
     rounds=21,
+  ),
+  "transformers": Case(
+    summary="greedy decoding of 128 tokens / transformers; needs torch",
+    workload=dataclasses.replace(PEERS, length=128),
+    run=generation_case.run_transformers,
+    rounds=15,
   ),
 }
 

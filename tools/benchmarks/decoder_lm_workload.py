@@ -48,8 +48,10 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def make_model(c: pure_jax_decoder_lm.Config) -> decoder_lm.DecoderLm:
-  """Returns the model with the sizes of `c`."""
+def make_model(
+  c: pure_jax_decoder_lm.Config, *, scan: bool = True
+) -> decoder_lm.DecoderLm:
+  """Returns the model with the sizes of `c`; `scan` loops over its layers."""
   dtype = jnp.dtype(c.dtype)
   return pre_norm_decoder.compose(
     pre_norm_decoder.build,
@@ -69,6 +71,7 @@ def make_model(c: pure_jax_decoder_lm.Config) -> decoder_lm.DecoderLm:
     ),
     feed_forward=feed_forward.GatedFeedForward(mlp_dim=c.mlp_dim, dtype=dtype),
     num_layers=c.num_layers,
+    scan=scan,
   )
 
 
@@ -114,11 +117,13 @@ class Workload:
     config: Sizes of the model.
     global_batch_size: Sequences per batch.
     length: Tokens per sequence.
+    scan: Whether our model loops over its layers.
   """
 
   config: pure_jax_decoder_lm.Config
   global_batch_size: int
   length: int
+  scan: bool = True
 
   def job(self, **fields: Any) -> job_lib.Job:
     """Returns a job that trains the model on random tokens.
@@ -151,7 +156,7 @@ class Workload:
       experiment="paxon.tools.benchmarks.decoder_lm_workload",
       task=task.Task(
         name="decoder_lm",
-        model=make_model(c),
+        model=make_model(c, scan=self.scan),
         learner=learner.Learner(optimizer=optimizer, max_grad_norm=1.0),
       ),
       **given,
@@ -173,6 +178,7 @@ class Workload:
       "vocab": c.vocab_size,
       "batch": f"{self.global_batch_size}x{self.length}",
       "dtype": c.dtype,
+      "loop": "scan" if self.scan else "unrolled",
     }
 
 
@@ -248,14 +254,27 @@ def compile_ours(
   )
 
 
-def pure_jax_steps(ours: OurSteps, workload: Workload, *, count: int) -> Steps:
+def pure_jax_steps(
+  ours: OurSteps,
+  workload: Workload,
+  *,
+  count: int,
+  forward: pure_jax_decoder_lm.Forward = pure_jax_decoder_lm.forward,
+) -> Steps:
   """Returns the plain JAX step with our initial state and batches."""
   state = to_pure_jax(ours.session.initial_state())
-  batches = [
+  batches = pure_jax_batches(ours)
+  step = pure_jax_decoder_lm.compile_step(
+    workload.config, state, batches[0], forward=forward
+  )
+  return Steps(step, state, batches, count=count)
+
+
+def pure_jax_batches(ours: OurSteps) -> list[dict[str, jax.Array]]:
+  """Returns our batches without what the plain JAX step does not use."""
+  return [
     {name: batch[name] for name in PURE_JAX_KEYS} for batch in ours.batches
   ]
-  step = pure_jax_decoder_lm.compile_step(workload.config, state, batches[0])
-  return Steps(step, state, batches, count=count)
 
 
 def rates(

@@ -1,5 +1,6 @@
 """Greedy decoding compared with plain JAX."""
 
+from collections.abc import Callable
 import dataclasses
 import functools
 from typing import Any
@@ -14,10 +15,12 @@ from paxon.tools.benchmarks import (
   pure_jax_decoder_lm,
   pure_jax_generation,
   timing,
+  torch_decoder_lm,
 )
 
 # The overhead over hand-written code that the design accepts.
 LIMIT = 1.05
+TRANSFORMERS_LIMIT = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +57,7 @@ class Contenders:
 def compile_both(workload: decoder_lm_workload.Workload) -> Contenders:
   """Compiles both; they generate as many tokens as the longest prompt has."""
   c, num_new = workload.config, workload.length
-  model = decoder_lm_workload.make_model(c)
+  model = decoder_lm_workload.make_model(c, scan=workload.scan)
   theirs = pure_jax_decoder_lm.initial_state(c, jax.random.key(0))["params"]
   ours = {"params": decoder_lm_workload.from_pure_jax(theirs)}
   rng = np.random.default_rng(0)
@@ -93,14 +96,55 @@ def run(
 ) -> timing.Comparison:
   """Returns the time of our decoding over that of plain JAX, on one device."""
   both = compile_both(workload)
-  pairs = timing.interleave(both.run_ours, both.run_theirs, rounds=rounds)
+  return _compare(
+    both.run_ours, both.run_theirs, "plain JAX", LIMIT, workload, name, rounds
+  )
+
+
+def run_transformers(
+  workload: decoder_lm_workload.Workload, *, name: str, rounds: int
+) -> timing.Comparison:
+  """Returns the time of our decoding over that of transformers.
+
+  Raises:
+    ImportError: torch or transformers is not installed.
+  """
+  both = compile_both(workload)
+  theirs = torch_decoder_lm.make_generate(
+    workload.config,
+    both.their_values,
+    both.prompts,
+    both.lengths,
+    num_new=workload.length,
+  )
+  return _compare(
+    both.run_ours,
+    theirs,
+    "transformers",
+    TRANSFORMERS_LIMIT,
+    workload,
+    name,
+    rounds,
+  )
+
+
+def _compare(
+  ours: Callable[[], object],
+  theirs: Callable[[], object],
+  second: str,
+  limit: float,
+  workload: decoder_lm_workload.Workload,
+  name: str,
+  rounds: int,
+) -> timing.Comparison:
+  pairs = timing.interleave(ours, theirs, rounds=rounds)
   new = workload.global_batch_size * workload.length
   return timing.Comparison(
     case=name,
     first="our generation",
-    second="plain JAX",
+    second=second,
     pairs=pairs,
-    limit=LIMIT,
+    limit=limit,
     facts={
       **workload.facts(),
       "new": workload.length,

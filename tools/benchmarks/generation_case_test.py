@@ -8,8 +8,9 @@ import re
 
 import jax
 import numpy as np
+import pytest
 
-from paxon.tools.benchmarks import cases, generation_case
+from paxon.tools.benchmarks import cases, generation_case, torch_decoder_lm
 
 
 def _costs(step: jax.stages.Compiled) -> dict[str, float]:
@@ -63,3 +64,21 @@ def test_generations_agree_and_cost_the_same():
   ours, theirs = (_layer_operations(each) for each in (both.ours, both.theirs))
   assert len(theirs) > 20
   assert len(ours) <= len(theirs), sorted(ours)
+
+
+def test_transformers_generates_the_same():
+  pytest.importorskip("transformers")
+  sizes = {"embed_dim": 32, "mlp_dim": 48, "vocab_size": 64, "length": 12}
+  sizes |= {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+  workload = cases.resized(cases.PEERS, sizes)
+  both = generation_case.compile_both(workload)
+  generate = torch_decoder_lm.make_generate(
+    workload.config,
+    both.their_values,
+    both.prompts,
+    both.lengths,
+    num_new=workload.length,
+  )
+  ids = both.run_ours()
+  np.testing.assert_array_equal(ids, generate())
+  assert len(np.unique(ids)) > 4

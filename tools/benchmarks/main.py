@@ -4,6 +4,7 @@
   tools/bench loop --rounds=9
   tools/bench train_step loop generation
   tools/bench gpt2_124m --global_batch_size=32
+  tools/bench tuned torch --dtype=bfloat16 --unroll
   tools/bench inputs                 # each data source, without a model
   tools/bench --json=out.json --markdown=docs/benchmarks.md
 
@@ -59,6 +60,13 @@ def make_parser() -> argparse.ArgumentParser:
   for size in _SIZES:
     parser.add_argument(f"--{size}", type=_positive, help=f"override {size}")
   parser.add_argument("--dtype", choices=_DTYPES, help="override the dtype")
+  parser.add_argument(
+    "--unroll",
+    dest="scan",
+    action="store_const",
+    const=False,
+    help="unroll the loop over our layers",
+  )
   return parser
 
 
@@ -70,9 +78,10 @@ def run(argv: Sequence[str]) -> int:
     if not path.absolute().parent.is_dir():
       parser.error(f"the folder of {path} does not exist")
   if options.case == [_INPUTS]:
-    for name in ("rounds", "json", *_SIZES, "dtype"):
+    for name in ("rounds", "json", *_SIZES, "dtype", "scan"):
       if getattr(options, name) is not None:
-        parser.error(f"--{name} does not apply to {_INPUTS}")
+        flag = "unroll" if name == "scan" else name
+        parser.error(f"--{flag} does not apply to {_INPUTS}")
     return _measure_inputs(options.markdown, argv)
   for name in options.case:
     if name not in cases.CASES:
@@ -80,7 +89,7 @@ def run(argv: Sequence[str]) -> int:
         f"unknown case {name!r}; choose from {', '.join(cases.CASES)}, or"
         f" {_INPUTS} alone"
       )
-  sizes = {name: getattr(options, name) for name in (*_SIZES, "dtype")}
+  sizes = {name: getattr(options, name) for name in (*_SIZES, "dtype", "scan")}
   facts = report.environment(datetime.datetime.now())
   results: list[timing.Comparison] = []
   for name in options.case or [
@@ -90,7 +99,10 @@ def run(argv: Sequence[str]) -> int:
     rounds = options.rounds or case.rounds
     print(f"{name}: {case.summary}, {rounds} rounds", file=sys.stderr)
     workload = cases.resized(case.workload, sizes)
-    results.append(case.run(workload, name=name, rounds=rounds))
+    try:
+      results.append(case.run(workload, name=name, rounds=rounds))
+    except ImportError as error:
+      print(f"{name} is left out: {error}", file=sys.stderr)
   print(report.to_text(results))
   command = " ".join(["tools/bench", *argv])
   if options.json:

@@ -45,6 +45,27 @@ def test_sizes_and_rounds_are_options(asked):
   assert workload.config.embed_dim == cases.GPT2_124M.config.embed_dim
 
 
+def test_unrolling_is_an_option(asked):
+  main.run(["tuned", "train_step", "--unroll"])
+  main.run(["tuned"])
+  assert [workload.scan for _, workload, _ in asked] == [False, False, True]
+
+
+def test_a_case_whose_library_is_missing_is_left_out(
+  asked, capsys, monkeypatch
+):
+  def run(*_, **__):
+    raise ModuleNotFoundError("No module named 'torch'")
+
+  missing = cases.dataclasses.replace(cases.CASES["torch"], run=run)
+  monkeypatch.setitem(cases.CASES, "torch", missing)
+  assert main.run(["torch", "tuned"]) == 0
+  assert [name for name, *_ in asked] == ["tuned"]
+  printed = capsys.readouterr()
+  assert "torch is left out: No module named 'torch'" in printed.err
+  assert "tuned  a / b" in printed.out
+
+
 def test_writes_json_and_a_page(asked, tmp_path):
   del asked
   arguments = [
@@ -75,6 +96,7 @@ def test_writes_json_and_a_page(asked, tmp_path):
     (["inputs", "--json=x.json"], "--json does not apply to inputs"),
     (["inputs", "--rounds=2"], "--rounds does not apply to inputs"),
     (["inputs", "--num_heads=2"], "--num_heads does not apply to inputs"),
+    (["inputs", "--unroll"], "--unroll does not apply to inputs"),
     (["inputs", "--dtype=float32"], "--dtype does not apply to inputs"),
     (
       ["inputs", "--markdown=/no/such/x.md"],

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 Arrays = dict[str, jax.Array]
+Forward = Any  # (parameters, batch, config) -> logits [B,T,V], float32.
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -138,9 +139,9 @@ def forward(params: Arrays, batch: Arrays, c: Config) -> jax.Array:
   return einsum32("BTD,VD->BTV", x, table)
 
 
-def loss(params: Arrays, batch: Arrays, c: Config) -> tuple[jax.Array, Arrays]:
+def loss(params: Arrays, batch: Arrays, c: Config, run: Forward) -> Any:
   """Returns the mean loss in nats, and metrics."""
-  logits, targets = forward(params, batch, c), batch["targets"]
+  logits, targets = run(params, batch, c), batch["targets"]
   chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
   share = batch["weights"] / jnp.sum(batch["weights"])
   mean = jnp.sum((jax.nn.logsumexp(logits, axis=-1) - chosen) * share)
@@ -156,10 +157,10 @@ def learning_rate(step: jax.Array, c: Config) -> jax.Array:
   return c.peak * jnp.where(done < 0, warmup, 0.05 + 0.95 * cosine)
 
 
-def train_step(state: Any, batch: Arrays, *, c: Config) -> tuple[Any, Arrays]:
+def train_step(state: Any, batch: Arrays, c: Config, run: Forward) -> Any:
   """Returns the state after one update, and metrics."""
   new: Any = {"step": state["step"] + 1, "params": {}, "mu": {}, "nu": {}}
-  grads, metrics = jax.grad(loss, has_aux=True)(state["params"], batch, c)
+  grads, metrics = jax.grad(loss, has_aux=True)(state["params"], batch, c, run)
   for name, tree in ("grad_norm", grads), ("param_norm", state["params"]):
     metrics[name] = jnp.sqrt(sum(jnp.sum(x * x) for x in tree.values()))
   clip = 1 / jnp.maximum(metrics["grad_norm"], 1)
@@ -175,7 +176,9 @@ def train_step(state: Any, batch: Arrays, *, c: Config) -> tuple[Any, Arrays]:
   return new, metrics
 
 
-def compile_step(c: Config, state: Any, batch: Arrays) -> jax.stages.Compiled:
+def compile_step(
+  c: Config, state: Any, batch: Arrays, *, forward: Forward = forward
+) -> jax.stages.Compiled:
   """Compiles the train step for such arguments; it donates the state."""
-  step = jax.jit(functools.partial(train_step, c=c), donate_argnums=0)
-  return step.lower(state, batch).compile()
+  step = functools.partial(train_step, c=c, run=forward)
+  return jax.jit(step, donate_argnums=0).lower(state, batch).compile()

@@ -12,6 +12,8 @@ from paxon.tools.benchmarks import (
   decoder_lm_workload,
   pure_jax_decoder_lm,
   pure_jax_generation,
+  torch_decoder_lm,
+  tuned_jax_forward,
 )
 
 STEPS = 5
@@ -121,6 +123,55 @@ def test_bfloat16_agrees_within_its_precision():
     assert _distance(ours["params"][name], value) < 2e-2, name
 
 
+@pytest.mark.parametrize("block", [8, 12, 128])
+def test_the_tuned_forward_pass_computes_the_same(monkeypatch, block):
+  monkeypatch.setattr(tuned_jax_forward, "BLOCK", block)
+  workload = _workload()
+  c = workload.config
+  params = pure_jax_decoder_lm.initial_state(c, jax.random.key(0))["params"]
+  batch = _Packed(
+    global_batch_size=4, length=32, vocab_size=40, random_seed=0
+  ).get_next()
+
+  def gradient(forward):
+    run = jax.value_and_grad(pure_jax_decoder_lm.loss, has_aux=True)
+    return jax.jit(lambda p, b: run(p, b, c, forward))(params, batch)
+
+  expected = gradient(pure_jax_decoder_lm.forward)
+  actual = gradient(tuned_jax_forward.forward)
+  np.testing.assert_allclose(actual[0][0], expected[0][0], rtol=1e-5)
+  for name, value in expected[1].items():
+    assert _distance(actual[1][name], value) < 1e-5, name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_torch_step_computes_the_same(dtype):
+  pytest.importorskip("torch")
+  workload = _workload(dtype=dtype)
+  ours = decoder_lm_workload.compile_ours(
+    workload.job(), devices=jax.devices()[:1]
+  )
+  plain = decoder_lm_workload.pure_jax_steps(ours, workload, count=1)
+  state = jax.device_get(plain.state)
+  step = torch_decoder_lm.TrainStep(workload.config, state, is_compiled=False)
+  tolerance = 1e-5 if dtype == "float32" else 1e-2
+  values = plain.state
+  for i in range(STEPS):
+    batch = decoder_lm_workload.pure_jax_batches(ours)[i % len(ours.batches)]
+    values, metrics = plain.step(values, batch)
+    theirs = step(step.place(batch))
+    assert theirs.keys() == metrics.keys()
+    for name in metrics:
+      if dtype == "float32" or name != "accuracy":
+        np.testing.assert_allclose(
+          theirs[name], metrics[name], rtol=tolerance, err_msg=name
+        )
+  for name, value in values["params"].items():
+    # Adam divides by gradients near zero.
+    theirs = step.params[name].detach().numpy()
+    assert _distance(theirs, value) < 3 * tolerance, name
+
+
 def test_its_own_initial_values_have_the_shapes_of_ours(float32):
   loaded = float32[3]
   own = pure_jax_decoder_lm.initial_state(_workload().config, jax.random.key(0))
@@ -134,7 +185,9 @@ def test_its_own_initial_values_have_the_shapes_of_ours(float32):
     np.testing.assert_allclose(np.std(value), deviation, rtol=0.2, atol=1e-6)
 
 
-@pytest.mark.parametrize("module", [pure_jax_decoder_lm, pure_jax_generation])
+@pytest.mark.parametrize(
+  "module", [pure_jax_decoder_lm, pure_jax_generation, tuned_jax_forward]
+)
 def test_the_baselines_are_short_and_import_only_jax(module):
   text = pathlib.Path(module.__file__).read_text()
   assert len(text.splitlines()) < 185

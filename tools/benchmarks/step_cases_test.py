@@ -87,3 +87,18 @@ def test_compares_two_running_steps():
   assert result.limit == step_cases.STEP_LIMIT
   assert result.facts["tokens/s"] > 0
   assert result.facts["layers"] == 1
+
+
+def test_compares_compilation_and_the_tuned_step():
+  workload = _workload(embed_dim=16, mlp_dim=16, vocab_size=32, num_layers=1)
+  compiled = step_cases.run_compile(workload, name="compile", rounds=1)
+  assert min(compiled.pairs.first + compiled.pairs.second) > 0
+  assert compiled.limit == step_cases.COMPILE_LIMIT
+  tuned = step_cases.run(
+    workload,
+    name="tuned",
+    rounds=1,
+    steps=1,
+    baseline=step_cases.Baseline.TUNED,
+  )
+  assert (tuned.second, tuned.limit) == ("tuned JAX", step_cases.STEP_LIMIT)
