@@ -216,10 +216,16 @@ def _listen(options: Options) -> socket.socket:
   """
   family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
   try:
-    return socket.create_server((options.host, options.port), family=family)
+    listener = socket.create_server(
+      (options.host, options.port), family=family
+    )
   except OSError as error:
     raise user_error.UserError(
       f"Cannot listen at --serve_host={options.host} and"
       f" --serve_port={options.port}:"
       f" {os.strerror(error.errno) if error.errno else error}."
     ) from error
+  # Or the body of a response waits for the acknowledgement of its head, 40 ms;
+  # asyncio sets it only for sockets that name their protocol.
+  listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+  return listener
