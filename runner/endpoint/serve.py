@@ -216,9 +216,7 @@ def _listen(options: Options) -> socket.socket:
   """
   family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
   try:
-    listener = socket.create_server(
-      (options.host, options.port), family=family
-    )
+    listener = socket.create_server((options.host, options.port), family=family)
   except OSError as error:
     raise user_error.UserError(
       f"Cannot listen at --serve_host={options.host} and"
