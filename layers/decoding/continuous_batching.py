@@ -20,7 +20,7 @@ import collections
 from collections.abc import Callable, Sequence
 import dataclasses
 import functools
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,22 @@ MakeSteps: TypeAlias = Callable[
 ]
 
 
+@runtime_checkable
+class Constraint(Protocol):
+  """Decides which ids may follow; of one request, and used once."""
+
+  def mask(self) -> np.ndarray:
+    """Returns the allowed ids: id `i` is bit `i % 32` of word `i // 32`.
+
+    uint32 [ceil(V / 32)], at least one bit set.
+    """
+    ...
+
+  def advance(self, number: int) -> None:
+    """Appends a generated id, which the mask allowed."""
+    ...
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
   """A prompt to continue.
@@ -47,6 +63,7 @@ class Request:
     sample: Index among the samples of the same prompt and settings, which
       differ by it.
     num_alternatives: Number of most likely ids to return for each id.
+    constraint: Excludes ids; None allows all.
   """
 
   prompt: Sequence[int]
@@ -54,6 +71,7 @@ class Request:
   end_ids: tuple[int, ...] = ()
   sample: int = 0
   num_alternatives: int = 0
+  constraint: Constraint | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -222,6 +240,11 @@ class Batcher:
           f"Request.{name} has the id {wrong[0]}, which is not in the"
           f" vocabulary of {self.vocab_size} ids."
         )
+    if request.constraint is not None and request.settings.min_new_tokens:
+      raise ValueError(
+        "Request.settings.min_new_tokens must be 0 with a constraint, which"
+        " may allow nothing but an end id."
+      )
     for name, number, most in (
       ("end_ids", len(request.end_ids), self.max_end_ids),
       ("num_alternatives", request.num_alternatives, self.max_alternatives),
@@ -296,6 +319,7 @@ class Batcher:
       np.int32(entry.slot),
       np.bool_(is_last),
       (settings, ends, np.asarray([request.num_alternatives > 0])),
+      self._allowed([(0, entry)] if is_last else [], 1),
     )
     # The slot is that of the new request from here on.
     self._released.discard(entry.slot)
@@ -310,9 +334,24 @@ class Batcher:
     keep[[*self._released]] = False
     self._released.clear()
     drawn, self._cache, self._slots = self._generate(
-      self._variables, self._cache, self._slots, keep
+      self._variables,
+      self._cache,
+      self._slots,
+      keep,
+      self._allowed([*self._running.items()], self.num_slots),
     )
     return self._to_tokens(drawn, [*self._running.items()])
+
+  def _allowed(
+    self, entries: Sequence[tuple[int, _Entry]], count: int
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """Returns which of `count` sequences are constrained, and their masks."""
+    rows = np.zeros(count, bool)
+    masks = np.zeros((count, -(-self.vocab_size // 32)), np.uint32)
+    for row, entry in entries:
+      if entry.request.constraint is not None:
+        rows[row], masks[row] = True, entry.request.constraint.mask()
+    return rows, masks
 
   def _to_tokens(
     self, drawn: Any, entries: Sequence[tuple[int, _Entry]]
@@ -326,7 +365,9 @@ class Batcher:
         drawn["top_log_probs"][row, :count].tolist(),
         strict=True,
       )
-      finish = None
+      finish, constraint = None, entry.request.constraint
+      if constraint is not None and not drawn["done"][row]:
+        constraint.advance(int(drawn["ids"][row]))
       if drawn["done"][row]:
         finish = "stop" if drawn["is_end"][row] else "length"
         del self._running[entry.slot]
@@ -378,6 +419,7 @@ class Batcher:
     slot: jax.Array,
     is_last: jax.Array,
     request: tuple[sampling.BatchSettings, jax.Array, jax.Array],
+    allowed: tuple[jax.Array, jax.Array],
   ) -> tuple[dict[str, jax.Array], Any, _Slots]:
     """Reads a chunk [C] of a prompt; draws an id if it is the last one."""
     _, decode_step = self._make_steps(model_variables)
@@ -409,7 +451,7 @@ class Batcher:
       end_ids=end_ids,
       wants_top=wants_top,
     )
-    drawn, one = self._draw(one, at_end)
+    drawn, one = self._draw(one, at_end, allowed)
     slots = jax.tree.map(
       lambda all_, x: jax.lax.dynamic_update_slice_in_dim(all_, x, slot, 0),
       slots,
@@ -418,7 +460,12 @@ class Batcher:
     return drawn, cache_rows.put(cache, own, slot), slots
 
   def _generated(
-    self, model_variables: Any, cache: Any, slots: _Slots, keep: jax.Array
+    self,
+    model_variables: Any,
+    cache: Any,
+    slots: _Slots,
+    keep: jax.Array,
+    allowed: tuple[jax.Array, jax.Array],
   ) -> tuple[dict[str, jax.Array], Any, _Slots]:
     """Appends the last id of each active slot that is kept; draws the next."""
     _, decode_step = self._make_steps(model_variables)
@@ -431,17 +478,24 @@ class Batcher:
     )
     length = slots.length + active.astype(jnp.int32)
     slots = dataclasses.replace(slots, length=length, active=active)
-    drawn, slots = self._draw(slots, logits[:, 0])
+    drawn, slots = self._draw(slots, logits[:, 0], allowed)
     return drawn, cache, slots
 
   def _draw(
-    self, slots: _Slots, logits: jax.Array
+    self,
+    slots: _Slots,
+    logits: jax.Array,
+    allowed: tuple[jax.Array, jax.Array],
   ) -> tuple[dict[str, jax.Array], _Slots]:
     """Draws one id for each slot; only the active ones change."""
     active, logits = slots.active, logits.astype(jnp.float32)
     settings = _neutral(slots.settings, ~active)
     ids = settings.draw(
-      logits, self._key, slots.history, slots.step, slots.end_ids
+      _exclude(logits, *allowed),
+      self._key,
+      slots.history,
+      slots.step,
+      slots.end_ids,
     )
     log_probs = jax.nn.log_softmax(logits, axis=-1)
     count = self.max_alternatives
@@ -486,6 +540,17 @@ def _neutral(
     frequency_penalty=jnp.where(rows, 0, settings.frequency_penalty),
     min_new_tokens=jnp.where(rows, 0, settings.min_new_tokens),
   )
+
+
+def _exclude(logits: jax.Array, rows: jax.Array, masks: jax.Array) -> jax.Array:
+  """Returns logits [R,V] that are -inf for ids that a mask excludes."""
+
+  def exclude(logits: jax.Array) -> jax.Array:
+    ids = jnp.arange(logits.shape[-1], dtype=jnp.uint32)
+    bits = (masks[:, ids // 32] >> (ids % 32)[None]) & 1
+    return jnp.where(rows[:, None] & (bits == 0), -jnp.inf, logits)
+
+  return jax.lax.cond(jnp.any(rows), exclude, lambda x: x, logits)
 
 
 def _placement(

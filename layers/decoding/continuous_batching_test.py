@@ -218,6 +218,46 @@ def test_a_cancelled_request_frees_its_slot_and_the_others_go_on():
   _check(tokens, requests[1])
 
 
+class Counting:
+  """Allows one id, then the next one."""
+
+  def __init__(self, first):
+    self.next = first
+
+  def mask(self):
+    return np.asarray([1 << self.next], np.uint32)
+
+  def advance(self, number):
+    assert number == self.next
+    self.next += 1
+
+
+class Anything:
+  """Allows all ids."""
+
+  def mask(self):
+    return np.asarray([2**32 - 1], np.uint32)
+
+  def advance(self, number):
+    assert 0 <= number < models_testing.VOCAB
+
+
+def test_a_constraint_excludes_ids_of_its_request_only():
+  batcher = _small()
+  free = _greedy([7, 8], 5)
+  settings = sampling.Settings(temperature=1.0, max_new_tokens=5)
+  bound = dataclasses.replace(
+    free, settings=settings, end_ids=(9,), constraint=Counting(6)
+  )
+  hot = dataclasses.replace(free, settings=settings)
+  anything = dataclasses.replace(hot, constraint=Anything())
+  tokens, *others = batcher.run([bound, free, anything])
+  for found, request in zip(others, (free, hot), strict=True):
+    _check(found, request)
+  assert [t.id for t in tokens] == [6, 7, 8, 9]
+  assert tokens[-1].finish == "stop"
+
+
 def test_a_slot_forgets_its_last_request():
   """Even NaN in its cache."""
   batcher = _small()
@@ -256,6 +296,13 @@ def test_heads_may_be_split_over_devices():
       r"18 ids of the prompt and max_new_tokens=12 exc",
     ),
     ({"settings": sampling.Settings()}, r"max_new_tokens is None; set a numb"),
+    (
+      {
+        "constraint": Counting(0),
+        "settings": sampling.Settings(max_new_tokens=2, min_new_tokens=1),
+      },
+      r"min_new_tokens must be 0 with a constraint",
+    ),
     ({"end_ids": (-1,)}, r"Request.end_ids has the id -1"),
     ({"end_ids": (1,) * 9}, r"Request.end_ids: 9 is more than 8"),
     ({"num_alternatives": 3}, r"Request.num_alternatives: 3 is more than 2"),

@@ -64,7 +64,7 @@ class _Run:
       with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(self._events.put_nowait, event)
 
-    settings = completion.settings
+    settings, constrain = completion.settings, completion.make_constraint
     requests = [
       continuous_batching.Request(
         prompt=prompt.ids,
@@ -72,6 +72,7 @@ class _Run:
         end_ids=end_ids,
         sample=sample,
         num_alternatives=completion.logprobs or 0,
+        constraint=constrain() if constrain is not None else None,
       )
       for prompt, count in zip(
         completion.prompts, completion.max_tokens, strict=True

@@ -4,8 +4,8 @@
 anything is generated; `RequestError` has the status and the fields of OpenAI's
 errors. A field that is not known is an error, too.
 
-Fields besides OpenAI's, as in vLLM: `top_k`, `min_p`, `repetition_penalty` and
-`min_tokens`.
+Fields besides OpenAI's, as in vLLM: `top_k`, `min_p`, `repetition_penalty`,
+`min_tokens` and `structured_outputs`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +16,7 @@ import secrets
 from typing import Any
 
 from paxon.layers.decoding import sampling
+from paxon.runner.endpoint import grammars
 from paxon.sharding import suggestions
 
 _INVALID = "invalid_request_error"
@@ -42,6 +43,7 @@ _SHARED = (
   "stop",
   "stream",
   "stream_options",
+  "structured_outputs",
   "temperature",
   "top_k",
   "top_p",
@@ -119,6 +121,7 @@ class Completion:
     logprobs: Number of alternatives of each token; None without probabilities.
     stream: Whether tokens are sent as they are generated.
     include_usage: Whether a stream ends with the number of tokens.
+    make_constraint: Makes the constraint of each choice; None without one.
   """
 
   is_chat: bool
@@ -130,6 +133,7 @@ class Completion:
   logprobs: int | None
   stream: bool
   include_usage: bool
+  make_constraint: grammars.MakeConstraint | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,12 +149,14 @@ class Served:
       ValueError.
     check: Raises ValueError if the model cannot continue ids by a number of
       tokens.
+    constrain: See `grammars.Grammars.compile`.
   """
 
   name: str
   context: int
   max_logprobs: int
   encode: Callable[[str | list[dict[str, Any]]], list[int]]
+  constrain: Callable[[str, Any], grammars.MakeConstraint]
   check: Callable[[Sequence[int], int], None] = lambda ids, count: None
   max_choices: int = _MAX_CHOICES
 
@@ -173,9 +179,6 @@ def parse(body: bytes, served: Served, *, is_chat: bool) -> Completion:
   fields.get("user", str)
   if is_chat:
     prompts = (_chat_prompt(fields, served),)
-    response_format = fields.get("response_format", dict, default={})
-    if response_format.get("type", "text") != "text":
-      fields.fail("response_format", "must be of type 'text'")
   else:
     prompts = _text_prompts(fields, served)
     for name, only in (("echo", False), ("suffix", "")):
@@ -195,16 +198,21 @@ def parse(body: bytes, served: Served, *, is_chat: bool) -> Completion:
   if not isinstance(options.get("include_usage", False), bool):
     fields.fail("stream_options", "must have a boolean include_usage")
   max_tokens = tuple(_max_tokens(fields, p, served, is_chat) for p in prompts)
+  settings = _settings(fields, min(max_tokens))
+  grammar = _grammar(fields)
+  if grammar is not None and settings.min_new_tokens:
+    fields.fail("min_tokens", "must be 0 with a grammar")
   return Completion(
     is_chat=is_chat,
     prompts=prompts,
     n=n,
-    settings=_settings(fields, min(max_tokens)),
+    settings=settings,
     max_tokens=max_tokens,
     stops=_stops(fields),
     logprobs=_logprobs(fields, served, is_chat),
     stream=stream,
     include_usage=options.get("include_usage", False),
+    make_constraint=_constraint(served, grammar),
   )
 
 
@@ -421,6 +429,48 @@ def _settings(fields: _Fields, max_tokens: int) -> sampling.Settings:
       secrets.randbelow(_MAX_INTEGER) if seed is None else seed & _MAX_INTEGER
     ),
   )
+
+
+def _grammar(fields: _Fields) -> tuple[str, str, Any] | None:
+  """Returns field, kind and source of the grammar of a completion."""
+  name = "response_format"
+  given = fields.get(name, dict, default={})
+  wanted: Any = given.get("type", "text")
+  found: tuple[str, str, Any] | None = None
+  if wanted == "json_object":
+    found = name, "json", {"type": "object"}
+  elif wanted == "json_schema":
+    inner = given.get("json_schema")
+    schema = inner.get("schema") if isinstance(inner, dict) else None
+    if not isinstance(schema, dict):
+      fields.fail(name, "must have an object json_schema.schema")
+    found = name, "json", schema
+  elif wanted != "text":
+    fields.fail(name, "must be of type 'text', 'json_object' or 'json_schema'")
+  name = "structured_outputs"
+  given = fields.get(name, dict, default={})
+  if not given:
+    return found
+  ((kind, source),) = [*given.items()][:1]
+  if len(given) > 1 or kind not in ("json", "regex", "grammar"):
+    fields.fail(name, "must have one of 'json', 'regex' and 'grammar'")
+  if not isinstance(source, dict if kind == "json" else str):
+    fields.fail(name, f"must have {kind} of another type")
+  if found is not None:
+    fields.fail(name, "must not be set with a response_format")
+  return name, kind, source
+
+
+def _constraint(
+  served: Served, grammar: tuple[str, str, Any] | None
+) -> grammars.MakeConstraint | None:
+  if grammar is None:
+    return None
+  name, kind, source = grammar
+  try:
+    return served.constrain(kind, source)
+  except (ValueError, RecursionError) as error:
+    raise RequestError(str(error), param=name) from error
 
 
 def _stops(fields: _Fields) -> tuple[str, ...]:

@@ -17,8 +17,19 @@ def _encode(prompt):
   return [1, *prompt.encode()]
 
 
+def _constrain(kind, source):
+  if source == "(":
+    raise ValueError("No grammar.")
+  return lambda: (kind, source)
+
+
 SERVED = openai_requests.Served(
-  name="m", context=100, max_logprobs=5, encode=_encode, max_choices=8
+  name="m",
+  context=100,
+  max_logprobs=5,
+  encode=_encode,
+  constrain=_constrain,
+  max_choices=8,
 )
 
 
@@ -79,6 +90,22 @@ def test_values_reach_their_settings():
   assert _parse(is_chat=True, logprobs=True, top_logprobs=4).logprobs == 4
 
 
+def test_grammars_are_compiled_once_for_all_choices():
+  schema = {"type": "object"}
+  for form in (
+    {"type": "json_object"},
+    {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+  ):
+    found = _parse(is_chat=True, response_format=form)
+    assert found.make_constraint is not None
+    assert found.make_constraint() == ("json", schema)
+  found = _parse(structured_outputs={"regex": "[ab]*"})
+  assert found.make_constraint is not None
+  assert found.make_constraint() == ("regex", "[ab]*")
+  chat = _parse(is_chat=True, response_format={"type": "text"})
+  assert chat.make_constraint is None
+
+
 @pytest.mark.parametrize(
   ("fields", "message"),
   [
@@ -113,6 +140,10 @@ def test_values_reach_their_settings():
     ({"prompt": {}}, r"'prompt' must be a string or a list"),
     ({"prompt": "bad"}, r"No such text"),
     ({"prompt": "\ud800"}, r"'prompt' is not valid Unicode \(character 0\)"),
+    ({"structured_outputs": {"regex": "("}}, r"No grammar"),
+    ({"structured_outputs": {"regex": {}}}, r"must have regex of another type"),
+    ({"structured_outputs": {"x": "a"}}, r"must have one of 'json', 'regex'"),
+    ({"response_format": {}}, r"Unrecognized request argument 'response_form"),
     ({"messages": MESSAGES}, r"Unrecognized request argument 'messages'"),
   ],
 )
@@ -136,6 +167,21 @@ def test_rejects_bad_completions(fields, message):
     ),
     ({"top_logprobs": 3}, r"'top_logprobs' requires logprobs"),
     ({"response_format": {"type": "x"}}, r"'response_format' must be of type"),
+    (
+      {"response_format": {"type": "json_schema", "json_schema": {}}},
+      r"'response_format' must have an object json_schema.schema",
+    ),
+    (
+      {
+        "response_format": {"type": "json_object"},
+        "structured_outputs": {"regex": "a"},
+      },
+      r"'structured_outputs' must not be set with a response_format",
+    ),
+    (
+      {"response_format": {"type": "json_object"}, "min_tokens": 1},
+      r"'min_tokens' must be 0 with a grammar",
+    ),
     ({"tools": []}, r"Unrecognized request argument 'tools'"),
     (
       {"messages": [{"role": "u", "content": "x" * 99}]},

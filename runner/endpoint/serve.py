@@ -20,7 +20,7 @@ from paxon.learners import train_state
 from paxon.runner import job as job_lib
 from paxon.runner import user_error
 from paxon.runner.endpoint import engine as engine_lib
-from paxon.runner.endpoint import openai_requests
+from paxon.runner.endpoint import grammars, openai_requests
 from paxon.runner.settings import generation
 from paxon.runner.training import (
   generation_program,
@@ -94,7 +94,7 @@ def run(
     engine = make_engine(generator, options)
     endpoint = app.Endpoint(
       engine,
-      make_served(generator, options, name=_name_of(job)),
+      make_served(generator, engine, options, name=_name_of(job)),
       tokenizer=generator.tokenizer,
       end_ids=generator.end_ids,
     )
@@ -168,7 +168,11 @@ def make_engine(
 
 
 def make_served(
-  generator: samples.Generator, options: Options, *, name: str
+  generator: samples.Generator,
+  engine: engine_lib.Engine,
+  options: Options,
+  *,
+  name: str,
 ) -> openai_requests.Served:
   """Returns the model as requests see it."""
 
@@ -184,12 +188,18 @@ def make_served(
     except user_error.UserError as error:
       raise ValueError(str(error)) from error
 
+  constrained = grammars.Grammars(
+    generator.tokenizer,
+    vocab_size=engine.batcher.vocab_size,
+    end_ids=generator.end_ids,
+  )
   return openai_requests.Served(
     name=name,
     context=options.context,
     max_logprobs=_MAX_LOGPROBS,
     encode=encode,
     check=check,
+    constrain=constrained.compile,
   )
 
 

@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import http.client
 import json
+import re
 import socket
 import sys
 import threading
@@ -22,7 +23,7 @@ from paxon.runner.settings import generation
 from paxon.runner.training import samples, testing
 from paxon.runner.training import session as session_lib
 
-CONTEXT, SLOTS = 96, 2
+CONTEXT, SLOTS = 96, 4
 MODEL = {"model": "TinyLm"}
 NO_END = {str(byte_tokenizer.ByteTokenizer().end_id): -100}
 
@@ -253,6 +254,53 @@ def test_a_chat_uses_the_template(server):
   assert found["usage"]["total_tokens"] == CONTEXT
 
 
+def test_every_completion_has_the_form_of_its_schema(server):
+  """200 of a model that has learned nothing."""
+  schema = {
+    "type": "object",
+    "properties": {
+      "a": {"type": "integer", "minimum": -9, "maximum": 99},
+      "b": {"type": "array", "items": {"enum": ["x", "é"]}, "maxItems": 2},
+    },
+    "required": ["a", "b"],
+    "additionalProperties": False,
+  }
+  form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+  fields = {"messages": [{"role": "user", "content": "?"}], "n": 20}
+  for seed in range(10):
+    path = "/v1/chat/completions"
+    found = _post(server, path, **fields, response_format=form, seed=seed)
+    for choice in found["choices"]:
+      value = json.loads(choice["message"]["content"])
+      assert choice["finish_reason"] == "stop"
+      assert value.keys() == {"a", "b"}
+      assert -9 <= value["a"] <= 99
+      assert set(value["b"]) <= {"x", "é"}
+
+
+def test_regular_expressions_and_grammars(server):
+  (choice,) = _post(
+    server, prompt="x", structured_outputs={"regex": "(ab|cd){3}"}
+  )["choices"]
+  assert re.fullmatch("(ab|cd){3}", choice["text"])
+  grammar = 'start: "<" item ">"\nitem: "1" | "2"'
+  found = _post(
+    server, prompt="x", n=8, structured_outputs={"grammar": grammar}
+  )
+  assert {c["text"] for c in found["choices"]} <= {"<1>", "<2>"}
+  for kind, source, message in (
+    ("json", {"type": "nonsense"}, "Invalid type: nonsense"),
+    ("regex", "[a", "unclosed character class"),
+    ("grammar", "start: no", "no"),
+  ):
+    body = {**MODEL, "prompt": "x", "structured_outputs": {kind: source}}
+    status, text = _send(server, "/v1/completions", body)
+    error = json.loads(text)["error"]
+    assert status == 400
+    assert error["message"].startswith("The grammar is not valid: ")
+    assert message in error["message"]
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_slots(server, stream):
   fields = {"prompt": "x", "max_tokens": 90, "n": 30, "stream": stream}
@@ -319,9 +367,9 @@ def test_clients_at_the_same_time_get_what_each_gets_alone(server):
     ),
     (
       "/v1/completions",
-      {**MODEL, "prompt": "x", "n": 40},
+      {**MODEL, "prompt": "x", "n": 80},
       429,
-      "0 requests are open, of at most 34. Try again later.",
+      "0 requests are open, of at most 68. Try again later.",
     ),
     ("/v1/completions", b" " * 5_000_000, 413, "The body must have at most"),
     ("/v1/chat/completions", {**MODEL}, 400, "'messages' is missing."),
