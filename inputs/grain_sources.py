@@ -79,7 +79,16 @@ class ParquetRows(record_files.RecordFiles):
       ValueError: The row group cannot be read.
     """
     place, number = self._locate(index)
-    return self._group(place).slice(number, 1).to_pylist()[0]
+    group = self._group(place)
+    if group.num_rows != self._parts[place].num_rows:
+      raise ValueError(
+        f"{self.name(index)} is damaged: the size of the group is"
+        f" {group.num_rows}, not {self._parts[place].num_rows}."
+      )
+    try:
+      return group.slice(number, 1).to_pylist()[0]
+    except ValueError as error:
+      raise ValueError(f"{self.name(index)} is damaged: {error}.") from error
 
   def name(self, index: int) -> str:
     """Returns the file, group and index of a row for messages."""

@@ -76,7 +76,7 @@ class JsonLines(record_files.RecordFiles):
     """
     try:
       row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
       raise ValueError(f"{path}: a line is no JSON ({error}).") from error
     text = row.get(self.text_key) if isinstance(row, dict) else None
     if not isinstance(text, str):

@@ -212,9 +212,17 @@ class TokenFile(record_files.PickledFields):
       return {}
     with open(data_files.local(path), encoding="utf-8") as file:
       try:
-        return json.load(file)
-      except ValueError as error:
+        found = json.load(file)
+      except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON ({error}).") from error
+    if not isinstance(found, dict):
+      raise ValueError(f"{path} must be a JSON object, got {found!r}.")
+    size = found.get("vocab_size")
+    if size is not None and (type(size) is not int or size < 1):
+      raise ValueError(
+        f"{path}: vocab_size must be a positive integer, got {size!r}."
+      )
+    return found
 
   @property
   def _num_added(self) -> int:

@@ -60,14 +60,21 @@ def read_json_lines(
     DamagedFileError: A line is not a record of this kind.
   """
   found = []
-  lines = epath.Path(path).read_text().splitlines()
+  lines = epath.Path(path).read_bytes().splitlines()
   for number, line in enumerate(lines, start=1):
     try:
-      found.append(make(json.loads(line)))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+      found.append(make(json.loads(line.decode())))
+    except (
+      ValueError,
+      KeyError,
+      TypeError,
+      AttributeError,
+      OverflowError,
+      RecursionError,
+    ) as error:
       raise DamagedFileError(
         f"{path}, line {number}, is not a valid {kind} record ({error!r}):"
-        f" {line[:80]!r}. Remove the line or the file."
+        f" {line[:80].decode(errors='replace')!r}. Remove the line or the file."
       ) from error
   return found
 

@@ -53,7 +53,7 @@ def read_config(folder: epath.Path) -> Mapping[str, Any]:
     raise user_error.UserError(
       f"{os.fspath(path)} is missing; it describes the model."
     ) from error
-  except (OSError, ValueError) as error:
+  except (OSError, ValueError, RecursionError) as error:
     raise user_error.UserError(
       f"{os.fspath(path)} cannot be read ({error})."
     ) from error

@@ -55,7 +55,7 @@ class ChatLines(json_lines.JsonLines):
     """
     try:
       return conversation(json.loads(line), self.text_key)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
       raise ValueError(
         f"{path}: a line has no {self.text_key!r}: {error}"
       ) from error

@@ -49,7 +49,7 @@ class PairLines(json_lines.JsonLines):
     """
     try:
       return pair(json.loads(line))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
       raise ValueError(f"{path}: a line has no pair: {error}") from error
 
 

@@ -17,6 +17,7 @@ import unicodedata
 from paxon.inputs import optional_library
 from paxon.inputs.tokenizers import text_tokenizer
 
+_MAX_RANK = 2**31
 _CONTRACTIONS = "'(?:[sdmt]|ll|ve|re)"
 _GPT2 = "|".join(
   (
@@ -189,6 +190,8 @@ class RankFile(text_tokenizer.TextTokenizer):
         try:
           token, rank = line.split()
           ranks[base64.b64decode(token, validate=True)] = int(rank)
+          if not 0 <= int(rank) < _MAX_RANK:
+            raise ValueError("not a rank")
         except (ValueError, binascii.Error) as error:
           raise ValueError(
             f"{self.path}:{number} must be a token in base64 and its rank."
@@ -247,9 +250,16 @@ class RankFile(text_tokenizer.TextTokenizer):
   def _library(self) -> Any:
     with optional_library.explain("tiktoken", "regex", extra="text"):
       import tiktoken
+    pattern = self.split_pattern
+    absent = [i for i in range(256) if bytes([i]) not in self._ranks]
+    if absent:
+      # The library fails at a text with such a byte, by no Python exception.
+      raise ValueError(
+        f"{self.path}: the byte {absent[0]} is no token; all 256 must be."
+      )
     return tiktoken.Encoding(
       self.path,
-      pat_str=self.split_pattern,
+      pat_str=pattern,
       mergeable_ranks=dict(self._ranks),
       special_tokens=dict(self._special),
     )

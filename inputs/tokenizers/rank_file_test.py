@@ -134,3 +134,13 @@ def test_a_damaged_or_unknown_file_is_one_clear_error(
   path.write_text(content)
   with pytest.raises(ValueError, match=message):
     load.load(str(path), end="a").encode("a")
+
+
+def test_all_bytes_must_be_tokens(tmp_path):
+  path = tmp_path / "a.tiktoken"
+  _write(path, [bytes([i]) for i in range(256) if i != 98])
+  tokenizer = rank_file.RankFile(
+    path=str(path), pattern=_PATTERN, special_tokens={"<e>": 300}, end="<e>"
+  )
+  with pytest.raises(ValueError, match=r"a.tiktoken: the byte 98 is no token"):
+    tokenizer.encode("b")

@@ -57,21 +57,33 @@ def read_policy(folder: str) -> Policy:
   """Returns the policy in `tokenizer_config.json`, if the folder has one.
 
   Raises:
-    ValueError: A file is not a JSON object.
+    ValueError: A file is not a JSON object, or a value is of another type.
   """
   found = {**read_json(folder, _MAP), **read_json(folder, _CONFIG)}
+  where = os.path.join(folder, _CONFIG)
 
   def name(key: str) -> str | None:
     value = found.get(key)
     # A token is a string, or an object with its text in `content`.
-    return value.get("content") if isinstance(value, dict) else value
+    text = value.get("content") if isinstance(value, dict) else value
+    # JSON can encode lone surrogates, which no text has.
+    is_text = isinstance(text, str) and not _SURROGATES.search(text)
+    if text is not None and not is_text:
+      raise ValueError(f"{where}: {key} must be a text, got {text!r}.")
+    return text
+
+  def flag(key: str) -> bool | None:
+    value = found.get(key)
+    if value is not None and not isinstance(value, bool):
+      raise ValueError(f"{where}: {key} must be a boolean, got {value!r}.")
+    return value
 
   return Policy(
     begin=name("bos_token"),
     end=name("eos_token"),
     pad=name("pad_token"),
-    add_begin=found.get("add_bos_token"),
-    add_end=found.get("add_eos_token"),
+    add_begin=flag("add_bos_token"),
+    add_end=flag("add_eos_token"),
   )
 
 
@@ -87,7 +99,7 @@ def read_json(folder: str, name: str) -> dict[str, Any]:
   with open(path, encoding="utf-8") as file:
     try:
       found = json.load(file)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
       raise ValueError(f"{path} is not JSON ({error}).") from error
   if not isinstance(found, dict):
     raise ValueError(f"{path} must be a JSON object.")

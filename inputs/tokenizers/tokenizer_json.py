@@ -96,7 +96,7 @@ class TokenizerJson(text_tokenizer.TextTokenizer):
     with open(self.path, encoding="utf-8") as file:
       try:
         found = json.load(file)
-      except ValueError as error:
+      except (ValueError, RecursionError) as error:
         raise ValueError(f"{self.path} is not JSON ({error}).") from error
     if not isinstance(found, dict) or "model" not in found:
       raise ValueError(

@@ -247,7 +247,7 @@ def account(attempts: Sequence[Attempt]) -> Account:
     for name, value in attempt.seconds.items():
       seconds[Cause(name)] += value
   # The lowest step from which a later attempt resumed.
-  kept = attempts[-1].last_step
+  kept = attempts[-1].last_step if attempts else 0
   for attempt in reversed(attempts):
     made = attempt.last_step - attempt.first_step
     again = attempt.last_step - max(kept, attempt.first_step)

@@ -216,7 +216,14 @@ def read_settings(folder: epath.Path) -> Settings | None:
       experiment=str(content["experiment"]),
       overrides=tuple(each for each in parsed if each is not None),
     )
-  except (ValueError, KeyError, TypeError, AttributeError) as error:
+  except (
+    user_error.UserError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+  ) as error:
     raise user_error.UserError(
       f"{path} does not hold the settings of a run ({error!r}); remove it, and"
       " give --exp and every --fdl. of the training."

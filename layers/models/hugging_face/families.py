@@ -53,7 +53,7 @@ def find(config: Mapping[str, Any]) -> family.Family:
     UnsupportedConfigError: Its `model_type` is not supported.
   """
   name = config.get("model_type")
-  if name not in _FAMILIES:
+  if not isinstance(name, str) or name not in _FAMILIES:
     raise family.UnsupportedConfigError(
       f"config.json: model_type {name!r} is not supported; use one of"
       f" {', '.join(list_supported())}."

@@ -339,7 +339,14 @@ class Family:
     Raises:
       UnsupportedConfigError: A field has an unsupported value.
     """
-    return self._describe(config).model(make)
+    description = self._describe(config)
+    try:
+      return description.model(make)
+    except UnsupportedConfigError:
+      raise
+    except ValueError as error:
+      # A layer does not accept a value.
+      raise UnsupportedConfigError(f"config.json: {error}") from error
 
   def names(self, config: Mapping[str, Any]) -> mapping.Names:
     """Returns the names of the weights.

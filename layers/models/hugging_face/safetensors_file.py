@@ -119,7 +119,7 @@ def read_header(path: epath.Path) -> dict[str, Entry]:
   try:
     entries = {
       name: Entry(
-        dtype=each["dtype"],
+        dtype=str(each["dtype"]),
         shape=tuple(map(int, each["shape"])),
         start=begin + int(each["data_offsets"][0]),
         stop=begin + int(each["data_offsets"][1]),
@@ -127,7 +127,15 @@ def read_header(path: epath.Path) -> dict[str, Entry]:
       for name, each in json.loads(text).items()
       if name != _METADATA
     }
-  except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+  except (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    OverflowError,
+    RecursionError,
+  ) as error:
     raise _damaged(path, "its header is invalid") from error
   end = max((entry.stop for entry in entries.values()), default=begin)
   if end > size:
@@ -146,7 +154,16 @@ def read_header(path: epath.Path) -> dict[str, Entry]:
 def read_rows(
   path: epath.Path, entry: Entry, start: int, stop: int
 ) -> np.ndarray:
-  """Returns rows `start` to `stop` of a tensor, read-only."""
+  """Returns rows `start` to `stop` of a tensor, read-only.
+
+  Raises:
+    DamagedFileError: The file is truncated, or the dtype is not supported.
+  """
+  if entry.dtype not in _DTYPES:
+    raise _damaged(
+      path,
+      f"Unsupported dtype {entry.dtype}; supported: {', '.join(_DTYPES)}",
+    )
   shape = (stop - start, *entry.shape[1:])
   wanted = (stop - start) * entry.row_bytes
   with path.open("rb") as file:

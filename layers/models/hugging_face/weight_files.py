@@ -352,14 +352,22 @@ def _files(path: epath.Path) -> list[tuple[epath.Path, set[str]]]:
       by_file: dict[str, set[str]] = {}
       for name, file in json.loads(index.read_text())["weight_map"].items():
         by_file.setdefault(file, set()).add(name)
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+      if not by_file:
+        raise ValueError("no tensor")
+    except (
+      ValueError,
+      KeyError,
+      AttributeError,
+      TypeError,
+      RecursionError,
+    ) as error:
       raise WeightsError(
         f"{os.fspath(index)} cannot be read; copy it again."
       ) from error
     for file in by_file:
       # Not a path to a file elsewhere.
       is_name = isinstance(file, str) and pathlib.PurePath(file).name == file
-      if not is_name or file == "..":
+      if not file or not is_name or file == "..":
         raise WeightsError(
           f"{os.fspath(index)} names the file {file!r}; it must be a"
           " file name in the same folder."

@@ -519,7 +519,7 @@ def read_config(
   try:
     config = json.loads(path.read_text())
     of = families.find(config)
-  except (OSError, ValueError) as error:
+  except (OSError, ValueError, RecursionError) as error:
     raise user_error.UserError(
       f"{experiment}.weights is {weights!r}, and {os.fspath(path)} cannot be"
       f" used ({error}); give the folder that `tools/hf import` has made."
