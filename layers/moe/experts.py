@@ -87,11 +87,19 @@ class Stacks:
     scale for each expert and output. Activations keep their dtype.
 
     Raises:
-      ValueError: The einsum quantizes training: grouped matmuls do not.
+      ValueError: The einsum quantizes training or has adapters: grouped matmuls
+        do not.
     """
     if not matmuls.is_provider(self.einsum):
       return self
     einsum: Any = self.einsum
+    if isinstance(einsum, matmuls.Adapter):
+      layer = "/".join(einsum.path[:-1])
+      raise ValueError(
+        f"Low-rank adapters of the experts {layer} need a dispatch by capacity"
+        " (layers.moe.dispatch.Capacity): grouped matmuls have none. Or exclude"
+        " them in adapter_rules() with an earlier LoraRule('experts', None)."
+      )
     if not hasattr(einsum, "stored"):
       raise ValueError(
         "Experts whose training is quantized need a dispatch by capacity"

@@ -10,7 +10,7 @@ import pytest
 
 from paxon.layers.moe import dispatch, experts, mixture, routers, testing
 from paxon.quantization import einsum as einsum_lib
-from paxon.quantization import matmuls, recipe, recipes, served_einsum
+from paxon.quantization import lora, matmuls, recipe, recipes, served_einsum
 from paxon.quantization import testing as quantization_testing
 from paxon.sharding import layout, mesh
 
@@ -189,3 +189,22 @@ def test_quantized_training_needs_a_capacity():
   layer = _layer(quantized, dispatch.Dropless())
   with pytest.raises(ValueError, match="need a dispatch by capacity"):
     jax.eval_shape(layer.init, jax.random.key(0), _x())
+
+
+def test_grouped_experts_have_no_adapters():
+  einsum = lora.LoraEinsum(lora.Lora(rank=2))
+  layer = _layer(einsum, dispatch.Dropless())
+  message = "adapters of the experts experts need a dispatch by capacity"
+  with pytest.raises(ValueError, match=message):
+    jax.eval_shape(layer.init, jax.random.key(0), _x())
+
+
+def test_adapters_of_experts_start_at_the_base():
+  layer = _layer(lora.LoraEinsum(lora.Lora(rank=2)))
+  values = nn.unbox(layer.init(jax.random.key(0), _x()))
+  adapters = values["params"]["experts"].pop("einsum")
+  assert adapters["gate"]["lora_a"].shape == (E, D, 2)
+  assert adapters["down"]["lora_b"].shape == (E, 2, D)
+  base = _layer(jnp.einsum).apply(values, _x())
+  values["params"]["experts"]["einsum"] = adapters
+  np.testing.assert_allclose(layer.apply(values, _x()), base, rtol=1e-6)
