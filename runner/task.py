@@ -3,6 +3,7 @@
 A task is independent of data, meshes and steps, which belong to the `Job`.
 """
 
+from collections.abc import Callable
 import dataclasses
 
 from flax import linen as nn
@@ -29,6 +30,9 @@ class Task:
       in addition to the model's own metrics.
     tokenizer: Encodes prompts and decodes generated tokens; without one there
       are no samples.
+    reward: `(prompt, answer) -> float`, from texts. With one, the training
+      input has prompts, to which the model samples answers
+      (`runner.training.rollouts`).
   """
 
   name: str
@@ -36,6 +40,7 @@ class Task:
   learner: learner_lib.Learner
   metrics: tuple[metrics_lib.MetricFn, ...] = ()
   tokenizer: tokenizer_protocol.Tokenizer | None = None
+  reward: Callable[[str, str], float] | None = None
 
   def __post_init__(self) -> None:
     if not self.name:

@@ -129,8 +129,13 @@ class Generator:
     self.settings, self.tokenizer = generation_program.settings_of(session)
     self.end_ids = generation_program.end_ids_of(self.settings, self.tokenizer)
     self.session = session
-    self.layout = layout = generation_program.decoding_layout(session)
-    self._run = generation_program.make(session, layout)
+    self.layout = generation_program.decoding_layout(session)
+    self._run = generation_program.make(session, self.layout)
+    self.use(state)
+
+  def use(self, state: train_state.TrainState) -> None:
+    """Continues prompts with another state from now on."""
+    session, layout = self.session, self.layout
     key = train_state.make_key(
       session.job.seed, step=state.step, stream=_STREAM
     )

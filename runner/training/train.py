@@ -43,6 +43,7 @@ from paxon.runner.training import (
   stop_signals,
   train_loop,
 )
+from paxon.runner.training import rollouts as rollouts_lib
 from paxon.runner.training import session as session_lib
 
 # Failures of a store rather than of a program: full, read-only, or lost.
@@ -141,6 +142,9 @@ def _run(
   _check(job, launch)
   same_run.check_settings(job, config)
   session = session_lib.open_session(job)
+  rollouts = None
+  if job.task.reward is not None:
+    rollouts = rollouts_lib.Rollouts(session)
   traced = preflight.check(session)
   for warning in preflight.warnings(session):
     print(f"warning: {warning}")
@@ -214,6 +218,7 @@ def _run(
       guide=_guide(session, run_dir),
       guard=non_finite.Guard(session),
       lease=lease,
+      rollouts=rollouts,
     )
     state = _run_loop(loop, state)
     # The last checkpoint is complete before anything else can fail.

@@ -30,6 +30,7 @@ from paxon.runner.training import (
   run_metrics,
   stop_signals,
 )
+from paxon.runner.training import rollouts as rollouts_lib
 from paxon.runner.training import session as session_lib
 
 # Runs without checkpoints and evaluations also make a few reference cycles.
@@ -53,6 +54,7 @@ class TrainLoop:
     guard: Checks that losses, gradients and saved states are finite; None
       checks nothing.
     lease: The lease of the run directory, in the process that writes it.
+    rollouts: Completes batches of prompts; None for batches that are complete.
   """
 
   session: session_lib.Session
@@ -68,6 +70,7 @@ class TrainLoop:
   guide: profile_guided.ProfileGuide | None = None
   guard: non_finite.Guard | None = None
   lease: run_lease.Lease | None = None
+  rollouts: rollouts_lib.Rollouts | None = None
 
   def run(self, state: train_state.TrainState) -> train_state.TrainState:
     """Trains from a state, which is donated; saves and returns the last one.
@@ -124,7 +127,10 @@ class TrainLoop:
 
       for step, batch in enumerate(timed_batches, start=first_step + 1):
         with self.observer.before_step(step, paused=metrics.paused):
-          state, step_metrics = train_step(state, batch.arrays)
+          arrays = batch.arrays
+          if self.rollouts is not None:
+            arrays = self.rollouts.complete(state, arrays)
+          state, step_metrics = train_step(state, arrays)
         self.observer.dispatched(step, before=position, after=batch.position)
         if self.guard is not None:
           self.guard.dispatched(step, before=position, after=batch.position)

@@ -1,0 +1,101 @@
+"""Rollouts: training batches from samples of the model in training.
+
+For each prompt of a batch, the model of this step samples a group of answers,
+and the task's function of texts rewards them. The random key depends on the
+seed and the step, so a resumed run samples what the undisturbed one does.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from paxon.learners import train_state
+from paxon.runner import job as job_lib
+from paxon.runner import user_error
+from paxon.runner.training import samples
+from paxon.runner.training import session as session_lib
+
+
+def check(job: job_lib.Job) -> None:
+  """Checks that a job with a reward can sample and train on the answers.
+
+  Raises:
+    UserError: It cannot.
+  """
+  reason = samples.why_none(job)
+  if reason is not None:
+    raise user_error.UserError(f"Task.reward: {reason}.")
+  if job.generation is None or job.generation.num_samples < 2:
+    raise user_error.UserError(
+      "Task.reward requires samples in groups; set num_samples to at least 2,"
+      " and temperature to 1."
+    )
+  if jax.process_count() > 1:
+    raise user_error.UserError(
+      "Task.reward requires one process, because texts are made on one host;"
+      f" there are {jax.process_count()}."
+    )
+
+
+class Rollouts:
+  """Completes batches of `inputs.prompt_groups` with answers and rewards."""
+
+  def __init__(self, session: session_lib.Session) -> None:
+    """Compiles nothing.
+
+    Raises:
+      UserError: See `check`.
+    """
+    check(session.job)
+    self._session = session
+    self._generator: samples.Generator | None = None
+
+  def complete(
+    self, state: train_state.TrainState, batch: Mapping[str, jax.Array]
+  ) -> dict[str, jax.Array]:
+    """Returns a batch of prompts with the answers of the model of a state."""
+    if self._generator is None:
+      self._generator = samples.Generator(self._session, state)
+    else:
+      self._generator.use(state)
+    given: dict[str, Any] = jax.device_get(dict(batch))
+    settings, task = self._generator.settings, self._session.job.task
+    assert task.reward is not None
+    assert task.tokenizer is not None
+    groups, size = given["inputs"].shape[0], settings.num_samples
+    length = given["inputs"].shape[1] // size
+    prompts = []
+    for row, mask in zip(given["inputs"], given["is_token"], strict=True):
+      ids = row[: int(mask.sum())].tolist()
+      text = task.tokenizer.decode(ids)
+      prompts.append(samples.Encoded(text=text, ids=ids, is_chat=False))
+    answers = self._generator.draw(
+      prompts, length=length - settings.max_new_tokens
+    )
+    made = {
+      name: np.zeros((groups * size, length), x.dtype)
+      for name, x in given.items()
+    }
+    for name in ("inputs", "targets"):
+      made[name][:] = task.tokenizer.pad_id
+    for row, answer in enumerate(answers):
+      ids = [*prompts[row // size].ids, *answer.ids]
+      begin, end = len(ids) - len(answer.ids) - 1, len(ids) - 1
+      made["inputs"][row, :end] = ids[:-1]
+      made["targets"][row, :end] = ids[1:]
+      made["is_token"][row, :end] = 1
+      made["segment_ids"][row, :end] = 1
+      made["weights"][row, begin:end] = 1
+      reward = task.reward(answer.prompt, answer.continuation)
+      if not np.isfinite(reward):
+        raise user_error.UserError(
+          f"Task.reward must return a finite number, got {reward} for the"
+          f" prompt {answer.prompt!r} and the answer {answer.continuation!r}."
+        )
+      made["rewards"][row] = reward
+    made["positions"][:] = np.arange(length)
+    return self._session.place(
+      {name: x.reshape(given[name].shape) for name, x in made.items()}
+    )
