@@ -14,7 +14,7 @@ import numpy as np
 from paxon.learners import train_state
 from paxon.runner import job as job_lib
 from paxon.runner import user_error
-from paxon.runner.training import samples
+from paxon.runner.training import generation_program, samples
 from paxon.runner.training import session as session_lib
 
 
@@ -24,7 +24,7 @@ def check(job: job_lib.Job) -> None:
   Raises:
     UserError: It cannot.
   """
-  reason = samples.why_none(job)
+  reason = generation_program.why_none(job)
   if reason is not None:
     raise user_error.UserError(f"Task.reward: {reason}.")
   if job.generation is None or job.generation.num_samples < 2:
