@@ -91,6 +91,7 @@ def run(
     folder = serving.checkpoints(job, run_dir)
     session, state = restore.read_for_evaluation(session, folder, step=step)
     generator = samples.Generator(session, state)
+    options = limit_context(options, session.job.task.model)
     engine = make_engine(generator, options)
     endpoint = app.Endpoint(
       engine,
@@ -113,6 +114,16 @@ def run(
     server.answer()
   print("stopped", flush=True)
   return 0
+
+
+def limit_context(options: Options, model: Any) -> Options:
+  """Returns the options without positions that the model has not.
+
+  Learned positions are a table; after its last one a model gives NaN.
+  """
+  positions = getattr(model, "position_embedding", None)
+  most = getattr(positions, "max_length", options.context)
+  return dataclasses.replace(options, context=min(options.context, most))
 
 
 def make_batcher(

@@ -15,7 +15,9 @@ import fiddle as fdl
 import pytest
 
 from paxon.inputs import byte_tokenizer
+from paxon.layers import position_embedding
 from paxon.layers.decoding import samplers
+from paxon.layers.models import testing as models_testing
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer
 from paxon.runner.endpoint import serve
@@ -411,6 +413,15 @@ def test_the_model_and_health(server):
   assert _send(server, "/v1/models/TinyLm", method="GET")[0] == 200
   assert _send(server, "/v1/models/gpt", method="GET")[0] == 404
   assert _send(server, "/health", method="GET") == (200, b'{"status":"ok"}')
+
+
+def test_a_context_has_no_more_positions_than_the_model():
+  options = serve.Options(context=20)
+  model = models_testing.tiny_gpt2(
+    positions=position_embedding.LearnedPositions(16)
+  )
+  assert serve.limit_context(options, model).context == 16
+  assert serve.limit_context(options, models_testing.tiny_decoder()) == options
 
 
 def test_an_address_in_use_and_missing_libraries(run_dir, monkeypatch):
