@@ -1,17 +1,16 @@
-"""Causal attention by blocks of queries, for CPUs; keeps no T x T matrix.
+"""Causal attention by blocks of queries and keys, for CPUs.
 
-Each block of queries attends to the keys up to its own end, and from the first
-one that the mask reaches, so that about half of the pairs are computed:
+A loop over pairs of blocks skips those that the mask hides, about half of them
+in one document and more in packed ones. It keeps no T x T matrix: the forward
+pass corrects its sums as the largest logit grows, and the backward pass
+computes the logits again from the log normalizers (Dao et al. 2022,
+https://arxiv.org/abs/2205.14135, algorithms 1 and 4).
 
-  queries [B,K,G,block,H] x keys [B,K,end - begin,H], block after block
+  queries [B,K,G,block,H] x keys [B,K,block,H], pair after pair
 
-Heads come first, as XLA:CPU multiplies matrices. The backward pass computes the
-logits again from the log normalizers of the forward pass (Dao et al. 2022,
-https://arxiv.org/abs/2205.14135, algorithm 4).
-
-Masks use positions, blocks use indices. Both agree where whole segments follow
-one another (`mask.is_in_order`); otherwise the same code computes each block
-with all keys, in a loop. So every mask is applied exactly.
+Heads come first, as XLA:CPU multiplies matrices. Which pairs are skipped is
+known only when the program runs, from positions and segments, so tokens can be
+in any order and one pair is compiled.
 
 Letters: B batch, T length, S keys, K key/value heads, G queries per key/value
 head, R queries of a block and group, H head_dim.
@@ -29,7 +28,7 @@ from paxon.layers import precision
 from paxon.layers.attention import kernel_support
 from paxon.layers.attention import mask as attention_mask
 
-# Smaller blocks leave cores idle; more blocks take longer to compile.
+# Smaller blocks leave cores idle, and each pair costs some time of the loop.
 _MIN_BLOCK = 64
 _MAX_BLOCKS = 8
 _LOWEST = float(jnp.finfo(jnp.float32).min)
@@ -74,13 +73,8 @@ def causal_blocks(
   )
   B, T, N, H = query.shape
   block = block_length or _MIN_BLOCK * -(-T // (_MIN_BLOCK * _MAX_BLOCKS))
-  before = mask.reach[0]
   settings = _Settings(
-    block=block,
-    # In blocks: the first key of a block, less rounding, is that far away.
-    reach=None if before is None else -(-before // block),
-    cap=logit_cap,
-    scale=H**-0.5 if scale is None else scale,
+    block=block, cap=logit_cap, scale=H**-0.5 if scale is None else scale
   )
   K = key.shape[2]
   heads = query.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
@@ -116,23 +110,19 @@ class _Tokens(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Settings:
-  """Constants: queries of a block, blocks before it that the mask reaches."""
+  """Constants; `block` is the number of queries, and of keys, of a block."""
 
   block: int
-  reach: int | None
   cap: float | None
   scale: float
 
-  def spans(self, length: int) -> list[tuple[slice, slice]]:
-    """Returns the queries of each block, and their keys."""
-    spans = []
-    for begin in range(0, length, self.block):
-      end = begin + self.block
-      first = 0
-      if self.reach is not None:
-        first = max(0, begin - self.reach * self.block)
-      spans.append((slice(begin, end), slice(first, end)))
-    return spans
+  def slice(self, x: jax.Array, index: jax.Array, axis: int = -2) -> jax.Array:
+    """Returns a block of an array, by default of `[...,T,H]`."""
+    return jax.lax.dynamic_slice_in_dim(x, index * self.block, self.block, axis)
+
+  def set(self, x: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
+    """Returns `[...,T,H]` with another block."""
+    return jax.lax.dynamic_update_slice_in_dim(x, new, index * self.block, -2)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -156,31 +146,43 @@ def _forward(
   value: jax.Array,
   tokens: _Tokens,
 ) -> tuple[jax.Array, Any]:
-  def in_blocks(query: jax.Array, tokens: _Tokens) -> Any:
-    pairs = [
-      _forward_block(
-        settings,
-        query[..., q, :],
-        key[..., kv, :],
-        value[..., kv, :],
-        _visible(rules, tokens, q, kv),
-      )
-      for q, kv in settings.spans(key.shape[2])
-    ]
-    out, total = zip(*pairs, strict=True)
-    return jnp.concatenate(out, axis=-2), jnp.concatenate(total, axis=-1)
+  wide = precision.at_least_float32(query.dtype)
+  rows, width = query.shape[:-1], value.shape[-1]
+  block_rows = (*rows[:-1], settings.block)
+  num_blocks = key.shape[2] // settings.block
 
-  def in_any_order(query: jax.Array, tokens: _Tokens) -> Any:
-    def one(part: tuple[jax.Array, _Tokens]) -> Any:
-      visible = _visible(rules, part[1])
-      return _forward_block(settings, part[0], key, value, visible)
+  def one_block(q: jax.Array, results: Any) -> Any:
+    queries = settings.slice(query, q)
 
-    out, total = jax.lax.map(one, _chunks(settings, query, tokens))
-    return _joined(out, -2), _joined(total, -1)
+    def one_pair(kv: jax.Array, sums: _Sums) -> _Sums:
+      visible = _visible(settings, rules, tokens, q, kv)
 
-  is_in_order = _is_in_order(rules, tokens)
-  out, total = jax.lax.cond(is_in_order, in_blocks, in_any_order, query, tokens)
-  return out, (query, key, value, tokens, out, total, is_in_order)
+      def add(sums: _Sums) -> _Sums:
+        keys, values = (settings.slice(x, kv) for x in (key, value))
+        return _add_pair(settings, sums, queries, keys, values, visible)
+
+      return jax.lax.cond(jnp.any(visible), add, lambda sums: sums, sums)
+
+    sums = _Sums(
+      largest=jnp.full((*block_rows, 1), _LOWEST, wide),
+      total=jnp.zeros((*block_rows, 1), wide),
+      out=jnp.zeros((*block_rows, width), wide),
+    )
+    sums = jax.lax.fori_loop(0, num_blocks, one_pair, sums)
+    # A query that sees a key has a total of one or more.
+    total = jnp.maximum(sums.total, 0.5)
+    normalizers = sums.largest + jnp.log(total)
+    out = jnp.where(
+      _saw_any(normalizers), sums.out / total, jnp.zeros((), wide)
+    )
+    new = out.astype(value.dtype), normalizers
+    return tuple(
+      settings.set(x, q, y) for x, y in zip(results, new, strict=True)
+    )
+
+  results = jnp.zeros((*rows, width), value.dtype), jnp.zeros((*rows, 1), wide)
+  out, total = jax.lax.fori_loop(0, num_blocks, one_block, results)
+  return out, (query, key, value, tokens, out, total)
 
 
 def _backward(
@@ -189,71 +191,49 @@ def _backward(
   residuals: Any,
   gradient: jax.Array,
 ) -> tuple[Any, ...]:
-  query, key, value, tokens, out, total, is_in_order = residuals
+  query, key, value, tokens, out, total = residuals
   # Of padding, which saw no key, the output is a constant.
   gradient = jnp.where(_saw_any(total), gradient, jnp.zeros((), out.dtype))
   # The sum over keys of weights times their gradients.
   mean = jnp.sum(
     precision.widened(gradient) * precision.widened(out), axis=-1, keepdims=True
   )
+  num_blocks = key.shape[2] // settings.block
 
-  def in_blocks(*per_query: Any) -> Any:
-    *arrays, tokens = per_query
-    spans = settings.spans(key.shape[2])
-    q_bars: list[jax.Array] = []
-    sums: dict[int, list[Any]] = {}
-    for q, kv in spans:
-      q_bar, k_bar, v_bar = _backward_block(
-        settings,
-        *(x[..., q, :] for x in arrays),
-        key=key[..., kv, :],
-        value=value[..., kv, :],
-        visible=_visible(rules, tokens, q, kv),
-      )
-      q_bars.append(q_bar)
-      for begin in range(kv.start, kv.stop, settings.block):
-        part = slice(begin - kv.start, begin - kv.start + settings.block)
-        sums.setdefault(begin, []).append(
-          (k_bar[..., part, :], v_bar[..., part, :])
+  def one_block(kv: jax.Array, bars: Any) -> Any:
+    q_bar, *others = bars
+    keys, values = (settings.slice(x, kv) for x in (key, value))
+
+    def one_pair(q: jax.Array, bars: Any) -> Any:
+      visible = _visible(settings, rules, tokens, q, kv)
+
+      def add(bars: Any) -> Any:
+        new, *more = _backward_block(
+          settings,
+          *(settings.slice(x, q) for x in (query, gradient, total, mean)),
+          key=keys,
+          value=values,
+          visible=visible,
         )
-    added = [jax.tree.map(_add, *sums[q.start]) for q, _ in spans]
-    k_bar, v_bar = (
-      jnp.concatenate(x, axis=-2) for x in zip(*added, strict=True)
+        q_bar = settings.set(bars[0], q, settings.slice(bars[0], q) + new)
+        return q_bar, *(a + b for a, b in zip(bars[1:], more, strict=True))
+
+      return jax.lax.cond(jnp.any(visible), add, lambda bars: bars, bars)
+
+    zeros = (jnp.zeros(x.shape, total.dtype) for x in (keys, values))
+    bars = (q_bar, *zeros)
+    q_bar, *new = jax.lax.fori_loop(0, num_blocks, one_pair, bars)
+    return q_bar, *(
+      settings.set(x, kv, y) for x, y in zip(others, new, strict=True)
     )
-    return jnp.concatenate(q_bars, axis=-2), k_bar, v_bar
 
-  def in_any_order(*per_query: Any) -> Any:
-    def one(sums: Any, part: Any) -> Any:
-      *arrays, tokens = part
-      visible = _visible(rules, tokens)
-      q_bar, *bars = _backward_block(
-        settings, *arrays, key=key, value=value, visible=visible
-      )
-      return jax.tree.map(jnp.add, sums, bars), q_bar
-
-    zeros = [jnp.zeros(x.shape, total.dtype) for x in (key, value)]
-    bars, q_bars = jax.lax.scan(one, zeros, _chunks(settings, *per_query))
-    return _joined(q_bars, -2), *bars
-
-  q_bar, k_bar, v_bar = jax.lax.cond(
-    is_in_order,
-    in_blocks,
-    in_any_order,
-    *(query, gradient, total[..., None], mean, tokens),
-  )
-  return (
-    q_bar.astype(query.dtype),
-    k_bar.astype(key.dtype),
-    v_bar.astype(value.dtype),
-    None,
-  )
+  arrays = query, key, value
+  bars = tuple(jnp.zeros(x.shape, total.dtype) for x in arrays)
+  bars = jax.lax.fori_loop(0, num_blocks, one_block, bars)
+  return *(x.astype(y.dtype) for x, y in zip(bars, arrays, strict=True)), None
 
 
 _attend.defvjp(_forward, _backward)
-
-
-def _add(*terms: jax.Array) -> jax.Array:
-  return functools.reduce(jnp.add, terms)
 
 
 def _saw_any(total: jax.Array) -> jax.Array:
@@ -261,60 +241,21 @@ def _saw_any(total: jax.Array) -> jax.Array:
 
   Not by a comparison that is false for NaN, which must not be hidden.
   """
-  return ~(total <= _LOWEST / 2)[..., None]
+  return ~(total <= _LOWEST / 2)
 
 
 def _visible(
+  settings: _Settings,
   rules: attention_mask.MaskRules,
   tokens: _Tokens,
-  q: slice = slice(None),
-  kv: slice = slice(None),
+  q: jax.Array,
+  kv: jax.Array,
 ) -> jax.Array:
-  """Returns the mask of a block, [B,1,1,R,S]."""
-  part = attention_mask.AttentionMask(
-    q_positions=tokens.q_positions[:, q],
-    kv_positions=tokens.kv_positions[:, kv],
-    q_segment_ids=tokens.q_segment_ids[:, q],
-    kv_segment_ids=tokens.kv_segment_ids[:, kv],
-    rules=rules,
-  )
-  return part.to_array()[:, :, None]
-
-
-def _is_in_order(rules: attention_mask.MaskRules, tokens: _Tokens) -> jax.Array:
-  mask = attention_mask.AttentionMask(**tokens._asdict(), rules=rules)
-  return jnp.all(attention_mask.is_in_order(mask))
-
-
-def _chunks(settings: _Settings, *per_query: Any) -> Any:
-  """Returns blocks [blocks, ...] of arrays [..,T,H] and of tokens."""
-  *arrays, tokens = per_query
-
-  def cut(x: jax.Array, axis: int) -> jax.Array:
-    axis %= x.ndim
-    shape = (*x.shape[:axis], -1, settings.block, *x.shape[axis + 1 :])
-    return jnp.moveaxis(x.reshape(shape), axis, 0)
-
-  blocks = tokens.q_positions.shape[1] // settings.block
-  kv = (
-    jnp.broadcast_to(x[None], (blocks, *x.shape))
-    for x in (tokens.kv_positions, tokens.kv_segment_ids)
-  )
-  kv_positions, kv_segment_ids = kv
-  parts = _Tokens(
-    cut(tokens.q_positions, 1),
-    kv_positions,
-    cut(tokens.q_segment_ids, 1),
-    kv_segment_ids,
-  )
-  return *(cut(x, -2) for x in arrays), parts
-
-
-def _joined(x: jax.Array, axis: int) -> jax.Array:
-  """Undoes the cut of `_chunks` along an axis of the result."""
-  axis %= x.ndim - 1
-  x = jnp.moveaxis(x, 0, axis)
-  return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+  """Returns the mask of a pair of blocks, [B,1,1,R,S]."""
+  at = _Tokens(q, kv, q, kv)
+  pair = (settings.slice(x, i, 1) for x, i in zip(tokens, at, strict=True))
+  mask = attention_mask.AttentionMask(**_Tokens(*pair)._asdict(), rules=rules)
+  return mask.to_array()[:, :, None]
 
 
 def _logits(
@@ -337,18 +278,31 @@ def _logits(
   return jnp.where(visible, logits, _LOWEST), slope
 
 
-def _forward_block(
+class _Sums(NamedTuple):
+  """The softmax of a block of queries over the keys so far.
+
+  The largest logit [B,K,G,R,1], and the sums of weights relative to it, and of
+  weighted values [B,K,G,R,H'].
+  """
+
+  largest: jax.Array
+  total: jax.Array
+  out: jax.Array
+
+
+def _add_pair(
   settings: _Settings,
+  sums: _Sums,
   query: jax.Array,
   key: jax.Array,
   value: jax.Array,
   visible: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-  """Returns the output [B,K,G,R,H'] and log normalizers [B,K,G,R]."""
+) -> _Sums:
+  """Returns the sums with a block of keys added."""
   logits, _ = _logits(settings, query, key, visible)
-  largest = jnp.max(logits, axis=-1, keepdims=True)
+  largest = jnp.maximum(sums.largest, jnp.max(logits, axis=-1, keepdims=True))
   weights = jnp.exp(logits - largest)
-  total = jnp.sum(weights, axis=-1, keepdims=True)
+  old = jnp.exp(sums.largest - largest)
   B, K, G, R, S = logits.shape
   out = jnp.einsum(
     "BKRS,BKSH->BKRH",
@@ -356,10 +310,11 @@ def _forward_block(
     value,
     preferred_element_type=logits.dtype,
   )
-  out = out.reshape(B, K, G, R, -1) / total
-  total = (largest + jnp.log(total))[..., 0]
-  out = jnp.where(_saw_any(total), out, jnp.zeros((), out.dtype))
-  return out.astype(value.dtype), total
+  return _Sums(
+    largest=largest,
+    total=sums.total * old + jnp.sum(weights, axis=-1, keepdims=True),
+    out=sums.out * old + out.reshape(sums.out.shape),
+  )
 
 
 def _backward_block(

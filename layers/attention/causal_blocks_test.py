@@ -124,6 +124,15 @@ def test_no_matrix_of_all_pairs_is_kept():
   assert temporaries(causal_blocks.causal_blocks) < 1.5 * pairs
 
 
+def test_the_program_is_the_same_for_any_number_of_blocks():
+  def num_lines(length):
+    arrays, mask = _arrays(length, 2, 1, 4), _mask("packed", length, {})
+    run = jax.jit(jax.grad(lambda a: jnp.sum(jnp.sin(BLOCKS(*a, mask)))))
+    return run.lower(arrays).as_text().count("\n")
+
+  assert num_lines(64) == num_lines(8)
+
+
 def test_plain_chooses_blocks_for_long_sequences_on_one_cpu(monkeypatch):
   calls = []
 
