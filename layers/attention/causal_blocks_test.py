@@ -127,8 +127,12 @@ def test_no_matrix_of_all_pairs_is_kept():
 def test_the_program_is_the_same_for_any_number_of_blocks():
   def num_lines(length):
     arrays, mask = _arrays(length, 2, 1, 4), _mask("packed", length, {})
-    run = jax.jit(jax.grad(lambda a: jnp.sum(jnp.sin(BLOCKS(*a, mask)))))
-    return run.lower(arrays).as_text().count("\n")
+
+    def loss(arrays):
+      query, key, value = arrays
+      return jnp.sum(jnp.sin(BLOCKS(query, key, value, mask)))
+
+    return jax.jit(jax.grad(loss)).lower(arrays).as_text().count("\n")
 
   assert num_lines(64) == num_lines(8)
 
