@@ -196,7 +196,14 @@ def _toy_on(library: pathlib.Path, name: str) -> fdl.Config[job_lib.Job]:
 def _batch(source: base_input.BaseInput) -> base_input.Batch:
   """Returns a batch; ones where an experiment's data is not on this machine."""
   if not isinstance(source, unset_input.UnsetInput):
-    return source.get_next()
+    batch = source.get_next()
+    if "rewards" in batch:
+      # Answers in place of those of `runner.training.rollouts`.
+      rewards = np.linspace(0, 1, batch["rewards"].size, dtype=np.float32)
+      batch["rewards"] = rewards.reshape(batch["rewards"].shape)
+      for name in ("weights", "is_token"):
+        batch[name] = np.ones_like(batch[name])
+    return batch
   return {k: np.ones(*made) for k, made in source.batch_shapes().items()}
 
 

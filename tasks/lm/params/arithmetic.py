@@ -196,6 +196,14 @@ class ArithmeticGrpo(ArithmeticLm):
       )
     }
 
+  def shrink(self) -> quickstart.PythonStdlibLm:
+    """Returns a toy-sized version."""
+    return (
+      super()
+      .shrink()
+      .replace(weights=None, num_samples=2, length=16, max_new_tokens=4)
+    )
+
   def observability(self) -> fdl.Config[monitoring.MonitoringSettings]:
     """Returns a monitoring without spikes of the loss, which says little."""
     found = super().observability()
