@@ -197,7 +197,7 @@ def test_decodes_beams_alternatives_and_stops(tmp_path):
       line
       for line in map(json.loads, text.splitlines())
       if line["sampler"]
-      == decode._name(job.generation.search or job.generation.sampler)
+      == decode.name_of(job.generation.search or job.generation.sampler)
     ]
 
   tokenizer = byte_tokenizer.ByteTokenizer()
