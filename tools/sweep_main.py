@@ -414,7 +414,7 @@ def _open_study(argv: Sequence[str]) -> tuple[Study, pathlib.Path]:
       parser.error(f"unknown argument {argument}")
   if not given.exp:
     parser.error("--exp is required for a new study")
-  values = {**vars(given), "arguments": tuple(arguments)}
+  values: dict[str, Any] = {**vars(given), "arguments": tuple(arguments)}
   del values["folder"], values["knob"]
   values["knobs"] = tuple(
     (name, text) for name, _, text in (k.partition("=") for k in given.knob)
