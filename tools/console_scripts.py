@@ -16,6 +16,7 @@ MODULES: Final = {
   "paxon-configs": "paxon.tools.configs_main",
   "paxon-hf": "paxon.tools.hf_main",
   "paxon-plans": "paxon.tasks.plans.main",
+  "paxon-sweep": "paxon.tools.sweep_main",
   "paxon-tokenize": "paxon.tools.tokenize_main",
 }
 

@@ -1,12 +1,12 @@
 """Sweeps over the knobs of an experiment.
 
-  tools/python -m paxon.tools.sweep_main STUDY --exp=EXPERIMENT
+  tools/sweep STUDY --exp=EXPERIMENT
     --knob='learning_rate=log:1e-4:1e-2' --knob='width=64,128'
     [--algorithm=grid|random|asha] [--trials=20] [--metric=train/loss]
     [--rungs=100,300] [--reduction=3] [--seed=0] [--fdl.KNOB=VALUE ...]
 
 STUDY is a folder. Each trial is an ordinary run in STUDY/trial_0000, and so on;
-trials run one after another. Rerun a stopped command, or only `sweep_main
+trials run one after another. Rerun a stopped command, or only `tools/sweep
 STUDY`, to resume the study: the table is the same as without the interruption.
 The results are in STUDY/table.txt and STUDY/report.html.
 
@@ -39,7 +39,7 @@ import time
 from typing import Any, NoReturn
 
 from paxon.runner import files, user_error
-from paxon.tools import command_line
+from paxon.tools import command_line, console_scripts
 
 _POLL_SECONDS = 0.05
 _RANGES = ("log", "uniform", "int")
@@ -386,9 +386,11 @@ def main(argv: Sequence[str]) -> int:
 
 def _open_study(argv: Sequence[str]) -> tuple[Study, pathlib.Path]:
   """Returns the study of the command line, or the stored one."""
-  parser = command_line.Parser("sweep", __doc__ or "", program="sweep_main")
+  description = console_scripts.name_programs(__doc__ or "")
+  parser = command_line.Parser("sweep", description)
+  parser.prog = console_scripts.name_programs("tools/sweep")
   parser.formatter_class = argparse.RawDescriptionHelpFormatter
-  parser.add_argument("folder")
+  parser.add_argument("folder", metavar="STUDY")
   parser.add_argument("--exp")
   parser.add_argument("--knob", action="append", default=[])
   parser.add_argument(
