@@ -29,7 +29,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import fiddle as fdl
 
 from paxon.inputs import base_input
-from paxon.quantization import lora, matmuls, recipes
+from paxon.quantization import matmuls, recipes
 from paxon.quantization import rules as rules_of_quantization
 from paxon.runner import job as job_lib
 from paxon.runner import knobs as knobs_lib
@@ -377,14 +377,15 @@ class Experiment(abc.ABC):
     )
     return (rules_of_quantization.Rule(covered, choice.recipe),)
 
-  def adapter_rules(self) -> Sequence[lora.LoraRule]:
-    """Returns which layers have low-rank adapters; by default those of knobs.
+  def adapter_rules(self) -> Sequence[Any]:
+    """Returns the `lora.LoraRule` of layers; by default those of the knobs.
 
     Raises:
       knobs.KnobError: The adapters of the knobs are not valid.
     """
-    rank = self.lora_rank
-    if rank is None:
+    from paxon.quantization import lora  # Few users of this module need it.
+
+    if (rank := self.lora_rank) is None:
       return ()
     covered = (
       matmuls.ATTENTION_PROJECTIONS,

@@ -10,7 +10,8 @@ _DOCS = pathlib.Path(__file__).parent.parent / "docs"
 def test_the_plan_of_the_page_has_the_sections_that_plans_have():
   page = (_DOCS / "planning.md").read_text()
   shown = page.split("```text")[1].split("```")[0]
-  # Of a program with nothing to warn of, in which nothing is quantized.
+  # Of a program with nothing to warn of, in which nothing is quantized, without
+  # further questions.
   plan = sample_plan.plan(
     resharding=(),
     findings=(),
@@ -18,6 +19,7 @@ def test_the_plan_of_the_page_has_the_sections_that_plans_have():
     notes=(),
     quantized_matmuls=(),
     other_programs=(),
+    decode_steps=(),
   )
   sections = report.to_text(plan).split("\n\n")
   headings = [section.split("\n")[0] for section in sections]
