@@ -32,7 +32,7 @@ def check_files(tree: workspace.Workspace) -> Iterator[violation.Violation]:
   """Yields a violation for each file of a wrong size, name or target."""
   packages = set(tree.packages())
   for path in tree.files:
-    messages = list(_size_problems(tree, path))
+    messages = [*_size_problems(tree, path), *_data_problems(tree, path)]
     if path.endswith(".py"):
       messages += _name_problems(tree, path)
       if pathlib.PurePath(path).name == "__init__.py":
@@ -118,6 +118,20 @@ def _size_problems(tree: workspace.Workspace, path: str) -> Iterator[str]:
     lines = tree.text(path).count("\n")
     if lines > MAX_LINES:
       yield f"has {lines} lines, the limit is {MAX_LINES}; split it by ideas."
+
+
+def _data_problems(tree: workspace.Workspace, path: str) -> Iterator[str]:
+  """Yields data of tests that no target lists: Bazel leaves it out."""
+  folders = [folder.as_posix() for folder in pathlib.PurePath(path).parents]
+  if {"goldens", "testdata"}.isdisjoint(path.split("/")[:-1]):
+    return
+  for folder in folders:
+    build = f"{folder}/BUILD"
+    if build in tree.files:
+      name = path.removeprefix(f"{folder}/")
+      if f'"{name}"' not in tree.text(build):
+        yield f"is in no target; list it in {build}."
+      return
 
 
 def _name_problems(tree: workspace.Workspace, path: str) -> Iterator[str]:

@@ -38,6 +38,11 @@ _PLANTED = [
     id="too long",
   ),
   pytest.param(
+    {"sharding/goldens/new.json": "{}"},
+    "sharding/goldens/new.json: is in no target; list it in sharding/BUILD.",
+    id="data in no target",
+  ),
+  pytest.param(
     {"sharding/rules.py": ""},
     "sharding/rules.py: is in no target; add one to sharding/BUILD.",
     id="in no target",
