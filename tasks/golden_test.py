@@ -163,7 +163,7 @@ def test_shrinks_to_toy_size(name):
   """A knob missing in `shrink` leaves a model that takes minutes."""
   made, config = golden.load(name), _toy(name)
   total = golden.text_of(config).rpartition("trainable: ")[2]
-  assert int(total.replace(",", "")) <= 150_000
+  assert int(total.replace(",", "")) <= 100_000
   data = config.train_input
   assert data.global_batch_size * data.length <= 1024
   assert config.num_train_steps <= 2

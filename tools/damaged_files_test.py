@@ -4,7 +4,10 @@ Each format has a small valid file. Damages are drawn with fixed seeds: cut,
 flipped, zeroed, repeated, inserted and replaced bytes, changed numbers, other
 JSON values, and files of other formats. A reader may return, because not each
 byte is covered by a checksum; otherwise it must raise an error that the command
-line prints as one line, and that names the file.
+line prints as one line, and that names the file. A larger search:
+
+  PAXON_DAMAGES=1500 bazel test //tools:damaged_files_test \
+      --test_env=PAXON_DAMAGES
 """
 
 import base64
@@ -12,6 +15,7 @@ from collections.abc import Callable
 import dataclasses
 import gzip
 import json
+import os
 import pathlib
 import random
 import re
@@ -46,7 +50,8 @@ from paxon.runner.monitoring import goodput, metrics_file
 from paxon.runner.training import decode_requests, run_files
 from paxon.tools import hf_files
 
-_NUM_DAMAGES = 200
+_MORE = os.environ.get("PAXON_DAMAGES")
+_NUM_DAMAGES = int(_MORE or 200)
 _MAX_SECONDS = 10
 _MAX_BYTES = 1 << 30
 # What the command line turns into a line and status 2.

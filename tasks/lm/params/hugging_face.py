@@ -364,6 +364,9 @@ class HuggingFaceUpcycled(HuggingFaceLm):
   load_balance_weight: float = 0.01
   noise: float = 0.0
 
+  # The experts together are as large as the dense toy's layer.
+  _toy: ClassVar[Mapping[str, Any]] = {**_TOY, "intermediate_size": 64}
+
   def warm_start(self) -> fdl.Config[training.WarmStart] | None:
     """Returns the imported checkpoint."""
     weights, noise = self.weights, self.noise
