@@ -29,6 +29,7 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
+from paxon.layers.attention import paged_slots
 from paxon.sharding import axes, variables
 
 COLLECTION: Final = "cache"
@@ -76,11 +77,13 @@ class Stored:
     slots: Arrays [B,S] and [B,K,S,...] by variable.
     index: Number of tokens received: Int of rank 0, or [B].
     common: Writes positions, segments and index in place of the cache, if set.
+    pages: Int [B,N] of a paged cache (`paged_slots`).
   """
 
   slots: Mapping[str, jax.Array]
   index: jax.Array
   common: Common | None = None
+  pages: jax.Array | None = None
 
   @property
   def count(self) -> int:
@@ -105,13 +108,22 @@ def load(cache: nn.Module, *tokens: jax.Array) -> Stored:
   common = slots.pop(COMMON, None)
   if common is not None and not (tokens and common.includes(*tokens)):
     common = None
+  paged = _paged(slots)
+  pools = {name: slots.pop(name) for name in paged}
   if layer is not None:
     # Arrays of all layers of a stack; see `stacked_cache`.
-    shared = () if common is None else (*_TOKENS, INDEX)
+    shared = (paged_slots.PAGES,)
+    if common is not None:
+      shared = (*shared, *_TOKENS, INDEX)
     slots = {
       n: at_layer(x, first if n in shared else layer) for n, x in slots.items()
     }
-  return Stored(index=slots.pop(INDEX), slots=slots, common=common)
+  pages = slots.pop(paged_slots.PAGES, None)
+  if pages is not None:
+    segments = slots["segment_ids"]
+    for name, x in pools.items():
+      slots[name] = paged_slots.read(*_pool(x, layer), pages, segments)
+  return Stored(index=slots.pop(INDEX), slots=slots, common=common, pages=pages)
 
 
 def append(
@@ -131,10 +143,18 @@ def append(
   total, write = place(new["segment_ids"], stored.index, stored.count)
   stacked = _stored(cache)
   layer = stacked.get(LAYER)
+  paged = {name: new[name] for name in _paged(stacked)}
+  new = {name: x for name, x in new.items() if name not in paged}
+  in_pages: dict[str, jax.Array] = {}
+  if paged:
+    at = next_slots(new["segment_ids"], stored.index, stored.count)[1]
+    at = jnp.where(at < stored.count, at, -1)
+    segments = _written(write, stored.slots["segment_ids"], new["segment_ids"])
+    in_pages = _append_paged(cache, stored, paged, at, segments)
   if layer is None:
     slots = {n: _written(write, stored.slots[n], x) for n, x in new.items()}
     save(cache, slots, total, slot_axis=slot_axis)
-    return slots
+    return slots | in_pages
   slots = {}
   if stored.common is not None:
     after = functools.partial(_after, new=places, place=place)
@@ -148,7 +168,23 @@ def append(
     whole = write(stacked[name], new[name], layer)
     cache.put_variable(COLLECTION, name, whole)
     slots[name] = at_layer(whole, layer)
-  return slots
+  return slots | in_pages
+
+
+def next_slots(
+  segment_ids: jax.Array, index: jax.Array, count: int
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the index [B] after new tokens, and their slots [B,T].
+
+  Each sequence has its own index. Padding gets the slot `count`, which does not
+  exist. If there are too few slots, tokens take the last ones, as in
+  `dynamic_update_slice`.
+  """
+  is_real = segment_ids != 0
+  order = jnp.cumsum(is_real, axis=1, dtype=index.dtype)
+  first = jnp.minimum(index, count - order[:, -1])
+  slots = jnp.where(is_real, first[:, None] + order - 1, count)
+  return index + order[:, -1], slots
 
 
 def save(
@@ -190,6 +226,44 @@ def slot_axes(
 
 def _stored(cache: nn.Module) -> dict[str, Any]:
   return dict(variables.unbox(cache.variables[COLLECTION]))
+
+
+def _paged(stacked: Mapping[str, Any]) -> set[str]:
+  """Returns the variables of a cache that have pages."""
+  if paged_slots.PAGES not in stacked:
+    return set()
+  own = (*_TOKENS, INDEX, paged_slots.PAGES, LAYER, FIRST, COMMON)
+  return set(stacked) - {*own}
+
+
+def _pool(x: jax.Array, layer: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+  """Returns the pages of a stack, and the number of a layer in it."""
+  return (x[None], jnp.int32(0)) if layer is None else (x, layer)
+
+
+def _append_paged(
+  cache: nn.Module,
+  stored: Stored,
+  new: Mapping[str, jax.Array],
+  token_slots: jax.Array,
+  segment_ids: jax.Array,
+) -> dict[str, jax.Array]:
+  """Writes tokens into their slots [B,T]; returns all slots of `new`.
+
+  `segment_ids` are those of all slots, with the new tokens.
+  """
+  stacked, pages = _stored(cache), stored.pages
+  layer, slots = stacked.get(LAYER), {}
+  assert pages is not None
+  for name, x in new.items():
+    pool, at = _pool(stacked[name], layer)
+    pool = paged_slots.write(pool, x, at, pages, token_slots)
+    slots[name] = paged_slots.read(pool, at, pages, segment_ids)
+    if layer is None:
+      _put(cache, name, pool[0], (None,) * x.ndim)
+    else:
+      cache.put_variable(COLLECTION, name, pool)
+  return slots
 
 
 def _after(

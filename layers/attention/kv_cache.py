@@ -263,13 +263,9 @@ class ContiguousCache(Cache):
     if index.ndim == 0:
       total = index + segment_ids.shape[1]
       return total, functools.partial(cache_variables.write_from, first=index)
-    is_real = segment_ids != 0
-    order = jnp.cumsum(is_real, axis=1, dtype=index.dtype)
-    # As `dynamic_update_slice` does if there are too few slots.
-    first = jnp.minimum(index, count - order[:, -1])
-    slots = jnp.where(is_real, first[:, None] + order - 1, count)
+    total, slots = cache_variables.next_slots(segment_ids, index, count)
     write = functools.partial(cache_variables.write_slots, slots=slots)
-    return index + order[:, -1], write
+    return total, write
 
 
 class NoCache(nn.Module):

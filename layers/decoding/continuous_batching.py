@@ -1,39 +1,31 @@
 """Continuous batching: requests enter and leave a batch between two steps.
 
-A batch has a fixed number of slots, each with one sequence of a cache. Two
-compiled functions serve any mix of requests:
-
-  insert    reads a chunk of one prompt into its slot; after the last chunk it
-            draws the first id
-  generate  draws one id for each slot that has read its prompt
-
-Shapes never change, so nothing is compiled after the first request. A request
-gets the ids that `generate.generate` gives it alone, with the same settings.
+A batch has a fixed number of slots, each with one sequence of a cache. The
+compiled steps of `batch_steps` serve any mix of requests, so nothing is
+compiled after the first request. A request gets the ids that
+`generate.generate` gives it alone, with the same settings.
 
 `Batcher.step` inserts at most one chunk before it generates, so long prompts do
 not stall the others.
 
-Letters: R slots, C chunk, V vocab, E end ids, A alternatives.
+With pages (`pages`) requests take memory for the tokens that they have, not for
+those that they may get. If none are free, requests wait, and the latest request
+that generates makes way: it is read again later, and gets the same ids.
 """
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import dataclasses
-import functools
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paxon.layers.decoding import cache_rows, generate, sampling
-from paxon.sharding import axes, checks, variables
+from paxon.layers.decoding import batch_steps, sampling
+from paxon.layers.decoding import pages as pages_lib
+from paxon.sharding import axes, checks
 from paxon.sharding import layout as layouts
-
-# variables -> (prefill, decode step), such as those of `model_steps`.
-MakeSteps: TypeAlias = Callable[
-  [Any], tuple[generate.Prefill, generate.DecodeStep]
-]
 
 
 @runtime_checkable
@@ -95,45 +87,6 @@ class Token:
   finish: str | None = None
 
 
-@functools.partial(
-  jax.tree_util.register_dataclass,
-  data_fields=(
-    "last",
-    "length",
-    "step",
-    "active",
-    "history",
-    "settings",
-    "end_ids",
-    "wants_top",
-  ),
-  meta_fields=(),
-)
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Slots:
-  """The sequences of a batch, without their cache.
-
-  Attributes:
-    last: int32 [R]; last id, not yet in the cache.
-    length: int32 [R]; number of ids in the cache.
-    step: int32 [R]; number of generated ids.
-    active: bool [R]; whether the slot generates.
-    history: Ids of each sequence.
-    settings: Those of each request.
-    end_ids: int32 [R,E], padded with -1.
-    wants_top: bool [R]; whether the request needs alternatives.
-  """
-
-  last: jax.Array
-  length: jax.Array
-  step: jax.Array
-  active: jax.Array
-  history: sampling.History
-  settings: sampling.BatchSettings
-  end_ids: jax.Array
-  wants_top: jax.Array
-
-
 @dataclasses.dataclass
 class _Entry:
   """A request on its way through the batch."""
@@ -142,14 +95,30 @@ class _Entry:
   request: Request
   slot: int = -1
   num_read: int = 0
+  lease: pages_lib.Lease | None = None
+  # All ids of it so far; those after the first `num_drawn` were returned before
+  # its pages were taken.
+  ids: list[int] = dataclasses.field(default_factory=list)
+  num_drawn: int = 0
+
+  @property
+  def size(self) -> int:
+    """Number of ids of the prompt."""
+    return len(self.request.prompt)
 
 
 class Batcher:
-  """Generates for requests that arrive at any time; not thread-safe."""
+  """Generates for requests that arrive at any time; not thread-safe.
+
+  Attributes:
+    steps: The batch on the device.
+    pages: Who has the pages of the cache; None without pages.
+    num_preempted: Number of times that a request has lost its pages to others.
+  """
 
   def __init__(
     self,
-    make_steps: MakeSteps,
+    make_steps: batch_steps.MakeSteps,
     model_variables: Any,
     *,
     num_slots: int,
@@ -158,6 +127,8 @@ class Batcher:
     chunk: int = 64,
     max_end_ids: int = 8,
     max_alternatives: int = 0,
+    num_pages: int | None = None,
+    reuse_prefixes: bool = True,
     layout: layouts.Layout | None = None,
   ) -> None:
     """Creates the empty cache.
@@ -171,11 +142,16 @@ class Batcher:
       chunk: Number of prompt ids that are read in one step.
       max_end_ids: Maximum number of end ids of a request.
       max_alternatives: Maximum number of alternatives of a request.
+      num_pages: Number of pages of the cache, of `chunk` tokens each; None for
+        `cache_length` tokens in each slot.
+      reuse_prefixes: Whether prompts are not read as far as pages hold the same
+        ids; only if pages hold the whole cache of the model.
       layout: Layout in which the batch, which has one sequence while a prompt
         is read, is not split; None for the default device.
 
     Raises:
-      ValueError: A number is not positive, or the layout splits the batch.
+      ValueError: A number is not positive, the pages are too few for one
+        sequence, or the layout splits the batch.
     """
     self.num_slots, self.cache_length = num_slots, cache_length
     self.chunk = min(chunk, cache_length)
@@ -187,15 +163,34 @@ class Batcher:
         "Batcher.layout must not split the batch, got"
         f" {layout.shards(axes.BATCH)} shards."
       )
-    self._make_steps = make_steps
-    self._variables = model_variables
-    self._key = key
-    logits, cache = jax.eval_shape(self._empty_cache, model_variables)
-    self.vocab_size = logits.shape[-1]
-    jit, start, placed = _placement(layout, cache)
-    self._cache, self._slots = jit(self._empty, **start)(model_variables)
-    self._insert = jit(self._inserted, donate_argnums=(1, 2), **placed)
-    self._generate = jit(self._generated, donate_argnums=(1, 2), **placed)
+    columns = 0 if num_pages is None else -(-cache_length // self.chunk)
+    if num_pages is not None and num_pages < columns:
+      raise ValueError(
+        f"Batcher.num_pages must be at least {columns}, for a sequence of"
+        f" {cache_length} tokens in pages of {self.chunk}, got {num_pages}."
+      )
+    self.steps = batch_steps.BatchSteps(
+      make_steps,
+      model_variables,
+      num_slots=num_slots,
+      cache_length=cache_length,
+      chunk=self.chunk,
+      key=key,
+      max_end_ids=max_end_ids,
+      max_alternatives=max_alternatives,
+      num_pages=num_pages,
+      layout=layout,
+    )
+    self.vocab_size = self.steps.vocab_size
+    self.pages = None
+    if num_pages is not None:
+      self.pages = pages_lib.Pages(
+        num_pages,
+        length=self.chunk,
+        is_shared=reuse_prefixes and self.steps.is_paged,
+      )
+    self._table = np.zeros((num_slots, columns), np.int32)
+    self.num_preempted = 0
     self._waiting: collections.deque[_Entry] = collections.deque()
     self._reading: collections.deque[_Entry] = collections.deque()
     self._running: dict[int, _Entry] = {}
@@ -269,13 +264,9 @@ class Batcher:
     for queue in (self._waiting, self._reading):
       for entry in [e for e in queue if e.number == number]:
         queue.remove(entry)
-        if entry.slot >= 0:
-          self._free.append(entry.slot)
-    for slot, entry in [*self._running.items()]:
-      if entry.number == number:
-        del self._running[slot]
-        self._released.add(slot)
-        self._free.append(slot)
+        self._leave(entry)
+    for entry in [e for e in self._running.values() if e.number == number]:
+      self._stop(entry)
 
   def step(self) -> list[Token]:
     """Reads a chunk of a prompt and generates an id for each other request."""
@@ -284,8 +275,10 @@ class Batcher:
       entry.slot = self._free.pop()
       self._reading.append(entry)
     tokens = []
-    if self._reading:
+    if self._reading and self._has_pages(self._reading[0]):
       tokens += self._read_chunk(self._reading[0])
+    if self.pages is not None:
+      self._grow(self.pages)
     if self._running:
       tokens += self._generate_one()
     return tokens
@@ -298,29 +291,95 @@ class Batcher:
         found[token.request].append(token)
     return [*found.values()]
 
+  def _has_pages(self, entry: _Entry) -> bool:
+    """Takes the pages of a request whose prompt is next, if enough are free."""
+    if self.pages is None or entry.lease is not None:
+      return True
+    # With those that it had before others took them.
+    count = entry.size + max(0, len(entry.ids) - 1)
+    entry.lease = self.pages.begin(entry.request.prompt, count)
+    if entry.lease is None:
+      return False
+    entry.num_read = entry.lease.num_shared * self.chunk
+    self._set_table(entry)
+    return True
+
+  def _grow(self, pages: pages_lib.Pages) -> None:
+    """Takes the pages for a next id of each request, the earliest ones first.
+
+    The latest requests lose theirs if there are too few. The earliest one never
+    does, and there are enough for one, so each request ends.
+    """
+    for entry in sorted(self._running.values(), key=lambda e: e.number):
+      while entry.slot in self._running:
+        assert entry.lease is not None
+        if pages.grow(entry.lease, entry.size + entry.num_drawn):
+          self._set_table(entry)
+          break
+        reading = [e for e in self._reading if e.lease is not None]
+        self._preempt(
+          max([*self._running.values(), *reading], key=lambda e: e.number)
+        )
+
+  def _preempt(self, entry: _Entry) -> None:
+    """Moves a request back to those that wait; it keeps its ids."""
+    if entry in self._reading:
+      self._reading.remove(entry)
+      self._leave(entry)
+    else:
+      self._stop(entry)
+    entry.slot, entry.num_read, entry.num_drawn = -1, 0, 0
+    self._waiting.appendleft(entry)
+    self.num_preempted += 1
+
+  def _stop(self, entry: _Entry) -> None:
+    """Ends a request that generates, also on the device."""
+    del self._running[entry.slot]
+    self._released.add(entry.slot)
+    self._leave(entry)
+
+  def _leave(self, entry: _Entry) -> None:
+    """Frees the slot and the pages of a request."""
+    if entry.slot >= 0:
+      self._free.append(entry.slot)
+      self._table[entry.slot] = 0
+    if self.pages is not None and entry.lease is not None:
+      self.pages.end(entry.lease)
+      entry.lease = None
+
+  def _set_table(self, entry: _Entry) -> None:
+    assert entry.lease is not None
+    self._table[entry.slot, : len(entry.lease.pages)] = entry.lease.pages
+
   def _read_chunk(self, entry: _Entry) -> list[Token]:
-    request, begin = entry.request, entry.num_read
-    part = np.asarray(request.prompt[begin : begin + self.chunk], np.int32)
-    entry.num_read += len(part)
-    is_last = entry.num_read == len(request.prompt)
+    request = entry.request
+    is_last = entry.num_read + self.chunk >= entry.size
     ends = np.full((1, self.max_end_ids), -1, np.int32)
     ends[0, : len(request.end_ids)] = request.end_ids
+    prompt = np.zeros(self.cache_length + self.chunk, np.int32)
+    prompt[: entry.size] = request.prompt
     settings = sampling.stack([request.settings], vocab_size=self.vocab_size)
-    settings = dataclasses.replace(
-      settings, sample=jnp.asarray(np.asarray([request.sample], np.int32))
+    chunk = batch_steps.Chunk(
+      prompt=prompt,
+      size=np.asarray(entry.size, np.int32),
+      begin=np.asarray(entry.num_read, np.int32),
+      slot=np.asarray(entry.slot, np.int32),
+      settings=dataclasses.replace(
+        settings, sample=jnp.asarray(np.asarray([request.sample], np.int32))
+      ),
+      end_ids=ends,
+      wants_top=np.asarray([request.num_alternatives > 0]),
     )
-    drawn, self._cache, self._slots = self._insert(
-      self._variables,
-      self._cache,
-      self._slots,
-      np.pad(part, (0, self.chunk - len(part))),
-      np.int32(len(part)),
-      np.int32(begin),
-      np.int32(entry.slot),
-      np.bool_(is_last),
-      (settings, ends, np.asarray([request.num_alternatives > 0])),
+    drawn = self.steps.insert(
+      chunk,
       self._allowed([(0, entry)] if is_last else [], 1),
+      # The device may read it while the next step changes it.
+      self._table.copy(),
     )
+    entry.num_read = min(entry.num_read + self.chunk, entry.size)
+    if self.pages is not None and entry.lease is not None:
+      self.pages.share(entry.lease, entry.num_read)
+      self._set_table(entry)
     # The slot is that of the new request from here on.
     self._released.discard(entry.slot)
     if not is_last:
@@ -333,23 +392,24 @@ class Batcher:
     keep = np.ones(self.num_slots, bool)
     keep[[*self._released]] = False
     self._released.clear()
-    drawn, self._cache, self._slots = self._generate(
-      self._variables,
-      self._cache,
-      self._slots,
-      keep,
-      self._allowed([*self._running.items()], self.num_slots),
+    entries = [*self._running.items()]
+    drawn = self.steps.generate(
+      keep, self._allowed(entries, self.num_slots), self._table.copy()
     )
-    return self._to_tokens(drawn, [*self._running.items()])
+    return self._to_tokens(drawn, entries)
 
   def _allowed(
     self, entries: Sequence[tuple[int, _Entry]], count: int
-  ) -> tuple[np.ndarray, np.ndarray]:
+  ) -> batch_steps.Allowed:
     """Returns which of `count` sequences are constrained, and their masks."""
     rows = np.zeros(count, bool)
     masks = np.zeros((count, -(-self.vocab_size // 32)), np.uint32)
     for row, entry in entries:
-      if entry.request.constraint is not None:
+      if entry.num_drawn < len(entry.ids):
+        rows[row] = True
+        word, bit = divmod(entry.ids[entry.num_drawn], 32)
+        masks[row, word] = 1 << bit
+      elif entry.request.constraint is not None:
         rows[row], masks[row] = True, entry.request.constraint.mask()
     return rows, masks
 
@@ -359,6 +419,10 @@ class Batcher:
     drawn = jax.device_get(drawn)
     tokens = []
     for row, entry in entries:
+      entry.num_drawn += 1
+      if entry.num_drawn <= len(entry.ids):
+        continue  # It was returned before.
+      entry.ids.append(int(drawn["ids"][row]))
       count = entry.request.num_alternatives
       top = zip(
         drawn["top_ids"][row, :count].tolist(),
@@ -367,206 +431,18 @@ class Batcher:
       )
       finish, constraint = None, entry.request.constraint
       if constraint is not None and not drawn["done"][row]:
-        constraint.advance(int(drawn["ids"][row]))
+        constraint.advance(entry.ids[-1])
       if drawn["done"][row]:
         finish = "stop" if drawn["is_end"][row] else "length"
         del self._running[entry.slot]
-        self._free.append(entry.slot)
+        self._leave(entry)
       tokens.append(
         Token(
           request=entry.number,
-          id=int(drawn["ids"][row]),
+          id=entry.ids[-1],
           log_prob=float(drawn["log_probs"][row]),
           alternatives=tuple(top),
           finish=finish,
         )
       )
     return tokens
-
-  def _empty_cache(self, model_variables: Any) -> tuple[jax.Array, Any]:
-    """Returns the cache of a token of padding, which is empty, and logits."""
-    prefill, _ = self._make_steps(model_variables)
-    zeros = jnp.zeros((self.num_slots, 1), jnp.int32)
-    logits, cache = prefill(
-      zeros, zeros, zeros, cache_length=self.cache_length, at=zeros[:, 0]
-    )
-    cache = cache_rows.with_row_index(cache)
-    return logits, jax.tree.map(jnp.zeros_like, cache)
-
-  def _empty(self, model_variables: Any) -> tuple[Any, _Slots]:
-    zeros = jnp.zeros((self.num_slots,), jnp.int32)
-    settings = [sampling.Settings()] * self.num_slots
-    slots = _Slots(
-      last=zeros,
-      length=zeros,
-      step=zeros,
-      active=zeros > 0,
-      history=sampling.begin(zeros[:, None], zeros, self.vocab_size),
-      settings=sampling.stack(settings, vocab_size=self.vocab_size),
-      end_ids=jnp.full((self.num_slots, self.max_end_ids), -1, jnp.int32),
-      wants_top=zeros > 0,
-    )
-    return self._empty_cache(model_variables)[1], slots
-
-  def _inserted(
-    self,
-    model_variables: Any,
-    cache: Any,
-    slots: _Slots,
-    ids: jax.Array,
-    count: jax.Array,
-    begin: jax.Array,
-    slot: jax.Array,
-    is_last: jax.Array,
-    request: tuple[sampling.BatchSettings, jax.Array, jax.Array],
-    allowed: tuple[jax.Array, jax.Array],
-  ) -> tuple[dict[str, jax.Array], Any, _Slots]:
-    """Reads a chunk [C] of a prompt; draws an id if it is the last one."""
-    _, decode_step = self._make_steps(model_variables)
-    own = cache_rows.map_axis(
-      cache,
-      axes.BATCH,
-      lambda x, axis: jax.lax.dynamic_slice_in_dim(x, slot, 1, axis),
-    )
-    # What the slot's last request has left might be NaN.
-    own = jax.tree.map(lambda x: jnp.where(begin == 0, 0, x), own)
-    at = jnp.arange(ids.shape[0], dtype=jnp.int32)
-    logits, own = decode_step(
-      own,
-      ids[None],
-      (begin + at)[None],
-      (at < count).astype(jnp.int32)[None],
-    )
-    at_end = jax.lax.dynamic_slice_in_dim(logits[0], count - 1, 1)
-    settings, end_ids, wants_top = request
-    read = sampling.begin(ids[None], count[None], self.vocab_size)
-    before = slots.history.in_prompt[slot][None] & (begin > 0)
-    one = _Slots(
-      last=jnp.zeros((1,), jnp.int32),
-      length=(begin + count)[None],
-      step=jnp.zeros((1,), jnp.int32),
-      active=is_last[None],
-      history=dataclasses.replace(read, in_prompt=read.in_prompt | before),
-      settings=settings,
-      end_ids=end_ids,
-      wants_top=wants_top,
-    )
-    drawn, one = self._draw(one, at_end, allowed)
-    slots = jax.tree.map(
-      lambda all_, x: jax.lax.dynamic_update_slice_in_dim(all_, x, slot, 0),
-      slots,
-      one,
-    )
-    return drawn, cache_rows.put(cache, own, slot), slots
-
-  def _generated(
-    self,
-    model_variables: Any,
-    cache: Any,
-    slots: _Slots,
-    keep: jax.Array,
-    allowed: tuple[jax.Array, jax.Array],
-  ) -> tuple[dict[str, jax.Array], Any, _Slots]:
-    """Appends the last id of each active slot that is kept; draws the next."""
-    _, decode_step = self._make_steps(model_variables)
-    active = slots.active & keep
-    logits, cache = decode_step(
-      cache,
-      slots.last[:, None],
-      slots.length[:, None],
-      active.astype(jnp.int32)[:, None],
-    )
-    length = slots.length + active.astype(jnp.int32)
-    slots = dataclasses.replace(slots, length=length, active=active)
-    drawn, slots = self._draw(slots, logits[:, 0], allowed)
-    return drawn, cache, slots
-
-  def _draw(
-    self,
-    slots: _Slots,
-    logits: jax.Array,
-    allowed: tuple[jax.Array, jax.Array],
-  ) -> tuple[dict[str, jax.Array], _Slots]:
-    """Draws one id for each slot; only the active ones change."""
-    active, logits = slots.active, logits.astype(jnp.float32)
-    settings = _neutral(slots.settings, ~active)
-    ids = settings.draw(
-      _exclude(logits, *allowed),
-      self._key,
-      slots.history,
-      slots.step,
-      slots.end_ids,
-    )
-    log_probs = jax.nn.log_softmax(logits, axis=-1)
-    count = self.max_alternatives
-    shape = (logits.shape[0], count)
-    top_log_probs, top_ids = jax.lax.cond(
-      jnp.any(active & slots.wants_top),
-      lambda x: tuple(jax.lax.top_k(x, count)),
-      lambda _: (jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.int32)),
-      log_probs,
-    )
-    step = slots.step + active.astype(jnp.int32)
-    is_end = jnp.any(ids[:, None] == slots.end_ids, axis=1)
-    done = is_end | (step >= slots.settings.max_new_tokens)
-    chosen = jnp.take_along_axis(log_probs, ids[:, None], axis=-1)[:, 0]
-    slots = dataclasses.replace(
-      slots,
-      last=jnp.where(active, ids, slots.last),
-      step=step,
-      active=active & ~done,
-      history=slots.history.add(ids, active),
-    )
-    drawn = {
-      "ids": ids,
-      "log_probs": chosen,
-      "top_ids": top_ids,
-      "top_log_probs": top_log_probs,
-      "is_end": is_end,
-      "done": done,
-    }
-    return drawn, slots
-
-
-def _neutral(
-  settings: sampling.BatchSettings, rows: jax.Array
-) -> sampling.BatchSettings:
-  """Returns settings that cost nothing for sequences that do not draw."""
-  return dataclasses.replace(
-    settings,
-    temperature=jnp.where(rows, 0, settings.temperature),
-    repetition_penalty=jnp.where(rows, 1, settings.repetition_penalty),
-    presence_penalty=jnp.where(rows, 0, settings.presence_penalty),
-    frequency_penalty=jnp.where(rows, 0, settings.frequency_penalty),
-    min_new_tokens=jnp.where(rows, 0, settings.min_new_tokens),
-  )
-
-
-def _exclude(logits: jax.Array, rows: jax.Array, masks: jax.Array) -> jax.Array:
-  """Returns logits [R,V] that are -inf for ids that a mask excludes."""
-
-  def exclude(logits: jax.Array) -> jax.Array:
-    ids = jnp.arange(logits.shape[-1], dtype=jnp.uint32)
-    bits = (masks[:, ids // 32] >> (ids % 32)[None]) & 1
-    return jnp.where(rows[:, None] & (bits == 0), -jnp.inf, logits)
-
-  return jax.lax.cond(jnp.any(rows), exclude, lambda x: x, logits)
-
-
-def _placement(
-  layout: layouts.Layout | None, cache: Any
-) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-  """Returns `jit`, and its options for the empty batch and for the steps."""
-  if layout is None:
-    return jax.jit, {}, {}
-  rest = layout.replicated
-  shardings = jax.tree.map(
-    lambda box: box.replace(value=layout.sharding(box.names)),
-    cache,
-    is_leaf=lambda leaf: isinstance(leaf, variables.Variable),
-  )
-  return (
-    layout.jit,
-    {"out_shardings": (shardings, rest)},
-    {"out_shardings": (rest, shardings, rest)},
-  )

@@ -25,14 +25,15 @@ KEY = 3
 
 
 @functools.cache
-def _model():
+def _model(*, has_ring=True):
   """A model with a ring and a contiguous cache, in stacked layers."""
   model = models_testing.tiny_decoder(num_layers=4)
-  local, block = model.stack.blocks
-  attention = local.attention.clone(cache=sliding_cache.SlidingCache(3))
-  model = model.clone(
-    stack=model.stack.clone(blocks=(local.clone(attention=attention), block))
-  )
+  if has_ring:
+    local, block = model.stack.blocks
+    attention = local.attention.clone(cache=sliding_cache.SlidingCache(3))
+    model = model.clone(
+      stack=model.stack.clone(blocks=(local.clone(attention=attention), block))
+    )
   tokens = jnp.ones((1, 4), jnp.int32)
   args = tokens, testing.counted(1, 4), testing.ones(1, 4)
   values = testing.random_values(model, *args)
@@ -40,18 +41,18 @@ def _model():
   return model, jax.tree.map(lambda x: 2 * x, values)
 
 
-def _make_steps(values):
-  model, _ = _model()
+def _make_steps(values, *, has_ring=True):
+  model, _ = _model(has_ring=has_ring)
   return (
     model_steps.make_prefill(model, values),
     model_steps.make_decode_step(model, values),
   )
 
 
-def _batcher(num_slots=SLOTS, **fields):
+def _batcher(num_slots=SLOTS, *, has_ring=True, **fields):
   return continuous_batching.Batcher(
-    _make_steps,
-    _model()[1],
+    functools.partial(_make_steps, has_ring=has_ring),
+    _model(has_ring=has_ring)[1],
     num_slots=num_slots,
     cache_length=LENGTH,
     chunk=CHUNK,
@@ -64,6 +65,12 @@ def _batcher(num_slots=SLOTS, **fields):
 @functools.cache
 def _small():
   return _batcher(num_slots=2)
+
+
+@functools.cache
+def _paged():
+  """A batch of a model whose whole cache is in pages."""
+  return _batcher(has_ring=False, num_pages=14)
 
 
 def _random_request(rng):
@@ -155,28 +162,92 @@ def _compiled():
   jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def test_random_requests_get_the_tokens_that_each_gets_alone(compiled):
-  """With random arrivals, lengths and settings; nothing compiles."""
-  rng = np.random.default_rng(0)
-  batcher = _batcher()
-  requests = [_random_request(rng) for _ in range(200)]
-  batcher.run([requests[0]])
-  batcher.run([requests[0]])
-  del compiled[:]
-  found, numbers, waiting = {}, {}, list(enumerate(requests))
+def _serve(batcher, requests, *, seed):
+  """Returns the tokens of requests that arrive at random times."""
+  rng = np.random.default_rng(seed)
+  found, numbers, waiting = [[] for _ in requests], {}, [*enumerate(requests)]
   most = 0
   while waiting or batcher.num_running or batcher.num_waiting:
     for _ in range(min(rng.poisson(0.3), len(waiting))):
       i, request = waiting.pop(0)
       numbers[batcher.submit(request)] = i
     for token in batcher.step():
-      found.setdefault(numbers[token.request], []).append(token)
+      found[numbers[token.request]].append(
+        dataclasses.replace(token, request=-1)
+      )
     most = max(most, batcher.num_running)
-  assert not compiled
   assert most == SLOTS
+  return found
+
+
+def test_random_requests_get_the_tokens_that_each_gets_alone(compiled):
+  """With random arrivals, lengths and settings; nothing compiles.
+
+  Pages change nothing, bit by bit, even if there are too few.
+  """
+  rng = np.random.default_rng(0)
+  requests = [_random_request(rng) for _ in range(200)]
+  batchers = [_batcher(), _batcher(num_pages=12)]
+  for batcher in batchers:
+    batcher.run([requests[0]])
+    batcher.run([requests[0]])
+  del compiled[:]
+  found, paged = (
+    _serve(batcher, requests, seed=i) for i, batcher in enumerate(batchers)
+  )
+  assert not compiled
   for i, request in enumerate(requests):
     _check(found[i], request)
-  assert {t[-1].finish for t in found.values()} == {"stop", "length"}
+  assert {tokens[-1].finish for tokens in found} == {"stop", "length"}
+  assert paged == found
+  assert batchers[1].num_preempted > 5
+  assert batchers[1].pages.num_free == 12
+
+
+def test_prompts_that_begin_alike_share_pages(compiled):
+  """And get the same tokens and probabilities, bit by bit."""
+  rng = np.random.default_rng(1)
+  begins = [rng.integers(0, models_testing.VOCAB, PROMPT) for _ in range(3)]
+  requests = []
+  for _ in range(200):
+    request = _random_request(rng)
+    begin = begins[rng.integers(3)][: rng.integers(PROMPT + 1)].tolist()
+    prompt = [*begin, *request.prompt][:PROMPT]
+    requests.append(dataclasses.replace(request, prompt=prompt))
+  whole = _batcher(has_ring=False)
+  paged = _paged()
+  for batcher in (whole, paged):
+    batcher.run([requests[0]] * 2)
+  before = paged.pages.num_reused
+  del compiled[:]
+  expected = _serve(whole, requests, seed=2)
+  assert _serve(paged, requests, seed=3) == expected
+  assert not compiled
+  size = sum(len(request.prompt) for request in requests)
+  assert 0.2 * size < paged.pages.num_reused - before < size
+  assert paged.num_preempted > 5
+  assert paged.pages.num_free == 14
+
+
+def test_samples_of_a_prompt_have_its_pages_once():
+  batcher = _paged()
+  pages = batcher.pages
+  free, reused = pages.num_free, pages.num_reused
+  request = _greedy([*range(2 * CHUNK), 3], NEW)
+  numbers = [
+    batcher.submit(dataclasses.replace(request, sample=sample))
+    for sample in range(SLOTS)
+  ]
+  # The first one reads three chunks, the others one each.
+  for _ in range(SLOTS + 2):
+    batcher.step()
+  assert batcher.num_running == SLOTS
+  assert pages.num_reused - reused == (SLOTS - 1) * 2 * CHUNK
+  # Two pages of the prompt, and one of each sample.
+  assert free - pages.num_free == 2 + SLOTS
+  for number in numbers:
+    batcher.cancel(number)
+  assert pages.num_free == free
 
 
 def _greedy(prompt, count):
@@ -263,9 +334,9 @@ def test_a_slot_forgets_its_last_request():
   batcher = _small()
   batcher.run([_greedy([5] * PROMPT, NEW)])
   broken = jax.tree.map(
-    lambda x: x * jnp.nan if x.dtype == jnp.float32 else x, batcher._cache
+    lambda x: x * jnp.nan if x.dtype == jnp.float32 else x, batcher.steps.cache
   )
-  batcher._cache = broken
+  batcher.steps.cache = broken
   request = _greedy([1, 2, 3, 4, 5, 6], NEW)
   (tokens,) = batcher.run([request])
   _check(tokens, request)
@@ -319,6 +390,8 @@ def test_rejects_requests_that_can_never_be_served(fields, message):
 def test_rejects_bad_batches():
   with pytest.raises(ValueError, match=r"num_slots must be positive, got 0"):
     _batcher(num_slots=0)
+  with pytest.raises(ValueError, match=r"at least 6, for .* 28 .* 5, got 5"):
+    _batcher(num_pages=5)
   spec = mesh.MeshSpec.parse("data=8")
   with pytest.raises(ValueError, match=r"must not split the batch, got 8"):
     _batcher(layout=layout.Layout(mesh.make_mesh(spec)))
