@@ -148,6 +148,13 @@ _FLAGS = (
     modes=("serve",),
   ),
   _Flag(
+    "serve_cache_tokens",
+    0,
+    "Number of tokens of a cache in pages, which prompts that begin alike share;"
+    " 0 gives each slot a cache of --serve_context tokens.",
+    modes=("serve",),
+  ),
+  _Flag(
     "target",
     None,
     "Hardware to plan for, such as cpu:8, h200:64x8, v5e:16x16 or v4:2x(4x4x4);"
@@ -242,6 +249,7 @@ _SERVE_LIMITS = (
   ("serve_port", 0, 65535),
   ("serve_slots", 1, 4096),
   ("serve_context", 2, 2**24),
+  ("serve_cache_tokens", 0, 2**31 - 1),
 )
 
 # Flags by name, as attributes.

@@ -308,6 +308,7 @@ def _start(this: _Run, run_dir: "epath.Path") -> int:
         port=values.serve_port,
         slots=values.serve_slots,
         context=values.serve_context,
+        cache_tokens=values.serve_cache_tokens,
       ),
       step=values.checkpoint_step,
     )

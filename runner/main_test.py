@@ -273,7 +273,8 @@ def test_flags_are_the_frozen_list():
     *("plan_batches", "plan_days", "plan_decode", "plan_lengths"),
     *("plan_price", "plan_programs", "plan_search", "plan_tokens"),
     *("process_id", "profile_steps", "prompt"),
-    *("serve_context", "serve_host", "serve_port", "serve_slots", "target"),
+    *("serve_cache_tokens", "serve_context", "serve_host", "serve_port"),
+    *("serve_slots", "target"),
   ]
   assert command_line.MODES == (
     "train",
@@ -451,9 +452,11 @@ def test_settings_name_the_folder_that_holds_them(call, calls, tmp_path):
 def test_serve_gets_its_options(call, calls, tmp_path):
   (tmp_path / "run").mkdir()
   at = (_TOY, "--mode=serve", "--job_log_dir=run", "--checkpoint_step=4")
-  assert call(*at, "--serve_port=0", "--serve_context=9")[0] == 7
+  flags = ("--serve_port=0", "--serve_context=9", "--serve_cache_tokens=70")
+  assert call(*at, *flags)[0] == 7
   (_, (_, _, options), named) = calls.pop()
-  assert (options, named["step"]) == (serve.Options(port=0, context=9), 4)
+  expected = serve.Options(port=0, context=9, cache_tokens=70)
+  assert (options, named["step"]) == (expected, 4)
   assert call(*at)[0] == 7
   assert calls.pop()[1][2] == serve.Options()
   status, _, err = call(*at, "--serve_slots=0")

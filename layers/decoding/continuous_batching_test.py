@@ -181,31 +181,21 @@ def _serve(batcher, requests, *, seed):
 
 
 def test_random_requests_get_the_tokens_that_each_gets_alone(compiled):
-  """With random arrivals, lengths and settings; nothing compiles.
-
-  Pages change nothing, bit by bit, even if there are too few.
-  """
+  """With random arrivals, lengths and settings; nothing compiles."""
   rng = np.random.default_rng(0)
   requests = [_random_request(rng) for _ in range(200)]
-  batchers = [_batcher(), _batcher(num_pages=12)]
-  for batcher in batchers:
-    batcher.run([requests[0]])
-    batcher.run([requests[0]])
+  batcher = _batcher()
+  batcher.run([requests[0]] * 2)
   del compiled[:]
-  found, paged = (
-    _serve(batcher, requests, seed=i) for i, batcher in enumerate(batchers)
-  )
+  found = _serve(batcher, requests, seed=0)
   assert not compiled
   for i, request in enumerate(requests):
     _check(found[i], request)
   assert {tokens[-1].finish for tokens in found} == {"stop", "length"}
-  assert paged == found
-  assert batchers[1].num_preempted > 5
-  assert batchers[1].pages.num_free == 12
 
 
-def test_prompts_that_begin_alike_share_pages(compiled):
-  """And get the same tokens and probabilities, bit by bit."""
+def test_pages_change_nothing_bit_by_bit(compiled):
+  """200 random requests that share pages, of which there are too few."""
   rng = np.random.default_rng(1)
   begins = [rng.integers(0, models_testing.VOCAB, PROMPT) for _ in range(3)]
   requests = []
@@ -343,18 +333,22 @@ def test_a_slot_forgets_its_last_request():
 
 
 def test_heads_may_be_split_over_devices():
+  """With pages for the layers without a window only, so that none are shared."""
   split = rules.replace(
     rules.DEFAULT_RULES, {axes.BATCH: None, axes.LENGTH: None}
   )
   spec = mesh.MeshSpec.parse("tensor=2")
   devices = jax.devices()[:2]
   batcher = _batcher(
-    layout=layout.Layout(mesh.make_mesh(spec, devices=devices), split)
+    layout=layout.Layout(mesh.make_mesh(spec, devices=devices), split),
+    num_pages=8,
   )
   rng = np.random.default_rng(1)
-  requests = [_random_request(rng) for _ in range(6)]
+  requests = [_random_request(rng) for _ in range(6)] * 2
   for tokens, request in zip(batcher.run(requests), requests, strict=True):
     _check(tokens, request)
+  assert batcher.num_preempted
+  assert not batcher.pages.num_reused
 
 
 @pytest.mark.parametrize(

@@ -272,6 +272,14 @@ class Endpoint:
     del request
     batcher = self._engine.batcher
     busy = batcher.num_running
+    paged = []
+    if batcher.pages is not None:
+      paged = [
+        ("reused_prompt_tokens_total", "counter", batcher.pages.num_reused),
+        ("preemptions_total", "counter", batcher.num_preempted),
+        ("pages", "gauge", batcher.pages.num_pages),
+        ("pages_free", "gauge", batcher.pages.num_free),
+      ]
     lines = [
       "# TYPE paxon_requests_total counter",
       *(
@@ -285,6 +293,7 @@ class Endpoint:
       ("slots", "gauge", batcher.num_slots),
       ("slots_busy", "gauge", busy),
       ("sequences_open", "gauge", self._engine.num_open),
+      *paged,
     ):
       lines += [f"# TYPE paxon_{name} {kind}", f"paxon_{name} {value}"]
     return responses.PlainTextResponse(

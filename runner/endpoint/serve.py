@@ -36,6 +36,8 @@ from paxon.sharding import rules as rules_lib
 
 # Alternatives of a token: OpenAI's maximum for chats.
 _MAX_LOGPROBS = 20
+# Ids of a prompt that are read in one step, and tokens of a page.
+_CHUNK = 64
 # Requests that wait for a slot, for each slot.
 _WAITING_PER_SLOT = 16
 
@@ -49,12 +51,15 @@ class Options:
     port: Port to listen at; 0 for any free one.
     slots: Number of requests that generate at the same time.
     context: Maximum number of tokens of a prompt and its completion.
+    cache_tokens: Number of tokens of a cache in pages, which prompts that begin
+      alike share; 0 gives each slot a cache of its context.
   """
 
   host: str = "127.0.0.1"
   port: int = 8000
   slots: int = 8
   context: int = 2048
+  cache_tokens: int = 0
 
 
 def run(
@@ -127,13 +132,23 @@ def limit_context(options: Options, model: Any) -> Options:
 
 
 def make_batcher(
-  generator: samples.Generator, *, num_slots: int, context: int
+  generator: samples.Generator, options: Options
 ) -> continuous_batching.Batcher:
   """Returns a batch that draws as the generator does.
 
   Raises:
-    UserError: The model is an encoder-decoder.
+    UserError: The model is an encoder-decoder, or the cache is too small.
   """
+  num_pages, length = None, options.context - 1
+  if options.cache_tokens:
+    chunk = min(_CHUNK, length)
+    num_pages, needed = options.cache_tokens // chunk, -(-length // chunk)
+    if num_pages < needed:
+      raise user_error.UserError(
+        f"--serve_cache_tokens={options.cache_tokens} must be at least"
+        f" {needed * chunk}, for a context of {options.context} tokens in pages"
+        f" of {chunk}."
+      )
   session, model = generator.session, generator.session.job.task.model
   if callable(getattr(model, "encode", None)):
     raise user_error.UserError(
@@ -152,8 +167,10 @@ def make_batcher(
   return continuous_batching.Batcher(
     make_steps,
     generator.state,
-    num_slots=num_slots,
-    cache_length=context - 1,
+    num_slots=options.slots,
+    cache_length=length,
+    chunk=_CHUNK,
+    num_pages=num_pages,
     key=generator.key,
     max_end_ids=len(generator.end_ids),
     max_alternatives=_MAX_LOGPROBS,
@@ -168,9 +185,7 @@ def make_engine(
   generator: samples.Generator, options: Options
 ) -> engine_lib.Engine:
   """Returns an engine that has compiled its steps, not started."""
-  batcher = make_batcher(
-    generator, num_slots=options.slots, context=options.context
-  )
+  batcher = make_batcher(generator, options)
   settings = sampling.Settings(max_new_tokens=2)
   batcher.run([continuous_batching.Request(prompt=[0], settings=settings)] * 2)
   return engine_lib.Engine(

@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import http.client
 import json
+import os
 import re
 import socket
 import sys
@@ -25,7 +26,7 @@ from paxon.runner.settings import generation
 from paxon.runner.training import samples, testing
 from paxon.runner.training import session as session_lib
 
-CONTEXT, SLOTS = 96, 4
+CONTEXT, SLOTS, PAGES = 96, 4, 7
 MODEL = {"model": "TinyLm"}
 NO_END = {str(byte_tokenizer.ByteTokenizer().end_id): -100}
 
@@ -62,7 +63,9 @@ def _server(run_dir):
   """The server, running; its shutdown is tested at the end."""
   found = concurrent.futures.Future()
   status = []
-  options = serve.Options(port=0, slots=SLOTS, context=CONTEXT)
+  options = serve.Options(
+    port=0, slots=SLOTS, context=CONTEXT, cache_tokens=PAGES * 64
+  )
 
   def run():
     try:
@@ -227,6 +230,21 @@ def test_a_stop_text_ends_a_completion_and_frees_its_slot(server):
   _wait_until_idle(server)
 
 
+def test_prompts_that_begin_alike_are_read_once(server):
+  """And get the same tokens and probabilities."""
+  name = "reused_prompt_tokens_total"
+  before = _metric(server, name)
+  fields = {"prompt": "y" * 80, "max_tokens": 6, "logprobs": 1, "seed": 3}
+  first = _post(server, **fields)["choices"]
+  assert _metric(server, name) == before
+  assert _post(server, **fields)["choices"] == first
+  assert _metric(server, name) - before == 64
+  assert len(_post(server, **fields, n=4)["choices"]) == 4
+  assert _metric(server, name) - before == 5 * 64
+  _wait_until_idle(server)
+  assert _metric(server, "pages_free") == _metric(server, "pages") == PAGES
+
+
 def test_a_chat_uses_the_template(server):
   messages = [
     {"role": "system", "content": "s"},
@@ -257,7 +275,7 @@ def test_a_chat_uses_the_template(server):
 
 
 def test_every_completion_has_the_form_of_its_schema(server):
-  """200 of a model that has learned nothing."""
+  """Of a model that has learned nothing; `PAXON_SCHEMA_OUTPUTS` is how many."""
   schema = {
     "type": "object",
     "properties": {
@@ -269,7 +287,8 @@ def test_every_completion_has_the_form_of_its_schema(server):
   }
   form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
   fields = {"messages": [{"role": "user", "content": "?"}], "n": 20}
-  for seed in range(10):
+  rounds = -(-int(os.environ.get("PAXON_SCHEMA_OUTPUTS", "40")) // 20)
+  for seed in range(rounds):
     path = "/v1/chat/completions"
     found = _post(server, path, **fields, response_format=form, seed=seed)
     for choice in found["choices"]:
@@ -278,6 +297,7 @@ def test_every_completion_has_the_form_of_its_schema(server):
       assert value.keys() == {"a", "b"}
       assert -9 <= value["a"] <= 99
       assert set(value["b"]) <= {"x", "é"}
+  print(f"{20 * rounds} outputs parsed")
 
 
 def test_regular_expressions_and_grammars(server):
@@ -422,6 +442,14 @@ def test_a_context_has_no_more_positions_than_the_model():
   )
   assert serve.limit_context(options, model).context == 16
   assert serve.limit_context(options, models_testing.tiny_decoder()) == options
+
+
+def test_a_cache_too_small_for_its_context(run_dir):
+  options = serve.Options(port=0, context=CONTEXT, cache_tokens=127)
+  with pytest.raises(
+    user_error.UserError, match=r"--serve_cache_tokens=127 must be at least 128"
+  ):
+    serve.run(_job(), run_dir, options)
 
 
 def test_an_address_in_use_and_missing_libraries(run_dir, monkeypatch):
