@@ -150,8 +150,8 @@ _FLAGS = (
   _Flag(
     "serve_cache_tokens",
     0,
-    "Number of tokens of a cache in pages, which prompts that begin alike share;"
-    " 0 gives each slot a cache of --serve_context tokens.",
+    "Number of tokens of a cache in pages, which prompts that begin alike"
+    " share; 0 gives each slot a cache of --serve_context tokens.",
     modes=("serve",),
   ),
   _Flag(
