@@ -333,7 +333,7 @@ def test_a_slot_forgets_its_last_request():
 
 
 def test_heads_may_be_split_over_devices():
-  """With pages for the layers without a window only, so that none are shared."""
+  """With pages for layers without a window only, so that none are shared."""
   split = rules.replace(
     rules.DEFAULT_RULES, {axes.BATCH: None, axes.LENGTH: None}
   )
