@@ -132,6 +132,66 @@ class TensorRecipe:
     return not self.format.is_integer if chosen is None else chosen
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Calibrated:
+  """Base of the methods that quantize stored weights by their inputs.
+
+  Attributes:
+    batches: Number of training batches from which inputs are taken.
+  """
+
+  batches: int = 8
+
+  def __post_init__(self) -> None:
+    if self.batches < 1:
+      raise ValueError(
+        f"{type(self).__name__}.batches must be at least 1, got {self.batches}."
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gptq(_Calibrated):
+  """GPTQ; see `calibration`.
+
+  Attributes:
+    damping: Added to the diagonal of the Hessian, relative to its mean.
+  """
+
+  damping: float = 0.01
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if not self.damping > 0:
+      raise ValueError(f"Gptq.damping must be positive, got {self.damping}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Awq(_Calibrated):
+  """AWQ; see `calibration`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SmoothQuant(_Calibrated):
+  """SmoothQuant; see `calibration`.
+
+  Attributes:
+    strength: Exponent of the magnitudes of inputs; one less it, that of the
+      weights.
+  """
+
+  strength: float = 0.5
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if not 0 <= self.strength <= 1:
+      raise ValueError(
+        f"SmoothQuant.strength must be between 0 and 1, got {self.strength}."
+      )
+
+
+Calibration = Gptq | Awq | SmoothQuant
+
+
 @dataclasses.dataclass(frozen=True)
 class Recipe:
   """How a matmul and its two backward matmuls are quantized.
@@ -148,6 +208,8 @@ class Recipe:
     search_range: Whether to search the range of stored weights with the
       smallest error (`served_einsum.search_scale`) instead of using the largest
       magnitude. Not used in training.
+    calibration: Method that quantizes stored weights by statistics of their
+      inputs; None rounds each weight to nearest. Not used in training.
   """
 
   lhs: TensorRecipe | None
@@ -156,6 +218,7 @@ class Recipe:
   backward_lhs: TensorRecipe | None = None
   backward_rhs: TensorRecipe | None = None
   search_range: bool = False
+  calibration: Calibration | None = None
 
   def __post_init__(self) -> None:
     for name in ("backward_lhs", "backward_rhs"):
@@ -170,6 +233,10 @@ class Recipe:
           f"Recipe.{name}.scaling must be Current(): only the operands of the "
           "forward matmul and the gradient have histories."
         )
+    if self.calibration is not None and self.rhs is None:
+      raise ValueError(
+        "Recipe.calibration requires Recipe.rhs: it quantizes weights."
+      )
 
   @property
   def is_delayed(self) -> bool:

@@ -10,6 +10,11 @@
   int4         as int8, with int4 weights in the forward pass; served weights
                have the range with the smallest error. Activations stay int8:
                matmuls run in int8, so int4 would only lose precision
+  int4_group   int4 weights with a scale per 128 inputs of an output;
+               activations keep their dtype
+  int4_gptq    as int4_group; served weights are calibrated by GPTQ
+  int4_awq     as int4_group; served weights are calibrated by AWQ
+  int8_smooth  as int8; served weights are calibrated by SmoothQuant
 
 A suffix selects the mode: `int8:train` (the default) quantizes the matmuls of
 training, `int8:serve` stores quantized weights, and `int8:convert` converts the
@@ -117,6 +122,18 @@ _INT8 = _per_channel(number_formats.INT8)
 _INT4 = _per_channel(number_formats.INT4)
 _RANDOM = _per_channel(number_formats.INT8, recipe_lib.Rounding.STOCHASTIC)
 
+_INT8_RECIPE = recipe_lib.Recipe(_INT8, _INT8, _RANDOM)
+_INT4_GROUP = recipe_lib.Recipe(
+  None,
+  recipe_lib.TensorRecipe(
+    number_formats.INT4,
+    granularity=recipe_lib.Granularity.BLOCK,
+    block=(128, 1),
+  ),
+  None,
+  search_range=True,
+)
+
 _RECIPES: Final = {
   "fp8": recipe_lib.Recipe(_DELAYED, _DELAYED, _DELAYED_GRADIENT),
   "fp8_current": recipe_lib.Recipe(
@@ -129,7 +146,7 @@ _RECIPES: Final = {
   "fp8_block": recipe_lib.Recipe(
     _per_block((128, 1)), _per_block((128, 128)), _per_block((128, 1))
   ),
-  "int8": recipe_lib.Recipe(_INT8, _INT8, _RANDOM),
+  "int8": _INT8_RECIPE,
   "int4": recipe_lib.Recipe(
     _INT8,
     _INT4,
@@ -137,6 +154,12 @@ _RECIPES: Final = {
     backward_rhs=_INT8,
     # With 15 values, clipping outliers reduces the error.
     search_range=True,
+  ),
+  "int4_group": _INT4_GROUP,
+  "int4_gptq": dataclasses.replace(_INT4_GROUP, calibration=recipe_lib.Gptq()),
+  "int4_awq": dataclasses.replace(_INT4_GROUP, calibration=recipe_lib.Awq()),
+  "int8_smooth": dataclasses.replace(
+    _INT8_RECIPE, calibration=recipe_lib.SmoothQuant()
   ),
 }
 

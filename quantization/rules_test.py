@@ -60,7 +60,7 @@ def test_names_and_modes():
   assert choice.mode is recipes.Mode.SERVE
   assert choice.recipe is recipes.named("int4")
   formats = {
-    name: [o.format.name for o in (r.lhs, r.rhs, r.gradient)]
+    name: [o and o.format.name for o in (r.lhs, r.rhs, r.gradient)]
     for name in recipes.NAMES
     for r in [recipes.named(name)]
   }
@@ -72,6 +72,10 @@ def test_names_and_modes():
     "fp8_block": [e4m3] * 3,
     "int8": ["int8"] * 3,
     "int4": ["int8", "int4", "int8"],
+    "int4_group": [None, "int4", None],
+    "int4_gptq": [None, "int4", None],
+    "int4_awq": [None, "int4", None],
+    "int8_smooth": ["int8"] * 3,
   }
   assert recipes.named("fp8").is_delayed
   assert recipes.named("int4").backward_rhs.format is number_formats.INT8

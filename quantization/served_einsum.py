@@ -6,6 +6,9 @@ is stored quantized, with a scale per output:
 
   served/<path of the layer>/einsum/<matmul>/values    int8, fp8; int4 packed
   served/<path of the layer>/einsum/<matmul>/scale     float32
+  served/<path of the layer>/einsum/<matmul>/inputs    float32; factors of the
+                                                       left operand, of AWQ and
+                                                       SmoothQuant
 
 The right operand is then not read: the server removes the parameter
 (`stored_parameter`) and passes any array of its shape. Activations are
@@ -13,13 +16,15 @@ quantized with current scaling if the recipe has `lhs`; otherwise the weights
 are cast to the dtype of the layer before the matmul.
 
 The variables are created when the collection is mutable: by an initialization,
-or by `apply(..., mutable=["served"])`, which converts a float checkpoint.
-Without these variables a matmul is not quantized. Matmuls without such a
-parameter, such as those of two activations, are recorded in the collection
-`not_served`.
+or by `apply(..., mutable=["served"])`, which converts a float checkpoint. A
+recipe with `calibration` then reads statistics, which
+`apply(..., mutable=["calibration"])` sums. Without these variables a matmul is
+not quantized. Matmuls without such a parameter, such as those of two
+activations, are recorded in the collection `not_served`.
 """
 
 from collections.abc import Sequence
+import functools
 
 from flax import linen as nn
 import jax
@@ -27,6 +32,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from paxon.quantization import (
+  calibration,
   equations,
   matmuls,
   number_formats,
@@ -40,21 +46,30 @@ from paxon.sharding import variables
 COLLECTION = "served"
 # Collection that records matmuls without stored weights, for conversions.
 NOT_SERVED = "not_served"
-_VALUES, _SCALE = "values", "scale"
+_VALUES, _SCALE, _INPUTS = "values", "scale", "inputs"
 _PARAMS = "params"
+_STATISTICS = "inputs"
 
 
 def serving_recipe(recipe: recipe_lib.Recipe) -> recipe_lib.Recipe:
   """Returns the serving recipe for a training recipe.
 
-  Both operands keep their formats. Weights have a scale per output, quantized
-  activations a scale per token.
+  Both operands keep their formats. Weights have a scale per output, or per
+  block of integers; quantized activations have a scale per token.
   """
-  rhs = recipe.rhs and _per_channel(recipe.rhs.format)
+  rhs = recipe.rhs
+  if rhs is not None and (rhs.block is None or not rhs.format.is_integer):
+    rhs = _per_channel(rhs.format)
   lhs = None
   if recipe.lhs is not None:
     lhs = _per_channel(recipe.lhs.format)
-  return recipe_lib.Recipe(lhs, rhs, None, search_range=recipe.search_range)
+  return recipe_lib.Recipe(
+    lhs,
+    rhs,
+    None,
+    search_range=recipe.search_range,
+    calibration=recipe.calibration,
+  )
 
 
 def stored_parameter(name: str) -> str | None:
@@ -100,7 +115,17 @@ class ServedEinsum(matmuls.Provider):
 
     Returns:
       Values and scales; `None` if the operand is not stored.
+
+    Raises:
+      ValueError: The recipe has a calibration, which needs the left operand.
     """
+    if self.recipe.calibration is not None:
+      raise ValueError(
+        f"{type(self.recipe.calibration).__name__} cannot quantize the kernel"
+        f" {matmul!r}: its layer multiplies it without this einsum, so its"
+        " inputs are not measured; exempt the layer or use a recipe without"
+        " calibration."
+      )
     operands = equation.partition("->")[0].split(",")
     parsed = equations.parse(equation, len(operands[0]), len(operands[1]))
     return _Matmul(self.recipe, name=matmul).find_weights(parsed, rhs)
@@ -120,11 +145,16 @@ class _Matmul(nn.Module):
     preferred_element_type: DTypeLike | None,
   ) -> jax.Array:
     parsed = equations.parse(equation, lhs.ndim, rhs.ndim)
+    self._measure(parsed, lhs, rhs)
     weights = self.find_weights(parsed, rhs)
     if weights is None:
       return jnp.einsum(
         equation, lhs, rhs, preferred_element_type=preferred_element_type
       )
+    if self.has_variable(COLLECTION, _INPUTS):
+      factors = variables.unbox(self.get_variable(COLLECTION, _INPUTS))
+      factors = equations.like_output(factors, parsed.rhs, parsed.lhs)
+      lhs = (lhs * factors.astype(lhs.dtype)).astype(lhs.dtype)
     left = lhs
     if self.recipe.lhs is not None:
       left = quantized_array.quantize(
@@ -154,10 +184,9 @@ class _Matmul(nn.Module):
         self.sow(NOT_SERVED, "product", jnp.zeros(()))
       if names is None or not self.is_mutable_collection(COLLECTION):
         return None
-      is_searched = self.recipe.search_range
-      quantize = search_scale if is_searched else quantized_array.quantize
-      contracted = equation.contracted_axes(equation.rhs)
-      made = quantize(rhs, recipe, contracted=contracted)
+      made, inputs = self._quantize(equation, rhs, recipe)
+      if inputs is not None:
+        self._keep(_INPUTS, inputs, names)
       axis = packed_axis(recipe.format, rhs.shape)
       made = made if axis is None else made.packed(axis)
       self._keep(_VALUES, made.values, names)
@@ -173,6 +202,54 @@ class _Matmul(nn.Module):
       power_of_two=recipe.has_power_of_two_scales,
       packed_axis=packed_axis(recipe.format, rhs.shape),
     )
+
+  def _quantize(
+    self,
+    equation: equations.Equation,
+    rhs: jax.Array,
+    recipe: recipe_lib.TensorRecipe,
+  ) -> tuple[quantized_array.QuantizedArray, jax.Array | None]:
+    """Returns the quantized right operand, and factors of the left one."""
+    is_searched = self.recipe.search_range
+    nearest = functools.partial(
+      search_scale if is_searched else quantized_array.quantize,
+      tensor_recipe=recipe,
+      contracted=equation.contracted_axes(equation.rhs),
+    )
+    method = self.recipe.calibration
+    if method is None:
+      return nearest(rhs), None
+    statistics = self.get_variable(calibration.COLLECTION, _STATISTICS)
+    if statistics is None:
+      if not self.is_initializing():
+        raise ValueError(
+          f"{type(method).__name__} needs the statistics of the matmul"
+          f" {self.name!r} in the collection {calibration.COLLECTION!r}: apply"
+          " the model to batches with this collection mutable first."
+        )
+      # Of an initialization, only the shapes are used.
+      sizes = dict(zip(equation.rhs, rhs.shape, strict=True))
+      lhs = jnp.ones([sizes.get(c, 1) for c in equation.lhs], jnp.float32)
+      statistics = calibration.measure(equation, lhs, method)
+    return calibration.quantize(equation, rhs, statistics, method, nearest)
+
+  def _measure(
+    self, equation: equations.Equation, lhs: jax.Array, rhs: jax.Array
+  ) -> None:
+    """Adds the statistics of the left operand of stored weights."""
+    method, name = self.recipe.calibration, calibration.COLLECTION
+    if (
+      method is None
+      or self.is_initializing()
+      or not self.is_mutable_collection(name)
+      or self._parameter_axes(rhs.shape) is None
+    ):
+      return
+    found = calibration.measure(equation, lhs, method)
+    if self.has_variable(name, _STATISTICS):
+      before = self.get_variable(name, _STATISTICS)
+      found = calibration.combine(before, found)
+    self.put_variable(name, _STATISTICS, found)
 
   def _parameter_axes(
     self, shape: tuple[int, ...]

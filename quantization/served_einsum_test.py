@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from paxon.quantization import (
+  calibration,
+  equations,
   matmuls,
   number_formats,
   recipe,
@@ -16,6 +18,7 @@ from paxon.quantization import (
   served_einsum,
   testing,
 )
+from paxon.quantization import quantized_array as qa
 from paxon.sharding import logical, variables
 
 IN, OUT = 6, 4
@@ -226,3 +229,60 @@ def test_weights_have_no_history():
     ValueError, match=r"search_scale needs TensorRecipe.scaling"
   ):
     served_einsum.search_scale(jnp.ones(2), delayed)
+
+
+@pytest.mark.parametrize("name", ["int4_gptq", "int4_awq", "int8_smooth"])
+def test_calibrated_weights_are_those_of_the_statistics(name):
+  layer, values = _layer(name), _values()
+  halves = jnp.split(X, 2)
+  statistics = {}
+  for half in halves:
+    _, made = layer.apply(
+      values | statistics, half, mutable=[calibration.COLLECTION]
+    )
+    statistics = dict(made)
+  served = _converted(layer, values | statistics)
+  stored = served["served"]["einsum"]["kernel"]
+  rules = served_einsum.serving_recipe(recipes.named(name))
+  equation = equations.parse("BTD,DF->BTF", 3, 2)
+  nearest = functools.partial(
+    served_einsum.search_scale if rules.search_range else qa.quantize,
+    tensor_recipe=rules.rhs,
+    contracted=(0,),
+  )
+  kernel = values["params"]["kernel"]
+  expected, inputs = calibration.quantize(
+    equation,
+    kernel,
+    calibration.measure(equation, X, rules.calibration),
+    rules.calibration,
+    nearest,
+  )
+  got = qa.QuantizedArray(
+    stored["values"],
+    stored["scale"],
+    format=rules.rhs.format,
+    packed_axis=served_einsum.packed_axis(rules.rhs.format, kernel.shape),
+  )
+  np.testing.assert_allclose(got.dequantize(), expected.dequantize(), rtol=1e-5)
+  x = np.asarray(X, "f8")
+  if inputs is not None:
+    np.testing.assert_allclose(stored["inputs"], inputs, rtol=1e-5)
+    x = x * np.asarray(inputs)[:, 0]
+  if rules.lhs is not None:
+    whole, scale = _rounded(x, -1, 127)
+    x = whole * scale
+  y, _ = _outputs(layer, served | values)
+  np.testing.assert_allclose(
+    y, x @ np.asarray(expected.dequantize(), "f8"), rtol=1e-4, atol=1e-4
+  )
+
+
+def test_calibration_needs_statistics_and_inputs():
+  layer = _layer("int4_gptq")
+  with pytest.raises(ValueError, match=r"Gptq needs the statistics of the mat"):
+    _converted(layer, _values())
+  with pytest.raises(ValueError, match=r"Gptq cannot quantize the kernel 'up'"):
+    layer.einsum.apply(
+      {}, "BD,DF->BF", jnp.ones((IN, OUT)), matmul="up", method="stored"
+    )

@@ -131,6 +131,7 @@ def _generated(session, state):
     ("int8", "data=2,fsdp=2,tensor=2", (2, 16, 8)),
     # Two values a byte, of which each device has whole ones.
     ("int4", "fsdp=4,tensor=2", (2, 16, 2)),
+    ("int4_awq", "data=2,fsdp=2,tensor=2", (2, 16, 4)),
   ],
 )
 def test_a_mesh_serves_what_one_device_does(run_dir, said, name, mesh, shard):
@@ -154,6 +155,18 @@ def test_a_mesh_serves_what_one_device_does(run_dir, said, name, mesh, shard):
   np.testing.assert_allclose(log_probs, one_log_probs, rtol=1e-5, atol=1e-5)
 
 
+def test_weights_are_calibrated_on_batches(run_dir, capsys):
+  evaluate.run(_job("int4_gptq:convert"), run_dir)
+  printed = capsys.readouterr().out
+  assert "calibrated on the first 8 batches of the training input" in printed
+  old, new = _losses(printed)
+  assert old != new
+  assert new == pytest.approx(old, rel=1e-2)
+  evaluate.run(_job("int4_gptq:serve"), run_dir)
+  again = re.search(r"loss ([\d.]+)", capsys.readouterr().out)
+  assert float(again[1]) == pytest.approx(new, rel=1e-3)
+
+
 def test_no_program_holds_a_float_copy():
   """Not even one of NaN."""
   session = session_lib.open_session(_job("int8:serve"))
@@ -171,7 +184,7 @@ def _errors_of(x, stored):
     name="a", shape=x.shape, dtype=jnp.dtype("float32"), axes=(None, None)
   )
   found = weight_conversion._errors(
-    jnp.asarray(x), stored.values, stored.scale, spec
+    jnp.asarray(x), stored.values, stored.scale, None, spec
   )
   return weight_conversion.WeightErrors(
     **{k: float(v) for k, v in found.items()}
@@ -253,14 +266,15 @@ def test_rejects_a_mode_that_cannot_use_the_weights(weights, mode, message):
 
 
 def test_rejects_a_weight_that_is_not_the_parameter():
-  def check(**rounding):
+  def check(is_corrected=False, **rounding):
     weight_conversion._check_errors(
       {
         f"params/{name}": weight_conversion.WeightErrors(
           largest=error, mean=error, rounding=error
         )
         for name, error in rounding.items()
-      }
+      },
+      is_corrected=is_corrected,
     )
 
   with pytest.raises(
@@ -271,6 +285,10 @@ def test_rejects_a_weight_that_is_not_the_parameter():
     user_error.UserError, match=r"params/c cannot be quantized"
   ):
     check(c=float("nan"))
+  # GPTQ moves weights on purpose.
+  check(is_corrected=True, a=0.3)
+  with pytest.raises(user_error.UserError, match=r"its mean error 0\.7"):
+    check(is_corrected=True, b=0.7)
   with pytest.raises(user_error.UserError, match=r"there are no weights to"):
     check()
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 import dataclasses
 import math
+import operator
 import os
 from typing import Any
 
@@ -12,7 +13,14 @@ import jax.numpy as jnp
 
 from paxon.layers.decoding import model_steps
 from paxon.learners import train_state
-from paxon.quantization import number_formats, recipes, served_einsum
+from paxon.quantization import (
+  calibration,
+  number_formats,
+  quantized_array,
+  recipes,
+  served_einsum,
+)
+from paxon.quantization import recipe as recipe_lib
 from paxon.runner import job as job_lib
 from paxon.runner import run_dir as run_dirs
 from paxon.runner import user_error
@@ -24,6 +32,9 @@ from paxon.sharding import axes, variables
 # Rounding errors within the range are smaller: with four bits at most 1/14 of
 # the largest weight.
 _MAX_ROUNDING = 0.2
+_MAX_MEAN = 0.5
+# Calibration batches of rules whose recipe differs from that of the knob.
+_BATCHES = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,7 +141,8 @@ def _converted(
     dataclasses.replace(session.job, weights=f"{name}:serve")
   )
   converted, errors, left = _quantized(session, served, state)
-  _check_errors(errors)
+  method = recipes.named(name).calibration
+  _check_errors(errors, is_corrected=isinstance(method, recipe_lib.Gptq))
   _check_decoding(served, converted)
   return Conversion(
     session=session,
@@ -151,16 +163,17 @@ def _quantized(
   model = session.job.task.model
   specs = session_lib.for_evaluation(served.state_specs)
   shardings = session_lib.for_evaluation(served.state_shardings)
+  statistics = _calibrate(session, state)
   left = set()
 
   def compute(
-    state: train_state.TrainState,
+    state: train_state.TrainState, statistics: Any
   ) -> tuple[train_state.TrainState, dict[str, dict[str, jax.Array]]]:
     values = session.evaluation_variables(state)
     # Only the quantized weights of the forward pass are used.
     batch = {k: jnp.zeros(x.shape, x.dtype) for k, x in session.batch.items()}
     _, made = model.apply(
-      values,
+      {**values, **statistics},
       batch,
       deterministic=True,
       method="loss",
@@ -174,10 +187,12 @@ def _quantized(
     for name in named:
       parameter = served_einsum.stored_parameter(name)
       if parameter is not None:
+        of_one = name.rpartition("/")[0]
         errors[parameter] = _errors(
           named[parameter],
           named[name],
-          named[name.rpartition("/")[0] + "/scale"],
+          named[f"{of_one}/scale"],
+          named.get(f"{of_one}/inputs"),
           served.absent[parameter],
         )
     new = train_state.TrainState(
@@ -192,12 +207,59 @@ def _quantized(
     out_shardings=(shardings, session.layout.replicated),
     compiler_options=session.compiler_options,
   )
-  new, errors = call(session_lib.for_evaluation(state))
+  new, errors = call(session_lib.for_evaluation(state), statistics)
   measured = {
     name: WeightErrors(**{k: float(x) for k, x in of_one.items()})
     for name, of_one in errors.items()
   }
   return new, measured, tuple(sorted(left))
+
+
+def _calibrate(
+  session: session_lib.Session, state: train_state.TrainState
+) -> dict[str, Any]:
+  """Returns the collection of statistics; none if no recipe needs them.
+
+  Raises:
+    UserError: The training input ends before enough batches.
+  """
+  assert session.job.weights is not None
+  model, name = session.job.task.model, calibration.COLLECTION
+
+  def add(
+    state: train_state.TrainState,
+    statistics: dict[str, Any],
+    batch: dict[str, jax.Array],
+  ) -> dict[str, Any]:
+    values = session.evaluation_variables(state)
+    _, made = model.apply(
+      {**values, **statistics},
+      batch,
+      deterministic=True,
+      method="loss",
+      mutable=[name],
+    )
+    return dict(made)
+
+  evaluated = session_lib.for_evaluation(state)
+  if not jax.eval_shape(add, evaluated, {}, session.batch):
+    return {}
+  method = recipes.parse(session.job.weights).recipe.calibration
+  count = _BATCHES if method is None else method.batches
+  call = session.layout.jit(add, compiler_options=session.compiler_options)
+  statistics: dict[str, Any] = {}
+  source = session.job.train_input
+  for number in range(count):
+    try:
+      batch = session.place(source.get_next())
+    except StopIteration:
+      raise user_error.UserError(
+        f"The calibration of {session.job.weights!r} needs {count} batches, and"
+        f" the training input ends after {number}."
+      ) from None
+    statistics = call(evaluated, statistics, batch)
+  print(f"calibrated on the first {count} batches of the training input")
+  return statistics
 
 
 def _named(tree: Any) -> dict[str, Any]:
@@ -213,6 +275,7 @@ def _errors(
   exact: jax.Array,
   values: jax.Array,
   scale: jax.Array,
+  inputs: jax.Array | None,
   spec: variables.VariableSpec,
 ) -> dict[str, jax.Array]:
   """Returns the fields of the `WeightErrors` of one parameter."""
@@ -226,7 +289,11 @@ def _errors(
   )
   exact = exact.astype(jnp.float32)
   # Clipped on purpose: a smaller range has finer steps.
-  limit = scale * jnp.max(jnp.abs(stored / scale))
+  steps = quantized_array.by_group(operator.truediv, stored, scale)
+  largest = jnp.full(stored.shape, jnp.max(jnp.abs(steps)))
+  limit = quantized_array.by_group(operator.mul, largest, scale)
+  if inputs is not None:
+    stored, limit = stored * inputs, limit * inputs
   within = jnp.clip(exact, -limit, limit)
 
   def share(of: jax.Array, whole: jax.Array) -> jax.Array:
@@ -245,18 +312,27 @@ def _root_mean_square(x: jax.Array) -> jax.Array:
   return jnp.sqrt(jnp.mean(jnp.square(x)))
 
 
-def _check_errors(errors: Mapping[str, WeightErrors]) -> None:
+def _check_errors(
+  errors: Mapping[str, WeightErrors], *, is_corrected: bool
+) -> None:
   if not errors:
     raise user_error.UserError(
       "No matmul that the quantization rules cover has a parameter of its layer"
       " as an operand, so there are no weights to convert."
     )
   for name, error in errors.items():
-    if not error.rounding <= _MAX_ROUNDING:
+    # GPTQ moves weights by more than a rounding, to correct others.
+    within = (
+      error.mean <= _MAX_MEAN
+      if is_corrected
+      else (error.rounding <= _MAX_ROUNDING)
+    )
+    if not within:
       raise user_error.UserError(
         f"{name} cannot be quantized: it is not finite, or its layer multiplies"
         " something other than this parameter (its rounding error is"
-        f" {error.rounding:.3g}); exempt the layer in quantization_rules()."
+        f" {error.rounding:.3g}, its mean error {error.mean:.3g}); exempt the"
+        " layer in quantization_rules()."
       )
 
 
