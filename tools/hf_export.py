@@ -188,7 +188,15 @@ def _find_adapter(
   """Returns the adapter that the run's configuration has; None without."""
   if not any(re.fullmatch(lora.PATTERN, n) for n in checkpoint.variables()):
     return None
-  stored = stored_checkpoint.read_config(checkpoint.run_path) or {}
+  stored = stored_checkpoint.read_config(checkpoint.run_path)
+  beside = checkpoint.run_path / hf_files.FOLDER
+  if stored is None and (beside / peft_adapter.CONFIG).exists():
+    # An imported adapter, not trained here.
+    try:
+      return peft_adapter.read_config(beside)
+    except peft_adapter.AdapterError as error:
+      raise user_error.UserError(str(error)) from error
+  stored = stored or {}
   found = {
     text for path, text in stored.items() if path.endswith(".einsum.lora")
   }

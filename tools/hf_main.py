@@ -1,15 +1,18 @@
 """Converts weights between Hugging Face and Paxon.
 
   tools/hf import DIR --to RUN          safetensors files to a checkpoint
+  tools/hf import PEFT --base RUN --to RUN2
+                                        a PEFT adapter, added to a run
   tools/hf export RUN[@STEP] --to DIR   a checkpoint to safetensors files
 
 DIR is a folder with config.json and model.safetensors, or with the files that
 model.safetensors.index.json lists; or one such file. `import` makes the run
 directory RUN with a checkpoint of step 0, config.json and the tokenizer files,
 so that it can be exported again; a run trained from it has copies of them.
---like=FOLDER takes them from elsewhere. --dtype converts values; --dry_run
-prints names and shapes and writes nothing. Usage errors print one line to
-stderr and exit with status 2.
+--like=FOLDER takes them from elsewhere. With --base, the new run has the base's
+weights and the adapter. --dtype converts values; --dry_run prints names and
+shapes and writes nothing. Usage errors print one line to stderr and exit with
+status 2.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +25,14 @@ import jax.numpy as jnp
 
 from paxon.layers.models.hugging_face import families
 from paxon.runner import files, run_dir, user_error
-from paxon.tools import command_line, hf_export, hf_files, hf_import
+from paxon.tools import (
+  command_line,
+  hf_export,
+  hf_files,
+  hf_import,
+  peft_adapter,
+  peft_import,
+)
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
@@ -42,10 +52,37 @@ def _import(argv: list[str]) -> Any:
   parser.add_argument(
     "--to", metavar="RUN", required=True, help="run directory to make"
   )
+  parser.add_argument(
+    "--base",
+    metavar="RUN[@STEP]",
+    help="imported base model; DIR is then a folder of PEFT",
+  )
   arguments = parser.parse_args(argv)
+  source, target = (
+    run_dir.resolve(each, os.environ)
+    for each in (arguments.source, arguments.to)
+  )
+  if arguments.base is not None:
+    if arguments.dtype is not None:
+      raise user_error.UserError(
+        "import: --dtype has no effect with --base; import the base with it."
+      )
+    for place in (source, target):
+      files.check_store(place)
+    return peft_import.run(
+      source,
+      target,
+      base=command_line.find_checkpoint(arguments.base),
+      dry_run=arguments.dry_run,
+    )
+  if (source / peft_adapter.CONFIG).exists():
+    raise user_error.UserError(
+      f"{os.fspath(source)} is a PEFT adapter; pass its base model, an imported"
+      " run, as --base=RUN."
+    )
   return hf_import.run(
-    run_dir.resolve(arguments.source, os.environ),
-    run_dir.resolve(arguments.to, os.environ),
+    source,
+    target,
     dtype=_dtype(arguments.dtype),
     dry_run=arguments.dry_run,
   )

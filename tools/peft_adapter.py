@@ -44,6 +44,10 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
   "use_qalora": (None, False),
   "alora_invocation_tokens": (None, []),
   "use_bdlora": (None, False),
+  "layers_to_transform": (None,),
+  "layers_pattern": (None,),
+  # Other initializations change the base model.
+  "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
 }
 
 
@@ -170,7 +174,9 @@ def read(
     AdapterError: The adapter is not supported, or of another model.
     safetensors_file.DamagedFileError: The file is damaged.
   """
-  adapter = _read_config(folder)
+  adapter = read_config(folder)
+  if not (folder / WEIGHTS).exists():
+    raise AdapterError(f"{folder / WEIGHTS} is missing.")
   entries = safetensors_file.read_header(folder / WEIGHTS)
   unused = dict(entries)
   found: dict[str, np.ndarray] = {}
@@ -249,7 +255,12 @@ def merge(
   return merged
 
 
-def _read_config(folder: epath.Path) -> lora.Lora:
+def read_config(folder: epath.Path) -> lora.Lora:
+  """Returns what `adapter_config.json` says.
+
+  Raises:
+    AdapterError: The file is missing, or the adapter is not supported.
+  """
   path = folder / CONFIG
   try:
     config = json.loads(path.read_text())

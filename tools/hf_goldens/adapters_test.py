@@ -1,6 +1,8 @@
 """Tests of adapters against PEFT: 20 steps, and folders in both directions."""
 
 import base64
+import contextlib
+import io
 import json
 
 from etils import epath
@@ -10,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors import numpy as safetensors_numpy
 
 from paxon.layers.models.hugging_face import (
   families,
@@ -25,9 +28,11 @@ from paxon.learners import (
   variable_groups,
 )
 from paxon.quantization import lora, number_formats, stored_kernels
-from paxon.runner.configuration import rewrites
+from paxon.runner.checkpoints import stored_checkpoint
+from paxon.runner.configuration import overrides, resolving, rewrites
+from paxon.runner.training import run_files
 from paxon.sharding import variables
-from paxon.tools import peft_adapter
+from paxon.tools import hf_main, peft_adapter
 from paxon.tools.hf_goldens import make_adapter_goldens as goldens
 
 GOLDEN = golden_case.read(goldens.CASE)
@@ -177,6 +182,96 @@ def test_steps_are_those_of_peft(kind, tmp_path):
   _, again = peft_adapter.read(written, names=NAMES, kernels=_kernels())
   for name, value in expected.items():
     np.testing.assert_allclose(again[name], value, atol=1e-6)
+
+
+@pytest.fixture(name="base", scope="module")
+def _base(tmp_path_factory):
+  """Returns the imported model of the goldens."""
+  folder = tmp_path_factory.mktemp("base")
+  tensors = {
+    name: golden_case.weight(name, tensor.shape)
+    for name, tensor in NAMES.tensors.items()
+  }
+  safetensors_numpy.save_file(tensors, folder / "model.safetensors")
+  (folder / "config.json").write_text(json.dumps(GOLDEN.config))
+  assert _hf("import", folder, "--to", folder / "run") == 0
+  return folder / "run"
+
+
+def _hf(*argv):
+  return hf_main.main([str(arg) for arg in argv])
+
+
+def _arrays(run):
+  found = stored_checkpoint.find_checkpoint(epath.Path(run))
+  return stored_checkpoint.read_numpy(found, list(found.variables()))
+
+
+@pytest.mark.parametrize("kind", goldens.KINDS)
+def test_imported_adapters_have_the_logits_of_peft(kind, base, tmp_path):
+  run, adapter, merged = (tmp_path / n for n in ("run", "adapter", "merged"))
+  assert _hf("import", _folder(kind), "--base", base, "--to", run) == 0
+  values, start = _arrays(run), _arrays(base)
+  for name, value in start.items():
+    np.testing.assert_array_equal(values[name], value, err_msg=name)
+  # What other programs read of the run is enough to make its model.
+  settings = run_files.read_settings(epath.Path(run))
+  assert settings is not None
+  more = [overrides.parse_argument("--fdl.tokenizer=bytes")]
+  config = resolving.resolve(
+    settings.experiment, [*settings.overrides, *filter(None, more)]
+  ).config
+  model = fdl.build(config.task.model)
+  ids, expected = GOLDEN.arrays["ids"], _results(kind)["logits"]
+  logits = jax.jit(model.apply)(_nested(values), *_arguments(ids))
+  np.testing.assert_allclose(logits[0, -1], expected, atol=1e-4)
+  assert _hf("export", run, "--adapter", "--to", adapter) == 0
+  written, given = (
+    safetensors_numpy.load_file(each / peft_adapter.WEIGHTS)
+    for each in (adapter, _folder(kind))
+  )
+  assert written.keys() == given.keys()
+  for name, value in given.items():
+    np.testing.assert_allclose(written[name], value, atol=1e-6, err_msg=name)
+  assert _hf("export", run, "--to", merged) == 0
+  assert _hf("import", merged, "--to", tmp_path / "again") == 0
+  plain = fdl.build(FAMILY.model(GOLDEN.config, fdl.Config))
+  again = _nested(_arrays(tmp_path / "again"))
+  logits = jax.jit(plain.apply)(again, *_arguments(ids))
+  np.testing.assert_allclose(logits[0, -1], expected, atol=1e-4)
+  line = _error("import", _folder(kind), "--base", base, "--to", run)
+  assert "exists; pass another folder" in line
+
+
+def _error(*argv):
+  """Returns the one line on stderr of a command that fails."""
+  text = io.StringIO()
+  with contextlib.redirect_stderr(text):
+    assert _hf(*argv) == 2
+  (line,) = text.getvalue().splitlines()
+  return line
+
+
+def test_adapters_that_cannot_be_imported(base, tmp_path):
+  of = _folder("lora")
+  assert "pass its base model" in _error("import", of, "--to", tmp_path / "a")
+  other = dict(GOLDEN.config) | {"intermediate_size": 64}
+  (tmp_path / "hugging_face").mkdir()
+  for each in base.iterdir():
+    if each.name != "hugging_face":
+      (tmp_path / each.name).symlink_to(each)
+  (tmp_path / "hugging_face/config.json").write_text(json.dumps(other))
+  line = _error("import", of, "--base", tmp_path, "--to", tmp_path / "a")
+  assert "of another model: base_model.model.model.layers.0.mlp.down" in line
+  line = _error("import", base, "--base", base, "--to", tmp_path / "a")
+  assert "is not the configuration of a PEFT adapter" in line
+  bare = tmp_path / "bare"
+  bare.mkdir()
+  text = (of / peft_adapter.CONFIG).read_text()
+  (bare / peft_adapter.CONFIG).write_text(text)
+  line = _error("import", bare, "--base", base, "--to", tmp_path / "a")
+  assert "adapter_model.safetensors is missing" in line
+  assert not (tmp_path / "a").exists()
 
 
 def _nested(values):

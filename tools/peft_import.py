@@ -1,0 +1,208 @@
+"""Import of a PEFT adapter: a checkpoint of a base model with the adapter.
+
+The new run has the values of the base unchanged, so that it trains, generates,
+evaluates, and is exported merged or as an adapter again. Several adapters of
+one base are several such runs.
+"""
+
+from collections.abc import Iterator, Mapping
+import functools
+import os
+from typing import Any
+
+from etils import epath
+import fiddle as fdl
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from paxon.layers.models.hugging_face import (
+  families,
+  family,
+  safetensors_file,
+)
+from paxon.quantization import lora, matmuls
+from paxon.runner import files as runner_files
+from paxon.runner import run_dir, units, user_error
+from paxon.runner.checkpoints import (
+  checkpointer,
+  lazy_array,
+  stored_checkpoint,
+)
+from paxon.runner.configuration import overrides, rewrites
+from paxon.runner.training import run_files
+from paxon.sharding import variables
+from paxon.tools import hf_files, peft_adapter
+
+_STEP = "step"
+_EXPERIMENT = "paxon.tasks.lm.params.hugging_face.HuggingFaceLm"
+# The layers that the knob `lora_rank` covers.
+_COVERED = (
+  matmuls.ATTENTION_PROJECTIONS,
+  matmuls.FEED_FORWARD,
+  matmuls.EXPERTS,
+)
+
+
+def run(
+  source: epath.Path,
+  target: epath.Path,
+  *,
+  base: stored_checkpoint.StoredCheckpoint,
+  dry_run: bool,
+) -> Iterator[str]:
+  """Imports an adapter, and yields lines to print.
+
+  Args:
+    source: A folder of PEFT.
+    target: The run directory to make.
+    base: A checkpoint of the base model, such as `tools/hf import` makes.
+    dry_run: Only print what would be written.
+
+  Raises:
+    user_error.UserError: The adapter is not supported, or of another model.
+  """
+  folder = base.run_path / hf_files.FOLDER
+  config = hf_files.read_config(folder)
+  checkpoints = target / run_dir.CHECKPOINTS
+  if not dry_run and checkpoints.is_dir():
+    raise user_error.UserError(
+      f"{os.fspath(checkpoints)} exists; pass another folder, or delete it."
+    )
+  try:
+    of = families.find(config)
+    names = of.names(config)
+    adapter, values = peft_adapter.read(
+      source, names=names, kernels=_Kernels(base)
+    )
+    specs = _find_specs(of, config, base, adapter)
+    _check(specs, values, base, source)
+  except (
+    family.UnsupportedConfigError,
+    peft_adapter.AdapterError,
+    safetensors_file.DamagedFileError,
+  ) as error:
+    raise user_error.UserError(str(error)) from error
+  if not dry_run:
+    _save(checkpoints, base, values, specs)
+    hf_files.copy_beside(folder, target / hf_files.FOLDER)
+    text = (source / peft_adapter.CONFIG).read_text()
+    path = target / hf_files.FOLDER / peft_adapter.CONFIG
+    runner_files.write_text(path, text)
+    _store_settings(adapter, target)
+  size = units.size(sum(value.nbytes for value in values.values()))
+  yield (
+    f"{'would write' if dry_run else 'wrote'} an adapter of rank"
+    f" {adapter.lora.rank} of {', '.join(adapter.targets)}, {len(values)}"
+    f" arrays, {size}, with the base, to {os.fspath(checkpoints / '0')}"
+  )
+
+
+class _Kernels(Mapping[str, np.ndarray]):
+  """The arrays of a checkpoint, each read when it is used."""
+
+  def __init__(self, of: stored_checkpoint.StoredCheckpoint) -> None:
+    self._of = of
+
+  def __getitem__(self, name: str, /) -> np.ndarray:
+    return stored_checkpoint.read_numpy(self._of, [name])[name]
+
+  def __iter__(self) -> Iterator[str]:
+    return iter(self._of.variables())
+
+  def __len__(self) -> int:
+    return len(self._of.variables())
+
+
+def _find_specs(
+  of: family.Family,
+  config: Mapping[str, Any],
+  base: stored_checkpoint.StoredCheckpoint,
+  adapter: peft_adapter.Adapter,
+) -> dict[str, variables.VariableSpec]:
+  """Returns the specs of the adapted model, with the dtypes of the base."""
+  model = of.model(config, fdl.Config)
+  rule = lora.LoraRule(_COVERED, adapter.lora, adapter.targets)
+  rewrites.adapt(model, (rule,))
+  abstract = jax.eval_shape(
+    fdl.build(model).init, jax.random.key(0), *of.example()
+  )
+  stored = base.variables()
+  return {
+    spec.name: variables.VariableSpec(
+      name=spec.name,
+      shape=spec.shape,
+      # That of jax, which has bfloat16.
+      dtype=jnp.dtype(stored.get(spec.name, spec).dtype),
+      axes=spec.axes,
+    )
+    for spec in jax.tree.leaves(variables.specs_of(abstract))
+  }
+
+
+def _check(
+  specs: Mapping[str, variables.VariableSpec],
+  values: Mapping[str, np.ndarray],
+  base: stored_checkpoint.StoredCheckpoint,
+  source: epath.Path,
+) -> None:
+  wanted = {name: spec.shape for name, spec in specs.items()}
+  found = {name: value.shape for name, value in values.items()}
+  found |= {name: each.shape for name, each in base.variables().items()}
+  for name in sorted(wanted.keys() | found.keys()):
+    if wanted.get(name) != found.get(name):
+      raise peft_adapter.AdapterError(
+        f"{os.fspath(source)} cannot be added to {os.fspath(base.path)}: {name}"
+        f" has shape {found.get(name)}, and the adapted model of its"
+        f" config.json has {wanted.get(name)}."
+      )
+
+
+def _save(
+  checkpoints: epath.Path,
+  base: stored_checkpoint.StoredCheckpoint,
+  values: Mapping[str, np.ndarray],
+  specs: Mapping[str, variables.VariableSpec],
+) -> None:
+  step = variables.VariableSpec(_STEP, (), np.dtype(np.int32), ())
+  given = {**values, _STEP: np.zeros((), np.int32)}
+  all_specs = {**specs, _STEP: step}
+
+  def read(name: str) -> np.ndarray:
+    if name in given:
+      return given[name]
+    return stored_checkpoint.read_numpy(base, [name])[name]
+
+  tree = {
+    name: lazy_array.LazyArray(
+      shape=spec.shape, dtype=spec.dtype, read=functools.partial(read, name)
+    )
+    for name, spec in all_specs.items()
+  }
+  try:
+    with checkpointer.Checkpointer(base.folder, read_only=True) as opened:
+      opened.verify(base.step)
+    with checkpointer.Checkpointer(checkpoints, lazy=True) as opened:
+      opened.save(0, tree, specs=all_specs, data={})
+  except (
+    checkpointer.SaveError,
+    checkpointer.DamagedCheckpointError,
+  ) as error:
+    raise user_error.UserError(str(error)) from error
+
+
+def _store_settings(adapter: peft_adapter.Adapter, target: epath.Path) -> None:
+  """Stores the knobs, so that --job_log_dir is enough for other programs."""
+  of = adapter.lora
+  found = []
+  for knob, value in (
+    ("weights", run_dir.HERE),
+    ("lora_rank", of.rank),
+    ("lora_alpha", of.alpha),
+    ("lora_kind", of.kind.value),
+    ("lora_matmuls", adapter.targets),
+  ):
+    override = overrides.parse_argument(f"--fdl.{knob}={value}")
+    assert override is not None
+    found.append(override)
+  run_files.store_settings(_EXPERIMENT, tuple(found), target)
