@@ -1,5 +1,8 @@
 """Tests for losses of sampled answers, against their definition in float64."""
 
+import json
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +10,7 @@ import pytest
 
 from paxon.layers import policy_losses
 
+_GOLDENS = pathlib.Path(__file__).parent / "testdata/preference_losses.json"
 _RANDOM = np.random.default_rng(0)
 _LOGS = -_RANDOM.uniform(0.01, 4, (6, 5))
 # Ratios from 0.5 to 2, so that both limits clip.
@@ -93,6 +97,28 @@ def test_values_and_gradients(mean, beta, has_old):
     e[at] = 1e-6
     numeric[at] = (define(_LOGS + e) - define(_LOGS - e)) / 2e-6
   np.testing.assert_allclose(gradient, numeric, atol=2e-9)
+
+
+@pytest.mark.parametrize("case", json.loads(_GOLDENS.read_text())["groups"])
+def test_as_the_trainer_of_trl(case):
+  def loss(logs):
+    total, count = policy_losses.grpo(
+      logs,
+      jnp.asarray(case["advantages"]),
+      jnp.asarray(case["weights"]),
+      old=jnp.asarray(case["old"]),
+      reference=jnp.asarray(case["reference"]),
+      low=0.2,
+      high=0.28,
+      beta=case["beta"],
+      mean=policy_losses.Mean(case["mean"]),
+    )
+    return total / count
+
+  logs = jnp.asarray(case["log_probs"])
+  value, gradient = jax.value_and_grad(loss)(logs)
+  np.testing.assert_allclose(value, case["value"], rtol=1e-12)
+  np.testing.assert_allclose(gradient, case["gradients"], atol=1e-12)
 
 
 def test_beta_requires_a_reference():

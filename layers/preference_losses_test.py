@@ -11,7 +11,11 @@ import pytest
 
 from paxon.layers import preference_losses
 
-_GOLDENS = pathlib.Path(__file__).parent / "testdata/preference_losses.json"
+_GOLDENS = json.loads(
+  (
+    pathlib.Path(__file__).parent / "testdata/preference_losses.json"
+  ).read_text()
+)
 _RANDOM = np.random.RandomState(0)
 _LENGTH = np.asarray([[3, 5, 1, 9], [4, 5, 2, 1]], np.float64)
 _LOG_PROB = -_LENGTH * np.asarray([[0.3, 1.1, 2.0, 0.01], [0.6, 0.2, 7.0, 3.0]])
@@ -113,7 +117,7 @@ def test_kto(kl):
   assert jax.grad(lambda k: jnp.sum(_kto(_LOG_PROB[0], k)))(kl) == 0
 
 
-@pytest.mark.parametrize("case", json.loads(_GOLDENS.read_text()))
+@pytest.mark.parametrize("case", _GOLDENS["answers"])
 def test_as_trl(case):
   answers = [
     preference_losses.Answers(
@@ -137,6 +141,42 @@ def test_as_trl(case):
   np.testing.assert_allclose(loss(*answers), case["values"], rtol=2e-6)
   gradients = jax.grad(total, argnums=(0, 1))(*args)
   np.testing.assert_allclose(gradients, case["gradients"], rtol=2e-5)
+
+
+@pytest.mark.parametrize("case", _GOLDENS["steps"])
+def test_steps_of_the_trainers_of_trl(case):
+  """In float64, with the means over a batch that their training steps take."""
+  given = {k: jnp.asarray(v) for k, v in _GOLDENS["inputs"].items()}
+  given["lengths"] = given["lengths"].astype(jnp.float64)
+  pairs = _GOLDENS["answers"][0]
+  start = jnp.asarray([pairs["chosen"], pairs["rejected"]])
+
+  def loss(log_probs):
+    answers = [
+      preference_losses.Answers(*values)
+      for values in zip(
+        log_probs, given["lengths"], given["references"], strict=False
+      )
+    ]
+    if case["loss"] == "kto":
+      others = given["others"]
+      return jnp.mean(
+        preference_losses.kto(
+          answers[0],
+          given["labels"],
+          kl=jnp.mean(others[0] - others[1]),
+          beta=case["beta"],
+          desirable_weight=1.5,
+          undesirable_weight=0.5,
+        )
+      )
+    name = getattr(preference_losses, case["loss"])
+    return jnp.mean(name(*answers, beta=case["beta"]))
+
+  start = start[: len(case["gradients"])]
+  value, gradient = jax.value_and_grad(loss)(start)
+  np.testing.assert_allclose(value, case["value"], rtol=1e-12)
+  np.testing.assert_allclose(gradient, case["gradients"], rtol=1e-10)
 
 
 def test_extreme_answers_are_finite():

@@ -1,20 +1,21 @@
-"""Pairs of answers to one prompt as examples of a preference loss.
+"""Answers to prompts as examples of a preference loss.
 
-A row of data has a pair in one of three forms; strings are one message of the
-user or of the assistant:
+A row of data has a pair of answers in one of three forms, or one answer with a
+label; strings are one message of the user or of the assistant:
 
   {"prompt": "1 + 1?", "chosen": "2", "rejected": "3"}
   {"prompt": [messages], "chosen": [messages], "rejected": [messages]}
   {"chosen": [messages], "rejected": [messages]}
+  {"prompt": "1 + 1?", "completion": "2", "label": true}
 
-In the last form the prompt is the messages that both conversations begin with.
+In the third form the prompt is the messages that both conversations begin with.
 Turns of the assistant in the prompt have no weight.
 """
 
 from collections.abc import Mapping
 import dataclasses
 import json
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -29,6 +30,8 @@ from paxon.inputs import (
 from paxon.inputs.tokenizers import chat_template, chats
 
 _ANSWERS = ("chosen", "rejected")
+_PROMPT, _COMPLETION, _LABEL = "prompt", "completion", "label"
+DESIRABLE: Final = "is_desirable"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,12 +124,17 @@ class TokenizedPairs:
         a conversation is too long and `too_long` is ERROR.
     """
     found = json.loads(self.source[index])
-    first = len(found["prompt"])
+    return self.tokenize(index, found[_PROMPT], {k: found[k] for k in _ANSWERS})
+
+  def tokenize(
+    self, index: int, prompt: list[Any], answers: Mapping[str, list[Any]]
+  ) -> example_source.Example:
+    """Returns the arrays of two answers, by name, to a prompt."""
     halves = []
-    for key in _ANSWERS:
+    for key, answer in answers.items():
       try:
         ids, mask = self.template.tokenize(
-          [*found["prompt"], *found[key]], self.tokenizer, first=first
+          [*prompt, *answer], self.tokenizer, first=len(prompt)
         )
         if not mask[1:].any():
           raise ValueError("It has no turn of the assistant.")
@@ -173,16 +181,105 @@ class TokenizedPairs:
     return 2 * self.length
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LabelledLines(json_lines.JsonLines):
+  """Answers with labels in JSON lines, as documents of JSON.
+
+  Attributes:
+    text_key: Unused.
+  """
+
+  text_key: str = _LABEL
+
+  def document(self, line: bytes, path: str) -> bytes:
+    """Returns the answer of a line.
+
+    Raises:
+      ValueError: The line has none.
+    """
+    try:
+      return labelled(json.loads(line))
+    except (ValueError, RecursionError) as error:
+      raise ValueError(
+        f"{path}: a line has no labelled answer: {error}"
+      ) from error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LabelledRows(PairRows):
+  """Answers with labels in rows of tabular data, such as Parquet files."""
+
+  def __getitem__(self, index: int, /) -> bytes:
+    """Returns an answer.
+
+    Raises:
+      ValueError: The row has none.
+    """
+    try:
+      return labelled(chats.without_nulls(self.rows[index]))
+    except ValueError as error:
+      raise ValueError(
+        f"{self.name(index)} has no labelled answer: {error}"
+      ) from error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LabelledAnswers(TokenizedPairs):
+  """Answers with labels as examples, for `layers.models.desirability_lm`.
+
+  The first half is the prompt with its answer, the second the prompt with the
+  answer of another row, half of the data away: with these the divergence from
+  the reference is estimated. An index means the same in any batch.
+  """
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if len(self.source) < 2:
+      raise ValueError(
+        "Labelled answers need at least two rows, because each is compared with"
+        f" the answer to another prompt, got {len(self.source)}."
+      )
+
+  def __getitem__(self, index: int, /) -> example_source.Example:
+    """Returns the arrays of `TokenizedPairs` and `is_desirable` int32 [2 T].
+
+    Raises:
+      ValueError: See `TokenizedPairs`.
+    """
+    count = len(self)
+    own, other = (
+      json.loads(self.source[i]) for i in (index, (index + count // 2) % count)
+    )
+    answers = {
+      _COMPLETION: own[_COMPLETION],
+      "completion of another row": other[_COMPLETION],
+    }
+    found = self.tokenize(index, own[_PROMPT], answers)
+    label = np.full(2 * self.length, own[_LABEL], np.int32)
+    return {**found, DESIRABLE: label}
+
+  def token_dtypes(self) -> dict[str, np.dtype]:
+    """Returns the dtypes of an example's arrays."""
+    return {**super().token_dtypes(), DESIRABLE: np.dtype(np.int32)}
+
+
 @dataclasses.dataclass(kw_only=True, eq=False)
 class UnsetPairs(unset_input.UnsetInput):
-  """A placeholder for pairs whose files are not configured."""
+  """A placeholder for answers whose files are not configured.
+
+  Attributes:
+    has_labels: Whether they are `LabelledAnswers`.
+  """
+
+  has_labels: bool = False
 
   def batch_shapes(self) -> base_input.Shapes:
     """Returns the shapes of pairs."""
     shapes = dict(super().batch_shapes())
     del shapes["target_bytes"]
     shape = shapes["inputs"]
-    return {**shapes, "is_token": shape, "cut_tokens": shape}
+    names = ("is_token", "cut_tokens", *[DESIRABLE] * self.has_labels)
+    return {**shapes, **dict.fromkeys(names, shape)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -196,11 +293,14 @@ class ContinuationPairs:
     source: The documents.
     tokenizer: The tokenizer.
     length: The tokens of each half.
+    has_labels: Whether to add the labels of `LabelledAnswers`: the second half
+      of every other example is first.
   """
 
   source: example_source.DocumentSource
   tokenizer: Any
   length: int
+  has_labels: bool = False
 
   def __len__(self) -> int:
     return len(self.source)
@@ -214,7 +314,13 @@ class ContinuationPairs:
     middle = self.length // 2
     weights = (np.arange(self.length) >= middle).astype(np.float32)
     halves = [own, np.concatenate([own[:middle], other[middle:]])]
+    more = {}
+    if self.has_labels:
+      label = 1 - index % 2
+      more = {DESIRABLE: np.full(2 * self.length, label, np.int32)}
+      halves = halves[:: 2 * label - 1]
     return {
+      **more,
       "inputs": np.concatenate([half[:-1] for half in halves]),
       "targets": np.concatenate([half[1:] for half in halves]),
       "weights": np.tile(weights, 2),
@@ -262,4 +368,28 @@ def pair(row: Any) -> bytes:
       common += 1
     prompt, answers = answers[0][:common], [x[common:] for x in answers]
   found = {"prompt": prompt, **dict(zip(_ANSWERS, answers, strict=True))}
+  return json.dumps(found).encode()
+
+
+def labelled(row: Any) -> bytes:
+  """Returns a row's prompt, answer and label as JSON.
+
+  Raises:
+    ValueError: The row has no such answer.
+  """
+  if not isinstance(row, Mapping):
+    raise ValueError("A labelled answer must be an object.")
+  for key in (_PROMPT, _COMPLETION, _LABEL):
+    if key not in row:
+      raise ValueError(
+        f"A labelled answer must have {key!r}, got {sorted(row)}."
+      )
+  label = row[_LABEL]
+  if not isinstance(label, bool | np.bool_):
+    raise ValueError(f"'label' must be true or false, got {label!r}.")
+  prompt = chats.to_messages(row[_PROMPT], role="user", what="'prompt'")
+  answer = chats.to_messages(
+    row[_COMPLETION], role="assistant", what="'completion'"
+  )
+  found = {_PROMPT: prompt, _COMPLETION: answer, _LABEL: bool(label)}
   return json.dumps(found).encode()

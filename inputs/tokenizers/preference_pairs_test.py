@@ -95,3 +95,56 @@ def test_rejects(tmp_path, row, message):
   source = _pairs(tmp_path, _ROW, row, too_long=chats.TooLong.ERROR)
   with pytest.raises(ValueError, match=message):
     _ = source[1]
+
+
+_ANSWER = {"prompt": "1?", "completion": "2", "label": True}
+
+
+def _answers(tmp_path, *rows):
+  path = tmp_path / "answers.jsonl"
+  path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  return preference_pairs.LabelledAnswers(
+    source=preference_pairs.LabelledLines(files=str(path)),
+    template=chat_template.ChatTemplate(source=testing.TEMPLATE),
+    tokenizer=testing.Letters(),
+    length=10,
+  )
+
+
+def test_answers_and_those_to_other_prompts(tmp_path):
+  other = {"prompt": "3?", "completion": "45", "label": False}
+  found = _answers(tmp_path, _ANSWER, other)
+  for index, texts, label in (
+    (0, ["U:1?;A:2;", "U:1?;A:45;"], 1),
+    (1, ["U:3?;A:45;", "U:3?;A:2;"], 0),
+  ):
+    example = found[index]
+    assert set(example["is_desirable"]) == {label}
+    assert example.keys() == found.token_dtypes().keys()
+    for i, text in enumerate(texts):
+      half = slice(10 * i, 10 * (i + 1))
+      targets = example["targets"][half][example["is_token"][half] == 1]
+      assert "".join(map(chr, targets)) == text[1:]
+
+
+@pytest.mark.parametrize(
+  ("change", "error"),
+  [
+    ({"label": 1}, "'label' must be true or false, got 1"),
+    ({"completion": None}, "'completion' is no string"),
+    ({"chosen": "2", "label": "x"}, "must be true or false"),
+  ],
+)
+def test_rows_without_a_labelled_answer(tmp_path, change, error):
+  found = _answers(tmp_path, _ANSWER, _ANSWER | change)
+  with pytest.raises(ValueError, match=error):
+    found[1]
+
+
+def test_pairs_are_no_labelled_answers(tmp_path):
+  with pytest.raises(
+    ValueError, match=r"must have 'completion', got \['chosen"
+  ):
+    _answers(tmp_path, _ROW, _ROW)[0]
+  with pytest.raises(ValueError, match="at least two rows"):
+    _answers(tmp_path, _ANSWER)

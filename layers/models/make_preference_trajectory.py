@@ -3,9 +3,9 @@ r"""Writes `testdata/preference_trajectory.json` with TRL 1.16.0.
   python -m paxon.layers.models.make_preference_trajectory \
       layers/models/testdata
 
-The losses of 20 steps of `DPOTrainer` on a tiny Llama, for DPO and IPO, with
-AdamW at a constant learning rate and batches in order. Weights are
-`golden_case.weight`; the reference is the same model at the start.
+The losses of 20 steps of `DPOTrainer` on a tiny Llama, for DPO and IPO, and of
+`KTOTrainer`, with AdamW at a constant learning rate and batches in order.
+Weights are `golden_case.weight`; the reference is the same model at the start.
 """
 
 import json
@@ -33,7 +33,7 @@ CONFIG = {
 STEPS, BATCH, LENGTH = 20, 4, 12
 LEARNING_RATE, BETA = 3e-3, 0.3
 # Log ratios per token are small, so IPO's target 1 / (2 beta) is too.
-LOSSES = {"dpo": "sigmoid", "ipo": "ipo"}
+LOSSES = {"dpo": "sigmoid", "ipo": "ipo", "kto": "kto"}
 
 
 def pairs() -> list[dict[str, list[int]]]:
@@ -54,6 +54,25 @@ def pairs() -> list[dict[str, list[int]]]:
   ]
 
 
+def answers() -> list[dict[str, Any]]:
+  """Returns one answer of each pair with its label, and another of its batch.
+
+  The last is what `KTOTrainer` estimates the divergence with.
+  """
+  found = [
+    {
+      "prompt_ids": pair["prompt_ids"],
+      "completion_ids": pair["chosen_ids" if i % 3 else "rejected_ids"],
+      "label": bool(i % 3),
+    }
+    for i, pair in enumerate(pairs())
+  ]
+  for i, each in enumerate(found):
+    before = i - 1 if i % BATCH else i + BATCH - 1
+    each["KL_completion_ids"] = found[before]["completion_ids"]
+  return found
+
+
 def train(loss: str, folder: str) -> list[float]:
   """Returns the loss of each step of TRL's trainer."""
   import datasets  # pyrefly: ignore[missing-import]
@@ -62,8 +81,9 @@ def train(loss: str, folder: str) -> list[float]:
   import transformers  # pyrefly: ignore[missing-import]
 
   # In no lock of ours; see the module.
-  trainer_class: Any = pkgutil.resolve_name("trl:DPOTrainer")
-  config_class: Any = pkgutil.resolve_name("trl:DPOConfig")
+  kind = "KTO" if loss == "kto" else "DPO"
+  trainer_class: Any = pkgutil.resolve_name(f"trl:{kind}Trainer")
+  config_class: Any = pkgutil.resolve_name(f"trl:{kind}Config")
 
   config = transformers.LlamaConfig(**CONFIG)
   models = []
@@ -97,7 +117,7 @@ def train(loss: str, folder: str) -> list[float]:
       use_cpu=True,
       report_to=[],
       bf16=False,
-      loss_type=[LOSSES[loss]],
+      loss_type=LOSSES[loss] if kind == "KTO" else [LOSSES[loss]],
       beta=BETA,
       per_device_train_batch_size=BATCH,
       max_steps=STEPS,
@@ -113,7 +133,9 @@ def train(loss: str, folder: str) -> list[float]:
       train_sampling_strategy="sequential",
       disable_dropout=True,
     ),
-    train_dataset=datasets.Dataset.from_list(pairs()),
+    train_dataset=datasets.Dataset.from_list(
+      answers() if kind == "KTO" else pairs()
+    ),
     processing_class=tokenizer,
   )
   trainer.train()

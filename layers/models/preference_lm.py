@@ -6,7 +6,7 @@ Those of the reference are `frozen/reference/...` (`fixed_model`).
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from flax import linen as nn
 import jax
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from paxon.layers import preference_losses
 from paxon.layers.models import document_scores, fixed_model, language_model
 
-_IS_TOKEN = "is_token"
+IS_TOKEN: Final = "is_token"
 _CUT = "cut_tokens"
 
 
@@ -61,7 +61,7 @@ class PreferenceLm(nn.Module):
       tokens that inputs have cut, if the batch counts them. Outputs
       `pair_loss`, `pair_margin` and `pair_weight` [B].
     """
-    if _IS_TOKEN not in batch:
+    if IS_TOKEN not in batch:
       if self.is_initializing() and self.reference is not None:
         self.reference(batch, method="token_nll")
       return self.policy.loss(batch, deterministic=deterministic)
@@ -71,8 +71,8 @@ class PreferenceLm(nn.Module):
     references: list[jax.Array | None] = [None, None]
     if self.reference is not None:
       fixed = self.reference(halves, method="token_nll")
-      references = [*_sum_answers(fixed, weights)]
-    log_probs, lengths = _sum_answers(nll, weights), _sum(weights)
+      references = [*sum_answers(fixed, weights)]
+    log_probs, lengths = sum_answers(nll, weights), sum_halves(weights)
     chosen, rejected = (
       preference_losses.Answers(*values)
       for values in zip(log_probs, lengths, references, strict=True)
@@ -102,10 +102,7 @@ class PreferenceLm(nn.Module):
         jnp.sum(rejected.length),
       ),
     }
-    if _CUT in batch:
-      cut = jnp.sum(batch[_CUT].astype(jnp.float32))
-      count = jnp.sum(batch[_IS_TOKEN].astype(jnp.float32))
-      metrics[_CUT] = cut, cut + count
+    metrics |= count_cut(batch)
     outputs = {
       "pair_loss": losses,
       "pair_margin": margin,
@@ -144,7 +141,7 @@ def split_pairs(batch: language_model.Batch) -> dict[str, jax.Array]:
   halves = {
     name: split(batch[name]) for name in ("inputs", "targets", "weights")
   }
-  is_token = split(batch[_IS_TOKEN])
+  is_token = split(batch[IS_TOKEN])
   positions = jnp.arange(is_token.shape[1], dtype=jnp.int32)
   return {
     **halves,
@@ -153,14 +150,25 @@ def split_pairs(batch: language_model.Batch) -> dict[str, jax.Array]:
   }
 
 
-def _sum(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+def count_cut(
+  batch: language_model.Batch,
+) -> dict[str, language_model.Weighted]:
+  """Returns the metric `cut_tokens` of a batch that counts them."""
+  if _CUT not in batch:
+    return {}
+  cut = jnp.sum(batch[_CUT].astype(jnp.float32))
+  return {_CUT: (cut, cut + jnp.sum(batch[IS_TOKEN].astype(jnp.float32)))}
+
+
+def sum_halves(values: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Returns the sum of each sequence, of even and of odd ones."""
   sums = jnp.sum(values, axis=1).reshape(-1, 2)
   return sums[:, 0], sums[:, 1]
 
 
-def _sum_answers(
+def sum_answers(
   nll: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
+  """Returns the log probabilities of even and of odd sequences."""
   # Tokens of weight zero may be NaN, their gradient too.
-  return _sum(-jnp.where(weights != 0, nll, 0) * weights)
+  return sum_halves(-jnp.where(weights != 0, nll, 0) * weights)

@@ -13,6 +13,7 @@ import pytest
 
 from paxon.layers import preference_losses, softmax_loss
 from paxon.layers.models import (
+  desirability_lm,
   fixed_model,
   make_preference_trajectory,
   preference_lm,
@@ -44,12 +45,12 @@ def _imported(config):
   return tree["params"]
 
 
-def _batch(pairs, length):
+def _batch(pairs, length, keys=("chosen_ids", "rejected_ids")):
   """Returns the batch of pairs of ids, one after the other."""
   names = ("inputs", "targets", "is_token", "weights")
   arrays = {name: np.zeros((len(pairs), 2 * length)) for name in names}
   for i, pair in enumerate(pairs):
-    for j, key in enumerate(("chosen_ids", "rejected_ids")):
+    for j, key in enumerate(keys):
       prompt = pair["prompt_ids"]
       ids = [*prompt, *pair[key]]
       n = len(ids) - 1
@@ -73,7 +74,11 @@ def _trajectory(loss):
   """Returns the losses of the steps of `make_preference_trajectory`."""
   made = make_preference_trajectory
   family = families.find(made.CONFIG)
-  model = preference_lm.PreferenceLm(
+  is_labelled = loss == "kto"
+  kind = preference_lm.PreferenceLm
+  if is_labelled:
+    kind = desirability_lm.DesirabilityLm
+  model = kind(
     policy=family.model(made.CONFIG),
     reference=fixed_model.FixedModel(model=family.model(made.CONFIG)),
     preference=functools.partial(
@@ -97,8 +102,15 @@ def _trajectory(loss):
 
   state, losses = optimizer.init(params), []
   for i in range(made.STEPS):
-    pairs = made.pairs()[i * made.BATCH : (i + 1) * made.BATCH]
-    batch = _batch(pairs, made.LENGTH)
+    rows = slice(i * made.BATCH, (i + 1) * made.BATCH)
+    if is_labelled:
+      answers = made.answers()[rows]
+      keys = ("completion_ids", "KL_completion_ids")
+      batch = _batch(answers, made.LENGTH, keys)
+      labels = np.asarray([[each["label"]] for each in answers], np.int32)
+      batch["is_desirable"] = jnp.broadcast_to(labels, batch["inputs"].shape)
+    else:
+      batch = _batch(made.pairs()[rows], made.LENGTH)
     # Optax promotes.
     with jax.numpy_dtype_promotion("standard"):
       params, state, value = step(params, state, batch)
@@ -106,7 +118,7 @@ def _trajectory(loss):
   return losses
 
 
-@pytest.mark.parametrize("loss", ["dpo", "ipo"])
+@pytest.mark.parametrize("loss", ["dpo", "ipo", "kto"])
 def test_twenty_steps_of_trl(loss):
   expected = json.loads(_GOLDENS.read_text())[loss]
   np.testing.assert_allclose(_trajectory(loss), expected, rtol=1e-4)

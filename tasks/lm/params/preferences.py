@@ -6,7 +6,8 @@ r"""Imported Hugging Face models, trained on pairs of answers.
       --fdl.weights=runs/qwen3 --fdl.train_files=pairs.jsonl
 
 A line of the file has a `prompt`, a `chosen` and a `rejected` answer, strings
-or lists of messages (`inputs.tokenizers.preference_pairs`). The trained run
+or lists of messages; for KTO a `prompt`, a `completion` and a `label`, true or
+false (`inputs.tokenizers.preference_pairs`). The trained run
 generates, evaluates and is exported like any run of the model.
 """
 
@@ -27,7 +28,7 @@ from paxon.inputs import (
 from paxon.inputs.tokenizers import chats, preference_pairs
 from paxon.inputs.tokenizers import load as load_tokenizer
 from paxon.layers import preference_losses
-from paxon.layers.models import fixed_model, preference_lm
+from paxon.layers.models import desirability_lm, fixed_model, preference_lm
 from paxon.runner import run_dir, user_error
 from paxon.runner import task as task_lib
 from paxon.runner.settings import training
@@ -39,6 +40,7 @@ _LOSSES = {
   "ipo": preference_losses.ipo,
   "orpo": preference_losses.orpo,
   "simpo": preference_losses.simpo,
+  "kto": preference_losses.kto,
 }
 # These use no reference.
 _ALONE = ("orpo", "simpo")
@@ -48,11 +50,11 @@ class HuggingFacePreferences(hugging_face.HuggingFaceLm):
   """Training of an imported decoder on pairs of answers.
 
   Attributes:
-    preference: The loss: `dpo`, `ipo`, `orpo` or `simpo`; see
+    preference: The loss: `dpo`, `ipo`, `kto`, `orpo` or `simpo`; see
       `layers.preference_losses`.
     beta: Its beta; None for its default.
-    reference: Folder created by `tools/hf import` with the reference of DPO and
-      IPO; None for `weights`.
+    reference: Folder created by `tools/hf import` with the reference of DPO,
+      IPO and KTO; None for `weights`.
   """
 
   length = 512
@@ -61,7 +63,7 @@ class HuggingFacePreferences(hugging_face.HuggingFaceLm):
   prompts = None
   max_new_tokens = None
 
-  preference: Literal["dpo", "ipo", "orpo", "simpo"] = "dpo"
+  preference: Literal["dpo", "ipo", "orpo", "simpo", "kto"] = "dpo"
   beta: float | None = None
   reference: str | None = None
 
@@ -71,7 +73,10 @@ class HuggingFacePreferences(hugging_face.HuggingFaceLm):
     """Returns the policy with its reference."""
     task = super().task()
     loss = fdl.Partial(_LOSSES[self.preference])
-    model = fdl.Config(preference_lm.PreferenceLm, policy=task.model)
+    made = preference_lm.PreferenceLm
+    if self._has_labels():
+      made = desirability_lm.DesirabilityLm
+    model = fdl.Config(made, policy=task.model)
     if self.beta is not None:
       loss.beta = self.beta
       model.beta = self.beta
@@ -124,6 +129,7 @@ class HuggingFacePreferences(hugging_face.HuggingFaceLm):
         length=2 * self.length,
         knob="train_files",
         example="pairs.jsonl",
+        has_labels=self._has_labels(),
       )
     return splits
 
@@ -134,7 +140,10 @@ class HuggingFacePreferences(hugging_face.HuggingFaceLm):
     shared = {"tokenizer": self.make_tokenizer(), "length": self.length}
     if fdl.get_callable(documents) is python_stdlib.PythonStdlib:
       source = fdl.Config(
-        preference_pairs.ContinuationPairs, source=documents, **shared
+        preference_pairs.ContinuationPairs,
+        source=documents,
+        has_labels=self._has_labels(),
+        **shared,
       )
     else:
       if self.weights is None:
@@ -143,12 +152,23 @@ class HuggingFacePreferences(hugging_face.HuggingFaceLm):
           " template."
         )
       files = documents.files
-      lines = fdl.Config(preference_pairs.PairLines, files=files)
+      of_lines, of_rows, made = (
+        preference_pairs.PairLines,
+        preference_pairs.PairRows,
+        preference_pairs.TokenizedPairs,
+      )
+      if self._has_labels():
+        of_lines, of_rows, made = (
+          preference_pairs.LabelledLines,
+          preference_pairs.LabelledRows,
+          preference_pairs.LabelledAnswers,
+        )
+      lines = fdl.Config(of_lines, files=files)
       if files.endswith(hugging_face.PARQUET):
         rows = fdl.Config(grain_sources.ParquetRows, files=files)
-        lines = fdl.Config(preference_pairs.PairRows, rows=rows)
+        lines = fdl.Config(of_rows, rows=rows)
       source = fdl.Config(
-        preference_pairs.TokenizedPairs,
+        made,
         source=lines,
         template=self._chat_template(),
         too_long=too_long,
@@ -167,6 +187,9 @@ class HuggingFacePreferences(hugging_face.HuggingFaceLm):
       global_batch_size=self.global_batch_size,
       length=2 * self.length,
     )
+
+  def _has_labels(self) -> bool:
+    return self.preference == "kto"
 
   def _has_reference(self) -> bool:
     return self.preference not in _ALONE

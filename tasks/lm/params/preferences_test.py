@@ -107,12 +107,24 @@ def _read(folder):
   return stored_checkpoint.read_numpy(found, list(found.arrays))
 
 
-def test_a_resumed_run_equals_the_whole(tmp_path):
+def _write_answers(path):
+  rows = [
+    {"prompt": f"{a} + 1?", "completion": f"{a + b}", "label": b == 1}
+    for a in range(4)
+    for b in (1, 2)
+  ]
+  path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
+def test_a_resumed_run_equals_the_whole(tmp_path, loss):
   start = _imported(tmp_path / "model")
-  _write_pairs(tmp_path / "pairs.jsonl")
-  _train(tmp_path / "whole", _experiment(tmp_path))
-  _train(tmp_path / "parts", _experiment(tmp_path), until=2)
-  _train(tmp_path / "parts", _experiment(tmp_path))
+  write = _write_answers if loss == "kto" else _write_pairs
+  write(tmp_path / "pairs.jsonl")
+  experiment = _experiment(tmp_path, preference=loss)
+  _train(tmp_path / "whole", experiment)
+  _train(tmp_path / "parts", experiment, until=2)
+  _train(tmp_path / "parts", experiment)
   whole, parts = _read(tmp_path / "whole"), _read(tmp_path / "parts")
   assert whole.keys() == parts.keys()
   for name, value in whole.items():
