@@ -236,7 +236,7 @@ class LabelledAnswers(TokenizedPairs):
     super().__post_init__()
     if len(self.source) < 2:
       raise ValueError(
-        "Labelled answers need at least two rows, because each is compared with"
+        "Labelled answers must be at least two, because each is compared with"
         f" the answer to another prompt, got {len(self.source)}."
       )
 

@@ -146,5 +146,5 @@ def test_pairs_are_no_labelled_answers(tmp_path):
     ValueError, match=r"must have 'completion', got \['chosen"
   ):
     _answers(tmp_path, _ROW, _ROW)[0]
-  with pytest.raises(ValueError, match="at least two rows"):
+  with pytest.raises(ValueError, match="must be at least two"):
     _answers(tmp_path, _ANSWER)
