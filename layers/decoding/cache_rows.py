@@ -1,4 +1,4 @@
-"""Repeating, selecting and replacing the sequences of a cache.
+"""Repeating, selecting, replacing and rewinding the sequences of a cache.
 
 A cache is a tree of boxed variables (`sharding.variables`), which name the
 batch axis wherever a stack has put it. Variables without a batch axis, such as
@@ -77,6 +77,60 @@ def with_row_index(cache: Any) -> Any:
     return leaf.replace(value=value, names=(*leaf.names, axes.BATCH))
 
   return jax.tree_util.tree_map_with_path(widen, cache, is_leaf=_is_box)
+
+
+def rewind(
+  cache: Any, before: Any, fed: jax.Array, keep: jax.Array, *, most: int
+) -> Any:
+  """Returns the cache without the last tokens of each sequence.
+
+  A contiguous cache keeps what was stored, which is in the future of all later
+  tokens until they overwrite it. A ring gets back what was overwritten.
+
+  Args:
+    cache: A cache with an index for each sequence (`with_row_index`).
+    before: The same one, before the last tokens.
+    fed: int32 [B]; number of tokens since then.
+    keep: int32 [B]; how many of them to keep, the first ones.
+    most: Upper bound of `fed`.
+
+  Raises:
+    ValueError: A ring has fewer slots than `most`.
+  """
+  flat = dict(jax.tree_util.tree_flatten_with_path(before, is_leaf=_is_box)[0])
+
+  def is_ring(path: Any) -> bool:
+    positions = (*path[:-1], jax.tree_util.DictKey("positions"))
+    box = flat.get(positions)
+    return box is not None and box.names[-1] is None
+
+  def restore(path: Any, leaf: Any) -> Any:
+    old = flat[path]
+    if path[-1].key == cache_variables.INDEX:
+      back = jnp.broadcast_to(fed - keep, leaf.value.shape)
+      return leaf.replace(value=leaf.value - back)
+    if not is_ring(path):
+      return leaf
+    first = flat[(*path[:-1], jax.tree_util.DictKey(cache_variables.INDEX))]
+    lead = leaf.names.index(axes.BATCH)
+    axis = lead + cache_variables.slot_axis(
+      jax.ShapeDtypeStruct(leaf.value.shape[lead:], leaf.value.dtype)
+    )
+    count = leaf.value.shape[axis]
+    if count < most:
+      raise ValueError(
+        f"A ring of {count} slots cannot take back {most} tokens; speculate on"
+        f" fewer tokens, at most {count - 1}, or use ContiguousCache."
+      )
+    begin = first.value.reshape(-1, first.value.shape[-1])[0] + keep
+    after = (jnp.arange(count)[None] - begin[:, None]) % count
+    rejected = after < (fed - keep)[:, None]
+    shape = [1] * leaf.value.ndim
+    shape[lead], shape[axis] = rejected.shape
+    mask = rejected.reshape(shape)
+    return leaf.replace(value=jnp.where(mask, old.value, leaf.value))
+
+  return jax.tree_util.tree_map_with_path(restore, cache, is_leaf=_is_box)
 
 
 def map_axis(

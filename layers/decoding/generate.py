@@ -135,10 +135,6 @@ def generate(
     ValueError: A number is not positive, `end_id` is empty, or the shapes do
       not match.
   """
-  if num_alternatives < 0:
-    raise ValueError(
-      f"num_alternatives must not be negative, got {num_alternatives}."
-    )
   check_prompts(prompts, prompt_lengths, max_new_tokens, num_samples)
   end_ids = () if end_id is None else to_end_ids(end_id)
   rows = prompts.shape[0] * num_samples
@@ -177,15 +173,6 @@ def generate(
   def is_running(state: _State) -> jax.Array:
     return (state.step < max_new_tokens) & ~jnp.all(state.done)
 
-  alternatives = (rows, max_new_tokens, num_alternatives)
-  empty = Generation(
-    ids=jnp.zeros((rows, max_new_tokens), jnp.int32),
-    lengths=jnp.zeros((rows,), jnp.int32),
-    log_probs=jnp.zeros((rows, max_new_tokens), jnp.float32),
-    ended=jnp.zeros((rows,), bool),
-    top_ids=jnp.zeros(alternatives, jnp.int32),
-    top_log_probs=jnp.zeros(alternatives, jnp.float32),
-  )
   history = None
   if isinstance(sampler, sampling.BatchSettings):
     repeated = jnp.repeat(prompts, num_samples, axis=0)
@@ -196,7 +183,7 @@ def generate(
     last=jnp.zeros((rows,), jnp.int32),
     done=jnp.zeros((rows,), bool),
     history=history,
-    result=empty,
+    result=empty(rows, max_new_tokens, num_alternatives),
   )
   state = sample(at_end[:, 0], state)
   return jax.lax.while_loop(is_running, body, state).result
@@ -225,6 +212,61 @@ def read_prompts(
   return at_end, cache, lengths
 
 
+def empty(rows: int, max_new_tokens: int, num_alternatives: int) -> Generation:
+  """Returns a generation of sequences without an id.
+
+  Raises:
+    ValueError: `num_alternatives` is negative.
+  """
+  if num_alternatives < 0:
+    raise ValueError(
+      f"num_alternatives must not be negative, got {num_alternatives}."
+    )
+  alternatives = (rows, max_new_tokens, num_alternatives)
+  return Generation(
+    ids=jnp.zeros((rows, max_new_tokens), jnp.int32),
+    lengths=jnp.zeros((rows,), jnp.int32),
+    log_probs=jnp.zeros((rows, max_new_tokens), jnp.float32),
+    ended=jnp.zeros((rows,), bool),
+    top_ids=jnp.zeros(alternatives, jnp.int32),
+    top_log_probs=jnp.zeros(alternatives, jnp.float32),
+  )
+
+
+def with_step(
+  result: Generation, ids: jax.Array, logits: jax.Array, at: jax.Array
+) -> Generation:
+  """Returns a generation with one id of each sequence at its own step.
+
+  Args:
+    result: The generation; `lengths` and `ended` stay.
+    ids: int32 [R].
+    logits: Those of the model, [R,V].
+    at: int32 [R]; nothing is stored for steps after the last one.
+  """
+  rows = jnp.arange(ids.shape[0])
+  found = _columns(ids, logits, result.top_ids.shape[-1])
+  stored = {
+    name: getattr(result, name).at[rows, at].set(x, mode="drop")
+    for name, x in found.items()
+  }
+  return dataclasses.replace(result, **stored)
+
+
+def _columns(
+  ids: jax.Array, logits: jax.Array, num_alternatives: int
+) -> dict[str, jax.Array]:
+  """Returns what a generation stores of one id of each sequence."""
+  log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+  top_log_probs, top_ids = jax.lax.top_k(log_probs, num_alternatives)
+  return {
+    "ids": ids,
+    "log_probs": jnp.take_along_axis(log_probs, ids[:, None], axis=-1)[:, 0],
+    "top_ids": top_ids,
+    "top_log_probs": top_log_probs,
+  }
+
+
 def _append(
   state: _State,
   ids: jax.Array,
@@ -234,9 +276,6 @@ def _append(
 ) -> _State:
   """Appends one id to each sequence that has not ended."""
   result, done = state.result, state.done
-  logits = logits.astype(jnp.float32)
-  log_probs = jax.nn.log_softmax(logits, axis=-1)
-  top_log_probs, top_ids = jax.lax.top_k(log_probs, result.top_ids.shape[-1])
 
   def with_column(x: jax.Array, column: jax.Array) -> jax.Array:
     is_done = done.reshape(done.shape + (1,) * (column.ndim - 1))
@@ -246,17 +285,14 @@ def _append(
     )
 
   ids = jnp.where(done, 0, ids)
-  chosen = jnp.take_along_axis(log_probs, ids[:, None], axis=-1)[:, 0]
+  columns = _columns(ids, logits, result.top_ids.shape[-1])
   is_end = jnp.zeros_like(done)
   for end_id in end_ids:
     is_end |= ids == end_id
   result = Generation(
-    ids=with_column(result.ids, ids),
     lengths=result.lengths + (~done).astype(jnp.int32),
-    log_probs=with_column(result.log_probs, chosen),
     ended=result.ended | (is_end & ~done),
-    top_ids=with_column(result.top_ids, top_ids),
-    top_log_probs=with_column(result.top_log_probs, top_log_probs),
+    **{n: with_column(getattr(result, n), x) for n, x in columns.items()},
   )
   done |= is_end
   if limits is not None:

@@ -231,16 +231,21 @@ class BatchSettings:
         f" there are {logits.shape[0]} (all samples of all prompts)."
       )
     weights = self.log_weights(logits, history, step, end_ids)
-
-    def draw_one(
-      weights: jax.Array, seed: jax.Array, sample: jax.Array, step: jax.Array
-    ) -> jax.Array:
-      own = jax.random.fold_in(jax.random.fold_in(key, seed), sample)
-      return jax.random.categorical(jax.random.fold_in(own, step), weights)
-
-    drawn = jax.vmap(draw_one)(weights, self.seed, self.sample, step)
+    keys = self.keys(key, step)
+    drawn = jax.vmap(jax.random.categorical)(keys, weights)
     best = jnp.argmax(weights, axis=-1)
     return jnp.where(self.temperature > 0, drawn, best).astype(jnp.int32)
+
+  def keys(
+    self, key: Key[Array, ""], step: Int[Array, " rows"]
+  ) -> Key[Array, " rows"]:
+    """Returns the key of a step of each sequence."""
+
+    def fold(seed: jax.Array, sample: jax.Array, step: jax.Array) -> jax.Array:
+      own = jax.random.fold_in(jax.random.fold_in(key, seed), sample)
+      return jax.random.fold_in(own, step)
+
+    return jax.vmap(fold)(self.seed, self.sample, step)
 
   def _penalized(self, logits: jax.Array, history: History) -> jax.Array:
     def penalize(logits: jax.Array) -> jax.Array:
