@@ -66,22 +66,22 @@ class StochasticResidual(nn.Module):
   @nn.compact
   def __call__(
     self,
-    x: Float[Array, "batch length embed"],
-    branch: Float[Array, "batch length embed"],
+    x: Float[Array, "batch *positions embed"],
+    branch: Float[Array, "batch *positions embed"],
     layer_index: Int[Array, ""] | None = None,
     *,
     deterministic: bool = True,
-  ) -> Float[Array, "batch length embed"]:
+  ) -> Float[Array, "batch *positions embed"]:
     """Returns the residual stream with the branch, or without.
 
     Raises:
       ValueError: The rate depends on the layer index, and there is none.
     """
     dtype = precision.at_least_float32(branch.dtype)
-    factor = jnp.full((1, 1, 1), self.residual_weight, dtype)
+    factor = jnp.full((1,) * x.ndim, self.residual_weight, dtype)
     if not deterministic and self.rate != 0:
       survival = 1 - self._rate(layer_index)
-      shape = (x.shape[0], 1, 1)
+      shape = (x.shape[0], *(1,) * (x.ndim - 1))
       key = self.make_rng(self.rng_collection)
       kept = jax.random.bernoulli(key, survival, shape)
       factor = jnp.where(kept, factor / survival.astype(dtype), 0)

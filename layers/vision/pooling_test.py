@@ -1,0 +1,110 @@
+"""Tests for pooling, against float64 numpy from the definition."""
+
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxon.layers import testing
+from paxon.layers.vision import pooling
+
+MASK = testing.array([[1] * 7, [1] * 4 + [0] * 3], bool)
+
+
+def _oracle(x, mask, layer):
+  """Reduces one window and example at a time."""
+  x = np.asarray(x, np.float64)
+  strides = layer.strides or layer.window
+  outs, before = [], []
+  for size, window, stride in zip(
+    x.shape[1:-1], layer.window, strides, strict=True
+  ):
+    if layer.same:
+      outs.append(-(-size // stride))
+      before.append(max((outs[-1] - 1) * stride + window - size, 0) // 2)
+    else:
+      outs.append((size - window) // stride + 1)
+      before.append(0)
+  y = np.zeros((x.shape[0], *outs, x.shape[-1]))
+  for place in itertools.product(range(x.shape[0]), *map(range, outs)):
+    found = []
+    for tap in np.ndindex(layer.window):
+      at = [
+        p * s + i - b
+        for p, s, i, b in zip(place[1:], strides, tap, before, strict=True)
+      ]
+      inside = all(0 <= i < n for i, n in zip(at, x.shape[1:-1], strict=True))
+      if inside and (mask is None or mask[place[0], at[0]]):
+        found.append(x[(place[0], *at)])
+    is_real = bool(found) and (
+      mask is None
+      or not layer.same
+      or bool(mask[place[0], place[1] * strides[0]])
+    )
+    if is_real:
+      is_max = layer.reduction is pooling.Reduction.MAX
+      y[place] = np.max(found, 0) if is_max else np.mean(found, 0)
+  return y
+
+
+@pytest.mark.parametrize("reduction", pooling.Reduction)
+@pytest.mark.parametrize("same", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+  ("size", "window", "strides"),
+  [((7,), (3,), (1,)), ((7, 6), (3, 2), (2, 1)), ((7, 4, 4), (2, 2, 3), None)],
+)
+def test_matches_numpy(reduction, same, masked, size, window, strides):
+  layer = pooling.Pooling(
+    window=window, strides=strides, reduction=reduction, same=same
+  )
+  x = testing.normal(2, *size, 3)
+  mask = MASK if masked else None
+  expected = _oracle(x, mask, layer)
+  if masked:
+    x = jnp.where(MASK.reshape(2, 7, *[1] * len(size)), x, jnp.nan)
+  found = layer(x, mask)
+  assert found.shape == expected.shape
+  np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("reduction", pooling.Reduction)
+def test_gradients_match_finite_differences(reduction):
+  layer = pooling.Pooling(window=(3, 2), strides=(2, 2), reduction=reduction)
+
+  def loss(at):
+    whole = pooling.pool_all(
+      at, MASK[:, :, None, None], axes=(1, 2), reduction=reduction
+    )
+    return jnp.sum(jnp.sin(layer(at, MASK))) + jnp.sum(jnp.cos(whole))
+
+  testing.assert_gradients_match(loss, testing.normal(2, 7, 6, 3))
+
+
+@pytest.mark.parametrize("reduction", pooling.Reduction)
+def test_pool_all_matches_numpy(reduction):
+  x = testing.normal(2, 7, 3, 4)
+  wide = np.asarray(x, np.float64)
+  take = np.max if reduction is pooling.Reduction.MAX else np.mean
+  found = pooling.pool_all(x, axes=(1, 2), reduction=reduction)
+  np.testing.assert_allclose(found, take(wide, (1, 2)), rtol=1e-5, atol=1e-6)
+  bad = jnp.where(MASK[:, :, None, None], x, jnp.nan)
+  found = pooling.pool_all(
+    bad, MASK[:, :, None, None], axes=(1, 2), reduction=reduction
+  )
+  expected = [take(wide[0], (0, 1)), take(wide[1, :4], (0, 1))]
+  np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+  nothing = pooling.pool_all(
+    bad, jnp.zeros_like(bad, bool), axes=(1, 2), reduction=reduction
+  )
+  assert not np.any(nothing)
+
+
+def test_errors():
+  with pytest.raises(ValueError, match=r"Pooling.window must have positive"):
+    pooling.Pooling(window=())
+  with pytest.raises(ValueError, match=r"Pooling.strides must have positive"):
+    pooling.Pooling(window=(2, 2), strides=(1,))
+  with pytest.raises(ValueError, match=r"needs an input of rank 4, got"):
+    pooling.Pooling(window=(2, 2))(jnp.ones((2, 4, 3)))
