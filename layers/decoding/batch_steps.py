@@ -4,9 +4,7 @@
             draws the first id
   generate  draws one id for each slot that has read its prompt
 
-Shapes never change. The compiler chooses the layout of the cache for `generate`,
-and the others keep to it: arguments in the default layout would be copied in
-each step, as XLA does for GPUs. The cache has slots for each sequence, or pages that the
+Shapes never change. The cache has slots for each sequence, or pages that the
 sequences share (`attention.paged_slots`); both give the same ids and log
 probabilities, bit by bit.
 
@@ -20,7 +18,6 @@ import functools
 from typing import Any, TypeAlias
 
 import jax
-from jax.experimental import layout as layout_lib
 import jax.numpy as jnp
 import numpy as np
 
@@ -121,11 +118,9 @@ class BatchSteps:
   Attributes:
     vocab_size: Number of ids.
     is_paged: Whether pages hold all that the cache keeps of tokens.
-    cache: Boxed variables, after `start`.
-    slots: The rest of the batch, the leaves of `Slots`.
+    cache: Boxed variables.
+    slots: The rest of the batch.
   """
-
-  cache: Any
 
   def __init__(
     self,
@@ -141,79 +136,23 @@ class BatchSteps:
     num_pages: int | None,
     layout: layouts.Layout | None,
   ) -> None:
-    """Records the arguments, which are those of `continuous_batching.Batcher`.
+    """Creates the empty batch.
 
-    `num_pages` is the number of pages of `chunk` tokens, None for a cache
-    without pages. Nothing is computed; the variables may be abstract.
+    The arguments are those of `continuous_batching.Batcher`; `num_pages` is the
+    number of pages of `chunk` tokens, None for a cache without pages.
     """
     self._make_steps, self._variables = make_steps, model_variables
     self._num_slots, self._cache_length = num_slots, cache_length
     self._chunk, self._num_pages = chunk, num_pages
     self._max_end_ids, self._max_alternatives = max_end_ids, max_alternatives
     self._key = key
-    jit = jax.jit if layout is None else layout.jit
-    self._jit, self._layout = jit, layout
-    self._rest = None if layout is None else layout.replicated
-    logits, self._abstract = jax.eval_shape(self._empty_cache, model_variables)
+    logits, cache = jax.eval_shape(self._empty_cache, model_variables)
     self.vocab_size: int = logits.shape[-1]
-    self.is_paged = paged_slots.is_paged(self._abstract)
-    # Leaves, because compiled programs put their formats into trees.
-    self.slots, self._tree = jax.tree.flatten(jax.jit(self._empty_slots)())
-
-  def start(self) -> None:
-    """Compiles `generate` and creates the empty batch."""
-    self._generate = self.trace_generate().lower().compile()
-    formats = self._generate.input_formats[0][1]
-    empty = self._jit(
-      lambda values: self._empty_cache(values)[1], out_shardings=formats
-    )
-    self.cache = empty(self._variables)
-    if self._rest is not None:
-      self.slots = jax.device_put(self.slots, self._rest)
-    self._insert = self._jit(
-      self._inserted,
-      donate_argnums=(1, 2),
-      in_shardings=(None, formats, self._rest, None, None, None),
-      out_shardings=(formats, self._rest, self._rest),
-    )
-
-  def trace_generate(self) -> jax.stages.Traced:
-    """Traces `generate`, in which the compiler chooses the cache's layout."""
-
-    def free(box: variables.Variable) -> Any:
-      where = self._layout and self._layout.sharding(box.names)
-      auto = layout_lib.Format(layout_lib.Layout.AUTO, where)
-      return box.replace(value=auto)
-
-    auto = jax.tree.map(free, self._abstract, is_leaf=_is_box)
-    rest = self._rest
-    step = self._jit(
-      self._generated,
-      donate_argnums=(1, 2),
-      in_shardings=(None, auto, rest, None, None, None),
-      # The cache is first, so that no other output gets its memory.
-      out_shardings=(auto, rest, rest),
-    )
-    count = self._num_slots
-    allowed = (
-      np.zeros(count, bool),
-      np.zeros((count, -(-self.vocab_size // 32)), np.uint32),
-    )
-    return step.trace(
-      self._variables,
-      self._abstract,
-      self.slots,
-      np.ones(count, bool),
-      allowed,
-      np.zeros((count, self.pages_per_slot), np.int32),
-    )
-
-  @property
-  def pages_per_slot(self) -> int:
-    """Number of pages of a sequence; 0 without pages."""
-    if self._num_pages is None:
-      return 0
-    return -(-self._cache_length // self._chunk)
+    self.is_paged = paged_slots.is_paged(cache)
+    jit, start, placed = _placement(layout, cache)
+    self.cache, self.slots = jit(self._empty, **start)(model_variables)
+    self._insert = jit(self._inserted, donate_argnums=(1, 2), **placed)
+    self._generate = jit(self._generated, donate_argnums=(1, 2), **placed)
 
   def insert(
     self, chunk: Chunk, allowed: Allowed, table: np.ndarray
@@ -222,7 +161,7 @@ class BatchSteps:
 
     `table` are the pages int32 [R,N] of each slot; [R,0] without pages.
     """
-    self.cache, self.slots, drawn = self._insert(
+    drawn, self.cache, self.slots = self._insert(
       self._variables, self.cache, self.slots, chunk, allowed, table
     )
     return drawn
@@ -231,7 +170,7 @@ class BatchSteps:
     self, keep: np.ndarray, allowed: Allowed, table: np.ndarray
   ) -> dict[str, jax.Array]:
     """Returns one id for each active slot, bool [R], that is kept."""
-    self.cache, self.slots, drawn = self._generate(
+    drawn, self.cache, self.slots = self._generate(
       self._variables, self.cache, self.slots, keep, allowed, table
     )
     return drawn
@@ -250,10 +189,10 @@ class BatchSteps:
       )
     return logits, jax.tree.map(jnp.zeros_like, cache)
 
-  def _empty_slots(self) -> Slots:
+  def _empty(self, model_variables: Any) -> tuple[Any, Slots]:
     zeros = jnp.zeros((self._num_slots,), jnp.int32)
     settings = [sampling.Settings()] * self._num_slots
-    return Slots(
+    slots = Slots(
       last=zeros,
       length=zeros,
       step=zeros,
@@ -263,16 +202,17 @@ class BatchSteps:
       end_ids=jnp.full((self._num_slots, self._max_end_ids), -1, jnp.int32),
       wants_top=zeros > 0,
     )
+    return self._empty_cache(model_variables)[1], slots
 
   def _inserted(
     self,
     model_variables: Any,
     cache: Any,
-    leaves: list[jax.Array],
+    slots: Slots,
     chunk: Chunk,
     allowed: Allowed,
     table: jax.Array,
-  ) -> tuple[Any, list[jax.Array], dict[str, jax.Array]]:
+  ) -> tuple[dict[str, jax.Array], Any, Slots]:
     """Reads a chunk of a prompt; draws an id if it is the last one."""
     _, decode_step = self._make_steps(model_variables)
     begin, size = jnp.asarray(chunk.begin), jnp.asarray(chunk.size)
@@ -310,24 +250,24 @@ class BatchSteps:
       wants_top=jnp.asarray(chunk.wants_top),
     )
     drawn, one = self._draw(one, at_end, allowed)
-    leaves = [
-      jax.lax.dynamic_update_slice_in_dim(all_, x, slot, 0)
-      for all_, x in zip(leaves, jax.tree.leaves(one), strict=True)
-    ]
-    return cache_rows.put(cache, own, slot), leaves, drawn
+    slots = jax.tree.map(
+      lambda all_, x: jax.lax.dynamic_update_slice_in_dim(all_, x, slot, 0),
+      slots,
+      one,
+    )
+    return drawn, cache_rows.put(cache, own, slot), slots
 
   def _generated(
     self,
     model_variables: Any,
     cache: Any,
-    leaves: list[jax.Array],
+    slots: Slots,
     keep: jax.Array,
     allowed: Allowed,
     table: jax.Array,
-  ) -> tuple[Any, list[jax.Array], dict[str, jax.Array]]:
+  ) -> tuple[dict[str, jax.Array], Any, Slots]:
     """Appends the last id of each active slot that is kept; draws the next."""
     _, decode_step = self._make_steps(model_variables)
-    slots = jax.tree.unflatten(self._tree, leaves)
     active = slots.active & keep
     logits, cache = decode_step(
       paged_slots.with_table(cache, table),
@@ -338,7 +278,7 @@ class BatchSteps:
     length = slots.length + active.astype(jnp.int32)
     slots = dataclasses.replace(slots, length=length, active=active)
     drawn, slots = self._draw(slots, logits[:, 0], allowed)
-    return cache, jax.tree.leaves(slots), drawn
+    return drawn, cache, slots
 
   def _draw(
     self,
@@ -412,5 +352,20 @@ def _exclude(logits: jax.Array, rows: Array, masks: Array) -> jax.Array:
   return jax.lax.cond(jnp.any(rows), exclude, lambda x: x, logits)
 
 
-def _is_box(leaf: Any) -> bool:
-  return isinstance(leaf, variables.Variable)
+def _placement(
+  layout: layouts.Layout | None, cache: Any
+) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+  """Returns `jit`, and its options for the empty batch and for the steps."""
+  if layout is None:
+    return jax.jit, {}, {}
+  rest = layout.replicated
+  shardings = jax.tree.map(
+    lambda box: box.replace(value=layout.sharding(box.names)),
+    cache,
+    is_leaf=lambda leaf: isinstance(leaf, variables.Variable),
+  )
+  return (
+    layout.jit,
+    {"out_shardings": (shardings, rest)},
+    {"out_shardings": (rest, shardings, rest)},
+  )

@@ -163,6 +163,12 @@ class Batcher:
         "Batcher.layout must not split the batch, got"
         f" {layout.shards(axes.BATCH)} shards."
       )
+    columns = 0 if num_pages is None else -(-cache_length // self.chunk)
+    if num_pages is not None and num_pages < columns:
+      raise ValueError(
+        f"Batcher.num_pages must be at least {columns}, for a sequence of"
+        f" {cache_length} tokens in pages of {self.chunk}, got {num_pages}."
+      )
     self.steps = batch_steps.BatchSteps(
       make_steps,
       model_variables,
@@ -176,20 +182,14 @@ class Batcher:
       layout=layout,
     )
     self.vocab_size = self.steps.vocab_size
-    self.pages, columns = None, self.steps.pages_per_slot
+    self.pages = None
     if num_pages is not None:
-      if num_pages < columns:
-        raise ValueError(
-          f"Batcher.num_pages must be at least {columns}, for a sequence of"
-          f" {cache_length} tokens in pages of {self.chunk}, got {num_pages}."
-        )
       self.pages = pages_lib.Pages(
         num_pages,
         length=self.chunk,
         is_shared=reuse_prefixes and self.steps.is_paged,
       )
     self._table = np.zeros((num_slots, columns), np.int32)
-    self.steps.start()
     self.num_preempted = 0
     self._waiting: collections.deque[_Entry] = collections.deque()
     self._reading: collections.deque[_Entry] = collections.deque()
