@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 from paxon.tools.benchmarks import (
+  continuous_case,
   decoder_lm_workload,
   generation_case,
   loop_case,
@@ -239,6 +240,33 @@ CASES: Mapping[str, Case] = {
     workload=dataclasses.replace(PEERS, length=128),
     run=generation_case.run_transformers,
     rounds=15,
+  ),
+  **{
+    f"{name}_{batch}": Case(
+      summary=f"batch {batch} / {second}",
+      workload=dataclasses.replace(
+        LARGER_GENERATION, global_batch_size=batch, length=64
+      ),
+      run=run,
+      rounds=11,
+    )
+    for batch in (1, 8, 64)
+    for name, second, run in (
+      ("generation", "plain JAX", generation_case.run),
+      ("transformers", "transformers", generation_case.run_transformers),
+    )
+  },
+  "continuous": Case(
+    summary="continuous batching / static batches, skewed lengths",
+    workload=dataclasses.replace(LARGER_GENERATION, length=64),
+    run=continuous_case.run,
+    rounds=7,
+  ),
+  "prefixes": Case(
+    summary="pages that prompts share / contiguous cache, 256 equal ids",
+    workload=dataclasses.replace(LARGER_GENERATION, length=64),
+    run=continuous_case.run_prefixes,
+    rounds=7,
   ),
 }
 

@@ -10,7 +10,12 @@ import jax
 import numpy as np
 import pytest
 
-from paxon.tools.benchmarks import cases, generation_case, torch_decoder_lm
+from paxon.tools.benchmarks import (
+  cases,
+  continuous_case,
+  generation_case,
+  torch_decoder_lm,
+)
 
 
 def _costs(step: jax.stages.Compiled) -> dict[str, float]:
@@ -64,6 +69,25 @@ def test_generations_agree_and_cost_the_same():
   ours, theirs = (_layer_operations(each) for each in (both.ours, both.theirs))
   assert len(theirs) > 20
   assert len(ours) <= len(theirs), sorted(ours)
+
+
+def test_continuous_batching_generates_what_static_batches_do(monkeypatch):
+  monkeypatch.setattr(continuous_case, "_MEDIAN_NEW", 3)
+  monkeypatch.setattr(continuous_case, "_MAX_NEW", 12)
+  sizes = {"embed_dim": 32, "mlp_dim": 48, "vocab_size": 64, "length": 6}
+  sizes |= {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+  sizes |= {"global_batch_size": 4}
+  workload = cases.resized(cases.CASES["continuous"].workload, sizes)
+  served = continuous_case.make_served(workload, prefix=9)
+  batcher = served.make_batcher(num_pages=40, chunk=4)
+  ids = continuous_case.make_continuous(served, batcher)()
+  assert ids == continuous_case.make_static(served)()
+  assert batcher.pages.num_reused >= 20 * 8
+  counts = [len(each) for each in ids]
+  assert sum(counts) == served.num_new
+  # In order of arrival, the longest of a batch is much longer than most.
+  longest = [max(counts[i : i + 4]) for i in range(0, len(counts), 4)]
+  assert sum(longest) * 4 > 1.5 * sum(counts)
 
 
 def test_transformers_generates_the_same():
