@@ -118,8 +118,10 @@ def make_static(served: Served) -> Callable[[], list[list[int]]]:
 
   @jax.jit
   def run(values: Any, ids: Any, lengths: Any, settings: Any) -> Any:
+    prefill, decode_step = served.make_steps(values)
     return generate.generate(
-      *served.make_steps(values),
+      prefill,
+      decode_step,
       ids,
       lengths,
       sampler=settings,
