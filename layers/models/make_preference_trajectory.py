@@ -6,6 +6,7 @@ r"""Writes `testdata/preference_trajectory.json` with TRL 1.16.0.
 The losses of 20 steps of `DPOTrainer` on a tiny Llama, for DPO and IPO, and of
 `KTOTrainer`, with AdamW at a constant learning rate and batches in order.
 Weights are `golden_case.weight`; the reference is the same model at the start.
+And those of a reward model, with the loss of `RewardTrainer`.
 """
 
 import json
@@ -32,6 +33,7 @@ CONFIG = {
 }
 STEPS, BATCH, LENGTH = 20, 4, 12
 LEARNING_RATE, BETA = 3e-3, 0.3
+REWARD, CENTER = "reward", 0.01
 # Log ratios per token are small, so IPO's target 1 / (2 beta) is too.
 LOSSES = {"dpo": "sigmoid", "ipo": "ipo", "kto": "kto"}
 
@@ -143,10 +145,51 @@ def train(loss: str, folder: str) -> list[float]:
   return [float(row["loss"]) for row in history if "loss" in row]
 
 
+def train_rewards() -> list[float]:
+  """Returns the loss of each step of a reward model, as of `RewardTrainer`.
+
+  The loop is torch's and the model that of transformers, whose reward is that
+  of the last token that is no padding.
+  """
+  import torch  # pyrefly: ignore[missing-import]
+  import transformers  # pyrefly: ignore[missing-import]
+
+  config = transformers.LlamaConfig(**CONFIG, num_labels=1, pad_token_id=1)
+  model: Any = transformers.LlamaForSequenceClassification(config)
+  with torch.no_grad():
+    for name, value in model.named_parameters():
+      made = golden_case.weight(name, tuple(value.shape))
+      value.copy_(torch.from_numpy(made))
+  optimizer = torch.optim.AdamW(
+    model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0
+  )
+  losses, given = [], pairs()
+  for step in range(STEPS):
+    batch = given[step * BATCH : (step + 1) * BATCH]
+    texts = [
+      torch.tensor(pair["prompt_ids"] + pair[key])
+      for key in ("chosen_ids", "rejected_ids")
+      for pair in batch
+    ]
+    ids = torch.nn.utils.rnn.pad_sequence(
+      texts, batch_first=True, padding_value=1
+    )
+    rewards = model(input_ids=ids, attention_mask=(ids != 1).long()).logits
+    chosen, rejected = rewards[:, 0].chunk(2)
+    loss = -torch.nn.functional.logsigmoid(chosen - rejected).mean()
+    loss = loss + CENTER * ((chosen + rejected) ** 2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+  return losses
+
+
 def main(folder: pathlib.Path) -> None:
   """Writes the goldens to a folder."""
   with tempfile.TemporaryDirectory() as temporary:
     found = {loss: train(loss, temporary) for loss in LOSSES}
+  found[REWARD] = train_rewards()
   text = json.dumps(found, indent=1) + "\n"
   (folder / "preference_trajectory.json").write_text(text)
 

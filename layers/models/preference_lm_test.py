@@ -11,12 +11,13 @@ import numpy as np
 import optax
 import pytest
 
-from paxon.layers import preference_losses, softmax_loss
+from paxon.layers import linear, preference_losses, softmax_loss
 from paxon.layers.models import (
   desirability_lm,
   fixed_model,
   make_preference_trajectory,
   preference_lm,
+  reward_lm,
 )
 from paxon.layers.models import testing as models_testing
 from paxon.layers.models.hugging_face import families, golden_case
@@ -75,18 +76,27 @@ def _trajectory(loss):
   made = make_preference_trajectory
   family = families.find(made.CONFIG)
   is_labelled = loss == "kto"
-  kind = preference_lm.PreferenceLm
-  if is_labelled:
-    kind = desirability_lm.DesirabilityLm
-  model = kind(
-    policy=family.model(made.CONFIG),
-    reference=fixed_model.FixedModel(model=family.model(made.CONFIG)),
-    preference=functools.partial(
-      getattr(preference_losses, loss), beta=made.BETA
-    ),
-  )
   params = _imported(made.CONFIG)
   frozen = {"reference": params}
+  if loss == made.REWARD:
+    model = reward_lm.RewardLm(
+      decoder=family.model(made.CONFIG),
+      reward_head=linear.Linear(output_dim=1, use_bias=False),
+      center=made.CENTER,
+    )
+    kernel = golden_case.weight("score.weight", (1, 16)).T
+    params = {**params, "reward_head": {"kernel": jnp.asarray(kernel)}}
+  else:
+    kind = preference_lm.PreferenceLm
+    if is_labelled:
+      kind = desirability_lm.DesirabilityLm
+    model = kind(
+      policy=family.model(made.CONFIG),
+      reference=fixed_model.FixedModel(model=family.model(made.CONFIG)),
+      preference=functools.partial(
+        getattr(preference_losses, loss), beta=made.BETA
+      ),
+    )
   optimizer = optax.adamw(made.LEARNING_RATE, b2=0.95, weight_decay=0.0)
 
   @jax.jit
@@ -118,7 +128,7 @@ def _trajectory(loss):
   return losses
 
 
-@pytest.mark.parametrize("loss", ["dpo", "ipo", "kto"])
+@pytest.mark.parametrize("loss", ["dpo", "ipo", "kto", "reward"])
 def test_twenty_steps_of_trl(loss):
   expected = json.loads(_GOLDENS.read_text())[loss]
   np.testing.assert_allclose(_trajectory(loss), expected, rtol=1e-4)

@@ -8,7 +8,8 @@ r"""Imported Hugging Face models, trained on pairs of answers.
 A line of the file has a `prompt`, a `chosen` and a `rejected` answer, strings
 or lists of messages; for KTO a `prompt`, a `completion` and a `label`, true or
 false (`inputs.tokenizers.preference_pairs`). The trained run
-generates, evaluates and is exported like any run of the model.
+generates, evaluates and is exported like any run of the model. A reward model
+(`HuggingFaceReward`) gives numbers instead: see `tasks.lm.params.model_reward`.
 """
 
 import os
@@ -28,7 +29,12 @@ from paxon.inputs import (
 from paxon.inputs.tokenizers import chats, preference_pairs
 from paxon.inputs.tokenizers import load as load_tokenizer
 from paxon.layers import preference_losses
-from paxon.layers.models import desirability_lm, fixed_model, preference_lm
+from paxon.layers.models import (
+  desirability_lm,
+  fixed_model,
+  preference_lm,
+  reward_lm,
+)
 from paxon.runner import run_dir, user_error
 from paxon.runner import task as task_lib
 from paxon.runner.settings import training
@@ -46,70 +52,13 @@ _LOSSES = {
 _ALONE = ("orpo", "simpo")
 
 
-class HuggingFacePreferences(hugging_face.HuggingFaceLm):
-  """Training of an imported decoder on pairs of answers.
-
-  Attributes:
-    preference: The loss: `dpo`, `ipo`, `kto`, `orpo` or `simpo`; see
-      `layers.preference_losses`.
-    beta: Its beta; None for its default.
-    reference: Folder created by `tools/hf import` with the reference of DPO,
-      IPO and KTO; None for `weights`.
-  """
+class _Pairs(hugging_face.HuggingFaceLm):
+  """Training of an imported decoder on answers."""
 
   length = 512
   global_batch_size = 8
-  learning_rate = 1e-6
   prompts = None
   max_new_tokens = None
-
-  preference: Literal["dpo", "ipo", "orpo", "simpo", "kto"] = "dpo"
-  beta: float | None = None
-  reference: str | None = None
-
-  path_knobs = (*hugging_face.HuggingFaceLm.path_knobs, "reference")
-
-  def task(self) -> fdl.Config[task_lib.Task]:
-    """Returns the policy with its reference."""
-    task = super().task()
-    loss = fdl.Partial(_LOSSES[self.preference])
-    made = preference_lm.PreferenceLm
-    if self._has_labels():
-      made = desirability_lm.DesirabilityLm
-    model = fdl.Config(made, policy=task.model)
-    if self.beta is not None:
-      loss.beta = self.beta
-      model.beta = self.beta
-    model.preference = loss
-    if self._has_reference():
-      # Other objects than the policy's, so that nothing is shared.
-      model.reference = fdl.Config(
-        fixed_model.FixedModel, model=super().task().model
-      )
-      self._check_reference()
-    task.model = model
-    # Bits per byte are those of text.
-    task.metrics = ()
-    return task
-
-  def warm_start(self) -> fdl.Config[training.WarmStart] | None:
-    """Returns the imported checkpoint of each model."""
-    start = super().warm_start()
-    if start is None or not self._has_reference():
-      return start
-    source = (_FROZEN, r"params/\1")
-    if self.reference is None:
-      start.patterns = (source,)
-    else:
-      start.others = (
-        fdl.Config(
-          training.WarmStart,
-          checkpoint=self.reference,
-          cast=True,
-          patterns=(source,),
-        ),
-      )
-    return start
 
   def datasets(self) -> dict[str, fdl.Config]:
     """Returns endless shuffled training pairs and one validation epoch."""
@@ -189,6 +138,71 @@ class HuggingFacePreferences(hugging_face.HuggingFaceLm):
     )
 
   def _has_labels(self) -> bool:
+    return False
+
+
+class HuggingFacePreferences(_Pairs):
+  """Training of an imported decoder on pairs of answers.
+
+  Attributes:
+    preference: The loss: `dpo`, `ipo`, `kto`, `orpo` or `simpo`; see
+      `layers.preference_losses`.
+    beta: Its beta; None for its default.
+    reference: Folder created by `tools/hf import` with the reference of DPO,
+      IPO and KTO; None for `weights`.
+  """
+
+  learning_rate = 1e-6
+
+  preference: Literal["dpo", "ipo", "orpo", "simpo", "kto"] = "dpo"
+  beta: float | None = None
+  reference: str | None = None
+
+  path_knobs = (*hugging_face.HuggingFaceLm.path_knobs, "reference")
+
+  def task(self) -> fdl.Config[task_lib.Task]:
+    """Returns the policy with its reference."""
+    task = super().task()
+    loss = fdl.Partial(_LOSSES[self.preference])
+    made = preference_lm.PreferenceLm
+    if self._has_labels():
+      made = desirability_lm.DesirabilityLm
+    model = fdl.Config(made, policy=task.model)
+    if self.beta is not None:
+      loss.beta = self.beta
+      model.beta = self.beta
+    model.preference = loss
+    if self._has_reference():
+      # Other objects than the policy's, so that nothing is shared.
+      model.reference = fdl.Config(
+        fixed_model.FixedModel, model=super().task().model
+      )
+      self._check_reference()
+    task.model = model
+    # Bits per byte are those of text.
+    task.metrics = ()
+    return task
+
+  def warm_start(self) -> fdl.Config[training.WarmStart] | None:
+    """Returns the imported checkpoint of each model."""
+    start = super().warm_start()
+    if start is None or not self._has_reference():
+      return start
+    source = (_FROZEN, r"params/\1")
+    if self.reference is None:
+      start.patterns = (source,)
+    else:
+      start.others = (
+        fdl.Config(
+          training.WarmStart,
+          checkpoint=self.reference,
+          cast=True,
+          patterns=(source,),
+        ),
+      )
+    return start
+
+  def _has_labels(self) -> bool:
     return self.preference == "kto"
 
   def _has_reference(self) -> bool:
@@ -217,6 +231,35 @@ class HuggingFacePreferences(hugging_face.HuggingFaceLm):
         f"{name}.reference is {self.reference!r}, whose tokenizer has another"
         " vocabulary than that of weights; the same ids would be other text."
       )
+
+
+class HuggingFaceReward(_Pairs):
+  """Training of a reward model on pairs of answers, from a decoder.
+
+  Attributes:
+    center: Weight of the squared sum of the rewards of a pair.
+  """
+
+  center: float = 0.0
+
+  def task(self) -> fdl.Config[task_lib.Task]:
+    """Returns the decoder with a head for rewards."""
+    task = super().task()
+    task.model = fdl.Config(
+      reward_lm.RewardLm,
+      decoder=task.model,
+      reward_head=reward_lm.make_head(fdl.Config),
+      center=self.center,
+    )
+    task.metrics = ()
+    return task
+
+  def warm_start(self) -> fdl.Config[training.WarmStart] | None:
+    """Returns the imported checkpoint, which has no head for rewards."""
+    start = super().warm_start()
+    if start is not None:
+      start.may_be_missing = (reward_lm.HEAD_PATTERN,)
+    return start
 
 
 def _describe(weights: str) -> Any:

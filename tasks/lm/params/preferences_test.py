@@ -1,6 +1,9 @@
 """Tests for the experiment of pairs of answers: runs, resuming, bad input."""
 
 import json
+import re
+import signal
+import time
 
 from etils import epath
 import fiddle as fdl
@@ -14,9 +17,16 @@ from paxon.layers.models.hugging_face import families, golden_case
 from paxon.quantization import stored_kernels
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer, stored_checkpoint
-from paxon.runner.training import train
+from paxon.runner.hosts import testing as forks_lib
+from paxon.runner.training import process_programs, train
 from paxon.sharding import variables
-from paxon.tasks.lm.params import distillation, hugging_face, preferences
+from paxon.tasks.lm.params import (
+  arithmetic,
+  distillation,
+  hugging_face,
+  model_reward,
+  preferences,
+)
 
 _CONFIG = {
   "model_type": "qwen3",
@@ -29,6 +39,8 @@ _CONFIG = {
   "head_dim": 8,
   "tie_word_embeddings": True,
 }
+# Metrics of the machine, which differ between runs.
+_MEASURED = re.compile("_second|goodput|mfu|tflops|memory").search
 _TEMPLATE = (
   "{% for m in messages %}<|im_start|>{{ m.role }}\n"
   "{{ m.content }}<|im_end|>{% endfor %}"
@@ -75,22 +87,24 @@ def _write_pairs(path):
   return str(path)
 
 
+def _knobs(tmp_path, **knobs):
+  return {
+    "weights": str(tmp_path / "model"),
+    "train_files": str(tmp_path / "pairs.jsonl"),
+    "num_train_steps": 4,
+    "global_batch_size": 8,
+    "checkpoint_every_steps": 2,
+    "eval_every_steps": None,
+    "summary_every_steps": 1,
+    "length": 48,
+    "learning_rate": 3e-3,
+    "warmup_steps": 1,
+    **knobs,
+  }
+
+
 def _experiment(tmp_path, **knobs):
-  return preferences.HuggingFacePreferences(
-    **{
-      "weights": str(tmp_path / "model"),
-      "train_files": str(tmp_path / "pairs.jsonl"),
-      "num_train_steps": 4,
-      "global_batch_size": 8,
-      "checkpoint_every_steps": 2,
-      "eval_every_steps": None,
-      "summary_every_steps": 1,
-      "length": 48,
-      "learning_rate": 3e-3,
-      "warmup_steps": 1,
-      **knobs,
-    }
-  )
+  return preferences.HuggingFacePreferences(**_knobs(tmp_path, **knobs))
 
 
 def _train(folder, experiment, *, until=None):
@@ -144,17 +158,7 @@ def test_a_resumed_run_equals_the_whole(tmp_path, loss):
 @pytest.mark.parametrize("storage", [None, "nf4"])
 def test_resumed_adapters_on_chats_equal_the_whole(tmp_path, storage):
   start = _imported(tmp_path / "model")
-  lines = [
-    {
-      "messages": [
-        {"role": "user", "content": f"{a} + 1?"},
-        {"role": "assistant", "content": f"{a + 1}"},
-      ]
-    }
-    for a in range(20)
-  ]
-  text = "".join(json.dumps(line) + "\n" for line in lines)
-  (tmp_path / "chats.jsonl").write_text(text)
+  _write_chats(tmp_path / "chats.jsonl")
   chats = hugging_face.HuggingFaceLm(
     weights=str(tmp_path / "model"),
     train_files=str(tmp_path / "chats.jsonl"),
@@ -200,6 +204,128 @@ def test_resumed_adapters_on_chats_equal_the_whole(tmp_path, storage):
     else:
       np.testing.assert_array_equal(whole[name], value, err_msg=name)
       assert not any(n.startswith("opt") and n.endswith(name) for n in whole)
+
+
+@pytest.fixture(name="forks", scope="module")
+def _forks(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("processes")
+  with forks_lib.Forks(process_programs.__name__, folder) as made:
+    yield made
+
+
+def _read_metrics(folder):
+  """Returns the metrics of training by step, without measured times."""
+  lines = (folder / "metrics.jsonl").read_text().splitlines()
+  rows = [json.loads(line) for line in lines]
+  return {
+    row["step"]: {k: v for k, v in row.items() if not _MEASURED(k)}
+    for row in rows
+    if row["split"] == "train"
+  }
+
+
+def _write_chats(path):
+  chats = [
+    [
+      {"role": "user", "content": f"{a} + 1?"},
+      {"role": "assistant", "content": f"{a + 1}"},
+    ]
+    for a in range(20)
+  ]
+  lines = [json.dumps({"messages": chat}) + "\n" for chat in chats]
+  path.write_text("".join(lines))
+
+
+def _write_killable(tmp_path, kind):
+  """Writes what an experiment reads; returns its class and knobs."""
+  if kind == "grpo":
+    shared = {"checkpoint_every_steps": 2, "summary_every_steps": 1}
+    sizes = {"num_layers": 1, "num_heads": 2, "embed_dim": 32, "mlp_dim": 64}
+    knobs = {"num_train_steps": 12, "beta": 0.01, "head_dim": 8}
+    return arithmetic.ArithmeticGrpo, {**knobs, **sizes, **shared}
+  _imported(tmp_path / "model")
+  knobs = _knobs(tmp_path, num_train_steps=16)
+  if kind == "dpo":
+    _write_pairs(tmp_path / "pairs.jsonl")
+    return preferences.HuggingFacePreferences, knobs
+  _write_chats(tmp_path / "pairs.jsonl")
+  chats = {"messages_key": "messages", "lora_rank": 2}
+  none = {"prompts": None, "max_new_tokens": None}
+  return hugging_face.HuggingFaceLm, {**knobs, **chats, **none}
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
+def test_a_killed_run_equals_the_whole(tmp_path, forks, kind):
+  """Kills a process by SIGKILL after its first checkpoint."""
+  cls, knobs = _write_killable(tmp_path, kind)
+  experiment = cls(**knobs)
+  _train(tmp_path / "whole", experiment)
+  killed = tmp_path / "killed"
+  arguments = [
+    f"--exp={cls.import_path()}",
+    f"--job_log_dir={killed}",
+    *(f"--fdl.{k}={v}" for k, v in knobs.items()),
+  ]
+  number = len(jax.devices())
+  process = forks.start("command_line", arguments, devices=number)
+  limit = time.monotonic() + 100
+  while not list((killed / "checkpoints").glob("[0-9]*/commit_success.txt")):
+    assert process.poll() is None, process.said()
+    assert time.monotonic() < limit, process.said()
+    time.sleep(0.01)
+  process.kill()
+  assert process.wait() == -signal.SIGKILL, process.said()
+  reached = stored_checkpoint.find_checkpoint(epath.Path(killed)).step
+  assert 0 < reached < experiment.num_train_steps
+  process = forks.start("command_line", arguments, devices=number)
+  assert process.wait(timeout=100.0) == 0, process.said()
+  assert re.search(r"resuming from the checkpoint of step \d", process.said())
+  whole, found = _read(tmp_path / "whole"), _read(killed)
+  assert whole.keys() == found.keys()
+  assert any(name.startswith("opt") for name in whole)
+  for name, value in whole.items():
+    np.testing.assert_array_equal(value, found[name], err_msg=name)
+  metrics = _read_metrics(tmp_path / "whole")
+  assert len(metrics) == experiment.num_train_steps
+  assert _read_metrics(killed) == metrics
+
+
+class _Judged(arithmetic.ArithmeticGrpo):
+  """GRPO with the rewards of a model."""
+
+  judge: str
+
+  def adjust(self, config):
+    """Sets the reward."""
+    config.task.reward = fdl.Config(
+      model_reward.ModelReward, folder=self.judge, length=48
+    )
+
+
+def test_a_trained_reward_model_rewards_samples(tmp_path):
+  _imported(tmp_path / "model")
+  _write_pairs(tmp_path / "pairs.jsonl")
+  knobs = _knobs(tmp_path, num_train_steps=30, checkpoint_every_steps=None)
+  judge = tmp_path / "judge"
+  _train(judge, preferences.HuggingFaceReward(**knobs))
+  metrics = _read_metrics(judge)
+  assert metrics[1]["reward_accuracy"] < metrics[30]["reward_accuracy"] == 1
+  reward = model_reward.ModelReward(folder=str(judge), length=48)
+  for a in range(8):
+    assert reward(f"{a} + 1?", f"{a + 1}") > reward(f"{a} + 1?", f"{a}."), a
+  # It may be the reward of GRPO.
+  sizes = {"num_layers": 1, "num_heads": 2, "embed_dim": 32, "mlp_dim": 64}
+  grpo = _Judged(
+    judge=str(judge), num_train_steps=1, summary_every_steps=1, **sizes
+  )
+  _train(tmp_path / "grpo", grpo)
+  assert np.isfinite(_read_metrics(tmp_path / "grpo")[1]["reward"])
+  with pytest.raises(
+    user_error.UserError, match="not one of a trained Hugging"
+  ):
+    model_reward.ModelReward(folder=str(tmp_path / "model"))("1?", "2")
+  with pytest.raises(user_error.UserError, match="length is 8, and a conv"):
+    model_reward.ModelReward(folder=str(judge), length=8)("1?", "2")
 
 
 def test_rejects_other_vocabularies(tmp_path):
