@@ -95,7 +95,8 @@ class ModelReward:
 
     @jax.jit
     def score(ids: jax.Array, is_token: jax.Array) -> jax.Array:
-      return model.apply(values, ids, is_token, method="rewards")
+      found: Any = model.apply(values, ids, is_token, method="rewards")
+      return found
 
     tokenizer = load_tokenizer.load(own, padded_size=config.get("vocab_size"))
     return chat_template.load(own), tokenizer, score
