@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import functools
 import http.client
 import json
 import os
@@ -321,6 +322,50 @@ def test_regular_expressions_and_grammars(server):
     assert status == 400
     assert error["message"].startswith("The grammar is not valid: ")
     assert message in error["message"]
+
+
+def test_the_client_of_openai(server):
+  """Runs with `--config=oracle` only, which has the package."""
+  openai = pytest.importorskip("openai")
+  client = openai.OpenAI(
+    base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0
+  )
+  assert [model.id for model in client.models.list()] == ["TinyLm"]
+  complete = functools.partial(client.completions.create, **MODEL)
+  fields = {"prompt": "def ", "temperature": 0, "max_tokens": 30}
+  (choice,) = complete(**fields, logprobs=2).choices
+  assert len(choice.logprobs.token_logprobs) == 30
+  chunks = [*complete(**fields, stream=True)]
+  assert "".join(c.choices[0].text for c in chunks) == choice.text
+  (stopped,) = complete(**fields, stop=choice.text[5:8]).choices
+  assert stopped.text == choice.text[: choice.text.index(choice.text[5:8])]
+  assert stopped.finish_reason == "stop"
+  assert len({c.text for c in complete(prompt="x", n=4).choices}) == 4
+
+  chat = functools.partial(client.chat.completions.create, **MODEL)
+  messages = [{"role": "user", "content": "hello"}]
+  fields = {"messages": messages, "seed": 2, "max_completion_tokens": 9}
+  found = chat(**fields, logprobs=True, top_logprobs=3)
+  assert found.usage.prompt_tokens == 1 + len(_template(messages))
+  (choice,) = found.choices
+  assert len(choice.logprobs.content[0].top_logprobs) == 3
+  deltas = [chunk.choices[0].delta for chunk in chat(**fields, stream=True)]
+  assert deltas[0].role == "assistant"
+  text = "".join(delta.content or "" for delta in deltas)
+  assert text == choice.message.content
+  schema = {"enum": [{"a": 1}, {"a": 2}]}
+  form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+  found = chat(messages=messages, response_format=form, n=3)
+  texts = [choice.message.content for choice in found.choices]
+  assert {json.loads(text)["a"] for text in texts} <= {1, 2}
+  with pytest.raises(openai.BadRequestError, match="maximum context length"):
+    complete(prompt="x" * 95)
+  with pytest.raises(openai.NotFoundError, match="does not exist"):
+    client.completions.create(model="gpt", prompt="x")
+  with complete(prompt="x", max_tokens=90, stream=True) as left:
+    next(iter(left))
+  client.close()
+  _wait_until_idle(server)
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -37,5 +37,6 @@ lock requirements_serve "${core[@]}" \
   --constraints requirements_data_lock.txt "$@"
 lock requirements_oracle "${core[@]}" \
   --constraints requirements_tf_lock.txt \
+  --constraints requirements_serve_lock.txt \
   --constraints requirements_text_lock.txt "$@"
 lock requirements_dev "$@"
