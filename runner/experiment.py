@@ -72,24 +72,22 @@ class Experiment(abc.ABC):
     rules: Name of a set of sharding rules, see `sharding.rule_sets`.
     decode_mesh: Mesh for sampling, over the same devices (so without `dcn.`);
       None for `mesh`.
-    decode_rules: Rule set for sampling, such as `weight_stationary`; None for
-      `rules`.
+    decode_rules: Rules for sampling, such as `weight_stationary`, or `rules`.
     prompts: Prompts to continue at the end of training and by `--mode=decode`
       without `--prompt`; '' begins a document. Without this and the next four
       knobs there are no samples at the end of training.
     max_new_tokens: Maximum number of tokens generated for each prompt.
     num_samples: Continuations of each prompt; more than 1 needs `temperature`.
-    temperature: Samples from softmax(logits / temperature); 0 always selects
-      the most likely token.
+    temperature: Divides the logits; 0 always selects the most likely token.
     top_k: Samples from the k most likely tokens only; needs `temperature`.
-    top_p: Samples from the fewest most likely tokens that together have this
-      probability; needs `temperature`.
+    top_p: Samples from the fewest tokens with this probability; as `top_k`.
     min_p: Removes tokens less likely than this times the most likely one.
     repetition_penalty: Above 1 avoids tokens of the prompt or continuation.
     beam_size: Searches for the most likely text; not with `temperature`.
+    draft_tokens: Tokens that are drafted for each step (speculative decoding).
+    draft_run: Run of a draft model; None looks drafts up in the text so far.
     stop: Texts that end a continuation.
-    dtype: Compute dtype of all modules that leave `dtype` unset; parameters
-      keep their own dtype.
+    dtype: Compute dtype of modules that leave it unset, not of parameters.
     kv_cache: Storage format of KV caches that leave it unset, see
       `layers.attention.quantized_rows`; None stores keys and values unchanged.
       Training does not depend on it, so it can be set for `--mode=decode` only.
@@ -144,6 +142,8 @@ class Experiment(abc.ABC):
   min_p: float | None = None
   repetition_penalty: float | None = None
   beam_size: int | None = None
+  draft_tokens: int | None = None
+  draft_run: str | None = None
   stop: tuple[str, ...] | None = None
   dtype: Literal["float32", "bfloat16"] = "float32"
   kv_cache: Literal["int8", "fp8", "int4"] | None = None

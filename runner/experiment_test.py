@@ -6,7 +6,7 @@ import fiddle as fdl
 import numpy as np
 import pytest
 
-from paxon.layers.decoding import beam_search, samplers, sampling
+from paxon.layers.decoding import beam_search, samplers, sampling, speculative
 from paxon.runner import experiment, job, knobs, toy_experiment
 from paxon.runner.configuration import dump, tree
 from paxon.runner.settings import expected_kernels, generation, training
@@ -443,6 +443,10 @@ def test_knobs_of_penalties_and_searches():
   assert drawn.sampler == sampling.Settings(temperature=0.5, min_p=0.1, top_k=3)
   searched = fdl.build(_settings(beam_size=3, num_samples=3))
   assert searched.search == beam_search.BeamSearch(beam_size=3)
+  drafted = fdl.build(_settings(draft_tokens=5))
+  assert drafted.speculation == speculative.PromptLookup(num_tokens=5)
+  drafted = fdl.build(_settings(draft_run="runs/a", draft_tokens=2))
+  assert drafted.speculation == generation.DraftRun(run="runs/a", num_tokens=2)
   for given, message in (
     ({"min_p": 0.1}, "min_p: set temperature, too"),
     ({"min_p": 0.1, "repetition_penalty": 2.0}, "min_p: set temperature, too"),

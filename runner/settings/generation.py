@@ -6,7 +6,12 @@ from typing import Any
 
 import fiddle as fdl
 
-from paxon.layers.decoding import beam_search, samplers, sampling
+from paxon.layers.decoding import (
+  beam_search,
+  samplers,
+  sampling,
+  speculative,
+)
 from paxon.sharding import checks
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -17,12 +22,32 @@ KNOBS = (
   "max_new_tokens",
   "num_samples",
   "beam_size",
+  "draft_tokens",
+  "draft_run",
   "stop",
 )
 _STOPS = {
   True: beam_search.Stop.FULL,
   False: beam_search.Stop.HEURISTIC,
 }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftRun:
+  """The model of another run, which drafts tokens of the same vocabulary.
+
+  Attributes:
+    run: Its directory, with the newest checkpoint to use.
+    num_tokens: Number of drafted tokens for each step.
+  """
+
+  run: str
+  num_tokens: int = 4
+
+  def __post_init__(self) -> None:
+    checks.check_size(self, "num_tokens")
+    if not self.run:
+      raise ValueError("DraftRun.run must be the directory of a run, got ''.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +60,9 @@ class GenerationSettings:
     sampler: Draws a token from the logits of each sequence: a function, or the
       settings of all sequences, of which the n-th prompt has the seed + n.
     search: Searches for the most likely continuations instead; `None` samples.
+    speculation: Drafts tokens that one step verifies (speculative decoding);
+      None generates one token a step. The tokens, or the distribution of
+      samples, are the same.
     num_samples: Number of continuations of each prompt; more than one requires
       another sampler than `Greedy`, or a search.
     num_alternatives: Number of most likely tokens that are stored for each
@@ -51,6 +79,7 @@ class GenerationSettings:
     default_factory=samplers.Greedy
   )
   search: beam_search.BeamSearch | None = None
+  speculation: speculative.PromptLookup | DraftRun | None = None
   num_samples: int = 1
   num_alternatives: int = 0
   stop: tuple[str, ...] = ()
@@ -94,11 +123,40 @@ class GenerationSettings:
         f"GenerationSettings.num_samples is {self.num_samples}, but greedy"
         " samples of a prompt are all equal; set a temperature."
       )
+    if self.speculation is not None:
+      self._check_speculation()
     if self.end_ids is not None and not self.end_ids:
       raise ValueError(
         "GenerationSettings.end_ids is empty; use None for the tokenizer's"
         " end_id."
       )
+
+  def _check_speculation(self) -> None:
+    if self.search is not None:
+      raise ValueError(
+        "GenerationSettings.speculation must be None with a search, whose beams"
+        " are not drafted; set no beam_size or no draft."
+      )
+    if to_settings(self.sampler) is None:
+      raise ValueError(
+        "GenerationSettings.speculation needs the sampler Greedy, Temperature"
+        f" or Settings, got {self.sampler!r}."
+      )
+
+
+def to_settings(sampler: Any) -> sampling.Settings | None:
+  """Returns a sampler as settings of a request; None if it is another one."""
+  if isinstance(sampler, sampling.Settings):
+    return sampler
+  if isinstance(sampler, samplers.Greedy):
+    return sampling.Settings(temperature=0.0)
+  if isinstance(sampler, samplers.Temperature):
+    return sampling.Settings(
+      temperature=sampler.temperature,
+      top_k=sampler.top_k,
+      top_p=1.0 if sampler.top_p is None else sampler.top_p,
+    )
+  return None
 
 
 def make_sampler(
@@ -155,6 +213,12 @@ def from_knobs(
     given["search"] = fdl.Config(
       beam_search.BeamSearch, beam_size=given.pop("beam_size")
     )
+  count, run = given.pop("draft_tokens", None), given.pop("draft_run", None)
+  drafted = {} if count is None else {"num_tokens": count}
+  if run is not None:
+    given["speculation"] = fdl.Config(DraftRun, run=run, **drafted)
+  elif drafted:
+    given["speculation"] = fdl.Config(speculative.PromptLookup, **drafted)
   return fdl.Config(GenerationSettings, **given) if given else None
 
 

@@ -6,6 +6,7 @@ import re
 import fiddle as fdl
 import pytest
 
+from paxon.layers.decoding import beam_search, speculative
 from paxon.runner.settings import (
   compiler,
   expected_kernels,
@@ -83,6 +84,25 @@ _BAD_GROUP = (("a", None), ("b(.)", r"\2"))
     (training.EarlyStopping, {"patience": None}, "are both None"),
     (generation.GenerationSettings, {"prompts": ()}, "prompts is empty"),
     (generation.GenerationSettings, {"end_ids": ()}, "end_ids is empty"),
+    (
+      generation.GenerationSettings,
+      {
+        "search": beam_search.BeamSearch(beam_size=2),
+        "speculation": speculative.PromptLookup(),
+      },
+      "GenerationSettings.speculation must be None with a search",
+    ),
+    (
+      generation.GenerationSettings,
+      {"speculation": speculative.PromptLookup(), "sampler": max},
+      "GenerationSettings.speculation needs the sampler Greedy, Temperature or",
+    ),
+    (
+      generation.DraftRun,
+      {"run": "a", "num_tokens": 0},
+      "DraftRun.num_tokens must be positive, got 0",
+    ),
+    (generation.DraftRun, {"run": ""}, "must be the directory of a run"),
     (
       generation.GenerationSettings,
       {"num_samples": 2},

@@ -80,6 +80,8 @@ def run(
     session, state = restore.read_for_evaluation(session, folder, step=step)
     drawn = samples.draw(session, state, prompts=texts)
   print(samples.to_text(drawn), flush=True)
+  if counts := samples.sum_speculation(drawn):
+    print(samples.describe_drafts(counts), flush=True)
   if agreement.is_first():
     path = write_samples(run_dir, drawn, step=int(state.step), job=job)
     print(f"samples: {os.fspath(path)}", flush=True)
@@ -187,6 +189,8 @@ def write_samples(
       "sample": sample.index,
       **shared,
     }
+    if sample.speculation is not None:
+      line["speculation"] = sample.speculation
     if sample.alternatives:
       line["alternatives"] = [list(map(list, a)) for a in sample.alternatives]
     lines[_key(line)] = line

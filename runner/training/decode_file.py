@@ -30,7 +30,7 @@ from typing import Any
 
 from etils import epath
 
-from paxon.layers.decoding import samplers, sampling
+from paxon.layers.decoding import sampling
 from paxon.runner import files, user_error
 from paxon.runner import job as job_lib
 from paxon.runner import run_dir as run_dirs
@@ -130,19 +130,10 @@ def _base(
   """Returns settings that a line can change; None for other samplers."""
   if settings.search is not None:
     return None
-  sampler = settings.sampler
-  if isinstance(sampler, sampling.Settings):
-    return dataclasses.replace(sampler, seed=(sampler.seed + seed) % 2**31)
-  if isinstance(sampler, samplers.Greedy):
-    return sampling.Settings(temperature=0.0, seed=seed % 2**31)
-  if isinstance(sampler, samplers.Temperature):
-    return sampling.Settings(
-      temperature=sampler.temperature,
-      top_k=sampler.top_k,
-      top_p=1.0 if sampler.top_p is None else sampler.top_p,
-      seed=seed % 2**31,
-    )
-  return None
+  base = generation.to_settings(settings.sampler)
+  if base is None:
+    return None
+  return dataclasses.replace(base, seed=(base.seed + seed) % 2**31)
 
 
 def _describe(settings: generation.GenerationSettings) -> dict[str, str]:
@@ -260,6 +251,8 @@ def _line(
     "log_probs": list(sample.log_probs),
     "finish_reason": sample.finish,
   }
+  if sample.speculation is not None:
+    line["speculation"] = sample.speculation
   if sample.alternatives:
     line["alternatives"] = [list(map(list, a)) for a in sample.alternatives]
   return f"{json.dumps(line, ensure_ascii=False)}\n"
@@ -352,6 +345,7 @@ class _Parts:
       "samples": len(decoded),
       "tokens": sum(len(line["ids"]) for line in decoded),
       "stopped": sum(line["finish_reason"] == "stop" for line in decoded),
+      **_speculation(decoded),
       **_metrics(requests, [line["continuation"] for line in decoded]),
     }
     files.write_text(self._path, text)
@@ -368,12 +362,21 @@ class _Parts:
       f" {about['stopped']:,} ended by themselves"
     )
     yield f"step {self.step}: {counts}"
+    if "drafted" in about:
+      yield samples.describe_drafts(about)
     if "references" in about:
       yield (
         f"exact_match {about['exact_match']:.4f}, f1 {about['f1']:.4f} over"
         f" {about['references']:,} lines with a reference"
       )
     yield f"samples: {os.fspath(self._path)}"
+
+
+def _speculation(lines: Sequence[dict[str, Any]]) -> dict[str, int]:
+  """Returns sums over samples of which tokens were drafted."""
+  found = [line["speculation"] for line in lines if "speculation" in line]
+  names = found[0] if found else ()
+  return {name: sum(each[name] for each in found) for name in names}
 
 
 def _metrics(

@@ -6,11 +6,14 @@ import json
 from etils import epath
 import pytest
 
-from paxon.layers.decoding import beam_search, samplers, sampling
+from paxon.layers.decoding import beam_search, samplers, sampling, speculative
 from paxon.runner import user_error
+from paxon.runner.configuration import overrides
+from paxon.runner.settings import generation
 from paxon.runner.training import (
   decode_file,
   restore,
+  run_files,
   samples,
   serving,
   testing,
@@ -80,6 +83,93 @@ def test_greedy_continuations_are_those_of_forward_passes(
   assert decode_file.run(job, folder, path, batch_size=8) == 0
   assert "decoded" not in capsys.readouterr().out
   assert output.read_text() == before
+
+
+def _store(folder, *given):
+  """Stores what `main` stores of a run of `TinyLm`."""
+  run_files.store_settings(
+    testing.TinyLm.import_path(),
+    [overrides.Override(path=p, text=t) for p, t in given],
+    folder,
+  )
+
+
+def test_speculation_changes_no_greedy_id_and_reports_the_drafts(
+  run, tmp_path, capsys
+):
+  job, folder = run
+  _store(folder)
+  path = _write(tmp_path / "p.jsonl", [{"prompt": p} for p in _PROMPTS])
+  decoded = []
+  for name, drafts in (
+    ("plain", None),
+    ("lookup", speculative.PromptLookup(num_tokens=3)),
+    # The model itself, so that all of its drafts are accepted.
+    ("run", generation.DraftRun(run=str(folder), num_tokens=2)),
+  ):
+    output = tmp_path / f"{name}.jsonl"
+    decode_file.run(
+      _with(job, speculation=drafts),
+      folder,
+      path,
+      output=str(output),
+      batch_size=8,
+    )
+    decoded.append(_read(output))
+  plain, *others = decoded
+  assert not any("speculation" in line for line in plain)
+  for lines in others:
+    for line, other in zip(lines, plain, strict=True):
+      assert line["ids"] == other["ids"]
+      assert line["log_probs"] == pytest.approx(other["log_probs"], abs=1e-4)
+      counts = line["speculation"]
+      # The prefill gives one, and each step one more than it accepts.
+      most = 1 + counts["steps"] + counts["accepted"]
+      assert most - 1 <= len(line["ids"]) <= most
+  for line in others[1]:
+    assert line["speculation"]["accepted"] == line["speculation"]["drafted"]
+  assert "drafts: 100.0% of " in capsys.readouterr().out
+
+
+def test_samples_with_lookup_are_those_without(run):
+  """Of a run with one sampler for all prompts."""
+  job, folder = run
+  job = _with(job, sampler=sampling.Settings(temperature=0.7, seed=3))
+  drawn = []
+  for drafts in (None, speculative.PromptLookup(num_tokens=3)):
+    session = session_lib.open_session(_with(job, speculation=drafts))
+    session, state = restore.read_for_evaluation(
+      session, serving.checkpoints(job, folder)
+    )
+    drawn.append(samples.draw(session, state))
+  assert [s.ids for s in drawn[0]] == [s.ids for s in drawn[1]]
+
+
+@pytest.mark.parametrize(
+  ("given", "message"),
+  [
+    (None, "is not the directory of a run: it has no settings.json"),
+    (
+      ("task.model.embedding.vocab_size", "272"),
+      "has a vocabulary of 272 ids, and the model one of 264; both must have",
+    ),
+    (
+      ("task.tokenizer", "None"),
+      "cannot draft text: its task has no tokenizer",
+    ),
+  ],
+)
+def test_a_run_that_cannot_draft(run, tmp_path, given, message):
+  job, folder = run
+  if given is not None:
+    _store(epath.Path(tmp_path), given)
+  draft = generation.DraftRun(run=str(tmp_path))
+  session = session_lib.open_session(_with(job, speculation=draft))
+  session, state = restore.read_for_evaluation(
+    session, serving.checkpoints(job, folder)
+  )
+  with pytest.raises(user_error.UserError, match=message):
+    samples.draw(session, state)
 
 
 def test_draws_of_a_line_do_not_depend_on_the_others(run, tmp_path):

@@ -33,6 +33,7 @@ OUTPUT_FIELDS = (
   "log_probs",
   "finish_reason",
   "alternatives",
+  "speculation",
 )
 _INTEGERS = ("top_k", "min_new_tokens", "max_new_tokens", "seed")
 # Whose arrays of a batch would be as large as the logits.

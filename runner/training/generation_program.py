@@ -3,8 +3,10 @@
 from collections.abc import Iterator, Sequence
 import contextlib
 import dataclasses
+import os
 from typing import Any
 
+from etils import epath
 import jax
 from jax.experimental import layout as layout_lib
 import jax.numpy as jnp
@@ -12,12 +14,21 @@ import numpy as np
 
 from paxon.inputs import tokenizer_protocol
 from paxon.layers import rotary_scaling
-from paxon.layers.decoding import generate, model_steps, sampling
+from paxon.layers.decoding import (
+  generate,
+  model_steps,
+  samplers,
+  sampling,
+  speculative,
+)
 from paxon.layers.decoding import prompts as prompts_lib
 from paxon.learners import train_state
 from paxon.runner import job as job_lib
+from paxon.runner import run_dir as run_dirs
 from paxon.runner import user_error
+from paxon.runner.configuration import resolving
 from paxon.runner.settings import generation
+from paxon.runner.training import restore, run_files, serving
 from paxon.runner.training import session as session_lib
 from paxon.sharding import axes, variables
 from paxon.sharding import layout as layouts
@@ -65,7 +76,106 @@ def settings_of(
       "GenerationSettings.sampler has penalties or other settings, which a beam"
       " search does not use; set beam_size or repetition_penalty to None."
     )
+  if settings.speculation is not None and reads_source(session.job):
+    raise user_error.UserError(
+      "GenerationSettings.speculation must be None for an encoder-decoder; set"
+      " no draft."
+    )
   return settings, tokenizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Draft:
+  """A draft model.
+
+  Attributes:
+    session: Its job on the devices of the model that it drafts for.
+    checkpoints: The directory of its checkpoints.
+  """
+
+  session: session_lib.Session
+  checkpoints: epath.Path
+
+  def shardings(self, layout: layouts.Layout) -> Any:
+    """Returns the shardings of its state while samples are drawn.
+
+    Raises:
+      UserError: The mesh does not fit it.
+    """
+    try:
+      return layout.shardings(
+        session_lib.for_evaluation(self.session.state_specs)
+      )
+    except ValueError as error:
+      raise user_error.UserError(f"DraftRun: {error}") from error
+
+  def read(self, layout: layouts.Layout) -> tuple["Draft", Any]:
+    """Returns the draft with its stored dtypes, and its state.
+
+    Raises:
+      UserError: There is no checkpoint that fits it.
+    """
+    session, state = restore.read_for_evaluation(self.session, self.checkpoints)
+    draft = dataclasses.replace(self, session=session)
+    state = session_lib.for_evaluation(state)
+    return draft, jax.device_put(state, draft.shardings(layout))
+
+  def abstract_state(self, layout: layouts.Layout) -> Any:
+    """Returns the shapes and shardings of its state."""
+    return _placed(self.session, self.shardings(layout))
+
+
+def open_draft(session: session_lib.Session) -> Draft | None:
+  """Returns the draft model of a job; None if another run does not draft.
+
+  Raises:
+    UserError: There is no such run, or its vocabulary or tokenizer is another.
+  """
+  settings, tokenizer = settings_of(session)
+  draft = settings.speculation
+  if not isinstance(draft, generation.DraftRun):
+    return None
+  folder = run_dirs.resolve(draft.run, os.environ)
+  stored = run_files.read_settings(folder)
+  if stored is None:
+    raise user_error.UserError(
+      f"draft_run={draft.run} is not the directory of a run: it has no"
+      f" {run_dirs.SETTINGS}."
+    )
+  resolved = resolving.resolve(stored.experiment, stored.overrides)
+  resolved.config.mesh = session.job.mesh
+  resolved.config.generation = None
+  resolved.config.decode_mesh = resolved.config.decode_rules = None
+  job = resolving.build(resolved.config)
+  reason = why_none(job)
+  if reason is None and reads_source(job):
+    reason = "its model is an encoder-decoder"
+  if reason is not None:
+    raise user_error.UserError(
+      f"draft_run={draft.run} cannot draft text: {reason}."
+    )
+  sizes = [_vocab_size(each.task.model) for each in (session.job, job)]
+  if sizes[0] != sizes[1]:
+    raise user_error.UserError(
+      f"draft_run={draft.run} has a vocabulary of {sizes[1]} ids, and the model"
+      f" one of {sizes[0]}; both must have the same tokenizer."
+    )
+  probe = "The draft must read 3 texts alike:\n\tdef f(x): return 'é'."
+  with tokenizer_errors():
+    assert job.task.tokenizer is not None
+    theirs = job.task.tokenizer.encode(probe).tolist()
+    if theirs != tokenizer.encode(probe).tolist():
+      raise user_error.UserError(
+        f"draft_run={draft.run} has another tokenizer than the model."
+      )
+  return Draft(
+    session=session_lib.open_session(job),
+    checkpoints=serving.checkpoints(job, folder),
+  )
+
+
+def _vocab_size(model: Any) -> int | None:
+  return getattr(getattr(model, "embedding", None), "vocab_size", None)
 
 
 def end_ids_of(
@@ -123,9 +233,12 @@ def state_shardings(
 
 
 def make(
-  session: session_lib.Session, layout: layouts.Layout
+  session: session_lib.Session, layout: layouts.Layout, draft: Draft | None
 ) -> layouts.LaidOut:
-  """Returns the generating function: (state, *arguments, key)."""
+  """Returns the generating function: (state, *arguments, key, draft state).
+
+  With `speculation` it returns a `Speculation`, otherwise a `Generation`.
+  """
   settings, tokenizer = settings_of(session)
   model = session.job.task.model
   has_encoder = reads_source(session.job)
@@ -136,7 +249,8 @@ def make(
     lengths: jax.Array,
     each: sampling.BatchSettings | None,
     key: jax.Array,
-  ) -> generate.Generation:
+    draft_state: train_state.TrainState | None,
+  ) -> generate.Generation | speculative.Speculation:
     variables = session.evaluation_variables(state)
     source = {}
     if has_encoder:
@@ -156,15 +270,24 @@ def make(
       return settings.search.generate(*steps, ids, lengths, **shared)
     sampler = settings.sampler if each is None else each
     assert not isinstance(sampler, sampling.Settings)
-    return generate.generate(
-      *steps,
-      ids,
-      lengths,
-      sampler=sampler,
-      key=key,
-      num_alternatives=settings.num_alternatives,
-      **shared,
-    )
+    shared |= {
+      "sampler": sampler,
+      "key": key,
+      "num_alternatives": settings.num_alternatives,
+    }
+    drafts = settings.speculation
+    if drafts is None:
+      return generate.generate(*steps, ids, lengths, **shared)
+    if isinstance(drafts, generation.DraftRun):
+      assert draft is not None
+      small = draft.session.job.task.model
+      values = draft.session.evaluation_variables(draft_state)
+      drafts = speculative.DraftModel(
+        prefill=model_steps.make_prefill(small, values),
+        decode_step=model_steps.make_decode_step(small, values),
+        num_tokens=drafts.num_tokens,
+      )
+    return speculative.generate(*steps, ids, lengths, draft=drafts, **shared)
 
   return layout.jit(
     run,
@@ -185,6 +308,10 @@ def make_arguments(
   check_ids(session.job, batch.ids)
   check_lengths(model, batch.lengths, settings.max_new_tokens)
   sampler = settings.sampler
+  if settings.speculation is not None and not isinstance(
+    sampler, samplers.Greedy
+  ):
+    sampler = generation.to_settings(sampler)
   batch = _pad(batch, multiple=multiple)
   if each is None and isinstance(sampler, sampling.Settings):
     each = [
@@ -212,20 +339,26 @@ def trace(session: session_lib.Session) -> jax.stages.Traced:
     [encode(session.job, text, is_chat=False) for text in settings.prompts]
   )
   arguments = make_arguments(session, batch, layout.shards(axes.BATCH))
-  program = make(session, layout)
+  draft = open_draft(session)
+  program = make(session, layout, draft)
   state = _abstract_state(session, layout)
-  return program.trace(state, *arguments, jax.random.key(0))
+  draft_state = None if draft is None else draft.abstract_state(layout)
+  return program.trace(state, *arguments, jax.random.key(0), draft_state)
 
 
 def _abstract_state(
   session: session_lib.Session, layout: layouts.Layout
 ) -> Any:
+  return _placed(session, state_shardings(session, layout))
+
+
+def _placed(session: session_lib.Session, shardings: Any) -> Any:
   return jax.tree.map(
     lambda x, sharding: jax.ShapeDtypeStruct(
       x.shape, x.dtype, sharding=sharding
     ),
     session_lib.for_evaluation(session.abstract_state()),
-    state_shardings(session, layout),
+    shardings,
   )
 
 
