@@ -7,7 +7,6 @@ logits the smaller id counts as more likely, so `top_k=k` keeps exactly `k` ids.
 from collections.abc import Callable
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +54,8 @@ class Temperature:
         f"Temperature.temperature must be positive, got {self.temperature}; "
         "use Greedy for the limit 0."
       )
-    _check_truncation(self)
+    checks.check_positive(self, "top_k")
+    checks.check_interval(self, "(0, 1]", "top_p")
 
   def __call__(
     self, logits: Float[Array, "batch vocab"], key: Key[Array, ""]
@@ -69,50 +69,6 @@ class Temperature:
   ) -> Float[Array, "batch vocab"]:
     """Returns the logits of the truncated distribution."""
     return _truncate(logits / self.temperature, self.top_k, self.top_p)
-
-
-# Arrays do not compare by value, so instances compare by identity.
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class RowTemperatures:
-  """`Temperature` with a temperature for each sequence; created inside jit.
-
-  Attributes:
-    temperatures: Float [B]; 0 selects the most likely id.
-  """
-
-  temperatures: jax.Array
-  top_k: int | None = None
-  top_p: float | None = None
-
-  def __post_init__(self) -> None:
-    _check_truncation(self)
-
-  def __call__(
-    self, logits: Float[Array, "batch vocab"], key: Key[Array, ""]
-  ) -> Int[Array, " batch"]:
-    """Returns one id per sequence.
-
-    Raises:
-      ValueError: There is not one temperature for each sequence.
-    """
-    at = self.temperatures
-    if at.shape != logits.shape[:1]:
-      raise ValueError(
-        f"RowTemperatures.temperatures of shape {at.shape} must have one entry "
-        f"for each of the {logits.shape[0]} sequences (all samples of all "
-        "prompts)."
-      )
-    greedy = at <= 0
-    divisor = jnp.where(greedy, 1.0, at).astype(logits.dtype)
-    weights = _truncate(logits / divisor[:, None], self.top_k, self.top_p)
-    drawn = jax.random.categorical(key, weights, axis=-1)
-    best = jnp.argmax(logits, axis=-1)
-    return jnp.where(greedy, best, drawn).astype(jnp.int32)
-
-
-def _check_truncation(sampler: Any) -> None:
-  checks.check_positive(sampler, "top_k")
-  checks.check_interval(sampler, "(0, 1]", "top_p")
 
 
 def _truncate(

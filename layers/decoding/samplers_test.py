@@ -92,33 +92,6 @@ def test_top_k_of_one_is_greedy():
   )
 
 
-def test_each_row_has_its_temperature():
-  """A row of temperature 0 is greedy; the others draw from their own."""
-  draws = 5000
-  temperatures = np.repeat(np.asarray([0.0, 0.5, 2.0], np.float32), draws)
-  sampler = samplers.RowTemperatures(
-    temperatures=jax.device_put(temperatures), top_k=4, top_p=0.95
-  )
-  logits = jax.device_put(np.repeat(LOGITS[:1], 3 * draws, axis=0))
-  ids = np.asarray(jax.jit(sampler)(logits, jax.random.key(0)))
-  assert set(ids[:draws]) == {2}
-  for i, temperature in enumerate((0.5, 2.0), start=1):
-    rows = ids[i * draws : (i + 1) * draws]
-    np.testing.assert_allclose(
-      np.bincount(rows, minlength=VOCAB) / draws,
-      _kept(LOGITS[0], temperature, 4, 0.95),
-      atol=4 * 0.5 / draws**0.5,
-    )
-
-
-def test_temperatures_are_those_of_the_rows():
-  sampler = samplers.RowTemperatures(temperatures=jnp.ones(3))
-  with pytest.raises(ValueError, match=r"shape \(3,\) .* of the 4 seq"):
-    sampler(jax.device_put(LOGITS), jax.random.key(0))
-  with pytest.raises(ValueError, match=r"RowTemperatures.top_k must be"):
-    samplers.RowTemperatures(temperatures=jnp.ones(3), top_k=0)
-
-
 @pytest.mark.parametrize(
   ("fields", "message"),
   [

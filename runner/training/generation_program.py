@@ -261,7 +261,7 @@ def make(
       model_steps.make_prefill(model, variables, **source),
       model_steps.make_decode_step(model, variables),
     )
-    shared = {
+    shared: dict[str, Any] = {
       "max_new_tokens": settings.max_new_tokens,
       "end_id": end_ids_of(settings, tokenizer),
       "num_samples": settings.num_samples,
@@ -280,6 +280,7 @@ def make(
       return generate.generate(*steps, ids, lengths, **shared)
     if isinstance(drafts, generation.DraftRun):
       assert draft is not None
+      assert draft_state is not None
       small = draft.session.job.task.model
       values = draft.session.evaluation_variables(draft_state)
       drafts = speculative.DraftModel(
