@@ -112,6 +112,9 @@ def page() -> str:
   lines = [_HEADER]
   by_module: dict[str, list[str]] = {}
   for name in golden.names():
+    # The estimates are those of tokens.
+    if not name.startswith(_PARAMS):
+      continue
     module, _, cls = name.removeprefix(_PARAMS).rpartition(".")
     by_module.setdefault(module, []).append(cls)
   predictions = _predictions()

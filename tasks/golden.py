@@ -32,7 +32,7 @@ from paxon.runner.configuration import dump, find_experiment
 from paxon.runner.training import model_loss
 from paxon.sharding import variables
 
-PACKAGE = "paxon.tasks.lm.params"
+PACKAGES = ("paxon.tasks.lm.params", "paxon.tasks.vision.params")
 _FOLDER = "goldens"
 BEGIN = "== "
 AS = ", as "
@@ -40,7 +40,7 @@ AS = ", as "
 
 def names() -> list[str]:
   """Returns the import paths of all experiments."""
-  return [entry.name for entry in find_experiment.list_experiments([PACKAGE])]
+  return [entry.name for entry in find_experiment.list_experiments(PACKAGES)]
 
 
 def load(name: str) -> experiment.Experiment:
@@ -145,11 +145,12 @@ def _change(old: str, new: str) -> Iterator[str]:
 
 
 class _Model:
-  """A model and its sequence length, compared by their text."""
+  """A model and the shape of an example, compared by their text."""
 
   def __init__(self, text: str, config: fdl.Buildable) -> None:
     self.config = config
-    self.key = text, config.train_input.length
+    image_shape = getattr(config.train_input, "image_shape", None)
+    self.key = text, config.train_input.length, image_shape
 
   def __eq__(self, other: object) -> bool:
     return isinstance(other, _Model) and self.key == other.key
@@ -161,6 +162,21 @@ class _Model:
 @functools.lru_cache(maxsize=256)
 def _specs(model: _Model) -> variables.Specs:
   # Shapes of variables do not depend on the batch size.
+  image_shape = getattr(model.config.train_input, "image_shape", None)
+  batch = _text(model) if image_shape is None else _images(image_shape)
+  built = fdl.build(model.config.task.model)
+  return variables.specs_of(model_loss.abstract_variables(built, batch))
+
+
+def _images(shape: Sequence[int]) -> dict[str, jax.ShapeDtypeStruct]:
+  return {
+    "images": jax.ShapeDtypeStruct((1, *shape), np.float32),
+    "labels": jax.ShapeDtypeStruct((1,), np.int32),
+    "example_weights": jax.ShapeDtypeStruct((1,), np.float32),
+  }
+
+
+def _text(model: _Model) -> dict[str, jax.ShapeDtypeStruct]:
   shape = 1, model.config.train_input.length
   keys = ("inputs", "targets", "positions", "segment_ids")
   batch = {key: jax.ShapeDtypeStruct(shape, np.int32) for key in keys}
@@ -170,8 +186,7 @@ def _specs(model: _Model) -> variables.Specs:
     for key in ("inputs", "positions", "segment_ids"):
       source = jax.ShapeDtypeStruct((1, encoder_length), np.int32)
       batch[f"encoder_{key}"] = source
-  built = fdl.build(model.config.task.model)
-  return variables.specs_of(model_loss.abstract_variables(built, batch))
+  return batch
 
 
 def _variables(config: fdl.Buildable) -> Iterator[str]:

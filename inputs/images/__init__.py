@@ -1,0 +1,1 @@
+"""Labelled images: files, batches and augmentation."""

@@ -1,0 +1,185 @@
+"""Batches of labelled images, shuffled and augmented, with a position."""
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+
+from paxon.inputs import base_input, checks, document_order, example_source
+from paxon.inputs.images import augmentation
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class ImageInput(base_input.BaseInput):
+  """Batches of the images of a source.
+
+  A batch has `images` float32 [B,H,W,C], `labels` int32 [B] and
+  `example_weights` float32 [B]. An epoch that does not fill the last batch ends
+  with images of zeros and weight 0. The image at position n of the run, and its
+  augmentation, depend on the seed and n only.
+
+  Attributes:
+    source: A source of `image_files`, or another one with such items.
+    image_shape: Height, width and channels of all images.
+    shuffle_seed: Seed of each epoch's order, and of the augmentation. `None`
+      keeps the source's order.
+    num_epochs: Number of epochs. `None` repeats without end.
+    augmentations: Applied in this order, before normalization.
+    mean: Subtracted from the pixels, which are in [0, 1]; one value, or one
+      for each channel.
+    deviation: Divides the result.
+  """
+
+  length: int = 1
+  source: Any
+  image_shape: Sequence[int]
+  shuffle_seed: int | None
+  num_epochs: int | None = None
+  augmentations: Sequence[augmentation.Augmentation] = ()
+  mean: float | Sequence[float] = 0.0
+  deviation: float | Sequence[float] = 1.0
+  _next: int = dataclasses.field(default=0, init=False, repr=False)
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    checks.check_positive(self, optional=["num_epochs"])
+    if len(self.image_shape) != 3 or min(self.image_shape) <= 0:
+      raise ValueError(
+        "ImageInput.image_shape must be a height, a width and a number of"
+        f" channels, got {self.image_shape}."
+      )
+    if self.augmentations and self.shuffle_seed is None:
+      raise ValueError(
+        "ImageInput.augmentations need a shuffle_seed, which their keys are"
+        " made of."
+      )
+    if np.min(self.deviation) <= 0:
+      raise ValueError(
+        f"ImageInput.deviation must be positive, got {self.deviation}."
+      )
+
+  @property
+  def is_endless(self) -> bool:
+    """Whether `num_epochs` is None."""
+    return self.num_epochs is None
+
+  def get_next(self) -> base_input.Batch:
+    """Returns this host's images of the next batch; see the class.
+
+    Raises:
+      StopIteration: All epochs have been read.
+      ValueError: An image has another shape than `image_shape`, or a label is
+        negative.
+    """
+    end = self._end
+    if end is not None and self._next >= end:
+      raise StopIteration
+    rows = self.per_host_batch_size
+    first = self._next + self.infeed_host_index * rows
+    places = np.arange(first, first + rows)
+    if end is not None:
+      places = places[places < end]
+    images = np.zeros((rows, *self.image_shape), np.uint8)
+    labels = np.zeros(rows, np.int32)
+    for row, place in enumerate(places.tolist()):
+      images[row], labels[row] = self._read(place)
+    if self.augmentations and len(places):
+      keys = augmentation.make_keys(self.shuffle_seed or 0, places)
+      changed = images[: len(places)]
+      for number, augment in enumerate(self.augmentations):
+        changed = augment(changed, augmentation.make_keys(number, keys))
+      images[: len(places)] = changed
+    self._next += self.global_batch_size
+    weights = (np.arange(rows) < len(places)).astype(np.float32)
+    mean = np.asarray(self.mean, np.float32)
+    scale = np.float32(1) / np.asarray(self.deviation, np.float32)
+    pixels = (images.astype(np.float32) / np.float32(255) - mean) * scale
+    pixels[len(places) :] = 0
+    return {"images": pixels, "labels": labels, "example_weights": weights}
+
+  def batch_shapes(self) -> base_input.Shapes:
+    """Returns the shapes and dtypes of the arrays of `get_next`."""
+    rows = self.per_host_batch_size
+    return {
+      "images": ((rows, *self.image_shape), np.dtype(np.float32)),
+      "labels": ((rows,), np.dtype(np.int32)),
+      "example_weights": ((rows,), np.dtype(np.float32)),
+    }
+
+  def check_readable(self) -> None:
+    """Raises ValueError if the source cannot be read or is empty."""
+    example_source.call_optional(self.source, "check")
+    self._read(0)
+
+  def reset(self) -> None:
+    """Returns to the first batch."""
+    self._next = 0
+
+  def get_state(self) -> base_input.State:
+    """Returns the number of images read, and what determines their order."""
+    return {
+      "next": self._next,
+      "num_examples": len(self.source),
+      "content": self._content,
+      "shuffle_seed": self.shuffle_seed,
+    }
+
+  def set_state(self, state: base_input.State) -> None:
+    """Sets a position from `get_state`.
+
+    Raises:
+      ValueError: The state is damaged, or of other data or another order.
+    """
+    expected = self.get_state()
+    if set(state) != set(expected):
+      raise ValueError(
+        "The state of an ImageInput must have the keys"
+        f" {sorted(expected)}, got {sorted(state)}."
+      )
+    for key, value in expected.items():
+      if key != "next" and state[key] != value:
+        raise ValueError(
+          f"The state was saved with the {key} {state[key]!r}, and this input"
+          f" has {value!r}: its batches are others."
+        )
+    place = state["next"]
+    if not isinstance(place, int) or isinstance(place, bool) or place < 0:
+      raise ValueError(
+        f"The state's next must be a number of images, got {place!r}."
+      )
+    self._next = place
+
+  def _read(self, place: int) -> tuple[np.ndarray, int]:
+    """Returns the image and label at a position of the run."""
+    order = self._order
+    number = order.document(*divmod(place, order.num_documents))
+    example = self.source[number]
+    image, label = np.asarray(example["image"]), int(example["label"])
+    if image.shape != tuple(self.image_shape) or image.dtype != np.uint8:
+      raise ValueError(
+        f"Image {number} must be uint8 {list(self.image_shape)}, the"
+        f" image_shape, got {image.dtype} {list(image.shape)}."
+      )
+    if label < 0:
+      raise ValueError(f"Image {number} has the negative label {label}.")
+    return image, label
+
+  @property
+  def _end(self) -> int | None:
+    if self.num_epochs is None:
+      return None
+    return self.num_epochs * self._order.num_documents
+
+  @functools.cached_property
+  def _order(self) -> document_order.DocumentOrder:
+    if not len(self.source):
+      raise ValueError(f"The source holds no images: {self.source!r}.")
+    return document_order.DocumentOrder(
+      num_documents=len(self.source), seed=self.shuffle_seed
+    )
+
+  @functools.cached_property
+  def _content(self) -> str:
+    return example_source.content_hash(self.source)

@@ -1,0 +1,210 @@
+"""Vision transformers: patches, their positions, and the encoder.
+
+Dosovitskiy et al. 2021, https://arxiv.org/abs/2010.11929:
+
+  x = patches(image) @ kernel + bias + positions      [B, N, D]
+  x = norm(stack([tokens_before, x, tokens_after]))
+
+and the state of the first class token, or the mean of the tokens, goes to the
+head. The blocks of the stack are those of language models, with a mask that is
+not causal (`MaskRules(causal=False)`).
+"""
+
+from collections.abc import Callable
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from paxon.layers.vision import pooling
+from paxon.sharding import axes, checks, logical
+
+
+def to_patches(
+  images: Float[Array, "batch height width channels"], patch_size: int
+) -> Float[Array, "batch patches values"]:
+  """Returns square patches row by row, the values of each by (row, column, c).
+
+  Raises:
+    ValueError: The size of the images is not a multiple of `patch_size`.
+  """
+  batch, height, width, channels = images.shape
+  if height % patch_size or width % patch_size:
+    raise ValueError(
+      f"The height and width of images ({height} x {width}) must be multiples"
+      f" of patch_size ({patch_size})."
+    )
+  rows, columns = height // patch_size, width // patch_size
+  split = images.reshape(batch, rows, patch_size, columns, patch_size, channels)
+  return split.transpose(0, 1, 3, 2, 4, 5).reshape(batch, rows * columns, -1)
+
+
+def to_images(
+  patches: Float[Array, "batch patches values"],
+  patch_size: int,
+  *,
+  height: int,
+  width: int,
+) -> Float[Array, "batch height width channels"]:
+  """Returns the images of patches; the inverse of `to_patches`."""
+  rows, columns = height // patch_size, width // patch_size
+  split = patches.reshape(
+    patches.shape[0], rows, columns, patch_size, patch_size, -1
+  )
+  joined = split.transpose(0, 1, 3, 2, 4, 5)
+  return joined.reshape(patches.shape[0], height, width, -1)
+
+
+class PatchPositions(nn.Module):
+  """Learned positions of a grid of patches, interpolated to other grids.
+
+  Attributes:
+    height: Number of patches vertically, in training.
+    width: Number of patches horizontally.
+    table_init: Initializer of the table [height * width, D].
+    dtype: Dtype of the result. `None` takes that of the table.
+    param_dtype: Dtype in which the table is stored.
+  """
+
+  height: int
+  width: int
+  table_init: nn.initializers.Initializer = nn.initializers.normal(0.02)
+  dtype: DTypeLike | None = None
+  param_dtype: DTypeLike = jnp.float32
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    checks.check_size(self, "height", "width")
+
+  @nn.compact
+  def __call__(
+    self, rows: int, columns: int, embed_dim: int
+  ) -> Float[Array, "patches embed"]:
+    """Returns the position of each patch of a grid, row by row.
+
+    Another grid than the learned one is interpolated bilinearly; a smaller one
+    with antialiasing (`jax.image.resize`), as in Praxis.
+    """
+    table = self.param(
+      "table",
+      logical.partitioned(self.table_init, (None, axes.EMBED)),
+      (self.height * self.width, embed_dim),
+      self.param_dtype,
+    )
+    if (rows, columns) != (self.height, self.width):
+      grid = table.reshape(self.height, self.width, embed_dim)
+      grid = jax.image.resize(grid, (rows, columns, embed_dim), "bilinear")
+      table = grid.reshape(rows * columns, embed_dim)
+    return table if self.dtype is None else table.astype(self.dtype)
+
+
+class VisionTransformer(nn.Module):
+  """Encodes images, or sequences of patches, as [B,D] or [B,N,D].
+
+  Attributes:
+    patch_size: Height and width of a patch in pixels.
+    projection: Maps the values of a patch to the embedding [B,N,D], such as
+      `linear.Linear` with `kernel_axes=(None, "embed")`.
+    positions: Positions of the patches; `None` adds none.
+    stack: Blocks with attention that is not causal.
+    final_norm: Norm of the tokens after the stack; `None` for none.
+    pooling: `pool_first` or `pool_mean`; `None` returns all tokens.
+    output: Maps the pooled features [B,D], such as `linear.Linear` with `tanh`
+      (Praxis's default); `None` is the identity.
+    tokens_before: Number of learned tokens before the patches.
+    tokens_after: Number of learned tokens after them. None has a position.
+    token_init: Initializer of these tokens.
+    dropout: Applied to the patches with their positions; `None` disables it.
+    output_dropout: Applied to the result; `None` disables it.
+  """
+
+  patch_size: int
+  projection: nn.Module
+  positions: nn.Module | None
+  stack: nn.Module
+  final_norm: nn.Module | None
+  pooling: Callable[[jax.Array], jax.Array] | None = None
+  output: nn.Module | None = None
+  tokens_before: int = 0
+  tokens_after: int = 0
+  token_init: nn.initializers.Initializer = nn.initializers.zeros
+  dropout: nn.Module | None = None
+  output_dropout: nn.Module | None = None
+  param_dtype: DTypeLike = jnp.float32
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    checks.check_size(self, "patch_size")
+    checks.check_non_negative(self, "tokens_before", "tokens_after")
+
+  @nn.compact
+  def __call__(
+    self,
+    images: Float[Array, "batch height width channels"],
+    *,
+    deterministic: bool = True,
+  ) -> Float[Array, "batch *tokens embed"]:
+    """Returns the encoded images.
+
+    Raises:
+      ValueError: The size of the images is not a multiple of `patch_size`.
+    """
+    x = self.projection(to_patches(images, self.patch_size))
+    if self.positions is not None:
+      rows, columns = (n // self.patch_size for n in images.shape[1:3])
+      x += self.positions(rows, columns, x.shape[-1]).astype(x.dtype)[None]
+    if self.dropout is not None:
+      x = self.dropout(x, deterministic=deterministic)
+    x = self._with_tokens(x)
+    x = logical.constrain(x, (axes.BATCH, axes.LENGTH, axes.ACTIVATION_EMBED))
+    x = self.stack(x, deterministic=deterministic)
+    if self.final_norm is not None:
+      x = self.final_norm(x)
+    if self.pooling is not None:
+      x = self.pooling(x)
+    if self.output is not None:
+      x = self.output(x)
+    if self.output_dropout is not None:
+      x = self.output_dropout(x, deterministic=deterministic)
+    return x
+
+  def _with_tokens(self, x: jax.Array) -> jax.Array:
+    parts = [x]
+    for name, number in (
+      ("tokens_before", self.tokens_before),
+      ("tokens_after", self.tokens_after),
+    ):
+      if not number:
+        continue
+      tokens = self.param(
+        f"learned_{name}",
+        logical.partitioned(self.token_init, (None, axes.EMBED)),
+        (number, x.shape[-1]),
+        self.param_dtype,
+      ).astype(x.dtype)
+      tokens = jnp.broadcast_to(tokens[None], (x.shape[0], *tokens.shape))
+      parts.insert(0 if name == "tokens_before" else len(parts), tokens)
+    return jax.lax.concatenate(parts, 1)
+
+
+def pool_first(
+  x: Float[Array, "batch tokens embed"],
+) -> Float[Array, "batch embed"]:
+  """Returns the first token, which is a class token if there is one."""
+  return x[:, 0]
+
+
+def pool_mean(
+  x: Float[Array, "batch tokens embed"],
+) -> Float[Array, "batch embed"]:
+  """Returns the mean of all tokens."""
+  return pooling.pool_all(x, axes=(1,))
+
+
+def pool_max(
+  x: Float[Array, "batch tokens embed"],
+) -> Float[Array, "batch embed"]:
+  """Returns the maximum of all tokens."""
+  return pooling.pool_all(x, axes=(1,), reduction=pooling.Reduction.MAX)

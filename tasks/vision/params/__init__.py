@@ -1,0 +1,1 @@
+"""Image experiments, one module per data set."""
