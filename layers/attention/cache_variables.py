@@ -145,12 +145,11 @@ def append(
   layer = stacked.get(LAYER)
   paged = {name: new[name] for name in _paged(stacked)}
   new = {name: x for name, x in new.items() if name not in paged}
-  in_pages: dict[str, jax.Array] = {}
-  if paged:
-    at = next_slots(new["segment_ids"], stored.index, stored.count)[1]
-    at = jnp.where(at < stored.count, at, -1)
-    segments = _written(write, stored.slots["segment_ids"], new["segment_ids"])
-    in_pages = _append_paged(cache, stored, paged, at, segments)
+  if stored.pages is not None:
+    _write_pages(cache, stored, paged, places["segment_ids"])
+  # The same operations as for a contiguous cache, so that attention, which XLA
+  # compiles together with them, rounds as with one.
+  in_pages = {n: _written(write, stored.slots[n], x) for n, x in paged.items()}
   if layer is None:
     slots = {n: _written(write, stored.slots[n], x) for n, x in new.items()}
     save(cache, slots, total, slot_axis=slot_axis)
@@ -241,29 +240,25 @@ def _pool(x: jax.Array, layer: jax.Array | None) -> tuple[jax.Array, jax.Array]:
   return (x[None], jnp.int32(0)) if layer is None else (x, layer)
 
 
-def _append_paged(
+def _write_pages(
   cache: nn.Module,
   stored: Stored,
   new: Mapping[str, jax.Array],
-  token_slots: jax.Array,
   segment_ids: jax.Array,
-) -> dict[str, jax.Array]:
-  """Writes tokens into their slots [B,T]; returns all slots of `new`.
-
-  `segment_ids` are those of all slots, with the new tokens.
-  """
+) -> None:
+  """Writes tokens with segments [B,T] into their pages."""
   stacked, pages = _stored(cache), stored.pages
-  layer, slots = stacked.get(LAYER), {}
+  layer = stacked.get(LAYER)
+  _, slots = next_slots(segment_ids, stored.index, stored.count)
+  slots = jnp.where(slots < stored.count, slots, -1)
   assert pages is not None
   for name, x in new.items():
     pool, at = _pool(stacked[name], layer)
-    pool = paged_slots.write(pool, x, at, pages, token_slots)
-    slots[name] = paged_slots.read(pool, at, pages, segment_ids)
+    pool = paged_slots.write(pool, x, at, pages, slots)
     if layer is None:
       _put(cache, name, pool[0], (None,) * x.ndim)
     else:
       cache.put_variable(COLLECTION, name, pool)
-  return slots
 
 
 def _after(

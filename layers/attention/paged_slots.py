@@ -7,8 +7,8 @@ A paged cache has one pool of pages instead of slots for each sequence: arrays
 written there.
 
 The positions and segments of tokens are small and stay in [B,S]. Slots without
-a token (segment 0) are read as zeros whatever their page holds, so that a paged
-cache has the same content as a contiguous one, bit by bit.
+a token (segment 0) are read as zeros whatever their page holds, so that layers
+get the same content as from a contiguous cache, bit by bit.
 
 `with_pages` makes pages of a `ContiguousCache` that exists, so any model may
 have them. Caches without an axis `kv_length`, such as ring buffers, stay.
