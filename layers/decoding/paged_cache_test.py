@@ -140,9 +140,11 @@ def test_tokens_go_to_the_slots_of_their_pages():
     pool = rng.normal(size=(2, 5, *heads, PAGE, *shape[1:])).astype(np.float32)
     new = rng.normal(size=(2, *heads, 3, *shape[1:])).astype(np.float32)
     got = paged_slots.write(
-      *(jnp.asarray(x) for x in (pool, new)),
+      jnp.asarray(pool),
+      jnp.asarray(new),
       jnp.int32(1),
-      *(jnp.asarray(x) for x in (pages, slots)),
+      jnp.asarray(pages),
+      jnp.asarray(slots),
     )
     expected, axis = pool.copy(), len(heads)
     for b, t in np.ndindex(2, 3):
@@ -153,8 +155,9 @@ def test_tokens_go_to_the_slots_of_their_pages():
     np.testing.assert_array_equal(got[0], pool[0])
     np.testing.assert_array_equal(got[1, 1:], expected[1, 1:])
     segments = np.asarray([[1] * 6, [0, 1, 1, 0, 1, 1]], np.int32)
-    where = jnp.asarray(pages), jnp.asarray(segments)
-    read = paged_slots.read(got, jnp.int32(1), *where)
+    read = paged_slots.read(
+      got, jnp.int32(1), jnp.asarray(pages), jnp.asarray(segments)
+    )
     for b, s in np.ndindex(2, 6):
       token = np.take(expected[1, pages[b, s // PAGE]], s % PAGE, axis=axis)
       np.testing.assert_array_equal(
