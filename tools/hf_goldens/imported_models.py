@@ -88,7 +88,13 @@ def write(folder: pathlib.Path, name: str, config: Mapping[str, Any]) -> None:
 def import_model(
   folder: pathlib.Path, name: str, config: Mapping[str, Any]
 ) -> pathlib.Path:
-  """Imports a model into `folder/run`; also writes `folder/train.jsonl`."""
+  """Imports a model into `folder/run`; also writes `folder/train.jsonl`.
+
+  Without modules that predict further tokens: transformers has none, and their
+  loss is a part of the training loss.
+  """
+  if "num_nextn_predict_layers" in config:
+    config = {**config, "num_nextn_predict_layers": 0}
   write(folder / "original", name, config)
   run = folder / "run"
   convert("import", os.fspath(folder / "original"), "--to", os.fspath(run))
