@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from paxon.learners import parameter_average
+from paxon.learners import parameter_average, pruning
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer, stored_checkpoint
 from paxon.runner.settings import training
@@ -214,3 +214,56 @@ def test_rejects_another_number_of_layers(source):
     r" and \(3, ",
   ):
     _start(_opened(num_layers=3), source)
+
+
+def _pruned_job(num_train_steps, mesh="data=-1"):
+  """Gate kernels pruned to 2:4 with SR-STE, of a schedule of 4 steps."""
+  config = testing.TinyLm(num_train_steps=4, mesh=mesh).job()
+  learner = config.task.learner
+  learner.optimizer = fdl.Config(
+    pruning.Pruned,
+    optimizer=learner.optimizer,
+    rules=(
+      fdl.Config(
+        pruning.PruningRule,
+        pattern=".*/gate",
+        structure=fdl.Config(pruning.Groups),
+      ),
+    ),
+    straight_through=2e-4,
+  )
+  config.num_train_steps = num_train_steps
+  config.checkpoint_every_steps = 2
+  return config
+
+
+def test_masks_are_resumed_bitwise_and_resharded(tmp_path):
+  whole = _run(_pruned_job(4), tmp_path / "whole")
+  parts = _run(_pruned_job(2), tmp_path / "parts")
+  _run(_pruned_job(4), parts)
+  found = []
+  for folder in (whole, parts):
+    checkpoint = stored_checkpoint.find_checkpoint(epath.Path(folder))
+    names = list(checkpoint.arrays)
+    found.append(stored_checkpoint.read_numpy(checkpoint, names))
+  assert found[0].keys() == found[1].keys()
+  for name, value in found[0].items():
+    np.testing.assert_array_equal(value, found[1][name], err_msg=name)
+  (name,) = (n for n in found[0] if "masks" in n)
+  mask = found[0][name]
+  assert mask.dtype == bool
+  assert mask.mean() == 0.5
+  (gate,) = (n for n in found[0] if n.startswith("params") and "gate" in n)
+  np.testing.assert_array_equal(found[0][gate] != 0, mask)
+
+  job = fdl.build(_pruned_job(4, mesh="data=2,fsdp=2,tensor=2"))
+  session = session_lib.open_session(job)
+  folder = epath.Path(whole) / "checkpoints"
+  with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
+    restored = checkpoints.restore(
+      4, specs=session.state_specs, shardings=session.state_shardings
+    )
+  state = restored.tree
+  (on_mesh,) = jax.tree.leaves(state.opt_state.masks)
+  assert on_mesh.addressable_shards[0].data.size == mask.size // 4
+  np.testing.assert_array_equal(on_mesh, mask)
