@@ -24,12 +24,13 @@ from paxon.layers.models.hugging_face import (
   safetensors_file,
   weight_files,
 )
-from paxon.quantization import lora, stored_kernels
+from paxon.quantization import lora, served_einsum, stored_kernels
 from paxon.runner import files as runner_files
 from paxon.runner import units, user_error
 from paxon.runner.checkpoints import checkpointer, stored_checkpoint, text_table
+from paxon.runner.training import serving
 from paxon.sharding import variables
-from paxon.tools import hf_files, peft_adapter
+from paxon.tools import hf_files, hf_quantized, peft_adapter
 
 # The default of transformers.
 SHARD_BYTES = 5 * 10**9
@@ -48,7 +49,8 @@ def run(
 ) -> Iterator[str]:
   """Exports a checkpoint, and yields lines to print.
 
-  Low-rank adapters are merged, or written alone.
+  Low-rank adapters are merged, or written alone. Quantized weights of serving
+  are written as compressed-tensors (`hf_quantized`).
 
   Args:
     checkpoint: The checkpoint.
@@ -64,7 +66,7 @@ def run(
     user_error.UserError: The model is not supported, or the checkpoint does
       not match it.
   """
-  folder = like or checkpoint.run_path / hf_files.FOLDER
+  folder = like or _find_folder(checkpoint)
   if not folder.is_dir():
     raise user_error.UserError(
       f"{os.fspath(folder)} does not exist; pass --like=FOLDER with the"
@@ -77,21 +79,30 @@ def run(
     raise user_error.UserError(str(error)) from error
   adapter = _find_adapter(checkpoint)
   replaced = _find_stored(checkpoint)
+  quantized = hf_quantized.make_plan(checkpoint, names)
   if replaced and not (adapter_only and adapter and _is_additive(adapter)):
     raise user_error.UserError(
       f"{os.fspath(checkpoint.path)} has quantized kernels (frozen_storage),"
       " with which only adapters of kind lora and rslora are written; pass"
       " --adapter, and add them to the imported model with PEFT."
     )
-  _check(checkpoint, names, replaced)
+  kernels = {} if quantized is None else quantized.kernels
+  _check(checkpoint, names, replaced | kernels.keys())
   _check_target(target)
   if adapter_only:
     yield _write_adapter(checkpoint, names, adapter, target, dry_run)
     return
+  stored_as_is = {
+    name: tensor
+    for name, tensor in names.tensors.items()
+    if quantized is None or name not in quantized.tensors
+  }
   described = {
     name: (_dtype(checkpoint, tensor, dtype), tensor.shape)
-    for name, tensor in names.tensors.items()
+    for name, tensor in stored_as_is.items()
   }
+  if quantized is not None:
+    described |= quantized.describe(dtype)
   shards = plan(described, shard_bytes=shard_bytes)
   if dry_run:
     rows = [("file", "tensor", "shape", "dtype")]
@@ -104,9 +115,13 @@ def run(
   else:
     _verify(checkpoint)
     target.mkdir(parents=True, exist_ok=True)
-    _write(checkpoint, names, described, shards, target, adapter)
-    stored = hf_files.find_dtype(each for each, _ in described.values())
+    _write(checkpoint, names, described, shards, target, adapter, quantized)
+    floats = (described[name][0] for name in stored_as_is)
+    stored = hf_files.find_dtype(floats)
     copied = hf_files.copy_beside(folder, target, dtype=stored)
+    if quantized is not None:
+      shapes = {name: each.shape for name, each in stored_as_is.items()}
+      hf_quantized.add_config(target, quantized.config(shapes))
     yield f"copied: {', '.join(copied)}"
   total = sum(_bytes(each) for each in described.values())
   done = "would write" if dry_run else "wrote"
@@ -150,6 +165,7 @@ def _write(
   shards: Mapping[str, list[str]],
   target: epath.Path,
   adapter: lora.Lora | None,
+  quantized: hf_quantized.Plan | None,
 ) -> None:
   with contextlib.ExitStack() as stack:
     writers = {}
@@ -160,7 +176,13 @@ def _write(
         )
       )
       writers |= dict.fromkeys(each, writer)
+    if quantized is not None:
+      for name, values in hf_quantized.tensors(checkpoint, names, quantized):
+        values = values.astype(described[name][0], copy=False)
+        writers[name].write_rows(name, 0, values)
     for leaf in names.leaves.values():
+      if quantized is not None and leaf.name in quantized.kernels:
+        continue
       wanted = [leaf.name, *_find_adapters(checkpoint, leaf.name)]
       arrays = stored_checkpoint.read_numpy(checkpoint, wanted)
       if adapter is not None:
@@ -279,6 +301,14 @@ def _is_additive(adapter: lora.Lora) -> bool:
   return adapter.kind is not lora.Kind.DORA
 
 
+def _find_folder(checkpoint: stored_checkpoint.StoredCheckpoint) -> epath.Path:
+  """Returns the folder with the config.json of a run, or of served weights."""
+  run = checkpoint.run_path
+  if run.parent.name == serving.FOLDER:
+    run = run.parent.parent
+  return run / hf_files.FOLDER
+
+
 def _check(
   checkpoint: stored_checkpoint.StoredCheckpoint,
   names: mapping.Names,
@@ -290,6 +320,7 @@ def _check(
     name: array
     for name, array in checkpoint.variables().items()
     if not name.startswith(f"{variables.FROZEN}/")
+    and not name.startswith(f"{served_einsum.COLLECTION}/")
     and stored_kernels.find_parameter(name) is None
   }
   for name, leaf in names.leaves.items():

@@ -4,6 +4,8 @@
   tools/hf import PEFT --base RUN --to RUN2
                                         a PEFT adapter, added to a run
   tools/hf export RUN[@STEP] --to DIR   a checkpoint to safetensors files
+  tools/hf export RUN/serving/int4_gptq --to DIR
+                                        quantized weights to compressed-tensors
 
 DIR is a folder with config.json and model.safetensors, or with the files that
 model.safetensors.index.json lists; or one such file. `import` makes the run

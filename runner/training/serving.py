@@ -8,7 +8,7 @@ they replace are neither stored nor in memory.
 
 from collections.abc import Mapping
 import os
-from typing import Any
+from typing import Any, Final
 
 from etils import epath
 from flax import traverse_util
@@ -21,7 +21,8 @@ from paxon.runner import run_dir as run_dirs
 from paxon.runner import user_error
 from paxon.sharding import variables
 
-_FOLDER = "serving"
+# Folder of a run directory.
+FOLDER: Final = "serving"
 _MODES = {
   recipes.Mode.SERVE: ("eval", "decode", "serve"),
   recipes.Mode.CONVERT: ("eval",),
@@ -54,7 +55,7 @@ def folder(job: job_lib.Job, run_dir: epath.Path) -> epath.Path:
   """Returns the directory of the quantized weights of a run."""
   assert job.weights is not None
   name = recipes.parse(job.weights).name
-  return run_dir / _FOLDER / name / run_dirs.CHECKPOINTS
+  return run_dir / FOLDER / name / run_dirs.CHECKPOINTS
 
 
 def checkpoints(job: job_lib.Job, run_dir: epath.Path) -> epath.Path:

@@ -103,6 +103,24 @@ def import_model(
   return run
 
 
+def export_quantized(
+  folder: pathlib.Path, run: pathlib.Path, recipe: str
+) -> tuple[pathlib.Path, pathlib.Path]:
+  """Quantizes the weights of a model tuned in `folder`, and exports them.
+
+  Returns:
+    The folder of the served weights, and the exported one.
+  """
+  call(
+    *("--mode=eval", f"--job_log_dir={run}"),
+    f"--fdl.quantization={recipe}:convert",
+    f"--fdl.validation_files={folder}/train.jsonl",
+  )
+  served, out = run / "serving" / recipe, folder / f"exported_{recipe}"
+  convert("export", os.fspath(served), "--to", os.fspath(out))
+  return served, out
+
+
 def training_setup(
   folder: pathlib.Path, name: str, config: Mapping[str, Any]
 ) -> tuple[list[dict[str, Any]], list[float], float]:

@@ -3,17 +3,24 @@
 import json
 import os
 
+from etils import epath
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors import numpy as safetensors
 
+from paxon.layers.models.hugging_face import families
+from paxon.quantization import number_formats, served_einsum
+from paxon.runner.checkpoints import stored_checkpoint
 from paxon.tasks.lm.params import hugging_face
 from paxon.tools.hf_goldens import imported_models
+
+_DOWN = "params/stack/layers_2/feed_forward/down"
 
 
 # All others in `oracle_test`.
 @pytest.mark.parametrize("name", ["llama2", "qwen3"])
-def test_equals_transformers(name, tmp_path):
+def test_equals_transformers(name, tmp_path, capsys):
   run, tuned = imported_models.check(tmp_path, name)
   # The run can be used from any directory.
   settings = json.loads((tuned / "settings.json").read_text())
@@ -39,6 +46,47 @@ def test_equals_transformers(name, tmp_path):
   # With it, transformers can use the exported folder.
   for each in ("config.json", "tokenizer.json", "tokenizer_config.json"):
     assert (tmp_path / "tuned_export" / each).exists()
+  if name == "qwen3":
+    recipe = "int4_gptq"
+    _check_packed(*imported_models.export_quantized(tmp_path, tuned, recipe))
+  else:
+    with pytest.raises(AssertionError):
+      imported_models.export_quantized(tmp_path, tuned, "int8")
+    printed = capsys.readouterr().err
+    assert "int8 is not a recipe of int4 weights" in printed
+
+
+def _check_packed(served, exported):
+  """Compares a packed export with the stored weights, by the definition."""
+  tensors = safetensors.load_file(exported / "model.safetensors")
+  config = json.loads((exported / "config.json").read_text())
+  described = config.pop("quantization_config")
+  assert described["format"] == "pack-quantized"
+  (group,) = described["config_groups"].values()
+  size = group["weights"]["group_size"]
+  assert described["ignore"] == ["lm_head"]
+  stored = stored_checkpoint.find_checkpoint(epath.Path(served))
+  leaf = families.find(config).names(config).leaves[_DOWN]
+  at = served_einsum.COLLECTION + _DOWN.removeprefix("params").replace(
+    "/down", "/einsum/down"
+  )
+  names = [f"{at}/values", f"{at}/scale"]
+  values, scale = stored_checkpoint.read_numpy(stored, names).values()
+  weights = served_einsum.dequantize(
+    jnp.asarray(values),
+    jnp.asarray(scale),
+    number_format=number_formats.INT4,
+    layer_shape=leaf.shape,
+  )
+  ((name, _, expected, _),) = leaf.to_tensors(np.asarray(weights))
+  stem = name.removesuffix("weight")
+  shape = tensors[f"{stem}weight_shape"]
+  packed = tensors[f"{stem}weight_packed"].view(np.uint32)
+  codes = np.stack([packed >> 4 * i & 15 for i in range(8)], axis=-1)
+  codes = codes.reshape(shape).astype(np.float32) - 8
+  found = codes * np.repeat(tensors[f"{stem}weight_scale"], size, axis=1)
+  np.testing.assert_allclose(found, expected, rtol=1e-6)
+  assert f"{stem}weight" not in tensors
 
 
 def test_a_tokenizer_that_does_not_fit_is_one_clear_error(tmp_path):

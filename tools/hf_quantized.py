@@ -1,0 +1,256 @@
+"""Export of quantized weights to folders of compressed-tensors.
+
+Linear layers whose kernels a conversion has quantized (`quantization=
+int4_gptq:convert`) are written as serving engines and transformers load them
+with the package compressed-tensors, in its format pack-quantized:
+
+  weight_packed   int32 [outputs, inputs / 8], eight values of four bits each
+  weight_scale    [outputs, groups of inputs]
+  weight_shape    int64 [2]
+
+All other tensors are written as they are.
+"""
+
+from collections.abc import Iterator, Mapping
+import dataclasses
+import json
+import math
+import os
+import re
+from typing import Any
+
+from etils import epath
+import jax.numpy as jnp
+import numpy as np
+
+from paxon.layers.models.hugging_face import mapping
+from paxon.quantization import number_formats, recipes, served_einsum
+from paxon.quantization import recipe as recipe_lib
+from paxon.runner import user_error
+from paxon.runner.checkpoints import stored_checkpoint
+
+_WEIGHT = ".weight"
+# Values in an int32.
+_PACKED = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+  """The quantized tensors of an export.
+
+  Attributes:
+    kernels: Name of the stored values by that of the parameter they replace.
+    group: Inputs with the same scale; None is all of an output.
+    tensors: Shapes of the Hugging Face tensors, by name.
+  """
+
+  kernels: Mapping[str, str]
+  group: int | None
+  tensors: Mapping[str, tuple[int, int]]
+
+  def describe(self, dtype: Any) -> dict[str, tuple[Any, tuple[int, ...]]]:
+    """Returns dtype and shape of the tensors of quantized layers.
+
+    `dtype` is that of scales; None is float32.
+    """
+    found: dict[str, tuple[Any, tuple[int, ...]]] = {}
+    for name, (outputs, inputs) in self.tensors.items():
+      stem = name.removesuffix(_WEIGHT)
+      groups = 1 if self.group is None else inputs // self.group
+      packed = (outputs, -(-inputs // _PACKED))
+      found[f"{stem}.weight_packed"] = np.dtype(np.int32), packed
+      found[f"{stem}.weight_shape"] = np.dtype(np.int64), (2,)
+      scale = np.dtype(np.float32) if dtype is None else np.dtype(dtype)
+      found[f"{stem}.weight_scale"] = scale, (outputs, groups)
+    return found
+
+  def config(self, others: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Returns the field `quantization_config` of config.json.
+
+    `others` are the shapes of the tensors without quantization.
+    """
+    kept = (
+      name.removesuffix(_WEIGHT)
+      for name, shape in others.items()
+      if len(shape) == 2 and name.endswith(_WEIGHT) and "embed" not in name
+    )
+    weights = {
+      "num_bits": 4,
+      "type": "int",
+      "symmetric": True,
+      "strategy": "channel" if self.group is None else "group",
+    }
+    if self.group is not None:
+      weights["group_size"] = self.group
+    one = {
+      "targets": ["Linear"],
+      "weights": weights,
+      "input_activations": None,
+    }
+    return {
+      "quant_method": "compressed-tensors",
+      "format": "pack-quantized",
+      "quantization_status": "compressed",
+      "config_groups": {"group_0": one},
+      "ignore": sorted({"lm_head", *kept}),
+    }
+
+
+def make_plan(
+  checkpoint: stored_checkpoint.StoredCheckpoint, names: mapping.Names
+) -> Plan | None:
+  """Returns the quantized tensors of a checkpoint; None if it has none.
+
+  Raises:
+    user_error.UserError: No format of compressed-tensors has such weights.
+  """
+  stored = checkpoint.variables()
+  kernels = {
+    parameter: name
+    for name in stored
+    if (parameter := served_einsum.stored_parameter(name)) is not None
+  }
+  if not kernels:
+    return None
+  name = checkpoint.run_path.name
+  recipe = recipes.named(name)
+  _check_recipe(name, recipe, stored)
+  tensors, sizes = {}, set()
+  for parameter, values in kernels.items():
+    leaf = names.leaves.get(parameter)
+    if leaf is None:
+      raise user_error.UserError(
+        f"{parameter} is in the checkpoint {os.fspath(checkpoint.path)} but not"
+        " in the model of config.json."
+      )
+    scale = stored[values.removesuffix("values") + "scale"]
+    for tensor, _ in leaf.sources:
+      _check_tensor(tensor, kernels)
+      outputs, inputs = tensor.shape
+      tensors[tensor.name] = outputs, inputs
+      if recipe.rhs is not None and recipe.rhs.block is not None:
+        groups = math.prod(leaf.shape) // math.prod(scale.shape)
+        sizes.add(groups)
+  return Plan(
+    kernels=kernels,
+    group=math.gcd(*sizes) if sizes else None,
+    tensors=tensors,
+  )
+
+
+def _check_recipe(
+  name: str, recipe: recipe_lib.Recipe, stored: Mapping[str, Any]
+) -> None:
+  if any(each.endswith("/inputs") for each in stored):
+    raise user_error.UserError(
+      f"{name} has factors of inputs, which compressed-tensors does not store;"
+      " export int4_group or int4_gptq weights."
+    )
+  assert recipe.rhs is not None
+  if recipe.rhs.format is not number_formats.INT4 or recipe.lhs is not None:
+    # Packages round activations in other ways, so logits would differ.
+    raise user_error.UserError(
+      f"{name} is not a recipe of int4 weights with unquantized activations;"
+      " export int4_group or int4_gptq weights."
+    )
+
+
+def _check_tensor(tensor: mapping.Tensor, kernels: Mapping[str, str]) -> None:
+  parts = {part.leaf for part in tensor.slices}
+  if (
+    len(tensor.shape) != 2
+    or not tensor.name.endswith(_WEIGHT)
+    or re.search(r"\bexperts\b", tensor.name)
+    or not parts <= kernels.keys()
+  ):
+    raise user_error.UserError(
+      f"The tensor {tensor.name} is not the weight of a linear layer of its"
+      " own with all parts quantized, so compressed-tensors cannot store it."
+    )
+
+
+def add_config(folder: epath.Path, quantization: Mapping[str, Any]) -> None:
+  """Adds the field `quantization_config` to the config.json of a folder."""
+  path = folder / "config.json"
+  config = json.loads(path.read_text())
+  config["quantization_config"] = quantization
+  path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def tensors(
+  checkpoint: stored_checkpoint.StoredCheckpoint,
+  names: mapping.Names,
+  plan: Plan,
+) -> Iterator[tuple[str, np.ndarray]]:
+  """Yields the tensors of quantized layers; memory holds those of a kernel."""
+  # Values and scales of tensors, and the number of values that are missing.
+  open_: dict[str, tuple[np.ndarray, np.ndarray, int]] = {}
+  for parameter in plan.kernels:
+    leaf = names.leaves[parameter]
+    values, scale = _read(checkpoint, leaf, plan)
+    for of_values, of_scale in zip(
+      leaf.to_tensors(values), leaf.to_tensors(scale), strict=True
+    ):
+      name, start, rows, columns = of_values
+      shape = plan.tensors[name]
+      empty = np.zeros(shape, np.int8), np.zeros(shape, np.float32)
+      all_values, all_scales, missing = open_.pop(name, (*empty, shape[0]))
+      place = slice(start, start + len(rows)), columns
+      all_values[place], all_scales[place] = rows, of_scale[2]
+      missing -= len(rows)
+      if missing:
+        open_[name] = all_values, all_scales, missing
+      else:
+        yield from _encode(name, all_values, all_scales, plan)
+
+
+def _read(
+  checkpoint: stored_checkpoint.StoredCheckpoint,
+  leaf: mapping.Leaf,
+  plan: Plan,
+) -> tuple[np.ndarray, np.ndarray]:
+  """Returns values int8 and scales float32, both of the shape of a kernel."""
+  of_values = plan.kernels[leaf.name]
+  of_scale = of_values.removesuffix("values") + "scale"
+  arrays = stored_checkpoint.read_numpy(checkpoint, [of_values, of_scale])
+  values, scale = arrays[of_values], arrays[of_scale]
+  for axis, size in enumerate(leaf.shape):
+    if values.shape[axis] != size:
+      values = np.asarray(number_formats.unpack(jnp.asarray(values), axis=axis))
+  for axis, size in enumerate(leaf.shape):
+    scale = np.repeat(scale, size // scale.shape[axis], axis)
+  return values, scale
+
+
+def _encode(
+  name: str, values: np.ndarray, scale: np.ndarray, plan: Plan
+) -> Iterator[tuple[str, np.ndarray]]:
+  """Yields the tensors of a linear layer.
+
+  Args:
+    name: Name of the tensor of its weight.
+    values: int8 [outputs, inputs].
+    scale: float32 [outputs, inputs].
+    plan: The export.
+
+  Raises:
+    user_error.UserError: A group has several scales, because the layer stores
+      its inputs first.
+  """
+  outputs, inputs = values.shape
+  group = inputs if plan.group is None else plan.group
+  grouped = scale.reshape(outputs, inputs // group, group)
+  if np.any(grouped != grouped[:, :, :1]):
+    raise user_error.UserError(
+      f"The tensor {name} is stored as [inputs, outputs], so compressed-tensors"
+      " cannot store it."
+    )
+  stem = name.removesuffix(_WEIGHT)
+  yield f"{stem}.weight_scale", grouped[:, :, 0]
+  nibbles = (values.astype(np.int32) + 8).astype(np.uint32)
+  nibbles = np.pad(nibbles, ((0, 0), (0, -inputs % _PACKED)))
+  nibbles = nibbles.reshape(outputs, -1, _PACKED)
+  shifts = np.arange(_PACKED, dtype=np.uint32) * 4
+  packed = np.bitwise_or.reduce(nibbles << shifts, axis=-1)
+  yield f"{stem}.weight_packed", packed.view(np.int32)
+  yield f"{stem}.weight_shape", np.array([outputs, inputs], np.int64)
