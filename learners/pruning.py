@@ -26,7 +26,7 @@ import optax
 
 from paxon.learners import optimizer as optimizer_lib
 from paxon.learners import variable_groups
-from paxon.sharding import checks, variables
+from paxon.sharding import checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -224,7 +224,7 @@ class Pruned:
       return PrunedState(count, ones, dense, inner.init(params))
 
     def update(
-      updates: Any, state: PrunedState, params: Any = None
+      updates: Any, state: Any, params: Any = None
     ) -> tuple[Any, PrunedState]:
       weights = _select(params, structures)
       dense, decay = weights, 0.0
@@ -281,7 +281,7 @@ class Pruned:
     if self.last_step is not None:
       changes &= state.count <= self.last_step
     sparsity = self.sparsity_at(state.count)
-    flat = traverse_util.flatten_dict(dense)
+    flat: Any = traverse_util.flatten_dict(dense)
 
     def make(x: jax.Array, path: tuple[str, ...]) -> jax.Array:
       structure, num_stacked = structures[path]
@@ -299,9 +299,7 @@ class Pruned:
   def _structures(self, specs: variable_groups.Specs) -> "_Structures":
     found: _Structures = {}
     used: set[int] = set()
-    flat: dict[tuple[str, ...], variables.VariableSpec] = (
-      traverse_util.flatten_dict(specs)
-    )
+    flat: Any = traverse_util.flatten_dict(specs)
     for path, spec in flat.items():
       for i, rule in enumerate(self.rules):
         if re.fullmatch(rule.pattern, spec.name):

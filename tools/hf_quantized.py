@@ -164,8 +164,8 @@ def _check_tensor(tensor: mapping.Tensor, kernels: Mapping[str, str]) -> None:
     or not parts <= kernels.keys()
   ):
     raise user_error.UserError(
-      f"The tensor {tensor.name} is not the weight of a linear layer of its"
-      " own with all parts quantized, so compressed-tensors cannot store it."
+      f"The tensor {tensor.name} is not the weight of one linear layer with all"
+      " its parts quantized, so compressed-tensors cannot store it."
     )
 
 
