@@ -76,6 +76,8 @@ def test_equals_transformers(name, tmp_path):
 )
 @pytest.mark.parametrize("recipe", ["int4_group", "int4_gptq"])
 def test_quantized_weights_are_read_by_transformers(recipe, tmp_path):
+  # Transformers imports it for these files.
+  import compressed_tensors  # noqa: F401  # pyrefly: ignore[missing-import]
   import torch  # pyrefly: ignore[missing-import]
   import transformers  # pyrefly: ignore[missing-import]
 
