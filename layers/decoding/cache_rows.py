@@ -95,7 +95,8 @@ def rewind(
     most: Upper bound of `fed`.
 
   Raises:
-    ValueError: A ring has fewer slots than `most`.
+    ValueError: A ring has fewer slots than `most`, or a layer has stored
+      something else than tokens in slots.
   """
   flat = dict(jax.tree_util.tree_flatten_with_path(before, is_leaf=_is_box)[0])
 
@@ -109,9 +110,17 @@ def rewind(
     if path[-1].key == cache_variables.INDEX:
       back = jnp.broadcast_to(fed - keep, leaf.value.shape)
       return leaf.replace(value=leaf.value - back)
+    index = (*path[:-1], jax.tree_util.DictKey(cache_variables.INDEX))
+    if index not in flat:
+      if axes.BATCH in leaf.names and leaf.value is not old.value:
+        raise ValueError(
+          f"The cache variable {jax.tree_util.keystr(path)} has no index, so it"
+          " cannot forget tokens; generate without speculation."
+        )
+      return leaf
     if not is_ring(path):
       return leaf
-    first = flat[(*path[:-1], jax.tree_util.DictKey(cache_variables.INDEX))]
+    first = flat[index]
     lead = leaf.names.index(axes.BATCH)
     axis = lead + cache_variables.slot_axis(
       jax.ShapeDtypeStruct(leaf.value.shape[lead:], leaf.value.dtype)

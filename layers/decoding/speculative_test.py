@@ -202,7 +202,8 @@ def _markov(table):
   """Returns the steps of a model whose logits depend on the last id only."""
 
   def cache(ids):
-    return {"cache": {"x": variables.Variable(ids, (axes.BATCH,))}}
+    index = variables.Variable(jnp.zeros_like(ids), (axes.BATCH,))
+    return {"cache": {"index": index}}
 
   def prefill(ids, positions, segment_ids, *, cache_length, at):
     del positions, segment_ids, cache_length
@@ -356,6 +357,19 @@ def test_what_does_not_fit_is_rejected():
     _generate(6)
   with pytest.raises(ValueError, match="Greedy or BatchSettings, got Temper"):
     _generate(sampler=samplers.Temperature())
+  prefill, decode_step = _markov(jnp.zeros((5, 5)))
+
+  def recurrent(cache, ids, positions, segment_ids):
+    state = variables.Variable(ids[:, 0], (axes.BATCH,))
+    logits, _ = decode_step(cache, ids, positions, segment_ids)
+    return logits, {"cache": {"state": state}}
+
+  def begin(*args, **kwargs):
+    logits, cache = prefill(*args, **kwargs)
+    return logits, {"cache": {"state": cache["cache"]["index"]}}
+
+  with pytest.raises(ValueError, match=r"'state'\] has no index, so it cannot"):
+    _generate(steps=(begin, recurrent), draft=speculative.PromptLookup())
   with pytest.raises(ValueError, match="A ring of 6 slots cannot take back 7"):
     _generate(
       steps=_steps(0),
