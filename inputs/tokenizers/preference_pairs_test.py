@@ -10,6 +10,7 @@ from paxon.inputs.tokenizers import (
   chat_template,
   chats,
   preference_pairs,
+  scored_pairs,
   testing,
 )
 
@@ -148,3 +149,33 @@ def test_pairs_are_no_labelled_answers(tmp_path):
     _answers(tmp_path, _ROW, _ROW)[0]
   with pytest.raises(ValueError, match="must be at least two"):
     _answers(tmp_path, _ANSWER)
+
+
+def test_log_probabilities_from_a_file(tmp_path):
+  found = _pairs(tmp_path, _ROW, {**_ROW, "chosen": "4"})
+  file = str(tmp_path / "log_probs.npz")
+  values = np.asarray([[-1.5, -2.5], [-3.5, -4.5]], np.float32)
+  digests = np.asarray([scored_pairs.digest(found[i]) for i in range(2)])
+  scored_pairs.write(file, {"train": (values, digests)}, reference="a")
+
+  def scored(pairs, split="train", reference="a"):
+    return scored_pairs.ScoredPairs(
+      pairs=pairs, file=file, split=split, reference=reference
+    )
+
+  for index in range(2):
+    example = scored(found)[index]
+    assert example.keys() == scored(found).token_dtypes().keys()
+    stored = example[scored_pairs.KEY]
+    np.testing.assert_array_equal(stored[[0, 10]], values[index])
+    assert np.count_nonzero(stored) == 2
+  other = _pairs(tmp_path, _ROW, _ROW)
+  assert scored(other)[0].keys() == scored(found)[0].keys()
+  with pytest.raises(ValueError, match="log probability of another pair 1"):
+    scored(other)[1]
+  with pytest.raises(ValueError, match="of the reference a, and this one is b"):
+    scored(found, reference="b")
+  with pytest.raises(ValueError, match="no log probabilities of validation"):
+    scored(found, split="validation")
+  with pytest.raises(ValueError, match="2 pairs of train, and the data has 1"):
+    scored(_pairs(tmp_path, _ROW))

@@ -50,14 +50,11 @@ class DesirabilityLm(preference_lm.PreferenceLm):
     """
     if preference_lm.IS_TOKEN not in batch:
       return super().loss(batch, deterministic=deterministic)
-    if self.reference is None:
-      raise ValueError("DesirabilityLm.reference must be set.")
     halves = preference_lm.split_pairs(batch)
     weights = halves["weights"].astype(jnp.float32)
     nll = self.policy.token_nll(halves, deterministic=deterministic)
-    fixed = self.reference(halves, method="token_nll")
     log_probs = preference_lm.sum_answers(nll, weights)
-    references = preference_lm.sum_answers(fixed, weights)
+    references = self.find_references(batch, halves)
     lengths = preference_lm.sum_halves(weights)
     own, other = (
       preference_losses.Answers(*values)

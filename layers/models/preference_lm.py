@@ -17,6 +17,7 @@ from paxon.layers.models import document_scores, fixed_model, language_model
 
 IS_TOKEN: Final = "is_token"
 _CUT = "cut_tokens"
+_REFERENCES = "reference_log_probs"
 
 
 class PreferenceLm(nn.Module):
@@ -68,10 +69,7 @@ class PreferenceLm(nn.Module):
     halves = split_pairs(batch)
     weights = halves["weights"].astype(jnp.float32)
     nll = self.policy.token_nll(halves, deterministic=deterministic)
-    references: list[jax.Array | None] = [None, None]
-    if self.reference is not None:
-      fixed = self.reference(halves, method="token_nll")
-      references = [*sum_answers(fixed, weights)]
+    references = self.find_references(batch, halves)
     log_probs, lengths = sum_answers(nll, weights), sum_halves(weights)
     chosen, rejected = (
       preference_losses.Answers(*values)
@@ -109,6 +107,24 @@ class PreferenceLm(nn.Module):
       "pair_weight": counts,
     }
     return (jnp.sum(losses), total), metrics, outputs
+
+  def find_references(
+    self, batch: language_model.Batch, halves: language_model.Batch
+  ) -> tuple[jax.Array | None, jax.Array | None]:
+    """Returns log probabilities [B] of both answers; None without a reference.
+
+    Args:
+      batch: With `reference_log_probs` [B,2T], first in each half, if they were
+        computed before.
+      halves: Those of `split_pairs`.
+    """
+    if _REFERENCES in batch:
+      stored = batch[_REFERENCES]
+      return stored[:, 0], stored[:, stored.shape[1] // 2]
+    if self.reference is None:
+      return None, None
+    fixed = self.reference(halves, method="token_nll")
+    return sum_answers(fixed, halves["weights"].astype(jnp.float32))
 
   def score(
     self, batch: language_model.Batch

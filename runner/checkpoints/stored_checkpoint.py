@@ -10,6 +10,7 @@ import json
 import math
 import os
 from typing import Any
+import zlib
 
 from etils import epath
 import jax
@@ -18,7 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from paxon.runner import files, run_dir, user_error
-from paxon.runner.checkpoints import checkpointer, named_tree
+from paxon.runner.checkpoints import checkpointer, manifest, named_tree
 from paxon.runner.configuration import comparison
 
 # The entries of a train state that are not variables of the model.
@@ -31,6 +32,7 @@ _NOT_VARIABLES = (
 )
 _METADATA = "metadata"
 _STATE = "state"
+_MANIFEST = "manifest"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -213,6 +215,21 @@ def read_config(run: epath.Path) -> dict[str, str] | None:
     return comparison.values((run / run_dir.CONFIG_TEXT).read_text())
   except OSError:
     return None
+
+
+def fingerprint(checkpoint: StoredCheckpoint) -> str:
+  """Returns a name of a checkpoint's content, from its checksums.
+
+  Raises:
+    user_error.UserError: It has none.
+  """
+  try:
+    text = (checkpoint.path / _MANIFEST / manifest.FILE_NAME).read_bytes()
+  except OSError as error:
+    raise user_error.UserError(
+      f"{os.fspath(checkpoint.path)} has no checksums ({error})."
+    ) from error
+  return f"crc32 {zlib.crc32(text):08x}"
 
 
 def read_arrays(

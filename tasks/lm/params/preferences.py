@@ -26,7 +26,7 @@ from paxon.inputs import (
   python_stdlib,
   tokenizer_protocol,
 )
-from paxon.inputs.tokenizers import chats, preference_pairs
+from paxon.inputs.tokenizers import chats, preference_pairs, scored_pairs
 from paxon.inputs.tokenizers import load as load_tokenizer
 from paxon.layers import preference_losses
 from paxon.layers.models import (
@@ -37,6 +37,7 @@ from paxon.layers.models import (
 )
 from paxon.runner import run_dir, user_error
 from paxon.runner import task as task_lib
+from paxon.runner.checkpoints import stored_checkpoint
 from paxon.runner.settings import training
 from paxon.tasks.lm.params import hugging_face
 
@@ -150,6 +151,8 @@ class HuggingFacePreferences(_Pairs):
     beta: Its beta; None for its default.
     reference: Folder created by `tools/hf import` with the reference of DPO,
       IPO and KTO; None for `weights`.
+    reference_log_probs: File created by `tasks.lm.params.reference_log_probs`
+      with the log probabilities of the reference, which is then not in memory.
   """
 
   learning_rate = 1e-6
@@ -157,8 +160,13 @@ class HuggingFacePreferences(_Pairs):
   preference: Literal["dpo", "ipo", "orpo", "simpo", "kto"] = "dpo"
   beta: float | None = None
   reference: str | None = None
+  reference_log_probs: str | None = None
 
-  path_knobs = (*hugging_face.HuggingFaceLm.path_knobs, "reference")
+  path_knobs = (
+    *hugging_face.HuggingFaceLm.path_knobs,
+    "reference",
+    "reference_log_probs",
+  )
 
   def task(self) -> fdl.Config[task_lib.Task]:
     """Returns the policy with its reference."""
@@ -172,12 +180,12 @@ class HuggingFacePreferences(_Pairs):
       loss.beta = self.beta
       model.beta = self.beta
     model.preference = loss
-    if self._has_reference():
+    if self._has_reference() and self.reference_log_probs is None:
       # Other objects than the policy's, so that nothing is shared.
       model.reference = fdl.Config(
         fixed_model.FixedModel, model=super().task().model
       )
-      self._check_reference()
+    self._check_reference()
     task.model = model
     # Bits per byte are those of text.
     task.metrics = ()
@@ -187,6 +195,8 @@ class HuggingFacePreferences(_Pairs):
     """Returns the imported checkpoint of each model."""
     start = super().warm_start()
     if start is None or not self._has_reference():
+      return start
+    if self.reference_log_probs is not None:
       return start
     source = (_FROZEN, r"params/\1")
     if self.reference is None:
@@ -201,6 +211,25 @@ class HuggingFacePreferences(_Pairs):
         ),
       )
     return start
+
+  def _pairs(
+    self, split: str, documents: fdl.Config[Any], too_long: chats.TooLong
+  ) -> fdl.Config[Any]:
+    found, file = super()._pairs(split, documents, too_long), None
+    if self.reference_log_probs is not None:
+      file = run_dir.resolve(self.reference_log_probs, os.environ)
+    if file is None or self.weights is None or not self._has_reference():
+      return found
+    folder = run_dir.resolve(self.reference or self.weights, os.environ)
+    stored = stored_checkpoint.find_checkpoint(folder)
+    found.examples.source = fdl.Config(
+      scored_pairs.ScoredPairs,
+      pairs=found.examples.source,
+      file=os.fspath(file),
+      split=split,
+      reference=stored_checkpoint.fingerprint(stored),
+    )
+    return found
 
   def _has_labels(self) -> bool:
     return self.preference == "kto"

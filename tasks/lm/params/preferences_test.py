@@ -26,6 +26,7 @@ from paxon.tasks.lm.params import (
   hugging_face,
   model_reward,
   preferences,
+  reference_log_probs,
 )
 
 _CONFIG = {
@@ -288,6 +289,44 @@ def test_a_killed_run_equals_the_whole(tmp_path, forks, kind):
   metrics = _read_metrics(tmp_path / "whole")
   assert len(metrics) == experiment.num_train_steps
   assert _read_metrics(killed) == metrics
+
+
+def test_log_probabilities_of_the_reference_computed_once(tmp_path):
+  _imported(tmp_path / "model")
+  _write_pairs(tmp_path / "pairs.jsonl")
+  knobs = _knobs(tmp_path, num_train_steps=2, checkpoint_every_steps=None)
+  file = tmp_path / "log_probs.npz"
+  flags = [f"--fdl.{name}={value}" for name, value in knobs.items()]
+  name = preferences.HuggingFacePreferences.import_path()
+  assert reference_log_probs.main([str(file), f"--exp={name}", *flags]) == 0
+  _train(tmp_path / "live", _experiment(tmp_path, **knobs))
+  stored = {**knobs, "reference_log_probs": str(file)}
+  _train(tmp_path / "stored", _experiment(tmp_path, **stored))
+  live, found = (_read_metrics(tmp_path / run) for run in ("live", "stored"))
+  for step, values in live.items():
+    for key in ("loss", "reward_margin", "log_prob_chosen"):
+      np.testing.assert_allclose(
+        found[step][key], values[key], rtol=1e-4, atol=1e-6, err_msg=key
+      )
+  assert not any(n.startswith("frozen") for n in _read(tmp_path / "stored"))
+  # Other data, another number of pairs, another reference.
+  pairs = tmp_path / "pairs.jsonl"
+  text = pairs.read_text()
+  pairs.write_text(text.replace('"3"', '"9"'))
+  source = fdl.build(_experiment(tmp_path, **stored).job()).train_input
+  with pytest.raises(ValueError, match="log probability of another pair 2 of"):
+    source.get_next()
+  pairs.write_text(text + text)
+  with pytest.raises(ValueError, match="of 8 pairs of train, and the data has"):
+    fdl.build(_experiment(tmp_path, **stored).job())
+  pairs.write_text(text)
+  _imported(tmp_path / "other", scale=0.9)
+  other = {**stored, "reference": str(tmp_path / "other")}
+  with pytest.raises(ValueError, match="of the reference crc32"):
+    fdl.build(_experiment(tmp_path, **other).job())
+  missing = {**stored, "reference_log_probs": str(tmp_path / "none.npz")}
+  with pytest.raises(ValueError, match="no log probabilities of train"):
+    fdl.build(_experiment(tmp_path, **missing).job())
 
 
 class _Judged(arithmetic.ArithmeticGrpo):
