@@ -313,6 +313,31 @@ def test_nf4_is_that_of_bitsandbytes():
   np.testing.assert_allclose(sums, golden["dequantized"], atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_other_formats_are_those_of_numpy(kind):
+  """fp8 has scales that are powers of two, and the rounding of ml_dtypes."""
+  weight = np.asarray(golden_case.weight("stored", (12, 6)), np.float64)
+  largest = np.abs(weight).max(axis=0)
+  if kind == "int8":
+    scale = largest / 127
+    values = np.round(weight / scale)
+  else:
+    scale = 2.0 ** np.ceil(np.log2(largest / 448))
+    values = (weight / scale).astype(np.float32)
+    values = values.astype(jnp.float8_e4m3fn).astype(np.float64)
+  storage = stored_kernels.Storage(kind)
+  kernel = jnp.asarray(weight, jnp.float32)
+  fields = stored_kernels.quantize(kernel, storage, inputs=(0,))
+  np.testing.assert_array_equal(
+    np.asarray(fields["values"]).astype(np.float64), values
+  )
+  np.testing.assert_allclose(fields["scale"][0], scale, rtol=1e-6)
+  whole = stored_kernels.dequantize(
+    fields, storage, shape=kernel.shape, inputs=(0,)
+  )
+  np.testing.assert_allclose(whole, values * scale, rtol=1e-6)
+
+
 def test_steps_of_stored_kernels_are_those_of_peft_and_bitsandbytes():
   config = {**GOLDEN.config, **goldens.QLORA_SIZES}
   names = FAMILY.names(config)
