@@ -65,7 +65,7 @@ class _FashionMnist(image_classification.ImageClassification):
 
 
 class FashionMnistResNet(_FashionMnist):
-  """A residual network of 0.1 M parameters.
+  """A residual network of 0.2 M parameters.
 
   Measured 2026-11-23 with seed 0: 91.4 % of the test set after six epochs.
 
@@ -109,7 +109,7 @@ class FashionMnistResNet(_FashionMnist):
 
 
 class FashionMnistViT(_FashionMnist):
-  """A vision transformer of 0.2 M parameters, mean of 49 patches.
+  """A vision transformer of 0.1 M parameters, mean of 49 patches.
 
   Attributes:
     patch_size: Pixels of a patch.
