@@ -171,9 +171,9 @@ def test_the_shared_expert_has_dropout_in_training():
   shared = feed_forward.GatedFeedForward(mlp_dim=F, dropout=nn.Dropout(0.5))
   layer, x = _layer(shared=shared), _x()
   values = jax.jit(layer.init)(jax.random.key(1), x)
-  evaluated = layer.apply(values, x)
-  trained = layer.apply(
-    values, x, deterministic=False, rngs={"dropout": jax.random.key(2)}
+  evaluated = jax.jit(layer.apply)(values, x)
+  trained = jax.jit(functools.partial(layer.apply, deterministic=False))(
+    values, x, rngs={"dropout": jax.random.key(2)}
   )
   assert not np.allclose(evaluated, trained)
 
@@ -186,8 +186,9 @@ def test_load_of_fewer_tokens_than_experts_is_relative_to_the_mean():
     summarize_loads=True,
   )
   x = jnp.ones((1, 2, 3))
-  variables = layer.init(jax.random.key(0), x)
-  _, state = layer.apply(variables, x, mutable=["summaries"])
+  variables = jax.jit(layer.init)(jax.random.key(0), x)
+  apply = jax.jit(functools.partial(layer.apply, mutable=["summaries"]))
+  _, state = apply(variables, x)
   loads = [np.asarray(state["summaries"][f"load_{e}"][0]) for e in range(8)]
   np.testing.assert_allclose(np.sort(loads), [0.0] * 7 + [8.0])
   (found,) = [

@@ -201,10 +201,11 @@ def test_grouped_experts_have_no_adapters():
 
 def test_adapters_of_experts_start_at_the_base():
   layer = _layer(lora.LoraEinsum(lora.Lora(rank=2)))
-  values = nn.unbox(layer.init(jax.random.key(0), _x()))
+  values = nn.unbox(jax.jit(layer.init)(jax.random.key(0), _x()))
   adapters = values["params"]["experts"].pop("einsum")
   assert adapters["gate"]["lora_a"].shape == (E, D, 2)
   assert adapters["down"]["lora_b"].shape == (E, 2, D)
-  base = _layer(jnp.einsum).apply(values, _x())
+  base = jax.jit(_layer(jnp.einsum).apply)(values, _x())
   values["params"]["experts"]["einsum"] = adapters
-  np.testing.assert_allclose(layer.apply(values, _x()), base, rtol=1e-6)
+  adapted = jax.jit(layer.apply)(values, _x())
+  np.testing.assert_allclose(adapted, base, rtol=1e-6)
