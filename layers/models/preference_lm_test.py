@@ -171,8 +171,9 @@ def test_only_the_policy_is_trained():
   )
   for spec in jax.tree.leaves(specs):
     assert spec.trainable == spec.name.startswith("params/")
-  gradients = jax.grad(
-    lambda values: model.apply(values, _pair_batch(), method="loss")[0][0]
+  batch = _pair_batch()
+  gradients = jax.jit(
+    jax.grad(lambda values: model.apply(values, batch, method="loss")[0][0])
   )(values)
   assert all(not g.any() for g in jax.tree.leaves(gradients["frozen"]))
   assert all(g.any() for g in jax.tree.leaves(gradients["params"]))
@@ -181,12 +182,12 @@ def test_only_the_policy_is_trained():
 def test_log_probabilities_of_answers():
   model, values, _ = _model_and_values()
   batch = _pair_batch()
-  policy = models_testing.tiny_decoder()
+  apply = jax.jit(models_testing.tiny_decoder().apply)
   _, _, outputs = _loss(model, values, batch)
   sums = []
   for params in (values["params"], values["frozen"]["reference"]):
     logits = [
-      policy.apply({"params": params}, batch["inputs"][:, half])
+      apply({"params": params}, batch["inputs"][:, half])
       for half in (slice(0, 6), slice(6, 12))
     ]
     log_probs = jax.nn.log_softmax(jnp.concatenate(logits, axis=1))
