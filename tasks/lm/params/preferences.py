@@ -271,6 +271,10 @@ class HuggingFaceReward(_Pairs):
 
   center: float = 0.0
 
+  def shrink(self) -> Any:
+    """Returns a toy, which generates nothing, because no head has logits."""
+    return super().shrink().replace(max_new_tokens=None)
+
   def task(self) -> fdl.Config[task_lib.Task]:
     """Returns the decoder with a head for rewards."""
     task = super().task()
