@@ -81,11 +81,16 @@ def run(
 
   Raises:
     UserError: The libraries are not installed, the address cannot be used,
-      there is no checkpoint that fits, or the model does not generate text.
+      there is no checkpoint that fits, the model does not generate text, or
+      the job drafts tokens.
   """
   app = _import_app()
   if jax.process_count() > 1:
     raise user_error.UserError("--mode=serve requires a single process.")
+  if job.generation is not None and job.generation.speculation is not None:
+    raise user_error.UserError(
+      "--mode=serve does not draft tokens; unset draft_tokens and draft_run."
+    )
   if job.generation is None and generation_program.why_none(job) is None:
     job = dataclasses.replace(job, generation=generation.GenerationSettings())
   with contextlib.ExitStack() as stack:

@@ -18,7 +18,7 @@ import pytest
 
 from paxon.inputs import byte_tokenizer
 from paxon.layers import position_embedding
-from paxon.layers.decoding import samplers
+from paxon.layers.decoding import samplers, speculative
 from paxon.layers.models import testing as models_testing
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer
@@ -495,6 +495,19 @@ def test_a_cache_too_small_for_its_context(run_dir):
     user_error.UserError, match=r"--serve_cache_tokens=127 must be at least 128"
   ):
     serve.run(_job(), run_dir, options)
+
+
+def test_drafts_are_not_served(run_dir):
+  job = _job()
+  drafting = dataclasses.replace(
+    job.generation, speculation=speculative.PromptLookup()
+  )
+  with pytest.raises(user_error.UserError, match=r"does not draft tokens; unset"):
+    serve.run(
+      dataclasses.replace(job, generation=drafting),
+      run_dir,
+      serve.Options(port=0),
+    )
 
 
 def test_an_address_in_use_and_missing_libraries(run_dir, monkeypatch):
