@@ -64,13 +64,13 @@ def _import(argv: list[str]) -> Any:
     run_dir.resolve(each, os.environ)
     for each in (arguments.source, arguments.to)
   )
+  for place in (source, target):
+    files.check_store(place)
   if arguments.base is not None:
     if arguments.dtype is not None:
       raise user_error.UserError(
         "import: --dtype has no effect with --base; import the base with it."
       )
-    for place in (source, target):
-      files.check_store(place)
     return peft_import.run(
       source,
       target,
