@@ -499,10 +499,13 @@ def test_a_cache_too_small_for_its_context(run_dir):
 
 def test_drafts_are_not_served(run_dir):
   job = _job()
+  assert job.generation is not None
   drafting = dataclasses.replace(
     job.generation, speculation=speculative.PromptLookup()
   )
-  with pytest.raises(user_error.UserError, match=r"does not draft tokens; unset"):
+  with pytest.raises(
+    user_error.UserError, match=r"does not draft tokens; unset"
+  ):
     serve.run(
       dataclasses.replace(job, generation=drafting),
       run_dir,
