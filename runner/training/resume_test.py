@@ -60,8 +60,12 @@ def _wait_until(is_so, process):
 
 
 def _wait_for_checkpoint(folder, process):
-  complete = "[0-9]*/commit_success.txt"
-  _wait_until(lambda: list((folder / "checkpoints").glob(complete)), process)
+  def is_saved():
+    # A folder that is not complete has a longer name.
+    files = (folder / "checkpoints").glob("*/commit_success.txt")
+    return any(file.parent.name.isdigit() for file in files)
+
+  _wait_until(is_saved, process)
 
 
 def _wait_for_a_step(process):
