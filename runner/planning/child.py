@@ -211,15 +211,23 @@ def main(arguments: list[str]) -> int:
   overrides = [overrides_lib.Override(**o) for o in request["overrides"]]
   resolved = None
   try:
-    resolved = resolving.resolve(request["experiment"], overrides)
+    name = request["experiment"]
+    resolved = resolving.resolve(name, overrides)
+    job = served = resolving.build(resolved.config)
+    if job.weights is not None:
+      # Float parameters are trained; quantized ones are made of them.
+      trained = overrides_lib.Override("quantization", "None")
+      resolved = resolving.resolve(name, [*overrides, trained])
+      job = resolving.build(resolved.config)
     plan = measure.measure(
-      resolving.build(resolved.config),
+      job,
       targets.parse(request["target"]),
-      experiment=request["experiment"],
+      experiment=name,
       overrides=[f"--fdl.{o.path}={o.text}" for o in overrides],
       is_compiled=request["compile"],
       with_other_programs=request["other_programs"],
       decode_steps=[(b, n) for b, n in request["decode_steps"]],
+      served=None if served is job else served,
     )
     text = result.to_json((plan,))
   except Exception as error:

@@ -41,6 +41,7 @@ def measure(
   is_compiled: bool = True,
   with_other_programs: bool = False,
   decode_steps: Sequence[tuple[int, int]] = (),
+  served: job_lib.Job | None = None,
 ) -> result.Plan:
   """Plans a job.
 
@@ -54,6 +55,8 @@ def measure(
     with_other_programs: Whether to compile evaluation and decoding too.
     decode_steps: Number of sequences and slots of their caches, for each
       decoding step to plan.
+    served: The job with quantized weights, for evaluation and decoding; None
+      uses those of training.
 
   Returns:
     The plan, without the findings of the lint.
@@ -81,11 +84,14 @@ def measure(
         platform=target.hardware.platform,
         quantized=program.quantized_matmuls(flops),
       )
+  serving = session
+  if served is not None:
+    serving = session_lib.open_session(served, devices=devices)
   others: tuple[result.OtherProgram, ...] = ()
   if with_other_programs and program.is_compiled:
-    others = other_programs.measure(session, target)
+    others = other_programs.measure(serving, target)
   steps = decode_step.measure_all(
-    session, target, decode_steps, is_compiled=is_compiled
+    serving, target, decode_steps, is_compiled=is_compiled
   )
   memory = dataclasses.replace(
     memory, saved=saved.saved(traced.jaxpr, shards=session.layout.shards)

@@ -26,13 +26,14 @@ def _warm_python(tmp_path_factory):
     yield
 
 
-def _plan(target, **knobs):
+def _plan(target, *, decode_steps=(), **knobs):
   return child.plan(
     _EXPERIMENT,
     [overrides.Override(name, value) for name, value in knobs.items()],
     testing.target(target),
     is_compiled=not target.startswith("v5e"),
     time_limit=600.0,
+    decode_steps=decode_steps,
   )
 
 
@@ -95,3 +96,21 @@ def test_hardware_without_fp8_is_named():
     assert product.reason == "v5e has no fp8 matmuls"
   (warning,) = plan.warnings
   assert warning.startswith("27 of 27 quantized matmuls run as bfloat16: ")
+
+
+def test_a_decoding_step_reads_stored_weights():
+  plan = _plan(
+    "v5e:1x1",
+    decode_steps=[(1, 32)],
+    quantization="int8:serve",
+    max_new_tokens="8",
+  )
+  # The training step is that of float parameters.
+  assert plan.quantized_matmuls == ()
+  rest = 264 * _EMBED + 2 * _LAYERS * _EMBED + _EMBED
+  assert plan.memory.parameters == 4 * (_WEIGHTS + rest)
+  (step,) = plan.decode_steps
+  assert not step.note
+  outputs = 3 * _HEADS + _EMBED + 2 * _MLP + _EMBED
+  assert step.parameters == _WEIGHTS + 4 * (_LAYERS * outputs + rest)
+  assert step.read == pytest.approx(step.parameters + step.cache, abs=64)

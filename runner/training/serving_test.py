@@ -252,9 +252,9 @@ def test_each_mistake_is_named(run_dir, said, tmp_path):
     (
       "int8:serve",
       "train",
-      r"requires --mode=eval or decode or serve \(got --mode=train\)",
+      r"requires --mode=eval or decode or serve or plan \(got --mode=train\)",
     ),
-    ("int8:serve", "plan", r"train with 'int8' or without"),
+    ("int8:convert", "plan", r"train with 'int8' or without"),
     ("int8:convert", "decode", r"requires --mode=eval \(got --mode=decode\)"),
   ],
 )
