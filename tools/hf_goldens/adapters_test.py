@@ -2,8 +2,10 @@
 
 import base64
 import contextlib
+import importlib.util
 import io
 import json
+import os
 
 from etils import epath
 import fiddle as fdl
@@ -241,6 +243,34 @@ def test_imported_adapters_have_the_logits_of_peft(kind, base, tmp_path):
   np.testing.assert_allclose(logits[0, -1], expected, atol=1e-4)
   line = _error("import", _folder(kind), "--base", base, "--to", run)
   assert "exists; pass another folder" in line
+
+
+@pytest.mark.skipif(
+  importlib.util.find_spec("peft") is None,
+  reason="peft is not here; --config=oracle brings it",
+)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", goldens.KINDS)
+def test_exported_adapters_are_read_by_peft(kind, base, tmp_path):
+  import peft  # pyrefly: ignore[missing-import]
+  import torch  # pyrefly: ignore[missing-import]
+  import transformers  # pyrefly: ignore[missing-import]
+
+  run, adapter = (tmp_path / name for name in ("run", "adapter"))
+  assert _hf("import", _folder(kind), "--base", base, "--to", run) == 0
+  assert _hf("export", run, "--adapter", "--to", adapter) == 0
+  model = transformers.AutoModelForCausalLM.from_pretrained(
+    os.fspath(base.parent), dtype=torch.float32
+  )
+  model = peft.PeftModel.from_pretrained(model, os.fspath(adapter)).eval()
+  ids = torch.from_numpy(GOLDEN.arrays["ids"]).long()
+  with torch.no_grad():
+    logits = model(ids).logits.numpy()
+  values = _nested(_arrays(run))
+  read, _ = peft_adapter.read(_folder(kind), names=NAMES, kernels=_kernels())
+  ours, _ = _model(read.lora, read.targets)
+  expected = jax.jit(ours.apply)(values, *_arguments(GOLDEN.arrays["ids"]))
+  np.testing.assert_allclose(logits, expected, atol=1e-4)
 
 
 def _error(*argv):
