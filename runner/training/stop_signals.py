@@ -137,10 +137,12 @@ class StopSignals:
       signal.signal(each, signal.SIG_DFL)
     _show_cursor()
     name = signal.Signals(number).name
-    print(
-      f"{name}: stopping {self._when}; send it again to stop immediately.",
-      flush=True,
-    )
+    line = f"{name}: stopping {self._when}; send it again to stop immediately."
+    try:
+      print(line, flush=True)
+    except RuntimeError:
+      # The signal arrived while this thread was writing to the stream.
+      os.write(1, f"{line}\n".encode())
 
 
 def _end_at_signal(receiver: socket.socket) -> None:
@@ -171,5 +173,5 @@ def _show_cursor() -> None:
   # Not `sys.stdout`, which the bar replaces by a stream that drops such codes.
   terminal = sys.__stdout__
   if terminal is not None and terminal.isatty():
-    terminal.write(_SHOW_CURSOR)
-    terminal.flush()
+    # Not `write`, which fails where a signal arrives during another one.
+    os.write(terminal.fileno(), _SHOW_CURSOR.encode())

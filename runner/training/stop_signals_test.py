@@ -1,5 +1,6 @@
 """Tests for signals that ask to stop."""
 
+import io
 import os
 import signal
 import subprocess
@@ -41,6 +42,29 @@ def test_a_request_may_come_again_and_after_the_signal_it_stands_for(capsys):
   assert capsys.readouterr().out.count("stopping after") == 1
 
 
+class _Interrupted(io.RawIOBase):
+  """Receives a signal while it is written to."""
+
+  def writable(self):
+    return True
+
+  def write(self, data, /):
+    signal.raise_signal(signal.SIGTERM)
+    return len(data)
+
+
+def test_a_signal_while_the_program_prints(monkeypatch, capfd):
+  stream = io.TextIOWrapper(io.BufferedWriter(_Interrupted()))
+  with stop_signals.StopSignals() as stop:
+    with monkeypatch.context() as patched:
+      patched.setattr(sys, "stdout", stream)
+      print("step 1", flush=True)
+    assert stop.requested == "SIGTERM"
+    # Closing it writes nothing more.
+    stream.detach()
+  assert "SIGTERM: stopping after this step" in capfd.readouterr().out
+
+
 def test_the_second_signal_ends_the_process_at_once():
   program = (
     "import os, signal, time\n"
@@ -58,16 +82,19 @@ def test_the_second_signal_ends_the_process_at_once():
 
 
 def test_a_closed_terminal_ends_a_program_after_its_step():
+  # Its standard error is the terminal, too.
   program = (
-    "import os, signal, time\n"
+    "import os, signal, sys, time, traceback\n"
     "from paxon.runner.training import stop_signals\n"
+    "def write(*text): open(os.environ['SAID'], 'w').write(''.join(text))\n"
+    "sys.excepthook = lambda *e: write(*traceback.format_exception(*e))\n"
     "with stop_signals.StopSignals() as stop:\n"
     "  print('ready', flush=True)\n"
     "  while not stop.requested:\n"
     "    time.sleep(0.01)\n"
     "  time.sleep(0.5)\n"
     "  print('to nobody', flush=True)\n"
-    "  open(os.environ['SAID'], 'w').write(stop.requested)\n"
+    "  write(stop.requested)\n"
   )
   with tempfile.TemporaryDirectory() as folder:
     said = os.path.join(folder, "said")
@@ -87,9 +114,10 @@ def test_a_closed_terminal_ends_a_program_after_its_step():
     # Writing fails from now on.
     os.close(terminal)
     process.send_signal(signal.SIGHUP)
-    assert process.wait(timeout=60) == 0
+    status = process.wait(timeout=60)
     with open(said) as file:
       assert file.read() == "SIGHUP"
+    assert status == 0
 
 
 def test_an_ignored_hangup_stays_ignored():
