@@ -7,6 +7,8 @@
   sandwich   x = x + dropout(post_norm(attention(attention_norm(x)))), ...
   parallel   x = x + dropout(attention(norm(x)) + feed_forward(norm(x)))
 
+  mixer      x = x + dropout(mixer(norm(x)))
+
 `TransformerBlock` is pre-norm. All blocks are called alike. Rematerialization
 belongs to the stack that owns the block; `encoder_decoder_block` has blocks
 with cross-attention.
@@ -208,6 +210,39 @@ class ParallelBlock(Block):
     if self.feed_forward_norm is not None:
       normed = self.feed_forward_norm(x)
     return add(x, branch + feed_forward(normed))
+
+
+class MixerBlock(nn.Module):
+  """Pre-norm block with one branch, such as that of Mamba.
+
+  Attributes:
+    norm: Maps [B,T,D] to [B,T,D].
+    mixer: Mixes tokens; called like the attention of `TransformerBlock`.
+    dropout: Dropout of the branch, as in `TransformerBlock`.
+    residual: The residual, as in `TransformerBlock`.
+  """
+
+  norm: nn.Module
+  mixer: nn.Module
+  dropout: nn.Module | None = None
+  residual: nn.Module | None = None
+
+  def __call__(
+    self,
+    x: Float[Array, "batch length embed"],
+    positions: Int[Array, "batch length"] | None = None,
+    segment_ids: Int[Array, "batch length"] | None = None,
+    *prefix: Bool[Array, "batch length"],
+    cache_length: int | None = None,
+    deterministic: bool = True,
+    layer_index: Int[Array, ""] | None = None,
+  ) -> Float[Array, "batch length embed"]:
+    """Returns the transformed tokens; see `Block`."""
+    mixed = self.mixer(
+      self.norm(x), positions, segment_ids, *prefix, cache_length=cache_length
+    )
+    add = make_residual(self.dropout, self.residual, deterministic, layer_index)
+    return constrain(add(x, mixed))
 
 
 def bind_feed_forward(
