@@ -256,6 +256,17 @@ CASES: Mapping[str, Case] = {
       ("transformers", "transformers", generation_case.run_transformers),
     )
   },
+  **{
+    f"quantized_{recipe}": Case(
+      summary=f"decoding with {recipe} weights / float weights, batch 1",
+      workload=dataclasses.replace(
+        LARGER_GENERATION, global_batch_size=1, length=64
+      ),
+      run=functools.partial(generation_case.run_quantized, recipe=recipe),
+      rounds=11,
+    )
+    for recipe in ("int8", "int4", "int4_group", "fp8")
+  },
   "continuous": Case(
     summary="continuous batching / static batches, skewed lengths",
     workload=dataclasses.replace(LARGER_GENERATION, length=64),

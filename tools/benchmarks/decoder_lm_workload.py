@@ -3,7 +3,7 @@
 Our model is that of `pure_jax_decoder_lm`, made of Paxon's layers.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 import math
@@ -49,9 +49,18 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 
 
 def make_model(
-  c: pure_jax_decoder_lm.Config, *, scan: bool = True
+  c: pure_jax_decoder_lm.Config,
+  *,
+  scan: bool = True,
+  make_einsum: Callable[[], Callable[..., jax.Array]] = lambda: jnp.einsum,
 ) -> decoder_lm.DecoderLm:
-  """Returns the model with the sizes of `c`; `scan` loops over its layers."""
+  """Returns the model with the sizes of `c`; `scan` loops over its layers.
+
+  Args:
+    c: Sizes.
+    scan: Whether to loop over layers.
+    make_einsum: Returns the matmul of a layer; a module has one parent.
+  """
   dtype = jnp.dtype(c.dtype)
   return pre_norm_decoder.compose(
     pre_norm_decoder.build,
@@ -68,8 +77,11 @@ def make_model(
       head_dim=c.head_dim,
       rotary=rotary_embedding.Rotary(),
       dtype=dtype,
+      einsum=make_einsum(),
     ),
-    feed_forward=feed_forward.GatedFeedForward(mlp_dim=c.mlp_dim, dtype=dtype),
+    feed_forward=feed_forward.GatedFeedForward(
+      mlp_dim=c.mlp_dim, dtype=dtype, einsum=make_einsum()
+    ),
     num_layers=c.num_layers,
     scan=scan,
   )

@@ -1,15 +1,19 @@
-"""Greedy decoding compared with plain JAX."""
+"""Greedy decoding compared with plain JAX, and with quantized weights."""
 
 from collections.abc import Callable
 import dataclasses
 import functools
 from typing import Any
 
+from flax import linen as nn
+from flax import traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from paxon.layers.decoding import generate, model_steps, samplers
+from paxon.quantization import recipes, served_einsum
+from paxon.sharding import variables
 from paxon.tools.benchmarks import (
   decoder_lm_workload,
   pure_jax_decoder_lm,
@@ -67,17 +71,7 @@ def compile_both(workload: decoder_lm_workload.Workload) -> Contenders:
   lengths = rng.integers(shape[1] // 2, shape[1] + 1, shape[0])
   arrays = prompts, jnp.asarray(lengths, jnp.int32)
 
-  def run(values: Any, prompts: jax.Array, lengths: jax.Array) -> jax.Array:
-    return generate.generate(
-      model_steps.make_prefill(model, values),
-      model_steps.make_decode_step(model, values),
-      prompts,
-      lengths,
-      sampler=samplers.Greedy(),
-      key=jax.random.key(0),
-      max_new_tokens=num_new,
-    ).ids
-
+  run = functools.partial(_generate, model, num_new)
   other = functools.partial(
     pure_jax_generation.generate, num_new=num_new, dtype=c.dtype
   )
@@ -89,6 +83,24 @@ def compile_both(workload: decoder_lm_workload.Workload) -> Contenders:
     prompts=arrays[0],
     lengths=arrays[1],
   )
+
+
+def _generate(
+  model: nn.Module,
+  num_new: int,
+  values: Any,
+  prompts: jax.Array,
+  lengths: jax.Array,
+) -> jax.Array:
+  return generate.generate(
+    model_steps.make_prefill(model, values),
+    model_steps.make_decode_step(model, values),
+    prompts,
+    lengths,
+    sampler=samplers.Greedy(),
+    key=jax.random.key(0),
+    max_new_tokens=num_new,
+  ).ids
 
 
 def run(
@@ -128,11 +140,70 @@ def run_transformers(
   )
 
 
+def run_quantized(
+  workload: decoder_lm_workload.Workload, *, name: str, rounds: int, recipe: str
+) -> timing.Comparison:
+  """Returns the time of decoding with quantized weights over that with float.
+
+  Args:
+    workload: Sizes.
+    name: Name of the case.
+    rounds: Number of rounds.
+    recipe: Name of a recipe without calibration, whose weights are stored.
+  """
+  both = compile_both(workload)
+  quantized, values = compile_quantized(both, workload, recipe)
+  return _compare(
+    lambda: jax.block_until_ready(
+      quantized(values, both.prompts, both.lengths)
+    ),
+    both.run_ours,
+    "float weights",
+    None,
+    workload,
+    name,
+    rounds,
+  )
+
+
+def compile_quantized(
+  both: Contenders, workload: decoder_lm_workload.Workload, recipe: str
+) -> tuple[jax.stages.Compiled, Any]:
+  """Returns our program with weights stored by a recipe, and its variables."""
+  rules = served_einsum.serving_recipe(recipes.named(recipe))
+  model = decoder_lm_workload.make_model(
+    workload.config,
+    scan=workload.scan,
+    make_einsum=lambda: served_einsum.ServedEinsum(rules),
+  )
+  ids = both.prompts
+
+  def convert(values: Any) -> Any:
+    ones = jnp.ones_like(ids)
+    mutable = [served_einsum.COLLECTION]
+    return model.apply(values, ids, ones, ones, mutable=mutable)[1]
+
+  served = variables.unbox(jax.jit(convert)(both.our_values))
+  floats = traverse_util.flatten_dict(both.our_values, sep="/")
+  stored = traverse_util.flatten_dict(served, sep="/")
+  names = {served_einsum.stored_parameter(name) for name in stored}
+  shapes = {name: floats.pop(name).shape for name in names if name is not None}
+
+  def run(values: Any, *arrays: jax.Array) -> jax.Array:
+    # Nothing reads the float kernels.
+    absent = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    whole = traverse_util.unflatten_dict({**values, **absent}, sep="/")
+    return _generate(model, workload.length, whole, *arrays)
+
+  values = floats | stored
+  return jax.jit(run).lower(values, ids, both.lengths).compile(), values
+
+
 def _compare(
   ours: Callable[[], object],
   theirs: Callable[[], object],
   second: str,
-  limit: float,
+  limit: float | None,
   workload: decoder_lm_workload.Workload,
   name: str,
   rounds: int,

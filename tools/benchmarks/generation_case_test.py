@@ -71,6 +71,24 @@ def test_generations_agree_and_cost_the_same():
   assert len(ours) <= len(theirs), sorted(ours)
 
 
+def test_quantized_generation_reads_stored_weights():
+  sizes = {"embed_dim": 64, "mlp_dim": 96, "vocab_size": 32, "length": 8}
+  sizes |= {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+  workload = cases.resized(cases.CASES["quantized_int8"].workload, sizes)
+  both = generation_case.compile_both(workload)
+  program, values = generation_case.compile_quantized(both, workload, "int8")
+  ids = program(values, both.prompts, both.lengths)
+  assert ids.shape == both.run_ours().shape == (1, 8)
+  kernels = 2 * 64 * (2 * 64 + 2 * 32 + 3 * 96)
+  outputs = 2 * (64 + 2 * 32 + 64 + 2 * 96 + 64)
+  saved = 4 * kernels - (kernels + 4 * outputs)
+  float_bytes, stored = (
+    each.memory_analysis().argument_size_in_bytes
+    for each in (both.ours, program)
+  )
+  assert float_bytes - stored == saved
+
+
 def test_continuous_batching_generates_what_static_batches_do(monkeypatch):
   monkeypatch.setattr(continuous_case, "_MEDIAN_NEW", 3)
   monkeypatch.setattr(continuous_case, "_MAX_NEW", 12)
