@@ -14,6 +14,14 @@ its left operand. Its weights are then quantized by the method of its recipe
   SmoothQuant  the same by the largest magnitudes of inputs and weights, so that
                8-bit activations lose less (Xiao et al. 2022, arXiv 2211.10438)
 
+Two methods set weights to zero instead, in groups of inputs of each output:
+
+  Wanda        those with the smallest magnitude times the norm of the input
+               (Sun et al. 2023, arXiv 2306.11695)
+  SparseGpt    those with the smallest error of the outputs, one group after the
+               other, and corrects the weights of later inputs as GPTQ does
+               (Frantar & Alistarh 2023, arXiv 2301.00774)
+
 Statistics are those of the model before quantization, for all matmuls at once.
 A matmul with C inputs per output has one Hessian, float32 [C, C].
 """
@@ -22,6 +30,7 @@ from collections.abc import Callable
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +43,8 @@ COLLECTION = "calibration"
 HESSIAN = "hessian"
 # Sum over tokens of the magnitudes of inputs, and the largest.
 SUM, LARGEST = "sum", "largest"
+# Sum over tokens of the squares of inputs.
+SQUARES = "squares"
 
 Statistics = dict[str, jax.Array]
 # `(weights) -> quantized weights`.
@@ -59,7 +70,7 @@ def measure(
 
   Returns:
     Arrays with the batch letters of the equation, and C inputs: `HESSIAN` [...,
-    C, C], `SUM` or `LARGEST` [..., C].
+    C, C], `SUM`, `SQUARES` or `LARGEST` [..., C].
   """
   batch = _batch(equation)
   tokens = [c for c in equation.lhs if c not in equation.rhs]
@@ -70,6 +81,8 @@ def measure(
   )
   if isinstance(method, recipe_lib.SmoothQuant):
     return {LARGEST: jnp.max(jnp.abs(x), axis=-2)}
+  if isinstance(method, recipe_lib.Wanda):
+    return {SQUARES: jnp.sum(jnp.square(x), axis=-2)}
   found = {HESSIAN: jnp.einsum("...TC,...TD->...CD", x, x)}
   if isinstance(method, recipe_lib.Awq):
     found[SUM] = jnp.sum(jnp.abs(x), axis=-2)
@@ -78,7 +91,12 @@ def measure(
 
 def combine(first: Statistics, second: Statistics) -> Statistics:
   """Returns the statistics of two sets of tokens."""
-  merge = {HESSIAN: jnp.add, SUM: jnp.add, LARGEST: jnp.maximum}
+  merge = {
+    HESSIAN: jnp.add,
+    SUM: jnp.add,
+    SQUARES: jnp.add,
+    LARGEST: jnp.maximum,
+  }
   return {name: merge[name](first[name], second[name]) for name in first}
 
 
@@ -115,6 +133,14 @@ def quantize(
     return _split(x, equation.rhs, letters, sizes)
 
   weights = merged(rhs)
+  if isinstance(method, recipe_lib.Pruning):
+    pruned = split(_prune(weights, statistics, method))
+    sizes = zip(equation.rhs, rhs.shape, strict=True)
+    scale = jnp.ones([1 if c in letters[1] else n for c, n in sizes])
+    made = quantized_array.QuantizedArray(
+      pruned, scale, format=number_formats.FLOAT32, power_of_two=True
+    )
+    return made, None
   if isinstance(method, recipe_lib.Gptq):
     made = round_to_nearest(rhs)
     ones = jnp.ones(rhs.shape, jnp.float32)
@@ -169,6 +195,62 @@ def _powers(magnitudes: jax.Array, exponent: jax.Array) -> jax.Array:
   return factors / jnp.sqrt(top * bottom)
 
 
+def _prune(
+  weights: jax.Array, statistics: Statistics, method: recipe_lib.Pruning
+) -> jax.Array:
+  """Returns weights [..., C, N] of which groups of C keep `method.keep`.
+
+  Raises:
+    ValueError: `method.of` does not divide C.
+  """
+  size = weights.shape[-2]
+  if size % method.of:
+    raise ValueError(
+      f"{type(method).__name__}.of ({method.of}) must divide the number of"
+      f" inputs of each matmul; one has {size}."
+    )
+  if isinstance(method, recipe_lib.SparseGpt):
+    return _correct_pruned(weights, statistics[HESSIAN], method)
+  norms = jnp.sqrt(statistics[SQUARES])
+  scores = jnp.abs(weights) * norms[..., None]
+  groups = scores.reshape(*weights.shape[:-2], -1, method.of, scores.shape[-1])
+  kept = _keep_largest(groups, method.keep).reshape(weights.shape)
+  return jnp.where(kept, weights, 0.0)
+
+
+def _keep_largest(scores: jax.Array, count: int) -> jax.Array:
+  """Returns the mask of the largest scores [..., group, N]."""
+  order = jnp.argsort(-scores, axis=-2, stable=True)
+  return jnp.argsort(order, axis=-2, stable=True) < count
+
+
+def _correct_pruned(
+  weights: jax.Array, hessian: jax.Array, method: recipe_lib.SparseGpt
+) -> jax.Array:
+  """Returns weights of SparseGPT, for weights [..., C, N]."""
+  if weights.ndim > 2:
+    return jax.lax.map(
+      lambda x: _correct_pruned(*x, method=method), (weights, hessian)
+    )
+  inverse = _upper_factor_of_inverse(_damped(hessian, method.damping))
+  diagonal = jnp.diagonal(inverse)
+  whole = method.of
+
+  def choose(
+    start: jax.Array, left: jax.Array, i: jax.Array, kept: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    def choose_group() -> jax.Array:
+      group = jax.lax.dynamic_slice_in_dim(left, i, whole)
+      cost = jax.lax.dynamic_slice_in_dim(diagonal, start + i, whole)
+      return _keep_largest(jnp.square(group / cost[:, None]), method.keep)
+
+    kept = jax.lax.cond(i % whole == 0, choose_group, lambda: kept)
+    return jnp.where(kept[i % whole], left[i], 0.0), kept
+
+  kept = jnp.ones((whole, weights.shape[-1]), bool)
+  return _correct_blocks(weights, inverse, choose, kept, multiple_of=whole)
+
+
 def _correct(
   weights: jax.Array,
   scale: jax.Array,
@@ -183,56 +265,86 @@ def _correct(
       _correct, number_format=number_format, damping=damping
     )
     return jax.lax.map(lambda x: correct(*x), (weights, scale, hessian))
-  size = len(weights)
-  diagonal = jnp.diagonal(hessian)
-  order = jnp.argsort(-diagonal, stable=True)
-  mean = jnp.mean(diagonal)
+  order = jnp.argsort(-jnp.diagonal(hessian), stable=True)
+  damped = _damped(hessian, damping)
+  inverse = _upper_factor_of_inverse(damped[order][:, order])
+  scale = scale[order]
+
+  def round_row(
+    start: jax.Array, left: jax.Array, i: jax.Array, nothing: None
+  ) -> tuple[jax.Array, None]:
+    row = quantized_array.to_format(left[i] / scale[start + i], number_format)
+    return row.astype(jnp.float32) * scale[start + i], nothing
+
+  made = _correct_blocks(weights[order], inverse, round_row, None)
+  values = quantized_array.to_format(made / scale, number_format)
+  return values[jnp.argsort(order)]
+
+
+def _damped(hessian: jax.Array, damping: float) -> jax.Array:
+  """Returns a Hessian [C, C] with a larger diagonal."""
+  mean = jnp.mean(jnp.diagonal(hessian))
   # Without any input, all errors cost the same.
-  hessian += jnp.where(mean == 0, 1.0, damping * mean) * jnp.eye(size)
-  inverse = _upper_factor_of_inverse(hessian[order][:, order])
+  added = jnp.where(mean == 0, 1.0, damping * mean)
+  return hessian + added * jnp.eye(len(hessian))
+
+
+def _correct_blocks(
+  weights: jax.Array,
+  inverse: jax.Array,
+  choose: Callable[..., tuple[jax.Array, Any]],
+  state: Any,
+  *,
+  multiple_of: int = 1,
+) -> jax.Array:
+  """Chooses weights input by input, and corrects later ones by each error.
+
+  Args:
+    weights: float32 [C, N].
+    inverse: Upper factor of the inverse Hessian, [C, C].
+    choose: `(start of a block, its corrected weights, input of the block,
+      state) -> (chosen weights [N] of the input, state)`.
+    state: The first state.
+    multiple_of: Divides the sizes of blocks.
+
+  Returns:
+    The chosen weights.
+  """
+  size = len(weights)
   block = math.gcd(size, _BLOCK)
+  block = size if block % multiple_of else block
   rows = jnp.arange(size)
 
-  def correct_row(
-    i: jax.Array, carry: tuple[jax.Array, ...]
-  ) -> tuple[jax.Array, ...]:
-    left, values, errors, scales, factor = carry
-    row = quantized_array.to_format(left[i] / scales[i], number_format)
-    error = (left[i] - row.astype(jnp.float32) * scales[i]) / factor[i, i]
-    later = jnp.where(jnp.arange(block) > i, factor[i], 0.0)
-    left -= jnp.outer(later, error)
-    return left, values.at[i].set(row), errors.at[i].set(error), scales, factor
-
   def correct_block(
-    number: jax.Array, carry: tuple[jax.Array, jax.Array]
-  ) -> tuple[jax.Array, jax.Array]:
-    left, values = carry
+    number: jax.Array, carry: tuple[jax.Array, jax.Array, Any]
+  ) -> tuple[jax.Array, jax.Array, Any]:
+    left, chosen, state = carry
     start = number * block
+    of_block = jax.lax.dynamic_slice_in_dim(left, start, block)
+    factors = jax.lax.dynamic_slice_in_dim(inverse, start, block)
+    factor = jax.lax.dynamic_slice_in_dim(factors, start, block, 1)
 
-    def part(x: jax.Array, axis: int = 0) -> jax.Array:
-      return jax.lax.dynamic_slice_in_dim(x, start, block, axis)
+    def correct_row(
+      i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array, Any]
+    ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
+      left, made, errors, state = carry
+      row, state = choose(start, left, i, state)
+      error = (left[i] - row) / factor[i, i]
+      later = jnp.where(jnp.arange(block) > i, factor[i], 0.0)
+      left -= jnp.outer(later, error)
+      return left, made.at[i].set(row), errors.at[i].set(error), state
 
-    of_block = part(left)
-    _, made, errors, *_ = jax.lax.fori_loop(
-      0,
-      block,
-      correct_row,
-      (
-        of_block,
-        part(values),
-        jnp.zeros_like(of_block),
-        part(scale[order]),
-        part(part(inverse), axis=1),
-      ),
-    )
-    later = jnp.where(rows >= start + block, part(inverse), 0.0)
+    blank = jnp.zeros_like(of_block)
+    first = of_block, blank, blank, state
+    _, made, errors, state = jax.lax.fori_loop(0, block, correct_row, first)
+    later = jnp.where(rows >= start + block, factors, 0.0)
     left -= later.T @ errors
-    return left, jax.lax.dynamic_update_slice_in_dim(values, made, start, 0)
+    chosen = jax.lax.dynamic_update_slice_in_dim(chosen, made, start, 0)
+    return left, chosen, state
 
-  empty = jnp.zeros(weights.shape, number_format.dtype)
-  blocks = (weights[order], empty)
-  _, values = jax.lax.fori_loop(0, size // block, correct_block, blocks)
-  return values[jnp.argsort(order)]
+  first = weights, jnp.zeros_like(weights), state
+  _, chosen, _ = jax.lax.fori_loop(0, size // block, correct_block, first)
+  return chosen
 
 
 def _upper_factor_of_inverse(x: jax.Array) -> jax.Array:

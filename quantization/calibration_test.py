@@ -123,6 +123,73 @@ def test_inputs_that_never_vary_are_rounded_to_nearest():
   np.testing.assert_array_equal(values, _nearest(w).values)
 
 
+def _prune_by_definition(w, hessian, damping):
+  """SparseGPT with 2:4: one group after the other, by inverse Hessians."""
+  w, hessian = np.array(w, "f8"), np.array(hessian, "f8")
+  hessian += damping * np.diag(hessian).mean() * np.eye(len(w))
+  inverse, kept = np.linalg.inv(hessian), np.ones(w.shape, bool)
+  for i in range(len(w)):
+    if i % 4 == 0:
+      # Each input of the group without those before it, whatever they keep.
+      rest, costs = inverse.copy(), []
+      for j in range(i, i + 4):
+        costs.append(rest[j, j])
+        rest -= np.outer(rest[:, j], rest[j]) / rest[j, j]
+      scores = w[i : i + 4] ** 2 / np.array(costs)[:, None]
+      for n in range(w.shape[1]):
+        kept[i + np.argsort(scores[:, n])[:2], n] = False
+    row = inverse[i] / inverse[i, i]
+    w -= np.outer(row, np.where(kept[i], 0.0, w[i]))
+    inverse -= np.outer(inverse[:, i], row)
+  return np.where(kept, w, 0.0), kept
+
+
+@pytest.mark.parametrize("size", [C, 2 * 128])
+def test_sparsegpt_is_that_of_its_definition(size):
+  draw = np.random.default_rng(20)
+  x = np.float32(
+    draw.standard_normal((900, size)) @ draw.standard_normal((size, size)) / 8
+  )
+  w = _weights(21, size, 3)
+  values, scale, made, inputs = _quantize(
+    "TC,CN->TN", x, w, recipe.SparseGpt(damping=0.02)
+  )
+  assert inputs is None
+  assert np.all(scale == 1)
+  rows = x.astype("f8")
+  expected, kept = _prune_by_definition(w, rows.T @ rows, 0.02)
+  # In float32, a near tie keeps another weight.
+  assert np.mean((values != 0) != kept) < 0.01
+  if size == C:
+    np.testing.assert_allclose(made, expected, rtol=1e-3, atol=1e-4)
+  nearest = np.where(kept, w, 0)
+  losses = [np.sum((x @ each - x @ w) ** 2) for each in (made, nearest)]
+  assert losses[0] < losses[1]
+
+
+def test_wanda_is_that_of_its_definition():
+  x, w = _inputs(22, 2, T), _weights(23, C, N)
+  values, scale, made, inputs = _quantize(
+    "BTC,CN->BTN", x, w, recipe.Wanda(keep=1, of=3)
+  )
+  assert inputs is None
+  assert scale.shape == (1, N)
+  norms = np.linalg.norm(x.reshape(-1, C).astype("f8"), axis=0)
+  scores = np.abs(w) * norms[:, None]
+  expected = np.zeros(w.shape, "f4")
+  for start in range(0, C, 3):
+    best = start + np.argmax(scores[start : start + 3], 0)
+    expected[best, range(N)] = w[best, range(N)]
+  np.testing.assert_array_equal(values, expected)
+  np.testing.assert_array_equal(made, expected)
+
+
+def test_pruned_groups_divide_the_inputs():
+  x, w = _inputs(24, T), _weights(25, C, N)
+  with pytest.raises(ValueError, match=r"Wanda\.of \(5\) must divide the numb"):
+    _quantize("TC,CN->TN", x, w, recipe.Wanda(of=5))
+
+
 def _least_error_by_definition(x, w, quantized):
   """AWQ: weights and factors of the exponent that loses least."""
   x, w = x.astype("f8"), w.astype("f8")
@@ -163,7 +230,10 @@ def test_smooth_quant_is_that_of_its_definition(strength):
   assert np.abs(values - smooth / scale).max() < 0.501
 
 
-@pytest.mark.parametrize("method", [recipe.Gptq(), recipe.Awq()])
+@pytest.mark.parametrize(
+  "method",
+  [recipe.Gptq(), recipe.Awq(), recipe.Wanda(), recipe.SparseGpt()],
+)
 def test_batches_and_several_inputs_are_each_their_own(method):
   """An equation of experts, and one of two contracted dimensions."""
   x, w = _inputs(11, 3, T), _weights(12, 3, N, C)
@@ -184,7 +254,8 @@ def test_batches_and_several_inputs_are_each_their_own(method):
 
 
 @pytest.mark.parametrize(
-  "method", [recipe.Gptq(), recipe.Awq(), recipe.SmoothQuant()]
+  "method",
+  [recipe.Gptq(), recipe.Awq(), recipe.SmoothQuant(), recipe.Wanda()],
 )
 def test_statistics_of_two_batches_are_those_of_both(method):
   equation = equations.parse("TC,CN->TN", 2, 2)
@@ -217,6 +288,25 @@ def test_statistics_of_two_batches_are_those_of_both(method):
     (
       lambda: recipe.Recipe(None, None, None, calibration=recipe.Awq()),
       r"Recipe\.calibration requires Recipe\.rhs",
+    ),
+    (
+      lambda: recipe.Wanda(keep=4),
+      r"Wanda\.keep must be between 1 and of - 1, got keep=4, of=4",
+    ),
+    (
+      lambda: recipe.SparseGpt(damping=0.0),
+      r"SparseGpt\.damping must be positive, got 0\.0",
+    ),
+    (
+      lambda: recipe.Recipe(
+        None, recipes.named("int8").rhs, None, calibration=recipe.Wanda()
+      ),
+      r"calibration must be Wanda or SparseGpt with float32 weights, and with"
+      r" no others, got Wanda\(",
+    ),
+    (
+      lambda: recipes.parse("sparsegpt"),
+      r"'sparsegpt' prunes trained weights, so it needs sparsegpt:convert or",
     ),
   ],
 )

@@ -47,6 +47,11 @@ FP8_E5M2 = NumberFormat(
   "fp8_e5m2", 8, jnp.dtype(jnp.float8_e5m2), 57344.0, 2, -14
 )
 
+# Weights that are pruned, not quantized.
+FLOAT32 = NumberFormat(
+  "float32", 32, jnp.dtype(jnp.float32), 3.4028234663852886e38, 23, -126
+)
+
 FORMATS = {f.name: f for f in (INT4, INT8, FP8_E4M3, FP8_E5M2)}
 
 

@@ -189,7 +189,51 @@ class SmoothQuant(_Calibrated):
       )
 
 
-Calibration = Gptq | Awq | SmoothQuant
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pruning(_Calibrated):
+  """Base of the methods that prune stored weights by their inputs.
+
+  Attributes:
+    keep: Inputs that are kept in a group, for each output.
+    of: Size of a group of consecutive inputs; it divides their number.
+  """
+
+  keep: int = 2
+  of: int = 4
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if not 0 < self.keep < self.of:
+      raise ValueError(
+        f"{type(self).__name__}.keep must be between 1 and of - 1, got"
+        f" keep={self.keep}, of={self.of}."
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wanda(Pruning):
+  """Wanda; see `calibration`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SparseGpt(Pruning):
+  """SparseGPT; see `calibration`.
+
+  Attributes:
+    damping: Added to the diagonal of the Hessian, relative to its mean.
+  """
+
+  damping: float = 0.01
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if not self.damping > 0:
+      raise ValueError(
+        f"SparseGpt.damping must be positive, got {self.damping}."
+      )
+
+
+Calibration = Gptq | Awq | SmoothQuant | Wanda | SparseGpt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,6 +281,17 @@ class Recipe:
       raise ValueError(
         "Recipe.calibration requires Recipe.rhs: it quantizes weights."
       )
+    is_float = self.rhs is not None and self.rhs.format.bits == 32
+    if self.prunes != is_float:
+      raise ValueError(
+        "Recipe.calibration must be Wanda or SparseGpt with float32 weights,"
+        f" and with no others, got {self.calibration}."
+      )
+
+  @property
+  def prunes(self) -> bool:
+    """Whether stored weights are pruned, not quantized."""
+    return isinstance(self.calibration, Pruning)
 
   @property
   def is_delayed(self) -> bool:

@@ -15,6 +15,9 @@
   int4_gptq    as int4_group; served weights are calibrated by GPTQ
   int4_awq     as int4_group; served weights are calibrated by AWQ
   int8_smooth  as int8; served weights are calibrated by SmoothQuant
+  wanda        float32 weights; of each four inputs of an output of served
+               weights, Wanda prunes two
+  sparsegpt    the same by SparseGPT, which corrects the kept weights
 
 A suffix selects the mode: `int8:train` (the default) quantizes the matmuls of
 training, `int8:serve` stores quantized weights, and `int8:convert` converts the
@@ -74,14 +77,21 @@ def parse(text: str) -> Choice:
   """Parses `name` or `name:mode`.
 
   Raises:
-    ValueError: The recipe or the mode does not exist.
+    ValueError: The recipe or the mode does not exist, or the recipe cannot
+      train.
   """
   name, colon, mode = text.partition(":")
   named(name)
   modes = {m.value: m for m in Mode}
   if colon and mode not in modes:
     raise ValueError(_unknown("mode", mode, list(modes)))
-  return Choice(name=name, mode=modes[mode] if colon else Mode.TRAIN)
+  choice = Choice(name=name, mode=modes[mode] if colon else Mode.TRAIN)
+  if choice.mode is Mode.TRAIN and choice.recipe.prunes:
+    raise ValueError(
+      f"the recipe {name!r} prunes trained weights, so it needs {name}:convert"
+      f" or {name}:serve; train with learners.pruning.Pruned."
+    )
+  return choice
 
 
 def _unknown(what: str, name: str, known: list[str]) -> str:
@@ -120,6 +130,7 @@ _DELAYED_GRADIENT = recipe_lib.TensorRecipe(
 _E4M3 = _per_channel(number_formats.FP8_E4M3)
 _INT8 = _per_channel(number_formats.INT8)
 _INT4 = _per_channel(number_formats.INT4)
+_FLOAT32 = recipe_lib.TensorRecipe(number_formats.FLOAT32)
 _RANDOM = _per_channel(number_formats.INT8, recipe_lib.Rounding.STOCHASTIC)
 
 _INT8_RECIPE = recipe_lib.Recipe(_INT8, _INT8, _RANDOM)
@@ -160,6 +171,12 @@ _RECIPES: Final = {
   "int4_awq": dataclasses.replace(_INT4_GROUP, calibration=recipe_lib.Awq()),
   "int8_smooth": dataclasses.replace(
     _INT8_RECIPE, calibration=recipe_lib.SmoothQuant()
+  ),
+  "wanda": recipe_lib.Recipe(
+    None, _FLOAT32, None, calibration=recipe_lib.Wanda()
+  ),
+  "sparsegpt": recipe_lib.Recipe(
+    None, _FLOAT32, None, calibration=recipe_lib.SparseGpt()
   ),
 }
 

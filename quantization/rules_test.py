@@ -76,6 +76,8 @@ def test_names_and_modes():
     "int4_gptq": [None, "int4", None],
     "int4_awq": [None, "int4", None],
     "int8_smooth": ["int8"] * 3,
+    "wanda": [None, "float32", None],
+    "sparsegpt": [None, "float32", None],
   }
   assert recipes.named("fp8").is_delayed
   assert recipes.named("int4").backward_rhs.format is number_formats.INT8

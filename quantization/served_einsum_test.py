@@ -21,7 +21,7 @@ from paxon.quantization import (
 from paxon.quantization import quantized_array as qa
 from paxon.sharding import logical, variables
 
-IN, OUT = 6, 4
+IN, OUT = 12, 4
 X = jax.device_put(
   np.float32(np.random.default_rng(0).standard_normal((2, 3, IN)))
 )
@@ -286,3 +286,31 @@ def test_calibration_needs_statistics_and_inputs():
     layer.einsum.apply(
       {}, "BD,DF->BF", jnp.ones((IN, OUT)), matmul="up", method="stored"
     )
+
+
+@pytest.mark.parametrize("name", recipes.NAMES)
+def test_outputs_are_those_of_the_simulated_recipe(name):
+  """Activations rounded in numpy times the stored weights, in float64."""
+  layer, values = _layer(name), _values()
+  rules = served_einsum.serving_recipe(recipes.named(name))
+  _, statistics = layer.apply(values, X, mutable=[calibration.COLLECTION])
+  served = _converted(layer, values | dict(statistics))
+  stored = served["served"]["einsum"]["kernel"]
+  weights = np.asarray(
+    served_einsum.dequantize(
+      stored["values"],
+      stored["scale"],
+      number_format=rules.rhs.format,
+      layer_shape=(IN, OUT),
+    ),
+    "f8",
+  )
+  x = np.array(X)
+  if "inputs" in stored:
+    x *= np.asarray(stored["inputs"])[:, 0]
+  x = testing.quantized(x, rules.lhs, (2,))
+  y, _ = _outputs(layer, served | values)
+  np.testing.assert_allclose(y, x @ weights, rtol=1e-5, atol=1e-5)
+  kernel = np.asarray(values["params"]["kernel"])
+  off = x @ weights - np.asarray(X) @ kernel
+  assert 0 < np.abs(off).max() < np.abs(np.asarray(X) @ kernel).max()

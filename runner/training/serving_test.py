@@ -266,7 +266,7 @@ def test_rejects_a_mode_that_cannot_use_the_weights(weights, mode, message):
 
 
 def test_rejects_a_weight_that_is_not_the_parameter():
-  def check(is_corrected=False, **rounding):
+  def check(method=None, **rounding):
     weight_conversion._check_errors(
       {
         f"params/{name}": weight_conversion.WeightErrors(
@@ -274,7 +274,7 @@ def test_rejects_a_weight_that_is_not_the_parameter():
         )
         for name, error in rounding.items()
       },
-      is_corrected=is_corrected,
+      method,
     )
 
   with pytest.raises(
@@ -286,9 +286,10 @@ def test_rejects_a_weight_that_is_not_the_parameter():
   ):
     check(c=float("nan"))
   # GPTQ moves weights on purpose.
-  check(is_corrected=True, a=0.3)
+  check(recipe_lib.Gptq(), a=0.3)
   with pytest.raises(user_error.UserError, match=r"its mean error 0\.7"):
-    check(is_corrected=True, b=0.7)
+    check(recipe_lib.Gptq(), b=0.7)
+  check(recipe_lib.Wanda(), b=0.7)
   with pytest.raises(user_error.UserError, match=r"there are no weights to"):
     check()
 

@@ -33,6 +33,7 @@ from paxon.sharding import axes, variables
 # the largest weight.
 _MAX_ROUNDING = 0.2
 _MAX_MEAN = 0.5
+_MAX_PRUNED = 1.0
 # Calibration batches of rules whose recipe differs from that of the knob.
 _BATCHES = 8
 
@@ -142,7 +143,7 @@ def _converted(
   )
   converted, errors, left = _quantized(session, served, state)
   method = recipes.named(name).calibration
-  _check_errors(errors, is_corrected=isinstance(method, recipe_lib.Gptq))
+  _check_errors(errors, method)
   _check_decoding(served, converted)
   return Conversion(
     session=session,
@@ -279,7 +280,8 @@ def _errors(
   spec: variables.VariableSpec,
 ) -> dict[str, jax.Array]:
   """Returns the fields of the `WeightErrors` of one parameter."""
-  formats = {jnp.dtype(f.dtype): f for f in number_formats.FORMATS.values()}
+  known = (*number_formats.FORMATS.values(), number_formats.FLOAT32)
+  formats = {f.dtype: f for f in known}
   number_format = formats[values.dtype]
   if number_format.is_integer:
     is_packed = values.shape != spec.shape
@@ -313,7 +315,7 @@ def _root_mean_square(x: jax.Array) -> jax.Array:
 
 
 def _check_errors(
-  errors: Mapping[str, WeightErrors], *, is_corrected: bool
+  errors: Mapping[str, WeightErrors], method: recipe_lib.Calibration | None
 ) -> None:
   if not errors:
     raise user_error.UserError(
@@ -321,12 +323,14 @@ def _check_errors(
       " as an operand, so there are no weights to convert."
     )
   for name, error in errors.items():
-    # GPTQ moves weights by more than a rounding, to correct others.
-    within = (
-      error.mean <= _MAX_MEAN
-      if is_corrected
-      else (error.rounding <= _MAX_ROUNDING)
-    )
+    match method:
+      # It moves weights by more than a rounding, to correct others.
+      case recipe_lib.Gptq():
+        within = error.mean <= _MAX_MEAN
+      case recipe_lib.Wanda() | recipe_lib.SparseGpt():
+        within = error.mean <= _MAX_PRUNED
+      case _:
+        within = error.rounding <= _MAX_ROUNDING
     if not within:
       raise user_error.UserError(
         f"{name} cannot be quantized: it is not finite, or its layer multiplies"

@@ -184,7 +184,7 @@ def compile_quantized(
     return model.apply(values, ids, ones, ones, mutable=mutable)[1]
 
   served = variables.unbox(jax.jit(convert)(both.our_values))
-  floats = traverse_util.flatten_dict(both.our_values, sep="/")
+  floats: dict[str, Any] = traverse_util.flatten_dict(both.our_values, sep="/")
   stored = traverse_util.flatten_dict(served, sep="/")
   names = {served_einsum.stored_parameter(name) for name in stored}
   shapes = {name: floats.pop(name).shape for name in names if name is not None}
