@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import embedding
+from paxon.layers import embedding, linear
 from paxon.layers.models import distilled_lm, fixed_model
 from paxon.layers.models import testing as models_testing
 from paxon.sharding import initialization, variables
@@ -54,6 +54,125 @@ def test_kl_and_its_gradient(temperature):
   np.testing.assert_allclose(
     gradients[1], (np.exp(q) - np.exp(p)) / temperature, rtol=1e-9, atol=1e-12
   )
+
+
+@pytest.mark.parametrize("top", [1, 3, 5])
+def test_kl_of_the_most_likely_tokens(top):
+  random = np.random.RandomState(1)
+  teacher, student = 3 * random.standard_normal((2, 2, 3, 5))
+  p, q = (_log_softmax(x / 1.7) for x in (teacher, student))
+  ids = np.argsort(-p, axis=-1)[..., :top]
+  is_top = np.zeros(p.shape, bool)
+  np.put_along_axis(is_top, ids, True, axis=-1)
+  terms = np.where(is_top, np.exp(p) * (p - q), 0).sum(axis=-1)
+  rest, own = (np.where(is_top, 0, np.exp(x)).sum(axis=-1) for x in (p, q))
+  if top < 5:
+    terms += rest * (np.log(rest) - np.log(own))
+  given = np.take_along_axis(p, ids, axis=-1)
+
+  @jax.jit
+  def kl(x):
+    return distilled_lm.top_kl(
+      jnp.asarray(ids, jnp.int32), jnp.asarray(given), x, temperature=1.7
+    )
+
+  with jax.enable_x64(True):
+    found = kl(jnp.asarray(student))
+    gradient = jax.grad(lambda x: kl(x).sum())(jnp.asarray(student))
+  np.testing.assert_allclose(found, terms, rtol=1e-10)
+  # The gradient of the definition: outside of the top the mass is shared in the
+  # student's proportions.
+  target = np.exp(p)
+  if top < 5:
+    target = np.where(is_top, target, np.exp(q) * (rest / own)[..., None])
+  expected = (np.exp(q) - target) / 1.7
+  np.testing.assert_allclose(gradient, expected, rtol=1e-8, atol=1e-10)
+
+
+def test_no_gradient_is_lost_where_the_rest_is_zero():
+  logits = jnp.array([[[30.0, -40.0, -50.0]]])
+  ids, log_probs = jnp.zeros((1, 1, 1), jnp.int32), jnp.zeros((1, 1, 1))
+  value, gradient = jax.value_and_grad(
+    lambda x: distilled_lm.top_kl(ids, log_probs, x).sum()
+  )(logits)
+  assert np.isfinite(value)
+  assert np.isfinite(gradient).all()
+
+
+def test_hidden_states_are_compared_as_defined():
+  projection = linear.Linear(
+    output_dim=models_testing.EMBED,
+    use_bias=False,
+    kernel_axes=("embed", None),
+  )
+  model = _model(
+    temperature=2.0,
+    teacher_share=0.3,
+    hidden_weight=0.5,
+    hidden_projection=projection,
+  )
+  plain = model.clone(hidden_weight=0.0, hidden_projection=None)
+  values = _values(model)
+  kernel = np.asarray(values["params"]["hidden_projection"]["kernel"])
+  arrays = [_BATCH[k] for k in ("inputs", "positions", "segment_ids")]
+
+  @jax.jit
+  def read(values):
+    states = [
+      m.apply({"params": p}, *arrays, method="hidden")
+      for m, p in (
+        (models_testing.tiny_decoder(), values["frozen"]["teacher"]),
+        (models_testing.tiny_decoder(num_layers=1), values["params"]),
+      )
+    ]
+    results = [
+      m.apply(values, _BATCH, deterministic=False, method="loss")
+      for m in (model, plain)
+    ]
+    return states, results
+
+  (taught, x), results = read(values)
+  error = np.asarray(x, np.float64) @ kernel - np.asarray(taught)
+  weights = np.asarray(_BATCH["weights"], np.float64)
+  expected = (np.square(error).mean(axis=-1) * weights).sum()
+  (with_hidden, metrics, _), (without, _, _) = results
+  np.testing.assert_allclose(metrics["hidden_error"][0], expected, rtol=1e-5)
+  np.testing.assert_allclose(
+    with_hidden[0] - without[0], 0.5 * expected, rtol=1e-4
+  )
+
+
+def test_a_teacher_of_batches_is_that_of_memory():
+  model = _model(temperature=2.0)
+  values = _values(model)
+  alone = model.clone(teacher=None)
+  arrays = [_BATCH[k] for k in ("inputs", "positions", "segment_ids")]
+
+  @jax.jit
+  def losses(values):
+    logits = models_testing.tiny_decoder().apply(
+      {"params": values["frozen"]["teacher"]}, *arrays
+    )
+    log_probs, ids = jax.lax.top_k(jax.nn.log_softmax(logits / 2.0), 16)
+    batch = {
+      **_BATCH,
+      distilled_lm.IDS: ids,
+      distilled_lm.LOG_PROBS: log_probs,
+    }
+    params = {"params": values["params"]}
+    return (
+      model.apply(values, _BATCH, deterministic=False, method="loss")[0][0],
+      alone.apply(params, batch, deterministic=False, method="loss")[0][0],
+    )
+
+  in_memory, of_batches = losses(values)
+  np.testing.assert_allclose(of_batches, in_memory, rtol=1e-5)
+  with pytest.raises(ValueError, match=r"no teacher, and the batch no"):
+    alone.apply(
+      {"params": values["params"]}, _BATCH, deterministic=False, method="loss"
+    )
+  with pytest.raises(ValueError, match="hidden_weight requires a teacher"):
+    model.clone(teacher=None, hidden_weight=1.0)
 
 
 def test_the_loss_is_that_of_the_definition():

@@ -5,6 +5,7 @@ optimizer state, and a checkpoint and the memory of a plan include them. A warm
 start reads them like other variables, from the same or another checkpoint.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from flax import linen as nn
@@ -27,8 +28,10 @@ class FixedModel(nn.Module):
   model: nn.Module
 
   @nn.compact
-  def __call__(self, *args: Any, method: str, **kwargs: Any) -> Any:
-    """Calls a method of the model; the result has no gradient.
+  def __call__(
+    self, *args: Any, method: str | Callable[..., Any], **kwargs: Any
+  ) -> Any:
+    """Calls a method of the model, or a function of it, without gradient.
 
     Raises:
       ValueError: The model has variables that are not parameters.

@@ -9,17 +9,22 @@ The trained run generates, evaluates and is exported like any run of the small
 model.
 """
 
+import os
 from typing import Any
 
 import fiddle as fdl
 
+from paxon.inputs import teacher_input
+from paxon.layers import linear
 from paxon.layers.models import distilled_lm, fixed_model
+from paxon.runner import run_dir, user_error
 from paxon.runner import task as task_lib
-from paxon.runner import user_error
+from paxon.runner.checkpoints import stored_checkpoint
 from paxon.runner.settings import training
 from paxon.tasks.lm.params import hugging_face
 
 _VOCABULARY = "vocab_size"
+_WIDTH = "hidden_size"
 
 
 class HuggingFaceStudent(hugging_face.HuggingFaceLm):
@@ -31,24 +36,64 @@ class HuggingFaceStudent(hugging_face.HuggingFaceLm):
       randomly initialized model like the student, as a toy.
     temperature_of_loss: Divides the logits of both in the teacher's term.
     teacher_share: Weight of the teacher's term; the rest is that of the text.
+    teacher_log_probs: Folder created by `tasks.lm.params.teacher_log_probs`
+      with what the teacher predicts, which is then not in memory.
+    hidden_weight: Weight of the mean of squares between the hidden states of
+      both, of which the student's are projected to the teacher's width.
   """
 
   teacher: str | None = None
   temperature_of_loss: float = 1.0
   teacher_share: float = 0.5
+  teacher_log_probs: str | None = None
+  hidden_weight: float = 0.0
 
-  path_knobs = (*hugging_face.HuggingFaceLm.path_knobs, "teacher")
+  path_knobs = (
+    *hugging_face.HuggingFaceLm.path_knobs,
+    "teacher",
+    "teacher_log_probs",
+  )
+
+  def datasets(self) -> dict[str, fdl.Config]:
+    """Returns those of text, in training with what the teacher predicts."""
+    splits = super().datasets()
+    if self.teacher_log_probs is None or self.weights is None:
+      return splits
+    folder = run_dir.resolve(self._teacher_folder(), os.environ)
+    stored = stored_checkpoint.find_checkpoint(folder)
+    text = splits["train"]
+    splits["train"] = fdl.Config(
+      teacher_input.TeacherInput,
+      text=text,
+      folder=os.fspath(run_dir.resolve(self.teacher_log_probs, os.environ)),
+      teacher=stored_checkpoint.fingerprint(stored),
+      temperature=self.temperature_of_loss,
+      global_batch_size=text.global_batch_size,
+      length=text.length,
+    )
+    return splits
 
   def task(self) -> fdl.Config[task_lib.Task]:
     """Returns the student with its teacher."""
     task = super().task()
+    # Read without weights too, so that its vocabulary is checked.
+    teacher, width = self._teacher()
     task.model = fdl.Config(
       distilled_lm.DistilledLm,
       student=task.model,
-      teacher=fdl.Config(fixed_model.FixedModel, model=self._teacher()),
       temperature=self.temperature_of_loss,
       teacher_share=self.teacher_share,
+      hidden_weight=self.hidden_weight,
     )
+    if self.teacher_log_probs is None:
+      task.model.teacher = fdl.Config(fixed_model.FixedModel, model=teacher)
+    if self.hidden_weight:
+      task.model.hidden_projection = fdl.Config(
+        linear.Linear,
+        output_dim=width,
+        use_bias=False,
+        kernel_axes=("embed", None),
+      )
     return task
 
   def warm_start(self) -> fdl.Config[training.WarmStart] | None:
@@ -56,14 +101,15 @@ class HuggingFaceStudent(hugging_face.HuggingFaceLm):
     start = super().warm_start()
     if start is None:
       return None
-    if self.teacher is None:
-      raise user_error.UserError(
-        f"{type(self).__name__}.teacher is not set; give the folder of a run."
-      )
+    folder = self._teacher_folder()
+    if self.hidden_weight:
+      start.may_be_missing = (distilled_lm.PROJECTION_PATTERN,)
+    if self.teacher_log_probs is not None:
+      return start
     start.others = (
       fdl.Config(
         training.WarmStart,
-        checkpoint=self.teacher,
+        checkpoint=folder,
         cast=True,
         patterns=((r"frozen/teacher/(.*)", r"params/\1"),),
       ),
@@ -72,11 +118,19 @@ class HuggingFaceStudent(hugging_face.HuggingFaceLm):
 
   def shrink(self) -> Any:
     """Returns a toy-sized version without weights."""
-    return super().shrink().replace(teacher=None)
+    return super().shrink().replace(teacher=None, teacher_log_probs=None)
 
-  def _teacher(self) -> fdl.Config[Any]:
+  def _teacher_folder(self) -> str:
     if self.teacher is None:
-      return self._model()
+      raise user_error.UserError(
+        f"{type(self).__name__}.teacher is not set; give the folder of a run."
+      )
+    return self.teacher
+
+  def _teacher(self) -> tuple[fdl.Config[Any], int]:
+    """Returns the teacher and the width of its hidden states."""
+    if self.teacher is None:
+      return self._model(), self._config()[0][_WIDTH]
     name = type(self).__name__
     config, of = hugging_face.read_config(self.teacher, name)
     own = self._config()[0]
@@ -86,4 +140,4 @@ class HuggingFaceStudent(hugging_face.HuggingFaceLm):
         f" {config.get(_VOCABULARY)}, and that of weights is"
         f" {own.get(_VOCABULARY)}; both must have the same vocabulary."
       )
-    return of.model(config, fdl.Config)
+    return of.model(config, fdl.Config), config[_WIDTH]

@@ -27,6 +27,7 @@ from paxon.tasks.lm.params import (
   model_reward,
   preferences,
   reference_log_probs,
+  teacher_log_probs,
 )
 
 _CONFIG = {
@@ -406,29 +407,100 @@ def test_a_student_and_its_teacher(tmp_path):
   large = _imported(tmp_path / "large", {**_CONFIG, "hidden_size": 64})
   (tmp_path / "text.jsonl").write_text(json.dumps({"text": "abc" * 200}) + "\n")
 
-  def student(**knobs):
-    return distillation.HuggingFaceStudent(
-      weights=str(tmp_path / "model"),
-      train_files=str(tmp_path / "text.jsonl"),
-      num_train_steps=1,
-      global_batch_size=8,
-      length=48,
-      learning_rate=1e-3,
-      warmup_steps=0,
-      prompts=None,
-      max_new_tokens=None,
-      **knobs,
-    )
+  given = {
+    "weights": str(tmp_path / "model"),
+    "train_files": str(tmp_path / "text.jsonl"),
+    "num_train_steps": 1,
+    "global_batch_size": 8,
+    "length": 48,
+    "learning_rate": 1e-3,
+    "warmup_steps": 0,
+    "prompts": None,
+    "max_new_tokens": None,
+  }
 
-  _train(tmp_path / "run", student(teacher=str(tmp_path / "large")))
+  def student(**knobs):
+    return distillation.HuggingFaceStudent(**{**given, **knobs})
+
+  teacher = {"teacher": str(tmp_path / "large")}
+  _train(tmp_path / "run", student(**teacher, hidden_weight=1.0))
   found = _read(tmp_path / "run")
+  assert "params/hidden_projection/kernel" in found
   for name in small.keys() - {"step"}:
     assert not np.array_equal(found[name], small[name]), name
   for name in large.keys() - {"step"}:
     frozen = name.replace("params/", "frozen/teacher/")
     np.testing.assert_array_equal(found[frozen], large[name], err_msg=frozen)
+  # The same without the teacher in memory.
+  knobs = {**teacher, "num_train_steps": 2, "temperature_of_loss": 2.0}
+  _train(tmp_path / "live", student(**knobs))
+  folder = str(tmp_path / "stored")
+  name = distillation.HuggingFaceStudent.import_path()
+  flags = [f"--fdl.{k}={v}" for k, v in {**given, **knobs}.items()]
+  arguments = [folder, "--top=264", f"--exp={name}", *flags]
+  assert teacher_log_probs.main(arguments) == 0
+  with pytest.raises(user_error.UserError, match="exists; pass another"):
+    teacher_log_probs.main(arguments)
+  _train(tmp_path / "light", student(**knobs, teacher_log_probs=folder))
+  live, light = (_read_metrics(tmp_path / run) for run in ("live", "light"))
+  for step, values in live.items():
+    for key in ("loss", "teacher_kl"):
+      np.testing.assert_allclose(light[step][key], values[key], rtol=1e-4)
+  assert not any(n.startswith("frozen") for n in _read(tmp_path / "light"))
   with pytest.raises(user_error.UserError, match="teacher is not set"):
     student().job()
   _imported(tmp_path / "other", {**_CONFIG, "vocab_size": 320})
   with pytest.raises(user_error.UserError, match="must have the same vocab"):
     student(teacher=str(tmp_path / "other")).job()
+
+
+def _write_chains(path, number, seed):
+  """Writes texts of 24 letters, each drawn by the one before it."""
+  table = np.random.RandomState(0).dirichlet(np.full(24, 0.15), size=24)
+  random = np.random.RandomState(seed)
+  with path.open("w") as file:
+    for _ in range(number):
+      letters = [0]
+      for _ in range(200):
+        letters.append(random.choice(24, p=table[letters[-1]]))
+      text = "".join(chr(97 + letter) for letter in letters)
+      file.write(json.dumps({"text": text}) + "\n")
+
+
+def test_a_teacher_knows_more_than_a_few_texts(tmp_path):
+  """A student of 4 texts and of a teacher of 200, and one of the 4 alone."""
+  sizes = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96}
+  for name, config in (("small", {}), ("large", sizes)):
+    _imported(tmp_path / name, {**_CONFIG, **config})
+  for name, number, seed in (("few", 4, 1), ("many", 200, 2), ("held", 40, 3)):
+    _write_chains(tmp_path / f"{name}.jsonl", number, seed)
+
+  def held_out(run, cls, steps, **knobs):
+    shared = {
+      "validation_files": str(tmp_path / "held.jsonl"),
+      "num_train_steps": steps,
+      "eval_every_steps": steps,
+      "checkpoint_every_steps": None,
+      "summary_every_steps": 50,
+      "learning_rate": 3e-3,
+      "warmup_steps": 5,
+      "length": 64,
+      "prompts": None,
+      "max_new_tokens": None,
+    }
+    _train(tmp_path / run, cls(**shared, **knobs))
+    lines = (tmp_path / run / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    return [x["log_pplx"] for x in found if x["split"] == "validation"][-1]
+
+  of_many, of_few = (str(tmp_path / f"{x}.jsonl") for x in ("many", "few"))
+  large, small = (str(tmp_path / x) for x in ("large", "small"))
+  plain, student = hugging_face.HuggingFaceLm, distillation.HuggingFaceStudent
+  held_out("teacher", plain, 200, weights=large, train_files=of_many)
+  given = {"weights": small, "train_files": of_few}
+  alone = held_out("alone", plain, 120, **given)
+  teacher = {"teacher": str(tmp_path / "teacher"), "teacher_share": 0.9}
+  taught = held_out("taught", student, 120, **given, **teacher)
+  # Nats for each byte. A smaller teacher or fewer texts give less.
+  print(f"alone {alone:.3f}, taught {taught:.3f}")
+  assert taught < alone - 0.15

@@ -38,14 +38,7 @@ def main(argv: Sequence[str]) -> int:
   )
   parser.add_argument("file", metavar="FILE", help="file to write")
   parser.add_argument("--exp", required=True, help="the experiment")
-  known, rest = parser.parse_known_args(list(argv))
-  given = []
-  for argument in rest:
-    override = overrides.parse_argument(argument)
-    if override is None:
-      raise user_error.UserError(f"{argument} is no flag of this command.")
-    given.append(override)
-  config = resolving.resolve(known.exp, given, packages=("paxon",)).config
+  known, config = parse(parser, argv)
   model = getattr(config.task, "model", None)
   if getattr(model, "reference", None) is None or config.warm_start is None:
     raise user_error.UserError(
@@ -56,26 +49,41 @@ def main(argv: Sequence[str]) -> int:
   folder = (start.others[0] if start.others else start).checkpoint
   job = resolving.build(config)
   task_model: Any = job.task.model
-  score = _make_score(task_model.reference.model, folder)
+  values, name = read_values(folder)
+  score = _make_score(task_model.reference.model, values)
   inputs: dict[str, Any] = {"train": job.train_input, **job.eval_inputs}
   found = {
     split: _score_all(each.examples.source, score, each.global_batch_size)
     for split, each in inputs.items()
   }
   file = os.fspath(run_dir.resolve(known.file, os.environ))
-  stored = stored_checkpoint.find_checkpoint(
-    run_dir.resolve(folder, os.environ)
-  )
-  scored_pairs.write(
-    file, found, reference=stored_checkpoint.fingerprint(stored)
-  )
+  scored_pairs.write(file, found, reference=name)
   total = sum(len(each) for each, _ in found.values())
   print(f"wrote the log probabilities of {total} pairs to {file}")
   return 0
 
 
-def _make_score(model: Any, folder: str) -> Any:
-  """Returns a function of batches, [batch, 2T], to log probabilities."""
+def parse(
+  parser: argparse.ArgumentParser, argv: Sequence[str]
+) -> tuple[argparse.Namespace, Any]:
+  """Returns the arguments, with `exp`, and the experiment with `--fdl` flags.
+
+  Raises:
+    user_error.UserError: An argument is unknown.
+  """
+  known, rest = parser.parse_known_args(list(argv))
+  given = []
+  for argument in rest:
+    override = overrides.parse_argument(argument)
+    if override is None:
+      raise user_error.UserError(f"{argument} is no flag of this command.")
+    given.append(override)
+  config = resolving.resolve(known.exp, given, packages=("paxon",)).config
+  return known, config
+
+
+def read_values(folder: str) -> tuple[Any, str]:
+  """Returns the parameters of a run's newest checkpoint, and their name."""
   path = run_dir.resolve(folder, os.environ)
   stored = stored_checkpoint.find_checkpoint(path)
   names = [n for n in stored.variables() if n.startswith(_PARAMS)]
@@ -84,6 +92,11 @@ def _make_score(model: Any, folder: str) -> Any:
     for name, array in stored_checkpoint.read_numpy(stored, names).items()
   }
   nested = traverse_util.unflatten_dict(values, sep="/")
+  return nested, stored_checkpoint.fingerprint(stored)
+
+
+def _make_score(model: Any, nested: Any) -> Any:
+  """Returns a function of batches, [batch, 2T], to log probabilities."""
 
   @jax.jit
   def score(values: Any, batch: dict[str, jax.Array]) -> jax.Array:

@@ -1,0 +1,122 @@
+"""Tests for batches with what a teacher predicts."""
+
+import os
+
+import numpy as np
+import pytest
+
+from paxon.inputs import (
+  byte_tokenizer,
+  example_source,
+  packed_input,
+  teacher_input,
+)
+
+
+def _text(**knobs):
+  documents = [f"document {n} " * (1 + n % 3) for n in range(20)]
+  return packed_input.pack_documents(
+    source=example_source.InMemoryDocuments(documents),
+    tokenizer=byte_tokenizer.ByteTokenizer(),
+    length=16,
+    shuffle_seed=3,
+    **{"global_batch_size": 4, **knobs},
+  )
+
+
+def _predictions(batch, top=2):
+  ids = np.stack([batch["targets"], batch["inputs"]], axis=-1)[..., :top]
+  return ids, -ids.astype(np.float32) / 256
+
+
+def _input(folder, text=None, **fields):
+  text = text or _text()
+  return teacher_input.TeacherInput(
+    **{
+      "text": text,
+      "folder": os.fspath(folder),
+      "teacher": "a",
+      "temperature": 2.0,
+      "global_batch_size": text.global_batch_size,
+      "length": text.length,
+      **fields,
+    }
+  )
+
+
+@pytest.fixture(name="folder", scope="module")
+def _folder(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("teacher") / "folder"
+  text = _text()
+  with teacher_input.writing(
+    os.fspath(folder), num_batches=6, teacher="a", temperature=2.0
+  ) as writer:
+    for index in range(6):
+      batch = text.get_next()
+      ids, log_probs = _predictions(batch)
+      writer.write(index, batch, ids=ids, log_probs=log_probs)
+  return folder
+
+
+def test_each_batch_has_its_predictions_after_resuming_too(folder):
+  given = _input(folder)
+  given.check_readable()
+  for index in range(6):
+    state = given.get_state()
+    batch = given.get_next()
+    ids, log_probs = _predictions(batch)
+    np.testing.assert_array_equal(batch[teacher_input.IDS], ids)
+    np.testing.assert_array_equal(batch[teacher_input.LOG_PROBS], log_probs)
+    resumed = _input(folder)
+    resumed.set_state(state)
+    for name, value in resumed.get_next().items():
+      np.testing.assert_array_equal(value, batch[name], err_msg=str(index))
+  with pytest.raises(ValueError, match=r"predictions of 6 batches, and"):
+    given.get_next()
+  given.reset()
+  given.get_next()
+  with pytest.raises(ValueError, match=r"must have 'batch' and 'text', got"):
+    given.set_state({"batch": 1})
+
+
+def test_hosts_share_a_batch(folder):
+  whole = _input(folder).get_next()
+  for host in range(2):
+    part = _input(folder)
+    part.set_infeed_hosts(infeed_host_index=host, num_infeed_hosts=2)
+    for name, value in part.get_next().items():
+      np.testing.assert_array_equal(value, whole[name][2 * host : 2 * host + 2])
+
+
+def test_what_does_not_belong_together(folder, tmp_path):
+  with pytest.raises(ValueError, match=r"has no predictions of a teacher"):
+    _input(tmp_path).check_readable()
+  with pytest.raises(ValueError, match=r"with teacher a, and this run has b"):
+    _input(folder, teacher="b").check_readable()
+  with pytest.raises(ValueError, match=r"with temperature 2.0, and .* has 1.0"):
+    _input(folder, temperature=1.0).check_readable()
+  with pytest.raises(ValueError, match=r"batches of 4 .* this run has 2 of 16"):
+    _input(folder, _text(global_batch_size=2)).check_readable()
+  with pytest.raises(ValueError, match=r"must be that of its text, 16"):
+    _input(folder, length=8)
+  other = _text()
+  other.get_next()
+  with pytest.raises(ValueError, match=r"predictions of another text at batch"):
+    _input(folder, other).get_next()
+  facts = {"num_batches": 1, "teacher": "a", "temperature": 1.0}
+  with (
+    pytest.raises(FileExistsError),
+    teacher_input.writing(os.fspath(folder), **facts),
+  ):
+    pass
+
+
+def test_a_folder_is_complete_or_absent(tmp_path):
+  folder = tmp_path / "folder"
+  facts = {"num_batches": 2, "teacher": "a", "temperature": 1.0}
+  with (
+    pytest.raises(KeyboardInterrupt),
+    teacher_input.writing(os.fspath(folder), **facts),
+  ):
+    raise KeyboardInterrupt
+  assert not folder.exists()
