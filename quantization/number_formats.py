@@ -1,4 +1,4 @@
-"""Number formats for quantization: fp8 and small integers.
+"""Number formats for quantization: fp8, fp4 and small integers.
 
 Plain casts to fp8 do not saturate (500 becomes NaN in e4m3, 1e6 becomes
 infinite in e5m2); `saturating_cast` does. It keeps non-finite values
@@ -19,7 +19,8 @@ class NumberFormat:
     name: Name in messages and tables.
     bits: Width of a packed value.
     dtype: Dtype of arrays. int4 values are stored and multiplied as int8,
-      because XLA has no int4 matmul on CPU and GPU.
+      because XLA has no int4 matmul on CPU and GPU, and fp4 values as e4m3,
+      which has all of them.
     largest: Largest finite value; the smallest is its negative.
     mantissa_bits: Stored bits of the significand; 0 for integers.
     smallest_exponent: Binary exponent of the smallest normal value.
@@ -47,19 +48,23 @@ FP8_E5M2 = NumberFormat(
   "fp8_e5m2", 8, jnp.dtype(jnp.float8_e5m2), 57344.0, 2, -14
 )
 
+# Its values are 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
+FP4_E2M1 = NumberFormat("fp4_e2m1", 4, jnp.dtype(jnp.float8_e4m3fn), 6.0, 1, 0)
 # Weights that are pruned, not quantized.
 FLOAT32 = NumberFormat(
   "float32", 32, jnp.dtype(jnp.float32), 3.4028234663852886e38, 23, -126
 )
 
-FORMATS = {f.name: f for f in (INT4, INT8, FP8_E4M3, FP8_E5M2)}
+FORMATS = {f.name: f for f in (INT4, INT8, FP8_E4M3, FP8_E5M2, FP4_E2M1)}
+
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def saturating_cast(x: jax.Array, number_format: NumberFormat) -> jax.Array:
   """Returns the nearest values of a format, in its dtype; ties to even.
 
   Finite values saturate at the largest value. NaN and infinity become NaN in
-  fp8. In integer formats, NaN becomes 0 and infinity the largest value, and the
+  fp8 and fp4. In integer formats, NaN becomes 0 and infinity the largest value, and the
   scale must be NaN (see `scaling.scale_of`).
 
   Args:
@@ -71,8 +76,49 @@ def saturating_cast(x: jax.Array, number_format: NumberFormat) -> jax.Array:
   if number_format.is_integer:
     whole = jnp.where(jnp.isnan(x), 0, jnp.round(clipped))
     return whole.astype(number_format.dtype)
+  if number_format.bits == 4:
+    step = find_step(clipped, number_format)
+    clipped = jnp.round(clipped / step) * step
   visible = jnp.where(jnp.isinf(x), jnp.nan, clipped)
   return visible.astype(number_format.dtype)
+
+
+def find_step(x: jax.Array, number_format: NumberFormat) -> jax.Array:
+  """Returns the distance between neighbors of the format around `x`."""
+  if number_format.is_integer:
+    return jnp.ones((), x.dtype)
+  bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+  exponent = ((bits >> 23) & 0xFF) - 127
+  exponent = jnp.clip(exponent, number_format.smallest_exponent, 126)
+  step_bits = (exponent - number_format.mantissa_bits + 127) << 23
+  return jax.lax.bitcast_convert_type(step_bits, jnp.float32)
+
+
+def encode(values: jax.Array, number_format: NumberFormat) -> jax.Array:
+  """Returns values of four bits as int8 from -8 to 7, to be packed.
+
+  Integers are unchanged; fp4 values become their bits: sign, exponent,
+  mantissa.
+  """
+  if number_format.is_integer:
+    return values
+  wide = values.astype(jnp.float32)
+  # Bits without a sign count the smaller magnitudes.
+  code = sum((jnp.abs(wide) >= x).astype(jnp.int8) for x in _MAGNITUDES[1:])
+  return jnp.where(jnp.signbit(wide), code - jnp.int8(8), code)
+
+
+def decode(codes: jax.Array, number_format: NumberFormat) -> jax.Array:
+  """Inverts `encode`."""
+  if number_format.is_integer:
+    return codes
+  exponent, mantissa = (codes >> 1) & 3, codes & 1
+  # Twice the value is an integer.
+  doubled = jnp.where(
+    exponent == 0, mantissa, (2 + mantissa) << jnp.maximum(exponent - 1, 0)
+  )
+  size = doubled.astype(jnp.float32) / 2
+  return jnp.where(codes < 0, -size, size).astype(number_format.dtype)
 
 
 def pack(values: jax.Array, *, axis: int = -1) -> jax.Array:

@@ -29,7 +29,10 @@ FLOATS = strategies.lists(
 )
 
 
-@pytest.mark.parametrize(("number_format", "dtype"), FP8)
+FP4 = pytest.param(number_formats.FP4_E2M1, ml_dtypes.float4_e2m1fn, id="e2m1")
+
+
+@pytest.mark.parametrize(("number_format", "dtype"), [*FP8, FP4])
 def test_every_bfloat16_is_cast_as_ml_dtypes_does(number_format, dtype):
   x = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16)
   x = x.astype(np.float32)
@@ -52,7 +55,24 @@ def test_formats_match_ml_dtypes(number_format, dtype):
   assert number_format.smallest_exponent == info.minexp
 
 
-@pytest.mark.parametrize(("number_format", "dtype"), FP8)
+def test_fp4_has_the_bits_of_ml_dtypes():
+  codes = np.arange(16, dtype=np.uint8)
+  values = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+  e2m1 = number_formats.FP4_E2M1
+  stored = _cast(jax.device_put(values), e2m1)
+  assert stored.dtype == e2m1.dtype == jnp.float8_e4m3fn
+  assert e2m1.largest == values.max()
+  encode = jax.jit(number_formats.encode, static_argnums=1)
+  decode = jax.jit(number_formats.decode, static_argnums=1)
+  made = np.asarray(encode(stored, e2m1))
+  assert made.dtype == np.int8
+  np.testing.assert_array_equal(made & 0xF, codes)
+  back = np.asarray(decode(made, e2m1)).astype(np.float32)
+  np.testing.assert_array_equal(back, values)
+  np.testing.assert_array_equal(np.signbit(back), np.signbit(values))
+
+
+@pytest.mark.parametrize(("number_format", "dtype"), [*FP8, FP4])
 @hypothesis.given(values=FLOATS)
 @hypothesis.settings(max_examples=50)
 def test_fp8_error_is_at_most_half_an_ulp(number_format, dtype, values):

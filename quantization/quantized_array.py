@@ -29,8 +29,8 @@ class QuantizedArray:
   """Values of a number format and their scales. A pytree.
 
   Attributes:
-    values: Array of the format's dtype; int8 with two values per byte if
-      packed.
+    values: Array of the format's dtype; int8 with the bits of two values per
+      byte if packed.
     scale: float32; a scalar, or of the rank of `values`, with sizes that divide
       those of the (unpacked) values.
     format: The number format.
@@ -80,7 +80,9 @@ class QuantizedArray:
       )
     return dataclasses.replace(
       self,
-      values=number_formats.pack(self.values, axis=axis),
+      values=number_formats.pack(
+        number_formats.encode(self.values, self.format), axis=axis
+      ),
       packed_axis=axis if axis < 0 else axis - self.ndim,
     )
 
@@ -88,9 +90,10 @@ class QuantizedArray:
     """Returns the same array with one byte per value."""
     if self.packed_axis is None:
       return self
+    codes = number_formats.unpack(self.values, axis=self.packed_axis)
     return dataclasses.replace(
       self,
-      values=number_formats.unpack(self.values, axis=self.packed_axis),
+      values=number_formats.decode(codes, self.format),
       packed_axis=None,
     )
 
@@ -248,22 +251,9 @@ def _at_random(
   x: jax.Array, number_format: number_formats.NumberFormat, key: jax.Array
 ) -> jax.Array:
   """Rounds stochastically to neighbours in the format, in float32."""
-  step = _step(x, number_format)
+  step = number_formats.find_step(x, number_format)
   # Exact: steps are powers of two, and the difference to the floor is exact.
   scaled = x / step
   low = jnp.floor(scaled)
   up = jax.random.uniform(key, x.shape, x.dtype) < scaled - low
   return (low + up.astype(x.dtype)) * step
-
-
-def _step(
-  x: jax.Array, number_format: number_formats.NumberFormat
-) -> jax.Array:
-  """Returns the distance between neighbours of the format around `x`."""
-  if number_format.is_integer:
-    return jnp.ones((), x.dtype)
-  bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-  exponent = ((bits >> 23) & 0xFF) - 127
-  exponent = jnp.clip(exponent, number_format.smallest_exponent, 126)
-  step_bits = (exponent - number_format.mantissa_bits + 127) << 23
-  return jax.lax.bitcast_convert_type(step_bits, jnp.float32)

@@ -7,6 +7,7 @@ from hypothesis import strategies
 from hypothesis.extra import numpy as hypothesis_numpy
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -14,6 +15,7 @@ from paxon.quantization import (
   number_formats,
   quantized_array,
   recipe,
+  recipes,
   testing,
 )
 
@@ -200,6 +202,65 @@ def test_it_is_a_pytree_of_arrays_and_of_shapes():
   assert shapes.nbytes == array.nbytes == 12
 
 
+def _microscaled(x, name):
+  """Values and scales [64, 3] by the definitions, in float64."""
+  blocks = x.astype("f8").reshape(64 // (16 if name == "nvfp4" else 32), -1, 3)
+  amax = np.abs(blocks).max(1, keepdims=True)
+  if name == "nvfp4":
+    whole = amax.max() / (448 * 6)
+    scale = (amax / 6 / whole).astype(ml_dtypes.float8_e4m3fn).astype("f8")
+    scale *= whole
+  else:
+    scale = 2.0 ** (np.floor(np.log2(amax)) - (8 if name == "mxfp8" else 2))
+    as_byte = scale.astype(ml_dtypes.float8_e8m0fnu)
+    np.testing.assert_array_equal(as_byte.astype("f8"), scale)
+  form = (ml_dtypes.float8_e4m3fn, 448)
+  form = form if name == "mxfp8" else (ml_dtypes.float4_e2m1fn, 6)
+  scaled = np.clip(blocks / scale, -form[1], form[1]).astype("f4")
+  return scaled.astype(form[0]).astype("f8").reshape(64, 3), scale[:, 0]
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "nvfp4"])
+def test_microscaled_values_are_those_of_the_definitions(name):
+  x = np.random.default_rng(3).standard_normal((64, 3)).astype("f4")
+  x *= np.exp2(np.random.default_rng(4).integers(-9, 9, (64, 1)))
+  got = _quantize(
+    jax.device_put(x), tensor_recipe=recipes.named(name).rhs, contracted=(0,)
+  )
+  values, scale = _microscaled(x, name)
+  np.testing.assert_allclose(got.scale, scale, rtol=1e-6)
+  # In float32, a near tie has another neighbor.
+  assert np.mean(np.asarray(got.values).astype("f8") != values) < 0.01
+  saturated = np.abs(x).max() > np.abs(np.asarray(_dequantize(got))).max()
+  assert saturated or name == "nvfp4"
+  if got.format.bits == 4:
+    packed = jax.jit(lambda a: a.packed(0))(got)
+    np.testing.assert_array_equal(_dequantize(packed), _dequantize(got))
+    assert packed.values.nbytes == x.size // 2
+  blank = _quantize(
+    jnp.zeros_like(x), tensor_recipe=recipes.named(name).rhs, contracted=(0,)
+  )
+  np.testing.assert_array_equal(_dequantize(blank), np.zeros_like(x))
+  x[40, 1] = np.nan
+  bad = _quantize(
+    jax.device_put(x), tensor_recipe=recipes.named(name).rhs, contracted=(0,)
+  )
+  assert np.isnan(_dequantize(bad)[40, 1])
+
+
+def test_scales_of_a_format_need_blocks_of_floats():
+  e8m0 = recipe.ScaleFormat.E8M0
+  with pytest.raises(ValueError, match=r"scale_format .*needs Granularity\.BL"):
+    recipe.TensorRecipe(number_formats.FP8_E4M3, scale_format=e8m0)
+  with pytest.raises(ValueError, match=r"a floating-point format, got .*int4"):
+    recipe.TensorRecipe(
+      number_formats.INT4,
+      granularity=recipe.Granularity.BLOCK,
+      block=(32, 1),
+      scale_format=e8m0,
+    )
+
+
 STOCHASTIC = recipe.Rounding.STOCHASTIC
 ROUNDED_FORMATS = [
   pytest.param(f, id=name) for name, f in number_formats.FORMATS.items()
@@ -268,6 +329,9 @@ def _grid(number_format: number_formats.NumberFormat) -> np.ndarray:
   """All finite values of a format, ascending."""
   if number_format.is_integer:
     return np.arange(-number_format.largest, number_format.largest + 1)
+  if number_format is number_formats.FP4_E2M1:
+    half = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    return np.unique([-half, half])
   values = np.arange(256, dtype=np.uint8).view(number_format.dtype)
   values = values.astype(np.float64)
   return np.unique(values[np.isfinite(values)])

@@ -37,6 +37,22 @@ class Rounding(enum.Enum):
   STOCHASTIC = "stochastic"
 
 
+class ScaleFormat(enum.Enum):
+  """The values that the scales of a tensor may have.
+
+  FLOAT32: any, or powers of two.
+  E8M0: powers of two, of the exponent of the largest magnitude less that of the
+    format's largest value, in one byte (OCP Microscaling formats v1.0, section
+    6.3). Larger values than the format's saturate.
+  E4M3: fp8 values times a float32 scale of the tensor, with which the largest
+    is 448 (NVFP4).
+  """
+
+  FLOAT32 = "float32"
+  E8M0 = "e8m0"
+  E4M3 = "e4m3"
+
+
 @dataclasses.dataclass(frozen=True)
 class Current:
   """Scales from the largest value of the tensor itself.
@@ -96,6 +112,8 @@ class TensorRecipe:
     block: Size of a tile along the last contracted and the last other
       dimension; tiles have size one along all others. `(128, 1)` is for
       activations, `(128, 128)` for kernels. Only for `Granularity.BLOCK`.
+    scale_format: Format of the scales; other than FLOAT32 only for
+      `Granularity.BLOCK`.
   """
 
   format: number_formats.NumberFormat
@@ -103,8 +121,17 @@ class TensorRecipe:
   scaling: Current | Delayed = Current()
   rounding: Rounding = Rounding.NEAREST
   block: tuple[int, int] | None = None
+  scale_format: ScaleFormat = ScaleFormat.FLOAT32
 
   def __post_init__(self) -> None:
+    if self.scale_format is not ScaleFormat.FLOAT32 and (
+      self.granularity is not Granularity.BLOCK or self.format.is_integer
+    ):
+      raise ValueError(
+        f"TensorRecipe.scale_format {self.scale_format} needs Granularity.BLOCK"
+        f" and a floating-point format, got {self.granularity} and"
+        f" {self.format.name}."
+      )
     if self.is_delayed and self.granularity is not Granularity.TENSOR:
       raise ValueError(
         "TensorRecipe.scaling may be Delayed with Granularity.TENSOR only, got "
@@ -128,6 +155,8 @@ class TensorRecipe:
   @property
   def has_power_of_two_scales(self) -> bool:
     """Whether scales are powers of two."""
+    if self.scale_format is not ScaleFormat.FLOAT32:
+      return self.scale_format is ScaleFormat.E8M0
     chosen = self.scaling.power_of_two
     return not self.format.is_integer if chosen is None else chosen
 

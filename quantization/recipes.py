@@ -15,6 +15,10 @@
   int4_gptq    as int4_group; served weights are calibrated by GPTQ
   int4_awq     as int4_group; served weights are calibrated by AWQ
   int8_smooth  as int8; served weights are calibrated by SmoothQuant
+  mxfp8        e4m3 weights with a power of two per 32 inputs of an output (OCP
+               Microscaling); activations keep their dtype, as of the next two
+  mxfp4        fp4 weights with the same scales
+  nvfp4        fp4 weights with an e4m3 scale per 16 inputs, and a float32 scale
   wanda        float32 weights; of each four inputs of an output of served
                weights, Wanda prunes two
   sparsegpt    the same by SparseGPT, which corrects the kept weights
@@ -119,6 +123,20 @@ def _per_block(block: tuple[int, int]) -> recipe_lib.TensorRecipe:
   )
 
 
+def _microscaling(
+  number_format: number_formats.NumberFormat,
+  size: int,
+  scale_format: recipe_lib.ScaleFormat,
+) -> recipe_lib.Recipe:
+  weights = recipe_lib.TensorRecipe(
+    number_format,
+    granularity=recipe_lib.Granularity.BLOCK,
+    block=(size, 1),
+    scale_format=scale_format,
+  )
+  return recipe_lib.Recipe(None, weights, None)
+
+
 _DELAYED = recipe_lib.TensorRecipe(
   number_formats.FP8_E4M3, scaling=recipe_lib.Delayed()
 )
@@ -171,6 +189,15 @@ _RECIPES: Final = {
   "int4_awq": dataclasses.replace(_INT4_GROUP, calibration=recipe_lib.Awq()),
   "int8_smooth": dataclasses.replace(
     _INT8_RECIPE, calibration=recipe_lib.SmoothQuant()
+  ),
+  "mxfp8": _microscaling(
+    number_formats.FP8_E4M3, 32, recipe_lib.ScaleFormat.E8M0
+  ),
+  "mxfp4": _microscaling(
+    number_formats.FP4_E2M1, 32, recipe_lib.ScaleFormat.E8M0
+  ),
+  "nvfp4": _microscaling(
+    number_formats.FP4_E2M1, 16, recipe_lib.ScaleFormat.E4M3
   ),
   "wanda": recipe_lib.Recipe(
     None, _FLOAT32, None, calibration=recipe_lib.Wanda()

@@ -76,6 +76,9 @@ def test_names_and_modes():
     "int4_gptq": [None, "int4", None],
     "int4_awq": [None, "int4", None],
     "int8_smooth": ["int8"] * 3,
+    "mxfp8": [None, "fp8_e4m3", None],
+    "mxfp4": [None, "fp4_e2m1", None],
+    "nvfp4": [None, "fp4_e2m1", None],
     "wanda": [None, "float32", None],
     "sparsegpt": [None, "float32", None],
   }

@@ -7,9 +7,12 @@ A scale is a positive float32 number whose inverse is finite. The scale of zeros
 is 1. If any value is not finite, the scale is NaN, and so are the results.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 
+from paxon.quantization import number_formats
 from paxon.quantization import recipe as recipe_lib
 
 # The smallest normal float32: its inverse is finite.
@@ -37,6 +40,11 @@ def scale_of(
     tensor_recipe: Defines format and margin, and the scale for an `amax` of 0:
       `initial_scale` for delayed scaling, else 1.
   """
+  match tensor_recipe.scale_format:
+    case recipe_lib.ScaleFormat.E8M0:
+      return _exponent_scale(amax, tensor_recipe.format)
+    case recipe_lib.ScaleFormat.E4M3:
+      return _two_level_scale(amax, tensor_recipe.format)
   scaling = tensor_recipe.scaling
   factor = 2.0**scaling.margin / tensor_recipe.format.largest
   scale = jnp.maximum(amax * factor, _SMALLEST)
@@ -47,6 +55,35 @@ def scale_of(
     start = scaling.initial_scale
   scale = jnp.where(amax == 0, start, scale)
   return jnp.where(jnp.isfinite(amax), scale, jnp.nan)
+
+
+def _exponent_scale(
+  amax: jax.Array, number_format: number_formats.NumberFormat
+) -> jax.Array:
+  """Returns the scales of `ScaleFormat.E8M0`."""
+  largest = math.floor(math.log2(number_format.largest))
+  bits = jax.lax.bitcast_convert_type(amax, jnp.int32)
+  # Of the exponent alone; the smallest scale has a finite inverse.
+  exponent = jnp.maximum((bits >> 23) - largest, 1)
+  scale = jax.lax.bitcast_convert_type(exponent << 23, jnp.float32)
+  scale = jnp.where(amax == 0, 1.0, scale)
+  return jnp.where(jnp.isfinite(amax), scale, jnp.nan)
+
+
+def _two_level_scale(
+  amax: jax.Array, number_format: number_formats.NumberFormat
+) -> jax.Array:
+  """Returns the scales of `ScaleFormat.E4M3`."""
+  e4m3 = number_formats.FP8_E4M3
+  top = jnp.max(amax)
+  whole = jnp.maximum(top / (e4m3.largest * number_format.largest), _SMALLEST)
+  block = number_formats.saturating_cast(
+    amax / number_format.largest / whole, e4m3
+  ).astype(jnp.float32)
+  # The smallest positive value: zero has no inverse.
+  scale = jnp.maximum(block, 2.0**-9) * whole
+  scale = jnp.where(top == 0, 1.0, scale)
+  return jnp.where(jnp.isfinite(top), scale, jnp.nan)
 
 
 def next_history(history: jax.Array, amax: jax.Array) -> jax.Array:

@@ -5,7 +5,9 @@ If the right operand of a matmul is the layer's parameter of the same name, it
 is stored quantized, with a scale per output:
 
   served/<path of the layer>/einsum/<matmul>/values    int8, fp8; int4 packed
-  served/<path of the layer>/einsum/<matmul>/scale     float32
+  served/<path of the layer>/einsum/<matmul>/scale     float32; uint8 of MX
+                                                       (E8M0), e4m3 of NVFP4
+  served/<path of the layer>/einsum/<matmul>/tensor_scale  float32, of NVFP4
   served/<path of the layer>/einsum/<matmul>/inputs    float32; factors of the
                                                        left operand, of AWQ and
                                                        SmoothQuant
@@ -23,7 +25,7 @@ not quantized. Matmuls without such a parameter, such as those of two
 activations, are recorded in the collection `not_served`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import functools
 
 from flax import linen as nn
@@ -47,6 +49,7 @@ COLLECTION = "served"
 # Collection that records matmuls without stored weights, for conversions.
 NOT_SERVED = "not_served"
 _VALUES, _SCALE, _INPUTS = "values", "scale", "inputs"
+_TENSOR_SCALE = "tensor_scale"
 _PARAMS = "params"
 _STATISTICS = "inputs"
 
@@ -58,7 +61,11 @@ def serving_recipe(recipe: recipe_lib.Recipe) -> recipe_lib.Recipe:
   block of integers; quantized activations have a scale per token.
   """
   rhs = recipe.rhs
-  if rhs is not None and (rhs.block is None or not rhs.format.is_integer):
+  is_float = recipe_lib.ScaleFormat.FLOAT32
+  if rhs is not None and (
+    rhs.block is None
+    or (rhs.scale_format is is_float and not rhs.format.is_integer)
+  ):
     rhs = _per_channel(rhs.format)
   lhs = None
   if recipe.lhs is not None:
@@ -190,14 +197,16 @@ class _Matmul(nn.Module):
       axis = packed_axis(recipe.format, rhs.shape)
       made = made if axis is None else made.packed(axis)
       self._keep(_VALUES, made.values, names)
-      self._keep(_SCALE, made.scale, names)
-    values, scale = (
-      variables.unbox(self.get_variable(COLLECTION, name))
-      for name in (_VALUES, _SCALE)
-    )
+      for name, value in _store_scale(made.scale, recipe).items():
+        self._keep(name, value, names)
+    fields = {
+      name: variables.unbox(self.get_variable(COLLECTION, name))
+      for name in (_VALUES, _SCALE, _TENSOR_SCALE)
+      if self.has_variable(COLLECTION, name)
+    }
     return quantized_array.QuantizedArray(
-      values,
-      scale,
+      fields[_VALUES],
+      load_scale(fields),
       format=recipe.format,
       power_of_two=recipe.has_power_of_two_scales,
       packed_axis=packed_axis(recipe.format, rhs.shape),
@@ -297,6 +306,39 @@ def packed_axis(
     return None
   even = [i for i, size in enumerate(shape) if size % 2 == 0]
   return even[-1] - len(shape) if even else None
+
+
+def _store_scale(
+  scale: jax.Array, tensor_recipe: recipe_lib.TensorRecipe
+) -> dict[str, jax.Array]:
+  """Returns the stored fields of float32 scales."""
+  match tensor_recipe.scale_format:
+    case recipe_lib.ScaleFormat.E8M0:
+      bits = jax.lax.bitcast_convert_type(scale, jnp.int32)
+      # NaN has the largest exponent in both formats.
+      return {_SCALE: (bits >> 23).astype(jnp.uint8)}
+    case recipe_lib.ScaleFormat.E4M3:
+      e4m3 = number_formats.FP8_E4M3
+      # The largest of the tensor is 448.
+      whole = jnp.max(scale, keepdims=True) / e4m3.largest
+      blocks = number_formats.saturating_cast(scale / whole, e4m3)
+      return {_SCALE: blocks, _TENSOR_SCALE: whole}
+  return {_SCALE: scale}
+
+
+def load_scale(fields: Mapping[str, jax.Array]) -> jax.Array:
+  """Returns the float32 scales of stored weights.
+
+  Args:
+    fields: `scale`, and `tensor_scale` if it is stored.
+  """
+  scale = fields[_SCALE]
+  if scale.dtype == jnp.uint8:
+    bits = scale.astype(jnp.int32) << 23
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+  if _TENSOR_SCALE in fields:
+    return scale.astype(jnp.float32) * fields[_TENSOR_SCALE]
+  return scale
 
 
 def dequantize(

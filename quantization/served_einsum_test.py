@@ -299,7 +299,7 @@ def test_outputs_are_those_of_the_simulated_recipe(name):
   weights = np.asarray(
     served_einsum.dequantize(
       stored["values"],
-      stored["scale"],
+      served_einsum.load_scale(stored),
       number_format=rules.rhs.format,
       layer_shape=(IN, OUT),
     ),

@@ -12,6 +12,7 @@ from paxon.quantization import recipe as recipe_lib
 _CASTS = {
   "fp8_e4m3": ml_dtypes.float8_e4m3fn,
   "fp8_e5m2": ml_dtypes.float8_e5m2,
+  "fp4_e2m1": ml_dtypes.float4_e2m1fn,
 }
 
 

@@ -184,7 +184,7 @@ def _errors_of(x, stored):
     name="a", shape=x.shape, dtype=jnp.dtype("float32"), axes=(None, None)
   )
   found = weight_conversion._errors(
-    jnp.asarray(x), stored.values, stored.scale, None, spec
+    jnp.asarray(x), {"values": stored.values, "scale": stored.scale}, spec
   )
   return weight_conversion.WeightErrors(
     **{k: float(v) for k, v in found.items()}

@@ -188,13 +188,14 @@ def _quantized(
     for name in named:
       parameter = served_einsum.stored_parameter(name)
       if parameter is not None:
-        of_one = name.rpartition("/")[0]
+        of_one = name.removesuffix("values")
+        fields = {
+          key.removeprefix(of_one): value
+          for key, value in named.items()
+          if key.startswith(of_one)
+        }
         errors[parameter] = _errors(
-          named[parameter],
-          named[name],
-          named[f"{of_one}/scale"],
-          named.get(f"{of_one}/inputs"),
-          served.absent[parameter],
+          named[parameter], fields, served.absent[parameter]
         )
     new = train_state.TrainState(
       step=state.step,
@@ -274,18 +275,27 @@ def _named(tree: Any) -> dict[str, Any]:
 
 def _errors(
   exact: jax.Array,
-  values: jax.Array,
-  scale: jax.Array,
-  inputs: jax.Array | None,
+  fields: Mapping[str, jax.Array],
   spec: variables.VariableSpec,
 ) -> dict[str, jax.Array]:
   """Returns the fields of the `WeightErrors` of one parameter."""
-  known = (*number_formats.FORMATS.values(), number_formats.FLOAT32)
-  formats = {f.dtype: f for f in known}
+  values, inputs = fields["values"], fields.get("inputs")
+  scale = served_einsum.load_scale(fields)
+  formats = {
+    f.dtype: f
+    for f in (
+      number_formats.INT8,
+      number_formats.FP8_E4M3,
+      number_formats.FP8_E5M2,
+      number_formats.FLOAT32,
+    )
+  }
   number_format = formats[values.dtype]
   if number_format.is_integer:
     is_packed = values.shape != spec.shape
     number_format = number_formats.INT4 if is_packed else number_formats.INT8
+    if is_packed and fields["scale"].dtype != jnp.float32:
+      number_format = number_formats.FP4_E2M1
   stored = served_einsum.dequantize(
     values, scale, number_format=number_format, layer_shape=spec.layer_shape
   )
