@@ -31,7 +31,7 @@ def _golden(case: str) -> nn.Module:
 
 # One of each structure. `decoder_lm_*_test` has those of Llama and GPT-2; the
 # others differ by a part or a number.
-_DECODERS = ("gemma2", "gpt_neox")
+_DECODERS = ("gemma2", "gpt_neox", "mamba2")
 _FAMILIES: Mapping[str, Callable[[], nn.Module]] = {
   **{
     name: functools.partial(_golden, name)

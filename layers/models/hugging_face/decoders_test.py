@@ -14,6 +14,7 @@ from paxon.layers.models.hugging_face import (
   gpt2,
   gpt_neox,
   llama,
+  mamba2,
   testing,
 )
 
@@ -36,6 +37,8 @@ CASES = {
   "gpt2_scaled": gpt2.FAMILY,
   "gpt_neox": gpt_neox.FAMILY,
   "gpt_neox_sequential": gpt_neox.FAMILY,
+  "mamba2": mamba2.FAMILY,
+  "mamba2_biased": mamba2.FAMILY,
 }
 _ALL = pytest.mark.parametrize("case", CASES)
 
@@ -57,6 +60,7 @@ def test_logits(case):
     "phi3",
     "gpt2",
     "gpt_neox",
+    "mamba2",
   ],
 )
 def test_greedy(case):
@@ -339,6 +343,27 @@ _CHANGES = {
     ("use_parallel_residual", False, LOGITS),
     ("vocab_size", 65, TENSORS),
   ),
+  "mamba2": (
+    ("conv_kernel", 3, TENSORS),
+    ("expand", 3, REJECTED),
+    ("head_dim", 16, REJECTED),
+    ("hidden_act", "relu", LOGITS),
+    ("hidden_size", 64, REJECTED),
+    ("layer_norm_epsilon", 0.01, LOGITS),
+    ("n_groups", 1, TENSORS),
+    ("n_groups", 3, REJECTED),
+    ("num_heads", 4, REJECTED),
+    ("num_hidden_layers", 1, TENSORS),
+    ("rms_norm", False, REJECTED),
+    ("state_size", 7, TENSORS),
+    ("tie_word_embeddings", True, TENSORS),
+    ("time_step_limit", [0.5, 0.7], LOGITS),
+    ("time_step_limit", [0.7, 0.5], REJECTED),
+    ("time_step_limit", 1.0, REJECTED),
+    ("use_bias", True, TENSORS),
+    ("use_conv_bias", False, TENSORS),
+    ("vocab_size", 65, TENSORS),
+  ),
 }
 
 
@@ -355,5 +380,7 @@ def test_no_field_is_left_out(case):
   # The fraction of rotated features is also in `rope_parameters`, which takes
   # precedence; `is_decoder` has no effect.
   fields = {"partial_rotary_factor", "is_decoder"}
+  if case == "mamba2":
+    fields |= {"chunk_size", *mamba2.FAMILY.inert}
   fields |= {field for field, *_ in _CHANGES[case]}
   testing.check_all_covered(case, fields)

@@ -11,6 +11,7 @@ from paxon.layers.models.hugging_face import (
   gpt2,
   gpt_neox,
   llama,
+  mamba2,
   mixtures,
   t5,
 )
@@ -31,6 +32,7 @@ _FAMILIES: Mapping[str, family.Family] = {
     llama.PHI3,
     llama.QWEN2,
     llama.QWEN3,
+    mamba2.FAMILY,
     mixtures.GPT_OSS,
     mixtures.MIXTRAL,
     mixtures.OLMOE,

@@ -72,6 +72,16 @@ _BERT = {
   "num_attention_heads": 4,
   "max_position_embeddings": 24,
 }
+_MAMBA2 = {
+  "vocab_size": 64,
+  "hidden_size": 32,
+  "num_hidden_layers": 2,
+  "num_heads": 8,
+  "head_dim": 8,
+  "state_size": 6,
+  "n_groups": 2,
+  "chunk_size": 8,
+}
 # Tensors of an expert.
 _EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
@@ -390,6 +400,21 @@ CASES = (
       "attention_bias": False,
       "tie_word_embeddings": True,
       "hidden_act": "gelu_new",
+    },
+  ),
+  golden_case.Case(
+    name="mamba2", architecture="Mamba2ForCausalLM", config=_MAMBA2
+  ),
+  golden_case.Case(
+    name="mamba2_biased",
+    architecture="Mamba2ForCausalLM",
+    config={
+      **_MAMBA2,
+      "use_bias": True,
+      "use_conv_bias": False,
+      "conv_kernel": 3,
+      "tie_word_embeddings": True,
+      "time_step_limit": (0.3, 0.9),
     },
   ),
   golden_case.Case(

@@ -104,6 +104,15 @@ def test_defaults_of_gpt2():
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_defaults_of_mamba2():
+  import transformers  # pyrefly: ignore[missing-import]
+
+  of = families.find({"model_type": "mamba2"})
+  full = transformers.Mamba2Config().to_dict()
+  assert of.model({"model_type": "mamba2"}) == of.model(full)
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_defaults_of_t5():
   import transformers  # pyrefly: ignore[missing-import]
 

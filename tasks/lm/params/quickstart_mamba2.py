@@ -7,10 +7,10 @@ import fiddle as fdl
 from paxon.layers import block, rms_norm, softmax_loss, stack
 from paxon.layers.models import decoder_lm
 from paxon.layers.recurrent import gated_norm, mamba2
-from paxon.tasks.lm.params import quickstart
+from paxon.tasks.lm import python_stdlib_text
 
 
-class PythonStdlibMamba2(quickstart.PythonStdlib):
+class PythonStdlibMamba2(python_stdlib_text.PythonStdlibText):
   r"""The quickstart without attention, with about as many parameters.
 
   bazel run //runner:main -- \

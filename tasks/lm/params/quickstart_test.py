@@ -11,23 +11,6 @@ def _job(**given):
   return quickstart.PythonStdlibLm(**given).job()
 
 
-def test_evaluation_counts_every_held_out_byte_once():
-  held_out = fdl.build(_job().eval_inputs["validation"])
-  counted = sum(int(batch["target_bytes"].sum()) for batch in held_out)
-  source = held_out.examples.source.source
-  assert counted == sum(len(source[i]) for i in range(len(source)))
-
-
-def test_training_sees_no_held_out_file():
-  job = _job()
-  train, held_out = (
-    set(fdl.build(config.source).paths)
-    for config in (job.train_input, job.eval_inputs["validation"])
-  )
-  assert train.isdisjoint(held_out)
-  assert len(train) > 20 * len(held_out) > 0
-
-
 def test_vocabulary_holds_every_id_and_divides():
   job = _job()
   size = job.task.model.embedding.vocab_size
