@@ -343,14 +343,24 @@ def test_nf4_is_that_of_bitsandbytes():
   np.testing.assert_allclose(sums, golden["dequantized"], atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
 def test_other_formats_are_those_of_numpy(kind):
-  """fp8 has scales that are powers of two, and the rounding of ml_dtypes."""
+  """fp8 has scales that are powers of two, and the rounding of ml_dtypes.
+
+  int4 has the range of smallest squared error, from 1 to 0.5 times the largest
+  magnitude.
+  """
   weight = np.asarray(golden_case.weight("stored", (12, 6)), np.float64)
   largest = np.abs(weight).max(axis=0)
   if kind == "int8":
     scale = largest / 127
     values = np.round(weight / scale)
+  elif kind == "int4":
+    scales = largest / 7 * (1 - np.arange(11) / 20)[:, None]
+    every = np.clip(np.round(weight / scales[:, None]), -7, 7)
+    errors = np.square(every * scales[:, None] - weight).sum(axis=1)
+    best = errors.argmin(axis=0), np.arange(6)
+    scale, values = scales[best], every[best[0], :, best[1]].T
   else:
     scale = 2.0 ** np.ceil(np.log2(largest / 448))
     values = (weight / scale).astype(np.float32)
@@ -358,9 +368,11 @@ def test_other_formats_are_those_of_numpy(kind):
   storage = stored_kernels.Storage(kind)
   kernel = jnp.asarray(weight, jnp.float32)
   fields = stored_kernels.quantize(kernel, storage, inputs=(0,))
-  np.testing.assert_array_equal(
-    np.asarray(fields["values"]).astype(np.float64), values
-  )
+  found = np.asarray(fields["values"])
+  if kind == "int4":
+    axis = 1 if found.shape[1] < 6 else 0
+    found = np.asarray(number_formats.unpack(fields["values"], axis=axis))
+  np.testing.assert_array_equal(found.astype(np.float64), values)
   np.testing.assert_allclose(fields["scale"][0], scale, rtol=1e-6)
   whole = stored_kernels.dequantize(
     fields, storage, shape=kernel.shape, inputs=(0,)
