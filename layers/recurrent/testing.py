@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from typing import Any
+import zlib
 
 import jax
 import numpy as np
@@ -45,3 +46,23 @@ def decoded(
 def segments(*rows: str) -> jax.Array:
   """Returns segment ids, a digit for each token."""
   return testing.array([[int(c) for c in row] for row in rows], np.int32)
+
+
+# Cases of `make_goldens`: the class, and the width of its projection.
+EMBED, HIDDEN = 5, 6
+TORCH_CASES = {
+  "lstm": ("lstm", None),
+  "projected": ("lstm", 4),
+  "gru": ("gru", None),
+}
+
+
+def torch_weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
+  """Returns the float64 values of a parameter of PyTorch's layers."""
+  random = np.random.RandomState(zlib.crc32(name.encode()))
+  return 0.6 * random.standard_normal(shape)
+
+
+def torch_input() -> np.ndarray:
+  """Returns the tokens of the cases, float64 [2,9,EMBED]."""
+  return torch_weight("input", (2, 9, EMBED))

@@ -1,0 +1,195 @@
+"""Tests for LSTM and GRU, against float64 numpy and PyTorch's outputs."""
+
+import pathlib
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxon.layers import testing as layer_testing
+from paxon.layers.recurrent import cells, testing
+
+PACKED = testing.segments("11112220333", "00111111100")
+LAYERS = {
+  "lstm": cells.Lstm(6),
+  "praxis": cells.Lstm(6, cell_cap=0.4, forget_bias=1.0, activation=None),
+  "norm": cells.Lstm(6, norm_epsilon=1e-2, output_dim=4),
+  "cifg": cells.Lstm(6, couple_gates=True, output_dim=4, forget_bias=0.5),
+  "gru": cells.Gru(6),
+}
+_ALL = pytest.mark.parametrize("name", LAYERS)
+
+
+def _sigmoid(x):
+  return 1 / (1 + np.exp(-x))
+
+
+def _lstm_step(layer, p, h, c, token):
+  gates = np.tensordot(token, p["input"], 1) + np.tensordot(
+    h, p["recurrent"], 1
+  )
+  if layer.norm_epsilon is not None:
+    mean, variance = gates.mean(1), gates.var(1) + layer.norm_epsilon
+    gates = (gates - mean[:, None]) / np.sqrt(variance)[:, None] * p["scale"]
+  gates = gates + p["bias"]
+  if layer.couple_gates:
+    update, forget, output = gates
+    admit = 1 - _sigmoid(forget + layer.forget_bias)
+  else:
+    update, admit, forget, output = gates
+    admit = _sigmoid(admit)
+  c = _sigmoid(forget + layer.forget_bias) * c + admit * np.tanh(update)
+  if layer.cell_cap is not None:
+    c = np.clip(c, -layer.cell_cap, layer.cell_cap)
+  h = _sigmoid(output) * (c if layer.activation is None else np.tanh(c))
+  return (h @ p["out"] if layer.output_dim else h), c
+
+
+def _gru_step(layer, p, h, c, token):
+  del layer
+  ahead = np.tensordot(token, p["input"], 1) + p["bias"]
+  past = np.tensordot(h, p["recurrent"], 1)
+  reset, mix = _sigmoid(ahead[0] + past[0]), _sigmoid(ahead[1] + past[1])
+  new = np.tanh(ahead[2] + reset * (past[2] + p["update_bias"]))
+  return mix * h + (1 - mix) * new, c
+
+
+def _oracle(layer, params, x, segments):
+  """Runs each document alone, one token at a time."""
+  p = jax.tree.map(lambda v: np.asarray(v, np.float64), params)
+  x = np.asarray(x, np.float64)
+  step = _gru_step if isinstance(layer, cells.Gru) else _lstm_step
+  width = getattr(layer, "output_dim", None) or layer.hidden_dim
+  y = np.zeros((*x.shape[:2], width))
+  for b in range(len(x)):
+    before, h, c = 0, None, None
+    for t in range(x.shape[1]):
+      segment = int(segments[b, t])
+      if not segment:
+        continue
+      if segment != before:
+        h, c, before = np.zeros(width), np.zeros(layer.hidden_dim), segment
+      h, c = step(layer, p, h, c, x[b, t])
+      y[b, t] = h
+  return y
+
+
+def _inputs(name):
+  x = layer_testing.normal(*PACKED.shape, testing.EMBED)
+  return x, layer_testing.random_values(LAYERS[name], x)
+
+
+@_ALL
+def test_equals_the_recurrence_in_float64(name):
+  x, values = _inputs(name)
+  layer, dirty = LAYERS[name].clone(param_dtype=jnp.float64), np.array(x)
+  dirty[np.asarray(PACKED) == 0] = np.nan
+  with jax.enable_x64(True):
+    wide = jax.tree.map(lambda v: np.asarray(v, np.float64), values)
+    found = jax.jit(lambda v, x: layer.apply(v, x, None, PACKED))(
+      wide, np.asarray(dirty, np.float64)
+    )
+  expected = _oracle(LAYERS[name], values["params"], x, PACKED)
+  np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@_ALL
+def test_gradients_match_finite_differences(name):
+  x, values = _inputs(name)
+  layer = LAYERS[name].clone(param_dtype=jnp.float64)
+
+  def loss(at):
+    y = layer.apply({"params": at["params"]}, at["x"], None, PACKED)
+    return jnp.sum(y * jnp.cos(jnp.arange(y.size).reshape(y.shape)))
+
+  layer_testing.assert_gradients_match(
+    loss, {"params": values["params"], "x": x}
+  )
+
+
+@pytest.mark.parametrize("name", ["norm", "gru"])
+def test_steps_equal_the_whole_sequence(name):
+  x, values = _inputs(name)
+  whole = layer_testing.apply(LAYERS[name], values, x, None, PACKED)
+  splits = [4, 5, 6, 7, 8]
+  steps = testing.decoded(LAYERS[name], values, x, PACKED, splits)
+  np.testing.assert_allclose(steps, whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", testing.TORCH_CASES)
+def test_equals_torch(name):
+  kind, projection = testing.TORCH_CASES[name]
+  num_gates = {"lstm": 4, "gru": 3}[kind]
+  hidden, output = testing.HIDDEN, projection or testing.HIDDEN
+
+  def read(suffix, *shape):
+    return testing.torch_weight(f"{suffix}_l0", shape)
+
+  def by_gate(x):
+    # PyTorch has the input, forget, update and output gate.
+    gates = x.reshape(num_gates, hidden, *x.shape[1:])
+    return gates if kind == "gru" else gates[[2, 0, 1, 3]]
+
+  rows = num_gates * hidden
+  ahead, past = by_gate(read("bias_ih", rows)), by_gate(read("bias_hh", rows))
+  params = {
+    "input": by_gate(read("weight_ih", rows, testing.EMBED)),
+    "recurrent": by_gate(read("weight_hh", rows, output)),
+  }
+  params = {n: np.moveaxis(x, -1, 0) for n, x in params.items()}
+  if kind == "gru":
+    layer = cells.Gru(hidden)
+    params["update_bias"] = past[2].copy()
+    past[2] = 0
+  else:
+    layer = cells.Lstm(hidden, output_dim=projection)
+  params["bias"] = ahead + past
+  if projection:
+    params["out"] = read("weight_hr", projection, hidden).T
+  path = pathlib.Path(__file__).parent / "goldens" / "torch_cells.npz"
+  with np.load(path) as goldens, jax.enable_x64(True):
+    found = jax.jit(layer.clone(param_dtype=jnp.float64).apply)(
+      {"params": params}, testing.torch_input()
+    )
+    np.testing.assert_allclose(found, goldens[name], rtol=1e-12, atol=1e-13)
+
+
+def test_bidirectional_reads_each_document_from_both_ends():
+  x, _ = _inputs("gru")
+  layer = cells.Bidirectional(cells.Gru(6), cells.Gru(6))
+  values = layer_testing.random_values(layer, x)
+  found = layer_testing.apply(layer, values, x, None, PACKED)
+  params = values["params"]
+  ahead = _oracle(cells.Gru(6), params["forward"], x, PACKED)
+  back = _oracle(cells.Gru(6), params["backward"], x[:, ::-1], PACKED[:, ::-1])[
+    :, ::-1
+  ]
+  expected = np.concatenate([ahead, back], axis=-1)
+  np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+  with pytest.raises(ValueError, match="cannot decode"):
+    layer.apply(values, x, cache_length=4)
+
+
+def test_bfloat16_keeps_the_state_in_float32():
+  x, values = _inputs("lstm")
+  layer = LAYERS["lstm"].clone(dtype=jnp.bfloat16)
+  y, state = jax.jit(
+    lambda v, x: layer.apply(v, x, cache_length=1, mutable=["cache"])
+  )(values, x)
+  assert y.dtype == jnp.bfloat16
+  assert nn.unbox(state)["cache"]["cell"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+  ("make", "message"),
+  [
+    (lambda: cells.Lstm(0), "Lstm.hidden_dim must be positive"),
+    (lambda: cells.Lstm(4, cell_cap=0.0), "Lstm.cell_cap must be positive"),
+    (lambda: cells.Gru(-1), "Gru.hidden_dim must be positive"),
+  ],
+)
+def test_wrong_fields(make, message):
+  with pytest.raises(ValueError, match=message):
+    make()
