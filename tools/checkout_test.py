@@ -9,6 +9,7 @@ path of this file, a link in the runfiles, leads to it.
 import ast
 import pathlib
 import re
+import runpy
 
 import pytest
 
@@ -60,6 +61,38 @@ def test_the_architecture_page_shows_real_imports():
       assert dotted in imports, f"{parents[depth - 1]} does not import {path}"
     parents = [*parents[:depth], path]
   assert len(lines) > 15
+
+
+def test_the_site_has_every_page_once(tmp_path):
+  site = runpy.run_path(f"{_ROOT}/tools/site_main.py")
+  sections = site["read_index"](_ROOT)
+  assert "docs/planning.md" in sections["How to"]
+  site["write_sources"](_ROOT, tmp_path)
+  written = {path.name for path in tmp_path.glob("*.md")}
+  assert {"index.md", "planning.md", "README.md"} <= written
+  # Pages of packages have their API, and links that lead to pages.
+  norms = (tmp_path / "layers/README.md").read_text()
+  assert norms.startswith("# paxon.layers\n")
+  assert "{py:class} " in norms
+  links = re.findall(r"\]\(([^)#]+\.md)", (tmp_path / "index.md").read_text())
+  assert len(links) > 15
+  assert all((tmp_path / link).is_file() for link in links)
+
+
+def test_a_page_that_the_site_lacks_is_an_error(tmp_path):
+  site = runpy.run_path(f"{_ROOT}/tools/site_main.py")
+  (tmp_path / "docs").mkdir()
+  (tmp_path / "docs/index.md").write_text("## A\n- [One](one.md)\n")
+  (tmp_path / "docs/one.md").write_text("# One\n")
+  assert site["read_index"](tmp_path) == {"A": ["docs/one.md"]}
+  (tmp_path / "docs/two.md").write_text("# Two\n")
+  with pytest.raises(ValueError, match="lacks docs/two"):
+    site["read_index"](tmp_path)
+  (tmp_path / "docs/index.md").write_text(
+    "## A\n- [One](one.md)\n- [Two](two.md)\n- [Two](two.md)\n"
+  )
+  with pytest.raises(ValueError, match="lists twice docs/two"):
+    site["read_index"](tmp_path)
 
 
 # An import path of a module of ours, and a name in it.

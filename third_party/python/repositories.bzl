@@ -11,6 +11,7 @@ Each repository is fetched when a target first needs it, and never otherwise:
   @pypi_plan_cudnn  what it needs besides to compile cuDNN attention
   @pypi_cuda        JAX's CUDA plugin with its run time
   @pypi_serve       starlette, uvicorn, llguidance: --mode=serve
+  @pypi_site        Sphinx, MyST and Furo: tools/site
   @pypi_text        tokenizers, SentencePiece, tiktoken, Jinja2
   @pypi_tpu         JAX's TPU run time, which also compiles for absent TPUs
   @pypi_oracle      what tests compare with (torch, transformers)
@@ -191,6 +192,7 @@ def paxon_repositories():
         substitutes = {"nvidia_cublas": ""},
     )
     _extra("serve")
+    _extra("site")
     _extra(
         "text",
         # They only download, and nothing is downloaded here.

@@ -35,6 +35,9 @@ lock requirements_text "${core[@]}" \
   --constraints requirements_tf_lock.txt --excludes excluded_text.txt "$@"
 lock requirements_serve "${core[@]}" \
   --constraints requirements_data_lock.txt "$@"
+lock requirements_site "${core[@]}" \
+  --constraints requirements_data_lock.txt \
+  --constraints requirements_text_lock.txt "$@"
 lock requirements_oracle "${core[@]}" \
   --constraints requirements_tf_lock.txt \
   --constraints requirements_serve_lock.txt \
