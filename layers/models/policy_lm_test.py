@@ -10,7 +10,7 @@ import pytest
 from paxon.layers import policy_losses
 from paxon.layers.models import fixed_model, policy_lm
 from paxon.layers.models import testing as models_testing
-from paxon.sharding import variables
+from paxon.sharding import initialization, variables
 
 _ANSWER = 3
 # Prompts of two tokens, answers of one to three.
@@ -51,7 +51,10 @@ def test_the_gradient_is_that_of_rewarded_log_probabilities(mean):
     beta=0.5,
   )
   batch = _batch()
-  values = variables.unbox(model.init(jax.random.key(0), batch, method="loss"))
+  made = jax.eval_shape(
+    lambda: model.init(jax.random.key(0), batch, method="loss")
+  )
+  values = initialization.initial_values(variables.specs_of(made), 0)
   # The reference is the policy itself, so its divergence and gradient are zero.
   values = {**values, "frozen": {"reference": values["params"]}}
 
