@@ -8,16 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxon.layers import testing
+from paxon.layers import block, embedding, rms_norm, stack, testing
 from paxon.layers.attention import sliding_cache
 from paxon.layers.decoding import (
   continuous_batching,
   generate,
   model_steps,
   prompts,
+  samplers,
   sampling,
 )
+from paxon.layers.models import decoder_lm
 from paxon.layers.models import testing as models_testing
+from paxon.layers.recurrent import mamba2
 from paxon.sharding import axes, layout, mesh, rules
 
 LENGTH, PROMPT, NEW, CHUNK, SLOTS = 28, 17, 12, 5, 4
@@ -389,3 +392,53 @@ def test_rejects_bad_batches():
   spec = mesh.MeshSpec.parse("data=8")
   with pytest.raises(ValueError, match=r"must not split the batch, got 8"):
     _batcher(layout=layout.Layout(mesh.make_mesh(spec)))
+
+
+@pytest.mark.parametrize("num_pages", [None, 14])
+def test_recurrent_states_are_those_of_each_request(num_pages):
+  """More requests than slots, one of them twice; pages hold nothing."""
+  mixer = mamba2.Mamba2(num_heads=2, head_dim=8, state_dim=4)
+  layer = block.MixerBlock(norm=rms_norm.RmsNorm(), mixer=mixer)
+  model = decoder_lm.DecoderLm(
+    embedding=embedding.Embedding(models_testing.VOCAB, 8),
+    stack=stack.Stack([layer], num_layers=2),
+    final_norm=rms_norm.RmsNorm(),
+  )
+  args = testing.ones(1, 4), testing.counted(1, 4), testing.ones(1, 4)
+  values = jax.tree.map(lambda x: 2 * x, testing.random_values(model, *args))
+
+  def make_steps(values):
+    prefill = model_steps.make_prefill(model, values)
+    return prefill, model_steps.make_decode_step(model, values)
+
+  batcher = continuous_batching.Batcher(
+    make_steps,
+    values,
+    num_slots=2,
+    cache_length=20,
+    chunk=5,
+    key=jax.random.key(KEY),
+    num_pages=num_pages,
+  )
+  rng = np.random.default_rng(0)
+  requests = [
+    continuous_batching.Request(
+      prompt=rng.integers(0, models_testing.VOCAB, size).tolist(),
+      settings=sampling.Settings(temperature=0.0, max_new_tokens=6),
+    )
+    for size in (3, 11, 7, 1)
+  ]
+  requests.append(requests[1])
+  batch = prompts.pad_right([each.prompt for each in requests], length=11)
+  expected = jax.jit(
+    lambda values, ids, lengths: generate.generate(
+      *make_steps(values),
+      ids,
+      lengths,
+      sampler=samplers.Greedy(),
+      key=jax.random.key(KEY),
+      max_new_tokens=6,
+    ).ids
+  )(values, batch.ids, batch.lengths)
+  found = [[t.id for t in tokens] for tokens in batcher.run(requests)]
+  assert found == np.asarray(expected).tolist()
