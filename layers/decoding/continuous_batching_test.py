@@ -431,14 +431,16 @@ def test_recurrent_states_are_those_of_each_request(num_pages):
   requests.append(requests[1])
   batch = prompts.pad_right([each.prompt for each in requests], length=11)
   expected = jax.jit(
-    lambda values, ids, lengths: generate.generate(
-      *make_steps(values),
-      ids,
-      lengths,
-      sampler=samplers.Greedy(),
-      key=jax.random.key(KEY),
-      max_new_tokens=6,
-    ).ids
+    lambda values, ids, lengths: (
+      generate.generate(
+        *make_steps(values),
+        ids,
+        lengths,
+        sampler=samplers.Greedy(),
+        key=jax.random.key(KEY),
+        max_new_tokens=6,
+      ).ids
+    )
   )(values, batch.ids, batch.lengths)
   found = [[t.id for t in tokens] for tokens in batcher.run(requests)]
   assert found == np.asarray(expected).tolist()

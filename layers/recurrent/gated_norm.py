@@ -3,7 +3,7 @@
   gate first (Mamba-2):       norm(x * activation(gate)) * scale
   norm first (delta net):     norm(x) * scale * activation(gate)
 
-Features are normalized in groups of adjacent ones.
+Heads are normalized in groups of adjacent ones.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,8 @@ class GatedRmsNorm(nn.Module):
   """Normalizes the heads of a layer, together or in groups.
 
   Attributes:
-    num_groups: Groups of heads that are normalized separately.
+    num_groups: Groups of heads that are normalized separately; `None` is each
+      head alone.
     gate_first: Whether the gate multiplies the input of the norm, not its
       output.
     activation: Applied to the gate.
@@ -33,7 +34,7 @@ class GatedRmsNorm(nn.Module):
     param_dtype: Dtype in which the scale is stored.
   """
 
-  num_groups: int = 1
+  num_groups: int | None = 1
   gate_first: bool = True
   activation: Callable[[jax.Array], jax.Array] = nn.silu
   share_scale: bool = False
@@ -58,7 +59,8 @@ class GatedRmsNorm(nn.Module):
       ValueError: `num_groups` does not divide the heads.
     """
     heads = x.shape[2]
-    if heads % self.num_groups:
+    num_groups = self.num_groups or heads
+    if heads % num_groups:
       raise ValueError(
         f"GatedRmsNorm.num_groups ({self.num_groups}) must divide the {heads}"
         " heads of its input."
@@ -78,7 +80,7 @@ class GatedRmsNorm(nn.Module):
     x, gate = x.astype(wide), self.activation(gate.astype(wide))
     if self.gate_first:
       x *= gate
-    grouped = x.reshape(*x.shape[:2], self.num_groups, -1)
+    grouped = x.reshape(*x.shape[:2], num_groups, -1)
     mean_square = jnp.mean(grouped * grouped, axis=-1, keepdims=True)
     grouped *= jax.lax.rsqrt(mean_square + self.epsilon)
     x = grouped.reshape(x.shape)

@@ -1,0 +1,302 @@
+"""Gated delta net: a recurrence that replaces what it has stored for a key.
+
+  state[t] = exp(log_decay[t]) * state[t - 1] (I - rate[t] key[t] key[t]^T)
+             + rate[t] value[t] key[t]^T
+  y[t] = state[t] query[t]
+
+Yang et al. 2024, https://arxiv.org/abs/2412.06464; keys and queries of length
+one, and a norm with a gate after the recurrence, as in Qwen3-Next. In a chunk
+the sum over earlier tokens is a triangular system, and the rest are matmuls.
+
+Letters: B batch, T length, D embed, N heads, H key_dim, P value_dim, C chunks,
+Q and K tokens of a chunk, W width of the convolution.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import functools
+from typing import ClassVar
+
+from flax import linen as nn
+from flax.linen import dtypes
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from paxon.layers import initializers, precision, token_matmul
+from paxon.layers.recurrent import (
+  decoding_state,
+  gated_norm,
+  mamba2,
+  short_convolution,
+)
+from paxon.quantization import matmuls
+from paxon.sharding import axes, checks, logical
+
+_STATE = "state"
+_CONVOLVED = ("query", "key", "value")
+
+
+def scan(
+  value: Float[Array, "batch length heads value_dim"],
+  log_decay: Float[Array, "batch length heads"],
+  rate: Float[Array, "batch length heads"],
+  key: Float[Array, "batch length heads key_dim"],
+  query: Float[Array, "batch length heads key_dim"],
+  runs: Int[Array, "batch length"],
+  state: Float[Array, "batch heads value_dim key_dim"] | None = None,
+  *,
+  chunk_length: int,
+) -> tuple[
+  Float[Array, "batch length heads value_dim"],
+  Float[Array, "batch heads value_dim key_dim"],
+]:
+  """Returns the outputs, and the state after the last token.
+
+  All is computed in at least float32.
+
+  Args:
+    value: Values.
+    log_decay: At most 0; zero for padding.
+    rate: From 0 to 1; zero for padding.
+    key: Keys, of length at most one.
+    query: Queries.
+    runs: Number of resets so far; see `state_space.scan`.
+    state: State before the first token, which run 0 continues; `None` is zeros.
+    chunk_length: Tokens of a chunk, which any number gives the same result up
+      to rounding.
+  """
+  batch, length, heads, value_dim = value.shape
+  wide = precision.at_least_float32(value.dtype)
+  size = min(chunk_length, length)
+  if state is None:
+    state = jnp.zeros((batch, heads, value_dim, key.shape[-1]), wide)
+
+  def to_chunks(x: jax.Array, mode: str = "constant") -> jax.Array:
+    """Returns [C,B,Q,...], padded at the end."""
+    after = -length % size
+    pads = [(0, 0), (0, after), *[(0, 0)] * (x.ndim - 2)]
+    x = jnp.pad(x, pads, mode=mode)
+    x = x.reshape(batch, -1, size, *x.shape[2:])
+    return jnp.moveaxis(x, 1, 0)
+
+  causal = jnp.tril(jnp.ones((size, size), bool))
+  identity = jnp.eye(size, dtype=wide)
+
+  def advance(
+    carry: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, ...]
+  ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    state, before = carry
+    value, log_decay, rate, key, query, runs = chunk
+    total = jnp.cumsum(log_decay, axis=1)
+    by_head = jnp.moveaxis(total, 1, 2)
+    sees = (runs[:, :, None] == runs[:, None]) & causal[None]
+    gap = by_head[..., None] - by_head[..., None, :]
+    decay = jnp.exp(jnp.where(sees[:, None], gap, -jnp.inf))
+    is_first = (runs == before[:, None])[..., None]
+    from_state = jnp.where(is_first, jnp.exp(total), 0)
+    # What is added for each token depends on what was added before it.
+    past = jnp.einsum("BQNH,BNPH->BQNP", key, state) * from_state[..., None]
+    wanted = (value - past) * rate[..., None]
+    overlap = jnp.einsum("BQNH,BKNH->BNQK", key, key) * decay
+    overlap *= jnp.moveaxis(rate, 1, 2)[..., None]
+    system = jnp.tril(overlap, -1) + identity[None, None]
+    added = jax.lax.linalg.triangular_solve(
+      system,
+      jnp.moveaxis(wanted, 1, 2),
+      left_side=True,
+      lower=True,
+      unit_diagonal=True,
+    )
+    scores = jnp.einsum("BQNH,BKNH->BNQK", query, key) * decay
+    y = jnp.einsum("BNQK,BNKP->BQNP", scores, added)
+    y += jnp.einsum("BQNH,BNPH->BQNP", query, state) * from_state[..., None]
+    # The last row of the decays is that to the end of the chunk.
+    left = decay[:, :, -1]
+    kept = from_state[:, -1][..., None, None]
+    state = state * kept + jnp.einsum("BNK,BNKP,BKNH->BNPH", left, added, key)
+    return (state, runs[:, -1]), y
+
+  arrays = (x.astype(wide) for x in (value, log_decay, rate, key, query))
+  chunks = (*map(to_chunks, arrays), to_chunks(runs, "edge"))
+  first = jnp.zeros((batch,), runs.dtype)
+  (state, _), y = jax.lax.scan(advance, (state.astype(wide), first), chunks)
+  y = jnp.moveaxis(y, 0, 1).reshape(batch, -1, heads, value_dim)
+  return y[:, :length], state
+
+
+class GatedDeltaNet(nn.Module):
+  """Mixes the tokens of a sequence by the delta rule; called like attention.
+
+  Attributes:
+    num_heads: Number of heads, N.
+    key_dim: Width of keys and queries, H.
+    value_dim: Width of values, P.
+    conv_width: Width of the short convolutions, W.
+    chunk_length: Tokens of a chunk of the recurrence; changes speed only.
+    norm: Norm of the output, called with heads and gate [B,T,N,P].
+    rate_init: Initializer of `log_rate`, as of Mamba-2.
+    step_init: Initializer of `step_offset`, as of Mamba-2.
+    dtype: Dtype of the projections. `None` promotes inputs and kernels.
+    param_dtype: Dtype in which the parameters are stored.
+    einsum: The contraction of the projections.
+  """
+
+  num_heads: int
+  key_dim: int
+  value_dim: int
+  conv_width: int = 4
+  chunk_length: int = 64
+  # A factory, because a default object would be shared by two layers.
+  norm: nn.Module = dataclasses.field(
+    default_factory=functools.partial(
+      gated_norm.GatedRmsNorm,
+      num_groups=None,
+      gate_first=False,
+      share_scale=True,
+      parent=None,
+    )
+  )
+  rate_init: nn.initializers.Initializer = mamba2.LogUniform()
+  step_init: nn.initializers.Initializer = mamba2.StepOffset()
+  dtype: DTypeLike | None = None
+  param_dtype: DTypeLike = jnp.float32
+  einsum: Callable[..., jax.Array] = jnp.einsum
+
+  quantization_roles: ClassVar[tuple[str, ...]] = (
+    matmuls.ATTENTION_PROJECTIONS,
+  )
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    sizes = ("num_heads", "key_dim", "value_dim", "conv_width", "chunk_length")
+    checks.check_size(self, *sizes)
+
+  @nn.compact
+  def __call__(
+    self,
+    x: Float[Array, "batch length embed"],
+    positions: Int[Array, "batch length"] | None = None,
+    segment_ids: Int[Array, "batch length"] | None = None,
+    *,
+    cache_length: int | None = None,
+  ) -> Float[Array, "batch length embed"]:
+    """Returns the mixed tokens; called like `mamba2.Mamba2`.
+
+    Raises:
+      TypeError: Segments are not integers.
+      ValueError: Shapes do not fit.
+    """
+    del positions
+    dtype = dtypes.canonicalize_dtype(x, dtype=self.dtype)
+    if self.dtype is None:
+      dtype = jnp.promote_types(dtype, self.param_dtype)
+    wide = precision.at_least_float32(dtype)
+    widths = {"query": self.key_dim, "key": self.key_dim}
+    widths |= {"value": self.value_dim, "gate": self.value_dim}
+    names = (axes.HEADS, axes.HEAD_DIM)
+    shapes = {
+      f"{name}_window": decoding_state.Shape(
+        (self.conv_width - 1, self.num_heads, widths[name]),
+        dtype,
+        (None, *names),
+      )
+      for name in _CONVOLVED
+    }
+    shapes[_STATE] = decoding_state.Shape(
+      (self.num_heads, self.value_dim, self.key_dim), wide, (*names, None)
+    )
+    tokens, stored = decoding_state.begin(
+      self, x, segment_ids, shapes, cache_length=cache_length
+    )
+    is_real = tokens.is_real[..., None]
+    # Not multiplied: padding may be NaN.
+    x = jnp.where(is_real, x, jnp.zeros((), x.dtype))
+    mixed, after = {}, {}
+    for name in _CONVOLVED:
+      window = f"{name}_window"
+      mixed[name], after[window] = short_convolution.ShortConvolution(
+        self.conv_width,
+        names,
+        use_bias=False,
+        dtype=self.dtype,
+        param_dtype=self.param_dtype,
+        name=f"{name}_conv",
+      )(
+        self._project(name, x, (widths[name],)),
+        tokens,
+        None if stored is None else stored[window],
+      )
+    log_decay, rate = self._find_decay(x, wide)
+    zero = jnp.zeros((), wide)
+    y, after[_STATE] = scan(
+      mixed["value"].astype(wide),
+      jnp.where(is_real, log_decay, zero),
+      jnp.where(is_real, rate, zero),
+      _normalize(mixed["key"].astype(wide)),
+      _normalize(mixed["query"].astype(wide)) * self.key_dim**-0.5,
+      tokens.runs,
+      None if stored is None else stored[_STATE],
+      chunk_length=self.chunk_length,
+    )
+    if stored is not None:
+      decoding_state.store(self, tokens, after, shapes)
+    y = jnp.where(is_real[..., None], y, zero)
+    y = self.norm(y, self._project("gate", x, (self.value_dim,))).astype(dtype)
+    init = initializers.lecun(in_axes=(0, 1), out_axes=(2,))
+    shape = (self.num_heads, self.value_dim, x.shape[-1])
+    out = self._param("out", init, shape, (*names, axes.EMBED))
+    y, out = dtypes.promote_dtype(y, out, dtype=self.dtype)
+    return token_matmul.call(self.einsum, "out", "BTNP,NPD->BTD", y, out)
+
+  def _find_decay(
+    self, x: jax.Array, wide: DTypeLike
+  ) -> tuple[jax.Array, jax.Array]:
+    """Returns the logarithms of decays, and the rates, [B,T,N]."""
+    shape, names = (self.num_heads,), (axes.HEADS,)
+    log_rate = self._param("log_rate", self.rate_init, shape, names)
+    offset = self._param("step_offset", self.step_init, shape, names)
+    step = self._project("step", x, ()).astype(wide)
+    step = jax.nn.softplus(step + offset.astype(wide)[None, None])
+    rate = jax.nn.sigmoid(self._project("rate", x, ()).astype(wide))
+    return -jnp.exp(log_rate.astype(wide))[None, None] * step, rate
+
+  def _project(
+    self, name: str, x: jax.Array, width: tuple[int, ...]
+  ) -> jax.Array:
+    """Returns a projection [B,T,N,*width] of tokens."""
+    shape = (x.shape[-1], self.num_heads, *width)
+    init = initializers.lecun(
+      in_axes=(0,), out_axes=tuple(range(1, len(shape)))
+    )
+    names = (axes.EMBED, axes.HEADS, axes.HEAD_DIM)[: len(shape)]
+    kernel = self._param(name, init, shape, names)
+    x, kernel = dtypes.promote_dtype(x, kernel, dtype=self.dtype)
+    letters = "NP"[: len(shape) - 1]
+    y = token_matmul.call(
+      self.einsum, name, f"BTD,D{letters}->BT{letters}", x, kernel
+    )
+    outputs = (
+      axes.BATCH,
+      axes.LENGTH,
+      axes.ACTIVATION_HEADS,
+      axes.ACTIVATION_HEAD_DIM,
+    )
+    return logical.constrain(y, outputs[: y.ndim])
+
+  def _param(
+    self,
+    name: str,
+    init: nn.initializers.Initializer,
+    shape: tuple[int, ...],
+    names: tuple[str | None, ...],
+  ) -> jax.Array:
+    return self.param(
+      name, logical.partitioned(init, names), shape, self.param_dtype
+    )
+
+
+def _normalize(x: jax.Array) -> jax.Array:
+  """Returns vectors of length one."""
+  return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
