@@ -18,6 +18,7 @@ MODULES: Final = {
   "paxon-plans": "paxon.tasks.plans.main",
   "paxon-sweep": "paxon.tools.sweep_main",
   "paxon-tokenize": "paxon.tools.tokenize_main",
+  "paxon-watch": "paxon.tools.watch_main",
 }
 
 
