@@ -29,7 +29,7 @@ from flax.linen import dtypes
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from paxon.layers import initializers, precision
 from paxon.layers.recurrent import decoding_state
@@ -56,6 +56,7 @@ class _Recurrence(nn.Module):
     x: Float[Array, "batch length embed"],
     positions: Int[Array, "batch length"] | None = None,
     segment_ids: Int[Array, "batch length"] | None = None,
+    prefix: Bool[Array, "batch length"] | None = None,
     *,
     cache_length: int | None = None,
   ) -> Float[Array, "batch length output"]:
@@ -66,11 +67,12 @@ class _Recurrence(nn.Module):
       positions: Not used: the order of tokens is that of the array.
       segment_ids: Their segments (documents), each of which begins with a state
         of zeros; 0 is padding. `None` is one document without padding.
+      prefix: Not supported.
       cache_length: Makes a decoding state (prefill); any number.
 
     Raises:
       TypeError: Segments are not integers.
-      ValueError: Shapes do not fit.
+      ValueError: Shapes do not fit, or there is a prefix.
     """
     del positions
     layer: Any = self
@@ -83,7 +85,7 @@ class _Recurrence(nn.Module):
       for name, size in self.state_sizes().items()
     }
     tokens, stored = decoding_state.begin(
-      self, x, segment_ids, shapes, cache_length=cache_length
+      self, x, segment_ids, shapes, prefix=prefix, cache_length=cache_length
     )
     state = stored
     if state is None:

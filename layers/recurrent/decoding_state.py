@@ -73,6 +73,7 @@ def begin(
   segment_ids: jax.Array | None,
   shapes: Mapping[str, Shape],
   *,
+  prefix: jax.Array | None = None,
   cache_length: int | None,
 ) -> tuple[Tokens, dict[str, jax.Array] | None]:
   """Returns the tokens of a call and the stored arrays by name.
@@ -84,12 +85,19 @@ def begin(
     x: Its input [B,T,D].
     segment_ids: Segments [B,T]; `None` is one document without padding.
     shapes: The arrays that the layer stores.
+    prefix: Must be `None`: no token can read later ones.
     cache_length: That of the call; a state takes any number of tokens.
 
   Raises:
     TypeError: Segments are not integers.
-    ValueError: Shapes do not fit, or a prefill is given a state.
+    ValueError: Shapes do not fit, a prefill is given a state, or there is a
+      prefix.
   """
+  if prefix is not None:
+    raise ValueError(
+      f"{type(layer).__name__} got a prefix, whose tokens would read later ones;"
+      " a recurrent layer reads each token after those before it."
+    )
   segment_ids = attention_mask.fill_segments(layer, x, segment_ids)
   batch = x.shape[0]
   is_filled = layer.has_variable(cache_variables.COLLECTION, _SEGMENT)

@@ -22,7 +22,7 @@ from flax.linen import dtypes
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from paxon.layers import initializers, precision, token_matmul
 from paxon.layers.recurrent import (
@@ -179,6 +179,7 @@ class GatedDeltaNet(nn.Module):
     x: Float[Array, "batch length embed"],
     positions: Int[Array, "batch length"] | None = None,
     segment_ids: Int[Array, "batch length"] | None = None,
+    prefix: Bool[Array, "batch length"] | None = None,
     *,
     cache_length: int | None = None,
   ) -> Float[Array, "batch length embed"]:
@@ -186,7 +187,7 @@ class GatedDeltaNet(nn.Module):
 
     Raises:
       TypeError: Segments are not integers.
-      ValueError: Shapes do not fit.
+      ValueError: Shapes do not fit, or there is a prefix.
     """
     del positions
     dtype = dtypes.canonicalize_dtype(x, dtype=self.dtype)
@@ -208,7 +209,7 @@ class GatedDeltaNet(nn.Module):
       (self.num_heads, self.value_dim, self.key_dim), wide, (*names, None)
     )
     tokens, stored = decoding_state.begin(
-      self, x, segment_ids, shapes, cache_length=cache_length
+      self, x, segment_ids, shapes, prefix=prefix, cache_length=cache_length
     )
     is_real = tokens.is_real[..., None]
     # Not multiplied: padding may be NaN.

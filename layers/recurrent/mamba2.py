@@ -27,7 +27,7 @@ from flax.linen import dtypes
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from paxon.layers import initializers, precision, remat, token_matmul
 from paxon.layers.recurrent import (
@@ -153,6 +153,7 @@ class Mamba2(nn.Module):
     x: Float[Array, "batch length embed"],
     positions: Int[Array, "batch length"] | None = None,
     segment_ids: Int[Array, "batch length"] | None = None,
+    prefix: Bool[Array, "batch length"] | None = None,
     *,
     cache_length: int | None = None,
   ) -> Float[Array, "batch length embed"]:
@@ -163,11 +164,12 @@ class Mamba2(nn.Module):
       positions: Not used: the order of tokens is that of the array.
       segment_ids: Their segments (documents); 0 is padding. `None` is one
         document without padding.
+      prefix: Not supported.
       cache_length: Makes a decoding state (prefill); any number.
 
     Raises:
       TypeError: Segments are not integers.
-      ValueError: Shapes do not fit.
+      ValueError: Shapes do not fit, or there is a prefix.
     """
     del positions
     heads = (self.num_heads, self.head_dim)
@@ -177,7 +179,7 @@ class Mamba2(nn.Module):
       dtype = jnp.promote_types(dtype, self.param_dtype)
     shapes = self._state_shapes(dtype)
     tokens, stored = decoding_state.begin(
-      self, x, segment_ids, shapes, cache_length=cache_length
+      self, x, segment_ids, shapes, prefix=prefix, cache_length=cache_length
     )
     # Not multiplied: padding may be NaN.
     x = jnp.where(tokens.is_real[..., None], x, jnp.zeros((), x.dtype))

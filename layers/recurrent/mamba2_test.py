@@ -200,6 +200,8 @@ def test_wrong_fields(fields, message):
 
 def test_wrong_states():
   x, values = _inputs()
+  with pytest.raises(ValueError, match="Mamba2 got a prefix"):
+    LAYER.apply(values, x, None, PACKED, PACKED > 0)
 
   def call(variables, x, **static):
     return LAYER.apply(variables, x, mutable=["cache"], **static)
