@@ -95,8 +95,8 @@ def begin(
   """
   if prefix is not None:
     raise ValueError(
-      f"{type(layer).__name__} got a prefix, whose tokens would read later ones;"
-      " a recurrent layer reads each token after those before it."
+      f"{type(layer).__name__} got a prefix, whose tokens would read later"
+      " ones; a recurrent layer reads each token after those before it."
     )
   segment_ids = attention_mask.fill_segments(layer, x, segment_ids)
   batch = x.shape[0]
