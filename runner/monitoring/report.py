@@ -4,9 +4,11 @@ One self-contained page made from the other files of a run directory, so that
 it can be generated again at any time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+import contextlib
 import json
 import math
+import time
 
 from etils import epath
 
@@ -40,6 +42,37 @@ def write(run_dir: epath.PathLike) -> epath.Path:
   )
   files.write_text(path, page)
   return path
+
+
+class ReportFile(metrics_file.SummaryWriter):
+  """Writes the report while a run trains: at its first metrics, then paced.
+
+  It reads the files of the other writers, so it must come after them. A file
+  that cannot be read or written leaves the report as it was, and the run
+  continues.
+  """
+
+  def __init__(
+    self,
+    run_dir: epath.PathLike,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+  ):
+    self._run_dir = run_dir
+    self._pace = files.FlushPace(clock)
+    self._is_written = False
+
+  def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
+    """Writes the report at the first call and when the pace allows."""
+    del step, split, values  # Of the files.
+    if not self._is_written or self._pace.is_due():
+      self._is_written = True
+      self._pace.run(self.close)
+
+  def close(self) -> None:
+    """Writes the report."""
+    with contextlib.suppress(OSError, files.DamagedFileError):
+      write(self._run_dir)
 
 
 def make(

@@ -336,3 +336,32 @@ def test_report_is_regenerated_from_the_folder(tmp_path):
   assert report.write(tmp_path).read_text() == first
   (tmp_path / "samples.txt").unlink()
   assert "Sample" not in report.write(tmp_path).read_text()
+
+
+def test_the_report_is_written_from_the_first_metrics_on(tmp_path):
+  now = 0.0
+  metrics = metrics_file.MetricsFile(
+    tmp_path / "metrics.jsonl", resume_step=0, clock=lambda: now
+  )
+  file = report.ReportFile(tmp_path, clock=lambda: now)
+  writer = metrics_file.CompositeWriter([metrics, file])
+  path = tmp_path / "report.html"
+  writer.write(1, "train", {"loss": 4.0})
+  assert "No metrics have been written yet" in path.read_text()
+  writer.write(2, "train", {"loss": 3.0})
+  assert "2 steps" not in path.read_text()
+  now = 1000.0
+  writer.write(3, "train", {"loss": 2.0})
+  assert "3 steps" in path.read_text()
+  writer.write(4, "train", {"loss": 1.0})
+  assert "3 steps" in path.read_text()
+  writer.close()
+  assert "4 steps" in path.read_text()
+
+
+def test_a_report_that_cannot_be_made_does_not_end_the_run(tmp_path):
+  (tmp_path / "spikes.jsonl").write_text("{damaged\n")
+  file = report.ReportFile(tmp_path)
+  file.write(1, "train", {"loss": 4.0})
+  file.close()
+  assert not (tmp_path / "report.html").exists()

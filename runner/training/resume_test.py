@@ -148,7 +148,7 @@ def test_stopped_by_signals_and_restarted(
     assert f"{name}: stopping after this step and a checkpoint" in output
     found = re.search(rf"stopped by {name} at step (\d+) of 16; .*", output)
     assert f"--job_log_dir={tmp_path}" in found.group(0)
-    assert not (tmp_path / "report.html").exists()
+    assert f"{found.group(1)} steps" in (tmp_path / "report.html").read_text()
     stopped = found.group(1)
 
   output = _finish(forks, _start(forks, tmp_path))

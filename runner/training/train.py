@@ -193,7 +193,7 @@ def _run(
         run_dir,
         num_train_steps=job.num_train_steps,
         resume_step=step,
-        more=_wandb(job, config, run_dir),
+        more=[*_wandb(job, config, run_dir), report.ReportFile(run_dir)],
       )
     stack.enter_context(contextlib.closing(writer))
     observer = stack.enter_context(
