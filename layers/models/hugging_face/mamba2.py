@@ -135,6 +135,10 @@ def _read(fields: family.Fields) -> _Mamba2:
       "num_heads * head_dim / hidden_size"
       f" ({num_heads * head_dim / embed_dim:g})",
     )
+  # Written by the first code; transformers computes it.
+  inner = num_heads * head_dim
+  if fields.get("intermediate_size", inner) != inner:
+    fields.reject("intermediate_size", f"num_heads * head_dim ({inner})")
   groups = fields.size("n_groups", 8)
   if num_heads % groups:
     fields.reject("n_groups", f"a divisor of num_heads ({num_heads})")
@@ -189,9 +193,11 @@ FAMILY = family.Family(
     "rescale_prenorm_residual",
     "residual_in_fp32",
     "time_step_floor",
+    "time_step_init_scheme",
     "time_step_max",
     "time_step_min",
     "time_step_rank",
+    "time_step_scale",
   ),
   neutral={"rms_norm": (True,)},
 )
