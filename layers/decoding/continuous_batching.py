@@ -5,8 +5,12 @@ compiled steps of `batch_steps` serve any mix of requests, so nothing is
 compiled after the first request. A request gets the ids that
 `generate.generate` gives it alone, with the same settings.
 
-`Batcher.step` inserts at most one chunk before it generates, so long prompts do
-not stall the others.
+`Batcher.step` reads as many chunks of prompts for each sequence that generates
+as there are prompts for each such sequence, at least one: long prompts do not
+stall the others, and an empty batch fills at once. It launches the next ids
+before it copies the last ones to the host, which would otherwise leave the
+device idle; a request that ends with its maximum number of ids makes room at
+once, one that ends with an end id a step later.
 
 With pages (`pages`) requests take memory for the tokens that they have, not for
 those that they may get. If none are free, requests wait, and the latest request
@@ -96,15 +100,32 @@ class _Entry:
   slot: int = -1
   num_read: int = 0
   lease: pages_lib.Lease | None = None
-  # All ids of it so far; those after the first `num_drawn` were returned before
-  # its pages were taken.
+  # All ids of it that the host has. The steps launched so far draw `num_drawn`
+  # ids: fewer after its pages were taken, more while results are pending.
   ids: list[int] = dataclasses.field(default_factory=list)
   num_drawn: int = 0
+  # Ended or cancelled: what is still pending of it is ignored.
+  is_over: bool = False
 
   @property
   def size(self) -> int:
     """Number of ids of the prompt."""
     return len(self.request.prompt)
+
+
+@dataclasses.dataclass
+class _Launch:
+  """A step whose results the host has not read.
+
+  Attributes:
+    number: Of the call of `Batcher.step`.
+    drawn: What `BatchSteps` has returned.
+    entries: Rows of `drawn`, with their requests and indices among the ids.
+  """
+
+  number: int
+  drawn: dict[str, jax.Array]
+  entries: list[tuple[int, _Entry, int]]
 
 
 class Batcher:
@@ -197,7 +218,14 @@ class Batcher:
     self._free = list(range(num_slots))[::-1]
     # Slots whose requests were cancelled since the last step.
     self._released: set[int] = set()
+    self._pending: collections.deque[_Launch] = collections.deque()
     self._next = 0
+    self._num_steps = 0
+
+  @property
+  def is_busy(self) -> bool:
+    """Whether `step` has anything to do."""
+    return bool(self._waiting or self.num_running or self._pending)
 
   @property
   def num_waiting(self) -> int:
@@ -267,26 +295,39 @@ class Batcher:
         self._leave(entry)
     for entry in [e for e in self._running.values() if e.number == number]:
       self._stop(entry)
+    for launch in self._pending:
+      for _, entry, _ in launch.entries:
+        entry.is_over |= entry.number == number
 
   def step(self) -> list[Token]:
-    """Reads a chunk of a prompt and generates an id for each other request."""
+    """Reads chunks of prompts and generates an id for each other request.
+
+    Returns:
+      The ids that the last call has launched, or this one if nothing can be
+      launched before they are known.
+    """
+    self._num_steps += 1
     while self._waiting and self._free:
       entry = self._waiting.popleft()
       entry.slot = self._free.pop()
       self._reading.append(entry)
+    for _ in range(-(-len(self._reading) // max(1, len(self._running)))):
+      if self._reading and self._has_pages(self._reading[0]):
+        self._read_chunk(self._reading[0])
     tokens = []
-    if self._reading and self._has_pages(self._reading[0]):
-      tokens += self._read_chunk(self._reading[0])
     if self.pages is not None:
-      self._grow(self.pages)
+      tokens += self._grow(self.pages)
+    if any(e.request.constraint is not None for e in self._running.values()):
+      # What may follow depends on the last id.
+      tokens += self._collect()
     if self._running:
-      tokens += self._generate_one()
-    return tokens
+      self._generate_one()
+    return tokens + self._collect(before=self._num_steps)
 
   def run(self, requests: Sequence[Request]) -> list[list[Token]]:
     """Returns the tokens of requests that arrive together."""
     found = {self.submit(request): [] for request in requests}
-    while self.num_waiting or self.num_running:
+    while self.is_busy:
       for token in self.step():
         found[token.request].append(token)
     return [*found.values()]
@@ -304,22 +345,30 @@ class Batcher:
     self._set_table(entry)
     return True
 
-  def _grow(self, pages: pages_lib.Pages) -> None:
+  def _grow(self, pages: pages_lib.Pages) -> list[Token]:
     """Takes the pages for a next id of each request, the earliest ones first.
 
     The latest requests lose theirs if there are too few. The earliest one never
     does, and there are enough for one, so each request ends.
+
+    Returns:
+      The ids that had to be known before a request could lose its pages.
     """
+    tokens = []
     for entry in sorted(self._running.values(), key=lambda e: e.number):
-      while entry.slot in self._running:
+      while self._running.get(entry.slot) is entry:
         assert entry.lease is not None
         if pages.grow(entry.lease, entry.size + entry.num_drawn):
           self._set_table(entry)
           break
+        if self._pending:
+          tokens += self._collect()
+          continue
         reading = [e for e in self._reading if e.lease is not None]
         self._preempt(
           max([*self._running.values(), *reading], key=lambda e: e.number)
         )
+    return tokens
 
   def _preempt(self, entry: _Entry) -> None:
     """Moves a request back to those that wait; it keeps its ids."""
@@ -351,7 +400,7 @@ class Batcher:
     assert entry.lease is not None
     self._table[entry.slot, : len(entry.lease.pages)] = entry.lease.pages
 
-  def _read_chunk(self, entry: _Entry) -> list[Token]:
+  def _read_chunk(self, entry: _Entry) -> None:
     request = entry.request
     is_last = entry.num_read + self.chunk >= entry.size
     ends = np.full((1, self.max_end_ids), -1, np.int32)
@@ -382,13 +431,12 @@ class Batcher:
       self._set_table(entry)
     # The slot is that of the new request from here on.
     self._released.discard(entry.slot)
-    if not is_last:
-      return []
-    self._reading.popleft()
-    self._running[entry.slot] = entry
-    return self._to_tokens(drawn, [(0, entry)])
+    if is_last:
+      self._reading.popleft()
+      self._running[entry.slot] = entry
+      self._launched(drawn, [(0, entry)])
 
-  def _generate_one(self) -> list[Token]:
+  def _generate_one(self) -> None:
     keep = np.ones(self.num_slots, bool)
     keep[[*self._released]] = False
     self._released.clear()
@@ -396,7 +444,22 @@ class Batcher:
     drawn = self.steps.generate(
       keep, self._allowed(entries, self.num_slots), self._table.copy()
     )
-    return self._to_tokens(drawn, entries)
+    self._launched(drawn, entries)
+
+  def _launched(
+    self, drawn: dict[str, jax.Array], entries: Sequence[tuple[int, _Entry]]
+  ) -> None:
+    """Records a step; requests that it surely ends make room."""
+    pending = []
+    for row, entry in entries:
+      pending.append((row, entry, entry.num_drawn))
+      entry.num_drawn += 1
+      if entry.num_drawn == entry.request.settings.max_new_tokens:
+        del self._running[entry.slot]
+        self._leave(entry)
+    self._pending.append(
+      _Launch(number=self._num_steps, drawn=drawn, entries=pending)
+    )
 
   def _allowed(
     self, entries: Sequence[tuple[int, _Entry]], count: int
@@ -413,36 +476,44 @@ class Batcher:
         rows[row], masks[row] = True, entry.request.constraint.mask()
     return rows, masks
 
-  def _to_tokens(
-    self, drawn: Any, entries: Sequence[tuple[int, _Entry]]
-  ) -> list[Token]:
-    drawn = jax.device_get(drawn)
+  def _collect(self, *, before: int | None = None) -> list[Token]:
+    """Returns the ids of what is pending; `before` leaves that of later calls.
+
+    Blocks until the device has drawn them.
+    """
     tokens = []
-    for row, entry in entries:
-      entry.num_drawn += 1
-      if entry.num_drawn <= len(entry.ids):
-        continue  # It was returned before.
-      entry.ids.append(int(drawn["ids"][row]))
-      count = entry.request.num_alternatives
-      top = zip(
-        drawn["top_ids"][row, :count].tolist(),
-        drawn["top_log_probs"][row, :count].tolist(),
-        strict=True,
-      )
-      finish, constraint = None, entry.request.constraint
-      if constraint is not None and not drawn["done"][row]:
-        constraint.advance(entry.ids[-1])
-      if drawn["done"][row]:
-        finish = "stop" if drawn["is_end"][row] else "length"
+    while self._pending and (
+      before is None or self._pending[0].number < before
+    ):
+      launch = self._pending.popleft()
+      drawn = jax.device_get(launch.drawn)
+      for row, entry, index in launch.entries:
+        # Ids of a request that lost its pages were returned before that.
+        if not entry.is_over and index == len(entry.ids):
+          tokens.append(self._to_token(drawn, row, entry))
+    return tokens
+
+  def _to_token(self, drawn: Any, row: int, entry: _Entry) -> Token:
+    entry.ids.append(int(drawn["ids"][row]))
+    count = entry.request.num_alternatives
+    top = zip(
+      drawn["top_ids"][row, :count].tolist(),
+      drawn["top_log_probs"][row, :count].tolist(),
+      strict=True,
+    )
+    finish, constraint = None, entry.request.constraint
+    if drawn["done"][row]:
+      finish = "stop" if drawn["is_end"][row] else "length"
+      entry.is_over = True
+      if self._running.get(entry.slot) is entry:
         del self._running[entry.slot]
         self._leave(entry)
-      tokens.append(
-        Token(
-          request=entry.number,
-          id=entry.ids[-1],
-          log_prob=float(drawn["log_probs"][row]),
-          alternatives=tuple(top),
-          finish=finish,
-        )
-      )
-    return tokens
+    elif constraint is not None:
+      constraint.advance(entry.ids[-1])
+    return Token(
+      request=entry.number,
+      id=entry.ids[-1],
+      log_prob=float(drawn["log_probs"][row]),
+      alternatives=tuple(top),
+      finish=finish,
+    )

@@ -170,7 +170,7 @@ def _serve(batcher, requests, *, seed):
   rng = np.random.default_rng(seed)
   found, numbers, waiting = [[] for _ in requests], {}, [*enumerate(requests)]
   most = 0
-  while waiting or batcher.num_running or batcher.num_waiting:
+  while waiting or batcher.is_busy:
     for _ in range(min(rng.poisson(0.3), len(waiting))):
       i, request = waiting.pop(0)
       numbers[batcher.submit(request)] = i
@@ -231,8 +231,9 @@ def test_samples_of_a_prompt_have_its_pages_once():
     batcher.submit(dataclasses.replace(request, sample=sample))
     for sample in range(SLOTS)
   ]
-  # The first one reads three chunks, the others one each.
-  for _ in range(SLOTS + 2):
+  # The first one reads three chunks, the others one each: four in a step that
+  # generates nothing, then one in each.
+  for _ in range(3):
     batcher.step()
   assert batcher.num_running == SLOTS
   assert pages.num_reused - reused == (SLOTS - 1) * 2 * CHUNK
@@ -261,13 +262,15 @@ def test_a_cancelled_request_frees_its_slot_and_the_others_go_on():
       found[token.request].append(token)
 
   step()
+  step()
   # The first generates, the second is being read, and the third waits.
   assert (batcher.num_running, batcher.num_waiting) == (2, 1)
   batcher.cancel(numbers[0])
   step()
   assert (batcher.num_running, batcher.num_waiting) == (2, 0)
-  while batcher.num_running:
+  while batcher.is_busy:
     step()
+  # Those of the first step; those of the second were pending.
   assert len(found[numbers[0]]) == 2
   for number, request in zip(numbers[1:], requests[1:], strict=True):
     _check(found[number], request)

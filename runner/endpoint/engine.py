@@ -160,14 +160,8 @@ class Engine:
 
   def _wait(self) -> bool:
     """Waits for work and takes the inbox; returns whether to go on."""
-    batcher = self.batcher
     with self._changed:
-      while not (
-        self._stopping
-        or self._inbox
-        or batcher.num_running
-        or batcher.num_waiting
-      ):
+      while not (self._stopping or self._inbox or self.batcher.is_busy):
         self._changed.wait()
       inbox, self._inbox = self._inbox, []
       for action in inbox:

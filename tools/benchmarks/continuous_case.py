@@ -29,7 +29,7 @@ from paxon.tools.benchmarks import (
 
 # At least 1.5 times as fast as static batches.
 LIMIT = 1 / 1.5
-_NUM_BATCHES = 8
+_NUM_BATCHES = 16
 _MEDIAN_NEW, _MAX_NEW = 24, 256
 
 
