@@ -46,11 +46,12 @@ def run(
   shard_bytes: int,
   dry_run: bool,
   adapter_only: bool = False,
+  quantized_format: str | None = None,
 ) -> Iterator[str]:
   """Exports a checkpoint, and yields lines to print.
 
   Low-rank adapters are merged, or written alone. Quantized weights of serving
-  are written as compressed-tensors (`hf_quantized`).
+  are written in a format of `hf_quantized`.
 
   Args:
     checkpoint: The checkpoint.
@@ -61,6 +62,8 @@ def run(
     shard_bytes: Maximum size of a file with several tensors.
     dry_run: Only print what would be written.
     adapter_only: Write the adapters alone, as a folder of PEFT.
+    quantized_format: Of quantized weights, one of `hf_quantized.FORMATS`; None
+      is the first.
 
   Raises:
     user_error.UserError: The model is not supported, or the checkpoint does
@@ -79,7 +82,15 @@ def run(
     raise user_error.UserError(str(error)) from error
   adapter = _find_adapter(checkpoint)
   replaced = _find_stored(checkpoint)
-  quantized = hf_quantized.make_plan(checkpoint, names)
+  quantized = hf_quantized.make_plan(
+    checkpoint, names, kind=quantized_format or hf_quantized.COMPRESSED
+  )
+  if quantized is None and quantized_format is not None:
+    raise user_error.UserError(
+      f"{os.fspath(checkpoint.path)} has no quantized weights, so"
+      f" --format={quantized_format} has no effect; export RUN/serving/RECIPE,"
+      " which --mode=eval --fdl.quantization=RECIPE:convert writes."
+    )
   if replaced and not (adapter_only and adapter and _is_additive(adapter)):
     raise user_error.UserError(
       f"{os.fspath(checkpoint.path)} has quantized kernels (frozen_storage),"

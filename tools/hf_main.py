@@ -5,7 +5,8 @@
                                         a PEFT adapter, added to a run
   tools/hf export RUN[@STEP] --to DIR   a checkpoint to safetensors files
   tools/hf export RUN/serving/int4_gptq --to DIR
-                                        quantized weights to compressed-tensors
+                                        quantized weights to compressed-tensors,
+                                        or, with --format=gptq, to GPTQ's format
 
 DIR is a folder with config.json and model.safetensors, or with the files that
 model.safetensors.index.json lists; or one such file. `import` makes the run
@@ -32,6 +33,7 @@ from paxon.tools import (
   hf_export,
   hf_files,
   hf_import,
+  hf_quantized,
   peft_adapter,
   peft_import,
 )
@@ -109,6 +111,11 @@ def _export(argv: list[str]) -> Any:
     action="store_true",
     help="write the low-rank adapters alone, for PEFT; default: merge them",
   )
+  parser.add_argument(
+    "--format",
+    choices=hf_quantized.FORMATS,
+    help=f"format of quantized weights; default: {hf_quantized.COMPRESSED}",
+  )
   arguments = parser.parse_args(argv)
   if arguments.shard_bytes is not None and arguments.shard_bytes <= 0:
     raise user_error.UserError(
@@ -129,6 +136,7 @@ def _export(argv: list[str]) -> Any:
     shard_bytes=arguments.shard_bytes or hf_export.SHARD_BYTES,
     dry_run=arguments.dry_run,
     adapter_only=arguments.adapter,
+    quantized_format=arguments.format,
   )
 
 

@@ -1,12 +1,21 @@
-"""Export of quantized weights to folders of compressed-tensors.
+"""Export of int4 weights to folders that serving engines load.
 
 Linear layers whose kernels a conversion has quantized (`quantization=
-int4_gptq:convert`) are written as serving engines and transformers load them
-with the package compressed-tensors, in its format pack-quantized:
+int4_gptq:convert`) are written in one of two formats.
+
+`compressed-tensors`, in its format pack-quantized:
 
   weight_packed   int32 [outputs, inputs / 8], eight values of four bits each
   weight_scale    [outputs, groups of inputs]
   weight_shape    int64 [2]
+
+`gptq`, that of AutoGPTQ and GPTQModel, whose values have no sign: they are
+those of ours and 8, the zero point, of which the files have 7:
+
+  qweight   int32 [inputs / 8, outputs], eight values of four bits each
+  qzeros    int32 [groups, outputs / 8]
+  scales    float16 [groups, outputs]
+  g_idx     int32 [inputs], the group of each input
 
 All other tensors are written as they are.
 """
@@ -17,7 +26,7 @@ import json
 import math
 import os
 import re
-from typing import Any
+from typing import Any, Final
 
 from etils import epath
 import jax.numpy as jnp
@@ -29,9 +38,15 @@ from paxon.quantization import recipe as recipe_lib
 from paxon.runner import user_error
 from paxon.runner.checkpoints import stored_checkpoint
 
+COMPRESSED: Final = "compressed-tensors"
+GPTQ: Final = "gptq"
+FORMATS: Final = (COMPRESSED, GPTQ)
+
 _WEIGHT = ".weight"
 # Values in an int32.
 _PACKED = 8
+# The zero point, as loaders of `gptq` expect it.
+_STORED_ZEROS = 0x77777777
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,26 +57,35 @@ class Plan:
     kernels: Name of the stored values by that of the parameter they replace.
     group: Inputs with the same scale; None is all of an output.
     tensors: Shapes of the Hugging Face tensors, by name.
+    kind: The format, one of `FORMATS`.
   """
 
   kernels: Mapping[str, str]
   group: int | None
   tensors: Mapping[str, tuple[int, int]]
+  kind: str
 
   def describe(self, dtype: Any) -> dict[str, tuple[Any, tuple[int, ...]]]:
     """Returns dtype and shape of the tensors of quantized layers.
 
-    `dtype` is that of scales; None is float32.
+    `dtype` is that of scales; None is float32. In `gptq` they are float16.
     """
     found: dict[str, tuple[Any, tuple[int, ...]]] = {}
+    scale = np.dtype(np.float32) if dtype is None else np.dtype(dtype)
+    int32 = np.dtype(np.int32)
     for name, (outputs, inputs) in self.tensors.items():
       stem = name.removesuffix(_WEIGHT)
       groups = 1 if self.group is None else inputs // self.group
-      packed = (outputs, -(-inputs // _PACKED))
-      found[f"{stem}.weight_packed"] = np.dtype(np.int32), packed
-      found[f"{stem}.weight_shape"] = np.dtype(np.int64), (2,)
-      scale = np.dtype(np.float32) if dtype is None else np.dtype(dtype)
-      found[f"{stem}.weight_scale"] = scale, (outputs, groups)
+      if self.kind == GPTQ:
+        found[f"{stem}.qweight"] = int32, (inputs // _PACKED, outputs)
+        found[f"{stem}.qzeros"] = int32, (groups, outputs // _PACKED)
+        found[f"{stem}.scales"] = np.dtype(np.float16), (groups, outputs)
+        found[f"{stem}.g_idx"] = int32, (inputs,)
+      else:
+        packed = (outputs, -(-inputs // _PACKED))
+        found[f"{stem}.weight_packed"] = int32, packed
+        found[f"{stem}.weight_shape"] = np.dtype(np.int64), (2,)
+        found[f"{stem}.weight_scale"] = scale, (outputs, groups)
     return found
 
   def config(self, others: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
@@ -74,6 +98,19 @@ class Plan:
       for name, shape in others.items()
       if len(shape) == 2 and name.endswith(_WEIGHT) and "embed" not in name
     )
+    ignored = sorted({"lm_head", *kept})
+    if self.kind == GPTQ:
+      # Loaders leave out layers after "-:", besides those outside of blocks.
+      return {
+        "quant_method": "gptq",
+        "checkpoint_format": "gptq",
+        "bits": 4,
+        "group_size": -1 if self.group is None else self.group,
+        "sym": True,
+        "desc_act": False,
+        "lm_head": False,
+        "dynamic": {f"-:^{re.escape(each)}$": {} for each in ignored},
+      }
     weights = {
       "num_bits": 4,
       "type": "int",
@@ -92,17 +129,20 @@ class Plan:
       "format": "pack-quantized",
       "quantization_status": "compressed",
       "config_groups": {"group_0": one},
-      "ignore": sorted({"lm_head", *kept}),
+      "ignore": ignored,
     }
 
 
 def make_plan(
-  checkpoint: stored_checkpoint.StoredCheckpoint, names: mapping.Names
+  checkpoint: stored_checkpoint.StoredCheckpoint,
+  names: mapping.Names,
+  *,
+  kind: str,
 ) -> Plan | None:
   """Returns the quantized tensors of a checkpoint; None if it has none.
 
   Raises:
-    user_error.UserError: No format of compressed-tensors has such weights.
+    user_error.UserError: The format cannot store such weights.
   """
   stored = checkpoint.variables()
   kernels = {
@@ -114,7 +154,7 @@ def make_plan(
     return None
   name = checkpoint.run_path.name
   recipe = recipes.named(name)
-  _check_recipe(name, recipe, stored)
+  _check_recipe(name, recipe, stored, kind)
   tensors, sizes = {}, set()
   for parameter, values in kernels.items():
     leaf = names.leaves.get(parameter)
@@ -125,7 +165,7 @@ def make_plan(
       )
     scale = stored[values.removesuffix("values") + "scale"]
     for tensor, _ in leaf.sources:
-      _check_tensor(tensor, kernels)
+      _check_tensor(tensor, kernels, kind)
       outputs, inputs = tensor.shape
       tensors[tensor.name] = outputs, inputs
       if recipe.rhs is not None and recipe.rhs.block is not None:
@@ -135,16 +175,17 @@ def make_plan(
     kernels=kernels,
     group=math.gcd(*sizes) if sizes else None,
     tensors=tensors,
+    kind=kind,
   )
 
 
 def _check_recipe(
-  name: str, recipe: recipe_lib.Recipe, stored: Mapping[str, Any]
+  name: str, recipe: recipe_lib.Recipe, stored: Mapping[str, Any], kind: str
 ) -> None:
   if any(each.endswith("/inputs") for each in stored):
     raise user_error.UserError(
-      f"{name} has factors of inputs, which compressed-tensors does not store;"
-      " export int4_group or int4_gptq weights."
+      f"{name} has factors of inputs, which {kind} does not store; export"
+      " int4_group or int4_gptq weights."
     )
   assert recipe.rhs is not None
   if recipe.rhs.format is not number_formats.INT4 or recipe.lhs is not None:
@@ -155,7 +196,9 @@ def _check_recipe(
     )
 
 
-def _check_tensor(tensor: mapping.Tensor, kernels: Mapping[str, str]) -> None:
+def _check_tensor(
+  tensor: mapping.Tensor, kernels: Mapping[str, str], kind: str
+) -> None:
   parts = {part.leaf for part in tensor.slices}
   if (
     len(tensor.shape) != 2
@@ -165,7 +208,13 @@ def _check_tensor(tensor: mapping.Tensor, kernels: Mapping[str, str]) -> None:
   ):
     raise user_error.UserError(
       f"The tensor {tensor.name} is not the weight of one linear layer with all"
-      " its parts quantized, so compressed-tensors cannot store it."
+      f" its parts quantized, so {kind} cannot store it."
+    )
+  if kind == GPTQ and any(size % _PACKED for size in tensor.shape):
+    raise user_error.UserError(
+      f"The tensor {tensor.name} has the shape {list(tensor.shape)}; gptq packs"
+      f" {_PACKED} inputs and {_PACKED} outputs into a number, so both must be"
+      f" multiples of {_PACKED}; use --format={COMPRESSED}."
     )
 
 
@@ -242,15 +291,40 @@ def _encode(
   grouped = scale.reshape(outputs, inputs // group, group)
   if np.any(grouped != grouped[:, :, :1]):
     raise user_error.UserError(
-      f"The tensor {name} is stored as [inputs, outputs], so compressed-tensors"
+      f"The tensor {name} is stored as [inputs, outputs], so {plan.kind}"
       " cannot store it."
     )
+  scales = grouped[:, :, 0]
   stem = name.removesuffix(_WEIGHT)
-  yield f"{stem}.weight_scale", grouped[:, :, 0]
   nibbles = (values.astype(np.int32) + 8).astype(np.uint32)
   nibbles = np.pad(nibbles, ((0, 0), (0, -inputs % _PACKED)))
   nibbles = nibbles.reshape(outputs, -1, _PACKED)
   shifts = np.arange(_PACKED, dtype=np.uint32) * 4
-  packed = np.bitwise_or.reduce(nibbles << shifts, axis=-1)
-  yield f"{stem}.weight_packed", packed.view(np.int32)
+  packed = np.bitwise_or.reduce(nibbles << shifts, axis=-1).view(np.int32)
+  if plan.kind == GPTQ:
+    yield f"{stem}.scales", _to_float16(name, scales.T)
+    yield f"{stem}.qweight", np.ascontiguousarray(packed.T)
+    zeros = scales.shape[1], outputs // _PACKED
+    yield f"{stem}.qzeros", np.full(zeros, _STORED_ZEROS, np.int32)
+    yield f"{stem}.g_idx", np.arange(inputs, dtype=np.int32) // group
+    return
+  yield f"{stem}.weight_scale", scales
+  yield f"{stem}.weight_packed", packed
   yield f"{stem}.weight_shape", np.array([outputs, inputs], np.int64)
+
+
+def _to_float16(name: str, scales: np.ndarray) -> np.ndarray:
+  """Returns scales as loaders of `gptq` read them.
+
+  Raises:
+    user_error.UserError: One is out of range.
+  """
+  limits = np.finfo(np.float16)
+  wrong = scales[(scales > limits.max) | (scales < limits.tiny) & (scales != 0)]
+  if wrong.size:
+    raise user_error.UserError(
+      f"The tensor {name} has the scale {wrong[0]:g}, and those of gptq are"
+      f" float16, from {limits.tiny:g} to {limits.max:g}; use"
+      f" --format={COMPRESSED}."
+    )
+  return np.ascontiguousarray(scales.astype(np.float16))

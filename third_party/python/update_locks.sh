@@ -40,6 +40,7 @@ lock requirements_site "${core[@]}" \
   --constraints requirements_text_lock.txt "$@"
 lock requirements_oracle "${core[@]}" \
   --constraints requirements_tf_lock.txt \
+  --constraints requirements_data_lock.txt \
   --constraints requirements_serve_lock.txt \
   --constraints requirements_text_lock.txt "$@"
 lock requirements_dev "$@"

@@ -104,9 +104,11 @@ def import_model(
 
 
 def export_quantized(
-  folder: pathlib.Path, run: pathlib.Path, recipe: str
+  folder: pathlib.Path, run: pathlib.Path, recipe: str, *options: str
 ) -> tuple[pathlib.Path, pathlib.Path]:
   """Quantizes the weights of a model tuned in `folder`, and exports them.
+
+  `options` are those of the export.
 
   Returns:
     The folder of the served weights, and the exported one.
@@ -117,7 +119,7 @@ def export_quantized(
     f"--fdl.validation_files={folder}/train.jsonl",
   )
   served, out = run / "serving" / recipe, folder / f"exported_{recipe}"
-  convert("export", os.fspath(served), "--to", os.fspath(out))
+  convert("export", os.fspath(served), "--to", os.fspath(out), *options)
   return served, out
 
 

@@ -48,12 +48,23 @@ def test_equals_transformers(name, tmp_path, capsys):
     assert (tmp_path / "tuned_export" / each).exists()
   if name == "qwen3":
     recipe = "int4_gptq"
-    _check_packed(*imported_models.export_quantized(tmp_path, tuned, recipe))
+    served, out = imported_models.export_quantized(tmp_path, tuned, recipe)
+    _check_packed(served, out)
+    out = tmp_path / "gptq"
+    arguments = "export", os.fspath(served), "--to", os.fspath(out)
+    imported_models.convert(*arguments, "--format=gptq")
+    _check_gptq(served, out)
   else:
     with pytest.raises(AssertionError):
       imported_models.export_quantized(tmp_path, tuned, "int8")
     printed = capsys.readouterr().err
     assert "int8 is not a recipe of int4 weights" in printed
+    arguments = "export", os.fspath(run), "--to", os.fspath(tmp_path / "none")
+    with pytest.raises(AssertionError):
+      imported_models.convert(*arguments, "--format=gptq")
+    assert (
+      "has no quantized weights, so --format=gptq" in capsys.readouterr().err
+    )
 
 
 def _check_packed(served, exported):
@@ -65,6 +76,42 @@ def _check_packed(served, exported):
   (group,) = described["config_groups"].values()
   size = group["weights"]["group_size"]
   assert described["ignore"] == ["lm_head"]
+  stem, expected = _find_weight(served, config)
+  shape = tensors[f"{stem}.weight_shape"]
+  packed = tensors[f"{stem}.weight_packed"].view(np.uint32)
+  codes = np.stack([packed >> 4 * i & 15 for i in range(8)], axis=-1)
+  codes = codes.reshape(shape).astype(np.float32) - 8
+  found = codes * np.repeat(tensors[f"{stem}.weight_scale"], size, axis=1)
+  np.testing.assert_allclose(found, expected, rtol=1e-6)
+  assert f"{stem}.weight" not in tensors
+
+
+def _check_gptq(served, exported):
+  """The same for the format of GPTQ, as AutoGPTQ unpacks it."""
+  tensors = safetensors.load_file(exported / "model.safetensors")
+  config = json.loads((exported / "config.json").read_text())
+  described = config.pop("quantization_config")
+  assert described["quant_method"] == described["checkpoint_format"] == "gptq"
+  stem, expected = _find_weight(served, config)
+  packed, zeros = (
+    tensors[f"{stem}.{name}"].view(np.uint32) for name in ("qweight", "qzeros")
+  )
+  codes = np.stack([packed >> 4 * i & 15 for i in range(8)], axis=1)
+  codes = codes.reshape(-1, packed.shape[1]).astype(np.int32)
+  zeros = np.stack([zeros >> 4 * i & 15 for i in range(8)], axis=-1)
+  zeros = zeros.reshape(len(zeros), -1).astype(np.int32) + 1
+  groups, scales = tensors[f"{stem}.g_idx"], tensors[f"{stem}.scales"]
+  assert np.bincount(groups).tolist() == (
+    [described["group_size"]] * scales.shape[0]
+  )
+  found = scales.astype(np.float32)[groups] * (codes - zeros[groups])
+  # The scales are float16.
+  np.testing.assert_allclose(found.T, expected, rtol=2**-11)
+  assert f"{stem}.weight" not in tensors
+
+
+def _find_weight(served, config):
+  """Returns a layer and its weight [outputs, inputs] from the stored values."""
   stored = stored_checkpoint.find_checkpoint(epath.Path(served))
   leaf = families.find(config).names(config).leaves[_DOWN]
   at = served_einsum.COLLECTION + _DOWN.removeprefix("params").replace(
@@ -79,14 +126,7 @@ def _check_packed(served, exported):
     layer_shape=leaf.shape,
   )
   ((name, _, expected, _),) = leaf.to_tensors(np.asarray(weights))
-  stem = name.removesuffix("weight")
-  shape = tensors[f"{stem}weight_shape"]
-  packed = tensors[f"{stem}weight_packed"].view(np.uint32)
-  codes = np.stack([packed >> 4 * i & 15 for i in range(8)], axis=-1)
-  codes = codes.reshape(shape).astype(np.float32) - 8
-  found = codes * np.repeat(tensors[f"{stem}weight_scale"], size, axis=1)
-  np.testing.assert_allclose(found, expected, rtol=1e-6)
-  assert f"{stem}weight" not in tensors
+  return name.removesuffix(".weight"), expected
 
 
 def test_a_tokenizer_that_does_not_fit_is_one_clear_error(tmp_path):

@@ -12,10 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors import numpy as safetensors
 
 from paxon.layers.models.hugging_face import families, testing
 from paxon.quantization import number_formats, served_einsum
 from paxon.runner.checkpoints import stored_checkpoint
+from paxon.tasks.lm.params import hugging_face
 from paxon.tools import hf_files
 from paxon.tools.hf_goldens import imported_models
 
@@ -83,12 +85,80 @@ def test_quantized_weights_are_read_by_transformers(recipe, tmp_path):
 
   _, tuned = imported_models.check(tmp_path, "llama2")
   served, out = imported_models.export_quantized(tmp_path, tuned, recipe)
-  ids = np.random.default_rng(0).integers(3, 250, (2, 20)).astype(np.int32)
+  ids = _random_ids()
   model = transformers.AutoModelForCausalLM.from_pretrained(
     os.fspath(out), dtype=torch.float32
   ).eval()
   with torch.no_grad():
     expected = model(torch.from_numpy(ids).long()).logits.numpy()
+  np.testing.assert_allclose(
+    _served_logits(served, out, ids), expected, rtol=0, atol=_TOLERANCE
+  )
+
+
+@pytest.mark.skipif(
+  importlib.util.find_spec("auto_round") is None,
+  reason="auto_round is not here; --config=oracle brings it",
+)
+def test_gptq_folders_are_read_by_auto_round(tmp_path):
+  """In layers whose sizes are multiples of 32, as its CPU backend asks."""
+  # Transformers imports it for these files.
+  import auto_round  # noqa: F401  # pyrefly: ignore[missing-import]
+  import torch  # pyrefly: ignore[missing-import]
+  import transformers  # pyrefly: ignore[missing-import]
+
+  config = imported_models.read_goldens()["llama2"]["config"]
+  sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+  run = imported_models.import_model(tmp_path, "llama2", config | sizes)
+  tuned = tmp_path / "tuned"
+  knobs = {**imported_models.KNOBS, "prompts": None, "max_new_tokens": None}
+  imported_models.call(
+    f"--exp={hugging_face.HuggingFaceLm.import_path()}",
+    f"--job_log_dir={tuned}",
+    f"--fdl.weights={run}",
+    f"--fdl.train_files={tmp_path}/train.jsonl",
+    *(f"--fdl.{name}={value}" for name, value in knobs.items()),
+  )
+  served, out = imported_models.export_quantized(
+    tmp_path, tuned, "int4_gptq", "--format=gptq"
+  )
+  load = transformers.AutoModelForCausalLM.from_pretrained
+  read = load(
+    os.fspath(out),
+    device_map="cpu",
+    quantization_config=transformers.AutoRoundConfig(backend="torch"),
+  )
+  # It rounds all other weights to float16, so they are read here.
+  plain = transformers.AutoConfig.from_pretrained(
+    os.fspath(tmp_path / "original")
+  )
+  model = transformers.AutoModelForCausalLM.from_config(plain).eval()
+  exported = safetensors.load_file(out / "model.safetensors")
+  model.load_state_dict(
+    {name: torch.from_numpy(x) for name, x in exported.items()}, strict=False
+  )
+  count = 0
+  for name, module in read.named_modules():
+    if type(module).__name__ == "QuantLinear":
+      # Otherwise what is multiplied by them is rounded to float16, too.
+      module.scales = module.scales.float()
+      model.set_submodule(name, module)
+      count += 1
+  assert count == 7 * config["num_hidden_layers"]
+  ids = _random_ids()
+  with torch.no_grad():
+    expected = model(torch.from_numpy(ids).long()).logits.numpy()
+  # The scales in the files are float16.
+  error = np.linalg.norm(_served_logits(served, out, ids) - expected)
+  assert error < 1e-3 * np.linalg.norm(expected)
+
+
+def _random_ids():
+  return np.random.default_rng(0).integers(3, 250, (2, 20)).astype(np.int32)
+
+
+def _served_logits(served, out, ids):
+  """Returns our logits with the stored weights, dequantized."""
   config = dict(hf_files.read_config(epath.Path(out)))
   del config["quantization_config"]
   of = families.find(config)
@@ -109,5 +179,4 @@ def test_quantized_weights_are_read_by_transformers(recipe, tmp_path):
   weights = traverse_util.unflatten_dict(
     {name: jax.device_put(x) for name, x in values.items()}, sep="/"
   )
-  logits = of.model(config).apply(weights, *testing.token_args(ids))
-  np.testing.assert_allclose(logits, expected, rtol=0, atol=_TOLERANCE)
+  return of.model(config).apply(weights, *testing.token_args(ids))
