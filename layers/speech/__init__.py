@@ -1,0 +1,1 @@
+"""Speech: features of audio, CTC, and the layers of the Conformer."""

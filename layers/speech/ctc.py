@@ -1,0 +1,254 @@
+"""Connectionist temporal classification: loss, decoding and error rates.
+
+Graves et al. 2006, https://dl.acm.org/doi/10.1145/1143844.1143891. An alignment
+has a label or the blank in each frame; merging equal neighbors and then leaving
+out the blanks gives its text. The loss is minus the log probability that an
+alignment has the given labels, where the frames are independent:
+
+  loss = -log(sum over alignments of prod_t softmax(logits)[t, alignment[t]])
+
+The sum is computed over the states `blank, y1, blank, y2, ..., blank`: a frame
+keeps the state, or goes to the next one, or skips a blank between different
+labels.
+
+Letters: B batch, T frames, L labels, V vocabulary with the blank.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+import numpy as np
+
+from paxon.layers import precision
+
+# Of impossible states. Finite, because the gradient of log(0 + 0) is NaN.
+_NEVER = -1e30
+
+
+def loss(
+  logits: Float[Array, "batch frames vocab"],
+  frame_mask: Bool[Array, "batch frames"],
+  labels: Int[Array, "batch labels"],
+  label_mask: Bool[Array, "batch labels"],
+  *,
+  blank_id: int = 0,
+) -> Float[Array, "batch"]:
+  """Returns minus the log probability of the labels, in nats.
+
+  As `torch.nn.CTCLoss`, inf where no alignment is possible: there are fewer
+  frames than labels and pairs of equal neighbors. The gradient is then zero.
+
+  Args:
+    logits: Normalized here; may be NaN where they are masked.
+    frame_mask: True for real frames, anywhere.
+    labels: Ids without the blank.
+    label_mask: True for real labels, which come first.
+    blank_id: Id of the blank.
+  """
+  batch, frames, _ = logits.shape
+  states = 2 * labels.shape[1] + 1
+  logits = jnp.where(frame_mask[:, :, None], logits, 0)
+  log_probs = jax.nn.log_softmax(precision.widened(logits), axis=-1)
+  blanks = jnp.full((batch, labels.shape[1] + 1), blank_id, labels.dtype)
+  ids = jnp.zeros((batch, states), labels.dtype)
+  ids = ids.at[:, ::2].set(blanks).at[:, 1::2].set(labels)
+  # Ids of masked labels may be out of range.
+  count = jnp.sum(label_mask, axis=1, dtype=jnp.int32)
+  is_state = jnp.arange(states, dtype=jnp.int32)[None] <= 2 * count[:, None]
+  ids = jnp.where(is_state, ids, blank_id)
+  emitted = jnp.take_along_axis(
+    log_probs, jnp.broadcast_to(ids[:, None], (batch, frames, states)), axis=2
+  )
+  can_skip = jnp.pad(ids[:, 2:] != ids[:, :-2], ((0, 0), (2, 0)))
+  # The first frame is a blank, or the first label.
+  before = jnp.full((batch, states), _NEVER, log_probs.dtype).at[:, 0].set(0)
+
+  def advance(
+    score: jax.Array, frame: tuple[jax.Array, jax.Array]
+  ) -> tuple[jax.Array, None]:
+    emitted, is_real = frame
+    sources = [score, _shift(score, 1)]
+    sources.append(jnp.where(can_skip, _shift(score, 2), _NEVER))
+    moved = jax.nn.logsumexp(jnp.stack(sources), axis=0) + emitted
+    moved = jnp.maximum(moved, _NEVER)
+    return jnp.where(is_real[:, None], moved, score), None
+
+  by_frame = jnp.moveaxis(emitted, 1, 0), frame_mask.T
+  score, _ = jax.lax.scan(advance, before, by_frame)
+  last = 2 * count[:, None]
+  at_blank = jnp.take_along_axis(score, last, axis=1)[:, 0]
+  at_label = jnp.take_along_axis(score, jnp.maximum(last - 1, 0), axis=1)[:, 0]
+  at_label = jnp.where(count > 0, at_label, _NEVER)
+  total = jnp.logaddexp(at_blank, at_label)
+  return jnp.where(total > _NEVER / 2, -total, jnp.inf)
+
+
+def _shift(score: jax.Array, by: int) -> jax.Array:
+  """Returns the scores of the states that are `by` before."""
+  count = score.shape[1]
+  padded = jnp.pad(score, ((0, 0), (by, 0)), constant_values=_NEVER)
+  return padded[:, :count]
+
+
+class Decoded(NamedTuple):
+  """Ids of texts.
+
+  Attributes:
+    ids: int32 [B,T], without blanks; zeros after the end.
+    lengths: int32 [B].
+  """
+
+  ids: jax.Array
+  lengths: jax.Array
+
+
+def greedy(
+  logits: Float[Array, "batch frames vocab"],
+  frame_mask: Bool[Array, "batch frames"],
+  *,
+  blank_id: int = 0,
+) -> Decoded:
+  """Returns the texts of the most likely alignments.
+
+  Padding frames are left out, wherever they are.
+  """
+  batch, frames, _ = logits.shape
+  best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+  # Real frames first, in order.
+  order = jnp.argsort(~frame_mask, axis=1, stable=True)
+  best = jnp.take_along_axis(best, order, axis=1)
+  is_real = jnp.take_along_axis(frame_mask, order, axis=1)
+  before = jnp.pad(best[:, :-1], ((0, 0), (1, 0)), constant_values=blank_id)
+  keep = is_real & (best != blank_id) & (best != before)
+  lengths = jnp.sum(keep, axis=1, dtype=jnp.int32)
+  place = jnp.where(keep, jnp.cumsum(keep, axis=1, dtype=jnp.int32) - 1, frames)
+  rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
+  ids = jnp.zeros((batch, frames), jnp.int32)
+  return Decoded(ids.at[rows, place].set(best, mode="drop"), lengths)
+
+
+# Log probabilities of the alignments that end with a blank, and with a label.
+_Beam = dict[tuple[int, ...], np.ndarray]
+
+
+def _add(beam: _Beam, text: tuple[int, ...], end: int, log_prob: float) -> None:
+  if log_prob > -np.inf:
+    ends = beam.setdefault(text, np.full(2, -np.inf))
+    ends[end] = np.logaddexp(ends[end], log_prob)
+
+
+def search(
+  log_probs: np.ndarray, *, beam_size: int, blank_id: int = 0
+) -> list[tuple[tuple[int, ...], float]]:
+  """Returns likely texts of one utterance, the most likely first.
+
+  Prefix beam search: keeps the most likely texts of the frames so far, each
+  with the sum of its alignments (Hannun et al. 2014,
+  https://arxiv.org/abs/1408.2873). Runs on the host.
+
+  Args:
+    log_probs: Normalized [T,V], real frames only.
+    beam_size: Number of texts that are kept after each frame.
+    blank_id: Id of the blank.
+
+  Returns:
+    At most `beam_size` pairs of ids and log probability. With a beam that keeps
+    all texts the probabilities are exact, otherwise they are lower bounds.
+
+  Raises:
+    ValueError: `beam_size` is not positive, or `log_probs` is no matrix.
+  """
+  if beam_size <= 0:
+    raise ValueError(f"beam_size must be positive, got {beam_size}.")
+  log_probs = np.asarray(log_probs, np.float64)
+  if log_probs.ndim != 2:
+    raise ValueError(f"log_probs must be [T,V], got {log_probs.shape}.")
+  beam: _Beam = {(): np.asarray([0.0, -np.inf])}
+  for frame in log_probs:
+    found: _Beam = {}
+    add = functools.partial(_add, found)
+    for text, (blank, label) in beam.items():
+      either = np.logaddexp(blank, label)
+      add(text, 0, either + frame[blank_id])
+      for number, log_prob in enumerate(frame):
+        if number == blank_id:
+          continue
+        if text and text[-1] == number:
+          add(text, 1, label + log_prob)
+          add((*text, number), 1, blank + log_prob)
+        else:
+          add((*text, number), 1, either + log_prob)
+    kept = sorted(found.items(), key=lambda x: (-np.logaddexp(*x[1]), x[0]))
+    beam = dict(kept[:beam_size])
+  scored = [(text, float(np.logaddexp(*ends))) for text, ends in beam.items()]
+  return sorted(scored, key=lambda x: (-x[1], x[0]))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Errors:
+  """The smallest number of changes from references to hypotheses.
+
+  Attributes:
+    substitutions: Items of references that are others in the hypotheses.
+    deletions: Items that are missing in the hypotheses.
+    insertions: Items that are in the hypotheses only.
+    length: Items of the references.
+  """
+
+  substitutions: int = 0
+  deletions: int = 0
+  insertions: int = 0
+  length: int = 0
+
+  @property
+  def rate(self) -> float:
+    """Errors per item of the references: word error rate for words.
+
+    NaN without items; more than one is possible.
+    """
+    errors = self.substitutions + self.deletions + self.insertions
+    return errors / self.length if self.length else float("nan")
+
+  def __add__(self, other: "Errors") -> "Errors":
+    return Errors(
+      substitutions=self.substitutions + other.substitutions,
+      deletions=self.deletions + other.deletions,
+      insertions=self.insertions + other.insertions,
+      length=self.length + other.length,
+    )
+
+
+def count_errors(
+  reference: Sequence[object], hypothesis: Sequence[object]
+) -> Errors:
+  """Returns the errors of a hypothesis: words, or characters of texts.
+
+  Of equally few errors those with the most substitutions are counted.
+  """
+  # (errors, insertions + deletions, insertions, deletions) of the reference so
+  # far and each beginning of the hypothesis; the smallest one wins.
+  before = [(i, i, i, 0) for i in range(len(hypothesis) + 1)]
+  for item in reference:
+    after = [(before[0][0] + 1, before[0][1] + 1, 0, before[0][3] + 1)]
+    for i, other in enumerate(hypothesis):
+      errors, gaps, inserted, deleted = before[i]
+      same = item == other
+      changed = (errors + (not same), gaps, inserted, deleted)
+      errors, gaps, inserted, deleted = before[i + 1]
+      without = (errors + 1, gaps + 1, inserted, deleted + 1)
+      errors, gaps, inserted, deleted = after[i]
+      extra = (errors + 1, gaps + 1, inserted + 1, deleted)
+      after.append(min(changed, without, extra))
+    before = after
+  errors, gaps, inserted, deleted = before[-1]
+  return Errors(
+    substitutions=errors - gaps,
+    deletions=deleted,
+    insertions=inserted,
+    length=len(reference),
+  )
