@@ -1,0 +1,1 @@
+"""Discrete codes of vectors."""
