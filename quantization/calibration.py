@@ -14,6 +14,8 @@ its left operand. Its weights are then quantized by the method of its recipe
   SmoothQuant  the same by the largest magnitudes of inputs and weights, so that
                8-bit activations lose less (Xiao et al. 2022, arXiv 2211.10438)
 
+`StaticRange` rounds weights to nearest, and stores the largest input.
+
 Two methods set weights to zero instead, in groups of inputs of each output:
 
   Wanda        those with the smallest magnitude times the norm of the input
@@ -35,7 +37,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from paxon.quantization import equations, number_formats, quantized_array
+from paxon.quantization import (
+  equations,
+  number_formats,
+  quantized_array,
+  scaling,
+)
 from paxon.quantization import recipe as recipe_lib
 
 COLLECTION = "calibration"
@@ -70,8 +77,11 @@ def measure(
 
   Returns:
     Arrays with the batch letters of the equation, and C inputs: `HESSIAN` [...,
-    C, C], `SUM`, `SQUARES` or `LARGEST` [..., C].
+    C, C], `SUM`, `SQUARES` or `LARGEST` [..., C]; of `StaticRange`, `LARGEST`
+    of the whole operand [].
   """
+  if isinstance(method, recipe_lib.StaticRange):
+    return {LARGEST: scaling.amax_of(lhs)}
   batch = _batch(equation)
   tokens = [c for c in equation.lhs if c not in equation.rhs]
   x = _merge(

@@ -1,4 +1,4 @@
-"""Number formats for quantization: fp8, fp4 and small integers.
+"""Number formats for quantization: fp8, fp4, NF4 and small integers.
 
 Plain casts to fp8 do not saturate (500 becomes NaN in e4m3, 1e6 becomes
 infinite in e5m2); `saturating_cast` does. It keeps non-finite values
@@ -9,6 +9,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,11 +20,13 @@ class NumberFormat:
     name: Name in messages and tables.
     bits: Width of a packed value.
     dtype: Dtype of arrays. int4 values are stored and multiplied as int8,
-      because XLA has no int4 matmul on CPU and GPU, and fp4 values as e4m3,
-      which has all of them.
+      because XLA has no int4 matmul on CPU and GPU, fp4 values as e4m3, which
+      has all of them, and NF4 values as float32.
     largest: Largest finite value; the smallest is its negative.
     mantissa_bits: Stored bits of the significand; 0 for integers.
     smallest_exponent: Binary exponent of the smallest normal value.
+    table: All values, increasing, of a format that is neither integers nor a
+      floating-point format.
   """
 
   name: str
@@ -32,6 +35,7 @@ class NumberFormat:
   largest: float
   mantissa_bits: int = 0
   smallest_exponent: int = 0
+  table: tuple[float, ...] = ()
 
   @property
   def is_integer(self) -> bool:
@@ -50,6 +54,32 @@ FP8_E5M2 = NumberFormat(
 
 # Its values are 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
 FP4_E2M1 = NumberFormat("fp4_e2m1", 4, jnp.dtype(jnp.float8_e4m3fn), 6.0, 1, 0)
+# 4-bit NormalFloat (Dettmers et al. 2023, https://arxiv.org/abs/2305.14314,
+# appendix E): quantiles of a normal distribution, for blocks of largest 1.
+NF4 = NumberFormat(
+  "nf4",
+  4,
+  jnp.dtype(jnp.float32),
+  1.0,
+  table=(
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+  ),
+)
 # Weights that are pruned, not quantized.
 FLOAT32 = NumberFormat(
   "float32", 32, jnp.dtype(jnp.float32), 3.4028234663852886e38, 23, -126
@@ -61,7 +91,9 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def saturating_cast(x: jax.Array, number_format: NumberFormat) -> jax.Array:
-  """Returns the nearest values of a format, in its dtype; ties to even.
+  """Returns the nearest values of a format, in its dtype.
+
+  Ties are rounded to even, and to the smaller value of a table.
 
   Finite values saturate at the largest value. NaN and infinity become NaN in
   fp8 and fp4. In integer formats, NaN becomes 0 and infinity the largest value,
@@ -76,6 +108,9 @@ def saturating_cast(x: jax.Array, number_format: NumberFormat) -> jax.Array:
   if number_format.is_integer:
     whole = jnp.where(jnp.isnan(x), 0, jnp.round(clipped))
     return whole.astype(number_format.dtype)
+  if number_format.table:
+    nearest = decode(encode(clipped, number_format), number_format)
+    return jnp.where(jnp.isfinite(x), nearest, jnp.nan)
   if number_format.bits == 4:
     step = find_step(clipped, number_format)
     clipped = jnp.round(clipped / step) * step
@@ -84,7 +119,16 @@ def saturating_cast(x: jax.Array, number_format: NumberFormat) -> jax.Array:
 
 
 def find_step(x: jax.Array, number_format: NumberFormat) -> jax.Array:
-  """Returns the distance between neighbors of the format around `x`."""
+  """Returns the distance between neighbors of the format around `x`.
+
+  Raises:
+    ValueError: The format has a table: its steps are not powers of two.
+  """
+  if number_format.table:
+    raise ValueError(
+      f"Values cannot be rounded at random to {number_format.name}, whose steps"
+      " are not powers of two; use Rounding.NEAREST."
+    )
   if number_format.is_integer:
     return jnp.ones((), x.dtype)
   bits = jax.lax.bitcast_convert_type(x, jnp.int32)
@@ -98,11 +142,15 @@ def encode(values: jax.Array, number_format: NumberFormat) -> jax.Array:
   """Returns values of four bits as int8 from -8 to 7, to be packed.
 
   Integers are unchanged; fp4 values become their bits: sign, exponent,
-  mantissa.
+  mantissa; those of a table the index of the nearest entry, less 8.
   """
   if number_format.is_integer:
     return values
   wide = values.astype(jnp.float32)
+  if number_format.table:
+    table = np.asarray(number_format.table, np.float32)
+    middles = jnp.asarray((table[1:] + table[:-1]) / 2)
+    return (jnp.searchsorted(middles, wide) - 8).astype(jnp.int8)
   # Bits without a sign count the smaller magnitudes.
   code = sum((jnp.abs(wide) >= x).astype(jnp.int8) for x in _MAGNITUDES[1:])
   return jnp.where(jnp.signbit(wide), code - jnp.int8(8), code)
@@ -112,6 +160,9 @@ def decode(codes: jax.Array, number_format: NumberFormat) -> jax.Array:
   """Inverts `encode`."""
   if number_format.is_integer:
     return codes
+  if number_format.table:
+    table = jnp.asarray(number_format.table, number_format.dtype)
+    return table.at[codes + jnp.int8(8)].get(mode="promise_in_bounds")
   exponent, mantissa = (codes >> 1) & 3, codes & 1
   # Twice the value is an integer.
   doubled = jnp.where(

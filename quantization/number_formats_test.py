@@ -72,6 +72,27 @@ def test_fp4_has_the_bits_of_ml_dtypes():
   np.testing.assert_array_equal(np.signbit(back), np.signbit(values))
 
 
+def test_nf4_is_the_nearest_entry_of_its_table():
+  nf4 = number_formats.NF4
+  table = np.asarray(nf4.table)
+  assert len(table) == 16
+  assert np.all(np.diff(table) > 0)
+  x = np.float32([*np.linspace(-1.2, 1.2, 301), *table, np.nan, np.inf])
+  got = np.asarray(_cast(jax.device_put(x), nf4))
+  off = np.abs(np.clip(x[:-2, None].astype("f8"), -1, 1) - table)
+  np.testing.assert_allclose(
+    np.abs(got[:-2] - np.clip(x[:-2], -1, 1)), off.min(axis=1), atol=1e-7
+  )
+  assert np.isnan(got[-2:]).all()
+  codes = number_formats.encode(jax.device_put(np.float32(table)), nf4)
+  np.testing.assert_array_equal(codes, np.arange(-8, 8))
+  np.testing.assert_array_equal(
+    number_formats.decode(codes, nf4), np.float32(table)
+  )
+  with pytest.raises(ValueError, match=r"cannot be rounded at random to nf4"):
+    number_formats.find_step(jnp.ones(2), nf4)
+
+
 @pytest.mark.parametrize(("number_format", "dtype"), [*FP8, FP4])
 @hypothesis.given(values=FLOATS)
 @hypothesis.settings(max_examples=50)

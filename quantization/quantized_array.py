@@ -1,6 +1,7 @@
 """Quantized arrays: low-precision values with scales.
 
   quantize(x, recipe)       x ~ values * scale
+  zero_points.quantize      x ~ (values - zero) * scale
 
 A scale is a scalar, or has the rank of the values, with size 1 or the number of
 tiles in the dimensions of a group of values with the same scale.
@@ -33,6 +34,7 @@ class QuantizedArray:
       byte if packed.
     scale: float32; a scalar, or of the rank of `values`, with sizes that divide
       those of the (unpacked) values.
+    zero: Zero points, of the shape of `scale`; `None` is 0.
     format: The number format.
     power_of_two: Whether all scales are powers of two.
     packed_axis: Negative axis along which two values share a byte; `None` if
@@ -41,6 +43,7 @@ class QuantizedArray:
 
   values: _Leaf
   scale: _Leaf
+  zero: _Leaf = None
   format: number_formats.NumberFormat = dataclasses.field(
     metadata={"static": True}, kw_only=True
   )
@@ -66,7 +69,7 @@ class QuantizedArray:
 
   @property
   def nbytes(self) -> int:
-    """Bytes of values and scales."""
+    """Bytes of values, scales and zero points."""
     return sum(
       math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self)
     )
@@ -98,8 +101,10 @@ class QuantizedArray:
     )
 
   def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """Returns values times scales, computed in float32 and cast to `dtype`."""
+    """Returns the numbers, computed in float32 and cast to `dtype`."""
     values = self.unpacked().values.astype(jnp.float32)
+    if self.zero is not None:
+      values = by_group(operator.sub, values, self.zero)
     return by_group(operator.mul, values, self.scale).astype(dtype)
 
 
@@ -124,7 +129,15 @@ def quantize(
       `x` by default.
     history: float32 [H], history of delayed scaling.
     key: Random key for stochastic rounding.
+
+  Raises:
+    ValueError: The recipe has zero points (see `zero_points.quantize`).
   """
+  if tensor_recipe.zero_point:
+    raise ValueError(
+      "TensorRecipe.zero_point must be False: only stored weights have zero"
+      " points (zero_points.quantize)."
+    )
   number_format = tensor_recipe.format
   if history is not None and tensor_recipe.is_delayed:
     scale = scaling.scale_of(jnp.max(history), tensor_recipe)

@@ -28,14 +28,15 @@ def multiply(
   Two fp8 or two integer operands are multiplied in low precision, with sums in
   float32 or int32, unless
 
-  * scales vary along the contracted dimensions, or
+  * scales vary along the contracted dimensions,
+  * an operand has zero points, or
   * int32 sums could overflow (from 133,144 terms of int8).
 
   Otherwise quantized values are first cast to the dtype of the other operand,
   or to `layer_dtype` if both are quantized, and sums are float32.
 
   Scales multiply the result, except those that vary along the contracted
-  dimensions, which multiply the operand.
+  dimensions or have zero points, which multiply the operand.
 
   Args:
     equation: Equation of the matmul.
@@ -134,6 +135,8 @@ def _is_outside(
   letters: str,
 ) -> bool:
   """Returns whether the scales of an operand can multiply the result."""
+  if operand.zero is not None:
+    return False
   scale = operand.scale
   contracted = equation.contracted_axes(letters)
   return all(

@@ -114,6 +114,8 @@ class TensorRecipe:
       activations, `(128, 128)` for kernels. Only for `Granularity.BLOCK`.
     scale_format: Format of the scales; other than FLOAT32 only for
       `Granularity.BLOCK`.
+    zero_point: Whether integers have a zero point for each group
+      (`zero_points`); only stored weights may.
   """
 
   format: number_formats.NumberFormat
@@ -122,6 +124,7 @@ class TensorRecipe:
   rounding: Rounding = Rounding.NEAREST
   block: tuple[int, int] | None = None
   scale_format: ScaleFormat = ScaleFormat.FLOAT32
+  zero_point: bool = False
 
   def __post_init__(self) -> None:
     if self.scale_format is not ScaleFormat.FLOAT32 and (
@@ -131,6 +134,13 @@ class TensorRecipe:
         f"TensorRecipe.scale_format {self.scale_format} needs Granularity.BLOCK"
         f" and a floating-point format, got {self.granularity} and"
         f" {self.format.name}."
+      )
+    if self.zero_point and (
+      not self.format.is_integer or self.granularity is Granularity.TENSOR
+    ):
+      raise ValueError(
+        "TensorRecipe.zero_point needs integers and Granularity.CHANNEL or"
+        f" BLOCK, got {self.format.name} and {self.granularity}."
       )
     if self.is_delayed and self.granularity is not Granularity.TENSOR:
       raise ValueError(
@@ -219,6 +229,15 @@ class SmoothQuant(_Calibrated):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class StaticRange(_Calibrated):
+  """Stores the largest magnitude of the inputs of a matmul.
+
+  Serving then scales activations without reading them twice; larger ones
+  saturate. Weights are rounded to nearest.
+  """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Pruning(_Calibrated):
   """Base of the methods that prune stored weights by their inputs.
 
@@ -262,7 +281,7 @@ class SparseGpt(Pruning):
       )
 
 
-Calibration = Gptq | Awq | SmoothQuant | Wanda | SparseGpt
+Calibration = Gptq | Awq | SmoothQuant | StaticRange | Wanda | SparseGpt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,9 +299,10 @@ class Recipe:
       uses `rhs`.
     search_range: Whether to search the range of stored weights with the
       smallest error (`served_einsum.search_scale`) instead of using the largest
-      magnitude. Not used in training.
-    calibration: Method that quantizes stored weights by statistics of their
-      inputs; None rounds each weight to nearest. Not used in training.
+      magnitude; zero points are searched by HQQ. Not used in training.
+    calibration: Method that quantizes stored weights, or scales activations, by
+      statistics of the inputs; None rounds each weight to nearest. Not used in
+      training.
   """
 
   lhs: TensorRecipe | None
@@ -310,12 +330,34 @@ class Recipe:
       raise ValueError(
         "Recipe.calibration requires Recipe.rhs: it quantizes weights."
       )
+    has_range = isinstance(self.calibration, StaticRange)
+    if has_range and self.lhs is None:
+      raise ValueError(
+        "Recipe.calibration StaticRange requires Recipe.lhs: it scales"
+        " activations."
+      )
+    for name in ("lhs", "gradient", "backward_lhs", "backward_rhs"):
+      if getattr(getattr(self, name), "zero_point", False):
+        raise ValueError(
+          f"Recipe.{name}.zero_point must be False: only weights have zero"
+          " points."
+        )
+    if self.has_zero_points and not (self.calibration is None or has_range):
+      raise ValueError(
+        "Recipe.rhs.zero_point needs weights that are rounded to nearest, got"
+        f" the calibration {self.calibration}."
+      )
     is_float = self.rhs is not None and self.rhs.format.bits == 32
     if self.prunes != is_float:
       raise ValueError(
         "Recipe.calibration must be Wanda or SparseGpt with float32 weights,"
         f" and with no others, got {self.calibration}."
       )
+
+  @property
+  def has_zero_points(self) -> bool:
+    """Whether stored weights have zero points."""
+    return self.rhs is not None and self.rhs.zero_point
 
   @property
   def prunes(self) -> bool:

@@ -1,8 +1,10 @@
 """Tests for validation of recipes."""
 
+import dataclasses
+
 import pytest
 
-from paxon.quantization import number_formats, recipe
+from paxon.quantization import number_formats, recipe, recipes
 
 INT8 = recipe.TensorRecipe(number_formats.INT8)
 
@@ -64,6 +66,30 @@ def test_backward_operands_have_no_history_of_their_own():
   delayed = recipe.TensorRecipe(number_formats.INT8, scaling=recipe.Delayed())
   with pytest.raises(ValueError, match=r"backward_lhs.scaling must be Current"):
     recipe.Recipe(INT8, INT8, INT8, backward_lhs=delayed)
+
+
+ZEROS = recipe.TensorRecipe(
+  number_formats.INT4,
+  granularity=recipe.Granularity.CHANNEL,
+  zero_point=True,
+)
+
+
+def test_zero_points_are_those_of_rounded_weights():
+  for other in (
+    {"format": number_formats.FP8_E4M3},
+    {"granularity": recipe.Granularity.TENSOR},
+  ):
+    with pytest.raises(ValueError, match=r"zero_point needs integers and"):
+      dataclasses.replace(ZEROS, **other)
+  with pytest.raises(ValueError, match=r"Recipe.lhs.zero_point must be False"):
+    recipe.Recipe(ZEROS, ZEROS, None)
+  with pytest.raises(ValueError, match=r"needs weights that are rounded to ne"):
+    recipe.Recipe(None, ZEROS, None, calibration=recipe.Gptq())
+  with pytest.raises(ValueError, match=r"StaticRange requires Recipe.lhs"):
+    recipe.Recipe(None, INT8, None, calibration=recipe.StaticRange())
+  with pytest.raises(ValueError, match=r"int4_hqq' has zero points, .*convert"):
+    recipes.parse("int4_hqq")
 
 
 def test_a_recipe_is_delayed_if_an_operand_is():

@@ -14,7 +14,13 @@
                activations keep their dtype
   int4_gptq    as int4_group; served weights are calibrated by GPTQ
   int4_awq     as int4_group; served weights are calibrated by AWQ
+  int4_hqq     int4 weights with a scale and a zero point per 64 inputs of an
+               output, chosen by HQQ; stored only
+  nf4          4-bit NormalFloat weights with a scale per 64 inputs of an output
   int8_smooth  as int8; served weights are calibrated by SmoothQuant
+  int8_static  as int8; the scale of served activations is calibrated, one for
+               all of a matmul
+  fp8_static   the same with e4m3
   mxfp8        e4m3 weights with a power of two per 32 inputs of an output (OCP
                Microscaling); activations keep their dtype, as of the next two
   mxfp4        fp4 weights with the same scales
@@ -90,6 +96,11 @@ def parse(text: str) -> Choice:
   if colon and mode not in modes:
     raise ValueError(_unknown("mode", mode, list(modes)))
   choice = Choice(name=name, mode=modes[mode] if colon else Mode.TRAIN)
+  if choice.mode is Mode.TRAIN and choice.recipe.has_zero_points:
+    raise ValueError(
+      f"the recipe {name!r} has zero points, which only stored weights have, so"
+      f" it needs {name}:convert or {name}:serve."
+    )
   if choice.mode is Mode.TRAIN and choice.recipe.prunes:
     raise ValueError(
       f"the recipe {name!r} prunes trained weights, so it needs {name}:convert"
@@ -187,8 +198,35 @@ _RECIPES: Final = {
   "int4_group": _INT4_GROUP,
   "int4_gptq": dataclasses.replace(_INT4_GROUP, calibration=recipe_lib.Gptq()),
   "int4_awq": dataclasses.replace(_INT4_GROUP, calibration=recipe_lib.Awq()),
+  "int4_hqq": recipe_lib.Recipe(
+    None,
+    recipe_lib.TensorRecipe(
+      number_formats.INT4,
+      granularity=recipe_lib.Granularity.BLOCK,
+      block=(64, 1),
+      zero_point=True,
+    ),
+    None,
+    search_range=True,
+  ),
+  "nf4": recipe_lib.Recipe(
+    None,
+    recipe_lib.TensorRecipe(
+      number_formats.NF4,
+      granularity=recipe_lib.Granularity.BLOCK,
+      scaling=recipe_lib.Current(power_of_two=False),
+      block=(64, 1),
+    ),
+    None,
+  ),
   "int8_smooth": dataclasses.replace(
     _INT8_RECIPE, calibration=recipe_lib.SmoothQuant()
+  ),
+  "int8_static": dataclasses.replace(
+    _INT8_RECIPE, calibration=recipe_lib.StaticRange()
+  ),
+  "fp8_static": recipe_lib.Recipe(
+    _E4M3, _E4M3, _E4M3, calibration=recipe_lib.StaticRange()
   ),
   "mxfp8": _microscaling(
     number_formats.FP8_E4M3, 32, recipe_lib.ScaleFormat.E8M0

@@ -8,14 +8,18 @@ is stored quantized, with a scale per output:
   served/<path of the layer>/einsum/<matmul>/scale     float32; uint8 of MX
                                                        (E8M0), e4m3 of NVFP4
   served/<path of the layer>/einsum/<matmul>/tensor_scale  float32, of NVFP4
+  served/<path of the layer>/einsum/<matmul>/zero      float32; zero points
+  served/<path of the layer>/einsum/<matmul>/input_range  float32; the largest
+                                                       activation, if static
   served/<path of the layer>/einsum/<matmul>/inputs    float32; factors of the
                                                        left operand, of AWQ and
                                                        SmoothQuant
 
 The right operand is then not read: the server removes the parameter
 (`stored_parameter`) and passes any array of its shape. Activations are
-quantized with current scaling if the recipe has `lhs`; otherwise the weights
-are cast to the dtype of the layer before the matmul.
+quantized if the recipe has `lhs`, with current scaling or that of a stored
+range; otherwise the weights are cast to the dtype of the layer before the
+matmul.
 
 The variables are created when the collection is mutable: by an initialization,
 or by `apply(..., mutable=["served"])`, which converts a float checkpoint. A
@@ -26,6 +30,7 @@ activations, are recorded in the collection `not_served`.
 """
 
 from collections.abc import Mapping, Sequence
+import dataclasses
 import functools
 
 from flax import linen as nn
@@ -41,6 +46,7 @@ from paxon.quantization import (
   quantized_array,
   quantized_matmul,
   scaling,
+  zero_points,
 )
 from paxon.quantization import recipe as recipe_lib
 from paxon.sharding import variables
@@ -49,7 +55,8 @@ COLLECTION = "served"
 # Collection that records matmuls without stored weights, for conversions.
 NOT_SERVED = "not_served"
 _VALUES, _SCALE, _INPUTS = "values", "scale", "inputs"
-_TENSOR_SCALE = "tensor_scale"
+_TENSOR_SCALE, _ZERO = "tensor_scale", "zero"
+_INPUT_RANGE = "input_range"
 _PARAMS = "params"
 _STATISTICS = "inputs"
 
@@ -58,18 +65,26 @@ def serving_recipe(recipe: recipe_lib.Recipe) -> recipe_lib.Recipe:
   """Returns the serving recipe for a training recipe.
 
   Both operands keep their formats. Weights have a scale per output, or per
-  block of integers; quantized activations have a scale per token.
+  block of integers or of a table; quantized activations have a scale per token,
+  or one if it is calibrated.
   """
   rhs = recipe.rhs
   is_float = recipe_lib.ScaleFormat.FLOAT32
   if rhs is not None and (
     rhs.block is None
-    or (rhs.scale_format is is_float and not rhs.format.is_integer)
+    or (
+      rhs.scale_format is is_float
+      and not (rhs.format.is_integer or rhs.format.table)
+    )
   ):
     rhs = _per_channel(rhs.format)
+    if recipe.has_zero_points:
+      rhs = dataclasses.replace(rhs, zero_point=True)
   lhs = None
   if recipe.lhs is not None:
     lhs = _per_channel(recipe.lhs.format)
+    if isinstance(recipe.calibration, recipe_lib.StaticRange):
+      lhs = recipe_lib.TensorRecipe(recipe.lhs.format)
   return recipe_lib.Recipe(
     lhs,
     rhs,
@@ -94,6 +109,12 @@ def stored_parameter(name: str) -> str | None:
     return None
   *layer, _, product, _ = path
   return "/".join((_PARAMS, *layer, product))
+
+
+def format_of(spec: variables.VariableSpec) -> number_formats.NumberFormat:
+  """Returns the format of stored values by their spec."""
+  assert isinstance(spec.initializer, _Zeros), spec.name
+  return spec.initializer.format
 
 
 class ServedEinsum(matmuls.Provider):
@@ -124,8 +145,15 @@ class ServedEinsum(matmuls.Provider):
       Values and scales; `None` if the operand is not stored.
 
     Raises:
-      ValueError: The recipe has a calibration, which needs the left operand.
+      ValueError: The recipe has a calibration, which needs the left operand, or
+        zero points.
     """
+    if self.recipe.has_zero_points:
+      raise ValueError(
+        f"The kernel {matmul!r} cannot have zero points: its layer multiplies"
+        " it without this einsum; exempt the layer or use a recipe without zero"
+        " points."
+      )
     if self.recipe.calibration is not None:
       raise ValueError(
         f"{type(self.recipe.calibration).__name__} cannot quantize the kernel"
@@ -136,6 +164,19 @@ class ServedEinsum(matmuls.Provider):
     operands = equation.partition("->")[0].split(",")
     parsed = equations.parse(equation, len(operands[0]), len(operands[1]))
     return _Matmul(self.recipe, name=matmul).find_weights(parsed, rhs)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Zeros:
+  """The initializer of stored values, which knows their format."""
+
+  format: number_formats.NumberFormat
+
+  def __call__(
+    self, key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike
+  ) -> jax.Array:
+    del key
+    return jnp.zeros(shape, dtype)
 
 
 class _Matmul(nn.Module):
@@ -164,10 +205,14 @@ class _Matmul(nn.Module):
       lhs = (lhs * factors.astype(lhs.dtype)).astype(lhs.dtype)
     left = lhs
     if self.recipe.lhs is not None:
+      fixed = None
+      if self.has_variable(COLLECTION, _INPUT_RANGE):
+        fixed = variables.unbox(self.get_variable(COLLECTION, _INPUT_RANGE))
       left = quantized_array.quantize(
         lhs,
         self.recipe.lhs,
         contracted=parsed.contracted_axes(parsed.lhs),
+        amax=fixed,
       )
     return quantized_matmul.multiply(
       parsed,
@@ -191,22 +236,23 @@ class _Matmul(nn.Module):
         self.sow(NOT_SERVED, "product", jnp.zeros(()))
       if names is None or not self.is_mutable_collection(COLLECTION):
         return None
-      made, inputs = self._quantize(equation, rhs, recipe)
-      if inputs is not None:
-        self._keep(_INPUTS, inputs, names)
+      made = self._quantize(equation, rhs, recipe, names)
       axis = packed_axis(recipe.format, rhs.shape)
       made = made if axis is None else made.packed(axis)
-      self._keep(_VALUES, made.values, names)
+      self._keep(_VALUES, made.values, names, _Zeros(recipe.format))
       for name, value in _store_scale(made.scale, recipe).items():
         self._keep(name, value, names)
+      if made.zero is not None:
+        self._keep(_ZERO, made.zero, names)
     fields = {
       name: variables.unbox(self.get_variable(COLLECTION, name))
-      for name in (_VALUES, _SCALE, _TENSOR_SCALE)
+      for name in (_VALUES, _SCALE, _TENSOR_SCALE, _ZERO)
       if self.has_variable(COLLECTION, name)
     }
     return quantized_array.QuantizedArray(
       fields[_VALUES],
       load_scale(fields),
+      fields.get(_ZERO),
       format=recipe.format,
       power_of_two=recipe.has_power_of_two_scales,
       packed_axis=packed_axis(recipe.format, rhs.shape),
@@ -217,17 +263,24 @@ class _Matmul(nn.Module):
     equation: equations.Equation,
     rhs: jax.Array,
     recipe: recipe_lib.TensorRecipe,
-  ) -> tuple[quantized_array.QuantizedArray, jax.Array | None]:
-    """Returns the quantized right operand, and factors of the left one."""
+    names: tuple[str | None, ...],
+  ) -> quantized_array.QuantizedArray:
+    """Returns the quantized right operand; stores what scales the left one."""
     is_searched = self.recipe.search_range
+    if recipe.zero_point:
+      round_ = functools.partial(
+        zero_points.quantize, half_quadratic=is_searched
+      )
+    else:
+      round_ = search_scale if is_searched else quantized_array.quantize
     nearest = functools.partial(
-      search_scale if is_searched else quantized_array.quantize,
+      round_,
       tensor_recipe=recipe,
       contracted=equation.contracted_axes(equation.rhs),
     )
     method = self.recipe.calibration
     if method is None:
-      return nearest(rhs), None
+      return nearest(rhs)
     statistics = self.get_variable(calibration.COLLECTION, _STATISTICS)
     if statistics is None:
       if not self.is_initializing():
@@ -240,7 +293,15 @@ class _Matmul(nn.Module):
       sizes = dict(zip(equation.rhs, rhs.shape, strict=True))
       lhs = jnp.ones([sizes.get(c, 1) for c in equation.lhs], jnp.float32)
       statistics = calibration.measure(equation, lhs, method)
-    return calibration.quantize(equation, rhs, statistics, method, nearest)
+    if isinstance(method, recipe_lib.StaticRange):
+      self._keep(_INPUT_RANGE, statistics[calibration.LARGEST], ())
+      return nearest(rhs)
+    made, inputs = calibration.quantize(
+      equation, rhs, statistics, method, nearest
+    )
+    if inputs is not None:
+      self._keep(_INPUTS, inputs, names)
+    return made
 
   def _measure(
     self, equation: equations.Equation, lhs: jax.Array, rhs: jax.Array
@@ -280,7 +341,11 @@ class _Matmul(nn.Module):
     return tuple(names)
 
   def _keep(
-    self, name: str, value: jax.Array, names: tuple[str | None, ...]
+    self,
+    name: str,
+    value: jax.Array,
+    names: tuple[str | None, ...],
+    init: nn.initializers.Initializer = nn.initializers.zeros,
   ) -> None:
     """Creates a variable."""
     axes = (
@@ -288,7 +353,7 @@ class _Matmul(nn.Module):
       for n, size in zip(names, value.shape, strict=True)
     )
     box = variables.boxed(
-      nn.initializers.zeros, tuple(axes), shape=value.shape, dtype=value.dtype
+      init, tuple(axes), shape=value.shape, dtype=value.dtype
     )
     self.put_variable(COLLECTION, name, box().replace(value=value))
 
@@ -344,6 +409,7 @@ def load_scale(fields: Mapping[str, jax.Array]) -> jax.Array:
 def dequantize(
   values: jax.Array,
   scale: jax.Array,
+  zero: jax.Array | None = None,
   *,
   number_format: number_formats.NumberFormat,
   layer_shape: tuple[int, ...],
@@ -353,12 +419,14 @@ def dequantize(
   Args:
     values: Stored values, possibly with leading axes of stacks.
     scale: Stored scales.
+    zero: Stored zero points; `None` is 0.
     number_format: Format of the values.
     layer_shape: Shape of the weights of one layer.
   """
   stored = quantized_array.QuantizedArray(
     values,
     scale,
+    zero,
     format=number_format,
     packed_axis=packed_axis(number_format, layer_shape),
   )

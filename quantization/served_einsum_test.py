@@ -278,14 +278,41 @@ def test_calibrated_weights_are_those_of_the_statistics(name):
   )
 
 
+@pytest.mark.parametrize("name", ["int8_static", "fp8_static"])
+def test_a_static_range_is_that_of_the_batches(name):
+  layer, values = _layer(name), _values()
+  statistics = {}
+  for half in jnp.split(X, 2):
+    _, made = layer.apply(
+      values | statistics, half, mutable=[calibration.COLLECTION]
+    )
+    statistics = dict(made)
+  served = _converted(layer, values | statistics)
+  stored = served["served"]["einsum"]["kernel"]
+  np.testing.assert_array_equal(stored["input_range"], np.abs(X).max())
+  # Larger activations saturate, and smaller ones keep their scale.
+  limit = np.abs(X).max()
+  if name == "fp8_static":
+    limit = 448 * 2 ** np.ceil(np.log2(limit / 448))
+  y, _ = layer.apply(served | values, X * 3)
+  clipped, _ = layer.apply(served | values, jnp.clip(X * 3, -limit, limit))
+  np.testing.assert_allclose(y, clipped, rtol=1e-6)
+  one, _ = layer.apply(served | values, X[:1, :1])
+  np.testing.assert_allclose(one, _outputs(layer, served | values)[0][:1, :1])
+
+
 def test_calibration_needs_statistics_and_inputs():
   layer = _layer("int4_gptq")
   with pytest.raises(ValueError, match=r"Gptq needs the statistics of the mat"):
     _converted(layer, _values())
-  with pytest.raises(ValueError, match=r"Gptq cannot quantize the kernel 'up'"):
-    layer.einsum.apply(
-      {}, "BD,DF->BF", jnp.ones((IN, OUT)), matmul="up", method="stored"
-    )
+  for name, message in (
+    ("int4_gptq", r"Gptq cannot quantize the kernel 'up'"),
+    ("int4_hqq", r"The kernel 'up' cannot have zero points"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      _layer(name).einsum.apply(
+        {}, "BD,DF->BF", jnp.ones((IN, OUT)), matmul="up", method="stored"
+      )
 
 
 @pytest.mark.parametrize("name", recipes.NAMES)
@@ -300,6 +327,7 @@ def test_outputs_are_those_of_the_simulated_recipe(name):
     served_einsum.dequantize(
       stored["values"],
       served_einsum.load_scale(stored),
+      stored.get("zero"),
       number_format=rules.rhs.format,
       layer_shape=(IN, OUT),
     ),
@@ -308,6 +336,9 @@ def test_outputs_are_those_of_the_simulated_recipe(name):
   x = np.array(X)
   if "inputs" in stored:
     x *= np.asarray(stored["inputs"])[:, 0]
+  if "input_range" in stored:
+    largest = np.abs(x).max()
+    np.testing.assert_array_equal(stored["input_range"], largest)
   x = testing.quantized(x, rules.lhs, (2,))
   y, _ = _outputs(layer, served | values)
   np.testing.assert_allclose(y, x @ weights, rtol=1e-5, atol=1e-5)

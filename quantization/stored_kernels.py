@@ -7,10 +7,10 @@
 
 NF4 (Dettmers et al. 2023, https://arxiv.org/abs/2305.14314): the weights of a
 kernel, outputs first, are split into blocks of 64. A weight is the index of the
-nearest value of `NF4` times the largest magnitude of its block. The magnitudes,
-less their mean, are quantized again, in blocks of 256, to 8 bits of dynamic
-tree quantization (https://arxiv.org/abs/2110.02861). A weight then has 4.127
-bits.
+nearest value of `number_formats.NF4` times the largest magnitude of its block.
+The magnitudes, less their mean, are quantized again, in blocks of 256, to 8
+bits of dynamic tree quantization (https://arxiv.org/abs/2110.02861). A weight
+then has 4.127 bits.
 
 A kernel `params/<layer>/<matmul>` is stored as
 
@@ -50,25 +50,6 @@ from paxon.sharding import variables
 COLLECTION: Final = "stored"
 BLOCK_SIZE: Final = 64
 BLOCKS_SIZE: Final = 256
-# Appendix E of the paper.
-NF4: Final = (
-  -1.0,
-  -0.6961928009986877,
-  -0.5250730514526367,
-  -0.39491748809814453,
-  -0.28444138169288635,
-  -0.18477343022823334,
-  -0.09105003625154495,
-  0.0,
-  0.07958029955625534,
-  0.16093020141124725,
-  0.24611230194568634,
-  0.33791524171829224,
-  0.44070982933044434,
-  0.5626170039176941,
-  0.7229568362236023,
-  1.0,
-)
 _VALUES, _SCALE = "values", "scale"
 _BLOCK_VALUES, _BLOCK_SCALE = "block_values", "block_scale"
 _BLOCK_MEAN = "block_mean"
@@ -187,7 +168,7 @@ def dequantize(
   axis = served_einsum.packed_axis(number_formats.INT4, shape)
   if axis is not None:
     codes = number_formats.unpack(codes, axis=axis)
-  values = _look_up(np.asarray(NF4, np.float32), codes + 8)
+  values = _look_up(np.asarray(number_formats.NF4.table, np.float32), codes + 8)
   largest = _look_up(make_dynamic_table(), fields[_BLOCK_VALUES])
   count = largest.size
   largest = largest * _repeat(fields[_BLOCK_SCALE], BLOCKS_SIZE, count)
@@ -294,7 +275,9 @@ def _quantize_nf4(
   blocks = _to_blocks(kernel.transpose(order).reshape(-1), BLOCK_SIZE)
   largest = jnp.max(jnp.abs(blocks), axis=1)
   scaled = blocks * (1 / jnp.maximum(largest, _TINY))[:, None]
-  codes = _find_nearest(np.asarray(NF4, np.float32), scaled).reshape(-1)
+  codes = _find_nearest(
+    np.asarray(number_formats.NF4.table, np.float32), scaled
+  ).reshape(-1)
   codes = codes[: kernel.size].reshape([kernel.shape[i] for i in order])
   values = (codes - 8).astype(jnp.int8).transpose(np.argsort(order))
   axis = served_einsum.packed_axis(number_formats.INT4, kernel.shape)

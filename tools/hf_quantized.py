@@ -182,6 +182,11 @@ def make_plan(
 def _check_recipe(
   name: str, recipe: recipe_lib.Recipe, stored: Mapping[str, Any], kind: str
 ) -> None:
+  if recipe.has_zero_points:
+    raise user_error.UserError(
+      f"{name} has zero points that are not integers, which {kind} does not"
+      " store; export int4_group or int4_gptq weights."
+    )
   if any(each.endswith("/inputs") for each in stored):
     raise user_error.UserError(
       f"{name} has factors of inputs, which {kind} does not store; export"

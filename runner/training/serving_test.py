@@ -28,7 +28,6 @@ from paxon.runner.training import (
   weight_conversion,
 )
 from paxon.runner.training import session as session_lib
-from paxon.sharding import variables
 
 
 def _job(weights=None, **knobs):
@@ -180,11 +179,13 @@ def test_no_program_holds_a_float_copy():
 
 
 def _errors_of(x, stored):
-  spec = variables.VariableSpec(
-    name="a", shape=x.shape, dtype=jnp.dtype("float32"), axes=(None, None)
-  )
+  axis = served_einsum.packed_axis(stored.format, x.shape)
+  stored = stored if axis is None else stored.packed(axis)
   found = weight_conversion._errors(
-    jnp.asarray(x), {"values": stored.values, "scale": stored.scale}, spec
+    jnp.asarray(x),
+    {"values": stored.values, "scale": stored.scale},
+    number_format=stored.format,
+    layer_shape=x.shape,
   )
   return weight_conversion.WeightErrors(
     **{k: float(v) for k, v in found.items()}
@@ -197,8 +198,6 @@ def test_the_error_of_a_weight_is_a_share_of_the_largest(name):
   x = np.random.default_rng(0).standard_normal((3, 4)).astype("f4")
   stored = quantized_array.quantize(jnp.asarray(x), recipe)
   off = np.asarray(stored.dequantize(), "f8") - x
-  if name == "int4":
-    stored = stored.packed()
   error = _errors_of(x, stored)
   expected = np.abs(off).max() / np.abs(x).max()
   assert error.largest == pytest.approx(expected, rel=1e-5)

@@ -185,7 +185,8 @@ def _quantized(
       left.add(name.partition("/product/")[0])
     named = _named({**values, **made})
     errors = {}
-    for name in named:
+    for spec in jax.tree.leaves(specs.variables):
+      name = spec.name
       parameter = served_einsum.stored_parameter(name)
       if parameter is not None:
         of_one = name.removesuffix("values")
@@ -195,7 +196,10 @@ def _quantized(
           if key.startswith(of_one)
         }
         errors[parameter] = _errors(
-          named[parameter], fields, served.absent[parameter]
+          named[parameter],
+          fields,
+          number_format=served_einsum.format_of(spec),
+          layer_shape=served.absent[parameter].layer_shape,
         )
     new = train_state.TrainState(
       step=state.step,
@@ -276,37 +280,35 @@ def _named(tree: Any) -> dict[str, Any]:
 def _errors(
   exact: jax.Array,
   fields: Mapping[str, jax.Array],
-  spec: variables.VariableSpec,
+  *,
+  number_format: number_formats.NumberFormat,
+  layer_shape: tuple[int, ...],
 ) -> dict[str, jax.Array]:
   """Returns the fields of the `WeightErrors` of one parameter."""
-  values, inputs = fields["values"], fields.get("inputs")
+  inputs, zero = fields.get("inputs"), fields.get("zero")
   scale = served_einsum.load_scale(fields)
-  formats = {
-    f.dtype: f
-    for f in (
-      number_formats.INT8,
-      number_formats.FP8_E4M3,
-      number_formats.FP8_E5M2,
-      number_formats.FLOAT32,
-    )
-  }
-  number_format = formats[values.dtype]
-  if number_format.is_integer:
-    is_packed = values.shape != spec.shape
-    number_format = number_formats.INT4 if is_packed else number_formats.INT8
-    if is_packed and fields["scale"].dtype != jnp.float32:
-      number_format = number_formats.FP4_E2M1
   stored = served_einsum.dequantize(
-    values, scale, number_format=number_format, layer_shape=spec.layer_shape
+    fields["values"],
+    scale,
+    zero,
+    number_format=number_format,
+    layer_shape=layer_shape,
   )
   exact = exact.astype(jnp.float32)
   # Clipped on purpose: a smaller range has finer steps.
   steps = quantized_array.by_group(operator.truediv, stored, scale)
-  largest = jnp.full(stored.shape, jnp.max(jnp.abs(steps)))
-  limit = quantized_array.by_group(operator.mul, largest, scale)
+  high = jnp.max(jnp.abs(steps))
+  low, high = jnp.full(stored.shape, -high), jnp.full(stored.shape, high)
+  if zero is not None:
+    top = jnp.full(stored.shape, number_format.largest)
+    low = quantized_array.by_group(operator.sub, -top - 1, zero)
+    high = quantized_array.by_group(operator.sub, top, zero)
+  low, high = (
+    quantized_array.by_group(operator.mul, x, scale) for x in (low, high)
+  )
   if inputs is not None:
-    stored, limit = stored * inputs, limit * inputs
-  within = jnp.clip(exact, -limit, limit)
+    stored, low, high = stored * inputs, low * inputs, high * inputs
+  within = jnp.clip(exact, low, high)
 
   def share(of: jax.Array, whole: jax.Array) -> jax.Array:
     # A parameter of zeros is stored as zeros.

@@ -316,7 +316,7 @@ def _decode(text, dtype):
 def test_nf4_is_that_of_bitsandbytes():
   golden = _results(goldens.QLORA)["weight"]
   table = np.asarray(golden["table"], np.float32)
-  np.testing.assert_array_equal(stored_kernels.NF4, table)
+  np.testing.assert_array_equal(number_formats.NF4.table, table)
   np.testing.assert_allclose(
     stored_kernels.make_dynamic_table(), golden["dynamic_table"], rtol=2e-7
   )
