@@ -201,7 +201,7 @@ def _specs(
 ) -> dict[str, variables.VariableSpec]:
   """Returns the specs of the model, by name, with the dtypes of the files."""
   abstract = jax.eval_shape(
-    of.model(config).init, jax.random.key(0), *of.example()
+    of.model(config).init, jax.random.key(0), *of.example(config)
   )
   found = jax.tree.leaves(variables.specs_of(abstract))
   shapes = {spec.name: spec.shape for spec in found}

@@ -55,9 +55,9 @@ def _error(capsys, *argv):
     ("llama3", jnp.bfloat16),
     ("phi3", np.float32),
     ("gemma2", jnp.bfloat16),
-    # Shared parameters, and two stacks.
-    ("t5_v1_1", np.float32),
+    ("t5_v1_1", np.float32),  # Shared parameters, and two stacks.
     ("bert", np.float32),
+    ("vit", np.float32),
     ("deepseek_v3", np.float32),
     ("qwen2_moe", jnp.bfloat16),
     # Two variables share the columns of a tensor.

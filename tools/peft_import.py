@@ -125,7 +125,7 @@ def _find_specs(
   rule = lora.LoraRule(_COVERED, adapter.lora, adapter.targets)
   rewrites.adapt(model, (rule,))
   abstract = jax.eval_shape(
-    fdl.build(model).init, jax.random.key(0), *of.example()
+    fdl.build(model).init, jax.random.key(0), *of.example(config)
   )
   stored = base.variables()
   return {

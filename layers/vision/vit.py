@@ -63,13 +63,16 @@ class PatchPositions(nn.Module):
   Attributes:
     height: Number of patches vertically, in training.
     width: Number of patches horizontally.
-    table_init: Initializer of the table [height * width, D].
+    tokens_before: Number of tokens before the patches that have positions, too;
+      these are not interpolated.
+    table_init: Initializer of the table [tokens_before + height * width, D].
     dtype: Dtype of the result. `None` takes that of the table.
     param_dtype: Dtype in which the table is stored.
   """
 
   height: int
   width: int
+  tokens_before: int = 0
   table_init: nn.initializers.Initializer = nn.initializers.normal(0.02)
   dtype: DTypeLike | None = None
   param_dtype: DTypeLike = jnp.float32
@@ -77,12 +80,13 @@ class PatchPositions(nn.Module):
   def __post_init__(self) -> None:
     super().__post_init__()
     checks.check_size(self, "height", "width")
+    checks.check_non_negative(self, "tokens_before")
 
   @nn.compact
   def __call__(
     self, rows: int, columns: int, embed_dim: int
-  ) -> Float[Array, "patches embed"]:
-    """Returns the position of each patch of a grid, row by row.
+  ) -> Float[Array, "positions embed"]:
+    """Returns positions: of the tokens before, then of each patch row by row.
 
     Another grid than the learned one is interpolated bilinearly; a smaller one
     with antialiasing (`jax.image.resize`), as in Praxis.
@@ -90,13 +94,15 @@ class PatchPositions(nn.Module):
     table = self.param(
       "table",
       logical.partitioned(self.table_init, (None, axes.EMBED)),
-      (self.height * self.width, embed_dim),
+      (self.tokens_before + self.height * self.width, embed_dim),
       self.param_dtype,
     )
     if (rows, columns) != (self.height, self.width):
-      grid = table.reshape(self.height, self.width, embed_dim)
+      before, grid = jnp.split(table, [self.tokens_before])
+      grid = grid.reshape(self.height, self.width, embed_dim)
       grid = jax.image.resize(grid, (rows, columns, embed_dim), "bilinear")
-      table = grid.reshape(rows * columns, embed_dim)
+      grid = grid.reshape(rows * columns, embed_dim)
+      table = jax.lax.concatenate((before, grid), 0)
     return table if self.dtype is None else table.astype(self.dtype)
 
 
@@ -107,15 +113,18 @@ class VisionTransformer(nn.Module):
     patch_size: Height and width of a patch in pixels.
     projection: Maps the values of a patch to the embedding [B,N,D], such as
       `linear.Linear` with `kernel_axes=(None, "embed")`.
-    positions: Positions of the patches; `None` adds none.
+    positions: Positions of the patches, or of all tokens before and patches
+      (`PatchPositions.tokens_before`); `None` adds none.
     stack: Blocks with attention that is not causal.
     final_norm: Norm of the tokens after the stack; `None` for none.
-    pooling: `pool_first` or `pool_mean`; `None` returns all tokens.
+    pooling: Maps tokens [B,N,D] to [B,D], such as `pool_first` or `pool_mean`;
+      `None` returns all tokens.
     output: Maps the pooled features [B,D], such as `linear.Linear` with `tanh`
       (Praxis's default); `None` is the identity.
     tokens_before: Number of learned tokens before the patches.
-    tokens_after: Number of learned tokens after them. None has a position.
+    tokens_after: Number of learned tokens after them, without positions.
     token_init: Initializer of these tokens.
+    embedding_norm: Norm of the input of the stack, as in CLIP; `None` for none.
     dropout: Applied to the patches with their positions; `None` disables it.
     output_dropout: Applied to the result; `None` disables it.
   """
@@ -130,6 +139,7 @@ class VisionTransformer(nn.Module):
   tokens_before: int = 0
   tokens_after: int = 0
   token_init: nn.initializers.Initializer = nn.initializers.zeros
+  embedding_norm: nn.Module | None = None
   dropout: nn.Module | None = None
   output_dropout: nn.Module | None = None
   param_dtype: DTypeLike = jnp.float32
@@ -149,15 +159,28 @@ class VisionTransformer(nn.Module):
     """Returns the encoded images.
 
     Raises:
-      ValueError: The size of the images is not a multiple of `patch_size`.
+      ValueError: The size of the images is not a multiple of `patch_size`, or
+        there are positions of other tokens.
     """
     x = self.projection(to_patches(images, self.patch_size))
+    before = None
     if self.positions is not None:
       rows, columns = (n // self.patch_size for n in images.shape[1:3])
-      x += self.positions(rows, columns, x.shape[-1]).astype(x.dtype)[None]
+      positions = self.positions(rows, columns, x.shape[-1]).astype(x.dtype)
+      extra = len(positions) - rows * columns
+      if extra not in (0, self.tokens_before):
+        raise ValueError(
+          "VisionTransformer.positions must be those of the patches, or also of"
+          f" the tokens before them ({self.tokens_before}); there are {extra}"
+          f" more than the {rows * columns} patches."
+        )
+      before, positions = jnp.split(positions[None], [extra], axis=1)
+      x += positions
     if self.dropout is not None:
       x = self.dropout(x, deterministic=deterministic)
-    x = self._with_tokens(x)
+    x = self._with_tokens(x, before)
+    if self.embedding_norm is not None:
+      x = self.embedding_norm(x)
     x = logical.constrain(x, (axes.BATCH, axes.LENGTH, axes.ACTIVATION_EMBED))
     x = self.stack(x, deterministic=deterministic)
     if self.final_norm is not None:
@@ -170,7 +193,8 @@ class VisionTransformer(nn.Module):
       x = self.output_dropout(x, deterministic=deterministic)
     return x
 
-  def _with_tokens(self, x: jax.Array) -> jax.Array:
+  def _with_tokens(self, x: jax.Array, before: jax.Array | None) -> jax.Array:
+    """Returns patches between tokens; `before` are positions of the first."""
     parts = [x]
     for name, number in (
       ("tokens_before", self.tokens_before),
@@ -183,8 +207,10 @@ class VisionTransformer(nn.Module):
         logical.partitioned(self.token_init, (None, axes.EMBED)),
         (number, x.shape[-1]),
         self.param_dtype,
-      ).astype(x.dtype)
-      tokens = jnp.broadcast_to(tokens[None], (x.shape[0], *tokens.shape))
+      ).astype(x.dtype)[None]
+      if name == "tokens_before" and before is not None and before.size:
+        tokens += before
+      tokens = jnp.broadcast_to(tokens, (x.shape[0], *tokens.shape[1:]))
       parts.insert(0 if name == "tokens_before" else len(parts), tokens)
     return jax.lax.concatenate(parts, 1)
 

@@ -158,12 +158,51 @@ def test_positions_are_interpolated_to_larger_images():
   np.testing.assert_allclose(
     found, expected.reshape(30, 4), rtol=1e-5, atol=1e-6
   )
+  tokens = vit.PatchPositions(3, 2, tokens_before=2)
+  table = np.concatenate([testing.normal(2, 4), same])
+  found = tokens.apply({"params": {"table": table}}, 6, 5, 4)
+  np.testing.assert_array_equal(found[:2], table[:2])
+  np.testing.assert_array_equal(found[2:], layer.apply(values, 6, 5, 4))
   model = _model()
   x = testing.normal(1, 6, 4, 3)
   values = testing.random_values(model, x)
   assert testing.apply(model, values, testing.normal(1, 12, 10, 3)).shape == (
     (1, 30, 8)
   )
+
+
+def test_positions_of_tokens_and_the_norm_of_embeddings():
+  """A token with a position is a token whose vector is their sum."""
+  norm = layer_norm.LayerNorm()
+  x = testing.normal(2, 6, 4, 3)
+  model = _model(
+    tokens_before=1,
+    positions=vit.PatchPositions(3, 2, tokens_before=1),
+    embedding_norm=norm,
+    stack=stack.Stack([_Identity()], num_layers=1),
+    final_norm=None,
+  )
+  values = testing.random_values(model, x)
+  params = jax.tree.map(np.asarray, values["params"])
+  table = params["positions"]["table"]
+  assert table.shape == (7, 8)
+  patches = np.asarray(vit.to_patches(x, 2)) @ params["projection"]["kernel"]
+  patches += params["projection"]["bias"][None, None]
+  first = np.tile(params["learned_tokens_before"][None], (2, 1, 1))
+  expected = np.concatenate([first, patches], axis=1) + table[None]
+  expected = _norm(params["embedding_norm"], expected)
+  np.testing.assert_allclose(
+    testing.apply(model, values, x), expected, rtol=1e-4, atol=1e-5
+  )
+  with pytest.raises(ValueError, match=r"before them \(0\); there are 1 more"):
+    _model(positions=vit.PatchPositions(3, 2, 1)).init(jax.random.key(0), x)
+
+
+class _Identity(nn.Module):
+  """Stands for a block."""
+
+  def __call__(self, x, *args, **kwargs):
+    return x
 
 
 def test_axes_output_and_errors():

@@ -14,6 +14,7 @@ from paxon.layers.models.hugging_face import (
   mamba2,
   mixtures,
   t5,
+  vit,
 )
 
 _FAMILIES: Mapping[str, family.Family] = {
@@ -39,6 +40,7 @@ _FAMILIES: Mapping[str, family.Family] = {
     mixtures.QWEN2_MOE,
     mixtures.QWEN3_MOE,
     t5.FAMILY,
+    vit.FAMILY,
   )
 }
 

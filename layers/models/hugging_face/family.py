@@ -249,8 +249,9 @@ def _build(cls: Callable[..., Any], /, **fields: Any) -> Any:
   return cls(**fields)
 
 
-def _token_example() -> tuple[Any, ...]:
+def _token_example(config: Mapping[str, Any]) -> tuple[Any, ...]:
   """Returns ids, positions and segment ids."""
+  del config
   ids = jnp.zeros((1, 2), jnp.int32)
   return ids, ids, ids
 
@@ -312,7 +313,7 @@ class Family:
       their values.
     further_layers: Field with the number of layers after the last that some
       files leave out; empty is none.
-    example: Returns arguments to initialize the model with.
+    example: Returns arguments to initialize the model of a configuration with.
   """
 
   model_type: str
@@ -325,7 +326,7 @@ class Family:
   )
   packings: tuple[str, ...] = ()
   further_layers: str = ""
-  example: Callable[[], tuple[Any, ...]] = _token_example
+  example: Callable[[Mapping[str, Any]], tuple[Any, ...]] = _token_example
 
   def model(
     self,

@@ -64,15 +64,21 @@ def weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
   No value is 0 or 1, so that norms and biases have an effect. The generator is
   stable across versions of numpy.
   """
-  values = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(
-    shape
-  )
+  random = np.random.RandomState(zlib.crc32(name.encode()))
+  values = np.asarray(random.standard_normal(shape))
   if len(shape) > 1:
     values *= 1.2 / np.sqrt(shape[-1])
   elif name.endswith("weight"):
     values = 1 + 0.2 * values
   else:
     values *= 0.3
+  return values.astype(np.float32)
+
+
+def images(case: str, *, size: int, channels: int) -> np.ndarray:
+  """Returns random square images of a case, float32 [BATCH, H, W, C]."""
+  random = np.random.RandomState(zlib.crc32(f"{case}images".encode()))
+  values = random.standard_normal((BATCH, size, size, channels))
   return values.astype(np.float32)
 
 

@@ -82,6 +82,23 @@ _MAMBA2 = {
   "n_groups": 2,
   "chunk_size": 8,
 }
+_IMAGES = {
+  "hidden_size": 32,
+  "intermediate_size": 48,
+  "num_hidden_layers": 2,
+  "num_attention_heads": 4,
+  "image_size": 12,
+  "patch_size": 4,
+}
+_VIT_NAMES = {
+  "vit.layers.": "vit.encoder.layer.",
+  ".attention.q_proj": ".attention.attention.query",
+  ".attention.k_proj": ".attention.attention.key",
+  ".attention.v_proj": ".attention.attention.value",
+  ".attention.o_proj": ".attention.output.dense",
+  ".mlp.fc1": ".intermediate.dense",
+  ".mlp.fc2": ".output.dense",
+}
 # Tensors of an expert.
 _EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
@@ -516,5 +533,23 @@ CASES = (
       "layer_norm_eps": 1e-3,
       "tie_word_embeddings": False,
     },
+  ),
+  golden_case.Case(
+    name="vit",
+    architecture="ViTForImageClassification",
+    config={**_IMAGES, "num_labels": 5},
+    renamed=_VIT_NAMES,
+  ),
+  golden_case.Case(
+    name="vit_unbiased",
+    architecture="ViTForImageClassification",
+    config={
+      **_IMAGES,
+      "num_channels": 1,
+      "qkv_bias": False,
+      "hidden_act": "gelu_new",
+      "layer_norm_eps": 1e-3,
+    },
+    renamed=_VIT_NAMES,
   ),
 )

@@ -180,10 +180,22 @@ def _masked_lm(
   return {**inputs, "logits": logits(model, inputs)}
 
 
+def _images(
+  case: golden_case.Case, model: transformers.PreTrainedModel
+) -> dict[str, np.ndarray]:
+  config = model.config
+  images = golden_case.images(
+    case.name, size=config.image_size, channels=config.num_channels
+  )
+  inputs = {"images": images}
+  return {**inputs, "logits": logits(model, inputs)}
+
+
 _ARRAYS = {
   "T5ForConditionalGeneration": _encoder_decoder,
   "BertForMaskedLM": _masked_lm,
   "BertModel": _masked_lm,
+  "ViTForImageClassification": _images,
 }
 
 
@@ -197,6 +209,7 @@ def logits(
     "encoder_mask": "attention_mask",
     "mask": "attention_mask",
     "type_ids": "token_type_ids",
+    "images": "pixel_values",
   }
   given = {
     name: arrays[key] for key, name in arguments.items() if key in arrays
@@ -229,7 +242,13 @@ def _greedy(
 
 
 def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-  return {name: torch.from_numpy(x).long() for name, x in arrays.items()}
+  """Returns ids as integers, and images with their channels first."""
+  return {
+    name: torch.from_numpy(x).movedim(-1, 1)
+    if name == "pixel_values"
+    else torch.from_numpy(x).long()
+    for name, x in arrays.items()
+  }
 
 
 def check_margins(name: str, logits: Iterable[torch.Tensor]) -> None:

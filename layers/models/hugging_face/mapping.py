@@ -54,7 +54,8 @@ class Layout:
     pattern: Dimensions of the tensor, merged ones in parentheses, an arrow, and
       the same dimensions in the order of the variable. `D (F 2:1) -> D F` is
       every second column of the tensor, from the one with index 1 on.
-      `(N H+W) D -> D N W` are the last W of each H + W rows.
+      `(N H+W) D -> D N W` are the last W of each H + W rows. Dimensions of the
+    variable may be merged, too. `() ->` is a scalar.
     sizes: By dimension, at least those of the pattern.
   """
 
@@ -80,8 +81,12 @@ class Layout:
     return split_dimensions(self.pattern.partition("->")[0])
 
   @functools.cached_property
+  def _merged(self) -> tuple[tuple[str, ...], ...]:
+    return split_dimensions(self.pattern.partition("->")[2])
+
+  @functools.cached_property
   def _variable(self) -> tuple[str, ...]:
-    return tuple(self.pattern.partition("->")[2].split())
+    return tuple(name for merged in self._merged for name in merged)
 
   @functools.cached_property
   def _kept(self) -> tuple[str, ...]:
@@ -96,8 +101,13 @@ class Layout:
   @functools.cached_property
   def _joined(self) -> tuple[str, ...]:
     """Dimensions that share the rows of a tensor, or none."""
-    last = self._tensor[0][-1]
+    last = "".join(self._tensor[0][-1:])
     return tuple(last.split("+")) if "+" in last else ()
+
+  @property
+  def is_scalar(self) -> bool:
+    """Whether the tensor has no dimensions; it is read as one row."""
+    return self._tensor == ((),)
 
   @property
   def shares_rows(self) -> bool:
@@ -120,8 +130,7 @@ class Layout:
   @property
   def columns(self) -> slice:
     """Those of the tensor that the variable holds."""
-    last = self._tensor[-1][-1]
-    fixed = _FIXED.fullmatch(last)
+    fixed = _FIXED.fullmatch("".join(self._tensor[-1][-1:]))
     if fixed is None:
       return slice(None)
     return slice(int(fixed[2]), None, int(fixed[1]))
@@ -142,24 +151,26 @@ class Layout:
   @property
   def variable_shape(self) -> tuple[int, ...]:
     """Shape of the Paxon variable."""
-    return tuple(self.sizes[name] for name in self._variable)
+    return tuple(
+      math.prod(self.sizes[name] for name in merged) for merged in self._merged
+    )
 
   def to_variable(self, tensor: np.ndarray) -> np.ndarray:
-    """Returns a view of a tensor in the layout of the variable."""
+    """Returns a tensor in the layout of the variable, a view if possible."""
     tensor = tensor[..., self.columns]
     if self._joined:
       tensor = np.concatenate([tensor[rows] for rows in self.find_rows()])
     split = tensor.reshape([self.sizes[name] for name in self._kept])
-    return split.transpose([self._kept.index(name) for name in self._variable])
+    split = split.transpose([self._kept.index(name) for name in self._variable])
+    return split.reshape(self.variable_shape)
 
   def to_tensor(self, variable: np.ndarray) -> np.ndarray:
     """Returns the values of a variable in the layout of the tensor.
 
     They have only the rows and columns of the variable.
     """
-    split = variable.transpose(
-      [self._variable.index(name) for name in self._kept]
-    )
+    split = variable.reshape([self.sizes[name] for name in self._variable])
+    split = split.transpose([self._variable.index(name) for name in self._kept])
     shape = list(self.tensor_shape)
     shape[-1] = len(range(shape[-1])[self.columns])
     if self._joined:
@@ -203,7 +214,11 @@ def fused_rule(
 
 
 def parse_rules(
-  table: str, *, at: str = "", layers: tuple[int, ...] | None = None
+  table: str,
+  *,
+  at: str = "",
+  to: str = "",
+  layers: tuple[int, ...] | None = None,
 ) -> tuple[Rule, ...]:
   """Returns the rules of a table.
 
@@ -211,6 +226,7 @@ def parse_rules(
     table: Lines of a tensor, its leaf and the pattern. The pattern `norm`
       stands for a layer norm: scale and bias, `D -> D`.
     at: Prefix of the tensors.
+    to: Prefix of the leaves.
     layers: Layers of a stack that have them; `None` is all.
   """
   found: list[Rule] = []
@@ -218,10 +234,10 @@ def parse_rules(
     tensor, leaf, pattern = line.split(maxsplit=2)
     if pattern == "norm":
       for end, variable in (("weight", "scale"), ("bias", "bias")):
-        names = f"{at}{tensor}.{end}", f"{leaf}/{variable}"
+        names = f"{at}{tensor}.{end}", f"{to}{leaf}/{variable}"
         found.append(rule(*names, "D -> D", layers=layers))
     else:
-      found.append(rule(at + tensor, leaf, pattern, layers=layers))
+      found.append(rule(at + tensor, to + leaf, pattern, layers=layers))
   return tuple(found)
 
 
@@ -302,8 +318,10 @@ class Tensor:
   @property
   def shape(self) -> tuple[int, ...]:
     """Shape of the tensor."""
-    rest = self.slices[0].layout.tensor_shape[1:]
-    return (self.slices[-1].stop, *rest)
+    layout = self.slices[0].layout
+    if layout.is_scalar:
+      return ()
+    return (self.slices[-1].stop, *layout.tensor_shape[1:])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -348,7 +366,7 @@ class Leaf:
   ) -> Iterator[tuple[str, int, np.ndarray, slice]]:
     """Yields slices of tensors: name, first row, rows, and their columns."""
     for tensor, part in self.sources:
-      values = variable[part.index]
+      values = np.asarray(variable[part.index])
       layout = part.layout
       rows, done = layout.to_tensor(values), 0
       for each in layout.find_rows():

@@ -72,6 +72,33 @@ def test_experts_are_entries_of_a_stack():
   np.testing.assert_array_equal(stacked[:, :, 0, 0], expected)
 
 
+def test_scalars_and_merged_dimensions_of_variables():
+  names = mapping.Names(
+    sizes={"C": 2, "D": 3, "R": 2, "S": 2},
+    rules=(
+      mapping.rule("scale", "params/scale", "() ->"),
+      mapping.rule("one", "params/one", "(1:0) ->"),
+      mapping.rule("patch", "params/kernel", "D C R S -> (R S C) D"),
+    ),
+  )
+  shapes = [each.shape for each in names.tensors.values()]
+  assert shapes == [(), (1,), (3, 2, 2, 2)]
+  shapes = [leaf.shape for leaf in names.leaves.values()]
+  assert shapes == [(), (), (8, 3)]
+  tensor = np.arange(24.0).reshape(3, 2, 2, 2)
+  leaf = names.leaves["params/kernel"]
+  kernel = leaf.from_tensors(lambda name, start, stop: tensor[start:stop])
+  for d, c, r, s in np.ndindex(3, 2, 2, 2):
+    assert kernel[(r * 2 + s) * 2 + c, d] == tensor[d, c, r, s]
+  ((_, _, rows, _),) = leaf.to_tensors(kernel)
+  np.testing.assert_array_equal(rows, tensor)
+  scale = names.leaves["params/scale"]
+  value = scale.from_tensors(lambda *_: np.asarray([7.0]))
+  assert (value.shape, float(value)) == ((), 7.0)
+  ((_, _, rows, _),) = scale.to_tensors(value)
+  np.testing.assert_array_equal(rows, [7.0])
+
+
 def test_only_the_rows_of_a_variable_are_read():
   names = _names(
     mapping.fused_rule(

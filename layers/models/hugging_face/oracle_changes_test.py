@@ -66,6 +66,8 @@ _CHANGES = (
   ("t5", {"num_layers": 2, "relative_attention_max_distance": 12}),
   ("t5", {"relative_attention_num_buckets": 12}),
   ("t5_v1_1", {"feed_forward_proj": "gated-silu"}),
+  ("vit", {"hidden_act": "relu", "layer_norm_eps": 0.01}),
+  ("vit", {"num_attention_heads": 2, "qkv_bias": False}),
 )
 
 

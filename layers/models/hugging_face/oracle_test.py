@@ -141,6 +141,15 @@ def test_defaults_of_bert():
   assert of.model(minimal) == of.model(full)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_defaults_of_vit():
+  import transformers  # pyrefly: ignore[missing-import]
+
+  of = families.find({"model_type": "vit"})
+  full = transformers.ViTConfig().to_dict()
+  assert of.model({"model_type": "vit"}) == of.model(full)
+
+
 @pytest.mark.parametrize("name", family.ACTIVATIONS)
 def test_activations(name):
   import torch  # pyrefly: ignore[missing-import]

@@ -44,8 +44,9 @@ _MODEL = f"""
 """
 
 
-def _make_example() -> tuple[jax.Array, ...]:
+def _make_example(config: Mapping[str, Any]) -> tuple[jax.Array, ...]:
   """Returns ids, positions and segment ids of the decoder and the encoder."""
+  del config
   return (jnp.zeros((1, 2), jnp.int32),) * 6
 
 

@@ -36,7 +36,8 @@ def variables(names: mapping.Names) -> dict[str, Any]:
 
   def read_rows(name: str, start: int, stop: int) -> np.ndarray:
     shape = names.tensors[name].shape
-    return golden_case.weight(name, shape)[start:stop]
+    # A scalar is one row.
+    return np.atleast_1d(golden_case.weight(name, shape))[start:stop]
 
   flat = {
     name: jax.device_put(leaf.from_tensors(read_rows))
@@ -61,8 +62,10 @@ def token_args(ids: np.ndarray) -> tuple[jax.Array, jax.Array, jax.Array]:
   return jax.device_put(ids), jax.device_put(positions), jax.device_put(ones)
 
 
-def model_args(arrays: Mapping[str, np.ndarray]) -> tuple[jax.Array, ...]:
+def model_args(arrays: Mapping[str, np.ndarray]) -> tuple[Any, ...]:
   """Returns the arguments of a model for the inputs of golden files."""
+  if "images" in arrays:
+    return ({"images": jax.device_put(arrays["images"])},)
   args = token_args(arrays["ids"])
   if "encoder_ids" in arrays:
     ids, positions, _ = token_args(arrays["encoder_ids"])
@@ -174,7 +177,7 @@ def check_names(of: family.Family, case: str, *args: Any) -> None:
     *args: Arguments of the model; the family's example by default.
   """
   config = golden_case.read(case).config
-  args = args or of.example()
+  args = args or of.example(config)
   abstract = jax.eval_shape(of.model(config).init, jax.random.key(0), *args)
   flat: dict[str, Any] = traverse_util.flatten_dict(nn.unbox(abstract), sep="/")
   expected = {name: leaf.shape for name, leaf in flat.items()}
@@ -222,7 +225,8 @@ def check_round_trip(of: family.Family, case: str) -> None:
   """
   names = of.names(golden_case.read(case).config)
   tensors = {
-    name: golden_case.weight(name, tensor.shape)
+    # A scalar is one row.
+    name: np.atleast_1d(golden_case.weight(name, tensor.shape))
     for name, tensor in names.tensors.items()
   }
   back = {name: np.full_like(value, np.nan) for name, value in tensors.items()}
@@ -266,7 +270,7 @@ def check_sensitive(
     return
   # The weights are the same, so differences come from the configuration.
   assert _shapes(of.names(config)) == _shapes(of.names(golden.config))
-  found = logits(of, config, golden.arrays["ids"])
+  found = logits(of, config, golden.arrays.get("ids", np.zeros(0)))
   difference = np.abs(found - golden.arrays["logits"]).max()
   # NaN at unsupported positions.
   assert not difference <= 10 * TOLERANCE
