@@ -23,7 +23,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from paxon.quantization import matmuls, quantized_einsum
+from paxon.quantization import (
+  equations,
+  learned_range,
+  matmuls,
+  quantized_einsum,
+)
 from paxon.quantization import monitor as monitor_lib
 from paxon.quantization import recipe as recipe_lib
 from paxon.sharding import variables
@@ -72,22 +77,23 @@ class _Matmul(nn.Module):
     key = None
     if is_stochastic(self.recipe) and self.has_rng(ROUNDING):
       key = self.make_rng(ROUNDING)
+    recipe, rhs = self._round_in_learned_range(equation, lhs, rhs)
     state = self._histories()
     out = quantized_einsum.quantized_einsum(
       equation,
       lhs,
       rhs,
-      recipe=self.recipe,
+      recipe=recipe,
       state=state,
       key=key,
       preferred_element_type=preferred_element_type,
     )
     if not self.monitor:
       return out
-    common = {"recipe": self.recipe, "state": state}
+    common = {"recipe": recipe, "state": state}
     monitor_lib.sow_operands(self, equation, lhs, rhs, **common)
     record = None
-    if self.recipe.gradient is not None:
+    if recipe.gradient is not None:
       record = self._made(monitor_lib.RECORD, monitor_lib.RECORD_SHAPE)
     if record is None:
       return out
@@ -95,6 +101,33 @@ class _Matmul(nn.Module):
     return monitor_lib.record_gradient(
       self, equation, out, record, ranks=ranks, **common
     )
+
+  def _round_in_learned_range(
+    self, equation: str, lhs: jax.Array, rhs: jax.Array
+  ) -> tuple[recipe_lib.Recipe, jax.Array]:
+    """Returns a right operand that is rounded already, and the other recipes.
+
+    Both are unchanged if no range is learned.
+    """
+    recipe = self.recipe
+    if not recipe.learned_range or recipe.rhs is None:
+      return recipe, rhs
+    names = matmuls.parameter_axes(self, rhs.shape)
+    if names is None:
+      return recipe, rhs
+    parsed = equations.parse(equation, lhs.ndim, rhs.ndim)
+    ranges = learned_range.find(
+      self,
+      rhs,
+      recipe.rhs,
+      contracted=parsed.contracted_axes(parsed.rhs),
+      names=names,
+    )
+    rounded = learned_range.quantize(rhs, ranges, recipe.rhs)
+    rest = dataclasses.replace(
+      recipe, rhs=None, backward_rhs=None, learned_range=False
+    )
+    return rest, rounded
 
   def _histories(self) -> dict[str, jax.Array] | None:
     """Returns the histories of delayed scaling; None without state."""

@@ -30,6 +30,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from paxon.sharding import variables
+
 Einsum = Callable[..., jax.Array]
 
 # Queries, keys and values of tokens, and the output projection.
@@ -90,6 +92,31 @@ def named(einsum: Einsum, name: str) -> Einsum:
 def roles_of(layer: object) -> tuple[str, ...]:
   """Returns the roles of a layer or of its class; none if it declares none."""
   return tuple(getattr(layer, _ROLES, ()))
+
+
+def parameter_axes(
+  matmul: nn.Module, shape: tuple[int, ...]
+) -> tuple[str | None, ...] | None:
+  """Returns the logical axes of the parameter that a matmul multiplies.
+
+  Args:
+    matmul: The module of a matmul, which a provider in a layer made.
+    shape: Shape of the right operand.
+
+  Returns:
+    The axes of the layer's parameter of the matmul's name, all `None` except
+    during initialization; `None` without such a parameter of this shape.
+  """
+  # By scopes: inside lifted transforms a module has no parent.
+  provider = matmul.scope.parent if matmul.scope is not None else None
+  layer = provider.parent if provider is not None else None
+  if layer is None or matmul.name is None:
+    return None
+  parameter = layer.get_variable("params", matmul.name)
+  names = getattr(parameter, "names", (None,) * len(shape))
+  if getattr(variables.unbox(parameter), "shape", None) != shape:
+    return None
+  return tuple(names)
 
 
 class Provider(nn.Module):

@@ -300,6 +300,9 @@ class Recipe:
     search_range: Whether to search the range of stored weights with the
       smallest error (`served_einsum.search_scale`) instead of using the largest
       magnitude; zero points are searched by HQQ. Not used in training.
+    learned_range: Whether training learns the ranges of weights that are
+      parameters, of integers in CHANNELs or BLOCKs (`learned_range`). Stored
+      weights have these.
     calibration: Method that quantizes stored weights, or scales activations, by
       statistics of the inputs; None rounds each weight to nearest. Not used in
       training.
@@ -311,6 +314,7 @@ class Recipe:
   backward_lhs: TensorRecipe | None = None
   backward_rhs: TensorRecipe | None = None
   search_range: bool = False
+  learned_range: bool = False
   calibration: Calibration | None = None
 
   def __post_init__(self) -> None:
@@ -347,11 +351,35 @@ class Recipe:
         "Recipe.rhs.zero_point needs weights that are rounded to nearest, got"
         f" the calibration {self.calibration}."
       )
+    self._check_learned_range()
     is_float = self.rhs is not None and self.rhs.format.bits == 32
     if self.prunes != is_float:
       raise ValueError(
         "Recipe.calibration must be Wanda or SparseGpt with float32 weights,"
         f" and with no others, got {self.calibration}."
+      )
+
+  def _check_learned_range(self) -> None:
+    if not self.learned_range:
+      return
+    if self.search_range or self.calibration is not None:
+      raise ValueError(
+        "Recipe.learned_range excludes search_range and calibration, which"
+        " choose ranges after training."
+      )
+    rhs = self.rhs
+    if (
+      rhs is None
+      or not rhs.format.is_integer
+      or rhs.granularity is Granularity.TENSOR
+      or rhs.zero_point
+      or rhs.has_power_of_two_scales
+      or rhs.rounding is not Rounding.NEAREST
+    ):
+      raise ValueError(
+        "Recipe.learned_range needs a Recipe.rhs of integers without zero"
+        " points, rounded to nearest, with Granularity.CHANNEL or BLOCK and"
+        f" scales of any value, got {rhs}."
       )
 
   @property

@@ -12,6 +12,7 @@
                matmuls run in int8, so int4 would only lose precision
   int4_group   int4 weights with a scale per 128 inputs of an output;
                activations keep their dtype
+  int4_learned as int4_group; training learns the range of each group
   int4_gptq    as int4_group; served weights are calibrated by GPTQ
   int4_awq     as int4_group; served weights are calibrated by AWQ
   int4_hqq     int4 weights with a scale and a zero point per 64 inputs of an
@@ -196,6 +197,9 @@ _RECIPES: Final = {
     search_range=True,
   ),
   "int4_group": _INT4_GROUP,
+  "int4_learned": dataclasses.replace(
+    _INT4_GROUP, search_range=False, learned_range=True
+  ),
   "int4_gptq": dataclasses.replace(_INT4_GROUP, calibration=recipe_lib.Gptq()),
   "int4_awq": dataclasses.replace(_INT4_GROUP, calibration=recipe_lib.Awq()),
   "int4_hqq": recipe_lib.Recipe(

@@ -41,6 +41,7 @@ from jax.typing import DTypeLike
 from paxon.quantization import (
   calibration,
   equations,
+  learned_range,
   matmuls,
   number_formats,
   quantized_array,
@@ -90,6 +91,7 @@ def serving_recipe(recipe: recipe_lib.Recipe) -> recipe_lib.Recipe:
     rhs,
     None,
     search_range=recipe.search_range,
+    learned_range=recipe.learned_range,
     calibration=recipe.calibration,
   )
 
@@ -146,13 +148,13 @@ class ServedEinsum(matmuls.Provider):
 
     Raises:
       ValueError: The recipe has a calibration, which needs the left operand, or
-        zero points.
+        zero points, or learned ranges.
     """
-    if self.recipe.has_zero_points:
+    if self.recipe.has_zero_points or self.recipe.learned_range:
+      what = "zero points" if self.recipe.has_zero_points else "learned ranges"
       raise ValueError(
-        f"The kernel {matmul!r} cannot have zero points: its layer multiplies"
-        " it without this einsum; exempt the layer or use a recipe without zero"
-        " points."
+        f"The kernel {matmul!r} cannot have {what}: its layer multiplies it"
+        " without this einsum; exempt the layer or use a recipe without them."
       )
     if self.recipe.calibration is not None:
       raise ValueError(
@@ -230,7 +232,7 @@ class _Matmul(nn.Module):
     if recipe is None:
       return None
     if not self.has_variable(COLLECTION, _VALUES):
-      names = self._parameter_axes(rhs.shape)
+      names = matmuls.parameter_axes(self, rhs.shape)
       # Not during initialization: the record is not a model variable.
       if names is None and not self.is_initializing():
         self.sow(NOT_SERVED, "product", jnp.zeros(()))
@@ -267,6 +269,14 @@ class _Matmul(nn.Module):
   ) -> quantized_array.QuantizedArray:
     """Returns the quantized right operand; stores what scales the left one."""
     is_searched = self.recipe.search_range
+    contracted = equation.contracted_axes(equation.rhs)
+    if self.recipe.learned_range:
+      ranges = learned_range.find(
+        self, rhs, recipe, contracted=contracted, names=names
+      )
+      return quantized_array.quantize(
+        rhs, recipe, contracted=contracted, amax=ranges
+      )
     if recipe.zero_point:
       round_ = functools.partial(
         zero_points.quantize, half_quadratic=is_searched
@@ -276,7 +286,7 @@ class _Matmul(nn.Module):
     nearest = functools.partial(
       round_,
       tensor_recipe=recipe,
-      contracted=equation.contracted_axes(equation.rhs),
+      contracted=contracted,
     )
     method = self.recipe.calibration
     if method is None:
@@ -312,7 +322,7 @@ class _Matmul(nn.Module):
       method is None
       or self.is_initializing()
       or not self.is_mutable_collection(name)
-      or self._parameter_axes(rhs.shape) is None
+      or matmuls.parameter_axes(self, rhs.shape) is None
     ):
       return
     found = calibration.measure(equation, lhs, method)
@@ -320,25 +330,6 @@ class _Matmul(nn.Module):
       before = self.get_variable(name, _STATISTICS)
       found = calibration.combine(before, found)
     self.put_variable(name, _STATISTICS, found)
-
-  def _parameter_axes(
-    self, shape: tuple[int, ...]
-  ) -> tuple[str | None, ...] | None:
-    """Returns the logical axes of the layer's parameter of this name.
-
-    Returns `None` without such a parameter of this shape. Axes are all `None`
-    except during initialization.
-    """
-    # By scopes: inside lifted transforms a module has no parent.
-    einsum = self.scope.parent if self.scope is not None else None
-    layer = einsum.parent if einsum is not None else None
-    if layer is None or self.name is None:
-      return None
-    parameter = layer.get_variable(_PARAMS, self.name)
-    names = getattr(parameter, "names", (None,) * len(shape))
-    if getattr(variables.unbox(parameter), "shape", None) != shape:
-      return None
-    return tuple(names)
 
   def _keep(
     self,

@@ -11,6 +11,7 @@ import pytest
 from paxon.quantization import (
   calibration,
   equations,
+  learned_range,
   matmuls,
   number_formats,
   recipe,
@@ -320,6 +321,9 @@ def test_outputs_are_those_of_the_simulated_recipe(name):
   """Activations rounded in numpy times the stored weights, in float64."""
   layer, values = _layer(name), _values()
   rules = served_einsum.serving_recipe(recipes.named(name))
+  if rules.learned_range:
+    learned = {"kernel": {learned_range.PARAMETER: jnp.full((1, OUT), 2.0)}}
+    values["params"]["einsum"] = learned
   _, statistics = layer.apply(values, X, mutable=[calibration.COLLECTION])
   served = _converted(layer, values | dict(statistics))
   stored = served["served"]["einsum"]["kernel"]
