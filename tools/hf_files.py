@@ -1,4 +1,4 @@
-"""`config.json` and the tokenizer files of Hugging Face models."""
+"""`config.json` and tokenizer and image files of Hugging Face models."""
 
 from collections.abc import Iterable, Mapping
 import json
@@ -17,8 +17,8 @@ GENERATION = "generation_config.json"
 FOLDER = "hugging_face"
 _BESIDE = """
   added_tokens.json chat_template.jinja chat_template.json
-  generation_config.json merges.txt special_tokens_map.json
-  tokenizer_config.json vocab.json vocab.txt
+  generation_config.json merges.txt preprocessor_config.json
+  special_tokens_map.json tokenizer_config.json vocab.json vocab.txt
   """
 
 # Settings of generation without effect here, with the values that have none in
@@ -69,7 +69,7 @@ def copy_beside(
   dtype: str | None = None,
   changes: Mapping[str, Any] | None = None,
 ) -> list[str]:
-  """Copies `config.json` and a tokenizer's files; returns their names.
+  """Copies `config.json`, and files of tokenizers and images; returns names.
 
   Args:
     source: The folder that holds them.

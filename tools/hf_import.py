@@ -125,9 +125,7 @@ def run(
       changes={of.further_layers: 0} if absent else {},
     )
     yield f"copied: {', '.join(copied)}"
-    try:
-      load.find(os.fspath(folder))
-    except ValueError:
+    if _reads_text(of, config) and not _has_tokenizer(folder):
       yield (
         f"warning: {os.fspath(folder)} has no tokenizer file"
         f" ({', '.join(load.NAMES)}); text can be read and generated only with"
@@ -157,6 +155,20 @@ def run(
     f"{done} {len(names.leaves)} arrays, {units.size(total)}, to"
     f" {os.fspath(checkpoints / '0')}"
   )
+
+
+def _reads_text(of: family.Family, config: Mapping[str, Any]) -> bool:
+  """Whether the model has ids as inputs, not only images."""
+  args = jax.tree.leaves(of.example(config))
+  return any(np.issubdtype(each.dtype, np.integer) for each in args)
+
+
+def _has_tokenizer(folder: epath.Path) -> bool:
+  try:
+    load.find(os.fspath(folder))
+  except ValueError:
+    return False
+  return True
 
 
 def preview(

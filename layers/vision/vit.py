@@ -117,8 +117,8 @@ class VisionTransformer(nn.Module):
       (`PatchPositions.tokens_before`); `None` adds none.
     stack: Blocks with attention that is not causal.
     final_norm: Norm of the tokens after the stack; `None` for none.
-    pooling: Maps tokens [B,N,D] to [B,D], such as `pool_first` or `pool_mean`;
-      `None` returns all tokens.
+    pooling: Maps tokens [B,N,D] to [B,D], such as `pool_first`, `pool_mean`
+      or `AttentionPooling`; `None` returns all tokens.
     output: Maps the pooled features [B,D], such as `linear.Linear` with `tanh`
       (Praxis's default); `None` is the identity.
     tokens_before: Number of learned tokens before the patches.
@@ -213,6 +213,45 @@ class VisionTransformer(nn.Module):
       tokens = jnp.broadcast_to(tokens, (x.shape[0], *tokens.shape[1:]))
       parts.insert(0 if name == "tokens_before" else len(parts), tokens)
     return jax.lax.concatenate(parts, 1)
+
+
+class AttentionPooling(nn.Module):
+  """A learned query that attends to all tokens, then a feed-forward layer.
+
+    y = attention(query, x);  y + feed_forward(norm(y))
+
+  Zhai et al. 2022, https://arxiv.org/abs/2106.04560, and SigLIP.
+
+  Attributes:
+    attention: Called with the query [B,1,D] and the tokens, such as
+      `cross_attention.CrossAttention`.
+    norm: Norm before the feed-forward layer; `None` for none.
+    feed_forward: Maps [B,1,D] to [B,1,D]; `None` leaves it and the norm out.
+    query_init: Initializer of the query [1,D].
+  """
+
+  attention: nn.Module
+  norm: nn.Module | None = None
+  feed_forward: nn.Module | None = None
+  query_init: nn.initializers.Initializer = nn.initializers.normal(0.02)
+  param_dtype: DTypeLike = jnp.float32
+
+  @nn.compact
+  def __call__(
+    self, x: Float[Array, "batch tokens embed"]
+  ) -> Float[Array, "batch embed"]:
+    """Returns the pooled tokens."""
+    query = self.param(
+      "query",
+      logical.partitioned(self.query_init, (None, axes.EMBED)),
+      (1, x.shape[-1]),
+      self.param_dtype,
+    ).astype(x.dtype)
+    query = jnp.broadcast_to(query[None], (len(x), *query.shape))
+    y = self.attention(query, x)
+    if self.feed_forward is not None:
+      y += self.feed_forward(y if self.norm is None else self.norm(y))
+    return y[:, 0]
 
 
 def pool_first(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from paxon.layers import block, feed_forward, layer_norm, linear, stack, testing
-from paxon.layers.attention import grouped_query
+from paxon.layers.attention import cross_attention, grouped_query
 from paxon.layers.attention import mask as attention_mask
 from paxon.layers.vision import vit
 
@@ -39,11 +39,12 @@ def _norm(params, x):
   return x * params["scale"] + params["bias"]
 
 
-def _attention(params, x):
-  def project(name):
-    return np.einsum("btd,dnh->bnth", x, params[name])
-
-  query, key, value = map(project, ("query", "key", "value"))
+def _attention(params, x, memory=None):
+  memory = x if memory is None else memory
+  query, key, value = (
+    np.einsum("btd,dnh->bnth", each, params[name])
+    for name, each in (("query", x), ("key", memory), ("value", memory))
+  )
   logits = np.einsum("bnth,bnsh->bnts", query, key) / np.sqrt(4)
   probs = np.exp(logits - logits.max(-1, keepdims=True))
   probs /= probs.sum(-1, keepdims=True)
@@ -196,6 +197,33 @@ def test_positions_of_tokens_and_the_norm_of_embeddings():
   )
   with pytest.raises(ValueError, match=r"before them \(0\); there are 1 more"):
     _model(positions=vit.PatchPositions(3, 2, 1)).init(jax.random.key(0), x)
+
+
+def test_attention_pooling_matches_numpy():
+  model = vit.AttentionPooling(
+    cross_attention.CrossAttention(2, 2, 4),
+    norm=layer_norm.LayerNorm(epsilon=1e-6),
+    feed_forward=feed_forward.FeedForward(12, activation=nn.tanh),
+  )
+  x = testing.normal(2, 5, 8)
+  values = testing.random_values(model, x)
+  params = jax.tree.map(np.float64, values["params"])
+  query = np.tile(params["query"], (2, 1, 1))
+  y = _attention(params["attention"], query, np.float64(x))
+  normed = _norm(params["norm"], y)
+  expected = (y + _feed_forward(params["feed_forward"], normed))[:, 0]
+  found = testing.apply(model, values, x)
+  np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+  bare = vit.AttentionPooling(cross_attention.CrossAttention(2, 2, 4))
+  kept = {name: values["params"][name] for name in ("query", "attention")}
+  found = testing.apply(bare, {"params": kept}, x)
+  np.testing.assert_allclose(found, y[:, 0], rtol=1e-4, atol=1e-5)
+  assert testing.axes(model, x)["params/query"] == (None, "embed")
+
+  def loss(at):
+    return jnp.sum(jnp.sin(model.apply(at[0], at[1])))
+
+  testing.assert_gradients_match(loss, (values, x))
 
 
 class _Identity(nn.Module):

@@ -90,6 +90,15 @@ _IMAGES = {
   "image_size": 12,
   "patch_size": 4,
 }
+_TEXTS = {
+  "vocab_size": 64,
+  "hidden_size": 24,
+  "intermediate_size": 40,
+  "num_hidden_layers": 3,
+  "num_attention_heads": 3,
+  "max_position_embeddings": 20,
+  "eos_token_id": 2,
+}
 _VIT_NAMES = {
   "vit.layers.": "vit.encoder.layer.",
   ".attention.q_proj": ".attention.attention.query",
@@ -551,5 +560,32 @@ CASES = (
       "layer_norm_eps": 1e-3,
     },
     renamed=_VIT_NAMES,
+  ),
+  golden_case.Case(
+    name="clip",
+    architecture="CLIPModel",
+    config={
+      "vision_config": {**_IMAGES, "hidden_act": "gelu"},
+      "text_config": {**_TEXTS, "eos_token_id": 7},
+      "projection_dim": 16,
+    },
+  ),
+  # The end of a text is its largest id.
+  golden_case.Case(
+    name="clip_first",
+    architecture="CLIPModel",
+    config={
+      "vision_config": {**_IMAGES, "num_channels": 1},
+      "text_config": {**_TEXTS, "layer_norm_eps": 1e-3},
+      "projection_dim": 16,
+    },
+  ),
+  golden_case.Case(
+    name="siglip",
+    architecture="SiglipModel",
+    config={
+      "vision_config": _IMAGES,
+      "text_config": {**_TEXTS, "projection_size": 32},
+    },
   ),
 )

@@ -191,10 +191,36 @@ def _images(
   return {**inputs, "logits": logits(model, inputs)}
 
 
+def _image_text(
+  case: golden_case.Case, model: transformers.PreTrainedModel
+) -> dict[str, np.ndarray]:
+  vision, text = model.config.vision_config, model.config.text_config
+  ids = golden_case.ids(case.name, vocab_size=text.vocab_size)
+  # The ends of the texts, which the second has twice.
+  ids[:, 13] = ids[1, 5] = text.eos_token_id
+  images = golden_case.images(
+    case.name, size=vision.image_size, channels=vision.num_channels
+  )
+  inputs = {"ids": ids, "images": images}
+  with torch.no_grad():
+    found = model(
+      **_tensors({"input_ids": ids, "pixel_values": images}), return_loss=True
+    )
+  outputs = {
+    "logits": found.logits_per_image,
+    "image_embeddings": found.image_embeds,
+    "text_embeddings": found.text_embeds,
+    "loss": found.loss,
+  }
+  return {**inputs, **{k: x.numpy() for k, x in outputs.items()}}
+
+
 _ARRAYS = {
   "T5ForConditionalGeneration": _encoder_decoder,
   "BertForMaskedLM": _masked_lm,
   "BertModel": _masked_lm,
+  "CLIPModel": _image_text,
+  "SiglipModel": _image_text,
   "ViTForImageClassification": _images,
 }
 
@@ -217,7 +243,8 @@ def logits(
   with torch.no_grad():
     found = model(**_tensors(given))
   # A model without a head has hidden states.
-  result = found.logits if "logits" in found else found.last_hidden_state
+  kinds = ("logits", "logits_per_image", "last_hidden_state")
+  result = next(found[kind] for kind in kinds if kind in found)
   return result.numpy().astype(np.float32)
 
 

@@ -35,6 +35,8 @@ _LLAMA3 = {
   "high_freq_factor": 4.0,
   "original_max_position_embeddings": 16,
 }
+_TEXT = golden_case.read("clip").config["text_config"]
+_IMAGE = golden_case.read("siglip").config["vision_config"]
 _CHANGES = (
   ("bert", {"hidden_act": "relu"}),
   ("bert", {"layer_norm_eps": 0.01}),
@@ -66,6 +68,9 @@ _CHANGES = (
   ("t5", {"num_layers": 2, "relative_attention_max_distance": 12}),
   ("t5", {"relative_attention_num_buckets": 12}),
   ("t5_v1_1", {"feed_forward_proj": "gated-silu"}),
+  ("clip", {"text_config": _TEXT | {"eos_token_id": 2}}),
+  ("clip", {"text_config": _TEXT | {"hidden_act": "relu"}}),
+  ("siglip", {"vision_config": _IMAGE | {"layer_norm_eps": 0.1}}),
   ("vit", {"hidden_act": "relu", "layer_norm_eps": 0.01}),
   ("vit", {"num_attention_heads": 2, "qkv_bias": False}),
 )

@@ -150,6 +150,16 @@ def test_defaults_of_vit():
   assert of.model({"model_type": "vit"}) == of.model(full)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model_type", ["clip", "siglip"])
+def test_defaults_of_image_text_models(model_type):
+  import transformers  # pyrefly: ignore[missing-import]
+
+  of = families.find({"model_type": model_type})
+  full = getattr(transformers, of.architecture).config_class().to_dict()
+  assert of.model({"model_type": model_type}) == of.model(full)
+
+
 @pytest.mark.parametrize("name", family.ACTIVATIONS)
 def test_activations(name):
   import torch  # pyrefly: ignore[missing-import]

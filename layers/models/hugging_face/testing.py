@@ -65,7 +65,9 @@ def token_args(ids: np.ndarray) -> tuple[jax.Array, jax.Array, jax.Array]:
 def model_args(arrays: Mapping[str, np.ndarray]) -> tuple[Any, ...]:
   """Returns the arguments of a model for the inputs of golden files."""
   if "images" in arrays:
-    return ({"images": jax.device_put(arrays["images"])},)
+    keys = {"images": "images", "ids": "inputs"}
+    batch = {keys[x]: arrays[x] for x in keys if x in arrays}
+    return (jax.device_put(batch),)
   args = token_args(arrays["ids"])
   if "encoder_ids" in arrays:
     ids, positions, _ = token_args(arrays["encoder_ids"])

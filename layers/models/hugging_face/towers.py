@@ -1,7 +1,7 @@
 """Pre-norm transformer towers of images and texts, as in ViT, CLIP and SigLIP.
 
 Letters of sizes: D embed, F mlp, N heads, H head_dim; of images C channels, R
-and S height and width of a patch, P positions, T tokens before the patches.
+and S height and width of a patch, P positions, T (1) learned vectors.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -91,9 +91,11 @@ class ImageTower(Tower):
 
   Attributes:
     grid: Number of patches vertically and horizontally.
+    num_tokens: Number of tokens before the patches, with positions.
   """
 
   grid: tuple[int, int]
+  num_tokens: int
 
   def encoder(
     self, make: Callable[..., Any], *, patch_bias: bool = True, **fields: Any
@@ -112,9 +114,9 @@ class ImageTower(Tower):
         vit.PatchPositions,
         height=self.grid[0],
         width=self.grid[1],
-        tokens_before=self.sizes["T"],
+        tokens_before=self.num_tokens,
       ),
-      tokens_before=self.sizes["T"],
+      tokens_before=self.num_tokens,
       stack=self.stack(make),
       final_norm=self.norm(make),
       **fields,
@@ -174,10 +176,13 @@ def read_image(
     "R": patch,
     "S": patch,
     "P": num_tokens + grid[0] * grid[1],
-    "T": num_tokens,
+    # Learned vectors: a token, or the query of a pooling.
+    "T": 1,
   }
   found["sizes"] |= sizes
-  return ImageTower(grid=grid, use_bias=use_bias, **found)
+  return ImageTower(
+    grid=grid, num_tokens=num_tokens, use_bias=use_bias, **found
+  )
 
 
 def make_images(config: Mapping[str, Any]) -> jax.Array:
