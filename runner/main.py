@@ -148,6 +148,7 @@ def _resolve(
     # As the run's later commands will read them, from any directory.
     overrides = run_files.resolve_paths(resolved.experiment, overrides)
     resolved = resolving.resolve(experiment, overrides, packages=packages)
+  notes = (*notes, *_keep_trained_ranges(values, resolved, packages))
   job = resolving.build(resolved.config)
   if values.profile_steps is not None:
     try:
@@ -164,6 +165,25 @@ def _resolve(
     config=resolved.config,
     job=job,
     notes=(*notes, *_hint_at_mesh(resolved), *resolved.notes),
+  )
+
+
+def _keep_trained_ranges(
+  values: command_line.Values,
+  resolved: "resolving.Resolved",
+  packages: Sequence[str] = (),
+) -> tuple[str, ...]:
+  """See `weight_conversion.keep_trained_ranges`."""
+  quantization = resolved.experiment.quantization or ""
+  if not quantization.endswith(":convert") or values.mode != "eval":
+    return ()
+  from paxon.runner.training import weight_conversion
+
+  return weight_conversion.keep_trained_ranges(
+    resolved.config,
+    quantization,
+    _resolve_run_dir(values.job_log_dir or ""),
+    packages=packages,
   )
 
 
@@ -247,6 +267,7 @@ def _choose_mesh(this: _Run, run_dir: "epath.Path") -> _Run:
   print(choice.line, flush=True)
   overrides = choice.overrides(this.overrides)
   resolved = resolving.resolve(this.experiment, overrides)
+  _keep_trained_ranges(this.flags, resolved)
   return dataclasses.replace(
     this,
     overrides=overrides,

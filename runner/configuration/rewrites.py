@@ -413,6 +413,23 @@ def serve_quantized_weights(config: fdl.Buildable) -> list[str]:
   return changed
 
 
+def keep_trained_ranges(config: fdl.Buildable) -> bool:
+  """Makes stored weights keep the ranges of training, in place.
+
+  Training rounds within the largest magnitude of a group, to which it has
+  adapted the weights; a searched range would round them otherwise.
+
+  Returns:
+    Whether there was a range to search.
+  """
+  found = False
+  for _, node in tree.nodes(config):
+    if fdl.get_callable(node) is served_einsum.ServedEinsum:
+      found |= node.recipe.search_range
+      node.recipe = dataclasses.replace(node.recipe, search_range=False)
+  return found
+
+
 def _check_served_stacks(config: fdl.Buildable, changed: Sequence[str]) -> None:
   """Rejects stacks with quantized and other layers, which share arrays."""
   for path, node in tree.nodes(config):

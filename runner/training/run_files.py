@@ -12,6 +12,7 @@ import glob
 import json
 import os
 import time
+from typing import Any
 
 from etils import epath
 import fiddle as fdl
@@ -270,6 +271,23 @@ def complete_settings(
     overrides=(*kept, *given),
     notes=(f"settings of the run: {' '.join(used)}",) if used else (),
   )
+
+
+def find_trained_value(
+  knob: str, folder: epath.Path, *, packages: Sequence[str] = ()
+) -> Any:
+  """Returns the value of a knob that a run was trained with, maybe as text.
+
+  Returns `None` if the run has no settings.
+  """
+  settings = read_settings(folder)
+  if settings is None:
+    return None
+  for each in settings.overrides:
+    if each.path == knob:
+      return each.text.strip("'\"")
+  cls = find_experiment.find_experiment(settings.experiment, packages=packages)
+  return getattr(cls, knob, None)
 
 
 def wait_for_run(

@@ -18,11 +18,13 @@ from paxon.quantization import number_formats, quantized_array, served_einsum
 from paxon.quantization import recipe as recipe_lib
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer
+from paxon.runner.configuration import overrides
 from paxon.runner.training import (
   compiled_steps,
   decode,
   evaluate,
   restore,
+  run_files,
   serving,
   testing,
   weight_conversion,
@@ -152,6 +154,25 @@ def test_a_mesh_serves_what_one_device_does(run_dir, said, name, mesh, shard):
   assert found == shard
   np.testing.assert_array_equal(ids, one_ids)
   np.testing.assert_allclose(log_probs, one_log_probs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("trained", ["int4", "int8", None])
+def test_quantized_training_keeps_its_ranges(trained, tmp_path):
+  """A searched range would round weights otherwise than training did."""
+  given = []
+  if trained is not None:
+    given = [overrides.Override("quantization", trained)]
+  run_files.store_settings(
+    testing.TinyLm.import_path(), given, epath.Path(tmp_path)
+  )
+  config = testing.TinyLm(quantization="int4:convert").job()
+  notes = weight_conversion.keep_trained_ranges(
+    config, "int4:convert", epath.Path(tmp_path)
+  )
+  recipe = fdl.build(config).task.model.stack.blocks[0].feed_forward.einsum
+  assert recipe.recipe.search_range == (trained != "int4")
+  expected = "the run was trained with int4; its ranges are kept"
+  assert notes == ((expected,) if trained == "int4" else ())
 
 
 def test_weights_are_calibrated_on_batches(run_dir, capsys):

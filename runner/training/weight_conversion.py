@@ -1,6 +1,6 @@
 """Conversion of trained parameters to quantized weights, with its errors."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import math
 import operator
@@ -8,6 +8,7 @@ import os
 from typing import Any
 
 from etils import epath
+import fiddle as fdl
 import jax
 import jax.numpy as jnp
 
@@ -25,7 +26,8 @@ from paxon.runner import job as job_lib
 from paxon.runner import run_dir as run_dirs
 from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer
-from paxon.runner.training import evaluation, restore, serving
+from paxon.runner.configuration import rewrites
+from paxon.runner.training import evaluation, restore, run_files, serving
 from paxon.runner.training import session as session_lib
 from paxon.sharding import axes, variables
 
@@ -114,6 +116,37 @@ def run(
     )
   print(f"{name} weights: {os.fspath(to)}", flush=True)
   return 0
+
+
+def keep_trained_ranges(
+  config: fdl.Buildable,
+  quantization: str,
+  run_dir: epath.Path,
+  *,
+  packages: Sequence[str] = (),
+) -> tuple[str, ...]:
+  """Makes a conversion keep the ranges that quantized training used.
+
+  Args:
+    config: Configuration of the job, changed in place.
+    quantization: The knob, such as `int4:convert`.
+    run_dir: The run, with the settings of its training.
+    packages: Where experiments are looked for.
+
+  Returns:
+    A note about it, if any range changes.
+  """
+  choice = recipes.parse(quantization)
+  if choice.mode is not recipes.Mode.CONVERT:
+    return ()
+  trained = run_files.find_trained_value(
+    "quantization", run_dir, packages=packages
+  )
+  if trained not in (choice.name, f"{choice.name}:train"):
+    return ()
+  if not rewrites.keep_trained_ranges(config):
+    return ()
+  return (f"the run was trained with {choice.name}; its ranges are kept",)
 
 
 def convert(job: job_lib.Job, run_dir: epath.Path) -> Conversion:
