@@ -28,6 +28,23 @@ Shapes = dict[str, tuple[tuple[int, ...], np.dtype]]
 State = dict[str, Any]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExampleView:
+  """An example of a batch to look at or listen to, in a report.
+
+  Attributes:
+    caption: What it is, in one line.
+    image: Pixels, uint8 [H,W], or [H,W,C] with 1 or 3 channels; None for none.
+    audio: Samples from -1 to 1, [N]; None for none.
+    sample_rate: Samples of the audio per second.
+  """
+
+  caption: str
+  image: np.ndarray | None = None
+  audio: np.ndarray | None = None
+  sample_rate: int = 16_000
+
+
 def is_end(error: BaseException) -> bool:
   """Returns whether an exception of `get_next` means the end of the input.
 
@@ -92,6 +109,14 @@ class BaseInput(abc.ABC):
     """Whether `get_next` never ends; evaluation needs a number of batches."""
     return False
 
+  @property
+  def unit(self) -> str:
+    """What the weight of the loss counts, such as "images", in messages.
+
+    Metrics have its rate, `<unit>_per_second`.
+    """
+    return "tokens"
+
   def required_vocab_size(self) -> int | None:
     """Returns a bound above all ids, or None, the default, if unknown."""
     return None
@@ -117,6 +142,22 @@ class BaseInput(abc.ABC):
 
     Called by programs that read, before they compute anything.
     """
+
+  def view_example(
+    self,
+    batch: Mapping[str, np.ndarray],
+    row: int,
+    predicted: Mapping[str, np.ndarray],
+  ) -> ExampleView | None:
+    """Returns a view of an example for reports; None, the default, for none.
+
+    Args:
+      batch: A batch of this input.
+      row: Which of its examples.
+      predicted: Results of the model's `predict` for the batch; empty if it has
+        no such method.
+    """
+    del batch, row, predicted
 
   def close(self) -> None:  # noqa: B027
     """Ends threads and processes that read ahead; the position stays."""

@@ -95,6 +95,11 @@ class CombinedInput(base_input.BaseInput):
     """Whether all inputs are endless."""
     return all(part.is_endless for part in self.inputs.values())
 
+  @property
+  def unit(self) -> str:
+    """That of the default input."""
+    return self.inputs[self.default_input].unit
+
   def required_vocab_size(self) -> int | None:
     """Returns the default input's; others may use other vocabularies."""
     return self.inputs[self.default_input].required_vocab_size()

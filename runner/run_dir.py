@@ -26,6 +26,8 @@ DECODE = "decode"
 # In `EVAL`: positions of rolling evaluations (`--continuous`).
 POSITIONS = "positions.json"
 SAMPLES = "samples.txt"
+# Images and sounds of a split, with predictions.
+EXAMPLES = "examples.json"
 GOODPUT = "goodput.jsonl"
 PROFILE = "profile"
 PGLE = "pgle"

@@ -64,6 +64,9 @@ summary { cursor: pointer; color: var(--soft); font-size: 14px; }
   display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; }
 .swatch { display: inline-block; width: .8em; height: .8em; margin-right: .5em;
   border-radius: 2px; }
+.figures { display: flex; flex-wrap: wrap; gap: .8rem; }
+figure { margin: 0; } figcaption { font-size: 13px; color: var(--soft); }
+figure img { min-width: 84px; max-width: 100%; image-rendering: pixelated; }
 svg { width: 100%; height: auto; font: 12px system-ui, sans-serif; }
 svg text { fill: var(--soft); } svg .name { fill: var(--ink); }
 svg rect { stroke: var(--page); stroke-width: 1; }

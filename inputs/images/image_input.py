@@ -1,6 +1,6 @@
 """Batches of labelled images, shuffled and augmented, with a position."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 from typing import Any
@@ -98,6 +98,25 @@ class ImageInput(base_input.BaseInput):
     pixels = (images.astype(np.float32) / np.float32(255) - mean) * scale
     pixels[len(places) :] = 0
     return {"images": pixels, "labels": labels, "example_weights": weights}
+
+  @property
+  def unit(self) -> str:
+    """Images, each of which has one weight."""
+    return "images"
+
+  def view_example(
+    self,
+    batch: Mapping[str, np.ndarray],
+    row: int,
+    predicted: Mapping[str, np.ndarray],
+  ) -> base_input.ExampleView:
+    """Returns the pixels of an image, its label and the predicted one."""
+    pixels = batch["images"][row] * np.asarray(self.deviation) + self.mean
+    caption = f"label {batch['labels'][row]}"
+    if "labels" in predicted:
+      caption += f", predicted {predicted['labels'][row]}"
+    image = np.rint(np.clip(pixels, 0, 1) * 255).astype(np.uint8)
+    return base_input.ExampleView(caption=caption, image=image)
 
   def batch_shapes(self) -> base_input.Shapes:
     """Returns the shapes and dtypes of the arrays of `get_next`."""

@@ -26,6 +26,18 @@ _KEYS = ("step", "split")
 # The metrics of baselines are written at step 0 under the split
 # `baseline/<name>`, so that a report needs no other source.
 BASELINE_PREFIX = "baseline/"
+# End of the name of a rate, such as `tokens_per_second`.
+RATE = "_per_second"
+
+
+def name_rate(unit: str) -> str:
+  """Returns the metric of a rate of training, of `tokens` or `images`."""
+  return f"{unit}{RATE}"
+
+
+def is_rate(metric: str) -> bool:
+  """Whether a metric is that of a rate."""
+  return metric.endswith(RATE)
 
 
 class SummaryWriter(abc.ABC):

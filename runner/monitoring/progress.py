@@ -16,7 +16,8 @@ _TRAIN = "train"
 _TRAIN_METRICS = {
   "loss": "loss {:.4f}",
   "learning_rate": "lr {:.2e}",
-  "tokens_per_second": "{:,.0f} tokens/s",
+  # That of any unit.
+  metrics_file.RATE: "{:,.0f} {}/s",
   "model_tflops_per_device": "{:.3g} TFLOP/s",
   "mfu": "MFU {:.1%}",
 }
@@ -180,11 +181,13 @@ def _format(split: str, values: Mapping[str, float]) -> list[str]:
       f"{name} {values[name]:.4f}" for name in _EVAL_METRICS if name in values
     ]
     return [split, *shown]
-  shown = [
-    text.format(values[name])
-    for name, text in _TRAIN_METRICS.items()
-    if name in values
-  ]
+  shown = []
+  for name, text in _TRAIN_METRICS.items():
+    if name == metrics_file.RATE:
+      rates = filter(metrics_file.is_rate, values)
+      shown += [text.format(values[x], x.removesuffix(name)) for x in rates]
+    elif name in values:
+      shown.append(text.format(values[name]))
   for name, text in _LARGEST.items():
     of_layers = [
       value

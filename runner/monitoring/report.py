@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import json
 import math
+import os
 import time
+from typing import Any
 
 from etils import epath
 
@@ -19,7 +21,7 @@ from paxon.runner.monitoring import spikes as spikes_lib
 
 _TRAIN = "train"
 _MAIN_CHARTS = ("loss", "bits_per_byte")
-_SMALL_CHARTS = ("learning_rate", "grad_norm", "tokens_per_second", "mfu")
+_SMALL_CHARTS = ("learning_rate", "grad_norm", metrics_file.RATE, "mfu")
 _SHARES = ("goodput", "mfu")
 _MIB = 2.0**20
 
@@ -39,6 +41,7 @@ def write(run_dir: epath.PathLike) -> epath.Path:
     sample=_read(folder / run_dir_lib.SAMPLES),
     config=_read(folder / run_dir_lib.CONFIG_TEXT),
     folder=folder.name,
+    examples=_read_examples(folder / run_dir_lib.EXAMPLES),
   )
   files.write_text(path, page)
   return path
@@ -83,8 +86,19 @@ def make(
   sample: str = "",
   config: str = "",
   folder: str = "",
+  examples: Mapping[str, Any] | None = None,
 ) -> str:
-  """Returns the page; `folder` is the name of the run directory."""
+  """Returns the page.
+
+  Args:
+    records: Metrics of the run.
+    account: Where its time went.
+    spikes: Spikes of its metrics.
+    sample: Text that the model generated.
+    config: The configuration, as text.
+    folder: Name of the run directory.
+    examples: Content of `run_dir.EXAMPLES`.
+  """
   experiment = _experiment(config)
   steps = max((r.step for r in records), default=0)
   subtitle = (experiment, folder, f"{steps:,} steps")
@@ -95,6 +109,7 @@ def make(
     *_times(account),
     *_spikes(spikes),
   ]
+  parts += _examples(examples)
   if sample:
     parts += [_element("h2", "Sample"), _element("pre", sample)]
   if config:
@@ -119,11 +134,16 @@ def _charts(records: Sequence[metrics_file.Record]) -> list[web_page.Content]:
     )
     if chart is not None:
       parts += [_element("h2", _words(metric).capitalize()), chart]
+  trained = {
+    name: None for r in records if r.split == _TRAIN for name in r.values
+  }
+  rates = list(filter(metrics_file.is_rate, trained))
   small = [
     line_chart.draw(
       _series(records, metric), title=_words(metric), width=560, height=260
     )
-    for metric in _SMALL_CHARTS
+    for each in _SMALL_CHARTS
+    for metric in (rates if each == metrics_file.RATE else [each])
   ]
   grid = [_element("div", chart) for chart in small if chart is not None]
   if grid:
@@ -227,6 +247,26 @@ def _spikes(spikes: Sequence[spikes_lib.Spike]) -> list[web_page.Content]:
   ]
 
 
+def _examples(examples: Mapping[str, Any] | None) -> list[web_page.Content]:
+  """Returns images and sounds of a split with captions."""
+  if not examples or not examples["examples"]:
+    return []
+  figures = []
+  for each in examples["examples"]:
+    media = []
+    if each.get("image"):
+      media.append(_element("img", src=each["image"], alt=each["caption"]))
+    if each.get("audio"):
+      media.append(_element("audio", src=each["audio"], controls="controls"))
+    caption = _element("figcaption", each["caption"])
+    figures.append(_element("figure", *media, caption))
+  return [
+    _element("h2", "Examples"),
+    _note(f"{examples['split']}, step {examples['step']:,}"),
+    _element("div", *figures, class_="figures"),
+  ]
+
+
 def _note(text: str) -> web_page.Element:
   return _element("p", text, class_="soft")
 
@@ -273,6 +313,16 @@ def _number(value: float | None) -> str:
 
 def _words(metric: str) -> str:
   return metric.replace("_", " ")
+
+
+def _read_examples(path: epath.Path) -> Mapping[str, Any] | None:
+  text = _read(path)
+  try:
+    return json.loads(text) if text else None
+  except ValueError as error:
+    raise files.DamagedFileError(
+      f"{os.fspath(path)} is damaged ({error}); delete it."
+    ) from error
 
 
 def _read(path: epath.Path) -> str:

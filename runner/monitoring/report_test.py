@@ -16,7 +16,7 @@ from paxon.runner.monitoring import (
   spikes,
 )
 
-_VOID = ("meta", "!doctype")
+_VOID = ("meta", "!doctype", "img")
 
 
 def _records():
@@ -316,6 +316,31 @@ def test_sample_and_configuration_are_escaped():
   assert parsed.text.count("<script>alert('x')</script>\ufffd\ufffd&") == 2
 
 
+def test_examples_are_images_and_sounds_with_captions():
+  image, sound = "data:image/png;base64,AAAA", "data:audio/wav;base64,BBBB"
+  examples = {
+    "split": "test",
+    "step": 3000,
+    "examples": [
+      {"caption": "label <3>", "image": image},
+      {"caption": "yes", "audio": sound},
+    ],
+  }
+  parsed = _parsed(report.make(_records(), examples=examples))
+  assert parsed.loaded == [image, sound]
+  assert "test, step 3,000" in parsed.text
+  assert "label <3>" in parsed.text
+  assert "Examples" not in _parsed(report.make(_records())).text
+
+
+def test_the_rate_has_the_unit_of_the_run():
+  values = {"loss": 1.0, "images_per_second": 70.0}
+  records = [metrics_file.Record(s, "train", values) for s in (1, 2)]
+  page = report.make(records)
+  assert "images per second by step" in _svgs(page)
+  assert "tokens" not in page
+
+
 def test_empty_run_has_a_report():
   assert "No metrics have been written yet." in _parsed(report.make([])).text
 
@@ -359,8 +384,9 @@ def test_the_report_is_written_from_the_first_metrics_on(tmp_path):
   assert "4 steps" in path.read_text()
 
 
-def test_a_report_that_cannot_be_made_does_not_end_the_run(tmp_path):
-  (tmp_path / "spikes.jsonl").write_text("{damaged\n")
+@pytest.mark.parametrize("name", ["spikes.jsonl", "examples.json"])
+def test_a_report_that_cannot_be_made_does_not_end_the_run(tmp_path, name):
+  (tmp_path / name).write_text("{damaged\n")
   file = report.ReportFile(tmp_path)
   file.write(1, "train", {"loss": 4.0})
   file.close()

@@ -130,10 +130,9 @@ class Evaluator:
     # All processes need the same metrics, because they decide by them.
     seconds = agreement.from_first(lambda: seconds)
     measured = {} if outputs is None else outputs.metrics()
+    rate = totals.weight("loss") / max(seconds, 1e-9)
     return (
-      totals.means()
-      | measured
-      | {"tokens_per_second": totals.weight("loss") / max(seconds, 1e-9)}
+      totals.means() | measured | {metrics_file.name_rate(source.unit): rate}
     )
 
   def _outputs_of(

@@ -89,8 +89,11 @@ def summary(session: session_lib.Session, run_dir: epath.Path) -> list[str]:
   """Returns the first lines of a training run."""
   job, mesh = session.job, session.layout.mesh
   source = job.train_input
-  sequences = source.global_batch_size
-  tokens = sequences * source.length
+  sequences, unit = source.global_batch_size, source.unit
+  count = sequences * source.length
+  batch = f"{count:,} {unit}"
+  if unit == "tokens":
+    batch = f"{sequences:,} sequences x {source.length:,} = {batch}"
   axes_of_mesh = [f"{k}={n}" for k, n in mesh.shape.items() if n > 1]
   where = f"mesh {','.join(axes_of_mesh)}" if axes_of_mesh else "no sharding"
   if jax.process_count() > 1:
@@ -105,8 +108,8 @@ def summary(session: session_lib.Session, run_dir: epath.Path) -> list[str]:
     f" {platform.python_version()}",
     f"model: {total:,} parameters{frozen}",
     f"devices: {mesh.size} x {mesh.devices.flat[0].device_kind}, {where}",
-    f"batch: {sequences:,} sequences x {source.length:,} = {tokens:,} tokens;"
-    f" {job.num_train_steps:,} steps = {tokens * job.num_train_steps:,} tokens",
+    f"batch: {batch}; {job.num_train_steps:,} steps ="
+    f" {count * job.num_train_steps:,} {unit}",
     "metrics: tensorboard --logdir="
     + shlex.quote(os.fspath(run_dir / run_dirs.EVENTS)),
   ]

@@ -21,13 +21,7 @@ TRAIN = "train"
 # Read in every step; the others only where they are written, because each
 # number is a separate transfer from the device.
 _EVERY_STEP = ("loss", "grad_norm")
-_SHOWN_FIRST = (
-  "bits_per_byte",
-  "loss",
-  "log_pplx",
-  "accuracy",
-  "tokens_per_second",
-)
+_SHOWN_FIRST = ("bits_per_byte", "loss", "log_pplx", "accuracy")
 
 # Values by metric by split.
 Results = Mapping[str, Mapping[str, float]]
@@ -42,6 +36,7 @@ class TrainMetrics:
     *,
     every_steps: int,
     last_step: int,
+    unit: str = "tokens",
     observer: observer_lib.Observer | None = None,
     check: Callable[[int, Mapping[str, float]], None] = lambda *_: None,
   ) -> None:
@@ -51,6 +46,7 @@ class TrainMetrics:
       writer: Where metrics are written.
       every_steps: Interval of the steps that are written.
       last_step: A step that is always written.
+      unit: What the weight of the loss counts (`BaseInput.unit`).
       observer: Callbacks for monitoring; by default none.
       check: Called with the step and the metrics that are read in every step,
         after they are written; the loss of a batch without targets is not among
@@ -59,6 +55,7 @@ class TrainMetrics:
     self._writer = writer
     self._every_steps = every_steps
     self._last_step = last_step
+    self._rate = metrics_file.name_rate(unit)
     self._observer = observer or observer_lib.Observer()
     self._check = check
     self._pending: tuple[int, loss_function.Metrics] | None = None
@@ -83,7 +80,7 @@ class TrainMetrics:
     )
 
   def paused(self) -> contextlib.AbstractContextManager[None]:
-    """Drains, and excludes the context from `tokens_per_second`."""
+    """Drains, and excludes the context from the rate."""
     self.drain()
     return self._throughput.paused()
 
@@ -98,7 +95,7 @@ class TrainMetrics:
     self._observer.finished(step, values)
     if is_due:
       observed = self._observer.metrics(self._throughput.step_seconds())
-      values["tokens_per_second"] = self._throughput.report()
+      values[self._rate] = self._throughput.report()
       self._writer.write(step, TRAIN, values | observed)
     checked = {name: values[name] for name in _EVERY_STEP if name in values}
     if not totals.weight("loss"):
@@ -107,16 +104,16 @@ class TrainMetrics:
 
 
 class Throughput:
-  """Tokens per second of training time, from one report to the next."""
+  """Tokens, or other units, per second of training time between reports."""
 
   def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
     """Starts the clock."""
     self._clock = clock
     self._restart()
 
-  def add(self, tokens: float) -> None:
+  def add(self, count: float) -> None:
     """Counts a finished step and its tokens."""
-    self._tokens += tokens
+    self._count += count
     self._steps += 1
 
   @contextlib.contextmanager
@@ -133,15 +130,15 @@ class Throughput:
     return (self._clock() - self._start) / max(self._steps, 1)
 
   def report(self) -> float:
-    """Returns the tokens per second since the last report."""
+    """Returns the rate since the last report."""
     seconds = self._clock() - self._start
-    rate = self._tokens / seconds if seconds > 0 else 0.0
+    rate = self._count / seconds if seconds > 0 else 0.0
     self._restart()
     return rate
 
   def _restart(self) -> None:
     self._start = self._clock()
-    self._tokens = 0.0
+    self._count = 0.0
     self._steps = 0
 
 
@@ -149,7 +146,8 @@ def format_results(step: int, results: Results) -> Iterator[str]:
   """Yields one line for each evaluated split."""
   for split, values in results.items():
     names = [name for name in _SHOWN_FIRST if name in values]
-    names += [name for name in values if name not in _SHOWN_FIRST]
+    names += filter(metrics_file.is_rate, values)
+    names += [name for name in values if name not in names]
     text = ", ".join(f"{name} {values[name]:.4g}" for name in names)
     yield f"step {step}: {split}: {text}"
 

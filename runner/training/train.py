@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import errno
 import itertools
+import json
 import os
 
 from etils import epath
@@ -31,6 +32,7 @@ from paxon.runner.monitoring import observer as observer_lib
 from paxon.runner.settings import training
 from paxon.runner.training import (
   evaluation,
+  example_views,
   generation_program,
   non_finite,
   preflight,
@@ -354,6 +356,10 @@ def _finish(
     lines += run_metrics.format_results(step, results)
   if results is None or loop.stop.requested is not None:
     return lines, ended_early
+  with loop.observer.span(goodput.Cause.SAMPLING):
+    views = example_views.make(loop.session, state)
+  if views is not None and agreement.is_first():
+    files.write_text(run_dir / run_dirs.EXAMPLES, json.dumps(views))
   reason = generation_program.why_none(job)
   if job.generation is not None and reason is not None:
     lines.append(f"no samples: {job.experiment} cannot generate text: {reason}")

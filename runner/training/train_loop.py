@@ -115,6 +115,7 @@ class TrainLoop:
         self.writer,
         every_steps=job.summary_every_steps,
         last_step=job.num_train_steps,
+        unit=job.train_input.unit,
         observer=self.observer,
         **({} if self.guard is None else {"check": self.guard.finished}),
       )

@@ -63,8 +63,14 @@ def test_trains_and_evaluates_on_files(tmp_path, capsys):
   )
   config = toy.job()
   train.run(fdl.build(config), config, run)
-  assert (run / "report.html").exists()
-  capsys.readouterr()
+  report = (run / "report.html").read_text()
+  assert report.count('<img src="data:image/png;base64,') == 24
+  assert "<figcaption>label 3, predicted " in report
+  assert "images per second" in report
+  printed = capsys.readouterr().out
+  assert "batch: 16 images; 50 steps = 800 images" in printed
+  assert " images/s" in printed
+  assert "token" not in printed + report.partition("Configuration")[0]
   assert evaluate.run(fdl.build(config), run) == 0
   found = capsys.readouterr().out
   # Each class has one bright row; guessing gives 0.1.

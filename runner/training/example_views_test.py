@@ -1,0 +1,63 @@
+"""Tests for the images and sounds of reports."""
+
+import io
+import struct
+import wave
+import zlib
+
+import numpy as np
+import pytest
+
+from paxon.inputs import base_input
+from paxon.runner.training import example_views
+
+
+def _decode(png):
+  """Returns the pixels of a PNG without filters, chunk by chunk."""
+  assert png[:8] == b"\x89PNG\r\n\x1a\n"
+  chunks, at = {}, 8
+  while at < len(png):
+    size, name = struct.unpack_from(">I4s", png, at)
+    content = png[at + 8 : at + 8 + size]
+    (check,) = struct.unpack_from(">I", png, at + 8 + size)
+    assert check == zlib.crc32(name + content)
+    chunks[name] = content
+    at += 12 + size
+  width, height, bits, kind, *rest = struct.unpack(">IIBBBBB", chunks[b"IHDR"])
+  assert (bits, rest) == (8, [0, 0, 0])
+  channels = {0: 1, 2: 3}[kind]
+  rows = np.frombuffer(zlib.decompress(chunks[b"IDAT"]), np.uint8)
+  rows = rows.reshape(height, -1)
+  assert not rows[:, 0].any()
+  return rows[:, 1:].reshape(height, width, channels)
+
+
+@pytest.mark.parametrize("shape", [(5, 7, 3), (4, 6, 1), (2, 3)])
+def test_images_are_png_files(shape):
+  image = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+  found = _decode(example_views.to_png(image))
+  np.testing.assert_array_equal(found, image.reshape(found.shape))
+
+
+@pytest.mark.parametrize(
+  "image", [np.zeros((2, 2, 4), np.uint8), np.zeros((2, 2)), np.zeros(3)]
+)
+def test_other_images_are_rejected(image):
+  with pytest.raises(ValueError, match=r"must be uint8 \[height, width\], or"):
+    example_views.to_png(image)
+
+
+def test_sounds_are_wav_files():
+  audio = np.asarray([0.0, 0.5, -1.0, 2.0])
+  with wave.open(io.BytesIO(example_views.to_wav(audio, 8000))) as reader:
+    assert reader.getframerate() == 8000
+    assert reader.getnchannels() == 1
+    content = reader.readframes(reader.getnframes())
+  np.testing.assert_array_equal(
+    np.frombuffer(content, "<i2"), [0, 16384, -32767, 32767]
+  )
+
+
+def test_an_input_without_views_has_none():
+  fn = base_input.BaseInput.view_example
+  assert fn(None, {}, 0, {}) is None
