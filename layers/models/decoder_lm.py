@@ -6,7 +6,7 @@ same layers and head, so they give the same numbers.
 Letters: B batch, T length, V vocab.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import functools
 from typing import Any
 
@@ -39,6 +39,8 @@ class DecoderLm(nn.Module):
     position_embedding: Maps positions [B,T] and the width of a token to
       [B,T,D], added to embedded tokens. `None` leaves positions to attention.
     embedding_norm: Normalizes the sum of embeddings; `None` disables it.
+    ngrammer: A `quantizers.ngrammer.Ngrammer`, called with ids and embedded
+      ids, before positions are added; `None` disables it.
     embedding_dropout: Dropout of the input of the stack; `None` disables it.
     record: Additional outputs of `loss`: `activations` [B,T,D], the input of
       the head, and `logits` [B,T,V].
@@ -55,6 +57,7 @@ class DecoderLm(nn.Module):
   token_loss: softmax_loss.SoftmaxLoss = softmax_loss.SoftmaxLoss()
   position_embedding: nn.Module | None = None
   embedding_norm: nn.Module | None = None
+  ngrammer: nn.Module | None = None
   embedding_dropout: nn.Module | None = None
   record: Sequence[str] = ()
   auxiliary_loss_weight: float = 1.0
@@ -113,7 +116,14 @@ class DecoderLm(nn.Module):
     positions, segment_ids = attention_mask.fill_tokens(
       self, inputs, positions, segment_ids, prefix, rank=2
     )
-    x = self._embed(inputs, positions, deterministic=deterministic)
+    ngrammer: Any = self.ngrammer
+    if ngrammer is not None:
+      ngrammer = functools.partial(
+        ngrammer, segment_ids=segment_ids, cache_length=cache_length
+      )
+    x = self._embed(
+      inputs, positions, ngrammer=ngrammer, deterministic=deterministic
+    )
     # Passed only if set, so blocks need not support it.
     more: tuple[Any, ...] = () if prefix is None else (prefix,)
     x = self.stack(
@@ -241,7 +251,12 @@ class DecoderLm(nn.Module):
     return language_model.LanguageHead(self).logits(x, at)
 
   def _embed(
-    self, inputs: jax.Array, positions: jax.Array, *, deterministic: bool = True
+    self,
+    inputs: jax.Array,
+    positions: jax.Array,
+    *,
+    ngrammer: Callable[..., jax.Array] | None = None,
+    deterministic: bool = True,
   ) -> jax.Array:
     """Returns embedded tokens [B,T,D]."""
     return language_model.embed_tokens(
@@ -251,6 +266,7 @@ class DecoderLm(nn.Module):
       position_embedding=self.position_embedding,
       norm=self.embedding_norm,
       dropout=self.embedding_dropout,
+      ngrammer=ngrammer,
       deterministic=deterministic,
     )
 

@@ -10,6 +10,7 @@ import pytest
 from paxon.layers import position_embedding, testing
 from paxon.layers.attention import kernels
 from paxon.layers.models import testing as models_testing
+from paxon.layers.quantizers import ngrammer
 from paxon.sharding import variables
 
 LENGTH = 7
@@ -111,6 +112,38 @@ def test_absolute_positions_go_on_while_decoding(positions):
     testing.apply(model, values, *args),
     rtol=1e-5,
     atol=1e-5,
+  )
+
+
+def test_pairs_of_tokens_go_on_while_decoding():
+  """And do not reach into the document before."""
+  tiny = models_testing.tiny_decoder()
+  added = ngrammer.Ngrammer(
+    num_heads=2, num_ids=models_testing.VOCAB, ngram_vocab_size=31, ngram_dim=2
+  )
+  model, args = tiny.clone(ngrammer=added), _args(_ids())
+  values = testing.random_values(model, *args)
+  whole = testing.apply(model, values, *args)
+  np.testing.assert_allclose(
+    _decode(model, values, args, 4, LENGTH, (1, 1, 1)),
+    whole,
+    rtol=1e-5,
+    atol=1e-5,
+  )
+  without = {**values["params"]}
+  del without["ngrammer"]
+  plain = testing.apply(tiny, {**values, "params": without}, *args)
+  assert np.abs(whole - plain).max() > 1e-2
+  ids = args[0]
+  packed = testing.apply(
+    model,
+    values,
+    ids.reshape(1, -1),
+    jnp.concatenate([args[1][:1]] * 2, axis=1),
+    testing.array([[1] * LENGTH + [2] * LENGTH], jnp.int32),
+  )
+  np.testing.assert_allclose(
+    packed.reshape(whole.shape), whole, rtol=1e-5, atol=1e-5
   )
 
 

@@ -6,7 +6,7 @@ never holds all logits.
 Letters: B batch, T length, D embed, V vocab.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 from typing import Any, cast
 
@@ -41,6 +41,7 @@ def embed_tokens(
   norm: nn.Module | None = None,
   dropout: nn.Module | None = None,
   types: tuple[nn.Module, jax.Array] | None = None,
+  ngrammer: Callable[..., jax.Array] | None = None,
   deterministic: bool = True,
 ) -> jax.Array:
   """Returns the input of a stack, [B,T,D].
@@ -53,9 +54,12 @@ def embed_tokens(
     norm: Normalizes the sum.
     dropout: Called with the normalized sum and `deterministic`.
     types: Embedding and type ids [B,T]; added.
+    ngrammer: Called with ids, embedded ids and `deterministic`.
     deterministic: Disables dropout.
   """
   x = embedding(ids)
+  if ngrammer is not None:
+    x = ngrammer(ids, x, deterministic=deterministic)
   if types is not None:
     table, type_ids = types
     x += table(type_ids).astype(x.dtype)

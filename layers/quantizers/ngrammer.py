@@ -1,0 +1,249 @@
+"""N-grammer: embeddings of pairs of neighboring tokens (Roy et al. 2022).
+
+https://arxiv.org/abs/2207.06366. Each token has an id for each of N heads: its
+token id, or that of a quantizer of its embedding. For head n (from 0), with V
+unigram ids, K buckets and the n-th prime p above K:
+
+  pair   = id + V * (id of the token before, 0 for the first of a document)
+  bucket = ((n + 1) * pair + n + 1) mod p mod K
+  output = [norm(x)[: H - E], norm(table[n, bucket])]        (concat)
+           norm(x) + norm(table[n, bucket])                  (E = H)
+
+Both norms are layer norms of the features of a head, with parameters of their
+own for each. Decoding keeps the ids of the last token.
+
+Letters: B batch, T length, N heads, H features of a head, E of an n-gram.
+"""
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from paxon.layers import auxiliary_loss, precision
+from paxon.layers.recurrent import decoding_state
+from paxon.sharding import axes, checks, logical
+
+_IDS = "ids"
+# Numbers below 2^32 are multiplied in parts of this many bits.
+_PART = 10
+
+
+class Ngrammer(nn.Module, auxiliary_loss.Source):
+  """Adds embeddings of bigrams to embedded tokens.
+
+  Attributes:
+    num_heads: Heads, N; divides the features of a token.
+    num_ids: Number of token ids; `None` with a quantizer.
+    quantizer: A quantizer of embedded tokens with N groups, whose ids are used
+      in the place of token ids (VQ n-grammer), such as
+      `EmaVectorQuantizer(256, num_heads, beta=0.0, decay=0.999,
+      normalize_input=False, normalize_codebook=False)`. Its loss is an
+      auxiliary loss. `None` uses token ids.
+    ngram_vocab_size: Buckets of a head, K.
+    ngram_dim: Features of an n-gram, E.
+    concat: Whether n-grams replace the last E features of a head; otherwise
+      they are added to all.
+    epsilon: Added to variances.
+    table_init: Initializer of the tables [N,K,E].
+    param_dtype: Dtype in which the parameters are stored.
+  """
+
+  num_heads: int
+  num_ids: int | None = None
+  quantizer: nn.Module | None = None
+  ngram_vocab_size: int = 768 * 256
+  ngram_dim: int = 8
+  concat: bool = True
+  epsilon: float = 1e-6
+  table_init: nn.initializers.Initializer = nn.initializers.normal(1.0)
+  param_dtype: DTypeLike = jnp.float32
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    checks.check_size(self, "num_heads", "num_ids", "ngram_dim")
+    checks.check_positive(self, "epsilon")
+    if (self.num_ids is None) == (self.quantizer is None):
+      raise ValueError(
+        "Ngrammer needs one of num_ids (pairs of token ids) and quantizer"
+        f" (pairs of codes), got num_ids={self.num_ids} and"
+        f" quantizer={self.quantizer}."
+      )
+    # Sums of two numbers below the primes must fit in 32 bits.
+    if not 1 < self.ngram_vocab_size <= 2**20:
+      raise ValueError(
+        "Ngrammer.ngram_vocab_size must be between 2 and 2**20, got"
+        f" {self.ngram_vocab_size}."
+      )
+
+  @nn.compact
+  def __call__(
+    self,
+    ids: Int[Array, "batch length"],
+    x: Float[Array, "batch length embed"],
+    segment_ids: Int[Array, "batch length"] | None = None,
+    *,
+    cache_length: int | None = None,
+    deterministic: bool = True,
+  ) -> Float[Array, "batch length embed"]:
+    """Returns the tokens with n-grams, zero where they are padding.
+
+    Args:
+      ids: Token ids.
+      x: Embedded tokens; may be NaN where they are padding.
+      segment_ids: Their segments (documents); 0 is padding. `None` is one
+        document without padding.
+      cache_length: Makes a decoding state (prefill); any number.
+      deterministic: Passed to the quantizer.
+
+    Raises:
+      ValueError: Sizes do not fit.
+    """
+    size = self._head_size(x.shape[-1])
+    shape = decoding_state.Shape((self.num_heads,), jnp.int32, (None,))
+    tokens, stored = decoding_state.begin(
+      self, x, segment_ids, {_IDS: shape}, cache_length=cache_length
+    )
+    x = jnp.where(tokens.is_real[..., None], x, jnp.zeros((), x.dtype))
+    if self.quantizer is None:
+      heads = jnp.broadcast_to(ids[..., None], (*ids.shape, self.num_heads))
+      num_ids = self.num_ids
+    else:
+      found = self.quantizer(x, tokens.is_real, deterministic=deterministic)
+      auxiliary_loss.add(self, "ngram_codes", found.loss)
+      heads, num_ids = found.ids, self.quantizer.num_codes
+      if heads.shape[-1] != self.num_heads:
+        raise ValueError(
+          f"Ngrammer.quantizer gives {heads.shape[-1]} ids of a token, but"
+          f" num_heads is {self.num_heads}."
+        )
+    assert num_ids is not None
+    heads = heads.astype(jnp.int32)
+    before, last = _find_neighbors(
+      heads, tokens, None if stored is None else stored[_IDS]
+    )
+    if stored is not None:
+      decoding_state.store(self, tokens, {_IDS: last}, {_IDS: shape})
+    buckets = find_buckets(
+      heads, before, num_ids=num_ids, num_buckets=self.ngram_vocab_size
+    )
+    table = self.param(
+      "table",
+      logical.partitioned(self.table_init, (None, axes.VOCAB, None)),
+      (self.num_heads, self.ngram_vocab_size, self.ngram_dim),
+      self.param_dtype,
+    )
+    numbers = jnp.arange(self.num_heads, dtype=jnp.int32)[None, None]
+    ngrams = self._norm("ngram_norm", table[numbers, buckets])
+    y = x.reshape(*x.shape[:-1], self.num_heads, size)
+    y = self._norm("token_norm", y)
+    if self.concat:
+      kept = y[..., : size - self.ngram_dim]
+      y = jnp.concatenate([kept, ngrams.astype(kept.dtype)], axis=-1)
+    else:
+      y += ngrams.astype(y.dtype)
+    y = y.reshape(x.shape).astype(x.dtype)
+    return jnp.where(tokens.is_real[..., None], y, jnp.zeros((), y.dtype))
+
+  @nn.nowrap
+  def _head_size(self, features: int) -> int:
+    size = features // self.num_heads
+    if features % self.num_heads:
+      raise ValueError(
+        f"Ngrammer.num_heads ({self.num_heads}) must divide the {features}"
+        " features of a token."
+      )
+    if self.ngram_dim > size or (not self.concat and self.ngram_dim != size):
+      least = "at most" if self.concat else "without concat"
+      raise ValueError(
+        f"Ngrammer.ngram_dim must be {least} the {size} features of a head,"
+        f" got {self.ngram_dim}."
+      )
+    return size
+
+  def _norm(self, name: str, x: jax.Array) -> jax.Array:
+    """Returns the layer norm of heads [B,T,N,features]."""
+    shape = x.shape[2:]
+    scale, bias = (
+      self.param(
+        f"{name}_{kind}",
+        logical.partitioned(init, (None, None), regularized=False),
+        shape,
+        self.param_dtype,
+      )
+      for kind, init in (
+        ("scale", nn.initializers.ones),
+        ("bias", nn.initializers.zeros),
+      )
+    )
+    x = precision.widened(x)
+    x -= jnp.mean(x, axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    x *= jax.lax.rsqrt(variance + self.epsilon)
+    scale, bias = (v.astype(x.dtype)[None, None] for v in (scale, bias))
+    return x * scale + bias
+
+
+def find_buckets(
+  ids: Int[Array, "batch length heads"],
+  before: Int[Array, "batch length heads"],
+  *,
+  num_ids: int,
+  num_buckets: int,
+) -> Int[Array, "batch length heads"]:
+  """Returns the buckets of pairs of ids, exactly, int32.
+
+  Args:
+    ids: Ids of tokens, each below `num_ids`.
+    before: Ids of the tokens they are paired with.
+    num_ids: Number of ids, V. Pairs may exceed 32 bits.
+    num_buckets: Number of buckets, K.
+  """
+  found = []
+  for n, prime in enumerate(find_primes(num_buckets, ids.shape[-1])):
+    first, second = (x[..., n].astype(jnp.uint32) for x in (ids, before))
+    pair = _times(second, num_ids % prime, prime) + first % jnp.uint32(prime)
+    hashed = _times(pair % jnp.uint32(prime), n + 1, prime) + jnp.uint32(n + 1)
+    found.append(hashed % jnp.uint32(prime) % jnp.uint32(num_buckets))
+  return jnp.stack(found, axis=-1).astype(jnp.int32)
+
+
+def find_primes(above: int, count: int) -> list[int]:
+  """Returns the first primes larger than a number."""
+  primes, candidate = [], above + 1
+  while len(primes) < count:
+    if all(candidate % d for d in range(2, int(candidate**0.5) + 1)):
+      primes.append(candidate)
+    candidate += 1
+  return primes
+
+
+def _times(x: jax.Array, factor: int, prime: int) -> jax.Array:
+  """Returns x * factor mod prime of uint32 numbers; prime is below 2^21."""
+  total = jnp.zeros_like(x)
+  for shift in range(0, 32, _PART):
+    part = (x >> shift) & jnp.uint32(2**_PART - 1)
+    of_part = jnp.uint32((factor << shift) % prime)
+    total = (total + part * of_part % jnp.uint32(prime)) % jnp.uint32(prime)
+  return total
+
+
+def _find_neighbors(
+  ids: jax.Array, tokens: decoding_state.Tokens, stored: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+  """Returns ids [B,T,N] of the tokens before, and [B,N] of the last token."""
+  batch, length, heads = ids.shape
+  if stored is None:
+    stored = jnp.zeros((batch, heads), jnp.int32)
+  every = jnp.concatenate([stored[:, None], ids], axis=1)
+  none = jnp.zeros((batch, 1), jnp.int32)
+  runs = jnp.concatenate([none, tokens.runs], axis=1)
+  number = jnp.arange(1, length + 1, dtype=jnp.int32)[None]
+  latest = jax.lax.cummax(jnp.where(tokens.is_real, number, 0), axis=1)
+  index = jnp.concatenate([none, latest[:, :-1]], axis=1)
+  is_same = jnp.take_along_axis(runs, index, axis=1) == tokens.runs
+  before = jnp.take_along_axis(every, index[..., None], axis=1)
+  before = jnp.where(is_same[..., None], before, 0)
+  last = jnp.take_along_axis(every, latest[:, -1:, None], axis=1)[:, 0]
+  return before, last
