@@ -7,6 +7,7 @@
   tools/hf export RUN/serving/int4_gptq --to DIR
                                         quantized weights to compressed-tensors,
                                         or, with --format=gptq, to GPTQ's format
+  tools/hf gguf DIR --to FILE.gguf      safetensors files to GGUF, for llama.cpp
 
 DIR is a folder with config.json and model.safetensors, or with the files that
 model.safetensors.index.json lists; or one such file. `import` makes the run
@@ -32,6 +33,7 @@ from paxon.tools import (
   command_line,
   hf_export,
   hf_files,
+  hf_gguf,
   hf_import,
   hf_quantized,
   peft_adapter,
@@ -140,6 +142,29 @@ def _export(argv: list[str]) -> Any:
   )
 
 
+def _gguf(argv: list[str]) -> Any:
+  parser = command_line.Parser(
+    "gguf", "Converts safetensors files to a GGUF file.", program="tools/hf"
+  )
+  parser.add_argument("source", metavar="DIR", help="folder of a model")
+  parser.add_argument(
+    "--to", metavar="FILE", required=True, help="file to write"
+  )
+  parser.add_argument(
+    "--type",
+    choices=hf_gguf.TYPES,
+    default="bf16",
+    help="type of matrices; default: bf16",
+  )
+  arguments = parser.parse_args(argv)
+  source, target = (
+    run_dir.resolve(each, os.environ)
+    for each in (arguments.source, arguments.to)
+  )
+  files.check_store(source)
+  return hf_gguf.run(source, target, type_=arguments.type)
+
+
 def _parser(command: str, description: str) -> command_line.Parser:
   parser = command_line.Parser(command, description, program="tools/hf")
   parser.add_argument(
@@ -168,6 +193,7 @@ def _printed(
 COMMANDS: Final[command_line.Commands] = {
   "import": functools.partial(_printed, _import),
   "export": functools.partial(_printed, _export),
+  "gguf": functools.partial(_printed, _gguf),
 }
 
 

@@ -10,7 +10,7 @@ Each repository is fetched when a target first needs it, and never otherwise:
   @pypi_plan_cuda   JAX's CUDA plugin alone: it compiles for absent GPUs
   @pypi_plan_cudnn  what it needs besides to compile cuDNN attention
   @pypi_cuda        JAX's CUDA plugin with its run time
-  @pypi_serve       starlette, uvicorn, llguidance: --mode=serve
+  @pypi_serve       starlette, uvicorn, llguidance: --mode=serve; gguf
   @pypi_site        Sphinx, MyST and Furo: tools/site
   @pypi_text        tokenizers, SentencePiece, tiktoken, Jinja2
   @pypi_tpu         JAX's TPU run time, which also compiles for absent TPUs

@@ -34,7 +34,7 @@ lock requirements_tpu "${core[@]}" "$@"
 lock requirements_text "${core[@]}" \
   --constraints requirements_tf_lock.txt --excludes excluded_text.txt "$@"
 lock requirements_serve "${core[@]}" \
-  --constraints requirements_data_lock.txt "$@"
+  --constraints requirements_data_lock.txt --excludes excluded_serve.txt "$@"
 lock requirements_site "${core[@]}" \
   --constraints requirements_data_lock.txt \
   --constraints requirements_text_lock.txt "$@"
