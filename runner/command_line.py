@@ -9,6 +9,7 @@ import dataclasses
 import os
 import re
 import shlex
+import textwrap
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from absl import flags
@@ -521,6 +522,7 @@ def _print_knobs(name: str, packages: Sequence[str]) -> None:
   from paxon.runner.configuration import annotations
 
   print(f"\nKnobs of {cls.__name__}:")
+  texts = knobs.describe(cls)
   for knob in cls.knobs().values():
     default = f" = {knob.default!r}"
     if knob.default is knobs.REQUIRED:
@@ -529,6 +531,9 @@ def _print_knobs(name: str, packages: Sequence[str]) -> None:
       default = " (computed)"
     kind = annotations.describe(knob.annotation)
     print(f"  --fdl.{knob.name}: {kind}{default}")
+    text = texts.get(knob.name, "")
+    for line in textwrap.wrap(text, width=74, break_on_hyphens=False):
+      print(f"      {line}")
 
 
 def get_process_settings(

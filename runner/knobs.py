@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 import dataclasses
 import functools
 import inspect
+import re
 import typing
 from typing import Any, ClassVar
 
@@ -73,6 +74,28 @@ def collect(cls: type, *, root: type | None) -> dict[str, Knob]:
     name: _knob(cls, name, annotation, owner)
     for name, (annotation, owner) in declared.items()
   }
+
+
+def describe(cls: type) -> dict[str, str]:
+  """Returns the descriptions of attributes, each one line, by name.
+
+  They are those of the section `Attributes` of the class's docstring, or of the
+  nearest base that describes the attribute.
+  """
+  found: dict[str, str] = {}
+  for klass in reversed(cls.__mro__):
+    doc = klass.__dict__.get("__doc__") or ""
+    _, _, section = inspect.cleandoc(doc).partition("Attributes:\n")
+    name = None
+    for line in section.splitlines():
+      if line and not line.startswith(" "):
+        break
+      started = re.match(r"  (\w+): (.*)", line)
+      if started is not None:
+        name, found[started[1]] = started[1], started[2]
+      elif name is not None and line:
+        found[name] += f" {line.strip()}"
+  return found
 
 
 def value(cls: type, knob: Knob, given: Any) -> Any:

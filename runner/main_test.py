@@ -293,7 +293,7 @@ def test_help_explains_every_flag_and_with_exp_the_knobs(call):
     assert f"--{name}" in out
   status, out, err = call("--help", _TOY)
   assert (status, err) == (0, "")
-  assert "--fdl.width: int = 8" in out
+  assert "--fdl.width: int = 8\n      Width of the head." in out
   assert "--fdl.dtype: 'float32' | 'bfloat16' = 'float32'" in out
 
 

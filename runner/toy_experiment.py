@@ -88,7 +88,12 @@ class Input(base_input.BaseInput):
 
 
 class Toy(experiment.Experiment):
-  """A toy for tests."""
+  """A toy for tests.
+
+  Attributes:
+    width: Width of the
+      head.
+  """
 
   num_train_steps = 4
   global_batch_size = 2

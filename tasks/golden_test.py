@@ -20,7 +20,7 @@ import pytest
 
 from paxon.inputs import base_input, python_stdlib, unset_input
 from paxon.learners import train_state, train_step
-from paxon.runner import experiment
+from paxon.runner import experiment, knobs
 from paxon.runner import job as job_lib
 from paxon.runner.configuration import dump
 from paxon.runner.planning import job_lint
@@ -117,6 +117,17 @@ def test_there_are_experiments():
   assert set(_WHOLE) <= set(_NAMES)
   # Base classes are not experiments.
   assert not [n for n in _NAMES if n.endswith(("Decoder", "LmSpmd", "Gpt3"))]
+
+
+def test_help_describes_every_knob():
+  missing = {
+    f"{knob.owner}.{knob.name}"
+    for name in _NAMES
+    for cls in [type(golden.load(name))]
+    for knob in cls.knobs().values()
+    if knob.name not in knobs.describe(cls)
+  }
+  assert not missing, "add them to `Attributes` of the class's docstring"
 
 
 @pytest.mark.parametrize("module", _MODULES)

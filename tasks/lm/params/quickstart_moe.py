@@ -20,6 +20,11 @@ class PythonStdlibMoe(quickstart.PythonStdlibLm):
   A token passes through as many parameters as in `PythonStdlibLm`, of 2.6 M;
   no token is dropped. Measured 2026-11-23, three seeds: 1.603 bits per byte on
   held-out files instead of 1.621, in 1.18 times the time.
+
+  Attributes:
+    num_experts: Number of experts of a layer.
+    num_choices: Experts of each token.
+    load_balance_weight: Weight of the loss that balances the experts.
   """
 
   mlp_dim = 192
@@ -53,6 +58,9 @@ class PythonStdlibUpcycled(quickstart.PythonStdlibLm):
     dense: A run of `PythonStdlibLm`; None starts with random values.
     noise: Standard deviation of noise in the copies, divided by the root mean
       square of the dense weights.
+    num_experts: Number of experts of a layer.
+    num_choices: Experts of each token.
+    load_balance_weight: Weight of the loss that balances the experts.
   """
 
   peak_learning_rate = 1e-3
