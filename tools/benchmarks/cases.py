@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 from paxon.tools.benchmarks import (
+  block_case,
   continuous_case,
   decoder_lm_workload,
   generation_case,
@@ -139,6 +140,22 @@ DENSE_1B = Workload(
 )
 
 
+# Images of 14 x 14 patches or pixels, and about two seconds of speech.
+BLOCKS = Workload(
+  config=Config(
+    vocab_size=1,
+    num_layers=1,
+    embed_dim=192,
+    mlp_dim=768,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=48,
+  ),
+  global_batch_size=8,
+  length=196,
+)
+
+
 def _make_train_step(
   steps: int, baseline: step_cases.Baseline = step_cases.Baseline.PLAIN
 ) -> Run:
@@ -196,6 +213,20 @@ CASES: Mapping[str, Case] = {
     run=moe_case.run_torch,
     rounds=45,
   ),
+  **{
+    f"{kind}{'_torch' if use_torch else ''}": Case(
+      summary=f"{words} / {'torch; needs it' if use_torch else 'plain JAX'}",
+      workload=BLOCKS,
+      run=functools.partial(block_case.run, kind=kind, use_torch=use_torch),
+      rounds=45,
+    )
+    for kind, words in (
+      ("residual_block", "a residual block, forward and backward"),
+      ("vit_block", "a block of a vision transformer"),
+      ("conformer_block", "a block of a Conformer"),
+    )
+    for use_torch in (False, True)
+  },
   "gpt2_124m": Case(
     summary="train step / plain JAX, GPT-2 124M; for a GPU",
     workload=GPT2_124M,

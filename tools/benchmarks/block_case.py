@@ -1,0 +1,238 @@
+"""Cases of single blocks of images and speech: a training step of a block.
+
+Forward pass, batch norms with their moments, and backward pass, of a residual
+block, a block of a vision transformer and one of a Conformer. Both contenders
+have the same parameters, inputs and gradient of the output.
+"""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import importlib
+import math
+from typing import Any
+
+from flax import linen as nn
+import jax
+import numpy as np
+
+from paxon.layers import batch_norm, block, feed_forward, layer_norm
+from paxon.layers.attention import grouped_query
+from paxon.layers.attention import mask as attention_mask
+from paxon.layers.speech import conformer
+from paxon.layers.vision import convolutions, resnet
+from paxon.tools.benchmarks import (
+  decoder_lm_workload,
+  pure_jax_blocks,
+  timing,
+)
+
+JAX_LIMIT = 1.05
+TORCH_LIMIT = 1.0
+_WIDTH = 15
+
+Step = Callable[[], Any]
+Workload = decoder_lm_workload.Workload
+
+
+def _batch_norm() -> nn.Module:
+  return batch_norm.BatchNorm(decay=0.9, epsilon=pure_jax_blocks.EPSILON)
+
+
+def _layer_norm() -> nn.Module:
+  return layer_norm.LayerNorm(epsilon=pure_jax_blocks.EPSILON)
+
+
+def _attention(workload: Workload) -> nn.Module:
+  c = workload.config
+  return grouped_query.GroupedQueryAttention(
+    num_heads=c.num_heads,
+    num_kv_heads=c.num_heads,
+    head_dim=c.head_dim,
+    mask=attention_mask.MaskRules(causal=False),
+  )
+
+
+def _feed_forward(workload: Workload, activation: Any) -> nn.Module:
+  return feed_forward.FeedForward(
+    workload.config.mlp_dim, activation=activation
+  )
+
+
+def _residual_block(workload: Workload) -> nn.Module:
+  return resnet.BasicBlock(workload.config.embed_dim, norm=_batch_norm())
+
+
+def _transformer_block(workload: Workload) -> nn.Module:
+  return block.TransformerBlock(
+    attention_norm=_layer_norm(),
+    attention=_attention(workload),
+    feed_forward_norm=_layer_norm(),
+    feed_forward=_feed_forward(workload, nn.gelu),
+  )
+
+
+def _conformer_block(workload: Workload) -> nn.Module:
+  return conformer.ConformerBlock(
+    first_norm=_layer_norm(),
+    first=_feed_forward(workload, nn.silu),
+    attention_norm=_layer_norm(),
+    attention=_attention(workload),
+    convolution_norm=_layer_norm(),
+    convolution=conformer.LightConvolution(
+      convolutions.DepthwiseConv((_WIDTH,)), norm=_batch_norm()
+    ),
+    last_norm=_layer_norm(),
+    last=_feed_forward(workload, nn.silu),
+    final_norm=_layer_norm(),
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+  make: Callable[[Workload], nn.Module]
+  pure_jax: Callable[..., Any]
+  torch: str
+  rank: int
+
+
+KINDS: Mapping[str, _Kind] = {
+  "residual_block": _Kind(
+    _residual_block, pure_jax_blocks.residual_block, "residual_block", 4
+  ),
+  "vit_block": _Kind(
+    _transformer_block,
+    pure_jax_blocks.transformer_block,
+    "transformer_block",
+    3,
+  ),
+  "conformer_block": _Kind(
+    _conformer_block, pure_jax_blocks.conformer_block, "conformer_block", 3
+  ),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Block:
+  """A block with its arguments.
+
+  Attributes:
+    kind: Which block.
+    module: Our layer.
+    values: Our variables.
+    x: Input: [B,T,D], or [B,H,W,D] with H = W and T = H * W.
+    gradient: Gradient of the output.
+  """
+
+  kind: _Kind
+  module: nn.Module
+  values: Any
+  x: jax.Array
+  gradient: jax.Array
+
+
+def make_block(workload: Workload, kind: str) -> Block:
+  """Returns the block with random values."""
+  found = KINDS[kind]
+  batch, length = workload.global_batch_size, workload.length
+  size = math.isqrt(length)
+  space = (length,) if found.rank == 3 else (size, size)
+  shape = (batch, *space, workload.config.embed_dim)
+  first, second, third = jax.random.split(jax.random.key(0), 3)
+  x = jax.random.normal(first, shape)
+  module = found.make(workload)
+  return Block(
+    kind=found,
+    module=module,
+    values=nn.unbox(jax.jit(module.init)(second, x)),
+    x=x,
+    gradient=jax.random.normal(third, shape),
+  )
+
+
+def our_step(of: Block) -> Step:
+  """Returns `() -> (y, averages, gradients, dx)` by our layer."""
+  averages = {k: v for k, v in of.values.items() if k != "params"}
+
+  def run(params: Any, x: jax.Array) -> Any:
+    return of.module.apply(
+      {**averages, "params": params},
+      x,
+      deterministic=False,
+      mutable=list(averages),
+    )
+
+  return _compile(run, of)
+
+
+def pure_jax_step(of: Block) -> Step:
+  """Returns the same by plain JAX, with the moments for the averages."""
+  with jax.numpy_rank_promotion("allow"):
+    return _compile(of.kind.pure_jax, of)
+
+
+def _compile(run: Callable[..., Any], of: Block) -> Step:
+  def both(params: Any, x: jax.Array, gradient: jax.Array) -> Any:
+    y, backward, moments = jax.vjp(run, params, x, has_aux=True)
+    return y, moments, *backward(gradient)
+
+  args = (of.values["params"], of.x, of.gradient)
+  compiled = jax.jit(both).lower(*args).compile()
+  return lambda: compiled(*args)
+
+
+def torch_step(of: Block, *, is_compiled: bool = True) -> Step:
+  """Returns `() -> (y, gradients by path, dx)` in torch.
+
+  Raises:
+    ImportError: torch is not installed.
+  """
+  torch = importlib.import_module("torch")
+  blocks = importlib.import_module("paxon.tools.benchmarks.torch_blocks")
+  params = jax.tree.map(
+    lambda v: torch.tensor(np.asarray(blocks.from_jax(v)), requires_grad=True),
+    of.values["params"],
+  )
+  fn = getattr(blocks, of.kind.torch)
+  fn = torch.compile(fn) if is_compiled else fn
+  leaves = [x for _, x in jax.tree.leaves_with_path(params)]
+  x = torch.tensor(np.asarray(of.x), requires_grad=True)
+  gradient = torch.tensor(np.asarray(of.gradient))
+
+  def step() -> Any:
+    y = fn(params, x)
+    grads = torch.autograd.grad(y, [*leaves, x], gradient)
+    return (
+      y,
+      jax.tree.unflatten(jax.tree.structure(params), grads[:-1]),
+      grads[-1],
+    )
+
+  return step
+
+
+def run(
+  workload: Workload, *, name: str, rounds: int, kind: str, use_torch: bool
+) -> timing.Comparison:
+  """Returns the time of our block over that of plain JAX, or of torch.
+
+  Raises:
+    ImportError: `use_torch` is set, and it is not installed.
+  """
+  of = make_block(workload, kind)
+  ours = our_step(of)
+  other = torch_step(of) if use_torch else pure_jax_step(of)
+  return timing.Comparison(
+    case=name,
+    first="our block",
+    second="torch.compile" if use_torch else "plain JAX",
+    pairs=timing.interleave(
+      lambda: jax.block_until_ready(ours()),
+      lambda: jax.block_until_ready(other()),
+      rounds=rounds,
+    ),
+    limit=TORCH_LIMIT if use_torch else JAX_LIMIT,
+    facts={
+      "positions": workload.tokens,
+      "embed": workload.config.embed_dim,
+    },
+  )
