@@ -71,6 +71,14 @@ _FLAGS = (
     modes=("train",),
   ),
   _Flag(
+    "profiler_port",
+    None,
+    "Port of each process at which TensorBoard or XProf can capture a profile"
+    " while the run trains. Other machines can connect, too.",
+    modes=("train",),
+    is_number=True,
+  ),
+  _Flag(
     "max_restarts",
     0,
     "Number of times the process is restarted from the latest checkpoint after"
@@ -411,6 +419,8 @@ def check(values: Values, packages: Sequence[str]) -> None:
   try:
     if values.profile_steps is not None:
       launch.parse_window(values.profile_steps)
+    if values.profiler_port is not None:
+      launch.check_port(values.profiler_port)
     if mode == "plan":
       from paxon.runner.plan import target as targets
 

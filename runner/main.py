@@ -357,6 +357,7 @@ def _start(this: _Run, run_dir: "epath.Path") -> int:
     overrides=this.overrides,
     launch=launch.Launch(
       profile=None if window is None else launch.parse_window(window),
+      profiler_port=values.profiler_port,
       begin=launch.process_begin(),
     ),
   )

@@ -272,7 +272,7 @@ def test_flags_are_the_frozen_list():
     *("job_log_dir", "list", "max_restarts", "mode", "num_processes"),
     *("plan_batches", "plan_days", "plan_decode", "plan_lengths"),
     *("plan_price", "plan_programs", "plan_search", "plan_tokens"),
-    *("process_id", "profile_steps", "prompt"),
+    *("process_id", "profile_steps", "profiler_port", "prompt"),
     *("serve_cache_tokens", "serve_context", "serve_host", "serve_port"),
     *("serve_slots", "target"),
   ]

@@ -94,7 +94,7 @@ FLAGS: Final[Mapping[str, str]] = {
   "fdl_set": "--fdl.KNOB=VALUE",
   "fdl_tags": "--fdl.KNOB=VALUE, such as --fdl.dtype=bfloat16",
   "globally_use_hardware_rng": f"{_ALWAYS} random keys derive from --fdl.seed",
-  "jax_profiler_port": "--profile_steps=10:13",
+  "jax_profiler_port": "--profiler_port=9999, or --profile_steps=10:13",
   "jax_traceback_filtering_option": (
     "JAX_TRACEBACK_FILTERING in the environment"
   ),

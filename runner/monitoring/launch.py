@@ -6,6 +6,7 @@
 import dataclasses
 import os
 import re
+import socket
 import time
 
 
@@ -15,11 +16,13 @@ class Launch:
 
   Attributes:
     profile: Steps to profile, or None.
+    profiler_port: Port of JAX's profiler server, or None for no server.
     begin: When the process started, in seconds since the epoch, so that imports
       count; None for the time at which training is called.
   """
 
   profile: range | None = None
+  profiler_port: int | None = None
   begin: float | None = None
 
 
@@ -49,6 +52,24 @@ def check_window(window: range, *, num_train_steps: int) -> None:
       f"--profile_steps={window.start}:{window.stop} ends at step {window[-1]},"
       f" but num_train_steps is {num_train_steps}."
     )
+
+
+def check_port(port: int) -> None:
+  """Raises ValueError unless the profiler server can listen at a port.
+
+  The server itself only logs that it cannot.
+  """
+  name = f"--profiler_port={port}"
+  if not 1 <= port <= 65535:
+    raise ValueError(f"{name} must be from 1 to 65535, such as 9999.")
+  with socket.socket() as found:
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+      found.bind(("", port))
+    except OSError as error:
+      raise ValueError(
+        f"{name} cannot be used: {error.strerror}; choose another port."
+      ) from error
 
 
 def process_begin() -> float | None:

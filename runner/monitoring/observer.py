@@ -63,6 +63,7 @@ class Observer:
     self._watchdog: watchdog.Watchdog | None = None
     self._spikes: spikes.SpikeReport | None = None
     self._profiler = Profiler(None, epath.Path("."))
+    self._profiler_port = launch.profiler_port if launch else None
     if settings is not None and run_dir is not None:
       if settings.watchdog is not None:
         self._watchdog = watchdog.Watchdog(
@@ -95,6 +96,10 @@ class Observer:
   def __enter__(self) -> "Observer":
     if self._watchdog is not None:
       self._stack.enter_context(self._watchdog)
+    if self._profiler_port is not None:
+      jax.profiler.start_server(self._profiler_port)
+      self._stack.callback(jax.profiler.stop_server)
+      self._print(f"profiler: port {self._profiler_port}")
     return self
 
   def __exit__(self, *exception: object) -> None:
