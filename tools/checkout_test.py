@@ -153,3 +153,31 @@ def test_the_program_has_every_module_that_docs_and_messages_name():
     for one in modules & files - sources
   }
   assert not missing, "add them to the runtime_deps of //runner:lib"
+
+
+def _read_pins(lock):
+  text = (_ROOT / f"third_party/python/{lock}_lock.txt").read_text()
+  return set(re.findall(r"^([\w.-]+(?:\[[\w,-]+\])?==\S+)", text, re.MULTILINE))
+
+
+def test_the_container_installs_locks_that_agree():
+  text = (_ROOT / "third_party/docker/Dockerfile").read_text()
+  choices = re.findall(r'LOCKS="([^"]+)"', text)
+  assert sorted(choices) == [
+    "requirements",
+    "requirements requirements_cuda",
+    "requirements requirements_tpu",
+  ]
+  core = _read_pins("requirements")
+  assert any(pin.startswith("jax==") for pin in core)
+  for choice in choices:
+    for lock in choice.split():
+      # The later lock replaces what the first one installed.
+      names = {pin.split("==")[0].split("[")[0] for pin in _read_pins(lock)}
+      shared = {pin for pin in core if pin.split("==")[0] in names}
+      versions = {re.sub(r"\[.*\]", "", pin) for pin in _read_pins(lock)}
+      assert shared <= versions, lock
+  for pattern in re.findall(r"^COPY (\w\S+)", text, re.MULTILINE):
+    assert list(_ROOT.glob(pattern)), pattern
+  [command] = re.findall(r'^ENTRYPOINT \["(.+)"\]', text, re.MULTILINE)
+  assert f"\n{command} = " in (_ROOT / "pyproject.toml").read_text()
