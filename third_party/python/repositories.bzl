@@ -191,7 +191,11 @@ def paxon_repositories():
         # Half a gigabyte that only a run needs.
         substitutes = {"nvidia_cublas": ""},
     )
-    _extra("serve")
+    _extra(
+        "serve",
+        # gguf downloads with one and shows progress with the other.
+        substitutes = {"requests": "", "tqdm": ""},
+    )
     _extra("site")
     _extra(
         "text",
