@@ -51,6 +51,16 @@ _NEUTRAL: Final[Mapping[str, Any]] = {
   "use_sliding_window": False,
 }
 
+_REQUIRED: Final = (
+  "hidden_size",
+  "intermediate_size",
+  "max_position_embeddings",
+  "num_attention_heads",
+  "num_hidden_layers",
+  "rms_norm_eps",
+  "vocab_size",
+)
+
 # Names of llama.cpp for rules that split text before BPE, by their last regular
 # expression in tokenizer.json.
 _SPLITS: Final = {
@@ -99,6 +109,12 @@ def run(folder: epath.Path, target: epath.Path, *, type_: str) -> Iterator[str]:
     raise user_error.UserError(
       f"{os.fspath(folder)} has the model_type {kind!r}, which gguf cannot"
       f" store; supported: {', '.join(_ARCHITECTURES)}."
+    )
+  missing = [name for name in _REQUIRED if config.get(name) is None]
+  if missing:
+    raise user_error.UserError(
+      f"{os.fspath(folder / hf_files.CONFIG)} does not have"
+      f" {', '.join(missing)}, which gguf needs; add the values of the model."
     )
   for name, neutral in _NEUTRAL.items():
     if config.get(name, neutral) not in (neutral, None):
@@ -194,10 +210,7 @@ def _add_model(
     writer.add_rope_scaling_type(types.LINEAR if is_linear else types.YARN)
     writer.add_rope_scaling_factor(float(rope["factor"]))
     if not is_linear:
-      original = rope.get("original_max_position_embeddings")
-      writer.add_rope_scaling_orig_ctx_len(
-        original or config["max_position_embeddings"]
-      )
+      _add_yarn(writer, rope, config["max_position_embeddings"])
   elif kind not in ("default", "llama3"):
     raise user_error.UserError(
       f"config.json has rope_type={kind!r}, which gguf cannot store; supported:"
@@ -212,6 +225,36 @@ def _add_model(
   }[type_]
   writer.add_file_type(library.LlamaFileType[file_type])
   writer.add_quantization_version(library.GGML_QUANT_VERSION)
+
+
+def _add_yarn(writer: Any, rope: Mapping[str, Any], length: int) -> None:
+  """Adds the fields of YaRN.
+
+  Raises:
+    user_error.UserError: llama.cpp computes one of them otherwise.
+  """
+  original = rope.get("original_max_position_embeddings")
+  writer.add_rope_scaling_orig_ctx_len(original or length)
+  if rope.get("beta_fast") is not None:
+    writer.add_rope_scaling_yarn_beta_fast(float(rope["beta_fast"]))
+  if rope.get("beta_slow") is not None:
+    writer.add_rope_scaling_yarn_beta_slow(float(rope["beta_slow"]))
+  expected = 0.1 * math.log(float(rope["factor"])) + 1
+  for name, neutral in (
+    ("attention_factor", expected),
+    ("mscale", None),
+    ("mscale_all_dim", None),
+    ("truncate", True),
+  ):
+    given = rope.get(name)
+    if given is None or given == neutral:
+      continue
+    if name == "attention_factor" and math.isclose(given, expected):
+      continue
+    raise user_error.UserError(
+      f"config.json has {name}={given!r} for YaRN, which gguf cannot store; it"
+      f" must be {neutral!r} or absent."
+    )
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -431,6 +474,34 @@ def _read_pieces(
       types.append(kinds.NORMAL)
   tokens = [processor.id_to_piece(i) for i in range(count)]
   scores = [float(processor.get_score(i)) for i in range(count)]
+  # Those of BPE are the order of its merges; a unigram model has logarithms.
+  if any(
+    not score.is_integer()
+    for score, kind in zip(scores, types, strict=True)
+    if kind == kinds.NORMAL
+  ):
+    raise user_error.UserError(
+      f"{os.fspath(folder / _MODEL)} is a unigram model; gguf stores BPE for"
+      " these architectures."
+    )
+  try:
+    path = os.fspath(folder / _MODEL)
+    added = text_tokenizer.read_added_tokens(path)
+    listed = text_tokenizer.read_json(
+      os.fspath(folder), "tokenizer_config.json"
+    ).get("added_tokens_decoder")
+  except ValueError as error:
+    raise user_error.UserError(str(error)) from error
+  special = {
+    each["content"] for each in (listed or {}).values() if each.get("special")
+  }
+  by_id = {i: token for token, i in added.items() if i >= count}
+  for i in range(count, max(by_id, default=count - 1) + 1):
+    token = by_id.get(i)
+    tokens.append(f"[PAD{i}]" if token is None else token)
+    kind = kinds.CONTROL if token in special else kinds.USER_DEFINED
+    types.append(kinds.UNUSED if token is None else kind)
+    scores.append(-1000.0)
   return "llama", tokens, scores, types
 
 

@@ -231,6 +231,63 @@ def test_transformers_reads_the_model(name, type_, tmp_path):
   assert error < (1e-5 if type_ == "f32" else 0.05)
 
 
+def _write_pieces(folder, **options):
+  """Replaces the tokenizer by a SentencePiece model."""
+  import sentencepiece
+
+  (folder / "text").write_text(imported_models.TEXT * 20)
+  sentencepiece.SentencePieceTrainer.train(
+    input=os.fspath(folder / "text"),
+    model_prefix=os.fspath(folder / "tokenizer"),
+    vocab_size=330,
+    byte_fallback=True,
+    minloglevel=2,
+    **options,
+  )
+
+
+def test_tokens_are_added_to_pieces(tmp_path):
+  folder, target = tmp_path / "model", tmp_path / "model.gguf"
+  _write(folder, "llama2")
+  _write_pieces(folder, model_type="bpe")
+  added = {"332": {"content": "<|im_end|>", "special": True}}
+  (folder / "tokenizer_config.json").write_text(
+    json.dumps({"added_tokens_decoder": added, "eos_token": "<|im_end|>"})
+  )
+  (folder / "added_tokens.json").write_text('{"<tool>": 330}')
+  command = ["gguf", os.fspath(folder), "--to", os.fspath(target)]
+  assert hf_main.main(command) == 0
+  fields = gguf.GGUFReader(target).fields
+  tokens = fields["tokenizer.ggml.tokens"].contents()
+  types = fields["tokenizer.ggml.token_type"].contents()
+  kinds = gguf.TokenType
+  assert tokens[330:334] == ["<tool>", "[PAD331]", "<|im_end|>", "[PAD333]"]
+  expected = [kinds.USER_DEFINED, kinds.UNUSED, kinds.CONTROL, kinds.UNUSED]
+  assert types[330:334] == expected
+  assert fields["tokenizer.ggml.eos_token_id"].contents() == 332
+  assert len(fields["tokenizer.ggml.scores"].contents()) == len(tokens) == 340
+
+
+def test_fields_of_yarn(tmp_path, capsys):
+  yarn = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "beta_fast": 8.0,
+    "original_max_position_embeddings": 64,
+  }
+  _, fields, _ = _convert(tmp_path, "qwen3", rope_parameters=yarn)
+  assert fields["qwen3.rope.scaling.type"] == "yarn"
+  assert fields["qwen3.rope.scaling.original_context_length"] == 64
+  (name,) = (key for key in fields if key.endswith("beta_fast"))
+  assert fields[name] == 8.0
+  folder = tmp_path / "other" / "model"
+  folder.parent.mkdir()
+  yarn["attention_factor"] = 2.0
+  _write(folder, "qwen3", rope_parameters=yarn)
+  assert "attention_factor=2.0 for YaRN" in _error(capsys, folder)
+
+
 def _error(capsys, folder, target="out.gguf", *options):
   command = ["gguf", folder, "--to", folder.parent / target, *options]
   assert hf_main.main([os.fspath(each) for each in command]) == 2
@@ -259,6 +316,13 @@ def test_rejects_what_it_cannot_store(tmp_path, capsys):
   assert "down_proj.weight has 40 inputs; q8_0 needs a multiple of 32" in (
     _error(capsys, folder, "out.gguf", "--type=q8_0")
   )
+  _write(folder, "qwen3", rms_norm_eps=None)
+  assert "does not have rms_norm_eps, which gguf needs" in (
+    _error(capsys, folder)
+  )
+  _write(folder, "llama2")
+  _write_pieces(folder, model_type="unigram", hard_vocab_limit=False)
+  assert "is a unigram model" in _error(capsys, folder)
   config = {**_config("qwen3"), "model_type": "bert"}
   (folder / "config.json").write_text(json.dumps(config))
   assert "model_type 'bert', which gguf cannot store" in _error(capsys, folder)
