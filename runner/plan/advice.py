@@ -1,4 +1,4 @@
-"""Advice for programs that do not fit, or wait long for communication.
+"""Advice for states that do not fit, and for steps that wait long.
 
 It complements the search, which compiles what it proposes.
 """
@@ -8,72 +8,55 @@ import math
 from typing import Final
 
 from paxon.runner import units
-from paxon.runner.plan import flops as flops_lib
-from paxon.runner.plan import result
+from paxon.runner.plan import hardware, result
 
 # Share of a step above which waiting for one axis is worth advice.
 _LONG_WAIT: Final = 0.15
+# Options with which compilers begin gathers earlier.
+_OVERLAP: Final[Mapping[hardware.Platform, str]] = {
+  hardware.Platform.CUDA: "xla_gpu_enable_pipelined_all_gather=True, or a lower"
+  " xla_gpu_all_gather_combine_threshold_bytes",
+  hardware.Platform.TPU: "xla_enable_async_all_gather=True and"
+  " xla_tpu_enable_async_collective_fusion_fuse_all_gather=True",
+}
+SMALLER_STATE: Final = (
+  "An optimizer with a smaller state (adafactor, lion) needs less memory and"
+  " another learning rate."
+)
 
 
-def of(
-  memory: result.Memory,
-  flops: flops_lib.Flops,
+def for_waiting(
+  estimate: result.Estimate | None,
+  collectives: Sequence[result.Collectives],
   *,
-  mesh: Mapping[str, int],
-  batch: Sequence[int] | None,
+  platform: hardware.Platform,
 ) -> tuple[str, ...]:
-  """Returns changes, the best first; none if the program fits.
-
-  Args:
-    memory: Memory of the program.
-    flops: FLOPs of the program, which show whether it recomputes anything.
-    mesh: Size of each mesh axis.
-    batch: Number and length of the sequences, if known.
-  """
-  if memory.fit is not result.Fit.DOES_NOT_FIT:
-    return ()
-  state, usable = memory.state_and_batch, memory.usable
-  axes = " x ".join(f"{a}={n}" for a, n in mesh.items() if n > 1)
-  shards = f"the mesh is {axes or 'one device'}"
-  if usable is not None and state > usable:
-    factor = -(-state // int(usable)) * 2
-    return (
-      f"The state alone takes {units.size(state)} of {units.size(usable)} on"
-      f" each device: shard it over {factor} times as many devices with the"
-      f" mesh axis fsdp ({shards}).",
-      "An optimizer with a smaller state (adafactor, lion) needs less memory"
-      " and another learning rate.",
-    )
-  changes = []
-  if not flops.phase(flops_lib.Phase.REMAT):
-    changes.append(
-      "Recompute activations: set the stack's remat_policy, for example"
-      " --fdl.task.model.stack.remat_policy=layers.remat.save_nothing."
-    )
-  if batch is not None and batch[0] > 1:
-    changes.append(
-      f"Halve the activations: global_batch_size={batch[0] // 2}, or the"
-      " learner's num_microbatches=2 with the same batch."
-    )
-  changes.append(f"Shard the step over more devices ({shards}).")
-  return tuple(changes)
-
-
-def for_waiting(estimate: result.Estimate | None) -> tuple[str, ...]:
   """Returns advice for a step that waits long for one kind of communication.
 
   Args:
     estimate: Estimated step time, if there is one.
+    collectives: Of the step.
+    platform: Whose compiler made the program.
   """
   if estimate is None or not estimate.step:
     return ()
-  return tuple(
-    f"{units.share(seconds / estimate.step)} of the step waits for"
-    f" communication over the mesh axis {axes}: make it smaller in the mesh, or"
-    " compare layouts with --plan_search."
-    for axes, seconds in estimate.exposed.items()
-    if seconds > _LONG_WAIT * estimate.step
-  )
+  gathered = {",".join(c.axes) for c in collectives if c.kind == "all-gather"}
+  lines = []
+  for axes, seconds in estimate.exposed.items():
+    if seconds <= _LONG_WAIT * estimate.step:
+      continue
+    text = (
+      f"{units.share(seconds / estimate.step)} of the step waits for"
+      f" communication over the mesh axis {axes}: make it smaller in the mesh,"
+      " or compare layouts with --plan_search."
+    )
+    if axes in gathered and platform in _OVERLAP:
+      text += (
+        " To gather earlier, the experiment's compiler_options may say"
+        f" {_OVERLAP[platform]}."
+      )
+    lines.append(text)
+  return tuple(lines)
 
 
 def devices_for(whole: int, *, usable: float, num_devices: int) -> str:

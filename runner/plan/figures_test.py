@@ -4,7 +4,15 @@ import dataclasses
 
 import pytest
 
-from paxon.runner.plan import advice, flops, hardware, network, result, roofline
+from paxon.runner.plan import (
+  advice,
+  flops,
+  hardware,
+  network,
+  result,
+  roofline,
+  sample_plan,
+)
 from paxon.runner.plan.program_text import collectives
 
 _GIB = 2**30
@@ -166,23 +174,32 @@ def test_whether_it_fits(fields, fit):
   assert _memory(**fields).fit is fit
 
 
-def _advice(memory, work):
-  return advice.of(memory, work, mesh={"fsdp": 4, "data": 1}, batch=(32, 8))
-
-
-def test_what_to_change_first():
-  assert _advice(_memory(peak=5 * _GIB), _flops()) == ()
-
-  large = _memory(peak=11 * _GIB)
-  first, second, third = _advice(large, _flops(forward=1))
-  assert "remat_policy" in first
-  assert "global_batch_size=16" in second
-  assert "the mesh is fsdp=4" in third
-  assert "global_batch_size=16" in _advice(large, _flops(remat=1))[0]
-
-  first = _advice(_memory(parameters=70 * _GIB, peak=90 * _GIB), _flops())[0]
-  assert "The state alone takes 74.00 GiB of 10.00 GiB" in first
-  assert "over 16 times as many devices" in first
+@pytest.mark.parametrize(
+  ("kind", "platform", "option"),
+  [
+    ("all-gather", "cuda", "xla_gpu_enable_pipelined_all_gather=True"),
+    ("all-gather", "tpu", "xla_enable_async_all_gather=True"),
+    ("all-reduce", "cuda", None),
+  ],
+)
+def test_a_mesh_that_waits_long_for_an_axis_gets_advice(kind, platform, option):
+  estimate = sample_plan.estimate(
+    step=1.0, exposed={"tensor": 0.4, "fsdp": 0.14}
+  )
+  collectives = roofline.summarize(
+    [_collective([0, 1], kind=kind, axes=("tensor",))],
+    kind=_H200,
+    placement=network.Placement(domains=(0, 0)),
+  )
+  (text,) = advice.for_waiting(
+    estimate, collectives, platform=hardware.Platform(platform)
+  )
+  assert text.startswith(
+    "40 % of the step waits for communication over the mesh axis tensor: make"
+    " it smaller in the mesh, or compare layouts with --plan_search."
+  )
+  assert ("compiler_options" in text) == (option is not None)
+  assert option is None or option in text
 
 
 def test_how_many_devices_a_state_takes():

@@ -8,7 +8,6 @@ and cuBLAS's; a plan has no GPU to try them on.
 
 from collections.abc import Iterator, Sequence
 import dataclasses
-import re
 from typing import Final
 
 from paxon.runner.plan import hardware, result
@@ -85,8 +84,8 @@ def executed(program: hlo.Program) -> Iterator[Execution]:
   Args:
     program: The compiled step of one device.
   """
-  runs = costs.multiplicities(program)
-  for (computation, name), cost in costs.costs(program).items():
+  runs = costs.read(program).runs
+  for (computation, name), cost in costs.read(program).operations.items():
     instruction = program.computations[computation].instructions[name]
     found = _classified(instruction, cost)
     if found is not None and runs.get(computation):
@@ -205,7 +204,7 @@ def _classified(
     return (
       attention if is_attention else expected_kernels.OTHER
     ), expected_kernels.PALLAS
-  if cost.kind == costs.ATTENTION and not _is_projection(cost.name):
+  if cost.kind == costs.ATTENTION:
     return attention, expected_kernels.PLAIN
   if cost.kind in (costs.ATTENTION, costs.MATMUL, costs.CONVOLUTION):
     return (
@@ -213,15 +212,6 @@ def _classified(
       expected_kernels.TRITON if "triton" in kernel else expected_kernels.XLA,
     )
   return None
-
-
-def _is_projection(stack: str) -> bool:
-  """Whether a matmul is an einsum that has not both queries T and keys S.
-
-  The compiler gives gradients of weights batch dimensions too.
-  """
-  equations = re.findall(r"[\w.,]+->\w+", stack)
-  return bool(equations) and not {"T", "S"} <= set(equations[-1])
 
 
 def _is_pallas(kernel: str) -> bool:

@@ -81,4 +81,3 @@ def test_a_tpu_program_that_does_not_fit_is_refused():
   assert plan.fit == "does not fit"
   assert plan.memory.compiler_error is not None
   assert "RESOURCE_EXHAUSTED" in plan.memory.compiler_error
-  assert plan.advice

@@ -290,7 +290,8 @@ def fix(subject: Subject, before: result.Plan) -> result.Plan:
     words = advice.devices_for(
       whole, usable=usable, num_devices=subject.target.num_devices
     )
-    return dataclasses.replace(before, advice=(words, *before.advice[1:]))
+    lines = words, advice.SMALLER_STATE
+    return dataclasses.replace(before, advice=lines)
   subject.log("looking for the smallest change that fits ...")
   found = _compile_smallest(search) if subject.is_compiled else None
   changes = [_change(a, search, before) for a in search.attempts[::-1]]

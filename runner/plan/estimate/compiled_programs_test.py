@@ -26,7 +26,7 @@ class _Stored:
 
   @functools.cached_property
   def operations(self):
-    return costs.costs(self.program)
+    return costs.read(self.program).operations
 
   @functools.cached_property
   def communication(self):
@@ -76,7 +76,7 @@ _ALL = (
 @pytest.mark.parametrize("stored", _ALL)
 def test_nothing_is_left_out_and_nothing_counts_twice(stored):
   rates = efficiency.rates(hardware.named(stored.kind), efficiency.DATASHEET)
-  total = costs.total(stored.program)
+  total = costs.read(stored.program)
   products = total.flops / rates.flops("bfloat16")
   memory = total.hbm_bytes / rates.memory
   slowest = min(rates.links.fast / rates.links.count, rates.links.network)

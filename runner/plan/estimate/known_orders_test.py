@@ -64,7 +64,7 @@ class _Layout:
     assert rates is not None
     return simulation.simulate(
       self._parsed,
-      operations=costs.costs(self._parsed),
+      operations=costs.read(self._parsed).operations,
       transfers={
         (c.computation, c.instruction): network.transfer(
           c, self.placement, rates.links

@@ -73,7 +73,7 @@ def _estimate(
       f"the rates of {kind.name} are not known"
     )
 
-  operations = costs.costs(program)
+  operations = costs.read(program).operations
 
   def simulate(at: efficiencies.Rates) -> simulation.Timeline:
     return simulation.simulate(
@@ -119,7 +119,7 @@ def _estimate(
 def _check_flops(
   program: hlo.Program, flops: flops_lib.Flops, *, num_devices: int
 ) -> None:
-  total = costs.total(program)
+  total = costs.read(program)
   if total.unknown:
     raise simulation.NotPredictedError(
       f"there is no formula for the FLOPs of {', '.join(total.unknown)}"

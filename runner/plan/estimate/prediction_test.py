@@ -20,7 +20,7 @@ def _program():
 
 def _compiled_flops():
   """Of all eight devices."""
-  return 8 * costs.total(_program()).flops
+  return 8 * costs.read(_program()).flops
 
 
 def _flops(count, *, recomputed=0, dtype="bfloat16"):
@@ -133,7 +133,7 @@ def test_an_unknown_loop_is_named():
     text = text.replace(known, "x")
   given = efficiency.choose(_H200, {})
   program = hlo.parse(text)
-  count = 8 * costs.total(program).flops
+  count = 8 * costs.read(program).flops
   found, (note,) = _of(_flops(count), program=program, given=given)
   assert found is None
   assert "the trips of the loop while" in note

@@ -34,6 +34,7 @@ from paxon.runner.plan.program_text import (
   matmuls,
   replica_groups,
   trip_counts,
+  values,
 )
 
 KINDS = (
@@ -44,7 +45,6 @@ KINDS = (
   "reduce-scatter",
 )
 _MEGASCALE = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
-_PASSED_ON = ("bitcast", "copy", "reshape", "transpose")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,6 +144,7 @@ class _Finder:
     self, program: hlo.Program, mesh: Mapping[str, int], dcn: tuple[str, ...]
   ) -> None:
     self._program = program
+    self._values = values.Values(program)
     self._mesh = mesh
     self._dcn = dcn
     self._channels: dict[tuple[str, str], list[_Channel]] = {}
@@ -155,7 +156,7 @@ class _Finder:
       if instruction.opcode.endswith("-start")
       for name in instruction.runs
     }
-    self._branches = costs.dearest_branches(program)
+    self._branches = costs.read(program).branches
     self.found: list[Collective] = []
     self.kernels: dict[str, int] = {}
     self.notes: list[str] = []
@@ -184,7 +185,7 @@ class _Finder:
           self.found.append(self._collective(instruction, computation, times))
       elif opcode == "send" and _MEGASCALE.search(instruction.attributes):
         self.found.append(self._between_slices(instruction, computation, times))
-      elif opcode == "fusion" and self._is_scatter(instruction):
+      elif opcode == "fusion" and self._is_scatter(instruction, computation):
         (inner,) = instruction.runs
         self._scatter(self._program.computations[inner], times)
       elif opcode == "while":
@@ -353,27 +354,20 @@ class _Finder:
       instruction=instruction.name,
     )
 
-  def _is_scatter(self, fusion: hlo.Instruction) -> bool:
-    """Whether all results are slices of what is reduced inside."""
-    (name,) = fusion.called("calls")
-    inner = self._program.computations[name]
-    roots = [inner.root]
-    if inner.root.opcode == "tuple":
-      roots = [inner.instructions[operand] for operand in inner.root.operands]
-    return bool(roots) and all(self._is_slice(root, inner) for root in roots)
-
-  def _is_slice(
-    self, instruction: hlo.Instruction, computation: hlo.Computation
+  def _is_scatter(
+    self, fusion: hlo.Instruction, computation: hlo.Computation
   ) -> bool:
-    root = self._behind(instruction, computation)
-    if root.opcode != "dynamic-slice":
+    """Whether all results are slices of what is reduced inside."""
+    results = self._values.of(computation.name, fusion.name)
+    return all(self._is_slice(v, fusion.runs[0]) for v in results)
+
+  def _is_slice(self, value: values.Value, inner: str) -> bool:
+    origin = self._values.origin(value)
+    instruction = self._values.at(origin)
+    if origin[0] != inner or instruction.opcode != "dynamic-slice":
       return False
-    source = self._behind(
-      computation.instructions[root.operands[0]], computation
-    )
-    if source.opcode == "get-tuple-element":
-      source = computation.instructions[source.operands[0]]
-    return source.opcode == "all-reduce"
+    source = self._values.origin((inner, instruction.operands[0], -1))
+    return source[0] == inner and self._values.at(source).opcode == "all-reduce"
 
   def _scatter(self, computation: hlo.Computation, times: int) -> None:
     self.found += [
@@ -386,22 +380,11 @@ class _Finder:
     self, instruction: hlo.Instruction, computation: hlo.Computation
   ) -> bool:
     """Whether what is reduced is one part in a frame of zeros."""
-    operand = computation.instructions.get(instruction.operands[0])
-    if operand is None:
+    operand = instruction.operands[0]
+    if operand not in computation.instructions:
       return False
-    operand = self._behind(operand, computation)
-    if operand.opcode == "fusion":
-      (name,) = operand.called("calls")
-      inner = self._program.computations[name]
-      operand = self._behind(inner.root, inner)
-    return operand.opcode == "dynamic-update-slice"
-
-  def _behind(
-    self, instruction: hlo.Instruction, computation: hlo.Computation
-  ) -> hlo.Instruction:
-    while instruction.opcode in _PASSED_ON:
-      instruction = computation.instructions[instruction.operands[0]]
-    return instruction
+    origin = self._values.origin((computation.name, operand, -1))
+    return self._values.at(origin).opcode == "dynamic-update-slice"
 
 
 def _is_same_pass(left: _Scope, right: _Scope) -> bool:

@@ -2,8 +2,7 @@
 
 FLOPs are those of matmuls (`dot`, `convolution`, known kernels); bytes are
 those that cross the border of an instruction to and from the device's main
-memory. One execution is counted; `multiplicities` says how often each
-computation runs: loops by their trips, of a conditional the dearest branch.
+memory. Loops run by their trips, of a conditional the dearest branch.
 """
 
 from collections.abc import Iterator, Mapping
@@ -88,24 +87,35 @@ class Cost:
   is_approximate: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class Total:
-  """Costs of a whole program on one device, loops multiplied out.
+Key = tuple[str, str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Costs:
+  """Costs of a program on one device; keys are (computation, instruction).
 
   Attributes:
-    hbm_bytes: Read and written at the borders of instructions.
+    operations: Costs of instructions that are executed by themselves; those
+      inside fusions are part of the fusion.
+    runs: Runs of each computation, but those of fusions. A loop whose trips are
+      not known counts once, a branch that is not the dearest not at all.
+    branches: The branch with the most FLOPs, or bytes, of each conditional.
+    hbm_bytes: Read and written at the borders of instructions, in all runs.
     counts: FLOPs of matmuls by path of the linen module and dtype of the
-      operands.
+      operands, in all runs.
+    kernels: FLOPs by the name of the kernel, of those that have any.
     unknown: Kernels without a formula; their FLOPs are missing.
     notes: What is not known, one sentence each.
-    kernels: FLOPs by the name of the kernel, of those that have any.
   """
 
-  hbm_bytes: int
+  operations: Mapping[Key, Cost] = dataclasses.field(default_factory=dict)
+  runs: Mapping[str, int] = dataclasses.field(default_factory=dict)
+  branches: Mapping[Key, str] = dataclasses.field(default_factory=dict)
+  hbm_bytes: int = 0
   counts: Mapping[tuple[str, str], int]
-  unknown: tuple[str, ...]
-  notes: tuple[str, ...]
   kernels: Mapping[str, int] = dataclasses.field(default_factory=dict)
+  unknown: tuple[str, ...] = ()
+  notes: tuple[str, ...] = ()
 
   @property
   def flops(self) -> int:
@@ -129,127 +139,76 @@ class Total:
     return sum(n for (_, dtype), n in self.counts.items() if dtype in dtypes)
 
 
-def costs(program: hlo.Program) -> dict[tuple[str, str], Cost]:
-  """Returns the cost of each instruction that is executed by itself.
-
-  Instructions inside fusions are part of the fusion and not listed.
+def read(program: hlo.Program) -> Costs:
+  """Returns the costs of a program.
 
   Args:
     program: The compiled program of one device.
-
-  Returns:
-    Costs by (name of the computation, name of the instruction).
   """
-  return {
-    (name, instruction.name): _cost(instruction, computation, program)
-    for name, computation in _executed(program).items()
-    for instruction in computation.instructions.values()
-  }
-
-
-def multiplicities(program: hlo.Program) -> Mapping[str, int]:
-  """Returns how often each computation runs in one run of the program.
-
-  Args:
-    program: The compiled program.
-
-  Returns:
-    Runs by the computation's name; computations of fusions are not listed. A
-    loop whose trips are not known counts once, a branch that is not the dearest
-    not at all.
-  """
-  return _Runs(program, costs(program)).found
-
-
-def dearest_branches(program: hlo.Program) -> Mapping[tuple[str, str], str]:
-  """Returns the branch with the most FLOPs, or bytes, of each conditional.
-
-  Args:
-    program: The compiled program.
-
-  Returns:
-    Names of branches by (name of the computation, name of the conditional).
-  """
-  is_any = any(
-    instruction.opcode == "conditional"
-    for computation in program.computations.values()
-    for instruction in computation.instructions.values()
-  )
-  return _Runs(program, costs(program)).branches if is_any else {}
-
-
-def total(program: hlo.Program) -> Total:
-  """Returns the costs of a whole program on one device.
-
-  Args:
-    program: The compiled program.
-  """
-  found = costs(program)
-  runs = _Runs(program, found)
+  runs = _Runs(program)
   hbm_bytes = 0
   counts: dict[tuple[str, str], int] = {}
   by_kernel: dict[str, int] = {}
   unknown = set()
-  for (computation, name), cost in found.items():
+  for (computation, name), cost in runs.costs.items():
     times = runs.found.get(computation, 0)
+    if not times:
+      continue
     hbm_bytes += times * cost.hbm_bytes
     instruction = program.computations[computation].instructions[name]
     kernel = kernels.name(instruction)
-    if times and cost.is_approximate:
+    if cost.is_approximate:
       unknown.add(kernel or name)
-    if times and cost.flops and kernel:
-      by_kernel[kernel] = by_kernel.get(kernel, 0) + times * cost.flops
-    if times and cost.flops:
+    if cost.flops:
       key = name_stack.part(cost.name), cost.dtype
       counts[key] = counts.get(key, 0) + times * cost.flops
-  notes = tuple(dict.fromkeys(runs.notes))
-  return Total(hbm_bytes, counts, tuple(sorted(unknown)), notes, by_kernel)
-
-
-def _executed(program: hlo.Program) -> Mapping[str, hlo.Computation]:
-  """The entry, and what loops, calls and conditionals execute."""
-  found: dict[str, hlo.Computation] = {}
-  waiting = [program.entry.name]
-  while waiting:
-    name = waiting.pop()
-    if name not in found:
-      computation = found[name] = program.computations[name]
-      for instruction in computation.instructions.values():
-        waiting += _run_by(instruction)
-  return found
-
-
-def _run_by(instruction: hlo.Instruction) -> tuple[str, ...]:
-  """Computations that run by themselves: those of fusions do not."""
-  if instruction.opcode in ("fusion", "async-start"):
-    return ()
-  return instruction.runs
+      if kernel:
+        by_kernel[kernel] = by_kernel.get(kernel, 0) + times * cost.flops
+  return Costs(
+    operations=runs.costs,
+    runs=runs.found,
+    branches=runs.branches,
+    hbm_bytes=hbm_bytes,
+    counts=counts,
+    kernels=by_kernel,
+    unknown=tuple(sorted(unknown)),
+    notes=tuple(dict.fromkeys(runs.notes)),
+  )
 
 
 class _Runs:
-  """How often computations run, from the entry down."""
+  """How often computations run, from the entry down, and what that costs."""
 
-  def __init__(
-    self, program: hlo.Program, found: Mapping[tuple[str, str], Cost]
-  ) -> None:
+  def __init__(self, program: hlo.Program) -> None:
     self._program = program
-    self._costs = found
     self._weights: dict[str, tuple[int, int]] = {}
+    self.costs: dict[Key, Cost] = {}
     self.found: dict[str, int] = {}
-    self.branches: dict[tuple[str, str], str] = {}
+    self.branches: dict[Key, str] = {}
     self.notes: list[str] = []
     self._add(program.entry, 1)
 
   def _add(self, computation: hlo.Computation, times: int) -> None:
     self.found[computation.name] = self.found.get(computation.name, 0) + times
     for instruction in computation.instructions.values():
+      self._cost(instruction, computation)
       for name, trips in self._run(instruction, computation):
         self._add(self._program.computations[name], times * trips)
+
+  def _cost(
+    self, instruction: hlo.Instruction, computation: hlo.Computation
+  ) -> Cost:
+    key = computation.name, instruction.name
+    if key not in self.costs:
+      self.costs[key] = _cost(instruction, computation, self._program)
+    return self.costs[key]
 
   def _run(
     self, instruction: hlo.Instruction, computation: hlo.Computation
   ) -> list[tuple[str, int]]:
-    names = _run_by(instruction)
+    # The computations of fusions do not run by themselves.
+    is_fusion = instruction.opcode in ("fusion", "async-start")
+    names = () if is_fusion else instruction.runs
     if instruction.is_unknown_call:
       self.notes.append(
         f"The instruction {instruction.name} calls {', '.join(names)} with the"
@@ -288,7 +247,7 @@ class _Runs:
       computation = self._program.computations[name]
       flops = hbm_bytes = 0
       for instruction in computation.instructions.values():
-        cost = self._costs[name, instruction.name]
+        cost = self._cost(instruction, computation)
         flops += cost.flops
         hbm_bytes += cost.hbm_bytes
         for inner, times in self._run(instruction, computation):

@@ -23,7 +23,7 @@ def _loop(x, weights):
 
 def test_loops_are_multiplied():
   program = _program(_loop, (16, 64), (10, 64, 64))
-  total = costs.total(program)
+  total = costs.read(program)
   assert total.flops == 10 * 2 * 16 * 64 * 64
   assert total.by_part() == {"layer": total.flops}
   assert total.of_dtypes("float32") == total.flops
@@ -39,7 +39,7 @@ def test_multiplicities():
     for instruction in program.entry.instructions.values()
     if instruction.opcode == "while"
   )
-  found = costs.multiplicities(program)
+  found = costs.read(program).runs
   (body,), (condition,) = loop.called("body"), loop.called("condition")
   assert found[program.entry.name] == 1
   # A loop asks once more than it runs.
@@ -48,7 +48,7 @@ def test_multiplicities():
 
 def test_each_instruction_has_its_cost():
   program = _program(_loop, (16, 64), (10, 64, 64))
-  found = costs.costs(program)
+  found = costs.read(program).operations
   matmuls = [cost for cost in found.values() if cost.flops]
   assert [cost.kind for cost in matmuls] == ["matmul"]
   assert matmuls[0].flops == 2 * 16 * 64 * 64
@@ -72,7 +72,7 @@ def test_each_instruction_has_its_cost():
   [("h200_1x8.txt", 8), ("v5e_2x4.txt", 4), ("v4_2_slices.txt", 8)],
 )
 def test_a_training_loop_on_absent_hardware(file, parts_of_rows):
-  total = costs.total(hlo.parse(testing.stored(file)))
+  total = costs.read(hlo.parse(testing.stored(file)))
   rows, width, layers = testing.ROWS, testing.WIDTH, testing.LAYERS
   # Forward, and backward for the kernels and for what they multiply.
   matmul = 2 * rows * width * width // parts_of_rows
@@ -110,18 +110,18 @@ branch_computations={{{branches}}}, metadata={{op_name="jit(f)/router/cond"}}
 @pytest.mark.parametrize("branches", ["%cheap, %dear", "%dear, %cheap"])
 def test_of_a_conditional_the_dearest_branch(branches):
   program = hlo.parse(_BRANCHES.format(branches=branches))
-  total = costs.total(program)
+  total = costs.read(program)
   assert total.flops == 2 * 64**3
   (note,) = total.notes
   assert note.startswith("The branches of a conditional in router cost differ")
   key = program.entry.name, "r"
-  assert costs.dearest_branches(program) == {key: "dear"}
-  assert "cheap" not in costs.multiplicities(program)
+  assert costs.read(program).branches == {key: "dear"}
+  assert "cheap" not in costs.read(program).runs
 
 
 def test_branches_that_cost_the_same_need_no_note():
   program = hlo.parse(_BRANCHES.format(branches="%dear, %dear"))
-  assert costs.total(program).notes == ()
+  assert costs.read(program).notes == ()
 
 
 def test_a_compiled_conditional():
@@ -133,7 +133,7 @@ def test_a_compiled_conditional():
     jax.ShapeDtypeStruct((64, 64), jnp.float32),
   )
   program = hlo.parse(jax.jit(f).lower(*args).compile().as_text())
-  assert costs.total(program).flops == 2 * 64**3
+  assert costs.read(program).flops == 2 * 64**3
 
 
 @pytest.mark.parametrize(
@@ -149,8 +149,8 @@ ENTRY %main (x: f32[8]) -> f32[8] {{
 }}
 """
   program = hlo.parse(text)
-  assert costs.total(program).unknown == (target,)
-  cost = costs.costs(program)["main", "c"]
+  assert costs.read(program).unknown == (target,)
+  cost = costs.read(program).operations["main", "c"]
   assert (cost.kind, cost.is_approximate, cost.flops) == (kind, True, 0)
 
 
@@ -179,5 +179,5 @@ rhs_batch_dims={{0,1}}, lhs_contracting_dims={{3}}, rhs_contracting_dims={{3}}\
 )
 def test_matmuls_of_activations_are_attention(stack, kind):
   program = hlo.parse(_ATTENTION.format(stack=stack))
-  cost = costs.costs(program)["main", "s"]
+  cost = costs.read(program).operations["main", "s"]
   assert (cost.kind, cost.dtype) == (kind, "bfloat16")

@@ -14,6 +14,14 @@ _TEXT = """HloModule m
 dynamic_slice_sizes={{1,2,64}}
 }}
 
+%take.1 (stack: f32[9,2,64], i: s32[]) -> f32[1,2,64] {{
+  %stack = f32[9,2,64]{{2,1,0}} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %d = f32[1,2,64]{{2,1,0}} dynamic-slice(%stack, %i, %zero, %zero), \
+dynamic_slice_sizes={{1,2,64}}
+}}
+
 %other (stack: f32[9,2,64], i: s32[]) -> f32[1,2,64] {{
   %stack = f32[9,2,64]{{2,1,0}} parameter(0)
   %i = s32[] parameter(1)
@@ -45,7 +53,7 @@ _TWO = (
 )
 
 
-def _found(*lines, again="%w", how="%take"):
+def _found(*lines, again="%w", how="%take.1"):
   program = hlo.parse(
     _TEXT.format(
       lines="\n".join(f"  {line}" for line in lines), again=again, how=how
@@ -117,38 +125,3 @@ def test_what_a_loop_leaves_as_it_is(gathered, times):
   (found,) = collectives.find(program, mesh={"fsdp": 4}).collectives
   assert found.count == 8
   assert gathers.Finder(program).repetitions(found) == times
-
-
-_START = (
-  "%s = (f32[1,2,64]{2,1,0}, f32[4,2,64]{2,1,0}) all-gather-start(%a),"
-  f" channel_id=1, {_GROUPS}"
-)
-_DONE = "%e = f32[4,2,64]{2,1,0} all-gather-done(%s)"
-_WORK = "%y = f32[8,64]{1,0} negate(%x)"
-
-
-@pytest.mark.parametrize(
-  ("lines", "is_synchronous"),
-  [
-    (_TWO, True),
-    ((_START, _DONE, _WORK), True),
-    ((_START, _WORK, _DONE), False),
-    # Taking apart a tuple, or another collective, is no work.
-    ((_START, "%k = s32[] get-tuple-element(%t), index=0", _DONE), True),
-    ((_START, f"%r = f32[8,64]{{1,0}} all-reduce(%x), {_GROUPS}", _DONE), True),
-    (
-      (f'{_START}, backend_config={{"is_sync":true}}', _WORK, _DONE),
-      True,
-    ),
-    (
-      (
-        f"{_TWO[0]},"
-        ' frontend_attributes={async_collective_name="all-gather-start.1"}',
-      ),
-      False,
-    ),
-  ],
-)  # fmt: skip
-def test_whether_something_runs_meanwhile(lines, is_synchronous):
-  program, found = _found(*lines)
-  assert gathers.is_synchronous(program, found[0]) == is_synchronous

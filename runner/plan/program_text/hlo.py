@@ -180,6 +180,16 @@ class Program:
   entry: Computation
   computations: Mapping[str, Computation]
 
+  @functools.cached_property
+  def callers(self) -> Mapping[str, list[tuple[Computation, Instruction]]]:
+    """Where each computation is called; functions of reductions are not."""
+    found: dict[str, list[tuple[Computation, Instruction]]] = {}
+    for computation in self.computations.values():
+      for instruction in computation.instructions.values():
+        for name in instruction.runs:
+          found.setdefault(name, []).append((computation, instruction))
+    return found
+
 
 def parse(text: str) -> Program:
   """Parses what `jax.stages.Compiled.as_text()` returns.

@@ -28,14 +28,6 @@ _FEW = 0.01
 RATIO = (0.999, 1.02)
 _TWICE = 1.5
 
-# Options with which compilers begin gathers earlier.
-_OVERLAP: Mapping[str, str] = {
-  "cuda": "xla_gpu_enable_pipelined_all_gather=True, or a lower"
-  " xla_gpu_all_gather_combine_threshold_bytes",
-  "tpu": "xla_enable_async_all_gather=True and"
-  " xla_tpu_enable_async_collective_fusion_fuse_all_gather=True",
-}
-
 _Activations = dataflow.Data.ACTIVATIONS
 _Gradients = dataflow.Data.GRADIENTS
 _Weights = dataflow.Data.WEIGHTS
@@ -56,7 +48,7 @@ class Subject:
 
   program: hlo.Program
   moved: Sequence[movements.Movement]
-  total: costs.Total
+  total: costs.Costs
   kernels: Mapping[str, int]
   batch_axes: Sequence[str]
   platform: str
@@ -249,23 +241,6 @@ def _invariant(subject: Subject) -> Iterable[str]:
     )
 
 
-def _synchronous(subject: Subject) -> Iterable[str]:
-  found = [
-    m
-    for m in subject.moved
-    if m.is_in_loop
-    and m.data is _Weights
-    and m.collective.kind == "all-gather"
-    and gathers.is_synchronous(subject.program, m.collective)
-  ]
-  if _total(found) >= subject.least:
-    yield (
-      f"{movements.largest_part(found)}: gathers of weights over {_axes(found)}"
-      f" wait, nothing is computed meanwhile: {_figures(found)}. The"
-      f" experiment's compiler_options may say {_OVERLAP[subject.platform]}."
-    )
-
-
 def _wide_matmuls(subject: Subject) -> Iterable[str]:
   flops = subject.total.flops
   narrow = subject.total.of_dtypes("bfloat16", "float16")
@@ -319,7 +294,6 @@ _FOR_HARDWARE: tuple[_Rule, ...] = (
   _repeated,
   _duplicates,
   _invariant,
-  _synchronous,
   _wide_matmuls,
 )
 

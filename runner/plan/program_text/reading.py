@@ -82,7 +82,7 @@ def read(
   )
   is_known = not notes
   notes += communication.notes
-  total = attempt("FLOPs", lambda: costs.total(program), None, notes)
+  total = attempt("FLOPs", lambda: costs.read(program), None, notes)
   notes += total.notes if total else ()
   moved = attempt(
     "Data of collectives",

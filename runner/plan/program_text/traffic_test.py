@@ -45,7 +45,7 @@ _INDEX = jax.ShapeDtypeStruct((), jnp.int32)
 )  # fmt: skip
 def test_is_what_the_compiler_counts(function, shapes):
   compiled = _compiled(function, *shapes)
-  found = costs.total(hlo.parse(compiled.as_text())).hbm_bytes
+  found = costs.read(hlo.parse(compiled.as_text())).hbm_bytes
   assert found == compiled.cost_analysis()["bytes accessed"]
 
 
@@ -54,7 +54,7 @@ def test_of_a_table_the_rows_that_are_looked_up():
   text = _compiled(
     lambda x, i: x[i] * 2, (512, 64), jax.ShapeDtypeStruct((5,), jnp.int32)
   ).as_text()
-  assert costs.total(hlo.parse(text)).hbm_bytes == 5 * 4 + 2 * 5 * _ROW
+  assert costs.read(hlo.parse(text)).hbm_bytes == 5 * 4 + 2 * 5 * _ROW
 
 
 def test_a_loop_reads_its_layer():
@@ -63,7 +63,7 @@ def test_a_loop_reads_its_layer():
 
   text = _compiled(loop, (16, 64), (10, 64, 64)).as_text()
   program = hlo.parse(text)
-  found = costs.total(program).hbm_bytes
+  found = costs.read(program).hbm_bytes
   # Ten times a kernel and activations, not ten times ten kernels.
   once = 10 * 64 * _ROW
   assert once < found < 5 * once
