@@ -13,7 +13,7 @@ H head_dim.
 from collections.abc import Callable
 import dataclasses
 import functools
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from flax import linen as nn
 import jax
@@ -46,6 +46,9 @@ class GroupedQueryAttention(nn.Module):
     logits: Scale, soft cap, biases and sinks of the logits. The kernel must
       support those that are set.
     kernel: Computes attention from queries, keys, values and the mask.
+    output_gate: Maps a projection of the tokens [B,T,N,H] to factors of the
+      weighted values, such as `jax.nn.sigmoid` in Qwen3-Next; needs
+      `SeparateProjections`. `None` is none.
     cache: Stores keys and values while decoding.
     dtype: Dtype of the computation. `None` promotes inputs and kernels.
     param_dtype: Dtype in which the kernels are stored.
@@ -68,6 +71,7 @@ class GroupedQueryAttention(nn.Module):
     default_factory=functools.partial(kernels.Logits, parent=None)
   )
   kernel: kernels.Kernel = kernels.plain
+  output_gate: Callable[[jax.Array], jax.Array] | None = None
   cache: nn.Module = dataclasses.field(
     default_factory=functools.partial(kv_cache.ContiguousCache, parent=None)
   )
@@ -84,6 +88,8 @@ class GroupedQueryAttention(nn.Module):
     checks.check_size(self, "num_heads", "num_kv_heads", "head_dim")
     checks.check_multiple(self, "num_heads", "num_kv_heads")
     checks.check_positive(self, "limit")
+    if self.output_gate is not None:
+      attention_projections.check_separate(self, self.projections)
     # Duck-typed: importing `Rotary` would load it for layers without one.
     check_width = getattr(self.rotary, "check_width", None)
     if check_width is not None:
@@ -136,6 +142,11 @@ class GroupedQueryAttention(nn.Module):
     keywords = logits.keywords(self.kernel, query, mask, bias)
     context = self.kernel(query, stored.key, stored.value, mask, **keywords)
     context = remat.tag(context, remat.ATTENTION_CONTEXT)
+    if self.output_gate is not None:
+      # Checked to be separate projections.
+      separate: Any = self.projections
+      gate = separate.project(self, "gate", x)
+      context *= self.output_gate(gate).astype(context.dtype)
     return self.projections.output(self, context, x.shape[-1])
 
   def _normalize_and_rotate(

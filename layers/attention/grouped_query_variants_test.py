@@ -40,6 +40,7 @@ ALL = {
   "output_bias": False,
   "sinks": kernels.LearnedSinks(),
   "query_scale": head_norm.PerDimScale(),
+  "output_gate": jax.nn.sigmoid,
 }
 XL = {
   "relative_position": position_bias.TransformerXlPosition(
@@ -149,7 +150,8 @@ def _oracle(layer, params, *, prefix=None):
   x = x.astype(np.float64)
   made = {
     name: np.einsum("BTD,DNH->BTNH", x, p[name]) + p.get(f"{name}_bias", 0.0)
-    for name in ("query", "key", "value")
+    for name in ("query", "key", "value", "gate")
+    if name in p
   }
   out = np.zeros_like(x) + p.get("out_bias", 0.0)
   for b, t, n in np.ndindex(BATCH, LENGTH, HEADS):
@@ -173,7 +175,10 @@ def _oracle(layer, params, *, prefix=None):
     elif layer.logits.sinks is not None:
       nothing = np.exp(layer.logits.sinks.logit)
     share = np.exp(logits) / (np.sum(np.exp(logits)) + nothing)
-    out[b, t] += (share @ np.stack(seen)) @ p["out"][n]
+    context = share @ np.stack(seen)
+    if layer.output_gate is not None:
+      context /= 1 + np.exp(-made["gate"][b, t, n])
+    out[b, t] += context @ p["out"][n]
   return out
 
 

@@ -90,6 +90,11 @@ _CASES = {
     {"kernel"},
   ),
   "attention": (_attention(), _tokens, {"query", "key", "value", "out"}),
+  "output gate": (
+    _attention(output_gate=jax.nn.sigmoid),
+    _tokens,
+    {"query", "key", "value", "gate", "out"},
+  ),
   "combined": (
     _attention(projections=projections.CombinedProjections()),
     _tokens,

@@ -9,7 +9,8 @@ one, and a norm with a gate after the recurrence, as in Qwen3-Next. In a chunk
 the sum over earlier tokens is a triangular system, and the rest are matmuls.
 
 Letters: B batch, T length, D embed, N heads, H key_dim, P value_dim, C chunks,
-Q and K tokens of a chunk, W width of the convolution.
+Q and K tokens of a chunk, W width of the convolution. There may be fewer heads
+of keys and queries; adjacent heads of values share one then.
 """
 
 from collections.abc import Callable
@@ -133,8 +134,11 @@ class GatedDeltaNet(nn.Module):
     num_heads: Number of heads, N.
     key_dim: Width of keys and queries, H.
     value_dim: Width of values, P.
+    num_key_heads: Heads of keys and queries; divides `num_heads`. `None` is
+      `num_heads`.
     conv_width: Width of the short convolutions, W.
     chunk_length: Tokens of a chunk of the recurrence; changes speed only.
+    activation: Applied to the results of the convolutions.
     norm: Norm of the output, called with heads and gate [B,T,N,P].
     rate_init: Initializer of `log_rate`, as of Mamba-2.
     step_init: Initializer of `step_offset`, as of Mamba-2.
@@ -146,8 +150,10 @@ class GatedDeltaNet(nn.Module):
   num_heads: int
   key_dim: int
   value_dim: int
+  num_key_heads: int | None = None
   conv_width: int = 4
   chunk_length: int = 64
+  activation: Callable[[jax.Array], jax.Array] = nn.silu
   # A factory, because a default object would be shared by two layers.
   norm: nn.Module = dataclasses.field(
     default_factory=functools.partial(
@@ -171,7 +177,9 @@ class GatedDeltaNet(nn.Module):
   def __post_init__(self) -> None:
     super().__post_init__()
     sizes = ("num_heads", "key_dim", "value_dim", "conv_width", "chunk_length")
-    checks.check_size(self, *sizes)
+    checks.check_size(self, *sizes, "num_key_heads")
+    if self.num_key_heads is not None:
+      checks.check_multiple(self, "num_heads", "num_key_heads")
 
   @nn.compact
   def __call__(
@@ -194,14 +202,12 @@ class GatedDeltaNet(nn.Module):
     if self.dtype is None:
       dtype = jnp.promote_types(dtype, self.param_dtype)
     wide = precision.at_least_float32(dtype)
-    widths = {"query": self.key_dim, "key": self.key_dim}
-    widths |= {"value": self.value_dim, "gate": self.value_dim}
     names = (axes.HEADS, axes.HEAD_DIM)
     shapes = {
       f"{name}_window": decoding_state.Shape(
-        (self.conv_width - 1, self.num_heads, widths[name]),
+        (self.conv_width - 1, *self._heads(name)),
         dtype,
-        (None, *names),
+        (None, self._heads_axis(name), axes.HEAD_DIM),
       )
       for name in _CONVOLVED
     }
@@ -219,24 +225,34 @@ class GatedDeltaNet(nn.Module):
       window = f"{name}_window"
       mixed[name], after[window] = short_convolution.ShortConvolution(
         self.conv_width,
-        names,
+        (self._heads_axis(name), axes.HEAD_DIM),
         use_bias=False,
+        activation=self.activation,
         dtype=self.dtype,
         param_dtype=self.param_dtype,
         name=f"{name}_conv",
       )(
-        self._project(name, x, (widths[name],)),
+        self._project(name, x, self._heads(name)),
         tokens,
         None if stored is None else stored[window],
       )
     log_decay, rate = self._find_decay(x, wide)
     zero = jnp.zeros((), wide)
+    key, query = (
+      # Adjacent heads of values share those of keys and queries.
+      jnp.repeat(
+        _normalize(mixed[name].astype(wide)),
+        self.num_heads // mixed[name].shape[2],
+        axis=2,
+      )
+      for name in ("key", "query")
+    )
     y, after[_STATE] = scan(
       mixed["value"].astype(wide),
       jnp.where(is_real, log_decay, zero),
       jnp.where(is_real, rate, zero),
-      _normalize(mixed["key"].astype(wide)),
-      _normalize(mixed["query"].astype(wide)) * self.key_dim**-0.5,
+      key,
+      query * self.key_dim**-0.5,
       tokens.runs,
       None if stored is None else stored[_STATE],
       chunk_length=self.chunk_length,
@@ -244,7 +260,8 @@ class GatedDeltaNet(nn.Module):
     if stored is not None:
       decoding_state.store(self, tokens, after, shapes)
     y = jnp.where(is_real[..., None], y, zero)
-    y = self.norm(y, self._project("gate", x, (self.value_dim,))).astype(dtype)
+    y = self.norm(y, self._project("gate", x, self._heads("gate")))
+    y = y.astype(dtype)
     init = initializers.lecun(in_axes=(0, 1), out_axes=(2,))
     shape = (self.num_heads, self.value_dim, x.shape[-1])
     out = self._param("out", init, shape, (*names, axes.EMBED))
@@ -258,32 +275,42 @@ class GatedDeltaNet(nn.Module):
     shape, names = (self.num_heads,), (axes.HEADS,)
     log_rate = self._param("log_rate", self.rate_init, shape, names)
     offset = self._param("step_offset", self.step_init, shape, names)
-    step = self._project("step", x, ()).astype(wide)
+    step = self._project("step", x, shape).astype(wide)
     step = jax.nn.softplus(step + offset.astype(wide)[None, None])
-    rate = jax.nn.sigmoid(self._project("rate", x, ()).astype(wide))
+    rate = jax.nn.sigmoid(self._project("rate", x, shape).astype(wide))
     return -jnp.exp(log_rate.astype(wide))[None, None] * step, rate
 
+  def _heads(self, name: str) -> tuple[int, int]:
+    """Returns the number of heads of a projection, and their width."""
+    if name in ("key", "query"):
+      return self.num_key_heads or self.num_heads, self.key_dim
+    return self.num_heads, self.value_dim
+
+  def _heads_axis(self, name: str) -> str:
+    """Returns the logical axis of the heads of a projection."""
+    is_shared = self._heads(name)[0] != self.num_heads
+    return axes.KV_HEADS if is_shared else axes.HEADS
+
   def _project(
-    self, name: str, x: jax.Array, width: tuple[int, ...]
+    self, name: str, x: jax.Array, heads: tuple[int, ...]
   ) -> jax.Array:
-    """Returns a projection [B,T,N,*width] of tokens."""
-    shape = (x.shape[-1], self.num_heads, *width)
+    """Returns a projection [B,T,*heads] of tokens."""
+    shape = (x.shape[-1], *heads)
     init = initializers.lecun(
       in_axes=(0,), out_axes=tuple(range(1, len(shape)))
     )
-    names = (axes.EMBED, axes.HEADS, axes.HEAD_DIM)[: len(shape)]
+    heads_axis = self._heads_axis(name)
+    names = (axes.EMBED, heads_axis, axes.HEAD_DIM)[: len(shape)]
     kernel = self._param(name, init, shape, names)
     x, kernel = dtypes.promote_dtype(x, kernel, dtype=self.dtype)
     letters = "NP"[: len(shape) - 1]
     y = token_matmul.call(
       self.einsum, name, f"BTD,D{letters}->BT{letters}", x, kernel
     )
-    outputs = (
-      axes.BATCH,
-      axes.LENGTH,
-      axes.ACTIVATION_HEADS,
-      axes.ACTIVATION_HEAD_DIM,
-    )
+    activation = axes.ACTIVATION_HEADS
+    if heads_axis == axes.KV_HEADS:
+      activation = axes.ACTIVATION_KV_HEADS
+    outputs = (axes.BATCH, axes.LENGTH, activation, axes.ACTIVATION_HEAD_DIM)
     return logical.constrain(y, outputs[: y.ndim])
 
   def _param(

@@ -11,11 +11,17 @@ from paxon.layers.recurrent import gated_delta_net, testing
 LAYER = gated_delta_net.GatedDeltaNet(
   num_heads=3, key_dim=4, value_dim=5, chunk_length=4
 )
+# Two heads of values for each of keys and queries.
+GROUPED = LAYER.clone(num_heads=4, num_key_heads=2, activation=jax.nn.relu)
 PACKED = testing.segments("1111122220333", "0011111111100", "1222111333332")
 
 
 def _silu(x):
   return x / (1 + np.exp(-x))
+
+
+def _relu(x):
+  return np.maximum(x, 0)
 
 
 def _unit(x):
@@ -40,7 +46,7 @@ def _oracle(layer, params, x, segments):
       projected = {n: np.tensordot(x[b, t], p[n], 1) for n in names}
       window = [*window, projected][-layer.conv_width :]
       mixed = {
-        name: _silu(
+        name: (_relu if layer.activation is jax.nn.relu else _silu)(
           sum(
             p[f"{name}_conv"]["kernel"][layer.conv_width - 1 - back]
             * each[name]
@@ -56,11 +62,12 @@ def _oracle(layer, params, x, segments):
       query = _unit(mixed["query"]) / np.sqrt(layer.key_dim)
       heads = np.zeros((layer.num_heads, layer.value_dim))
       for n in range(layer.num_heads):
-        k = key[n]
+        shared = n // (layer.num_heads // len(key))
+        k = key[shared]
         erased = np.eye(layer.key_dim) - rate[n] * np.outer(k, k)
         state[n] = decay[n] * state[n] @ erased
         state[n] += rate[n] * np.outer(mixed["value"][n], k)
-        heads[n] = state[n] @ query[n]
+        heads[n] = state[n] @ query[shared]
       mean_square = (heads**2).mean(1, keepdims=True)
       heads /= np.sqrt(mean_square + layer.norm.epsilon)
       heads *= p["norm"]["scale"] * _silu(projected["gate"])
@@ -68,30 +75,37 @@ def _oracle(layer, params, x, segments):
   return y
 
 
-def _inputs():
+def _inputs(layer=LAYER):
   x = layer_testing.normal(*PACKED.shape, 6)
-  return x, layer_testing.random_values(LAYER, x)
+  return x, layer_testing.random_values(layer, x)
 
 
-@pytest.mark.parametrize("chunk_length", [1, 4, 64])
-def test_equals_the_recurrence_in_float64(chunk_length):
-  x, values = _inputs()
-  layer = LAYER.clone(chunk_length=chunk_length, param_dtype=jnp.float64)
+@pytest.mark.parametrize(
+  ("layer", "chunk_length"),
+  [(LAYER, 1), (LAYER, 4), (LAYER, 64), (GROUPED, 4)],
+  ids=["1", "4", "64", "grouped"],
+)
+def test_equals_the_recurrence_in_float64(layer, chunk_length):
+  x, values = _inputs(layer)
+  layer = layer.clone(chunk_length=chunk_length, param_dtype=jnp.float64)
   dirty = np.array(x, np.float64)
   dirty[np.asarray(PACKED) == 0] = np.nan
   with jax.enable_x64(True):
     wide = jax.tree.map(lambda v: np.asarray(v, np.float64), values)
     found = jax.jit(lambda v, x: layer.apply(v, x, None, PACKED))(wide, dirty)
-  expected = _oracle(LAYER, values["params"], x, PACKED)
+  expected = _oracle(layer, values["params"], x, PACKED)
   np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-11)
 
 
-def test_gradients_match_finite_differences():
-  x, values = _inputs()
+@pytest.mark.parametrize(
+  "layer", [LAYER, GROUPED.clone(activation=jax.nn.silu)], ids=["one", "two"]
+)
+def test_gradients_match_finite_differences(layer):
+  x, values = _inputs(layer)
   weight = np.asarray(layer_testing.normal(*x.shape, seed=3), np.float64)
 
   def loss(at):
-    y = LAYER.clone(param_dtype=jnp.float64).apply(
+    y = layer.clone(param_dtype=jnp.float64).apply(
       {"params": at["params"]}, at["x"], None, PACKED
     )
     return jnp.sum(y * weight)
@@ -101,14 +115,17 @@ def test_gradients_match_finite_differences():
   )
 
 
-def test_steps_equal_the_whole_sequence():
-  x, values = _inputs()
-  whole = layer_testing.apply(LAYER, values, x, None, PACKED)
+@pytest.mark.parametrize("layer", [LAYER, GROUPED], ids=["one", "two"])
+def test_steps_equal_the_whole_sequence(layer):
+  x, values = _inputs(layer)
+  whole = layer_testing.apply(layer, values, x, None, PACKED)
   splits = [4, 5, 6, 7, 8]
-  steps = testing.decoded(LAYER, values, x, PACKED, splits)
+  steps = testing.decoded(layer, values, x, PACKED, splits)
   np.testing.assert_allclose(steps, whole, rtol=1e-4, atol=1e-5)
 
 
 def test_wrong_fields():
   with pytest.raises(ValueError, match="key_dim must be positive"):
     LAYER.clone(key_dim=0)
+  with pytest.raises(ValueError, match="num_heads"):
+    LAYER.clone(num_key_heads=2)

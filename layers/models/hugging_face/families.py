@@ -42,6 +42,7 @@ _FAMILIES: Mapping[str, family.Family] = {
     mixtures.OLMOE,
     mixtures.QWEN2_MOE,
     mixtures.QWEN3_MOE,
+    mixtures.QWEN3_NEXT,
     t5.FAMILY,
     vit.FAMILY,
   )

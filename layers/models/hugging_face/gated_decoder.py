@@ -1,13 +1,16 @@
 """Decoders with gated feed-forward layers: Llama, Mistral, Qwen, Phi-3, Gemma.
 
-Root-mean-square norms and rotary positions.
+Root-mean-square norms and rotary positions; layers of Qwen3-Next may have a
+gated delta net in place of attention.
 Families read their `config.json` into a `GatedDecoder`, which makes the model
 and the names of its weights; their `sizes` are those of `mapping.Names`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
+
+import jax
 
 from paxon.layers import activations, block, feed_forward, rms_norm, stack
 from paxon.layers.attention import (
@@ -18,6 +21,7 @@ from paxon.layers.attention import (
 )
 from paxon.layers.attention import mask as attention_mask
 from paxon.layers.models.hugging_face import (
+  delta_layers,
   expert_layers,
   family,
   latent_layers,
@@ -31,8 +35,10 @@ _MODEL = """
   model.norm.weight          params/final_norm/scale  D -> D
 """
 _LAYER = """
-  input_layernorm.weight   attention_norm/scale     D -> D
-  self_attn.o_proj.weight  attention/out            D (N H) -> N H D
+  input_layernorm.weight  attention_norm/scale  D -> D
+"""
+_OUT = """
+  self_attn.o_proj.weight  attention/out  D (N H) -> N H D
 """
 _NORM = """
   post_attention_layernorm.weight  feed_forward_norm/scale  D -> D
@@ -42,10 +48,12 @@ _POST_NORMS = """
   pre_feedforward_layernorm.weight   feed_forward_norm/scale       D -> D
   post_feedforward_layernorm.weight  post_feed_forward_norm/scale  D -> D
 """
-_SEPARATE = """
-  self_attn.q_proj.weight  attention/query    (N H) D -> D N H
-  self_attn.k_proj.weight  attention/key      (K H) D -> D K H
-  self_attn.v_proj.weight  attention/value    (K H) D -> D K H
+_QUERY = """
+  self_attn.q_proj.weight  attention/query  (N H) D -> D N H
+"""
+_KEY_VALUE = """
+  self_attn.k_proj.weight  attention/key    (K H) D -> D K H
+  self_attn.v_proj.weight  attention/value  (K H) D -> D K H
 """
 _DOWN = """
   mlp.down_proj.weight  feed_forward/down  D F -> F D
@@ -54,8 +62,10 @@ _GATE_UP = """
   mlp.gate_proj.weight  feed_forward/gate  F D -> D F
   mlp.up_proj.weight    feed_forward/up    F D -> D F
 """
-_QKV_BIAS = """
+_QUERY_BIAS = """
   self_attn.q_proj.bias  attention/query_bias  (N H) -> N H
+"""
+_KEY_VALUE_BIAS = """
   self_attn.k_proj.bias  attention/key_bias    (K H) -> K H
   self_attn.v_proj.bias  attention/value_bias  (K H) -> K H
 """
@@ -86,6 +96,20 @@ _HEAD_NORM = """
   self_attn.q_norm.weight  attention/query_norm/scale  H -> H
   self_attn.k_norm.weight  attention/key_norm/scale    H -> H
 """
+
+
+class _Layer(NamedTuple):
+  """What distinguishes a layer from others of its model.
+
+  Attributes:
+    window: Sliding window of its attention; `None` is full attention.
+    is_mixture: Whether it has a mixture of experts.
+    is_delta: Whether it has a gated delta net in place of attention.
+  """
+
+  window: int | None
+  is_mixture: bool
+  is_delta: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,6 +144,10 @@ class GatedDecoder:
     dense_layers: Layers that have a feed-forward layer beside mixtures.
     latent: Latent attention instead of grouped queries; `head_dim` is the width
       of values then. `None` is none.
+    delta: Gated delta nets in place of attention in some layers; `None` is
+      none.
+    has_output_gate: Whether heads of attention are multiplied by the sigmoid of
+      a gate, whose kernel files have with that of queries.
     num_further: Further layers in files: modules of `multi_token`.
   """
 
@@ -152,18 +180,24 @@ class GatedDecoder:
   experts: expert_layers.Experts | None = None
   dense_layers: tuple[int, ...] = ()
   latent: latent_layers.Latent | None = None
+  delta: delta_layers.Delta | None = None
+  has_output_gate: bool = False
   num_further: int = 0
 
   @property
-  def _layers(self) -> tuple[tuple[int | None, bool], ...]:
-    """Window of each layer, and whether it has a mixture of experts."""
+  def _layers(self) -> tuple[_Layer, ...]:
+    delta = () if self.delta is None else self.delta.layers
     return tuple(
-      (window, self.experts is not None and i not in self.dense_layers)
+      _Layer(
+        window=window,
+        is_mixture=self.experts is not None and i not in self.dense_layers,
+        is_delta=i in delta,
+      )
       for i, window in enumerate(self.windows)
     )
 
   @property
-  def _stacks(self) -> tuple[tuple[tuple[int | None, bool], ...], ...]:
+  def _stacks(self) -> tuple[tuple[_Layer, ...], ...]:
     """The layers of each stack: dense ones that come first are separate.
 
     Only if fewer blocks are compiled then: these have no common pattern.
@@ -188,7 +222,7 @@ class GatedDecoder:
         norm=lambda: self._norm(make, rms_norm.RmsNorm),
         stack=lambda: make(
           stack.Stack,
-          blocks=[self._block(make, *self._layers[-1])],
+          blocks=[self._block(make, self._layers[-1])],
           num_layers=1,
         ),
         num_depths=self.num_further,
@@ -201,7 +235,7 @@ class GatedDecoder:
       input_scale=self.input_scale,
       stacks=[
         (
-          [self._block(make, *each) for each in mapping.find_period(layers)],
+          [self._block(make, each) for each in mapping.find_period(layers)],
           len(layers),
         )
         for layers in self._stacks
@@ -215,9 +249,7 @@ class GatedDecoder:
   def _norm(self, make: Callable[..., Any], cls: type) -> Any:
     return make(cls, epsilon=self.epsilon, scale_offset=self.norm_offset)
 
-  def _block(
-    self, make: Callable[..., Any], window: int | None, is_mixture: bool
-  ) -> Any:
+  def _block(self, make: Callable[..., Any], layer: _Layer) -> Any:
     def norm() -> Any:
       return self._norm(make, rms_norm.RmsNorm)
 
@@ -229,9 +261,9 @@ class GatedDecoder:
     return make(
       kind,
       attention_norm=norm(),
-      attention=self._attention(make, window),
+      attention=self._attention(make, layer),
       feed_forward_norm=norm(),
-      feed_forward=self._feed_forward(make, is_mixture),
+      feed_forward=self._feed_forward(make, layer.is_mixture),
       **post_norms,
     )
 
@@ -246,7 +278,12 @@ class GatedDecoder:
       use_bias=self.mlp_bias,
     )
 
-  def _attention(self, make: Callable[..., Any], window: int | None) -> Any:
+  def _attention(self, make: Callable[..., Any], layer: _Layer) -> Any:
+    if layer.is_delta:
+      assert self.delta is not None
+      return self.delta.model(
+        make, activation=self.activation, epsilon=self.epsilon
+      )
     if self.latent is not None:
       return self.latent.model(
         make, num_heads=self.num_heads, positions=self.rope
@@ -266,7 +303,7 @@ class GatedDecoder:
           head_norm.AllHeadsNorm, epsilon=self.epsilon, axis=axes.KV_HEADS
         ),
       )
-    is_local = window is not None and self.local_rope is not None
+    is_local = layer.window is not None and self.local_rope is not None
     positions = self.local_rope if is_local else self.rope
     return make(
       grouped_query.GroupedQueryAttention,
@@ -274,7 +311,7 @@ class GatedDecoder:
       num_kv_heads=self.num_kv_heads,
       head_dim=self.head_dim,
       rotary=positions.build(make),
-      mask=make(attention_mask.MaskRules, window=window),
+      mask=make(attention_mask.MaskRules, window=layer.window),
       projections=make(
         projections.SeparateProjections,
         use_bias=self.qkv_bias,
@@ -288,6 +325,7 @@ class GatedDecoder:
         cap=self.attention_cap,
         sinks=make(kernels.LearnedSinks) if self.has_sinks else None,
       ),
+      output_gate=jax.nn.sigmoid if self.has_output_gate else None,
     )
 
   def names(self) -> mapping.Names:
@@ -303,6 +341,8 @@ class GatedDecoder:
         "H": self.head_dim,
         **(self.experts.sizes() if self.experts else {}),
         **(self.latent.sizes() if self.latent else {}),
+        **(self.delta.sizes() if self.delta else {}),
+        **({"G": self.head_dim} if self.has_output_gate else {}),
         **({"X": 2 * self.embed_dim} if self.num_further else {}),
       },
       rules=(
@@ -341,13 +381,16 @@ class GatedDecoder:
       ignored=(
         r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
         r"model\.rotary_emb\.inv_freq",
+        # Prediction of further tokens in Qwen3-Next, which transformers leaves
+        # out, too.
+        *((r"(model\.)?mtp\..*",) if self.delta else ()),
       ),
       prefix="model.",
     )
 
   def _named_stacks(
     self,
-  ) -> Iterator[tuple[str, int, tuple[tuple[int | None, bool], ...]]]:
+  ) -> Iterator[tuple[str, int, tuple[_Layer, ...]]]:
     """Yields name, number of the first layer, and layers of each stack."""
     first = 0
     for i, layers in enumerate(self._stacks):
@@ -370,16 +413,28 @@ class GatedDecoder:
       tied[f"{at}.shared_head.head.weight"] = head
     return tied
 
-  def _layer_rules(
-    self, layers: Sequence[tuple[int | None, bool]]
-  ) -> tuple[mapping.Rule, ...]:
+  def _layer_rules(self, layers: Sequence[_Layer]) -> tuple[mapping.Rule, ...]:
     at = "model.layers.{}."
     table = _LAYER + (_POST_NORMS if self.has_post_norms else _NORM)
+    delta = tuple(i for i, layer in enumerate(layers) if layer.is_delta)
+    return (
+      *mapping.parse_rules(table, at=at),
+      *(self.delta.rules(at, delta) if self.delta else ()),
+      *self._attention_rules(
+        at, tuple(i for i in range(len(layers)) if i not in delta)
+      ),
+      *self._feed_forward_rules(at, layers),
+    )
+
+  def _attention_rules(
+    self, at: str, layers: tuple[int, ...]
+  ) -> tuple[mapping.Rule, ...]:
+    table = _OUT
     table += _HEAD_NORM if self.has_head_norm else ""
     table += _WIDTH_NORM if self.has_width_norm else ""
     table += _SINKS if self.has_sinks else ""
     table += _OUTPUT_BIAS if self.output_bias else ""
-    attention: tuple[mapping.Rule, ...]
+    attention: tuple[mapping.Rule, ...] = ()
     if self.latent is not None:
       attention = self.latent.rules(at)
     elif self.is_fused:
@@ -392,20 +447,27 @@ class GatedDecoder:
         ),
       )
     else:
-      table += _SEPARATE + (_QKV_BIAS if self.qkv_bias else "")
-      attention = ()
-    return (
-      *mapping.parse_rules(table, at=at),
-      *attention,
-      *self._feed_forward_rules(at, layers),
-    )
+      table += _KEY_VALUE + (_KEY_VALUE_BIAS if self.qkv_bias else "")
+    if self.has_output_gate:
+      ends = [("weight", "", " D -> D")]
+      ends += [("bias", "_bias", " ->")] if self.qkv_bias else []
+      attention = tuple(
+        mapping.fused_rule(
+          f"{at}self_attn.q_proj.{tensor}",
+          (f"attention/query{end}", f"(N H+G){pattern} N H"),
+          (f"attention/gate{end}", f"(N H+G){pattern} N G"),
+          layers=layers,
+        )
+        for tensor, end, pattern in ends
+      )
+    elif not attention:
+      table += _QUERY + (_QUERY_BIAS if self.qkv_bias else "")
+    return (*mapping.parse_rules(table, at=at, layers=layers), *attention)
 
   def _feed_forward_rules(
-    self, at: str, layers: Sequence[tuple[int | None, bool]]
+    self, at: str, layers: Sequence[_Layer]
   ) -> tuple[mapping.Rule, ...]:
-    dense = tuple(
-      i for i, (_, is_mixture) in enumerate(layers) if not is_mixture
-    )
+    dense = tuple(i for i, layer in enumerate(layers) if not layer.is_mixture)
     mixtures = tuple(i for i in range(len(layers)) if i not in dense)
     table, rules = _DOWN, []
     if self.is_fused:

@@ -54,8 +54,7 @@ class Layout:
     pattern: Dimensions of the tensor, merged ones in parentheses, an arrow, and
       the same dimensions in the order of the variable. `D (F 2:1) -> D F` is
       every second column of the tensor, from the one with index 1 on.
-      `(N H+W) D -> D N W` are the last W of each H + W rows. Dimensions of the
-    variable may be merged, too. `() ->` is a scalar.
+  XX
     sizes: By dimension, at least those of the pattern.
   """
 
@@ -68,7 +67,8 @@ class Layout:
         f"Both sides of the pattern {self.pattern!r} must have the same"
         " dimensions."
       )
-    needed = (*self._variable, *self._joined)
+    joined = (x for part in self._joined for x in part.split("*"))
+    needed = (*self._variable, *joined)
     missing = [name for name in needed if name not in self.sizes]
     if missing:
       raise ValueError(
@@ -91,12 +91,11 @@ class Layout:
   @functools.cached_property
   def _kept(self) -> tuple[str, ...]:
     """The dimensions that the variable has."""
-    return tuple(
-      next((y for y in x.split("+") if y in self._variable), x)
-      for merged in self._tensor
-      for x in merged
-      if ":" not in x
-    )
+    found: list[str] = []
+    for x in (x for merged in self._tensor for x in merged if ":" not in x):
+      parts = [part.split("*") for part in x.split("+")]
+      found += next((p for p in parts if set(p) <= set(self._variable)), [x])
+    return tuple(found)
 
   @functools.cached_property
   def _joined(self) -> tuple[str, ...]:
@@ -119,8 +118,12 @@ class Layout:
     count = self.tensor_shape[0]
     if not self._joined:
       return [slice(0, count)]
-    widths = [self.sizes[name] for name in self._joined]
-    which = next(i for i, x in enumerate(self._joined) if x in self._variable)
+    widths = [self._width(part) for part in self._joined]
+    which = next(
+      i
+      for i, part in enumerate(self._joined)
+      if set(part.split("*")) <= set(self._variable)
+    )
     first = sum(widths[:which])
     return [
       slice(i + first, i + first + widths[which])
@@ -142,11 +145,15 @@ class Layout:
       math.prod(
         int(name.split(":")[0])
         if ":" in name
-        else sum(self.sizes[part] for part in name.split("+"))
+        else sum(map(self._width, name.split("+")))
         for name in merged
       )
       for merged in self._tensor
     )
+
+  def _width(self, part: str) -> int:
+    """Returns the rows of one of the terms that share a dimension."""
+    return math.prod(self.sizes[name] for name in part.split("*"))
 
   @property
   def variable_shape(self) -> tuple[int, ...]:

@@ -4,6 +4,8 @@
 - Qwen 1.5 and 2 with a shared expert (Yang et al. 2024,
   https://arxiv.org/abs/2407.10671)
 - Qwen 3 (Yang et al. 2025, https://arxiv.org/abs/2505.09388)
+- Qwen3-Next (Qwen Team 2025), whose layers have gated delta nets (Yang et al.
+  2024, https://arxiv.org/abs/2412.06464), and every fourth gated attention
 - OLMoE (Muennighoff et al. 2024, https://arxiv.org/abs/2409.02060)
 - gpt-oss 20b and 120b (OpenAI 2025, https://arxiv.org/abs/2508.10925). Its
   files have experts in MXFP4, which are read as bfloat16 (`weight_files`).
@@ -12,6 +14,7 @@
 from typing import Any
 
 from paxon.layers.models.hugging_face import (
+  delta_layers,
   expert_layers,
   family,
   gated_decoder,
@@ -91,15 +94,45 @@ def _read_qwen3_moe(fields: family.Fields) -> gated_decoder.GatedDecoder:
   )
 
 
+def _read_qwen3_next(fields: family.Fields) -> gated_decoder.GatedDecoder:
+  num_layers = fields.size("num_hidden_layers", 48)
+  bias = fields.flag("attention_bias", False)
+  return llama.read_decoder(
+    fields,
+    windows=(None,) * num_layers,
+    max_length=32_768,
+    kv_heads=2,
+    head_dim=256,
+    rope_options={"partial": 0.25},
+    qkv_bias=bias,
+    output_bias=bias,
+    has_head_norm=True,
+    has_output_gate=True,
+    norm_offset=1.0,
+    delta=delta_layers.read(fields),
+    experts=expert_layers.Experts(
+      **_read_qwen_experts(
+        fields, num_experts=512, num_chosen=10, mlp_dim=512, normalize=True
+      ),
+      shared_dim=fields.size("shared_expert_intermediate_size", 512),
+    ),
+    dense_layers=_read_dense_layers(fields, num_layers),
+  )
+
+
 def _read_qwen_experts(
-  fields: family.Fields, *, mlp_dim: int, **defaults: int
+  fields: family.Fields,
+  *,
+  mlp_dim: int,
+  normalize: bool = False,
+  **defaults: int,
 ) -> dict[str, Any]:
   return {
     **expert_layers.read_router(
       fields, experts_field="num_experts", balance_weight=0.001, **defaults
     ),
     "mlp_dim": fields.size("moe_intermediate_size", mlp_dim),
-    "normalize": fields.flag("norm_topk_prob", False),
+    "normalize": fields.flag("norm_topk_prob", normalize),
   }
 
 
@@ -203,6 +236,13 @@ QWEN3_MOE = family.Family(
   read=_read_qwen3_moe,
   # All layers have a window, or none has.
   inert=("max_window_layers",),
+)
+QWEN3_NEXT = family.Family(
+  model_type="qwen3_next",
+  architecture="Qwen3NextForCausalLM",
+  read=_read_qwen3_next,
+  # A field of Qwen 3 that published files still have.
+  neutral={"use_sliding_window": (False,)},
 )
 OLMOE = family.Family(
   model_type="olmoe",

@@ -17,6 +17,8 @@ CASES = {
   "qwen2_moe": mixtures.QWEN2_MOE,
   "qwen2_moe_normalized": mixtures.QWEN2_MOE,
   "qwen3_moe": mixtures.QWEN3_MOE,
+  "qwen3_next": mixtures.QWEN3_NEXT,
+  "qwen3_next_biased": mixtures.QWEN3_NEXT,
   "olmoe": mixtures.OLMOE,
   "gpt_oss": mixtures.GPT_OSS,
 }
@@ -31,6 +33,10 @@ def test_logits(case):
 @_ALL
 def test_greedy(case):
   testing.check_greedy(CASES[case], case)
+
+
+def test_packed_documents_reset_the_state():
+  testing.check_packed(CASES["qwen3_next"], "qwen3_next")
 
 
 @_ALL
@@ -123,6 +129,7 @@ _QWEN = (
   ("rms_norm_eps", 0.02, LOGITS),
   ("sliding_window", 4, LOGITS),
 )
+_WINDOW = ("sliding_window",)
 _OTHERS = (
   "num_local_experts",
   "hidden_act",
@@ -170,6 +177,43 @@ _CHANGES = {
     ("rope_parameters", _rope("qwen3_moe", rope_theta=100.0), LOGITS),
     ("use_sliding_window", False, LOGITS),
   ),
+  "qwen3_next": (
+    *(
+      each
+      for each in _SIZES
+      if each[0] not in ("num_local_experts", *_OTHERS[2:])
+    ),
+    ("num_experts", 4, TENSORS),
+    *(each for each in _QWEN if each[0] not in ("mlp_only_layers", *_WINDOW)),
+    ("attention_bias", True, TENSORS),
+    ("full_attention_interval", 0, REJECTED),
+    ("head_dim", 8, TENSORS),
+    ("layer_types", ["linear_attention"] * 3, TENSORS),
+    ("layer_types", ["linear_attention"] * 4, REJECTED),
+    ("layer_types", ["sliding_attention"] * 3, REJECTED),
+    ("linear_conv_kernel_dim", 3, TENSORS),
+    ("linear_key_head_dim", 16, TENSORS),
+    ("linear_num_key_heads", 1, TENSORS),
+    ("linear_num_key_heads", 3, REJECTED),
+    ("linear_num_value_heads", 8, TENSORS),
+    ("linear_value_head_dim", 16, TENSORS),
+    ("mlp_only_layers", [1], TENSORS),
+    ("norm_topk_prob", False, LOGITS),
+    ("num_experts_per_tok", 2, LOGITS),
+    ("num_hidden_layers", 4, REJECTED),
+    ("rope_parameters", _rope("qwen3_next", rope_theta=100.0), LOGITS),
+    (
+      "rope_parameters",
+      _rope("qwen3_next", partial_rotary_factor=0.5),
+      LOGITS,
+    ),
+    ("shared_expert_intermediate_size", 32, TENSORS),
+    ("use_sliding_window", True, REJECTED),
+  ),
+  "qwen3_next_biased": (
+    ("hidden_act", "silu", LOGITS),
+    ("intermediate_size", 32, TENSORS),
+  ),
   "olmoe": (
     *(each for each in _SIZES if each[0] not in _OTHERS[:1]),
     ("attention_bias", True, TENSORS),
@@ -210,7 +254,13 @@ def test_every_field_counts(case, field, value, outcome):
   testing.check_sensitive(CASES[case], case, {field: value}, outcome)
 
 
-@pytest.mark.parametrize("case", set(_CHANGES) - {"qwen2_moe_normalized"})
+@pytest.mark.parametrize(
+  "case", set(_CHANGES) - {"qwen2_moe_normalized", "qwen3_next_biased"}
+)
 def test_no_field_is_left_out(case):
   fields = {"output_router_logits"} | {field for field, *_ in _CHANGES[case]}
+  if case == "qwen3_next":
+    # Only layers without experts have it; `qwen3_next_biased` has one. The
+    # fraction of rotated features is also in `rope_parameters`.
+    fields |= {"intermediate_size", "partial_rotary_factor"}
   testing.check_all_covered(case, fields)

@@ -63,6 +63,8 @@ _CHANGES = (
   ("olmoe", {"clip_qkv": None, "norm_topk_prob": True}),
   ("qwen2_moe", {"norm_topk_prob": True, "num_experts_per_tok": 2}),
   ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": [2]}),
+  ("qwen3_next", {"norm_topk_prob": False, "linear_num_key_heads": 4}),
+  ("qwen3_next", {"layer_types": ["full_attention"] * 3, "head_dim": 8}),
   ("t5", {"feed_forward_proj": "gelu", "layer_norm_epsilon": 0.01}),
   ("t5", {"feed_forward_proj": "gated-relu", "num_heads": 2}),
   ("t5", {"num_layers": 2, "relative_attention_max_distance": 12}),

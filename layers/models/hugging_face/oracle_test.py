@@ -81,6 +81,7 @@ def test_golden_files_are_what_transformers_computes(name):
     "qwen2_moe",
     "qwen3",
     "qwen3_moe",
+    "qwen3_next",
   ],
 )
 def test_defaults_are_those_of_transformers(model_type):
