@@ -54,7 +54,6 @@ th { font-weight: 600; color: var(--soft); }
 tbody th { font-weight: 400; color: var(--ink); }
 .values td { white-space: normal; text-align: left; }
 .values tbody th { white-space: normal; }
-td.best { font-weight: 700; color: var(--good); }
 pre { overflow-x: auto; padding: .8rem 1rem; border: 1px solid var(--line);
   border-radius: 6px; background: var(--panel); font-size: 13px; }
 summary { cursor: pointer; color: var(--soft); font-size: 14px; }

@@ -13,7 +13,6 @@ def test_the_plan_of_the_page_has_the_sections_that_plans_have():
   # Of a program with nothing to warn of, in which nothing is quantized, without
   # further questions.
   plan = sample_plan.plan(
-    resharding=(),
     findings=(),
     warnings=(),
     notes=(),

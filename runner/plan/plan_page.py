@@ -44,22 +44,12 @@ def to_html(
 def _comparison(
   plans: Sequence[result.Plan], failures: Sequence[result.Failure]
 ) -> Iterator[web_page.Content]:
-  compared = report.compare(plans)
-  rows = [[cell.text for cell in row] for row in compared.rows]
-  table = web_page.table(compared.titles, rows)
-  assert table is not None
-  for line, row in zip(table.iter("tr"), [(), *compared.rows], strict=True):
-    for column, cell in zip(line, row, strict=False):
-      if cell.is_best:
-        column.set("class", "best")
   names = report.labels(plans)
   pairs = list(zip(plans, names, strict=True))
   known = [(p, name) for p, name in pairs if p.memory.usable is not None]
   shares = [web_page.Bar(name, tuple(_shares(p))) for p, name in known]
   times = [_time(p, name) for p, name in pairs if p.bound is not None]
-  yield web_page.element("h2", "Targets")
-  yield web_page.element("p", f"Bold is best. {compared.legend}", class_="soft")
-  yield table
+  yield from _section(report.compare(plans), heading="h2")
   for failure in failures:
     text = f"{failure.target}: no plan: {failure.message}"
     yield web_page.element("p", text, class_="bad")
@@ -98,7 +88,9 @@ def _plan(plan: result.Plan, label: str) -> Iterator[web_page.Content]:
 
 
 def _section(
-  section: sections.Section, *charts: web_page.Content
+  section: sections.Section,
+  *charts: web_page.Content,
+  heading: str = "h3",
 ) -> Iterator[web_page.Content]:
   title = section.title[:1].upper() + section.title[1:]
   columns = max((len(row) for row in section.rows), default=0)
@@ -109,7 +101,7 @@ def _section(
   if section.is_detail:
     yield web_page.details(title, table, *lines)
     return
-  yield web_page.element("h3", title)
+  yield web_page.element(heading, title)
   yield from charts
   yield from lines
   if charts:

@@ -73,7 +73,7 @@ def test_every_number_of_the_file_is_on_the_page():
   content["estimate"] |= {"from": low * step, "to": high * step}
   # Changes show the bound only if there is no estimate.
   for change in (*content["verified_changes"], *content["search"]):
-    del change["bound_before"], change["bound_after"]
+    del change["bound"]
   text = _read(plan_page.to_html([_FULL])).text
   forms = (units.size, units.flops, units.seconds, units.share)
   numbers = list(_numbers(content))
@@ -98,7 +98,6 @@ def test_every_sentence_of_the_file_is_on_the_page():
     *("such a thing is not there", "weight gradient", "cublas fp8"),
     "35 % of the executed FLOPs are covered by the recipe, 30 % run in low",
     *("no plan: heads do not divide.", "h200.json, measured 2026-11-01"),
-    *("all-to-all", "DecoderLm/stack/layers/blocks_0/norm"),
     "The CUDA compiler enforces no limit",
   ):
     assert part in text

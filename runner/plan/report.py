@@ -6,7 +6,6 @@ best.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-import dataclasses
 from typing import Final
 
 from paxon.runner import units
@@ -58,43 +57,15 @@ def to_table(
   plans: Sequence[result.Plan], failures: Sequence[result.Failure] = ()
 ) -> str:
   """Returns one line a plan, to compare them; `*` marks the best."""
-  compared = compare(plans)
-  rows = [compared.titles]
-  for row in compared.rows:
-    rows.append(tuple(c.text + ("*" if c.is_best else "") for c in row))
-  lines = align(rows)
-  width = max(len(row[0]) for row in rows)
+  lines, last = [], []
+  if plans:
+    compared = compare(plans)
+    lines = align([compared.titles, *compared.rows])
+    last = list(compared.lines)
+  width = max((len(label) for label in labels(plans)), default=0)
   for failure in failures:
     lines.append(f"{failure.target.ljust(width)}  no plan: {failure.message}")
-  return "\n".join([*lines, f"* best. {compared.legend}"])
-
-
-@dataclasses.dataclass(frozen=True)
-class Cell:
-  """One value of one plan.
-
-  Attributes:
-    text: Its text.
-    is_best: Whether it is the best of its column.
-  """
-
-  text: str
-  is_best: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Comparison:
-  """The comparison of several plans.
-
-  Attributes:
-    titles: Column headings.
-    rows: A row for each plan, a cell for each column.
-    legend: Explanation of the columns.
-  """
-
-  titles: tuple[str, ...]
-  rows: tuple[tuple[Cell, ...], ...]
-  legend: str
+  return "\n".join([*lines, *last])
 
 
 # Format of each ranked column, and whether more is better.
@@ -108,8 +79,8 @@ _RANKED: Final[Mapping[str, tuple[Callable[[float], str], bool]]] = {
 }
 
 
-def compare(plans: Sequence[result.Plan]) -> Comparison:
-  """Returns the comparison of at least one plan of one experiment."""
+def compare(plans: Sequence[result.Plan]) -> sections.Section:
+  """Returns the comparison of at least one plan; `*` marks the best."""
   # Bounds and estimates are not compared with each other.
   timed = [plan for plan in plans if plan.bound is not None]
   timed = [plan for plan in timed if _fits(plan)] or timed
@@ -124,22 +95,27 @@ def compare(plans: Sequence[result.Plan]) -> Comparison:
     name: _best([v[name] for v in fitting], is_more_better=is_more_better)
     for name, (_, is_more_better) in _RANKED.items()
   }
+  costs = [_costs(plan.training_cost) for plan in plans]
+  has_costs = any(plan.training_cost for plan in plans)
   rows = []
-  for plan, label, found in zip(plans, labels(plans), values, strict=True):
+  for plan, label, found, paid in zip(
+    plans, labels(plans), values, costs, strict=True
+  ):
     sizes = plan.memory.peak, plan.memory.usable
     texts = ("-" if n is None else units.size(n) for n in sizes)
-    cells = map(Cell, (label, f"{plan.num_chips:,}", *texts, plan.fit))
     ranked = []
     for name, (form, _) in _RANKED.items():
       number = found[name]
       text = "-" if number is None else form(number)
       is_best = number is not None and number == best[name] and _fits(plan)
-      ranked.append(Cell(text, is_best))
-    rows.append((*cells, *ranked))
+      ranked.append(text + "*" * is_best)
+    cells = (label, f"{plan.num_chips:,}", *texts, plan.fit, *ranked)
+    rows.append(cells + (paid if has_costs else ()))
   basis = "the estimate" if is_estimated else "the bound"
   legend = (
-    f"tokens/s, MFU and cost are by {basis}. Cost is chips x seconds for each"
-    " token, relative to the best that fits; prices of chips are not in it."
+    f"* best. tokens/s, MFU and cost are by {basis}. Cost is chips x seconds"
+    " for each token, relative to the best that fits; prices of chips are not"
+    " in it."
   )
   without = [
     label
@@ -149,11 +125,22 @@ def compare(plans: Sequence[result.Plan]) -> Comparison:
   if without:
     legend += f" Bounds without communication: {', '.join(without)}."
   titles = ("target", "chips", "peak", "usable", "fit", *_RANKED)
-  return Comparison(titles, tuple(rows), legend)
+  more = ("days", "device-hours", "price") if has_costs else ()
+  return sections.Section("targets", rows, (*titles, *more), (legend,))
+
+
+def _costs(cost: result.TrainingCost | None) -> tuple[str, ...]:
+  """Returns the days, device-hours and price of training."""
+  if cost is None:
+    return ("-",) * 3
+  money = "-" if cost.money is None else f"{cost.money:,.0f}"
+  return f"{cost.days:,.1f}", f"{cost.device_hours:,.0f}", money
 
 
 def labels(plans: Sequence[result.Plan]) -> list[str]:
   """Returns the target of each plan, and the overrides that not all share."""
+  if not plans:
+    return []
   shared = set.intersection(*(set(plan.overrides) for plan in plans))
   return [
     " ".join(

@@ -1,6 +1,6 @@
 """Result of a plan, as stored in `plan.json`.
 
-The file is `{"version": 4, "plans": [PLAN, ...], "failures": [FAILURE, ...]}`;
+The file is `{"version": 5, "plans": [PLAN, ...], "failures": [FAILURE, ...]}`;
 plans have the fields of `Plan`, failures those of `Failure`. Bytes are per
 device, FLOPs are of all devices together, times are in seconds for one
 training step. Unknown values are null. Readers reject other versions.
@@ -14,7 +14,7 @@ import types
 import typing
 from typing import Any, Final
 
-VERSION: Final = 4
+VERSION: Final = 5
 
 # Above this share of usable memory, a program that fits may not fit with
 # another compiler version.
@@ -142,28 +142,6 @@ class Collectives:
   dtype_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
   module_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
   gathers: bool = False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Resharding:
-  """Collectives of one kind that move activations inside the loop over layers.
-
-  They include the sums that tensor parallelism needs over its axis. Over an
-  axis that shards the batch there should be none.
-
-  Attributes:
-    kind: HLO opcode.
-    axes: Mesh axes.
-    module: Path of the linen module.
-    count: Executions in a step.
-    payload_bytes: Bytes of the activations, summed over all executions.
-  """
-
-  kind: str
-  axes: tuple[str, ...]
-  module: str
-  count: int
-  payload_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -298,7 +276,7 @@ class DecodeStep:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Change:
-  """Overrides for the command line, and their effect on a plan.
+  """Overrides for the command line, and what they make of a program.
 
   Attributes:
     overrides: To add to the command line, such as `--fdl.mesh=fsdp=8`.
@@ -306,13 +284,10 @@ class Change:
     compiled: Whether the values are those of a compiled program, not
       analytical estimates.
     fit: Whether the changed program fits.
-    peak_before: Peak bytes of one device without the change.
-    peak_after: Peak bytes of one device with the change.
+    peak: Peak bytes of one device.
     recomputed_share: Share of the changed program's FLOPs.
-    bound_before: `Bound.step` without the change.
-    bound_after: `Bound.step` with the change.
-    estimate_before: `Estimate.step` without the change.
-    estimate_after: `Estimate.step` with the change.
+    bound: `Bound.step` of the changed program.
+    estimate: `Estimate.step` of the changed program.
     reason: Why it is not the best, such as `does not fit in 118.18 GiB`.
   """
 
@@ -320,13 +295,10 @@ class Change:
   words: str
   compiled: bool
   fit: str
-  peak_before: int | None
-  peak_after: int | None
+  peak: int | None
   recomputed_share: float
-  bound_before: float | None
-  bound_after: float | None
-  estimate_before: float | None = None
-  estimate_after: float | None = None
+  bound: float | None
+  estimate: float | None = None
   reason: str = ""
 
 
@@ -432,7 +404,6 @@ class Plan:
     compiled_flops: FLOPs of the matmuls in the compiled program, on all
       devices. The compiler recomputes or replicates any excess over
       `flops.hardware`.
-    resharding: Activations that are resharded inside loops, largest first.
     warnings: Avoidable costs in the compiled program.
     made_at: UTC time, such as `2026-11-21T10:41:09Z`.
     is_from_cache: Whether the plan comes from the cache.
@@ -472,7 +443,6 @@ class Plan:
   compiler_options: Mapping[str, str] = dataclasses.field(default_factory=dict)
   hbm_bytes: int | None = None
   compiled_flops: int | None = None
-  resharding: tuple[Resharding, ...] = ()
   warnings: tuple[str, ...] = ()
   made_at: str = ""
   is_from_cache: bool = False

@@ -66,7 +66,6 @@ def of_plan(plan: result.Plan) -> Iterator[Section]:
     _flops_by(plan),
     _collectives(plan),
     _collectives_by_module(plan),
-    _resharding(plan),
     _kernels(plan),
     _custom_calls(plan),
     _quantized(plan),
@@ -132,7 +131,10 @@ def changes(plan: result.Plan) -> Iterator[Section]:
         how = "It may fit (analytical estimate, not compiled)"
       yield Section(
         f"{how} if you {change.words}. Add to the command:",
-        lines=(_paste(change), f"{_peaks(change, plan)}; {_times(change)}"),
+        lines=(
+          _paste(change),
+          f"{_peaks(change, plan)}; {_times(change, plan)}",
+        ),
       )
   others = [c for c in plan.verified_changes if c.fit == does_not_fit]
   if others:
@@ -152,9 +154,9 @@ def changes(plan: result.Plan) -> Iterator[Section]:
 
 def _layout(change: result.Change) -> Sequence[str]:
   mark = "" if change.compiled else "~"
-  step, peak, least = change.estimate_after, change.peak_after, ""
+  step, peak, least = change.estimate, change.peak, ""
   if step is None:
-    step, least = change.bound_after, ">= " if change.compiled else ""
+    step, least = change.bound, ">= " if change.compiled else ""
   return (
     "-" if step is None else mark + least + units.seconds(step),
     "-" if peak is None else mark + units.size(peak),
@@ -172,7 +174,7 @@ def _paste(change: result.Change) -> str:
 def _peaks(change: result.Change, plan: result.Plan) -> str:
   sizes = [
     units.size(size)
-    for size in (change.peak_before, change.peak_after)
+    for size in (plan.memory.peak, change.peak)
     if size is not None
   ]
   text = f"peak {' -> '.join(sizes) or 'unknown'}"
@@ -180,11 +182,11 @@ def _peaks(change: result.Change, plan: result.Plan) -> str:
   return text if usable is None else f"{text} of {units.size(usable)}"
 
 
-def _times(change: result.Change) -> str:
-  before, after = change.estimate_before, change.estimate_after
+def _times(change: result.Change, plan: result.Plan) -> str:
+  before, after = plan.estimate and plan.estimate.step, change.estimate
   name = "estimated step time"
   if before is None or after is None:
-    before, after = change.bound_before, change.bound_after
+    before, after = plan.bound and plan.bound.step, change.bound
     name = "step time at least"
   times = [units.seconds(t) for t in (before, after) if t is not None]
   text = f"{name} {' -> '.join(times) or 'unknown'}"
@@ -372,21 +374,6 @@ def _collectives_by_module(plan: result.Plan) -> Section:
   rows = [(*key, units.size(size)) for key, size in ordered]
   titles = ("module", "kind", "axes", "payload")
   return Section("collectives by module", rows, titles, most=8)
-
-
-def _resharding(plan: result.Plan) -> Section:
-  rows = [
-    (
-      r.kind,
-      ",".join(r.axes) or "-",
-      f"{r.count:,}",
-      units.size(r.payload_bytes),
-      r.module or "-",
-    )
-    for r in plan.resharding
-  ]
-  titles = ("kind", "axes", "count", "payload", "module")
-  return Section("activations resharded inside the layer loop", rows, titles)
 
 
 def _kernels(plan: result.Plan) -> Section:

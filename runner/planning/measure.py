@@ -156,7 +156,6 @@ def measure(
     estimate=estimate,
     hbm_bytes=program.reading.hbm_bytes,
     compiled_flops=program.reading.compiled_flops,
-    resharding=program.reading.resharding,
     warnings=(
       *program.reading.warnings,
       *quantized_matmuls_lib.warnings(quantized),

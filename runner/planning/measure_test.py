@@ -119,9 +119,6 @@ def test_says_what_was_planned(plan):
 def test_the_compiled_text_does_what_was_traced(plan):
   assert plan.compiled_flops == pytest.approx(plan.flops.hardware, rel=0.01)
   assert plan.hbm_bytes > plan.memory.arguments
-  # Tensor parallelism sums activations; nothing else moves them in the loop.
-  moved = {(entry.kind, entry.axes) for entry in plan.resharding}
-  assert moved == {("all-reduce", ("tensor",))}
   assert plan.warnings == ()
   assert [note for note in plan.notes if "not known" in note] == [
     "The time of a step is not predicted: the rates of cpu are not known."

@@ -141,14 +141,23 @@ def _plan_grid(
   subjects = [_subject_of_cell(target, given, cell) for cell in cells]
   plan = functools.partial(_plan_target, asked=asked, is_alone=False)
   found = child.in_parallel(plan, subjects)
+  failed = [
+    dataclasses.replace(
+      each,
+      target=" ".join([str(target), *(f"{k}={n}" for k, n in cell.items())]),
+    )
+    for each, cell in zip(found, cells, strict=True)
+    if isinstance(each, result.Failure)
+  ]
   best = questions.best(found)
   if best is not None:
     print(report.to_text(best))
     plans.append(best)
   else:
-    failures += [each for each in found if isinstance(each, result.Failure)]
+    failures += failed
   print(f"plans for {target} by length and batch")
-  print(questions.to_grid_table(cells, found) + "\n", flush=True)
+  made = [each for each in found if isinstance(each, result.Plan)]
+  print(report.to_table(made, failed) + "\n", flush=True)
 
 
 def _subject_of_cell(

@@ -88,8 +88,11 @@ def test_a_grid_is_one_table_and_the_best_plan(tmp_path, capsys, monkeypatch):
   assert _run(tmp_path, "cpu:8", "--fdl.mesh=fsdp=8", **flags) == 0
   out = capsys.readouterr().out
   table = out.split("plans for cpu:8 by length and batch\n")[1].splitlines()
-  assert [line.split()[0] for line in table[1:3]] == ["8", "32"]
-  assert table[2].endswith("*")
+  assert [line.split()[1] for line in table[1:3]] == [
+    "global_batch_size=8",
+    "global_batch_size=32",
+  ]
+  assert ["*" in line for line in table[1:3]] == [False, True]
   (plan,) = result.from_json((tmp_path / plan_program.PLAN).read_text())
   assert plan.overrides[1:] == ("--fdl.global_batch_size=32",)
   assert plan.training_cost.tokens == 1e9
@@ -102,8 +105,9 @@ def test_a_batch_that_does_not_divide_stands_in_the_table(
   monkeypatch.setenv("PAXON_CACHE_DIR", "off")
   assert _run(tmp_path, "cpu:8", "--fdl.mesh=fsdp=8", batches="8,12") == 0
   out = capsys.readouterr().out
-  assert re.search(r"\n +12 +no plan", out)
-  assert "no plan: mesh 'fsdp=8' on cpu:8: " in out
+  assert re.search(
+    r"\ncpu:8 global_batch_size=12 +no plan: mesh 'fsdp=8' on cpu:8: ", out
+  )
 
 
 def test_an_experiment_without_the_knob_of_a_grid(tmp_path):

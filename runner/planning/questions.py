@@ -6,14 +6,13 @@
 --plan_decode=1x8192,64x8192                 decoding steps: sequences x slots
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import itertools
 import math
 import re
 from typing import Final
 
-from paxon.runner import units
 from paxon.runner.plan import hardware, report, result, sections
 from paxon.runner.plan import target as targets
 
@@ -306,20 +305,12 @@ def find_size(
 
 def to_size_table(found: Sequence[Size], days: float) -> str:
   """Returns the sizes as a table, and the answer as its last line."""
-  rows = []
-  for size in found:
-    cost = getattr(size.plan, "training_cost", None)
-    money = None if cost is None else cost.money
-    rows.append(
-      {
-        "target": size.target.text,
-        "devices": f"{size.target.num_chips:,}",
-        **_columns(size.plan),
-        "days": "-" if cost is None else f"{cost.days:,.1f}",
-        "device-hours": "-" if cost is None else f"{cost.device_hours:,.0f}",
-        "price": "-" if money is None else f"{money:,.0f}",
-      }
-    )
+  plans = [s.plan for s in found if isinstance(s.plan, result.Plan)]
+  failures = [
+    dataclasses.replace(s.plan, target=s.target.text)
+    for s in found
+    if isinstance(s.plan, result.Failure)
+  ]
   enough = [size for size in found if size.is_enough(days)]
   last = f"none of these trains within {to_days(days)}"
   if enough:
@@ -328,36 +319,12 @@ def to_size_table(found: Sequence[Size], days: float) -> str:
     )
   elif any(size.is_unknown for size in found):
     last = "the time of training is not known"
-  return "\n".join([*_lines(rows), last])
+  return f"{report.to_table(plans, failures)}\n{last}"
 
 
 def to_days(days: float) -> str:
   """Returns a number of days as text."""
   return f"{days:g} day{'' if days == 1 else 's'}"
-
-
-def to_grid_table(
-  cells: Sequence[Mapping[str, int]],
-  plans: Sequence[result.Plan | result.Failure],
-) -> str:
-  """Returns one line per batch and length; `*` marks the most tokens/s."""
-  top = best(plans)
-  rows = []
-  for cell, plan in zip(cells, plans, strict=True):
-    rows.append(
-      {
-        **{
-          name: f"{cell[knob]:,}"
-          for name, knob in (("length", LENGTH), ("batch", BATCH))
-          if knob in cell
-        },
-        **_columns(plan),
-        "": "*" if plan is top and _speed(plan) and _may_fit(plan) else "",
-      }
-    )
-  failed = [plan for plan in plans if isinstance(plan, result.Failure)]
-  lines = dict.fromkeys(f"no plan: {plan.message}" for plan in failed)
-  return "\n".join([*_lines(rows), *lines])
 
 
 def best(
@@ -387,25 +354,3 @@ def _may_fit(plan: result.Plan) -> bool:
 
 def _speed(plan: result.Plan) -> float:
   return sections.tokens_per_second(plan) or 0.0
-
-
-def _columns(plan: result.Plan | result.Failure) -> dict[str, str]:
-  if isinstance(plan, result.Failure):
-    return dict.fromkeys(("fit", "peak", "step", "tokens/s", "MFU"), "-") | {
-      "fit": "no plan"
-    }
-  basis = plan.estimate or plan.bound
-  rate = sections.tokens_per_second(plan)
-  # A bound is not an estimate.
-  sign = ">= " if plan.estimate is None else ""
-  return {
-    "fit": plan.fit,
-    "peak": "-" if plan.memory.peak is None else units.size(plan.memory.peak),
-    "step": "-" if basis is None else sign + units.seconds(basis.step),
-    "tokens/s": "-" if rate is None else f"{rate:,.0f}",
-    "MFU": "-" if basis is None or not rate else units.share(basis.mfu),
-  }
-
-
-def _lines(rows: Sequence[Mapping[str, str]]) -> list[str]:
-  return report.align([tuple(rows[0]), *(tuple(row.values()) for row in rows)])

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from paxon.runner.plan import result, sample_plan
+from paxon.runner.plan import report, result, sample_plan
 from paxon.runner.plan import target as targets
 from paxon.runner.planning import questions
 
@@ -140,9 +140,9 @@ def test_a_step_that_the_host_limits_has_no_throughput(step):
   assert found.bound.tokens_per_second is None
   assert found.training_cost is None
   assert "is not known, or so short that the host limits it" in found.notes[0]
-  grid = questions.to_grid_table([{"length": 8}], [found]).splitlines()
   # No tokens/s, no MFU and no mark.
-  assert grid[1].split()[-2:] == ["-", "-"]
+  line = report.to_table([found]).splitlines()[1]
+  assert line.split()[-4:] == ["-", "-", "-", "-"]
 
 
 def test_sizes_are_not_tried_if_the_time_is_not_known():
@@ -205,7 +205,7 @@ def test_the_smallest_size_that_is_fast_enough(days, efficiency, answer, tried):
   found = questions.find_size(questions.Size(first, make(first)), days, make)
   assert [each.target.text for each in found] == [f"h200:{t}" for t in tried]
   table = questions.to_size_table(found, days).splitlines()
-  assert table[0].split()[:3] == ["target", "devices", "fit"]
+  assert table[0].split()[-3:] == ["days", "device-hours", "price"]
   assert table[-1].startswith(f"{answer} is the smallest that trains within")
 
 
@@ -228,22 +228,24 @@ def test_where_no_size_is_fast_enough_it_says_so():
 
 
 def test_a_grid_marks_the_fastest_that_fits():
-  cells = questions.Questions(batches=(8, 16, 32), lengths=(1024,)).cells()
   too_large = sample_plan.memory(peak=200 * 2**30)
   plans = [
-    _plan(1_000.0),
-    _plan(2_000.0),
-    _plan(3_000.0, memory=too_large, fit=too_large.fit.value),
+    _plan(1_000.0, overrides=("--fdl.length=8",)),
+    _plan(2_000.0, overrides=("--fdl.length=16",)),
+    _plan(
+      3_000.0,
+      overrides=("--fdl.length=32",),
+      memory=too_large,
+      fit=too_large.fit.value,
+    ),
   ]
-  lines = questions.to_grid_table(cells, plans).splitlines()
-  assert lines[0].split() == [
-    *("length", "batch", "fit", "peak", "step", "tokens/s", "MFU"),
-  ]
-  assert [line.endswith("*") for line in lines] == [False, False, True, False]
+  failure = result.Failure(target="h200:1x8 length=64", message="no knob")
+  lines = report.to_table(plans, [failure]).splitlines()
+  assert ["2,000*" in line for line in lines[1:4]] == [False, True, False]
+  assert lines[2].startswith("h200:1x8 length=16 ")
   assert "does not fit" in lines[3]
-  plans[0] = result.Failure(target="h200:1x8", message="no knob 'length'")
-  text = questions.to_grid_table(cells, plans)
-  assert text.endswith("no plan: no knob 'length'")
+  assert lines[4] == "h200:1x8 length=64  no plan: no knob"
+  assert report.to_table([], [failure]).endswith("no plan: no knob")
 
 
 def test_a_bound_is_not_faster_than_an_estimate():
@@ -265,5 +267,5 @@ def test_of_plans_that_do_not_fit_the_smallest_is_kept_and_none_is_marked():
   )
   plans = (larger, rejected, large)
   assert questions.best(plans) is large
-  cells = [{"global_batch_size": n} for n in (1, 2, 3)]
-  assert "*" not in questions.to_grid_table(cells, plans)
+  rows = report.compare(plans).rows
+  assert not any("*" in cell for row in rows for cell in row)

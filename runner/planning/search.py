@@ -270,7 +270,7 @@ def explore(subject: Subject, before: result.Plan) -> result.Plan:
   elif search.is_out_of_time:
     notes += (f"--plan_search ended after {_SECONDS / 60:.0f} minutes.",)
   return dataclasses.replace(
-    before, search=_table(search, before), num_layouts=number, notes=notes
+    before, search=_table(search), num_layouts=number, notes=notes
   )
 
 
@@ -294,10 +294,10 @@ def fix(subject: Subject, before: result.Plan) -> result.Plan:
     return dataclasses.replace(before, advice=lines)
   subject.log("looking for the smallest change that fits ...")
   found = _compile_smallest(search) if subject.is_compiled else None
-  changes = [_change(a, search, before) for a in search.attempts[::-1]]
-  changes = [c for c in changes if c.overrides and c.peak_after is not None]
+  changes = [_change(a, search) for a in search.attempts[::-1]]
+  changes = [c for c in changes if c.overrides and c.peak is not None]
   if not subject.is_compiled and (rest := _smallest_first(search)):
-    changes = [_expected_change(rest[0], search, before)]
+    changes = [_expected_change(rest[0], search)]
   notes = before.notes
   if subject.is_compiled and found is None:
     notes += (
@@ -404,22 +404,18 @@ def _smallest_first(search: Search) -> list[_Candidate]:
   )
 
 
-def _table(search: Search, before: result.Plan) -> tuple[result.Change, ...]:
+def _table(search: Search) -> tuple[result.Change, ...]:
   """Compiled candidates, the best first; then some that were not compiled."""
   best = search.ranked()
   others = [a for a in search.attempts if not a.fits]
-  rows = [_change(a, search, before, best=best[0]) for a in best]
-  rows += [_change(a, search, before) for a in others]
+  rows = [_change(a, search, best=best[0]) for a in best]
+  rows += [_change(a, search) for a in others]
   rest = search.ordered(search.rest())[:_SHOWN]
-  return (*rows, *(_expected_change(c, search, before) for c in rest))
+  return (*rows, *(_expected_change(c, search) for c in rest))
 
 
 def _change(
-  attempt: Attempt,
-  search: Search,
-  before: result.Plan,
-  *,
-  best: Attempt | None = None,
+  attempt: Attempt, search: Search, *, best: Attempt | None = None
 ) -> result.Change:
   after = attempt.plan
   fit = result.Fit.UNKNOWN if after is None else after.memory.fit
@@ -428,37 +424,26 @@ def _change(
     words=attempt.candidate.words,
     compiled=after is not None and after.compiled,
     fit=fit.value,
-    peak_before=before.memory.peak,
-    peak_after=None if after is None else peak_of(after),
+    peak=peak_of(after),
     recomputed_share=0.0
     if after is None
     else after.flops.recomputed / max(after.flops.hardware, 1),
-    bound_before=None if before.bound is None else before.bound.step,
-    bound_after=None
-    if after is None or after.bound is None
-    else after.bound.step,
-    estimate_before=None if before.estimate is None else before.estimate.step,
-    estimate_after=None
-    if after is None or after.estimate is None
-    else after.estimate.step,
+    bound=after.bound.step if after and after.bound else None,
+    estimate=after.estimate.step if after and after.estimate else None,
     reason=_reason(attempt, search, best),
   )
 
 
-def _expected_change(
-  candidate: _Candidate, search: Search, before: result.Plan
-) -> result.Change:
+def _expected_change(candidate: _Candidate, search: Search) -> result.Change:
   expected = search.expect(candidate)
   return result.Change(
     overrides=_typed(candidate),
     words=candidate.words,
     compiled=False,
     fit=result.Fit.UNKNOWN.value,
-    peak_before=before.memory.peak,
-    peak_after=expected.peak,
+    peak=expected.peak,
     recomputed_share=0.0,
-    bound_before=None if before.bound is None else before.bound.step,
-    bound_after=expected.step,
+    bound=expected.step,
     reason="not compiled: analytical estimates",
   )
 

@@ -136,17 +136,16 @@ def test_what_does_not_fit_is_made_to_fit(tmp_path, capsys):
   assert plan.fit == "does not fit"
   assert change.compiled
   assert change.fit in ("fits", "fits tightly")
-  assert change.peak_after <= plan.memory.usable < change.peak_before
-  assert change.peak_before == plan.memory.peak
+  assert change.peak <= plan.memory.usable < plan.memory.peak
   assert f"It {change.fit} (compiled) if you {change.words}. Add to" in out
   # One change was enough, and what is pasted does what it says.
   (pasted,) = change.overrides
   assert f"\n  {shlex.quote(pasted)}\n" in out
   assert _run(tmp_path, target, *_TOO_LARGE, pasted) == 0
   again = _written(tmp_path)
-  assert again.memory.peak == change.peak_after
+  assert again.memory.peak == change.peak
   assert again.fit == change.fit
-  assert again.bound.step == change.bound_after
+  assert again.bound.step == change.bound
   assert "planning for" not in capsys.readouterr().out  # From the cache.
 
 
@@ -251,7 +250,7 @@ def test_the_fastest_is_the_best_and_equal_times_go_by_memory(monkeypatch):
   assert found[0].reason == "best"
   assert "--fdl.mesh=fsdp=8" in found[0].overrides
   compiled = [change for change in found if change.compiled]
-  slower = [c for c in compiled if c.estimate_after == 2.0]
+  slower = [c for c in compiled if c.estimate == 2.0]
   assert all("% slower" in change.reason for change in slower)
 
 

@@ -5,11 +5,9 @@ import dataclasses
 import math
 from typing import Final, TypeVar
 
-from paxon.runner.plan import result
 from paxon.runner.plan.program_text import (
   collectives,
   costs,
-  dataflow,
   hlo,
   lints,
   movements,
@@ -26,7 +24,6 @@ class Reading:
     hbm_bytes: Read and written by one device.
     compiled_flops: FLOPs of matmuls, of all devices; None if the FLOPs of a
       kernel are not known.
-    resharding: Activations that move inside loops, the largest first.
     notes: What is not known, one sentence each.
     warnings: What costs more than it needs to.
     is_communication_known: Whether the collectives could be read.
@@ -35,7 +32,6 @@ class Reading:
   communication: collectives.Communication
   hbm_bytes: int | None = None
   compiled_flops: int | None = None
-  resharding: tuple[result.Resharding, ...] = ()
   notes: tuple[str, ...] = ()
   warnings: tuple[str, ...] = ()
   is_communication_known: bool = True
@@ -96,11 +92,9 @@ def read(
       "What the collectives move is not known: no parameter of the program is"
       " named as the batch."
     )
-  resharding = _resharding(moved)
   if total is None:
     return Reading(
       communication,
-      resharding=resharding,
       notes=tuple(notes),
       is_communication_known=is_known,
     )
@@ -129,7 +123,6 @@ def read(
     communication=communication,
     hbm_bytes=total.hbm_bytes,
     compiled_flops=compiled_flops,
-    resharding=resharding,
     notes=tuple(notes),
     warnings=warnings,
     is_communication_known=is_known,
@@ -158,24 +151,3 @@ def attempt(
       f"{what} {COULD_NOT_READ}: {type(error).__name__}: {text[0][:200]}"
     )
     return default
-
-
-def _resharding(
-  moved: Sequence[movements.Movement],
-) -> tuple[result.Resharding, ...]:
-  groups: dict[tuple[str, tuple[str, ...], str], list[movements.Movement]] = {}
-  for m in moved:
-    if m.is_in_loop and m.data is dataflow.Data.ACTIVATIONS:
-      key = m.collective.kind, m.collective.axes, m.part
-      groups.setdefault(key, []).append(m)
-  sums = [
-    result.Resharding(
-      kind=kind,
-      axes=axes,
-      module=part,
-      count=sum(m.collective.count for m in members),
-      payload_bytes=sum(m.total_bytes for m in members),
-    )
-    for (kind, axes, part), members in groups.items()
-  ]
-  return tuple(sorted(sums, key=lambda r: -r.payload_bytes))
