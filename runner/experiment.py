@@ -273,6 +273,10 @@ class Experiment(abc.ABC):
     """Returns the name of this class as `--exp` takes it."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
+  def given_knobs(self) -> dict[str, Any]:
+    """Returns the knobs that this object was given, by name."""
+    return dict(self._given)
+
   def replace(self: _Self, **given: object) -> _Self:
     """Returns a copy with other values for some knobs, or raises KnobError."""
     kept = dict(self._given)
@@ -307,9 +311,7 @@ class Experiment(abc.ABC):
   def datasets(self) -> dict[str, fdl.Config[base_input.BaseInput]]:
     """Returns the inputs by split: `train`, and all evaluation splits."""
 
-  def generation(
-    self,
-  ) -> fdl.Config[generation_lib.GenerationSettings] | None:
+  def generation(self) -> fdl.Config[generation_lib.GenerationSettings] | None:
     """Returns prompts and sampler; None for no samples at the end of a run.
 
     By default those of the knobs, and None if no knob is set.
@@ -325,9 +327,7 @@ class Experiment(abc.ABC):
     except ValueError as error:
       raise knobs_lib.KnobError(f"{type(self).__name__}.{error}") from None
 
-  def early_stopping(
-    self,
-  ) -> fdl.Config[training.EarlyStopping] | None:
+  def early_stopping(self) -> fdl.Config[training.EarlyStopping] | None:
     """Returns when training ends before its last step; None for never."""
     return None
 

@@ -23,12 +23,30 @@ def _variables(colors: str) -> str:
   return " ".join(f"--c{i}: #{c};" for i, c in enumerate(colors.split()))
 
 
+_CHART_COLORS: Final = (
+  "--ink: #1f2328; --soft: #59636e; --line: #d1d9e0; --page: #ffffff; "
+  + _variables(_LIGHT)
+)
+_CHART_RULES: Final = """
+svg { width: 100%; height: auto; font: 12px system-ui, sans-serif; }
+svg text { fill: var(--soft); } svg .name { fill: var(--ink); }
+svg rect { stroke: var(--page); stroke-width: 1; }
+svg .rule { stroke: var(--line); stroke-width: .6; }
+svg .axis { stroke: var(--soft); }
+svg line.level { stroke: var(--soft); stroke-dasharray: 6 4; }
+svg .label { font-weight: 600; }
+svg .curve { stroke-width: 1.6; stroke-linejoin: round; }
+""" + "".join(
+  f"svg .c{i} {{ fill: var(--c{i}); }}"
+  f" svg .curve.c{i} {{ fill: none; stroke: var(--c{i}); }}\n"
+  for i in range(NUM_COLORS)
+)
+
 CSS: Final = (
   """
-:root { color-scheme: light dark; --ink: #1f2328; --soft: #59636e;
-  --line: #d1d9e0; --page: #ffffff; --panel: #f6f8fa; --good: #1a7f37;
+:root { color-scheme: light dark; --panel: #f6f8fa; --good: #1a7f37;
   --bad: #cf222e; --warn: #9a6700; """
-  + _variables(_LIGHT)
+  + _CHART_COLORS
   + """ }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --soft: #9198a1;
   --line: #3d444d; --page: #0d1117; --panel: #151b23; --good: #3fb950;
@@ -66,14 +84,6 @@ summary { cursor: pointer; color: var(--soft); font-size: 14px; }
 .figures { display: flex; flex-wrap: wrap; gap: .8rem; }
 figure { margin: 0; } figcaption { font-size: 13px; color: var(--soft); }
 figure img { min-width: 84px; max-width: 100%; image-rendering: pixelated; }
-svg { width: 100%; height: auto; font: 12px system-ui, sans-serif; }
-svg text { fill: var(--soft); } svg .name { fill: var(--ink); }
-svg rect { stroke: var(--page); stroke-width: 1; }
-svg .rule { stroke: var(--line); stroke-width: .6; }
-svg .axis { stroke: var(--soft); }
-svg line.level { stroke: var(--soft); stroke-dasharray: 6 4; }
-svg .label { font-weight: 600; }
-svg .curve { stroke-width: 1.6; stroke-linejoin: round; }
 .bars { margin: .8rem 0; font-size: 14px; }
 .bar { display: grid; grid-template-columns: minmax(8rem, 16rem) 1fr 7rem;
   gap: 0 .8rem; align-items: center; margin: .4rem 0; }
@@ -86,10 +96,10 @@ svg .curve { stroke-width: 1.6; stroke-linejoin: round; }
   .track { grid-column: 1 / 3; order: 3; } }
 @media print { body { max-width: none; } }
 """
+  + _CHART_RULES
   + "\n".join(
-    f"svg .c{i} {{ fill: var(--c{i}); }} .swatch.c{i} {{ background:"
-    f" var(--c{i}); }} .track .c{i} {{ background: var(--c{i}); }}"
-    f" svg .curve.c{i} {{ fill: none; stroke: var(--c{i}); }}"
+    f".swatch.c{i} {{ background: var(--c{i}); }}"
+    f" .track .c{i} {{ background: var(--c{i}); }}"
     for i in range(NUM_COLORS)
   )
 )
@@ -142,6 +152,16 @@ def page(title: str, *body: Content) -> str:
   ElementTree.indent(head)
   text = ElementTree.tostring(root, encoding="unicode", method="html")
   return f"<!doctype html>\n{text}\n"
+
+
+def chart_css(selector: str) -> str:
+  """Returns the CSS of charts outside of a page, on a white background.
+
+  Args:
+    selector: That of their `svg` elements; nothing else is styled.
+  """
+  rules = _CHART_RULES.replace("svg", selector)
+  return f"{selector} {{ {_CHART_COLORS} background: #ffffff; }}{rules}"
 
 
 def table(

@@ -16,7 +16,12 @@ from etils import epath
 
 from paxon.runner import files, web_page
 from paxon.runner import run_dir as run_dir_lib
-from paxon.runner.monitoring import goodput, line_chart, metrics_file
+from paxon.runner.monitoring import (
+  goodput,
+  line_chart,
+  metric_chart,
+  metrics_file,
+)
 from paxon.runner.monitoring import spikes as spikes_lib
 
 _TRAIN = "train"
@@ -122,25 +127,27 @@ def make(
 
 def _charts(records: Sequence[metrics_file.Record]) -> list[web_page.Content]:
   parts: list[web_page.Content] = []
-  baselines = [r for r in records if _is_baseline(r)]
   for metric in _MAIN_CHARTS:
-    levels = {
-      r.split.removeprefix(metrics_file.BASELINE_PREFIX): r.values[metric]
-      for r in baselines
-      if metric in r.values
-    }
     chart = line_chart.draw(
-      _series(records, metric), title=_words(metric), levels=levels
+      metric_chart.make_series(records, metric),
+      title=metric_chart.to_words(metric),
+      levels=metric_chart.read_levels(records, metric),
     )
     if chart is not None:
-      parts += [_element("h2", _words(metric).capitalize()), chart]
+      parts += [
+        _element("h2", metric_chart.to_words(metric).capitalize()),
+        chart,
+      ]
   trained = {
     name: None for r in records if r.split == _TRAIN for name in r.values
   }
   rates = list(filter(metrics_file.is_rate, trained))
   small = [
     line_chart.draw(
-      _series(records, metric), title=_words(metric), width=560, height=260
+      metric_chart.make_series(records, metric),
+      title=metric_chart.to_words(metric),
+      width=560,
+      height=260,
     )
     for each in _SMALL_CHARTS
     for metric in (rates if each == metrics_file.RATE else [each])
@@ -152,32 +159,13 @@ def _charts(records: Sequence[metrics_file.Record]) -> list[web_page.Content]:
   return parts or [_note("No metrics have been written yet.")]
 
 
-def _series(
-  records: Sequence[metrics_file.Record], metric: str
-) -> list[line_chart.Series]:
-  """Returns the curve of each split; `train` is drawn first, below others."""
-  points: dict[str, list[tuple[float, float]]] = {}
-  for record in sorted(records, key=lambda r: (r.split != _TRAIN, r.step)):
-    if metric in record.values and not _is_baseline(record):
-      point = float(record.step), record.values[metric]
-      points.setdefault(record.split, []).append(point)
-  evaluated = sorted(split for split in points if split != _TRAIN)
-  # Color 0 is that of training.
-  num_colors = web_page.NUM_COLORS - 1
-  colors = {s: 1 + i % num_colors for i, s in enumerate(evaluated)}
-  return [
-    line_chart.Series(split, values, colors.get(split, 0))
-    for split, values in points.items()
-  ]
-
-
 def _table(records: Sequence[metrics_file.Record]) -> list[web_page.Content]:
   """Returns the last metrics of each split, and the baselines."""
   last: dict[str, metrics_file.Record] = {}
   for record in sorted(records, key=lambda r: r.step):
     last[record.split] = record
   columns = [last[s] for s in sorted(last, key=lambda s: (s == _TRAIN, s))]
-  columns.sort(key=_is_baseline)
+  columns.sort(key=metric_chart.is_baseline)
   if not columns:
     return []
   metrics = list(dict.fromkeys(name for c in columns for name in c.values))
@@ -195,10 +183,12 @@ def _metrics(
   columns: Sequence[metrics_file.Record], metrics: Sequence[str]
 ) -> web_page.Element | None:
   """Returns a table with a column for each record."""
-  steps = ["" if _is_baseline(c) else f"{c.step:,}" for c in columns]
+  steps = [
+    "" if metric_chart.is_baseline(c) else f"{c.step:,}" for c in columns
+  ]
   rows = [
     [
-      _words(metric.removesuffix("_bytes")),
+      metric_chart.to_words(metric.removesuffix("_bytes")),
       *(_with_unit(metric, c.values.get(metric)) for c in columns),
     ]
     for metric in metrics
@@ -234,7 +224,7 @@ def _spikes(spikes: Sequence[spikes_lib.Spike]) -> list[web_page.Content]:
   rows = [
     (
       f"{spike.step:,}",
-      _words(spike.metric),
+      metric_chart.to_words(spike.metric),
       _number(spike.value),
       _number(spike.expected),
     )
@@ -273,11 +263,7 @@ def _note(text: str) -> web_page.Element:
 
 def _split_name(record: metrics_file.Record) -> str:
   name = record.split.removeprefix(metrics_file.BASELINE_PREFIX)
-  return f"{name} (baseline)" if _is_baseline(record) else name
-
-
-def _is_baseline(record: metrics_file.Record) -> bool:
-  return record.split.startswith(metrics_file.BASELINE_PREFIX)
+  return f"{name} (baseline)" if metric_chart.is_baseline(record) else name
 
 
 def _experiment(config: str) -> str:
@@ -309,10 +295,6 @@ def _number(value: float | None) -> str:
   if value == 0:
     return "0"
   return f"{value:.4f}" if abs(value) >= 0.01 else f"{value:.3e}"
-
-
-def _words(metric: str) -> str:
-  return metric.replace("_", " ")
 
 
 def _read_examples(path: epath.Path) -> Mapping[str, Any] | None:
