@@ -98,9 +98,6 @@ def _section(
   kind = "" if section.titles else "values"
   table = web_page.table(titles, section.rows, kind=kind)
   lines = [web_page.element("p", line, class_="soft") for line in section.lines]
-  if section.is_detail:
-    yield web_page.details(title, table, *lines)
-    return
   yield web_page.element(heading, title)
   yield from charts
   yield from lines

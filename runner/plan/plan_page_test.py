@@ -79,7 +79,9 @@ def test_every_number_of_the_file_is_on_the_page():
   numbers = list(_numbers(content))
   assert len(numbers) > 80
   for number in numbers:
-    shown = {form(number) for form in forms} | {f"{number:,}", f"{number:,.0f}"}
+    shown = {form(number) for form in forms} | {
+      *(f"{number:,}", f"{number:,.0f}", f"{number}")
+    }
     assert any(form in text for form in shown), (number, shown)
 
 

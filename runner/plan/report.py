@@ -18,11 +18,7 @@ def to_text(plan: result.Plan) -> str:
   head = [f"plan: {plan.experiment} on {plan.target}"]
   head += [f"  {override}" for override in plan.overrides]
   blocks = [[*head, verdict]]
-  blocks += [
-    list(_section(section))
-    for section in sections.of_plan(plan)
-    if not section.is_detail
-  ]
+  blocks += [list(_section(section)) for section in sections.of_plan(plan)]
   blocks.append(
     [
       *(f"warning: {text}" for text in (*plan.findings, *plan.warnings)),

@@ -98,7 +98,6 @@ class Flops:
     bubble: Executed by pipeline stages that have no microbatch: `hardware`
       without `model` and `recomputed`.
     by_module: `hardware` by path of the linen module.
-    by_kind: `hardware` by kind of operation.
     by_dtype: `hardware` by dtype of the operands.
   """
 
@@ -108,7 +107,6 @@ class Flops:
   recomputed: int
   bubble: int = 0
   by_module: Mapping[str, int]
-  by_kind: Mapping[str, int]
   by_dtype: Mapping[str, int]
 
 

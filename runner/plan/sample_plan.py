@@ -84,7 +84,6 @@ def plan(**fields: Any) -> result.Plan:
         "DecoderLm/stack/layers/blocks_0/attention": 1_305 * 10**12,
         "DecoderLm/Embedding": 206 * 10**12,
       },
-      by_kind={"matmul": 3_711 * 10**12, "attention": 301 * 10**12},
       by_dtype={"bfloat16": 4_009 * 10**12, "float32": 3 * 10**12},
     ),
     "collectives": _collectives(),

@@ -10,7 +10,7 @@ import shlex
 from typing import Final
 
 from paxon.runner import units
-from paxon.runner.plan import hardware, result, tables
+from paxon.runner.plan import hardware, result
 
 MEMORY: Final = "memory per device"
 MODULES: Final = "executed FLOPs by module"
@@ -26,6 +26,10 @@ _SAME_FLOPS: Final = (0.999, 1.02)
 # no throughput.
 SHORTEST_STEP: Final = 1e-3
 _LARGEST_OVERHEAD: Final = 0.5
+_DECODE_TITLES: Final = (
+  *("sequences", "slots", "parameters", "cache", "read per step", "peak", ""),
+  *("at most", "limited by", "estimate"),
+)
 # The one platform whose programs a distribution compiles.
 _COMPILERS: Final = {
   "libtpu": hardware.Platform.TPU,
@@ -43,7 +47,6 @@ class Section:
     titles: Column headings; empty if the rows are names and values.
     lines: Sentences.
     most: Number of rows that a terminal shows.
-    is_detail: Whether it is for the web page only.
   """
 
   title: str
@@ -51,7 +54,6 @@ class Section:
   titles: Sequence[str] = ()
   lines: Sequence[str] = ()
   most: int | None = None
-  is_detail: bool = False
 
 
 def of_plan(plan: result.Plan) -> Iterator[Section]:
@@ -63,7 +65,6 @@ def of_plan(plan: result.Plan) -> Iterator[Section]:
     _decode_steps(plan),
     _flops(plan),
     _flops_by_module(plan),
-    _flops_by(plan),
     _collectives(plan),
     _collectives_by_module(plan),
     _kernels(plan),
@@ -72,7 +73,6 @@ def of_plan(plan: result.Plan) -> Iterator[Section]:
     _bound(plan),
     _estimate(plan),
     _origin(plan),
-    _details(plan),
   ]
   yield from (s for s in sections if s.rows or s.lines)
 
@@ -183,11 +183,11 @@ def _peaks(change: result.Change, plan: result.Plan) -> str:
 
 
 def _times(change: result.Change, plan: result.Plan) -> str:
-  before, after = plan.estimate and plan.estimate.step, change.estimate
-  name = "estimated step time"
+  before = None if plan.estimate is None else plan.estimate.step
+  after, name = change.estimate, "estimated step time"
   if before is None or after is None:
-    before, after = plan.bound and plan.bound.step, change.bound
-    name = "step time at least"
+    before = None if plan.bound is None else plan.bound.step
+    after, name = change.bound, "step time at least"
   times = [units.seconds(t) for t in (before, after) if t is not None]
   text = f"{name} {' -> '.join(times) or 'unknown'}"
   if change.compiled:
@@ -268,14 +268,60 @@ def _capacity(plan: result.Plan) -> str:
 
 
 def _other_programs(plan: result.Plan) -> Section:
-  titles, rows, lines = tables.other_programs(plan)
-  return Section("memory of other programs, per device", rows, titles, lines)
+  """Returns the memory of evaluation, decoding and saving."""
+  rows = [
+    (
+      program.name,
+      *(
+        "-" if size is None else units.size(size)
+        for size in (program.temporaries, program.peak, program.host)
+      ),
+      program.note,
+    )
+    for program in plan.other_programs
+  ]
+  titles = ("program", "temporaries", "peak", "host memory", "note")
+  return Section("memory of other programs, per device", rows, titles)
 
 
 def _decode_steps(plan: result.Plan) -> Section:
-  titles, rows, lines = tables.decode_steps(plan)
+  """Returns the sizes and speeds of the decoding steps that were asked for."""
+  rows, lines = [], []
+  for step in plan.decode_steps:
+    name = f"{step.batch:,}", f"{step.length:,}"
+    if step.note:
+      lines.append(f"{name[0]} sequences of {name[1]} slots: {step.note}")
+    if step.read is None:
+      continue
+    sizes = (step.parameters, step.cache, step.read, step.peak)
+    rows.append(
+      (
+        *name,
+        *("-" if n is None else units.size(n) for n in sizes),
+        step.fit,
+        *_speed(step),
+      )
+    )
   title = "decoding, one token per sequence; bytes per device"
-  return Section(title, rows, titles, lines)
+  return Section(title, rows, _DECODE_TITLES, lines)
+
+
+def _speed(step: result.DecodeStep) -> tuple[str, str, str]:
+  """Returns tokens per second at most, what limits them, and as estimated."""
+  most, limit, rate = "-", "-", "-"
+  if step.bound is not None:
+    bound = step.bound
+    times = {
+      "compute": bound.compute,
+      "memory": bound.memory,
+      "fast link": bound.fast_link,
+      "network": bound.network,
+    }
+    limit = max(times, key=lambda name: times[name] or 0.0)
+    most = f"{step.batch / bound.step:,.0f} tokens/s"
+  if step.estimate is not None:
+    rate = f"{step.batch / step.estimate.step:,.0f} tokens/s"
+  return most, limit, rate
 
 
 def _flops(plan: result.Plan) -> Section:
@@ -287,6 +333,7 @@ def _flops(plan: result.Plan) -> Section:
     ("recomputed", found.recomputed),
     ("pipeline bubble", found.bubble or None),
     ("executed", found.hardware),
+    *((f"  {d or 'no dtype'}", n) for d, n in found.by_dtype.items()),
     ("executed (compiled program)", plan.compiled_flops),
   ]
   lines = []
@@ -314,13 +361,6 @@ def _flops_by_module(plan: result.Plan) -> Section:
     for module, n in plan.flops.by_module.items()
   ]
   return Section(MODULES, rows, most=8)
-
-
-def _flops_by(plan: result.Plan) -> Section:
-  found = plan.flops
-  names = [*found.by_kind.items(), *found.by_dtype.items()]
-  rows = [(name or "no dtype", units.flops(n)) for name, n in names]
-  return Section("executed FLOPs by kind and by dtype", rows, is_detail=True)
 
 
 def _collectives(plan: result.Plan) -> Section:
@@ -394,10 +434,45 @@ def _custom_calls(plan: result.Plan) -> Section:
 
 
 def _quantized(plan: result.Plan) -> Section:
+  """Returns the quantized matmuls; those of a module that run alike merged."""
   if not plan.quantized_matmuls:
     return Section("")
-  titles, rows, lines = tables.quantized_matmuls(plan)
-  return Section("quantized matmuls per step", rows, titles, lines, most=12)
+  groups: dict[tuple[str, ...], list[result.QuantizedMatmul]] = {}
+  for each in plan.quantized_matmuls:
+    key = each.module, each.traced_dtype, _runs_as(each), each.reason
+    groups.setdefault(key, []).append(each)
+  rows = [
+    (
+      module,
+      ", ".join(m.role for m in members),
+      traced,
+      runs_as,
+      f"{sum(m.count for m in members):,}",
+      units.flops(sum(m.flops for m in members)),
+      reason,
+    )
+    for (module, traced, runs_as, reason), members in groups.items()
+  ]
+  whole = max(plan.flops.hardware, 1)
+  covered = sum(m.flops for m in plan.quantized_matmuls)
+  low = sum(m.flops for m in plan.quantized_matmuls if m.is_quantized)
+  line = (
+    f"{units.share(covered / whole)} of the executed FLOPs are covered by the"
+    f" recipe, {units.share(low / whole)} run in low precision."
+  )
+  titles = ("module", "matmul", "operands", "runs as", "count", "FLOPs", "why")
+  title = "quantized matmuls per step"
+  return Section(title, rows, titles, [line], most=12)
+
+
+def _runs_as(matmul: result.QuantizedMatmul) -> str:
+  """Returns the kernel and the dtype, such as `cublas fp8`."""
+  dtype = "fp8" if matmul.dtype.startswith("float8") else matmul.dtype
+  if not matmul.kernel:
+    return dtype or "not found"
+  name = matmul.kernel
+  text = name if name.endswith(dtype) else f"{name} {dtype}"
+  return text if matmul.is_final else f"{text} (may change by autotuning)"
 
 
 def _bound(plan: result.Plan) -> Section:
@@ -523,11 +598,3 @@ def _origin(plan: result.Plan) -> Section:
     rows.append(("fingerprint", plan.fingerprint))
   rows += plan.compiler_options.items()
   return Section("generated", rows)
-
-
-def _details(plan: result.Plan) -> Section:
-  rows = [
-    (name, " x ".join(f"{n:,}" for n in shape))
-    for name, shape in plan.batch.items()
-  ]
-  return Section("arrays of a global batch", rows, is_detail=True)

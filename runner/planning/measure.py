@@ -130,7 +130,6 @@ def measure(
       recomputed=flops.hardware_flops - flops.model_flops - flops.bubble_flops,
       bubble=flops.bubble_flops,
       by_module=flops.by("part"),
-      by_kind=flops.by("kind"),
       by_dtype=flops.by("dtype"),
     ),
     collectives=collectives,

@@ -11,17 +11,16 @@ import fiddle as fdl
 from paxon.runner import files, user_error
 from paxon.runner import job as job_lib
 from paxon.runner.configuration import overrides as overrides_lib
-from paxon.runner.configuration import resolving
 from paxon.runner.plan import plan_page, report, result, topology
 from paxon.runner.plan import target as targets
 from paxon.runner.planning import (
   child,
   job_lint,
-  plan_cache,
   questions,
   run_mesh,
   search,
 )
+from paxon.runner.planning import subject as subject_lib
 from paxon.sharding import mesh as mesh_lib
 
 PLAN = "plan.json"
@@ -65,8 +64,14 @@ def run(
   """
   if is_searched:
     _check_searchable(to)
-  given = _Given(experiment, overrides, config, job)
-  shapes = job_lint.shapes_of(job)
+  given = subject_lib.Subject(
+    experiment=experiment,
+    overrides=overrides,
+    config=config,
+    job=job,
+    shapes=job_lint.shapes_of(job),
+    target=to[0],
+  )
   plans: list[result.Plan] = []
   failures: list[result.Failure] = []
   if asked.cells():
@@ -74,7 +79,9 @@ def run(
       _plan_grid(target, given, asked, plans, failures)
   else:
     # Errors of all targets come before the first compiler starts.
-    subjects = [_subject(target, shapes, given, is_searched) for target in to]
+    subjects = [
+      _choose_mesh(_on(given, target), is_searched=is_searched) for target in to
+    ]
     for target, subject in zip(to, subjects, strict=True):
       found = _plan_target(subject, asked, is_searched=is_searched)
       if isinstance(found, result.Plan):
@@ -85,7 +92,7 @@ def run(
         if len(to) > 1:
           print(f"{target}: no plan: {found.message}\n", flush=True)
       if asked.days is not None:
-        _find_size(questions.Size(target, found), shapes, given, asked)
+        _find_size(questions.Size(target, found), given, asked)
   if not plans:
     raise user_error.UserError(
       "; ".join(dict.fromkeys(f.message for f in failures))
@@ -99,7 +106,7 @@ def run(
 
 
 def _plan_target(
-  subject: "_Subject | result.Failure",
+  subject: subject_lib.Subject | result.Failure,
   asked: questions.Questions,
   *,
   is_searched: bool = False,
@@ -125,13 +132,16 @@ def _plan_target(
     return found
   # Whether training fits is not the question then.
   if is_alone and not asked.decode:
-    found = _with_changes(found, subject, is_searched=is_searched)
+    if is_searched:
+      found = search.explore(subject, found)
+    elif found.memory.fit is result.Fit.DOES_NOT_FIT:
+      found = search.fix(subject, found)
   return questions.answer(found, asked)
 
 
 def _plan_grid(
   target: targets.Target,
-  given: "_Given",
+  given: subject_lib.Subject,
   asked: questions.Questions,
   plans: list[result.Plan],
   failures: list[result.Failure],
@@ -161,28 +171,24 @@ def _plan_grid(
 
 
 def _subject_of_cell(
-  target: targets.Target, given: "_Given", cell: Mapping[str, int]
-) -> "_Subject | result.Failure":
-  overrides = [each for each in given.overrides if each.path not in cell]
-  overrides += [overrides_lib.Override(k, str(n)) for k, n in cell.items()]
+  target: targets.Target, given: subject_lib.Subject, cell: Mapping[str, int]
+) -> subject_lib.Subject | result.Failure:
+  more = [overrides_lib.Override(k, str(n)) for k, n in cell.items()]
+  overrides = subject_lib.merge(given.overrides, more)
   try:
-    changed = _resolve(given.experiment, overrides)
-    shapes = job_lint.shapes_of(changed.job)
+    changed = subject_lib.resolve(given.experiment, overrides, target)
   except user_error.UserError as error:
     return result.Failure(target=target.text, message=str(error))
-  return _subject(target, shapes, changed, is_searched=False)
+  return _choose_mesh(changed)
 
 
 def _find_size(
-  first: questions.Size,
-  shapes: job_lint.JobShapes,
-  given: "_Given",
-  asked: questions.Questions,
+  first: questions.Size, given: subject_lib.Subject, asked: questions.Questions
 ) -> None:
   """Prints the sizes of a target's kind, up to one that is fast enough."""
 
   def make(target: targets.Target) -> result.Plan | result.Failure:
-    subject = _subject(target, shapes, given, is_searched=False)
+    subject = _choose_mesh(_on(given, target))
     return _plan_target(subject, asked, is_alone=False)
 
   assert asked.days is not None
@@ -192,6 +198,14 @@ def _find_size(
     f" {questions.to_days(asked.days)}"
   )
   print(questions.to_size_table(found, asked.days) + "\n", flush=True)
+
+
+def _on(
+  given: subject_lib.Subject, target: targets.Target
+) -> subject_lib.Subject:
+  """Returns the same job on a target."""
+  is_compiled = not topology.missing(target)
+  return dataclasses.replace(given, target=target, is_compiled=is_compiled)
 
 
 def _write(path: epath.Path, text: str) -> None:
@@ -204,103 +218,33 @@ def _write(path: epath.Path, text: str) -> None:
   print(f"plan: {os.fspath(path)}", flush=True)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Given:
-  """The experiment of the command line."""
-
-  experiment: str
-  overrides: Sequence[overrides_lib.Override]
-  config: "fdl.Config[job_lib.Job]"
-  job: job_lib.Job
-
-
-@dataclasses.dataclass(frozen=True)
-class _Subject:
-  """A job, whose mesh is chosen, on a target."""
-
-  given: _Given
-  target: targets.Target
-  shapes: job_lint.JobShapes
-  findings: tuple[str, ...]
-
-  def plan(
-    self,
-    config: "fdl.Config[job_lib.Job] | None" = None,
-    overrides: Sequence[overrides_lib.Override] = (),
-    *,
-    with_other_programs: bool = False,
-    decode_steps: Sequence[tuple[int, int]] = (),
-  ) -> result.Plan | result.Failure:
-    """Plans the job, or a change of it."""
-    if config is None:
-      config, overrides = self.given.config, self.given.overrides
-    found = plan_cache.plan_for(
-      self.target,
-      config,
-      overrides,
-      experiment=self.given.experiment,
-      shapes=self.shapes,
-      with_other_programs=with_other_programs,
-      decode_steps=decode_steps,
-    )
-    if isinstance(found, result.Failure):
-      return found
-    return dataclasses.replace(found, findings=self.findings)
-
-
-def _subject(
-  target: targets.Target,
-  shapes: job_lint.JobShapes,
-  given: _Given,
-  is_searched: bool,
-) -> _Subject | result.Failure:
-  """Returns the job of a target, or the error that the lint found."""
-  if given.job.mesh == mesh_lib.AUTO:
+def _choose_mesh(
+  subject: subject_lib.Subject, *, is_searched: bool = False
+) -> subject_lib.Subject | result.Failure:
+  """Returns a job with its mesh and warnings, or what is wrong with it."""
+  target = subject.target
+  if subject.job.mesh == mesh_lib.AUTO:
     try:
       choice = run_mesh.choose(
-        given.job,
-        experiment=given.experiment,
-        overrides=given.overrides,
+        subject.job,
+        experiment=subject.experiment,
+        overrides=subject.overrides,
         target=target,
         is_compiled=not is_searched,
       )
     except user_error.UserError as error:
       return result.Failure(target=target.text, message=str(error))
     print(f"{target}: {choice.line}", flush=True)
-    given = _resolve(given.experiment, choice.overrides(given.overrides))
-  findings = _lint(given.job, target, shapes)
+    subject = subject_lib.resolve(
+      subject.experiment,
+      choice.overrides(subject.overrides),
+      target,
+      shapes=subject.shapes,
+    )
+  findings = _lint(subject.job, target, subject.shapes)
   if isinstance(findings, result.Failure):
     return findings
-  return _Subject(given, target, shapes, findings)
-
-
-def _resolve(
-  experiment: str, overrides: Sequence[overrides_lib.Override]
-) -> _Given:
-  config = resolving.resolve(experiment, overrides).config
-  return _Given(experiment, overrides, config, resolving.build(config))
-
-
-def _with_changes(
-  found: result.Plan, subject: _Subject, *, is_searched: bool
-) -> result.Plan:
-  """Adds what makes it fit if it does not, and what was searched for."""
-  given = subject.given
-  searched = search.Subject(
-    experiment=given.experiment,
-    overrides=given.overrides,
-    config=given.config,
-    job=given.job,
-    shapes=subject.shapes,
-    target=subject.target,
-    plan=subject.plan,
-    is_compiled=not topology.missing(subject.target),
-  )
-  if is_searched:
-    return search.explore(searched, found)
-  if found.memory.fit is result.Fit.DOES_NOT_FIT:
-    return search.fix(searched, found)
-  return found
+  return dataclasses.replace(subject, findings=findings)
 
 
 def _check_searchable(to: Sequence[targets.Target]) -> None:

@@ -19,19 +19,18 @@ import math
 from typing import Any, Final
 
 from etils import epath
-import fiddle as fdl
 import jax
 
 from paxon.runner import job as job_lib
 from paxon.runner import run_dir as run_dirs
 from paxon.runner import units, user_error
 from paxon.runner.configuration import overrides as overrides_lib
-from paxon.runner.configuration import resolving
 from paxon.runner.hosts import agreement
-from paxon.runner.plan import advice, hardware, layouts, result, topology
+from paxon.runner.plan import advice, hardware, layouts
 from paxon.runner.plan import target as targets
-from paxon.runner.planning import job_lint, plan_cache
+from paxon.runner.planning import job_lint
 from paxon.runner.planning import search as search_lib
+from paxon.runner.planning import subject as subject_lib
 from paxon.runner.training import run_files
 from paxon.sharding import mesh as mesh_lib
 
@@ -86,27 +85,15 @@ def choose(
   Raises:
     UserError: The batch or the variables divide by no mesh, or nothing fits.
   """
-  shapes = job_lint.shapes_of(job)
-
-  def plan(
-    config: "fdl.Config[job_lib.Job]",
-    given: Sequence[overrides_lib.Override],
-  ) -> result.Plan | result.Failure:
-    return plan_cache.plan_for(
-      target, config, given, experiment=experiment, shapes=shapes
-    )
-
-  subject = search_lib.Subject(
-    experiment=experiment,
-    overrides=overrides,
-    config=resolving.resolve(experiment, overrides).config,
+  subject = subject_lib.resolve(
+    experiment, overrides, target, shapes=job_lint.shapes_of(job)
+  )
+  subject = dataclasses.replace(
+    subject,
     job=dataclasses.replace(job, mesh=mesh_lib.AUTO),
-    shapes=shapes,
-    target=target,
-    plan=plan,
     is_compiled=is_compiled
     and search_lib.problem(target) is None
-    and not topology.missing(target),
+    and subject.is_compiled,
   )
   return _choose(search_lib.Search(subject, None, only_meshes=True))
 

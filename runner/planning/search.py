@@ -11,7 +11,7 @@ within 2 % of each other by their peak.
 makes as few changes as it can.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 import dataclasses
 import math
 import re
@@ -22,11 +22,10 @@ import fiddle as fdl
 
 from paxon.runner import job as job_lib
 from paxon.runner import units, user_error
-from paxon.runner.configuration import overrides as overrides_lib
-from paxon.runner.configuration import resolving
 from paxon.runner.plan import advice, layouts, result
 from paxon.runner.plan import target as targets
-from paxon.runner.planning import child, job_lint, search_space
+from paxon.runner.planning import child, search_space
+from paxon.runner.planning import subject as subject_lib
 from paxon.sharding import axes
 from paxon.sharding import mesh as mesh_lib
 
@@ -43,38 +42,7 @@ _MOST: Final = 4.0
 # What a TPU compiler says of a program that does not fit.
 _USED: Final = re.compile(r"(?:Used |temporaries \()([\d.]+)([KMGT])")
 
-Plan = Callable[
-  [fdl.Config[job_lib.Job], Sequence[overrides_lib.Override]],
-  result.Plan | result.Failure,
-]
 _Candidate = search_space.Candidate
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Subject:
-  """A job to search a layout for.
-
-  Attributes:
-    experiment: As `--exp` takes it.
-    overrides: Overrides of the command line.
-    config: The resolved configuration.
-    job: The same, built.
-    shapes: Of its variables and batch.
-    target: The devices.
-    plan: Plans a configuration that has these overrides; called by threads.
-    is_compiled: Whether the target's compiler is installed.
-    log: Prints progress.
-  """
-
-  experiment: str
-  overrides: Sequence[overrides_lib.Override]
-  config: "fdl.Config[job_lib.Job]"
-  job: job_lib.Job
-  shapes: job_lint.JobShapes
-  target: targets.Target
-  plan: Plan
-  is_compiled: bool
-  log: Callable[[str], None] = lambda text: print(text, flush=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,11 +86,10 @@ class Search:
 
   def __init__(
     self,
-    subject: Subject,
+    subject: subject_lib.Subject,
     before: result.Plan | None,
     *,
     only_meshes: bool = False,
-    rounds_state: bool = False,
   ) -> None:
     self.subject = subject
     self.space = search_space.Space(
@@ -132,9 +99,7 @@ class Search:
       subject.target,
       work=_work_of(before, subject.config),
     )
-    self.candidates = self.space.candidates(
-      only_meshes=only_meshes, rounds_state=rounds_state
-    )
+    self.candidates = self.space.candidates(only_meshes=only_meshes)
     self.attempts: list[Attempt] = []
     if before is not None and (
       before.compiled or before.memory.compiler_error or peak_of(before)
@@ -206,17 +171,14 @@ class Search:
     """Compiles candidates, several at once, and adds them to the attempts."""
     for candidate in chosen:
       typed = " ".join(map(str, candidate.overrides)) or "(no change)"
-      self.subject.log(f"  compiling {typed} ...")
+      _log(f"  compiling {typed} ...")
     found = child.in_parallel(self._compile_one, chosen)
     self.attempts += found
     return found
 
   def _compile_one(self, candidate: _Candidate) -> Attempt:
-    subject = self.subject
-    given = _merged(subject.overrides, candidate.overrides)
     try:
-      config = resolving.resolve(subject.experiment, given).config
-      found = subject.plan(config, given)
+      found = self.subject.plan(candidate.overrides)
     except user_error.UserError as error:
       return Attempt(candidate, None, user_error.one_line(error))
     if isinstance(found, result.Failure):
@@ -246,7 +208,7 @@ class Search:
     )
 
 
-def explore(subject: Subject, before: result.Plan) -> result.Plan:
+def explore(subject: subject_lib.Subject, before: result.Plan) -> result.Plan:
   """Returns a plan with the table of `--plan_search`.
 
   Args:
@@ -255,7 +217,7 @@ def explore(subject: Subject, before: result.Plan) -> result.Plan:
   """
   search = Search(subject, before)
   number = len(search.candidates)
-  subject.log(
+  _log(
     f"searching {number} layouts of {subject.target}: meshes, remat policies,"
     " microbatches and attention kernels ..."
   )
@@ -274,7 +236,7 @@ def explore(subject: Subject, before: result.Plan) -> result.Plan:
   )
 
 
-def fix(subject: Subject, before: result.Plan) -> result.Plan:
+def fix(subject: subject_lib.Subject, before: result.Plan) -> result.Plan:
   """Returns a plan that does not fit with the smallest change that does.
 
   Args:
@@ -284,7 +246,7 @@ def fix(subject: Subject, before: result.Plan) -> result.Plan:
   usable = before.memory.usable
   if usable is None or problem(subject.target) is not None:
     return before
-  search = Search(subject, before, rounds_state=True)
+  search = Search(subject, before)
   whole = search.space.layouts.whole_state_bytes()
   if whole > usable * subject.target.num_devices:
     words = advice.devices_for(
@@ -292,7 +254,7 @@ def fix(subject: Subject, before: result.Plan) -> result.Plan:
     )
     lines = words, advice.SMALLER_STATE
     return dataclasses.replace(before, advice=lines)
-  subject.log("looking for the smallest change that fits ...")
+  _log("looking for the smallest change that fits ...")
   found = _compile_smallest(search) if subject.is_compiled else None
   changes = [_change(a, search) for a in search.attempts[::-1]]
   changes = [c for c in changes if c.overrides and c.peak is not None]
@@ -383,9 +345,8 @@ def _compile_smallest(search: Search) -> Attempt | None:
 def _smallest_first(search: Search) -> list[_Candidate]:
   """Candidates that are expected to fit, those with few changes first.
 
-  A rounded state counts as more than any other change of as many, and then
-  microbatches, each of which gathers the weights again. If none is expected to
-  fit, the one that needs least is first.
+  Microbatches, each of which gathers the weights again, count as more than any
+  other change. If none is expected to fit, the one that needs least is first.
   """
   rest = search.rest()
   microbatches = search.space.current.layout.microbatches
@@ -397,7 +358,6 @@ def _smallest_first(search: Search) -> list[_Candidate]:
     fitting,
     key=lambda c: (
       len(c.changes),
-      c.rounds_state,
       c.layout.microbatches > microbatches,
       expected[c].step,
     ),
@@ -480,13 +440,8 @@ def _typed(candidate: _Candidate) -> tuple[str, ...]:
   return tuple(f"--fdl.{o.path}={o.text}" for o in candidate.overrides)
 
 
-def _merged(
-  given: Sequence[overrides_lib.Override],
-  more: Sequence[overrides_lib.Override],
-) -> tuple[overrides_lib.Override, ...]:
-  """Overrides, later ones in place of earlier ones of the same path."""
-  paths = {override.path for override in more}
-  return (*(o for o in given if o.path not in paths), *more)
+def _log(text: str) -> None:
+  print(text, flush=True)
 
 
 def _similarity(a: _Candidate, b: _Candidate) -> int:

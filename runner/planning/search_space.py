@@ -3,8 +3,8 @@
 A candidate is a layout for the analytical estimate with the overrides that
 select it, so that whatever is proposed can be pasted, and is compiled as the
 user's next command will be. Fields are found by name, in any module:
-`remat_policy`, `num_microbatches` of the learner, `momentum_dtype`, and
-`kernel` of attention layers.
+`remat_policy`, `num_microbatches` of the learner, and `kernel` of attention
+layers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,6 @@ from typing import Any, Final
 
 import fiddle as fdl
 import jax
-import jax.numpy as jnp
 
 from paxon.layers import remat
 from paxon.layers.attention import kernel_support
@@ -104,13 +103,11 @@ class Choice:
     assignments: `path=value` of the overrides; empty for the value in use.
     words: The change, for a reader.
     fields: Fields of `layouts.Layout`.
-    rounds_state: Whether training changes by more than the order of sums.
   """
 
   assignments: tuple[str, ...] = ()
   words: str = ""
   fields: tuple[tuple[str, object], ...] = ()
-  rounds_state: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,11 +133,6 @@ class Candidate:
     """The changes, for a reader."""
     words = [change.words for change in self.changes] or ["change nothing"]
     return ", ".join(words[:-1]) + " and " * (len(words) > 1) + words[-1]
-
-  @property
-  def rounds_state(self) -> bool:
-    """Whether one of the changes alters training."""
-    return any(change.rounds_state for change in self.changes)
 
 
 class Space:
@@ -184,29 +176,24 @@ class Space:
       )
     )
 
-  def candidates(
-    self, *, only_meshes: bool = False, rounds_state: bool = False
-  ) -> list[Candidate]:
+  def candidates(self, *, only_meshes: bool = False) -> list[Candidate]:
     """Returns the candidates whose sizes divide and whose state fits.
 
     Args:
       only_meshes: Whether nothing but the mesh changes.
-      rounds_state: Whether to include a lower-precision optimizer state.
     """
     unchanged = (Choice(),)
-    remats = kernels = microbatches = dtypes = unchanged
+    remats = kernels = microbatches = unchanged
     if not only_meshes:
       remats += remat_choices(self._config)
       microbatches += microbatch_choices(
         self._config, batch_size=self._job.train_input.global_batch_size
       )
       kernels = self._kernels()
-      if rounds_state:
-        dtypes += dtype_choices(self._config)
     usable = self._target.hardware.usable_bytes
     found = []
     for mesh in self._meshes():
-      for choices in itertools.product(kernels, remats, microbatches, dtypes):
+      for choices in itertools.product(kernels, remats, microbatches):
         candidate = self._make((*((mesh,) if mesh.fields else ()), *choices))
         layout = candidate.layout
         if choices[0].fields and axes.SEQUENCE in layout.mesh:
@@ -219,10 +206,7 @@ class Space:
           layout.mesh, microbatches=layout.microbatches
         ):
           continue
-        # A lower-precision momentum is at most half of the state.
-        state = self.layouts.state_bytes(layout.mesh)
-        state //= 2 if candidate.rounds_state else 1
-        if usable is None or state <= usable:
+        if usable is None or self.layouts.state_bytes(layout.mesh) <= usable:
           found.append(candidate)
     return found
 
@@ -349,28 +333,6 @@ def microbatch_choices(
     )
     number *= 2
   return tuple(choices)
-
-
-def dtype_choices(config: "fdl.Config[job_lib.Job]") -> tuple[Choice, ...]:
-  """Returns a lower precision of the optimizers' momentum.
-
-  Args:
-    config: The root.
-  """
-  paths = [
-    path
-    for path, node in _places(config, "momentum_dtype")
-    if jnp.dtype(tree.value_of(node, "momentum_dtype")).itemsize > 2
-  ]
-  if not paths:
-    return ()
-  return (
-    Choice(
-      assignments=tuple(f"{path}=bfloat16" for path in paths),
-      words="keep the optimizer's momentum in bfloat16 (which rounds it)",
-      rounds_state=True,
-    ),
-  )
 
 
 def loss_chunk(config: "fdl.Config[job_lib.Job]") -> int:

@@ -23,7 +23,6 @@ def _choices(config):
       ("microbatches", c)
       for c in search_space.microbatch_choices(config, batch_size=8)
     ),
-    *(("dtype", c) for c in search_space.dtype_choices(config)),
   ]
 
 
@@ -37,25 +36,20 @@ def test_every_choice_can_be_typed_and_does_what_it_says():
     resolved = resolving.resolve(_TINY, given)
     job = resolving.build(resolved.config)
     values.setdefault(kind, []).append(
-      (
-        job.task.model.stack.remat_policy,
-        job.task.learner.num_microbatches,
-        str(job.task.learner.optimizer.momentum_dtype),
-      )
+      (job.task.model.stack.remat_policy, job.task.learner.num_microbatches)
     )
   names = (
     *(remat.ATTENTION_QUERY, remat.ATTENTION_KEY, remat.ATTENTION_VALUE),
     remat.ATTENTION_CONTEXT,
   )
-  assert [policy for policy, *_ in values["remat"]] == [
+  assert [policy for policy, _ in values["remat"]] == [
     remat.save_projections,
     remat.SaveOnly(names),
     remat.SaveOnly(names[-1:]),
     remat.SaveOnly((remat.ATTENTION_RESIDUALS,)),
     remat.save_nothing,
   ]
-  assert [parts for _, parts, _ in values["microbatches"]] == [2, 4, 8]
-  assert [dtype for *_, dtype in values["dtype"]] == ["bfloat16"]
+  assert [parts for _, parts in values["microbatches"]] == [2, 4, 8]
 
 
 @pytest.mark.parametrize(
@@ -75,20 +69,17 @@ def test_policies_other_than_the_one_in_use(policy, number):
 
 def test_what_is_chosen_already_is_left_out():
   config = _config(num_microbatches=2)
-  config.task.learner.optimizer.momentum_dtype = "bfloat16"
   parts = search_space.microbatch_choices(config, batch_size=8)
   assert [c.assignments for c in parts] == [
     ("task.learner.num_microbatches=4",),
     ("task.learner.num_microbatches=8",),
   ]
-  assert search_space.dtype_choices(config) == ()
 
 
 def test_a_configuration_without_such_fields_has_no_choices():
   config = fdl.Config(dict)
   assert search_space.remat_choices(config) == ()
   assert search_space.microbatch_choices(config, batch_size=8) == ()
-  assert search_space.dtype_choices(config) == ()
 
 
 def _space(target, *assignments):

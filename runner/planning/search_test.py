@@ -27,6 +27,7 @@ from paxon.runner.planning import (
   questions,
   search,
 )
+from paxon.runner.planning import subject as subject_lib
 
 _GIB = 2**30
 _TINY = "runner.training.testing.TinyLm"
@@ -177,23 +178,20 @@ def _subject(monkeypatch, peaks, *assignments, steps=lambda text: 1.0):
   job = fdl.build(config)
   asked = []
 
-  def plan(config, given):
-    del config
-    text = " ".join(map(str, given))
-    asked.append(text)
-    return _plan(peaks(text), steps(text))
+  class Subject(subject_lib.Subject):
+    def plan(self, more=(), **options):
+      text = " ".join(map(str, subject_lib.merge(given, more)))
+      asked.append(text)
+      return _plan(peaks(text), steps(text))
 
   monkeypatch.setattr(child, "count_parallel", lambda: 1)
-  subject = search.Subject(
+  subject = Subject(
     experiment=_TINY,
     overrides=given,
     config=config,
     job=job,
     shapes=job_lint.shapes_of(job),
     target=targets.parse("h200:1x8"),
-    plan=plan,
-    is_compiled=True,
-    log=lambda text: None,
   )
   return subject, asked
 
@@ -258,10 +256,9 @@ def test_a_failed_candidate_is_in_the_table(monkeypatch):
   subject, _ = _subject(
     monkeypatch, lambda text: 40 * _GIB, "--fdl.mesh=fsdp=8"
   )
-  failing = dataclasses.replace(
-    subject, plan=lambda config, given: result.Failure(target="", message="no")
-  )
-  found = search.explore(failing, _plan(40 * _GIB)).search
+  failure = result.Failure(target="", message="no")
+  monkeypatch.setattr(type(subject), "plan", lambda *args: failure)
+  found = search.explore(subject, _plan(40 * _GIB)).search
   assert "no" in [change.reason for change in found]
 
 

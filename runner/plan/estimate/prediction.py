@@ -2,19 +2,12 @@
 
 from collections.abc import Sequence
 import math
-from typing import Final
 
 from paxon.runner.plan import flops as flops_lib
 from paxon.runner.plan import hardware, network, result
 from paxon.runner.plan.estimate import efficiency as efficiencies
 from paxon.runner.plan.estimate import simulation
-from paxon.runner.plan.program_text import collectives, costs, hlo
-
-# FLOPs of the compiled text over those of the jaxpr. Below, products are
-# missing in one of them; above, the compiler computes much twice, or what was
-# read is wrong. Either way a time would be of another program.
-_LEAST: Final = 0.999
-_MOST: Final = 1.02
+from paxon.runner.plan.program_text import collectives, costs, hlo, lints
 
 
 def of(
@@ -41,44 +34,15 @@ def of(
   Returns:
     The estimate, or None, and notes that say why.
   """
-  try:
-    _check_flops(program, flops, num_devices=len(placement.domains))
-    estimate = _estimate(
-      program,
-      communication,
-      placement,
-      kind,
-      efficiency,
-      flops,
-      batch_shape,
-    )
-  except simulation.NotPredictedError as error:
-    return None, (f"The time of a step is not predicted: {error}.",)
-  return estimate, ()
-
-
-def _estimate(
-  program: hlo.Program,
-  communication: collectives.Communication,
-  placement: network.Placement,
-  kind: hardware.Hardware,
-  efficiency: efficiencies.Efficiency | None,
-  flops: flops_lib.Flops,
-  batch_shape: Sequence[int] | None,
-) -> result.Estimate:
+  num_devices = len(placement.domains)
   sheet = efficiencies.rates(kind, efficiencies.DATASHEET)
   rates = None if efficiency is None else efficiencies.rates(kind, efficiency)
-  if efficiency is None or rates is None or sheet is None:
-    raise simulation.NotPredictedError(
-      f"the rates of {kind.name} are not known"
-    )
-
-  operations = costs.read(program).operations
+  found = costs.read(program)
 
   def simulate(at: efficiencies.Rates) -> simulation.Timeline:
     return simulation.simulate(
       program,
-      operations=operations,
+      operations=found.operations,
       transfers={
         (c.computation, c.instruction): network.transfer(c, placement, at.links)
         for c in communication.collectives
@@ -87,8 +51,15 @@ def _estimate(
       attention_share=flops.attention_share(),
     )
 
-  found, on_sheet = simulate(rates), simulate(sheet)
-  num_devices = len(placement.domains)
+  try:
+    _check_flops(found, flops, num_devices=num_devices)
+    if efficiency is None or rates is None or sheet is None:
+      raise simulation.NotPredictedError(
+        f"the rates of {kind.name} are not known"
+      )
+    step, on_sheet = simulate(rates), simulate(sheet)
+  except simulation.NotPredictedError as error:
+    return None, (f"The time of a step is not predicted: {error}.",)
   model: float = flops.model_flops
   tokens = None
   if batch_shape is not None and len(batch_shape) > 1:
@@ -100,36 +71,36 @@ def _estimate(
     for dtype, count in flops.by("dtype").items()
     if dtype
   )
-  return result.Estimate(
-    step=found.total,
-    compute=found.compute,
-    memory=found.memory,
-    overhead=found.overhead,
-    exposed=found.exposed,
-    tokens_per_second=tokens / found.total if tokens and found.total else None,
-    mfu=_ratio(most, found.total),
+  estimate = result.Estimate(
+    step=step.total,
+    compute=step.compute,
+    memory=step.memory,
+    overhead=step.overhead,
+    exposed=step.exposed,
+    tokens_per_second=tokens / step.total if tokens and step.total else None,
+    mfu=_ratio(most, step.total),
     band=efficiency.band,
     source=efficiency.source,
     datasheet_step=on_sheet.total,
     datasheet_mfu=_ratio(most, on_sheet.total),
     ceiling_mfu=_ratio(most, products),
   )
+  return estimate, ()
 
 
 def _check_flops(
-  program: hlo.Program, flops: flops_lib.Flops, *, num_devices: int
+  found: costs.Costs, flops: flops_lib.Flops, *, num_devices: int
 ) -> None:
-  total = costs.read(program)
-  if total.unknown:
+  if found.unknown:
     raise simulation.NotPredictedError(
-      f"there is no formula for the FLOPs of {', '.join(total.unknown)}"
+      f"there is no formula for the FLOPs of {', '.join(found.unknown)}"
     )
   if flops.hardware_flops:
-    ratio = num_devices * total.flops / flops.hardware_flops
-    if not _LEAST <= ratio <= _MOST:
+    ratio = num_devices * found.flops / flops.hardware_flops
+    if not lints.RATIO[0] <= ratio <= lints.RATIO[1]:
       raise simulation.NotPredictedError(
         f"the compiled program has {ratio:.4f} of the FLOPs of the traced one,"
-        f" not {_LEAST} to {_MOST}"
+        f" not {lints.RATIO[0]} to {lints.RATIO[1]}"
       )
 
 

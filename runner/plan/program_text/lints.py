@@ -24,7 +24,8 @@ _SMALL = 2.0**20
 _LITTLE = 0.001
 # Shares of all FLOPs below which an odd dtype is not worth one.
 _FEW = 0.01
-# Of compiled FLOPs over those of the jaxpr.
+# Of compiled FLOPs over those of the jaxpr. Below, products are missing in one
+# of them; above, the compiler computes much twice, or what was read is wrong.
 RATIO = (0.999, 1.02)
 _TWICE = 1.5
 
