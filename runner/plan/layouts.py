@@ -52,7 +52,7 @@ class Remat(enum.Enum):
   PROJECTIONS = "outputs of matmuls with kernels"
   ATTENTION = "inputs and outputs of attention"
   CONTEXT = "outputs of attention"
-  RESIDUALS = "residuals of splash attention"
+  RESIDUALS = "residuals of a fused attention kernel"
   NOTHING = "nothing"
 
 

@@ -71,7 +71,7 @@ POLICIES: Final = (
   (
     layouts.Remat.RESIDUALS,
     _save_only(remat.ATTENTION_RESIDUALS),
-    "recompute all but splash attention",
+    "recompute all but the attention kernel",
   ),
   (
     layouts.Remat.NOTHING,
@@ -198,10 +198,10 @@ class Space:
         layout = candidate.layout
         if choices[0].fields and axes.SEQUENCE in layout.mesh:
           continue  # Fused kernels need whole sequences.
-        if layout.remat is layouts.Remat.RESIDUALS and not self._is_splash(
-          layout
+        if layout.remat is layouts.Remat.RESIDUALS and (
+          layout.attention is layouts.Attention.PLAIN
         ):
-          continue  # Only splash attention names them.
+          continue  # Only fused kernels have them.
         if not self.layouts.is_possible(
           layout.mesh, microbatches=layout.microbatches
         ):
@@ -239,11 +239,6 @@ class Space:
           words=f"split over {spec}" if str(spec) else "do not split",
           fields=(("mesh", str(spec)),),
         )
-
-  def _is_splash(self, layout: layouts.Layout) -> bool:
-    is_fused = layout.attention is layouts.Attention.CAUSAL
-    platform = self._target.hardware.platform.value
-    return is_fused and platform in kernel_support.SPLASH.platforms
 
   def _allows_split_sequences(self) -> bool:
     return not self._has_problem(self._job, length_shards=2)

@@ -267,8 +267,8 @@ def _attention(subject: Subject) -> Iterable[str]:
   if forward > backward > 0:
     yield (
       f"attention: {forward} forward kernels for {backward} backward ones:"
-      f" {forward - backward} are recomputed. The softmax statistics of cuDNN"
-      " have no remat name, so only remat_policy=None saves them."
+      f" {forward - backward} are recomputed. The remat policy"
+      ' layers.remat.SaveOnly(("attention_residuals",)) saves what they return.'
     )
 
 

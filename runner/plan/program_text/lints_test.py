@@ -47,9 +47,8 @@ def _moved(data, kind, *, instruction="r", size=_MIB, axes=("fsdp",), **fields):
       payload_bytes=size,
       wire_bytes=float(size),
       members=(0, 1, 2, 3),
-      computation="main",
       instruction=instruction,
-      **fields,
+      **{"computation": "main"} | fields,
     ),
     data=data,
     payload_bytes=size,
@@ -69,11 +68,16 @@ def _gather(instruction="s", **fields):
 
 
 def _check(
-  *moved, counts=None, kernels=None, kernel_flops=None, platform="cuda"
+  *moved,
+  counts=None,
+  kernels=None,
+  kernel_flops=None,
+  platform="cuda",
+  program=_PROGRAM,
 ):
   return lints.check(
     lints.Subject(
-      program=_PROGRAM,
+      program=program,
       moved=moved,
       total=costs.Costs(counts=counts or {}, kernels=kernel_flops or {}),
       kernels=kernels or {},
@@ -249,6 +253,52 @@ def test_weights_that_are_gathered_twice():
   assert "8 times, 8.0 MiB a step that could be saved" in text
 
 
+# A head that each chunk of the loss gathers.
+_CHUNKS = """HloModule m
+
+%body (t: (s32[], f32[2,8])) -> (s32[], f32[2,8]) {
+  %t = (s32[], f32[2,8]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %w = f32[2,8]{1,0} get-tuple-element(%t), index=1
+  %one = s32[] constant(1)
+  %j = s32[] add(%i, %one)
+  %g = f32[8,8]{1,0} all-gather(%w), dimensions={0}
+  ROOT %r = (s32[], f32[2,8]{1,0}) tuple(%j, %w)
+}
+
+%condition (t: (s32[], f32[2,8])) -> pred[] {
+  %t = (s32[], f32[2,8]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %n = s32[] constant(8)
+  ROOT %l = pred[] compare(%i, %n), direction=LT
+}
+
+ENTRY %main (w: f32[2,8]) -> f32[2,8] {
+  %w = f32[2,8]{1,0} parameter(0)
+  %o = s32[] constant(0)
+  %t = (s32[], f32[2,8]{1,0}) tuple(%o, %w)
+  %l = (s32[], f32[2,8]{1,0}) while(%t), condition=%condition, body=%body
+  ROOT %x = f32[2,8]{1,0} get-tuple-element(%l), index=1
+}
+"""
+
+
+def test_weights_that_each_chunk_of_the_loss_gathers():
+  head = _moved(
+    _Data.WEIGHTS,
+    "all-gather",
+    instruction="g",
+    part="Lm/head",
+    computation="body",
+  )
+  (text,) = _check(head, program=hlo.parse(_CHUNKS))
+  assert text.startswith(
+    "Lm/head: each of 8 trips of a loop gathers the same weights: 8 times, 8.0"
+    " MiB a step, of which one trip would be enough."
+  )
+  assert "a larger loss_chunk_length has fewer" in text
+
+
 def test_matmuls_in_float32():
   narrow, wide = (_PART, "bfloat16"), ("Lm/head", "float32")
   (text,) = _check(counts={narrow: 60, wide: 40})
@@ -263,7 +313,7 @@ def test_attention_that_is_recomputed():
     kernels={"__cudnn$fmhaSoftmax": 64, "__cudnn$fmhaSoftmaxBackward": 32}
   )
   assert "attention: 64 forward kernels for 32 backward ones: 32 are" in text
-  assert "only remat_policy=None saves them" in text
+  assert 'layers.remat.SaveOnly(("attention_residuals",)) saves' in text
   # In evaluation there is no backward pass.
   assert _check(kernels={"__cudnn$fmhaSoftmax": 64}) == ()
 
