@@ -41,7 +41,14 @@ class TextFiles(record_files.RecordFiles):
     begin, end = self._parts[number][place]
     with open(self._local[number], "rb") as file:
       file.seek(int(begin))
-      return file.read(int(end - begin))
+      document = file.read(int(end - begin))
+    if len(document) < end - begin:
+      raise ValueError(
+        f"{self.paths[number]} has become shorter since it was indexed: a"
+        f" document at bytes {begin} to {end} is cut off; restore the file and"
+        " resume the run."
+      )
+    return document
 
   @functools.cached_property
   def _parts(self) -> tuple[np.ndarray, ...]:

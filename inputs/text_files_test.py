@@ -53,3 +53,16 @@ def test_documents(folder, documents, expected):
 def test_nothing_to_read_is_an_error(folder, files, error, message):
   with pytest.raises(error, match=message):
     len(text_files.TextFiles(files=f"{folder}/{files}" if files else ""))
+
+
+def test_a_file_that_becomes_shorter_is_an_error(folder):
+  source = text_files.TextFiles(
+    files=f"{folder}/a.txt", documents=text_files.Documents.LINE
+  )
+  assert len(source) == 4
+  (folder / "a.txt").write_bytes(_FILES["a.txt"][:8])
+  assert source[0] == b"one"
+  with pytest.raises(
+    ValueError, match=r"a\.txt has become shorter since .*cut"
+  ):
+    _ = source[1]

@@ -24,6 +24,7 @@ import time
 from typing import Any
 
 from etils import epath
+import jax
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -46,6 +47,7 @@ from paxon.layers.models.hugging_face import (
   weight_files,
 )
 from paxon.runner import user_error
+from paxon.runner.checkpoints import checkpointer, golden, stored_checkpoint
 from paxon.runner.monitoring import goodput, metrics_file
 from paxon.runner.training import decode_requests, run_files
 from paxon.tools import hf_files
@@ -55,7 +57,10 @@ _NUM_DAMAGES = int(_MORE or 200)
 _MAX_SECONDS = 10
 _MAX_BYTES = 1 << 30
 # What the command line turns into a line and status 2.
-_ERRORS = (user_error.UserError, ValueError, OSError)
+_ERRORS = (
+  *(user_error.UserError, ValueError, OSError),
+  checkpointer.DamagedCheckpointError,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +71,13 @@ class _Format:
     name: Name of the damaged file in a folder.
     make: Writes the valid file, and others that it needs, into a folder.
     read: Reads everything from the folder.
+    shown: What an error must contain; the name of the file by default.
   """
 
   name: str
   make: Callable[[pathlib.Path], None]
   read: Callable[[pathlib.Path], Any]
+  shown: str | None = None
 
 
 def _documents():
@@ -262,6 +269,23 @@ def _read_requests(folder):
   list(decode_requests.parse(decode_requests.read(path), path, limits))
 
 
+def _read_checkpoint(folder):
+  path, specs = epath.Path(folder), golden.specs()
+  device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  shardings = jax.tree.map(lambda _: device, specs)
+  stored = stored_checkpoint.find_checkpoint(path, step=golden.STEP)
+  stored_checkpoint.verify(stored)
+  stored_checkpoint.read_numpy(stored, stored.arrays)
+  with checkpointer.Checkpointer(path, read_only=True) as checkpoints:
+    checkpoints.restore(
+      golden.STEP, specs=specs, shardings=shardings, stored_dtypes=True
+    )
+
+
+_CHECKPOINT_FILES = (
+  *("metadata/metadata", "data/metadata", "manifest/files.json"),
+  *("state/_METADATA", "state/manifest.ocdbt", "_CHECKPOINT_METADATA"),
+)
 _FAMILIES = ("llama3", "gemma3", "deepseek_v3", "gpt_oss", "t5", "gpt2", "bert")
 _FORMATS = {
   "safetensors": _Format("x.safetensors", _make_safetensors, _read_safetensors),
@@ -315,6 +339,15 @@ _FORMATS = {
       "config.json", _make_config(name), _read_config
     )
     for name in _FAMILIES
+  },
+  **{
+    f"checkpoint, {name}": _Format(
+      f"{golden.STEP}/{name}",
+      lambda folder: golden.write(epath.Path(folder)),
+      _read_checkpoint,
+      shown=f"/{golden.STEP}",
+    )
+    for name in _CHECKPOINT_FILES
   },
   "requests": _Format(
     "r.jsonl", _write("r.jsonl", f"{_REQUEST}\n" * 3), _read_requests
@@ -439,7 +472,8 @@ def test_damaged(name, tmp_path):
       kind.read(tmp_path)
     except _ERRORS as error:
       text = user_error.one_line(error)
-      if kind.name not in text and path.stem not in text:
+      names = (kind.shown,) if kind.shown else (kind.name, path.stem)
+      if not any(name in text for name in names):
         wrong.append((seed, f"does not name the file: {error!r}"[:300]))
     except Exception as error:
       wrong.append((seed, f"{error!r}"[:300]))

@@ -27,7 +27,7 @@ from paxon.layers.models.hugging_face import (
 from paxon.quantization import lora, served_einsum, stored_kernels
 from paxon.runner import files as runner_files
 from paxon.runner import units, user_error
-from paxon.runner.checkpoints import checkpointer, stored_checkpoint, text_table
+from paxon.runner.checkpoints import stored_checkpoint, text_table
 from paxon.runner.training import serving
 from paxon.sharding import variables
 from paxon.tools import hf_files, hf_quantized, peft_adapter
@@ -124,7 +124,7 @@ def run(
     ]
     yield from text_table.format_lines(rows, right=())
   else:
-    _verify(checkpoint)
+    stored_checkpoint.verify(checkpoint)
     target.mkdir(parents=True, exist_ok=True)
     _write(checkpoint, names, described, shards, target, adapter, quantized)
     floats = (described[name][0] for name in stored_as_is)
@@ -277,7 +277,7 @@ def _write_adapter(
     )
   found = [n for n in checkpoint.variables() if re.fullmatch(lora.PATTERN, n)]
   if not dry_run:
-    _verify(checkpoint)
+    stored_checkpoint.verify(checkpoint)
     kernels = []
     if adapter.kind is lora.Kind.DORA:
       kernels = list(dict.fromkeys(map(peft_adapter.find_kernel, found)))
@@ -372,14 +372,6 @@ def _check_target(target: epath.Path) -> None:
     raise user_error.UserError(
       f"{os.fspath(target)} holds weights; pass another folder, or delete them."
     )
-
-
-def _verify(checkpoint: stored_checkpoint.StoredCheckpoint) -> None:
-  try:
-    with checkpointer.Checkpointer(checkpoint.folder, read_only=True) as opened:
-      opened.verify(checkpoint.step)
-  except checkpointer.DamagedCheckpointError as error:
-    raise user_error.UserError(str(error)) from error
 
 
 def _dtype(

@@ -29,6 +29,7 @@ from etils import epath
 import jax
 import orbax.checkpoint as ocp
 
+from paxon.runner import user_error
 from paxon.runner.checkpoints import lazy_array, manifest, named_tree
 from paxon.runner.checkpoints import retention as retention_lib
 from paxon.runner.hosts import agreement
@@ -36,6 +37,8 @@ from paxon.runner.settings import training
 
 _STATE, _DATA, _METADATA = "state", "data", "metadata"
 _MANIFEST = "manifest"
+# Orbax's own metadata of a checkpoint.
+_TIMES = "_CHECKPOINT_METADATA"
 # Orbax's file name of a JSON item.
 _JSON_FILE = "metadata"
 # Larger arrays are copied to the host per shard.
@@ -98,7 +101,13 @@ class Checkpointer:
     self._manager: ocp.CheckpointManager | None = None
     self._restore_output = _filter_output()
     if folder.exists() or not read_only:
-      self._manager = self._open()
+      try:
+        self._manager = self._open()
+      except Exception as error:
+        self._restore_output()
+        if isinstance(error, OSError) and error.filename:
+          raise
+        raise user_error.UserError(_unreadable(folder, error)) from error
 
   def _open(self) -> ocp.CheckpointManager:
     if self._read_only:
@@ -147,6 +156,15 @@ class Checkpointer:
     """Returns the step of the latest complete checkpoint, or None."""
     steps = self.steps()
     return steps[-1] if steps else None
+
+  def exists(self, step: int) -> bool:
+    """Whether a checkpoint is in the directory at this moment."""
+    return (self._folder / str(step)).exists()
+
+  def refresh(self) -> None:
+    """Lists a read-only directory again, which another process writes to."""
+    if self._manager and self._read_only:
+      self._manager.reload()
 
   def skip(self, step: int) -> None:
     """Ignores a checkpoint from now on, because it is damaged.
@@ -311,7 +329,7 @@ class Checkpointer:
       return manifest.from_text((self._folder / str(step) / name).read_text())
     except FileNotFoundError as error:
       raise self._damaged(step, f"{name} is missing") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
       raise self._damaged(step, f"{name}: {_first_line(error)}") from error
 
   def _metadata(self, step: int) -> dict[str, Any]:
@@ -321,7 +339,10 @@ class Checkpointer:
       for key in ("format_version", "step"):
         if not isinstance(metadata[key], int):
           raise ValueError(f"its {key} is not an integer")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (
+      *(OSError, ValueError, KeyError, TypeError),
+      RecursionError,
+    ) as error:
       raise self._damaged(step, f"{name}: {_first_line(error)}") from error
     return metadata
 
@@ -330,10 +351,17 @@ class Checkpointer:
       f"The checkpoint {self._folder / str(step)} is damaged: {what}"
     )
 
-  def restore(self, step: int, *, specs: Any, shardings: Any) -> Restored:
+  def restore(
+    self, step: int, *, specs: Any, shardings: Any, stored_dtypes: bool = False
+  ) -> Restored:
     """Verifies and reads a checkpoint onto any mesh.
 
-    The specs may omit whole collections; the shardings have their structure.
+    Args:
+      step: Its number of completed training steps.
+      specs: A pytree of `VariableSpec`; it may omit whole collections.
+      shardings: The same pytree of shardings.
+      stored_dtypes: Whether floating-point arrays have the dtypes in which they
+        are stored, instead of those of the specs.
 
     Raises:
       CheckpointMismatchError: The checkpoint does not fit the specs.
@@ -343,6 +371,8 @@ class Checkpointer:
     if self._manager is None:
       raise ValueError(f"{self._folder} does not exist.")
     metadata = self.verify(step)
+    if stored_dtypes:
+      specs = named_tree.use_stored_dtypes(metadata["arrays"], specs=specs)
     restored, problem, cause = None, None, None
     try:
       restored = self._read(metadata, step, specs, shardings)
@@ -458,6 +488,24 @@ def _agree_on(
   for each in agreement.gather(problem):
     if each is not None:
       raise DamagedCheckpointError(each) from cause
+
+
+def _unreadable(folder: epath.Path, error: BaseException) -> str:
+  """Returns why orbax cannot list a directory: a file of times is damaged."""
+  broken = f"a file {_TIMES} in it"
+  names = ocp.path.step.standard_name_format()
+  for path in sorted(folder.glob(f"*/{_TIMES}")):
+    try:
+      _ = names.find_step(folder, int(path.parent.name)).commit_timestamp
+    # The type of the exception depends on the content.
+    except Exception:
+      broken = os.fspath(path)
+      break
+  return (
+    f"The checkpoints in {os.fspath(folder)} cannot be listed: {broken} is"
+    f" damaged ({_first_line(error)}); remove that file, which only holds"
+    " times."
+  )
 
 
 def _reason(error: BaseException) -> str:

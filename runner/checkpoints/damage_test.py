@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+from paxon.runner import user_error
 from paxon.runner.checkpoints import checkpointer, golden, manifest, named_tree
 
 STEP = golden.STEP
@@ -191,6 +192,15 @@ def test_a_checkpoint_of_another_run_is_found(copy, tmp_path_factory):
       match=f"belongs to another run than the checkpoint of step {STEP}",
     ):
       opened.verify(later)
+
+
+def test_wrong_times_are_an_error_that_names_the_file(copy):
+  path = copy / str(STEP) / "_CHECKPOINT_METADATA"
+  path.write_text("true")
+  with pytest.raises(user_error.UserError, match=f"listed: {path} is damaged"):
+    _verify(copy)
+  path.unlink()
+  _verify(copy)
 
 
 def test_several_problems_are_counted(copy):

@@ -114,7 +114,13 @@ def compare(
   *,
   prefix: str = "",
 ) -> Comparison:
-  """Reads and compares two checkpoints below a prefix (see `select`)."""
+  """Reads and compares two checkpoints below a prefix (see `select`).
+
+  Raises:
+    user_error.UserError: One of them is damaged.
+  """
+  for each in (a, b):
+    stored_checkpoint.verify(each)
   in_a, in_b = (select(c.arrays, prefix) for c in (a, b))
   unlike, equal, different = [], [], {}
   for name, array in in_a.items():

@@ -117,7 +117,10 @@ def from_text(text: str) -> dict[str, Entry]:
     parsed = json.loads(text)
     entries = {n: Entry(*map(int, f)) for n, f in parsed["files"].items()}
     is_intact = parsed["crc32"] == _checksum(parsed["files"])
-  except (ValueError, KeyError, TypeError, AttributeError) as error:
+  except (
+    *(ValueError, KeyError, TypeError, AttributeError),
+    *(OverflowError, RecursionError),
+  ) as error:
     raise UnreadableManifestError(f"invalid manifest: {text[:80]!r}") from error
   if not is_intact:
     raise UnreadableManifestError("the manifest's own checksum differs")

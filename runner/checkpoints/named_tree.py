@@ -6,9 +6,11 @@ that hold a state. Shapes and dtypes are compared before any array is read.
 """
 
 from collections.abc import Mapping
+import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from paxon.sharding import suggestions
 
@@ -65,6 +67,26 @@ def describe(specs: Any) -> dict[str, Any]:
     }
     for spec in jax.tree.leaves(specs)
   }
+
+
+def use_stored_dtypes(stored: Mapping[str, Any], *, specs: Any) -> Any:
+  """Returns specs with the dtypes of stored floating-point arrays.
+
+  Args:
+    stored: Arrays as `describe` returns them.
+    specs: A pytree of `VariableSpec`; those that are not stored, or are not
+      floating-point, are unchanged.
+  """
+
+  def change(spec: Any) -> Any:
+    if spec.name not in stored:
+      return spec
+    dtype = jnp.dtype(stored[spec.name]["dtype"])
+    if not all(jnp.issubdtype(x, jnp.floating) for x in (dtype, spec.dtype)):
+      return spec
+    return dataclasses.replace(spec, dtype=dtype)
+
+  return jax.tree.map(change, specs)
 
 
 def check_version(version: int, *, where: str) -> None:

@@ -197,11 +197,30 @@ def read_metadata(folder: epath.Path, step: int) -> StoredCheckpoint:
     )
   except named_tree.CheckpointMismatchError as error:
     raise user_error.UserError(str(error)) from error
-  except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+  except (
+    *(OSError, ValueError, KeyError, TypeError, AttributeError),
+    RecursionError,
+  ) as error:
     raise user_error.UserError(
       f"The checkpoint {os.fspath(path)} cannot be read: its metadata is"
       f" missing or damaged ({type(error).__name__})."
     ) from error
+
+
+def verify(checkpoint: StoredCheckpoint) -> None:
+  """Compares the checksums of all files.
+
+  Raises:
+    user_error.UserError: A file is missing, incomplete or changed.
+  """
+  try:
+    with checkpointer.Checkpointer(checkpoint.folder, read_only=True) as opened:
+      opened.verify(checkpoint.step)
+  except (
+    checkpointer.DamagedCheckpointError,
+    named_tree.CheckpointMismatchError,
+  ) as error:
+    raise user_error.UserError(str(error)) from error
 
 
 def total_bytes(arrays: Iterable[StoredArray]) -> int:

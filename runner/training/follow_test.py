@@ -122,6 +122,50 @@ def test_a_damaged_and_a_deleted_checkpoint_are_skipped(
   assert [record.step for record in _figures(run_dir)] == [2]
 
 
+def _delete_while_read(checkpoints, monkeypatch, *, step, saved=()):
+  """The first reader of a step finds that the run has deleted it."""
+  verify = checkpointer.Checkpointer.verify
+
+  def deleting(self, wanted):
+    if wanted == step and checkpoints.path(step).exists():
+      checkpoints.save(*saved)
+      checkpoints.path(step).rmtree()
+    return verify(self, wanted)
+
+  monkeypatch.setattr(checkpointer.Checkpointer, "verify", deleting)
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_read_is_not_damaged(
+  session, run_dir, checkpoints, capsys, monkeypatch
+):
+  folder = run_dir / "checkpoints"
+  checkpoints.save(2)
+  _delete_while_read(checkpoints, monkeypatch, step=2, saved=(4,))
+  _, state = restore_lib.read_for_evaluation(session, folder)
+  assert int(state.step) == 4
+  assert "damaged" not in capsys.readouterr().err
+  # There is none while the run saves another.
+  _delete_while_read(checkpoints, monkeypatch, step=4)
+  with pytest.raises(user_error.UserError, match=r"There is no checkpoint in"):
+    restore_lib.read_for_evaluation(session, folder)
+  checkpoints.save(2, 4)
+  _delete_while_read(checkpoints, monkeypatch, step=2)
+  with pytest.raises(user_error.UserError, match=r"deleted its .* of step 2 w"):
+    restore_lib.read_for_evaluation(session, folder, step=2)
+
+
+def test_evaluation_uses_the_checkpoint_before_a_damaged_one(
+  session, run_dir, checkpoints, capsys
+):
+  checkpoints.save(2, 4)
+  (checkpoints.path(4) / "metadata" / "metadata").write_text("[" * 20_000)
+  _, state = restore_lib.read_for_evaluation(session, run_dir / "checkpoints")
+  assert int(state.step) == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  assert "4 is damaged: metadata/metadata" in line
+  assert line.endswith("using the one of step 2 instead")
+
+
 class _Listed(checkpointer.Checkpointer):
   """A folder that this process has listed before a checkpoint was there."""
 
@@ -131,7 +175,7 @@ class _Listed(checkpointer.Checkpointer):
   def latest_step(self):
     return None
 
-  def restore(self, step, *, specs, shardings):
+  def restore(self, step, *, specs, shardings, stored_dtypes=False):
     return checkpointer.Restored(tree=self._tree, data={}, step=step)
 
 

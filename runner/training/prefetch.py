@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from paxon.inputs import base_input
+from paxon.runner import user_error
 
 Place = Callable[[Mapping[str, np.ndarray]], dict[str, jax.Array]]
 
@@ -88,7 +89,11 @@ class Prefetcher:
     self.close()
 
   def __iter__(self) -> Iterator[PlacedBatch]:
-    """Yields batches; re-raises errors of the thread."""
+    """Yields batches; re-raises errors of the thread.
+
+    Raises:
+      UserError: A file of the data is missing, damaged or changed.
+    """
     while True:
       item = self._ready.get()
       if isinstance(item, _End):
@@ -125,7 +130,14 @@ class Prefetcher:
       count += 1
 
   def _next(self) -> PlacedBatch:
-    batch = next_batch(self._source, rolling=self._rolling)
+    try:
+      batch = next_batch(self._source, rolling=self._rolling)
+    except (OSError, ValueError) as error:
+      raise user_error.UserError(
+        "The next batch cannot be read:"
+        f" {user_error.sentence(user_error.one_line(error))}"
+        f" ({user_error.place_of(error)})"
+      ) from error
     position = self._source.get_state()
     strings = {k: v for k, v in batch.items() if v.dtype == object}
     arrays = {k: v for k, v in batch.items() if k not in strings}

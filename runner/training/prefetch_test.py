@@ -1,11 +1,13 @@
 """Tests for batches read by a thread."""
 
+import re
 import threading
 import time
 
 import jax.numpy as jnp
 import pytest
 
+from paxon.runner import user_error
 from paxon.runner.training import prefetch, testing
 
 
@@ -54,10 +56,18 @@ def test_ends_where_a_finite_input_ends():
     assert len(list(batches)) == expected > 1
 
 
-def test_an_error_of_the_input_is_raised_here():
+@pytest.mark.parametrize(
+  ("error", "expected", "message"),
+  [
+    (OSError("disk gone"), user_error.UserError, "read: disk gone. (prefetch_"),
+    (ValueError("a.txt: x"), user_error.UserError, "cannot be read: a.txt: x."),
+    (KeyError("text"), KeyError, "text"),
+  ],
+)
+def test_an_error_of_the_input_is_raised_here(error, expected, message):
   class Broken(testing.SlowInput):
     def get_next(self):
-      raise OSError("disk gone")
+      raise error
 
   source = _source()
   broken = Broken(
@@ -68,7 +78,7 @@ def test_an_error_of_the_input_is_raised_here():
   )
   with (
     prefetch.Prefetcher(broken, place=_identity) as batches,
-    pytest.raises(OSError, match="disk gone"),
+    pytest.raises(expected, match=re.escape(message)),
   ):
     list(batches)
 

@@ -10,7 +10,7 @@ where the evaluation before ended. Inputs that are reset for each evaluation
 store nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
 import functools
 import os
@@ -19,7 +19,6 @@ from typing import Any
 
 from etils import epath
 import jax
-import jax.numpy as jnp
 
 from paxon.inputs import base_input
 from paxon.learners import train_state
@@ -54,7 +53,10 @@ def restore_or_start(
   """
   job = session.job
   restored = _restore_newest(
-    checkpoints, session.state_specs, session.state_shardings
+    checkpoints,
+    lambda step: checkpoints.restore(
+      step, specs=session.state_specs, shardings=session.state_shardings
+    ),
   )
   if restored is None:
     job.train_input.reset()
@@ -101,12 +103,31 @@ def restore_for_evaluation(
     UserError: There is no checkpoint, it does not fit the job, or all are
       damaged.
   """
-  specs = session_lib.for_evaluation(session.state_specs)
-  shardings = session_lib.for_evaluation(session.state_shardings)
+  return _restore_for_evaluation(
+    session, checkpoints, folder, step, stored_dtypes=False
+  )
+
+
+def _restore_for_evaluation(
+  session: session_lib.Session,
+  checkpoints: checkpointer.Checkpointer,
+  folder: epath.Path,
+  step: int | None,
+  *,
+  stored_dtypes: bool,
+) -> train_state.TrainState:
+  def read(step: int) -> checkpointer.Restored:
+    return checkpoints.restore(
+      step,
+      specs=session_lib.for_evaluation(session.state_specs),
+      shardings=session_lib.for_evaluation(session.state_shardings),
+      stored_dtypes=stored_dtypes,
+    )
+
   if step is None:
-    restored = _restore_newest(checkpoints, specs, shardings)
+    restored = _restore_newest(checkpoints, read)
   else:
-    restored = _restore_step(checkpoints, specs, shardings, step)
+    restored = _restore_step(checkpoints, read, step)
   if restored is None:
     raise user_error.UserError(
       f"There is no checkpoint in {folder}; train first, or give the"
@@ -122,6 +143,10 @@ def read_for_evaluation(
 ) -> tuple[session_lib.Session, train_state.TrainState]:
   """Reads a checkpoint from a directory as evaluation and decoding use it.
 
+  Only training needs the model's own dtypes: imported bfloat16 weights are
+  evaluated as they are, in half the memory. The run may be training meanwhile:
+  a checkpoint that it deletes while it is read is not damaged.
+
   Args:
     session: The job on its devices.
     folder: The directory of the checkpoints.
@@ -133,53 +158,28 @@ def read_for_evaluation(
   Raises:
     UserError: See `restore_for_evaluation`.
   """
-  session = use_stored_dtypes(session, folder, step=step)
   with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
-    state = restore_for_evaluation(session, checkpoints, folder, step=step)
-  return session, state
-
-
-def use_stored_dtypes(
-  session: session_lib.Session, folder: epath.Path, *, step: int | None = None
-) -> session_lib.Session:
-  """Returns a session with parameters in the dtypes of a checkpoint.
-
-  Only training needs the model's own dtypes: imported bfloat16 weights are
-  evaluated as they are, in half the memory. The session is unchanged without a
-  checkpoint.
-
-  Args:
-    session: The job on its devices.
-    folder: The directory of its checkpoints.
-    step: Of the checkpoint; None for the newest.
-  """
-  with checkpointer.Checkpointer(folder, read_only=True) as checkpoints:
-    steps = agreement.from_first(checkpoints.steps)
-  if step is None:
-    step = max(steps, default=None)
-  if step is None or step not in steps:
-    return session
-  arrays = stored_checkpoint.read_metadata(folder, step).arrays
+    state = _restore_for_evaluation(
+      session, checkpoints, folder, step, stored_dtypes=True
+    )
+  specs = session_lib.for_evaluation(session.state_specs)
+  pairs = zip(jax.tree.leaves(specs), jax.tree.leaves(state), strict=True)
+  dtypes = {spec.name: array.dtype for spec, array in pairs}
 
   def stored(spec: variables.VariableSpec) -> variables.VariableSpec:
-    if spec.name not in arrays:
-      return spec
-    dtypes = jnp.dtype(arrays[spec.name].dtype), spec.dtype
-    if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
-      return spec
-    return dataclasses.replace(spec, dtype=dtypes[0])
+    return dataclasses.replace(spec, dtype=dtypes.get(spec.name, spec.dtype))
 
-  return dataclasses.replace(
+  session = dataclasses.replace(
     session,
     specs=jax.tree.map(stored, session.specs),
     state_specs=jax.tree.map(stored, session.state_specs),
   )
+  return session, state
 
 
 def _restore_step(
   checkpoints: checkpointer.Checkpointer,
-  specs: Any,
-  shardings: Any,
+  read: Callable[[int], checkpointer.Restored],
   step: int,
 ) -> checkpointer.Restored | None:
   """Returns the checkpoint of a step; None if there are no checkpoints."""
@@ -192,36 +192,54 @@ def _restore_step(
   if not steps:
     return None
   try:
-    return checkpoints.restore(step, specs=specs, shardings=shardings)
-  except (
-    named_tree.CheckpointMismatchError,
-    checkpointer.DamagedCheckpointError,
-  ) as error:
+    return read(step)
+  except named_tree.CheckpointMismatchError as error:
     raise user_error.UserError(str(error)) from error
+  except checkpointer.DamagedCheckpointError as error:
+    checkpoints.refresh()
+    if step in agreement.from_first(checkpoints.steps):
+      raise user_error.UserError(str(error)) from error
+    raise user_error.UserError(
+      f"The run deleted its checkpoint of step {step} while it was read; choose"
+      " a newer one, or keep more of them (Retention)."
+    ) from error
 
 
 def _restore_newest(
-  checkpoints: checkpointer.Checkpointer, specs: Any, shardings: Any
+  checkpoints: checkpointer.Checkpointer,
+  read: Callable[[int], checkpointer.Restored],
 ) -> checkpointer.Restored | None:
-  """Returns the newest undamaged checkpoint; None if there are none."""
-  damaged: list[str] = []
+  """Returns the newest undamaged checkpoint; None if there are none.
+
+  Another process may save and delete checkpoints meanwhile: after one that
+  cannot be read the directory is listed again.
+  """
+  failed: dict[int, str] = {}
   # Each process has listed the directory itself, maybe not at the same time.
   while (step := agreement.from_first(checkpoints.latest_step)) is not None:
     try:
-      restored = checkpoints.restore(step, specs=specs, shardings=shardings)
+      restored = read(step)
     except named_tree.CheckpointMismatchError as error:
       raise user_error.UserError(str(error)) from error
     except checkpointer.DamagedCheckpointError as error:
-      damaged.append(user_error.one_line(error))
+      failed[step] = user_error.one_line(error)
       checkpoints.skip(step)
+      checkpoints.refresh()
       continue
-    for line in damaged:
-      print(
-        f"{line}; using the one of step {restored.step} instead",
-        file=sys.stderr,
-        flush=True,
-      )
+    for step, line in failed.items():
+      # An older one does not matter, and is being deleted, if not damaged.
+      if step > restored.step:
+        print(
+          f"{line}; using the one of step {restored.step} instead",
+          file=sys.stderr,
+          flush=True,
+        )
     return restored
+  damaged = [
+    line
+    for step, line in failed.items()
+    if agreement.from_first(functools.partial(checkpoints.exists, step))
+  ]
   if damaged:
     raise user_error.UserError(
       f"All checkpoints are damaged: {'; '.join(damaged)}. Start again with"

@@ -267,7 +267,7 @@ def test_bfloat16_imports_are_used_as_they_are(tmp_path, capsys):
   assert losses[0] == losses[1]
   job = fdl.build(hugging_face.HuggingFaceLm(weights=str(folder)).job())
   session = session_lib.open_session(job)
-  stored = restore.use_stored_dtypes(
+  stored, _ = restore.read_for_evaluation(
     session, epath.Path(tmp_path / "narrow" / "checkpoints")
   )
   sizes = [

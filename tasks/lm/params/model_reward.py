@@ -85,6 +85,7 @@ class ModelReward:
         f"{name}.folder is {self.folder!r}, whose checkpoint is not one of a"
         f" trained HuggingFaceReward: {min(other)} is missing or not of it."
       )
+    stored_checkpoint.verify(found)
     values = traverse_util.unflatten_dict(
       {
         n: jnp.asarray(x)

@@ -86,6 +86,7 @@ def read_values(folder: str) -> tuple[Any, str]:
   """Returns the parameters of a run's newest checkpoint, and their name."""
   path = run_dir.resolve(folder, os.environ)
   stored = stored_checkpoint.find_checkpoint(path)
+  stored_checkpoint.verify(stored)
   names = [n for n in stored.variables() if n.startswith(_PARAMS)]
   values = {
     name: jnp.asarray(array, jnp.float32)
