@@ -53,6 +53,12 @@ def parquet() -> Any:
     return importlib.import_module("pyarrow.parquet")
 
 
+def pillow() -> Any:
+  """Returns `PIL.Image`."""
+  with explain("PIL", name="Pillow", extra="tf"):
+    return importlib.import_module("PIL.Image")
+
+
 def seqio() -> Any:
   """Returns `seqio`."""
   # Silences TensorFlow's startup messages.

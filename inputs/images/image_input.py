@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from paxon.inputs import base_input, checks, document_order, example_source
-from paxon.inputs.images import augmentation
+from paxon.inputs.images import augmentation, cropping
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -26,6 +26,8 @@ class ImageInput(base_input.BaseInput):
     shuffle_seed: Seed of each epoch's order, and of the augmentation. `None`
       keeps the source's order.
     num_epochs: Number of epochs. `None` repeats without end.
+    crop: Cuts `image_shape` out of images of any size, before augmentation;
+      `None` for a source whose images have it.
     augmentations: Applied in this order, before normalization.
     mean: Subtracted from the pixels, which are in [0, 1]; one value, or one
       for each channel.
@@ -37,6 +39,7 @@ class ImageInput(base_input.BaseInput):
   image_shape: Sequence[int]
   shuffle_seed: int | None
   num_epochs: int | None = None
+  crop: cropping.Crop | None = None
   augmentations: Sequence[augmentation.Augmentation] = ()
   mean: float | Sequence[float] = 0.0
   deviation: float | Sequence[float] = 1.0
@@ -54,6 +57,12 @@ class ImageInput(base_input.BaseInput):
       raise ValueError(
         "ImageInput.augmentations need a shuffle_seed, which their keys are"
         " made of."
+      )
+    if self.shuffle_seed is None and isinstance(
+      self.crop, cropping.DistortedCrop
+    ):
+      raise ValueError(
+        "ImageInput.crop needs a shuffle_seed, which its keys are made of."
       )
     if np.min(self.deviation) <= 0:
       raise ValueError(
@@ -83,10 +92,12 @@ class ImageInput(base_input.BaseInput):
       places = places[places < end]
     images = np.zeros((rows, *self.image_shape), np.uint8)
     labels = np.zeros(rows, np.int32)
+    keys = augmentation.make_keys(self.shuffle_seed or 0, places)
+    # Not a key of an augmentation, which is numbered.
+    crop_keys = augmentation.make_keys(-1, keys)
     for row, place in enumerate(places.tolist()):
-      images[row], labels[row] = self._read(place)
+      images[row], labels[row] = self._read(place, crop_keys[row])
     if self.augmentations and len(places):
-      keys = augmentation.make_keys(self.shuffle_seed or 0, places)
       changed = images[: len(places)]
       for number, augment in enumerate(self.augmentations):
         changed = augment(changed, augmentation.make_keys(number, keys))
@@ -130,7 +141,7 @@ class ImageInput(base_input.BaseInput):
   def check_readable(self) -> None:
     """Raises ValueError if the source cannot be read or is empty."""
     example_source.call_optional(self.source, "check")
-    self._read(0)
+    self._read(0, np.uint64(0))
 
   def reset(self) -> None:
     """Returns to the first batch."""
@@ -170,12 +181,14 @@ class ImageInput(base_input.BaseInput):
       )
     self._next = place
 
-  def _read(self, place: int) -> tuple[np.ndarray, int]:
-    """Returns the image and label at a position of the run."""
+  def _read(self, place: int, key: np.uint64) -> tuple[np.ndarray, int]:
+    """Returns the cropped image and the label at a position of the run."""
     order = self._order
     number = order.document(*divmod(place, order.num_documents))
     example = self.source[number]
     image, label = np.asarray(example["image"]), int(example["label"])
+    if self.crop is not None and image.ndim == 3:
+      image = self.crop(image, key, *self.image_shape[:2])
     if image.shape != tuple(self.image_shape) or image.dtype != np.uint8:
       raise ValueError(
         f"Image {number} must be uint8 {list(self.image_shape)}, the"

@@ -32,6 +32,7 @@ class ImageClassification(experiment.Experiment):
       cosine.
     warmup_fraction: Share of the steps that warm up.
     weight_decay: Decoupled weight decay, multiplied by the learning rate.
+    max_grad_norm: Largest global norm of the gradients; None does not clip.
   """
 
   image_shape: tuple[int, ...]
@@ -44,6 +45,7 @@ class ImageClassification(experiment.Experiment):
   peak_learning_rate: float = 1e-3
   warmup_fraction: float = 0.1
   weight_decay: float = 0.05
+  max_grad_norm: float | None = 1.0
 
   @abc.abstractmethod
   def encoder(self) -> fdl.Config[Any]:
@@ -55,7 +57,6 @@ class ImageClassification(experiment.Experiment):
 
   def task(self) -> fdl.Config[task_lib.Task]:
     """Returns the model and its learner."""
-    steps = self.num_train_steps
     model = fdl.Config(
       classifier.Classifier,
       encoder=self.encoder(),
@@ -64,12 +65,26 @@ class ImageClassification(experiment.Experiment):
         output_dim=self.num_classes,
         # Few classes are not split.
         kernel_axes=(axes.EMBED, None),
-        kernel_init=fdl.Config(initializers.Constant, value=0.0),
+        kernel_init=self.head_init(),
       ),
       input_keys=("images",),
       label_smoothing=self.label_smoothing,
     )
-    optimizer = fdl.Config(
+    return fdl.Config(
+      task_lib.Task,
+      name=self.name,
+      model=model,
+      learner=fdl.Config(
+        learner.Learner,
+        optimizer=self.optimizer(),
+        max_grad_norm=self.max_grad_norm,
+      ),
+    )
+
+  def optimizer(self) -> fdl.Config[Any]:
+    """Returns AdamW with a warmup and a cosine."""
+    steps = self.num_train_steps
+    return fdl.Config(
       adamw.AdamW,
       schedule=fdl.Config(
         schedules.WarmupCosine,
@@ -80,14 +95,18 @@ class ImageClassification(experiment.Experiment):
       ),
       weight_decay=self.weight_decay,
     )
-    return fdl.Config(
-      task_lib.Task,
-      name=self.name,
-      model=model,
-      learner=fdl.Config(
-        learner.Learner, optimizer=optimizer, max_grad_norm=1.0
-      ),
-    )
+
+  def head_init(self) -> fdl.Config[Any]:
+    """Returns the initializer of the kernel of the head."""
+    return fdl.Config(initializers.Constant, value=0.0)
+
+  def crop(self, split: str) -> dict[str, fdl.Config[Any]]:
+    """Returns the `crop` of a split whose images have any size, by that name.
+
+    Images of `random` have the shape of the batch's.
+    """
+    del split
+    return {}
 
   def datasets(self) -> dict[str, fdl.Config]:
     """Returns endless training images and one epoch of test images."""
@@ -107,7 +126,7 @@ class ImageClassification(experiment.Experiment):
         global_batch_size=self.global_batch_size,
         shuffle_seed=self.seed,
         augmentations=augmentations,
-        **self._shared(),
+        **self._shared("train"),
       ),
       "test": fdl.Config(
         image_input.ImageInput,
@@ -115,7 +134,7 @@ class ImageClassification(experiment.Experiment):
         global_batch_size=4 * self.global_batch_size,
         shuffle_seed=None,
         num_epochs=1,
-        **self._shared(),
+        **self._shared("test"),
       ),
     }
 
@@ -127,8 +146,12 @@ class ImageClassification(experiment.Experiment):
     """Returns a toy-sized version on random images."""
     return super().shrink().replace(images="random")
 
-  def _shared(self) -> dict[str, Any]:
-    return {"image_shape": self.image_shape, **self.normalization()}
+  def _shared(self, split: str) -> dict[str, Any]:
+    return {
+      "image_shape": self.image_shape,
+      **self.crop(split),
+      **self.normalization(),
+    }
 
   def _source(self, split: str) -> fdl.Config[Any]:
     files = self.source(split)
