@@ -15,6 +15,7 @@ MODULES: Final = {
   "paxon-ckpt": "paxon.tools.ckpt_main",
   "paxon-configs": "paxon.tools.configs_main",
   "paxon-hf": "paxon.tools.hf_main",
+  "paxon-lm_eval": "paxon.tools.lm_eval_main",
   "paxon-plans": "paxon.tasks.plans.main",
   "paxon-sweep": "paxon.tools.sweep_main",
   "paxon-tokenize": "paxon.tools.tokenize_main",

@@ -47,6 +47,7 @@ def test_dependencies_and_test_extra_are_the_core_lock():
   [
     ("cuda", ["cuda"]),
     ("data", ["data"]),
+    ("lm_eval", ["lm_eval"]),
     ("plan", ["plan_cuda", "tpu"]),
     ("plan-cuda", ["plan_cuda"]),
     ("plan-cudnn", ["plan_cudnn"]),

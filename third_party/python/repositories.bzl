@@ -184,6 +184,13 @@ def paxon_repositories():
     )
     _extra("cuda")
     _extra("data")
+    _extra(
+        "lm_eval",
+        # They have no wheels.
+        from_source = ["rouge_score", "sqlitedict", "word2number"],
+        # It downloads metrics, and nothing is downloaded here.
+        substitutes = {"evaluate": ""},
+    )
     _extra("oracle")
     _extra("plan_cuda")
     _extra(

@@ -38,6 +38,8 @@ lock requirements_serve "${core[@]}" \
 lock requirements_site "${core[@]}" \
   --constraints requirements_data_lock.txt \
   --constraints requirements_text_lock.txt "$@"
+lock requirements_lm_eval "${core[@]}" \
+  --constraints requirements_text_lock.txt --excludes excluded_lm_eval.txt "$@"
 lock requirements_oracle "${core[@]}" \
   --constraints requirements_tf_lock.txt \
   --constraints requirements_data_lock.txt \
