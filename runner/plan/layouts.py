@@ -197,21 +197,21 @@ class Layouts:
       work: FLOPs of a step, if they are known; by default they follow from the
         kernels' shapes.
     """
-    self._specs = list(specs)
-    self._kernels = [s for s in self._specs if _is_kernel(s)]
-    self._state = list(state)
-    self._batch = {name: tuple(shape) for name, shape in batch.items()}
-    self._rows = max(self._batch.values(), key=len)[:2]
-    self._rules = rules
-    self._target = target
+    self.specs = list(specs)
+    self.kernels = [s for s in self.specs if _is_kernel(s)]
+    self.state = list(state)
+    self.batch = {name: tuple(shape) for name, shape in batch.items()}
+    self.rows = max(self.batch.values(), key=len)[:2]
+    self.rules = rules
+    self.target = target
     self.work = work or self._estimate_work()
     # Of thousands of layouts only some hundred differ in the mesh.
-    self._of_mesh = functools.cache(self._make_mesh)
+    self._of_mesh = functools.cache(functools.partial(_Mesh, self))
 
   @property
   def usable_axes(self) -> tuple[str, ...]:
     """Mesh axes that split some work and that a search may vary."""
-    named = {name for spec in self._specs for name in spec.axes}
+    named = {name for spec in self.specs for name in spec.axes}
     found = {axes.DATA, axes.FSDP, axes.TENSOR, axes.SEQUENCE}
     if axes.EXPERTS in named:
       found.add(axes.EXPERT)
@@ -220,10 +220,10 @@ class Layouts:
   @property
   def working_axes(self) -> tuple[str, ...]:
     """Mesh axes that split some work of the model."""
-    named = {name for spec in self._specs for name in spec.axes}
+    named = {name for spec in self.specs for name in spec.axes}
     wanted = {
       axis
-      for logical, entry in self._rules
+      for logical, entry in self.rules
       for axis in rules_lib.as_tuple(entry)
       if logical in (*_ROWS, *named)
     }
@@ -232,7 +232,7 @@ class Layouts:
   def is_possible(self, mesh: str, *, microbatches: int) -> bool:
     """Whether all sizes divide and every axis splits some work."""
     found = self._of_mesh(mesh)
-    return found.is_sound and not self._rows[0] % (
+    return found.is_sound and not self.rows[0] % (
       found.shards(axes.BATCH) * microbatches
     )
 
@@ -242,12 +242,12 @@ class Layouts:
 
   def whole_state_bytes(self) -> int:
     """Returns the bytes of the state, not split."""
-    return sum(_bytes(spec) for spec in self._state)
+    return sum(_bytes(spec) for spec in self.state)
 
   def predict(self, layout: Layout) -> Prediction:
     """Returns the analytical estimates of a layout."""
     mesh, work = self._of_mesh(layout.mesh), self.work
-    kind = self._target.hardware
+    kind = self.target.hardware
     again = _RECOMPUTED[layout.remat]
     compute = 0.0
     peak_rate = kind.peak_flops()
@@ -275,10 +275,10 @@ class Layouts:
 
   def _estimate_work(self) -> Work:
     """FLOPs by the shapes of the kernels: 6 a weight and token."""
-    tokens = math.prod(self._rows)
-    length = self._rows[1] if len(self._rows) > 1 else 1
+    tokens = math.prod(self.rows)
+    length = self.rows[1] if len(self.rows) > 1 else 1
     weights = attention = 0.0
-    for spec in self._kernels:
+    for spec in self.kernels:
       share = 1.0
       if axes.EXPERTS in spec.axes:
         experts = spec.shape[spec.axes.index(axes.EXPERTS)]
@@ -290,18 +290,6 @@ class Layouts:
     dense = 6.0 * tokens * weights
     attention = 6.0 * tokens * attention
     return Work(model=dense + attention, attention=attention)
-
-  def _make_mesh(self, text: str) -> "_Mesh":
-    return _Mesh(
-      mesh_lib.MeshSpec.parse(text).resolve(self._target.num_devices),
-      specs=self._specs,
-      kernels=self._kernels,
-      state=self._state,
-      batch=self._batch,
-      rules=self._rules,
-      target=self._target,
-      work=self.work,
-    )
 
 
 class _Mesh:
@@ -317,23 +305,14 @@ class _Mesh:
     exposed: Seconds of communication of activations, for each pass of a step.
   """
 
-  def __init__(
-    self,
-    spec: mesh_lib.MeshSpec,
-    *,
-    specs: Sequence[variables.VariableSpec],
-    kernels: Sequence[variables.VariableSpec],
-    state: Sequence[variables.VariableSpec],
-    batch: Mapping[str, tuple[int, ...]],
-    rules: rules_lib.Rules,
-    target: targets.Target,
-    work: Work,
-  ) -> None:
-    self._rules = rules
-    self._kernels, self._work = kernels, work
-    self._rows = max(batch.values(), key=len)[:2]
+  def __init__(self, of: Layouts, text: str) -> None:
+    target, rows = of.target, of.rows
+    spec = mesh_lib.MeshSpec.parse(text).resolve(target.num_devices)
+    self._rules, self._kernels, self._work = of.rules, of.kernels, of.work
     self.sizes = {a: spec.ici[a] * spec.dcn[a] for a in axes.MESH_AXES}
-    found = lint.check(specs, batch=batch, mesh=self.sizes, rules=rules)
+    found = lint.check(
+      of.specs, batch=of.batch, mesh=self.sizes, rules=of.rules
+    )
     self.is_sound = not any(
       f.is_error or f.rule is lint.Rule.WORK_NOT_SHARED for f in found
     )
@@ -348,19 +327,18 @@ class _Mesh:
         self.is_sound = False
     if has_errors:
       return
-    self.state = sum(_bytes(s) // self.shards(*s.axes) for s in state)
+    self.state = sum(_bytes(s) // self.shards(*s.axes) for s in of.state)
     self.state += sum(
       4 * math.prod(shape) // self.shards(*_ROWS[: len(shape)])
-      for shape in batch.values()
+      for shape in of.batch.values()
     )
     self.workers = math.prod(self.sizes.values())
-    self._tokens = math.prod(self._rows) / self.shards(
-      *_ROWS[: len(self._rows)]
-    )
-    self._length = self._rows[1] if len(self._rows) > 1 else 1
-    self.logits = 4.0 * work.attention / 12 / _head_dim(kernels) / self.workers
+    self._tokens = math.prod(rows) / self.shards(*_ROWS[: len(rows)])
+    self._length = rows[1] if len(rows) > 1 else 1
+    self.logits = 4.0 * of.work.attention / 12
+    self.logits /= _head_dim(of.kernels) * self.workers
     self.overlapped = self.exposed = 0.0
-    for kernel in kernels:
+    for kernel in of.kernels:
       self._add_kernel(kernel)
 
   def shards(self, *names: str | None) -> int:

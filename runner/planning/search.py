@@ -93,11 +93,7 @@ class Search:
   ) -> None:
     self.subject = subject
     self.space = search_space.Space(
-      subject.config,
-      subject.job,
-      subject.shapes,
-      subject.target,
-      work=_work_of(before, subject.config),
+      subject, work=_work_of(before, subject.config)
     )
     self.candidates = self.space.candidates(only_meshes=only_meshes)
     self.attempts: list[Attempt] = []

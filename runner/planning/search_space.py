@@ -28,8 +28,7 @@ from paxon.runner.configuration import (
   tree,
 )
 from paxon.runner.plan import layouts, topology
-from paxon.runner.plan import target as targets
-from paxon.runner.planning import job_lint
+from paxon.runner.planning import subject as subject_lib
 from paxon.runner.training import kernel_checks
 from paxon.sharding import axes
 from paxon.sharding import mesh as mesh_lib
@@ -139,24 +138,16 @@ class Space:
   """All candidates of one job on one target."""
 
   def __init__(
-    self,
-    config: "fdl.Config[job_lib.Job]",
-    job: job_lib.Job,
-    shapes: job_lint.JobShapes,
-    target: targets.Target,
-    *,
-    work: layouts.Work | None = None,
+    self, subject: subject_lib.Subject, *, work: layouts.Work | None = None
   ) -> None:
     """Reads a job.
 
     Args:
-      config: The resolved configuration.
-      job: The same, built. Its mesh may be `auto`.
-      shapes: Of its variables and batch.
-      target: The devices.
+      subject: The job, whose mesh may be `auto`.
       work: FLOPs of a step, if known.
     """
-    self._config, self._job, self._target = config, job, target
+    self._config, self._job = config, job = subject.config, subject.job
+    self._target, shapes = subject.target, subject.shapes
     self.layouts = layouts.Layouts(
       specs=jax.tree.leaves(shapes.specs),
       state=jax.tree.leaves(
@@ -164,7 +155,7 @@ class Space:
       ),
       batch={name: shape for name, (shape, _) in shapes.batch.items()},
       rules=job.rules,
-      target=target,
+      target=self._target,
       work=work,
     )
     self.current = Candidate(

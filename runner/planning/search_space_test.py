@@ -6,7 +6,7 @@ import pytest
 from paxon.layers import remat
 from paxon.runner.configuration import overrides, resolving
 from paxon.runner.plan import target as targets
-from paxon.runner.planning import job_lint, search_space
+from paxon.runner.planning import search_space, subject
 from paxon.runner.training import testing
 
 _TINY = "runner.training.testing.TinyLm"
@@ -84,10 +84,8 @@ def test_a_configuration_without_such_fields_has_no_choices():
 
 def _space(target, *assignments):
   given = [overrides.parse_argument(text) for text in assignments]
-  config = resolving.resolve(_TINY, given).config
-  job = resolving.build(config)
   return search_space.Space(
-    config, job, job_lint.shapes_of(job), targets.parse(target)
+    subject.resolve(_TINY, given, targets.parse(target))
   )
 
 

@@ -7,7 +7,7 @@ from paxon.learners import train_state
 from paxon.runner.configuration import overrides, resolving
 from paxon.runner.plan import layouts, topology
 from paxon.runner.plan import target as targets
-from paxon.runner.planning import job_lint, search_space
+from paxon.runner.planning import job_lint, search_space, subject
 from paxon.sharding import axes
 
 _GIB = 2**30
@@ -40,10 +40,8 @@ def _make(experiment, *assignments, target, work=None):
 
 def _space(target, *assignments):
   given = [overrides.parse_argument(text) for text in assignments]
-  config = resolving.resolve(_7B[0], given).config
-  job = resolving.build(config)
   return search_space.Space(
-    config, job, job_lint.shapes_of(job), targets.parse(target)
+    subject.resolve(_7B[0], given, targets.parse(target))
   )
 
 
