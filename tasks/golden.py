@@ -32,8 +32,14 @@ from paxon.runner.configuration import dump, find_experiment
 from paxon.runner.training import model_loss
 from paxon.sharding import variables
 
-PACKAGES = ("paxon.tasks.lm.params", "paxon.tasks.vision.params")
+PACKAGES = (
+  "paxon.tasks.lm.params",
+  "paxon.tasks.speech.params",
+  "paxon.tasks.vision.params",
+)
 _FOLDER = "goldens"
+# Of inputs of images and of speech.
+_SHAPES = ("image_shape", "sample_rate", "max_seconds")
 BEGIN = "== "
 AS = ", as "
 
@@ -149,8 +155,9 @@ class _Model:
 
   def __init__(self, text: str, config: fdl.Buildable) -> None:
     self.config = config
-    image_shape = getattr(config.train_input, "image_shape", None)
-    self.key = text, config.train_input.length, image_shape
+    source = config.train_input
+    shapes = (getattr(source, name, None) for name in _SHAPES)
+    self.key = text, source.length, *shapes
 
   def __eq__(self, other: object) -> bool:
     return isinstance(other, _Model) and self.key == other.key
@@ -162,8 +169,13 @@ class _Model:
 @functools.lru_cache(maxsize=256)
 def _specs(model: _Model) -> variables.Specs:
   # Shapes of variables do not depend on the batch size.
-  image_shape = getattr(model.config.train_input, "image_shape", None)
-  batch = _text(model) if image_shape is None else _images(image_shape)
+  source = model.config.train_input
+  if getattr(source, "image_shape", None) is not None:
+    batch = _images(source.image_shape)
+  elif getattr(source, "sample_rate", None) is not None:
+    batch = _speech(round(source.max_seconds * source.sample_rate))
+  else:
+    batch = _text(model)
   built = fdl.build(model.config.task.model)
   return variables.specs_of(model_loss.abstract_variables(built, batch))
 
@@ -172,6 +184,16 @@ def _images(shape: Sequence[int]) -> dict[str, jax.ShapeDtypeStruct]:
   return {
     "images": jax.ShapeDtypeStruct((1, *shape), np.float32),
     "labels": jax.ShapeDtypeStruct((1,), np.int32),
+    "example_weights": jax.ShapeDtypeStruct((1,), np.float32),
+  }
+
+
+def _speech(num_samples: int) -> dict[str, jax.ShapeDtypeStruct]:
+  return {
+    "audio": jax.ShapeDtypeStruct((1, num_samples), np.float32),
+    "audio_lengths": jax.ShapeDtypeStruct((1,), np.int32),
+    "labels": jax.ShapeDtypeStruct((1, 1), np.int32),
+    "label_lengths": jax.ShapeDtypeStruct((1,), np.int32),
     "example_weights": jax.ShapeDtypeStruct((1,), np.float32),
   }
 

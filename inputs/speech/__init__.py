@@ -1,0 +1,1 @@
+"""Transcribed audio: files, labels, and batches with an exact position."""

@@ -1,0 +1,217 @@
+"""Batches of transcribed audio, shuffled, with a position."""
+
+from collections.abc import Mapping
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+
+from paxon.inputs import base_input, checks, document_order, example_source
+from paxon.inputs.speech import alphabet as alphabet_lib
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class SpeechInput(base_input.BaseInput):
+  """Batches of the clips of a source.
+
+  A batch has `audio` float32 [B,S] and `audio_lengths` int32 [B], its samples;
+  `labels` int32 [B,L] and `label_lengths` int32 [B], the ids of the text; and
+  `example_weights` float32 [B]. Zeros follow the samples and the labels. An
+  epoch that does not fill the last batch ends with clips of length and weight
+  0. The clip at position n of the run depends on the seed and n only.
+
+  Attributes:
+    source: A source of `speech_sources`, or another one with such items.
+    sample_rate: Samples per second, those of the source.
+    max_seconds: Length of the audio of a batch, at least that of the longest
+      clip.
+    max_labels: Number of labels of a batch, at least those of the longest text.
+    alphabet: The characters of texts.
+    shuffle_seed: Seed of each epoch's order. `None` keeps the source's order.
+    num_epochs: Number of epochs. `None` repeats without end.
+  """
+
+  length: int = 1
+  source: Any
+  sample_rate: int
+  max_seconds: float
+  max_labels: int
+  alphabet: alphabet_lib.Alphabet = dataclasses.field(
+    default_factory=alphabet_lib.Alphabet
+  )
+  shuffle_seed: int | None
+  num_epochs: int | None = None
+  _next: int = dataclasses.field(default=0, init=False, repr=False)
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    checks.check_positive(
+      self,
+      "sample_rate",
+      "max_seconds",
+      "max_labels",
+      optional=["num_epochs"],
+    )
+    rate = getattr(self.source, "sample_rate", self.sample_rate)
+    if rate != self.sample_rate:
+      raise ValueError(
+        f"SpeechInput.sample_rate ({self.sample_rate}) must be that of the"
+        f" source, {rate}."
+      )
+
+  @property
+  def is_endless(self) -> bool:
+    """Whether `num_epochs` is None."""
+    return self.num_epochs is None
+
+  @property
+  def unit(self) -> str:
+    """Clips, each of which has one weight."""
+    return "clips"
+
+  @property
+  def num_samples(self) -> int:
+    """Samples of the audio of a batch."""
+    return round(self.max_seconds * self.sample_rate)
+
+  def get_next(self) -> base_input.Batch:
+    """Returns this host's clips of the next batch; see the class.
+
+    Raises:
+      StopIteration: All epochs have been read.
+      ValueError: A clip or its text is too long, or has another character.
+    """
+    end = self._end
+    if end is not None and self._next >= end:
+      raise StopIteration
+    count = self.per_host_batch_size
+    batch = {
+      key: np.zeros(shape, dtype)
+      for key, (shape, dtype) in self.batch_shapes().items()
+    }
+    first = self._next + self.infeed_host_index * count
+    for i, place in enumerate(range(first, first + count)):
+      if end is not None and place >= end:
+        break
+      audio, labels = self._read(place)
+      batch["audio"][i, : len(audio)] = audio
+      batch["audio_lengths"][i] = len(audio)
+      batch["labels"][i, : len(labels)] = labels
+      batch["label_lengths"][i] = len(labels)
+      batch["example_weights"][i] = 1
+    self._next += self.global_batch_size
+    return batch
+
+  def view_example(
+    self,
+    batch: Mapping[str, np.ndarray],
+    row: int,
+    predicted: Mapping[str, np.ndarray],
+  ) -> base_input.ExampleView:
+    """Returns the sound of a clip, its text and the predicted one."""
+    length = batch["label_lengths"][row]
+    caption = self.alphabet.decode(batch["labels"][row, :length])
+    if "labels" in predicted:
+      length = predicted["label_lengths"][row]
+      text = self.alphabet.decode(predicted["labels"][row, :length])
+      caption += f" — predicted: {text}"
+    samples = batch["audio"][row, : batch["audio_lengths"][row]]
+    return base_input.ExampleView(
+      caption=caption, audio=samples, sample_rate=self.sample_rate
+    )
+
+  def required_vocab_size(self) -> int:
+    """Returns the number of ids of the alphabet."""
+    return self.alphabet.vocab_size
+
+  def batch_shapes(self) -> base_input.Shapes:
+    """Returns the shapes and dtypes of the arrays of `get_next`."""
+    count = self.per_host_batch_size
+    return {
+      "audio": ((count, self.num_samples), np.dtype(np.float32)),
+      "audio_lengths": ((count,), np.dtype(np.int32)),
+      "labels": ((count, self.max_labels), np.dtype(np.int32)),
+      "label_lengths": ((count,), np.dtype(np.int32)),
+      "example_weights": ((count,), np.dtype(np.float32)),
+    }
+
+  def check_readable(self) -> None:
+    """Raises ValueError if the source cannot be read or is empty."""
+    example_source.call_optional(self.source, "check")
+    self._read(0)
+
+  def reset(self) -> None:
+    """Returns to the first batch."""
+    self._next = 0
+
+  def get_state(self) -> base_input.State:
+    """Returns the number of clips read, and what determines their order."""
+    return {
+      "next": self._next,
+      "num_examples": len(self.source),
+      "content": self._content,
+      "shuffle_seed": self.shuffle_seed,
+    }
+
+  def set_state(self, state: base_input.State) -> None:
+    """Sets a position from `get_state`.
+
+    Raises:
+      ValueError: The state is damaged, or of other data or another order.
+    """
+    expected = self.get_state()
+    if set(state) != set(expected):
+      raise ValueError(
+        "The state of a SpeechInput must have the keys"
+        f" {sorted(expected)}, got {sorted(state)}."
+      )
+    for key, value in expected.items():
+      if key != "next" and state[key] != value:
+        raise ValueError(
+          f"The state was saved with the {key} {state[key]!r}, and this input"
+          f" has {value!r}: its batches are others."
+        )
+    place = state["next"]
+    if not isinstance(place, int) or isinstance(place, bool) or place < 0:
+      raise ValueError(
+        f"The state's next must be a number of clips, got {place!r}."
+      )
+    self._next = place
+
+  def _read(self, place: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the audio and the labels at a position of the run."""
+    order = self._order
+    number = order.document(*divmod(place, order.num_documents))
+    example = self.source[number]
+    audio = np.asarray(example["audio"], np.float32)
+    labels = self.alphabet.encode(example["text"])
+    if len(audio) > self.num_samples:
+      raise ValueError(
+        f"Clip {number} has {len(audio) / self.sample_rate:.2f} seconds;"
+        f" SpeechInput.max_seconds is {self.max_seconds}."
+      )
+    if len(labels) > self.max_labels:
+      raise ValueError(
+        f"Clip {number} has {len(labels)} labels, {example['text']!r};"
+        f" SpeechInput.max_labels is {self.max_labels}."
+      )
+    return audio, labels
+
+  @property
+  def _end(self) -> int | None:
+    if self.num_epochs is None:
+      return None
+    return self.num_epochs * self._order.num_documents
+
+  @functools.cached_property
+  def _order(self) -> document_order.DocumentOrder:
+    if not len(self.source):
+      raise ValueError(f"The source holds no clips: {self.source!r}.")
+    return document_order.DocumentOrder(
+      num_documents=len(self.source), seed=self.shuffle_seed
+    )
+
+  @functools.cached_property
+  def _content(self) -> str:
+    return example_source.content_hash(self.source)

@@ -1,0 +1,149 @@
+"""Sources of transcribed audio with random access.
+
+A source has a length, and its items are `{"audio": float32 [N], "text": str}`,
+with samples from -1 to 1 at the source's `sample_rate`. Files are read when
+they are first used, so an experiment can be planned without its data.
+"""
+
+import dataclasses
+import functools
+import os
+from typing import Any
+
+import numpy as np
+
+from paxon.inputs import checks
+from paxon.inputs.speech import wav_file
+
+Example = dict[str, Any]
+
+_CONSONANTS, _VOWELS = "bdfgklmnprst", "aeiou"
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class TranscribedFiles:
+  """WAV files that a table lists with their transcripts.
+
+  Attributes:
+    table: Path of a text file whose lines are the path of a WAV file, absolute
+      or relative to the table's folder, a tab and its text.
+    sample_rate: Samples per second of the items; others are resampled.
+    max_seconds: Longer files are left out; None keeps all.
+    how: A sentence about how to make the table, for the error without it.
+  """
+
+  table: str
+  sample_rate: int
+  max_seconds: float | None = None
+  how: str = ""
+
+  def __post_init__(self) -> None:
+    checks.check_not_empty(self, "table")
+    checks.check_positive(self, "sample_rate", optional=["max_seconds"])
+
+  def __len__(self) -> int:
+    return len(self._lines)
+
+  def __getitem__(self, index: int, /) -> Example:
+    """Returns `audio`, float32 [N], and `text`.
+
+    Raises:
+      ValueError: The file cannot be read.
+    """
+    path, text = self._lines[index]
+    audio, rate = wav_file.read_wav(path)
+    audio = wav_file.resample(audio, rate=rate, new_rate=self.sample_rate)
+    return {"audio": audio, "text": text}
+
+  def check(self) -> None:
+    """Raises ValueError if the table cannot be read."""
+    _ = self._lines
+
+  @functools.cached_property
+  def _lines(self) -> list[tuple[str, str]]:
+    try:
+      with open(self.table, encoding="utf-8") as file:
+        lines = file.read().splitlines()
+    except OSError as error:
+      raise ValueError(
+        f"Cannot read {self.table}: {os.strerror(error.errno or 0)}."
+        f"{self.how and ' '}{self.how}"
+      ) from None
+    found = []
+    for number, line in enumerate(lines, start=1):
+      path, tab, text = line.partition("\t")
+      if not (path and tab):
+        raise ValueError(
+          f"{self.table}: line {number} must be a path, a tab and a text, got"
+          f" {line!r}."
+        )
+      path = os.path.join(os.path.dirname(self.table), path)
+      if self.max_seconds is not None:
+        audio, rate = wav_file.read_wav(path)
+        if len(audio) > self.max_seconds * rate:
+          continue
+      found.append((path, text))
+    return found
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class ToneSpeech:
+  """Made-up words in which each letter is a chord, for smoke tests.
+
+  Attributes:
+    num_examples: Number of clips.
+    sample_rate: Samples per second.
+    max_words: Largest number of words of a clip.
+    letter_seconds: Mean duration of a letter; that of a pause is the same.
+    noise: Standard deviation of the noise.
+    seed: Clips with another seed have the same letters and other words.
+  """
+
+  num_examples: int
+  sample_rate: int = 8000
+  max_words: int = 3
+  letter_seconds: float = 0.08
+  noise: float = 0.02
+  seed: int = 0
+
+  def __post_init__(self) -> None:
+    checks.check_positive(
+      self, "num_examples", "sample_rate", "max_words", "letter_seconds"
+    )
+
+  @property
+  def max_samples(self) -> int:
+    """Samples of the longest clip that can occur."""
+    letters = 1 + self.max_words * 7
+    return letters * round(1.5 * self.letter_seconds * self.sample_rate)
+
+  def __len__(self) -> int:
+    return self.num_examples
+
+  def __getitem__(self, index: int, /) -> Example:
+    """Returns `audio` and `text` of words of one to three syllables."""
+    rng = np.random.Generator(np.random.Philox(key=(self.seed << 32) + index))
+    words = []
+    for _ in range(rng.integers(1, self.max_words + 1)):
+      count = int(rng.integers(1, 4))
+      drawn = rng.integers(0, (len(_CONSONANTS), len(_VOWELS)), (count, 2))
+      words.append("".join(_CONSONANTS[c] + _VOWELS[v] for c, v in drawn))
+    text = " ".join(words)
+    parts = [self._letter(c, rng) for c in f" {text} "]
+    audio = np.concatenate(parts)
+    audio += self.noise * rng.standard_normal(len(audio))
+    return {"audio": audio.astype(np.float32), "text": text}
+
+  def _letter(self, letter: str, rng: np.random.Generator) -> np.ndarray:
+    seconds = self.letter_seconds * rng.uniform(0.6, 1.4)
+    count = round(seconds * self.sample_rate)
+    if letter == " ":
+      return np.zeros(count)
+    time = np.arange(count) / self.sample_rate
+    place = ord(letter) - ord("a")
+    # Vowels are lower; both tones are below 4 kHz.
+    low = 300 + 45 * place if letter in _VOWELS else 1000 + 35 * place
+    high = low + 400 + 50 * (place % 7)
+    chord = np.sin(2 * np.pi * low * time) + np.sin(2 * np.pi * high * time)
+    # Begins and ends at zero.
+    return 0.3 * chord * np.sin(np.pi * np.arange(count) / max(count - 1, 1))

@@ -1,0 +1,1 @@
+"""Base class of experiments that recognize speech, and their data."""

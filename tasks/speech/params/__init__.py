@@ -1,0 +1,1 @@
+"""Speech experiments, one module per data set."""
