@@ -181,8 +181,8 @@ class TfRecordImages:
     """Returns the only value of a feature."""
     values = features.get(name)
     expected = {"bytes": bytes, "an integer": np.integer}[kind]
-    if values is None or len(values) != 1 or not isinstance(
-      values[0], expected
+    if (
+      values is None or len(values) != 1 or not isinstance(values[0], expected)
     ):
       raise ValueError(
         f"the feature {name!r} must be {kind}, one value; the record has the"
@@ -193,7 +193,9 @@ class TfRecordImages:
 
 def _walk(folder: str) -> list[tuple[str, list[str], list[str]]]:
   """Returns `os.walk` of a folder, sorted."""
-  return sorted((at, dirs, sorted(names)) for at, dirs, names in os.walk(folder))
+  return sorted(
+    (at, dirs, sorted(names)) for at, dirs, names in os.walk(folder)
+  )
 
 
 def _check_channels(owner: Any, channels: int) -> None:

@@ -13,7 +13,7 @@ H head_dim.
 from collections.abc import Callable
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from flax import linen as nn
 import jax
@@ -39,16 +39,14 @@ class GroupedQueryAttention(nn.Module):
     rotary: Maps queries or keys [B,T,N,H] and positions [B,T] to rotated ones;
       `None` uses positions in the mask (and in `logits`) only.
     mask: Causality, windows and chunks.
-    projections: Kernels and biases of queries, keys, values and the output.
+    projections: Kernels and biases of queries, keys, values and the output,
+      and of gates of the output.
     head_norm: Norms of queries and keys (`head_norm.QueryKeyNorm`), or `None`.
     limit: Clips queries, keys and values to `[-limit, limit]`, after norms and
       before rotary positions, as in OLMo; `None` does not.
     logits: Scale, soft cap, biases and sinks of the logits. The kernel must
       support those that are set.
     kernel: Computes attention from queries, keys, values and the mask.
-    output_gate: Maps a projection of the tokens [B,T,N,H] to factors of the
-      weighted values, such as `jax.nn.sigmoid` in Qwen3-Next; needs
-      `SeparateProjections`. `None` is none.
     cache: Stores keys and values while decoding.
     dtype: Dtype of the computation. `None` promotes inputs and kernels.
     param_dtype: Dtype in which the kernels are stored.
@@ -71,7 +69,6 @@ class GroupedQueryAttention(nn.Module):
     default_factory=functools.partial(kernels.Logits, parent=None)
   )
   kernel: kernels.Kernel = kernels.plain
-  output_gate: Callable[[jax.Array], jax.Array] | None = None
   cache: nn.Module = dataclasses.field(
     default_factory=functools.partial(kv_cache.ContiguousCache, parent=None)
   )
@@ -88,8 +85,6 @@ class GroupedQueryAttention(nn.Module):
     checks.check_size(self, "num_heads", "num_kv_heads", "head_dim")
     checks.check_multiple(self, "num_heads", "num_kv_heads")
     checks.check_positive(self, "limit")
-    if self.output_gate is not None:
-      attention_projections.check_separate(self, self.projections)
     # Duck-typed: importing `Rotary` would load it for layers without one.
     check_width = getattr(self.rotary, "check_width", None)
     if check_width is not None:
@@ -142,11 +137,9 @@ class GroupedQueryAttention(nn.Module):
     keywords = logits.keywords(self.kernel, query, mask, bias)
     context = self.kernel(query, stored.key, stored.value, mask, **keywords)
     context = remat.tag(context, remat.ATTENTION_CONTEXT)
-    if self.output_gate is not None:
-      # Checked to be separate projections.
-      separate: Any = self.projections
-      gate = separate.project(self, "gate", x)
-      context *= self.output_gate(gate).astype(context.dtype)
+    gate = self.projections.find_gate(self, x)
+    if gate is not None:
+      context *= gate.astype(context.dtype)
     return self.projections.output(self, context, x.shape[-1])
 
   def _normalize_and_rotate(

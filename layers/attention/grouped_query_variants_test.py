@@ -40,7 +40,7 @@ ALL = {
   "output_bias": False,
   "sinks": kernels.LearnedSinks(),
   "query_scale": head_norm.PerDimScale(),
-  "output_gate": jax.nn.sigmoid,
+  "gated": True,
 }
 XL = {
   "relative_position": position_bias.TransformerXlPosition(
@@ -176,7 +176,7 @@ def _oracle(layer, params, *, prefix=None):
       nothing = np.exp(layer.logits.sinks.logit)
     share = np.exp(logits) / (np.sum(np.exp(logits)) + nothing)
     context = share @ np.stack(seen)
-    if layer.output_gate is not None:
+    if "gate" in made:
       context /= 1 + np.exp(-made["gate"][b, t, n])
     out[b, t] += context @ p["out"][n]
   return out

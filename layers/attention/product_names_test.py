@@ -91,7 +91,7 @@ _CASES = {
   ),
   "attention": (_attention(), _tokens, {"query", "key", "value", "out"}),
   "output gate": (
-    _attention(output_gate=jax.nn.sigmoid),
+    _attention(projections=projections.GatedProjections()),
     _tokens,
     {"query", "key", "value", "gate", "out"},
   ),

@@ -1,6 +1,7 @@
 """Projections of attention: queries, keys, values, and the output.
 
-`SeparateProjections` has one kernel each for queries, keys and values.
+`SeparateProjections` has one kernel each for queries, keys and values;
+`GatedProjections` also has gates that multiply the weighted values.
 `CombinedProjections` has one for all three, so that the tokens are read, and a
 kernel that is split over devices is gathered, once instead of three times. Both
 start with the same distribution. Projections create the parameters in the
@@ -99,6 +100,11 @@ class Projections:
     """
     raise NotImplementedError
 
+  def find_gate(self, layer: Layer, x: jax.Array) -> jax.Array | None:
+    """Returns factors [B,T,N,H] of the weighted values, or None for none."""
+    del layer, x
+    return None
+
   def output(
     self, layer: Layer, context: jax.Array, embed_dim: int
   ) -> jax.Array:
@@ -196,6 +202,24 @@ class SeparateProjections(Projections):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class GatedProjections(SeparateProjections):
+  """Separate projections, and gates of the weighted values, as in Qwen3-Next.
+
+  Qiu et al. 2025, https://arxiv.org/abs/2505.06708. There is a kernel `gate`
+  [D,N,H] and, with biases, `gate_bias`.
+
+  Attributes:
+    activation: Maps the gates to factors.
+  """
+
+  activation: Callable[[jax.Array], jax.Array] = jax.nn.sigmoid
+
+  def find_gate(self, layer: Layer, x: jax.Array) -> jax.Array:
+    """Returns factors [B,T,N,H] of the weighted values."""
+    return self.activation(self.project(layer, "gate", x))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CombinedProjections(Projections):
   """One kernel `qkv`, and one matmul.
 
@@ -237,8 +261,9 @@ class CombinedProjections(Projections):
 
 
 def check_separate(layer: Layer, projections: Projections) -> None:
-  """Raises ValueError unless the projections of a layer are separate."""
-  if not isinstance(projections, SeparateProjections):
+  """Raises ValueError unless projections are separate and without gates."""
+  is_gated = isinstance(projections, GatedProjections)
+  if is_gated or not isinstance(projections, SeparateProjections):
     raise ValueError(
       f"{type(layer).__name__}.projections must be SeparateProjections, got"
       f" {type(projections).__name__}."

@@ -40,11 +40,14 @@ def grouped_query_attention(
   return grouped_query.GroupedQueryAttention(num_heads, **fields(**settings))
 
 
-def fields(*, combined: bool = False, **settings: Any) -> dict[str, Any]:
+def fields(
+  *, combined: bool = False, gated: bool = False, **settings: Any
+) -> dict[str, Any]:
   """Returns the fields of an attention layer.
 
   Args:
     combined: Whether one kernel makes queries, keys and values.
+    gated: Whether the weighted values have gates.
     **settings: Fields of the layer and of its parts: of `MaskRules`, of
       `Logits` (`logit_cap` and `logit_scale` for its `cap` and `scale`), of
       `QueryKeyNorm` and of `Projections`.
@@ -60,8 +63,10 @@ def fields(*, combined: bool = False, **settings: Any) -> dict[str, Any]:
   if norms:
     settings["head_norm"] = head_norm.QueryKeyNorm(**norms)
   kind = projections.SeparateProjections
+  if gated:
+    kind = projections.GatedProjections
   if combined:
     kind = projections.CombinedProjections
-  if combined or of_projections:
+  if combined or gated or of_projections:
     settings["projections"] = kind(**of_projections)
   return settings

@@ -1,4 +1,4 @@
-"""Tests for MobileNetV2, against float64 numpy from torchvision's definition."""
+"""Tests for MobileNetV2, against float64 numpy and torchvision's sizes."""
 
 from flax import linen as nn
 import jax
@@ -94,7 +94,9 @@ def test_published_parameters(multiplier):
 
 def test_channels_are_rounded():
   # Rounding down to 16 would take away more than a tenth of 18.
-  rounded = [mobile_net.round_channels(n, 8) for n in (1.0, 12.0, 18.0, 22.4, 33.6)]
+  rounded = [
+    mobile_net.round_channels(n, 8) for n in (1.0, 12.0, 18.0, 22.4, 33.6)
+  ]
   assert rounded == [8, 16, 24, 24, 32]
 
 

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 from typing import Any, NamedTuple
 
-import jax
-
 from paxon.layers import activations, block, feed_forward, rms_norm, stack
 from paxon.layers.attention import (
   grouped_query,
@@ -313,7 +311,9 @@ class GatedDecoder:
       rotary=positions.build(make),
       mask=make(attention_mask.MaskRules, window=layer.window),
       projections=make(
-        projections.SeparateProjections,
+        projections.GatedProjections
+        if self.has_output_gate
+        else projections.SeparateProjections,
         use_bias=self.qkv_bias,
         output_bias=self.output_bias,
       ),
@@ -325,7 +325,6 @@ class GatedDecoder:
         cap=self.attention_cap,
         sinks=make(kernels.LearnedSinks) if self.has_sinks else None,
       ),
-      output_gate=jax.nn.sigmoid if self.has_output_gate else None,
     )
 
   def names(self) -> mapping.Names:

@@ -1,11 +1,11 @@
-"""ImageNet (ILSVRC 2012): 1,281,167 photographs of 1000 classes.
+r"""ImageNet (ILSVRC 2012): 1,281,167 photographs of 1000 classes.
 
 Russakovsky et al. 2015, https://arxiv.org/abs/1409.0575. The data must be there
 already, as the TFRecords of TensorFlow's script (`train-*-of-01024` and
 `validation-*-of-00128`, labels from 1 on) or as a folder for each class in
 `train` and `validation`. Pillow decodes it.
 
-  bazel run //runner:main -- \\
+  bazel run //runner:main -- \
     --exp=tasks.vision.params.imagenet.ResNet50Pjit --fdl.data=/data/imagenet
 """
 
@@ -23,8 +23,8 @@ from paxon.tasks.vision import image_classification
 
 TRAIN_EXAMPLES = 1_281_167
 _SPLITS = {"train": "train", "test": "validation"}
-# Epochs at which the learning rate changes, after the warmup of the first.
-_WARMUP, *_DROPS = (5, 30, 60, 80)
+# Epochs of 90 at which the learning rate drops.
+_DROPS = (30, 60, 80)
 
 
 class ResNet50Pjit(image_classification.ImageClassification):
@@ -47,6 +47,8 @@ class ResNet50Pjit(image_classification.ImageClassification):
   mesh = "data=8"
   label_smoothing = 0.0
   peak_learning_rate = 0.2
+  # Five epochs.
+  warmup_fraction = 5 / 90
   weight_decay = 1e-4
   max_grad_norm = None
   eval_every_steps = TRAIN_EXAMPLES // 512
@@ -106,7 +108,8 @@ class ResNet50Pjit(image_classification.ImageClassification):
   def optimizer(self) -> fdl.Config[Any]:
     """Returns Nesterov momentum with three drops of the learning rate."""
     peak, steps = self.peak_learning_rate, self.num_train_steps
-    warmup, *drops = (max(1, steps * e // 90) for e in (_WARMUP, *_DROPS))
+    warmup = max(1, int(self.warmup_fraction * steps))
+    drops = (steps * epoch // 90 for epoch in _DROPS)
     return fdl.Config(
       regularization.Regularized,
       optimizer=fdl.Config(
@@ -120,8 +123,10 @@ class ResNet50Pjit(image_classification.ImageClassification):
             ),
             fdl.Config(
               schedules.PiecewiseConstant,
-              boundaries=[max(i + 1, at - warmup) for i, at in enumerate(drops)],
-              values=[peak * 0.1**i for i in range(len(drops) + 1)],
+              boundaries=[
+                max(i + 1, at - warmup) for i, at in enumerate(drops)
+              ],
+              values=[peak * 0.1**i for i in range(len(_DROPS) + 1)],
             ),
           ],
         ),
